@@ -1,0 +1,57 @@
+# make train, make test: each sets up .venv when it has to, and then runs.
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+WORKDIR ?= runs/mod
+# Two workers; a file's tests stay together, since they share compiled programs.
+PYTEST_ARGS ?= -n 2 --dist=loadfile
+
+.PHONY: train test lint format clean
+
+train: $(STAMP)
+	$(BIN)/python train.py --config=configs/lm/mod.py --workdir=$(WORKDIR)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# Leaves the downloads in .venv; the next make only looks them through.
+clean:
+	rm -rf $(STAMP) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find mod_jax kernels configs tests -name __pycache__ -prune -exec rm -rf {} +
+
+# A Python that is too old is found out here, not by an installer's backtrace.
+$(STAMP): requirements.txt setup.cfg pyproject.toml .python-version
+	@set -e; \
+	wanted=$$(cat .python-version); \
+	new_enough='import sys; sys.exit(sys.version_info < (3, 12))'; \
+	python=; \
+	for candidate in "$(BIN)/python" "python$$wanted" python3; do \
+	  if "$$candidate" -c "$$new_enough" 2>/dev/null; then \
+	    python=$$candidate; break; \
+	  fi; \
+	done; \
+	if [ -z "$$python" ]; then \
+	  echo "error: Python $$wanted or newer is needed, and neither" \
+	    "python$$wanted nor python3 is one; install it, or put it on PATH." >&2; \
+	  exit 1; \
+	fi; \
+	echo "Setting up $(VENV) (once; later runs skip this)."; \
+	if [ "$$python" != "$(BIN)/python" ]; then \
+	  "$$python" -m venv --clear $(VENV); \
+	elif ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
+	  $(BIN)/python -m ensurepip --upgrade >/dev/null; \
+	fi
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	  -r requirements.txt
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	  --no-deps --no-build-isolation -e .
+	@touch $@

@@ -1,0 +1,9 @@
+"""Array operations with hardware backends. Knows nothing of `mod_jax`.
+
+Each operation has a folder: the public function validates and dispatches, a
+reference in plain JAX is the truth, and other files hold its backends.
+"""
+
+from mod_jax_kernels.attention import attention
+
+__all__ = ('attention',)

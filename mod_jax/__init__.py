@@ -1,0 +1,3 @@
+"""Conditional computation in transformers, in JAX and Flax."""
+
+__version__ = '0.1.0'

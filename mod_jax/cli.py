@@ -1,0 +1,214 @@
+"""What the scripts share: flags and errors for people, not for debuggers."""
+
+import pathlib
+import re
+import sys
+import traceback
+
+from absl import app
+from absl import flags
+from absl import logging
+import ml_collections
+from ml_collections.config_flags import config_flags
+
+from mod_jax import config as config_lib
+from mod_jax.errors import UserError
+
+# How ml_collections starts the message of an error inside a config file.
+_IN_CONFIG_FILE = 'Error whilst parsing config file'
+# What absl's parsers say, and what a person should read instead.
+_PLAIN_WORDS = (
+  ('invalid literal for int', 'expected an integer'),
+  ('could not convert string to float', 'expected a number'),
+  ('Non-boolean argument', 'expected true or false'),
+  ('as a ConfigDict', "expected a group of fields, as {'name': value}"),
+)
+
+
+def run(main, argv=None):
+  """Parses the flags, calls `main(argv)` and exits with its status.
+
+  Whatever the user got wrong (`UserError` from anywhere, a bad flag, an unknown
+  or mistyped field of a config, a config file that is not there) becomes one
+  line `error: …` on stderr and status 2. Ctrl-C becomes one line and status
+  130. Any other exception is a bug and keeps its traceback.
+
+  Args:
+    main: a function of the program's name and what absl left over, a list.
+    argv: the command line with the program's name first, else `sys.argv`.
+  """
+  # Orbax tells at length, at this level, how each save went.
+  logging.set_verbosity(logging.WARNING)
+  try:
+    app.run(main, argv, flags_parser=_parse_flags)
+  except UserError as error:
+    print(f'error: {_one_line(error)}', file=sys.stderr)
+    sys.exit(2)
+  except KeyboardInterrupt:
+    print('interrupted', file=sys.stderr)
+    sys.exit(130)
+
+
+def load_config(config_dict, cls):
+  """Returns the value of a config flag as an instance of dataclass `cls`.
+
+  Args:
+    config_dict: `FLAGS.config`; None if the flag was not given.
+    cls: the dataclass that the config file builds, e.g. ExperimentConfig.
+
+  Raises:
+    UserError: if there is no config, or a field of it is wrong.
+  """
+  if config_dict is None:
+    raise UserError(
+      '--config is missing: give a config file such as '
+      '--config=configs/lm/mod.py, with :variant if you want one.'
+    )
+  return config_lib.from_config_dict(cls, config_dict)
+
+
+def _one_line(error):
+  return ' '.join(str(error).split())
+
+
+def _parse_flags(argv):
+  """Parses as absl does, but raises UserError for what the user got wrong."""
+  config_files = _config_files(argv)
+  for name, path in config_files.items():
+    _check_file(name, path)
+  try:
+    rest = flags.FLAGS(argv)
+  except flags.Error as error:
+    _raise_from_config_file(error)
+    _refuse_stray_overrides(argv, config_files)
+    raise UserError(_in_plain_words(error)) from error
+  except (AttributeError, LookupError, OSError, TypeError, ValueError) as error:
+    if not _raised_by_config_flags(error):
+      raise
+    _refuse_overrides(argv, config_files)
+    raise UserError(_one_line(error)) from error
+  if rest[1:]:
+    raise UserError(
+      f'unexpected argument {rest[1]!r}: flags start with -- and take their '
+      'value after an equals sign, as in --workdir=runs/mod.'
+    )
+  return rest
+
+
+def _config_files(argv):
+  """Returns flag name -> `path[:variant]` for the config flags in `argv`."""
+  found = {}
+  for name in flags.FLAGS:
+    if not config_flags.is_config_flag(flags.FLAGS[name]):
+      continue
+    for i, arg in enumerate(argv):
+      match = re.match(rf'--?{re.escape(name)}(?:=(.*))?$', arg, re.DOTALL)
+      if match and match[1] is not None:
+        found[name] = match[1]
+      elif match and i + 1 < len(argv):
+        found[name] = argv[i + 1]
+  return found
+
+
+def _check_file(name, value):
+  path = pathlib.Path(value.split(':', 1)[0])
+  if path.is_file():
+    return
+  siblings = [str(p) for p in path.parent.glob('*.py')]
+  raise UserError(
+    f'--{name}={value}: there is no file {str(path)!r}.'
+    + config_lib.nearest(path, siblings)
+  )
+
+
+def _raise_from_config_file(error):
+  """Raises what a config file raised, which absl buries in its own error."""
+  if _IN_CONFIG_FILE not in str(error):
+    return
+  chain = []
+  while error is not None:
+    chain.append(error)
+    error = error.__cause__ or error.__context__
+  for buried in chain:
+    # ml_collections copies the type of what it caught, UserError included.
+    if not isinstance(buried, flags.Error) and _IN_CONFIG_FILE not in str(
+      buried
+    ):
+      raise buried
+
+
+def _raised_by_config_flags(error):
+  """Tells a bad override from a bug in the config file's own code."""
+  frames = [
+    frame.f_globals.get('__name__', '')
+    for frame, _ in traceback.walk_tb(error.__traceback__)
+  ]
+  files = {f'{name}_config' for name in flags.FLAGS}
+  return not files.intersection(frames) and any(
+    name.startswith('ml_collections.config_flags') for name in frames
+  )
+
+
+def _overrides(argv, name):
+  """Yields the dotted paths that `--name.path=value` flags set."""
+  for arg in argv:
+    match = re.match(rf'--?(?:no)?{re.escape(name)}\.([^=]+)', arg)
+    if match:
+      yield match[1]
+
+
+def _refuse_stray_overrides(argv, config_files):
+  """Raises for an override of a config that is not on the command line."""
+  for name in flags.FLAGS:
+    if not config_flags.is_config_flag(flags.FLAGS[name]):
+      continue
+    for path in _overrides(argv, name):
+      if name not in config_files:
+        raise UserError(
+          f'--{name}.{path} changes a config, but there is none: give '
+          f'--{name}=FILE before it.'
+        )
+
+
+def _refuse_overrides(argv, config_files):
+  """Raises for the first override that does not fit its config.
+
+  The file is read once more for this, since ml_collections drops what it has
+  read when an override fails, and its message has no dotted path.
+  """
+  for name, value in config_files.items():
+    config = flags.FLAGS[name].parser.parse(value)
+    for path in _overrides(argv, name):
+      _check_override(config, name, path)
+
+
+def _check_override(config, name, path):
+  holder, seen = config, name
+  for part in path.split('.'):
+    if holder is None:
+      raise UserError(f'--{name}.{path}: {seen} is None and has no {part!r}.')
+    if not isinstance(holder, ml_collections.ConfigDict):
+      raise UserError(
+        f'--{name}.{path}: {seen} is {holder!r} and has no {part!r}.'
+      )
+    if part not in holder:
+      fields = ', '.join(holder)
+      near = config_lib.nearest(part, holder) or f' Its fields are {fields}.'
+      raise UserError(f'--{name}.{path}: {seen} has no field {part!r}.{near}')
+    holder, seen = holder[part], f'{seen}.{part}'
+
+
+def _in_plain_words(error):
+  """Returns absl's message with what was expected instead of how it failed."""
+  message = _one_line(error)
+  required = re.search(r'Flag --(\S+) must have a value other', message)
+  if required:
+    return f'--{required[1]} is missing: give --{required[1]}=VALUE.'
+  bad_value = re.match(r'flag (--.+?): (.*)$', message)
+  if not bad_value:
+    return message
+  flag, reason = bad_value.groups()
+  for marker, plain in _PLAIN_WORDS:
+    if marker in reason:
+      reason = f'{plain}.'
+  return f'{flag}: {reason}'

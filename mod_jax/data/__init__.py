@@ -1,0 +1,1 @@
+"""Input pipelines: text for language models."""

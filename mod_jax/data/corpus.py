@@ -1,0 +1,449 @@
+"""Files as one long stream of tokens, read in place and never held in memory.
+
+A document is a file. Files stand in the order of their relative names, so the
+stream, and with it every batch, is the same wherever the tree is mounted.
+"""
+
+import array
+import codecs
+import collections
+from collections.abc import Iterator
+from collections.abc import Sequence
+import dataclasses
+import glob
+import hashlib
+import os
+import struct
+import sysconfig
+import tempfile
+import threading
+import time
+from typing import Protocol
+
+from absl import logging
+import numpy as np
+
+from mod_jax import errors
+from mod_jax.data import tokenizers
+
+_SKIPPED_DIRS = frozenset(('site-packages', 'dist-packages', '__pycache__'))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextFile:
+  """A regular, non-empty file, as it was when listed.
+
+  Attributes:
+    name: path relative to the root of the search, '/' between the parts.
+    path: where to open it.
+    size: bytes.
+    mtime_ns: time of the last change, nanoseconds.
+  """
+
+  name: str
+  path: str
+  size: int
+  mtime_ns: int
+
+
+def list_files(patterns: str, field: str = 'files') -> list[TextFile]:
+  """Returns the non-empty files that match, sorted by relative name.
+
+  Args:
+    patterns: globs separated by commas; `**` crosses directories. Names are
+      relative to the part of each glob before its first wildcard.
+    field: which setting to name in errors.
+
+  Raises:
+    errors.UserError: a glob matches no file, or all that match are empty.
+  """
+  found = {}
+  for pattern in (p.strip() for p in patterns.split(',')):
+    if not pattern:
+      continue
+    full = os.path.abspath(os.path.expanduser(pattern))
+    root = full
+    while root != os.path.dirname(root) and (
+      glob.has_magic(root) or root == full
+    ):
+      root = os.path.dirname(root)
+    paths = [p for p in glob.iglob(full, recursive=True) if os.path.isfile(p)]
+    if not paths:
+      hint = (
+        f'it is a directory, so write {os.path.join(pattern, "**", "*.txt")!r}'
+        if os.path.isdir(full)
+        else 'quote it on the command line and use ** to cross directories'
+      )
+      raise errors.UserError(f'{field}={pattern!r} matches no file: {hint}')
+    for path in paths:
+      # Two names of one file would put the same text in twice, and perhaps on
+      # both sides of the split.
+      found.setdefault(os.path.realpath(path), _text_file(path, root))
+  files = _sorted_non_empty(found.values())
+  if not files:
+    raise errors.UserError(
+      f'{field}={patterns!r} matches only empty files: point it at files with '
+      'text in them'
+    )
+  return files
+
+
+def list_stdlib() -> list[TextFile]:
+  """Returns the Python standard library's own source files on this machine.
+
+  Raises:
+    errors.UserError: this Python was installed without its sources.
+  """
+  root = sysconfig.get_paths()['stdlib']
+  files = []
+  for folder, subfolders, names in os.walk(root):
+    subfolders[:] = sorted(d for d in subfolders if d not in _SKIPPED_DIRS)
+    for name in names:
+      path = os.path.join(folder, name)
+      if name.endswith('.py') and os.path.isfile(path):
+        files.append(_text_file(path, root))
+  files = _sorted_non_empty(files)
+  if not files:
+    raise errors.UserError(
+      f"source='stdlib': no *.py files under {root!r}, this Python was "
+      "installed without its sources; use source='files' with your own text"
+    )
+  return files
+
+
+def _text_file(path: str, root: str) -> TextFile:
+  stat = os.stat(path)
+  return TextFile(
+    name=os.path.relpath(path, root).replace(os.sep, '/'),
+    path=path,
+    size=stat.st_size,
+    mtime_ns=stat.st_mtime_ns,
+  )
+
+
+def _sorted_non_empty(files) -> list[TextFile]:
+  return sorted(
+    (f for f in files if f.size), key=lambda f: (os.fsencode(f.name), f.path)
+  )
+
+
+def _draw(name: str) -> float:
+  """Returns a number in [0, 1) that depends on the name alone."""
+  digest = hashlib.sha256(os.fsencode(name)).digest()
+  return int.from_bytes(digest[:8], 'big') / 2**64
+
+
+def hold_out(
+  files: Sequence[TextFile], fraction: float
+) -> tuple[list[TextFile], list[TextFile]]:
+  """Splits whole files into (training, held-out) by a hash of their names.
+
+  A file's side does not change when others come or go, except that of two or
+  more files at least one is on each side. A single file is for training.
+  """
+  if len(files) < 2:
+    return list(files), []
+  draws = [_draw(f.name) for f in files]
+  held = {i for i, d in enumerate(draws) if d < fraction}
+  if not held:
+    held = {int(np.argmin(draws))}
+  elif len(held) == len(files):
+    held.discard(int(np.argmax(draws)))
+  return (
+    [f for i, f in enumerate(files) if i not in held],
+    [f for i, f in enumerate(files) if i in held],
+  )
+
+
+def without_copies(
+  train: Sequence[TextFile], held_out: Sequence[TextFile]
+) -> list[TextFile]:
+  """Returns the training files whose content is not also held out.
+
+  Only files of equal size are read, and of those only the first 64 KiB unless
+  these agree.
+  """
+  by_size = collections.defaultdict(list)
+  for f in held_out:
+    by_size[f.size].append(f)
+  digests = {}
+
+  def digest(f: TextFile, limit: int | None) -> bytes:
+    key = f.path, limit
+    if key not in digests:
+      digests[key] = _digest(f, limit)
+    return digests[key]
+
+  def is_copy(f: TextFile) -> bool:
+    for other in by_size.get(f.size, ()):
+      if os.path.realpath(f.path) == os.path.realpath(other.path):
+        return True
+      if digest(f, 2**16) == digest(other, 2**16) and (
+        f.size <= 2**16 or digest(f, None) == digest(other, None)
+      ):
+        return True
+    return False
+
+  return [f for f in train if not is_copy(f)]
+
+
+def _digest(f: TextFile, limit: int | None) -> bytes:
+  try:
+    with open(f.path, 'rb') as stream:
+      if limit is not None:
+        return hashlib.sha256(stream.read(limit)).digest()
+      return hashlib.file_digest(stream, 'sha256').digest()
+  except OSError as e:
+    raise _cannot_read(f.path, e) from e
+
+
+def _cannot_read(path: str, error: OSError) -> errors.UserError:
+  return errors.UserError(
+    f'{path!r} cannot be read: {error.strerror}; check its permissions or '
+    'leave it out of the glob'
+  )
+
+
+class TokenStream(Protocol):
+  """Tokens of all documents, one after another, with random access.
+
+  Attributes:
+    starts: int64 [documents], strictly increasing from 0: where each begins.
+  """
+
+  starts: np.ndarray
+
+  def __len__(self) -> int:
+    """Returns the number of tokens."""
+
+  def read(self, start: int, stop: int) -> np.ndarray:
+    """Returns tokens [start, stop) as int32."""
+
+
+class ByteStream:
+  """The bytes of files, concatenated; each file is mapped when it is needed."""
+
+  # Open maps cost address space and a kernel entry each, not memory.
+  MAX_OPEN = 256
+
+  def __init__(self, files: Sequence[TextFile]):
+    """Lays out `files` without opening any."""
+    self._files = tuple(files)
+    ends = np.cumsum([f.size for f in files], dtype=np.int64)
+    self._length = int(ends[-1]) if len(ends) else 0
+    self.starts = np.concatenate([np.zeros(1, np.int64), ends[:-1]])
+    self._maps: collections.OrderedDict[int, np.memmap]
+    self.__setstate__({})
+
+  def __len__(self) -> int:
+    """Returns the number of bytes."""
+    return self._length
+
+  def __getstate__(self):
+    """Leaves the open maps and the lock behind, for worker processes."""
+    return {
+      k: v for k, v in self.__dict__.items() if k not in ('_maps', '_lock')
+    }
+
+  def __setstate__(self, state):
+    """Starts with no map open."""
+    self.__dict__.update(state)
+    self._maps = collections.OrderedDict()
+    self._lock = threading.Lock()
+
+  def _map(self, i: int) -> np.ndarray:
+    with self._lock:
+      if i in self._maps:
+        self._maps.move_to_end(i)
+        return self._maps[i]
+    f = self._files[i]
+    try:
+      data = np.memmap(f.path, np.uint8, mode='r', shape=(f.size,))
+    except OSError as e:
+      raise _cannot_read(f.path, e) from e
+    except ValueError as e:  # Numpy's word for: shorter than asked for.
+      raise errors.UserError(
+        f'{f.path!r} had {f.size} bytes when the run began and is shorter now; '
+        'restore it or start a new run'
+      ) from e
+    with self._lock:
+      self._maps[i] = data
+      while len(self._maps) > self.MAX_OPEN:
+        self._maps.popitem(last=False)
+    return data
+
+  def read(self, start: int, stop: int) -> np.ndarray:
+    """Returns bytes [start, stop) as int32."""
+    out = np.empty(stop - start, np.int32)
+    i = int(np.searchsorted(self.starts, start, side='right')) - 1
+    filled = 0
+    while filled < len(out):
+      begin = start + filled - int(self.starts[i])
+      part = self._map(i)[begin : begin + len(out) - filled]
+      out[filled : filled + len(part)] = part
+      filled += len(part)
+      i += 1
+    return out
+
+
+# A token cache is one file, so that one rename puts all of it in place:
+# header, tokens (padded to 8 bytes), document starts.
+_MAGIC = b'MODJAXT1'
+_HEADER = struct.Struct('<8sQQQ')  # magic, bytes per token, tokens, documents
+_CHUNK = 2**20
+
+
+class CachedStream:
+  """Tokens that were written by `open_cache`, memory-mapped."""
+
+  def __init__(self, path: str):
+    """Maps the cache at `path`.
+
+    Raises:
+      ValueError: the file is not a complete token cache.
+    """
+    with open(path, 'rb') as f:
+      head = f.read(_HEADER.size)
+    if len(head) < _HEADER.size:
+      raise ValueError(f'{path!r} is too short for a header')
+    magic, width, tokens, documents = _HEADER.unpack(head)
+    if magic != _MAGIC or width not in (2, 4):
+      raise ValueError(f'{path!r} is not a token cache')
+    starts_at = _HEADER.size + _padded(tokens * width)
+    if os.path.getsize(path) != starts_at + 8 * documents or not documents:
+      raise ValueError(f'{path!r} is incomplete')
+    self._tokens = np.memmap(
+      path,
+      np.uint16 if width == 2 else np.uint32,
+      mode='r',
+      offset=_HEADER.size,
+      shape=(tokens,),
+    )
+    self.starts = np.memmap(
+      path, np.int64, mode='r', offset=starts_at, shape=(documents,)
+    )
+
+  def __len__(self) -> int:
+    """Returns the number of tokens."""
+    return len(self._tokens)
+
+  def read(self, start: int, stop: int) -> np.ndarray:
+    """Returns tokens [start, stop) as int32."""
+    return self._tokens[start:stop].astype(np.int32)
+
+
+def _padded(size: int) -> int:
+  return -(-size // 8) * 8
+
+
+def open_cache(
+  files: Sequence[TextFile], tokenizer: tokenizers.Tokenizer, cache_dir: str
+) -> CachedStream:
+  """Returns the tokens of `files`, tokenised now unless that was done before.
+
+  The cache is keyed by the files' names, sizes and times of change and by the
+  tokeniser; it is built under another name and renamed when complete, so a
+  kill leaves no half cache behind and two builders do not disturb each other.
+  Every document ends with the tokeniser's end token, if it has one.
+
+  Args:
+    files: in stream order.
+    tokenizer: a subword tokeniser.
+    cache_dir: directory for caches; made if missing.
+
+  Raises:
+    errors.UserError: a file or the directory cannot be used, or the files
+      hold no token.
+  """
+  listing = hashlib.sha256(tokenizer.fingerprint.encode())
+  for f in files:
+    for part in (f.path, f.name, str(f.size), str(f.mtime_ns)):
+      listing.update(os.fsencode(part) + b'\0')
+  path = os.path.join(cache_dir, f'{listing.hexdigest()[:32]}.tokens')
+  try:
+    return CachedStream(path)
+  except FileNotFoundError:
+    pass
+  except (OSError, ValueError) as e:
+    logging.warning('Building the token cache again: %s', e)
+  try:
+    os.makedirs(cache_dir, exist_ok=True)
+    _remove_leftovers(path)
+    fd, temporary = tempfile.mkstemp(
+      prefix=os.path.basename(path) + '.', suffix='.tmp', dir=cache_dir
+    )
+    try:
+      with os.fdopen(fd, 'wb') as out:
+        tokens = _write_cache(out, files, tokenizer)
+        out.flush()
+        os.fsync(out.fileno())
+      if not tokens:
+        raise errors.UserError(
+          f'the {len(files)} matching files hold no token at all; point the '
+          'glob at files with text in them'
+        )
+      os.replace(temporary, path)
+    except BaseException:
+      os.unlink(temporary)
+      raise
+    return CachedStream(path)
+  except OSError as e:
+    raise errors.UserError(
+      f'cache_dir={cache_dir!r} cannot hold the token cache: {e.strerror}; '
+      'choose a writable directory with enough space'
+    ) from e
+
+
+def _remove_leftovers(path: str, max_age_s: float = 24 * 3600):
+  """Deletes what builders that were killed long ago left behind."""
+  for leftover in glob.glob(glob.escape(path) + '.*.tmp'):
+    try:
+      if time.time() - os.path.getmtime(leftover) > max_age_s:
+        os.unlink(leftover)
+    except FileNotFoundError:  # Another builder was quicker.
+      pass
+
+
+def _write_cache(out, files, tokenizer) -> int:
+  """Writes a whole cache to the binary file `out`; returns its tokens."""
+  dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
+  width = np.dtype(dtype).itemsize
+  starts = array.array('q')
+  count = done = reported = 0
+  total = sum(f.size for f in files)
+  out.write(bytes(_HEADER.size))
+  for f in files:
+    start = count
+    for text in _text_chunks(f.path):
+      ids = tokenizer.encode(text)
+      out.write(np.array(ids, dtype).tobytes())
+      count += len(ids)
+    done += f.size
+    if done - reported > 2**28:
+      reported = done
+      logging.info('Tokenised %.1f of %.1f GB.', done / 1e9, total / 1e9)
+    if tokenizer.eos_id is not None:
+      out.write(np.array([tokenizer.eos_id], dtype).tobytes())
+      count += 1
+    if count > start:
+      starts.append(start)
+  out.write(bytes(_padded(count * width) - count * width))
+  out.write(np.frombuffer(starts, np.int64).tobytes() if starts else b'')
+  out.seek(0)
+  out.write(_HEADER.pack(_MAGIC, width, count, len(starts)))
+  return count
+
+
+def _text_chunks(path: str) -> Iterator[str]:
+  """Yields a file's text in pieces of 1 to 2 MiB that end with a line."""
+  decoder = codecs.getincrementaldecoder('utf-8')('replace')
+  try:
+    with open(path, 'rb') as f:
+      while chunk := f.read(_CHUNK):
+        # A subword must not be cut in two, so go on to the end of the line,
+        # unless the file has no lines.
+        yield decoder.decode(chunk + f.readline(_CHUNK))
+  except OSError as e:
+    raise _cannot_read(path, e) from e
+  if tail := decoder.decode(b'', True):
+    yield tail

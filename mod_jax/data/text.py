@@ -1,0 +1,617 @@
+"""Batches of text for language models, from files or TensorFlow Datasets.
+
+Everything here is numpy; placing a batch on devices is the training loop's.
+A batch is a dict of arrays:
+
+  tokens    int32 [B, L]
+  targets   int32 [B, L]    the token after each of `tokens`
+  weights   float32 [B, L]  1 where the target counts, else 0
+  segments  int32 [B, L]    only if `config.segments`: 1 for the first document
+                            of a row, 2 for the next, ...; 0 is padding
+
+Files are one stream of tokens, cut into windows of L + 1 tokens at stride L, so
+that each token is a target exactly once. Data sets of documents are packed by
+Grain. With segments, a target that begins another document has weight 0.
+"""
+
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Iterator
+import dataclasses
+import itertools
+import math
+import os
+from typing import Any
+from typing import Literal
+
+import grain
+import numpy as np
+
+from mod_jax import config as config_lib
+from mod_jax import errors
+from mod_jax.data import corpus
+from mod_jax.data import tfds_text
+from mod_jax.data import tokenizers
+
+Batch = dict[str, np.ndarray]
+
+# Rows that first-fit packing fills side by side. More leave less padding and
+# mix more documents; 64 leave about 1% for sentences in rows of 256.
+_PACKING_BINS = 64
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextDataConfig:
+  """Where text comes from and how it becomes rows of tokens.
+
+  Attributes:
+    source: 'stdlib' is the Python standard library's own source text on this
+      machine; 'files' are local files; 'tfds' a prepared TFDS data set.
+    files: globs of training files, separated by commas; `**` crosses
+      directories.
+    eval_files: globs of held-out files; '' holds out whole files of `files`,
+      chosen by a hash of their relative names.
+    eval_fraction: fraction of the files held out where they are chosen by hash.
+    tfds_name: data set name, or the directory of a prepared one.
+    tfds_split: split for training.
+    tfds_eval_split: split for evaluation.
+    tfds_dir: where TFDS keeps data; '' is its own default.
+    tfds_text_key: the feature with the text.
+    tokenizer: 'bytes' needs no file; the others read `tokenizer_path`.
+    tokenizer_path: local tokeniser file, or the directory that holds it.
+    length: tokens per row.
+    segments: mark the documents of a row, so that they need not see each other.
+    cache_dir: token caches of subword tokenisers over files; '' is
+      ~/.cache/mod_jax.
+    read_threads: threads that read ahead while training; 0 reads in step.
+    prefetch: batches kept ready.
+  """
+
+  source: Literal['stdlib', 'files', 'tfds'] = 'stdlib'
+  files: str = ''
+  eval_files: str = ''
+  eval_fraction: float = 0.05
+  tfds_name: str = 'lm1b'
+  tfds_split: str = 'train'
+  tfds_eval_split: str = 'test'
+  tfds_dir: str = ''
+  tfds_text_key: str = 'text'
+  tokenizer: Literal['bytes', 'sentencepiece', 'huggingface'] = 'bytes'
+  tokenizer_path: str = ''
+  length: int = 256
+  segments: bool = False
+  cache_dir: str = ''
+  read_threads: int = 1
+  prefetch: int = 8
+
+  def __post_init__(self):
+    """Refuses settings that cannot work or would silently do nothing."""
+    config_lib.validate(self)
+    if self.length < 2:
+      raise errors.UserError(
+        f'length={self.length}: expected at least 2 tokens per row'
+      )
+    if not 0 < self.eval_fraction < 1:
+      raise errors.UserError(
+        f'eval_fraction={self.eval_fraction}: expected a number between 0 and '
+        '1, both excluded'
+      )
+    if self.source == 'files' and not self.files.strip(' ,'):
+      raise errors.UserError(
+        "source='files' needs files, a glob such as files='text/**/*.txt'"
+      )
+    if self.source != 'files':
+      for name in ('files', 'eval_files'):
+        if getattr(self, name):
+          raise errors.UserError(
+            f'{name}={getattr(self, name)!r} is read only with '
+            f"source='files', but source={self.source!r}: set source or drop "
+            f'{name}'
+          )
+    if self.source == 'tfds':
+      for name in ('tfds_name', 'tfds_split', 'tfds_eval_split'):
+        if not getattr(self, name):
+          raise errors.UserError(f"source='tfds' needs {name}, which is empty")
+    if self.tokenizer == 'bytes' and self.tokenizer_path:
+      raise errors.UserError(
+        f'tokenizer_path={self.tokenizer_path!r} is read only by a subword '
+        "tokeniser: set tokenizer='sentencepiece' or 'huggingface', or drop it"
+      )
+    if self.tokenizer != 'bytes' and not self.tokenizer_path:
+      raise errors.UserError(
+        f'tokenizer={self.tokenizer!r} needs tokenizer_path, a local file'
+      )
+    if self.read_threads < 0:
+      raise errors.UserError(
+        f'read_threads={self.read_threads}: expected 0 or more'
+      )
+    if self.prefetch < max(1, self.read_threads):
+      raise errors.UserError(
+        f'prefetch={self.prefetch}: expected at least 1 and at least '
+        f'read_threads={self.read_threads}'
+      )
+
+
+def make_tokenizer(config: TextDataConfig) -> tokenizers.Tokenizer:
+  """Returns the tokeniser that the config names.
+
+  Raises:
+    errors.UserError: its file is missing or is not such a tokeniser.
+  """
+  return tokenizers.make(config.tokenizer, config.tokenizer_path)
+
+
+def train_iterator(
+  config: TextDataConfig,
+  *,
+  batch_size: int,
+  seed: int,
+  shard_index: int = 0,
+  shard_count: int = 1,
+) -> grain.DatasetIterator:
+  """Returns an endless iterator over this shard's training batches.
+
+  The order is a function of the data, the seed and the position alone. Rows
+  from files are shuffled anew in every epoch, and the shards together see each
+  row once per epoch; the rows of one global batch do not depend on how many
+  shards share it. Documents of TFDS are shuffled and dealt to the shards the
+  same way and then packed by each shard.
+
+  Args:
+    config: what to read.
+    batch_size: rows per batch of one shard.
+    seed: of the shuffle, in [0, 2**31).
+    shard_index: which shard (host) this is.
+    shard_count: how many there are.
+
+  Returns:
+    A Grain iterator of batches (see the module). `get_state()` is a small
+    JSON-ready dict and `set_state()` goes on with the batch after it.
+
+  Raises:
+    errors.UserError: the data cannot be read or is less than a global batch.
+  """
+  _check_shard(batch_size, shard_index, shard_count)
+  if not 0 <= seed < 2**31:
+    raise errors.UserError(f'seed={seed}: expected an integer in [0, 2**31)')
+  rows_needed = batch_size * shard_count
+  if config.source == 'tfds':
+    documents, pack = _open_tfds(config, config.tfds_split)
+    _check_enough(documents, config, rows_needed)
+    dataset = pack(_deal(documents, seed, shard_index, shard_count), seed=seed)
+    dataset = dataset.batch(batch_size, drop_remainder=True)
+    if config.read_threads:
+      dataset = grain.experimental.ThreadPrefetchIterDataset(
+        dataset, prefetch_buffer_size=config.prefetch
+      )
+    return iter(dataset)
+
+  train, _ = split_files(config)
+  stream = _open_stream(config, train)
+  windows = Windows(stream, config.length, segments=config.segments)
+  if not len(windows):
+    raise errors.UserError(
+      f'the {len(train)} training files hold {len(stream)} tokens, too few for '
+      f'one row of length + 1 = {config.length + 1}: add text or lower length'
+    )
+  if len(windows) < rows_needed:
+    raise errors.UserError(
+      f'the training files hold {len(windows)} rows of length='
+      f'{config.length}, fewer than the {rows_needed} of one batch '
+      f'({batch_size} rows on each of {shard_count} shards): add text or lower '
+      'length or the batch size'
+    )
+  if len(windows) > 2**32:
+    raise errors.UserError(
+      f'the training files hold {len(windows)} rows of length='
+      f'{config.length}, more than the 2**32 that can be shuffled: raise length'
+    )
+  dataset = _deal(
+    grain.MapDataset.source(windows), seed, shard_index, shard_count
+  ).batch(batch_size, drop_remainder=True)
+  return iter(dataset.to_iter_dataset(_read_options(config)))
+
+
+def eval_batches(
+  config: TextDataConfig,
+  *,
+  batch_size: int,
+  num_batches: int | None = None,
+  shard_index: int = 0,
+  shard_count: int = 1,
+) -> Iterator[Batch]:
+  """Returns this shard's held-out batches, always the same in the same order.
+
+  All shards get equally many batches; what is missing in the last is padded by
+  rows of weight 0. Without a limit every held-out target counts exactly once
+  over all batches of all shards.
+
+  Args:
+    config: what to read.
+    batch_size: rows per batch of one shard.
+    num_batches: None for all, or at most so many; then their rows are spread
+      evenly over the held-out data.
+    shard_index: which shard (host) this is.
+    shard_count: how many there are.
+
+  Returns:
+    A finite iterator of batches (see the module).
+
+  Raises:
+    errors.UserError: nothing is held out, or it cannot be read.
+  """
+  _check_shard(batch_size, shard_index, shard_count)
+  if num_batches is not None and num_batches < 1:
+    raise errors.UserError(
+      f'num_batches={num_batches}: expected at least 1, or None for all'
+    )
+  limit = num_batches and num_batches * batch_size * shard_count
+  if config.source == 'tfds':
+    documents, pack = _open_tfds(config, config.tfds_eval_split)
+    if limit is not None:
+      documents = grain.MapDataset.source(_Spread(documents))
+    rows = iter(pack(documents))
+    first = next(rows, None)
+    if first is None:
+      raise errors.UserError(
+        f'split {config.tfds_eval_split!r} of tfds_name={config.tfds_name!r} '
+        'holds no text: choose another tfds_eval_split'
+      )
+    rows = itertools.islice(itertools.chain([first], rows), limit)
+    return _padded_batches(
+      rows, lambda row: row, config, batch_size, shard_index, shard_count
+    )
+
+  _, held_out = split_files(config)
+  if not held_out:
+    raise errors.UserError(
+      'no file is held out, because only one matches and it is trained on: set '
+      'eval_files, or give more files'
+    )
+  stream = _open_stream(config, held_out)
+  windows = Windows(
+    stream, config.length, segments=config.segments, partial=True
+  )
+  if not len(windows):
+    raise errors.UserError(
+      f'the {len(held_out)} held-out files hold {len(stream)} tokens, too few '
+      'for one target: hold out more by eval_files or eval_fraction'
+    )
+  count = len(windows) if limit is None else min(limit, len(windows))
+  indices = (i * len(windows) // count for i in range(count))
+  return _padded_batches(
+    indices, windows.__getitem__, config, batch_size, shard_index, shard_count
+  )
+
+
+def split_files(
+  config: TextDataConfig,
+) -> tuple[list[corpus.TextFile], list[corpus.TextFile]]:
+  """Returns the (training, held-out) files; no content is in both.
+
+  Raises:
+    errors.UserError: a glob matches nothing usable, nothing is left to train
+      on, or the source is 'tfds'.
+  """
+  if config.source == 'tfds':
+    raise errors.UserError("source='tfds' has splits, not files")
+  if config.source == 'stdlib':
+    train, held_out = corpus.hold_out(
+      corpus.list_stdlib(), config.eval_fraction
+    )
+  elif config.eval_files:
+    train = corpus.list_files(config.files)
+    held_out = corpus.list_files(config.eval_files, 'eval_files')
+  else:
+    train, held_out = corpus.hold_out(
+      corpus.list_files(config.files), config.eval_fraction
+    )
+  distinct = corpus.without_copies(train, held_out)
+  if not distinct:
+    raise errors.UserError(
+      f'all {len(train)} training files are also held out (same file or same '
+      'content): give eval_files other than files'
+    )
+  return distinct, held_out
+
+
+class Windows:
+  """Rows cut from a token stream: row i has targets [i*L + 1, i*L + L + 1).
+
+  A random-access source for Grain; a row is read when it is asked for.
+  """
+
+  def __init__(
+    self,
+    stream: corpus.TokenStream,
+    length: int,
+    *,
+    segments: bool = False,
+    partial: bool = False,
+  ):
+    """Lays windows over a stream.
+
+    Args:
+      stream: tokens and where documents start.
+      length: L, tokens per row.
+      segments: whether rows have `segments`, and weight 0 where a target
+        begins another document.
+      partial: whether the targets after the last full row (fewer than L) make
+        a padded row of their own; they are left out otherwise.
+    """
+    self._stream = stream
+    self._length = length
+    self._segments = segments
+    targets = max(0, len(stream) - 1)
+    self._rows = -(-targets // length) if partial else targets // length
+
+  def __len__(self) -> int:
+    """Returns the number of rows."""
+    return self._rows
+
+  def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+    """Returns row `index`: arrays [L], see the module."""
+    if not 0 <= index < self._rows:
+      raise IndexError(index)
+    start = index * self._length
+    stop = min(start + self._length + 1, len(self._stream))
+    chunk = self._stream.read(start, stop)
+    n = len(chunk) - 1
+    row = _empty_row(self._length, self._segments)
+    row['tokens'][:n] = chunk[:-1]
+    row['targets'][:n] = chunk[1:]
+    row['weights'][:n] = 1
+    if self._segments:
+      starts = self._stream.starts
+      first, last = np.searchsorted(starts, [start, stop - 1], side='right')
+      document = np.searchsorted(
+        starts[first:last], np.arange(start, stop), side='right'
+      )
+      row['segments'][:n] = document[:-1] + 1
+      row['weights'][:n] = document[:-1] == document[1:]
+    return row
+
+
+class _Spread:
+  """Another order of a source, in which any beginning is spread over it all.
+
+  Steps of the golden ratio: every next element falls into one of the largest
+  gaps, so a limited evaluation sees the whole split.
+  """
+
+  def __init__(self, source: grain.MapDataset):
+    self._source = source
+    step = max(1, round(len(source) * (math.sqrt(5) - 1) / 2))
+    while math.gcd(step, len(source)) != 1:
+      step += 1
+    self._step = step
+
+  def __len__(self) -> int:
+    return len(self._source)
+
+  def __getitem__(self, index: int) -> Any:
+    return self._source[index * self._step % len(self._source)]
+
+
+def _check_shard(batch_size: int, shard_index: int, shard_count: int):
+  if batch_size < 1:
+    raise errors.UserError(f'batch_size={batch_size}: expected at least 1')
+  if not 0 <= shard_index < shard_count:
+    raise errors.UserError(
+      f'shard_index={shard_index}: expected one of the {shard_count} shards, '
+      'counted from 0'
+    )
+
+
+def _open_stream(
+  config: TextDataConfig, files: list[corpus.TextFile]
+) -> corpus.TokenStream:
+  if config.tokenizer == 'bytes':
+    return corpus.ByteStream(files)
+  cache_dir = config.cache_dir or os.path.join('~', '.cache', 'mod_jax')
+  return corpus.open_cache(
+    files, make_tokenizer(config), os.path.expanduser(cache_dir)
+  )
+
+
+def _read_options(config: TextDataConfig) -> grain.ReadOptions:
+  return grain.ReadOptions(
+    num_threads=config.read_threads, prefetch_buffer_size=config.prefetch
+  )
+
+
+def _deal(
+  dataset: grain.MapDataset, seed: int, shard_index: int, shard_count: int
+) -> grain.MapDataset:
+  """Shuffles anew in every epoch, without end, and takes a shard's part.
+
+  The shard is cut from the endless sequence, not from an epoch: shards of
+  unequal size would drift apart and see different epochs in one global batch.
+  """
+  return dataset.seed(seed).shuffle().repeat()[shard_index::shard_count]
+
+
+def _empty_row(length: int, segments: bool) -> dict[str, np.ndarray]:
+  row = {
+    'tokens': np.zeros(length, np.int32),
+    'targets': np.zeros(length, np.int32),
+    'weights': np.zeros(length, np.float32),
+  }
+  if segments:
+    row['segments'] = np.zeros(length, np.int32)
+  return row
+
+
+def _padded_batches(
+  items: Iterable[Any],
+  load: Callable[[Any], dict[str, np.ndarray]],
+  config: TextDataConfig,
+  batch_size: int,
+  shard_index: int,
+  shard_count: int,
+) -> Iterator[Batch]:
+  """Yields a shard's batches of the rows `load(item)`.
+
+  The items are the same on every shard, so all yield equally many batches: a
+  host with one fewer would leave the others waiting in a collective.
+  """
+  items = iter(items)
+  while group := list(itertools.islice(items, batch_size * shard_count)):
+    rows = [load(item) for item in group[shard_index::shard_count]]
+    empty = _empty_row(config.length, config.segments)
+    rows += [empty] * (batch_size - len(rows))
+    yield {k: np.stack([row[k] for row in rows]) for k in empty}
+
+
+# Documents of a data set.
+
+
+def _open_tfds(config: TextDataConfig, split: str):
+  """Returns a split as pairs of arrays, and the function that packs them.
+
+  Raises:
+    errors.UserError: the split cannot be read.
+  """
+  tokenizer = make_tokenizer(config)
+  records = tfds_text.open_documents(
+    config.tfds_name,
+    split,
+    data_dir=config.tfds_dir,
+    text_key=config.tfds_text_key,
+  )
+  to_pair = _DocumentPair(tokenizer, config.tfds_text_key)
+  documents = grain.MapDataset.source(records).map(to_pair)
+
+  def pack(dataset, *, seed: int | None = None) -> grain.IterDataset:
+    # The end of the pipeline prefetches; threads in its middle gain nothing.
+    dataset = dataset.filter(_has_targets).to_iter_dataset(
+      grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+    )
+    lengths = {'tokens': config.length, 'targets': config.length}
+    if config.segments:
+      # First-fit leaves short documents whole, where cutting the stream
+      # would take the context from a part of every row.
+      dataset = grain.experimental.FlatMapIterDataset(
+        dataset, _Pieces(config.length)
+      )
+      dataset = grain.experimental.FirstFitPackIterDataset(
+        dataset,
+        length_struct=lengths,
+        num_packing_bins=_PACKING_BINS,
+        seed=seed or 0,
+        shuffle_bins=seed is not None,
+      )
+    else:
+      dataset = _TupleState(
+        grain.experimental.ConcatThenSplitIterDataset(
+          dataset, length_struct=lengths
+        )
+      )
+    return dataset.map(_PackedRow(config.segments))
+
+  return documents, pack
+
+
+def _check_enough(
+  documents: grain.MapDataset, config: TextDataConfig, rows: int
+):
+  """Raises if a split has fewer targets than one global batch of rows."""
+  targets = 0
+  for i in range(len(documents)):
+    targets += len(documents[i]['targets'])
+    if targets >= rows * config.length:
+      return
+  raise errors.UserError(
+    f'split {config.tfds_split!r} of tfds_name={config.tfds_name!r} holds '
+    f'{targets} tokens, fewer than the {rows} rows of length={config.length} '
+    'of one batch: choose a larger split or lower length or the batch size'
+  )
+
+
+class _DocumentPair(grain.transforms.Map):
+  """A record to its document's tokens and targets.
+
+  The separator stands before the document's tokens and after its targets.
+  Since the same separator ends the document before, the concatenated pairs are
+  the concatenated documents and the same shifted by one.
+  """
+
+  def __init__(self, tokenizer: tokenizers.Tokenizer, key: str):
+    self._tokenizer = tokenizer
+    self._key = key
+    if tokenizer.eos_id is not None:
+      self._separator = [tokenizer.eos_id]
+    else:
+      self._separator = tokenizer.encode('\n')
+
+  def map(self, element: dict[str, Any]) -> dict[str, np.ndarray]:
+    text = element[self._key]
+    if isinstance(text, str):
+      text = text.encode('utf-8', 'replace')
+    ids = self._tokenizer.encode_bytes(text)
+    if not len(ids):
+      return {'tokens': ids, 'targets': ids}
+    ids = np.concatenate([self._separator[-1:], ids, self._separator])
+    ids = ids.astype(np.int32)
+    return {'tokens': ids[:-1], 'targets': ids[1:]}
+
+
+def _has_targets(element: dict[str, np.ndarray]) -> bool:
+  return len(element['targets']) > 0
+
+
+class _Pieces(grain.experimental.FlatMapTransform):
+  """Cuts a document that is longer than a row."""
+
+  # Only datasets with random access need a bound on the pieces.
+  max_fan_out = 1
+
+  def __init__(self, length: int):
+    self._length = length
+
+  def flat_map(self, element: dict[str, np.ndarray]) -> list[Any]:
+    return [
+      {k: v[i : i + self._length] for k, v in element.items()}
+      for i in range(0, len(element['tokens']), self._length)
+    ]
+
+
+class _PackedRow(grain.transforms.Map):
+  """A row as Grain's packers make it to a row of ours."""
+
+  def __init__(self, segments: bool):
+    self._segments = segments
+
+  def map(self, element: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    ids = element['tokens_segment_ids']
+    row = {
+      'tokens': element['tokens'],
+      'targets': element['targets'],
+      'weights': (ids > 0).astype(np.float32),
+    }
+    if self._segments:
+      row['segments'] = ids
+    return row
+
+
+class _TupleState(grain.IterDataset):
+  """Lets a concat-then-split parent resume from a state that was JSON.
+
+  It marks "no piece of a document left over" by a tuple, and does not know the
+  list that comes back from a checkpoint: it would drop the next document.
+  """
+
+  def __iter__(self) -> grain.DatasetIterator:
+    return _TupleStateIterator(iter(self._parent))
+
+
+class _TupleStateIterator(grain.DatasetIterator):
+  def __next__(self) -> dict[str, np.ndarray]:
+    return next(self._parent)
+
+  def get_state(self) -> dict[str, Any]:
+    return self._parent.get_state()
+
+  def set_state(self, state: dict[str, Any]):
+    slices = {k: tuple(v) for k, v in state['remainder_slices'].items()}
+    self._parent.set_state({**state, 'remainder_slices': slices})

@@ -1,0 +1,387 @@
+"""Tokenisers behind one small interface: bytes, SentencePiece, Hugging Face.
+
+The two subword kinds read a local file and nothing else, so a run never
+depends on a download.
+"""
+
+import abc
+from collections.abc import Sequence
+import functools
+import hashlib
+import json
+import os
+import pathlib
+
+import numpy as np
+import sentencepiece
+import tokenizers
+
+from mod_jax import errors
+
+REPLACEMENT = '\N{REPLACEMENT CHARACTER}'
+
+# Drawn in place of white space, which a picture could not show. All three are
+# in the font that matplotlib ships.
+_VISIBLE = {
+  ' ': '\N{OPEN BOX}',
+  '\n': '\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}',
+  '\t': '\N{RIGHTWARDS ARROW TO BAR}',
+}
+
+# A `tokenizer.json` does not say which of its special tokens ends or begins a
+# text; the files beside it do, and without them these names are customary.
+_EOS_NAMES = (
+  '</s>',
+  '<|endoftext|>',
+  '<|end_of_text|>',
+  '<eos>',
+  '[EOS]',
+  '[SEP]',
+)
+_BOS_NAMES = (
+  '<s>',
+  '<|begin_of_text|>',
+  '<|startoftext|>',
+  '<bos>',
+  '[BOS]',
+  '[CLS]',
+)
+
+
+def _printable(surface: bytes) -> str:
+  text = surface.decode('utf-8', 'backslashreplace')
+  return ''.join(
+    _VISIBLE.get(c)
+    or (c if c.isprintable() else c.encode('unicode_escape').decode())
+    for c in text
+  )
+
+
+class Tokenizer(abc.ABC):
+  """Text to integers and back.
+
+  Attributes:
+    vocab_size: number of ids; every id is in [0, vocab_size).
+    eos_id: the id that ends a document, or None.
+    bos_id: the id that begins a document, or None.
+    fingerprint: changes whenever the same text could get other ids.
+    token_bytes: int32 [vocab_size], the number of UTF-8 bytes of text that each
+      token stands for (0 for special tokens): what nats per token are divided
+      by to get bits per byte.
+  """
+
+  def __init__(
+    self,
+    *,
+    surfaces: Sequence[bytes],
+    names: dict[int, str],
+    eos_id: int | None,
+    bos_id: int | None,
+    fingerprint: str,
+  ):
+    """Keeps what all kinds share.
+
+    Args:
+      surfaces: for each id the bytes that it stands for; empty for specials.
+      names: for ids without a surface, what to call them in pictures.
+      eos_id: id that ends a document, or None.
+      bos_id: id that begins a document, or None.
+      fingerprint: hash of everything that decides the ids.
+    """
+    self._surfaces = tuple(surfaces)
+    self._names = names
+    self.vocab_size = len(self._surfaces)
+    self.eos_id = eos_id
+    self.bos_id = bos_id
+    self.fingerprint = fingerprint
+    self.token_bytes = np.array([len(s) for s in surfaces], np.int32)
+    self.token_bytes.flags.writeable = False
+
+  @abc.abstractmethod
+  def encode(self, text: str) -> list[int]:
+    """Returns the ids of `text`; no begin or end token is added."""
+
+  @abc.abstractmethod
+  def _decode(self, ids: list[int]) -> str:
+    """Returns the text of ids that are all in the vocabulary."""
+
+  def encode_bytes(self, data: bytes) -> np.ndarray:
+    """Returns the ids (int32) of UTF-8 bytes; what is not UTF-8 is replaced."""
+    return np.array(self.encode(data.decode('utf-8', 'replace')), np.int32)
+
+  def decode(self, ids: Sequence[int]) -> str:
+    """Returns the text of `ids`; never raises.
+
+    Bytes that are not UTF-8 and ids outside the vocabulary (a model's output
+    layer may be padded) become U+FFFD.
+    """
+    pieces, run = [], []
+    for i in np.asarray(ids, np.int64).reshape(-1).tolist():
+      if 0 <= i < self.vocab_size:
+        run.append(i)
+      else:
+        pieces += [self._decode(run) if run else '', REPLACEMENT]
+        run = []
+    return ''.join(pieces) + (self._decode(run) if run else '')
+
+  def pieces(self, ids: Sequence[int]) -> list[str]:
+    """Returns one printable string per id, white space made visible."""
+    out = []
+    for i in np.asarray(ids, np.int64).reshape(-1).tolist():
+      if not 0 <= i < self.vocab_size:
+        out.append(REPLACEMENT)
+      elif self._surfaces[i]:
+        out.append(_printable(self._surfaces[i]))
+      else:
+        out.append(self._names.get(i, ''))
+    return out
+
+
+class ByteTokenizer(Tokenizer):
+  """One token per byte: 256 ids, no special tokens, lossless."""
+
+  def __init__(self):
+    """Builds the one byte tokeniser there is."""
+    super().__init__(
+      surfaces=[bytes([i]) for i in range(256)],
+      names={},
+      eos_id=None,
+      bos_id=None,
+      fingerprint='bytes-1',
+    )
+
+  def encode(self, text: str) -> list[int]:
+    """Returns the UTF-8 bytes of `text`; lone surrogates become '?'."""
+    return list(text.encode('utf-8', 'replace'))
+
+  def encode_bytes(self, data: bytes) -> np.ndarray:
+    """Returns the bytes themselves, valid UTF-8 or not."""
+    return np.frombuffer(data, np.uint8).astype(np.int32)
+
+  def _decode(self, ids: list[int]) -> str:
+    return bytes(ids).decode('utf-8', 'replace')
+
+
+class SentencePieceTokenizer(Tokenizer):
+  """A SentencePiece model file."""
+
+  def __init__(self, path: str):
+    """Loads the model at `path`, or `tokenizer.model` in that directory."""
+    file = _find(path, 'tokenizer.model')
+    data = _read(file)
+    try:
+      sp = sentencepiece.SentencePieceProcessor(model_proto=data)
+      size = sp.get_piece_size()
+    except Exception as e:
+      raise _not_a_model(file, 'SentencePiece model', e) from e
+    if not size:
+      raise _not_a_model(file, 'SentencePiece model', 'it holds no pieces')
+    self._sp = sp
+    surfaces, names = [], {}
+    for i in range(size):
+      piece = sp.id_to_piece(i)
+      if sp.is_byte(i):
+        surface = bytes([int(piece[3:-1], 16)])
+      elif sp.is_control(i) or sp.is_unknown(i) or sp.is_unused(i):
+        surface, names[i] = b'', piece
+      else:
+        surface = piece.replace('\u2581', ' ').encode()
+      surfaces.append(surface)
+    super().__init__(
+      surfaces=surfaces,
+      names=names,
+      eos_id=sp.eos_id() if sp.eos_id() >= 0 else None,
+      bos_id=sp.bos_id() if sp.bos_id() >= 0 else None,
+      fingerprint='sentencepiece-' + hashlib.sha256(data).hexdigest(),
+    )
+
+  def encode(self, text: str) -> list[int]:
+    """Returns the model's most likely segmentation of `text`."""
+    # The library refuses lone surrogates, which other kinds survive.
+    return self._sp.encode(text.encode('utf-8', 'replace').decode())
+
+  def _decode(self, ids: list[int]) -> str:
+    return self._sp.decode(ids)
+
+
+class HuggingFaceTokenizer(Tokenizer):
+  """A `tokenizer.json` of the Hugging Face `tokenizers` library."""
+
+  def __init__(self, path: str):
+    """Loads the file at `path`, or `tokenizer.json` in that directory.
+
+    The end and begin tokens are taken from `tokenizer_config.json` or
+    `special_tokens_map.json` beside it; without those, a special token with a
+    customary name (such as '</s>' or '<|endoftext|>') is used.
+    """
+    file = _find(path, 'tokenizer.json')
+    data = _read(file)
+    try:
+      tok = tokenizers.Tokenizer.from_buffer(data)
+      spec = json.loads(tok.to_str())
+    except Exception as e:
+      raise _not_a_model(file, 'Hugging Face tokenizer.json', e) from e
+    # A file saved for fine-tuning may cut every text at 512 tokens; and text
+    # that happens to spell a special token must not become one.
+    tok.no_truncation()
+    tok.no_padding()
+    tok.encode_special_tokens = True
+    self._tok = tok
+    vocab = tok.get_vocab(with_added_tokens=True)
+    if not vocab:
+      raise _not_a_model(
+        file, 'Hugging Face tokenizer.json', 'its vocabulary is empty'
+      )
+    added = tok.get_added_tokens_decoder()
+    surface_of = _surface_function(spec.get('decoder'))
+    surfaces = [b''] * (max(vocab.values()) + 1)
+    names = {}
+    for token, i in vocab.items():
+      if i in added:
+        names[i] = token
+        surfaces[i] = b'' if added[i].special else token.encode()
+      else:
+        surfaces[i] = surface_of(token)
+        if not surfaces[i]:
+          names[i] = token
+    special = {t.content for t in added.values() if t.special}
+    declared = _declared_specials(file.parent)
+    ids = {}
+    for role, customary in (('eos', _EOS_NAMES), ('bos', _BOS_NAMES)):
+      name = declared.get(f'{role}_token') or next(
+        (n for n in customary if n in special), None
+      )
+      ids[role] = tok.token_to_id(name) if name else None
+    digest = hashlib.sha256(data).hexdigest()
+    super().__init__(
+      surfaces=surfaces,
+      names=names,
+      eos_id=ids['eos'],
+      bos_id=ids['bos'],
+      fingerprint=f'huggingface-{digest}-{ids["eos"]}',
+    )
+
+  def encode(self, text: str) -> list[int]:
+    """Returns the ids of `text` without the template's special tokens."""
+    text = text.encode('utf-8', 'replace').decode()
+    return self._tok.encode(text, add_special_tokens=False).ids
+
+  def _decode(self, ids: list[int]) -> str:
+    return self._tok.decode(ids, skip_special_tokens=True)
+
+
+def make(kind: str, path: str = '') -> Tokenizer:
+  """Returns the tokeniser of a kind.
+
+  Args:
+    kind: 'bytes', 'sentencepiece' or 'huggingface'.
+    path: local file (or the directory that holds it) of the subword kinds.
+
+  Raises:
+    errors.UserError: the file is missing or is not such a tokeniser.
+  """
+  if kind == 'bytes':
+    return ByteTokenizer()
+  if kind == 'sentencepiece':
+    return SentencePieceTokenizer(path)
+  if kind == 'huggingface':
+    return HuggingFaceTokenizer(path)
+  raise errors.UserError(
+    f'tokenizer={kind!r}: expected bytes, sentencepiece or huggingface'
+  )
+
+
+def _find(path: str, name: str) -> pathlib.Path:
+  file = pathlib.Path(os.path.expanduser(path))
+  if file.is_dir():
+    file = file / name
+  if not file.is_file():
+    raise errors.UserError(
+      f'tokenizer_path={path!r}: no file {str(file)!r}; give the path of a '
+      f'local {name} or of the directory that holds it'
+    )
+  return file
+
+
+def _read(file: pathlib.Path) -> bytes:
+  try:
+    return file.read_bytes()
+  except OSError as e:
+    raise errors.UserError(
+      f'tokenizer_path={str(file)!r} cannot be read: {e.strerror}; check its '
+      'permissions'
+    ) from e
+
+
+def _not_a_model(file, what, why) -> errors.UserError:
+  why = ' '.join(str(why).split())[:200]
+  return errors.UserError(
+    f'tokenizer_path={str(file)!r} is not a readable {what} ({why}); check '
+    'that tokenizer= names the right kind'
+  )
+
+
+def _declared_specials(directory: pathlib.Path) -> dict[str, str]:
+  """Returns eos_token and bos_token where files beside the tokeniser say."""
+  found = {}
+  for name in ('special_tokens_map.json', 'tokenizer_config.json'):
+    try:
+      config = json.loads((directory / name).read_text('utf-8'))
+    except (OSError, ValueError):
+      continue
+    for role in ('eos_token', 'bos_token'):
+      value = config.get(role) if isinstance(config, dict) else None
+      if isinstance(value, dict):
+        value = value.get('content')
+      if isinstance(value, str):
+        found[role] = value
+  return found
+
+
+@functools.cache
+def _byte_level_table() -> dict[str, int]:
+  """Returns the byte that each character of a byte-level BPE stands for.
+
+  Bytes that print in Latin-1 stand for themselves, and the others, in order,
+  for the characters from U+0100 (Radford et al., 2019).
+  """
+  table = {
+    chr(b): b
+    for b in range(256)
+    if 33 <= b <= 126 or 161 <= b <= 172 or b >= 174
+  }
+  rest = sorted(set(range(256)) - set(table.values()))
+  return table | {chr(256 + n): b for n, b in enumerate(rest)}
+
+
+def _surface_function(decoder: dict | None):
+  """Returns a function from a vocabulary entry to the bytes it stands for."""
+  decoders = [decoder] if decoder else []
+  if decoder and decoder.get('type') == 'Sequence':
+    decoders = decoder['decoders']
+  kinds = {d['type']: d for d in decoders}
+
+  def surface(token: str) -> bytes:
+    if 'ByteLevel' in kinds:
+      table = _byte_level_table()
+      if all(c in table for c in token):
+        return bytes(table[c] for c in token)
+    if (
+      'ByteFallback' in kinds
+      and len(token) == 6
+      and token.startswith('<0x')
+      and token.endswith('>')
+    ):
+      return bytes([int(token[3:5], 16)])
+    for d in decoders:
+      if d['type'] == 'Metaspace':
+        token = token.replace(d['replacement'], ' ')
+      elif d['type'] == 'Replace' and 'String' in d['pattern']:
+        token = token.replace(d['pattern']['String'], d['content'])
+      elif d['type'] == 'WordPiece':
+        token = token.removeprefix(d['prefix'])
+      elif d['type'] == 'BPEDecoder':
+        token = token.replace(d['suffix'], ' ')
+    return token.encode('utf-8', 'replace')
+
+  return surface

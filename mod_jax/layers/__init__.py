@@ -1,0 +1,1 @@
+"""Linen modules, each with its config and its count of FLOPs."""

@@ -1,0 +1,88 @@
+"""Keys and values of the tokens that a layer has processed.
+
+A dense layer keeps all tokens. A routed layer keeps only those it was given:
+each sequence has its own length, and the positions tell what came when.
+"""
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+# The position of a slot that nothing was written to: after every query, so
+# that causality alone hides it.
+EMPTY = jnp.iinfo(jnp.int32).max
+
+
+@flax.struct.dataclass
+class KVCache:
+  """Slots for S tokens of each of B sequences.
+
+  Attributes:
+    key_BSGC: rotated keys.
+    value_BSGC: values.
+    position_BS: int32 position of each token; EMPTY where there is none.
+    length_B: int32 slots in use.
+  """
+
+  key_BSGC: jax.Array
+  value_BSGC: jax.Array
+  position_BS: jax.Array
+  length_B: jax.Array
+
+  @classmethod
+  def empty(
+    cls, batch: int, slots: int, groups: int, channels: int, dtype
+  ) -> 'KVCache':
+    shape = (batch, slots, groups, channels)
+    return cls(
+      jnp.zeros(shape, dtype),
+      jnp.zeros(shape, dtype),
+      jnp.full((batch, slots), EMPTY, jnp.int32),
+      jnp.zeros(batch, jnp.int32),
+    )
+
+  @property
+  def slots(self) -> int:
+    return self.position_BS.shape[-1]
+
+  def append(
+    self,
+    key_RTGC: jax.Array,
+    value_RTGC: jax.Array,
+    position_RT: jax.Array,
+    valid_RT: jax.Array | None,
+    rows_R: jax.Array,
+  ) -> 'KVCache':
+    """Returns the cache with the valid tokens of some sequences added.
+
+    Tokens beyond the last slot are dropped: the caller must see to it that
+    none are (`room`). So are rows beyond the batch.
+    """
+    if valid_RT is None:
+      valid_RT = jnp.ones(position_RT.shape, bool)
+    length_R = self.length_B.at[rows_R].get(mode='clip')
+    slot_RT = length_R[:, None] + jnp.cumsum(valid_RT, axis=-1) - 1
+    slot_RT = jnp.where(valid_RT, slot_RT, self.slots)
+    at = (rows_R[:, None], slot_RT)
+    return KVCache(
+      self.key_BSGC.at[at].set(key_RTGC, mode='drop'),
+      self.value_BSGC.at[at].set(value_RTGC, mode='drop'),
+      self.position_BS.at[at].set(position_RT, mode='drop'),
+      self.length_B.at[rows_R].add(
+        valid_RT.sum(axis=-1, dtype=jnp.int32), mode='drop'
+      ),
+    )
+
+  def read(
+    self, rows_R: jax.Array | None
+  ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns keys, values and positions of some sequences, or of all."""
+    arrays = (self.key_BSGC, self.value_BSGC, self.position_BS)
+    if rows_R is None:
+      return arrays
+    return tuple(x.at[rows_R].get(mode='clip') for x in arrays)
+
+  def room(self, wanted_BT: jax.Array) -> jax.Array:
+    """Returns which of the wanted tokens still find a slot, in order."""
+    slot_BT = self.length_B[:, None] + jnp.cumsum(wanted_BT, axis=-1) - 1
+    return wanted_BT & (slot_BT < self.slots)

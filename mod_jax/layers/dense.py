@@ -1,0 +1,55 @@
+"""Linear maps and norms as the other layers want them: named axes, dtypes."""
+
+from flax import linen as nn
+
+
+def linear(
+  features: tuple[int, ...],
+  axes: tuple[str, ...],
+  *,
+  contract: int = 1,
+  bias: bool = False,
+  scale: float = 1.0,
+  dtype: str = 'float32',
+  name: str | None = None,
+) -> nn.DenseGeneral:
+  """Returns a linear map over the last `contract` axes, with named axes.
+
+  The kernel starts as a truncated normal of standard deviation
+  `scale / sqrt(fan_in)`, in float32 whatever the compute dtype.
+
+  Args:
+    features: sizes of the output axes.
+    axes: logical names of the kernel's axes, inputs first.
+    contract: how many trailing input axes are contracted.
+    bias: whether to add one.
+    scale: factor on the initial standard deviation.
+    dtype: compute dtype.
+    name: the module's name.
+  """
+  init = nn.initializers.variance_scaling(
+    scale**2, 'fan_in', 'truncated_normal'
+  )
+  return nn.DenseGeneral(
+    features,
+    axis=tuple(range(-contract, 0)),
+    use_bias=bias,
+    dtype=dtype,
+    kernel_init=nn.with_logical_partitioning(init, axes),
+    bias_init=nn.with_logical_partitioning(
+      nn.initializers.zeros, axes[contract:]
+    ),
+    name=name,
+  )
+
+
+def rms_norm(epsilon: float, dtype: str, name: str) -> nn.RMSNorm:
+  """Returns root-mean-square normalisation (Zhang & Sennrich 2019)."""
+  return nn.RMSNorm(
+    epsilon=epsilon,
+    dtype=dtype,
+    scale_init=nn.with_logical_partitioning(
+      nn.initializers.ones, ('replicated',)
+    ),
+    name=name,
+  )

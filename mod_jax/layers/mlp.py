@@ -1,0 +1,62 @@
+"""The feed-forward half of a transformer block."""
+
+import dataclasses
+from typing import Literal
+
+from flax import linen as nn
+import jax
+
+from mod_jax import config as config_lib
+from mod_jax import errors
+from mod_jax import parallel
+from mod_jax.layers import dense
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MLPConfig:
+  width: int  # Features in and out.
+  hidden: int  # Hidden units.
+  kind: Literal['swiglu', 'gelu', 'gelu_tanh'] = 'swiglu'
+  bias: bool = False
+  out_scale: float = 1.0  # On the standard deviation of the last kernel.
+
+  def __post_init__(self):
+    config_lib.validate(self)
+    errors.require_positive(self, 'width', 'hidden')
+
+  def flops(self, tokens: int) -> int:
+    """Returns the FLOPs of a forward pass over so many tokens."""
+    kernels = 3 if self.kind == 'swiglu' else 2
+    return kernels * 2 * tokens * self.width * self.hidden
+
+
+class MLP(nn.Module):
+  """x_BLD -> y_BLD: SwiGLU (Shazeer 2020) or two linears with GELU."""
+
+  config: MLPConfig
+  dtype: str = 'float32'
+
+  @nn.compact
+  def __call__(self, x_BLD: jax.Array) -> jax.Array:
+    config = self.config
+    axes = ('embed', 'mlp')
+
+    def up(name):
+      return dense.linear(
+        (config.hidden,), axes, bias=config.bias, dtype=self.dtype, name=name
+      )(x_BLD)
+
+    if config.kind == 'swiglu':
+      hidden_BLF = nn.silu(up('gate')) * up('up')
+    else:
+      hidden_BLF = nn.gelu(up('up'), approximate=config.kind == 'gelu_tanh')
+    hidden_BLF = parallel.constrain(hidden_BLF, 'batch', 'length', 'act_mlp')
+    y_BLD = dense.linear(
+      (config.width,),
+      ('mlp', 'embed'),
+      bias=config.bias,
+      scale=config.out_scale,
+      dtype=self.dtype,
+      name='down',
+    )(hidden_BLF)
+    return parallel.constrain(y_BLD, 'batch', 'length', 'act_embed')

@@ -1,0 +1,410 @@
+"""Mixture-of-Depths: a block that runs on the chosen tokens only.
+
+Raposo et al. 2024, Eq. 1: `x' = x + r · f(x̃)` for the k tokens with the
+largest r, `x' = x` for the rest.
+"""
+
+import dataclasses
+import math
+from typing import Literal
+
+import flax.struct
+from flax import linen as nn
+import jax
+from jax.ad_checkpoint import checkpoint_name
+import jax.numpy as jnp
+
+from mod_jax import config as config_lib
+from mod_jax import errors
+from mod_jax import routing
+from mod_jax.layers.block import Block
+from mod_jax.layers.block import BlockConfig
+from mod_jax.layers.cache import KVCache
+from mod_jax.layers.tokens import TokenInfo
+
+# Chosen indices carry this name, so that rematerialisation can keep them: a
+# top-k computed again may choose other tokens.
+SELECTION_NAME = 'mod_selection'
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MoDConfig:
+  """Which blocks are routed, on how many tokens, and how they are chosen."""
+
+  # Fraction of tokens that a routed block processes: for all, or for each.
+  capacity: float | tuple[float, ...] = 0.125
+  capacity_decay: float = 1.0  # Last routed layer's capacity over the first's.
+  capacity_floor: float = 0.0  # No layer's capacity is lower; for a warm-up.
+  period: int = 2  # Every how many blocks one is routed.
+  offset: int = 1  # The first routed block, counted from 0.
+  score: Literal['learned', 'gaussian', 'stride'] = 'learned'
+  gate: Literal['raw', 'sigmoid', 'alpha_sigmoid', 'one_plus_tanh'] = 'raw'
+  gate_alpha: float = 2.0  # The factor of the gate alpha_sigmoid.
+  router_std: float = 0.02  # Of the router's initial weights; 0 ties scores.
+  # What a causal rule needs at training; see `causal_rules`.
+  router_loss: float = 0.01  # Weight of the auxiliary BCE; 0 = none.
+  predictor_width: int = 0  # Hidden units of the predictor; 0 = none.
+  threshold_decay: float = 0.0  # Of the moving average; 0 = none.
+
+  def __post_init__(self):
+    config_lib.validate(self)
+    errors.require_positive(self, 'period', 'capacity_decay')
+    given = self.capacity
+    for capacity in given if isinstance(given, tuple) else (given,):
+      if not 0 < capacity <= 1:
+        raise errors.UserError(
+          f'capacity={capacity}: expected a fraction of the tokens in (0, 1].'
+        )
+    if not 0 <= self.capacity_floor <= 1 or not 0 <= self.threshold_decay < 1:
+      raise errors.UserError(
+        f'capacity_floor={self.capacity_floor} and'
+        f' threshold_decay={self.threshold_decay}: expected numbers in [0, 1]'
+        ' and [0, 1).'
+      )
+    if not 0 <= self.offset < self.period:
+      raise errors.UserError(
+        f'offset={self.offset}: expected 0 <= offset < period={self.period}.'
+      )
+    for field in ('router_loss', 'predictor_width', 'router_std'):
+      if getattr(self, field) < 0:
+        raise errors.UserError(
+          f'{field}={getattr(self, field)}: expected 0 or more.'
+        )
+
+  @property
+  def causal_rules(self) -> tuple[str, ...]:
+    """The rules that can choose tokens one by one, as far as trained for.
+
+    `router`: score above 0 (what the auxiliary loss trains); `predictor`: its
+    logit above 0; `threshold`: score at least the moving average of the k-th
+    best; `fixed`: for scores that do not look at the tokens.
+    """
+    if self.score != 'learned':
+      return ('fixed',)
+    trained = {
+      'router': self.router_loss > 0,
+      'predictor': self.predictor_width > 0,
+      'threshold': self.threshold_decay > 0,
+    }
+    return tuple(rule for rule, yes in trained.items() if yes)
+
+  def is_routed(self, layer: int) -> bool:
+    return layer % self.period == self.offset
+
+  def capacities(self, num_layers: int) -> tuple[float | None, ...]:
+    """Returns each block's capacity; None for a block that is not routed."""
+    routed = [i for i in range(num_layers) if self.is_routed(i)]
+    values = routing.layer_capacities(
+      self.capacity, len(routed), decay=self.capacity_decay
+    )
+    values = (max(value, self.capacity_floor) for value in values)
+    return tuple(
+      next(values) if i in routed else None for i in range(num_layers)
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RoutingMode:
+  """How a routed block chooses at this call: a static argument.
+
+  Attributes:
+    rule: `top_k`, which sees the whole sequence, or one of
+      `MoDConfig.causal_rules`.
+    overflow: under a causal rule, `exact` has a slot for every token; `drop`
+      has `slack · capacity` of the length, first come by position, and passes
+      by the tokens that find none.
+    slack: slots over the expected number, for `drop`.
+    chunk: when decoding, how many of the routed rows are processed at a time;
+      0 processes all rows and masks: the reference.
+  """
+
+  rule: Literal['top_k', 'router', 'predictor', 'threshold', 'fixed'] = 'top_k'
+  overflow: Literal['exact', 'drop'] = 'exact'
+  slack: float = 1.25
+  chunk: int = 8
+
+  def __post_init__(self):
+    config_lib.validate(self)
+    if self.slack < 1 or self.chunk < 0:
+      raise errors.UserError(
+        f'slack={self.slack} and chunk={self.chunk}: expected slack >= 1 and'
+        ' chunk >= 0.'
+      )
+
+  def slots(self, capacity: float, length: int) -> int:
+    """Returns how many tokens of a sequence a routed block has room for."""
+    if self.rule == 'top_k':
+      return routing.num_chosen(capacity, length)
+    if self.overflow == 'exact':
+      return length
+    return min(length, math.ceil(round(self.slack * capacity * length, 9)))
+
+
+@flax.struct.dataclass
+class Routing:
+  """What a routed block tells: for losses, metrics and pictures.
+
+  Attributes:
+    score_BL: float32 scores.
+    weight_BL: float32 factors on the update, were the token chosen.
+    chosen_BL: the tokens that were processed.
+    overflow_B: int32 tokens that the rule chose and that found no slot.
+    predictor_BL: float32 logits of the predictor, or None.
+    top_k_BL: what top-k chooses by these scores; None when decoding.
+    kth_B: float32 score of the last of them; None when decoding.
+  """
+
+  score_BL: jax.Array
+  weight_BL: jax.Array
+  chosen_BL: jax.Array
+  overflow_B: jax.Array
+  predictor_BL: jax.Array | None = None
+  top_k_BL: jax.Array | None = None
+  kth_B: jax.Array | None = None
+
+
+class Router(nn.Module):
+  """A score per token: a raw linear projection in float32, without a bias."""
+
+  std: float
+
+  @nn.compact
+  def __call__(self, x_BLD: jax.Array) -> jax.Array:
+    kernel_D = self.param(
+      'kernel',
+      nn.with_logical_partitioning(
+        nn.initializers.normal(self.std), ('replicated',)
+      ),
+      (x_BLD.shape[-1],),
+    )
+    # Not an einsum: on accelerators that would round to bfloat16, and a
+    # router must not.
+    return jnp.sum(x_BLD.astype(jnp.float32) * kernel_D, axis=-1)
+
+
+class Predictor(nn.Module):
+  """Guesses from one token alone whether top-k will choose it.
+
+  It reads a copy of the features that no gradient passes, so training it
+  leaves the language model untouched (Raposo et al. 2024, section 3.5).
+  """
+
+  hidden: int
+
+  @nn.compact
+  def __call__(self, x_BLD: jax.Array) -> jax.Array:
+    x_BLD = jax.lax.stop_gradient(x_BLD).astype(jnp.float32)
+    # Features grow with depth; the logits should not.
+    x_BLD *= jax.lax.rsqrt(jnp.mean(x_BLD**2, axis=-1, keepdims=True) + 1e-6)
+
+    def linear(features, name):
+      return nn.Dense(
+        features,
+        kernel_init=nn.with_logical_partitioning(
+          nn.initializers.lecun_normal(), ('replicated', 'replicated')
+        ),
+        bias_init=nn.with_logical_partitioning(
+          nn.initializers.zeros, ('replicated',)
+        ),
+        name=name,
+      )
+
+    hidden_BLF = nn.gelu(linear(self.hidden, 'hidden')(x_BLD))
+    return linear(1, 'logit')(hidden_BLF)[..., 0]
+
+
+class MoDBlock(nn.Module):
+  """A routed block: score, select, process, combine."""
+
+  block: BlockConfig
+  config: MoDConfig
+  capacity: float
+  mode: RoutingMode = RoutingMode()
+
+  def setup(self):
+    # The parameters of a dense block and, beside them, what routes: a dense
+    # checkpoint fits as it is.
+    self.process = Block(self.block)
+    nn.share_scope(self, self.process)
+    if self.config.score == 'learned':
+      self.router = Router(self.config.router_std)
+      if self.config.predictor_width:
+        self.predictor = Predictor(self.config.predictor_width)
+
+  def __call__(
+    self,
+    x_BLD: jax.Array,
+    info: TokenInfo,
+    threshold: jax.Array,
+    cache: KVCache | None = None,
+  ) -> tuple[jax.Array, Routing, KVCache | None]:
+    """Returns the features after the block, the routing and the cache.
+
+    Args:
+      x_BLD: features.
+      info: facts about the tokens.
+      threshold: scalar, the moving average of the k-th best score.
+      cache: this block's keys and values, when generating.
+    """
+    told = self._score(x_BLD, info)
+    length = x_BLD.shape[1]
+    if cache is None:
+      top = self._top_k(told.score_BL, info)
+      told = told.replace(
+        top_k_BL=routing.mark_tokens(top, length),
+        kth_B=_last_score(told.score_BL, top),
+      )
+    if self.mode.rule == 'top_k':
+      if cache is not None:
+        top = self._top_k(told.score_BL, info)
+      wanted_BL = routing.mark_tokens(top, length)
+    else:
+      wanted_BL = self._decide(told, threshold)
+      if info.valid_BL is not None:
+        wanted_BL &= info.valid_BL
+    if cache is None:
+      if self.mode.rule == 'top_k':
+        selection = top
+      else:
+        slots = self.mode.slots(self.capacity, length)
+        selection = routing.select_decided(wanted_BL, slots)
+      chosen_BL = routing.mark_tokens(selection, length)
+      x_BLD, _ = self._run(x_BLD, info, told, selection, None)
+    else:
+      chosen_BL = cache.room(wanted_BL)
+      if length == 1 and self.mode.chunk:
+        x_BLD, cache = self._run_rows(x_BLD, info, told, chosen_BL, cache)
+      else:
+        selection = routing.select_decided(chosen_BL, min(length, cache.slots))
+        x_BLD, cache = self._run(x_BLD, info, told, selection, cache)
+    overflow_B = (wanted_BL & ~chosen_BL).sum(axis=-1, dtype=jnp.int32)
+    return (
+      x_BLD,
+      told.replace(chosen_BL=chosen_BL, overflow_B=overflow_B),
+      cache,
+    )
+
+  def _score(self, x_BLD, info) -> Routing:
+    config = self.config
+    batch, length, _ = x_BLD.shape
+    predictor_BL = None
+    if config.score == 'learned':
+      score_BL = self.router(x_BLD)
+      weight_BL = routing.gate(config.gate, score_BL, config.gate_alpha)
+      if config.predictor_width:
+        predictor_BL = self.predictor(x_BLD)
+    else:
+      if config.score == 'gaussian':
+        key = self.make_rng('routing')
+        score_BL = routing.gaussian_scores(key, (batch, length))
+      else:
+        score_BL = routing.stride_scores(info.position_BL, self.capacity)
+      weight_BL = jnp.ones_like(score_BL)
+    return Routing(
+      score_BL=score_BL,
+      weight_BL=weight_BL,
+      chosen_BL=jnp.zeros((batch, length), bool),
+      overflow_B=jnp.zeros(batch, jnp.int32),
+      predictor_BL=predictor_BL,
+    )
+
+  def _top_k(self, score_BL, info) -> routing.Selection:
+    k = routing.num_chosen(self.capacity, score_BL.shape[1])
+    count_B = None
+    if info.valid_BL is not None:
+      # As `num_chosen`, for each row's own length.
+      fraction_B = self.capacity * info.valid_BL.sum(axis=-1)
+      count_B = jnp.maximum(1, jnp.floor(fraction_B + 1e-4).astype(jnp.int32))
+    selection = routing.select_top_k(score_BL, k, info.valid_BL, count_B)
+    return checkpoint_name(selection, SELECTION_NAME)
+
+  def _decide(self, told: Routing, threshold) -> jax.Array:
+    match self.mode.rule:
+      case 'router':
+        return told.score_BL > 0
+      case 'predictor':
+        return told.predictor_BL > 0
+      case 'threshold':
+        return told.score_BL >= threshold
+      case 'fixed' if self.config.score == 'gaussian':
+        return told.score_BL > routing.gaussian_threshold(self.capacity)
+      case 'fixed':
+        return told.score_BL > 0.5
+    raise AssertionError(self.mode.rule)
+
+  def _run(self, x_BLD, info, told, selection, cache):
+    """Gathers the selected tokens, processes them, adds the update."""
+    index_BK, valid_BK = selection.index_BK, selection.valid_BK
+    x_BKD = routing.gather_tokens(x_BLD, index_BK)
+    update_BKD, cache = self.process(x_BKD, info.gather(selection), cache)
+    weight_BK = routing.gather_tokens(told.weight_BL, index_BK)
+    update_BKD = _weigh(update_BKD, weight_BK, valid_BK)
+    return routing.scatter_add_tokens(x_BLD, index_BK, update_BKD), cache
+
+  def _run_rows(self, x_B1D, info, told, chosen_B1, cache):
+    """Processes one token of each routed row, a few rows at a time.
+
+    Static shapes, any number of routed rows, and no work where there are
+    none: the routed rows come first, and a loop takes chunks of them.
+    """
+    batch = x_B1D.shape[0]
+    chunk = min(self.mode.chunk, batch)
+    first_B = jnp.argsort(~chosen_B1[:, 0], stable=True)
+    count = chosen_B1.sum(dtype=jnp.int32)
+    # Rows past the end are out of the batch: read clipped, written nowhere.
+    rows_P = jnp.pad(first_B, (0, -batch % chunk), constant_values=batch)
+    weight_B1 = told.weight_BL
+
+    def more(_, carry):
+      return carry[0] < count
+
+    def step(process, carry):
+      start, x_B1D, cache = carry
+      rows_R = jax.lax.dynamic_slice(rows_P, (start,), (chunk,))
+      valid_R1 = (start + jnp.arange(chunk) < count)[:, None]
+      x_R1D = x_B1D.at[rows_R].get(mode='clip')
+      update_R1D, cache = process(
+        x_R1D, info.rows(rows_R, valid_R1), cache, rows_R
+      )
+      weight_R1 = weight_B1.at[rows_R].get(mode='clip')
+      update_R1D = _weigh(update_R1D, weight_R1, valid_R1)
+      x_B1D = x_B1D.at[rows_R].add(update_R1D.astype(x_B1D.dtype), mode='drop')
+      return start + chunk, x_B1D, cache
+
+    carry = (jnp.zeros((), jnp.int32), x_B1D, cache)
+    _, x_B1D, cache = nn.while_loop(
+      more, step, self.process, carry, broadcast_variables='params'
+    )
+    return x_B1D, cache
+
+
+def _weigh(update_BKD, weight_BK, valid_BK):
+  """Scales updates by the gate in float32; empty slots get exact zeros."""
+  update_BKD = update_BKD * weight_BK[..., None]
+  if valid_BK is not None:
+    update_BKD = jnp.where(valid_BK[..., None], update_BKD, 0)
+  return update_BKD
+
+
+def _last_score(score_BL, top: routing.Selection):
+  """Returns the least score among the chosen tokens of each row."""
+  score_BK = jnp.take_along_axis(score_BL, top.index_BK, axis=-1)
+  if top.valid_BK is not None:
+    score_BK = jnp.where(top.valid_BK, score_BK, jnp.inf)
+  return score_BK.min(axis=-1)
+
+
+def flops(
+  block: BlockConfig,
+  config: MoDConfig,
+  capacity: float,
+  length: int,
+  **kwargs,
+) -> dict[str, int]:
+  """Returns forward FLOPs by part: routing on all tokens, the rest on k."""
+  width = block.attention.width
+  parts = block.flops(routing.num_chosen(capacity, length), **kwargs)
+  if config.score == 'learned':
+    parts['router'] = 2 * length * width
+    parts['predictor'] = 2 * length * config.predictor_width * (width + 1)
+  return parts

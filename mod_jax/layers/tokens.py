@@ -1,0 +1,42 @@
+"""What a layer needs to know of its tokens besides their features."""
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from mod_jax import routing
+
+
+@flax.struct.dataclass
+class TokenInfo:
+  """Facts about tokens that travel with them when a few are gathered.
+
+  Attributes:
+    position_BL: int32 place in the sequence, padding not counted.
+    rotation_BLC: float32 cosines, then sines, of rotary embedding; or None.
+    valid_BL: False for padding and empty slots; None if every token is real.
+    segment_BL: document number of packed rows; None for one document a row.
+  """
+
+  position_BL: jax.Array
+  rotation_BLC: jax.Array | None = None
+  valid_BL: jax.Array | None = None
+  segment_BL: jax.Array | None = None
+
+  def gather(self, selection: routing.Selection) -> 'TokenInfo':
+    """Returns the facts of the chosen tokens; empty slots become invalid."""
+    gathered = jax.tree.map(
+      lambda x: routing.gather_tokens(x, selection.index_BK), self
+    )
+    # A slot is valid only if its token is real, so this loses nothing.
+    return gathered.replace(valid_BL=selection.valid_BK)
+
+  def rows(self, rows_R: jax.Array, valid_R1: jax.Array) -> 'TokenInfo':
+    """Returns the facts of some sequences, those past the batch clipped."""
+    taken = jax.tree.map(lambda x: x.at[rows_R].get(mode='clip'), self)
+    return taken.replace(valid_BL=valid_R1)
+
+
+def count_positions(valid_BL: jax.Array) -> jax.Array:
+  """Returns each real token's place in its row, padding not counted."""
+  return jnp.maximum(jnp.cumsum(valid_BL, axis=-1, dtype=jnp.int32) - 1, 0)

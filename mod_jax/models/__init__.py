@@ -1,0 +1,1 @@
+"""Models: configs and linen modules built from `mod_jax.layers`."""

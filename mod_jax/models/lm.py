@@ -1,0 +1,474 @@
+"""A decoder-only language model of the Llama kind, dense or with MoD."""
+
+import dataclasses
+import functools
+from typing import Any, Literal
+
+import flax.struct
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+
+from mod_jax import config as config_lib
+from mod_jax import errors
+from mod_jax import parallel
+from mod_jax import routing
+from mod_jax.layers import dense
+from mod_jax.layers import mod
+from mod_jax.layers import rope
+from mod_jax.layers import tokens as tokens_lib
+from mod_jax.layers.attention import AttentionConfig
+from mod_jax.layers.block import Block
+from mod_jax.layers.block import BlockConfig
+from mod_jax.layers.cache import KVCache
+from mod_jax.layers.mlp import MLPConfig
+from mod_jax.layers.mod import MoDBlock
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LMConfig:
+  """Sizes and choices of a `LanguageModel`. `routing=None` is a dense one."""
+
+  vocab_size: int = 256
+  num_layers: int = 4
+  width: int = 192  # D
+  num_heads: int = 6  # H, query heads.
+  num_kv_heads: int | None = None  # G, a divisor of H; None = H.
+  head_dim: int | None = None  # C; None = width / num_heads.
+  mlp: Literal['swiglu', 'gelu', 'gelu_tanh'] = 'swiglu'
+  mlp_dim: int | None = None  # F; None = 4D, or 8D/3 rounded up to 32.
+  tied_head: bool = True  # Whether the output head is the embedding.
+  rope_theta: float = 10_000.0
+  norm_epsilon: float = 1e-6
+  routing: mod.MoDConfig | None = mod.MoDConfig()
+  dtype: Literal['float32', 'bfloat16'] = 'float32'  # Of the computation.
+  scan_layers: bool = False  # One compiled group of blocks, looped over.
+  # What is kept for the backward pass: all, the matmuls' outputs, or only the
+  # input of each block (and the routing choices, always).
+  remat: Literal['none', 'dots', 'full'] = 'none'
+  attention: Literal['xla', 'cudnn'] | None = None  # None = the fitting one.
+
+  def __post_init__(self):
+    config_lib.validate(self)
+    errors.require_positive(
+      self,
+      *('vocab_size', 'num_layers', 'width', 'num_heads', 'num_kv_heads'),
+      *('head_dim', 'mlp_dim', 'rope_theta', 'norm_epsilon'),
+    )
+    if self.head_dim is None and self.width % self.num_heads:
+      raise errors.UserError(
+        f'width={self.width} does not divide by num_heads={self.num_heads}:'
+        ' change one of them, or give head_dim.'
+      )
+    if self.block.attention.head_dim % 2:
+      raise errors.UserError(
+        f'head_dim={self.block.attention.head_dim}: rotary embedding needs an'
+        ' even number of channels per head.'
+      )
+    if self.scan_layers:
+      self._check_scan()
+
+  def _check_scan(self):
+    period = self.period
+    if self.num_layers % period:
+      raise errors.UserError(
+        f'num_layers={self.num_layers} is not a multiple of the routing'
+        f' period={period}, so the layers cannot be scanned: change it, or set'
+        ' scan_layers=False.'
+      )
+    if len({c for c in self.capacities if c is not None}) > 1:
+      raise errors.UserError(
+        'Layers of different capacity have different shapes and cannot be'
+        ' scanned: set scan_layers=False, or give one capacity for all.'
+      )
+
+  @functools.cached_property
+  def block(self) -> BlockConfig:
+    out_scale = (2 * self.num_layers) ** -0.5
+    if self.mlp_dim is not None:
+      hidden = self.mlp_dim
+    elif self.mlp == 'swiglu':
+      hidden = -(-8 * self.width // 96) * 32
+    else:
+      hidden = 4 * self.width
+    return BlockConfig(
+      attention=AttentionConfig(
+        width=self.width,
+        num_heads=self.num_heads,
+        num_kv_heads=self.num_kv_heads or self.num_heads,
+        head_dim=self.head_dim or self.width // self.num_heads,
+        out_scale=out_scale,
+        implementation=self.attention,
+      ),
+      mlp=MLPConfig(
+        width=self.width, hidden=hidden, kind=self.mlp, out_scale=out_scale
+      ),
+      norm_epsilon=self.norm_epsilon,
+      dtype=self.dtype,
+    )
+
+  @property
+  def period(self) -> int:
+    """Blocks in the group that repeats."""
+    return self.routing.period if self.routing else 1
+
+  @property
+  def capacities(self) -> tuple[float | None, ...]:
+    """Each block's capacity; None for a block that is not routed."""
+    if self.routing is None:
+      return (None,) * self.num_layers
+    return self.routing.capacities(self.num_layers)
+
+  @property
+  def num_routed(self) -> int:
+    return sum(capacity is not None for capacity in self.capacities)
+
+  def build(self) -> 'LanguageModel':
+    """Returns the module."""
+    return LanguageModel(self)
+
+  def dense_twin(self) -> 'LMConfig':
+    """Returns the same model without routing."""
+    return dataclasses.replace(self, routing=None)
+
+  def flops_table(
+    self, length: int, **kwargs
+  ) -> list[tuple[str, dict[str, int]]]:
+    """Returns (layer, FLOPs by part) for one sequence, forward.
+
+    Args:
+      length: tokens of the sequence.
+      **kwargs: passed to `AttentionConfig.flops`.
+    """
+    rows = []
+    for i, capacity in enumerate(self.capacities):
+      if capacity is None:
+        rows.append((f'block_{i}', self.block.flops(length, **kwargs)))
+      else:
+        parts = mod.flops(self.block, self.routing, capacity, length, **kwargs)
+        rows.append((f'block_{i} (routed)', parts))
+    rows.append(('head', {'head': 2 * length * self.width * self.vocab_size}))
+    return rows
+
+
+@flax.struct.dataclass
+class LMCache:
+  """What generation carries from token to token.
+
+  Attributes:
+    blocks: a KVCache per block, stacked where the layers are scanned.
+    length_B: int32 tokens seen so far, padding not counted.
+  """
+
+  blocks: Any
+  length_B: jax.Array
+
+  @classmethod
+  def empty(
+    cls, config: LMConfig, batch: int, length: int, mode: mod.RoutingMode
+  ) -> 'LMCache':
+    """Returns room for `length` tokens per sequence, less in routed layers."""
+    attention = config.block.attention
+
+    def one(capacity):
+      slots = length
+      if capacity is not None:
+        slots = mode.slots(capacity, length)
+      return KVCache.empty(
+        batch, slots, attention.num_kv_heads, attention.head_dim, config.dtype
+      )
+
+    blocks = tuple(map(one, config.capacities))
+    if config.scan_layers:
+      blocks = _stack(blocks, config.period)
+    return cls(blocks, jnp.zeros(batch, jnp.int32))
+
+
+@flax.struct.dataclass
+class LMOutput:
+  """What a forward pass returns.
+
+  Attributes:
+    logits_BLV: float32 logits of the next token.
+    routing: for each routed layer, first to last, what it chose.
+    cache: the cache with the tokens added; None without one.
+  """
+
+  logits_BLV: jax.Array
+  routing: tuple[mod.Routing, ...] = ()
+  cache: LMCache | None = None
+
+
+def _run_blocks(config, capacities, mode, x_BLD, thresholds, caches, info):
+  """Runs consecutive blocks within the calling module.
+
+  Args:
+    config: the model's config.
+    capacities: each block's capacity; None for a dense one.
+    mode: how routed blocks choose.
+    x_BLD: features.
+    thresholds: a scalar per routed block.
+    caches: a KVCache per block, or None.
+    info: facts about the tokens.
+
+  Returns:
+    x_BLD and (what each routed block told, the new caches or None).
+  """
+  dense_block, routed_block = _remat(Block, config), _remat(MoDBlock, config)
+  told, new_caches = [], []
+  for i, capacity in enumerate(capacities):
+    cache = None if caches is None else caches[i]
+    if capacity is None:
+      block = dense_block(config.block, name=f'block_{i}')
+      update_BLD, cache = block(x_BLD, info, cache)
+      x_BLD = x_BLD + update_BLD
+    else:
+      block = routed_block(
+        config.block, config.routing, capacity, mode, name=f'block_{i}'
+      )
+      threshold = thresholds[len(told)]
+      x_BLD, routed, cache = block(x_BLD, info, threshold, cache)
+      told.append(routed)
+    x_BLD = parallel.constrain(x_BLD, 'batch', 'length', 'act_embed')
+    new_caches.append(cache)
+  return x_BLD, (tuple(told), None if caches is None else tuple(new_caches))
+
+
+class Group(nn.Module):
+  """The blocks of one routing period: the body of a scan over layers."""
+
+  config: LMConfig
+  mode: mod.RoutingMode
+
+  @nn.compact
+  def __call__(self, x_BLD, thresholds, caches, info):
+    capacities = self.config.capacities[: self.config.period]
+    return _run_blocks(
+      self.config, capacities, self.mode, x_BLD, thresholds, caches, info
+    )
+
+
+class LanguageModel(nn.Module):
+  """Tokens in, next-token logits out.
+
+  Collections: `params`; and `moving`, the moving-average thresholds, where
+  `routing.threshold_decay` asks for them (make it mutable to train them).
+  Rng streams: `params`; `routing` for Gaussian scores.
+  """
+
+  config: LMConfig
+
+  @nn.compact
+  def __call__(
+    self,
+    tokens_BL: jax.Array,
+    *,
+    valid_BL: jax.Array | None = None,
+    segment_BL: jax.Array | None = None,
+    mode: mod.RoutingMode | str = 'top_k',
+    cache: LMCache | None = None,
+  ) -> LMOutput:
+    """Returns logits, routing and cache.
+
+    Args:
+      tokens_BL: int token ids.
+      valid_BL: False for padding, left or right; None if there is none.
+      segment_BL: document numbers of packed rows; tokens see their own only.
+      mode: how routed blocks choose; a string is a rule's name.
+      cache: what came before the tokens; None for whole sequences.
+
+    Raises:
+      UserError: a causal rule that the model was not trained for.
+    """
+    config = self.config
+    mode = mod.RoutingMode(rule=mode) if isinstance(mode, str) else mode
+    _check_mode(config, mode, tokens_BL, segment_BL, cache)
+    embedding_VD = self.param(
+      'embedding',
+      nn.with_logical_partitioning(
+        nn.initializers.normal(config.width**-0.5), ('vocab', 'embed')
+      ),
+      (config.vocab_size, config.width),
+    )
+    x_BLD = embedding_VD.astype(config.dtype)[tokens_BL]
+    x_BLD = parallel.constrain(x_BLD, 'batch', 'length', 'act_embed')
+    info = self._token_info(tokens_BL, valid_BL, segment_BL, cache)
+
+    moving, thresholds = self._thresholds(mode)
+    x_BLD, told, blocks = self._blocks(x_BLD, info, thresholds, cache, mode)
+    if moving is not None and told and cache is None:
+      self._update_thresholds(moving, told)
+
+    x_BLD = dense.rms_norm(config.norm_epsilon, config.dtype, 'norm')(x_BLD)
+    if config.tied_head:
+      logits_BLV = jnp.einsum(
+        'BLD,VD->BLV',
+        x_BLD,
+        embedding_VD.astype(config.dtype),
+        preferred_element_type=jnp.float32,
+      )
+    else:
+      logits_BLV = dense.linear(
+        (config.vocab_size,),
+        ('embed', 'vocab'),
+        dtype=config.dtype,
+        name='head',
+      )(x_BLD).astype(jnp.float32)
+    logits_BLV = parallel.constrain(logits_BLV, 'batch', 'length', 'act_vocab')
+    if cache is not None:
+      seen_B = _count(tokens_BL, valid_BL)
+      cache = LMCache(blocks, cache.length_B + seen_B)
+    return LMOutput(logits_BLV, told, cache)
+
+  def _token_info(self, tokens_BL, valid_BL, segment_BL, cache):
+    config = self.config
+    if valid_BL is None:
+      position_BL = jnp.arange(tokens_BL.shape[1], dtype=jnp.int32)[None]
+    else:
+      position_BL = tokens_lib.count_positions(valid_BL)
+    if cache is not None:
+      position_BL = position_BL + cache.length_B[:, None]
+    rotation_BLC = rope.rotation(
+      position_BL, config.block.attention.head_dim, config.rope_theta
+    )
+    batch = tokens_BL.shape[0]
+    spread = lambda x: jnp.broadcast_to(x, (batch, *x.shape[1:]))
+    return tokens_lib.TokenInfo(
+      spread(position_BL), spread(rotation_BLC), valid_BL, segment_BL
+    )
+
+  def _thresholds(self, mode):
+    """Returns the variable, if there is one, and a threshold per layer."""
+    config = self.config
+    num_routed = config.num_routed
+    moving = None
+    if config.routing and config.routing.threshold_decay:
+      stored = self.has_variable('moving', 'threshold')
+      if stored or self.is_mutable_collection('moving'):
+        moving = self.variable(
+          *('moving', 'threshold'), routing.MovingThreshold.zeros, num_routed
+        )
+    if mode.rule == 'threshold' and moving is None:
+      raise errors.UserError(
+        "rule='threshold' needs the moving averages of training: pass the"
+        " 'moving' collection beside 'params'."
+      )
+    if moving is None:
+      return None, jnp.full(num_routed, jnp.inf)
+    return moving, moving.value.value_R()
+
+  def _update_thresholds(self, moving, told):
+    if self.is_initializing() or not self.is_mutable_collection('moving'):
+      return
+    # One mean for all layers, after them: one reduction over the devices.
+    kth_R = jnp.stack([routed.kth_B for routed in told]).mean(axis=-1)
+    decay = self.config.routing.threshold_decay
+    moving.value = moving.value.update(kth_R, decay)
+
+  def _blocks(self, x_BLD, info, thresholds_R, cache, mode):
+    """Runs all blocks, unrolled or scanned, with rematerialisation."""
+    config = self.config
+    caches = None if cache is None else cache.blocks
+    if not config.scan_layers:
+      x_BLD, (told, caches) = _run_blocks(
+        config, config.capacities, mode, x_BLD, thresholds_R, caches, info
+      )
+      return x_BLD, told, caches
+
+    groups = config.num_layers // config.period
+    x_BLD, (told_G, caches) = nn.scan(
+      Group,
+      variable_axes={'params': 0},
+      split_rngs={'params': True, 'routing': True},
+      in_axes=(0, 0, nn.broadcast),
+      length=groups,
+      metadata_params={nn.PARTITION_NAME: 'layers'},
+    )(
+      config, mode, name='layers'
+    )(x_BLD, thresholds_R.reshape(groups, -1), caches, info)
+    told = tuple(
+      jax.tree.map(lambda x, i=i: x[i], told_j)
+      for i in range(groups)
+      for told_j in told_G
+    )
+    return x_BLD, told, caches
+
+
+def _remat(module, config: LMConfig):
+  if config.remat == 'none':
+    return module
+  policies = jax.checkpoint_policies
+  policy = policies.save_only_these_names(mod.SELECTION_NAME)
+  if config.remat == 'dots':
+    policy = policies.save_from_both_policies(
+      policy, policies.dots_with_no_batch_dims_saveable
+    )
+  return nn.remat(module, policy=policy, prevent_cse=not config.scan_layers)
+
+
+def _count(tokens_BL, valid_BL):
+  if valid_BL is None:
+    return jnp.int32(tokens_BL.shape[1])
+  return valid_BL.sum(axis=-1, dtype=jnp.int32)
+
+
+def _check_mode(config, mode, tokens_BL, segment_BL, cache):
+  if cache is not None and segment_BL is not None:
+    raise errors.UserError(
+      'Packed documents (segment_BL) cannot be generated from: pass one'
+      ' document per row.'
+    )
+  if config.routing is None or mode.rule == 'top_k':
+    if config.routing and cache is not None and tokens_BL.shape[1] == 1:
+      raise errors.UserError(
+        "rule='top_k' sees the whole sequence and cannot choose a single"
+        f' token: use one of {config.routing.causal_rules}.'
+      )
+    return
+  rules = config.routing.causal_rules
+  if mode.rule not in rules:
+    raise errors.UserError(
+      f'rule={mode.rule!r}: this model was trained for {rules or "no"} causal'
+      ' rule(s); see MoDConfig.causal_rules.'
+    )
+
+
+def _stack(blocks: tuple, period: int):
+  """Stacks per-block trees into one tree for each place in the period."""
+  return tuple(
+    jax.tree.map(lambda *x: jnp.stack(x), *blocks[j::period])
+    for j in range(period)
+  )
+
+
+def unrolled(config: LMConfig, params):
+  """Turns the parameters of scanned layers into those of unrolled ones.
+
+  Args:
+    config: the scanned (or already unrolled) model's config.
+    params: its `params` collection, without boxes.
+
+  Returns:
+    (config with `scan_layers=False`, params).
+  """
+  if not config.scan_layers:
+    return config, params
+  params = dict(params)
+  layers = params.pop('layers')
+  for i in range(config.num_layers):
+    group, j = divmod(i, config.period)
+    block = jax.tree.map(lambda x, g=group: x[g], layers[f'block_{j}'])
+    params[f'block_{i}'] = block
+  return dataclasses.replace(config, scan_layers=False), params
+
+
+def scanned(config: LMConfig, params):
+  """The way back from `unrolled`: (config with `scan_layers=True`, params)."""
+  if config.scan_layers:
+    return config, params
+  config = dataclasses.replace(config, scan_layers=True)
+  params = dict(params)
+  blocks = tuple(params.pop(f'block_{i}') for i in range(config.num_layers))
+  stacked = _stack(blocks, config.period)
+  params['layers'] = {f'block_{j}': tree for j, tree in enumerate(stacked)}
+  return config, params

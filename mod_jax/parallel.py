@@ -1,0 +1,174 @@
+"""The mesh, and the one table from logical axis names to mesh axes.
+
+Modules name the axes of their arrays; only this file knows which mesh axes
+these names stand for. Meshes are made with automatic axes and entered by
+`jax.set_mesh`: the older `with mesh:` would drop the constraints silently.
+"""
+
+import dataclasses
+import math
+
+from flax import linen as nn
+import jax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec
+import numpy as np
+
+from mod_jax import config as config_lib
+from mod_jax.errors import UserError
+
+MESH_AXES = ('data', 'fsdp', 'tensor')
+
+# Logical name -> mesh axes. A name that is not here is a mistake.
+RULES = {
+  # Activations.
+  'batch': ('data', 'fsdp'),
+  'length': (),
+  'act_embed': (),
+  'act_heads': ('tensor',),
+  'act_mlp': ('tensor',),
+  'act_vocab': ('tensor',),
+  # Parameters.
+  'embed': ('fsdp',),
+  'heads': ('tensor',),
+  'head_dim': (),
+  'mlp': ('tensor',),
+  'vocab': ('tensor',),
+  'layers': (),
+  # Norms, routers and predictors: so small that every device keeps a copy,
+  # and routing needs no communication.
+  'replicated': (),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+  """How many devices each mesh axis spans; one of them may be -1: the rest."""
+
+  data: int = -1  # Copies of the parameters, each with a part of the batch.
+  fsdp: int = 1  # Parameters split, gathered when used; also splits the batch.
+  tensor: int = 1  # Heads, hidden units and vocabulary split.
+
+  def __post_init__(self):
+    config_lib.validate(self)
+    sizes = (self.data, self.fsdp, self.tensor)
+    if any(n == 0 or n < -1 for n in sizes) or sizes.count(-1) > 1:
+      raise UserError(
+        f'mesh={dict(zip(MESH_AXES, sizes, strict=True))}: expected positive'
+        ' sizes, at most one of them -1 for the remaining devices.'
+      )
+
+  def sizes(self, num_devices: int) -> tuple[int, int, int]:
+    """Returns the three sizes for so many devices, -1 resolved.
+
+    Raises:
+      UserError: the mesh does not fit the devices.
+    """
+    sizes = [self.data, self.fsdp, self.tensor]
+    known = math.prod(n for n in sizes if n > 0)
+    if -1 in sizes and num_devices % known == 0:
+      sizes[sizes.index(-1)] = num_devices // known
+    if math.prod(sizes) != num_devices:
+      raise UserError(
+        f'mesh={dict(zip(MESH_AXES, sizes, strict=True))} does not fit'
+        f' {num_devices} device(s): the product of the sizes must be'
+        f' {num_devices}; set config.mesh accordingly.'
+      )
+    return tuple(sizes)
+
+
+def make_mesh(config: MeshConfig, devices=None) -> jax.sharding.Mesh:
+  """Returns a mesh with axes (data, fsdp, tensor) over the devices.
+
+  Raises:
+    UserError: the mesh does not fit the devices.
+  """
+  devices = jax.devices() if devices is None else list(devices)
+  axis_types = (jax.sharding.AxisType.Auto,) * len(MESH_AXES)
+  return jax.make_mesh(
+    config.sizes(len(devices)), MESH_AXES, axis_types, devices=devices
+  )
+
+
+def spec(names: tuple[str | None, ...]) -> PartitionSpec:
+  """Returns the partition spec of an array with these logical axes.
+
+  Raises:
+    ValueError: an unknown name, or one mesh axis used for two array axes.
+  """
+  axes = []
+  for name in names:
+    if name is not None and name not in RULES:
+      raise ValueError(f'Logical axis {name!r} is not in parallel.RULES.')
+    axes.append(RULES[name] if name is not None else ())
+  used = [axis for group in axes for axis in group]
+  if len(used) != len(set(used)):
+    raise ValueError(f'Logical axes {names} put one mesh axis on two axes.')
+  return PartitionSpec(
+    *(g if len(g) > 1 else (g[0] if g else None) for g in axes)
+  )
+
+
+def constrain(x: jax.Array, *names: str | None) -> jax.Array:
+  """Constrains an activation's sharding; without a mesh, does nothing."""
+  if jax.sharding.get_abstract_mesh().empty:
+    return x
+  return jax.lax.with_sharding_constraint(x, spec(names))
+
+
+def shardings(boxed, mesh: jax.sharding.Mesh):
+  """Returns NamedShardings for a tree of logically partitioned parameters.
+
+  Args:
+    boxed: a tree from `jax.eval_shape(model.init, …)`, still boxed by
+      `nn.with_logical_partitioning`. Leaves without a box are replicated.
+    mesh: the device mesh.
+
+  Returns:
+    The tree without boxes, a NamedSharding in place of each array.
+
+  Raises:
+    UserError: an axis of a parameter does not divide by its mesh axes.
+  """
+
+  def one(path, leaf):
+    if not isinstance(leaf, nn.LogicallyPartitioned):
+      return NamedSharding(mesh, PartitionSpec())
+    names = leaf.names
+    for size, name in zip(leaf.value.shape, names, strict=True):
+      parts = math.prod(mesh.shape[axis] for axis in RULES.get(name, ()))
+      if size % parts:
+        raise UserError(
+          f'Axis {name!r} of parameter {jax.tree_util.keystr(path)} has size'
+          f' {size}, which {parts} devices along {RULES[name]} do not divide:'
+          ' change the mesh or the model.'
+        )
+    return NamedSharding(mesh, spec(names))
+
+  return jax.tree_util.tree_map_with_path(
+    one, boxed, is_leaf=lambda x: isinstance(x, nn.LogicallyPartitioned)
+  )
+
+
+def batch_sharding(mesh: jax.sharding.Mesh) -> NamedSharding:
+  """Returns the sharding of a batch: its first axis over data and fsdp."""
+  return NamedSharding(mesh, spec(('batch',)))
+
+
+def check_batch(batch_size: int, mesh: jax.sharding.Mesh, what: str) -> None:
+  """Raises UserError where a batch does not divide over the mesh."""
+  parts = math.prod(mesh.shape[axis] for axis in RULES['batch'])
+  if batch_size % parts:
+    raise UserError(
+      f'{what}={batch_size} does not divide by the {parts} devices along the'
+      f" mesh's data and fsdp axes: use a multiple of {parts}."
+    )
+
+
+def put_batch(batch, mesh: jax.sharding.Mesh):
+  """Places this host's part of a batch on its devices, sharded by rows."""
+  sharding = batch_sharding(mesh)
+  return jax.tree.map(
+    lambda x: jax.make_array_from_process_local_data(sharding, np.asarray(x)),
+    batch,
+  )

@@ -1,0 +1,46 @@
+"""Pure array functions that choose tokens and put them back. No Flax here.
+
+Everything in this package works on `[B, L]` scores and static counts:
+
+* `selection`: top-k and causal choices with static shapes, gather, scatter;
+* `gates`: how a score weighs the update of a chosen token;
+* `controls`: scores that do not look at the tokens;
+* `schedules`: capacity over depth and over training;
+* `thresholds`: the moving average of the k-th score.
+"""
+
+from mod_jax.routing.controls import gaussian_scores
+from mod_jax.routing.controls import gaussian_threshold
+from mod_jax.routing.controls import stride_scores
+from mod_jax.routing.gates import GATES
+from mod_jax.routing.gates import gate
+from mod_jax.routing.schedules import capacity_floor
+from mod_jax.routing.schedules import layer_capacities
+from mod_jax.routing.selection import Selection
+from mod_jax.routing.selection import gather_tokens
+from mod_jax.routing.selection import mark_tokens
+from mod_jax.routing.selection import num_chosen
+from mod_jax.routing.selection import scatter_add_tokens
+from mod_jax.routing.selection import select_decided
+from mod_jax.routing.selection import select_tokens
+from mod_jax.routing.selection import select_top_k
+from mod_jax.routing.thresholds import MovingThreshold
+
+__all__ = (
+  'GATES',
+  'MovingThreshold',
+  'Selection',
+  'capacity_floor',
+  'gate',
+  'gather_tokens',
+  'gaussian_scores',
+  'gaussian_threshold',
+  'layer_capacities',
+  'mark_tokens',
+  'num_chosen',
+  'scatter_add_tokens',
+  'select_decided',
+  'select_tokens',
+  'select_top_k',
+  'stride_scores',
+)

@@ -1,0 +1,35 @@
+"""How a router's score weighs the update of a chosen token."""
+
+import jax
+import jax.numpy as jnp
+
+from mod_jax.errors import UserError
+
+GATES = ('raw', 'sigmoid', 'alpha_sigmoid', 'one_plus_tanh')
+
+
+def gate(kind: str, score: jax.Array, alpha: float = 2.0) -> jax.Array:
+  """Returns the factor on a chosen token's residual update, in float32.
+
+  Args:
+    kind: `raw` is the score itself (Raposo et al. 2024, Eq. 1); `sigmoid`;
+      `alpha_sigmoid` is alpha · sigmoid, which for alpha = 2 is 1 at score 0;
+      `one_plus_tanh` is near the identity for small scores, which suits
+      pretrained weights.
+    score: router scores of any shape.
+    alpha: the factor of `alpha_sigmoid`.
+
+  Raises:
+    UserError: the kind is unknown.
+  """
+  score = score.astype(jnp.float32)
+  match kind:
+    case 'raw':
+      return score
+    case 'sigmoid':
+      return jax.nn.sigmoid(score)
+    case 'alpha_sigmoid':
+      return alpha * jax.nn.sigmoid(score)
+    case 'one_plus_tanh':
+      return 1 + jnp.tanh(score)
+  raise UserError(f'gate={kind!r}: expected one of {", ".join(GATES)}.')

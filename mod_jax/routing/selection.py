@@ -1,0 +1,151 @@
+"""Static-shape choices of tokens, and the moves that go with them.
+
+Chosen positions are always ascending. Then causal-by-slot equals
+causal-by-position, and a stock causal attention works on the gathered tokens.
+"""
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from mod_jax.errors import UserError
+
+
+@flax.struct.dataclass
+class Selection:
+  """K slots per sequence, some of which may be empty.
+
+  Attributes:
+    index_BK: int32 positions, ascending and unique in each row.
+    valid_BK: False for a slot that holds no chosen token; None if all do.
+  """
+
+  index_BK: jax.Array
+  valid_BK: jax.Array | None = None
+
+
+def num_chosen(capacity: float, length: int) -> int:
+  """Returns how many of `length` tokens a fraction `capacity` stands for.
+
+  `k = max(1, floor(capacity · L))`. The product is rounded to nine decimals
+  first, so that 0.29 · 100 is 29 and not 28.
+  """
+  return max(1, int(round(capacity * length, 9)))
+
+
+def select_tokens(score_BL: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+  """Returns the k best positions in sequence order, and their scores.
+
+  The choice of Mixture-of-Depths (Raposo et al. 2024, Eq. 1): exact top-k, the
+  lowest position first among equals.
+
+  Args:
+    score_BL: scores; any leading shape.
+    k: tokens to choose, 1 <= k <= L.
+
+  Returns:
+    idx_BK int32, ascending, and score_BK. No gradient passes the indices.
+
+  Raises:
+    UserError: k does not lie in 1..L.
+  """
+  selection = select_top_k(score_BL, k)
+  score_BK = jnp.take_along_axis(score_BL, selection.index_BK, axis=-1)
+  return selection.index_BK, score_BK
+
+
+def select_top_k(
+  score_BL: jax.Array,
+  k: int,
+  valid_BL: jax.Array | None = None,
+  count_B: jax.Array | None = None,
+) -> Selection:
+  """Chooses the best tokens of each row; padding is never a candidate.
+
+  Args:
+    score_BL: scores.
+    k: slots per row, 1 <= k <= L.
+    valid_BL: False for padding, whose scores count as -inf.
+    count_B: how many of the k slots each row may fill; the best ones are kept.
+
+  Returns:
+    A Selection of k slots. A row with fewer than k candidates, or with
+    `count < k`, leaves slots empty: `valid_BK` says which.
+
+  Raises:
+    UserError: k does not lie in 1..L.
+  """
+  length = score_BL.shape[-1]
+  if not 1 <= k <= length:
+    raise UserError(
+      f'k={k} tokens cannot be chosen from a sequence of {length}: expected'
+      f' 1 <= k <= {length}; lower the capacity or lengthen the sequence.'
+    )
+  score_BL = jax.lax.stop_gradient(score_BL).astype(jnp.float32)
+  if valid_BL is not None:
+    score_BL = jnp.where(valid_BL, score_BL, -jnp.inf)
+  index_BK = jax.lax.top_k(score_BL, k)[1].astype(jnp.int32)
+  if valid_BL is None and count_B is None:
+    return Selection(jnp.sort(index_BK, axis=-1))
+  keep_BK = jnp.ones_like(index_BK, bool)
+  if valid_BL is not None:
+    keep_BK &= jnp.take_along_axis(valid_BL, index_BK, axis=-1)
+  if count_B is not None:
+    keep_BK &= jnp.arange(k) < count_B[..., None]
+  return Selection(*jax.lax.sort((index_BK, keep_BK), num_keys=1))
+
+
+def select_decided(decided_BL: jax.Array, slots: int) -> Selection:
+  """Turns yes/no decisions into slots, first come by position.
+
+  Args:
+    decided_BL: True for each token that wants to be processed.
+    slots: slots per row. Tokens beyond that are left out, the latest first,
+      which keeps the choice causal; `slots = L` leaves out none.
+
+  Returns:
+    A Selection whose empty slots are marked in `valid_BK`.
+  """
+  length = decided_BL.shape[-1]
+  # Decided tokens first, each group in sequence order: the ranks are exact
+  # small integers, so top-k has no ties to break.
+  order_L = length - jnp.arange(length, dtype=jnp.float32)
+  selection = select_top_k(decided_BL * length + order_L, min(slots, length))
+  valid_BK = jnp.take_along_axis(decided_BL, selection.index_BK, axis=-1)
+  return Selection(selection.index_BK, valid_BK)
+
+
+def mark_tokens(selection: Selection, length: int) -> jax.Array:
+  """Returns a mask_BL that is True at the chosen positions."""
+  index_BK, valid_BK = selection.index_BK, selection.valid_BK
+  if valid_BK is None:
+    valid_BK = jnp.ones_like(index_BK, bool)
+
+  def mark(index_K, valid_K):
+    mask_L = jnp.zeros(length, bool)
+    return mask_L.at[index_K].set(valid_K, **_SCATTER)
+
+  return jax.vmap(mark)(index_BK, valid_BK)
+
+
+# Promises that let XLA use a plain loop, with no sort and no bounds check, and
+# that keep gather and scatter local to a device under a batch sharding.
+_SCATTER = {
+  'unique_indices': True,
+  'indices_are_sorted': True,
+  'mode': 'promise_in_bounds',
+}
+
+
+def gather_tokens(x_BLD: jax.Array, index_BK: jax.Array) -> jax.Array:
+  """Returns x_BKD, the tokens at the given ascending positions."""
+  return jax.vmap(lambda x, index: x.at[index].get(**_SCATTER))(x_BLD, index_BK)
+
+
+def scatter_add_tokens(
+  x_BLD: jax.Array, index_BK: jax.Array, update_BKD: jax.Array
+) -> jax.Array:
+  """Adds updates to the tokens at the given ascending, unique positions."""
+  return jax.vmap(lambda x, index, u: x.at[index].add(u, **_SCATTER))(
+    x_BLD, index_BK, update_BKD.astype(x_BLD.dtype)
+  )

@@ -1,0 +1,8 @@
+"""Generation with per-layer caches and causal routing."""
+
+from mod_jax.sampling.generation import Generated
+from mod_jax.sampling.generation import generate
+from mod_jax.sampling.generation import pad_prompts
+from mod_jax.sampling.logits import filter_logits
+
+__all__ = ('Generated', 'filter_logits', 'generate', 'pad_prompts')

@@ -1,0 +1,302 @@
+"""Generation: one prefill, then one token of every sequence at a time."""
+
+import dataclasses
+import functools
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mod_jax.errors import UserError
+from mod_jax.layers.mod import RoutingMode
+from mod_jax.models import lm
+from mod_jax.sampling import logits as logits_lib
+
+
+@flax.struct.dataclass
+class Generated:
+  """What `generate` returns.
+
+  Attributes:
+    tokens_BN: int32 new tokens; after the end token, repetitions of it.
+    length_B: int32 how many of them count, the end token not included.
+    log_prob_BN: float32 log-probability of each under the model's own
+      distribution (before temperature and filters); 0 after the end.
+    prompt_log_prob_BP: float32 log-probability of each prompt token given
+      those before it; 0 for the first and for padding. Causal only if
+      `causal_prompt`.
+    causal_prompt: False where the prompt was read under top-k, which sees the
+      future: its log-probabilities are then not a model's.
+    routed: fraction of (token, routed layer) pairs that were processed.
+    overflow: number of such pairs that the rule chose and that had no slot.
+  """
+
+  tokens_BN: jax.Array
+  length_B: jax.Array
+  log_prob_BN: jax.Array
+  prompt_log_prob_BP: jax.Array
+  causal_prompt: bool = flax.struct.field(pytree_node=False)
+  routed: jax.Array
+  overflow: jax.Array
+
+
+def pad_prompts(
+  prompts: list[list[int]], *, side: str = 'left'
+) -> tuple[np.ndarray, np.ndarray]:
+  """Pads token lists to one length: (tokens_BP int32, valid_BP).
+
+  Raises:
+    UserError: no prompt, or an empty one.
+  """
+  if not prompts or not all(len(prompt) for prompt in prompts):
+    raise UserError(
+      f'{len(prompts)} prompt(s), of which'
+      f' {sum(not len(p) for p in prompts)} empty: every prompt needs at least'
+      ' one token.'
+    )
+  length = max(len(prompt) for prompt in prompts)
+  tokens_BP = np.zeros((len(prompts), length), np.int32)
+  valid_BP = np.zeros((len(prompts), length), bool)
+  for row, prompt in enumerate(prompts):
+    start = length - len(prompt) if side == 'left' else 0
+    tokens_BP[row, start : start + len(prompt)] = prompt
+    valid_BP[row, start : start + len(prompt)] = True
+  return tokens_BP, valid_BP
+
+
+def generate(
+  model: lm.LanguageModel,
+  variables,
+  tokens_BP,
+  valid_BP=None,
+  *,
+  max_new_tokens: int,
+  mode: RoutingMode | str = 'router',
+  prefill: str = 'causal',
+  temperature: float = 1.0,
+  top_k: int = 0,
+  top_p: float = 1.0,
+  end_token: int | None = None,
+  key: jax.Array | None = None,
+  max_length: int | None = None,
+) -> Generated:
+  """Continues prompts, every sequence by its own routing.
+
+  Args:
+    model: the language model; scanned layers are unrolled on the way.
+    variables: `params`, and `moving` for the threshold rule.
+    tokens_BP: int prompts.
+    valid_BP: False for padding, left or right, rows of any length; None if
+      there is none.
+    max_new_tokens: tokens to add to each sequence.
+    mode: the causal rule that routes, and how; a string is a rule's name. A
+      dense model ignores it.
+    prefill: `causal` reads the prompt by the same rule, which equals reading
+      it token by token; `top_k` reads it as in training, which sees ahead
+      within the prompt.
+    temperature: see `filter_logits`, as top_k and top_p.
+    top_k: of sampling, not of routing.
+    top_p: see `filter_logits`.
+    end_token: a sequence stops after drawing it.
+    key: random key; may be None at temperature 0.
+    max_length: tokens that the caches have room for; prompt and new tokens by
+      default.
+
+  Raises:
+    UserError: a prompt without tokens, or longer than the cache; a rule that
+      the model was not trained for; parameters out of range.
+  """
+  mode = RoutingMode(rule=mode) if isinstance(mode, str) else mode
+  logits_lib.check(temperature, top_k, top_p)
+  tokens_BP = np.asarray(tokens_BP, np.int32)
+  if valid_BP is None:
+    valid_BP = np.ones(tokens_BP.shape, bool)
+  valid_BP = np.asarray(valid_BP, bool)
+  _check(
+    model.config, mode, tokens_BP, valid_BP, max_new_tokens, prefill, max_length
+  )
+  if key is None and temperature:
+    raise UserError(
+      f'temperature={temperature} draws at random: pass key=jax.random.key(…),'
+      ' or temperature=0.'
+    )
+  return _generate(
+    model.config,
+    variables,
+    tokens_BP,
+    valid_BP,
+    jax.random.key(0) if key is None else key,
+    max_new_tokens=max_new_tokens,
+    max_length=max_length or tokens_BP.shape[1] + max_new_tokens,
+    mode=mode,
+    prefill=prefill,
+    temperature=temperature,
+    top_k=top_k,
+    top_p=top_p,
+    end_token=end_token,
+  )
+
+
+def _check(
+  config, mode, tokens_BP, valid_BP, max_new_tokens, prefill, max_length
+):
+  if max_new_tokens < 1:
+    raise UserError(f'max_new_tokens={max_new_tokens}: expected 1 or more.')
+  if prefill not in ('causal', 'top_k'):
+    raise UserError(f"prefill={prefill!r}: expected 'causal' or 'top_k'.")
+  if valid_BP.shape != tokens_BP.shape or not valid_BP.any(axis=-1).all():
+    raise UserError(
+      f'valid_BP of shape {valid_BP.shape} for prompts of shape'
+      f' {tokens_BP.shape}: expected the same shape, and a token in every row.'
+    )
+  if config.routing and mode.rule not in config.routing.causal_rules:
+    raise UserError(
+      f'rule={mode.rule!r} cannot generate: this model was trained for'
+      f' {config.routing.causal_rules or "no causal rule"}.'
+    )
+  longest = int(valid_BP.sum(axis=-1).max())
+  if max_length is not None and longest + max_new_tokens > max_length:
+    raise UserError(
+      f'A prompt of {longest} tokens and {max_new_tokens} new ones do not fit'
+      f' a cache of {max_length}: shorten the prompt, ask for fewer tokens, or'
+      ' raise max_length.'
+    )
+
+
+@functools.partial(
+  jax.jit,
+  static_argnames=(
+    *('config', 'max_new_tokens', 'max_length', 'mode', 'prefill'),
+    *('temperature', 'top_k', 'top_p', 'end_token'),
+  ),
+)
+def _generate(
+  config,
+  variables,
+  tokens_BP,
+  valid_BP,
+  key,
+  *,
+  max_new_tokens,
+  max_length,
+  mode,
+  prefill,
+  temperature,
+  top_k,
+  top_p,
+  end_token,
+):
+  config, params = lm.unrolled(config, variables['params'])
+  variables = {**variables, 'params': params}
+  model = lm.LanguageModel(config)
+  batch = tokens_BP.shape[0]
+
+  def read(tokens_BL, valid_BL, cache, mode, key):
+    output = model.apply(
+      variables,
+      tokens_BL,
+      valid_BL=valid_BL,
+      mode=mode,
+      cache=cache,
+      rngs={'routing': key},
+    )
+    chosen = sum(r.chosen_BL.sum() for r in output.routing)
+    overflow = sum(r.overflow_B.sum() for r in output.routing)
+    counts = jnp.stack(
+      [jnp.int32(chosen), jnp.int32(overflow), valid_BL.sum(dtype=jnp.int32)]
+    )
+    return output.logits_BLV, output.cache, counts
+
+  def draw(logits_BV, key, done_B):
+    token_B = jax.random.categorical(
+      key,
+      logits_lib.filter_logits(
+        logits_BV, temperature=temperature, top_k=top_k, top_p=top_p
+      ),
+    ).astype(jnp.int32)
+    log_prob_B = _log_prob(logits_BV, token_B)
+    if end_token is not None:
+      token_B = jnp.where(done_B, end_token, token_B)
+    return token_B, jnp.where(done_B, 0.0, log_prob_B)
+
+  def ended(token_B, done_B):
+    return done_B if end_token is None else done_B | (token_B == end_token)
+
+  prefill_mode = mode
+  if prefill == 'top_k' and config.num_routed and tokens_BP.shape[1] > 1:
+    prefill_mode = dataclasses.replace(mode, rule='top_k')
+  cache = lm.LMCache.empty(config, batch, max_length, mode)
+  prefill_key, key = jax.random.split(key)
+  logits_BPV, cache, counts = read(
+    tokens_BP, valid_BP, cache, prefill_mode, prefill_key
+  )
+  prompt_log_prob_BP = _prompt_log_prob(logits_BPV, tokens_BP, valid_BP)
+  last_B = tokens_BP.shape[1] - 1 - valid_BP[:, ::-1].argmax(axis=-1)
+  logits_BV = jnp.take_along_axis(
+    logits_BPV, last_B[:, None, None], axis=1
+  ).squeeze(1)
+
+  done_B = jnp.zeros(batch, bool)
+  token_B, log_prob_B = draw(logits_BV, jax.random.fold_in(key, 0), done_B)
+  fill = 0 if end_token is None else end_token
+  tokens_BN = jnp.full((batch, max_new_tokens), fill, jnp.int32)
+  log_prob_BN = jnp.zeros((batch, max_new_tokens), jnp.float32)
+  tokens_BN = tokens_BN.at[:, 0].set(token_B)
+  log_prob_BN = log_prob_BN.at[:, 0].set(log_prob_B)
+
+  def more(carry):
+    step, done_B = carry[0], carry[1]
+    return (step < max_new_tokens) & ~done_B.all()
+
+  def advance(carry):
+    step, done_B, token_B, cache, tokens_BN, log_prob_BN, counts = carry
+    read_key, draw_key = jax.random.split(jax.random.fold_in(key, step))
+    logits_B1V, cache, new = read(
+      token_B[:, None], ~done_B[:, None], cache, mode, read_key
+    )
+    token_B, log_prob_B = draw(logits_B1V[:, 0], draw_key, done_B)
+    tokens_BN = tokens_BN.at[:, step].set(token_B)
+    log_prob_BN = log_prob_BN.at[:, step].set(log_prob_B)
+    done_B = ended(token_B, done_B)
+    return step + 1, done_B, token_B, cache, tokens_BN, log_prob_BN, counts + new
+
+  carry = (
+    *(jnp.int32(1), ended(token_B, done_B), token_B, cache),
+    *(tokens_BN, log_prob_BN, counts),
+  )
+  carry = jax.lax.while_loop(more, advance, carry)
+  step, _, _, _, tokens_BN, log_prob_BN, counts = carry
+  chosen, overflow, tokens = counts
+  written_N = jnp.arange(max_new_tokens) < step
+  if end_token is not None:
+    ends_BN = tokens_BN == end_token
+    length_B = jnp.where(
+      ends_BN.any(axis=-1), ends_BN.argmax(axis=-1), max_new_tokens
+    )
+  else:
+    length_B = jnp.broadcast_to(written_N.sum(), batch)
+  return Generated(
+    tokens_BN=tokens_BN,
+    length_B=length_B.astype(jnp.int32),
+    log_prob_BN=log_prob_BN,
+    prompt_log_prob_BP=prompt_log_prob_BP,
+    causal_prompt=prefill_mode.rule != 'top_k' or not config.num_routed,
+    routed=chosen / jnp.maximum(tokens * max(config.num_routed, 1), 1),
+    overflow=overflow,
+  )
+
+
+def _log_prob(logits_BV, token_B):
+  log_prob_BV = jax.nn.log_softmax(logits_BV, axis=-1)
+  return jnp.take_along_axis(log_prob_BV, token_B[:, None], axis=-1)[:, 0]
+
+
+def _prompt_log_prob(logits_BPV, tokens_BP, valid_BP):
+  """Log-probability of each prompt token given the one before; else 0."""
+  log_prob_BPV = jax.nn.log_softmax(logits_BPV[:, :-1], axis=-1)
+  told_BP = jnp.take_along_axis(
+    log_prob_BPV, tokens_BP[:, 1:, None], axis=-1
+  ).squeeze(-1)
+  both_BP = valid_BP[:, 1:] & valid_BP[:, :-1]
+  return jnp.pad(jnp.where(both_BP, told_BP, 0.0), ((0, 0), (1, 0)))

@@ -1,0 +1,55 @@
+"""From logits to the distribution that a token is drawn from."""
+
+import jax
+import jax.numpy as jnp
+
+from mod_jax.errors import UserError
+
+
+def check(temperature: float, top_k: int, top_p: float) -> None:
+  """Raises UserError where a sampling parameter is out of range."""
+  if temperature < 0:
+    raise UserError(
+      f'temperature={temperature}: expected 0 (the likeliest token) or more.'
+    )
+  if top_k < 0:
+    raise UserError(f'top_k={top_k}: expected 0 (no limit) or more.')
+  if not 0 < top_p <= 1:
+    raise UserError(f'top_p={top_p}: expected a probability in (0, 1].')
+
+
+def filter_logits(
+  logits_BV: jax.Array,
+  *,
+  temperature: float = 1.0,
+  top_k: int = 0,
+  top_p: float = 1.0,
+) -> jax.Array:
+  """Returns logits of the distribution to draw from, -inf where excluded.
+
+  Args:
+    logits_BV: the model's logits.
+    temperature: divides the logits; 0 leaves the likeliest token only.
+    top_k: how many of the likeliest tokens may be drawn; 0 = all.
+    top_p: the likeliest tokens may be drawn whose probabilities, added from
+      the top, first reach this (nucleus sampling, Holtzman et al. 2020). At
+      least one is always left.
+  """
+  logits_BV = logits_BV.astype(jnp.float32)
+  size = logits_BV.shape[-1]
+  if temperature == 0:
+    best_B1 = logits_BV.argmax(axis=-1, keepdims=True)
+    return jnp.where(jnp.arange(size) == best_B1, 0.0, -jnp.inf)
+  logits_BV /= temperature
+  if not 0 < top_k < size and top_p == 1:
+    return logits_BV
+  order_BV = jnp.argsort(-logits_BV, axis=-1, stable=True)
+  sorted_BV = jnp.take_along_axis(logits_BV, order_BV, axis=-1)
+  if 0 < top_k < size:
+    sorted_BV = jnp.where(jnp.arange(size) < top_k, sorted_BV, -jnp.inf)
+  if top_p < 1:
+    probability_BV = jax.nn.softmax(sorted_BV, axis=-1)
+    before_BV = jnp.cumsum(probability_BV, axis=-1) - probability_BV
+    sorted_BV = jnp.where(before_BV < top_p, sorted_BV, -jnp.inf)
+  back_BV = jnp.argsort(order_BV, axis=-1)
+  return jnp.take_along_axis(sorted_BV, back_BV, axis=-1)

@@ -1,0 +1,576 @@
+"""Checkpoints: written in the background, whole or not at all, and verified.
+
+A checkpoint is one directory named by its step, written by Orbax: the items
+`state` (arrays), `data` (the position of the Grain iterator, one file per
+host), `metadata` (JSON), and beside them `manifest.json`, the size and SHA-256
+of every file of the items. Orbax writes into a temporary directory and renames
+it when all hosts are done; the manifest is written just before that renaming,
+so that what is visible is whole and can be checked for damage later.
+"""
+
+from collections.abc import Callable
+import concurrent.futures
+import contextlib
+import dataclasses
+import hashlib
+import json
+from typing import Any
+
+from absl import logging
+from etils import epath
+import grain.checkpoint
+import jax
+from jax.experimental import multihost_utils
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+
+from mod_jax import config as config_lib
+from mod_jax.errors import UserError
+
+_MANIFEST = 'manifest.json'
+_STATE, _DATA, _METADATA = 'state', 'data', 'metadata'
+_DELETED = 'deleted'  # Directory of checkpoints that are on their way out.
+_CORRUPT = '.corrupt'  # Suffix of checkpoints that could not be used.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+  """How often to save, and how much of it to keep."""
+
+  every: int = 1000  # Steps between checkpoints; 0 saves only at the end.
+  keep: int = 3  # Newest checkpoints that stay on disk.
+  asynchronous: bool = True  # Write while training goes on.
+
+  def __post_init__(self):
+    config_lib.validate(self)
+    if self.every < 0:
+      raise UserError(
+        f'every={self.every}: expected a number of steps, or 0 to save only '
+        'at the end'
+      )
+    if self.keep < 1:
+      raise UserError(
+        f'keep={self.keep}: at least the newest checkpoint must stay, so '
+        'expected 1 or more'
+      )
+
+
+@dataclasses.dataclass(frozen=True)
+class Restored:
+  """What a checkpoint held.
+
+  Attributes:
+    step: the step it was saved at.
+    state: arrays in the structure that was asked for.
+    metadata: the JSON object that was saved with it.
+  """
+
+  step: int
+  state: Any
+  metadata: dict[str, Any]
+
+
+class Checkpointer:
+  """Saves and restores training; the only writer of its directory.
+
+  To read beside a training run that is still going, use `restore_subtree`: a
+  second Checkpointer would clean away what the first is writing.
+  """
+
+  def __init__(self, directory, config: CheckpointConfig):
+    """Opens `directory`, creating it, and clears what a killed save left.
+
+    Args:
+      directory: where the checkpoints lie, one folder per step. All hosts must
+        see the same files.
+      config: see `CheckpointConfig`.
+    """
+    self.config = config
+    self._directory = _absolute(directory)
+    self._saving = -1
+    self._manager = ocp.CheckpointManager(
+      self._directory,
+      options=ocp.CheckpointManagerOptions(
+        max_to_keep=config.keep,
+        cleanup_tmp_directories=True,
+        # Deleting in place is not atomic: killed half-way, it would leave a
+        # torso under a valid name. Orbax renames into here instead, and
+        # `_purge` deletes.
+        todelete_subdir=_DELETED,
+        # Otherwise one damaged metadata file stops the manager from opening.
+        lightweight_initialize=True,
+        async_options=ocp.AsyncOptions(
+          post_finalization_callback=self._write_manifest
+        ),
+      ),
+    )
+    self._purge()
+
+  def __enter__(self):
+    return self
+
+  def __exit__(self, *exc_info):
+    self.close()
+
+  def due(self, step: int) -> bool:
+    """Whether the config wants a checkpoint after `step` steps."""
+    return bool(self.config.every) and step % self.config.every == 0
+
+  def steps(self) -> list[int]:
+    """Returns the steps of the whole checkpoints on disk, ascending."""
+    return _steps(self._directory)
+
+  def save(self, step: int, state, iterator=None, metadata=None) -> None:
+    """Saves a checkpoint, unless there is one at this step.
+
+    The arrays are copied and the iterator's position is noted before this
+    returns, so both may move on, and the arrays may be donated. With
+    `asynchronous` the rest happens in the background; an error there is raised
+    by the next `save`, `wait` or `close`.
+
+    Args:
+      step: number of steps taken.
+      state: pytree of arrays, sharded or not, typed PRNG keys included.
+      iterator: the Grain iterator that feeds the training, if any.
+      metadata: a JSON object to keep with it, such as the config.
+    """
+    self._manager.wait_until_finished()  # Before `_saving` changes.
+    self._purge()
+    if step in self.steps():
+      return
+    self._saving = step
+    items = {
+      _STATE: ocp.args.PyTreeSave(_nested(_stored_arrays(state))),
+      # Orbax encodes in the background: take the copy now.
+      _METADATA: ocp.args.JsonSave(json.loads(json.dumps(metadata or {}))),
+    }
+    if iterator is not None:
+      items[_DATA] = grain.checkpoint.CheckpointSave(iterator)
+    self._manager.save(step, args=ocp.args.Composite(**items), force=True)
+    if not self.config.asynchronous:
+      self.wait()
+
+  def restore(
+    self,
+    abstract_state,
+    iterator=None,
+    *,
+    report: Callable[[str], None] = logging.warning,
+  ) -> Restored | None:
+    """Restores the newest usable checkpoint, bit by bit as it was saved.
+
+    A checkpoint that is damaged or incomplete is reported, moved aside to
+    `<step>.corrupt`, and the one before it is used.
+
+    Args:
+      abstract_state: the state, with `jax.ShapeDtypeStruct` (or arrays) for
+        leaves. Leaves with a sharding are placed so directly, whatever mesh
+        they were saved from; the others come uncommitted on one device.
+      iterator: the Grain iterator whose position to restore, in place.
+      report: is told in one sentence of each checkpoint passed over.
+
+    Returns:
+      The checkpoint, or None where there is none yet.
+
+    Raises:
+      UserError: there are checkpoints, but none is usable; or one is whole but
+        holds other arrays, or another data position, than this run needs.
+    """
+    self.wait()
+    restored, unusable = _restore_newest(
+      self._directory,
+      _steps(self._directory),
+      lambda source: source.load(abstract_state, iterator, whole=True),
+      report,
+    )
+    if unusable:
+      # Moved only now: had none been usable, all should stay for the next try.
+      if jax.process_index() == 0:
+        for step in unusable:
+          _move_aside(self._directory / str(step))
+      if jax.process_count() > 1:
+        multihost_utils.sync_global_devices('mod_jax_checkpoints_moved_aside')
+      self._manager.reload()
+    return restored
+
+  def wait(self) -> None:
+    """Blocks until everything saved so far is on disk; raises its errors."""
+    self._manager.wait_until_finished()
+    self._purge()
+
+  def close(self) -> None:
+    """Waits, then lets go of threads and files."""
+    try:
+      self.wait()
+    finally:
+      self._manager.close()
+
+  def _write_manifest(self):
+    """Runs on the first host after all items are written, before the commit."""
+    directory = self._directory / f'{self._saving}{ocp.utils.TMP_DIR_SUFFIX}'
+    if not directory.exists():
+      # Where a file system cannot rename, Orbax writes in place.
+      directory = self._directory / str(self._saving)
+    # What lies at the top level Orbax still touches while it commits.
+    names = [
+      name
+      for item in sorted(directory.iterdir())
+      if item.is_dir()
+      for name in _files(item, f'{item.name}/')
+    ]
+    manifest = {
+      name: {'bytes': size, 'sha256': digest}
+      for name, (size, digest) in _digests(directory, names).items()
+    }
+    (directory / _MANIFEST).write_text(json.dumps(manifest, indent=1))
+
+  def _purge(self):
+    """Deletes the checkpoints that `keep` has pushed out."""
+    if jax.process_index() == 0 and (self._directory / _DELETED).exists():
+      (self._directory / _DELETED).rmtree()
+
+
+def restore_subtree(
+  directory,
+  abstract,
+  *,
+  step: int | None = None,
+  report: Callable[[str], None] = logging.warning,
+) -> Restored | None:
+  """Restores some of a checkpoint's arrays, and changes nothing on disk.
+
+  Leaves are found by their path, so give the tree that was saved with what is
+  not wanted replaced by None (`state.replace(opt_state=None)`), or a
+  dictionary by name (`{'params': ...}`).
+
+  Args:
+    directory: as for `Checkpointer`, which may be writing to it meanwhile.
+    abstract: as `abstract_state` in `Checkpointer.restore`, with fewer leaves.
+    step: the checkpoint to read; by default the newest usable one.
+    report: is told in one sentence of each checkpoint passed over.
+
+  Returns:
+    The checkpoint with the wanted arrays, or None where there is none yet.
+
+  Raises:
+    UserError: there is no such step, no checkpoint is usable, or a leaf is not
+      in the checkpoint as wanted.
+  """
+  directory = _absolute(directory)
+  steps = _steps(directory)
+  if step is not None:
+    if step not in steps:
+      raise UserError(
+        f'no checkpoint at step {step} in {directory}: expected one of '
+        f'{steps or "none, there is nothing there"}'
+      )
+    steps = [step]
+  restored, _ = _restore_newest(
+    directory,
+    steps,
+    lambda source: source.load(abstract, None, whole=False),
+    report,
+  )
+  return restored
+
+
+class _Unusable(Exception):
+  """A checkpoint is damaged: told in a few words, to use the one before."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Source:
+  """One checkpoint on disk, to read from."""
+
+  directory: epath.Path
+  verified: bool  # Whether a manifest vouches for its files.
+
+  def load(self, abstract, iterator, *, whole: bool) -> Restored:
+    """Reads arrays, iterator and metadata; see `Checkpointer.restore`.
+
+    Args:
+      abstract: pytree of the arrays that are wanted.
+      iterator: Grain iterator or None.
+      whole: whether the checkpoint may hold no other arrays than these.
+    """
+    wanted = _by_path(abstract)
+    with self._reading('its list of arrays'):
+      handler = ocp.PyTreeCheckpointHandler()
+      stored = _by_path(handler.metadata(self.directory / _STATE).tree)
+    self._check(wanted, stored, whole)
+    with self._reading('its arrays'):
+      tree = {path: _stored_type(leaf) for path, leaf in wanted.items()}
+      arrays = self._item(
+        _STATE,
+        ocp.args.PyTreeRestore(
+          item=_nested(tree),
+          restore_args=_nested(
+            {path: _restore_args(leaf) for path, leaf in tree.items()}
+          ),
+          partial_restore=True,
+        ),
+      )
+    arrays = _by_path(arrays)
+    leaves = [_as_wanted(arrays[path], leaf) for path, leaf in wanted.items()]
+    with self._reading('its metadata'):
+      metadata = self._item(_METADATA, ocp.args.JsonRestore())
+    if iterator is not None:
+      self._restore_iterator(iterator)
+    return Restored(
+      step=int(self.directory.name),
+      state=jax.tree.unflatten(jax.tree.structure(abstract), leaves),
+      metadata=dict(metadata),
+    )
+
+  def _item(self, name, args):
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
+      composite = ocp.args.Composite(**{name: args})
+      return reader.restore(self.directory, args=composite)[name]
+
+  def _restore_iterator(self, iterator):
+    try:
+      self._item(_DATA, grain.checkpoint.CheckpointRestore(iterator))
+    except Exception as e:
+      if not self.verified:
+        raise _Unusable(f'its data position cannot be read: {e}') from e
+      raise UserError(
+        f'the checkpoint {self.directory} holds no data position that fits '
+        f'this run ({_one_line(e)}): resume with the data and the number of '
+        'hosts that it was saved with, or start in another workdir'
+      ) from e
+
+  @contextlib.contextmanager
+  def _reading(self, what):
+    try:
+      yield
+    except MemoryError:
+      raise
+    except Exception as e:
+      # The files are what was written: the fault is not theirs, and another
+      # checkpoint would not fare better.
+      if self.verified:
+        raise
+      raise _Unusable(f'{what} cannot be read: {_one_line(e)}') from e
+
+  def _check(self, wanted, stored, whole):
+    """Raises UserError for the first leaf that differs."""
+    way_out = (
+      'use the config that the checkpoint was made with, or another workdir'
+    )
+    for path, leaf in wanted.items():
+      leaf = _stored_type(leaf)
+      if path not in stored:
+        raise UserError(
+          f'the checkpoint {self.directory} has no {path}, which this model '
+          f'needs with shape {tuple(leaf.shape)}: {way_out}'
+        )
+      if tuple(stored[path].shape) != tuple(leaf.shape):
+        raise UserError(
+          f'{path} has shape {tuple(stored[path].shape)} in the checkpoint '
+          f'{self.directory} but {tuple(leaf.shape)} in this model: {way_out}'
+        )
+      if np.dtype(stored[path].dtype) != np.dtype(leaf.dtype):
+        raise UserError(
+          f'{path} has dtype {np.dtype(stored[path].dtype)} in the checkpoint '
+          f'{self.directory} but {np.dtype(leaf.dtype)} in this model: '
+          f'{way_out}'
+        )
+    extra = [path for path in stored if path not in wanted]
+    if whole and extra:
+      raise UserError(
+        f'the checkpoint {self.directory} has {extra[0]} with shape '
+        f'{tuple(stored[extra[0]].shape)}, which this model lacks: {way_out}'
+      )
+
+
+def _restore_newest(directory, steps, load, report):
+  """Loads the newest usable checkpoint.
+
+  Args:
+    directory: where they lie.
+    steps: which to try, ascending.
+    load: reads a `_Source`; raises _Unusable.
+    report: see `Checkpointer.restore`.
+
+  Returns:
+    What `load` returned, or None without any steps; and the unusable steps.
+  """
+  unusable = {}
+  for step in reversed(steps):
+    try:
+      source = _verify(directory / str(step))
+      restored = load(source)
+    except _Unusable as e:
+      unusable[step] = str(e)
+      continue
+    for bad, why in unusable.items():
+      report(
+        f'the checkpoint at step {bad} in {directory} is unusable ({why}): '
+        f'using the one at step {step} instead'
+      )
+    return restored, list(unusable)
+  if unusable:
+    reasons = '; '.join(f'step {bad}: {why}' for bad, why in unusable.items())
+    raise UserError(
+      f'no checkpoint in {directory} is usable ({reasons}): restore them from '
+      'a copy, or delete the directory to start afresh'
+    )
+  return None, []
+
+
+def _verify(directory) -> _Source:
+  """Compares a checkpoint's files with its manifest; raises _Unusable."""
+  # One host reads, all hosts decide alike: otherwise they would resume from
+  # different steps.
+  problem, verified = None, False
+  if jax.process_index() == 0:
+    try:
+      verified = (directory / _MANIFEST).exists()
+      problem = _damage(directory) if verified else None
+    except OSError as e:
+      problem = _one_line(e)
+  if jax.process_count() > 1:
+    bad, verified = multihost_utils.broadcast_one_to_all(
+      np.array([problem is not None, verified])
+    )
+    if bad and problem is None:
+      problem = 'the first host found it damaged'
+  if problem:
+    raise _Unusable(problem)
+  return _Source(directory, bool(verified))
+
+
+def _damage(directory) -> str | None:
+  """Says what is wrong with a checkpoint's files, or returns None."""
+  try:
+    manifest = {
+      name: (int(entry['bytes']), str(entry['sha256']))
+      for name, entry in json.loads((directory / _MANIFEST).read_text()).items()
+    }
+  except (ValueError, KeyError, TypeError, AttributeError):
+    return f'{_MANIFEST} is damaged'
+  for name, (size, _) in manifest.items():
+    if not (directory / name).exists():
+      return f'{name} is missing'
+    found = (directory / name).stat().length
+    if found != size:
+      return f'{name} has {found} bytes instead of {size}'
+  for name, (_, digest) in _digests(directory, manifest).items():
+    if digest != manifest[name][1]:
+      return f'the checksum of {name} is wrong'
+  return None
+
+
+def _digests(directory, names) -> dict[str, tuple[int, str]]:
+  """Returns the size and the SHA-256 of each file."""
+
+  def digest(name):
+    with (directory / name).open('rb') as file:
+      value = hashlib.file_digest(file, 'sha256').hexdigest()
+    return (directory / name).stat().length, value
+
+  with concurrent.futures.ThreadPoolExecutor(max_workers=4) as pool:
+    return dict(zip(names, pool.map(digest, names), strict=True))
+
+
+def _files(directory, prefix) -> list[str]:
+  """Returns the paths of all files below a directory, in a fixed order."""
+  names = []
+  for path in sorted(directory.iterdir()):
+    if path.is_dir():
+      names += _files(path, f'{prefix}{path.name}/')
+    else:
+      names.append(f'{prefix}{path.name}')
+  return names
+
+
+def _absolute(directory) -> epath.Path:
+  path = epath.Path(directory)
+  return path if '://' in str(directory) else path.expanduser().absolute()
+
+
+def _steps(directory) -> list[int]:
+  return sorted(
+    step
+    for step in ocp.utils.checkpoint_steps(directory)
+    if (directory / str(step)).exists()
+  )
+
+
+def _move_aside(directory):
+  """Renames a checkpoint so that its step can be saved again."""
+  target, n = directory.parent / f'{directory.name}{_CORRUPT}', 1
+  while target.exists():
+    n += 1
+    target = directory.parent / f'{directory.name}{_CORRUPT}{n}'
+  directory.rename(target)
+
+
+def _one_line(error) -> str:
+  return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+
+
+# The state is stored as nested dictionaries of plain arrays, whatever classes
+# it is made of: a leaf is known by its path alone. So optimiser classes may be
+# renamed, and any Orbax reads the files without importing this library.
+
+
+def _by_path(tree) -> dict[str, Any]:
+  """Returns {'params/embed/kernel': leaf} in the tree's order."""
+  leaves = jax.tree_util.tree_leaves_with_path(tree)
+  return {
+    jax.tree_util.keystr(path, simple=True, separator='/'): leaf
+    for path, leaf in leaves
+  }
+
+
+def _nested(by_path) -> dict[str, Any]:
+  tree = {}
+  for path, leaf in by_path.items():
+    *parents, name = path.split('/')
+    node = tree
+    for parent in parents:
+      node = node.setdefault(parent, {})
+    node[name] = leaf
+  return tree
+
+
+def _is_key(leaf) -> bool:
+  return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _stored_arrays(state):
+  """Returns the state's leaves by path, PRNG keys as their integers."""
+
+  def stored(leaf):
+    if not isinstance(leaf, jax.Array):
+      return np.asarray(leaf)
+    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
+
+  return {path: stored(leaf) for path, leaf in _by_path(state).items()}
+
+
+def _stored_type(leaf) -> jax.ShapeDtypeStruct:
+  """Returns how a wanted leaf lies on disk."""
+  sharding = getattr(leaf, 'sharding', None)
+  leaf = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+  if _is_key(leaf):
+    leaf = jax.eval_shape(jax.random.key_data, leaf)
+  return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _restore_args(leaf):
+  if leaf.sharding is None:
+    return ocp.RestoreArgs(restore_type=np.ndarray)
+  return ocp.ArrayRestoreArgs(
+    sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype
+  )
+
+
+def _as_wanted(array, leaf):
+  array = array if isinstance(array, jax.Array) else jnp.array(array)
+  if not _is_key(leaf):
+    return array
+  impl = jax.random.key_impl(jnp.empty((), leaf.dtype))
+  return jax.random.wrap_key_data(array, impl=impl)

@@ -1,0 +1,92 @@
+"""The whole description of a run: what `configs/*.py` build."""
+
+import dataclasses
+
+from mod_jax import config as config_lib
+from mod_jax import errors
+from mod_jax.data.text import TextDataConfig
+from mod_jax.models.lm import LMConfig
+from mod_jax.parallel import MeshConfig
+from mod_jax.train.checkpoints import CheckpointConfig
+from mod_jax.train.optimizer import OptimizerConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+  num_steps: int = 1000
+  batch_size: int = 16  # Rows of a step, on all devices together.
+  accumulation: int = 1  # Microbatches that a step is made of.
+  # The capacity of routed layers comes down from 1 over so many steps.
+  capacity_warmup_steps: int = 0
+  capacity_warmup_stages: int = 4  # In so many stretches; each compiles.
+
+  def __post_init__(self):
+    config_lib.validate(self)
+    errors.require_positive(
+      self,
+      *('num_steps', 'batch_size', 'accumulation', 'capacity_warmup_stages'),
+    )
+    if self.batch_size % self.accumulation:
+      raise errors.UserError(
+        f'batch_size={self.batch_size} does not divide by'
+        f' accumulation={self.accumulation}: change one of them.'
+      )
+    if self.capacity_warmup_steps < 0:
+      raise errors.UserError(
+        f'capacity_warmup_steps={self.capacity_warmup_steps}: expected 0 or'
+        ' more.'
+      )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvaluationConfig:
+  every: int = 500  # Steps between evaluations; 0 = at the end only.
+  batches: int = 16  # Spread over the held-out data; 0 = all of it.
+  batch_size: int = 16
+  final_batches: int = 64  # At the end of the run; 0 = all.
+  prompt: str = ''  # Of the sample at the end; '' = a neutral one.
+  sample_tokens: int = 256  # Length of that sample; 0 = none.
+
+  def __post_init__(self):
+    config_lib.validate(self)
+    errors.require_positive(self, 'batch_size')
+    for name in ('every', 'batches', 'final_batches', 'sample_tokens'):
+      if getattr(self, name) < 0:
+        raise errors.UserError(
+          f'evaluation.{name}={getattr(self, name)}: expected 0 or more.'
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LogConfig:
+  every: int = 10  # Steps between lines of progress.
+  tensorboard: bool = True
+  wandb: bool = False
+
+  def __post_init__(self):
+    config_lib.validate(self)
+    errors.require_positive(self, 'every')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExperimentConfig:
+  """One run. Saved as `config.json` beside its checkpoints."""
+
+  name: str = 'run'
+  seed: int = 0
+  model: LMConfig = LMConfig()
+  data: TextDataConfig = TextDataConfig()
+  optimizer: OptimizerConfig = OptimizerConfig()
+  train: TrainConfig = TrainConfig()
+  evaluation: EvaluationConfig = EvaluationConfig()
+  mesh: MeshConfig = MeshConfig()
+  checkpoint: CheckpointConfig = CheckpointConfig()
+  log: LogConfig = LogConfig()
+
+  def __post_init__(self):
+    config_lib.validate(self)
+
+
+# What may differ between a run and its continuation: it changes no number
+# beyond rounding.
+RESUMABLE = ('name', 'evaluation', 'mesh', 'checkpoint', 'log')

@@ -1,0 +1,337 @@
+"""The language-model task."""
+
+import dataclasses
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mod_jax import errors
+from mod_jax import flops
+from mod_jax import losses
+from mod_jax import parallel
+from mod_jax import routing
+from mod_jax import viz
+from mod_jax.data import text
+from mod_jax.layers import mod
+from mod_jax.models import lm
+from mod_jax.sampling import generate
+from mod_jax.sampling import pad_prompts
+from mod_jax.train import metrics as metrics_lib
+from mod_jax.train import task as task_lib
+from mod_jax.train.experiment import ExperimentConfig
+
+
+class LanguageTask(task_lib.Task):
+  """Next-token prediction with what Mixture-of-Depths adds to it."""
+
+  def __init__(self, config: ExperimentConfig):
+    """Reads the tokenizer; touches no data.
+
+    Raises:
+      UserError: the vocabulary is smaller than the tokenizer's.
+    """
+    self.config = config
+    self.tokenizer = text.make_tokenizer(config.data)
+    if config.model.vocab_size < self.tokenizer.vocab_size:
+      raise errors.UserError(
+        f'model.vocab_size={config.model.vocab_size} is smaller than the'
+        f" tokenizer's {self.tokenizer.vocab_size}: set it to at least that."
+      )
+
+  # Training.
+
+  def init(self, key):
+    tokens_BL = jnp.zeros((1, 2), jnp.int32)
+    params_key, routing_key = jax.random.split(key)
+    rngs = {'params': params_key, 'routing': routing_key}
+    return self.config.model.build().init(rngs, tokens_BL)
+
+  def train_iterator(self, *, shard_index=0, shard_count=1):
+    return text.train_iterator(
+      self.config.data,
+      batch_size=self.config.train.batch_size // shard_count,
+      seed=self.config.seed,
+      shard_index=shard_index,
+      shard_count=shard_count,
+    )
+
+  def stage(self, step: int) -> float:
+    """The least capacity of this step: a warm-up starts from 1."""
+    train = self.config.train
+    if self.config.model.routing is None or not train.capacity_warmup_steps:
+      return 0.0
+    return routing.capacity_floor(
+      step,
+      warmup_steps=train.capacity_warmup_steps,
+      stages=train.capacity_warmup_stages,
+    )
+
+  def _model(self, stage: float) -> lm.LanguageModel:
+    config = self.config.model
+    if stage:
+      routed = dataclasses.replace(config.routing, capacity_floor=stage)
+      config = dataclasses.replace(config, routing=routed)
+    return config.build()
+
+  def loss(self, params, mutables, batch, rng, stage):
+    output, mutables = self._model(stage).apply(
+      {'params': params, **mutables},
+      batch['tokens'],
+      # Padding has segment 0; training rows without segments have none.
+      valid_BL=batch['segments'] > 0 if 'segments' in batch else None,
+      segment_BL=batch.get('segments'),
+      rngs={'routing': rng},
+      mutable=list(mutables),
+    )
+    total, weight = losses.next_token_loss(
+      output.logits_BLV, batch['targets'], batch['weights']
+    )
+    pairs = {'loss': (total, weight)}
+    loss = total / jnp.maximum(weight, 1e-9)
+    if output.routing:
+      valid_BL = batch['segments'] > 0 if 'segments' in batch else None
+      extra, more = routing_losses(
+        self.config.model.routing, output.routing, valid_BL
+      )
+      loss += extra
+      pairs |= more
+    return loss, (pairs, mutables)
+
+  def flops_per_step(self, stage):
+    rows = self.config.train.batch_size
+    model = self._model(stage).config
+    return rows * flops.train(model, self.config.data.length)
+
+  @property
+  def tokens_per_step(self):
+    return self.config.train.batch_size * self.config.data.length
+
+  # Evaluation.
+
+  @property
+  def rules(self) -> tuple[str, ...]:
+    """The rules that this model can be evaluated under."""
+    if not self.config.model.num_routed:
+      return ('top_k',)
+    return ('top_k', *self.config.model.routing.causal_rules)
+
+  def evaluate(self, params, mutables, mesh, *, batches=None):
+    """Returns `<rule>/<metric>` on held-out rows, top-k and each causal rule.
+
+    Metrics are `loss` (nats per token), `perplexity`, `bits_per_byte`, and for
+    a routed model those of `losses.choice_agreement`.
+    """
+    settings = self.config.evaluation
+    parallel.check_batch(settings.batch_size, mesh, 'evaluation.batch_size')
+    count = settings.batches if batches is None else batches
+    hosts = jax.process_count()
+    held_out = text.eval_batches(
+      self.config.data,
+      batch_size=settings.batch_size // hosts,
+      num_batches=count or None,
+      shard_index=jax.process_index(),
+      shard_count=hosts,
+    )
+    sums = {}
+    key = jax.random.key(self.config.seed)
+    for i, batch in enumerate(held_out):
+      batch = parallel.put_batch(batch, mesh)
+      for rule in self.rules:
+        pairs = self._eval_step(
+          params, mutables, batch, jax.random.fold_in(key, i), rule
+        )
+        sums[rule] = metrics_lib.add(sums[rule], pairs) if i else pairs
+    results = {}
+    for rule, pairs in sums.items():
+      values = metrics_lib.finalize(pairs)
+      values['perplexity'] = math.exp(min(values['loss'], 700.0))
+      values['bits_per_byte'] /= math.log(2)
+      results |= {f'{rule}/{name}': value for name, value in values.items()}
+    return results
+
+  @functools.cached_property
+  def _eval_step(self):
+    token_bytes_V = jnp.asarray(self.tokenizer.token_bytes)
+
+    @functools.partial(jax.jit, static_argnames='rule')
+    def step(params, mutables, batch, key, rule):
+      output, valid_BL = self._forward(params, mutables, batch, key, rule)
+      total, weight = losses.next_token_loss(
+        output.logits_BLV, batch['targets'], batch['weights']
+      )
+      num_bytes = jnp.sum(token_bytes_V[batch['targets']] * batch['weights'])
+      pairs = {'loss': (total, weight), 'bits_per_byte': (total, num_bytes)}
+      for routed in output.routing:
+        agreement = losses.choice_agreement(
+          routed.chosen_BL, routed.top_k_BL, valid_BL
+        )
+        for name, pair in agreement.items():
+          before = pairs.get(name, (0.0, 0.0))
+          pairs[name] = (before[0] + pair[0], before[1] + pair[1])
+      return pairs
+
+    return step
+
+  def _forward(self, params, mutables, batch, key, rule):
+    segments = batch.get('segments')
+    valid_BL = (batch['weights'] if segments is None else segments) > 0
+    output = self.config.model.build().apply(
+      {'params': params, **mutables},
+      batch['tokens'],
+      valid_BL=valid_BL,
+      segment_BL=segments,
+      mode=rule,
+      rngs={'routing': key},
+    )
+    return output, valid_BL
+
+  def summary(self, metrics):
+    columns = ('loss', 'perplexity', 'bits_per_byte')
+    if self.config.model.num_routed:
+      columns += ('routed', 'accuracy', 'precision', 'recall', 'count_error')
+    lines = ['rule'.ljust(12) + ''.join(c.rjust(14) for c in columns)]
+    for rule in self.rules:
+      cells = [metrics.get(f'{rule}/{c}', float('nan')) for c in columns]
+      lines.append(rule.ljust(12) + ''.join(f'{x:14.4f}' for x in cells))
+    if self.config.model.num_routed:
+      never = metrics['top_k/never_route']
+      lines.append(f'never routing would have an accuracy of {never:.4f}')
+    return '\n'.join(lines)
+
+  # What people look at.
+
+  def sample(
+    self, params, mutables, prompts: list[str], *, num_tokens: int, **kwargs
+  ) -> list[str]:
+    """Continues texts, by the best causal rule that the model has.
+
+    Args:
+      params: parameters.
+      mutables: other collections.
+      prompts: texts, any lengths.
+      num_tokens: tokens to add to each.
+      **kwargs: passed to `sampling.generate`.
+
+    Raises:
+      UserError: routed layers, but no causal rule was trained.
+    """
+    rules = self.rules[1:]
+    if self.config.model.num_routed and not rules and 'mode' not in kwargs:
+      raise errors.UserError(
+        'This model was trained for no causal rule, so it cannot sample: set'
+        ' model.routing.router_loss, predictor_width or threshold_decay.'
+      )
+    if rules:
+      kwargs.setdefault('mode', rules[0])
+    encoded = [self.tokenizer.encode(prompt) for prompt in prompts]
+    tokens_BP, valid_BP = pad_prompts(encoded)
+    generated = generate(
+      self.config.model.build(),
+      {'params': params, **mutables},
+      tokens_BP,
+      valid_BP,
+      max_new_tokens=num_tokens,
+      end_token=self.tokenizer.eos_id,
+      **kwargs,
+    )
+    texts = []
+    for tokens_N, length in zip(
+      np.asarray(generated.tokens_BN),
+      np.asarray(generated.length_B),
+      strict=True,
+    ):
+      texts.append(self.tokenizer.decode(tokens_N[:length].tolist()))
+    return texts
+
+  def finish(self, params, mutables):
+    settings = self.config.evaluation
+    can_sample = self.rules[1:] or not self.config.model.num_routed
+    if settings.sample_tokens and can_sample:
+      prompt = settings.prompt or 'def '
+      (continuation,) = self.sample(
+        params,
+        mutables,
+        [prompt],
+        num_tokens=settings.sample_tokens,
+        temperature=0.7,
+        top_p=0.95,
+        key=jax.random.key(self.config.seed),
+      )
+      yield prompt + continuation
+
+  def pictures(self, params, mutables):
+    if not self.config.model.num_routed:
+      return {}
+    batch = next(
+      iter(
+        text.eval_batches(
+          self.config.data,
+          batch_size=self.config.evaluation.batch_size,
+          num_batches=1,
+        )
+      )
+    )
+    key = jax.random.key(self.config.seed)
+    output, valid_BL = jax.jit(self._forward, static_argnames='rule')(
+      params, mutables, batch, key, rule='top_k'
+    )
+    told = jax.device_get(output.routing)
+    config = self.config.model
+    layers = [i for i, c in enumerate(config.capacities) if c is not None]
+    length = int(np.sum(np.asarray(valid_BL)[0]))
+    thresholds = None
+    if 'moving' in mutables:
+      thresholds = jax.device_get(mutables['moving']['threshold'].value_R())
+    return {
+      'routing': viz.routing_map(
+        np.stack([r.chosen_BL[0, :length] for r in told]),
+        self.tokenizer.pieces(batch['tokens'][0, :length].tolist()),
+        layers=layers,
+        num_layers=config.num_layers,
+        weights_RL=np.stack([r.weight_BL[0, :length] for r in told]),
+        title='Held-out text: which blocks process which character',
+      ),
+      'router_weights': viz.score_histogram(
+        np.stack([r.score_BL for r in told]),
+        np.stack([r.chosen_BL for r in told]),
+        layers=layers,
+        title='Router weights on held-out text',
+        thresholds=thresholds,
+      ),
+    }
+
+
+def routing_losses(
+  config: mod.MoDConfig, told: tuple[mod.Routing, ...], valid_BL
+) -> tuple[jax.Array, task_lib.Pairs]:
+  """Returns what is added to the loss, and the pairs to report.
+
+  The auxiliary BCE on the router enters with `router_loss`; the predictor's
+  with 1, since it has parameters of its own.
+  """
+  loss = jnp.zeros(())
+  pairs = {}
+
+  def add(name, pair):
+    before = pairs.get(name, (0.0, 0.0))
+    pairs[name] = (before[0] + pair[0], before[1] + pair[1])
+
+  for routed in told:
+    for rule, weight, logit_BL in (
+      ('router', config.router_loss, routed.score_BL),
+      ('predictor', 1.0, routed.predictor_BL),
+    ):
+      if rule not in config.causal_rules:
+        continue
+      total, count = losses.choice_bce(logit_BL, routed.top_k_BL, valid_BL)
+      loss += weight * total / jnp.maximum(count, 1) / len(told)
+      add(f'{rule}/bce', (total, count))
+      agreement = losses.choice_agreement(
+        logit_BL > 0, routed.top_k_BL, valid_BL
+      )
+      add(f'{rule}/accuracy', agreement['accuracy'])
+  return loss, pairs

@@ -1,0 +1,311 @@
+"""The one training loop: it knows no model, and has all the side effects."""
+
+import contextlib
+import dataclasses
+import functools
+import math
+import signal
+from typing import Any
+
+from absl import logging
+import jax
+from jax.experimental import multihost_utils
+
+from mod_jax import config as config_lib
+from mod_jax import parallel
+from mod_jax import viz
+from mod_jax.errors import UserError
+from mod_jax.train import metrics as metrics_lib
+from mod_jax.train import optimizer as optimizer_lib
+from mod_jax.train import state as state_lib
+from mod_jax.train import workdir as workdir_lib
+from mod_jax.train.checkpoints import Checkpointer
+from mod_jax.train.experiment import ExperimentConfig
+from mod_jax.train.progress import Progress
+from mod_jax.train.step import train_step
+from mod_jax.train.tasks import make_task
+
+
+class TrainingDiverged(UserError):
+  """The loss or a gradient stopped being a finite number."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+  """How a run ended.
+
+  Attributes:
+    step: steps taken.
+    finished: False if a signal stopped it before its last step.
+    metrics: held-out metrics at the end; empty if it did not finish.
+    state: the last state.
+  """
+
+  step: int
+  finished: bool
+  metrics: dict[str, float]
+  state: Any
+
+
+def train(
+  config: ExperimentConfig, workdir, *, max_steps: int | None = None
+) -> Result:
+  """Trains, or continues the run in `workdir`, to the end or to a SIGTERM.
+
+  Args:
+    config: the run.
+    workdir: its directory: config, checkpoints, metrics and pictures.
+    max_steps: stop after so many steps of this call, as a signal would.
+
+  Raises:
+    UserError: bad input of any kind; nothing written before is lost.
+    TrainingDiverged: the loss is NaN or infinite.
+  """
+  return _Run(config, workdir).run(max_steps)
+
+
+class _Run:
+  """The objects of one call of `train`, and the steps between them."""
+
+  def __init__(self, config, workdir):
+    self.config = config
+    self.workdir = workdir
+    self.task = make_task(config)
+    self.mesh = parallel.make_mesh(config.mesh)
+    # Everything that can be refused is refused before anything is written.
+    rows = config.train.batch_size // config.train.accumulation
+    parallel.check_batch(rows, self.mesh, 'train.batch_size / accumulation')
+    parallel.check_batch(
+      config.evaluation.batch_size, self.mesh, 'evaluation.batch_size'
+    )
+    self.optimizer = optimizer_lib.make_optimizer(
+      config.optimizer, config.train.num_steps
+    )
+    self.iterator = self.task.train_iterator(
+      shard_index=jax.process_index(), shard_count=jax.process_count()
+    )
+    with jax.set_mesh(self.mesh):
+      self.abstract = state_lib.abstract_state(
+        self.task, self.optimizer, self.mesh
+      )
+    if jax.process_index() == 0:
+      workdir_lib.claim(workdir, config)
+    self.first = jax.process_index() == 0
+    self.pending = []
+    self.last_saved = None
+
+  def run(self, max_steps):
+    config = self.config
+    num_steps = config.train.num_steps
+    with contextlib.ExitStack() as stack:
+      stack.enter_context(jax.set_mesh(self.mesh))
+      self.checkpointer = stack.enter_context(
+        Checkpointer(
+          workdir_lib.checkpoints(self.workdir), config.checkpoint
+        )
+      )
+      self.stop = stack.enter_context(_StopSignal())
+      restored = self.checkpointer.restore(self.abstract, self.iterator)
+      if restored is None:
+        state, start = self._fresh_state(), 0
+      else:
+        state, start = restored.state, restored.step
+        self.last_saved = start
+      self.writer = stack.enter_context(
+        metrics_lib.MetricWriter(
+          self.workdir,
+          tensorboard=config.log.tensorboard,
+          wandb=config.log.wandb,
+          resume_step=None if restored is None else start,
+          config_json=config_lib.to_json(config),
+          name=config.name,
+        )
+      )
+      self.progress = stack.enter_context(
+        Progress(
+          num_steps,
+          start,
+          tokens_per_step=self.task.tokens_per_step,
+          flops_per_step=self.task.flops_per_step(
+            self.task.stage(num_steps)
+          ),
+          enabled=self.first,
+        )
+      )
+      self.progress.message(self._opening(start, state))
+      end = num_steps
+      if max_steps is not None:
+        end = min(end, start + max_steps)
+      state, step = self._steps(state, start, end)
+      if step < num_steps:
+        self._save(step, state)
+        self.progress.message(
+          f'stopped at step {step} of {num_steps}, saved; the same command'
+          ' continues.'
+        )
+        return Result(step, False, {}, state)
+      metrics = self._finish(step, state)
+      return Result(step, True, metrics, state)
+
+  def _fresh_state(self):
+    return state_lib.create_state(
+      self.config.seed, self.task, self.optimizer, self.abstract
+    )
+
+  def _opening(self, start, state):
+    params = sum(x.size for x in jax.tree.leaves(state.params))
+    shape = ', '.join(f'{k} {v}' for k, v in self.mesh.shape.items())
+    did = f'continues at step {start}' if start else 'starts'
+    return (
+      f'{self.config.name} {did}: {params:,} parameters on'
+      f' {self.mesh.size} {jax.default_backend()} device(s) ({shape}),'
+      f' {self.config.train.num_steps} steps, in {self.workdir}'
+    )
+
+  def _steps(self, state, start, end):
+    """Takes the steps; returns the state and the number of the last one."""
+    config = self.config
+    compiled = functools.cache(self._compile)
+    evaluate_every = config.evaluation.every
+    for step in range(start + 1, end + 1):
+      batch = parallel.put_batch(next(self.iterator), self.mesh)
+      state, pairs = compiled(self.task.stage(step - 1))(state, batch)
+      self.pending.append((step, pairs))
+      last = step == config.train.num_steps
+      if step == start + 1 or step % config.log.every == 0 or last:
+        self._flush()
+      if evaluate_every and step % evaluate_every == 0 and not last:
+        self._flush()
+        self._evaluate(step, state)
+      if self.checkpointer.due(step):
+        self._save(step, state)
+      if self._stopping(step):
+        return state, step
+    return state, end if end > start else start
+
+  def _compile(self, stage):
+    shardings = jax.tree.map(lambda x: x.sharding, self.abstract)
+    return jax.jit(
+      functools.partial(
+        train_step,
+        task=self.task,
+        optimizer=self.optimizer,
+        stage=stage,
+        accumulation=self.config.train.accumulation,
+      ),
+      donate_argnums=0,
+      out_shardings=(shardings, None),
+    )
+
+  def _flush(self):
+    """Writes the metrics of the steps since the last time, and checks them."""
+    for step, pairs in self.pending:
+      values = metrics_lib.finalize(pairs)
+      self.writer.write(step, 'train', values)
+      bad = [
+        name
+        for name in ('loss', 'grad_norm')
+        if not math.isfinite(values.get(name, math.nan))
+      ]
+      if bad:
+        raise TrainingDiverged(self._diverged(step, bad[0], values))
+    if self.pending:
+      step, values = self.pending[-1][0], values
+      shown = {'loss': values['loss']}
+      self.progress.update(step, shown)
+    self.pending.clear()
+
+  def _diverged(self, step, name, values):
+    steps = self.checkpointer.steps()
+    good = (
+      f'the last good checkpoint is step {steps[-1]}'
+      if steps
+      else 'there is no checkpoint yet'
+    )
+    return (
+      f'{name} is {values.get(name, math.nan)} at step {step}; {good} in'
+      f' {workdir_lib.checkpoints(self.workdir)}. Try a lower'
+      ' optimizer.learning_rate, a longer warmup_steps, a smaller clip_norm, or'
+      ' model.dtype=float32, in a new workdir.'
+    )
+
+  def _save(self, step, state):
+    self._flush()  # A state behind a NaN is never saved.
+    if step == self.last_saved:
+      return
+    self.checkpointer.save(step, state, self.iterator)
+    self.last_saved = step
+
+  def _evaluate(self, step, state, **kwargs):
+    metrics = self.task.evaluate(
+      state.params, state.mutables, self.mesh, **kwargs
+    )
+    self.writer.write(step, 'eval', metrics)
+    losses = ', '.join(
+      f'{name.split("/")[0]} {value:.4f}'
+      for name, value in metrics.items()
+      if name.endswith('/loss')
+    )
+    self.progress.message(f'step {step}: held-out loss {losses}')
+    return metrics
+
+  def _stopping(self, step):
+    if jax.process_count() > 1:
+      # All hosts must stop at the same step.
+      return multihost_utils.reached_preemption_sync_point(step)
+    return self.stop.requested
+
+  def _finish(self, step, state):
+    self._save(step, state)
+    metrics = self._evaluate(
+      step, state, batches=self.config.evaluation.final_batches
+    )
+    self.progress.close()
+    if self.first:
+      report(
+        self.task, state.params, state.mutables, metrics, self.workdir
+      )
+    return metrics
+
+
+def report(task, params, mutables, metrics, workdir) -> None:
+  """Prints held-out metrics and samples, and draws the pictures.
+
+  Pictures are drawn on the first host alone, so they are left out where the
+  parameters are spread over several.
+  """
+  print(task.summary(metrics))
+  figures = {}
+  if jax.process_count() == 1:
+    for i, text in enumerate(task.finish(params, mutables)):
+      workdir_lib.write_text(f'{workdir}/sample_{i}.txt', text)
+      print(f'\na sample ({workdir}/sample_{i}.txt):\n{text}\n')
+    figures = task.pictures(params, mutables)
+  figures['curves'] = viz.loss_curves(
+    metrics_lib.read(workdir), title='Loss over training'
+  )
+  for name, figure in figures.items():
+    path = workdir_lib.pictures(workdir) / f'{name}.png'
+    viz.save(figure, path)
+    print(f'picture: {path}')
+
+
+class _StopSignal:
+  """Notes SIGTERM, so that the loop can save and leave between two steps."""
+
+  requested = False
+
+  def __enter__(self):
+    self._before = None
+    try:
+      self._before = signal.signal(signal.SIGTERM, self._note)
+    except ValueError:  # Not in the main thread: signals are not ours.
+      logging.info('SIGTERM is not handled outside the main thread.')
+    return self
+
+  def _note(self, *_):
+    self.requested = True
+
+  def __exit__(self, *exc_info):
+    if self._before is not None:
+      signal.signal(signal.SIGTERM, self._before)

@@ -1,0 +1,254 @@
+"""Metrics: sums that are divided once, and the files they end up in.
+
+A metric is a pair `(total, weight)`. Pairs add over microbatches, batches and
+hosts, and only the finished sum is divided: the mean over tokens does not
+depend on how the tokens were batched.
+"""
+
+from collections.abc import Mapping
+import importlib.util
+import json
+import math
+import numbers
+import os
+import pathlib
+import time
+from typing import Any
+import uuid
+
+import jax
+import numpy as np
+import tensorboardX
+
+from mod_jax.errors import UserError
+
+Pairs = Mapping[str, tuple[Any, Any]]
+
+_FILE = 'metrics.jsonl'
+_WANDB_ID = 'wandb_id.txt'
+
+
+def add(a: Pairs, b: Pairs) -> dict[str, tuple[Any, Any]]:
+  """Adds metrics by name; a name that only one side has is kept.
+
+  Args:
+    a: `{name: (total, weight)}` of scalars; may be traced, or empty.
+    b: likewise.
+
+  Returns:
+    The sums, `a`'s names first.
+  """
+  result = dict(a)
+  for name, pair in b.items():
+    result[name] = (
+      jax.tree.map(lambda x, y: x + y, result[name], pair)
+      if name in result
+      else pair
+    )
+  return result
+
+
+def finalize(pairs: Pairs) -> dict[str, float]:
+  """Divides each total by its weight, on the host and in double precision.
+
+  Args:
+    pairs: `{name: (total, weight)}` of concrete scalars.
+
+  Returns:
+    `{name: mean}`, without those of weight 0: nothing was measured.
+  """
+  return {
+    name: float(total) / float(weight)
+    for name, (total, weight) in jax.device_get(dict(pairs)).items()
+    if weight != 0
+  }
+
+
+class MetricWriter:
+  """Writes metrics to `metrics.jsonl`, TensorBoard and Weights & Biases.
+
+  `metrics.jsonl` holds one object per line, `{"step": 10, "kind": "train",
+  "loss": 2.5}`, flushed line by line. Numbers read back bit for bit; nan and
+  infinities are written as Python's json module does. Only the first process
+  writes anything.
+  """
+
+  def __init__(
+    self,
+    workdir,
+    *,
+    tensorboard: bool = True,
+    wandb: bool = False,
+    resume_step: int | None = None,
+    config_json: str | None = None,
+    name: str | None = None,
+  ):
+    """Opens the files, and makes them look as they did at `resume_step`.
+
+    Args:
+      workdir: directory of the run; created if missing.
+      tensorboard: whether to write events into `workdir/tensorboard`.
+      wandb: whether to log to Weights & Biases.
+      resume_step: the step of the restored checkpoint: what was written for
+        later steps, which are about to come again, is removed. None for a run
+        that starts afresh: whatever is there is replaced.
+      config_json: the run's config, kept beside the curves.
+      name: what to call the run in Weights & Biases; by default the name of
+        the directory.
+
+    Raises:
+      UserError: wandb is wanted but not installed, or `metrics.jsonl` is not
+        what this class writes.
+    """
+    if wandb and importlib.util.find_spec('wandb') is None:
+      raise UserError(
+        'wandb=True, but the package wandb is not installed: run '
+        '"pip install wandb", or set wandb=False'
+      )
+    self._file = self._tensorboard = self._wandb = None
+    if jax.process_index() != 0:
+      return
+    workdir = pathlib.Path(workdir).expanduser().absolute()
+    workdir.mkdir(parents=True, exist_ok=True)
+    path = workdir / _FILE
+    _rewind(path, -math.inf if resume_step is None else resume_step)
+    self._file = path.open('a', encoding='utf-8')
+    if tensorboard:
+      self._tensorboard = tensorboardX.SummaryWriter(
+        str(workdir / 'tensorboard'),
+        # Hides events of this step and later that lie in older files.
+        purge_step=0 if resume_step is None else resume_step + 1,
+        # Files are named by the second, and a second writer in the same
+        # second would overwrite the first one's.
+        filename_suffix=f'.{time.time_ns()}',
+        flush_secs=10,
+      )
+      if config_json is not None:
+        self._tensorboard.add_text('config', f'```json\n{config_json}\n```')
+    if wandb:
+      self._wandb = _open_wandb(workdir, resume_step, config_json, name)
+
+  def __enter__(self):
+    return self
+
+  def __exit__(self, *exc_info):
+    self.close()
+
+  def write(self, step: int, kind: str, values: Mapping[str, Any]) -> None:
+    """Writes one line.
+
+    Args:
+      step: number of steps taken.
+      kind: what was measured, such as `train` or `eval`; TensorBoard and
+        Weights & Biases know the value as `kind/name`.
+      values: numbers by name; NumPy's and JAX's scalars are fine.
+    """
+    if self._file is None:
+      return
+    if reserved := {'step', 'kind'} & set(values):
+      raise ValueError(f'values named {sorted(reserved)} are reserved')
+    values = {name: _number(value) for name, value in values.items()}
+    line = json.dumps({'step': int(step), 'kind': kind, **values})
+    self._file.write(line + '\n')
+    self._file.flush()
+    if self._tensorboard is not None:
+      for name, value in values.items():
+        self._tensorboard.add_scalar(f'{kind}/{name}', value, int(step))
+    if self._wandb is not None:
+      # W&B ignores steps it already has; resuming repeats them bit by bit.
+      self._wandb.log(
+        {f'{kind}/{name}': value for name, value in values.items()},
+        step=int(step),
+      )
+
+  def close(self) -> None:
+    """Flushes and closes everything; may be called twice."""
+    if self._file is not None:
+      self._file.close()
+    if self._tensorboard is not None:
+      self._tensorboard.close()
+    if self._wandb is not None:
+      self._wandb.finish()
+    self._file = self._tensorboard = self._wandb = None
+
+
+def read(workdir) -> list[dict[str, Any]]:
+  """Reads `metrics.jsonl` back.
+
+  Args:
+    workdir: directory of the run, which may still be going on.
+
+  Returns:
+    One dictionary per line, with `step`, `kind` and the values. Empty where
+    nothing was written. A last line that a kill cut short is left out.
+
+  Raises:
+    UserError: a line is not what `MetricWriter` writes.
+  """
+  path = pathlib.Path(workdir).expanduser() / _FILE
+  if not path.exists():
+    return []
+  return [record for _, record in _parse(path, path.read_bytes())]
+
+
+def _parse(path, data: bytes) -> list[tuple[bytes, dict[str, Any]]]:
+  """Returns the whole lines with what they say."""
+  # Each line is written at once, so what is cut short has no newline.
+  *lines, _ = data.split(b'\n')
+  result = []
+  for number, line in enumerate(lines, start=1):
+    try:
+      record = json.loads(line)
+      known = isinstance(record['step'], int) and 'kind' in record
+    except (ValueError, TypeError, KeyError):
+      known = False
+    if not known:
+      raise UserError(
+        f'line {number} of {path} is not a metrics line ({line[:40]!r}): '
+        'delete that line, or move the file away'
+      )
+    result.append((line, record))
+  return result
+
+
+def _rewind(path, last_step):
+  """Removes lines after `last_step` and a torn last line, atomically."""
+  if not path.exists():
+    return
+  before = path.read_bytes()
+  lines = [] if last_step == -math.inf else _parse(path, before)
+  after = b''.join(
+    line + b'\n' for line, record in lines if record['step'] <= last_step
+  )
+  if after == before:
+    return
+  temporary = path.with_name(path.name + '.tmp')
+  with temporary.open('wb') as file:
+    file.write(after)
+    file.flush()
+    os.fsync(file.fileno())
+  os.replace(temporary, path)
+
+
+def _number(value):
+  if isinstance(value, numbers.Integral):
+    return int(value)
+  value = np.asarray(value)
+  return value.item() if value.dtype.kind in 'biu' else float(value)
+
+
+def _open_wandb(workdir, resume_step, config_json, name):
+  import wandb  # Slow to import, and optional.
+
+  # The same id continues the same curves.
+  path = workdir / _WANDB_ID
+  if resume_step is None or not path.exists():
+    path.write_text(uuid.uuid4().hex[:12])
+  return wandb.init(
+    project='mod_jax',
+    name=name or workdir.name,
+    id=path.read_text().strip(),
+    resume='allow',
+    dir=str(workdir),
+    config=None if config_json is None else json.loads(config_json),
+  )

@@ -1,0 +1,161 @@
+"""Progress: a bar on a terminal, plain lines in a log file."""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+import datetime
+import sys
+import time
+from typing import Any
+
+import tqdm
+
+_BAR = '{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]'
+_SMOOTHING = 0.3  # Weight of the newest measurement in the rate.
+
+
+class Progress:
+  """Shows how far a run is, how fast it goes, and how long it will take.
+
+  On a terminal it is one bar that stays at the bottom; elsewhere a line now
+  and then, without carriage returns. What it shows beside `values`:
+  tokens/s, the model's FLOP/s and the time left, from the second showing on,
+  so that compiling the first step does not count.
+  """
+
+  def __init__(
+    self,
+    total_steps: int,
+    start_step: int = 0,
+    *,
+    tokens_per_step: float | None = None,
+    flops_per_step: float | None = None,
+    stream=None,
+    interval: float | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    enabled: bool = True,
+  ):
+    """Shows nothing yet, but for an empty bar.
+
+    Args:
+      total_steps: steps of the whole run.
+      start_step: steps taken already, when resuming.
+      tokens_per_step: tokens in a batch over all devices; None hides the rate.
+      flops_per_step: the model's FLOPs of one training step, multiply-add
+        counted as 2; None hides the rate.
+      stream: where to write; by default standard error.
+      interval: least seconds between two showings, but for the first and the
+        last; by default 0.5 on a terminal and 5 elsewhere.
+      clock: seconds; for tests.
+      enabled: False shows nothing, for all processes but the first.
+    """
+    self._total_steps = total_steps
+    self._tokens_per_step = tokens_per_step
+    self._flops_per_step = flops_per_step
+    self._stream = sys.stderr if stream is None else stream
+    self._clock = clock
+    self._enabled = enabled
+    terminal = bool(getattr(self._stream, 'isatty', lambda: False)())
+    self._interval = (
+      interval if interval is not None else 0.5 if terminal else 5.0
+    )
+    self._pending = None
+    self._shown = None  # Step and time of the last showing.
+    self._rate = None  # Steps per second.
+    self._bar = None
+    if enabled and terminal:
+      self._bar = tqdm.tqdm(
+        total=total_steps,
+        initial=start_step,
+        file=self._stream,
+        dynamic_ncols=True,
+        bar_format=_BAR,
+      )
+
+  def __enter__(self):
+    return self
+
+  def __exit__(self, *exc_info):
+    self.close()
+
+  def update(self, step: int, values: Mapping[str, Any] | None = None) -> None:
+    """Notes that `step` steps are taken, and shows it if it is time to.
+
+    Args:
+      step: number of steps taken.
+      values: numbers to show by name, such as the loss. They are only looked
+        at when shown, so that arrays still being computed hold nothing up.
+    """
+    if not self._enabled:
+      return
+    self._pending = (step, values or {})
+    now = self._clock()
+    if (
+      self._shown is None
+      or step >= self._total_steps
+      or now - self._shown[1] >= self._interval
+    ):
+      self._show(now)
+
+  def message(self, text: str) -> None:
+    """Prints a line of its own, above the bar."""
+    if not self._enabled:
+      return
+    if self._bar is None:
+      self._print(text)
+    else:
+      tqdm.tqdm.write(text, file=self._stream)
+
+  def close(self) -> None:
+    """Shows what is still unseen and leaves the bar where it is."""
+    if self._enabled and self._pending is not None:
+      self._show(self._clock())
+    if self._bar is not None:
+      self._bar.close()
+    self._bar = None
+    self._enabled = False
+
+  def _show(self, now):
+    step, values = self._pending
+    self._pending = None
+    # Reading the values waits for the device: the time after it is the true
+    # time of this step.
+    parts = [f'{name} {_text(value)}' for name, value in values.items()]
+    now = max(now, self._clock())
+    if self._shown is not None and now > self._shown[1]:
+      rate = (step - self._shown[0]) / (now - self._shown[1])
+      if self._rate is not None:
+        rate = _SMOOTHING * rate + (1 - _SMOOTHING) * self._rate
+      self._rate = rate
+    self._shown = (step, now)
+    if self._rate:
+      if self._tokens_per_step:
+        number, prefix = _scaled(self._rate * self._tokens_per_step)
+        parts.append(f'{number}{prefix} tokens/s')
+      if self._flops_per_step:
+        number, prefix = _scaled(self._rate * self._flops_per_step)
+        parts.append(f'{number} {prefix}FLOP/s')
+      left = max(0, self._total_steps - step) / self._rate
+      parts.append(f'left {datetime.timedelta(seconds=round(left))}')
+    if self._bar is None:
+      self._print('  '.join([f'step {step}/{self._total_steps}', *parts]))
+    else:
+      self._bar.n = step
+      self._bar.set_postfix_str(', '.join(parts), refresh=False)
+      self._bar.refresh()
+
+  def _print(self, text):
+    self._stream.write(f'{text}\n')
+    self._stream.flush()
+
+
+def _text(value) -> str:
+  return str(value) if isinstance(value, (int, str)) else f'{float(value):.4g}'
+
+
+def _scaled(value) -> tuple[str, str]:
+  """Returns three digits and their SI prefix."""
+  for prefix in ('', 'k', 'M', 'G', 'T'):
+    if value < 999.5:
+      return f'{value:.3g}', prefix
+    value /= 1000
+  return f'{value:.3g}', 'P'

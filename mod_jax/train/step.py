@@ -1,0 +1,70 @@
+"""One training step, as a pure function of state and batch."""
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from mod_jax.train.state import TrainState
+
+
+def train_step(
+  state: TrainState,
+  batch: dict[str, jax.Array],
+  *,
+  task,
+  optimizer: optax.GradientTransformation,
+  stage,
+  accumulation: int = 1,
+) -> tuple[TrainState, dict[str, tuple[jax.Array, jax.Array]]]:
+  """Returns the state after one step, and metrics as (total, weight) pairs.
+
+  Args:
+    state: the state before.
+    batch: arrays of B rows; `accumulation` divides B.
+    task: says how a batch becomes a loss; see `tasks.Task`.
+    optimizer: turns gradients into updates.
+    stage: static choice of the task for this step, as `task.stage` returns.
+    accumulation: microbatches whose gradients are added before the update.
+  """
+  rng = jax.random.fold_in(state.rng, state.step)
+
+  def gradients(params, mutables, batch, rng):
+    """Gradients of the mean, times the weight that the mean was over."""
+    grad_fn = jax.value_and_grad(task.loss, has_aux=True)
+    (_, (pairs, mutables)), grads = grad_fn(params, mutables, batch, rng, stage)
+    weight = pairs['loss'][1]
+    return jax.tree.map(lambda g: g * weight, grads), pairs, mutables
+
+  if accumulation == 1:
+    grads, pairs, mutables = gradients(state.params, state.mutables, batch, rng)
+  else:
+    micro = jax.tree.map(lambda x: _split(x, accumulation), batch)
+    rngs = jax.random.split(rng, accumulation)
+
+    def add(carry, inputs):
+      grads, mutables = carry
+      batch, rng = inputs
+      more, pairs, mutables = gradients(state.params, mutables, batch, rng)
+      return (jax.tree.map(jnp.add, grads, more), mutables), pairs
+
+    zeros = jax.tree.map(jnp.zeros_like, state.params)
+    (grads, mutables), pairs = jax.lax.scan(
+      add, (zeros, state.mutables), (micro, rngs)
+    )
+    pairs = jax.tree.map(lambda x: x.sum(axis=0), pairs)
+  weight = jnp.maximum(pairs['loss'][1], 1e-9)
+  grads = jax.tree.map(lambda g: g / weight, grads)
+
+  updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+  pairs['grad_norm'] = (optax.global_norm(grads), jnp.ones(()))
+  return state.replace(
+    step=state.step + 1,
+    params=optax.apply_updates(state.params, updates),
+    opt_state=opt_state,
+    mutables=mutables,
+  ), pairs
+
+
+def _split(x: jax.Array, parts: int) -> jax.Array:
+  """[B, …] -> [parts, B / parts, …], each part spread over all devices."""
+  return jnp.swapaxes(x.reshape(-1, parts, *x.shape[1:]), 0, 1)

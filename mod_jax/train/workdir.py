@@ -1,0 +1,69 @@
+"""What lies where in a run's directory."""
+
+import os
+import pathlib
+
+from mod_jax import config as config_lib
+from mod_jax.errors import UserError
+from mod_jax.train.experiment import RESUMABLE
+from mod_jax.train.experiment import ExperimentConfig
+
+_CONFIG = 'config.json'
+
+
+def checkpoints(workdir) -> pathlib.Path:
+  return pathlib.Path(workdir) / 'checkpoints'
+
+
+def pictures(workdir) -> pathlib.Path:
+  return pathlib.Path(workdir) / 'pictures'
+
+
+def read_config(workdir) -> ExperimentConfig:
+  """Returns the config of the run in a directory.
+
+  Raises:
+    UserError: there is no run.
+  """
+  path = pathlib.Path(workdir) / _CONFIG
+  if not path.is_file():
+    raise UserError(
+      f'--workdir={workdir} holds no run ({_CONFIG} is missing): train one'
+      ' there first, or name the directory of one.'
+    )
+  return config_lib.from_json(ExperimentConfig, path.read_text())
+
+
+def claim(workdir, config: ExperimentConfig) -> None:
+  """Makes a directory the home of a run, or checks that it is its home.
+
+  Raises:
+    UserError: the directory holds a run with another config.
+  """
+  workdir = pathlib.Path(workdir)
+  path = workdir / _CONFIG
+  if path.is_file():
+    held = read_config(workdir)
+    differences = [
+      line
+      for line in config_lib.diff(held, config)
+      if line.split(':')[0].split('.')[0] not in RESUMABLE
+    ]
+    if differences:
+      shown = '; '.join(differences[:5])
+      if len(differences) > 5:
+        shown += f'; and {len(differences) - 5} more'
+      raise UserError(
+        f'--workdir={workdir} holds a run with a different config ({shown}):'
+        ' use another workdir, or the same config to continue that run.'
+      )
+  write_text(path, config_lib.to_json(config))
+
+
+def write_text(path, text: str) -> None:
+  """Writes a file whole or not at all."""
+  path = pathlib.Path(path)
+  path.parent.mkdir(parents=True, exist_ok=True)
+  temporary = path.with_name(path.name + '.tmp')
+  temporary.write_text(text)
+  os.replace(temporary, path)

@@ -1,0 +1,26 @@
+"""Pictures of what a model did: matplotlib figures from plain arrays.
+
+Nothing here knows a model: whoever draws passes arrays, strings and records.
+All figures are made without pyplot, so they share no state with a notebook or
+with another thread; `save` writes them.
+"""
+
+from mod_jax.viz.curves import loss_curves
+from mod_jax.viz.files import save
+from mod_jax.viz.glyphs import display_piece
+from mod_jax.viz.histograms import score_histogram
+from mod_jax.viz.maps import routing_map
+from mod_jax.viz.style import RULES
+from mod_jax.viz.style import RuleStyle
+from mod_jax.viz.style import rule_style
+
+__all__ = (
+  'RULES',
+  'RuleStyle',
+  'display_piece',
+  'loss_curves',
+  'routing_map',
+  'rule_style',
+  'save',
+  'score_histogram',
+)

@@ -1,0 +1,292 @@
+"""Losses over a run, and how well the causal rules agree with top-k."""
+
+from collections.abc import Iterable
+from collections.abc import Mapping
+import numbers
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import MaxNLocator
+import numpy as np
+
+from mod_jax.viz import style
+
+_TRAIN = '#8A8A8A'
+_KEY = 0.4  # Inches; for a legend over its axes.
+
+
+def loss_curves(records: Iterable[Mapping], *, title: str = '') -> Figure:
+  """Draws training and held-out losses over the steps of a run.
+
+  A second panel shows how often each causal rule decides as top-k would, with
+  the trivial baseline of never routing, where the records tell.
+
+  Args:
+    records: one mapping for each line of `metrics.jsonl`. Those of kind
+      `train` hold `step` and `loss`; those of kind `eval` hold `step` and, for
+      each rule, `RULE/loss`, perhaps `RULE/accuracy` and `RULE/never_route`
+      (or plain `loss` for a model without rules). Losses in nats per token.
+      What is missing or not finite is skipped; of two records of one step the
+      later counts, as after a resumption.
+    title: says what is seen; a general one if empty.
+  """
+  train, held_out, accuracy, never = _read(records)
+  title = title or 'Training and held-out loss'
+  panels = 2 if accuracy else 1
+  width = 10.5 if panels == 2 else 7.5
+  subtitle = _summary(train, held_out)
+  top = style.header_height(width, title, subtitle)
+  height = top + 4.2
+  figure = style.new_figure(width, height)
+  style.draw_header(figure, title, subtitle)
+  axes = figure.subplots(
+    1, panels, squeeze=False, width_ratios=(1.35, 1)[:panels]
+  )[0]
+  figure.set_layout_engine(
+    'constrained', rect=(0, 0, 1, 1 - top / height), w_pad=0.12, h_pad=0.1
+  )
+  _draw_losses(axes[0], train, held_out)
+  if accuracy:
+    _draw_accuracy(axes[1], accuracy, never)
+  return figure
+
+
+def _read(records):
+  """Sorts the numbers of the records into series of (steps, values)."""
+  train, held_out, accuracy, never = {}, {}, {}, {}
+  for record in records:
+    step = _number(record.get('step'))
+    if step is None:
+      continue
+    if record.get('kind') == 'train':
+      _put(train, '', step, record.get('loss'))
+    elif record.get('kind') == 'eval':
+      for key, value in record.items():
+        rule, _, name = str(key).rpartition('/')
+        for series, wanted in (
+          (held_out, 'loss'),
+          (accuracy, 'accuracy'),
+          (never, 'never_route'),
+        ):
+          if name == wanted:
+            _put(series, rule, step, value)
+  arrays = [
+    {
+      rule: np.array(sorted(points.items())).T
+      for rule, points in sorted(series.items(), key=lambda i: _order(i[0]))
+    }
+    for series in (train, held_out, accuracy, never)
+  ]
+  return arrays[0].get(''), *arrays[1:]
+
+
+def _put(series, rule, step, value):
+  value = _number(value)
+  if value is not None:
+    series.setdefault(rule, {})[step] = value
+
+
+def _number(value):
+  """Returns a finite float, or None for anything else."""
+  if not isinstance(value, numbers.Real) or not np.isfinite(value):
+    return None
+  return float(value)
+
+
+def _order(rule):
+  known = list(style.RULES)
+  return (known.index(rule) if rule in known else len(known), rule)
+
+
+def _summary(train, held_out) -> str:
+  if train is None and not held_out:
+    return 'No losses have been recorded yet.'
+  parts = []
+  if train is not None:
+    parts.append(f'training loss {_smooth(train[1])[-1]:.3f} at the end')
+  if held_out:
+    rule, (steps, values) = next(iter(held_out.items()))
+    parts.append(
+      f'held-out loss {values[-1]:.3f} ({style.rule_style(rule).label}) at step'
+      f' {steps[-1]:,.0f}'
+    )
+  text = '; '.join(parts) + ' (nats per token).'
+  return text[0].upper() + text[1:]
+
+
+def _smooth(value_T):
+  """Returns centred moving averages; the window shrinks towards the ends."""
+  half = len(value_T) // 60
+  total = np.concatenate([[0], np.cumsum(value_T)])
+  index = np.arange(len(value_T))
+  # As far to the left as to the right, so that a slope moves no end.
+  reach = np.minimum(half, np.minimum(index, len(value_T) - 1 - index))
+  # At the very end a window of one point would be the noise itself.
+  low = np.where(index + half >= len(value_T), index - half, index - reach)
+  low = np.maximum(low, 0)
+  high = index + reach
+  return (total[high + 1] - total[low]) / (high + 1 - low)
+
+
+def _draw_losses(axes, train, held_out):
+  axes.set_ylabel('loss (nats per token)')
+  if train is None and not held_out:
+    _say(axes, 'No losses recorded yet')
+    return
+  if train is not None:
+    steps, losses = train
+    alone = len(steps) == 1
+    axes.plot(
+      steps,
+      losses,
+      color=_TRAIN,
+      lw=0.7,
+      alpha=0.45,
+      marker='o' if alone else None,
+      gid='train',
+    )
+    smooth = _smooth(losses)
+    axes.plot(
+      steps,
+      smooth,
+      color=_TRAIN,
+      lw=1.6,
+      label=f'training  {smooth[-1]:.3f}',
+      gid='train_smooth',
+    )
+  for rule, (steps, losses) in held_out.items():
+    look = style.rule_style(rule)
+    axes.plot(
+      steps,
+      losses,
+      color=look.color,
+      marker=look.marker,
+      ms=4.5,
+      lw=1.3,
+      markerfacecolor='white',
+      markeredgewidth=1.2,
+      label=f'held-out, {look.label}  {losses[-1]:.3f}',
+      gid=f'{rule}/loss',
+    )
+  style.clean(axes)
+  _steps(axes)
+  low, high, most = _limits(train, held_out)
+  axes.set_ylim(low, high)
+  if most > high:
+    axes.text(
+      0.012,
+      0.985,
+      f'↑ starts at {most:.2f}',
+      transform=axes.transAxes,
+      va='top',
+      fontsize=8,
+      color=style.MUTED,
+      gid='beyond',
+    )
+  axes.legend(
+    loc='upper right', frameon=False, fontsize=8.5, labelcolor=style.INK
+  )
+  points = sum(len(s[0]) for s in (train, *held_out.values()) if s is not None)
+  if points == 1:
+    axes.text(
+      0.5,
+      0.06,
+      'Only one record so far',
+      transform=axes.transAxes,
+      ha='center',
+      color=style.MUTED,
+      fontsize=9,
+      gid='note',
+    )
+
+
+def _limits(train, held_out):
+  """Returns y-limits that the first steps do not stretch, and the maximum."""
+  series = ([] if train is None else [train]) + list(held_out.values())
+  first = min(steps[0] for steps, _ in series)
+  last = max(steps[-1] for steps, _ in series)
+  settled = []
+  for i, (steps, values) in enumerate(series):
+    late = values[steps >= first + 0.08 * (last - first)]
+    if i == 0 and train is not None and late.size:
+      # One odd batch is no reason to shrink everything else.
+      late = np.quantile(late, (0.002, 0.998))
+    settled.append(late)
+  settled = np.concatenate(settled)
+  low, high = settled.min(), settled.max()
+  pad = 0.06 * (high - low) or 0.05 * abs(high) or 0.5
+  most = max(values.max() for _, values in series)
+  return low - pad, high + pad, most
+
+
+def _draw_accuracy(axes, accuracy, never):
+  for rule, (steps, values) in accuracy.items():
+    look = style.rule_style(rule)
+    axes.plot(
+      steps,
+      values,
+      color=look.color,
+      marker=look.marker,
+      ms=4.5,
+      lw=1.3,
+      markerfacecolor='white',
+      markeredgewidth=1.2,
+      label=f'{look.label}  {values[-1]:.1%}',
+      gid=f'{rule}/accuracy',
+    )
+  # The baseline is a property of what top-k chose: usually one for all rules.
+  same = len({baseline.tobytes() for baseline in never.values()}) == 1
+  for rule, (steps, values) in never.items():
+    alone = len(steps) == 1
+    label = 'never route' if same else f'never route, {rule}'
+    axes.plot(
+      steps,
+      values,
+      color=style.MUTED if same else style.rule_style(rule).color,
+      ls='--',
+      lw=1.2,
+      marker='_' if alone else None,
+      ms=14,
+      label=f'{label}  {values[-1]:.1%}',
+      gid=f'{rule}/never_route',
+    )
+    if same:
+      break
+  axes.set_ylabel('decisions that agree with top-k')
+  style.clean(axes)
+  _steps(axes)
+  shown = np.concatenate([v for _, v in (*accuracy.values(), *never.values())])
+  room = 0.1 * (1 - shown.min()) or 0.05
+  axes.set_ylim(shown.min() - room, max(1.0, shown.max()))
+  axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f'{y:.4g}'))
+  axes.yaxis.set_major_formatter(FuncFormatter(_percent))
+  axes.legend(
+    loc='lower right', frameon=False, fontsize=8.5, labelcolor=style.INK
+  )
+
+
+def _percent(value, _):
+  return f'{100 * value:.4g}%'
+
+
+def _steps(axes):
+  axes.set_xlabel('training step')
+  axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+  axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f'{x:,.0f}'))
+  axes.grid(axis='y', color='#EEEEEE', lw=0.8)
+  axes.set_axisbelow(True)
+
+
+def _say(axes, text):
+  axes.set_axis_off()
+  axes.text(
+    0.5,
+    0.5,
+    text,
+    ha='center',
+    va='center',
+    transform=axes.transAxes,
+    color=style.MUTED,
+    fontsize=12,
+    gid='note',
+  )

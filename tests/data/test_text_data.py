@@ -1,0 +1,640 @@
+"""Batches of text: coverage, order, resuming, shards, segments, errors."""
+
+import io
+import itertools
+import json
+import math
+import pathlib
+import tempfile
+
+from hypothesis import given
+from hypothesis import settings
+from hypothesis import strategies as st
+import numpy as np
+import pytest
+import sentencepiece
+
+from mod_jax import errors
+from mod_jax.data import corpus
+from mod_jax.data import text
+
+
+def write(root, texts):
+  for name, content in texts.items():
+    path = root / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+
+
+def numbered(count, start=0):
+  """Bytes in which the pair at every place is unique."""
+  values = [(start + i) % 2**16 for i in range(count)]
+  return np.array(values, '>u2').tobytes()
+
+
+def files_config(root, **kwargs):
+  kwargs = {
+    'source': 'files',
+    'files': f'{root}/train/**',
+    'eval_files': f'{root}/eval/**',
+    'length': 8,
+    **kwargs,
+  }
+  return text.TextDataConfig(**kwargs)
+
+
+@pytest.fixture
+def root(tmp_path):
+  """Ten training files and two held out, 880 and 176 bytes."""
+  for i in range(10):
+    write(tmp_path, {f'train/{i}.bin': numbered(44, 1000 * i)})
+  for i in range(2):
+    write(tmp_path, {f'eval/{i}.bin': numbered(44, 20000 + 1000 * i)})
+  return tmp_path
+
+
+def take(iterator, count):
+  return list(itertools.islice(iterator, count))
+
+
+def assert_same(batches, others):
+  assert len(batches) == len(others)
+  for batch, other in zip(batches, others, strict=True):
+    assert batch.keys() == other.keys()
+    for key in batch:
+      np.testing.assert_array_equal(batch[key], other[key])
+
+
+def rows_of(batches, key='tokens'):
+  return [bytes(r.astype(np.uint8)) for b in batches for r in b[key]]
+
+
+def check_format(batch, batch_size, length, segments):
+  kinds = {'tokens': np.int32, 'targets': np.int32, 'weights': np.float32}
+  if segments:
+    kinds['segments'] = np.int32
+  assert set(batch) == set(kinds)
+  for key, dtype in kinds.items():
+    assert isinstance(batch[key], np.ndarray)
+    assert batch[key].dtype == dtype
+    assert batch[key].shape == (batch_size, length)
+
+
+# Windows.
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+  sizes=st.lists(st.integers(1, 40), min_size=1, max_size=6),
+  length=st.integers(2, 17),
+  segments=st.booleans(),
+)
+def test_each_token_is_a_target_exactly_once(sizes, length, segments):
+  with tempfile.TemporaryDirectory() as directory:
+    root = pathlib.Path(directory)
+    documents = [bytes([i] * size) for i, size in enumerate(sizes)]
+    write(root, {f'{i}': d for i, d in enumerate(documents)})
+    stream = corpus.ByteStream(corpus.list_files(f'{root}/*'))
+    whole = np.frombuffer(b''.join(documents), np.uint8)
+
+    full = text.Windows(stream, length, segments=segments)
+    padded = text.Windows(stream, length, segments=segments, partial=True)
+    assert len(full) == (len(whole) - 1) // length
+    rows = [padded[i] for i in range(len(padded))]
+    for i in range(len(full)):
+      assert_same([full[i]], [rows[i]])
+    # What full rows leave out is less than a row.
+    assert len(whole) - 1 - len(full) * length < length
+
+    flat = {
+      k: np.concatenate([r[k] for r in rows]) if rows else np.zeros(0)
+      for k in text._empty_row(length, segments)
+    }
+    count = len(whole) - 1
+    np.testing.assert_array_equal(flat['tokens'][:count], whole[:-1])
+    np.testing.assert_array_equal(flat['targets'][:count], whole[1:])
+    # Documents are constant here, so a change of value is a new document.
+    same = whole[1:] == whole[:-1]
+    expected = same if segments else np.ones(count)
+    np.testing.assert_array_equal(flat['weights'][:count], expected)
+    for key in flat:
+      assert not flat[key][count:].any()
+    if segments:
+      for row in rows:
+        valid = row['segments'] > 0
+        ids = row['segments'][valid]
+        assert ids[0] == 1
+        np.testing.assert_array_equal(
+          np.diff(ids), np.diff(row['tokens'][valid]) != 0
+        )
+
+
+def test_windows_of_a_sparse_8_gib_file_cost_nothing(tmp_path):
+  for name, size in (('train/big', 2**33), ('eval/small', 2**20)):
+    path = tmp_path / name
+    path.parent.mkdir()
+    with open(path, 'wb') as f:
+      f.truncate(size)
+      f.seek(size - 1)
+      f.write(b'\x07')
+  config = files_config(tmp_path, length=256)
+  iterator = text.train_iterator(config, batch_size=4, seed=0)
+  check_format(next(iterator), 4, 256, False)
+  stream = corpus.ByteStream(text.split_files(config)[0])
+  windows = text.Windows(stream, 256, partial=True)
+  assert len(windows) == 2**25
+  assert windows[2**25 - 1]['targets'][254] == 7
+  assert stream._map(0).base is not None  # A view of the map, not a copy.
+
+
+# Training batches.
+
+
+@pytest.mark.parametrize('segments', [False, True])
+@pytest.mark.parametrize('read_threads', [0, 2])
+def test_order_depends_on_the_seed_alone(root, segments, read_threads):
+  config = files_config(root, segments=segments, read_threads=read_threads)
+
+  def batches(seed):
+    return take(text.train_iterator(config, batch_size=4, seed=seed), 60)
+
+  first = batches(0)
+  for batch in first:
+    check_format(batch, 4, 8, segments)
+  assert_same(first, batches(0))
+  assert rows_of(first) != rows_of(batches(1))
+
+
+def test_every_epoch_has_each_row_once_in_another_order(root):
+  config = files_config(root)
+  rows = rows_of(take(text.train_iterator(config, batch_size=1, seed=3), 218))
+  first, second = rows[:109], rows[109:]
+  assert len(set(first)) == 109  # 879 targets in rows of 8.
+  assert sorted(first) == sorted(second)
+  assert first != second
+  assert first != sorted(first)
+
+
+@pytest.mark.parametrize('stop', [0, 1, 26, 27, 28, 54, 55])
+@pytest.mark.parametrize('read_threads', [0, 2])
+def test_resume_at_and_across_an_epoch_boundary(root, stop, read_threads):
+  # 109 rows in batches of 4: the 28th batch crosses into the second epoch.
+  config = files_config(root, segments=True, read_threads=read_threads)
+  iterator = text.train_iterator(config, batch_size=4, seed=5)
+  take(iterator, stop)
+  state = json.loads(json.dumps(iterator.get_state()))
+  expected = take(iterator, 40)
+  resumed = text.train_iterator(config, batch_size=4, seed=5)
+  resumed.set_state(state)
+  assert_same(take(resumed, 40), expected)
+  # An iterator that is already under way can go back, too.
+  iterator.set_state(state)
+  assert_same(take(iterator, 40), expected)
+
+
+@pytest.mark.parametrize('count', [2, 3, 4])
+def test_shards_are_disjoint_and_make_up_the_whole(root, count):
+  config = files_config(root)
+  alone = take(text.train_iterator(config, batch_size=12, seed=2), 20)
+  shards = [
+    take(
+      text.train_iterator(
+        config,
+        batch_size=12 // count,
+        seed=2,
+        shard_index=i,
+        shard_count=count,
+      ),
+      20,
+    )
+    for i in range(count)
+  ]
+  for step, whole in enumerate(alone):
+    parts = [set(rows_of([shard[step]])) for shard in shards]
+    assert sum(map(len, parts)) == len(set.union(*parts)) == 12
+    assert sorted(set.union(*parts)) == sorted(rows_of([whole]))
+
+
+# Held-out batches.
+
+
+def test_held_out_files_are_never_trained_on(tmp_path):
+  for i in range(40):
+    write(tmp_path, {f'd{i % 3}/{i}.txt': bytes([i]) * 50})
+  config = text.TextDataConfig(
+    source='files', files=f'{tmp_path}/**/*.txt', length=7, eval_fraction=0.2
+  )
+  train, held_out = text.split_files(config)
+  assert len(train) + len(held_out) == 40
+  assert len(held_out) > 1
+  ids = {int(pathlib.Path(f.name).stem) for f in held_out}
+  batches = take(text.train_iterator(config, batch_size=4, seed=0), 150)
+  seen = {int(t) for b in batches for t in b['tokens'].flat}
+  assert seen == set(range(40)) - ids
+  evaluated = np.concatenate(
+    [
+      b['tokens'][b['weights'] > 0]
+      for b in text.eval_batches(config, batch_size=4)
+    ]
+  )
+  assert set(evaluated.tolist()) == ids
+
+
+def test_a_copy_of_a_held_out_file_is_not_trained_on(root):
+  copy = (root / 'eval/1.bin').read_bytes()
+  write(root, {'train/copy.bin': copy})
+  train, held_out = text.split_files(files_config(root))
+  assert 'copy.bin' not in [f.name for f in train]
+  assert len(train) == 10
+  assert len(held_out) == 2
+
+
+@pytest.mark.parametrize('segments', [False, True])
+@pytest.mark.parametrize('count', [1, 2, 3])
+def test_eval_counts_each_target_once(root, segments, count):
+  config = files_config(root, segments=segments)
+  shards = [
+    list(
+      text.eval_batches(config, batch_size=4, shard_index=i, shard_count=count)
+    )
+    for i in range(count)
+  ]
+  # 175 targets in 22 rows, the last of 7; and so many batches on every shard.
+  assert {len(s) for s in shards} == {math.ceil(22 / (4 * count))}
+  for shard in shards:
+    for batch in shard:
+      check_format(batch, 4, 8, segments)
+  weights = sum(b['weights'].sum() for s in shards for b in s)
+  assert weights == (174 if segments else 175)
+  pairs = [
+    (t, n)
+    for s in shards
+    for b in s
+    for t, n, w in zip(
+      b['tokens'].flat, b['targets'].flat, b['weights'].flat, strict=True
+    )
+    if w
+  ]
+  whole = b''.join((root / f'eval/{i}.bin').read_bytes() for i in range(2))
+  expected = list(itertools.pairwise(whole))
+  if segments:
+    del expected[87]
+  assert sorted(pairs) == sorted(expected)
+  again = list(text.eval_batches(config, batch_size=4, shard_count=count))
+  assert_same(shards[0], again)
+
+
+@pytest.mark.parametrize('count', [1, 2])
+def test_limited_eval_is_spread_over_the_held_out_files(root, count):
+  config = files_config(root)
+  everything = rows_of(text.eval_batches(config, batch_size=1))
+  shards = [
+    list(
+      text.eval_batches(
+        config,
+        batch_size=2,
+        num_batches=2,
+        shard_index=i,
+        shard_count=count,
+      )
+    )
+    for i in range(count)
+  ]
+  assert {len(s) for s in shards} == {2}
+  chosen = sorted(everything.index(r) for s in shards for r in rows_of(s))
+  rows = 4 * count
+  assert chosen == [i * 22 // rows for i in range(rows)]
+  assert_same(
+    list(text.eval_batches(config, batch_size=4, num_batches=99)),
+    list(text.eval_batches(config, batch_size=4)),
+  )
+
+
+def test_stdlib_by_default():
+  config = text.TextDataConfig()
+  batch = next(text.train_iterator(config, batch_size=2, seed=0))
+  check_format(batch, 2, 256, False)
+  assert batch['weights'].all()
+  np.testing.assert_array_equal(
+    batch['tokens'][:, 1:], batch['targets'][:, :-1]
+  )
+  train, held_out = text.split_files(config)
+  assert not {f.path for f in train} & {f.path for f in held_out}
+  assert 0.02 < len(held_out) / len(train) < 0.1
+  (batch,) = text.eval_batches(config, batch_size=2, num_batches=1)
+  assert batch['weights'].sum() == 512
+
+
+# Subword tokenisers over files.
+
+
+@pytest.fixture(scope='module')
+def sp_path(tmp_path_factory):
+  model = io.BytesIO()
+  sentencepiece.SentencePieceTrainer.train(
+    sentence_iterator=iter(['one two three four five six'] * 20),
+    model_writer=model,
+    vocab_size=40,
+    hard_vocab_limit=False,
+    minloglevel=2,
+  )
+  path = tmp_path_factory.mktemp('sp') / 'm.model'
+  path.write_bytes(model.getvalue())
+  return str(path)
+
+
+def test_subword_files(tmp_path, sp_path):
+  for i in range(8):
+    write(tmp_path, {f'train/{i}': b'one two three ' * 5})
+  write(tmp_path, {'eval/0': b'four five', 'eval/1': b'six'})
+  config = files_config(
+    tmp_path,
+    tokenizer='sentencepiece',
+    tokenizer_path=sp_path,
+    cache_dir=str(tmp_path / 'cache'),
+    segments=True,
+  )
+  tok = text.make_tokenizer(config)
+  (batch,) = text.eval_batches(config, batch_size=8)
+  check_format(batch, 8, 8, True)
+  documents = [tok.encode(s) + [tok.eos_id] for s in ('four five', 'six')]
+  valid = batch['segments'] > 0
+  stream = documents[0] + documents[1]
+  assert batch['tokens'][valid].tolist() == stream[:-1]
+  # Every token but the first of each document counts.
+  assert batch['weights'].sum() == len(stream) - 2
+  iterator = text.train_iterator(config, batch_size=2, seed=0)
+  check_format(next(iterator), 2, 8, True)
+  assert len(list((tmp_path / 'cache').iterdir())) == 2
+
+
+# Data sets of documents.
+
+
+@pytest.fixture(scope='module')
+def tfds_dir(tmp_path_factory):
+  """A tiny text data set in ArrayRecord, written without TensorFlow."""
+  import tensorflow_datasets as tfds
+
+  tfds.disable_progress_bar()
+
+  class TinyDocuments(tfds.core.GeneratorBasedBuilder):
+    # For a class in a package TFDS would want importlib_resources, which it
+    # does not install on this version of Python.
+    __module__ = 'tiny_documents'
+    VERSION = tfds.core.Version('1.0.0')
+
+    def _info(self):
+      features = {
+        'text': tfds.features.Text(),
+        'n': tfds.features.Scalar(np.int64),
+      }
+      return tfds.core.DatasetInfo(
+        builder=self, features=tfds.features.FeaturesDict(features)
+      )
+
+    def _split_generators(self, dl_manager):
+      return {
+        'train': self._generate_examples(90),
+        'test': self._generate_examples(17),
+        'few': self._generate_examples(1),
+        'blank': self._generate_examples(-3),
+      }
+
+    def _generate_examples(self, count):
+      for i in range(abs(count)):
+        words = f'<{i:03d}>' + 'é' * (i % 7)
+        yield i, {'text': words if count > 0 and i != 5 else '', 'n': i}
+
+  builder = TinyDocuments(
+    data_dir=str(tmp_path_factory.mktemp('tfds')), file_format='array_record'
+  )
+  builder.download_and_prepare()
+  return str(builder.data_path)
+
+
+def documents_of(count):
+  return {
+    (f'<{i:03d}>' + 'é' * (i % 7)).encode() for i in range(count) if i != 5
+  }
+
+
+def tfds_config(directory, **kwargs):
+  kwargs = {'source': 'tfds', 'tfds_name': directory, 'length': 16, **kwargs}
+  return text.TextDataConfig(**kwargs)
+
+
+def counted_targets(batches):
+  """Returns the targets of weight 1, row by row, as bytes."""
+  return b''.join(
+    bytes(t[w > 0].astype(np.uint8))
+    for b in batches
+    for t, w in zip(b['targets'], b['weights'], strict=True)
+  )
+
+
+@pytest.mark.parametrize('count', [1, 2])
+def test_tfds_eval_without_segments(tfds_dir, count):
+  config = tfds_config(tfds_dir)
+  shards = [
+    list(
+      text.eval_batches(config, batch_size=3, shard_index=i, shard_count=count)
+    )
+    for i in range(count)
+  ]
+  assert len({len(s) for s in shards}) == 1
+  for batch in itertools.chain(*shards):
+    check_format(batch, 3, 16, False)
+  rows = [
+    {k: v[j : j + 1] for k, v in s[i].items()}
+    for i in range(len(shards[0]))
+    for j in range(3)
+    for s in shards
+  ]
+  # All documents, each with its separator: as one stream.
+  stream = counted_targets(rows)
+  assert sorted(stream.split(b'\n')[:-1]) == sorted(documents_of(17))
+  # The tokens are that stream one step earlier.
+  tokens = np.concatenate([r['tokens'][r['weights'] > 0] for r in rows])
+  assert bytes(tokens.astype(np.uint8)) == (b'\n' + stream)[:-1]
+
+
+@pytest.mark.parametrize('length', [16, 6])
+def test_tfds_eval_with_segments(tfds_dir, length):
+  config = tfds_config(tfds_dir, segments=True, length=length)
+  batches = list(text.eval_batches(config, batch_size=3))
+  total = 0
+  whole = []
+  for batch in batches:
+    check_format(batch, 3, length, True)
+    np.testing.assert_array_equal(batch['weights'] > 0, batch['segments'] > 0)
+    total += int(batch['weights'].sum())
+    for tokens, targets, ids in zip(
+      batch['tokens'], batch['targets'], batch['segments'], strict=True
+    ):
+      assert not targets[ids == 0].any()
+      for i in range(1, ids.max(initial=0) + 1):
+        t, n = tokens[ids == i], targets[ids == i]
+        np.testing.assert_array_equal(t[1:], n[:-1])
+        whole.append(bytes(n.astype(np.uint8)))
+  assert total == sum(len(d) + 1 for d in documents_of(17))
+  if length == 16:  # Then documents of at most 15 bytes are not cut.
+    complete = {w.removesuffix(b'\n') for w in whole}
+    assert {d for d in documents_of(17) if len(d) < 16} <= complete
+
+
+def test_tfds_limited_eval_is_spread(tfds_dir):
+  config = tfds_config(tfds_dir, tfds_eval_split='train')
+  limited = list(text.eval_batches(config, batch_size=2, num_batches=2))
+  assert len(limited) == 2
+  beginning = counted_targets(take(text.eval_batches(config, batch_size=2), 2))
+  assert counted_targets(limited) != beginning
+  everything = list(text.eval_batches(config, batch_size=2, num_batches=999))
+  documents = counted_targets(everything).split(b'\n')[:-1]
+  assert sorted(documents) == sorted(documents_of(90))
+
+
+@pytest.mark.parametrize('size', [1, 2, 3, 17, 100])
+def test_spread_is_a_permutation_with_even_beginnings(size):
+  order = [text._Spread(range(size))[i] for i in range(size)]
+  assert sorted(order) == list(range(size))
+  if size == 100:
+    gaps = np.diff(sorted([*order[:10], 100 + order[0]]))
+    assert gaps.max() <= 20
+
+
+@pytest.mark.parametrize('segments', [False, True])
+@pytest.mark.parametrize('read_threads', [0, 1])
+def test_tfds_training_resumes_anywhere(tfds_dir, segments, read_threads):
+  config = tfds_config(tfds_dir, segments=segments, read_threads=read_threads)
+  iterator = text.train_iterator(config, batch_size=3, seed=1)
+  states, batches = [], []
+  for _ in range(60):
+    states.append(json.dumps(iterator.get_state()))
+    batches.append(next(iterator))
+  for batch in batches:
+    check_format(batch, 3, 16, segments)
+  assert_same(
+    batches, take(text.train_iterator(config, batch_size=3, seed=1), 60)
+  )
+  other = take(text.train_iterator(config, batch_size=3, seed=2), 60)
+  assert rows_of(batches) != rows_of(other)
+  for start in range(0, 57, 1 if read_threads == 0 else 8):
+    resumed = text.train_iterator(config, batch_size=3, seed=1)
+    resumed.set_state(json.loads(states[start]))
+    assert_same(take(resumed, 3), batches[start : start + 3])
+
+
+def test_tfds_shards_share_the_documents(tfds_dir):
+  config = tfds_config(tfds_dir)
+  parts = []
+  for i in range(2):
+    iterator = text.train_iterator(
+      config, batch_size=1, seed=0, shard_index=i, shard_count=2
+    )
+    # An epoch of the split is about 1100 tokens: these are half of a shard's.
+    stream = counted_targets(take(iterator, 17))
+    parts.append(set(stream.split(b'\n')[:-1]))
+  assert parts[0]
+  assert not parts[0] & parts[1]
+  assert parts[0] | parts[1] <= documents_of(90)
+
+
+# Errors.
+
+
+@pytest.mark.parametrize(
+  ('kwargs', 'message'),
+  [
+    ({'length': 1}, 'length=1'),
+    ({'length': 2.5}, 'length'),
+    ({'eval_fraction': 0.0}, 'eval_fraction=0.0'),
+    ({'eval_fraction': 1.0}, 'eval_fraction=1.0'),
+    ({'source': 'web'}, 'source'),
+    ({'source': 'files'}, "source='files' needs files"),
+    ({'files': 'a'}, "files='a' is read only with"),
+    ({'eval_files': 'a'}, "eval_files='a' is read only with"),
+    ({'source': 'tfds', 'tfds_name': ''}, 'needs tfds_name'),
+    ({'tokenizer_path': 'm'}, "tokenizer_path='m' is read only by"),
+    ({'tokenizer': 'huggingface'}, 'needs tokenizer_path'),
+    ({'read_threads': -1}, 'read_threads=-1'),
+    ({'prefetch': 0}, 'prefetch=0'),
+    ({'prefetch': 2, 'read_threads': 3}, 'prefetch=2'),
+  ],
+)
+def test_config_refuses(kwargs, message):
+  with pytest.raises(errors.UserError, match=message):
+    text.TextDataConfig(**kwargs)
+
+
+def test_file_errors(root):
+  def train(batch_size=1, shard_count=1, **kwargs):
+    return text.train_iterator(
+      files_config(root, **kwargs),
+      batch_size=batch_size,
+      seed=0,
+      shard_count=shard_count,
+    )
+
+  with pytest.raises(errors.UserError, match='matches no file'):
+    train(files=f'{root}/none/*')
+  with pytest.raises(errors.UserError, match='hold 880 tokens, too few'):
+    train(length=880)
+  next(train(length=879))
+  with pytest.raises(errors.UserError, match='109 rows.*fewer than the 110'):
+    train(batch_size=55, shard_count=2)
+  with pytest.raises(errors.UserError, match='also held out'):
+    train(files=f'{root}/eval/*')
+  with pytest.raises(errors.UserError, match='no file.*nothere'):
+    train(tokenizer='huggingface', tokenizer_path='nothere')
+  with pytest.raises(errors.UserError, match='batch_size=0'):
+    train(batch_size=0)
+  with pytest.raises(errors.UserError, match='shard_index=0'):
+    train(shard_count=0)
+  with pytest.raises(errors.UserError, match='seed=-1'):
+    text.train_iterator(files_config(root), batch_size=1, seed=-1)
+
+
+def test_eval_errors_come_before_the_first_batch(root):
+  one = files_config(root, files=f'{root}/train/0.bin', eval_files='')
+  next(text.train_iterator(one, batch_size=1, seed=0))
+  with pytest.raises(errors.UserError, match='no file is held out'):
+    text.eval_batches(one, batch_size=1)
+  write(root, {'eval/tiny': b'x'})
+  with pytest.raises(errors.UserError, match='1 tokens, too few'):
+    text.eval_batches(
+      files_config(root, eval_files=f'{root}/eval/tiny'), batch_size=1
+    )
+  with pytest.raises(errors.UserError, match='eval_files=.*matches no file'):
+    text.eval_batches(files_config(root, eval_files='none/*'), batch_size=1)
+  with pytest.raises(errors.UserError, match='num_batches=0'):
+    text.eval_batches(files_config(root), batch_size=1, num_batches=0)
+
+
+@pytest.mark.parametrize(
+  ('kwargs', 'message'),
+  [
+    ({'tfds_name': 'lm1bb'}, "'lm1bb' is neither.*nearest name is 'lm1b'"),
+    ({'tfds_name': 'lm1b'}, 'not prepared.*download_and_prepare'),
+    ({'tfds_name': '.'}, 'directory without a prepared data set'),
+    ({'tfds_name': 'lm1b/nope'}, 'cannot be loaded'),
+    ({'tfds_name': 'huggingface:lm1b'}, 'community data set'),
+    ({'tfds_split': 'nope'}, "'nope' of.*choose from blank, few, test, train"),
+    ({'tfds_split': 'train[:0]'}, 'cannot be read'),
+    ({'tfds_text_key': 'body'}, "'body' is not in.*have n, text"),
+    ({'tfds_text_key': 'n'}, 'not text'),
+    ({'tfds_split': 'few'}, 'holds 6 tokens, fewer than the 1 rows'),
+    ({'tfds_split': 'blank'}, 'holds 0 tokens'),
+  ],
+)
+def test_tfds_errors(tfds_dir, tmp_path, kwargs, message):
+  config = tfds_config(tfds_dir, **{'tfds_dir': str(tmp_path), **kwargs})
+  with pytest.raises(errors.UserError, match=message) as e:
+    text.train_iterator(config, batch_size=1, seed=0)
+  assert '\n' not in str(e.value)
+
+
+def test_tfds_blank_eval_split(tfds_dir):
+  config = tfds_config(tfds_dir, tfds_eval_split='blank')
+  with pytest.raises(errors.UserError, match='holds no text'):
+    text.eval_batches(config, batch_size=1)

@@ -1,0 +1,189 @@
+"""Tokenisers: round trips, byte counts, special tokens, bad files."""
+
+import io
+import json
+
+from hypothesis import given
+from hypothesis import strategies as st
+import numpy as np
+import pytest
+import sentencepiece
+import tokenizers as hf
+
+from mod_jax import errors
+from mod_jax.data import tokenizers
+
+CORPUS = [
+  'the cat sat on the mat, and the dog sat on the log.',
+  'naïve café — 東京 in the rain',
+  'def f(x):\n  return x + 1\n',
+] * 20
+
+
+@pytest.fixture(scope='module')
+def sp_path(tmp_path_factory):
+  """A SentencePiece model with byte fallback."""
+  model = io.BytesIO()
+  sentencepiece.SentencePieceTrainer.train(
+    sentence_iterator=iter(CORPUS),
+    model_writer=model,
+    vocab_size=340,
+    byte_fallback=True,
+    hard_vocab_limit=False,
+    normalization_rule_name='identity',
+    remove_extra_whitespaces=False,
+    add_dummy_prefix=False,
+    minloglevel=2,
+  )
+  path = tmp_path_factory.mktemp('sp') / 'tokenizer.model'
+  path.write_bytes(model.getvalue())
+  return path
+
+
+@pytest.fixture(scope='module')
+def hf_path(tmp_path_factory):
+  """A byte-level BPE that was saved with truncation and padding."""
+  tok = hf.Tokenizer(hf.models.BPE())
+  tok.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
+  tok.decoder = hf.decoders.ByteLevel()
+  trainer = hf.trainers.BpeTrainer(
+    vocab_size=300,
+    special_tokens=['<|endoftext|>', '<fim>'],
+    initial_alphabet=hf.pre_tokenizers.ByteLevel.alphabet(),
+    show_progress=False,
+  )
+  tok.train_from_iterator(CORPUS, trainer)
+  tok.enable_truncation(4)
+  tok.enable_padding(length=4)
+  path = tmp_path_factory.mktemp('hf') / 'tokenizer.json'
+  tok.save(str(path))
+  return path
+
+
+def all_kinds(sp_path, hf_path):
+  return [
+    tokenizers.make('bytes'),
+    tokenizers.make('sentencepiece', str(sp_path)),
+    tokenizers.make('huggingface', str(hf_path)),
+  ]
+
+
+@given(st.text())
+def test_bytes_round_trip(text):
+  tok = tokenizers.make('bytes')
+  ids = tok.encode(text)
+  assert tok.decode(ids) == text.encode('utf-8', 'replace').decode()
+  assert tok.encode_bytes(text.encode('utf-8', 'replace')).tolist() == ids
+
+
+def test_bytes_pass_what_is_not_utf8():
+  tok = tokenizers.make('bytes')
+  assert tok.encode_bytes(b'\xff\x00').tolist() == [255, 0]
+  assert tok.decode([0xE6, 0x9D]) == '\ufffd'
+
+
+@pytest.mark.parametrize('text', CORPUS[:3] + ['\x01🦊 z\t'])
+def test_each_kind_is_lossless_and_counts_every_byte(sp_path, hf_path, text):
+  for tok in all_kinds(sp_path, hf_path):
+    ids = tok.encode(text)
+    assert tok.decode(ids) == text
+    assert tok.token_bytes.shape == (tok.vocab_size,)
+    assert tok.token_bytes.dtype == np.int32
+    assert tok.token_bytes[ids].sum() == len(text.encode())
+    assert max(ids) < tok.vocab_size
+    if tok.vocab_size > 256:
+      assert len(ids) < len(text.encode()) or '🦊' in text
+
+
+def test_special_ids(sp_path, hf_path):
+  for tok, eos, bos in zip(
+    all_kinds(sp_path, hf_path), (None, 2, 0), (None, 1, None), strict=True
+  ):
+    assert (tok.eos_id, tok.bos_id) == (eos, bos)
+    if eos is not None:
+      assert tok.token_bytes[eos] == 0
+
+
+def test_declared_end_token_wins_over_the_customary(hf_path, tmp_path):
+  copy = tmp_path / 'tokenizer.json'
+  copy.write_bytes(hf_path.read_bytes())
+  before = tokenizers.make('huggingface', str(tmp_path))
+  (tmp_path / 'tokenizer_config.json').write_text(
+    json.dumps({'eos_token': {'content': '<fim>'}})
+  )
+  after = tokenizers.make('huggingface', str(tmp_path))
+  assert (before.eos_id, after.eos_id) == (0, 1)
+  assert before.fingerprint != after.fingerprint
+
+
+def test_text_that_spells_a_special_token_does_not_become_one(hf_path):
+  tok = tokenizers.make('huggingface', str(hf_path))
+  assert tok.eos_id not in tok.encode('a <|endoftext|> b')
+
+
+def test_ids_outside_the_vocabulary_never_raise(sp_path, hf_path):
+  for tok in all_kinds(sp_path, hf_path):
+    bad = [-1, tok.vocab_size, 2**40]
+    good = tok.encode('cat')
+    assert tok.decode(good + bad + good) == 'cat' + 3 * '\ufffd' + 'cat'
+    assert tok.pieces(bad) == 3 * ['\ufffd']
+    assert tok.decode([]) == ''
+    assert isinstance(tok.decode(range(tok.vocab_size)), str)
+
+
+def test_pieces_are_printable(sp_path, hf_path):
+  for tok in all_kinds(sp_path, hf_path):
+    pieces = tok.pieces(range(tok.vocab_size))
+    assert all(p and p.isprintable() for p in pieces)
+  assert tokenizers.make('bytes').pieces(list(b'a \n\t\x00\xe6')) == [
+    'a',
+    '␣',
+    '↵',
+    '⇥',
+    '\\x00',
+    '\\xe6',
+  ]
+
+
+def test_fingerprints_differ(sp_path, hf_path):
+  kinds = all_kinds(sp_path, hf_path)
+  assert len({tok.fingerprint for tok in kinds}) == 3
+
+
+@pytest.mark.parametrize(
+  ('decoder', 'token', 'count'),
+  [
+    (None, '##é', 4),
+    ({'type': 'WordPiece', 'prefix': '##'}, '##é', 2),
+    ({'type': 'Metaspace', 'replacement': '▁'}, '▁ab', 3),
+    ({'type': 'BPEDecoder', 'suffix': '</w>'}, 'ab</w>', 3),
+    ({'type': 'ByteLevel'}, 'ĠÃ', 2),
+    (
+      {
+        'type': 'Sequence',
+        'decoders': [
+          {'type': 'Replace', 'pattern': {'String': '▁'}, 'content': ' '},
+          {'type': 'ByteFallback'},
+        ],
+      },
+      '<0xE6>',
+      1,
+    ),
+  ],
+)
+def test_bytes_of_a_vocabulary_entry(decoder, token, count):
+  assert len(tokenizers._surface_function(decoder)(token)) == count
+
+
+@pytest.mark.parametrize('kind', ['sentencepiece', 'huggingface'])
+def test_missing_and_broken_files(kind, tmp_path):
+  with pytest.raises(errors.UserError, match=r'nothere.*no file'):
+    tokenizers.make(kind, str(tmp_path / 'nothere'))
+  with pytest.raises(errors.UserError, match='no file.*tokenizer'):
+    tokenizers.make(kind, str(tmp_path))
+  bad = tmp_path / 'bad'
+  for content in (b'', b'{}', b'\x00\x01 no model'):
+    bad.write_bytes(content)
+    with pytest.raises(errors.UserError, match='is not a readable') as e:
+      tokenizers.make(kind, str(bad))
+    assert '\n' not in str(e.value)

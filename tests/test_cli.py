@@ -1,0 +1,315 @@
+"""The scripts' manners: one line and a status for bad input, in subprocesses.
+
+Most cases go through one subprocess each, which is what a person would start;
+they are kept cheap by never importing jax.
+"""
+
+import concurrent.futures
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+LIBRARY = """
+  import dataclasses
+  from typing import Literal
+
+  from mod_jax import config
+  from mod_jax.errors import UserError
+
+
+  @dataclasses.dataclass(frozen=True, kw_only=True)
+  class Routing:
+    capacity: float = 0.125
+    gate: Literal['raw', 'sigmoid'] = 'raw'
+
+    def __post_init__(self):
+      config.validate(self)
+      if not 0 < self.capacity <= 1:
+        raise UserError(f'capacity={self.capacity}: expected (0, 1].')
+
+
+  @dataclasses.dataclass(frozen=True, kw_only=True)
+  class Model:
+    num_layers: int = 2
+    rate: float = 1
+    tied: bool = True
+    kv_heads: int | None = None
+    path: str | None = None
+    clip: float | None = 1.0
+    capacities: float | tuple[float, ...] = 0.5
+    mesh: tuple[int, ...] = (1, 2)
+    names: tuple[str, ...] = ()
+    routing: Routing | None = Routing()
+    dense: Routing | None = None
+
+    def __post_init__(self):
+      config.validate(self)
+
+
+  @dataclasses.dataclass(frozen=True, kw_only=True)
+  class Experiment:
+    steps: int = 10
+    model: Model = Model()
+
+    def __post_init__(self):
+      config.validate(self)
+"""
+
+CONFIG = """
+  import dataclasses
+
+  import library
+  from mod_jax import config
+
+
+  def get_config(variant=''):
+    base = library.Experiment()
+    if variant == 'key_error':
+      return {}['a bug']
+    if variant == 'value_error':
+      return int('a bug')
+    if variant == 'nothing':
+      return None
+    if variant == 'refused':
+      library.Routing(capacity=2)
+    variants = {'': base, 'tiny': dataclasses.replace(base, steps=1)}
+    return config.to_config_dict(config.choose(variant, variants))
+"""
+
+SCRIPT = """
+  import sys
+  import time
+
+  from absl import flags
+  from ml_collections import config_flags
+
+  import library
+  from mod_jax import cli
+  from mod_jax import config
+  from mod_jax.errors import UserError
+
+  CONFIG = config_flags.DEFINE_config_file('config')
+  WORKDIR = flags.DEFINE_string('workdir', None, 'Where to write.')
+  THEN = flags.DEFINE_string('then', '', 'What to do after loading.')
+
+
+  def main(argv):
+    del argv
+    experiment = cli.load_config(CONFIG.value, library.Experiment)
+    if THEN.value == 'refuse':
+      raise UserError('two\\n  lines')
+    if THEN.value == 'crash':
+      raise ValueError('a bug')
+    if THEN.value == 'sleep':
+      print('asleep', flush=True)
+      time.sleep(60)
+    sys.stdout.write(config.to_json(experiment))
+
+
+  if __name__ == '__main__':
+    flags.mark_flag_as_required('workdir')
+    cli.run(main)
+"""
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+  path = tmp_path_factory.mktemp('cli')
+  for name, text in (
+    ('library.py', LIBRARY),
+    ('tiny_config.py', CONFIG),
+    ('script.py', SCRIPT),
+  ):
+    (path / name).write_text(textwrap.dedent(text), encoding='utf-8')
+  (path / 'broken.py').write_text('def get_config(:\n', encoding='utf-8')
+  return path
+
+
+def start(folder, *args):
+  env = os.environ | {'PYTHONPATH': str(ROOT), 'PYTHONDONTWRITEBYTECODE': '1'}
+  return subprocess.Popen(
+    [sys.executable, 'script.py', *args],
+    cwd=folder,
+    env=env,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+  )
+
+
+def call(folder, *args):
+  """Returns status, stdout and stderr of the script."""
+  process = start(folder, *args)
+  out, err = process.communicate(timeout=60)
+  return process.returncode, out, err
+
+
+GIVEN = ('--config=tiny_config.py', '--workdir=w')
+REFUSALS = {
+  (*GIVEN, '--config.model.num_layer=4'): (
+    "--config.model.num_layer: config.model has no field 'num_layer'. "
+    "Did you mean 'num_layers'?"
+  ),
+  (*GIVEN, '--config.model.num_layer', '4'): (
+    "--config.model.num_layer: config.model has no field 'num_layer'. "
+    "Did you mean 'num_layers'?"
+  ),
+  (*GIVEN, '--config.zzz=1'): (
+    "--config.zzz: config has no field 'zzz'. Its fields are model, steps."
+  ),
+  (*GIVEN, '--config.model.num_layers.x=1'): (
+    "--config.model.num_layers.x: config.model.num_layers is 2 and has no 'x'."
+  ),
+  (*GIVEN, '--config.model.dense.gate=raw'): (
+    "--config.model.dense.gate: config.model.dense is None and has no 'gate'."
+  ),
+  (*GIVEN, '--config.model.num_layers=abc'): (
+    '--config.model.num_layers=abc: expected an integer.'
+  ),
+  (*GIVEN, '--config.model.rate=fast'): (
+    '--config.model.rate=fast: expected a number.'
+  ),
+  (*GIVEN, '--config.model.tied=maybe'): (
+    '--config.model.tied=maybe: expected true or false.'
+  ),
+  (*GIVEN, '--config.model.kv_heads=1.5'): (
+    '--config.model.kv_heads=1.5: expected an integer or None.'
+  ),
+  (*GIVEN, '--config.model.mesh=1,x'): "model.mesh[0]='1,x': expected",
+  (*GIVEN, '--config.model.routing=7'): (
+    '--config.model.routing=7: expected a group of fields'
+  ),
+  (*GIVEN, '--config.model=7'): '--config.model=7: expected a group of fields',
+  (*GIVEN, '--config.model.routing.gate=row'): (
+    "model.routing.gate='row': expected one of 'raw', 'sigmoid'. "
+    "Did you mean 'raw'?"
+  ),
+  (*GIVEN, '--config.model.routing.capacity=2'): (
+    'model.routing: capacity=2.0: expected (0, 1].'
+  ),
+  (*GIVEN, '--wrkdir=x'): "Unknown command line flag 'wrkdir'. Did you mean",
+  (*GIVEN, 'config.steps=3'): "unexpected argument 'config.steps=3'",
+  ('--config=tiny_config.py',): '--workdir is missing',
+  ('--workdir=w',): '--config is missing',
+  ('--workdir=w', '--config.steps=3'): (
+    '--config.steps changes a config, but there is none'
+  ),
+  ('--config.steps=3', *GIVEN): 'Found --config.steps=3',
+  ('--workdir=w', '--config=tiny_confg.py'): (
+    "--config=tiny_confg.py: there is no file 'tiny_confg.py'. "
+    "Did you mean 'tiny_config.py'?"
+  ),
+  ('--workdir=w', '--config', 'nowhere/x.py:tiny'): (
+    "--config=nowhere/x.py:tiny: there is no file 'nowhere/x.py'."
+  ),
+  ('--workdir=w', '--config=tiny_config.py:tinny'): (
+    "unknown variant 'tinny': expected one of '', 'tiny'. Did you mean 'tiny'?"
+  ),
+  ('--workdir=w', '--config=tiny_config.py:refused'): (
+    'capacity=2: expected (0, 1].'
+  ),
+  (*GIVEN, '--then=refuse'): 'two lines',
+}
+BUGS = {
+  (*GIVEN, '--then=crash'): 'ValueError: a bug',
+  ('--workdir=w', '--config=tiny_config.py:key_error'): "KeyError: 'a bug'",
+  ('--workdir=w', '--config=tiny_config.py:value_error'): 'ValueError: ',
+  ('--workdir=w', '--config=broken.py'): 'SyntaxError: ',
+}
+SUCCESSES = {
+  GIVEN: {},
+  (*GIVEN, '--config.model.kv_heads=3'): {'kv_heads': 3},
+  (*GIVEN, '--config.model.kv_heads', '3'): {'kv_heads': 3},
+  (*GIVEN, '--config.model.rate=0.5'): {'rate': 0.5},
+  (*GIVEN, '--config.model.rate=2'): {'rate': 2.0},
+  (*GIVEN, '--noconfig.model.tied'): {'tied': False},
+  (*GIVEN, '--config.model.tied=false'): {'tied': False},
+  (*GIVEN, '--config.model.path=123'): {'path': '123'},
+  (*GIVEN, '--config.model.path=a/*.txt'): {'path': 'a/*.txt'},
+  (*GIVEN, '--config.model.clip=None'): {'clip': None},
+  (*GIVEN, '--config.model.clip=1e-3'): {'clip': 1e-3},
+  (*GIVEN, '--config.model.capacities=.25'): {'capacities': 0.25},
+  (*GIVEN, '--config.model.capacities=1,.2'): {'capacities': [1.0, 0.2]},
+  (*GIVEN, '--config.model.mesh=4,2'): {'mesh': [4, 2]},
+  (*GIVEN, '--config.model.mesh=4'): {'mesh': [4]},
+  (*GIVEN, '--config.model.names=a', '--config.model.names=b'): {
+    'names': ['a', 'b']
+  },
+  (*GIVEN, '--config.model.routing=None'): {'routing': None},
+  (*GIVEN, "--config.model.dense={'gate': 'sigmoid'}"): {
+    'dense': {'capacity': 0.125, 'gate': 'sigmoid'}
+  },
+  (*GIVEN, '--config.model.routing.capacity=0.5'): {
+    'routing': {'capacity': 0.5, 'gate': 'raw'}
+  },
+}
+
+
+@pytest.fixture(scope='module')
+def results(folder):
+  """Runs every case once, two at a time, as starting Python takes longest."""
+  cases = [*REFUSALS, *BUGS, *SUCCESSES]
+  with concurrent.futures.ThreadPoolExecutor(2) as pool:
+    done = pool.map(lambda args: call(folder, *args), cases)
+    return dict(zip(cases, done, strict=True))
+
+
+@pytest.mark.parametrize('args', REFUSALS, ids=' '.join)
+def test_bad_input_is_told_in_one_line(results, args):
+  status, out, err = results[args]
+  assert err.startswith('error: ' + REFUSALS[args])
+  assert err.count('\n') == 1
+  assert 'Traceback' not in err
+  assert (status, out) == (2, '')
+
+
+@pytest.mark.parametrize('args', BUGS, ids=' '.join)
+def test_bugs_keep_their_traceback(results, args):
+  status, out, err = results[args]
+  assert 'Traceback (most recent call last)' in err
+  assert BUGS[args] in err
+  assert '\nerror: ' not in err
+  assert (status, out) == (1, '')
+
+
+@pytest.mark.parametrize('args', SUCCESSES, ids=' '.join)
+def test_overrides_reach_the_config(results, args):
+  status, out, err = results[args]
+  assert (status, err) == (0, '')
+  _, plain, _ = results[GIVEN]
+  expected = json.loads(plain)
+  expected['model'].update(SUCCESSES[args])
+  assert json.loads(out) == expected
+
+
+def test_variant_reaches_the_config_file(folder):
+  status, out, _ = call(folder, '--config=tiny_config.py:tiny', '--workdir=w')
+  assert (status, json.loads(out)['steps']) == (0, 1)
+
+
+def test_bug_in_a_config_file_is_not_buried_under_another(results):
+  _, _, err = results['--workdir=w', '--config=tiny_config.py:key_error']
+  assert err.count('Traceback (most recent call last)') == 1
+
+
+def test_config_file_that_returns_nothing(folder):
+  args = ('--config=tiny_config.py:nothing', '--workdir=w')
+  status, _, err = call(folder, *args)
+  assert status == 2
+  assert 'error: --config is missing' in err
+
+
+def test_interrupt_is_one_line_and_130(folder):
+  process = start(folder, *GIVEN, '--then=sleep')
+  assert process.stdout.readline() == 'asleep\n'
+  process.send_signal(signal.SIGINT)
+  _, err = process.communicate(timeout=60)
+  assert (process.returncode, err) == (130, 'interrupted\n')

@@ -1,0 +1,169 @@
+"""Imports go one way, and kernels know nothing of the library."""
+
+import ast
+import pathlib
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+# A unit is a module or subpackage of mod_jax. It may import units of strictly
+# lower layers, itself, and mod_jax_kernels.
+LAYERS = (
+  ('errors',),
+  ('config',),
+  ('parallel',),
+  ('losses', 'data'),
+  ('routing',),
+  ('layers',),
+  ('models',),
+  ('flops', 'sampling', 'viz'),
+  ('train',),
+  ('cli',),
+)
+RANK = {unit: rank for rank, units in enumerate(LAYERS) for unit in units}
+
+
+def imported_modules(source, package):
+  """Yields every dotted name that a source imports, relative ones resolved.
+
+  Args:
+    source: text of a module; imports inside functions count too.
+    package: dotted name of the package that the module is in.
+  """
+  for node in ast.walk(ast.parse(source)):
+    if isinstance(node, ast.Import):
+      yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+      base = node.module or ''
+      if node.level:
+        parents = package.split('.')
+        parents = parents[: len(parents) - node.level + 1]
+        base = '.'.join([*parents, base] if base else parents)
+      # `from mod_jax import flops` imports a module: keep the names.
+      yield from (f'{base}.{alias.name}' for alias in node.names)
+
+
+def is_under(module, top):
+  return module == top or module.startswith(f'{top}.')
+
+
+def library_faults(path, source):
+  """Returns the imports of a mod_jax source that go the wrong way.
+
+  Args:
+    path: of the source, relative to the repository's root.
+    source: its text.
+  """
+  # The unit of mod_jax/__init__.py is mod_jax itself, below everything.
+  unit = path.with_suffix('').parts[1].replace('__init__', '')
+  if unit and unit not in RANK:
+    return [f'{path}: {unit} has no place in LAYERS; give it one']
+  faults = []
+  for module in imported_modules(source, '.'.join(path.parent.parts)):
+    if not is_under(module, 'mod_jax'):
+      continue
+    target = (module.split('.') + [''])[1]
+    if target == unit or target == '__version__':
+      continue
+    if target not in RANK:
+      faults.append(f'{path}: imports {module}, which has no place in LAYERS')
+    elif not unit or RANK[target] >= RANK[unit]:
+      faults.append(f'{path}: imports {module}, which is not below {unit!r}')
+  return faults
+
+
+def kernel_faults(path, source):
+  """Returns the imports that a kernels source may not have."""
+  package = '.'.join(path.parent.parts[1:])
+  return [
+    f'{path}: imports {module}'
+    for module in imported_modules(source, package)
+    if is_under(module, 'mod_jax')
+  ]
+
+
+def triton_faults(path, source):
+  """Returns imports of jax_triton or triton outside the backends for GPUs."""
+  if path.name == 'triton_gpu.py':
+    return []
+  return [
+    f'{path}: imports {module}'
+    for module in imported_modules(source, '.'.join(path.parent.parts))
+    if is_under(module, 'jax_triton') or is_under(module, 'triton')
+  ]
+
+
+def sources(*tops):
+  for top in tops:
+    for path in sorted((ROOT / top).rglob('*.py')):
+      yield path.relative_to(ROOT), path.read_text(encoding='utf-8')
+
+
+def test_imports_of_the_library_go_one_way():
+  faults = [f for args in sources('mod_jax') for f in library_faults(*args)]
+  assert not faults, '\n'.join(faults)
+
+
+def test_kernels_know_nothing_of_the_library():
+  found = list(sources('kernels'))
+  assert found
+  faults = [f for args in found for f in kernel_faults(*args)]
+  assert not faults, '\n'.join(faults)
+
+
+def test_triton_is_imported_by_gpu_backends_only():
+  faults = [
+    f for args in sources('mod_jax', 'kernels') for f in triton_faults(*args)
+  ]
+  assert not faults, '\n'.join(faults)
+
+
+def test_kernels_is_no_package():
+  assert (ROOT / 'kernels' / 'mod_jax_kernels' / '__init__.py').is_file()
+  assert not (ROOT / 'kernels' / '__init__.py').exists()
+
+
+@pytest.mark.parametrize(
+  ('path', 'source'),
+  [
+    ('mod_jax/routing/gates.py', 'from mod_jax import layers'),
+    ('mod_jax/routing/gates.py', 'from mod_jax.layers import mlp'),
+    ('mod_jax/routing/gates.py', 'import mod_jax.layers.mlp'),
+    ('mod_jax/routing/gates.py', 'from ..layers import mlp'),
+    ('mod_jax/losses/lm.py', 'from mod_jax.data import text'),
+    ('mod_jax/layers/mlp.py', 'def f():\n  from mod_jax.train import loop'),
+    ('mod_jax/errors.py', 'from mod_jax import config'),
+    ('mod_jax/__init__.py', 'from mod_jax import errors'),
+    ('mod_jax/train/loop.py', 'from mod_jax import cli'),
+    ('mod_jax/train/loop.py', 'from mod_jax import nowhere'),
+    ('mod_jax/train/loop.py', 'import mod_jax'),
+    ('mod_jax/novelty.py', 'import jax'),
+  ],
+)
+def test_the_check_sees_a_wrong_import(path, source):
+  assert library_faults(pathlib.Path(path), source)
+
+
+@pytest.mark.parametrize(
+  ('path', 'source'),
+  [
+    ('mod_jax/routing/gates.py', 'from mod_jax import errors'),
+    ('mod_jax/routing/gates.py', 'from . import selection'),
+    ('mod_jax/routing/__init__.py', 'from mod_jax.routing import gates'),
+    ('mod_jax/train/loop.py', 'from mod_jax.models.lm import LMConfig'),
+    ('mod_jax/train/loop.py', 'from mod_jax import __version__'),
+    ('mod_jax/layers/mlp.py', 'import mod_jax_kernels.attention'),
+  ],
+)
+def test_the_check_lets_a_right_import_pass(path, source):
+  assert not library_faults(pathlib.Path(path), source)
+
+
+def test_the_checks_of_kernels_see_a_wrong_import():
+  path = pathlib.Path('kernels/mod_jax_kernels/mlp/reference.py')
+  assert kernel_faults(path, 'from mod_jax.errors import UserError')
+  assert not kernel_faults(path, 'from mod_jax_kernels import dispatch')
+  assert not kernel_faults(path, 'from .. import dispatch')
+  assert triton_faults(path, 'def f():\n  import jax_triton as jt')
+  assert not triton_faults(path.with_name('triton_gpu.py'), 'import jax_triton')

@@ -1,0 +1,184 @@
+"""Progress: a bar on a terminal, bounded plain lines elsewhere."""
+
+import io
+import re
+
+import numpy as np
+import pytest
+
+from mod_jax.train.progress import Progress
+
+
+class Terminal(io.StringIO):
+  def isatty(self):
+    return True
+
+
+class Clock:
+  def __init__(self):
+    self.now = 100.0
+
+  def __call__(self):
+    return self.now
+
+
+def last_bar(stream):
+  return stream.getvalue().replace('\n', '\r').rstrip('\r').split('\r')[-1]
+
+
+def test_plain_lines():
+  stream, clock = io.StringIO(), Clock()
+  progress = Progress(
+    1000,
+    tokens_per_step=2048,
+    flops_per_step=3e9,
+    stream=stream,
+    interval=5,
+    clock=clock,
+  )
+  progress.update(1, {'loss': np.float32(5.5)})
+  clock.now += 10
+  progress.update(51, {'loss': 2.34567, 'epoch': 3})
+  progress.close()
+  assert stream.getvalue().splitlines() == [
+    'step 1/1000  loss 5.5',
+    'step 51/1000  loss 2.346  epoch 3  10.2k tokens/s  15 GFLOP/s  '
+    'left 0:03:10',
+  ]
+
+
+def test_plain_lines_are_bounded_and_have_first_and_last():
+  stream, clock = io.StringIO(), Clock()
+  with Progress(400, stream=stream, interval=5, clock=clock) as progress:
+    for step in range(1, 401):
+      clock.now += 0.1
+      progress.update(step, {'loss': 1.0})
+  steps = [
+    int(n) for n in re.findall(r'^step (\d+)/400', stream.getvalue(), re.M)
+  ]
+  assert steps[0] == 1
+  assert steps[-1] == 400
+  assert steps == sorted(set(steps))
+  assert 8 <= len(steps) <= 40 / 5 + 2
+  assert '\r' not in stream.getvalue()
+
+
+def test_closing_early_shows_the_last_step_once():
+  stream, clock = io.StringIO(), Clock()
+  progress = Progress(100, stream=stream, clock=clock)
+  for step in (1, 2, 3):
+    progress.update(step)
+  assert 'step 3' not in stream.getvalue()
+  progress.close()
+  progress.close()
+  progress.update(4)
+  progress.message('late')
+  lines = stream.getvalue().splitlines()
+  assert [line.split('  ')[0] for line in lines] == ['step 1/100', 'step 3/100']
+
+
+def test_values_are_not_looked_at_unless_shown():
+  class Busy:
+    def __float__(self):
+      raise AssertionError('waited for the device')
+
+  progress = Progress(100, stream=io.StringIO(), clock=Clock())
+  progress.update(1, {'loss': 1.0})
+  progress.update(2, {'loss': Busy()})
+  with pytest.raises(AssertionError):
+    progress.close()
+
+
+def test_time_of_the_first_step_does_not_count():
+  stream, clock = io.StringIO(), Clock()
+  progress = Progress(
+    21, 10, tokens_per_step=1, stream=stream, interval=0, clock=clock
+  )
+  clock.now += 1000  # Compiling.
+  progress.update(11)
+  clock.now += 2
+  progress.update(12)
+  assert stream.getvalue().splitlines() == [
+    'step 11/21',
+    'step 12/21  0.5 tokens/s  left 0:00:18',
+  ]
+
+
+def test_message_is_a_plain_line():
+  stream = io.StringIO()
+  with Progress(10, stream=stream, clock=Clock()) as progress:
+    progress.message('saved')
+    progress.update(1)
+  assert stream.getvalue() == 'saved\nstep 1/10\n'
+
+
+@pytest.mark.parametrize(
+  ('flops', 'text'),
+  [(999, '999 FLOP/s'), (9.999e8, '1 GFLOP/s'), (2.5e12, '2.5 TFLOP/s')],
+)
+def test_units(flops, text):
+  stream, clock = io.StringIO(), Clock()
+  progress = Progress(
+    9, flops_per_step=flops, stream=stream, interval=0, clock=clock
+  )
+  progress.update(1)
+  clock.now += 1
+  progress.update(2)
+  assert f'  {text}  left' in stream.getvalue()
+
+
+def test_bar_on_a_terminal(monkeypatch):
+  monkeypatch.setenv('COLUMNS', '120')
+  stream, clock = Terminal(), Clock()
+  progress = Progress(
+    100,
+    20,
+    tokens_per_step=1000,
+    flops_per_step=2e12,
+    stream=stream,
+    clock=clock,
+  )
+  assert '20/100' in last_bar(stream)
+  progress.update(21, {'loss': 3.25})
+  assert 'loss 3.25' in last_bar(stream)
+  written = len(stream.getvalue())
+  clock.now += 0.1
+  progress.update(22, {'loss': 9.0})  # Too soon to be drawn.
+  assert len(stream.getvalue()) == written
+  clock.now += 0.9
+  progress.update(23, {'loss': 3.125})
+  bar = last_bar(stream)
+  for text in (
+    '23%|',
+    '23/100',
+    'loss 3.125',
+    '2k tokens/s',
+    '4 TFLOP/s',
+    'left 0:00:38',
+  ):
+    assert text in bar
+  progress.close()
+  assert stream.getvalue().count('\n') == 1
+
+
+def test_message_goes_above_the_bar(monkeypatch):
+  monkeypatch.setenv('COLUMNS', '80')
+  stream = Terminal()
+  progress = Progress(100, stream=stream, clock=Clock())
+  progress.update(7, {'loss': 1.5})
+  progress.message('saved a checkpoint')
+  output = stream.getvalue()
+  # A line of its own, begun after the bar was wiped, and the bar after it.
+  before, after = output.split('saved a checkpoint\n')
+  assert before.endswith('\r')
+  assert before.rstrip('\r').split('\r')[-1].strip() == ''
+  assert '7/100' in after
+  progress.close()
+
+
+def test_other_processes_show_nothing():
+  for stream in (io.StringIO(), Terminal()):
+    with Progress(10, stream=stream, enabled=False) as progress:
+      progress.update(1, {'loss': 1.0})
+      progress.message('hello')
+    assert stream.getvalue() == ''
