@@ -5,7 +5,6 @@ import dataclasses
 from flax import linen as nn
 import jax
 import jax.numpy as jnp
-import mod_jax_kernels
 
 from mod_jax import config as config_lib
 from mod_jax import errors
@@ -14,6 +13,7 @@ from mod_jax.layers import dense
 from mod_jax.layers import rope
 from mod_jax.layers.cache import KVCache
 from mod_jax.layers.tokens import TokenInfo
+import mod_jax_kernels
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

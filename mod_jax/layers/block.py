@@ -34,7 +34,7 @@ class BlockConfig:
 
 
 class Block(nn.Module):
-  """Attention, then MLP. `x + update` is the block's output, left to callers."""
+  """Attention, then MLP. Callers add: the output is `x + update`."""
 
   config: BlockConfig
 

@@ -1,6 +1,9 @@
 """Linear maps and norms as the other layers want them: named axes, dtypes."""
 
+import functools
+
 from flax import linen as nn
+import jax
 
 
 def linear(
@@ -11,6 +14,7 @@ def linear(
   bias: bool = False,
   scale: float = 1.0,
   dtype: str = 'float32',
+  out_dtype: str | None = None,
   name: str | None = None,
 ) -> nn.DenseGeneral:
   """Returns a linear map over the last `contract` axes, with named axes.
@@ -25,11 +29,17 @@ def linear(
     bias: whether to add one.
     scale: factor on the initial standard deviation.
     dtype: compute dtype.
+    out_dtype: dtype of the result, unrounded from the sum; None = `dtype`.
     name: the module's name.
   """
   init = nn.initializers.variance_scaling(
     scale**2, 'fan_in', 'truncated_normal'
   )
+  dot_general = None
+  if out_dtype is not None:
+    dot_general = functools.partial(
+      jax.lax.dot_general, preferred_element_type=out_dtype
+    )
   return nn.DenseGeneral(
     features,
     axis=tuple(range(-contract, 0)),
@@ -39,6 +49,7 @@ def linear(
     bias_init=nn.with_logical_partitioning(
       nn.initializers.zeros, axes[contract:]
     ),
+    dot_general=dot_general,
     name=name,
   )
 

@@ -8,8 +8,8 @@ import dataclasses
 import math
 from typing import Literal
 
-import flax.struct
 from flax import linen as nn
+import flax.struct
 import jax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
@@ -312,9 +312,13 @@ class MoDBlock(nn.Module):
     k = routing.num_chosen(self.capacity, score_BL.shape[1])
     count_B = None
     if info.valid_BL is not None:
-      # As `num_chosen`, for each row's own length.
-      fraction_B = self.capacity * info.valid_BL.sum(axis=-1)
-      count_B = jnp.maximum(1, jnp.floor(fraction_B + 1e-4).astype(jnp.int32))
+      # For each row's own length; a table, so that no rounding of float32
+      # makes a padded row choose otherwise than the same row alone.
+      count_N = [
+        routing.num_chosen(self.capacity, n)
+        for n in range(score_BL.shape[1] + 1)
+      ]
+      count_B = jnp.array(count_N)[info.valid_BL.sum(axis=-1)]
     selection = routing.select_top_k(score_BL, k, info.valid_BL, count_B)
     return checkpoint_name(selection, SELECTION_NAME)
 

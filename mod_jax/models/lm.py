@@ -2,10 +2,11 @@
 
 import dataclasses
 import functools
-from typing import Any, Literal
+from typing import Any
+from typing import Literal
 
-import flax.struct
 from flax import linen as nn
+import flax.struct
 import jax
 import jax.numpy as jnp
 
@@ -65,6 +66,7 @@ class LMConfig:
         f'head_dim={self.block.attention.head_dim}: rotary embedding needs an'
         ' even number of channels per head.'
       )
+    _ = self.capacities  # Refuses a list that does not fit the layers.
     if self.scan_layers:
       self._check_scan()
 
@@ -312,8 +314,9 @@ class LanguageModel(nn.Module):
         (config.vocab_size,),
         ('embed', 'vocab'),
         dtype=config.dtype,
+        out_dtype='float32',
         name='head',
-      )(x_BLD).astype(jnp.float32)
+      )(x_BLD)
     logits_BLV = parallel.constrain(logits_BLV, 'batch', 'length', 'act_vocab')
     if cache is not None:
       seen_B = _count(tokens_BL, valid_BL)
@@ -332,7 +335,10 @@ class LanguageModel(nn.Module):
       position_BL, config.block.attention.head_dim, config.rope_theta
     )
     batch = tokens_BL.shape[0]
-    spread = lambda x: jnp.broadcast_to(x, (batch, *x.shape[1:]))
+
+    def spread(x):
+      return jnp.broadcast_to(x, (batch, *x.shape[1:]))
+
     return tokens_lib.TokenInfo(
       spread(position_BL), spread(rotation_BLC), valid_BL, segment_BL
     )
@@ -361,7 +367,10 @@ class LanguageModel(nn.Module):
     if self.is_initializing() or not self.is_mutable_collection('moving'):
       return
     # One mean for all layers, after them: one reduction over the devices.
-    kth_R = jnp.stack([routed.kth_B for routed in told]).mean(axis=-1)
+    kth_RB = jnp.stack([routed.kth_B for routed in told])
+    seen_RB = kth_RB < jnp.inf  # A row of nothing but padding has no score.
+    kth_R = jnp.where(seen_RB, kth_RB, 0).sum(axis=-1)
+    kth_R /= jnp.maximum(seen_RB.sum(axis=-1), 1)
     decay = self.config.routing.threshold_decay
     moving.value = moving.value.update(kth_R, decay)
 

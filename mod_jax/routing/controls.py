@@ -1,5 +1,6 @@
 """Scores that do not look at the tokens: the controls of an experiment."""
 
+import fractions
 import statistics
 
 import jax
@@ -19,10 +20,16 @@ def gaussian_threshold(capacity: float) -> float:
 
 
 def stride_scores(position_BL: jax.Array, capacity: float) -> jax.Array:
-  """Returns 1 at every `round(1 / capacity)`-th position, else 0.
+  """Returns 1 at a fraction `capacity` of the positions, evenly spread, else 0.
 
-  A fixed pattern, hence causal by itself: a token is chosen where the score
-  exceeds 0.5.
+  Where 1 / capacity is a whole number, those are its multiples; elsewhere two
+  strides alternate, so that the fraction still holds. A fixed pattern, hence
+  causal by itself: a token is chosen where the score exceeds 0.5.
   """
-  stride = max(1, round(1 / capacity))
-  return (position_BL % stride == 0).astype(jnp.float32)
+  # Whole numbers, since float32 would misplace late positions; and small
+  # ones, whose product below stays an int32.
+  most = 2**15
+  ratio = fractions.Fraction(capacity).limit_denominator(most)
+  ratio = max(ratio, fractions.Fraction(1, most))
+  chosen, of = ratio.numerator, ratio.denominator
+  return ((position_BL % of) * chosen % of < chosen).astype(jnp.float32)

@@ -82,6 +82,8 @@ def select_top_k(
       f' 1 <= k <= {length}; lower the capacity or lengthen the sequence.'
     )
   score_BL = jax.lax.stop_gradient(score_BL).astype(jnp.float32)
+  # Top-k orders -0 below 0, which would break their tie by sign.
+  score_BL = jnp.where(score_BL == 0, 0, score_BL)
   if valid_BL is not None:
     score_BL = jnp.where(valid_BL, score_BL, -jnp.inf)
   index_BK = jax.lax.top_k(score_BL, k)[1].astype(jnp.int32)

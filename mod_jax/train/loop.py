@@ -13,8 +13,8 @@ from jax.experimental import multihost_utils
 
 from mod_jax import config as config_lib
 from mod_jax import parallel
-from mod_jax import viz
 from mod_jax.errors import UserError
+from mod_jax.train import evaluation
 from mod_jax.train import metrics as metrics_lib
 from mod_jax.train import optimizer as optimizer_lib
 from mod_jax.train import state as state_lib
@@ -262,32 +262,20 @@ class _Run:
     )
     self.progress.close()
     if self.first:
-      report(
-        self.task, state.params, state.mutables, metrics, self.workdir
+      trained = evaluation.Trained(
+        step, self.task, state.params, state.mutables, self.mesh
       )
+      evaluation.report(trained, metrics, self.workdir)
+      self._finish_texts(state)
     return metrics
 
-
-def report(task, params, mutables, metrics, workdir) -> None:
-  """Prints held-out metrics and samples, and draws the pictures.
-
-  Pictures are drawn on the first host alone, so they are left out where the
-  parameters are spread over several.
-  """
-  print(task.summary(metrics))
-  figures = {}
-  if jax.process_count() == 1:
-    for i, text in enumerate(task.finish(params, mutables)):
-      workdir_lib.write_text(f'{workdir}/sample_{i}.txt', text)
-      print(f'\na sample ({workdir}/sample_{i}.txt):\n{text}\n')
-    figures = task.pictures(params, mutables)
-  figures['curves'] = viz.loss_curves(
-    metrics_lib.read(workdir), title='Loss over training'
-  )
-  for name, figure in figures.items():
-    path = workdir_lib.pictures(workdir) / f'{name}.png'
-    viz.save(figure, path)
-    print(f'picture: {path}')
+  def _finish_texts(self, state):
+    if jax.process_count() > 1:  # As with pictures, see `evaluation.report`.
+      return
+    for i, text in enumerate(self.task.finish(state.params, state.mutables)):
+      path = f'{self.workdir}/sample_{i}.txt'
+      workdir_lib.write_text(path, text)
+      print(f'sample, also in {path}:\n{text}')
 
 
 class _StopSignal:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from collections.abc import Mapping
 import datetime
+import os
 import sys
 import time
 from typing import Any
@@ -54,7 +55,7 @@ class Progress:
     self._stream = sys.stderr if stream is None else stream
     self._clock = clock
     self._enabled = enabled
-    terminal = bool(getattr(self._stream, 'isatty', lambda: False)())
+    terminal = _is_terminal(self._stream)
     self._interval = (
       interval if interval is not None else 0.5 if terminal else 5.0
     )
@@ -146,6 +147,16 @@ class Progress:
   def _print(self, text):
     self._stream.write(f'{text}\n')
     self._stream.flush()
+
+
+def _is_terminal(stream) -> bool:
+  if not getattr(stream, 'isatty', lambda: False)():
+    return False
+  try:
+    # Containers have terminals of no size, where tqdm draws nothing at all.
+    return all(os.get_terminal_size(stream.fileno()))
+  except (OSError, AttributeError):
+    return True
 
 
 def _text(value) -> str:

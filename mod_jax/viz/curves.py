@@ -12,7 +12,6 @@ import numpy as np
 from mod_jax.viz import style
 
 _TRAIN = '#8A8A8A'
-_KEY = 0.4  # Inches; for a legend over its axes.
 
 
 def loss_curves(records: Iterable[Mapping], *, title: str = '') -> Figure:
@@ -40,7 +39,7 @@ def loss_curves(records: Iterable[Mapping], *, title: str = '') -> Figure:
   figure = style.new_figure(width, height)
   style.draw_header(figure, title, subtitle)
   axes = figure.subplots(
-    1, panels, squeeze=False, width_ratios=(1.35, 1)[:panels]
+    1, panels, squeeze=False, width_ratios=(1.35, 1)[:panels], sharex=True
   )[0]
   figure.set_layout_engine(
     'constrained', rect=(0, 0, 1, 1 - top / height), w_pad=0.12, h_pad=0.1
@@ -48,6 +47,10 @@ def loss_curves(records: Iterable[Mapping], *, title: str = '') -> Figure:
   _draw_losses(axes[0], train, held_out)
   if accuracy:
     _draw_accuracy(axes[1], accuracy, never)
+  low, high = axes[0].get_xlim()
+  if high - low < 2:
+    # A single step: matplotlib would mark fractions of it.
+    axes[0].set_xlim((low + high) / 2 - 1, (low + high) / 2 + 1)
   return figure
 
 
@@ -103,7 +106,10 @@ def _summary(train, held_out) -> str:
     return 'No losses have been recorded yet.'
   parts = []
   if train is not None:
-    parts.append(f'training loss {_smooth(train[1])[-1]:.3f} at the end')
+    steps, losses = train
+    parts.append(
+      f'training loss {_smooth(losses)[-1]:.3f} at step {steps[-1]:,.0f}'
+    )
   if held_out:
     rule, (steps, values) = next(iter(held_out.items()))
     parts.append(
@@ -131,7 +137,7 @@ def _smooth(value_T):
 def _draw_losses(axes, train, held_out):
   axes.set_ylabel('loss (nats per token)')
   if train is None and not held_out:
-    _say(axes, 'No losses recorded yet')
+    style.say(axes, 'No losses recorded yet')
     return
   if train is not None:
     steps, losses = train
@@ -170,14 +176,19 @@ def _draw_losses(axes, train, held_out):
     )
   style.clean(axes)
   _steps(axes)
+  series = [s for s in (train, *held_out.values()) if s is not None]
   low, high, most = _limits(train, held_out)
   axes.set_ylim(low, high)
   if most > high:
-    axes.text(
-      0.012,
-      0.985,
-      f'↑ starts at {most:.2f}',
-      transform=axes.transAxes,
+    # Beside the line that leaves the frame there, not over it.
+    steps, losses = next(s for s in series if s[1].max() == most)
+    inside = steps[np.argmax(losses <= high)]
+    axes.annotate(
+      f'↑ up to {most:.2f}',
+      (inside, 1),
+      xycoords=axes.get_xaxis_transform(),
+      xytext=(6, -3),
+      textcoords='offset points',
       va='top',
       fontsize=8,
       color=style.MUTED,
@@ -186,8 +197,7 @@ def _draw_losses(axes, train, held_out):
   axes.legend(
     loc='upper right', frameon=False, fontsize=8.5, labelcolor=style.INK
   )
-  points = sum(len(s[0]) for s in (train, *held_out.values()) if s is not None)
-  if points == 1:
+  if sum(len(steps) for steps, _ in series) == 1:
     axes.text(
       0.5,
       0.06,
@@ -216,6 +226,8 @@ def _limits(train, held_out):
   low, high = settled.min(), settled.max()
   pad = 0.06 * (high - low) or 0.05 * abs(high) or 0.5
   most = max(values.max() for _, values in series)
+  if most < high + 0.5 * (high - low):
+    high = most  # Too little to leave anything out.
   return low - pad, high + pad, most
 
 
@@ -258,11 +270,8 @@ def _draw_accuracy(axes, accuracy, never):
   shown = np.concatenate([v for _, v in (*accuracy.values(), *never.values())])
   room = 0.1 * (1 - shown.min()) or 0.05
   axes.set_ylim(shown.min() - room, max(1.0, shown.max()))
-  axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f'{y:.4g}'))
   axes.yaxis.set_major_formatter(FuncFormatter(_percent))
-  axes.legend(
-    loc='lower right', frameon=False, fontsize=8.5, labelcolor=style.INK
-  )
+  axes.legend(loc='best', frameon=False, fontsize=8.5, labelcolor=style.INK)
 
 
 def _percent(value, _):
@@ -275,18 +284,3 @@ def _steps(axes):
   axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f'{x:,.0f}'))
   axes.grid(axis='y', color='#EEEEEE', lw=0.8)
   axes.set_axisbelow(True)
-
-
-def _say(axes, text):
-  axes.set_axis_off()
-  axes.text(
-    0.5,
-    0.5,
-    text,
-    ha='center',
-    va='center',
-    transform=axes.transAxes,
-    color=style.MUTED,
-    fontsize=12,
-    gid='note',
-  )

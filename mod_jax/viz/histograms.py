@@ -60,8 +60,6 @@ def score_histogram(
       f'thresholds of shape {thresholds.shape}: expected ({routed},), one for'
       ' each routed block.'
     )
-  score_RN = score_RBL.reshape(routed, -1)
-  chosen_RN = chosen_RBL.reshape(routed, -1)
 
   ncols = min(4, max(routed, 1))
   nrows = math.ceil(max(routed, 1) / ncols)
@@ -74,16 +72,19 @@ def score_histogram(
   top = style.header_height(width, title, subtitle) + _KEY
   height = top + 2.2 * nrows + 0.1
   figure = style.new_figure(width, height)
-  below = style.draw_header(figure, title, subtitle)
+  style.draw_header(figure, title, subtitle)
   if not routed:
-    _say(figure.add_axes((0, 0, 1, 1 - top / height)), 'No block is routed.')
+    axes = figure.add_axes((0, 0, 1, 1 - top / height))
+    style.say(axes, 'No block is routed.')
     return figure
   grid = figure.subplots(nrows, ncols, squeeze=False)
   for axes in grid.flat[routed:]:
     axes.remove()
   for r, layer in enumerate(layers):
     axes = grid.flat[r]
-    _draw(axes, layer, score_RN[r], chosen_RN[r], thresholds[r])
+    _draw(
+      axes, layer, score_RBL[r].ravel(), chosen_RBL[r].ravel(), thresholds[r]
+    )
     if r % ncols == 0:
       axes.set_ylabel('tokens')
     if r + ncols >= routed:
@@ -92,17 +93,18 @@ def score_histogram(
   figure.set_layout_engine(
     'constrained', rect=(0, 0, 1, 1 - top / height), hspace=0.06
   )
-  _draw_key(figure, below, np.isfinite(thresholds).any())
+  _draw_key(figure, top, np.isfinite(thresholds).any())
   return figure
 
 
 def _draw(axes, layer, score_N, chosen_N, threshold):
   finite_N = np.isfinite(score_N)
   score_N, chosen_N = score_N[finite_N], chosen_N[finite_N]
-  name = f'Block {int(layer)}'
-  axes.set_title(name, loc='left', fontsize=10, color=style.INK)
+  axes.set_title(
+    f'Block {int(layer)}', loc='left', fontsize=10, color=style.INK, pad=15
+  )
   if not score_N.size:
-    _say(axes, 'No finite weights.')
+    style.say(axes, 'No finite weights.')
     return
   low, high = np.quantile(score_N, (0.001, 0.999))
   # The lines are half of what is to be seen, wherever they lie.
@@ -121,22 +123,24 @@ def _draw(axes, layer, score_N, chosen_N, threshold):
     color=[style.CHOSEN, style.PASSED],
     label=['chosen', 'passed by'],
   )
-  facts = [f'chosen {chosen_N.mean():.1%}', f'above 0: {_share(score_N > 0)}']
+  facts = [f'chosen {_share(chosen_N)}', f'> 0: {_share(score_N > 0)}']
   axes.axvline(0, color=_ROUTER.color, lw=1.5, gid='router')
   if np.isfinite(threshold):
     axes.axvline(
       threshold, color=_THRESHOLD.color, lw=1.5, ls='--', gid='threshold'
     )
-    facts.append(f'at threshold: {_share(score_N >= threshold)}')
-  axes.set_title(f'{name}\n', loc='left', fontsize=10, color=style.INK)
-  axes.text(
-    0,
-    1.03,
+    facts.append(f'≥ threshold: {_share(score_N >= threshold)}')
+  axes.annotate(
     ' · '.join(facts),
-    transform=axes.transAxes,
+    (0, 1),
+    xycoords='axes fraction',
+    xytext=(0, 4),
+    textcoords='offset points',
     fontsize=7.5,
     color=style.MUTED,
     gid='facts',
+    # Else the columns would be moved apart to make room for it.
+    in_layout=False,
   )
   axes.margins(x=0.02)
   axes.xaxis.set_major_locator(MaxNLocator(5))
@@ -152,7 +156,7 @@ def _share(mask) -> str:
   return f'{np.mean(mask):.1%}'
 
 
-def _draw_key(figure, below, threshold):
+def _draw_key(figure, top, threshold):
   width, height = figure.get_size_inches()
   handles = [
     Patch(color=style.CHOSEN, label='chosen'),
@@ -173,7 +177,7 @@ def _draw_key(figure, below, threshold):
   figure.legend(
     handles=handles,
     loc='upper left',
-    bbox_to_anchor=(style.MARGIN / width, 1 - (below + 0.08) / height),
+    bbox_to_anchor=(style.MARGIN / width, 1 - (top - _KEY + 0.08) / height),
     ncols=len(handles),
     frameon=False,
     fontsize=8,
@@ -182,18 +186,4 @@ def _draw_key(figure, below, threshold):
     handlelength=1.4,
     columnspacing=1.4,
     labelcolor=style.INK,
-  )
-
-
-def _say(axes, text):
-  axes.set_axis_off()
-  axes.text(
-    0.5,
-    0.5,
-    text,
-    ha='center',
-    va='center',
-    transform=axes.transAxes,
-    color=style.MUTED,
-    fontsize=11,
   )

@@ -23,8 +23,8 @@ _WEIGHTS = colormaps['RdBu']  # Blue: added. Red: subtracted. White: nothing.
 _TRACK = '#F6F6F6'  # A routed block's row, where tokens pass by.
 
 # Inches.
-_LEFT, _RIGHT, _BOTTOM, _GAP, _KEY = 0.6, 0.2, 0.15, 0.16, 0.55
-_COLUMN, _MIN_WIDTH = 0.15, 9.0
+_LEFT, _RIGHT, _BOTTOM, _GAP, _KEY = 0.6, 0.2, 0.1, 0.12, 0.68
+_COLUMN, _MIN_WIDTH = 0.15, 10.0
 _TICKS = 0.2  # Of the positions under a panel.
 _GLYPH_SIZE = 8  # Points.
 _MAX_PIXELS = 30_000  # Agg draws up to 2**16 on a side.
@@ -79,7 +79,7 @@ def routing_map(
   shown = [glyphs.display_piece(piece) for piece in pieces]
   longest = max(map(len, shown))
   # A monospaced character is 0.6 of its size wide; turned, that is a height.
-  strip = 0.19 if longest == 1 else (longest + 1) * 0.6 * _GLYPH_SIZE / 72
+  strip = 0.19 if longest == 1 else (longest + 2) * 0.603 * _GLYPH_SIZE / 72
   row = float(np.clip(1.7 / num_layers, 0.085, 0.16))
   panels = math.ceil(length / columns)
   panel = num_layers * row + strip
@@ -97,13 +97,13 @@ def routing_map(
     )
 
   figure = style.new_figure(width, height)
-  below = style.draw_header(figure, title, subtitle)
+  style.draw_header(figure, title, subtitle)
   weights = (
     None if weights_RL is None else _weight_colors(weights_RL[chosen_RL])
   )
   count_L = chosen_RL.sum(axis=0)
   counts = _count_colors(int(count_L.max(initial=0)))
-  _draw_key(figure, below, weights, counts, bool(layers))
+  _draw_key(figure, top, weights, counts, bool(layers))
 
   for i in range(panels):
     start, end = i * columns, min((i + 1) * columns, length)
@@ -130,10 +130,11 @@ def routing_map(
       shown[start:end],
       count_L[start:end],
       counts,
+      row,
       strip / row,
       turned=longest > 1,
     )
-    _label(axes, start, end, num_layers, row)
+    _label(axes, start, end, layers, num_layers, row)
   return figure
 
 
@@ -187,7 +188,7 @@ def _weight_colors(weights):
 
 def _count_colors(most: int):
   """Returns one colour for each number of blocks, 0 being white."""
-  shades = colormaps['YlGn'](np.linspace(0.12, 0.85, max(most, 1)))
+  shades = colormaps['Greens'](np.linspace(0.25, 0.85, max(most, 1)))
   cmap = ListedColormap(np.concatenate([[[1, 1, 1, 1]], shades]))
   return cmap, BoundaryNorm(np.arange(max(most, 1) + 2) - 0.5, cmap.N)
 
@@ -230,7 +231,7 @@ def _draw_cells(axes, start, chosen_RC, layers, weights, weights_RC):
   axes.add_collection(cells, autolim=False)
 
 
-def _draw_pieces(axes, start, shown, count_C, counts, strip, *, turned):
+def _draw_pieces(axes, start, shown, count_C, counts, row, strip, *, turned):
   cmap, norm = counts
   y = -0.5 - strip / 2
   count_C = np.asarray(count_C)
@@ -252,7 +253,7 @@ def _draw_pieces(axes, start, shown, count_C, counts, strip, *, turned):
     axes.text(
       x,
       # The baseline is shared, so that letters stand on one line.
-      -0.5 - strip * (0.08 if turned else 0.68),
+      -0.5 - (0.6 * _GLYPH_SIZE / 72 / row if turned else 0.68 * strip),
       piece,
       rotation=90 if turned else 0,
       ha='center',
@@ -264,9 +265,11 @@ def _draw_pieces(axes, start, shown, count_C, counts, strip, *, turned):
     )
 
 
-def _label(axes, start, end, num_layers, row):
+def _label(axes, start, end, layers, num_layers, row):
   step = next(s for s in (1, 2, 4, 8, 16, 32, 64) if s * row > 0.13)
-  axes.set_yticks(range(0, num_layers, step))
+  # The routed ones have their numbers rather than the dense ones between.
+  first = layers[0] % step if layers else 0
+  axes.set_yticks(range(first, num_layers, step))
   every = 8
   axes.set_xticks(range(-(-start // every) * every, end, every))
   axes.tick_params(
@@ -282,26 +285,22 @@ def _label(axes, start, end, num_layers, row):
   axes.spines[:].set_visible(False)
 
 
-def _draw_key(figure, below, weights, counts, routed):
+def _draw_key(figure, top, weights, counts, routed):
   """Explains the colours in one row under the header."""
   width, height = figure.get_size_inches()
-  middle = 1 - (below + _KEY / 2 - 0.06) / height
+  middle = 1 - (top - _KEY / 2 + 0.02) / height
   edge = {'edgecolor': '#444444', 'linewidth': 0.5}
+  outlined = '' if weights is None else ' (outlined)'
   swatches = []
   if routed:
     fill = (
       {'facecolor': style.CHOSEN}
       if weights is None
-      else {'facecolor': 'white', **edge}
+      else {'facecolor': _WEIGHTS(0.75), **edge}
     )
     swatches = [
-      Patch(label='processed by a routed block', **fill),
-      Patch(
-        label='passed by',
-        facecolor=_TRACK,
-        edgecolor=style.FAINT,
-        linewidth=0.5,
-      ),
+      Patch(label=f'processed by a routed block{outlined}', **fill),
+      Patch(label='passed by', facecolor=_TRACK),
     ]
   swatches.append(
     Patch(label='dense block: every token', facecolor=style.DENSE)

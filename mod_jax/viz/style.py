@@ -19,7 +19,6 @@ INK = '#1A1A1A'
 MUTED = '#666666'
 FAINT = '#BBBBBB'
 
-TITLE_SIZE, SUBTITLE_SIZE, LABEL_SIZE, TICK_SIZE = 12, 9, 9, 8  # Points.
 MARGIN = 0.15  # Inches around the header.
 
 
@@ -65,10 +64,11 @@ def new_figure(width: float, height: float) -> Figure:
   return figure
 
 
-def wrap(text: str, width: float, size: float) -> list[str]:
+def _wrap(text: str, width: float, size: float, bold: bool) -> list[str]:
   """Returns the lines of a text in `width` inches at `size` points."""
-  # An average letter is a little wider than half its height.
-  columns = max(20, int(width * 72 / (0.58 * size)))
+  # The width of an average letter of running text, with some room.
+  em = 0.63 if bold else 0.55
+  columns = max(20, int(width * 72 / (em * size)))
   return [
     line
     for part in glyphs.plain(text).split('\n')
@@ -76,44 +76,61 @@ def wrap(text: str, width: float, size: float) -> list[str]:
   ]
 
 
-def header_height(figure_width: float, title: str, subtitle: str) -> float:
-  """Returns the inches that `draw_header` takes at the top."""
-  width = figure_width - 2 * MARGIN
-  return (
-    MARGIN
-    + len(wrap(title, width, TITLE_SIZE)) * TITLE_SIZE * 1.4 / 72
-    + len(wrap(subtitle, width, SUBTITLE_SIZE)) * SUBTITLE_SIZE * 1.4 / 72
-  )
-
-
-def draw_header(figure: Figure, title: str, subtitle: str) -> float:
-  """Writes what is seen at the top left; returns the inches it took."""
-  width, height = figure.get_size_inches()
+def _header(width: float, title: str, subtitle: str):
+  """Yields lines, inches from the top, size, boldness and colour."""
   top = MARGIN
-  for text, size, color, weight, gid in (
-    (title, TITLE_SIZE, INK, 'bold', 'title'),
-    (subtitle, SUBTITLE_SIZE, MUTED, 'normal', 'subtitle'),
+  for name, text, size, bold, color in (
+    ('title', title, 12, True, INK),
+    ('subtitle', subtitle, 9, False, MUTED),
   ):
-    lines = wrap(text, width - 2 * MARGIN, size)
+    lines = _wrap(text, width - 2 * MARGIN, size, bold)
+    yield name, lines, top, size, bold, color
+    top += len(lines) * size * 1.4 / 72
+
+
+def header_height(width: float, title: str, subtitle: str) -> float:
+  """Returns the inches that `draw_header` takes at a figure's top."""
+  *_, (_, lines, top, size, _, _) = _header(width, title, subtitle)
+  return top + len(lines) * size * 1.4 / 72
+
+
+def draw_header(figure: Figure, title: str, subtitle: str) -> None:
+  """Writes what is seen at the top left."""
+  width, height = figure.get_size_inches()
+  for name, lines, top, size, bold, color in _header(width, title, subtitle):
     figure.text(
       MARGIN / width,
       1 - top / height,
       '\n'.join(lines),
       va='top',
-      fontproperties=glyphs.sans(size=size, bold=weight == 'bold'),
+      fontproperties=glyphs.sans(size=size, bold=bold),
       color=color,
       linespacing=1.15,
       parse_math=False,
-      gid=gid,
+      gid=name,
     )
-    top += len(lines) * size * 1.4 / 72
-  return top
+
+
+def say(axes, text: str) -> None:
+  """Writes a sentence where there is nothing to draw."""
+  axes.set_axis_off()
+  axes.text(
+    0.5,
+    0.5,
+    text,
+    ha='center',
+    va='center',
+    transform=axes.transAxes,
+    color=MUTED,
+    fontsize=12,
+    gid='note',
+  )
 
 
 def clean(axes) -> None:
   """Takes away the frame's upper and right side and quietens the rest."""
   axes.spines[['top', 'right']].set_visible(False)
   axes.spines[['left', 'bottom']].set_color(FAINT)
-  axes.tick_params(colors=MUTED, labelsize=TICK_SIZE, color=FAINT)
+  axes.tick_params(colors=MUTED, labelsize=8, color=FAINT)
   for axis in (axes.xaxis, axes.yaxis):
-    axis.label.set(color=INK, fontsize=LABEL_SIZE)
+    axis.label.set(color=INK, fontsize=9)

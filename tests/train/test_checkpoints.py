@@ -288,6 +288,19 @@ def test_damage_is_reported_and_the_one_before_used(copy, damage):
   assert (restored.step, said) == (2, [])
 
 
+def test_goes_on_saving_after_a_fallback(copy):
+  flip(array_file(copy / '2'))
+  with Checkpointer(copy, CheckpointConfig(keep=2)) as checkpointer:
+    restored = checkpointer.restore(abstract(make_state(0)))
+    assert restored.step == 1
+    for step in (2, 3):
+      checkpointer.save(step, make_state(step))
+      checkpointer.wait()
+    assert checkpointer.steps() == [2, 3]
+    restored = checkpointer.restore(abstract(make_state(0)))
+  assert_same(restored.state, make_state(3))
+
+
 def test_damage_says_what_is_wrong(copy):
   path = array_file(copy / '2')
   size = path.stat().st_size

@@ -1,6 +1,8 @@
 """Progress: a bar on a terminal, bounded plain lines elsewhere."""
 
 import io
+import os
+import pty
 import re
 
 import numpy as np
@@ -49,10 +51,10 @@ def test_plain_lines():
 
 def test_plain_lines_are_bounded_and_have_first_and_last():
   stream, clock = io.StringIO(), Clock()
-  with Progress(400, stream=stream, interval=5, clock=clock) as progress:
-    for step in range(1, 401):
-      clock.now += 0.1
-      progress.update(step, {'loss': 1.0})
+  progress = Progress(400, stream=stream, interval=5, clock=clock)
+  for step in range(1, 401):
+    clock.now += 0.1
+    progress.update(step, {'loss': 1.0})
   steps = [
     int(n) for n in re.findall(r'^step (\d+)/400', stream.getvalue(), re.M)
   ]
@@ -159,6 +161,16 @@ def test_bar_on_a_terminal(monkeypatch):
     assert text in bar
   progress.close()
   assert stream.getvalue().count('\n') == 1
+
+
+def test_terminal_of_no_size_gets_plain_lines():
+  ours, theirs = pty.openpty()  # Opened without a size, as in a container.
+  with os.fdopen(theirs, 'w') as stream:
+    assert stream.isatty()
+    with Progress(10, stream=stream, clock=Clock()) as progress:
+      progress.update(1, {'loss': 2.0})
+    assert os.read(ours, 1000) == b'step 1/10  loss 2\r\n'
+  os.close(ours)
 
 
 def test_message_goes_above_the_bar(monkeypatch):

@@ -1,0 +1,78 @@
+"""Evaluates a run and continues texts: flags, then library calls."""
+
+from absl import flags
+import jax
+
+from mod_jax import cli
+from mod_jax.errors import UserError
+from mod_jax.layers.mod import RoutingMode
+from mod_jax.train import evaluation
+
+_WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run.')
+_STEP = flags.DEFINE_integer('step', None, 'Checkpoint; by default the newest.')
+_EVALUATE = flags.DEFINE_bool(
+  'evaluate', True, 'Measure held-out losses and draw the pictures.'
+)
+_BATCHES = flags.DEFINE_integer(
+  'batches', None, "Held-out batches; 0 for all; by default the config's."
+)
+_SAMPLE = flags.DEFINE_multi_string(
+  'sample', [], 'Text to continue; may be given several times.'
+)
+_SAMPLE_TOKENS = flags.DEFINE_integer('sample_tokens', 256, 'Tokens to add.')
+_MAX_LENGTH = flags.DEFINE_integer(
+  'max_length', None, 'Room for prompt and new tokens; by default both fit.'
+)
+_TEMPERATURE = flags.DEFINE_float('temperature', 0.7, '0 for the likeliest.')
+_TOP_K = flags.DEFINE_integer('top_k', 0, 'Draw among so many; 0 for all.')
+_TOP_P = flags.DEFINE_float('top_p', 0.95, 'Nucleus to draw from.')
+_SEED = flags.DEFINE_integer('seed', 0, 'Of the samples.')
+_RULE = flags.DEFINE_string(
+  'rule', None, 'Causal rule to sample under; by default the first trained.'
+)
+_OVERFLOW = flags.DEFINE_enum(
+  'overflow', 'exact', ['exact', 'drop'], 'Room in the routed caches.'
+)
+
+
+def _sample(task, trained):
+  if not hasattr(task, 'sample'):
+    raise UserError('--sample continues text: this run is no language model.')
+  kwargs = {}
+  rules = task.rules[1:]
+  if rules:
+    if _RULE.value is not None and _RULE.value not in rules:
+      raise UserError(
+        f'--rule={_RULE.value}: this model was trained for {", ".join(rules)}.'
+      )
+    kwargs['mode'] = RoutingMode(
+      rule=_RULE.value or rules[0], overflow=_OVERFLOW.value
+    )
+  texts = task.sample(
+    trained.params,
+    trained.mutables,
+    _SAMPLE.value,
+    num_tokens=_SAMPLE_TOKENS.value,
+    max_length=_MAX_LENGTH.value,
+    temperature=_TEMPERATURE.value,
+    top_k=_TOP_K.value,
+    top_p=_TOP_P.value,
+    key=jax.random.key(_SEED.value),
+    **kwargs,
+  )
+  for prompt, text in zip(_SAMPLE.value, texts, strict=True):
+    print(f'\nsample:\n{prompt}{text}')
+
+
+def main(_):
+  if not _WORKDIR.value:
+    raise UserError('--workdir is missing: give the directory of a run.')
+  trained = evaluation.load(_WORKDIR.value, step=_STEP.value)
+  if _EVALUATE.value:
+    evaluation.evaluate(trained, _WORKDIR.value, batches=_BATCHES.value)
+  if _SAMPLE.value:
+    _sample(trained.task, trained)
+
+
+if __name__ == '__main__':
+  cli.run(main)
