@@ -40,11 +40,12 @@ def _sample(task, trained):
     raise UserError('--sample continues text: this run is no language model.')
   kwargs = {}
   rules = task.rules[1:]
+  if _RULE.value is not None and _RULE.value not in rules:
+    raise UserError(
+      f'--rule={_RULE.value}: this model was trained for'
+      f' {", ".join(rules) or "no causal rule; leave --rule out"}.'
+    )
   if rules:
-    if _RULE.value is not None and _RULE.value not in rules:
-      raise UserError(
-        f'--rule={_RULE.value}: this model was trained for {", ".join(rules)}.'
-      )
     kwargs['mode'] = RoutingMode(
       rule=_RULE.value or rules[0], overflow=_OVERFLOW.value
     )

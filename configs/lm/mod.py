@@ -1,7 +1,14 @@
 """A small Mixture-of-Depths language model on the standard library's source.
 
 Every other block processes 12.5% of the tokens. A few minutes on two CPU
-cores. Variants: `tiny` (seconds; for tests).
+cores. Variants:
+
+* `tiny`: seconds, for tests;
+* `gaussian`, `stride`: the controls, which do not look at the tokens;
+* `every_block`: all blocks routed;
+* `decay`: capacity falls with depth, from 20% to 5%;
+* `warmup`: capacity comes down from 1 over the first quarter of the run;
+* `packed`: documents of a row do not see each other.
 """
 
 from mod_jax import config as config_lib
@@ -56,5 +63,18 @@ def tiny(experiment: ExperimentConfig) -> ExperimentConfig:
 
 def get_config(variant: str = ''):
   base = experiment(ROUTING, 'mod')
-  table = {'': lambda: base, 'tiny': lambda: tiny(base)}
-  return config_lib.to_config_dict(config_lib.choose(variant, table)())
+  changes = {
+    '': {},
+    'gaussian': {'model.routing.score': 'gaussian'},
+    'stride': {'model.routing.score': 'stride'},
+    'every_block': {'model.routing.period': 1, 'model.routing.offset': 0},
+    'decay': {'model.routing.capacity_decay': 0.25},
+    'warmup': {'train.capacity_warmup_steps': base.train.num_steps // 4},
+    'packed': {'data.segments': True},
+  }
+  if variant == 'tiny':
+    return config_lib.to_config_dict(tiny(base))
+  changed = config_lib.choose(variant, {**changes, 'tiny': None})
+  if variant:
+    changed = {'name': f'mod_{variant}', **changed}
+  return config_lib.to_config_dict(config_lib.replace(base, changed))

@@ -268,6 +268,7 @@ class MoDBlock(nn.Module):
       else:
         slots = self.mode.slots(self.capacity, length)
         selection = routing.select_decided(wanted_BL, slots)
+        selection = checkpoint_name(selection, SELECTION_NAME)
       chosen_BL = routing.mark_tokens(selection, length)
       x_BLD, _ = self._run(x_BLD, info, told, selection, None)
     else:

@@ -48,6 +48,7 @@ def load(workdir, *, step: int | None = None) -> Trained:
     UserError: no run there, no such checkpoint, or one that does not fit the
       run's config.
   """
+  workdir = workdir_lib.expand(workdir)
   config = workdir_lib.read_config(workdir)
   task = make_task(config)
   try:
@@ -104,6 +105,7 @@ def report(trained: Trained, metrics: dict[str, float], workdir) -> None:
   Pictures of the model are drawn by one host alone, so they are left out
   where its parameters are spread over several.
   """
+  workdir = workdir_lib.expand(workdir)
   print(f'held-out, at step {trained.step}:')
   print(trained.task.summary(metrics))
   workdir_lib.write_text(

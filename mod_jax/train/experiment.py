@@ -36,6 +36,12 @@ class TrainConfig:
         f'capacity_warmup_steps={self.capacity_warmup_steps}: expected 0 or'
         ' more.'
       )
+    if self.capacity_warmup_steps >= self.num_steps:
+      raise errors.UserError(
+        f'capacity_warmup_steps={self.capacity_warmup_steps} leaves nothing of'
+        f' a run of {self.num_steps} steps: shorten the warm-up or lengthen the'
+        ' run.'
+      )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

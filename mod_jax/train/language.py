@@ -1,7 +1,6 @@
 """The language-model task."""
 
 import dataclasses
-import dataclasses
 import functools
 import math
 
@@ -51,6 +50,9 @@ class LanguageTask(task_lib.Task):
     return self.config.model.build().init(rngs, tokens_BL)
 
   def train_iterator(self, *, shard_index=0, shard_count=1):
+    # A run that nothing is held out for is refused now, not when it has
+    # trained to its first evaluation.
+    text.eval_batches(self.config.data, batch_size=1, num_batches=1)
     return text.train_iterator(
       self.config.data,
       batch_size=self.config.train.batch_size // shard_count,

@@ -69,7 +69,7 @@ class _Run:
 
   def __init__(self, config, workdir):
     self.config = config
-    self.workdir = workdir
+    self.workdir = workdir_lib.expand(workdir)
     self.task = make_task(config)
     self.mesh = parallel.make_mesh(config.mesh)
     # Everything that can be refused is refused before anything is written.
@@ -88,9 +88,10 @@ class _Run:
       self.abstract = state_lib.abstract_state(
         self.task, self.optimizer, self.mesh
       )
-    if jax.process_index() == 0:
-      workdir_lib.claim(workdir, config)
+    metrics_lib.check_wandb(config.log.wandb)
     self.first = jax.process_index() == 0
+    if self.first:
+      workdir_lib.claim(self.workdir, config)
     self.pending = []
     self.last_saved = None
 
@@ -99,12 +100,12 @@ class _Run:
     num_steps = config.train.num_steps
     with contextlib.ExitStack() as stack:
       stack.enter_context(jax.set_mesh(self.mesh))
-      self.checkpointer = stack.enter_context(
-        Checkpointer(
-          workdir_lib.checkpoints(self.workdir), config.checkpoint
-        )
-      )
+      # Before the checkpointer, which waits for the last save as it closes: a
+      # second SIGTERM must not kill that.
       self.stop = stack.enter_context(_StopSignal())
+      self.checkpointer = stack.enter_context(
+        Checkpointer(workdir_lib.checkpoints(self.workdir), config.checkpoint)
+      )
       restored = self.checkpointer.restore(self.abstract, self.iterator)
       if restored is None:
         state, start = self._fresh_state(), 0
@@ -126,9 +127,7 @@ class _Run:
           num_steps,
           start,
           tokens_per_step=self.task.tokens_per_step,
-          flops_per_step=self.task.flops_per_step(
-            self.task.stage(num_steps)
-          ),
+          flops_per_step=self.task.flops_per_step(self.task.stage(num_steps)),
           enabled=self.first,
         )
       )
@@ -205,17 +204,19 @@ class _Run:
       bad = [
         name
         for name in ('loss', 'grad_norm')
-        if not math.isfinite(values.get(name, math.nan))
+        # Absent where a batch had nothing but padding.
+        if not math.isfinite(values.get(name, 0.0))
       ]
       if bad:
         raise TrainingDiverged(self._diverged(step, bad[0], values))
     if self.pending:
       step, values = self.pending[-1][0], values
-      shown = {'loss': values['loss']}
+      shown = {k: values[k] for k in ('loss',) if k in values}
       self.progress.update(step, shown)
     self.pending.clear()
 
   def _diverged(self, step, name, values):
+    self.checkpointer.wait()  # For the newest, which may be half written.
     steps = self.checkpointer.steps()
     good = (
       f'the last good checkpoint is step {steps[-1]}'
@@ -223,7 +224,7 @@ class _Run:
       else 'there is no checkpoint yet'
     )
     return (
-      f'{name} is {values.get(name, math.nan)} at step {step}; {good} in'
+      f'{name} is {values[name]} at step {step}; {good} in'
       f' {workdir_lib.checkpoints(self.workdir)}. Try a lower'
       ' optimizer.learning_rate, a longer warmup_steps, a smaller clip_norm, or'
       ' model.dtype=float32, in a new workdir.'
@@ -240,7 +241,12 @@ class _Run:
     metrics = self.task.evaluate(
       state.params, state.mutables, self.mesh, **kwargs
     )
-    self.writer.write(step, 'eval', metrics)
+    # A finished run that is run again has this line already.
+    line = {'step': step, 'kind': 'eval', **metrics}
+    if step < self.config.train.num_steps or line not in metrics_lib.read(
+      self.workdir
+    ):
+      self.writer.write(step, 'eval', metrics)
     losses = ', '.join(
       f'{name.split("/")[0]} {value:.4f}'
       for name, value in metrics.items()
@@ -285,6 +291,8 @@ class _StopSignal:
 
   def __enter__(self):
     self._before = None
+    if jax.process_count() > 1:
+      return self  # JAX listens itself, to stop all hosts at one step.
     try:
       self._before = signal.signal(signal.SIGTERM, self._note)
     except ValueError:  # Not in the main thread: signals are not ours.

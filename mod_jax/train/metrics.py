@@ -100,11 +100,7 @@ class MetricWriter:
       UserError: wandb is wanted but not installed, or `metrics.jsonl` is not
         what this class writes.
     """
-    if wandb and importlib.util.find_spec('wandb') is None:
-      raise UserError(
-        'wandb=True, but the package wandb is not installed: run '
-        '"pip install wandb", or set wandb=False'
-      )
+    check_wandb(wandb)
     self._file = self._tensorboard = self._wandb = None
     if jax.process_index() != 0:
       return
@@ -170,6 +166,15 @@ class MetricWriter:
     if self._wandb is not None:
       self._wandb.finish()
     self._file = self._tensorboard = self._wandb = None
+
+
+def check_wandb(wanted: bool) -> None:
+  """Raises UserError if Weights & Biases is wanted but not installed."""
+  if wanted and importlib.util.find_spec('wandb') is None:
+    raise UserError(
+      'wandb=True, but the package wandb is not installed: run '
+      '"pip install wandb", or set wandb=False'
+    )
 
 
 def read(workdir) -> list[dict[str, Any]]:

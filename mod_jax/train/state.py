@@ -51,9 +51,9 @@ def abstract_state(
   Raises:
     UserError: a parameter does not divide over the mesh.
   """
-  boxed = jax.eval_shape(
-    lambda key: _create(key, task, optimizer), jax.random.key(0)
-  )
+  # The key is made inside, for then nothing runs, and the mesh may be one of
+  # devices that are not here.
+  boxed = jax.eval_shape(lambda: _create(jax.random.key(0), task, optimizer))
   return jax.tree.map(
     lambda x, sharding: jax.ShapeDtypeStruct(
       x.shape, x.dtype, sharding=sharding

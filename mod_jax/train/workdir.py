@@ -11,6 +11,11 @@ from mod_jax.train.experiment import ExperimentConfig
 _CONFIG = 'config.json'
 
 
+def expand(workdir) -> pathlib.Path:
+  """Returns the directory with `~` resolved, as a shell may not have done."""
+  return pathlib.Path(workdir).expanduser()
+
+
 def checkpoints(workdir) -> pathlib.Path:
   return pathlib.Path(workdir) / 'checkpoints'
 
@@ -38,7 +43,8 @@ def claim(workdir, config: ExperimentConfig) -> None:
   """Makes a directory the home of a run, or checks that it is its home.
 
   Raises:
-    UserError: the directory holds a run with another config.
+    UserError: the directory holds a run with another config, or cannot be
+      written.
   """
   workdir = pathlib.Path(workdir)
   path = workdir / _CONFIG
@@ -57,7 +63,13 @@ def claim(workdir, config: ExperimentConfig) -> None:
         f'--workdir={workdir} holds a run with a different config ({shown}):'
         ' use another workdir, or the same config to continue that run.'
       )
-  write_text(path, config_lib.to_json(config))
+  try:
+    write_text(path, config_lib.to_json(config))
+  except OSError as error:
+    raise UserError(
+      f'--workdir={workdir} cannot be written ({error.strerror}): name a'
+      ' directory that can.'
+    ) from error
 
 
 def write_text(path, text: str) -> None:

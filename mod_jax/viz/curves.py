@@ -12,6 +12,7 @@ import numpy as np
 from mod_jax.viz import style
 
 _TRAIN = '#8A8A8A'
+_FEW = 10  # Fewer training losses than this are all shown.
 
 
 def loss_curves(records: Iterable[Mapping], *, title: str = '') -> Figure:
@@ -71,7 +72,8 @@ def _read(records):
           (accuracy, 'accuracy'),
           (never, 'never_route'),
         ):
-          if name == wanted:
+          # A plain accuracy is a classifier's, not a rule's.
+          if name == wanted and (rule or wanted == 'loss'):
             _put(series, rule, step, value)
   arrays = [
     {
@@ -182,10 +184,11 @@ def _draw_losses(axes, train, held_out):
   if most > high:
     # Beside the line that leaves the frame there, not over it.
     steps, losses = next(s for s in series if s[1].max() == most)
-    inside = steps[np.argmax(losses <= high)]
+    peak = losses.argmax()
+    back = peak + np.argmax(losses[peak:] <= high)
     axes.annotate(
       f'↑ up to {most:.2f}',
-      (inside, 1),
+      (steps[back], 1),
       xycoords=axes.get_xaxis_transform(),
       xytext=(6, -3),
       textcoords='offset points',
@@ -218,9 +221,14 @@ def _limits(train, held_out):
   settled = []
   for i, (steps, values) in enumerate(series):
     late = values[steps >= first + 0.08 * (last - first)]
-    if i == 0 and train is not None and late.size:
-      # One odd batch is no reason to shrink everything else.
-      late = np.quantile(late, (0.002, 0.998))
+    if i == 0 and train is not None:
+      if len(values) < _FEW:
+        late = values
+      elif late.size:
+        # One odd batch is no reason to shrink everything else. No interpolation
+        # towards it either.
+        high = np.quantile(late, 0.99, method='lower')
+        late = late[late <= high]
     settled.append(late)
   settled = np.concatenate(settled)
   low, high = settled.min(), settled.max()

@@ -66,8 +66,7 @@ def score_histogram(
   width = max(7.0, 3.1 * ncols)
   title = title or 'Router weights of the chosen tokens and of the rest'
   subtitle = (
-    'Bars are stacked. Left of a line, the causal rule passes a token by; right'
-    ' of it, the rule processes it.'
+    'Bars are stacked. A causal rule processes the tokens right of its line.'
   )
   top = style.header_height(width, title, subtitle) + _KEY
   height = top + 2.2 * nrows + 0.1
@@ -107,9 +106,6 @@ def _draw(axes, layer, score_N, chosen_N, threshold):
     style.say(axes, 'No finite weights.')
     return
   low, high = np.quantile(score_N, (0.001, 0.999))
-  # The lines are half of what is to be seen, wherever they lie.
-  cuts = [0.0] + ([threshold] if np.isfinite(threshold) else [])
-  low, high = min(low, *cuts), max(high, *cuts)
   if low == high:
     low, high = low - 0.5, high + 0.5
   edges = np.linspace(low, high, _BINS + 1)
@@ -139,8 +135,6 @@ def _draw(axes, layer, score_N, chosen_N, threshold):
     fontsize=7.5,
     color=style.MUTED,
     gid='facts',
-    # Else the columns would be moved apart to make room for it.
-    in_layout=False,
   )
   axes.margins(x=0.02)
   axes.xaxis.set_major_locator(MaxNLocator(5))

@@ -20,9 +20,9 @@ pytestmark = pytest.mark.filterwarnings('error')
 
 LAYERS = (1, 3, 5)
 # A math sign, a glyph that no font of ours has, controls, a combining mark, an
-# emoji, a half surrogate, a no-break space and the replacement character.
+# emoji, a half surrogate, a soft hyphen, a no-break space, a replacement.
 ODD = ('$', '$', '\\', '漢', '\x00', '\x1b', '\r', '\u0301', '🙂', '\udc80')
-ODD += ('\xa0', '\ufffd', ' ', '\n', '\t', 'é', 'a')
+ODD += ('\xad', '\xa0', '\ufffd', ' ', '\n', '\t', 'é', 'a')
 
 
 @pytest.fixture
@@ -129,7 +129,7 @@ class TestRoutingMap:
       for axes in panels(figure)
       for text in by_gid(axes, 'piece')
     ]
-    shown = '$$\\' + '□' * 7 + '·\ufffd·⏎→éa'
+    shown = '$$\\' + '□' * 8 + '·\ufffd·⏎→éa'
     assert found == [(i, c, 0) for i, c in enumerate(shown)]
 
   def test_dollars_are_drawn_as_dollars(self, rng):
@@ -412,6 +412,25 @@ class TestLossCurves:
     low, high = axes.get_ylim()
     assert low < 1.5 < 1.7 < high < 2.5
     assert texts(axes, 'beyond') == ['↑ up to 5.52']
+    (note,) = by_gid(axes, 'beyond')
+    train = line(axes, 'train')
+    assert note.xy[0] == train.get_xdata()[train.get_ydata() <= high][0] > 0
+
+  def test_a_few_records_are_shown_whole(self):
+    records = [
+      {'step': i, 'kind': 'train', 'loss': v} for i, v in enumerate((9, 3, 2))
+    ]
+    axes = viz.loss_curves(records).axes[0]
+    assert axes.get_ylim()[1] > 9
+
+  def test_a_spike_does_not_flatten_the_rest(self):
+    records = run_records()
+    records[-40]['loss'] = 30.0
+    axes = viz.loss_curves(records).axes[0]
+    assert axes.get_ylim()[1] < 2.5
+    assert texts(axes, 'beyond') == ['↑ up to 30.00']
+    (note,) = by_gid(axes, 'beyond')
+    assert note.xy[0] > records[-40]['step']
 
   def test_a_slow_start_is_shown_whole(self):
     records = [
@@ -442,6 +461,7 @@ class TestLossCurves:
       {'step': 7, 'kind': 'train', 'loss': np.float32(1.0)},
       {'step': 7, 'kind': 'sample', 'loss': 9.0},
       {'step': 7, 'kind': 'eval', 'loss': 1.5, 'x/loss': float('nan')},
+      {'step': 7, 'kind': 'eval', 'accuracy': 0.5, 'never_route': 0.5},
     ]
     figure = viz.loss_curves(records)
     draw(figure)
@@ -454,11 +474,11 @@ class TestLossCurves:
   def test_a_step_done_again_counts_once_and_in_order(self):
     records = [
       {'step': s, 'kind': 'train', 'loss': v}
-      for s, v in ((1, 5.0), (2, 4.0), (3, 9.0), (2, 4.5), (3, 4.2))
+      for s, v in ((1, 5.0), (4, 9.0), (2, 4.5), (4, 4.2))
     ]
     axes = viz.loss_curves(records).axes[0]
     points = line(axes, 'train').get_xydata()
-    np.testing.assert_array_equal(points, [(1, 5.0), (2, 4.5), (3, 4.2)])
+    np.testing.assert_array_equal(points, [(1, 5.0), (2, 4.5), (4, 4.2)])
 
   @pytest.mark.parametrize(
     'records', [[], [{'step': 1, 'kind': 'train', 'loss': float('nan')}]]

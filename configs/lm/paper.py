@@ -1,0 +1,93 @@
+"""Mixture-of-Depths at the sizes of Raposo et al. 2024, for accelerators.
+
+Capacity 12.5% in every other block, length 2048, batch 128, cosine over
+exactly the run's steps. Variants: `60m`, `220m` (the default), `730m`, `3b`,
+each also as `…_dense`; `tiny`. Text comes from TFDS (`lm1b`), so give a
+tokenizer: `--config.data.tokenizer_path=FILE`.
+"""
+
+from mod_jax import config as config_lib
+from mod_jax.data.text import TextDataConfig
+from mod_jax.layers.mod import MoDConfig
+from mod_jax.models.lm import LMConfig
+from mod_jax.parallel import MeshConfig
+from mod_jax.train.checkpoints import CheckpointConfig
+from mod_jax.train.experiment import EvaluationConfig
+from mod_jax.train.experiment import ExperimentConfig
+from mod_jax.train.experiment import LogConfig
+from mod_jax.train.experiment import TrainConfig
+from mod_jax.train.optimizer import OptimizerConfig
+
+# Blocks, width, heads, devices along fsdp.
+SIZES = {
+  '60m': (8, 512, 8, 1),
+  '220m': (12, 1024, 8, 4),
+  '730m': (20, 1536, 12, 8),
+  '3b': (28, 2816, 22, 16),
+}
+
+
+def experiment(size: str) -> ExperimentConfig:
+  num_layers, width, num_heads, fsdp = SIZES[size]
+  return ExperimentConfig(
+    name=f'mod_{size}',
+    model=LMConfig(
+      vocab_size=32_768,
+      num_layers=num_layers,
+      width=width,
+      num_heads=num_heads,
+      tied_head=False,
+      routing=MoDConfig(capacity=0.125, router_loss=0.01, predictor_width=64),
+      dtype='bfloat16',
+      scan_layers=True,
+      remat='full',
+    ),
+    data=TextDataConfig(
+      source='tfds',
+      tfds_name='lm1b',
+      tokenizer='sentencepiece',
+      tokenizer_path='tokenizer.model',
+      length=2048,
+    ),
+    optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=500),
+    train=TrainConfig(num_steps=20_000, batch_size=128),
+    evaluation=EvaluationConfig(every=2000, batch_size=128),
+    mesh=MeshConfig(data=-1, fsdp=fsdp),
+    checkpoint=CheckpointConfig(every=1000),
+    log=LogConfig(every=20),
+  )
+
+
+def tiny() -> ExperimentConfig:
+  """Everything as in the full size but small, on the embedded text."""
+  return config_lib.replace(
+    experiment('60m'),
+    {
+      'name': 'mod_paper_tiny',
+      'model.vocab_size': 256,
+      'model.num_layers': 4,
+      'model.width': 32,
+      'model.num_heads': 2,
+      'data': TextDataConfig(length=64),
+      'optimizer.warmup_steps': 2,
+      'train.num_steps': 8,
+      'train.batch_size': 8,
+      'evaluation': EvaluationConfig(
+        every=4, batches=1, final_batches=1, batch_size=8, sample_tokens=8
+      ),
+      'checkpoint.every': 4,
+      'log.every': 2,
+    },
+  )
+
+
+def get_config(variant: str = '220m'):
+  table = {'tiny': tiny}
+  for size in SIZES:
+    table[size] = lambda size=size: experiment(size)
+    table[f'{size}_dense'] = lambda size=size: config_lib.replace(
+      experiment(size), {'name': f'dense_{size}', 'model.routing': None}
+    )
+  return config_lib.to_config_dict(
+    config_lib.choose(variant or '220m', table)()
+  )

@@ -1,0 +1,118 @@
+"""Keys and values of processed tokens: appended, read, and attended to."""
+
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mod_jax.layers import cache as cache_lib
+from mod_jax.layers.attention import Attention
+from mod_jax.layers.cache import KVCache
+
+EMPTY = cache_lib.EMPTY
+
+
+def tokens(*rows):
+  """Keys [R, T, 1, 1] of the given values."""
+  return jnp.array(rows, jnp.float32)[..., None, None]
+
+
+def append(cache, keys, positions, valid=None, rows=None):
+  if rows is None:
+    rows = list(range(len(keys)))
+  return cache.append(
+    tokens(*keys),
+    -tokens(*keys),
+    jnp.array(positions),
+    None if valid is None else jnp.array(valid) > 0,
+    jnp.array(rows),
+  )
+
+
+class TestKVCache:
+  def test_starts_empty(self):
+    cache = KVCache.empty(2, 3, 4, 5, 'bfloat16')
+    assert cache.key_BSGC.shape == cache.value_BSGC.shape == (2, 3, 4, 5)
+    assert cache.key_BSGC.dtype == jnp.bfloat16
+    assert cache.slots == 3
+    assert (cache.position_BS == EMPTY).all()
+    assert cache.length_B.tolist() == [0, 0]
+
+  def test_each_row_has_its_own_length(self):
+    cache = KVCache.empty(2, 4, 1, 1, 'float32')
+    cache = append(
+      cache,
+      [[1, 2, 3], [4, 5, 6]],
+      [[0, 1, 2], [0, 1, 2]],
+      [[1, 0, 1], [0] * 3],
+    )
+    assert cache.length_B.tolist() == [2, 0]
+    cache = append(cache, [[7], [8]], [[3], [3]])
+    assert cache.key_BSGC[..., 0, 0].tolist() == [[1, 3, 7, 0], [8, 0, 0, 0]]
+    assert cache.value_BSGC[0, :, 0, 0].tolist() == [-1, -3, -7, 0]
+    assert cache.position_BS.tolist() == [
+      [0, 2, 3, EMPTY],
+      [3, EMPTY, EMPTY, EMPTY],
+    ]
+    assert cache.length_B.tolist() == [3, 1]
+
+  def test_some_rows_only(self):
+    cache = KVCache.empty(3, 2, 1, 1, 'float32')
+    # The batch has 3 rows: row 3 is past the end, and nowhere.
+    cache = append(cache, [[5], [6], [7]], [[0]] * 3, rows=[2, 0, 3])
+    assert cache.key_BSGC[..., 0, 0].tolist() == [[6, 0], [0, 0], [5, 0]]
+    assert cache.length_B.tolist() == [1, 0, 1]
+    key_RSGC, _, position_RS = cache.read(jnp.array([2, 3]))
+    assert key_RSGC[0, 0, 0, 0] == 5
+    assert position_RS[0].tolist() == [0, EMPTY]
+    assert cache.read(None)[0] is cache.key_BSGC
+
+  def test_an_invalid_token_past_the_end_overwrites_nothing(self):
+    cache = KVCache.empty(1, 1, 1, 1, 'float32')
+    cache = append(cache, [[5]], [[0]])
+    cache = append(cache, [[6]], [[1]], valid=[[0]])
+    cache = append(cache, [[7]], [[1]])
+    assert cache.key_BSGC[0, 0, 0, 0] == 5
+    assert cache.position_BS.tolist() == [[0]]
+
+  def test_room_is_given_in_order(self):
+    cache = KVCache.empty(3, 2, 1, 1, 'float32')
+    cache = append(cache, [[1, 2]] * 3, [[0, 1]] * 3, [[0, 0], [1, 0], [1, 1]])
+    wanted_BT = jnp.array([[0, 1, 1, 1], [1, 0, 1, 1], [1, 1, 0, 0]]) > 0
+    assert cache.room(wanted_BT).astype(int).tolist() == [
+      [0, 1, 1, 0],
+      [1, 0, 0, 0],
+      [0, 0, 0, 0],
+    ]
+
+
+def test_attention_in_pieces_equals_attention_at_once(block_config, token_info):
+  batch, length, slots = 2, 6, 9  # Some slots stay empty.
+  config = block_config.attention
+  x_BLD = jax.random.normal(jax.random.key(0), (batch, length, config.width))
+  valid_BL = np.array([[0, 0, 1, 1, 1, 1], [1, 1, 1, 0, 1, 1]]) > 0
+  position_BL = np.maximum(np.cumsum(valid_BL, axis=-1) - 1, 0)
+
+  def info(at):
+    return token_info(position_BL[:, at], jnp.array(valid_BL[:, at]))
+
+  def run(key):
+    module = Attention(config)
+    whole = info(slice(None))
+    variables = nn.unbox(module.init(key, x_BLD, whole))
+    whole_BLD, _ = module.apply(variables, x_BLD, whole)
+    cache = KVCache.empty(
+      batch, slots, config.num_kv_heads, config.head_dim, 'float32'
+    )
+    pieces = []
+    for start, end in ((0, 3), (3, 4), (4, 6)):
+      at = slice(start, end)
+      piece_BTD, cache = module.apply(variables, x_BLD[:, at], info(at), cache)
+      pieces.append(piece_BTD)
+    return jnp.concatenate(pieces, axis=1), whole_BLD, cache.length_B
+
+  pieces_BLD, whole_BLD, length_B = jax.jit(run)(jax.random.key(1))
+  assert length_B.tolist() == [4, 5]
+  np.testing.assert_allclose(
+    pieces_BLD[valid_BL], whole_BLD[valid_BL], atol=1e-5
+  )

@@ -1,0 +1,614 @@
+"""The routed block: score, select, process, combine."""
+
+import dataclasses
+import functools
+
+from flax import errors as flax_errors
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mod_jax import errors
+from mod_jax import routing
+from mod_jax.layers import mod
+from mod_jax.layers.block import Block
+from mod_jax.layers.cache import EMPTY
+from mod_jax.layers.cache import KVCache
+from mod_jax.layers.mod import MoDBlock
+from mod_jax.layers.mod import MoDConfig
+from mod_jax.layers.mod import Router
+from mod_jax.layers.mod import RoutingMode
+
+B, L, D = 3, 10, 8
+CAPACITY = 0.4
+THRESHOLD = 0.2
+LEARNED = MoDConfig(capacity=CAPACITY, predictor_width=4, threshold_decay=0.9)
+STRIDE = MoDConfig(capacity=CAPACITY, score='stride')
+GAUSSIAN = MoDConfig(capacity=CAPACITY, score='gaussian')
+# The programs are tiny: compiling them well takes longer than running them.
+QUICK = {
+  'xla_backend_optimization_level': 0,
+  'xla_llvm_disable_expensive_passes': True,
+}
+RULES = ('router', 'predictor', 'threshold', 'fixed')
+
+# Left padding, right padding, and a hole between prompt and continuation.
+VALID_BL = (
+  np.array(
+    [
+      [0, 0, 0, 1, 1, 1, 1, 1, 1, 1],
+      [1, 1, 1, 1, 1, 0, 0, 0, 0, 0],
+      [1, 1, 1, 0, 0, 1, 1, 1, 1, 1],
+    ]
+  )
+  > 0
+)
+
+
+def config_of(rule):
+  return STRIDE if rule == 'fixed' else LEARNED
+
+
+@functools.partial(jax.jit, static_argnums=0, compiler_options=QUICK)
+def apply(module, params, x_BLD, info, threshold=THRESHOLD, rngs=None):
+  return module.apply({'params': params}, x_BLD, info, threshold, rngs=rngs)
+
+
+@pytest.fixture(scope='module')
+def module(block_config):
+  """Returns a routed block of these tests' size."""
+
+  def make(config=LEARNED, capacity=CAPACITY, **mode):
+    return MoDBlock(block_config, config, capacity, RoutingMode(**mode))
+
+  return make
+
+
+@pytest.fixture(scope='module')
+def x_BLD():
+  return jax.random.normal(jax.random.key(1), (B, L, D))
+
+
+@pytest.fixture(scope='module')
+def info(token_info):
+  return token_info(np.broadcast_to(np.arange(L), (B, L)))
+
+
+@pytest.fixture(scope='module')
+def padded(token_info):
+  position_BL = np.maximum(np.cumsum(VALID_BL, axis=-1) - 1, 0)
+  return token_info(position_BL, jnp.array(VALID_BL))
+
+
+@pytest.fixture(scope='module')
+def params(module, x_BLD, info):
+  init = jax.jit(module().init)
+  params = nn.unbox(init(jax.random.key(0), x_BLD, info, THRESHOLD))['params']
+  # Scores of size one, not of size .02: errors then show.
+  params['router']['kernel'] = jax.random.normal(jax.random.key(2), (D,))
+  return params
+
+
+class TestProcess:
+  """Gathering the chosen ≡ processing all and hiding the others."""
+
+  @pytest.mark.parametrize('rule', ['top_k', *RULES])
+  def test_equals_the_dense_masked_oracle(
+    self, module, params, block_config, block_oracle, x_BLD, info, rule
+  ):
+    y_BLD, told, _ = apply(
+      module(config_of(rule), rule=rule), params, x_BLD, info
+    )
+    chosen_BL = np.asarray(told.chosen_BL)
+    assert chosen_BL.any()
+    assert not chosen_BL.all()
+    update_BLD = block_oracle(
+      params, block_config, x_BLD, info.position_BL, chosen_BL
+    )
+    weight_BL = np.ones((B, L))
+    if rule != 'fixed':
+      weight_BL = np.asarray(x_BLD @ params['router']['kernel'])
+    expected = x_BLD + np.where(
+      chosen_BL[..., None], weight_BL[..., None] * update_BLD, 0
+    )
+    np.testing.assert_allclose(y_BLD, expected, atol=1e-4)
+    np.testing.assert_array_equal(y_BLD[~chosen_BL], x_BLD[~chosen_BL])
+
+  def test_with_padding_and_segments(
+    self, module, params, block_config, block_oracle, x_BLD, padded
+  ):
+    segment_BL = np.where(np.arange(L) < 6, 1, 2) * np.ones((B, 1), int)
+    info = padded.replace(segment_BL=jnp.array(segment_BL))
+    y_BLD, told, _ = apply(module(), params, x_BLD, info)
+    chosen_BL = np.asarray(told.chosen_BL)
+    update_BLD = block_oracle(
+      params, block_config, x_BLD, info.position_BL, chosen_BL, segment_BL
+    )
+    weight_BL1 = np.asarray(x_BLD @ params['router']['kernel'])[..., None]
+    expected = x_BLD + np.where(
+      chosen_BL[..., None], weight_BL1 * update_BLD, 0
+    )
+    np.testing.assert_allclose(y_BLD, expected, atol=1e-4)
+
+  @pytest.mark.parametrize('gate', routing.GATES)
+  def test_the_gate_weighs_the_update(self, module, params, x_BLD, info, gate):
+    config = dataclasses.replace(LEARNED, gate=gate, gate_alpha=3.0)
+    y_BLD, told, _ = apply(module(config), params, x_BLD, info)
+    raw_BLD, raw, _ = apply(module(), params, x_BLD, info)
+    score_BL = x_BLD @ params['router']['kernel']
+    np.testing.assert_allclose(told.score_BL, score_BL, atol=1e-5)
+    np.testing.assert_allclose(
+      told.weight_BL, routing.gate(gate, score_BL, 3.0), atol=1e-5
+    )
+    np.testing.assert_array_equal(told.chosen_BL, raw.chosen_BL)
+    ratio_BL1 = (told.weight_BL / raw.weight_BL)[..., None]
+    expected = np.asarray(x_BLD + (raw_BLD - x_BLD) * ratio_BL1)
+    np.testing.assert_allclose(y_BLD, expected, atol=1e-4)
+
+  def test_capacity_one_with_gate_one_is_the_dense_block(
+    self, module, params, block_config, x_BLD, padded
+  ):
+    config = dataclasses.replace(STRIDE, capacity=1.0)
+    dense = {k: v for k, v in params.items() if k not in _ROUTING}
+
+    @jax.jit
+    def both(params, x_BLD, info):
+      y_BLD, *_ = module(config, 1.0).apply(
+        {'params': params}, x_BLD, info, THRESHOLD
+      )
+      update_BLD, _ = Block(block_config).apply({'params': params}, x_BLD, info)
+      return y_BLD, x_BLD + update_BLD
+
+    y_BLD, dense_BLD = both(dense, x_BLD, padded.replace(valid_BL=None))
+    np.testing.assert_array_equal(y_BLD, dense_BLD)
+    y_BLD, dense_BLD = both(dense, x_BLD, padded)
+    np.testing.assert_array_equal(y_BLD[VALID_BL], dense_BLD[VALID_BL])
+
+  def test_bfloat16_features_but_a_float32_router(
+    self, module, params, block_config, x_BLD, info
+  ):
+    block = dataclasses.replace(block_config, dtype='bfloat16')
+    routed = MoDBlock(block, LEARNED, CAPACITY)
+    half_BLD = x_BLD.astype('bfloat16')
+    y_BLD, told, _ = apply(routed, params, half_BLD, info)
+    assert y_BLD.dtype == jnp.bfloat16
+    assert told.score_BL.dtype == told.weight_BL.dtype == jnp.float32
+    exact_BL = half_BLD.astype('float32') @ params['router']['kernel']
+    np.testing.assert_allclose(told.score_BL, exact_BL, atol=1e-5)
+    y32_BLD, told32, _ = apply(
+      module(), params, half_BLD.astype('float32'), info
+    )
+    np.testing.assert_array_equal(told.chosen_BL, told32.chosen_BL)
+    np.testing.assert_allclose(y_BLD.astype('float32'), y32_BLD, atol=0.1)
+
+
+_ROUTING = ('router', 'predictor')
+
+
+class TestSelection:
+  def test_top_k_takes_the_best_of_each_row(self, module, params, x_BLD, info):
+    _, told, _ = apply(module(), params, x_BLD, info)
+    score_BL = np.asarray(told.score_BL)
+    for row in range(B):
+      best = np.sort(np.argsort(-score_BL[row])[:4])
+      assert np.flatnonzero(told.chosen_BL[row]).tolist() == best.tolist()
+      assert told.kth_B[row] == np.sort(score_BL[row])[-4]
+    np.testing.assert_array_equal(told.top_k_BL, told.chosen_BL)
+    assert told.overflow_B.tolist() == [0] * B
+
+  def test_a_padded_row_chooses_as_many_as_it_would_alone(
+    self, module, params, x_BLD, padded
+  ):
+    _, told, _ = apply(module(), params, x_BLD, padded)
+    assert not told.chosen_BL[~VALID_BL].any()
+    counts = [
+      routing.num_chosen(CAPACITY, int(n)) for n in VALID_BL.sum(axis=-1)
+    ]
+    assert counts == [2, 2, 3]
+    assert told.chosen_BL.sum(axis=-1).tolist() == counts
+    score_BL = np.where(told.chosen_BL, told.score_BL, np.inf)
+    np.testing.assert_array_equal(told.kth_B, score_BL.min(axis=-1))
+
+  @pytest.mark.parametrize('capacity', [0.3333, 0.29, 0.999])
+  def test_counts_are_floored_exactly_for_any_row_length(
+    self, params, block_config, token_info, capacity
+  ):
+    # Row n has n real tokens; float32 must not round 0.3333 · 3 up to 1 … 33.
+    length = 100
+    valid_BL = np.arange(length) < np.arange(1, length + 1)[:, None]
+    info = token_info(np.zeros((length, length), int), jnp.array(valid_BL))
+    routed = MoDBlock(block_config, LEARNED, capacity)
+    x_BLD = jax.random.normal(jax.random.key(3), (length, length, D))
+    told = jax.eval_shape(
+      lambda: routed.apply({'params': params}, x_BLD, info, 0.0)
+    )[1]
+    assert told.chosen_BL.shape == (length, length)
+    selection = jax.jit(
+      lambda: routed.bind({'params': params})._top_k(x_BLD[..., 0], info)
+    )()
+    expected = [routing.num_chosen(capacity, n) for n in range(1, length + 1)]
+    assert selection.valid_BK.sum(axis=-1).tolist() == expected
+
+  def test_rules_decide_by_what_they_were_trained_for(
+    self, module, params, x_BLD, info
+  ):
+    chosen = {}
+    for rule in RULES:
+      _, told, _ = apply(
+        module(config_of(rule), rule=rule), params, x_BLD, info
+      )
+      chosen[rule] = np.asarray(told.chosen_BL)
+      assert told.overflow_B.tolist() == [0] * B
+      if rule != 'fixed':
+        score_BL, logit_BL = told.score_BL, told.predictor_BL
+    np.testing.assert_array_equal(chosen['router'], score_BL > 0)
+    np.testing.assert_array_equal(chosen['predictor'], logit_BL > 0)
+    np.testing.assert_array_equal(chosen['threshold'], score_BL >= THRESHOLD)
+    assert np.flatnonzero(chosen['fixed'][0]).tolist() == [0, 3, 5, 8]
+    assert len({x.tobytes() for x in chosen.values()}) == 4
+
+  def test_threshold_takes_the_token_that_just_reaches_it(
+    self, module, params, x_BLD, info
+  ):
+    _, told, _ = apply(module(), params, x_BLD, info)
+    routed = module(rule='threshold')
+    for row in range(B):
+      _, at, _ = apply(routed, params, x_BLD, info, told.kth_B[row])
+      np.testing.assert_array_equal(at.chosen_BL[row], told.chosen_BL[row])
+
+  def test_drop_passes_by_the_latest_and_counts_them(
+    self, module, params, x_BLD, info
+  ):
+    wanted_BL = np.asarray(x_BLD @ params['router']['kernel']) > 0
+    routed = module(rule='router', overflow='drop', slack=1.0)
+    y_BLD, told, _ = apply(routed, params, x_BLD, info)
+    kept_BL = wanted_BL & (np.cumsum(wanted_BL, axis=-1) <= 4)
+    assert (kept_BL != wanted_BL).any()
+    np.testing.assert_array_equal(told.chosen_BL, kept_BL)
+    np.testing.assert_array_equal(
+      told.overflow_B, (wanted_BL & ~kept_BL).sum(axis=-1)
+    )
+    np.testing.assert_array_equal(y_BLD[~kept_BL], x_BLD[~kept_BL])
+    assert (y_BLD[kept_BL] != x_BLD[kept_BL]).any(axis=-1).all()
+
+  def test_nothing_chosen_is_the_identity(self, module, params, x_BLD, info):
+    y_BLD, told, _ = apply(
+      module(rule='threshold'), params, x_BLD, info, jnp.inf
+    )
+    assert not told.chosen_BL.any()
+    np.testing.assert_array_equal(y_BLD, x_BLD)
+
+
+class TestDecoding:
+  """Prefill and steps ≡ the whole row, whatever the rule."""
+
+  PROMPT = 4
+
+  @pytest.mark.parametrize('overflow', ['exact', 'drop'])
+  @pytest.mark.parametrize('rule', RULES)
+  def test_equals_the_full_forward(
+    self, module, params, x_BLD, padded, rule, overflow
+  ):
+    # Fewer slots than the learned rules want, for something to be dropped.
+    capacity = CAPACITY if rule == 'fixed' else 0.2
+    chunks = (0, 1, 2, 3)
+    blocks = [
+      module(
+        config_of(rule),
+        capacity,
+        rule=rule,
+        overflow=overflow,
+        slack=1.0,
+        chunk=chunk,
+      )
+      for chunk in chunks
+    ]
+
+    @functools.partial(jax.jit, compiler_options=QUICK)
+    def run(params, x_BLD, info):
+      full = _call(blocks[0], params, x_BLD, info, None)
+      slots = blocks[0].mode.slots(capacity, L)
+      cache = KVCache.empty(B, slots, *_kv_shape(blocks[0]), 'float32')
+      # A prompt is prefilled alike whatever the chunk.
+      prompt = jax.tree.map(lambda x: x[:, : self.PROMPT], (x_BLD, info))
+      *prefilled, cache = _call(blocks[0], params, *prompt, cache)
+      decoded = []
+      for block in blocks:
+
+        def step(cache, t, block=block):
+          x_B1D, now = jax.tree.map(
+            lambda x: jax.lax.dynamic_slice_in_dim(x, t, 1, axis=1),
+            (x_BLD, info),
+          )
+          *told, cache = _call(block, params, x_B1D, now, cache)
+          return cache, told
+
+        end, (y_TB1D, chosen_TB1, overflow_TB) = jax.lax.scan(
+          step, cache, jnp.arange(self.PROMPT, L)
+        )
+        decoded.append(
+          (
+            jnp.concatenate(
+              [prefilled[0], y_TB1D[:, :, 0].swapaxes(0, 1)], axis=1
+            ),
+            jnp.concatenate([prefilled[1], chosen_TB1[..., 0].T], axis=1),
+            prefilled[2] + overflow_TB.sum(axis=0),
+            end,
+          )
+        )
+      return full, decoded
+
+    (full_BLD, full_chosen_BL, full_overflow_B, _), decoded = run(
+      params, x_BLD, padded
+    )
+    if rule != 'fixed':
+      assert (overflow == 'drop') == full_overflow_B.any()
+    for y_BLD, chosen_BL, overflow_B, cache in decoded:
+      np.testing.assert_array_equal(chosen_BL, full_chosen_BL)
+      np.testing.assert_array_equal(overflow_B, full_overflow_B)
+      np.testing.assert_allclose(y_BLD, full_BLD, atol=1e-5)
+
+      # The cache holds the routed tokens and no others, each row its own.
+      lengths = cache.length_B.tolist()
+      assert lengths == chosen_BL.sum(axis=-1).tolist()
+      assert overflow == 'drop' or len(set(lengths)) > 1
+      for row in range(B):
+        held = padded.position_BL[row][chosen_BL[row]].tolist()
+        slots = cache.position_BS[row].tolist()
+        assert slots == held + [EMPTY] * (len(slots) - len(held))
+
+  @pytest.mark.parametrize('chunk', [0, 2])
+  def test_steps_that_route_no_row(self, module, params, x_BLD, info, chunk):
+    routed = module(rule='threshold', chunk=chunk)
+    cache = KVCache.empty(B, 4, *_kv_shape(routed), 'float32')
+    first = jax.tree.map(lambda x: x[:, :1], info)
+    y_B1D, told, after = jax.jit(routed.apply)(
+      {'params': params}, x_BLD[:, :1], first, jnp.inf, cache
+    )
+    assert not told.chosen_BL.any()
+    np.testing.assert_array_equal(y_B1D, x_BLD[:, :1])
+    jax.tree.map(np.testing.assert_array_equal, after, cache)
+
+  def test_prefill_by_top_k_keeps_what_it_chose(
+    self, module, params, x_BLD, padded
+  ):
+    routed = module()
+    full_BLD, full, _ = apply(routed, params, x_BLD, padded)
+    cache = KVCache.empty(B, L, *_kv_shape(routed), 'float32')
+    y_BLD, told, cache = jax.jit(routed.apply)(
+      {'params': params}, x_BLD, padded, THRESHOLD, cache
+    )
+    np.testing.assert_array_equal(told.chosen_BL, full.chosen_BL)
+    np.testing.assert_allclose(y_BLD, full_BLD, atol=1e-5)
+    assert cache.length_B.tolist() == full.chosen_BL.sum(axis=-1).tolist()
+
+  @pytest.mark.parametrize(
+    ('mode', 'slots'),
+    [
+      ({'rule': 'top_k'}, 12),
+      ({'rule': 'router'}, 100),
+      ({'rule': 'router', 'overflow': 'drop'}, 16),
+      ({'rule': 'router', 'overflow': 'drop', 'slack': 1.0}, 13),
+      ({'rule': 'router', 'overflow': 'drop', 'slack': 50.0}, 100),
+    ],
+  )
+  def test_slots(self, mode, slots):
+    assert RoutingMode(**mode).slots(0.125, 100) == slots
+
+
+def _call(block, params, x_BLD, info, cache):
+  y_BLD, told, cache = block.apply(
+    {'params': params}, x_BLD, info, THRESHOLD, cache
+  )
+  return y_BLD, told.chosen_BL, told.overflow_B, cache
+
+
+def _kv_shape(routed):
+  attention = routed.block.attention
+  return attention.num_kv_heads, attention.head_dim
+
+
+class TestGradients:
+  @pytest.mark.parametrize('gate', ['raw', 'sigmoid'])
+  def test_the_router_learns_through_the_gate_of_the_chosen(
+    self, module, params, block_config, block_oracle, x_BLD, info, gate
+  ):
+    config = dataclasses.replace(LEARNED, gate=gate)
+    routed = module(config)
+    weight_BLD = np.random.default_rng(0).normal(size=(B, L, D))
+
+    @jax.jit
+    @functools.partial(jax.value_and_grad, has_aux=True)
+    def loss(kernel_D):
+      changed = params | {'router': {'kernel': kernel_D}}
+      y_BLD, told, _ = routed.apply({'params': changed}, x_BLD, info, 0.0)
+      return jnp.sum(weight_BLD * y_BLD), told
+
+    kernel_D = params['router']['kernel']
+    (_, told), grad_D = loss(kernel_D)
+    chosen_BL = np.asarray(told.chosen_BL)
+    update_BLD = block_oracle(
+      params, block_config, x_BLD, info.position_BL, chosen_BL
+    )
+    # d loss / d r of a chosen token is <weight, f(x)>; of others nothing.
+    score_BL = np.asarray(told.score_BL, np.float64)
+    slope_BL = np.ones((B, L))
+    if gate == 'sigmoid':
+      slope_BL = np.exp(-score_BL) / (1 + np.exp(-score_BL)) ** 2
+    by_score_BL = chosen_BL * slope_BL * (weight_BLD * update_BLD).sum(-1)
+    expected = np.einsum('bl,bld->d', by_score_BL, np.asarray(x_BLD))
+    np.testing.assert_allclose(grad_D, expected, atol=1e-4, rtol=1e-4)
+
+    # And it is the slope of the loss itself, as long as the choice stands.
+    direction_D = np.asarray(grad_D / jnp.linalg.norm(grad_D))
+    step = 1e-2
+    (above, up), _ = loss(kernel_D + step * direction_D)
+    (below, down), _ = loss(kernel_D - step * direction_D)
+    np.testing.assert_array_equal(up.chosen_BL, chosen_BL)
+    np.testing.assert_array_equal(down.chosen_BL, chosen_BL)
+    slope = (above - below) / (2 * step)
+    assert slope == pytest.approx(np.linalg.norm(grad_D), rel=1e-2)
+
+  def test_an_unchosen_token_passes_its_gradient_unchanged(
+    self, module, params, x_BLD, padded
+  ):
+    routed = module()
+    weight_BLD = jax.random.normal(jax.random.key(5), (B, L, D))
+
+    def loss(x_BLD):
+      y_BLD, told, _ = routed.apply({'params': params}, x_BLD, padded, 0.0)
+      return jnp.sum(weight_BLD * y_BLD), told
+
+    grad_BLD, told = jax.jit(jax.grad(loss, has_aux=True))(x_BLD)
+    chosen_BL = np.asarray(told.chosen_BL)
+    np.testing.assert_array_equal(grad_BLD[~chosen_BL], weight_BLD[~chosen_BL])
+    changed = (grad_BLD[chosen_BL] != weight_BLD[chosen_BL]).any(axis=-1)
+    assert changed.all()
+
+  def test_the_predictor_learns_alone(self, module, params, x_BLD, info):
+    def loss(params, x_BLD):
+      _, told, _ = module().apply({'params': params}, x_BLD, info, 0.0)
+      return jnp.sum(told.predictor_BL**2)
+
+    grads, grad_BLD = jax.jit(jax.grad(loss, (0, 1)))(params, x_BLD)
+    assert not grad_BLD.any()
+    own = grads.pop('predictor')
+    assert all(x.any() for x in jax.tree.leaves(own))
+    assert not any(x.any() for x in jax.tree.leaves(grads))
+
+
+class TestRouter:
+  def test_starts_as_a_narrow_normal_without_a_bias(self):
+    variables = Router(0.02).init(jax.random.key(0), jnp.ones((1, 20_000)))
+    params = nn.unbox(variables)['params']
+    assert set(params) == {'kernel'}
+    assert params['kernel'].shape == (20_000,)
+    assert params['kernel'].std() == pytest.approx(0.02, rel=0.03)
+    assert abs(params['kernel'].mean()) < 1e-3
+    # Not cut off, as a truncated normal would be.
+    assert abs(params['kernel']).max() > 0.06
+
+  def test_config_default(self):
+    assert MoDConfig().router_std == 0.02
+
+  def test_is_float32_under_bfloat16(self):
+    kernel_D = jax.random.normal(jax.random.key(0), (64,))
+    x_BLD = jax.random.normal(jax.random.key(1), (2, 3, 64), jnp.bfloat16)
+    score_BL = Router(0.02).apply({'params': {'kernel': kernel_D}}, x_BLD)
+    assert score_BL.dtype == jnp.float32
+    exact = np.asarray(x_BLD, np.float64) @ np.asarray(kernel_D, np.float64)
+    np.testing.assert_allclose(score_BL, exact, atol=1e-4)
+
+
+class TestControls:
+  def test_gaussian_scores_follow_the_key(self, module, params, x_BLD, info):
+    dense = {k: v for k, v in params.items() if k not in _ROUTING}
+
+    def told(seed):
+      rngs = {'routing': jax.random.key(seed)}
+      return apply(module(GAUSSIAN), dense, x_BLD, info, rngs=rngs)[1]
+
+    first, again, other = told(0), told(0), told(1)
+    np.testing.assert_array_equal(first.score_BL, again.score_BL)
+    assert (first.score_BL != other.score_BL).all()
+    assert (first.weight_BL == 1).all()
+    assert first.chosen_BL.sum(axis=-1).tolist() == [4] * B
+
+  def test_gaussian_needs_its_rng(self, module, params, x_BLD, info):
+    dense = {k: v for k, v in params.items() if k not in _ROUTING}
+    with pytest.raises(flax_errors.InvalidRngError, match='routing'):
+      apply(module(GAUSSIAN), dense, x_BLD, info)
+
+  @pytest.mark.parametrize('capacity', [0.2, 0.5, 0.7])
+  def test_stride_chooses_alike_by_top_k_and_by_rule(
+    self, module, params, x_BLD, info, capacity
+  ):
+    dense = {k: v for k, v in params.items() if k not in _ROUTING}
+    config = dataclasses.replace(STRIDE, capacity=capacity)
+    chosen = [
+      apply(module(config, capacity, rule=rule), dense, x_BLD, info)[1]
+      for rule in ('top_k', 'fixed')
+    ]
+    np.testing.assert_array_equal(chosen[0].chosen_BL, chosen[1].chosen_BL)
+    assert (chosen[0].weight_BL == 1).all()
+    assert chosen[0].chosen_BL.sum(axis=-1).tolist() == [10 * capacity] * B
+
+
+class TestConfigs:
+  @pytest.mark.parametrize(
+    ('change', 'message'),
+    [
+      ({'capacity': 0.0}, r'capacity=0\.0.*\(0, 1\]'),
+      ({'capacity': 1.5}, r'capacity=1\.5.*\(0, 1\]'),
+      ({'capacity': (0.5, -0.1)}, r'capacity=-0\.1'),
+      ({'capacity_floor': 1.1}, r'capacity_floor=1\.1'),
+      ({'capacity_decay': 0.0}, r'MoDConfig\.capacity_decay=0\.0'),
+      ({'period': 0}, 'MoDConfig.period=0'),
+      ({'offset': 2}, 'offset=2.*period=2'),
+      ({'offset': -1}, 'offset=-1'),
+      ({'threshold_decay': 1.0}, r'threshold_decay=1\.0'),
+      ({'router_loss': -0.5}, r'router_loss=-0\.5'),
+      ({'predictor_width': -1}, 'predictor_width=-1'),
+      ({'gate': 'relu'}, "gate.*'relu'"),
+      ({'score': 'random'}, "score.*'random'"),
+    ],
+  )
+  def test_refused(self, change, message):
+    with pytest.raises(errors.UserError, match=message):
+      MoDConfig(**change)
+
+  @pytest.mark.parametrize(
+    ('change', 'message'),
+    [
+      ({'rule': 'topk'}, "rule.*'topk'"),
+      ({'overflow': 'wrap'}, "overflow.*'wrap'"),
+      ({'slack': 0.5}, r'slack=0\.5.*slack >= 1'),
+      ({'chunk': -1}, 'chunk=-1.*chunk >= 0'),
+    ],
+  )
+  def test_refused_modes(self, change, message):
+    with pytest.raises(errors.UserError, match=message):
+      RoutingMode(**change)
+
+  @pytest.mark.parametrize(
+    ('config', 'rules'),
+    [
+      ({'router_loss': 0.0}, ()),
+      ({}, ('router',)),
+      ({'predictor_width': 3, 'router_loss': 0.0}, ('predictor',)),
+      ({'threshold_decay': 0.9}, ('router', 'threshold')),
+      ({'score': 'stride', 'predictor_width': 3}, ('fixed',)),
+      ({'score': 'gaussian'}, ('fixed',)),
+    ],
+  )
+  def test_rules_are_those_trained_for(self, config, rules):
+    assert MoDConfig(**config).causal_rules == rules
+
+  @pytest.mark.parametrize(
+    ('config', 'capacities'),
+    [
+      ({}, (None, 0.125, None, 0.125, None)),
+      ({'offset': 0}, (0.125, None, 0.125, None, 0.125)),
+      ({'period': 1, 'offset': 0}, (0.125,) * 5),
+      ({'period': 3, 'offset': 2}, (None, None, 0.125, None, None)),
+      ({'capacity': (0.5, 0.25)}, (None, 0.5, None, 0.25, None)),
+      ({'capacity_floor': 0.75}, (None, 0.75, None, 0.75, None)),
+      (
+        {'capacity': (0.5, 0.25), 'capacity_floor': 0.3},
+        (None, 0.5, None, 0.3, None),
+      ),
+    ],
+  )
+  def test_capacities(self, config, capacities):
+    assert MoDConfig(**config).capacities(5) == capacities
+
+  def test_flops_count_the_chosen_only(self, block_config):
+    config = MoDConfig(predictor_width=4)
+    parts = mod.flops(block_config, config, 0.125, 64)
+    assert parts == block_config.flops(8) | {
+      'router': 2 * 64 * D,
+      'predictor': 2 * 64 * (D * 4 + 4),
+    }
+    assert 'router' not in mod.flops(block_config, STRIDE, 0.125, 64)

@@ -1,0 +1,699 @@
+"""The language model: its properties, in every mode of routing."""
+
+import dataclasses
+import functools
+
+from flax import errors as flax_errors
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mod_jax import errors
+from mod_jax import losses
+from mod_jax.layers.block import Block
+from mod_jax.layers.mod import MoDConfig
+from mod_jax.layers.mod import RoutingMode
+from mod_jax.models import lm
+from mod_jax.models.lm import LanguageModel
+from mod_jax.models.lm import LMCache
+from mod_jax.models.lm import LMConfig
+
+B, L = 3, 10
+RULES = ('router', 'predictor', 'threshold', 'fixed')
+OVERFLOWS = ('exact', 'drop')
+TOKENS_BL = jax.random.randint(jax.random.key(7), (B, L), 0, 11)
+# Left padding, right padding, and a hole between prompt and continuation.
+VALID_BL = (
+  np.array(
+    [
+      [0, 0, 1, 1, 1, 1, 1, 1, 1, 1],
+      [1, 1, 1, 1, 1, 1, 0, 0, 0, 0],
+      [1, 1, 1, 1, 0, 1, 1, 1, 1, 1],
+    ]
+  )
+  > 0
+)
+
+
+def chosen(out):
+  """[R, B, L]: what each routed layer processed."""
+  return np.stack([told.chosen_BL for told in out.routing])
+
+
+def assert_trees_close(a, b, **kwargs):
+  assert jax.tree.structure(a) == jax.tree.structure(b)
+  jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, **kwargs), a, b)
+
+
+class TestForward:
+  def test_is_the_sum_of_its_parts(self, config, variables, forward):
+    # A dense model: embedding, blocks with a residual, norm, tied head.
+    config = dataclasses.replace(config, routing=None)
+    params = variables['params']
+    out = forward(config, {'params': params}, TOKENS_BL)
+    assert out.logits_BLV.dtype == jnp.float32
+    assert (out.routing, out.cache) == ((), None)
+    model = LanguageModel(config)
+    info = model._token_info(TOKENS_BL, None, None, None)
+
+    @jax.jit
+    def by_hand(params):
+      x_BLD = params['embedding'][TOKENS_BL]
+      for i in range(3):
+        block = {'params': params[f'block_{i}']}
+        update_BLD, _ = Block(config.block).apply(block, x_BLD, info)
+        x_BLD += update_BLD
+      mean_BL1 = jnp.mean(x_BLD**2, axis=-1, keepdims=True)
+      x_BLD *= params['norm']['scale'] / jnp.sqrt(mean_BL1 + 1e-6)
+      return x_BLD @ params['embedding'].T
+
+    np.testing.assert_allclose(out.logits_BLV, by_hand(params), atol=1e-5)
+
+  def test_capacity_one_with_gate_one_is_the_dense_model(
+    self, stride_config, variables, forward
+  ):
+    full = dataclasses.replace(stride_config.routing, capacity=1.0)
+    routed = dataclasses.replace(stride_config, routing=full)
+    dense = {'params': variables['params']}
+    for mode in ('top_k', 'fixed'):
+      out = forward(routed, dense, TOKENS_BL, mode=mode)
+      assert chosen(out).all()
+      expected = forward(routed.dense_twin(), dense, TOKENS_BL)
+      np.testing.assert_array_equal(out.logits_BLV, expected.logits_BLV)
+    # And less than that is not.
+    out = forward(stride_config, dense, TOKENS_BL)
+    assert (out.logits_BLV != expected.logits_BLV).any()
+
+  def test_a_dense_model_has_the_parameters_of_its_routed_twin(
+    self, config, init, variables
+  ):
+    dense = init(config.dense_twin())
+    assert set(dense) == {'params'}
+    params = jax.tree.map(jnp.shape, variables['params'])
+    for i in (0, 2):
+      assert params[f'block_{i}'].pop('router') == {'kernel': (8,)}
+      del params[f'block_{i}']['predictor']
+    assert jax.tree.map(jnp.shape, dense['params']) == params
+
+  @pytest.mark.parametrize('tied_head', [True, False])
+  def test_bfloat16_with_float32_parameters_router_and_logits(
+    self, config, init, forward, tied_head
+  ):
+    config = dataclasses.replace(config, tied_head=tied_head)
+    variables = init(config)
+    half = dataclasses.replace(config, dtype='bfloat16')
+    shapes = jax.eval_shape(
+      LanguageModel(half).init, jax.random.key(0), TOKENS_BL
+    )
+    assert jax.tree.structure(nn.unbox(shapes)) == jax.tree.structure(variables)
+    assert all(x.dtype == 'float32' for x in jax.tree.leaves(shapes))
+    out = forward(half, variables, TOKENS_BL)
+    assert out.logits_BLV.dtype == jnp.float32
+    # Not merely converted: they carry more digits than bfloat16 has.
+    rounded_BLV = out.logits_BLV.astype('bfloat16').astype('float32')
+    assert (out.logits_BLV != rounded_BLV).mean() > 0.9
+    for told in out.routing:
+      assert told.score_BL.dtype == told.weight_BL.dtype == jnp.float32
+    exact = forward(config, variables, TOKENS_BL)
+    assert (out.logits_BLV != exact.logits_BLV).any()
+    np.testing.assert_allclose(out.logits_BLV, exact.logits_BLV, atol=0.3)
+
+  @pytest.mark.parametrize('length', [1, 2, 3])
+  def test_short_rows_choose_at_least_one_token(
+    self, config, variables, forward, length
+  ):
+    out = forward(config, variables, TOKENS_BL[:, :length])
+    assert (chosen(out).sum(axis=-1) == 1).all()
+
+  def test_routers_are_narrow_normals(self, config):
+    init = jax.jit(LanguageModel(dataclasses.replace(config, width=512)).init)
+    params = nn.unbox(init(jax.random.key(0), TOKENS_BL))['params']
+    kernels = [params[f'block_{i}']['router']['kernel'] for i in (0, 2)]
+    assert (kernels[0] != kernels[1]).all()
+    for kernel_D in kernels:
+      assert kernel_D.dtype == jnp.float32
+      assert kernel_D.std() == pytest.approx(0.02, rel=0.15)
+      assert abs(kernel_D.mean()) < 0.004
+
+
+class TestCausality:
+  """Changing the suffix never changes what comes before it."""
+
+  def changes(self, config, variables, forward, mode):
+    """Whether the outputs before a changed suffix differ, for each start."""
+    before = forward(config, variables, TOKENS_BL, mode=mode)
+    changes = []
+    for start in range(1, L):
+      other_BL = TOKENS_BL.at[:, start:].set((TOKENS_BL[:, start:] + 3) % 11)
+      after = forward(config, variables, other_BL, mode=mode)
+      logits = before.logits_BLV != after.logits_BLV
+      assert logits[:, start:].any()
+      routing = chosen(before) != chosen(after)
+      changes.append(
+        bool(logits[:, :start].any() or routing[..., :start].any())
+      )
+    return changes
+
+  @pytest.mark.parametrize('overflow', OVERFLOWS)
+  @pytest.mark.parametrize('rule', RULES)
+  def test_causal_rules_never_look_ahead(
+    self, config_of, variables, forward, rule, overflow
+  ):
+    mode = RoutingMode(rule=rule, overflow=overflow, slack=1.0)
+    assert not any(self.changes(config_of(rule), variables, forward, mode))
+
+  def test_top_k_looks_ahead(self, config, variables, forward):
+    assert any(self.changes(config, variables, forward, RoutingMode()))
+
+  def test_dense_does_not(self, config, variables, forward):
+    changes = self.changes_dense(config, variables, forward)
+    assert not changes.any()
+
+  def changes_dense(self, config, variables, forward):
+    dense, params = config.dense_twin(), {'params': variables['params']}
+    before = forward(dense, params, TOKENS_BL).logits_BLV
+    other_BL = TOKENS_BL.at[:, 5:].set((TOKENS_BL[:, 5:] + 3) % 11)
+    after = forward(dense, params, other_BL).logits_BLV
+    assert (before != after).any()
+    return (before != after)[:, :5]
+
+  @pytest.mark.parametrize('rule', RULES)
+  def test_drop_really_drops(self, config_of, variables, forward, rule):
+    config = config_of(rule)
+    drop = RoutingMode(rule=rule, overflow='drop', slack=1.0)
+    dropped = forward(config, variables, TOKENS_BL, mode=drop)
+    exact = forward(config, variables, TOKENS_BL, mode=rule)
+    overflow_RB = np.stack([told.overflow_B for told in dropped.routing])
+    assert overflow_RB.any()
+    assert (chosen(dropped).sum(axis=-1) <= 3).all()
+    first = chosen(exact)[0]
+    np.testing.assert_array_equal(
+      chosen(dropped)[0], first & (np.cumsum(first, axis=-1) <= 3)
+    )
+    assert not any(told.overflow_B.any() for told in exact.routing)
+
+
+class TestDecoding:
+  """Prefill and steps ≡ the whole row in the same causal mode."""
+
+  @pytest.mark.parametrize(
+    ('rule', 'overflow', 'chunk'),
+    [
+      ('router', 'exact', 1),
+      ('router', 'drop', 2),
+      ('predictor', 'exact', 0),
+      ('predictor', 'drop', 3),
+      ('threshold', 'exact', 2),
+      ('threshold', 'drop', 0),
+      ('fixed', 'exact', 3),
+      ('fixed', 'drop', 1),
+    ],
+  )
+  def test_equals_the_full_forward(
+    self, config_of, variables, forward, generate, rule, overflow, chunk
+  ):
+    config = config_of(rule)
+    mode = RoutingMode(rule=rule, overflow=overflow, slack=1.0, chunk=chunk)
+    valid_BL = jnp.array(VALID_BL)
+    logits_BLV, chosen_RBL, cache = generate(
+      config, variables, TOKENS_BL, valid_BL, mode=mode, prompt=5
+    )
+    full = forward(config, variables, TOKENS_BL, valid_BL=valid_BL, mode=mode)
+    np.testing.assert_array_equal(chosen_RBL, chosen(full))
+    np.testing.assert_allclose(
+      logits_BLV[VALID_BL], full.logits_BLV[VALID_BL], atol=1e-4
+    )
+    counts_B = VALID_BL.sum(axis=-1)
+    assert cache.length_B.tolist() == counts_B.tolist()
+    routed = (cache.blocks[0], cache.blocks[2])
+    for block, chosen_BL in zip(routed, chosen_RBL, strict=True):
+      lengths_B = chosen_BL.sum(axis=-1)
+      np.testing.assert_array_equal(block.length_B, lengths_B)
+      assert (lengths_B < counts_B).all()  # Something was skipped.
+    np.testing.assert_array_equal(cache.blocks[1].length_B, counts_B)
+    if overflow == 'drop':
+      assert cache.blocks[0].slots == 3
+      assert cache.blocks[1].slots == L
+    elif rule != 'fixed':
+      # Sequences skip differently.
+      assert (chosen_RBL[0] != chosen_RBL[0, :1])[:, 5:].any()
+
+  @pytest.mark.parametrize('scan_layers', [False, True])
+  def test_with_remat_and_scanned(
+    self, config, init, forward, generate, scan_layers
+  ):
+    config = dataclasses.replace(config, num_layers=4, remat='full')
+    variables = init(config)
+    mode = RoutingMode(rule='router', chunk=2)
+    full = forward(config, variables, TOKENS_BL, mode=mode)
+    if scan_layers:
+      config, params = lm.scanned(config, variables['params'])
+      variables = variables | {'params': params}
+    logits_BLV, chosen_RBL, cache = generate(
+      config,
+      variables,
+      TOKENS_BL,
+      jnp.ones((B, L), bool),
+      mode=mode,
+      prompt=4,
+    )
+    np.testing.assert_array_equal(chosen_RBL, chosen(full))
+    np.testing.assert_allclose(logits_BLV, full.logits_BLV, atol=1e-4)
+    shape = cache.blocks[0].length_B.shape
+    assert shape == ((2, B) if scan_layers else (B,))
+
+  def test_one_token_cannot_be_chosen_by_top_k(self, config, variables):
+    cache = LMCache.empty(config, B, L, RoutingMode())
+    with pytest.raises(errors.UserError, match="top_k.*'router'"):
+      LanguageModel(config).apply(variables, TOKENS_BL[:, :1], cache=cache)
+
+  def test_packed_documents_cannot_be_generated_from(self, config, variables):
+    cache = LMCache.empty(config, B, L, RoutingMode(rule='router'))
+    with pytest.raises(errors.UserError, match='segment_BL'):
+      LanguageModel(config).apply(
+        variables,
+        TOKENS_BL,
+        segment_BL=jnp.ones((B, L), int),
+        mode='router',
+        cache=cache,
+      )
+
+
+class TestRows:
+  """A row is what it is, whatever stands beside it."""
+
+  @pytest.mark.parametrize('rule', ['router', 'predictor', 'threshold'])
+  def test_packed_documents_equal_separate_rows(
+    self, config, variables, forward, rule
+  ):
+    segment_BL = jnp.array([[1] * 4 + [2] * 6] * B)
+    packed = forward(
+      config, variables, TOKENS_BL, segment_BL=segment_BL, mode=rule
+    )
+    # As rows of one length, padded at the right, in one batch.
+    documents = [TOKENS_BL[:, :4], TOKENS_BL[:, 4:]]
+    rows_BL = jnp.concatenate(
+      [jnp.pad(x, ((0, 0), (0, L - x.shape[1]))) for x in documents]
+    )
+    lengths_B1 = np.array([[4]] * B + [[6]] * B)
+    valid_BL = jnp.array(np.arange(L) < lengths_B1)
+    alone = forward(config, variables, rows_BL, valid_BL=valid_BL, mode=rule)
+    logits_BLV = alone.logits_BLV
+    np.testing.assert_allclose(
+      packed.logits_BLV,
+      jnp.concatenate([logits_BLV[:B, :4], logits_BLV[B:, :6]], axis=1),
+      atol=1e-4,
+    )
+    assert chosen(packed).any()
+    # Without segments, the second document sees the first.
+    merged = forward(config, variables, TOKENS_BL, mode=rule)
+    difference = abs(merged.logits_BLV - packed.logits_BLV)
+    assert difference[:, :4].max() < 1e-4 < difference[:, 4:].max()
+
+  @pytest.mark.parametrize('rule', ['top_k', *RULES])
+  @pytest.mark.parametrize('side', ['left', 'right'])
+  def test_padding_changes_nothing(
+    self, config_of, variables, forward, rule, side
+  ):
+    config = config_of(rule)
+    alone = forward(config, variables, TOKENS_BL[:, :7], mode=rule)
+    real = slice(3, L) if side == 'left' else slice(7)
+    valid_BL = jnp.zeros((B, L), bool).at[:, real].set(True)
+    # What stands in the padding does not matter.
+    padded_BL = TOKENS_BL.at[:, real].set(TOKENS_BL[:, :7])
+    padded = forward(config, variables, padded_BL, valid_BL=valid_BL, mode=rule)
+    np.testing.assert_array_equal(chosen(padded)[..., real], chosen(alone))
+    assert not chosen(padded)[:, ~np.array(valid_BL)].any()
+    np.testing.assert_allclose(
+      padded.logits_BLV[:, real], alone.logits_BLV, atol=1e-4
+    )
+    assert jnp.isfinite(padded.logits_BLV).all()
+
+  def test_a_row_of_padding_is_harmless(self, config, variables, forward):
+    valid_BL = jnp.ones((B, L), bool).at[1].set(False)
+    out = forward(config, variables, TOKENS_BL, valid_BL=valid_BL)
+    alone = forward(config, variables, TOKENS_BL)
+    assert jnp.isfinite(out.logits_BLV).all()
+    assert not chosen(out)[:, 1].any()
+    np.testing.assert_allclose(
+      out.logits_BLV[0::2], alone.logits_BLV[0::2], atol=1e-5
+    )
+
+
+class TestLayouts:
+  """Scanned ≡ unrolled; rematerialised ≡ not."""
+
+  @pytest.fixture(scope='class')
+  def four(self, config):
+    return dataclasses.replace(config, num_layers=4)
+
+  @pytest.fixture(scope='class')
+  def four_variables(self, four, init):
+    return init(four)
+
+  @pytest.mark.parametrize('mode', ['top_k', 'threshold'])
+  def test_scanned_equals_unrolled(self, four, four_variables, forward, mode):
+    scanned_config, params = lm.scanned(four, four_variables['params'])
+    assert scanned_config.scan_layers
+    scanned_variables = four_variables | {'params': params}
+    a, b = (
+      forward(config, variables, TOKENS_BL, mode=mode)
+      for config, variables in (
+        (four, four_variables),
+        (scanned_config, scanned_variables),
+      )
+    )
+    np.testing.assert_allclose(a.logits_BLV, b.logits_BLV, atol=1e-5)
+    # Four layers, two groups: the order of the routed ones is kept.
+    assert len(a.routing) == len(b.routing) == 2
+    assert_trees_close(a.routing, b.routing, atol=1e-5)
+    assert (chosen(a)[0] != chosen(a)[1]).any()
+
+  def test_dense_scanned_equals_unrolled(self, four, four_variables, forward):
+    config = four.dense_twin()
+    params = {
+      name: {k: v for k, v in x.items() if k not in ('router', 'predictor')}
+      if name.startswith('block')
+      else x
+      for name, x in four_variables['params'].items()
+    }
+    scanned_config, stacked = lm.scanned(config, params)
+    assert stacked['layers']['block_0']['mlp']['up']['kernel'].shape[0] == 4
+    a = forward(config, {'params': params}, TOKENS_BL)
+    b = forward(scanned_config, {'params': stacked}, TOKENS_BL)
+    np.testing.assert_allclose(a.logits_BLV, b.logits_BLV, atol=1e-5)
+
+  def test_converters_undo_each_other(self, four, four_variables, init):
+    params = four_variables['params']
+    scanned_config, stacked = lm.scanned(four, params)
+    config, again = lm.unrolled(scanned_config, stacked)
+    assert config == four
+    assert_trees_close(again, params, atol=0)
+    assert lm.unrolled(four, params) == (four, params)
+    assert lm.scanned(scanned_config, stacked) == (scanned_config, stacked)
+    # And a scanned model asks for just these parameters.
+    fresh = init(scanned_config)['params']
+    assert jax.tree.map(jnp.shape, fresh) == jax.tree.map(jnp.shape, stacked)
+
+  def test_scanned_layers_start_different(self, four, init):
+    params = init(dataclasses.replace(four, scan_layers=True))['params']
+    for leaf in (
+      params['layers']['block_0']['router']['kernel'],
+      params['layers']['block_1']['mlp']['up']['kernel'],
+    ):
+      assert (leaf[0] != leaf[1]).all()
+
+  def test_scanned_parameters_name_their_new_axis(self, four):
+    model = LanguageModel(dataclasses.replace(four, scan_layers=True))
+    boxed = jax.eval_shape(model.init, jax.random.key(0), TOKENS_BL)
+    group = boxed['params']['layers']['block_1']
+    assert group['mlp']['up']['kernel'].names == ('layers', 'embed', 'mlp')
+
+  @pytest.mark.parametrize('scan_layers', [False, True])
+  def test_remat_changes_neither_values_nor_gradients(
+    self, four, four_variables, scan_layers
+  ):
+    config, params = four, four_variables['params']
+    if scan_layers:
+      config, params = lm.scanned(config, params)
+    results, counts = [], []
+    for remat in ('none', 'dots', 'full'):
+      loss = _loss(dataclasses.replace(config, remat=remat))
+      grad = jax.jit(jax.value_and_grad(loss))
+      traced = grad.trace(params)
+      counts.append(_count(traced.jaxpr.jaxpr))
+      results.append(traced.lower().compile()(params))
+    for result in results[1:]:
+      assert_trees_close(result, results[0], atol=1e-5, rtol=1e-4)
+    # The backward pass computes features again, but chooses no tokens again.
+    none, dots, full = counts
+    assert none['top_k'] == dots['top_k'] == full['top_k'] > 0
+    assert none['sort'] == dots['sort'] == full['sort'] > 0
+    assert none['dot_general'] < dots['dot_general'] < full['dot_general']
+
+  def test_remat_under_a_causal_rule_chooses_once(self, four, four_variables):
+    counts = []
+    for remat in ('none', 'full'):
+      loss = _loss(dataclasses.replace(four, remat=remat), mode='router')
+      traced = jax.jit(jax.grad(loss)).trace(four_variables['params'])
+      counts.append(_count(traced.jaxpr.jaxpr))
+    assert counts[0]['top_k'] == counts[1]['top_k'] > 0
+    assert counts[0]['dot_general'] < counts[1]['dot_general']
+
+
+def _loss(config, mode='top_k'):
+  def loss(params):
+    out = LanguageModel(config).apply(
+      {'params': params}, TOKENS_BL[:, :-1], mode=mode
+    )
+    total, weight = losses.next_token_loss(
+      out.logits_BLV, TOKENS_BL[:, 1:], jnp.ones((B, L - 1))
+    )
+    for told in out.routing:
+      total += losses.choice_bce(told.score_BL, told.top_k_BL)[0]
+    return total / weight
+
+  return loss
+
+
+def _count(jaxpr):
+  """Counts primitives, those of inner programs included."""
+  counts = dict.fromkeys(('top_k', 'sort', 'dot_general'), 0)
+  for equation in jaxpr.eqns:
+    name = equation.primitive.name
+    if name in counts:
+      counts[name] += 1
+    for inner in jax.tree.leaves(
+      list(equation.params.values()), is_leaf=lambda x: hasattr(x, 'eqns')
+    ):
+      inner = getattr(inner, 'jaxpr', inner)
+      if hasattr(inner, 'eqns'):
+        for key, value in _count(inner).items():
+          counts[key] += value
+  return counts
+
+
+class TestGradients:
+  def test_each_loss_moves_what_it_should(self, config, variables):
+    def parts(params):
+      out = LanguageModel(config).apply({'params': params}, TOKENS_BL[:, :-1])
+      language = losses.next_token_loss(
+        out.logits_BLV, TOKENS_BL[:, 1:], jnp.ones((B, L - 1))
+      )
+      predictor = [
+        losses.choice_bce(told.predictor_BL, told.top_k_BL)[0]
+        for told in out.routing
+      ]
+      return jnp.stack([language[0], sum(predictor)])
+
+    language, predictor = jax.jit(
+      lambda params: [
+        jax.tree.map(lambda g, i=i: g[i], jax.jacrev(parts)(params))
+        for i in range(2)
+      ]
+    )(variables['params'])
+    for path, grad in jax.tree_util.tree_leaves_with_path(language):
+      assert grad.any() == ('predictor' not in str(path)), path
+    for path, grad in jax.tree_util.tree_leaves_with_path(predictor):
+      assert grad.any() == ('predictor' in str(path)), path
+
+  def test_causal_choices_carry_no_gradient(self, config, variables):
+    def loss(params):
+      out = LanguageModel(config).apply(
+        {'params': params}, TOKENS_BL, mode='predictor'
+      )
+      return jnp.sum(out.logits_BLV**2)
+
+    grads = jax.jit(jax.grad(loss))(variables['params'])
+    assert not any(
+      x.any() for x in jax.tree.leaves(grads['block_0']['predictor'])
+    )
+    assert grads['block_0']['router']['kernel'].any()
+
+  def test_padding_receives_no_gradient(self, config, variables):
+    embedding_VD = variables['params']['embedding']
+    # Padding is the one token that occurs nowhere else.
+    tokens_BL = jnp.where(VALID_BL, TOKENS_BL % 10, 10)
+    untied = dataclasses.replace(config, tied_head=False)
+    params = dict(variables['params'], head={'kernel': embedding_VD.T})
+
+    def loss(params):
+      out = LanguageModel(untied).apply(
+        {'params': params}, tokens_BL, valid_BL=jnp.array(VALID_BL)
+      )
+      return jnp.sum(jnp.where(VALID_BL[..., None], out.logits_BLV, 0) ** 2)
+
+    grad_VD = jax.jit(jax.grad(loss))(params)['embedding']
+    assert not grad_VD[10].any()
+    assert grad_VD[:10].any(axis=-1).all()
+    assert jnp.isfinite(grad_VD).all()
+
+
+class TestThreshold:
+  def test_moves_only_when_mutable(self, config, variables, forward):
+    still = forward(config, variables, TOKENS_BL)
+
+    @functools.partial(jax.jit, static_argnames='mode')
+    def train(variables, mode='top_k'):
+      return LanguageModel(config).apply(
+        variables, TOKENS_BL, mode=mode, mutable=['moving']
+      )
+
+    out, moved = train(variables)
+    np.testing.assert_allclose(out.logits_BLV, still.logits_BLV, atol=1e-5)
+    before = variables['moving']['threshold']
+    after = moved['moving']['threshold']
+    kth_R = jnp.stack([told.kth_B.mean() for told in out.routing])
+    np.testing.assert_allclose(
+      after.total_R, 0.5 * before.total_R + 0.5 * kth_R, atol=1e-6
+    )
+    assert after.weight == 0.75
+    np.testing.assert_allclose(
+      after.value_R(), (before.value_R() + 2 * kth_R) / 3, atol=1e-6
+    )
+
+  def test_starts_without_an_observation(self, config):
+    variables = LanguageModel(config).init(jax.random.key(0), TOKENS_BL)
+    assert variables['moving']['threshold'].weight == 0
+
+  def test_a_row_of_padding_does_not_count(self, config, variables):
+    valid_BL = jnp.ones((B, L), bool).at[1].set(False)
+
+    @jax.jit
+    def train(tokens_BL, valid_BL):
+      return LanguageModel(config).apply(
+        variables, tokens_BL, valid_BL=valid_BL, mutable=['moving']
+      )[1]['moving']['threshold']
+
+    padded = train(TOKENS_BL, valid_BL)
+    assert jnp.isfinite(padded.total_R).all()
+    whole = train(TOKENS_BL[0::2], valid_BL[0::2])
+    np.testing.assert_allclose(padded.total_R, whole.total_R, atol=1e-5)
+
+  def test_chooses_by_each_layers_own_average(self, config, variables, forward):
+    out = forward(config, variables, TOKENS_BL, mode='threshold')
+    for told, threshold in zip(out.routing, (0.2, 0.3), strict=True):
+      np.testing.assert_array_equal(told.chosen_BL, told.score_BL >= threshold)
+
+  def test_needs_its_collection(self, config, variables):
+    with pytest.raises(errors.UserError, match="'threshold'.*'moving'"):
+      LanguageModel(config).apply(
+        {'params': variables['params']}, TOKENS_BL, mode='threshold'
+      )
+
+
+class TestGaussian:
+  @pytest.fixture(scope='class')
+  def gaussian(self, config):
+    return dataclasses.replace(
+      config,
+      num_layers=4,
+      routing=MoDConfig(capacity=0.3, offset=0, score='gaussian'),
+    )
+
+  @pytest.mark.parametrize('scan_layers', [False, True])
+  def test_new_draw_for_each_key_and_layer(
+    self, gaussian, init, forward, scan_layers
+  ):
+    config = dataclasses.replace(gaussian, scan_layers=scan_layers)
+    variables = init(config)
+
+    def scores(seed):
+      rngs = {'routing': jax.random.key(seed)}
+      out = forward(config, variables, TOKENS_BL, rngs=rngs)
+      assert all((told.weight_BL == 1).all() for told in out.routing)
+      assert (chosen(out).sum(axis=-1) == 3).all()
+      return [np.asarray(told.score_BL) for told in out.routing]
+
+    first, other = scores(0), scores(1)
+    np.testing.assert_array_equal(first, scores(0))
+    assert (first[0] != first[1]).all()
+    assert (first[0] != other[0]).all()
+    assert (first[0][0] != first[0][1]).all()
+
+  def test_a_missing_stream_raises(self, gaussian, init):
+    with pytest.raises(flax_errors.InvalidRngError, match='routing'):
+      LanguageModel(gaussian).apply(init(gaussian), TOKENS_BL)
+
+  def test_remat_draws_the_same_twice(self, gaussian, init):
+    params = init(gaussian)['params']
+    rngs = {'routing': jax.random.key(0)}
+    grads = []
+    for remat in ('none', 'full'):
+      model = LanguageModel(dataclasses.replace(gaussian, remat=remat))
+
+      def loss(params, model=model):
+        out = model.apply({'params': params}, TOKENS_BL, rngs=rngs)
+        return jnp.sum(out.logits_BLV**2)
+
+      grads.append(jax.jit(jax.grad(loss))(params))
+    assert_trees_close(*grads, atol=1e-4, rtol=1e-4)
+
+
+class TestConfig:
+  @pytest.mark.parametrize(
+    ('change', 'message'),
+    [
+      ({'width': 10, 'num_heads': 4}, 'width=10 .*num_heads=4'),
+      ({'num_kv_heads': 4}, 'num_kv_heads=4 does not divide num_heads=6'),
+      ({'head_dim': 5}, 'head_dim=5.*even'),
+      ({'width': 18}, 'head_dim=3.*even'),
+      ({'num_layers': 0}, 'LMConfig.num_layers=0'),
+      ({'vocab_size': -1}, 'LMConfig.vocab_size=-1'),
+      ({'width': '8'}, "LMConfig.width='8'"),
+      ({'dtype': 'float16'}, "LMConfig.dtype='float16'"),
+      ({'remat': 'some'}, "LMConfig.remat='some'"),
+      ({'num_layers': 5, 'scan_layers': True}, 'num_layers=5.*period=2'),
+      (
+        {
+          'scan_layers': True,
+          'routing': MoDConfig(capacity=(0.5, 0.25)),
+        },
+        'different capacity.*scan_layers=False',
+      ),
+      (
+        {'scan_layers': True, 'routing': MoDConfig(capacity_decay=0.5)},
+        'different capacity.*scan_layers=False',
+      ),
+      (
+        {'routing': MoDConfig(capacity=(0.5, 0.25, 0.125))},
+        '3 fractions for 2 routed layers',
+      ),
+    ],
+  )
+  def test_refused(self, change, message):
+    with pytest.raises(errors.UserError, match=message):
+      LMConfig(**change)
+
+  @pytest.mark.parametrize('rule', RULES)
+  def test_a_rule_that_was_not_trained_is_refused(self, rule):
+    routing = MoDConfig(router_loss=0.0)
+    config = LMConfig(vocab_size=11, width=12, routing=routing)
+    with pytest.raises(errors.UserError, match=f"rule='{rule}'.*trained"):
+      jax.eval_shape(
+        functools.partial(LanguageModel(config).init, mode=rule),
+        jax.random.key(0),
+        TOKENS_BL,
+      )
+
+  def test_a_dense_model_takes_any_rule(self, config, variables, forward):
+    dense, params = config.dense_twin(), {'params': variables['params']}
+    out = forward(dense, params, TOKENS_BL, mode='router')
+    assert out.routing == ()
+
+  def test_equal_capacities_in_a_list_can_be_scanned(self):
+    routing = MoDConfig(capacity=(0.5, 0.5))
+    assert LMConfig(scan_layers=True, routing=routing).num_routed == 2
+
+  def test_sizes_left_open(self):
+    block = LMConfig(width=192, num_heads=6).block
+    assert block.attention.head_dim == 32
+    assert block.attention.num_kv_heads == 6
+    assert block.mlp.hidden == 512
+    assert LMConfig(mlp='gelu').block.mlp.hidden == 4 * 192
+    assert LMConfig(width=200, num_heads=4).block.mlp.hidden == 544
+
+  def test_is_hashable(self, config):
+    assert hash(config) == hash(dataclasses.replace(config))

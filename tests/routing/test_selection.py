@@ -1,0 +1,264 @@
+"""Choosing tokens, against plain numpy."""
+
+import fractions
+import functools
+
+import hypothesis
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mod_jax import errors
+from mod_jax import routing
+
+LENGTH = 7
+INF = float('inf')
+# Few values, so that ties are the rule.
+SCORES = hnp.arrays(
+  np.float32,
+  (2, LENGTH),
+  elements=st.sampled_from([-INF, -2.0, -0.5, -0.0, 0.0, 0.5, 3.0]),
+)
+MASKS = hnp.arrays(np.bool_, (2, LENGTH))
+
+select_tokens = jax.jit(routing.select_tokens, static_argnames='k')
+select_top_k = jax.jit(routing.select_top_k, static_argnames='k')
+select_decided = jax.jit(routing.select_decided, static_argnames='slots')
+mark_tokens = jax.jit(routing.mark_tokens, static_argnames='length')
+
+
+def best(score_L, k, valid_L=None):
+  """Positions of the k best candidates, the lowest first among equals."""
+  order = np.argsort(-score_L.astype(np.float64), kind='stable')
+  if valid_L is not None:
+    order = [i for i in order if valid_L[i]]
+  return sorted(int(i) for i in order[:k])
+
+
+def held(selection, row):
+  """The tokens that a row's slots hold."""
+  index_K = np.asarray(selection.index_BK)[row]
+  if selection.valid_BK is None:
+    return index_K.tolist()
+  return index_K[np.asarray(selection.valid_BK)[row]].tolist()
+
+
+def assert_ascending(index_BK):
+  assert (np.diff(np.asarray(index_BK), axis=-1) > 0).all()
+
+
+class TestSelectTokens:
+  @hypothesis.given(SCORES, st.integers(1, LENGTH))
+  def test_chooses_as_numpy_does(self, score_BL, k):
+    index_BK, score_BK = select_tokens(score_BL, k)
+    assert index_BK.dtype == jnp.int32
+    assert index_BK.shape == score_BK.shape == (2, k)
+    assert_ascending(index_BK)
+    for row in range(2):
+      assert index_BK[row].tolist() == best(score_BL[row], k)
+    np.testing.assert_array_equal(
+      score_BK, np.take_along_axis(score_BL, np.asarray(index_BK), -1)
+    )
+
+  @pytest.mark.parametrize('value', [0.0, -3.5, -INF])
+  @pytest.mark.parametrize('k', [1, 3, LENGTH])
+  def test_equal_scores_give_the_first_positions(self, value, k):
+    index_BK, _ = select_tokens(jnp.full((2, LENGTH), value), k)
+    assert index_BK.tolist() == [list(range(k))] * 2
+
+  def test_negative_zero_ties_with_zero(self):
+    index_BK, _ = select_tokens(jnp.array([[-0.0, 0.0, -0.0, 0.0]]), 2)
+    assert index_BK.tolist() == [[0, 1]]
+
+  @pytest.mark.parametrize('shape', [(LENGTH,), (2, 3, LENGTH)])
+  def test_takes_any_leading_shape(self, shape):
+    score = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    index, chosen = select_tokens(score, 3)
+    expected = np.sort(np.argsort(-score, axis=-1)[..., :3], axis=-1)
+    np.testing.assert_array_equal(index, expected)
+    assert chosen.shape == (*shape[:-1], 3)
+
+  def test_keeps_bfloat16_and_breaks_its_ties_by_position(self):
+    # 1.001 and 1.002 are one number in bfloat16.
+    score_BL = jnp.array([[0.5, 1.001, 1.002, 2.0]], jnp.bfloat16)
+    index_BK, score_BK = select_tokens(score_BL, 2)
+    assert index_BK.tolist() == [[1, 3]]
+    assert score_BK.dtype == jnp.bfloat16
+
+  @pytest.mark.parametrize('k', [-1, 0, LENGTH + 1])
+  def test_refuses_a_count_that_does_not_fit(self, k):
+    with pytest.raises(errors.UserError, match=f'k={k} .*<= {LENGTH}'):
+      routing.select_tokens(jnp.zeros((2, LENGTH)), k)
+
+  def test_gradient_reaches_the_chosen_scores_only(self):
+    score_L = jnp.array([0.3, -1.0, 2.0, 0.9, -0.2])
+    weight_K = jnp.array([2.0, 5.0])
+
+    def loss(score_L):
+      index_K, score_K = routing.select_tokens(score_L, 2)
+      # The indices take part, yet carry no gradient.
+      return jnp.sum(weight_K * score_K) + jnp.sum(index_K * 1.0)
+
+    grad_L = jax.grad(loss)(score_L)
+    assert grad_L.tolist() == [0, 0, 2, 5, 0]
+
+
+class TestSelectTopK:
+  @hypothesis.given(
+    SCORES,
+    MASKS,
+    st.integers(1, LENGTH),
+    hnp.arrays(np.int32, 2, elements=st.integers(0, LENGTH)),
+  )
+  def test_padding_and_counts_as_in_numpy(self, score_BL, valid_BL, k, count_B):
+    # A real token with score -inf is as good as padding; no router gives it.
+    score_BL = np.maximum(score_BL, -9)
+    selection = select_top_k(score_BL, k, valid_BL, count_B)
+    assert selection.index_BK.shape == (2, k)
+    assert_ascending(selection.index_BK)
+    for row in range(2):
+      most = min(k, count_B[row])
+      expected = best(score_BL[row], most, valid_BL[row])
+      assert held(selection, row) == expected
+
+  def test_without_padding_no_slot_is_empty(self):
+    selection = routing.select_top_k(jnp.arange(5.0)[None], 3)
+    assert selection.valid_BK is None
+    assert selection.index_BK.tolist() == [[2, 3, 4]]
+
+  def test_padding_is_passed_over_however_high_its_score(self):
+    score_BL = jnp.array([[9.0, 9.0, 1.0, 2.0, 3.0]])
+    valid_BL = jnp.array([[False, False, True, True, True]])
+    selection = routing.select_top_k(score_BL, 2, valid_BL)
+    assert held(selection, 0) == [3, 4]
+
+  def test_gives_no_gradient(self):
+    def loss(score_BL):
+      selection = routing.select_top_k(score_BL, 2)
+      return jnp.sum(selection.index_BK * 1.0)
+
+    assert not jax.grad(loss)(jnp.arange(4.0)[None]).any()
+
+
+class TestSelectDecided:
+  @hypothesis.given(MASKS, st.integers(1, LENGTH + 2))
+  def test_first_come_by_position(self, decided_BL, slots):
+    selection = select_decided(decided_BL, slots)
+    assert selection.index_BK.shape == (2, min(slots, LENGTH))
+    assert_ascending(selection.index_BK)
+    for row in range(2):
+      wanted = np.flatnonzero(decided_BL[row])[:slots].tolist()
+      assert held(selection, row) == wanted
+
+  def test_exact_over_a_long_row(self):
+    decided_BL = np.random.default_rng(0).random((1, 5000)) < 0.3
+    selection = routing.select_decided(jnp.array(decided_BL), 1000)
+    assert held(selection, 0) == np.flatnonzero(decided_BL[0])[:1000].tolist()
+
+
+class TestMoves:
+  @hypothesis.given(MASKS, st.integers(1, LENGTH))
+  def test_marking_undoes_selecting(self, decided_BL, slots):
+    selection = select_decided(decided_BL, slots)
+    first = np.cumsum(decided_BL, axis=-1) <= slots
+    np.testing.assert_array_equal(
+      mark_tokens(selection, LENGTH), decided_BL & first
+    )
+
+  def test_marking_without_empty_slots(self):
+    selection = routing.Selection(jnp.array([[0, 3], [1, 2]]))
+    assert routing.mark_tokens(selection, 4).tolist() == [
+      [True, False, False, True],
+      [False, True, True, False],
+    ]
+
+  @pytest.mark.parametrize('trailing', [(), (3,), (2, 3)])
+  @pytest.mark.parametrize('dtype', [jnp.float32, jnp.bfloat16])
+  def test_gather_and_scatter_as_numpy_does(self, trailing, dtype):
+    rng = np.random.default_rng(0)
+    x = jnp.array(rng.normal(size=(2, 5, *trailing)), dtype)
+    update = jnp.array(rng.normal(size=(2, 2, *trailing)), jnp.float32)
+    index_BK = jnp.array([[0, 3], [2, 4]])
+    gathered = routing.gather_tokens(x, index_BK)
+    added = routing.scatter_add_tokens(x, index_BK, update)
+    assert gathered.dtype == added.dtype == dtype
+    expected = np.array(x)
+    for row in range(2):
+      np.testing.assert_array_equal(gathered[row], x[row, index_BK[row]])
+      for slot, position in enumerate(index_BK[row]):
+        expected[row, position] += np.asarray(update.astype(dtype))[row, slot]
+    np.testing.assert_array_equal(added, expected)
+
+  def test_gradient_of_gather_is_scatter(self):
+    index_BK = jnp.array([[1, 2], [0, 3]])
+    weight_BKD = jnp.arange(1.0, 13.0).reshape(2, 2, 3)
+    grad_BLD = jax.grad(
+      lambda x: jnp.sum(weight_BKD * routing.gather_tokens(x, index_BK))
+    )(jnp.zeros((2, 4, 3)))
+    expected = np.zeros((2, 4, 3))
+    for row in range(2):
+      expected[row, index_BK[row]] = weight_BKD[row]
+    np.testing.assert_array_equal(grad_BLD, expected)
+
+  def test_gradient_of_scatter_is_gather_beside_the_identity(self):
+    index_BK = jnp.array([[1, 2], [0, 3]])
+    weight_BLD = jnp.arange(1.0, 25.0).reshape(2, 4, 3)
+
+    def loss(x_BLD, update_BKD):
+      y_BLD = routing.scatter_add_tokens(x_BLD, index_BK, update_BKD)
+      return jnp.sum(weight_BLD * y_BLD)
+
+    grads = jax.grad(loss, (0, 1))(jnp.ones((2, 4, 3)), jnp.ones((2, 2, 3)))
+    np.testing.assert_array_equal(grads[0], weight_BLD)
+    for row in range(2):
+      np.testing.assert_array_equal(
+        grads[1][row], weight_BLD[row, index_BK[row]]
+      )
+
+
+class TestNumChosen:
+  @pytest.mark.parametrize(
+    ('capacity', 'length', 'expected'),
+    [
+      (0.125, 2048, 256),
+      (0.125, 15, 1),
+      (0.125, 16, 2),
+      (0.125, 1, 1),
+      (0.125, 7, 1),
+      (0.5, 3, 1),
+      (1.0, 9, 9),
+      (0.29, 100, 29),
+      (0.57, 100, 57),
+      (0.1, 30, 3),
+      (0.999, 1000, 999),
+    ],
+  )
+  def test_known_counts(self, capacity, length, expected):
+    assert routing.num_chosen(capacity, length) == expected
+
+  def test_the_float_trap_is_one(self):
+    assert int(0.29 * 100) == 28
+
+  @hypothesis.given(st.integers(1, 1000), st.integers(1, 100_000))
+  def test_is_the_floor_of_the_decimal_product(self, thousandths, length):
+    exact = fractions.Fraction(thousandths, 1000) * length
+    assert routing.num_chosen(thousandths / 1000, length) == max(1, exact // 1)
+
+
+def test_indices_are_promised_in_order_and_unique():
+  # The promises in gather and scatter hold for whatever select returns.
+  score_BL = jax.random.normal(jax.random.key(0), (3, 40))
+  for k in (1, 13, 40):
+    pick = functools.partial(routing.select_top_k, k=k)
+    valid_BL = score_BL > 0.5
+    for selection in (
+      pick(score_BL),
+      pick(score_BL, valid_BL=valid_BL, count_B=jnp.array([0, 2, 50])),
+      routing.select_decided(valid_BL, k),
+    ):
+      assert_ascending(selection.index_BK)
+      assert selection.index_BK.min() >= 0
+      assert selection.index_BK.max() < 40
