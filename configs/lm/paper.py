@@ -1,7 +1,7 @@
 """Mixture-of-Depths at the sizes of Raposo et al. 2024, for accelerators.
 
 Capacity 12.5% in every other block, length 2048, batch 128, cosine over
-exactly the run's steps. Variants: `60m`, `220m` (the default), `730m`, `3b`,
+exactly the run's steps. Variants: `60m`, `220m` (the default), `670m`, `3b`,
 each also as `…_dense`; `tiny`. Text comes from TFDS (`lm1b`), so give a
 tokenizer: `--config.data.tokenizer_path=FILE`.
 """
@@ -22,7 +22,7 @@ from mod_jax.train.optimizer import OptimizerConfig
 SIZES = {
   '60m': (8, 512, 8, 1),
   '220m': (12, 1024, 8, 4),
-  '730m': (20, 1536, 12, 8),
+  '670m': (20, 1536, 12, 8),
   '3b': (28, 2816, 22, 16),
 }
 

@@ -1,5 +1,7 @@
 """From logits to the distribution that a token is drawn from."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 
@@ -8,9 +10,10 @@ from mod_jax.errors import UserError
 
 def check(temperature: float, top_k: int, top_p: float) -> None:
   """Raises UserError where a sampling parameter is out of range."""
-  if temperature < 0:
+  if not 0 <= temperature < math.inf:
     raise UserError(
-      f'temperature={temperature}: expected 0 (the likeliest token) or more.'
+      f'temperature={temperature}: expected 0 (the likeliest token) or a'
+      ' positive number.'
     )
   if top_k < 0:
     raise UserError(f'top_k={top_k}: expected 0 (no limit) or more.')

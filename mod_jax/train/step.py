@@ -56,7 +56,7 @@ def train_step(
   grads = jax.tree.map(lambda g: g / weight, grads)
 
   updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-  pairs['grad_norm'] = (optax.global_norm(grads), jnp.ones(()))
+  pairs['grad_norm'] = (optax.tree.norm(grads), jnp.ones(()))
   return state.replace(
     step=state.step + 1,
     params=optax.apply_updates(state.params, updates),

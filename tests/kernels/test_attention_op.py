@@ -93,7 +93,7 @@ def test_blocks_change_neither_values_nor_gradients(monkeypatch):
     return traced.lower().compile()(q, k, v), len(str(traced.jaxpr))
 
   blocked, blocked_size = run()
-  monkeypatch.setattr(reference, '_BLOCK', 1000)
+  monkeypatch.setattr(reference, '_LEAST', 1000)
   whole, whole_size = run()
   assert blocked_size != whole_size  # Else one thing is compared with itself.
   pairs = zip(jax.tree.leaves(blocked), jax.tree.leaves(whole), strict=True)

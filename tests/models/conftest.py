@@ -9,6 +9,7 @@ import pytest
 
 from mod_jax import routing
 from mod_jax.layers.mod import MoDConfig
+from mod_jax.layers.mod import RoutingMode
 from mod_jax.models.lm import LanguageModel
 from mod_jax.models.lm import LMCache
 from mod_jax.models.lm import LMConfig
@@ -26,6 +27,12 @@ SIZES = {
   'num_kv_heads': 2,
   'mlp_dim': 6,
 }
+
+
+@pytest.fixture(scope='session')
+def quick():
+  """Returns jax.jit without the optimisations that take their time."""
+  return functools.partial(jax.jit, compiler_options=QUICK)
 
 
 @pytest.fixture(scope='session')
@@ -86,10 +93,16 @@ def forward():
   @functools.partial(
     jax.jit, static_argnames=('config', 'mode'), compiler_options=QUICK
   )
-  def run(config, variables, tokens_BL, **kwargs):
-    return LanguageModel(config).apply(variables, tokens_BL, **kwargs)
+  def run(config, variables, tokens_BL, mode, **kwargs):
+    return LanguageModel(config).apply(
+      variables, tokens_BL, mode=mode, **kwargs
+    )
 
-  return run
+  def forward(config, variables, tokens_BL, mode='top_k', **kwargs):
+    mode = RoutingMode(rule=mode) if isinstance(mode, str) else mode
+    return run(config, variables, tokens_BL, mode=mode, **kwargs)
+
+  return forward
 
 
 @pytest.fixture(scope='session')

@@ -3,48 +3,58 @@
 import jax
 import jax.numpy as jnp
 
-# Queries are taken in blocks of this many, so that a causal block multiplies
-# only the keys it can see: half the products, half the softmax.
-_BLOCK = 128
+# A causal call takes its queries in so many blocks, of at least so many: each
+# multiplies only the keys that it can see, which saves 3/8 of the products and
+# of the softmax. More blocks would save little more and compile for longer.
+_BLOCKS, _LEAST = 4, 128
 
 
 def attention(q_BQHC, k_BSGC, v_BSGC, mask_BQS=None, causal=False):
   """As `mod_jax_kernels.attention`; softmax in float32."""
   batch, queries, heads, channels = q_BQHC.shape
-  groups = k_BSGC.shape[2]
+  keys, groups = k_BSGC.shape[1:3]
   q_BQGRC = q_BQHC.reshape(batch, queries, groups, heads // groups, channels)
-  if not causal or queries <= _BLOCK:
-    blocks = [(0, queries, k_BSGC.shape[1])]
-  else:
-    starts = range(0, queries, _BLOCK)
-    ends = [min(start + _BLOCK, queries) for start in starts]
-    blocks = [(start, end, end) for start, end in zip(starts, ends)]
+  # Heads first, so that each block is a plain batch of matrix products.
+  q_BGRQC = jnp.moveaxis(q_BQGRC, 1, 3)
+  k_BGSC, v_BGSC = jnp.moveaxis(k_BSGC, 1, 2), jnp.moveaxis(v_BSGC, 1, 2)
+  size = max(_LEAST, -(-queries // _BLOCKS)) if causal else queries
   out = []
-  for start, end, keys in blocks:
-    mask_BQK = None if mask_BQS is None else mask_BQS[:, start:end, :keys]
+  for start in range(0, queries, size):
+    end = min(start + size, queries)
+    seen = end if causal else keys
+    mask_BQK = None if mask_BQS is None else mask_BQS[:, start:end, :seen]
     if causal:
-      position_Q1 = jnp.arange(start, end)[:, None]
-      causal_1QK = (position_Q1 >= jnp.arange(keys))[None]
-      mask_BQK = causal_1QK if mask_BQK is None else mask_BQK & causal_1QK
+      causal_QK = jnp.arange(start, end)[:, None] >= jnp.arange(seen)
+      mask_BQK = causal_QK[None] if mask_BQK is None else mask_BQK & causal_QK
     out.append(
       _attend(
-        q_BQGRC[:, start:end], k_BSGC[:, :keys], v_BSGC[:, :keys], mask_BQK
+        q_BGRQC[:, :, :, start:end],
+        k_BGSC[:, :, :seen],
+        v_BGSC[:, :, :seen],
+        mask_BQK,
       )
     )
-  out_BQGRC = out[0] if len(out) == 1 else jnp.concatenate(out, axis=1)
-  return out_BQGRC.reshape(q_BQHC.shape)
+  out_BGRQC = out[0] if len(out) == 1 else jnp.concatenate(out, axis=3)
+  return jnp.moveaxis(out_BGRQC, 3, 1).reshape(q_BQHC.shape)
 
 
-def _attend(q_BQGRC, k_BSGC, v_BSGC, mask_BQS):
+def _attend(q_BGRQC, k_BGSC, v_BGSC, mask_BQS):
   score_BGRQS = jnp.einsum(
-    'BQGRC,BSGC->BGRQS', q_BQGRC, k_BSGC, preferred_element_type=jnp.float32
+    'BGRQC,BGSC->BGRQS', q_BGRQC, k_BGSC, preferred_element_type=jnp.float32
   )
-  score_BGRQS *= q_BQGRC.shape[-1] ** -0.5
+  score_BGRQS *= q_BGRQC.shape[-1] ** -0.5
   if mask_BQS is not None:
     # Finite, so that a query without any key gives no NaN, even in gradients.
     lowest = jnp.finfo(jnp.float32).min / 2
     score_BGRQS = jnp.where(mask_BQS[:, None, None], score_BGRQS, lowest)
-  weight_BGRQS = jax.nn.softmax(score_BGRQS, axis=-1)
-  return jnp.einsum(
-    'BGRQS,BSGC->BQGRC', weight_BGRQS.astype(v_BSGC.dtype), v_BSGC
+  top_BGRQ1 = jax.lax.stop_gradient(score_BGRQS.max(axis=-1, keepdims=True))
+  weight_BGRQS = jnp.exp(score_BGRQS - top_BGRQ1)
+  # Divided after the product: C numbers per query instead of S.
+  total_BGRQ1 = weight_BGRQS.sum(axis=-1, keepdims=True)
+  out_BGRQC = jnp.einsum(
+    'BGRQS,BGSC->BGRQC',
+    weight_BGRQS.astype(v_BGSC.dtype),
+    v_BGSC,
+    preferred_element_type=jnp.float32,
   )
+  return (out_BGRQC / total_BGRQ1).astype(q_BGRQC.dtype)

@@ -1,0 +1,226 @@
+"""Losses against plain numpy, and sums that add up over microbatches."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mod_jax import losses
+
+
+def _log_softmax(logits):
+  logits = logits.astype(np.float64)
+  logits = logits - logits.max(axis=-1, keepdims=True)
+  return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+
+
+def _inputs(seed, batch=4, length=6, vocab=5):
+  rng = np.random.default_rng(seed)
+  logits_BLV = 3 * rng.normal(size=(batch, length, vocab)).astype(np.float32)
+  targets_BL = rng.integers(0, vocab, (batch, length))
+  weights_BL = rng.choice([0.0, 0.5, 1.0], (batch, length)).astype(np.float32)
+  return logits_BLV, targets_BL, weights_BL
+
+
+def _masks(seed, batch=4, length=12):
+  """decided, chosen and valid, all different, some outside the valid."""
+  rng = np.random.default_rng(seed)
+  return tuple(rng.random((batch, length)) < p for p in (0.4, 0.3, 0.7))
+
+
+class TestNextTokenLoss:
+  def test_is_the_weighted_negative_log_probability(self):
+    logits_BLV, targets_BL, weights_BL = _inputs(0)
+    total, weight = losses.next_token_loss(logits_BLV, targets_BL, weights_BL)
+    log_prob_BLV = _log_softmax(logits_BLV)
+    want = 0.0
+    for b, l in np.ndindex(targets_BL.shape):
+      want -= weights_BL[b, l] * log_prob_BLV[b, l, targets_BL[b, l]]
+    np.testing.assert_allclose(total, want, rtol=1e-5)
+    np.testing.assert_allclose(weight, weights_BL.sum(), rtol=1e-6)
+
+  def test_ignores_what_padding_predicts(self):
+    logits_BLV, targets_BL, weights_BL = _inputs(1)
+    before = losses.next_token_loss(logits_BLV, targets_BL, weights_BL)
+    padding_BL = weights_BL == 0
+    assert padding_BL.any()
+    logits_BLV[padding_BL] = np.linspace(-50, 50, logits_BLV.shape[-1])
+    targets_BL = np.where(padding_BL, 0, targets_BL)
+    after = losses.next_token_loss(logits_BLV, targets_BL, weights_BL)
+    np.testing.assert_array_equal(before, after)
+
+  def test_microbatches_add_up_to_the_whole(self):
+    arrays = _inputs(2)
+    whole = np.array(losses.next_token_loss(*arrays))
+    halves = [
+      np.array(losses.next_token_loss(*(x[rows] for x in arrays)))
+      for rows in (slice(0, 1), slice(1, None))
+    ]
+    assert halves[0][1] != halves[1][1]  # A mean of means would be wrong.
+    np.testing.assert_allclose(sum(halves), whole, rtol=1e-5)
+
+  def test_is_summed_in_float32_for_bfloat16_logits(self):
+    logits_BLV, targets_BL, weights_BL = _inputs(3, length=64)
+    logits_BLV = jnp.asarray(logits_BLV, jnp.bfloat16)
+    rounded_BLV = np.asarray(logits_BLV, np.float32)
+    total, _ = losses.next_token_loss(logits_BLV, targets_BL, weights_BL)
+    want, _ = losses.next_token_loss(rounded_BLV, targets_BL, weights_BL)
+    assert total.dtype == jnp.float32
+    np.testing.assert_allclose(total, want, rtol=1e-6)
+
+  def test_gradient_is_softmax_less_target(self):
+    logits_BLV, targets_BL, weights_BL = _inputs(4)
+    gradient_BLV = jax.grad(
+      lambda x: losses.next_token_loss(x, targets_BL, weights_BL)[0]
+    )(logits_BLV)
+    want_BLV = np.exp(_log_softmax(logits_BLV))
+    want_BLV -= np.eye(logits_BLV.shape[-1])[targets_BL]
+    np.testing.assert_allclose(
+      gradient_BLV, weights_BL[..., None] * want_BLV, atol=1e-5
+    )
+
+
+class TestChoiceBce:
+  def _want(self, logit_BL, chosen_BL, valid_BL):
+    p_BL = 1 / (1 + np.exp(-logit_BL.astype(np.float64)))
+    nats_BL = -np.where(chosen_BL, np.log(p_BL), np.log1p(-p_BL))
+    return nats_BL[valid_BL].sum(), valid_BL.sum()
+
+  @pytest.mark.parametrize('padded', [False, True])
+  def test_is_the_binary_cross_entropy(self, padded):
+    _, chosen_BL, valid_BL = _masks(0)
+    logit_BL = np.random.default_rng(1).normal(size=chosen_BL.shape) * 3
+    want = self._want(
+      logit_BL, chosen_BL, valid_BL if padded else np.ones_like(valid_BL)
+    )
+    got = losses.choice_bce(
+      jnp.asarray(logit_BL, jnp.float32),
+      chosen_BL,
+      valid_BL if padded else None,
+    )
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+
+  def test_no_gradient_passes_the_targets(self):
+    _, chosen_BL, valid_BL = _masks(2)
+    logit_BL = np.random.default_rng(3).normal(size=chosen_BL.shape)
+    gradient = jax.grad(
+      lambda logit_BL, target_BL: losses.choice_bce(
+        logit_BL, target_BL, valid_BL
+      )[0],
+      argnums=(0, 1),
+    )(jnp.asarray(logit_BL, jnp.float32), chosen_BL.astype(np.float32))
+    want_BL = valid_BL * (1 / (1 + np.exp(-logit_BL)) - chosen_BL)
+    np.testing.assert_allclose(gradient[0], want_BL, atol=1e-6)
+    np.testing.assert_array_equal(gradient[1], 0)
+
+  def test_large_logits_stay_finite(self):
+    logit_BL = jnp.array([[-1e4, 1e4]])
+    total, weight = losses.choice_bce(logit_BL, jnp.array([[True, False]]))
+    np.testing.assert_allclose([total, weight], [2e4, 2])
+
+  def test_microbatches_add_up_to_the_whole(self):
+    _, chosen_BL, valid_BL = _masks(4)
+    logit_BL = np.random.default_rng(5).normal(size=chosen_BL.shape)
+    arrays = (logit_BL.astype(np.float32), chosen_BL, valid_BL)
+    whole = np.array(losses.choice_bce(*arrays))
+    parts = [
+      np.array(losses.choice_bce(*(x[i : i + 1] for x in arrays)))
+      for i in range(len(logit_BL))
+    ]
+    np.testing.assert_allclose(sum(parts), whole, rtol=1e-5)
+
+
+def _agreement(decided_BL, chosen_BL, valid_BL):
+  """The definitions, token by token, in Python."""
+  want = {
+    name: np.zeros(2)
+    for name in (
+      *('accuracy', 'precision', 'recall'),
+      *('count_error', 'routed', 'never_route'),
+    )
+  }
+  for decided_L, chosen_L, valid_L in zip(
+    decided_BL, chosen_BL, valid_BL, strict=True
+  ):
+    rows = list(zip(decided_L, chosen_L, valid_L, strict=True))
+    rows = [(bool(d), bool(c)) for d, c, v in rows if v]
+    for decided, chosen in rows:
+      want['accuracy'] += (decided == chosen, 1)
+      want['never_route'] += (not chosen, 1)
+      want['routed'] += (decided, 1)
+      if decided:
+        want['precision'] += (chosen, 1)
+      if chosen:
+        want['recall'] += (decided, 1)
+    num_decided = sum(d for d, _ in rows)
+    num_chosen = sum(c for _, c in rows)
+    want['count_error'] += (abs(num_decided - num_chosen), num_chosen)
+  return want
+
+
+class TestChoiceAgreement:
+  @given(st.integers(0, 2**32 - 1), st.integers(1, 5), st.integers(1, 9))
+  def test_is_what_counting_by_hand_gives(self, seed, batch, length):
+    masks = _masks(seed, batch, length)
+    got = losses.choice_agreement(*masks)
+    want = _agreement(*masks)
+    assert set(got) == set(want)
+    for name, pair in want.items():
+      np.testing.assert_array_equal(got[name], pair, err_msg=name)
+
+  @given(st.integers(0, 2**32 - 1))
+  def test_without_a_mask_every_token_counts(self, seed):
+    decided_BL, chosen_BL, _ = _masks(seed)
+    got = losses.choice_agreement(decided_BL, chosen_BL)
+    want = _agreement(decided_BL, chosen_BL, np.ones_like(chosen_BL))
+    for name, pair in want.items():
+      np.testing.assert_array_equal(got[name], pair, err_msg=name)
+
+  def test_never_routing_scores_one_less_capacity(self):
+    # 12.5%: two of sixteen in each row.
+    chosen_BL = np.zeros((3, 16), bool)
+    chosen_BL[:, [3, 9]] = True
+    never_BL = np.zeros_like(chosen_BL)
+    got = losses.choice_agreement(never_BL, chosen_BL)
+    ratio = {k: float(t / w) for k, (t, w) in got.items() if w}
+    assert ratio['never_route'] == ratio['accuracy'] == 1 - 1 / 8
+    assert ratio['recall'] == 0
+    assert ratio['count_error'] == 1
+    assert 'precision' not in ratio  # Nothing was decided for.
+    # And a rule that is right is told apart from it.
+    got = losses.choice_agreement(chosen_BL, chosen_BL)
+    ratio = {k: float(t / w) for k, (t, w) in got.items()}
+    assert ratio['accuracy'] == ratio['precision'] == ratio['recall'] == 1
+    assert ratio['never_route'] == 1 - 1 / 8
+    assert ratio['count_error'] == 0
+
+  def test_errors_of_different_sequences_do_not_cancel(self):
+    chosen_BL = np.array([[1, 0, 0, 0], [1, 0, 0, 0]], bool)
+    decided_BL = np.array([[1, 1, 0, 0], [0, 0, 0, 0]], bool)
+    error, weight = losses.choice_agreement(decided_BL, chosen_BL)[
+      'count_error'
+    ]
+    assert (float(error), float(weight)) == (2, 2)
+
+  @given(st.integers(0, 2**32 - 1))
+  def test_padding_changes_nothing(self, seed):
+    decided_BL, chosen_BL, valid_BL = _masks(seed)
+    got = losses.choice_agreement(decided_BL, chosen_BL, valid_BL)
+    other = losses.choice_agreement(
+      decided_BL ^ ~valid_BL, chosen_BL ^ ~valid_BL, valid_BL
+    )
+    for name in got:
+      np.testing.assert_array_equal(got[name], other[name], err_msg=name)
+
+  @given(st.integers(0, 2**32 - 1), st.integers(1, 3))
+  def test_microbatches_add_up_to_the_whole(self, seed, split):
+    masks = _masks(seed)
+    whole = losses.choice_agreement(*masks)
+    first = losses.choice_agreement(*(m[:split] for m in masks))
+    second = losses.choice_agreement(*(m[split:] for m in masks))
+    for name, pair in whole.items():
+      np.testing.assert_allclose(
+        np.array(first[name]) + np.array(second[name]), pair, err_msg=name
+      )

@@ -1,0 +1,303 @@
+"""The layers' own FLOP counts: against facts, by hand, and XLA's count."""
+
+import dataclasses
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from mod_jax import flops
+from mod_jax.layers import mod
+from mod_jax.layers.mod import MoDConfig
+from mod_jax.models.lm import LMConfig
+from mod_jax.routing import num_chosen
+
+MOD = MoDConfig(capacity=0.125)
+
+
+def _ratio(config, length):
+  return flops.forward(config, length) / flops.forward(
+    config.dense_twin(), length
+  )
+
+
+class TestIdealRatio:
+  """GELU MLP of width 4D; the head counts whether or not it is tied."""
+
+  @pytest.mark.parametrize(
+    ('width', 'length', 'vocab', 'layers', 'want'),
+    [(256, 512, 256, 8, 0.559), (1024, 2048, 32_000, 24, 0.593)],
+  )
+  @pytest.mark.parametrize('tied', [True, False])
+  def test_matches_the_known_numbers(
+    self, width, length, vocab, layers, want, tied
+  ):
+    config = LMConfig(
+      width=width,
+      vocab_size=vocab,
+      num_layers=layers,
+      num_heads=width // 64,
+      mlp='gelu',
+      tied_head=tied,
+      routing=MOD,
+    )
+    assert config.block.mlp.hidden == 4 * width
+    assert round(_ratio(config, length), 3) == want
+
+  def test_full_attention_pairs_give_another_number(self):
+    config = LMConfig(
+      width=1024, vocab_size=32_000, num_layers=24, num_heads=16, mlp='gelu'
+    )
+    total, dense = (
+      sum(sum(p.values()) for _, p in c.flops_table(2048, full_pairs=True))
+      for c in (config, config.dense_twin())
+    )
+    assert round(total / dense, 3) != 0.593
+
+  def test_is_one_at_full_capacity_but_for_the_router(self):
+    config = LMConfig(width=64, num_heads=2, routing=MoDConfig(capacity=1.0))
+    dense = flops.forward(config.dense_twin(), 32)
+    routers = config.num_routed * 2 * 32 * 64
+    assert flops.forward(config, 32) == dense + routers
+
+
+class TestParts:
+  """Every term written out for odd sizes: D=30, H=3, G=1, C=8, F=50."""
+
+  config = LMConfig(
+    vocab_size=70,
+    num_layers=3,
+    width=30,
+    num_heads=3,
+    num_kv_heads=1,
+    head_dim=8,
+    mlp='swiglu',
+    mlp_dim=50,
+    routing=MoDConfig(capacity=0.3, predictor_width=6),
+  )
+
+  def test_each_part_is_what_its_matmuls_cost(self):
+    length, width, kept = 21, 30, 6  # floor(0.3 · 21)
+
+    def block(tokens, pairs):
+      query_and_out = 2 * 2 * tokens * width * 3 * 8
+      key_and_value = 2 * 2 * tokens * width * 1 * 8
+      return {
+        'attention': query_and_out + key_and_value + 2 * 2 * 3 * 8 * pairs,
+        'mlp': 3 * 2 * tokens * width * 50,
+      }
+
+    routed = block(kept, kept * (kept + 1) // 2) | {
+      'router': 2 * length * width,
+      'predictor': 2 * length * (width * 6 + 6),
+    }
+    dense = block(length, length * (length + 1) // 2)
+    head = {'head': 2 * length * width * 70}
+    assert self.config.flops_table(length) == [
+      ('block_0', dense),
+      ('block_1 (routed)', routed),
+      ('block_2', dense),
+      ('head', head),
+    ]
+    total = sum(map(sum, (x.values() for x in (dense, routed, dense, head))))
+    assert flops.forward(self.config, length) == total
+    assert flops.macs(self.config, length) * 2 == total
+    assert flops.train(self.config, length) == 3 * total
+
+  def test_gelu_has_two_kernels_instead_of_three(self):
+    gelu = dataclasses.replace(self.config, mlp='gelu')
+    swiglu = dict(self.config.flops_table(21))
+    for name, parts in gelu.flops_table(21):
+      if name != 'head':
+        assert parts['mlp'] * 3 == swiglu[name]['mlp'] * 2
+
+  def test_full_pairs_count_the_masked_ones_too(self):
+    exact = self.config.block.attention.flops(21)
+    full = self.config.block.attention.flops(21, full_pairs=True)
+    assert full - exact == 4 * 3 * 8 * (21 * 20 // 2)
+
+  @pytest.mark.parametrize('score', ['gaussian', 'stride'])
+  def test_scores_that_do_not_look_cost_nothing(self, score):
+    control = MoDConfig(capacity=0.3, score=score, predictor_width=6)
+    parts = mod.flops(self.config.block, control, 0.3, 21)
+    assert not parts.get('router')
+    assert not parts.get('predictor')
+    learned = mod.flops(self.config.block, MoDConfig(capacity=0.3), 0.3, 21)
+    assert learned['router'] == 2 * 21 * 30
+
+  def test_each_layer_counts_its_own_capacity(self):
+    capacities = (0.5, 0.25, 0.1)
+    config = dataclasses.replace(
+      self.config,
+      num_layers=3,
+      routing=MoDConfig(capacity=capacities, period=1, offset=0),
+    )
+    for (_, parts), capacity in zip(
+      config.flops_table(21), capacities, strict=False
+    ):
+      kept = num_chosen(capacity, 21)
+      assert parts['mlp'] == config.block.mlp.flops(kept)
+      assert parts['attention'] == config.block.attention.flops(kept)
+
+  def test_one_token_is_the_least(self):
+    parts = dict(self.config.flops_table(2))['block_1 (routed)']
+    assert parts['mlp'] == self.config.block.mlp.flops(1)
+
+
+_WIDE = {'width': 1024, 'num_heads': 8, 'num_layers': 2, 'vocab_size': 512}
+
+
+class TestAgainstXla:
+  """On unrolled, kernel-free models, wide enough for matmuls to be all.
+
+  XLA counts elementwise work too, so its number is the larger one; and all
+  query-key pairs, as plain attention multiplies them. Nothing is compiled.
+  """
+
+  @pytest.mark.parametrize(
+    'changes',
+    {
+      'mod_swiglu': {},
+      'dense_swiglu': {'routing': None},
+      # The polynomial of the exact GELU is long: more width to drown it.
+      'mod_gelu': {'mlp': 'gelu', 'width': 2048},
+      'dense_gelu_tanh': {'mlp': 'gelu_tanh', 'routing': None},
+      'grouped_queries': {'num_kv_heads': 2, 'head_dim': 64},
+      'untied_head': {'tied_head': False, 'vocab_size': 4096},
+      'predictor': {
+        'routing': MoDConfig(capacity=0.25, predictor_width=256)
+      },
+      'capacity_list': {
+        'routing': MoDConfig(capacity=(0.75, 0.125), period=1, offset=0)
+      },
+    }.items(),
+    ids=lambda item: item[0],
+  )
+  @pytest.mark.parametrize('length', [128, 48])
+  def test_agrees_within_a_percent(self, changes, length):
+    config = LMConfig(**(_WIDE | {'routing': MOD} | changes[1]))
+    table = config.flops_table(length, full_pairs=True)
+    ours = sum(sum(parts.values()) for _, parts in table)
+    ratio = _xla_flops(config, length) / ours
+    assert 1 <= ratio < 1.01
+
+  def test_would_notice_a_missing_kernel(self):
+    config = LMConfig(**_WIDE, routing=MOD)
+    table = config.flops_table(128, full_pairs=True)
+    ours = sum(sum(parts.values()) for _, parts in table)
+    routed = dict(table)['block_1 (routed)']['mlp']
+    assert _xla_flops(config, 128) / (ours - routed / 3) > 1.01
+
+
+def _xla_flops(config, length):
+  model = config.build()
+  tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
+  variables = jax.eval_shape(model.init, jax.random.key(0), tokens)
+
+  def forward(params, tokens):
+    # All of the output: a predictor that nobody reads would be dropped.
+    return model.apply({'params': params}, tokens)
+
+  lowered = jax.jit(forward).lower(variables['params'], tokens)
+  return lowered.cost_analysis()['flops']
+
+
+class TestNumParams:
+  @pytest.mark.parametrize(
+    'changes',
+    [
+      {'routing': MoDConfig(score='gaussian'), 'tied_head': False},
+      {
+        'routing': MoDConfig(predictor_width=5, threshold_decay=0.9),
+        'scan_layers': True,
+        'mlp': 'gelu',
+        'num_kv_heads': 1,
+      },
+    ],
+  )
+  def test_is_that_of_a_real_model(self, changes):
+    config = LMConfig(
+      **({'num_layers': 2, 'width': 16, 'num_heads': 2} | changes)
+    )
+    rngs = {'params': jax.random.key(0), 'routing': jax.random.key(1)}
+    params = jax.jit(config.build().init)(rngs, jnp.zeros((1, 4), jnp.int32))
+    leaves = jax.tree.leaves(params['params'])
+    assert flops.num_params(config) == sum(x.size for x in leaves)
+
+  def test_by_hand(self):
+    config = LMConfig(
+      vocab_size=11, num_layers=2, width=8, num_heads=2, mlp_dim=12
+    )
+    block = 2 * 8 + 4 * 8 * 8 + 3 * 8 * 12
+    assert flops.num_params(config) == 11 * 8 + 8 + 2 * block + 8
+
+
+class TestReport:
+  config = LMConfig(
+    vocab_size=300,
+    num_layers=4,
+    width=64,
+    num_heads=2,
+    routing=MoDConfig(capacity=(0.5, 0.125)),
+  )
+
+  def _numbers(self, report, start):
+    line = next(x for x in report.splitlines() if x.startswith(start))
+    return line, [
+      float(x.replace(',', ''))
+      for x in re.findall(r'(?<![\w.])[\d,]+\.?\d*(?:e[+-]\d+)?', line)
+    ]
+
+  def test_shows_every_layer_with_its_twin(self):
+    length = 100
+    report = flops.report(self.config, length)
+    dense = dict(self.config.dense_twin().flops_table(length))
+    for name, parts in self.config.flops_table(length):
+      line = next(x for x in report.splitlines() if x.startswith(name + ' '))
+      *_, total, twin = line.split()
+      assert total == f'{sum(parts.values()) / 1e6:,.2f}'
+      assert twin == f'{sum(dense[name.split()[0]].values()) / 1e6:,.2f}'
+    assert 'block 1: 50, block 3: 12 of 100' in report
+
+  def test_shows_totals_in_every_convention(self):
+    length = 100
+    report = flops.report(self.config, length)
+    total = flops.forward(self.config, length)
+    dense = flops.forward(self.config.dense_twin(), length)
+    params = flops.num_params(self.config)
+
+    _, numbers = self._numbers(report, 'total')
+    assert numbers[-2:] == pytest.approx([total / 1e6, dense / 1e6], abs=0.006)
+    _, numbers = self._numbers(report, 'forward')
+    assert numbers == pytest.approx([total, total / 2], rel=1e-4)
+    _, numbers = self._numbers(report, 'dense twin forward')
+    assert numbers == pytest.approx([dense, dense / 2], rel=1e-4)
+    _, numbers = self._numbers(report, 'ratio to dense')
+    assert numbers == pytest.approx([total / dense], abs=1e-4)
+    _, numbers = self._numbers(report, 'training step')
+    assert numbers == pytest.approx([3 * total, 3 * dense], rel=1e-4)
+    _, numbers = self._numbers(report, 'parameters')
+    assert numbers == [params]
+    _, numbers = self._numbers(report, '6ND')
+    assert numbers[1] == pytest.approx(6 * params * length, rel=1e-4)
+
+  def test_columns_of_parts_add_up(self):
+    report = flops.report(self.config, 64)
+    table = self.config.flops_table(64)
+    header = next(x for x in report.splitlines() if x.startswith('layer'))
+    assert header.split() == [
+      *('layer', 'attention', 'mlp', 'router', 'head', 'total', 'dense')
+    ]
+    *parts, total, _ = self._numbers(report, 'total')[1]
+    for name, number in zip(header.split()[1:-2], parts, strict=True):
+      want = math.fsum(p.get(name, 0) for _, p in table) / 1e6
+      assert number == pytest.approx(want, abs=0.006)
+    assert sum(parts) == pytest.approx(total, abs=0.03)
+
+  def test_a_dense_model_has_ratio_one(self):
+    report = flops.report(self.config.dense_twin(), 10)
+    assert 'router' not in report
+    assert self._numbers(report, 'ratio to dense')[1] == [1.0]
+    assert 'all of 10' in report

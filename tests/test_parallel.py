@@ -1,0 +1,272 @@
+"""The table of logical axes, meshes, and what ends up on which device."""
+
+import re
+
+from flax import linen as nn
+import jax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mod_jax import parallel
+from mod_jax.errors import UserError
+from mod_jax.layers.mod import MoDConfig
+from mod_jax.models.lm import LMConfig
+from mod_jax.parallel import MeshConfig
+
+CONFIG = LMConfig(
+  vocab_size=24,
+  num_layers=2,
+  width=16,
+  num_heads=4,
+  num_kv_heads=2,
+  mlp_dim=12,
+  routing=MoDConfig(capacity=0.5, predictor_width=3),
+)
+
+
+@pytest.fixture(scope='module')
+def boxed():
+  tokens = jnp.zeros((1, 4), jnp.int32)
+  return jax.eval_shape(CONFIG.build().init, jax.random.key(0), tokens)[
+    'params'
+  ]
+
+
+class TestSpec:
+  def test_translates_names_to_mesh_axes(self):
+    assert parallel.spec(('batch', 'length', 'act_embed')) == PartitionSpec(
+      ('data', 'fsdp'), None, None
+    )
+    assert parallel.spec(('embed', 'heads', 'head_dim')) == PartitionSpec(
+      'fsdp', 'tensor', None
+    )
+    assert parallel.spec((None, 'vocab')) == PartitionSpec(None, 'tensor')
+    assert parallel.spec(()) == PartitionSpec()
+
+  def test_refuses_a_name_that_is_not_in_the_table(self):
+    with pytest.raises(ValueError, match='headz'):
+      parallel.spec(('embed', 'headz'))
+
+  @pytest.mark.parametrize(
+    'names', [('heads', 'mlp'), ('batch', 'embed'), ('vocab', None, 'vocab')]
+  )
+  def test_refuses_one_mesh_axis_for_two_axes(self, names):
+    with pytest.raises(ValueError, match=names[0]):
+      parallel.spec(names)
+
+  def test_the_table_knows_only_axes_of_the_mesh(self):
+    used = {axis for axes in parallel.RULES.values() for axis in axes}
+    assert used == set(parallel.MESH_AXES)
+
+
+class TestMeshConfig:
+  @pytest.mark.parametrize(
+    ('sizes', 'devices', 'want'),
+    [
+      ({}, 8, (8, 1, 1)),
+      ({}, 1, (1, 1, 1)),
+      ({'fsdp': 2, 'tensor': 2}, 8, (2, 2, 2)),
+      ({'data': 1, 'fsdp': -1}, 8, (1, 8, 1)),
+      ({'data': 2, 'tensor': -1}, 6, (2, 1, 3)),
+      ({'data': 2, 'fsdp': 3, 'tensor': 4}, 24, (2, 3, 4)),
+    ],
+  )
+  def test_fills_in_the_rest(self, sizes, devices, want):
+    assert MeshConfig(**sizes).sizes(devices) == want
+
+  @pytest.mark.parametrize(
+    ('sizes', 'devices'),
+    [
+      ({'tensor': 3}, 8),
+      ({'data': 2}, 8),
+      ({'data': 16}, 8),
+      ({'fsdp': 16}, 8),
+      ({'data': 2, 'fsdp': 3, 'tensor': -1}, 8),
+    ],
+  )
+  def test_refuses_a_mesh_that_does_not_fit(self, sizes, devices):
+    config = MeshConfig(**sizes)
+    with pytest.raises(UserError, match=f'does not fit {devices} device'):
+      config.sizes(devices)
+    with pytest.raises(UserError, match='does not fit'):
+      parallel.make_mesh(config, jax.devices()[:devices])
+
+  @pytest.mark.parametrize(
+    'sizes', [{'data': 0}, {'tensor': -2}, {'data': -1, 'fsdp': -1}]
+  )
+  def test_refuses_sizes_that_mean_nothing(self, sizes):
+    with pytest.raises(UserError, match='at most one of them -1'):
+      MeshConfig(**sizes)
+
+
+class TestMakeMesh:
+  def test_has_the_three_axes_all_automatic(self):
+    mesh = parallel.make_mesh(MeshConfig(fsdp=2, tensor=2))
+    assert dict(mesh.shape) == {'data': 2, 'fsdp': 2, 'tensor': 2}
+    assert set(mesh.axis_types) == {jax.sharding.AxisType.Auto}
+    assert len(set(mesh.devices.flat)) == 8
+
+  def test_takes_the_devices_it_is_given(self):
+    devices = jax.devices()[2:4]
+    mesh = parallel.make_mesh(MeshConfig(), devices)
+    assert set(mesh.devices.flat) == set(devices)
+
+
+class TestShardings:
+  @pytest.mark.parametrize(
+    ('sizes', 'want'),
+    [
+      (
+        {'data': 8},
+        {'embedding': (24, 16), 'query': (16, 4, 4), 'down': (12, 16)},
+      ),
+      (
+        {'data': 1, 'fsdp': 8},
+        {'embedding': (24, 2), 'query': (2, 4, 4), 'down': (12, 2)},
+      ),
+      (
+        {'data': 4, 'tensor': 2},
+        {
+          **{'embedding': (12, 16), 'query': (16, 2, 4), 'key': (16, 1, 4)},
+          **{'out': (2, 4, 16), 'up': (16, 6), 'down': (6, 16)},
+        },
+      ),
+      (
+        {'data': 2, 'fsdp': 2, 'tensor': 2},
+        {
+          **{'embedding': (12, 8), 'query': (8, 2, 4), 'key': (8, 1, 4)},
+          **{'out': (2, 4, 8), 'up': (8, 6), 'down': (6, 8)},
+        },
+      ),
+    ],
+  )
+  def test_each_device_holds_its_part(self, boxed, sizes, want):
+    mesh = parallel.make_mesh(MeshConfig(**sizes))
+    shardings = parallel.shardings(boxed, mesh)
+    shapes = jax.tree.map(jnp.shape, nn.unbox(boxed))
+    assert jax.tree.structure(shardings) == jax.tree.structure(nn.unbox(boxed))
+    arrays = jax.tree.map(
+      lambda shape, sharding: jax.device_put(np.zeros(shape), sharding),
+      *(shapes, shardings),
+      is_leaf=lambda x: isinstance(x, tuple),
+    )
+
+    def held(array):
+      shards = {shard.data.shape for shard in array.addressable_shards}
+      assert len(array.addressable_shards) == 8
+      assert len(shards) == 1
+      return shards.pop()
+
+    block = arrays['block_1']  # The routed one.
+    got = {'embedding': arrays['embedding']}
+    got |= {k: v['kernel'] for k, v in block['attention'].items()}
+    got |= {k: v['kernel'] for k, v in block['mlp'].items()}
+    for name, shape in want.items():
+      assert held(got[name]) == shape, name
+    # What routes is whole on every device.
+    assert held(block['router']['kernel']) == (16,)
+    assert held(block['predictor']['hidden']['kernel']) == (16, 3)
+    assert held(block['mlp_norm']['scale']) == (16,)
+
+  def test_a_leaf_without_names_is_replicated(self):
+    mesh = parallel.make_mesh(MeshConfig())
+    got = parallel.shardings({'x': jax.ShapeDtypeStruct((3,), 'int32')}, mesh)
+    assert got['x'] == NamedSharding(mesh, PartitionSpec())
+
+  @pytest.mark.parametrize(
+    ('sizes', 'named'),
+    [
+      ({'data': 2, 'tensor': 4}, "'heads'.*key.*size 2, which 4 devices"),
+      ({'data': 1, 'fsdp': 3}, "'embed'.*size 16, which 3 devices"),
+    ],
+  )
+  def test_refuses_an_axis_that_does_not_divide(self, boxed, sizes, named):
+    number = sizes.get('fsdp', 1) * sizes.get('tensor', 1) * sizes['data']
+    mesh = parallel.make_mesh(MeshConfig(**sizes), jax.devices()[:number])
+    with pytest.raises(UserError, match=named):
+      parallel.shardings(boxed, mesh)
+
+  def test_refuses_a_name_that_is_not_in_the_table(self):
+    mesh = parallel.make_mesh(MeshConfig())
+    leaf = nn.LogicallyPartitioned(jax.ShapeDtypeStruct((3,), 'int32'), ('x',))
+    with pytest.raises(ValueError, match="'x'"):
+      parallel.shardings({'a': leaf}, mesh)
+
+
+class TestBatch:
+  def test_rows_lie_on_data_and_fsdp_devices(self):
+    mesh = parallel.make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
+    batch = {'tokens': np.arange(24).reshape(8, 3), 'length': np.arange(8)}
+    placed = parallel.put_batch(batch, mesh)
+    for name, array in placed.items():
+      np.testing.assert_array_equal(array, batch[name])
+      rows = {shard.data.shape[0] for shard in array.addressable_shards}
+      assert rows == {2}
+      assert array.sharding.is_equivalent_to(
+        parallel.batch_sharding(mesh), array.ndim
+      )
+
+  def test_refuses_a_batch_that_does_not_divide(self):
+    mesh = parallel.make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
+    parallel.check_batch(12, mesh, 'batch_size')
+    with pytest.raises(UserError, match='batch_size=6 .* multiple of 4'):
+      parallel.check_batch(6, mesh, 'batch_size')
+
+
+def _constraints(text):
+  """Returns the tensor types and shardings of a lowered text's constraints."""
+  return re.findall(
+    r'sdy\.sharding_constraint [^<]*<@mesh, \[(.*?)\]> : tensor<([^>]*)>', text
+  )
+
+
+class TestConstrain:
+  def test_without_a_mesh_does_nothing(self):
+    x = jnp.ones((4, 6))
+    assert parallel.constrain(x, 'batch', 'act_mlp') is x
+    lowered = jax.jit(lambda x: parallel.constrain(x, 'batch', 'act_mlp') + 1)
+    assert not _constraints(lowered.lower(x).as_text())
+
+  def test_under_a_mesh_shards(self):
+    mesh = parallel.make_mesh(MeshConfig(data=4, tensor=2))
+    double = jax.jit(lambda x: 2 * parallel.constrain(x, 'batch', 'act_mlp'))
+    with jax.set_mesh(mesh):
+      y = double(np.arange(48.0).reshape(8, 6))
+    np.testing.assert_array_equal(y, 2 * np.arange(48.0).reshape(8, 6))
+    assert {s.data.shape for s in y.addressable_shards} == {(2, 3)}
+
+  def test_refuses_unknown_names_under_a_mesh(self):
+    mesh = parallel.make_mesh(MeshConfig())
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match='btach'):
+      parallel.constrain(jnp.ones(8), 'btach')
+
+  def _lower(self, boxed, mode='top_k'):
+    def forward(params, tokens):
+      return CONFIG.build().apply({'params': params}, tokens, mode=mode)
+
+    tokens = jax.ShapeDtypeStruct((8, 6), jnp.int32)
+    return jax.jit(forward).lower(nn.unbox(boxed), tokens).as_text()
+
+  def test_a_model_keeps_all_its_constraints(self, boxed):
+    mesh = parallel.make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
+    with jax.set_mesh(mesh):
+      found = _constraints(self._lower(boxed))
+    assert found, 'the logical constraints were dropped'
+    rows = '{"data", "fsdp"}'
+    tensor = '{"tensor"}'
+    # Blocks: six dense tokens, three routed ones.
+    for length in (6, 3):
+      assert (f'{rows}, {{}}, {{}}', f'8x{length}x16xf32') in found
+      assert (f'{rows}, {{}}, {tensor}', f'8x{length}x12xf32') in found
+      for heads in (4, 2):
+        assert (
+          f'{rows}, {{}}, {tensor}, {{}}',
+          f'8x{length}x{heads}x4xf32',
+        ) in found
+    assert (f'{rows}, {{}}, {tensor}', '8x6x24xf32') in found
+
+  def test_a_model_without_a_mesh_has_none(self, boxed):
+    assert not _constraints(self._lower(boxed))

@@ -1,0 +1,484 @@
+"""The loop: what a run leaves behind, and how it stops."""
+
+import json
+import os
+import pathlib
+import re
+import signal
+
+from flax import linen as nn
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mod_jax import config as config_lib
+from mod_jax import flops
+from mod_jax import parallel
+from mod_jax.data.text import TextDataConfig
+from mod_jax.errors import UserError
+from mod_jax.layers.mod import MoDConfig
+from mod_jax.models.lm import LMConfig
+from mod_jax.train import evaluation
+from mod_jax.train import loop
+from mod_jax.train import metrics as metrics_lib
+from mod_jax.train import workdir as workdir_lib
+from mod_jax.train.experiment import ExperimentConfig
+from mod_jax.train.language import LanguageTask
+from mod_jax.train.loop import TrainingDiverged
+from mod_jax.train.optimizer import OptimizerConfig
+
+
+@pytest.fixture(scope='module')
+def texts(tmp_path_factory):
+  folder = tmp_path_factory.mktemp('texts')
+  rng = np.random.default_rng(0)
+  for i in range(4):
+    (folder / f'{i}.txt').write_bytes(rng.bytes(2000))
+  return f'{folder}/*.txt'
+
+
+@pytest.fixture(autouse=True, scope='module')
+def _compilation_cache(tmp_path_factory):
+  """Every run compiles for itself, and most of these compile the same."""
+  settings = {
+    'jax_compilation_cache_dir': str(tmp_path_factory.mktemp('compiled')),
+    'jax_persistent_cache_min_compile_time_secs': 0.1,
+  }
+  before = {name: getattr(jax.config, name) for name in settings}
+  for name, value in settings.items():
+    jax.config.update(name, value)
+  compilation_cache.reset_cache()
+  yield
+  for name, value in before.items():
+    jax.config.update(name, value)
+  compilation_cache.reset_cache()
+
+
+@pytest.fixture(autouse=True)
+def _one_device(monkeypatch):
+  make_mesh = parallel.make_mesh
+  monkeypatch.setattr(
+    parallel, 'make_mesh', lambda config: make_mesh(config, jax.devices()[:1])
+  )
+
+
+@pytest.fixture
+def quiet(monkeypatch):
+  """Leaves out the table, the pictures and the samples of a run's end."""
+  monkeypatch.setattr(evaluation, 'report', lambda *args: None)
+  monkeypatch.setattr(LanguageTask, 'finish', lambda *args: ())
+
+
+def make_config(texts, **changes):
+  routing = MoDConfig(capacity=0.25, period=1, offset=0)
+  config = ExperimentConfig(
+    model=LMConfig(
+      num_layers=1, width=16, num_heads=2, mlp_dim=16, routing=routing
+    ),
+    data=TextDataConfig(source='files', files=texts, length=16),
+    optimizer=OptimizerConfig(warmup_steps=1),
+  )
+  tiny = {
+    'train.num_steps': 8,
+    'train.batch_size': 4,
+    'evaluation.every': 3,
+    'evaluation.batches': 1,
+    'evaluation.final_batches': 2,
+    'evaluation.batch_size': 4,
+    'evaluation.sample_tokens': 4,
+    'log.every': 100,
+    'log.tensorboard': False,
+    'checkpoint.every': 2,
+  }
+  return config_lib.replace(config, tiny | changes)
+
+
+def checkpoint_steps(workdir):
+  folder = workdir_lib.checkpoints(workdir)
+  return sorted(int(p.name) for p in folder.iterdir() if p.name.isdigit())
+
+
+def test_what_a_run_leaves_behind(texts, tmp_path, capsys):
+  config = make_config(texts, **{'log.tensorboard': True})
+  workdir = tmp_path / 'new' / 'run'
+  result = loop.train(config, workdir)
+  assert result.finished
+  assert result.step == int(result.state.step) == 8
+
+  lines = metrics_lib.read(workdir)
+  train = [line for line in lines if line['kind'] == 'train']
+  assert [line['step'] for line in train] == list(range(1, 9))
+  assert all(line['loss'] > 0 and line['grad_norm'] > 0 for line in train)
+  assert {'router/bce', 'router/accuracy'} < train[0].keys()
+  held_out = [line for line in lines if line['kind'] == 'eval']
+  assert [line['step'] for line in held_out] == [3, 6, 8]
+  # In the order of the steps, evaluations behind the steps they judge.
+  order = [(line['step'], line['kind'] == 'eval') for line in lines]
+  assert order == sorted(order)
+  last = {k: v for k, v in held_out[-1].items() if k not in ('step', 'kind')}
+  assert last == result.metrics
+  assert {'top_k/loss', 'router/loss'} < last.keys()
+
+  assert checkpoint_steps(workdir) == [4, 6, 8]  # The newest three.
+  assert workdir_lib.read_config(workdir) == config
+  assert json.loads((workdir / 'eval.json').read_text()) == {
+    'step': 8,
+    **result.metrics,
+  }
+  pictures = {p.name for p in (workdir / 'pictures').iterdir()}
+  assert pictures == {'curves.png', 'routing.png', 'router_weights.png'}
+  assert (workdir / 'sample_0.txt').read_text(errors='replace')[:4] == 'def '
+  assert any((workdir / 'tensorboard').iterdir())
+  out, err = capsys.readouterr()
+  assert 'held-out, at step 8' in out
+  assert 'starts' in err
+  assert 'step 8/8' in err
+
+
+def test_a_finished_run_stays_as_it_is(texts, tmp_path, quiet):
+  config = make_config(texts)
+  first = loop.train(config, tmp_path)
+  before = (tmp_path / 'metrics.jsonl').read_bytes()
+  again = loop.train(config, tmp_path)
+  assert again.finished
+  assert again.step == 8
+  assert again.metrics == first.metrics
+  assert (tmp_path / 'metrics.jsonl').read_bytes() == before
+  # A larger evaluation is new, and is told.
+  more = config_lib.replace(config, {'evaluation.final_batches': 3})
+  loop.train(more, tmp_path)
+  after = (tmp_path / 'metrics.jsonl').read_bytes()
+  assert after.startswith(before)
+  assert len(after.splitlines()) == len(before.splitlines()) + 1
+
+
+def test_the_state_is_donated(texts, tmp_path):
+  run = loop._Run(make_config(texts), tmp_path)
+  with jax.set_mesh(run.mesh):
+    state = run._fresh_state()
+    batch = parallel.put_batch(next(run.iterator), run.mesh)
+    after, _ = run._compile(0.0)(state, batch)
+  for leaf in jax.tree.leaves((state.params, state.opt_state, state.mutables)):
+    assert leaf.is_deleted()
+  assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(after))
+  assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(batch))
+
+
+def test_a_run_learns(tmp_path, quiet):
+  (tmp_path / 'train.txt').write_text('abcdefgh' * 500)
+  (tmp_path / 'held.txt').write_text('abcdefgh' * 20)
+  config = make_config(
+    f'{tmp_path}/train.txt',
+    **{
+      'data.eval_files': f'{tmp_path}/held.txt',
+      'train.num_steps': 40,
+      'optimizer.learning_rate': 0.02,
+      'model.routing': None,
+      'evaluation.every': 0,
+      'checkpoint.every': 0,
+    },
+  )
+  result = loop.train(config, tmp_path / 'run')
+  losses = [line['loss'] for line in metrics_lib.read(tmp_path / 'run')[:-1]]
+  assert losses[0] == pytest.approx(np.log(256), abs=0.7)
+  assert losses[-1] < 0.5
+  assert result.metrics['top_k/loss'] < 0.5
+  # Asked for none on the way, there is one at the end.
+  assert checkpoint_steps(tmp_path / 'run') == [40]
+
+
+class TestCapacityWarmup:
+  CHANGES = {
+    'train.capacity_warmup_steps': 4,
+    'train.capacity_warmup_stages': 2,
+    'evaluation.every': 0,
+  }
+
+  def test_stages_are_compiled_once_each(
+    self, texts, tmp_path, quiet, monkeypatch
+  ):
+    config = make_config(texts, **self.CHANGES)
+    stages, used = [], []
+    compile_stage = loop._Run._compile
+
+    def spy(self, stage):
+      stages.append(stage)
+      step = compile_stage(self, stage)
+
+      def call(state, batch):
+        used.append(stage)
+        return step(state, batch)
+
+      return call
+
+    monkeypatch.setattr(loop._Run, '_compile', spy)
+    loop.train(config, tmp_path)
+    assert stages == [1.0, 0.5, 0.0]
+    assert used == [1.0] * 2 + [0.5] * 2 + [0.0] * 4
+
+  def test_capacity_falls_from_1_to_the_configured_one(self, texts):
+    config = make_config(texts, **self.CHANGES)
+    task = LanguageTask(config)
+    variables = jax.jit(lambda key: nn.unbox(task.init(key)))(jax.random.key(0))
+    tokens_BL = np.arange(32, dtype=np.int32).reshape(2, 16)
+    chosen = {}
+    for step in (0, 2, 4):
+      model = task._model(task.stage(step))
+      output = jax.jit(model.apply)(variables, tokens_BL)
+      chosen[step] = output.routing[0].chosen_BL.sum(axis=-1).tolist()
+    assert chosen == {0: [16, 16], 2: [8, 8], 4: [4, 4]}
+    # What is counted as FLOPs follows.
+    twin, model = config.model.dense_twin(), config.model
+    router = 2 * 16 * model.width
+    assert task.flops_per_step(1.0) == 4 * 3 * (
+      flops.forward(twin, 16) + router
+    )
+    assert task.flops_per_step(0.0) == 4 * flops.train(model, 16)
+
+  def test_without_warmup_there_is_one_stage(self, texts):
+    task = LanguageTask(make_config(texts))
+    assert {task.stage(step) for step in range(9)} == {0.0}
+    dense = make_config(texts, **self.CHANGES, **{'model.routing': None})
+    assert {LanguageTask(dense).stage(step) for step in range(9)} == {0.0}
+
+  @pytest.mark.parametrize('steps', [8, 9])
+  def test_longer_than_the_run_is_refused(self, texts, steps):
+    with pytest.raises(UserError, match=f'capacity_warmup_steps={steps}'):
+      make_config(texts, **{'train.capacity_warmup_steps': steps})
+
+
+def break_step(monkeypatch, at, name):
+  """Lets a metric be bad at one step, and everything after it."""
+  train_step = loop.train_step
+
+  def broken(state, batch, **kwargs):
+    after, pairs = train_step(state, batch, **kwargs)
+    bad = jnp.where(after.step >= at, jnp.nan, 0)
+    total, weight = pairs[name]
+    pairs[name] = (total + bad, weight)
+    return after, pairs
+
+  monkeypatch.setattr(loop, 'train_step', broken)
+
+
+class TestDivergence:
+  @pytest.mark.parametrize(
+    ('at', 'name', 'good'), [(6, 'loss', 4), (7, 'grad_norm', 6)]
+  )
+  def test_stops_with_the_step_and_the_last_good_checkpoint(
+    self, texts, tmp_path, monkeypatch, at, name, good
+  ):
+    config = make_config(texts, **{'evaluation.every': 0})
+    break_step(monkeypatch, at, name)
+    with pytest.raises(TrainingDiverged) as info:
+      loop.train(config, tmp_path)
+    message = str(info.value)
+    assert f'{name} is nan at step {at}' in message
+    assert f'last good checkpoint is step {good} in {tmp_path}' in message
+    assert 'lower optimizer.learning_rate' in message
+    assert checkpoint_steps(tmp_path) == list(range(2, at, 2))
+    lines = metrics_lib.read(tmp_path)
+    assert lines[-1]['step'] == at
+    assert np.isnan(lines[-1][name])
+    assert not (tmp_path / 'eval.json').exists()
+
+  def test_before_the_first_checkpoint(self, texts, tmp_path, monkeypatch):
+    break_step(monkeypatch, 1, 'loss')
+    with pytest.raises(TrainingDiverged, match='step 1; there is no checkp'):
+      loop.train(make_config(texts), tmp_path)
+    assert checkpoint_steps(tmp_path) == []
+
+  def test_is_seen_before_an_evaluation_and_a_stop(
+    self, texts, tmp_path, monkeypatch
+  ):
+    break_step(monkeypatch, 3, 'loss')
+    config = make_config(texts, **{'checkpoint.every': 100})
+    with pytest.raises(TrainingDiverged, match='at step 3'):
+      loop.train(config, tmp_path / 'evaluation')
+    kinds = {line['kind'] for line in metrics_lib.read(tmp_path / 'evaluation')}
+    assert kinds == {'train'}
+    config = config_lib.replace(config, {'evaluation.every': 0})
+    with pytest.raises(TrainingDiverged, match='at step 3'):
+      loop.train(config, tmp_path / 'stop', max_steps=4)
+    assert checkpoint_steps(tmp_path / 'stop') == []
+
+  def test_infinite_gradient_of_a_finite_loss(
+    self, texts, tmp_path, monkeypatch
+  ):
+    honest = LanguageTask.loss
+
+    def loss(self, params, *args):
+      value, told = honest(self, params, *args)
+      x = jnp.sum(params['norm']['scale'])
+      # 0, and its derivative is infinite.
+      return value + jnp.sqrt(x - jax.lax.stop_gradient(x)), told
+
+    monkeypatch.setattr(LanguageTask, 'loss', loss)
+    with pytest.raises(TrainingDiverged, match='grad_norm is inf at step 1'):
+      loop.train(make_config(texts), tmp_path)
+    (line,) = metrics_lib.read(tmp_path)
+    assert np.isfinite(line['loss'])
+    assert checkpoint_steps(tmp_path) == []
+
+  def test_a_learning_rate_that_blows_up(self, texts, tmp_path):
+    config = make_config(texts, **{'optimizer.learning_rate': 1e38})
+    with pytest.raises(TrainingDiverged) as info:
+      loop.train(config, tmp_path)
+    bad = int(re.search(r'at step (\d+)', str(info.value))[1])
+    assert all(step < bad for step in checkpoint_steps(tmp_path))
+
+  def test_the_newest_checkpoint_counts_even_if_half_written(
+    self, texts, tmp_path, monkeypatch
+  ):
+    # Seen at the step after an asynchronous save.
+    break_step(monkeypatch, 3, 'loss')
+    config = make_config(
+      texts, **{'log.every': 1, 'evaluation.every': 0, 'checkpoint.every': 2}
+    )
+    with pytest.raises(TrainingDiverged, match='checkpoint is step 2 in'):
+      loop.train(config, tmp_path)
+
+
+class TestStop:
+  def test_max_steps_stops_as_a_signal_would(self, texts, tmp_path, quiet):
+    config = make_config(texts, **{'checkpoint.every': 100})
+    result = loop.train(config, tmp_path, max_steps=3)
+    assert (result.step, result.finished, result.metrics) == (3, False, {})
+    assert checkpoint_steps(tmp_path) == [3]
+
+  def test_sigterm_saves_and_returns(
+    self, texts, tmp_path, monkeypatch, capsys
+  ):
+    config = make_config(
+      texts, **{'checkpoint.every': 100, 'evaluation.every': 0}
+    )
+    put_batch = parallel.put_batch
+    calls = []
+
+    def put(batch, mesh):
+      calls.append(1)
+      if len(calls) == 5:
+        os.kill(os.getpid(), signal.SIGTERM)
+      return put_batch(batch, mesh)
+
+    monkeypatch.setattr(parallel, 'put_batch', put)
+    before = signal.getsignal(signal.SIGTERM)
+    result = loop.train(config, tmp_path)
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert (result.step, result.finished) == (5, False)
+    assert checkpoint_steps(tmp_path) == [5]
+    assert [line['step'] for line in metrics_lib.read(tmp_path)] == [
+      *range(1, 6)
+    ]
+    assert 'stopped at step 5 of 8, saved' in capsys.readouterr().err
+
+  def test_a_second_signal_does_not_kill_the_save(
+    self, texts, tmp_path, monkeypatch
+  ):
+    close = loop.Checkpointer.close
+
+    def impatient(self):
+      os.kill(os.getpid(), signal.SIGTERM)
+      close(self)
+
+    monkeypatch.setattr(loop.Checkpointer, 'close', impatient)
+    # Else the default would end the tests, and this one should only fail.
+    deaths = []
+    before = signal.signal(signal.SIGTERM, lambda *_: deaths.append(1))
+    try:
+      loop.train(make_config(texts), tmp_path, max_steps=1)
+    finally:
+      signal.signal(signal.SIGTERM, before)
+    assert not deaths
+    assert checkpoint_steps(tmp_path) == [1]
+
+
+class TestRefused:
+  """Bad input is refused before anything is written."""
+
+  @pytest.mark.parametrize(
+    ('changes', 'message'),
+    [
+      ({'mesh.data': 3}, r"mesh=\{'data': 3.*does not fit 1 device"),
+      ({'data.files': '/nowhere/*.txt'}, 'matches no file'),
+      ({'data.eval_files': '/nowhere/*.txt'}, 'eval_files=.*matches no file'),
+      ({'model.vocab_size': 255}, 'vocab_size=255 is smaller'),
+      ({'optimizer.warmup_steps': 8}, 'warmup_steps=8'),
+      ({'train.batch_size': 4096}, 'fewer than the 4096'),
+    ],
+    ids=lambda x: x if isinstance(x, str) else next(iter(x)),
+  )
+  def test_nothing_is_written(self, texts, tmp_path, changes, message):
+    config = make_config(texts, **changes)
+    with pytest.raises(UserError, match=message):
+      loop.train(config, tmp_path / 'run')
+    assert not (tmp_path / 'run').exists()
+
+  def test_nothing_held_out(self, tmp_path):
+    (tmp_path / 'one.txt').write_text('text ' * 500)
+    config = make_config(f'{tmp_path}/one.txt')
+    with pytest.raises(UserError, match='no file is held out'):
+      loop.train(config, tmp_path / 'run')
+    assert not (tmp_path / 'run').exists()
+
+  def test_wandb_that_is_not_there(self, texts, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+      metrics_lib.importlib.util, 'find_spec', lambda name: None
+    )
+    config = make_config(texts, **{'log.wandb': True})
+    with pytest.raises(UserError, match='pip install wandb'):
+      loop.train(config, tmp_path / 'run')
+    assert not (tmp_path / 'run').exists()
+
+  def test_a_workdir_that_cannot_be_one(self, texts, tmp_path):
+    (tmp_path / 'file').write_text('mine')
+    for workdir in (tmp_path / 'file', tmp_path / 'file' / 'run'):
+      with pytest.raises(UserError, match='cannot be written'):
+        loop.train(make_config(texts), workdir)
+    assert (tmp_path / 'file').read_text() == 'mine'
+
+
+def test_a_home_directory_is_one_place(texts, tmp_path, monkeypatch, quiet):
+  monkeypatch.setenv('HOME', str(tmp_path / 'home'))
+  monkeypatch.chdir(tmp_path)
+  config = make_config(texts, **{'evaluation.every': 0})
+  loop.train(config, '~/run', max_steps=1)
+  assert [p.name for p in tmp_path.iterdir()] == ['home']
+  found = {p.name for p in (tmp_path / 'home' / 'run').iterdir()}
+  assert found == {'config.json', 'checkpoints', 'metrics.jsonl'}
+  assert evaluation.load('~/run').step == 1
+
+
+def test_evaluating_a_run(texts, tmp_path, capsys):
+  config = make_config(texts, **{'evaluation.every': 0})
+  with pytest.raises(UserError, match='holds no run'):
+    evaluation.load(tmp_path)
+  loop.train(config, tmp_path, max_steps=2)
+  state = loop.train(config, tmp_path, max_steps=1).state
+  trained = evaluation.load(tmp_path)
+  assert trained.step == 3
+  for a, b in zip(
+    jax.tree.leaves((trained.params, trained.mutables)),
+    jax.tree.leaves((state.params, state.mutables)),
+    strict=True,
+  ):
+    np.testing.assert_array_equal(a, b)
+  before = _contents(tmp_path / 'checkpoints')
+  metrics = evaluation.evaluate(trained, tmp_path, batches=1)
+  assert 'held-out, at step 3' in capsys.readouterr().out
+  told = json.loads((tmp_path / 'eval.json').read_text())
+  assert told == {'step': 3, **metrics}
+  assert _contents(tmp_path / 'checkpoints') == before
+  older = evaluation.load(tmp_path, step=2)
+  assert older.step == 2
+  assert not np.array_equal(
+    older.params['embedding'], trained.params['embedding']
+  )
+  with pytest.raises(UserError, match=r'no checkpoint at step 1 .*\[2, 3\]'):
+    evaluation.load(tmp_path, step=1)
+
+
+def _contents(folder: pathlib.Path):
+  return {p: p.read_bytes() for p in folder.rglob('*') if p.is_file()}
