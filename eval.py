@@ -19,7 +19,9 @@ _BATCHES = flags.DEFINE_integer(
 _SAMPLE = flags.DEFINE_multi_string(
   'sample', [], 'Text to continue; may be given several times.'
 )
-_SAMPLE_TOKENS = flags.DEFINE_integer('sample_tokens', 256, 'Tokens to add.')
+_SAMPLE_TOKENS = flags.DEFINE_integer(
+  'sample_tokens', None, 'Tokens to add; by default up to the trained length.'
+)
 _MAX_LENGTH = flags.DEFINE_integer(
   'max_length', None, 'Room for prompt and new tokens; by default both fit.'
 )

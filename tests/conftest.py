@@ -1,6 +1,8 @@
 """What every test needs before jax is imported."""
 
+import importlib.util
 import os
+import pathlib
 
 # A GPU machine may ask for its own platform; everything here runs on CPUs.
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
@@ -13,6 +15,7 @@ if _DEVICES not in os.environ.get('XLA_FLAGS', ''):
   ).strip()
 
 import hypothesis  # noqa: E402
+import pytest  # noqa: E402
 
 # Compilation makes the first example slow, and a suite that draws new examples
 # each time would fail on somebody else's change.
@@ -24,3 +27,20 @@ hypothesis.settings.register_profile(
   suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile('mod_jax')
+
+
+@pytest.fixture(scope='session')
+def load_config_file():
+  """Returns a function (path, variant='') -> ExperimentConfig."""
+  from mod_jax import config as config_lib
+  from mod_jax.train.experiment import ExperimentConfig
+
+  def load(path, variant=''):
+    path = pathlib.Path(__file__).parents[1] / path
+    spec = importlib.util.spec_from_file_location('config_file', path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    config = module.get_config(variant) if variant else module.get_config()
+    return config_lib.from_config_dict(ExperimentConfig, config)
+
+  return load

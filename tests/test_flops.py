@@ -166,9 +166,7 @@ class TestAgainstXla:
       'dense_gelu_tanh': {'mlp': 'gelu_tanh', 'routing': None},
       'grouped_queries': {'num_kv_heads': 2, 'head_dim': 64},
       'untied_head': {'tied_head': False, 'vocab_size': 4096},
-      'predictor': {
-        'routing': MoDConfig(capacity=0.25, predictor_width=256)
-      },
+      'predictor': {'routing': MoDConfig(capacity=0.25, predictor_width=256)},
       'capacity_list': {
         'routing': MoDConfig(capacity=(0.75, 0.125), period=1, offset=0)
       },

@@ -145,10 +145,23 @@ def _check(
     raise UserError(f'max_new_tokens={max_new_tokens}: expected 1 or more.')
   if prefill not in ('causal', 'top_k'):
     raise UserError(f"prefill={prefill!r}: expected 'causal' or 'top_k'.")
-  if valid_BP.shape != tokens_BP.shape or not valid_BP.any(axis=-1).all():
+  if (
+    tokens_BP.ndim != 2
+    or not len(tokens_BP)
+    or valid_BP.shape != tokens_BP.shape
+    or not valid_BP.any(axis=-1).all()
+  ):
     raise UserError(
       f'valid_BP of shape {valid_BP.shape} for prompts of shape'
-      f' {tokens_BP.shape}: expected the same shape, and a token in every row.'
+      f' {tokens_BP.shape}: expected two equal shapes [B, P], and a token in'
+      ' every row.'
+    )
+  ids = tokens_BP[valid_BP]
+  if ids.min() < 0 or ids.max() >= config.vocab_size:
+    raise UserError(
+      f'Prompts with token ids {ids.min()}..{ids.max()} for a model with'
+      f' vocab_size={config.vocab_size}: expected ids below it; tokenise with'
+      " the model's own tokeniser."
     )
   if config.routing and mode.rule not in config.routing.causal_rules:
     raise UserError(
@@ -259,7 +272,15 @@ def _generate(
     tokens_BN = tokens_BN.at[:, step].set(token_B)
     log_prob_BN = log_prob_BN.at[:, step].set(log_prob_B)
     done_B = ended(token_B, done_B)
-    return step + 1, done_B, token_B, cache, tokens_BN, log_prob_BN, counts + new
+    return (
+      step + 1,
+      done_B,
+      token_B,
+      cache,
+      tokens_BN,
+      log_prob_BN,
+      counts + new,
+    )
 
   carry = (
     *(jnp.int32(1), ended(token_B, done_B), token_B, cache),

@@ -51,7 +51,8 @@ class EvaluationConfig:
   batch_size: int = 16
   final_batches: int = 64  # At the end of the run; 0 = all.
   prompt: str = ''  # Of the sample at the end; '' = a neutral one.
-  sample_tokens: int = 256  # Length of that sample; 0 = none.
+  # Tokens of that sample, at most to the trained length; 0 = no sample.
+  sample_tokens: int = 256
 
   def __post_init__(self):
     config_lib.validate(self)

@@ -207,7 +207,13 @@ class LanguageTask(task_lib.Task):
   # What people look at.
 
   def sample(
-    self, params, mutables, prompts: list[str], *, num_tokens: int, **kwargs
+    self,
+    params,
+    mutables,
+    prompts: list[str],
+    *,
+    num_tokens: int | None = None,
+    **kwargs,
   ) -> list[str]:
     """Continues texts, by the best causal rule that the model has.
 
@@ -215,11 +221,13 @@ class LanguageTask(task_lib.Task):
       params: parameters.
       mutables: other collections.
       prompts: texts, any lengths.
-      num_tokens: tokens to add to each.
+      num_tokens: tokens to add to each; None for what the length that the
+        model was trained at leaves room for.
       **kwargs: passed to `sampling.generate`.
 
     Raises:
-      UserError: routed layers, but no causal rule was trained.
+      UserError: routed layers, but no causal rule was trained; a prompt that
+        leaves no room.
     """
     rules = self.rules[1:]
     if self.config.model.num_routed and not rules and 'mode' not in kwargs:
@@ -231,6 +239,14 @@ class LanguageTask(task_lib.Task):
       kwargs.setdefault('mode', rules[0])
     encoded = [self.tokenizer.encode(prompt) for prompt in prompts]
     tokens_BP, valid_BP = pad_prompts(encoded)
+    if num_tokens is None:
+      num_tokens = self.config.data.length - tokens_BP.shape[1]
+      if num_tokens < 1:
+        raise errors.UserError(
+          f'A prompt of {tokens_BP.shape[1]} tokens leaves no room in the'
+          f' {self.config.data.length} that the model was trained at: shorten'
+          ' it, or say how many tokens to add all the same.'
+        )
     generated = generate(
       self.config.model.build(),
       {'params': params, **mutables},
@@ -254,11 +270,12 @@ class LanguageTask(task_lib.Task):
     can_sample = self.rules[1:] or not self.config.model.num_routed
     if settings.sample_tokens and can_sample:
       prompt = settings.prompt or 'def '
+      room = self.config.data.length - len(self.tokenizer.encode(prompt))
       (continuation,) = self.sample(
         params,
         mutables,
         [prompt],
-        num_tokens=settings.sample_tokens,
+        num_tokens=max(1, min(settings.sample_tokens, room)),
         temperature=0.7,
         top_p=0.95,
         key=jax.random.key(self.config.seed),

@@ -250,17 +250,21 @@ class TestCapacityWarmup:
 
 
 def break_step(monkeypatch, at, name):
-  """Lets a metric be bad at one step, and everything after it."""
-  train_step = loop.train_step
+  """Lets a metric be NaN from one step on."""
+  compile_stage = loop._Run._compile
 
-  def broken(state, batch, **kwargs):
-    after, pairs = train_step(state, batch, **kwargs)
-    bad = jnp.where(after.step >= at, jnp.nan, 0)
-    total, weight = pairs[name]
-    pairs[name] = (total + bad, weight)
-    return after, pairs
+  def broken_stage(self, stage):
+    step = compile_stage(self, stage)
 
-  monkeypatch.setattr(loop, 'train_step', broken)
+    def broken(state, batch):
+      state, pairs = step(state, batch)
+      if int(state.step) >= at:
+        pairs[name] = (pairs[name][0] * jnp.nan, pairs[name][1])
+      return state, pairs
+
+    return broken
+
+  monkeypatch.setattr(loop._Run, '_compile', broken_stage)
 
 
 class TestDivergence:

@@ -1,0 +1,759 @@
+"""Generation against the plain forward pass, which knows no cache.
+
+The reference repeats an uncached causal forward pass of one unpadded prompt
+for every new token. All of it has one shape: causality lets garbage follow.
+"""
+
+import dataclasses
+import functools
+import math
+import re
+
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mod_jax import parallel
+from mod_jax.errors import UserError
+from mod_jax.layers import cache as cache_lib
+from mod_jax.layers.mod import MoDConfig
+from mod_jax.layers.mod import RoutingMode
+from mod_jax.models import lm
+from mod_jax.routing import MovingThreshold
+from mod_jax.sampling import filter_logits
+from mod_jax.sampling import generate
+from mod_jax.sampling import generation
+from mod_jax.sampling import pad_prompts
+
+PROMPT, NEW, VOCAB = 6, 6, 20
+TOTAL = PROMPT + NEW
+
+# Routed, dense, routed; one set of parameters that every learned rule can use.
+BASE = lm.LMConfig(
+  vocab_size=VOCAB,
+  num_layers=3,
+  width=16,
+  num_heads=4,
+  num_kv_heads=2,
+  mlp_dim=24,
+  tied_head=False,
+  routing=MoDConfig(
+    capacity=0.25, offset=0, predictor_width=4, threshold_decay=0.9
+  ),
+)
+DENSE = dataclasses.replace(BASE, num_layers=2, routing=None)
+STRIDE = dataclasses.replace(
+  BASE, routing=MoDConfig(capacity=0.4, offset=0, score='stride')
+)
+GAUSSIAN = dataclasses.replace(
+  BASE, num_layers=2, routing=MoDConfig(capacity=0.3, score='gaussian')
+)
+SCANNED = dataclasses.replace(
+  BASE,
+  num_layers=2,
+  scan_layers=True,
+  routing=dataclasses.replace(BASE.routing, period=1),
+)
+
+
+@functools.cache
+def make_variables(config):
+  """Draws parameters that make routing, history and prompts matter."""
+  rng = np.random.default_rng(7)
+  flat = dataclasses.replace(config, scan_layers=False)
+  key = jax.random.key(0)
+  variables = nn.unbox(
+    jax.eval_shape(
+      flat.build().init,
+      {'params': key, 'routing': key},
+      jnp.zeros((1, 2), jnp.int32),
+    )
+  )
+
+  def draw(path, leaf):
+    name = jax.tree_util.keystr(path)
+    value = rng.normal(size=leaf.shape)
+    if 'scale' in name:
+      value = 1 + 0.1 * value
+    elif 'bias' in name:
+      value *= 0.1
+    elif 'embedding' not in name:
+      inputs = leaf.shape[:2] if "'out'" in name else leaf.shape[:1]
+      value *= math.prod(inputs) ** -0.5
+    return jnp.asarray(value, jnp.float32)
+
+  params = jax.tree_util.tree_map_with_path(draw, variables['params'])
+  if config.scan_layers:
+    _, params = lm.scanned(flat, params)
+  variables = {'params': params}
+  if config.routing and config.routing.threshold_decay:
+    # Half a weight: the averages are twice the totals.
+    total_R = jnp.linspace(-0.2, 0.15, config.num_routed)
+    variables['moving'] = {'threshold': MovingThreshold(total_R, 0.5)}
+  return variables
+
+
+def make_prompts():
+  """Four prompts of 6, 3, 4 and 1 tokens, padded on either side."""
+  rng = np.random.default_rng(3)
+  tokens_BP = rng.integers(0, VOCAB, (4, PROMPT))  # Garbage in the padding.
+  valid_BP = np.ones((4, PROMPT), bool)
+  valid_BP[1, :3] = False
+  valid_BP[2, 4:] = False
+  valid_BP[3, :5] = False
+  return tokens_BP, valid_BP
+
+
+@functools.cache
+def compiled_forward(config, mode):
+  model = config.build()
+  return jax.jit(
+    lambda variables, tokens_BL, valid_BL=None: model.apply(
+      variables, tokens_BL, valid_BL=valid_BL, mode=mode
+    )
+  )
+
+
+def log_softmax(logits):
+  return np.asarray(jax.nn.log_softmax(jnp.asarray(logits, jnp.float32)))
+
+
+@dataclasses.dataclass
+class Reference:
+  """One row, continued greedily by uncached forward passes."""
+
+  tokens_N: np.ndarray
+  log_prob_N: np.ndarray
+  prompt_log_prob_P: np.ndarray
+  chosen_RL: np.ndarray  # For each routed layer.
+  wanted_RL: np.ndarray  # What the router rule would like to choose.
+  length: int
+
+  def read(self, array_RL, num_new=NEW):
+    """Sums over the tokens that a generation of `num_new` has read."""
+    return array_RL[:, : self.length + num_new - 1].sum()
+
+
+def continue_greedily(config, mode, prompt, variables=None):
+  variables = variables or make_variables(config)
+  # How routed rows are processed matters to decoding only.
+  mode = dataclasses.replace(mode, chunk=8)
+  forward = compiled_forward(config, mode)
+  tokens_L = np.random.default_rng(5).integers(0, VOCAB, TOTAL)
+  length = len(prompt)
+  tokens_L[:length] = prompt
+  for n in range(length, length + NEW):
+    logits_LV = forward(variables, tokens_L[None]).logits_BLV[0]
+    tokens_L[n] = np.asarray(logits_LV[n - 1]).argmax()
+  output = forward(variables, tokens_L[None])
+  log_prob_LV = log_softmax(output.logits_BLV[0])
+  told_L = log_prob_LV[np.arange(TOTAL - 1), tokens_L[1:]]
+  none = np.zeros((0, TOTAL), bool)
+  return Reference(
+    tokens_N=tokens_L[length : length + NEW],
+    log_prob_N=told_L[length - 1 : length + NEW - 1],
+    prompt_log_prob_P=np.concatenate([[0.0], told_L[: length - 1]]),
+    chosen_RL=np.array([r.chosen_BL[0] for r in output.routing] or none),
+    wanted_RL=np.array([r.score_BL[0] > 0 for r in output.routing] or none),
+    length=length,
+  )
+
+
+def references(config, mode, tokens_BP, valid_BP):
+  return [
+    continue_greedily(config, mode, tokens_P[valid_P])
+    for tokens_P, valid_P in zip(tokens_BP, valid_BP, strict=True)
+  ]
+
+
+def run(config, mode, prompts=None, variables=None, **kwargs):
+  tokens_BP, valid_BP = make_prompts() if prompts is None else prompts
+  kwargs = {'max_new_tokens': NEW, 'temperature': 0} | kwargs
+  return generate(
+    config.build(),
+    make_variables(config) if variables is None else variables,
+    tokens_BP,
+    valid_BP,
+    mode=mode,
+    **kwargs,
+  )
+
+
+def assert_follows(got, rows, prompts=None):
+  """Asserts that every row is what its own reference says."""
+  _, valid_BP = make_prompts() if prompts is None else prompts
+  for b, (row, valid_P) in enumerate(zip(rows, valid_BP, strict=True)):
+    np.testing.assert_array_equal(got.tokens_BN[b], row.tokens_N)
+    np.testing.assert_allclose(got.log_prob_BN[b], row.log_prob_N, atol=1e-4)
+    np.testing.assert_allclose(
+      got.prompt_log_prob_BP[b, valid_P], row.prompt_log_prob_P, atol=1e-4
+    )
+    np.testing.assert_array_equal(got.prompt_log_prob_BP[b, ~valid_P], 0)
+  chosen = sum(row.read(row.chosen_RL) for row in rows)
+  pairs = sum(row.chosen_RL[:, : row.length + NEW - 1].size for row in rows)
+  np.testing.assert_allclose(got.routed, chosen / max(pairs, 1), rtol=1e-6)
+  assert got.causal_prompt
+  np.testing.assert_array_equal(got.length_B, NEW)
+
+
+RULES = {
+  'router': (BASE, RoutingMode(rule='router')),
+  'predictor': (BASE, RoutingMode(rule='predictor')),
+  'threshold': (BASE, RoutingMode(rule='threshold')),
+  'stride': (STRIDE, RoutingMode(rule='fixed')),
+  'dense': (DENSE, RoutingMode(rule='router')),
+  'all rows, masked': (BASE, RoutingMode(rule='router', chunk=0)),
+  'a row at a time': (BASE, RoutingMode(rule='router', chunk=1)),
+  'three rows at a time': (BASE, RoutingMode(rule='router', chunk=3)),
+  'scanned': (SCANNED, RoutingMode(rule='router')),
+}
+
+
+class TestGreedy:
+  """Ragged prompts in one batch ≡ step by step, each alone, no cache."""
+
+  @pytest.mark.parametrize('name', RULES)
+  def test_follows_the_uncached_forward_pass(self, name):
+    config, mode = RULES[name]
+    rows = references(config, mode, *make_prompts())
+    got = run(config, mode)
+    assert_follows(got, rows)
+    assert got.overflow == 0
+    # The case is worth something: rows differ, tokens vary; some are routed,
+    # more than a tight cache would hold, and others are not.
+    assert len({tuple(row.tokens_N) for row in rows}) == 4
+    assert len(set(np.asarray(got.tokens_BN).ravel())) > 6
+    if config.routing and mode.rule != 'fixed':
+      assert 1.25 * config.routing.capacity < got.routed < 0.8
+
+  def test_the_rules_are_not_all_the_same(self):
+    results = [run(*RULES[n]) for n in ('router', 'predictor', 'threshold')]
+    chosen = [float(result.routed) for result in results]
+    assert len(set(chosen)) == 3
+
+  def test_scanned_layers_generate_as_unrolled_ones(self):
+    mode = RoutingMode(rule='router')
+    scanned = make_variables(SCANNED)
+    config, params = lm.unrolled(SCANNED, scanned['params'])
+    unrolled = {**scanned, 'params': params}
+    tokens_BP, valid_BP = make_prompts()
+    rows = [
+      continue_greedily(config, mode, tokens_P[valid_P], unrolled)
+      for tokens_P, valid_P in zip(tokens_BP, valid_BP, strict=True)
+    ]
+    assert_follows(run(SCANNED, mode), rows)
+
+  def test_a_prompt_of_one_token(self):
+    # Under top-k as well, which cannot choose a single token: the rule does.
+    mode = RoutingMode(rule='router')
+    prompts = np.array([[3], [11]]), np.ones((2, 1), bool)
+    rows = references(BASE, mode, *prompts)
+    assert rows[0].tokens_N.tolist() != rows[1].tokens_N.tolist()
+    got = run(BASE, mode, prompts, prefill='top_k')
+    assert_follows(got, rows, prompts)
+
+  def test_is_the_same_under_a_mesh(self):
+    mode = RoutingMode(rule='router')
+    model = BASE.build()
+    boxed = jax.eval_shape(
+      model.init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32)
+    )
+    mesh = parallel.make_mesh(
+      parallel.MeshConfig(fsdp=2, tensor=2, data=1), jax.devices()[:4]
+    )
+    variables = make_variables(BASE)
+    with jax.set_mesh(mesh):
+      params = jax.device_put(
+        variables['params'], parallel.shardings(boxed['params'], mesh)
+      )
+      # Another room than elsewhere, hence another trace.
+      got = run(
+        BASE,
+        mode,
+        variables={**variables, 'params': params},
+        max_length=TOTAL + 1,
+      )
+    assert_follows(got, references(BASE, mode, *make_prompts()))
+
+  def test_bfloat16(self):
+    config = dataclasses.replace(BASE, dtype='bfloat16')
+    mode = RoutingMode(rule='router')
+    cache = lm.LMCache.empty(config, 2, 8, mode)
+    assert cache.blocks[0].key_BSGC.dtype == jnp.bfloat16
+    got = run(config, mode, variables=make_variables(BASE))
+    want = run(BASE, mode)
+    assert got.log_prob_BN.dtype == jnp.float32
+    assert np.isfinite(got.log_prob_BN).all()
+    assert (got.log_prob_BN < 0).all()
+    valid_BP = make_prompts()[1]
+    error = np.abs(got.prompt_log_prob_BP - want.prompt_log_prob_BP)[valid_BP]
+    assert 1e-4 < np.median(error[error > 0]) < 0.1
+
+
+class TestTightCaches:
+  mode = RoutingMode(rule='router', overflow='drop', slack=1.0)
+
+  def test_drops_what_the_full_forward_pass_drops(self):
+    rows = references(BASE, self.mode, *make_prompts())
+    got = run(BASE, self.mode)
+    assert_follows(got, rows)
+    overflow = sum(row.read(row.wanted_RL & ~row.chosen_RL) for row in rows)
+    assert got.overflow == overflow > 0
+    exact = run(BASE, RoutingMode(rule='router'))
+    assert exact.overflow == 0
+    assert got.routed < exact.routed
+    assert (got.tokens_BN != exact.tokens_BN).any()
+
+  def test_some_drop_in_the_prompt_and_some_later(self):
+    rows = references(BASE, self.mode, *make_prompts())
+    dropped = [row.wanted_RL & ~row.chosen_RL for row in rows]
+    assert any(
+      d[:, : r.length].any() for d, r in zip(dropped, rows, strict=True)
+    )
+    assert any(
+      d[:, r.length : r.length + NEW - 1].any()
+      for d, r in zip(dropped, rows, strict=True)
+    )
+
+  def test_routed_layers_have_smaller_caches(self):
+    config = dataclasses.replace(
+      BASE,
+      num_layers=3,
+      routing=MoDConfig(capacity=(0.125, 0.5), offset=0),
+    )
+
+    def slots(mode):
+      cache = lm.LMCache.empty(config, 2, 64, mode)
+      for block in cache.blocks:
+        assert block.key_BSGC.shape == (2, block.slots, 2, 4)
+        assert block.value_BSGC.shape == (2, block.slots, 2, 4)
+      return [block.slots for block in cache.blocks]
+
+    drop = RoutingMode(rule='router', overflow='drop')
+    assert slots(drop) == [10, 64, 40]
+    assert slots(dataclasses.replace(drop, slack=1.0)) == [8, 64, 32]
+    assert slots(RoutingMode(rule='router')) == [64, 64, 64]
+
+
+class TestEndToken:
+  mode = RoutingMode(rule='router')
+
+  def _choose(self):
+    """Returns the rows, a token that ends some of them, and where."""
+    rows = references(BASE, self.mode, *make_prompts())
+    for token in range(VOCAB):
+      at = [row.tokens_N.tolist() + [token] for row in rows]
+      at = [tokens.index(token) for tokens in at]
+      if sum(0 < n < NEW - 2 for n in at) >= 1 and NEW in at:
+        return rows, token, at
+    raise AssertionError('no token ends one row and not another')
+
+  def test_stops_its_row_and_no_other(self):
+    rows, end, at = self._choose()
+    got = run(BASE, self.mode, end_token=end)
+    np.testing.assert_array_equal(got.length_B, at)
+    read = chosen = 0
+    for b, (row, n) in enumerate(zip(rows, at, strict=True)):
+      np.testing.assert_array_equal(got.tokens_BN[b, :n], row.tokens_N[:n])
+      np.testing.assert_array_equal(got.tokens_BN[b, n:], end)
+      np.testing.assert_allclose(
+        got.log_prob_BN[b, : n + 1], row.log_prob_N[: n + 1], atol=1e-4
+      )
+      np.testing.assert_array_equal(got.log_prob_BN[b, n + 1 :], 0)
+      # Its end token, drawn last, is never read.
+      last = row.length + min(n, NEW - 1)
+      chosen += row.chosen_RL[:, :last].sum()
+      read += row.chosen_RL[:, :last].size
+    np.testing.assert_allclose(got.routed, chosen / read, rtol=1e-6)
+
+  def test_the_loop_ends_when_all_rows_have(self, monkeypatch):
+    _, end, at = self._choose()
+    row = next(b for b, n in enumerate(at) if 0 < n < NEW - 2)
+    draws = []
+
+    def counting(*args, **kwargs):
+      jax.debug.callback(lambda: draws.append(1))
+      return filter_logits(*args, **kwargs)
+
+    monkeypatch.setattr(generation.logits_lib, 'filter_logits', counting)
+    tokens_BP, valid_BP = make_prompts()
+    same = (tokens_BP[[row] * 2], valid_BP[[row] * 2])
+    got = run(BASE, self.mode, same, end_token=end)
+    jax.block_until_ready(got)
+    jax.effects_barrier()
+    np.testing.assert_array_equal(got.length_B, at[row])
+    assert len(draws) == at[row] + 1 < NEW
+    np.testing.assert_array_equal(got.tokens_BN[:, at[row] :], end)
+    np.testing.assert_array_equal(got.log_prob_BN[:, at[row] + 1 :], 0)
+
+
+class TestTopKPrefill:
+  mode = RoutingMode(rule='router')
+
+  def test_is_labelled_and_differs(self):
+    tokens_BP, valid_BP = make_prompts()
+    got = run(BASE, self.mode, prefill='top_k')
+    causal = run(BASE, self.mode)
+    assert causal.causal_prompt
+    assert not got.causal_prompt
+    difference = got.prompt_log_prob_BP - causal.prompt_log_prob_BP
+    assert np.abs(difference).max() > 0.01
+
+    # And they are what training's forward pass gives for the prompt.
+    output = compiled_forward(BASE, RoutingMode())(
+      make_variables(BASE), tokens_BP, valid_BP
+    )
+    log_prob_BPV = log_softmax(output.logits_BLV)
+    for b, p in np.ndindex(tokens_BP.shape):
+      told = 0.0
+      if p and valid_BP[b, p] and valid_BP[b, p - 1]:
+        told = log_prob_BPV[b, p - 1, tokens_BP[b, p]]
+      np.testing.assert_allclose(got.prompt_log_prob_BP[b, p], told, atol=1e-4)
+    last_B = [np.flatnonzero(valid_P)[-1] for valid_P in valid_BP]
+    first_BV = log_prob_BPV[np.arange(4), last_B]
+    np.testing.assert_array_equal(got.tokens_BN[:, 0], first_BV.argmax(-1))
+    np.testing.assert_allclose(
+      got.log_prob_BN[:, 0], first_BV.max(-1), atol=1e-4
+    )
+
+  def test_a_dense_model_reads_causally_in_any_case(self):
+    # The label is known before anything is computed.
+    got = jax.eval_shape(lambda: run(DENSE, self.mode, prefill='top_k'))
+    assert got.causal_prompt
+
+
+class TestSampling:
+  mode = RoutingMode(rule='router')
+  settings = {
+    'temperature': 1.7,
+    'top_k': 5,
+    'top_p': 0.9,
+    'max_new_tokens': 2,
+  }
+
+  def _run(self, key):
+    prompt_P = make_prompts()[0][0]
+    many = np.repeat(prompt_P[None], 256, 0), np.ones((256, PROMPT), bool)
+    return run(BASE, self.mode, many, key=jax.random.key(key), **self.settings)
+
+  def _logits(self, tokens):
+    tokens_L = np.zeros(TOTAL, int)
+    tokens_L[: len(tokens)] = tokens
+    output = compiled_forward(BASE, self.mode)(
+      make_variables(BASE), tokens_L[None]
+    )
+    return output.logits_BLV[0, len(tokens) - 1]
+
+  def _filtered(self, logits_V):
+    settings = {k: self.settings[k] for k in ('temperature', 'top_k', 'top_p')}
+    return np.asarray(
+      jax.nn.softmax(filter_logits(logits_V[None], **settings)[0])
+    )
+
+  def test_draws_from_the_filtered_distribution(self):
+    prompt_P = make_prompts()[0][0]
+    got = self._run(0)
+    logits_V = self._logits(prompt_P)
+    want_V = self._filtered(logits_V)
+    frequency_V = np.bincount(got.tokens_BN[:, 0], minlength=VOCAB) / 256
+    assert 2 < (want_V > 0).sum() <= 5
+    assert (frequency_V[want_V == 0] == 0).all()
+    margin_V = 4 * np.sqrt(want_V * (1 - want_V) / 256)
+    assert (np.abs(frequency_V - want_V) <= margin_V).all()
+    # The next token is drawn from what follows the row's own first.
+    seconds = set()
+    for token in set(np.asarray(got.tokens_BN[:, 0])):
+      rows_R = np.flatnonzero(got.tokens_BN[:, 0] == token)
+      next_V = self._logits([*prompt_P, token])
+      drawn_R = np.asarray(got.tokens_BN[rows_R, 1])
+      assert (self._filtered(next_V)[drawn_R] > 0).all()
+      np.testing.assert_allclose(
+        got.log_prob_BN[rows_R, 1], log_softmax(next_V)[drawn_R], atol=1e-4
+      )
+      seconds |= {tuple(np.flatnonzero(self._filtered(next_V)))}
+    assert len(seconds) > 1
+    # Log-probabilities are the model's, before temperature and filters.
+    np.testing.assert_allclose(
+      got.log_prob_BN[:, 0],
+      log_softmax(logits_V)[got.tokens_BN[:, 0]],
+      atol=1e-4,
+    )
+
+  def test_the_key_decides(self):
+    first, again, other = self._run(1), self._run(1), self._run(2)
+    np.testing.assert_array_equal(first.tokens_BN, again.tokens_BN)
+    for step in range(2):
+      assert (first.tokens_BN[:, step] != other.tokens_BN[:, step]).any()
+    # Rows draw for themselves, and steps too.
+    assert len({tuple(row) for row in np.asarray(first.tokens_BN)}) > 4
+
+  def test_gaussian_routing_draws_at_the_capacity(self):
+    prompts = np.ones((32, PROMPT), int), np.ones((32, PROMPT), bool)
+
+    def routed(key):
+      got = run(GAUSSIAN, 'fixed', prompts, key=jax.random.key(key))
+      return float(got.routed), np.asarray(got.tokens_BN)
+
+    (first, tokens), (again, _), (other, _) = routed(0), routed(0), routed(1)
+    number = 32 * (TOTAL - 1) * GAUSSIAN.num_routed
+    margin = 4 * math.sqrt(0.3 * 0.7 / number)
+    assert abs(first - 0.3) < margin
+    assert first == again != other
+    # Rows are routed independently, so the same prompt goes on differently.
+    assert len({tuple(row) for row in tokens}) > 4
+
+
+class TestApplyWithCache:
+  """The model's own jitted `apply`, for those who write their own loop."""
+
+  def test_pieces_of_any_length_equal_the_whole(self):
+    model, variables = BASE.build(), make_variables(BASE)
+    mode = RoutingMode(rule='threshold', chunk=2)
+
+    @jax.jit
+    def step(variables, tokens_BL, cache):
+      return model.apply(variables, tokens_BL, mode=mode, cache=cache)
+
+    tokens_BL = np.random.default_rng(0).integers(0, VOCAB, (4, 10))
+    # The same layout of the whole as in the reference, one row at a time.
+    forward = compiled_forward(BASE, RoutingMode(rule='threshold'))
+    whole_BLV = np.concatenate(
+      [
+        forward(variables, np.pad(row, (0, TOTAL - 10))[None]).logits_BLV
+        for row in tokens_BL
+      ]
+    )
+    cache = lm.LMCache.empty(BASE, 4, 10, mode)
+    pieces, counts = [], []
+    for start, end in ((0, 4), (4, 8), (8, 9), (9, 10)):
+      output = step(variables, tokens_BL[:, start:end], cache)
+      cache = output.cache
+      pieces.append(output.logits_BLV)
+      counts.append(sum(r.chosen_BL.sum(axis=-1) for r in output.routing))
+    np.testing.assert_allclose(
+      np.concatenate(pieces, axis=1), whole_BLV[:, :10], atol=1e-4
+    )
+    np.testing.assert_array_equal(cache.length_B, 10)
+    lengths_RB = [cache.blocks[i].length_B for i in (0, 2)]
+    np.testing.assert_array_equal(sum(lengths_RB), sum(counts))
+    # Each sequence has its own length in each routed layer.
+    assert len(set(np.ravel(lengths_RB))) > 2
+    np.testing.assert_array_equal(cache.blocks[1].length_B, 10)
+
+
+def _equations(jaxpr, inside=False):
+  """Yields (equation, whether it lies in a while loop's body or condition)."""
+  for equation in jaxpr.eqns:
+    yield equation, inside
+    within = inside or equation.primitive.name == 'while'
+    for value in jax.tree.leaves(
+      list(equation.params.values()),
+      is_leaf=lambda x: hasattr(x, 'eqns') or hasattr(x, 'jaxpr'),
+    ):
+      inner = getattr(value, 'jaxpr', value)
+      if hasattr(inner, 'eqns'):
+        yield from _equations(inner, within)
+
+
+class TestNoWork:
+  """Where no row is routed, a decoding step does not run the routed block."""
+
+  BATCH, ROOM = 5, 11
+  CACHE = (BATCH, ROOM, 2, 4)
+  # Four projections, two products of attention, three kernels of SwiGLU.
+  BLOCK = 9
+
+  config = dataclasses.replace(
+    BASE,
+    num_layers=2,
+    routing=dataclasses.replace(
+      BASE.routing, predictor_width=0, threshold_decay=0.0
+    ),
+  )
+
+  def _step(self, chunk):
+    mode = RoutingMode(rule='router', chunk=chunk)
+    model = self.config.build()
+
+    def step(params, tokens_B1, cache):
+      output = model.apply(
+        {'params': params}, tokens_B1, mode=mode, cache=cache
+      )
+      return output.logits_BLV, output.cache, output.routing[0].chosen_BL
+
+    arguments = (
+      make_variables(self.config)['params'],
+      np.zeros((self.BATCH, 1), np.int32),
+      lm.LMCache.empty(self.config, self.BATCH, self.ROOM, mode),
+    )
+    return jax.jit(step, donate_argnames='cache'), arguments
+
+  def _dots(self, chunk):
+    """Counts matrix products outside and inside of while loops."""
+    step, arguments = self._step(chunk)
+    counts = [0, 0]
+    jaxpr = jax.make_jaxpr(step)(*arguments).jaxpr
+    for equation, inside in _equations(jaxpr):
+      counts[inside] += equation.primitive.name == 'dot_general'
+      if equation.primitive.name == 'select_n':
+        shapes = {x.aval.shape for x in equation.outvars}
+        assert self.CACHE not in shapes, 'a select of a whole cache'
+      assert equation.primitive.name != 'cond'  # Under vmap, a select.
+    return counts
+
+  def test_the_routed_block_lies_in_a_loop(self):
+    # Outside, only the dense block and the head.
+    assert self._dots(3) == [self.BLOCK + 1, self.BLOCK]
+    assert self._dots(0) == [2 * self.BLOCK + 1, 0]
+
+  def test_the_compiled_program_keeps_it_there(self):
+    step, arguments = self._step(3)
+    text = step.lower(*arguments).compile().as_text()
+    computations = re.split(r'\n(?=(?:ENTRY )?%?\S+ \(.*\{\n)', text)
+    dots = {}
+    for computation in computations:
+      name = re.match(r'(?:ENTRY )?%?(\S+) \(', computation)
+      if name:
+        found = re.findall(
+          r' dot\(|custom_call_target="[^"]*(?:dot|matmul)', computation
+        )
+        dots[name[1]] = len(found)
+    bodies = re.findall(r' while\(.*body=%?([\w.\-]+)', text)
+
+    def reach(name, seen):
+      if name not in seen:
+        seen.add(name)
+        body = next(c for c in computations if re.match(rf'%?{name} \(', c))
+        for other in re.findall(r'(?:calls|to_apply)=%?([\w.\-]+)', body):
+          reach(other, seen)
+      return seen
+
+    in_loops = [
+      sum(dots[name] for name in reach(body, set())) for body in bodies
+    ]
+    assert sorted(in_loops)[-1] == self.BLOCK
+    assert sum(dots.values()) == 2 * self.BLOCK + 1
+    # Caches are written in place: neither copied nor selected as a whole.
+    shape = ','.join(map(str, self.CACHE))
+    kinds = set(re.findall(rf'= f32\[{shape}\]\S* ([\w-]+)\(', text))
+    assert kinds
+    assert not kinds & {'copy', 'select', 'transpose', 'convert'}
+
+  @pytest.mark.parametrize('chunk', [1, 3])
+  def test_turns_of_the_loop_are_as_many_as_routed_rows_need(
+    self, chunk, monkeypatch
+  ):
+    turns = []
+    append = cache_lib.KVCache.append
+
+    def counting(cache, key_RTGC, value_RTGC, position_RT, valid_RT, rows_R):
+      if rows_R.shape == (chunk,):  # Not the dense block, which has all rows.
+        jax.debug.callback(lambda: turns.append(1))
+      return append(cache, key_RTGC, value_RTGC, position_RT, valid_RT, rows_R)
+
+    monkeypatch.setattr(cache_lib.KVCache, 'append', counting)
+    step, (params, _, _) = self._step(chunk)
+    # The first block is routed: a token's embedding alone decides.
+    params = jax.tree.map(lambda x: x, params)
+    embedding_VD = (
+      params['embedding']
+      .at[:, 0]
+      .set(jnp.where(jnp.arange(VOCAB) % 2, 5.0, -5.0))
+    )
+    params['embedding'] = embedding_VD
+    params['block_0']['router']['kernel'] = jnp.eye(1, 16)[0]
+    for routed_B in (
+      [0, 0, 0, 0, 0],
+      [0, 0, 0, 1, 0],
+      [1, 0, 1, 0, 1],
+      [0, 1, 1, 1, 1],
+      [1, 1, 1, 1, 1],
+    ):
+      turns.clear()
+      _, (_, _, cache) = self._step(chunk)  # The last one was donated.
+      tokens_B1 = np.array([[4 + r] for r in routed_B])
+      result = step(params, tokens_B1, cache)
+      jax.block_until_ready(result)
+      jax.effects_barrier()
+      np.testing.assert_array_equal(result[2][:, 0], routed_B)
+      assert len(turns) == -(-sum(routed_B) // chunk)
+      np.testing.assert_array_equal(result[1].blocks[0].length_B, routed_B)
+
+
+class TestPadPrompts:
+  def test_pads_on_either_side(self):
+    tokens_BP, valid_BP = pad_prompts([[5], [6, 7, 8]])
+    np.testing.assert_array_equal(tokens_BP, [[0, 0, 5], [6, 7, 8]])
+    np.testing.assert_array_equal(valid_BP, [[0, 0, 1], [1, 1, 1]])
+    tokens_BP, valid_BP = pad_prompts([[5], [6, 7, 8]], side='right')
+    np.testing.assert_array_equal(tokens_BP, [[5, 0, 0], [6, 7, 8]])
+    np.testing.assert_array_equal(valid_BP, [[1, 0, 0], [1, 1, 1]])
+    assert tokens_BP.dtype == np.int32
+
+  @pytest.mark.parametrize('prompts', [[], [[1], []]])
+  def test_refuses_what_has_no_token(self, prompts):
+    with pytest.raises(UserError, match='at least one token'):
+      pad_prompts(prompts)
+
+
+_TWO = (np.array([[1, 2], [3, 4]]), None)
+
+
+class TestRefuses:
+  @pytest.mark.parametrize(
+    ('prompts', 'changes', 'named'),
+    [
+      ((np.zeros((1, 0), int), None), {}, 'a token in every row'),
+      ((np.zeros((0, 3), int), None), {}, 'a token in every row'),
+      ((np.array([1, 2]), None), {}, r'\[B, P\]'),
+      (
+        (np.ones((2, 3), int), np.array([[1, 1, 1], [0, 0, 0]], bool)),
+        *({}, 'a token in every row'),
+      ),
+      ((_TWO[0], np.ones((2, 3), bool)), {}, r'shape \(2, 3\)'),
+      ((np.array([[1, VOCAB]]), None), {}, f'1..{VOCAB}.*vocab_size={VOCAB}'),
+      ((np.array([[-1, 2]]), None), {}, '-1..2'),
+      (_TWO, {'max_length': 7}, 'prompt of 2 tokens and 6 new.*cache of 7'),
+      (_TWO, {'max_length': 1}, 'cache of 1'),
+      (_TWO, {'max_new_tokens': 0}, 'max_new_tokens=0'),
+      (_TWO, {'prefill': 'greedy'}, "prefill='greedy'"),
+      (_TWO, {'mode': 'top_k'}, "rule='top_k' cannot generate"),
+      (_TWO, {'mode': 'fixed'}, "rule='fixed' cannot generate"),
+      (_TWO, {'mode': 'best'}, 'best'),
+      (_TWO, {'temperature': -1.0}, 'temperature=-1.0'),
+      (_TWO, {'temperature': 1.0}, 'pass key='),
+      (_TWO, {'top_k': -2}, 'top_k=-2'),
+      (_TWO, {'top_p': 0.0}, 'top_p=0.0'),
+      (_TWO, {'top_p': 1.5}, 'top_p=1.5'),
+    ],
+  )
+  def test_bad_input(self, prompts, changes, named):
+    changes = {'mode': 'router'} | changes
+    with pytest.raises(UserError, match=named):
+      run(BASE, prompts=prompts, **changes)
+
+  def test_a_rule_that_was_not_trained(self):
+    routing = MoDConfig(router_loss=0.0, predictor_width=4)
+    config = dataclasses.replace(BASE, routing=routing)
+    for rule in ('router', 'threshold', 'fixed'):
+      with pytest.raises(UserError, match=f'{rule}.*predictor'):
+        run(config, rule, variables={'params': {}})
+
+  def test_a_threshold_without_its_averages(self):
+    with pytest.raises(UserError, match='moving'):
+      run(
+        BASE, 'threshold', variables={'params': make_variables(BASE)['params']}
+      )
+
+  def test_a_prompt_fits_by_its_tokens_not_its_padding(self):
+    tokens_BP = np.array([[0, 0, 0, 0, 1, 2]])
+    mode = RoutingMode(rule='router')
+    row = continue_greedily(DENSE, mode, [1, 2])
+    got = run(
+      *(DENSE, mode, (tokens_BP, tokens_BP > 0)),
+      max_length=2 + 3,
+      max_new_tokens=3,
+    )
+    np.testing.assert_array_equal(got.tokens_BN[0], row.tokens_N[:3])

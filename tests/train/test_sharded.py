@@ -1,0 +1,361 @@
+"""Eight devices do what one does, and each holds only its share."""
+
+import functools
+
+import chex
+import flax.traverse_util
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+import numpy as np
+import pytest
+
+from mod_jax import config as config_lib
+from mod_jax import parallel
+from mod_jax.data.text import TextDataConfig
+from mod_jax.errors import UserError
+from mod_jax.layers.mod import MoDConfig
+from mod_jax.models.lm import LMConfig
+from mod_jax.parallel import MeshConfig
+from mod_jax.train import loop
+from mod_jax.train import metrics as metrics_lib
+from mod_jax.train import optimizer as optimizer_lib
+from mod_jax.train import state as state_lib
+from mod_jax.train.experiment import ExperimentConfig
+from mod_jax.train.language import LanguageTask
+from mod_jax.train.optimizer import OptimizerConfig
+from mod_jax.train.step import train_step
+
+STEPS = 4
+V, D, H, C, F = 256, 16, 4, 4, 32
+# A large epsilon: the update then follows the gradient, and not, as Adam's
+# first ones, the sign of what may be rounding.
+OPTIMIZER = optimizer_lib.make_optimizer(
+  OptimizerConfig(learning_rate=0.1, warmup_steps=0, epsilon=1e-2), STEPS
+)
+MESHES = {
+  'data': MeshConfig(data=8),
+  'fsdp': MeshConfig(data=1, fsdp=8),
+  'tensor 4': MeshConfig(data=2, tensor=4),
+  'mixed': MeshConfig(data=2, fsdp=2, tensor=2),
+}
+
+
+@pytest.fixture(autouse=True, scope='module')
+def _compilation_cache(tmp_path_factory):
+  """Every run compiles for itself, and most of these compile the same."""
+  settings = {
+    'jax_compilation_cache_dir': str(tmp_path_factory.mktemp('compiled')),
+    'jax_persistent_cache_min_compile_time_secs': 0.1,
+  }
+  before = {name: getattr(jax.config, name) for name in settings}
+  for name, value in settings.items():
+    jax.config.update(name, value)
+  compilation_cache.reset_cache()
+  yield
+  for name, value in before.items():
+    jax.config.update(name, value)
+  compilation_cache.reset_cache()
+
+
+def test_there_are_eight_devices():
+  assert len(jax.devices()) == 8
+
+
+@functools.cache
+def make_task(scan_layers=False):
+  routing = MoDConfig(
+    capacity=0.25, router_loss=0.1, predictor_width=8, threshold_decay=0.9
+  )
+  model = LMConfig(
+    # Two groups make a loop; one would be unrolled by the compiler.
+    num_layers=4 if scan_layers else 2,
+    width=D,
+    num_heads=H,
+    mlp_dim=F,
+    routing=routing,
+    scan_layers=scan_layers,
+    remat='dots' if scan_layers else 'none',
+  )
+  return LanguageTask(ExperimentConfig(model=model))
+
+
+def make_mesh(config):
+  if config is None:
+    return parallel.make_mesh(MeshConfig(), jax.devices()[:1])
+  return parallel.make_mesh(config)
+
+
+def make_batches():
+  rng = np.random.default_rng(0)
+  for _ in range(STEPS):
+    tokens = rng.integers(0, V, (16, 17), dtype=np.int32)
+    lengths = rng.integers(4, 17, (16, 1))
+    yield {
+      'tokens': tokens[:, :-1],
+      'targets': tokens[:, 1:],
+      'weights': (np.arange(16) < lengths).astype(np.float32),
+    }
+
+
+def start(task, mesh):
+  with jax.set_mesh(mesh):
+    abstract = state_lib.abstract_state(task, OPTIMIZER, mesh)
+    return abstract, state_lib.create_state(0, task, OPTIMIZER, abstract)
+
+
+@functools.cache
+def run(mesh_config, scan_layers=False, accumulation=1):
+  """Trains a few steps; returns metrics by step and the last state."""
+  task = make_task(scan_layers)
+  mesh = make_mesh(mesh_config)
+  abstract, state = start(task, mesh)
+  step = jax.jit(
+    functools.partial(
+      train_step,
+      task=task,
+      optimizer=OPTIMIZER,
+      stage=0.0,
+      accumulation=accumulation,
+    ),
+    out_shardings=(jax.tree.map(lambda x: x.sharding, abstract), None),
+  )
+  told = []
+  with jax.set_mesh(mesh):
+    for batch in make_batches():
+      state, pairs = step(state, parallel.put_batch(batch, mesh))
+      told.append(metrics_lib.finalize(pairs))
+  return told, state
+
+
+RUNS = pytest.mark.parametrize(
+  ('mesh', 'scan_layers', 'accumulation'),
+  [
+    ('data', False, 1),
+    ('fsdp', True, 1),
+    ('tensor 4', False, 1),
+    ('mixed', True, 2),
+  ],
+)
+
+
+@RUNS
+def test_losses_equal_those_of_one_device(mesh, scan_layers, accumulation):
+  told, state = run(MESHES[mesh], scan_layers, accumulation)
+  expected, expected_state = run(None, scan_layers)
+  losses = [values['loss'] for values in expected]
+  assert abs(losses[0] - losses[-1]) > 0.01  # The steps do something.
+  for values, wanted in zip(told, expected, strict=True):
+    assert values.keys() == wanted.keys()
+    for name, value in wanted.items():
+      # An accuracy may count one token of 256 otherwise.
+      atol = 0.005 if name.endswith('accuracy') else 1e-4
+      np.testing.assert_allclose(
+        values[name], value, rtol=1e-5, atol=atol, err_msg=name
+      )
+  chex.assert_trees_all_close(
+    jax.device_get(state.params),
+    jax.device_get(expected_state.params),
+    atol=1e-4,
+  )
+
+
+SHARES = {
+  # By mesh: how many parts of the axes called embed, and of heads, mlp, vocab.
+  'data': (1, 1),
+  'fsdp': (8, 1),
+  'tensor 4': (1, 4),
+  'mixed': (2, 2),
+}
+
+
+def expected_shards(mesh, scan_layers):
+  f, t = SHARES[mesh]
+  shapes = {
+    'embedding': (V // t, D // f),
+    'block_0/mlp/up/kernel': (D // f, F // t),
+    'block_0/mlp/gate/kernel': (D // f, F // t),
+    'block_1/mlp/down/kernel': (F // t, D // f),
+    'block_0/attention/query/kernel': (D // f, H // t, C),
+    'block_1/attention/key/kernel': (D // f, H // t, C),
+    'block_1/attention/out/kernel': (H // t, C, D // f),
+    # Small, and everywhere: routing needs no communication.
+    'block_1/router/kernel': (D,),
+    'block_1/predictor/hidden/kernel': (D, 8),
+    'block_0/mlp_norm/scale': (D,),
+    'norm/scale': (D,),
+  }
+  if not scan_layers:
+    return shapes
+  return {
+    f'layers/{name}' if name.startswith('block') else name: (
+      (2, *shape) if name.startswith('block') else shape
+    )
+    for name, shape in shapes.items()
+  }
+
+
+def shard_shapes(tree):
+  flat = flax.traverse_util.flatten_dict(tree)
+  shapes = {}
+  for path, leaf in flat.items():
+    held = {shard.data.shape for shard in leaf.addressable_shards}
+    assert len(leaf.addressable_shards) == 8
+    assert len(held) == 1
+    shapes['/'.join(path)] = held.pop()
+  return shapes
+
+
+def moments(state):
+  """Returns Adam's two trees."""
+  (adam,) = [s for s in state.opt_state if hasattr(s, 'mu')]
+  return adam.mu, adam.nu
+
+
+@RUNS
+def test_parameters_and_moments_are_sharded(mesh, scan_layers, accumulation):
+  _, state = run(MESHES[mesh], scan_layers, accumulation)
+  expected = expected_shards(mesh, scan_layers)
+  assert shard_shapes(state.params).items() >= expected.items()
+  for tree in moments(state):
+    assert shard_shapes(tree) == shard_shapes(state.params)
+  kernel = state.params['layers'] if scan_layers else state.params
+  kernel = kernel['block_0']['mlp']['up']['kernel']
+  distinct = {str(s.index) for s in kernel.addressable_shards}
+  assert len(distinct) == np.prod(SHARES[mesh])
+
+
+def test_born_sharded_and_the_same_on_any_mesh(monkeypatch):
+  mesh = 'mixed'
+  told = []
+  jit = jax.jit
+
+  def spy(f, **kwargs):
+    told.append(kwargs)
+    return jit(f, **kwargs)
+
+  monkeypatch.setattr(state_lib.jax, 'jit', spy)
+  abstract, state = start(make_task(), make_mesh(MESHES[mesh]))
+  # Never whole on one device: the program that makes it puts it in place.
+  wanted = jax.tree.leaves(told[0]['out_shardings'])
+  leaves = jax.tree.leaves(state)
+  assert len(wanted) == len(leaves)
+  for sharding, leaf in zip(wanted, leaves, strict=True):
+    assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+  assert (
+    shard_shapes(state.params).items() >= expected_shards(mesh, False).items()
+  )
+  monkeypatch.undo()
+  _, alone = start(make_task(), make_mesh(None))
+  for a, b in zip(
+    jax.tree.leaves(state.params), jax.tree.leaves(alone.params), strict=True
+  ):
+    np.testing.assert_array_equal(a, b)
+  assert jax.tree.map(lambda x: x.shape, abstract.params) == jax.tree.map(
+    lambda x: x.shape, alone.params
+  )
+
+
+@pytest.mark.parametrize('mesh', ['data', 'fsdp', 'tensor 4', 'mixed'])
+def test_a_batch_is_spread_by_rows(mesh):
+  mesh = make_mesh(MESHES[mesh])
+  rows = np.arange(16 * 3).reshape(16, 3)
+  array = parallel.put_batch({'tokens': rows}, mesh)['tokens']
+  parts = mesh.shape['data'] * mesh.shape['fsdp']
+  shards = [np.asarray(s.data) for s in array.addressable_shards]
+  assert {shard.shape for shard in shards} == {(16 // parts, 3)}
+  assert len({shard.tobytes() for shard in shards}) == parts
+  np.testing.assert_array_equal(array, rows)
+
+
+def test_activations_are_constrained():
+  # The older `with mesh:` would drop the logical names silently.
+  task, mesh = make_task(), make_mesh(MESHES['mixed'])
+  _, state = start(task, mesh)
+  step = functools.partial(
+    train_step, task=task, optimizer=OPTIMIZER, stage=0.0
+  )
+  batch = next(make_batches())
+  with jax.set_mesh(mesh):
+    batch = parallel.put_batch(batch, mesh)
+    text = jax.jit(step).lower(state, batch).as_text()
+  constraints = [
+    line for line in text.splitlines() if 'sharding_constraint' in line
+  ]
+  assert any('"data", "fsdp"' in c and '"tensor"' in c for c in constraints)
+  # Four in each block and a few around them, forward and backward.
+  assert len(constraints) > 10
+  _, alone = start(task, make_mesh(None))
+  text = jax.jit(step).lower(alone, next(make_batches())).as_text()
+  assert 'sharding_constraint' not in text
+
+
+@pytest.mark.parametrize(
+  ('changes', 'message'),
+  [
+    ({'model.num_heads': 2, 'mesh.tensor': 4}, "Axis 'heads' .* size 2"),
+    ({'model.mlp_dim': 30, 'mesh.tensor': 4}, "Axis 'mlp' .* size 30"),
+    (
+      {'model.width': 20, 'model.head_dim': 4, 'mesh.fsdp': 8},
+      "Axis 'embed' .* size 20",
+    ),
+    ({'model.vocab_size': 257, 'mesh.tensor': 2}, "Axis 'vocab' .* size 257"),
+    (
+      {'train.batch_size': 12},
+      'train.batch_size.*=12 does not divide by the 8',
+    ),
+    ({'train.accumulation': 4}, 'accumulation=4 does not divide by the 8'),
+    ({'evaluation.batch_size': 4}, 'evaluation.batch_size=4 does not divide'),
+    ({'mesh.tensor': 3}, "'tensor': 3.* does not fit 8 device"),
+    ({'mesh.data': 4}, "'data': 4.* does not fit 8 device"),
+  ],
+)
+def test_what_does_not_divide_is_refused(tmp_path, changes, message):
+  config = make_config(tmp_path, **changes)
+  with pytest.raises(UserError, match=message):
+    loop.train(config, tmp_path / 'run')
+  assert not (tmp_path / 'run').exists()
+
+
+def make_config(folder, **changes):
+  rng = np.random.default_rng(0)
+  for i in range(3):
+    (folder / f'{i}.txt').write_bytes(rng.bytes(3000))
+  config = ExperimentConfig(
+    model=make_task().config.model,
+    data=TextDataConfig(source='files', files=f'{folder}/*.txt', length=16),
+    optimizer=OptimizerConfig(warmup_steps=1),
+  )
+  tiny = {
+    'train.num_steps': 4,
+    'train.batch_size': 16,
+    'evaluation.every': 0,
+    'evaluation.final_batches': 1,
+    'evaluation.sample_tokens': 4,
+    'log.tensorboard': False,
+  }
+  return config_lib.replace(config, tiny | changes)
+
+
+@pytest.mark.slow
+def test_a_whole_run_on_a_mixed_mesh(tmp_path):
+  routing = MoDConfig(capacity=0.25, router_loss=0.1)
+  changes = {'mesh.fsdp': 2, 'mesh.tensor': 2, 'model.routing': routing}
+  config = make_config(tmp_path, **changes)
+  loop.train(config, tmp_path / 'run', max_steps=2)
+  # Saved sharded, restored sharded.
+  result = loop.train(config, tmp_path / 'run')
+  assert result.finished
+  shards = shard_shapes(result.state.params)
+  assert shards['block_0/mlp/up/kernel'] == (D // 2, F // 2)
+  # One row does not divide over the devices, and is sampled all the same.
+  sample = (tmp_path / 'run' / 'sample_0.txt').read_text(errors='replace')
+  assert sample.startswith('def ')
+  assert (tmp_path / 'run' / 'pictures' / 'routing.png').exists()
+  # One device finds the same held-out losses.
+  state = jax.device_get(result.state.params)
+  alone = LanguageTask(config).evaluate(state, {}, make_mesh(None), batches=1)
+  assert alone.keys() == result.metrics.keys()
+  for rule in ('top_k', 'router'):
+    assert result.metrics[f'{rule}/loss'] == pytest.approx(
+      alone[f'{rule}/loss'], abs=1e-4
+    )
