@@ -49,8 +49,9 @@ def report(config, length: int) -> str:
   """
   table = config.flops_table(length)
   dense = dict(config.dense_twin().flops_table(length))
-  total, dense_total = forward(config, length), forward(
-    config.dense_twin(), length
+  total, dense_total = (
+    forward(config, length),
+    forward(config.dense_twin(), length),
   )
   params = num_params(config)
   names = []
@@ -90,8 +91,7 @@ def report(config, length: int) -> str:
     f'tokens processed    {", ".join(chosen) or "all"} of {length}',
     f'parameters          {params:,}',
     f'forward             {total:.4e} FLOPs = {total / 2:.4e} MACs',
-    f'dense twin forward  {dense_total:.4e} FLOPs'
-    f' = {dense_total / 2:.4e} MACs',
+    f'dense twin forward  {dense_total:.4e} FLOPs = {dense_total / 2:.4e} MACs',
     f'ratio to dense      {total / dense_total:.4f}',
     f'training step       {3 * total:.4e} FLOPs per sequence'
     f' (dense twin {3 * dense_total:.4e})',

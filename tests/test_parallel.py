@@ -4,9 +4,9 @@ import re
 
 from flax import linen as nn
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec
-import jax.numpy as jnp
 import numpy as np
 import pytest
 

@@ -30,7 +30,9 @@ def test_files_that_it_names_exist():
 
 
 def test_variants_that_it_names_exist(load_config_file):
-  rows = re.findall(r'^\| `(configs/\S+)` \| (.*) \|$', README.read_text(), re.M)
+  rows = re.findall(
+    r'^\| `(configs/\S+)` \| (.*) \|$', README.read_text(), re.M
+  )
   assert len(rows) >= 3
   for path, text in rows:
     for variant in re.findall(r'`(\w+)`', text):

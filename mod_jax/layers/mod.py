@@ -246,26 +246,21 @@ class MoDBlock(nn.Module):
       threshold: scalar, the moving average of the k-th best score.
       cache: this block's keys and values, when generating.
     """
-    told = self._score(x_BLD, info)
     length = x_BLD.shape[1]
-    if cache is None:
+    told = self._score(x_BLD, info)
+    top = None
+    if cache is None or self.mode.rule == 'top_k':
       top = self._top_k(told.score_BL, info)
+    if cache is None:
       told = told.replace(
         top_k_BL=routing.mark_tokens(top, length),
         kth_B=_last_score(told.score_BL, top),
       )
-    if self.mode.rule == 'top_k':
-      if cache is not None:
-        top = self._top_k(told.score_BL, info)
-      wanted_BL = routing.mark_tokens(top, length)
-    else:
-      wanted_BL = self._decide(told, threshold)
-      if info.valid_BL is not None:
-        wanted_BL &= info.valid_BL
+    wanted_BL = self._decide(told, top, threshold, info)
+
     if cache is None:
-      if self.mode.rule == 'top_k':
-        selection = top
-      else:
+      selection = top
+      if self.mode.rule != 'top_k':
         slots = self.mode.slots(self.capacity, length)
         selection = routing.select_decided(wanted_BL, slots)
         selection = checkpoint_name(selection, SELECTION_NAME)
@@ -276,14 +271,11 @@ class MoDBlock(nn.Module):
       if length == 1 and self.mode.chunk:
         x_BLD, cache = self._run_rows(x_BLD, info, told, chosen_BL, cache)
       else:
-        selection = routing.select_decided(chosen_BL, min(length, cache.slots))
+        selection = routing.select_decided(chosen_BL, cache.slots)
         x_BLD, cache = self._run(x_BLD, info, told, selection, cache)
     overflow_B = (wanted_BL & ~chosen_BL).sum(axis=-1, dtype=jnp.int32)
-    return (
-      x_BLD,
-      told.replace(chosen_BL=chosen_BL, overflow_B=overflow_B),
-      cache,
-    )
+    told = told.replace(chosen_BL=chosen_BL, overflow_B=overflow_B)
+    return x_BLD, told, cache
 
   def _score(self, x_BLD, info) -> Routing:
     config = self.config
@@ -323,19 +315,22 @@ class MoDBlock(nn.Module):
     selection = routing.select_top_k(score_BL, k, info.valid_BL, count_B)
     return checkpoint_name(selection, SELECTION_NAME)
 
-  def _decide(self, told: Routing, threshold) -> jax.Array:
+  def _decide(self, told: Routing, top, threshold, info) -> jax.Array:
+    """Returns which real tokens the rule wants to be processed."""
     match self.mode.rule:
+      case 'top_k':
+        return routing.mark_tokens(top, told.score_BL.shape[1])
       case 'router':
-        return told.score_BL > 0
+        wanted_BL = told.score_BL > 0
       case 'predictor':
-        return told.predictor_BL > 0
+        wanted_BL = told.predictor_BL > 0
       case 'threshold':
-        return told.score_BL >= threshold
+        wanted_BL = told.score_BL >= threshold
       case 'fixed' if self.config.score == 'gaussian':
-        return told.score_BL > routing.gaussian_threshold(self.capacity)
+        wanted_BL = told.score_BL > routing.gaussian_threshold(self.capacity)
       case 'fixed':
-        return told.score_BL > 0.5
-    raise AssertionError(self.mode.rule)
+        wanted_BL = told.score_BL > 0.5
+    return wanted_BL if info.valid_BL is None else wanted_BL & info.valid_BL
 
   def _run(self, x_BLD, info, told, selection, cache):
     """Gathers the selected tokens, processes them, adds the update."""

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import math
 import signal
+import sys
 from typing import Any
 
 from absl import logging
@@ -138,10 +139,14 @@ class _Run:
       state, step = self._steps(state, start, end)
       if step < num_steps:
         self._save(step, state)
-        self.progress.message(
-          f'stopped at step {step} of {num_steps}, saved; the same command'
-          ' continues.'
-        )
+        self.checkpointer.wait()
+        self.progress.close()  # Its last line belongs before this one.
+        if self.first:
+          print(
+            f'stopped at step {step} of {num_steps}, saved; the same command'
+            ' continues.',
+            file=sys.stderr,
+          )
         return Result(step, False, {}, state)
       metrics = self._finish(step, state)
       return Result(step, True, metrics, state)

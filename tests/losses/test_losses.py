@@ -36,8 +36,8 @@ class TestNextTokenLoss:
     total, weight = losses.next_token_loss(logits_BLV, targets_BL, weights_BL)
     log_prob_BLV = _log_softmax(logits_BLV)
     want = 0.0
-    for b, l in np.ndindex(targets_BL.shape):
-      want -= weights_BL[b, l] * log_prob_BLV[b, l, targets_BL[b, l]]
+    for b, i in np.ndindex(targets_BL.shape):
+      want -= weights_BL[b, i] * log_prob_BLV[b, i, targets_BL[b, i]]
     np.testing.assert_allclose(total, want, rtol=1e-5)
     np.testing.assert_allclose(weight, weights_BL.sum(), rtol=1e-6)
 

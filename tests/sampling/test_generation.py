@@ -48,7 +48,9 @@ STRIDE = dataclasses.replace(
   BASE, routing=MoDConfig(capacity=0.4, offset=0, score='stride')
 )
 GAUSSIAN = dataclasses.replace(
-  BASE, num_layers=2, routing=MoDConfig(capacity=0.3, score='gaussian')
+  BASE,
+  num_layers=1,
+  routing=MoDConfig(capacity=0.3, score='gaussian', period=1, offset=0),
 )
 SCANNED = dataclasses.replace(
   BASE,
@@ -249,41 +251,41 @@ class TestGreedy:
     # Under top-k as well, which cannot choose a single token: the rule does.
     mode = RoutingMode(rule='router')
     prompts = np.array([[3], [11]]), np.ones((2, 1), bool)
-    rows = references(BASE, mode, *prompts)
+    rows = references(SCANNED, mode, *prompts)
     assert rows[0].tokens_N.tolist() != rows[1].tokens_N.tolist()
-    got = run(BASE, mode, prompts, prefill='top_k')
+    got = run(SCANNED, mode, prompts, prefill='top_k')
     assert_follows(got, rows, prompts)
 
   def test_is_the_same_under_a_mesh(self):
     mode = RoutingMode(rule='router')
-    model = BASE.build()
+    model = SCANNED.build()
     boxed = jax.eval_shape(
       model.init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32)
     )
     mesh = parallel.make_mesh(
       parallel.MeshConfig(fsdp=2, tensor=2, data=1), jax.devices()[:4]
     )
-    variables = make_variables(BASE)
+    variables = make_variables(SCANNED)
     with jax.set_mesh(mesh):
       params = jax.device_put(
         variables['params'], parallel.shardings(boxed['params'], mesh)
       )
       # Another room than elsewhere, hence another trace.
       got = run(
-        BASE,
+        SCANNED,
         mode,
         variables={**variables, 'params': params},
         max_length=TOTAL + 1,
       )
-    assert_follows(got, references(BASE, mode, *make_prompts()))
+    assert_follows(got, references(SCANNED, mode, *make_prompts()))
 
   def test_bfloat16(self):
-    config = dataclasses.replace(BASE, dtype='bfloat16')
+    config = dataclasses.replace(SCANNED, dtype='bfloat16')
     mode = RoutingMode(rule='router')
     cache = lm.LMCache.empty(config, 2, 8, mode)
     assert cache.blocks[0].key_BSGC.dtype == jnp.bfloat16
-    got = run(config, mode, variables=make_variables(BASE))
-    want = run(BASE, mode)
+    got = run(config, mode, variables=make_variables(SCANNED))
+    want = run(SCANNED, mode)
     assert got.log_prob_BN.dtype == jnp.float32
     assert np.isfinite(got.log_prob_BN).all()
     assert (got.log_prob_BN < 0).all()
@@ -350,10 +352,25 @@ class TestEndToken:
         return rows, token, at
     raise AssertionError('no token ends one row and not another')
 
-  def test_stops_its_row_and_no_other(self):
+  def test_stops_its_row_and_the_loop_where_all_have_stopped(self, monkeypatch):
+    draws = []
+
+    def counting(*args, **kwargs):
+      jax.debug.callback(lambda: draws.append(1))
+      return filter_logits(*args, **kwargs)
+
+    def count(prompts=None):
+      draws.clear()
+      got = jax.block_until_ready(run(BASE, self.mode, prompts, end_token=end))
+      jax.effects_barrier()
+      return got, len(draws)
+
+    # Heard in both runs below: the second uses what the first has compiled.
+    monkeypatch.setattr(generation.logits_lib, 'filter_logits', counting)
     rows, end, at = self._choose()
-    got = run(BASE, self.mode, end_token=end)
+    got, steps = count()
     np.testing.assert_array_equal(got.length_B, at)
+    assert steps == NEW
     read = chosen = 0
     for b, (row, n) in enumerate(zip(rows, at, strict=True)):
       np.testing.assert_array_equal(got.tokens_BN[b, :n], row.tokens_N[:n])
@@ -368,25 +385,13 @@ class TestEndToken:
       read += row.chosen_RL[:, :last].size
     np.testing.assert_allclose(got.routed, chosen / read, rtol=1e-6)
 
-  def test_the_loop_ends_when_all_rows_have(self, monkeypatch):
-    _, end, at = self._choose()
-    row = next(b for b, n in enumerate(at) if 0 < n < NEW - 2)
-    draws = []
-
-    def counting(*args, **kwargs):
-      jax.debug.callback(lambda: draws.append(1))
-      return filter_logits(*args, **kwargs)
-
-    monkeypatch.setattr(generation.logits_lib, 'filter_logits', counting)
+    early = next(b for b, n in enumerate(at) if 0 < n < NEW - 2)
     tokens_BP, valid_BP = make_prompts()
-    same = (tokens_BP[[row] * 2], valid_BP[[row] * 2])
-    got = run(BASE, self.mode, same, end_token=end)
-    jax.block_until_ready(got)
-    jax.effects_barrier()
-    np.testing.assert_array_equal(got.length_B, at[row])
-    assert len(draws) == at[row] + 1 < NEW
-    np.testing.assert_array_equal(got.tokens_BN[:, at[row] :], end)
-    np.testing.assert_array_equal(got.log_prob_BN[:, at[row] + 1 :], 0)
+    got, steps = count((tokens_BP[[early] * 4], valid_BP[[early] * 4]))
+    np.testing.assert_array_equal(got.length_B, at[early])
+    assert steps == at[early] + 1 < NEW
+    np.testing.assert_array_equal(got.tokens_BN[:, at[early] :], end)
+    np.testing.assert_array_equal(got.log_prob_BN[:, at[early] + 1 :], 0)
 
 
 class TestTopKPrefill:
@@ -394,16 +399,16 @@ class TestTopKPrefill:
 
   def test_is_labelled_and_differs(self):
     tokens_BP, valid_BP = make_prompts()
-    got = run(BASE, self.mode, prefill='top_k')
-    causal = run(BASE, self.mode)
+    got = run(SCANNED, self.mode, prefill='top_k')
+    causal = run(SCANNED, self.mode)
     assert causal.causal_prompt
     assert not got.causal_prompt
     difference = got.prompt_log_prob_BP - causal.prompt_log_prob_BP
     assert np.abs(difference).max() > 0.01
 
     # And they are what training's forward pass gives for the prompt.
-    output = compiled_forward(BASE, RoutingMode())(
-      make_variables(BASE), tokens_BP, valid_BP
+    output = compiled_forward(SCANNED, RoutingMode())(
+      make_variables(SCANNED), tokens_BP, valid_BP
     )
     log_prob_BPV = log_softmax(output.logits_BLV)
     for b, p in np.ndindex(tokens_BP.shape):
@@ -436,13 +441,13 @@ class TestSampling:
   def _run(self, key):
     prompt_P = make_prompts()[0][0]
     many = np.repeat(prompt_P[None], 256, 0), np.ones((256, PROMPT), bool)
-    return run(BASE, self.mode, many, key=jax.random.key(key), **self.settings)
+    return run(DENSE, self.mode, many, key=jax.random.key(key), **self.settings)
 
   def _logits(self, tokens):
     tokens_L = np.zeros(TOTAL, int)
     tokens_L[: len(tokens)] = tokens
-    output = compiled_forward(BASE, self.mode)(
-      make_variables(BASE), tokens_L[None]
+    output = compiled_forward(DENSE, self.mode)(
+      make_variables(DENSE), tokens_L[None]
     )
     return output.logits_BLV[0, len(tokens) - 1]
 

@@ -1,0 +1,408 @@
+"""The language task: honest held-out numbers, samples and pictures."""
+
+import dataclasses
+import functools
+import json
+import math
+import pathlib
+import string
+
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+import matplotlib.figure
+import matplotlib.pyplot as plt
+import numpy as np
+import optax
+import pytest
+import tokenizers
+
+from mod_jax import config as config_lib
+from mod_jax import parallel
+from mod_jax.data import text
+from mod_jax.data.text import TextDataConfig
+from mod_jax.errors import UserError
+from mod_jax.layers.mod import MoDConfig
+from mod_jax.layers.mod import RoutingMode
+from mod_jax.models.lm import LMConfig
+from mod_jax.train import state as state_lib
+from mod_jax.train.experiment import EvaluationConfig
+from mod_jax.train.experiment import ExperimentConfig
+from mod_jax.train.language import LanguageTask
+from mod_jax.train.step import train_step
+
+EVERY = {'capacity': 0.25, 'period': 1, 'offset': 0}
+# Scores far from 0, so that the rules differ without training.
+ALL = MoDConfig(**EVERY, router_std=1.0, predictor_width=8, threshold_decay=0.5)
+GAUSSIAN = MoDConfig(**EVERY, score='gaussian')
+STRIDE = MoDConfig(**EVERY, score='stride')
+
+AGREEMENT = {
+  'accuracy',
+  'precision',
+  'recall',
+  'count_error',
+  'routed',
+  'never_route',
+}
+LOSSES = {'loss', 'perplexity', 'bits_per_byte'}
+
+
+@pytest.fixture(scope='module', autouse=True)
+def texts(tmp_path_factory):
+  """Files for training, and two held-out ones of 70 and 30 bytes."""
+  folder = tmp_path_factory.mktemp('texts')
+  rng = np.random.default_rng(0)
+  for name, size in (('a', 600), ('b', 400), ('held_c', 70), ('held_d', 30)):
+    letters = rng.choice(list(string.ascii_lowercase + ' \n'), size)
+    (folder / f'{name}.txt').write_text(''.join(letters))
+  return folder
+
+
+@pytest.fixture
+def make(texts):
+  return functools.partial(_make, texts)
+
+
+@functools.cache
+def _make(folder, routing, segments=False):
+  """Returns a task with parameters and mutables.
+
+  Those of routed models have been trained for a step, which sets thresholds.
+  """
+  config = ExperimentConfig(
+    model=LMConfig(
+      num_layers=1, width=16, num_heads=2, mlp_dim=16, routing=routing
+    ),
+    data=TextDataConfig(
+      source='files',
+      files=f'{folder}/[ab].txt',
+      eval_files=f'{folder}/held_*.txt',
+      length=16,
+      segments=segments,
+    ),
+    evaluation=EvaluationConfig(batches=0, batch_size=4),
+  )
+  task = LanguageTask(config)
+  optimizer = optax.sgd(0.1)
+  abstract = state_lib.abstract_state(task, optimizer, one_device())
+  state = state_lib.create_state(0, task, optimizer, abstract)
+  if routing is None:
+    return task, state.params, state.mutables
+  batch = next(task.train_iterator())
+  step = functools.partial(
+    train_step, task=task, optimizer=optimizer, stage=0.0
+  )
+  state, pairs = jax.jit(step)(state, batch)
+  assert np.isfinite(float(pairs['loss'][0]))
+  return task, state.params, state.mutables
+
+
+def one_device():
+  return parallel.make_mesh(parallel.MeshConfig(), jax.devices()[:1])
+
+
+def reference(task, params, mutables, rule):
+  """The held-out loss, row by row, without batches, padding or pairs."""
+  data = task.config.data
+  tokens = b''.join(
+    pathlib.Path(f.path).read_bytes() for f in text.split_files(data)[1]
+  )
+  model = task.config.model.build()
+  apply = jax.jit(functools.partial(model.apply, mode=rule))
+  nats, count = 0.0, 0
+  for start in range(0, len(tokens) - 1, data.length):
+    row = np.frombuffer(tokens[start : start + data.length + 1], np.uint8)
+    output = apply({'params': params, **mutables}, row[None, :-1].astype(int))
+    logits = np.asarray(output.logits_BLV[0], np.float64)
+    log_prob = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+    nats -= log_prob[np.arange(len(row) - 1), row[1:]].sum()
+    count += len(row) - 1
+  assert count == len(tokens) - 1 == 99
+  return nats / count
+
+
+class TestEvaluate:
+  RULES = ('top_k', 'router', 'predictor', 'threshold')
+
+  def test_every_rule_has_its_numbers(self, make):
+    task, params, mutables = make(ALL)
+    assert task.rules == self.RULES
+    metrics = task.evaluate(params, mutables, one_device())
+    expected = {f'{r}/{m}' for r in self.RULES for m in LOSSES | AGREEMENT}
+    missing = expected - metrics.keys()
+    # A rule that decided for nothing has no precision.
+    assert missing <= {f'{r}/precision' for r in self.RULES}
+    assert not metrics.keys() - expected
+    for rule in self.RULES:
+      loss = metrics[f'{rule}/loss']
+      assert 0 < loss < 10
+      assert metrics[f'{rule}/perplexity'] == pytest.approx(math.exp(loss))
+      # Bytes are the tokens.
+      assert metrics[f'{rule}/bits_per_byte'] == pytest.approx(
+        loss / math.log(2)
+      )
+      # 4 of 16 in a full row; the last one has 3 tokens, and 1 of them.
+      assert metrics[f'{rule}/never_route'] == pytest.approx(1 - 25 / 99)
+    assert len({metrics[f'{rule}/loss'] for rule in self.RULES}) == 4
+    for name, value in (
+      ('accuracy', 1),
+      ('precision', 1),
+      ('recall', 1),
+      ('count_error', 0),
+    ):
+      assert metrics[f'top_k/{name}'] == value
+    assert metrics['top_k/routed'] == pytest.approx(25 / 99)
+    assert metrics['router/accuracy'] < 1
+    json.dumps(metrics)
+    table = task.summary(metrics)
+    for rule in self.RULES:
+      assert f'{rule} ' in table
+    assert f'accuracy of {1 - 25 / 99:.4f}' in table
+
+  def test_is_the_loss_of_each_row_alone(self, make):
+    # Seven rows, the last of three targets, in batches of four: two of the
+    # eight rows are padded, which must not count, and not route.
+    task, params, mutables = make(ALL)
+    metrics = task.evaluate(params, mutables, one_device())
+    for rule in ('top_k', 'router', 'threshold'):
+      assert metrics[f'{rule}/loss'] == pytest.approx(
+        reference(task, params, mutables, rule), rel=1e-5
+      )
+
+  def test_does_not_depend_on_the_batch_size(self, make):
+    task, params, mutables = make(None)
+    metrics = task.evaluate(params, mutables, one_device())
+    config = config_lib.replace(task.config, {'evaluation.batch_size': 7})
+    other = LanguageTask(config).evaluate(params, mutables, one_device())
+    assert other == pytest.approx(metrics, rel=1e-5)
+
+  def test_some_batches_or_all(self, make):
+    task, params, mutables = make(None)
+    every = task.evaluate(params, mutables, one_device())
+    assert task.evaluate(params, mutables, one_device(), batches=0) == every
+    assert task.evaluate(params, mutables, one_device(), batches=2) == every
+    assert task.evaluate(params, mutables, one_device(), batches=1) != every
+
+  def test_dense(self, make):
+    task, params, mutables = make(None)
+    assert task.rules == ('top_k',)
+    metrics = task.evaluate(params, mutables, one_device())
+    assert metrics.keys() == {f'top_k/{m}' for m in LOSSES}
+    assert metrics['top_k/loss'] == pytest.approx(
+      reference(task, params, mutables, 'top_k'), rel=1e-5
+    )
+    assert 'top_k' in task.summary(metrics)
+
+  def test_a_router_that_takes_all_is_the_dense_model(self, make):
+    # One tree of parameters, since a routed block has a dense one's and more.
+    dense_task, params, _ = make(None)
+    dense = dense_task.evaluate(params, {}, one_device())
+    routing = MoDConfig(
+      capacity=1.0,
+      period=1,
+      offset=0,
+      score='stride',  # Gate 1, and every token.
+    )
+    model = dataclasses.replace(dense_task.config.model, routing=routing)
+    task = LanguageTask(dataclasses.replace(dense_task.config, model=model))
+    metrics = task.evaluate(params, {}, one_device())
+    assert task.rules == ('top_k', 'fixed')
+    for rule in task.rules:
+      assert metrics[f'{rule}/routed'] == 1
+      for name in LOSSES:
+        assert metrics[f'{rule}/{name}'] == pytest.approx(
+          dense[f'top_k/{name}'], rel=1e-6
+        )
+
+  def test_bytes_of_subwords(self, make):
+    task, params, mutables = make(None)
+    task = LanguageTask(task.config)
+    token_bytes = np.arange(256) % 5 + 1
+
+    class Tokenizer:
+      vocab_size = 256
+
+    Tokenizer.token_bytes = token_bytes
+    task.tokenizer = Tokenizer()
+    metrics = task.evaluate(params, mutables, one_device())
+    _, held_out = text.split_files(task.config.data)
+    targets = b''.join(pathlib.Path(f.path).read_bytes() for f in held_out)[1:]
+    num_bytes = token_bytes[np.frombuffer(targets, np.uint8)].sum()
+    assert metrics['top_k/bits_per_byte'] == pytest.approx(
+      metrics['top_k/loss'] * 99 / num_bytes / math.log(2), rel=1e-5
+    )
+
+  def test_the_mesh_must_fit(self, make):
+    task, params, mutables = make(None)
+    mesh = parallel.make_mesh(parallel.MeshConfig())
+    with pytest.raises(UserError, match='evaluation.batch_size=4'):
+      task.evaluate(params, mutables, mesh)
+
+
+@pytest.mark.parametrize('routing', [GAUSSIAN, STRIDE], ids=lambda r: r.score)
+def test_controls_train_evaluate_and_sample(make, routing):
+  task, params, mutables = make(routing)
+  assert task.rules == ('top_k', 'fixed')
+  metrics = task.evaluate(params, mutables, one_device())
+  again = task.evaluate(params, mutables, one_device())
+  assert metrics == again  # The draws are the same each time.
+  assert metrics['top_k/routed'] == pytest.approx(25 / 99)
+  assert 0 < metrics['fixed/routed'] < 0.6
+  assert np.isfinite(metrics['fixed/loss'])
+  (sample,) = task.sample(
+    params, mutables, ['ab'], num_tokens=5, key=jax.random.key(0)
+  )
+  assert 0 < len(sample) <= 5
+  figures = task.pictures(params, mutables)
+  assert set(figures) == {'routing', 'router_weights'}
+  for figure in figures.values():
+    plt.close(figure)
+
+
+class TestSegments:
+  def test_documents_do_not_see_each_other(self, make):
+    task, params, mutables = make(ALL, segments=True)
+    batch = next(task.train_iterator())
+    assert 'segments' in batch
+    batch = _with_two_documents(batch)
+    loss = _loss(task, params, mutables, batch)
+    assert np.isfinite(loss)
+    # One document instead of two: the second sees the first.
+    merged = {**batch, 'segments': np.minimum(batch['segments'], 1)}
+    assert _loss(task, params, mutables, merged) != pytest.approx(
+      loss, rel=1e-6
+    )
+
+  def test_padding_does_not_count(self, make):
+    task, params, mutables = make(ALL, segments=True)
+    batch = _with_two_documents(next(task.train_iterator()))
+    loss = _loss(task, params, mutables, batch)
+    # Whatever stands in the padding changes nothing.
+    padding = batch['segments'] == 0
+    assert padding.any()
+    other = {**batch, 'tokens': np.where(padding, 7, batch['tokens'])}
+    other['targets'] = np.where(padding, 9, batch['targets'])
+    assert _loss(task, params, mutables, other) == pytest.approx(loss, abs=1e-6)
+
+  def test_held_out(self, make):
+    task, params, mutables = make(ALL, segments=True)
+    metrics = task.evaluate(params, mutables, one_device())
+    assert {f'{rule}/loss' for rule in task.rules} < metrics.keys()
+    assert all(np.isfinite(value) for value in metrics.values())
+
+
+def _with_two_documents(batch):
+  """Ends a document in the middle of each row, and pads the last quarter."""
+  rows, length = batch['tokens'].shape
+  position = np.arange(length)
+  segments = np.where(position < length // 2, 1, 2)
+  segments = np.where(position < 3 * length // 4, segments, 0)
+  segments = np.tile(segments, (rows, 1)).astype(np.int32)
+  weights = (segments > 0).astype(np.float32)
+  weights[:, length // 2 - 1] = 0
+  return {**batch, 'segments': segments, 'weights': weights}
+
+
+_jitted = functools.cache(
+  lambda task: jax.jit(functools.partial(task.loss, stage=0.0))
+)
+
+
+def _loss(task, params, mutables, batch):
+  scalar, _ = _jitted(task)(
+    params, mutables, jax.tree.map(jnp.asarray, batch), rng=jax.random.key(0)
+  )
+  return float(scalar)
+
+
+class TestSample:
+  def test_continues_each_prompt(self, make):
+    task, params, mutables = make(ALL)
+    prompts = ['a', 'longer prompt']
+    sample = functools.partial(
+      task.sample, params, mutables, prompts, num_tokens=6, temperature=0.0
+    )
+    texts = sample()
+    assert len(texts) == 2
+    # Alone, the same: the padding of the shorter one does not matter.
+    for prompt, continuation in zip(prompts, texts, strict=True):
+      assert task.sample(
+        params, mutables, [prompt], num_tokens=6, temperature=0.0
+      ) == [continuation]
+    # By the first trained rule, unless another is asked for.
+    assert sample(mode='router') == texts
+    assert len(sample(mode=RoutingMode(rule='threshold'))) == 2
+
+  def test_dense(self, make):
+    task, params, mutables = make(None)
+    (sample,) = task.sample(
+      params, mutables, ['ab'], num_tokens=5, temperature=0.0
+    )
+    assert sample
+    (end,) = LanguageTask(
+      config_lib.replace(
+        task.config, {'evaluation.sample_tokens': 5, 'evaluation.prompt': 'ab'}
+      )
+    ).finish(params, mutables)
+    assert end.startswith('ab')
+
+  def test_longer_than_the_cache(self, make):
+    task, params, mutables = make(None)
+    with pytest.raises(UserError, match='prompt of 10 tokens and 5 new'):
+      task.sample(
+        params,
+        mutables,
+        ['0123456789'],
+        num_tokens=5,
+        temperature=0.0,
+        max_length=14,
+      )
+
+  def test_without_a_causal_rule(self, make):
+    routing = MoDConfig(**EVERY, router_loss=0.0)
+    config = config_lib.replace(
+      make(None)[0].config, {'model.routing': routing}
+    )
+    task = LanguageTask(config)
+    params = nn.unbox(task.init(jax.random.key(0)))['params']
+    assert task.rules == ('top_k',)
+    with pytest.raises(UserError, match='no causal rule'):
+      task.sample(params, {}, ['a'], num_tokens=2)
+    # The end of a run leaves the sample out instead.
+    assert list(task.finish(params, {})) == []
+
+
+def test_pictures(make):
+  task, params, mutables = make(ALL)
+  figures = task.pictures(params, mutables)
+  assert set(figures) == {'routing', 'router_weights'}
+  for figure in figures.values():
+    assert isinstance(figure, matplotlib.figure.Figure)
+    figure.canvas.draw()
+    plt.close(figure)
+  dense, params, mutables = make(None)
+  assert dense.pictures(params, mutables) == {}
+
+
+class TestVocabulary:
+  def tokenizer(self, folder, size):
+    words = {f'w{i}': i for i in range(size)}
+    model = tokenizers.models.WordLevel(words, unk_token='w0')
+    tokenizers.Tokenizer(model).save(str(folder / 'tokenizer.json'))
+    return TextDataConfig(
+      tokenizer='huggingface', tokenizer_path=str(folder / 'tokenizer.json')
+    )
+
+  @pytest.mark.parametrize('size', [300, 299])
+  def test_smaller_than_the_tokenizer(self, tmp_path, size):
+    data = self.tokenizer(tmp_path, 300)
+    config = ExperimentConfig(model=LMConfig(vocab_size=size), data=data)
+    if size == 300:
+      assert LanguageTask(config).tokenizer.vocab_size == 300
+      return
+    with pytest.raises(UserError, match=r'vocab_size=299 .* 300: set it'):
+      LanguageTask(config)
+
+  def test_padded_is_fine(self):
+    LanguageTask(ExperimentConfig(model=LMConfig(vocab_size=512)))

@@ -1,0 +1,353 @@
+"""A run that was stopped, killed or damaged goes on as if nothing happened."""
+
+import json
+import os
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mod_jax import config as config_lib
+from mod_jax import parallel
+from mod_jax.data.text import TextDataConfig
+from mod_jax.errors import UserError
+from mod_jax.layers.mod import MoDConfig
+from mod_jax.models.lm import LMConfig
+from mod_jax.parallel import MeshConfig
+from mod_jax.train import evaluation
+from mod_jax.train import loop
+from mod_jax.train import metrics as metrics_lib
+from mod_jax.train import workdir as workdir_lib
+from mod_jax.train.experiment import ExperimentConfig
+from mod_jax.train.language import LanguageTask
+from mod_jax.train.optimizer import OptimizerConfig
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+# Every part of the state changes numbers here: Adam's moments, the moving
+# thresholds, the key by the step, the position in the data.
+LEARNED = MoDConfig(capacity=0.25, period=1, offset=0, threshold_decay=0.9)
+GAUSSIAN = MoDConfig(capacity=0.25, period=1, offset=0, score='gaussian')
+
+
+@pytest.fixture(autouse=True, scope='module')
+def _compilation_cache(tmp_path_factory):
+  """Every run compiles for itself, and most of these compile the same."""
+  settings = {
+    'jax_compilation_cache_dir': str(tmp_path_factory.mktemp('compiled')),
+    'jax_persistent_cache_min_compile_time_secs': 0.1,
+  }
+  before = {name: getattr(jax.config, name) for name in settings}
+  for name, value in settings.items():
+    jax.config.update(name, value)
+  compilation_cache.reset_cache()
+  yield
+  for name, value in before.items():
+    jax.config.update(name, value)
+  compilation_cache.reset_cache()
+
+
+@pytest.fixture(scope='module')
+def texts(tmp_path_factory):
+  folder = tmp_path_factory.mktemp('texts')
+  rng = np.random.default_rng(0)
+  for i in range(4):
+    (folder / f'{i}.txt').write_bytes(rng.bytes(2000))
+  return f'{folder}/*.txt'
+
+
+@pytest.fixture(autouse=True)
+def _no_report(monkeypatch):
+  monkeypatch.setattr(evaluation, 'report', lambda *args: None)
+  monkeypatch.setattr(LanguageTask, 'finish', lambda *args: ())
+
+
+@pytest.fixture
+def one_device(monkeypatch):
+  make_mesh = parallel.make_mesh
+  monkeypatch.setattr(
+    parallel, 'make_mesh', lambda config: make_mesh(config, jax.devices()[:1])
+  )
+
+
+def make_config(texts, routing=LEARNED, **changes):
+  config = ExperimentConfig(
+    model=LMConfig(
+      num_layers=1, width=16, num_heads=2, mlp_dim=16, routing=routing
+    ),
+    data=TextDataConfig(source='files', files=texts, length=16),
+    optimizer=OptimizerConfig(warmup_steps=2, learning_rate=0.01),
+  )
+  tiny = {
+    'train.num_steps': 10,
+    'train.batch_size': 8,
+    'evaluation.every': 4,
+    'evaluation.batches': 1,
+    'evaluation.final_batches': 1,
+    'evaluation.batch_size': 8,
+    'log.every': 4,
+    'log.tensorboard': False,
+    'checkpoint.every': 4,
+  }
+  return config_lib.replace(config, tiny | changes)
+
+
+def assert_same_state(a, b):
+  def raw(x):
+    is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    x = np.asarray(jax.random.key_data(x) if is_key else x)
+    return x.dtype, x.shape, x.tobytes()
+
+  assert jax.tree.structure(a) == jax.tree.structure(b)
+  leaves = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+  assert all(raw(x) == raw(y) for x, y in leaves)
+
+
+@pytest.mark.parametrize(
+  ('routing', 'changes', 'stops'),
+  [
+    # At a checkpoint and between; in the middle of the warm-up's first and
+    # second stage, and at the border of two.
+    (
+      LEARNED,
+      {
+        'train.accumulation': 2,
+        'train.capacity_warmup_steps': 6,
+        'train.capacity_warmup_stages': 2,
+      },
+      (1, 2, 2, 3),
+    ),
+    (GAUSSIAN, {}, (5,)),
+  ],
+  ids=['warmup', 'gaussian'],
+)
+def test_stopped_and_continued_is_bit_identical(
+  texts, tmp_path, one_device, routing, changes, stops
+):
+  config = make_config(texts, routing, **changes)
+  whole = loop.train(config, tmp_path / 'whole')
+  assert whole.finished
+  for max_steps in stops:
+    part = loop.train(config, tmp_path / 'parts', max_steps=max_steps)
+    assert not part.finished
+  rest = loop.train(config, tmp_path / 'parts')
+  assert rest.finished
+  assert_same_state(rest.state, whole.state)
+  assert rest.metrics == whole.metrics
+  lines = [
+    (tmp_path / name / 'metrics.jsonl').read_bytes()
+    for name in ('parts', 'whole')
+  ]
+  assert lines[0] == lines[1]
+  losses = [
+    line['loss']
+    for line in metrics_lib.read(tmp_path / 'parts')
+    if line['kind'] == 'train'
+  ]
+  assert len(set(losses)) == 10
+
+
+def test_another_mesh_may_continue(texts, tmp_path, capsys):
+  config = make_config(texts, **{'evaluation.every': 0})
+  loop.train(config, tmp_path / 'whole')
+  loop.train(config, tmp_path / 'run', max_steps=5)
+  other = config_lib.replace(
+    config, {'mesh': MeshConfig(data=2, fsdp=2, tensor=2)}
+  )
+  result = loop.train(other, tmp_path / 'run')
+  assert 'continues at step 5' in capsys.readouterr().err
+  kernel = result.state.params['block_0']['mlp']['up']['kernel']
+  assert kernel.addressable_shards[0].data.shape == (8, 8)
+  assert workdir_lib.read_config(tmp_path / 'run').mesh == other.mesh
+  whole, parts = (
+    [line['loss'] for line in metrics_lib.read(tmp_path / name)[:-1]]
+    for name in ('whole', 'run')
+  )
+  assert whole[:5] == parts[:5]
+  np.testing.assert_allclose(whole, parts, atol=1e-3)
+
+
+def snapshot(folder):
+  return {
+    str(p): (p.read_bytes(), p.stat().st_mtime_ns)
+    for p in folder.rglob('*')
+    if p.is_file()
+  }
+
+
+def test_a_workdir_of_another_run_is_refused(texts, tmp_path, one_device):
+  config = make_config(texts)
+  loop.train(config, tmp_path, max_steps=1)
+  before = snapshot(tmp_path)
+  changed = config_lib.replace(
+    config, {'model.width': 32, 'optimizer.learning_rate': 0.5, 'seed': 3}
+  )
+  with pytest.raises(UserError) as info:
+    loop.train(changed, tmp_path)
+  message = str(info.value)
+  assert 'different config' in message
+  for field in (
+    'model.width: 16 -> 32',
+    'optimizer.learning_rate: 0.01 -> 0.5',
+    'seed: 0 -> 3',
+  ):
+    assert field in message
+  assert snapshot(tmp_path) == before
+  # A bad field beside an allowed one changes nothing either.
+  for changes in (
+    {'evaluation.every': 3, 'seed': 1},
+    {'mesh.data': 5},
+    {'evaluation.every': 3, 'data.length': 17},
+  ):
+    with pytest.raises(UserError):
+      loop.train(config_lib.replace(config, changes), tmp_path)
+    assert snapshot(tmp_path) == before
+  # What changes no number may differ.
+  allowed = config_lib.replace(config, {'name': 'renamed', 'log.every': 1})
+  assert loop.train(allowed, tmp_path, max_steps=1).step == 2
+
+
+# The script itself, in processes of its own, which are killed for good.
+
+STEPS = 60
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+  return tmp_path_factory.mktemp('processes')
+
+
+def start(folder, texts, workdir):
+  changes = {
+    'model.width': 16,
+    'model.num_heads': 2,
+    'model.mlp_dim': 16,
+    'model.routing.predictor_width': 0,
+    'data.source': 'files',
+    'data.files': texts,
+    'data.length': 16,
+    'train.num_steps': STEPS,
+    'evaluation.every': 20,
+    'evaluation.final_batches': 1,
+    'evaluation.sample_tokens': 0,
+    'log.tensorboard': False,
+    'checkpoint.every': 3,
+  }
+  env = dict(os.environ) | {
+    'JAX_PLATFORMS': 'cpu',
+    'XLA_FLAGS': '',
+    # The programs are the same in all of these processes.
+    'JAX_COMPILATION_CACHE_DIR': str(folder / 'compiled'),
+    'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0.05',
+  }
+  return subprocess.Popen(
+    [
+      sys.executable,
+      str(ROOT / 'train.py'),
+      f'--config={ROOT}/configs/lm/mod.py:tiny',
+      f'--workdir={workdir}',
+      *(f'--config.{name}={value}' for name, value in changes.items()),
+    ],
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+    env=env,
+    cwd=folder,
+  )
+
+
+def finish(process):
+  """Waits for success; returns what was said on stderr."""
+  try:
+    _, err = process.communicate(timeout=300)
+  finally:
+    process.kill()
+  assert process.returncode == 0, err
+  assert 'Traceback' not in err
+  return err
+
+
+def wait_for(process, workdir, step):
+  """Waits until a step is in the metrics; returns False if it ended."""
+  while process.poll() is None:
+    lines = complete_lines(workdir)
+    if lines and json.loads(lines[-1])['step'] >= step:
+      return True
+    time.sleep(0.002)
+  return False
+
+
+def complete_lines(workdir):
+  path = workdir / 'metrics.jsonl'
+  lines = path.read_bytes().splitlines(True) if path.exists() else []
+  return [line for line in lines if line.endswith(b'\n')]
+
+
+def last_step(workdir):
+  return json.loads(complete_lines(workdir)[-1])['step']
+
+
+@pytest.fixture(scope='module')
+def whole(folder, texts):
+  """The metrics of a run that nothing happened to."""
+  finish(start(folder, texts, folder / 'whole'))
+  return (folder / 'whole' / 'metrics.jsonl').read_bytes()
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment(folder, texts, whole):
+  workdir = folder / 'killed'
+  draw = random.Random(0)
+  for attempt in range(3):
+    process = start(folder, texts, workdir)
+    try:
+      running = wait_for(process, workdir, 15 * attempt + 1)
+      time.sleep(draw.uniform(0, 0.15))
+    finally:
+      process.kill()
+      _, err = process.communicate()
+    assert running, err
+    assert process.returncode == -signal.SIGKILL
+    # What is there up to now is right, though it may end within a line.
+    assert whole.startswith(b''.join(complete_lines(workdir)))
+  assert last_step(workdir) < STEPS
+  assert 'continues at step' in finish(start(folder, texts, workdir))
+  assert (workdir / 'metrics.jsonl').read_bytes() == whole
+
+
+@pytest.mark.slow
+def test_sigterm_and_then_a_damaged_checkpoint(folder, texts, whole):
+  workdir = folder / 'stopped'
+  process = start(folder, texts, workdir)
+  running = wait_for(process, workdir, 5)
+  process.send_signal(signal.SIGTERM)
+  err = finish(process)
+  assert running, err
+  step = last_step(workdir)
+  assert step < STEPS
+  last = err.splitlines()[-1]
+  assert last.startswith(f'stopped at step {step} of {STEPS}, saved')
+  checkpoints = workdir_lib.checkpoints(workdir)
+  steps = sorted(int(p.name) for p in checkpoints.iterdir())
+  assert steps[-1] == step
+  assert len(steps) > 1
+  assert whole.startswith((workdir / 'metrics.jsonl').read_bytes())
+
+  largest = max(
+    (p for p in (checkpoints / str(step)).rglob('*') if p.is_file()),
+    key=lambda p: p.stat().st_size,
+  )
+  os.truncate(largest, largest.stat().st_size // 2)
+  err = finish(start(folder, texts, workdir))
+  (report,) = [line for line in err.splitlines() if 'unusable' in line]
+  assert f'checkpoint at step {step} in' in report
+  assert f'using the one at step {steps[-2]} instead' in report
+  assert f'continues at step {steps[-2]}:' in err
+  assert (workdir / 'metrics.jsonl').read_bytes() == whole
