@@ -235,6 +235,29 @@ class TestGreedy:
     chosen = [float(result.routed) for result in results]
     assert len(set(chosen)) == 3
 
+  def test_the_rules_are_what_they_say(self):
+    # Generation and reference could agree on a wrong one.
+    tokens_BL = np.random.default_rng(1).integers(0, VOCAB, (8, TOTAL))
+
+    def told(rule):
+      forward = compiled_forward(BASE, RoutingMode(rule=rule))
+      rows = [
+        forward(make_variables(BASE), tokens_L[None]).routing
+        for tokens_L in tokens_BL
+      ]
+      return jax.tree.map(lambda *x: np.concatenate(x), *rows)
+
+    for routed, threshold in zip(told('threshold'), (-0.4, 0.3), strict=True):
+      want_BL = routed.score_BL >= threshold
+      np.testing.assert_array_equal(routed.chosen_BL, want_BL)
+      assert (want_BL != (routed.score_BL >= 0)).any()
+    for routed in told('router'):
+      np.testing.assert_array_equal(routed.chosen_BL, routed.score_BL > 0)
+    for routed in told('predictor'):
+      want_BL = routed.predictor_BL > 0
+      np.testing.assert_array_equal(routed.chosen_BL, want_BL)
+      assert (want_BL != (routed.score_BL > 0)).any()
+
   def test_scanned_layers_generate_as_unrolled_ones(self):
     mode = RoutingMode(rule='router')
     scanned = make_variables(SCANNED)
@@ -433,15 +456,20 @@ class TestSampling:
   mode = RoutingMode(rule='router')
   settings = {
     'temperature': 1.7,
-    'top_k': 5,
-    'top_p': 0.9,
-    'max_new_tokens': 2,
+    'top_k': 8,
+    'top_p': 0.7,
+    'max_new_tokens': 3,
   }
+  number = 1024  # Of rows, all with one prompt.
 
-  def _run(self, key):
+  def _run(self, key, variables=None):
     prompt_P = make_prompts()[0][0]
-    many = np.repeat(prompt_P[None], 256, 0), np.ones((256, PROMPT), bool)
-    return run(DENSE, self.mode, many, key=jax.random.key(key), **self.settings)
+    prompts = np.repeat(prompt_P[None], self.number, axis=0)
+    return run(
+      *(DENSE, self.mode, (prompts, None), variables),
+      key=jax.random.key(key),
+      **self.settings,
+    )
 
   def _logits(self, tokens):
     tokens_L = np.zeros(TOTAL, int)
@@ -451,8 +479,9 @@ class TestSampling:
     )
     return output.logits_BLV[0, len(tokens) - 1]
 
-  def _filtered(self, logits_V):
-    settings = {k: self.settings[k] for k in ('temperature', 'top_k', 'top_p')}
+  def _filtered(self, logits_V, **changes):
+    settings = {**self.settings, **changes}
+    del settings['max_new_tokens']
     return np.asarray(
       jax.nn.softmax(filter_logits(logits_V[None], **settings)[0])
     )
@@ -462,11 +491,18 @@ class TestSampling:
     got = self._run(0)
     logits_V = self._logits(prompt_P)
     want_V = self._filtered(logits_V)
-    frequency_V = np.bincount(got.tokens_BN[:, 0], minlength=VOCAB) / 256
-    assert 2 < (want_V > 0).sum() <= 5
-    assert (frequency_V[want_V == 0] == 0).all()
-    margin_V = 4 * np.sqrt(want_V * (1 - want_V) / 256)
-    assert (np.abs(frequency_V - want_V) <= margin_V).all()
+    frequency_V = np.bincount(got.tokens_BN[:, 0], minlength=VOCAB)
+    frequency_V = frequency_V / self.number
+
+    def fits(want_V):
+      margin_V = 4 * np.sqrt(want_V * (1 - want_V) / self.number)
+      return (np.abs(frequency_V - want_V) <= margin_V).all()
+
+    assert fits(want_V)
+    assert (want_V > 0).sum() > 2
+    # Each of the settings shows.
+    for change in ({'temperature': 1.0}, {'top_k': 0}, {'top_p': 1.0}):
+      assert not fits(self._filtered(logits_V, **change))
     # The next token is drawn from what follows the row's own first.
     seconds = set()
     for token in set(np.asarray(got.tokens_BN[:, 0])):
@@ -489,10 +525,22 @@ class TestSampling:
   def test_the_key_decides(self):
     first, again, other = self._run(1), self._run(1), self._run(2)
     np.testing.assert_array_equal(first.tokens_BN, again.tokens_BN)
-    for step in range(2):
-      assert (first.tokens_BN[:, step] != other.tokens_BN[:, step]).any()
-    # Rows draw for themselves, and steps too.
-    assert len({tuple(row) for row in np.asarray(first.tokens_BN)}) > 4
+    assert (first.tokens_BN != other.tokens_BN).any()
+
+  def test_every_draw_is_its_own(self):
+    # A head of zeros makes all logits equal: only the noise decides.
+    variables = make_variables(DENSE)
+    head = {'kernel': jnp.zeros_like(variables['params']['head']['kernel'])}
+    variables = {'params': {**variables['params'], 'head': head}}
+    draws = [self._run(key, variables).tokens_BN for key in (1, 2)]
+    # Across keys and steps, equal as often as chance has it.
+    columns = np.concatenate(draws, axis=1).T
+    choices = len(set(columns.ravel()))
+    assert choices > 3
+    for i in range(len(columns)):
+      for other in columns[:i]:
+        assert (columns[i] == other).mean() < 2 / choices
+    assert len({tuple(row) for row in np.asarray(draws[0])}) > 100
 
   def test_gaussian_routing_draws_at_the_capacity(self):
     prompts = np.ones((32, PROMPT), int), np.ones((32, PROMPT), bool)

@@ -1,0 +1,483 @@
+"""train.py and eval.py: what they print, and how they take bad input."""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import importlib.util
+import io
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import unittest.mock
+
+from absl import flags
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mod_jax import cli
+from mod_jax import parallel
+from mod_jax import routing
+from mod_jax.errors import UserError
+from mod_jax.train import metrics as metrics_lib
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+CONFIG = f'--config={ROOT}/configs/lm/mod.py:tiny'
+# On top of `tiny`: what a test can afford.
+SMALL = {
+  'model.num_layers': 1,
+  'model.width': 16,
+  'model.num_heads': 2,
+  'model.mlp_dim': 16,
+  'model.routing.period': 1,
+  'model.routing.offset': 0,
+  'model.routing.predictor_width': 0,
+  'model.routing.threshold_decay': 0.0,
+  'data.length': 16,
+  'train.num_steps': 4,
+  'evaluation.every': 0,
+  'evaluation.batches': 1,
+  'evaluation.final_batches': 1,
+  'evaluation.sample_tokens': 4,
+  'log.tensorboard': False,
+  'checkpoint.every': 2,
+}
+
+
+@pytest.fixture(autouse=True, scope='module')
+def _compilation_cache(tmp_path_factory):
+  """Every run compiles for itself, and most of these compile the same."""
+  settings = {
+    'jax_compilation_cache_dir': str(tmp_path_factory.mktemp('compiled')),
+    'jax_persistent_cache_min_compile_time_secs': 0.1,
+  }
+  before = {name: getattr(jax.config, name) for name in settings}
+  for name, value in settings.items():
+    jax.config.update(name, value)
+  compilation_cache.reset_cache()
+  yield
+  for name, value in before.items():
+    jax.config.update(name, value)
+  compilation_cache.reset_cache()
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+  status: int
+  out: str
+  err: str
+
+
+@contextlib.contextmanager
+def own_flags(module):
+  """Takes a script's flags away again, those for config fields included."""
+  try:
+    yield
+  finally:
+    holders = vars(module).values()
+    own = {x.name for x in holders if isinstance(x, flags.FlagHolder)}
+    for name in list(flags.FLAGS):
+      if name in own or name.startswith('config.'):
+        delattr(flags.FLAGS, name)
+    flags.FLAGS.unparse_flags()
+
+
+def run(script, *args):
+  """Runs a script as a command line would, in this process."""
+  out, err = io.StringIO(), io.StringIO()
+  argv = [script, *map(str, args)]
+  spec = importlib.util.spec_from_file_location('a_script', ROOT / script)
+  module = importlib.util.module_from_spec(spec)
+  with (
+    own_flags(module),
+    # Where config flags look for what is to be overridden.
+    unittest.mock.patch.object(sys, 'argv', argv),
+    contextlib.redirect_stdout(out),
+    contextlib.redirect_stderr(err),
+  ):
+    spec.loader.exec_module(module)
+    with pytest.raises(SystemExit) as info:
+      cli.run(module.main)
+  return Ended(info.value.code or 0, out.getvalue(), err.getvalue())
+
+
+def start(script, *args):
+  """Runs a script in a process of its own, with one device."""
+  env = dict(os.environ) | {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': ''}
+  done = subprocess.run(
+    [sys.executable, str(ROOT / script), *map(str, args)],
+    capture_output=True,
+    text=True,
+    env=env,
+    timeout=300,
+  )
+  return Ended(done.returncode, done.stdout, done.stderr)
+
+
+def overrides(changes):
+  return [f'--config.{name}={value}' for name, value in changes.items()]
+
+
+def assert_refused(ended, pattern):
+  assert ended.status not in (0, None)
+  assert 'Traceback' not in ended.err
+  lines = ended.err.splitlines()
+  (line,) = [line for line in lines if line.startswith('error: ')]
+  assert line == lines[-1]
+  assert re.search(pattern, line), line
+
+
+def snapshot(folder):
+  return {
+    str(p): (p.read_bytes(), p.stat().st_mtime_ns)
+    for p in folder.rglob('*')
+    if p.is_file()
+  }
+
+
+@pytest.fixture(scope='module')
+def trained(tmp_path_factory):
+  """The directory of a run, trained by the script; copy it to change it."""
+  workdir = tmp_path_factory.mktemp('runs') / 'run'
+  make_mesh = parallel.make_mesh
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(
+      parallel, 'make_mesh', lambda config: make_mesh(config, jax.devices()[:1])
+    )
+    ended = run('train.py', CONFIG, f'--workdir={workdir}', *overrides(SMALL))
+  assert ended.status == 0, ended.err
+  return workdir, ended
+
+
+class TestTrain:
+  def test_says_what_it_did(self, trained):
+    workdir, ended = trained
+    assert re.search(r'^mod_tiny starts: [\d,]+ parameters', ended.err)
+    assert 'step 4/4' in ended.err
+    assert 'error' not in ended.err
+    assert 'held-out, at step 4' in ended.out
+    assert re.search(r'^router +\d+\.\d+', ended.out, re.MULTILINE)
+    assert 'sample, also in' in ended.out
+    for name in ('routing', 'router_weights', 'curves'):
+      assert f'picture: {workdir}/pictures/{name}.png' in ended.out
+      assert (workdir / 'pictures' / f'{name}.png').exists()
+    assert len(metrics_lib.read(workdir)) == 5
+
+  def test_flops(self):
+    ended = run('train.py', CONFIG, '--flops')
+    assert ended.status == 0
+    assert ended.err == ''
+    for line in (
+      r'^FLOPs of a forward pass over one sequence of 32 tokens',
+      r'^block_0 ',
+      r'^block_1 \(routed\) ',
+      r'^head ',
+      r'^total ',
+      r'^ratio to dense +0\.\d+',
+      r'MACs',
+      r'^6ND ',
+    ):
+      assert re.search(line, ended.out, re.MULTILINE), line
+
+  @pytest.mark.parametrize(
+    ('args', 'pattern'),
+    [
+      # Unknown fields and wrong values, with the nearest match.
+      (['--config.model.num_layer=2'], "num_layer.*Did you mean 'num_layers'"),
+      (['--config.modle.width=2'], "modle.*Did you mean 'model'"),
+      (['--config.model.mlp=swigloo'], "mlp='swigloo'.*Did you mean 'swiglu'"),
+      (['--config.model.num_layers=two'], 'num_layers.*an integer'),
+      (['--config.train.num_steps=0'], 'num_steps=0.*above 0'),
+      (['--wrokdir=x'], 'wrokdir'),
+      (['stray'], "unexpected argument 'stray'"),
+      # The model.
+      (['--config.model.routing.capacity=1.5'], r'capacity=1\.5.*\(0, 1\]'),
+      (['--config.model.routing.capacity=0'], r'capacity=0.*\(0, 1\]'),
+      (['--config.model.routing.capacity=(0.5,0.5)'], 'lists 2 .* for 1 rout'),
+      (['--config.model.num_heads=5'], 'width=32 .* num_heads=5'),
+      (['--config.model.num_kv_heads=3'], 'num_kv_heads=3 does not divide'),
+      (['--config.model.vocab_size=100'], "vocab_size=100 .*tokenizer's 256"),
+      (['--config.model.routing.offset=2'], 'offset=2.*period=2'),
+      # Devices.
+      (['--config.mesh.data=3'], "'data': 3.*does not fit 8 device"),
+      (['--config.mesh.fsdp=3'], "'fsdp': 3.*does not fit 8 device"),
+      (['--config.train.batch_size=12'], '=12 does not divide by the 8 dev'),
+      (['--config.train.accumulation=3'], 'batch_size=8 .*accumulation=3'),
+      (['--config.evaluation.batch_size=3'], 'evaluation.batch_size=3'),
+      (
+        ['--config.mesh.data=2', '--config.mesh.tensor=4'],
+        "Axis 'heads'.* size 2, which 4 devices",
+      ),
+      # The run.
+      (['--config.optimizer.warmup_steps=20'], 'warmup_steps=20 .*20 steps'),
+      (['--config.train.capacity_warmup_steps=20'], 'capacity_warmup_steps=20'),
+      (['--config.log.wandb=true'], 'pip install wandb'),
+      # Data.
+      (
+        ['--config.data.source=files', '--config.data.files=/no/*.txt'],
+        "'/no/\\*.txt' matches no file",
+      ),
+      (['--config.data.source=files'], "source='files' needs files"),
+      (
+        ['--config.data.source=files', '--config.data.files=EMPTY'],
+        'matches only empty files',
+      ),
+      (
+        ['--config.data.source=files', '--config.data.files=ONE'],
+        'no file is held out',
+      ),
+      (['--config.data.length=100000000'], 'tokens, too few for one row'),
+      (
+        ['--config.data.tokenizer=huggingface'],
+        "tokenizer='huggingface' needs tokenizer_path",
+      ),
+      (
+        [
+          '--config.data.tokenizer=huggingface',
+          '--config.data.tokenizer_path=/no/tokenizer.json',
+        ],
+        '/no/tokenizer.json',
+      ),
+    ],
+    ids=lambda x: (
+      x[-1].removeprefix('--config.') if isinstance(x, list) else ''
+    ),
+  )
+  def test_bad_input(self, args, pattern, tmp_path):
+    if importlib.util.find_spec('wandb') and '--config.log.wandb=true' in args:
+      pytest.skip('wandb is installed')
+    (tmp_path / 'empty.txt').write_text('')
+    (tmp_path / 'one.txt').write_text('some text, ' * 100)
+    args = [
+      arg.replace('EMPTY', f'{tmp_path}/empty.txt').replace(
+        'ONE', f'{tmp_path}/one.txt'
+      )
+      for arg in args
+    ]
+    before = snapshot(tmp_path)
+    ended = run('train.py', CONFIG, f'--workdir={tmp_path}/run', *args)
+    assert_refused(ended, pattern)
+    assert ended.out == ''
+    assert snapshot(tmp_path) == before
+    assert not (tmp_path / 'run').exists()
+
+  @pytest.mark.parametrize(
+    ('args', 'pattern'),
+    [
+      ([], '--config is missing'),
+      ([CONFIG], '--workdir is missing'),
+      ([CONFIG.replace('mod.py', 'mdo.py')], 'Did you mean .*mod.py'),
+      ([CONFIG.replace('tiny', 'tinny')], "'tinny'.*Did you mean 'tiny'"),
+    ],
+  )
+  def test_missing_flags(self, args, pattern):
+    assert_refused(run('train.py', *args), pattern)
+
+  def test_a_workdir_with_another_config(self, trained):
+    workdir, _ = trained
+    before = snapshot(workdir)
+    for changes, pattern in (
+      ({'model.width': 32}, 'model.width: 16 -> 32'),
+      ({'seed': 1, 'name': 'x'}, 'seed: 0 -> 1'),
+      # All of them may differ, but the last cannot be.
+      ({'name': 'x', 'mesh.data': 5}, 'does not fit'),
+    ):
+      ended = run(
+        'train.py',
+        CONFIG,
+        f'--workdir={workdir}',
+        *overrides(SMALL | changes),
+      )
+      assert_refused(ended, pattern)
+      assert snapshot(workdir) == before
+
+  def test_divergence_is_one_line(self, tmp_path):
+    changes = SMALL | {
+      'optimizer.learning_rate': 1e38,
+      'log.every': 1,
+      'checkpoint.every': 1,
+      'train.num_steps': 20,
+    }
+    ended = run(
+      'train.py', CONFIG, f'--workdir={tmp_path}', *overrides(changes)
+    )
+    assert_refused(
+      ended,
+      r'(loss|grad_norm) is (nan|inf) at step \d+; .*checkpoint.*Try a lower',
+    )
+    bad = int(re.search(r'at step (\d+);', ended.err)[1])
+    steps = [p.name for p in (tmp_path / 'checkpoints').iterdir()]
+    assert all(int(step) < bad for step in steps if step.isdigit())
+
+
+class TestEval:
+  def test_evaluates_and_samples(self, trained, tmp_path):
+    workdir = tmp_path / 'run'
+    shutil.copytree(trained[0], workdir)
+    kept = snapshot(workdir / 'checkpoints')
+    ended = run(
+      'eval.py',
+      f'--workdir={workdir}',
+      '--batches=2',
+      '--sample=def ',
+      '--sample=a longer prompt',
+      '--sample_tokens=3',
+      '--rule=router',
+      '--overflow=drop',
+    )
+    assert ended.status == 0, ended.err
+    assert 'held-out, at step 4' in ended.out
+    assert '\nsample:\ndef ' in ended.out
+    assert '\nsample:\na longer prompt' in ended.out
+    told = json.loads((workdir / 'eval.json').read_text())
+    assert told['step'] == 4
+    assert {'top_k/loss', 'router/loss'} < told.keys()
+    assert snapshot(workdir / 'checkpoints') == kept
+    # The same seed writes the same; no evaluation was asked for.
+    again = [
+      run(
+        'eval.py',
+        f'--workdir={workdir}',
+        '--noevaluate',
+        '--sample=def ',
+        '--sample_tokens=3',
+        '--step=2',
+      ).out
+      for _ in range(2)
+    ]
+    assert again[0] == again[1]
+    assert 'held-out' not in again[0]
+
+  @pytest.mark.parametrize(
+    ('args', 'pattern'),
+    [
+      (['--step=3'], r'no checkpoint at step 3 .*\[2, 4\]'),
+      (['--step=new'], '--step=new: expected an integer'),
+      (['--batches=-1'], 'num_batches=-1'),
+      (
+        ['--sample=0123456789', '--sample_tokens=5', '--max_length=14'],
+        'prompt of 10 tokens and 5 new ones do not fit a cache of 14',
+      ),
+      (['--sample=a', '--sample_tokens=0'], 'max_new_tokens=0'),
+      (['--sample='], 'empty'),
+      (['--sample=a', '--temperature=-1'], 'temperature=-1'),
+      (['--sample=a', '--top_p=0'], 'top_p=0'),
+      (['--sample=a', '--rule=bogus'], '--rule=bogus: .*trained for router'),
+      (['--sample=a', '--overflow=spill'], 'overflow'),
+      (['stray'], "unexpected argument 'stray'"),
+    ],
+    ids=lambda x: x[-1] if isinstance(x, list) else '',
+  )
+  def test_bad_input(self, trained, args, pattern):
+    workdir, _ = trained
+    before = snapshot(workdir)
+    # A wrong number of batches is only looked at by an evaluation.
+    evaluate = [] if '--batches=-1' in args else ['--noevaluate']
+    ended = run('eval.py', f'--workdir={workdir}', *evaluate, *args)
+    assert_refused(ended, pattern)
+    assert snapshot(workdir) == before
+
+  def test_no_run_and_no_checkpoint(self, trained, tmp_path):
+    assert_refused(run('eval.py'), '--workdir is missing')
+    for workdir in (tmp_path, tmp_path / 'nowhere', trained[0] / 'eval.json'):
+      ended = run('eval.py', f'--workdir={workdir}')
+      assert_refused(ended, 'holds no run')
+    assert not (tmp_path / 'nowhere').exists()
+    shutil.copy(trained[0] / 'config.json', tmp_path)
+    ended = run('eval.py', f'--workdir={tmp_path}')
+    assert_refused(ended, 'holds no checkpoint yet')
+    assert [p.name for p in tmp_path.iterdir()] == ['config.json']
+
+  def edited(self, trained, tmp_path, edit):
+    """Copies a run and changes its config.json."""
+    workdir = tmp_path / 'run'
+    shutil.copytree(trained[0], workdir)
+    held = json.loads((workdir / 'config.json').read_text())
+    edit(held)
+    (workdir / 'config.json').write_text(json.dumps(held))
+    return workdir
+
+  @pytest.mark.parametrize('size', [512, 100])
+  def test_a_vocabulary_that_does_not_match(self, trained, tmp_path, size):
+    def edit(held):
+      held['model']['vocab_size'] = size
+
+    workdir = self.edited(trained, tmp_path, edit)
+    before = snapshot(workdir)
+    pattern = (
+      r'embedding has shape \(256, 16\) .* but \(512, 16\)'
+      if size == 512
+      else "vocab_size=100 is smaller than the tokenizer's 256"
+    )
+    for args in (['eval.py'], ['eval.py', '--noevaluate', '--sample=a']):
+      assert_refused(run(*args, f'--workdir={workdir}'), pattern)
+    assert snapshot(workdir) == before
+
+  def test_a_config_from_elsewhere(self, trained, tmp_path):
+    def edit(held):
+      held['model']['heads'] = held['model'].pop('num_heads')
+
+    workdir = self.edited(trained, tmp_path, edit)
+    ended = run('eval.py', f'--workdir={workdir}')
+    assert_refused(ended, "model.heads: LMConfig has no field 'heads'")
+    (workdir / 'config.json').write_text('{"model": ')
+    ended = run('eval.py', f'--workdir={workdir}')
+    assert_refused(ended, 'not JSON')
+
+  def test_text_that_is_gone(self, trained, tmp_path):
+    def edit(held):
+      held['data']['source'] = 'files'
+      held['data']['files'] = f'{tmp_path}/gone/*.txt'
+
+    workdir = self.edited(trained, tmp_path, edit)
+    ended = run('eval.py', f'--workdir={workdir}')
+    assert_refused(ended, 'matches no file')
+
+  def test_damaged_checkpoints(self, trained, tmp_path):
+    workdir = tmp_path / 'run'
+    shutil.copytree(trained[0], workdir)
+    for step in ('4', '2'):
+      for path in (workdir / 'checkpoints' / step / 'state').rglob('*'):
+        if path.is_file():
+          os.truncate(path, path.stat().st_size // 2)
+      ended = run('eval.py', f'--workdir={workdir}', '--noevaluate')
+      if step == '4':
+        assert ended.status == 0
+    assert_refused(ended, r'no checkpoint .* usable \(step 4: .*; step 2: ')
+
+
+@pytest.mark.parametrize('k', [0, 9])
+def test_k_beyond_the_sequence(k):
+  # No config leads here, since a capacity is at most 1; the library can be
+  # asked for it.
+  with pytest.raises(UserError, match=rf'k={k} .* 1 <= k <= 8'):
+    routing.select_tokens(jnp.zeros((2, 8)), k)
+  with pytest.raises(UserError, match=rf'k={k} .* 1 <= k <= 8'):
+    jax.jit(lambda x: routing.select_tokens(x, k))(np.zeros((2, 8)))
+
+
+@pytest.mark.slow
+def test_in_processes_of_their_own(trained, tmp_path):
+  workdir, _ = trained
+  before = snapshot(workdir)
+  new = f'--workdir={tmp_path}/new'
+  cases = [
+    (('train.py', CONFIG, new, '--config.model.widht=8'), "'width'"),
+    (('train.py', CONFIG, new, '--config.mesh.data=2'), 'not fit 1 device'),
+    (('train.py', CONFIG, f'--workdir={workdir}'), 'different config'),
+    (('eval.py', new), 'holds no run'),
+  ]
+  with concurrent.futures.ThreadPoolExecutor(max_workers=2) as pool:
+    ends = list(pool.map(lambda case: start(*case[0]), cases))
+  for ended, (_, pattern) in zip(ends, cases, strict=True):
+    assert_refused(ended, pattern)
+    assert ended.err.count('\n') == 1
+    assert ended.out == ''
+  assert list(tmp_path.iterdir()) == []
+  assert snapshot(workdir) == before
