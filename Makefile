@@ -7,6 +7,10 @@ WORKDIR ?= runs/mod
 # Two workers; a file's tests stay together, since they share compiled programs.
 PYTEST_ARGS ?= -n 2 --dist=loadfile
 
+# The environment below is for CPUs (README: on a GPU or TPU, install the extra
+# and call train.py). Unsaid, JAX would look for a TPU, at length.
+export JAX_PLATFORMS ?= cpu
+
 .PHONY: train test lint format clean
 
 train: $(STAMP)

@@ -32,8 +32,8 @@ def experiment(routing: MoDConfig | None, name: str) -> ExperimentConfig:
     model=LMConfig(num_layers=4, width=192, num_heads=6, routing=routing),
     data=TextDataConfig(length=256),
     optimizer=OptimizerConfig(learning_rate=4e-3, warmup_steps=100),
-    train=TrainConfig(num_steps=1000, batch_size=16),
-    evaluation=EvaluationConfig(every=250, batch_size=16),
+    train=TrainConfig(num_steps=700, batch_size=16),
+    evaluation=EvaluationConfig(every=175, batch_size=16),
   )
 
 

@@ -112,7 +112,8 @@ class RoutingMode:
       `MoDConfig.causal_rules`.
     overflow: under a causal rule, `exact` has a slot for every token; `drop`
       has `slack · capacity` of the length, first come by position, and passes
-      by the tokens that find none.
+      by the tokens that find none. The length is that of the array, padding
+      included, or the cache's.
     slack: slots over the expected number, for `drop`.
     chunk: when decoding, how many of the routed rows are processed at a time;
       0 processes all rows and masks: the reference.
