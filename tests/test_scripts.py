@@ -16,7 +16,6 @@ import unittest.mock
 
 from absl import flags
 import jax
-from jax.experimental.compilation_cache import compilation_cache
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -26,6 +25,8 @@ from mod_jax import parallel
 from mod_jax import routing
 from mod_jax.errors import UserError
 from mod_jax.train import metrics as metrics_lib
+
+pytestmark = pytest.mark.usefixtures('compilation_cache')
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CONFIG = f'--config={ROOT}/configs/lm/mod.py:tiny'
@@ -48,23 +49,6 @@ SMALL = {
   'log.tensorboard': False,
   'checkpoint.every': 2,
 }
-
-
-@pytest.fixture(autouse=True, scope='module')
-def _compilation_cache(tmp_path_factory):
-  """Every run compiles for itself, and most of these compile the same."""
-  settings = {
-    'jax_compilation_cache_dir': str(tmp_path_factory.mktemp('compiled')),
-    'jax_persistent_cache_min_compile_time_secs': 0.1,
-  }
-  before = {name: getattr(jax.config, name) for name in settings}
-  for name, value in settings.items():
-    jax.config.update(name, value)
-  compilation_cache.reset_cache()
-  yield
-  for name, value in before.items():
-    jax.config.update(name, value)
-  compilation_cache.reset_cache()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,6 @@ import signal
 
 from flax import linen as nn
 import jax
-from jax.experimental.compilation_cache import compilation_cache
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -29,6 +28,8 @@ from mod_jax.train.language import LanguageTask
 from mod_jax.train.loop import TrainingDiverged
 from mod_jax.train.optimizer import OptimizerConfig
 
+pytestmark = pytest.mark.usefixtures('compilation_cache')
+
 
 @pytest.fixture(scope='module')
 def texts(tmp_path_factory):
@@ -37,23 +38,6 @@ def texts(tmp_path_factory):
   for i in range(4):
     (folder / f'{i}.txt').write_bytes(rng.bytes(2000))
   return f'{folder}/*.txt'
-
-
-@pytest.fixture(autouse=True, scope='module')
-def _compilation_cache(tmp_path_factory):
-  """Every run compiles for itself, and most of these compile the same."""
-  settings = {
-    'jax_compilation_cache_dir': str(tmp_path_factory.mktemp('compiled')),
-    'jax_persistent_cache_min_compile_time_secs': 0.1,
-  }
-  before = {name: getattr(jax.config, name) for name in settings}
-  for name, value in settings.items():
-    jax.config.update(name, value)
-  compilation_cache.reset_cache()
-  yield
-  for name, value in before.items():
-    jax.config.update(name, value)
-  compilation_cache.reset_cache()
 
 
 @pytest.fixture(autouse=True)

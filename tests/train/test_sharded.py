@@ -5,7 +5,6 @@ import functools
 import chex
 import flax.traverse_util
 import jax
-from jax.experimental.compilation_cache import compilation_cache
 import numpy as np
 import pytest
 
@@ -25,6 +24,8 @@ from mod_jax.train.language import LanguageTask
 from mod_jax.train.optimizer import OptimizerConfig
 from mod_jax.train.step import train_step
 
+pytestmark = pytest.mark.usefixtures('compilation_cache')
+
 STEPS = 4
 V, D, H, C, F = 256, 16, 4, 4, 32
 # A large epsilon: the update then follows the gradient, and not, as Adam's
@@ -38,23 +39,6 @@ MESHES = {
   'tensor 4': MeshConfig(data=2, tensor=4),
   'mixed': MeshConfig(data=2, fsdp=2, tensor=2),
 }
-
-
-@pytest.fixture(autouse=True, scope='module')
-def _compilation_cache(tmp_path_factory):
-  """Every run compiles for itself, and most of these compile the same."""
-  settings = {
-    'jax_compilation_cache_dir': str(tmp_path_factory.mktemp('compiled')),
-    'jax_persistent_cache_min_compile_time_secs': 0.1,
-  }
-  before = {name: getattr(jax.config, name) for name in settings}
-  for name, value in settings.items():
-    jax.config.update(name, value)
-  compilation_cache.reset_cache()
-  yield
-  for name, value in before.items():
-    jax.config.update(name, value)
-  compilation_cache.reset_cache()
 
 
 def test_there_are_eight_devices():
