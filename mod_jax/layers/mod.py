@@ -108,8 +108,9 @@ class RoutingMode:
   """How a routed block chooses at this call: a static argument.
 
   Attributes:
-    rule: `top_k`, which sees the whole sequence, or one of
-      `MoDConfig.causal_rules`.
+    rule: `top_k`, which sees the whole sequence; one of
+      `MoDConfig.causal_rules`; or `never`, which passes all tokens by: what the
+      routed blocks are worth.
     overflow: under a causal rule, `exact` has a slot for every token; `drop`
       has `slack · capacity` of the length, first come by position, and passes
       by the tokens that find none. The length is that of the array, padding
@@ -119,7 +120,9 @@ class RoutingMode:
       0 processes all rows and masks: the reference.
   """
 
-  rule: Literal['top_k', 'router', 'predictor', 'threshold', 'fixed'] = 'top_k'
+  rule: Literal[
+    'top_k', 'router', 'predictor', 'threshold', 'fixed', 'never'
+  ] = 'top_k'
   overflow: Literal['exact', 'drop'] = 'exact'
   slack: float = 1.25
   chunk: int = 8
@@ -136,6 +139,8 @@ class RoutingMode:
     """Returns how many tokens of a sequence a routed block has room for."""
     if self.rule == 'top_k':
       return routing.num_chosen(capacity, length)
+    if self.rule == 'never':
+      return 1
     if self.overflow == 'exact':
       return length
     return min(length, math.ceil(round(self.slack * capacity * length, 9)))
@@ -327,6 +332,8 @@ class MoDBlock(nn.Module):
         wanted_BL = told.predictor_BL > 0
       case 'threshold':
         wanted_BL = told.score_BL >= threshold
+      case 'never':
+        wanted_BL = jnp.zeros(told.score_BL.shape, bool)
       case 'fixed' if self.config.score == 'gaussian':
         wanted_BL = told.score_BL > routing.gaussian_threshold(self.capacity)
       case 'fixed':

@@ -435,7 +435,7 @@ def _check_mode(config, mode, tokens_BL, segment_BL, cache):
       )
     return
   rules = config.routing.causal_rules
-  if mode.rule not in rules:
+  if mode.rule not in (*rules, 'never'):
     raise errors.UserError(
       f'rule={mode.rule!r}: this model was trained for {rules or "no"} causal'
       ' rule(s); see MoDConfig.causal_rules.'

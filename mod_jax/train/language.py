@@ -121,11 +121,16 @@ class LanguageTask(task_lib.Task):
       return ('top_k',)
     return ('top_k', *self.config.model.routing.causal_rules)
 
+  @property
+  def _baseline(self) -> tuple[str, ...]:
+    return ('never',) if self.config.model.num_routed else ()
+
   def evaluate(self, params, mutables, mesh, *, batches=None):
     """Returns `<rule>/<metric>` on held-out rows, top-k and each causal rule.
 
     Metrics are `loss` (nats per token), `perplexity`, `bits_per_byte`, and for
-    a routed model those of `losses.choice_agreement`.
+    a routed model those of `losses.choice_agreement`. Its trivial baseline
+    stands beside: the losses of `never`, which passes all tokens by.
     """
     settings = self.config.evaluation
     parallel.check_batch(settings.batch_size, mesh, 'evaluation.batch_size')
@@ -142,7 +147,7 @@ class LanguageTask(task_lib.Task):
     key = jax.random.key(self.config.seed)
     for i, batch in enumerate(held_out):
       batch = parallel.put_batch(batch, mesh)
-      for rule in self.rules:
+      for rule in (*self.rules, *self._baseline):
         pairs = self._eval_step(
           params, mutables, batch, jax.random.fold_in(key, i), rule
         )
@@ -167,7 +172,7 @@ class LanguageTask(task_lib.Task):
       )
       num_bytes = jnp.sum(token_bytes_V[batch['targets']] * batch['weights'])
       pairs = {'loss': (total, weight), 'bits_per_byte': (total, num_bytes)}
-      for routed in output.routing:
+      for routed in output.routing if rule != 'never' else ():
         agreement = losses.choice_agreement(
           routed.chosen_BL, routed.top_k_BL, valid_BL
         )
@@ -196,12 +201,17 @@ class LanguageTask(task_lib.Task):
     if self.config.model.num_routed:
       columns += ('routed', 'accuracy', 'precision', 'recall', 'count_error')
     lines = ['rule'.ljust(12) + ''.join(c.rjust(14) for c in columns)]
-    for rule in self.rules:
-      cells = [metrics.get(f'{rule}/{c}', float('nan')) for c in columns]
-      lines.append(rule.ljust(12) + ''.join(f'{x:14.4f}' for x in cells))
+    for rule in (*self.rules, *self._baseline):
+      cells = [metrics.get(f'{rule}/{c}') for c in columns]
+      # A rule that decided for no token has no precision.
+      shown = ('-' if x is None else f'{x:.4f}' for x in cells)
+      lines.append(rule.ljust(12) + ''.join(x.rjust(14) for x in shown))
     if self.config.model.num_routed:
       never = metrics['top_k/never_route']
-      lines.append(f'never routing would have an accuracy of {never:.4f}')
+      lines.append(
+        'never: routed blocks left out, the trivial baseline, whose accuracy is'
+        f' {never:.4f}'
+      )
     return '\n'.join(lines)
 
   # What people look at.

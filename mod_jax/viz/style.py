@@ -37,6 +37,7 @@ RULES = {
   'predictor': RuleStyle(label='predictor', color='#009E73', marker='D'),
   'threshold': RuleStyle(label='threshold', color='#CC79A7', marker='^'),
   'fixed': RuleStyle(label='fixed', color='#E69F00', marker='v'),
+  'never': RuleStyle(label='never', color='#7F7F7F', marker='x'),
   # A model without routing.
   '': RuleStyle(label='all tokens', color='#000000', marker='o'),
 }

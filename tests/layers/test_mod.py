@@ -606,3 +606,11 @@ class TestConfigs:
       'predictor': 2 * 64 * (D * 4 + 4),
     }
     assert 'router' not in mod.flops(block_config, STRIDE, 0.125, 64)
+
+
+def test_never_passes_every_token_by(module, params, x_BLD, info):
+  out_BLD, told, _ = apply(module(rule='never'), params, x_BLD, info)
+  np.testing.assert_array_equal(out_BLD, x_BLD)
+  assert not told.chosen_BL.any()
+  # What it is compared with.
+  assert told.top_k_BL.sum() == B * int(CAPACITY * L)

@@ -130,6 +130,7 @@ class TestEvaluate:
     assert task.rules == self.RULES
     metrics = task.evaluate(params, mutables, one_device())
     expected = {f'{r}/{m}' for r in self.RULES for m in LOSSES | AGREEMENT}
+    expected |= {f'never/{m}' for m in LOSSES}  # The trivial baseline.
     missing = expected - metrics.keys()
     # A rule that decided for nothing has no precision.
     assert missing <= {f'{r}/precision' for r in self.RULES}
@@ -144,7 +145,8 @@ class TestEvaluate:
       )
       # 4 of 16 in a full row; the last one has 3 tokens, and 1 of them.
       assert metrics[f'{rule}/never_route'] == pytest.approx(1 - 25 / 99)
-    assert len({metrics[f'{rule}/loss'] for rule in self.RULES}) == 4
+    losses = {metrics[f'{rule}/loss'] for rule in (*self.RULES, 'never')}
+    assert len(losses) == 5
     for name, value in (
       ('accuracy', 1),
       ('precision', 1),
@@ -158,7 +160,8 @@ class TestEvaluate:
     table = task.summary(metrics)
     for rule in self.RULES:
       assert f'{rule} ' in table
-    assert f'accuracy of {1 - 25 / 99:.4f}' in table
+    assert f'accuracy is {1 - 25 / 99:.4f}' in table
+    assert 'nan' not in table
 
   def test_is_the_loss_of_each_row_alone(self, make):
     # Seven rows, the last of three targets, in batches of four: two of the
