@@ -70,11 +70,12 @@ def _sample(task, trained):
 def main(_):
   if not _WORKDIR.value:
     raise UserError('--workdir is missing: give the directory of a run.')
+  cli.start_distributed()
   trained = evaluation.load(_WORKDIR.value, step=_STEP.value)
+  if _SAMPLE.value:  # First: what is refused is refused at once.
+    _sample(trained.task, trained)
   if _EVALUATE.value:
     evaluation.evaluate(trained, _WORKDIR.value, batches=_BATCHES.value)
-  if _SAMPLE.value:
-    _sample(trained.task, trained)
 
 
 if __name__ == '__main__':

@@ -25,6 +25,7 @@ def main(_):
     return
   if not _WORKDIR.value:
     raise UserError('--workdir is missing: give the directory of the run.')
+  cli.start_distributed()
   loop.train(config, _WORKDIR.value)
 
 

@@ -1,5 +1,6 @@
 """What the scripts share: flags and errors for people, not for debuggers."""
 
+import os
 import pathlib
 import re
 import sys
@@ -8,6 +9,7 @@ import traceback
 from absl import app
 from absl import flags
 from absl import logging
+import jax
 import ml_collections
 from ml_collections.config_flags import config_flags
 
@@ -23,6 +25,38 @@ _PLAIN_WORDS = (
   ('Non-boolean argument', 'expected true or false'),
   ('as a ConfigDict', "expected a group of fields, as {'name': value}"),
 )
+
+
+_DISTRIBUTED = flags.DEFINE_bool(
+  'distributed',
+  False,
+  'Whether this is one of several hosts, each running the same command.',
+)
+
+
+def start_distributed():
+  """Joins the other hosts of a run, if --distributed says there are any.
+
+  On TPU pods and under Slurm, JAX finds them by itself; elsewhere it reads
+  JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID.
+
+  Raises:
+    UserError: the hosts cannot be found.
+  """
+  if not _DISTRIBUTED.value:
+    return
+  variables = ('JAX_NUM_PROCESSES', 'JAX_PROCESS_ID')
+  count, index = (
+    int(os.environ[name]) if name in os.environ else None for name in variables
+  )
+  try:
+    jax.distributed.initialize(num_processes=count, process_id=index)
+  except (RuntimeError, ValueError) as error:
+    raise UserError(
+      f'--distributed: {_one_line(error)} Set JAX_COORDINATOR_ADDRESS,'
+      ' JAX_NUM_PROCESSES and JAX_PROCESS_ID, or leave the flag out for a'
+      ' single host.'
+    ) from error
 
 
 def run(main, argv=None):

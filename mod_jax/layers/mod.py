@@ -44,7 +44,8 @@ class MoDConfig:
   # What a causal rule needs at training; see `causal_rules`.
   router_loss: float = 0.01  # Weight of the auxiliary BCE; 0 = none.
   predictor_width: int = 0  # Hidden units of the predictor; 0 = none.
-  threshold_decay: float = 0.0  # Of the moving average; 0 = none.
+  # Of the moving average, per microbatch; 0 = none.
+  threshold_decay: float = 0.0
 
   def __post_init__(self):
     config_lib.validate(self)

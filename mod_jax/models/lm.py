@@ -67,6 +67,12 @@ class LMConfig:
         ' even number of channels per head.'
       )
     _ = self.capacities  # Refuses a list that does not fit the layers.
+    if self.routing and not self.num_routed:
+      raise errors.UserError(
+        f'routing.offset={self.routing.offset} leaves none of'
+        f' num_layers={self.num_layers} blocks routed: lower it, add blocks, or'
+        ' set routing=None for a dense model.'
+      )
     if self.scan_layers:
       self._check_scan()
 

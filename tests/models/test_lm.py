@@ -680,6 +680,10 @@ class TestConfig:
         {'routing': MoDConfig(capacity=(0.5, 0.25, 0.125))},
         '3 fractions for 2 routed layers',
       ),
+      (
+        {'num_layers': 1, 'routing': MoDConfig(period=2, offset=1)},
+        'offset=1 leaves none of num_layers=1',
+      ),
     ],
   )
   def test_refused(self, change, message):
