@@ -1,4 +1,4 @@
-"""Real programs compile for TPUs that are not here (facts: libtpu alone)."""
+"""Real programs compile for TPUs that are not here: libtpu alone does it."""
 
 import functools
 import importlib.util
