@@ -287,16 +287,14 @@ def _generate(
     *(tokens_BN, log_prob_BN, counts),
   )
   carry = jax.lax.while_loop(more, advance, carry)
-  step, _, _, _, tokens_BN, log_prob_BN, counts = carry
+  *_, tokens_BN, log_prob_BN, counts = carry
   chosen, overflow, tokens = counts
-  written_N = jnp.arange(max_new_tokens) < step
+  length_B = jnp.full(batch, max_new_tokens)
   if end_token is not None:
     ends_BN = tokens_BN == end_token
     length_B = jnp.where(
-      ends_BN.any(axis=-1), ends_BN.argmax(axis=-1), max_new_tokens
+      ends_BN.any(axis=-1), ends_BN.argmax(axis=-1), length_B
     )
-  else:
-    length_B = jnp.broadcast_to(written_N.sum(), batch)
   return Generated(
     tokens_BN=tokens_BN,
     length_B=length_B.astype(jnp.int32),
