@@ -27,7 +27,7 @@ from mod_jax.train.step import train_step
 pytestmark = pytest.mark.usefixtures('compilation_cache')
 
 STEPS = 4
-V, D, H, C, F = 256, 16, 4, 4, 32
+V, D, H, C, F = 256, 16, 8, 2, 32
 # A large epsilon: the update then follows the gradient, and not, as Adam's
 # first ones, the sign of what may be rounding.
 OPTIMIZER = optimizer_lib.make_optimizer(
@@ -36,6 +36,7 @@ OPTIMIZER = optimizer_lib.make_optimizer(
 MESHES = {
   'data': MeshConfig(data=8),
   'fsdp': MeshConfig(data=1, fsdp=8),
+  'tensor': MeshConfig(data=1, tensor=8),
   'tensor 4': MeshConfig(data=2, tensor=4),
   'mixed': MeshConfig(data=2, fsdp=2, tensor=2),
 }
@@ -117,6 +118,7 @@ RUNS = pytest.mark.parametrize(
   [
     ('data', False, 1),
     ('fsdp', True, 1),
+    ('tensor', False, 1),
     ('tensor 4', False, 1),
     ('mixed', True, 2),
   ],
@@ -148,6 +150,7 @@ SHARES = {
   # By mesh: how many parts of the axes called embed, and of heads, mlp, vocab.
   'data': (1, 1),
   'fsdp': (8, 1),
+  'tensor': (1, 8),
   'tensor 4': (1, 4),
   'mixed': (2, 2),
 }
@@ -240,7 +243,7 @@ def test_born_sharded_and_the_same_on_any_mesh(monkeypatch):
   )
 
 
-@pytest.mark.parametrize('mesh', ['data', 'fsdp', 'tensor 4', 'mixed'])
+@pytest.mark.parametrize('mesh', list(MESHES))
 def test_a_batch_is_spread_by_rows(mesh):
   mesh = make_mesh(MESHES[mesh])
   rows = np.arange(16 * 3).reshape(16, 3)
