@@ -1,4 +1,4 @@
-"""Evaluates a run and continues texts: flags, then library calls."""
+"""Evaluates and studies a run, continues texts: flags, then library calls."""
 
 from absl import flags
 import jax
@@ -15,6 +15,9 @@ _EVALUATE = flags.DEFINE_bool(
 )
 _BATCHES = flags.DEFINE_integer(
   'batches', None, "Held-out batches; 0 for all; by default the config's."
+)
+_STUDY = flags.DEFINE_multi_string(
+  'study', [], 'Longer look at the model to take; may be given several times.'
 )
 _SAMPLE = flags.DEFINE_multi_string(
   'sample', [], 'Text to continue; may be given several times.'
@@ -72,10 +75,12 @@ def main(_):
     raise UserError('--workdir is missing: give the directory of a run.')
   cli.start_distributed()
   trained = evaluation.load(_WORKDIR.value, step=_STEP.value)
+  evaluation.find_studies(trained.task, _STUDY.value)
   if _SAMPLE.value:  # First: what is refused is refused at once.
     _sample(trained.task, trained)
   if _EVALUATE.value:
     evaluation.evaluate(trained, _WORKDIR.value, batches=_BATCHES.value)
+  evaluation.study(trained, _STUDY.value, _WORKDIR.value)
 
 
 if __name__ == '__main__':

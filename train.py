@@ -1,18 +1,26 @@
-"""Trains a model, or continues a run: flags, then one library call."""
+"""Trains a model, several, or continues: flags, then one library call."""
 
 from absl import flags
+import jax
 from ml_collections import config_flags
 
 from mod_jax import cli
-from mod_jax import flops
 from mod_jax.errors import UserError
+from mod_jax.sweeps import grid
 from mod_jax.train import loop
 from mod_jax.train.experiment import ExperimentConfig
+from mod_jax.train.tasks import make_task
 
 _CONFIG = config_flags.DEFINE_config_file(
   'config', None, 'File that builds the experiment, FILE.py[:variant].'
 )
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run.')
+_SWEEP = flags.DEFINE_multi_string(
+  'sweep',
+  [],
+  'Field and values, as in seed=0,1,2; given several times, all combinations'
+  ' are trained one after another.',
+)
 _FLOPS = flags.DEFINE_bool(
   'flops', False, "Print the model's FLOPs instead of training."
 )
@@ -21,12 +29,18 @@ _FLOPS = flags.DEFINE_bool(
 def main(_):
   config = cli.load_config(_CONFIG.value, ExperimentConfig)
   if _FLOPS.value:
-    print(flops.report(config.model, config.data.length))
+    print(make_task(config).flops_report())
     return
   if not _WORKDIR.value:
     raise UserError('--workdir is missing: give the directory of the run.')
+  axes = grid.parse(config, _SWEEP.value)
   cli.start_distributed()
-  loop.train(config, _WORKDIR.value)
+  if axes:
+    points = grid.run(config, axes, _WORKDIR.value)
+    if jax.process_index() == 0:
+      print(grid.table(points))
+  else:
+    loop.train(config, _WORKDIR.value)
 
 
 if __name__ == '__main__':

@@ -13,9 +13,10 @@ from absl import app
 from absl import flags
 import jax
 import jax.numpy as jnp
-import timing
+import machine
 
 from mod_jax import losses
+from mod_jax import timing
 from mod_jax.layers.mod import MoDConfig
 from mod_jax.models.lm import LMConfig
 
@@ -64,7 +65,7 @@ def main(_):
     'seconds': seconds,
   }
   if _SAVE.value:
-    timing.save(__file__, results)
+    machine.save(__file__, results)
   else:
     print(results)
 

@@ -15,8 +15,9 @@ from absl import app
 from absl import flags
 from flax import linen as nn
 import jax
-import timing
+import machine
 
+from mod_jax import timing
 from mod_jax.layers.mod import MoDConfig
 from mod_jax.layers.mod import RoutingMode
 from mod_jax.models import lm
@@ -104,7 +105,7 @@ def main(_):
     'by_batch': rows,
   }
   if _SAVE.value:
-    timing.save(__file__, results)
+    machine.save(__file__, results)
   else:
     print(results)
 

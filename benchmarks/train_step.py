@@ -14,11 +14,12 @@ from absl import flags
 from flax import linen as nn
 import jax
 import jax.numpy as jnp
+import machine
 import optax
-import timing
 
 from mod_jax import flops
 from mod_jax import losses
+from mod_jax import timing
 from mod_jax.layers.mod import MoDConfig
 from mod_jax.models.lm import LMConfig
 
@@ -118,7 +119,7 @@ def main(_):
     'seconds': seconds,
   }
   if _SAVE.value:
-    timing.save(__file__, results)
+    machine.save(__file__, results)
   else:
     print({k: v for k, v in results.items() if k not in ('seconds', 'config')})
 

@@ -10,9 +10,11 @@ import collections.abc
 import dataclasses
 import difflib
 import functools
+import importlib.util
 import json
 import math
 import operator
+import pathlib
 import types
 import typing
 
@@ -417,6 +419,20 @@ def from_json(cls, text):
       f'mod_jax.config.to_json writes for a {cls.__name__}.'
     ) from error
   return from_config_dict(cls, decoded)
+
+
+def sibling(file, name):
+  """Returns the module of a config file beside another: they are no package.
+
+  Args:
+    file: `__file__` of the one that asks.
+    name: of the other, without suffix.
+  """
+  path = pathlib.Path(file).with_name(f'{name}.py')
+  spec = importlib.util.spec_from_file_location(f'{name}_config', path)
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  return module
 
 
 def diff(a, b):

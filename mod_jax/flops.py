@@ -1,54 +1,62 @@
 """How much arithmetic a model does, added up from its layers' own counts.
 
-Matrix products only, a multiply-add is 2; causal query-key pairs are counted
-exactly; a routed block is counted on the k tokens it processes. Training is
-three forward passes.
+A multiply-add is 2 FLOPs. A routed block is counted on the k tokens that it
+processes. Training is three forward passes.
+
+Language models: matrix products only; causal query-key pairs are counted
+exactly. Vision models follow the convention of published tables, which count
+multiply-accumulates and call them FLOPs: patch embedding, all linear maps, QKᵀ
+and AV once each, and 5 per element of a layer norm. `macs` is that number, and
+`forward` twice that.
 """
 
 import math
 
 import jax
-import jax.numpy as jnp
-
-from mod_jax.routing import num_chosen
 
 
-def forward(config, length: int) -> int:
-  """Returns the FLOPs of a forward pass over one sequence.
+def forward(config, length: int | None = None) -> int:
+  """Returns the FLOPs of a forward pass over one sequence or image.
 
   Args:
     config: a model's config; its `flops_table` is summed.
-    length: tokens of the sequence.
+    length: tokens of the sequence; for language models.
   """
-  return sum(sum(parts.values()) for _, parts in config.flops_table(length))
+  table = config.flops_table(*_arguments(length))
+  return sum(sum(parts.values()) for _, parts in table)
 
 
-def macs(config, length: int) -> int:
+def macs(config, length: int | None = None) -> int:
   """Returns the multiply-accumulates of a forward pass: half the FLOPs."""
   return forward(config, length) // 2
 
 
-def train(config, length: int) -> int:
+def train(config, length: int | None = None) -> int:
   """Returns the FLOPs of a training step on one sequence: three forwards."""
   return 3 * forward(config, length)
 
 
 def num_params(config) -> int:
   """Returns the number of parameters of a model."""
-  tokens = jnp.zeros((1, 2), jnp.int32)
-  shapes = jax.eval_shape(config.build().init, jax.random.key(0), tokens)
+  init = config.build().init
+  shapes = jax.eval_shape(lambda: init(jax.random.key(0), config.example()))
   return sum(math.prod(x.shape) for x in jax.tree.leaves(shapes['params']))
 
 
-def report(config, length: int) -> str:
+def _arguments(length):
+  return () if length is None else (length,)
+
+
+def report(config, length: int | None = None) -> str:
   """Returns a table of FLOPs per layer and in total, for people.
 
   Args:
-    config: a language model's config.
-    length: tokens of a sequence.
+    config: a model's config.
+    length: tokens of a sequence; for language models.
   """
-  table = config.flops_table(length)
-  dense = dict(config.dense_twin().flops_table(length))
+  given = _arguments(length)
+  table = config.flops_table(*given)
+  dense = dict(config.dense_twin().flops_table(*given))
   total, dense_total = (
     forward(config, length),
     forward(config.dense_twin(), length),
@@ -62,14 +70,18 @@ def report(config, length: int) -> str:
   def line(first, cells):
     return first.ljust(18) + ''.join(str(cell).rjust(12) for cell in cells)
 
+  one, convention = 'image', 'the published convention, times two'
+  if length is not None:
+    one, convention = 'sequence', 'multiply-add = 2'
+  of = config.num_tokens if length is None else length
   lines = [
-    f'FLOPs of a forward pass over one sequence of {length} tokens'
-    ' (multiply-add = 2), in MFLOPs',
+    f'FLOPs of a forward pass over one {one} of {of} tokens'
+    f' ({convention}), in MFLOPs',
     line('layer', [*names, 'total', 'dense']),
   ]
   for layer, parts in table:
     cells = [f'{parts.get(n, 0) / 1e6:,.2f}' for n in names]
-    twin = sum(dense[layer.split()[0]].values())
+    twin = sum(dense.get(layer.split()[0], {}).values())
     lines.append(
       line(
         layer,
@@ -81,21 +93,23 @@ def report(config, length: int) -> str:
     line('total', [*cells, f'{total / 1e6:,.2f}', f'{dense_total / 1e6:,.2f}'])
   )
   chosen = [
-    f'block {i}: {num_chosen(c, length)}'
-    for i, c in enumerate(config.capacities)
-    if c is not None
+    f'block {i}: {count}'
+    for i, count in enumerate(config.tokens_per_block(*given))
+    if count != of
   ]
-  sequence_6nd = 6 * params * length
   lines += [
     '',
-    f'tokens processed    {", ".join(chosen) or "all"} of {length}',
+    f'tokens processed    {", ".join(chosen) or "all"} of {of}',
     f'parameters          {params:,}',
     f'forward             {total:.4e} FLOPs = {total / 2:.4e} MACs',
     f'dense twin forward  {dense_total:.4e} FLOPs = {dense_total / 2:.4e} MACs',
     f'ratio to dense      {total / dense_total:.4f}',
-    f'training step       {3 * total:.4e} FLOPs per sequence'
+    f'training step       {3 * total:.4e} FLOPs per {one}'
     f' (dense twin {3 * dense_total:.4e})',
-    f'6ND                 {sequence_6nd:.4e} FLOPs per sequence'
-    ' (all parameters; knows neither attention pairs nor routing)',
   ]
+  if length is not None:
+    lines.append(
+      f'6ND                 {6 * params * length:.4e} FLOPs per sequence'
+      ' (all parameters; knows neither attention pairs nor routing)'
+    )
   return '\n'.join(lines)

@@ -10,15 +10,16 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 # A unit is a module or subpackage of mod_jax. It may import units of strictly
 # lower layers, itself, and mod_jax_kernels.
 LAYERS = (
-  ('errors',),
+  ('errors', 'timing'),
   ('config',),
   ('parallel',),
   ('losses', 'data'),
   ('routing',),
   ('layers',),
   ('models',),
-  ('flops', 'sampling', 'viz'),
+  ('flops', 'convert', 'sampling', 'viz'),
   ('train',),
+  ('sweeps',),
   ('cli',),
 )
 RANK = {unit: rank for rank, units in enumerate(LAYERS) for unit in units}

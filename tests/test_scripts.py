@@ -169,6 +169,41 @@ class TestTrain:
     ):
       assert re.search(line, ended.out, re.MULTILINE), line
 
+  def test_sweep(self, tmp_path, monkeypatch):
+    make_mesh = parallel.make_mesh
+    monkeypatch.setattr(
+      parallel, 'make_mesh', lambda config: make_mesh(config, jax.devices()[:1])
+    )
+    args = (
+      'train.py',
+      CONFIG,
+      f'--workdir={tmp_path}',
+      '--sweep=optimizer.learning_rate=1e-3,1e38',
+      *overrides(SMALL),
+    )
+    ended = run(*args)
+    assert ended.status == 0, ended.err
+    table = ended.out.splitlines()[-3:]
+    assert table[0].split() == [
+      'optimizer.learning_rate',
+      'top_k/loss',
+      'router/loss',
+      'never/loss',
+    ]
+    assert re.match(r'0\.001( +\d\.\d{4}){3}$', table[1])
+    assert re.match(r'1e\+38( +diverged){3}$', table[2])
+    assert len(json.loads((tmp_path / 'sweep.json').read_text())['points']) == 2
+    done = tmp_path / 'optimizer.learning_rate=0.001'
+    before = snapshot(done)
+    again = run(*args)
+    assert again.out.splitlines()[-3:] == table
+    assert 'learning_rate=0.001 continues' not in again.err
+    assert snapshot(done) == before
+    typo = '--sweep=optimizer.learning_rat=1'
+    ended = run('train.py', CONFIG, f'--workdir={tmp_path}/new', typo)
+    assert_refused(ended, "'learning_rat'.*Did you mean 'learning_rate'")
+    assert not (tmp_path / 'new').exists()
+
   @pytest.mark.parametrize(
     ('args', 'pattern'),
     [
@@ -202,6 +237,8 @@ class TestTrain:
       (['--config.optimizer.warmup_steps=20'], 'warmup_steps=20 .*20 steps'),
       (['--config.train.capacity_warmup_steps=20'], 'capacity_warmup_steps=20'),
       (['--config.log.wandb=true'], 'pip install wandb'),
+      (["--config.optimizer.rules=(('x',1,0),)"], 'matches no parameter'),
+      (['--config.init=/no/run'], 'init=/no/run: there is no such file'),
       # Data.
       (
         ['--config.data.source=files', '--config.data.files=/no/*.txt'],
@@ -354,6 +391,7 @@ class TestEval:
       (['--sample=a', '--top_p=0'], 'top_p=0'),
       (['--sample=a', '--rule=bogus'], '--rule=bogus: .*trained for router'),
       (['--sample=a', '--overflow=spill'], 'overflow'),
+      (['--study=importance'], '--study=importance: there are no studies'),
       (['stray'], "unexpected argument 'stray'"),
     ],
     ids=lambda x: x[-1] if isinstance(x, list) else '',

@@ -5,5 +5,6 @@ reference in plain JAX is the truth, and other files hold its backends.
 """
 
 from mod_jax_kernels.attention import attention
+from mod_jax_kernels.route_scores import route_scores
 
-__all__ = ('attention',)
+__all__ = ('attention', 'route_scores')

@@ -1,8 +1,10 @@
-"""Grouped-query self-attention with rotary positions."""
+"""Grouped-query self-attention, with or without rotary positions."""
 
 import dataclasses
+from typing import Literal
 
 from flax import linen as nn
+import flax.struct
 import jax
 import jax.numpy as jnp
 
@@ -23,7 +25,8 @@ class AttentionConfig:
   num_kv_heads: int  # Key and value heads G, a divisor of H.
   head_dim: int  # Channels per head C.
   causal: bool = True
-  bias: bool = False
+  bias: bool = False  # On all projections.
+  qkv_bias: bool | None = None  # On query, key and value; None = as `bias`.
   out_scale: float = 1.0  # On the standard deviation of the last kernel.
   implementation: str | None = None  # See mod_jax_kernels.attention.
 
@@ -55,11 +58,36 @@ class AttentionConfig:
     return linear + 4 * self.num_heads * self.head_dim * pairs
 
 
+@flax.struct.dataclass
+class Update:
+  """What attention, or a block, returns.
+
+  Attributes:
+    update_BLD: what the caller adds to the residual stream.
+    cache: the cache with the tokens added; None without one.
+    score_BL: float32 attention received by each token, where asked for; adds
+      up to 1 in each row.
+  """
+
+  update_BLD: jax.Array
+  cache: KVCache | None = None
+  score_BL: jax.Array | None = None
+
+
+# Which attention a token's score is the mean of, over heads: that of all tokens
+# (A-MoD's routing score) or that of the first, the class token.
+Score = Literal['mean', 'first']
+
+
 class Attention(nn.Module):
-  """Self-attention; with a cache, over the cached tokens and the new ones."""
+  """Self-attention; with a cache, over the cached tokens and the new ones.
+
+  Queries and keys are sown as intermediates, for pictures of attention.
+  """
 
   config: AttentionConfig
   dtype: str = 'float32'
+  score: Score | None = None  # What `Update.score_BL` holds.
 
   @nn.compact
   def __call__(
@@ -68,8 +96,8 @@ class Attention(nn.Module):
     info: TokenInfo,
     cache: KVCache | None = None,
     rows_B: jax.Array | None = None,
-  ) -> tuple[jax.Array, KVCache | None]:
-    """Returns the residual update_BLD and the cache with the tokens added.
+  ) -> Update:
+    """Returns the residual update, the cache and the score.
 
     Args:
       x_BLD: normalised features.
@@ -78,12 +106,13 @@ class Attention(nn.Module):
       rows_B: rows of the cache that the batch stands for; None for all.
     """
     config = self.config
+    qkv_bias = config.bias if config.qkv_bias is None else config.qkv_bias
 
     def project(heads, name):
       return dense.linear(
         (heads, config.head_dim),
         ('embed', 'heads', 'head_dim'),
-        bias=config.bias,
+        bias=qkv_bias,
         dtype=self.dtype,
         name=name,
       )(x_BLD)
@@ -98,7 +127,16 @@ class Attention(nn.Module):
       parallel.constrain(x, 'batch', 'length', 'act_heads', None)
       for x in (q_BLHC, k_BLGC, v_BLGC)
     )
-    if cache is None:
+    self.sow('intermediates', 'queries', q_BLHC)
+    self.sow('intermediates', 'keys', k_BLGC)
+    score_BL = None
+    if info.keep_BL is not None:
+      out_BLHC = masked_attention(q_BLHC, k_BLGC, v_BLGC, info.keep_BL)
+    elif self.score == 'mean':
+      out_BLHC, score_BL = mod_jax_kernels.route_scores(
+        q_BLHC, k_BLGC, v_BLGC, _visible(info)
+      )
+    elif cache is None:
       out_BLHC = mod_jax_kernels.attention(
         q_BLHC,
         k_BLGC,
@@ -128,7 +166,78 @@ class Attention(nn.Module):
       dtype=self.dtype,
       name='out',
     )(out_BLHC)
-    return parallel.constrain(update_BLD, 'batch', 'length', 'act_embed'), cache
+    if self.score == 'first':
+      # One query: N products a head, whatever computed the attention.
+      weight_BH1S = attention_map(q_BLHC[:, :1], k_BLGC, info.keep_BL)
+      score_BL = weight_BH1S.mean(axis=(1, 2))
+    update_BLD = parallel.constrain(update_BLD, 'batch', 'length', 'act_embed')
+    return Update(update_BLD, cache, score_BL)
+
+
+def attention_map(
+  q_BQHC: jax.Array, k_BSHC: jax.Array, keep_BS: jax.Array | None = None
+) -> jax.Array:
+  """Returns weight_BHQS, float32: how each query's attention is spread.
+
+  Args:
+    q_BQHC: queries.
+    k_BSHC: keys of as many heads.
+    keep_BS: 1 for tokens that may be seen, 0 for those that may not, whatever
+      the query; None if all may.
+  """
+  logit_BHQS = jnp.einsum(
+    'BQHC,BSHC->BHQS', q_BQHC, k_BSHC, preferred_element_type=jnp.float32
+  )
+  logit_BHQS *= q_BQHC.shape[-1] ** -0.5
+  if keep_BS is not None:
+    logit_BHQS = jnp.where(keep_BS[:, None, None] > 0, logit_BHQS, _LOWEST)
+  return jax.nn.softmax(logit_BHQS, axis=-1)
+
+
+_LOWEST = float(jnp.finfo(jnp.float32).min) / 2
+
+
+def masked_attention(
+  q_BLHC: jax.Array,
+  k_BLHC: jax.Array,
+  v_BLHC: jax.Array,
+  keep_BL: jax.Array,
+  epsilon: float = 1e-6,
+) -> jax.Array:
+  """Returns attention to kept tokens, differentiable in what is kept.
+
+  `(e · mask + ε/N) / (Σ e · mask + ε)` in float32, where every token also sees
+  itself: DynamicViT (Rao et al. 2021), Eq. 10-11. What a kept token gets is, up
+  to ε, what it would get were the dropped ones removed.
+
+  Args:
+    q_BLHC: queries.
+    k_BLHC: keys of as many heads.
+    v_BLHC: values.
+    keep_BL: 1 for kept tokens and 0 for dropped ones; gradients pass.
+    epsilon: ε.
+  """
+  length = q_BLHC.shape[1]
+  logit_BHQS = jnp.einsum(
+    'BQHC,BSHC->BHQS', q_BLHC, k_BLHC, preferred_element_type=jnp.float32
+  )
+  logit_BHQS *= q_BLHC.shape[-1] ** -0.5
+  keep_B1LS = keep_BL[:, None, None].astype(jnp.float32)
+  keep_B1QS = keep_B1LS + (1 - keep_B1LS) * jnp.eye(length)
+  # The largest among those seen, so that ε stays small beside the sum. Dropped
+  # keys may lie far above it: bounded, since inf · 0 is no gradient.
+  seen_BHQS = jnp.where(keep_B1QS > 0, logit_BHQS, _LOWEST)
+  top_BHQ1 = jax.lax.stop_gradient(seen_BHQS.max(axis=-1, keepdims=True))
+  weight_BHQS = jnp.exp(jnp.minimum(logit_BHQS - top_BHQ1, 20.0)) * keep_B1QS
+  total_BHQ1 = weight_BHQS.sum(axis=-1, keepdims=True)
+  weight_BHQS = (weight_BHQS + epsilon / length) / (total_BHQ1 + epsilon)
+  out_BLHC = jnp.einsum(
+    'BHQS,BSHC->BQHC',
+    weight_BHQS.astype(v_BLHC.dtype),
+    v_BLHC,
+    preferred_element_type=jnp.float32,
+  )
+  return out_BLHC.astype(q_BLHC.dtype)
 
 
 def _visible(info: TokenInfo) -> jax.Array | None:

@@ -57,10 +57,27 @@ def linear(
 def rms_norm(epsilon: float, dtype: str, name: str) -> nn.RMSNorm:
   """Returns root-mean-square normalisation (Zhang & Sennrich 2019)."""
   return nn.RMSNorm(
+    epsilon=epsilon, dtype=dtype, scale_init=_replicated('ones'), name=name
+  )
+
+
+def layer_norm(epsilon: float, dtype: str, name: str) -> nn.LayerNorm:
+  """Returns layer normalisation with scale and bias (Ba et al. 2016)."""
+  return nn.LayerNorm(
     epsilon=epsilon,
     dtype=dtype,
-    scale_init=nn.with_logical_partitioning(
-      nn.initializers.ones, ('replicated',)
-    ),
+    scale_init=_replicated('ones'),
+    bias_init=_replicated('zeros'),
+    # Variance around the mean, as other libraries do: checkpoints fit.
+    use_fast_variance=False,
     name=name,
+  )
+
+
+NORMS = {'rms': rms_norm, 'layer': layer_norm}
+
+
+def _replicated(init: str):
+  return nn.with_logical_partitioning(
+    getattr(nn.initializers, init), ('replicated',)
   )

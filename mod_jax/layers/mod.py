@@ -28,7 +28,7 @@ SELECTION_NAME = 'mod_selection'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MoDConfig:
+class RoutingConfig:
   """Which blocks are routed, on how many tokens, and how they are chosen."""
 
   # Fraction of tokens that a routed block processes: for all, or for each.
@@ -37,15 +37,22 @@ class MoDConfig:
   capacity_floor: float = 0.0  # No layer's capacity is lower; for a warm-up.
   period: int = 2  # Every how many blocks one is routed.
   offset: int = 1  # The first routed block, counted from 0.
+  first: int = 0  # No block before this one is routed.
+  layers: tuple[int, ...] | None = None  # Exactly these, counted from 0.
   score: Literal['learned', 'gaussian', 'stride'] = 'learned'
-  gate: Literal['raw', 'sigmoid', 'alpha_sigmoid', 'one_plus_tanh'] = 'raw'
+  # How a score weighs the update; None = raw if it is learned, else not. Those
+  # that do not look at the tokens never do.
+  gate: (
+    Literal['raw', 'sigmoid', 'alpha_sigmoid', 'one_plus_tanh', 'none'] | None
+  ) = None
   gate_alpha: float = 2.0  # The factor of the gate alpha_sigmoid.
   router_std: float = 0.02  # Of the router's initial weights; 0 ties scores.
-  # What a causal rule needs at training; see `causal_rules`.
-  router_loss: float = 0.01  # Weight of the auxiliary BCE; 0 = none.
-  predictor_width: int = 0  # Hidden units of the predictor; 0 = none.
-  # Of the moving average, per microbatch; 0 = none.
-  threshold_decay: float = 0.0
+
+  # What only some models have.
+  router_loss = 0.0
+  predictor_width = 0
+  threshold_decay = 0.0
+  keep_class_token = False
 
   def __post_init__(self):
     config_lib.validate(self)
@@ -66,11 +73,64 @@ class MoDConfig:
       raise errors.UserError(
         f'offset={self.offset}: expected 0 <= offset < period={self.period}.'
       )
-    for field in ('router_loss', 'predictor_width', 'router_std'):
+    for field in ('router_loss', 'predictor_width', 'router_std', 'first'):
       if getattr(self, field) < 0:
         raise errors.UserError(
           f'{field}={getattr(self, field)}: expected 0 or more.'
         )
+
+  @property
+  def gate_kind(self) -> str:
+    """The gate, that of the score where none is named."""
+    if self.score in ('gaussian', 'stride'):
+      return 'none'
+    if self.gate is not None:
+      return self.gate
+    return 'raw' if self.score == 'learned' else 'none'
+
+  def is_routed(self, layer: int) -> bool:
+    if self.layers is not None:
+      return layer in self.layers
+    return layer >= self.first and layer % self.period == self.offset
+
+  def capacities(self, num_layers: int) -> tuple[float | None, ...]:
+    """Returns each block's capacity; None for a block that is not routed.
+
+    Raises:
+      UserError: a block that the model does not have, or none routed.
+    """
+    if self.layers is not None and not all(
+      0 <= layer < num_layers for layer in self.layers
+    ):
+      raise errors.UserError(
+        f'routing.layers={self.layers}: expected blocks between 0 and'
+        f' {num_layers - 1}, since num_layers={num_layers}.'
+      )
+    routed = [i for i in range(num_layers) if self.is_routed(i)]
+    if not routed:
+      raise errors.UserError(
+        f'routing leaves none of num_layers={num_layers} blocks routed: change'
+        ' its offset, first or layers, add blocks, or set routing=None for a'
+        ' dense model.'
+      )
+    values = routing.layer_capacities(
+      self.capacity, len(routed), decay=self.capacity_decay
+    )
+    values = (max(value, self.capacity_floor) for value in values)
+    return tuple(
+      next(values) if i in routed else None for i in range(num_layers)
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MoDConfig(RoutingConfig):
+  """Mixture-of-Depths in a language model, with what makes it causal."""
+
+  # What a causal rule needs at training; see `causal_rules`.
+  router_loss: float = 0.01  # Weight of the auxiliary BCE; 0 = none.
+  predictor_width: int = 0  # Hidden units of the predictor; 0 = none.
+  # Of the moving average, per microbatch; 0 = none.
+  threshold_decay: float = 0.0
 
   @property
   def causal_rules(self) -> tuple[str, ...]:
@@ -89,19 +149,44 @@ class MoDConfig:
     }
     return tuple(rule for rule, yes in trained.items() if yes)
 
-  def is_routed(self, layer: int) -> bool:
-    return layer % self.period == self.offset
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VisionRoutingConfig(RoutingConfig):
+  """Routing in a vision transformer: MoD, or A-MoD by attention.
+
+  The score `attention` is the mean attention that a token receives in the block
+  before (A-MoD, Gadhikar et al. 2024): no parameters, and no factor on the
+  update. With `gate='raw'` it is multiplied, for the ablation.
+  """
+
+  capacity: float | tuple[float, ...] = 0.5
+  score: Literal['attention', 'learned', 'gaussian', 'stride'] = 'attention'
+  keep_class_token: bool = False  # Always chosen, as one of the k.
 
   def capacities(self, num_layers: int) -> tuple[float | None, ...]:
-    """Returns each block's capacity; None for a block that is not routed."""
-    routed = [i for i in range(num_layers) if self.is_routed(i)]
-    values = routing.layer_capacities(
-      self.capacity, len(routed), decay=self.capacity_decay
-    )
-    values = (max(value, self.capacity_floor) for value in values)
-    return tuple(
-      next(values) if i in routed else None for i in range(num_layers)
-    )
+    """As `RoutingConfig.capacities`.
+
+    Raises:
+      UserError: also for a block routed by an attention map that the block
+        before does not have.
+    """
+    capacities = super().capacities(num_layers)
+    if self.score == 'attention':
+      for i, capacity in enumerate(capacities):
+        if capacity is None:
+          continue
+        if i == 0 or capacities[i - 1] is not None:
+          reason = (
+            'has no block before it'
+            if i == 0
+            else f'comes after block {i - 1}, which is routed itself'
+          )
+          raise errors.UserError(
+            f'routing by attention: block {i} {reason}, so there is no'
+            ' attention map of all tokens to route by; choose other blocks (the'
+            " default, every other one, is fine) or score='learned'."
+          )
+    return capacities
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -224,14 +309,15 @@ class MoDBlock(nn.Module):
   """A routed block: score, select, process, combine."""
 
   block: BlockConfig
-  config: MoDConfig
+  config: RoutingConfig
   capacity: float
   mode: RoutingMode = RoutingMode()
+  drop_rate: float = 0.0  # See `Block`.
 
   def setup(self):
     # The parameters of a dense block and, beside them, what routes: a dense
     # checkpoint fits as it is.
-    self.process = Block(self.block)
+    self.process = Block(self.block, drop_rate=self.drop_rate)
     nn.share_scope(self, self.process)
     if self.config.score == 'learned':
       self.router = Router(self.config.router_std)
@@ -242,19 +328,23 @@ class MoDBlock(nn.Module):
     self,
     x_BLD: jax.Array,
     info: TokenInfo,
-    threshold: jax.Array,
+    threshold: jax.Array | None = None,
     cache: KVCache | None = None,
+    score_BL: jax.Array | None = None,
   ) -> tuple[jax.Array, Routing, KVCache | None]:
     """Returns the features after the block, the routing and the cache.
 
     Args:
       x_BLD: features.
       info: facts about the tokens.
-      threshold: scalar, the moving average of the k-th best score.
+      threshold: scalar, the moving average of the k-th best score; for the
+        rule of that name.
       cache: this block's keys and values, when generating.
+      score_BL: the attention that the tokens received in the block before, for
+        the score `attention`.
     """
     length = x_BLD.shape[1]
-    told = self._score(x_BLD, info)
+    told = self._score(x_BLD, info, score_BL)
     top = None
     if cache is None or self.mode.rule == 'top_k':
       top = self._top_k(told.score_BL, info)
@@ -284,25 +374,23 @@ class MoDBlock(nn.Module):
     told = told.replace(chosen_BL=chosen_BL, overflow_B=overflow_B)
     return x_BLD, told, cache
 
-  def _score(self, x_BLD, info) -> Routing:
+  def _score(self, x_BLD, info, score_BL) -> Routing:
     config = self.config
     batch, length, _ = x_BLD.shape
     predictor_BL = None
-    if config.score == 'learned':
-      score_BL = self.router(x_BLD)
-      weight_BL = routing.gate(config.gate, score_BL, config.gate_alpha)
-      if config.predictor_width:
-        predictor_BL = self.predictor(x_BLD)
-    else:
-      if config.score == 'gaussian':
+    match config.score:
+      case 'learned':
+        score_BL = self.router(x_BLD)
+        if config.predictor_width:
+          predictor_BL = self.predictor(x_BLD)
+      case 'gaussian':
         key = self.make_rng('routing')
         score_BL = routing.gaussian_scores(key, (batch, length))
-      else:
+      case 'stride':
         score_BL = routing.stride_scores(info.position_BL, self.capacity)
-      weight_BL = jnp.ones_like(score_BL)
     return Routing(
       score_BL=score_BL,
-      weight_BL=weight_BL,
+      weight_BL=routing.gate(config.gate_kind, score_BL, config.gate_alpha),
       chosen_BL=jnp.zeros((batch, length), bool),
       overflow_B=jnp.zeros(batch, jnp.int32),
       predictor_BL=predictor_BL,
@@ -319,6 +407,8 @@ class MoDBlock(nn.Module):
         for n in range(score_BL.shape[1] + 1)
       ]
       count_B = jnp.array(count_N)[info.valid_BL.sum(axis=-1)]
+    if self.config.keep_class_token:
+      score_BL = score_BL.at[:, 0].set(jnp.inf)
     selection = routing.select_top_k(score_BL, k, info.valid_BL, count_B)
     return checkpoint_name(selection, SELECTION_NAME)
 
@@ -345,10 +435,11 @@ class MoDBlock(nn.Module):
     """Gathers the selected tokens, processes them, adds the update."""
     index_BK, valid_BK = selection.index_BK, selection.valid_BK
     x_BKD = routing.gather_tokens(x_BLD, index_BK)
-    update_BKD, cache = self.process(x_BKD, info.gather(selection), cache)
+    done = self.process(x_BKD, info.gather(selection), cache)
     weight_BK = routing.gather_tokens(told.weight_BL, index_BK)
-    update_BKD = _weigh(update_BKD, weight_BK, valid_BK)
-    return routing.scatter_add_tokens(x_BLD, index_BK, update_BKD), cache
+    update_BKD = _weigh(done.update_BLD, weight_BK, valid_BK)
+    x_BLD = routing.scatter_add_tokens(x_BLD, index_BK, update_BKD)
+    return x_BLD, done.cache
 
   def _run_rows(self, x_B1D, info, told, chosen_B1, cache):
     """Processes one token of each routed row, a few rows at a time.
@@ -372,13 +463,11 @@ class MoDBlock(nn.Module):
       rows_R = jax.lax.dynamic_slice(rows_P, (start,), (chunk,))
       valid_R1 = (start + jnp.arange(chunk) < count)[:, None]
       x_R1D = x_B1D.at[rows_R].get(mode='clip')
-      update_R1D, cache = process(
-        x_R1D, info.rows(rows_R, valid_R1), cache, rows_R
-      )
+      done = process(x_R1D, info.rows(rows_R, valid_R1), cache, rows_R)
       weight_R1 = weight_B1.at[rows_R].get(mode='clip')
-      update_R1D = _weigh(update_R1D, weight_R1, valid_R1)
+      update_R1D = _weigh(done.update_BLD, weight_R1, valid_R1)
       x_B1D = x_B1D.at[rows_R].add(update_R1D.astype(x_B1D.dtype), mode='drop')
-      return start + chunk, x_B1D, cache
+      return start + chunk, x_B1D, done.cache
 
     carry = (jnp.zeros((), jnp.int32), x_B1D, cache)
     _, x_B1D, cache = nn.while_loop(
@@ -403,9 +492,29 @@ def _last_score(score_BL, top: routing.Selection):
   return score_BK.min(axis=-1)
 
 
+def remat(module: type[nn.Module], kind: str, *, scanned: bool = False):
+  """Returns the module class, rematerialised for the backward pass.
+
+  Args:
+    module: a block's class.
+    kind: `none` keeps everything; `dots` the outputs of matmuls; `full` only
+      the input. Routing choices are kept always: a second top-k may differ.
+    scanned: whether it is the body of a scan.
+  """
+  if kind == 'none':
+    return module
+  policies = jax.checkpoint_policies
+  policy = policies.save_only_these_names(SELECTION_NAME)
+  if kind == 'dots':
+    policy = policies.save_from_both_policies(
+      policy, policies.dots_with_no_batch_dims_saveable
+    )
+  return nn.remat(module, policy=policy, prevent_cse=not scanned)
+
+
 def flops(
   block: BlockConfig,
-  config: MoDConfig,
+  config: RoutingConfig,
   capacity: float,
   length: int,
   **kwargs,

@@ -16,12 +16,16 @@ class TokenInfo:
     rotation_BLC: float32 cosines, then sines, of rotary embedding; or None.
     valid_BL: False for padding and empty slots; None if every token is real.
     segment_BL: document number of packed rows; None for one document a row.
+    keep_BL: 1 for tokens that others may attend to, 0 for dropped ones, where
+      gradients reach that choice; None if nothing is dropped. See
+      `attention.masked_attention`.
   """
 
   position_BL: jax.Array
   rotation_BLC: jax.Array | None = None
   valid_BL: jax.Array | None = None
   segment_BL: jax.Array | None = None
+  keep_BL: jax.Array | None = None
 
   def gather(self, selection: routing.Selection) -> 'TokenInfo':
     """Returns the facts of the chosen tokens; empty slots become invalid."""

@@ -7,5 +7,19 @@ hosts are added, and divided once.
 from mod_jax.losses.language import next_token_loss
 from mod_jax.losses.routing import choice_agreement
 from mod_jax.losses.routing import choice_bce
+from mod_jax.losses.vision import classification_loss
+from mod_jax.losses.vision import logit_distillation
+from mod_jax.losses.vision import ratio_loss
+from mod_jax.losses.vision import token_distillation
+from mod_jax.losses.vision import top_k_accuracy
 
-__all__ = ('choice_agreement', 'choice_bce', 'next_token_loss')
+__all__ = (
+  'choice_agreement',
+  'choice_bce',
+  'classification_loss',
+  'logit_distillation',
+  'next_token_loss',
+  'ratio_loss',
+  'token_distillation',
+  'top_k_accuracy',
+)

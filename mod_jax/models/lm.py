@@ -66,13 +66,7 @@ class LMConfig:
         f'head_dim={self.block.attention.head_dim}: rotary embedding needs an'
         ' even number of channels per head.'
       )
-    _ = self.capacities  # Refuses a list that does not fit the layers.
-    if self.routing and not self.num_routed:
-      raise errors.UserError(
-        f'routing.offset={self.routing.offset} leaves none of'
-        f' num_layers={self.num_layers} blocks routed: lower it, add blocks, or'
-        ' set routing=None for a dense model.'
-      )
+    _ = self.capacities  # Refuses routing that does not fit the layers.
     if self.scan_layers:
       self._check_scan()
 
@@ -83,6 +77,16 @@ class LMConfig:
         f'num_layers={self.num_layers} is not a multiple of the routing'
         f' period={period}, so the layers cannot be scanned: change it, or set'
         ' scan_layers=False.'
+      )
+    groups = {
+      tuple(c is None for c in self.capacities[i : i + period])
+      for i in range(0, self.num_layers, period)
+    }
+    if len(groups) > 1:
+      raise errors.UserError(
+        'routing.first or routing.layers makes groups of blocks that differ,'
+        ' which cannot be scanned: set scan_layers=False, or route every'
+        ' period-th block.'
       )
     if len({c for c in self.capacities if c is not None}) > 1:
       raise errors.UserError(
@@ -138,6 +142,17 @@ class LMConfig:
   def dense_twin(self) -> 'LMConfig':
     """Returns the same model without routing."""
     return dataclasses.replace(self, routing=None)
+
+  def example(self) -> jax.Array:
+    """Returns the least input that the model can be initialised with."""
+    return jnp.zeros((1, 2), jnp.int32)
+
+  def tokens_per_block(self, length: int) -> tuple[int, ...]:
+    """Returns how many of a sequence's tokens each block processes."""
+    return tuple(
+      length if c is None else routing.num_chosen(c, length)
+      for c in self.capacities
+    )
 
   def flops_table(
     self, length: int, **kwargs
@@ -222,14 +237,17 @@ def _run_blocks(config, capacities, mode, x_BLD, thresholds, caches, info):
   Returns:
     x_BLD and (what each routed block told, the new caches or None).
   """
-  dense_block, routed_block = _remat(Block, config), _remat(MoDBlock, config)
+  dense_block, routed_block = (
+    mod.remat(module, config.remat, scanned=config.scan_layers)
+    for module in (Block, MoDBlock)
+  )
   told, new_caches = [], []
   for i, capacity in enumerate(capacities):
     cache = None if caches is None else caches[i]
     if capacity is None:
       block = dense_block(config.block, name=f'block_{i}')
-      update_BLD, cache = block(x_BLD, info, cache)
-      x_BLD = x_BLD + update_BLD
+      done = block(x_BLD, info, cache)
+      x_BLD, cache = x_BLD + done.update_BLD, done.cache
     else:
       block = routed_block(
         config.block, config.routing, capacity, mode, name=f'block_{i}'
@@ -407,18 +425,6 @@ class LanguageModel(nn.Module):
       for told_j in told_G
     )
     return x_BLD, told, caches
-
-
-def _remat(module, config: LMConfig):
-  if config.remat == 'none':
-    return module
-  policies = jax.checkpoint_policies
-  policy = policies.save_only_these_names(mod.SELECTION_NAME)
-  if config.remat == 'dots':
-    policy = policies.save_from_both_policies(
-      policy, policies.dots_with_no_batch_dims_saveable
-    )
-  return nn.remat(module, policy=policy, prevent_cse=not config.scan_layers)
 
 
 def _count(tokens_BL, valid_BL):

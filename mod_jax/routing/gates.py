@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from mod_jax.errors import UserError
 
-GATES = ('raw', 'sigmoid', 'alpha_sigmoid', 'one_plus_tanh')
+GATES = ('raw', 'sigmoid', 'alpha_sigmoid', 'one_plus_tanh', 'none')
 
 
 def gate(kind: str, score: jax.Array, alpha: float = 2.0) -> jax.Array:
@@ -15,7 +15,7 @@ def gate(kind: str, score: jax.Array, alpha: float = 2.0) -> jax.Array:
     kind: `raw` is the score itself (Raposo et al. 2024, Eq. 1); `sigmoid`;
       `alpha_sigmoid` is alpha · sigmoid, which for alpha = 2 is 1 at score 0;
       `one_plus_tanh` is near the identity for small scores, which suits
-      pretrained weights.
+      pretrained weights; `none` is 1.
     score: router scores of any shape.
     alpha: the factor of `alpha_sigmoid`.
 
@@ -32,4 +32,6 @@ def gate(kind: str, score: jax.Array, alpha: float = 2.0) -> jax.Array:
       return alpha * jax.nn.sigmoid(score)
     case 'one_plus_tanh':
       return 1 + jnp.tanh(score)
+    case 'none':
+      return jnp.ones_like(score)
   raise UserError(f'gate={kind!r}: expected one of {", ".join(GATES)}.')

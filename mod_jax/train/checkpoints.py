@@ -9,6 +9,7 @@ so that what is visible is whole and can be checked for damage later.
 """
 
 from collections.abc import Callable
+from collections.abc import Collection
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -275,6 +276,54 @@ def restore_subtree(
   return restored
 
 
+def restore_named(
+  directory,
+  names: Collection[str],
+  *,
+  report: Callable[[str], None] = logging.warning,
+) -> Restored | None:
+  """Restores parts of the newest checkpoint without knowing their shapes.
+
+  Args:
+    directory: as for `restore_subtree`.
+    names: of the parts, such as `params`.
+    report: is told in one sentence of each checkpoint passed over.
+
+  Returns:
+    The checkpoint, its state nested dictionaries by name, with arrays on one
+    device; or None where there is none yet. A part that was not saved, as
+    happens to empty ones, is an empty dictionary.
+
+  Raises:
+    UserError: no checkpoint is usable.
+  """
+
+  def load(source):
+    stored = source.stored()
+    wanted = {
+      path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+      for path, leaf in stored.items()
+      if path.split('/')[0] in names
+    }
+    restored = source.load(_nested(wanted), None, whole=False)
+    state = {name: restored.state.get(name, {}) for name in names}
+    return dataclasses.replace(restored, state=state)
+
+  directory = _absolute(directory)
+  restored, _ = _restore_newest(directory, _steps(directory), load, report)
+  return restored
+
+
+def steps(directory) -> list[int]:
+  """Returns the steps of the whole checkpoints in a directory, ascending.
+
+  Args:
+    directory: as for `Checkpointer`; may be missing.
+  """
+  directory = _absolute(directory)
+  return _steps(directory) if directory.exists() else []
+
+
 class _Unusable(Exception):
   """A checkpoint is damaged: told in a few words, to use the one before."""
 
@@ -295,10 +344,7 @@ class _Source:
       whole: whether the checkpoint may hold no other arrays than these.
     """
     wanted = _by_path(abstract)
-    with self._reading('its list of arrays'):
-      handler = ocp.PyTreeCheckpointHandler()
-      stored = _by_path(handler.metadata(self.directory / _STATE).tree)
-    self._check(wanted, stored, whole)
+    self._check(wanted, self.stored(), whole)
     with self._reading('its arrays'):
       tree = {path: _stored_type(leaf) for path, leaf in wanted.items()}
       arrays = self._item(
@@ -322,6 +368,12 @@ class _Source:
       state=jax.tree.unflatten(jax.tree.structure(abstract), leaves),
       metadata=dict(metadata),
     )
+
+  def stored(self) -> dict[str, Any]:
+    """Returns shape and dtype of all its arrays, by path."""
+    with self._reading('its list of arrays'):
+      handler = ocp.PyTreeCheckpointHandler()
+      return _by_path(handler.metadata(self.directory / _STATE).tree)
 
   def _item(self, name, args):
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:

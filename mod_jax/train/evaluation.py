@@ -1,11 +1,13 @@
 """Evaluating a run that was trained, or is still training."""
 
+from collections.abc import Iterable
 import dataclasses
 import json
 from typing import Any
 
 import jax
 
+from mod_jax import config as config_lib
 from mod_jax import parallel
 from mod_jax import viz
 from mod_jax.errors import UserError
@@ -25,7 +27,7 @@ class Trained:
   Attributes:
     step: of the checkpoint.
     task: says how to evaluate, sample and draw.
-    params: the parameters.
+    params: the parameters to use: averages, if the run keeps any.
     mutables: other collections of the model.
     mesh: where they lie.
   """
@@ -59,10 +61,12 @@ def load(workdir, *, step: int | None = None) -> Trained:
     config.optimizer, config.train.num_steps
   )
   with jax.set_mesh(mesh):
-    abstract = state_lib.abstract_state(task, optimizer, mesh)
+    ema = config.train.ema_decay > 0
+    abstract = state_lib.abstract_state(task, optimizer, mesh, ema=ema)
+    params = 'ema' if ema else 'params'
     restored = restore_subtree(
       workdir_lib.checkpoints(workdir),
-      {'params': abstract.params, 'mutables': abstract.mutables},
+      {params: abstract.eval_params, 'mutables': abstract.mutables},
       step=step,
     )
   if restored is None:
@@ -72,7 +76,7 @@ def load(workdir, *, step: int | None = None) -> Trained:
   return Trained(
     restored.step,
     task,
-    restored.state['params'],
+    restored.state[params],
     restored.state['mutables'],
     mesh,
   )
@@ -115,9 +119,55 @@ def report(trained: Trained, metrics: dict[str, float], workdir) -> None:
   figures = {}
   if jax.process_count() == 1:
     figures = trained.task.pictures(trained.params, trained.mutables)
-  figures['curves'] = viz.loss_curves(
-    metrics_lib.read(workdir), title='Loss over training'
-  )
+  figures['curves'] = trained.task.curves(metrics_lib.read(workdir))
+  _save_pictures(figures, workdir)
+
+
+def find_studies(task: Task, names: Iterable[str]) -> dict[str, Any]:
+  """Returns the studies of these names.
+
+  Raises:
+    UserError: the task has no study of a name.
+  """
+  studies = task.studies()
+  names = list(names)
+  if names and not studies:
+    raise UserError(
+      f'--study={names[0]}: there are no studies of this kind of model; leave'
+      ' --study out.'
+    )
+  return {name: config_lib.choose(name, studies, 'study') for name in names}
+
+
+def study(trained: Trained, names: Iterable[str], workdir) -> None:
+  """Runs studies; prints what they found, and keeps it in the run's directory.
+
+  Args:
+    trained: from `load`.
+    names: of `task.studies()`.
+    workdir: the run's directory: `study_NAME.json`, and the pictures beside
+      the others.
+
+  Raises:
+    UserError: there is no study of a name; then none is run.
+  """
+  workdir = workdir_lib.expand(workdir)
+  for name, run in find_studies(trained.task, names).items():
+    with jax.set_mesh(trained.mesh):
+      found = run(trained.params, trained.mutables, trained.mesh)
+    if jax.process_index() != 0:
+      continue
+    print(f'{name}, at step {trained.step}:')
+    print(found.text)
+    workdir_lib.write_text(
+      f'{workdir}/study_{name}.json',
+      json.dumps({'step': trained.step, **found.metrics}, indent=2) + '\n',
+    )
+    figures = {f'study_{name}_{k}': v for k, v in found.figures.items()}
+    _save_pictures(figures, workdir)
+
+
+def _save_pictures(figures, workdir):
   for name, figure in figures.items():
     path = workdir_lib.pictures(workdir) / f'{name}.png'
     viz.save(figure, path)

@@ -4,8 +4,11 @@ import dataclasses
 
 from mod_jax import config as config_lib
 from mod_jax import errors
+from mod_jax.data.images import ImageDataConfig
 from mod_jax.data.text import TextDataConfig
+from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.lm import LMConfig
+from mod_jax.models.vit import ViTConfig
 from mod_jax.parallel import MeshConfig
 from mod_jax.train.checkpoints import CheckpointConfig
 from mod_jax.train.optimizer import OptimizerConfig
@@ -19,6 +22,8 @@ class TrainConfig:
   # The capacity of routed layers comes down from 1 over so many steps.
   capacity_warmup_steps: int = 0
   capacity_warmup_stages: int = 4  # In so many stretches; each compiles.
+  # Of the parameters' averages, which are then what is evaluated; 0 = none.
+  ema_decay: float = 0.0
 
   def __post_init__(self):
     config_lib.validate(self)
@@ -30,6 +35,11 @@ class TrainConfig:
       raise errors.UserError(
         f'batch_size={self.batch_size} does not divide by'
         f' accumulation={self.accumulation}: change one of them.'
+      )
+    if not 0 <= self.ema_decay < 1:
+      raise errors.UserError(
+        f'ema_decay={self.ema_decay}: expected a number in [0, 1), where 0'
+        ' keeps no averages.'
       )
     if self.capacity_warmup_steps < 0:
       raise errors.UserError(
@@ -65,6 +75,36 @@ class EvaluationConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class PruningObjective:
+  """What DynamicViT minimises: weights of its losses, Rao et al. 2021, Eq. 18.
+
+  All but the ratio's need no mask; the distillations need a teacher, the dense
+  backbone with pretrained weights.
+  """
+
+  classification: float = 1.0
+  ratio: float = 2.0  # Fractions kept against those aimed at, squared.
+  token_distillation: float = 0.5
+  logit_distillation: float = 0.5
+  teacher: str | None = None  # A run or checkpoint; None = that of `init`.
+
+  def __post_init__(self):
+    config_lib.validate(self)
+    for name in (
+      *('classification', 'ratio', 'token_distillation'),
+      'logit_distillation',
+    ):
+      if getattr(self, name) < 0:
+        raise errors.UserError(
+          f'objective.{name}={getattr(self, name)}: expected 0 or more.'
+        )
+
+  @property
+  def needs_teacher(self) -> bool:
+    return self.token_distillation > 0 or self.logit_distillation > 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LogConfig:
   every: int = 10  # Steps between lines of progress.
   tensorboard: bool = True
@@ -81,8 +121,12 @@ class ExperimentConfig:
 
   name: str = 'run'
   seed: int = 0
-  model: LMConfig = LMConfig()
-  data: TextDataConfig = TextDataConfig()
+  # Weights to start from: a workdir of ours or a checkpoint file.
+  init: str | None = None
+  model: LMConfig | ViTConfig | DynamicViTConfig = LMConfig()
+  data: TextDataConfig | ImageDataConfig = TextDataConfig()
+  # What is minimised, where the model leaves a choice; None = its defaults.
+  objective: PruningObjective | None = None
   optimizer: OptimizerConfig = OptimizerConfig()
   train: TrainConfig = TrainConfig()
   evaluation: EvaluationConfig = EvaluationConfig()

@@ -1,6 +1,5 @@
 """The language-model task."""
 
-import dataclasses
 import functools
 import math
 
@@ -12,13 +11,13 @@ from mod_jax import errors
 from mod_jax import flops
 from mod_jax import losses
 from mod_jax import parallel
-from mod_jax import routing
 from mod_jax import viz
 from mod_jax.data import text
 from mod_jax.layers import mod
 from mod_jax.models import lm
 from mod_jax.sampling import generate
 from mod_jax.sampling import pad_prompts
+from mod_jax.train import capacity
 from mod_jax.train import metrics as metrics_lib
 from mod_jax.train import task as task_lib
 from mod_jax.train.experiment import ExperimentConfig
@@ -27,6 +26,10 @@ from mod_jax.train.experiment import ExperimentConfig
 class LanguageTask(task_lib.Task):
   """Next-token prediction with what Mixture-of-Depths adds to it."""
 
+  # What makes a routed model of a dense one, and a dense one of a routed one.
+  may_be_new = (r'(.*/)?(router|predictor)/.*', r'moving/.*')
+  may_be_dropped = may_be_new
+
   def __init__(self, config: ExperimentConfig):
     """Reads the tokenizer; touches no data.
 
@@ -34,6 +37,11 @@ class LanguageTask(task_lib.Task):
       UserError: the vocabulary is smaller than the tokenizer's.
     """
     self.config = config
+    if not isinstance(config.data, text.TextDataConfig):
+      raise errors.UserError(
+        f'data is a {type(config.data).__name__} and model an LMConfig: a'
+        ' language model needs a TextDataConfig.'
+      )
     self.tokenizer = text.make_tokenizer(config.data)
     if config.model.vocab_size < self.tokenizer.vocab_size:
       raise errors.UserError(
@@ -63,23 +71,13 @@ class LanguageTask(task_lib.Task):
 
   def stage(self, step: int) -> float:
     """The least capacity of this step: a warm-up starts from 1."""
-    train = self.config.train
-    if self.config.model.routing is None or not train.capacity_warmup_steps:
-      return 0.0
-    return routing.capacity_floor(
-      step,
-      warmup_steps=train.capacity_warmup_steps,
-      stages=train.capacity_warmup_stages,
-    )
+    return capacity.stage(self.config.model, self.config.train, step)
 
   def _model(self, stage: float) -> lm.LanguageModel:
-    config = self.config.model
-    if stage:
-      routed = dataclasses.replace(config.routing, capacity_floor=stage)
-      config = dataclasses.replace(config, routing=routed)
-    return config.build()
+    return capacity.at_stage(self.config.model, stage).build()
 
-  def loss(self, params, mutables, batch, rng, stage):
+  def loss(self, params, mutables, batch, rng, stage, frozen=None):
+    del frozen  # A language model has no teacher.
     output, mutables = self._model(stage).apply(
       {'params': params, **mutables},
       batch['tokens'],
@@ -102,6 +100,9 @@ class LanguageTask(task_lib.Task):
       loss += extra
       pairs |= more
     return loss, (pairs, mutables)
+
+  def flops_report(self):
+    return flops.report(self.config.model, self.config.data.length)
 
   def flops_per_step(self, stage):
     rows = self.config.train.batch_size
@@ -195,6 +196,10 @@ class LanguageTask(task_lib.Task):
       rngs={'routing': key},
     )
     return output, valid_BL
+
+  def main_metrics(self, metrics):
+    # An accuracy is here how well a rule agrees with top-k.
+    return {k: v for k, v in metrics.items() if k.endswith('/loss')}
 
   def summary(self, metrics):
     columns = ('loss', 'perplexity', 'bits_per_byte')

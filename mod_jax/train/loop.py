@@ -11,10 +11,14 @@ from typing import Any
 from absl import logging
 import jax
 from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec
+import numpy as np
 
 from mod_jax import config as config_lib
 from mod_jax import parallel
 from mod_jax.errors import UserError
+from mod_jax.train import checkpoints as checkpoints_lib
 from mod_jax.train import evaluation
 from mod_jax.train import metrics as metrics_lib
 from mod_jax.train import optimizer as optimizer_lib
@@ -87,10 +91,22 @@ class _Run:
     )
     with jax.set_mesh(self.mesh):
       self.abstract = state_lib.abstract_state(
-        self.task, self.optimizer, self.mesh
+        self.task,
+        self.optimizer,
+        self.mesh,
+        ema=config.train.ema_decay > 0,
       )
+    optimizer_lib.check_rules(config.optimizer, self.abstract.params)
     metrics_lib.check_wandb(config.log.wandb)
     self.first = jax.process_index() == 0
+    workdir_lib.check(self.workdir, config)
+    with jax.set_mesh(self.mesh):
+      self.frozen = self._frozen()
+      self.adapted = None
+      if config.init is not None and not checkpoints_lib.steps(
+        workdir_lib.checkpoints(self.workdir)
+      ):
+        self.adapted = self._adapted_state(config.init)
     if self.first:
       workdir_lib.claim(self.workdir, config)
     self.pending = []
@@ -109,7 +125,7 @@ class _Run:
       )
       restored = self.checkpointer.restore(self.abstract, self.iterator)
       if restored is None:
-        state, start = self._fresh_state(), 0
+        state, start = self._first_state(), 0
       else:
         state, start = restored.state, restored.step
         self.last_saved = start
@@ -129,10 +145,14 @@ class _Run:
           start,
           tokens_per_step=self.task.tokens_per_step,
           flops_per_step=self.task.flops_per_step(self.task.stage(num_steps)),
+          unit=self.task.unit,
           enabled=self.first,
         )
       )
       self.progress.message(self._opening(start, state))
+      if config.init is not None and restored is None:
+        # To be compared with the end: on the same held-out data.
+        self._evaluate(0, state, batches=config.evaluation.final_batches)
       end = num_steps
       if max_steps is not None:
         end = min(end, start + max_steps)
@@ -155,6 +175,29 @@ class _Run:
     return state_lib.create_state(
       self.config.seed, self.task, self.optimizer, self.abstract
     )
+
+  def _adapted_state(self, init):
+    """Returns a fresh state that starts from somebody's weights."""
+    state = self._fresh_state()
+    params, mutables = self.task.start(state.params, state.mutables, init)
+    return state_lib.with_weights(state, self.abstract, params, mutables)
+
+  def _first_state(self):
+    state, self.adapted = self.adapted, None  # Held once: it is donated.
+    return self._fresh_state() if state is None else state
+
+  def _frozen(self):
+    """Returns the task's frozen arrays, in their place on the mesh."""
+    everywhere = NamedSharding(self.mesh, PartitionSpec())
+
+    def place(x):
+      sharding = getattr(x, 'sharding', None)
+      if isinstance(sharding, NamedSharding) and sharding.mesh == self.mesh:
+        return x
+      x = np.asarray(x)
+      return jax.make_array_from_callback(x.shape, everywhere, x.__getitem__)
+
+    return jax.tree.map(place, self.task.frozen(self.mesh))
 
   def _opening(self, start, state):
     params = sum(x.size for x in jax.tree.leaves(state.params))
@@ -189,17 +232,21 @@ class _Run:
 
   def _compile(self, stage):
     shardings = jax.tree.map(lambda x: x.sharding, self.abstract)
-    return jax.jit(
+    step = jax.jit(
       functools.partial(
         train_step,
         task=self.task,
         optimizer=self.optimizer,
         stage=stage,
         accumulation=self.config.train.accumulation,
+        ema_decay=self.config.train.ema_decay,
       ),
       donate_argnums=0,
       out_shardings=(shardings, None),
     )
+    # An argument of each call: closed over, they would be constants of the
+    # program, as large as a teacher.
+    return lambda state, batch: step(state, batch, self.frozen)
 
   def _flush(self):
     """Writes the metrics of the steps since the last time, and checks them."""
@@ -216,7 +263,7 @@ class _Run:
         raise TrainingDiverged(self._diverged(step, bad[0], values))
     if self.pending:
       step, values = self.pending[-1][0], values
-      shown = {k: values[k] for k in ('loss',) if k in values}
+      shown = {k: values[k] for k in ('loss', 'accuracy') if k in values}
       self.progress.update(step, shown)
     self.pending.clear()
 
@@ -244,7 +291,7 @@ class _Run:
 
   def _evaluate(self, step, state, **kwargs):
     metrics = self.task.evaluate(
-      state.params, state.mutables, self.mesh, **kwargs
+      state.eval_params, state.mutables, self.mesh, **kwargs
     )
     # A finished run that is run again has this line already.
     line = {'step': step, 'kind': 'eval', **metrics}
@@ -252,12 +299,11 @@ class _Run:
       self.workdir
     ):
       self.writer.write(step, 'eval', metrics)
-    losses = ', '.join(
-      f'{name.split("/")[0]} {value:.4f}'
-      for name, value in metrics.items()
-      if name.endswith('/loss')
+    shown = ', '.join(
+      f'{name} {value:.4f}'
+      for name, value in self.task.main_metrics(metrics).items()
     )
-    self.progress.message(f'step {step}: held-out loss {losses}')
+    self.progress.message(f'step {step}: held-out {shown}')
     return metrics
 
   def _stopping(self, step):
@@ -274,7 +320,7 @@ class _Run:
     self.progress.close()
     if self.first:
       trained = evaluation.Trained(
-        step, self.task, state.params, state.mutables, self.mesh
+        step, self.task, state.eval_params, state.mutables, self.mesh
       )
       evaluation.report(trained, metrics, self.workdir)
       self._finish_texts(state)
@@ -283,7 +329,8 @@ class _Run:
   def _finish_texts(self, state):
     if jax.process_count() > 1:  # As with pictures, see `evaluation.report`.
       return
-    for i, text in enumerate(self.task.finish(state.params, state.mutables)):
+    texts = self.task.finish(state.eval_params, state.mutables)
+    for i, text in enumerate(texts):
       path = f'{self.workdir}/sample_{i}.txt'
       workdir_lib.write_text(path, text)
       print(f'sample, also in {path}:\n{text}')

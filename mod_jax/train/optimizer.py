@@ -1,24 +1,55 @@
-"""The optimiser: AdamW, warm-up and cosine over exactly the run's steps."""
+"""The optimiser: warm-up, cosine, and what each parameter makes of them.
 
+AdamW or SGD, over exactly the run's steps. A parameter is known by its name,
+`block_0/mlp/up/kernel`; `scale_of` alone says at what rate, and from which step
+on, one of this name trains.
+"""
+
+from collections.abc import Iterable
 import dataclasses
+import difflib
+import re
+from typing import Literal
+from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from mod_jax import config as config_lib
 from mod_jax import errors
 
+_BLOCK = re.compile(r'(?:^|/)block_(\d+)(?:/|$)')
+# What stands before the blocks; all else without a number stands behind them.
+_STEM = re.compile(r'(?:^|/)(?:patch|position|class_token|embedding|stem)')
+# Blocks stacked by `nn.scan` have one name for several depths.
+_STACKED = re.compile(r'(?:^|/)layers/block_\d+/')
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
+  """How parameters are changed, and which of them.
+
+  `rules` are triples of a regular expression that is searched for in a
+  parameter's name, a factor on its learning rate, and the first step, counted
+  from 0, at which it trains. The first rule that matches counts, and with any
+  rules every parameter must be matched; see `check_rules`. A factor of 0
+  freezes for ever. A frozen parameter does not change at all.
+  """
+
+  kind: Literal['adamw', 'sgd'] = 'adamw'
   learning_rate: float = 3e-3  # At its peak.
   warmup_steps: int = 100  # Linear from 0.
   final_fraction: float = 0.1  # Learning rate after the last step / the peak.
   weight_decay: float = 0.1  # On kernels and embeddings; not on routers.
-  beta1: float = 0.9
+  momentum: float = 0.9  # Of SGD.
+  beta1: float = 0.9  # Of AdamW, as are the two below.
   beta2: float = 0.95
   epsilon: float = 1e-8
   clip_norm: float = 1.0  # Global gradient norm; 0 = no clipping.
+  rules: tuple[tuple[str, float, int], ...] = ()
+  # Factor on the learning rate for each block further from the head; 1 = none.
+  layer_decay: float = 1.0
 
   def __post_init__(self):
     config_lib.validate(self)
@@ -33,6 +64,27 @@ class OptimizerConfig:
       if getattr(self, name) < 0:
         raise errors.UserError(
           f'optimizer.{name}={getattr(self, name)}: expected 0 or more.'
+        )
+    if not 0 <= self.momentum < 1:
+      raise errors.UserError(
+        f'optimizer.momentum={self.momentum}: expected a number in [0, 1).'
+      )
+    if not 0 < self.layer_decay <= 1:
+      raise errors.UserError(
+        f'optimizer.layer_decay={self.layer_decay}: expected a number in (0,'
+        ' 1], where 1 is no decay.'
+      )
+    for i, (pattern, factor, first) in enumerate(self.rules):
+      where = f'optimizer.rules[{i}]={(pattern, factor, first)}'
+      try:
+        re.compile(pattern)
+      except re.error as error:
+        raise errors.UserError(
+          f'{where}: {pattern!r} is no regular expression ({error}).'
+        ) from error
+      if factor < 0 or first < 0:
+        raise errors.UserError(
+          f'{where}: expected a factor and a first step of 0 or more.'
         )
 
 
@@ -59,34 +111,221 @@ def schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
 def make_optimizer(
   config: OptimizerConfig, num_steps: int
 ) -> optax.GradientTransformation:
-  """Returns AdamW (Loshchilov & Hutter 2019) for a run of `num_steps`."""
+  """Returns the optimiser for a run of `num_steps`.
+
+  AdamW has its weight decay beside the gradient (Loshchilov & Hutter 2019),
+  SGD within it, and no Nesterov step. Parameters that are frozen for a while
+  gather moments meanwhile, so that they do not start with a leap; those that
+  are frozen for ever count for nothing, the clipping included.
+
+  Raises:
+    UserError: the warm-up, or a rule's first step, lies behind the run's end.
+  """
+  for i, (pattern, factor, first) in enumerate(config.rules):
+    if factor and first >= num_steps:
+      raise errors.UserError(
+        f'optimizer.rules[{i}]={(pattern, factor, first)} trains nothing in a'
+        f' run of {num_steps} steps: start earlier, or freeze it for ever by a'
+        ' factor of 0.'
+      )
+  # Checkpoints know the optimiser's arrays by their place in this list.
   steps = []
+  if any(factor == 0 for _, factor, _ in config.rules):
+    steps.append(
+      optax.masked(
+        optax.set_to_zero(),
+        lambda tree: jax.tree.map(
+          lambda s: not s.factor, _scales(config, tree)
+        ),
+      )
+    )
   if config.clip_norm:
     clip = optax.clip_by_global_norm(config.clip_norm)
     # Apart, so that a predictor cannot scale the language model's gradients:
     # it must leave them untouched.
-    steps = [
+    steps += [
       optax.masked(clip, lambda tree: _where(tree, lambda n: not _predicts(n))),
       optax.masked(clip, lambda tree: _where(tree, _predicts)),
     ]
-  return optax.chain(
-    *steps,
-    optax.scale_by_adam(config.beta1, config.beta2, config.epsilon),
-    optax.add_decayed_weights(
-      config.weight_decay, lambda tree: _where(tree, _decays)
-    ),
-    optax.scale_by_learning_rate(schedule(config, num_steps)),
+  decay = optax.add_decayed_weights(
+    config.weight_decay, lambda tree: _where(tree, _decays)
   )
+  if config.kind == 'adamw':
+    adam = optax.scale_by_adam(config.beta1, config.beta2, config.epsilon)
+    steps += [adam, decay]
+  else:
+    steps += [decay, optax.trace(config.momentum)]
+  steps.append(optax.scale_by_learning_rate(schedule(config, num_steps)))
+  if config.rules or config.layer_decay != 1:
+    # Last, where a factor of 0 stops everything, weight decay included.
+    steps.append(_scale_by_name(config))
+  return optax.chain(*steps)
+
+
+@dataclasses.dataclass(frozen=True)
+class Scale:
+  """How a parameter trains: at which part of the rate, and from which step."""
+
+  factor: float
+  first_step: int
+
+
+def scale_of(
+  config: OptimizerConfig, name: str, num_blocks: int
+) -> Scale | None:
+  """Returns how the parameter of a name trains; None if no rule covers it.
+
+  The factors of the first matching rule and of the layer-wise decay (Clark et
+  al. 2020; as in BEiT, Bao et al. 2022) multiply. With n blocks, what stands
+  before them is n + 1 steps from the head, block i is n - i, and all else 0.
+
+  Args:
+    config: with `rules` and `layer_decay`.
+    name: such as `block_0/mlp/up/kernel`.
+    num_blocks: how many blocks the model has.
+  """
+  factor, first_step = 1.0, 0
+  if config.rules:
+    index = _first_rule(config, name)
+    if index is None:
+      return None
+    _, factor, first_step = config.rules[index]
+  if block := _BLOCK.search(name):
+    distance = num_blocks - int(block[1])
+  else:
+    distance = num_blocks + 1 if _STEM.search(name) else 0
+  return Scale(factor * config.layer_decay**distance, first_step)
+
+
+def check_rules(config: OptimizerConfig, params) -> None:
+  """Checks that the rules and a model's parameters fit each other.
+
+  Args:
+    config: with `rules` and `layer_decay`.
+    params: the parameters, or their shapes.
+
+  Raises:
+    UserError: a parameter that no rule covers, a rule that matches no
+      parameter, or a decay by layers of a model whose blocks have no numbers.
+  """
+  names = _names(params)
+  if config.layer_decay != 1:
+    _check_blocks(config, names)
+  if not config.rules:
+    return
+  for i, (pattern, *_) in enumerate(config.rules):
+    if not any(re.search(pattern, name) for name in names):
+      raise errors.UserError(
+        f'optimizer.rules[{i}] matches no parameter by {pattern!r}: the nearest'
+        f' names are {_nearest(pattern, names)}.'
+      )
+  uncovered = [name for name in names if _first_rule(config, name) is None]
+  if uncovered:
+    raise errors.UserError(
+      f'optimizer.rules cover no {_some(uncovered)}: every parameter needs a'
+      " rule; end with ('.', 1.0, 0) to train the rest as usual."
+    )
+
+
+def _check_blocks(config, names):
+  what = f'optimizer.layer_decay={config.layer_decay}'
+  stacked = [name for name in names if _STACKED.search(name)]
+  if stacked:
+    raise errors.UserError(
+      f'{what} needs one name for each block, and {stacked[0]} is several of'
+      ' them: set model.scan_layers=False.'
+    )
+  if not _num_blocks(names):
+    raise errors.UserError(
+      f'{what} counts the blocks block_0, block_1, …, and this model has none:'
+      ' set it to 1.'
+    )
+
+
+def _first_rule(config, name) -> int | None:
+  matching = (i for i, r in enumerate(config.rules) if re.search(r[0], name))
+  return next(matching, None)
+
+
+def _num_blocks(names: Iterable[str]) -> int:
+  found = (_BLOCK.search(name) for name in names)
+  return max((int(match[1]) + 1 for match in found if match), default=0)
+
+
+def _nearest(pattern, names) -> str:
+  # Rules name parts of paths as often as whole ones.
+  parts = dict.fromkeys(
+    name.rsplit('/', depth)[0] for name in names for depth in range(9)
+  )
+  close = difflib.get_close_matches(pattern, parts, n=3, cutoff=0.5)
+  return _some(close or list(names), limit=3)
+
+
+def _some(names, limit=8) -> str:
+  more = f' and {len(names) - limit} more' if len(names) > limit else ''
+  return ', '.join(names[:limit]) + more
+
+
+def _name(path) -> str:
+  """Returns `block_0/mlp/up/kernel` for the path of a leaf."""
+  keys = (k.key for k in path if isinstance(k, jax.tree_util.DictKey))
+  return '/'.join(keys)
+
+
+def _names(tree) -> list[str]:
+  return [_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def _scales(config, tree):
+  """Returns the tree with each parameter's `Scale`.
+
+  Raises:
+    UserError: as `check_rules`.
+  """
+  num_blocks = _num_blocks(_names(tree))
+
+  def one(path, _):
+    scale = scale_of(config, _name(path), num_blocks)
+    if scale is None:
+      check_rules(config, tree)
+    return scale
+
+  return jax.tree_util.tree_map_with_path(one, tree)
+
+
+class _ScaleByNameState(NamedTuple):
+  count: jax.Array  # int32 number of updates made.
+
+
+def _scale_by_name(config) -> optax.GradientTransformation:
+  """Multiplies the updates of each parameter by its factor, or by 0."""
+
+  def init(params):
+    del params
+    return _ScaleByNameState(jnp.zeros((), jnp.int32))
+
+  def update(updates, state, params=None):
+    del params
+
+    def one(update, scale):
+      if not scale.factor:
+        return jnp.zeros_like(update)
+      if scale.first_step:
+        # Not a product: what is not finite would come through.
+        trains = state.count >= scale.first_step
+        update = jnp.where(trains, update, 0)
+      return update if scale.factor == 1 else scale.factor * update
+
+    updates = jax.tree.map(one, updates, _scales(config, updates))
+    return updates, _ScaleByNameState(optax.safe_increment(state.count))
+
+  return optax.GradientTransformation(init, update)
 
 
 def _where(tree, predicate):
   """Returns a tree of booleans by the names along each leaf's path."""
-
-  def names(path):
-    return [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
-
   return jax.tree_util.tree_map_with_path(
-    lambda path, _: predicate(names(path)), tree
+    lambda path, _: predicate(_name(path).split('/')), tree
   )
 
 

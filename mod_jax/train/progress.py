@@ -19,8 +19,8 @@ class Progress:
 
   On a terminal it is one bar that stays at the bottom; elsewhere a line now
   and then, without carriage returns. What it shows beside `values`:
-  tokens/s, the model's FLOP/s and the time left, from the second showing on,
-  so that compiling the first step does not count.
+  tokens/s (or images/s), the model's FLOP/s and the time left, from the second
+  showing on, so that compiling the first step does not count.
   """
 
   def __init__(
@@ -30,6 +30,7 @@ class Progress:
     *,
     tokens_per_step: float | None = None,
     flops_per_step: float | None = None,
+    unit: str = 'tokens',
     stream=None,
     interval: float | None = None,
     clock: Callable[[], float] = time.monotonic,
@@ -40,9 +41,11 @@ class Progress:
     Args:
       total_steps: steps of the whole run.
       start_step: steps taken already, when resuming.
-      tokens_per_step: tokens in a batch over all devices; None hides the rate.
+      tokens_per_step: tokens (or what `unit` says) in a batch over all devices;
+        None hides the rate.
       flops_per_step: the model's FLOPs of one training step, multiply-add
         counted as 2; None hides the rate.
+      unit: what a batch is counted in, such as `images`.
       stream: where to write; by default standard error.
       interval: least seconds between two showings, but for the first and the
         last; by default 0.5 on a terminal and 5 elsewhere.
@@ -52,6 +55,7 @@ class Progress:
     self._total_steps = total_steps
     self._tokens_per_step = tokens_per_step
     self._flops_per_step = flops_per_step
+    self._unit = unit
     self._stream = sys.stderr if stream is None else stream
     self._clock = clock
     self._enabled = enabled
@@ -131,7 +135,7 @@ class Progress:
     if self._rate:
       if self._tokens_per_step:
         number, prefix = _scaled(self._rate * self._tokens_per_step)
-        parts.append(f'{number}{prefix} tokens/s')
+        parts.append(f'{number}{prefix} {self._unit}/s')
       if self._flops_per_step:
         number, prefix = _scaled(self._rate * self._flops_per_step)
         parts.append(f'{number} {prefix}FLOP/s')

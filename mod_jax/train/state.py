@@ -6,6 +6,7 @@ from flax import linen as nn
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from mod_jax import parallel
@@ -21,6 +22,7 @@ class TrainState:
     opt_state: the optimiser's state.
     rng: the one key; each step folds its number into it.
     mutables: other collections of the model, by name.
+    ema: moving averages of the parameters, or None where none are kept.
   """
 
   step: jax.Array
@@ -28,9 +30,15 @@ class TrainState:
   opt_state: Any
   rng: jax.Array
   mutables: Any
+  ema: Any = None
+
+  @property
+  def eval_params(self):
+    """The parameters to evaluate and to use: the averages if there are any."""
+    return self.params if self.ema is None else self.ema
 
 
-def _create(key, task, optimizer):
+def _create(key, task, optimizer, ema):
   params_key, rng = jax.random.split(key)
   variables = dict(task.init(params_key))
   params = variables.pop('params')
@@ -40,20 +48,33 @@ def _create(key, task, optimizer):
     opt_state=optimizer.init(params),
     rng=rng,
     mutables=variables,
+    ema=params if ema else None,
   )
 
 
 def abstract_state(
-  task, optimizer: optax.GradientTransformation, mesh: jax.sharding.Mesh
+  task,
+  optimizer: optax.GradientTransformation,
+  mesh: jax.sharding.Mesh,
+  *,
+  ema: bool = False,
 ) -> TrainState:
   """Returns the state's shapes, dtypes and shardings; computes nothing.
+
+  Args:
+    task: whose `init` makes the variables.
+    optimizer: whose state is part of it.
+    mesh: where the arrays are to lie.
+    ema: whether averages of the parameters are kept.
 
   Raises:
     UserError: a parameter does not divide over the mesh.
   """
   # The key is made inside, for then nothing runs, and the mesh may be one of
   # devices that are not here.
-  boxed = jax.eval_shape(lambda: _create(jax.random.key(0), task, optimizer))
+  boxed = jax.eval_shape(
+    lambda: _create(jax.random.key(0), task, optimizer, ema)
+  )
   return jax.tree.map(
     lambda x, sharding: jax.ShapeDtypeStruct(
       x.shape, x.dtype, sharding=sharding
@@ -68,8 +89,37 @@ def create_state(
 ) -> TrainState:
   """Returns a fresh state, each array born in its place on the mesh."""
   out_shardings = jax.tree.map(lambda x: x.sharding, abstract)
+  ema = abstract.ema is not None
   create = jax.jit(
-    lambda key: nn.unbox(_create(key, task, optimizer)),
+    lambda key: nn.unbox(_create(key, task, optimizer, ema)),
     out_shardings=out_shardings,
   )
   return create(jax.random.key(seed))
+
+
+def with_weights(
+  state: TrainState, abstract: TrainState, params, mutables
+) -> TrainState:
+  """Returns a fresh state that begins with other parameters and mutables.
+
+  Args:
+    state: of step 0.
+    abstract: says where each array is to lie.
+    params: in the structure of the state's, on the host or anywhere.
+    mutables: likewise.
+  """
+
+  def place(x, like):
+    if isinstance(x, jax.Array) and x.sharding == like.sharding:
+      return x
+    x = np.asarray(x, like.dtype)
+    # Each host places its part: what lies on other hosts it cannot put.
+    return jax.make_array_from_callback(x.shape, like.sharding, x.__getitem__)
+
+  params = jax.tree.map(place, params, abstract.params)
+  return state.replace(
+    params=params,
+    mutables=jax.tree.map(place, mutables, abstract.mutables),
+    # Copies: a step donates both.
+    ema=None if state.ema is None else jax.tree.map(jnp.copy, params),
+  )

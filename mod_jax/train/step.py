@@ -10,28 +10,35 @@ from mod_jax.train.state import TrainState
 def train_step(
   state: TrainState,
   batch: dict[str, jax.Array],
+  frozen=None,
   *,
   task,
   optimizer: optax.GradientTransformation,
   stage,
   accumulation: int = 1,
+  ema_decay: float = 0.0,
 ) -> tuple[TrainState, dict[str, tuple[jax.Array, jax.Array]]]:
   """Returns the state after one step, and metrics as (total, weight) pairs.
 
   Args:
     state: the state before.
     batch: arrays of B rows; `accumulation` divides B.
+    frozen: arrays that the task uses and nothing changes, such as a teacher.
     task: says how a batch becomes a loss; see `tasks.Task`.
     optimizer: turns gradients into updates.
     stage: static choice of the task for this step, as `task.stage` returns.
     accumulation: microbatches whose gradients are added before the update.
+    ema_decay: how much of the parameters' averages stays, where the state has
+      any; see `ema_rate`.
   """
   rng = jax.random.fold_in(state.rng, state.step)
 
   def gradients(params, mutables, batch, rng):
     """Gradients of the mean, times the weight that the mean was over."""
     grad_fn = jax.value_and_grad(task.loss, has_aux=True)
-    (_, (pairs, mutables)), grads = grad_fn(params, mutables, batch, rng, stage)
+    (_, (pairs, mutables)), grads = grad_fn(
+      params, mutables, batch, rng, stage, frozen
+    )
     weight = pairs['loss'][1]
     return jax.tree.map(lambda g: g * weight, grads), pairs, mutables
 
@@ -57,12 +64,29 @@ def train_step(
 
   updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
   pairs['grad_norm'] = (optax.tree.norm(grads), jnp.ones(()))
+  params = optax.apply_updates(state.params, updates)
+  ema = state.ema
+  if ema is not None:
+    rate = ema_rate(ema_decay, state.step)
+    # In this form, averages of what does not change do not change either.
+    ema = jax.tree.map(lambda e, p: e + (rate * (p - e)), ema, params)
   return state.replace(
     step=state.step + 1,
-    params=optax.apply_updates(state.params, updates),
+    params=params,
     opt_state=opt_state,
     mutables=mutables,
+    ema=ema,
   ), pairs
+
+
+def ema_rate(decay: float, step: jax.Array) -> jax.Array:
+  """Returns how much of the new parameters enters their averages.
+
+  That is 1 - min(decay, (1 + t) / (10 + t)) with t the steps taken before:
+  early averages follow quickly, so that where they started does not linger.
+  """
+  t = jnp.asarray(step, jnp.float32)
+  return 1 - jnp.minimum(decay, (1 + t) / (10 + t))
 
 
 def _split(x: jax.Array, parts: int) -> jax.Array:

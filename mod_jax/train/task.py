@@ -1,26 +1,88 @@
 """What the training loop needs to know of what is trained."""
 
 import abc
+from collections.abc import Callable
 from collections.abc import Hashable
 from collections.abc import Iterable
+from collections.abc import Mapping
+import dataclasses
 from typing import Any
 
 from matplotlib.figure import Figure
 
+from mod_jax import viz
+from mod_jax.train import start as start_lib
+
 Pairs = dict[str, tuple[Any, Any]]  # Metrics as (total, weight).
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Study:
+  """What a study of a trained model found.
+
+  Attributes:
+    text: a table or a few sentences for people.
+    metrics: numbers (or lists of them) by name, kept as JSON.
+    figures: pictures by file name without suffix.
+  """
+
+  text: str
+  metrics: dict[str, Any] = dataclasses.field(default_factory=dict)
+  figures: dict[str, Figure] = dataclasses.field(default_factory=dict)
 
 
 class Task(abc.ABC):
   """How a batch becomes a loss, metrics and pictures.
 
-  The loop gives every task the rest: sharding, accumulation, checkpoints,
-  resuming, the stop at a NaN, progress, logs. A task is hashable by identity
-  and holds no arrays that training changes.
+  The loop gives every task the rest: sharding, accumulation, averages,
+  checkpoints, resuming, the stop at a NaN, progress, logs. A task is hashable
+  by identity and holds no arrays that training changes.
   """
+
+  # What a batch is counted in.
+  unit: str = 'tokens'
+  # Names, as regular expressions matched whole, that may be missing from the
+  # weights of `config.init`, and that may be left over from them.
+  may_be_new: tuple[str, ...] = ()
+  may_be_dropped: tuple[str, ...] = ()
 
   @abc.abstractmethod
   def init(self, key) -> dict[str, Any]:
     """Returns the variables of the model, boxed by logical axes, by name."""
+
+  def start(self, params, mutables, init: str) -> tuple[Any, Any]:
+    """Returns what a fresh run starts from instead of random weights.
+
+    By default `init` is the workdir of a run of ours, and what has the same
+    name is taken over from it.
+
+    Args:
+      params: the fresh parameters.
+      mutables: the other fresh collections.
+      init: where the weights lie, `config.init`.
+
+    Returns:
+      Both again, in the same structures.
+
+    Raises:
+      UserError: there are no weights, or they do not fit.
+    """
+    return start_lib.from_workdir(
+      params,
+      mutables,
+      init,
+      new=self.may_be_new,
+      dropped=self.may_be_dropped,
+    )
+
+  def frozen(self, mesh) -> Any:
+    """Returns arrays that training uses and never changes, or None.
+
+    Such as a teacher's parameters. The loop asks once and puts a copy on every
+    device, unless they are placed on the mesh already. They are part of no
+    checkpoint.
+    """
+    del mesh
 
   @abc.abstractmethod
   def train_iterator(self, *, shard_index: int, shard_count: int):
@@ -31,24 +93,48 @@ class Task(abc.ABC):
     """Returns the static choices of a step: each compiles its own program."""
 
   @abc.abstractmethod
-  def loss(self, params, mutables, batch, rng, stage) -> tuple[Any, Any]:
+  def loss(
+    self, params, mutables, batch, rng, stage, frozen=None
+  ) -> tuple[Any, Any]:
     """Returns (scalar, (pairs, mutables)): a pure function of its arguments.
 
     `pairs['loss']` is the main loss; its weight is the number of things that
-    the scalar is a mean over, by which microbatches are added.
+    the scalar is a mean over, by which microbatches are added. `frozen` is
+    what the method of that name returned.
     """
 
   @abc.abstractmethod
-  def evaluate(self, params, mutables, mesh) -> dict[str, float]:
-    """Returns held-out metrics."""
+  def evaluate(
+    self, params, mutables, mesh, *, batches: int | None = None
+  ) -> dict[str, float]:
+    """Returns held-out metrics on so many batches.
+
+    0 is all of them, None what the config says for evaluations on the way.
+    """
+
+  def main_metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
+    """Returns the few held-out metrics that fit on one line."""
+    main = ('loss', 'accuracy', 'top1', 'top5')
+    return {k: v for k, v in metrics.items() if k.split('/')[-1] in main}
 
   @abc.abstractmethod
   def pictures(self, params, mutables) -> dict[str, Figure]:
     """Returns figures of what the model does, by file name without suffix."""
 
+  def curves(self, records: Iterable[Mapping[str, Any]]) -> Figure:
+    """Returns the picture of a run's metrics; see `viz.loss_curves`."""
+    return viz.loss_curves(records, title='Loss over training')
+
   @abc.abstractmethod
   def summary(self, metrics: dict[str, float]) -> str:
     """Returns held-out metrics as a table for people."""
+
+  def studies(self) -> dict[str, Callable[..., Study]]:
+    """Returns longer looks at a trained model, by name.
+
+    Each is called with (params, mutables, mesh), on demand only.
+    """
+    return {}
 
   def finish(self, params, mutables) -> Iterable[str]:
     """Yields texts to show, and to keep, at the end of a run."""
@@ -57,6 +143,11 @@ class Task(abc.ABC):
   @abc.abstractmethod
   def flops_per_step(self, stage) -> float:
     """Returns the model's FLOPs of a training step on the whole batch."""
+
+  def flops_report(self) -> str:
+    """Returns what the model costs, as a table for people."""
+    flops = self.flops_per_step(self.stage(0))
+    return f'FLOPs of the first training step: {flops:.6g}'
 
   @property
   @abc.abstractmethod

@@ -1,11 +1,19 @@
 """The explicit table of tasks, by the config of the model that they train."""
 
+from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.lm import LMConfig
+from mod_jax.models.vit import ViTConfig
 from mod_jax.train.experiment import ExperimentConfig
 from mod_jax.train.language import LanguageTask
 from mod_jax.train.task import Task
+from mod_jax.train.vision import ImageTask
+from mod_jax.train.vision import PruningTask
 
-_TASKS = {LMConfig: LanguageTask}
+_TASKS = {
+  LMConfig: LanguageTask,
+  ViTConfig: ImageTask,
+  DynamicViTConfig: PruningTask,
+}
 
 
 def make_task(config: ExperimentConfig) -> Task:

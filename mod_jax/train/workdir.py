@@ -24,6 +24,11 @@ def pictures(workdir) -> pathlib.Path:
   return pathlib.Path(workdir) / 'pictures'
 
 
+def holds_run(path) -> bool:
+  """Whether a run was begun in this directory."""
+  return (pathlib.Path(path) / _CONFIG).is_file()
+
+
 def read_config(workdir) -> ExperimentConfig:
   """Returns the config of the run in a directory.
 
@@ -39,6 +44,31 @@ def read_config(workdir) -> ExperimentConfig:
   return config_lib.from_json(ExperimentConfig, path.read_text())
 
 
+def check(workdir, config: ExperimentConfig) -> None:
+  """Checks that a directory holds no run, or one that `config` continues.
+
+  Raises:
+    UserError: the directory holds a run with another config.
+  """
+  workdir = pathlib.Path(workdir)
+  if not holds_run(workdir):
+    return
+  held = read_config(workdir)
+  differences = [
+    line
+    for line in config_lib.diff(held, config)
+    if line.split(':')[0].split('.')[0] not in RESUMABLE
+  ]
+  if differences:
+    shown = '; '.join(differences[:5])
+    if len(differences) > 5:
+      shown += f'; and {len(differences) - 5} more'
+    raise UserError(
+      f'--workdir={workdir} holds a run with a different config ({shown}):'
+      ' use another workdir, or the same config to continue that run.'
+    )
+
+
 def claim(workdir, config: ExperimentConfig) -> None:
   """Makes a directory the home of a run, or checks that it is its home.
 
@@ -46,25 +76,10 @@ def claim(workdir, config: ExperimentConfig) -> None:
     UserError: the directory holds a run with another config, or cannot be
       written.
   """
+  check(workdir, config)
   workdir = pathlib.Path(workdir)
-  path = workdir / _CONFIG
-  if path.is_file():
-    held = read_config(workdir)
-    differences = [
-      line
-      for line in config_lib.diff(held, config)
-      if line.split(':')[0].split('.')[0] not in RESUMABLE
-    ]
-    if differences:
-      shown = '; '.join(differences[:5])
-      if len(differences) > 5:
-        shown += f'; and {len(differences) - 5} more'
-      raise UserError(
-        f'--workdir={workdir} holds a run with a different config ({shown}):'
-        ' use another workdir, or the same config to continue that run.'
-      )
   try:
-    write_text(path, config_lib.to_json(config))
+    write_text(workdir / _CONFIG, config_lib.to_json(config))
   except OSError as error:
     raise UserError(
       f'--workdir={workdir} cannot be written ({error.strerror}): name a'

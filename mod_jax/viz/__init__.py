@@ -9,7 +9,14 @@ from mod_jax.viz.curves import loss_curves
 from mod_jax.viz.files import save
 from mod_jax.viz.glyphs import display_piece
 from mod_jax.viz.histograms import score_histogram
+from mod_jax.viz.images import attention_maps
+from mod_jax.viz.images import keep_probability
+from mod_jax.viz.images import load_map
+from mod_jax.viz.images import patch_maps
+from mod_jax.viz.images import token_stages
 from mod_jax.viz.maps import routing_map
+from mod_jax.viz.scatter import accuracy_flops
+from mod_jax.viz.scatter import importance_scatter
 from mod_jax.viz.style import RULES
 from mod_jax.viz.style import RuleStyle
 from mod_jax.viz.style import rule_style
@@ -17,10 +24,17 @@ from mod_jax.viz.style import rule_style
 __all__ = (
   'RULES',
   'RuleStyle',
+  'accuracy_flops',
+  'attention_maps',
   'display_piece',
+  'importance_scatter',
+  'keep_probability',
+  'load_map',
   'loss_curves',
+  'patch_maps',
   'routing_map',
   'rule_style',
   'save',
   'score_histogram',
+  'token_stages',
 )

@@ -40,11 +40,10 @@ def params(block_config, token_info, x_BLD):
 
 class TestBlock:
   def update(self, block_config, params, x_BLD, info):
-    update_BLD, cache = apply(
-      Block(block_config), {'params': params}, x_BLD, info
-    )
-    assert cache is None
-    return update_BLD
+    done = apply(Block(block_config), {'params': params}, x_BLD, info)
+    assert done.cache is None
+    assert done.score_BL is None
+    return done.update_BLD
 
   def test_returns_the_update_alone(
     self, block_config, block_oracle, token_info, params, x_BLD
@@ -108,8 +107,8 @@ class TestAttention:
     info = tokens.TokenInfo(jnp.zeros((B, L), int))
     module = Attention(config)
     variables = nn.unbox(module.init(jax.random.key(0), x_BLD, info))
-    update_BLD, _ = apply(module, variables, x_BLD, info)
-    flipped_BLD, _ = apply(module, variables, x_BLD[:, ::-1], info)
+    update_BLD = apply(module, variables, x_BLD, info).update_BLD
+    flipped_BLD = apply(module, variables, x_BLD[:, ::-1], info).update_BLD
     # Without positions and order, attention commutes with permutations.
     np.testing.assert_allclose(flipped_BLD[:, ::-1], update_BLD, atol=1e-5)
 

@@ -100,15 +100,16 @@ def test_attention_in_pieces_equals_attention_at_once(block_config, token_info):
     module = Attention(config)
     whole = info(slice(None))
     variables = nn.unbox(module.init(key, x_BLD, whole))
-    whole_BLD, _ = module.apply(variables, x_BLD, whole)
+    whole_BLD = module.apply(variables, x_BLD, whole).update_BLD
     cache = KVCache.empty(
       batch, slots, config.num_kv_heads, config.head_dim, 'float32'
     )
     pieces = []
     for start, end in ((0, 3), (3, 4), (4, 6)):
       at = slice(start, end)
-      piece_BTD, cache = module.apply(variables, x_BLD[:, at], info(at), cache)
-      pieces.append(piece_BTD)
+      done = module.apply(variables, x_BLD[:, at], info(at), cache)
+      cache = done.cache
+      pieces.append(done.update_BLD)
     return jnp.concatenate(pieces, axis=1), whole_BLD, cache.length_B
 
   pieces_BLD, whole_BLD, length_B = jax.jit(run)(jax.random.key(1))

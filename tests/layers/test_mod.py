@@ -158,8 +158,8 @@ class TestProcess:
       y_BLD, *_ = module(config, 1.0).apply(
         {'params': params}, x_BLD, info, THRESHOLD
       )
-      update_BLD, _ = Block(block_config).apply({'params': params}, x_BLD, info)
-      return y_BLD, x_BLD + update_BLD
+      done = Block(block_config).apply({'params': params}, x_BLD, info)
+      return y_BLD, x_BLD + done.update_BLD
 
     y_BLD, dense_BLD = both(dense, x_BLD, padded.replace(valid_BL=None))
     np.testing.assert_array_equal(y_BLD, dense_BLD)

@@ -69,8 +69,7 @@ class TestForward:
       x_BLD = params['embedding'][TOKENS_BL]
       for i in range(3):
         block = {'params': params[f'block_{i}']}
-        update_BLD, _ = Block(config.block).apply(block, x_BLD, info)
-        x_BLD += update_BLD
+        x_BLD += Block(config.block).apply(block, x_BLD, info).update_BLD
       mean_BL1 = jnp.mean(x_BLD**2, axis=-1, keepdims=True)
       x_BLD *= params['norm']['scale'] / jnp.sqrt(mean_BL1 + 1e-6)
       return x_BLD @ params['embedding'].T
@@ -682,7 +681,7 @@ class TestConfig:
       ),
       (
         {'num_layers': 1, 'routing': MoDConfig(period=2, offset=1)},
-        'offset=1 leaves none of num_layers=1',
+        'routing leaves none of num_layers=1 blocks',
       ),
     ],
   )

@@ -19,6 +19,7 @@ class TestGate:
       ('sigmoid', 1 / (1 + np.exp(-SCORE))),
       ('alpha_sigmoid', 3 / (1 + np.exp(-SCORE))),
       ('one_plus_tanh', 1 + np.tanh(SCORE)),
+      ('none', np.ones_like(SCORE)),
     ],
   )
   def test_formula(self, kind, expected):

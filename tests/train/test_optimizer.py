@@ -190,3 +190,216 @@ class TestClipping:
   def test_without_a_predictor(self):
     grads = {k: v for k, v in self.GRADS.items() if k != 'predictor'}
     assert self.clipped(grads) == pytest.approx({'a': 0.6, 'b': 0.8}, rel=1e-3)
+
+
+# A model by names alone.
+NAMES = (
+  'position',
+  'patch/kernel',
+  'block_0/mlp/kernel',
+  'block_1/mlp/kernel',
+  'block_1/router/kernel',
+  'norm/scale',
+  'head/kernel',
+)
+
+
+def named_params(names=NAMES):
+  return flax.traverse_util.unflatten_dict(
+    {name: np.full(2, 3.0, np.float32) for name in names}, sep='/'
+  )
+
+
+def train_ones(config, steps=6, params=None):
+  """Returns how far each parameter went in each step, gradients being 1."""
+  optimizer = optimizer_lib.make_optimizer(config, steps)
+  params = named_params() if params is None else params
+  state = optimizer.init(params)
+  ones = jax.tree.map(np.ones_like, params)
+  moved = []
+  for _ in range(steps):
+    updates, state = optimizer.update(ones, state, params)
+    params = jax.tree.map(np.add, params, updates)
+    flat = flax.traverse_util.flatten_dict(updates, sep='/')
+    moved.append({name: float(update[0]) for name, update in flat.items()})
+  return moved
+
+
+CONSTANT = OptimizerConfig(
+  learning_rate=0.5,
+  warmup_steps=0,
+  final_fraction=1.0,
+  weight_decay=0.0,
+  clip_norm=0.0,
+)
+
+
+class TestSGD:
+  def test_momentum_without_nesterov(self):
+    config = dataclasses.replace(CONSTANT, kind='sgd', momentum=0.5)
+    steps = [moved['head/kernel'] for moved in train_ones(config, 3)]
+    # Velocities 1, 1.5, 1.75.
+    assert steps == pytest.approx([-0.5, -0.75, -0.875])
+
+  def test_decays_within_the_gradient(self):
+    config = dataclasses.replace(
+      CONSTANT, kind='sgd', momentum=0.0, weight_decay=0.25
+    )
+    (moved,) = train_ones(config, 1)
+    assert moved['head/kernel'] == pytest.approx(-0.5 * (1 + 0.25 * 3))
+    for name in ('norm/scale', 'block_1/router/kernel', 'position'):
+      assert moved[name] == pytest.approx(-0.5)
+
+  @pytest.mark.parametrize('momentum', [-0.1, 1.0])
+  def test_momentum_in_range(self, momentum):
+    with pytest.raises(UserError, match='momentum'):
+      OptimizerConfig(kind='sgd', momentum=momentum)
+
+
+class TestRules:
+  RULES = (
+    ('block_1/', 0.5, 3),
+    ('^block_', 0.0, 0),
+    ('kernel$|position', 2.0, 0),
+    ('.', 1.0, 0),
+  )
+
+  @pytest.mark.parametrize('kind', ['adamw', 'sgd'])
+  def test_first_match_counts_and_frozen_is_frozen(self, kind):
+    config = dataclasses.replace(
+      CONSTANT, kind=kind, weight_decay=0.1, rules=self.RULES
+    )
+    plain = dataclasses.replace(config, rules=())
+    ruled, free = train_ones(config), train_ones(plain)
+    for step in range(6):
+      assert ruled[step]['block_0/mlp/kernel'] == 0
+      for name in ('block_1/mlp/kernel', 'block_1/router/kernel'):
+        assert (ruled[step][name] == 0) == (step < 3)
+      assert ruled[step]['norm/scale'] == pytest.approx(
+        free[step]['norm/scale'], rel=1e-5
+      )
+    assert ruled[0]['head/kernel'] == pytest.approx(2 * free[0]['head/kernel'])
+    assert ruled[0]['position'] == pytest.approx(2 * free[0]['position'])
+    if kind == 'adamw':
+      # The moments are as large as if it had trained all along.
+      assert ruled[3]['block_1/router/kernel'] == pytest.approx(
+        0.5 * free[3]['block_1/router/kernel'], rel=1e-4
+      )
+
+  def test_what_is_frozen_for_ever_is_not_clipped_for(self):
+    rules = (('block_', 0.0, 0), ('.', 1.0, 0))
+    config = dataclasses.replace(
+      CONSTANT, kind='sgd', momentum=0.0, clip_norm=1.0, rules=rules
+    )
+    (moved,) = train_ones(config, 1)
+    free = 2 * sum(not name.startswith('block_') for name in NAMES)
+    assert moved['head/kernel'] == pytest.approx(-0.5 / math.sqrt(free))
+
+  def test_a_frozen_parameter_ignores_nan(self):
+    config = dataclasses.replace(CONSTANT, rules=(('.', 1.0, 2),))
+    optimizer = optimizer_lib.make_optimizer(config, 4)
+    params = named_params()
+    bad = jax.tree.map(lambda x: x * np.nan, params)
+    updates, _ = optimizer.update(bad, optimizer.init(params), params)
+    assert all(not np.any(x) for x in jax.tree.leaves(updates))
+
+  def test_every_parameter_needs_a_rule(self):
+    rules = (('block_', 1.0, 0), ('patch', 1.0, 0))
+    config = dataclasses.replace(CONSTANT, rules=rules)
+    for check in (
+      lambda: optimizer_lib.check_rules(config, named_params()),
+      lambda: train_ones(config),
+    ):
+      with pytest.raises(UserError) as info:
+        check()
+      message = str(info.value)
+      for name in ('position', 'norm/scale', 'head/kernel'):
+        assert name in message
+      assert 'block_0' not in message.split(':')[0]
+    optimizer_lib.check_rules(
+      dataclasses.replace(config, rules=(*config.rules, ('.', 1.0, 0))),
+      named_params(),
+    )
+
+  def test_a_rule_for_nothing_is_named_with_the_nearest(self):
+    config = OptimizerConfig(rules=(('blok_1/mlp', 1.0, 0), ('.', 1.0, 0)))
+    with pytest.raises(UserError, match=r"rules\[0\].*'blok_1/mlp'.*block_1/m"):
+      optimizer_lib.check_rules(config, named_params())
+
+  @pytest.mark.parametrize(
+    ('rule', 'message'),
+    [
+      (('(', 1.0, 0), 'no regular expression'),
+      (('.', -1.0, 0), '0 or more'),
+      (('.', 1.0, -1), '0 or more'),
+    ],
+  )
+  def test_bad_rules(self, rule, message):
+    with pytest.raises(UserError, match=message):
+      OptimizerConfig(rules=(('.', 1.0, 0), rule))
+
+  def test_a_rule_that_begins_after_the_end(self):
+    config = OptimizerConfig(warmup_steps=0, rules=(('.', 1.0, 5),))
+    with pytest.raises(UserError, match='trains nothing in a run of 5 steps'):
+      optimizer_lib.make_optimizer(config, 5)
+    optimizer_lib.make_optimizer(config, 6)
+
+
+class TestLayerDecay:
+  FACTORS = {
+    'position': 1 / 8,
+    'patch/kernel': 1 / 8,
+    'block_0/mlp/kernel': 1 / 4,
+    'block_1/mlp/kernel': 1 / 2,
+    'block_1/router/kernel': 1 / 2,
+    'norm/scale': 1,
+    'head/kernel': 1,
+  }
+
+  def test_by_the_distance_from_the_head(self):
+    config = dataclasses.replace(
+      CONSTANT, kind='sgd', momentum=0.0, layer_decay=0.5
+    )
+    (moved,) = train_ones(config, 1)
+    assert moved == pytest.approx(
+      {name: -0.5 * factor for name, factor in self.FACTORS.items()}
+    )
+
+  def test_multiplies_with_rules(self):
+    config = dataclasses.replace(
+      CONSTANT, layer_decay=0.5, rules=(('^block', 0.1, 2), ('.', 3.0, 0))
+    )
+    for name, factor in self.FACTORS.items():
+      block = name.startswith('block')
+      scale = optimizer_lib.scale_of(config, name, 2)
+      assert scale.factor == pytest.approx(factor * (0.1 if block else 3))
+      assert scale.first_step == (2 if block else 0)
+
+  def test_needs_numbered_blocks(self):
+    config = OptimizerConfig(layer_decay=0.5)
+    optimizer_lib.check_rules(config, model_params())
+    with pytest.raises(UserError, match='scan_layers=False'):
+      optimizer_lib.check_rules(config, model_params(scan_layers=True))
+    with pytest.raises(UserError, match='has none'):
+      optimizer_lib.check_rules(config, named_params(('head/kernel',)))
+
+  @pytest.mark.parametrize('decay', [0.0, 1.1])
+  def test_in_range(self, decay):
+    with pytest.raises(UserError, match='layer_decay'):
+      OptimizerConfig(layer_decay=decay)
+
+
+def test_the_state_of_a_plain_run_is_what_it_was():
+  # Checkpoints find arrays by these paths.
+  params = named_params(('head/kernel',))
+  state = optimizer_lib.make_optimizer(OptimizerConfig(), 200).init(params)
+  paths = {
+    jax.tree_util.keystr(path, simple=True, separator='/')
+    for path, _ in jax.tree_util.tree_leaves_with_path(state)
+  }
+  assert paths == {
+    '2/count',
+    '2/mu/head/kernel',
+    '2/nu/head/kernel',
+    '4/count',
+  }

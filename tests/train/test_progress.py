@@ -194,3 +194,15 @@ def test_other_processes_show_nothing():
       progress.update(1, {'loss': 1.0})
       progress.message('hello')
     assert stream.getvalue() == ''
+
+
+def test_a_unit_of_its_own():
+  stream, clock = io.StringIO(), Clock()
+  progress = Progress(
+    9, tokens_per_step=64, unit='images', stream=stream, interval=0, clock=clock
+  )
+  progress.update(1)
+  clock.now += 2
+  progress.update(3)
+  assert '64 images/s' in stream.getvalue()
+  assert 'tokens' not in stream.getvalue()

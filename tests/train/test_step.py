@@ -87,7 +87,7 @@ class Average:
   def init(self, key):
     return {'params': {'w': jnp.float32(2.0)}, 'count': {'n': jnp.int32(0)}}
 
-  def loss(self, params, mutables, batch, rng, stage):
+  def loss(self, params, mutables, batch, rng, stage, frozen=None):
     total = jnp.sum(params['w'] * batch['x'] * batch['weights'])
     weight = jnp.sum(batch['weights'])
     pairs = {
@@ -148,6 +148,68 @@ class TestAverage:
     assert expected[0] != expected[1]
     assert float(weight) == 2
     assert float(total) == pytest.approx(sum(expected))
+
+
+class TestAverages:
+  def test_follow_quickly_at_first_and_then_slowly(self):
+    task = Average()
+    state = make_state(task)
+    assert state.ema is None
+    assert state.eval_params is state.params
+    # Not the parameters, so that the share of the new ones shows.
+    state = state.replace(ema={'w': jnp.float32(10.0)})
+    batch = {'x': jnp.ones(4), 'weights': jnp.ones(4)}
+    for steps, kept in ((0, 0.1), (8, 0.5), (1000, 0.9)):
+      before = state.replace(step=jnp.int32(steps))
+      after, _ = train_step(
+        before, batch, task=task, optimizer=SGD, stage=0.0, ema_decay=0.9
+      )
+      assert float(after.params['w']) == 1
+      assert float(after.ema['w']) == pytest.approx(kept * 10 + 1 - kept)
+      assert after.eval_params is after.ema
+
+  def test_of_what_stays_stay_bit_by_bit(self):
+    task = Average()
+    w = jnp.float32(0.1)
+    state = make_state(task).replace(params={'w': w}, ema={'w': w})
+    batch = {'x': jnp.ones(4), 'weights': jnp.zeros(4)}
+    for _ in range(3):
+      state, _ = train_step(
+        state, batch, task=task, optimizer=SGD, stage=0.0, ema_decay=0.3
+      )
+    assert float(state.ema['w']) == float(w)
+
+  def test_begin_as_the_parameters_and_lie_as_they_do(self):
+    task = make_task(PLAIN)
+    mesh = parallel.make_mesh(parallel.MeshConfig(data=1, fsdp=4, tensor=2))
+    with jax.set_mesh(mesh):
+      abstract = state_lib.abstract_state(task, SGD, mesh, ema=True)
+      state = state_lib.create_state(0, task, SGD, abstract)
+    chex.assert_trees_all_equal(state.ema, state.params)
+    specs = [x.sharding.spec for x in jax.tree.leaves(state.ema)]
+    assert specs == [x.sharding.spec for x in jax.tree.leaves(state.params)]
+    assert any(any(spec) for spec in specs)
+    # Both may be donated.
+    jax.jit(lambda s: s.replace(step=s.step + 1), donate_argnums=0)(state)
+
+
+class Taught(Average):
+  """Its loss is a frozen number times that of `Average`."""
+
+  def loss(self, params, mutables, batch, rng, stage, frozen=None):
+    loss, told = super().loss(params, mutables, batch, rng, stage)
+    return frozen['factor'] * loss, told
+
+
+@pytest.mark.parametrize('accumulation', [1, 2])
+def test_frozen_arrays_are_arguments(accumulation):
+  task = Taught()
+  batch = {'x': jnp.ones(4), 'weights': jnp.ones(4)}
+  step = compiled_step(task, SGD, accumulation)
+  for factor in (1.0, 3.0):  # One program for both.
+    state, _ = step(make_state(task), batch, {'factor': jnp.float32(factor)})
+    assert float(state.params['w']) == pytest.approx(2 - factor)
+  assert step._cache_size() == 1
 
 
 def test_accumulation_equals_one_batch():

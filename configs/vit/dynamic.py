@@ -1,0 +1,87 @@
+"""DynamicViT on ImageNet: 30 epochs beside the frozen dense model.
+
+Rao et al. 2021: AdamW, batch 1024; heads at 1e-3 · batch / 1024, the backbone
+at a hundredth of that and frozen for five epochs; cosine to 1e-6; weight decay
+.05.
+
+    python train.py --config=configs/vit/dynamic.py:deit_small \\
+      --workdir=runs/dynamic --config.init=deit_small_patch16_224.safetensors
+
+Variants: `deit_small` (the default), `vit_base`, `lvvit_small`,
+`lvvit_medium`. The ablations of its Table 4, on DeiT-S: `random`,
+`class_attention`, `static`, `structural`; `one_stage`, `two_stages`. `tiny` is
+for tests. How much is kept is `--config.model.keep`.
+"""
+
+from mod_jax import config as config_lib
+from mod_jax.models import vit
+from mod_jax.models.dynamic_vit import DynamicViTConfig
+from mod_jax.train.experiment import ExperimentConfig
+from mod_jax.train.experiment import PruningObjective
+from mod_jax.train.experiment import TrainConfig
+from mod_jax.train.optimizer import OptimizerConfig
+
+EPOCHS, FROZEN, BATCH = 30, 5, 1024
+RATE, FINAL = 1e-3 * BATCH / 1024, 1e-6
+STAGES = {
+  'deit_small': (3, 6, 9),
+  'vit_base': (3, 6, 9),
+  'lvvit_small': (4, 8, 12),
+  'lvvit_medium': (5, 10, 15),
+}
+
+
+def dynamic(backbone: str, **changes) -> ExperimentConfig:
+  """The recipe; `changes` are fields of the model."""
+  imagenet = config_lib.sibling(__file__, 'imagenet')
+  augment = config_lib.sibling(__file__, 'scratch').AUGMENT
+  steps = imagenet.num_steps(EPOCHS, BATCH)
+  model = {'stages': STAGES[backbone], 'keep': 0.7, **changes}
+  model = DynamicViTConfig(
+    backbone=vit.BACKBONES[backbone](dtype='bfloat16'), **model
+  )
+  # Only learnt scores have parameters of their own.
+  own = {'predicted': '^prediction_', 'static': '^pattern_'}.get(model.score)
+  frozen = imagenet.num_steps(FROZEN, BATCH)
+  rules = (('.*', 0.01, frozen if own else 0),)
+  if own:
+    rules = ((own, 1.0, 0), *rules)
+  return ExperimentConfig(
+    name=f'dynamic_{backbone}',
+    model=model,
+    objective=PruningObjective(),
+    data=imagenet.data(augment),
+    optimizer=OptimizerConfig(
+      learning_rate=RATE,
+      warmup_steps=0,
+      final_fraction=FINAL / RATE,
+      beta2=0.999,
+      weight_decay=0.05,
+      clip_norm=0.0,
+      rules=rules,
+    ),
+    train=TrainConfig(num_steps=steps, batch_size=BATCH),
+    evaluation=imagenet.evaluation(imagenet.num_steps(1, BATCH)),
+  )
+
+
+def ablation(**changes):
+  return lambda: dynamic('deit_small', **changes)
+
+
+def get_config(variant: str = ''):
+  table = {name: lambda name=name: dynamic(name) for name in STAGES}
+  table |= {
+    '': table['deit_small'],
+    'random': ablation(score='random'),
+    'class_attention': ablation(score='class_attention'),
+    'static': ablation(score='static'),
+    # A quarter of the patches is left, once.
+    'structural': ablation(score='structural', stages=(6,)),
+    # As many FLOPs as three stages of .7, about.
+    'one_stage': ablation(stages=(3,), keep=0.5),
+    'two_stages': ablation(stages=(3, 6), keep=0.6),
+  }
+  tiny = config_lib.sibling(__file__, 'digits').tiny
+  table['tiny'] = lambda: tiny(table['']())
+  return config_lib.to_config_dict(config_lib.choose(variant, table)())

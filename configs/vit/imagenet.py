@@ -1,0 +1,104 @@
+"""What the ImageNet recipes share: the data, backbones, and steps from epochs.
+
+Also a recipe itself: a pretrained ViT adapted and fine-tuned on ImageNet,
+AdamW, 100 epochs of batch 128 at 1e-5 (A-MoD, Gadhikar et al. 2024).
+
+    python train.py --config=configs/vit/imagenet.py:deit_small \\
+      --workdir=runs/amod --config.init=deit_small_patch16_224.safetensors
+
+Variants: `deit_tiny`, `deit_small` (the default), `vit_base`, `vit_large`, each
+with A-MoD on half of the tokens; with `_mod` for a learnt router, `_late` for
+four dense blocks first, `_dense` for none; `tiny` for tests. The capacity is
+`--config.model.routing.capacity`. ImageNet is read by TFDS (`--config.data.*`).
+"""
+
+import dataclasses
+
+from mod_jax import config as config_lib
+from mod_jax.data.augment import AugmentConfig
+from mod_jax.data.images import ImageDataConfig
+from mod_jax.layers.mod import VisionRoutingConfig
+from mod_jax.models import vit
+from mod_jax.train.experiment import EvaluationConfig
+from mod_jax.train.experiment import ExperimentConfig
+from mod_jax.train.experiment import TrainConfig
+from mod_jax.train.optimizer import OptimizerConfig
+
+NUM_TRAIN = 1_281_167
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+AMOD = VisionRoutingConfig(capacity=0.5)
+ROUTINGS = {
+  '': AMOD,
+  '_mod': dataclasses.replace(AMOD, score='learned'),
+  '_late': dataclasses.replace(AMOD, first=4),
+  '_dense': None,
+}
+
+
+def data(augment: AugmentConfig) -> ImageDataConfig:
+  """ImageNet at 224 pixels, decoded and augmented by worker processes."""
+  return ImageDataConfig(
+    source='tfds',
+    name='imagenet2012',
+    image_size=224,
+    mean=MEAN,
+    std=STD,
+    augment=augment,
+    workers=8,
+  )
+
+
+def num_steps(epochs: int, batch_size: int, num_train: int = NUM_TRAIN) -> int:
+  """Returns the steps of so many epochs."""
+  return epochs * num_train // batch_size
+
+
+def evaluation(every: int, batch_size: int = 256) -> EvaluationConfig:
+  """All held-out images, every so many steps and at the end."""
+  return EvaluationConfig(
+    every=every, batches=0, batch_size=batch_size, final_batches=0
+  )
+
+
+def finetune(backbone: str, routing) -> ExperimentConfig:
+  """The recipe that A-MoD is fine-tuned by."""
+  steps = num_steps(100, 128)
+  suffix = next(k for k, v in ROUTINGS.items() if v == routing)
+  return ExperimentConfig(
+    name=f'imagenet_{backbone}{suffix}',
+    model=vit.BACKBONES[backbone](routing=routing, dtype='bfloat16'),
+    data=data(
+      AugmentConfig(
+        crop='random_resized',
+        flip=0.5,
+        randaugment_ops=2,
+        randaugment_noise=0.5,
+        erase=0.25,
+        mixup=0.8,
+        cutmix=1.0,
+        label_smoothing=0.1,
+      )
+    ),
+    optimizer=OptimizerConfig(
+      learning_rate=1e-5,
+      warmup_steps=steps // 20,
+      final_fraction=0.01,
+      beta2=0.999,
+      weight_decay=0.05,
+    ),
+    train=TrainConfig(num_steps=steps, batch_size=128),
+    evaluation=evaluation(steps // 20),
+  )
+
+
+def get_config(variant: str = ''):
+  table = {
+    backbone + suffix: lambda b=backbone, r=routing: finetune(b, r)
+    for backbone in ('deit_tiny', 'deit_small', 'vit_base', 'vit_large')
+    for suffix, routing in ROUTINGS.items()
+  }
+  table[''] = table['deit_small']
+  tiny = config_lib.sibling(__file__, 'digits').tiny
+  table['tiny'] = lambda: tiny(table['']())
+  return config_lib.to_config_dict(config_lib.choose(variant, table)())

@@ -1,0 +1,73 @@
+"""A vision transformer from scratch on ImageNet, dense or routed.
+
+DeiT's recipe (Touvron et al. 2021): AdamW, 300 epochs of batch 1024 at 1e-3,
+RandAugment, random erasing, mixup, cutmix, label smoothing, stochastic depth,
+averaged parameters.
+
+    python train.py --config=configs/vit/scratch.py:deit_small --workdir=runs/s
+
+Variants: `deit_tiny`, `deit_small` (the default), `vit_base`, each dense; with
+`_amod` or `_mod` routed on half of the tokens; `tiny` for tests.
+"""
+
+import dataclasses
+
+from mod_jax import config as config_lib
+from mod_jax.data.augment import AugmentConfig
+from mod_jax.layers.mod import VisionRoutingConfig
+from mod_jax.models import vit
+from mod_jax.train.experiment import ExperimentConfig
+from mod_jax.train.experiment import TrainConfig
+from mod_jax.train.optimizer import OptimizerConfig
+
+AMOD = VisionRoutingConfig(capacity=0.5)
+ROUTINGS = {
+  '': None,
+  '_amod': AMOD,
+  '_mod': dataclasses.replace(AMOD, score='learned'),
+}
+AUGMENT = AugmentConfig(
+  crop='random_resized',
+  flip=0.5,
+  randaugment_ops=2,
+  randaugment_magnitude=9,
+  randaugment_noise=0.5,
+  erase=0.25,
+  mixup=0.8,
+  cutmix=1.0,
+  label_smoothing=0.1,
+)
+
+
+def scratch(backbone: str, suffix: str) -> ExperimentConfig:
+  imagenet = config_lib.sibling(__file__, 'imagenet')
+  steps = imagenet.num_steps(300, 1024)
+  return ExperimentConfig(
+    name=f'scratch_{backbone}{suffix}',
+    model=vit.BACKBONES[backbone](
+      routing=ROUTINGS[suffix], stochastic_depth=0.1, dtype='bfloat16'
+    ),
+    data=imagenet.data(AUGMENT),
+    optimizer=OptimizerConfig(
+      learning_rate=1e-3,
+      warmup_steps=imagenet.num_steps(5, 1024),
+      final_fraction=0.01,
+      beta2=0.999,
+      weight_decay=0.05,
+      clip_norm=0.0,
+    ),
+    train=TrainConfig(num_steps=steps, batch_size=1024, ema_decay=0.99996),
+    evaluation=imagenet.evaluation(steps // 30),
+  )
+
+
+def get_config(variant: str = ''):
+  table = {
+    backbone + suffix: lambda b=backbone, s=suffix: scratch(b, s)
+    for backbone in ('deit_tiny', 'deit_small', 'vit_base')
+    for suffix in ROUTINGS
+  }
+  table[''] = table['deit_small']
+  tiny = config_lib.sibling(__file__, 'digits').tiny
+  table['tiny'] = lambda: tiny(table['']())
+  return config_lib.to_config_dict(config_lib.choose(variant, table)())

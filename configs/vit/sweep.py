@@ -1,0 +1,43 @@
+"""Short fine-tuning runs to find a learning rate, by `train.py --sweep`.
+
+    python train.py --config=configs/vit/sweep.py --workdir=runs/sweep \\
+      --config.init=deit_small_patch16_224.safetensors \\
+      --sweep=optimizer.learning_rate=3e-6,1e-5,3e-5,1e-4
+
+Ten epochs of `configs/vit/imagenet.py`, whose variants it has.
+"""
+
+from mod_jax import config as config_lib
+from mod_jax.train.experiment import ExperimentConfig
+
+EPOCHS = 10
+
+
+def shortened(experiment: ExperimentConfig) -> ExperimentConfig:
+  """The same in a tenth of the epochs, evaluated at the end only."""
+  imagenet = config_lib.sibling(__file__, 'imagenet')
+  steps = imagenet.num_steps(EPOCHS, experiment.train.batch_size)
+  return config_lib.replace(
+    experiment,
+    {
+      'name': f'{experiment.name}_sweep',
+      'train.num_steps': steps,
+      'optimizer.warmup_steps': steps // 20,
+      'evaluation.every': 0,
+    },
+  )
+
+
+def get_config(variant: str = ''):
+  imagenet = config_lib.sibling(__file__, 'imagenet')
+  digits = config_lib.sibling(__file__, 'digits')
+  table = {
+    backbone + suffix: lambda b=backbone, r=routing: shortened(
+      imagenet.finetune(b, r)
+    )
+    for backbone in ('deit_tiny', 'deit_small', 'vit_base', 'vit_large')
+    for suffix, routing in imagenet.ROUTINGS.items()
+  }
+  table[''] = table['deit_small']
+  table['tiny'] = lambda: digits.tiny(table['']())
+  return config_lib.to_config_dict(config_lib.choose(variant, table)())

@@ -1,0 +1,75 @@
+"""A pretrained ViT adapted to a smaller data set: SGD, 200 epochs of batch 64.
+
+The transfer recipe of A-MoD (Gadhikar et al. 2024): learning rate 0.01, cosine.
+
+    python train.py --config=configs/vit/transfer.py:flowers \\
+      --workdir=runs/flowers --config.init=deit_small_patch16_224.safetensors
+
+Variants: `cars` (196 classes), `pets` (37), `flowers` (102, the default), each
+with A-MoD on half of the tokens, with `_mod` for a learnt router and `_dense`
+for none; `tiny` for tests. The backbone is DeiT-S. The head is made new, since
+the classes differ.
+"""
+
+import dataclasses
+
+from mod_jax import config as config_lib
+from mod_jax.data.augment import AugmentConfig
+from mod_jax.layers.mod import VisionRoutingConfig
+from mod_jax.models import vit
+from mod_jax.train.experiment import ExperimentConfig
+from mod_jax.train.experiment import TrainConfig
+from mod_jax.train.optimizer import OptimizerConfig
+
+# TFDS name, classes, training images, and the splits.
+DATA = {
+  'cars': ('cars196', 196, 8_144, 'train', 'test'),
+  'pets': ('oxford_iiit_pet', 37, 3_680, 'train', 'test'),
+  'flowers': (
+    *('oxford_flowers102', 102, 2_040),
+    *('train+validation', 'test'),
+  ),
+}
+AMOD = VisionRoutingConfig(capacity=0.5)
+ROUTINGS = {
+  '': AMOD,
+  '_mod': dataclasses.replace(AMOD, score='learned'),
+  '_dense': None,
+}
+
+
+def transfer(which: str, suffix: str) -> ExperimentConfig:
+  imagenet = config_lib.sibling(__file__, 'imagenet')
+  name, classes, num_train, train_split, eval_split = DATA[which]
+  steps = imagenet.num_steps(200, 64, num_train)
+  return ExperimentConfig(
+    name=f'{which}{suffix}',
+    model=vit.deit_small(num_classes=classes, routing=ROUTINGS[suffix]),
+    data=dataclasses.replace(
+      imagenet.data(AugmentConfig(crop='random_resized', flip=0.5)),
+      name=name,
+      train_split=train_split,
+      eval_split=eval_split,
+    ),
+    optimizer=OptimizerConfig(
+      kind='sgd',
+      learning_rate=0.01,
+      warmup_steps=0,
+      final_fraction=0.0,
+      weight_decay=0.0,
+    ),
+    train=TrainConfig(num_steps=steps, batch_size=64),
+    evaluation=imagenet.evaluation(steps // 20),
+  )
+
+
+def get_config(variant: str = ''):
+  table = {
+    which + suffix: lambda w=which, s=suffix: transfer(w, s)
+    for which in DATA
+    for suffix in ROUTINGS
+  }
+  table[''] = table['flowers']
+  tiny = config_lib.sibling(__file__, 'digits').tiny
+  table['tiny'] = lambda: tiny(table['']())
+  return config_lib.to_config_dict(config_lib.choose(variant, table)())

@@ -1,0 +1,1 @@
+"""Weights from elsewhere: of other libraries, and of other models of ours."""

@@ -1,0 +1,156 @@
+"""Parameters by name, and parameters that are put where others were."""
+
+from collections.abc import Iterable
+from collections.abc import Mapping
+from collections.abc import Sequence
+import itertools
+import re
+from typing import Any
+
+from flax import traverse_util
+import jax.numpy as jnp
+
+from mod_jax.errors import UserError
+
+_NUMBER = re.compile(r'(?<![A-Za-z0-9])\d+(?![A-Za-z0-9])')
+
+
+def flatten(tree) -> dict[str, Any]:
+  """Returns a nested dictionary's leaves by path: `block_0/mlp/up/kernel`."""
+  return traverse_util.flatten_dict(tree, sep='/')
+
+
+def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns the nested dictionary; the inverse of `flatten`."""
+  return traverse_util.unflatten_dict(dict(flat), sep='/')
+
+
+def merge(
+  fresh,
+  source,
+  *,
+  new: Sequence[str] = (),
+  dropped: Sequence[str] = (),
+  describe: str = 'the source',
+):
+  """Returns `fresh` with the values of `source` wherever it has the name.
+
+  Args:
+    fresh: nested dictionary of parameters as they are initialised. Leaves that
+      the source replaces may be `jax.ShapeDtypeStruct`s.
+    source: nested dictionary of parameters by the same names; values are cast
+      to the type of the fresh ones.
+    new: regular expressions of paths, matched whole, that may be missing from
+      the source, and then stay fresh.
+    dropped: regular expressions of paths, matched whole, that only the source
+      may have.
+    describe: what the source is, for the message.
+
+  Raises:
+    UserError: anything else differs; names all that is missing, unexpected or
+      of another shape.
+  """
+  fresh, source = flatten(fresh), flatten(source)
+  compare(
+    {path: jnp.shape(leaf) for path, leaf in fresh.items()},
+    {path: jnp.shape(leaf) for path, leaf in source.items()},
+    new=new,
+    dropped=dropped,
+    describe=describe,
+  )
+  merged = {
+    path: jnp.asarray(source[path], leaf.dtype) if path in source else leaf
+    for path, leaf in fresh.items()
+  }
+  return unflatten(merged)
+
+
+def compare(
+  expected: Mapping[str, tuple[int, ...]],
+  found: Mapping[str, tuple[int, ...]],
+  *,
+  new: Sequence[str] = (),
+  dropped: Sequence[str] = (),
+  describe: str = 'the source',
+) -> None:
+  """Checks that names and shapes agree, but for those that need not.
+
+  Args:
+    expected: shapes by name.
+    found: shapes by name.
+    new: as in `merge`, of names that need not be found.
+    dropped: as in `merge`, of names that need not be expected.
+    describe: what was found, for the message.
+
+  Raises:
+    UserError: they do not; lists every difference.
+  """
+  missing = [
+    (name, '')
+    for name in expected
+    if name not in found and not _matches(name, new)
+  ]
+  unexpected = [
+    (name, '')
+    for name in found
+    if name not in expected and not _matches(name, dropped)
+  ]
+  wrong = [
+    (name, f': {tuple(found[name])} instead of {tuple(expected[name])}')
+    for name in expected
+    if name in found and tuple(found[name]) != tuple(expected[name])
+  ]
+  differences = {
+    'missing': missing,
+    'unexpected': unexpected,
+    'wrong shape': wrong,
+  }
+  if not any(differences.values()):
+    return
+  lines = [
+    f'  {kind}: {line}'
+    for kind, named in differences.items()
+    for line in _grouped(named)
+  ]
+  raise UserError(
+    f'{describe} does not fit the model; change the config to match, or start'
+    ' from other weights:\n' + '\n'.join(lines)
+  )
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+  # One pattern alone is a sequence too, of letters that match nothing.
+  patterns = (patterns,) if isinstance(patterns, str) else patterns
+  return any(re.fullmatch(pattern, name) for pattern in patterns)
+
+
+def _grouped(named: Iterable[tuple[str, str]]) -> list[str]:
+  """Returns one line for names alike but for their first number.
+
+  Args:
+    named: names, and what is to be said of each.
+  """
+  groups: dict[tuple[str, str, str], list[int]] = {}
+  for name, remark in named:
+    number = _NUMBER.search(name)
+    if number is None:
+      groups[name, '', remark] = []
+      continue
+    key = (name[: number.start()], name[number.end() :], remark)
+    groups.setdefault(key, []).append(int(number[0]))
+  return [
+    before + _runs(numbers) + after + remark
+    for (before, after, remark), numbers in sorted(groups.items())
+  ]
+
+
+def _runs(numbers: Iterable[int]) -> str:
+  """Returns `3`, or `{0..2,5}` for several numbers, or nothing for none."""
+  runs = []
+  ordered = enumerate(sorted(numbers))
+  # What rises by one keeps its distance from the count.
+  for _, run in itertools.groupby(ordered, lambda pair: pair[1] - pair[0]):
+    run = [number for _, number in run]
+    runs.append(str(run[0]) if len(run) == 1 else f'{run[0]}..{run[-1]}')
+  several = len(runs) > 1 or any('..' in run for run in runs)
+  return '{' + ','.join(runs) + '}' if several else ''.join(runs)

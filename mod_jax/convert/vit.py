@@ -1,0 +1,588 @@
+"""Vision transformers in the naming of timm, Hugging Face and torchvision.
+
+One table, `names`, says which of their arrays is which of ours, and how it is
+laid out; `load` and `save` follow it in either direction.
+"""
+
+from collections.abc import Mapping
+import dataclasses
+import functools
+import json
+import math
+import os
+import pathlib
+import re
+from typing import Any
+from typing import Literal
+
+from absl import logging
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mod_jax import config as config_lib
+from mod_jax.convert import files
+from mod_jax.convert import trees
+from mod_jax.errors import UserError
+from mod_jax.models import vit
+from mod_jax.models.dynamic_vit import DynamicViTConfig
+from mod_jax.models.vit import ViTConfig
+
+Config = ViTConfig | DynamicViTConfig
+Naming = Literal['timm', 'huggingface', 'torchvision']
+
+# What our models have beside those of their dense twins.
+ROUTING = (
+  r'block_\d+/(router|predictor)/.*',
+  r'(prediction|pattern)_\d+(/.*)?',
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+  """One array of another library, and ours.
+
+  Attributes:
+    theirs: its name there.
+    ours: path of our parameter, or of several that are one there, joined along
+      the first axis.
+    layout: how it lies there: `vector`, flat; `token` and `position` with
+      leading axes of length 1; `inward`, our [D, ...] as [..., D]; `outward`,
+      our [..., D] as [D, ...]; `patch`, our [P·P·3, D] as [D, 3, P, P].
+  """
+
+  theirs: str
+  ours: tuple[str, ...]
+  layout: Literal['vector', 'token', 'position', 'inward', 'outward', 'patch']
+
+  def to_theirs(self, *arrays):
+    """Returns their array from ours."""
+    given = [self._to_theirs(array) for array in arrays]
+    return given[0] if len(given) == 1 else np.concatenate(given)
+
+  def _to_theirs(self, x):
+    match self.layout:
+      case 'vector':
+        return x.reshape(-1)
+      case 'token':
+        return x[None, None]
+      case 'position':
+        return x[None]
+      case 'inward':
+        return x.reshape(x.shape[0], -1).T
+      case 'outward':
+        return x.reshape(-1, x.shape[-1]).T
+      case 'patch':
+        side = math.isqrt(x.shape[0] // 3)
+        x = x.reshape(side, side, 3, -1)
+        return x.transpose(3, 2, 0, 1)
+
+  def to_ours(self, x, shape: tuple[int, ...]):
+    """Returns our arrays, as many as `ours`, from theirs.
+
+    Args:
+      x: their array.
+      shape: of each of ours.
+    """
+    return [self._to_ours(part, shape) for part in np.split(x, len(self.ours))]
+
+  def _to_ours(self, x, shape):
+    match self.layout:
+      case 'vector' | 'token' | 'position':
+        return x.reshape(shape)
+      case 'inward' | 'outward':
+        return x.T.reshape(shape)
+      case 'patch':
+        return x.transpose(2, 3, 1, 0).reshape(shape)
+
+  def shape(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+    """Returns the shape of their array from the shapes of ours."""
+    abstract = jax.ShapeDtypeStruct(shapes[self.ours[0]], jnp.float32)
+    first, *rest = jax.eval_shape(self._to_theirs, abstract).shape
+    return (first * len(self.ours), *rest)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Library:
+  """Names of one library: prefixes, to which `weight` or `bias` is appended."""
+
+  label: str
+  trunk: str = ''  # Before all names but those of the heads.
+  class_token: str
+  distillation_token: str | None  # None where there is no such model.
+  position: str
+  patch: str
+  block: str
+  attention_norm: str
+  query_key_value: tuple[str, ...]  # One, or one each.
+  out: str
+  mlp_norm: str
+  up: str
+  down: str
+  norm: str
+  head: str
+  head_distilled: str | None
+  qkv_bias: bool | None = None  # What all models have; None = either.
+  unused: tuple[str, ...] = ()  # What its files may hold beside.
+
+
+_TIMM = _Library(
+  label='timm',
+  class_token='cls_token',
+  distillation_token='dist_token',
+  position='pos_embed',
+  patch='patch_embed.proj.',
+  block='blocks.{}.',
+  attention_norm='norm1.',
+  query_key_value=('attn.qkv.',),
+  out='attn.proj.',
+  mlp_norm='norm2.',
+  up='mlp.fc1.',
+  down='mlp.fc2.',
+  norm='norm.',
+  head='head.',
+  head_distilled='head_dist.',
+)
+_HUGGING_FACE = _Library(
+  label='Hugging Face',
+  trunk='vit.',
+  class_token='embeddings.cls_token',
+  distillation_token='embeddings.distillation_token',
+  position='embeddings.position_embeddings',
+  patch='embeddings.patch_embeddings.projection.',
+  block='encoder.layer.{}.',
+  attention_norm='layernorm_before.',
+  query_key_value=(
+    'attention.attention.query.',
+    'attention.attention.key.',
+    'attention.attention.value.',
+  ),
+  out='attention.output.dense.',
+  mlp_norm='layernorm_after.',
+  up='intermediate.dense.',
+  down='output.dense.',
+  norm='layernorm.',
+  head='classifier.',
+  head_distilled='distillation_classifier.',
+  # The heads of other tasks than classification.
+  unused=(r'\w+\.pooler\..*', r'\w+\.embeddings\.mask_token'),
+)
+_HUGGING_FACE_DISTILLED = dataclasses.replace(
+  _HUGGING_FACE, trunk='deit.', head='cls_classifier.'
+)
+_TORCHVISION = _Library(
+  label='torchvision',
+  class_token='class_token',
+  distillation_token=None,
+  position='encoder.pos_embedding',
+  patch='conv_proj.',
+  block='encoder.layers.encoder_layer_{}.',
+  attention_norm='ln_1.',
+  query_key_value=('self_attention.in_proj_',),
+  out='self_attention.out_proj.',
+  mlp_norm='ln_2.',
+  up='mlp.0.',
+  down='mlp.3.',
+  norm='encoder.ln.',
+  head='heads.head.',
+  head_distilled=None,
+  qkv_bias=True,
+)
+_LIBRARIES = {
+  'timm': _TIMM,
+  'huggingface': _HUGGING_FACE,
+  'torchvision': _TORCHVISION,
+}
+# Hugging Face's names in memory since transformers 5, and on disk.
+_IN_MEMORY = (
+  (r'^layers\.', 'encoder.layer.'),
+  (r'\.attention\.q_proj\.', '.attention.attention.query.'),
+  (r'\.attention\.k_proj\.', '.attention.attention.key.'),
+  (r'\.attention\.v_proj\.', '.attention.attention.value.'),
+  (r'\.attention\.o_proj\.', '.attention.output.dense.'),
+  (r'\.mlp\.fc1\.', '.intermediate.dense.'),
+  (r'\.mlp\.fc2\.', '.output.dense.'),
+)
+
+
+def names(config: Config, naming: Naming) -> tuple[Entry, ...]:
+  """Returns which of a library's arrays is which of ours, in the dense model.
+
+  Args:
+    config: of our model; routing adds nothing.
+    naming: the library.
+
+  Raises:
+    UserError: the library has no such naming or no such model.
+  """
+  dense = config.dense_twin()
+  library = _library(dense, naming)
+  trunk = library.trunk
+  entries = []
+
+  def add(theirs, layout, *ours):
+    entries.append(Entry(theirs, ours, layout))
+
+  def norm(theirs, ours):
+    add(f'{theirs}weight', 'vector', f'{ours}/scale')
+    add(f'{theirs}bias', 'vector', f'{ours}/bias')
+
+  def linear(theirs, layout, *ours, bias=True):
+    add(f'{theirs}weight', layout, *(f'{name}/kernel' for name in ours))
+    if bias:
+      add(f'{theirs}bias', 'vector', *(f'{name}/bias' for name in ours))
+
+  add(trunk + library.class_token, 'token', 'class_token')
+  if dense.distilled:
+    theirs = trunk + library.distillation_token
+    add(theirs, 'token', 'distillation_token')
+  add(trunk + library.position, 'position', 'position')
+  linear(trunk + library.patch, 'patch', 'patch')
+  for i in range(dense.num_layers):
+    theirs, ours = trunk + library.block.format(i), f'block_{i}'
+    norm(theirs + library.attention_norm, f'{ours}/attention_norm')
+    inputs = [f'{ours}/attention/{name}' for name in ('query', 'key', 'value')]
+    if len(library.query_key_value) == 1:
+      inputs = [inputs]
+    else:
+      inputs = [[name] for name in inputs]
+    for name, those in zip(library.query_key_value, inputs, strict=True):
+      linear(theirs + name, 'inward', *those, bias=dense.qkv_bias)
+    linear(theirs + library.out, 'outward', f'{ours}/attention/out')
+    norm(theirs + library.mlp_norm, f'{ours}/mlp_norm')
+    linear(theirs + library.up, 'inward', f'{ours}/mlp/up')
+    linear(theirs + library.down, 'inward', f'{ours}/mlp/down')
+  norm(trunk + library.norm, 'norm')
+  linear(library.head, 'inward', 'head')
+  if dense.distilled:
+    linear(library.head_distilled, 'inward', 'head_distilled')
+  return tuple(entries)
+
+
+def _library(dense: ViTConfig, naming: Naming) -> _Library:
+  library = config_lib.choose(naming, _LIBRARIES, 'naming')
+  for field, usual in (
+    ('stem', None),
+    ('residual_scale', 1.0),
+    ('token_head', False),
+  ):
+    if (value := getattr(dense, field)) != usual:
+      raise UserError(
+        f'{field}={value}: {library.label} has no such vision transformer, so'
+        f' its weights fit models with {field}={usual} only.'
+      )
+  if dense.distilled and library.distillation_token is None:
+    raise UserError(
+      f'distilled=True: {library.label} has no distilled vision transformer;'
+      " use naming 'timm' or 'huggingface'."
+    )
+  if library.qkv_bias not in (None, dense.qkv_bias):
+    raise UserError(
+      f'qkv_bias={dense.qkv_bias}: vision transformers of {library.label} have'
+      f' qkv_bias={library.qkv_bias}; use another naming.'
+    )
+  if library is _HUGGING_FACE and dense.distilled:
+    return _HUGGING_FACE_DISTILLED
+  return library
+
+
+def load(
+  path: str | os.PathLike,
+  config: Config,
+  *,
+  key: jax.Array | None = None,
+  truncate: bool = False,
+) -> dict[str, Any]:
+  """Returns parameters of a model from weights of timm and others.
+
+  Position embeddings are resampled where the image size differs. A head for
+  another number of classes, or that is not there, is made new, and the log says
+  so. What routing needs beside the weights of the dense twin is always new.
+
+  Args:
+    path: of a `.safetensors` or `.npz` file in the naming of timm, Hugging Face
+      or torchvision, which is found out; or of a directory with
+      `model.safetensors`.
+    config: of the model.
+    key: for what is made new. None is for `jax.random.key(0)`, and zeros in
+      place of a new head.
+    truncate: whether weights of a deeper model will do, of which the first
+      blocks are taken (`config.isoflop_twin()`).
+
+  Returns:
+    Nested dictionary of float32 arrays, as `config.build().init` makes it.
+
+  Raises:
+    UserError: there is no such file; it holds no vision transformer of these
+      libraries; or one of another architecture: tells its sizes, and every
+      array that is missing, unexpected or of another shape.
+  """
+  path = files.find(path)
+  arrays = files.read(path)
+  naming = _recognise(path, arrays)
+  dense = config.dense_twin()
+  library = _library(dense, naming)
+  entries = names(config, naming)
+  arrays = _by_table(arrays, naming, library)
+  sizes = _sizes(arrays, library)
+  if naming == 'huggingface':
+    _check_beside(path, dense)
+
+  shapes = _shapes(config)
+  by_path = {name: entry for entry in entries for name in entry.ours}
+  _resize(arrays, by_path['position'].theirs, dense)
+  heads = _new_heads(arrays, by_path, shapes, library)
+  dropped = library.unused
+  if truncate and sizes.get('num_layers', 0) > dense.num_layers:
+    deeper = dataclasses.replace(dense, num_layers=sizes['num_layers'])
+    beyond = {entry.theirs for entry in names(deeper, naming)}
+    beyond -= {entry.theirs for entry in entries}
+    dropped += tuple(map(re.escape, beyond))
+  replaced = {
+    entry.theirs for entry in entries if entry.ours[0].split('/')[0] in heads
+  }
+  trees.compare(
+    {entry.theirs: entry.shape(shapes) for entry in entries},
+    {name: a.shape for name, a in arrays.items() if name not in replaced},
+    new=tuple(map(re.escape, replaced)),
+    dropped=dropped,
+    describe=f'{path}, a vision transformer of {library.label} with '
+    + ', '.join(f'{field}={value}' for field, value in sizes.items())
+    + ',',
+  )
+
+  for name, classes in heads.items():
+    # Told loudly: until it is trained, such a model knows no classes.
+    logging.warning(
+      '%s: %s is made new, for num_classes=%d; %s in these weights.',
+      *(path, name, dense.num_classes, f'{classes or "there is none"}'),
+    )
+
+  source = {}
+  for entry in entries:
+    if entry.theirs not in replaced:
+      array = arrays.pop(entry.theirs)
+      parts = entry.to_ours(array, shapes[entry.ours[0]])
+      source.update(zip(entry.ours, parts, strict=True))
+  new = (*ROUTING, *(f'{name}/.*' for name in heads))
+  made = set(shapes) - set(source)
+  zeros = {}
+  if key is None:
+    key = jax.random.key(0)
+    zeros = {
+      name: jnp.zeros(shapes[name])
+      for name in made
+      if name.split('/')[0] in heads
+    }
+  fresh = zeros
+  if drawn := tuple(sorted(made - set(zeros))):
+    fresh |= _fresh(config, drawn, key)
+  abstract = {
+    name: jax.ShapeDtypeStruct(shape, jnp.float32)
+    for name, shape in shapes.items()
+  }
+  return trees.merge(
+    trees.unflatten(abstract | fresh),
+    trees.unflatten(source),
+    new=new,
+    describe=str(path),
+  )
+
+
+def save(
+  path: str | os.PathLike,
+  params,
+  config: Config,
+  *,
+  naming: Naming = 'timm',
+) -> None:
+  """Writes the weights of a model's dense twin as another library names them.
+
+  Routers and prediction heads are left out. The library's own model of the same
+  sizes loads the file; Hugging Face wants its `config.json` beside.
+
+  Args:
+    path: of the file, ending in `.safetensors` or `.npz`; what stood there is
+      replaced, once all is written.
+    params: nested dictionary of arrays, as `load` returns it.
+    config: of the model.
+    naming: the library.
+
+  Raises:
+    UserError: the library has no such model, the parameters are not those of
+      the config, or the file cannot be written.
+  """
+  entries = names(config, naming)
+  files.check_suffix(pathlib.Path(path))
+  flat = trees.flatten(nn.unbox(params))
+  trees.compare(
+    _shapes(config.dense_twin()),
+    {name: jnp.shape(array) for name, array in flat.items()},
+    dropped=ROUTING,
+    describe='params',
+  )
+  arrays = {}
+  for entry in entries:
+    ours = [np.asarray(flat[name], np.float32) for name in entry.ours]
+    arrays[entry.theirs] = entry.to_theirs(*ours)
+  files.write(path, arrays)
+
+
+def _init(config: Config, key: jax.Array) -> dict[str, jax.Array]:
+  variables = config.build().init(key, config.example())
+  return trees.flatten(nn.unbox(variables['params']))
+
+
+@functools.lru_cache(maxsize=4)
+def _shapes(config: Config) -> dict[str, tuple[int, ...]]:
+  abstract = jax.eval_shape(functools.partial(_init, config), jax.random.key(0))
+  return {name: leaf.shape for name, leaf in abstract.items()}
+
+
+# Compiled, so that nothing but what is wanted is computed.
+@functools.partial(jax.jit, static_argnames=('config', 'wanted'))
+def _fresh(
+  config: Config, wanted: tuple[str, ...], key: jax.Array
+) -> dict[str, jax.Array]:
+  """Returns some parameters as they are initialised."""
+  flat = _init(config, key)
+  return {name: flat[name] for name in wanted}
+
+
+def _recognise(path: pathlib.Path, arrays: Mapping[str, Any]) -> Naming:
+  """Returns whose names these are, by that of the patch embedding."""
+  for naming, library in _LIBRARIES.items():
+    pattern = re.escape(library.patch + 'weight')
+    if library.trunk:
+      pattern = r'(vit\.|deit\.)?' + pattern
+    if any(re.fullmatch(pattern, name) for name in arrays):
+      return naming
+  shown = ', '.join(sorted(arrays)[:3]) or 'nothing'
+  known = ' or '.join(
+    f'{library.label} ({library.trunk}{library.patch}weight)'
+    for library in _LIBRARIES.values()
+  )
+  raise UserError(
+    f'{path} holds no vision transformer as {known} name it; its first names'
+    f' are {shown}: convert it to one of these.'
+  )
+
+
+def _by_table(arrays, naming: Naming, library: _Library):
+  """Returns arrays under the names that the table has for them.
+
+  Those of Hugging Face differ with the class that wrote them.
+  """
+  if naming != 'huggingface':
+    return dict(arrays)
+
+  def rename(name):
+    if match := re.fullmatch(r'(?:cls_)?classifier\.(.*)', name):
+      return library.head + match[1]
+    if name.startswith(library.head_distilled):
+      return name
+    name = re.sub(r'^(vit|deit)\.', '', name)
+    for old, new in _IN_MEMORY:
+      name = re.sub(old, new, name)
+    return library.trunk + name
+
+  return {rename(name): array for name, array in arrays.items()}
+
+
+def _sizes(arrays, library: _Library) -> dict[str, Any]:
+  """Returns what of a config the weights tell, by field."""
+
+  def shape(name, rank):
+    found = arrays.get(name)
+    return found.shape if found is not None and found.ndim == rank else None
+
+  sizes = {}
+  trunk = library.trunk
+  distilled = library.distillation_token is not None and (
+    trunk + library.distillation_token in arrays
+  )
+  if patch := shape(trunk + library.patch + 'weight', 4):
+    sizes |= {'width': patch[0], 'patch_size': patch[2]}
+  block = re.escape(trunk + library.block).replace(r'\{\}', r'(\d+)')
+  layers = {int(m[1]) for m in map(re.compile(block).match, arrays) if m}
+  sizes['num_layers'] = len(layers)
+  if up := shape(trunk + library.block.format(0) + library.up + 'weight', 2):
+    sizes['mlp_dim'] = up[0]
+  if head := shape(library.head + 'bias', 1):
+    sizes['num_classes'] = head[0]
+  position = shape(trunk + library.position, 3)
+  if patch and position:
+    patches = max(position[1] - 1 - distilled, 0)
+    if math.isqrt(patches) ** 2 == patches:
+      sizes['image_size'] = math.isqrt(patches) * patch[2]
+  sizes['distilled'] = distilled
+  return sizes
+
+
+def _check_beside(path: pathlib.Path, dense: ViTConfig) -> None:
+  """Checks what no array tells: Hugging Face keeps it in a file beside."""
+  try:
+    told = json.loads((path.parent / 'config.json').read_text())
+  except (OSError, ValueError):
+    return
+  if not isinstance(told, dict):
+    return
+  heads = told.get('num_attention_heads')
+  if heads not in (None, dense.num_heads):
+    raise UserError(
+      f'num_heads={dense.num_heads}: the model in {path} has {heads}, as the'
+      f' config.json beside it says; set num_heads={heads}.'
+    )
+  activation = told.get('hidden_act', 'gelu')
+  if activation != 'gelu':
+    raise UserError(
+      f'{path} was trained with hidden_act={activation!r}, as the config.json'
+      " beside it says; only 'gelu' is supported, so use other weights."
+    )
+  epsilon = told.get('layer_norm_eps')
+  if epsilon not in (None, dense.norm_epsilon):
+    logging.warning(
+      '%s was trained with norm_epsilon=%g, and the config has %g.',
+      *(path, epsilon, dense.norm_epsilon),
+    )
+
+
+def _resize(arrays, name: str, dense: ViTConfig) -> None:
+  """Resamples position embeddings where the grid alone is another."""
+  position = arrays.get(name)
+  if position is None or position.ndim != 3 or len(position) != 1:
+    return
+  # With another number of tokens before the patches, these make no square.
+  patches = position.shape[1] - dense.num_prefix
+  square = patches > 0 and math.isqrt(patches) ** 2 == patches
+  if square and position.shape[2] == dense.width:
+    resized = vit.resize_positions(position[0], dense.num_prefix, dense.grid)
+    arrays[name] = np.asarray(resized)[None]
+
+
+def _new_heads(
+  arrays, by_path, shapes, library: _Library
+) -> dict[str, int | None]:
+  """Returns heads to make new, with the classes that the weights have.
+
+  Those are heads for other classes, and, with None, heads that are not there.
+  """
+  new = {}
+  for head in ('head', 'head_distilled'):
+    if f'{head}/kernel' not in by_path:
+      continue
+    kernel = by_path[f'{head}/kernel']
+    bias = by_path[f'{head}/bias']
+    found = [arrays.get(entry.theirs) for entry in (kernel, bias)]
+    if all(array is None for array in found):
+      # Without its token, it is not the head alone that is missing.
+      token = library.trunk + (library.distillation_token or '')
+      if head == 'head' or token in arrays:
+        new[head] = None
+    elif all(array is not None for array in found):
+      classes, width = kernel.shape(shapes)
+      (others,) = found[1].shape if found[1].ndim == 1 else (classes,)
+      if others != classes and found[0].shape == (others, width):
+        new[head] = others
+  return new

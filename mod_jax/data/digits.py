@@ -1,0 +1,57 @@
+"""Scikit-learn's bundled handwritten digits: pictures without any download."""
+
+import functools
+
+import numpy as np
+from PIL import Image
+
+CLASSES = tuple(str(digit) for digit in range(10))
+# Of the images of each digit, in the data's order, the last of every five.
+_HELD_OUT_EVERY = 5
+
+
+class DigitImages:
+  """The training or the held-out digits, with random access.
+
+  Attributes:
+    class_names: '0' to '9'.
+  """
+
+  class_names = CLASSES
+
+  def __init__(self, split: str):
+    """Reads the pictures.
+
+    Args:
+      split: 'eval' is a fixed fifth of every digit, 'train' the rest.
+    """
+    images, labels, held_out = _read()
+    chosen = held_out if split == 'eval' else ~held_out
+    self._images = images[chosen]
+    self._labels = labels[chosen]
+
+  def __len__(self) -> int:
+    """Returns the number of pictures."""
+    return len(self._labels)
+
+  def load(self, index: int) -> tuple[Image.Image, int]:
+    """Returns an RGB picture of 8 by 8 pixels, white on black, and a label."""
+    image = Image.fromarray(self._images[index]).convert('RGB')
+    return image, int(self._labels[index])
+
+
+@functools.cache
+def _read() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+  """Returns images uint8 [N, 8, 8], labels [N], and what is held out [N]."""
+  # Imported late: it takes a second, and other data need it not.
+  from sklearn import datasets
+
+  data = datasets.load_digits()
+  # Scikit-learn's values are 0 to 16.
+  images = np.round(data.images * (255 / 16)).astype(np.uint8)
+  labels = data.target.astype(np.int32)
+  held_out = np.zeros(len(labels), bool)
+  for digit in range(len(CLASSES)):
+    places = np.flatnonzero(labels == digit)
+    held_out[places[_HELD_OUT_EVERY - 1 :: _HELD_OUT_EVERY]] = True
+  return images, labels, held_out

@@ -1,0 +1,495 @@
+"""Batches of labelled pictures, from digits, folders or TensorFlow Datasets.
+
+Everything here is numpy; placing a batch on devices is the training loop's. A
+batch is a dict of arrays (S is `config.image_size`, V the number of classes):
+
+  image   float32 [B, S, S, 3]  `(value / 255 - mean) / std`
+  target  float32 [B, V]        training: soft labels, each row sums to 1
+  label   int32 [B]             evaluation
+  weight  float32 [B]           evaluation: 0 for rows that only fill a batch
+
+Decoding and augmentation run inside Grain, in threads or worker processes.
+"""
+
+from collections.abc import Iterator
+import dataclasses
+from typing import Any
+from typing import Literal
+from typing import Protocol
+
+from absl import flags
+from absl import logging
+import grain
+import numpy as np
+from PIL import Image
+
+from mod_jax import config as config_lib
+from mod_jax import errors
+from mod_jax.data import augment as augment_lib
+from mod_jax.data import digits
+from mod_jax.data import image_folder
+from mod_jax.data import tfds_images
+
+Batch = dict[str, np.ndarray]
+
+# Threads, and batches kept ready, without worker processes. Pillow lets other
+# threads run while it decodes.
+_THREADS = 4
+# Batches that each worker process keeps ready.
+_WORKER_BUFFER = 2
+# What a worker imports is single-threaded, and it makes one batch at a time.
+_WORKER_OPTIONS = {'num_threads': 1, 'prefetch_buffer_size': 1}
+# Of pictures that are left out at decoding, so many are named.
+_WARNINGS = 10
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ImageDataConfig:
+  """Where pictures come from and how they become arrays.
+
+  Attributes:
+    source: 'digits' are scikit-learn's bundled handwritten digits; 'folder' a
+      directory with a folder per class; 'tfds' a prepared TFDS data set.
+    path: the directory, for 'folder': train/ and eval/ (or val, validation,
+      test) with a folder per class in each, or the folders of the classes
+      directly.
+    eval_fraction: part held out, by a hash of each file's name, of a folder
+      that has no split of its own.
+    name: data set name, or the directory of a prepared one, for 'tfds'.
+    data_dir: where TFDS keeps data; None is its own default.
+    train_split: split for training, for 'tfds'.
+    eval_split: split for evaluation, for 'tfds'.
+    image_size: pixels a side that the model gets.
+    crop_fraction: side of the centred square that evaluation looks at, over the
+      picture's shorter side; None is 1 for digits and 0.875 for the rest.
+    unreadable: 'refuse' stops at files that cannot be read; 'skip' leaves them
+      out with a warning. One that is found only at decoding is replaced in
+      training by the next example, and gets weight 0 in evaluation.
+    mean: subtracted from values in [0, 1], per channel.
+    std: divided by, per channel.
+    augment: of the training pictures.
+    workers: processes that decode and augment; 0 is threads in this process.
+      The batches do not depend on it.
+  """
+
+  source: Literal['digits', 'folder', 'tfds'] = 'digits'
+  path: str = ''
+  eval_fraction: float = 0.1
+  name: str = ''
+  data_dir: str | None = None
+  train_split: str = 'train'
+  eval_split: str = 'validation'
+  image_size: int = 32
+  crop_fraction: float | None = None
+  unreadable: Literal['refuse', 'skip'] = 'refuse'
+  mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
+  std: tuple[float, float, float] = (0.5, 0.5, 0.5)
+  augment: augment_lib.AugmentConfig = augment_lib.AugmentConfig()
+  workers: int = 0
+
+  def __post_init__(self):
+    """Refuses settings that cannot work or would silently do nothing."""
+    config_lib.validate(self)
+    errors.require_positive(self, 'image_size')
+    if not 0 < self.eval_fraction < 1:
+      raise errors.UserError(
+        f'eval_fraction={self.eval_fraction}: expected a number between 0 and '
+        '1, both excluded'
+      )
+    if self.crop_fraction is not None and not 0 < self.crop_fraction <= 1:
+      raise errors.UserError(
+        f'crop_fraction={self.crop_fraction}: expected a number above 0 and at '
+        'most 1'
+      )
+    if min(self.std) <= 0:
+      raise errors.UserError(f'std={self.std}: expected numbers above 0')
+    if self.workers < 0:
+      raise errors.UserError(f'workers={self.workers}: expected 0 or more')
+    needed = {'folder': 'path', 'tfds': 'name'}.get(self.source)
+    if needed and not getattr(self, needed):
+      raise errors.UserError(
+        f'source={self.source!r} needs {needed}, which is empty'
+      )
+    for field, source in (
+      ('path', 'folder'),
+      ('name', 'tfds'),
+      ('data_dir', 'tfds'),
+    ):
+      value = getattr(self, field)
+      if value and self.source != source:
+        raise errors.UserError(
+          f'{field}={value!r} is read only with source={source!r}, but source='
+          f'{self.source!r}: set source or drop {field}'
+        )
+    if self.source == 'tfds':
+      for field in ('train_split', 'eval_split'):
+        if not getattr(self, field):
+          raise errors.UserError(f"source='tfds' needs {field}, which is empty")
+
+
+def class_names(config: ImageDataConfig) -> tuple[str, ...]:
+  """Returns the names of the classes, in the order of labels; reads no picture.
+
+  Raises:
+    errors.UserError: the data are not there, or have fewer than two classes.
+  """
+  if config.source == 'digits':
+    return digits.CLASSES
+  if config.source == 'folder':
+    return image_folder.class_names(config.path)
+  return tfds_images.class_names(config.name, data_dir=config.data_dir or None)
+
+
+def num_examples(
+  config: ImageDataConfig, split: Literal['train', 'eval'] = 'train'
+) -> int:
+  """Returns the number of pictures to train on, or of those held out.
+
+  Raises:
+    errors.UserError: they cannot be read.
+  """
+  return len(_open(config, split))
+
+
+def train_iterator(
+  config: ImageDataConfig,
+  *,
+  batch_size: int,
+  seed: int,
+  shard_index: int = 0,
+  shard_count: int = 1,
+) -> grain.DatasetIterator:
+  """Returns an endless iterator over this shard's training batches.
+
+  The order is shuffled anew in every epoch, and the shards together see each
+  picture once per epoch. Everything is a function of the data, the config, the
+  seed and the position alone, and not of `config.workers`. The pictures of one
+  global batch do not depend on how many shards share it either, except that
+  mixup and cutmix take place within a shard.
+
+  Args:
+    config: what to read.
+    batch_size: rows per batch of one shard.
+    seed: of the shuffle and the augmentation, in [0, 2**31).
+    shard_index: which shard (host) this is.
+    shard_count: how many there are.
+
+  Returns:
+    A Grain iterator of batches with 'image' and 'target' (see the module).
+    `get_state()` is a small JSON-ready dict and `set_state()` goes on with the
+    batch after it, also with another number of workers. `close()` ends its
+    threads and processes.
+
+  Raises:
+    errors.UserError: the data cannot be read or are less than a global batch;
+      while iterating, a picture cannot be decoded.
+  """
+  _check_shard(batch_size, shard_index, shard_count)
+  if not 0 <= seed < 2**31:
+    raise errors.UserError(f'seed={seed}: expected an integer in [0, 2**31)')
+  mixes = config.augment.mixup or config.augment.cutmix
+  if mixes and batch_size < 2:
+    raise errors.UserError(
+      f'batch_size={batch_size}: mixup and cutmix need at least 2 pictures per '
+      'shard; raise it or set both to 0'
+    )
+  source = _open(config, 'train')
+  rows = batch_size * shard_count
+  if len(source) < rows:
+    raise errors.UserError(
+      f'there are {len(source)} pictures to train on, fewer than the {rows} of '
+      f'one batch ({batch_size} on each of {shard_count} shards): add some or '
+      'lower the batch size'
+    )
+  # The shard is cut from the endless sequence, not from an epoch: shards of
+  # unequal size would drift apart and see different epochs in one global batch.
+  # What is random for a picture is drawn before, by its place in the whole.
+  dataset = grain.MapDataset.source(_Readable(source, config)).seed(seed)
+  dataset = dataset.shuffle().repeat()
+  dataset = dataset.random_map(_Augment(config, len(source.class_names)))
+  dataset = dataset[shard_index::shard_count]
+  dataset = dataset.batch(batch_size, drop_remainder=True)
+  if mixes:
+    # Of its own seed: shards would mix in step otherwise.
+    mix_seed = np.random.SeedSequence((seed, shard_index)).generate_state(1)
+    dataset = dataset.random_map(_Mix(config.augment), seed=int(mix_seed[0]))
+  return _Batches(dataset, config.workers)
+
+
+def eval_batches(
+  config: ImageDataConfig,
+  *,
+  batch_size: int,
+  num_batches: int | None = None,
+  shard_index: int = 0,
+  shard_count: int = 1,
+) -> Iterator[Batch]:
+  """Returns this shard's held-out batches, always the same in the same order.
+
+  All shards get equally many batches; what is missing in the last is padded by
+  rows of weight 0. Without a limit every held-out picture counts exactly once
+  over all batches of all shards.
+
+  Args:
+    config: what to read.
+    batch_size: rows per batch of one shard.
+    num_batches: None for all, or at most so many; then their rows are spread
+      evenly over the held-out data.
+    shard_index: which shard (host) this is.
+    shard_count: how many there are.
+
+  Returns:
+    A finite iterator of batches with 'image', 'label' and 'weight' (see the
+    module).
+
+  Raises:
+    errors.UserError: nothing is held out, or it cannot be read; while
+      iterating, a picture cannot be decoded.
+  """
+  _check_shard(batch_size, shard_index, shard_count)
+  if num_batches is not None and num_batches < 1:
+    raise errors.UserError(
+      f'num_batches={num_batches}: expected at least 1, or None for all'
+    )
+  source = _open(config, 'eval')
+  rows = batch_size * shard_count
+  count = len(source)
+  if num_batches is not None:
+    count = min(count, num_batches * rows)
+  batches = -(-count // rows)
+  places = np.full(batches * rows, _PADDING)
+  places[:count] = np.arange(count) * len(source) // count
+  # Equally many on every shard: a host with one batch fewer would leave the
+  # others waiting in a collective.
+  places = places.reshape(batches, batch_size, shard_count)[..., shard_index]
+  dataset = grain.MapDataset.source(places.ravel())
+  dataset = dataset.map(_Evaluate(source, config)).batch(batch_size)
+  return _finite(dataset, min(config.workers, batches))
+
+
+def denormalize(config: ImageDataConfig, image: Any) -> np.ndarray:
+  """Returns pictures as uint8, to look at.
+
+  Args:
+    config: its mean and std.
+    image: [..., 3], as the model gets them.
+  """
+  scaled = np.asarray(image, np.float32) * np.float32(config.std)
+  scaled = 255 * (scaled + np.float32(config.mean))
+  return np.clip(np.round(scaled), 0, 255).astype(np.uint8)
+
+
+class _Source(Protocol):
+  """Labelled pictures with random access."""
+
+  class_names: tuple[str, ...]
+
+  def __len__(self) -> int: ...
+
+  def load(self, index: int) -> tuple[Image.Image, int]: ...
+
+
+_PADDING = -1  # Instead of an index: a row that only fills a batch.
+
+
+def _check_shard(batch_size: int, shard_index: int, shard_count: int):
+  if batch_size < 1:
+    raise errors.UserError(f'batch_size={batch_size}: expected at least 1')
+  if not 0 <= shard_index < shard_count:
+    raise errors.UserError(
+      f'shard_index={shard_index}: expected one of the {shard_count} shards, '
+      'counted from 0'
+    )
+
+
+def _open(config: ImageDataConfig, split: str) -> _Source:
+  if split not in ('train', 'eval'):
+    raise errors.UserError(f"split={split!r}: expected 'train' or 'eval'")
+  if config.source == 'digits':
+    return digits.DigitImages(split)
+  if config.source == 'folder':
+    return image_folder.open_split(
+      config.path,
+      split,
+      eval_fraction=config.eval_fraction,
+      unreadable=config.unreadable,
+    )
+  return tfds_images.TfdsImages(
+    config.name,
+    config.train_split if split == 'train' else config.eval_split,
+    data_dir=config.data_dir or None,
+  )
+
+
+def _resample(config: ImageDataConfig) -> Image.Resampling:
+  # Bicubic overshoots visibly where 8 pixels become many.
+  digital = config.source == 'digits'
+  return Image.Resampling.BILINEAR if digital else Image.Resampling.BICUBIC
+
+
+def _left_out(error: errors.UserError):
+  logging.log_first_n(
+    logging.WARNING, 'left out at decoding: %s', _WARNINGS, error
+  )
+
+
+class _Readable:
+  """The pictures of a source for Grain, without those that do not decode."""
+
+  def __init__(self, source: _Source, config: ImageDataConfig):
+    self._source = source
+    self._skip = config.unreadable == 'skip'
+
+  def __len__(self) -> int:
+    return len(self._source)
+
+  def __getitem__(self, index: int) -> tuple[Image.Image, int]:
+    count = len(self._source)
+    for step in range(count):
+      try:
+        return self._source.load((int(index) + step) % count)
+      except image_folder.UnreadableImageError as e:
+        if not self._skip:
+          raise
+        _left_out(e)
+    raise errors.UserError(
+      f'none of the {count} pictures to train on can be decoded: repair them '
+      'or choose other data'
+    )
+
+
+class _Augment(grain.transforms.RandomMap):
+  """A decoded picture and its label to a training row."""
+
+  def __init__(self, config: ImageDataConfig, classes: int):
+    self._config = config
+    self._classes = classes
+
+  def random_map(
+    self, element: tuple[Image.Image, int], rng: np.random.Generator
+  ) -> dict[str, np.ndarray]:
+    image, label = element
+    config = self._config
+    array = augment_lib.augment(
+      image,
+      rng,
+      config.augment,
+      size=config.image_size,
+      mean=config.mean,
+      std=config.std,
+      resample=_resample(config),
+    )
+    target = augment_lib.soft_target(
+      label, self._classes, config.augment.label_smoothing
+    )
+    return {'image': array, 'target': target}
+
+
+class _Mix(grain.transforms.RandomMap):
+  """Mixup and cutmix of a batch."""
+
+  def __init__(self, config: augment_lib.AugmentConfig):
+    self._config = config
+
+  def random_map(self, element: Batch, rng: np.random.Generator) -> Batch:
+    return augment_lib.mix(element, rng, self._config)
+
+
+class _Evaluate(grain.transforms.Map):
+  """A place in the held-out pictures to a row of evaluation."""
+
+  def __init__(self, source: _Source, config: ImageDataConfig):
+    self._source = source
+    self._config = config
+    fraction = config.crop_fraction
+    if fraction is None:
+      fraction = 1.0 if config.source == 'digits' else 0.875
+    self._fraction = fraction
+
+  def map(self, element: np.integer) -> dict[str, np.ndarray]:
+    config = self._config
+    size = config.image_size
+    empty = {
+      'image': np.zeros((size, size, 3), np.float32),
+      'label': np.int32(0),
+      'weight': np.float32(0),
+    }
+    if element == _PADDING:
+      return empty
+    try:
+      image, label = self._source.load(int(element))
+    except image_folder.UnreadableImageError as e:
+      if config.unreadable == 'refuse':
+        raise
+      _left_out(e)
+      return empty
+    image = augment_lib.center_crop(
+      image, size, fraction=self._fraction, resample=_resample(config)
+    )
+    return {
+      'image': augment_lib.normalize(image, config.mean, config.std),
+      'label': np.int32(label),
+      'weight': np.float32(1),
+    }
+
+
+def _start(dataset: grain.MapDataset, workers: int) -> grain.DatasetIterator:
+  """Returns an iterator that reads ahead, in threads or processes."""
+  if not workers:
+    options = grain.ReadOptions(
+      num_threads=_THREADS, prefetch_buffer_size=_THREADS
+    )
+    return iter(dataset.to_iter_dataset(options))
+  if not flags.FLAGS.is_parsed():
+    # Grain reads flags of its own, also in a program without `absl.app`.
+    flags.FLAGS.mark_as_parsed()
+  iterable = dataset.to_iter_dataset(grain.ReadOptions(**_WORKER_OPTIONS))
+  options = grain.MultiprocessingOptions(
+    num_workers=workers, per_worker_buffer_size=_WORKER_BUFFER
+  )
+  return iter(iterable.mp_prefetch(options))
+
+
+def _finite(dataset: grain.MapDataset, workers: int) -> Iterator[Batch]:
+  iterator = _start(dataset, workers)
+  try:
+    yield from iterator
+  finally:
+    iterator.close()
+
+
+class _Batches(grain.DatasetIterator):
+  """Batches in order, with a state that is only how many there have been.
+
+  The state of Grain's own iterator holds one part per worker process, so a run
+  could not go on with another number of them. Each batch is a function of its
+  place alone; to go on is to start from there.
+  """
+
+  def __init__(self, dataset: grain.MapDataset, workers: int):
+    super().__init__()
+    self._dataset = dataset
+    self._workers = workers
+    self._next_batch = 0
+    # Started when first asked: whoever restores a state would start it twice.
+    self._iterator = None
+
+  def __next__(self) -> Batch:
+    if self._iterator is None:
+      self._iterator = _start(self._dataset[self._next_batch :], self._workers)
+    batch = next(self._iterator)
+    self._next_batch += 1
+    return batch
+
+  def get_state(self) -> dict[str, Any]:
+    return {'next_batch': self._next_batch}
+
+  def set_state(self, state: dict[str, Any]):
+    self.close()
+    self._next_batch = int(state['next_batch'])
+
+  def close(self):
+    """Ends the threads or processes; the next batch starts them again."""
+    if self._iterator is not None:
+      self._iterator.close()
+      self._iterator = None

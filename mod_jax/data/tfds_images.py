@@ -1,0 +1,185 @@
+"""Pictures of TensorFlow Datasets, read without TensorFlow.
+
+Only data that is already prepared on disk, in a format with random access
+(ArrayRecord), is read; nothing is downloaded.
+"""
+
+import difflib
+import os
+import re
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from mod_jax import errors
+from mod_jax.data import image_folder
+
+_IMAGE = 'image'
+_LABEL = 'label'
+
+
+class TfdsImages:
+  """A split of a prepared data set, with random access.
+
+  Attributes:
+    class_names: names of the labels.
+  """
+
+  def __init__(self, name: str, split: str, *, data_dir: str | None = None):
+    """Opens the split.
+
+    Args:
+      name: a TFDS name such as 'imagenet2012', or a directory that holds a
+        prepared data set (its dataset_info.json). Its records have a `label`,
+        and an `image` that is an encoded file or a uint8 array.
+      split: for example 'train' or 'train[:1%]'.
+      data_dir: where prepared data sets stand; None for TFDS's own default.
+
+    Raises:
+      errors.UserError: unknown name or split; not prepared; no random access;
+        no image or label.
+    """
+    # Imported late: it is slow, and other data need it not.
+    import tensorflow_datasets as tfds
+
+    builder = _builder(tfds, name, data_dir)
+    self.class_names = _label_names(tfds, builder, name)
+    self._what = f'of split {split!r} of name={name!r}'
+    splits = builder.info.splits
+    if not splits:
+      raise errors.UserError(
+        f'name={name!r} is not prepared under {str(builder.data_path)!r}: run '
+        f'`python -c "import tensorflow_datasets as tfds; tfds.builder('
+        f'{name!r}, data_dir={data_dir!r}, '
+        "file_format='array_record').download_and_prepare()\"` once, or set "
+        'data_dir to where it stands'
+      )
+    # Masks, too: there is no use in decoding them.
+    encoded = {
+      key: tfds.decode.SkipDecoding()
+      for key, feature in builder.info.features.items()
+      if isinstance(feature, tfds.features.Image)
+    }
+    try:
+      self._records = builder.as_data_source(split, decoders=encoded or None)
+    except NotImplementedError:
+      raise errors.UserError(
+        f'name={name!r} is prepared as {builder.info.file_format.value}, which '
+        "has no random access: prepare it again with file_format='array_record'"
+      ) from None
+    except (ValueError, KeyError) as e:
+      why = str(e).partition('\n')[0].strip()
+      raise errors.UserError(
+        f'split {split!r} of name={name!r} cannot be read ({why}): choose from '
+        f'{", ".join(sorted(splits))}, or a part such as {min(splits)}[:10%]'
+      ) from None
+    image = self._records[0][_IMAGE]
+    if not (
+      isinstance(image, (bytes, str))
+      or isinstance(image, np.ndarray)
+      and image.dtype == np.uint8
+      and (image.ndim == 2 or image.ndim == 3 and image.shape[-1] in (1, 3, 4))
+    ):
+      kind = getattr(image, 'dtype', type(image).__name__)
+      shape = list(getattr(image, 'shape', ()))
+      raise errors.UserError(
+        f'the feature {_IMAGE!r} of name={name!r} is {kind} {shape}: expected '
+        'an encoded file, or uint8 [height, width, 1, 3 or 4]'
+      )
+
+  def __len__(self) -> int:
+    """Returns the number of records."""
+    return len(self._records)
+
+  def load(self, index: int) -> tuple[Image.Image, int]:
+    """Returns a decoded RGB picture and its label.
+
+    Raises:
+      image_folder.UnreadableImageError: it cannot be decoded.
+      errors.UserError: its label is out of range, as where a split has none.
+    """
+    record = self._records[index]
+    label = int(record[_LABEL])
+    if not 0 <= label < len(self.class_names):
+      raise errors.UserError(
+        f'record {index} {self._what} has the label {label}, outside of '
+        f'0..{len(self.class_names) - 1}: choose a split with labels'
+      )
+    return _to_image(record[_IMAGE], f'record {index} {self._what}'), label
+
+
+def class_names(name: str, *, data_dir: str | None = None) -> tuple[str, ...]:
+  """Returns the names of a data set's labels; reads no record.
+
+  Raises:
+    errors.UserError: unknown name, or no image or label.
+  """
+  import tensorflow_datasets as tfds
+
+  return _label_names(tfds, _builder(tfds, name, data_dir), name)
+
+
+def _to_image(value: Any, what: str) -> Image.Image:
+  if isinstance(value, np.ndarray):
+    if value.ndim == 3 and value.shape[-1] == 1:
+      value = value[..., 0]
+    return Image.fromarray(value).convert('RGB')
+  if isinstance(value, str):
+    value = value.encode('utf-8', 'surrogateescape')
+  return image_folder.decode(value, what)
+
+
+def _label_names(tfds, builder, name: str) -> tuple[str, ...]:
+  features = builder.info.features
+  for key in (_IMAGE, _LABEL):
+    if key not in features:
+      raise errors.UserError(
+        f'name={name!r} has no feature {key!r}, only '
+        f'{", ".join(sorted(features))}: choose a data set of labelled pictures'
+      )
+  label = features[_LABEL]
+  if not isinstance(label, tfds.features.ClassLabel) or not label.num_classes:
+    raise errors.UserError(
+      f'the feature {_LABEL!r} of name={name!r} is a {type(label).__name__} '
+      'without a number of classes: choose a data set with a ClassLabel'
+    )
+  return tuple(label.names)
+
+
+def _builder(tfds, name: str, data_dir: str | None):
+  if os.path.isdir(os.path.expanduser(name)):
+    directory = os.path.expanduser(name)
+    try:
+      return tfds.builder_from_directory(directory)
+    except (OSError, ValueError):
+      raise errors.UserError(
+        f'name={name!r} is a directory without a prepared data set: give the '
+        'one with dataset_info.json in it, such as …/cars196/2.1.0'
+      ) from None
+  # 'namespace:name' would ask a server; 'name:1.2.3' is a version.
+  if re.match(r'\w+:(?!\d|experimental_latest)', name):
+    raise errors.UserError(
+      f'name={name!r} is a community data set, which TFDS looks up on the '
+      'network: prepare it first and give its directory'
+    )
+  data_dir = os.path.expanduser(data_dir) if data_dir else None
+  try:
+    return tfds.builder(name, data_dir=data_dir)
+  except tfds.core.DatasetNotFoundError:
+    # Community names would be fetched, by a function that needs TensorFlow.
+    known = tfds.list_builders(with_community_datasets=False)
+    base = name.split('/')[0].split(':')[0].lower()
+    near = difflib.get_close_matches(base, known, n=1, cutoff=0)
+    raise errors.UserError(
+      f'name={name!r} is neither known to TFDS (the nearest name is '
+      f'{near[0]!r}) nor prepared under data_dir: correct it, or give the '
+      'directory of a prepared data set'
+    ) from None
+  except Exception as e:
+    # TFDS has many exception types for a bad config or version in the name.
+    # The rest of a long message lists what there is.
+    why = ' '.join(str(e).partition('. Here are')[0].split())[:200]
+    raise errors.UserError(
+      f'name={name!r} cannot be loaded ({why}); check its config and version'
+    ) from e

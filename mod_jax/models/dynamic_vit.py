@@ -1,0 +1,401 @@
+"""DynamicViT (Rao et al. 2021): image tokens are dropped stage by stage."""
+
+import dataclasses
+import functools
+import math
+from typing import Literal
+
+from flax import linen as nn
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from mod_jax import config as config_lib
+from mod_jax import errors
+from mod_jax import routing
+from mod_jax.layers import dense
+from mod_jax.models import vit
+from mod_jax.models.vit import ViTConfig
+
+# Scores by which patches are dropped that are trained with masks; the others
+# drop them for good, in training too.
+_LEARNED = ('predicted', 'static')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DynamicViTConfig:
+  """A backbone, and where and how much of its image is dropped."""
+
+  backbone: ViTConfig = ViTConfig()
+  stages: tuple[int, ...] = (
+    3,
+    6,
+    9,
+  )  # Blocks before which patches are dropped.
+  # ρ: of those that were left, the fraction that each stage keeps; or for each
+  # stage the fraction of all patches that is left after it.
+  keep: float | tuple[float, ...] = 0.7
+  # What decides: prediction heads; or, for ablations (the paper's Table 4), one
+  # learnt pattern for all images, chance, the class token's attention in the
+  # block before, or none: `structural` averages squares of 2×2 patches.
+  score: Literal[
+    'predicted', 'static', 'random', 'class_attention', 'structural'
+  ] = 'predicted'
+  temperature: float = 1.0  # Of the Gumbel-softmax in training.
+
+  def __post_init__(self):
+    config_lib.validate(self)
+    errors.require_positive(self, 'temperature')
+    layers = self.backbone.num_layers
+    if (
+      not self.stages
+      or list(self.stages) != sorted(set(self.stages))
+      or not 0 <= self.stages[0] <= self.stages[-1] < layers
+    ):
+      raise errors.UserError(
+        f'stages={self.stages}: expected ascending block numbers between 0 and'
+        f' {layers - 1}, since the backbone has {layers} blocks.'
+      )
+    keep = self.keep if isinstance(self.keep, tuple) else (self.keep,)
+    if not all(0 < ratio <= 1 for ratio in keep):
+      raise errors.UserError(f'keep={self.keep}: expected fractions in (0, 1].')
+    if isinstance(self.keep, tuple) and (
+      len(keep) != len(self.stages) or list(keep) != sorted(keep, reverse=True)
+    ):
+      raise errors.UserError(
+        f'keep={self.keep}: expected one fraction for each of the'
+        f' {len(self.stages)} stages, none larger than the one before; or a'
+        ' single number.'
+      )
+    if self.backbone.routing is not None:
+      raise errors.UserError(
+        'backbone.routing: DynamicViT drops tokens of a dense backbone; set it'
+        ' to None.'
+      )
+    if self.score == 'class_attention' and self.stages[0] == 0:
+      raise errors.UserError(
+        "stages begin with block 0, and score='class_attention' needs a block"
+        ' before: begin later.'
+      )
+    counts = self.kept
+    if counts[-1] < 1:
+      raise errors.UserError(
+        f'keep={self.keep} leaves no patch of {self.backbone.num_patches} after'
+        f' stage {counts.index(0) + 1}: keep more, or use larger images.'
+      )
+
+  @property
+  def targets(self) -> tuple[float, ...]:
+    """Fraction of all patches that is to be left after each stage."""
+    if self.score == 'structural':
+      return tuple(n / self.backbone.num_patches for n in self.kept)
+    if isinstance(self.keep, tuple):
+      return self.keep
+    return tuple(self.keep ** (s + 1) for s in range(len(self.stages)))
+
+  @functools.cached_property
+  def kept(self) -> tuple[int, ...]:
+    """Patches left after each stage, at inference."""
+    if self.score == 'structural':
+      sides = [self.backbone.grid]
+      for _ in self.stages:
+        sides.append(-(-sides[-1] // 2))
+      return tuple(side**2 for side in sides[1:])
+    # Float64, and rounded a little so that 0.7 · 10 is 7 patches.
+    return tuple(
+      math.floor(round(self.backbone.num_patches * target, 9))
+      for target in self.targets
+    )
+
+  @property
+  def num_classes(self) -> int:
+    return self.backbone.num_classes
+
+  @property
+  def image_size(self) -> int:
+    return self.backbone.image_size
+
+  @property
+  def num_tokens(self) -> int:
+    return self.backbone.num_tokens
+
+  def build(self, **kwargs) -> 'DynamicViT':
+    """Returns the module; `train=True` for one that trains."""
+    return DynamicViT(self, **kwargs)
+
+  def dense_twin(self) -> ViTConfig:
+    """Returns the backbone, which drops nothing: also the teacher."""
+    return self.backbone
+
+  def example(self) -> jax.Array:
+    """Returns the least input that the model can be initialised with."""
+    return self.backbone.example()
+
+  def _patches(self, layer: int) -> int:
+    """Returns how many patches there are before block `layer`, undropped."""
+    before = [
+      n for n, at in zip(self.kept, self.stages, strict=True) if at < layer
+    ]
+    return before[-1] if before else self.backbone.num_patches
+
+  def tokens_per_block(self) -> tuple[int, ...]:
+    """Returns how many of an image's tokens each block processes."""
+    prefix, layers = self.backbone.num_prefix, self.backbone.num_layers
+    return tuple(prefix + self._patches(i + 1) for i in range(layers))
+
+  def flops_table(self) -> list[tuple[str, dict[str, int]]]:
+    """Returns (layer, FLOPs by part) for one image, forward, at inference.
+
+    In the convention of published tables, times two: see `flops`.
+    """
+    backbone, width = self.backbone, self.backbone.width
+    rows = [('embed', backbone.embed_flops())]
+    for i, tokens in enumerate(self.tokens_per_block()):
+      if i in self.stages and self.score == 'predicted':
+        patches = self._patches(i)
+        rows.append(
+          (
+            f'prediction_{self.stages.index(i)}',
+            {
+              'norm': vit.norm_flops(patches, width),
+              'prediction': 2
+              * patches
+              * sum(a * b for a, b in PredictionHead.sizes(width)),
+            },
+          )
+        )
+      rows.append((f'block_{i}', backbone.block_flops(tokens)))
+    rows.append(('head', backbone.head_flops(self.kept[-1])))
+    return rows
+
+
+@flax.struct.dataclass
+class DynamicViTOutput:
+  """What a forward pass returns. S stages, N patches.
+
+  Attributes:
+    logits_BV: float32 logits of the classes.
+    features_BLD: the tokens that are left, after the last norm, prefix first;
+      when masks train, all of them.
+    keep_SBN: float32, 1 for patches kept after each stage; when masks train,
+      gradients pass through them (straight-through). Empty for `structural`.
+    probability_SBN: float32 probability of keeping each patch that was left,
+      by a learnt score; 0 for those dropped before. None for other scores.
+  """
+
+  logits_BV: jax.Array
+  features_BLD: jax.Array
+  keep_SBN: jax.Array
+  probability_SBN: jax.Array | None = None
+
+
+class PredictionHead(nn.Module):
+  """Log-probabilities of keeping and dropping each patch.
+
+  Local features of the patch beside the mean of those of all kept patches: Rao
+  et al. 2021, Eq. 2-5.
+  """
+
+  dtype: str = 'float32'
+
+  @staticmethod
+  def sizes(width: int) -> tuple[tuple[int, int], ...]:
+    """Returns inputs and outputs of the linear maps."""
+    return (
+      (width, width),
+      (width, width // 2),
+      (width // 2, width // 4),
+      (width // 4, 2),
+    )
+
+  @nn.compact
+  def __call__(self, x_BND: jax.Array, keep_BN: jax.Array) -> jax.Array:
+    """Returns log-probabilities [B, N, 2]: keep, drop; in float32.
+
+    Args:
+      x_BND: patches.
+      keep_BN: 1 for those kept so far.
+    """
+    width = x_BND.shape[-1]
+
+    def linear(i, x):
+      return dense.linear(
+        self.sizes(width)[i][1:],
+        ('replicated', 'replicated'),
+        bias=True,
+        dtype=self.dtype,
+        name=f'linear_{i}',
+      )(x)
+
+    x_BND = dense.layer_norm(1e-5, self.dtype, 'norm')(x_BND)
+    x_BND = nn.gelu(linear(0, x_BND), approximate=False)
+    local_BNF, global_BNF = jnp.split(x_BND, [width // 2], axis=-1)
+    keep_BN1 = keep_BN[..., None].astype(jnp.float32)
+    total_B1F = (global_BNF * keep_BN1).sum(axis=1, keepdims=True)
+    # Where none is kept, a mean of nothing: zeros, and no NaN.
+    count_B11 = jnp.maximum(keep_BN1.sum(axis=1, keepdims=True), 1e-6)
+    mean_B1F = (total_B1F / count_B11).astype(local_BNF.dtype)
+    x_BND = jnp.concatenate(
+      [local_BNF, jnp.broadcast_to(mean_B1F, global_BNF.shape)], axis=-1
+    )
+    x_BND = nn.gelu(linear(1, x_BND), approximate=False)
+    x_BND = nn.gelu(linear(2, x_BND), approximate=False)
+    logit_BN2 = linear(3, x_BND).astype(jnp.float32)
+    return jax.nn.log_softmax(logit_BN2, axis=-1)
+
+
+class DynamicViT(nn.Module):
+  """Images in, class logits out, from ever fewer patches.
+
+  The parameters are the backbone's and, beside them, `prediction_<stage>`: a
+  dense checkpoint fits as it is. With `train`, learnt scores decide by hard
+  Gumbel-softmax and dropped patches are masked, so that gradients reach the
+  decision; without, they are removed, and so are those of other scores always.
+
+  Rng streams: `params`; `gumbel` where masks are drawn; `routing` for random
+  scores; `stochastic_depth` as in `ViT`.
+  """
+
+  config: DynamicViTConfig
+  train: bool = False
+
+  def setup(self):
+    config = self.config
+    self.backbone = config.backbone.build(
+      train=self.train,
+      scored=tuple(i - 1 for i in config.stages)
+      if config.score == 'class_attention'
+      else (),
+    )
+    nn.share_scope(self, self.backbone)
+    if config.score == 'predicted':
+      self.prediction = [
+        PredictionHead(config.backbone.dtype) for _ in config.stages
+      ]
+    elif config.score == 'static':
+      # Near even odds, so that Gumbel noise explores.
+      init = nn.with_logical_partitioning(
+        nn.initializers.normal(0.01), ('length', 'replicated')
+      )
+      shape = (config.backbone.num_patches, 2)
+      self.pattern_SN2 = [
+        self.param(f'pattern_{s}', init, shape)
+        for s in range(len(config.stages))
+      ]
+
+  def __call__(
+    self, images_BHWC: jax.Array, decisions_SBN: jax.Array | None = None
+  ) -> DynamicViTOutput:
+    """Returns logits, features and what was kept.
+
+    Args:
+      images_BHWC: normalised images of the config's size, three channels.
+      decisions_SBN: 1 for patches to keep after each stage, in place of drawn
+        decisions; dropped ones are masked, as in training.
+    """
+    config = self.config
+    masked = decisions_SBN is not None or (
+      self.train and config.score in _LEARNED
+    )
+    x_BLD = self.backbone.embed(images_BHWC)
+    prefix = config.backbone.num_prefix
+    batch, length, _ = x_BLD.shape
+    patches = length - prefix
+    info = vit.token_info(x_BLD)
+    # The patches that x holds, and which of them count.
+    index_BN = jnp.broadcast_to(jnp.arange(patches), (batch, patches))
+    keep_BN = jnp.ones((batch, patches), jnp.float32)
+    told, probabilities, score_BL = [], [], None
+
+    for i in range(config.backbone.num_layers):
+      if i in config.stages:
+        stage = config.stages.index(i)
+        x_BND = x_BLD[:, prefix:]
+        if config.score == 'structural':
+          x_BND = _pool(x_BND)
+          x_BLD = jnp.concatenate([x_BLD[:, :prefix], x_BND], axis=1)
+          info = vit.token_info(x_BLD)
+        else:
+          log_BN2 = self._log_probability(stage, x_BND, keep_BN, index_BN)
+          if log_BN2 is not None:
+            probability_BN = jnp.exp(log_BN2[..., 0]) * keep_BN
+            probabilities.append(_spread(probability_BN, index_BN, patches))
+        if masked and config.score != 'structural':
+          if decisions_SBN is None:
+            drawn_BN = self._draw(log_BN2)
+          else:
+            drawn_BN = decisions_SBN[stage].astype(jnp.float32)
+          keep_BN = keep_BN * drawn_BN
+          told.append(keep_BN)
+          keep_BL = jnp.pad(keep_BN, ((0, 0), (prefix, 0)), constant_values=1.0)
+          info = info.replace(keep_BL=keep_BL)
+        elif config.score != 'structural':
+          score_BN = self._score(log_BN2, score_BL, index_BN)
+          selection = routing.select_top_k(score_BN, config.kept[stage])
+          index_BK = selection.index_BK
+          x_BND = routing.gather_tokens(x_BND, index_BK)
+          x_BLD = jnp.concatenate([x_BLD[:, :prefix], x_BND], axis=1)
+          info = vit.token_info(x_BLD)
+          index_BN = jnp.take_along_axis(index_BN, index_BK, axis=1)
+          keep_BN = jnp.ones(index_BN.shape, jnp.float32)
+          told.append(_spread(keep_BN, index_BN, patches))
+      x_BLD, score_BL, _ = self.backbone.step(i, x_BLD, info=info)
+    logits_BV, x_BLD = self.backbone.classify(
+      x_BLD, keep_BN if masked else None
+    )
+    return DynamicViTOutput(
+      logits_BV,
+      x_BLD,
+      jnp.stack(told) if told else jnp.zeros((0, batch, patches)),
+      jnp.stack(probabilities) if probabilities else None,
+    )
+
+  def _log_probability(self, stage, x_BND, keep_BN, index_BN):
+    """Returns log-probabilities of keeping and dropping, where learnt."""
+    match self.config.score:
+      case 'predicted':
+        return self.prediction[stage](x_BND, keep_BN)
+      case 'static':
+        log_N2 = jax.nn.log_softmax(self.pattern_SN2[stage], axis=-1)
+        return log_N2[index_BN]
+    return None
+
+  def _draw(self, log_BN2):
+    """Draws hard decisions, gradients as of soft ones (Jang et al. 2017)."""
+    noise = jax.random.gumbel(self.make_rng('gumbel'), log_BN2.shape)
+    soft_BN2 = jax.nn.softmax((log_BN2 + noise) / self.config.temperature)
+    soft_BN = soft_BN2[..., 0]
+    hard_BN = (soft_BN >= 0.5).astype(jnp.float32)
+    # In this order, for the sum must be 0 or 1 exactly.
+    return hard_BN + (soft_BN - jax.lax.stop_gradient(soft_BN))
+
+  def _score(self, log_BN2, score_BL, index_BN):
+    """Returns the score whose largest stay."""
+    match self.config.score:
+      case 'random':
+        return routing.gaussian_scores(self.make_rng('routing'), index_BN.shape)
+      case 'class_attention':
+        return score_BL[:, self.config.backbone.num_prefix :]
+    # The log-odds: probabilities near 1 would tie in float32.
+    return log_BN2[..., 0] - log_BN2[..., 1]
+
+
+def _pool(x_BND: jax.Array) -> jax.Array:
+  """Returns the means of squares of 2×2 patches, smaller at an odd edge."""
+  batch, patches, width = x_BND.shape
+  side = math.isqrt(patches)
+  x_BHWD = x_BND.reshape(batch, side, side, width)
+  x_BHWD = nn.avg_pool(
+    x_BHWD,
+    (2, 2),
+    strides=(2, 2),
+    padding=((0, side % 2), (0, side % 2)),
+    count_include_pad=False,
+  )
+  return x_BHWD.reshape(batch, -1, width)
+
+
+def _spread(value_BK, index_BK, length):
+  """Returns value_BN: values at their patches, 0 elsewhere."""
+  zeros_BN = jnp.zeros((value_BK.shape[0], length), value_BK.dtype)
+  return routing.scatter_add_tokens(zeros_BN, index_BK, value_BK)

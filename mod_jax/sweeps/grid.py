@@ -1,0 +1,318 @@
+"""Runs over the product of some fields' values, and their table."""
+
+import ast
+from collections.abc import Mapping
+from collections.abc import Sequence
+import dataclasses
+import itertools
+import json
+import types
+import typing
+from typing import Any
+
+import jax
+
+from mod_jax import config as config_lib
+from mod_jax.errors import UserError
+from mod_jax.train import checkpoints as checkpoints_lib
+from mod_jax.train import loop
+from mod_jax.train import metrics as metrics_lib
+from mod_jax.train import workdir as workdir_lib
+from mod_jax.train.experiment import ExperimentConfig
+from mod_jax.train.tasks import make_task
+
+Axes = Mapping[str, Sequence[Any]]  # Values by dotted field.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Point:
+  """One run of a sweep, when it is over.
+
+  Attributes:
+    name: its directory's name below the sweep's.
+    values: of the fields that differ, by dotted name.
+    metrics: all held-out metrics at its end; empty if it diverged.
+    main: the few of them that a table shows.
+    diverged: what it said when it diverged, or ''.
+  """
+
+  name: str
+  values: dict[str, Any]
+  metrics: dict[str, float]
+  main: dict[str, float]
+  diverged: str = ''
+
+
+def parse(
+  config: ExperimentConfig, texts: Sequence[str]
+) -> dict[str, tuple[Any, ...]]:
+  """Returns the axes that texts such as `seed=0,1,2` describe.
+
+  Values are written as on the command line. Commas within brackets or quotes
+  do not separate them.
+
+  Args:
+    config: what is swept over, which knows the types of its fields.
+    texts: one for each field.
+
+  Raises:
+    UserError: there is no such field, or there are no values.
+  """
+  axes = {}
+  for text in texts:
+    path, equals, values = text.partition('=')
+    path = path.strip()
+    if not equals or not values.strip():
+      raise UserError(
+        f'--sweep={text}: expected a field and its values, as in seed=0,1,2.'
+      )
+    if path in axes:
+      raise UserError(
+        f'--sweep={text}: {path} is given twice; list all its values once.'
+      )
+    hint = _hint(config, path)
+    axes[path] = tuple(_value(value, hint) for value in _split(values))
+  return axes
+
+
+def points(
+  config: ExperimentConfig, axes: Axes
+) -> list[tuple[str, ExperimentConfig]]:
+  """Returns name and config of each point, the last axis varying fastest.
+
+  Args:
+    config: what all points have in common.
+    axes: values by dotted field, as `parse` returns them.
+
+  Raises:
+    UserError: an unknown field, a value that it does not allow, or one point
+      twice.
+  """
+  return [(name, changed) for name, _, changed in _points(config, axes)]
+
+
+def _points(config, axes):
+  """Returns (name, values by field, config) of each point."""
+  for path, values in axes.items():
+    _hint(config, path)
+    if not values:
+      raise UserError(f'{path} has no values: give at least one.')
+  result, seen = [], set()
+  for combination in itertools.product(*axes.values()):
+    values = dict(zip(axes, combination, strict=True))
+    name = ','.join(f'{path}={_text(v)}' for path, v in values.items())
+    # A directory of its own: no separators, and nothing above.
+    name = name.replace('/', '_').replace('\\', '_')
+    if name in seen:
+      raise UserError(
+        f'the sweep has the point {name} twice: list each value once.'
+      )
+    seen.add(name)
+    label = {} if 'name' in values else {'name': f'{config.name} {name}'}
+    try:
+      changed = config_lib.replace(config, label | values)
+    except UserError as error:
+      raise UserError(f'the point {name} of the sweep: {error}') from error
+    result.append((name, values, changed))
+  return result
+
+
+def run(config: ExperimentConfig, axes: Axes, workdir) -> list[Point]:
+  """Trains all points, one after another, and keeps a table of them.
+
+  Each lies in `WORKDIR/<field>=<value>,…` and is resumed as any run is; those
+  that are finished are only read. One that diverges is noted, and the others
+  go on. `WORKDIR/sweep.json` holds what is known after each.
+
+  Args:
+    config: what all points have in common.
+    axes: values by dotted field.
+    workdir: directory of the sweep.
+
+  Returns:
+    The points in order; fewer if a signal stopped the sweep.
+
+  Raises:
+    UserError: as `points` and `train.loop.train`; what can be seen from the
+      configs alone is refused before anything runs.
+  """
+  workdir = workdir_lib.expand(workdir)
+  if workdir_lib.holds_run(workdir):
+    raise UserError(
+      f'--workdir={workdir} holds a single run: give a sweep a directory of its'
+      ' own.'
+    )
+  todo = _points(config, axes)
+  for name, _, changed in todo:
+    workdir_lib.check(workdir / name, changed)
+  done = []
+  for name, values, changed in todo:
+    metrics, diverged = _finished(workdir / name, changed), ''
+    if metrics is None:
+      try:
+        result = loop.train(changed, workdir / name)
+      except loop.TrainingDiverged as error:
+        metrics, diverged = {}, str(error)
+        if jax.process_index() == 0:
+          print(f'{name} diverged: {error}')
+      else:
+        if not result.finished:
+          return done
+        metrics = result.metrics
+    main = make_task(changed).main_metrics(metrics)
+    done.append(
+      Point(
+        name=name,
+        values=values,
+        metrics=metrics,
+        main=main,
+        diverged=diverged,
+      )
+    )
+    if jax.process_index() == 0:
+      _write(workdir, axes, done)
+  return done
+
+
+def table(points: Sequence[Point]) -> str:
+  """Returns the points as a table: their fields, then the main metrics."""
+  if not points:
+    return 'no point of the sweep is finished'
+  fields = list(points[0].values)
+  names = list(dict.fromkeys(name for p in points for name in p.main))
+  rows = [[*fields, *names]]
+  for point in points:
+    cells = [_text(value) for value in point.values.values()]
+    for name in names:
+      value = point.main.get(name)
+      missing = 'diverged' if point.diverged else '-'
+      cells.append(missing if value is None else f'{value:.4f}')
+    if point.diverged and not names:
+      cells.append('diverged')
+    rows.append(cells)
+  widths = [
+    max(len(row[i]) for row in rows if i < len(row))
+    for i in range(max(map(len, rows)))
+  ]
+  return '\n'.join(
+    '  '.join(
+      cell.ljust(width) if i < len(fields) else cell.rjust(width)
+      for i, (cell, width) in enumerate(zip(row, widths, strict=False))
+    ).rstrip()
+    for row in rows
+  )
+
+
+def _finished(workdir, config) -> dict[str, float] | None:
+  """Returns the last held-out metrics of a run that needs nothing more."""
+  if not workdir_lib.holds_run(workdir):
+    return None
+  last = config.train.num_steps
+  if (
+    # Another evaluation may be wanted now than then.
+    workdir_lib.read_config(workdir) != config
+    or last not in checkpoints_lib.steps(workdir_lib.checkpoints(workdir))
+    # Written when everything but the samples is.
+    or not (workdir / 'eval.json').is_file()
+  ):
+    return None
+  for line in reversed(metrics_lib.read(workdir)):
+    if line['kind'] == 'eval' and line['step'] == last:
+      return {k: v for k, v in line.items() if k not in ('step', 'kind')}
+  return None
+
+
+def _write(workdir, axes, done):
+  told = {
+    'axes': {path: list(values) for path, values in axes.items()},
+    'points': [dataclasses.asdict(point) for point in done],
+  }
+  text = json.dumps(told, indent=2) + '\n'
+  workdir_lib.write_text(workdir / 'sweep.json', text)
+
+
+def _hint(config, path):
+  """Returns the annotation of a field by its dotted name.
+
+  Raises:
+    UserError: there is no such field.
+  """
+  holder, seen, hint = config, '', type(config)
+  for part in path.split('.'):
+    if not dataclasses.is_dataclass(holder):
+      raise UserError(
+        f'--sweep={path}: {seen} is {holder!r} and has no field {part!r}.'
+      )
+    hints = typing.get_type_hints(type(holder))
+    if part not in hints:
+      near = config_lib.nearest(part, hints)
+      near = near or f' Its fields are {", ".join(hints)}.'
+      raise UserError(
+        f'--sweep={path}: {type(holder).__name__} has no field {part!r}.{near}'
+      )
+    hint = hints[part]
+    holder, seen = getattr(holder, part), f'{seen}.{part}'.lstrip('.')
+  return hint
+
+
+def _members(hint):
+  if typing.get_origin(hint) in (typing.Union, types.UnionType):
+    return typing.get_args(hint)
+  return (hint,)
+
+
+def _value(text, hint):
+  """Returns what a text spells, for a field of this annotation."""
+  text = text.strip()
+  members = _members(hint)
+  if text.lower() == 'none' and type(None) in members:
+    return None
+  kinds = {
+    type(choice)
+    for member in members
+    for choice in (
+      typing.get_args(member)
+      if typing.get_origin(member) is typing.Literal
+      else ()
+    )
+  }
+  kinds |= {m for m in members if typing.get_origin(m) is not typing.Literal}
+  if kinds <= {str, type(None)}:
+    return text
+  if text.lower() in ('true', 'false') and bool in kinds:
+    return text.lower() == 'true'
+  try:
+    return _tuples(ast.literal_eval(text))
+  except (SyntaxError, ValueError):
+    return text
+
+
+def _tuples(value):
+  if isinstance(value, list | tuple):
+    return tuple(map(_tuples, value))
+  return value
+
+
+def _split(text):
+  """Splits at commas that are in no brackets and no quotes."""
+  parts, depth, quote = [''], 0, None
+  for character in text:
+    if quote:
+      quote = None if character == quote else quote
+    elif character in '"\'':
+      quote = character
+    elif character in '([{':
+      depth += 1
+    elif character in ')]}':
+      depth -= 1
+    if character == ',' and not depth and not quote:
+      parts.append('')
+    else:
+      parts[-1] += character
+  return [part for part in parts if part.strip()]
+
+
+def _text(value) -> str:
+  if isinstance(value, tuple):
+    return '(' + ','.join(map(_text, value)) + ')'
+  return f'{value!r}' if isinstance(value, float) else str(value)

@@ -1,0 +1,48 @@
+"""Times that can be compared: interleaved, so that slow spells hit alike."""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+import statistics
+import time
+
+
+def interleaved(
+  functions: Mapping[str, Callable], *, rounds: int, warmup: int = 1
+) -> dict[str, list[float]]:
+  """Times functions in turn, so that a slow spell hits them all alike.
+
+  Args:
+    functions: by name; each is called without arguments and must block until
+      its work is done.
+    rounds: timed calls of each.
+    warmup: calls before these.
+
+  Returns:
+    Seconds of every call, by name.
+  """
+  for function in functions.values():
+    for _ in range(warmup):
+      function()
+  seconds = {name: [] for name in functions}
+  for _ in range(rounds):
+    for name, function in functions.items():
+      start = time.perf_counter()
+      function()
+      seconds[name].append(time.perf_counter() - start)
+  return seconds
+
+
+def medians(seconds: Mapping[str, list[float]]) -> dict[str, float]:
+  """Returns the median seconds, by name."""
+  return {name: statistics.median(times) for name, times in seconds.items()}
+
+
+def ratio_spread(
+  seconds: Mapping[str, list[float]], above: str, below: str
+) -> tuple[float, float, float]:
+  """Returns the median of the rounds' ratios, and their quartiles."""
+  ratios = sorted(
+    a / b for a, b in zip(seconds[above], seconds[below], strict=True)
+  )
+  low, middle, high = statistics.quantiles(ratios, n=4)
+  return middle, low, high

@@ -1,0 +1,31 @@
+"""The warm-up of routed models: capacity comes down from 1."""
+
+import dataclasses
+
+from mod_jax import routing
+from mod_jax.train.experiment import TrainConfig
+
+
+def stage(model_config, train: TrainConfig, step: int) -> float:
+  """Returns the least capacity of a routed layer at a step; see `TrainConfig`.
+
+  Args:
+    model_config: with `routing`, None for a dense model.
+    train: says how long the warm-up is.
+    step: steps taken before.
+  """
+  if model_config.routing is None or not train.capacity_warmup_steps:
+    return 0.0
+  return routing.capacity_floor(
+    step,
+    warmup_steps=train.capacity_warmup_steps,
+    stages=train.capacity_warmup_stages,
+  )
+
+
+def at_stage(model_config, floor: float):
+  """Returns the model's config with no capacity lower than `floor`."""
+  if not floor:
+    return model_config
+  routed = dataclasses.replace(model_config.routing, capacity_floor=floor)
+  return dataclasses.replace(model_config, routing=routed)

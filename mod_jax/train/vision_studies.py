@@ -1,0 +1,185 @@
+"""Longer looks at a trained vision model: its speed, and what it attends to."""
+
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from scipy import stats
+
+from mod_jax import flops
+from mod_jax import losses
+from mod_jax import routing
+from mod_jax import timing
+from mod_jax import viz
+from mod_jax.models import vit
+from mod_jax.train.task import Study
+
+_BATCHES = (1, 8, 32)
+_ROUNDS = 9
+_IMAGES = 16  # For the importance of tokens.
+
+
+def throughput(task, params, mutables, mesh) -> Study:
+  """Times the model and its dense twin by batch size, in turn."""
+  del mesh
+  model = task.config.model
+  configs = {'model': model, 'dense twin': model.dense_twin()}
+  key = jax.random.key(0)
+  # Time does not depend on weights, so the twin's may be any.
+  variables = {
+    'model': {'params': params, **mutables},
+    'dense twin': nn.unbox(
+      configs['dense twin'].build().init(key, model.example())
+    ),
+  }
+  ratio = flops.forward(model) / flops.forward(configs['dense twin'])
+  lines = [
+    'batch'.rjust(6)
+    + ''.join(
+      title.rjust(16)
+      for title in ('ms a batch', 'images/s', 'dense images/s', 'time ratio')
+    )
+  ]
+  metrics = {'flop_ratio': ratio, 'batches': {}}
+  for batch in _BATCHES:
+    size = model.image_size
+    images_BHWC = jax.random.normal(key, (batch, size, size, 3))
+    functions = {
+      name: _inference(config, variables[name], images_BHWC, key)
+      for name, config in configs.items()
+    }
+    seconds = timing.interleaved(functions, rounds=_ROUNDS)
+    median = timing.medians(seconds)
+    middle, low, high = timing.ratio_spread(seconds, 'model', 'dense twin')
+    metrics['batches'][str(batch)] = {
+      'median_seconds': median,
+      'ratio': middle,
+      'quartiles': [low, high],
+    }
+    cells = (
+      f'{1e3 * median["model"]:.2f}',
+      f'{batch / median["model"]:.1f}',
+      f'{batch / median["dense twin"]:.1f}',
+      f'{middle:.3f}',
+    )
+    lines.append(f'{batch:6d}' + ''.join(c.rjust(16) for c in cells))
+  lines.append(
+    f'Medians of {_ROUNDS} rounds in turn on {jax.devices()[0].device_kind};'
+    f' FLOPs over the dense twin: {ratio:.3f}.'
+  )
+  return Study(text='\n'.join(lines), metrics=metrics)
+
+
+def _inference(config, variables, images_BHWC, key):
+  """Returns a function that runs the compiled model and waits for it."""
+
+  @jax.jit
+  def logits(variables, images_BHWC, key):
+    module = config.build()
+    return module.apply(variables, images_BHWC, rngs={'routing': key}).logits_BV
+
+  compiled = logits.lower(variables, images_BHWC, key).compile()
+  return lambda: compiled(variables, images_BHWC, key).block_until_ready()
+
+
+def importance(task, params, mutables, mesh) -> Study:
+  """Compares routing scores with what leaving a token out does to the loss.
+
+  For each routed layer and each token: how much the loss of an image rises when
+  that layer processes all tokens but this one, over when it processes all. The
+  other layers route as usual. Correlated with the layer's scores over tokens
+  and images (A-MoD, Gadhikar et al. 2024, section 4).
+  """
+  del mesh
+  model = task.config.model
+  batch = task.examples(_IMAGES)
+  layers = [i for i, c in enumerate(model.capacities) if c is not None]
+  key = jax.random.key(task.config.seed)
+  target_BV = jax.nn.one_hot(batch['label'], model.num_classes)
+
+  @jax.jit
+  def measure(params, mutables, images_BHWC, target_BV):
+    def run(module):
+      return [
+        leave_one_out(module, layer, images_BHWC, target_BV) for layer in layers
+      ]
+
+    variables = {'params': params, **mutables}
+    return nn.apply(run, model.build())(variables, rngs={'routing': key})
+
+  pairs = jax.device_get(measure(params, mutables, batch['image'], target_BV))
+  rows = [f'{"block":>6}{"Pearson":>10}{"p":>10}{"Spearman":>10}{"p":>10}']
+  correlations = []
+  for layer, (importance_BL, score_BL) in zip(layers, pairs, strict=True):
+    both = importance_BL.ravel(), score_BL.ravel()
+    found = {}
+    for name, test in (
+      ('pearson', stats.pearsonr),
+      ('spearman', stats.spearmanr),
+    ):
+      # Of a constant, there is no correlation.
+      constant = any(np.ptp(x) == 0 for x in both)
+      r, p = (np.nan, np.nan) if constant else test(*both)
+      found |= {name: float(r), f'{name}_p': float(p)}
+    correlations.append(found)
+    rows.append(f'{layer:6d}' + ''.join(f'{x:10.3g}' for x in found.values()))
+  rows.append(
+    f'Routing score against the rise of the loss without the token:'
+    f' {len(batch["label"])} held-out images of {model.num_tokens} tokens.'
+  )
+  figure = viz.importance_scatter(
+    np.stack([i.ravel() for i, _ in pairs]),
+    np.stack([s.ravel() for _, s in pairs]),
+    layers=layers,
+    correlations=correlations,
+    title='What the routed blocks choose by, and what matters',
+  )
+  metrics = dict(zip(map(str, layers), correlations, strict=True))
+  return Study(
+    text='\n'.join(rows), metrics=metrics, figures={'importance': figure}
+  )
+
+
+def leave_one_out(
+  module: vit.ViT,
+  layer: int,
+  images_BHWC: jax.Array,
+  target_BV: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+  """Returns importance_BL, in nats, and score_BL of a routed layer's tokens.
+
+  Args:
+    module: the bound model.
+    layer: number of a routed block.
+    images_BHWC: images.
+    target_BV: their classes.
+  """
+  x_BLD, score_BL = module.embed(images_BHWC), None
+  for i in range(layer):
+    x_BLD, score_BL, _ = module.step(i, x_BLD, score_BL)
+  _, _, told = module.step(layer, x_BLD, score_BL)
+  batch, length, _ = x_BLD.shape
+
+  def loss(index_K):
+    """Loss of each image when the layer processes these tokens, all at 1."""
+    index_BK = jnp.broadcast_to(index_K, (batch, index_K.shape[0]))
+    x_BKD = routing.gather_tokens(x_BLD, index_BK)
+    block = module.block[layer]
+    done = block.process(x_BKD, vit.token_info(x_BKD))
+    weight_BK = routing.gather_tokens(told.weight_BL, index_BK)
+    update_BKD = done.update_BLD * weight_BK[..., None]
+    y_BLD = routing.scatter_add_tokens(x_BLD, index_BK, update_BKD)
+    score_BL = None
+    for i in range(layer + 1, module.config.num_layers):
+      y_BLD, score_BL, _ = module.step(i, y_BLD, score_BL)
+    logits_BV, _ = module.classify(y_BLD)
+    per_image = jax.vmap(
+      lambda a, b: losses.classification_loss(a[None], b[None])[0]
+    )
+    return per_image(logits_BV, target_BV)
+
+  every_L = jnp.arange(length)
+  others_LK = (every_L[:, None] + 1 + jnp.arange(length - 1)) % length
+  # One token after another: memory of one pass.
+  without_LB = jax.lax.map(loss, jnp.sort(others_LK, axis=-1))
+  return (without_LB - loss(every_L)).T, told.score_BL

@@ -1,0 +1,117 @@
+"""Files of arrays: read whatever was written, written whole or not at all."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors
+import safetensors.flax
+
+from mod_jax.convert import files
+from mod_jax.errors import UserError
+
+RNG = np.random.default_rng(0)
+
+
+@pytest.mark.parametrize('suffix', files.SUFFIXES)
+def test_round_trip(tmp_path, suffix):
+  square = RNG.normal(size=(3, 3)).astype(np.float32)
+  path = tmp_path / 'new' / f'weights{suffix}'
+  files.write(path, {'a.b': square, 'turned': square.T})
+  found = files.read(path)
+  assert set(found) == {'a.b', 'turned'}
+  np.testing.assert_array_equal(found['a.b'], square)
+  np.testing.assert_array_equal(found['turned'], square.T)
+  assert [child.name for child in path.parent.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize('dtype', ['bfloat16', 'float16', 'float64'])
+def test_floats_are_read_as_float32(tmp_path, dtype):
+  array = jnp.asarray(RNG.normal(size=4), jnp.float32)
+  if dtype == 'float64':
+    np.savez(tmp_path / 'w.npz', x=np.asarray(array, dtype))
+    path = tmp_path / 'w.npz'
+  else:
+    array = array.astype(dtype)
+    path = tmp_path / 'w.safetensors'
+    safetensors.flax.save_file({'x': array}, path)
+  found = files.read(path)['x']
+  assert found.dtype == np.float32
+  np.testing.assert_array_equal(found, np.asarray(array, np.float32))
+
+
+def test_safetensors_carry_the_note_that_hugging_face_wants(tmp_path):
+  path = tmp_path / 'w.safetensors'
+  files.write(path, {'x': np.zeros(1, np.float32)})
+  with safetensors.safe_open(path, framework='np') as file:
+    assert file.metadata() == {'format': 'pt'}
+
+
+def test_directory_with_a_model(tmp_path):
+  path = tmp_path / 'model.safetensors'
+  files.write(path, {'x': np.ones(1, np.float32)})
+  assert files.find(tmp_path) == path
+  assert list(files.read(tmp_path)) == ['x']
+
+
+@pytest.mark.parametrize(
+  ('name', 'text', 'message'),
+  [
+    ('w.safetensors', b'nonsense', r'cannot be read as safetensors \(.*dam'),
+    ('w.npz', b'nonsense', r'cannot be read as npz \(.*damaged'),
+    ('w.npz', b'', r'cannot be read as npz \(.*damaged'),
+    ('w.bin', b'', 'safetensors.torch.save_file'),
+    ('w.pth', b'', 'safetensors.torch.save_file'),
+    ('w.h5', b'', r"ends in '.h5': .* as .safetensors or .npz"),
+  ],
+)
+def test_files_that_cannot_be_read(tmp_path, name, text, message):
+  (tmp_path / name).write_bytes(text)
+  with pytest.raises(UserError, match=message):
+    files.read(tmp_path / name)
+
+
+def test_pickled_arrays_are_not_executed(tmp_path):
+  np.savez(tmp_path / 'w.npz', x=np.array([{}], dtype=object))
+  with pytest.raises(UserError, match='cannot be read'):
+    files.read(tmp_path / 'w.npz')
+
+
+def test_a_missing_file_is_told_with_the_nearest(tmp_path):
+  (tmp_path / 'weights.npz').touch()
+  with pytest.raises(UserError, match=r"no such file.*mean '.*/weights.npz'"):
+    files.find(tmp_path / 'weihgts.npz')
+  with pytest.raises(UserError, match='no such file'):
+    files.find(tmp_path / 'nowhere' / 'weights.npz')
+
+
+def test_directories_without_a_model(tmp_path):
+  with pytest.raises(UserError, match='holds no model.safetensors'):
+    files.find(tmp_path)
+  (tmp_path / 'pytorch_model.bin').touch()
+  with pytest.raises(UserError, match='safetensors.torch.save_file'):
+    files.find(tmp_path)
+
+
+def test_a_write_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
+  path = tmp_path / 'w.npz'
+  files.write(path, {'x': np.ones(1, np.float32)})
+  before = path.read_bytes()
+
+  def full(file, **arrays):
+    file.write(b'half')
+    raise OSError(28, 'No space left on device')
+
+  monkeypatch.setattr(np, 'savez', full)
+  with pytest.raises(UserError, match='cannot be written .No space left'):
+    files.write(path, {'x': np.zeros(1, np.float32)})
+  assert path.read_bytes() == before
+  assert list(tmp_path.iterdir()) == [path]
+
+
+def test_places_that_cannot_be_written(tmp_path):
+  (tmp_path / 'file').touch()
+  arrays = {'x': np.ones(1, np.float32)}
+  with pytest.raises(UserError, match='cannot be written'):
+    files.write(tmp_path / 'file' / 'w.npz', arrays)
+  with pytest.raises(UserError, match='ends in'):
+    files.write(tmp_path / 'w.pth', arrays)

@@ -1,0 +1,112 @@
+"""Parameters by name, and what is said where they differ."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mod_jax.convert import trees
+from mod_jax.errors import UserError
+
+
+def params(seed=0, layers=3, width=2, **more):
+  """Returns a small tree in the manner of the models."""
+  rng = np.random.default_rng(seed)
+
+  def draw(*shape):
+    return rng.normal(size=shape).astype(np.float32)
+
+  blocks = {
+    f'block_{i}': {'mlp': {'up': {'kernel': draw(width, 4)}}}
+    for i in range(layers)
+  }
+  return {**blocks, 'norm': {'scale': draw(width)}, **more}
+
+
+def test_flatten_and_back():
+  tree = params()
+  flat = trees.flatten(tree)
+  assert set(flat) == {
+    *(f'block_{i}/mlp/up/kernel' for i in range(3)),
+    'norm/scale',
+  }
+  assert jax.tree.all(
+    jax.tree.map(lambda a, b: a is b, trees.unflatten(flat), tree)
+  )
+  assert trees.flatten({}) == {}
+  assert trees.unflatten({}) == {}
+
+
+def test_merge_takes_the_sources_values_and_the_fresh_types():
+  fresh = params(seed=0)
+  source = jax.tree.map(np.float64, params(seed=1))
+  merged = trees.merge(fresh, source)
+  assert jax.tree.structure(merged) == jax.tree.structure(fresh)
+  for name, value in trees.flatten(merged).items():
+    assert value.dtype == jnp.float32
+    wanted = trees.flatten(source)[name].astype(np.float32)
+    np.testing.assert_array_equal(value, wanted)
+    assert not np.array_equal(value, trees.flatten(fresh)[name])
+
+
+def test_merge_keeps_what_may_be_new_and_leaves_what_may_be_dropped():
+  router = {'kernel': jnp.ones(2)}
+  fresh = params(seed=0, router=router)
+  source = params(seed=1, head={'bias': jnp.zeros(2)})
+  merged = trees.merge(fresh, source, new=['router/.*'], dropped='head/.*')
+  assert set(merged) == set(fresh)
+  assert merged['router']['kernel'] is router['kernel']
+
+
+def test_a_new_parameter_that_the_source_has_is_the_sources():
+  merged = trees.merge(params(seed=0), params(seed=1), new=['.*'])
+  wanted = params(seed=1)['norm']['scale']
+  np.testing.assert_array_equal(merged['norm']['scale'], wanted)
+
+
+def test_the_fresh_values_that_are_replaced_need_not_exist():
+  abstract = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, params()))
+  merged = trees.merge(abstract, params(seed=1))
+  assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(merged))
+
+
+def test_patterns_match_whole_names():
+  fresh = params(router={'kernel': jnp.ones(2)})
+  with pytest.raises(UserError, match='missing: router/kernel'):
+    trees.merge(fresh, params(), new=['router'])
+  with pytest.raises(UserError, match='unexpected: router/kernel'):
+    trees.merge(params(), fresh, dropped=['kernel'])
+
+
+def test_every_difference_is_told_at_once_and_runs_are_grouped():
+  fresh = params(layers=12, head={'bias': jnp.zeros(3)})
+  source = params(layers=12, width=5, extra=np.zeros(1))
+  fresh = trees.flatten(fresh)
+  source = trees.flatten(source)
+  for i in (2, 3, 4, 11):
+    del source[f'block_{i}/mlp/up/kernel']
+  fresh['other/kernel_1/x'] = np.zeros(1)
+  with pytest.raises(UserError) as caught:
+    trees.merge(
+      trees.unflatten(fresh), trees.unflatten(source), describe='weights.npz'
+    )
+  first, *lines = str(caught.value).splitlines()
+  assert first.startswith('weights.npz does not fit the model; ')
+  assert lines == [
+    '  missing: block_{2..4,11}/mlp/up/kernel',
+    '  missing: head/bias',
+    '  missing: other/kernel_1/x',
+    '  unexpected: extra',
+    '  wrong shape: block_{0..1,5..10}/mlp/up/kernel: (5, 4) instead of (2, 4)',
+    '  wrong shape: norm/scale: (5,) instead of (2,)',
+  ]
+
+
+def test_names_that_differ_in_more_than_the_first_number_stay_apart():
+  found = {f'layers.{i}.mlp.{j}.weight': (1,) for i in (0, 1) for j in (0, 3)}
+  with pytest.raises(UserError) as caught:
+    trees.compare({}, found)
+  assert str(caught.value).splitlines()[1:] == [
+    '  unexpected: layers.{0..1}.mlp.0.weight',
+    '  unexpected: layers.{0..1}.mlp.3.weight',
+  ]

@@ -1,0 +1,455 @@
+"""The same logits as other libraries, from their weights, and back again.
+
+`tests/golden/make_vit.py` wrote what is compared with.
+"""
+
+import dataclasses
+import functools
+import json
+import pathlib
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from mod_jax.convert import files
+from mod_jax.convert import trees
+from mod_jax.convert import vit as convert
+from mod_jax.errors import UserError
+from mod_jax.layers.mod import VisionRoutingConfig
+from mod_jax.models import vit
+from mod_jax.models.dynamic_vit import DynamicViTConfig
+from mod_jax.models.vit import ViTConfig
+
+GOLDEN = pathlib.Path(__file__).parents[1] / 'golden'
+NAMES = (
+  'timm',
+  'timm_distilled',
+  'huggingface',
+  'huggingface_distilled',
+  'torchvision',
+)
+CONFIG = ViTConfig(
+  image_size=32,
+  patch_size=8,
+  width=18,
+  num_heads=3,
+  mlp_dim=28,
+  num_layers=2,
+  num_classes=10,
+)
+TIMM = GOLDEN / 'vit_timm.safetensors'
+
+
+@pytest.fixture(scope='module', autouse=True)
+def quick():
+  """The programs are tiny: compiling them well takes longer than running."""
+  before = jax.config.read('jax_disable_most_optimizations')
+  jax.config.update('jax_disable_most_optimizations', True)
+  yield
+  jax.config.update('jax_disable_most_optimizations', before)
+
+
+def weights(name):
+  return GOLDEN / f'vit_{name}.safetensors'
+
+
+def naming_of(name):
+  return name.removesuffix('_distilled')
+
+
+def config_of(name):
+  epsilon = 1e-12 if naming_of(name) == 'huggingface' else 1e-6
+  return dataclasses.replace(
+    CONFIG, distilled=name.endswith('_distilled'), norm_epsilon=epsilon
+  )
+
+
+@functools.cache
+def loaded(name):
+  return convert.load(weights(name), config_of(name))
+
+
+@functools.cache
+def expected():
+  with np.load(GOLDEN / 'vit_expected.npz') as archive:
+    return dict(archive)
+
+
+def logits(config, params):
+  run = jax.jit(config.build().apply)
+  return run({'params': params}, expected()['image']).logits_BV
+
+
+def assert_same(found, wanted):
+  assert set(found) == set(wanted)
+  for name, array in wanted.items():
+    np.testing.assert_array_equal(found[name], array, err_msg=name)
+
+
+def edited(tmp_path, name, edit):
+  """Returns a copy of golden weights, which `edit` has changed in place."""
+  arrays = files.read(weights(name))
+  edit(arrays)
+  path = tmp_path / f'{name}.npz'
+  files.write(path, arrays)
+  return path
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_logits_are_those_of_the_library(name):
+  wanted = expected()[f'{name}/logits']
+  found = logits(config_of(name), loaded(name))
+  np.testing.assert_allclose(found, wanted, atol=1e-4, rtol=0)
+  assert np.ptp(wanted) > 1  # Far above the tolerance.
+
+
+@pytest.mark.parametrize('name', NAMES)
+@pytest.mark.parametrize('suffix', files.SUFFIXES)
+def test_saving_gives_the_librarys_own_file_bit_by_bit(tmp_path, name, suffix):
+  path = tmp_path / f'w{suffix}'
+  convert.save(path, loaded(name), config_of(name), naming=naming_of(name))
+  found, wanted = files.read(path), files.read(weights(name))
+  assert_same(found, wanted)
+  assert {n: a.shape for n, a in found.items()} == {
+    n: a.shape for n, a in wanted.items()
+  }
+
+
+def test_from_one_library_to_another(tmp_path):
+  path = tmp_path / 'w.npz'
+  convert.save(path, loaded('timm'), CONFIG, naming='torchvision')
+  there = convert.load(path, CONFIG)
+  convert.save(path, there, CONFIG, naming='huggingface')
+  back = convert.load(path, CONFIG)
+  assert_same(trees.flatten(back), trees.flatten(loaded('timm')))
+
+
+def test_the_table_names_every_parameter_once():
+  for name in NAMES:
+    entries = convert.names(config_of(name), naming_of(name))
+    ours = [path for entry in entries for path in entry.ours]
+    assert len(ours) == len(set(ours))
+    assert set(ours) == set(trees.flatten(loaded(name)))
+
+
+def test_projections_without_bias(tmp_path):
+  config = dataclasses.replace(CONFIG, qkv_bias=False)
+
+  def edit(arrays):
+    for i in range(2):
+      del arrays[f'blocks.{i}.attn.qkv.bias']
+
+  params = convert.load(edited(tmp_path, 'timm', edit), config)
+  assert set(params['block_0']['attention']['query']) == {'kernel'}
+  convert.save(tmp_path / 'w.npz', params, config, naming='huggingface')
+  back = convert.load(tmp_path / 'w.npz', config)
+  assert_same(trees.flatten(back), trees.flatten(params))
+  with pytest.raises(UserError, match='qkv_bias=False: .* torchvision'):
+    convert.save(tmp_path / 'w.npz', params, config, naming='torchvision')
+
+
+def test_positions_are_resampled_as_timm_does():
+  cases = [
+    name.removesuffix('/from') for name in expected() if name.endswith('/from')
+  ]
+  assert len(cases) == 3
+  for case in cases:
+    prefix, _, grid = map(int, case.split('/')[1].split('_'))
+    found = vit.resize_positions(expected()[f'{case}/from'], prefix, grid)
+    np.testing.assert_allclose(found, expected()[f'{case}/to'], atol=1e-5)
+
+
+@pytest.mark.parametrize('name', ['timm', 'huggingface_distilled'])
+def test_another_resolution(name):
+  config = dataclasses.replace(config_of(name), image_size=48)
+  params = convert.load(weights(name), config)
+  before = loaded(name)['position']
+  wanted = vit.resize_positions(before, config.num_prefix, 6)
+  np.testing.assert_array_equal(params['position'], wanted)
+  assert_same(
+    trees.flatten({**params, 'position': 0}),
+    trees.flatten({**loaded(name), 'position': 0}),
+  )
+
+
+def test_positions_of_another_width_are_told_as_they_are():
+  config = dataclasses.replace(CONFIG, image_size=48, width=12)
+  with pytest.raises(UserError) as caught:
+    convert.load(TIMM, config)
+  assert 'pos_embed: (1, 17, 18) instead of (1, 37, 12)' in str(caught.value)
+
+
+def test_another_number_of_classes_makes_new_heads(caplog):
+  config = dataclasses.replace(config_of('timm_distilled'), num_classes=4)
+  with caplog.at_level('WARNING', 'absl'):
+    params = convert.load(weights('timm_distilled'), config)
+  told = [record.getMessage() for record in caplog.records]
+  assert [line.split(': ', 1)[1] for line in told] == [
+    f'{head} is made new, for num_classes=4; 10 in these weights.'
+    for head in ('head', 'head_distilled')
+  ]
+  for head in ('head', 'head_distilled'):
+    assert params[head]['kernel'].shape == (18, 4)
+    assert not np.any(params[head]['kernel'])
+  drawn = convert.load(weights('timm_distilled'), config, key=jax.random.key(1))
+  other = convert.load(weights('timm_distilled'), config, key=jax.random.key(2))
+  assert np.any(drawn['head']['kernel'])
+  assert not np.array_equal(drawn['head']['kernel'], other['head']['kernel'])
+  np.testing.assert_array_equal(
+    drawn['patch']['kernel'], params['patch']['kernel']
+  )
+
+
+def test_weights_without_a_head(tmp_path, caplog):
+  def edit(arrays):
+    del arrays['head.weight'], arrays['head.bias']
+
+  with caplog.at_level('WARNING', 'absl'):
+    params = convert.load(edited(tmp_path, 'timm', edit), CONFIG)
+  assert 'num_classes=10; there is none in these weights' in caplog.text
+  assert not np.any(params['head']['kernel'])
+
+
+def test_names_of_hugging_faces_other_classes(tmp_path):
+  def bare(arrays):
+    """As ViTModel: no prefix, a pooler, and no head."""
+    for name in list(arrays):
+      array = arrays.pop(name)
+      if not name.startswith('classifier'):
+        arrays[name.removeprefix('vit.')] = array
+    arrays['pooler.dense.weight'] = np.zeros((18, 18), np.float32)
+
+  params = convert.load(
+    edited(tmp_path, 'huggingface', bare), config_of('huggingface')
+  )
+  assert_same(
+    trees.flatten({**params, 'head': 0}),
+    trees.flatten({**loaded('huggingface'), 'head': 0}),
+  )
+
+  def in_memory(arrays):
+    for name in list(arrays):
+      new = name.replace('.encoder.layer.', '.layers.')
+      for long, short in (('query', 'q'), ('key', 'k'), ('value', 'v')):
+        new = new.replace(
+          f'.attention.attention.{long}.', f'.attention.{short}_proj.'
+        )
+      new = new.replace('.attention.output.dense.', '.attention.o_proj.')
+      new = new.replace('.intermediate.dense.', '.mlp.fc1.')
+      new = new.replace('.output.dense.', '.mlp.fc2.')
+      arrays[new] = arrays.pop(name)
+
+  params = convert.load(
+    edited(tmp_path, 'huggingface', in_memory), config_of('huggingface')
+  )
+  assert_same(trees.flatten(params), trees.flatten(loaded('huggingface')))
+
+  def without_teacher(arrays):
+    """As DeiTForImageClassification: two tokens, and one head."""
+    for name in list(arrays):
+      if name.startswith('distillation_classifier'):
+        del arrays[name]
+      elif name.startswith('cls_classifier'):
+        arrays[name.removeprefix('cls_')] = arrays.pop(name)
+
+  name = 'huggingface_distilled'
+  params = convert.load(
+    edited(tmp_path, name, without_teacher), config_of(name)
+  )
+  assert_same(
+    trees.flatten({**params, 'head_distilled': 0}),
+    trees.flatten({**loaded(name), 'head_distilled': 0}),
+  )
+  assert not np.any(params['head_distilled']['kernel'])
+
+
+@pytest.mark.parametrize(
+  ('config', 'extra'),
+  [
+    (
+      dataclasses.replace(CONFIG, routing=VisionRoutingConfig(score='learned')),
+      {'block_1/router/kernel'},
+    ),
+    (dataclasses.replace(CONFIG, routing=VisionRoutingConfig()), set()),
+    (
+      DynamicViTConfig(backbone=CONFIG, stages=(1,), score='static'),
+      {'pattern_0'},
+    ),
+    (DynamicViTConfig(backbone=CONFIG, stages=(1,)), None),
+    (DynamicViTConfig(backbone=CONFIG, stages=(1,), score='random'), set()),
+  ],
+  ids=['mod', 'a-mod', 'static', 'dynamic', 'random'],
+)
+def test_routed_models_start_from_dense_weights(tmp_path, config, extra):
+  params = convert.load(TIMM, config, key=jax.random.key(3))
+  flat, dense = trees.flatten(params), trees.flatten(loaded('timm'))
+  assert_same({name: flat[name] for name in dense}, dense)
+  new = set(flat) - set(dense)
+  if extra is None:
+    assert new
+    assert all(name.startswith('prediction_0/') for name in new)
+  else:
+    assert new == extra
+  for name in new:
+    if name.endswith('kernel'):
+      # Zeros would tie, and tokens be chosen by their place.
+      assert np.std(flat[name]) > 0
+  convert.save(tmp_path / 'w.npz', params, config)
+  assert_same(files.read(tmp_path / 'w.npz'), files.read(TIMM))
+
+
+def test_what_is_new_depends_on_the_key_alone():
+  config = dataclasses.replace(
+    CONFIG, routing=VisionRoutingConfig(score='learned')
+  )
+
+  def router(key):
+    return convert.load(TIMM, config, key=key)['block_1']['router']['kernel']
+
+  first = router(jax.random.key(0))
+  np.testing.assert_array_equal(first, router(None))
+  assert not np.array_equal(first, router(jax.random.key(1)))
+
+
+def test_fewer_layers_of_the_same_weights():
+  config = CONFIG.isoflop_twin(1)
+  params = convert.load(TIMM, config, truncate=True)
+  dense = trees.flatten(loaded('timm'))
+  assert_same(
+    trees.flatten(params),
+    {n: a for n, a in dense.items() if not n.startswith('block_1/')},
+  )
+  with pytest.raises(UserError, match='unexpected: blocks.1.attn.proj.bias'):
+    convert.load(TIMM, config)
+  deeper = dataclasses.replace(CONFIG, num_layers=3)
+  with pytest.raises(UserError, match='missing: blocks.2.attn.proj.bias'):
+    convert.load(TIMM, deeper, truncate=True)
+
+
+def test_every_difference_is_told_at_once(tmp_path):
+  def edit(arrays):
+    arrays['fc_norm.weight'] = np.zeros(18, np.float32)
+    arrays['head.weight'] = np.zeros((3, 18), np.float32)
+    arrays['head.bias'] = np.zeros(3, np.float32)
+
+  path = edited(tmp_path, 'timm', edit)
+  config = ViTConfig(
+    image_size=32,
+    patch_size=4,
+    width=12,
+    num_heads=3,
+    mlp_dim=28,
+    num_layers=4,
+    num_classes=5,
+    distilled=True,
+  )
+  with pytest.raises(UserError) as caught:
+    convert.load(path, config)
+  first, *lines = str(caught.value).splitlines()
+  assert first == (
+    f'{path}, a vision transformer of timm with width=18, patch_size=8,'
+    ' num_layers=2, mlp_dim=28, num_classes=3, image_size=32, distilled=False,'
+    ' does not fit the model; change the config to match, or start from other'
+    ' weights:'
+  )
+
+  def those(kind):
+    start = f'  {kind}: '
+    return [
+      line.removeprefix(start) for line in lines if line.startswith(start)
+    ]
+
+  assert those('missing') == [
+    *(
+      f'blocks.{{2..3}}.{module}.{part}'
+      for module in (
+        *('attn.proj', 'attn.qkv', 'mlp.fc1', 'mlp.fc2', 'norm1', 'norm2'),
+      )
+      for part in ('bias', 'weight')
+    ),
+    *('dist_token', 'head_dist.bias', 'head_dist.weight'),
+  ]
+  assert those('unexpected') == ['fc_norm.weight']
+  assert those('wrong shape') == [
+    'blocks.{0..1}.attn.proj.bias: (18,) instead of (12,)',
+    'blocks.{0..1}.attn.proj.weight: (18, 18) instead of (12, 12)',
+    'blocks.{0..1}.attn.qkv.bias: (54,) instead of (36,)',
+    'blocks.{0..1}.attn.qkv.weight: (54, 18) instead of (36, 12)',
+    'blocks.{0..1}.mlp.fc1.weight: (28, 18) instead of (28, 12)',
+    'blocks.{0..1}.mlp.fc2.bias: (18,) instead of (12,)',
+    'blocks.{0..1}.mlp.fc2.weight: (18, 28) instead of (12, 28)',
+    *(
+      f'blocks.{{0..1}}.norm{n}.{part}: (18,) instead of (12,)'
+      for n in (1, 2)
+      for part in ('bias', 'weight')
+    ),
+    'cls_token: (1, 1, 18) instead of (1, 1, 12)',
+    'head.bias: (3,) instead of (5,)',
+    'head.weight: (3, 18) instead of (5, 12)',
+    'norm.bias: (18,) instead of (12,)',
+    'norm.weight: (18,) instead of (12,)',
+    'patch_embed.proj.bias: (18,) instead of (12,)',
+    'patch_embed.proj.weight: (18, 3, 8, 8) instead of (12, 3, 4, 4)',
+    'pos_embed: (1, 17, 18) instead of (1, 66, 12)',
+  ]
+
+
+def test_a_distilled_checkpoint_for_a_plain_model():
+  with pytest.raises(UserError) as caught:
+    convert.load(weights('huggingface_distilled'), config_of('huggingface'))
+  lines = str(caught.value).splitlines()
+  assert 'distilled=True' in lines[0]
+  assert lines[1:] == [
+    '  unexpected: distillation_classifier.bias',
+    '  unexpected: distillation_classifier.weight',
+    '  unexpected: vit.embeddings.distillation_token',
+    '  wrong shape: vit.embeddings.position_embeddings: (1, 18, 18) instead of'
+    ' (1, 17, 18)',
+  ]
+
+
+def test_what_hugging_face_says_beside_the_weights(tmp_path, caplog):
+  shutil.copy(weights('huggingface'), tmp_path / 'model.safetensors')
+  config = config_of('huggingface')
+  beside = tmp_path / 'config.json'
+  told = {'num_attention_heads': 3, 'layer_norm_eps': 1e-12}
+  beside.write_text(json.dumps(told))
+  with caplog.at_level('WARNING', 'absl'):
+    convert.load(tmp_path, config)
+    assert not caplog.records
+    convert.load(tmp_path, dataclasses.replace(config, norm_epsilon=1e-6))
+  assert 'norm_epsilon=1e-12, and the config has 1e-06' in caplog.text
+  with pytest.raises(UserError, match='set num_heads=3'):
+    convert.load(tmp_path, dataclasses.replace(config, num_heads=2))
+  beside.write_text(json.dumps({**told, 'hidden_act': 'relu'}))
+  with pytest.raises(UserError, match="hidden_act='relu'"):
+    convert.load(tmp_path, config)
+
+
+def test_names_of_no_known_library(tmp_path):
+  path = tmp_path / 'w.npz'
+  files.write(path, {'embedding/kernel': np.zeros(1, np.float32)})
+  with pytest.raises(UserError, match='first names are embedding/kernel: conv'):
+    convert.load(path, CONFIG)
+
+
+def test_models_that_the_libraries_do_not_have():
+  with pytest.raises(UserError, match="'tim': .*mean 'timm'"):
+    convert.names(CONFIG, 'tim')
+  with pytest.raises(UserError, match='distilled=True: torchvision'):
+    convert.names(config_of('timm_distilled'), 'torchvision')
+  with pytest.raises(UserError, match='residual_scale=0.5: timm'):
+    convert.names(dataclasses.replace(CONFIG, residual_scale=0.5), 'timm')
+  with pytest.raises(UserError, match='stem=.*: timm'):
+    convert.names(vit.lvvit_small(), 'timm')
+
+
+def test_parameters_of_another_model_are_not_saved(tmp_path):
+  config = dataclasses.replace(CONFIG, num_layers=3)
+  path = tmp_path / 'w.npz'
+  with pytest.raises(UserError, match='params does not fit') as caught:
+    convert.save(path, loaded('timm'), config)
+  assert 'missing: block_2/mlp/up/kernel' in str(caught.value)
+  assert not path.exists()

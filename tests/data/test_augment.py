@@ -1,0 +1,353 @@
+"""Augmentation: geometry, areas, weights of mixed pictures, determinism."""
+
+import dataclasses
+
+import numpy as np
+from PIL import Image
+import pytest
+
+from mod_jax import errors
+from mod_jax.data import augment
+
+
+def noise(width=20, height=12, seed=0):
+  rng = np.random.default_rng(seed)
+  pixels = rng.integers(0, 256, (height, width, 3), np.uint8)
+  return Image.fromarray(pixels)
+
+
+def make(image, rng=0, size=8, mean=(0.5,) * 3, std=(0.5,) * 3, **kwargs):
+  return augment.augment(
+    image,
+    np.random.default_rng(rng),
+    augment.AugmentConfig(**kwargs),
+    size=size,
+    mean=mean,
+    std=std,
+  )
+
+
+def test_nothing_by_default_but_the_centred_square_normalised():
+  image = noise(20, 12)
+  mean, std = (0.1, 0.2, 0.3), (0.4, 0.5, 0.6)
+  array = make(image, size=12, mean=mean, std=std)
+  assert array.dtype == np.float32
+  middle = np.asarray(image)[:, 4:16] / 255
+  np.testing.assert_allclose(array, (middle - mean) / std, atol=1e-6)
+
+
+def test_center_crop_is_resizing_the_shorter_side_and_cutting():
+  ramp = np.tile(np.arange(64, dtype=np.uint8)[:, None, None], (1, 96, 3))
+  image = Image.fromarray(ramp)
+  cropped = np.asarray(augment.center_crop(image, 28, fraction=0.875))
+  # Of 64 rows the middle 56, two for each of 28.
+  expected = 4 + 2 * np.arange(28) + 0.5
+  np.testing.assert_allclose(cropped[:, 0, 0], expected, atol=1.0)
+  assert not np.array_equal(cropped, np.asarray(augment.center_crop(image, 28)))
+
+
+@pytest.mark.parametrize('shape', [(64, 64), (90, 40), (30, 77), (400, 4)])
+def test_random_resized_crop_has_the_area_and_aspect_asked_for(shape):
+  # Pixels carry their place, so that the crop's borders can be read off.
+  width, height = shape
+  x, y = np.meshgrid(np.arange(width), np.arange(height))
+  pixels = np.stack([x * 255 / width, y * 255 / height, 0 * x], -1)
+  image = Image.fromarray(pixels.astype(np.uint8))
+  areas = []
+  for seed in range(60):
+    crop = augment.random_resized_crop(
+      image,
+      16,
+      np.random.default_rng(seed),
+      min_scale=0.25,
+      resample=Image.Resampling.BOX,
+    )
+    assert crop.size == (16, 16)
+    array = np.asarray(crop, np.float64)
+    w = np.ptp(array[0, :, 0]) / 255 * 16 / 15
+    h = np.ptp(array[:, 0, 1]) / 255 * 16 / 15
+    areas.append(w * h)
+    if min(shape) > 16:
+      assert 0.62 < w * width / (h * height) < 1.6
+  if shape == (64, 64):
+    assert min(areas) > 0.2
+    assert max(areas) < 1.1
+    assert min(areas) < 0.4
+    assert max(areas) > 0.8
+  if shape == (400, 4):  # No such part fits: the centred square.
+    np.testing.assert_allclose(areas, 0.01, atol=0.01)
+
+
+def test_shift_moves_by_at_most_the_padding():
+  pixels = np.zeros((8, 8, 3), np.uint8)
+  pixels[4, 4] = 255
+  places, fills = set(), set()
+  for seed in range(200):
+    array = np.asarray(
+      augment.shift(
+        Image.fromarray(pixels),
+        np.random.default_rng(seed),
+        padding=2,
+        fill=(9, 8, 7),
+      )
+    )
+    assert array.shape == (8, 8, 3)
+    ((row, column),) = np.argwhere(array[..., 0] == 255)
+    places.add((int(row), int(column)))
+    fills |= {tuple(p.tolist()) for p in array.reshape(-1, 3)}
+  assert places == {(i, j) for i in range(2, 7) for j in range(2, 7)}
+  assert fills == {(0, 0, 0), (255, 255, 255), (9, 8, 7)}
+
+
+@pytest.mark.parametrize('flip', [0.0, 0.3, 1.0])
+def test_flip_mirrors_as_often_as_asked(flip):
+  image = noise(8, 8)
+  plain = make(image)
+  mirrored = 0
+  for seed in range(200):
+    array = make(image, seed, flip=flip)
+    if np.array_equal(array, plain[:, ::-1]):
+      mirrored += 1
+    else:
+      np.testing.assert_array_equal(array, plain)
+  assert mirrored / 200 == pytest.approx(flip, abs=0.1 if 0 < flip < 1 else 0)
+
+
+@pytest.mark.parametrize('name', augment.OPERATIONS)
+def test_operations_grow_with_the_magnitude(name):
+  operation, signed = augment.OPERATIONS[name]
+  # Lopsided, of few tones and with an edge, so that every operation shows.
+  x, y = np.meshgrid(np.arange(24), np.arange(24))
+  pixels = np.stack([60 + 5 * x, 40 + 6 * y, 50 + 3 * x + 2 * y], -1)
+  pixels[5:9, 4:15] += 25
+  image = Image.fromarray(pixels.astype(np.uint8))
+  image = image.transpose(Image.Transpose.ROTATE_90)
+
+  def distance(level):
+    changed = operation(image, level, (128, 128, 128))
+    assert changed.size == image.size
+    assert changed.mode == 'RGB'
+    difference = np.float64(changed) - np.float64(image)
+    return np.abs(difference).mean()
+
+  strong, weak = distance(0.9), distance(0.3)
+  assert strong > 0.3
+  if name in ('auto_contrast', 'equalize'):
+    assert strong == weak
+    assert not signed
+  else:
+    assert strong > weak
+  if signed:
+    assert distance(-0.9) > 0.3
+    assert distance(0.0) < 0.01
+
+
+def test_solarize_and_posterize_by_hand():
+  ramp = np.arange(256, dtype=np.uint8).reshape(16, 16)
+  image = Image.fromarray(np.stack([ramp] * 3, -1))
+  solarize, _ = augment.OPERATIONS['solarize']
+  array = np.asarray(solarize(image, 0.5, (0, 0, 0)))[..., 0]
+  np.testing.assert_array_equal(array, np.where(ramp < 128, ramp, 255 - ramp))
+  posterize, _ = augment.OPERATIONS['posterize']
+  array = np.asarray(posterize(image, 0.5, (0, 0, 0)))[..., 0]
+  np.testing.assert_array_equal(array, ramp & 0b11000000)
+  assert np.asarray(posterize(image, 1.0, (0, 0, 0))).any()
+
+
+def test_what_comes_in_from_outside_has_the_fill_colour():
+  image = Image.new('RGB', (10, 10), (200, 200, 200))
+  translate, _ = augment.OPERATIONS['translate_x']
+  array = np.asarray(translate(image, 1.0, (1, 2, 3)))
+  inside = (array == 200).all(-1)
+  outside = (array == (1, 2, 3)).all(-1)
+  assert (inside | outside).all()
+  assert 0.3 < outside.mean() < 0.6
+
+
+def test_rand_augment_changes_pictures_but_not_their_shape():
+  image = noise(8, 8)
+  plain = make(image)
+  arrays = [make(image, seed, randaugment_ops=2) for seed in range(60)]
+  for array in arrays:
+    assert array.shape == plain.shape
+    assert array.dtype == np.float32
+  changed = np.mean([not np.array_equal(a, plain) for a in arrays])
+  # Each of the two operations is left out half of the time.
+  assert 0.5 < changed < 0.95
+  again = [make(image, seed, randaugment_ops=2) for seed in range(60)]
+  np.testing.assert_array_equal(arrays, again)
+
+
+def test_rand_augment_magnitude_and_noise(monkeypatch):
+  levels = []
+
+  def record(image, level, fill):
+    levels.append(level)
+    return image
+
+  monkeypatch.setattr(augment, 'OPERATIONS', {'x': (record, True)})
+
+  def run(**kwargs):
+    levels.clear()
+    make(noise(), randaugment_ops=400, **kwargs)
+    return np.array(levels)
+
+  fixed = run(randaugment_magnitude=4.0)
+  assert 150 < len(fixed) < 250
+  assert set(np.round(fixed, 9)) == {0.4, -0.4}
+  noisy = np.abs(run(randaugment_magnitude=5.0, randaugment_noise=1.0))
+  assert noisy.std() == pytest.approx(0.1, rel=0.3)
+  wild = np.abs(run(randaugment_magnitude=9.0, randaugment_noise=9.0))
+  assert wild.max() == 1
+
+
+def test_erasing_is_one_rectangle_of_the_area_asked_for():
+  image = np.full((32, 32, 3), 7, np.float32)
+  areas = []
+  for seed in range(200):
+    erased = augment.erase(image, np.random.default_rng(seed))
+    assert erased.dtype == np.float32
+    changed = (erased != 7).all(-1)
+    rows, columns = np.nonzero(changed.any(1))[0], np.nonzero(changed.any(0))[0]
+    assert changed.sum() == len(rows) * len(columns)
+    assert changed[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1].all()
+    areas.append(changed.mean())
+    assert 0.2 < len(rows) / len(columns) < 5
+  assert (image == 7).all()
+  assert min(areas) > 0.01
+  assert max(areas) < 0.36
+  assert np.mean(areas) == pytest.approx((0.02 + 1 / 3) / 2, abs=0.04)
+  values = erased[changed]
+  assert abs(values.mean()) < 0.5
+  assert values.std() == pytest.approx(1, abs=0.3)
+
+
+def test_erasing_as_often_as_asked():
+  image = noise(32, 32)
+  plain = make(image, size=32)
+  changed = [
+    not np.array_equal(make(image, seed, size=32, erase=0.25), plain)
+    for seed in range(200)
+  ]
+  assert np.mean(changed) == pytest.approx(0.25, abs=0.08)
+
+
+def test_soft_target():
+  np.testing.assert_allclose(
+    augment.soft_target(1, 4, 0.2), [0.05, 0.85, 0.05, 0.05], rtol=1e-6
+  )
+  np.testing.assert_array_equal(augment.soft_target(2, 3), [0, 0, 1])
+
+
+@pytest.fixture
+def batch():
+  """Five pictures of constant value i, of class i."""
+  values = np.arange(5, dtype=np.float32)[:, None, None, None]
+  return {
+    'image': np.tile(values, (1, 9, 9, 3)),
+    'target': np.eye(5, dtype=np.float32),
+  }
+
+
+def test_mixup_weighs_targets_as_pixels(batch):
+  mixed = augment.mixup(batch, 0.75)
+  for key in mixed:
+    assert mixed[key].dtype == np.float32
+  np.testing.assert_allclose(mixed['target'].sum(-1), 1, rtol=1e-6)
+  # Of constant pictures, the pixel is the target's mean class.
+  expected = mixed['target'] @ np.arange(5)
+  for i in range(5):
+    np.testing.assert_allclose(mixed['image'][i], expected[i], rtol=1e-6)
+  np.testing.assert_allclose(np.diag(mixed['target']), 0.75)
+
+
+@pytest.mark.parametrize('weight', [0.0, 0.2, 0.5, 0.9, 1.0])
+def test_cutmix_targets_are_the_exact_areas(batch, weight):
+  kept = []
+  for seed in range(60):
+    mixed = augment.cutmix(batch, weight, np.random.default_rng(seed))
+    for key in mixed:
+      assert mixed[key].dtype == np.float32
+    own = (mixed['image'] == batch['image']).all(-1)
+    other = (mixed['image'] == np.roll(batch['image'], 1, axis=0)).all(-1)
+    assert (own ^ other).all()
+    assert (other == other[0]).all()
+    area = own.mean((1, 2))
+    np.testing.assert_allclose(np.diag(mixed['target']), area, atol=1e-6)
+    np.testing.assert_allclose(
+      np.roll(mixed['target'], -1, axis=0)[range(5), range(5)],
+      1 - area,
+      atol=1e-6,
+    )
+    rows, columns = other[0].any(1), other[0].any(0)
+    np.testing.assert_array_equal(other[0], np.outer(rows, columns))
+    kept.append(area[0])
+  # The border only ever cuts the rectangle off.
+  assert min(kept) >= weight - 1e-6
+  if weight == 0.5:
+    assert len(set(kept)) > 3
+  assert (batch['image'][3] == 3).all()  # The input is left as it was.
+
+
+def test_mix_chooses_by_what_is_on(batch):
+  def kinds(**kwargs):
+    config = augment.AugmentConfig(**kwargs)
+    found = []
+    for seed in range(100):
+      mixed = augment.mix(batch, np.random.default_rng(seed), config)
+      if mixed is batch:
+        found.append('none')
+      else:
+        whole = (mixed['image'] == np.round(mixed['image'])).all()
+        found.append('cutmix' if whole else 'mixup')
+    return found
+
+  assert set(kinds()) == {'none'}
+  assert set(kinds(mixup=1.0)) == {'mixup'}
+  assert set(kinds(cutmix=1.0)) == {'cutmix'}
+  assert 30 < kinds(mixup=1.0, cutmix=1.0).count('cutmix') < 70
+  assert 10 < kinds(mixup=1.0, cutmix=1.0, switch=0.2).count('cutmix') < 32
+
+
+def test_alpha_shapes_the_weight(batch):
+  def weights(alpha):
+    config = augment.AugmentConfig(mixup=alpha)
+    return np.array(
+      [
+        augment.mix(batch, np.random.default_rng(s), config)['target'][0, 0]
+        for s in range(300)
+      ]
+    )
+
+  # The variance of Beta(a, a) is 1 / (4 (2 a + 1)).
+  for alpha in (0.2, 1.0, 8.0):
+    variance = 1 / (4 * (2 * alpha + 1))
+    assert weights(alpha).var() == pytest.approx(variance, rel=0.2)
+
+
+@pytest.mark.parametrize(
+  ('kwargs', 'message'),
+  [
+    ({'crop': 'center'}, 'crop'),
+    ({'min_scale': 0.0}, 'min_scale=0.0'),
+    ({'min_scale': 1.5}, 'min_scale=1.5'),
+    ({'padding': 0}, 'padding=0'),
+    ({'flip': 1.5}, 'flip=1.5'),
+    ({'erase': -0.5}, 'erase=-0.5'),
+    ({'switch': 2.0}, 'switch=2.0'),
+    ({'randaugment_ops': -1}, 'randaugment_ops=-1'),
+    ({'randaugment_magnitude': 11.0}, 'randaugment_magnitude=11.0'),
+    ({'randaugment_noise': -1.0}, 'randaugment_noise=-1.0'),
+    ({'mixup': -0.1}, 'mixup=-0.1'),
+    ({'cutmix': float('inf')}, 'cutmix=inf'),
+    ({'label_smoothing': 1.0}, 'label_smoothing=1.0'),
+  ],
+)
+def test_config_refuses(kwargs, message):
+  with pytest.raises(errors.UserError, match=message):
+    augment.AugmentConfig(**kwargs)
+
+
+def test_config_is_hashable():
+  config = augment.AugmentConfig(mixup=0.8)
+  assert hash(config) != hash(dataclasses.replace(config, mixup=0.2))

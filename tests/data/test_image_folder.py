@@ -1,0 +1,296 @@
+"""Folders of pictures: layouts, splits, decoding, bad files."""
+
+import io
+
+import numpy as np
+from PIL import Image
+import pytest
+
+from mod_jax import errors
+from mod_jax.data import image_folder
+from mod_jax.data import images
+
+
+def encoded(color=(10, 20, 30), kind='PNG', mode='RGB', size=(6, 4), **kwargs):
+  file = io.BytesIO()
+  image = Image.new('RGB', size, color).convert(mode)
+  image.save(file, kind, **kwargs)
+  return file.getvalue()
+
+
+def write(root, *names, content=None):
+  for name in names:
+    path = root / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(encoded() if content is None else content)
+
+
+def open_split(root, split='train', eval_fraction=0.3, unreadable='refuse'):
+  return image_folder.open_split(
+    str(root), split, eval_fraction=eval_fraction, unreadable=unreadable
+  )
+
+
+def contents(files):
+  return [
+    (name, int(label))
+    for name, label in zip(files._names, files._labels, strict=True)
+  ]
+
+
+def config(root, **kwargs):
+  return images.ImageDataConfig(
+    source='folder', path=str(root), image_size=4, **kwargs
+  )
+
+
+@pytest.mark.parametrize('name', ['eval', 'val', 'validation', 'test'])
+def test_split_layout(tmp_path, name):
+  write(tmp_path, 'train/b/1.png', 'train/a/deep/er/2.PNG', 'train/a/1.png')
+  write(tmp_path, 'train/c/3.png', f'{name}/b/9.png', f'{name}/c/8.png')
+  # None of these is a picture of a class.
+  write(tmp_path, 'train/notes.txt', 'train/a/notes.txt', 'train/a/._1.png')
+  write(tmp_path, 'train/.hidden/1.png', 'other/x.png')
+  assert images.class_names(config(tmp_path)) == ('a', 'b', 'c')
+  train = open_split(tmp_path)
+  assert contents(train) == [
+    ('a/1.png', 0),
+    ('a/deep/er/2.PNG', 0),
+    ('b/1.png', 1),
+    ('c/3.png', 2),
+  ]
+  held_out = open_split(tmp_path, 'eval')
+  assert contents(held_out) == [('b/9.png', 1), ('c/8.png', 2)]
+  assert held_out.class_names == ('a', 'b', 'c')
+  image, label = held_out.load(1)
+  assert label == 2
+  assert image.getpixel((0, 0)) == (10, 20, 30)
+  assert images.num_examples(config(tmp_path)) == 4
+  assert images.num_examples(config(tmp_path), 'eval') == 2
+
+
+def test_the_earlier_of_two_evaluation_folders_counts(tmp_path):
+  for split in ('train', 'val', 'test'):
+    write(tmp_path, f'{split}/a/{split}.png', f'{split}/b/{split}.png')
+  assert contents(open_split(tmp_path, 'eval')) == [
+    ('a/val.png', 0),
+    ('b/val.png', 1),
+  ]
+
+
+@pytest.mark.parametrize('folder', ['', 'train/'])
+def test_a_part_is_held_out_by_name(tmp_path, folder):
+  names = [f'{c}/{i}.png' for c in 'ab' for i in range(40)]
+  write(tmp_path, *(folder + n for n in names))
+  train = [n for n, _ in contents(open_split(tmp_path))]
+  held_out = [n for n, _ in contents(open_split(tmp_path, 'eval'))]
+  assert sorted(train + held_out) == sorted(names)
+  assert 12 <= len(held_out) <= 36
+  image_folder._list_images.cache_clear()
+  write(tmp_path, *(f'{folder}{c}/{i}.png' for c in 'abc' for i in (80, 81)))
+  # A file's side does not change when others come.
+  assert set(train) <= {n for n, _ in contents(open_split(tmp_path))}
+  assert set(held_out) <= {n for n, _ in contents(open_split(tmp_path, 'eval'))}
+
+
+def test_extreme_fractions_leave_something_on_each_side(tmp_path):
+  write(tmp_path, 'a/1.png', 'a/2.png', 'b/1.png', 'b/2.png', 'b/3.png')
+  most = [n for n, _ in contents(open_split(tmp_path, eval_fraction=0.999))]
+  assert [n[0] for n in most] == ['a', 'b']
+  least = contents(open_split(tmp_path, 'eval', eval_fraction=1e-9))
+  assert len(least) == 1
+
+
+def test_a_class_may_be_called_train(tmp_path):
+  write(tmp_path, 'train/1.png', 'car/1.png')
+  assert images.class_names(config(tmp_path)) == ('car', 'train')
+
+
+@pytest.mark.parametrize('mode', ['RGB', 'RGBA', 'L', 'LA', 'P', '1', 'CMYK'])
+def test_all_modes_become_rgb(mode):
+  kind = 'JPEG' if mode == 'CMYK' else 'PNG'
+  data = encoded((255, 255, 255), kind, mode)
+  image = image_folder.decode(data, 'it')
+  assert image.mode == 'RGB'
+  assert image.size == (6, 4)
+  assert min(image.getpixel((2, 2))) > 250
+
+
+@pytest.mark.filterwarnings('error')
+def test_palette_with_transparency():
+  data = encoded((204, 0, 0), mode='P', transparency=bytes([0] * 256))
+  assert image_folder.decode(data, 'it').getpixel((0, 0)) == (204, 0, 0)
+
+
+def test_values_of_16_bits_keep_their_upper_8():
+  values = np.arange(16, dtype=np.uint16).reshape(4, 4) * 4369
+  file = io.BytesIO()
+  Image.fromarray(values).save(file, 'PNG')
+  image = image_folder.decode(file.getvalue(), 'it')
+  np.testing.assert_array_equal(np.asarray(image)[..., 1], values >> 8)
+
+
+@pytest.mark.parametrize('kind', ['JPEG', 'PNG', 'WEBP', 'BMP', 'GIF', 'TIFF'])
+def test_formats(kind):
+  image = image_folder.decode(encoded(kind=kind), 'it')
+  np.testing.assert_allclose(image.getpixel((3, 2)), (10, 20, 30), atol=4)
+
+
+def test_of_an_animation_the_first_frame():
+  file = io.BytesIO()
+  frames = [Image.new('RGB', (4, 4), c) for c in ('red', 'blue')]
+  frames[0].save(file, 'GIF', save_all=True, append_images=frames[1:])
+  image = image_folder.decode(file.getvalue(), 'it')
+  assert image.getpixel((0, 0)) == (255, 0, 0)
+
+
+def test_orientation_of_exif_data():
+  exif = Image.Exif()
+  exif[0x0112] = 6  # To be turned by 90 degrees.
+  image = image_folder.decode(encoded(kind='JPEG', exif=exif), 'it')
+  assert image.size == (4, 6)
+
+
+@pytest.mark.filterwarnings('ignore:Corrupt EXIF')
+def test_damaged_exif_data_do_no_harm():
+  exif = b'Exif\x00\x00MM\x00*\x00\x00\x00\x08\xff\xff'
+  image = image_folder.decode(encoded(kind='JPEG', exif=exif), 'it')
+  assert image.size == (6, 4)
+
+
+def test_other_formats_are_not_even_tried():
+  file = io.BytesIO()
+  Image.new('RGB', (4, 4)).save(file, 'EPS')
+  with pytest.raises(image_folder.UnreadableImageError, match='no picture in'):
+    image_folder.decode(file.getvalue(), "image 'x'")
+
+
+# Errors.
+
+
+@pytest.fixture
+def broken(tmp_path):
+  write(tmp_path, *(f'{s}/{c}/{i}.png' for s in ('train', 'val') for c in 'ab'
+                    for i in range(3)))  # fmt: skip
+  write(tmp_path, 'train/a/empty.png', content=b'')
+  write(tmp_path, 'train/b/text.jpg', content=b'no picture at all')
+  return tmp_path
+
+
+def test_bad_files_are_named_and_counted(broken):
+  message = (
+    r'2 of the 8 files under .* cannot be read as pictures: a/empty.png '
+    r"\(empty\), b/text.jpg \(no picture.*\); repair.*unreadable='skip'"
+  )
+  with pytest.raises(errors.UserError, match=message) as e:
+    images.train_iterator(config(broken), batch_size=1, seed=0)
+  assert '\n' not in str(e.value)
+  # The held-out files are in order.
+  assert len(list(images.eval_batches(config(broken), batch_size=2))) == 3
+
+
+def test_of_many_bad_files_a_few_are_named(broken):
+  write(broken, *(f'train/b/{i}.gif' for i in range(10)), content=b'')
+  with pytest.raises(errors.UserError, match='12 of the 18.* and 9 more;') as e:
+    open_split(broken)
+  assert str(e.value).count('(empty)') == 3
+
+
+def test_bad_files_are_left_out_by_option(broken, caplog):
+  with caplog.at_level('WARNING', logger='absl'):
+    train = open_split(broken, unreadable='skip')
+  assert [n for n, _ in contents(train)] == [
+    f'{c}/{i}.png' for c in 'ab' for i in range(3)
+  ]
+  assert '2 of the 8 files' in caplog.text
+  assert 'a/empty.png (empty)' in caplog.text
+
+
+def test_a_class_of_bad_files_alone_has_no_pictures(broken):
+  write(broken, 'train/c/1.png', content=b'')
+  with pytest.raises(errors.UserError, match="3 classes, 1 have no.*'c'"):
+    open_split(broken, unreadable='skip')
+
+
+@pytest.fixture
+def truncated(tmp_path):
+  """Files that begin well; one of each split ends too early."""
+  for split in ('train', 'val'):
+    for c, color in (('a', (255, 0, 0)), ('b', (0, 0, 255))):
+      for i in range(2):
+        write(tmp_path, f'{split}/{c}/{i}.png', content=encoded(color))
+    cut = encoded((9, 99, 9), size=(64, 64))[:-60]
+    write(tmp_path, f'{split}/b/cut.png', content=cut)
+  return tmp_path
+
+
+@pytest.mark.parametrize('split', ['train', 'eval'])
+def test_a_file_that_fails_at_decoding_is_named(truncated, split):
+  cut = config(truncated)
+  if split == 'train':
+    batches = images.train_iterator(cut, batch_size=5, seed=0)
+  else:
+    batches = images.eval_batches(cut, batch_size=5)
+  message = r"cut\.png' cannot be decoded \(.*unreadable='skip'"
+  with pytest.raises(errors.UserError, match=message) as e:
+    next(batches)
+  assert '\n' not in str(e.value)
+
+
+def test_a_file_that_fails_at_decoding_is_left_out_by_option(truncated):
+  skip = config(truncated, unreadable='skip')
+  batches = list(images.eval_batches(skip, batch_size=5))
+  assert [b['weight'].tolist() for b in batches] == [[1, 1, 1, 1, 0]]
+  assert not batches[0]['image'][4].any()
+
+  def pictures(seed):
+    iterator = images.train_iterator(skip, batch_size=5, seed=seed)
+    return [next(iterator) for _ in range(3)]
+
+  for batch, again in zip(pictures(1), pictures(1), strict=True):
+    np.testing.assert_array_equal(batch['image'], again['image'])
+    # Red and blue alone, each with its own label; the next file is the first.
+    red = batch['image'][:, 0, 0, 0] > 0
+    blue = batch['image'][:, 0, 0, 2] > 0
+    np.testing.assert_array_equal(batch['target'], np.stack([red, blue], 1))
+    assert red.sum() == 3
+
+
+def test_nothing_that_decodes(tmp_path):
+  cut = encoded(size=(64, 64))[:-60]
+  write(tmp_path, *(f'train/{c}/1.png' for c in 'ab'), content=cut)
+  skip = config(tmp_path, unreadable='skip')
+  with pytest.raises(errors.UserError, match='none of the 2 pictures'):
+    next(images.train_iterator(skip, batch_size=1, seed=0))
+
+
+def test_folder_errors(tmp_path):
+  def refused(message, split='train'):
+    return pytest.raises(errors.UserError, match=message)
+
+  with refused("nothere' is no directory"):
+    images.class_names(config(tmp_path / 'nothere'))
+  with refused('has no folders: expected one per class'):
+    images.class_names(config(tmp_path))
+  write(tmp_path, 'one/a/1.png', 'one/a/2.png')
+  with refused("single class, 'a'"):
+    images.class_names(config(tmp_path / 'one'))
+  write(tmp_path, 'notrain/val/a/1.png', 'notrain/test/a/1.png')
+  with refused("'test', 'val' but no train/"):
+    images.class_names(config(tmp_path / 'notrain'))
+  write(tmp_path, 'few/a/1.png', 'few/b/notes.txt', 'few/c/.1.png')
+  with refused("of 3 classes, 2 have no pictures.*'b', 'c'"):
+    open_split(tmp_path / 'few')
+  with refused("of 3 classes, 2 have no pictures.*'b', 'c'"):
+    open_split(tmp_path / 'few', 'eval')
+  write(tmp_path, 'odd/train/cat/1.png', 'odd/train/dog/1.png')
+  write(tmp_path, 'odd/val/cats/1.png', 'odd/val/dog/1.png')
+  with refused("'cats', which.*lacks.*Did you mean 'cat'"):
+    open_split(tmp_path / 'odd', 'eval')
+  open_split(tmp_path / 'odd')
+  write(tmp_path, 'none/train/a/1.png', 'none/train/b/1.png', 'none/val/x.txt')
+  with refused('holds no pictures: add some, or remove'):
+    open_split(tmp_path / 'none', 'eval')
+  write(tmp_path, 'single/a/1.png', 'single/b/1.png')
+  with refused('one picture per class, so that none can be held out'):
+    open_split(tmp_path / 'single', 'eval')

@@ -1,0 +1,514 @@
+"""Batches of pictures: format, order, resuming, shards, evaluation, TFDS."""
+
+import dataclasses
+import io
+import itertools
+import json
+import pickle
+
+import numpy as np
+from PIL import Image
+import pytest
+
+from mod_jax import config as config_lib
+from mod_jax import errors
+from mod_jax.data import augment
+from mod_jax.data import digits
+from mod_jax.data import images
+from mod_jax.data import tfds_images
+
+AUGMENTED = augment.AugmentConfig(
+  crop='random_resized',
+  flip=0.5,
+  randaugment_ops=2,
+  randaugment_noise=0.5,
+  erase=0.25,
+  mixup=0.8,
+  cutmix=1.0,
+  label_smoothing=0.1,
+)
+
+
+def take(iterator, count):
+  return list(itertools.islice(iterator, count))
+
+
+def train(config, batch_size=4, seed=0, **kwargs):
+  return images.train_iterator(
+    config, batch_size=batch_size, seed=seed, **kwargs
+  )
+
+
+def assert_same(batches, others):
+  assert len(batches) == len(others)
+  for batch, other in zip(batches, others, strict=True):
+    assert batch.keys() == other.keys()
+    for key in batch:
+      assert batch[key].dtype == other[key].dtype
+      np.testing.assert_array_equal(batch[key], other[key])
+
+
+def check(batch, shapes):
+  assert set(batch) == set(shapes)
+  for key, shape in shapes.items():
+    assert isinstance(batch[key], np.ndarray)
+    assert batch[key].dtype == (np.int32 if key == 'label' else np.float32)
+    assert batch[key].shape == shape
+
+
+# Digits.
+
+
+def test_digits_split_is_fixed_stratified_and_whole():
+  config = images.ImageDataConfig()
+  names = images.class_names(config)
+  assert names == tuple('0123456789')
+  sizes = [images.num_examples(config, s) for s in ('train', 'eval')]
+  assert sum(sizes) == 1797
+  labels = [digits.DigitImages(s)._labels for s in ('train', 'eval')]
+  assert [len(part) for part in labels] == sizes
+  held_out = np.bincount(labels[1]) / np.bincount(np.concatenate(labels))
+  np.testing.assert_allclose(held_out, 0.2, atol=0.005)
+
+
+def test_training_batches_of_digits():
+  config = images.ImageDataConfig(
+    image_size=8, mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6)
+  )
+  batch = next(train(config))
+  check(batch, {'image': (4, 8, 8, 3), 'target': (4, 10)})
+  assert set(batch['target'].flat) == {0, 1}
+  assert (batch['target'].sum(-1) == 1).all()
+  # At their own size the pixels are scikit-learn's, 0 to 16, grey.
+  values = 16 * (batch['image'] * config.std + config.mean)
+  np.testing.assert_allclose(values, np.round(values), atol=0.04)
+  assert values.max() > 15
+  np.testing.assert_allclose(values[..., 0], values[..., 2], atol=1e-4)
+  source = digits.DigitImages('train')
+  known = {
+    (np.asarray(image).tobytes(), label)
+    for image, label in map(source.load, range(len(source)))
+  }
+  for image, target in zip(batch['image'], batch['target'], strict=True):
+    pixels = images.denormalize(config, image)
+    assert pixels.dtype == np.uint8
+    assert (pixels.tobytes(), int(target.argmax())) in known
+
+
+def test_digits_are_held_out_whole_at_any_size():
+  config = images.ImageDataConfig(image_size=16)
+  (batch,) = images.eval_batches(config, batch_size=3, num_batches=1)
+  check(batch, {'image': (3, 16, 16, 3), 'label': (3,), 'weight': (3,)})
+  image, label = digits.DigitImages('eval').load(0)
+  assert batch['label'][0] == label
+  expected = image.resize((16, 16), Image.Resampling.BILINEAR)
+  np.testing.assert_array_equal(
+    images.denormalize(config, batch['image'][0]), np.asarray(expected)
+  )
+  part = dataclasses.replace(config, crop_fraction=0.5)
+  (other,) = images.eval_batches(part, batch_size=3, num_batches=1)
+  assert not np.array_equal(other['image'], batch['image'])
+
+
+# Order, state, shards.
+
+
+@pytest.fixture
+def folder(tmp_path):
+  """22 training and 11 held-out pictures, each of a colour of its own."""
+  for split, count in (('train', 22), ('val', 11)):
+    for i in range(count):
+      path = tmp_path / split / 'ab'[i % 2] / f'{i}.png'
+      path.parent.mkdir(parents=True, exist_ok=True)
+      Image.new('RGB', (5, 5), (i, 100, 7)).save(path)
+  return images.ImageDataConfig(
+    source='folder', path=str(tmp_path), image_size=4
+  )
+
+
+def ids(config, batches):
+  """Returns the number of every picture with weight, in order."""
+  return [
+    int(pixels[0, 0, 0])
+    for batch in batches
+    for pixels, weight in zip(
+      images.denormalize(config, batch['image']),
+      batch.get('weight', np.ones(len(batch['image']))),
+      strict=True,
+    )
+    if weight
+  ]
+
+
+def test_every_epoch_has_each_picture_once_in_another_order(folder):
+  batches = take(train(folder, batch_size=2), 22)
+  seen = ids(folder, batches)
+  first, second = seen[:22], seen[22:]
+  assert sorted(first) == sorted(second) == list(range(22))
+  assert first != second
+  assert first != sorted(first)
+  labels = np.concatenate([b['target'].argmax(-1) for b in batches])
+  np.testing.assert_array_equal(labels, np.array(seen) % 2)
+  assert ids(folder, take(train(folder, 2, seed=1), 11)) != first
+
+
+@pytest.mark.parametrize('stop', [0, 1, 5, 6])
+def test_resume_with_augmentation_across_an_epoch(folder, stop):
+  config = dataclasses.replace(folder, augment=AUGMENTED)
+  iterator = train(config, seed=3)
+  take(iterator, stop)
+  state = json.loads(json.dumps(iterator.get_state()))
+  expected = take(iterator, 8)
+  for batch in expected:
+    check(batch, {'image': (4, 4, 4, 3), 'target': (4, 2)})
+    np.testing.assert_allclose(batch['target'].sum(-1), 1, rtol=1e-5)
+  resumed = train(config, seed=3)
+  resumed.set_state(state)
+  assert_same(take(resumed, 8), expected)
+  # An iterator that is already under way can go back, too.
+  iterator.set_state(state)
+  assert_same(take(iterator, 8), expected)
+  other = take(train(config, seed=4), 1)
+  assert not np.array_equal(other[0]['image'], expected[0]['image'])
+
+
+def test_a_picture_is_augmented_anew_every_time(folder):
+  config = dataclasses.replace(
+    folder, augment=augment.AugmentConfig(crop='pad', padding=2, erase=1.0)
+  )
+  pictures = np.concatenate(
+    [b['image'] for b in take(train(config, batch_size=22), 3)]
+  )
+  assert len({p.tobytes() for p in pictures}) == 66
+
+
+def test_workers_change_nothing():
+  config = images.ImageDataConfig(image_size=8, augment=AUGMENTED)
+  alone = train(config, seed=5)
+  expected = take(alone, 5)
+  iterator = train(dataclasses.replace(config, workers=1), seed=5)
+  # A state of threads goes on in processes.
+  iterator.set_state({'next_batch': 2})
+  batches = take(iterator, 2)
+  state = iterator.get_state()
+  iterator.close()
+  assert_same(batches, expected[2:4])
+  alone.set_state(json.loads(json.dumps(state)))
+  assert_same(take(alone, 1), expected[4:])
+
+
+@pytest.mark.parametrize('count', [2, 3])
+def test_shards_are_disjoint_and_make_up_the_whole(folder, count):
+  # All that is random for a picture is the same however many shards there are.
+  config = dataclasses.replace(
+    folder, augment=augment.AugmentConfig(crop='pad', padding=1, erase=0.5)
+  )
+  alone = take(train(config, batch_size=6, seed=2), 9)
+  shards = [
+    take(
+      train(config, 6 // count, seed=2, shard_index=i, shard_count=count),
+      9,
+    )
+    for i in range(count)
+  ]
+  for step, whole in enumerate(alone):
+    parts = [{p.tobytes() for p in s[step]['image']} for s in shards]
+    assert sum(map(len, parts)) == len(set.union(*parts)) == 6
+    assert set.union(*parts) == {p.tobytes() for p in whole['image']}
+
+
+def test_shards_do_not_mix_in_step():
+  config = images.ImageDataConfig(
+    image_size=8, augment=augment.AugmentConfig(mixup=1.0)
+  )
+  # Each batch is mixed in one proportion, which the targets show.
+  shares = []
+  for i in range(2):
+    batch = next(train(config, batch_size=16, shard_index=i, shard_count=2))
+    shares.append(set(batch['target'].flat) - {0, 1})
+  assert all(shares)
+  assert not shares[0] & shares[1]
+
+
+# Evaluation.
+
+
+@pytest.mark.parametrize('count', [1, 2, 3])
+def test_eval_counts_each_picture_once(folder, count):
+  shards = [
+    list(
+      images.eval_batches(
+        folder, batch_size=2, shard_index=i, shard_count=count
+      )
+    )
+    for i in range(count)
+  ]
+  assert {len(s) for s in shards} == {-(-11 // (2 * count))}
+  everything = list(itertools.chain(*shards))
+  for batch in everything:
+    check(batch, {'image': (2, 4, 4, 3), 'label': (2,), 'weight': (2,)})
+    assert set(batch['weight']) <= {0, 1}
+  seen = ids(folder, everything)
+  assert sorted(seen) == list(range(11))
+  weights = np.concatenate([b['weight'] for b in everything])
+  labels = np.concatenate([b['label'] for b in everything])
+  np.testing.assert_array_equal(labels[weights > 0], np.array(seen) % 2)
+  again = images.eval_batches(folder, batch_size=2, shard_count=count)
+  assert_same(list(again), shards[0])
+
+
+def test_limited_eval_is_spread(folder):
+  limited = list(images.eval_batches(folder, batch_size=2, num_batches=2))
+  assert len(limited) == 2
+  # The order of evaluation is by class, then by name.
+  whole = ids(folder, images.eval_batches(folder, batch_size=11))
+  seen = [whole.index(i) for i in ids(folder, limited)]
+  assert seen == [0, 2, 5, 8]
+  assert_same(
+    list(images.eval_batches(folder, batch_size=2, num_batches=99)),
+    list(images.eval_batches(folder, batch_size=2)),
+  )
+
+
+def test_photos_are_cropped_for_evaluation(tmp_path):
+  ramp = np.tile(
+    np.arange(0, 256, 4, dtype=np.uint8)[:, None, None], (1, 64, 3)
+  )
+  for split in ('train', 'val'):
+    for name in 'ab':
+      (tmp_path / split / name).mkdir(parents=True)
+      Image.fromarray(ramp).save(tmp_path / split / name / '1.png')
+  config = images.ImageDataConfig(
+    source='folder', path=str(tmp_path), image_size=28
+  )
+  batch = next(images.eval_batches(config, batch_size=1))
+  rows = images.denormalize(config, batch['image'])[0, :, 0, 0].astype(int)
+  assert rows[0] == pytest.approx(4 * 4, abs=4)
+  assert rows[-1] == pytest.approx(4 * 59, abs=4)
+
+
+# TensorFlow Datasets.
+
+
+def png(color):
+  file = io.BytesIO()
+  Image.new('RGB', (6, 4), color).save(file, 'PNG')
+  return file.getvalue()
+
+
+@pytest.fixture(scope='module')
+def tfds_dirs(tmp_path_factory):
+  """Tiny sets of pictures in ArrayRecord, written without TensorFlow."""
+  import tensorflow_datasets as tfds
+
+  tfds.disable_progress_bar()
+
+  class Tiny(tfds.core.GeneratorBasedBuilder):
+    # For a class in a package TFDS would want importlib_resources, which it
+    # does not install on this version of Python.
+    __module__ = 'tiny_pictures'
+    VERSION = tfds.core.Version('1.0.0')
+    label = tfds.features.ClassLabel(names=['cat', 'dog', 'emu'])
+
+    def _info(self):
+      features = {'image': self.feature, 'label': self.label}
+      return tfds.core.DatasetInfo(
+        builder=self, features=tfds.features.FeaturesDict(features)
+      )
+
+    def _split_generators(self, dl_manager):
+      return {
+        'train': self._generate_examples(range(12)),
+        'validation': self._generate_examples(range(20, 25)),
+      }
+
+    def _generate_examples(self, numbers):
+      for i in numbers:
+        yield i, {'image': self.image(i), 'label': i % 3}
+
+  class TinyFiles(Tiny):
+    # From bytes, TFDS encodes without TensorFlow.
+    feature = tfds.features.Image()
+
+    def image(self, i):
+      return png((i, 100, 7)) if i != 24 else png((i, 100, 7))[:45]
+
+  class TinyArrays(Tiny):
+    feature = tfds.features.Tensor(shape=(4, 6, 3), dtype=np.uint8)
+
+    def image(self, i):
+      return np.full((4, 6, 3), (i, 100, 7), np.uint8)
+
+  class TinyGrey(TinyArrays):
+    feature = tfds.features.Tensor(shape=(4, 6, 1), dtype=np.uint8)
+
+    def image(self, i):
+      return np.full((4, 6, 1), i, np.uint8)
+
+  class TinyFloats(TinyArrays):
+    feature = tfds.features.Tensor(shape=(4, 6, 3), dtype=np.float32)
+
+    def image(self, i):
+      return np.zeros((4, 6, 3), np.float32)
+
+  class TinyNumbers(TinyArrays):
+    label = tfds.features.Scalar(np.int64)
+
+  class TinyUnlabelled(TinyArrays):
+    def _info(self):
+      features = {'image': self.feature, 'n': tfds.features.Scalar(np.int64)}
+      return tfds.core.DatasetInfo(
+        builder=self, features=tfds.features.FeaturesDict(features)
+      )
+
+    def _generate_examples(self, numbers):
+      for i in numbers:
+        yield i, {'image': self.image(i), 'n': i}
+
+  class TinyHidden(TinyArrays):
+    def _generate_examples(self, numbers):
+      for i in numbers:
+        yield i, {'image': self.image(i), 'label': -1}
+
+  root = str(tmp_path_factory.mktemp('tfds'))
+  found = {}
+  for kind in (
+    *(TinyFiles, TinyArrays, TinyGrey, TinyFloats),
+    *(TinyNumbers, TinyUnlabelled, TinyHidden),
+  ):
+    builder = kind(data_dir=root, file_format='array_record')
+    builder.download_and_prepare()
+    found[kind.__name__] = str(builder.data_path)
+  return found
+
+
+def tfds_config(name, **kwargs):
+  kwargs = {'source': 'tfds', 'name': name, 'image_size': 4, **kwargs}
+  return images.ImageDataConfig(**kwargs)
+
+
+@pytest.mark.parametrize('kind', ['TinyFiles', 'TinyArrays', 'TinyGrey'])
+def test_tfds(tfds_dirs, kind):
+  config = tfds_config(tfds_dirs[kind])
+  assert images.class_names(config) == ('cat', 'dog', 'emu')
+  assert images.num_examples(config) == 12
+  assert images.num_examples(config, 'eval') == 5
+  batches = take(train(config), 3)
+  check(batches[0], {'image': (4, 4, 4, 3), 'target': (4, 3)})
+  seen = ids(config, batches)
+  assert sorted(seen) == list(range(12))
+  labels = np.concatenate([b['target'].argmax(-1) for b in batches])
+  np.testing.assert_array_equal(labels, np.array(seen) % 3)
+  pixel = images.denormalize(config, batches[0]['image'])[0, 1, 1].tolist()
+  assert pixel[1:] == ([100, 7] if kind != 'TinyGrey' else [pixel[0]] * 2)
+  part = dataclasses.replace(config, eval_split='train[:50%]')
+  assert len(ids(part, images.eval_batches(part, batch_size=4))) == 6
+
+
+def test_tfds_goes_to_worker_processes(tfds_dirs):
+  source = tfds_images.TfdsImages(tfds_dirs['TinyFiles'], 'train[50%:]')
+  copy = pickle.loads(pickle.dumps(source))
+  assert copy.class_names == source.class_names
+  for i in range(6):
+    (image, label), (other, other_label) = source.load(i), copy.load(i)
+    assert label == other_label
+    np.testing.assert_array_equal(np.asarray(image), np.asarray(other))
+
+
+def test_tfds_files_that_do_not_decode(tfds_dirs):
+  config = tfds_config(tfds_dirs['TinyFiles'])
+  with pytest.raises(
+    errors.UserError, match="record . of split 'validation'.*cannot be decoded"
+  ):
+    list(images.eval_batches(config, batch_size=5))
+  skip = dataclasses.replace(config, unreadable='skip')
+  seen = ids(skip, images.eval_batches(skip, batch_size=5))
+  assert sorted(seen) == [20, 21, 22, 23]
+
+
+@pytest.mark.parametrize(
+  ('name', 'kwargs', 'message'),
+  [
+    ('imagenet2102', {}, "neither.*nearest name is 'imagenet2012'"),
+    ('cars_196', {}, "neither.*nearest name is 'cars196'"),
+    ('oxford_flowers102', {}, 'not prepared.*download_and_prepare'),
+    ('.', {}, 'directory without a prepared data set'),
+    ('oxford_iiit_pet:9.9.9', {}, 'cannot be loaded'),
+    ('huggingface:beans', {}, 'community data set'),
+    ('TinyArrays', {'train_split': 'nope'}, "'nope' of.*train, validation"),
+    ('TinyArrays', {'train_split': 'train[:0]'}, 'cannot be read'),
+    ('TinyFloats', {}, r"'image' of.*is float32 \[4, 6, 3\]"),
+    ('TinyNumbers', {}, "'label' of.*is a Scalar without a number of classes"),
+    ('TinyUnlabelled', {}, "no feature 'label', only image, n"),
+    ('lm1b', {}, "no feature 'image', only text"),
+    ('TinyHidden', {}, 'label -1, outside of 0..2: choose a split'),
+  ],
+)
+def test_tfds_errors(tfds_dirs, tmp_path, name, kwargs, message):
+  name = tfds_dirs.get(name, name)
+  config = tfds_config(name, data_dir=str(tmp_path), **kwargs)
+  with pytest.raises(errors.UserError, match=message) as e:
+    next(train(config, batch_size=1))
+  assert '\n' not in str(e.value)
+
+
+# Errors.
+
+
+@pytest.mark.parametrize(
+  ('kwargs', 'message'),
+  [
+    ({'source': 'web'}, 'source'),
+    ({'source': 'folder'}, "source='folder' needs path"),
+    ({'source': 'tfds'}, "source='tfds' needs name"),
+    ({'path': 'a'}, "path='a' is read only with source='folder'"),
+    ({'name': 'a'}, "name='a' is read only with source='tfds'"),
+    ({'data_dir': 'a'}, "data_dir='a' is read only with source='tfds'"),
+    ({'source': 'tfds', 'name': 'a', 'eval_split': ''}, 'needs eval_split'),
+    ({'image_size': 0}, 'image_size=0'),
+    ({'crop_fraction': 0.0}, 'crop_fraction=0.0'),
+    ({'crop_fraction': 1.1}, 'crop_fraction=1.1'),
+    ({'eval_fraction': 1.0}, 'eval_fraction=1.0'),
+    ({'unreadable': 'ignore'}, 'unreadable'),
+    ({'mean': (0.5, 0.5)}, 'mean'),
+    ({'std': (0.5, 0.0, 0.5)}, 'std='),
+    ({'workers': -1}, 'workers=-1'),
+  ],
+)
+def test_config_refuses(kwargs, message):
+  with pytest.raises(errors.UserError, match=message):
+    images.ImageDataConfig(**kwargs)
+
+
+def test_config_survives_json():
+  config = images.ImageDataConfig(crop_fraction=0.9, augment=AUGMENTED)
+  text = config_lib.to_json(config)
+  assert config_lib.from_json(images.ImageDataConfig, text) == config
+  flags = config_lib.to_config_dict(config)
+  back = config_lib.from_config_dict(images.ImageDataConfig, flags)
+  assert back == config
+  assert hash(back) == hash(config)
+
+
+def test_batch_errors(folder):
+  def refused(message):
+    return pytest.raises(errors.UserError, match=message)
+
+  with refused('batch_size=0'):
+    train(folder, batch_size=0)
+  with refused('shard_index=2'):
+    train(folder, shard_index=2, shard_count=2)
+  with refused('seed=-1'):
+    train(folder, seed=-1)
+  with refused('22 pictures to train on, fewer than the 24 of one batch'):
+    train(folder, batch_size=12, shard_count=2)
+  next(train(folder, batch_size=11, shard_count=2))
+  mixed = dataclasses.replace(folder, augment=AUGMENTED)
+  with refused('batch_size=1: mixup and cutmix need at least 2'):
+    train(mixed, batch_size=1)
+  with refused('num_batches=0'):
+    images.eval_batches(folder, batch_size=1, num_batches=0)
+  with refused('batch_size=0'):
+    images.eval_batches(folder, batch_size=0)
+  with refused("split='test': expected 'train' or 'eval'"):
+    images.num_examples(folder, 'test')

@@ -1,0 +1,178 @@
+"""Sweeps: which points there are, what is refused, what is run again."""
+
+import json
+import types
+
+import pytest
+
+from mod_jax import config as config_lib
+from mod_jax.errors import UserError
+from mod_jax.layers.mod import MoDConfig
+from mod_jax.models.lm import LMConfig
+from mod_jax.sweeps import grid
+from mod_jax.train import loop
+from mod_jax.train import workdir as workdir_lib
+from mod_jax.train.experiment import ExperimentConfig
+from mod_jax.train.metrics import MetricWriter
+
+CONFIG = ExperimentConfig(
+  name='lm', model=LMConfig(routing=MoDConfig(period=1, offset=0))
+)
+
+
+class TestPoints:
+  def test_product_with_the_last_axis_fastest(self):
+    axes = grid.parse(CONFIG, ['optimizer.learning_rate=1e-5,3e-4', 'seed=0,1'])
+    assert axes == {'optimizer.learning_rate': (1e-5, 3e-4), 'seed': (0, 1)}
+    points = grid.points(CONFIG, axes)
+    assert [name for name, _ in points] == [
+      'optimizer.learning_rate=1e-05,seed=0',
+      'optimizer.learning_rate=1e-05,seed=1',
+      'optimizer.learning_rate=0.0003,seed=0',
+      'optimizer.learning_rate=0.0003,seed=1',
+    ]
+    for name, config in points:
+      assert config.name == f'lm {name}'
+    config = points[2][1]
+    assert (config.optimizer.learning_rate, config.seed) == (3e-4, 0)
+    assert config == config_lib.replace(
+      CONFIG,
+      {
+        'name': config.name,
+        'optimizer.learning_rate': 3e-4,
+        'seed': 0,
+      },
+    )
+
+  @pytest.mark.parametrize(
+    ('text', 'values'),
+    [
+      ('model.mlp=swiglu', ('swiglu',)),
+      ('init=none,runs/a', (None, 'runs/a')),
+      ('name=1,2', ('1', '2')),
+      ('data.segments=true,False', (True, False)),
+      ('seed= 3 , 4', (3, 4)),
+      ('model.routing.capacity=0.5,(0.25,0.5)', (0.5, (0.25, 0.5))),
+      ("optimizer.rules=((',', 1.0, 0),)", (((',', 1.0, 0),),)),
+    ],
+  )
+  def test_values_as_on_the_command_line(self, text, values):
+    (found,) = grid.parse(CONFIG, [text]).values()
+    assert found == values
+    assert list(map(type, found)) == list(map(type, values))
+
+  def test_fields_that_depend_on_each_other(self):
+    # Neither fits without the other.
+    axes = grid.parse(CONFIG, ['model.width=56', 'model.num_heads=7'])
+    ((_, config),) = grid.points(CONFIG, axes)
+    assert (config.model.width, config.model.num_heads) == (56, 7)
+
+  def test_names_are_directories_of_one_level(self):
+    ((name, config),) = grid.points(CONFIG, {'init': ['../runs/a']})
+    assert '/' not in name
+    assert config.init == '../runs/a'
+
+  @pytest.mark.parametrize(
+    ('text', 'message'),
+    [
+      ('optimizer.learning_rat=1', "no field 'learning_rat'.*'learning_rate'"),
+      ('optimiser.learning_rate=1', "no field 'optimiser'.*'optimizer'"),
+      ('seed.x=1', 'seed is 0 and has no'),
+      ('seed', 'expected a field and its values'),
+      ('seed=', 'expected a field and its values'),
+      ('seed=,', 'seed has no values'),
+      ('seed=one', "seed='one': expected an integer"),
+      ('model.mlp=swigloo', "Did you mean 'swiglu'"),
+      ('train.num_steps=10,0', 'the point train.num_steps=0 .* above 0'),
+      ('seed=1,1', 'the point seed=1 twice'),
+    ],
+  )
+  def test_refused(self, text, message):
+    with pytest.raises(UserError, match=message):
+      grid.points(CONFIG, grid.parse(CONFIG, [text]))
+
+  def test_a_field_twice(self):
+    with pytest.raises(UserError, match='seed is given twice'):
+      grid.parse(CONFIG, ['seed=0', 'seed=1'])
+
+
+@pytest.fixture
+def trained(monkeypatch):
+  """Replaces training by its traces; returns the seeds that were trained."""
+  seeds = []
+
+  def train(config, workdir):
+    seeds.append(config.seed)
+    if config.seed == 13:
+      raise loop.TrainingDiverged('loss is nan at step 3')
+    workdir_lib.claim(workdir, config)
+    last = config.train.num_steps
+    metrics = {'top_k/loss': config.seed / 10, 'top_k/routed': 0.5}
+    (workdir_lib.checkpoints(workdir) / f'{last}').mkdir(parents=True)
+    with MetricWriter(workdir, tensorboard=False) as writer:
+      writer.write(last, 'eval', metrics)
+    (workdir / 'eval.json').write_text('{}')
+    return types.SimpleNamespace(finished=config.seed != 99, metrics=metrics)
+
+  monkeypatch.setattr(loop, 'train', train)
+  return seeds
+
+
+class TestRun:
+  def test_runs_all_and_then_only_what_is_new(self, trained, tmp_path):
+    points = grid.run(CONFIG, {'seed': (1, 2)}, tmp_path)
+    assert trained == [1, 2]
+    assert [p.main for p in points] == [
+      {'top_k/loss': 0.1},
+      {'top_k/loss': 0.2},
+    ]
+    assert (tmp_path / 'seed=1' / 'config.json').is_file()
+    again = grid.run(CONFIG, {'seed': (1, 2, 3)}, tmp_path)
+    assert trained == [1, 2, 3]
+    assert again[:2] == points
+    told = json.loads((tmp_path / 'sweep.json').read_text())
+    assert told['axes'] == {'seed': [1, 2, 3]}
+    assert [p['values'] for p in told['points']] == [
+      {'seed': 1},
+      {'seed': 2},
+      {'seed': 3},
+    ]
+    assert told['points'][2]['metrics']['top_k/routed'] == 0.5
+
+  def test_another_evaluation_is_not_skipped(self, trained, tmp_path):
+    grid.run(CONFIG, {'seed': (1,)}, tmp_path / 'a')
+    other = config_lib.replace(CONFIG, {'evaluation.final_batches': 7})
+    name, changed = grid.points(other, {'seed': (1,)})[0]
+    assert grid._finished(tmp_path / 'a' / name, changed) is None
+    name, same = grid.points(CONFIG, {'seed': (1,)})[0]
+    assert grid._finished(tmp_path / 'a' / name, same) is not None
+    (tmp_path / 'a' / name / 'checkpoints' / '1000').rmdir()
+    assert grid._finished(tmp_path / 'a' / name, same) is None
+
+  def test_divergence_is_noted_and_a_signal_stops(
+    self, trained, tmp_path, capsys
+  ):
+    points = grid.run(CONFIG, {'seed': (13, 5, 99, 6)}, tmp_path)
+    assert trained == [13, 5, 99]
+    assert [p.name for p in points] == ['seed=13', 'seed=5']
+    assert points[0].diverged == 'loss is nan at step 3'
+    assert 'seed=13 diverged: loss is nan' in capsys.readouterr().out
+    assert grid.table(points).splitlines() == [
+      'seed  top_k/loss',
+      '13      diverged',
+      '5         0.5000',
+    ]
+    assert 'diverged' in grid.table(points[:1])
+    assert 'no point' in grid.table([])
+
+  def test_nothing_runs_where_something_is_wrong(self, trained, tmp_path):
+    with pytest.raises(UserError, match='seed=x'):
+      grid.run(CONFIG, {'seed': (1, 'x')}, tmp_path)
+    # The last point's directory is somebody else's.
+    other = config_lib.replace(CONFIG, {'seed': 8})
+    workdir_lib.claim(tmp_path / 'seed=2', other)
+    with pytest.raises(UserError, match='different config'):
+      grid.run(CONFIG, {'seed': (1, 2)}, tmp_path)
+    with pytest.raises(UserError, match='holds a single run'):
+      grid.run(CONFIG, {'seed': (1, 2)}, tmp_path / 'seed=2')
+    assert trained == []

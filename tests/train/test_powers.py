@@ -1,0 +1,375 @@
+"""What the loop gives any task: averages, teachers, starts, rules, studies."""
+
+import json
+import shutil
+
+from flax import linen as nn
+import grain
+import jax
+import jax.numpy as jnp
+from matplotlib.figure import Figure
+import numpy as np
+import pytest
+
+from mod_jax import config as config_lib
+from mod_jax import parallel
+from mod_jax.data.text import TextDataConfig
+from mod_jax.errors import UserError
+from mod_jax.layers.mod import MoDConfig
+from mod_jax.models.lm import LMConfig
+from mod_jax.train import checkpoints as checkpoints_lib
+from mod_jax.train import evaluation
+from mod_jax.train import loop
+from mod_jax.train import metrics as metrics_lib
+from mod_jax.train import start as start_lib
+from mod_jax.train import task as task_lib
+from mod_jax.train import workdir as workdir_lib
+from mod_jax.train.experiment import ExperimentConfig
+from mod_jax.train.experiment import TrainConfig
+from mod_jax.train.language import LanguageTask
+
+
+class Tiny(task_lib.Task):
+  """Moves one vector towards the rows; the batch is eight numbers."""
+
+  unit = 'images'
+  teacher = None
+  asked = 0
+
+  def __init__(self, config):
+    self.config = config
+
+  def init(self, key):
+    kernel = jax.random.normal(key, (8,))
+    boxed = nn.LogicallyPartitioned(kernel, ('embed',))
+    return {
+      'params': {'block_0': {'kernel': boxed}, 'head': {'bias': jnp.zeros(2)}},
+      'statistics': {'sum': jnp.zeros(())},
+    }
+
+  def frozen(self, mesh):
+    type(self).asked += 1
+    return self.teacher
+
+  def train_iterator(self, *, shard_index, shard_count):
+    rows = grain.MapDataset.range(64).map(
+      lambda i: {'x': np.full(8, i / 64, np.float32)}
+    )
+    return iter(rows.seed(0).repeat().batch(8).to_iter_dataset())
+
+  def stage(self, step):
+    return 0
+
+  def loss(self, params, mutables, batch, rng, stage, frozen=None):
+    kernel = params['block_0']['kernel']
+    total = jnp.sum((kernel - batch['x']) ** 2) + jnp.sum(
+      (params['head']['bias'] - 1) ** 2
+    )
+    if frozen is not None:
+      total += jnp.sum((kernel - frozen['kernel']) ** 2)
+    weight = jnp.float32(len(batch['x']))
+    mutables = {'statistics': {'sum': mutables['statistics']['sum'] + 1}}
+    return total / weight, ({'loss': (total, weight)}, mutables)
+
+  def evaluate(self, params, mutables, mesh, *, batches=None):
+    return {
+      'loss': float(jnp.sum(params['block_0']['kernel'] ** 2)),
+      'accuracy': float(params['head']['bias'][0]),
+      'other': 1.0,
+    }
+
+  def pictures(self, params, mutables):
+    return {}
+
+  def summary(self, metrics):
+    return f'accuracy {metrics["accuracy"]:.4f}'
+
+  def studies(self):
+    def norm(params, mutables, mesh):
+      value = float(jnp.linalg.norm(params['block_0']['kernel']))
+      return task_lib.Study(
+        text=f'norm {value:.3f}',
+        metrics={'norm': value},
+        figures={'curve': Figure()},
+      )
+
+    return {'norm': norm}
+
+  def flops_per_step(self, stage):
+    return 1e3
+
+  @property
+  def tokens_per_step(self):
+    return 8
+
+
+@pytest.fixture(autouse=True, scope='module')
+def _tiny_tasks():
+  make_mesh = parallel.make_mesh
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(
+      parallel, 'make_mesh', lambda config: make_mesh(config, jax.devices()[:1])
+    )
+    for module in (loop, evaluation):
+      patch.setattr(module, 'make_task', Tiny)
+    # The curves take longer than the training.
+    patch.setattr(evaluation, 'report', lambda *args: None)
+    yield
+
+
+def make_config(**changes):
+  tiny = {
+    'train.num_steps': 6,
+    'optimizer.warmup_steps': 0,
+    'optimizer.learning_rate': 0.1,
+    'evaluation.every': 4,
+    'log.every': 1,
+    'log.tensorboard': False,
+    'checkpoint.every': 3,
+  }
+  return config_lib.replace(ExperimentConfig(), tiny | changes)
+
+
+def leaves(tree):
+  return [np.asarray(x) for x in jax.tree.leaves(tree)]
+
+
+def assert_equal(a, b):
+  for x, y in zip(leaves(a), leaves(b), strict=True):
+    np.testing.assert_array_equal(x, y)
+
+
+def held_out(workdir):
+  return [x for x in metrics_lib.read(workdir) if x['kind'] == 'eval']
+
+
+def test_messages_are_the_tasks_own(tmp_path, capsys):
+  loop.train(make_config(), tmp_path)
+  err = capsys.readouterr().err
+  assert 'step 4: held-out loss ' in err
+  assert ', accuracy ' in err
+  assert 'other' not in err
+  assert 'tokens' not in err
+
+
+class TestAverages:
+  def test_are_evaluated_saved_and_loaded(self, tmp_path):
+    config = make_config(**{'train.ema_decay': 0.9})
+    result = loop.train(config, tmp_path / 'whole')
+    state = result.state
+    bias = state.ema['head']['bias'][0]
+    assert 0 < bias < state.params['head']['bias'][0]
+    assert result.metrics['accuracy'] == float(bias)
+    assert_equal(evaluation.load(tmp_path / 'whole').params, state.ema)
+    # Stopped and continued, they are the same.
+    loop.train(config, tmp_path / 'parts', max_steps=2)
+    rest = loop.train(config, tmp_path / 'parts')
+    assert_equal(rest.state.ema, state.ema)
+
+  def test_none_are_kept_unasked(self, tmp_path):
+    state = loop.train(make_config(), tmp_path).state
+    assert state.ema is None
+    assert_equal(evaluation.load(tmp_path).params, state.params)
+
+  @pytest.mark.parametrize('decay', [-0.1, 1.0])
+  def test_in_range(self, decay):
+    with pytest.raises(UserError, match='ema_decay'):
+      TrainConfig(ema_decay=decay)
+
+
+class TestFrozen:
+  def test_reach_the_loss_and_no_checkpoint(self, tmp_path, monkeypatch):
+    plain = loop.train(make_config(), tmp_path / 'plain').state
+    teacher = {'kernel': np.full(8, 5.0, np.float32)}
+    monkeypatch.setattr(Tiny, 'teacher', teacher)
+    monkeypatch.setattr(Tiny, 'asked', 0)
+    taught = loop.train(make_config(), tmp_path / 'taught').state
+    assert Tiny.asked == 1
+    kernels = [s.params['block_0']['kernel'] for s in (taught, plain)]
+    assert np.sum(kernels[0]) > np.sum(kernels[1])
+    assert jax.tree.structure(taught) == jax.tree.structure(plain)
+
+  def test_placed_on_the_mesh_and_no_constants(self, tmp_path, monkeypatch):
+    teacher = {'kernel': np.full(8, 5.125, np.float32)}
+    monkeypatch.setattr(Tiny, 'teacher', teacher)
+    run = loop._Run(make_config(), tmp_path)
+    kernel = run.frozen['kernel']
+    assert kernel.sharding.is_fully_replicated
+    assert kernel.sharding.mesh == run.mesh
+    # What lies there stays.
+    monkeypatch.setattr(Tiny, 'teacher', run.frozen)
+    assert run._frozen()['kernel'] is kernel
+    batch = parallel.put_batch(next(run.iterator), run.mesh)
+    with jax.set_mesh(run.mesh):
+      state = run._fresh_state()
+      run._compile(0)(state, batch)
+    assert not kernel.is_deleted()
+
+
+@pytest.fixture(scope='module')
+def source(tmp_path_factory):
+  """The directory of a run that keeps averages, and its last state."""
+  workdir = tmp_path_factory.mktemp('runs') / 'source'
+  config = make_config(
+    **{'train.ema_decay': 0.5, 'evaluation.every': 0, 'checkpoint.every': 0}
+  )
+  return workdir, loop.train(config, workdir).state
+
+
+class TestStart:
+  def test_reads_a_run_without_its_task(self, source, monkeypatch):
+    workdir, state = source
+    monkeypatch.setattr(evaluation, 'make_task', None)
+    config, params, mutables = start_lib.read_workdir(workdir)
+    assert config == workdir_lib.read_config(workdir)
+    assert_equal(params, state.ema)
+    assert params.keys() == {'block_0', 'head'}
+    assert float(mutables['statistics']['sum']) == 6
+
+  def test_a_fresh_run_starts_from_it_and_says_how_good_it_is(
+    self, source, tmp_path
+  ):
+    workdir, state = source
+    workdir = shutil.copytree(workdir, tmp_path / 'source')
+    config = make_config(init=str(workdir), seed=1, **{'train.ema_decay': 0.9})
+    run = loop._Run(config, tmp_path / 'look')
+    assert_equal(run.adapted.params, state.ema)
+    assert_equal(run.adapted.ema, state.ema)
+    assert float(run.adapted.mutables['statistics']['sum']) == 6
+
+    result = loop.train(config, tmp_path / 'run', max_steps=2)
+    assert float(result.state.mutables['statistics']['sum']) == 8
+    first = held_out(tmp_path / 'run')[0]
+    assert first['step'] == 0
+    assert first['accuracy'] == float(state.ema['head']['bias'][0])
+    # Then the run has weights of its own.
+    (workdir / 'config.json').unlink()
+    result = loop.train(config, tmp_path / 'run')
+    assert result.finished
+    assert [x['step'] for x in held_out(tmp_path / 'run')] == [0, 4, 6]
+    other = config_lib.replace(config, {'init': None})
+    with pytest.raises(UserError, match='init: .* -> None'):
+      loop.train(other, tmp_path / 'run')
+
+  def test_without_it_there_is_no_evaluation_at_first(self, tmp_path):
+    loop.train(make_config(), tmp_path)
+    assert [x['step'] for x in held_out(tmp_path)] == [4, 6]
+
+  @pytest.mark.parametrize(
+    ('name', 'message'),
+    [
+      ('sourcee', "no such file or directory.*Did you mean '.*/source'"),
+      ('source/metrics.jsonl', 'neither the workdir of a run nor a file'),
+      ('', 'neither the workdir of a run nor a file'),
+      ('begun', 'holds no checkpoint yet'),
+    ],
+  )
+  def test_weights_that_are_not_there(self, source, tmp_path, name, message):
+    workdir_lib.claim(tmp_path / 'begun', make_config())
+    shutil.copytree(source[0], tmp_path / 'source')
+    config = make_config(init=f'{tmp_path}/{name}')
+    with pytest.raises(UserError, match=message) as info:
+      loop.train(config, tmp_path / 'run')
+    assert '\n' not in str(info.value)
+    assert not (tmp_path / 'run').exists()
+
+  def test_weights_that_do_not_fit(self, source, tmp_path, monkeypatch):
+    init = Tiny.init
+
+    def other(self, key):
+      variables = init(self, key)
+      variables['params']['router'] = {'kernel': jnp.ones(3)}
+      del variables['params']['head']['bias']
+      variables['params']['head']['kernel'] = jnp.ones(2)
+      return variables
+
+    monkeypatch.setattr(Tiny, 'init', other)
+    config = make_config(init=str(source[0]))
+    with pytest.raises(UserError) as info:
+      loop._Run(config, tmp_path / 'run')
+    for name in ('router/kernel', 'head/kernel', 'head/bias'):
+      assert name in str(info.value)
+    assert not (tmp_path / 'run').exists()
+    monkeypatch.setattr(Tiny, 'may_be_new', (r'router/.*', 'head/kernel'))
+    monkeypatch.setattr(Tiny, 'may_be_dropped', ('head/bias',))
+    run = loop._Run(config, tmp_path / 'run')
+    np.testing.assert_array_equal(run.adapted.params['router']['kernel'], 1.0)
+
+  def test_a_dense_language_model_becomes_a_routed_one(self, tmp_path):
+    shape = {'num_layers': 2, 'width': 8, 'num_heads': 2, 'mlp_dim': 8}
+    routing = MoDConfig(capacity=0.5, predictor_width=4, threshold_decay=0.9)
+
+    def variables(routing, seed):
+      config = ExperimentConfig(
+        model=LMConfig(routing=routing, **shape), data=TextDataConfig(length=8)
+      )
+      task = LanguageTask(config)
+      shapes = nn.unbox(jax.eval_shape(task.init, jax.random.key(0)))
+      rng = np.random.default_rng(seed)
+      fresh = jax.tree.map(
+        lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), dict(shapes)
+      )
+      return config, task, fresh.pop('params'), fresh
+
+    for routings in ((None, routing), (routing, None), (routing, routing)):
+      config, _, params, mutables = variables(routings[0], seed=1)
+      workdir = tmp_path / f'{len(list(tmp_path.iterdir()))}'
+      workdir_lib.claim(workdir, config)
+      directory = workdir_lib.checkpoints(workdir)
+      with checkpoints_lib.Checkpointer(directory, config.checkpoint) as saver:
+        mutables = jax.tree.map(lambda x: x + 1, mutables)
+        saver.save(1, {'params': params, 'mutables': mutables})
+      _, task, fresh, other = variables(routings[1], seed=2)
+      started, moved = task.start(fresh, other, str(workdir))
+      assert_equal(
+        started['block_1']['mlp']['down'], params['block_1']['mlp']['down']
+      )
+      assert jax.tree.structure(started) == jax.tree.structure(fresh)
+      assert jax.tree.structure(moved) == jax.tree.structure(other)
+      if routings == (None, routing):
+        assert_equal(started['block_1']['router'], fresh['block_1']['router'])
+        assert_equal(moved, other)
+      if routings == (routing, routing):
+        assert_equal(moved, mutables)
+
+
+def test_rules_are_checked_before_anything_is_written(tmp_path):
+  config = make_config(**{'optimizer.rules': (('block_', 1.0, 0),)})
+  with pytest.raises(UserError, match='rules cover no head/bias'):
+    loop.train(config, tmp_path / 'run')
+  assert not (tmp_path / 'run').exists()
+  rules = (('block_', 0.0, 0), ('.', 1.0, 2))
+  config = make_config(**{'optimizer.rules': rules})
+  fresh = loop._Run(config, tmp_path / 'run')._fresh_state()
+  state = loop.train(config, tmp_path / 'run', max_steps=2).state
+  assert_equal(state.params, fresh.params)
+  state = loop.train(config, tmp_path / 'run').state
+  assert_equal(state.params['block_0'], fresh.params['block_0'])
+  assert np.all(state.params['head']['bias'] != fresh.params['head']['bias'])
+
+
+class TestStudies:
+  def test_what_they_leave_behind(self, tmp_path, capsys):
+    loop.train(make_config(), tmp_path)
+    trained = evaluation.load(tmp_path)
+    evaluation.study(trained, ['norm'], tmp_path)
+    norm = np.linalg.norm(trained.params['block_0']['kernel'])
+    assert f'norm {norm:.3f}' in capsys.readouterr().out
+    told = json.loads((tmp_path / 'study_norm.json').read_text())
+    assert told == {'step': 6, 'norm': pytest.approx(float(norm))}
+    assert (tmp_path / 'pictures' / 'study_norm_curve.png').is_file()
+
+  def test_unknown_ones_are_refused_before_any_runs(self, tmp_path):
+    task = Tiny(make_config())
+    with pytest.raises(UserError, match="study 'nrom'.*'norm'.*mean 'norm'"):
+      evaluation.find_studies(task, ['norm', 'nrom'])
+    language = LanguageTask(ExperimentConfig())
+    assert evaluation.find_studies(language, []) == {}
+    with pytest.raises(UserError, match='--study=norm: there are no studies'):
+      evaluation.find_studies(language, ['norm'])
+
+
+def test_flops_reports():
+  assert '1000' in Tiny(make_config()).flops_report()
+  language = LanguageTask(ExperimentConfig())
+  assert 'sequence of' in language.flops_report()
