@@ -1,1 +1,1 @@
-"""Input pipelines: text for language models."""
+"""Input pipelines: text for language models, labelled pictures."""

@@ -1,12 +1,5 @@
-"""Pictures of TensorFlow Datasets, read without TensorFlow.
+"""Pictures of TensorFlow Datasets, see `tfds_builder`."""
 
-Only data that is already prepared on disk, in a format with random access
-(ArrayRecord), is read; nothing is downloaded.
-"""
-
-import difflib
-import os
-import re
 from typing import Any
 
 import numpy as np
@@ -14,6 +7,7 @@ from PIL import Image
 
 from mod_jax import errors
 from mod_jax.data import image_folder
+from mod_jax.data import tfds_builder
 
 _IMAGE = 'image'
 _LABEL = 'label'
@@ -43,37 +37,19 @@ class TfdsImages:
     # Imported late: it is slow, and other data need it not.
     import tensorflow_datasets as tfds
 
-    builder = _builder(tfds, name, data_dir)
+    at = _location(name, data_dir)
+    builder = tfds_builder.load(at)
     self.class_names = _label_names(tfds, builder, name)
-    self._what = f'of split {split!r} of name={name!r}'
-    splits = builder.info.splits
-    if not splits:
-      raise errors.UserError(
-        f'name={name!r} is not prepared under {str(builder.data_path)!r}: run '
-        f'`python -c "import tensorflow_datasets as tfds; tfds.builder('
-        f'{name!r}, data_dir={data_dir!r}, '
-        "file_format='array_record').download_and_prepare()\"` once, or set "
-        'data_dir to where it stands'
-      )
+    self._what = f'of split {split!r} of {at}'
     # Masks, too: there is no use in decoding them.
     encoded = {
       key: tfds.decode.SkipDecoding()
       for key, feature in builder.info.features.items()
       if isinstance(feature, tfds.features.Image)
     }
-    try:
-      self._records = builder.as_data_source(split, decoders=encoded or None)
-    except NotImplementedError:
-      raise errors.UserError(
-        f'name={name!r} is prepared as {builder.info.file_format.value}, which '
-        "has no random access: prepare it again with file_format='array_record'"
-      ) from None
-    except (ValueError, KeyError) as e:
-      why = str(e).partition('\n')[0].strip()
-      raise errors.UserError(
-        f'split {split!r} of name={name!r} cannot be read ({why}): choose from '
-        f'{", ".join(sorted(splits))}, or a part such as {min(splits)}[:10%]'
-      ) from None
+    self._records = tfds_builder.open_split(
+      at, builder, split, decoders=encoded or None
+    )
     image = self._records[0][_IMAGE]
     if not (
       isinstance(image, (bytes, str))
@@ -117,7 +93,14 @@ def class_names(name: str, *, data_dir: str | None = None) -> tuple[str, ...]:
   """
   import tensorflow_datasets as tfds
 
-  return _label_names(tfds, _builder(tfds, name, data_dir), name)
+  builder = tfds_builder.load(_location(name, data_dir))
+  return _label_names(tfds, builder, name)
+
+
+def _location(name: str, data_dir: str | None) -> tfds_builder.Location:
+  return tfds_builder.Location(
+    name=name, data_dir=data_dir, example='…/cars196/2.1.0'
+  )
 
 
 def _to_image(value: Any, what: str) -> Image.Image:
@@ -145,41 +128,3 @@ def _label_names(tfds, builder, name: str) -> tuple[str, ...]:
       'without a number of classes: choose a data set with a ClassLabel'
     )
   return tuple(label.names)
-
-
-def _builder(tfds, name: str, data_dir: str | None):
-  if os.path.isdir(os.path.expanduser(name)):
-    directory = os.path.expanduser(name)
-    try:
-      return tfds.builder_from_directory(directory)
-    except (OSError, ValueError):
-      raise errors.UserError(
-        f'name={name!r} is a directory without a prepared data set: give the '
-        'one with dataset_info.json in it, such as …/cars196/2.1.0'
-      ) from None
-  # 'namespace:name' would ask a server; 'name:1.2.3' is a version.
-  if re.match(r'\w+:(?!\d|experimental_latest)', name):
-    raise errors.UserError(
-      f'name={name!r} is a community data set, which TFDS looks up on the '
-      'network: prepare it first and give its directory'
-    )
-  data_dir = os.path.expanduser(data_dir) if data_dir else None
-  try:
-    return tfds.builder(name, data_dir=data_dir)
-  except tfds.core.DatasetNotFoundError:
-    # Community names would be fetched, by a function that needs TensorFlow.
-    known = tfds.list_builders(with_community_datasets=False)
-    base = name.split('/')[0].split(':')[0].lower()
-    near = difflib.get_close_matches(base, known, n=1, cutoff=0)
-    raise errors.UserError(
-      f'name={name!r} is neither known to TFDS (the nearest name is '
-      f'{near[0]!r}) nor prepared under data_dir: correct it, or give the '
-      'directory of a prepared data set'
-    ) from None
-  except Exception as e:
-    # TFDS has many exception types for a bad config or version in the name.
-    # The rest of a long message lists what there is.
-    why = ' '.join(str(e).partition('. Here are')[0].split())[:200]
-    raise errors.UserError(
-      f'name={name!r} cannot be loaded ({why}); check its config and version'
-    ) from e

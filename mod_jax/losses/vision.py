@@ -44,7 +44,8 @@ def top_k_accuracy(
 
 def logit_distillation(logits_BV: jax.Array, teacher_BV: jax.Array) -> Pair:
   """Returns KL(teacher ‖ student) in nats, summed, and the number of images."""
-  teacher_BV = jax.nn.log_softmax(jax.lax.stop_gradient(teacher_BV))
+  teacher_BV = jax.lax.stop_gradient(teacher_BV).astype(jnp.float32)
+  teacher_BV = jax.nn.log_softmax(teacher_BV)
   student_BV = jax.nn.log_softmax(logits_BV.astype(jnp.float32))
   nats_B = jnp.sum(jnp.exp(teacher_BV) * (teacher_BV - student_BV), axis=-1)
   return _pair(nats_B)
@@ -68,9 +69,8 @@ def token_distillation(
   """
   keep_BN = jax.lax.stop_gradient(keep_BN)
   teacher_BND = jax.lax.stop_gradient(teacher_BND)
-  distance_BN = jnp.mean(
-    jnp.square((features_BND - teacher_BND).astype(jnp.float32)), axis=-1
-  )
+  difference_BND = features_BND.astype(jnp.float32) - teacher_BND
+  distance_BN = jnp.mean(jnp.square(difference_BND), axis=-1)
   return jnp.sum(distance_BN * keep_BN), jnp.sum(keep_BN)
 
 

@@ -1,6 +1,7 @@
 """Image classification: dense, MoD, A-MoD; and token pruning by a teacher."""
 
 import functools
+import math
 import re
 from typing import Any
 
@@ -219,6 +220,11 @@ class ImageTask(task_lib.Task):
       lines.append('never: routed blocks left out, the trivial baseline.')
     return '\n'.join(lines)
 
+  def curves(self, records):
+    return viz.loss_curves(
+      records, title='Loss and accuracy over training', classifier=True
+    )
+
   def studies(self):
     return {
       'throughput': functools.partial(vision_studies.throughput, self),
@@ -334,7 +340,8 @@ class PruningTask(ImageTask):
     if not self.objective.needs_teacher:
       return None
     teacher = self.config.model.dense_twin()
-    fresh = nn.unbox(teacher.build().init(jax.random.key(0), teacher.example()))
+    init = jax.jit(teacher.build().init)
+    fresh = nn.unbox(init(jax.random.key(0), teacher.example()))
     params = fresh.pop('params')
     params, mutables = load_weights(
       self.objective.teacher or self.config.init,
@@ -342,7 +349,7 @@ class PruningTask(ImageTask):
       params,
       fresh,
       dropped=self.may_be_dropped,
-      any_head=False,
+      whole=True,
     )
     return {'params': params, **mutables}
 
@@ -461,7 +468,7 @@ def load_weights(
   *,
   new: tuple[str, ...] = (),
   dropped: tuple[str, ...] = (),
-  any_head: bool = True,
+  whole: bool = False,
 ) -> tuple[Any, Any]:
   """Returns fresh variables with the weights of a run or checkpoint in them.
 
@@ -475,7 +482,8 @@ def load_weights(
     mutables: its other fresh collections.
     new: names that may stay fresh, as regular expressions.
     dropped: names that only the source may have.
-    any_head: whether a head of other classes may stay fresh.
+    whole: whether all its blocks and its head must be taken, as for a model
+      that is not trained further.
 
   Raises:
     UserError: no such weights, or they do not fit.
@@ -485,13 +493,13 @@ def load_weights(
   fresh = trees.flatten(params)
   if start_lib.is_workdir(path):
     _, source, statistics = start_lib.read_workdir(path)
-    source = _fit(trees.flatten(source), fresh, dense, init)
+    source = _fit(trees.flatten(source), fresh, dense, init, truncate=not whole)
   else:
-    source = trees.flatten(convert_vit.load(path, dense, truncate=True))
+    source = trees.flatten(convert_vit.load(path, dense, truncate=not whole))
     statistics = mutables
   heads = [name for name in source if name.startswith('head')]
   if any(not np.any(source[name]) for name in heads if 'kernel' in name):
-    if not any_head:
+    if whole:
       raise errors.UserError(
         f'init={init} has no head for {dense.num_classes} classes, which a'
         ' teacher needs: fine-tune it first.'
@@ -504,25 +512,33 @@ def load_weights(
   return merged, trees.merge(mutables, statistics, **kwargs)
 
 
-def _fit(source, fresh, dense: ViTConfig, init: str):
+def _fit(source, fresh, dense: ViTConfig, init: str, *, truncate: bool):
   """Returns a run's weights, by name, as far as another model can use them."""
   source = dict(source)
   if 'position' in source:
-    source['position'] = resize_positions(
-      jnp.asarray(source['position']), dense.num_prefix, dense.grid
-    )
+    patches = len(source['position']) - dense.num_prefix
+    # Of no square, it is another model's, as the comparison will tell.
+    if patches > 0 and math.isqrt(patches) ** 2 == patches:
+      source['position'] = resize_positions(
+        jnp.asarray(source['position']), dense.num_prefix, dense.grid
+      )
   for name in list(source):
     block = re.match(r'block_(\d+)/', name)
-    if block and int(block[1]) >= dense.num_layers:
+    if truncate and block and int(block[1]) >= dense.num_layers:
       del source[name]
-    elif (
-      name.startswith('head')
-      and name in fresh
-      and source[name].shape != fresh[name].shape
-    ):
-      logging.warning(
-        '%s: %s is made new, for num_classes=%d; the run had %d.',
-        *(init, name, dense.num_classes, source[name].shape[-1]),
-      )
-      source[name] = np.zeros(fresh[name].shape, np.float32)
+  for name in source:
+    head = re.fullmatch(r'(head\w*)/kernel', name)
+    if not head or name not in fresh:
+      continue
+    *width, classes = source[name].shape
+    if [*width, dense.num_classes] != list(fresh[name].shape):
+      continue  # Another model's, with whatever classes.
+    if classes == dense.num_classes:
+      continue
+    logging.warning(
+      '%s: %s is made new, for num_classes=%d; the run had %d.',
+      *(init, head[1], dense.num_classes, classes),
+    )
+    for part in (name, f'{head[1]}/bias'):
+      source[part] = np.zeros(fresh[part].shape, np.float32)
   return source

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from collections.abc import Mapping
+import dataclasses
 import numbers
 
 from matplotlib.figure import Figure
@@ -15,7 +16,23 @@ _TRAIN = '#8A8A8A'
 _FEW = 10  # Fewer training losses than this are all shown.
 
 
-def loss_curves(records: Iterable[Mapping], *, title: str = '') -> Figure:
+@dataclasses.dataclass(frozen=True)
+class _Words:
+  """What the axes and series of a figure are called."""
+
+  unit: str
+  accuracy: str
+  rules: bool  # Whether series are causal rules.
+
+
+_TOKENS = _Words('nats per token', 'decisions that agree with top-k', True)
+_IMAGES = _Words('nats per image', 'held-out accuracy', False)
+_WITHOUT = {'never': 'routed blocks left out'}
+
+
+def loss_curves(
+  records: Iterable[Mapping], *, title: str = '', classifier: bool = False
+) -> Figure:
   """Draws training and held-out losses over the steps of a run.
 
   A second panel shows how often each causal rule decides as top-k would, with
@@ -25,16 +42,20 @@ def loss_curves(records: Iterable[Mapping], *, title: str = '') -> Figure:
     records: one mapping for each line of `metrics.jsonl`. Those of kind
       `train` hold `step` and `loss`; those of kind `eval` hold `step` and, for
       each rule, `RULE/loss`, perhaps `RULE/accuracy` and `RULE/never_route`
-      (or plain `loss` for a model without rules). Losses in nats per token.
-      What is missing or not finite is skipped; of two records of one step the
-      later counts, as after a resumption.
+      (or plain `loss` for a model without rules). What is missing or not
+      finite is skipped; of two records of one step the later counts, as after
+      a resumption.
     title: says what is seen; a general one if empty.
+    classifier: whether losses are nats per image rather than per token, and
+      accuracies (plain `accuracy` among them) those of a classifier rather than
+      a rule's agreement with top-k.
   """
-  train, held_out, accuracy, never = _read(records)
+  train, held_out, accuracy, never = _read(records, classifier)
+  words = _IMAGES if classifier else _TOKENS
   title = title or 'Training and held-out loss'
   panels = 2 if accuracy else 1
   width = 10.5 if panels == 2 else 7.5
-  subtitle = _summary(train, held_out)
+  subtitle = _summary(train, held_out, words)
   top = style.header_height(width, title, subtitle)
   height = top + 4.2
   figure = style.new_figure(width, height)
@@ -45,9 +66,9 @@ def loss_curves(records: Iterable[Mapping], *, title: str = '') -> Figure:
   figure.set_layout_engine(
     'constrained', rect=(0, 0, 1, 1 - top / height), w_pad=0.12, h_pad=0.1
   )
-  _draw_losses(axes[0], train, held_out)
+  _draw_losses(axes[0], train, held_out, words)
   if accuracy:
-    _draw_accuracy(axes[1], accuracy, never)
+    _draw_accuracy(axes[1], accuracy, never, words)
   low, high = axes[0].get_xlim()
   if high - low < 2:
     # A single step: matplotlib would mark fractions of it.
@@ -55,7 +76,7 @@ def loss_curves(records: Iterable[Mapping], *, title: str = '') -> Figure:
   return figure
 
 
-def _read(records):
+def _read(records, classifier):
   """Sorts the numbers of the records into series of (steps, values)."""
   train, held_out, accuracy, never = {}, {}, {}, {}
   for record in records:
@@ -73,7 +94,7 @@ def _read(records):
           (never, 'never_route'),
         ):
           # A plain accuracy is a classifier's, not a rule's.
-          if name == wanted and (rule or wanted == 'loss'):
+          if name == wanted and (rule or classifier or wanted == 'loss'):
             _put(series, rule, step, value)
   arrays = [
     {
@@ -99,11 +120,20 @@ def _number(value):
 
 
 def _order(rule):
+  if not rule:
+    return -1, rule
   known = list(style.RULES)
   return (known.index(rule) if rule in known else len(known), rule)
 
 
-def _summary(train, held_out) -> str:
+def _label(rule, words) -> str:
+  """Returns what a series is called, `held-out` included."""
+  if not words.rules:
+    return 'held-out' if not rule else _WITHOUT.get(rule, f'held-out, {rule}')
+  return f'held-out, {style.rule_style(rule).label}'
+
+
+def _summary(train, held_out, words) -> str:
   if train is None and not held_out:
     return 'No losses have been recorded yet.'
   parts = []
@@ -114,11 +144,9 @@ def _summary(train, held_out) -> str:
     )
   if held_out:
     rule, (steps, values) = next(iter(held_out.items()))
-    parts.append(
-      f'held-out loss {values[-1]:.3f} ({style.rule_style(rule).label}) at step'
-      f' {steps[-1]:,.0f}'
-    )
-  text = '; '.join(parts) + ' (nats per token).'
+    of = f' ({style.rule_style(rule).label})' if words.rules else ''
+    parts.append(f'held-out loss {values[-1]:.3f}{of} at step {steps[-1]:,.0f}')
+  text = '; '.join(parts) + f' ({words.unit}).'
   return text[0].upper() + text[1:]
 
 
@@ -136,8 +164,8 @@ def _smooth(value_T):
   return (total[high + 1] - total[low]) / (high + 1 - low)
 
 
-def _draw_losses(axes, train, held_out):
-  axes.set_ylabel('loss (nats per token)')
+def _draw_losses(axes, train, held_out, words):
+  axes.set_ylabel(f'loss ({words.unit})')
   if train is None and not held_out:
     style.say(axes, 'No losses recorded yet')
     return
@@ -173,7 +201,7 @@ def _draw_losses(axes, train, held_out):
       lw=1.3,
       markerfacecolor='white',
       markeredgewidth=1.2,
-      label=f'held-out, {look.label}  {losses[-1]:.3f}',
+      label=f'{_label(rule, words)}  {losses[-1]:.3f}',
       gid=f'{rule}/loss',
     )
   style.clean(axes)
@@ -239,7 +267,7 @@ def _limits(train, held_out):
   return low - pad, high + pad, most
 
 
-def _draw_accuracy(axes, accuracy, never):
+def _draw_accuracy(axes, accuracy, never, words):
   for rule, (steps, values) in accuracy.items():
     look = style.rule_style(rule)
     axes.plot(
@@ -251,7 +279,8 @@ def _draw_accuracy(axes, accuracy, never):
       lw=1.3,
       markerfacecolor='white',
       markeredgewidth=1.2,
-      label=f'{look.label}  {values[-1]:.1%}',
+      label=f'{look.label if words.rules else _label(rule, words)}'
+      f'  {values[-1]:.1%}',
       gid=f'{rule}/accuracy',
     )
   # The baseline is a property of what top-k chose: usually one for all rules.
@@ -272,7 +301,7 @@ def _draw_accuracy(axes, accuracy, never):
     )
     if same:
       break
-  axes.set_ylabel('decisions that agree with top-k')
+  axes.set_ylabel(words.accuracy)
   style.clean(axes)
   _steps(axes)
   shown = np.concatenate([v for _, v in (*accuracy.values(), *never.values())])

@@ -33,5 +33,8 @@ def route_scores(q_BLHC, k_BLHC, v_BLHC, mask_BQS=None):
     seeing_BQ = mask_BQS.any(axis=-1)
     count_B = jnp.maximum(seeing_BQ.sum(axis=-1), 1)
     share_BHQ *= (seeing_BQ / (heads * count_B[:, None]))[:, None]
-  score_BS = jnp.einsum('BHQS,BHQ->BS', weight_BHQS, share_BHQ)
+  # Exactly: accelerators would round both factors, and tie what is near.
+  score_BS = jnp.einsum(
+    'BHQS,BHQ->BS', weight_BHQS, share_BHQ, precision='highest'
+  )
   return out_BQHC.astype(q_BLHC.dtype), score_BS

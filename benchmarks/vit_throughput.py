@@ -1,0 +1,109 @@
+"""Inference of routed and pruned vision models over their dense twin's.
+
+    python benchmarks/vit_throughput.py
+
+DeiT-S at 224 pixels: dense; A-MoD on half of the tokens in every other block;
+DynamicViT keeping 70% at each of three stages. Batches of 1 and of 32, in turn
+in one run; the time ratio stands beside the FLOP ratio. The result stands
+beside this file as JSON. On a GPU: `--dtype=bfloat16 --batches=1,32,256`.
+"""
+
+from absl import app
+from absl import flags
+from flax import linen as nn
+import jax
+import machine
+
+from mod_jax import flops
+from mod_jax import timing
+from mod_jax.layers.mod import VisionRoutingConfig
+from mod_jax.models import vit
+from mod_jax.models.dynamic_vit import DynamicViTConfig
+
+_BACKBONE = flags.DEFINE_enum(
+  'backbone', 'deit_small', list(vit.BACKBONES), 'Which sizes.'
+)
+_IMAGE = flags.DEFINE_integer('image_size', 224, 'Pixels a side.')
+_CAPACITY = flags.DEFINE_float('capacity', 0.5, 'Of A-MoD.')
+_KEEP = flags.DEFINE_float('keep', 0.7, 'Of DynamicViT.')
+_BATCHES = flags.DEFINE_list('batches', ['1', '32'], 'Images at a time.')
+_DTYPE = flags.DEFINE_enum(
+  'dtype', 'float32', ['float32', 'bfloat16'], 'Of the computation.'
+)
+_ROUNDS = flags.DEFINE_integer('rounds', 15, 'Timed passes of each.')
+_SAVE = flags.DEFINE_bool('save', True, 'Write the JSON beside this file.')
+
+
+def models():
+  """Returns configs by name."""
+  make = vit.BACKBONES[_BACKBONE.value]
+  sizes = {'image_size': _IMAGE.value, 'dtype': _DTYPE.value}
+  dense = make(**sizes)
+  stages = tuple(dense.num_layers * i // 4 for i in (1, 2, 3))
+  return {
+    'dense': dense,
+    'amod': make(
+      **sizes, routing=VisionRoutingConfig(capacity=_CAPACITY.value)
+    ),
+    'dynamic_vit': DynamicViTConfig(
+      backbone=dense, stages=stages, keep=_KEEP.value
+    ),
+  }
+
+
+def inference(config, batch: int):
+  """Returns a function that runs the compiled model once and waits for it."""
+  key = jax.random.key(0)
+  module = config.build()
+  variables = nn.unbox(jax.jit(module.init)(key, config.example()))
+  images_BHWC = jax.random.normal(key, (batch, _IMAGE.value, _IMAGE.value, 3))
+  compiled = (
+    jax.jit(lambda v, x: module.apply(v, x).logits_BV)
+    .lower(variables, images_BHWC)
+    .compile()
+  )
+  return lambda: compiled(variables, images_BHWC).block_until_ready()
+
+
+def measure(configs, batch: int) -> dict:
+  seconds = timing.interleaved(
+    {name: inference(config, batch) for name, config in configs.items()},
+    rounds=_ROUNDS.value,
+  )
+  median = timing.medians(seconds)
+  result = {'median_seconds': median, 'routed': {}}
+  result['images_per_second'] = {n: batch / s for n, s in median.items()}
+  dense = flops.forward(configs['dense'])
+  result['dense_gflops_per_second'] = batch * dense / median['dense'] / 1e9
+  for name, config in configs.items():
+    if name == 'dense':
+      continue
+    middle, low, high = timing.ratio_spread(seconds, name, 'dense')
+    ratio = flops.forward(config) / dense
+    result['routed'][name] = {
+      'time_ratio': middle,
+      'quartiles': [low, high],
+      'flop_ratio': ratio,
+      'time_over_flops': middle / ratio,
+    }
+  return result
+
+
+def main(_):
+  configs = models()
+  results = {
+    'settings': {
+      flag: flags.FLAGS[flag].value
+      for flag in (
+        *('backbone', 'image_size', 'capacity', 'keep', 'dtype', 'rounds'),
+      )
+    },
+    'gmacs': {name: flops.macs(c) / 1e9 for name, c in configs.items()},
+    'batches': {b: measure(configs, int(b)) for b in _BATCHES.value},
+  }
+  if _SAVE.value:
+    machine.save(__file__, results)
+
+
+if __name__ == '__main__':
+  app.run(main)

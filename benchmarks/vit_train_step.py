@@ -1,0 +1,120 @@
+"""Training steps of routed vision models over their dense twin's.
+
+    python benchmarks/vit_train_step.py
+
+DeiT-S at 224 pixels, batch 8, AdamW: dense, A-MoD and MoD on half and on an
+eighth of the tokens in every other block; in turn in one run, the time ratio
+beside the FLOP ratio. The result stands beside this file as JSON.
+"""
+
+from absl import app
+from absl import flags
+from flax import linen as nn
+import jax
+import machine
+import optax
+
+from mod_jax import flops
+from mod_jax import losses
+from mod_jax import timing
+from mod_jax.layers.mod import VisionRoutingConfig
+from mod_jax.models import vit
+
+_BACKBONE = flags.DEFINE_enum(
+  'backbone', 'deit_small', list(vit.BACKBONES), 'Which sizes.'
+)
+_IMAGE = flags.DEFINE_integer('image_size', 224, 'Pixels a side.')
+_BATCH = flags.DEFINE_integer('batch', 8, 'Images of a step.')
+_DTYPE = flags.DEFINE_enum(
+  'dtype', 'float32', ['float32', 'bfloat16'], 'Of the computation.'
+)
+_ROUNDS = flags.DEFINE_integer('rounds', 9, 'Timed steps of each.')
+_SAVE = flags.DEFINE_bool('save', True, 'Write the JSON beside this file.')
+
+
+def models():
+  """Returns configs by name."""
+  make = vit.BACKBONES[_BACKBONE.value]
+  sizes = {'image_size': _IMAGE.value, 'dtype': _DTYPE.value}
+
+  def routed(**kwargs):
+    return make(**sizes, routing=VisionRoutingConfig(**kwargs))
+
+  return {
+    'dense': make(**sizes),
+    'amod_50': routed(capacity=0.5),
+    'mod_50': routed(capacity=0.5, score='learned'),
+    'amod_12.5': routed(capacity=0.125),
+    'mod_12.5': routed(capacity=0.125, score='learned'),
+  }
+
+
+def step_function(config):
+  """Returns a function that takes one training step and waits for it."""
+  key = jax.random.key(0)
+  model = config.build(train=True)
+  params = nn.unbox(jax.jit(model.init)(key, config.example()))
+  optimizer = optax.adamw(1e-4)
+  size, batch = config.image_size, _BATCH.value
+  images_BHWC = jax.random.normal(key, (batch, size, size, 3))
+  label_B = jax.random.randint(key, (batch,), 0, config.num_classes)
+  target_BV = jax.nn.one_hot(label_B, config.num_classes)
+
+  def loss(params, images_BHWC):
+    logits_BV = model.apply(params, images_BHWC).logits_BV
+    total, count = losses.classification_loss(logits_BV, target_BV)
+    return total / count
+
+  def update(params, opt_state, images_BHWC):
+    value, grads = jax.value_and_grad(loss)(params, images_BHWC)
+    updates, opt_state = optimizer.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state, value
+
+  compiled = jax.jit(update, donate_argnums=(0, 1))
+  carry = [params, optimizer.init(params)]
+
+  def step():
+    *carry[:], value = compiled(*carry, images_BHWC)
+    value.block_until_ready()
+
+  return step
+
+
+def main(_):
+  configs = models()
+  seconds = timing.interleaved(
+    {name: step_function(config) for name, config in configs.items()},
+    rounds=_ROUNDS.value,
+    warmup=2,
+  )
+  median = timing.medians(seconds)
+  dense = flops.train(configs['dense'])
+  routed = {}
+  for name, config in configs.items():
+    if name == 'dense':
+      continue
+    middle, low, high = timing.ratio_spread(seconds, name, 'dense')
+    ratio = flops.train(config) / dense
+    routed[name] = {
+      'time_ratio': middle,
+      'quartiles': [low, high],
+      'flop_ratio': ratio,
+      'time_over_flops': middle / ratio,
+    }
+  results = {
+    'settings': {
+      flag: flags.FLAGS[flag].value
+      for flag in ('backbone', 'image_size', 'batch', 'dtype', 'rounds')
+    },
+    'median_seconds': median,
+    'dense_gflops_per_second': _BATCH.value * dense / median['dense'] / 1e9,
+    'routed': routed,
+  }
+  if _SAVE.value:
+    machine.save(__file__, results)
+  else:
+    print(results)
+
+
+if __name__ == '__main__':
+  app.run(main)

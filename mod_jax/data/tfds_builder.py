@@ -1,0 +1,123 @@
+"""Prepared TensorFlow Datasets, found by name and read without TensorFlow.
+
+Only data that is already prepared on disk, in a format with random access
+(ArrayRecord), is read; nothing is downloaded.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+import difflib
+import os
+import re
+from typing import Any
+
+from mod_jax import errors
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Location:
+  """Where a data set stands, and by which fields a config says so.
+
+  Attributes:
+    name: a TFDS name, or a directory that holds a prepared data set (its
+      dataset_info.json).
+    data_dir: where prepared data sets stand; None for TFDS's own default.
+    name_field: the config's field for `name`, for messages.
+    data_dir_field: likewise for `data_dir`.
+    example: such a directory, for messages.
+  """
+
+  name: str
+  data_dir: str | None = None
+  name_field: str = 'name'
+  data_dir_field: str = 'data_dir'
+  example: str
+
+  def __str__(self) -> str:
+    """Returns how messages name the data set."""
+    return f'{self.name_field}={self.name!r}'
+
+
+def load(at: Location) -> Any:
+  """Returns the builder of a data set; reads no record.
+
+  Raises:
+    errors.UserError: an unknown name, config or version; a directory without a
+      prepared data set.
+  """
+  # Imported late: it is slow, and other data need it not.
+  import tensorflow_datasets as tfds
+
+  directory = os.path.expanduser(at.name)
+  if os.path.isdir(directory):
+    try:
+      return tfds.builder_from_directory(directory)
+    except (OSError, ValueError):
+      raise errors.UserError(
+        f'{at} is a directory without a prepared data set: give the one with '
+        f'dataset_info.json in it, such as {at.example}'
+      ) from None
+  # 'namespace:name' would ask a server; 'name:1.2.3' is a version.
+  if re.match(r'\w+:(?!\d|experimental_latest)', at.name):
+    raise errors.UserError(
+      f'{at} is a community data set, which TFDS looks up on the network: '
+      'prepare it first and give its directory'
+    )
+  data_dir = os.path.expanduser(at.data_dir) if at.data_dir else None
+  try:
+    return tfds.builder(at.name, data_dir=data_dir)
+  except tfds.core.DatasetNotFoundError:
+    # Community names would be fetched, by a function that needs TensorFlow.
+    known = tfds.list_builders(with_community_datasets=False)
+    base = at.name.split('/')[0].split(':')[0].lower()
+    near = difflib.get_close_matches(base, known, n=1, cutoff=0)
+    raise errors.UserError(
+      f'{at} is neither known to TFDS (the nearest name is {near[0]!r}) nor '
+      f'prepared under {at.data_dir_field}: correct it, or give the directory '
+      'of a prepared data set'
+    ) from None
+  except Exception as e:
+    # TFDS has many exception types for a bad config or version in the name.
+    # The rest of a long message lists what there is.
+    why = ' '.join(str(e).partition('. Here are')[0].split())[:200]
+    raise errors.UserError(
+      f'{at} cannot be loaded ({why}); check its config and version'
+    ) from e
+
+
+def open_split(
+  at: Location, builder: Any, split: str, *, decoders: Any = None
+) -> Sequence[dict[str, Any]]:
+  """Returns the records of a split, with random access.
+
+  Args:
+    at: what `builder` was loaded from.
+    builder: from `load`.
+    split: for example 'train' or 'train[:1%]'.
+    decoders: how to decode features, by name; None for TFDS's own way.
+
+  Raises:
+    errors.UserError: not prepared; no random access; an unknown split.
+  """
+  splits = builder.info.splits
+  if not splits:
+    raise errors.UserError(
+      f'{at} is not prepared under {str(builder.data_path)!r}: run '
+      '`python -c "import tensorflow_datasets as tfds; tfds.builder('
+      f'{at.name!r}, data_dir={at.data_dir or None!r}, '
+      "file_format='array_record').download_and_prepare()\"` once, or set "
+      f'{at.data_dir_field} to where it stands'
+    )
+  try:
+    return builder.as_data_source(split, decoders=decoders)
+  except NotImplementedError:
+    raise errors.UserError(
+      f'{at} is prepared as {builder.info.file_format.value}, which has no '
+      "random access: prepare it again with file_format='array_record'"
+    ) from None
+  except (ValueError, KeyError) as e:
+    why = str(e).partition('\n')[0].strip()
+    raise errors.UserError(
+      f'split {split!r} of {at} cannot be read ({why}): choose from '
+      f'{", ".join(sorted(splits))}, or a part such as {min(splits)}[:10%]'
+    ) from None

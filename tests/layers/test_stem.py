@@ -1,0 +1,131 @@
+"""LV-ViT's stem against convolutions written out in numpy."""
+
+import functools
+
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mod_jax import errors
+from mod_jax.layers.stem import ConvStem
+from mod_jax.layers.stem import ConvStemConfig
+
+CONFIG = ConvStemConfig(width=4, depth=3)
+SIZE = 10
+
+
+@functools.partial(
+  jax.jit,
+  static_argnums=0,
+  static_argnames='mutable',
+  compiler_options={
+    'xla_backend_optimization_level': 0,
+    'xla_llvm_disable_expensive_passes': True,
+  },
+)
+def apply(module, variables, x_BHWC, mutable=False):
+  return module.apply(variables, x_BHWC, mutable=mutable)
+
+
+@pytest.fixture(scope='module')
+def x_BHWC():
+  return jax.random.normal(jax.random.key(1), (2, SIZE, SIZE, 3))
+
+
+@pytest.fixture(scope='module')
+def variables(x_BHWC):
+  shapes = jax.eval_shape(
+    lambda x: nn.unbox(ConvStem(CONFIG).init(jax.random.key(0), x)), x_BHWC
+  )
+  rng = np.random.default_rng(0)
+  # Moments and scales that are neither 0 nor 1: errors then show.
+  variables = jax.tree.map(
+    lambda x: jnp.array(rng.normal(size=x.shape) * 0.3, x.dtype), shapes
+  )
+  for stats in variables['batch_stats'].values():
+    stats['var'] = jnp.abs(stats['var']) + 0.5
+  return variables
+
+
+def convolve(x_BHWC, kernel, stride):
+  """Pads alike on all sides, so that windows are centred."""
+  size = kernel.shape[0]
+  pad = size // 2
+  x_BHWC = np.pad(x_BHWC, ((0, 0), (pad, pad), (pad, pad), (0, 0)))
+  side = (x_BHWC.shape[1] - size) // stride + 1
+  out = np.zeros((x_BHWC.shape[0], side, side, kernel.shape[-1]))
+  for i, j in np.ndindex(side, side):
+    i0, j0 = i * stride, j * stride
+    window = x_BHWC[:, i0 : i0 + size, j0 : j0 + size]
+    out[:, i, j] = np.tensordot(window, kernel, 3)
+  return out
+
+
+def oracle(variables, x_BHWC, moments=None):
+  """Returns the output, and the moments of each layer before the norm."""
+  variables = jax.tree.map(lambda x: np.asarray(x, np.float64), variables)
+  params, told = variables['params'], []
+  x = np.asarray(x_BHWC, np.float64)
+  for i in range(CONFIG.depth):
+    x = convolve(x, params[f'conv_{i}']['kernel'], 2 if i == 0 else 1)
+    told.append((x.mean(axis=(0, 1, 2)), x.var(axis=(0, 1, 2))))
+    stats = variables['batch_stats'][f'norm_{i}']
+    mean, var = (
+      told[-1] if moments == 'batch' else (stats['mean'], stats['var'])
+    )
+    norm = params[f'norm_{i}']
+    x = (x - mean) / np.sqrt(var + 1e-5) * norm['scale'] + norm['bias']
+    x = np.maximum(x, 0)
+  return x, told
+
+
+def test_is_the_oracle_with_running_moments(variables, x_BHWC):
+  out = apply(ConvStem(CONFIG), variables, x_BHWC)
+  want, _ = oracle(variables, x_BHWC)
+  assert out.shape == (2, SIZE // 2, SIZE // 2, 4)
+  assert 0 < (want == 0).mean() < 1
+  np.testing.assert_allclose(out, want, atol=1e-4)
+
+
+def test_training_uses_and_notes_the_batch_s_moments(variables, x_BHWC):
+  out, after = apply(
+    ConvStem(CONFIG, train=True), variables, x_BHWC, mutable='batch_stats'
+  )
+  want, moments = oracle(variables, x_BHWC, 'batch')
+  np.testing.assert_allclose(out, want, atol=1e-3)
+  for i, (mean, var) in enumerate(moments):
+    before = variables['batch_stats'][f'norm_{i}']
+    noted = after['batch_stats'][f'norm_{i}']
+    for name, value in (('mean', mean), ('var', var)):
+      np.testing.assert_allclose(
+        noted[name], 0.9 * before[name] + 0.1 * value, atol=1e-4, rtol=1e-4
+      )
+
+
+def test_bfloat16_keeps_float32_parameters_and_moments(variables, x_BHWC):
+  module = ConvStem(CONFIG, dtype='bfloat16')
+  out = apply(module, variables, x_BHWC)
+  assert out.dtype == jnp.bfloat16
+  want, _ = oracle(variables, x_BHWC)
+  np.testing.assert_allclose(
+    out.astype('float32'), want, atol=0.05 * np.abs(want).max()
+  )
+  shapes = jax.eval_shape(module.init, jax.random.key(0), x_BHWC)
+  assert {x.dtype for x in jax.tree.leaves(shapes)} == {jnp.dtype('float32')}
+
+
+def test_flops_by_hand():
+  positions = (SIZE // 2) ** 2
+  assert CONFIG.flops(SIZE, 6) == {
+    'stem': 2 * positions * (7 * 7 * 3 * 4 + 2 * 3 * 3 * 4 * 4),
+    'embed': 2 * positions * 4 * 6,
+  }
+
+
+@pytest.mark.parametrize('changes', [{'width': 0}, {'depth': 0}])
+def test_refuses_nothing(changes):
+  (field,) = changes
+  with pytest.raises(errors.UserError, match=f'{field}=0: expected.*above 0'):
+    ConvStemConfig(**changes)

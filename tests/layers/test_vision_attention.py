@@ -1,0 +1,401 @@
+"""Attention and blocks as images use them: norm, biases, masks, scores."""
+
+import dataclasses
+import functools
+
+from flax import errors as flax_errors
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import special
+
+from mod_jax.layers.attention import Attention
+from mod_jax.layers.attention import AttentionConfig
+from mod_jax.layers.attention import attention_map
+from mod_jax.layers.attention import masked_attention
+from mod_jax.layers.block import Block
+from mod_jax.layers.block import BlockConfig
+from mod_jax.layers.mlp import MLPConfig
+from mod_jax.layers.tokens import TokenInfo
+
+B, L, D, H, C, F = 2, 6, 8, 2, 4, 12
+# The programs are tiny: compiling them well takes longer than running them.
+quick = functools.partial(
+  jax.jit,
+  compiler_options={
+    'xla_backend_optimization_level': 0,
+    'xla_llvm_disable_expensive_passes': True,
+  },
+)
+masked = quick(masked_attention)
+
+KEEP_BL = np.array([[1, 1, 0, 1, 0, 0], [1, 0, 1, 1, 1, 1]], np.float32)
+
+
+def draw(scale=1.0, dtype='float32'):
+  rng = np.random.default_rng(0)
+  return tuple(
+    jnp.array(factor * rng.normal(size=(B, L, H, C)), dtype)
+    for factor in (scale, scale, 1.0)
+  )
+
+
+def softmax(x):
+  x = np.exp(x - x.max(axis=-1, keepdims=True))
+  return x / x.sum(axis=-1, keepdims=True)
+
+
+def attend(q, k, v, seen_BQS):
+  """Returns weight_BHQS and out_BQHC in float64."""
+  q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+  logit = np.einsum('bqhc,bshc->bhqs', q, k) / np.sqrt(q.shape[-1])
+  weight = softmax(np.where(seen_BQS[:, None], logit, -np.inf))
+  return weight, np.einsum('bhqs,bshc->bqhc', weight, v)
+
+
+def seen(keep_BL):
+  """Kept tokens, and each its own."""
+  keep_BL = np.asarray(keep_BL) > 0
+  return keep_BL[:, None, :] | np.eye(keep_BL.shape[1], dtype=bool)
+
+
+class TestMaskedAttention:
+  def test_sees_what_is_kept_and_itself(self):
+    q, k, v = draw()
+    _, want = attend(q, k, v, seen(KEEP_BL))
+    np.testing.assert_allclose(masked(q, k, v, KEEP_BL), want, atol=1e-5)
+
+  def test_kept_tokens_get_what_they_would_get_alone(self):
+    q, k, v = draw()
+    out = masked(q, k, v, KEEP_BL)
+    for row in range(B):
+      kept = np.flatnonzero(KEEP_BL[row])
+      alone = [x[row : row + 1, kept] for x in (q, k, v)]
+      every = np.ones((1, kept.size, kept.size), bool)
+      _, want = attend(*alone, every)
+      np.testing.assert_allclose(out[row, kept], want[0], atol=3e-6)
+
+  def test_epsilon_is_that_of_the_paper(self):
+    q, k, v = draw()
+    logit = np.einsum('bqhc,bshc->bhqs', q, k) / np.sqrt(C)
+    shown = seen(KEEP_BL)[:, None]
+    top = np.where(shown, logit, -np.inf).max(axis=-1, keepdims=True)
+    weight = np.exp(logit - top) * shown
+    weight = (weight + 0.5 / L) / (weight.sum(axis=-1, keepdims=True) + 0.5)
+    want = np.einsum('bhqs,bshc->bqhc', weight, v)
+    out = quick(functools.partial(masked_attention, epsilon=0.5))(
+      q, k, v, KEEP_BL
+    )
+    np.testing.assert_allclose(out, want, atol=1e-5)
+    assert jnp.abs(out - masked(q, k, v, KEEP_BL)).max() > 0.01
+
+  def test_bfloat16_with_a_float32_softmax(self):
+    q, k, v = draw(dtype='bfloat16')
+    out = masked(q, k, v, KEEP_BL)
+    assert out.dtype == jnp.bfloat16
+    _, want = attend(q, k, v, seen(KEEP_BL))
+    np.testing.assert_allclose(out.astype('float32'), want, atol=0.03)
+
+  def test_gradients_are_those_of_the_formula(self):
+    q, k, v = draw()
+    along = np.random.default_rng(1).normal(size=(B, L, H, C))
+
+    def naive(q, k, v, keep):
+      logit = jnp.einsum('bqhc,bshc->bhqs', q, k) / C**0.5
+      keep = keep[:, None, None]
+      weight = jnp.exp(logit) * (keep + (1 - keep) * jnp.eye(L))
+      weight /= weight.sum(axis=-1, keepdims=True)
+      return jnp.einsum('bhqs,bshc->bqhc', weight, v)
+
+    def grads(function):
+      def loss(*args):
+        return (function(*args) * along).sum()
+
+      return quick(jax.grad(loss, (0, 1, 2, 3)))(q, k, v, jnp.array(KEEP_BL))
+
+    ours, theirs = grads(masked_attention), grads(naive)
+    for got, want in zip(ours, theirs, strict=True):
+      assert jnp.abs(want).max() > 0.1
+      np.testing.assert_allclose(got, want, atol=1e-4)
+    # The decision to drop learns too, from what the token would have given.
+    assert (ours[3][KEEP_BL == 0] != 0).all()
+
+  @pytest.mark.parametrize('scale', [1.0, 100.0])
+  @pytest.mark.parametrize('keep', ['none', 'one', 'some', 'all'])
+  def test_nothing_is_nan_at_extremes(self, keep, scale):
+    q, k, v = draw(scale)
+    logit = np.einsum('bqhc,bshc->bhqs', q, k) / np.sqrt(C)
+    assert scale == 1 or (logit.max() > 1e4 and logit.min() < -1e4)
+    keep_BL = {
+      'none': np.zeros((B, L)),
+      'one': np.eye(L)[[0, 3]],
+      'some': KEEP_BL,
+      'all': np.ones((B, L)),
+    }[keep].astype(np.float32)
+    grads, out = _squared(q, k, v, keep_BL)
+    _, want = attend(q, k, v, seen(keep_BL))
+    np.testing.assert_allclose(out, want, atol=1e-4)
+    assert all(jnp.isfinite(x).all() for x in grads)
+
+  def test_a_dropped_key_far_above_the_kept_ones(self):
+    # e^300 is infinite in float32, and infinity times a mask of 0 no number.
+    q = jnp.full((1, 3, 1, 1), 1.0)
+    k = jnp.array([0.0, 1.0, 300.0])[None, :, None, None]
+    v = jnp.array([1.0, 2.0, 5e3])[None, :, None, None]
+    keep_BL = jnp.array([[1.0, 1.0, 0.0]])
+    grads, out = _squared(q, k, v, keep_BL)
+    want = (np.exp([0, 1]) @ [1, 2]) / np.exp([0, 1]).sum()
+    # Up to ε/N of what is dropped.
+    np.testing.assert_allclose(out[0, :2, 0, 0], want, atol=2e-3)
+    np.testing.assert_allclose(out[0, 2, 0, 0], 5e3, rtol=1e-5)
+    assert all(jnp.isfinite(x).all() for x in grads)
+
+
+@quick
+def _squared(q, k, v, keep_BL):
+  def loss(*args):
+    out = masked_attention(*args)
+    return (out**2).sum(), out
+
+  return jax.grad(loss, (0, 1, 2, 3), has_aux=True)(q, k, v, keep_BL)
+
+
+class TestAttentionMap:
+  @pytest.mark.parametrize('keep_BL', [None, KEEP_BL])
+  def test_is_the_softmax_of_each_query(self, keep_BL):
+    q, k, v = draw()
+    weight = quick(attention_map)(q[:, :3], k, keep_BL)
+    shown = np.ones((B, L)) if keep_BL is None else keep_BL
+    shown = np.broadcast_to(shown[:, None] > 0, (B, L, L))
+    want, _ = attend(q, k, v, shown)
+    np.testing.assert_allclose(weight, want[:, :, :3], atol=1e-6)
+    np.testing.assert_allclose(weight.sum(axis=-1), 1, atol=1e-6)
+
+  def test_is_float32_for_bfloat16(self):
+    q, k, _ = draw(dtype='bfloat16')
+    weight = quick(attention_map)(q, k)
+    assert weight.dtype == jnp.float32
+    np.testing.assert_allclose(weight.sum(axis=-1), 1, atol=1e-6)
+
+
+CONFIG = BlockConfig(
+  attention=AttentionConfig(
+    width=D, num_heads=H, num_kv_heads=H, head_dim=C, causal=False, bias=True
+  ),
+  mlp=MLPConfig(width=D, hidden=F, kind='gelu', bias=True),
+  norm='layer',
+  norm_epsilon=0.1,
+  residual_scale=0.5,
+)
+
+
+def config_of(**attention):
+  return dataclasses.replace(
+    CONFIG, attention=dataclasses.replace(CONFIG.attention, **attention)
+  )
+
+
+def oracle(params, config, x_BLD):
+  """Returns a block's update and its attention map, in float64."""
+  params = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+  x_BLD = np.asarray(x_BLD, np.float64)
+
+  def norm(x, name):
+    x = x - x.mean(axis=-1, keepdims=True)
+    x /= np.sqrt((x**2).mean(axis=-1, keepdims=True) + config.norm_epsilon)
+    return x * params[name]['scale'] + params[name]['bias']
+
+  def linear(x, module, contract=1):
+    y = np.tensordot(x, module['kernel'], contract)
+    return y + module.get('bias', 0)
+
+  attention = params['attention']
+  h = norm(x_BLD, 'attention_norm')
+  q, k, v = (linear(h, attention[n]) for n in ('query', 'key', 'value'))
+  weight, out = attend(
+    q, k, v, np.ones((*x_BLD.shape[:2], x_BLD.shape[1]), bool)
+  )
+  attended = config.residual_scale * linear(out, attention['out'], 2)
+  h = linear(norm(x_BLD + attended, 'mlp_norm'), params['mlp']['up'])
+  h *= special.ndtr(h)  # Exact GELU.
+  mixed = linear(h, params['mlp']['down'])
+  return attended + config.residual_scale * mixed, weight
+
+
+@pytest.fixture(scope='module')
+def x_BLD():
+  return 2 * jax.random.normal(jax.random.key(1), (B, L, D)) + 1
+
+
+@pytest.fixture(scope='module')
+def info():
+  return TokenInfo(jnp.broadcast_to(jnp.arange(L), (B, L)))
+
+
+@pytest.fixture(scope='module')
+def params(x_BLD, info):
+  init = quick(Block(CONFIG).init)
+  params = nn.unbox(init(jax.random.key(0), x_BLD, info))['params']
+  rng = np.random.default_rng(3)
+  # Biases and scales that are neither 0 nor 1: errors then show.
+  return jax.tree.map(
+    lambda x: x + jnp.array(0.5 * rng.normal(size=x.shape), x.dtype), params
+  )
+
+
+@functools.partial(quick, static_argnums=0)
+def apply(module, params, x_BLD, info, rngs=None):
+  return module.apply({'params': params}, x_BLD, info, rngs=rngs)
+
+
+class TestBlock:
+  def test_is_the_oracle(self, params, x_BLD, info):
+    done = apply(Block(CONFIG), params, x_BLD, info)
+    want, _ = oracle(params, CONFIG, x_BLD)
+    np.testing.assert_allclose(done.update_BLD, want, atol=2e-5, rtol=1e-4)
+    assert done.score_BL is None
+
+  def test_residual_scale_reaches_both_parts(self, params, x_BLD, info):
+    config = dataclasses.replace(CONFIG, residual_scale=1.0)
+    done = apply(Block(config), params, x_BLD, info)
+    want, _ = oracle(params, config, x_BLD)
+    np.testing.assert_allclose(done.update_BLD, want, atol=2e-5, rtol=1e-4)
+
+  def test_large_offsets_do_not_spoil_the_variance(self, params, info):
+    # Mean square less squared mean would lose all digits here.
+    x_BLD = 1e4 + jax.random.normal(jax.random.key(4), (B, L, D))
+    done = apply(Block(CONFIG), params, x_BLD, info)
+    want, _ = oracle(params, CONFIG, x_BLD)
+    np.testing.assert_allclose(done.update_BLD, want, atol=0.02)
+
+  @pytest.mark.parametrize(
+    ('bias', 'qkv_bias', 'of_qkv', 'of_out'),
+    [
+      (True, None, True, True),
+      (True, False, False, True),
+      (False, True, True, False),
+      (False, None, False, False),
+    ],
+  )
+  def test_biases(self, x_BLD, info, bias, qkv_bias, of_qkv, of_out):
+    config = config_of(bias=bias, qkv_bias=qkv_bias)
+    shapes = jax.eval_shape(Block(config).init, jax.random.key(0), x_BLD, info)[
+      'params'
+    ]['attention']
+    for name in ('query', 'key', 'value'):
+      assert ('bias' in shapes[name]) == of_qkv
+    assert ('bias' in shapes['out']) == of_out
+
+  def test_without_qkv_biases_is_the_oracle(self, params, x_BLD, info):
+    attention = {
+      name: {k: v for k, v in leaf.items() if name == 'out' or k == 'kernel'}
+      for name, leaf in params['attention'].items()
+    }
+    params = params | {'attention': attention}
+    config = config_of(qkv_bias=False)
+    done = apply(Block(config), params, x_BLD, info)
+    want, _ = oracle(params, config, x_BLD)
+    np.testing.assert_allclose(done.update_BLD, want, atol=2e-5, rtol=1e-4)
+
+
+class TestScore:
+  def test_mean_is_that_of_the_map_s_columns(self, params, x_BLD, info):
+    done = apply(Block(CONFIG, 'mean'), params, x_BLD, info)
+    want, weight = oracle(params, CONFIG, x_BLD)
+    np.testing.assert_allclose(
+      done.score_BL, weight.mean(axis=(1, 2)), atol=1e-6
+    )
+    np.testing.assert_allclose(done.score_BL.sum(axis=-1), 1, atol=1e-6)
+    # What it is asked to tell changes nothing of what it does.
+    np.testing.assert_allclose(done.update_BLD, want, atol=2e-5, rtol=1e-4)
+
+  @pytest.mark.parametrize('kept', [False, True])
+  def test_first_is_the_class_token_s(self, params, x_BLD, info, kept):
+    module = Block(CONFIG, 'first')
+    if not kept:
+      done = apply(module, params, x_BLD, info)
+      _, weight = oracle(params, CONFIG, x_BLD)
+      np.testing.assert_allclose(
+        done.score_BL, weight[:, :, 0].mean(axis=1), atol=1e-6
+      )
+    else:
+      done = apply(
+        module, params, x_BLD, info.replace(keep_BL=jnp.array(KEEP_BL))
+      )
+      assert not done.score_BL[KEEP_BL == 0].any()
+    np.testing.assert_allclose(done.score_BL.sum(axis=-1), 1, atol=1e-6)
+
+  @pytest.mark.parametrize('score', ['mean', 'first'])
+  def test_is_float32_under_bfloat16(self, params, x_BLD, info, score):
+    config = dataclasses.replace(CONFIG, dtype='bfloat16')
+    half_BLD = x_BLD.astype('bfloat16')
+    done = apply(Block(config, score), params, half_BLD, info)
+    assert done.update_BLD.dtype == jnp.bfloat16
+    assert done.score_BL.dtype == jnp.float32
+    np.testing.assert_allclose(done.score_BL.sum(axis=-1), 1, atol=1e-6)
+
+  def test_pictures_find_queries_and_keys(self, params, x_BLD, info):
+    module = Attention(CONFIG.attention, score='mean')
+
+    @quick
+    def run(params, x_BLD, info):
+      return module.apply(
+        {'params': params}, x_BLD, info, mutable='intermediates'
+      )
+
+    done, sown = run(params['attention'], x_BLD, info)
+    (q,), (k,) = (sown['intermediates'][n] for n in ('queries', 'keys'))
+    assert q.shape == k.shape == (B, L, H, C)
+    weight = attention_map(q, k)
+    np.testing.assert_allclose(
+      done.score_BL, weight.mean(axis=(1, 2)), atol=1e-6
+    )
+
+
+RATE, MANY = 0.25, 2000
+
+
+@pytest.fixture(scope='module')
+def many(x_BLD):
+  """The same sequence many times over."""
+  x_BLD = jnp.broadcast_to(x_BLD[:1, :2], (MANY, 2, D))
+  return x_BLD, TokenInfo(jnp.zeros((MANY, 2), jnp.int32))
+
+
+class TestStochasticDepth:
+  @pytest.mark.parametrize(
+    ('silent', 'last'), [('mlp', 'down'), ('attention', 'out')]
+  )
+  def test_each_part_is_dropped_whole_and_kept_in_the_mean(
+    self, params, many, silent, last
+  ):
+    nothing = jax.tree.map(jnp.zeros_like, params[silent][last])
+    params = params | {silent: params[silent] | {last: nothing}}
+    rngs = {'stochastic_depth': jax.random.key(5)}
+    update = np.asarray(
+      apply(Block(CONFIG, drop_rate=RATE), params, *many, rngs).update_BLD
+    )
+    alone = jax.tree.map(lambda x: x[:1], many)
+    one = apply(Block(CONFIG), params, *alone).update_BLD[0]
+    dropped = (update == 0).all(axis=(1, 2))
+    want = np.where(dropped[:, None, None], 0, one / (1 - RATE))
+    np.testing.assert_allclose(update, want, atol=1e-5)
+    # Five standard deviations of a binomial count.
+    spread = 5 * np.sqrt(RATE * (1 - RATE) / MANY)
+    assert dropped.mean() == pytest.approx(RATE, abs=spread)
+    np.testing.assert_allclose(
+      update.mean(axis=0), one, atol=float(jnp.abs(one).max()) * 0.1
+    )
+
+  def test_attention_and_mlp_are_drawn_apart(self, params, many):
+    rngs = {'stochastic_depth': jax.random.key(5)}
+    update = apply(
+      Block(CONFIG, drop_rate=RATE), params, *many, rngs
+    ).update_BLD
+    assert len(np.unique(np.round(update[:, 0, 0], 3))) == 4
+
+  def test_needs_its_stream(self, params, x_BLD, info):
+    with pytest.raises(flax_errors.InvalidRngError, match='stochastic_depth'):
+      apply(Block(CONFIG, drop_rate=0.5), params, x_BLD, info)

@@ -1,0 +1,209 @@
+"""Losses of images: against numpy, at extremes, and what they differentiate."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mod_jax import losses
+
+# The programs are tiny: compiling them well takes longer than running them.
+quick = functools.partial(
+  jax.jit,
+  compiler_options={
+    'xla_backend_optimization_level': 0,
+    'xla_llvm_disable_expensive_passes': True,
+  },
+)
+
+
+class compiled:
+  """The losses, each as one program."""
+
+  classification_loss = staticmethod(quick(losses.classification_loss))
+  top_k_accuracy = staticmethod(
+    quick(losses.top_k_accuracy, static_argnames='k')
+  )
+  logit_distillation = staticmethod(quick(losses.logit_distillation))
+  token_distillation = staticmethod(quick(losses.token_distillation))
+  ratio_loss = staticmethod(quick(losses.ratio_loss, static_argnums=1))
+
+
+@pytest.fixture
+def rng():
+  return np.random.default_rng(0)
+
+
+def softmax(x):
+  x = np.exp(x - x.max(axis=-1, keepdims=True))
+  return x / x.sum(axis=-1, keepdims=True)
+
+
+class TestClassificationLoss:
+  def test_is_the_cross_entropy_with_soft_targets(self, rng):
+    logits, target = rng.normal(size=(5, 4)), softmax(rng.normal(size=(5, 4)))
+    total, count = compiled.classification_loss(logits, target)
+    want = -(target * np.log(softmax(logits))).sum()
+    np.testing.assert_allclose(total, want, rtol=1e-5)
+    assert count == 5
+
+  def test_ignores_images_that_pad_a_batch(self, rng):
+    logits, target = rng.normal(size=(5, 4)), np.eye(4)[[0, 1, 2, 3, 0]]
+    weight = np.array([1, 1, 0, 1, 0])
+    total, count = compiled.classification_loss(logits, target, weight)
+    alone, _ = compiled.classification_loss(
+      logits[weight > 0], target[weight > 0]
+    )
+    np.testing.assert_allclose(total, alone, rtol=1e-5)
+    assert count == 3
+
+  def test_is_float32_for_bfloat16_logits(self):
+    logits = jnp.zeros((300, 3), jnp.bfloat16)
+    total, count = compiled.classification_loss(
+      logits, jnp.eye(3)[np.zeros(300, int)]
+    )
+    assert total.dtype == jnp.float32
+    assert count == 300
+    assert float(total) == pytest.approx(300 * np.log(3), rel=1e-5)
+
+  def test_large_logits_stay_finite(self):
+    logits, target = jnp.array([[1e4, -1e4, 0.0]]), jnp.array([[0.0, 1.0, 0.0]])
+    loss, grad = quick(
+      jax.value_and_grad(lambda x: losses.classification_loss(x, target)[0])
+    )(logits)
+    assert loss == 2e4
+    np.testing.assert_allclose(grad, [[1.0, -1.0, 0.0]])
+
+
+class TestTopKAccuracy:
+  def right(self, logits, labels, k, weight=None):
+    total, count = compiled.top_k_accuracy(
+      jnp.array(logits), jnp.array(labels), k, weight
+    )
+    return float(total), float(count)
+
+  def test_counts_the_right_ones(self):
+    logits = [[3.0, 2.0, 1.0], [3.0, 2.0, 1.0], [3.0, 2.0, 1.0]]
+    assert self.right(logits, [0, 1, 2], 1) == (1, 3)
+    assert self.right(logits, [0, 1, 2], 2) == (2, 3)
+    assert self.right(logits, [0, 1, 2], 3) == (3, 3)
+
+  def test_constant_logits_score_chance(self):
+    logits, labels = np.zeros((4, 4)), np.arange(4)
+    assert self.right(logits, labels, 1) == (1, 4)
+    assert self.right(logits, labels, 2) == (2, 4)
+
+  def test_nan_is_never_right(self):
+    logits = [[np.nan] * 3, [np.nan, 1.0, 0.0]]
+    assert self.right(logits, [0, 0], 3) == (0, 2)
+
+  def test_padding_counts_nothing(self):
+    logits = [[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]]
+    assert self.right(logits, [0, 0, 0], 1, jnp.array([1, 0, 1])) == (1, 2)
+
+
+class TestLogitDistillation:
+  def test_is_the_divergence_from_the_teacher(self, rng):
+    student, teacher = rng.normal(size=(2, 5, 4))
+    total, count = compiled.logit_distillation(student, teacher)
+    p, q = softmax(teacher), softmax(student)
+    np.testing.assert_allclose(total, (p * np.log(p / q)).sum(), rtol=1e-5)
+    # The other direction is another number.
+    assert abs(total - (q * np.log(q / p)).sum()) > 0.1
+    assert count == 5
+
+  def test_is_zero_for_equals_whatever_the_offset(self, rng):
+    logits = rng.normal(size=(3, 4))
+    total, _ = compiled.logit_distillation(logits + 5, logits)
+    assert float(total) == pytest.approx(0, abs=1e-5)
+
+  def test_only_the_student_learns(self, rng):
+    student, teacher = rng.normal(size=(2, 3, 4))
+    of_student, of_teacher = quick(
+      jax.grad(lambda s, t: losses.logit_distillation(s, t)[0], (0, 1))
+    )(jnp.array(student), jnp.array(teacher))
+    np.testing.assert_allclose(
+      of_student, softmax(student) - softmax(teacher), atol=1e-6
+    )
+    assert not of_teacher.any()
+
+  def test_bfloat16_teachers_are_read_in_float32(self):
+    teacher = jnp.array([[0.0, 1.0, 2.0]], jnp.bfloat16)
+    exact, _ = compiled.logit_distillation(
+      jnp.zeros((1, 3)), teacher.astype(jnp.float32)
+    )
+    total, _ = compiled.logit_distillation(jnp.zeros((1, 3)), teacher)
+    assert total.dtype == jnp.float32
+    assert float(total) == pytest.approx(float(exact), rel=1e-6)
+
+  def test_large_logits_stay_finite(self):
+    student, teacher = jnp.array([[1e4, -1e4]]), jnp.array([[-1e4, 1e4]])
+    loss, grad = quick(
+      jax.value_and_grad(lambda s: losses.logit_distillation(s, teacher)[0])
+    )(student)
+    assert loss == 2e4
+    np.testing.assert_allclose(grad, [[1.0, -1.0]])
+
+
+class TestTokenDistillation:
+  def test_is_a_mean_over_kept_patches_and_channels(self, rng):
+    student, teacher = rng.normal(size=(2, 3, 5, 4))
+    keep = rng.random((3, 5)) < 0.5
+    total, count = compiled.token_distillation(
+      student, teacher, keep.astype(np.float32)
+    )
+    want = ((student - teacher)[keep] ** 2).mean()
+    np.testing.assert_allclose(total / count, want, rtol=1e-5)
+    assert count == keep.sum()
+
+  def test_only_the_kept_features_learn(self, rng):
+    student, teacher = rng.normal(size=(2, 2, 3, 4))
+    keep = np.array([[1.0, 0.0, 1.0], [0.0, 0.0, 1.0]])
+    of_student, of_teacher, of_keep = quick(
+      jax.grad(lambda s, t, k: losses.token_distillation(s, t, k)[0], (0, 1, 2))
+    )(*map(jnp.array, (student, teacher, keep)))
+    np.testing.assert_allclose(
+      of_student, (student - teacher) * keep[..., None] / 2, atol=1e-6
+    )
+    assert not of_teacher.any()
+    assert not of_keep.any()
+
+  def test_nothing_kept_is_no_nan(self, rng):
+    student, teacher = rng.normal(size=(2, 2, 3, 4))
+    pair = compiled.token_distillation(student, teacher, jnp.zeros((2, 3)))
+    assert [float(x) for x in pair] == [0, 0]
+
+  def test_bfloat16_features_are_subtracted_in_float32(self):
+    # Their difference, 2⁻¹⁰ above 1, is no bfloat16.
+    student = jnp.full((1, 1, 2), 1.0, jnp.bfloat16)
+    teacher = jnp.full((1, 1, 2), -(2.0**-10), jnp.bfloat16)
+    total, _ = compiled.token_distillation(student, teacher, jnp.ones((1, 1)))
+    assert float(total) == pytest.approx((1 + 2**-10) ** 2, abs=1e-7)
+
+
+class TestRatioLoss:
+  def test_is_the_mean_squared_error_over_stages(self):
+    keep = np.zeros((2, 3, 10), np.float32)
+    for (stage, row), kept in np.ndenumerate([[7, 10, 0], [4, 5, 0]]):
+      keep[stage, row, :kept] = 1
+    total, count = compiled.ratio_loss(keep, (0.7, 0.5))
+    want = [(0 + 0.01) / 2, (0.09 + 0) / 2, (0.49 + 0.25) / 2]
+    np.testing.assert_allclose(total, sum(want), rtol=1e-5)
+    assert count == 3
+
+  def test_errors_of_different_images_do_not_cancel(self):
+    keep = np.stack([np.ones((1, 4)), np.zeros((1, 4))], axis=1)
+    total, _ = compiled.ratio_loss(keep, (0.5,))
+    assert total == 0.5
+
+  def test_pulls_decisions_towards_the_target(self):
+    gradient = quick(jax.grad(lambda x: losses.ratio_loss(x, (0.5,))[0]))
+
+    def grad(kept):
+      return np.asarray(gradient((np.arange(4) < kept)[None, None] * 1.0))
+
+    assert (grad(4) > 0).all()
+    assert (grad(0) < 0).all()
+    assert not grad(2).any()

@@ -1,0 +1,264 @@
+"""FLOPs and parameters of vision models: published tables, and XLA's count."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from mod_jax import flops
+from mod_jax.layers.mod import VisionRoutingConfig
+from mod_jax.layers.stem import ConvStemConfig
+from mod_jax.models import vit
+from mod_jax.models.dynamic_vit import DynamicViTConfig
+from mod_jax.models.vit import ViTConfig
+
+TOLERANCE = 0.0005  # Relative: 0.05%.
+
+
+def amod(capacity, **kwargs):
+  return VisionRoutingConfig(capacity=capacity, **kwargs)
+
+
+class TestPublishedTables:
+  """Each row in GFLOPs, that is in multiply-accumulates."""
+
+  def agrees(self, config, giga):
+    assert flops.macs(config) / 1e9 == pytest.approx(giga, rel=TOLERANCE)
+    assert flops.forward(config) == 2 * flops.macs(config)
+
+  @pytest.mark.parametrize(
+    ('backbone', 'giga'),
+    [
+      ('deit_tiny', 1.2584),
+      ('deit_small', 4.6083),
+      ('vit_base', 17.5827),
+      ('vit_large', 61.604),
+    ],
+  )
+  def test_dense(self, backbone, giga):
+    self.agrees(vit.BACKBONES[backbone](), giga)
+
+  # Of 196 classes, as the data set of the table has.
+  ROUTED = (
+    ('deit_tiny', 0.125, 0.7090),
+    ('deit_tiny', 0.5, 0.9271),
+    ('deit_small', 0.125, 2.5912),
+    ('deit_small', 0.5, 3.4201),
+    ('vit_base', 0.125, 9.8749),
+    ('vit_base', 0.5, 13.1041),
+    ('vit_large', 0.125, 34.5203),
+    ('vit_large', 0.5, 45.9249),
+  )
+
+  @pytest.mark.parametrize(('backbone', 'capacity', 'giga'), ROUTED)
+  def test_amod(self, backbone, capacity, giga):
+    config = vit.BACKBONES[backbone](num_classes=196, routing=amod(capacity))
+    self.agrees(config, giga)
+
+  @pytest.mark.parametrize(('backbone', 'capacity', 'giga'), ROUTED)
+  def test_mod_has_a_router_beside(self, backbone, capacity, giga):
+    learned = amod(capacity, score='learned')
+    config = vit.BACKBONES[backbone](num_classes=196, routing=learned)
+    routers = 197 * config.width * config.num_routed
+    self.agrees(config, giga + routers / 1e9)
+    attention = dataclasses.replace(config, routing=amod(capacity))
+    assert flops.macs(config) - flops.macs(attention) == routers
+
+  def test_k_plus_one_gives_other_numbers(self):
+    more = amod(25 / 197)
+    config = vit.deit_small(num_classes=196, routing=more)
+    assert config.tokens_per_block()[1] == 25
+    assert abs(flops.macs(config) / 1e9 / 2.5912 - 1) > TOLERANCE
+
+  @pytest.mark.parametrize('classes', [196, 1000])
+  @pytest.mark.parametrize(
+    ('backbone', 'depths'),
+    [
+      # By FLOPs 7 is nearest; the paper prints 6 for S and B at 12.5%.
+      ('deit_tiny', (7, 9)),
+      ('deit_small', (7, 9)),
+      ('vit_base', (7, 9)),
+      ('vit_large', (13, 18)),
+    ],
+  )
+  def test_isoflop_depths(self, backbone, depths, classes):
+    for capacity, depth in zip((0.125, 0.5), depths, strict=True):
+      config = vit.BACKBONES[backbone](
+        num_classes=classes, routing=amod(capacity)
+      )
+      twin = config.isoflop_twin()
+      assert twin == vit.BACKBONES[backbone](
+        num_classes=classes, num_layers=depth
+      )
+
+      def distance(layers, config=config):
+        other = config.isoflop_twin(layers)
+        assert other.num_layers == layers
+        return abs(flops.macs(other) - flops.macs(config))
+
+      assert distance(depth) < min(distance(depth - 1), distance(depth + 1))
+
+  @pytest.mark.parametrize(
+    ('keep', 'giga'),
+    [(0.9, 4.050), (0.8, 3.471), (0.7, 2.988), (0.6, 2.571), (0.5, 2.234)],
+  )
+  def test_dynamic_deit_small(self, keep, giga):
+    self.agrees(DynamicViTConfig(backbone=vit.deit_small(), keep=keep), giga)
+
+  @pytest.mark.parametrize(
+    ('backbone', 'stages', 'giga'),
+    [
+      ('vit_base', (3, 6, 9), 11.489),
+      ('lvvit_small', (4, 8, 12), 4.66),
+      ('lvvit_medium', (5, 10, 15), 8.61),
+    ],
+  )
+  def test_dynamic_others(self, backbone, stages, giga):
+    backbone = vit.BACKBONES[backbone]()
+    self.agrees(DynamicViTConfig(backbone=backbone, stages=stages), giga)
+
+  def test_only_prediction_heads_cost(self):
+    config = DynamicViTConfig()
+    heads = flops.forward(config) - flops.forward(
+      dataclasses.replace(config, score='random')
+    )
+    # Four linear maps and a norm on the patches that reach each stage.
+    maps = 384 * 384 + 384 * 192 + 192 * 96 + 96 * 2
+    assert heads == 2 * (196 + 137 + 96) * (maps + 5 * 384)
+
+
+class TestParameters:
+  @pytest.mark.parametrize(
+    ('config', 'count'),
+    [
+      (vit.deit_small(), 22_050_664),
+      (vit.vit_base(), 86_567_656),
+      (DynamicViTConfig(), 22_774_414),
+      (vit.deit_small(routing=amod(0.5)), 22_050_664),
+      (vit.deit_small(routing=amod(0.5, score='learned')), 22_050_664 + 2304),
+      # DeiT's distilled models as published.
+      (vit.deit_tiny(distilled=True), 5_910_800),
+    ],
+  )
+  def test_as_published(self, config, count):
+    assert flops.num_params(config) == count
+
+  def test_one_prediction_head(self):
+    three, one = DynamicViTConfig(), DynamicViTConfig(stages=(3,))
+    backbone = flops.num_params(three.backbone)
+    assert flops.num_params(one) - backbone == 241_250
+    assert flops.num_params(three) - backbone == 3 * 241_250
+
+
+WIDE = {
+  'image_size': 64,
+  'patch_size': 8,
+  'num_layers': 2,
+  'width': 2048,
+  'num_heads': 8,
+  'num_classes': 100,
+}
+
+
+class TestAgainstXla:
+  """On unrolled, kernel-free models, wide enough for matmuls to be all."""
+
+  @pytest.mark.parametrize(
+    'config',
+    {
+      'dense': ViTConfig(**WIDE),
+      'distilled': ViTConfig(**WIDE, distilled=True),
+      'stem': ViTConfig(
+        **(WIDE | {'width': 1536}),
+        stem=ConvStemConfig(width=256),
+        residual_scale=0.5,
+        token_head=True,
+      ),
+      'amod': ViTConfig(**WIDE, routing=amod(0.5)),
+      'amod_least': ViTConfig(**WIDE, routing=amod(0.01)),
+      'mod': ViTConfig(**WIDE, routing=amod(0.25, score='learned')),
+      'dynamic': DynamicViTConfig(backbone=ViTConfig(**WIDE), stages=(0, 1)),
+      'dynamic_structural': DynamicViTConfig(
+        backbone=ViTConfig(**WIDE), stages=(1,), score='structural'
+      ),
+      'dynamic_attention': DynamicViTConfig(
+        backbone=ViTConfig(**WIDE), stages=(1,), score='class_attention'
+      ),
+    }.items(),
+    ids=lambda item: item[0],
+  )
+  def test_agrees_within_a_percent(self, config):
+    ratio = _lowered(config[1]).cost_analysis()['flops'] / flops.forward(
+      config[1]
+    )
+    assert ratio == pytest.approx(1, abs=0.01)
+
+  @pytest.mark.parametrize(
+    'config',
+    [
+      ViTConfig(**WIDE, routing=amod(0.5)),
+      DynamicViTConfig(backbone=ViTConfig(**WIDE), stages=(1,)),
+    ],
+    ids=['amod', 'dynamic'],
+  )
+  def test_agrees_when_compiled(self, config):
+    compiled = _lowered(config).compile(
+      {'xla_llvm_disable_expensive_passes': True}
+    )
+    ratio = compiled.cost_analysis()['flops'] / flops.forward(config)
+    assert ratio == pytest.approx(1, abs=0.01)
+
+  def test_would_notice_a_missing_kernel(self):
+    config = ViTConfig(**WIDE, routing=amod(0.5))
+    routed = dict(config.flops_table())['block_1 (routed)']
+    less = flops.forward(config) - routed['mlp'] / 2
+    ratio = _lowered(config).cost_analysis()['flops'] / less
+    assert abs(ratio - 1) > 0.01
+
+
+def _lowered(config):
+  model = config.build()
+  images = jax.ShapeDtypeStruct(config.example().shape, jnp.float32)
+  variables = jax.eval_shape(model.init, jax.random.key(0), images)
+  return jax.jit(lambda v, x: model.apply(v, x)).lower(variables, images)
+
+
+def test_every_part_by_hand():
+  """Every term written out for odd sizes: P=4, N=9+2, D=12, H=3, F=20, V=7."""
+  config = ViTConfig(
+    image_size=12,
+    patch_size=4,
+    num_classes=7,
+    num_layers=2,
+    width=12,
+    num_heads=3,
+    mlp_dim=20,
+    distilled=True,
+    routing=amod(0.6, score='learned'),
+  )
+
+  def block(tokens):
+    return {
+      'attention': 2 * (4 * tokens * 12 * 12 + 2 * tokens**2 * 12),
+      'mlp': 2 * 2 * tokens * 12 * 20,
+      'norm': 2 * 2 * 5 * tokens * 12,
+    }
+
+  router = {'router': 2 * 11 * 12, 'predictor': 0}
+  assert config.flops_table() == [
+    ('embed', {'embed': 2 * 9 * 48 * 12}),
+    ('block_0', block(11)),
+    ('block_1 (routed)', block(6) | router),
+    ('head', {'norm': 2 * 5 * 11 * 12, 'head': 2 * 2 * 12 * 7}),
+  ]
+
+
+def test_a_report_for_people():
+  report = flops.report(DynamicViTConfig())
+  assert 'one image of 197 tokens' in report
+  assert 'prediction_2' in report
+  assert 'block 3: 138' in report
+  assert 'block 11: 68 of 197' in report
+  assert '2.9876e+09 MACs' in report
+  assert '22,774,414' in report

@@ -1,0 +1,811 @@
+"""The vision tasks: losses, held-out numbers, and weights to start from."""
+
+import dataclasses
+import functools
+import logging
+
+from absl import logging as absl_logging
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+import matplotlib.figure
+import matplotlib.pyplot as plt
+import numpy as np
+from PIL import Image
+import pytest
+
+from mod_jax import config as config_lib
+from mod_jax import flops
+from mod_jax import parallel
+from mod_jax.convert import trees
+from mod_jax.convert import vit as convert_vit
+from mod_jax.data import images as images_lib
+from mod_jax.data.images import ImageDataConfig
+from mod_jax.data.text import TextDataConfig
+from mod_jax.errors import UserError
+from mod_jax.layers.mod import VisionRoutingConfig
+from mod_jax.layers.stem import ConvStemConfig
+from mod_jax.models.dynamic_vit import DynamicViTConfig
+from mod_jax.models.lm import LMConfig
+from mod_jax.models.vit import ViTConfig
+from mod_jax.models.vit import resize_positions
+from mod_jax.train import evaluation
+from mod_jax.train import loop
+from mod_jax.train import metrics as metrics_lib
+from mod_jax.train import start as start_lib
+from mod_jax.train.experiment import EvaluationConfig
+from mod_jax.train.experiment import ExperimentConfig
+from mod_jax.train.experiment import PruningObjective
+from mod_jax.train.experiment import TrainConfig
+from mod_jax.train.optimizer import OptimizerConfig
+from mod_jax.train.tasks import make_task
+from mod_jax.train.vision import ImageTask
+from mod_jax.train.vision import PruningTask
+
+DENSE = ViTConfig(
+  image_size=8,
+  patch_size=2,
+  num_classes=10,
+  num_layers=3,
+  width=8,
+  num_heads=2,
+)
+AMOD = dataclasses.replace(DENSE, routing=VisionRoutingConfig(capacity=0.5))
+MOD = dataclasses.replace(
+  DENSE, routing=VisionRoutingConfig(score='learned', router_std=1.0)
+)
+DYNAMIC = DynamicViTConfig(backbone=DENSE, stages=(1, 2), keep=0.7)
+HELD_OUT = 355  # Of the digits: 5 batches of 71, without padding.
+ALONE = PruningObjective(token_distillation=0.0, logit_distillation=0.0)
+
+
+@pytest.fixture(scope='module', autouse=True)
+def _compile_fast():
+  """The programs are tiny: compiling them well takes longer than they run."""
+  before = jax.config.values['jax_disable_most_optimizations']
+  jax.config.update('jax_disable_most_optimizations', True)
+  yield
+  jax.config.update('jax_disable_most_optimizations', before)
+
+
+def make(model=DENSE, **changes):
+  """Returns the task of a model on the digits; changes by dotted path."""
+  config = ExperimentConfig(
+    model=model,
+    data=ImageDataConfig(image_size=8),
+    optimizer=OptimizerConfig(warmup_steps=0, learning_rate=1e-2),
+    train=TrainConfig(num_steps=8, batch_size=16),
+    evaluation=EvaluationConfig(
+      every=0, batches=0, batch_size=71, final_batches=0
+    ),
+  )
+  return _make_task(
+    config_lib.replace(config, {'log.tensorboard': False, **changes})
+  )
+
+
+_make_task = functools.cache(make_task)  # With what they have compiled.
+
+
+def init(task, seed=0):
+  """Returns parameters and mutables, large enough to tell things apart."""
+  return _init(task.config.model, seed)
+
+
+@functools.cache
+def _init(model, seed):
+  rngs = {'params': jax.random.key(seed), 'routing': jax.random.key(0)}
+  variables = nn.unbox(jax.jit(model.build().init)(rngs, model.example()))
+  params = variables.pop('params')
+  rng = np.random.default_rng(seed)
+  params = jax.tree.map(
+    lambda x: x + 0.3 * rng.normal(size=x.shape).astype(np.float32), params
+  )
+  return params, variables
+
+
+def one_device():
+  return parallel.make_mesh(parallel.MeshConfig(), jax.devices()[:1])
+
+
+@pytest.fixture(scope='module')
+def one_device_each():
+  make_mesh = parallel.make_mesh
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(
+      parallel, 'make_mesh', lambda config: make_mesh(config, jax.devices()[:1])
+    )
+    # Their tables and pictures are looked at elsewhere.
+    patch.setattr(evaluation, 'report', lambda *args: None)
+    yield
+
+
+def random_batch(size=4, image_size=8, classes=10):
+  rng = np.random.default_rng(0)
+  image = rng.normal(size=(size, image_size, image_size, 3))
+  return {
+    'image': image.astype(np.float32),
+    # As mixup and cutmix leave them.
+    'target': rng.dirichlet(np.ones(classes), size).astype(np.float32),
+  }
+
+
+def log_softmax(logits):
+  logits = np.asarray(logits, np.float64)
+  top = logits.max(axis=-1, keepdims=True)
+  return logits - top - np.log(np.exp(logits - top).sum(-1, keepdims=True))
+
+
+def cross_entropy(logits_BV, target_BV):
+  return -(target_BV * log_softmax(logits_BV)).sum(axis=-1)
+
+
+def loss_of(task, params, mutables, batch, seed=0, stage=0.0):
+  loss = jax.jit(functools.partial(task.loss, stage=stage))
+  return loss(params, mutables, batch, jax.random.key(seed))
+
+
+class TestImageLoss:
+  def test_is_the_cross_entropy_of_mixed_targets(self):
+    task = make()
+    params, mutables = init(task)
+    batch = random_batch()
+    scalar, (pairs, after) = loss_of(task, params, mutables, batch)
+    logits_BV = DENSE.build().apply({'params': params}, batch['image'])
+    nats_B = cross_entropy(logits_BV.logits_BV, batch['target'])
+    assert pairs.keys() == {'loss'}
+    assert pairs['loss'][0] == pytest.approx(nats_B.sum(), rel=1e-5)
+    assert pairs['loss'][1] == 4
+    assert scalar == pytest.approx(nats_B.mean(), rel=1e-5)
+    assert after == {}
+
+  def test_by_hand(self):
+    # The last layer alone decides: logits 1 and 0 for every image.
+    model = dataclasses.replace(DENSE, num_layers=1, num_classes=10)
+    task = make(model)
+    params, mutables = init(task)
+    params = jax.tree.map(jnp.zeros_like, params)
+    params['head']['bias'] = params['head']['bias'].at[3].set(1.0)
+    target = np.zeros((2, 10), np.float32)
+    target[0, 3] = 1.0
+    target[1, [3, 5]] = 0.25, 0.75
+    batch = random_batch(2) | {'target': target}
+    _, (pairs, _) = loss_of(task, params, mutables, batch)
+    normaliser = np.log(np.e + 9)
+    expected = (normaliser - 1) + (normaliser - 0.25)
+    assert pairs['loss'][0] == pytest.approx(expected, rel=1e-5)
+
+  def test_stochastic_depth_has_a_stream_and_ends_with_training(self):
+    task = make(dataclasses.replace(DENSE, stochastic_depth=0.9))
+    params, mutables = init(task)
+    batch = random_batch()
+    loss = jax.jit(functools.partial(task.loss, stage=0.0))
+    first, again, other = (
+      loss(params, mutables, batch, jax.random.key(seed))[0]
+      for seed in (0, 0, 1)
+    )
+    assert first == again
+    assert abs(first - other) > 1e-3
+    plain = make()
+    assert task.evaluate(params, {}, one_device(), batches=1) == (
+      plain.evaluate(params, {}, one_device(), batches=1)
+    )
+
+  def test_statistics_of_the_stem(self):
+    model = dataclasses.replace(
+      DENSE, stem=ConvStemConfig(channels=4), num_layers=1
+    )
+    task = make(model)
+    params, mutables = init(task)
+    before = jax.device_get(mutables)
+    _, (_, after) = loss_of(task, params, mutables, random_batch())
+    assert jax.tree.structure(after) == jax.tree.structure(before)
+    changed = jax.tree.map(
+      lambda a, b: np.abs(a - b).max() > 1e-4, after, before
+    )
+    assert all(jax.tree.leaves(changed))
+
+  def test_warm_up_of_the_capacity(self):
+    task = make(
+      AMOD,
+      **{'train.capacity_warmup_steps': 4, 'train.capacity_warmup_stages': 2},
+    )
+    assert [task.stage(step) for step in range(6)] == [1, 1, 0.5, 0.5, 0, 0]
+    assert task.flops_per_step(1.0) == make().flops_per_step(0.0)
+    assert task.flops_per_step(0.0) == 16 * 3 * flops.forward(AMOD)
+    assert task.flops_per_step(0.0) < task.flops_per_step(1.0)
+    params, _ = init(make())
+    batch = random_batch()
+    dense, _ = loss_of(make(), params, {}, batch)
+    first, _ = loss_of(task, params, {}, batch, stage=1.0)
+    later, _ = loss_of(task, params, {}, batch)
+    assert first == pytest.approx(float(dense), rel=1e-6)
+    assert abs(later - dense) > 1e-4
+
+
+@functools.cache
+def pruning(model=DYNAMIC, teacher=True, **objective):
+  """Returns a task whose teacher is never read."""
+  given = objective if teacher else dataclasses.asdict(ALONE) | objective
+  given = PruningObjective(
+    **{k: v for k, v in given.items() if k != 'teacher'}, teacher='/nowhere'
+  )
+  return make(model, objective=given)
+
+
+@functools.cache
+def pruned(task, with_teacher=True):
+  """Returns loss, pairs, the student's output and the teacher's."""
+  params, mutables = init(task)
+  teacher, _ = init(make(), seed=1)
+  batch = random_batch()
+
+  @jax.jit
+  def run(params, teacher):
+    rng = jax.random.key(0)
+    frozen = {'params': teacher} if with_teacher else None
+    loss, (pairs, _) = task.loss(params, mutables, batch, rng, 0.0, frozen)
+    output, _ = task._forward(params, mutables, batch['image'], rng, 0.0)
+    taught = DENSE.build().apply({'params': teacher}, batch['image'])
+    return loss, pairs, output, taught
+
+  return jax.device_get(run(params, teacher))
+
+
+class TestPruningLoss:
+  WEIGHTS = {
+    'classification': 1.5,
+    'ratio': 2.5,
+    'token_distillation': 0.3,
+    'logit_distillation': 0.7,
+  }
+
+  def test_terms_against_oracles(self):
+    task = pruning(**self.WEIGHTS)
+    loss, pairs, output, taught = pruned(task)
+    keep_SBN = output.keep_SBN
+    assert 0 < keep_SBN[1].mean() < keep_SBN[0].mean() < 1
+    assert set(np.unique(keep_SBN)) == {0, 1}
+
+    nats_B = cross_entropy(output.logits_BV, random_batch()['target'])
+    # ρ and ρ² of the patches, by stage; a mean over stages, for each image.
+    error_BS = [
+      [(keep_SBN[s, b].sum() / 16 - 0.7 ** (s + 1)) ** 2 for s in range(2)]
+      for b in range(4)
+    ]
+    student, teacher = (log_softmax(x.logits_BV) for x in (output, taught))
+    kl_B = (np.exp(teacher) * (teacher - student)).sum(axis=-1)
+    squares = [
+      np.mean(
+        np.square(output.features_BLD[b, 1 + n] - taught.features_BLD[b, 1 + n])
+      )
+      for b in range(4)
+      for n in range(16)
+      if keep_SBN[1, b, n]
+    ]
+    means = {
+      'loss': nats_B.mean(),
+      'ratio': np.mean(error_BS),
+      'logit_distillation': kl_B.mean(),
+      'token_distillation': np.mean(squares),
+    }
+    assert pairs.keys() == means.keys() | {'kept_0', 'kept_1'}
+    for name, expected in means.items():
+      total, count = pairs[name]
+      assert count == (len(squares) if name == 'token_distillation' else 4)
+      assert total / count == pytest.approx(expected, rel=1e-4), name
+      assert expected > 1e-3
+    for stage in range(2):
+      total, count = pairs[f'kept_{stage}']
+      assert (total, count) == (keep_SBN[stage].sum(), 4 * 16)
+    # All weights differ, so that none can stand for another.
+    weights = self.WEIGHTS | {'loss': self.WEIGHTS['classification']}
+    assert loss == pytest.approx(
+      sum(weights[name] * value for name, value in means.items()), rel=1e-4
+    )
+
+  def test_without_a_teacher(self):
+    task = pruning(teacher=False)
+    assert not task.objective.needs_teacher
+    assert task.frozen(None) is None
+    loss, pairs, *_ = pruned(task, with_teacher=False)
+    assert pairs.keys() == {'loss', 'ratio', 'kept_0', 'kept_1'}
+    means = {k: total / count for k, (total, count) in pairs.items()}
+    assert loss == pytest.approx(means['loss'] + 2 * means['ratio'], rel=1e-5)
+
+  def test_the_teacher_learns_nothing(self):
+    task = pruning(**self.WEIGHTS)
+    params, mutables = init(task)
+    teacher, _ = init(make(), seed=1)
+
+    def loss(params, frozen):
+      batch, rng = random_batch(), jax.random.key(0)
+      return task.loss(params, mutables, batch, rng, 0.0, frozen)[0]
+
+    student, teacher = jax.jit(jax.grad(loss, argnums=(0, 1)))(
+      params, {'params': teacher}
+    )
+    assert not any(np.any(x) for x in jax.tree.leaves(teacher))
+    # All else does, the prediction heads included.
+    for name, x in trees.flatten(student).items():
+      assert np.isfinite(x).all()
+      # A bias of the keys shifts all scores of a query alike.
+      if not name.endswith('key/bias'):
+        assert np.any(x), name
+
+  def test_patches_that_are_removed(self):
+    model = dataclasses.replace(DYNAMIC, score='class_attention')
+    _, pairs, output, taught = pruned(pruning(model, **self.WEIGHTS))
+    kept = model.kept[-1]
+    assert output.features_BLD.shape[1] == 1 + kept < 17
+    # No decision is learnt, so there is no ratio to aim at.
+    assert 'ratio' not in pairs
+    squares = []
+    for b in range(4):
+      places = np.flatnonzero(output.keep_SBN[1, b])
+      mine = output.features_BLD[b, 1:]
+      squares.append(np.mean((mine - taught.features_BLD[b, 1 + places]) ** 2))
+    total, count = pairs['token_distillation']
+    assert count == 4 * kept
+    assert total / count == pytest.approx(np.mean(squares), rel=1e-4)
+    assert pairs['kept_0'] == (4 * model.kept[0], 64)
+
+  def test_pooled_patches_have_no_counterparts(self):
+    model = dataclasses.replace(DYNAMIC, score='structural', stages=(1,))
+    _, pairs, *_ = pruned(pruning(model, **self.WEIGHTS))
+    assert pairs.keys() == {'loss', 'logit_distillation'}
+
+  def test_flops_of_a_step(self):
+    dense, model = flops.forward(DENSE), DYNAMIC
+    # Masks save nothing; the teacher does one pass.
+    assert pruning(**self.WEIGHTS).flops_per_step(0.0) == 16 * 4 * dense
+    assert pruning(teacher=False).flops_per_step(0.0) == 16 * 3 * dense
+    model = dataclasses.replace(DYNAMIC, score='random')
+    assert pruning(model, teacher=False).flops_per_step(0.0) == (
+      16 * 3 * flops.forward(model)
+    )
+
+  def test_a_teacher_is_asked_for(self):
+    with pytest.raises(
+      UserError, match='give its workdir or checkpoint as init'
+    ):
+      make(DYNAMIC)
+    assert isinstance(make(DYNAMIC, init='/some/run'), PruningTask)
+
+
+def held_out(size=8):
+  """Returns all held-out digits, in batches without padding."""
+  config = ImageDataConfig(image_size=size)
+  batches = list(images_lib.eval_batches(config, batch_size=71))
+  joined = {k: np.concatenate([b[k] for b in batches]) for k in batches[0]}
+  assert joined['weight'].all()
+  assert len(joined['label']) == HELD_OUT
+  return joined
+
+
+@functools.cache
+def _apply(model, **kwargs):
+  return jax.jit(model.build(**kwargs).apply)
+
+
+def oracle(logits_BV, label_B):
+  """Returns loss, accuracy and top-5 accuracy, in numpy alone."""
+  order = np.argsort(-logits_BV, axis=-1, kind='stable')
+  return {
+    'loss': cross_entropy(logits_BV, np.eye(10)[label_B]).mean(),
+    'accuracy': np.mean(order[:, 0] == label_B),
+    'top5': np.mean((order[:, :5] == label_B[:, None]).any(axis=1)),
+  }
+
+
+class TestEvaluate:
+  def test_dense(self):
+    task = make(**{'evaluation.batch_size': 64})  # The last one is padded.
+    params, _ = init(task)
+    metrics = task.evaluate(params, {}, one_device())
+    seen = held_out()
+    logits_BV = _apply(DENSE)({'params': params}, seen['image']).logits_BV
+    expected = oracle(np.asarray(logits_BV), seen['label'])
+    assert 0 < expected['accuracy'] < expected['top5'] < 1
+    assert metrics == pytest.approx(expected, rel=1e-5)
+    main = task.main_metrics(metrics)
+    assert main == metrics
+
+  def test_routed(self):
+    task = make(AMOD)
+    params, _ = init(task)
+    metrics = task.evaluate(params, {}, one_device())
+    seen = held_out()
+    logits_BV = _apply(AMOD)({'params': params}, seen['image']).logits_BV
+    expected = oracle(np.asarray(logits_BV), seen['label'])
+    # Without its routed block 1, it is a model of two.
+    shallow = dataclasses.replace(DENSE, num_layers=2)
+    left = {k: v for k, v in params.items() if k != 'block_1'}
+    left['block_1'] = left.pop('block_2')
+    logits_BV = _apply(shallow)({'params': left}, seen['image']).logits_BV
+    never = oracle(np.asarray(logits_BV), seen['label'])
+    expected |= {f'never/{k}': v for k, v in never.items()}
+    assert metrics == pytest.approx(expected, rel=1e-5)
+    assert abs(metrics['loss'] - metrics['never/loss']) > 1e-3
+    table = task.summary(metrics)
+    assert f'{metrics["never/accuracy"]:.4f}' in table
+    assert f'{flops.macs(AMOD) / 1e9:.4f}' in table
+    assert f'{flops.num_params(AMOD):,}' in table
+
+  def test_pruned(self):
+    task = make(DYNAMIC, objective=ALONE)
+    params, _ = init(task)
+    metrics = task.evaluate(params, {}, one_device())
+    seen = held_out()
+    output = _apply(DYNAMIC)({'params': params}, seen['image'])
+    assert output.features_BLD.shape[1] == 1 + DYNAMIC.kept[-1]
+    expected = oracle(np.asarray(output.logits_BV), seen['label'])
+    assert metrics == pytest.approx(expected, rel=1e-5)
+    assert 'never' not in task.summary(metrics)
+
+  def test_some_batches_or_all(self):
+    task = make(**{'evaluation.batches': 2, 'evaluation.batch_size': 71})
+    params, _ = init(task)
+    some = task.evaluate(params, {}, one_device())
+    assert some == task.evaluate(params, {}, one_device(), batches=2)
+    every = task.evaluate(params, {}, one_device(), batches=0)
+    assert some != every
+    assert every == task.evaluate(params, {}, one_device(), batches=9)
+
+  def test_few_classes_have_no_top5(self, folder):
+    model = dataclasses.replace(DENSE, num_classes=3)
+    task = make(model, data=in_folder(folder))
+    params, _ = init(task)
+    metrics = task.evaluate(params, {}, one_device())
+    assert metrics.keys() == {'loss', 'accuracy'}
+    # Six images in a batch of 71; a row that only fills it is no image.
+    images = list(images_lib.eval_batches(task.config.data, batch_size=1))
+    assert len(images) == 6
+    logits_BV = np.concatenate(
+      [
+        np.asarray(_apply(model)({'params': params}, b['image']).logits_BV)
+        for b in images
+      ]
+    )
+    label_B = np.concatenate([b['label'] for b in images])
+    nats_B = cross_entropy(logits_BV, np.eye(3)[label_B])
+    assert metrics['loss'] == pytest.approx(nats_B.mean(), rel=1e-5)
+    assert metrics['accuracy'] == np.float32(
+      np.mean(logits_BV.argmax(axis=-1) == label_B)
+    )
+
+  def test_the_mesh_must_fit(self):
+    task = make()
+    mesh = parallel.make_mesh(parallel.MeshConfig())
+    with pytest.raises(UserError, match='evaluation.batch_size=71'):
+      task.evaluate(init(task)[0], {}, mesh)
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+  """Pictures of three classes: 4 to train on and 2 held out, of each."""
+  root = tmp_path_factory.mktemp('pictures')
+  rng = np.random.default_rng(0)
+  for split, count in (('train', 4), ('eval', 2)):
+    for name in ('cat', 'dog', 'emu'):
+      (root / split / name).mkdir(parents=True)
+      for i in range(count):
+        pixels = rng.integers(0, 256, (8, 8, 3), np.uint8)
+        Image.fromarray(pixels).save(root / split / name / f'{i}.png')
+  return root
+
+
+def in_folder(folder):
+  return ImageDataConfig(source='folder', path=str(folder), image_size=8)
+
+
+class TestMismatch:
+  def test_data_of_another_kind(self):
+    for model in (DENSE, DYNAMIC):
+      with pytest.raises(UserError, match='needs an ImageDataConfig'):
+        make(model, objective=ALONE, data=TextDataConfig())
+    with pytest.raises(UserError, match='language model needs a TextData'):
+      make(LMConfig())
+
+  @pytest.mark.parametrize(
+    ('change', 'pattern'),
+    [
+      ({'num_classes': 7}, r'num_classes=7, .* 10: set model.{}num_classes=10'),
+      ({'image_size': 12}, r'image_size=12, .* 8: set model.{}image_size=8'),
+    ],
+    ids=str,
+  )
+  def test_sizes(self, change, pattern):
+    other = dataclasses.replace(DENSE, **change)
+    with pytest.raises(UserError, match=pattern.format('')):
+      make(other)
+    with pytest.raises(UserError, match=pattern.format('backbone.')):
+      make(dataclasses.replace(DYNAMIC, backbone=other), objective=ALONE)
+
+
+@pytest.fixture(scope='module')
+def dense_run(tmp_path_factory, one_device_each):
+  """A dense run, and its held-out metrics: those of its averages."""
+  workdir = tmp_path_factory.mktemp('runs') / 'dense'
+  config = make(**{'train.ema_decay': 0.6, 'train.num_steps': 6}).config
+  result = loop.train(config, workdir)
+  assert result.finished
+  params = result.state.eval_params
+  assert not np.array_equal(
+    params['head']['kernel'], result.state.params['head']['kernel']
+  )
+  return workdir, result.metrics, jax.device_get(params)
+
+
+def adapt(task, path):
+  """Returns (fresh parameters, those that a run from `path` starts with)."""
+  fresh, mutables = init(task)
+  params, _ = task.start(fresh, mutables, str(path))
+  shapes = jax.tree.map(jnp.shape, fresh)
+  assert jax.tree.map(jnp.shape, params) == shapes
+  return trees.flatten(fresh), trees.flatten(params), params
+
+
+class TestStart:
+  @pytest.mark.parametrize(
+    ('model', 'new'),
+    [
+      (AMOD, set()),
+      (MOD, {'block_1/router/kernel'}),
+      (DYNAMIC, {'prediction_'}),
+      (dataclasses.replace(DYNAMIC, score='static'), {'pattern_'}),
+      (AMOD.isoflop_twin(2), set()),
+      (dataclasses.replace(DENSE, patch_size=1), {'patch/kernel'}),
+    ],
+    ids=['amod', 'mod', 'dynamic', 'static', 'isoflop', 'patches'],
+  )
+  def test_from_a_dense_run(self, dense_run, model, new):
+    workdir, _, trained = dense_run
+    task = make(model, objective=ALONE)
+    if model.dense_twin().patch_size != 2:
+      with pytest.raises(
+        UserError, match=r'wrong shape: patch/kernel: \(12, 8\)'
+      ):
+        adapt(task, workdir)
+      return
+    fresh, params, _ = adapt(task, workdir)
+    trained = trees.flatten(trained)
+    seen = set()
+    for name, value in params.items():
+      own = next((n for n in new if name.startswith(n)), None)
+      seen |= {own} - {None}
+      source = fresh if own else trained
+      np.testing.assert_array_equal(value, source[name], err_msg=name)
+      # What is taken over is not what was there.
+      if not own:
+        assert not np.array_equal(value, fresh[name]), name
+    assert seen == new
+
+  def test_a_routed_run_becomes_dense(self, dense_run, tmp_path, monkeypatch):
+    routed, _ = init(make(MOD))
+    monkeypatch.setattr(start_lib, 'is_workdir', lambda path: True)
+    monkeypatch.setattr(
+      start_lib, 'read_workdir', lambda path: (None, routed, {})
+    )
+    _, params, _ = adapt(make(), tmp_path)
+    expected = trees.flatten(routed)
+    del expected['block_1/router/kernel']
+    assert params.keys() == expected.keys()
+
+  def test_at_capacity_1_it_is_the_dense_model(self, dense_run):
+    workdir, metrics, _ = dense_run
+    for routing in (
+      VisionRoutingConfig(capacity=1.0),
+      VisionRoutingConfig(capacity=1.0, score='learned', gate='none'),
+    ):
+      task = make(dataclasses.replace(DENSE, routing=routing))
+      *_, params = adapt(task, workdir)
+      adapted = task.evaluate(params, {}, one_device())
+      assert {k: adapted[k] for k in metrics} == pytest.approx(
+        metrics, rel=1e-6
+      )
+      assert adapted['accuracy'] == metrics['accuracy']
+    # Of half of the tokens, it is another.
+    task = make(AMOD)
+    *_, params = adapt(task, workdir)
+    half = task.evaluate(params, {}, one_device())
+    assert abs(half['loss'] - metrics['loss']) > 1e-6
+
+  def test_another_resolution(self, dense_run):
+    workdir, _, trained = dense_run
+    model = dataclasses.replace(AMOD, image_size=12)
+    task = make(model, **{'data.image_size': 12})
+    _, params, tree = adapt(task, workdir)
+    assert params['position'].shape == (37, 8)
+    expected = resize_positions(jnp.asarray(trained['position']), 1, 6)
+    np.testing.assert_allclose(params['position'], expected, atol=1e-6)
+    np.testing.assert_array_equal(params['position'][0], trained['position'][0])
+    metrics = task.evaluate(tree, {}, one_device(), batches=1)
+    assert np.isfinite(metrics['loss'])
+
+  def test_other_classes(self, dense_run, folder, caplog):
+    workdir, _, trained = dense_run
+    task = make(
+      dataclasses.replace(AMOD, num_classes=3), data=in_folder(folder)
+    )
+    absl_logging.use_python_logging(quiet=True)
+    with caplog.at_level(logging.WARNING, logger='absl'):
+      fresh, params, _ = adapt(task, workdir)
+    (told,) = [r.getMessage() for r in caplog.records if 'head' in r.message]
+    assert 'made new, for num_classes=3; the run had 10' in told
+    for name, value in params.items():
+      source = fresh if name.startswith('head') else trees.flatten(trained)
+      np.testing.assert_array_equal(value, source[name])
+    assert np.any(params['head/kernel'])
+
+  def test_a_file_of_timm(self, dense_run, tmp_path):
+    workdir, _, trained = dense_run
+    path = tmp_path / 'dense.safetensors'
+    convert_vit.save(path, trained, DENSE, naming='timm')
+    for model in (AMOD, MOD, DYNAMIC, AMOD.isoflop_twin(2)):
+      task = make(model, objective=ALONE)
+      fresh, by_file, _ = adapt(task, path)
+      _, by_run, _ = adapt(task, workdir)
+      assert by_file.keys() == fresh.keys()
+      for name, value in by_file.items():
+        # What is new is not that of the file, which has none.
+        new = name.startswith(('prediction', 'block_1/router'))
+        other = fresh[name] if new else by_run[name]
+        np.testing.assert_allclose(value, other, atol=1e-7, err_msg=name)
+
+  def test_an_architecture_that_does_not_fit(self, dense_run, tmp_path):
+    workdir, _, trained = dense_run
+    model = dataclasses.replace(DENSE, width=16, num_layers=4, qkv_bias=False)
+    path = tmp_path / 'dense.safetensors'
+    convert_vit.save(path, trained, DENSE)
+    told = []
+    for source in (workdir, path):
+      with pytest.raises(UserError) as info:
+        adapt(make(model), source)
+      told.append(str(info.value))
+    for part in (
+      f'init={workdir} does not fit the model',
+      'missing: block_3/mlp/up/kernel',
+      'unexpected: block_{0..2}/attention/query/bias',
+      'wrong shape: block_{0..2}/mlp/up/kernel: (8, 32) instead of (16, 64)',
+      'wrong shape: head/kernel: (8, 10) instead of (16, 10)',
+      'wrong shape: position: (17, 8) instead of (17, 16)',
+    ):
+      assert part in told[0]
+    for part in (
+      'width=8',
+      'num_layers=3',
+      'missing: blocks.3.mlp',
+      'head.wei',
+    ):
+      assert part in told[1]
+
+  def test_no_such_weights(self, tmp_path, dense_run):
+    workdir, *_ = dense_run
+    for path, pattern in (
+      (f'{workdir}x', f'no such file .*Did you mean {str(workdir)!r}'),
+      (tmp_path, str(tmp_path)),
+    ):
+      with pytest.raises(UserError, match=pattern):
+        adapt(make(), path)
+
+
+class TestTeacher:
+  def task(self, init, teacher=None, **changes):
+    return make(
+      changes.pop('model', DYNAMIC),
+      init=str(init),
+      objective=PruningObjective(teacher=teacher and str(teacher)),
+      **changes,
+    )
+
+  def test_is_that_of_init_or_another(self, dense_run, tmp_path):
+    workdir, _, trained = dense_run
+    frozen = self.task(workdir).frozen(None)
+    jax.tree.map(np.testing.assert_array_equal, frozen, {'params': trained})
+    other, _ = init(make(), seed=5)
+    convert_vit.save(tmp_path / 'other.npz', other, DENSE)
+    frozen = self.task(workdir, tmp_path / 'other.npz').frozen(None)
+    for mine, theirs in zip(
+      jax.tree.leaves(frozen), jax.tree.leaves({'params': other}), strict=True
+    ):
+      np.testing.assert_allclose(mine, theirs, atol=1e-7)
+
+  def test_it_stands_beside_the_state(
+    self, dense_run, tmp_path, one_device_each
+  ):
+    workdir, dense, trained = dense_run
+    task = self.task(
+      workdir, **{'optimizer.rules': (('^prediction', 1.0, 0), ('.', 0.1, 9))}
+    )
+    config = config_lib.replace(
+      task.config, {'train.num_steps': 10, 'evaluation.batch_size': 71}
+    )
+    result = loop.train(config, tmp_path, max_steps=2)
+    params = trees.flatten(jax.device_get(result.state.params))
+    assert sum(x.size for x in params.values()) == flops.num_params(DYNAMIC)
+    # The backbone is frozen so far; the heads learn.
+    for name, value in trees.flatten(trained).items():
+      np.testing.assert_array_equal(params[name], value)
+    fresh = trees.flatten(init(task)[0])
+    assert any(name.startswith('prediction') for name in params.keys() & fresh)
+    _, saved, _ = start_lib.read_workdir(tmp_path)
+    assert trees.flatten(saved).keys() == params.keys()
+
+    lines = metrics_lib.read(tmp_path)
+    (first,) = [line for line in lines if line['kind'] == 'eval']
+    assert first.pop('step') == 0
+    # Straight after adaptation, of the same fresh heads.
+    variables = nn.unbox(jax.jit(task.init)(_params_key(config.seed)))
+    adapted, _ = task.start(variables['params'], {}, str(workdir))
+    expected = task.evaluate(adapted, {}, one_device(), batches=0)
+    assert {k: first[k] for k in expected} == pytest.approx(expected, rel=1e-6)
+    assert expected['loss'] != dense['loss']
+    steps = [line for line in lines if line['kind'] == 'train']
+    assert [line['step'] for line in steps] == [1, 2]
+    for line in steps:
+      assert {'ratio', 'token_distillation', 'logit_distillation'} < line.keys()
+      assert 0 < line['kept_1'] <= line['kept_0'] <= 1
+
+  @pytest.mark.parametrize(
+    ('change', 'pattern'),
+    [
+      ({'num_classes': 3}, 'has no head for 3 classes, which a teacher needs'),
+      # The head is not what to mend.
+      ({'width': 16}, r'head/kernel: \(8, 10\) instead of \(16, 10\)'),
+      # Half of a model teaches nothing.
+      ({'num_layers': 2}, r'unexpected: block_2/mlp/up/kernel'),
+    ],
+    ids=str,
+  )
+  def test_must_be_whole(self, dense_run, tmp_path, folder, change, pattern):
+    workdir, _, trained = dense_run
+    backbone = dataclasses.replace(DENSE, **change)
+    model = dataclasses.replace(DYNAMIC, backbone=backbone, stages=(1,))
+    data = in_folder(folder) if 'num_classes' in change else None
+    changes = {'data': data} if data else {}
+    with pytest.raises(UserError, match=pattern):
+      self.task(workdir, model=model, **changes).frozen(None)
+    path = tmp_path / 'dense.safetensors'
+    convert_vit.save(path, trained, DENSE)
+    with pytest.raises(UserError, match='teacher needs|does not fit'):
+      self.task(path, model=model, **changes).frozen(None)
+
+
+def _params_key(seed):
+  return jax.random.split(jax.random.key(seed))[0]
+
+
+PICTURES = {
+  'dense': (DENSE, {'attention'}),
+  'amod': (AMOD, {'routing', 'attention'}),
+  'mod': (MOD, {'routing', 'attention'}),
+  'dynamic': (DYNAMIC, {'stages', 'keep_probability'}),
+  'structural': (
+    dataclasses.replace(DYNAMIC, score='structural', stages=(1,)),
+    set(),
+  ),
+}
+
+
+@pytest.mark.parametrize('which', PICTURES)
+def test_pictures(which):
+  model, names = PICTURES[which]
+  task = make(model, objective=ALONE)
+  params, mutables = init(task)
+  figures = task.pictures(params, mutables)
+  assert figures.keys() == names
+  for figure in figures.values():
+    assert isinstance(figure, matplotlib.figure.Figure)
+    assert figure.axes
+    plt.close(figure)
+  assert set(task.studies()) == (
+    {'throughput', 'importance'} if model in (AMOD, MOD) else {'throughput'}
+  )
+
+
+def test_tasks_by_model():
+  assert type(make()) is ImageTask
+  assert type(make(DYNAMIC, objective=ALONE)) is PruningTask
+  assert make().tokens_per_step == 16
+  assert 'image' in make().flops_report()
