@@ -2,11 +2,11 @@
 
     python benchmarks/vit_digits.py --workdir=runs/vit_digits
 
-For each seed a dense model is trained (`configs/vit/digits.py`), then adapted by
-the file's variants and fine-tuned. Accuracies are those of all 355 held-out
-images: after adaptation without any training, and after fine-tuning. The result
-stands beside this file as JSON, and as a picture. Half an hour on two cores;
-started again, it continues.
+For each seed a dense model is trained (`configs/vit/digits.py`), then adapted
+by variants of that file and fine-tuned. Accuracies are those of all 355
+held-out images: after adaptation without any training, and after fine-tuning.
+The result stands beside this file as JSON, and as a picture. Half an hour on
+two cores; started again, it continues.
 """
 
 import pathlib

@@ -22,8 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from mod_jax import config as config_lib
+from mod_jax import trees
 from mod_jax.convert import files
-from mod_jax.convert import trees
 from mod_jax.errors import UserError
 from mod_jax.models import vit
 from mod_jax.models.dynamic_vit import DynamicViTConfig

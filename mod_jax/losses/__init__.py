@@ -4,6 +4,7 @@ A pair is a sum and the number of things summed. Pairs of microbatches and
 hosts are added, and divided once.
 """
 
+from mod_jax.losses import acm
 from mod_jax.losses.language import next_token_loss
 from mod_jax.losses.routing import choice_agreement
 from mod_jax.losses.routing import choice_bce
@@ -14,6 +15,7 @@ from mod_jax.losses.vision import token_distillation
 from mod_jax.losses.vision import top_k_accuracy
 
 __all__ = (
+  'acm',
   'choice_agreement',
   'choice_bce',
   'classification_loss',

@@ -77,12 +77,6 @@ class DynamicViTConfig:
         "stages begin with block 0, and score='class_attention' needs a block"
         ' before: begin later.'
       )
-    counts = self.kept
-    if counts[-1] < 1:
-      raise errors.UserError(
-        f'keep={self.keep} leaves no patch of {self.backbone.num_patches} after'
-        f' stage {counts.index(0) + 1}: keep more, or use larger images.'
-      )
 
   @property
   def targets(self) -> tuple[float, ...]:
@@ -101,9 +95,9 @@ class DynamicViTConfig:
       for _ in self.stages:
         sides.append(-(-sides[-1] // 2))
       return tuple(side**2 for side in sides[1:])
-    # Float64, and rounded a little so that 0.7 · 10 is 7 patches.
+    # Float64, and rounded a little so that 0.7 · 10 is 7 patches; at least one.
     return tuple(
-      math.floor(round(self.backbone.num_patches * target, 9))
+      max(1, math.floor(round(self.backbone.num_patches * target, 9)))
       for target in self.targets
     )
 
@@ -292,8 +286,14 @@ class DynamicViT(nn.Module):
       images_BHWC: normalised images of the config's size, three channels.
       decisions_SBN: 1 for patches to keep after each stage, in place of drawn
         decisions; dropped ones are masked, as in training.
+
+    Raises:
+      UserError: images or decisions of another shape; decisions where the score
+        makes none.
     """
     config = self.config
+    if decisions_SBN is not None:
+      self._check(decisions_SBN, images_BHWC.shape[0])
     masked = decisions_SBN is not None or (
       self.train and config.score in _LEARNED
     )
@@ -320,7 +320,7 @@ class DynamicViT(nn.Module):
           if log_BN2 is not None:
             probability_BN = jnp.exp(log_BN2[..., 0]) * keep_BN
             probabilities.append(_spread(probability_BN, index_BN, patches))
-        if masked and config.score != 'structural':
+        if masked:
           if decisions_SBN is None:
             drawn_BN = self._draw(log_BN2)
           else:
@@ -349,6 +349,20 @@ class DynamicViT(nn.Module):
       jnp.stack(told) if told else jnp.zeros((0, batch, patches)),
       jnp.stack(probabilities) if probabilities else None,
     )
+
+  def _check(self, decisions_SBN, batch):
+    config = self.config
+    if config.score == 'structural':
+      raise errors.UserError(
+        "score='structural' pools patches and decides on none: leave out the"
+        ' decisions.'
+      )
+    expected = (len(config.stages), batch, config.backbone.num_patches)
+    if decisions_SBN.shape != expected:
+      raise errors.UserError(
+        f'decisions of shape {decisions_SBN.shape}: expected {expected}, one'
+        ' for each stage, image and patch.'
+      )
 
   def _log_probability(self, stage, x_BND, keep_BN, index_BN):
     """Returns log-probabilities of keeping and dropping, where learnt."""

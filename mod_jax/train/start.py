@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from mod_jax import config as config_lib
-from mod_jax.convert import trees
+from mod_jax import trees
 from mod_jax.errors import UserError
 from mod_jax.train import workdir as workdir_lib
 from mod_jax.train.checkpoints import restore_named

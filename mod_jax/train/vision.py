@@ -16,8 +16,8 @@ from mod_jax import flops
 from mod_jax import losses
 from mod_jax import parallel
 from mod_jax import routing
+from mod_jax import trees
 from mod_jax import viz
-from mod_jax.convert import trees
 from mod_jax.convert import vit as convert_vit
 from mod_jax.data import images as images_lib
 from mod_jax.layers import mod
@@ -340,8 +340,11 @@ class PruningTask(ImageTask):
     if not self.objective.needs_teacher:
       return None
     teacher = self.config.model.dense_twin()
-    init = jax.jit(teacher.build().init)
-    fresh = nn.unbox(init(jax.random.key(0), teacher.example()))
+    init = teacher.build().init
+    # Shapes will do, since nothing of it stays as it is initialised.
+    fresh = nn.unbox(
+      jax.eval_shape(lambda: init(jax.random.key(0), teacher.example()))
+    )
     params = fresh.pop('params')
     params, mutables = load_weights(
       self.objective.teacher or self.config.init,

@@ -13,8 +13,8 @@ import jax
 import numpy as np
 import pytest
 
+from mod_jax import trees
 from mod_jax.convert import files
-from mod_jax.convert import trees
 from mod_jax.convert import vit as convert
 from mod_jax.errors import UserError
 from mod_jax.layers.mod import VisionRoutingConfig

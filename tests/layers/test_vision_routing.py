@@ -298,9 +298,9 @@ class TestGradients:
 
 
 class TestPlacement:
-  def routed(self, layers=12, **changes):
-    capacities = VisionRoutingConfig(**changes).capacities(layers)
-    assert len(capacities) == layers
+  def routed(self, num_layers=12, **changes):
+    capacities = VisionRoutingConfig(**changes).capacities(num_layers)
+    assert len(capacities) == num_layers
     return [i for i, capacity in enumerate(capacities) if capacity is not None]
 
   def test_every_other_block(self):
@@ -313,7 +313,6 @@ class TestPlacement:
     assert self.routed(first=6) == [7, 9, 11]
 
   def test_a_list(self):
-    assert self.routed(layers=12) == [1, 3, 5, 7, 9, 11]
     config = VisionRoutingConfig(layers=(2, 7, 4))
     capacities = config.capacities(9)
     assert [i for i, c in enumerate(capacities) if c] == [2, 4, 7]

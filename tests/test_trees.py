@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mod_jax.convert import trees
+from mod_jax import trees
 from mod_jax.errors import UserError
 
 

@@ -1,0 +1,293 @@
+"""Adaptive computation modules: a sum of learners, as many as a token needs.
+
+Wójcik et al. 2023: `h(z, k) = Σ_{n≤k} s_n(z)`. Each learner s_n is a small
+two-layer network; a gate chooses k for each token.
+"""
+
+import dataclasses
+from typing import Literal
+
+from flax import linen as nn
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from mod_jax import config as config_lib
+from mod_jax import errors
+from mod_jax.layers import dense
+import mod_jax_kernels
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ACMConfig:
+  """Sizes of an adaptive module that takes the place of a dense one."""
+
+  inputs: int  # D, features in.
+  outputs: int  # Features out.
+  hidden: int  # F, hidden units of each learner.
+  num_learners: int = 4  # N
+  min_learners: int = 0  # Least that the gate may choose: 0 or 1.
+  gate_hidden: int = 8  # Hidden units of the gate.
+  activation: Literal['gelu', 'linear'] = 'gelu'  # Of the learners.
+  temperature: float = 0.8  # Of the gate's softmax and Gumbel-softmax.
+  dtype: Literal['float32', 'bfloat16'] = 'float32'  # Of the computation.
+
+  def __post_init__(self):
+    config_lib.validate(self)
+    errors.require_positive(
+      self,
+      *('inputs', 'outputs', 'hidden', 'num_learners', 'gate_hidden'),
+      'temperature',
+    )
+    if not 0 <= self.min_learners <= min(1, self.num_learners):
+      raise errors.UserError(
+        f'min_learners={self.min_learners}: expected 0 or 1.'
+      )
+
+  @property
+  def num_choices(self) -> int:
+    """How many numbers of learners the gate chooses among."""
+    return self.num_learners + 1 - self.min_learners
+
+  @property
+  def learner_flops(self) -> int:
+    """FLOPs of one learner on one token."""
+    return 2 * self.hidden * (self.inputs + self.outputs)
+
+  @property
+  def gate_flops(self) -> int:
+    """FLOPs of the gate on one token."""
+    return 2 * self.gate_hidden * (self.inputs + self.num_choices)
+
+
+def ffn_config(width: int, hidden: int, **kwargs) -> ACMConfig:
+  """Returns an adaptive FFN of the dense one's cost; it may choose none.
+
+  Args:
+    width: features in and out.
+    hidden: hidden units of the dense FFN.
+    **kwargs: other fields of `ACMConfig`.
+
+  Raises:
+    UserError: the hidden units do not divide among the learners.
+  """
+  learners = kwargs.get('num_learners', ACMConfig.num_learners)
+  if hidden % learners:
+    raise errors.UserError(
+      f'num_learners={learners} does not divide the {hidden} hidden units of an'
+      ' FFN: choose another number.'
+    )
+  sizes = {'inputs': width, 'outputs': width, 'hidden': hidden // learners}
+  return _with_gate(ACMConfig(**{**sizes, 'min_learners': 0, **kwargs}))
+
+
+def projection_config(inputs: int, outputs: int, **kwargs) -> ACMConfig:
+  """Returns an adaptive projection of the dense one's cost; at least one runs.
+
+  Args:
+    inputs: features in.
+    outputs: features out.
+    **kwargs: other fields of `ACMConfig`.
+  """
+  learners = kwargs.get('num_learners', ACMConfig.num_learners)
+  # A dense map has inputs · outputs + outputs parameters; a learner
+  # F · (inputs + outputs) + F.
+  hidden = round(
+    (inputs * outputs + outputs) / ((inputs + outputs + 1) * learners)
+  )
+  if hidden < 1:
+    raise errors.UserError(
+      f'num_learners={learners} leaves no hidden unit to the learners of a'
+      f' projection from {inputs} to {outputs}: choose fewer.'
+    )
+  sizes = {'inputs': inputs, 'outputs': outputs, 'hidden': hidden}
+  return _with_gate(ACMConfig(**{**sizes, 'min_learners': 1, **kwargs}))
+
+
+def _with_gate(config: ACMConfig) -> ACMConfig:
+  """Sizes the gate by about one percent of what all learners cost."""
+  cost = config.num_learners * config.learner_flops / 100
+  hidden = int(cost / (2 * (config.inputs + config.num_choices)))
+  # Two at least: one unit can hardly tell the choices apart.
+  return dataclasses.replace(config, gate_hidden=max(2, hidden))
+
+
+@flax.struct.dataclass
+class Choice:
+  """What a gate chose. M choices: `min_learners`, …, N.
+
+  Attributes:
+    learners_BL: int32 number of learners of each token.
+    logits_BLM: float32 logits of the choices; None for a fixed number.
+    one_hot_BLM: the choice, with gradients of the soft one (straight-through);
+      None but in training.
+  """
+
+  learners_BL: jax.Array
+  logits_BLM: jax.Array | None = None
+  one_hot_BLM: jax.Array | None = None
+
+
+# How a module runs: `gated` runs what its gate says; `train` all learners,
+# weighed by a drawn choice that gradients reach; an integer k runs the first k;
+# `all` returns h(z, k) for every k.
+Mode = Literal['gated', 'train', 'all'] | int
+
+
+class ACM(nn.Module):
+  """Learners and their gate.
+
+  Rng streams: `params`; `gumbel` in mode `train`.
+  """
+
+  config: ACMConfig
+  mode: Mode = 'gated'
+
+  def setup(self):
+    config = self.config
+    learners, hidden = config.num_learners, config.hidden
+
+    def stacked(name, inputs, outputs, axes, scale):
+      # The fan-in is that of one learner.
+      init = nn.initializers.variance_scaling(
+        scale, 'fan_in', 'truncated_normal', in_axis=1, out_axis=2, batch_axis=0
+      )
+      return self.param(
+        name,
+        nn.with_logical_partitioning(init, axes),
+        (learners, inputs, outputs),
+      )
+
+    self.up_NDF = stacked(
+      'up', config.inputs, hidden, ('replicated', 'embed', 'mlp'), 1.0
+    )
+    # The learners' sum has the variance of one dense layer's output.
+    self.down_NFD = stacked(
+      *('down', hidden, config.outputs, ('replicated', 'mlp', 'embed')),
+      1.0 / learners,
+    )
+    self.bias_NF = self.param(
+      'bias',
+      nn.with_logical_partitioning(
+        nn.initializers.zeros, ('replicated', 'mlp')
+      ),
+      (learners, hidden),
+    )
+    self.gate = Gate(config)
+
+  def __call__(self, z_BLD: jax.Array) -> tuple[jax.Array, Choice]:
+    """Returns y_BLD and the choice; in mode `all` y_KBLD for k = 0, …, N."""
+    config, mode = self.config, self.mode
+    if isinstance(mode, int):
+      self._check(mode)
+      learners_BL = jnp.full(z_BLD.shape[:2], mode, jnp.int32)
+      return self._first(z_BLD, mode), Choice(learners_BL)
+    logits_BLM = self.gate(z_BLD)
+    chosen_BL = config.min_learners + logits_BLM.argmax(axis=-1)
+    choice = Choice(chosen_BL.astype(jnp.int32), logits_BLM)
+    match mode:
+      case 'all':
+        each_NBLD = self._each(z_BLD)
+        zero_1BLD = jnp.zeros_like(each_NBLD[:1])
+        sums_NBLD = jnp.cumsum(each_NBLD, axis=0)
+        return jnp.concatenate([zero_1BLD, sums_NBLD]), choice
+      case 'train':
+        noise = jax.random.gumbel(self.make_rng('gumbel'), logits_BLM.shape)
+        soft_BLM = jax.nn.softmax((logits_BLM + noise) / config.temperature)
+        hard_BLM = jax.nn.one_hot(soft_BLM.argmax(axis=-1), config.num_choices)
+        # In this order, for it must be 0 or 1 exactly.
+        one_hot_BLM = hard_BLM + (soft_BLM - jax.lax.stop_gradient(soft_BLM))
+        choice = choice.replace(
+          learners_BL=config.min_learners
+          + soft_BLM.argmax(axis=-1).astype(jnp.int32),
+          one_hot_BLM=one_hot_BLM,
+        )
+        runs_BLN = runs(one_hot_BLM, config)
+        each_NBLD = self._each(z_BLD)
+        y_BLD = jnp.einsum(
+          'NBLD,BLN->BLD', each_NBLD, runs_BLN.astype(each_NBLD.dtype)
+        )
+        return y_BLD, choice
+    batch, length, width = z_BLD.shape
+    y_TD = mod_jax_kernels.acm_mlp(
+      z_BLD.reshape(-1, width).astype(config.dtype),
+      self.up_NDF.astype(config.dtype),
+      self.bias_NF.astype(config.dtype),
+      self.down_NFD.astype(config.dtype),
+      choice.learners_BL.reshape(-1),
+      activation=config.activation,
+    )
+    return y_TD.reshape(batch, length, config.outputs), choice
+
+  def _check(self, learners: int) -> None:
+    most = self.config.num_learners
+    if not 0 <= learners <= most:
+      raise errors.UserError(
+        f'{learners} learners asked for: expected 0 to {most}.'
+      )
+
+  def _each(self, z_BLD):
+    """Returns what each learner adds, y_NBLD."""
+    config = self.config
+    z_BLD = z_BLD.astype(config.dtype)
+    hidden_NBLF = jnp.einsum(
+      'BLD,NDF->NBLF', z_BLD, self.up_NDF.astype(config.dtype)
+    )
+    hidden_NBLF += self.bias_NF[:, None, None].astype(config.dtype)
+    if config.activation == 'gelu':
+      hidden_NBLF = nn.gelu(hidden_NBLF, approximate=False)
+    return jnp.einsum(
+      'NBLF,NFD->NBLD', hidden_NBLF, self.down_NFD.astype(config.dtype)
+    )
+
+  def _first(self, z_BLD, learners):
+    """Returns the sum of the first learners: two plain products."""
+    config = self.config
+    z_BLD = z_BLD.astype(config.dtype)
+    if not learners:
+      return jnp.zeros((*z_BLD.shape[:2], config.outputs), config.dtype)
+    hidden_BLNF = jnp.einsum(
+      'BLD,NDF->BLNF', z_BLD, self.up_NDF[:learners].astype(config.dtype)
+    )
+    hidden_BLNF += self.bias_NF[:learners].astype(config.dtype)
+    if config.activation == 'gelu':
+      hidden_BLNF = nn.gelu(hidden_BLNF, approximate=False)
+    return jnp.einsum(
+      'BLNF,NFD->BLD',
+      hidden_BLNF,
+      self.down_NFD[:learners].astype(config.dtype),
+    )
+
+
+class Gate(nn.Module):
+  """Logits of how many learners a token needs; two layers, in float32."""
+
+  config: ACMConfig
+
+  @nn.compact
+  def __call__(self, z_BLD: jax.Array) -> jax.Array:
+    def linear(features, name):
+      return dense.linear(
+        (features,), ('replicated', 'replicated'), bias=True, name=name
+      )
+
+    hidden_BLF = linear(self.config.gate_hidden, 'hidden')(
+      z_BLD.astype(jnp.float32)
+    )
+    hidden_BLF = nn.gelu(hidden_BLF, approximate=False)
+    return linear(self.config.num_choices, 'logits')(hidden_BLF)
+
+
+def runs(choice_BLM: jax.Array, config: ACMConfig) -> jax.Array:
+  """Returns runs_BLN: the weight of each learner, Σ_{k≥n} ν_k.
+
+  Args:
+    choice_BLM: weights of the choices, one-hot or soft.
+    config: of the module.
+  """
+  # Learner n, counted from 1, runs wherever k >= n.
+  above_BLM = jnp.cumsum(choice_BLM[..., ::-1], axis=-1)[..., ::-1]
+  first = 1 - config.min_learners
+  if first:
+    return above_BLM[..., 1:]
+  return above_BLM

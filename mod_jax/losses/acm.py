@@ -1,0 +1,142 @@
+"""Losses of adaptive computation modules (Wójcik et al. 2023, section 3.2).
+
+Choices are a dictionary from a module's name to one-hot choices ν̂ of the number
+of learners, with straight-through gradients, `[batch, length, choices]`; costs
+give for each module what one learner costs on one token, any unit.
+"""
+
+from collections.abc import Mapping
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import optax
+
+Pair = tuple[jax.Array, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Learners:
+  """What the losses need to know of a module.
+
+  Attributes:
+    least: the smallest number of learners that the gate chooses among.
+    most: N, the largest.
+    cost: of one learner on one token.
+  """
+
+  least: int
+  most: int
+  cost: float
+
+
+def distillation(sums_KBLD: jax.Array, target_BLD: jax.Array) -> Pair:
+  """Returns squared errors of h(z, k), meaned over every k at once: Eq. 3.
+
+  Args:
+    sums_KBLD: h(z, k) for k = 0, …, N; k = 0 has no learner and is left out.
+    target_BLD: what the dense module returns; no gradient passes.
+
+  Returns:
+    (sum over images of the mean over k, tokens and features; images).
+  """
+  target_BLD = jax.lax.stop_gradient(target_BLD).astype(jnp.float32)
+  error_NBLD = jnp.square(sums_KBLD[1:].astype(jnp.float32) - target_BLD)
+  return error_NBLD.mean(axis=(0, 2, 3)).sum(), jnp.float32(len(target_BLD))
+
+
+def distances(sums_KBLD: jax.Array, target_BLD: jax.Array) -> jax.Array:
+  """Returns distance_KBL: of h(z, k) to the target, squared, over features."""
+  return jnp.mean(
+    jnp.square(sums_KBLD.astype(jnp.float32) - target_BLD), axis=-1
+  )
+
+
+def gate_labels(distance_KBL: jax.Array, tau: float) -> jax.Array:
+  """Returns label_BL: the fewest learners beyond which one more gains little.
+
+  `min{ n in 2..N : d(n-1) / d(n) < τ }`, and N if there is none. Eq. 5, whose
+  ratio is printed upside down; labels are never 0 or 1.
+
+  Args:
+    distance_KBL: d(k) for k = 0, …, N.
+    tau: τ > 1.
+  """
+  most = distance_KBL.shape[0] - 1
+  if most < 2:
+    return jnp.full(distance_KBL.shape[1:], most, jnp.int32)
+  # Not a quotient: d(n) may be 0, and then n is worth it.
+  small_NBL = distance_KBL[1:-1] < tau * distance_KBL[2:]
+  first_BL = jnp.argmax(small_NBL, axis=0)
+  label_BL = jnp.where(small_NBL.any(axis=0), first_BL + 2, most)
+  return label_BL.astype(jnp.int32)
+
+
+def gate_loss(
+  logits_BLM: jax.Array, label_BL: jax.Array, least: int, temperature: float
+) -> Pair:
+  """Returns cross-entropy of the soft choices ν against labels: Eq. 6.
+
+  Args:
+    logits_BLM: of the choices `least`, …, N.
+    label_BL: numbers of learners; those below `least` count as it.
+    least: the smallest number to choose.
+    temperature: of the softmax.
+
+  Returns:
+    (sum over images of the mean over tokens, in nats; images).
+  """
+  nats_BL = optax.softmax_cross_entropy_with_integer_labels(
+    logits_BLM / temperature, jnp.maximum(label_BL - least, 0)
+  )
+  return nats_BL.mean(axis=-1).sum(), jnp.float32(len(label_BL))
+
+
+def load_per_image(
+  choices: Mapping[str, jax.Array], modules: Mapping[str, Learners]
+) -> jax.Array:
+  """Returns the fraction of all learners' cost that each image is spent on."""
+  spent_B, most = 0.0, 0.0
+  for name, one_hot_BLM in choices.items():
+    module = modules[name]
+    count_M = jnp.arange(module.least, module.most + 1, dtype=jnp.float32)
+    learners_BL = one_hot_BLM.astype(jnp.float32) @ count_M
+    spent_B += module.cost * learners_BL.sum(axis=-1)
+    most += module.cost * module.most * learners_BL.shape[-1]
+  return spent_B / most
+
+
+def budget_loss(load_B: jax.Array, budget: float) -> jax.Array:
+  """Returns |mean load - β|, Eq. 7: over the batch, so that images may differ.
+
+  Args:
+    load_B: from `load_per_image`.
+    budget: β.
+  """
+  return jnp.abs(load_B.mean() - budget)
+
+
+def entropy_loss(choices: Mapping[str, jax.Array]) -> jax.Array:
+  """Returns minus the entropy of the choices over an image's tokens: Eq. 8.
+
+  Normalised by the log of the number of choices that each module has; the mean
+  over modules and images. Minimising it spreads choices over tokens.
+  """
+  total = 0.0
+  for one_hot_BLM in choices.values():
+    share_BM = one_hot_BLM.astype(jnp.float32).mean(axis=1)
+    # Its slope is bounded at 0, where a choice is never made.
+    nats_B = -jnp.sum(share_BM * jnp.log(share_BM + 1e-6), axis=-1)
+    total -= nats_B.mean() / jnp.log(one_hot_BLM.shape[-1])
+  return total / len(choices)
+
+
+def diversity_loss(load_B: jax.Array) -> jax.Array:
+  """Returns minus the mean difference of load between two images: Eq. 10.
+
+  The sign in print would make images alike.
+
+  Args:
+    load_B: from `load_per_image`.
+  """
+  return -jnp.mean(jnp.abs(load_B[:, None] - load_B[None]))

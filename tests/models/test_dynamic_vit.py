@@ -1,0 +1,614 @@
+"""Dropping of image tokens: masked in training, removed at inference."""
+
+import dataclasses
+import functools
+
+from flax import errors as flax_errors
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import special
+
+from mod_jax import errors
+from mod_jax import losses
+from mod_jax.layers.attention import attention_map
+from mod_jax.layers.mod import VisionRoutingConfig
+from mod_jax.layers.stem import ConvStemConfig
+from mod_jax.models import dynamic_vit
+from mod_jax.models import vit
+from mod_jax.models.dynamic_vit import DynamicViTConfig
+from mod_jax.models.dynamic_vit import PredictionHead
+from mod_jax.models.vit import ViTConfig
+
+B, N, V, D = 3, 16, 5, 8
+BACKBONE = ViTConfig(
+  image_size=16,
+  patch_size=4,
+  num_classes=V,
+  num_layers=3,
+  width=D,
+  num_heads=2,
+  mlp_dim=12,
+)
+CONFIG = DynamicViTConfig(backbone=BACKBONE, stages=(1, 2))
+SHALLOW = dataclasses.replace(BACKBONE, num_layers=2)
+LV = dataclasses.replace(
+  SHALLOW,
+  stem=ConvStemConfig(width=4),
+  residual_scale=0.5,
+  token_head=True,
+  qkv_bias=False,
+)
+# The programs are tiny: compiling them well takes longer than running them.
+quick = functools.partial(
+  jax.jit,
+  compiler_options={
+    'xla_backend_optimization_level': 0,
+    'xla_llvm_disable_expensive_passes': True,
+  },
+)
+
+
+@functools.partial(quick, static_argnums=(0, 5))
+def _apply(module, variables, images, decisions, rngs, mutable):
+  return module.apply(variables, images, decisions, rngs=rngs, mutable=mutable)
+
+
+def forward(
+  config, variables, images, decisions=None, rngs=None, mutable=False, **kwargs
+):
+  """Returns what a model does, compiled once for each setting."""
+  module = config.build(**kwargs)
+  return _apply(module, variables, images, decisions, rngs, mutable)
+
+
+def init(config):
+  """Returns variables large enough for errors, and decisions, to show."""
+  rngs = {name: jax.random.key(0) for name in ('params', 'routing')}
+  shapes = jax.eval_shape(
+    lambda: nn.unbox(config.build().init(rngs, config.example()))
+  )
+  rng = np.random.default_rng(0)
+
+  def draw(path, x):
+    name = path[-1].key
+    if name == 'var':
+      return jnp.ones(x.shape)
+    spread = 2 / np.sqrt(x.shape[0]) if name == 'kernel' else 0.3
+    return jnp.array(rng.normal(size=x.shape) * spread, x.dtype) + (
+      name == 'scale'
+    )
+
+  return jax.tree_util.tree_map_with_path(draw, shapes)
+
+
+def shallow(score, backbone=SHALLOW):
+  """One stage before the second of two blocks."""
+  return DynamicViTConfig(backbone=backbone, stages=(1,), keep=0.4, score=score)
+
+
+@pytest.fixture(scope='module')
+def images():
+  return jax.random.normal(jax.random.key(1), (B, 16, 16, 3))
+
+
+@pytest.fixture(scope='module')
+def variables():
+  return init(CONFIG)
+
+
+@pytest.fixture(scope='module')
+def pruned(variables, images):
+  return forward(CONFIG, variables, images)
+
+
+GUMBEL = {'gumbel': jax.random.key(2)}
+
+
+@pytest.fixture(scope='module')
+def drawn(variables, images):
+  """What training does with decisions of its own."""
+  return forward(CONFIG, variables, images, rngs=GUMBEL, train=True)
+
+
+def assert_agree(config, pruned, masked):
+  """What is left of the image is alike, whether masked or removed."""
+  np.testing.assert_array_equal(pruned.keep_SBN, masked.keep_SBN)
+  np.testing.assert_allclose(pruned.logits_BV, masked.logits_BV, atol=1e-5)
+  prefix = config.backbone.num_prefix
+  for row, keep_N in enumerate(np.asarray(pruned.keep_SBN[-1])):
+    left = [*range(prefix), *(prefix + np.flatnonzero(keep_N))]
+    assert pruned.features_BLD.shape[1] == len(left)
+    np.testing.assert_allclose(
+      pruned.features_BLD[row], masked.features_BLD[row, left], atol=1e-5
+    )
+
+
+class TestMaskedIsPruned:
+  """On the same kept set."""
+
+  @pytest.mark.parametrize('train', [False, True])
+  def test_predicted(self, variables, images, pruned, train):
+    masked = forward(CONFIG, variables, images, pruned.keep_SBN, train=train)
+    assert masked.features_BLD.shape == (B, 1 + N, D)
+    assert_agree(CONFIG, pruned, masked)
+    np.testing.assert_allclose(
+      pruned.probability_SBN, masked.probability_SBN, atol=1e-5
+    )
+    if not train:
+      every = forward(CONFIG, variables, images, jnp.ones((2, B, N)))
+      assert jnp.abs(every.logits_BV - pruned.logits_BV).min() > 1e-3
+
+  def test_keeping_all_is_the_backbone(self, variables, images):
+    every = forward(CONFIG, variables, images, jnp.ones((2, B, N)))
+
+    @quick
+    def dense(variables, images):
+      return CONFIG.dense_twin().build().apply(variables, images)
+
+    want = dense(variables, images)
+    np.testing.assert_allclose(every.logits_BV, want.logits_BV, atol=1e-5)
+    np.testing.assert_allclose(every.features_BLD, want.features_BLD, atol=1e-5)
+
+  @pytest.mark.parametrize(
+    'config',
+    [
+      shallow('predicted', dataclasses.replace(SHALLOW, distilled=True)),
+      shallow('predicted', LV),
+      shallow('class_attention'),
+    ],
+    ids=['distilled', 'lv_vit', 'class_attention'],
+  )
+  def test_others(self, images, config):
+    variables = init(config)
+    pruned = forward(config, variables, images)
+    masked = forward(config, variables, images, pruned.keep_SBN)
+    assert pruned.keep_SBN.sum(axis=-1).tolist() == [[6.0] * B]
+    assert_agree(config, pruned, masked)
+
+  def test_only_the_class_token_is_left(self, variables, images):
+    # No patch reaches the class token, whatever the image.
+    none = jnp.zeros((2, B, N)).at[0].set(1)
+    output = forward(CONFIG, variables, images, none)
+    params = dict(variables['params'])
+    assert jnp.isfinite(output.logits_BV).all()
+
+    @quick
+    def alone(params, images):
+      model = BACKBONE.build()
+
+      def run(model, images):
+        x_BLD = model.embed(images)
+        for layer in range(3):
+          x_BLD = x_BLD[:, :1] if layer == 2 else x_BLD
+          x_BLD, *_ = model.step(layer, x_BLD)
+        return model.classify(x_BLD)[0]
+
+      return model.apply({'params': params}, images, method=run)
+
+    np.testing.assert_allclose(
+      output.logits_BV, alone(params, images), atol=1e-5
+    )
+
+
+class TestPruned:
+  def test_keeps_so_many_and_ever_fewer(self, pruned):
+    assert CONFIG.kept == (11, 7)
+    keep_SBN = np.asarray(pruned.keep_SBN)
+    assert keep_SBN.sum(axis=-1).tolist() == [[11] * B, [7] * B]
+    assert ((keep_SBN == 0) | (keep_SBN == 1)).all()
+    # What was dropped stays dropped, and each image keeps its own.
+    assert (keep_SBN[1] <= keep_SBN[0]).all()
+    assert (keep_SBN[:, 0] != keep_SBN[:, 1]).any()
+    assert pruned.features_BLD.shape == (B, 1 + 7, D)
+
+  def test_keeps_the_likeliest(self, pruned):
+    probability_SBN = np.asarray(pruned.probability_SBN)
+    assert probability_SBN.shape == (2, B, N)
+    before_BN = np.ones((B, N), bool)
+    for probability_BN, keep_BN in zip(
+      probability_SBN, np.asarray(pruned.keep_SBN) > 0, strict=True
+    ):
+      assert (probability_BN[before_BN] > 0).all()
+      assert (probability_BN[before_BN] < 1).all()
+      assert not probability_BN[~before_BN].any()
+      for p, keep, before in zip(
+        probability_BN, keep_BN, before_BN, strict=True
+      ):
+        assert p[keep].min() > p[before & ~keep].max()
+      before_BN = keep_BN
+
+  def test_the_class_attention_of_the_block_before(self, images):
+    config = shallow('class_attention')
+    variables = init(config)
+    output, sown = forward(config, variables, images, mutable='intermediates')
+    heard = sown['intermediates']['block_0']['attention']
+    weight = attention_map(heard['queries'][0], heard['keys'][0])
+    score_BN = np.asarray(weight)[:, :, 0].mean(axis=1)[:, 1:]
+    for keep_N, score_N in zip(output.keep_SBN[0], score_BN, strict=True):
+      best = np.sort(np.argsort(-score_N)[:6])
+      assert np.flatnonzero(keep_N).tolist() == best.tolist()
+    assert output.probability_SBN is None
+
+  def test_chance(self, images):
+    config = shallow('random')
+    variables = init(config)
+    kept = []
+    for seed in (0, 0, 1):
+      rngs = {'routing': jax.random.key(seed)}
+      output = forward(config, variables, images, rngs=rngs, train=True)
+      assert output.features_BLD.shape == (B, 7, D)
+      assert output.keep_SBN.sum(axis=-1).tolist() == [[6] * B]
+      kept.append(np.asarray(output.keep_SBN[0]))
+    assert (kept[0] == kept[1]).all()
+    assert (kept[0] != kept[2]).any()
+    assert (kept[0][0] != kept[0][1]).any()
+    with pytest.raises(flax_errors.InvalidRngError, match='routing'):
+      jax.eval_shape(config.build().apply, variables, images)
+
+  def test_one_pattern_for_all_images(self, images):
+    config = shallow('static')
+    variables = init(config)
+    output = forward(config, variables, images)
+    pattern_N2 = np.asarray(variables['params']['pattern_0'])
+    odds_N = pattern_N2[:, 0] - pattern_N2[:, 1]
+    best = np.sort(np.argsort(-odds_N)[:6])
+    for keep_N in output.keep_SBN[0]:
+      assert np.flatnonzero(keep_N).tolist() == best.tolist()
+    np.testing.assert_allclose(
+      output.probability_SBN[0],
+      np.tile(special.expit(odds_N), (B, 1)),
+      atol=1e-6,
+    )
+
+  def test_squares_are_averaged(self, images):
+    config = shallow('structural')
+    assert config.kept == (4,)
+    output = forward(config, init(config), images)
+    assert output.features_BLD.shape == (B, 1 + 4, D)
+    assert output.keep_SBN.shape == (0, B, N)
+    assert output.probability_SBN is None
+
+  @pytest.mark.parametrize('side', [4, 3, 1])
+  def test_pooling(self, side):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(2, side, side, 3)).astype(np.float32)
+    half = -(-side // 2)
+    want = np.stack(
+      [
+        x[:, 2 * i : 2 * i + 2, 2 * j : 2 * j + 2].mean(axis=(1, 2))
+        for i, j in np.ndindex(half, half)
+      ],
+      axis=1,
+    )
+    out = dynamic_vit._pool(jnp.array(x.reshape(2, -1, 3)))
+    np.testing.assert_allclose(out, want, atol=1e-6)
+
+
+class TestDecisions:
+  def test_are_exact_and_multiply(self, drawn):
+    keep_SBN = np.asarray(drawn.keep_SBN)
+    assert set(np.unique(keep_SBN)) == {0, 1}
+    assert (keep_SBN[1] <= keep_SBN[0]).all()
+    assert (keep_SBN[1] < keep_SBN[0]).any()
+    # Masks, so that all tokens are there; and as many as chance has it.
+    assert drawn.features_BLD.shape == (B, 1 + N, D)
+    assert len(set(keep_SBN[0].sum(axis=-1).tolist())) > 1
+
+  def test_probabilities_are_of_what_was_left(self, drawn):
+    probability_SBN = np.asarray(drawn.probability_SBN)
+    assert probability_SBN.shape == (2, B, N)
+    dropped_BN = np.asarray(drawn.keep_SBN[0]) == 0
+    assert not probability_SBN[1][dropped_BN].any()
+    assert (probability_SBN[1][~dropped_BN] > 0).all()
+
+  def test_are_given_again(self, variables, images, drawn):
+    again = forward(CONFIG, variables, images, drawn.keep_SBN)
+    np.testing.assert_array_equal(again.keep_SBN, drawn.keep_SBN)
+    np.testing.assert_allclose(again.logits_BV, drawn.logits_BV, atol=1e-5)
+
+  def test_a_second_chance_is_none(self, variables, images):
+    rng = np.random.default_rng(5)
+    decisions_SBN = (rng.random((2, B, N)) < 0.5).astype(np.float32)
+    output = forward(CONFIG, variables, images, jnp.array(decisions_SBN))
+    np.testing.assert_array_equal(
+      output.keep_SBN, np.cumprod(decisions_SBN, axis=0)
+    )
+
+  def test_are_drawn_by_their_odds(self):
+    config = shallow('static')
+    variables = init(config)
+    many = jnp.zeros((400, 16, 16, 3))
+    output = forward(config, variables, many, rngs=GUMBEL, train=True)
+    pattern_N2 = np.asarray(variables['params']['pattern_0']) * 1.0
+    p_N = special.expit(pattern_N2[:, 0] - pattern_N2[:, 1])
+    np.testing.assert_allclose(
+      output.keep_SBN[0].mean(axis=0), p_N, atol=5 * 0.5 / 20
+    )
+
+  def test_training_needs_its_stream(self, variables, images):
+    with pytest.raises(flax_errors.InvalidRngError, match='gumbel'):
+      jax.eval_shape(CONFIG.build(train=True).apply, variables, images)
+
+  @pytest.mark.parametrize('shape', [(1, B, N), (2, B, N + 1), (B, N)])
+  def test_of_another_shape_are_refused(self, variables, images, shape):
+    with pytest.raises(errors.UserError, match=r'expected \(2, 3, 16\)'):
+      forward(CONFIG, variables, images, jnp.ones(shape))
+
+  def test_where_there_are_none_are_refused(self, variables, images):
+    config = shallow('structural')
+    with pytest.raises(errors.UserError, match='structural.*leave out'):
+      forward(config, variables, images, jnp.ones((1, B, N)))
+
+
+class TestPredictionHead:
+  def oracle(self, params, x_BND, keep_BN):
+    def linear(i, x):
+      module = params[f'linear_{i}']
+      return x @ np.asarray(module['kernel'], np.float64) + module['bias']
+
+    def gelu(x):
+      return x * special.ndtr(x)
+
+    x = x_BND - x_BND.mean(axis=-1, keepdims=True)
+    x /= np.sqrt((x**2).mean(axis=-1, keepdims=True) + 1e-5)
+    x = gelu(linear(0, x * params['norm']['scale'] + params['norm']['bias']))
+    local, share = x[..., : D // 2], x[..., D // 2 :]
+    mean = np.stack(
+      [h[k > 0].mean(axis=0) for h, k in zip(share, keep_BN, strict=True)]
+    )
+    x = np.concatenate(
+      [local, np.repeat(mean[:, None], x.shape[1], axis=1)], axis=-1
+    )
+    x = linear(3, gelu(linear(2, gelu(linear(1, x)))))
+    return x - special.logsumexp(x, axis=-1, keepdims=True)
+
+  def test_is_the_oracle(self, variables):
+    params = variables['params']['prediction_0']
+    assert params['linear_3']['kernel'].shape == (D // 4, 2)
+    rng = np.random.default_rng(0)
+    x_BND = rng.normal(size=(B, N, D))
+    keep_BN = (rng.random((B, N)) < 0.5).astype(np.float32)
+    log_BN2 = quick(PredictionHead().apply)(
+      {'params': params}, x_BND.astype(np.float32), keep_BN
+    )
+    want = self.oracle(params, x_BND, keep_BN)
+    assert want[..., 0].std() > 0.1
+    np.testing.assert_allclose(log_BN2, want, atol=1e-4)
+    # What was dropped counts in no mean, but is told its own odds.
+    every = self.oracle(params, x_BND, np.ones((B, N)))
+    assert np.abs(every - want).max() > 0.01
+
+  def test_where_none_is_kept_the_mean_is_nothing(self, variables):
+    params = variables['params']['prediction_0']
+    x_BND = jax.random.normal(jax.random.key(0), (1, N, D))
+
+    @quick
+    def run(params, x_BND, keep_BN):
+      def loss(*args):
+        log_BN2 = PredictionHead().apply({'params': args[0]}, *args[1:])
+        return log_BN2[..., 0].sum(), log_BN2
+
+      return jax.grad(loss, (0, 1), has_aux=True)(params, x_BND, keep_BN)
+
+    grads, log_BN2 = run(params, x_BND, jnp.zeros((1, N)))
+    assert jnp.isfinite(log_BN2).all()
+    assert all(jnp.isfinite(x).all() for x in jax.tree.leaves(grads))
+
+
+TARGET_BV = np.eye(V)[:B]
+
+
+def _gradient(config, collections=()):
+  """Returns a compiled function: the training loss, with a teacher's part."""
+
+  def loss(params, others, images, decisions_SBN, teacher):
+    output = config.build(train=True).apply(
+      {'params': params} | others,
+      images,
+      decisions_SBN,
+      rngs=GUMBEL,
+      mutable=list(collections),
+    )[0]
+    logits_BV, features_BLD = teacher
+    prefix = config.backbone.num_prefix
+    pairs = (
+      losses.classification_loss(output.logits_BV, TARGET_BV),
+      losses.ratio_loss(output.keep_SBN, config.targets),
+      losses.logit_distillation(output.logits_BV, logits_BV),
+      losses.token_distillation(
+        output.features_BLD[:, prefix:],
+        features_BLD[:, prefix:],
+        output.keep_SBN[-1],
+      ),
+    )
+    weights = (1, 2, 0.5, 0.5)
+    terms = (
+      weight * total / jnp.maximum(count, 1)
+      for weight, (total, count) in zip(weights, pairs, strict=True)
+    )
+    return sum(terms), output.keep_SBN
+
+  return quick(jax.value_and_grad(loss, has_aux=True))
+
+
+@pytest.fixture(scope='module')
+def teacher():
+  rng = np.random.default_rng(7)
+  return rng.normal(size=(B, V)), rng.normal(size=(B, 1 + N, D))
+
+
+@pytest.fixture(scope='module')
+def learning(teacher):
+  """Gradients where masks are drawn, at the extreme ratio of .1."""
+  config = dataclasses.replace(CONFIG, keep=0.1)
+  assert config.kept == (1, 1)
+  run = _gradient(config)
+  return lambda params, images: run(params, {}, images, None, teacher)
+
+
+def _heads(params, bias):
+  """Returns parameters whose heads are sure: bias is on keep, minus drop."""
+  heads = {}
+  for name in ('prediction_0', 'prediction_1'):
+    last = params[name]['linear_3']
+    last = last | {'bias': jnp.array([bias, -bias], jnp.float32)}
+    heads[name] = params[name] | {'linear_3': last}
+  return params | heads
+
+
+def assert_finite(tree):
+  for path, x in jax.tree_util.tree_leaves_with_path(tree):
+    assert jnp.isfinite(x).all(), jax.tree_util.keystr(path)
+
+
+class TestGradients:
+  """Through the whole loss of training; none is ever NaN."""
+
+  def test_reach_every_head(self, variables, images, learning):
+    (loss, keep_SBN), grads = learning(variables['params'], images)
+    assert 0 < keep_SBN.mean() < 1
+    assert_finite((loss, grads))
+    for name in ('prediction_0', 'prediction_1'):
+      assert all(x.any() for x in jax.tree.leaves(grads[name]))
+    assert grads['patch']['kernel'].any()
+
+  @pytest.mark.parametrize('bias', [-1e4, 1e4])
+  def test_heads_that_are_sure(self, variables, images, learning, bias):
+    params = _heads(variables['params'], bias)
+    (loss, keep_SBN), grads = learning(params, images)
+    assert keep_SBN.mean() == (bias > 0)
+    assert_finite((loss, grads))
+    assert grads['head']['kernel'].any()
+
+  def test_logits_far_apart(self, variables, images, learning):
+    params = dict(variables['params'])
+    for name in ('block_0', 'block_1', 'block_2'):
+      attention = params[name]['attention']
+      far = {
+        n: jax.tree.map(lambda x: 100 * x, attention[n])
+        for n in ('query', 'key')
+      }
+      params[name] = params[name] | {'attention': attention | far}
+    (loss, _), grads = learning(params, images)
+    assert_finite((loss, grads))
+
+  @pytest.mark.parametrize('left', ['none', 'one', 'none_at_last'])
+  def test_decisions_that_leave_nothing(self, variables, images, given, left):
+    decisions_SBN = np.zeros((2, B, N), np.float32)
+    if left == 'one':
+      decisions_SBN[:, np.arange(B), [0, 3, 15]] = 1
+    if left == 'none_at_last':
+      decisions_SBN[0] = 1
+    (loss, keep_SBN), grads = given(variables['params'], images, decisions_SBN)
+    np.testing.assert_array_equal(keep_SBN, decisions_SBN)
+    assert_finite((loss, grads))
+    assert grads['class_token'].any()
+
+  def test_lv_vit_with_nothing_left(self, images, teacher):
+    config = shallow('predicted', LV)
+    variables = init(config)
+    run = _gradient(config, ('batch_stats',))
+    others = {'batch_stats': variables['batch_stats']}
+    (loss, _), grads = run(
+      variables['params'], others, images, jnp.zeros((1, B, N)), teacher
+    )
+    assert_finite((loss, grads))
+    assert not grads['head_tokens']['kernel'].any()
+
+
+@pytest.fixture(scope='module')
+def given(teacher):
+  """Gradients where decisions are given."""
+  run = _gradient(CONFIG)
+  return lambda params, images, decisions: run(
+    params, {}, images, decisions, teacher
+  )
+
+
+class TestConfig:
+  @pytest.mark.parametrize(
+    ('size', 'kept'),
+    [
+      (224, (137, 96, 67)),
+      (384, (403, 282, 197)),
+      (112, (34, 24, 16)),
+      (160, (70, 49, 34)),
+    ],
+  )
+  def test_counts_follow_the_resolution(self, size, kept):
+    config = DynamicViTConfig(backbone=vit.deit_small(image_size=size))
+    assert config.kept == kept
+    tokens = [config.num_tokens] * 3
+    for count in kept:
+      tokens += [1 + count] * 3
+    assert list(config.tokens_per_block()) == tokens
+
+  def test_counts_are_floored_exactly(self):
+    # 0.7 · 0.7 · 100 is 48.99999999999999 in floats.
+    backbone = dataclasses.replace(BACKBONE, image_size=40)
+    config = DynamicViTConfig(backbone=backbone, stages=(1, 2))
+    assert config.kept == (70, 49)
+
+  def test_at_least_one_patch_is_left(self):
+    assert DynamicViTConfig(keep=0.1).kept == (19, 1, 1)
+
+  def test_a_fraction_for_each_stage(self):
+    config = dataclasses.replace(CONFIG, keep=(0.5, 0.25))
+    assert config.targets == (0.5, 0.25)
+    assert config.kept == (8, 4)
+    assert CONFIG.targets == pytest.approx((0.7, 0.49))
+
+  @pytest.mark.parametrize('stages', [(0,), (5,), (3, 6), (3, 6, 9)])
+  def test_any_number_of_stages(self, stages):
+    config = DynamicViTConfig(stages=stages)
+    assert len(config.kept) == len(config.targets) == len(stages)
+    tokens = config.tokens_per_block()
+    assert tokens[stages[0]] == 138
+    assert tokens[: stages[0]] == (197,) * stages[0]
+
+  def test_squares_set_their_own_targets(self):
+    config = DynamicViTConfig(score='structural')
+    assert config.kept == (49, 16, 4)
+    assert config.targets == (49 / 196, 16 / 196, 4 / 196)
+
+  def test_runs_at_another_resolution(self):
+    backbone = dataclasses.replace(SHALLOW, image_size=12)
+    config = shallow('predicted', backbone)
+    output = forward(config, init(config), jnp.ones((1, 12, 12, 3)))
+    assert config.kept == (3,)
+    assert output.features_BLD.shape == (1, 4, D)
+    with pytest.raises(
+      errors.UserError, match=r'expected \[batch, 12, 12, 3\]'
+    ):
+      forward(config, init(config), jnp.ones((1, 16, 16, 3)))
+
+  @pytest.mark.parametrize(
+    ('changes', 'message'),
+    [
+      ({'stages': ()}, r'stages=\(\): expected ascending.*0 and 2'),
+      ({'stages': (2, 1)}, r'stages=\(2, 1\): expected ascending'),
+      ({'stages': (1, 1)}, 'ascending'),
+      ({'stages': (1, 3)}, 'between 0 and 2, since the backbone has 3'),
+      ({'keep': 0.0}, r'keep=0.0: expected fractions in \(0, 1\]'),
+      ({'keep': 1.5}, 'keep=1.5'),
+      ({'keep': (0.5,)}, 'one fraction for each of the 2 stages'),
+      ({'keep': (0.5, 0.7)}, 'none larger than the one before'),
+      ({'temperature': 0.0}, 'temperature=0.0'),
+      ({'score': 'clas_attention'}, 'class_attention'),
+      ({'score': 'class_attention', 'stages': (0, 1)}, 'begin later'),
+      (
+        {
+          'backbone': dataclasses.replace(
+            BACKBONE, routing=VisionRoutingConfig()
+          )
+        },
+        'backbone.routing.*None',
+      ),
+    ],
+  )
+  def test_refuses(self, changes, message):
+    with pytest.raises(errors.UserError, match=message):
+      dataclasses.replace(CONFIG, **changes)

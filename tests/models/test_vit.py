@@ -1,0 +1,481 @@
+"""Vision transformers: what goes in, what comes out, and what is routed."""
+
+import dataclasses
+import functools
+
+from flax import errors as flax_errors
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mod_jax import errors
+from mod_jax import flops
+from mod_jax import losses
+from mod_jax.layers.mod import RoutingMode
+from mod_jax.layers.mod import VisionRoutingConfig
+from mod_jax.layers.stem import ConvStemConfig
+from mod_jax.models import vit
+from mod_jax.models.vit import ViTConfig
+
+B, V, D = 3, 5, 8
+AMOD = VisionRoutingConfig(capacity=0.4)  # 6 of 17 tokens.
+DENSE = ViTConfig(
+  image_size=16,
+  patch_size=4,
+  num_classes=V,
+  num_layers=4,
+  width=D,
+  num_heads=2,
+  mlp_dim=12,
+)
+ROUTED = dataclasses.replace(DENSE, routing=AMOD)
+LV = dataclasses.replace(
+  DENSE,
+  num_layers=1,
+  stem=ConvStemConfig(width=4),
+  residual_scale=0.5,
+  token_head=True,
+  qkv_bias=False,
+)
+# The programs are tiny: compiling them well takes longer than running them.
+quick = functools.partial(
+  jax.jit,
+  compiler_options={
+    'xla_backend_optimization_level': 0,
+    'xla_llvm_disable_expensive_passes': True,
+  },
+)
+
+
+@functools.partial(quick, static_argnums=(0, 4))
+def _apply(module, variables, images, rngs, mutable):
+  return module.apply(variables, images, rngs=rngs, mutable=mutable)
+
+
+def forward(config, variables, images, rngs=None, mutable=False, **kwargs):
+  """Returns what a model does, compiled once for each setting."""
+  return _apply(config.build(**kwargs), variables, images, rngs, mutable)
+
+
+def init(config, scale=3.0):
+  """Returns variables large enough for errors, and attention, to show."""
+  images = jnp.zeros((1, config.image_size, config.image_size, 3))
+  shapes = jax.eval_shape(
+    lambda x: nn.unbox(config.build().init(jax.random.key(0), x)), images
+  )
+  rng = np.random.default_rng(0)
+
+  def draw(path, x):
+    name = path[-1].key
+    if name == 'var':
+      return jnp.ones(x.shape)
+    spread = scale / np.sqrt(x.shape[0]) if name == 'kernel' else 0.3
+    return jnp.array(rng.normal(size=x.shape) * spread, x.dtype) + (
+      name == 'scale'
+    )
+
+  return jax.tree_util.tree_map_with_path(draw, shapes)
+
+
+@pytest.fixture(scope='module')
+def images():
+  return jax.random.normal(jax.random.key(1), (B, 16, 16, 3))
+
+
+@pytest.fixture(scope='module')
+def variables():
+  """Fits the dense model too: what it does not ask for is left alone."""
+  learned = dataclasses.replace(AMOD, score='learned')
+  return init(dataclasses.replace(DENSE, routing=learned))
+
+
+class TestEmbed:
+  @pytest.mark.parametrize('distilled', [False, True])
+  def test_patches_by_row_after_the_prefix(self, images, distilled):
+    config = dataclasses.replace(DENSE, num_layers=1, distilled=distilled)
+    variables = init(config)
+    model = config.build()
+    x_BLD = quick(lambda v, x: model.apply(v, x, method='embed'))(
+      variables, images
+    )
+    params = variables['params']
+    rows = [np.tile(params['class_token'], (B, 1))]
+    if distilled:
+      rows.append(np.tile(params['distillation_token'], (B, 1)))
+    for i, j in np.ndindex(4, 4):
+      pixels = images[:, 4 * i : 4 * i + 4, 4 * j : 4 * j + 4]
+      pixels = np.asarray(pixels).reshape(B, -1)
+      rows.append(pixels @ params['patch']['kernel'] + params['patch']['bias'])
+    want = np.stack(rows, axis=1) + params['position']
+    assert x_BLD.shape == (B, config.num_tokens, D) == (B, 17 + distilled, D)
+    np.testing.assert_allclose(x_BLD, want, atol=1e-4)
+
+  @pytest.mark.parametrize(
+    'shape', [(B, 16, 20, 3), (B, 16, 16, 1), (16, 16, 3), (B, 32, 32, 3)]
+  )
+  def test_other_shapes_are_refused(self, variables, shape):
+    message = r'images of shape .*expected \[batch, 16, 16, 3\]; resize'
+    with pytest.raises(errors.UserError, match=message):
+      jax.eval_shape(DENSE.build().apply, variables, jnp.zeros(shape))
+
+
+class TestOutput:
+  def linear(self, x, module):
+    return np.asarray(x) @ module['kernel'] + module['bias']
+
+  def test_logits_are_read_from_the_class_token(self, variables, images):
+    output = forward(DENSE, variables, images)
+    assert output.features_BLD.shape == (B, 17, D)
+    assert output.routing == ()
+    want = self.linear(output.features_BLD[:, 0], variables['params']['head'])
+    np.testing.assert_allclose(output.logits_BV, want, atol=1e-4)
+    norm = variables['params']['norm']
+    plain = (np.asarray(output.features_BLD) - norm['bias']) / norm['scale']
+    np.testing.assert_allclose(plain.mean(axis=-1), 0, atol=1e-4)
+    np.testing.assert_allclose(plain.std(axis=-1), 1, atol=1e-3)
+
+  def test_distilled_logits_are_averaged(self, images):
+    config = dataclasses.replace(DENSE, num_layers=1, distilled=True)
+    variables = init(config)
+    params, output = variables['params'], forward(config, variables, images)
+    features = output.features_BLD
+    want = self.linear(features[:, 0], params['head'])
+    want += self.linear(features[:, 1], params['head_distilled'])
+    np.testing.assert_allclose(output.logits_BV, want / 2, atol=1e-4)
+
+  def test_lv_vit_adds_half_the_largest_of_the_patches(self, images):
+    variables = init(LV)
+    params, output = variables['params'], forward(LV, variables, images)
+    features = output.features_BLD
+    assert features.shape == (B, 17, D)
+    most = self.linear(features[:, 1:], params['head_tokens']).max(axis=1)
+    want = self.linear(features[:, 0], params['head']) + 0.5 * most
+    np.testing.assert_allclose(output.logits_BV, want, atol=1e-3)
+
+  def test_lv_vit_notes_the_batch_s_statistics_in_training(self, images):
+    variables = init(LV)
+    _, after = forward(LV, variables, images, mutable='batch_stats', train=True)
+    changed = jax.tree.map(
+      lambda a, b: bool((a != b).any()),
+      after['batch_stats'],
+      variables['batch_stats'],
+    )
+    assert all(jax.tree.leaves(changed))
+    assert len(jax.tree.leaves(changed)) == 6
+
+  def test_bfloat16_gives_float32_logits(self, variables, images):
+    config = dataclasses.replace(ROUTED, dtype='bfloat16', num_layers=2)
+    output = forward(config, variables, images)
+    assert output.logits_BV.dtype == jnp.float32
+    assert output.features_BLD.dtype == jnp.bfloat16
+    (told,) = output.routing
+    assert told.score_BL.dtype == jnp.float32
+    np.testing.assert_allclose(told.score_BL.sum(axis=-1), 1, atol=1e-6)
+    shapes = jax.eval_shape(
+      config.build().init, jax.random.key(0), config.example()
+    )
+    assert {x.dtype for x in jax.tree.leaves(shapes)} == {jnp.dtype('float32')}
+
+
+class TestAttentionRouting:
+  @pytest.fixture(scope='class')
+  @staticmethod
+  def looked(variables, images):
+    return forward(ROUTED, variables, images, mutable='intermediates')
+
+  def test_scores_are_column_means_of_the_map_before(self, looked):
+    output, sown = looked
+    assert len(output.routing) == ROUTED.num_routed == 2
+    for layer, told in zip((0, 2), output.routing, strict=True):
+      heard = sown['intermediates'][f'block_{layer}']['attention']
+      (q,), (k,) = heard['queries'], heard['keys']
+      logit = np.einsum('bqhc,bshc->bhqs', q, k) / np.sqrt(D / 2)
+      weight = np.exp(logit - logit.max(axis=-1, keepdims=True))
+      weight /= weight.sum(axis=-1, keepdims=True)
+      want = weight.mean(axis=(1, 2))
+      assert want.std() > 0.02
+      np.testing.assert_allclose(told.score_BL, want, atol=1e-5)
+      np.testing.assert_allclose(told.score_BL.sum(axis=-1), 1, atol=1e-6)
+
+  def test_the_best_of_each_image_are_chosen(self, looked):
+    output, sown = looked
+    for layer, told in zip((1, 3), output.routing, strict=True):
+      for row in range(B):
+        best = np.argsort(-told.score_BL[row])[:6]
+        chosen = np.flatnonzero(told.chosen_BL[row])
+        assert chosen.tolist() == sorted(best.tolist())
+      # Attention in the routed block runs on so many tokens and no more.
+      heard = sown['intermediates'][f'block_{layer}']['attention']
+      assert heard['queries'][0].shape == (B, 6, 2, D // 2)
+
+  def test_capacity_one_is_the_dense_model(self, variables, images):
+    every = dataclasses.replace(AMOD, capacity=1.0)
+    config = dataclasses.replace(ROUTED, routing=every)
+    output = forward(config, variables, images)
+    dense = forward(DENSE, variables, images)
+    less = forward(ROUTED, variables, images, mutable='intermediates')[0]
+    np.testing.assert_allclose(output.logits_BV, dense.logits_BV, atol=2e-5)
+    assert np.abs(less.logits_BV - dense.logits_BV).max() > 0.01
+
+  def test_never_is_the_model_of_the_dense_blocks(self, variables, images):
+    output = forward(ROUTED, variables, images, mode=RoutingMode(rule='never'))
+    assert not any(told.chosen_BL.any() for told in output.routing)
+    params = variables['params']
+    two = forward(
+      dataclasses.replace(DENSE, num_layers=2),
+      {'params': params | {'block_1': params['block_2']}},
+      images,
+    )
+    np.testing.assert_allclose(output.logits_BV, two.logits_BV, atol=2e-5)
+
+  def test_causal_rules_are_refused(self, variables, images):
+    model = ROUTED.build(mode=RoutingMode(rule='router'))
+    with pytest.raises(errors.UserError, match=r"'router'.*whole image.*top_k"):
+      jax.eval_shape(model.apply, variables, images)
+
+  def test_as_many_tokens_as_published(self):
+    for capacity, k in ((0.125, 24), (0.5, 98)):
+      config = vit.deit_small(routing=VisionRoutingConfig(capacity=capacity))
+      assert config.num_tokens == 197
+      assert config.tokens_per_block() == (197, k) * 6
+
+  def test_a_learned_router_reads_the_block_s_input(self, variables, images):
+    learned = dataclasses.replace(AMOD, score='learned')
+    config = dataclasses.replace(DENSE, routing=learned, num_layers=2)
+    (told,) = forward(config, variables, images).routing
+    one = dataclasses.replace(DENSE, num_layers=1)
+
+    @quick
+    def after_block_0(variables, images):
+      return one.build().apply(
+        variables, images, method=lambda m, x: m.step(0, m.embed(x))[0]
+      )
+
+    x_BLD = np.asarray(after_block_0(variables, images))
+    want = x_BLD @ variables['params']['block_1']['router']['kernel']
+    np.testing.assert_allclose(told.score_BL, want, atol=1e-4)
+
+
+TARGET_BV = np.eye(V)[:B]
+
+
+def _loss_gradient(config, stream=None):
+  """Returns a compiled function: parameters to loss and gradients."""
+  model = config.build(train=True)
+
+  def loss(params, images):
+    rngs = None if stream is None else {stream: jax.random.key(7)}
+    output = model.apply({'params': params}, images, rngs=rngs)
+    total, count = losses.classification_loss(output.logits_BV, TARGET_BV)
+    return total / count
+
+  return quick(jax.value_and_grad(loss))
+
+
+@pytest.fixture(scope='module')
+def one_token():
+  """Gradients of a model whose second block runs on one token."""
+  least = VisionRoutingConfig(capacity=0.01)
+  config = dataclasses.replace(DENSE, num_layers=2, routing=least)
+  assert config.tokens_per_block() == (17, 1)
+  return _loss_gradient(config)
+
+
+class TestGradients:
+  @pytest.mark.parametrize(
+    'extreme', [None, 'attention', 'saturated', 'constant']
+  )
+  def test_are_finite_at_extremes(self, one_token, variables, images, extreme):
+    params = variables['params']
+    if extreme == 'attention':
+      blocks = {}
+      for name in ('block_0', 'block_1'):
+        attention = params[name]['attention']
+        far = {n: jax.tree.map(lambda x: 50 * x, attention[n]) for n in _QK}
+        blocks[name] = params[name] | {'attention': attention | far}
+      params = params | blocks
+    if extreme == 'saturated':
+      params = params | {
+        'head': jax.tree.map(lambda x: 1e4 * x, params['head'])
+      }
+    if extreme == 'constant':
+      # All tokens alike: every variance is 0, and every score ties.
+      params = params | {
+        name: jnp.zeros_like(params[name])
+        for name in ('class_token', 'position')
+      }
+      params['patch'] = jax.tree.map(jnp.zeros_like, params['patch'])
+    loss, grads = one_token(params, images)
+    assert jnp.isfinite(loss)
+    assert all(jnp.isfinite(x).all() for x in jax.tree.leaves(grads))
+    assert grads['head']['kernel'].any()
+    if extreme is None:
+      assert grads['block_0']['attention']['query']['kernel'].any()
+    if extreme == 'saturated':
+      assert loss > 1e4
+
+  @pytest.mark.parametrize('remat', ['dots', 'full'])
+  def test_are_the_same_rematerialised(self, variables, images, remat, plain):
+    config = dataclasses.replace(_DROPPING, remat=remat)
+    run = _loss_gradient(config, 'stochastic_depth')
+    jaxpr = str(run.trace(variables['params'], images).jaxpr)
+    assert 'checkpoint' in jaxpr or 'remat' in jaxpr
+    loss, grads = run(variables['params'], images)
+    np.testing.assert_allclose(loss, plain[0], rtol=1e-5)
+    jax.tree.map(
+      functools.partial(np.testing.assert_allclose, atol=1e-4, rtol=1e-3),
+      grads,
+      plain[1],
+    )
+
+
+_QK = ('query', 'key')
+_DROPPING = dataclasses.replace(ROUTED, num_layers=2, stochastic_depth=0.5)
+
+
+@pytest.fixture(scope='module')
+def plain(variables, images):
+  run = _loss_gradient(_DROPPING, 'stochastic_depth')
+  return run(variables['params'], images)
+
+
+class TestStochasticDepth:
+  def test_rises_linearly_in_training_only(self, variables):
+    config = dataclasses.replace(ROUTED, stochastic_depth=0.3)
+
+    def rates(**kwargs):
+      model = config.build(**kwargs).bind(variables)
+      return [block.drop_rate for block in model.block]
+
+    assert rates(train=True) == pytest.approx([0, 0.1, 0.2, 0.3])
+    assert rates() == [0] * 4
+
+  def test_needs_its_stream_in_training(self, variables, images):
+    with pytest.raises(flax_errors.InvalidRngError, match='stochastic_depth'):
+      jax.eval_shape(_DROPPING.build(train=True).apply, variables, images)
+    jax.eval_shape(_DROPPING.build().apply, variables, images)
+
+  def test_is_drawn_for_each_image(self, variables):
+    config = dataclasses.replace(DENSE, num_layers=2, stochastic_depth=0.5)
+    same = jnp.broadcast_to(
+      jax.random.normal(jax.random.key(3), (16, 16, 3)), (64, 16, 16, 3)
+    )
+    rngs = {'stochastic_depth': jax.random.key(4)}
+    logits = forward(config, variables, same, rngs, train=True).logits_BV
+    # Attention and MLP of one block, each dropped or kept.
+    assert len(np.unique(np.round(logits[:, 0], 3))) == 4
+    rngs = {'stochastic_depth': jax.random.key(5)}
+    other = forward(config, variables, same, rngs, train=True).logits_BV
+    assert (logits != other).any()
+
+
+class TestPositions:
+  POSITION = np.random.default_rng(0).normal(size=(2 + 16, 3)).astype('float32')
+
+  def test_the_same_grid_changes_nothing(self):
+    out = vit.resize_positions(self.POSITION, 2, 4)
+    np.testing.assert_array_equal(out, self.POSITION)
+
+  @pytest.mark.parametrize('grid', [2, 7])
+  def test_rows_stay_rows_and_the_prefix_stays(self, grid):
+    # Along the rows a ramp, along the columns nothing.
+    ramp = np.repeat(np.arange(4.0), 4)[:, None]
+    position = np.concatenate([[[50.0], [60.0]], ramp])
+    out = np.asarray(vit.resize_positions(jnp.array(position), 2, grid))
+    assert out.shape == (2 + grid**2, 1)
+    assert out[:2, 0].tolist() == [50, 60]
+    square = out[2:].reshape(grid, grid)
+    np.testing.assert_allclose(square, square[:, :1] + 0 * square, atol=1e-5)
+    assert (np.diff(square[:, 0]) > 0).all()
+    assert square.mean() == pytest.approx(1.5, abs=1e-4)
+
+  def test_constants_stay_constant(self):
+    out = vit.resize_positions(jnp.full((1 + 9, 2), 0.7), 1, 5)
+    np.testing.assert_allclose(out, 0.7, atol=1e-5)
+
+  @pytest.mark.parametrize(
+    ('length', 'prefix'), [(17, 2), (18, 1), (1, 1), (1, 2)]
+  )
+  def test_what_is_no_square_is_refused(self, length, prefix):
+    message = f'{length} position embeddings, {prefix} of them.*square'
+    with pytest.raises(errors.UserError, match=message):
+      vit.resize_positions(jnp.zeros((length, 3)), prefix, 4)
+
+
+class TestConfig:
+  @pytest.mark.parametrize(
+    ('changes', 'message'),
+    [
+      ({'image_size': 18}, 'image_size=18 .*patch_size=4: use 16 or 20'),
+      ({'image_size': 3}, 'image_size=3 .*patch_size=4: use 4'),
+      ({'num_heads': 3}, 'width=8 .*num_heads=3'),
+      ({'stochastic_depth': 1.0}, r'stochastic_depth=1.0.*\[0, 1\)'),
+      ({'stochastic_depth': -0.1}, 'stochastic_depth=-0.1'),
+      ({'num_layers': 0}, 'num_layers=0: expected.*above 0'),
+      ({'residual_scale': 0.0}, 'residual_scale=0.0'),
+      ({'dtype': 'float16'}, 'float16.*bfloat16'),
+      ({'remat': 'some'}, 'some.*dots'),
+      ({'image_size': 15, 'patch_size': 5, 'stem': ConvStemConfig()}, 'even'),
+      (
+        {'routing': VisionRoutingConfig(layers=(1, 2))},
+        'block 2 comes after block 1, which is routed itself',
+      ),
+      ({'routing': VisionRoutingConfig(layers=(9,))}, r'layers=\(9,\).*3'),
+    ],
+  )
+  def test_refuses(self, changes, message):
+    with pytest.raises(errors.UserError, match=message):
+      dataclasses.replace(DENSE, **changes)
+
+  def test_dense_twin(self):
+    assert ROUTED.dense_twin() == DENSE
+    assert DENSE.dense_twin() == DENSE
+
+  def test_isoflop_twin_is_the_first_layers_of_the_dense_model(
+    self, variables, images
+  ):
+    twin = ROUTED.isoflop_twin()
+    assert twin == dataclasses.replace(DENSE, num_layers=3)
+    assert ROUTED.isoflop_twin(2).num_layers == 2
+    assert DENSE.isoflop_twin() == DENSE
+    shapes = jax.eval_shape(
+      twin.build().init, jax.random.key(0), twin.example()
+    )
+    assert set(shapes['params']) < set(variables['params'])
+    # Refused if a shape did not fit.
+    jax.eval_shape(twin.build().apply, variables, images)
+
+  @pytest.mark.parametrize(
+    ('name', 'layers', 'width', 'heads', 'mlp'),
+    [
+      ('deit_tiny', 12, 192, 3, 768),
+      ('deit_small', 12, 384, 6, 1536),
+      ('vit_base', 12, 768, 12, 3072),
+      ('vit_large', 24, 1024, 16, 4096),
+      ('lvvit_small', 16, 384, 6, 1152),
+      ('lvvit_medium', 20, 512, 8, 1536),
+    ],
+  )
+  def test_backbones(self, name, layers, width, heads, mlp):
+    config = vit.BACKBONES[name]()
+    assert config.num_tokens == 197
+    block = config.block
+    assert (config.num_layers, config.width) == (layers, width)
+    assert (block.attention.num_heads, block.mlp.hidden) == (heads, mlp)
+    assert block.attention.head_dim == 64
+    lv = name.startswith('lvvit')
+    assert block.residual_scale == (0.5 if lv else 1.0)
+    assert block.attention.qkv_bias == (not lv)
+    assert (config.stem is not None) == config.token_head == lv
+    other = vit.BACKBONES[name](num_classes=37, image_size=384, num_layers=2)
+    assert (other.num_classes, other.num_tokens) == (37, 577)
+    assert other.num_layers == 2
+    assert other.width == width
+
+  def test_parameters_of_routing_are_beside_those_of_the_dense_twin(self):
+    assert flops.num_params(ROUTED) == flops.num_params(DENSE)
+    learned = dataclasses.replace(AMOD, score='learned')
+    config = dataclasses.replace(DENSE, routing=learned)
+    assert flops.num_params(config) == flops.num_params(DENSE) + 2 * D

@@ -1,0 +1,183 @@
+"""Studies of vision models against counting by hand."""
+
+import dataclasses
+import functools
+
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+from scipy import stats
+
+from mod_jax import flops
+from mod_jax.data.images import ImageDataConfig
+from mod_jax.layers.mod import VisionRoutingConfig
+from mod_jax.models import vit
+from mod_jax.models.dynamic_vit import DynamicViTConfig
+from mod_jax.models.vit import ViTConfig
+from mod_jax.train import vision_studies
+from mod_jax.train.experiment import ExperimentConfig
+from mod_jax.train.experiment import PruningObjective
+from mod_jax.train.tasks import make_task
+
+DENSE = ViTConfig(
+  image_size=8,
+  patch_size=4,
+  num_classes=10,
+  num_layers=3,
+  width=8,
+  num_heads=2,
+)
+TOKENS = 5
+ROUTINGS = {
+  'amod': VisionRoutingConfig(capacity=0.5),
+  # Multiplied, and in the last block: its score weighs what it adds.
+  'mod': VisionRoutingConfig(score='learned', layers=(1, 2)),
+  'gaussian': VisionRoutingConfig(score='gaussian', capacity=0.5),
+}
+
+
+@pytest.fixture(scope='module', autouse=True)
+def _compile_fast():
+  """The programs are tiny: compiling them well takes longer than they run."""
+  before = jax.config.values['jax_disable_most_optimizations']
+  jax.config.update('jax_disable_most_optimizations', True)
+  yield
+  jax.config.update('jax_disable_most_optimizations', before)
+
+
+@functools.cache
+def make(model):
+  """Returns a task and parameters, large enough to tell things apart."""
+  objective = None
+  if isinstance(model, DynamicViTConfig):
+    objective = PruningObjective(token_distillation=0.0, logit_distillation=0.0)
+  config = ExperimentConfig(
+    model=model, data=ImageDataConfig(image_size=8), objective=objective
+  )
+  rngs = {'params': jax.random.key(0), 'routing': jax.random.key(0)}
+  shapes = jax.eval_shape(lambda: model.build().init(rngs, model.example()))
+  rng = np.random.default_rng(0)
+  params = jax.tree.map(
+    lambda x: jnp.asarray(rng.normal(0.1, 0.4, x.shape), jnp.float32),
+    nn.unbox(shapes)['params'],
+  )
+  return make_task(config), params
+
+
+def routed(which):
+  return dataclasses.replace(DENSE, routing=ROUTINGS[which])
+
+
+class TestImportance:
+  @pytest.mark.parametrize('which', ['amod', 'mod'])
+  def test_each_token_left_out_by_hand(self, which, monkeypatch):
+    monkeypatch.setattr(vision_studies, '_IMAGES', 3)
+    task, params = make(routed(which))
+    batch = task.examples(3)
+    assert len(batch['label']) == 3
+    seen = {}
+
+    def scatter(importance_RN, score_RN, **kwargs):
+      seen['importance'], seen['score'] = importance_RN, score_RN
+      return plt.figure()
+
+    monkeypatch.setattr(vision_studies.viz, 'importance_scatter', scatter)
+    study = vision_studies.importance(task, params, {}, None)
+    plt.close(study.figures['importance'])
+
+    model = task.config.model.build().bind({'params': params})
+    layers = [1] if which == 'amod' else [1, 2]
+    assert list(study.metrics) == [str(layer) for layer in layers]
+    for row, layer in enumerate(layers):
+      expected, scores = by_hand(model, layer, batch)
+      found = seen['importance'][row].reshape(3, TOKENS)
+      np.testing.assert_allclose(found, expected, atol=2e-5)
+      assert np.abs(expected).max() > 1e-3
+      np.testing.assert_allclose(
+        seen['score'][row].reshape(3, TOKENS), scores, rtol=1e-4
+      )
+      correlation = study.metrics[str(layer)]
+      r, p = stats.pearsonr(expected.ravel(), scores.ravel())
+      assert correlation['pearson'] == pytest.approx(r, abs=1e-2)
+      assert correlation['pearson_p'] == pytest.approx(p, abs=1e-2)
+      assert -1 <= correlation['spearman'] <= 1
+      assert f'\n{layer:6d}' in study.text
+
+  def test_a_constant_correlates_with_nothing(self, monkeypatch):
+    monkeypatch.setattr(vision_studies, '_IMAGES', 2)
+    task, params = make(routed('amod'))
+    # A head that does not look: no token matters.
+    head = {**params['head'], 'kernel': jnp.zeros((8, 10))}
+    study = vision_studies.importance(task, params | {'head': head}, {}, None)
+    assert np.isnan(list(study.metrics['1'].values())).all()
+    assert len(study.metrics['1']) == 4
+    assert 'nan' in study.text
+    figure = study.figures['importance']
+    figure.canvas.draw()
+    plt.close(figure)
+
+  def test_scores_by_chance(self, monkeypatch):
+    monkeypatch.setattr(vision_studies, '_IMAGES', 2)
+    task, params = make(routed('gaussian'))
+    study = vision_studies.importance(task, params, {}, None)
+    assert np.isfinite(study.metrics['1']['pearson'])
+    plt.close(study.figures['importance'])
+
+
+def by_hand(model, layer, batch):
+  """Returns importance_BL and score_BL, one image and one token at a time."""
+  importance, scores = [], []
+  for image, label in zip(batch['image'], batch['label'], strict=True):
+    x_1LD, score_1L = model.embed(image[None]), None
+    for i in range(layer):
+      x_1LD, score_1L, _ = model.step(i, x_1LD, score_1L)
+    told = model.step(layer, x_1LD, score_1L)[2]
+    weights = np.asarray(told.weight_BL[0])
+
+    def loss(places, x_1LD=x_1LD, weights=weights, label=label):
+      process = model.block[layer].process
+      x_LD = np.array(x_1LD[0])
+      x_1KD = jnp.asarray(x_LD[places][None])
+      update_KD = process(x_1KD, vit.token_info(x_1KD)).update_BLD[0]
+      for place, update_D in zip(places, update_KD, strict=True):
+        x_LD[place] += weights[place] * update_D
+      y_1LD, score_1L = jnp.asarray(x_LD[None]), None
+      for i in range(layer + 1, DENSE.num_layers):
+        y_1LD, score_1L, _ = model.step(i, y_1LD, score_1L)
+      logits = model.classify(y_1LD)[0][0]
+      return -float(jax.nn.log_softmax(logits)[label])
+
+    every = list(range(TOKENS))
+    whole = loss(every)
+    importance.append(
+      [loss([n for n in every if n != j]) - whole for j in every]
+    )
+    scores.append(told.score_BL[0])
+  return np.array(importance), np.array(scores)
+
+
+@pytest.mark.parametrize(
+  'model',
+  [DENSE, routed('amod'), DynamicViTConfig(backbone=DENSE, stages=(1,))],
+  ids=['dense', 'amod', 'dynamic'],
+)
+def test_throughput(model, monkeypatch):
+  monkeypatch.setattr(vision_studies, '_BATCHES', (1, 2))
+  monkeypatch.setattr(vision_studies, '_ROUNDS', 2)
+  task, params = make(model)
+  study = vision_studies.throughput(task, params, {}, None)
+  ratio = flops.forward(model) / flops.forward(DENSE)
+  assert study.metrics['flop_ratio'] == ratio
+  assert (ratio == 1) == (model is DENSE)
+  assert list(study.metrics['batches']) == ['1', '2']
+  for told in study.metrics['batches'].values():
+    assert told['median_seconds'].keys() == {'model', 'dense twin'}
+    assert all(0 < s < 60 for s in told['median_seconds'].values())
+    low, high = told['quartiles']
+    assert low <= told['ratio'] <= high
+    assert np.isfinite([low, high]).all()
+  assert len(study.text.splitlines()) == 4
+  assert f'dense twin: {ratio:.3f}' in study.text
