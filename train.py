@@ -7,7 +7,7 @@ from ml_collections import config_flags
 from mod_jax import cli
 from mod_jax.errors import UserError
 from mod_jax.sweeps import grid
-from mod_jax.train import loop
+from mod_jax.train import phases
 from mod_jax.train.experiment import ExperimentConfig
 from mod_jax.train.tasks import make_task
 
@@ -40,7 +40,7 @@ def main(_):
     if jax.process_index() == 0:
       print(grid.table(points))
   else:
-    loop.train(config, _WORKDIR.value)
+    phases.train(config, _WORKDIR.value)
 
 
 if __name__ == '__main__':

@@ -145,10 +145,8 @@ class TestParameters:
     assert flops.num_params(config) == count
 
   def test_one_prediction_head(self):
-    three, one = DynamicViTConfig(), DynamicViTConfig(stages=(3,))
-    backbone = flops.num_params(three.backbone)
-    assert flops.num_params(one) - backbone == 241_250
-    assert flops.num_params(three) - backbone == 3 * 241_250
+    count = flops.num_params(DynamicViTConfig(stages=(3,)))
+    assert count == 22_050_664 + 241_250
 
 
 WIDE = {
@@ -194,15 +192,8 @@ class TestAgainstXla:
     )
     assert ratio == pytest.approx(1, abs=0.01)
 
-  @pytest.mark.parametrize(
-    'config',
-    [
-      ViTConfig(**WIDE, routing=amod(0.5)),
-      DynamicViTConfig(backbone=ViTConfig(**WIDE), stages=(1,)),
-    ],
-    ids=['amod', 'dynamic'],
-  )
-  def test_agrees_when_compiled(self, config):
+  def test_agrees_when_compiled(self):
+    config = ViTConfig(**WIDE, routing=amod(0.5))
     compiled = _lowered(config).compile(
       {'xla_llvm_disable_expensive_passes': True}
     )

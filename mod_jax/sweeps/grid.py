@@ -14,9 +14,8 @@ import jax
 
 from mod_jax import config as config_lib
 from mod_jax.errors import UserError
-from mod_jax.train import checkpoints as checkpoints_lib
 from mod_jax.train import loop
-from mod_jax.train import metrics as metrics_lib
+from mod_jax.train import phases
 from mod_jax.train import workdir as workdir_lib
 from mod_jax.train.experiment import ExperimentConfig
 from mod_jax.train.tasks import make_task
@@ -144,13 +143,15 @@ def run(config: ExperimentConfig, axes: Axes, workdir) -> list[Point]:
     )
   todo = _points(config, axes)
   for name, _, changed in todo:
-    workdir_lib.check(workdir / name, changed)
+    for directory, part in phases.expand(changed, workdir / name):
+      workdir_lib.check(directory, part)
   done = []
   for name, values, changed in todo:
-    metrics, diverged = _finished(workdir / name, changed), ''
+    directory, last = phases.expand(changed, workdir / name)[-1]
+    metrics, diverged = phases.finished(directory, last), ''
     if metrics is None:
       try:
-        result = loop.train(changed, workdir / name)
+        result = phases.train(changed, workdir / name)
       except loop.TrainingDiverged as error:
         metrics, diverged = {}, str(error)
         if jax.process_index() == 0:
@@ -159,7 +160,7 @@ def run(config: ExperimentConfig, axes: Axes, workdir) -> list[Point]:
         if not result.finished:
           return done
         metrics = result.metrics
-    main = make_task(changed).main_metrics(metrics)
+    main = make_task(last).main_metrics(metrics)
     done.append(
       Point(
         name=name,
@@ -201,25 +202,6 @@ def table(points: Sequence[Point]) -> str:
     ).rstrip()
     for row in rows
   )
-
-
-def _finished(workdir, config) -> dict[str, float] | None:
-  """Returns the last held-out metrics of a run that needs nothing more."""
-  if not workdir_lib.holds_run(workdir):
-    return None
-  last = config.train.num_steps
-  if (
-    # Another evaluation may be wanted now than then.
-    workdir_lib.read_config(workdir) != config
-    or last not in checkpoints_lib.steps(workdir_lib.checkpoints(workdir))
-    # Written when everything but the samples is.
-    or not (workdir / 'eval.json').is_file()
-  ):
-    return None
-  for line in reversed(metrics_lib.read(workdir)):
-    if line['kind'] == 'eval' and line['step'] == last:
-      return {k: v for k, v in line.items() if k not in ('step', 'kind')}
-  return None
 
 
 def _write(workdir, axes, done):

@@ -1,11 +1,13 @@
 """The whole description of a run: what `configs/*.py` build."""
 
 import dataclasses
+from typing import Literal
 
 from mod_jax import config as config_lib
 from mod_jax import errors
 from mod_jax.data.images import ImageDataConfig
 from mod_jax.data.text import TextDataConfig
+from mod_jax.models.acm import ACMModelConfig
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.models.vit import ViTConfig
@@ -105,6 +107,79 @@ class PruningObjective:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class PhaseConfig:
+  """One phase of a conversion: what it takes in place of the run's settings."""
+
+  num_steps: int  # 0 skips the phase.
+  batch_size: int
+  learning_rate: float  # At its peak; the other settings are the optimiser's.
+  warmup_steps: int = 0
+
+  def __post_init__(self):
+    config_lib.validate(self)
+    errors.require_positive(self, 'batch_size', 'learning_rate')
+    for name in ('num_steps', 'warmup_steps'):
+      if getattr(self, name) < 0:
+        raise errors.UserError(
+          f'{name}={getattr(self, name)}: expected 0 or more.'
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ACMObjective:
+  """How a dense model becomes an adaptive one: Wójcik et al. 2023, section 3.
+
+  Three phases, each a run of its own: `learners` imitate the modules that they
+  replace; `gates` learn from labels how many learners a token needs;
+  `end_to_end` trains everything for the task at the budget.
+  """
+
+  phase: Literal['all', 'learners', 'gates', 'end_to_end'] = 'all'
+  budget: float = 0.5  # β: mean share of all learners' cost.
+  tau: float = 1.2  # τ: a further learner must divide the error by so much.
+  budget_weight: float = 0.1  # α_b
+  entropy_weight: float = 0.05  # α_e
+  diversity_weight: float = 0.05  # α_d
+  # The dense model's weights, for the first two; None = those of `init`, or
+  # what the run at `init` had.
+  teacher: str | None = None
+  learners: PhaseConfig = PhaseConfig(
+    num_steps=2000, batch_size=64, learning_rate=1e-3
+  )
+  gates: PhaseConfig = PhaseConfig(
+    num_steps=1000, batch_size=64, learning_rate=1e-2
+  )
+  end_to_end: PhaseConfig = PhaseConfig(
+    num_steps=10_000, batch_size=512, learning_rate=1e-4
+  )
+
+  def __post_init__(self):
+    config_lib.validate(self)
+    if not 0 < self.budget < 1:
+      raise errors.UserError(
+        f'budget={self.budget}: expected a number between 0 and 1, the mean'
+        ' share of the learners that may run.'
+      )
+    if self.tau <= 1:
+      raise errors.UserError(f'tau={self.tau}: expected a number above 1.')
+    for name in ('budget_weight', 'entropy_weight', 'diversity_weight'):
+      if getattr(self, name) < 0:
+        raise errors.UserError(
+          f'{name}={getattr(self, name)}: expected 0 or more.'
+        )
+
+  @property
+  def phases(self) -> dict[str, PhaseConfig]:
+    """The phases in order, by name, without those skipped."""
+    named = {
+      'learners': self.learners,
+      'gates': self.gates,
+      'end_to_end': self.end_to_end,
+    }
+    return {name: p for name, p in named.items() if p.num_steps}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LogConfig:
   every: int = 10  # Steps between lines of progress.
   tensorboard: bool = True
@@ -123,10 +198,10 @@ class ExperimentConfig:
   seed: int = 0
   # Weights to start from: a workdir of ours or a checkpoint file.
   init: str | None = None
-  model: LMConfig | ViTConfig | DynamicViTConfig = LMConfig()
+  model: LMConfig | ViTConfig | DynamicViTConfig | ACMModelConfig = LMConfig()
   data: TextDataConfig | ImageDataConfig = TextDataConfig()
   # What is minimised, where the model leaves a choice; None = its defaults.
-  objective: PruningObjective | None = None
+  objective: PruningObjective | ACMObjective | None = None
   optimizer: OptimizerConfig = OptimizerConfig()
   train: TrainConfig = TrainConfig()
   evaluation: EvaluationConfig = EvaluationConfig()

@@ -41,12 +41,14 @@ class Result:
 
   Attributes:
     step: steps taken.
+    steps: how many of them in this call.
     finished: False if a signal stopped it before its last step.
     metrics: held-out metrics at the end; empty if it did not finish.
     state: the last state.
   """
 
   step: int
+  steps: int
   finished: bool
   metrics: dict[str, float]
   state: Any
@@ -167,9 +169,9 @@ class _Run:
             ' continues.',
             file=sys.stderr,
           )
-        return Result(step, False, {}, state)
+        return Result(step, step - start, False, {}, state)
       metrics = self._finish(step, state)
-      return Result(step, True, metrics, state)
+      return Result(step, step - start, True, metrics, state)
 
   def _fresh_state(self):
     return state_lib.create_state(

@@ -1,8 +1,10 @@
 """The explicit table of tasks, by the config of the model that they train."""
 
+from mod_jax.models.acm import ACMModelConfig
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.models.vit import ViTConfig
+from mod_jax.train.acm import ACMTask
 from mod_jax.train.experiment import ExperimentConfig
 from mod_jax.train.language import LanguageTask
 from mod_jax.train.task import Task
@@ -13,6 +15,7 @@ _TASKS = {
   LMConfig: LanguageTask,
   ViTConfig: ImageTask,
   DynamicViTConfig: PruningTask,
+  ACMModelConfig: ACMTask,
 }
 
 

@@ -195,9 +195,14 @@ class ImageTask(task_lib.Task):
       for name, k in (('accuracy', 1), ('top5', 5)):
         if k < logits_BV.shape[-1]:
           pairs[name] = losses.top_k_accuracy(logits_BV, label_B, k, weight_B)
-      return pairs
+      return pairs | self._more_pairs(output, weight_B, prefix)
 
     return step
+
+  def _more_pairs(self, output, weight_B, prefix) -> task_lib.Pairs:
+    """Returns further held-out pairs, of a batch evaluated as `prefix`."""
+    del output, weight_B, prefix
+    return {}
 
   def summary(self, metrics):
     columns = [c for c in ('accuracy', 'top5', 'loss') if c in metrics]
@@ -339,22 +344,11 @@ class PruningTask(ImageTask):
     del mesh
     if not self.objective.needs_teacher:
       return None
-    teacher = self.config.model.dense_twin()
-    init = teacher.build().init
-    # Shapes will do, since nothing of it stays as it is initialised.
-    fresh = nn.unbox(
-      jax.eval_shape(lambda: init(jax.random.key(0), teacher.example()))
-    )
-    params = fresh.pop('params')
-    params, mutables = load_weights(
+    return load_teacher(
       self.objective.teacher or self.config.init,
-      teacher,
-      params,
-      fresh,
+      self.config.model.dense_twin(),
       dropped=self.may_be_dropped,
-      whole=True,
     )
-    return {'params': params, **mutables}
 
   def stage(self, step):
     return 0.0
@@ -513,6 +507,31 @@ def load_weights(
   kwargs = {'new': new, 'dropped': dropped, 'describe': f'init={init}'}
   merged = trees.merge(params, trees.unflatten(source), **kwargs)
   return merged, trees.merge(mutables, statistics, **kwargs)
+
+
+def load_teacher(
+  init: str, dense: ViTConfig, *, dropped: tuple[str, ...] = ()
+) -> dict[str, Any]:
+  """Returns the variables of a dense model that is not trained further.
+
+  Args:
+    init: a run's workdir, or a checkpoint file.
+    dense: config of the model.
+    dropped: names that only the run may have, as regular expressions.
+
+  Raises:
+    UserError: no such weights, or not all of a model's.
+  """
+  module_init = dense.build().init
+  # Shapes will do, since nothing of it stays as it is initialised.
+  fresh = nn.unbox(
+    jax.eval_shape(lambda: module_init(jax.random.key(0), dense.example()))
+  )
+  params = fresh.pop('params')
+  params, mutables = load_weights(
+    init, dense, params, fresh, dropped=dropped, whole=True
+  )
+  return {'params': params, **mutables}
 
 
 def _fit(source, fresh, dense: ViTConfig, init: str, *, truncate: bool):

@@ -27,16 +27,16 @@ BACKBONE = ViTConfig(
   image_size=16,
   patch_size=4,
   num_classes=V,
-  num_layers=3,
+  num_layers=2,
   width=D,
   num_heads=2,
   mlp_dim=12,
 )
-CONFIG = DynamicViTConfig(backbone=BACKBONE, stages=(1, 2))
-SHALLOW = dataclasses.replace(BACKBONE, num_layers=2)
+CONFIG = DynamicViTConfig(backbone=BACKBONE, stages=(0, 1))
+SHALLOW = dataclasses.replace(BACKBONE, num_layers=1)
 LV = dataclasses.replace(
   SHALLOW,
-  stem=ConvStemConfig(width=4),
+  stem=ConvStemConfig(width=4, depth=1),
   residual_scale=0.5,
   token_head=True,
   qkv_bias=False,
@@ -85,8 +85,13 @@ def init(config):
 
 
 def shallow(score, backbone=SHALLOW):
-  """One stage before the second of two blocks."""
-  return DynamicViTConfig(backbone=backbone, stages=(1,), keep=0.4, score=score)
+  """One stage, before the last block."""
+  return DynamicViTConfig(
+    backbone=backbone,
+    stages=(backbone.num_layers - 1,),
+    keep=0.4,
+    score=score,
+  )
 
 
 @pytest.fixture(scope='module')
@@ -157,7 +162,7 @@ class TestMaskedIsPruned:
     [
       shallow('predicted', dataclasses.replace(SHALLOW, distilled=True)),
       shallow('predicted', LV),
-      shallow('class_attention'),
+      shallow('class_attention', BACKBONE),
     ],
     ids=['distilled', 'lv_vit', 'class_attention'],
   )
@@ -181,8 +186,8 @@ class TestMaskedIsPruned:
 
       def run(model, images):
         x_BLD = model.embed(images)
-        for layer in range(3):
-          x_BLD = x_BLD[:, :1] if layer == 2 else x_BLD
+        for layer in range(2):
+          x_BLD = x_BLD[:, :1] if layer == 1 else x_BLD
           x_BLD, *_ = model.step(layer, x_BLD)
         return model.classify(x_BLD)[0]
 
@@ -221,7 +226,7 @@ class TestPruned:
       before_BN = keep_BN
 
   def test_the_class_attention_of_the_block_before(self, images):
-    config = shallow('class_attention')
+    config = shallow('class_attention', BACKBONE)
     variables = init(config)
     output, sown = forward(config, variables, images, mutable='intermediates')
     heard = sown['intermediates']['block_0']['attention']
@@ -344,6 +349,15 @@ class TestDecisions:
 
 
 class TestPredictionHead:
+  @staticmethod
+  @quick
+  def run(params, x_BND, keep_BN):
+    def loss(params, x_BND, keep_BN):
+      log_BN2 = PredictionHead().apply({'params': params}, x_BND, keep_BN)
+      return log_BN2[..., 0].sum(), log_BN2
+
+    return jax.grad(loss, (0, 1, 2), has_aux=True)(params, x_BND, keep_BN)
+
   def oracle(self, params, x_BND, keep_BN):
     def linear(i, x):
       module = params[f'linear_{i}']
@@ -371,9 +385,7 @@ class TestPredictionHead:
     rng = np.random.default_rng(0)
     x_BND = rng.normal(size=(B, N, D))
     keep_BN = (rng.random((B, N)) < 0.5).astype(np.float32)
-    log_BN2 = quick(PredictionHead().apply)(
-      {'params': params}, x_BND.astype(np.float32), keep_BN
-    )
+    _, log_BN2 = self.run(params, x_BND.astype(np.float32), keep_BN)
     want = self.oracle(params, x_BND, keep_BN)
     assert want[..., 0].std() > 0.1
     np.testing.assert_allclose(log_BN2, want, atol=1e-4)
@@ -383,17 +395,10 @@ class TestPredictionHead:
 
   def test_where_none_is_kept_the_mean_is_nothing(self, variables):
     params = variables['params']['prediction_0']
-    x_BND = jax.random.normal(jax.random.key(0), (1, N, D))
-
-    @quick
-    def run(params, x_BND, keep_BN):
-      def loss(*args):
-        log_BN2 = PredictionHead().apply({'params': args[0]}, *args[1:])
-        return log_BN2[..., 0].sum(), log_BN2
-
-      return jax.grad(loss, (0, 1), has_aux=True)(params, x_BND, keep_BN)
-
-    grads, log_BN2 = run(params, x_BND, jnp.zeros((1, N)))
+    x_BND = np.random.default_rng(1).normal(size=(B, N, D))
+    grads, log_BN2 = self.run(
+      params, x_BND.astype(np.float32), np.zeros((B, N), np.float32)
+    )
     assert jnp.isfinite(log_BN2).all()
     assert all(jnp.isfinite(x).all() for x in jax.tree.leaves(grads))
 
@@ -485,7 +490,7 @@ class TestGradients:
 
   def test_logits_far_apart(self, variables, images, learning):
     params = dict(variables['params'])
-    for name in ('block_0', 'block_1', 'block_2'):
+    for name in ('block_0', 'block_1'):
       attention = params[name]['attention']
       far = {
         n: jax.tree.map(lambda x: 100 * x, attention[n])
@@ -549,7 +554,7 @@ class TestConfig:
   def test_counts_are_floored_exactly(self):
     # 0.7 · 0.7 · 100 is 48.99999999999999 in floats.
     backbone = dataclasses.replace(BACKBONE, image_size=40)
-    config = DynamicViTConfig(backbone=backbone, stages=(1, 2))
+    config = DynamicViTConfig(backbone=backbone, stages=(0, 1))
     assert config.kept == (70, 49)
 
   def test_at_least_one_patch_is_left(self):
@@ -588,10 +593,10 @@ class TestConfig:
   @pytest.mark.parametrize(
     ('changes', 'message'),
     [
-      ({'stages': ()}, r'stages=\(\): expected ascending.*0 and 2'),
+      ({'stages': ()}, r'stages=\(\): expected ascending.*0 and 1'),
       ({'stages': (2, 1)}, r'stages=\(2, 1\): expected ascending'),
       ({'stages': (1, 1)}, 'ascending'),
-      ({'stages': (1, 3)}, 'between 0 and 2, since the backbone has 3'),
+      ({'stages': (1, 3)}, 'between 0 and 1, since the backbone has 2'),
       ({'keep': 0.0}, r'keep=0.0: expected fractions in \(0, 1\]'),
       ({'keep': 1.5}, 'keep=1.5'),
       ({'keep': (0.5,)}, 'one fraction for each of the 2 stages'),

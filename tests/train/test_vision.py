@@ -55,6 +55,9 @@ MOD = dataclasses.replace(
   DENSE, routing=VisionRoutingConfig(score='learned', router_std=1.0)
 )
 DYNAMIC = DynamicViTConfig(backbone=DENSE, stages=(0, 1), keep=0.7)
+SHALLOW = DynamicViTConfig(
+  backbone=dataclasses.replace(DENSE, num_layers=1), stages=(0,)
+)
 HELD_OUT = 355  # Of the digits: 5 batches of 71, without padding.
 ALONE = PruningObjective(token_distillation=0.0, logit_distillation=0.0)
 
@@ -238,7 +241,8 @@ def pruning(model=DYNAMIC, teacher=True, **objective):
 def pruned(task, with_teacher=True, gradients=False):
   """Returns loss, pairs, the student's output, the teacher's, gradients."""
   params, mutables = init(task)
-  teacher, _ = init(make(), seed=1)
+  dense = task.config.model.dense_twin()
+  teacher, _ = _init(dense, seed=1)
   batch, rng = random_batch(), jax.random.key(0)
 
   def loss(params, frozen):
@@ -256,7 +260,7 @@ def pruned(task, with_teacher=True, gradients=False):
     output, _ = task._forward(params, mutables, batch['image'], rng, 0.0)
     taught = None
     if with_teacher:
-      taught = DENSE.build().apply(frozen, batch['image'])
+      taught = dense.build().apply(frozen, batch['image'])
     return total, pairs, output, taught, grads
 
   return jax.device_get(
@@ -317,11 +321,11 @@ class TestPruningLoss:
     )
 
   def test_without_a_teacher(self):
-    task = pruning(teacher=False)
+    task = pruning(SHALLOW, teacher=False)
     assert not task.objective.needs_teacher
     assert task.frozen(None) is None
     loss, pairs, *_ = pruned(task, with_teacher=False)
-    assert pairs.keys() == {'loss', 'ratio', 'kept_0', 'kept_1'}
+    assert pairs.keys() == {'loss', 'ratio', 'kept_0'}
     means = {k: total / count for k, (total, count) in pairs.items()}
     assert loss == pytest.approx(means['loss'] + 2 * means['ratio'], rel=1e-5)
 
@@ -354,7 +358,7 @@ class TestPruningLoss:
     assert pairs['kept_0'] == (4 * model.kept[0], 64)
 
   def test_pooled_patches_have_no_counterparts(self):
-    model = dataclasses.replace(DYNAMIC, score='structural', stages=(1,))
+    model = dataclasses.replace(SHALLOW, score='structural')
     _, pairs, *_ = pruned(pruning(model, **self.WEIGHTS))
     assert pairs.keys() == {'loss', 'logit_distillation'}
 
@@ -713,14 +717,11 @@ class TestTeacher:
       workdir,
       model=model,
       **{
-        # Nothing moves before the last step.
-        'optimizer.rules': (('.', 1.0, 9),),
-        'train.num_steps': 10,
         'evaluation.final_batches': 1,
       },
     )
     monkeypatch.setattr(loop, 'make_task', lambda config: task)
-    result = loop.train(task.config, tmp_path, max_steps=1)
+    result = loop.train(task.config, tmp_path, max_steps=0)
     params = result.state.params
     flat = trees.flatten(params)
     assert sum(x.size for x in flat.values()) == flops.num_params(model)
@@ -730,15 +731,12 @@ class TestTeacher:
     assert trees.flatten(saved).keys() == flat.keys()
     assert mutables == {}
 
-    first, step = metrics_lib.read(tmp_path)
+    (first,) = metrics_lib.read(tmp_path)
     # Straight after adaptation.
     assert (first.pop('step'), first.pop('kind')) == (0, 'eval')
     expected = task.evaluate(params, {}, one_device(), batches=1)
     assert {k: first[k] for k in expected} == pytest.approx(expected, rel=1e-6)
     assert expected['loss'] != dense['loss']
-    terms = {'ratio', 'token_distillation', 'logit_distillation'}
-    assert terms < step.keys()
-    assert 0 < step['kept_0'] < 1
 
   @pytest.mark.parametrize(
     ('change', 'pattern'),

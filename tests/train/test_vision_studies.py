@@ -35,7 +35,7 @@ ROUTINGS = {
   'amod': VisionRoutingConfig(capacity=0.5),
   # Multiplied, and in the last block: its score weighs what it adds.
   'mod': VisionRoutingConfig(score='learned', layers=(1, 2)),
-  'gaussian': VisionRoutingConfig(score='gaussian', capacity=0.5),
+  'gaussian': VisionRoutingConfig(score='gaussian', layers=(1, 2)),
 }
 
 
@@ -74,10 +74,10 @@ def routed(which):
 class TestImportance:
   @pytest.mark.parametrize('which', ['amod', 'mod'])
   def test_each_token_left_out_by_hand(self, which, monkeypatch):
-    monkeypatch.setattr(vision_studies, '_IMAGES', 3)
+    monkeypatch.setattr(vision_studies, '_IMAGES', 2)
     task, params = make(routed(which))
-    batch = task.examples(3)
-    assert len(batch['label']) == 3
+    batch = task.examples(2)
+    assert len(batch['label']) == 2
     seen = {}
 
     def scatter(importance_RN, score_RN, **kwargs):
@@ -93,11 +93,11 @@ class TestImportance:
     assert list(study.metrics) == [str(layer) for layer in layers]
     for row, layer in enumerate(layers):
       expected, scores = by_hand(model, layer, batch)
-      found = seen['importance'][row].reshape(3, TOKENS)
+      found = seen['importance'][row].reshape(2, TOKENS)
       np.testing.assert_allclose(found, expected, atol=2e-5)
       assert np.abs(expected).max() > 1e-3
       np.testing.assert_allclose(
-        seen['score'][row].reshape(3, TOKENS), scores, rtol=1e-4
+        seen['score'][row].reshape(2, TOKENS), scores, rtol=1e-4
       )
       correlation = study.metrics[str(layer)]
       r, p = stats.pearsonr(expected.ravel(), scores.ravel())
@@ -122,8 +122,18 @@ class TestImportance:
   def test_scores_by_chance(self, monkeypatch):
     monkeypatch.setattr(vision_studies, '_IMAGES', 2)
     task, params = make(routed('gaussian'))
+    # Block 1 adds nothing, so no token of it matters, whatever block 2 draws.
+    block = params['block_1']
+    silent = {
+      'attention': block['attention']
+      | {'out': jax.tree.map(jnp.zeros_like, block['attention']['out'])},
+      'mlp': block['mlp']
+      | {'down': jax.tree.map(jnp.zeros_like, block['mlp']['down'])},
+    }
+    params = params | {'block_1': block | silent}
     study = vision_studies.importance(task, params, {}, None)
-    assert np.isfinite(study.metrics['1']['pearson'])
+    assert np.isnan(study.metrics['1']['pearson'])
+    assert np.isfinite(study.metrics['2']['pearson'])
     plt.close(study.figures['importance'])
 
 
@@ -161,8 +171,8 @@ def by_hand(model, layer, batch):
 
 @pytest.mark.parametrize(
   'model',
-  [DENSE, routed('amod'), DynamicViTConfig(backbone=DENSE, stages=(1,))],
-  ids=['dense', 'amod', 'dynamic'],
+  [routed('amod'), DynamicViTConfig(backbone=DENSE, stages=(1,))],
+  ids=['amod', 'dynamic'],
 )
 def test_throughput(model, monkeypatch):
   monkeypatch.setattr(vision_studies, '_BATCHES', (1, 2))
@@ -171,7 +181,7 @@ def test_throughput(model, monkeypatch):
   study = vision_studies.throughput(task, params, {}, None)
   ratio = flops.forward(model) / flops.forward(DENSE)
   assert study.metrics['flop_ratio'] == ratio
-  assert (ratio == 1) == (model is DENSE)
+  assert ratio < 1
   assert list(study.metrics['batches']) == ['1', '2']
   for told in study.metrics['batches'].values():
     assert told['median_seconds'].keys() == {'model', 'dense twin'}

@@ -1,0 +1,135 @@
+"""Time of one adaptive layer against the mean number of learners.
+
+    python benchmarks/acm_layer.py
+
+An FFN of ViT-B, 768 -> 3072 -> 768, on 128 images of 197 tokens, four learners.
+The gate runs, and then choices drawn at random with a given mean take the place
+of its own, since untrained gates choose as they like. In one run and in turn,
+beside the static FFN and beside all learners run densely. The result stands
+beside this file as JSON. On a GPU: `--dtype=bfloat16`.
+"""
+
+from absl import app
+from absl import flags
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+import machine
+import numpy as np
+
+from mod_jax import timing
+from mod_jax.layers import acm
+from mod_jax.layers.mlp import MLP
+from mod_jax.layers.mlp import MLPConfig
+import mod_jax_kernels
+
+_WIDTH = flags.DEFINE_integer('width', 768, 'D')
+_HIDDEN = flags.DEFINE_integer('hidden', 3072, 'Of the static FFN.')
+_LEARNERS = flags.DEFINE_integer('learners', 4, 'N')
+_IMAGES = flags.DEFINE_integer('images', 128, 'B')
+_TOKENS = flags.DEFINE_integer('tokens', 197, 'L')
+_DTYPE = flags.DEFINE_enum(
+  'dtype', 'float32', ['float32', 'bfloat16'], 'Of the computation.'
+)
+_POINTS = flags.DEFINE_integer('points', 8, 'Mean numbers, from N / points.')
+_ROUNDS = flags.DEFINE_integer('rounds', 7, 'Timed calls of each.')
+_SAVE = flags.DEFINE_bool('save', True, 'Write the JSON beside this file.')
+
+
+def draw(key, mean: float, shape) -> jax.Array:
+  """Draws numbers of learners with this mean; 0 and N are then all the same.
+
+  Binomial: every number in 0..N occurs, as under a gate.
+  """
+  draws = jax.random.bernoulli(
+    key, mean / _LEARNERS.value, (_LEARNERS.value, *shape)
+  )
+  return draws.sum(axis=0, dtype=jnp.int32)
+
+
+def main(_):
+  shape = _IMAGES.value, _TOKENS.value
+  dtype = _DTYPE.value
+  key = jax.random.key(0)
+  z_BLD = jax.random.normal(key, (*shape, _WIDTH.value), dtype)
+  config = acm.ffn_config(
+    _WIDTH.value, _HIDDEN.value, num_learners=_LEARNERS.value, dtype=dtype
+  )
+  module = acm.ACM(config)
+  init = jax.jit(acm.ACM(config, 'all').init)
+  params = nn.unbox(init(key, z_BLD[:1, :2]))['params']
+  static = MLP(
+    MLPConfig(width=_WIDTH.value, hidden=_HIDDEN.value, kind='gelu', bias=True),
+    dtype,
+  )
+  static_params = nn.unbox(jax.jit(static.init)(key, z_BLD[:1, :2]))
+
+  @jax.jit
+  def adaptive(params, z_BLD, drawn_BL):
+    logits_BLM = module.apply({'params': params}, z_BLD, method=_gate)
+    # The gate's work is done, and its choice not taken.
+    chosen_BL = jnp.where(jnp.isnan(logits_BLM.sum(axis=-1)), 0, drawn_BL)
+    return mod_jax_kernels.acm_mlp(
+      z_BLD.reshape(-1, _WIDTH.value),
+      params['up'].astype(dtype),
+      params['bias'].astype(dtype),
+      params['down'].astype(dtype),
+      chosen_BL.reshape(-1),
+    )
+
+  run_static = jax.jit(static.apply)
+  every = jax.jit(
+    lambda params, z: acm.ACM(config, _LEARNERS.value).apply(
+      {'params': params}, z
+    )[0]
+  )
+  functions = {
+    'static': lambda: run_static(static_params, z_BLD).block_until_ready(),
+    'all_dense': lambda: every(params, z_BLD).block_until_ready(),
+  }
+  means = [
+    _LEARNERS.value * i / _POINTS.value for i in range(_POINTS.value + 1)
+  ]
+  drawn = {mean: draw(key, mean, shape) for mean in means}
+  for mean, drawn_BL in drawn.items():
+    functions[f'{mean:g}'] = lambda x=drawn_BL: adaptive(
+      params, z_BLD, x
+    ).block_until_ready()
+  seconds = timing.interleaved(functions, rounds=_ROUNDS.value)
+  median = timing.medians(seconds)
+  ratios = {
+    name: timing.ratio_spread(seconds, name, 'static')[0]
+    for name in functions
+    if name != 'static'
+  }
+  positive = [mean for mean in means if mean > 0]
+  times = np.array([median[f'{mean:g}'] for mean in positive])
+  real = np.array([float(drawn[mean].mean()) for mean in positive])
+  slope, intercept = np.polyfit(real, times, 1)
+  residual = times - (slope * real + intercept)
+  r_squared = 1 - residual.var() / times.var()
+  results = {
+    'settings': {
+      flag: flags.FLAGS[flag].value
+      for flag in (
+        *('width', 'hidden', 'learners', 'images', 'tokens', 'dtype'),
+        'rounds',
+      )
+    },
+    'median_seconds': median,
+    'over_static': ratios,
+    'mean_learners': dict(zip(map(str, positive), real.tolist(), strict=True)),
+    'linear_r_squared': float(r_squared),
+  }
+  if _SAVE.value:
+    machine.save(__file__, results)
+  else:
+    print(results)
+
+
+def _gate(module, z_BLD):
+  return module.gate(z_BLD)
+
+
+if __name__ == '__main__':
+  app.run(main)

@@ -1,0 +1,113 @@
+"""A dense ViT converted to adaptive computation modules, in three phases.
+
+    python train.py --config=configs/acm/vit.py:digits --workdir=runs/acm \\
+      --config.init=runs/digits --config.objective.budget=0.4
+
+Learners imitate the modules that they replace, gates learn from labels, and the
+whole is trained for the task at the budget (Wójcik et al. 2023). Phases lie in
+`phase_learners` and `phase_gates` below the workdir; the same command
+continues.
+One alone: `--config.objective.phase=gates --config.init=RUN_OF_THE_ONE_BEFORE`;
+skipped: `--config.objective.gates.num_steps=0`.
+
+Variants: '' is ViT-B on ImageNet, the paper's recipe; `ffn` its FFNs only;
+`digits` the model of `configs/vit/digits.py`, in minutes; `digits_ffn`; `tiny`
+for tests.
+"""
+
+import dataclasses
+
+from mod_jax import config as config_lib
+from mod_jax.models import vit
+from mod_jax.models.acm import FFNS
+from mod_jax.models.acm import ACMModelConfig
+from mod_jax.train.experiment import ACMObjective
+from mod_jax.train.experiment import ExperimentConfig
+from mod_jax.train.experiment import PhaseConfig
+from mod_jax.train.optimizer import OptimizerConfig
+
+# Adam: the weight decay is 0. Each phase has a learning rate of its own.
+ADAM = OptimizerConfig(
+  warmup_steps=0, beta2=0.999, weight_decay=0.0, clip_norm=1.0
+)
+
+
+def imagenet() -> ExperimentConfig:
+  """Phases of 2, 1 and 97 epochs; batches of 64, 64 and 512."""
+  recipe = config_lib.sibling(__file__, '../vit/imagenet')
+  scratch = config_lib.sibling(__file__, '../vit/scratch')
+  return ExperimentConfig(
+    name='acm_vit_base',
+    model=ACMModelConfig(backbone=vit.vit_base(dtype='bfloat16')),
+    objective=ACMObjective(
+      budget=0.6,
+      learners=PhaseConfig(
+        num_steps=recipe.num_steps(2, 64), batch_size=64, learning_rate=1e-3
+      ),
+      gates=PhaseConfig(
+        num_steps=recipe.num_steps(1, 64), batch_size=64, learning_rate=1e-2
+      ),
+      end_to_end=PhaseConfig(
+        num_steps=recipe.num_steps(97, 512), batch_size=512, learning_rate=1e-4
+      ),
+    ),
+    data=recipe.data(scratch.AUGMENT),
+    optimizer=ADAM,
+    evaluation=recipe.evaluation(20_000),
+  )
+
+
+def digits() -> ExperimentConfig:
+  """The digits' dense model, converted in minutes."""
+  recipe = config_lib.sibling(__file__, '../vit/digits')
+  return recipe.experiment(
+    'acm_digits',
+    ACMModelConfig(backbone=recipe.BACKBONE),
+    optimizer=ADAM,
+    objective=ACMObjective(
+      budget=0.4,
+      learners=PhaseConfig(num_steps=200, batch_size=64, learning_rate=3e-3),
+      gates=PhaseConfig(num_steps=60, batch_size=64, learning_rate=1e-2),
+      end_to_end=PhaseConfig(
+        num_steps=300, batch_size=64, learning_rate=1e-3, warmup_steps=20
+      ),
+    ),
+  )
+
+
+def ffn(experiment: ExperimentConfig) -> ExperimentConfig:
+  """The same with adaptive FFNs only."""
+  model = dataclasses.replace(experiment.model, replace=(FFNS,))
+  return dataclasses.replace(
+    experiment, name=f'{experiment.name}_ffn', model=model
+  )
+
+
+def tiny() -> ExperimentConfig:
+  """Seconds: the phases in eight steps each."""
+  recipe = config_lib.sibling(__file__, '../vit/digits')
+  base = digits()
+  small = recipe.tiny(
+    dataclasses.replace(base, model=base.model.backbone, objective=None)
+  )
+  phase = PhaseConfig(num_steps=8, batch_size=16, learning_rate=1e-3)
+  return dataclasses.replace(
+    small,
+    name='acm_tiny',
+    model=ACMModelConfig(backbone=small.model),
+    optimizer=ADAM,
+    objective=ACMObjective(
+      budget=0.4, learners=phase, gates=phase, end_to_end=phase
+    ),
+  )
+
+
+def get_config(variant: str = ''):
+  table = {
+    '': imagenet,
+    'ffn': lambda: ffn(imagenet()),
+    'digits': digits,
+    'digits_ffn': lambda: ffn(digits()),
+    'tiny': tiny,
+  }
+  return config_lib.to_config_dict(config_lib.choose(variant, table)())

@@ -1,0 +1,64 @@
+"""Longer looks at an adaptive model: how it bears corrupted images."""
+
+import jax
+import numpy as np
+
+from mod_jax.data import corruptions
+from mod_jax.data import images as images_lib
+from mod_jax.train.task import Study
+
+_IMAGES = 512
+_SEVERITIES = range(6)  # 0 is the clean image.
+
+
+def robustness(task, params, mutables, mesh) -> Study:
+  """Accuracy and load under corruptions of five severities.
+
+  Beside the dense model that was converted, where its weights still are. Up to
+  512 held-out images; the corruptions are those of `data.corruptions`.
+  """
+  del mesh
+  model = task.config.model
+  batch = task.examples(_IMAGES)
+  shown_BHWC = images_lib.denormalize(task.config.data, batch['image'])
+  teacher = task.teacher()
+
+  @jax.jit
+  def guess(params, mutables, teacher, images_BHWC):
+    output = model.build().apply({'params': params, **mutables}, images_BHWC)
+    dense = model.dense_twin().build().apply(teacher, images_BHWC)
+    return (
+      output.logits_BV.argmax(axis=-1),
+      dense.logits_BV.argmax(axis=-1),
+      task.load_per_token(output.choices).mean(axis=-1),
+    )
+
+  mean, std = map(np.float32, (task.config.data.mean, task.config.data.std))
+  lines = [
+    f'{"corruption":<12}{"severity":>9}{"adaptive":>10}{"dense":>8}{"load":>8}'
+  ]
+  metrics = {}
+  for kind in corruptions.CORRUPTIONS:
+    for severity in _SEVERITIES:
+      changed = corruptions.corrupt(
+        shown_BHWC, kind, severity, seed=task.config.seed
+      )
+      images_BHWC = (changed.astype(np.float32) / 255 - mean) / std
+      adaptive_B, dense_B, load_B = jax.device_get(
+        guess(params, mutables, teacher, images_BHWC)
+      )
+      found = {
+        'adaptive': float(np.mean(adaptive_B == batch['label'])),
+        'dense': float(np.mean(dense_B == batch['label'])),
+        'load': float(load_B.mean()),
+      }
+      metrics[f'{kind}/{severity}'] = found
+      lines.append(
+        f'{kind:<12}{severity:>9}{found["adaptive"]:>10.4f}'
+        f'{found["dense"]:>8.4f}{found["load"]:>8.4f}'
+      )
+  lines.append(
+    f'{len(batch["label"])} held-out images; severity 0 is none. The dense'
+    ' model is the one that was converted.'
+  )
+  return Study(text='\n'.join(lines), metrics=metrics)

@@ -1,0 +1,183 @@
+"""Runs that are made of several: each phase is a run that starts from the last.
+
+So each has the loop, the checkpoints and the metrics of any run, stops and
+resumes anywhere, and can be skipped or run alone.
+"""
+
+import dataclasses
+import pathlib
+
+from mod_jax import config as config_lib
+from mod_jax.errors import UserError
+from mod_jax.train import checkpoints as checkpoints_lib
+from mod_jax.train import loop
+from mod_jax.train import metrics as metrics_lib
+from mod_jax.train import workdir as workdir_lib
+from mod_jax.train.experiment import ACMObjective
+from mod_jax.train.experiment import ExperimentConfig
+
+_FINAL_RATE = 1e-6  # Learning rate at the end of every phase.
+# What trains in a phase; the rest is frozen.
+_RULES = {
+  'learners': (
+    ('^acm_.*/gate/', 0.0, 0),
+    ('^acm_', 1.0, 0),
+    ('.*', 0.0, 0),
+  ),
+  'gates': (('^acm_.*/gate/', 1.0, 0), ('.*', 0.0, 0)),
+  'end_to_end': (),
+}
+
+
+def expand(
+  config: ExperimentConfig, workdir
+) -> list[tuple[pathlib.Path, ExperimentConfig]]:
+  """Returns directory and config of each run that an experiment is made of.
+
+  The last lies in `workdir` itself, the phases before it in `phase_<name>`
+  below. An experiment without phases is one run.
+
+  Raises:
+    UserError: no phase is left, or none to start from.
+  """
+  workdir = workdir_lib.expand(workdir)
+  objective = config.objective
+  if not isinstance(objective, ACMObjective):
+    return [(workdir, config)]
+  phases = objective.phases
+  if objective.phase != 'all':
+    return [(workdir, _phase(config, objective.phase, _alone(config)))]
+  if not phases:
+    raise UserError(
+      'objective: all phases have num_steps=0, so there is nothing to train.'
+    )
+  if config.init is None:
+    raise UserError(
+      'init is missing: an adaptive model is made of a dense one; give its'
+      ' workdir or checkpoint by --config.init.'
+    )
+  runs, init = [], config.init
+  last = list(phases)[-1]
+  for name in phases:
+    directory = workdir if name == last else workdir / f'phase_{name}'
+    runs.append((directory, _phase(config, name, init)))
+    init = str(directory)
+  return runs
+
+
+def _alone(config: ExperimentConfig) -> str:
+  """Returns what a phase by itself starts from, which must be its predecessor.
+
+  Raises:
+    UserError: it is not.
+  """
+  objective = config.objective
+  if objective.phase not in objective.phases:
+    raise UserError(
+      f'objective.{objective.phase}.num_steps=0 skips the phase that'
+      f' objective.phase={objective.phase!r} asks for.'
+    )
+  before = list(objective.phases)
+  before = before[: before.index(objective.phase)]
+  if config.init is None:
+    raise UserError(
+      f'init is missing: phase {objective.phase!r} starts from'
+      + (f' the run of phase {before[-1]!r}.' if before else ' a dense model.')
+    )
+  if before:
+    path = workdir_lib.expand(config.init)
+    found = None
+    if workdir_lib.holds_run(path):
+      found = workdir_lib.read_config(path).objective
+    if not isinstance(found, ACMObjective) or found.phase not in before:
+      raise UserError(
+        f'init={config.init} is no run of phase {before[-1]!r}, which phase'
+        f' {objective.phase!r} starts from: train that first, or skip it by'
+        f' objective.{before[-1]}.num_steps=0.'
+      )
+  return config.init
+
+
+def _phase(config: ExperimentConfig, name: str, init: str) -> ExperimentConfig:
+  """Returns the run of one phase."""
+  phase = getattr(config.objective, name)
+  optimizer = dataclasses.replace(
+    config.optimizer,
+    learning_rate=phase.learning_rate,
+    warmup_steps=phase.warmup_steps,
+    final_fraction=min(1.0, _FINAL_RATE / phase.learning_rate),
+    rules=_RULES[name],
+  )
+  return dataclasses.replace(
+    config_lib.replace(
+      config,
+      {
+        'name': f'{config.name} {name}',
+        'objective.phase': name,
+        'objective.teacher': config.objective.teacher or _teacher(config),
+        'train.num_steps': phase.num_steps,
+        'train.batch_size': phase.batch_size,
+      },
+    ),
+    init=init,
+    optimizer=optimizer,
+  )
+
+
+def _teacher(config: ExperimentConfig) -> str:
+  """Returns where the dense weights lie that a conversion began with."""
+  path = workdir_lib.expand(config.init)
+  if workdir_lib.holds_run(path):
+    held = workdir_lib.read_config(path).objective
+    if isinstance(held, ACMObjective) and held.teacher:
+      return held.teacher
+  return config.init
+
+
+def train(
+  config: ExperimentConfig, workdir, *, max_steps: int | None = None
+) -> loop.Result:
+  """Trains, or continues, all phases; see `loop.train`.
+
+  Args:
+    config: the experiment.
+    workdir: directory of its last run.
+    max_steps: stop after so many steps of this call, over all phases.
+
+  Returns:
+    How the last run ended, or the one that was stopped.
+  """
+  *before, (last, last_run) = expand(config, workdir)
+  for directory, run in before:
+    if finished(directory, run) is not None:
+      continue
+    result = loop.train(run, directory, max_steps=max_steps)
+    if not result.finished:
+      return result
+    if max_steps is not None:
+      max_steps -= result.steps
+  return loop.train(last_run, last, max_steps=max_steps)
+
+
+def finished(workdir, config: ExperimentConfig) -> dict[str, float] | None:
+  """Returns the last held-out metrics of a run that needs nothing more.
+
+  Args:
+    workdir: directory of the run.
+    config: what it should be of.
+  """
+  if not workdir_lib.holds_run(workdir):
+    return None
+  last = config.train.num_steps
+  if (
+    # Another evaluation may be wanted now than then.
+    workdir_lib.read_config(workdir) != config
+    or last not in checkpoints_lib.steps(workdir_lib.checkpoints(workdir))
+    # Written when everything but the samples is.
+    or not (workdir / 'eval.json').is_file()
+  ):
+    return None
+  for line in reversed(metrics_lib.read(workdir)):
+    if line['kind'] == 'eval' and line['step'] == last:
+      return {k: v for k, v in line.items() if k not in ('step', 'kind')}
+  return None
