@@ -426,10 +426,10 @@ def sibling(file, name):
 
   Args:
     file: `__file__` of the one that asks.
-    name: of the other, without suffix.
+    name: of the other, without suffix; may be a relative path.
   """
-  path = pathlib.Path(file).with_name(f'{name}.py')
-  spec = importlib.util.spec_from_file_location(f'{name}_config', path)
+  path = pathlib.Path(file).parent / f'{name}.py'
+  spec = importlib.util.spec_from_file_location(f'{path.stem}_config', path)
   module = importlib.util.module_from_spec(spec)
   spec.loader.exec_module(module)
   return module

@@ -182,6 +182,11 @@ class ACM(nn.Module):
       self._check(mode)
       learners_BL = jnp.full(z_BLD.shape[:2], mode, jnp.int32)
       return self._first(z_BLD, mode), Choice(learners_BL)
+    if mode not in ('gated', 'train', 'all'):
+      raise errors.UserError(
+        f"mode={mode!r}: expected 'gated', 'train', 'all' or a number of"
+        ' learners.'
+      )
     logits_BLM = self.gate(z_BLD)
     chosen_BL = config.min_learners + logits_BLM.argmax(axis=-1)
     choice = Choice(chosen_BL.astype(jnp.int32), logits_BLM)

@@ -163,6 +163,14 @@ class VisionRoutingConfig(RoutingConfig):
   score: Literal['attention', 'learned', 'gaussian', 'stride'] = 'attention'
   keep_class_token: bool = False  # Always chosen, as one of the k.
 
+  def __post_init__(self):
+    super().__post_init__()
+    if self.score == 'learned' and self.gate == 'none':
+      raise errors.UserError(
+        "gate='none' leaves a learned router without a gradient: choose another"
+        " gate, or score='attention'."
+      )
+
   def capacities(self, num_layers: int) -> tuple[float | None, ...]:
     """As `RoutingConfig.capacities`.
 

@@ -65,8 +65,10 @@ def gate_labels(distance_KBL: jax.Array, tau: float) -> jax.Array:
   most = distance_KBL.shape[0] - 1
   if most < 2:
     return jnp.full(distance_KBL.shape[1:], most, jnp.int32)
-  # Not a quotient: d(n) may be 0, and then n is worth it.
-  small_NBL = distance_KBL[1:-1] < tau * distance_KBL[2:]
+  # Not a quotient: d(n) may be 0, and then n is worth it; but nothing is beyond
+  # d(n-1) = 0.
+  before_NBL, after_NBL = distance_KBL[1:-1], distance_KBL[2:]
+  small_NBL = (before_NBL < tau * after_NBL) | (before_NBL == 0)
   first_BL = jnp.argmax(small_NBL, axis=0)
   label_BL = jnp.where(small_NBL.any(axis=0), first_BL + 2, most)
   return label_BL.astype(jnp.int32)

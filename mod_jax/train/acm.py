@@ -322,7 +322,7 @@ class ACMTask(vision.ImageTask):
         break
     return {name: np.concatenate(parts) for name, parts in found.items()}
 
-  def pictures(self, params, mutables):
+  def _pictures(self, params, mutables):
     figures = self._error_map(params)
     if self.objective.phase == 'learners':
       return figures

@@ -5,6 +5,7 @@ import numpy as np
 
 from mod_jax.data import corruptions
 from mod_jax.data import images as images_lib
+from mod_jax.train import vision_studies
 from mod_jax.train.task import Study
 
 _IMAGES = 512
@@ -18,6 +19,11 @@ def robustness(task, params, mutables, mesh) -> Study:
   512 held-out images; the corruptions are those of `data.corruptions`.
   """
   del mesh
+  with vision_studies.one_device(params, mutables) as (params, mutables):
+    return _robustness(task, params, mutables)
+
+
+def _robustness(task, params, mutables):
   model = task.config.model
   batch = task.examples(_IMAGES)
   shown_BHWC = images_lib.denormalize(task.config.data, batch['image'])

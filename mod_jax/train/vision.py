@@ -280,6 +280,10 @@ class ImageTask(task_lib.Task):
     return shown_BHWC, labels, output, state['intermediates']
 
   def pictures(self, params, mutables):
+    with vision_studies.one_device(params, mutables) as (params, mutables):
+      return self._pictures(params, mutables)
+
+  def _pictures(self, params, mutables):
     model = self.config.model
     shown_BHWC, labels, output, seen = self._look(params, mutables)
     grid, prefix = (model.grid, model.grid), model.num_prefix
@@ -406,7 +410,7 @@ class PruningTask(ImageTask):
       teacher = 0
     return self.config.train.batch_size * (student + teacher)
 
-  def pictures(self, params, mutables):
+  def _pictures(self, params, mutables):
     model = self.config.model
     if model.score == 'structural':
       return {}

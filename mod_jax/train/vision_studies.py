@@ -1,13 +1,17 @@
 """Longer looks at a trained vision model: its speed, and what it attends to."""
 
+import contextlib
+
 from flax import linen as nn
 import jax
+from jax.experimental import multihost_utils
 import jax.numpy as jnp
 import numpy as np
 from scipy import stats
 
 from mod_jax import flops
 from mod_jax import losses
+from mod_jax import parallel
 from mod_jax import timing
 from mod_jax import viz
 from mod_jax.models import vit
@@ -18,9 +22,32 @@ _ROUNDS = 9
 _IMAGES = 16  # For the importance of tokens.
 
 
+@contextlib.contextmanager
+def one_device(*trees):
+  """Leaves the mesh for a while: a few images need not divide over it.
+
+  Args:
+    *trees: arrays that lie on the mesh.
+
+  Yields:
+    The trees, on the first device of this host.
+  """
+  if jax.process_count() > 1:
+    trees = multihost_utils.process_allgather(trees, tiled=True)
+  mesh = parallel.make_mesh(parallel.MeshConfig(), jax.local_devices()[:1])
+  everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+  with jax.set_mesh(mesh):
+    yield jax.device_put(trees, everywhere)
+
+
 def throughput(task, params, mutables, mesh) -> Study:
-  """Times the model and its dense twin by batch size, in turn."""
+  """Times the model and its dense twin by batch size, in turn, on a device."""
   del mesh
+  with one_device(params, mutables) as (params, mutables):
+    return _throughput(task, params, mutables)
+
+
+def _throughput(task, params, mutables) -> Study:
   model = task.config.model
   configs = {'model': model, 'dense twin': model.dense_twin()}
   key = jax.random.key(0)
@@ -28,7 +55,7 @@ def throughput(task, params, mutables, mesh) -> Study:
   variables = {
     'model': {'params': params, **mutables},
     'dense twin': nn.unbox(
-      configs['dense twin'].build().init(key, model.example())
+      jax.jit(configs['dense twin'].build().init)(key, model.example())
     ),
   }
   ratio = flops.forward(model) / flops.forward(configs['dense twin'])
@@ -90,6 +117,11 @@ def importance(task, params, mutables, mesh) -> Study:
   and images (A-MoD, Gadhikar et al. 2024, section 4).
   """
   del mesh
+  with one_device(params, mutables) as (params, mutables):
+    return _importance(task, params, mutables)
+
+
+def _importance(task, params, mutables) -> Study:
   model = task.config.model
   batch = task.examples(_IMAGES)
   layers = [i for i, c in enumerate(model.capacities) if c is not None]

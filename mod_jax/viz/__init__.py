@@ -5,6 +5,10 @@ All figures are made without pyplot, so they share no state with a notebook or
 with another thread; `save` writes them.
 """
 
+from mod_jax.viz.adaptive import compute_extremes
+from mod_jax.viz.adaptive import compute_histogram
+from mod_jax.viz.adaptive import error_by_learners
+from mod_jax.viz.adaptive import loss_effects
 from mod_jax.viz.curves import loss_curves
 from mod_jax.viz.files import save
 from mod_jax.viz.glyphs import display_piece
@@ -26,11 +30,15 @@ __all__ = (
   'RuleStyle',
   'accuracy_flops',
   'attention_maps',
+  'compute_extremes',
+  'compute_histogram',
   'display_piece',
+  'error_by_learners',
   'importance_scatter',
   'keep_probability',
   'load_map',
   'loss_curves',
+  'loss_effects',
   'patch_maps',
   'routing_map',
   'rule_style',

@@ -259,8 +259,9 @@ class TestSelection:
 class TestGradients:
   """NaN-free, and as far as they should reach."""
 
-  @pytest.mark.parametrize('score', ['attention', 'learned'])
-  @pytest.mark.parametrize('capacity', [CAPACITY, 0.01])
+  @pytest.mark.parametrize(
+    ('capacity', 'score'), [(0.01, 'attention'), (CAPACITY, 'learned')]
+  )
   def test_are_finite(self, params, x_BLD, info, score_BL, capacity, score):
     block = make(capacity, score=score)
 

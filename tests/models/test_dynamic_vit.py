@@ -109,6 +109,20 @@ def pruned(variables, images):
   return forward(CONFIG, variables, images)
 
 
+# With a second token before the patches, which is no patch.
+DISTILLED = shallow(
+  'class_attention', dataclasses.replace(BACKBONE, distilled=True)
+)
+
+
+@pytest.fixture(scope='module')
+def attended(images):
+  variables = init(DISTILLED)
+  return variables, *forward(
+    DISTILLED, variables, images, mutable='intermediates'
+  )
+
+
 GUMBEL = {'gumbel': jax.random.key(2)}
 
 
@@ -134,20 +148,20 @@ def assert_agree(config, pruned, masked):
 class TestMaskedIsPruned:
   """On the same kept set."""
 
-  @pytest.mark.parametrize('train', [False, True])
-  def test_predicted(self, variables, images, pruned, train):
-    masked = forward(CONFIG, variables, images, pruned.keep_SBN, train=train)
+  def test_predicted(self, variables, images, pruned):
+    masked = forward(CONFIG, variables, images, pruned.keep_SBN, train=True)
     assert masked.features_BLD.shape == (B, 1 + N, D)
     assert_agree(CONFIG, pruned, masked)
     np.testing.assert_allclose(
       pruned.probability_SBN, masked.probability_SBN, atol=1e-5
     )
-    if not train:
-      every = forward(CONFIG, variables, images, jnp.ones((2, B, N)))
-      assert jnp.abs(every.logits_BV - pruned.logits_BV).min() > 1e-3
+    every = jnp.ones((2, B, N))
+    every = forward(CONFIG, variables, images, every, train=True)
+    assert jnp.abs(every.logits_BV - pruned.logits_BV).min() > 1e-3
 
   def test_keeping_all_is_the_backbone(self, variables, images):
-    every = forward(CONFIG, variables, images, jnp.ones((2, B, N)))
+    every = jnp.ones((2, B, N))
+    every = forward(CONFIG, variables, images, every, train=True)
 
     @quick
     def dense(variables, images):
@@ -157,26 +171,24 @@ class TestMaskedIsPruned:
     np.testing.assert_allclose(every.logits_BV, want.logits_BV, atol=1e-5)
     np.testing.assert_allclose(every.features_BLD, want.features_BLD, atol=1e-5)
 
-  @pytest.mark.parametrize(
-    'config',
-    [
-      shallow('predicted', dataclasses.replace(SHALLOW, distilled=True)),
-      shallow('predicted', LV),
-      shallow('class_attention', BACKBONE),
-    ],
-    ids=['distilled', 'lv_vit', 'class_attention'],
-  )
-  def test_others(self, images, config):
+  def test_lv_vit(self, images):
+    config = shallow('predicted', LV)
     variables = init(config)
     pruned = forward(config, variables, images)
     masked = forward(config, variables, images, pruned.keep_SBN)
     assert pruned.keep_SBN.sum(axis=-1).tolist() == [[6.0] * B]
     assert_agree(config, pruned, masked)
 
+  def test_distilled_by_class_attention(self, images, attended):
+    variables, pruned, _ = attended
+    masked = forward(DISTILLED, variables, images, pruned.keep_SBN)
+    assert masked.features_BLD.shape == (B, 2 + N, D)
+    assert_agree(DISTILLED, pruned, masked)
+
   def test_only_the_class_token_is_left(self, variables, images):
     # No patch reaches the class token, whatever the image.
     none = jnp.zeros((2, B, N)).at[0].set(1)
-    output = forward(CONFIG, variables, images, none)
+    output = forward(CONFIG, variables, images, none, train=True)
     params = dict(variables['params'])
     assert jnp.isfinite(output.logits_BV).all()
 
@@ -225,13 +237,11 @@ class TestPruned:
         assert p[keep].min() > p[before & ~keep].max()
       before_BN = keep_BN
 
-  def test_the_class_attention_of_the_block_before(self, images):
-    config = shallow('class_attention', BACKBONE)
-    variables = init(config)
-    output, sown = forward(config, variables, images, mutable='intermediates')
+  def test_the_class_attention_of_the_block_before(self, attended):
+    _, output, sown = attended
     heard = sown['intermediates']['block_0']['attention']
     weight = attention_map(heard['queries'][0], heard['keys'][0])
-    score_BN = np.asarray(weight)[:, :, 0].mean(axis=1)[:, 1:]
+    score_BN = np.asarray(weight)[:, :, 0].mean(axis=1)[:, 2:]
     for keep_N, score_N in zip(output.keep_SBN[0], score_BN, strict=True):
       best = np.sort(np.argsort(-score_N)[:6])
       assert np.flatnonzero(keep_N).tolist() == best.tolist()
@@ -310,14 +320,16 @@ class TestDecisions:
     assert (probability_SBN[1][~dropped_BN] > 0).all()
 
   def test_are_given_again(self, variables, images, drawn):
-    again = forward(CONFIG, variables, images, drawn.keep_SBN)
+    again = forward(CONFIG, variables, images, drawn.keep_SBN, train=True)
     np.testing.assert_array_equal(again.keep_SBN, drawn.keep_SBN)
     np.testing.assert_allclose(again.logits_BV, drawn.logits_BV, atol=1e-5)
 
   def test_a_second_chance_is_none(self, variables, images):
     rng = np.random.default_rng(5)
     decisions_SBN = (rng.random((2, B, N)) < 0.5).astype(np.float32)
-    output = forward(CONFIG, variables, images, jnp.array(decisions_SBN))
+    output = forward(
+      CONFIG, variables, images, jnp.array(decisions_SBN), train=True
+    )
     np.testing.assert_array_equal(
       output.keep_SBN, np.cumprod(decisions_SBN, axis=0)
     )
@@ -406,17 +418,16 @@ class TestPredictionHead:
 TARGET_BV = np.eye(V)[:B]
 
 
-def _gradient(config, collections=()):
+def _gradient(config):
   """Returns a compiled function: the training loss, with a teacher's part."""
 
-  def loss(params, others, images, decisions_SBN, teacher):
+  def loss(params, images, decisions_SBN, teacher):
     output = config.build(train=True).apply(
-      {'params': params} | others,
+      {'params': params},
       images,
       decisions_SBN,
       rngs=GUMBEL,
-      mutable=list(collections),
-    )[0]
+    )
     logits_BV, features_BLD = teacher
     prefix = config.backbone.num_prefix
     pairs = (
@@ -451,7 +462,7 @@ def learning(teacher):
   config = dataclasses.replace(CONFIG, keep=0.1)
   assert config.kept == (1, 1)
   run = _gradient(config)
-  return lambda params, images: run(params, {}, images, None, teacher)
+  return lambda params, images: run(params, images, None, teacher)
 
 
 def _heads(params, bias):
@@ -512,16 +523,24 @@ class TestGradients:
     assert_finite((loss, grads))
     assert grads['class_token'].any()
 
-  def test_lv_vit_with_nothing_left(self, images, teacher):
-    config = shallow('predicted', LV)
-    variables = init(config)
-    run = _gradient(config, ('batch_stats',))
-    others = {'batch_stats': variables['batch_stats']}
-    (loss, _), grads = run(
-      variables['params'], others, images, jnp.zeros((1, B, N)), teacher
-    )
+  def test_lv_vit_s_largest_of_no_patches(self):
+    variables = init(shallow('predicted', LV))
+    x_BLD = jax.random.normal(jax.random.key(0), (B, 1 + N, D))
+
+    @quick
+    def run(params, x_BLD):
+      def loss(params, x_BLD):
+        logits_BV, _ = LV.build().apply(
+          {'params': params}, x_BLD, jnp.zeros((B, N)), method='classify'
+        )
+        return (logits_BV**2).sum()
+
+      return jax.value_and_grad(loss, (0, 1))(params, x_BLD)
+
+    loss, grads = run(variables['params'], x_BLD)
     assert_finite((loss, grads))
-    assert not grads['head_tokens']['kernel'].any()
+    assert not grads[0]['head_tokens']['kernel'].any()
+    assert grads[0]['head']['kernel'].any()
 
 
 @pytest.fixture(scope='module')
@@ -529,7 +548,7 @@ def given(teacher):
   """Gradients where decisions are given."""
   run = _gradient(CONFIG)
   return lambda params, images, decisions: run(
-    params, {}, images, decisions, teacher
+    params, images, decisions, teacher
   )
 
 
@@ -582,13 +601,14 @@ class TestConfig:
   def test_runs_at_another_resolution(self):
     backbone = dataclasses.replace(SHALLOW, image_size=12)
     config = shallow('predicted', backbone)
-    output = forward(config, init(config), jnp.ones((1, 12, 12, 3)))
+    apply, variables = config.build().apply, init(config)
+    output = jax.eval_shape(apply, variables, jnp.ones((1, 12, 12, 3)))
     assert config.kept == (3,)
     assert output.features_BLD.shape == (1, 4, D)
     with pytest.raises(
       errors.UserError, match=r'expected \[batch, 12, 12, 3\]'
     ):
-      forward(config, init(config), jnp.ones((1, 16, 16, 3)))
+      jax.eval_shape(apply, variables, jnp.ones((1, 16, 16, 3)))
 
   @pytest.mark.parametrize(
     ('changes', 'message'),

@@ -3,6 +3,7 @@
 from typing import Literal
 
 import jax
+import jax.numpy as jnp
 
 from mod_jax_kernels.acm_mlp import reference
 
@@ -36,20 +37,28 @@ def acm_mlp(
     activation: between the two products; exact GELU by default.
 
   Raises:
-    ValueError: shapes that do not fit, or an unknown backend or activation.
+    ValueError: shapes that do not fit, numbers of learners that are no
+      integers, or an unknown backend or activation.
   """
-  tokens, width = x_TD.shape
-  learners, _, hidden = w1_NDF.shape
+  x_TD, w1_NDF, b1_NF, w2_NFD, num_learners_T = map(
+    jnp.asarray, (x_TD, w1_NDF, b1_NF, w2_NFD, num_learners_T)
+  )
+  ranks = (x_TD.ndim, w1_NDF.ndim, b1_NF.ndim, w2_NFD.ndim)
   if (
-    w1_NDF.shape[1] != width
-    or b1_NF.shape != (learners, hidden)
-    or w2_NFD.shape[:2] != (learners, hidden)
-    or num_learners_T.shape != (tokens,)
+    ranks != (2, 3, 2, 3)
+    or w1_NDF.shape[1] != x_TD.shape[1]
+    or b1_NF.shape != w1_NDF.shape[::2]
+    or w2_NFD.shape[:2] != b1_NF.shape
+    or num_learners_T.shape != x_TD.shape[:1]
   ):
     raise ValueError(
       f'x {x_TD.shape}, w1 {w1_NDF.shape}, b1 {b1_NF.shape}, w2'
       f' {w2_NFD.shape}, num_learners {num_learners_T.shape}: expected [T, D],'
       ' [N, D, F], [N, F], [N, F, D] and [T].'
+    )
+  if not jnp.issubdtype(num_learners_T.dtype, jnp.integer):
+    raise ValueError(
+      f'num_learners of type {num_learners_T.dtype}: expected integers.'
     )
   if activation not in ('gelu', 'linear'):
     raise ValueError(f"activation={activation!r}: expected 'gelu' or 'linear'.")

@@ -18,6 +18,8 @@ def acm_mlp(
   """
   tokens = x_TD.shape[0]
   learners, _, outputs = w2_NFD.shape
+  if not tokens:
+    return jnp.zeros((0, outputs), x_TD.dtype)
   tile = min(tile, tokens)
   k_T = jnp.clip(num_learners_T, 0, learners).astype(jnp.int32)
   order_T = jnp.argsort(-k_T, stable=True).astype(jnp.int32)

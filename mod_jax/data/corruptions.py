@@ -1,0 +1,178 @@
+"""Corrupted pictures: how a model bears images that are worse than usual.
+
+The model is ImageNet-C (Hendrycks & Dietterich, 2019): kinds of corruption at
+severities 1 to 5. Its strengths are pixels of 224 x 224 images, and the
+authors' CIFAR-10-C has others for 32 x 32. Here one table holds for all sizes,
+with strengths relative to the picture, so that a small and a large version of
+it are hurt alike. What differs from ImageNet-C:
+
+  noise       its Gaussian noise, with a standard deviation that grows with the
+              square root of the side: the same at 224 pixels. Constant noise
+              per pixel would all but vanish in the patches of a large picture,
+              constant noise per part of the picture would in small ones; this
+              is midway, and close to what CIFAR-10-C has at 32 pixels.
+  blur        its Gaussian blur, with a width that is a share of the side:
+              near the range of the one set at 224 pixels and of the other at
+              32.
+  contrast    the same.
+  pixelation  into a number of cells that is the same at any size from 32
+              pixels on; ImageNet-C's blocks of 2 to 4 pixels of 224 would be
+              less than a pixel of 32. Large pictures are thus hurt more. A
+              pixel across two cells shows both, by area.
+
+And the pictures are not compressed again as JPEG, which hurts by itself.
+"""
+
+import math
+import numbers
+
+import numpy as np
+from scipy import ndimage
+from scipy import special
+
+from mod_jax import config as config_lib
+from mod_jax import errors
+
+SEVERITIES = 5
+
+# By severity, from 1.
+_NOISE = (0.08, 0.12, 0.18, 0.26, 0.38)  # Standard deviation, at _SIDE pixels.
+_BLUR = (0.0125, 0.0175, 0.0225, 0.03, 0.04)  # Over the side.
+_CONTRAST = (0.4, 0.3, 0.2, 0.1, 0.05)  # Of what differs from the mean.
+_CELLS = (0.875, 0.75, 0.625, 0.5, 0.375)  # Over the side, _SMALL at most.
+
+_SIDE = 224  # Of ImageNet-C's pictures.
+_SMALL = 32
+
+
+def corrupt(
+  images_BHWC: np.ndarray,
+  kind: str,
+  severity: int,
+  *,
+  seed: int = 0,
+  first: int = 0,
+) -> np.ndarray:
+  """Returns images that are corrupted; those given stay as they are.
+
+  An image's noise depends on the seed and on its number alone, and is the same
+  field at every severity, only stronger. Relative strengths count from the
+  shorter side.
+
+  Args:
+    images_BHWC: uint8 RGB images, as before normalisation.
+    kind: one of `CORRUPTIONS`.
+    severity: from 1 to 5; 0 returns the input.
+    seed: of the noise, 0 or more; the other kinds are not random.
+    first: the number of the first image, so that a data set that is corrupted
+      batch by batch is the same whatever the batches.
+
+  Returns:
+    uint8 images of the same shape.
+
+  Raises:
+    UserError: an unknown kind or severity, a negative seed or number, or images
+      of another type or shape.
+  """
+  images_BHWC = np.asarray(images_BHWC)
+  if (
+    images_BHWC.dtype != np.uint8
+    or images_BHWC.ndim != 4
+    or images_BHWC.shape[-1] != 3
+    or 0 in images_BHWC.shape[1:]
+  ):
+    raise errors.UserError(
+      f'images of shape {images_BHWC.shape} and type {images_BHWC.dtype}:'
+      ' expected shape (images, height, width, 3) and type uint8, the pixels'
+      ' from 0 to 255 as before normalisation.'
+    )
+  change = config_lib.choose(kind, _KINDS, 'corruption')
+  if not _is_count(severity) or severity > SEVERITIES:
+    raise errors.UserError(
+      f'severity={severity!r:.40}: expected a whole number from 1 to'
+      f' {SEVERITIES}, or 0 for the images as they are.'
+    )
+  for name, value in (('seed', seed), ('first', first)):
+    if not _is_count(value):
+      raise errors.UserError(
+        f'{name}={value!r:.40}: expected a whole number, 0 or more.'
+      )
+  if severity == 0:
+    return images_BHWC
+  changed_BHWC = np.empty_like(images_BHWC)
+  for b, image_HWC in enumerate(images_BHWC):
+    value_HWC = change(image_HWC, severity - 1, (int(seed), int(first) + b))
+    changed_BHWC[b] = np.rint(value_HWC).clip(0, 255)
+  return changed_BHWC
+
+
+def _is_count(value) -> bool:
+  whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+  return whole and value >= 0
+
+
+def _noise(image_HWC, level, key):
+  strength = 255 * _NOISE[level] * math.sqrt(_shorter(image_HWC) / _SIDE)
+  rng = np.random.default_rng(key)
+  return image_HWC + strength * rng.standard_normal(image_HWC.shape, np.float32)
+
+
+def _blur(image_HWC, level, key):
+  del key
+  width = _BLUR[level] * _shorter(image_HWC)
+  # The discrete analogue of the Gaussian (Lindeberg, 1990): a sampled one has
+  # the wrong width where that is less than a pixel, so small pictures would be
+  # blurred too little.
+  reach = math.ceil(4 * width) + 1
+  kernel = special.ive(np.arange(-reach, reach + 1), width**2)
+  kernel /= kernel.sum()
+  blurred_HWC = image_HWC.astype(np.float32)
+  for axis in (0, 1):
+    blurred_HWC = ndimage.correlate1d(
+      blurred_HWC, kernel, axis=axis, mode='nearest'
+    )
+  return blurred_HWC
+
+
+def _contrast(image_HWC, level, key):
+  del key
+  mean_C = image_HWC.mean(axis=(0, 1))
+  return mean_C + _CONTRAST[level] * (image_HWC - mean_C)
+
+
+def _pixelation(image_HWC, level, key):
+  del key
+  shorter = _shorter(image_HWC)
+  cells = math.floor(_CELLS[level] * min(shorter, _SMALL) + 0.5)
+  rows, columns = (
+    _averaging(side, max(1, round(cells * side / shorter)))
+    for side in image_HWC.shape[:2]
+  )
+  image_CHW = image_HWC.transpose(2, 0, 1)
+  return (rows @ image_CHW @ columns.T).transpose(1, 2, 0)
+
+
+def _averaging(side: int, cells: int) -> np.ndarray:
+  """Returns the matrix [side, side] that averages a line of pixels in cells."""
+  # Not Pillow's box filter: it gives a pixel to one cell or the other, and the
+  # picture is shifted more or less, whatever the severity.
+  pixel_S1 = np.arange(side)[:, None]
+  cell_N = np.arange(cells) * side / cells
+  overlap_SN = np.minimum(pixel_S1 + 1, cell_N + side / cells)
+  overlap_SN = (overlap_SN - np.maximum(pixel_S1, cell_N)).clip(0)
+  mean_SN = overlap_SN / overlap_SN.sum(axis=0)
+  # A pixel's overlaps are its area, 1.
+  return (overlap_SN @ mean_SN.T).astype(np.float32)
+
+
+def _shorter(image_HWC) -> int:
+  return min(image_HWC.shape[:2])
+
+
+_KINDS = {
+  'noise': _noise,
+  'blur': _blur,
+  'contrast': _contrast,
+  'pixelation': _pixelation,
+}
+CORRUPTIONS = tuple(_KINDS)

@@ -1,0 +1,340 @@
+"""Adaptive modules: learners against numpy, gates against fixed choices."""
+
+import dataclasses
+import functools
+
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.special
+
+from mod_jax.errors import UserError
+from mod_jax.layers import acm
+from mod_jax.layers.acm import ACM
+from mod_jax.layers.acm import ACMConfig
+from mod_jax.layers.mlp import MLP
+from mod_jax.layers.mlp import MLPConfig
+
+QUICK = {
+  'xla_backend_optimization_level': 0,
+  'xla_llvm_disable_expensive_passes': True,
+}
+B, L, N = 2, 7, 3
+FFN = ACMConfig(
+  inputs=6, outputs=5, hidden=4, num_learners=N, min_learners=0, gate_hidden=3
+)
+PROJECTION = dataclasses.replace(FFN, min_learners=1, activation='linear')
+CONFIGS = {'ffn': FFN, 'projection': PROJECTION}
+CASES = [
+  (name, k)
+  for name, config in CONFIGS.items()
+  for k in range(config.min_learners, N + 1)
+]
+
+
+def inputs():
+  rng = np.random.default_rng(1)
+  return rng.normal(size=(B, L, 6)).astype(np.float32)
+
+
+@functools.cache
+def parameters(config):
+  """Returns parameters large enough to tell everything apart."""
+  shapes = nn.unbox(
+    jax.eval_shape(
+      lambda: ACM(config).init(jax.random.key(0), jnp.zeros((1, 1, 6)))
+    )
+  )['params']
+  rng = np.random.default_rng(0)
+  return jax.tree.map(
+    lambda x: rng.normal(size=x.shape).astype(np.float32), shapes
+  )
+
+
+@functools.partial(
+  jax.jit, static_argnames=('config', 'mode'), compiler_options=QUICK
+)
+def run(config, mode, params, z_BLD, key=None):
+  rngs = {} if key is None else {'gumbel': key}
+  return ACM(config, mode).apply({'params': params}, z_BLD, rngs=rngs)
+
+
+def always(config, params, k):
+  """Returns parameters whose gate says k, whatever it sees."""
+  bias = np.full(config.num_choices, -100.0, np.float32)
+  bias[k - config.min_learners] = 100
+  logits = {
+    'kernel': np.zeros_like(params['gate']['logits']['kernel']),
+    'bias': bias,
+  }
+  return params | {'gate': params['gate'] | {'logits': logits}}
+
+
+def oracle(config, params, z_BLD, k_BL):
+  y_BLD = np.zeros((*z_BLD.shape[:2], config.outputs))
+  for b, t in np.ndindex(*z_BLD.shape[:2]):
+    for n in range(k_BL[b, t]):
+      hidden = z_BLD[b, t] @ params['up'][n] + params['bias'][n]
+      if config.activation == 'gelu':
+        hidden = hidden * (1 + scipy.special.erf(hidden / np.sqrt(2))) / 2
+      y_BLD[b, t] += hidden @ params['down'][n]
+  return y_BLD
+
+
+@pytest.mark.parametrize('name', CONFIGS)
+class TestModes:
+  def test_all_are_the_sums_of_the_first_learners(self, name):
+    config, z_BLD = CONFIGS[name], inputs()
+    params = parameters(config)
+    sums_KBLD, choice = run(config, 'all', params, z_BLD)
+    assert sums_KBLD.shape == (N + 1, B, L, 5)
+    for k, y_BLD in enumerate(sums_KBLD):
+      want_BLD = oracle(config, params, z_BLD, np.full((B, L), k))
+      np.testing.assert_allclose(y_BLD, want_BLD, atol=1e-4)
+    assert np.abs(np.diff(sums_KBLD, axis=0)).max(axis=(1, 2, 3)).min() > 0.1
+    assert choice.logits_BLM.shape == (B, L, config.num_choices)
+
+  def test_gated_runs_what_the_gate_says(self, name):
+    config, z_BLD = CONFIGS[name], inputs()
+    params = parameters(config)
+    y_BLD, choice = run(config, 'gated', params, z_BLD)
+    assert len(np.unique(choice.learners_BL)) > 1
+    assert int(choice.learners_BL.min()) >= config.min_learners
+    np.testing.assert_array_equal(
+      choice.learners_BL, config.min_learners + choice.logits_BLM.argmax(-1)
+    )
+    assert choice.learners_BL.dtype == jnp.int32
+    assert choice.one_hot_BLM is None
+    want_BLD = oracle(config, params, z_BLD, np.asarray(choice.learners_BL))
+    np.testing.assert_allclose(y_BLD, want_BLD, atol=1e-4)
+
+  def test_training_is_the_drawn_choice(self, name):
+    config, z_BLD = CONFIGS[name], inputs()
+    params = parameters(config)
+    y_BLD, choice = run(config, 'train', params, z_BLD, jax.random.key(3))
+    assert set(np.unique(choice.one_hot_BLM)) == {0, 1}
+    k_BL = config.min_learners + np.asarray(choice.one_hot_BLM).argmax(axis=-1)
+    np.testing.assert_array_equal(choice.learners_BL, k_BL)
+    assert len(np.unique(k_BL)) > 1
+    np.testing.assert_allclose(
+      y_BLD, oracle(config, params, z_BLD, k_BL), atol=1e-4
+    )
+    # Noise, and not the gate alone.
+    others = run(config, 'train', params, z_BLD, jax.random.key(4))[1]
+    assert (others.learners_BL != choice.learners_BL).any()
+
+
+@pytest.mark.parametrize(('name', 'k'), CASES)
+def test_a_constant_gate_is_a_fixed_number(name, k):
+  config, z_BLD = CONFIGS[name], inputs()
+  params = always(config, parameters(config), k)
+  want_BLD = run(config, 'all', params, z_BLD)[0][k]
+  gated_BLD, gated = run(config, 'gated', params, z_BLD)
+  fixed_BLD, fixed = run(config, k, params, z_BLD)
+  key = jax.random.key(0)
+  trained_BLD, trained = run(config, 'train', params, z_BLD, key)
+  for choice in (gated, fixed, trained):
+    assert (choice.learners_BL == k).all()
+  for y_BLD in (gated_BLD, fixed_BLD, trained_BLD):
+    np.testing.assert_allclose(y_BLD, want_BLD, atol=1e-5)
+  assert bool(jnp.any(want_BLD)) == (k > 0)
+
+
+def test_none_is_a_fixed_number_of_a_projection_too():
+  y_BLD, choice = run(PROJECTION, 0, parameters(PROJECTION), inputs())
+  assert not y_BLD.any()
+  assert not choice.learners_BL.any()
+
+
+@pytest.mark.parametrize('kind', ['gelu', 'gelu_split_unevenly'])
+def test_learners_that_split_a_dense_mlp_are_it(kind):
+  dense = MLPConfig(width=6, hidden=12, kind='gelu', bias=True)
+  config = acm.ffn_config(6, 12, num_learners=N)
+  rng = np.random.default_rng(0)
+  up, down = rng.normal(size=(6, 12)), rng.normal(size=(12, 6))
+  bias = rng.normal(size=12)
+  # Which units make a learner does not matter.
+  units = np.arange(12) if kind == 'gelu' else rng.permutation(12)
+  y_BLD = MLP(dense).apply(
+    {
+      'params': {
+        'up': {'kernel': jnp.array(up), 'bias': jnp.array(bias)},
+        'down': {'kernel': jnp.array(down), 'bias': jnp.zeros(6)},
+      }
+    },
+    inputs(),
+  )
+  params = parameters(config) | {
+    'up': np.stack([up[:, u] for u in units.reshape(N, -1)]),
+    'bias': np.stack([bias[u] for u in units.reshape(N, -1)]),
+    'down': np.stack([down[u] for u in units.reshape(N, -1)]),
+  }
+  sums_KBLD, _ = run(config, 'all', params, inputs())
+  np.testing.assert_allclose(sums_KBLD[N], y_BLD, atol=1e-4)
+  assert np.abs(sums_KBLD[N - 1] - y_BLD).max() > 0.1
+
+
+class TestGradients:
+  def test_every_learner_is_trained_at_once(self):
+    def loss(params):
+      return (ACM(FFN, 'all').apply({'params': params}, inputs())[0] ** 2).sum()
+
+    grads = jax.jit(jax.grad(loss), compiler_options=QUICK)(parameters(FFN))
+    for name in ('up', 'bias', 'down'):
+      assert (np.abs(grads[name]).max(axis=tuple(range(1, grads[name].ndim)))
+              > 0.1).all()  # fmt: skip
+
+  @pytest.mark.parametrize('name', CONFIGS)
+  def test_those_that_run_are_trained_and_the_gate_is(self, name):
+    config = CONFIGS[name]
+
+    def loss(params, k):
+      constant = nn.one_hot(k - config.min_learners, config.num_choices)
+      logits = params['gate']['logits']
+      # Sure enough that the noise does not matter, soft enough for a slope.
+      logits = {
+        'kernel': logits['kernel'] * 0.01,
+        'bias': 20.0 * constant + 0.01 * logits['bias'],
+      }
+      params = params | {'gate': params['gate'] | {'logits': logits}}
+      y_BLD, choice = ACM(config, 'train').apply(
+        {'params': params}, inputs(), rngs={'gumbel': jax.random.key(0)}
+      )
+      return (y_BLD**2).mean(), choice
+
+    grad = jax.jit(jax.grad(loss, has_aux=True), compiler_options=QUICK)
+    for k in (config.min_learners, 2, N):
+      grads, choice = grad(parameters(config), k)
+      assert (choice.learners_BL == k).all()
+      size_N = np.abs(grads['down']).max(axis=(1, 2))
+      assert (size_N[:k] > 0).all()
+      assert not size_N[k:].any()
+
+  @pytest.mark.parametrize('name', CONFIGS)
+  def test_the_task_loss_reaches_the_gate(self, name):
+    config = CONFIGS[name]
+
+    def loss(params):
+      y_BLD, _ = ACM(config, 'train').apply(
+        {'params': params}, inputs(), rngs={'gumbel': jax.random.key(0)}
+      )
+      return (y_BLD**2).mean()
+
+    grads = jax.jit(jax.grad(loss), compiler_options=QUICK)(parameters(config))
+    for layer in ('hidden', 'logits'):
+      for part in ('kernel', 'bias'):
+        grad = grads['gate'][layer][part]
+        assert jnp.isfinite(grad).all()
+        assert 1e-3 < jnp.abs(grad).max() < 1e3
+    # Of a softmax: what one choice gains the others lose.
+    assert jnp.abs(grads['gate']['logits']['bias'].sum()) < 1e-4
+
+  def test_inference_has_no_noise(self):
+    params = parameters(FFN)
+    first, _ = run(FFN, 'gated', params, inputs(), jax.random.key(0))
+    other, _ = run(FFN, 'gated', params, inputs(), jax.random.key(1))
+    np.testing.assert_array_equal(first, other)
+
+
+def test_choices_are_drawn_from_the_softmax_of_the_logits():
+  params = always(PROJECTION, parameters(PROJECTION), 1)
+  logits = np.array([0.5, -0.5, 1.0], np.float32)
+  params['gate']['logits']['bias'] = logits
+  z_BLD = jnp.zeros((40, 100, 6))
+  _, choice = run(PROJECTION, 'train', params, z_BLD, jax.random.key(0))
+  share_M = np.asarray(choice.one_hot_BLM).mean(axis=(0, 1))
+  want_M = np.exp(logits) / np.exp(logits).sum()
+  np.testing.assert_allclose(share_M, want_M, atol=0.03)
+
+
+def test_training_wants_its_rng():
+  with pytest.raises(Exception, match='gumbel'):
+    ACM(FFN, 'train').apply({'params': parameters(FFN)}, inputs())
+
+
+@pytest.mark.parametrize(
+  ('choice', 'least', 'weights'),
+  [
+    ([1, 0, 0, 0], 0, [0, 0, 0]),
+    ([0, 1, 0, 0], 0, [1, 0, 0]),
+    ([0, 0, 0, 1], 0, [1, 1, 1]),
+    ([0.1, 0.2, 0.3, 0.4], 0, [0.9, 0.7, 0.4]),
+    ([1, 0, 0], 1, [1, 0, 0]),
+    ([0, 0, 1], 1, [1, 1, 1]),
+    ([0.2, 0.3, 0.5], 1, [1.0, 0.8, 0.5]),
+  ],
+)
+def test_runs_by_hand(choice, least, weights):
+  config = dataclasses.replace(FFN, min_learners=least)
+  found_BLN = acm.runs(jnp.array([[choice]]), config)
+  np.testing.assert_allclose(found_BLN, [[weights]], atol=1e-6)
+
+
+@pytest.mark.parametrize('mode', ['all', 'gated', 'train', 2])
+def test_computes_in_the_type_that_is_asked_for(mode):
+  config = dataclasses.replace(FFN, dtype='bfloat16')
+  params = always(config, parameters(FFN), 2)
+  key = jax.random.key(0)
+  y, choice = run(config, mode, params, inputs(), key)
+  want, _ = run(FFN, mode, params, inputs(), key)
+  assert y.dtype == jnp.bfloat16
+  np.testing.assert_allclose(y.astype(np.float32), want, atol=0.3, rtol=0.03)
+  if choice.logits_BLM is not None:
+    assert choice.logits_BLM.dtype == jnp.float32
+
+
+class TestSizes:
+  @pytest.mark.parametrize('learners', [2, 4, 8, 16])
+  def test_an_ffn_costs_what_it_replaces(self, learners):
+    config = acm.ffn_config(768, 3072, num_learners=learners)
+    assert config.hidden == 3072 // learners
+    assert config.num_choices == learners + 1
+    dense = MLPConfig(width=768, hidden=3072, kind='gelu').flops(1)
+    assert learners * config.learner_flops == dense
+    assert 0.005 < config.gate_flops / dense <= 0.01
+
+  @pytest.mark.parametrize('learners', [2, 4, 8, 16])
+  def test_a_projection_costs_what_it_replaces(self, learners):
+    config = acm.projection_config(768, 768, num_learners=learners)
+    assert config.hidden == 384 // learners  # 96 for four, as in the paper.
+    assert config.num_choices == learners
+    assert learners * config.learner_flops == 2 * 768**2
+
+  def test_learners_that_do_not_divide(self):
+    with pytest.raises(
+      UserError, match='num_learners=5 does not divide the 12'
+    ):
+      acm.ffn_config(6, 12, num_learners=5)
+
+  def test_too_many_learners_for_a_projection(self):
+    with pytest.raises(UserError, match='num_learners=9.*from 6 to 6.*fewer'):
+      acm.projection_config(6, 6, num_learners=9)
+
+  @pytest.mark.parametrize(
+    ('changes', 'message'),
+    [
+      ({'min_learners': 2}, 'min_learners=2: expected 0 or 1'),
+      ({'min_learners': -1}, 'min_learners=-1'),
+      ({'num_learners': 0}, 'num_learners=0'),
+      ({'temperature': 0.0}, r'temperature=0\.0'),
+      ({'activation': 'relu'}, 'relu'),
+    ],
+  )
+  def test_refused(self, changes, message):
+    with pytest.raises(UserError, match=message):
+      dataclasses.replace(FFN, **changes)
+
+
+@pytest.mark.parametrize(
+  ('mode', 'message'),
+  [
+    (N + 1, f'{N + 1} learners asked for: expected 0 to {N}'),
+    (-1, '-1 learners'),
+    ('gate', "mode='gate'.*'gated'"),
+  ],
+)
+def test_an_unknown_mode_is_refused(mode, message):
+  with pytest.raises(UserError, match=message):
+    ACM(FFN, mode).apply({'params': parameters(FFN)}, inputs())

@@ -1,0 +1,261 @@
+"""Losses of adaptive modules: by hand, and which way each of them pulls."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from mod_jax.layers.acm import ACM
+from mod_jax.layers.acm import ACMConfig
+from mod_jax.losses import acm as losses
+from mod_jax.losses.acm import Learners
+
+QUICK = {
+  'xla_backend_optimization_level': 0,
+  'xla_llvm_disable_expensive_passes': True,
+}
+
+
+def one_hot(learners, least, most):
+  return jnp.asarray(np.eye(most + 1)[np.asarray(learners)][..., least:])
+
+
+class TestDistillation:
+  def test_every_k_but_none_at_once(self):
+    sums_KBLD = np.random.default_rng(0).normal(size=(4, 2, 3, 5))
+    target_BLD = np.random.default_rng(1).normal(size=(2, 3, 5))
+    total, count = losses.distillation(jnp.array(sums_KBLD), target_BLD)
+    each_K = ((sums_KBLD - target_BLD) ** 2).mean(axis=(1, 2, 3))
+    assert count == 2
+    assert float(total / count) == pytest.approx(each_K[1:].mean(), rel=1e-5)
+    assert each_K.mean() != pytest.approx(each_K[1:].mean(), rel=1e-3)
+
+  def test_no_gradient_to_the_teacher(self):
+    sums_KBLD = jnp.ones((3, 1, 2, 2))
+    grads = jax.grad(
+      lambda *args: losses.distillation(*args)[0], argnums=(0, 1)
+    )(sums_KBLD, jnp.zeros((1, 2, 2)))
+    assert not jnp.any(grads[1])
+    assert not jnp.any(grads[0][0])
+    assert jnp.all(grads[0][1:] > 0)
+
+  def test_distances(self):
+    sums_KBLD = jnp.array([[[[0.0, 0.0]]], [[[1.0, 3.0]]]])
+    distance_KBL = losses.distances(sums_KBLD, jnp.array([[[1.0, 1.0]]]))
+    np.testing.assert_allclose(distance_KBL, [[[1.0]], [[2.0]]])
+
+
+class TestGateLabels:
+  @pytest.mark.parametrize(
+    ('distance', 'tau', 'label'),
+    [
+      # d(0), d(1), …, d(N): each column of the paper's Eq. 5.
+      ((9, 8, 7, 6, 5), 1.2, 2),  # One more never gains enough.
+      ((9, 8, 4, 3.9, 3), 1.2, 3),
+      ((9, 8, 4, 2, 1.9), 1.2, 4),
+      ((9, 8, 4, 2, 1), 1.2, 4),  # Every one does: N.
+      ((9, 8, 4, 2, 1), 2.5, 2),
+      ((9, 9, 9, 9, 9), 1.2, 2),  # Nothing helps.
+      ((9, 1, 2, 4, 8), 1.2, 2),  # More harms.
+      ((9, 3, 2, 1, 1), 1.5, 4),  # 3/2 is not less than 1.5.
+      ((0, 8, 4, 2, 1), 1.2, 4),  # d(0) is not looked at.
+      ((9, 8, 0, 0, 0), 1.2, 3),  # Perfect with two: no gain by a third.
+      ((9, 8, 4, 2, 0), 1.2, 4),  # Infinitely better by the last.
+      ((0, 0, 0, 0, 0), 1.2, 2),
+      ((9, 8, 4), 1.2, 2),  # N = 2: there is no other.
+      ((9, 8, 8), 1.2, 2),
+      ((9, 8), 1.2, 1),  # N = 1: all of it.
+    ],
+  )
+  def test_by_hand(self, distance, tau, label):
+    distance_KBL = jnp.array(distance, jnp.float32)[:, None, None]
+    label_BL = losses.gate_labels(distance_KBL, tau)
+    assert label_BL.dtype == jnp.int32
+    assert label_BL.tolist() == [[label]]
+
+  def test_never_none_nor_one_of_several(self):
+    distance_KBL = np.random.default_rng(0).exponential(size=(5, 6, 70))
+    label_BL = np.asarray(losses.gate_labels(jnp.array(distance_KBL), 1.2))
+    assert label_BL.shape == (6, 70)
+    assert set(label_BL.flat) == {2, 3, 4}
+
+
+class TestGateLoss:
+  @pytest.mark.parametrize('least', [0, 1])
+  def test_by_hand(self, least):
+    rng = np.random.default_rng(0)
+    logits_BLM = rng.normal(size=(2, 3, 5 - least))
+    label_BL = np.array([[2, 3, 4], [4, 2, 2]])
+    total, count = losses.gate_loss(
+      jnp.array(logits_BLM), jnp.array(label_BL), least, 0.8
+    )
+    p = np.exp(logits_BLM / 0.8)
+    p /= p.sum(axis=-1, keepdims=True)
+    nats = [
+      -math.log(p[b, t, label_BL[b, t] - least])
+      for b in range(2)
+      for t in range(3)
+    ]
+    assert count == 2
+    assert float(total / count) == pytest.approx(np.mean(nats), rel=1e-5)
+
+  def test_labels_below_the_least_count_as_it(self):
+    logits_BLM = jnp.array([[[1.0, 3.0]]])
+    low, least = (
+      losses.gate_loss(logits_BLM, jnp.array([[label]]), 1, 1.0)[0]
+      for label in (0, 1)
+    )
+    assert low == least == pytest.approx(math.log(1 + math.exp(2)))
+
+
+MODULES = {'mlp': Learners(0, 2, 3.0), 'query': Learners(1, 4, 0.5)}
+
+
+def test_load_per_image_by_hand():
+  chosen = {
+    'mlp': one_hot([[0, 2], [1, 1]], 0, 2),
+    'query': one_hot([[1, 4], [2, 1]], 1, 4),
+  }
+  load_B = losses.load_per_image(chosen, MODULES)
+  # All learners: 2 tokens · (2 · 3 + 4 · .5) = 16.
+  np.testing.assert_allclose(
+    load_B, [(2 * 3 + 5 * 0.5) / 16, (2 * 3 + 3 * 0.5) / 16]
+  )
+  ends = [
+    {'mlp': one_hot([[n]], 0, 2), 'query': one_hot([[m]], 1, 4)}
+    for n, m in ((0, 1), (2, 4))
+  ]
+  low, high = (losses.load_per_image(x, MODULES)[0] for x in ends)
+  assert (low, high) == (0.5 / 8, 1)
+
+
+def test_budget_loss_is_of_the_mean():
+  assert losses.budget_loss(jnp.array([0.1, 0.7]), 0.4) == pytest.approx(0)
+  assert losses.budget_loss(jnp.array([0.1, 0.3]), 0.4) == pytest.approx(0.2)
+  assert losses.budget_loss(jnp.array([0.5, 0.9]), 0.4) == pytest.approx(0.3)
+
+
+class TestEntropyLoss:
+  def test_normalised_by_a_modules_own_number_of_choices(self):
+    even = {
+      'mlp': one_hot([[0, 1, 2]], 0, 2),
+      'query': one_hot([[1, 2, 3, 4]], 1, 4),
+    }
+    for name, chosen in even.items():
+      assert losses.entropy_loss({name: chosen}) == pytest.approx(-1, abs=1e-4)
+    assert losses.entropy_loss(even) == pytest.approx(-1, abs=1e-4)
+    # Two of four choices, and one of three.
+    half = {'query': one_hot([[1, 1, 3, 3]], 1, 4)}
+    assert losses.entropy_loss(half) == pytest.approx(-0.5, abs=1e-4)
+    none = {'mlp': one_hot([[2, 2, 2]], 0, 2)}
+    assert losses.entropy_loss(none) == pytest.approx(0, abs=1e-4)
+    assert losses.entropy_loss(half | none) == pytest.approx(-0.25, abs=1e-4)
+
+  def test_over_the_tokens_of_each_image(self):
+    # Between images alone there is no entropy.
+    apart = {'mlp': one_hot([[0, 0], [1, 1]], 0, 2)}
+    assert losses.entropy_loss(apart) == pytest.approx(0, abs=1e-4)
+    within = {'mlp': one_hot([[0, 1], [0, 1]], 0, 2)}
+    assert losses.entropy_loss(within) == pytest.approx(
+      -math.log(2) / math.log(3), abs=1e-4
+    )
+
+  def test_finite_where_choices_are_never_made(self):
+    grad = jax.grad(lambda x: losses.entropy_loss({'mlp': x}))(
+      one_hot([[0, 0]], 0, 2)
+    )
+    assert jnp.isfinite(grad).all()
+    # Less of what is always chosen, more of the others.
+    assert (grad[..., 0] > grad[..., 1]).all()
+
+
+def test_diversity_loss_by_hand():
+  # Ordered pairs, each image with itself included.
+  loss = losses.diversity_loss(jnp.array([0.1, 0.4, 0.4]))
+  assert loss == pytest.approx(-4 * 0.3 / 9)
+  assert losses.diversity_loss(jnp.full(3, 0.4)) == 0
+  assert losses.diversity_loss(jnp.array([0.4])) == 0
+
+
+CONFIG = ACMConfig(
+  inputs=4, outputs=2, hidden=1, num_learners=3, min_learners=0, gate_hidden=8
+)
+LEARNERS = {'mlp': Learners(0, 3, 2.0)}
+
+
+@functools.cache
+def pulled(budget=0.0, entropy=0.0, diversity=0.0, target=0.5):
+  """Trains a gate for a short while; returns its statistics before and after.
+
+  The mean load, the entropy over tokens in nats, and the standard deviation
+  of load over images, of what the gate would choose in inference.
+  """
+  weights = jnp.array([budget, entropy, diversity, target])
+  before, after = jax.device_get(_train(weights))
+  return before, after
+
+
+@functools.partial(jax.jit, compiler_options=QUICK)
+def _train(weights):
+  image_key, token_key, key = jax.random.split(jax.random.key(0), 3)
+  # Images differ a little, and tokens do.
+  z_BLD = jax.random.normal(token_key, (16, 12, 4))
+  z_BLD += 0.5 * jax.random.normal(image_key, (16, 1, 4))
+  params = ACM(CONFIG).init(key, z_BLD[:1])['params']
+  params = jax.tree.map(lambda x: getattr(x, 'value', x), params, is_leaf=_box)
+  # It prefers two learners from the start.
+  params['gate']['logits']['bias'] = jnp.array([0.0, 0.0, 2.0, 0.0])
+  optimizer = optax.adam(3e-2)
+
+  def loss(params, key):
+    _, choice = ACM(CONFIG, 'train').apply(
+      {'params': params}, z_BLD, rngs={'gumbel': key}
+    )
+    chosen = {'mlp': choice.one_hot_BLM}
+    load_B = losses.load_per_image(chosen, LEARNERS)
+    return (
+      weights[0] * losses.budget_loss(load_B, weights[3])
+      + weights[1] * losses.entropy_loss(chosen)
+      + weights[2] * losses.diversity_loss(load_B)
+    )
+
+  def step(carry, key):
+    params, state = carry
+    updates, state = optimizer.update(jax.grad(loss)(params, key), state)
+    return (optax.apply_updates(params, updates), state), None
+
+  def statistics(params):
+    _, choice = ACM(CONFIG).apply({'params': params}, z_BLD)
+    load_B = choice.learners_BL.mean(axis=1) / CONFIG.num_learners
+    share_BM = jax.nn.one_hot(choice.learners_BL, 4).mean(axis=1)
+    nats_B = -jnp.sum(share_BM * jnp.log(share_BM + 1e-9), axis=-1)
+    return load_B.mean(), nats_B.mean(), load_B.std()
+
+  keys = jax.random.split(key, 100)
+  (after, _), _ = jax.lax.scan(step, (params, optimizer.init(params)), keys)
+  return statistics(params), statistics(after)
+
+
+def _box(x):
+  return hasattr(x, 'value')
+
+
+class TestWhichWayTheyPull:
+  @pytest.mark.parametrize('target', [0.25, 0.85])
+  def test_budget_pulls_the_load_to_it(self, target):
+    before, after = pulled(budget=1.0, target=target)
+    assert abs(before[0] - target) > 0.15
+    # The gate is trained with noise, and judged without.
+    assert abs(after[0] - target) < 0.1
+
+  def test_entropy_spreads_choices_over_tokens(self):
+    before, after = pulled(entropy=1.0)
+    assert after[1] > before[1] + 0.3
+
+  def test_diversity_spreads_load_over_images(self):
+    before, after = pulled(diversity=1.0)
+    assert after[2] > 2 * before[2] + 0.05

@@ -1,0 +1,273 @@
+"""train.py and eval.py with vision models: what they print and refuse."""
+
+import importlib.util
+import json
+import pathlib
+import re
+
+import jax
+import numpy as np
+from PIL import Image
+import pytest
+
+from mod_jax import parallel
+from mod_jax.train import vision_studies
+
+pytestmark = pytest.mark.usefixtures('compilation_cache')
+
+
+def _load(name):
+  path = pathlib.Path(__file__).with_name(name)
+  spec = importlib.util.spec_from_file_location('the_other_scripts', path)
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  return module
+
+
+scripts = _load('test_scripts.py')  # How scripts are run in this process.
+DIGITS = f'--config={scripts.ROOT}/configs/vit/digits.py'
+# On top of `tiny`: what a test can afford.
+SIZES = {'num_layers': 2, 'width': 8}
+SMALL = {
+  'train.num_steps': 3,
+  'checkpoint.every': 0,
+  'optimizer.warmup_steps': 0,
+  'evaluation.every': 0,
+  'evaluation.final_batches': 1,
+  'log.tensorboard': False,
+}
+
+
+def small(prefix='model'):
+  return SMALL | {f'{prefix}.{name}': value for name, value in SIZES.items()}
+
+
+@pytest.fixture(scope='module', autouse=True)
+def _compile_fast():
+  """The programs are tiny: compiling them well takes longer than they run."""
+  before = jax.config.values['jax_disable_most_optimizations']
+  jax.config.update('jax_disable_most_optimizations', True)
+  yield
+  jax.config.update('jax_disable_most_optimizations', before)
+
+
+def train(config, workdir, changes):
+  """Runs train.py on one device."""
+  make_mesh = parallel.make_mesh
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(
+      parallel,
+      'make_mesh',
+      lambda config, *_: make_mesh(config, jax.devices()[:1]),
+    )
+    return scripts.run(
+      'train.py', config, f'--workdir={workdir}', *scripts.overrides(changes)
+    )
+
+
+@pytest.fixture(scope='module')
+def dense(tmp_path_factory):
+  """A dense run's directory and what the script said."""
+  workdir = tmp_path_factory.mktemp('runs') / 'dense'
+  ended = train(f'{DIGITS}:tiny', workdir, small())
+  assert ended.status == 0, ended.err
+  return workdir, ended
+
+
+@pytest.fixture(scope='module')
+def pruned(dense, tmp_path_factory):
+  """A DynamicViT beside that run."""
+  workdir = tmp_path_factory.mktemp('runs') / 'pruned'
+  changes = small('model.backbone') | {
+    'init': dense[0],
+    'model.stages': '(1,)',
+    'objective.token_distillation': 0.5,
+    'objective.logit_distillation': 0.5,
+  }
+  ended = train(f'{DIGITS}:dynamic_tiny', workdir, changes)
+  assert ended.status == 0, ended.err
+  return workdir, ended
+
+
+def test_dense(dense):
+  workdir, ended = dense
+  assert re.search(r'^digits_tiny starts: [\d,]+ parameters', ended.err)
+  assert 'held-out, at step 3' in ended.out
+  assert re.search(r'^model( +\d+\.\d{4}){5} +[\d,]+$', ended.out, re.MULTILINE)
+  assert 'GMACs: what published tables call GFLOPs' in ended.out
+  for name in ('attention', 'curves'):
+    assert f'picture: {workdir}/pictures/{name}.png' in ended.out
+  told = json.loads((workdir / 'eval.json').read_text())
+  assert told.keys() == {'step', 'loss', 'accuracy', 'top5'}
+
+
+def test_pruned(pruned):
+  workdir, ended = pruned
+  assert re.search(r'step 0: held-out .*accuracy 0\.\d+', ended.err)
+  for name in ('stages', 'keep_probability', 'curves'):
+    assert (workdir / 'pictures' / f'{name}.png').exists()
+  lines = (workdir / 'metrics.jsonl').read_text().splitlines()
+  last = [json.loads(line) for line in lines if '"train"' in line][-1]
+  for name in ('ratio', 'token_distillation', 'logit_distillation'):
+    assert 0 < last[name] < 10
+  assert 0 < last['kept_0'] < 1
+
+
+def test_eval_and_study(pruned, monkeypatch):
+  monkeypatch.setattr(vision_studies, '_BATCHES', (1,))
+  monkeypatch.setattr(vision_studies, '_ROUNDS', 2)
+  workdir, _ = pruned
+  ended = scripts.run(
+    # On all eight devices, over which its few images do not divide.
+    *('eval.py', f'--workdir={workdir}', '--batches=1', '--study=throughput'),
+  )
+  assert ended.status == 0, ended.err
+  assert 'keep_probability.png' in ended.out
+  assert 'throughput, at step 3' in ended.out
+  told = json.loads((workdir / 'study_throughput.json').read_text())
+  assert told['batches']['1']['ratio'] > 0
+  for args, pattern in (
+    (['--study=importance'], "'importance'.*throughput"),
+    (['--sample=def'], 'this run is no language model'),
+  ):
+    ended = scripts.run('eval.py', f'--workdir={workdir}', *args)
+    scripts.assert_refused(ended, pattern)
+
+
+def test_flops():
+  ended = scripts.run('train.py', f'{DIGITS}:amod', '--flops')
+  assert ended.status == 0
+  assert re.search(r'^block_1 \(routed\)', ended.out, re.MULTILINE)
+  assert re.search(r'^ratio to dense +0\.\d+', ended.out, re.MULTILINE)
+
+
+def test_an_architecture_that_does_not_fit(dense, tmp_path):
+  workdir, _ = dense
+  before = scripts.snapshot(workdir)
+  changes = small() | {'model.width': 16, 'model.num_layers': 3}
+  ended = train(
+    f'{DIGITS}:amod_tiny', tmp_path / 'run', changes | {'init': workdir}
+  )
+  assert ended.status not in (0, None)
+  assert 'Traceback' not in ended.err
+  # One message, with every difference.
+  assert ended.err.count('error: ') == 1
+  assert f'error: init={workdir} does not fit the model' in ended.err
+  for part in (
+    'missing: block_2/mlp/up/kernel',
+    'wrong shape: block_{0..1}/mlp/up/kernel: (8, 32) instead of (16, 64)',
+    'wrong shape: head/kernel: (8, 10) instead of (16, 10)',
+  ):
+    assert part in ended.err
+  assert scripts.snapshot(workdir) == before
+  assert not (tmp_path / 'run').exists()
+
+
+@pytest.fixture(scope='module')
+def folders(tmp_path_factory):
+  """Folders of pictures with something wrong, by name."""
+  root = tmp_path_factory.mktemp('pictures')
+  picture = Image.fromarray(np.full((8, 8, 3), 9, np.uint8))
+  for name, classes in (('BAD', 'ab'), ('SINGLE', 'a'), ('TWO', 'ab')):
+    for label in classes:
+      (root / name / label).mkdir(parents=True)
+      for i in range(3):
+        picture.save(root / name / label / f'{i}.png')
+  (root / 'BAD' / 'a' / '0.png').write_bytes(b'')
+  (root / 'BAD' / 'b' / '1.png').write_text('no picture')
+  (root / 'text.py').write_text(
+    'from mod_jax import config\n'
+    'from mod_jax.models.vit import ViTConfig\n'
+    'from mod_jax.train.experiment import ExperimentConfig\n'
+    'def get_config():\n'
+    '  return config.to_config_dict(ExperimentConfig(model=ViTConfig()))\n'
+  )
+  return root
+
+
+@pytest.mark.parametrize(
+  ('config', 'args', 'pattern'),
+  [
+    # Data.
+    (
+      'tiny',
+      ['data.source=tfds', 'data.name=imagenet2021'],
+      "'imagenet2021' is neither known .*nearest name is 'imagenet2012'",
+    ),
+    (
+      'tiny',
+      ['data.source=folder', 'data.path=FOLDERS/BAD', 'model.num_classes=2'],
+      r'2 of the 6 files .* pictures: a/0\.png \(empty\), b/1\.png \(no pict',
+    ),
+    (
+      'tiny',
+      ['data.source=folder', 'data.path=FOLDERS/SINGLE'],
+      "a single class, 'a'",
+    ),
+    (
+      'tiny',
+      ['data.source=folder', 'data.path=FOLDERS/NONE'],
+      'is no directory',
+    ),
+    # Data and model.
+    (
+      'tiny',
+      ['data.source=folder', 'data.path=FOLDERS/TWO'],
+      r'model\.num_classes=10, but the data have 2: set model\.num_classes=2',
+    ),
+    (
+      'tiny',
+      ['data.image_size=20'],
+      r'model\.image_size=16, but the data have 20: set model\.image_size=20',
+    ),
+    (
+      'dynamic_tiny',
+      ['model.backbone.num_classes=7'],
+      r'num_classes=7, .* 10: set model\.backbone\.num_classes=10',
+    ),
+    ('TEXT', [], 'a vision transformer needs an ImageDataConfig'),
+    # The model.
+    (
+      'tiny',
+      ['model.image_size=18'],
+      'image_size=18 is not a multiple of patch_size=4: use 16 or 20',
+    ),
+    (
+      'amod_tiny',
+      ['model.routing.offset=0'],
+      'block 0 has no block before it, so there is no attention map',
+    ),
+    (
+      'amod_tiny',
+      ['model.routing.period=1', 'model.routing.offset=0'],
+      'no attention map',
+    ),
+    ('dynamic_tiny', ['model.stages=(9,)'], r'stages=\(9,\).* 0 and 3'),
+    ('dynamic_tiny', ['model.keep=0.0'], r'keep=0\.0: expected fractions in'),
+    # Weights.
+    ('dynamic', [], 'learns beside a dense teacher: give its workdir'),
+    (
+      'amod_tiny',
+      ['model.num_layers=2', 'init=/no/run'],
+      'init=/no/run: there is no such file',
+    ),
+    (
+      'dynamic_tiny',
+      ['objective.logit_distillation=1', 'objective.teacher=/no/teacher'],
+      'init=/no/teacher: there is no such file',
+    ),
+  ],
+  ids=lambda x: x[-1] if isinstance(x, list) and x else '',
+)
+def test_bad_input(config, args, pattern, folders, tmp_path):
+  file = f'--config={folders}/text.py' if config == 'TEXT' else ''
+  ended = scripts.run(
+    'train.py',
+    file or f'{DIGITS}:{config}',
+    f'--workdir={tmp_path}/run',
+    *(f'--config.{arg.replace("FOLDERS", str(folders))}' for arg in args),
+  )
+  scripts.assert_refused(ended, pattern)
+  assert ended.status == 2
+  assert ended.out == ''
+  assert not (tmp_path / 'run').exists()

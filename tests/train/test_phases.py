@@ -1,0 +1,370 @@
+"""Conversion in three phases: what trains when, stopping, skipping, alone."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from mod_jax import config as config_lib
+from mod_jax import parallel
+from mod_jax import trees
+from mod_jax.errors import UserError
+from mod_jax.sweeps import grid
+from mod_jax.train import acm as acm_task
+from mod_jax.train import evaluation
+from mod_jax.train import loop
+from mod_jax.train import phases
+from mod_jax.train import start as start_lib
+from mod_jax.train import workdir as workdir_lib
+from mod_jax.train.experiment import ACMObjective
+from mod_jax.train.experiment import PhaseConfig
+
+pytestmark = pytest.mark.usefixtures('compilation_cache', 'one_device_each')
+
+# Smaller still than `tiny`: nothing here depends on sizes.
+SMALL = {
+  'num_layers': 1,
+  'width': 8,
+  'num_heads': 1,
+}
+STEPS = {'learners': 3, 'gates': 2, 'end_to_end': 3}
+
+
+@pytest.fixture(scope='module', autouse=True)
+def _compile_fast():
+  before = jax.config.values['jax_disable_most_optimizations']
+  jax.config.update('jax_disable_most_optimizations', True)
+  yield
+  jax.config.update('jax_disable_most_optimizations', before)
+
+
+@pytest.fixture(scope='module')
+def one_device_each():
+  make_mesh = parallel.make_mesh
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(
+      parallel,
+      'make_mesh',
+      lambda config, *_: make_mesh(config, jax.devices()[:1]),
+    )
+    # Pictures are looked at elsewhere.
+    patch.setattr(acm_task.ACMTask, 'pictures', lambda *args: {})
+    patch.setattr(evaluation, '_save_pictures', lambda *args: None)
+    yield
+
+
+@pytest.fixture(scope='module')
+def dense(load_config_file, tmp_path_factory, one_device_each):
+  """Returns the workdir of a dense run."""
+  config = config_lib.replace(
+    load_config_file('configs/vit/digits.py', 'tiny'),
+    {f'model.{name}': value for name, value in SMALL.items()}
+    | {
+      'train.num_steps': 1,
+      'optimizer.warmup_steps': 0,
+      'evaluation.every': 0,
+      'evaluation.final_batches': 1,
+      'log.tensorboard': False,
+    },
+  )
+  workdir = tmp_path_factory.mktemp('dense')
+  assert loop.train(config, workdir).finished
+  return str(workdir)
+
+
+@pytest.fixture(scope='module')
+def config(load_config_file, dense):
+  return config_lib.replace(
+    load_config_file('configs/acm/vit.py', 'tiny'),
+    {f'model.backbone.{name}': value for name, value in SMALL.items()}
+    | {f'objective.{name}.num_steps': steps for name, steps in STEPS.items()}
+    | {
+      'init': dense,
+      'model.num_learners': 2,
+      'evaluation.every': 0,
+      'evaluation.final_batches': 1,
+      'log.tensorboard': False,
+      'checkpoint.every': 100,
+    },
+  )
+
+
+@pytest.fixture(scope='module')
+def whole(config, tmp_path_factory):
+  """Returns workdir and result of all phases, uninterrupted."""
+  workdir = tmp_path_factory.mktemp('whole')
+  return workdir, phases.train(config, workdir)
+
+
+def weights(workdir):
+  return trees.flatten(start_lib.read_workdir(workdir)[1])
+
+
+def kind(name):
+  if not name.startswith('acm_'):
+    return 'backbone'
+  return 'gate' if '/gate/' in name else 'learners'
+
+
+def changed(before, after):
+  """Returns which kinds of parameters differ, and which do not."""
+  differ, same = set(), set()
+  for name, value in after.items():
+    equal = name in before and np.array_equal(before[name], value)
+    (same if equal else differ).add(kind(name))
+  return differ, same
+
+
+def same_arrays(a, b):
+  assert a.keys() == b.keys()
+  for name in a:
+    np.testing.assert_array_equal(a[name], b[name], err_msg=name)
+
+
+class TestWhole:
+  def test_runs_lie_where_they_are_said_to(self, whole, config):
+    workdir, result = whole
+    assert result.finished
+    assert result.step == STEPS['end_to_end']
+    runs = phases.expand(config, workdir)
+    assert [d for d, _ in runs] == [
+      workdir / 'phase_learners',
+      workdir / 'phase_gates',
+      workdir,
+    ]
+    for (directory, run), name in zip(runs, STEPS, strict=True):
+      assert workdir_lib.read_config(directory) == run
+      assert run.objective.phase == name
+      assert run.objective.teacher == config.init
+      assert run.train.num_steps == STEPS[name]
+      phase = getattr(config.objective, name)
+      assert run.optimizer.learning_rate == phase.learning_rate
+      last = run.optimizer.learning_rate * run.optimizer.final_fraction
+      assert last == pytest.approx(1e-6)
+    assert [run.init for _, run in runs] == [
+      config.init,
+      *(str(directory) for directory, _ in runs[:2]),
+    ]
+
+  def test_each_phase_trains_what_it_should(self, whole, config):
+    workdir, _ = whole
+    dense = weights(config.init)
+    learners = weights(workdir / 'phase_learners')
+    gates = weights(workdir / 'phase_gates')
+    last = weights(workdir)
+    kept = {n: v for n, v in learners.items() if kind(n) == 'backbone'}
+    assert len(kept) > 5
+    for name, value in kept.items():
+      np.testing.assert_array_equal(dense[name], value, err_msg=name)
+    assert changed(learners, gates) == ({'gate'}, {'learners', 'backbone'})
+    assert changed(gates, last)[0] == {'gate', 'learners', 'backbone'}
+
+  def test_the_first_phase_trains_no_gate(self, whole, config):
+    workdir, _ = whole
+    run = phases.expand(config, workdir)[0][1]
+    task = acm_task.ACMTask(run)
+    # As the loop makes them, by the run's seed.
+    from mod_jax.train import optimizer as optimizer_lib
+    from mod_jax.train import state as state_lib
+
+    optimizer = optimizer_lib.make_optimizer(run.optimizer, 3)
+    mesh = parallel.make_mesh(run.mesh)
+    with jax.set_mesh(mesh):
+      abstract = state_lib.abstract_state(task, optimizer, mesh, ema=False)
+      state = state_lib.create_state(run.seed, task, optimizer, abstract)
+    before = {
+      n: v
+      for n, v in trees.flatten(state.params).items()
+      if n.startswith('acm_')
+    }
+    after = {
+      n: v
+      for n, v in weights(workdir / 'phase_learners').items()
+      if n.startswith('acm_')
+    }
+    assert changed(before, after)[1] == {'gate'}
+    assert changed(before, after)[0] == {'learners'}
+
+  def test_held_out_numbers_of_each_phase(self, whole):
+    workdir, result = whole
+    first = json.loads((workdir / 'phase_learners/eval.json').read_text())
+    assert 'k2/accuracy' in first
+    assert 'load' not in first
+    told = json.loads((workdir / 'eval.json').read_text())
+    assert {'load', 'load_std', 'k1/loss', 'k2/loss'} <= set(told)
+    assert {'step': 3, **result.metrics} == told
+
+  def test_run_again_it_only_reads(self, whole, config, monkeypatch):
+    workdir, result = whole
+    done = []
+    train = loop.train
+    monkeypatch.setattr(
+      loop,
+      'train',
+      lambda c, w, **kwargs: done.append(w) or train(c, w, **kwargs),
+    )
+    again = phases.train(config, workdir)
+    assert done == [workdir]  # The phases before are not even begun.
+    assert again.steps == 0
+    assert again.metrics == pytest.approx(result.metrics)
+
+
+def test_stopped_and_resumed_anywhere(whole, config, tmp_path):
+  ends = []
+  for _ in range(10):
+    result = phases.train(config, tmp_path, max_steps=2)
+    ends.append((result.finished, result.step))
+    if result.finished:
+      break
+  # 3 + 2 + 3 steps, two at a time: within phases and across them.
+  assert ends == [(False, 2), (False, 1), (False, 1), (True, 3)]
+  for name in ('phase_learners', 'phase_gates', '.'):
+    same_arrays(weights(tmp_path / name), weights(whole[0] / name))
+
+
+def test_phases_alone_are_those_of_all(whole, config, tmp_path):
+  init = config.init
+  for name in STEPS:
+    one = config_lib.replace(config, {'objective.phase': name, 'init': init})
+    ((directory, run),) = phases.expand(one, tmp_path / name)
+    assert directory == tmp_path / name
+    # The teacher is passed on.
+    assert run.objective.teacher == config.init
+    if name != 'end_to_end':
+      assert phases.train(one, directory).finished
+      same_arrays(weights(directory), weights(whole[0] / f'phase_{name}'))
+    init = str(directory)
+
+
+def test_a_skipped_phase_is_skipped(config, tmp_path):
+  ablation = config_lib.replace(
+    config, {'objective.gates.num_steps': 0, 'objective.learners.num_steps': 0}
+  )
+  assert phases.train(ablation, tmp_path).finished
+  assert not list(tmp_path.glob('phase_*'))
+  assert weights(tmp_path).keys() > {'position'}
+  without = config_lib.replace(config, {'objective.gates.num_steps': 0})
+  (first, _), (last, run) = phases.expand(without, tmp_path)
+  assert (first, last) == (tmp_path / 'phase_learners', tmp_path)
+  assert run.init == str(first)
+
+
+def test_what_needs_no_phases_is_one_run(config, tmp_path, load_config_file):
+  dense = load_config_file('configs/vit/digits.py', 'tiny')
+  assert phases.expand(dense, tmp_path) == [(tmp_path, dense)]
+
+
+class TestRefused:
+  def refuse(self, config, changes, message, workdir):
+    with pytest.raises(UserError, match=message) as error:
+      phases.train(config_lib.replace(config, changes), workdir)
+    assert '\n' not in str(error.value)
+    assert not list(workdir.iterdir())
+
+  @pytest.mark.parametrize(
+    ('changes', 'message'),
+    [
+      ({'init': None}, 'init is missing.*dense.*--config.init'),
+      ({'init': None, 'objective.phase': 'learners'}, 'starts from a dense'),
+      (
+        {'init': None, 'objective.phase': 'gates'},
+        "'gates' starts from the run of phase 'learners'",
+      ),
+      ({'init': '/no/such/run'}, 'init=/no/such/run: there is no such'),
+      (
+        {'objective.phase': 'gates'},
+        "no run of phase 'learners'.*objective.learners.num_steps=0",
+      ),
+      (
+        {'objective.phase': 'end_to_end'},
+        "no run of phase 'gates'.*objective.gates.num_steps=0",
+      ),
+      (
+        {'objective.phase': 'gates', 'objective.gates.num_steps': 0},
+        r'objective\.gates\.num_steps=0 skips',
+      ),
+      (
+        {f'objective.{name}.num_steps': 0 for name in STEPS},
+        'nothing to train',
+      ),
+    ],
+  )
+  def test_in_one_sentence(self, config, changes, message, tmp_path):
+    self.refuse(config, changes, message, tmp_path)
+
+  def test_a_phase_after_another_than_its_own(self, whole, config, tmp_path):
+    changes = {
+      'objective.phase': 'end_to_end',
+      'init': str(whole[0] / 'phase_learners'),
+    }
+    self.refuse(config, changes, "no run of phase 'gates'", tmp_path)
+    ablation = config_lib.replace(
+      config, changes | {'objective.gates.num_steps': 0}
+    )
+    ((_, run),) = phases.expand(ablation, tmp_path)
+    assert run.init == changes['init']
+
+  def test_a_phase_whose_predecessor_has_no_checkpoint(self, config, tmp_path):
+    held = config_lib.replace(config, {'objective.phase': 'learners'})
+    workdir_lib.claim(tmp_path / 'begun', held)
+    (tmp_path / 'next').mkdir()
+    self.refuse(
+      config,
+      {'objective.phase': 'gates', 'init': str(tmp_path / 'begun')},
+      'holds no checkpoint yet',
+      tmp_path / 'next',
+    )
+
+  @pytest.mark.parametrize(
+    ('changes', 'message'),
+    [
+      ({'budget': 0.0}, r'budget=0\.0: expected a number between 0 and 1'),
+      ({'budget': 1.0}, r'budget=1\.0'),
+      ({'budget': -0.5}, r'budget=-0\.5'),
+      ({'tau': 1.0}, r'tau=1\.0: expected a number above 1'),
+      ({'entropy_weight': -1.0}, r'entropy_weight=-1\.0'),
+      ({'phase': 'gate'}, "phase='gate'"),
+    ],
+  )
+  def test_objectives(self, changes, message):
+    with pytest.raises(UserError, match=message):
+      ACMObjective(**changes)
+
+  @pytest.mark.parametrize(
+    ('changes', 'message'),
+    [
+      ({'num_steps': -1}, 'num_steps=-1'),
+      ({'batch_size': 0}, 'batch_size=0'),
+      ({'learning_rate': 0.0}, r'learning_rate=0\.0'),
+    ],
+  )
+  def test_phase_configs(self, changes, message):
+    settings = {'num_steps': 1, 'batch_size': 1, 'learning_rate': 0.1}
+    with pytest.raises(UserError, match=message):
+      PhaseConfig(**settings | changes)
+
+  def test_a_loop_over_all_phases_at_once(self, config, tmp_path):
+    with pytest.raises(UserError, match="objective.phase='all'.*phases"):
+      loop.train(config, tmp_path)
+
+
+def test_a_sweep_over_budgets_runs_all_phases(config, tmp_path):
+  axes = grid.parse(config, ['objective.budget=0.25,0.75'])
+  short = config_lib.replace(
+    config, {f'objective.{name}.num_steps': 1 for name in STEPS}
+  )
+  points = grid.run(short, axes, tmp_path)
+  assert [p.values for p in points] == [
+    {'objective.budget': 0.25},
+    {'objective.budget': 0.75},
+  ]
+  for point in points:
+    for phase in ('phase_learners', 'phase_gates', '.'):
+      assert (tmp_path / point.name / phase / 'eval.json').is_file()
+    budget = point.values['objective.budget']
+    assert point.metrics['budget_error'] == pytest.approx(
+      point.metrics['load'] - budget
+    )
+    assert set(point.main) == {'loss', 'accuracy', 'load', 'load_std'}
+  assert 'load_std' in grid.table(points)
