@@ -7,18 +7,20 @@ with strengths relative to the picture, so that a small and a large version of
 it are hurt alike. What differs from ImageNet-C:
 
   noise       its Gaussian noise, with a standard deviation that grows with the
-              square root of the side: the same at 224 pixels. Constant noise
-              per pixel would all but vanish in the patches of a large picture,
-              constant noise per part of the picture would in small ones; this
-              is midway, and close to what CIFAR-10-C has at 32 pixels.
-  blur        its Gaussian blur, with a width that is a share of the side:
-              near the range of the one set at 224 pixels and of the other at
-              32.
+              square root of the side: the same at 224 pixels. The same
+              noise in each pixel would average out in the patches of a large
+              picture, the same in each patch would hardly be seen in a small
+              one; this is midway, and .03 to .14 at 32 pixels, where
+              CIFAR-10-C has .04 to .1.
+  blur        its Gaussian blur, with a width that is a share of the side: 2.8
+              to 9 pixels of 224, where ImageNet-C has 1 to 6, and .4 to 1.3 of
+              32, where CIFAR-10-C has .4 to 1.
   contrast    the same.
   pixelation  into a number of cells that is the same at any size from 32
               pixels on; ImageNet-C's blocks of 2 to 4 pixels of 224 would be
-              less than a pixel of 32. Large pictures are thus hurt more. A
-              pixel across two cells shows both, by area.
+              less than a pixel of 32. Large pictures thus have blocks
+              of 8 to 19 pixels of 224. A pixel across two cells shows both, by
+              area.
 
 And the pictures are not compressed again as JPEG, which hurts by itself.
 """

@@ -68,6 +68,11 @@ class ACMTask(vision.ImageTask):
 
   def frozen(self, mesh):
     del mesh
+    if self.objective.phase == 'all':
+      raise errors.UserError(
+        "objective.phase='all' is several runs: train them by train.py or"
+        " phases.train, or choose one, such as 'learners'."
+      )
     return None if self.objective.phase == 'end_to_end' else self.teacher()
 
   def teacher(self):

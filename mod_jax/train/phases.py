@@ -89,7 +89,7 @@ def _alone(config: ExperimentConfig) -> str:
     found = None
     if workdir_lib.holds_run(path):
       found = workdir_lib.read_config(path).objective
-    if not isinstance(found, ACMObjective) or found.phase not in before:
+    if not isinstance(found, ACMObjective) or found.phase != before[-1]:
       raise UserError(
         f'init={config.init} is no run of phase {before[-1]!r}, which phase'
         f' {objective.phase!r} starts from: train that first, or skip it by'

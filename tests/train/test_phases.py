@@ -14,8 +14,10 @@ from mod_jax.sweeps import grid
 from mod_jax.train import acm as acm_task
 from mod_jax.train import evaluation
 from mod_jax.train import loop
+from mod_jax.train import optimizer as optimizer_lib
 from mod_jax.train import phases
 from mod_jax.train import start as start_lib
+from mod_jax.train import state as state_lib
 from mod_jax.train import workdir as workdir_lib
 from mod_jax.train.experiment import ACMObjective
 from mod_jax.train.experiment import PhaseConfig
@@ -82,6 +84,7 @@ def config(load_config_file, dense):
     | {
       'init': dense,
       'model.num_learners': 2,
+      'model.replace': (r'block_\d+/mlp', r'block_\d+/attention/query'),
       'evaluation.every': 0,
       'evaluation.final_batches': 1,
       'log.tensorboard': False,
@@ -165,9 +168,6 @@ class TestWhole:
     run = phases.expand(config, workdir)[0][1]
     task = acm_task.ACMTask(run)
     # As the loop makes them, by the run's seed.
-    from mod_jax.train import optimizer as optimizer_lib
-    from mod_jax.train import state as state_lib
-
     optimizer = optimizer_lib.make_optimizer(run.optimizer, 3)
     mesh = parallel.make_mesh(run.mesh)
     with jax.set_mesh(mesh):
@@ -350,21 +350,24 @@ class TestRefused:
 
 
 def test_a_sweep_over_budgets_runs_all_phases(config, tmp_path):
-  axes = grid.parse(config, ['objective.budget=0.25,0.75'])
-  short = config_lib.replace(
-    config, {f'objective.{name}.num_steps': 1 for name in STEPS}
+  axes = grid.parse(
+    config, [f'objective.budget={config.objective.budget},0.75']
   )
-  points = grid.run(short, axes, tmp_path)
-  assert [p.values for p in points] == [
-    {'objective.budget': 0.25},
-    {'objective.budget': 0.75},
-  ]
-  for point in points:
+  points = grid.run(config, axes, tmp_path)
+  budgets = [p.values['objective.budget'] for p in points]
+  assert budgets == [config.objective.budget, 0.75]
+  for point, budget in zip(points, budgets, strict=True):
     for phase in ('phase_learners', 'phase_gates', '.'):
       assert (tmp_path / point.name / phase / 'eval.json').is_file()
-    budget = point.values['objective.budget']
     assert point.metrics['budget_error'] == pytest.approx(
       point.metrics['load'] - budget
     )
     assert set(point.main) == {'loss', 'accuracy', 'load', 'load_std'}
+  gates, last = (
+    [weights(tmp_path / p.name / phase) for p in points]
+    for phase in ('phase_gates', '.')
+  )
+  # Only the last phase knows of the budget.
+  same_arrays(*gates)
+  assert 'gate' in changed(*last)[0]
   assert 'load_std' in grid.table(points)
