@@ -1,4 +1,4 @@
-"""Where timings were taken, and files to keep them in."""
+"""What is timed, where, and files to keep the times in."""
 
 import datetime
 import json
@@ -7,6 +7,32 @@ import platform
 
 import jax
 import jaxlib
+import optax
+
+
+def train_step(loss, params, optimizer: optax.GradientTransformation, batch):
+  """Returns a function that takes one training step and waits for it.
+
+  Args:
+    loss: of parameters and a batch.
+    params: to begin with.
+    optimizer: turns gradients into updates.
+    batch: of every step.
+  """
+
+  def update(params, opt_state, batch):
+    value, grads = jax.value_and_grad(loss)(params, batch)
+    updates, opt_state = optimizer.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state, value
+
+  compiled = jax.jit(update, donate_argnums=(0, 1))
+  carry = [params, optimizer.init(params)]
+
+  def step():
+    *carry[:], value = compiled(*carry, batch)
+    value.block_until_ready()
+
+  return step
 
 
 def environment() -> dict[str, str]:

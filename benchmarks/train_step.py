@@ -40,7 +40,6 @@ def step_function(config: LMConfig, batch: int, length: int):
     jax.random.key(0), (batch, length + 1), 0, config.vocab_size
   )
   params = nn.unbox(model.init(jax.random.key(1), tokens_BL[:, :2]))
-  optimizer = optax.adamw(1e-3)
 
   def loss(params, tokens_BL):
     output = model.apply(params, tokens_BL[:, :-1])
@@ -54,19 +53,7 @@ def step_function(config: LMConfig, batch: int, length: int):
       total += 0.01 * bce / count
     return total
 
-  def update(params, opt_state, tokens_BL):
-    value, grads = jax.value_and_grad(loss)(params, tokens_BL)
-    updates, opt_state = optimizer.update(grads, opt_state, params)
-    return optax.apply_updates(params, updates), opt_state, value
-
-  compiled = jax.jit(update, donate_argnums=(0, 1))
-  carry = [params, optimizer.init(params)]
-
-  def step():
-    *carry[:], value = compiled(*carry, tokens_BL)
-    value.block_until_ready()
-
-  return step
+  return machine.train_step(loss, params, optax.adamw(1e-3), tokens_BL)
 
 
 def main(_):

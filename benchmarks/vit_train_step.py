@@ -54,7 +54,6 @@ def step_function(config):
   key = jax.random.key(0)
   model = config.build(train=True)
   params = nn.unbox(jax.jit(model.init)(key, config.example()))
-  optimizer = optax.adamw(1e-4)
   size, batch = config.image_size, _BATCH.value
   images_BHWC = jax.random.normal(key, (batch, size, size, 3))
   label_B = jax.random.randint(key, (batch,), 0, config.num_classes)
@@ -65,19 +64,7 @@ def step_function(config):
     total, count = losses.classification_loss(logits_BV, target_BV)
     return total / count
 
-  def update(params, opt_state, images_BHWC):
-    value, grads = jax.value_and_grad(loss)(params, images_BHWC)
-    updates, opt_state = optimizer.update(grads, opt_state, params)
-    return optax.apply_updates(params, updates), opt_state, value
-
-  compiled = jax.jit(update, donate_argnums=(0, 1))
-  carry = [params, optimizer.init(params)]
-
-  def step():
-    *carry[:], value = compiled(*carry, images_BHWC)
-    value.block_until_ready()
-
-  return step
+  return machine.train_step(loss, params, optax.adamw(1e-4), images_BHWC)
 
 
 def main(_):

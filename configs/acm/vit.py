@@ -35,7 +35,6 @@ ADAM = OptimizerConfig(
 def imagenet() -> ExperimentConfig:
   """Phases of 2, 1 and 97 epochs; batches of 64, 64 and 512."""
   recipe = config_lib.sibling(__file__, '../vit/imagenet')
-  scratch = config_lib.sibling(__file__, '../vit/scratch')
   return ExperimentConfig(
     name='acm_vit_base',
     model=ACMModelConfig(backbone=vit.vit_base(dtype='bfloat16')),
@@ -51,7 +50,7 @@ def imagenet() -> ExperimentConfig:
         num_steps=recipe.num_steps(97, 512), batch_size=512, learning_rate=1e-4
       ),
     ),
-    data=recipe.data(scratch.AUGMENT),
+    data=recipe.data(recipe.AUGMENT),
     optimizer=ADAM,
     evaluation=recipe.evaluation(20_000),
   )

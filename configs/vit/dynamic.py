@@ -34,7 +34,6 @@ STAGES = {
 def dynamic(backbone: str, **changes) -> ExperimentConfig:
   """The recipe; `changes` are fields of the model."""
   imagenet = config_lib.sibling(__file__, 'imagenet')
-  augment = config_lib.sibling(__file__, 'scratch').AUGMENT
   steps = imagenet.num_steps(EPOCHS, BATCH)
   model = {'stages': STAGES[backbone], 'keep': 0.7, **changes}
   model = DynamicViTConfig(
@@ -50,7 +49,7 @@ def dynamic(backbone: str, **changes) -> ExperimentConfig:
     name=f'dynamic_{backbone}',
     model=model,
     objective=PruningObjective(),
-    data=imagenet.data(augment),
+    data=imagenet.data(imagenet.AUGMENT),
     optimizer=OptimizerConfig(
       learning_rate=RATE,
       warmup_steps=0,

@@ -26,6 +26,18 @@ from mod_jax.train.optimizer import OptimizerConfig
 
 NUM_TRAIN = 1_281_167
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+# DeiT's (Touvron et al. 2021).
+AUGMENT = AugmentConfig(
+  crop='random_resized',
+  flip=0.5,
+  randaugment_ops=2,
+  randaugment_magnitude=9,
+  randaugment_noise=0.5,
+  erase=0.25,
+  mixup=0.8,
+  cutmix=1.0,
+  label_smoothing=0.1,
+)
 
 AMOD = VisionRoutingConfig(capacity=0.5)
 ROUTINGS = {
@@ -68,18 +80,7 @@ def finetune(backbone: str, routing) -> ExperimentConfig:
   return ExperimentConfig(
     name=f'imagenet_{backbone}{suffix}',
     model=vit.BACKBONES[backbone](routing=routing, dtype='bfloat16'),
-    data=data(
-      AugmentConfig(
-        crop='random_resized',
-        flip=0.5,
-        randaugment_ops=2,
-        randaugment_noise=0.5,
-        erase=0.25,
-        mixup=0.8,
-        cutmix=1.0,
-        label_smoothing=0.1,
-      )
-    ),
+    data=data(AUGMENT),
     optimizer=OptimizerConfig(
       learning_rate=1e-5,
       warmup_steps=steps // 20,

@@ -13,7 +13,6 @@ Variants: `deit_tiny`, `deit_small` (the default), `vit_base`, each dense; with
 import dataclasses
 
 from mod_jax import config as config_lib
-from mod_jax.data.augment import AugmentConfig
 from mod_jax.layers.mod import VisionRoutingConfig
 from mod_jax.models import vit
 from mod_jax.train.experiment import ExperimentConfig
@@ -26,17 +25,6 @@ ROUTINGS = {
   '_amod': AMOD,
   '_mod': dataclasses.replace(AMOD, score='learned'),
 }
-AUGMENT = AugmentConfig(
-  crop='random_resized',
-  flip=0.5,
-  randaugment_ops=2,
-  randaugment_magnitude=9,
-  randaugment_noise=0.5,
-  erase=0.25,
-  mixup=0.8,
-  cutmix=1.0,
-  label_smoothing=0.1,
-)
 
 
 def scratch(backbone: str, suffix: str) -> ExperimentConfig:
@@ -47,7 +35,7 @@ def scratch(backbone: str, suffix: str) -> ExperimentConfig:
     model=vit.BACKBONES[backbone](
       routing=ROUTINGS[suffix], stochastic_depth=0.1, dtype='bfloat16'
     ),
-    data=imagenet.data(AUGMENT),
+    data=imagenet.data(imagenet.AUGMENT),
     optimizer=OptimizerConfig(
       learning_rate=1e-3,
       warmup_steps=imagenet.num_steps(5, 1024),

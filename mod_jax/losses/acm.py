@@ -124,8 +124,10 @@ def entropy_loss(choices: Mapping[str, jax.Array]) -> jax.Array:
   Normalised by the log of the number of choices that each module has; the mean
   over modules and images. Minimising it spreads choices over tokens.
   """
-  total = 0.0
+  total = jnp.float32(0.0)
   for one_hot_BLM in choices.values():
+    if one_hot_BLM.shape[-1] == 1:
+      continue  # Nothing to choose, and log 1 = 0.
     share_BM = one_hot_BLM.astype(jnp.float32).mean(axis=1)
     # Its slope is bounded at 0, where a choice is never made.
     nats_B = -jnp.sum(share_BM * jnp.log(share_BM + 1e-6), axis=-1)

@@ -100,6 +100,10 @@ class ACMModelConfig:
     config_lib.validate(self)
     errors.require_positive(self, 'num_learners', 'temperature')
     backbone = self.backbone
+    if not self.replace:
+      raise errors.UserError(
+        f'replace=() replaces nothing: name modules, such as replace={(FFNS,)}.'
+      )
     if backbone.routing is not None:
       raise errors.UserError(
         'backbone.routing: adaptive modules replace those of a dense model; set'
@@ -137,9 +141,11 @@ class ACMModelConfig:
       'dtype': self.backbone.dtype,
     }
     if module.kind == 'ffn':
+      # As if of two kernels: a gated one costs half as much again.
+      hidden = module.flops // (4 * module.inputs)
       return acm_lib.ffn_config(
         module.inputs,
-        module.hidden,
+        hidden,
         min_learners=self.ffn_min_learners,
         **common,
       )
@@ -349,9 +355,11 @@ def report(config: ACMModelConfig, *length: int) -> str:
 
   Args:
     config: of the adaptive model.
-    *length: tokens of a sequence; for language models.
+    *length: tokens of a sequence; for language models, by default one.
   """
   dense = dense_modules(config.backbone)
+  if isinstance(config.backbone, LMConfig) and not length:
+    length = (1,)
   groups = {}
   for name, module in config.modules.items():
     label = re.sub(r'\d+', '*', name, count=1)

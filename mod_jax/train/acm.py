@@ -223,11 +223,11 @@ class ACMTask(vision.ImageTask):
       metrics['budget_error'] = mean - self.objective.budget
     return metrics
 
-  def macs(self, load: float | None = None, learners: int | None = None):
+  def macs(self, load: float = 1.0, learners: int | None = None):
     """Returns multiply-accumulates of an image, in the published convention.
 
     Args:
-      load: mean share of the learners' cost, under the gates.
+      load: mean share of the learners' cost, under the gates; by default all.
       learners: fixed number of them, which needs no gates.
     """
     table = self.config.model.flops_table(learners=0)

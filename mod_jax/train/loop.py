@@ -22,6 +22,7 @@ from mod_jax.train import checkpoints as checkpoints_lib
 from mod_jax.train import evaluation
 from mod_jax.train import metrics as metrics_lib
 from mod_jax.train import optimizer as optimizer_lib
+from mod_jax.train import start as start_lib
 from mod_jax.train import state as state_lib
 from mod_jax.train import workdir as workdir_lib
 from mod_jax.train.checkpoints import Checkpointer
@@ -180,6 +181,7 @@ class _Run:
 
   def _adapted_state(self, init):
     """Returns a fresh state that starts from somebody's weights."""
+    start_lib.find(init)  # Before a fresh state is made, which takes a while.
     state = self._fresh_state()
     params, mutables = self.task.start(state.params, state.mutables, init)
     return state_lib.with_weights(state, self.abstract, params, mutables)

@@ -361,6 +361,7 @@ class TestPlacement:
       ({'offset': 2}, 'offset=2.*period=2'),
       ({'score': 'attenton'}, 'attenton.*attention'),
       ({'gate': 'rew'}, 'rew.*raw'),
+      ({'score': 'learned', 'gate': 'none'}, 'learned router without'),
     ],
   )
   def test_refuses_when_built(self, changes, message):

@@ -24,6 +24,14 @@ def one_hot(learners, least, most):
   return jnp.asarray(np.eye(most + 1)[np.asarray(learners)][..., least:])
 
 
+@pytest.fixture(scope='module', autouse=True)
+def _compile_fast():
+  before = jax.config.values['jax_disable_most_optimizations']
+  jax.config.update('jax_disable_most_optimizations', True)
+  yield
+  jax.config.update('jax_disable_most_optimizations', before)
+
+
 class TestDistillation:
   def test_every_k_but_none_at_once(self):
     sums_KBLD = np.random.default_rng(0).normal(size=(4, 2, 3, 5))
@@ -163,6 +171,10 @@ class TestEntropyLoss:
     assert losses.entropy_loss(within) == pytest.approx(
       -math.log(2) / math.log(3), abs=1e-4
     )
+
+  def test_without_a_choice_there_is_nothing_to_spread(self):
+    alone = {'query': one_hot([[1, 1]], 1, 1)}
+    assert losses.entropy_loss(alone) == 0
 
   def test_finite_where_choices_are_never_made(self):
     grad = jax.grad(lambda x: losses.entropy_loss({'mlp': x}))(
