@@ -11,6 +11,7 @@ from mod_jax.layers.mod import MoDConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.sweeps import grid
 from mod_jax.train import loop
+from mod_jax.train import phases
 from mod_jax.train import workdir as workdir_lib
 from mod_jax.train.experiment import ExperimentConfig
 from mod_jax.train.metrics import MetricWriter
@@ -101,7 +102,7 @@ def trained(monkeypatch):
   """Replaces training by its traces; returns the seeds that were trained."""
   seeds = []
 
-  def train(config, workdir):
+  def train(config, workdir, *, max_steps=None):
     seeds.append(config.seed)
     if config.seed == 13:
       raise loop.TrainingDiverged('loss is nan at step 3')
@@ -143,11 +144,11 @@ class TestRun:
     grid.run(CONFIG, {'seed': (1,)}, tmp_path / 'a')
     other = config_lib.replace(CONFIG, {'evaluation.final_batches': 7})
     name, changed = grid.points(other, {'seed': (1,)})[0]
-    assert grid._finished(tmp_path / 'a' / name, changed) is None
+    assert phases.finished(tmp_path / 'a' / name, changed) is None
     name, same = grid.points(CONFIG, {'seed': (1,)})[0]
-    assert grid._finished(tmp_path / 'a' / name, same) is not None
+    assert phases.finished(tmp_path / 'a' / name, same) is not None
     (tmp_path / 'a' / name / 'checkpoints' / '1000').rmdir()
-    assert grid._finished(tmp_path / 'a' / name, same) is None
+    assert phases.finished(tmp_path / 'a' / name, same) is None
 
   def test_divergence_is_noted_and_a_signal_stops(
     self, trained, tmp_path, capsys
