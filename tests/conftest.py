@@ -7,6 +7,9 @@ import pathlib
 # A GPU machine may ask for its own platform; everything here runs on CPUs.
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 os.environ['MPLBACKEND'] = 'agg'
+# Nearly all of the suite's time is compilation, and tiny programs need none of
+# LLVM's finer passes. XLA's own passes still run.
+os.environ.setdefault('JAX_DISABLE_MOST_OPTIMIZATIONS', '1')
 _DEVICES = '--xla_force_host_platform_device_count'
 if _DEVICES not in os.environ.get('XLA_FLAGS', ''):
   # Eight simulated devices, for the tests of sharding.
