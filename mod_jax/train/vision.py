@@ -300,12 +300,14 @@ class ImageTask(task_lib.Task):
         labels=labels,
         title='Which patches each routed block processes',
       )
-    # The maps that routing goes by, or of blocks evenly spread.
-    layers = [i - 1 for i in routed if i]
+    # The maps that routing goes by, or of blocks evenly spread; of all tokens.
+    dense = [i for i in range(model.num_layers) if i not in routed]
+    layers = [i for i in dense if i + 1 in routed]
     if not layers:
-      layers = sorted(
-        {round(x) for x in np.linspace(0, model.num_layers - 1, 4)}
-      )
+      spread = np.linspace(0, len(dense) - 1, min(4, len(dense)))
+      layers = [dense[round(x)] for x in spread]
+    if not layers:
+      return figures
     maps_RHL = []
     for layer in layers:
       attention = seen[f'block_{layer}']['attention']
