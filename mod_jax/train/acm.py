@@ -20,6 +20,7 @@ from mod_jax.train import acm_studies
 from mod_jax.train import start as start_lib
 from mod_jax.train import vision
 from mod_jax.train import vision_studies
+from mod_jax.train import workdir as workdir_lib
 from mod_jax.train.experiment import ACMObjective
 
 
@@ -54,8 +55,8 @@ class ACMTask(vision.ImageTask):
   def start(self, params, mutables, init):
     path = start_lib.find(init)
     if start_lib.is_workdir(path):
-      held = start_lib.read_workdir(path)[0]
-      if isinstance(held.model, acm.ACMModelConfig):
+      held = workdir_lib.read_config(path).model
+      if isinstance(held, acm.ACMModelConfig):
         return start_lib.from_workdir(params, mutables, init)
     return vision.load_weights(
       init,
