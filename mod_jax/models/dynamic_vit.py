@@ -308,37 +308,33 @@ class DynamicViT(nn.Module):
     told, probabilities, score_BL = [], [], None
 
     for i in range(config.backbone.num_layers):
-      if i in config.stages:
+      if i in config.stages and config.score == 'structural':
+        x_BND = _pool(x_BLD[:, prefix:])
+        x_BLD = jnp.concatenate([x_BLD[:, :prefix], x_BND], axis=1)
+        info = vit.token_info(x_BLD)
+      elif i in config.stages:
         stage = config.stages.index(i)
         x_BND = x_BLD[:, prefix:]
-        if config.score == 'structural':
-          x_BND = _pool(x_BND)
-          x_BLD = jnp.concatenate([x_BLD[:, :prefix], x_BND], axis=1)
-          info = vit.token_info(x_BLD)
-        else:
-          log_BN2 = self._log_probability(stage, x_BND, keep_BN, index_BN)
-          if log_BN2 is not None:
-            probability_BN = jnp.exp(log_BN2[..., 0]) * keep_BN
-            probabilities.append(_spread(probability_BN, index_BN, patches))
+        log_BN2 = self._log_probability(stage, x_BND, keep_BN, index_BN)
+        if log_BN2 is not None:
+          probability_BN = jnp.exp(log_BN2[..., 0]) * keep_BN
+          probabilities.append(_spread(probability_BN, index_BN, patches))
         if masked:
           if decisions_SBN is None:
-            drawn_BN = self._draw(log_BN2)
+            keep_BN *= self._draw(log_BN2)
           else:
-            drawn_BN = decisions_SBN[stage].astype(jnp.float32)
-          keep_BN = keep_BN * drawn_BN
-          told.append(keep_BN)
+            keep_BN *= decisions_SBN[stage].astype(jnp.float32)
           keep_BL = jnp.pad(keep_BN, ((0, 0), (prefix, 0)), constant_values=1.0)
           info = info.replace(keep_BL=keep_BL)
-        elif config.score != 'structural':
+        else:
           score_BN = self._score(log_BN2, score_BL, index_BN)
-          selection = routing.select_top_k(score_BN, config.kept[stage])
-          index_BK = selection.index_BK
+          index_BK = routing.select_top_k(score_BN, config.kept[stage]).index_BK
           x_BND = routing.gather_tokens(x_BND, index_BK)
           x_BLD = jnp.concatenate([x_BLD[:, :prefix], x_BND], axis=1)
           info = vit.token_info(x_BLD)
           index_BN = jnp.take_along_axis(index_BN, index_BK, axis=1)
           keep_BN = jnp.ones(index_BN.shape, jnp.float32)
-          told.append(_spread(keep_BN, index_BN, patches))
+        told.append(_spread(keep_BN, index_BN, patches))
       x_BLD, score_BL, _ = self.backbone.step(i, x_BLD, info=info)
     logits_BV, x_BLD = self.backbone.classify(
       x_BLD, keep_BN if masked else None
