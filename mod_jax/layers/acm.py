@@ -181,7 +181,7 @@ class ACM(nn.Module):
     if isinstance(mode, int):
       self._check(mode)
       learners_BL = jnp.full(z_BLD.shape[:2], mode, jnp.int32)
-      return self._first(z_BLD, mode), Choice(learners_BL)
+      return self._sum(z_BLD, learners=mode), Choice(learners_BL)
     if mode not in ('gated', 'train', 'all'):
       raise errors.UserError(
         f"mode={mode!r}: expected 'gated', 'train', 'all' or a number of"
@@ -207,12 +207,7 @@ class ACM(nn.Module):
           + soft_BLM.argmax(axis=-1).astype(jnp.int32),
           one_hot_BLM=one_hot_BLM,
         )
-        runs_BLN = runs(one_hot_BLM, config)
-        each_NBLD = self._each(z_BLD)
-        y_BLD = jnp.einsum(
-          'NBLD,BLN->BLD', each_NBLD, runs_BLN.astype(each_NBLD.dtype)
-        )
-        return y_BLD, choice
+        return self._sum(z_BLD, runs_BLN=runs(one_hot_BLM, config)), choice
     batch, length, width = z_BLD.shape
     y_TD = mod_jax_kernels.acm_mlp(
       z_BLD.reshape(-1, width).astype(config.dtype),
@@ -245,11 +240,11 @@ class ACM(nn.Module):
       'NBLF,NFD->NBLD', hidden_NBLF, self.down_NFD.astype(config.dtype)
     )
 
-  def _first(self, z_BLD, learners):
-    """Returns the sum of the first learners: two plain products."""
+  def _sum(self, z_BLD, *, learners=None, runs_BLN=None):
+    """Returns the sum of the first learners, weighed by `runs_BLN` if given."""
     config = self.config
     z_BLD = z_BLD.astype(config.dtype)
-    if not learners:
+    if learners == 0:
       return jnp.zeros((*z_BLD.shape[:2], config.outputs), config.dtype)
     hidden_BLNF = jnp.einsum(
       'BLD,NDF->BLNF', z_BLD, self.up_NDF[:learners].astype(config.dtype)
@@ -257,6 +252,9 @@ class ACM(nn.Module):
     hidden_BLNF += self.bias_NF[:learners].astype(config.dtype)
     if config.activation == 'gelu':
       hidden_BLNF = nn.gelu(hidden_BLNF, approximate=False)
+    if runs_BLN is not None:
+      # Before the second product, which is linear: less to weigh than after it.
+      hidden_BLNF *= runs_BLN[..., None].astype(config.dtype)
     return jnp.einsum(
       'BLNF,NFD->BLD',
       hidden_BLNF,

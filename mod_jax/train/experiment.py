@@ -140,6 +140,9 @@ class ACMObjective:
   budget_weight: float = 0.1  # α_b
   entropy_weight: float = 0.05  # α_e
   diversity_weight: float = 0.05  # α_d
+  # Factor on the learning rate of the gates, end to end; 1 in the paper. Short
+  # runs need more: a gate moves no further than its rate times the steps.
+  gate_rate: float = 1.0
   # The dense model's weights, for the first two; None = those of `init`, or
   # what the run at `init` had.
   teacher: str | None = None
@@ -162,7 +165,9 @@ class ACMObjective:
       )
     if self.tau <= 1:
       raise errors.UserError(f'tau={self.tau}: expected a number above 1.')
-    for name in ('budget_weight', 'entropy_weight', 'diversity_weight'):
+    for name in (
+      *('budget_weight', 'entropy_weight', 'diversity_weight', 'gate_rate'),
+    ):
       if getattr(self, name) < 0:
         raise errors.UserError(
           f'{name}={getattr(self, name)}: expected 0 or more.'

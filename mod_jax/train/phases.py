@@ -17,16 +17,16 @@ from mod_jax.train.experiment import ACMObjective
 from mod_jax.train.experiment import ExperimentConfig
 
 _FINAL_RATE = 1e-6  # Learning rate at the end of every phase.
-# What trains in a phase; the rest is frozen.
-_RULES = {
-  'learners': (
-    ('^acm_.*/gate/', 0.0, 0),
-    ('^acm_', 1.0, 0),
-    ('.*', 0.0, 0),
-  ),
-  'gates': (('^acm_.*/gate/', 1.0, 0), ('.*', 0.0, 0)),
-  'end_to_end': (),
-}
+_GATES = '^acm_.*/gate/'
+
+
+def _rules(objective: ACMObjective, phase: str):
+  """Returns what trains in a phase, and at which rate; the rest is frozen."""
+  return {
+    'learners': ((_GATES, 0.0, 0), ('^acm_', 1.0, 0), ('.*', 0.0, 0)),
+    'gates': ((_GATES, 1.0, 0), ('.*', 0.0, 0)),
+    'end_to_end': ((_GATES, objective.gate_rate, 0), ('.*', 1.0, 0)),
+  }[phase]
 
 
 def expand(
@@ -106,7 +106,7 @@ def _phase(config: ExperimentConfig, name: str, init: str) -> ExperimentConfig:
     learning_rate=phase.learning_rate,
     warmup_steps=phase.warmup_steps,
     final_fraction=min(1.0, _FINAL_RATE / phase.learning_rate),
-    rules=_RULES[name],
+    rules=_rules(config.objective, name),
   )
   return dataclasses.replace(
     config_lib.replace(

@@ -1,0 +1,51 @@
+"""Block sizes of kernels: a small table per device, and a way to try others.
+
+An operation's `TILES` maps a backend to a dictionary from the start of a
+device's kind, such as `NVIDIA H200` or `TPU v5`, to sizes by name; the entry of
+the longest start that fits is taken, and '' fits all. `benchmarks/tune.py`
+measures candidates on the device at hand and prints entries.
+"""
+
+from collections.abc import Mapping
+import contextlib
+import contextvars
+
+import jax
+
+from mod_jax_kernels import dispatch
+
+Sizes = Mapping[str, int]
+_TRIED = contextvars.ContextVar('tried', default=None)
+
+
+def choose(table: Mapping[str, Mapping[str, Sizes]], backend: str) -> Sizes:
+  """Returns the sizes for the device that a program is traced for.
+
+  Args:
+    table: an operation's `TILES`.
+    backend: such as `triton`.
+  """
+  rows = table[backend]
+  kind = device_kind(dispatch.PLATFORMS[backend])
+  found = rows[max((r for r in rows if kind.startswith(r)), key=len)]
+  return {**found, **(_TRIED.get() or {})}
+
+
+@contextlib.contextmanager
+def trying(**sizes: int):
+  """Replaces sizes by name, while programs are traced."""
+  token = _TRIED.set(sizes)
+  try:
+    yield
+  finally:
+    _TRIED.reset(token)
+
+
+def device_kind(platform: str) -> str:
+  """Returns the kind of device that is meant, or '' if nobody says."""
+  abstract = jax.sharding.get_abstract_mesh().abstract_device
+  if abstract is not None:
+    return abstract.device_kind
+  if jax.default_backend() == {'cuda': 'gpu'}.get(platform, platform):
+    return jax.devices()[0].device_kind
+  return ''
