@@ -65,6 +65,11 @@ def digits() -> ExperimentConfig:
     optimizer=ADAM,
     objective=ACMObjective(
       budget=0.4,
+      # Of a hundredth of the paper's steps: the gates must move faster, heed
+      # the budget more, and train as they will be used.
+      budget_weight=2.0,
+      gate_rate=10.0,
+      noise_until=0.5,
       learners=PhaseConfig(num_steps=200, batch_size=64, learning_rate=3e-3),
       gates=PhaseConfig(num_steps=60, batch_size=64, learning_rate=1e-2),
       end_to_end=PhaseConfig(

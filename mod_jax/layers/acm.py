@@ -137,11 +137,12 @@ Mode = Literal['gated', 'train', 'all'] | int
 class ACM(nn.Module):
   """Learners and their gate.
 
-  Rng streams: `params`; `gumbel` in mode `train`.
+  Rng streams: `params`; `gumbel` in mode `train` with noise.
   """
 
   config: ACMConfig
   mode: Mode = 'gated'
+  noise: bool = True  # Whether `train` draws its choices, or takes the best.
 
   def setup(self):
     config = self.config
@@ -197,8 +198,11 @@ class ACM(nn.Module):
         sums_NBLD = jnp.cumsum(each_NBLD, axis=0)
         return jnp.concatenate([zero_1BLD, sums_NBLD]), choice
       case 'train':
-        noise = jax.random.gumbel(self.make_rng('gumbel'), logits_BLM.shape)
-        soft_BLM = jax.nn.softmax((logits_BLM + noise) / config.temperature)
+        drawn_BLM = logits_BLM
+        if self.noise:
+          key = self.make_rng('gumbel')
+          drawn_BLM += jax.random.gumbel(key, logits_BLM.shape)
+        soft_BLM = jax.nn.softmax(drawn_BLM / config.temperature)
         hard_BLM = jax.nn.one_hot(soft_BLM.argmax(axis=-1), config.num_choices)
         # In this order, for it must be 0 or 1 exactly.
         one_hot_BLM = hard_BLM + (soft_BLM - jax.lax.stop_gradient(soft_BLM))

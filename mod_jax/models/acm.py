@@ -251,6 +251,7 @@ class ACMTransformer(nn.Module):
   config: ACMModelConfig
   train: bool = False  # Stochastic depth and the like in the backbone.
   mode: acm_lib.Mode = 'gated'  # Of the adaptive modules; not `all`.
+  noise: bool = True  # Of their choices in mode `train`.
 
   def setup(self):
     config = self.config
@@ -259,7 +260,9 @@ class ACMTransformer(nn.Module):
     self.backbone = config.backbone.build(**kwargs)
     nn.share_scope(self, self.backbone)
     self.acm = {
-      parameter_name(name).removeprefix('acm_'): ACM(module, self.mode)
+      parameter_name(name).removeprefix('acm_'): ACM(
+        module, self.mode, self.noise
+      )
       for name, module in config.modules.items()
     }
 

@@ -11,8 +11,10 @@ import typing
 from typing import Any
 
 import jax
+from matplotlib.figure import Figure
 
 from mod_jax import config as config_lib
+from mod_jax import viz
 from mod_jax.errors import UserError
 from mod_jax.train import loop
 from mod_jax.train import phases
@@ -121,7 +123,8 @@ def run(config: ExperimentConfig, axes: Axes, workdir) -> list[Point]:
 
   Each lies in `WORKDIR/<field>=<value>,…` and is resumed as any run is; those
   that are finished are only read. One that diverges is noted, and the others
-  go on. `WORKDIR/sweep.json` holds what is known after each.
+  go on. `WORKDIR/sweep.json` holds what is known after each; where accuracy and
+  compute are, `WORKDIR/pareto.png` shows them.
 
   Args:
     config: what all points have in common.
@@ -172,6 +175,9 @@ def run(config: ExperimentConfig, axes: Axes, workdir) -> list[Point]:
     )
     if jax.process_index() == 0:
       _write(workdir, axes, done)
+  figure = picture(done) if jax.process_index() == 0 else None
+  if figure is not None:
+    viz.save(figure, workdir / 'pareto.png')
   return done
 
 
@@ -202,6 +208,32 @@ def table(points: Sequence[Point]) -> str:
     ).rstrip()
     for row in rows
   )
+
+
+def picture(points: Sequence[Point]) -> Figure | None:
+  """Draws accuracy against compute, where the points tell both, or None.
+
+  A line joins the points that differ in the last field only.
+  """
+  drawn = []
+  for point in points:
+    if not {'accuracy', 'gmacs'} <= set(point.main):
+      continue
+    *others, last = (
+      f'{path.rpartition(".")[2]}={_text(value)}'
+      for path, value in point.values.items()
+    )
+    drawn.append(
+      {
+        'name': last,
+        'group': ' '.join(others),
+        'flops': point.main['gmacs'],
+        'accuracy': point.main['accuracy'],
+      }
+    )
+  if not drawn:
+    return None
+  return viz.accuracy_flops(drawn, title='What the sweep found', pareto=True)
 
 
 def _write(workdir, axes, done):

@@ -39,6 +39,12 @@ class ACMTask(vision.ImageTask):
         f'objective is a {type(self.objective).__name__}: an adaptive model'
         ' needs an ACMObjective.'
       )
+    most = config.model.num_learners
+    if self.objective.static_learners > most:
+      raise errors.UserError(
+        f'objective.static_learners={self.objective.static_learners}: there are'
+        f' {most} learners; expected at most as many.'
+      )
     self.modules = config.model.modules
     self.learners = {
       name: acm_losses.Learners(
@@ -91,11 +97,18 @@ class ACMTask(vision.ImageTask):
     return vision.load_teacher(teacher, self.config.model.dense_twin())
 
   def stage(self, step):
-    return 0.0
+    """Whether choices are drawn in this step."""
+    objective = self.objective
+    drawn = objective.noise_until * self.config.train.num_steps
+    return (
+      objective.phase == 'end_to_end'
+      and not objective.static_learners
+      and step < drawn
+    )
 
   def loss(self, params, mutables, batch, rng, stage, frozen=None):
     if self.objective.phase == 'end_to_end':
-      return self._end_to_end(params, mutables, batch, rng)
+      return self._end_to_end(params, mutables, batch, rng, noise=stage)
     captured = acm.capture(self.config.model, frozen, batch['image'])
     of_module = {
       'learners': self._learners_loss,
@@ -126,21 +139,26 @@ class ACMTask(vision.ImageTask):
       choice.logits_BLM, label_BL, module.min_learners, module.temperature
     )
 
-  def _end_to_end(self, params, mutables, batch, rng):
+  def _end_to_end(self, params, mutables, batch, rng, noise):
     names = ('stochastic_depth', 'gumbel')
     rngs = dict(zip(names, jax.random.split(rng, len(names)), strict=True))
-    output, mutables = self.config.model.build(train=True, mode='train').apply(
+    objective = self.objective
+    model = self.config.model.build(
+      train=True, mode=objective.static_learners or 'train', noise=noise
+    )
+    output, mutables = model.apply(
       {'params': params, **mutables},
       batch['image'],
       rngs=rngs,
       mutable=list(mutables),
     )
     total, count = losses.classification_loss(output.logits_BV, batch['target'])
+    if objective.static_learners:
+      return total / count, ({'loss': (total, count)}, mutables)
     chosen = {
       name: choice.one_hot_BLM for name, choice in output.choices.items()
     }
     load_B = acm_losses.load_per_image(chosen, self.learners)
-    objective = self.objective
     terms = {
       'budget': (
         objective.budget_weight,
@@ -164,6 +182,8 @@ class ACMTask(vision.ImageTask):
     """A forward pass of the teacher and three of what is trained."""
     model, batch = self.config.model, self.config.train.batch_size
     if self.objective.phase in ('end_to_end', 'all'):
+      if static := self.objective.static_learners:
+        return batch * 3 * 2 * self.macs(learners=static)
       return batch * flops.train(model)
     table = model.flops_table()
     parts = ('learners', 'gate')
@@ -181,6 +201,8 @@ class ACMTask(vision.ImageTask):
   def _modes(self):
     """Every fixed number of learners; under the gates, once trained."""
     model = self.config.model
+    if static := self.objective.static_learners:
+      return {f'k{static}/': {'mode': static}}
     fixed = {f'k{k}/': {'mode': k} for k in range(1, model.num_learners + 1)}
     if self.objective.phase == 'learners':
       return fixed
@@ -213,10 +235,12 @@ class ACMTask(vision.ImageTask):
 
     `k2/…` are with two learners in every module. Under the gates also `load`,
     the mean share of the learners' cost; `load_std` and `token_std`, its
-    standard deviations over images and over all tokens; and `budget_error`.
+    standard deviations over images and over all tokens; `budget_error`; and
+    `gmacs` of an image, in billions of multiply-accumulates.
     """
     metrics = super().evaluate(params, mutables, mesh, batches=batches)
     if 'load' in metrics:
+      metrics['gmacs'] = self.macs(metrics['load']) / 1e9
       mean = metrics['load']
       for name in ('load', 'token'):
         square = metrics.pop(f'{name}_square')
@@ -242,10 +266,10 @@ class ACMTask(vision.ImageTask):
     return (rest + load * most) / 2
 
   def main_metrics(self, metrics):
-    names = ('loss', 'accuracy', 'load', 'load_std')
+    names = ('loss', 'accuracy', 'load', 'load_std', 'gmacs')
     if 'loss' not in metrics:
-      most = f'k{self.config.model.num_learners}'
-      names = (f'{most}/loss', f'{most}/accuracy')
+      most = list(self._modes)[-1]
+      names = (f'{most}loss', f'{most}accuracy')
     return {name: metrics[name] for name in names if name in metrics}
 
   def summary(self, metrics):
@@ -330,7 +354,7 @@ class ACMTask(vision.ImageTask):
 
   def _pictures(self, params, mutables):
     figures = self._error_map(params)
-    if self.objective.phase == 'learners':
+    if self.objective.phase == 'learners' or self.objective.static_learners:
       return figures
     backbone = self.config.model.backbone
     grid, prefix = (backbone.grid,) * 2, backbone.num_prefix

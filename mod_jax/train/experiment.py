@@ -143,6 +143,13 @@ class ACMObjective:
   # Factor on the learning rate of the gates, end to end; 1 in the paper. Short
   # runs need more: a gate moves no further than its rate times the steps.
   gate_rate: float = 1.0
+  # Share of the end-to-end steps that draw choices; the rest take the best, as
+  # inference does, so that it is inference that meets the budget. The paper's
+  # is 1: its long training leaves little between the two.
+  noise_until: float = 1.0
+  # Learners of every module, end to end and without gates; 0 = as many as the
+  # gates choose. A control: the static model of the same cost.
+  static_learners: int = 0
   # The dense model's weights, for the first two; None = those of `init`, or
   # what the run at `init` had.
   teacher: str | None = None
@@ -162,6 +169,15 @@ class ACMObjective:
       raise errors.UserError(
         f'budget={self.budget}: expected a number between 0 and 1, the mean'
         ' share of the learners that may run.'
+      )
+    if self.static_learners < 0:
+      raise errors.UserError(
+        f'static_learners={self.static_learners}: expected 0 or more.'
+      )
+    if not 0 <= self.noise_until <= 1:
+      raise errors.UserError(
+        f'noise_until={self.noise_until}: expected a share of the steps, from 0'
+        ' to 1.'
       )
     if self.tau <= 1:
       raise errors.UserError(f'tau={self.tau}: expected a number above 1.')

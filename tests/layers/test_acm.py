@@ -249,6 +249,21 @@ def test_choices_are_drawn_from_the_softmax_of_the_logits():
   np.testing.assert_allclose(share_M, want_M, atol=0.03)
 
 
+def test_training_without_noise_is_inference_that_the_gate_learns_from():
+  params, z_BLD = parameters(FFN), inputs()
+  module = ACM(FFN, 'train', noise=False)
+
+  def apply(params):
+    y_BLD, choice = module.apply({'params': params}, z_BLD)
+    return jnp.sum(y_BLD**2), (y_BLD, choice)
+
+  grads, (y_BLD, choice) = jax.grad(apply, has_aux=True)(params)
+  gated_BLD, gated = run(FFN, 'gated', params, z_BLD)
+  np.testing.assert_array_equal(choice.learners_BL, gated.learners_BL)
+  np.testing.assert_allclose(y_BLD, gated_BLD, atol=1e-4)
+  assert jnp.abs(grads['gate']['logits']['bias']).max() > 1e-3
+
+
 def test_training_wants_its_rng():
   with pytest.raises(Exception, match='gumbel'):
     ACM(FFN, 'train').apply({'params': parameters(FFN)}, inputs())

@@ -6,6 +6,7 @@ import types
 import pytest
 
 from mod_jax import config as config_lib
+from mod_jax import viz
 from mod_jax.errors import UserError
 from mod_jax.layers.mod import MoDConfig
 from mod_jax.models.lm import LMConfig
@@ -117,6 +118,32 @@ def trained(monkeypatch):
 
   monkeypatch.setattr(loop, 'train', train)
   return seeds
+
+
+def test_a_line_joins_the_points_that_differ_in_the_last_field(monkeypatch):
+  drawn = []
+  monkeypatch.setattr(
+    viz, 'accuracy_flops', lambda points, **_: drawn.extend(points)
+  )
+  assert grid.picture([]) is None
+
+  def point(learners, budget, main):
+    values = {'model.num_learners': learners, 'objective.budget': budget}
+    return grid.Point(name='', values=values, metrics={}, main=main)
+
+  grid.picture(
+    [
+      point(2, 0.5, {'accuracy': 0.9, 'gmacs': 3.0}),
+      point(2, 0.7, {'accuracy': 0.95}),
+      point(4, 0.5, {'accuracy': 0.8, 'gmacs': 2.0}),
+    ]
+  )
+  assert drawn == [
+    {'name': 'budget=0.5', 'group': 'num_learners=2', 'flops': 3.0}
+    | {'accuracy': 0.9},
+    {'name': 'budget=0.5', 'group': 'num_learners=4', 'flops': 2.0}
+    | {'accuracy': 0.8},
+  ]
 
 
 class TestRun:

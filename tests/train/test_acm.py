@@ -94,7 +94,7 @@ def gradients(task, with_frozen):
   def step(params):
     frozen = TEACHER if with_frozen else None
     return jax.value_and_grad(task.loss, has_aux=True)(
-      params, {}, batch, jax.random.key(0), 0.0, frozen
+      params, {}, batch, jax.random.key(0), task.stage(0), frozen
     )
 
   (loss, (pairs, _)), grads = jax.device_get(step(PARAMS))
@@ -181,6 +181,43 @@ class TestLoss:
     assert mean['entropy'] < 0
 
 
+class TestNoise:
+  def test_it_ends_where_it_should(self):
+    task = make(noise_until=0.25)
+    steps = task.config.train.num_steps
+    drawn = [task.stage(step) for step in range(steps)]
+    assert drawn == [step < steps / 4 for step in range(steps)]
+
+  def test_other_phases_know_one_program(self):
+    task = make('gates', noise_until=0.25)
+    assert len({task.stage(step) for step in (0, 10_000)}) == 1
+
+
+class TestStatic:
+  def test_trains_so_many_learners_and_no_gate(self):
+    task = make(static_learners=1)
+    loss, pairs, grads = gradients(task, False)
+    assert set(pairs) == {'loss'}
+    assert loss == pytest.approx(pairs['loss'][0] / pairs['loss'][1])
+    for name, grad in grads.items():
+      if '/gate/' in name:
+        assert not grad.any()
+      elif name.endswith('/up'):
+        assert grad[0].any()
+        assert not grad[1].any()
+
+  def test_is_evaluated_as_it_is(self):
+    task = make(static_learners=1)
+    metrics = held_out(task)
+    assert set(metrics) == {'k1/loss', 'k1/accuracy', 'k1/top5'}
+    assert metrics['k1/loss'] == pytest.approx(held_out(make())['k1/loss'])
+    assert set(task.main_metrics(metrics)) == {'k1/loss', 'k1/accuracy'}
+    assert len(task.summary(metrics).splitlines()) == 2
+    assert task.flops_per_step(False) == pytest.approx(
+      6 * 16 * task.macs(learners=1)
+    )
+
+
 class TestEvaluate:
   def test_numbers_under_the_gates_and_for_every_k(self):
     metrics = held_out(make())
@@ -188,8 +225,9 @@ class TestEvaluate:
     assert set(metrics) == {
       *per_mode,
       *(f'k{k}/{name}' for k in (1, 2) for name in per_mode),
-      *('load', 'load_std', 'token_std', 'budget_error'),
+      *('load', 'load_std', 'token_std', 'budget_error', 'gmacs'),
     }
+    assert metrics['gmacs'] == make().macs(metrics['load']) / 1e9
     assert metrics['k1/loss'] != pytest.approx(metrics['k2/loss'], rel=1e-3)
 
   def test_fixed_numbers_only_before_there_are_gates(self):
@@ -319,6 +357,10 @@ class TestWeights:
     ('changes', 'message'),
     [
       ({'objective': PruningObjective()}, 'PruningObjective.*ACMObjective'),
+      (
+        {'objective.static_learners': 3},
+        'objective.static_learners=3: there are 2 learners',
+      ),
       (
         {'data.image_size': 16},
         r'model\.image_size=8.*model\.backbone\.image_size=16',

@@ -1,6 +1,7 @@
 """Conversion in three phases: what trains when, stopping, skipping, alone."""
 
 import json
+import re
 import shutil
 
 import jax
@@ -265,6 +266,16 @@ def test_what_needs_no_phases_is_one_run(config, tmp_path, load_config_file):
   assert phases.expand(dense, tmp_path) == [(tmp_path, dense)]
 
 
+def test_the_gates_may_have_a_rate_of_their_own(config, tmp_path):
+  config = config_lib.replace(config, {'objective.gate_rate': 7.0})
+  *_, (_, run) = phases.expand(config, tmp_path)
+  gates, others = run.optimizer.rules
+  assert gates[1:] == (7.0, 0)
+  assert others[1:] == (1.0, 0)
+  assert re.search(gates[0], 'acm_block_0_mlp/gate/hidden/kernel')
+  assert not re.search(gates[0], 'acm_block_0_mlp/up')
+
+
 class TestRefused:
   def refuse(self, config, changes, message, workdir):
     with pytest.raises(UserError, match=message) as error:
@@ -334,6 +345,9 @@ class TestRefused:
       ({'budget': -0.5}, r'budget=-0\.5'),
       ({'tau': 1.0}, r'tau=1\.0: expected a number above 1'),
       ({'entropy_weight': -1.0}, r'entropy_weight=-1\.0'),
+      ({'gate_rate': -1.0}, r'gate_rate=-1\.0: expected 0 or more'),
+      ({'noise_until': 1.5}, r'noise_until=1\.5: expected a share'),
+      ({'static_learners': -1}, 'static_learners=-1: expected 0 or more'),
       ({'phase': 'gate'}, "phase='gate'"),
     ],
   )
@@ -366,7 +380,8 @@ def test_a_sweep_over_budgets_runs_all_phases(whole, config, tmp_path):
   assert point.metrics['budget_error'] == pytest.approx(
     point.metrics['load'] - 0.9
   )
-  assert set(point.main) == {'loss', 'accuracy', 'load', 'load_std'}
+  assert set(point.main) == {'loss', 'accuracy', 'load', 'load_std', 'gmacs'}
+  assert (tmp_path / 'pareto.png').is_file()
   assert 'load_std' in grid.table(points)
   # Only the last phase knows of the budget.
   directory = tmp_path / point.name

@@ -1,0 +1,255 @@
+"""Adaptive width on the handwritten digits: budgets, learners, losses, seeds.
+
+    python benchmarks/acm_digits.py --workdir=runs/acm_digits
+
+For each seed a dense model is trained (`configs/vit/digits.py`) and converted
+by `configs/acm/vit.py:digits`: learners and gates once, then end to end for
+each budget; with the auxiliary losses left out; and, beside it, static models
+of the same cost, whose modules all run the same number of learners and that
+train end to end for as long. For one seed also with other numbers of learners.
+Accuracies are those of all 355 held-out images. The result stands beside this
+file as JSON and as pictures. About an hour on two cores; started again, it
+continues.
+"""
+
+import dataclasses
+import pathlib
+import statistics
+
+from absl import app
+from absl import flags
+import machine
+
+from mod_jax import config as config_lib
+from mod_jax import flops
+from mod_jax import viz
+from mod_jax.train import loop
+from mod_jax.train import phases
+from mod_jax.train.experiment import ExperimentConfig
+from mod_jax.train.tasks import make_task
+
+_WORKDIR = flags.DEFINE_string('workdir', 'runs/acm_digits', 'For the runs.')
+_SEEDS = flags.DEFINE_list('seeds', ['0', '1', '2'], 'A dense run for each.')
+_BUDGETS = flags.DEFINE_list('budgets', ['.25', '.4', '.6', '.75'], 'β')
+_LEARNERS = flags.DEFINE_list('learners', ['2', '8', '16'], 'N beside 4.')
+_SWEPT = flags.DEFINE_list('swept', ['.25', '.6'], 'β of the other N.')
+_TINY = flags.DEFINE_bool('tiny', False, 'Small models and few steps: a trial.')
+
+_ABLATED = ('.4', {'entropy_weight': 0.0, 'diversity_weight': 0.0})
+
+
+def load(path: str, variant: str, seed: str) -> ExperimentConfig:
+  """Returns what a config file has by this name."""
+  root = pathlib.Path(__file__).resolve().parents[1] / 'configs'
+  module = config_lib.sibling(root / path, pathlib.Path(path).stem)
+  variant = 'tiny' if _TINY.value else variant
+  config = config_lib.from_config_dict(
+    ExperimentConfig, module.get_config(variant)
+  )
+  return config_lib.replace(config, {'seed': int(seed)})
+
+
+def finish(config: ExperimentConfig, name: str) -> tuple[str, dict]:
+  """Trains, or finds that it is done; returns the workdir and the metrics."""
+  workdir = f'{_WORKDIR.value}/{name}'
+  directory, last = phases.expand(config, workdir)[-1]
+  metrics = phases.finished(directory, last)
+  if metrics is None:
+    metrics = phases.train(config, workdir).metrics
+  return workdir, metrics
+
+
+class Conversion:
+  """A dense model and what is made of it, for one seed."""
+
+  def __init__(self, seed: str):
+    self.seed = seed
+    self.config = load('vit/digits.py', '', seed)
+    self.dense = f'{_WORKDIR.value}/dense_{seed}'
+    self.metrics = loop.train(self.config, self.dense).metrics
+
+  def gates(self, learners: int) -> tuple[ExperimentConfig, str, str]:
+    """Returns the config, and the runs of the learners and of the gates."""
+    config = load('acm/vit.py', 'digits', self.seed)
+    model = dataclasses.replace(config.model, num_learners=learners)
+    config = config_lib.replace(
+      dataclasses.replace(config, model=model), {'evaluation.every': 0}
+    )
+    label = f'{learners}_{self.seed}'
+    first, _ = finish(
+      config_lib.replace(
+        config, {'objective.phase': 'learners', 'init': self.dense}
+      ),
+      f'learners_{label}',
+    )
+    second, _ = finish(
+      config_lib.replace(config, {'objective.phase': 'gates', 'init': first}),
+      f'gates_{label}',
+    )
+    return config, first, second
+
+  def adaptive(self, budget: str, learners: int = 4, **objective) -> dict:
+    """Returns what comes of a budget."""
+    config, _, gates = self.gates(learners)
+    changes = {f'objective.{name}': x for name, x in objective.items()}
+    config = config_lib.replace(
+      config,
+      {
+        'objective.phase': 'end_to_end',
+        'objective.budget': float(budget),
+        'init': gates,
+        **changes,
+      },
+    )
+    kind = '_'.join(('adaptive', *objective))
+    _, metrics = finish(config, f'{kind}_{budget}_{learners}_{self.seed}')
+    names = ('accuracy', 'load', 'load_std', 'token_std', 'gmacs')
+    return {name: metrics[name] for name in names}
+
+  def static(self, k: int) -> dict:
+    """Returns what comes of k learners everywhere, trained as long."""
+    config, learners, _ = self.gates(4)
+    config = config_lib.replace(
+      config,
+      {
+        'objective.phase': 'end_to_end',
+        'objective.static_learners': k,
+        # Their phase is skipped: it starts from the learners.
+        'objective.gates.num_steps': 0,
+        'init': learners,
+      },
+    )
+    _, metrics = finish(config, f'static_{k}_{self.seed}')
+    gmacs = make_task(config).macs(learners=k) / 1e9
+    return {'accuracy': metrics[f'k{k}/accuracy'], 'gmacs': gmacs}
+
+
+def spread(values) -> dict:
+  return {
+    'mean': statistics.mean(values),
+    'low': min(values),
+    'high': max(values),
+    'values': values,
+  }
+
+
+def gathered(runs) -> dict:
+  """Returns mean and range over seeds, for each number."""
+  return {name: spread([run[name] for run in runs]) for name in runs[0]}
+
+
+def cell(found, scale=1.0, digits=3) -> str:
+  """Returns mean (lowest–highest)."""
+  if found is None:
+    return ''
+  mean, low, high = (scale * found[x] for x in ('mean', 'low', 'high'))
+  return f'{mean:.{digits}f} ({low:.{digits}f}–{high:.{digits}f})'
+
+
+def point(name, group, row):
+  """Returns what `viz.accuracy_flops` draws of a row."""
+  accuracy = row['accuracy']
+  return {
+    'name': name,
+    'group': group,
+    'flops': 1e3 * row['gmacs']['mean'],
+    'accuracy': accuracy['mean'],
+    'spread': (accuracy['high'] - accuracy['low']) / 2,
+  }
+
+
+def draw(figure, name: str) -> None:
+  beside = pathlib.Path(_WORKDIR.value if _TINY.value else __file__).parent
+  viz.save(figure, beside / f'{name}.png')
+
+
+def main(_):
+  seeds = [Conversion(seed) for seed in _SEEDS.value]
+  table, points = {}, []
+
+  def add(name, group, label, runs):
+    table[name] = gathered(runs)
+    points.append(point(label, group, table[name]))
+
+  dense = [
+    {
+      'accuracy': seed.metrics['accuracy'],
+      'gmacs': flops.macs(seed.config.model) / 1e9,
+    }
+    for seed in seeds
+  ]
+  add('dense', 'dense', 'dense', dense)
+  for budget in _BUDGETS.value:
+    runs = [seed.adaptive(budget) for seed in seeds]
+    add(f'adaptive, β = {budget}', 'adaptive, 4 learners', f'β={budget}', runs)
+  for k in range(1, 5):
+    runs = [seed.static(k) for seed in seeds]
+    add(f'static, k = {k}', 'static', f'k={k}', runs)
+  budget, without = _ABLATED
+  ablated = gathered([seed.adaptive(budget, **without) for seed in seeds])
+  table[f'adaptive, β = {budget}, L_b alone'] = ablated
+  # Of one seed: how many learners.
+  sweep = {
+    learners: {b: seeds[0].adaptive(b, int(learners)) for b in _SWEPT.value}
+    for learners in _LEARNERS.value
+  }
+  if not _TINY.value:
+    machine.save(
+      __file__,
+      {'seeds': _SEEDS.value, 'models': table, 'learners_of_one_seed': sweep},
+    )
+  print('| | MMACs | load | accuracy, % | std, images | std, tokens |')
+  print('|---|---|---|---|---|---|')
+  for name, row in table.items():
+    print(
+      f'| {name} | {cell(row["gmacs"], 1e3, 1)} | {cell(row.get("load"))} |'
+      f' {cell(row["accuracy"], 100, 1)} | {cell(row.get("load_std"))} |'
+      f' {cell(row.get("token_std"))} |'
+    )
+  xlabel = 'MFLOPs (multiply-accumulates) per image'
+  title = 'Digits: adaptive width against static width and the dense model'
+  draw(
+    viz.accuracy_flops(points, title=title, xlabel=xlabel, pareto=True),
+    'acm_digits',
+  )
+  of_learners = [
+    point(f'β={b}', f'{n} learners', gathered([run]))
+    for n, runs in {
+      **sweep,
+      '4': {b: seeds[0].adaptive(b) for b in _SWEPT.value},
+    }.items()
+    for b, run in runs.items()
+  ]
+  draw(
+    viz.accuracy_flops(
+      [{**p, 'spread': None} for p in of_learners],
+      title='Digits: how many learners, one seed',
+      xlabel=xlabel,
+      pareto=True,
+    ),
+    'acm_digits_learners',
+  )
+  everything = table[f'adaptive, β = {budget}']
+  draw(
+    viz.loss_effects(
+      [
+        {
+          'name': name,
+          'accuracy': row['accuracy']['mean'],
+          'load_mean': row['load']['mean'],
+          'load_std': row['load_std']['mean'],
+          'token_std': row['token_std']['mean'],
+        }
+        for name, row in (
+          ('all three losses', everything),
+          ('the budget alone', ablated),
+        )
+      ],
+      title=f'Digits: what entropy and diversity do, β = {budget}',
+    ),
+    'acm_digits_losses',
+  )
+
+
+if __name__ == '__main__':
+  app.run(main)
