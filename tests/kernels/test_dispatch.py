@@ -1,0 +1,227 @@
+"""Which backend runs where, what is refused, block sizes, Triton's calls."""
+
+import importlib.util
+
+import jax
+from jax.experimental import pallas as pl
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mod_jax_kernels import dispatch
+from mod_jax_kernels import tiles
+from mod_jax_kernels import triton_call
+
+X = np.arange(1024, dtype=np.float32).reshape(8, 128)
+TILES = {
+  'triton': {
+    '': {'rows': 1, 'columns': 4},
+    'NVIDIA': {'rows': 2, 'columns': 4},
+    'NVIDIA H200': {'rows': 3, 'columns': 4},
+  },
+  'pallas': {'': {'rows': 5}},
+}
+
+
+def double_kernel(x_ref, y_ref):
+  y_ref[...] = 2 * x_ref[...]
+
+
+@dispatch.jit()
+def double_by_pallas(x):
+  out = jax.ShapeDtypeStruct(x.shape, x.dtype)
+  return pl.pallas_call(
+    double_kernel, out_shape=out, interpret=dispatch.interpreting()
+  )(x)
+
+
+BACKENDS = {'xla': lambda x: x + x, 'pallas': double_by_pallas}
+
+
+def double(x, implementation=None):
+  return dispatch.run(implementation, BACKENDS, x)
+
+
+def lowered(platform, implementation=None):
+  traced = jax.jit(lambda x: double(x, implementation)).trace(X)
+  return traced.lower(lowering_platforms=(platform,)).as_text()
+
+
+class TestRun:
+  @pytest.mark.parametrize('jit', [False, True])
+  @pytest.mark.parametrize('implementation', [None, 'xla'])
+  def test_on_a_cpu_it_is_xla(self, implementation, jit):
+    function = jax.jit(double, static_argnums=1) if jit else double
+    np.testing.assert_array_equal(function(X, implementation), 2 * X)
+
+  def test_the_platform_lowered_for_decides(self):
+    assert 'tpu_custom_call' in lowered('tpu')
+    assert 'tpu_custom_call' not in lowered('tpu', 'xla')
+    for platform in ('cpu', 'cuda'):
+      assert 'custom_call' not in lowered(platform)
+
+  def test_a_name_is_never_replaced(self):
+    assert 'tpu_custom_call' in lowered('tpu', 'pallas')
+    with pytest.raises(RuntimeError, match="'pallas' runs on a TPU.*for cuda"):
+      lowered('cuda', 'pallas')
+    for function in (double, jax.jit(double, static_argnums=1)):
+      with pytest.raises(RuntimeError, match="'pallas' runs on a TPU.*for cpu"):
+        function(X, 'pallas')
+
+  def test_tracing_alone_is_harmless(self):
+    shape = jax.eval_shape(lambda x: double(x, 'pallas'), X)
+    assert shape.shape == X.shape
+
+  def test_an_unknown_name(self):
+    with pytest.raises(ValueError, match="'magic': expected 'xla', 'pallas'"):
+      double(X, 'magic')
+
+  @pytest.mark.parametrize('module', ['triton', 'jax_triton'])
+  def test_what_is_not_installed_is_named(self, monkeypatch, module):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+      importlib.util, 'find_spec', lambda n: None if n == module else find(n)
+    )
+    dispatch.missing.cache_clear()
+    try:
+      backends = {'xla': lambda x: x, 'triton': pytest.fail}
+      with pytest.raises(RuntimeError, match=f"'triton' needs {module} "):
+        dispatch.run('triton', backends, X)
+      # And is no hindrance to anybody else.
+      np.testing.assert_array_equal(dispatch.run(None, backends, X), X)
+    finally:
+      dispatch.missing.cache_clear()
+
+
+class TestInterpret:
+  def test_runs_by_name_anywhere_and_only_inside(self):
+    with dispatch.interpret():
+      assert dispatch.interpreting()
+      np.testing.assert_array_equal(double(X, 'pallas'), 2 * X)
+    assert not dispatch.interpreting()
+    with pytest.raises(RuntimeError, match='runs on a TPU'):
+      double(X, 'pallas')
+
+  def test_traced_once_for_a_shape_and_apart(self):
+    traces = []
+
+    @dispatch.jit(static_argnames='k')
+    def function(x, k):
+      traces.append((x.shape, k, dispatch.interpreting()))
+      return k * x
+
+    for _ in range(2):
+      function(X, k=2)
+      function(X[:1], k=2)
+      with dispatch.interpret():
+        function(X, k=2)
+    assert traces == [
+      *(((8, 128), 2, False), ((1, 128), 2, False), ((8, 128), 2, True)),
+    ]
+
+
+class TestTiles:
+  def test_the_longest_start_of_the_kind_counts(self, monkeypatch):
+    for kind, rows in (
+      ('', 1),
+      ('AMD', 1),
+      ('NVIDIA A100', 2),
+      ('NVIDIA H200 NVL', 3),
+    ):
+      monkeypatch.setattr(tiles, 'device_kind', lambda _, kind=kind: kind)
+      assert tiles.choose(TILES, 'triton') == {'rows': rows, 'columns': 4}
+
+  def test_others_can_be_tried(self):
+    with tiles.trying(rows=64):
+      assert tiles.choose(TILES, 'triton') == {'rows': 64, 'columns': 4}
+    assert tiles.choose(TILES, 'triton')['rows'] == 1
+
+  def test_the_device_that_is_meant(self):
+    from jax.sharding import AbstractDevice
+    from jax.sharding import AbstractMesh
+
+    assert tiles.device_kind('cuda') == ''
+    assert tiles.device_kind('cpu') == jax.devices()[0].device_kind
+    device = AbstractDevice('NVIDIA H200', 132, 'cuda')
+    mesh = AbstractMesh((1,), ('x',), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+      assert tiles.choose(TILES, 'triton')['rows'] == 3
+
+
+triton = pytest.importorskip('triton')
+tl = pytest.importorskip('triton.language')
+
+
+@triton.jit
+def half(x):
+  return x * 0.5
+
+
+@triton.jit
+def scale(x_ptr, count, factor, y_ptr, SIZE: tl.constexpr):
+  """Writes factor · x / 2 up to `count`."""
+  index = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+  mask = index < count
+  x = tl.load(x_ptr + index, mask=mask).to(tl.float32)
+  y = half(x) * factor
+  tl.store(y_ptr + index, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def product(x_ptr, y_ptr, SIZE: tl.constexpr):
+  index = tl.arange(0, SIZE)
+  at = index[:, None] * SIZE + index[None, :]
+  x = tl.load(x_ptr + at)
+  y = tl.dot(x, x, input_precision='ieee')
+  tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty))
+
+
+class TestTriton:
+  @dispatch.jit(static_argnames='count')
+  def scale(x, count):
+    return triton_call.triton_call(
+      *(scale, x, count, 3.0),
+      out_type=jax.ShapeDtypeStruct(x.shape, x.dtype),
+      grid=(triton.cdiv(count, 64),),
+      num_warps=4,
+      num_stages=1,
+      SIZE=64,
+    )
+
+  @pytest.mark.parametrize('dtype', [jnp.float32, jnp.bfloat16])
+  def test_interpreted(self, dtype):
+    x = jnp.arange(100, dtype=dtype)
+    with dispatch.interpret():
+      y = TestTriton.scale(x, 100)
+    assert y.dtype == dtype
+    # The interpreter rounds towards 0.
+    rtol = 1e-6 if dtype == jnp.float32 else 2**-7
+    np.testing.assert_allclose(
+      np.float32(y), 1.5 * np.arange(100, dtype=np.float32), rtol=rtol
+    )
+
+  def test_what_is_not_written_is_seen(self):
+    with dispatch.interpret():
+      y = TestTriton.scale(jnp.ones(100), 90)
+    np.testing.assert_array_equal(np.isnan(y), np.arange(100) >= 90)
+
+  @pytest.mark.parametrize(
+    ('dtype', 'limit'), [(jnp.float32, 1e-6), (jnp.bfloat16, 1e-2)]
+  )
+  def test_interpreted_products(self, dtype, limit):
+    x = jax.random.normal(jax.random.key(0), (16, 16)).astype(dtype)
+    with dispatch.interpret():
+      y = triton_call.triton_call(
+        *(product, x),
+        out_type=jax.ShapeDtypeStruct(x.shape, dtype),
+        grid=(1,),
+        num_warps=4,
+        num_stages=1,
+        SIZE=16,
+      )
+    want = np.float32(x) @ np.float32(x)
+    assert np.abs(np.float32(y) - want).max() < limit * np.abs(want).max()
+
+  def test_compiles_for_a_gpu_that_is_not_here(self, for_hopper):
+    text = for_hopper(lambda x: TestTriton.scale(x, 100), jnp.ones(100))
+    assert 'triton_kernel_call' in text
