@@ -33,7 +33,7 @@ clean:
 	find mod_jax kernels configs tests -name __pycache__ -prune -exec rm -rf {} +
 
 # A Python that is too old is found out here, not by an installer's backtrace.
-$(STAMP): requirements.txt setup.cfg pyproject.toml .python-version
+$(STAMP): requirements.txt requirements-no-deps.txt setup.cfg pyproject.toml .python-version
 	@set -e; \
 	wanted=$$(cat .python-version); \
 	new_enough='import sys; sys.exit(sys.version_info < (3, 12))'; \
@@ -56,6 +56,8 @@ $(STAMP): requirements.txt setup.cfg pyproject.toml .python-version
 	fi
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	  -r requirements.txt
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	  --no-deps -r requirements-no-deps.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	  --no-deps --no-build-isolation -e .
 	@touch $@

@@ -6,8 +6,12 @@ An FFN of ViT-B, 768 -> 3072 -> 768, on 128 images of 197 tokens, four learners.
 The gate runs, and then choices drawn at random with a given mean take the place
 of its own, since untrained gates choose as they like. In one run and in turn,
 beside the static FFN and beside all learners run densely. The result stands
-beside this file as JSON. On a GPU: `--dtype=bfloat16`.
+beside this file as JSON. On a GPU: `--dtype=bfloat16 --ragged`, which adds the
+same products through `jax.lax.ragged_dot` (on CPUs that multiplies everything),
+and `--peak_tflops --bandwidth_tb` for the floor.
 """
+
+import functools
 
 from absl import app
 from absl import flags
@@ -32,6 +36,9 @@ _DTYPE = flags.DEFINE_enum(
   'dtype', 'float32', ['float32', 'bfloat16'], 'Of the computation.'
 )
 _POINTS = flags.DEFINE_integer('points', 8, 'Mean numbers, from N / points.')
+_RAGGED = flags.DEFINE_bool('ragged', False, 'Beside jax.lax.ragged_dot.')
+_PEAK = flags.DEFINE_float('peak_tflops', None, "The device's products.")
+_BANDWIDTH = flags.DEFINE_float('bandwidth_tb', None, 'Its memory, TB/s.')
 _ROUNDS = flags.DEFINE_integer('rounds', 7, 'Timed calls of each.')
 _SAVE = flags.DEFINE_bool('save', True, 'Write the JSON beside this file.')
 
@@ -45,6 +52,36 @@ def draw(key, mean: float, shape) -> jax.Array:
     key, mean / _LEARNERS.value, (_LEARNERS.value, *shape)
   )
   return draws.sum(axis=0, dtype=jnp.int32)
+
+
+def ragged(x_TD, up_NDF, bias_NF, down_NFD, chosen_T):
+  """The same as `acm_mlp` by XLA's grouped products: a row for each pair."""
+  tokens, learners = x_TD.shape[0], up_NDF.shape[0]
+  order_T = jnp.argsort(-chosen_T)
+  # Learner n runs on the first so many of the ordered tokens.
+  count_N = jnp.sum(chosen_T[None] > jnp.arange(learners)[:, None], axis=1)
+  end_N = jnp.cumsum(count_N)
+  row_R = jnp.arange(tokens * learners)
+  learner_R = jnp.searchsorted(end_N, row_R, side='right').clip(0, learners - 1)
+  place_R = row_R - (end_N - count_N)[learner_R]
+  token_R = order_T[place_R.clip(0, tokens - 1)]
+  hidden_RF = jax.lax.ragged_dot(x_TD[token_R], up_NDF, count_N)
+  hidden_RF = nn.gelu(hidden_RF + bias_NF[learner_R], approximate=False)
+  y_RD = jax.lax.ragged_dot(hidden_RF, down_NFD, count_N)
+  y_RD = jnp.where((row_R < end_N[-1])[:, None], y_RD, 0)
+  return jnp.zeros_like(x_TD).at[token_R].add(y_RD)
+
+
+def floor(config, mean: float) -> float | None:
+  """Returns the seconds that no program can beat, where the flags tell."""
+  if not (_PEAK.value and _BANDWIDTH.value):
+    return None
+  tokens = _IMAGES.value * _TOKENS.value
+  products = tokens * (mean * config.learner_flops + config.gate_flops)
+  size = jnp.dtype(config.dtype).itemsize
+  weights = config.num_learners * config.hidden * 2 * config.inputs
+  moved = size * (2 * tokens * config.inputs + weights)
+  return max(products / (_PEAK.value * 1e12), moved / (_BANDWIDTH.value * 1e12))
 
 
 def main(_):
@@ -64,12 +101,12 @@ def main(_):
   )
   static_params = nn.unbox(jax.jit(static.init)(key, z_BLD[:1, :2]))
 
-  @jax.jit
-  def adaptive(params, z_BLD, drawn_BL):
+  @functools.partial(jax.jit, static_argnames='run')
+  def adaptive(params, z_BLD, drawn_BL, run=mod_jax_kernels.acm_mlp):
     logits_BLM = module.apply({'params': params}, z_BLD, method=_gate)
     # The gate's work is done, and its choice not taken.
     chosen_BL = jnp.where(jnp.isnan(logits_BLM.sum(axis=-1)), 0, drawn_BL)
-    return mod_jax_kernels.acm_mlp(
+    return run(
       z_BLD.reshape(-1, _WIDTH.value),
       params['up'].astype(dtype),
       params['bias'].astype(dtype),
@@ -95,6 +132,10 @@ def main(_):
     functions[f'{mean:g}'] = lambda x=drawn_BL: adaptive(
       params, z_BLD, x
     ).block_until_ready()
+    if _RAGGED.value:
+      functions[f'ragged {mean:g}'] = lambda x=drawn_BL: adaptive(
+        params, z_BLD, x, run=ragged
+      ).block_until_ready()
   seconds = timing.interleaved(functions, rounds=_ROUNDS.value)
   median = timing.medians(seconds)
   ratios = {
@@ -120,6 +161,7 @@ def main(_):
     'over_static': ratios,
     'mean_learners': dict(zip(map(str, positive), real.tolist(), strict=True)),
     'linear_r_squared': float(r_squared),
+    'floor_seconds': {f'{mean:g}': floor(config, mean) for mean in means},
   }
   if _SAVE.value:
     machine.save(__file__, results)

@@ -116,6 +116,71 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
   return jax.lax.with_sharding_constraint(x, spec(names))
 
 
+def per_device(function, inputs, outputs):
+  """Returns a function that runs on each device's part of its arrays.
+
+  For kernels, which XLA cannot split: it would gather everything first. Without
+  a mesh, or on one device, it is the function itself. A batch that the devices
+  do not divide, such as the one of an initialisation, runs whole on each.
+
+  Args:
+    function: of arrays, or None where there is none; returns a tuple. What it
+      sums over a sharded axis is a part: see `mean_over`.
+    inputs: for each argument the logical names of its axes.
+    outputs: the same for each result.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  if mesh.empty or mesh.size == 1:
+    return function
+
+  def run(*args):
+    given = [x is not None for x in args]
+    batch = next(
+      x.shape[names.index('batch')]
+      for x, names in zip(args, inputs, strict=True)
+      if x is not None and 'batch' in names
+    )
+    split = batch % math.prod(mesh.shape[axis] for axis in RULES['batch']) == 0
+
+    def part(names):
+      return spec(tuple(n if split or n != 'batch' else None for n in names))
+
+    def call(*arrays):
+      arrays = iter(arrays)
+      return function(*(next(arrays) if here else None for here in given))
+
+    return jax.shard_map(
+      call,
+      in_specs=tuple(
+        part(names)
+        for names, x in zip(inputs, args, strict=True)
+        if x is not None
+      ),
+      out_specs=tuple(map(part, outputs)),
+      # Kernels do not say over which axes their results vary.
+      check_vma=False,
+    )(*(x for x in args if x is not None))
+
+  return run
+
+
+def mean_over(x: jax.Array, name: str) -> jax.Array:
+  """Returns the mean over the devices that share an axis, in `per_device`."""
+  return _over(jax.lax.pmean, x, name)
+
+
+def sum_over(x: jax.Array, name: str) -> jax.Array:
+  """Returns the sum over the devices that share an axis, in `per_device`."""
+  return _over(jax.lax.psum, x, name)
+
+
+def _over(reduce, x, name):
+  mesh = jax.sharding.get_abstract_mesh()
+  if mesh.empty or mesh.size == 1:
+    return x
+  return reduce(x, RULES[name])
+
+
 def shardings(boxed, mesh: jax.sharding.Mesh):
   """Returns NamedShardings for a tree of logically partitioned parameters.
 

@@ -7,6 +7,8 @@ import pathlib
 # A GPU machine may ask for its own platform; everything here runs on CPUs.
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 os.environ['MPLBACKEND'] = 'agg'
+# Triton 3.9 warns wherever nobody says.
+os.environ.setdefault('TRITON_DEFAULT_FP_FUSION', '1')
 # Nearly all of the suite's time is compilation, and tiny programs need none of
 # LLVM's finer passes. XLA's own passes still run.
 os.environ.setdefault('JAX_DISABLE_MOST_OPTIMIZATIONS', '1')
@@ -18,6 +20,7 @@ if _DEVICES not in os.environ.get('XLA_FLAGS', ''):
   ).strip()
 
 import hypothesis  # noqa: E402
+import jax  # noqa: E402
 import pytest  # noqa: E402
 
 # Compilation makes the first example slow, and a suite that draws new examples
@@ -67,3 +70,61 @@ def compilation_cache(tmp_path_factory):
   for name, value in before.items():
     jax.config.update(name, value)
   compilation_cache.reset_cache()
+
+
+# Compilers for accelerators that are not here.
+
+
+def lower_for_hopper(function, *args) -> str:
+  """Returns what JAX hands to an H200: Triton kernels are compiled in it."""
+  from jax.sharding import AbstractDevice
+  from jax.sharding import AbstractMesh
+
+  device = AbstractDevice(
+    device_kind='NVIDIA H200', num_cores=132, platform='cuda'
+  )
+  names = ('data', 'fsdp', 'tensor')  # As our models' meshes.
+  mesh = AbstractMesh(
+    (1, 1, 1),
+    names,
+    axis_types=(jax.sharding.AxisType.Auto,) * 3,
+    abstract_device=device,
+  )
+  with jax.sharding.use_abstract_mesh(mesh):
+    traced = jax.jit(function).trace(*args)
+    return traced.lower(lowering_platforms=('cuda',)).as_text()
+
+
+def compile_for_tpu(topology: str, function, *args):
+  """Returns the program for one chip of `v5e:2x2`, `v5p:2x2x1`, …, compiled."""
+  # Set here and not globally: they only matter to libtpu.
+  os.environ['TPU_SKIP_MDS_QUERY'] = '1'
+  os.environ['ALLOW_MULTIPLE_LIBTPU_LOAD'] = '1'
+  from jax.experimental import topologies
+
+  devices = topologies.get_topology_desc(
+    platform='tpu', topology_name=topology
+  ).devices
+  sharding = jax.sharding.SingleDeviceSharding(devices[0])
+  return (
+    jax.jit(function, in_shardings=sharding, out_shardings=sharding)
+    .lower(*args)
+    .compile()
+  )
+
+
+@pytest.fixture(scope='session')
+def for_hopper():
+  """`lower_for_hopper`, where Triton and JAX's plugin for GPUs are."""
+  for module in ('triton', 'jax_triton', 'jax_cuda13_plugin'):
+    if importlib.util.find_spec(module) is None:
+      pytest.skip(f'{module} is not installed, so nothing compiles for a GPU')
+  return lower_for_hopper
+
+
+@pytest.fixture(scope='session', params=['v5e:2x2', 'v5p:2x2x1'])
+def for_tpu(request):
+  """`compile_for_tpu` for one of two kinds, where libtpu is."""
+  if importlib.util.find_spec('libtpu') is None:
+    pytest.skip('libtpu, the TPU compiler, is not installed')
+  return lambda *args: compile_for_tpu(request.param, *args)

@@ -12,7 +12,11 @@ import pytest
 
 from mod_jax import parallel
 from mod_jax.errors import UserError
+from mod_jax.layers import acm
+from mod_jax.layers.attention import Attention
+from mod_jax.layers.attention import AttentionConfig
 from mod_jax.layers.mod import MoDConfig
+from mod_jax.layers.tokens import TokenInfo
 from mod_jax.models.lm import LMConfig
 from mod_jax.parallel import MeshConfig
 
@@ -25,6 +29,8 @@ CONFIG = LMConfig(
   mlp_dim=12,
   routing=MoDConfig(capacity=0.5, predictor_width=3),
 )
+
+INFO = TokenInfo(jnp.zeros((4, 5), jnp.int32))
 
 
 @pytest.fixture(scope='module')
@@ -270,3 +276,91 @@ class TestConstrain:
 
   def test_a_model_without_a_mesh_has_none(self, boxed):
     assert not _constraints(self._lower(boxed))
+
+
+class TestPerDevice:
+  """Kernels run on each device's part, and the whole comes out the same."""
+
+  MESH = MeshConfig(data=2, fsdp=2, tensor=2)
+
+  def test_without_a_mesh_it_is_the_function(self):
+    def function(x):
+      return (x,)
+
+    assert parallel.per_device(function, (), ()) is function
+    with jax.set_mesh(parallel.make_mesh(MeshConfig(), jax.devices()[:1])):
+      assert parallel.per_device(function, (), ()) is function
+      assert parallel.sum_over(1.0, 'mlp') == 1.0
+
+  @pytest.mark.parametrize('batch', [4, 3])
+  def test_values_and_gradients(self, batch):
+    rng = np.random.default_rng(0)
+    x_BD = rng.normal(size=(batch, 6)).astype(np.float32)
+    up_DF = rng.normal(size=(6, 8)).astype(np.float32)
+    down_FD = rng.normal(size=(8, 6)).astype(np.float32)
+    seen = []
+
+    def mlp(x_BD, absent, up_DF, down_FD):
+      assert absent is None
+      seen.append((x_BD.shape, up_DF.shape))
+      return (parallel.sum_over(jnp.sin(x_BD @ up_DF) @ down_FD, 'mlp'),)
+
+    def loss(*args):
+      (y_BD,) = parallel.per_device(
+        mlp,
+        (('batch', None), (None,), (None, 'mlp'), ('mlp', None)),
+        (('batch', None),),
+      )(args[0], None, *args[1:])
+      return jnp.sum(y_BD**2)
+
+    def run():
+      return jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(x_BD, up_DF, down_FD)
+
+    want, want_grads = run()
+    with jax.set_mesh(parallel.make_mesh(self.MESH)):
+      got, grads = run()
+    # A batch that four do not divide runs whole on each.
+    assert seen[0] == ((batch, 6), (6, 8))
+    assert seen[-1] == ((1 if batch == 4 else 3, 6), (6, 4))
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    for grad, want_grad in zip(grads, want_grads, strict=True):
+      np.testing.assert_allclose(grad, want_grad, rtol=1e-4, atol=1e-4)
+
+  def test_means_of_heads(self):
+    config = AttentionConfig(
+      width=8, num_heads=4, num_kv_heads=4, head_dim=8, causal=False
+    )
+    module = Attention(config, score='mean')
+    x_BLD = jax.random.normal(jax.random.key(0), (4, 5, 8))
+    params = nn.unbox(jax.jit(module.init)(jax.random.key(1), x_BLD, INFO))
+
+    def loss(params):
+      update = module.apply(params, x_BLD, INFO)
+      weight_L = jnp.arange(5.0)
+      total = jnp.sum(update.update_BLD**2) + jnp.sum(
+        update.score_BL**2 * weight_L
+      )
+      return total, update.score_BL
+
+    run = jax.value_and_grad(loss, has_aux=True)
+    (_, want_BL), want = jax.jit(run)(params)
+    with jax.set_mesh(parallel.make_mesh(self.MESH)):
+      (_, score_BL), grads = jax.jit(lambda p: run(p))(params)
+    np.testing.assert_allclose(score_BL, want_BL, rtol=1e-5)
+    np.testing.assert_allclose(score_BL.sum(axis=-1), 1, rtol=1e-5)
+    jax.tree.map(
+      lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4),
+      grads,
+      want,
+    )
+
+  def test_chosen_learners(self):
+    module = acm.ACM(acm.ffn_config(8, 32))
+    z_BLD = jax.random.normal(jax.random.key(0), (4, 5, 8))
+    init = jax.jit(acm.ACM(module.config, 'all').init)
+    params = nn.unbox(init(jax.random.key(1), z_BLD))
+    want_BLD, choice = jax.jit(module.apply)(params, z_BLD)
+    assert len(np.unique(choice.learners_BL)) > 1
+    with jax.set_mesh(parallel.make_mesh(self.MESH)):
+      y_BLD, _ = jax.jit(lambda p: module.apply(p, z_BLD))(params)
+    np.testing.assert_allclose(y_BLD, want_BLD, rtol=1e-4, atol=1e-5)

@@ -20,16 +20,20 @@ from jax.interpreters import mlir
 PLATFORMS = {'pallas': 'tpu', 'triton': 'cuda'}
 _DEVICES = {'tpu': 'a TPU', 'cuda': 'an NVIDIA GPU'}
 
-_INTERPRET = contextvars.ContextVar('interpret', default=False)
+# Whether kernels are interpreted, and which of them where none is named.
+_INTERPRET = contextvars.ContextVar('interpret', default=(False, None))
 
 
 @contextlib.contextmanager
-def interpret():
+def interpret(backend: str | None = None):
   """Runs kernels that are asked for by name in an interpreter, anywhere.
 
   For tests: slow. It counts while a program is traced.
+
+  Args:
+    backend: runs, interpreted, where no backend is asked for as well.
   """
-  token = _INTERPRET.set(True)
+  token = _INTERPRET.set((True, backend))
   try:
     yield
   finally:
@@ -38,7 +42,7 @@ def interpret():
 
 def interpreting() -> bool:
   """Returns whether kernels should be interpreted."""
-  return _INTERPRET.get()
+  return _INTERPRET.get()[0]
 
 
 def jit(**options):
@@ -109,6 +113,8 @@ def run(implementation: str | None, backends: Mapping[str, Callable], *arrays):
     ValueError, RuntimeError: see `check`. Lowering for another platform than
       that of a backend asked for by name raises RuntimeError too.
   """
+  if implementation is None and _INTERPRET.get()[1] in backends:
+    implementation = _INTERPRET.get()[1]
   check(implementation, backends)
   if implementation == 'xla':
     return backends['xla'](*arrays)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from mod_jax import config as config_lib
 from mod_jax import errors
+from mod_jax import parallel
 from mod_jax.layers import dense
 import mod_jax_kernels
 
@@ -212,16 +213,41 @@ class ACM(nn.Module):
           one_hot_BLM=one_hot_BLM,
         )
         return self._sum(z_BLD, runs_BLN=runs(one_hot_BLM, config)), choice
-    batch, length, width = z_BLD.shape
-    y_TD = mod_jax_kernels.acm_mlp(
-      z_BLD.reshape(-1, width).astype(config.dtype),
-      self.up_NDF.astype(config.dtype),
-      self.bias_NF.astype(config.dtype),
-      self.down_NFD.astype(config.dtype),
-      choice.learners_BL.reshape(-1),
-      activation=config.activation,
+    return self._chosen(z_BLD, choice.learners_BL), choice
+
+  def _chosen(self, z_BLD, learners_BL):
+    """Returns what the chosen learners add, and runs no others."""
+    config = self.config
+
+    def run(z_BLD, up_NDF, bias_NF, down_NFD, learners_BL):
+      batch, length, width = z_BLD.shape
+      y_TD = mod_jax_kernels.acm_mlp(
+        z_BLD.reshape(-1, width),
+        up_NDF,
+        bias_NF,
+        down_NFD,
+        learners_BL.reshape(-1),
+        activation=config.activation,
+      )
+      y_BLD = y_TD.reshape(batch, length, config.outputs)
+      return (parallel.sum_over(y_BLD, 'mlp'),)  # Hidden units are split.
+
+    weights = (
+      (None, None, 'mlp'),
+      (None, 'mlp'),
+      (None, 'mlp', None),
     )
-    return y_TD.reshape(batch, length, config.outputs), choice
+    tokens = ('batch', 'length', None)
+    (y_BLD,) = parallel.per_device(
+      run, (tokens, *weights, ('batch', 'length')), (tokens,)
+    )(
+      *(
+        x.astype(config.dtype)
+        for x in (z_BLD, self.up_NDF, self.bias_NF, self.down_NFD)
+      ),
+      learners_BL,
+    )
+    return y_BLD
 
   def _check(self, learners: int) -> None:
     most = self.config.num_learners

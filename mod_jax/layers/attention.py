@@ -133,18 +133,9 @@ class Attention(nn.Module):
     if info.keep_BL is not None:
       out_BLHC = masked_attention(q_BLHC, k_BLGC, v_BLGC, info.keep_BL)
     elif self.score == 'mean':
-      out_BLHC, score_BL = mod_jax_kernels.route_scores(
-        q_BLHC, k_BLGC, v_BLGC, _visible(info)
-      )
+      out_BLHC, score_BL = _scored(q_BLHC, k_BLGC, v_BLGC, info)
     elif cache is None:
-      out_BLHC = mod_jax_kernels.attention(
-        q_BLHC,
-        k_BLGC,
-        v_BLGC,
-        _visible(info),
-        causal=config.causal,
-        implementation=config.implementation,
-      )
+      out_BLHC = _attended(config, q_BLHC, k_BLGC, v_BLGC, info)
     else:
       append_to = jnp.arange(x_BLD.shape[0]) if rows_B is None else rows_B
       cache = cache.append(
@@ -240,15 +231,53 @@ def masked_attention(
   return out_BLHC.astype(q_BLHC.dtype)
 
 
-def _visible(info: TokenInfo) -> jax.Array | None:
-  """Returns mask_BQS without causality, or None if nothing is hidden."""
-  mask_BQS = None
+# Batch and heads are split over devices, tokens are not.
+_HEADS = ('batch', 'length', 'act_heads', None)
+
+
+def _scored(q_BLHC, k_BLHC, v_BLHC, info: TokenInfo):
+  """Returns out_BLHC and how much attention each token got."""
+  # Kernels take which tokens are real, and no other mask.
+  mask = info.valid_BL
   if info.segment_BL is not None:
-    mask_BQS = info.segment_BL[:, :, None] == info.segment_BL[:, None, :]
+    mask = info.segment_BL[:, :, None] == info.segment_BL[:, None, :]
+    if info.valid_BL is not None:
+      mask &= info.valid_BL[:, None, :]
+  hidden = ('batch', *(None,) * (1 if mask is None else mask.ndim - 1))
+
+  def run(*args):
+    out_BLHC, score_BL = mod_jax_kernels.route_scores(*args)
+    return out_BLHC, parallel.mean_over(score_BL, 'act_heads')
+
+  return parallel.per_device(
+    run, (_HEADS, _HEADS, _HEADS, hidden), (_HEADS, ('batch', 'length'))
+  )(q_BLHC, k_BLHC, v_BLHC, mask)
+
+
+def _attended(config: AttentionConfig, q_BLHC, k_BLGC, v_BLGC, info: TokenInfo):
+  """Returns out_BLHC of whole sequences."""
+  # Kernels take numbers of documents, and no L x L mask. Padding is a document
+  # of its own, so that no real token sees it.
+  segment_BL = info.segment_BL
   if info.valid_BL is not None:
-    valid_B1S = info.valid_BL[:, None, :]
-    mask_BQS = valid_B1S if mask_BQS is None else mask_BQS & valid_B1S
-    mask_BQS = jnp.broadcast_to(
-      mask_BQS, (*info.valid_BL.shape, info.valid_BL.shape[-1])
+    number_BL = 0 if segment_BL is None else segment_BL
+    segment_BL = jnp.where(info.valid_BL, number_BL, -1)
+
+  def run(q_BLHC, k_BLGC, v_BLGC, segment_BL):
+    return (
+      mod_jax_kernels.attention(
+        q_BLHC,
+        k_BLGC,
+        v_BLGC,
+        causal=config.causal,
+        segment_BL=segment_BL,
+        implementation=config.implementation,
+      ),
     )
-  return mask_BQS
+
+  (out_BLHC,) = parallel.per_device(
+    run,
+    (_HEADS, _HEADS, _HEADS, ('batch', 'length')),
+    (_HEADS,),
+  )(q_BLHC, k_BLGC, v_BLGC, segment_BL)
+  return out_BLHC

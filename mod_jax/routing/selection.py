@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from mod_jax.errors import UserError
+import mod_jax_kernels
 
 
 @flax.struct.dataclass
@@ -82,18 +83,20 @@ def select_top_k(
       f' 1 <= k <= {length}; lower the capacity or lengthen the sequence.'
     )
   score_BL = jax.lax.stop_gradient(score_BL).astype(jnp.float32)
-  # Top-k orders -0 below 0, which would break their tie by sign.
-  score_BL = jnp.where(score_BL == 0, 0, score_BL)
   if valid_BL is not None:
     score_BL = jnp.where(valid_BL, score_BL, -jnp.inf)
+  if count_B is None:
+    index_BK = mod_jax_kernels.token_select(score_BL, k)
+    if valid_BL is None:
+      return Selection(index_BK)
+    # Rows with few candidates are filled up with padding.
+    return Selection(index_BK, jnp.take_along_axis(valid_BL, index_BK, axis=-1))
+  # Ranks are wanted too. Top-k orders -0 below 0, which would break their tie.
+  score_BL = jnp.where(score_BL == 0, 0, score_BL)
   index_BK = jax.lax.top_k(score_BL, k)[1].astype(jnp.int32)
-  if valid_BL is None and count_B is None:
-    return Selection(jnp.sort(index_BK, axis=-1))
-  keep_BK = jnp.ones_like(index_BK, bool)
+  keep_BK = jnp.broadcast_to(jnp.arange(k) < count_B[..., None], index_BK.shape)
   if valid_BL is not None:
     keep_BK &= jnp.take_along_axis(valid_BL, index_BK, axis=-1)
-  if count_B is not None:
-    keep_BK &= jnp.arange(k) < count_B[..., None]
   return Selection(*jax.lax.sort((index_BK, keep_BK), num_keys=1))
 
 

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 import mod_jax_kernels
+from mod_jax_kernels import dispatch
+from mod_jax_kernels.attention import choice
 from mod_jax_kernels.attention import reference
 
 TOLERANCE = {'float32': 1e-5, 'bfloat16': 2e-2}
@@ -161,9 +163,178 @@ def test_refuses_what_does_not_fit(change, message):
     mod_jax_kernels.attention(q, k, v, **options)
 
 
-def test_a_backend_asked_for_by_name_runs_or_raises():
-  if jax.default_backend() == 'gpu':
-    pytest.skip('A GPU may run it.')
-  q, k, v = draw(4, 4, dtype='bfloat16')
-  with pytest.raises(Exception, match='(?i)cudnn|cuda|gpu'):
-    mod_jax_kernels.attention(q, k, v, causal=True, implementation='cudnn')
+def error(found, expected):
+  found, expected = (np.asarray(x, np.float64) for x in (found, expected))
+  return np.linalg.norm(found - expected) / np.linalg.norm(expected)
+
+
+def documents(length):
+  """Three documents in the first row, one in the second."""
+  first = np.repeat([0, 1, 2], [3, length // 2, length - length // 2 - 3])
+  return jnp.array([first, np.full(length, 7)], jnp.int32)
+
+
+def test_segments_hide_other_documents():
+  length = 9
+  q, k, v = draw(length, length)
+  segment = documents(length)
+  same = np.asarray(segment)[:, :, None] == np.asarray(segment)[:, None]
+  out = attention(q, k, v, segment_BL=segment)
+  np.testing.assert_allclose(out, oracle(q, k, v, same), atol=1e-5)
+
+  mask = np.random.default_rng(1).random(same.shape) < 0.5
+  mask |= np.eye(length, dtype=bool)
+  out = attention(q, k, v, jnp.array(mask), segment_BL=segment, causal=True)
+  seen = same & mask & lower_triangle(length)
+  np.testing.assert_allclose(out, oracle(q, k, v, seen), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+  ('queries', 'keys', 'causal', 'segmented', 'dtype'),
+  [
+    (130, 130, True, True, 'float32'),
+    (3, 140, False, False, 'float32'),
+    (128, 128, True, False, 'bfloat16'),
+  ],
+)
+def test_splash_equals_the_reference(queries, keys, causal, segmented, dtype):
+  arrays = draw(queries, keys, channels=8, dtype=dtype)
+  segment = documents(queries) if segmented else None
+
+  def run(implementation, *arrays):
+    def loss(*arrays):
+      out = mod_jax_kernels.attention(
+        *arrays,
+        causal=causal,
+        segment_BL=segment,
+        implementation=implementation,
+      )
+      assert out.dtype == arrays[0].dtype
+      return jnp.sum(jnp.sin(3 * out.astype(jnp.float32))), out
+
+    return jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(*arrays)
+
+  with dispatch.interpret():
+    found = run('splash', *arrays)
+  expected = run('xla', *(x.astype(jnp.float32) for x in arrays))
+  for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+    assert error(a, b) < {'float32': 1e-5, 'bfloat16': 1e-2}[dtype]
+
+
+def test_splash_compiles_for_tpu(for_tpu):
+  q = jax.ShapeDtypeStruct((1, 2048, 8, 128), jnp.bfloat16)
+  kv = jax.ShapeDtypeStruct((1, 2048, 2, 128), jnp.bfloat16)
+
+  def loss(*arrays):
+    out = mod_jax_kernels.attention(
+      *arrays, causal=True, implementation='splash'
+    )
+    return jnp.sum(out.astype(jnp.float32) ** 2)
+
+  text = for_tpu(jax.value_and_grad(loss, (0, 1, 2)), q, kv, kv).as_text()
+  # Forward, and backward for the queries and for the keys and values.
+  assert text.count('tpu_custom_call') == 3
+  assert '2048,2048' not in text
+
+
+@pytest.mark.parametrize(
+  ('platform', 'change', 'expected'),
+  [
+    ('cpu', {}, 'xla'),
+    ('rocm', {}, 'xla'),
+    ('tpu', {}, 'splash'),
+    ('tpu', {'dtype': 'float32'}, 'splash'),
+    ('tpu', {'dtype': 'float16'}, 'xla'),
+    ('tpu', {'length': 250}, 'xla'),
+    ('tpu', {'segmented': True}, 'splash'),
+    ('tpu', {'masked': True}, 'xla'),
+    ('cuda', {}, 'cudnn'),
+    ('cuda', {'dtype': 'float32'}, 'xla'),
+    ('cuda', {'channels': 12}, 'xla'),
+    ('cuda', {'channels': 264}, 'xla'),
+    ('cuda', {'masked': True}, 'cudnn'),
+    ('cuda', {'length': 251}, 'cudnn'),
+    ('cuda', {'length': 251, 'masked': True}, 'xla'),
+    ('cuda', {'length': 251, 'segmented': True}, 'xla'),
+  ],
+)
+def test_the_fitting_backend(platform, change, expected):
+  options = {'length': 256, 'channels': 64, 'dtype': 'bfloat16'} | change
+  length = options['length']
+  shape = 2, length, 4, options['channels']
+  x = jax.ShapeDtypeStruct(shape, options['dtype'])
+  mask = None
+  if 'masked' in change:
+    mask = jax.ShapeDtypeStruct((2, length, length), bool)
+  found = choice.fitting(
+    platform, x, x, x, mask, segmented='segmented' in change
+  )
+  assert found == expected
+
+
+@pytest.mark.parametrize(('capability', 'most'), [(9.0, 256), (8.0, 128)])
+def test_older_gpus_take_narrower_heads(capability, most, monkeypatch):
+  monkeypatch.setattr(choice, 'capability', lambda: capability)
+  for channels, expected in ((most, 'cudnn'), (most + 8, 'xla')):
+    x = jax.ShapeDtypeStruct((1, 4, 2, channels), jnp.bfloat16)
+    found = choice.fitting('cuda', x, x, x, None, segmented=False)
+    assert found == expected
+  monkeypatch.setattr(choice, 'capability', lambda: 7.5)
+  found = choice.fitting('cuda', x, x, x, None, segmented=False)
+  assert found == 'xla'
+
+
+def test_splash_is_not_left_to_the_compiler_to_split():
+  x = jax.ShapeDtypeStruct((2, 128, 4, 64), jnp.bfloat16)
+  auto = jax.sharding.AxisType.Auto
+  found = {}
+  for size in (1, 2):
+    mesh = jax.sharding.AbstractMesh((size,), ('data',), (auto,))
+    with jax.sharding.use_abstract_mesh(mesh):
+      found[size] = choice.fitting('tpu', x, x, x, None, segmented=False)
+  assert found == {1: 'splash', 2: 'xla'}
+
+
+@pytest.mark.parametrize(
+  ('implementation', 'change', 'message'),
+  [
+    ('splash', {'mask': True}, 'takes no mask_BQS: use causal=True and segm'),
+    ('splash', {'dtype': 'float16'}, 'bfloat16 or float32, not float16'),
+    ('cudnn', {'dtype': 'float32'}, 'bfloat16 or float16, not float32'),
+    ('cudnn', {'channels': 6}, 'multiple of 8 channels up to 256, not 6'),
+  ],
+)
+def test_says_what_a_backend_lacks(implementation, change, message):
+  options = {'mask': None, 'dtype': 'bfloat16', 'channels': 8} | change
+  mask = options.pop('mask') and jnp.ones((2, 4, 4), bool)
+  q, k, v = draw(4, 4, **options)
+  with pytest.raises(ValueError, match=message):
+    mod_jax_kernels.attention(q, k, v, mask, implementation=implementation)
+
+
+@pytest.mark.parametrize(
+  'segment', [np.zeros((2, 3), np.int32), np.zeros((2, 4), np.float32)]
+)
+def test_refuses_segments_that_do_not_fit(segment):
+  q, k, v = draw(4, 4)
+  with pytest.raises(ValueError, match='expected an integer for each query'):
+    mod_jax_kernels.attention(q, k, v, segment_BL=jnp.asarray(segment))
+
+
+@pytest.mark.parametrize('implementation', ['cudnn', 'splash'])
+@pytest.mark.parametrize('differentiated', [False, True])
+def test_a_backend_asked_for_by_name_runs_or_raises(
+  implementation, differentiated
+):
+  if jax.default_backend() != 'cpu':
+    pytest.skip('It may run here.')
+  q, k, v = draw(4, 4, channels=8, dtype='bfloat16')
+
+  def run(q):
+    return mod_jax_kernels.attention(
+      q, k, v, causal=True, implementation=implementation
+    ).sum()
+
+  run = jax.jit(jax.grad(run) if differentiated else run)
+  with pytest.raises(RuntimeError, match=f'{implementation!r}.*GPU|TPU only'):
+    run(q)

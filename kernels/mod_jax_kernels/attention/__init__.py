@@ -1,12 +1,19 @@
-"""Softmax attention: plain XLA anywhere, cuDNN's flash attention on GPUs."""
+"""Softmax attention: plain XLA anywhere, else the libraries' flash attention.
+
+cuDNN on GPUs and splash on TPUs bring gradients with residuals of their own.
+`jax.lax.platform_dependent` would carry the residuals of every backend through
+a program, so here the backend is chosen while a program is traced.
+"""
 
 from typing import Literal
 
 import jax
+import jax.numpy as jnp
 
+from mod_jax_kernels.attention import choice
 from mod_jax_kernels.attention import reference
 
-Implementation = Literal['xla', 'cudnn']
+Implementation = Literal['xla', 'cudnn', 'splash']
 
 
 def attention(
@@ -16,6 +23,7 @@ def attention(
   mask_BQS: jax.Array | None = None,
   *,
   causal: bool = False,
+  segment_BL: jax.Array | None = None,
   implementation: Implementation | None = None,
 ) -> jax.Array:
   """Returns softmax(q·kᵀ/√C)·v for each head, in the dtype of q.
@@ -27,11 +35,21 @@ def attention(
     mask_BQS: True where a query may see a key. A query that may see no key
       gets finite, meaningless numbers.
     causal: whether slot i sees slots 0..i only; needs Q = S.
-    implementation: `xla`, `cudnn` (GPU, 16-bit floats), or None for XLA.
+    segment_BL: integers; a query sees the keys of its own segment only, such
+      as a packed document. Needs Q = S.
+    implementation: `xla`; `cudnn` (GPU; 16-bit floats); `splash` (TPU; no
+      mask_BQS, bfloat16 or float32); or None for the one that fits the process
+      that traces: on a GPU `cudnn` and on a TPU `splash` where types and mask
+      allow and lengths fill their tiles, else `xla`. A program that is lowered
+      for another platform names its backend. `splash` cannot be split over
+      devices by itself: under a mesh of several it runs inside a `shard_map`,
+      and outside of one None is `xla`.
 
   Raises:
-    ValueError: shapes that do not fit; a backend that was asked for by name
-      and cannot run.
+    ValueError: shapes that do not fit; an unknown backend, or one that was
+      asked for by name and cannot take these arrays.
+    RuntimeError: a backend that was asked for by name and is on a platform that
+      it does not run on: `cudnn` when traced, `splash` when lowered.
   """
   heads, groups = q_BQHC.shape[2], k_BSGC.shape[2]
   if k_BSGC.shape != v_BSGC.shape or heads % groups:
@@ -39,23 +57,70 @@ def attention(
       f'q {q_BQHC.shape}, k {k_BSGC.shape}, v {v_BSGC.shape}: expected k and v'
       ' of one shape, and a number of heads that theirs divides.'
     )
-  if causal and q_BQHC.shape[1] != k_BSGC.shape[1]:
+  queries, keys = q_BQHC.shape[1], k_BSGC.shape[1]
+  if causal and queries != keys:
     raise ValueError(
-      f'causal=True needs as many queries as keys, got {q_BQHC.shape[1]} and'
-      f' {k_BSGC.shape[1]}: pass a mask instead.'
+      f'causal=True needs as many queries as keys, got {queries} and {keys}:'
+      ' pass a mask instead.'
     )
-  match implementation:
-    case None | 'xla':
-      return reference.attention(q_BQHC, k_BSGC, v_BSGC, mask_BQS, causal)
-    case 'cudnn':
-      return jax.nn.dot_product_attention(
-        q_BQHC,
-        k_BSGC,
-        v_BSGC,
-        mask=None if mask_BQS is None else mask_BQS[:, None],
-        is_causal=causal,
-        implementation='cudnn',
+  if segment_BL is not None and (
+    segment_BL.shape != q_BQHC.shape[:2]
+    or segment_BL.shape != k_BSGC.shape[:2]
+    or not jnp.issubdtype(segment_BL.dtype, jnp.integer)
+  ):
+    raise ValueError(
+      f'segment {segment_BL.dtype}{list(segment_BL.shape)}, q {q_BQHC.shape}, k'
+      f' {k_BSGC.shape}: expected an integer for each query, and as many'
+      ' queries as keys.'
+    )
+  if implementation not in (None, 'xla', 'cudnn', 'splash'):
+    raise ValueError(
+      f"implementation={implementation!r}: expected 'xla', 'cudnn', 'splash' or"
+      ' None.'
+    )
+  arrays = q_BQHC, k_BSGC, v_BSGC, mask_BQS
+  if implementation is None:
+    implementation = choice.fitting(
+      choice.platform(), *arrays, segmented=segment_BL is not None
+    )
+  elif implementation == 'splash':
+    _raise(implementation, choice.splash_lacks(*arrays))
+  elif implementation == 'cudnn':
+    _raise(implementation, choice.cudnn_lacks(*arrays))
+    if (platform := choice.platform()) != 'cuda':
+      raise RuntimeError(
+        "implementation='cudnn' needs an NVIDIA GPU with cuDNN where it is"
+        f" traced, and this process runs on {platform}: use None or 'xla'."
       )
-  raise ValueError(
-    f"implementation={implementation!r}: expected 'xla', 'cudnn' or None."
-  )
+
+  if implementation == 'splash':
+    # Pallas is only imported where it is used.
+    from mod_jax_kernels.attention import pallas_tpu
+
+    return pallas_tpu.attention(
+      q_BQHC,
+      k_BSGC,
+      v_BSGC,
+      None if segment_BL is None else segment_BL.astype(jnp.int32),
+      causal,
+    )
+  if segment_BL is not None:
+    same_BQS = segment_BL[:, :, None] == segment_BL[:, None, :]
+    mask_BQS = same_BQS if mask_BQS is None else mask_BQS & same_BQS
+  if implementation == 'cudnn':
+    return jax.nn.dot_product_attention(
+      q_BQHC,
+      k_BSGC,
+      v_BSGC,
+      mask=None if mask_BQS is None else mask_BQS[:, None],
+      is_causal=causal,
+      implementation='cudnn',
+    )
+  return reference.attention(q_BQHC, k_BSGC, v_BSGC, mask_BQS, causal)
+
+
+def _raise(implementation, lacking):
+  if lacking is not None:
+    raise ValueError(
+      f"implementation={implementation!r} {lacking}, or use 'xla'."
+    )

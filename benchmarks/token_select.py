@@ -1,0 +1,198 @@
+"""Time of choosing and moving tokens, alone and beside a routed block's step.
+
+    python benchmarks/token_select.py
+
+Top-k of a routed block's scores, the gather of the chosen tokens and the gated
+scatter-add of their updates, by each backend that runs here, in turn in one
+run. Moves are timed with their gradients, as in a training step, and stand
+beside a forward and backward pass of the whole block; and everything beside the
+least time for the bytes that have to be read and written, at the speed of a
+copy in the same run. A call of any function waits for the device, so small ones
+measure that wait. The result stands beside this file as JSON. On a GPU or TPU
+the defaults are D = 1024 and S = 2048 in bfloat16; on a CPU they are smaller.
+"""
+
+from absl import app
+from absl import flags
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+import machine
+
+from mod_jax import routing
+from mod_jax import timing
+from mod_jax.layers.attention import AttentionConfig
+from mod_jax.layers.block import BlockConfig
+from mod_jax.layers.mlp import MLPConfig
+from mod_jax.layers.mod import MoDBlock
+from mod_jax.layers.mod import MoDConfig
+from mod_jax.layers.tokens import TokenInfo
+from mod_jax_kernels.token_move import gather_tokens
+from mod_jax_kernels.token_move import scatter_add_tokens
+from mod_jax_kernels.token_select import token_select
+
+_BATCH = flags.DEFINE_integer('batch', None, 'Sequences.')
+_LENGTH = flags.DEFINE_integer('length', None, 'S')
+_WIDTH = flags.DEFINE_integer('width', None, 'D, a multiple of 64.')
+_CAPACITY = flags.DEFINE_float('capacity', 0.125, 'Of the routed block.')
+_DTYPE = flags.DEFINE_enum(
+  'dtype', None, ['float32', 'bfloat16'], 'Of the computation.'
+)
+_ROUNDS = flags.DEFINE_integer('rounds', 15, 'Timed calls of each.')
+_SAVE = flags.DEFINE_bool('save', True, 'Write the JSON beside this file.')
+
+# The kernels that run on each platform.
+_KERNELS = {'tpu': ('pallas',), 'gpu': ('triton',)}
+
+
+def sizes() -> dict:
+  """Returns the settings, where none is given those of the platform."""
+  small = jax.default_backend() == 'cpu'
+  defaults = (
+    {'batch': 2, 'length': 512, 'width': 256, 'dtype': 'float32'}
+    if small
+    else {'batch': 8, 'length': 2048, 'width': 1024, 'dtype': 'bfloat16'}
+  )
+  given = {name: flags.FLAGS[name].value for name in defaults}
+  return {
+    **{n: x if given[n] is None else given[n] for n, x in defaults.items()},
+    'capacity': _CAPACITY.value,
+    'rounds': _ROUNDS.value,
+  }
+
+
+def routed_block(x_BLD, dy_BLD):
+  """Returns a function that runs a routed block forwards and backwards."""
+  batch, length, width = x_BLD.shape
+  dtype = x_BLD.dtype.name
+  heads = width // 64
+  config = BlockConfig(
+    attention=AttentionConfig(
+      width=width, num_heads=heads, num_kv_heads=heads, head_dim=64
+    ),
+    mlp=MLPConfig(width=width, hidden=4 * width),
+    dtype=dtype,
+  )
+  module = MoDBlock(config, MoDConfig(), _CAPACITY.value)
+  position_BL = jnp.broadcast_to(jnp.arange(length), (batch, length))
+  info = TokenInfo(position_BL=position_BL)
+  init = jax.jit(module.init)
+  params = nn.unbox(init(jax.random.key(0), x_BLD, info))
+
+  @jax.jit
+  def step(params, x_BLD, dy_BLD):
+    y_BLD, vjp = jax.vjp(
+      lambda p, x: module.apply(p, x, info)[0], params, x_BLD
+    )
+    return y_BLD, vjp(dy_BLD)
+
+  return lambda: step(params, x_BLD, dy_BLD)
+
+
+def with_gradients(function):
+  """Returns a compiled function that also pulls back its last argument."""
+
+  @jax.jit
+  def run(*args):
+    *args, dy = args
+    y, vjp = jax.vjp(function, *args)
+    return y, vjp(dy)
+
+  return run
+
+
+def calls(setting, k: int) -> dict:
+  """Returns what is timed, by name, and the bytes that each has to move."""
+  batch, length, width = (setting[n] for n in ('batch', 'length', 'width'))
+  dtype = setting['dtype']
+  keys = iter(jax.random.split(jax.random.key(0), 6))
+  x_BLD, dy_BLD = (
+    jax.random.normal(next(keys), (batch, length, width), dtype) for _ in '12'
+  )
+  update_BKD, dy_BKD = (
+    jax.random.normal(next(keys), (batch, k, width), dtype) for _ in '12'
+  )
+  gate_BK = jax.random.normal(next(keys), (batch, k))
+  score_BL = jax.random.normal(next(keys), (batch, length))
+  index_BK, _ = jax.jit(routing.select_tokens, static_argnums=1)(score_BL, k)
+  row = width * x_BLD.dtype.itemsize * batch
+  kernels = _KERNELS.get(jax.default_backend(), ())
+  functions = {'block': routed_block(x_BLD, dy_BLD)}
+  num_bytes = {}
+
+  for name in ('xla', 'sort', *kernels):
+    select = jax.jit(token_select, static_argnums=(1, 2))
+    functions[f'select_{name}'] = lambda f=select, name=name: f(
+      score_BL, k, name
+    )
+    num_bytes[f'select_{name}'] = 4 * batch * (length + k)
+
+  for name in ('xla', *(kernel for kernel in kernels if kernel == 'triton')):
+    gather = with_gradients(
+      lambda x, name=name: gather_tokens(x, index_BK, name)
+    )
+    scatter = with_gradients(
+      lambda x, u, g, name=name: scatter_add_tokens(x, index_BK, u, g, name)
+    )
+    functions[f'gather_{name}'] = lambda f=gather: f(x_BLD, dy_BKD)
+    functions[f'scatter_add_{name}'] = lambda f=scatter: f(
+      x_BLD, update_BKD, gate_BK, dy_BLD
+    )
+    # Rows there and, in the gradient, back into zeros.
+    num_bytes[f'gather_{name}'] = row * (2 * k + k + length)
+    # Forwards to a new array; backwards the gradient of x is there already.
+    num_bytes[f'scatter_add_{name}'] = row * (2 * length + k + 3 * k)
+
+  copy = jax.jit(lambda x: x + 1)
+  functions['copy'] = lambda: copy(x_BLD)
+  num_bytes['copy'] = 2 * row * length
+  return functions, num_bytes
+
+
+def main(_):
+  setting = sizes()
+  k = routing.num_chosen(setting['capacity'], setting['length'])
+  functions, num_bytes = calls(setting, k)
+  seconds = timing.interleaved(
+    {
+      name: lambda f=f: jax.block_until_ready(f())
+      for name, f in functions.items()
+    },
+    rounds=setting['rounds'],
+  )
+  median = timing.medians(seconds)
+  speed = num_bytes['copy'] / median['copy']
+  share = {
+    name: timing.ratio_spread(seconds, name, 'block')[0]
+    for name in functions
+    if name not in ('block', 'copy')
+  }
+  together = {'sort': ('sort', 'xla', 'xla'), 'xla': ('xla',) * 3}
+  for kernel in _KERNELS.get(jax.default_backend(), ()):
+    moves = 'triton' if kernel == 'triton' else 'xla'
+    together[kernel] = kernel, moves, moves
+  parts = 'select', 'gather', 'scatter_add'
+  results = {
+    'settings': {**setting, 'k': k},
+    'median_seconds': median,
+    'share_of_block_step': share,
+    'share_of_all_three': {
+      name: sum(
+        share[f'{part}_{backend}']
+        for part, backend in zip(parts, backends, strict=True)
+      )
+      for name, backends in together.items()
+    },
+    'copy_bytes_per_second': speed,
+    'floor_seconds': {
+      name: amount / speed for name, amount in num_bytes.items()
+    },
+  }
+  if _SAVE.value:
+    machine.save(__file__, results)
+  else:
+    print(results)
+
+
+if __name__ == '__main__':
+  app.run(main)

@@ -1,0 +1,138 @@
+"""Splash attention, the flash attention for TPUs that comes with JAX."""
+
+import jax
+from jax.experimental.pallas.ops.tpu.splash_attention import (
+  splash_attention_kernel as splash,
+)
+from jax.experimental.pallas.ops.tpu.splash_attention import (
+  splash_attention_mask as masks,
+)
+from jax.extend import core
+from jax.interpreters import batching
+from jax.interpreters import mlir
+import jax.numpy as jnp
+
+from mod_jax_kernels import dispatch
+from mod_jax_kernels import tiles
+from mod_jax_kernels.attention.tiles import TILES
+
+# Keys come in multiples of this many.
+_LANES = 128
+
+
+def attention(q_BQHC, k_BSGC, v_BSGC, segment_BL=None, causal=False):
+  """As `mod_jax_kernels.attention`, with gradients; any lengths are filled up.
+
+  Slots that fill up belong to a segment of their own, which a causal call does
+  not need: no real query looks that far.
+  """
+  if not dispatch.interpreting():
+    q_BQHC = _only_on_tpu(q_BQHC)
+  queries, keys = q_BQHC.shape[1], k_BSGC.shape[1]
+  padding_q, padding_k = -queries % _LANES, -keys % _LANES
+  segment_BQ = segment_BS = segment_BL
+  if segment_BL is not None:
+    # Filling queries see keys of the last segment: a query has to see some.
+    segment_BQ = jnp.pad(segment_BL, ((0, 0), (0, padding_q)), mode='edge')
+    segment_BS = _fill(segment_BL, padding_k, segment_BL.max() + 1)
+  elif padding_k and not causal:
+    batch = q_BQHC.shape[0]
+    segment_BQ = jnp.zeros((batch, queries + padding_q), jnp.int32)
+    segment_BS = _fill(jnp.zeros((batch, keys), jnp.int32), padding_k, 1)
+
+  # Splash leaves scaling to its caller.
+  scale = q_BQHC.shape[-1] ** -0.5
+  q_BQHC = (q_BQHC.astype(jnp.float32) * scale).astype(q_BQHC.dtype)
+  q_BHQC, k_BGSC, v_BGSC = (
+    jnp.moveaxis(_fill(x, padding, 0), 1, 2)
+    for x, padding in (
+      (q_BQHC, padding_q),
+      (k_BSGC, padding_k),
+      (v_BSGC, padding_k),
+    )
+  )
+  kernel = _kernel(
+    q_BHQC.shape[1], queries + padding_q, keys + padding_k, causal
+  )
+  segments = None
+  if segment_BQ is not None:
+    segments = splash.SegmentIds(segment_BQ, segment_BS)
+  out_BHQC = jax.vmap(kernel)(q_BHQC, k_BGSC, v_BGSC, segments)
+  return jnp.moveaxis(out_BHQC, 1, 2)[:, :queries]
+
+
+def _fill(x, padding, value):
+  if not padding:
+    return x
+  widths = ((0, 0), (0, padding)) + ((0, 0),) * (x.ndim - 2)
+  return jnp.pad(x, widths, constant_values=value)
+
+
+def _kernel(heads, queries, keys, causal):
+  sizes = tiles.choose(TILES, 'pallas')
+  block_q = _block(queries, sizes['block_q'])
+  block_k = _block(keys, sizes['block_k'])
+  shape = queries, keys
+  mask = masks.CausalMask(shape) if causal else masks.FullMask(shape)
+  return splash.make_splash_mha(
+    masks.MultiHeadMask([mask] * heads),
+    block_sizes=splash.BlockSizes(
+      block_q=block_q,
+      block_kv=block_k,
+      block_q_dkv=block_q,
+      block_kv_dkv=block_k,
+      block_q_dq=block_q,
+      block_kv_dq=block_k,
+    ),
+    head_shards=1,
+    q_seq_shards=1,
+    interpret=dispatch.interpreting(),
+  )
+
+
+def _block(length, most):
+  """Returns the largest block that divides a multiple of 128 lanes."""
+  return max(
+    size
+    for size in range(_LANES, max(most, _LANES) + 1, _LANES)
+    if length % size == 0
+  )
+
+
+# Passes an array through on TPUs, and refuses to be lowered for anything else:
+# tracing is harmless, since a program may yet be lowered for the right one.
+_only_on_tpu_p = core.Primitive('mod_jax_only_on_tpu')
+_only_on_tpu_p.def_abstract_eval(lambda x: x)
+batching.defvectorized(_only_on_tpu_p)
+
+
+@jax.custom_jvp
+def _only_on_tpu(x):
+  return _only_on_tpu_p.bind(x)
+
+
+@_only_on_tpu.defjvp
+def _(primals, tangents):
+  return _only_on_tpu(*primals), tangents[0]
+
+
+@_only_on_tpu_p.def_impl
+def _(x):
+  _check_tpu((jax.default_backend(),))
+  return x
+
+
+def _lower(context, x):
+  _check_tpu(context.platforms or context.module_context.platforms)
+  return [x]
+
+
+mlir.register_lowering(_only_on_tpu_p, _lower)
+
+
+def _check_tpu(platforms):
+  if any(platform != 'tpu' for platform in platforms):
+    raise RuntimeError(
+      "implementation='splash' runs on a TPU only, and this program is for"
+      f" {', '.join(platforms)}: use None or 'xla'."
+    )

@@ -1,0 +1,117 @@
+"""Models give the same with and without kernels, and keep no large array."""
+
+import functools
+import re
+
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mod_jax.layers.mod import VisionRoutingConfig
+from mod_jax.models import acm
+from mod_jax.models.vit import ViTConfig
+from mod_jax_kernels import dispatch
+
+DENSE = ViTConfig(
+  image_size=12,
+  patch_size=4,
+  num_classes=5,
+  num_layers=2,
+  width=32,
+  num_heads=2,
+)
+MODELS = {
+  'amod': ViTConfig(
+    **{
+      f: getattr(DENSE, f)
+      for f in ('image_size', 'patch_size', 'num_classes', 'width')
+    },
+    num_layers=2,
+    num_heads=2,
+    routing=VisionRoutingConfig(capacity=0.5),
+  ),
+  'acm': acm.ACMModelConfig(backbone=DENSE, replace=(acm.FFNS,)),
+}
+
+
+@functools.cache
+def variables(name):
+  model = MODELS[name]
+  shapes = nn.unbox(
+    jax.eval_shape(model.build().init, jax.random.key(0), model.example())
+  )
+  rng = np.random.default_rng(0)
+  return jax.tree.map(
+    lambda x: rng.normal(0, 0.3, x.shape).astype(np.float32), shapes
+  )
+
+
+def forward(name, variables):
+  rng = np.random.default_rng(1)
+  image = rng.normal(size=(2, 12, 12, 3)).astype(np.float32)
+  output = MODELS[name].build().apply(variables, image)
+  chosen = ()
+  if name == 'acm':
+    chosen = [c.learners_BL for c in output.choices.values()]
+    assert len(np.unique(np.concatenate(chosen))) > 2
+  return np.asarray(output.logits_BV)
+
+
+@pytest.mark.parametrize('backend', ['pallas', 'triton'])
+@pytest.mark.parametrize('name', MODELS)
+def test_logits_are_the_same(name, backend):
+  if dispatch.missing(backend):
+    pytest.skip(f'{dispatch.missing(backend)} is not installed')
+  want = forward(name, variables(name))
+  with dispatch.interpret(backend):
+    got = forward(name, variables(name))
+  assert np.abs(want).max() > 0.1
+  np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+class TestLargeArrays:
+  """On GPU and TPU, attention that scores keeps no map of it."""
+
+  MODEL = ViTConfig(
+    image_size=56,
+    patch_size=4,
+    num_classes=5,
+    num_layers=2,
+    width=64,
+    num_heads=2,
+    routing=VisionRoutingConfig(capacity=0.5),
+  )
+
+  def gradient(self, variables, image):
+    def loss(variables):
+      return self.MODEL.build().apply(variables, image).logits_BV.sum()
+
+    return jax.grad(loss)(variables)
+
+  def arguments(self):
+    assert self.MODEL.num_tokens == 197
+    build = self.MODEL.build()
+    return (
+      nn.unbox(
+        jax.eval_shape(build.init, jax.random.key(0), self.MODEL.example())
+      ),
+      jax.ShapeDtypeStruct((2, 56, 56, 3), jnp.float32),
+    )
+
+  def lower(self, platform):
+    traced = jax.jit(self.gradient).trace(*self.arguments())
+    return traced.lower(lowering_platforms=(platform,)).as_text()
+
+  def test_of_amod_on_a_tpu(self):
+    assert _MAP.search(self.lower('cpu'))
+    assert not _MAP.search(self.lower('tpu'))
+
+  def test_of_amod_on_a_gpu(self, for_hopper):
+    text = for_hopper(self.gradient, *self.arguments())
+    assert 'triton_kernel_call' in text
+    assert not _MAP.search(text)
+
+
+_MAP = re.compile(r'\b197x197x|x197x197')
