@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 
+from mod_jax import viz
 from mod_jax.data import corruptions
 from mod_jax.data import images as images_lib
 from mod_jax.train import vision_studies
@@ -67,4 +68,16 @@ def _robustness(task, params, mutables):
     f'{len(batch["label"])} held-out images; severity 0 is none. The dense'
     ' model is the one that was converted.'
   )
-  return Study(text='\n'.join(lines), metrics=metrics)
+  curves = {
+    kind: {
+      name: [metrics[f'{kind}/{severity}'][name] for severity in _SEVERITIES]
+      for name in ('adaptive', 'dense', 'load')
+    }
+    for kind in corruptions.CORRUPTIONS
+  }
+  figure = viz.corruption_curves(curves, budget=task.objective.budget)
+  return Study(
+    text='\n'.join(lines),
+    metrics=metrics,
+    figures={'robustness': figure},
+  )

@@ -19,6 +19,7 @@ from mod_jax.viz.images import load_map
 from mod_jax.viz.images import patch_maps
 from mod_jax.viz.images import token_stages
 from mod_jax.viz.maps import routing_map
+from mod_jax.viz.robustness import corruption_curves
 from mod_jax.viz.scatter import accuracy_flops
 from mod_jax.viz.scatter import importance_scatter
 from mod_jax.viz.style import RULES
@@ -26,6 +27,7 @@ from mod_jax.viz.style import RuleStyle
 from mod_jax.viz.style import rule_style
 
 __all__ = (
+  'corruption_curves',
   'RULES',
   'RuleStyle',
   'accuracy_flops',

@@ -9,6 +9,7 @@ import pytest
 import scipy.special
 
 from mod_jax_kernels.acm_mlp import acm_mlp
+from mod_jax_kernels.acm_mlp import order as order_lib
 from mod_jax_kernels.acm_mlp import reference
 
 D, N, F, OUT = 5, 3, 4, 6
@@ -111,6 +112,101 @@ def test_numbers_out_of_range_count_as_the_nearest():
 
 def test_no_token():
   assert public(*draw(0), jnp.zeros(0, jnp.int32)).shape == (0, OUT)
+
+
+def all_learners(x, w1, b1, w2, k, activation):
+  """Returns y of the dense computation, which JAX differentiates."""
+  hidden = jnp.einsum('TD,NDF->TNF', x, w1) + b1
+  if activation == 'gelu':
+    hidden = jax.nn.gelu(hidden, approximate=False)
+  runs = jnp.arange(N) < k[:, None]
+  return jnp.einsum('TNF,NFD->TD', hidden * runs[..., None], w2)
+
+
+@pytest.mark.parametrize(
+  ('dtype', 'activation', 'tokens'),
+  [('float32', 'gelu', 9), ('float32', 'linear', 8), ('bfloat16', 'gelu', 20)],
+)
+def test_gradient_is_that_of_all_learners(dtype, activation, tokens):
+  inputs, k = draw(tokens, dtype), jnp.asarray(random_k(tokens))
+  g = jnp.asarray(np.random.default_rng(3).normal(size=(tokens, OUT)), dtype)
+  got = jax.jit(
+    functools.partial(reference.backward, activation=activation, tile=8),
+    compiler_options=QUICK,
+  )(*inputs, g, *order_lib.order(k, N))
+  exact = [a.astype('float32') for a in inputs]
+  _, pull = jax.vjp(
+    lambda *inputs: all_learners(*inputs, k, activation), *exact
+  )
+  for a, b in zip(got, pull(g.astype('float32')), strict=True):
+    assert a.dtype == dtype
+    error = np.abs(np.asarray(a, np.float32) - b).max() / np.abs(b).max()
+    assert error < {'float32': 1e-5, 'bfloat16': 1e-2}[dtype]
+
+
+def test_gradient_of_the_public_function():
+  inputs, k = draw(20), jnp.asarray(random_k(20))
+
+  def loss(function):
+    return lambda *inputs: jnp.sum(jnp.sin(function(*inputs)))
+
+  got = jax.grad(loss(lambda *a: acm_mlp(*a, k)), (0, 1, 2, 3))(*inputs)
+  want = jax.grad(loss(lambda *a: all_learners(*a, k, 'gelu')), (0, 1, 2, 3))(
+    *inputs
+  )
+  for a, b in zip(got, want, strict=True):
+    np.testing.assert_allclose(a, b, atol=1e-5 * float(jnp.abs(b).max()))
+
+
+def test_gradients_of_what_is_not_run_are_zero():
+  x, w1, b1, w2 = draw(9)
+  k = jnp.array([2, 0, 1, 2, 0, 2, 1, 1, 0])
+  idle = (k == 0)[:, None]
+  inputs = (
+    jnp.where(idle, jnp.nan, x),
+    *(a.at[2].set(jnp.inf) for a in (w1, b1, w2)),
+  )
+  g = jnp.where(idle, jnp.nan, jnp.ones((9, OUT)))
+  dx, *weights = jax.jit(
+    functools.partial(reference.backward, activation='gelu', tile=8)
+  )(*inputs, g, *order_lib.order(k, N))
+  assert not dx[k == 0].any()
+  assert jnp.isfinite(dx).all()
+  assert dx[k > 0].any(axis=1).all()
+  for d in weights:
+    assert jnp.isfinite(d).all()
+    assert d[:2].any()
+    assert not d[2].any()
+
+
+@pytest.mark.parametrize('tokens', [1, 2, 300])
+def test_order_is_a_stable_sort(tokens):
+  k = np.random.default_rng(tokens).integers(-1, N + 2, tokens)
+  order = order_lib.order(jnp.asarray(k), N)
+  clipped = np.clip(k, 0, N)
+  np.testing.assert_array_equal(
+    order.token_T, np.argsort(-clipped, kind='stable')
+  )
+  np.testing.assert_array_equal(order.slot_T, np.argsort(order.token_T))
+  assert order.count_N.tolist() == [(clipped > n).sum() for n in range(N)]
+
+
+def test_weights_of_another_dtype_take_part_in_that_of_the_tokens():
+  x, *learners = draw(20)
+  k = jnp.asarray(random_k(20))
+  low = x.astype('bfloat16')
+  got = acm_mlp(low, *learners, k)
+  assert got.dtype == 'bfloat16'
+  rounded = [a.astype('bfloat16') for a in learners]
+  np.testing.assert_array_equal(got, acm_mlp(low, *rounded, k))
+  gradient = jax.grad(lambda w: acm_mlp(low, w, *learners[1:], k).sum())
+  assert gradient(learners[0]).dtype == 'float32'
+
+
+def test_tokens_of_integers_are_refused():
+  x, *learners = draw(3)
+  with pytest.raises(ValueError, match='int32.*floating'):
+    acm_mlp(x.astype('int32'), *learners, jnp.zeros(3, jnp.int32))
 
 
 def test_sums_in_float32():

@@ -1,14 +1,20 @@
 """Adaptive computation: each token runs through the learners that it needs."""
 
+import functools
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
+from mod_jax_kernels import dispatch
+from mod_jax_kernels import tiles as tiles_lib
+from mod_jax_kernels.acm_mlp import order as order_lib
 from mod_jax_kernels.acm_mlp import reference
+from mod_jax_kernels.acm_mlp.tiles import TILES
 
-Implementation = Literal['xla']
+Implementation = Literal['xla', 'pallas', 'triton']
 Activation = Literal['gelu', 'linear']
+_KERNEL_DTYPES = ('float32', 'bfloat16')
 
 
 def acm_mlp(
@@ -25,7 +31,12 @@ def acm_mlp(
 
   `y_t = Σ_{n < k_t} act(x_t · W1_n + b1_n) · W2_n` (Wójcik et al. 2023, Eq. 1).
   Only the chosen products are computed, up to tiles of tokens of equal or
-  nearly equal k. It has no gradient; training runs all learners.
+  nearly equal k, and so are those of the gradients of x, w1, b1 and w2; hidden
+  units are computed again rather than kept. Sums are in float32.
+
+  The number of learners has no gradient. Results have the dtype of x, and the
+  weights take part in it. A learner with weights that are not finite may spoil
+  tokens that share a tile with one of its own.
 
   Args:
     x_TD: tokens, in any order.
@@ -33,12 +44,15 @@ def acm_mlp(
     b1_NF: bias of their F hidden units.
     w2_NFD: second kernel; its outputs may be other than D.
     num_learners_T: integers in 0..N; others count as the nearest.
-    implementation: `xla`, or None for the fitting one.
+    implementation: `xla`; `pallas` (TPU); `triton` (NVIDIA GPU); or None for
+      the one of the platform that the program is lowered for.
     activation: between the two products; exact GELU by default.
 
   Raises:
     ValueError: shapes that do not fit, numbers of learners that are no
-      integers, or an unknown backend or activation.
+      integers, dtypes that a backend asked for by name lacks, or an unknown
+      backend or activation.
+    RuntimeError: a backend asked for by name that cannot run.
   """
   x_TD, w1_NDF, b1_NF, w2_NFD, num_learners_T = map(
     jnp.asarray, (x_TD, w1_NDF, b1_NF, w2_NFD, num_learners_T)
@@ -62,10 +76,75 @@ def acm_mlp(
     )
   if activation not in ('gelu', 'linear'):
     raise ValueError(f"activation={activation!r}: expected 'gelu' or 'linear'.")
-  if implementation not in (None, 'xla'):
-    raise ValueError(
-      f"implementation={implementation!r}: expected 'xla' or None."
-    )
-  return reference.acm_mlp(
-    x_TD, w1_NDF, b1_NF, w2_NFD, num_learners_T, activation
+  if not jnp.issubdtype(x_TD.dtype, jnp.floating):
+    raise ValueError(f'x of type {x_TD.dtype}: expected floating point.')
+  dispatch.check(implementation, ('xla', 'pallas', 'triton'))
+  if x_TD.dtype not in _KERNEL_DTYPES:
+    if implementation not in (None, 'xla'):
+      raise ValueError(
+        f'x of type {x_TD.dtype}: implementation={implementation!r} takes'
+        " float32 or bfloat16; use None or 'xla'."
+      )
+    implementation = 'xla'
+  tokens, width = x_TD.shape
+  if 0 in (tokens, *w2_NFD.shape):
+    return jnp.zeros((tokens, w2_NFD.shape[-1]), x_TD.dtype)
+  if not width:
+    implementation = 'xla'  # The biases remain, and no block is that small.
+  return _acm_mlp(
+    x_TD,
+    *(w.astype(x_TD.dtype) for w in (w1_NDF, b1_NF, w2_NFD)),
+    order_lib.order(num_learners_T, w1_NDF.shape[0]),
+    activation,
+    implementation,
   )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _acm_mlp(x_TD, w1_NDF, b1_NF, w2_NFD, order, activation, implementation):
+  return dispatch.run(
+    implementation,
+    _backends('forward', activation),
+    *(x_TD, w1_NDF, b1_NF, w2_NFD, *order),
+  )
+
+
+def _forward(*args):
+  x_TD, w1_NDF, b1_NF, w2_NFD, order, *_ = args
+  return _acm_mlp(*args), (x_TD, w1_NDF, b1_NF, w2_NFD, order)
+
+
+def _backward(activation, implementation, residuals, g_TD):
+  x_TD, w1_NDF, b1_NF, w2_NFD, order = residuals
+  gradients = dispatch.run(
+    implementation,
+    _backends('backward', activation),
+    *(x_TD, w1_NDF, b1_NF, w2_NFD, g_TD, *order),
+  )
+  return *gradients, None
+
+
+_acm_mlp.defvjp(_forward, _backward)
+
+
+def _backends(side, activation):
+  """Returns the functions of `reference` by this name and their kernels."""
+
+  def kernels(backend):
+    def run(*arrays):
+      # Imported where they are meant: neither is needed, and Triton may not
+      # be installed, where XLA runs.
+      if backend == 'pallas':
+        from mod_jax_kernels.acm_mlp import pallas_tpu as module
+      else:
+        from mod_jax_kernels.acm_mlp import triton_gpu as module
+      sizes = tuple(sorted(tiles_lib.choose(TILES, backend).items()))
+      return getattr(module, side)(*arrays, activation=activation, sizes=sizes)
+
+    return run
+
+  return {
+    'xla': functools.partial(getattr(reference, side), activation=activation),
+    'pallas': kernels('pallas'),
+    'triton': kernels('triton'),
+  }

@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 
+from mod_jax_kernels.acm_mlp import order as order_lib
+
 # Tokens that a product takes together. Smaller tiles follow k more closely,
 # larger ones use the matrix units better.
 TILE = 256
@@ -11,52 +13,155 @@ TILE = 256
 def acm_mlp(
   x_TD, w1_NDF, b1_NF, w2_NFD, num_learners_T, activation='gelu', tile=TILE
 ):
-  """As `mod_jax_kernels.acm_mlp`; sums in float32.
+  """As `mod_jax_kernels.acm_mlp`; sums in float32."""
+  if not x_TD.shape[0]:
+    return jnp.zeros((0, w2_NFD.shape[-1]), x_TD.dtype)
+  order = order_lib.order(num_learners_T, w1_NDF.shape[0])
+  return forward(
+    x_TD, w1_NDF, b1_NF, w2_NFD, *order, activation=activation, tile=tile
+  )
 
-  Tokens are ordered by their number of learners. A tile of them loops over the
-  learners up to the largest number in it; a tile of zeros does nothing.
+
+def forward(
+  x_TD,
+  w1_NDF,
+  b1_NF,
+  w2_NFD,
+  token_T,
+  slot_T,
+  count_N,
+  *,
+  activation,
+  tile=TILE,
+):
+  """Returns y_TD for tokens in this order.
+
+  A tile of tokens loops over the learners up to the largest number in it; a
+  tile of zeros does nothing.
   """
-  tokens = x_TD.shape[0]
-  learners, _, outputs = w2_NFD.shape
-  if not tokens:
-    return jnp.zeros((0, outputs), x_TD.dtype)
+  del slot_T
+  tokens, outputs = x_TD.shape[0], w2_NFD.shape[-1]
   tile = min(tile, tokens)
-  k_T = jnp.clip(num_learners_T, 0, learners).astype(jnp.int32)
-  order_T = jnp.argsort(-k_T, stable=True).astype(jnp.int32)
-  padding = -tokens % tile
-  # Slots past the end are out of range: read clipped, written nowhere.
-  order_S = jnp.pad(order_T, (0, padding), constant_values=tokens)
-  k_S = jnp.pad(k_T[order_T], (0, padding))
+  token_S = _padded(token_T, tile)
 
-  def one_tile(start, y_TD):
-    index_P = jax.lax.dynamic_slice(order_S, (start,), (tile,))
-    k_P1 = jax.lax.dynamic_slice(k_S, (start,), (tile,))[:, None]
-    x_PD = x_TD.at[index_P].get(mode='clip')
+  def one_tile(i, y_TD):
+    start = i * tile
+    token_P = jax.lax.dynamic_slice(token_S, (start,), (tile,))
+    x_PD = x_TD.at[token_P].get(mode='clip')
 
     def one_learner(n, sum_PD):
       learner_PD = _learner(x_PD, w1_NDF[n], b1_NF[n], w2_NFD[n], activation)
-      return sum_PD + jnp.where(n < k_P1, learner_PD, 0.0)
+      return sum_PD + jnp.where(_runs(start, tile, count_N[n]), learner_PD, 0.0)
 
-    sum_PD = jnp.zeros((tile, outputs), jnp.float32)
-    sum_PD = jax.lax.fori_loop(0, k_P1[0, 0], one_learner, sum_PD)
-    return y_TD.at[index_P].set(
+    sum_PD = jax.lax.fori_loop(
+      *(0, jnp.sum(count_N > start), one_learner),
+      jnp.zeros((tile, outputs), jnp.float32),
+    )
+    return y_TD.at[token_P].set(
       sum_PD.astype(y_TD.dtype), mode='drop', unique_indices=True
     )
 
   # Only tiles with any work: the rest of the result is zero already.
-  busy = (jnp.sum(k_T > 0) + tile - 1) // tile
   return jax.lax.fori_loop(
-    0,
-    busy,
-    lambda i, y_TD: one_tile(i * tile, y_TD),
+    *(0, -(-count_N[0] // tile), one_tile),
     jnp.zeros((tokens, outputs), x_TD.dtype),
   )
 
 
+def backward(
+  x_TD,
+  w1_NDF,
+  b1_NF,
+  w2_NFD,
+  g_TD,
+  token_T,
+  slot_T,
+  count_N,
+  *,
+  activation,
+  tile=TILE,
+):
+  """Returns gradients of x, w1, b1 and w2, for g that of y.
+
+  Tiles and learners as in `forward`; the hidden units are computed again.
+  """
+  del slot_T
+  tile = min(tile, x_TD.shape[0])
+  token_S = _padded(token_T, tile)
+
+  def one_tile(i, carry):
+    start = i * tile
+    token_P = jax.lax.dynamic_slice(token_S, (start,), (tile,))
+    x_PD, g_PD = (a.at[token_P].get(mode='clip') for a in (x_TD, g_TD))
+
+    def one_learner(n, carry):
+      dx_PD, dw1_NDF, db1_NF, dw2_NFD = carry
+      runs_P1 = _runs(start, tile, count_N[n])
+      # Both are zero where the learner does not run, so that such tokens add
+      # nothing to the weights, be they finite or not.
+      own_PD, above_PD = (
+        jnp.where(runs_P1, x_PD, 0),
+        jnp.where(runs_P1, g_PD, 0),
+      )
+      before_PF = _product(own_PD, w1_NDF[n]) + b1_NF[n]
+      hidden_PF, slope_PF = act_and_slope(before_PF, activation)
+      delta_PF = slope_PF * _product(above_PD, w2_NFD[n].T)
+      rounded_PF = delta_PF.astype(x_TD.dtype)
+      return (
+        dx_PD + _product(rounded_PF, w1_NDF[n].T),
+        dw1_NDF.at[n].add(_product(own_PD.T, rounded_PF)),
+        db1_NF.at[n].add(delta_PF.sum(axis=0)),
+        dw2_NFD.at[n].add(_product(hidden_PF.astype(x_TD.dtype).T, above_PD)),
+      )
+
+    dx_TD, *weights = carry
+    dx_PD, *weights = jax.lax.fori_loop(
+      *(0, jnp.sum(count_N > start), one_learner),
+      (jnp.zeros(x_PD.shape, jnp.float32), *weights),
+    )
+    dx_TD = dx_TD.at[token_P].set(
+      dx_PD.astype(dx_TD.dtype), mode='drop', unique_indices=True
+    )
+    return dx_TD, *weights
+
+  inputs = x_TD, w1_NDF, b1_NF, w2_NFD
+  dx_TD, *weights = jax.lax.fori_loop(
+    *(0, -(-count_N[0] // tile), one_tile),
+    (
+      jnp.zeros_like(x_TD),
+      *(jnp.zeros(w.shape, jnp.float32) for w in inputs[1:]),
+    ),
+  )
+  return dx_TD, *(
+    d.astype(w.dtype) for d, w in zip(weights, inputs[1:], strict=True)
+  )
+
+
+def act_and_slope(before, activation):
+  """Returns the activation and its derivative, in float32."""
+  if activation == 'linear':
+    return before, jnp.ones_like(before)
+  phi = 0.5 + 0.5 * jax.lax.erf(before * 0.5**0.5)
+  density = jnp.exp(-0.5 * before * before) * (2 * jnp.pi) ** -0.5
+  return before * phi, phi + before * density
+
+
+def _padded(token_T, tile):
+  # Slots past the end are out of range: read clipped, written nowhere.
+  tokens = token_T.size
+  return jnp.pad(token_T, (0, -tokens % tile), constant_values=tokens)
+
+
+def _runs(start, tile, count):
+  return (start + jnp.arange(tile) < count)[:, None]
+
+
+def _product(a, b):
+  return jnp.dot(a, b, preferred_element_type=jnp.float32)
+
+
 def _learner(x_PD, w1_DF, b1_F, w2_FD, activation):
-  hidden_PF = jnp.dot(x_PD, w1_DF, preferred_element_type=jnp.float32) + b1_F
+  hidden_PF = _product(x_PD, w1_DF) + b1_F
   if activation == 'gelu':
     hidden_PF = jax.nn.gelu(hidden_PF, approximate=False)
-  return jnp.dot(
-    hidden_PF.astype(x_PD.dtype), w2_FD, preferred_element_type=jnp.float32
-  )
+  return _product(hidden_PF.astype(x_PD.dtype), w2_FD)

@@ -1,0 +1,337 @@
+"""Learners on TPUs.
+
+Tokens are gathered into their order by XLA before the kernel, and its results
+gathered back after it: two copies of [T, D], small beside products of N · F
+hidden units a token, where a copy of each row by the kernel itself would be
+far shorter than TPUs read well. From there a tile of tokens is contiguous.
+Hidden units stay on the chip, in the gradients' kernels too, where both compute
+them again.
+"""
+
+import functools
+
+import jax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+import jax.numpy as jnp
+
+from mod_jax_kernels import dispatch
+from mod_jax_kernels.acm_mlp import reference
+
+# More than the default, for weights are held in large blocks; less than what
+# any TPU of these days has.
+_VMEM_BYTES = 60 * 2**20
+
+
+@dispatch.jit(static_argnames=('activation', 'sizes'))
+def forward(
+  x_TD,
+  w1_NDF,
+  b1_NF,
+  w2_NFD,
+  token_T,
+  slot_T,
+  count_N,
+  *,
+  activation,
+  sizes,
+):
+  """As `reference.forward`.
+
+  Args:
+    sizes: items of an entry of `tiles.TILES`.
+  """
+  plan = _Plan(sizes, x_TD, w2_NFD, count_N)
+  y_SD = plan.call(
+    functools.partial(_forward_kernel, activation=activation),
+    ('rows', 'up', 'bias', 'down'),
+    (plan.ordered(x_TD, token_T), w1_NDF, _bias(b1_NF), w2_NFD),
+    width=w2_NFD.shape[-1],
+  )
+  return y_SD[slot_T]
+
+
+@dispatch.jit(static_argnames=('activation', 'sizes'))
+def backward(
+  x_TD,
+  w1_NDF,
+  b1_NF,
+  w2_NFD,
+  g_TD,
+  token_T,
+  slot_T,
+  count_N,
+  *,
+  activation,
+  sizes,
+):
+  """As `reference.backward`.
+
+  Args:
+    sizes: items of an entry of `tiles.TILES`.
+  """
+  plan = _Plan(sizes, x_TD, w2_NFD, count_N)
+  arrays = (
+    plan.ordered(x_TD, token_T),
+    plan.ordered(g_TD, token_T),
+    *(w1_NDF, _bias(b1_NF), w2_NFD),
+  )
+  dx_SD = plan.call(
+    functools.partial(_tokens_kernel, activation=activation),
+    *(('rows', 'rows', 'up', 'bias', 'down'), arrays),
+    width=x_TD.shape[1],
+  )
+  dw1_NDF, db1_N1F, dw2_NFD = plan.call_weights(
+    functools.partial(_weights_kernel, activation=activation), arrays
+  )
+  return dx_SD[slot_T], dw1_NDF, db1_N1F[:, 0].astype(b1_NF.dtype), dw2_NFD
+
+
+class _Plan:
+  """Grids and blocks of the kernels."""
+
+  def __init__(self, sizes, x_TD, w2_NFD, count_N):
+    sizes = dict(sizes)
+    tokens, self._width = x_TD.shape
+    self._learners, hidden, self._outputs = w2_NFD.shape
+    # Tiles of memory have eight rows of float32, or sixteen of bfloat16.
+    self._rows = min(sizes['rows'], -(-tokens // 16) * 16)
+    self._tiles = -(-tokens // self._rows)
+    self._hidden = _largest_divisor(hidden, sizes['hidden'])
+    self._steps = hidden // self._hidden
+    self._count_N = count_N
+    starts_I = jnp.arange(self._tiles, dtype=jnp.int32) * self._rows
+    self._largest_I = jnp.sum(
+      count_N > starts_I[:, None], axis=1, dtype=jnp.int32
+    )
+
+  def ordered(self, x_TD, token_T):
+    """Returns the tokens in order, and some again up to a whole tile."""
+    tokens = token_T.size
+    return x_TD[jnp.pad(token_T, (0, self._tiles * self._rows - tokens))]
+
+  def call(self, kernel, kinds, arrays, *, width):
+    """Runs a kernel that sums over learners and hidden units, for a tile."""
+
+    def last(i, largest_I):
+      # Nothing is read for learners that do not run: while the index stays,
+      # the block does.
+      return jnp.maximum(largest_I[i] - 1, 0)
+
+    def learner(i, n, largest_I):
+      return jnp.minimum(n, last(i, largest_I))
+
+    def step(i, n, f, largest_I):
+      return jnp.where(n < largest_I[i], f, self._steps - 1)
+
+    def tile(i, n, f, count_N, largest_I):
+      return jnp.minimum(i, self._last_tile(count_N[0])), 0
+
+    def up(i, n, f, count_N, largest_I):
+      return learner(i, n, largest_I), 0, step(i, n, f, largest_I)
+
+    def down(i, n, f, count_N, largest_I):
+      return learner(i, n, largest_I), step(i, n, f, largest_I), 0
+
+    places = {'rows': tile, 'up': up, 'bias': up, 'down': down}
+    rows = self._rows
+    call = pl.pallas_call(
+      functools.partial(kernel, rows=rows),
+      out_shape=jax.ShapeDtypeStruct(
+        (self._tiles * rows, width), arrays[0].dtype
+      ),
+      grid_spec=pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=2,
+        grid=(self._tiles, self._learners, self._steps),
+        in_specs=[
+          pl.BlockSpec(self._block(kind, array), places[kind])
+          for kind, array in zip(kinds, arrays, strict=True)
+        ],
+        out_specs=pl.BlockSpec((rows, width), lambda i, *_: (i, 0)),
+        scratch_shapes=[pltpu.VMEM((rows, width), jnp.float32)],
+      ),
+      **_options('parallel', 'arbitrary', 'arbitrary'),
+    )
+    return call(self._count_N, self._largest_I, *arrays)
+
+  def call_weights(self, kernel, arrays):
+    """Runs the kernel that sums over the tokens of a learner."""
+
+    def tile(n, f, i, count_N):
+      return jnp.minimum(i, self._last_tile(count_N[n])), 0
+
+    places = {
+      'rows': tile,
+      'up': lambda n, f, i, count_N: (n, 0, f),
+      'bias': lambda n, f, i, count_N: (n, 0, f),
+      'down': lambda n, f, i, count_N: (n, f, 0),
+    }
+    kinds = 'rows', 'rows', 'up', 'bias', 'down'
+    specs = [
+      pl.BlockSpec(self._block(kind, array), places[kind])
+      for kind, array in zip(kinds, arrays, strict=True)
+    ]
+    call = pl.pallas_call(
+      functools.partial(kernel, rows=self._rows),
+      out_shape=[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays[2:]],
+      grid_spec=pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=1,
+        grid=(self._learners, self._steps, self._tiles),
+        in_specs=specs,
+        out_specs=specs[2:],
+        scratch_shapes=[
+          pltpu.VMEM(self._block(kind, array)[1:], jnp.float32)
+          for kind, array in zip(kinds[2:], arrays[2:], strict=True)
+        ],
+      ),
+      **_options('parallel', 'parallel', 'arbitrary'),
+    )
+    return call(self._count_N, *arrays)
+
+  def _last_tile(self, count):
+    """Returns the last tile with any of the first tokens, or 0."""
+    return jax.lax.div(jnp.maximum(count - 1, 0), self._rows)
+
+  def _block(self, kind, array):
+    return {
+      'rows': (self._rows, array.shape[-1]),
+      'up': (1, self._width, self._hidden),
+      'bias': (1, 1, self._hidden),
+      'down': (1, self._hidden, self._outputs),
+    }[kind]
+
+
+def _forward_kernel(
+  count_N, largest_I, x, w1, b1, w2, y, sum_PD, *, rows, activation
+):
+  i, n, first, last = _place()
+
+  @pl.when(first)
+  def _():
+    sum_PD[:] = jnp.zeros_like(sum_PD)
+
+  @pl.when(n < largest_I[i])
+  def _():
+    before_PF = _product(x[:], w1[0]) + b1[0]
+    hidden_PF, _ = reference.act_and_slope(before_PF, activation)
+    more_PD = _product(hidden_PF.astype(x.dtype), w2[0])
+    sum_PD[:] += jnp.where(_runs(i, rows, count_N[n]), more_PD, 0.0)
+
+  @pl.when(last)
+  def _():
+    y[:] = sum_PD[:].astype(y.dtype)
+
+
+def _tokens_kernel(
+  count_N, largest_I, x, g, w1, b1, w2, dx, sum_PD, *, rows, activation
+):
+  i, n, first, last = _place()
+
+  @pl.when(first)
+  def _():
+    sum_PD[:] = jnp.zeros_like(sum_PD)
+
+  @pl.when(n < largest_I[i])
+  def _():
+    before_PF = _product(x[:], w1[0]) + b1[0]
+    _, slope_PF = reference.act_and_slope(before_PF, activation)
+    delta_PF = slope_PF * _product(g[:], w2[0], (1, 1))
+    more_PD = _product(delta_PF.astype(x.dtype), w1[0], (1, 1))
+    sum_PD[:] += jnp.where(_runs(i, rows, count_N[n]), more_PD, 0.0)
+
+  @pl.when(last)
+  def _():
+    dx[:] = sum_PD[:].astype(dx.dtype)
+
+
+def _weights_kernel(
+  count_N,
+  x,
+  g,
+  w1,
+  b1,
+  w2,
+  dw1,
+  db1,
+  dw2,
+  dw1_DF,
+  db1_1F,
+  dw2_FD,
+  *,
+  rows,
+  activation,
+):
+  n, i = pl.program_id(0), pl.program_id(2)
+
+  @pl.when(i == 0)
+  def _():
+    for total in (dw1_DF, db1_1F, dw2_FD):
+      total[:] = jnp.zeros_like(total)
+
+  @pl.when(i * rows < count_N[n])
+  def _():
+    runs_P1 = _runs(i, rows, count_N[n])
+    # Both are zero where the learner does not run, so that such tokens add
+    # nothing, be they finite or not. In float32, for not every TPU selects
+    # bfloat16.
+    x_PD, g_PD = (
+      jnp.where(runs_P1, ref[:].astype(jnp.float32), 0.0).astype(ref.dtype)
+      for ref in (x, g)
+    )
+    before_PF = _product(x_PD, w1[0]) + b1[0]
+    hidden_PF, slope_PF = reference.act_and_slope(before_PF, activation)
+    delta_PF = slope_PF * _product(g_PD, w2[0], (1, 1))
+    dw1_DF[:] += _product(x_PD, delta_PF.astype(x.dtype), (0, 0))
+    db1_1F[:] += jnp.sum(delta_PF, axis=0, keepdims=True)
+    dw2_FD[:] += _product(hidden_PF.astype(x.dtype), g_PD, (0, 0))
+
+  @pl.when(i == pl.num_programs(2) - 1)
+  def _():
+    dw1[0] = dw1_DF[:].astype(dw1.dtype)
+    db1[0] = db1_1F[:].astype(db1.dtype)
+    dw2[0] = dw2_FD[:].astype(dw2.dtype)
+
+
+def _place():
+  """Returns tile, learner, and whether this is its first or last step."""
+  i, n, f = (pl.program_id(axis) for axis in range(3))
+  last = (n == pl.num_programs(1) - 1) & (f == pl.num_programs(2) - 1)
+  return i, n, (n == 0) & (f == 0), last
+
+
+def _runs(i, rows, count):
+  slot_P1 = i * rows + jax.lax.broadcasted_iota(jnp.int32, (rows, 1), 0)
+  return slot_P1 < count
+
+
+def _product(a, b, contract=(1, 0)):
+  # Float32 in full: by default it would be rounded to bfloat16.
+  exact = a.dtype == jnp.float32
+  return jax.lax.dot_general(
+    a,
+    b,
+    (((contract[0],), (contract[1],)), ((), ())),
+    precision=jax.lax.Precision.HIGHEST if exact else None,
+    preferred_element_type=jnp.float32,
+  )
+
+
+def _bias(b1_NF):
+  # A dimension between, so that a block has one row and that is all of them.
+  return b1_NF.astype(jnp.float32)[:, None]
+
+
+def _largest_divisor(hidden, most):
+  """Returns a block of lanes that divides the hidden units, or all of them."""
+  fitting = range(128, min(hidden, most) + 1, 128)
+  return max((b for b in fitting if not hidden % b), default=hidden)
+
+
+def _options(*semantics):
+  if dispatch.interpreting():
+    return {'interpret': pltpu.InterpretParams(uninitialized_memory='nan')}
+  return {
+    'compiler_params': pltpu.CompilerParams(
+      dimension_semantics=semantics, vmem_limit_bytes=_VMEM_BYTES
+    )
+  }

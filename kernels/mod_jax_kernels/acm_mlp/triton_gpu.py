@@ -1,0 +1,446 @@
+"""Learners on NVIDIA GPUs.
+
+Two kernels, as two matrix products are. The first multiplies by W1, adds the
+bias, applies the activation, and writes the hidden units of the chosen (token,
+learner) pairs, one row for each token in order; the second multiplies by W2,
+where a tile of tokens only reads as many columns, n · F, as it has learners.
+Nothing is computed, written or read for learners above a tile's largest k, and
+tokens stay where they are: both address them through the order.
+
+One kernel would keep the hidden units on the chip, but a program could not hold
+what it needs: 128 tokens by 768 outputs in float32 are 384 KB, more than a
+multiprocessor's registers. Fewer tokens would starve the matrix units, and
+outputs in parts would compute the hidden units again for each part. Writing
+them is what a static MLP does too, so this way equals it where all learners
+run.
+
+The gradient follows the same plan: `_slopes` computes the hidden units again
+and their gradients, `_down` turns these into that of x, and `_weights` sums
+over the tokens of each learner, which the order makes a prefix.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+
+from mod_jax_kernels import dispatch
+from mod_jax_kernels.triton_call import triton_call
+
+
+@dispatch.jit(static_argnames=('activation', 'sizes'))
+def forward(
+  x_TD,
+  w1_NDF,
+  b1_NF,
+  w2_NFD,
+  token_T,
+  slot_T,
+  count_N,
+  *,
+  activation,
+  sizes,
+):
+  """As `reference.forward`.
+
+  Args:
+    sizes: items of an entry of `tiles.TILES`.
+  """
+  del slot_T
+  blocks = _Blocks(sizes, x_TD)
+  tokens, width = x_TD.shape
+  learners, hidden, _ = w2_NFD.shape
+  rows, columns = blocks.rows, blocks('up_columns', hidden)
+  hidden_SH = triton_call(
+    *(_up, x_TD, w1_NDF, b1_NF, token_T, count_N),
+    out_type=jax.ShapeDtypeStruct((tokens, learners * hidden), x_TD.dtype),
+    grid=(triton.cdiv(tokens, rows) * learners * triton.cdiv(hidden, columns),),
+    **blocks.launch('up'),
+    **dict(T=tokens, N=learners, D=width, F=hidden),
+    **dict(P=rows, BF=columns, BK=blocks('inner', width)),
+    GELU=activation == 'gelu',
+  )
+  return _second_product(
+    hidden_SH, w2_NFD, token_T, count_N, blocks, width=w2_NFD.shape[-1]
+  )
+
+
+@dispatch.jit(static_argnames=('activation', 'sizes'))
+def backward(
+  x_TD,
+  w1_NDF,
+  b1_NF,
+  w2_NFD,
+  g_TD,
+  token_T,
+  slot_T,
+  count_N,
+  *,
+  activation,
+  sizes,
+):
+  """As `reference.backward`.
+
+  Args:
+    sizes: items of an entry of `tiles.TILES`.
+  """
+  del slot_T
+  blocks = _Blocks(sizes, x_TD)
+  tokens, width = x_TD.shape
+  learners, hidden, outputs = w2_NFD.shape
+  rows, columns = blocks.rows, blocks('slope_columns', hidden)
+  row_tiles = triton.cdiv(tokens, rows)
+  units = jax.ShapeDtypeStruct((tokens, learners * hidden), x_TD.dtype)
+  hidden_SH, delta_SH, db1_IH = triton_call(
+    *(_slopes, x_TD, w1_NDF, b1_NF, w2_NFD, g_TD, token_T, count_N),
+    out_type=(
+      *(units, units),
+      jax.ShapeDtypeStruct((row_tiles, learners * hidden), jnp.float32),
+    ),
+    grid=(row_tiles * learners * triton.cdiv(hidden, columns),),
+    **blocks.launch('slope'),
+    **dict(T=tokens, N=learners, D=width, F=hidden, OUT=outputs),
+    **dict(P=rows, BF=columns),
+    **dict(BK=blocks('inner', width), BO=blocks('inner', outputs)),
+    GELU=activation == 'gelu',
+  )
+  # Transposed once, so that all learners are rows of one matrix, as in W2.
+  w1_NFD = jnp.swapaxes(w1_NDF, 1, 2)
+  dx_TD = _second_product(
+    delta_SH, w1_NFD, token_T, count_N, blocks, width=width
+  )
+  in_order = functools.partial(
+    _sum_over_tokens, token_T=token_T, count_N=count_N, blocks=blocks
+  )
+  return (
+    dx_TD,
+    in_order(x_TD, delta_SH, w1_NDF, ordered='right'),
+    db1_IH.sum(axis=0).reshape(b1_NF.shape).astype(b1_NF.dtype),
+    in_order(hidden_SH, g_TD, w2_NFD, ordered='left'),
+  )
+
+
+class _Blocks:
+  """Block sizes, cut to what an array needs."""
+
+  def __init__(self, sizes, x_TD):
+    self._sizes = dict(sizes)
+    # In float32 the products run outside the matrix units, element by element:
+    # large blocks would only spill.
+    self._most = 64 if x_TD.dtype.itemsize > 2 else 256
+    self.rows = self('rows', x_TD.shape[0])
+
+  def __call__(self, name, dimension):
+    fitting = max(16, triton.next_power_of_2(dimension))
+    return min(self._sizes[name], self._most, fitting)
+
+  def launch(self, name):
+    return {
+      'num_warps': self._sizes[f'{name}_warps'],
+      'num_stages': self._sizes[f'{name}_stages'],
+    }
+
+
+def _second_product(hidden_SH, w_NFO, token_T, count_N, blocks, *, width):
+  tokens = token_T.size
+  learners, hidden, _ = w_NFO.shape
+  rows, columns = blocks.rows, blocks('down_columns', width)
+  return triton_call(
+    *(_down, hidden_SH, w_NFO, token_T, count_N),
+    out_type=jax.ShapeDtypeStruct((tokens, width), hidden_SH.dtype),
+    grid=(triton.cdiv(tokens, rows) * triton.cdiv(width, columns),),
+    **blocks.launch('down'),
+    **dict(T=tokens, N=learners, F=hidden, OUT=width),
+    **dict(P=rows, BO=columns, BK=blocks('inner', learners * hidden)),
+    LEARNERS=triton.next_power_of_2(learners),
+  )
+
+
+def _sum_over_tokens(left, right, w_NIJ, *, ordered, token_T, count_N, blocks):
+  """Returns leftᵀ · right for each learner, as its weights are laid out.
+
+  The side that is `ordered` has a row for each slot and the learners side by
+  side; the other is shared by them, and addressed through the order.
+  """
+  learners, i, j = w_NIJ.shape
+  rows, columns = blocks('weight_rows', i), blocks('weight_columns', j)
+  return triton_call(
+    *(_weights, left, right, token_T, count_N),
+    out_type=jax.ShapeDtypeStruct(w_NIJ.shape, w_NIJ.dtype),
+    grid=(learners * triton.cdiv(i, rows) * triton.cdiv(j, columns),),
+    **blocks.launch('weight'),
+    **dict(N=learners, LEFT=i, RIGHT=j, LEFT_ORDERED=ordered == 'left'),
+    **dict(BI=rows, BJ=columns, BT=blocks('inner', token_T.size)),
+  )
+
+
+# Kernels. Sizes are constants: N learners, D inputs, F hidden units of a
+# learner, OUT outputs, P tokens of a tile; a block is B and its dimension, BK
+# one that is summed over. H is N · F. Rows of long arrays are 64-bit, for
+# T · N · F may pass 2³¹.
+
+
+@triton.jit
+def _first_product(
+  x,
+  w1,
+  b1,
+  row_P1,
+  runs_P1,
+  n,
+  f_B,
+  D: tl.constexpr,
+  F: tl.constexpr,
+  P: tl.constexpr,
+  BF: tl.constexpr,
+  BK: tl.constexpr,
+):
+  """Hidden units of learner n before the activation, with zeros for x where it
+  does not run."""
+  inside_1B = (f_B < F)[None, :]
+  k_B = tl.arange(0, BK)
+  sum_PB = tl.full((P, BF), 0.0, tl.float32)
+  for k in range(0, D, BK):
+    d_B = k + k_B
+    x_PK = tl.load(
+      x + row_P1 * D + d_B[None, :], runs_P1 & (d_B < D)[None, :], 0.0
+    )
+    w_KB = tl.load(
+      w1 + n * D * F + d_B[:, None] * F + f_B[None, :],
+      (d_B < D)[:, None] & inside_1B,
+      0.0,
+    )
+    sum_PB = tl.dot(x_PK, w_KB, sum_PB, input_precision='ieee')
+  bias_B = tl.load(b1 + n * F + f_B, f_B < F, 0.0)
+  return sum_PB + bias_B.to(tl.float32)[None, :]
+
+
+# By the combining function, since Triton's interpreter does not know `tl.sum`
+# and `tl.zeros` unless it was chosen when Triton was imported.
+@triton.jit
+def _sum(x):
+  """The sum over the first axis."""
+  return tl.reduce(x, 0, tl.standard._sum_combine)
+
+
+@triton.jit
+def _gaussian(before):
+  """Share of the standard normal distribution below, Φ."""
+  return 0.5 + 0.5 * tl.math.erf(before * 0.7071067811865476)
+
+
+@triton.jit
+def _up(
+  x,
+  w1,
+  b1,
+  token,
+  count,
+  hidden,
+  T: tl.constexpr,
+  N: tl.constexpr,
+  D: tl.constexpr,
+  F: tl.constexpr,
+  P: tl.constexpr,
+  BF: tl.constexpr,
+  BK: tl.constexpr,
+  GELU: tl.constexpr,
+):
+  """Hidden units of the chosen pairs; a program for tile, learner and block."""
+  # Programs of a tile are neighbours: they share its tokens in the cache.
+  blocks: tl.constexpr = (F + BF - 1) // BF
+  pid = tl.program_id(0)
+  n = pid // blocks % N
+  start = pid // (blocks * N) * P
+  last = tl.load(count + n)
+  if start < last:
+    slot_P = start + tl.arange(0, P)
+    f_B = pid % blocks * BF + tl.arange(0, BF)
+    runs_P1 = (slot_P < last)[:, None]
+    row_P = tl.load(token + slot_P, slot_P < last, 0).to(tl.int64)
+    value_PB = _first_product(
+      x, w1, b1, row_P[:, None], runs_P1, n, f_B, D, F, P, BF, BK
+    )
+    if GELU:
+      value_PB = value_PB * _gaussian(value_PB)
+    # A token of fewer learners than its tile has zeros, for the second product
+    # reads the tile's.
+    value_PB = tl.where(runs_P1, value_PB, 0.0)
+    at_PB = slot_P.to(tl.int64)[:, None] * (N * F) + n * F + f_B[None, :]
+    tl.store(
+      hidden + at_PB,
+      value_PB.to(hidden.dtype.element_ty),
+      (slot_P < T)[:, None] & (f_B < F)[None, :],
+    )
+
+
+@triton.jit
+def _down(
+  hidden,
+  w,
+  token,
+  count,
+  y,
+  T: tl.constexpr,
+  N: tl.constexpr,
+  F: tl.constexpr,
+  OUT: tl.constexpr,
+  P: tl.constexpr,
+  BO: tl.constexpr,
+  BK: tl.constexpr,
+  LEARNERS: tl.constexpr,
+):
+  """The chosen part of hidden · w, to the tokens' own rows."""
+  blocks: tl.constexpr = (OUT + BO - 1) // BO
+  pid = tl.program_id(0)
+  start = pid // blocks * P
+  n_N = tl.arange(0, LEARNERS)
+  count_N = tl.load(count + n_N, n_N < N, 0)
+  columns = _sum((count_N > start).to(tl.int32)) * F
+  slot_P = start + tl.arange(0, P)
+  o_B = pid % blocks * BO + tl.arange(0, BO)
+  exists_P1 = (slot_P < T)[:, None]
+  inside_1B = (o_B < OUT)[None, :]
+  slot_P1 = slot_P.to(tl.int64)[:, None]
+  k_B = tl.arange(0, BK)
+  sum_PB = tl.full((P, BO), 0.0, tl.float32)
+  # Learners are rows of one matrix: no step but the last crosses an end.
+  for k in range(0, columns, BK):
+    f_B = k + k_B
+    hidden_PK = tl.load(
+      hidden + slot_P1 * (N * F) + f_B[None, :],
+      exists_P1 & (f_B < columns)[None, :],
+      0.0,
+    )
+    w_KB = tl.load(
+      w + f_B[:, None] * OUT + o_B[None, :],
+      (f_B < columns)[:, None] & inside_1B,
+      0.0,
+    )
+    sum_PB = tl.dot(hidden_PK, w_KB, sum_PB, input_precision='ieee')
+  row_P = tl.load(token + slot_P, slot_P < T, 0).to(tl.int64)
+  tl.store(
+    y + row_P[:, None] * OUT + o_B[None, :],
+    sum_PB.to(y.dtype.element_ty),
+    exists_P1 & inside_1B,
+  )
+
+
+@triton.jit
+def _slopes(
+  x,
+  w1,
+  b1,
+  w2,
+  g,
+  token,
+  count,
+  hidden,
+  delta,
+  db1,
+  T: tl.constexpr,
+  N: tl.constexpr,
+  D: tl.constexpr,
+  F: tl.constexpr,
+  OUT: tl.constexpr,
+  P: tl.constexpr,
+  BF: tl.constexpr,
+  BK: tl.constexpr,
+  BO: tl.constexpr,
+  GELU: tl.constexpr,
+):
+  """Hidden units of the chosen pairs, gradients of what is before their
+  activation, and the latter's sums over the tile."""
+  blocks: tl.constexpr = (F + BF - 1) // BF
+  pid = tl.program_id(0)
+  n = pid // blocks % N
+  tile = pid // (blocks * N)
+  start = tile * P
+  f_B = pid % blocks * BF + tl.arange(0, BF)
+  bias_B = tile * (N * F) + n * F + f_B
+  last = tl.load(count + n)
+  if start < last:
+    slot_P = start + tl.arange(0, P)
+    runs_P1 = (slot_P < last)[:, None]
+    row_P = tl.load(token + slot_P, slot_P < last, 0).to(tl.int64)
+    row_P1 = row_P[:, None]
+    before_PB = _first_product(
+      x, w1, b1, row_P1, runs_P1, n, f_B, D, F, P, BF, BK
+    )
+    k_B = tl.arange(0, BO)
+    delta_PB = tl.full((P, BF), 0.0, tl.float32)
+    for k in range(0, OUT, BO):
+      o_B = k + k_B
+      g_PK = tl.load(
+        g + row_P1 * OUT + o_B[None, :], runs_P1 & (o_B < OUT)[None, :], 0.0
+      )
+      w_KB = tl.load(
+        w2 + n * F * OUT + f_B[None, :] * OUT + o_B[:, None],
+        (o_B < OUT)[:, None] & (f_B < F)[None, :],
+        0.0,
+      )
+      delta_PB = tl.dot(g_PK, w_KB, delta_PB, input_precision='ieee')
+    value_PB = before_PB
+    if GELU:
+      share_PB = _gaussian(before_PB)
+      density_PB = tl.exp(-0.5 * before_PB * before_PB) * 0.3989422804014327
+      value_PB = before_PB * share_PB
+      delta_PB *= share_PB + before_PB * density_PB
+    value_PB = tl.where(runs_P1, value_PB, 0.0)
+    delta_PB = tl.where(runs_P1, delta_PB, 0.0)
+    at_PB = slot_P.to(tl.int64)[:, None] * (N * F) + n * F + f_B[None, :]
+    inside_PB = (slot_P < T)[:, None] & (f_B < F)[None, :]
+    tl.store(hidden + at_PB, value_PB.to(hidden.dtype.element_ty), inside_PB)
+    tl.store(delta + at_PB, delta_PB.to(delta.dtype.element_ty), inside_PB)
+    tl.store(db1 + bias_B, _sum(delta_PB), f_B < F)
+  else:
+    tl.store(db1 + bias_B, tl.full((BF,), 0.0, tl.float32), f_B < F)
+
+
+@triton.jit
+def _weights(
+  left,
+  right,
+  token,
+  count,
+  dw,
+  N: tl.constexpr,
+  LEFT: tl.constexpr,
+  RIGHT: tl.constexpr,
+  LEFT_ORDERED: tl.constexpr,
+  BI: tl.constexpr,
+  BJ: tl.constexpr,
+  BT: tl.constexpr,
+):
+  """The sum of leftᵀ · right over the tokens of a learner, which come first."""
+  across: tl.constexpr = (RIGHT + BJ - 1) // BJ
+  blocks: tl.constexpr = (LEFT + BI - 1) // BI * across
+  pid = tl.program_id(0)
+  # The first learner has the most tokens: its programs start first.
+  n = pid // blocks
+  i_B = pid % blocks // across * BI + tl.arange(0, BI)
+  j_B = pid % across * BJ + tl.arange(0, BJ)
+  last = tl.load(count + n)
+  t_B = tl.arange(0, BT)
+  sum_IJ = tl.full((BI, BJ), 0.0, tl.float32)
+  for start in range(0, last, BT):
+    slot_T = start + t_B
+    runs_T1 = (slot_T < last)[:, None]
+    row_T1 = tl.load(token + slot_T, slot_T < last, 0).to(tl.int64)[:, None]
+    slot_T1 = slot_T.to(tl.int64)[:, None]
+    if LEFT_ORDERED:
+      at_TI = slot_T1 * (N * LEFT) + n * LEFT + i_B[None, :]
+      at_TJ = row_T1 * RIGHT + j_B[None, :]
+    else:
+      at_TI = row_T1 * LEFT + i_B[None, :]
+      at_TJ = slot_T1 * (N * RIGHT) + n * RIGHT + j_B[None, :]
+    left_TI = tl.load(left + at_TI, runs_T1 & (i_B < LEFT)[None, :], 0.0)
+    right_TJ = tl.load(right + at_TJ, runs_T1 & (j_B < RIGHT)[None, :], 0.0)
+    sum_IJ = tl.dot(tl.trans(left_TI), right_TJ, sum_IJ, input_precision='ieee')
+  tl.store(
+    dw + n * LEFT * RIGHT + i_B[:, None] * RIGHT + j_B[None, :],
+    sum_IJ.to(dw.dtype.element_ty),
+    (i_B < LEFT)[:, None] & (j_B < RIGHT)[None, :],
+  )
