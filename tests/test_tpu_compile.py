@@ -15,7 +15,11 @@ from mod_jax import flops
 from mod_jax import parallel
 from mod_jax.data.text import TextDataConfig
 from mod_jax.layers.mod import RoutingMode
+from mod_jax.layers.mod import VisionRoutingConfig
 from mod_jax.models import lm
+from mod_jax.models.acm import FFNS
+from mod_jax.models.acm import ACMModelConfig
+from mod_jax.models.vit import ViTConfig
 from mod_jax.train import optimizer as optimizer_lib
 from mod_jax.train import state as state_lib
 from mod_jax.train.language import LanguageTask
@@ -181,3 +185,55 @@ def test_decoding_step_of_220m_compiles_for_one_chip(devices, experiment):
   # One loop over the routed rows for each routed block.
   assert len(re.findall(r' while\(', text)) == config.num_routed
   assert not collectives(text)
+
+
+def vision_model(name):
+  """Returns a small model that calls a kernel."""
+  dense = ViTConfig(
+    **{'image_size': 64, 'patch_size': 8, 'num_layers': 2, 'num_classes': 8},
+    width=256,
+    num_heads=8,
+  )
+  if name == 'acm':
+    return ACMModelConfig(backbone=dense, replace=(FFNS,))
+  return config_lib.replace(dense, {'routing': VisionRoutingConfig()})
+
+
+@pytest.mark.parametrize('name', ['amod', 'acm'])
+def test_kernels_run_on_each_chips_part(devices, name):
+  model = vision_model(name)
+  mesh = parallel.make_mesh(parallel.MeshConfig(data=8, tensor=2), devices)
+
+  def run(variables, image):
+    def loss(variables):
+      return model.build().apply(variables, image).logits_BV.sum()
+
+    # The gates choose without gradients.
+    return (jax.grad(loss) if name == 'amod' else loss)(variables)
+
+  init = model.build().init
+  boxed = jax.eval_shape(
+    lambda: init(jax.random.key(0), jnp.zeros((16, 64, 64, 3)))
+  )
+  with jax.set_mesh(mesh):
+    variables = jax.tree.map(
+      lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+      nn.unbox(boxed),
+      parallel.shardings(boxed, mesh),
+    )
+    image = jax.ShapeDtypeStruct(
+      (16, 64, 64, 3), jnp.float32, sharding=parallel.batch_sharding(mesh)
+    )
+    compiled = jax.jit(run).lower(variables, image).compile()
+  text = compiled.as_text()
+  assert 'tpu_custom_call' in text
+  # Two images, four heads or half of the hidden units on each chip.
+  tokens = model.num_tokens
+  part = (
+    rf'\[8,{tokens},32\]|\[2,4,{tokens},32\]|\[2,{tokens},4,32\]'
+    if name == 'amod'
+    else r'\[4,256,128\]'
+  )
+  assert re.search(part, text)
+  # No chip gets what another one has of the batch: sums only.
+  assert {kind for kind, _ in collectives(text)} <= {'all-reduce'}
