@@ -59,7 +59,12 @@ def experiment(load_config_file):
   config = load_config_file('configs/lm/paper.py', '220m')
   return config_lib.replace(
     config,
-    {'data': TextDataConfig(length=2048), 'train.batch_size': 32},
+    {
+      'data': TextDataConfig(length=2048),
+      'train.batch_size': 32,
+      # What a process on a TPU chooses by itself.
+      'model.attention': 'splash',
+    },
   )
 
 

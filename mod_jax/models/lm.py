@@ -47,7 +47,8 @@ class LMConfig:
   # What is kept for the backward pass: all, the matmuls' outputs, or only the
   # input of each block (and the routing choices, always).
   remat: Literal['none', 'dots', 'full'] = 'none'
-  attention: Literal['xla', 'cudnn'] | None = None  # None = the fitting one.
+  # Backend of whole sequences; None = the fitting one.
+  attention: Literal['xla', 'cudnn', 'splash'] | None = None
 
   def __post_init__(self):
     config_lib.validate(self)

@@ -160,20 +160,85 @@ def test_gradients_are_those_of_a_naive_version(masked):
     np.testing.assert_allclose(got, want, atol=1e-5, rtol=1e-4)
 
 
-def test_scores_are_summed_exactly_on_accelerators_too():
+def equations(jaxpr):
+  for equation in jaxpr.eqns:
+    yield equation
+    for inner in jax.tree.leaves(
+      equation.params, is_leaf=lambda x: hasattr(x, 'jaxpr')
+    ):
+      if hasattr(inner, 'jaxpr'):
+        yield from equations(inner.jaxpr)
+
+
+@pytest.mark.parametrize('gradient', [False, True])
+def test_scores_are_summed_exactly_on_accelerators_too(gradient):
   # Those round the factors of a float32 product unless told otherwise; then
   # the scores do not even add up to 1, and near ties fall the wrong way.
-  q, k, v = draw(5)
-  jaxpr = jax.make_jaxpr(mod_jax_kernels.route_scores)(q, k, v).jaxpr
+  def function(q, k, v):
+    return mod_jax_kernels.route_scores(q, k, v, implementation='xla')
+
+  inputs = draw(5)
+  if gradient:
+    gradients = jax.vjp(function, *inputs)[1]
+    jaxpr = jax.make_jaxpr(gradients)(function(*inputs)).jaxpr
+  else:
+    jaxpr = jax.make_jaxpr(function)(*inputs).jaxpr
   of_score = [
     eqn
-    for eqn in jaxpr.eqns
+    for eqn in equations(jaxpr)
     if eqn.primitive.name == 'dot_general'
-    and sorted(v.aval.ndim for v in eqn.invars) == [3, 4]
+    and 4 in (ranks := [v.aval.ndim for v in eqn.invars])
+    and min(ranks) < 4
   ]
   assert len(of_score) == 1
   for eqn in of_score:
     assert eqn.params['precision'] == (jax.lax.Precision.HIGHEST,) * 2
+
+
+def test_masks_of_tokens_and_causality_are_masks_of_queries_and_keys():
+  inputs = draw(6)
+  valid = np.array([[0, 1, 1, 0, 1, 1], [1, 1, 1, 1, 0, 0]], bool)
+  pairs = valid[:, :, None] & valid[:, None, :] & np.tri(6, dtype=bool)
+  out, score = mod_jax_kernels.route_scores(*inputs, valid, causal=True)
+  want_out, want_score = oracle(*inputs, pairs)
+  np.testing.assert_allclose(out, want_out, atol=1e-5)
+  np.testing.assert_allclose(score, want_score, atol=1e-6)
+  np.testing.assert_array_equal(score[~valid], 0)
+  both = mod_jax_kernels.route_scores(
+    *inputs, valid[:, :, None] & valid[:, None, :], causal=True
+  )
+  np.testing.assert_allclose(score, both[1], atol=1e-6)
+  causal = mod_jax_kernels.route_scores(*inputs, causal=True)
+  want_out, want_score = oracle(
+    *inputs, np.broadcast_to(np.tri(6, dtype=bool), (B, 6, 6))
+  )
+  np.testing.assert_allclose(causal[0], want_out, atol=1e-5)
+  np.testing.assert_allclose(causal[1], want_score, atol=1e-6)
+
+
+@pytest.mark.parametrize('read', ['out', 'score'])
+def test_gradients_of_one_result_alone_and_recomputed(read):
+  inputs = draw(5)
+  mask = jnp.array(random_mask(5))
+  # Not its square: the sum of all scores has no gradient.
+  along = jnp.arange(5.0)[None, :, None, None]
+
+  def loss(function, *inputs):
+    out, score = function(*inputs, mask)
+    return (
+      (out * along).sum() if read == 'out' else (score * along[..., 0, 0]).sum()
+    )
+
+  def grads(function):
+    return jax.grad(lambda *x: loss(function, *x), (0, 1, 2))(*inputs)
+
+  want = grads(naive)
+  got = grads(mod_jax_kernels.route_scores)
+  again = grads(jax.checkpoint(mod_jax_kernels.route_scores))
+  assert jnp.abs(want[0]).max() > 0.01
+  for x, y, z in zip(got, again, want, strict=True):
+    np.testing.assert_allclose(x, z, atol=1e-5, rtol=1e-4)
+    np.testing.assert_allclose(y, z, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -192,3 +257,11 @@ def test_shapes_that_do_not_fit_are_refused(shapes, message):
 def test_an_unknown_backend_is_refused():
   with pytest.raises(ValueError, match=r"implementation='magic'.*'xla'"):
     mod_jax_kernels.route_scores(*draw(3), implementation='magic')
+
+
+@pytest.mark.parametrize(
+  'mask', [np.ones((B, 3)), np.ones((B, 4), bool), np.ones((1, 3, 3), bool)]
+)
+def test_a_mask_that_does_not_fit_is_refused(mask):
+  with pytest.raises(ValueError, match=r'mask of .*expected bool \(2, 3\)'):
+    mod_jax_kernels.route_scores(*draw(3), mask)

@@ -1,24 +1,37 @@
 """Attention and its column means in plain JAX: the truth, and what CPUs run."""
 
-import jax
 import jax.numpy as jnp
 
+# The log-sum-exp of a query that sees no key: its weights come out as 0.
+BLIND = 1e30
 
-def route_scores(q_BLHC, k_BLHC, v_BLHC, mask_BQS=None):
-  """As `mod_jax_kernels.route_scores`; softmax and scores in float32."""
-  length, heads, channels = q_BLHC.shape[1:]
-  logit_BHQS = jnp.einsum(
-    'BQHC,BSHC->BHQS', q_BLHC, k_BLHC, preferred_element_type=jnp.float32
-  )
-  logit_BHQS *= channels**-0.5
-  if mask_BQS is not None:
-    # Finite, so that a query without any key gives no NaN, even in gradients.
-    lowest = jnp.finfo(jnp.float32).min / 2
-    logit_BHQS = jnp.where(mask_BQS[:, None], logit_BHQS, lowest)
-  top_BHQ1 = jax.lax.stop_gradient(logit_BHQS.max(axis=-1, keepdims=True))
-  weight_BHQS = jnp.exp(logit_BHQS - top_BHQ1)
+
+def forward(q_BLHC, k_BLHC, v_BLHC, mask, *, causal):
+  """Returns out_BLHC, and in float32 column_BL and lse_BHL.
+
+  Args:
+    q_BLHC: queries.
+    k_BLHC: keys.
+    v_BLHC: values.
+    mask: None, valid_BL or mask_BQS.
+    causal: whether a query sees no later key.
+
+  Returns:
+    What attention gives, zeros for a query that sees no key; the sums of its
+    map's columns over heads and queries; each query's log-sum-exp.
+  """
+  seen_BQS = seen(mask, causal, q_BLHC.shape[1])
+  logit_BHQS = _logits(q_BLHC, k_BLHC, seen_BQS)
+  top_BHQ = logit_BHQS.max(axis=-1)
+  weight_BHQS = jnp.exp(logit_BHQS - top_BHQ[..., None])
+  total_BHQ = weight_BHQS.sum(axis=-1)
+  lse_BHQ = top_BHQ + jnp.log(total_BHQ)
   # Both results divide afterwards: fewer numbers than the map has.
-  share_BHQ = 1 / weight_BHQS.sum(axis=-1)
+  share_BHQ = 1 / total_BHQ
+  if mask is not None:
+    seeing_B1Q = seen_BQS.any(axis=-1)[:, None]
+    lse_BHQ = jnp.where(seeing_B1Q, lse_BHQ, BLIND)
+    share_BHQ *= seeing_B1Q
   out_BQHC = jnp.einsum(
     'BHQS,BSHC->BQHC',
     weight_BHQS.astype(v_BLHC.dtype),
@@ -26,15 +39,103 @@ def route_scores(q_BLHC, k_BLHC, v_BLHC, mask_BQS=None):
     preferred_element_type=jnp.float32,
   )
   out_BQHC *= jnp.swapaxes(share_BHQ, 1, 2)[..., None]
-  if mask_BQS is None:
-    share_BHQ /= heads * length
-  else:
-    # Only queries that see a key take part in the mean.
-    seeing_BQ = mask_BQS.any(axis=-1)
-    count_B = jnp.maximum(seeing_BQ.sum(axis=-1), 1)
-    share_BHQ *= (seeing_BQ / (heads * count_B[:, None]))[:, None]
   # Exactly: accelerators would round both factors, and tie what is near.
-  score_BS = jnp.einsum(
+  column_BS = jnp.einsum(
     'BHQS,BHQ->BS', weight_BHQS, share_BHQ, precision='highest'
   )
-  return out_BQHC.astype(q_BLHC.dtype), score_BS
+  return out_BQHC.astype(q_BLHC.dtype), column_BS, lse_BHQ
+
+
+def backward(
+  q_BLHC,
+  k_BLHC,
+  v_BLHC,
+  mask,
+  out_BLHC,
+  lse_BHL,
+  dout_BLHC,
+  dcolumn_BL,
+  *,
+  causal,
+):
+  """Returns the gradients of q, k and v.
+
+  With P the attention map: `dP_ij = dO_i·v_j + dcolumn_j`,
+  `dS_ij = P_ij (dP_ij - Σ_j P_ij dP_ij)`. P is computed again, from the
+  log-sum-exp: one product more than if it were kept, but then every layer of a
+  network would keep its map.
+
+  Args:
+    q_BLHC: queries.
+    k_BLHC: keys.
+    v_BLHC: values.
+    mask: None, valid_BL or mask_BQS.
+    out_BLHC: as `forward` returned it.
+    lse_BHL: as `forward` returned it.
+    dout_BLHC: gradient of `out_BLHC`.
+    dcolumn_BL: gradient of `column_BL` in float32; None if that is zero.
+    causal: whether a query sees no later key.
+  """
+  logit_BHQS = _logits(q_BLHC, k_BLHC, seen(mask, causal, q_BLHC.shape[1]))
+  weight_BHQS = jnp.exp(logit_BHQS - lse_BHL[..., None])
+  dv_BSHC = jnp.einsum(
+    'BHQS,BQHC->BSHC',
+    weight_BHQS.astype(dout_BLHC.dtype),
+    dout_BLHC,
+    preferred_element_type=jnp.float32,
+  )
+  dweight_BHQS = jnp.einsum(
+    'BQHC,BSHC->BHQS', dout_BLHC, v_BLHC, preferred_element_type=jnp.float32
+  )
+  # Σ_j P_ij dO_i·v_j = dO_i·O_i: fewer numbers than the map has.
+  mean_BHQ = dot(dout_BLHC, out_BLHC)
+  if dcolumn_BL is not None:
+    dweight_BHQS += dcolumn_BL[:, None, None]
+    mean_BHQ += jnp.einsum(
+      'BHQS,BS->BHQ', weight_BHQS, dcolumn_BL, precision='highest'
+    )
+  dlogit_BHQS = weight_BHQS * (dweight_BHQS - mean_BHQ[..., None])
+  dlogit_BHQS = (dlogit_BHQS * q_BLHC.shape[-1] ** -0.5).astype(q_BLHC.dtype)
+  dq_BQHC = jnp.einsum(
+    'BHQS,BSHC->BQHC', dlogit_BHQS, k_BLHC, preferred_element_type=jnp.float32
+  )
+  dk_BSHC = jnp.einsum(
+    'BHQS,BQHC->BSHC', dlogit_BHQS, q_BLHC, preferred_element_type=jnp.float32
+  )
+  return (
+    dq_BQHC.astype(q_BLHC.dtype),
+    dk_BSHC.astype(k_BLHC.dtype),
+    dv_BSHC.astype(v_BLHC.dtype),
+  )
+
+
+def seen(mask, causal, length):
+  """Returns seen_BQS, True where a query sees a key; None if it is always."""
+  if mask is not None and mask.ndim == 2:
+    mask = mask[:, :, None] & mask[:, None, :]
+  if causal:
+    earlier_QS = jnp.tri(length, dtype=bool)
+    mask = earlier_QS[None] if mask is None else mask & earlier_QS
+  return mask
+
+
+def dot(x_BLHC, y_BLHC):
+  """Returns the products of vectors, float32 [B, H, L]."""
+  return jnp.einsum(
+    'BLHC,BLHC->BHL',
+    x_BLHC.astype(jnp.float32),
+    y_BLHC.astype(jnp.float32),
+    precision='highest',
+  )
+
+
+def _logits(q_BQHC, k_BSHC, seen_BQS):
+  logit_BHQS = jnp.einsum(
+    'BQHC,BSHC->BHQS', q_BQHC, k_BSHC, preferred_element_type=jnp.float32
+  )
+  logit_BHQS *= q_BQHC.shape[-1] ** -0.5
+  if seen_BQS is not None:
+    # Finite, so that a query without any key gives no NaN.
+    lowest = jnp.finfo(jnp.float32).min / 2
+    logit_BHQS = jnp.where(seen_BQS[:, None], logit_BHQS, lowest)
+  return logit_BHQS

@@ -1,0 +1,448 @@
+"""Attention and its column means in Pallas, for TPUs.
+
+Arrays are turned to [batch, heads, channels, length], so that lanes are full
+whatever the width of a head, and a logit is [keys, queries], so that what
+belongs to a query lies along lanes, as it does in memory. A query that sees no
+key has a log-sum-exp so large (`reference.BLIND`) that its weights are 0 in
+every later pass; so have those that fill the last block.
+"""
+
+import functools
+
+import jax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+import jax.numpy as jnp
+
+from mod_jax_kernels import dispatch
+from mod_jax_kernels import tiles
+from mod_jax_kernels.route_scores import reference
+from mod_jax_kernels.route_scores.tiles import TILES
+
+_LANES = 128
+_LOWEST = -1e30
+
+
+def forward(q_BLHC, k_BLHC, v_BLHC, mask_BL, *, causal):
+  """As `reference.forward`, for a mask of tokens."""
+  batch, length, heads, channels = q_BLHC.shape
+  block, padded = _block(length)
+  q_BHCL, k_BHCL, v_BHCL = (
+    _pad(_turn(x), padded) for x in (q_BLHC, k_BLHC, v_BLHC)
+  )
+  valid_B1L = _valid(mask_BL, batch, length, padded)
+  grid = batch, heads, padded // block, padded // block
+  # A key block that is not seen is not fetched either: the last one stays.
+  along = _along(block, lambda b, h, i, j: i)
+  beside = _along(block, lambda b, h, i, j: jnp.minimum(i, j) if causal else j)
+  out_BHCL, lse_BH1L = _call(
+    functools.partial(_forward_kernel, causal=causal),
+    grid,
+    [
+      (q_BHCL, along),
+      (k_BHCL, beside),
+      (v_BHCL, beside),
+      (valid_B1L, along),
+      (valid_B1L, beside),
+    ],
+    [
+      (q_BHCL.shape, q_BHCL.dtype, along),
+      ((batch, heads, 1, padded), jnp.float32, along),
+    ],
+    scratch=[(1, block), (1, block), (channels, block)],
+  )
+
+  def head(b, i, h, j):
+    return h
+
+  along = _along(block, lambda b, i, h, j: i, head)
+  beside = _along(
+    block, lambda b, i, h, j: jnp.maximum(i, j) if causal else j, head
+  )
+  (column_B1L,) = _call(
+    functools.partial(_score_kernel, causal=causal),
+    (batch, padded // block, heads, padded // block),
+    [
+      (q_BHCL, beside),
+      (k_BHCL, along),
+      (lse_BH1L, beside),
+      (valid_B1L, along),
+    ],
+    [((batch, 1, padded), jnp.float32, along)],
+    scratch=[(block, _LANES)],
+    parallel=2,
+  )
+  return (
+    _turn_back(out_BHCL, length),
+    column_B1L[:, 0, :length],
+    lse_BH1L[:, :, 0, :length],
+  )
+
+
+def backward(
+  q_BLHC,
+  k_BLHC,
+  v_BLHC,
+  mask_BL,
+  out_BLHC,
+  lse_BHL,
+  dout_BLHC,
+  dcolumn_BL,
+  *,
+  causal,
+):
+  """As `reference.backward`, for a mask of tokens."""
+  batch, length, heads, channels = q_BLHC.shape
+  block, padded = _block(length)
+  blocks = padded // block
+  q_BHCL, k_BHCL, v_BHCL, dout_BHCL = (
+    _pad(_turn(x), padded) for x in (q_BLHC, k_BLHC, v_BLHC, dout_BLHC)
+  )
+  lse_BH1L = _pad(lse_BHL[:, :, None], padded, reference.BLIND)
+  mean_BH1L = _pad(reference.dot(dout_BLHC, out_BLHC)[:, :, None], padded)
+  valid_B1L = _valid(mask_BL, batch, length, padded)
+  scored = dcolumn_BL is not None
+  dcolumn_B1L = _pad(dcolumn_BL[:, None], padded) if scored else None
+  # Over the keys once for the whole mean, and once more for the gradient: a
+  # difference of sums would lose digits.
+  passes = 2 if scored else 1
+  along = _along(block, lambda b, h, i, j: i)
+  beside = _along(
+    block,
+    lambda b, h, i, j: jnp.minimum(i, j % blocks) if causal else j % blocks,
+  )
+  dq_BHCL, mean_BH1L = _call(
+    functools.partial(_dq_kernel, causal=causal, blocks=blocks),
+    (batch, heads, blocks, passes * blocks),
+    [
+      (q_BHCL, along),
+      (k_BHCL, beside),
+      (v_BHCL, beside),
+      (dout_BHCL, along),
+      (lse_BH1L, along),
+      (mean_BH1L, along),
+      (valid_B1L, beside),
+      (dcolumn_B1L, beside),
+    ],
+    [
+      (q_BHCL.shape, q_BHCL.dtype, along),
+      (mean_BH1L.shape, jnp.float32, along),
+    ],
+    scratch=[(1, block), (channels, block)],
+  )
+  beside = _along(block, lambda b, h, i, j: jnp.maximum(i, j) if causal else j)
+  dk_BHCL, dv_BHCL = _call(
+    functools.partial(_dkv_kernel, causal=causal),
+    (batch, heads, blocks, blocks),
+    [
+      (q_BHCL, beside),
+      (k_BHCL, along),
+      (v_BHCL, along),
+      (dout_BHCL, beside),
+      (lse_BH1L, beside),
+      (mean_BH1L, beside),
+      (valid_B1L, along),
+      (dcolumn_B1L, along),
+    ],
+    [
+      (k_BHCL.shape, k_BHCL.dtype, along),
+      (v_BHCL.shape, v_BHCL.dtype, along),
+    ],
+    scratch=[(block, _LANES), (channels, block), (channels, block)],
+  )
+  return tuple(_turn_back(x, length) for x in (dq_BHCL, dk_BHCL, dv_BHCL))
+
+
+def _block(length):
+  """Returns the size of blocks, and the length that they make whole."""
+  most = tiles.choose(TILES, 'pallas')['block']
+  sizes = range(_LANES, most + 1, _LANES)
+  # Least to fill, then fewest blocks.
+  block = min(sizes, key=lambda size: (-length % size, -size))
+  return block, length + -length % block
+
+
+def _turn(x_BLHC):
+  return x_BLHC.transpose(0, 2, 3, 1)
+
+
+def _turn_back(x_BHCL, length):
+  return x_BHCL[..., :length].transpose(0, 3, 1, 2)
+
+
+def _pad(x, length, value=0):
+  widths = [(0, 0)] * (x.ndim - 1) + [(0, length - x.shape[-1])]
+  return jnp.pad(x, widths, constant_values=value)
+
+
+def _valid(mask_BL, batch, length, padded):
+  """Returns valid_B1L of 1 and 0, or None if nothing is hidden."""
+  if mask_BL is None:
+    if length == padded:
+      return None
+    mask_BL = jnp.ones((batch, length), bool)
+  return _pad(mask_BL[:, None].astype(jnp.float32), padded)
+
+
+def _along(block, index, heads=lambda b, h, *_: h):
+  """Returns a function from an array's shape to the blocks that programs get.
+
+  Args:
+    block: tokens.
+    index: the block of tokens, of a program's indices.
+    heads: the head, of a program's indices.
+  """
+
+  def spec(shape):
+    if len(shape) == 3:
+      return pl.BlockSpec(
+        (None, 1, block), lambda *ids: (ids[0], 0, index(*ids))
+      )
+    return pl.BlockSpec(
+      (None, None, shape[2], block),
+      lambda *ids: (ids[0], heads(*ids), 0, index(*ids)),
+    )
+
+  return spec
+
+
+def _call(kernel, grid, inputs, outputs, *, scratch, parallel=3):
+  """Returns what a kernel writes; an input that is None is None to it."""
+  present = [(x, spec) for x, spec in inputs if x is not None]
+
+  def with_absent(*refs):
+    given = iter(refs)
+    kernel(*(None if x is None else next(given) for x, _ in inputs), *given)
+
+  return pl.pallas_call(
+    with_absent,
+    grid=grid,
+    in_specs=[spec(x.shape) for x, spec in present],
+    out_specs=[spec(shape) for shape, _, spec in outputs],
+    out_shape=[jax.ShapeDtypeStruct(*kind) for *kind, _ in outputs],
+    scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
+    compiler_params=pltpu.CompilerParams(
+      dimension_semantics=('parallel',) * parallel
+      + ('arbitrary',) * (len(grid) - parallel)
+    ),
+    # The plain interpreter poisons outputs too, and takes less time than the
+    # one that models memory.
+    interpret=dispatch.interpreting(),
+  )(*(x for x, _ in present))
+
+
+def _dot(x, y, axes):
+  """Returns a product over these axes, of float32 exactly."""
+  exact = x.dtype == jnp.float32
+  return jax.lax.dot_general(
+    x,
+    y,
+    ((axes[:1], axes[1:]), ((), ())),
+    precision=jax.lax.Precision.HIGHEST if exact else None,
+    preferred_element_type=jnp.float32,
+  )
+
+
+def _column(row_1N):
+  """Returns lanes as rows: [N, 1], for Mosaic turns whole tiles only."""
+  wide = jnp.broadcast_to(row_1N, (_LANES, row_1N.shape[1]))
+  return wide.T[:, :1]
+
+
+def _logits(q_ref, k_ref, query_block, key_block, causal):
+  """Returns logit_KQ, very low where a key is later than a query."""
+  logit_KQ = _dot(k_ref[...], q_ref[...], (0, 0)) * q_ref.shape[0] ** -0.5
+  if causal:
+    size = logit_KQ.shape[0]
+    key = jax.lax.broadcasted_iota(jnp.int32, logit_KQ.shape, 0)
+    query = jax.lax.broadcasted_iota(jnp.int32, logit_KQ.shape, 1)
+    later = key - query > (query_block - key_block) * size
+    logit_KQ = jnp.where(later, _LOWEST, logit_KQ)
+  return logit_KQ
+
+
+def _hide(logit_KQ, valid_ref):
+  """Returns logits, very low for keys that are hidden."""
+  if valid_ref is None:
+    return logit_KQ
+  return jnp.where(_column(valid_ref[...]) > 0, logit_KQ, _LOWEST)
+
+
+def _forward_kernel(
+  q_ref,
+  k_ref,
+  v_ref,
+  seeing_ref,
+  valid_ref,
+  out_ref,
+  lse_ref,
+  top_ref,
+  total_ref,
+  acc_ref,
+  *,
+  causal,
+):
+  i, j = pl.program_id(2), pl.program_id(3)
+
+  @pl.when(j == 0)
+  def _():
+    top_ref[...] = jnp.full_like(top_ref, _LOWEST)
+    total_ref[...] = jnp.zeros_like(total_ref)
+    acc_ref[...] = jnp.zeros_like(acc_ref)
+
+  @pl.when(j <= i if causal else True)
+  def _():
+    logit_KQ = _hide(_logits(q_ref, k_ref, i, j, causal), valid_ref)
+    # A query that has seen no key yet weighs the hidden ones by 1, until one
+    # that it sees makes nothing of them: old weights are times exp(-1e30).
+    top_1Q = top_ref[...]
+    higher_1Q = jnp.maximum(top_1Q, logit_KQ.max(axis=0, keepdims=True))
+    weight_KQ = jnp.exp(logit_KQ - higher_1Q)
+    older_1Q = jnp.exp(top_1Q - higher_1Q)
+    total_ref[...] = total_ref[...] * older_1Q + weight_KQ.sum(
+      axis=0, keepdims=True
+    )
+    acc_ref[...] = acc_ref[...] * older_1Q + _dot(
+      v_ref[...], weight_KQ.astype(v_ref.dtype), (1, 0)
+    )
+    top_ref[...] = higher_1Q
+
+  @pl.when(j == pl.num_programs(3) - 1)
+  def _():
+    seeing_1Q = top_ref[...] > _LOWEST / 10
+    if seeing_ref is not None:
+      seeing_1Q &= seeing_ref[...] > 0
+    out_CQ = jnp.where(seeing_1Q, acc_ref[...] / total_ref[...], 0)
+    out_ref[...] = out_CQ.astype(out_ref.dtype)
+    lse_1Q = top_ref[...] + jnp.log(total_ref[...])
+    lse_ref[...] = jnp.where(seeing_1Q, lse_1Q, reference.BLIND)
+
+
+def _score_kernel(
+  q_ref, k_ref, lse_ref, valid_ref, column_ref, acc_ref, *, causal
+):
+  i, h, j = (pl.program_id(axis) for axis in (1, 2, 3))
+
+  @pl.when((h == 0) & (j == 0))
+  def _():
+    acc_ref[...] = jnp.zeros_like(acc_ref)
+
+  @pl.when(j >= i if causal else True)
+  def _():
+    weight_KQ = jnp.exp(_logits(q_ref, k_ref, j, i, causal) - lse_ref[...])
+    # Lanes are added up at the end, once.
+    for start in range(0, weight_KQ.shape[1], _LANES):
+      acc_ref[...] += weight_KQ[:, start : start + _LANES]
+
+  @pl.when((h == pl.num_programs(2) - 1) & (j == pl.num_programs(3) - 1))
+  def _():
+    column_1K = acc_ref[...].T.sum(axis=0, keepdims=True)
+    if valid_ref is not None:
+      # Afterwards, for a key's row is no other's business.
+      column_1K = jnp.where(valid_ref[...] > 0, column_1K, 0)
+    column_ref[...] = column_1K
+
+
+def _dq_kernel(
+  q_ref,
+  k_ref,
+  v_ref,
+  dout_ref,
+  lse_ref,
+  given_ref,
+  valid_ref,
+  dcolumn_ref,
+  dq_ref,
+  mean_ref,
+  sum_ref,
+  acc_ref,
+  *,
+  causal,
+  blocks,
+):
+  """Gradients of queries, and each query's mean of dP under P."""
+  i, j = pl.program_id(2), pl.program_id(3)
+  key_block = j % blocks
+  inside = key_block <= i if causal else True
+  last_pass = j >= pl.num_programs(3) - blocks
+
+  @pl.when(j == 0)
+  def _():
+    sum_ref[...] = given_ref[...]
+    acc_ref[...] = jnp.zeros_like(acc_ref)
+
+  def weights():
+    logit_KQ = _logits(q_ref, k_ref, i, key_block, causal) - lse_ref[...]
+    return jnp.exp(_hide(logit_KQ, valid_ref))
+
+  if dcolumn_ref is not None:
+
+    @pl.when(inside & jnp.logical_not(last_pass))
+    def _():
+      dcolumn_K1 = _column(dcolumn_ref[...])
+      sum_ref[...] += (weights() * dcolumn_K1).sum(axis=0, keepdims=True)
+
+  @pl.when(inside & last_pass)
+  def _():
+    dweight_KQ = _dot(v_ref[...], dout_ref[...], (0, 0))
+    if dcolumn_ref is not None:
+      dweight_KQ += _column(dcolumn_ref[...])
+    dlogit_KQ = weights() * (dweight_KQ - sum_ref[...])
+    acc_ref[...] += _dot(k_ref[...], dlogit_KQ.astype(k_ref.dtype), (1, 0))
+
+  @pl.when(j == pl.num_programs(3) - 1)
+  def _():
+    scale = q_ref.shape[0] ** -0.5
+    dq_ref[...] = (acc_ref[...] * scale).astype(dq_ref.dtype)
+    mean_ref[...] = sum_ref[...]
+
+
+def _dkv_kernel(
+  q_ref,
+  k_ref,
+  v_ref,
+  dout_ref,
+  lse_ref,
+  mean_ref,
+  valid_ref,
+  dcolumn_ref,
+  dk_ref,
+  dv_ref,
+  dcolumn_KN_ref,
+  dk_acc_ref,
+  dv_acc_ref,
+  *,
+  causal,
+):
+  i, j = pl.program_id(2), pl.program_id(3)
+
+  @pl.when(j == 0)
+  def _():
+    dk_acc_ref[...] = jnp.zeros_like(dk_acc_ref)
+    dv_acc_ref[...] = jnp.zeros_like(dv_acc_ref)
+    if dcolumn_ref is not None:
+      dcolumn_KN_ref[...] = jnp.broadcast_to(
+        _column(dcolumn_ref[...]), dcolumn_KN_ref.shape
+      )
+
+  @pl.when(j >= i if causal else True)
+  def _():
+    weight_KQ = jnp.exp(_logits(q_ref, k_ref, j, i, causal) - lse_ref[...])
+    dout_CQ = dout_ref[...]
+    dv_acc_ref[...] += _dot(dout_CQ, weight_KQ.astype(dout_CQ.dtype), (1, 1))
+    dweight_KQ = _dot(v_ref[...], dout_CQ, (0, 0))
+    if dcolumn_ref is not None:
+      dweight_KQ += dcolumn_KN_ref[:, :1]
+    dlogit_KQ = weight_KQ * (dweight_KQ - mean_ref[...])
+    dk_acc_ref[...] += _dot(q_ref[...], dlogit_KQ.astype(q_ref.dtype), (1, 1))
+
+  @pl.when(j == pl.num_programs(3) - 1)
+  def _():
+    dk_CK = dk_acc_ref[...] * q_ref.shape[0] ** -0.5
+    dv_CK = dv_acc_ref[...]
+    if valid_ref is not None:
+      # A hidden key's weights may even be infinite; its row is no other's.
+      dk_CK = jnp.where(valid_ref[...] > 0, dk_CK, 0)
+      dv_CK = jnp.where(valid_ref[...] > 0, dv_CK, 0)
+    dk_ref[...] = dk_CK.astype(dk_ref.dtype)
+    dv_ref[...] = dv_CK.astype(dv_ref.dtype)

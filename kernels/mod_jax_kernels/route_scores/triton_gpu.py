@@ -1,0 +1,456 @@
+"""Attention and its column means in Triton, for NVIDIA GPUs.
+
+Arrays stay [batch, length, heads, channels]: a program reads the rows of its
+head where they lie. A query that sees no key has a log-sum-exp so large
+(`reference.BLIND`) that its weights are 0 in every later pass; so have those
+beyond the end, which is why passes that hold keys need no mask for queries.
+"""
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+
+from mod_jax_kernels import tiles
+from mod_jax_kernels.route_scores.tiles import TILES
+from mod_jax_kernels.triton_call import triton_call
+
+
+def forward(q_BLHC, k_BLHC, v_BLHC, mask_BL, *, causal):
+  """As `reference.forward`, for a mask of tokens."""
+  batch, length, heads, _ = q_BLHC.shape
+  per_query = jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)
+  valid_BL = _or_any(mask_BL, q_BLHC)
+  meta = _meta(q_BLHC, mask_BL, causal)
+  sizes = _sizes('forward', q_BLHC, 'queries')
+  out_BLHC, lse_BHL = triton_call(
+    _forward_kernel,
+    *(q_BLHC, k_BLHC, v_BLHC, valid_BL),
+    out_type=(jax.ShapeDtypeStruct(q_BLHC.shape, q_BLHC.dtype), per_query),
+    **meta,
+    **sizes,
+  )
+  column_BHL = triton_call(
+    _score_kernel,
+    *(q_BLHC, k_BLHC, valid_BL, lse_BHL),
+    out_type=per_query,
+    **meta,
+    **_sizes('score', q_BLHC, 'keys'),
+  )
+  # Added up here and not atomically: the same sum every time.
+  return out_BLHC, column_BHL.sum(axis=1), lse_BHL
+
+
+def backward(
+  q_BLHC,
+  k_BLHC,
+  v_BLHC,
+  mask_BL,
+  out_BLHC,
+  lse_BHL,
+  dout_BLHC,
+  dcolumn_BL,
+  *,
+  causal,
+):
+  """As `reference.backward`, for a mask of tokens."""
+  valid_BL = _or_any(mask_BL, q_BLHC)
+  like = jax.ShapeDtypeStruct(q_BLHC.shape, q_BLHC.dtype)
+  meta = {
+    **_meta(q_BLHC, mask_BL, causal),
+    'SCORED': dcolumn_BL is not None,
+  }
+  if dcolumn_BL is None:
+    dcolumn_BL = q_BLHC
+  dq_BLHC, mean_BHL = triton_call(
+    _dq_kernel,
+    *(q_BLHC, k_BLHC, v_BLHC, valid_BL, out_BLHC, lse_BHL),
+    *(dout_BLHC, dcolumn_BL),
+    out_type=(like, jax.ShapeDtypeStruct(lse_BHL.shape, jnp.float32)),
+    **meta,
+    **_sizes('dq', q_BLHC, 'queries'),
+  )
+  dk_BLHC, dv_BLHC = triton_call(
+    _dkv_kernel,
+    *(q_BLHC, k_BLHC, v_BLHC, valid_BL, lse_BHL, mean_BHL),
+    *(dout_BLHC, dcolumn_BL),
+    out_type=(like, like),
+    **meta,
+    **_sizes('dkv', q_BLHC, 'keys'),
+  )
+  return dq_BLHC, dk_BLHC, dv_BLHC
+
+
+def _or_any(mask_BL, instead):
+  """Returns the mask in bytes; a kernel that has none reads nothing of it."""
+  return instead if mask_BL is None else mask_BL.astype(jnp.int8)
+
+
+def _meta(q_BLHC, mask_BL, causal):
+  _, length, heads, channels = q_BLHC.shape
+  return {
+    'LENGTH': length,
+    'HEADS': heads,
+    'CHANNELS': channels,
+    'BLOCK_C': max(16, triton.next_power_of_2(channels)),
+    'SCALE': channels**-0.5,
+    'MASKED': mask_BL is not None,
+    'CAUSAL': causal,
+  }
+
+
+def _sizes(name, q_BLHC, held):
+  """Returns grid, block sizes and warps of a pass, by what a program holds."""
+  batch, length, heads, _ = q_BLHC.shape
+  table = tiles.choose(TILES, 'triton')
+  # No longer than the sequence; and float32 products are unrolled.
+  most = max(16, triton.next_power_of_2(length))
+  if q_BLHC.dtype.itemsize > 2:
+    most = min(most, 32)
+  queries = min(table[f'{name}_queries'], most)
+  keys = min(table[f'{name}_keys'], most)
+  blocks = triton.cdiv(length, queries if held == 'queries' else keys)
+  return {
+    # Blocks of one head first: they read the same rows.
+    'grid': (blocks, heads, batch),
+    'num_warps': table[f'{name}_warps'],
+    'num_stages': table[f'{name}_stages'],
+    'BLOCK_Q': queries,
+    'BLOCK_K': keys,
+    # Whether every block of rows is whole.
+    'EVEN': length % queries == 0 and length % keys == 0,
+  }
+
+
+# By `tl.reduce`: `tl.sum` and `tl.max` are compiled functions themselves, which
+# the interpreter takes only where a whole process interprets.
+@triton.jit
+def _sum(x):
+  return tl.reduce(x, 1, tl.standard._sum_combine)
+
+
+@triton.jit
+def _largest(x):
+  return tl.reduce(x, 1, tl.standard._elementwise_max)
+
+
+@triton.jit
+def _load_rows(
+  pointer,
+  index,
+  LENGTH: tl.constexpr,
+  HEADS: tl.constexpr,
+  CHANNELS: tl.constexpr,
+  BLOCK_C: tl.constexpr,
+  EVEN: tl.constexpr,
+):
+  """Returns rows of one head, [rows, BLOCK_C]; zeros beyond the ends."""
+  channel = tl.arange(0, BLOCK_C)
+  pointers = pointer + index[:, None] * (HEADS * CHANNELS) + channel[None, :]
+  if EVEN and BLOCK_C == CHANNELS:
+    rows = tl.load(pointers)
+  else:
+    inside = (index[:, None] < LENGTH) & (channel[None, :] < CHANNELS)
+    rows = tl.load(pointers, mask=inside, other=0.0)
+  return rows
+
+
+@triton.jit
+def _store_rows(
+  pointer,
+  rows,
+  index,
+  LENGTH: tl.constexpr,
+  HEADS: tl.constexpr,
+  CHANNELS: tl.constexpr,
+  BLOCK_C: tl.constexpr,
+):
+  channel = tl.arange(0, BLOCK_C)
+  pointers = pointer + index[:, None] * (HEADS * CHANNELS) + channel[None, :]
+  inside = (index[:, None] < LENGTH) & (channel[None, :] < CHANNELS)
+  tl.store(pointers, rows.to(pointer.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _hide(
+  logit,
+  query,
+  key,
+  valid_ptr,
+  LENGTH: tl.constexpr,
+  MASKED: tl.constexpr,
+  CAUSAL: tl.constexpr,
+  EVEN: tl.constexpr,
+):
+  """Returns logits [queries, keys], very low where a key is not to be seen."""
+  if MASKED:
+    valid = tl.load(valid_ptr + key, mask=key < LENGTH, other=0)
+    logit = tl.where(valid[None, :] != 0, logit, -1e30)
+  elif not EVEN:
+    logit = tl.where(key[None, :] < LENGTH, logit, -1e30)
+  if CAUSAL:
+    logit = tl.where(query[:, None] >= key[None, :], logit, -1e30)
+  return logit
+
+
+@triton.jit
+def _forward_kernel(
+  q_ptr,
+  k_ptr,
+  v_ptr,
+  valid_ptr,
+  out_ptr,
+  lse_ptr,
+  LENGTH: tl.constexpr,
+  HEADS: tl.constexpr,
+  CHANNELS: tl.constexpr,
+  BLOCK_C: tl.constexpr,
+  SCALE: tl.constexpr,
+  MASKED: tl.constexpr,
+  CAUSAL: tl.constexpr,
+  BLOCK_Q: tl.constexpr,
+  BLOCK_K: tl.constexpr,
+  EVEN: tl.constexpr,
+):
+  first = tl.program_id(0) * BLOCK_Q
+  head = tl.program_id(1)
+  row = tl.program_id(2).to(tl.int64)
+  # 64 bits: a batch may have more elements than 32 count.
+  base = (row * LENGTH * HEADS + head) * CHANNELS
+  valid_ptr += row * LENGTH
+  query = first + tl.arange(0, BLOCK_Q)
+  q = _load_rows(q_ptr + base, query, LENGTH, HEADS, CHANNELS, BLOCK_C, EVEN)
+  # Of logits in powers of two, which the hardware has. Below any logit and far
+  # above a hidden one, whose weight is thus 0 from the start.
+  top = tl.full([BLOCK_Q], -1e20, tl.float32)
+  total = tl.full([BLOCK_Q], 0.0, tl.float32)
+  acc = tl.full([BLOCK_Q, BLOCK_C], 0.0, tl.float32)
+  end = LENGTH
+  if CAUSAL:
+    end = tl.minimum(first + BLOCK_Q, LENGTH)
+  for start in range(0, end, BLOCK_K):
+    key = start + tl.arange(0, BLOCK_K)
+    k = _load_rows(k_ptr + base, key, LENGTH, HEADS, CHANNELS, BLOCK_C, EVEN)
+    logit = tl.dot(q, tl.trans(k), input_precision='ieee')
+    logit = _hide(logit, query, key, valid_ptr, LENGTH, MASKED, CAUSAL, EVEN)
+    higher = tl.maximum(top, _largest(logit) * (SCALE * 1.4426950408889634))
+    weight = tl.exp2(logit * (SCALE * 1.4426950408889634) - higher[:, None])
+    older = tl.exp2(top - higher)
+    total = total * older + _sum(weight)
+    v = _load_rows(v_ptr + base, key, LENGTH, HEADS, CHANNELS, BLOCK_C, EVEN)
+    acc = acc * older[:, None]
+    acc = tl.dot(weight.to(v.dtype), v, acc, input_precision='ieee')
+    top = higher
+  seeing = total > 0
+  if MASKED:
+    valid = tl.load(valid_ptr + query, mask=query < LENGTH, other=0)
+    seeing = seeing & (valid != 0)
+  total = tl.where(seeing, total, 1.0)
+  out = tl.where(seeing[:, None], acc / total[:, None], 0.0)
+  _store_rows(out_ptr + base, out, query, LENGTH, HEADS, CHANNELS, BLOCK_C)
+  lse = (top + tl.log2(total)) * 0.6931471805599453
+  tl.store(
+    lse_ptr + (row * HEADS + head) * LENGTH + query,
+    tl.where(seeing, lse, 1e30),
+    mask=query < LENGTH,
+  )
+
+
+@triton.jit
+def _score_kernel(
+  q_ptr,
+  k_ptr,
+  valid_ptr,
+  lse_ptr,
+  column_ptr,
+  LENGTH: tl.constexpr,
+  HEADS: tl.constexpr,
+  CHANNELS: tl.constexpr,
+  BLOCK_C: tl.constexpr,
+  SCALE: tl.constexpr,
+  MASKED: tl.constexpr,
+  CAUSAL: tl.constexpr,
+  BLOCK_Q: tl.constexpr,
+  BLOCK_K: tl.constexpr,
+  EVEN: tl.constexpr,
+):
+  """Sums a block of the map's columns, of one head, over queries."""
+  first = tl.program_id(0) * BLOCK_K
+  head = tl.program_id(1)
+  row = tl.program_id(2).to(tl.int64)
+  base = (row * LENGTH * HEADS + head) * CHANNELS
+  lse_ptr += (row * HEADS + head) * LENGTH
+  key = first + tl.arange(0, BLOCK_K)
+  k = _load_rows(k_ptr + base, key, LENGTH, HEADS, CHANNELS, BLOCK_C, EVEN)
+  column = tl.full([BLOCK_K], 0.0, tl.float32)
+  begin = 0
+  if CAUSAL:
+    begin = first // BLOCK_Q * BLOCK_Q
+  for start in range(begin, LENGTH, BLOCK_Q):
+    query = start + tl.arange(0, BLOCK_Q)
+    q = _load_rows(q_ptr + base, query, LENGTH, HEADS, CHANNELS, BLOCK_C, EVEN)
+    lse = tl.load(lse_ptr + query, mask=query < LENGTH, other=1e30)
+    lse *= 1.4426950408889634
+    logit = tl.dot(k, tl.trans(q), input_precision='ieee')
+    logit = logit * (SCALE * 1.4426950408889634) - lse[None, :]
+    if CAUSAL:
+      logit = tl.where(query[None, :] >= key[:, None], logit, -1e30)
+    column += _sum(tl.exp2(logit))
+  if MASKED:
+    # Afterwards, for a key's row is no other's business.
+    valid = tl.load(valid_ptr + row * LENGTH + key, mask=key < LENGTH, other=0)
+    column = tl.where(valid != 0, column, 0.0)
+  tl.store(
+    column_ptr + (row * HEADS + head) * LENGTH + key,
+    column,
+    mask=key < LENGTH,
+  )
+
+
+@triton.jit
+def _dq_kernel(
+  q_ptr,
+  k_ptr,
+  v_ptr,
+  valid_ptr,
+  out_ptr,
+  lse_ptr,
+  dout_ptr,
+  dcolumn_ptr,
+  dq_ptr,
+  mean_ptr,
+  LENGTH: tl.constexpr,
+  HEADS: tl.constexpr,
+  CHANNELS: tl.constexpr,
+  BLOCK_C: tl.constexpr,
+  SCALE: tl.constexpr,
+  MASKED: tl.constexpr,
+  CAUSAL: tl.constexpr,
+  SCORED: tl.constexpr,
+  BLOCK_Q: tl.constexpr,
+  BLOCK_K: tl.constexpr,
+  EVEN: tl.constexpr,
+):
+  """Writes gradients of queries, and each query's mean of dP under P."""
+  first = tl.program_id(0) * BLOCK_Q
+  head = tl.program_id(1)
+  row = tl.program_id(2).to(tl.int64)
+  base = (row * LENGTH * HEADS + head) * CHANNELS
+  per_query = (row * HEADS + head) * LENGTH
+  valid_ptr += row * LENGTH
+  query = first + tl.arange(0, BLOCK_Q)
+  q = _load_rows(q_ptr + base, query, LENGTH, HEADS, CHANNELS, BLOCK_C, EVEN)
+  dout = _load_rows(
+    dout_ptr + base, query, LENGTH, HEADS, CHANNELS, BLOCK_C, EVEN
+  )
+  out = _load_rows(
+    out_ptr + base, query, LENGTH, HEADS, CHANNELS, BLOCK_C, EVEN
+  )
+  mean = _sum(dout.to(tl.float32) * out.to(tl.float32))
+  lse = tl.load(lse_ptr + per_query + query, mask=query < LENGTH, other=1e30)
+  lse *= 1.4426950408889634
+  end = LENGTH
+  if CAUSAL:
+    end = tl.minimum(first + BLOCK_Q, LENGTH)
+  if SCORED:
+    dcolumn_ptr += row * LENGTH
+    # First the whole mean: a difference of sums would lose digits.
+    for start in range(0, end, BLOCK_K):
+      key = start + tl.arange(0, BLOCK_K)
+      k = _load_rows(k_ptr + base, key, LENGTH, HEADS, CHANNELS, BLOCK_C, EVEN)
+      logit = tl.dot(q, tl.trans(k), input_precision='ieee')
+      logit = logit * (SCALE * 1.4426950408889634) - lse[:, None]
+      logit = _hide(logit, query, key, valid_ptr, LENGTH, MASKED, CAUSAL, EVEN)
+      dcolumn = tl.load(dcolumn_ptr + key, mask=key < LENGTH, other=0.0)
+      mean += _sum(tl.exp2(logit) * dcolumn[None, :])
+  dq = tl.full([BLOCK_Q, BLOCK_C], 0.0, tl.float32)
+  for start in range(0, end, BLOCK_K):
+    key = start + tl.arange(0, BLOCK_K)
+    k = _load_rows(k_ptr + base, key, LENGTH, HEADS, CHANNELS, BLOCK_C, EVEN)
+    logit = tl.dot(q, tl.trans(k), input_precision='ieee')
+    logit = logit * (SCALE * 1.4426950408889634) - lse[:, None]
+    logit = _hide(logit, query, key, valid_ptr, LENGTH, MASKED, CAUSAL, EVEN)
+    v = _load_rows(v_ptr + base, key, LENGTH, HEADS, CHANNELS, BLOCK_C, EVEN)
+    dweight = tl.dot(dout, tl.trans(v), input_precision='ieee')
+    if SCORED:
+      dcolumn = tl.load(dcolumn_ptr + key, mask=key < LENGTH, other=0.0)
+      dweight += dcolumn[None, :]
+    dlogit = tl.exp2(logit) * (dweight - mean[:, None])
+    dq = tl.dot(dlogit.to(k.dtype), k, dq, input_precision='ieee')
+  _store_rows(
+    dq_ptr + base, dq * SCALE, query, LENGTH, HEADS, CHANNELS, BLOCK_C
+  )
+  tl.store(mean_ptr + per_query + query, mean, mask=query < LENGTH)
+
+
+@triton.jit
+def _dkv_kernel(
+  q_ptr,
+  k_ptr,
+  v_ptr,
+  valid_ptr,
+  lse_ptr,
+  mean_ptr,
+  dout_ptr,
+  dcolumn_ptr,
+  dk_ptr,
+  dv_ptr,
+  LENGTH: tl.constexpr,
+  HEADS: tl.constexpr,
+  CHANNELS: tl.constexpr,
+  BLOCK_C: tl.constexpr,
+  SCALE: tl.constexpr,
+  MASKED: tl.constexpr,
+  CAUSAL: tl.constexpr,
+  SCORED: tl.constexpr,
+  BLOCK_Q: tl.constexpr,
+  BLOCK_K: tl.constexpr,
+  EVEN: tl.constexpr,
+):
+  """Writes gradients of keys and values."""
+  first = tl.program_id(0) * BLOCK_K
+  head = tl.program_id(1)
+  row = tl.program_id(2).to(tl.int64)
+  base = (row * LENGTH * HEADS + head) * CHANNELS
+  per_query = (row * HEADS + head) * LENGTH
+  key = first + tl.arange(0, BLOCK_K)
+  k = _load_rows(k_ptr + base, key, LENGTH, HEADS, CHANNELS, BLOCK_C, EVEN)
+  v = _load_rows(v_ptr + base, key, LENGTH, HEADS, CHANNELS, BLOCK_C, EVEN)
+  if SCORED:
+    dcolumn = tl.load(
+      dcolumn_ptr + row * LENGTH + key, mask=key < LENGTH, other=0.0
+    )
+  dk = tl.full([BLOCK_K, BLOCK_C], 0.0, tl.float32)
+  dv = tl.full([BLOCK_K, BLOCK_C], 0.0, tl.float32)
+  begin = 0
+  if CAUSAL:
+    begin = first // BLOCK_Q * BLOCK_Q
+  for start in range(begin, LENGTH, BLOCK_Q):
+    query = start + tl.arange(0, BLOCK_Q)
+    q = _load_rows(q_ptr + base, query, LENGTH, HEADS, CHANNELS, BLOCK_C, EVEN)
+    dout = _load_rows(
+      dout_ptr + base, query, LENGTH, HEADS, CHANNELS, BLOCK_C, EVEN
+    )
+    inside = query < LENGTH
+    lse = tl.load(lse_ptr + per_query + query, mask=inside, other=1e30)
+    lse *= 1.4426950408889634
+    mean = tl.load(mean_ptr + per_query + query, mask=inside, other=0.0)
+    logit = tl.dot(k, tl.trans(q), input_precision='ieee')
+    logit = logit * (SCALE * 1.4426950408889634) - lse[None, :]
+    if CAUSAL:
+      logit = tl.where(query[None, :] >= key[:, None], logit, -1e30)
+    weight = tl.exp2(logit)
+    dv = tl.dot(weight.to(dout.dtype), dout, dv, input_precision='ieee')
+    dweight = tl.dot(v, tl.trans(dout), input_precision='ieee')
+    if SCORED:
+      dweight += dcolumn[:, None]
+    dlogit = weight * (dweight - mean[None, :])
+    dk = tl.dot(dlogit.to(q.dtype), q, dk, input_precision='ieee')
+  dk *= SCALE
+  if MASKED:
+    # A hidden key's weights may even be infinite; its row is no other's.
+    valid = tl.load(valid_ptr + row * LENGTH + key, mask=key < LENGTH, other=0)
+    dk = tl.where(valid[:, None] != 0, dk, 0.0)
+    dv = tl.where(valid[:, None] != 0, dv, 0.0)
+  _store_rows(dk_ptr + base, dk, key, LENGTH, HEADS, CHANNELS, BLOCK_C)
+  _store_rows(dv_ptr + base, dv, key, LENGTH, HEADS, CHANNELS, BLOCK_C)
