@@ -1,5 +1,6 @@
 """What every test needs before jax is imported."""
 
+import contextlib
 import importlib.util
 import os
 import pathlib
@@ -95,6 +96,23 @@ def lower_for_hopper(function, *args) -> str:
     return traced.lower(lowering_platforms=('cuda',)).as_text()
 
 
+@contextlib.contextmanager
+def quick_tpu_compiler():
+  """Lets libtpu search less: a third of the time for the same program."""
+  before = jax.config.values['jax_optimization_level']
+  jax.config.update('jax_optimization_level', 'O1')
+  try:
+    yield
+  finally:
+    jax.config.update('jax_optimization_level', before)
+
+
+@pytest.fixture(scope='module')
+def quick_tpu():
+  with quick_tpu_compiler():
+    yield
+
+
 def compile_for_tpu(topology: str, function, *args):
   """Returns the program for one chip of `v5e:2x2`, `v5p:2x2x1`, …, compiled."""
   # Set here and not globally: they only matter to libtpu.
@@ -106,11 +124,9 @@ def compile_for_tpu(topology: str, function, *args):
     platform='tpu', topology_name=topology
   ).devices
   sharding = jax.sharding.SingleDeviceSharding(devices[0])
-  return (
-    jax.jit(function, in_shardings=sharding, out_shardings=sharding)
-    .lower(*args)
-    .compile()
-  )
+  jitted = jax.jit(function, in_shardings=sharding, out_shardings=sharding)
+  with quick_tpu_compiler():
+    return jitted.lower(*args).compile()
 
 
 @pytest.fixture(scope='session')

@@ -27,6 +27,7 @@ from mod_jax.train.step import train_step
 
 pytestmark = [
   pytest.mark.slow,
+  pytest.mark.usefixtures('quick_tpu'),
   pytest.mark.skipif(
     importlib.util.find_spec('libtpu') is None,
     reason='libtpu, the TPU compiler, is not installed: pip install libtpu',
@@ -40,8 +41,9 @@ _COLLECTIVE = re.compile(
 
 
 @pytest.fixture(scope='module')
-def devices():
+def devices(quick_tpu):
   """Sixteen TPU v5e chips, to compile for."""
+  del quick_tpu  # Before anything compiles.
   # Set here and not globally: they only matter to libtpu.
   os.environ['TPU_SKIP_MDS_QUERY'] = '1'
   os.environ['ALLOW_MULTIPLE_LIBTPU_LOAD'] = '1'
