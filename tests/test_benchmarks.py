@@ -1,0 +1,64 @@
+"""The kernels' benchmarks run, at sizes that measure nothing."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+CASES = {
+  'acm_layer': (
+    ('width=16', 'hidden=32', 'images=2', 'tokens=9', 'points=2', 'ragged'),
+    ('peak_tflops=1', 'bandwidth_tb=1'),
+    ('"over_static"', "'over_static'"),
+  ),
+  'route_scores': (
+    ('lengths=20', 'batch=1', 'heads=2', 'channels=32'),
+    ('peak_tflops=1', 'bandwidth=1'),
+    ('20',),
+  ),
+  'token_select': (
+    ('batch=1', 'length=64', 'width=64'),
+    (),
+    ('select', 'gather', 'scatter'),
+  ),
+}
+
+
+def run(script, *args):
+  result = subprocess.run(
+    [sys.executable, f'benchmarks/{script}.py', *(f'--{a}' for a in args)],
+    cwd=ROOT,
+    env={**os.environ, 'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': ''},
+    capture_output=True,
+    text=True,
+  )
+  assert result.returncode == 0, result.stderr[-2000:]
+  return result.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('script', CASES)
+def test_runs_on_a_cpu(script):
+  sizes, device, words = CASES[script]
+  out = run(script, 'nosave', 'rounds=2', *sizes, *device)
+  assert any(word in out for word in words), out
+
+
+@pytest.mark.slow
+def test_tuning_tries_sizes():
+  pytest.importorskip('jax_triton')
+  out = run(
+    *('tune', 'op=token_select', 'interpret=triton', 'rounds=2', 'passes=1'),
+    'names=num_warps',
+  )
+  assert 'num_warps = ' in out
+  assert 'token_select, interpreted: {' in out
+
+
+def test_tuning_needs_a_device():
+  with pytest.raises(AssertionError, match='no kernel runs on cpu'):
+    run('tune')
