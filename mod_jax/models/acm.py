@@ -328,7 +328,7 @@ def acmize(
 
   Args:
     config: of the dense model.
-    params: its parameters, without partitioning boxes.
+    params: its parameters.
     key: for the new modules; None is `jax.random.key(0)`.
     **options: fields of `ACMModelConfig`.
 
@@ -341,6 +341,7 @@ def acmize(
       rule, or learners that do not divide it.
   """
   model = ACMModelConfig(backbone=config, **options)
+  params = nn.unbox(params)
   key = jax.random.key(0) if key is None else key
   fresh = nn.unbox(jax.jit(model.build().init)(key, model.example()))
   merged = trees.merge(

@@ -1,6 +1,7 @@
 """Models give the same with and without kernels, and keep no large array."""
 
 import functools
+import math
 import re
 
 from flax import linen as nn
@@ -112,6 +113,48 @@ class TestLargeArrays:
     text = for_hopper(self.gradient, *self.arguments())
     assert 'triton_kernel_call' in text
     assert not _MAP.search(text)
+
+
+class TestProducts:
+  """Gated inference multiplies no token by all learners."""
+
+  def products(self, lower, **kwargs):
+    """Returns the numbers of elements that matrix products result in."""
+    model = MODELS['acm']
+    image = jax.ShapeDtypeStruct((2, 12, 12, 3), jnp.float32)
+
+    def run(variables, image):
+      rngs = {'gumbel': jax.random.key(0)}
+      return model.build(**kwargs).apply(variables, image, rngs=rngs).logits_BV
+
+    text = lower(run, variables('acm'), image)
+    shapes = re.findall(r'dot_general.*-> tensor<([\dx]+)xf32>', text)
+    assert shapes
+    return [math.prod(map(int, shape.split('x'))) for shape in shapes]
+
+  def for_platform(self, platform):
+    return lambda function, *args: (
+      jax.jit(function)
+      .trace(*args)
+      .lower(lowering_platforms=(platform,))
+      .as_text()
+    )
+
+  @property
+  def all_learners(self):
+    module = MODELS['acm'].modules['block_0/mlp']
+    tokens = 2 * DENSE.num_tokens
+    return tokens * module.num_learners * module.hidden
+
+  @pytest.mark.parametrize('platform', ['cpu', 'tpu'])
+  def test_on_cpu_and_tpu(self, platform):
+    lower = self.for_platform(platform)
+    assert self.all_learners in self.products(lower, mode='train')
+    assert self.all_learners not in self.products(lower)
+
+  def test_on_a_gpu(self, for_hopper):
+    assert self.all_learners in self.products(for_hopper, mode='train')
+    assert self.all_learners not in self.products(for_hopper)
 
 
 _MAP = re.compile(r'\b197x197x|x197x197')
