@@ -79,5 +79,5 @@ def _robustness(task, params, mutables):
   return Study(
     text='\n'.join(lines),
     metrics=metrics,
-    figures={'robustness': figure},
+    figures={'curves': figure},
   )
