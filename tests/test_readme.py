@@ -11,7 +11,9 @@ README = pathlib.Path(__file__).parents[1] / 'README.md'
 EXAMPLES = re.findall(r'```python\n(.*?)```', README.read_text(), re.DOTALL)
 
 
-@pytest.mark.parametrize('code', EXAMPLES, ids=['language', 'vision', 'adaptive'])
+@pytest.mark.parametrize(
+  'code', EXAMPLES, ids=['language', 'vision', 'adaptive']
+)
 def test_examples_run_and_print_what_they_say(code, capsys):
   promised = re.findall(r'print\(.*# (\S.*)', code)
   exec(compile(code, 'README.md', 'exec'), {})  # The README is ours.

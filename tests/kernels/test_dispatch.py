@@ -98,10 +98,9 @@ class TestInterpret:
     with dispatch.interpret():
       assert dispatch.interpreting()
       np.testing.assert_array_equal(double(X, 'pallas'), 2 * X)
-    with dispatch.interpret('pallas'):
-      with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(BACKENDS, 'xla', pytest.fail)
-        np.testing.assert_array_equal(double(X), 2 * X)
+    with dispatch.interpret('pallas'), pytest.MonkeyPatch.context() as patch:
+      patch.setitem(BACKENDS, 'xla', pytest.fail)
+      np.testing.assert_array_equal(double(X), 2 * X)
     assert not dispatch.interpreting()
     with pytest.raises(RuntimeError, match='runs on a TPU'):
       double(X, 'pallas')
