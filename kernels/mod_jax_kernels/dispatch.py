@@ -14,6 +14,7 @@ import importlib.util
 
 import jax
 from jax.extend import core
+from jax.interpreters import batching
 from jax.interpreters import mlir
 
 # Backend -> the platform that its kernels are compiled for.
@@ -162,6 +163,24 @@ def _(*_, shapes, implementation):
 def _(*_, shapes, implementation):
   del shapes
   _fail(implementation, (jax.default_backend(),))
+
+
+def _refuse_batched(arrays, axes, *, shapes, implementation):
+  # A program for the right platform has this beside its kernel.
+  size = next(
+    x.shape[axis]
+    for x, axis in zip(arrays, axes, strict=True)
+    if axis is not None
+  )
+  out = _refuse_p.bind(
+    *arrays,
+    shapes=tuple(((size, *shape), dtype) for shape, dtype in shapes),
+    implementation=implementation,
+  )
+  return out, [0] * len(out)
+
+
+batching.primitive_batchers[_refuse_p] = _refuse_batched
 
 
 def _refuse_lowering(context, *_, shapes, implementation):

@@ -21,6 +21,9 @@ def triton_call(
 ):
   """Returns what a kernel writes; see `jax_triton.triton_call`.
 
+  Under `jax.vmap` there is one call after another: jax-triton knows none, and
+  would refuse even a program for another platform, which has its kernels too.
+
   Args:
     kernel: a `triton.jit` function. Its parameters are the arguments, then a
       pointer for each result, then the constants.
@@ -31,28 +34,36 @@ def triton_call(
     num_stages: depth of software pipelining.
     **meta: the kernel's constants.
   """
-  if not dispatch.interpreting():
-    import jax_triton  # Only where a GPU is meant.
-
-    return jax_triton.triton_call(
-      *args,
-      kernel=kernel,
-      out_type=out_type,
-      grid=grid,
-      num_warps=num_warps,
-      num_stages=num_stages,
-      **meta,
-    )
   is_array = [isinstance(x, jax.Array) for x in args]
   numbers = [x for x, array in zip(args, is_array, strict=True) if not array]
 
-  def run(*arrays):
+  def with_numbers(arrays):
     arrays, rest = iter(arrays), iter(numbers)
-    values = [next(arrays if array else rest) for array in is_array]
-    return _interpret(kernel, values, out_type, grid, meta)
+    return [next(arrays if array else rest) for array in is_array]
 
-  return jax.pure_callback(
-    run, out_type, *(x for x in args if isinstance(x, jax.Array))
+  if dispatch.interpreting():
+
+    def interpret(*arrays):
+      return _interpret(kernel, with_numbers(arrays), out_type, grid, meta)
+
+    def run(*arrays):
+      return jax.pure_callback(interpret, out_type, *arrays)
+  else:
+    import jax_triton  # Only where a GPU is meant.
+
+    def run(*arrays):
+      return jax_triton.triton_call(
+        *with_numbers(arrays),
+        kernel=kernel,
+        out_type=out_type,
+        grid=grid,
+        num_warps=num_warps,
+        num_stages=num_stages,
+        **meta,
+      )
+
+  return jax.custom_batching.sequential_vmap(run)(
+    *(x for x, array in zip(args, is_array, strict=True) if array)
   )
 
 

@@ -196,6 +196,47 @@ def test_compiles_for_hopper_at_awkward_sizes(for_hopper):
   )
 
 
+@pytest.mark.parametrize(
+  ('kind', 'capability', 'kilobytes'),
+  [('NVIDIA L4', 89, 99), ('NVIDIA H200', 90, 227)],
+)
+def test_the_first_product_fits_the_shared_memory(
+  kind, capability, kilobytes, monkeypatch, tmp_path
+):
+  triton = pytest.importorskip('triton', reason='triton is not installed')
+  from triton.backends.compiler import GPUTarget
+
+  from mod_jax_kernels.acm_mlp import triton_gpu
+  from mod_jax_kernels.acm_mlp.tiles import TILES
+
+  monkeypatch.setenv('TRITON_CACHE_DIR', str(tmp_path))
+  monkeypatch.setattr(tiles, 'device_kind', lambda _: kind)
+  sizes = tiles.choose(TILES, 'triton')
+  constants = {
+    **{'T': 1024, 'N': 4, 'D': 768, 'F': 768, 'GELU': True},
+    **{'P': sizes['rows'], 'BF': sizes['up_columns'], 'BK': sizes['inner']},
+  }
+  pointers = {name: '*bf16' for name in ('x', 'w1', 'b1', 'hidden')}
+  pointers |= {name: '*i32' for name in ('token', 'count')}
+  source = triton.compiler.ASTSource(
+    triton_gpu._up,
+    {**pointers, **dict.fromkeys(constants, 'constexpr')},
+    constants,
+    # As XLA's buffers lie.
+    {(i,): [['tt.divisibility', 16]] for i in range(len(pointers))},
+  )
+  found = triton.compile(
+    source,
+    target=GPUTarget('cuda', capability, 32),
+    options={
+      'num_warps': sizes['up_warps'],
+      'num_stages': sizes['up_stages'],
+    },
+  )
+  # More than one stage of the operands, else nothing is seen.
+  assert 64 < found.metadata.shared / 1024 <= kilobytes
+
+
 def test_compiles_for_tpus(for_tpu):
   program = for_tpu(lambda *args: both_ways(acm_mlp, *args), *vit_shapes())
   assert program.as_text().count('tpu_custom_call') == 3

@@ -284,15 +284,18 @@ def test_older_gpus_take_narrower_heads(capability, most, monkeypatch):
   assert found == 'xla'
 
 
-def test_splash_is_not_left_to_the_compiler_to_split():
+@pytest.mark.parametrize(
+  ('platform', 'alone'), [('tpu', 'splash'), ('cuda', 'cudnn')]
+)
+def test_nothing_is_left_to_the_compiler_to_split(platform, alone):
   x = jax.ShapeDtypeStruct((2, 128, 4, 64), jnp.bfloat16)
   auto = jax.sharding.AxisType.Auto
   found = {}
   for size in (1, 2):
     mesh = jax.sharding.AbstractMesh((size,), ('data',), (auto,))
     with jax.sharding.use_abstract_mesh(mesh):
-      found[size] = choice.fitting('tpu', x, x, x, None, segmented=False)
-  assert found == {1: 'splash', 2: 'xla'}
+      found[size] = choice.fitting(platform, x, x, x, None, segmented=False)
+  assert found == {1: alone, 2: 'xla'}
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,13 @@ class TestRun:
     shape = jax.eval_shape(lambda x: double(x, 'pallas'), X)
     assert shape.shape == X.shape
 
+  def test_under_vmap(self):
+    traced = jax.jit(jax.vmap(lambda x: double(x, 'pallas'))).trace(X[None])
+    text = traced.lower(lowering_platforms=('tpu',)).as_text()
+    assert 'tpu_custom_call' in text
+    with pytest.raises(RuntimeError, match="'pallas' runs on a TPU.*for cpu"):
+      traced.lower()
+
   def test_an_unknown_name(self):
     with pytest.raises(ValueError, match="'magic': expected 'xla', 'pallas'"):
       double(X, 'magic')
@@ -228,3 +235,19 @@ class TestTriton:
   def test_compiles_for_a_gpu_that_is_not_here(self, for_hopper):
     text = for_hopper(lambda x: TestTriton.scale(x, 100), jnp.ones(100))
     assert 'triton_kernel_call' in text
+
+  def test_under_vmap_one_call_follows_another(self):
+    x = jnp.arange(600.0).reshape(2, 3, 100)
+    with dispatch.interpret():
+      y = jax.jit(jax.vmap(jax.vmap(lambda x: TestTriton.scale(x, 100))))(x)
+    np.testing.assert_allclose(y, 1.5 * x, rtol=1e-6)
+
+  def test_under_vmap_it_does_not_hinder_other_platforms(self, for_hopper):
+    backends = {
+      'xla': lambda x: 1.5 * x,
+      'triton': lambda x: TestTriton.scale(x, 100),
+    }
+    function = jax.vmap(lambda x: dispatch.run(None, backends, x))
+    x = jnp.arange(300.0).reshape(3, 100)
+    np.testing.assert_array_equal(jax.jit(function)(x), 1.5 * x)
+    assert 'triton_kernel_call' in for_hopper(function, x)

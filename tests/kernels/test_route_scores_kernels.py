@@ -187,6 +187,17 @@ def test_compiles_for_hopper_with_masks(for_hopper):
   assert not has_map(for_hopper(step('triton', causal=True), *args), 197)
 
 
+@needs_triton
+def test_a_grid_counts_in_its_first_dimension_only():
+  # CUDA counts the others to 65535.
+  pytest.importorskip('jax_triton')
+  args = shapes(70_000, 40, 2, 16, 'bfloat16')
+  text = str(jax.make_jaxpr(step('triton'))(*args))
+  grids = re.findall(r'grid=\(([^)]*)\)', text)
+  assert len(grids) == 4
+  assert {grid.rstrip(',').count(',') for grid in grids} == {0}
+
+
 def test_compiles_for_tpu_without_a_map(for_tpu):
   program = for_tpu(step(None), *LARGE)
   assert program.as_text().count('tpu_custom_call') >= 4

@@ -41,9 +41,9 @@ def attention(
       mask_BQS, bfloat16 or float32); or None for the one that fits the process
       that traces: on a GPU `cudnn` and on a TPU `splash` where types and mask
       allow and lengths fill their tiles, else `xla`. A program that is lowered
-      for another platform names its backend. `splash` cannot be split over
-      devices by itself: under a mesh of several it runs inside a `shard_map`,
-      and outside of one None is `xla`.
+      for another platform names its backend. Under a mesh of several devices
+      None is `xla` outside of a `shard_map`: `splash` cannot be split by the
+      compiler, and `cudnn` only where q, k and v are split alike.
 
   Raises:
     ValueError: shapes that do not fit; an unknown backend, or one that was

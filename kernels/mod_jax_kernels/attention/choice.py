@@ -6,12 +6,15 @@ from jax.extend import backend
 
 def fitting(platform, q_BQHC, k_BSGC, v_BSGC, mask_BQS, *, segmented):
   """Returns the backend for a platform: never one that has to refuse."""
+  if _split_by_compiler():
+    # Neither can be split by it for sure: cuDNN wants q, k and v split alike.
+    return 'xla'
   arrays = q_BQHC, k_BSGC, v_BSGC, mask_BQS
   lengths = q_BQHC.shape[1], k_BSGC.shape[1]
   if platform == 'tpu' and splash_lacks(*arrays) is None:
     # Other lengths would be filled up, and what that costs is not measured.
     whole = all(length % 128 == 0 for length in lengths)
-    return 'splash' if whole and not _split_by_compiler() else 'xla'
+    return 'splash' if whole else 'xla'
   if platform == 'cuda' and cudnn_lacks(*arrays) is None:
     # With a mask, its gradients want even lengths.
     masked = segmented or mask_BQS is not None

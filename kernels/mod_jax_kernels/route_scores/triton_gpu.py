@@ -111,8 +111,9 @@ def _sizes(name, q_BLHC, held):
   keys = min(table[f'{name}_keys'], most)
   blocks = triton.cdiv(length, queries if held == 'queries' else keys)
   return {
-    # Blocks of one head first: they read the same rows.
-    'grid': (blocks, heads, batch),
+    # Blocks of one head first: they read the same rows. One number, for CUDA
+    # counts the others to 65535 only.
+    'grid': (blocks * heads * batch,),
     'num_warps': table[f'{name}_warps'],
     'num_stages': table[f'{name}_stages'],
     'BLOCK_Q': queries,
@@ -132,6 +133,18 @@ def _sum(x):
 @triton.jit
 def _largest(x):
   return tl.reduce(x, 1, tl.standard._elementwise_max)
+
+
+@triton.jit
+def _place(LENGTH: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr):
+  """Returns a program's first token, its head, and its row of the batch."""
+  blocks: tl.constexpr = (LENGTH + BLOCK - 1) // BLOCK
+  pid = tl.program_id(0)
+  first = pid % blocks * BLOCK
+  head = pid // blocks % HEADS
+  # 64 bits: a batch may have more elements than 32 count.
+  row = (pid // (blocks * HEADS)).to(tl.int64)
+  return first, head, row
 
 
 @triton.jit
@@ -212,10 +225,7 @@ def _forward_kernel(
   BLOCK_K: tl.constexpr,
   EVEN: tl.constexpr,
 ):
-  first = tl.program_id(0) * BLOCK_Q
-  head = tl.program_id(1)
-  row = tl.program_id(2).to(tl.int64)
-  # 64 bits: a batch may have more elements than 32 count.
+  first, head, row = _place(LENGTH, HEADS, BLOCK_Q)
   base = (row * LENGTH * HEADS + head) * CHANNELS
   valid_ptr += row * LENGTH
   query = first + tl.arange(0, BLOCK_Q)
@@ -275,9 +285,7 @@ def _score_kernel(
   EVEN: tl.constexpr,
 ):
   """Sums a block of the map's columns, of one head, over queries."""
-  first = tl.program_id(0) * BLOCK_K
-  head = tl.program_id(1)
-  row = tl.program_id(2).to(tl.int64)
+  first, head, row = _place(LENGTH, HEADS, BLOCK_K)
   base = (row * LENGTH * HEADS + head) * CHANNELS
   lse_ptr += (row * HEADS + head) * LENGTH
   key = first + tl.arange(0, BLOCK_K)
@@ -332,9 +340,7 @@ def _dq_kernel(
   EVEN: tl.constexpr,
 ):
   """Writes gradients of queries, and each query's mean of dP under P."""
-  first = tl.program_id(0) * BLOCK_Q
-  head = tl.program_id(1)
-  row = tl.program_id(2).to(tl.int64)
+  first, head, row = _place(LENGTH, HEADS, BLOCK_Q)
   base = (row * LENGTH * HEADS + head) * CHANNELS
   per_query = (row * HEADS + head) * LENGTH
   valid_ptr += row * LENGTH
@@ -408,9 +414,7 @@ def _dkv_kernel(
   EVEN: tl.constexpr,
 ):
   """Writes gradients of keys and values."""
-  first = tl.program_id(0) * BLOCK_K
-  head = tl.program_id(1)
-  row = tl.program_id(2).to(tl.int64)
+  first, head, row = _place(LENGTH, HEADS, BLOCK_K)
   base = (row * LENGTH * HEADS + head) * CHANNELS
   per_query = (row * HEADS + head) * LENGTH
   key = first + tl.arange(0, BLOCK_K)
