@@ -121,7 +121,9 @@ def per_device(function, inputs, outputs):
 
   For kernels, which XLA cannot split: it would gather everything first. Without
   a mesh, or on one device, it is the function itself. A batch that the devices
-  do not divide, such as the one of an initialisation, runs whole on each.
+  do not divide, such as the one of an initialisation, runs whole on each; if
+  they do not divide another axis, which `shardings` refuses of parameters, the
+  function is left to the compiler.
 
   Args:
     function: of arrays, or None where there is none; returns a tuple. What it
@@ -140,7 +142,19 @@ def per_device(function, inputs, outputs):
       for x, names in zip(args, inputs, strict=True)
       if x is not None and 'batch' in names
     )
-    split = batch % math.prod(mesh.shape[axis] for axis in RULES['batch']) == 0
+
+    def divides(size, name):
+      devices = [mesh.shape[axis] for axis in RULES.get(name, ())]
+      return size % math.prod(devices) == 0
+
+    split = divides(batch, 'batch')
+    if not all(
+      name == 'batch' or divides(size, name)
+      for x, names in zip(args, inputs, strict=True)
+      if x is not None
+      for size, name in zip(x.shape, names, strict=True)
+    ):
+      return function(*args)
 
     def part(names):
       return spec(tuple(n if split or n != 'batch' else None for n in names))
@@ -175,9 +189,8 @@ def sum_over(x: jax.Array, name: str) -> jax.Array:
 
 
 def _over(reduce, x, name):
-  mesh = jax.sharding.get_abstract_mesh()
-  if mesh.empty or mesh.size == 1:
-    return x
+  if not jax.sharding.get_abstract_mesh().manual_axes:
+    return x  # Every device sees the whole.
   return reduce(x, RULES[name])
 
 

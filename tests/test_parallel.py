@@ -292,12 +292,21 @@ class TestPerDevice:
       assert parallel.per_device(function, (), ()) is function
       assert parallel.sum_over(1.0, 'mlp') == 1.0
 
-  @pytest.mark.parametrize('batch', [4, 3])
-  def test_values_and_gradients(self, batch):
+  @pytest.mark.parametrize(
+    ('batch', 'hidden', 'part'),
+    [
+      (4, 8, (1, 4)),
+      # A batch that four do not divide runs whole on each.
+      (3, 8, (3, 4)),
+      # Hidden units that two do not divide: left to the compiler.
+      (4, 7, (4, 7)),
+    ],
+  )
+  def test_values_and_gradients(self, batch, hidden, part):
     rng = np.random.default_rng(0)
     x_BD = rng.normal(size=(batch, 6)).astype(np.float32)
-    up_DF = rng.normal(size=(6, 8)).astype(np.float32)
-    down_FD = rng.normal(size=(8, 6)).astype(np.float32)
+    up_DF = rng.normal(size=(6, hidden)).astype(np.float32)
+    down_FD = rng.normal(size=(hidden, 6)).astype(np.float32)
     seen = []
 
     def mlp(x_BD, absent, up_DF, down_FD):
@@ -319,9 +328,8 @@ class TestPerDevice:
     want, want_grads = run()
     with jax.set_mesh(parallel.make_mesh(self.MESH)):
       got, grads = run()
-    # A batch that four do not divide runs whole on each.
-    assert seen[0] == ((batch, 6), (6, 8))
-    assert seen[-1] == ((1 if batch == 4 else 3, 6), (6, 4))
+    assert seen[0] == ((batch, 6), (6, hidden))
+    assert seen[-1] == ((part[0], 6), (6, part[1]))
     np.testing.assert_allclose(got, want, rtol=1e-5)
     for grad, want_grad in zip(grads, want_grads, strict=True):
       np.testing.assert_allclose(grad, want_grad, rtol=1e-4, atol=1e-4)
