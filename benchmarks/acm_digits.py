@@ -212,12 +212,10 @@ def main(_):
     viz.accuracy_flops(points, title=title, xlabel=xlabel, pareto=True),
     'acm_digits',
   )
+  sweep['4'] = {b: seeds[0].adaptive(b) for b in _SWEPT.value}
   of_learners = [
     point(f'β={b}', f'{n} learners', gathered([run]))
-    for n, runs in {
-      **sweep,
-      '4': {b: seeds[0].adaptive(b) for b in _SWEPT.value},
-    }.items()
+    for n, runs in sorted(sweep.items(), key=lambda item: int(item[0]))
     for b, run in runs.items()
   ]
   draw(

@@ -6,9 +6,10 @@ An FFN of ViT-B, 768 -> 3072 -> 768, on 128 images of 197 tokens, four learners.
 The gate runs, and then choices drawn at random with a given mean take the place
 of its own, since untrained gates choose as they like. In one run and in turn,
 beside the static FFN and beside all learners run densely. The result stands
-beside this file as JSON. On a GPU: `--dtype=bfloat16 --ragged`, which adds the
-same products through `jax.lax.ragged_dot` (on CPUs that multiplies everything),
-and `--peak_tflops --bandwidth_tb` for the floor.
+beside this file as JSON. On a CPU memory comes in large pages, for all alike;
+`--nohuge_pages` leaves it as it is. On a GPU: `--dtype=bfloat16 --ragged`, which
+adds the same products through `jax.lax.ragged_dot` (on CPUs that multiplies
+everything), and `--peak_tflops --bandwidth_tb` for the floor.
 """
 
 import functools
@@ -39,6 +40,7 @@ _POINTS = flags.DEFINE_integer('points', 8, 'Mean numbers, from N / points.')
 _RAGGED = flags.DEFINE_bool('ragged', False, 'Beside jax.lax.ragged_dot.')
 _PEAK = flags.DEFINE_float('peak_tflops', None, "The device's products.")
 _BANDWIDTH = flags.DEFINE_float('bandwidth_tb', None, 'Its memory, TB/s.')
+_HUGE = flags.DEFINE_bool('huge_pages', True, 'Memory in large pages.')
 _ROUNDS = flags.DEFINE_integer('rounds', 7, 'Timed calls of each.')
 _SAVE = flags.DEFINE_bool('save', True, 'Write the JSON beside this file.')
 
@@ -85,6 +87,8 @@ def floor(config, mean: float) -> float | None:
 
 
 def main(_):
+  if _HUGE.value:
+    machine.with_huge_pages()
   shape = _IMAGES.value, _TOKENS.value
   dtype = _DTYPE.value
   key = jax.random.key(0)

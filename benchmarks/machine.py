@@ -2,8 +2,10 @@
 
 import datetime
 import json
+import os
 import pathlib
 import platform
+import sys
 
 import jax
 import jaxlib
@@ -35,6 +37,18 @@ def train_step(loss, params, optimizer: optax.GradientTransformation, batch):
   return step
 
 
+def with_huge_pages() -> None:
+  """Starts the script again with memory in large pages, where glibc can.
+
+  XLA takes every result's memory anew, and a CPU spends longer on the faults of
+  small pages, .4 ms for each MB, than on many a layer.
+  """
+  name, value = 'GLIBC_TUNABLES', 'glibc.malloc.hugetlb=1'
+  if sys.platform == 'linux' and name not in os.environ:
+    os.environ[name] = value
+    os.execv(sys.executable, [sys.executable, *sys.argv])
+
+
 def environment() -> dict[str, str]:
   """Returns device and versions, to stand beside every number."""
   device = jax.devices()[0]
@@ -47,6 +61,7 @@ def environment() -> dict[str, str]:
     'python': platform.python_version(),
     'jax': jax.__version__,
     'jaxlib': jaxlib.__version__,
+    'glibc_tunables': os.environ.get('GLIBC_TUNABLES', ''),
   }
 
 
