@@ -7,9 +7,9 @@ The gate runs, and then choices drawn at random with a given mean take the place
 of its own, since untrained gates choose as they like. In one run and in turn,
 beside the static FFN and beside all learners run densely. The result stands
 beside this file as JSON. On a CPU memory comes in large pages, for all alike;
-`--nohuge_pages` leaves it as it is. On a GPU: `--dtype=bfloat16 --ragged`, which
-adds the same products through `jax.lax.ragged_dot` (on CPUs that multiplies
-everything), and `--peak_tflops --bandwidth_tb` for the floor.
+`--nohuge_pages` leaves it as it is. On a GPU: `--dtype=bfloat16 --ragged`,
+which adds the same products through `jax.lax.ragged_dot` (on CPUs that
+multiplies everything), and `--peak_tflops --bandwidth_tb` for the floor.
 """
 
 import functools
