@@ -142,6 +142,8 @@ def start(folder, *args):
     stdout=subprocess.PIPE,
     stderr=subprocess.PIPE,
     text=True,
+    # A shell's background jobs ignore it, and hand that on.
+    preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
   )
 
 
