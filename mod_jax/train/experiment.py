@@ -144,8 +144,8 @@ class ACMObjective:
   # runs need more: a gate moves no further than its rate times the steps.
   gate_rate: float = 1.0
   # Share of the end-to-end steps that draw choices; the rest take the best, as
-  # inference does, so that it is inference that meets the budget. The paper's
-  # is 1: its long training leaves little between the two.
+  # inference does, so that it is inference that meets the budget; 1 in the
+  # paper.
   noise_until: float = 1.0
   # Learners of every module, end to end and without gates; 0 = as many as the
   # gates choose. A control: the static model of the same cost.
@@ -181,9 +181,8 @@ class ACMObjective:
       )
     if self.tau <= 1:
       raise errors.UserError(f'tau={self.tau}: expected a number above 1.')
-    for name in (
-      *('budget_weight', 'entropy_weight', 'diversity_weight', 'gate_rate'),
-    ):
+    weights = 'budget_weight', 'entropy_weight', 'diversity_weight'
+    for name in (*weights, 'gate_rate'):
       if getattr(self, name) < 0:
         raise errors.UserError(
           f'{name}={getattr(self, name)}: expected 0 or more.'
