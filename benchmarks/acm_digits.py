@@ -14,11 +14,12 @@ continues.
 
 import dataclasses
 import pathlib
-import statistics
 
 from absl import app
 from absl import flags
 import machine
+from machine import cell
+from machine import spread
 
 from mod_jax import config as config_lib
 from mod_jax import flops
@@ -124,26 +125,9 @@ class Conversion:
     return {'accuracy': metrics[f'k{k}/accuracy'], 'gmacs': gmacs}
 
 
-def spread(values) -> dict:
-  return {
-    'mean': statistics.mean(values),
-    'low': min(values),
-    'high': max(values),
-    'values': values,
-  }
-
-
 def gathered(runs) -> dict:
   """Returns mean and range over seeds, for each number."""
   return {name: spread([run[name] for run in runs]) for name in runs[0]}
-
-
-def cell(found, scale=1.0, digits=3) -> str:
-  """Returns mean (lowest–highest)."""
-  if found is None:
-    return ''
-  mean, low, high = (scale * found[x] for x in ('mean', 'low', 'high'))
-  return f'{mean:.{digits}f} ({low:.{digits}f}–{high:.{digits}f})'
 
 
 def point(name, group, row):

@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 import platform
+import statistics
 import sys
 
 import jax
@@ -35,6 +36,24 @@ def train_step(loss, params, optimizer: optax.GradientTransformation, batch):
     value.block_until_ready()
 
   return step
+
+
+def spread(values: list[float]) -> dict:
+  """Returns what a table says of a number that differs between seeds."""
+  return {
+    'mean': statistics.mean(values),
+    'low': min(values),
+    'high': max(values),
+    'values': values,
+  }
+
+
+def cell(found: dict | None, scale: float = 1.0, digits: int = 3) -> str:
+  """Returns mean (lowest–highest) of a `spread`, times the scale."""
+  if found is None:
+    return ''
+  mean, low, high = (scale * found[x] for x in ('mean', 'low', 'high'))
+  return f'{mean:.{digits}f} ({low:.{digits}f}–{high:.{digits}f})'
 
 
 def with_huge_pages() -> None:

@@ -10,11 +10,12 @@ two cores; started again, it continues.
 """
 
 import pathlib
-import statistics
 
 from absl import app
 from absl import flags
 import machine
+from machine import cell
+from machine import spread
 
 from mod_jax import config as config_lib
 from mod_jax import flops
@@ -62,23 +63,6 @@ def run(variant: str, seed: str, init: str | None = None) -> dict:
   }
 
 
-def spread(values) -> dict:
-  return {
-    'mean': statistics.mean(values),
-    'low': min(values),
-    'high': max(values),
-    'values': values,
-  }
-
-
-def cell(found) -> str:
-  """Returns mean (lowest–highest) in percent."""
-  if found is None:
-    return ''
-  low, high = 100 * found['low'], 100 * found['high']
-  return f'{100 * found["mean"]:.1f} ({low:.1f}–{high:.1f})'
-
-
 def main(_):
   runs = {name: [] for _, name in (_DENSE, *_ADAPTED)}
   for seed in _SEEDS.value:
@@ -101,7 +85,7 @@ def main(_):
   for name, row in table.items():
     print(
       f'| {name} | {row["gmacs"]:.4f} | {row["parameters"]:,} |'
-      f' {cell(row["before"])} | {cell(row["after"])} |'
+      f' {cell(row["before"], 100, 1)} | {cell(row["after"], 100, 1)} |'
     )
   points = [
     {
