@@ -50,11 +50,10 @@ def test_runs_on_a_cpu(script):
 
 @pytest.mark.slow
 def test_recipes_are_trained_once(tmp_path):
-  args = ('tiny', f'workdir={tmp_path}', 'runs=^gate/(raw|dense, 2 blocks)/0$')
+  args = ('tiny', f'workdir={tmp_path}', 'runs=^gate/raw/0$')
   out = run('routing_recipe', *args)
   rows = [line for line in out.splitlines() if line.startswith('| ')]
   (raw,) = (row for row in rows if row.startswith('| raw | 1 | '))
-  assert sum('dense, 2 blocks' in row for row in rows) == 1
   assert (tmp_path / 'results.png').stat().st_size > 1000
   # A second time there is nothing left to train, and the numbers stand.
   before = (tmp_path / 'results.jsonl').read_bytes()

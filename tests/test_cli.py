@@ -1,10 +1,9 @@
-"""The scripts' manners: one line and a status for bad input, in subprocesses.
+"""The scripts' manners: one line and a status for bad input, in processes.
 
-Most cases go through one subprocess each, which is what a person would start;
-they are kept cheap by never importing jax.
+Each case is a process of its own. Nearly all are forked from one that has
+imported everything, since importing takes longest.
 """
 
-import concurrent.futures
 import json
 import os
 import pathlib
@@ -150,12 +149,15 @@ def folder(tmp_path_factory):
   return path
 
 
+def environment():
+  return os.environ | {'PYTHONPATH': str(ROOT), 'PYTHONDONTWRITEBYTECODE': '1'}
+
+
 def start(folder, *args):
-  env = os.environ | {'PYTHONPATH': str(ROOT), 'PYTHONDONTWRITEBYTECODE': '1'}
   return subprocess.Popen(
     [sys.executable, 'script.py', *args],
     cwd=folder,
-    env=env,
+    env=environment(),
     stdout=subprocess.PIPE,
     stderr=subprocess.PIPE,
     text=True,
@@ -277,13 +279,53 @@ SUCCESSES = {
 }
 
 
+# Reads a list of command lines; each runs in a fork, its streams into files.
+FORKS = """
+  import json
+  import os
+  import runpy
+  import sys
+
+  from ml_collections import config_flags
+
+  import library
+  from mod_jax import cli
+
+  for i, args in enumerate(json.load(sys.stdin)):
+    child = os.fork()
+    if not child:
+      for stream, name in ((1, 'out'), (2, 'err')):
+        os.dup2(os.open(f'{i}.{name}', os.O_CREAT | os.O_WRONLY), stream)
+      sys.argv = ['script.py', *args]
+      runpy.run_path('script.py', run_name='__main__')
+      break
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    with open(f'{i}.status', 'w') as file:
+      file.write(str(status))
+"""
+
+
 @pytest.fixture(scope='module')
 def results(folder):
-  """Runs every case once, two at a time, as starting Python takes longest."""
+  """Runs every case once; returns status, stdout and stderr of each."""
   cases = [*REFUSALS, *BUGS, *SUCCESSES]
-  with concurrent.futures.ThreadPoolExecutor(2) as pool:
-    done = pool.map(lambda args: call(folder, *args), cases)
-    return dict(zip(cases, done, strict=True))
+  subprocess.run(
+    [sys.executable, '-c', textwrap.dedent(FORKS)],
+    cwd=folder,
+    env=environment(),
+    input=json.dumps(cases),
+    text=True,
+    check=True,
+    timeout=120,
+  )
+
+  def read(i, name):
+    return (folder / f'{i}.{name}').read_text()
+
+  return {
+    args: (int(read(i, 'status')), read(i, 'out'), read(i, 'err'))
+    for i, args in enumerate(cases)
+  }
 
 
 @pytest.mark.parametrize('args', REFUSALS, ids=' '.join)
