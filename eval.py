@@ -4,8 +4,9 @@ from absl import flags
 import jax
 
 from mod_jax import cli
+from mod_jax import tasks
 from mod_jax.errors import UserError
-from mod_jax.layers.mod import RoutingMode
+from mod_jax.layers.mode import RoutingMode
 from mod_jax.train import evaluation
 
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run.')
@@ -41,10 +42,11 @@ _OVERFLOW = flags.DEFINE_enum(
 
 
 def _sample(task, trained):
-  if not hasattr(task, 'sample'):
+  language = task.modality
+  if not hasattr(language, 'sample'):
     raise UserError('--sample continues text: this run is no language model.')
   kwargs = {}
-  rules = task.rules[1:]
+  rules = language.rules[1:]
   if _RULE.value is not None and _RULE.value not in rules:
     raise UserError(
       f'--rule={_RULE.value}: this model was trained for'
@@ -54,9 +56,9 @@ def _sample(task, trained):
     kwargs['mode'] = RoutingMode(
       rule=_RULE.value or rules[0], overflow=_OVERFLOW.value
     )
-  texts = task.sample(
+  texts = language.sample(
     trained.params,
-    trained.mutables,
+    trained.model_state,
     _SAMPLE.value,
     num_tokens=_SAMPLE_TOKENS.value,
     max_length=_MAX_LENGTH.value,
@@ -74,7 +76,7 @@ def main(_):
   if not _WORKDIR.value:
     raise UserError('--workdir is missing: give the directory of a run.')
   cli.start_distributed()
-  trained = evaluation.load(_WORKDIR.value, step=_STEP.value)
+  trained = tasks.load(_WORKDIR.value, step=_STEP.value)
   evaluation.find_studies(trained.task, _STUDY.value)
   if _SAMPLE.value:  # First: what is refused is refused at once.
     _sample(trained.task, trained)

@@ -7,10 +7,10 @@ from ml_collections import config_flags
 from mod_jax import cli
 from mod_jax.errors import UserError
 from mod_jax.sweeps import grid
-from mod_jax.train import phases
+from mod_jax.tasks import make_task
+from mod_jax.tasks import phases
+from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train import stop
-from mod_jax.train.experiment import ExperimentConfig
-from mod_jax.train.tasks import make_task
 
 _CONFIG = config_flags.DEFINE_config_file(
   'config', None, 'File that builds the experiment, FILE.py[:variant].'

@@ -13,7 +13,6 @@ continues. `--report` trains nothing, and tells of the runs that are finished,
 and of which seeds they are.
 """
 
-import dataclasses
 import pathlib
 
 from absl import app
@@ -25,9 +24,9 @@ from machine import spread
 from mod_jax import config as config_lib
 from mod_jax import flops
 from mod_jax import viz
-from mod_jax.train import phases
-from mod_jax.train.experiment import ExperimentConfig
-from mod_jax.train.tasks import make_task
+from mod_jax.tasks import make_task
+from mod_jax.tasks import phases
+from mod_jax.tasks.experiment import ExperimentConfig
 
 _WORKDIR = flags.DEFINE_string('workdir', 'runs/acm_digits', 'For the runs.')
 _SEEDS = flags.DEFINE_list('seeds', ['0', '1', '2'], 'A dense run for each.')
@@ -78,9 +77,9 @@ class Conversion:
   def gates(self, learners: int) -> tuple[ExperimentConfig, str, str]:
     """Returns the config, and the runs of the learners and of the gates."""
     config = load('acm/vit.py', 'digits', self.seed)
-    model = dataclasses.replace(config.model, num_learners=learners)
     config = config_lib.replace(
-      dataclasses.replace(config, model=model), {'evaluation.every': 0}
+      config,
+      {'model.adaptive.num_learners': learners, 'evaluation.every': 0},
     )
     label = f'{learners}_{self.seed}'
     first, _ = finish(

@@ -80,7 +80,7 @@ def floor(config, mean: float) -> float | None:
     return None
   tokens = _IMAGES.value * _TOKENS.value
   products = tokens * (mean * config.learner_flops + config.gate_flops)
-  size = jnp.dtype(config.dtype).itemsize
+  size = jnp.dtype(_DTYPE.value).itemsize
   weights = config.num_learners * config.hidden * 2 * config.inputs
   moved = size * (2 * tokens * config.inputs + weights)
   return max(products / (_PEAK.value * 1e12), moved / (_BANDWIDTH.value * 1e12))
@@ -94,10 +94,10 @@ def main(_):
   key = jax.random.key(0)
   z_BLD = jax.random.normal(key, (*shape, _WIDTH.value), dtype)
   config = acm.ffn_config(
-    _WIDTH.value, _HIDDEN.value, num_learners=_LEARNERS.value, dtype=dtype
+    _WIDTH.value, _HIDDEN.value, num_learners=_LEARNERS.value
   )
-  module = acm.ACM(config)
-  init = jax.jit(acm.ACM(config, 'all').init)
+  module = acm.ACM(config, dtype)
+  init = jax.jit(acm.ACM(config, dtype, 'all').init)
   params = nn.unbox(init(key, z_BLD[:1, :2]))['params']
   static = MLP(
     MLPConfig(width=_WIDTH.value, hidden=_HIDDEN.value, kind='gelu', bias=True),
@@ -120,7 +120,7 @@ def main(_):
 
   run_static = jax.jit(static.apply)
   every = jax.jit(
-    lambda params, z: acm.ACM(config, _LEARNERS.value).apply(
+    lambda params, z: acm.ACM(config, dtype, _LEARNERS.value).apply(
       {'params': params}, z
     )[0]
   )

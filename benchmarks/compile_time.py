@@ -17,7 +17,7 @@ import machine
 
 from mod_jax import losses
 from mod_jax import timing
-from mod_jax.layers.mod import MoDConfig
+from mod_jax.layers.routed import MoDConfig
 from mod_jax.models.lm import LMConfig
 
 _ROUNDS = flags.DEFINE_integer('rounds', 3, 'Compilations of each.')

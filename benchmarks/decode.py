@@ -18,8 +18,8 @@ import jax
 import machine
 
 from mod_jax import timing
-from mod_jax.layers.mod import MoDConfig
-from mod_jax.layers.mod import RoutingMode
+from mod_jax.layers.mode import RoutingMode
+from mod_jax.layers.routed import MoDConfig
 from mod_jax.models import lm
 
 _WIDTH = flags.DEFINE_integer('width', 512, 'D')

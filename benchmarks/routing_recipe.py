@@ -32,15 +32,15 @@ from mod_jax import flops
 from mod_jax import viz
 from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
-from mod_jax.layers.mod import MoDConfig
+from mod_jax.layers.routed import MoDConfig
 from mod_jax.models.lm import LMConfig
-from mod_jax.train import loop
+from mod_jax.tasks import phases
+from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train.checkpoints import CheckpointConfig
-from mod_jax.train.experiment import EvaluationConfig
-from mod_jax.train.experiment import ExperimentConfig
-from mod_jax.train.experiment import LogConfig
-from mod_jax.train.experiment import TrainConfig
 from mod_jax.train.optimizer import OptimizerConfig
+from mod_jax.train.run_config import EvaluationConfig
+from mod_jax.train.run_config import LogConfig
+from mod_jax.train.run_config import TrainConfig
 
 _WORKDIR = flags.DEFINE_string(
   'workdir', 'runs/routing_recipe', 'For the runs.'
@@ -240,7 +240,7 @@ def train(name: str, config: ExperimentConfig) -> None:
     if name in read():  # Finished by another process in the meantime.
       return
     started = time.monotonic()
-    result = loop.train(config_lib.replace(config, {'name': name}), workdir)
+    result = phases.train(config_lib.replace(config, {'name': name}), workdir)
     if not result.finished:
       raise UserError(f'{name} was stopped: the same command continues.')
     metrics = result.metrics

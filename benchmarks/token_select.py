@@ -24,9 +24,10 @@ from mod_jax import timing
 from mod_jax.layers.attention import AttentionConfig
 from mod_jax.layers.block import BlockConfig
 from mod_jax.layers.mlp import MLPConfig
-from mod_jax.layers.mod import MoDBlock
-from mod_jax.layers.mod import MoDConfig
-from mod_jax.layers.tokens import TokenInfo
+from mod_jax.layers.routed import Layer
+from mod_jax.layers.routed import LayerConfig
+from mod_jax.layers.routed import MoDConfig
+from mod_jax.layers.token_info import TokenInfo
 from mod_jax_kernels.token_move import gather_tokens
 from mod_jax_kernels.token_move import scatter_add_tokens
 from mod_jax_kernels.token_select import token_select
@@ -73,7 +74,10 @@ def routed_block(x_BLD, dy_BLD):
     mlp=MLPConfig(width=width, hidden=4 * width),
     dtype=dtype,
   )
-  module = MoDBlock(config, MoDConfig(), _CAPACITY.value)
+  routing = MoDConfig()
+  module = Layer(
+    LayerConfig(block=config, routing=routing, capacity=_CAPACITY.value)
+  )
   position_BL = jnp.broadcast_to(jnp.arange(length), (batch, length))
   info = TokenInfo(position_BL=position_BL)
   init = jax.jit(module.init)
@@ -82,7 +86,7 @@ def routed_block(x_BLD, dy_BLD):
   @jax.jit
   def step(params, x_BLD, dy_BLD):
     y_BLD, vjp = jax.vjp(
-      lambda p, x: module.apply(p, x, info)[0], params, x_BLD
+      lambda p, x: module.apply(p, x, info).x_BLD, params, x_BLD
     )
     return y_BLD, vjp(dy_BLD)
 

@@ -20,7 +20,7 @@ import optax
 from mod_jax import flops
 from mod_jax import losses
 from mod_jax import timing
-from mod_jax.layers.mod import MoDConfig
+from mod_jax.layers.routed import MoDConfig
 from mod_jax.models.lm import LMConfig
 
 _WIDTH = flags.DEFINE_integer('width', 256, 'D')

@@ -20,9 +20,9 @@ from machine import spread
 from mod_jax import config as config_lib
 from mod_jax import flops
 from mod_jax import viz
-from mod_jax.train import loop
+from mod_jax.tasks import phases
+from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train import metrics as metrics_lib
-from mod_jax.train.experiment import ExperimentConfig
 
 _WORKDIR = flags.DEFINE_string('workdir', 'runs/vit_digits', 'For the runs.')
 _SEEDS = flags.DEFINE_list('seeds', ['0', '1', '2'], 'A dense run for each.')
@@ -51,7 +51,7 @@ def run(variant: str, seed: str, init: str | None = None) -> dict:
   """Trains, or finds that it is done; returns accuracies before and after."""
   workdir = f'{_WORKDIR.value}/{variant or "dense"}_{seed}'
   config = config_lib.replace(load(variant), {'seed': int(seed), 'init': init})
-  result = loop.train(config, workdir)
+  result = phases.train(config, workdir)
   lines = [x for x in metrics_lib.read(workdir) if x['kind'] == 'eval']
   before = next((x for x in lines if x['step'] == 0), None)
   return {

@@ -16,7 +16,7 @@ import machine
 
 from mod_jax import flops
 from mod_jax import timing
-from mod_jax.layers.mod import VisionRoutingConfig
+from mod_jax.layers.routed import VisionRoutingConfig
 from mod_jax.models import vit
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 

@@ -17,7 +17,7 @@ import optax
 from mod_jax import flops
 from mod_jax import losses
 from mod_jax import timing
-from mod_jax.layers.mod import VisionRoutingConfig
+from mod_jax.layers.routed import VisionRoutingConfig
 from mod_jax.models import vit
 
 _BACKBONE = flags.DEFINE_enum(

@@ -103,7 +103,7 @@ def kinds(dense) -> dict[str, Kind]:
       'configs/acm/vit.py:digits',
       ADAPTIVE
       | {
-        f'model.backbone.{name.removeprefix("model.")}': value
+        name: value
         for name, value in VISION.items()
         if name.startswith('model.')
       }
@@ -229,7 +229,7 @@ def contents(workdir, kind: Kind) -> dict[str, bytes]:
       # When it was written, is all that the file of this name says.
       if path.is_file() and path.name != 'commit_success.txt':
         found[f'{run}: {path.relative_to(data.parent)}'] = path.read_bytes()
-    names = ('params', 'opt_state', 'mutables', 'ema', 'rng')
+    names = ('params', 'opt_state', 'model_state', 'ema', 'rng')
     restored = checkpoints.restore_named(folder, names)
     for name, array in trees.flatten(restored.state).items():
       array = np.asarray(jax.device_get(array))

@@ -40,7 +40,7 @@ hypothesis.settings.load_profile('mod_jax')
 def load_config_file():
   """Returns a function (path, variant='') -> ExperimentConfig."""
   from mod_jax import config as config_lib
-  from mod_jax.train.experiment import ExperimentConfig
+  from mod_jax.tasks.experiment import ExperimentConfig
 
   def load(path, variant=''):
     path = pathlib.Path(__file__).parents[1] / path

@@ -41,10 +41,10 @@ from mod_jax import cli  # noqa: E402
 from mod_jax import config as config_lib  # noqa: E402
 from mod_jax.errors import UserError  # noqa: E402
 from mod_jax.sweeps import grid  # noqa: E402
+from mod_jax.tasks import make_task  # noqa: E402
+from mod_jax.tasks import phases  # noqa: E402
+from mod_jax.tasks.experiment import ExperimentConfig  # noqa: E402
 from mod_jax.train import optimizer as optimizer_lib  # noqa: E402
-from mod_jax.train import phases  # noqa: E402
-from mod_jax.train.experiment import ExperimentConfig  # noqa: E402
-from mod_jax.train.tasks import make_task  # noqa: E402
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TIME_LIMIT = 20.0  # Seconds of a case.
@@ -65,8 +65,9 @@ None   none   True   false   LMConfig   ViTConfig   é∞😀   \udcff   '   "  
 {}   {'a': 1}   {1: 2}   {[]: 1}   {'': ''}   {'x': {}}   {'width': 64}   .   ٣
 {1, 2}   ((),)
 {'type': 'LMConfig'}   {'type': 'ViTConfig'}   {'type': 'DynamicViTConfig'}
-{'type': 'ACMModelConfig'}   {'type': 'TextDataConfig'}   {'type': 'Nope'}
+{'type': 'DynamicViTConfig'}   {'type': 'TextDataConfig'}   {'type': 'Nope'}
 {'type': 'ImageDataConfig'}   {'type': 'ACMObjective'}   {'type': []}   f(x)   *
+{'type': 'AdaptiveConfig'}
 {'type': 'PruningObjective'}   lambda: 0   __import__("os")   b'x'   1 + 1
 (('(', 1.0, 0),)   (('.*', 0.0, 0),)   (('.*', 1.0, 0),)   (('.*', inf, 0),)
 (('.*', 1, 10**9),)   (('a{99999999999}', 1, 0),)
@@ -286,7 +287,7 @@ def _check_run(config):
   assert all(n >= 0 for _, parts in table for n in parts.values()), table
   task = make_task(config)
   for step in (0, steps):
-    assert 0 < task.flops_per_step(task.stage(step)) < math.inf
+    assert 0 < task.flops_per_step(task.static_args(step)) < math.inf
   assert task.tokens_per_step > 0
   if len(table) <= _TRACED:
     shapes = _shapes(model)

@@ -15,8 +15,8 @@ from mod_jax.errors import UserError
 from mod_jax.layers import acm
 from mod_jax.layers.attention import Attention
 from mod_jax.layers.attention import AttentionConfig
-from mod_jax.layers.mod import MoDConfig
-from mod_jax.layers.tokens import TokenInfo
+from mod_jax.layers.routed import MoDConfig
+from mod_jax.layers.token_info import TokenInfo
 from mod_jax.models.lm import LMConfig
 from mod_jax.parallel import MeshConfig
 
@@ -350,10 +350,9 @@ class TestPerDevice:
     def loss(params):
       update = module.apply(params, x_BLD, INFO)
       weight_L = jnp.arange(5.0)
-      total = jnp.sum(update.update_BLD**2) + jnp.sum(
-        update.score_BL**2 * weight_L
-      )
-      return total, update.score_BL
+      score_BL = update.aux['attention']
+      total = jnp.sum(update.update_BLD**2) + jnp.sum(score_BL**2 * weight_L)
+      return total, score_BL
 
     run = jax.value_and_grad(loss, has_aux=True)
     (_, want_BL), want = jax.jit(run)(params)
@@ -370,7 +369,7 @@ class TestPerDevice:
   def test_chosen_learners(self):
     module = acm.ACM(acm.ffn_config(8, 32))
     z_BLD = jax.random.normal(jax.random.key(0), (4, 5, 8))
-    init = jax.jit(acm.ACM(module.config, 'all').init)
+    init = jax.jit(acm.ACM(module.config, mode='all').init)
     params = nn.unbox(init(jax.random.key(1), z_BLD))
     want_BLD, choice = jax.jit(module.apply)(params, z_BLD)
     assert len(np.unique(choice.learners_BL)) > 1

@@ -273,7 +273,10 @@ class TestTrain:
       (['--config.mesh.data=3'], "'data': 3.*does not fit 8 device"),
       (['--config.mesh.fsdp=3'], "'fsdp': 3.*does not fit 8 device"),
       (['--config.train.batch_size=12'], '=12 does not divide by the 8 dev'),
-      (['--config.train.accumulation=3'], 'batch_size=8 .*accumulation=3'),
+      (
+        ['--config.train.grad_accum_steps=3'],
+        'batch_size=8 .*grad_accum_steps=3',
+      ),
       (['--config.evaluation.batch_size=3'], 'evaluation.batch_size=3'),
       (
         ['--config.mesh.data=2', '--config.mesh.tensor=4'],

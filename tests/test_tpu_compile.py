@@ -1,5 +1,6 @@
 """Real programs compile for TPUs that are not here: libtpu alone does it."""
 
+import dataclasses
 import functools
 import importlib.util
 import os
@@ -14,15 +15,15 @@ from mod_jax import config as config_lib
 from mod_jax import flops
 from mod_jax import parallel
 from mod_jax.data.text import TextDataConfig
-from mod_jax.layers.mod import RoutingMode
-from mod_jax.layers.mod import VisionRoutingConfig
+from mod_jax.layers.acm import FFNS
+from mod_jax.layers.acm import AdaptiveConfig
+from mod_jax.layers.mode import RoutingMode
+from mod_jax.layers.routed import VisionRoutingConfig
 from mod_jax.models import lm
-from mod_jax.models.acm import FFNS
-from mod_jax.models.acm import ACMModelConfig
 from mod_jax.models.vit import ViTConfig
+from mod_jax.tasks import make_task
 from mod_jax.train import optimizer as optimizer_lib
 from mod_jax.train import state as state_lib
-from mod_jax.train.language import LanguageTask
 from mod_jax.train.step import train_step
 
 pytestmark = [
@@ -82,7 +83,7 @@ def abstract_batch(config, sharding):
 @pytest.fixture(scope='module')
 def compiled_step(devices, experiment):
   """The training step as the loop builds it, compiled for 16 chips."""
-  task = LanguageTask(experiment)
+  task = make_task(experiment)
   optimizer = optimizer_lib.make_optimizer(
     experiment.optimizer, experiment.train.num_steps
   )
@@ -93,7 +94,10 @@ def compiled_step(devices, experiment):
     batch = abstract_batch(experiment, parallel.batch_sharding(mesh))
     step = jax.jit(
       functools.partial(
-        train_step, task=task, optimizer=optimizer, stage=task.stage(0)
+        train_step,
+        task=task,
+        optimizer=optimizer,
+        static_args=task.static_args(0),
       ),
       donate_argnums=0,
       out_shardings=(jax.tree.map(lambda x: x.sharding, state), None),
@@ -212,7 +216,8 @@ def vision_model(name):
     num_heads=8,
   )
   if name == 'acm':
-    return ACMModelConfig(backbone=dense, replace=(FFNS,))
+    adaptive = AdaptiveConfig(replace=(FFNS,))
+    return dataclasses.replace(dense, adaptive=adaptive)
   return config_lib.replace(dense, {'routing': VisionRoutingConfig()})
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from mod_jax import flops
-from mod_jax.layers.mod import VisionRoutingConfig
+from mod_jax.layers.routed import VisionRoutingConfig
 from mod_jax.layers.stem import ConvStemConfig
 from mod_jax.models import vit
 from mod_jax.models.dynamic_vit import DynamicViTConfig

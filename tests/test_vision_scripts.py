@@ -11,7 +11,7 @@ from PIL import Image
 import pytest
 
 from mod_jax import parallel
-from mod_jax.train import vision_studies
+from mod_jax.tasks.studies import images as image_studies
 
 pytestmark = pytest.mark.usefixtures('compilation_cache')
 
@@ -114,8 +114,8 @@ def test_pruned(pruned):
 
 
 def test_eval_and_study(pruned, monkeypatch):
-  monkeypatch.setattr(vision_studies, '_BATCHES', (1,))
-  monkeypatch.setattr(vision_studies, '_ROUNDS', 2)
+  monkeypatch.setattr(image_studies, '_BATCHES', (1,))
+  monkeypatch.setattr(image_studies, '_ROUNDS', 2)
   workdir, _ = pruned
   ended = scripts.run(
     # On all eight devices, over which its few images do not divide.
@@ -178,7 +178,7 @@ def folders(tmp_path_factory):
   (root / 'text.py').write_text(
     'from mod_jax import config\n'
     'from mod_jax.models.vit import ViTConfig\n'
-    'from mod_jax.train.experiment import ExperimentConfig\n'
+    'from mod_jax.tasks.experiment import ExperimentConfig\n'
     'def get_config():\n'
     '  return config.to_config_dict(ExperimentConfig(model=ViTConfig()))\n'
   )

@@ -19,12 +19,12 @@ import dataclasses
 
 from mod_jax import config as config_lib
 from mod_jax.data.augment import AugmentConfig
+from mod_jax.layers.acm import FFNS
+from mod_jax.layers.acm import AdaptiveConfig
 from mod_jax.models import vit
-from mod_jax.models.acm import FFNS
-from mod_jax.models.acm import ACMModelConfig
-from mod_jax.train.experiment import ACMObjective
-from mod_jax.train.experiment import ExperimentConfig
-from mod_jax.train.experiment import PhaseConfig
+from mod_jax.tasks.experiment import ACMObjective
+from mod_jax.tasks.experiment import ExperimentConfig
+from mod_jax.tasks.experiment import PhaseConfig
 from mod_jax.train.optimizer import OptimizerConfig
 
 # Adam: the weight decay is 0. Each phase has a learning rate of its own.
@@ -51,7 +51,7 @@ def imagenet() -> ExperimentConfig:
   recipe = config_lib.sibling(__file__, '../vit/imagenet')
   return ExperimentConfig(
     name='acm_vit_base',
-    model=ACMModelConfig(backbone=vit.vit_base(dtype='bfloat16')),
+    model=vit.vit_base(dtype='bfloat16', adaptive=AdaptiveConfig()),
     objective=ACMObjective(
       budget=0.6,
       learners=PhaseConfig(
@@ -75,7 +75,7 @@ def digits() -> ExperimentConfig:
   recipe = config_lib.sibling(__file__, '../vit/digits')
   return recipe.experiment(
     'acm_digits',
-    ACMModelConfig(backbone=recipe.BACKBONE),
+    dataclasses.replace(recipe.BACKBONE, adaptive=AdaptiveConfig()),
     optimizer=ADAM,
     objective=ACMObjective(
       budget=0.4,
@@ -96,7 +96,8 @@ def digits() -> ExperimentConfig:
 
 def ffn(experiment: ExperimentConfig) -> ExperimentConfig:
   """The same with adaptive FFNs only."""
-  model = dataclasses.replace(experiment.model, replace=(FFNS,))
+  adaptive = AdaptiveConfig(replace=(FFNS,))
+  model = dataclasses.replace(experiment.model, adaptive=adaptive)
   return dataclasses.replace(
     experiment, name=f'{experiment.name}_ffn', model=model
   )
@@ -105,15 +106,11 @@ def ffn(experiment: ExperimentConfig) -> ExperimentConfig:
 def tiny() -> ExperimentConfig:
   """Seconds: the phases in eight steps each."""
   recipe = config_lib.sibling(__file__, '../vit/digits')
-  base = digits()
-  small = recipe.tiny(
-    dataclasses.replace(base, model=base.model.backbone, objective=None)
-  )
+  small = recipe.tiny(dataclasses.replace(digits(), objective=None))
   phase = PhaseConfig(num_steps=8, batch_size=16, learning_rate=1e-3)
   return dataclasses.replace(
     small,
     name='acm_tiny',
-    model=ACMModelConfig(backbone=small.model),
     optimizer=ADAM,
     objective=ACMObjective(
       budget=0.4, learners=phase, gates=phase, end_to_end=phase

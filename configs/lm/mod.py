@@ -21,12 +21,12 @@ import dataclasses
 from mod_jax import config as config_lib
 from mod_jax import flops
 from mod_jax.data.text import TextDataConfig
-from mod_jax.layers.mod import MoDConfig
+from mod_jax.layers.routed import MoDConfig
 from mod_jax.models.lm import LMConfig
-from mod_jax.train.experiment import EvaluationConfig
-from mod_jax.train.experiment import ExperimentConfig
-from mod_jax.train.experiment import TrainConfig
+from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train.optimizer import OptimizerConfig
+from mod_jax.train.run_config import EvaluationConfig
+from mod_jax.train.run_config import TrainConfig
 
 BUDGET = 2.32e13  # FLOPs of a whole run, the same for its dense twins.
 ROUTING = MoDConfig(

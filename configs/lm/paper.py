@@ -12,15 +12,15 @@ tokenizer: `--config.data.tokenizer_path=FILE`.
 
 from mod_jax import config as config_lib
 from mod_jax.data.text import TextDataConfig
-from mod_jax.layers.mod import MoDConfig
+from mod_jax.layers.routed import MoDConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.parallel import MeshConfig
+from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train.checkpoints import CheckpointConfig
-from mod_jax.train.experiment import EvaluationConfig
-from mod_jax.train.experiment import ExperimentConfig
-from mod_jax.train.experiment import LogConfig
-from mod_jax.train.experiment import TrainConfig
 from mod_jax.train.optimizer import OptimizerConfig
+from mod_jax.train.run_config import EvaluationConfig
+from mod_jax.train.run_config import LogConfig
+from mod_jax.train.run_config import TrainConfig
 
 # Blocks, width, heads, devices along fsdp.
 SIZES = {

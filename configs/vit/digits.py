@@ -26,14 +26,14 @@ import dataclasses
 from mod_jax import config as config_lib
 from mod_jax.data.augment import AugmentConfig
 from mod_jax.data.images import ImageDataConfig
-from mod_jax.layers.mod import VisionRoutingConfig
+from mod_jax.layers.routed import VisionRoutingConfig
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.vit import ViTConfig
-from mod_jax.train.experiment import EvaluationConfig
-from mod_jax.train.experiment import ExperimentConfig
-from mod_jax.train.experiment import PruningObjective
-from mod_jax.train.experiment import TrainConfig
+from mod_jax.tasks.experiment import ExperimentConfig
+from mod_jax.tasks.experiment import PruningObjective
 from mod_jax.train.optimizer import OptimizerConfig
+from mod_jax.train.run_config import EvaluationConfig
+from mod_jax.train.run_config import TrainConfig
 
 BACKBONE = ViTConfig(
   image_size=32,
@@ -168,7 +168,7 @@ def tiny(experiment: ExperimentConfig) -> ExperimentConfig:
     {
       'train.num_steps': 8,
       'train.batch_size': 16,
-      'train.accumulation': 1,
+      'train.grad_accum_steps': 1,
       'optimizer.warmup_steps': 2,
       'optimizer.rules': rules,
       'evaluation.every': 4,

@@ -22,10 +22,10 @@ for tests. How much is kept is `--config.model.keep`.
 from mod_jax import config as config_lib
 from mod_jax.models import vit
 from mod_jax.models.dynamic_vit import DynamicViTConfig
-from mod_jax.train.experiment import ExperimentConfig
-from mod_jax.train.experiment import PruningObjective
-from mod_jax.train.experiment import TrainConfig
+from mod_jax.tasks.experiment import ExperimentConfig
+from mod_jax.tasks.experiment import PruningObjective
 from mod_jax.train.optimizer import OptimizerConfig
+from mod_jax.train.run_config import TrainConfig
 
 EPOCHS, FROZEN, WARMUP, BATCH = 30, 5, 5, 1024
 RATE, FINAL = 1e-3 * BATCH / 1024, 1e-6

@@ -21,12 +21,12 @@ import dataclasses
 from mod_jax import config as config_lib
 from mod_jax.data.augment import AugmentConfig
 from mod_jax.data.images import ImageDataConfig
-from mod_jax.layers.mod import VisionRoutingConfig
+from mod_jax.layers.routed import VisionRoutingConfig
 from mod_jax.models import vit
-from mod_jax.train.experiment import EvaluationConfig
-from mod_jax.train.experiment import ExperimentConfig
-from mod_jax.train.experiment import TrainConfig
+from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train.optimizer import OptimizerConfig
+from mod_jax.train.run_config import EvaluationConfig
+from mod_jax.train.run_config import TrainConfig
 
 NUM_TRAIN = 1_281_167
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

@@ -15,11 +15,11 @@ Variants: `deit_tiny`, `deit_small` (the default), `vit_base`, each dense; with
 import dataclasses
 
 from mod_jax import config as config_lib
-from mod_jax.layers.mod import VisionRoutingConfig
+from mod_jax.layers.routed import VisionRoutingConfig
 from mod_jax.models import vit
-from mod_jax.train.experiment import ExperimentConfig
-from mod_jax.train.experiment import TrainConfig
+from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train.optimizer import OptimizerConfig
+from mod_jax.train.run_config import TrainConfig
 
 EPOCHS = {'deit_tiny': 300, 'deit_small': 300, 'vit_base': 160}
 AMOD = VisionRoutingConfig(capacity=0.5)

@@ -8,7 +8,7 @@ Ten epochs of `configs/vit/imagenet.py`, whose variants it has.
 """
 
 from mod_jax import config as config_lib
-from mod_jax.train.experiment import ExperimentConfig
+from mod_jax.tasks.experiment import ExperimentConfig
 
 EPOCHS = 10
 

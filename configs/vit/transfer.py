@@ -19,11 +19,11 @@ import functools
 
 from mod_jax import config as config_lib
 from mod_jax.data.augment import AugmentConfig
-from mod_jax.layers.mod import VisionRoutingConfig
+from mod_jax.layers.routed import VisionRoutingConfig
 from mod_jax.models import vit
-from mod_jax.train.experiment import ExperimentConfig
-from mod_jax.train.experiment import TrainConfig
+from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train.optimizer import OptimizerConfig
+from mod_jax.train.run_config import TrainConfig
 
 # TFDS name, classes, training images, and the splits.
 DATA = {

@@ -438,6 +438,7 @@ def load_variables(
   truncate: bool = False,
 ) -> dict[str, dict[str, Any]]:
   """Returns all of a model's variables by collection; otherwise as `load`."""
+  _check_dense(config)
   source = read(path, config, truncate=truncate)
   shapes = _shapes(config)
   made = set(shapes) - set(source)
@@ -540,6 +541,7 @@ def save(
     UserError: the library has no such model, the parameters are not those of
       the config, or the file cannot be written.
   """
+  _check_dense(config)
   entries = names(config, naming)
   files.check_suffix(pathlib.Path(path))
   flat = trees.flatten(nn.unbox(params))
@@ -564,6 +566,15 @@ def save(
   files.write(
     path, arrays, torch_key='model' if naming == 'dynamicvit' else None
   )
+
+
+def _check_dense(config: Config) -> None:
+  if getattr(config, 'adaptive', None) is not None:
+    raise UserError(
+      'config.adaptive: other libraries have no learners in the place of dense'
+      ' modules; convert config.dense_twin(), of which models.acm.acmize makes'
+      ' an adaptive model.'
+    )
 
 
 def _init(config: Config, key: jax.Array) -> dict[str, jax.Array]:

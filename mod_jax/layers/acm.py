@@ -5,6 +5,9 @@ two-layer network; a gate chooses k for each token.
 """
 
 import dataclasses
+import difflib
+import math
+import re
 from typing import Literal
 
 from flax import linen as nn
@@ -17,15 +20,17 @@ from mod_jax import config as config_lib
 from mod_jax import errors
 from mod_jax import parallel
 from mod_jax.layers import dense
+from mod_jax.layers.block import BlockConfig
+from mod_jax.layers.slots import Slot
 import mod_jax_kernels
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ACMConfig:
+class ACMConfig(Slot):
   """Sizes of an adaptive module that takes the place of a dense one."""
 
-  inputs: config_lib.Size  # D, features in.
-  outputs: config_lib.Size  # Features out.
+  inputs: config_lib.Size  # D, features in, heads taken together.
+  outputs: config_lib.Size  # Features out, likewise.
   hidden: config_lib.Size  # F, hidden units of each learner.
   num_learners: config_lib.Unrolled = 4  # N
   min_learners: Literal[0, 1] = 0  # Least that the gate may choose.
@@ -33,10 +38,30 @@ class ACMConfig:
   activation: Literal['gelu', 'linear'] = 'gelu'  # Of the learners.
   # Of the gate's softmax and Gumbel-softmax.
   temperature: config_lib.Temperature = 0.8
-  dtype: Literal['float32', 'bfloat16'] = 'float32'  # Of the computation.
+  # Sizes of the output axes; () = one axis.
+  output_shape: tuple[config_lib.Size, ...] = ()
 
   def __post_init__(self):
     config_lib.validate(self)
+
+  def run(self, x, *, name, dtype, mode):
+    # Under a name of its own: a dense checkpoint does not fit it by chance.
+    module = ACM(self, dtype, mode.learners, mode.noise, name=f'{name}_acm')
+    y_BLD, choice = module(x.reshape(*x.shape[:2], -1))
+    shape = self.output_shape or (self.outputs,)
+    return y_BLD.reshape(*x.shape[:2], *shape), {'adaptive': choice}
+
+  def flops(self, tokens):
+    return {
+      'learners': tokens * self.num_learners * self.learner_flops,
+      'gate': tokens * self.gate_flops,
+    }
+
+  @property
+  def num_params(self):
+    gate = self.gate_hidden * (self.inputs + 1 + self.num_choices)
+    learner = self.hidden * (self.inputs + self.outputs + 1)
+    return self.num_learners * learner + gate + self.num_choices
 
   @property
   def num_choices(self) -> int:
@@ -122,10 +147,13 @@ class Choice:
   one_hot_BLM: jax.Array | None = None
 
 
+FFNS = r'block_\d+/mlp'
+PROJECTIONS = r'block_\d+/attention/(query|key|value|out)'
+
 # How a module runs: `gated` runs what its gate says; `train` all learners,
 # weighed by a drawn choice that gradients reach; an integer k runs the first k;
 # `all` returns h(z, k) for every k.
-Mode = Literal['gated', 'train', 'all'] | int
+Learners = Literal['gated', 'train', 'all'] | int
 
 
 class ACM(nn.Module):
@@ -135,7 +163,8 @@ class ACM(nn.Module):
   """
 
   config: ACMConfig
-  mode: Mode = 'gated'
+  dtype: str = 'float32'
+  mode: Learners = 'gated'
   noise: bool = True  # Whether `train` draws its choices, or takes the best.
 
   def setup(self):
@@ -188,7 +217,7 @@ class ACM(nn.Module):
     match mode:
       case 'all':
         # A loop: as `cumsum` on a CPU it takes forty times as long.
-        sums = [jnp.zeros((*z_BLD.shape[:2], config.outputs), config.dtype)]
+        sums = [jnp.zeros((*z_BLD.shape[:2], config.outputs), self.dtype)]
         for y_BLD in self._each(z_BLD):
           sums.append(sums[-1] + y_BLD)
         return jnp.stack(sums), choice
@@ -235,7 +264,7 @@ class ACM(nn.Module):
     (y_BLD,) = parallel.per_device(
       run, (tokens, *weights, ('batch', 'length')), (tokens,)
     )(
-      z_BLD.astype(config.dtype),
+      z_BLD.astype(self.dtype),
       # The kernel casts them: devices add the parts of float32 gradients.
       *(self.up_NDF, self.bias_NF, self.down_NFD),
       learners_BL,
@@ -252,11 +281,11 @@ class ACM(nn.Module):
   def _each(self, z_BLD):
     """Returns what each learner adds, y_NBLD."""
     config = self.config
-    z_BLD = z_BLD.astype(config.dtype)
+    z_BLD = z_BLD.astype(self.dtype)
     hidden_NBLF = dense.einsum('BLD,NDF->NBLF', z_BLD, self.up_NDF)
     # Cast after the sum, as in `dense.Linear`.
     hidden_NBLF = hidden_NBLF + self.bias_NF[:, None, None]
-    hidden_NBLF = hidden_NBLF.astype(config.dtype)
+    hidden_NBLF = hidden_NBLF.astype(self.dtype)
     if config.activation == 'gelu':
       hidden_NBLF = nn.gelu(hidden_NBLF, approximate=False)
     return dense.einsum('NBLF,NFD->NBLD', hidden_NBLF, self.down_NFD)
@@ -264,18 +293,18 @@ class ACM(nn.Module):
   def _sum(self, z_BLD, *, learners=None, runs_BLN=None):
     """Returns the sum of the first learners, weighed by `runs_BLN` if given."""
     config = self.config
-    z_BLD = z_BLD.astype(config.dtype)
+    z_BLD = z_BLD.astype(self.dtype)
     if learners == 0:
-      return jnp.zeros((*z_BLD.shape[:2], config.outputs), config.dtype)
+      return jnp.zeros((*z_BLD.shape[:2], config.outputs), self.dtype)
     hidden_BLNF = dense.einsum('BLD,NDF->BLNF', z_BLD, self.up_NDF[:learners])
     hidden_BLNF = hidden_BLNF + self.bias_NF[:learners]
-    hidden_BLNF = hidden_BLNF.astype(config.dtype)
+    hidden_BLNF = hidden_BLNF.astype(self.dtype)
     if config.activation == 'gelu':
       hidden_BLNF = nn.gelu(hidden_BLNF, approximate=False)
     if runs_BLN is not None:
       # Before the second product, which is linear: less to weigh than after it.
       hidden_BLNF = hidden_BLNF * runs_BLN[..., None]
-      hidden_BLNF = hidden_BLNF.astype(config.dtype)
+      hidden_BLNF = hidden_BLNF.astype(self.dtype)
     return dense.einsum('BLNF,NFD->BLD', hidden_BLNF, self.down_NFD[:learners])
 
 
@@ -296,6 +325,75 @@ class Gate(nn.Module):
     )
     hidden_BLF = nn.gelu(hidden_BLF, approximate=False)
     return linear(self.config.num_choices, 'logits')(hidden_BLF)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdaptiveConfig:
+  """Which modules of a dense model are adaptive, and how."""
+
+  # Names of the modules to replace: regular expressions, matched whole.
+  replace: tuple[str, ...] = (FFNS, PROJECTIONS)
+  num_learners: config_lib.Unrolled = 4  # N
+  # A residual carries what no learner touches.
+  ffn_min_learners: Literal[0, 1] = 0
+  projection_min_learners: Literal[0, 1] = 1
+  projection_activation: Literal['gelu', 'linear'] = 'gelu'
+  temperature: config_lib.Temperature = 0.8  # Of the gates.
+
+  def __post_init__(self):
+    config_lib.validate(self)
+    if not self.replace:
+      raise errors.UserError(
+        f'replace=() replaces nothing: name modules, such as replace={(FFNS,)}.'
+      )
+    for pattern in self.replace:
+      errors.require_pattern(pattern, 'replace')
+
+  def check(self, block: BlockConfig, num_layers: int) -> None:
+    """Raises UserError where a rule matches none of a model's modules."""
+    layers = range(num_layers)
+    names = [f'block_{i}/{name}' for i in layers for name in block.slots]
+    for pattern in self.replace:
+      if not any(re.fullmatch(pattern, name) for name in names):
+        near = difflib.get_close_matches(pattern, names, n=1, cutoff=0.0)
+        raise errors.UserError(
+          f'replace={pattern!r} matches no module: the names are'
+          ' block_0/mlp, block_0/attention/query and so on; the nearest is'
+          f' {near[0]}.'
+        )
+
+  def adapt(self, layer: int, block: BlockConfig) -> BlockConfig:
+    """Returns the block of a layer with adaptive modules in its slots."""
+    return block.with_slots(
+      {
+        name: self._module(name, slot)
+        for name, slot in block.slots.items()
+        if any(
+          re.fullmatch(pattern, f'block_{layer}/{name}')
+          for pattern in self.replace
+        )
+      }
+    )
+
+  def _module(self, name: str, slot: Slot) -> ACMConfig:
+    common = {
+      'num_learners': self.num_learners,
+      'temperature': self.temperature,
+    }
+    if name == 'mlp':
+      # As if of two kernels: a gated one costs half as much again.
+      hidden = sum(slot.flops(1).values()) // (4 * slot.width)
+      return ffn_config(
+        slot.width, hidden, min_learners=self.ffn_min_learners, **common
+      )
+    return projection_config(
+      math.prod(slot.inputs),
+      math.prod(slot.outputs),
+      min_learners=self.projection_min_learners,
+      activation=self.projection_activation,
+      output_shape=slot.outputs,
+      **common,
+    )
 
 
 def runs(choice_BLM: jax.Array, config: ACMConfig) -> jax.Array:

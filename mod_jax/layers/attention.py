@@ -1,6 +1,8 @@
 """Grouped-query self-attention, with or without rotary positions."""
 
 import dataclasses
+import functools
+from typing import Any
 from typing import Literal
 
 from flax import linen as nn
@@ -14,7 +16,9 @@ from mod_jax import parallel
 from mod_jax.layers import dense
 from mod_jax.layers import rope
 from mod_jax.layers.cache import KVCache
-from mod_jax.layers.tokens import TokenInfo
+from mod_jax.layers.mode import Mode
+from mod_jax.layers.slots import Slot
+from mod_jax.layers.token_info import TokenInfo
 import mod_jax_kernels
 
 
@@ -29,6 +33,9 @@ class AttentionConfig:
   qkv_bias: bool | None = None  # On query, key and value; None = as `bias`.
   out_scale: float = 1.0  # On the standard deviation of the last kernel.
   implementation: str | None = None  # See mod_jax_kernels.attention.
+  # By name, what stands in the place of a dense projection: of `query`, `key`,
+  # `value` or `out`.
+  slots: tuple[tuple[str, Slot], ...] = ()
 
   def __post_init__(self):
     config_lib.validate(self)
@@ -38,37 +45,68 @@ class AttentionConfig:
         f' num_heads={self.num_heads}.'
       )
 
-  def flops(self, tokens: int, *, full_pairs: bool = False) -> int:
-    """Returns the FLOPs of a forward pass over one sequence of tokens.
+  @functools.cached_property
+  def projections(self) -> dict[str, Slot]:
+    """The slots of query, key, value and out, by name."""
+    inner = ('heads', 'head_dim')
+    qkv_bias = self.bias if self.qkv_bias is None else self.qkv_bias
+    projections = {
+      name: dense.LinearConfig(
+        inputs=(self.width,),
+        outputs=(heads, self.head_dim),
+        axes=('embed', *inner),
+        bias=qkv_bias,
+      )
+      for name, heads in (
+        ('query', self.num_heads),
+        ('key', self.num_kv_heads),
+        ('value', self.num_kv_heads),
+      )
+    }
+    projections['out'] = dense.LinearConfig(
+      inputs=(self.num_heads, self.head_dim),
+      outputs=(self.width,),
+      axes=(*inner, 'embed'),
+      bias=self.bias,
+      scale=self.out_scale,
+    )
+    return projections | dict(self.slots)
+
+  def flops(self, tokens: int, *, full_pairs: bool = False) -> dict[str, int]:
+    """Returns forward FLOPs by part, over one sequence of tokens.
 
     Args:
       tokens: tokens processed.
       full_pairs: count every query-key pair, as an implementation that masks
         afterwards executes, instead of the exact causal ones.
     """
-    all_heads = self.num_heads + self.num_kv_heads
-    linear = 2 * tokens * self.width * 2 * all_heads * self.head_dim
     if self.causal and not full_pairs:
       pairs = tokens * (tokens + 1) // 2
     else:
       pairs = tokens**2
-    return linear + 4 * self.num_heads * self.head_dim * pairs
+    parts = {'attention': 4 * self.num_heads * self.head_dim * pairs}
+    for slot in self.projections.values():
+      for part, count in slot.flops(tokens).items():
+        part = 'attention' if part == 'linear' else part
+        parts[part] = parts.get(part, 0) + count
+    return parts
 
 
 @flax.struct.dataclass
-class Update:
+class BlockOutput:
   """What attention, or a block, returns.
 
   Attributes:
     update_BLD: what the caller adds to the residual stream.
     cache: the cache with the tokens added; None without one.
-    score_BL: float32 attention received by each token, where asked for; adds
-      up to 1 in each row.
+    aux: by kind, what else is to be known. `attention`: float32 score_BL, the
+      attention that each token received, where asked for; adds up to 1 in each
+      row. Other kinds are those of the slots, each by the slot's name.
   """
 
   update_BLD: jax.Array
   cache: KVCache | None = None
-  score_BL: jax.Array | None = None
+  aux: dict[str, Any] = flax.struct.field(default_factory=dict)
 
 
 # Which attention a token's score is the mean of, over heads: that of all tokens
@@ -84,7 +122,8 @@ class Attention(nn.Module):
 
   config: AttentionConfig
   dtype: str = 'float32'
-  score: Score | None = None  # What `Update.score_BL` holds.
+  score: Score | None = None  # What `aux['attention']` holds.
+  mode: Mode = Mode()
 
   @nn.compact
   def __call__(
@@ -93,8 +132,8 @@ class Attention(nn.Module):
     info: TokenInfo,
     cache: KVCache | None = None,
     rows_B: jax.Array | None = None,
-  ) -> Update:
-    """Returns the residual update, the cache and the score.
+  ) -> BlockOutput:
+    """Returns the residual update, the cache and what else is to be known.
 
     Args:
       x_BLD: normalised features.
@@ -103,20 +142,17 @@ class Attention(nn.Module):
       rows_B: rows of the cache that the batch stands for; None for all.
     """
     config = self.config
-    qkv_bias = config.bias if config.qkv_bias is None else config.qkv_bias
+    aux = {}
 
-    def project(heads, name):
-      return dense.Linear(
-        (heads, config.head_dim),
-        ('embed', 'heads', 'head_dim'),
-        bias=qkv_bias,
-        dtype=self.dtype,
-        name=name,
-      )(x_BLD)
+    def project(name, x):
+      slot = config.projections[name]
+      y, more = slot.run(x, name=name, dtype=self.dtype, mode=self.mode)
+      add_aux(aux, name, more)
+      return y
 
-    q_BLHC = project(config.num_heads, 'query')
-    k_BLGC = project(config.num_kv_heads, 'key')
-    v_BLGC = project(config.num_kv_heads, 'value')
+    q_BLHC, k_BLGC, v_BLGC = (
+      project(name, x_BLD) for name in ('query', 'key', 'value')
+    )
     if info.rotation_BLC is not None:
       q_BLHC = rope.rotate(q_BLHC, info.rotation_BLC)
       k_BLGC = rope.rotate(k_BLGC, info.rotation_BLC)
@@ -126,11 +162,10 @@ class Attention(nn.Module):
     )
     self.sow('intermediates', 'queries', q_BLHC)
     self.sow('intermediates', 'keys', k_BLGC)
-    score_BL = None
     if info.keep_BL is not None:
       out_BLHC = masked_attention(q_BLHC, k_BLGC, v_BLGC, info.keep_BL)
     elif self.score == 'mean':
-      out_BLHC, score_BL = _scored(q_BLHC, k_BLGC, v_BLGC, info)
+      out_BLHC, aux['attention'] = _scored(q_BLHC, k_BLGC, v_BLGC, info)
     elif cache is None:
       out_BLHC = _attended(config, q_BLHC, k_BLGC, v_BLGC, info)
     else:
@@ -145,21 +180,19 @@ class Attention(nn.Module):
         value_BSGC,
         info.position_BL[:, :, None] >= position_BS[:, None, :],
       )
-    update_BLD = dense.Linear(
-      (config.width,),
-      ('heads', 'head_dim', 'embed'),
-      contract=2,
-      bias=config.bias,
-      scale=config.out_scale,
-      dtype=self.dtype,
-      name='out',
-    )(out_BLHC)
+    update_BLD = project('out', out_BLHC)
     if self.score == 'first':
       # One query: N products a head, whatever computed the attention.
       weight_BH1S = attention_map(q_BLHC[:, :1], k_BLGC, info.keep_BL)
-      score_BL = weight_BH1S.mean(axis=(1, 2))
+      aux['attention'] = weight_BH1S.mean(axis=(1, 2))
     update_BLD = parallel.constrain(update_BLD, 'batch', 'length', 'act_embed')
-    return Update(update_BLD, cache, score_BL)
+    return BlockOutput(update_BLD, cache, aux)
+
+
+def add_aux(aux: dict[str, Any], name: str, more: dict[str, Any]) -> None:
+  """Adds what a slot of this name tells to `aux`, by kind and name."""
+  for kind, value in more.items():
+    aux.setdefault(kind, {})[name] = value
 
 
 def attention_map(

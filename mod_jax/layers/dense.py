@@ -1,8 +1,13 @@
 """Linear maps and norms as the other layers want them: named axes, dtypes."""
 
+import dataclasses
+import math
+
 from flax import linen as nn
 import jax
 import jax.numpy as jnp
+
+from mod_jax.layers.slots import Slot
 
 
 def einsum(
@@ -118,6 +123,46 @@ class Linear(nn.Module):
       # Cast after the sum: the gradient, a sum over tokens, is float32 so.
       y = (y + bias).astype(y.dtype)
     return y
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LinearConfig(Slot):
+  """A `Linear` in a slot.
+
+  Attributes:
+    inputs: sizes of the axes that are contracted.
+    outputs: sizes of the output axes.
+    axes: logical names of the kernel's axes, inputs first.
+    bias: whether to add one.
+    scale: factor on the initial standard deviation.
+  """
+
+  inputs: tuple[int, ...]
+  outputs: tuple[int, ...]
+  axes: tuple[str, ...]
+  bias: bool = False
+  scale: float = 1.0
+
+  def run(self, x, *, name, dtype, mode):
+    del mode
+    linear = Linear(
+      self.outputs,
+      self.axes,
+      contract=len(self.inputs),
+      bias=self.bias,
+      scale=self.scale,
+      dtype=dtype,
+      name=name,
+    )
+    return linear(x), {}
+
+  def flops(self, tokens):
+    return {'linear': 2 * tokens * math.prod(self.inputs + self.outputs)}
+
+  @property
+  def num_params(self):
+    bias = self.bias * math.prod(self.outputs)
+    return math.prod(self.inputs + self.outputs) + bias
 
 
 def rms_norm(epsilon: float, dtype: str, name: str) -> nn.RMSNorm:

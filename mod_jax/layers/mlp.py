@@ -9,10 +9,11 @@ import jax
 from mod_jax import config as config_lib
 from mod_jax import parallel
 from mod_jax.layers import dense
+from mod_jax.layers.slots import Slot
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MLPConfig:
+class MLPConfig(Slot):
   width: config_lib.Size  # Features in and out.
   hidden: config_lib.Size  # Hidden units.
   kind: Literal['swiglu', 'gelu', 'gelu_tanh'] = 'swiglu'
@@ -22,10 +23,21 @@ class MLPConfig:
   def __post_init__(self):
     config_lib.validate(self)
 
-  def flops(self, tokens: int) -> int:
-    """Returns the FLOPs of a forward pass over so many tokens."""
-    kernels = 3 if self.kind == 'swiglu' else 2
-    return kernels * 2 * tokens * self.width * self.hidden
+  def run(self, x, *, name, dtype, mode):
+    del mode
+    return MLP(self, dtype, name=name)(x), {}
+
+  def flops(self, tokens):
+    return {'mlp': 2 * tokens * self._kernels * self.width * self.hidden}
+
+  @property
+  def num_params(self):
+    biases = (self._kernels - 1) * self.hidden + self.width
+    return self._kernels * self.width * self.hidden + self.bias * biases
+
+  @property
+  def _kernels(self):
+    return 3 if self.kind == 'swiglu' else 2
 
 
 class MLP(nn.Module):

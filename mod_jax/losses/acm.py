@@ -20,13 +20,13 @@ class Learners:
   """What the losses need to know of a module.
 
   Attributes:
-    least: the smallest number of learners that the gate chooses among.
-    most: N, the largest.
+    min: the smallest number of learners that the gate chooses among.
+    max: N, the largest.
     cost: of one learner on one token.
   """
 
-  least: int
-  most: int
+  min: int
+  max: int
   cost: float
 
 
@@ -63,34 +63,37 @@ def gate_labels(distance_KBL: jax.Array, tau: float) -> jax.Array:
     distance_KBL: d(k) for k = 0, …, N, as of `distances`.
     tau: τ > 1.
   """
-  most = distance_KBL.shape[0] - 1
-  if most < 2:
-    return jnp.full(distance_KBL.shape[1:], most, jnp.int32)
+  num_learners = distance_KBL.shape[0] - 1
+  if num_learners < 2:
+    return jnp.full(distance_KBL.shape[1:], num_learners, jnp.int32)
   # Not a quotient: d(n) may be 0, and then n is worth it; but nothing is beyond
   # d(n-1) = 0.
   before_NBL, after_NBL = distance_KBL[1:-1], distance_KBL[2:]
   small_NBL = (before_NBL < tau * after_NBL) | (before_NBL == 0)
   first_BL = jnp.argmax(small_NBL, axis=0)
-  label_BL = jnp.where(small_NBL.any(axis=0), first_BL + 2, most)
+  label_BL = jnp.where(small_NBL.any(axis=0), first_BL + 2, num_learners)
   return label_BL.astype(jnp.int32)
 
 
 def gate_loss(
-  logits_BLM: jax.Array, label_BL: jax.Array, least: int, temperature: float
+  logits_BLM: jax.Array,
+  label_BL: jax.Array,
+  min_learners: int,
+  temperature: float,
 ) -> Pair:
   """Returns cross-entropy of the soft choices ν against labels: Eq. 6.
 
   Args:
-    logits_BLM: of the choices `least`, …, N.
-    label_BL: numbers of learners; those below `least` count as it.
-    least: the smallest number to choose.
+    logits_BLM: of the choices `min_learners`, …, N.
+    label_BL: numbers of learners; those below `min_learners` count as it.
+    min_learners: the smallest number to choose.
     temperature: of the softmax.
 
   Returns:
     (sum over images of the mean over tokens, in nats; images).
   """
   nats_BL = optax.softmax_cross_entropy_with_integer_labels(
-    logits_BLM / temperature, jnp.maximum(label_BL - least, 0)
+    logits_BLM / temperature, jnp.maximum(label_BL - min_learners, 0)
   )
   return nats_BL.mean(axis=-1).sum(), jnp.float32(len(label_BL))
 
@@ -99,14 +102,14 @@ def load_per_image(
   choices: Mapping[str, jax.Array], modules: Mapping[str, Learners]
 ) -> jax.Array:
   """Returns the fraction of all learners' cost that each image is spent on."""
-  spent_B, most = 0.0, 0.0
+  spent_B, whole = 0.0, 0.0
   for name, one_hot_BLM in choices.items():
     module = modules[name]
-    count_M = jnp.arange(module.least, module.most + 1, dtype=jnp.float32)
+    count_M = jnp.arange(module.min, module.max + 1, dtype=jnp.float32)
     learners_BL = one_hot_BLM.astype(jnp.float32) @ count_M
     spent_B += module.cost * learners_BL.sum(axis=-1)
-    most += module.cost * module.most * learners_BL.shape[-1]
-  return spent_B / most
+    whole += module.cost * module.max * learners_BL.shape[-1]
+  return spent_B / whole
 
 
 def learners_per_image(

@@ -14,6 +14,7 @@ from mod_jax import config as config_lib
 from mod_jax import errors
 from mod_jax import routing
 from mod_jax.layers import dense
+from mod_jax.layers.mode import Mode
 from mod_jax.models import vit
 from mod_jax.models.vit import ViTConfig
 
@@ -62,11 +63,12 @@ class DynamicViTConfig:
         f' {len(self.stages)} stages, none larger than the one before; or a'
         ' single number.'
       )
-    if self.backbone.routing is not None:
-      raise errors.UserError(
-        'backbone.routing: DynamicViT drops tokens of a dense backbone; set it'
-        ' to None.'
-      )
+    for name in ('routing', 'adaptive'):
+      if getattr(self.backbone, name) is not None:
+        raise errors.UserError(
+          f'backbone.{name}: DynamicViT drops tokens of a dense backbone; set'
+          ' it to None.'
+        )
     if self.score == 'class_attention' and self.stages[0] == 0:
       raise errors.UserError(
         "stages begin with block 0, and score='class_attention' needs a block"
@@ -109,8 +111,8 @@ class DynamicViTConfig:
     return self.backbone.num_tokens
 
   def build(self, **kwargs) -> 'DynamicViT':
-    """Returns the module; `train=True` for one that trains."""
-    return DynamicViT(self, **kwargs)
+    """Returns the module; keywords are fields of `Mode`."""
+    return DynamicViT(self, Mode(**kwargs))
 
   def dense_twin(self) -> ViTConfig:
     """Returns the backbone, which drops nothing: also the teacher."""
@@ -153,7 +155,7 @@ class DynamicViTConfig:
             },
           )
         )
-      rows.append((f'block_{i}', backbone.block_flops(tokens)))
+      rows.append((f'block_{i}', backbone.block_flops(i, tokens)))
     rows.append(('head', backbone.head_flops(self.kept[-1])))
     return rows
 
@@ -238,21 +240,21 @@ class DynamicViT(nn.Module):
   """Images in, class logits out, from ever fewer patches.
 
   The parameters are the backbone's and, beside them, `prediction_<stage>`: a
-  dense checkpoint fits as it is. With `train`, learnt scores decide by hard
+  dense checkpoint fits as it is. In training, learnt scores decide by hard
   Gumbel-softmax and dropped patches are masked, so that gradients reach the
-  decision; without, they are removed, and so are those of other scores always.
+  decision; else they are removed, and so are those of other scores always.
 
   Rng streams: `params`; `gumbel` where masks are drawn; `routing` for random
   scores; `stochastic_depth` as in `ViT`.
   """
 
   config: DynamicViTConfig
-  train: bool = False
+  mode: Mode = Mode()
 
   def setup(self):
     config = self.config
     self.backbone = config.backbone.build(
-      train=self.train,
+      **vars(self.mode),
       scored=tuple(i - 1 for i in config.stages)
       if config.score == 'class_attention'
       else (),
@@ -291,7 +293,7 @@ class DynamicViT(nn.Module):
     if decisions_SBN is not None:
       self._check(decisions_SBN, images_BHWC.shape[0])
     masked = decisions_SBN is not None or (
-      self.train and config.score in _LEARNED
+      self.mode.train and config.score in _LEARNED
     )
     x_BLD = self.backbone.embed(images_BHWC)
     prefix = config.backbone.num_prefix
@@ -301,7 +303,7 @@ class DynamicViT(nn.Module):
     # The patches that x holds, and which of them count.
     index_BN = jnp.broadcast_to(jnp.arange(patches), (batch, patches))
     keep_BN = jnp.ones((batch, patches), jnp.float32)
-    told, probabilities, score_BL = [], [], None
+    kept, probabilities, score_BL = [], [], None
 
     for i in range(config.backbone.num_layers):
       if i in config.stages and config.score == 'structural':
@@ -330,15 +332,16 @@ class DynamicViT(nn.Module):
           info = vit.token_info(x_BLD)
           index_BN = jnp.take_along_axis(index_BN, index_BK, axis=1)
           keep_BN = jnp.ones(index_BN.shape, jnp.float32)
-        told.append(_spread(keep_BN, index_BN, patches))
-      x_BLD, score_BL, _ = self.backbone.step(i, x_BLD, info=info)
+        kept.append(_spread(keep_BN, index_BN, patches))
+      done = self.backbone.step(i, x_BLD, info=info)
+      x_BLD, score_BL = done.x_BLD, done.aux.get('attention')
     logits_BV, x_BLD = self.backbone.classify(
       x_BLD, keep_BN if masked else None
     )
     return DynamicViTOutput(
       logits_BV,
       x_BLD,
-      jnp.stack(told) if told else jnp.zeros((0, batch, patches)),
+      jnp.stack(kept) if kept else jnp.zeros((0, batch, patches)),
       jnp.stack(probabilities) if probabilities else None,
     )
 

@@ -15,17 +15,20 @@ import numpy as np
 from mod_jax import config as config_lib
 from mod_jax import errors
 from mod_jax import parallel
-from mod_jax import routing
 from mod_jax.layers import dense
-from mod_jax.layers import mod
 from mod_jax.layers import rope
-from mod_jax.layers import tokens as tokens_lib
+from mod_jax.layers import stack as stack_lib
+from mod_jax.layers import token_info
+from mod_jax.layers.acm import AdaptiveConfig
 from mod_jax.layers.attention import AttentionConfig
-from mod_jax.layers.block import Block
 from mod_jax.layers.block import BlockConfig
-from mod_jax.layers.cache import KVCache
 from mod_jax.layers.mlp import MLPConfig
-from mod_jax.layers.mod import MoDBlock
+from mod_jax.layers.mode import Mode
+from mod_jax.layers.mode import RoutingMode
+from mod_jax.layers.routed import MoDConfig
+from mod_jax.layers.routed import Routing
+from mod_jax.layers.stack import Stack
+from mod_jax.layers.stack import StackConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,12 +47,11 @@ class LMConfig:
   tied_head: bool = True  # Whether the output head is the embedding.
   rope_theta: Annotated[float, config_lib.Range(gt=1)] = 10_000.0
   norm_epsilon: config_lib.Epsilon = 1e-6
-  routing: mod.MoDConfig | None = mod.MoDConfig()
+  routing: MoDConfig | None = MoDConfig()
+  adaptive: AdaptiveConfig | None = None  # Layers split into learners.
   dtype: Literal['float32', 'bfloat16'] = 'float32'  # Of the computation.
   scan_layers: bool = False  # One compiled group of blocks, looped over.
-  # What is kept for the backward pass: all, the matmuls' outputs, or only the
-  # input of each block (and the routing choices, always).
-  remat: Literal['none', 'dots', 'full'] = 'none'
+  remat: stack_lib.Remat = 'none'
   # Backend of whole sequences; None = the fitting one.
   attention: Literal['xla', 'cudnn', 'splash'] | None = None
 
@@ -74,33 +76,7 @@ class LMConfig:
         " channels: cuDNN takes dtype='bfloat16' and multiples of 8 channels up"
         ' to 256; change these, or choose another attention.'
       )
-    _ = self.capacities  # Refuses routing that does not fit the layers.
-    if self.scan_layers:
-      self._check_scan()
-
-  def _check_scan(self):
-    period, capacities = self.period, self.capacities
-    if self.num_layers % period:
-      raise errors.UserError(
-        f'num_layers={self.num_layers} is not a multiple of the routing'
-        f' period={period}, so the layers cannot be scanned: change it, or set'
-        ' scan_layers=False.'
-      )
-    groups = {
-      tuple(c is None for c in capacities[i : i + period])
-      for i in range(0, self.num_layers, period)
-    }
-    if len(groups) > 1:
-      raise errors.UserError(
-        'routing.first or routing.layers makes groups of blocks that differ,'
-        ' which cannot be scanned: set scan_layers=False, or route every'
-        ' period-th block.'
-      )
-    if len({c for c in capacities if c is not None}) > 1:
-      raise errors.UserError(
-        'Layers of different capacity have different shapes and cannot be'
-        ' scanned: set scan_layers=False, or give one capacity for all.'
-      )
+    _ = self.stack  # Refuses what does not fit the layers.
 
   @functools.cached_property
   def block(self) -> BlockConfig:
@@ -127,29 +103,34 @@ class LMConfig:
       dtype=self.dtype,
     )
 
-  @property
-  def period(self) -> int:
-    """Blocks in the group that repeats."""
-    return self.routing.period if self.routing else 1
+  @functools.cached_property
+  def stack(self) -> StackConfig:
+    """The layers."""
+    return StackConfig(
+      layers=stack_lib.layer_configs(
+        self.block, self.num_layers, self.routing, adaptive=self.adaptive
+      ),
+      remat=self.remat,
+      period=self.routing.period if self.routing else 1,
+      scan=self.scan_layers,
+    )
 
   @property
   def capacities(self) -> tuple[float | None, ...]:
     """Each block's capacity; None for a block that is not routed."""
-    if self.routing is None:
-      return (None,) * self.num_layers
-    return self.routing.capacities(self.num_layers)
+    return self.stack.capacities
 
   @property
   def num_routed(self) -> int:
     return sum(capacity is not None for capacity in self.capacities)
 
-  def build(self) -> 'LanguageModel':
-    """Returns the module."""
-    return LanguageModel(self)
+  def build(self, **kwargs) -> 'LanguageModel':
+    """Returns the module; keywords are fields of `Mode`."""
+    return LanguageModel(self, Mode(**kwargs))
 
   def dense_twin(self) -> 'LMConfig':
-    """Returns the same model without routing."""
-    return dataclasses.replace(self, routing=None)
+    """Returns the same model without routing and without adaptive modules."""
+    return dataclasses.replace(self, routing=None, adaptive=None)
 
   def example(self) -> jax.Array:
     """Returns the least input that the model can be initialised with."""
@@ -157,10 +138,7 @@ class LMConfig:
 
   def tokens_per_block(self, length: int) -> tuple[int, ...]:
     """Returns how many of a sequence's tokens each block processes."""
-    return tuple(
-      length if c is None else routing.num_chosen(c, length)
-      for c in self.capacities
-    )
+    return self.stack.tokens_per_block(length)
 
   def flops_table(
     self, length: int, **kwargs
@@ -171,15 +149,10 @@ class LMConfig:
       length: tokens of the sequence.
       **kwargs: passed to `AttentionConfig.flops`.
     """
-    rows = []
-    for i, capacity in enumerate(self.capacities):
-      if capacity is None:
-        rows.append((f'block_{i}', self.block.flops(length, **kwargs)))
-      else:
-        parts = mod.flops(self.block, self.routing, capacity, length, **kwargs)
-        rows.append((f'block_{i} (routed)', parts))
-    rows.append(('head', {'head': 2 * length * self.width * self.vocab_size}))
-    return rows
+    return [
+      *self.stack.flops_table(length, **kwargs),
+      ('head', {'head': 2 * length * self.width * self.vocab_size}),
+    ]
 
 
 @flax.struct.dataclass
@@ -200,7 +173,7 @@ class LMCache:
     config: LMConfig,
     batch: int,
     length: int,
-    mode: mod.RoutingMode,
+    mode: RoutingMode,
     length_B: jax.Array | None = None,
   ) -> 'LMCache':
     """Returns room for `length` tokens per sequence, less in routed layers.
@@ -213,27 +186,8 @@ class LMCache:
       length_B: tokens that each sequence will have in the end, by which
         `overflow='drop'` counts its slots; None = `length`.
     """
-    attention = config.block.attention
-
-    def one(capacity):
-      slots, limit_B = length, None
-      if capacity is not None:
-        slots = mode.slots(capacity, length)
-        if mode.overflow == 'drop' and length_B is not None:
-          limit_B = mode.row_slots(capacity, length, length_B)
-      return KVCache.empty(
-        batch,
-        slots,
-        attention.num_kv_heads,
-        attention.head_dim,
-        config.dtype,
-        limit_B,
-      )
-
-    blocks = tuple(map(one, config.capacities))
-    if config.scan_layers:
-      blocks = _stack(blocks, config.period)
-    return cls(blocks, jnp.zeros(batch, jnp.int32))
+    caches = config.stack.caches(batch, length, mode, length_B)
+    return cls(caches, jnp.zeros(batch, jnp.int32))
 
 
 @flax.struct.dataclass
@@ -242,65 +196,18 @@ class LMOutput:
 
   Attributes:
     logits_BLV: float32 logits of the next token.
-    routing: for each routed layer, first to last, what it chose.
+    aux: what each layer tells, by kind; see `stack.collect`.
     cache: the cache with the tokens added; None without one.
   """
 
   logits_BLV: jax.Array
-  routing: tuple[mod.Routing, ...] = ()
+  aux: tuple[dict[str, Any], ...] = ()
   cache: LMCache | None = None
 
-
-def _run_blocks(config, capacities, mode, x_BLD, thresholds, caches, info):
-  """Runs consecutive blocks within the calling module.
-
-  Args:
-    config: the model's config.
-    capacities: each block's capacity; None for a dense one.
-    mode: how routed blocks choose.
-    x_BLD: features.
-    thresholds: a scalar per routed block.
-    caches: a KVCache per block, or None.
-    info: facts about the tokens.
-
-  Returns:
-    x_BLD and (what each routed block told, the new caches or None).
-  """
-  dense_block, routed_block = (
-    mod.remat(module, config.remat, scanned=config.scan_layers)
-    for module in (Block, MoDBlock)
-  )
-  told, new_caches = [], []
-  for i, capacity in enumerate(capacities):
-    cache = None if caches is None else caches[i]
-    if capacity is None:
-      block = dense_block(config.block, name=f'block_{i}')
-      done = block(x_BLD, info, cache)
-      x_BLD, cache = x_BLD + done.update_BLD, done.cache
-    else:
-      block = routed_block(
-        config.block, config.routing, capacity, mode, name=f'block_{i}'
-      )
-      threshold = thresholds[len(told)]
-      x_BLD, routed, cache = block(x_BLD, info, threshold, cache)
-      told.append(routed)
-    x_BLD = parallel.constrain(x_BLD, 'batch', 'length', 'act_embed')
-    new_caches.append(cache)
-  return x_BLD, (tuple(told), None if caches is None else tuple(new_caches))
-
-
-class Group(nn.Module):
-  """The blocks of one routing period: the body of a scan over layers."""
-
-  config: LMConfig
-  mode: mod.RoutingMode
-
-  @nn.compact
-  def __call__(self, x_BLD, thresholds, caches, info):
-    capacities = self.config.capacities[: self.config.period]
-    return _run_blocks(
-      self.config, capacities, self.mode, x_BLD, thresholds, caches, info
-    )
+  @property
+  def routing(self) -> tuple[Routing, ...]:
+    """For each routed layer, first to last, what it chose."""
+    return tuple(stack_lib.collect(self.aux, 'router').values())
 
 
 class LanguageModel(nn.Module):
@@ -308,10 +215,12 @@ class LanguageModel(nn.Module):
 
   Collections: `params`; and `moving`, the moving-average thresholds, where
   `routing.threshold_decay` asks for them (make it mutable to train them).
-  Rng streams: `params`; `routing` for Gaussian scores.
+  Rng streams: `params`; `routing` for Gaussian scores; `gumbel` where choices
+  of learners are drawn.
   """
 
   config: LMConfig
+  mode: Mode = Mode()
 
   @nn.compact
   def __call__(
@@ -320,7 +229,7 @@ class LanguageModel(nn.Module):
     *,
     valid_BL: jax.Array | None = None,
     segment_BL: jax.Array | None = None,
-    mode: mod.RoutingMode | str = 'top_k',
+    mode: RoutingMode | str | None = None,
     cache: LMCache | None = None,
   ) -> LMOutput:
     """Returns logits, routing and cache.
@@ -329,7 +238,8 @@ class LanguageModel(nn.Module):
       tokens_BL: int token ids.
       valid_BL: False for padding, left or right; None if there is none.
       segment_BL: document numbers of packed rows; tokens see their own only.
-      mode: how routed blocks choose; a string is a rule's name. It is static:
+      mode: how routed blocks choose; a string is a rule's name, None what the
+        module's own mode says. It is static:
         `jax.jit(model.apply, static_argnames='mode')`.
       cache: what came before the tokens; None for whole sequences.
 
@@ -338,7 +248,8 @@ class LanguageModel(nn.Module):
         not trained for.
     """
     config = self.config
-    mode = mod.RoutingMode(rule=mode) if isinstance(mode, str) else mode
+    mode = RoutingMode(rule=mode) if isinstance(mode, str) else mode
+    mode = self.mode.routing if mode is None else mode
     check_tokens(config, tokens_BL, valid_BL, segment_BL)
     _check_mode(config, mode, tokens_BL, segment_BL, cache)
     embedding_VD = self.param(
@@ -354,12 +265,12 @@ class LanguageModel(nn.Module):
     x_BLD = parallel.constrain(x_BLD, 'batch', 'length', 'act_embed')
     info = self._token_info(tokens_BL, valid_BL, segment_BL, cache)
 
-    moving, thresholds = self._thresholds(mode)
-    x_BLD, told, blocks = self._blocks(x_BLD, info, thresholds, cache, mode)
-    if moving is not None and told and cache is None:
-      self._update_thresholds(moving, told)
+    stack = Stack(config.stack, dataclasses.replace(self.mode, routing=mode))
+    nn.share_scope(self, stack)
+    done = stack(x_BLD, info, None if cache is None else cache.blocks)
 
-    x_BLD = dense.rms_norm(config.norm_epsilon, config.dtype, 'norm')(x_BLD)
+    norm = dense.rms_norm(config.norm_epsilon, config.dtype, 'norm')
+    x_BLD = norm(done.x_BLD)
     if config.tied_head:
       logits_BLV = dense.einsum('BLD,VD->BLV', x_BLD, embedding_VD, 'float32')
     else:
@@ -373,15 +284,15 @@ class LanguageModel(nn.Module):
     logits_BLV = parallel.constrain(logits_BLV, 'batch', 'length', 'act_vocab')
     if cache is not None:
       seen_B = _count(tokens_BL, valid_BL)
-      cache = LMCache(blocks, cache.length_B + seen_B)
-    return LMOutput(logits_BLV, told, cache)
+      cache = LMCache(done.caches, cache.length_B + seen_B)
+    return LMOutput(logits_BLV, done.aux, cache)
 
   def _token_info(self, tokens_BL, valid_BL, segment_BL, cache):
     config = self.config
     if valid_BL is None:
       position_BL = jnp.arange(tokens_BL.shape[1], dtype=jnp.int32)[None]
     else:
-      position_BL = tokens_lib.count_positions(valid_BL)
+      position_BL = token_info.count_positions(valid_BL)
     if cache is not None:
       position_BL = position_BL + cache.length_B[:, None]
     rotation_BLC = rope.rotation(
@@ -392,68 +303,9 @@ class LanguageModel(nn.Module):
     def spread(x):
       return jnp.broadcast_to(x, (batch, *x.shape[1:]))
 
-    return tokens_lib.TokenInfo(
+    return token_info.TokenInfo(
       spread(position_BL), spread(rotation_BLC), valid_BL, segment_BL
     )
-
-  def _thresholds(self, mode):
-    """Returns the variable, if there is one, and a threshold per layer."""
-    config = self.config
-    num_routed = config.num_routed
-    moving = None
-    if config.routing and config.routing.threshold_decay:
-      stored = self.has_variable('moving', 'threshold')
-      if stored or self.is_mutable_collection('moving'):
-        moving = self.variable(
-          *('moving', 'threshold'), routing.MovingThreshold.zeros, num_routed
-        )
-    if mode.rule == 'threshold' and moving is None:
-      raise errors.UserError(
-        "rule='threshold' needs the moving averages of training: pass the"
-        " 'moving' collection beside 'params'."
-      )
-    if moving is None:
-      return None, jnp.full(num_routed, jnp.inf)
-    return moving, moving.value.value_R()
-
-  def _update_thresholds(self, moving, told):
-    if self.is_initializing() or not self.is_mutable_collection('moving'):
-      return
-    # One mean for all layers, after them: one reduction over the devices.
-    kth_RB = jnp.stack([routed.kth_B for routed in told])
-    seen_RB = kth_RB < jnp.inf  # A row of nothing but padding has no score.
-    kth_R = jnp.where(seen_RB, kth_RB, 0).sum(axis=-1)
-    kth_R /= jnp.maximum(seen_RB.sum(axis=-1), 1)
-    decay = self.config.routing.threshold_decay
-    moving.value = moving.value.update(kth_R, decay)
-
-  def _blocks(self, x_BLD, info, thresholds_R, cache, mode):
-    """Runs all blocks, unrolled or scanned, with rematerialisation."""
-    config = self.config
-    caches = None if cache is None else cache.blocks
-    if not config.scan_layers:
-      x_BLD, (told, caches) = _run_blocks(
-        config, config.capacities, mode, x_BLD, thresholds_R, caches, info
-      )
-      return x_BLD, told, caches
-
-    groups = config.num_layers // config.period
-    x_BLD, (told_G, caches) = nn.scan(
-      Group,
-      variable_axes={'params': 0},
-      split_rngs={'params': True, 'routing': True},
-      in_axes=(0, 0, nn.broadcast),
-      length=groups,
-      metadata_params={nn.PARTITION_NAME: 'layers'},
-    )(
-      config, mode, name='layers'
-    )(x_BLD, thresholds_R.reshape(groups, -1), caches, info)
-    told = tuple(
-      jax.tree.map(lambda x, i=i: x[i], told_j)
-      for i in range(groups)
-      for told_j in told_G
-    )
-    return x_BLD, told, caches
 
 
 def check_tokens(
@@ -545,14 +397,6 @@ def _check_mode(config, mode, tokens_BL, segment_BL, cache):
     )
 
 
-def _stack(blocks: tuple, period: int):
-  """Stacks per-block trees into one tree for each place in the period."""
-  return tuple(
-    jax.tree.map(lambda *x: jnp.stack(x), *blocks[j::period])
-    for j in range(period)
-  )
-
-
 def unrolled(config: LMConfig, params):
   """Turns the parameters of scanned layers into those of unrolled ones.
 
@@ -563,24 +407,11 @@ def unrolled(config: LMConfig, params):
   Returns:
     (config with `scan_layers=False`, params).
   """
-  if not config.scan_layers:
-    return config, params
-  params = dict(params)
-  layers = params.pop('layers')
-  for i in range(config.num_layers):
-    group, j = divmod(i, config.period)
-    block = jax.tree.map(lambda x, g=group: x[g], layers[f'block_{j}'])
-    params[f'block_{i}'] = block
-  return dataclasses.replace(config, scan_layers=False), params
+  unscanned = dataclasses.replace(config, scan_layers=False)
+  return unscanned, stack_lib.unrolled(config.stack, params)
 
 
 def scanned(config: LMConfig, params):
   """The way back from `unrolled`: (config with `scan_layers=True`, params)."""
-  if config.scan_layers:
-    return config, params
   config = dataclasses.replace(config, scan_layers=True)
-  params = dict(params)
-  blocks = tuple(params.pop(f'block_{i}') for i in range(config.num_layers))
-  stacked = _stack(blocks, config.period)
-  params['layers'] = {f'block_{j}': tree for j, tree in enumerate(stacked)}
-  return config, params
+  return config, stack_lib.scanned(config.stack, params)

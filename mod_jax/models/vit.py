@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from typing import Any
 from typing import Literal
 
 from flax import linen as nn
@@ -13,18 +14,21 @@ import jax.numpy as jnp
 from mod_jax import config as config_lib
 from mod_jax import errors
 from mod_jax import parallel
-from mod_jax import routing
 from mod_jax.layers import dense
-from mod_jax.layers import mod
+from mod_jax.layers import stack as stack_lib
+from mod_jax.layers.acm import AdaptiveConfig
 from mod_jax.layers.attention import AttentionConfig
-from mod_jax.layers.block import Block
 from mod_jax.layers.block import BlockConfig
 from mod_jax.layers.mlp import MLPConfig
-from mod_jax.layers.mod import MoDBlock
-from mod_jax.layers.mod import VisionRoutingConfig
+from mod_jax.layers.mode import Mode
+from mod_jax.layers.routed import LayerOutput
+from mod_jax.layers.routed import Routing
+from mod_jax.layers.routed import VisionRoutingConfig
+from mod_jax.layers.stack import Stack
+from mod_jax.layers.stack import StackConfig
 from mod_jax.layers.stem import ConvStem
 from mod_jax.layers.stem import ConvStemConfig
-from mod_jax.layers.tokens import TokenInfo
+from mod_jax.layers.token_info import TokenInfo
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,10 +59,9 @@ class ViTConfig:
   # it rises linearly from 0 at the first.
   stochastic_depth: config_lib.BelowOne = 0.0
   routing: VisionRoutingConfig | None = None
+  adaptive: AdaptiveConfig | None = None  # Layers split into learners.
   dtype: Literal['float32', 'bfloat16'] = 'float32'  # Of the computation.
-  # What is kept for the backward pass: all, the matmuls' outputs, or only the
-  # input of each block (and the routing choices, always).
-  remat: Literal['none', 'dots', 'full'] = 'none'
+  remat: stack_lib.Remat = 'none'
 
   def __post_init__(self):
     config_lib.validate(self)
@@ -81,7 +84,7 @@ class ViTConfig:
         f'patch_size={self.patch_size}: the convolutional stem halves the'
         ' image first, so it needs an even number.'
       )
-    _ = self.capacities  # Refuses routing that does not fit the layers.
+    _ = self.stack  # Refuses what does not fit the layers.
 
   @functools.cached_property
   def block(self) -> BlockConfig:
@@ -105,6 +108,20 @@ class ViTConfig:
       norm_epsilon=self.norm_epsilon,
       residual_scale=self.residual_scale,
       dtype=self.dtype,
+    )
+
+  @functools.cached_property
+  def stack(self) -> StackConfig:
+    """The layers."""
+    return StackConfig(
+      layers=stack_lib.layer_configs(
+        self.block,
+        self.num_layers,
+        self.routing,
+        adaptive=self.adaptive,
+        stochastic_depth=self.stochastic_depth,
+      ),
+      remat=self.remat,
     )
 
   @property
@@ -132,21 +149,20 @@ class ViTConfig:
   @property
   def capacities(self) -> tuple[float | None, ...]:
     """Each block's capacity; None for a block that is not routed."""
-    if self.routing is None:
-      return (None,) * self.num_layers
-    return self.routing.capacities(self.num_layers)
+    return self.stack.capacities
 
   @property
   def num_routed(self) -> int:
     return sum(capacity is not None for capacity in self.capacities)
 
   def build(self, **kwargs) -> 'ViT':
-    """Returns the module; `train=True` for one that trains."""
-    return ViT(self, **kwargs)
+    """Returns the module; keywords are fields of `Mode`, and `scored`."""
+    scored = kwargs.pop('scored', ())
+    return ViT(self, Mode(**kwargs), scored)
 
   def dense_twin(self) -> 'ViTConfig':
-    """Returns the same model without routing."""
-    return dataclasses.replace(self, routing=None)
+    """Returns the same model without routing and without adaptive modules."""
+    return dataclasses.replace(self, routing=None, adaptive=None)
 
   def isoflop_twin(self, num_layers: int | None = None) -> 'ViTConfig':
     """Returns a dense model of about the same FLOPs: its first layers alone.
@@ -172,17 +188,13 @@ class ViTConfig:
 
   def tokens_per_block(self) -> tuple[int, ...]:
     """Returns how many of an image's tokens each block processes."""
-    length = self.num_tokens
-    return tuple(
-      length if c is None else routing.num_chosen(c, length)
-      for c in self.capacities
-    )
+    return self.stack.tokens_per_block(self.num_tokens)
 
-  def block_flops(self, tokens: int) -> dict[str, int]:
-    """Returns the FLOPs of a dense block, in the published convention."""
-    return {
-      **self.block.flops(tokens),
-      'norm': 2 * norm_flops(tokens, self.width),
+  def block_flops(self, layer: int, tokens: int) -> dict[str, int]:
+    """Returns the FLOPs of a block, in the published convention."""
+    block = self.stack.layers[layer]
+    return block.flops(tokens) | {
+      'norm': 2 * norm_flops(block.tokens(tokens), self.width)
     }
 
   def embed_flops(self) -> dict[str, int]:
@@ -206,17 +218,15 @@ class ViTConfig:
 
     In the convention of published tables, times two: see `flops`.
     """
-    rows = [('embed', self.embed_flops())]
-    for i, capacity in enumerate(self.capacities):
-      if capacity is None:
-        rows.append((f'block_{i}', self.block_flops(self.num_tokens)))
-        continue
-      parts = mod.flops(self.block, self.routing, capacity, self.num_tokens)
-      tokens = routing.num_chosen(capacity, self.num_tokens)
-      parts['norm'] = 2 * norm_flops(tokens, self.width)
-      rows.append((f'block_{i} (routed)', parts))
-    rows.append(('head', self.head_flops(self.num_patches)))
-    return rows
+    blocks = self.stack.flops_table(self.num_tokens)
+    return [
+      ('embed', self.embed_flops()),
+      *(
+        (name, self.block_flops(i, self.num_tokens))
+        for i, (name, _) in enumerate(blocks)
+      ),
+      ('head', self.head_flops(self.num_patches)),
+    ]
 
 
 def norm_flops(tokens: int, width: int) -> int:
@@ -235,12 +245,17 @@ class ViTOutput:
   Attributes:
     logits_BV: float32 logits of the classes.
     features_BLD: all tokens after the last norm, the class token first.
-    routing: for each routed layer, first to last, what it chose.
+    aux: what each layer tells, by kind; see `stack.collect`.
   """
 
   logits_BV: jax.Array
   features_BLD: jax.Array
-  routing: tuple[mod.Routing, ...] = ()
+  aux: tuple[dict[str, Any], ...] = ()
+
+  @property
+  def routing(self) -> tuple[Routing, ...]:
+    """For each routed layer, first to last, what it chose."""
+    return tuple(stack_lib.collect(self.aux, 'router').values())
 
 
 class ViT(nn.Module):
@@ -248,24 +263,25 @@ class ViT(nn.Module):
 
   Collections: `params`; `batch_stats` where there is a convolutional stem (make
   it mutable to train). Rng streams: `params`; when training,
-  `stochastic_depth` if there is any; `routing` for Gaussian scores.
+  `stochastic_depth` if there is any; `routing` for Gaussian scores; `gumbel`
+  where choices of learners are drawn.
   """
 
   config: ViTConfig
-  train: bool = False  # Stochastic depth, and statistics of the batch.
-  mode: mod.RoutingMode = mod.RoutingMode()  # `top_k`, or `never`.
+  mode: Mode = Mode()  # Its routing rule is `top_k` or `never`.
   # Blocks that tell what attention of the class token each token receives.
   scored: tuple[int, ...] = ()
 
   def setup(self):
     config = self.config
-    if self.mode.rule not in ('top_k', 'never'):
+    if self.mode.routing.rule not in ('top_k', 'never'):
       raise errors.UserError(
-        f'rule={self.mode.rule!r}: a vision transformer sees the whole image'
-        " and is routed by 'top_k', or with 'never' goes without routed blocks."
+        f'rule={self.mode.routing.rule!r}: a vision transformer sees the whole'
+        " image and is routed by 'top_k', or with 'never' goes without routed"
+        ' blocks.'
       )
     if config.stem is not None:
-      self.stem = ConvStem(config.stem, self.train, config.dtype)
+      self.stem = ConvStem(config.stem, self.mode.train, config.dtype)
     self.patch = dense.Linear(
       (config.width,), ('replicated', 'embed'), bias=True, dtype=config.dtype
     )
@@ -282,7 +298,8 @@ class ViT(nn.Module):
       prefix.append(token('distillation_token'))
     self.prefix_PD = prefix
     self.position_LD = token('position', config.num_tokens)
-    self.block = [self._block(i) for i in range(config.num_layers)]
+    self.stack = Stack(self._stack_config(), self.mode)
+    nn.share_scope(self, self.stack)
     self.norm = dense.layer_norm(config.norm_epsilon, config.dtype, None)
 
     def head():
@@ -300,24 +317,15 @@ class ViT(nn.Module):
     if config.token_head:
       self.head_tokens = head()
 
-  def _block(self, i):
-    config = self.config
-    capacity = config.capacities[i]
-    drop_rate = 0.0
-    if self.train and i:
-      drop_rate = config.stochastic_depth * i / (config.num_layers - 1)
-    if capacity is not None:
-      return mod.remat(MoDBlock, config.remat)(
-        *(config.block, config.routing, capacity, self.mode),
-        drop_rate=drop_rate,
-      )
-    score = 'first' if i in self.scored else None
-    if i + 1 < config.num_layers and config.capacities[i + 1] is not None:
-      score = 'mean' if config.routing.score == 'attention' else score
-    return mod.remat(Block, config.remat)(config.block, score, drop_rate)
+  def _stack_config(self) -> StackConfig:
+    stack = self.config.stack
+    layers = list(stack.layers)
+    for i in self.scored:
+      layers[i] = dataclasses.replace(layers[i], score='first')
+    return dataclasses.replace(stack, layers=tuple(layers))
 
   def __call__(self, images_BHWC: jax.Array) -> ViTOutput:
-    """Returns logits, features and routing.
+    """Returns logits, features and what each layer tells.
 
     Args:
       images_BHWC: normalised images of the config's size, three channels.
@@ -326,12 +334,9 @@ class ViT(nn.Module):
       UserError: images of another shape.
     """
     x_BLD = self.embed(images_BHWC)
-    told, score_BL = [], None
-    for layer in range(self.config.num_layers):
-      x_BLD, score_BL, routed = self.step(layer, x_BLD, score_BL)
-      told += [] if routed is None else [routed]
-    logits_BV, x_BLD = self.classify(x_BLD)
-    return ViTOutput(logits_BV, x_BLD, tuple(told))
+    done = self.stack(x_BLD, token_info(x_BLD))
+    logits_BV, x_BLD = self.classify(done.x_BLD)
+    return ViTOutput(logits_BV, x_BLD, done.aux)
 
   def step(
     self,
@@ -339,25 +344,18 @@ class ViT(nn.Module):
     x_BLD: jax.Array,
     score_BL: jax.Array | None = None,
     info: TokenInfo | None = None,
-  ) -> tuple[jax.Array, jax.Array | None, mod.Routing | None]:
-    """Returns the tokens after a block, their score, and what a router chose.
+  ) -> LayerOutput:
+    """Runs one layer.
 
     Args:
-      layer: the block's number.
+      layer: its number.
       x_BLD: the tokens before it.
-      score_BL: the attention that they received in the block before, where this
+      score_BL: the attention that they received in the layer before, where this
         one is routed by it.
       info: facts about them; None if they are an image's tokens in order.
     """
     info = token_info(x_BLD) if info is None else info
-    if self.config.capacities[layer] is None:
-      done = self.block[layer](x_BLD, info)
-      x_BLD, score_BL, told = x_BLD + done.update_BLD, done.score_BL, None
-    else:
-      x_BLD, told, _ = self.block[layer](x_BLD, info, score_BL=score_BL)
-      score_BL = None
-    x_BLD = parallel.constrain(x_BLD, 'batch', 'length', 'act_embed')
-    return x_BLD, score_BL, told
+    return self.stack.step(layer, x_BLD, info, score_BL)
 
   def embed(self, images_BHWC: jax.Array) -> jax.Array:
     """Returns x_BLD: class token, then patches row by row, with positions."""

@@ -17,6 +17,7 @@ from mod_jax.routing.gates import gate
 from mod_jax.routing.schedules import capacity_floor
 from mod_jax.routing.schedules import layer_capacities
 from mod_jax.routing.selection import Selection
+from mod_jax.routing.selection import for_lengths
 from mod_jax.routing.selection import gather_tokens
 from mod_jax.routing.selection import mark_tokens
 from mod_jax.routing.selection import num_chosen
@@ -31,6 +32,7 @@ __all__ = (
   'MovingThreshold',
   'Selection',
   'capacity_floor',
+  'for_lengths',
   'gate',
   'gather_tokens',
   'gaussian_scores',

@@ -4,6 +4,8 @@ Chosen positions are always ascending. Then causal-by-slot equals
 causal-by-position, and a stock causal attention works on the gathered tokens.
 """
 
+from collections.abc import Callable
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -32,6 +34,17 @@ def num_chosen(capacity: float, length: int) -> int:
   first, so that 0.29 · 100 is 29 and not 28.
   """
   return max(1, int(round(capacity * length, 9)))
+
+
+def for_lengths(
+  count: Callable[[int], int], length: int, length_B: jax.Array
+) -> jax.Array:
+  """Returns count(n) for each row's own number of tokens, at most `length`.
+
+  From a table of Python's numbers, so that no rounding of float32 makes a
+  padded row choose otherwise than the same row alone.
+  """
+  return jnp.array([count(n) for n in range(length + 1)])[length_B]
 
 
 def select_tokens(score_BL: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:

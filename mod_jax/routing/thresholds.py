@@ -7,34 +7,34 @@ import jax.numpy as jnp
 
 @flax.struct.dataclass
 class MovingThreshold:
-  """Bias-corrected exponential moving averages, one for each routed layer.
+  """A bias-corrected exponential moving average.
 
   A token is chosen where its score is at least the average of what the k-th
   best score of a sequence used to be.
 
   Attributes:
-    total_R: float32 weighted sum of k-th scores.
+    total: float32 scalar, the weighted sum of k-th scores.
     weight: float32 scalar, the sum of the weights.
   """
 
-  total_R: jax.Array
+  total: jax.Array
   weight: jax.Array
 
   @classmethod
-  def zeros(cls, num_routed: int) -> 'MovingThreshold':
-    return cls(jnp.zeros(num_routed, jnp.float32), jnp.zeros((), jnp.float32))
+  def zeros(cls) -> 'MovingThreshold':
+    return cls(jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32))
 
-  def update(self, kth_R: jax.Array, decay: float) -> 'MovingThreshold':
-    """Returns the averages after one more observation per layer."""
-    kth_R = jax.lax.stop_gradient(kth_R)
+  def update(self, kth: jax.Array, decay: float) -> 'MovingThreshold':
+    """Returns the average after one more observation."""
+    kth = jax.lax.stop_gradient(kth)
     return MovingThreshold(
-      decay * self.total_R + (1 - decay) * kth_R,
+      decay * self.total + (1 - decay) * kth,
       decay * self.weight + (1 - decay),
     )
 
-  def value_R(self) -> jax.Array:
-    """Returns the thresholds; +inf (nothing chosen) before any update."""
+  def value(self) -> jax.Array:
+    """Returns the threshold; +inf (nothing chosen) before any update."""
     seen = self.weight > 0
     return jnp.where(
-      seen, self.total_R / jnp.where(seen, self.weight, 1), jnp.inf
+      seen, self.total / jnp.where(seen, self.weight, 1), jnp.inf
     )

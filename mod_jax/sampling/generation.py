@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mod_jax.errors import UserError
-from mod_jax.layers.mod import RoutingMode
+from mod_jax.layers.mode import RoutingMode
 from mod_jax.models import lm
 from mod_jax.sampling import logits as logits_lib
 

@@ -15,14 +15,14 @@ from matplotlib.figure import Figure
 from mod_jax import config as config_lib
 from mod_jax import viz
 from mod_jax.errors import UserError
+from mod_jax.tasks import make_task
+from mod_jax.tasks import phases
+from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train import lock as lock_lib
 from mod_jax.train import loop
 from mod_jax.train import metrics as metrics_lib
-from mod_jax.train import phases
 from mod_jax.train import stop as stop_lib
 from mod_jax.train import workdir as workdir_lib
-from mod_jax.train.experiment import ExperimentConfig
-from mod_jax.train.tasks import make_task
 
 Axes = Mapping[str, Sequence[Any]]  # Values by dotted field.
 

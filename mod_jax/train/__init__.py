@@ -1,4 +1,4 @@
-"""Training: tasks, state, optimiser, pure steps, and the loop around them.
+"""The engine: state, optimiser, pure steps, and the loop around them.
 
 Only this package's loop and what it calls read clocks or write files:
 

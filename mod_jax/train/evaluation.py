@@ -21,7 +21,6 @@ from mod_jax.train import stop as stop_lib
 from mod_jax.train import workdir as workdir_lib
 from mod_jax.train.checkpoints import restore_subtree
 from mod_jax.train.task import Task
-from mod_jax.train.tasks import make_task
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,31 +31,30 @@ class Trained:
     step: of the checkpoint.
     task: says how to evaluate, sample and draw.
     params: the parameters to use: averages, if the run keeps any.
-    mutables: other collections of the model.
+    model_state: other collections of the model.
     mesh: where they lie.
   """
 
   step: int
   task: Task
   params: Any
-  mutables: Any
+  model_state: Any
   mesh: jax.sharding.Mesh
 
 
-def load(workdir, *, step: int | None = None) -> Trained:
+def load(task: Task, workdir, *, step: int | None = None) -> Trained:
   """Returns what a run has learnt; changes nothing on disk.
 
   Args:
+    task: of the run.
     workdir: the run's directory.
     step: the checkpoint to read; the newest usable one by default.
 
   Raises:
-    UserError: no run there, no such checkpoint, or one that does not fit the
-      run's config, as where that was edited since.
+    UserError: no such checkpoint, or one that does not fit the run's config, as
+      where that was edited since.
   """
-  workdir = workdir_lib.expand(workdir)
-  config = workdir_lib.read_config(workdir)
-  task = make_task(config, workdir)
+  workdir, config = workdir_lib.expand(workdir), task.config
   task.check()
   try:
     mesh = parallel.make_mesh(config.mesh)
@@ -71,7 +69,7 @@ def load(workdir, *, step: int | None = None) -> Trained:
     params = 'ema' if ema else 'params'
     restored = restore_subtree(
       workdir_lib.checkpoints(workdir),
-      {params: abstract.eval_params, 'mutables': abstract.mutables},
+      {params: abstract.eval_params, 'model_state': abstract.model_state},
       step=step,
       check=functools.partial(origin_lib.check_config, workdir, config),
     )
@@ -87,9 +85,70 @@ def load(workdir, *, step: int | None = None) -> Trained:
     restored.step,
     task,
     restored.state[params],
-    restored.state['mutables'],
+    restored.state['model_state'],
     mesh,
   )
+
+
+def held_out(
+  task: Task,
+  params,
+  model_state,
+  mesh,
+  *,
+  batches: int | None = None,
+  more: bool = False,
+) -> dict[str, float]:
+  """Returns a task's held-out metrics, by prefix of the mode and name.
+
+  Args:
+    task: says which batches, and what one step returns.
+    params: parameters.
+    model_state: other collections.
+    mesh: where they lie.
+    batches: how many; 0 for all, None for what the config says for evaluations
+      on the way.
+    more: by the modes that `eval.py` alone tells of.
+  """
+  modes = task.eval_modes(more=more)
+  if not modes:
+    return {}
+  settings = task.config.evaluation
+  batches = settings.batches if batches is None else batches
+  batch_size = settings.batch_size
+  parallel.check_batch(batch_size, mesh, 'evaluation.batch_size')
+  hosts = jax.process_count()
+  held_out_batches = task.eval_batches(
+    batch_size=batch_size // hosts,
+    num_batches=batches or None,
+    shard_index=jax.process_index(),
+    shard_count=hosts,
+  )
+  sums = {}
+  key = jax.random.key(task.config.seed)
+  for i, batch in enumerate(stop_lib.each(held_out_batches)):
+    batch = parallel.put_batch(batch, mesh)
+    for prefix, mode in modes.items():
+      more_sums = _eval_step(task)(
+        params, model_state, batch, jax.random.fold_in(key, i), mode=mode
+      )
+      sums[prefix] = (
+        metrics_lib.add(sums[prefix], more_sums) if i else more_sums
+      )
+  return task.finish_metrics(
+    {
+      prefix + name: value
+      for prefix, of_mode in sums.items()
+      for name, value in metrics_lib.finalize(of_mode).items()
+    }
+  )
+
+
+@functools.lru_cache(
+  maxsize=8
+)  # A run evaluates many times, and compiles once.
+def _eval_step(task: Task):
+  return jax.jit(task.eval_step, static_argnames='mode')
 
 
 def evaluate(
@@ -105,9 +164,9 @@ def evaluate(
   with jax.set_mesh(trained.mesh):
     if batches is None:
       batches = trained.task.config.evaluation.final_batches
-    run = (trained.params, trained.mutables, trained.mesh)
-    metrics = trained.task.evaluate(*run, batches=batches)
-    metrics |= trained.task.evaluate_more(*run, batches=batches)
+    run = (trained.task, trained.params, trained.model_state, trained.mesh)
+    metrics = held_out(*run, batches=batches)
+    metrics |= held_out(*run, batches=batches, more=True)
     if jax.process_index() == 0:
       report(trained, metrics, workdir)
   return metrics
@@ -123,7 +182,7 @@ def report(trained: Trained, metrics: dict[str, float], workdir) -> None:
   workdir = workdir_lib.expand(workdir)
   figures = {}
   if jax.process_count() == 1:
-    figures = trained.task.pictures(trained.params, trained.mutables)
+    figures = trained.task.pictures(trained.params, trained.model_state)
   figures['curves'] = trained.task.curves(metrics_lib.read(workdir))
   _save_pictures(figures, workdir)
   _write_json(workdir / 'eval.json', {'step': trained.step, **metrics})
@@ -163,7 +222,7 @@ def study(trained: Trained, names: Iterable[str], workdir) -> None:
   workdir = workdir_lib.expand(workdir)
   for name, run in find_studies(trained.task, names).items():
     with jax.set_mesh(trained.mesh):
-      found = run(trained.params, trained.mutables, trained.mesh)
+      found = run(trained.params, trained.model_state, trained.mesh)
     if jax.process_index() != 0:
       continue
     _write_json(

@@ -24,15 +24,14 @@ from mod_jax.train import lock as lock_lib
 from mod_jax.train import metrics as metrics_lib
 from mod_jax.train import optimizer as optimizer_lib
 from mod_jax.train import origin as origin_lib
-from mod_jax.train import start as start_lib
 from mod_jax.train import state as state_lib
 from mod_jax.train import stop as stop_lib
 from mod_jax.train import workdir as workdir_lib
 from mod_jax.train.checkpoints import Checkpointer
-from mod_jax.train.experiment import ExperimentConfig
 from mod_jax.train.progress import Progress
+from mod_jax.train.run_config import RunConfig
 from mod_jax.train.step import train_step
-from mod_jax.train.tasks import make_task
+from mod_jax.train.task import Task
 
 
 class TrainingDiverged(UserError):
@@ -59,7 +58,8 @@ class Result:
 
 
 def train(
-  config: ExperimentConfig,
+  task: Task,
+  config: RunConfig,
   workdir,
   *,
   max_steps: int | None = None,
@@ -71,6 +71,7 @@ def train(
   KeyboardInterrupt; see `stop.listening`.
 
   Args:
+    task: what is trained.
     config: the run.
     workdir: its directory: config, checkpoints, metrics and pictures.
     max_steps: stop after so many steps of this call, as a signal would.
@@ -83,21 +84,21 @@ def train(
       held-out loss is NaN or infinite.
   """
   with stop_lib.listening(), lock_lib.held(workdir):
-    return _Run(config, workdir).run(max_steps, allow_changed_data)
+    return _Run(task, config, workdir).run(max_steps, allow_changed_data)
 
 
 class _Run:
   """The objects of one call of `train`, and the steps between them."""
 
-  def __init__(self, config, workdir):
+  def __init__(self, task, config, workdir):
     self.config = config
     self.workdir = workdir_lib.expand(workdir)
-    self.task = make_task(config, self.workdir)
+    self.task = task
     self.mesh = parallel.make_mesh(config.mesh)
     # Everything that can be refused is refused before anything is written.
     self.task.check()
-    rows = config.train.batch_size // config.train.accumulation
-    parallel.check_batch(rows, self.mesh, 'train.batch_size / accumulation')
+    rows = config.train.batch_size // config.train.grad_accum_steps
+    parallel.check_batch(rows, self.mesh, 'train.batch_size / grad_accum_steps')
     parallel.check_batch(
       config.evaluation.batch_size, self.mesh, 'evaluation.batch_size'
     )
@@ -120,7 +121,7 @@ class _Run:
     self.first = jax.process_index() == 0
     workdir_lib.check(self.workdir, config)
     with jax.set_mesh(self.mesh):
-      self.frozen = self._frozen()
+      self.teacher = self._place_teacher()
       self.adapted = None
       if config.init is not None and not checkpoints_lib.steps(
         workdir_lib.checkpoints(self.workdir)
@@ -167,7 +168,9 @@ class _Run:
           num_steps,
           start,
           tokens_per_step=self.task.tokens_per_step,
-          flops_per_step=self.task.flops_per_step(self.task.stage(num_steps)),
+          flops_per_step=self.task.flops_per_step(
+            self.task.static_args(num_steps)
+          ),
           unit=self.task.unit,
           enabled=self.first,
         )
@@ -239,18 +242,18 @@ class _Run:
 
   def _adapted_state(self, init):
     """Returns a fresh state that starts from somebody's weights."""
-    start_lib.find(init)  # Before a fresh state is made, which takes a while.
+    workdir_lib.find(init)  # Before a fresh state is made, which takes a while.
     state = self._fresh_state()
-    params, mutables = self.task.start(state.params, state.mutables, init)
-    return state_lib.with_weights(state, self.abstract, params, mutables)
+    params, model_state = self.task.start(state.params, state.model_state, init)
+    return state_lib.with_weights(state, self.abstract, params, model_state)
 
   def _first_state(self):
     # Drop our reference: the first step donates these buffers.
     state, self.adapted = self.adapted, None
     return self._fresh_state() if state is None else state
 
-  def _frozen(self):
-    """Returns the task's frozen arrays, in their place on the mesh."""
+  def _place_teacher(self):
+    """Returns the teacher's arrays, in their place on the mesh."""
     everywhere = NamedSharding(self.mesh, PartitionSpec())
 
     def place(x):
@@ -260,7 +263,7 @@ class _Run:
       x = np.asarray(x)
       return jax.make_array_from_callback(x.shape, everywhere, x.__getitem__)
 
-    return jax.tree.map(place, self.task.frozen(self.mesh))
+    return jax.tree.map(place, self.task.teacher(self.mesh))
 
   def _opening(self, start, state):
     params = sum(x.size for x in jax.tree.leaves(state.params))
@@ -286,8 +289,10 @@ class _Run:
           return state, step - 1
         raise
       batch = parallel.put_batch(batch, self.mesh)
-      state, pairs = compiled(self.task.stage(step - 1))(state, batch)
-      self.pending.append((step, pairs))
+      state, metric_sums = compiled(self.task.static_args(step - 1))(
+        state, batch
+      )
+      self.pending.append((step, metric_sums))
       last = step == config.train.num_steps
       if step == start + 1 or step % config.log.every == 0 or last:
         self._flush()
@@ -301,15 +306,15 @@ class _Run:
         return state, step
     return state, end if end > start else start
 
-  def _compile(self, stage):
+  def _compile(self, static_args):
     shardings = jax.tree.map(lambda x: x.sharding, self.abstract)
     step = jax.jit(
       functools.partial(
         train_step,
         task=self.task,
         optimizer=self.optimizer,
-        stage=stage,
-        accumulation=self.config.train.accumulation,
+        static_args=static_args,
+        grad_accum_steps=self.config.train.grad_accum_steps,
         ema_decay=self.config.train.ema_decay,
       ),
       donate_argnums=0,
@@ -317,12 +322,12 @@ class _Run:
     )
     # An argument of each call: closed over, they would be constants of the
     # program, as large as a teacher.
-    return lambda state, batch: step(state, batch, self.frozen)
+    return lambda state, batch: step(state, batch, self.teacher)
 
   def _flush(self):
     """Writes the metrics of the steps since the last time, and checks them."""
-    for step, pairs in self.pending:
-      values = metrics_lib.finalize(pairs)
+    for step, metric_sums in self.pending:
+      values = metrics_lib.finalize(metric_sums)
       self.writer.write(step, 'train', values)
       bad = [
         name
@@ -388,7 +393,7 @@ class _Run:
       'params': state.params,
       'ema': state.ema,
       'opt_state': state.opt_state,
-      'mutables': state.mutables,
+      'model_state': state.model_state,
     }
     leaves = [
       (jax.tree_util.keystr(path, simple=True, separator='/'), leaf)
@@ -400,9 +405,10 @@ class _Run:
       if not good:
         raise TrainingDiverged(self._diverged(step, f'{name} is not finite'))
 
-  def _evaluate(self, step, state, **kwargs):
-    metrics = self.task.evaluate(
-      state.eval_params, state.mutables, self.mesh, **kwargs
+  def _evaluate(self, step, state, batches=None):
+    metrics = evaluation.held_out(
+      *(self.task, state.eval_params, state.model_state, self.mesh),
+      batches=batches,
     )
     # A finished run that is run again has this line already.
     if step < self.config.train.num_steps or not metrics_lib.holds(
@@ -437,7 +443,7 @@ class _Run:
       # All files before the first print: who reads may have left.
       texts = self._write_texts(state)
       trained = evaluation.Trained(
-        step, self.task, state.eval_params, state.mutables, self.mesh
+        step, self.task, state.eval_params, state.model_state, self.mesh
       )
       evaluation.report(trained, metrics, self.workdir)
       for path, text in texts.items():
@@ -450,7 +456,7 @@ class _Run:
       return {}
     texts = {}
     for i, text in enumerate(
-      stop_lib.each(self.task.finish(state.eval_params, state.mutables))
+      stop_lib.each(self.task.finish(state.eval_params, state.model_state))
     ):
       texts[f'{self.workdir}/sample_{i}.txt'] = text
     for path, text in texts.items():

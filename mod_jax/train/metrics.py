@@ -23,14 +23,14 @@ import tensorboardX
 from mod_jax import paths
 from mod_jax.errors import UserError
 
-Pairs = Mapping[str, tuple[Any, Any]]
+MetricSums = Mapping[str, tuple[Any, Any]]
 
 _FILE = 'metrics.jsonl'
 _WANDB_ID = 'wandb_id.txt'
 _REWRITE_SECS = 30.0  # Between rewritings of a file that cannot be added to.
 
 
-def add(a: Pairs, b: Pairs) -> dict[str, tuple[Any, Any]]:
+def add(a: MetricSums, b: MetricSums) -> dict[str, tuple[Any, Any]]:
   """Adds metrics by name; a name that only one side has is kept.
 
   Args:
@@ -50,18 +50,18 @@ def add(a: Pairs, b: Pairs) -> dict[str, tuple[Any, Any]]:
   return result
 
 
-def finalize(pairs: Pairs) -> dict[str, float]:
+def finalize(metric_sums: MetricSums) -> dict[str, float]:
   """Divides each total by its weight, on the host and in double precision.
 
   Args:
-    pairs: `{name: (total, weight)}` of concrete scalars.
+    metric_sums: `{name: (total, weight)}` of concrete scalars.
 
   Returns:
     `{name: mean}`, without those of weight 0: nothing was measured.
   """
   return {
     name: float(total) / float(weight)
-    for name, (total, weight) in jax.device_get(dict(pairs)).items()
+    for name, (total, weight) in jax.device_get(dict(metric_sums)).items()
     if weight != 0
   }
 

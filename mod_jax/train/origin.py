@@ -11,13 +11,13 @@ import numpy as np
 from mod_jax import config as config_lib
 from mod_jax.data import fingerprint
 from mod_jax.errors import UserError
-from mod_jax.train.experiment import ExperimentConfig
+from mod_jax.train.run_config import RunConfig
 from mod_jax.train.workdir import refuse_differences
 
 _CONFIG, _DATA = 'config', 'data'  # In a checkpoint's metadata.
 
 
-def describe(config: ExperimentConfig, task) -> dict[str, Any]:
+def describe(config: RunConfig, task) -> dict[str, Any]:
   """Returns what to keep with each checkpoint: the config, and what data say.
 
   Args:
@@ -40,7 +40,7 @@ def describe(config: ExperimentConfig, task) -> dict[str, Any]:
   return {_CONFIG: json.loads(config_lib.to_json(config)), _DATA: data}
 
 
-def check_config(workdir, config: ExperimentConfig, saved) -> None:
+def check_config(workdir, config: RunConfig, saved) -> None:
   """Checks that a checkpoint was saved by a run of this config.
 
   Args:
@@ -54,7 +54,7 @@ def check_config(workdir, config: ExperimentConfig, saved) -> None:
   held = saved.metadata.get(_CONFIG)
   if held is None:
     return
-  held = config_lib.from_json(ExperimentConfig, json.dumps(held))
+  held = config_lib.from_json(type(config), json.dumps(held))
   refuse_differences(
     held,
     config,

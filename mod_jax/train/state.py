@@ -21,7 +21,7 @@ class TrainState:
     params: the parameters, without partitioning boxes.
     opt_state: the optimiser's state.
     rng: the one key; each step folds its number into it.
-    mutables: other collections of the model, by name.
+    model_state: other collections of the model, by name.
     ema: moving averages of the parameters, or None where none are kept.
   """
 
@@ -29,7 +29,7 @@ class TrainState:
   params: Any
   opt_state: Any
   rng: jax.Array
-  mutables: Any
+  model_state: Any
   ema: Any = None
 
   @property
@@ -47,7 +47,7 @@ def _create(key, task, optimizer, ema):
     params=params,
     opt_state=optimizer.init(params),
     rng=rng,
-    mutables=variables,
+    model_state=variables,
     ema=params if ema else None,
   )
 
@@ -98,15 +98,15 @@ def create_state(
 
 
 def with_weights(
-  state: TrainState, abstract: TrainState, params, mutables
+  state: TrainState, abstract: TrainState, params, model_state
 ) -> TrainState:
-  """Returns a fresh state that begins with other parameters and mutables.
+  """Returns a fresh state that begins with other parameters and model_state.
 
   Args:
     state: of step 0.
     abstract: says where each array is to lie.
     params: in the structure of the state's, on the host or anywhere.
-    mutables: likewise.
+    model_state: likewise.
   """
 
   def place(x, like):
@@ -119,7 +119,7 @@ def with_weights(
   params = jax.tree.map(place, params, abstract.params)
   return state.replace(
     params=params,
-    mutables=jax.tree.map(place, mutables, abstract.mutables),
+    model_state=jax.tree.map(place, model_state, abstract.model_state),
     # Copies: a step donates both.
     ema=None if state.ema is None else jax.tree.map(jnp.copy, params),
   )

@@ -10,60 +10,64 @@ from mod_jax.train.state import TrainState
 def train_step(
   state: TrainState,
   batch: dict[str, jax.Array],
-  frozen=None,
+  teacher=None,
   *,
   task,
   optimizer: optax.GradientTransformation,
-  stage,
-  accumulation: int = 1,
+  static_args,
+  grad_accum_steps: int = 1,
   ema_decay: float = 0.0,
 ) -> tuple[TrainState, dict[str, tuple[jax.Array, jax.Array]]]:
   """Returns the state after one step, and metrics as (total, weight) pairs.
 
   Args:
     state: the state before.
-    batch: arrays of B rows; `accumulation` divides B.
-    frozen: arrays that the task uses and nothing changes, such as a teacher.
-    task: says how a batch becomes a loss; see `tasks.Task`.
+    batch: arrays of B rows; `grad_accum_steps` divides B.
+    teacher: arrays that the task uses and nothing changes, such as a teacher.
+    task: says how a batch becomes a loss; see `task.Task`.
     optimizer: turns gradients into updates.
-    stage: static choice of the task for this step, as `task.stage` returns.
-    accumulation: microbatches whose gradients are added before the update.
+    static_args: static choices of this step, as `task.static_args` returns.
+    grad_accum_steps: microbatches whose gradients are added before the update.
     ema_decay: how much of the parameters' averages stays, where the state has
       any; see `ema_rate`.
   """
   rng = jax.random.fold_in(state.rng, state.step)
 
-  def gradients(params, mutables, batch, rng):
+  def gradients(params, model_state, batch, rng):
     """Gradients of the mean, times the weight that the mean was over."""
     grad_fn = jax.value_and_grad(task.loss, has_aux=True)
-    (_, (pairs, mutables)), grads = grad_fn(
-      params, mutables, batch, rng, stage, frozen
+    (_, (metric_sums, model_state)), grads = grad_fn(
+      params, model_state, batch, rng, static_args, teacher
     )
-    weight = pairs['loss'][1]
-    return jax.tree.map(lambda g: g * weight, grads), pairs, mutables
+    weight = metric_sums['loss'][1]
+    return jax.tree.map(lambda g: g * weight, grads), metric_sums, model_state
 
-  if accumulation == 1:
-    grads, pairs, mutables = gradients(state.params, state.mutables, batch, rng)
+  if grad_accum_steps == 1:
+    grads, metric_sums, model_state = gradients(
+      state.params, state.model_state, batch, rng
+    )
   else:
-    micro = jax.tree.map(lambda x: _split(x, accumulation), batch)
-    rngs = jax.random.split(rng, accumulation)
+    micro = jax.tree.map(lambda x: _split(x, grad_accum_steps), batch)
+    rngs = jax.random.split(rng, grad_accum_steps)
 
     def add(carry, inputs):
-      grads, mutables = carry
+      grads, model_state = carry
       batch, rng = inputs
-      more, pairs, mutables = gradients(state.params, mutables, batch, rng)
-      return (jax.tree.map(jnp.add, grads, more), mutables), pairs
+      more, metric_sums, model_state = gradients(
+        state.params, model_state, batch, rng
+      )
+      return (jax.tree.map(jnp.add, grads, more), model_state), metric_sums
 
     zeros = jax.tree.map(jnp.zeros_like, state.params)
-    (grads, mutables), pairs = jax.lax.scan(
-      add, (zeros, state.mutables), (micro, rngs)
+    (grads, model_state), metric_sums = jax.lax.scan(
+      add, (zeros, state.model_state), (micro, rngs)
     )
-    pairs = jax.tree.map(lambda x: x.sum(axis=0), pairs)
-  weight = jnp.maximum(pairs['loss'][1], 1e-9)
+    metric_sums = jax.tree.map(lambda x: x.sum(axis=0), metric_sums)
+  weight = jnp.maximum(metric_sums['loss'][1], 1e-9)
   grads = jax.tree.map(lambda g: g / weight, grads)
 
   updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-  pairs['grad_norm'] = (optax.tree.norm(grads), jnp.ones(()))
+  metric_sums['grad_norm'] = (optax.tree.norm(grads), jnp.ones(()))
   params = optax.apply_updates(state.params, updates)
   ema = state.ema
   if ema is not None:
@@ -74,9 +78,9 @@ def train_step(
     step=state.step + 1,
     params=params,
     opt_state=opt_state,
-    mutables=mutables,
+    model_state=model_state,
     ema=ema,
-  ), pairs
+  ), metric_sums
 
 
 def ema_rate(decay: float, step: jax.Array) -> jax.Array:

@@ -11,9 +11,9 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from mod_jax import viz
-from mod_jax.train import start as start_lib
+from mod_jax.errors import UserError
 
-Pairs = dict[str, tuple[Any, Any]]  # Metrics as (total, weight).
+MetricSums = dict[str, tuple[Any, Any]]  # Metrics as (total, weight).
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,17 +34,13 @@ class Study:
 class Task(abc.ABC):
   """How a batch becomes a loss, metrics and pictures.
 
-  The loop gives every task the rest: sharding, accumulation, averages,
+  The loop gives every task the rest: sharding, gradient accumulation, averages,
   checkpoints, resuming, the stop at a NaN, progress, logs. A task is hashable
   by identity and holds no arrays that training changes.
   """
 
   # What a batch is counted in.
   unit: str = 'tokens'
-  # Names, as regular expressions matched whole, that may be missing from the
-  # weights of `config.init`, and that may be left over from them.
-  may_be_new: tuple[str, ...] = ()
-  may_be_dropped: tuple[str, ...] = ()
 
   def check(self) -> None:  # noqa: B027
     """Looks at what the data are; called before a run is begun or read.
@@ -59,15 +55,12 @@ class Task(abc.ABC):
   def init(self, key) -> dict[str, Any]:
     """Returns the variables of the model, boxed by logical axes, by name."""
 
-  def start(self, params, mutables, init: str) -> tuple[Any, Any]:
+  def start(self, params, model_state, init: str) -> tuple[Any, Any]:
     """Returns what a fresh run starts from instead of random weights.
-
-    By default `init` is the workdir of a run of ours, and what has the same
-    name is taken over from it.
 
     Args:
       params: the fresh parameters.
-      mutables: the other fresh collections.
+      model_state: the other fresh collections.
       init: where the weights lie, `config.init`.
 
     Returns:
@@ -76,15 +69,12 @@ class Task(abc.ABC):
     Raises:
       UserError: there are no weights, or they do not fit.
     """
-    return start_lib.from_workdir(
-      params,
-      mutables,
-      init,
-      new=self.may_be_new,
-      dropped=self.may_be_dropped,
+    raise UserError(
+      f'init={init}: this task starts from nothing but fresh weights; set init'
+      ' to None.'
     )
 
-  def frozen(self, mesh) -> Any:
+  def teacher(self, mesh) -> Any:
     """Returns arrays that training uses and never changes, or None.
 
     Such as a teacher's parameters. The loop asks once and puts a copy on every
@@ -117,38 +107,63 @@ class Task(abc.ABC):
     """
 
   @abc.abstractmethod
-  def stage(self, step: int) -> Hashable:
+  def static_args(self, step: int) -> Hashable:
     """Returns the static choices of a step: each compiles its own program."""
 
   @abc.abstractmethod
   def loss(
-    self, params, mutables, batch, rng, stage, frozen=None
+    self, params, model_state, batch, rng, static_args, teacher=None
   ) -> tuple[Any, Any]:
-    """Returns (scalar, (pairs, mutables)): a pure function of its arguments.
+    """Returns (scalar, (metric_sums, model_state)): a pure function.
 
-    `pairs['loss']` is the main loss; its weight is the number of things that
-    the scalar is a mean over, by which microbatches are added. `frozen` is
-    what the method of that name returned.
+    `metric_sums['loss']` is the main loss; its weight is the number of things
+    that the scalar is a mean over, by which microbatches are added. `teacher`
+    is what the method of that name returned.
     """
 
   @abc.abstractmethod
-  def evaluate(
-    self, params, mutables, mesh, *, batches: int | None = None
-  ) -> dict[str, float]:
-    """Returns held-out metrics on so many batches.
+  def eval_batches(
+    self,
+    *,
+    batch_size: int,
+    num_batches: int | None,
+    shard_index: int = 0,
+    shard_count: int = 1,
+  ):
+    """Returns this host's iterable over its part of held-out batches.
 
-    0 is all of them, None what the config says for evaluations on the way.
+    Args:
+      batch_size: rows of this host's part.
+      num_batches: how many, spread over all; None for all.
+      shard_index: number of this host.
+      shard_count: of hosts.
     """
 
-  def evaluate_more(
-    self, params, mutables, mesh, *, batches: int
-  ) -> dict[str, float]:
-    """Returns held-out metrics that `eval.py` alone tells, beside the others.
+  def eval_modes(self, *, more: bool = False) -> Mapping[str, Hashable]:
+    """Returns how held-out batches are gone through, by prefix of the metrics.
 
-    Arguments as of `evaluate`.
+    Args:
+      more: the modes that `eval.py` alone tells of, beside the others.
     """
-    del params, mutables, mesh, batches
-    return {}
+    return {} if more else {'': None}
+
+  @abc.abstractmethod
+  def eval_step(
+    self, params, model_state, batch, key, mode: Hashable
+  ) -> MetricSums:
+    """Returns the sums of a held-out batch: a pure function, compiled by mode.
+
+    Args:
+      params: parameters.
+      model_state: other collections.
+      batch: of `eval_batches`.
+      key: for what is random in a forward pass; another one for each batch.
+      mode: one of `eval_modes`, static.
+    """
+
+  def finish_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
+    """Returns held-out metrics with what follows from them, by full name."""
+    return metrics
 
   def main_metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
     """Returns the few held-out metrics that fit on one line."""
@@ -156,7 +171,7 @@ class Task(abc.ABC):
     return {k: v for k, v in metrics.items() if k.split('/')[-1] in main}
 
   @abc.abstractmethod
-  def pictures(self, params, mutables) -> dict[str, Figure]:
+  def pictures(self, params, model_state) -> dict[str, Figure]:
     """Returns figures of what the model does, by file name without suffix."""
 
   def curves(self, records: Iterable[Mapping[str, Any]]) -> Figure:
@@ -170,21 +185,21 @@ class Task(abc.ABC):
   def studies(self) -> dict[str, Callable[..., Study]]:
     """Returns longer looks at a trained model, by name.
 
-    Each is called with (params, mutables, mesh), on demand only.
+    Each is called with (params, model_state, mesh), on demand only.
     """
     return {}
 
-  def finish(self, params, mutables) -> Iterable[str]:
+  def finish(self, params, model_state) -> Iterable[str]:
     """Yields texts to show, and to keep, at the end of a run."""
     return ()
 
   @abc.abstractmethod
-  def flops_per_step(self, stage) -> float:
+  def flops_per_step(self, static_args) -> float:
     """Returns the model's FLOPs of a training step on the whole batch."""
 
   def flops_report(self) -> str:
     """Returns what the model costs, as a table for people."""
-    flops = self.flops_per_step(self.stage(0))
+    flops = self.flops_per_step(self.static_args(0))
     return f'FLOPs of the first training step: {flops:.6g}'
 
   @property

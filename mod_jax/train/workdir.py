@@ -6,8 +6,8 @@ from etils import epath
 from mod_jax import config as config_lib
 from mod_jax import paths
 from mod_jax.errors import UserError
-from mod_jax.train.experiment import RESUMABLE
-from mod_jax.train.experiment import ExperimentConfig
+from mod_jax.train.run_config import RESUMABLE
+from mod_jax.train.run_config import RunConfig
 
 _CONFIG = 'config.json'
 
@@ -28,8 +28,35 @@ def holds_run(path) -> bool:
   return (expand(path) / _CONFIG).is_file()
 
 
-def read_config(workdir) -> ExperimentConfig:
+def find(init: str) -> epath.Path:
+  """Returns the path that `config.init` names.
+
+  Raises:
+    UserError: there is nothing there.
+  """
+  path = expand(init)
+  if path.exists():
+    if paths.is_remote(path) and not holds_run(path):
+      raise UserError(
+        f'init={init} is not the workdir of a run, and files of weights are'
+        ' read on this machine only: copy it here first.'
+      )
+    return path
+  siblings = []
+  if path.parent.is_dir():
+    siblings = [str(sibling) for sibling in path.parent.iterdir()]
+  raise UserError(
+    f'init={init}: there is no such file or directory; give the workdir of a'
+    f' run or a file of weights.{config_lib.nearest(path, siblings)}'
+  )
+
+
+def read_config(workdir, cls: type[RunConfig]) -> RunConfig:
   """Returns the config of the run in a directory.
+
+  Args:
+    workdir: the directory.
+    cls: of the config.
 
   Raises:
     UserError: there is no run, or its config cannot be read.
@@ -49,12 +76,12 @@ def read_config(workdir) -> ExperimentConfig:
       ' workdir.'
     ) from error
   try:
-    return config_lib.from_json(ExperimentConfig, text)
+    return config_lib.from_json(cls, text)
   except UserError as error:
     raise UserError(f'{path}: {error}') from error
 
 
-def check(workdir, config: ExperimentConfig) -> None:
+def check(workdir, config: RunConfig) -> None:
   """Checks that a directory holds no run, or one that `config` continues.
 
   Raises:
@@ -63,7 +90,7 @@ def check(workdir, config: ExperimentConfig) -> None:
   if not holds_run(workdir):
     return
   refuse_differences(
-    read_config(workdir),
+    read_config(workdir, type(config)),
     config,
     f'--workdir={workdir} holds a run with a different config',
     'use another workdir, or the same config to continue that run.',
@@ -71,7 +98,7 @@ def check(workdir, config: ExperimentConfig) -> None:
 
 
 def refuse_differences(
-  held: ExperimentConfig, config: ExperimentConfig, what: str, way_out: str
+  held: RunConfig, config: RunConfig, what: str, way_out: str
 ) -> None:
   """Raises UserError where one run cannot be the other's continuation.
 
@@ -93,7 +120,7 @@ def refuse_differences(
     raise UserError(f'{what} ({shown}): {way_out}')
 
 
-def claim(workdir, config: ExperimentConfig) -> None:
+def claim(workdir, config: RunConfig) -> None:
   """Makes a directory the home of a run, or checks that it is its home.
 
   Raises:

@@ -19,7 +19,8 @@ from mod_jax import trees
 from mod_jax.convert import files
 from mod_jax.convert import vit as convert
 from mod_jax.errors import UserError
-from mod_jax.layers.mod import VisionRoutingConfig
+from mod_jax.layers.acm import AdaptiveConfig
+from mod_jax.layers.routed import VisionRoutingConfig
 from mod_jax.layers.stem import ConvStemConfig
 from mod_jax.models import vit
 from mod_jax.models.dynamic_vit import DynamicViTConfig
@@ -431,6 +432,18 @@ def test_routed_models_start_from_dense_weights(tmp_path, config, extra):
       assert np.std(flat[name]) > 0
   convert.save(tmp_path / 'w.npz', params, config)
   assert_same(files.read(tmp_path / 'w.npz'), files.read(TIMM))
+
+
+def test_adaptive_models_are_no_other_library_s(tmp_path):
+  adaptive = dataclasses.replace(
+    CONFIG, adaptive=AdaptiveConfig(num_learners=2)
+  )
+  message = 'config.adaptive: .*dense_twin.*acmize'
+  with pytest.raises(UserError, match=message):
+    convert.load(TIMM, adaptive)
+  with pytest.raises(UserError, match=message):
+    convert.save(tmp_path / 'w.npz', loaded('timm'), adaptive)
+  assert not list(tmp_path.iterdir())
 
 
 def test_what_is_new_depends_on_the_key_alone():

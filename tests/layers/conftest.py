@@ -9,7 +9,7 @@ from mod_jax.layers import block as block_lib
 from mod_jax.layers import rope
 from mod_jax.layers.attention import AttentionConfig
 from mod_jax.layers.mlp import MLPConfig
-from mod_jax.layers.tokens import TokenInfo
+from mod_jax.layers.token_info import TokenInfo
 
 THETA = 100.0
 

@@ -11,7 +11,7 @@ import pytest
 
 from mod_jax import errors
 from mod_jax.layers import rope
-from mod_jax.layers import tokens
+from mod_jax.layers import token_info
 from mod_jax.layers.attention import Attention
 from mod_jax.layers.attention import AttentionConfig
 from mod_jax.layers.block import Block
@@ -42,7 +42,7 @@ class TestBlock:
   def update(self, block_config, params, x_BLD, info):
     done = apply(Block(block_config), {'params': params}, x_BLD, info)
     assert done.cache is None
-    assert done.score_BL is None
+    assert not done.aux
     return done.update_BLD
 
   def test_returns_the_update_alone(
@@ -106,7 +106,7 @@ class TestAttention:
     config = AttentionConfig(
       width=D, num_heads=2, num_kv_heads=2, head_dim=4, causal=False
     )
-    info = tokens.TokenInfo(jnp.zeros((B, L), int))
+    info = token_info.TokenInfo(jnp.zeros((B, L), int))
     module = Attention(config)
     variables = nn.unbox(module.init(jax.random.key(0), x_BLD, info))
     update_BLD = apply(module, variables, x_BLD, info).update_BLD
@@ -118,7 +118,7 @@ class TestAttention:
     config = AttentionConfig(
       width=D, num_heads=2, num_kv_heads=1, head_dim=4, bias=True, out_scale=0.0
     )
-    info = tokens.TokenInfo(jnp.zeros((B, L), int))
+    info = token_info.TokenInfo(jnp.zeros((B, L), int))
     variables = nn.unbox(Attention(config).init(jax.random.key(0), x_BLD, info))
     attention = variables['params']
     assert attention['query']['bias'].shape == (2, 4)
@@ -197,7 +197,7 @@ class TestMLP:
       hidden @ params['down']['kernel'],
       atol=1e-5,
     )
-    assert config.flops(3) == 2 * 2 * 3 * D * 5
+    assert config.flops(3) == {'mlp': 2 * 2 * 3 * D * 5}
 
   def test_refused_configs(self):
     with pytest.raises(errors.UserError, match='MLPConfig.hidden=0'):
@@ -208,7 +208,7 @@ class TestMLP:
 
 def test_positions_do_not_count_padding():
   valid_BL = jnp.array([[0, 0, 1, 1, 1], [1, 0, 1, 1, 0]]) > 0
-  position_BL = tokens.count_positions(valid_BL)
+  position_BL = token_info.count_positions(valid_BL)
   assert position_BL.dtype == jnp.int32
   np.testing.assert_array_equal(position_BL[valid_BL], [0, 1, 2, 0, 1, 2])
   assert position_BL.min() == 0

@@ -18,7 +18,8 @@ from mod_jax.layers.attention import masked_attention
 from mod_jax.layers.block import Block
 from mod_jax.layers.block import BlockConfig
 from mod_jax.layers.mlp import MLPConfig
-from mod_jax.layers.tokens import TokenInfo
+from mod_jax.layers.mode import Mode
+from mod_jax.layers.token_info import TokenInfo
 
 B, L, D, H, C, F = 2, 6, 8, 2, 4, 12
 # The programs are tiny: compiling them well takes longer than running them.
@@ -255,7 +256,7 @@ class TestBlock:
     done = apply(Block(CONFIG), params, x_BLD, info)
     want, _ = oracle(params, CONFIG, x_BLD)
     np.testing.assert_allclose(done.update_BLD, want, atol=2e-5, rtol=1e-4)
-    assert done.score_BL is None
+    assert 'attention' not in done.aux
 
   def test_residual_scale_reaches_both_parts(self, params, x_BLD, info):
     config = dataclasses.replace(CONFIG, residual_scale=1.0)
@@ -305,9 +306,9 @@ class TestScore:
     done = apply(Block(CONFIG, 'mean'), params, x_BLD, info)
     want, weight = oracle(params, CONFIG, x_BLD)
     np.testing.assert_allclose(
-      done.score_BL, weight.mean(axis=(1, 2)), atol=1e-6
+      done.aux['attention'], weight.mean(axis=(1, 2)), atol=1e-6
     )
-    np.testing.assert_allclose(done.score_BL.sum(axis=-1), 1, atol=1e-6)
+    np.testing.assert_allclose(done.aux['attention'].sum(axis=-1), 1, atol=1e-6)
     # What it is asked to tell changes nothing of what it does.
     np.testing.assert_allclose(done.update_BLD, want, atol=2e-5, rtol=1e-4)
 
@@ -318,14 +319,14 @@ class TestScore:
       done = apply(module, params, x_BLD, info)
       _, weight = oracle(params, CONFIG, x_BLD)
       np.testing.assert_allclose(
-        done.score_BL, weight[:, :, 0].mean(axis=1), atol=1e-6
+        done.aux['attention'], weight[:, :, 0].mean(axis=1), atol=1e-6
       )
     else:
       done = apply(
         module, params, x_BLD, info.replace(keep_BL=jnp.array(KEEP_BL))
       )
-      assert not done.score_BL[KEEP_BL == 0].any()
-    np.testing.assert_allclose(done.score_BL.sum(axis=-1), 1, atol=1e-6)
+      assert not done.aux['attention'][KEEP_BL == 0].any()
+    np.testing.assert_allclose(done.aux['attention'].sum(axis=-1), 1, atol=1e-6)
 
   @pytest.mark.parametrize('score', ['mean', 'first'])
   def test_is_float32_under_bfloat16(self, params, x_BLD, info, score):
@@ -333,8 +334,8 @@ class TestScore:
     half_BLD = x_BLD.astype('bfloat16')
     done = apply(Block(config, score), params, half_BLD, info)
     assert done.update_BLD.dtype == jnp.bfloat16
-    assert done.score_BL.dtype == jnp.float32
-    np.testing.assert_allclose(done.score_BL.sum(axis=-1), 1, atol=1e-6)
+    assert done.aux['attention'].dtype == jnp.float32
+    np.testing.assert_allclose(done.aux['attention'].sum(axis=-1), 1, atol=1e-6)
 
   def test_pictures_find_queries_and_keys(self, params, x_BLD, info):
     module = Attention(CONFIG.attention, score='mean')
@@ -350,11 +351,15 @@ class TestScore:
     assert q.shape == k.shape == (B, L, H, C)
     weight = attention_map(q, k)
     np.testing.assert_allclose(
-      done.score_BL, weight.mean(axis=(1, 2)), atol=1e-6
+      done.aux['attention'], weight.mean(axis=(1, 2)), atol=1e-6
     )
 
 
 RATE, MANY = 0.25, 2000
+
+
+def dropping(rate, train=True):
+  return Block(CONFIG, drop_rate=rate, mode=Mode(train=train))
 
 
 @pytest.fixture(scope='module')
@@ -374,9 +379,7 @@ class TestStochasticDepth:
     nothing = jax.tree.map(jnp.zeros_like, params[silent][last])
     params = params | {silent: params[silent] | {last: nothing}}
     rngs = {'stochastic_depth': jax.random.key(5)}
-    update = np.asarray(
-      apply(Block(CONFIG, drop_rate=RATE), params, *many, rngs).update_BLD
-    )
+    update = np.asarray(apply(dropping(RATE), params, *many, rngs).update_BLD)
     alone = jax.tree.map(lambda x: x[:1], many)
     one = apply(Block(CONFIG), params, *alone).update_BLD[0]
     dropped = (update == 0).all(axis=(1, 2))
@@ -391,11 +394,14 @@ class TestStochasticDepth:
 
   def test_attention_and_mlp_are_drawn_apart(self, params, many):
     rngs = {'stochastic_depth': jax.random.key(5)}
-    update = apply(
-      Block(CONFIG, drop_rate=RATE), params, *many, rngs
-    ).update_BLD
+    update = apply(dropping(RATE), params, *many, rngs).update_BLD
     assert len(np.unique(np.round(update[:, 0, 0], 3))) == 4
 
   def test_needs_its_stream(self, params, x_BLD, info):
     with pytest.raises(flax_errors.InvalidRngError, match='stochastic_depth'):
-      apply(Block(CONFIG, drop_rate=0.5), params, x_BLD, info)
+      apply(dropping(0.5), params, x_BLD, info)
+
+  def test_only_training_drops(self, params, x_BLD, info):
+    done = apply(dropping(0.5, train=False), params, x_BLD, info)
+    whole = apply(Block(CONFIG), params, x_BLD, info)
+    np.testing.assert_array_equal(done.update_BLD, whole.update_BLD)

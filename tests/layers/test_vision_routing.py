@@ -11,16 +11,17 @@ import pytest
 
 from mod_jax import errors
 from mod_jax import routing
-from mod_jax.layers import mod
 from mod_jax.layers.attention import AttentionConfig
 from mod_jax.layers.block import Block
 from mod_jax.layers.block import BlockConfig
 from mod_jax.layers.mlp import MLPConfig
-from mod_jax.layers.mod import MoDBlock
-from mod_jax.layers.mod import MoDConfig
-from mod_jax.layers.mod import RoutingMode
-from mod_jax.layers.mod import VisionRoutingConfig
-from mod_jax.layers.tokens import TokenInfo
+from mod_jax.layers.mode import Mode
+from mod_jax.layers.mode import RoutingMode
+from mod_jax.layers.routed import Layer
+from mod_jax.layers.routed import LayerConfig
+from mod_jax.layers.routed import MoDConfig
+from mod_jax.layers.routed import VisionRoutingConfig
+from mod_jax.layers.token_info import TokenInfo
 
 B, L, D = 3, 10, 8
 CAPACITY = 0.4  # 4 of 10 tokens.
@@ -44,10 +45,8 @@ quick = functools.partial(
 
 @functools.partial(quick, static_argnums=0)
 def route(module, params, x_BLD, info, score_BL):
-  x_BLD, told, _ = module.apply(
-    {'params': params}, x_BLD, info, score_BL=score_BL
-  )
-  return x_BLD, told
+  done = module.apply({'params': params}, x_BLD, info, score_BL=score_BL)
+  return done.x_BLD, done.aux['router']
 
 
 @functools.partial(quick, static_argnums=0)
@@ -55,9 +54,10 @@ def dense(module, params, x_BLD, info):
   return module.apply({'params': params}, x_BLD, info).update_BLD
 
 
-def make(capacity=CAPACITY, mode='top_k', **changes):
+def make(capacity=CAPACITY, rule='top_k', block=BLOCK, **changes):
   config = dataclasses.replace(AMOD, capacity=capacity, **changes)
-  return MoDBlock(BLOCK, config, capacity, RoutingMode(rule=mode))
+  layer = LayerConfig(block=block, routing=config, capacity=capacity)
+  return Layer(layer, Mode(routing=RoutingMode(rule=rule)))
 
 
 @pytest.fixture(scope='module')
@@ -139,11 +139,11 @@ class TestProcess:
 
     @quick
     def both(params, x_BLD, info, score_BL):
-      y_BLD, *_ = make(1.0).apply(
+      routed = make(1.0).apply(
         {'params': params}, x_BLD, info, score_BL=score_BL
       )
       done = Block(BLOCK).apply({'params': params}, x_BLD, info)
-      return y_BLD, x_BLD + done.update_BLD
+      return routed.x_BLD, x_BLD + done.update_BLD
 
     y_BLD, dense_BLD = both(params, x_BLD, info, score_BL)
     np.testing.assert_array_equal(y_BLD, dense_BLD)
@@ -174,7 +174,7 @@ class TestProcess:
     )
 
   def test_never_is_the_identity(self, params, x_BLD, info, score_BL):
-    y_BLD, told = route(make(mode='never'), params, x_BLD, info, score_BL)
+    y_BLD, told = route(make(rule='never'), params, x_BLD, info, score_BL)
     np.testing.assert_array_equal(y_BLD, x_BLD)
     assert not told.chosen_BL.any()
 
@@ -184,7 +184,7 @@ class TestProcess:
       return set(shapes['params'])
 
     plain = names(Block(BLOCK))
-    assert names(make(), None, None, score_BL) == plain
+    assert names(make(), None, score_BL) == plain
     assert names(make(score='learned')) == plain | {'router'}
 
 
@@ -239,9 +239,7 @@ class TestSelection:
     score_BL = np.asarray(score_BL).copy()
     score_BL[:, :5] = 0.5
     score_BL[:, 4] = 0.5001
-    block = dataclasses.replace(
-      make(0.1), block=dataclasses.replace(BLOCK, dtype='bfloat16')
-    )
+    block = make(0.1, block=dataclasses.replace(BLOCK, dtype='bfloat16'))
     y_BLD, told = route(
       block, params, x_BLD.astype('bfloat16'), info, jnp.array(score_BL)
     )
@@ -268,10 +266,8 @@ class TestGradients:
     @quick
     def grads(params, x_BLD, score_BL):
       def loss(params, x_BLD, score_BL):
-        y_BLD, *_ = block.apply(
-          {'params': params}, x_BLD, info, score_BL=score_BL
-        )
-        return (y_BLD**2).sum()
+        done = block.apply({'params': params}, x_BLD, info, score_BL=score_BL)
+        return (done.x_BLD**2).sum()
 
       return jax.grad(loss, (0, 1, 2))(params, x_BLD, score_BL)
 
@@ -287,10 +283,10 @@ class TestGradients:
     @quick
     def grad(score_BL):
       def loss(score_BL):
-        y_BLD, told, _ = make(gate='raw').apply(
+        done = make(gate='raw').apply(
           {'params': params}, x_BLD, info, score_BL=score_BL
         )
-        return (y_BLD**2).sum(), told.chosen_BL
+        return (done.x_BLD**2).sum(), done.aux['router'].chosen_BL
 
       return jax.grad(loss, has_aux=True)(score_BL)
 
@@ -389,6 +385,6 @@ class TestPlacement:
 
 
 def test_flops_of_attention_routing_are_the_block_s_alone():
-  assert mod.flops(BLOCK, AMOD, CAPACITY, L) == BLOCK.flops(4)
-  learned = dataclasses.replace(AMOD, score='learned')
-  assert mod.flops(BLOCK, learned, CAPACITY, L)['router'] == 2 * L * D
+  assert make().config.flops(L) == BLOCK.flops(4)
+  learned = make(score='learned').config
+  assert learned.flops(L)['router'] == 2 * L * D

@@ -250,7 +250,7 @@ def _train(weights):
   optimizer = optax.adam(3e-2)
 
   def loss(params, key):
-    _, choice = ACM(CONFIG, 'train').apply(
+    _, choice = ACM(CONFIG, mode='train').apply(
       {'params': params}, z_BLD, rngs={'gumbel': key}
     )
     chosen = {'mlp': choice.one_hot_BLM}

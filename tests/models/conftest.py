@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import pytest
 
 from mod_jax import routing
-from mod_jax.layers.mod import MoDConfig
-from mod_jax.layers.mod import RoutingMode
+from mod_jax.layers import stack
+from mod_jax.layers.mode import RoutingMode
+from mod_jax.layers.routed import MoDConfig
 from mod_jax.models.lm import LanguageModel
 from mod_jax.models.lm import LMCache
 from mod_jax.models.lm import LMConfig
@@ -72,9 +73,19 @@ def init():
       variables['params'],
     )
     if 'moving' in variables:
-      moving = routing.MovingThreshold.zeros(config.num_routed)
-      moving = moving.update(0.2 + jnp.arange(config.num_routed) / 10, 0.5)
-      variables['moving'] = {'threshold': moving}
+      # For each routed layer another: 0.2, 0.3, …
+      routed = [i for i, c in enumerate(config.capacities) if c is not None]
+      moving = {
+        f'block_{layer}': {
+          'threshold': routing.MovingThreshold.zeros().update(
+            jnp.float32(0.2 + i / 10), 0.5
+          )
+        }
+        for i, layer in enumerate(routed)
+      }
+      if config.scan_layers:
+        moving = stack.scanned(config.stack, moving)
+      variables['moving'] = moving
     return variables
 
   return make

@@ -1,5 +1,6 @@
 """Adaptive transformers: what is replaced, what it costs, what stays."""
 
+import collections
 import dataclasses
 import functools
 import re
@@ -13,11 +14,17 @@ import pytest
 from mod_jax import flops
 from mod_jax import trees
 from mod_jax.errors import UserError
+from mod_jax.layers import stack
 from mod_jax.layers.acm import ACM
-from mod_jax.layers.mod import VisionRoutingConfig
+from mod_jax.layers.acm import FFNS
+from mod_jax.layers.acm import AdaptiveConfig
+from mod_jax.layers.mode import Mode
+from mod_jax.layers.mode import RoutingMode
+from mod_jax.layers.routed import MoDConfig
+from mod_jax.layers.routed import VisionRoutingConfig
 from mod_jax.models import acm
+from mod_jax.models import lm
 from mod_jax.models import vit
-from mod_jax.models.acm import ACMModelConfig
 from mod_jax.models.acm import acmize
 from mod_jax.models.lm import LMConfig
 from mod_jax.models.vit import ViTConfig
@@ -41,8 +48,15 @@ LANGUAGE = LMConfig(
   routing=None,
 )
 N = 2
-BOTH = ACMModelConfig(backbone=DENSE, num_learners=N)
-ALONE = ACMModelConfig(backbone=DENSE, num_learners=N, replace=(acm.FFNS,))
+
+
+def adapted(config, **options):
+  adaptive = AdaptiveConfig(**{'num_learners': N, **options})
+  return dataclasses.replace(config, adaptive=adaptive)
+
+
+BOTH = adapted(DENSE)
+ALONE = adapted(DENSE, replace=(FFNS,))
 
 
 @pytest.fixture(scope='module', autouse=True)
@@ -77,6 +91,9 @@ def converted(config=DENSE, **options):
   )
 
 
+TOKENS_BL = jnp.arange(10).reshape(2, 5)
+
+
 def images():
   rng = np.random.default_rng(1)
   return jnp.asarray(rng.normal(size=(2, 8, 8, 3)), jnp.float32)
@@ -84,12 +101,17 @@ def images():
 
 @pytest.fixture(scope='module')
 def run(quick):
-  @functools.partial(quick, static_argnames=('config', 'mode'))
-  def run(config, params, inputs, mode='gated', key=None):
+  @functools.partial(quick, static_argnames=('config', 'learners'))
+  def run(config, params, inputs, learners='gated', key=None):
     rngs = {} if key is None else {'gumbel': key}
-    return config.build(mode=mode).apply({'params': params}, inputs, rngs=rngs)
+    model = config.build(learners=learners)
+    return model.apply({'params': params}, inputs, rngs=rngs)
 
   return run
+
+
+def choices(output):
+  return stack.collect(output.aux, 'adaptive')
 
 
 def paths(config):
@@ -107,42 +129,49 @@ class TestAcmize:
   def test_everything_is_replaced(self):
     config, params, _ = converted()
     assert config == BOTH
-    assert set(config.modules) == paths(DENSE)
+    modules = acm.modules(config)
+    assert set(modules) == paths(DENSE)
     names = trees.flatten(params)
-    for name in config.modules:
+    for name in modules:
       assert not any(n.startswith(f'{name}/') for n in names)
-      assert f'{acm.parameter_name(name)}/up' in names
-    mlp = config.modules['block_0/mlp']
+      assert f'{name}_acm/up' in names
+      assert re.fullmatch(acm.PARAMETERS, f'{name}_acm/up')
+      assert re.fullmatch(acm.GATES, f'{name}_acm/gate/logits/bias')
+      assert not re.fullmatch(acm.GATES, f'{name}_acm/up')
+      np.testing.assert_array_equal(
+        acm.subtree(params, name)['up'], names[f'{name}_acm/up']
+      )
+    mlp = modules['block_0/mlp']
     assert (mlp.min_learners, mlp.hidden, mlp.activation) == (0, 16, 'gelu')
-    out = config.modules['block_1/attention/out']
+    out = modules['block_1/attention/out']
     assert (out.inputs, out.outputs, out.min_learners) == (8, 8, 1)
 
   def test_ffns_only(self):
-    config, params, report = converted(replace=(acm.FFNS,))
-    assert set(config.modules) == {'block_0/mlp', 'block_1/mlp'}
+    config, params, report = converted(replace=(FFNS,))
+    assert set(acm.modules(config)) == {'block_0/mlp', 'block_1/mlp'}
     names = trees.flatten(params)
     assert 'block_0/attention/query/kernel' in names
     assert 'attention' not in report
 
   def test_some_by_rule(self):
     rules = ('block_1/mlp', r'block_0/.*/(query|key)')
-    config = dataclasses.replace(BOTH, replace=rules)
-    assert set(config.modules) == {
+    config = adapted(DENSE, replace=rules)
+    assert set(acm.modules(config)) == {
       *('block_1/mlp', 'block_0/attention/query', 'block_0/attention/key')
     }
 
-  @pytest.mark.parametrize('options', [{}, {'replace': (acm.FFNS,)}])
+  @pytest.mark.parametrize('options', [{}, {'replace': (FFNS,)}])
   def test_the_rest_is_kept_bit_for_bit(self, options):
     config, params, _ = converted(**options)
     dense, after = map(trees.flatten, (dense_params(), params))
-    kept = [n for n in after if not n.startswith('acm_')]
+    kept = [n for n in after if not re.fullmatch(acm.PARAMETERS, n)]
     assert 'block_0/mlp_norm/scale' in kept
     for name in kept:
       np.testing.assert_array_equal(after[name], dense[name])
     gone = {
       n
       for n in dense
-      if any(n.startswith(f'{module}/') for module in config.modules)
+      if any(n.startswith(f'{module}/') for module in acm.modules(config))
     }
     assert set(kept) == set(dense) - gone
 
@@ -154,7 +183,7 @@ class TestAcmize:
     before = sum(
       x.size for x in jax.tree.leaves(dense_params()['block_0']['mlp'])
     )
-    after = sum(x.size for x in jax.tree.leaves(params['acm_block_0_mlp']))
+    after = sum(x.size for x in jax.tree.leaves(params['block_0']['mlp_acm']))
     assert f'{before:,} -> {after:,}' in mlp
     assert '8->32' in mlp
     assert '2 x 8->16' in mlp
@@ -165,89 +194,86 @@ class TestAcmize:
       assert f'{flops.forward(model):.4e}' in lines[-1]
 
   def test_options_reach_the_modules(self):
-    config = ACMModelConfig(
-      backbone=dataclasses.replace(DENSE, dtype='bfloat16'),
-      num_learners=2,
+    config = adapted(
+      DENSE,
       ffn_min_learners=1,
       projection_min_learners=0,
       projection_activation='linear',
       temperature=0.5,
     )
-    mlp = config.modules['block_0/mlp']
-    query = config.modules['block_0/attention/query']
+    modules = acm.modules(config)
+    mlp, query = (modules[f'block_0/{n}'] for n in ('mlp', 'attention/query'))
     assert (mlp.min_learners, query.min_learners) == (1, 0)
     assert (mlp.activation, query.activation) == ('gelu', 'linear')
-    assert (mlp.temperature, mlp.dtype) == (0.5, 'bfloat16')
+    assert mlp.temperature == query.temperature == 0.5
+
+  def test_a_swiglu_is_replaced_at_its_cost(self):
+    config = adapted(dataclasses.replace(LANGUAGE, mlp='swiglu', mlp_dim=8))
+    assert acm.modules(config)['block_0/mlp'].hidden == 8 * 3 // 2 // N
 
   @pytest.mark.parametrize(
-    ('backbone', 'options', 'message'),
+    ('options', 'message'),
     [
-      (DENSE, {'num_learners': 3}, 'num_learners=3 does not divide the 32'),
-      (DENSE, {'num_learners': 16}, 'num_learners=16 leaves no hidden unit'),
+      ({'num_learners': 3}, 'num_learners=3 does not divide the 32'),
+      ({'num_learners': 16}, 'num_learners=16 leaves no hidden unit'),
       (
-        DENSE,
         {'replace': ('block_0/mpl',)},
         r"'block_0/mpl' matches no module.*nearest is block_0/mlp",
       ),
       (
-        DENSE,
-        {'replace': (acm.FFNS, 'block_7/.*')},
+        {'replace': (FFNS, 'block_7/.*')},
         r"'block_7/\.\*' matches no module",
       ),
-      (DENSE, {'replace': ()}, r'replace=\(\)'),
-      (DENSE, {'num_learners': 0}, 'num_learners=0'),
-      (dataclasses.replace(DENSE, remat='full'), {}, "remat='none'"),
-      (
-        dataclasses.replace(DENSE, routing=VisionRoutingConfig()),
-        {},
-        r'backbone\.routing.*None',
-      ),
-      (LMConfig(), {}, r'backbone\.routing.*None'),
-      (
-        dataclasses.replace(LANGUAGE, scan_layers=True),
-        {},
-        'scan_layers=False',
-      ),
+      ({'replace': ()}, r'replace=\(\)'),
+      ({'replace': ('block_(',)}, r"'block_\('.*replace|replace.*'block_\('"),
+      ({'num_learners': 0}, 'num_learners=0'),
     ],
   )
-  def test_refused(self, backbone, options, message):
+  def test_refused(self, options, message):
     with pytest.raises(UserError, match=message) as error:
-      ACMModelConfig(**{'backbone': backbone, 'num_learners': N, **options})
+      adapted(DENSE, **options)
     assert '\n' not in str(error.value)
+
+  def test_blocks_that_differ_cannot_be_scanned(self):
+    with pytest.raises(UserError, match='block 1 differs from block 0.*scan'):
+      adapted(
+        dataclasses.replace(LANGUAGE, num_layers=2, scan_layers=True),
+        replace=('block_1/mlp',),
+      )
 
   def test_parameters_of_another_model(self):
     params = dense_params(dataclasses.replace(DENSE, num_layers=1))
     key = jax.random.key(0, impl='rbg')
     with pytest.raises(UserError, match='the dense model does not fit'):
-      acmize(DENSE, params, key=key, num_learners=N, replace=(acm.FFNS,))
+      acmize(DENSE, params, key=key, num_learners=N, replace=(FFNS,))
 
 
 class TestForward:
   def test_choices_of_every_module(self, run):
     config, params, _ = converted()
     output = run(config, params, images())
-    assert set(output.choices) == paths(DENSE)
+    assert set(choices(output)) == paths(DENSE)
     assert output.logits_BV.shape == (2, 3)
-    learners = {n: c.learners_BL for n, c in output.choices.items()}
+    learners = {n: c.learners_BL for n, c in choices(output).items()}
     for name, learners_BL in learners.items():
       assert learners_BL.shape == (2, DENSE.num_tokens)
-      assert learners_BL.min() >= config.modules[name].min_learners
+      assert learners_BL.min() >= acm.modules(config)[name].min_learners
 
   def test_exact_learners_are_the_dense_model(self, run, quick):
     params = jax.tree.map(lambda x: x, dense_params())  # A copy.
-    model, adaptive, _ = converted(replace=(acm.FFNS,))
-    adaptive = dict(adaptive)
+    model, adaptive, _ = converted(replace=(FFNS,))
+    adaptive = jax.tree.map(lambda x: x, adaptive)
     for i in range(DENSE.num_layers):
       dense = params[f'block_{i}']['mlp']
       dense['down']['bias'] *= 0
       gate = {
-        **adaptive[f'acm_block_{i}_mlp']['gate'],
+        **adaptive[f'block_{i}']['mlp_acm']['gate'],
         'logits': {
           'kernel': jnp.zeros((2, N + 1)),
           'bias': 9.0 * jax.nn.one_hot(N, N + 1),
         },
       }
-      adaptive[f'acm_block_{i}_mlp'] = {
+      adaptive[f'block_{i}']['mlp_acm'] = {
         'up': dense['up']['kernel'].reshape(8, N, -1).swapaxes(0, 1),
         'bias': dense['up']['bias'].reshape(N, -1),
         'down': dense['down']['kernel'].reshape(N, -1, 8),
@@ -255,8 +281,8 @@ class TestForward:
       }
     dense = quick(DENSE.build().apply)({'params': params}, images())
     want_BV = dense.logits_BV
-    for mode in ('gated', N):
-      logits_BV = run(model, adaptive, images(), mode).logits_BV
+    for learners in ('gated', N):
+      logits_BV = run(model, adaptive, images(), learners).logits_BV
       np.testing.assert_allclose(logits_BV, want_BV, atol=1e-4)
     fewer_BV = run(model, adaptive, images(), N - 1).logits_BV
     assert jnp.abs(fewer_BV - want_BV).max() > 0.01
@@ -266,13 +292,16 @@ class TestForward:
     assert f'dense {flops.forward(LANGUAGE, 1):.4e}' in report
     longer = acm.report(config, 9)
     assert f'dense {flops.forward(LANGUAGE, 9):.4e}' in longer
-    assert set(config.modules) == paths(LANGUAGE)
-    output = run(config, params, jnp.arange(10).reshape(2, 5))
-    assert output.output.logits_BLV.shape == (2, 5, 11)
-    assert output.choices['block_0/attention/key'].learners_BL.shape == (2, 5)
+    modules = acm.modules(config)
+    assert set(modules) == paths(LANGUAGE)
+    output = run(config, params, TOKENS_BL)
+    assert output.logits_BLV.shape == (2, 5, 11)
+    found = choices(output)
+    assert set(found) == paths(LANGUAGE)
+    assert found['block_0/attention/key'].learners_BL.shape == (2, 5)
     # Queries of four heads, keys of two.
-    assert config.modules['block_0/attention/query'].outputs == 8
-    assert config.modules['block_0/attention/key'].outputs == 4
+    assert modules['block_0/attention/query'].outputs == 8
+    assert modules['block_0/attention/key'].outputs == 4
     assert 'block_*/attention/key' in report
 
 
@@ -305,19 +334,17 @@ def test_modules_run_as_they_would_alone(run, quick):
   # The first block's input is the dense model's, whatever replaces it.
   config, params, _ = converted()
   name = 'block_0/attention/query'
-  module = config.modules[name]
+  module = acm.modules(config)[name]
   capture = quick(acm.capture, static_argnums=0)
   z_BLD, _ = capture(config, {'params': dense_params()}, images())[name]
-  _, alone = ACM(module).apply(
-    {'params': params[acm.parameter_name(name)]}, z_BLD
-  )
-  choice = run(config, params, images()).choices[name]
+  _, alone = ACM(module).apply({'params': acm.subtree(params, name)}, z_BLD)
+  choice = choices(run(config, params, images()))[name]
   np.testing.assert_allclose(choice.logits_BLM, alone.logits_BLM, atol=1e-5)
 
 
 @pytest.fixture(scope='module')
 def base():
-  return ACMModelConfig(backbone=vit.vit_base())
+  return adapted(vit.vit_base(), num_learners=4)
 
 
 class TestFlops:
@@ -326,38 +353,34 @@ class TestFlops:
     assert abs(flops.forward(base) / dense - 1) < 0.01
     gates = sum(row.get('gate', 0) for _, row in base.flops_table())
     assert 0.005 < gates / dense < 0.015
-    assert base.modules['block_3/attention/out'].hidden == 96
-    assert base.modules['block_3/mlp'].hidden == 768
+    modules = acm.modules(base)
+    assert modules['block_3/attention/out'].hidden == 96
+    assert modules['block_3/mlp'].hidden == 768
 
-  def test_linear_in_the_number_of_learners(self, base):
-    def total(learners):
-      table = base.flops_table(learners=learners)
-      return sum(sum(row.values()) for _, row in table)
+  def test_learners_and_gates_are_parts_of_their_own(self, base):
+    parts = collections.Counter()
+    for _, row in base.flops_table():
+      parts.update(row)
+    modules = acm.modules(base).values()
+    learner = sum(m.learner_flops for m in modules)
+    assert parts['learners'] == base.num_tokens * 4 * learner
+    assert parts['gate'] == base.num_tokens * sum(m.gate_flops for m in modules)
+    assert sum(parts.values()) == flops.forward(base)
 
-    totals = [total(k) for k in (0, 1, 2, 2.5, 4)]
-    step = totals[1] - totals[0]
-    np.testing.assert_allclose(
-      totals, [totals[0] + k * step for k in (0, 1, 2, 2.5, 4)], rtol=1e-6
+  def test_a_routed_block_s_learners_run_on_the_chosen_alone(self):
+    routed = dataclasses.replace(
+      BOTH, routing=VisionRoutingConfig(capacity=0.5)
     )
-    assert totals[-1] == flops.forward(base)
-    learners = sum(m.learner_flops for m in base.modules.values())
-    assert step == 197 * learners
-
-  def test_by_name(self):
-    means = dict.fromkeys(BOTH.modules, 0.0)
-    none = sum(sum(r.values()) for _, r in BOTH.flops_table(learners=means))
-    means['block_1/mlp'] = 1.5
-    rows = dict(BOTH.flops_table(learners=means))
-    assert rows['block_0']['learners'] == 0
-    spent = DENSE.num_tokens * 1.5 * BOTH.modules['block_1/mlp'].learner_flops
-    assert rows['block_1']['learners'] == spent
-    assert sum(sum(r.values()) for r in rows.values()) - none == spent
+    rows = dict(routed.flops_table())
+    every = rows['block_0']['learners']
+    assert rows['block_1 (routed)']['learners'] == every * 2 // 5
+    assert rows['block_1 (routed)']['gate'] == rows['block_0']['gate'] * 2 // 5
 
   def test_what_is_left_is_counted_as_before(self):
     dense, rows = dict(DENSE.flops_table()), dict(BOTH.flops_table())
     assert rows['embed'] == dense['embed']
     assert rows['head'] == dense['head']
-    assert rows['block_0']['mlp'] == 0
+    assert 'mlp' not in rows['block_0']
     # Of attention the products of queries, keys and values.
     tokens = DENSE.num_tokens
     assert rows['block_0']['attention'] == 4 * 8 * tokens**2
@@ -367,11 +390,9 @@ class TestFlops:
   @pytest.mark.parametrize('mlp', ['gelu', 'swiglu'])
   def test_a_language_models_ffn_costs_what_it_replaces(self, mlp):
     backbone = dataclasses.replace(LANGUAGE, mlp=mlp, mlp_dim=8)
-    config = ACMModelConfig(
-      backbone=backbone, num_learners=N, replace=(acm.FFNS,)
-    )
-    dense = acm.dense_modules(backbone)['block_0/mlp'].flops
-    assert config.modules['block_0/mlp'].learner_flops * N == dense
+    config = adapted(backbone, replace=(FFNS,))
+    dense = backbone.block.mlp.flops(1)['mlp']
+    assert acm.modules(config)['block_0/mlp'].learner_flops * N == dense
     rows = dict(config.flops_table(7))
     assert rows['block_0']['learners'] == 7 * dense
 
@@ -382,7 +403,164 @@ class TestFlops:
     assert f'{total:,}' in flops.report(BOTH)
 
 
-def test_names_of_parameters_are_told_apart():
-  names = [acm.parameter_name(name) for name in BOTH.modules]
-  assert len(set(names)) == len(names)
-  assert all(re.fullmatch(r'acm_\w+', name) for name in names)
+# What an adaptive model shares with any other: how its layers are run.
+FOUR_SLOTS = ('mlp', 'attention/query')
+FOUR = adapted(
+  dataclasses.replace(
+    LANGUAGE, num_layers=4, routing=MoDConfig(capacity=0.5, offset=1)
+  ),
+  replace=(FFNS, r'block_\d+/attention/query'),
+)
+SLOTS = {f'block_{i}/{slot}' for i in range(4) for slot in FOUR_SLOTS}
+
+
+def drawn(config):
+  """Returns parameters large enough to tell things apart."""
+  params = dict(dense_params(config))
+  for name in acm.modules(config):
+    # Gates that say something else of every token.
+    gate = acm.subtree(params, name)['gate']
+    gate['logits']['kernel'] = 9 * gate['logits']['kernel']
+  return params
+
+
+def assert_close(a, b, **kwargs):
+  assert jax.tree.structure(a) == jax.tree.structure(b)
+  jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, **kwargs), a, b)
+
+
+class TestLayouts:
+  """Scanned ≡ unrolled; rematerialised ≡ not."""
+
+  @pytest.fixture(scope='class')
+  @staticmethod
+  def graded(quick):
+    """Returns loss, choices and gradients; those of unrolled layers."""
+
+    @functools.partial(quick, static_argnames=('config', 'noise'))
+    def graded(config, params, noise):
+      inputs = TOKENS_BL if isinstance(config, LMConfig) else images()
+      model = config.build(learners='train', noise=noise, train=True)
+
+      def loss(params):
+        output = model.apply(
+          {'params': params}, inputs, rngs={'gumbel': jax.random.key(0)}
+        )
+        logits = getattr(output, 'logits_BLV', None)
+        logits = output.logits_BV if logits is None else logits
+        return (logits**2).mean(), choices(output)
+
+      (value, found), grads = jax.value_and_grad(loss, has_aux=True)(params)
+      return value, found, stack.unrolled(config.stack, grads)
+
+    return graded
+
+  def test_scanned_equals_unrolled(self, graded):
+    params = drawn(FOUR)
+    want = graded(FOUR, params, noise=False)
+    found = want[1]
+    assert set(found) == SLOTS
+    seen = [choice.learners_BL for choice in found.values()]
+    assert len({int(n) for x in seen for n in x.ravel()}) == N + 1
+    config, looped = lm.scanned(FOUR, params)
+    assert looped['layers']['block_1']['mlp_acm']['up'].shape[0] == 2
+    for remat in ('none', 'full'):
+      config = dataclasses.replace(config, remat=remat)
+      got = graded(config, looped, noise=False)
+      assert_close(got, want, atol=1e-5, rtol=1e-3)
+
+  def test_rematerialised_equals_not(self, graded):
+    params = drawn(BOTH)
+    # With noise: what is computed again must draw the same.
+    want = graded(BOTH, params, noise=True)
+    got = graded(dataclasses.replace(BOTH, remat='full'), params, noise=True)
+    assert_close(got, want, atol=1e-5, rtol=1e-3)
+
+  def test_scanned_layers_draw_apart(self, run):
+    config, looped = lm.scanned(FOUR, drawn(FOUR))
+    same = jax.tree.map(lambda x: x.at[1].set(x[0]), looped['layers'])
+    gate = same['block_0']['mlp_acm']['gate']['logits']
+    gate['kernel'] *= 0
+    params = looped | {'layers': same}
+    output = run(config, params, TOKENS_BL, 'train', jax.random.key(0))
+    found = choices(output)
+    first, other = (found[f'block_{i}/mlp'].learners_BL for i in (0, 2))
+    assert (first != other).any()
+
+  def test_capture_looks_into_scanned_and_rematerialised_twins(self, quick):
+    twin = FOUR.dense_twin()
+    params = dense_params(twin)
+    capture = quick(acm.capture, static_argnums=0)
+    want = capture(FOUR, {'params': params}, TOKENS_BL)
+    assert set(want) == SLOTS
+    _, looped = lm.scanned(twin, params)
+    config = dataclasses.replace(FOUR, scan_layers=True, remat='full')
+    got = capture(config, {'params': looped}, TOKENS_BL)
+    assert_close(got, want, atol=1e-5)
+
+  def test_a_scanned_dense_model_is_acmized(self):
+    config = dataclasses.replace(
+      FOUR, adaptive=None, routing=None, scan_layers=True
+    )
+    model, params, report = acmize(
+      config, dense_params(config), num_learners=N, replace=(FFNS,)
+    )
+    assert model == adapted(config, replace=(FFNS,))
+    assert 'block_*/mlp' in report
+    block = params['layers']['block_0']
+    assert 'mlp' not in block
+    up = block['mlp_acm']['up']
+    assert up.shape[0] == 4
+    assert (up[0] != up[1]).all()
+    np.testing.assert_array_equal(
+      block['attention']['query']['kernel'],
+      dense_params(config)['layers']['block_0']['attention']['query']['kernel'],
+    )
+
+
+class TestLanguage:
+  """An adaptive language model, routed too, in all its modes."""
+
+  @pytest.mark.parametrize('rule', ['top_k', 'router', 'never'])
+  def test_runs_with_every_rule(self, quick, rule):
+    model = FOUR.build()
+    output = quick(lambda params: model.apply(
+      {'params': params}, TOKENS_BL, mode=rule
+    ))(drawn(FOUR))  # fmt: skip
+    assert jnp.isfinite(output.logits_BLV).all()
+    found = choices(output)
+    assert found['block_0/mlp'].learners_BL.shape == (2, 5)
+    (first, _) = (told.chosen_BL for told in output.routing)
+    # A routed block's gates see the tokens that it runs on.
+    slots = {'top_k': 2, 'router': 5, 'never': 1}[rule]
+    assert found['block_1/mlp'].learners_BL.shape == (2, slots)
+    assert first.any() == (rule != 'never')
+
+  @pytest.mark.parametrize('scan_layers', [False, True])
+  def test_decodes_what_it_computes_at_once(
+    self, forward, generate, scan_layers
+  ):
+    config, params = FOUR, drawn(FOUR)
+    mode = RoutingMode(rule='router', chunk=1)
+    full = forward(config, {'params': params}, TOKENS_BL, mode=mode)
+    if scan_layers:
+      config, params = lm.scanned(config, params)
+    logits_BLV, chosen_RBL, _ = generate(
+      *(config, {'params': params}, TOKENS_BL, jnp.ones((2, 5), bool)),
+      mode=mode,
+      prompt=2,
+    )
+    np.testing.assert_allclose(logits_BLV, full.logits_BLV, atol=1e-4)
+    for chosen_BL, told in zip(chosen_RBL, full.routing, strict=True):
+      np.testing.assert_array_equal(chosen_BL, told.chosen_BL)
+
+  def test_learners_that_it_lacks_are_refused(self):
+    with pytest.raises(UserError, match=f'{N + 1} learners asked for'):
+      jax.eval_shape(
+        FOUR.build(learners=N + 1).init, jax.random.key(0), TOKENS_BL
+      )
+
+  @pytest.mark.parametrize('learners', ['all', 'gate', -1])
+  def test_modes_that_there_are_not(self, learners):
+    with pytest.raises(UserError, match=f'learners={learners!r}: expected'):
+      Mode(learners=learners)

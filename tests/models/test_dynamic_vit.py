@@ -13,8 +13,9 @@ from scipy import special
 
 from mod_jax import errors
 from mod_jax import losses
+from mod_jax.layers.acm import AdaptiveConfig
 from mod_jax.layers.attention import attention_map
-from mod_jax.layers.mod import VisionRoutingConfig
+from mod_jax.layers.routed import VisionRoutingConfig
 from mod_jax.layers.stem import ConvStemConfig
 from mod_jax.models import dynamic_vit
 from mod_jax.models import vit
@@ -200,7 +201,7 @@ class TestMaskedIsPruned:
         x_BLD = model.embed(images)
         for layer in range(2):
           x_BLD = x_BLD[:, :1] if layer == 1 else x_BLD
-          x_BLD, *_ = model.step(layer, x_BLD)
+          x_BLD = model.step(layer, x_BLD).x_BLD
         return model.classify(x_BLD)[0]
 
       return model.apply({'params': params}, images, method=run)
@@ -631,6 +632,14 @@ class TestConfig:
           )
         },
         'backbone.routing.*None',
+      ),
+      (
+        {
+          'backbone': dataclasses.replace(
+            BACKBONE, adaptive=AdaptiveConfig(num_learners=1)
+          )
+        },
+        'backbone.adaptive.*None',
       ),
     ],
   )

@@ -11,10 +11,13 @@ import numpy as np
 import pytest
 
 from mod_jax import errors
+from mod_jax import routing
 from mod_jax.layers import rope
-from mod_jax.layers.mod import MoDBlock
-from mod_jax.layers.mod import RoutingMode
-from mod_jax.layers.tokens import TokenInfo
+from mod_jax.layers.mode import Mode
+from mod_jax.layers.mode import RoutingMode
+from mod_jax.layers.routed import Layer
+from mod_jax.layers.routed import LayerConfig
+from mod_jax.layers.token_info import TokenInfo
 from mod_jax.models.lm import LanguageModel
 from mod_jax.models.lm import LMCache
 
@@ -39,18 +42,22 @@ def params(variables):
 
 @pytest.fixture(scope='module')
 def run(config, quick):
-  """Returns a routed block that chooses K of L tokens."""
+  """Returns a routed layer that chooses K of L tokens."""
 
   @functools.partial(quick, static_argnames='rule')
   def run(params, x_BLD, rule='top_k', threshold=0.0):
     position_BL = jnp.broadcast_to(jnp.arange(L), x_BLD.shape[:2])
     channels = config.block.attention.head_dim
     info = TokenInfo(position_BL, rope.rotation(position_BL, channels, 100.0))
-    block = MoDBlock(
-      config.block, config.routing, K / L, RoutingMode(rule=rule)
+    layer = LayerConfig(
+      block=config.block, routing=config.routing, capacity=K / L
     )
-    y_BLD, told, _ = block.apply({'params': params}, x_BLD, info, threshold)
-    return y_BLD, told.chosen_BL, told.kth_B
+    moving = routing.MovingThreshold(threshold, jnp.ones(()))
+    done = Layer(layer, Mode(routing=RoutingMode(rule=rule))).apply(
+      {'params': params, 'moving': {'threshold': moving}}, x_BLD, info
+    )
+    told = done.aux['router']
+    return done.x_BLD, told.chosen_BL, told.kth_B
 
   return run
 

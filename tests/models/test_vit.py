@@ -13,8 +13,8 @@ import pytest
 from mod_jax import errors
 from mod_jax import flops
 from mod_jax import losses
-from mod_jax.layers.mod import RoutingMode
-from mod_jax.layers.mod import VisionRoutingConfig
+from mod_jax.layers.mode import RoutingMode
+from mod_jax.layers.routed import VisionRoutingConfig
 from mod_jax.layers.stem import ConvStemConfig
 from mod_jax.models import vit
 from mod_jax.models.vit import ViTConfig
@@ -225,7 +225,7 @@ class TestAttentionRouting:
 
   def test_never_is_the_model_of_the_dense_blocks(self, variables, images):
     output = forward(
-      ROUTED_PAIR, variables, images, mode=RoutingMode(rule='never')
+      ROUTED_PAIR, variables, images, routing=RoutingMode(rule='never')
     )
     assert not any(told.chosen_BL.any() for told in output.routing)
     one = dataclasses.replace(DENSE, num_layers=1)
@@ -233,7 +233,7 @@ class TestAttentionRouting:
     np.testing.assert_allclose(output.logits_BV, want.logits_BV, atol=2e-5)
 
   def test_causal_rules_are_refused(self, variables, images):
-    model = ROUTED.build(mode=RoutingMode(rule='router'))
+    model = ROUTED.build(routing=RoutingMode(rule='router'))
     with pytest.raises(errors.UserError, match=r"'router'.*whole image.*top_k"):
       jax.eval_shape(model.apply, variables, images)
 
@@ -250,9 +250,9 @@ class TestAttentionRouting:
     @quick
     def run(variables, images):
       def both(model, images):
-        x_BLD, score_BL, _ = model.step(0, model.embed(images))
-        assert score_BL is None
-        return x_BLD, model.step(1, x_BLD)[2]
+        done = model.step(0, model.embed(images))
+        assert not done.aux
+        return done.x_BLD, model.step(1, done.x_BLD).aux['router']
 
       return config.build().apply(variables, images, method=both)
 
@@ -343,15 +343,21 @@ class TestGradients:
 
 
 class TestStochasticDepth:
-  def test_rises_linearly_in_training_only(self, variables):
+  def test_rises_linearly(self, variables):
     config = dataclasses.replace(ROUTED, stochastic_depth=0.3)
+    model = config.build(train=True).bind(variables)
+    rates = [layer.process.drop_rate for layer in model.stack.group.block]
+    assert rates == pytest.approx([0, 0.1, 0.2, 0.3])
+    assert all(layer.process.mode.train for layer in model.stack.group.block)
 
-    def rates(**kwargs):
-      model = config.build(**kwargs).bind(variables)
-      return [block.drop_rate for block in model.block]
-
-    assert rates(train=True) == pytest.approx([0, 0.1, 0.2, 0.3])
-    assert rates() == [0] * 4
+  def test_drops_in_training_only(self, variables, images):
+    sure = dataclasses.replace(_DROPPING, stochastic_depth=0.0)
+    for config in (_DROPPING, sure):
+      assert not config.build().mode.train
+    np.testing.assert_array_equal(
+      forward(_DROPPING, variables, images).logits_BV,
+      forward(sure, variables, images).logits_BV,
+    )
 
   def test_needs_its_stream_in_training(self, variables, images):
     with pytest.raises(flax_errors.InvalidRngError, match='stochastic_depth'):

@@ -11,7 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mod_jax.layers.mod import VisionRoutingConfig
+from mod_jax.layers import stack
+from mod_jax.layers.acm import FFNS
+from mod_jax.layers.acm import AdaptiveConfig
+from mod_jax.layers.routed import VisionRoutingConfig
 from mod_jax.models import acm
 from mod_jax.models.vit import ViTConfig
 from mod_jax_kernels import dispatch
@@ -26,7 +29,7 @@ DENSE = ViTConfig(
 )
 MODELS = {
   'amod': dataclasses.replace(DENSE, routing=VisionRoutingConfig(capacity=0.5)),
-  'acm': acm.ACMModelConfig(backbone=DENSE, replace=(acm.FFNS,)),
+  'acm': dataclasses.replace(DENSE, adaptive=AdaptiveConfig(replace=(FFNS,))),
 }
 
 
@@ -37,9 +40,13 @@ def variables(name):
     jax.eval_shape(model.build().init, jax.random.key(0), model.example())
   )
   rng = np.random.default_rng(0)
-  return jax.tree.map(
-    lambda x: rng.normal(0, 0.3, x.shape).astype(np.float32), shapes
-  )
+
+  def draw(path, x):
+    # Gates that say something else of every token.
+    spread = 3.0 if "['gate']" in jax.tree_util.keystr(path) else 0.3
+    return rng.normal(0, spread, x.shape).astype(np.float32)
+
+  return jax.tree_util.tree_map_with_path(draw, shapes)
 
 
 def forward(name, variables):
@@ -47,7 +54,8 @@ def forward(name, variables):
   image = rng.normal(size=(2, 12, 12, 3)).astype(np.float32)
   output = MODELS[name].build().apply(variables, image)
   if name == 'acm':
-    chosen = [c.learners_BL for c in output.choices.values()]
+    choices = stack.collect(output.aux, 'adaptive').values()
+    chosen = [choice.learners_BL for choice in choices]
     assert len(np.unique(np.concatenate(chosen))) > 2
   return np.asarray(output.logits_BV)
 
@@ -136,18 +144,18 @@ class TestProducts:
 
   @property
   def all_learners(self):
-    module = MODELS['acm'].modules['block_0/mlp']
+    module = acm.modules(MODELS['acm'])['block_0/mlp']
     tokens = 2 * DENSE.num_tokens
     return tokens * module.num_learners * module.hidden
 
   @pytest.mark.parametrize('platform', ['cpu', 'tpu'])
   def test_on_cpu_and_tpu(self, platform):
     lower = self.for_platform(platform)
-    assert self.all_learners in self.products(lower, mode='train')
+    assert self.all_learners in self.products(lower, learners='train')
     assert self.all_learners not in self.products(lower)
 
   def test_on_a_gpu(self, for_hopper):
-    assert self.all_learners in self.products(for_hopper, mode='train')
+    assert self.all_learners in self.products(for_hopper, learners='train')
     assert self.all_learners not in self.products(for_hopper)
 
 

@@ -18,8 +18,9 @@ import pytest
 from mod_jax import parallel
 from mod_jax.errors import UserError
 from mod_jax.layers import cache as cache_lib
-from mod_jax.layers.mod import MoDConfig
-from mod_jax.layers.mod import RoutingMode
+from mod_jax.layers import stack
+from mod_jax.layers.mode import RoutingMode
+from mod_jax.layers.routed import MoDConfig
 from mod_jax.models import lm
 from mod_jax.routing import MovingThreshold
 from mod_jax.sampling import filter_logits
@@ -92,8 +93,15 @@ def make_variables(config):
   variables = {'params': params}
   if config.routing and config.routing.threshold_decay:
     # Half a weight: the averages are twice the totals.
-    total_R = jnp.linspace(-0.2, 0.15, config.num_routed)
-    variables['moving'] = {'threshold': MovingThreshold(total_R, 0.5)}
+    routed = [i for i, c in enumerate(config.capacities) if c is not None]
+    totals = jnp.linspace(-0.2, 0.15, len(routed))
+    moving = {
+      f'block_{i}': {'threshold': MovingThreshold(total, jnp.float32(0.5))}
+      for i, total in zip(routed, totals, strict=True)
+    }
+    if config.scan_layers:
+      moving = stack.scanned(config.stack, moving)
+    variables['moving'] = moving
   return variables
 
 

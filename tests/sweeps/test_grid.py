@@ -11,14 +11,14 @@ import pytest
 from mod_jax import config as config_lib
 from mod_jax import viz
 from mod_jax.errors import UserError
-from mod_jax.layers.mod import MoDConfig
+from mod_jax.layers.routed import MoDConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.sweeps import grid
+from mod_jax.tasks import phases
+from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train import lock
 from mod_jax.train import loop
-from mod_jax.train import phases
 from mod_jax.train import workdir as workdir_lib
-from mod_jax.train.experiment import ExperimentConfig
 from mod_jax.train.metrics import MetricWriter
 
 CONFIG = ExperimentConfig(
@@ -113,7 +113,7 @@ def trained(monkeypatch):
   """Replaces training by its traces; returns the seeds that were trained."""
   seeds = []
 
-  def train(config, workdir, **kwargs):
+  def train(task, config, workdir, **kwargs):
     seeds.append(config.seed)
     if config.seed == 13:
       raise loop.TrainingDiverged('loss is nan at step 3')
@@ -142,7 +142,10 @@ def test_a_line_joins_the_points_that_differ_in_the_last_field(monkeypatch):
   assert grid.picture([]) is None
 
   def point(learners, budget, main):
-    values = {'model.num_learners': learners, 'objective.budget': budget}
+    values = {
+      'model.adaptive.num_learners': learners,
+      'objective.budget': budget,
+    }
     return grid.Point(name='', values=values, metrics={}, main=main)
 
   grid.picture(

@@ -34,7 +34,7 @@ class State:
   params: dict
   opt_state: optax.OptState
   rng: jax.Array
-  mutables: dict
+  model_state: dict
 
 
 def make_state(seed, width=6):
@@ -51,7 +51,7 @@ def make_state(seed, width=6):
     params=params,
     opt_state=opt_state,
     rng=jax.random.key(seed),
-    mutables={'seen': jnp.asarray(rng.integers(0, 9, 3), jnp.int8)},
+    model_state={'seen': jnp.asarray(rng.integers(0, 9, 3), jnp.int8)},
   )
 
 
@@ -114,8 +114,8 @@ def test_round_trip_is_bit_exact(tmp_path):
   next(iterator)
   state = make_state(7)
   state = state.replace(
-    mutables={
-      **state.mutables,
+    model_state={
+      **state.model_state,
       'odd': jnp.array([np.nan, -0.0, np.inf, 1e-45], jnp.float32),
       'rbg': jax.random.split(jax.random.key(1, impl='rbg'), 3),
     }
@@ -434,8 +434,8 @@ def test_leftovers_of_a_killed_save_are_cleaned(copy):
       ['params/router', '(3,)', 'has no'],
     ),
     (
-      lambda state: state.replace(mutables={}),
-      ['mutables/seen', '(3,)', 'lacks'],
+      lambda state: state.replace(model_state={}),
+      ['model_state/seen', '(3,)', 'lacks'],
     ),
     (
       lambda state: state.replace(step=jnp.zeros((), jnp.float32)),
@@ -534,7 +534,7 @@ def test_part_of_a_checkpoint(copy):
   assert restored.step == 2
   assert restored.metadata == {'saved': 2}
   assert_same(restored.state.params, state.params)
-  assert_same(restored.state.mutables, state.mutables)
+  assert_same(restored.state.model_state, state.model_state)
   assert restored.state.opt_state is None
 
   by_name = checkpoints.restore_subtree(

@@ -13,14 +13,15 @@ import pytest
 
 from mod_jax import config as config_lib
 from mod_jax import parallel
+from mod_jax import tasks
 from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
 from mod_jax.models.lm import LMConfig
+from mod_jax.tasks import phases
+from mod_jax.tasks.experiment import ExperimentConfig
+from mod_jax.tasks.plain import Plain
 from mod_jax.train import evaluation
-from mod_jax.train import loop
 from mod_jax.train import state as state_lib
-from mod_jax.train.experiment import ExperimentConfig
-from mod_jax.train.language import LanguageTask
 from mod_jax.train.optimizer import OptimizerConfig
 
 
@@ -32,9 +33,9 @@ def patched():
     one = functools.cache(lambda config: make_mesh(config, jax.devices()[:1]))
     patch.setattr(parallel, 'make_mesh', one)
     patch.setattr(evaluation, 'report', lambda *args: None)
-    patch.setattr(LanguageTask, 'finish', lambda *args: ())
+    patch.setattr(Plain, 'finish', lambda *args: ())
     patch.setattr(
-      LanguageTask, 'evaluate', lambda *args, **kwargs: {'top_k/loss': 1.0}
+      evaluation, 'held_out', lambda *args, **kwargs: {'top_k/loss': 1.0}
     )
     yield patch
 
@@ -63,7 +64,7 @@ def run(tmp_path_factory, patched):
     },
   )
   workdir = folder / 'whole'
-  loop.train(config, workdir)
+  phases.train(config, workdir)
   # From here on the model is always the same.
   abstract = state_lib.abstract_state
   cache = {}
@@ -332,8 +333,8 @@ def told_of(workdir, run, caplog):
   results = []
   for call in (
     # This one changes nothing, so it is first.
-    lambda: evaluation.load(workdir),
-    lambda: loop.train(run[0], workdir, max_steps=0),
+    lambda: tasks.load(workdir),
+    lambda: phases.train(run[0], workdir, max_steps=0),
   ):
     caplog.clear()
     try:

@@ -13,20 +13,12 @@ import numpy as np
 import pytest
 
 from mod_jax import config as config_lib
+from mod_jax.tasks import phases
 from mod_jax.train import checkpoints
-from mod_jax.train import loop
 from mod_jax.train import metrics
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 STEPS = 3
-SMALL = {
-  'model.width': 16,
-  'model.num_heads': 2,
-  'model.mlp_dim': 16,
-  'model.routing.predictor_width': 0,
-  'evaluation.sample_tokens': 0,
-  'log.tensorboard': False,
-}
 
 
 def free_port():
@@ -46,7 +38,7 @@ def start_two(workdir, *args):
     *(sys.executable, ROOT / 'train.py', '--distributed'),
     f'--config={ROOT}/configs/lm/mod.py:tiny',
     f'--workdir={workdir}',
-    *(f'--config.{name}={value}' for name, value in SMALL.items()),
+    '--config.log.tensorboard=False',
     *args,
   ]
   return [
@@ -67,10 +59,10 @@ def test_two_hosts_equal_one_and_each_continues_the_other(
 ):
   config = config_lib.replace(
     load_config_file('configs/lm/mod.py', 'tiny'),
-    SMALL | {'train.num_steps': STEPS},
+    {'train.num_steps': STEPS, 'log.tensorboard': False},
   )
-  loop.train(config, tmp_path / 'one')
-  loop.train(config, tmp_path / 'two', max_steps=1)
+  phases.train(config, tmp_path / 'one')
+  phases.train(config, tmp_path / 'two', max_steps=1)
   hosts = start_two(
     tmp_path / 'two',
     f'--config.train.num_steps={STEPS}',
@@ -92,7 +84,7 @@ def test_two_hosts_equal_one_and_each_continues_the_other(
   for i in range(2):
     assert any(f'ocdbt.process_{i}/' in name for name in names)
   shutil.rmtree(saved / '3')
-  loop.train(config, tmp_path / 'two')
+  phases.train(config, tmp_path / 'two')
   check_same(tmp_path)
 
 

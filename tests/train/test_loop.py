@@ -20,10 +20,16 @@ import pytest
 from mod_jax import config as config_lib
 from mod_jax import flops
 from mod_jax import parallel
+from mod_jax import tasks
 from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
-from mod_jax.layers.mod import MoDConfig
+from mod_jax.layers.routed import MoDConfig
 from mod_jax.models.lm import LMConfig
+from mod_jax.tasks import capacity_warmup
+from mod_jax.tasks import make_task
+from mod_jax.tasks import phases
+from mod_jax.tasks.experiment import ExperimentConfig
+from mod_jax.tasks.plain import Plain
 from mod_jax.train import evaluation
 from mod_jax.train import lock
 from mod_jax.train import loop
@@ -31,8 +37,6 @@ from mod_jax.train import metrics as metrics_lib
 from mod_jax.train import stop
 from mod_jax.train import workdir as workdir_lib
 from mod_jax.train.checkpoints import CheckpointConfig
-from mod_jax.train.experiment import ExperimentConfig
-from mod_jax.train.language import LanguageTask
 from mod_jax.train.loop import TrainingDiverged
 from mod_jax.train.optimizer import OptimizerConfig
 
@@ -60,7 +64,7 @@ def _one_device(monkeypatch):
 def quiet(monkeypatch):
   """Leaves out the table, the pictures and the samples of a run's end."""
   monkeypatch.setattr(evaluation, 'report', lambda *args: None)
-  monkeypatch.setattr(LanguageTask, 'finish', lambda *args: ())
+  monkeypatch.setattr(Plain, 'finish', lambda *args: ())
 
 
 def make_config(texts, **changes):
@@ -95,7 +99,7 @@ def checkpoint_steps(workdir):
 def test_what_a_run_leaves_behind(texts, tmp_path, capsys):
   config = make_config(texts, **{'log.tensorboard': True})
   workdir = tmp_path / 'new' / 'run'
-  result = loop.train(config, workdir)
+  result = phases.train(config, workdir)
   assert result.finished
   assert result.step == int(result.state.step) == 8
 
@@ -114,7 +118,7 @@ def test_what_a_run_leaves_behind(texts, tmp_path, capsys):
   assert {'top_k/loss', 'router/loss'} < last.keys()
 
   assert checkpoint_steps(workdir) == [4, 6, 8]  # The newest three.
-  assert workdir_lib.read_config(workdir) == config
+  assert workdir_lib.read_config(workdir, ExperimentConfig) == config
   assert json.loads((workdir / 'eval.json').read_text()) == {
     'step': 8,
     **result.metrics,
@@ -131,28 +135,31 @@ def test_what_a_run_leaves_behind(texts, tmp_path, capsys):
 
 def test_a_finished_run_stays_as_it_is(texts, tmp_path, quiet):
   config = make_config(texts)
-  first = loop.train(config, tmp_path)
+  first = phases.train(config, tmp_path)
   before = (tmp_path / 'metrics.jsonl').read_bytes()
-  again = loop.train(config, tmp_path)
+  again = phases.train(config, tmp_path)
   assert again.finished
   assert again.step == 8
   assert again.metrics == first.metrics
   assert (tmp_path / 'metrics.jsonl').read_bytes() == before
   # A larger evaluation is new, and is told.
   more = config_lib.replace(config, {'evaluation.final_batches': 3})
-  loop.train(more, tmp_path)
+  phases.train(more, tmp_path)
   after = (tmp_path / 'metrics.jsonl').read_bytes()
   assert after.startswith(before)
   assert len(after.splitlines()) == len(before.splitlines()) + 1
 
 
 def test_the_state_is_donated(texts, tmp_path):
-  run = loop._Run(make_config(texts), tmp_path)
+  config = make_config(texts)
+  run = loop._Run(make_task(config), config, tmp_path)
   with jax.set_mesh(run.mesh):
     state = run._fresh_state()
     batch = parallel.put_batch(next(run.iterator), run.mesh)
     after, _ = run._compile(0.0)(state, batch)
-  for leaf in jax.tree.leaves((state.params, state.opt_state, state.mutables)):
+  for leaf in jax.tree.leaves(
+    (state.params, state.opt_state, state.model_state)
+  ):
     assert leaf.is_deleted()
   assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(after))
   assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(batch))
@@ -172,7 +179,7 @@ def test_a_run_learns(tmp_path, quiet):
       'checkpoint.every': 0,
     },
   )
-  result = loop.train(config, tmp_path / 'run')
+  result = phases.train(config, tmp_path / 'run')
   losses = [line['loss'] for line in metrics_lib.read(tmp_path / 'run')[:-1]]
   assert losses[0] == pytest.approx(np.log(256), abs=0.7)
   assert losses[-1] < 0.5
@@ -195,29 +202,30 @@ class TestCapacityWarmup:
     stages, used = [], []
     compile_stage = loop._Run._compile
 
-    def spy(self, stage):
-      stages.append(stage)
-      step = compile_stage(self, stage)
+    def spy(self, static_args):
+      stages.append(static_args)
+      step = compile_stage(self, static_args)
 
       def call(state, batch):
-        used.append(stage)
+        used.append(static_args)
         return step(state, batch)
 
       return call
 
     monkeypatch.setattr(loop._Run, '_compile', spy)
-    loop.train(config, tmp_path)
+    phases.train(config, tmp_path)
     assert stages == [1.0, 0.5, 0.0]
     assert used == [1.0] * 2 + [0.5] * 2 + [0.0] * 4
 
   def test_capacity_falls_from_1_to_the_configured_one(self, texts):
     config = make_config(texts, **self.CHANGES)
-    task = LanguageTask(config)
+    task = make_task(config)
     variables = jax.jit(lambda key: nn.unbox(task.init(key)))(jax.random.key(0))
     tokens_BL = np.arange(32, dtype=np.int32).reshape(2, 16)
     chosen = {}
     for step in (0, 2, 4):
-      model = task._model(task.stage(step))
+      now = capacity_warmup.at_floor(config.model, task.static_args(step))
+      model = now.build()
       output = jax.jit(model.apply)(variables, tokens_BL)
       chosen[step] = output.routing[0].chosen_BL.sum(axis=-1).tolist()
     assert chosen == {0: [16, 16], 2: [8, 8], 4: [4, 4]}
@@ -230,10 +238,10 @@ class TestCapacityWarmup:
     assert task.flops_per_step(0.0) == 4 * flops.train(model, 16)
 
   def test_without_warmup_there_is_one_stage(self, texts):
-    task = LanguageTask(make_config(texts))
-    assert {task.stage(step) for step in range(9)} == {0.0}
+    task = make_task(make_config(texts))
+    assert {task.static_args(step) for step in range(9)} == {0.0}
     dense = make_config(texts, **{'model.routing': None})
-    assert {LanguageTask(dense).stage(step) for step in range(9)} == {0.0}
+    assert {make_task(dense).static_args(step) for step in range(9)} == {0.0}
     with pytest.raises(UserError, match='model=LMConfig without routing'):
       make_config(texts, **self.CHANGES, **{'model.routing': None})
 
@@ -247,14 +255,17 @@ def break_step(monkeypatch, at, name):
   """Lets a metric be NaN from one step on."""
   compile_stage = loop._Run._compile
 
-  def broken_stage(self, stage):
-    step = compile_stage(self, stage)
+  def broken_stage(self, static_args):
+    step = compile_stage(self, static_args)
 
     def broken(state, batch):
-      state, pairs = step(state, batch)
+      state, metric_sums = step(state, batch)
       if int(state.step) >= at:
-        pairs[name] = (pairs[name][0] * jnp.nan, pairs[name][1])
-      return state, pairs
+        metric_sums[name] = (
+          metric_sums[name][0] * jnp.nan,
+          metric_sums[name][1],
+        )
+      return state, metric_sums
 
     return broken
 
@@ -265,17 +276,17 @@ def ruin(monkeypatch, at, part):
   """Lets a step leave NaN behind, of which its own metrics know nothing."""
   compile_stage = loop._Run._compile
 
-  def ruining_stage(self, stage):
-    step = compile_stage(self, stage)
+  def ruining_stage(self, static_args):
+    step = compile_stage(self, static_args)
 
     def ruining(state, batch):
-      state, pairs = step(state, batch)
+      state, metric_sums = step(state, batch)
       if int(state.step) == at:
         leaves, structure = jax.tree.flatten(getattr(state, part))
         leaves[-1] = leaves[-1] * jnp.nan
         tree = jax.tree.unflatten(structure, leaves)
         state = state.replace(**{part: tree})
-      return state, pairs
+      return state, metric_sums
 
     return ruining
 
@@ -303,7 +314,7 @@ class TestDivergence:
     ruin(monkeypatch, at, part)
     config = make_config(texts, **{'evaluation.every': 0})
     with pytest.raises(TrainingDiverged) as info:
-      loop.train(config, tmp_path)
+      phases.train(config, tmp_path)
     message = str(info.value)
     assert re.match(rf'{part}/\S+ is not finite at step {at}; ', message)
     assert f'last good checkpoint is step {good} in' in message
@@ -312,12 +323,12 @@ class TestDivergence:
 
   def test_the_last_evaluation(self, texts, tmp_path, monkeypatch):
     monkeypatch.setattr(
-      LanguageTask, 'evaluate', lambda *args, **_: {'top_k/loss': math.nan}
+      evaluation, 'held_out', lambda *args, **_: {'top_k/loss': math.nan}
     )
     config = make_config(texts, **{'evaluation.every': 0})
     for _ in range(2):
       with pytest.raises(TrainingDiverged) as info:
-        loop.train(config, tmp_path)
+        phases.train(config, tmp_path)
       message = str(info.value)
       assert 'held-out top_k/loss is nan at step 8; the last' in message
       assert 'good checkpoint is step 6' in message
@@ -335,7 +346,7 @@ class TestDivergence:
     config = make_config(texts, **{'evaluation.every': 0})
     break_step(monkeypatch, at, name)
     with pytest.raises(TrainingDiverged) as info:
-      loop.train(config, tmp_path)
+      phases.train(config, tmp_path)
     message = str(info.value)
     assert f'{name} is nan at step {at}' in message
     assert f'last good checkpoint is step {good} in {tmp_path}' in message
@@ -350,7 +361,7 @@ class TestDivergence:
   def test_before_the_first_checkpoint(self, texts, tmp_path, monkeypatch):
     break_step(monkeypatch, 1, 'loss')
     with pytest.raises(TrainingDiverged, match='step 1; there is no checkp'):
-      loop.train(make_config(texts), tmp_path)
+      phases.train(make_config(texts), tmp_path)
     assert checkpoint_steps(tmp_path) == []
 
   def test_is_seen_before_an_evaluation_and_a_stop(
@@ -359,18 +370,18 @@ class TestDivergence:
     break_step(monkeypatch, 3, 'loss')
     config = make_config(texts, **{'checkpoint.every': 100})
     with pytest.raises(TrainingDiverged, match='at step 3'):
-      loop.train(config, tmp_path / 'evaluation')
+      phases.train(config, tmp_path / 'evaluation')
     kinds = {line['kind'] for line in metrics_lib.read(tmp_path / 'evaluation')}
     assert kinds == {'train'}
     config = config_lib.replace(config, {'evaluation.every': 0})
     with pytest.raises(TrainingDiverged, match='at step 3'):
-      loop.train(config, tmp_path / 'stop', max_steps=4)
+      phases.train(config, tmp_path / 'stop', max_steps=4)
     assert checkpoint_steps(tmp_path / 'stop') == []
 
   def test_infinite_gradient_of_a_finite_loss(
     self, texts, tmp_path, monkeypatch
   ):
-    honest = LanguageTask.loss
+    honest = Plain.loss
 
     def loss(self, params, *args):
       value, told = honest(self, params, *args)
@@ -378,9 +389,9 @@ class TestDivergence:
       # 0, and its derivative is infinite.
       return value + jnp.sqrt(x - jax.lax.stop_gradient(x)), told
 
-    monkeypatch.setattr(LanguageTask, 'loss', loss)
+    monkeypatch.setattr(Plain, 'loss', loss)
     with pytest.raises(TrainingDiverged, match='grad_norm is inf at step 1'):
-      loop.train(make_config(texts), tmp_path)
+      phases.train(make_config(texts), tmp_path)
     (line,) = metrics_lib.read(tmp_path)
     assert np.isfinite(line['loss'])
     assert checkpoint_steps(tmp_path) == []
@@ -388,7 +399,7 @@ class TestDivergence:
   def test_a_learning_rate_that_blows_up(self, texts, tmp_path):
     config = make_config(texts, **{'optimizer.learning_rate': 1e38})
     with pytest.raises(TrainingDiverged) as info:
-      loop.train(config, tmp_path)
+      phases.train(config, tmp_path)
     bad = int(re.search(r'at step (\d+)', str(info.value))[1])
     assert all(step < bad for step in checkpoint_steps(tmp_path))
 
@@ -401,7 +412,7 @@ class TestDivergence:
       texts, **{'log.every': 1, 'evaluation.every': 0, 'checkpoint.every': 2}
     )
     with pytest.raises(TrainingDiverged, match='checkpoint is step 2 in'):
-      loop.train(config, tmp_path)
+      phases.train(config, tmp_path)
 
 
 def signal_at(monkeypatch, step, *numbers):
@@ -439,7 +450,7 @@ def deaths():
 class TestStop:
   def test_max_steps_stops_as_a_signal_would(self, texts, tmp_path, quiet):
     config = make_config(texts, **{'checkpoint.every': 100})
-    result = loop.train(config, tmp_path, max_steps=3)
+    result = phases.train(config, tmp_path, max_steps=3)
     assert (result.step, result.finished, result.metrics) == (3, False, {})
     assert checkpoint_steps(tmp_path) == [3]
 
@@ -452,7 +463,7 @@ class TestStop:
     )
     signal_at(monkeypatch, 5, getattr(signal, name))
     before = signal.getsignal(getattr(signal, name))
-    result = loop.train(config, tmp_path)
+    result = phases.train(config, tmp_path)
     assert signal.getsignal(getattr(signal, name)) == before
     assert not deaths
     assert (result.step, result.finished) == (5, False)
@@ -471,7 +482,7 @@ class TestStop:
     )
     signal_at(monkeypatch, 5, *[signal.SIGINT] * times)
     with pytest.raises(KeyboardInterrupt):
-      loop.train(config, tmp_path)
+      phases.train(config, tmp_path)
     assert not deaths
     assert checkpoint_steps(tmp_path) == saved
     # It is over: the next run does not stop.
@@ -485,9 +496,9 @@ class TestStop:
       return [(workdir / name).read_bytes() for name in names]
 
     config = make_config(texts, **{'checkpoint.every': 100})
-    monkeypatch.setattr(LanguageTask, 'pictures', lambda *args: {})
-    monkeypatch.setattr(LanguageTask, 'finish', lambda *args: ['a text'])
-    loop.train(config, tmp_path / 'whole')
+    monkeypatch.setattr(Plain, 'pictures', lambda *args: {})
+    monkeypatch.setattr(Plain, 'finish', lambda *args: ['a text'])
+    phases.train(config, tmp_path / 'whole')
     workdir = tmp_path / 'run'
 
     def stopped_in(owner, name):
@@ -500,7 +511,7 @@ class TestStop:
 
       with monkeypatch.context() as patch:
         patch.setattr(owner, name, signalled)
-        result = loop.train(config, workdir)
+        result = phases.train(config, workdir)
       assert not result.finished
       assert result.metrics == {}
       told = f'stopped at step {result.step} of 8'
@@ -513,15 +524,15 @@ class TestStop:
     assert stopped_in(loop._Run, '_compile') == (1, 1)
     assert stopped_in(loop.Checkpointer, 'restore') == (1, 0)
     for steps in (2, 0):  # What was cut short comes first.
-      assert stopped_in(LanguageTask, 'evaluate') == (3, steps)
+      assert stopped_in(evaluation, 'held_out') == (3, steps)
       assert metrics_lib.read(workdir)[-1]['kind'] == 'train'
-    assert stopped_in(LanguageTask, 'main_metrics') == (3, 0)
+    assert stopped_in(Plain, 'main_metrics') == (3, 0)
     assert stopped_in(loop.Checkpointer, 'save') == (8, 5)
-    assert stopped_in(LanguageTask, 'evaluate') == (8, 0)
-    assert stopped_in(LanguageTask, 'finish') == (8, 0)
-    assert stopped_in(LanguageTask, 'pictures') == (8, 0)
+    assert stopped_in(evaluation, 'held_out') == (8, 0)
+    assert stopped_in(Plain, 'finish') == (8, 0)
+    assert stopped_in(Plain, 'pictures') == (8, 0)
     assert checkpoint_steps(workdir) == [1, 3, 8]
-    assert loop.train(config, workdir).finished
+    assert phases.train(config, workdir).finished
     assert files(workdir) == files(tmp_path / 'whole')
     assert not deaths
 
@@ -529,7 +540,7 @@ class TestStop:
     self, texts, tmp_path, monkeypatch, deaths
   ):
     config = make_config(texts, **{'evaluation.every': 0})
-    iterator = LanguageTask(config).train_iterator()
+    iterator = make_task(config).train_iterator()
     following = type(iterator).__next__
     calls = []
 
@@ -541,7 +552,7 @@ class TestStop:
       return following(self)
 
     monkeypatch.setattr(type(iterator), '__next__', dying)
-    assert loop.train(config, tmp_path).step == 3
+    assert phases.train(config, tmp_path).step == 3
     assert checkpoint_steps(tmp_path) == [2, 3]
     assert not deaths
 
@@ -560,7 +571,7 @@ class TestStop:
     with stop.listening():
       monkeypatch.setattr(stop._asked, 'hosts', 2)
       for run in ('a', 'b'):
-        loop.train(config, tmp_path / run, max_steps=4)
+        phases.train(config, tmp_path / run, max_steps=4)
     # By nobody else, as Orbax would at each save.
     assert asked == list(range(1, 9))
 
@@ -610,7 +621,7 @@ class TestStop:
           'checkpoint.every_minutes': minutes,
         },
       )
-      loop.train(config, tmp_path / str(minutes))
+      phases.train(config, tmp_path / str(minutes))
       assert checkpoint_steps(tmp_path / str(minutes)) == saved
 
   def test_a_second_signal_does_not_kill_the_save(
@@ -627,7 +638,7 @@ class TestStop:
     deaths = []
     before = signal.signal(signal.SIGTERM, lambda *_: deaths.append(1))
     try:
-      loop.train(make_config(texts), tmp_path, max_steps=1)
+      phases.train(make_config(texts), tmp_path, max_steps=1)
     finally:
       signal.signal(signal.SIGTERM, before)
     assert not deaths
@@ -652,14 +663,14 @@ class TestRefused:
   def test_nothing_is_written(self, texts, tmp_path, changes, message):
     config = make_config(texts, **changes)
     with pytest.raises(UserError, match=message):
-      loop.train(config, tmp_path / 'run')
+      phases.train(config, tmp_path / 'run')
     assert not (tmp_path / 'run').exists()
 
   def test_nothing_held_out(self, tmp_path):
     (tmp_path / 'one.txt').write_text('text ' * 500)
     config = make_config(f'{tmp_path}/one.txt')
     with pytest.raises(UserError, match='no file is held out'):
-      loop.train(config, tmp_path / 'run')
+      phases.train(config, tmp_path / 'run')
     assert not (tmp_path / 'run').exists()
 
   def test_wandb_that_is_not_there(self, texts, tmp_path, monkeypatch):
@@ -668,14 +679,14 @@ class TestRefused:
     )
     config = make_config(texts, **{'log.wandb': True})
     with pytest.raises(UserError, match='pip install wandb'):
-      loop.train(config, tmp_path / 'run')
+      phases.train(config, tmp_path / 'run')
     assert not (tmp_path / 'run').exists()
 
   def test_a_workdir_that_cannot_be_one(self, texts, tmp_path):
     (tmp_path / 'file').write_text('mine')
     for workdir in (tmp_path / 'file', tmp_path / 'file' / 'run'):
       with pytest.raises(UserError, match='cannot be written'):
-        loop.train(make_config(texts), workdir)
+        phases.train(make_config(texts), workdir)
     assert (tmp_path / 'file').read_text() == 'mine'
 
   def test_a_workdir_that_another_process_writes_to(self, texts, tmp_path):
@@ -688,7 +699,7 @@ class TestRefused:
     }
     (tmp_path / 'lock.json').write_text(json.dumps(owner))
     with pytest.raises(UserError) as info:
-      loop.train(make_config(texts), tmp_path)
+      phases.train(make_config(texts), tmp_path)
     for part in (
       f'in use by process {os.getppid()} on {socket.gethostname()}',
       'since 2024-02-03T04:05:06',
@@ -702,24 +713,24 @@ def test_a_home_directory_is_one_place(texts, tmp_path, monkeypatch, quiet):
   monkeypatch.setenv('HOME', str(tmp_path / 'home'))
   monkeypatch.chdir(tmp_path)
   config = make_config(texts, **{'evaluation.every': 0})
-  loop.train(config, '~/run', max_steps=1)
+  phases.train(config, '~/run', max_steps=1)
   assert [p.name for p in tmp_path.iterdir()] == ['home']
   found = {p.name for p in (tmp_path / 'home' / 'run').iterdir()}
   assert found == {'config.json', 'checkpoints', 'metrics.jsonl'}
-  assert evaluation.load('~/run').step == 1
+  assert tasks.load('~/run').step == 1
 
 
 def test_evaluating_a_run(texts, tmp_path, capsys, monkeypatch):
   config = make_config(texts, **{'evaluation.every': 0})
   with pytest.raises(UserError, match='holds no run'):
-    evaluation.load(tmp_path)
-  loop.train(config, tmp_path, max_steps=2)
-  state = loop.train(config, tmp_path, max_steps=1).state
-  trained = evaluation.load(tmp_path)
+    tasks.load(tmp_path)
+  phases.train(config, tmp_path, max_steps=2)
+  state = phases.train(config, tmp_path, max_steps=1).state
+  trained = tasks.load(tmp_path)
   assert trained.step == 3
   for a, b in zip(
-    jax.tree.leaves((trained.params, trained.mutables)),
-    jax.tree.leaves((state.params, state.mutables)),
+    jax.tree.leaves((trained.params, trained.model_state)),
+    jax.tree.leaves((state.params, state.model_state)),
     strict=True,
   ):
     np.testing.assert_array_equal(a, b)
@@ -734,18 +745,18 @@ def test_evaluating_a_run(texts, tmp_path, capsys, monkeypatch):
   # Whoever reads may leave: all files are written before.
   (tmp_path / 'eval.json').unlink()
   with monkeypatch.context() as patch:
-    patch.setattr(LanguageTask, 'pictures', lambda *args: {})
+    patch.setattr(Plain, 'pictures', lambda *args: {})
     patch.setattr('builtins.print', lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
       evaluation.report(trained, metrics, tmp_path)
   assert json.loads((tmp_path / 'eval.json').read_text()) == told
-  older = evaluation.load(tmp_path, step=2)
+  older = tasks.load(tmp_path, step=2)
   assert older.step == 2
   assert not np.array_equal(
     older.params['embedding'], trained.params['embedding']
   )
   with pytest.raises(UserError, match=r'no checkpoint at step 1 .*\[2, 3\]'):
-    evaluation.load(tmp_path, step=1)
+    tasks.load(tmp_path, step=1)
 
 
 def _contents(folder: pathlib.Path):

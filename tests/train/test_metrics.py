@@ -40,19 +40,19 @@ def test_mean_does_not_depend_on_the_batches():
 
 
 def test_add_works_under_jit_and_scan():
-  pairs = {
+  metric_sums = {
     'a': (jnp.arange(4.0), jnp.ones(4)),
     'b': (jnp.arange(4), jnp.full(4, 2)),
   }
-  zero = jax.tree.map(lambda x: jnp.zeros((), x.dtype), pairs)
+  zero = jax.tree.map(lambda x: jnp.zeros((), x.dtype), metric_sums)
 
   @jax.jit
-  def total(pairs):
+  def total(metric_sums):
     return jax.lax.scan(
-      lambda acc, pair: (metrics.add(acc, pair), None), zero, pairs
+      lambda acc, pair: (metrics.add(acc, pair), None), zero, metric_sums
     )[0]
 
-  assert metrics.finalize(total(pairs)) == {'a': 1.5, 'b': 0.75}
+  assert metrics.finalize(total(metric_sums)) == {'a': 1.5, 'b': 0.75}
 
 
 def test_add_keeps_names_of_either_side():
@@ -63,8 +63,8 @@ def test_add_keeps_names_of_either_side():
 
 
 def test_finalize_leaves_out_what_was_not_measured():
-  pairs = {'a': (0.0, 0.0), 'b': (jnp.float32(1), jnp.int32(3))}
-  assert metrics.finalize(pairs) == {'b': 1 / 3}
+  metric_sums = {'a': (0.0, 0.0), 'b': (jnp.float32(1), jnp.int32(3))}
+  assert metrics.finalize(metric_sums) == {'b': 1 / 3}
 
 
 def test_values_read_back_bit_for_bit(tmp_path):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mod_jax.errors import UserError
-from mod_jax.layers.mod import MoDConfig
+from mod_jax.layers.routed import MoDConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.train import optimizer as optimizer_lib
 from mod_jax.train.optimizer import OptimizerConfig

@@ -15,28 +15,31 @@ from mod_jax import config as config_lib
 from mod_jax import parallel
 from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
-from mod_jax.layers.mod import MoDConfig
+from mod_jax.layers.routed import MoDConfig
 from mod_jax.models.lm import LMConfig
+from mod_jax.tasks import make_task
+from mod_jax.tasks import warm_start
+from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train import checkpoints as checkpoints_lib
 from mod_jax.train import evaluation
 from mod_jax.train import loop
 from mod_jax.train import metrics as metrics_lib
-from mod_jax.train import start as start_lib
 from mod_jax.train import task as task_lib
 from mod_jax.train import workdir as workdir_lib
-from mod_jax.train.experiment import ExperimentConfig
-from mod_jax.train.experiment import TrainConfig
-from mod_jax.train.language import LanguageTask
+from mod_jax.train.run_config import RunConfig
+from mod_jax.train.run_config import TrainConfig
 
 
 class Tiny(task_lib.Task):
   """Moves one vector towards the rows; the batch is eight numbers."""
 
   unit = 'images'
-  teacher = None
+  held = None
   asked = 0
+  may_be_new = ()
+  may_be_dropped = ()
 
-  def __init__(self, config, workdir=None):
+  def __init__(self, config):
     self.config = config
 
   def init(self, key):
@@ -47,9 +50,9 @@ class Tiny(task_lib.Task):
       'statistics': {'sum': jnp.zeros(())},
     }
 
-  def frozen(self, mesh):
+  def teacher(self, mesh):
     type(self).asked += 1
-    return self.teacher
+    return self.held
 
   def train_iterator(self, *, shard_index, shard_count):
     rows = grain.MapDataset.range(64).map(
@@ -60,35 +63,47 @@ class Tiny(task_lib.Task):
   def data_fingerprint(self):
     return {}
 
-  def stage(self, step):
+  def static_args(self, step):
     return 0
 
-  def loss(self, params, mutables, batch, rng, stage, frozen=None):
+  def loss(self, params, model_state, batch, rng, static_args, teacher=None):
     kernel = params['block_0']['kernel']
     total = jnp.sum((kernel - batch['x']) ** 2) + jnp.sum(
       (params['head']['bias'] - 1) ** 2
     )
-    if frozen is not None:
-      total += jnp.sum((kernel - frozen['kernel']) ** 2)
+    if teacher is not None:
+      total += jnp.sum((kernel - teacher['kernel']) ** 2)
     weight = jnp.float32(len(batch['x']))
-    mutables = {'statistics': {'sum': mutables['statistics']['sum'] + 1}}
-    return total / weight, ({'loss': (total, weight)}, mutables)
+    model_state = {'statistics': {'sum': model_state['statistics']['sum'] + 1}}
+    return total / weight, ({'loss': (total, weight)}, model_state)
 
-  def evaluate(self, params, mutables, mesh, *, batches=None):
+  def start(self, params, model_state, init):
+    return warm_start.from_workdir(
+      *(params, model_state, init),
+      new=self.may_be_new,
+      dropped=self.may_be_dropped,
+    )
+
+  def eval_batches(self, *, batch_size, num_batches, **_):
+    assert num_batches != 0
+    return [{'x': np.zeros((batch_size, 8), np.float32)}]
+
+  def eval_step(self, params, model_state, batch, key, mode):
+    assert mode is None
     return {
-      'loss': float(jnp.sum(params['block_0']['kernel'] ** 2)),
-      'accuracy': float(params['head']['bias'][0]),
-      'other': 1.0,
+      'loss': (jnp.sum(params['block_0']['kernel'] ** 2), 1.0),
+      'accuracy': (params['head']['bias'][0], 1.0),
+      'other': (2.0, 2.0),
     }
 
-  def pictures(self, params, mutables):
+  def pictures(self, params, model_state):
     return {}
 
   def summary(self, metrics):
     return f'accuracy {metrics["accuracy"]:.4f}'
 
   def studies(self):
-    def norm(params, mutables, mesh):
+    def norm(params, model_state, mesh):
       value = float(jnp.linalg.norm(params['block_0']['kernel']))
       return task_lib.Study(
         text=f'norm {value:.3f}',
@@ -98,7 +113,7 @@ class Tiny(task_lib.Task):
 
     return {'norm': norm}
 
-  def flops_per_step(self, stage):
+  def flops_per_step(self, static_args):
     return 1e3
 
   @property
@@ -107,14 +122,12 @@ class Tiny(task_lib.Task):
 
 
 @pytest.fixture(autouse=True, scope='module')
-def _tiny_tasks():
+def _one_device():
   make_mesh = parallel.make_mesh
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(
       parallel, 'make_mesh', lambda config: make_mesh(config, jax.devices()[:1])
     )
-    for module in (loop, evaluation):
-      patch.setattr(module, 'make_task', Tiny)
     # The curves take longer than the training.
     patch.setattr(evaluation, 'report', lambda *args: None)
     yield
@@ -133,6 +146,15 @@ def make_config(**changes):
   return config_lib.replace(ExperimentConfig(), tiny | changes)
 
 
+def train(config, workdir, **kwargs):
+  return loop.train(Tiny(config), config, workdir, **kwargs)
+
+
+def load(workdir):
+  config = workdir_lib.read_config(workdir, ExperimentConfig)
+  return evaluation.load(Tiny(config), workdir)
+
+
 def leaves(tree):
   return [np.asarray(x) for x in jax.tree.leaves(tree)]
 
@@ -146,11 +168,30 @@ def held_out(workdir):
   return [x for x in metrics_lib.read(workdir) if x['kind'] == 'eval']
 
 
+def test_the_loop_needs_no_more_of_a_config_than_a_run_has(tmp_path):
+  tiny = {
+    'train.num_steps': 3,
+    'optimizer.warmup_steps': 0,
+    'log.tensorboard': False,
+    'checkpoint.every': 2,
+  }
+  config = config_lib.replace(RunConfig(), tiny)
+  train(config, tmp_path, max_steps=2)
+  assert workdir_lib.read_config(tmp_path, RunConfig) == config
+  result = train(config, tmp_path)
+  assert (result.steps, result.finished) == (1, True)
+  trained = evaluation.load(Tiny(config), tmp_path)
+  assert_equal(trained.params, result.state.params)
+  other = config_lib.replace(config, {'seed': 1})
+  with pytest.raises(UserError, match='different config.*seed: 0 -> 1'):
+    train(other, tmp_path)
+
+
 def test_messages_are_the_tasks_own(tmp_path, capsys):
-  loop.train(make_config(), tmp_path)
+  train(make_config(), tmp_path)
   err = capsys.readouterr().err
-  assert 'step 4: held-out loss ' in err
-  assert ', accuracy ' in err
+  assert 'step 4: held-out accuracy ' in err
+  assert ', loss ' in err
   assert 'other' not in err
   assert 'tokens' not in err
 
@@ -158,21 +199,21 @@ def test_messages_are_the_tasks_own(tmp_path, capsys):
 class TestAverages:
   def test_are_evaluated_saved_and_loaded(self, tmp_path):
     config = make_config(**{'train.ema_decay': 0.9})
-    result = loop.train(config, tmp_path / 'whole')
+    result = train(config, tmp_path / 'whole')
     state = result.state
     bias = state.ema['head']['bias'][0]
     assert 0 < bias < state.params['head']['bias'][0]
     assert result.metrics['accuracy'] == float(bias)
-    assert_equal(evaluation.load(tmp_path / 'whole').params, state.ema)
+    assert_equal(load(tmp_path / 'whole').params, state.ema)
     # Stopped and continued, they are the same.
-    loop.train(config, tmp_path / 'parts', max_steps=2)
-    rest = loop.train(config, tmp_path / 'parts')
+    train(config, tmp_path / 'parts', max_steps=2)
+    rest = train(config, tmp_path / 'parts')
     assert_equal(rest.state.ema, state.ema)
 
   def test_none_are_kept_unasked(self, tmp_path):
-    state = loop.train(make_config(), tmp_path).state
+    state = train(make_config(), tmp_path).state
     assert state.ema is None
-    assert_equal(evaluation.load(tmp_path).params, state.params)
+    assert_equal(load(tmp_path).params, state.params)
 
   @pytest.mark.parametrize('decay', [-0.1, 1.0])
   def test_in_range(self, decay):
@@ -180,13 +221,13 @@ class TestAverages:
       TrainConfig(ema_decay=decay)
 
 
-class TestFrozen:
+class TestTeacher:
   def test_reach_the_loss_and_no_checkpoint(self, tmp_path, monkeypatch):
-    plain = loop.train(make_config(), tmp_path / 'plain').state
+    plain = train(make_config(), tmp_path / 'plain').state
     teacher = {'kernel': np.full(8, 5.0, np.float32)}
-    monkeypatch.setattr(Tiny, 'teacher', teacher)
+    monkeypatch.setattr(Tiny, 'held', teacher)
     monkeypatch.setattr(Tiny, 'asked', 0)
-    taught = loop.train(make_config(), tmp_path / 'taught').state
+    taught = train(make_config(), tmp_path / 'taught').state
     assert Tiny.asked == 1
     kernels = [s.params['block_0']['kernel'] for s in (taught, plain)]
     assert np.sum(kernels[0]) > np.sum(kernels[1])
@@ -194,14 +235,15 @@ class TestFrozen:
 
   def test_placed_on_the_mesh_and_no_constants(self, tmp_path, monkeypatch):
     teacher = {'kernel': np.full(8, 5.125, np.float32)}
-    monkeypatch.setattr(Tiny, 'teacher', teacher)
-    run = loop._Run(make_config(), tmp_path)
-    kernel = run.frozen['kernel']
+    monkeypatch.setattr(Tiny, 'held', teacher)
+    config = make_config()
+    run = loop._Run(Tiny(config), config, tmp_path)
+    kernel = run.teacher['kernel']
     assert kernel.sharding.is_fully_replicated
     assert kernel.sharding.mesh == run.mesh
     # What lies there stays.
-    monkeypatch.setattr(Tiny, 'teacher', run.frozen)
-    assert run._frozen()['kernel'] is kernel
+    monkeypatch.setattr(Tiny, 'held', run.teacher)
+    assert run._place_teacher()['kernel'] is kernel
     batch = parallel.put_batch(next(run.iterator), run.mesh)
     with jax.set_mesh(run.mesh):
       state = run._fresh_state()
@@ -216,18 +258,17 @@ def source(tmp_path_factory):
   config = make_config(
     **{'train.ema_decay': 0.5, 'evaluation.every': 0, 'checkpoint.every': 0}
   )
-  return workdir, loop.train(config, workdir).state
+  return workdir, train(config, workdir).state
 
 
 class TestStart:
-  def test_reads_a_run_without_its_task(self, source, monkeypatch):
+  def test_reads_a_run_without_its_task(self, source):
     workdir, state = source
-    monkeypatch.setattr(evaluation, 'make_task', None)
-    config, params, mutables = start_lib.read_workdir(workdir)
-    assert config == workdir_lib.read_config(workdir)
+    config, params, model_state = warm_start.read_workdir(workdir)
+    assert config == workdir_lib.read_config(workdir, ExperimentConfig)
     assert_equal(params, state.ema)
     assert params.keys() == {'block_0', 'head'}
-    assert float(mutables['statistics']['sum']) == 6
+    assert float(model_state['statistics']['sum']) == 6
 
   def test_a_fresh_run_starts_from_it_and_says_how_good_it_is(
     self, source, tmp_path
@@ -235,27 +276,27 @@ class TestStart:
     workdir, state = source
     workdir = shutil.copytree(workdir, tmp_path / 'source')
     config = make_config(init=str(workdir), seed=1, **{'train.ema_decay': 0.9})
-    run = loop._Run(config, tmp_path / 'look')
+    run = loop._Run(Tiny(config), config, tmp_path / 'look')
     assert_equal(run.adapted.params, state.ema)
     assert_equal(run.adapted.ema, state.ema)
-    assert float(run.adapted.mutables['statistics']['sum']) == 6
+    assert float(run.adapted.model_state['statistics']['sum']) == 6
 
-    result = loop.train(config, tmp_path / 'run', max_steps=2)
-    assert float(result.state.mutables['statistics']['sum']) == 8
+    result = train(config, tmp_path / 'run', max_steps=2)
+    assert float(result.state.model_state['statistics']['sum']) == 8
     first = held_out(tmp_path / 'run')[0]
     assert first['step'] == 0
     assert first['accuracy'] == float(state.ema['head']['bias'][0])
     # Then the run has weights of its own.
     (workdir / 'config.json').unlink()
-    result = loop.train(config, tmp_path / 'run')
+    result = train(config, tmp_path / 'run')
     assert result.finished
     assert [x['step'] for x in held_out(tmp_path / 'run')] == [0, 4, 6]
     other = config_lib.replace(config, {'init': None})
     with pytest.raises(UserError, match='init: .* -> None'):
-      loop.train(other, tmp_path / 'run')
+      train(other, tmp_path / 'run')
 
   def test_without_it_there_is_no_evaluation_at_first(self, tmp_path):
-    loop.train(make_config(), tmp_path)
+    train(make_config(), tmp_path)
     assert [x['step'] for x in held_out(tmp_path)] == [4, 6]
 
   @pytest.mark.parametrize(
@@ -272,7 +313,7 @@ class TestStart:
     shutil.copytree(source[0], tmp_path / 'source')
     config = make_config(init=f'{tmp_path}/{name}')
     with pytest.raises(UserError, match=message) as info:
-      loop.train(config, tmp_path / 'run')
+      train(config, tmp_path / 'run')
     assert '\n' not in str(info.value)
     assert not (tmp_path / 'run').exists()
 
@@ -289,13 +330,13 @@ class TestStart:
     monkeypatch.setattr(Tiny, 'init', other)
     config = make_config(init=str(source[0]))
     with pytest.raises(UserError) as info:
-      loop._Run(config, tmp_path / 'run')
+      loop._Run(Tiny(config), config, tmp_path / 'run')
     for name in ('router/kernel', 'head/kernel', 'head/bias'):
       assert name in str(info.value)
     assert not (tmp_path / 'run').exists()
     monkeypatch.setattr(Tiny, 'may_be_new', (r'router/.*', 'head/kernel'))
     monkeypatch.setattr(Tiny, 'may_be_dropped', ('head/bias',))
-    run = loop._Run(config, tmp_path / 'run')
+    run = loop._Run(Tiny(config), config, tmp_path / 'run')
     np.testing.assert_array_equal(run.adapted.params['router']['kernel'], 1.0)
 
   def test_a_dense_language_model_becomes_a_routed_one(self, tmp_path):
@@ -306,7 +347,7 @@ class TestStart:
       config = ExperimentConfig(
         model=LMConfig(routing=routing, **shape), data=TextDataConfig(length=8)
       )
-      task = LanguageTask(config)
+      task = make_task(config)
       shapes = nn.unbox(jax.eval_shape(task.init, jax.random.key(0)))
       rng = np.random.default_rng(seed)
       fresh = jax.tree.map(
@@ -315,13 +356,13 @@ class TestStart:
       return config, task, fresh.pop('params'), fresh
 
     for routings in ((None, routing), (routing, None), (routing, routing)):
-      config, _, params, mutables = variables(routings[0], seed=1)
+      config, _, params, model_state = variables(routings[0], seed=1)
       workdir = tmp_path / f'{len(list(tmp_path.iterdir()))}'
       workdir_lib.claim(workdir, config)
       directory = workdir_lib.checkpoints(workdir)
       with checkpoints_lib.Checkpointer(directory, config.checkpoint) as saver:
-        mutables = jax.tree.map(lambda x: x + 1, mutables)
-        saver.save(1, {'params': params, 'mutables': mutables})
+        model_state = jax.tree.map(lambda x: x + 1, model_state)
+        saver.save(1, {'params': params, 'model_state': model_state})
       _, task, fresh, other = variables(routings[1], seed=2)
       started, moved = task.start(fresh, other, str(workdir))
       assert_equal(
@@ -333,28 +374,35 @@ class TestStart:
         assert_equal(started['block_1']['router'], fresh['block_1']['router'])
         assert_equal(moved, other)
       if routings == (routing, routing):
-        assert_equal(moved, mutables)
+        assert_equal(moved, model_state)
+
+
+def test_a_task_need_not_start_from_anything(source, tmp_path, monkeypatch):
+  monkeypatch.setattr(Tiny, 'start', task_lib.Task.start)
+  with pytest.raises(UserError, match='nothing but fresh.* set init to None'):
+    train(make_config(init=str(source[0])), tmp_path / 'run')
+  assert not (tmp_path / 'run').exists()
 
 
 def test_rules_are_checked_before_anything_is_written(tmp_path):
   config = make_config(**{'optimizer.rules': (('block_', 1.0, 0),)})
   with pytest.raises(UserError, match='rules cover no head/bias'):
-    loop.train(config, tmp_path / 'run')
+    train(config, tmp_path / 'run')
   assert not (tmp_path / 'run').exists()
   rules = (('block_', 0.0, 0), ('.', 1.0, 2))
   config = make_config(**{'optimizer.rules': rules})
-  fresh = loop._Run(config, tmp_path / 'run')._fresh_state()
-  state = loop.train(config, tmp_path / 'run', max_steps=2).state
+  fresh = loop._Run(Tiny(config), config, tmp_path / 'run')._fresh_state()
+  state = train(config, tmp_path / 'run', max_steps=2).state
   assert_equal(state.params, fresh.params)
-  state = loop.train(config, tmp_path / 'run').state
+  state = train(config, tmp_path / 'run').state
   assert_equal(state.params['block_0'], fresh.params['block_0'])
   assert np.all(state.params['head']['bias'] != fresh.params['head']['bias'])
 
 
 class TestStudies:
   def test_what_they_leave_behind(self, tmp_path, capsys):
-    loop.train(make_config(), tmp_path)
-    trained = evaluation.load(tmp_path)
+    train(make_config(), tmp_path)
+    trained = load(tmp_path)
     evaluation.study(trained, ['norm'], tmp_path)
     norm = np.linalg.norm(trained.params['block_0']['kernel'])
     assert f'norm {norm:.3f}' in capsys.readouterr().out
@@ -366,7 +414,7 @@ class TestStudies:
     task = Tiny(make_config())
     with pytest.raises(UserError, match="study 'nrom'.*'norm'.*mean 'norm'"):
       evaluation.find_studies(task, ['norm', 'nrom'])
-    language = LanguageTask(ExperimentConfig())
+    language = make_task(ExperimentConfig())
     assert evaluation.find_studies(language, []) == {}
     with pytest.raises(UserError, match='--study=norm: there are no studies'):
       evaluation.find_studies(language, ['norm'])
@@ -374,5 +422,5 @@ class TestStudies:
 
 def test_flops_reports():
   assert '1000' in Tiny(make_config()).flops_report()
-  language = LanguageTask(ExperimentConfig())
+  language = make_task(ExperimentConfig())
   assert 'sequence of' in language.flops_report()

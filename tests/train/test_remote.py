@@ -27,18 +27,21 @@ import pytest
 from mod_jax import config as config_lib
 from mod_jax import parallel
 from mod_jax import paths
+from mod_jax import tasks
 from mod_jax.data import corpus
 from mod_jax.data import image_folder
 from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
 from mod_jax.models.lm import LMConfig
 from mod_jax.sweeps import grid
+from mod_jax.tasks import phases
+from mod_jax.tasks import warm_start
+from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train import evaluation
 from mod_jax.train import lock
 from mod_jax.train import loop
 from mod_jax.train import metrics as metrics_lib
-from mod_jax.train import start
-from mod_jax.train.experiment import ExperimentConfig
+from mod_jax.train import workdir as workdir_lib
 from mod_jax.train.optimizer import OptimizerConfig
 
 OBJECTS = {}  # '/bucket/name' -> MemoryFile
@@ -251,15 +254,15 @@ def make_config(texts, **changes):
 
 def test_a_run_in_a_store(texts, tmp_path, compilation_cache, caplog):
   config = make_config(texts, **{'log.tensorboard': True})
-  here = loop.train(
+  here = phases.train(
     config_lib.replace(config, {'log.tensorboard': False}), tmp_path / 'run'
   )
   workdir = 'gs://bucket/runs/a'
-  assert not loop.train(config, workdir, max_steps=2).finished
+  assert not phases.train(config, workdir, max_steps=2).finished
   assert 'no TensorBoard events' in caplog.text
   # As a kill leaves it: the next save begun but not finished.
   put('/bucket/runs/a/checkpoints/3/state/d/half', b'x')
-  result = loop.train(config, workdir)
+  result = phases.train(config, workdir)
   assert result.finished
   assert result.metrics == here.metrics
 
@@ -279,10 +282,10 @@ def test_a_run_in_a_store(texts, tmp_path, compilation_cache, caplog):
     == (tmp_path / 'run' / 'metrics.jsonl').read_bytes()
   )
 
-  trained = evaluation.load(workdir)
+  trained = tasks.load(workdir)
   assert trained.step == 4
   assert evaluation.evaluate(trained, workdir) == here.metrics
-  _, params, _ = start.read_workdir(workdir)
+  _, params, _ = warm_start.read_workdir(workdir)
   chex.assert_trees_all_equal(params, jax.device_get(result.state.params))
 
   # Damage is found there as it is here.
@@ -292,7 +295,7 @@ def test_a_run_in_a_store(texts, tmp_path, compilation_cache, caplog):
   )
   put(name, OBJECTS[name].getvalue()[:-1])
   caplog.clear()
-  assert loop.train(config, workdir, max_steps=0).step == 3
+  assert phases.train(config, workdir, max_steps=0).step == 3
   assert 'using the one at step 3 instead' in caplog.text
 
 
@@ -319,7 +322,7 @@ def test_a_sweep_in_a_store(texts, monkeypatch):
   config = make_config(texts)
   points = []
 
-  def train(config, workdir, **kwargs):
+  def train(task, config, workdir, **kwargs):
     points.append(str(workdir))
     raise loop.TrainingDiverged('as if')
 
@@ -333,13 +336,13 @@ def test_a_sweep_in_a_store(texts, monkeypatch):
 @pytest.mark.parametrize('path', ['memory://x', 's3://bucket/x', 'file:///x'])
 def test_what_is_no_place_for_a_run(path, texts):
   with pytest.raises(UserError, match=f'{path}: runs live in'):
-    loop.train(make_config(texts), path)
+    phases.train(make_config(texts), path)
 
 
 def test_weights_in_a_file_must_be_here():
   put('/bucket/weights/vit.safetensors', b'x')
   with pytest.raises(UserError, match='copy it here first'):
-    start.find('gs://bucket/weights/vit.safetensors')
+    workdir_lib.find('gs://bucket/weights/vit.safetensors')
 
 
 def test_a_lock_in_a_store(monkeypatch):

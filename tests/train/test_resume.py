@@ -1,10 +1,14 @@
 """A run that was stopped, killed or damaged goes on as if nothing happened."""
 
 import importlib.util
+import json
 import os
 import pathlib
 import shutil
+import signal
+import subprocess
 import sys
+import time
 import unittest.mock
 
 import jax
@@ -14,18 +18,19 @@ import pytest
 
 from mod_jax import config as config_lib
 from mod_jax import parallel
+from mod_jax import tasks
 from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
-from mod_jax.layers.mod import MoDConfig
+from mod_jax.layers.routed import MoDConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.parallel import MeshConfig
+from mod_jax.tasks import phases
+from mod_jax.tasks import warm_start
+from mod_jax.tasks.experiment import ExperimentConfig
+from mod_jax.tasks.plain import Plain
 from mod_jax.train import evaluation
-from mod_jax.train import loop
 from mod_jax.train import metrics as metrics_lib
-from mod_jax.train import start as start_lib
 from mod_jax.train import workdir as workdir_lib
-from mod_jax.train.experiment import ExperimentConfig
-from mod_jax.train.language import LanguageTask
 from mod_jax.train.optimizer import OptimizerConfig
 
 pytestmark = pytest.mark.usefixtures('compilation_cache')
@@ -51,7 +56,7 @@ def texts(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def _no_report(monkeypatch):
   monkeypatch.setattr(evaluation, 'report', lambda *args: None)
-  monkeypatch.setattr(LanguageTask, 'finish', lambda *args: ())
+  monkeypatch.setattr(Plain, 'finish', lambda *args: ())
 
 
 @pytest.fixture
@@ -103,11 +108,11 @@ def assert_same_state(a, b):
     (
       LEARNED,
       {
-        'train.accumulation': 2,
+        'train.grad_accum_steps': 2,
         'train.capacity_warmup_steps': 6,
         'train.capacity_warmup_stages': 2,
       },
-      (1, 4),
+      (1, 2, 2, 3),
     ),
     (GAUSSIAN, {}, (5,)),
   ],
@@ -117,12 +122,12 @@ def test_stopped_and_continued_is_bit_identical(
   texts, tmp_path, one_device, routing, changes, stops
 ):
   config = make_config(texts, routing, **changes)
-  whole = loop.train(config, tmp_path / 'whole')
+  whole = phases.train(config, tmp_path / 'whole')
   assert whole.finished
   for max_steps in stops:
-    part = loop.train(config, tmp_path / 'parts', max_steps=max_steps)
+    part = phases.train(config, tmp_path / 'parts', max_steps=max_steps)
     assert not part.finished
-  rest = loop.train(config, tmp_path / 'parts')
+  rest = phases.train(config, tmp_path / 'parts')
   assert rest.finished
   assert_same_state(rest.state, whole.state)
   assert rest.metrics == whole.metrics
@@ -141,16 +146,19 @@ def test_stopped_and_continued_is_bit_identical(
 
 def test_another_mesh_may_continue(texts, tmp_path, capsys):
   config = make_config(texts, **{'evaluation.every': 0})
-  loop.train(config, tmp_path / 'whole', max_steps=8)
-  loop.train(config, tmp_path / 'run', max_steps=5)
+  phases.train(config, tmp_path / 'whole', max_steps=8)
+  phases.train(config, tmp_path / 'run', max_steps=5)
   other = config_lib.replace(
     config, {'mesh': MeshConfig(data=2, fsdp=2, tensor=2)}
   )
-  result = loop.train(other, tmp_path / 'run', max_steps=3)
+  result = phases.train(other, tmp_path / 'run', max_steps=3)
   assert 'continues at step 5' in capsys.readouterr().err
   kernel = result.state.params['block_0']['mlp']['up']['kernel']
   assert kernel.addressable_shards[0].data.shape == (8, 8)
-  assert workdir_lib.read_config(tmp_path / 'run').mesh == other.mesh
+  assert (
+    workdir_lib.read_config(tmp_path / 'run', ExperimentConfig).mesh
+    == other.mesh
+  )
   whole, parts = (
     [line['loss'] for line in metrics_lib.read(tmp_path / name)]
     for name in ('whole', 'run')
@@ -170,13 +178,13 @@ def snapshot(folder):
 
 def test_a_workdir_of_another_run_is_refused(texts, tmp_path, one_device):
   config = make_config(texts)
-  loop.train(config, tmp_path, max_steps=1)
+  phases.train(config, tmp_path, max_steps=1)
   before = snapshot(tmp_path)
   changed = config_lib.replace(
     config, {'model.width': 32, 'optimizer.learning_rate': 0.5, 'seed': 3}
   )
   with pytest.raises(UserError) as info:
-    loop.train(changed, tmp_path)
+    phases.train(changed, tmp_path)
   message = str(info.value)
   assert 'different config' in message
   for field in (
@@ -193,11 +201,11 @@ def test_a_workdir_of_another_run_is_refused(texts, tmp_path, one_device):
     {'evaluation.every': 3, 'data.length': 17},
   ):
     with pytest.raises(UserError):
-      loop.train(config_lib.replace(config, changes), tmp_path)
+      phases.train(config_lib.replace(config, changes), tmp_path)
     assert snapshot(tmp_path) == before
   # What changes no number may differ.
   allowed = config_lib.replace(config, {'name': 'renamed', 'log.every': 1})
-  assert loop.train(allowed, tmp_path, max_steps=1).step == 2
+  assert phases.train(allowed, tmp_path, max_steps=1).step == 2
 
 
 @pytest.mark.parametrize(
@@ -219,42 +227,42 @@ def test_changed_data_are_refused_unless_allowed(
   shutil.copytree(pathlib.Path(texts).parent, folder)
   config = make_config(f'{folder}/*.txt', **{'evaluation.every': 0})
   workdir = tmp_path / 'run'
-  loop.train(config, workdir, max_steps=2)
+  phases.train(config, workdir, max_steps=2)
   change(folder)
   before = snapshot(workdir / 'checkpoints')
   with pytest.raises(UserError, match='the data changed since step 2') as info:
-    loop.train(config, workdir, max_steps=1)
+    phases.train(config, workdir, max_steps=1)
   assert said in str(info.value)
   assert '--allow_changed_data' in str(info.value)
   assert snapshot(workdir / 'checkpoints') == before
-  evaluation.load(workdir)
+  tasks.load(workdir)
   assert said in caplog.text
 
   caplog.clear()
-  allowed = loop.train(config, workdir, max_steps=1, allow_changed_data=True)
+  allowed = phases.train(config, workdir, max_steps=1, allow_changed_data=True)
   assert allowed.step == 3
   assert said in caplog.text
   # From now on, these are the data of the run.
-  assert loop.train(config, workdir, max_steps=1).step == 4
+  assert phases.train(config, workdir, max_steps=1).step == 4
   # To look at the model, none are needed.
   shutil.rmtree(folder)
-  assert evaluation.load(workdir).step == 4
+  assert tasks.load(workdir).step == 4
 
 
 def test_an_edited_config_is_refused(texts, tmp_path, one_device):
   config = make_config(texts)
-  loop.train(config, tmp_path, max_steps=1)
+  phases.train(config, tmp_path, max_steps=1)
   path = tmp_path / 'config.json'
   path.write_text(
     path.read_text().replace('"router_loss": 0.0', '"router_loss": 0.5')
   )
-  edited = workdir_lib.read_config(tmp_path)
+  edited = workdir_lib.read_config(tmp_path, ExperimentConfig)
   assert edited != config
   said = r'step 1 .*different config.*router_loss: 0.0 -> 0.5'
   for call in (
-    lambda: evaluation.load(tmp_path),
-    lambda: start_lib.read_workdir(tmp_path),
-    lambda: loop.train(edited, tmp_path),
+    lambda: tasks.load(tmp_path),
+    lambda: warm_start.read_workdir(tmp_path),
+    lambda: phases.train(edited, tmp_path),
   ):
     with pytest.raises(UserError, match=said):
       call()
@@ -263,15 +271,99 @@ def test_an_edited_config_is_refused(texts, tmp_path, one_device):
     path,
     config_lib.to_json(config_lib.replace(config, {'evaluation.batches': 2})),
   )
-  assert evaluation.load(tmp_path).step == 1
+  assert tasks.load(tmp_path).step == 1
 
 
-# The script itself, in processes that are killed for good.
+# The script itself, in processes of its own, which are killed for good.
+
+STEPS = 60
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+  return tmp_path_factory.mktemp('processes')
+
+
+def start(folder, texts, workdir):
+  changes = {
+    'model.width': 16,
+    'model.num_heads': 2,
+    'model.mlp_dim': 16,
+    'model.routing.predictor_width': 0,
+    'data.source': 'files',
+    'data.files': texts,
+    'data.length': 16,
+    'train.num_steps': STEPS,
+    'evaluation.every': 20,
+    'evaluation.final_batches': 1,
+    'evaluation.sample_tokens': 0,
+    'log.tensorboard': False,
+    'checkpoint.every': 3,
+  }
+  env = dict(os.environ) | {
+    'JAX_PLATFORMS': 'cpu',
+    'XLA_FLAGS': '',
+    # The programs are the same in all of these processes.
+    'JAX_COMPILATION_CACHE_DIR': str(folder / 'compiled'),
+    'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0.05',
+  }
+  return subprocess.Popen(
+    [
+      sys.executable,
+      str(ROOT / 'train.py'),
+      f'--config={ROOT}/configs/lm/mod.py:tiny',
+      f'--workdir={workdir}',
+      *(f'--config.{name}={value}' for name, value in changes.items()),
+    ],
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+    env=env,
+    cwd=folder,
+  )
+
+
+def finish(process):
+  """Waits for success; returns what was said on stderr."""
+  try:
+    _, err = process.communicate(timeout=300)
+  finally:
+    process.kill()
+  assert process.returncode == 0, err
+  assert 'Traceback' not in err
+  return err
+
+
+def wait_for(process, workdir, step):
+  """Waits until a step is in the metrics; returns False if it ended."""
+  while process.poll() is None:
+    lines = complete_lines(workdir)
+    if lines and json.loads(lines[-1])['step'] >= step:
+      return True
+    time.sleep(0.002)
+  return False
+
+
+def complete_lines(workdir):
+  path = workdir / 'metrics.jsonl'
+  lines = path.read_bytes().splitlines(True) if path.exists() else []
+  return [line for line in lines if line.endswith(b'\n')]
+
+
+def last_step(workdir):
+  return json.loads(complete_lines(workdir)[-1])['step']
+
+
+@pytest.fixture(scope='module')
+def whole(folder, texts):
+  """The metrics of a run that nothing happened to."""
+  finish(start(folder, texts, folder / 'whole'))
+  return (folder / 'whole' / 'metrics.jsonl').read_bytes()
 
 
 @pytest.mark.slow
 def test_signals_at_any_moment(tmp_path):
-  # The first of those that the command sends by the hundred.
+  # Two of those that the command sends by the hundred.
   spec = importlib.util.spec_from_file_location(
     'chaos', ROOT / 'tests' / 'chaos.py'
   )
@@ -279,10 +371,41 @@ def test_signals_at_any_moment(tmp_path):
   sys.modules['chaos'] = chaos  # For its dataclasses.
   spec.loader.exec_module(chaos)
   with unittest.mock.patch.dict(os.environ, {'XLA_FLAGS': ''}):
-    rounds = chaos.chaos('language', 1, 0, tmp_path)
-  assert rounds.signals.total() >= 1
+    rounds = chaos.chaos('language', 2, 0, tmp_path)
+  assert rounds.signals.total() >= 2
   # It can tell a difference.
   expected = dict(rounds.expected)
   name = 'metrics.jsonl'
   with pytest.raises(chaos.Failure, match='metrics.jsonl differs'):
     chaos.compare(expected, expected | {name: expected[name] + b'x'})
+
+
+@pytest.mark.slow
+def test_sigterm_and_then_a_damaged_checkpoint(folder, texts, whole):
+  workdir = folder / 'stopped'
+  process = start(folder, texts, workdir)
+  running = wait_for(process, workdir, 5)
+  process.send_signal(signal.SIGTERM)
+  err = finish(process)
+  assert running, err
+  step = last_step(workdir)
+  assert step < STEPS
+  last = err.splitlines()[-1]
+  assert last.startswith(f'stopped at step {step} of {STEPS}, saved')
+  checkpoints = workdir_lib.checkpoints(workdir)
+  steps = sorted(int(p.name) for p in checkpoints.iterdir())
+  assert steps[-1] == step
+  assert len(steps) > 1
+  assert whole.startswith((workdir / 'metrics.jsonl').read_bytes())
+
+  largest = max(
+    (p for p in pathlib.Path(checkpoints, str(step)).rglob('*') if p.is_file()),
+    key=lambda p: p.stat().st_size,
+  )
+  os.truncate(largest, largest.stat().st_size // 2)
+  err = finish(start(folder, texts, workdir))
+  (report,) = [line for line in err.splitlines() if 'unusable' in line]
+  assert f'checkpoint at step {step} in' in report
+  assert f'using the one at step {steps[-2]} instead' in report
+  assert f'continues at step {steps[-2]}:' in err
+  assert (workdir / 'metrics.jsonl').read_bytes() == whole

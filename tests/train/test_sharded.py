@@ -10,17 +10,18 @@ import pytest
 
 from mod_jax import config as config_lib
 from mod_jax import parallel
+from mod_jax import tasks
 from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
-from mod_jax.layers.mod import MoDConfig
+from mod_jax.layers.routed import MoDConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.parallel import MeshConfig
-from mod_jax.train import loop
+from mod_jax.tasks import phases
+from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train import metrics as metrics_lib
 from mod_jax.train import optimizer as optimizer_lib
 from mod_jax.train import state as state_lib
-from mod_jax.train.experiment import ExperimentConfig
-from mod_jax.train.language import LanguageTask
+from mod_jax.train.evaluation import held_out
 from mod_jax.train.optimizer import OptimizerConfig
 from mod_jax.train.step import train_step
 
@@ -61,7 +62,7 @@ def make_task(scan_layers=False):
     scan_layers=scan_layers,
     remat='dots' if scan_layers else 'none',
   )
-  return LanguageTask(ExperimentConfig(model=model))
+  return tasks.make_task(ExperimentConfig(model=model))
 
 
 def make_mesh(config):
@@ -90,7 +91,7 @@ def start(task, mesh):
 
 
 @functools.cache
-def run(mesh_config, scan_layers=False, accumulation=1):
+def run(mesh_config, scan_layers=False, grad_accum_steps=1):
   """Trains a few steps; returns metrics by step and the last state."""
   task = make_task(scan_layers)
   mesh = make_mesh(mesh_config)
@@ -100,24 +101,25 @@ def run(mesh_config, scan_layers=False, accumulation=1):
       train_step,
       task=task,
       optimizer=OPTIMIZER,
-      stage=0.0,
-      accumulation=accumulation,
+      static_args=0.0,
+      grad_accum_steps=grad_accum_steps,
     ),
     out_shardings=(jax.tree.map(lambda x: x.sharding, abstract), None),
   )
   told = []
   with jax.set_mesh(mesh):
     for batch in make_batches():
-      state, pairs = step(state, parallel.put_batch(batch, mesh))
-      told.append(metrics_lib.finalize(pairs))
+      state, metric_sums = step(state, parallel.put_batch(batch, mesh))
+      told.append(metrics_lib.finalize(metric_sums))
   return told, state
 
 
 RUNS = pytest.mark.parametrize(
-  ('mesh', 'scan_layers', 'accumulation'),
+  ('mesh', 'scan_layers', 'grad_accum_steps'),
   [
     ('data', False, 1),
     ('fsdp', True, 1),
+    ('tensor', False, 1),
     ('tensor 4', False, 1),
     ('mixed', True, 2),
   ],
@@ -125,8 +127,8 @@ RUNS = pytest.mark.parametrize(
 
 
 @RUNS
-def test_losses_equal_those_of_one_device(mesh, scan_layers, accumulation):
-  told, state = run(MESHES[mesh], scan_layers, accumulation)
+def test_losses_equal_those_of_one_device(mesh, scan_layers, grad_accum_steps):
+  told, state = run(MESHES[mesh], scan_layers, grad_accum_steps)
   expected, expected_state = run(None, scan_layers)
   losses = [values['loss'] for values in expected]
   assert abs(losses[0] - losses[-1]) > 0.01  # The steps do something.
@@ -199,8 +201,10 @@ def moments(state):
 
 
 @RUNS
-def test_parameters_and_moments_are_sharded(mesh, scan_layers, accumulation):
-  _, state = run(MESHES[mesh], scan_layers, accumulation)
+def test_parameters_and_moments_are_sharded(
+  mesh, scan_layers, grad_accum_steps
+):
+  _, state = run(MESHES[mesh], scan_layers, grad_accum_steps)
   expected = expected_shards(mesh, scan_layers)
   assert shard_shapes(state.params).items() >= expected.items()
   for tree in moments(state):
@@ -258,7 +262,9 @@ def test_activations_are_constrained():
   # The older `with mesh:` would drop the logical names silently.
   task, mesh = make_task(), make_mesh(MESHES['mixed'])
   step = jax.jit(
-    functools.partial(train_step, task=task, optimizer=OPTIMIZER, stage=0.0)
+    functools.partial(
+      train_step, task=task, optimizer=OPTIMIZER, static_args=0.0
+    )
   )
 
   def constraints(state, batch):
@@ -289,7 +295,10 @@ def test_activations_are_constrained():
       {'train.batch_size': 12},
       'train.batch_size.*=12 does not divide by the 8',
     ),
-    ({'train.accumulation': 4}, 'accumulation=4 does not divide by the 8'),
+    (
+      {'train.grad_accum_steps': 4},
+      'grad_accum_steps=4 does not divide by the 8',
+    ),
     ({'evaluation.batch_size': 4}, 'evaluation.batch_size=4 does not divide'),
     ({'mesh.tensor': 3}, "'tensor': 3.* does not fit 8 device"),
     ({'mesh.data': 4}, "'data': 4.* does not fit 8 device"),
@@ -298,7 +307,7 @@ def test_activations_are_constrained():
 def test_what_does_not_divide_is_refused(tmp_path, changes, message):
   config = make_config(tmp_path, **changes)
   with pytest.raises(UserError, match=message):
-    loop.train(config, tmp_path / 'run')
+    phases.train(config, tmp_path / 'run')
   assert not (tmp_path / 'run').exists()
 
 
@@ -327,9 +336,9 @@ def test_a_whole_run_on_a_mixed_mesh(tmp_path):
   routing = MoDConfig(capacity=0.25, router_loss=0.1)
   changes = {'mesh.fsdp': 2, 'mesh.tensor': 2, 'model.routing': routing}
   config = make_config(tmp_path, **changes)
-  loop.train(config, tmp_path / 'run', max_steps=2)
+  phases.train(config, tmp_path / 'run', max_steps=2)
   # Saved sharded, restored sharded.
-  result = loop.train(config, tmp_path / 'run')
+  result = phases.train(config, tmp_path / 'run')
   assert result.finished
   shards = shard_shapes(result.state.params)
   assert shards['block_0/mlp/up/kernel'] == (D // 2, F // 2)
@@ -339,7 +348,9 @@ def test_a_whole_run_on_a_mixed_mesh(tmp_path):
   assert (tmp_path / 'run' / 'pictures' / 'routing.png').exists()
   # One device finds the same held-out losses.
   state = jax.device_get(result.state.params)
-  alone = LanguageTask(config).evaluate(state, {}, make_mesh(None), batches=1)
+  alone = held_out(
+    tasks.make_task(config), state, {}, make_mesh(None), batches=1
+  )
   assert alone.keys() == result.metrics.keys()
   for rule in ('top_k', 'router'):
     assert result.metrics[f'{rule}/loss'] == pytest.approx(

@@ -11,12 +11,12 @@ import optax
 import pytest
 
 from mod_jax import parallel
-from mod_jax.layers.mod import MoDConfig
+from mod_jax import tasks
+from mod_jax.layers.routed import MoDConfig
 from mod_jax.models.lm import LMConfig
+from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train import optimizer as optimizer_lib
 from mod_jax.train import state as state_lib
-from mod_jax.train.experiment import ExperimentConfig
-from mod_jax.train.language import LanguageTask
 from mod_jax.train.optimizer import OptimizerConfig
 from mod_jax.train.step import train_step
 
@@ -37,7 +37,7 @@ def make_task(routing):
   model = LMConfig(
     num_layers=1, width=16, num_heads=2, mlp_dim=32, routing=routing
   )
-  return LanguageTask(ExperimentConfig(model=model))
+  return tasks.make_task(ExperimentConfig(model=model))
 
 
 @functools.cache
@@ -48,19 +48,19 @@ def make_state(task, optimizer=SGD):
 
 
 @functools.cache
-def compiled_step(task, optimizer, accumulation):
+def compiled_step(task, optimizer, grad_accum_steps):
   step = functools.partial(
     train_step,
     task=task,
     optimizer=optimizer,
-    stage=0.0,
-    accumulation=accumulation,
+    static_args=0.0,
+    grad_accum_steps=grad_accum_steps,
   )
   return jax.jit(step)
 
 
-def run_step(task, state, batch, optimizer=SGD, accumulation=1):
-  return compiled_step(task, optimizer, accumulation)(state, batch)
+def run_step(task, state, batch, optimizer=SGD, grad_accum_steps=1):
+  return compiled_step(task, optimizer, grad_accum_steps)(state, batch)
 
 
 def make_batch(rows=8, length=16, seed=0):
@@ -87,44 +87,44 @@ class Average:
   def init(self, key):
     return {'params': {'w': jnp.float32(2.0)}, 'count': {'n': jnp.int32(0)}}
 
-  def loss(self, params, mutables, batch, rng, stage, frozen=None):
+  def loss(self, params, model_state, batch, rng, static_args, teacher=None):
     total = jnp.sum(params['w'] * batch['x'] * batch['weights'])
     weight = jnp.sum(batch['weights'])
-    pairs = {
+    metric_sums = {
       'loss': (total, weight),
       'draw': (jax.random.uniform(rng), jnp.ones(())),
     }
-    mutables = {'count': {'n': mutables['count']['n'] + 1}}
-    return total / jnp.maximum(weight, 1e-9), (pairs, mutables)
+    model_state = {'count': {'n': model_state['count']['n'] + 1}}
+    return total / jnp.maximum(weight, 1e-9), (metric_sums, model_state)
 
 
 class TestAverage:
-  @pytest.mark.parametrize('accumulation', [1, 2, 4])
-  def test_weights_of_microbatches_count(self, accumulation):
+  @pytest.mark.parametrize('grad_accum_steps', [1, 2, 4])
+  def test_weights_of_microbatches_count(self, grad_accum_steps):
     batch = {
       'x': jnp.array([1.0, 2.0, 30.0, 40.0]),
       'weights': jnp.array([1.0, 0.0, 2.0, 1.0]),
     }
     mean = (1 + 60 + 40) / 4
     task = Average()
-    state, pairs = run_step(
-      task, make_state(task), batch, accumulation=accumulation
+    state, metric_sums = run_step(
+      task, make_state(task), batch, grad_accum_steps=grad_accum_steps
     )
-    assert value(pairs['loss']) == pytest.approx(2 * mean)
+    assert value(metric_sums['loss']) == pytest.approx(2 * mean)
     assert float(state.params['w']) == pytest.approx(2 - mean)
-    assert value(pairs['grad_norm']) == pytest.approx(mean)
-    assert int(state.mutables['count']['n']) == accumulation
+    assert value(metric_sums['grad_norm']) == pytest.approx(mean)
+    assert int(state.model_state['count']['n']) == grad_accum_steps
     assert int(state.step) == 1
 
-  @pytest.mark.parametrize('accumulation', [1, 2])
-  def test_nothing_to_learn_from_is_no_nan(self, accumulation):
+  @pytest.mark.parametrize('grad_accum_steps', [1, 2])
+  def test_nothing_to_learn_from_is_no_nan(self, grad_accum_steps):
     batch = {'x': jnp.ones(4), 'weights': jnp.zeros(4)}
     task = Average()
-    state, pairs = run_step(
-      task, make_state(task), batch, accumulation=accumulation
+    state, metric_sums = run_step(
+      task, make_state(task), batch, grad_accum_steps=grad_accum_steps
     )
     assert float(state.params['w']) == 2
-    assert float(pairs['grad_norm'][0]) == 0
+    assert float(metric_sums['grad_norm'][0]) == 0
 
   def test_each_step_and_each_microbatch_draws_anew(self):
     batch = {'x': jnp.ones(4), 'weights': jnp.ones(4)}
@@ -132,17 +132,17 @@ class TestAverage:
     state = make_state(task)
 
     def draws(state):
-      after, pairs = run_step(task, state, batch)
+      after, metric_sums = run_step(task, state, batch)
       chex.assert_trees_all_equal(_data(after.rng), _data(state.rng))
-      return value(pairs['draw']), after
+      return value(metric_sums['draw']), after
 
     first, after = draws(state)
     second, _ = draws(after)
     assert first != second
     assert draws(state)[0] == first
     assert draws(after.replace(step=jnp.int32(0)))[0] == first
-    _, pairs = run_step(task, state, batch, accumulation=2)
-    total, weight = pairs['draw']
+    _, metric_sums = run_step(task, state, batch, grad_accum_steps=2)
+    total, weight = metric_sums['draw']
     rngs = jax.random.split(jax.random.fold_in(state.rng, 0), 2)
     expected = [float(jax.random.uniform(rng)) for rng in rngs]
     assert expected[0] != expected[1]
@@ -162,7 +162,7 @@ class TestAverages:
     for steps, kept in ((0, 0.1), (8, 0.5), (1000, 0.9)):
       before = state.replace(step=jnp.int32(steps))
       after, _ = train_step(
-        before, batch, task=task, optimizer=SGD, stage=0.0, ema_decay=0.9
+        before, batch, task=task, optimizer=SGD, static_args=0.0, ema_decay=0.9
       )
       assert float(after.params['w']) == 1
       assert float(after.ema['w']) == pytest.approx(kept * 10 + 1 - kept)
@@ -175,7 +175,7 @@ class TestAverages:
     batch = {'x': jnp.ones(4), 'weights': jnp.zeros(4)}
     for _ in range(3):
       state, _ = train_step(
-        state, batch, task=task, optimizer=SGD, stage=0.0, ema_decay=0.3
+        state, batch, task=task, optimizer=SGD, static_args=0.0, ema_decay=0.3
       )
     assert float(state.ema['w']) == float(w)
 
@@ -196,16 +196,16 @@ class TestAverages:
 class Taught(Average):
   """Its loss is a frozen number times that of `Average`."""
 
-  def loss(self, params, mutables, batch, rng, stage, frozen=None):
-    loss, told = super().loss(params, mutables, batch, rng, stage)
-    return frozen['factor'] * loss, told
+  def loss(self, params, model_state, batch, rng, static_args, teacher=None):
+    loss, told = super().loss(params, model_state, batch, rng, static_args)
+    return teacher['factor'] * loss, told
 
 
-@pytest.mark.parametrize('accumulation', [1, 2])
-def test_frozen_arrays_are_arguments(accumulation):
+@pytest.mark.parametrize('grad_accum_steps', [1, 2])
+def test_frozen_arrays_are_arguments(grad_accum_steps):
   task = Taught()
   batch = {'x': jnp.ones(4), 'weights': jnp.ones(4)}
-  step = compiled_step(task, SGD, accumulation)
+  step = compiled_step(task, SGD, grad_accum_steps)
   for factor in (1.0, 3.0):  # One program for both.
     state, _ = step(make_state(task), batch, {'factor': jnp.float32(factor)})
     assert float(state.params['w']) == pytest.approx(2 - factor)
@@ -219,36 +219,38 @@ def test_accumulation_equals_one_batch():
   # Rows that count very differently, so that a mean of means is wrong.
   lengths = np.array([16, 1, 2, 16, 3, 16, 0, 9])
   batch['weights'] *= np.arange(16) < lengths[:, None]
-  whole, whole_pairs = run_step(task, state, batch)
-  parts, parts_pairs = run_step(task, state, batch, accumulation=4)
+  whole, whole_sums = run_step(task, state, batch)
+  parts, parts_sums = run_step(task, state, batch, grad_accum_steps=4)
   moved = jax.tree.map(lambda a, b: a - b, whole.params, state.params)
   assert float(optax.tree.norm(moved)) > 0.1
   chex.assert_trees_all_close(parts.params, whole.params, atol=2e-6)
-  assert whole_pairs.keys() == parts_pairs.keys()
-  assert float(parts_pairs['loss'][1]) == lengths.sum()
+  assert whole_sums.keys() == parts_sums.keys()
+  assert float(parts_sums['loss'][1]) == lengths.sum()
   for name in ('loss', 'grad_norm'):
     np.testing.assert_allclose(
-      value(parts_pairs[name]), value(whole_pairs[name]), rtol=1e-5
+      value(parts_sums[name]), value(whole_sums[name]), rtol=1e-5
     )
   means = []
   for i in range(4):
     mine = (np.arange(8) % 4 == i)[:, None]
     part = {**batch, 'weights': batch['weights'] * mine}
     means.append(value(run_step(task, state, part)[1]['loss']))
-  assert abs(np.mean(means) - value(whole_pairs['loss'])) > 1e-3
+  assert abs(np.mean(means) - value(whole_sums['loss'])) > 1e-3
 
 
 def test_accumulation_of_the_auxiliary_losses():
   # All rows count alike, so the means of the auxiliary losses add up too.
   task = make_task(FULL)
   state = make_state(task)
-  whole, whole_pairs = run_step(task, state, make_batch())
-  parts, pairs = run_step(task, state, make_batch(), accumulation=4)
+  whole, whole_sums = run_step(task, state, make_batch())
+  parts, metric_sums = run_step(task, state, make_batch(), grad_accum_steps=4)
   chex.assert_trees_all_close(parts.params, whole.params, atol=2e-6)
-  assert {'router/bce', 'predictor/bce', 'router/accuracy'} < pairs.keys()
-  assert float(pairs['grad_norm'][1]) == 1  # Once, after the microbatches.
-  for name, pair in pairs.items():
-    assert value(pair) == pytest.approx(value(whole_pairs[name]), rel=1e-5)
+  assert {'router/bce', 'predictor/bce', 'router/accuracy'} < metric_sums.keys()
+  assert (
+    float(metric_sums['grad_norm'][1]) == 1
+  )  # Once, after the microbatches.
+  for name, pair in metric_sums.items():
+    assert value(pair) == pytest.approx(value(whole_sums[name]), rel=1e-5)
 
 
 def test_pure():
@@ -263,7 +265,9 @@ def test_pure():
   )
   chex.assert_trees_all_equal(jax.tree.map(_data, state), before)
   assert int(first[0].step) == 1
-  assert float(first[0].mutables['moving']['threshold'].weight) > 0
+  assert (
+    float(first[0].model_state['moving']['block_0']['threshold'].weight) > 0
+  )
 
 
 def _data(x):
@@ -305,8 +309,8 @@ def test_a_predictor_leaves_the_language_model_alone():
   loud = {k: 100 * v for k, v in predictor.items()}
   louder = state.replace(params=flax.traverse_util.unflatten_dict(loud | rest))
   quiet_state, quiet = run_step(task, state, make_batch(), optimizer)
-  loud_state, pairs = run_step(task, louder, make_batch(), optimizer)
-  assert value(pairs['grad_norm']) > 2 * value(quiet['grad_norm']) > 1e-2
+  loud_state, metric_sums = run_step(task, louder, make_batch(), optimizer)
+  assert value(metric_sums['grad_norm']) > 2 * value(quiet['grad_norm']) > 1e-2
   quiet_predictor, quiet_rest = _split_predictor(quiet_state.params)
   loud_predictor, loud_rest = _split_predictor(loud_state.params)
   chex.assert_trees_all_equal(loud_rest, quiet_rest)
@@ -340,8 +344,8 @@ def test_gradients_are_finite_and_reach_everything(routing):
   batch['segments'] = segments
   batch['weights'] = batch['weights'] * (segments > 0)
   # With SGD of rate 1 the difference is the gradient.
-  after, pairs = run_step(task, state, batch)
-  assert float(pairs['loss'][1]) == (segments > 0).sum()
+  after, metric_sums = run_step(task, state, batch)
+  assert float(metric_sums['loss'][1]) == (segments > 0).sum()
   grads = jax.tree.map(lambda a, b: a - b, state.params, after.params)
   for path, grad in flax.traverse_util.flatten_dict(grads).items():
     assert np.isfinite(grad).all(), path

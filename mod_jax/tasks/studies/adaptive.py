@@ -6,38 +6,41 @@ import numpy as np
 from mod_jax import viz
 from mod_jax.data import corruptions
 from mod_jax.data import images as images_lib
-from mod_jax.train import vision_studies
+from mod_jax.layers import stack as stack_lib
+from mod_jax.tasks.studies import images as image_studies
 from mod_jax.train.task import Study
 
 _IMAGES = 512
 _SEVERITIES = range(6)  # 0 is the clean image.
 
 
-def robustness(task, params, mutables, mesh) -> Study:
+def robustness(task, params, model_state, mesh) -> Study:
   """Accuracy and load under corruptions of five severities.
 
   Beside the dense model that was converted, where its weights still are. Up to
   512 held-out images; the corruptions are those of `data.corruptions`.
   """
   del mesh
-  with vision_studies.one_device(params, mutables) as (params, mutables):
-    return _robustness(task, params, mutables)
+  with image_studies.one_device(params, model_state) as (params, model_state):
+    return _robustness(task, params, model_state)
 
 
-def _robustness(task, params, mutables):
+def _robustness(task, params, model_state):
   model = task.config.model
-  batch = task.examples(_IMAGES)
+  batch = task.modality.examples(_IMAGES)
   shown_BHWC = images_lib.denormalize(task.config.data, batch['image'])
-  teacher = task.teacher()
+  teacher = task.load_teacher()
 
   @jax.jit
-  def guess(params, mutables, teacher, images_BHWC):
-    output = model.build().apply({'params': params, **mutables}, images_BHWC)
+  def guess(params, model_state, teacher, images_BHWC):
+    output = model.build().apply({'params': params, **model_state}, images_BHWC)
     dense = model.dense_twin().build().apply(teacher, images_BHWC)
     return (
       output.logits_BV.argmax(axis=-1),
       dense.logits_BV.argmax(axis=-1),
-      task.load_per_token(output.choices).mean(axis=-1),
+      task.load_per_token(stack_lib.collect(output.aux, 'adaptive')).mean(
+        axis=-1
+      ),
     )
 
   mean, std = map(np.float32, (task.config.data.mean, task.config.data.std))
@@ -52,7 +55,7 @@ def _robustness(task, params, mutables):
       )
       images_BHWC = (changed.astype(np.float32) / 255 - mean) / std
       adaptive_B, dense_B, load_B = jax.device_get(
-        guess(params, mutables, teacher, images_BHWC)
+        guess(params, model_state, teacher, images_BHWC)
       )
       found = {
         'adaptive': float(np.mean(adaptive_B == batch['label'])),

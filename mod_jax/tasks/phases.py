@@ -12,6 +12,10 @@ import jax
 
 from mod_jax import config as config_lib
 from mod_jax.errors import UserError
+from mod_jax.models import acm
+from mod_jax.tasks import make_task
+from mod_jax.tasks.experiment import ACMObjective
+from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train import checkpoints as checkpoints_lib
 from mod_jax.train import lock as lock_lib
 from mod_jax.train import loop
@@ -19,20 +23,20 @@ from mod_jax.train import metrics as metrics_lib
 from mod_jax.train import origin as origin_lib
 from mod_jax.train import stop as stop_lib
 from mod_jax.train import workdir as workdir_lib
-from mod_jax.train.experiment import ACMObjective
-from mod_jax.train.experiment import ExperimentConfig
-from mod_jax.train.tasks import make_task
 
 _FINAL_RATE = 1e-6  # Learning rate at the end of every phase.
-_GATES = '^acm_.*/gate/'
 
 
 def _rules(objective: ACMObjective, phase: str):
   """Returns what trains in a phase, and at which rate; the rest is frozen."""
   return {
-    'learners': ((_GATES, 0.0, 0), ('^acm_', 1.0, 0), ('.*', 0.0, 0)),
-    'gates': ((_GATES, 1.0, 0), ('.*', 0.0, 0)),
-    'end_to_end': ((_GATES, objective.gate_rate, 0), ('.*', 1.0, 0)),
+    'learners': (
+      (acm.GATES, 0.0, 0),
+      (acm.PARAMETERS, 1.0, 0),
+      ('.*', 0.0, 0),
+    ),
+    'gates': ((acm.GATES, 1.0, 0), ('.*', 0.0, 0)),
+    'end_to_end': ((acm.GATES, objective.gate_rate, 0), ('.*', 1.0, 0)),
   }[phase]
 
 
@@ -95,7 +99,7 @@ def _alone(config: ExperimentConfig) -> str:
     path = workdir_lib.expand(config.init)
     found = None
     if workdir_lib.holds_run(path):
-      found = workdir_lib.read_config(path).objective
+      found = workdir_lib.read_config(path, ExperimentConfig).objective
     if not isinstance(found, ACMObjective) or found.phase != before[-1]:
       raise UserError(
         f'init={config.init} is no run of phase {before[-1]!r}, which phase'
@@ -135,7 +139,7 @@ def _teacher(config: ExperimentConfig) -> str:
   """Returns where the dense weights lie that a conversion began with."""
   path = workdir_lib.expand(config.init)
   if workdir_lib.holds_run(path):
-    held = workdir_lib.read_config(path).objective
+    held = workdir_lib.read_config(path, ExperimentConfig).objective
     if isinstance(held, ACMObjective) and held.teacher:
       return held.teacher
   return config.init
@@ -170,6 +174,7 @@ def _train(before, last, last_run, max_steps, allow_changed_data):
     if finished(directory, run, allow_changed_data=allow) is not None:
       continue
     result = loop.train(
+      make_task(run, directory),
       run,
       directory,
       max_steps=max_steps,
@@ -188,6 +193,7 @@ def _train(before, last, last_run, max_steps, allow_changed_data):
     if max_steps is not None:
       max_steps -= result.steps
   return loop.train(
+    make_task(last_run, last),
     last_run,
     last,
     max_steps=max_steps,
@@ -213,7 +219,7 @@ def finished(
   last = config.train.num_steps
   if (
     # Another evaluation may be wanted now than then.
-    workdir_lib.read_config(workdir) != config
+    workdir_lib.read_config(workdir, ExperimentConfig) != config
     or last not in checkpoints_lib.steps(workdir_lib.checkpoints(workdir))
     # The last file that a run writes.
     or not (workdir / 'eval.json').is_file()

@@ -8,58 +8,10 @@ from mod_jax import config as config_lib
 from mod_jax import errors
 from mod_jax.data.images import ImageDataConfig
 from mod_jax.data.text import TextDataConfig
-from mod_jax.models.acm import ACMModelConfig
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.models.vit import ViTConfig
-from mod_jax.parallel import MeshConfig
-from mod_jax.train.checkpoints import CheckpointConfig
-from mod_jax.train.optimizer import OptimizerConfig
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainConfig:
-  num_steps: config_lib.PositiveCount = 1000
-  # Rows of a step, on all devices together.
-  batch_size: config_lib.Size = 16
-  # Microbatches that a step is made of.
-  accumulation: config_lib.Size = 1
-  # The capacity of routed layers comes down from 1 over so many steps.
-  capacity_warmup_steps: config_lib.Count = 0
-  # In so many stretches; each compiles.
-  capacity_warmup_stages: config_lib.Unrolled = 4
-  # Of the parameters' averages, which are then what is evaluated; 0 = none.
-  ema_decay: config_lib.Decay = 0.0
-
-  def __post_init__(self):
-    config_lib.validate(self)
-    if self.batch_size % self.accumulation:
-      raise errors.UserError(
-        f'batch_size={self.batch_size} does not divide by'
-        f' accumulation={self.accumulation}: change one of them.'
-      )
-    if self.capacity_warmup_steps >= self.num_steps:
-      raise errors.UserError(
-        f'capacity_warmup_steps={self.capacity_warmup_steps} leaves nothing of'
-        f' a run of {self.num_steps} steps: shorten the warm-up or lengthen the'
-        ' run.'
-      )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EvaluationConfig:
-  # Steps between evaluations; 0 = at the end only.
-  every: config_lib.Count = 500
-  # Spread over the held-out data; 0 = all of it.
-  batches: config_lib.Count = 16
-  batch_size: config_lib.Size = 16
-  final_batches: config_lib.Count = 64  # At the end of the run; 0 = all.
-  prompt: str = ''  # Of the sample at the end; '' = a neutral one.
-  # Tokens of that sample, at most to the trained length; 0 = no sample.
-  sample_tokens: config_lib.Count = 256
-
-  def __post_init__(self):
-    config_lib.validate(self)
+from mod_jax.train.run_config import RunConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -159,66 +111,47 @@ class ACMObjective:
     return {name: p for name, p in named.items() if p.num_steps}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LogConfig:
-  every: config_lib.PositiveCount = 10  # Steps between lines of progress.
-  tensorboard: bool = True
-  wandb: bool = False
-
-  def __post_init__(self):
-    config_lib.validate(self)
-
-
 # What each kind of model learns from, and the objective that it may have.
 _FITTING = {
-  LMConfig: (TextDataConfig, None),
-  ViTConfig: (ImageDataConfig, None),
+  LMConfig: (TextDataConfig, ACMObjective),
+  ViTConfig: (ImageDataConfig, ACMObjective),
   DynamicViTConfig: (ImageDataConfig, PruningObjective),
-  ACMModelConfig: (ImageDataConfig, ACMObjective),
 }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ExperimentConfig:
+class ExperimentConfig(RunConfig):
   """One run. Saved as `config.json` beside its checkpoints."""
 
-  name: str = 'run'
-  seed: config_lib.Seed = 0
-  # Weights to start from: a workdir of ours or a checkpoint file.
-  init: str | None = None
-  model: LMConfig | ViTConfig | DynamicViTConfig | ACMModelConfig = LMConfig()
+  model: LMConfig | ViTConfig | DynamicViTConfig = LMConfig()
   data: TextDataConfig | ImageDataConfig = TextDataConfig()
   # What is minimised, where the model leaves a choice; None = its defaults.
   objective: PruningObjective | ACMObjective | None = None
-  optimizer: OptimizerConfig = OptimizerConfig()
-  train: TrainConfig = TrainConfig()
-  evaluation: EvaluationConfig = EvaluationConfig()
-  mesh: MeshConfig = MeshConfig()
-  checkpoint: CheckpointConfig = CheckpointConfig()
-  log: LogConfig = LogConfig()
 
   def __post_init__(self):
     """Refuses parts that do not fit each other."""
-    config_lib.validate(self)
+    super().__post_init__()
     model, data, objective = self.model, self.data, self.objective
     kind = type(model)
     wanted, minimised = _FITTING[kind]
-    if isinstance(getattr(model, 'backbone', None), LMConfig):
-      raise errors.UserError(
-        f'model={kind.__name__} and model.backbone=LMConfig: only vision'
-        ' transformers can be trained to be adaptive so far, so choose a'
-        ' ViTConfig as model.backbone.'
-      )
     if not isinstance(data, wanted):
       raise errors.UserError(
         f'data={type(data).__name__} and model={kind.__name__}: this model'
         f' needs the data of {wanted.__name__}, so change one of them.'
       )
+    adaptive = getattr(model, 'adaptive', None)
+    if minimised is ACMObjective and adaptive is None:
+      minimised = None
     if objective is not None and type(objective) is not minimised:
       way_out = 'None' if minimised is None else f'{minimised.__name__} or None'
       raise errors.UserError(
         f'objective={type(objective).__name__} and model={kind.__name__}: this'
         f' model needs objective={way_out}.'
+      )
+    if adaptive is not None and model.routing is not None:
+      raise errors.UserError(
+        'model.adaptive and model.routing: a conversion learns from a dense'
+        ' model whose blocks see every token; set one of them to None.'
       )
     if isinstance(objective, ACMObjective):
       if objective.phase == 'all' and self.optimizer.rules:
@@ -226,12 +159,12 @@ class ExperimentConfig:
           "objective.phase='all' and optimizer.rules: each phase says by itself"
           ' what it trains, so leave the rules out.'
         )
-      most = model.num_learners
+      most = adaptive.num_learners
       if objective.static_learners > most:
         raise errors.UserError(
           f'objective.static_learners={objective.static_learners} and'
-          f' model.num_learners={most}: there are not so many, so expected at'
-          f' most {most}.'
+          f' model.adaptive.num_learners={most}: there are not so many, so'
+          f' expected at most {most}.'
         )
     if (
       isinstance(data, ImageDataConfig) and model.image_size != data.image_size
@@ -249,8 +182,3 @@ class ExperimentConfig:
         ' routing: there is no capacity to come down, so set the steps to 0, or'
         ' route some blocks.'
       )
-
-
-# What may differ between a run and its continuation: it changes no number
-# beyond rounding.
-RESUMABLE = ('name', 'evaluation', 'mesh', 'checkpoint', 'log')

@@ -40,20 +40,20 @@ def one_device(*trees):
     yield jax.device_put(trees, everywhere)
 
 
-def throughput(task, params, mutables, mesh) -> Study:
+def throughput(task, params, model_state, mesh) -> Study:
   """Times the model and its dense twin by batch size, in turn, on a device."""
   del mesh
-  with one_device(params, mutables) as (params, mutables):
-    return _throughput(task, params, mutables)
+  with one_device(params, model_state) as (params, model_state):
+    return _throughput(task, params, model_state)
 
 
-def _throughput(task, params, mutables) -> Study:
+def _throughput(task, params, model_state) -> Study:
   model = task.config.model
   configs = {'model': model, 'dense twin': model.dense_twin()}
   key = jax.random.key(0)
   # Time does not depend on weights, so the twin's may be any.
   variables = {
-    'model': {'params': params, **mutables},
+    'model': {'params': params, **model_state},
     'dense twin': nn.unbox(
       jax.jit(configs['dense twin'].build().init)(key, model.example())
     ),
@@ -115,7 +115,7 @@ def _inference(config, variables, images_BHWC, key):
   return lambda: compiled(variables, images_BHWC, key).block_until_ready()
 
 
-def importance(task, params, mutables, mesh) -> Study:
+def importance(task, params, model_state, mesh) -> Study:
   """Compares routing scores with what leaving a token out does to the loss.
 
   For each routed layer and each token: how much the loss of an image rises when
@@ -125,32 +125,34 @@ def importance(task, params, mutables, mesh) -> Study:
   that the routed model chose by (A-MoD, Gadhikar et al. 2024, section 4.4).
   """
   del mesh
-  with one_device(params, mutables) as (params, mutables):
-    return _importance(task, params, mutables)
+  with one_device(params, model_state) as (params, model_state):
+    return _importance(task, params, model_state)
 
 
-def _importance(task, params, mutables) -> Study:
+def _importance(task, params, model_state) -> Study:
   model = task.config.model
-  batch = task.examples(_IMAGES)
+  batch = task.modality.examples(_IMAGES)
   layers = [i for i, c in enumerate(model.capacities) if c is not None]
   key = jax.random.key(task.config.seed)
   target_BV = jax.nn.one_hot(batch['label'], model.num_classes)
 
   @jax.jit
-  def measure(params, mutables, images_BHWC, target_BV):
+  def measure(params, model_state, images_BHWC, target_BV):
     def run(module):
       return [
         leave_one_out(module, layer, images_BHWC, target_BV) for layer in layers
       ]
 
-    variables = {'params': params, **mutables}
+    variables = {'params': params, **model_state}
     output = model.build().apply(variables, images_BHWC, rngs={'routing': key})
     left_out = nn.apply(run, model.dense_twin().build())(variables)
     return list(
       zip(left_out, [r.score_BL for r in output.routing], strict=True)
     )
 
-  pairs = jax.device_get(measure(params, mutables, batch['image'], target_BV))
+  pairs = jax.device_get(
+    measure(params, model_state, batch['image'], target_BV)
+  )
   rows = [f'{"block":>6}{"Pearson":>10}{"p":>10}{"Spearman":>10}{"p":>10}']
   correlations = []
   for layer, (importance_BL, score_BL) in zip(layers, pairs, strict=True):
@@ -199,17 +201,17 @@ def leave_one_out(
   """
   x_BLD = module.embed(images_BHWC)
   for i in range(layer):
-    x_BLD, *_ = module.step(i, x_BLD)
+    x_BLD = module.step(i, x_BLD).x_BLD
   batch, length, _ = x_BLD.shape
 
   def loss(left_L):
     """Loss of each image when the layer processes these tokens."""
     left_BL = jnp.broadcast_to(left_L, (batch, length))
     info = vit.token_info(x_BLD).replace(valid_BL=left_BL)
-    update_BLD = module.block[layer](x_BLD, info).update_BLD
-    y_BLD = x_BLD + jnp.where(left_BL[..., None], update_BLD, 0)
+    processed_BLD = module.step(layer, x_BLD, info=info).x_BLD
+    y_BLD = jnp.where(left_BL[..., None], processed_BLD, x_BLD)
     for i in range(layer + 1, module.config.num_layers):
-      y_BLD, *_ = module.step(i, y_BLD)
+      y_BLD = module.step(i, y_BLD).x_BLD
     logits_BV, _ = module.classify(y_BLD)
     per_image = jax.vmap(
       lambda a, b: losses.classification_loss(a[None], b[None])[0]

@@ -3,10 +3,10 @@
 import dataclasses
 
 from mod_jax import routing
-from mod_jax.train.experiment import TrainConfig
+from mod_jax.train.run_config import TrainConfig
 
 
-def stage(model_config, train: TrainConfig, step: int) -> float:
+def floor(model_config, train: TrainConfig, step: int) -> float:
   """Returns the least capacity of a routed layer at a step; see `TrainConfig`.
 
   Args:
@@ -23,7 +23,7 @@ def stage(model_config, train: TrainConfig, step: int) -> float:
   )
 
 
-def at_stage(model_config, floor: float):
+def at_floor(model_config, floor: float):
   """Returns the model's config with no capacity lower than `floor`."""
   if not floor:
     return model_config

@@ -13,19 +13,23 @@ from mod_jax import config as config_lib
 from mod_jax import parallel
 from mod_jax import trees
 from mod_jax.errors import UserError
-from mod_jax.models.acm import FFNS
+from mod_jax.layers.acm import FFNS
+from mod_jax.layers.mode import Mode
+from mod_jax.models import acm
 from mod_jax.sweeps import grid
-from mod_jax.train import acm as acm_task
+from mod_jax.tasks import make_task
+from mod_jax.tasks import phases
+from mod_jax.tasks import warm_start
+from mod_jax.tasks.adaptive import Adaptive
+from mod_jax.tasks.experiment import ACMObjective
+from mod_jax.tasks.experiment import ExperimentConfig
+from mod_jax.tasks.experiment import PhaseConfig
 from mod_jax.train import evaluation
 from mod_jax.train import lock
 from mod_jax.train import loop
 from mod_jax.train import optimizer as optimizer_lib
-from mod_jax.train import phases
-from mod_jax.train import start as start_lib
 from mod_jax.train import state as state_lib
 from mod_jax.train import workdir as workdir_lib
-from mod_jax.train.experiment import ACMObjective
-from mod_jax.train.experiment import PhaseConfig
 
 pytestmark = pytest.mark.usefixtures('compilation_cache', 'one_device_each')
 
@@ -56,17 +60,19 @@ def one_device_each():
       lambda config, *_: make_mesh(config, jax.devices()[:1]),
     )
     # Pictures are looked at elsewhere.
-    patch.setattr(acm_task.ACMTask, 'pictures', lambda *args: {})
-    patch.setattr(acm_task.ACMTask, '_modes', property(_one_mode))
+    patch.setattr(Adaptive, 'pictures', lambda *args: {})
+    patch.setattr(Adaptive, 'eval_modes', _one_mode)
     patch.setattr(evaluation, '_save_pictures', lambda *args: None)
     yield
 
 
-def _one_mode(task):
+def _one_mode(task, *, more=False):
   """Each of them compiles; the others are looked at elsewhere."""
+  if more:
+    return {}
   if task.objective.phase == 'learners':
-    return {'k2/': {'mode': 2}}
-  return {'': {}}
+    return {'k2/': Mode(learners=2)}
+  return {'': Mode()}
 
 
 @pytest.fixture(scope='module')
@@ -83,7 +89,7 @@ def dense(load_config_file, tmp_path_factory, one_device_each):
   )
   workdir = tmp_path_factory.mktemp('dense')
   # Stopped: what it has learnt is there, and nothing is evaluated.
-  loop.train(config, workdir, max_steps=1)
+  phases.train(config, workdir, max_steps=1)
   return str(workdir)
 
 
@@ -91,12 +97,12 @@ def dense(load_config_file, tmp_path_factory, one_device_each):
 def config(load_config_file, dense):
   return config_lib.replace(
     load_config_file('configs/acm/vit.py', 'tiny'),
-    {f'model.backbone.{name}': value for name, value in SMALL.items()}
+    {f'model.{name}': value for name, value in SMALL.items()}
     | {f'objective.{name}.num_steps': steps for name, steps in STEPS.items()}
     | {
       'init': dense,
-      'model.num_learners': 2,
-      'model.replace': (FFNS,),
+      'model.adaptive.num_learners': 2,
+      'model.adaptive.replace': (FFNS,),
       'evaluation.every': 0,
       'evaluation.final_batches': 1,
       'log.tensorboard': False,
@@ -113,13 +119,13 @@ def whole(config, tmp_path_factory):
 
 
 def weights(workdir):
-  return trees.flatten(start_lib.read_workdir(workdir)[1])
+  return trees.flatten(warm_start.read_workdir(workdir)[1])
 
 
 def kind(name):
-  if not name.startswith('acm_'):
+  if not re.fullmatch(acm.PARAMETERS, name):
     return 'backbone'
-  return 'gate' if '/gate/' in name else 'learners'
+  return 'gate' if re.fullmatch(acm.GATES, name) else 'learners'
 
 
 def changed(before, after):
@@ -149,7 +155,7 @@ class TestWhole:
       workdir,
     ]
     for (directory, run), name in zip(runs, STEPS, strict=True):
-      assert workdir_lib.read_config(directory) == run
+      assert workdir_lib.read_config(directory, ExperimentConfig) == run
       assert run.objective.phase == name
       assert run.objective.teacher == config.init
       assert run.train.num_steps == STEPS[name]
@@ -178,7 +184,7 @@ class TestWhole:
   def test_the_first_phase_trains_no_gate(self, whole, config):
     workdir, _ = whole
     run = phases.expand(config, workdir)[0][1]
-    task = acm_task.ACMTask(run)
+    task = make_task(run)
     # As the loop makes them, by the run's seed.
     optimizer = optimizer_lib.make_optimizer(run.optimizer, 2)
     mesh = parallel.make_mesh(run.mesh)
@@ -188,12 +194,12 @@ class TestWhole:
     before = {
       n: v
       for n, v in trees.flatten(state.params).items()
-      if n.startswith('acm_')
+      if kind(n) != 'backbone'
     }
     after = {
       n: v
       for n, v in weights(workdir / 'phase_learners').items()
-      if n.startswith('acm_')
+      if kind(n) != 'backbone'
     }
     assert changed(before, after)[1] == {'gate'}
     assert changed(before, after)[0] == {'learners'}
@@ -213,7 +219,7 @@ class TestWhole:
     monkeypatch.setattr(
       loop,
       'train',
-      lambda c, w, **kwargs: done.append(w) or train(c, w, **kwargs),
+      lambda t, c, w, **kwargs: done.append(w) or train(t, c, w, **kwargs),
     )
     again = phases.train(config, workdir)
     assert done == [workdir]  # The phases before are not even begun.
@@ -243,7 +249,8 @@ def test_a_stop_between_two_phases_is_not_forgotten(
   before = signal.signal(signal.SIGTERM, lambda *_: deaths.append(1))
   begun = []
 
-  def train(run, workdir, **_):
+  def train(task, run, workdir, **_):
+    assert task.config == run
     begun.append(run.objective.phase)
     assert lock._held  # The whole conversion's, in the last one's directory.
     signal.raise_signal(signal.SIGTERM)
@@ -299,8 +306,8 @@ def test_the_gates_may_have_a_rate_of_their_own(config, tmp_path):
   gates, others = run.optimizer.rules
   assert gates[1:] == (7.0, 0)
   assert others[1:] == (1.0, 0)
-  assert re.search(gates[0], 'acm_block_0_mlp/gate/hidden/kernel')
-  assert not re.search(gates[0], 'acm_block_0_mlp/up')
+  assert re.search(gates[0], 'block_0/mlp_acm/gate/hidden/kernel')
+  assert not re.search(gates[0], 'block_0/mlp_acm/up')
 
 
 class TestRefused:
@@ -405,7 +412,7 @@ class TestRefused:
 
   def test_a_loop_over_all_phases_at_once(self, config, tmp_path):
     with pytest.raises(UserError, match="objective.phase='all'.*phases"):
-      loop.train(config, tmp_path)
+      loop.train(make_task(config, tmp_path), config, tmp_path)
 
 
 def test_a_sweep_over_budgets_runs_all_phases(whole, config, tmp_path):

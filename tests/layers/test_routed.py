@@ -1,4 +1,4 @@
-"""The routed block: score, select, process, combine."""
+"""The routed layer: score, select, process, combine."""
 
 import dataclasses
 import functools
@@ -13,15 +13,16 @@ import pytest
 
 from mod_jax import errors
 from mod_jax import routing
-from mod_jax.layers import mod
 from mod_jax.layers.block import Block
 from mod_jax.layers.cache import EMPTY
 from mod_jax.layers.cache import KVCache
-from mod_jax.layers.mod import MoDBlock
-from mod_jax.layers.mod import MoDConfig
-from mod_jax.layers.mod import Predictor
-from mod_jax.layers.mod import Router
-from mod_jax.layers.mod import RoutingMode
+from mod_jax.layers.mode import Mode
+from mod_jax.layers.mode import RoutingMode
+from mod_jax.layers.routed import Layer
+from mod_jax.layers.routed import LayerConfig
+from mod_jax.layers.routed import MoDConfig
+from mod_jax.layers.routed import Predictor
+from mod_jax.layers.routed import Router
 
 B, L, D = 3, 10, 8
 CAPACITY = 0.4
@@ -53,17 +54,26 @@ def config_of(rule):
   return STRIDE if rule == 'fixed' else LEARNED
 
 
+def given(params, threshold=THRESHOLD):
+  """Returns variables whose moving average is the threshold."""
+  moving = routing.MovingThreshold(threshold, jnp.ones(()))
+  return {'params': params, 'moving': {'threshold': moving}}
+
+
 @functools.partial(jax.jit, static_argnums=0, compiler_options=QUICK)
 def apply(module, params, x_BLD, info, threshold=THRESHOLD, rngs=None):
-  return module.apply({'params': params}, x_BLD, info, threshold, rngs=rngs)
+  """Returns the features after the layer, and what was routed."""
+  done = module.apply(given(params, threshold), x_BLD, info, rngs=rngs)
+  return done.x_BLD, done.aux['router']
 
 
 @pytest.fixture(scope='module')
 def module(block_config):
-  """Returns a routed block of these tests' size."""
+  """Returns a routed layer of these tests' size."""
 
   def make(config=LEARNED, capacity=CAPACITY, **mode):
-    return MoDBlock(block_config, config, capacity, RoutingMode(**mode))
+    layer = LayerConfig(block=block_config, routing=config, capacity=capacity)
+    return Layer(layer, Mode(routing=RoutingMode(**mode)))
 
   return make
 
@@ -87,7 +97,7 @@ def padded(token_info):
 @pytest.fixture(scope='module')
 def params(module, x_BLD, info):
   init = jax.jit(module().init)
-  params = nn.unbox(init(jax.random.key(0), x_BLD, info, THRESHOLD))['params']
+  params = nn.unbox(init(jax.random.key(0), x_BLD, info))['params']
   # Scores of size one, not of size .02: errors then show.
   params['router']['kernel'] = jax.random.normal(jax.random.key(2), (D,))
   return params
@@ -100,9 +110,7 @@ class TestProcess:
   def test_equals_the_dense_masked_oracle(
     self, module, params, block_config, block_oracle, x_BLD, info, rule
   ):
-    y_BLD, told, _ = apply(
-      module(config_of(rule), rule=rule), params, x_BLD, info
-    )
+    y_BLD, told = apply(module(config_of(rule), rule=rule), params, x_BLD, info)
     chosen_BL = np.asarray(told.chosen_BL)
     assert chosen_BL.any()
     assert not chosen_BL.all()
@@ -123,7 +131,7 @@ class TestProcess:
   ):
     segment_BL = np.where(np.arange(L) < 6, 1, 2) * np.ones((B, 1), int)
     info = padded.replace(segment_BL=jnp.array(segment_BL))
-    y_BLD, told, _ = apply(module(), params, x_BLD, info)
+    y_BLD, told = apply(module(), params, x_BLD, info)
     chosen_BL = np.asarray(told.chosen_BL)
     update_BLD = block_oracle(
       params, block_config, x_BLD, info.position_BL, chosen_BL, segment_BL
@@ -137,8 +145,8 @@ class TestProcess:
   @pytest.mark.parametrize('gate', [g for g in routing.GATES if g != 'none'])
   def test_the_gate_weighs_the_update(self, module, params, x_BLD, info, gate):
     config = dataclasses.replace(LEARNED, gate=gate, gate_alpha=3.0)
-    y_BLD, told, _ = apply(module(config), params, x_BLD, info)
-    raw_BLD, raw, _ = apply(module(), params, x_BLD, info)
+    y_BLD, told = apply(module(config), params, x_BLD, info)
+    raw_BLD, raw = apply(module(), params, x_BLD, info)
     score_BL = x_BLD @ params['router']['kernel']
     np.testing.assert_allclose(told.score_BL, score_BL, atol=1e-5)
     np.testing.assert_allclose(
@@ -157,11 +165,9 @@ class TestProcess:
 
     @jax.jit
     def both(params, x_BLD, info):
-      y_BLD, *_ = module(config, 1.0).apply(
-        {'params': params}, x_BLD, info, THRESHOLD
-      )
+      routed = module(config, 1.0).apply({'params': params}, x_BLD, info)
       done = Block(block_config).apply({'params': params}, x_BLD, info)
-      return y_BLD, x_BLD + done.update_BLD
+      return routed.x_BLD, x_BLD + done.update_BLD
 
     y_BLD, dense_BLD = both(dense, x_BLD, padded.replace(valid_BL=None))
     np.testing.assert_array_equal(y_BLD, dense_BLD)
@@ -172,16 +178,14 @@ class TestProcess:
     self, module, params, block_config, x_BLD, info
   ):
     block = dataclasses.replace(block_config, dtype='bfloat16')
-    routed = MoDBlock(block, LEARNED, CAPACITY)
+    routed = Layer(LayerConfig(block=block, routing=LEARNED, capacity=CAPACITY))
     half_BLD = x_BLD.astype('bfloat16')
-    y_BLD, told, _ = apply(routed, params, half_BLD, info)
+    y_BLD, told = apply(routed, params, half_BLD, info)
     assert y_BLD.dtype == jnp.bfloat16
     assert told.score_BL.dtype == told.weight_BL.dtype == jnp.float32
     exact_BL = half_BLD.astype('float32') @ params['router']['kernel']
     np.testing.assert_allclose(told.score_BL, exact_BL, atol=1e-5)
-    y32_BLD, told32, _ = apply(
-      module(), params, half_BLD.astype('float32'), info
-    )
+    y32_BLD, told32 = apply(module(), params, half_BLD.astype('float32'), info)
     np.testing.assert_array_equal(told.chosen_BL, told32.chosen_BL)
     np.testing.assert_allclose(y_BLD.astype('float32'), y32_BLD, atol=0.1)
 
@@ -191,7 +195,7 @@ _ROUTING = ('router', 'predictor')
 
 class TestSelection:
   def test_top_k_takes_the_best_of_each_row(self, module, params, x_BLD, info):
-    _, told, _ = apply(module(), params, x_BLD, info)
+    _, told = apply(module(), params, x_BLD, info)
     score_BL = np.asarray(told.score_BL)
     for row in range(B):
       best = np.sort(np.argsort(-score_BL[row])[:4])
@@ -203,7 +207,7 @@ class TestSelection:
   def test_a_padded_row_chooses_as_many_as_it_would_alone(
     self, module, params, x_BLD, padded
   ):
-    _, told, _ = apply(module(), params, x_BLD, padded)
+    _, told = apply(module(), params, x_BLD, padded)
     assert not told.chosen_BL[~VALID_BL].any()
     counts = [
       routing.num_chosen(CAPACITY, int(n)) for n in VALID_BL.sum(axis=-1)
@@ -221,9 +225,11 @@ class TestSelection:
     length = 100
     valid_BL = np.arange(length) < np.arange(1, length + 1)[:, None]
     info = token_info(np.zeros((length, length), int), jnp.array(valid_BL))
-    routed = MoDBlock(block_config, LEARNED, capacity)
+    routed = Layer(
+      LayerConfig(block=block_config, routing=LEARNED, capacity=capacity)
+    )
     x_BLD = jax.random.normal(jax.random.key(3), (length, length, D))
-    _, told, _ = apply(routed, params, x_BLD, info)
+    _, told = apply(routed, params, x_BLD, info)
     expected = [routing.num_chosen(capacity, n) for n in range(1, length + 1)]
     assert told.chosen_BL.sum(axis=-1).tolist() == expected
 
@@ -232,9 +238,7 @@ class TestSelection:
   ):
     chosen = {}
     for rule in RULES:
-      _, told, _ = apply(
-        module(config_of(rule), rule=rule), params, x_BLD, info
-      )
+      _, told = apply(module(config_of(rule), rule=rule), params, x_BLD, info)
       chosen[rule] = np.asarray(told.chosen_BL)
       assert told.overflow_B.tolist() == [0] * B
       if rule != 'fixed':
@@ -248,10 +252,10 @@ class TestSelection:
   def test_threshold_takes_the_token_that_just_reaches_it(
     self, module, params, x_BLD, info
   ):
-    _, told, _ = apply(module(), params, x_BLD, info)
+    _, told = apply(module(), params, x_BLD, info)
     routed = module(rule='threshold')
     for row in range(B):
-      _, at, _ = apply(routed, params, x_BLD, info, told.kth_B[row])
+      _, at = apply(routed, params, x_BLD, info, told.kth_B[row])
       np.testing.assert_array_equal(at.chosen_BL[row], told.chosen_BL[row])
 
   def test_drop_passes_by_the_latest_and_counts_them(
@@ -259,7 +263,7 @@ class TestSelection:
   ):
     wanted_BL = np.asarray(x_BLD @ params['router']['kernel']) > 0
     routed = module(rule='router', overflow='drop', slack=1.0)
-    y_BLD, told, _ = apply(routed, params, x_BLD, info)
+    y_BLD, told = apply(routed, params, x_BLD, info)
     kept_BL = wanted_BL & (np.cumsum(wanted_BL, axis=-1) <= 4)
     assert (kept_BL != wanted_BL).any()
     np.testing.assert_array_equal(told.chosen_BL, kept_BL)
@@ -270,9 +274,7 @@ class TestSelection:
     assert (y_BLD[kept_BL] != x_BLD[kept_BL]).any(axis=-1).all()
 
   def test_nothing_chosen_is_the_identity(self, module, params, x_BLD, info):
-    y_BLD, told, _ = apply(
-      module(rule='threshold'), params, x_BLD, info, jnp.inf
-    )
+    y_BLD, told = apply(module(rule='threshold'), params, x_BLD, info, jnp.inf)
     assert not told.chosen_BL.any()
     np.testing.assert_array_equal(y_BLD, x_BLD)
 
@@ -305,7 +307,7 @@ class TestDecoding:
     @functools.partial(jax.jit, compiler_options=QUICK)
     def run(params, x_BLD, info):
       full = _call(blocks[0], params, x_BLD, info, None)
-      mode = blocks[0].mode
+      mode = blocks[0].mode.routing
       cache = KVCache.empty(
         B,
         mode.slots(capacity, L),
@@ -366,25 +368,25 @@ class TestDecoding:
     routed = module(rule='threshold', chunk=chunk)
     cache = KVCache.empty(B, 4, *_kv_shape(routed), 'float32')
     first = jax.tree.map(lambda x: x[:, :1], info)
-    y_B1D, told, after = jax.jit(routed.apply)(
-      {'params': params}, x_BLD[:, :1], first, jnp.inf, cache
+    done = jax.jit(routed.apply)(
+      given(params, jnp.inf), x_BLD[:, :1], first, cache
     )
-    assert not told.chosen_BL.any()
-    np.testing.assert_array_equal(y_B1D, x_BLD[:, :1])
-    jax.tree.map(np.testing.assert_array_equal, after, cache)
+    assert not done.aux['router'].chosen_BL.any()
+    np.testing.assert_array_equal(done.x_BLD, x_BLD[:, :1])
+    jax.tree.map(np.testing.assert_array_equal, done.cache, cache)
 
   def test_prefill_by_top_k_keeps_what_it_chose(
     self, module, params, x_BLD, padded
   ):
     routed = module()
-    full_BLD, full, _ = apply(routed, params, x_BLD, padded)
+    full_BLD, full = apply(routed, params, x_BLD, padded)
     cache = KVCache.empty(B, L, *_kv_shape(routed), 'float32')
-    y_BLD, told, cache = jax.jit(routed.apply)(
-      {'params': params}, x_BLD, padded, THRESHOLD, cache
-    )
-    np.testing.assert_array_equal(told.chosen_BL, full.chosen_BL)
-    np.testing.assert_allclose(y_BLD, full_BLD, atol=1e-5)
-    assert cache.length_B.tolist() == full.chosen_BL.sum(axis=-1).tolist()
+    done = jax.jit(routed.apply)({'params': params}, x_BLD, padded, cache)
+    chosen_BL = done.aux['router'].chosen_BL
+    np.testing.assert_array_equal(chosen_BL, full.chosen_BL)
+    np.testing.assert_allclose(done.x_BLD, full_BLD, atol=1e-5)
+    lengths = done.cache.length_B.tolist()
+    assert lengths == full.chosen_BL.sum(axis=-1).tolist()
 
   @pytest.mark.parametrize(
     ('mode', 'slots'),
@@ -401,14 +403,13 @@ class TestDecoding:
 
 
 def _call(block, params, x_BLD, info, cache):
-  y_BLD, told, cache = block.apply(
-    {'params': params}, x_BLD, info, THRESHOLD, cache
-  )
-  return y_BLD, told.chosen_BL, told.overflow_B, cache
+  done = block.apply(given(params), x_BLD, info, cache)
+  told = done.aux['router']
+  return done.x_BLD, told.chosen_BL, told.overflow_B, done.cache
 
 
 def _kv_shape(routed):
-  attention = routed.block.attention
+  attention = routed.config.block.attention
   return attention.num_kv_heads, attention.head_dim
 
 
@@ -425,8 +426,8 @@ class TestGradients:
     @functools.partial(jax.value_and_grad, has_aux=True)
     def loss(kernel_D):
       changed = params | {'router': {'kernel': kernel_D}}
-      y_BLD, told, _ = routed.apply({'params': changed}, x_BLD, info, 0.0)
-      return jnp.sum(weight_BLD * y_BLD), told
+      done = routed.apply({'params': changed}, x_BLD, info)
+      return jnp.sum(weight_BLD * done.x_BLD), done.aux['router']
 
     kernel_D = params['router']['kernel']
     (_, told), grad_D = loss(kernel_D)
@@ -460,8 +461,8 @@ class TestGradients:
     weight_BLD = jax.random.normal(jax.random.key(5), (B, L, D))
 
     def loss(x_BLD):
-      y_BLD, told, _ = routed.apply({'params': params}, x_BLD, padded, 0.0)
-      return jnp.sum(weight_BLD * y_BLD), told
+      done = routed.apply({'params': params}, x_BLD, padded)
+      return jnp.sum(weight_BLD * done.x_BLD), done.aux['router']
 
     grad_BLD, told = jax.jit(jax.grad(loss, has_aux=True))(x_BLD)
     chosen_BL = np.asarray(told.chosen_BL)
@@ -471,8 +472,8 @@ class TestGradients:
 
   def test_the_predictor_learns_alone(self, module, params, x_BLD, info):
     def loss(params, x_BLD):
-      _, told, _ = module().apply({'params': params}, x_BLD, info, 0.0)
-      return jnp.sum(told.predictor_BL**2)
+      done = module().apply({'params': params}, x_BLD, info)
+      return jnp.sum(done.aux['router'].predictor_BL ** 2)
 
     grads, grad_BLD = jax.jit(jax.grad(loss, (0, 1)))(params, x_BLD)
     assert not grad_BLD.any()
@@ -648,17 +649,58 @@ class TestConfigs:
 
   def test_flops_count_the_chosen_only(self, block_config):
     config = MoDConfig(predictor_width=4)
-    parts = mod.flops(block_config, config, 0.125, 64)
-    assert parts == block_config.flops(8) | {
+    layer = LayerConfig(block=block_config, routing=config, capacity=0.125)
+    assert layer.tokens(64) == 8
+    assert layer.flops(64) == block_config.flops(8) | {
       'router': 2 * 64 * D,
       'predictor': 2 * 64 * (D * 4 + 4),
     }
-    assert 'router' not in mod.flops(block_config, STRIDE, 0.125, 64)
+    fixed = dataclasses.replace(layer, routing=STRIDE)
+    assert 'router' not in fixed.flops(64)
+    assert LayerConfig(block=block_config).flops(64) == block_config.flops(64)
 
 
 def test_never_passes_every_token_by(module, params, x_BLD, info):
-  out_BLD, told, _ = apply(module(rule='never'), params, x_BLD, info)
+  out_BLD, told = apply(module(rule='never'), params, x_BLD, info)
   np.testing.assert_array_equal(out_BLD, x_BLD)
   assert not told.chosen_BL.any()
   # What it is compared with.
   assert told.top_k_BL.sum() == B * int(CAPACITY * L)
+
+
+class TestMovingThreshold:
+  """The moving average of the k-th best score is a variable of the layer."""
+
+  def test_moves_where_it_is_mutable_and_is_used_as_it_was(
+    self, module, params, x_BLD, info
+  ):
+    routed = module(rule='threshold')
+
+    @functools.partial(jax.jit, compiler_options=QUICK)
+    def step(variables):
+      return routed.apply(variables, x_BLD, info, mutable=['moving'])
+
+    done, changed = step(given(params))
+    told = done.aux['router']
+    # This call still chose by the average before it.
+    np.testing.assert_array_equal(told.chosen_BL, told.score_BL >= THRESHOLD)
+    before = given(params)['moving']['threshold']
+    after = changed['moving']['threshold']
+    want = before.update(told.kth_B.mean(), LEARNED.threshold_decay)
+    np.testing.assert_allclose(after.total, want.total, rtol=1e-6)
+    np.testing.assert_allclose(after.weight, want.weight, rtol=1e-6)
+    assert after.value() != THRESHOLD
+
+  def test_starts_from_nothing_and_only_where_it_is_asked_for(
+    self, module, x_BLD, info
+  ):
+    key = jax.random.key(0)
+    moving = module().init(key, x_BLD, info)['moving']
+    assert moving['threshold'].total == moving['threshold'].weight == 0
+    assert moving['threshold'].value() == jnp.inf
+    without = module(dataclasses.replace(LEARNED, threshold_decay=0.0))
+    assert 'moving' not in jax.eval_shape(without.init, key, x_BLD, info)
+
+  def test_its_rule_needs_it(self, module, params, x_BLD, info):
+    with pytest.raises(errors.UserError, match="'moving' collection"):
+      module(rule='threshold').apply({'params': params}, x_BLD, info)

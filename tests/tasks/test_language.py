@@ -24,14 +24,15 @@ from mod_jax import parallel
 from mod_jax.data import text
 from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
-from mod_jax.layers.mod import MoDConfig
-from mod_jax.layers.mod import RoutingMode
+from mod_jax.layers.mode import RoutingMode
+from mod_jax.layers.routed import MoDConfig
 from mod_jax.models.lm import LMConfig
+from mod_jax.tasks import make_task
+from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train import evaluation
 from mod_jax.train import state as state_lib
-from mod_jax.train.experiment import EvaluationConfig
-from mod_jax.train.experiment import ExperimentConfig
-from mod_jax.train.language import LanguageTask
+from mod_jax.train.evaluation import held_out
+from mod_jax.train.run_config import EvaluationConfig
 from mod_jax.train.step import train_step
 
 EVERY = {'capacity': 0.25, 'period': 1, 'offset': 0}
@@ -69,7 +70,7 @@ def make(texts):
 
 @functools.cache
 def _make(folder, routing, segments=False):
-  """Returns a task with parameters and mutables.
+  """Returns a task with parameters and model_state.
 
   Those of routed models have been trained for a step, which sets thresholds.
   """
@@ -86,27 +87,27 @@ def _make(folder, routing, segments=False):
     ),
     evaluation=EvaluationConfig(batches=0, batch_size=4),
   )
-  task = LanguageTask(config)
+  task = make_task(config)
   optimizer = optax.sgd(0.1)
   abstract = state_lib.abstract_state(task, optimizer, one_device())
   state = state_lib.create_state(0, task, optimizer, abstract)
   if routing is None:
-    return task, state.params, state.mutables
+    return task, state.params, state.model_state
   batch = next(task.train_iterator())
   step = functools.partial(
-    train_step, task=task, optimizer=optimizer, stage=0.0
+    train_step, task=task, optimizer=optimizer, static_args=0.0
   )
-  state, pairs = jax.jit(step)(state, batch)
-  assert np.isfinite(float(pairs['loss'][0]))
-  return task, state.params, state.mutables
+  state, metric_sums = jax.jit(step)(state, batch)
+  assert np.isfinite(float(metric_sums['loss'][0]))
+  return task, state.params, state.model_state
 
 
 def one_device():
   return parallel.make_mesh(parallel.MeshConfig(), jax.devices()[:1])
 
 
-def reference(task, params, mutables, rule):
-  """The held-out loss, row by row, without batches, padding or pairs."""
+def reference(task, params, model_state, rule):
+  """The held-out loss, row by row, without batches, padding or sums."""
   data = task.config.data
   tokens = b''.join(
     pathlib.Path(f.path).read_bytes() for f in text.split_files(data)[1]
@@ -116,7 +117,9 @@ def reference(task, params, mutables, rule):
   nats, count = 0.0, 0
   for start in range(0, len(tokens) - 1, data.length):
     row = np.frombuffer(tokens[start : start + data.length + 1], np.uint8)
-    output = apply({'params': params, **mutables}, row[None, :-1].astype(int))
+    output = apply(
+      {'params': params, **model_state}, row[None, :-1].astype(int)
+    )
     logits = np.asarray(output.logits_BLV[0], np.float64)
     log_prob = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
     nats -= log_prob[np.arange(len(row) - 1), row[1:]].sum()
@@ -129,9 +132,9 @@ class TestEvaluate:
   RULES = ('top_k', 'router', 'predictor', 'threshold')
 
   def test_every_rule_has_its_numbers(self, make):
-    task, params, mutables = make(ALL)
-    assert task.rules == self.RULES
-    metrics = task.evaluate(params, mutables, one_device())
+    task, params, model_state = make(ALL)
+    assert task.modality.rules == self.RULES
+    metrics = held_out(task, params, model_state, one_device())
     expected = {f'{r}/{m}' for r in self.RULES for m in LOSSES | AGREEMENT}
     expected |= {f'never/{m}' for m in LOSSES}  # The trivial baseline.
     missing = expected - metrics.keys()
@@ -167,8 +170,8 @@ class TestEvaluate:
     assert 'nan' not in table
 
   def test_with_few_slots(self, make, tmp_path, capsys):
-    task, params, mutables = make(ALL)
-    trained = evaluation.Trained(1, task, params, mutables, one_device())
+    task, params, model_state = make(ALL)
+    trained = evaluation.Trained(1, task, params, model_state, one_device())
     # What `eval.py` calls.
     metrics = evaluation.evaluate(trained, tmp_path, batches=0)
     drops = {f'{rule}/drop_loss' for rule in self.RULES[1:]}
@@ -179,7 +182,7 @@ class TestEvaluate:
     # The last row has 3 tokens, and its one slot of those, beside rows of 16.
     mode = RoutingMode(rule='router', overflow='drop')
     assert [mode.slots(0.25, n) for n in (16, 3)] == [5, 1]
-    alone = reference(task, params, mutables, mode)
+    alone = reference(task, params, model_state, mode)
     assert metrics['router/drop_loss'] == pytest.approx(alone, rel=1e-5)
     assert metrics['router/drop_loss'] != metrics['router/loss']
     assert drops.isdisjoint(task.main_metrics(metrics))
@@ -191,35 +194,35 @@ class TestEvaluate:
   def test_is_the_loss_of_each_row_alone(self, make):
     # Seven rows, the last of three targets, in batches of four: two of the
     # eight rows are padded, which must not count, and not route.
-    task, params, mutables = make(ALL)
-    metrics = task.evaluate(params, mutables, one_device())
+    task, params, model_state = make(ALL)
+    metrics = held_out(task, params, model_state, one_device())
     for rule in ('top_k', 'router', 'threshold'):
       assert metrics[f'{rule}/loss'] == pytest.approx(
-        reference(task, params, mutables, rule), rel=1e-5
+        reference(task, params, model_state, rule), rel=1e-5
       )
 
   def test_does_not_depend_on_the_batch_size(self, make):
-    task, params, mutables = make(None)
-    metrics = task.evaluate(params, mutables, one_device())
+    task, params, model_state = make(None)
+    metrics = held_out(task, params, model_state, one_device())
     config = config_lib.replace(task.config, {'evaluation.batch_size': 7})
-    other = LanguageTask(config).evaluate(params, mutables, one_device())
+    other = held_out(make_task(config), params, model_state, one_device())
     assert other == pytest.approx(metrics, rel=1e-5)
 
   def test_some_batches_or_all(self, make):
-    task, params, mutables = make(None)
-    every = task.evaluate(params, mutables, one_device())
-    assert task.evaluate(params, mutables, one_device(), batches=0) == every
-    assert task.evaluate(params, mutables, one_device(), batches=2) == every
-    assert task.evaluate(params, mutables, one_device(), batches=1) != every
+    task, params, model_state = make(None)
+    every = held_out(task, params, model_state, one_device())
+    assert held_out(task, params, model_state, one_device(), batches=0) == every
+    assert held_out(task, params, model_state, one_device(), batches=2) == every
+    assert held_out(task, params, model_state, one_device(), batches=1) != every
 
   def test_dense(self, make):
-    task, params, mutables = make(None)
-    assert task.rules == ()
-    metrics = task.evaluate(params, mutables, one_device(), batches=0)
+    task, params, model_state = make(None)
+    assert task.modality.rules == ()
+    metrics = held_out(task, params, model_state, one_device(), batches=0)
     # Nothing chooses, so nothing speaks of a rule.
     assert metrics.keys() == LOSSES
     assert metrics['loss'] == pytest.approx(
-      reference(task, params, mutables, 'top_k'), rel=1e-5
+      reference(task, params, model_state, 'top_k'), rel=1e-5
     )
     assert task.main_metrics(metrics) == {'loss': metrics['loss']}
     title, row = task.summary(metrics).splitlines()
@@ -229,7 +232,7 @@ class TestEvaluate:
   def test_a_router_that_takes_all_is_the_dense_model(self, make):
     # One tree of parameters, since a routed block has a dense one's and more.
     dense_task, params, _ = make(None)
-    dense = dense_task.evaluate(params, {}, one_device())
+    dense = held_out(dense_task, params, {}, one_device())
     routing = MoDConfig(
       capacity=1.0,
       period=1,
@@ -237,54 +240,54 @@ class TestEvaluate:
       score='stride',  # Gate 1, and every token.
     )
     model = dataclasses.replace(dense_task.config.model, routing=routing)
-    task = LanguageTask(dataclasses.replace(dense_task.config, model=model))
-    metrics = task.evaluate(params, {}, one_device())
-    assert task.rules == ('top_k', 'fixed')
-    for rule in task.rules:
+    task = make_task(dataclasses.replace(dense_task.config, model=model))
+    metrics = held_out(task, params, {}, one_device())
+    assert task.modality.rules == ('top_k', 'fixed')
+    for rule in task.modality.rules:
       assert metrics[f'{rule}/routed'] == 1
       for name in LOSSES:
         assert metrics[f'{rule}/{name}'] == pytest.approx(dense[name], rel=1e-6)
 
   def test_bytes_of_subwords(self, make):
-    task, params, mutables = make(None)
-    task = LanguageTask(task.config)
+    task, params, model_state = make(None)
+    task = make_task(task.config)
     token_bytes = np.arange(256) % 5 + 1
 
     class Tokenizer:
       vocab_size = 256
 
     Tokenizer.token_bytes = token_bytes
-    task.tokenizer = Tokenizer()
-    metrics = task.evaluate(params, mutables, one_device())
-    _, held_out = text.split_files(task.config.data)
-    targets = b''.join(pathlib.Path(f.path).read_bytes() for f in held_out)[1:]
+    task.modality.tokenizer = Tokenizer()
+    metrics = held_out(task, params, model_state, one_device())
+    _, kept = text.split_files(task.config.data)
+    targets = b''.join(pathlib.Path(f.path).read_bytes() for f in kept)[1:]
     num_bytes = token_bytes[np.frombuffer(targets, np.uint8)].sum()
     assert metrics['bits_per_byte'] == pytest.approx(
       metrics['loss'] * 99 / num_bytes / math.log(2), rel=1e-5
     )
 
   def test_the_mesh_must_fit(self, make):
-    task, params, mutables = make(None)
+    task, params, model_state = make(None)
     mesh = parallel.make_mesh(parallel.MeshConfig())
     with pytest.raises(UserError, match='evaluation.batch_size=4'):
-      task.evaluate(params, mutables, mesh)
+      held_out(task, params, model_state, mesh)
 
 
 @pytest.mark.parametrize('routing', [GAUSSIAN, STRIDE], ids=lambda r: r.score)
 def test_controls_train_evaluate_and_sample(make, routing):
-  task, params, mutables = make(routing)
-  assert task.rules == ('top_k', 'fixed')
-  metrics = task.evaluate(params, mutables, one_device())
-  again = task.evaluate(params, mutables, one_device())
+  task, params, model_state = make(routing)
+  assert task.modality.rules == ('top_k', 'fixed')
+  metrics = held_out(task, params, model_state, one_device())
+  again = held_out(task, params, model_state, one_device())
   assert metrics == again  # The draws are the same each time.
   assert metrics['top_k/routed'] == pytest.approx(25 / 99)
   assert 0 < metrics['fixed/routed'] < 0.6
   assert np.isfinite(metrics['fixed/loss'])
-  (sample,) = task.sample(
-    params, mutables, ['ab'], num_tokens=5, key=jax.random.key(0)
+  (sample,) = task.modality.sample(
+    params, model_state, ['ab'], num_tokens=5, key=jax.random.key(0)
   )
   assert 0 < len(sample) <= 5
-  figures = task.pictures(params, mutables)
+  figures = task.pictures(params, model_state)
   assert set(figures) == {'routing', 'router_weights'}
   for figure in figures.values():
     plt.close(figure)
@@ -292,33 +295,35 @@ def test_controls_train_evaluate_and_sample(make, routing):
 
 class TestSegments:
   def test_documents_do_not_see_each_other(self, make):
-    task, params, mutables = make(ALL, segments=True)
+    task, params, model_state = make(ALL, segments=True)
     batch = next(task.train_iterator())
     assert 'segments' in batch
     batch = _with_two_documents(batch)
-    loss = _loss(task, params, mutables, batch)
+    loss = _loss(task, params, model_state, batch)
     assert np.isfinite(loss)
     # One document instead of two: the second sees the first.
     merged = {**batch, 'segments': np.minimum(batch['segments'], 1)}
-    assert _loss(task, params, mutables, merged) != pytest.approx(
+    assert _loss(task, params, model_state, merged) != pytest.approx(
       loss, rel=1e-6
     )
 
   def test_padding_does_not_count(self, make):
-    task, params, mutables = make(ALL, segments=True)
+    task, params, model_state = make(ALL, segments=True)
     batch = _with_two_documents(next(task.train_iterator()))
-    loss = _loss(task, params, mutables, batch)
+    loss = _loss(task, params, model_state, batch)
     # Whatever stands in the padding changes nothing.
     padding = batch['segments'] == 0
     assert padding.any()
     other = {**batch, 'tokens': np.where(padding, 7, batch['tokens'])}
     other['targets'] = np.where(padding, 9, batch['targets'])
-    assert _loss(task, params, mutables, other) == pytest.approx(loss, abs=1e-6)
+    assert _loss(task, params, model_state, other) == pytest.approx(
+      loss, abs=1e-6
+    )
 
   def test_held_out(self, make):
-    task, params, mutables = make(ALL, segments=True)
-    metrics = task.evaluate(params, mutables, one_device())
-    assert {f'{rule}/loss' for rule in task.rules} < metrics.keys()
+    task, params, model_state = make(ALL, segments=True)
+    metrics = held_out(task, params, model_state, one_device())
+    assert {f'{rule}/loss' for rule in task.modality.rules} < metrics.keys()
     assert all(np.isfinite(value) for value in metrics.values())
 
 
@@ -335,13 +340,13 @@ def _with_two_documents(batch):
 
 
 _jitted = functools.cache(
-  lambda task: jax.jit(functools.partial(task.loss, stage=0.0))
+  lambda task: jax.jit(functools.partial(task.loss, static_args=0.0))
 )
 
 
-def _loss(task, params, mutables, batch):
+def _loss(task, params, model_state, batch):
   scalar, _ = _jitted(task)(
-    params, mutables, jax.tree.map(jnp.asarray, batch), rng=jax.random.key(0)
+    params, model_state, jax.tree.map(jnp.asarray, batch), rng=jax.random.key(0)
   )
   return float(scalar)
 
@@ -352,64 +357,73 @@ class TestWarmUp:
     self, make, capacity, told
   ):
     # But for blocks that will always process every token.
-    task, params, mutables = make(ALL)
-    task = LanguageTask(
+    task, params, model_state = make(ALL)
+    task = make_task(
       config_lib.replace(task.config, {'model.routing.capacity': capacity})
     )
     batch = next(task.train_iterator())
 
-    @functools.partial(jax.jit, static_argnames='stage')
-    def run(params, stage):
-      loss, (pairs, _) = task.loss(
-        params, mutables, batch, jax.random.key(0), stage
+    @functools.partial(jax.jit, static_argnames='static_args')
+    def run(params, static_args):
+      loss, (metric_sums, _) = task.loss(
+        params, model_state, batch, jax.random.key(0), static_args
       )
-      return loss, pairs
+      return loss, metric_sums
 
-    loss, pairs = run(params, stage=1.0)
-    total, weight = map(float, pairs['loss'])
-    assert ('router/bce' in pairs) == ('predictor/bce' in pairs) == told
+    loss, metric_sums = run(params, static_args=1.0)
+    total, weight = map(float, metric_sums['loss'])
+    assert (
+      ('router/bce' in metric_sums) == ('predictor/bce' in metric_sums) == told
+    )
     assert (float(loss) != pytest.approx(total / weight, rel=1e-6)) == told
-    _, pairs = jax.eval_shape(functools.partial(run, stage=0.5), params)
-    assert {'router/bce', 'predictor/bce'} < pairs.keys()
+    _, metric_sums = jax.eval_shape(
+      functools.partial(run, static_args=0.5), params
+    )
+    assert {'router/bce', 'predictor/bce'} < metric_sums.keys()
 
 
 class TestSample:
   def test_continues_each_prompt(self, make):
-    task, params, mutables = make(ALL)
+    task, params, model_state = make(ALL)
     prompts = ['a', 'longer prompt']
     sample = functools.partial(
-      task.sample, params, mutables, prompts, num_tokens=6, temperature=0.0
+      task.modality.sample,
+      params,
+      model_state,
+      prompts,
+      num_tokens=6,
+      temperature=0.0,
     )
     texts = sample()
     assert len(texts) == 2
     # Alone, the same: the padding of the shorter one does not matter.
     for prompt, continuation in zip(prompts, texts, strict=True):
-      assert task.sample(
-        params, mutables, [prompt], num_tokens=6, temperature=0.0
+      assert task.modality.sample(
+        params, model_state, [prompt], num_tokens=6, temperature=0.0
       ) == [continuation]
     # By the first trained rule, unless another is asked for.
     assert sample(mode='router') == texts
     assert len(sample(mode=RoutingMode(rule='threshold'))) == 2
 
   def test_dense(self, make):
-    task, params, mutables = make(None)
-    (sample,) = task.sample(
-      params, mutables, ['ab'], num_tokens=5, temperature=0.0
+    task, params, model_state = make(None)
+    (sample,) = task.modality.sample(
+      params, model_state, ['ab'], num_tokens=5, temperature=0.0
     )
     assert sample
-    (end,) = LanguageTask(
+    (end,) = make_task(
       config_lib.replace(
         task.config, {'evaluation.sample_tokens': 5, 'evaluation.prompt': 'ab'}
       )
-    ).finish(params, mutables)
+    ).finish(params, model_state)
     assert end.startswith('ab')
 
   def test_longer_than_the_cache(self, make):
-    task, params, mutables = make(None)
+    task, params, model_state = make(None)
     with pytest.raises(UserError, match='prompt of 10 tokens and 5 new'):
-      task.sample(
+      task.modality.sample(
         params,
-        mutables,
+        model_state,
         ['0123456789'],
         num_tokens=5,
         temperature=0.0,
@@ -421,18 +435,18 @@ class TestSample:
     config = config_lib.replace(
       make(None)[0].config, {'model.routing': routing}
     )
-    task = LanguageTask(config)
+    task = make_task(config)
     params = nn.unbox(task.init(jax.random.key(0)))['params']
-    assert task.rules == ('top_k',)
+    assert task.modality.rules == ('top_k',)
     with pytest.raises(UserError, match='no causal rule'):
-      task.sample(params, {}, ['a'], num_tokens=2)
+      task.modality.sample(params, {}, ['a'], num_tokens=2)
     # The end of a run leaves the sample out instead.
     assert list(task.finish(params, {})) == []
 
 
 def test_pictures(make):
-  task, params, mutables = make(ALL)
-  figures = task.pictures(params, mutables)
+  task, params, model_state = make(ALL)
+  figures = task.pictures(params, model_state)
   assert set(figures) == {'routing', 'router_weights'}
   # Tokens, whatever they are.
   texts = figures['routing'].findobj(matplotlib.text.Text)
@@ -441,8 +455,8 @@ def test_pictures(make):
     assert isinstance(figure, matplotlib.figure.Figure)
     figure.canvas.draw()
     plt.close(figure)
-  dense, params, mutables = make(None)
-  assert dense.pictures(params, mutables) == {}
+  dense, params, model_state = make(None)
+  assert dense.pictures(params, model_state) == {}
 
 
 class TestVocabulary:
@@ -459,14 +473,14 @@ class TestVocabulary:
     data = self.tokenizer(tmp_path, 300)
     config = ExperimentConfig(model=LMConfig(vocab_size=size), data=data)
     if size == 300:
-      LanguageTask(config).check()
-      assert LanguageTask(config).tokenizer.vocab_size == 300
+      make_task(config).check()
+      assert make_task(config).modality.tokenizer.vocab_size == 300
       return
     with pytest.raises(UserError, match=r'vocab_size=299 .* 300: set it'):
-      LanguageTask(config).check()
+      make_task(config).check()
 
   def test_padded_is_fine(self):
-    LanguageTask(ExperimentConfig(model=LMConfig(vocab_size=512))).check()
+    make_task(ExperimentConfig(model=LMConfig(vocab_size=512))).check()
 
 
 def test_a_run_keeps_the_tokenizer_that_it_learned(texts, tmp_path):
@@ -486,20 +500,22 @@ def test_a_run_keeps_the_tokenizer_that_it_learned(texts, tmp_path):
       length=8,
     ),
   )
-  task = LanguageTask(config)
+  task = make_task(config)
   (tmp_path / 'run').mkdir()
   sample = (texts / 'b.txt').read_text()
-  ids = task.tokenizer.encode(sample)
+  ids = task.modality.tokenizer.encode(sample)
   files = task.files()
   for name, content in files.items():
     (tmp_path / 'run' / name).write_text(content)
   # The text changes, and what was cached of it is gone.
   (folder / 'a.txt').write_text('another text ' * 60)
   shutil.rmtree(tmp_path / 'cache')
-  assert LanguageTask(config, tmp_path / 'run').tokenizer.encode(sample) == ids
-  assert LanguageTask(config).tokenizer.encode(sample) != ids
+  assert (
+    make_task(config, tmp_path / 'run').modality.tokenizer.encode(sample) == ids
+  )
+  assert make_task(config).modality.tokenizer.encode(sample) != ids
   # Its data are read with the same tokenizer.
-  kept = LanguageTask(config, tmp_path / 'run')
+  kept = make_task(config, tmp_path / 'run')
   batch = next(kept.train_iterator())
   assert set(batch['tokens'].ravel()) <= set(range(280))
   assert kept.files() == files

@@ -25,27 +25,25 @@ from mod_jax.data import images as images_lib
 from mod_jax.data.images import ImageDataConfig
 from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
-from mod_jax.layers.mod import VisionRoutingConfig
+from mod_jax.layers.routed import VisionRoutingConfig
 from mod_jax.layers.stem import ConvStemConfig
-from mod_jax.models.acm import ACMModelConfig
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.models.vit import ViTConfig
 from mod_jax.models.vit import resize_positions
+from mod_jax.tasks import make_task
+from mod_jax.tasks import phases
+from mod_jax.tasks import warm_start
+from mod_jax.tasks.experiment import ACMObjective
+from mod_jax.tasks.experiment import ExperimentConfig
+from mod_jax.tasks.experiment import PruningObjective
+from mod_jax.tasks.plain import Plain
+from mod_jax.tasks.pruning import Pruning
 from mod_jax.train import evaluation
-from mod_jax.train import loop
 from mod_jax.train import metrics as metrics_lib
-from mod_jax.train import start as start_lib
-from mod_jax.train import vision
-from mod_jax.train.experiment import ACMObjective
-from mod_jax.train.experiment import EvaluationConfig
-from mod_jax.train.experiment import ExperimentConfig
-from mod_jax.train.experiment import PruningObjective
-from mod_jax.train.experiment import TrainConfig
 from mod_jax.train.optimizer import OptimizerConfig
-from mod_jax.train.tasks import make_task
-from mod_jax.train.vision import ImageTask
-from mod_jax.train.vision import PruningTask
+from mod_jax.train.run_config import EvaluationConfig
+from mod_jax.train.run_config import TrainConfig
 
 GOLDEN = pathlib.Path(__file__).parents[1] / 'golden'
 DENSE = ViTConfig(
@@ -102,7 +100,7 @@ def make_alone(model):
 
 
 def init(task, seed=0):
-  """Returns parameters and mutables, large enough to tell things apart."""
+  """Returns parameters and model_state, large enough to tell things apart."""
   return _init(task.config.model, seed)
 
 
@@ -159,48 +157,50 @@ def cross_entropy(logits_BV, target_BV):
 
 
 @functools.cache
-def _loss(task, stage):
-  return jax.jit(functools.partial(task.loss, stage=stage))
+def _loss(task, static_args):
+  return jax.jit(functools.partial(task.loss, static_args=static_args))
 
 
-def loss_of(task, params, mutables, batch, seed=0, stage=0.0):
-  return _loss(task, stage)(params, mutables, batch, jax.random.key(seed))
+def loss_of(task, params, model_state, batch, seed=0, static_args=0.0):
+  return _loss(task, static_args)(
+    params, model_state, batch, jax.random.key(seed)
+  )
 
 
 class TestImageLoss:
   def test_is_the_cross_entropy_of_mixed_targets(self):
     task = make()
-    params, mutables = init(task)
+    params, model_state = init(task)
     batch = random_batch()
-    scalar, (pairs, after) = loss_of(task, params, mutables, batch)
+    scalar, (metric_sums, after) = loss_of(task, params, model_state, batch)
     logits_BV = DENSE.build().apply({'params': params}, batch['image'])
     nats_B = cross_entropy(logits_BV.logits_BV, batch['target'])
-    assert pairs.keys() == {'loss'}
-    assert pairs['loss'][0] == pytest.approx(nats_B.sum(), rel=1e-5)
-    assert pairs['loss'][1] == 4
+    assert metric_sums.keys() == {'loss'}
+    assert metric_sums['loss'][0] == pytest.approx(nats_B.sum(), rel=1e-5)
+    assert metric_sums['loss'][1] == 4
     assert scalar == pytest.approx(nats_B.mean(), rel=1e-5)
     assert after == {}
 
   def test_by_hand(self):
     # The last layer alone decides: logits 1 and 0 for every image.
     task = make()
-    params, mutables = init(task)
+    params, model_state = init(task)
     params = jax.tree.map(jnp.zeros_like, params)
     params['head']['bias'] = params['head']['bias'].at[3].set(1.0)
     target = np.zeros((2, 10), np.float32)
     target[0, 3] = 1.0
     target[1, [3, 5]] = 0.25, 0.75
     batch = random_batch(2) | {'target': target}
-    _, (pairs, _) = loss_of(task, params, mutables, batch)
+    _, (metric_sums, _) = loss_of(task, params, model_state, batch)
     normaliser = np.log(np.e + 9)
     expected = (normaliser - 1) + (normaliser - 0.25)
-    assert pairs['loss'][0] == pytest.approx(expected, rel=1e-5)
+    assert metric_sums['loss'][0] == pytest.approx(expected, rel=1e-5)
 
   def test_stochastic_depth_has_its_stream(self):
     task = make(dataclasses.replace(DENSE, stochastic_depth=0.9))
-    params, mutables = init(task)
+    params, model_state = init(task)
     first, again, *others = (
-      float(loss_of(task, params, mutables, random_batch(), seed)[0])
+      float(loss_of(task, params, model_state, random_batch(), seed)[0])
       for seed in (0, 0, 1, 2, 3)
     )
     assert first == again
@@ -211,9 +211,9 @@ class TestImageLoss:
       DENSE, stem=ConvStemConfig(width=4), num_layers=1
     )
     task = make(model)
-    params, mutables = init(task)
-    before = jax.device_get(mutables)
-    _, (_, after) = loss_of(task, params, mutables, random_batch())
+    params, model_state = init(task)
+    before = jax.device_get(model_state)
+    _, (_, after) = loss_of(task, params, model_state, random_batch())
     assert jax.tree.structure(after) == jax.tree.structure(before)
     changed = jax.tree.map(
       lambda a, b: np.abs(a - b).max() > 1e-4, after, before
@@ -225,14 +225,21 @@ class TestImageLoss:
       AMOD,
       **{'train.capacity_warmup_steps': 4, 'train.capacity_warmup_stages': 2},
     )
-    assert [task.stage(step) for step in range(6)] == [1, 1, 0.5, 0.5, 0, 0]
+    assert [task.static_args(step) for step in range(6)] == [
+      1,
+      1,
+      0.5,
+      0.5,
+      0,
+      0,
+    ]
     assert task.flops_per_step(1.0) == make().flops_per_step(0.0)
     assert task.flops_per_step(0.0) == 16 * 3 * flops.forward(AMOD)
     assert task.flops_per_step(0.0) < task.flops_per_step(1.0)
     params, _ = init(make())
     batch = random_batch()
     dense, _ = loss_of(make(), params, {}, batch)
-    first, _ = loss_of(task, params, {}, batch, stage=1.0)
+    first, _ = loss_of(task, params, {}, batch, static_args=1.0)
     later, _ = loss_of(task, params, {}, batch)
     assert first == pytest.approx(float(dense), rel=1e-6)
     assert abs(later - dense) > 1e-4
@@ -250,29 +257,29 @@ def pruning(model=DYNAMIC, teacher=True, **objective):
 
 @functools.cache
 def pruned(task, with_teacher=True, gradients=False):
-  """Returns loss, pairs, the student's output, the teacher's, gradients."""
-  params, mutables = init(task)
+  """Returns loss, metric sums, both outputs, gradients."""
+  params, model_state = init(task)
   dense = task.config.model.dense_twin()
   teacher, _ = _init(dense, seed=1)
   batch, rng = random_batch(), jax.random.key(0)
 
-  def loss(params, frozen):
-    return task.loss(params, mutables, batch, rng, 0.0, frozen)
+  def loss(params, teacher):
+    return task.loss(params, model_state, batch, rng, 0.0, teacher)
 
   @jax.jit
-  def run(params, frozen):
+  def run(params, teacher):
     grads = None
     if gradients:
-      (total, (pairs, _)), grads = jax.value_and_grad(
+      (total, (metric_sums, _)), grads = jax.value_and_grad(
         loss, argnums=(0, 1), has_aux=True
-      )(params, frozen)
+      )(params, teacher)
     else:
-      total, (pairs, _) = loss(params, frozen)
-    output, _ = task._forward(params, mutables, batch['image'], rng, 0.0)
+      total, (metric_sums, _) = loss(params, teacher)
+    output, _ = task.forward(task.config.model, params, model_state, batch, rng)
     taught = None
     if with_teacher:
-      taught = dense.build().apply(frozen, batch['image'])
-    return total, pairs, output, taught, grads
+      taught = dense.build().apply(teacher, batch['image'])
+    return total, metric_sums, output, taught, grads
 
   return jax.device_get(
     run(params, {'params': teacher} if with_teacher else None)
@@ -289,7 +296,7 @@ class TestPruningLoss:
 
   def test_terms_against_oracles(self):
     task = pruning(**self.WEIGHTS)
-    loss, pairs, output, taught, _ = pruned(task, gradients=True)
+    loss, metric_sums, output, taught, _ = pruned(task, gradients=True)
     keep_SBN = output.keep_SBN
     assert 0 < keep_SBN[1].mean() < keep_SBN[0].mean() < 1
     assert set(np.unique(keep_SBN)) == {0, 1}
@@ -316,14 +323,14 @@ class TestPruningLoss:
       'logit_distillation': kl_B.mean(),
       'token_distillation': np.mean(squares),
     }
-    assert pairs.keys() == means.keys() | {'kept_0', 'kept_1'}
+    assert metric_sums.keys() == means.keys() | {'kept_0', 'kept_1'}
     for name, expected in means.items():
-      total, count = pairs[name]
+      total, count = metric_sums[name]
       assert count == (len(squares) if name == 'token_distillation' else 4)
       assert total / count == pytest.approx(expected, rel=1e-4), name
       assert expected > 1e-3
     for stage in range(2):
-      total, count = pairs[f'kept_{stage}']
+      total, count = metric_sums[f'kept_{stage}']
       assert (total, count) == (keep_SBN[stage].sum(), 4 * 16)
     # All weights differ, so that none can stand for another.
     weights = self.WEIGHTS | {'loss': self.WEIGHTS['classification']}
@@ -334,10 +341,10 @@ class TestPruningLoss:
   def test_without_a_teacher(self):
     task = pruning(SHALLOW, teacher=False)
     assert not task.objective.needs_teacher
-    assert task.frozen(None) is None
-    loss, pairs, *_ = pruned(task, with_teacher=False)
-    assert pairs.keys() == {'loss', 'ratio', 'kept_0'}
-    means = {k: total / count for k, (total, count) in pairs.items()}
+    assert task.teacher(None) is None
+    loss, metric_sums, *_ = pruned(task, with_teacher=False)
+    assert metric_sums.keys() == {'loss', 'ratio', 'kept_0'}
+    means = {k: total / count for k, (total, count) in metric_sums.items()}
     assert loss == pytest.approx(means['loss'] + 2 * means['ratio'], rel=1e-5)
 
   def test_the_teacher_learns_nothing(self):
@@ -353,25 +360,25 @@ class TestPruningLoss:
 
   def test_patches_that_are_removed(self):
     model = dataclasses.replace(DYNAMIC, score='class_attention', stages=(1,))
-    _, pairs, output, taught, _ = pruned(pruning(model, **self.WEIGHTS))
+    _, metric_sums, output, taught, _ = pruned(pruning(model, **self.WEIGHTS))
     kept = model.kept[-1]
     assert output.features_BLD.shape[1] == 1 + kept < 17
     # No decision is learnt, so there is no ratio to aim at.
-    assert 'ratio' not in pairs
+    assert 'ratio' not in metric_sums
     squares = []
     for b in range(4):
       places = np.flatnonzero(output.keep_SBN[0, b])
       mine = output.features_BLD[b, 1:]
       squares.append(np.mean((mine - taught.features_BLD[b, 1 + places]) ** 2))
-    total, count = pairs['token_distillation']
+    total, count = metric_sums['token_distillation']
     assert count == 4 * kept
     assert total / count == pytest.approx(np.mean(squares), rel=1e-4)
-    assert pairs['kept_0'] == (4 * model.kept[0], 64)
+    assert metric_sums['kept_0'] == (4 * model.kept[0], 64)
 
   def test_pooled_patches_have_no_counterparts(self):
     model = dataclasses.replace(SHALLOW, score='structural')
-    _, pairs, *_ = pruned(pruning(model, **self.WEIGHTS))
-    assert pairs.keys() == {'loss', 'logit_distillation'}
+    _, metric_sums, *_ = pruned(pruning(model, **self.WEIGHTS))
+    assert metric_sums.keys() == {'loss', 'logit_distillation'}
 
   def test_flops_of_a_step(self):
     dense, model = flops.forward(DENSE), DYNAMIC
@@ -389,11 +396,15 @@ class TestPruningLoss:
     ):
       make(DYNAMIC).check()
     make(DYNAMIC, init='/some/run').check()
-    assert isinstance(make(DYNAMIC), PruningTask)
+    assert isinstance(make(DYNAMIC), Pruning)
+
+
+def held_out(task, params, **kwargs):
+  return evaluation.held_out(task, params, {}, one_device(), **kwargs)
 
 
 @functools.cache
-def held_out():
+def digits():
   """Returns all held-out digits, in batches without padding."""
   config = ImageDataConfig(image_size=8)
   batches = list(images_lib.eval_batches(config, batch_size=71))
@@ -422,8 +433,8 @@ class TestEvaluate:
   def test_dense(self):
     task = make(**{'evaluation.batch_size': 64})  # The last one is padded.
     params, _ = init(task)
-    metrics = task.evaluate(params, {}, one_device())
-    seen = held_out()
+    metrics = held_out(task, params)
+    seen = digits()
     logits_BV = _apply(DENSE)({'params': params}, seen['image']).logits_BV
     expected = oracle(np.asarray(logits_BV), seen['label'])
     assert 0 < expected['accuracy'] < expected['top5'] < 1
@@ -434,8 +445,8 @@ class TestEvaluate:
   def test_routed(self):
     task = make(AMOD)
     params, _ = init(task)
-    metrics = task.evaluate(params, {}, one_device())
-    seen = held_out()
+    metrics = held_out(task, params)
+    seen = digits()
     logits_BV = _apply(AMOD)({'params': params}, seen['image']).logits_BV
     expected = oracle(np.asarray(logits_BV), seen['label'])
     # Without its routed block 1, it is a model of one.
@@ -454,8 +465,8 @@ class TestEvaluate:
   def test_pruned(self):
     task = make(DYNAMIC, objective=ALONE)
     params, _ = init(task)
-    metrics = task.evaluate(params, {}, one_device())
-    seen = held_out()
+    metrics = held_out(task, params)
+    seen = digits()
     output = _apply(DYNAMIC)({'params': params}, seen['image'])
     assert output.features_BLD.shape[1] == 1 + DYNAMIC.kept[-1]
     expected = oracle(np.asarray(output.logits_BV), seen['label'])
@@ -465,17 +476,17 @@ class TestEvaluate:
   def test_some_batches_or_all(self):
     task = make(**{'evaluation.batches': 2, 'evaluation.batch_size': 71})
     params, _ = init(task)
-    some = task.evaluate(params, {}, one_device())
-    assert some == task.evaluate(params, {}, one_device(), batches=2)
-    every = task.evaluate(params, {}, one_device(), batches=0)
+    some = held_out(task, params)
+    assert some == held_out(task, params, batches=2)
+    every = held_out(task, params, batches=0)
     assert some != every
-    assert every == task.evaluate(params, {}, one_device(), batches=9)
+    assert every == held_out(task, params, batches=9)
 
   def test_few_classes_have_no_top5(self, folder):
     model = dataclasses.replace(DENSE, num_classes=3)
     task = make(model, data=in_folder(folder))
     params, _ = init(task)
-    metrics = task.evaluate(params, {}, one_device())
+    metrics = held_out(task, params)
     assert metrics.keys() == {'loss', 'accuracy'}
     # Six images in a batch of 71; a row that only fills it is no image.
     images = list(images_lib.eval_batches(task.config.data, batch_size=1))
@@ -497,7 +508,7 @@ class TestEvaluate:
     task = make()
     mesh = parallel.make_mesh(parallel.MeshConfig())
     with pytest.raises(UserError, match='evaluation.batch_size=71'):
-      task.evaluate(init(task)[0], {}, mesh)
+      evaluation.held_out(task, init(task)[0], {}, mesh)
 
 
 @pytest.fixture(scope='module')
@@ -547,13 +558,6 @@ class TestMismatch:
         {'data': TextDataConfig(), 'objective': ALONE},
         'objective=PruningObjective and model=LMConfig: .*objective=None',
       ),
-      (
-        {
-          'model': ACMModelConfig(backbone=LMConfig(routing=None)),
-          'data': TextDataConfig(),
-        },
-        'model=ACMModelConfig and model.backbone=LMConfig: only vision',
-      ),
       *(
         (
           {'model': model, 'train': TrainConfig(capacity_warmup_steps=2)},
@@ -601,7 +605,7 @@ def dense_run(tmp_path_factory, one_device_each):
   """A dense run, and its held-out metrics: those of its averages."""
   workdir = tmp_path_factory.mktemp('runs') / 'dense'
   config = make(**{'train.ema_decay': 0.6, 'train.num_steps': 6}).config
-  result = loop.train(config, workdir)
+  result = phases.train(config, workdir)
   assert result.finished
   params = result.state.eval_params
   assert not np.array_equal(
@@ -612,8 +616,8 @@ def dense_run(tmp_path_factory, one_device_each):
 
 def adapt(task, path):
   """Returns (fresh parameters, those that a run from `path` starts with)."""
-  fresh, mutables = init(task)
-  params, _ = task.start(fresh, mutables, str(path))
+  fresh, model_state = init(task)
+  params, _ = task.start(fresh, model_state, str(path))
   shapes = jax.tree.map(jnp.shape, fresh)
   assert jax.tree.map(jnp.shape, params) == shapes
   return trees.flatten(fresh), trees.flatten(params), params
@@ -656,9 +660,9 @@ class TestStart:
 
   def test_a_routed_run_becomes_dense(self, dense_run, tmp_path, monkeypatch):
     routed, _ = init(make(MOD))
-    monkeypatch.setattr(start_lib, 'is_workdir', lambda path: True)
+    monkeypatch.setattr(warm_start, 'is_workdir', lambda path: True)
     monkeypatch.setattr(
-      start_lib, 'read_workdir', lambda path: (None, routed, {})
+      warm_start, 'read_workdir', lambda path: (None, routed, {})
     )
     _, params, _ = adapt(make(), tmp_path)
     expected = trees.flatten(routed)
@@ -670,7 +674,7 @@ class TestStart:
     routing = VisionRoutingConfig(capacity=1.0)
     task = make(dataclasses.replace(DENSE, routing=routing))
     *_, params = adapt(task, workdir)
-    adapted = task.evaluate(params, {}, one_device())
+    adapted = held_out(task, params)
     assert {k: adapted[k] for k in metrics} == pytest.approx(metrics, rel=1e-6)
     assert adapted['accuracy'] == metrics['accuracy']
     # Without its routed block, it is another.
@@ -745,9 +749,11 @@ class TestStart:
         )
       )
       params = fresh.pop('params')
-      params, mutables = vision.load_weights(str(path), model, params, fresh)
+      params, model_state = warm_start.load_image_weights(
+        str(path), model, params, fresh
+      )
       expected = convert_vit.read(path, model)
-      found = trees.flatten({**params, **mutables})
+      found = trees.flatten({**params, **model_state})
       for name, value in found.items():
         if name.split('/')[0] in new:
           assert name not in expected
@@ -806,13 +812,13 @@ class TestTeacher:
 
   def test_is_that_of_init_or_another(self, dense_run, tmp_path):
     workdir, _, trained = dense_run
-    frozen = self.task(workdir).frozen(None)
-    jax.tree.map(np.testing.assert_array_equal, frozen, {'params': trained})
+    teacher = self.task(workdir).teacher(None)
+    jax.tree.map(np.testing.assert_array_equal, teacher, {'params': trained})
     other, _ = init(make(), seed=5)
     convert_vit.save(tmp_path / 'other.npz', other, DENSE)
-    frozen = self.task(workdir, tmp_path / 'other.npz').frozen(None)
+    teacher = self.task(workdir, tmp_path / 'other.npz').teacher(None)
     for mine, theirs in zip(
-      jax.tree.leaves(frozen), jax.tree.leaves({'params': other}), strict=True
+      jax.tree.leaves(teacher), jax.tree.leaves({'params': other}), strict=True
     ):
       np.testing.assert_allclose(mine, theirs, atol=1e-7)
 
@@ -828,8 +834,8 @@ class TestTeacher:
         'evaluation.final_batches': 1,
       },
     )
-    monkeypatch.setattr(loop, 'make_task', lambda *args: task)
-    result = loop.train(task.config, tmp_path, max_steps=0)
+    monkeypatch.setattr(phases, 'make_task', lambda *args: task)
+    result = phases.train(task.config, tmp_path, max_steps=0)
     params = result.state.params
     flat = trees.flatten(params)
     assert sum(x.size for x in flat.values()) == flops.num_params(model)
@@ -837,14 +843,14 @@ class TestTeacher:
       np.testing.assert_array_equal(flat[name], value)
     # What is saved of a run is its state, and the teacher is no part of that:
     # it holds each parameter and its two moments.
-    assert result.state.mutables == {}
+    assert result.state.model_state == {}
     arrays = [x for x in jax.tree.leaves(result.state) if x.ndim]
     assert len(arrays) == 3 * len(flat)
 
     (first,) = metrics_lib.read(tmp_path)
     # Straight after adaptation.
     assert (first.pop('step'), first.pop('kind')) == (0, 'eval')
-    expected = task.evaluate(params, {}, one_device(), batches=1)
+    expected = held_out(task, params, batches=1)
     assert {k: first[k] for k in expected} == pytest.approx(expected, rel=1e-6)
     assert expected['loss'] != dense['loss']
 
@@ -866,11 +872,11 @@ class TestTeacher:
     data = in_folder(folder) if 'num_classes' in change else None
     changes = {'data': data} if data else {}
     with pytest.raises(UserError, match=pattern):
-      self.task(workdir, model=model, **changes).frozen(None)
+      self.task(workdir, model=model, **changes).teacher(None)
     path = tmp_path / 'dense.safetensors'
     convert_vit.save(path, trained, DENSE)
     with pytest.raises(UserError, match='teacher needs|does not fit'):
-      self.task(path, model=model, **changes).frozen(None)
+      self.task(path, model=model, **changes).teacher(None)
 
 
 PICTURES = {
@@ -893,8 +899,8 @@ PICTURES = {
 def test_pictures(which):
   model, names = PICTURES[which]
   task = make_alone(model)
-  params, mutables = init(task)
-  figures = task.pictures(params, mutables)
+  params, model_state = init(task)
+  figures = task.pictures(params, model_state)
   assert figures.keys() == names
   for figure in figures.values():
     assert isinstance(figure, matplotlib.figure.Figure)
@@ -906,7 +912,7 @@ def test_pictures(which):
 
 
 def test_tasks_by_model():
-  assert type(make()) is ImageTask
-  assert type(make(DYNAMIC, objective=ALONE)) is PruningTask
+  assert type(make()) is Plain
+  assert type(make(DYNAMIC, objective=ALONE)) is Pruning
   assert make().tokens_per_step == 16
   assert 'image' in make().flops_report()

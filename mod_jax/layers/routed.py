@@ -5,8 +5,8 @@ largest r, `x' = x` for the rest.
 """
 
 import dataclasses
-import math
 from typing import Annotated
+from typing import Any
 from typing import Literal
 
 from flax import linen as nn
@@ -18,10 +18,12 @@ import jax.numpy as jnp
 from mod_jax import config as config_lib
 from mod_jax import errors
 from mod_jax import routing
+from mod_jax.layers.attention import Score
 from mod_jax.layers.block import Block
 from mod_jax.layers.block import BlockConfig
 from mod_jax.layers.cache import KVCache
-from mod_jax.layers.tokens import TokenInfo
+from mod_jax.layers.mode import Mode
+from mod_jax.layers.token_info import TokenInfo
 
 # Chosen indices carry this name, so that rematerialisation can keep them: a
 # top-k computed again may choose other tokens.
@@ -194,50 +196,6 @@ class VisionRoutingConfig(RoutingConfig):
     return capacities
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RoutingMode:
-  """How a routed block chooses at this call: a static argument.
-
-  Attributes:
-    rule: `top_k`, which sees the whole sequence; one of
-      `MoDConfig.causal_rules`; or `never`, which passes all tokens by: what the
-      routed blocks are worth.
-    overflow: under a causal rule, `exact` has a slot for every token; `drop`
-      has `slack · capacity` of the length, first come by position, and passes
-      by the tokens that find none. The length is a row's own, without padding;
-      when generating, that of its prompt and of all new tokens together.
-    slack: slots over the expected number, for `drop`.
-    chunk: when decoding, how many of the routed rows are processed at a time;
-      0 processes all rows and masks: the reference.
-  """
-
-  rule: Literal[
-    'top_k', 'router', 'predictor', 'threshold', 'fixed', 'never'
-  ] = 'top_k'
-  overflow: Literal['exact', 'drop'] = 'exact'
-  slack: Annotated[float, config_lib.Range(ge=1)] = 1.25
-  chunk: config_lib.Count = 8
-
-  def __post_init__(self):
-    config_lib.validate(self)
-
-  def slots(self, capacity: float, length: int) -> int:
-    """Returns how many tokens of a sequence a routed block has room for."""
-    if self.rule == 'top_k':
-      return routing.num_chosen(capacity, length)
-    if self.rule == 'never':
-      return 1
-    if self.overflow == 'exact':
-      return length
-    return min(length, math.ceil(round(self.slack * capacity * length, 9)))
-
-  def row_slots(
-    self, capacity: float, length: int, length_B: jax.Array
-  ) -> jax.Array:
-    """Returns `slots` for rows of `length_B` tokens each, at most `length`."""
-    return _for_lengths(lambda n: self.slots(capacity, n), length, length_B)
-
-
 @flax.struct.dataclass
 class Routing:
   """What a routed block tells: for losses, metrics and pictures.
@@ -259,6 +217,55 @@ class Routing:
   predictor_BL: jax.Array | None = None
   top_k_BL: jax.Array | None = None
   kth_B: jax.Array | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerConfig:
+  """One layer of a stack: a block, and how it is routed if it is.
+
+  Attributes:
+    block: what is run.
+    routing: says how tokens are chosen; None for a dense layer.
+    capacity: fraction of tokens that a routed layer processes.
+    score: what attention the tokens receive is told in `aux['attention']`.
+    drop_rate: of stochastic depth, when training.
+  """
+
+  block: BlockConfig
+  routing: RoutingConfig | None = None
+  capacity: float | None = None
+  score: Score | None = None
+  drop_rate: float = 0.0
+
+  def tokens(self, length: int) -> int:
+    """Returns how many of a sequence's tokens the block processes."""
+    if self.routing is None:
+      return length
+    return routing.num_chosen(self.capacity, length)
+
+  def flops(self, length: int, **kwargs) -> dict[str, int]:
+    """Returns forward FLOPs by part: routing on all tokens, the rest on k."""
+    parts = self.block.flops(self.tokens(length), **kwargs)
+    if self.routing is not None and self.routing.score == 'learned':
+      width, hidden = self.block.attention.width, self.routing.predictor_width
+      parts['router'] = 2 * length * width
+      parts['predictor'] = 2 * length * hidden * (width + 1)
+    return parts
+
+
+@flax.struct.dataclass
+class LayerOutput:
+  """What a layer returns.
+
+  Attributes:
+    x_BLD: the features after it.
+    cache: the cache with the tokens added; None without one.
+    aux: as of `BlockOutput`; and `router`, a `Routing`, of a routed layer.
+  """
+
+  x_BLD: jax.Array
+  cache: KVCache | None = None
+  aux: dict[str, Any] = flax.struct.field(default_factory=dict)
 
 
 class Router(nn.Module):
@@ -331,81 +338,120 @@ class Predictor(nn.Module):
     return linear(1, 'logit')(hidden_BLF)[..., 0]
 
 
-class MoDBlock(nn.Module):
-  """A routed block: score, select, process, combine."""
+class Layer(nn.Module):
+  """A block and its residual connection; routed, where its config says so.
 
-  block: BlockConfig
-  config: RoutingConfig
-  capacity: float
-  mode: RoutingMode = RoutingMode()
-  drop_rate: float = 0.0  # See `Block`.
+  A routed one: score, select, process, combine. Its parameters are those of
+  the dense block and, beside them, what routes: a dense checkpoint fits as it
+  is.
+
+  Collections: `params`; and `moving`, the moving average of the k-th best
+  score, where `routing.threshold_decay` asks for it (make it mutable to train
+  it). Rng streams: `routing` for Gaussian scores; those of the block.
+  """
+
+  config: LayerConfig
+  mode: Mode = Mode()
 
   def setup(self):
-    # The parameters of a dense block and, beside them, what routes: a dense
-    # checkpoint fits as it is.
-    self.process = Block(self.block, drop_rate=self.drop_rate)
+    config = self.config
+    self.process = Block(
+      config.block, config.score, config.drop_rate, self.mode
+    )
     nn.share_scope(self, self.process)
-    if self.config.score == 'learned':
-      self.router = Router(self.config.router_std, self.config.router_norm)
-      if self.config.predictor_width:
-        self.predictor = Predictor(self.config.predictor_width)
+    if config.routing is not None and config.routing.score == 'learned':
+      routing_config = config.routing
+      self.router = Router(
+        routing_config.router_std, routing_config.router_norm
+      )
+      if routing_config.predictor_width:
+        self.predictor = Predictor(routing_config.predictor_width)
+    self.moving = None
+    if (
+      config.routing is not None
+      and config.routing.threshold_decay
+      and (
+        self.has_variable('moving', 'threshold')
+        or self.is_mutable_collection('moving')
+      )
+    ):
+      self.moving = self.variable(
+        'moving', 'threshold', routing.MovingThreshold.zeros
+      )
 
   def __call__(
     self,
     x_BLD: jax.Array,
     info: TokenInfo,
-    threshold: jax.Array | None = None,
     cache: KVCache | None = None,
     score_BL: jax.Array | None = None,
-  ) -> tuple[jax.Array, Routing, KVCache | None]:
-    """Returns the features after the block, the routing and the cache.
+  ) -> LayerOutput:
+    """Returns the features after the layer, the cache and the aux.
 
     Args:
       x_BLD: features.
       info: facts about the tokens.
-      threshold: scalar, the moving average of the k-th best score; for the
-        rule of that name.
       cache: this block's keys and values, when generating.
       score_BL: the attention that the tokens received in the block before, for
         the score `attention`.
     """
+    if self.config.routing is None:
+      done = self.process(x_BLD, info, cache)
+      return LayerOutput(x_BLD + done.update_BLD, done.cache, done.aux)
+
     length = x_BLD.shape[1]
-    told = self._score(x_BLD, info, score_BL)
+    mode, capacity = self.mode.routing, self.config.capacity
+    routed = self._score(x_BLD, info, score_BL)
     top = None
-    if cache is None or self.mode.rule == 'top_k':
-      top = self._top_k(told.score_BL, info)
+    if cache is None or mode.rule == 'top_k':
+      top = self._top_k(routed.score_BL, info)
     if cache is None:
-      told = told.replace(
+      routed = routed.replace(
         top_k_BL=routing.mark_tokens(top, length),
-        kth_B=_last_score(told.score_BL, top),
+        kth_B=_last_score(routed.score_BL, top),
       )
-    wanted_BL = self._decide(told, top, threshold, info)
+    wanted_BL = self._decide(routed, top, self._threshold(routed), info)
 
     if cache is None:
       selection = top
-      if self.mode.rule != 'top_k':
-        slots, count_B = self.mode.slots(self.capacity, length), None
-        if self.mode.overflow == 'drop' and info.valid_BL is not None:
-          count_B = self.mode.row_slots(
-            self.capacity, length, info.valid_BL.sum(axis=-1)
-          )
+      if mode.rule != 'top_k':
+        slots, count_B = mode.slots(capacity, length), None
+        if mode.overflow == 'drop' and info.valid_BL is not None:
+          count_B = mode.row_slots(capacity, length, info.valid_BL.sum(axis=-1))
         selection = routing.select_decided(wanted_BL, slots, count_B)
         selection = checkpoint_name(selection, SELECTION_NAME)
       chosen_BL = routing.mark_tokens(selection, length)
-      x_BLD, _ = self._run(x_BLD, info, told, selection, None)
+      done = self._run(x_BLD, info, routed, selection, None)
     else:
       chosen_BL = cache.room(wanted_BL)
-      if length == 1 and self.mode.chunk:
-        x_BLD, cache = self._run_rows(x_BLD, info, told, chosen_BL, cache)
+      if length == 1 and mode.chunk:
+        done = self._run_rows(x_BLD, info, routed, chosen_BL, cache)
       else:
         selection = routing.select_decided(chosen_BL, cache.slots)
-        x_BLD, cache = self._run(x_BLD, info, told, selection, cache)
+        done = self._run(x_BLD, info, routed, selection, cache)
     overflow_B = (wanted_BL & ~chosen_BL).sum(axis=-1, dtype=jnp.int32)
-    told = told.replace(chosen_BL=chosen_BL, overflow_B=overflow_B)
-    return x_BLD, told, cache
+    routed = routed.replace(chosen_BL=chosen_BL, overflow_B=overflow_B)
+    return done.replace(aux=done.aux | {'router': routed})
+
+  def _threshold(self, routed: Routing) -> jax.Array:
+    """Returns the moving average before this call, and then moves it on."""
+    if self.moving is None:
+      if self.mode.routing.rule == 'threshold':
+        raise errors.UserError(
+          "rule='threshold' needs the moving averages of training: pass the"
+          " 'moving' collection beside 'params'."
+        )
+      return jnp.inf
+    before = self.moving.value
+    trains = self.is_mutable_collection('moving') and not self.is_initializing()
+    if trains and routed.kth_B is not None:
+      self.moving.value = before.update(
+        _mean(routed.kth_B), self.config.routing.threshold_decay
+      )
+    return before.value()
 
   def _score(self, x_BLD, info, score_BL) -> Routing:
-    config = self.config
+    config = self.config.routing
     batch, length, _ = x_BLD.shape
     predictor_BL = None
     match config.score:
@@ -417,7 +463,7 @@ class MoDBlock(nn.Module):
         key = self.make_rng('routing')
         score_BL = routing.gaussian_scores(key, (batch, length))
       case 'stride':
-        score_BL = routing.stride_scores(info.position_BL, self.capacity)
+        score_BL = routing.stride_scores(info.position_BL, self.config.capacity)
     return Routing(
       score_BL=score_BL,
       weight_BL=routing.gate(config.gate_kind, score_BL, config.gate_alpha),
@@ -427,61 +473,64 @@ class MoDBlock(nn.Module):
     )
 
   def _top_k(self, score_BL, info) -> routing.Selection:
-    k = routing.num_chosen(self.capacity, score_BL.shape[1])
+    capacity = self.config.capacity
+    k = routing.num_chosen(capacity, score_BL.shape[1])
     count_B = None
     if info.valid_BL is not None:
-      count_B = _for_lengths(
-        lambda n: routing.num_chosen(self.capacity, n),
+      count_B = routing.for_lengths(
+        lambda n: routing.num_chosen(capacity, n),
         score_BL.shape[1],
         info.valid_BL.sum(axis=-1),
       )
-    if self.config.keep_class_token:
+    if self.config.routing.keep_class_token:
       score_BL = score_BL.at[:, 0].set(jnp.inf)
     selection = routing.select_top_k(score_BL, k, info.valid_BL, count_B)
     return checkpoint_name(selection, SELECTION_NAME)
 
-  def _decide(self, told: Routing, top, threshold, info) -> jax.Array:
+  def _decide(self, routed: Routing, top, threshold, info) -> jax.Array:
     """Returns which real tokens the rule wants to be processed."""
-    match self.mode.rule:
+    match self.mode.routing.rule:
       case 'top_k':
-        return routing.mark_tokens(top, told.score_BL.shape[1])
+        return routing.mark_tokens(top, routed.score_BL.shape[1])
       case 'router':
-        wanted_BL = told.score_BL > 0
+        wanted_BL = routed.score_BL > 0
       case 'predictor':
-        wanted_BL = told.predictor_BL > 0
+        wanted_BL = routed.predictor_BL > 0
       case 'threshold':
-        wanted_BL = told.score_BL >= threshold
+        wanted_BL = routed.score_BL >= threshold
       case 'never':
-        wanted_BL = jnp.zeros(told.score_BL.shape, bool)
-      case 'fixed' if self.config.score == 'gaussian':
-        wanted_BL = told.score_BL > routing.gaussian_threshold(self.capacity)
+        wanted_BL = jnp.zeros(routed.score_BL.shape, bool)
+      case 'fixed' if self.config.routing.score == 'gaussian':
+        wanted_BL = routed.score_BL > routing.gaussian_threshold(
+          self.config.capacity
+        )
       case 'fixed':
-        wanted_BL = told.score_BL > 0.5
+        wanted_BL = routed.score_BL > 0.5
     return wanted_BL if info.valid_BL is None else wanted_BL & info.valid_BL
 
-  def _run(self, x_BLD, info, told, selection, cache):
+  def _run(self, x_BLD, info, routed, selection, cache) -> LayerOutput:
     """Gathers the selected tokens, processes them, adds the update."""
     index_BK, valid_BK = selection.index_BK, selection.valid_BK
     x_BKD = routing.gather_tokens(x_BLD, index_BK)
     done = self.process(x_BKD, info.gather(selection), cache)
-    weight_BK = routing.gather_tokens(told.weight_BL, index_BK)
+    weight_BK = routing.gather_tokens(routed.weight_BL, index_BK)
     update_BKD = _weigh(done.update_BLD, weight_BK, valid_BK)
     x_BLD = routing.scatter_add_tokens(x_BLD, index_BK, update_BKD)
-    return x_BLD, done.cache
+    return LayerOutput(x_BLD, done.cache, done.aux)
 
-  def _run_rows(self, x_B1D, info, told, chosen_B1, cache):
+  def _run_rows(self, x_B1D, info, routed, chosen_B1, cache) -> LayerOutput:
     """Processes one token of each routed row, a few rows at a time.
 
     Static shapes, any number of routed rows, and no work where there are
     none: the routed rows come first, and a loop takes chunks of them.
     """
     batch = x_B1D.shape[0]
-    chunk = min(self.mode.chunk, batch)
+    chunk = min(self.mode.routing.chunk, batch)
     first_B = jnp.argsort(~chosen_B1[:, 0], stable=True)
     count = chosen_B1.sum(dtype=jnp.int32)
     # Rows past the end are out of the batch: read clipped, written nowhere.
     rows_P = jnp.pad(first_B, (0, -batch % chunk), constant_values=batch)
-    weight_B1 = told.weight_BL
+    weight_B1 = routed.weight_BL
 
     def more(_, carry):
       return carry[0] < count
@@ -501,16 +550,7 @@ class MoDBlock(nn.Module):
     _, x_B1D, cache = nn.while_loop(
       more, step, self.process, carry, broadcast_variables='params'
     )
-    return x_B1D, cache
-
-
-def _for_lengths(count, length, length_B):
-  """Returns count(n) for each row's own number of tokens, at most `length`.
-
-  From a table of Python's numbers, so that no rounding of float32 makes a
-  padded row choose otherwise than the same row alone.
-  """
-  return jnp.array([count(n) for n in range(length + 1)])[length_B]
+    return LayerOutput(x_B1D, cache)
 
 
 def _weigh(update_BKD, weight_BK, valid_BK):
@@ -521,45 +561,15 @@ def _weigh(update_BKD, weight_BK, valid_BK):
   return update_BKD
 
 
+def _mean(kth_B: jax.Array) -> jax.Array:
+  """Returns the mean over rows; of those that are nothing but padding, none."""
+  seen_B = kth_B < jnp.inf
+  return jnp.where(seen_B, kth_B, 0).sum() / jnp.maximum(seen_B.sum(), 1)
+
+
 def _last_score(score_BL, top: routing.Selection):
   """Returns the least score among the chosen tokens of each row."""
   score_BK = jnp.take_along_axis(score_BL, top.index_BK, axis=-1)
   if top.valid_BK is not None:
     score_BK = jnp.where(top.valid_BK, score_BK, jnp.inf)
   return score_BK.min(axis=-1)
-
-
-def remat(module: type[nn.Module], kind: str, *, scanned: bool = False):
-  """Returns the module class, rematerialised for the backward pass.
-
-  Args:
-    module: a block's class.
-    kind: `none` keeps everything; `dots` the outputs of matmuls; `full` only
-      the input. Routing choices are kept always: a second top-k may differ.
-    scanned: whether it is the body of a scan.
-  """
-  if kind == 'none':
-    return module
-  policies = jax.checkpoint_policies
-  policy = policies.save_only_these_names(SELECTION_NAME)
-  if kind == 'dots':
-    policy = policies.save_from_both_policies(
-      policy, policies.dots_with_no_batch_dims_saveable
-    )
-  return nn.remat(module, policy=policy, prevent_cse=not scanned)
-
-
-def flops(
-  block: BlockConfig,
-  config: RoutingConfig,
-  capacity: float,
-  length: int,
-  **kwargs,
-) -> dict[str, int]:
-  """Returns forward FLOPs by part: routing on all tokens, the rest on k."""
-  width = block.attention.width
-  parts = block.flops(routing.num_chosen(capacity, length), **kwargs)
-  if config.score == 'learned':
-    parts['router'] = 2 * length * width
-    parts['predictor'] = 2 * length * config.predictor_width * (width + 1)
-  return parts

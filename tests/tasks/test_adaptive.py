@@ -1,7 +1,9 @@
 """The adaptive task: gradients, held-out numbers, costs, pictures."""
 
+import dataclasses
 import functools
 import json
+import re
 
 from flax import linen as nn
 import jax
@@ -17,18 +19,26 @@ from mod_jax import parallel
 from mod_jax import trees
 from mod_jax.convert import vit as convert_vit
 from mod_jax.data.images import ImageDataConfig
+from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
+from mod_jax.layers import stack
+from mod_jax.layers.acm import FFNS
+from mod_jax.layers.acm import AdaptiveConfig
+from mod_jax.layers.routed import VisionRoutingConfig
 from mod_jax.losses import acm as acm_losses
 from mod_jax.models import acm
-from mod_jax.models.acm import ACMModelConfig
+from mod_jax.models.lm import LMConfig
 from mod_jax.models.vit import ViTConfig
-from mod_jax.train import acm_studies
-from mod_jax.train.acm import ACMTask
-from mod_jax.train.experiment import ACMObjective
-from mod_jax.train.experiment import EvaluationConfig
-from mod_jax.train.experiment import ExperimentConfig
-from mod_jax.train.experiment import PruningObjective
-from mod_jax.train.tasks import make_task
+from mod_jax.tasks import make_task
+from mod_jax.tasks.adaptive import Adaptive
+from mod_jax.tasks.experiment import ACMObjective
+from mod_jax.tasks.experiment import ExperimentConfig
+from mod_jax.tasks.experiment import PruningObjective
+from mod_jax.tasks.studies import adaptive as adaptive_studies
+from mod_jax.train import evaluation
+from mod_jax.train import workdir as workdir_lib
+from mod_jax.train.checkpoints import Checkpointer
+from mod_jax.train.run_config import EvaluationConfig
 
 DENSE = ViTConfig(
   image_size=8,
@@ -39,11 +49,13 @@ DENSE = ViTConfig(
   num_heads=2,
 )
 # One module of each kind.
-MODEL = ACMModelConfig(
-  backbone=DENSE,
-  num_learners=2,
-  replace=(acm.FFNS, r'block_\d+/attention/query'),
+MODEL = dataclasses.replace(
+  DENSE,
+  adaptive=AdaptiveConfig(
+    num_learners=2, replace=(FFNS, r'block_\d+/attention/query')
+  ),
 )
+MODULES = acm.modules(MODEL)
 
 
 @pytest.fixture(scope='module', autouse=True)
@@ -66,7 +78,17 @@ def random_params(model, seed=0):
   )
 
 
-PARAMS = random_params(MODEL)
+def telling(model):
+  """Returns parameters whose gates say something else of every token."""
+  params = random_params(model)
+  for name in acm.modules(model):
+    logits = acm.subtree(params, name)['gate']['logits']
+    logits['kernel'] *= 3
+    logits['bias'] *= 0
+  return params
+
+
+PARAMS = telling(MODEL)
 TEACHER = {'params': random_params(DENSE, seed=1)}
 
 
@@ -84,21 +106,21 @@ def make(phase='end_to_end', **objective):
 
 
 @functools.cache
-def gradients(task, with_frozen):
-  """Returns (loss, pairs, gradients) of a step."""
+def gradients(task, with_teacher):
+  """Returns (loss, metric sums, gradients) of a step."""
   rng = np.random.default_rng(0)
   image = rng.normal(size=(4, 8, 8, 3)).astype(np.float32)
   batch = {'image': image, 'target': np.eye(10, dtype=np.float32)[:4]}
 
   @jax.jit
   def step(params):
-    frozen = TEACHER if with_frozen else None
+    teacher = TEACHER if with_teacher else None
     return jax.value_and_grad(task.loss, has_aux=True)(
-      params, {}, batch, jax.random.key(0), task.stage(0), frozen
+      params, {}, batch, jax.random.key(0), task.static_args(0), teacher
     )
 
-  (loss, (pairs, _)), grads = jax.device_get(step(PARAMS))
-  return float(loss), pairs, trees.flatten(grads)
+  (loss, (metric_sums, _)), grads = jax.device_get(step(PARAMS))
+  return float(loss), metric_sums, trees.flatten(grads)
 
 
 def mesh():
@@ -108,7 +130,15 @@ def mesh():
 @functools.cache
 def held_out(task):
   with jax.set_mesh(mesh()):
-    return task.evaluate(PARAMS, {}, mesh())
+    return evaluation.held_out(task, PARAMS, {}, mesh())
+
+
+def is_adaptive(name):
+  return re.fullmatch(acm.PARAMETERS, name) is not None
+
+
+def choices(output):
+  return stack.collect(output.aux, 'adaptive')
 
 
 WEIGHTED = {
@@ -121,11 +151,11 @@ WEIGHTED = {
 
 class TestLoss:
   def test_the_first_phase_is_the_learners_alone(self):
-    loss, pairs, grads = gradients(make('learners'), True)
+    loss, metric_sums, grads = gradients(make('learners'), True)
     for name, grad in grads.items():
-      trained = name.startswith('acm_') and '/gate/' not in name
+      trained = is_adaptive(name) and '/gate/' not in name
       assert jnp.any(grad) == trained, name
-    total, count = pairs['loss']
+    total, count = metric_sums['loss']
     assert count == 4
     assert loss == pytest.approx(total / count, rel=1e-5)
 
@@ -137,20 +167,21 @@ class TestLoss:
     captured = acm.capture(MODEL, TEACHER, image_BHWC.astype(np.float32))
     of_module = {'learners': task._learners_loss, 'gates': task._gates_loss}
     each = []
-    for name, module in MODEL.modules.items():
-      key = acm.parameter_name(name)
+    for name, module in MODULES.items():
       z_BLD, y_BLD = captured[name]
 
       def alone(params, module=module, z_BLD=z_BLD, y_BLD=y_BLD):
         total, count = of_module[phase](module, params, z_BLD, y_BLD)
         return total / count
 
-      value, grad = jax.jit(jax.value_and_grad(alone))(PARAMS[key])
+      value, grad = jax.jit(jax.value_and_grad(alone))(
+        acm.subtree(PARAMS, name)
+      )
       each.append(float(value))
       # What meets the clipping: a half of what a module alone would send.
       for path, leaf in trees.flatten(grad).items():
         np.testing.assert_allclose(
-          grads[f'{key}/{path}'], leaf / 2, rtol=1e-3, atol=1e-6
+          grads[f'{name}_acm/{path}'], leaf / 2, rtol=1e-3, atol=1e-6
         )
     assert len(each) == 2
     assert each[0] != pytest.approx(each[1], rel=1e-2)
@@ -170,8 +201,8 @@ class TestLoss:
     # Distances of 0, or all alike: labels from quotients would be no numbers.
     task = make('gates')
     z_BLD = jnp.ones((2, 5, 8))
-    for name, module in MODEL.modules.items():
-      params = jax.tree.map(jnp.zeros_like, PARAMS[acm.parameter_name(name)])
+    for name, module in MODULES.items():
+      params = jax.tree.map(jnp.zeros_like, acm.subtree(PARAMS, name))
       run = jax.jit(functools.partial(task._gates_loss, module))
       for y_BLD in (jnp.zeros((2, 5, 8)), 1e6 * jnp.ones((2, 5, 8))):
         loss, _ = run(params, z_BLD, y_BLD)
@@ -179,25 +210,33 @@ class TestLoss:
         assert float(loss) == pytest.approx(want, rel=1e-5)
 
   def test_the_last_phase_trains_everything(self):
-    _, pairs, grads = gradients(make(**WEIGHTED), False)
+    _, metric_sums, grads = gradients(make(**WEIGHTED), False)
     assert all(jnp.isfinite(g).all() for g in grads.values())
     for name in grads:
-      if '/gate/' in name or not name.startswith('acm_'):
+      if '/gate/' in name or not is_adaptive(name):
         # A key's bias cancels in the softmax.
         assert jnp.any(grads[name]) or name.endswith('key/bias'), name
-    assert set(pairs) == {'loss', 'load', 'budget', 'entropy', 'diversity'}
+    assert set(metric_sums) == {
+      'loss',
+      'load',
+      'budget',
+      'entropy',
+      'diversity',
+    }
 
   def test_the_task_loss_alone_reaches_the_gates(self):
     alone = {f'{n}_weight': 0.0 for n in ('budget', 'entropy', 'diversity')}
-    loss, pairs, grads = gradients(make(**alone), False)
-    assert loss == pytest.approx(pairs['loss'][0] / pairs['loss'][1])
+    loss, metric_sums, grads = gradients(make(**alone), False)
+    assert loss == pytest.approx(
+      metric_sums['loss'][0] / metric_sums['loss'][1]
+    )
     gates = [g for n, g in grads.items() if n.endswith('logits/bias')]
     assert len(gates) == 2
     assert all(jnp.abs(g).max() > 1e-5 for g in gates)
 
   def test_the_last_loss_is_the_weighted_sum(self):
-    loss, pairs, _ = gradients(make(**WEIGHTED), False)
-    mean = {name: total / count for name, (total, count) in pairs.items()}
+    loss, metric_sums, _ = gradients(make(**WEIGHTED), False)
+    mean = {name: total / count for name, (total, count) in metric_sums.items()}
     want = mean['loss'] + sum(
       WEIGHTED[f'{name}_weight'] * mean[name]
       for name in ('budget', 'entropy', 'diversity')
@@ -208,27 +247,28 @@ class TestLoss:
 
   def test_diversity_counts_learners_and_the_budget_their_cost(self):
     task = make(**WEIGHTED)
-    _, pairs, _ = gradients(task, False)
+    _, metric_sums, _ = gradients(task, False)
     # What the step above draws, once more.
     image_BHWC = np.random.default_rng(0).normal(size=(4, 8, 8, 3))
-    gumbel = jax.random.split(jax.random.key(0), 2)[1]
-    output = jax.jit(MODEL.build(train=True, mode='train').apply)(
+    gumbel = jax.random.split(jax.random.key(0), 3)[2]
+    output = jax.jit(MODEL.build(train=True, learners='train').apply)(
       {'params': PARAMS},
       image_BHWC.astype(np.float32),
       rngs={'gumbel': gumbel},
     )
+    found = choices(output)
     chosen_BLK = np.stack(
-      [np.asarray(c.learners_BL) for c in output.choices.values()], axis=-1
+      [np.asarray(c.learners_BL) for c in found.values()], axis=-1
     )
-    cost_K = [MODEL.modules[name].learner_flops for name in output.choices]
-    fraction_B = chosen_BLK.mean(axis=(1, 2)) / MODEL.num_learners
-    load_B = chosen_BLK.mean(axis=1) @ cost_K / sum(cost_K) / MODEL.num_learners
+    cost_K = [MODULES[name].learner_flops for name in found]
+    fraction_B = chosen_BLK.mean(axis=(1, 2)) / 2
+    load_B = chosen_BLK.mean(axis=1) @ cost_K / sum(cost_K) / 2
 
     def apart(x_B):
       return -np.abs(x_B[:, None] - x_B).mean()
 
     assert apart(fraction_B) != pytest.approx(apart(load_B), rel=0.05)
-    mean = {name: total / count for name, (total, count) in pairs.items()}
+    mean = {name: total / count for name, (total, count) in metric_sums.items()}
     assert mean['load'] == pytest.approx(load_B.mean(), rel=1e-5)
     assert mean['diversity'] == pytest.approx(apart(fraction_B), rel=1e-4)
 
@@ -237,20 +277,22 @@ class TestNoise:
   def test_it_ends_where_it_should(self):
     task = make(noise_until=0.25)
     steps = task.config.train.num_steps
-    drawn = [task.stage(step) for step in range(steps)]
+    drawn = [task.static_args(step) for step in range(steps)]
     assert drawn == [step < steps / 4 for step in range(steps)]
 
   def test_other_phases_know_one_program(self):
     task = make('gates', noise_until=0.25)
-    assert len({task.stage(step) for step in (0, 10_000)}) == 1
+    assert len({task.static_args(step) for step in (0, 10_000)}) == 1
 
 
 class TestStatic:
   def test_trains_so_many_learners_and_no_gate(self):
     task = make(static_learners=1)
-    loss, pairs, grads = gradients(task, False)
-    assert set(pairs) == {'loss'}
-    assert loss == pytest.approx(pairs['loss'][0] / pairs['loss'][1])
+    loss, metric_sums, grads = gradients(task, False)
+    assert set(metric_sums) == {'loss'}
+    assert loss == pytest.approx(
+      metric_sums['loss'][0] / metric_sums['loss'][1]
+    )
     for name, grad in grads.items():
       if '/gate/' in name:
         assert not grad.any()
@@ -293,17 +335,15 @@ class TestEvaluate:
   def test_load_and_its_spread(self):
     task = make()
     metrics = held_out(task)
-    image_BHWC = task.examples(100)['image']
+    image_BHWC = task.modality.examples(100)['image']
     apply = jax.jit(MODEL.build().apply)
-    output = jax.device_get(apply({'params': PARAMS}, image_BHWC))
-    costs = {n: m.learner_flops for n, m in MODEL.modules.items()}
+    found = choices(jax.device_get(apply({'params': PARAMS}, image_BHWC)))
+    costs = {n: m.learner_flops for n, m in MODULES.items()}
     assert len(set(costs.values())) == 2
     load_BL = sum(
-      costs[n] * np.asarray(c.learners_BL) for n, c in output.choices.items()
+      costs[n] * np.asarray(c.learners_BL) for n, c in found.items()
     ) / (2 * sum(costs.values()))
-    np.testing.assert_allclose(
-      task.load_per_token(output.choices), load_BL, atol=1e-6
-    )
+    np.testing.assert_allclose(task.load_per_token(found), load_BL, atol=1e-6)
     load_B = load_BL.mean(axis=1)
     assert 0.02 < load_B.std() < load_BL.std()
     assert metrics['load'] == pytest.approx(load_B.mean(), rel=1e-4)
@@ -312,10 +352,10 @@ class TestEvaluate:
     assert metrics['budget_error'] == pytest.approx(metrics['load'] - 0.5)
     one_hot = {
       n: jax.nn.one_hot(
-        c.learners_BL - MODEL.modules[n].min_learners,
-        MODEL.modules[n].num_choices,
+        c.learners_BL - MODULES[n].min_learners,
+        MODULES[n].num_choices,
       )
-      for n, c in output.choices.items()
+      for n, c in found.items()
     }
     np.testing.assert_allclose(
       acm_losses.load_per_image(one_hot, task.learners), load_B, atol=1e-5
@@ -323,7 +363,7 @@ class TestEvaluate:
 
   def test_gated_runs_on_held_out_images(self):
     task = make()
-    found = task.gated(PARAMS, {}, most=60)
+    found = task.modality.gated(task, PARAMS, {}, max_images=60)
     assert len(found['label']) == 100  # Whole batches.
     assert found['load_BL'].shape == (100, DENSE.num_tokens)
     assert found['right'].dtype == bool
@@ -383,27 +423,27 @@ class TestWeights:
     path = tmp_path / 'dense.safetensors'
     convert_vit.save(path, TEACHER['params'], DENSE, naming='timm')
     task = make()
-    params, mutables = task.start(PARAMS, {}, str(path))
-    assert mutables == {}
+    params, model_state = task.start(PARAMS, {}, str(path))
+    assert model_state == {}
     before, dense, after = map(
       trees.flatten, (PARAMS, TEACHER['params'], params)
     )
     for name, value in after.items():
-      source = before if name.startswith('acm_') else dense
+      source = before if is_adaptive(name) else dense
       np.testing.assert_array_equal(value, source[name], err_msg=name)
-    loaded = ACMTask(
+    loaded = make_task(
       config_lib.replace(
         task.config, {'objective.teacher': str(path), 'init': 'elsewhere'}
       )
-    ).teacher()
+    ).load_teacher()
     for name, value in trees.flatten(loaded['params']).items():
       np.testing.assert_array_equal(value, dense[name], err_msg=name)
 
   def test_nobody_to_learn_from(self):
     for phase in ('learners', 'gates'):
       with pytest.raises(UserError, match='init is missing.*--config.init'):
-        make(phase).frozen(None)
-    assert make().frozen(None) is None
+        make(phase).teacher(None)
+    assert make().teacher(None) is None
 
   @pytest.mark.parametrize(
     ('changes', 'message'),
@@ -414,12 +454,20 @@ class TestWeights:
         "objective.phase='all' and optimizer.rules",
       ),
       (
+        {'model.routing': VisionRoutingConfig(score='learned', layers=(0,))},
+        'model.adaptive and model.routing: .*dense model',
+      ),
+      (
+        {'model.adaptive': None},
+        'objective=ACMObjective and model=ViTConfig: .*objective=None',
+      ),
+      (
         {'objective.static_learners': 3},
-        'objective.static_learners=3 and model.num_learners=2',
+        'objective.static_learners=3 and model.adaptive.num_learners=2',
       ),
       (
         {'data.image_size': 16},
-        r'model\.backbone\.image_size=8 and data\.image_size=16',
+        r'model\.image_size=8 and data\.image_size=16',
       ),
     ],
   )
@@ -430,7 +478,7 @@ class TestWeights:
 
 @pytest.fixture
 def teacher_at_hand(monkeypatch):
-  monkeypatch.setattr(ACMTask, 'teacher', lambda self: TEACHER)
+  monkeypatch.setattr(Adaptive, 'load_teacher', lambda self: TEACHER)
 
 
 class TestPictures:
@@ -457,7 +505,7 @@ class TestPictures:
 
   @pytest.mark.usefixtures('teacher_at_hand')
   def test_robustness(self, monkeypatch):
-    monkeypatch.setattr(acm_studies, '_IMAGES', 20)
+    monkeypatch.setattr(adaptive_studies, '_IMAGES', 20)
     found = make().studies()['robustness'](PARAMS, {}, mesh())
     clean = {
       json.dumps(value)
@@ -468,3 +516,170 @@ class TestPictures:
     assert set(json.loads(clean.pop())) == {'adaptive', 'dense', 'load'}
     assert len(found.metrics) % 6 == 0
     assert found.text.count('\n') == len(found.metrics) + 1
+
+
+class TestLanguage:
+  """The same of a language model: its layers scanned and rematerialised."""
+
+  MODEL = LMConfig(
+    num_layers=2,
+    width=8,
+    num_heads=2,
+    mlp_dim=8,
+    routing=None,
+    adaptive=AdaptiveConfig(num_learners=2, replace=(FFNS,)),
+    scan_layers=True,
+    remat='full',
+  )
+
+  @pytest.fixture(scope='class')
+  @staticmethod
+  def make(tmp_path_factory):
+    folder = tmp_path_factory.mktemp('texts')
+    rng = np.random.default_rng(0)
+    for name, size in (('train', 400), ('held', 60)):
+      letters = bytes(rng.integers(97, 110, size, dtype=np.uint8))
+      (folder / f'{name}.txt').write_bytes(letters)
+
+    @functools.cache
+    def make(phase, **model):
+      config = ExperimentConfig(
+        model=dataclasses.replace(TestLanguage.MODEL, **model),
+        data=TextDataConfig(
+          source='files',
+          files=f'{folder}/train.txt',
+          eval_files=f'{folder}/held.txt',
+          length=16,
+        ),
+        objective=ACMObjective(phase=phase),
+        # Of 59 tokens to predict, the last row has 11.
+        evaluation=EvaluationConfig(
+          every=0, batches=0, batch_size=8, sample_tokens=4
+        ),
+      )
+      return make_task(config)
+
+    return make
+
+  @pytest.fixture(scope='class')
+  @staticmethod
+  def params():
+    flat = dataclasses.replace(TestLanguage.MODEL, scan_layers=False)
+    return flat, stack.scanned(TestLanguage.MODEL.stack, telling(flat))
+
+  @pytest.fixture(scope='class')
+  @staticmethod
+  def teacher():
+    return {'params': random_params(TestLanguage.MODEL.dense_twin(), seed=1)}
+
+  @pytest.mark.parametrize('phase', ['learners', 'gates'])
+  def test_phases_look_into_the_loop(self, make, params, teacher, phase):
+    flat, scanned = params
+    batch = next(make(phase).train_iterator())
+
+    def step(task, params, teacher):
+      def loss(params):
+        return task.loss(
+          params, {}, batch, jax.random.key(0), task.static_args(0), teacher
+        )[0]
+
+      return jax.jit(jax.value_and_grad(loss))(params)
+
+    loss, grads = step(make(phase), scanned, teacher)
+    plain = make(phase, scan_layers=False, remat='none')
+    want, want_grads = step(
+      plain,
+      stack.unrolled(self.MODEL.stack, scanned),
+      {'params': stack.unrolled(self.MODEL.stack, teacher['params'])},
+    )
+    assert plain.config.model == dataclasses.replace(flat, remat='none')
+    assert loss == pytest.approx(float(want), rel=1e-5)
+    grads = trees.flatten(stack.unrolled(self.MODEL.stack, grads))
+    want_grads = trees.flatten(want_grads)
+    assert grads.keys() == want_grads.keys()
+    for name, grad in grads.items():
+      np.testing.assert_allclose(
+        grad, want_grads[name], rtol=1e-3, atol=1e-5, err_msg=name
+      )
+      gate = re.fullmatch(acm.GATES, name) is not None
+      trained = is_adaptive(name) and gate == (phase == 'gates')
+      assert jnp.any(grad) == trained, name
+
+  def test_end_to_end_trains_everything(self, make, params):
+    task = make('end_to_end')
+    batch = next(task.train_iterator())
+
+    def loss(params):
+      return task.loss(params, {}, batch, jax.random.key(0), True)
+
+    grads, (metric_sums, _) = jax.jit(jax.grad(loss, has_aux=True))(params[1])
+    assert {'loss', 'load', 'budget', 'entropy', 'diversity'} == set(
+      metric_sums
+    )
+    for name, grad in trees.flatten(grads).items():
+      assert jnp.isfinite(grad).all(), name
+      assert jnp.any(grad), name
+
+  def test_starts_from_a_dense_run(self, make, params, teacher, tmp_path):
+    task = make('learners')
+    dense = dataclasses.replace(
+      task.config, model=task.config.model.dense_twin(), objective=None
+    )
+    workdir_lib.claim(tmp_path, dense)
+    directory = workdir_lib.checkpoints(tmp_path)
+    with Checkpointer(directory, dense.checkpoint) as saver:
+      saver.save(1, {'params': teacher['params'], 'model_state': {}})
+    fresh = params[1]
+    started, model_state = task.start(fresh, {}, str(tmp_path))
+    assert model_state == {}
+    before, taught = map(trees.flatten, (fresh, teacher['params']))
+    for name, value in trees.flatten(started).items():
+      source = before if is_adaptive(name) else taught
+      np.testing.assert_array_equal(value, source[name], err_msg=name)
+    converted = config_lib.replace(task.config, {'init': str(tmp_path)})
+    jax.tree.map(
+      np.testing.assert_array_equal,
+      make_task(converted).load_teacher(),
+      teacher,
+    )
+
+  def test_is_evaluated_and_drawn(self, make, params, monkeypatch, teacher):
+    monkeypatch.setattr(Adaptive, 'load_teacher', lambda self: teacher)
+    task, (flat, scanned) = make('end_to_end'), params
+    metrics = evaluation.held_out(task, scanned, {}, mesh())
+    per_mode = {'loss', 'perplexity', 'bits_per_byte'}
+    assert set(metrics) == {
+      *per_mode,
+      *(f'k{k}/{name}' for k in (1, 2) for name in per_mode),
+      *('load', 'load_std', 'token_std', 'budget_error', 'gmacs'),
+    }
+    for prefix in ('', 'k1/', 'k2/'):
+      assert metrics[f'{prefix}perplexity'] == pytest.approx(
+        np.exp(metrics[f'{prefix}loss'])
+      )
+    # Of each row alone, without the padding of the last one.
+    (batch,) = task.eval_batches(batch_size=8, num_batches=None)
+    apply = jax.jit(flat.build().apply)
+    variables = {'params': stack.unrolled(self.MODEL.stack, scanned)}
+    rows = []
+    for tokens_L, weight_L in zip(
+      batch['tokens'], batch['weights'], strict=True
+    ):
+      if length := int((weight_L > 0).sum()):
+        found = choices(apply(variables, tokens_L[None, :length]))
+        rows.append(np.asarray(task.load_per_token(found))[0])
+    assert [len(row) for row in rows] == [16, 16, 16, 11]
+    means = [row.mean() for row in rows]
+    assert metrics['load'] == pytest.approx(np.mean(means), rel=1e-4)
+    assert metrics['load_std'] == pytest.approx(np.std(means), abs=1e-3)
+    assert np.std(np.concatenate(rows)) > 0.05
+    table = task.summary(metrics).splitlines()
+    assert [row.split()[0] for row in table[1:4]] == ['gated', 'k', 'k']
+    assert 'perplexity' in table[0]
+    assert 'over sequences' in table[-1]
+    assert TestPictures().draw(task, scanned) == {
+      *('error_by_learners', 'load', 'compute')
+    }
+    (sample,) = task.finish(scanned, {})
+    assert sample.startswith('def ')
+    assert 'block_*/mlp' in task.flops_report()

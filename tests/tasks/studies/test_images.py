@@ -14,14 +14,14 @@ from scipy import stats
 from mod_jax import flops
 from mod_jax import timing
 from mod_jax.data.images import ImageDataConfig
-from mod_jax.layers.mod import VisionRoutingConfig
+from mod_jax.layers.routed import VisionRoutingConfig
 from mod_jax.models import vit
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.vit import ViTConfig
-from mod_jax.train import vision_studies
-from mod_jax.train.experiment import ExperimentConfig
-from mod_jax.train.experiment import PruningObjective
-from mod_jax.train.tasks import make_task
+from mod_jax.tasks import make_task
+from mod_jax.tasks.experiment import ExperimentConfig
+from mod_jax.tasks.experiment import PruningObjective
+from mod_jax.tasks.studies import images as image_studies
 
 DENSE = ViTConfig(
   image_size=8,
@@ -75,9 +75,9 @@ def routed(which):
 class TestImportance:
   @pytest.mark.parametrize('which', ['amod', 'mod'])
   def test_each_token_left_out_by_hand(self, which, monkeypatch):
-    monkeypatch.setattr(vision_studies, '_IMAGES', 2)
+    monkeypatch.setattr(image_studies, '_IMAGES', 2)
     task, params = make(routed(which))
-    batch = task.examples(2)
+    batch = task.modality.examples(2)
     assert len(batch['label']) == 2
     seen = {}
 
@@ -85,8 +85,8 @@ class TestImportance:
       seen['importance'], seen['score'] = importance_RN, score_RN
       return plt.figure()
 
-    monkeypatch.setattr(vision_studies.viz, 'importance_scatter', scatter)
-    study = vision_studies.importance(task, params, {}, None)
+    monkeypatch.setattr(image_studies.viz, 'importance_scatter', scatter)
+    study = image_studies.importance(task, params, {}, None)
     plt.close(study.figures['scatter'])
 
     model = task.config.model.build().bind({'params': params})
@@ -108,11 +108,11 @@ class TestImportance:
       assert f'\n{layer:6d}' in study.text
 
   def test_a_constant_correlates_with_nothing(self, monkeypatch):
-    monkeypatch.setattr(vision_studies, '_IMAGES', 2)
+    monkeypatch.setattr(image_studies, '_IMAGES', 2)
     task, params = make(routed('amod'))
     # A head that does not look: no token matters.
     head = {**params['head'], 'kernel': jnp.zeros((8, 10))}
-    study = vision_studies.importance(task, params | {'head': head}, {}, None)
+    study = image_studies.importance(task, params | {'head': head}, {}, None)
     assert np.isnan(list(study.metrics['1'].values())).all()
     assert len(study.metrics['1']) == 4
     assert 'nan' in study.text
@@ -121,7 +121,7 @@ class TestImportance:
     plt.close(figure)
 
   def test_scores_by_chance(self, monkeypatch):
-    monkeypatch.setattr(vision_studies, '_IMAGES', 2)
+    monkeypatch.setattr(image_studies, '_IMAGES', 2)
     task, params = make(routed('gaussian'))
     # Block 1 adds nothing, so no token of it matters, whatever block 2 draws.
     block = params['block_1']
@@ -132,7 +132,7 @@ class TestImportance:
       | {'down': jax.tree.map(jnp.zeros_like, block['mlp']['down'])},
     }
     params = params | {'block_1': block | silent}
-    study = vision_studies.importance(task, params, {}, None)
+    study = image_studies.importance(task, params, {}, None)
     assert np.isnan(study.metrics['1']['pearson'])
     assert np.isfinite(study.metrics['2']['pearson'])
     plt.close(study.figures['scatter'])
@@ -146,17 +146,16 @@ def by_hand(model, layer, batch):
   for image, label in zip(batch['image'], batch['label'], strict=True):
     x_1LD = dense.embed(image[None])
     for i in range(layer):
-      x_1LD, *_ = dense.step(i, x_1LD)
+      x_1LD = dense.step(i, x_1LD).x_BLD
 
     def loss(places, x_1LD=x_1LD, label=label):
       x_LD = np.array(x_1LD[0])
       x_1KD = jnp.asarray(x_LD[places][None])
-      x_LD[places] += dense.block[layer](
-        x_1KD, vit.token_info(x_1KD)
-      ).update_BLD[0]
+      block = dense.stack.group.block[layer].process
+      x_LD[places] += block(x_1KD, vit.token_info(x_1KD)).update_BLD[0]
       y_1LD = jnp.asarray(x_LD[None])
       for i in range(layer + 1, DENSE.num_layers):
-        y_1LD, *_ = dense.step(i, y_1LD)
+        y_1LD = dense.step(i, y_1LD).x_BLD
       logits = dense.classify(y_1LD)[0][0]
       return -float(jax.nn.log_softmax(logits)[label])
 
@@ -168,8 +167,9 @@ def by_hand(model, layer, batch):
     # The scores are those of the routed model.
     x_1LD, score_1L = model.embed(image[None]), None
     for i in range(layer + 1):
-      x_1LD, score_1L, told = model.step(i, x_1LD, score_1L)
-    scores.append(told.score_BL[0])
+      done = model.step(i, x_1LD, score_1L)
+      x_1LD, score_1L = done.x_BLD, done.aux.get('attention')
+    scores.append(done.aux['router'].score_BL[0])
   return np.array(importance), np.array(scores)
 
 
@@ -179,8 +179,8 @@ def by_hand(model, layer, batch):
   ids=['amod', 'dynamic'],
 )
 def test_throughput(model, monkeypatch):
-  monkeypatch.setattr(vision_studies, '_BATCHES', (1, 2))
-  monkeypatch.setattr(vision_studies, '_ROUNDS', 3)
+  monkeypatch.setattr(image_studies, '_BATCHES', (1, 2))
+  monkeypatch.setattr(image_studies, '_ROUNDS', 3)
   # One slow spell: the rounds' ratios are 1, 5 and 2.5, that of medians 5.
   seconds = {'model': [1.0, 5.0, 5.0], 'dense twin': [1.0, 1.0, 2.0]}
   interleaved = timing.interleaved
@@ -190,9 +190,9 @@ def test_throughput(model, monkeypatch):
     assert all(0 < s < 60 for times in real.values() for s in times)
     return seconds
 
-  monkeypatch.setattr(vision_studies.timing, 'interleaved', timed)
+  monkeypatch.setattr(image_studies.timing, 'interleaved', timed)
   task, params = make(model)
-  study = vision_studies.throughput(task, params, {}, None)
+  study = image_studies.throughput(task, params, {}, None)
   ratio = flops.forward(model) / flops.forward(DENSE)
   assert study.metrics['flop_ratio'] == ratio
   assert ratio < 1

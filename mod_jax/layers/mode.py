@@ -1,0 +1,86 @@
+"""How a model runs at one call: static choices, each a program of its own."""
+
+import dataclasses
+import math
+from typing import Annotated
+from typing import Literal
+
+import jax
+
+from mod_jax import config as config_lib
+from mod_jax import errors
+from mod_jax import routing
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RoutingMode:
+  """How a routed block chooses at this call: a static argument.
+
+  Attributes:
+    rule: `top_k`, which sees the whole sequence; one of
+      `MoDConfig.causal_rules`; or `never`, which passes all tokens by: what the
+      routed blocks are worth.
+    overflow: under a causal rule, `exact` has a slot for every token; `drop`
+      has `slack · capacity` of the length, first come by position, and passes
+      by the tokens that find none. The length is a row's own, without padding;
+      when generating, that of its prompt and of all new tokens together.
+    slack: slots over the expected number, for `drop`.
+    chunk: when decoding, how many of the routed rows are processed at a time;
+      0 processes all rows and masks: the reference.
+  """
+
+  rule: Literal[
+    'top_k', 'router', 'predictor', 'threshold', 'fixed', 'never'
+  ] = 'top_k'
+  overflow: Literal['exact', 'drop'] = 'exact'
+  slack: Annotated[float, config_lib.Range(ge=1)] = 1.25
+  chunk: config_lib.Count = 8
+
+  def __post_init__(self):
+    config_lib.validate(self)
+
+  def slots(self, capacity: float, length: int) -> int:
+    """Returns how many tokens of a sequence a routed block has room for."""
+    if self.rule == 'top_k':
+      return routing.num_chosen(capacity, length)
+    if self.rule == 'never':
+      return 1
+    if self.overflow == 'exact':
+      return length
+    return min(length, math.ceil(round(self.slack * capacity * length, 9)))
+
+  def row_slots(
+    self, capacity: float, length: int, length_B: jax.Array
+  ) -> jax.Array:
+    """Returns `slots` for rows of `length_B` tokens each, at most `length`."""
+    return routing.for_lengths(
+      lambda n: self.slots(capacity, n), length, length_B
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mode:
+  """How all parts of a model run.
+
+  Attributes:
+    routing: how routed blocks choose.
+    learners: how adaptive modules run: `gated` runs as many learners as the
+      gate says; `train` runs all, weighed by a choice that gradients reach; an
+      integer k runs the first k.
+    noise: whether `train` draws its choice at random, or takes the best.
+    train: whether sequences go without some blocks (stochastic depth).
+  """
+
+  routing: RoutingMode = RoutingMode()
+  learners: Literal['gated', 'train'] | int = 'gated'
+  noise: bool = True
+  train: bool = False
+
+  def __post_init__(self):
+    if self.learners not in ('gated', 'train') and (
+      not isinstance(self.learners, int) or self.learners < 0
+    ):
+      raise errors.UserError(
+        f"learners={self.learners!r}: expected 'gated', 'train' or a number of"
+        ' learners.'
+      )

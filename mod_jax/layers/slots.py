@@ -1,0 +1,44 @@
+"""What may stand in a place of a block: a feed-forward, a projection."""
+
+import abc
+import dataclasses
+from typing import Any
+
+import jax
+
+from mod_jax.layers.mode import Mode
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Slot(abc.ABC):
+  """Features of each token in, features out: its sizes, and how it is run.
+
+  A subclass is a frozen dataclass. It may live anywhere: configs that are saved
+  name its module.
+  """
+
+  @abc.abstractmethod
+  def run(
+    self, x: jax.Array, *, name: str, dtype: str, mode: Mode
+  ) -> tuple[jax.Array, dict[str, Any]]:
+    """Makes the module within the calling compact one, and calls it.
+
+    Args:
+      x: features [B, L, …].
+      name: of the module, and so of its parameters.
+      dtype: of the computation.
+      mode: how the model runs.
+
+    Returns:
+      y [B, L, …], and by kind what else is to be known of the call, for losses,
+      metrics and pictures.
+    """
+
+  @abc.abstractmethod
+  def flops(self, tokens: int) -> dict[str, int]:
+    """Returns forward FLOPs by part, over so many tokens."""
+
+  @property
+  @abc.abstractmethod
+  def num_params(self) -> int:
+    """How many parameters it has."""

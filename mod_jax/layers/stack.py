@@ -1,0 +1,370 @@
+"""A stack of layers: which are routed, loops, rematerialisation, caches."""
+
+from collections.abc import Iterable
+from collections.abc import Mapping
+import dataclasses
+from typing import Any
+from typing import Literal
+
+from flax import linen as nn
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from mod_jax import errors
+from mod_jax import parallel
+from mod_jax.layers import routed
+from mod_jax.layers.acm import AdaptiveConfig
+from mod_jax.layers.block import BlockConfig
+from mod_jax.layers.cache import KVCache
+from mod_jax.layers.mode import Mode
+from mod_jax.layers.mode import RoutingMode
+from mod_jax.layers.routed import Layer
+from mod_jax.layers.routed import LayerConfig
+from mod_jax.layers.routed import LayerOutput
+from mod_jax.layers.routed import RoutingConfig
+from mod_jax.layers.token_info import TokenInfo
+
+# What is kept for the backward pass: all, the matmuls' outputs, or only the
+# input of each layer (and the routing choices, always).
+Remat = Literal['none', 'dots', 'full']
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StackConfig:
+  """The layers of a model, first to last, and how they are run.
+
+  Attributes:
+    layers: each one's config.
+    remat: what is kept for the backward pass.
+    period: with `scan`, layers of the group that repeats.
+    scan: whether one group is compiled and looped over.
+  """
+
+  layers: tuple[LayerConfig, ...]
+  remat: Remat = 'none'
+  period: int = 1
+  scan: bool = False
+
+  def __post_init__(self):
+    if not self.scan:
+      return
+    if len(self.layers) % self.period:
+      raise errors.UserError(
+        f'num_layers={len(self.layers)} is not a multiple of the routing'
+        f' period={self.period}, so the layers cannot be scanned: change it, or'
+        ' set scan_layers=False.'
+      )
+    for i, layer in enumerate(self.layers):
+      if layer != self.layers[i % self.period]:
+        raise errors.UserError(
+          f'block {i} differs from block {i % self.period}, so that groups of'
+          f' {self.period} blocks cannot be scanned: set scan_layers=False, or'
+          ' give all groups the same routing (first, layers), capacity and'
+          ' adaptive modules.'
+        )
+
+  @property
+  def capacities(self) -> tuple[float | None, ...]:
+    """Each layer's capacity; None for one that is not routed."""
+    return tuple(layer.capacity for layer in self.layers)
+
+  def tokens_per_block(self, length: int) -> tuple[int, ...]:
+    """Returns how many of a sequence's tokens each block processes."""
+    return tuple(layer.tokens(length) for layer in self.layers)
+
+  def flops_table(
+    self, length: int, **kwargs
+  ) -> list[tuple[str, dict[str, int]]]:
+    """Returns (layer, FLOPs by part) for one sequence, forward.
+
+    Args:
+      length: tokens of the sequence.
+      **kwargs: passed to `AttentionConfig.flops`.
+    """
+    return [
+      (
+        f'block_{i}' if layer.routing is None else f'block_{i} (routed)',
+        layer.flops(length, **kwargs),
+      )
+      for i, layer in enumerate(self.layers)
+    ]
+
+  def caches(
+    self,
+    batch: int,
+    length: int,
+    mode: RoutingMode,
+    length_B: jax.Array | None = None,
+  ) -> Any:
+    """Returns room for `length` tokens per sequence, less in routed layers.
+
+    Args:
+      batch: number of sequences.
+      length: tokens that there is room for.
+      mode: how routed blocks choose.
+      length_B: tokens that each sequence will have in the end, by which
+        `overflow='drop'` counts its slots; None = `length`.
+    """
+
+    def one(layer):
+      attention = layer.block.attention
+      slots, limit_B = length, None
+      if layer.routing is not None:
+        slots = mode.slots(layer.capacity, length)
+        if mode.overflow == 'drop' and length_B is not None:
+          limit_B = mode.row_slots(layer.capacity, length, length_B)
+      return KVCache.empty(
+        batch,
+        slots,
+        attention.num_kv_heads,
+        attention.head_dim,
+        layer.block.dtype,
+        limit_B,
+      )
+
+    caches = tuple(map(one, self.layers))
+    return _stacked(caches, self.period) if self.scan else caches
+
+
+def layer_configs(
+  block: BlockConfig,
+  num_layers: int,
+  routing: RoutingConfig | None = None,
+  *,
+  adaptive: AdaptiveConfig | None = None,
+  stochastic_depth: float = 0.0,
+) -> tuple[LayerConfig, ...]:
+  """Returns the layers of a model whose blocks are alike.
+
+  Args:
+    block: each layer's.
+    num_layers: how many.
+    routing: says which are routed, on how many tokens; None for none.
+    adaptive: says which modules are split into learners; None for none.
+    stochastic_depth: drop rate of the last layer; it rises linearly from 0 at
+      the first.
+
+  Raises:
+    UserError: routing or adaptive modules that do not fit the layers.
+  """
+  if adaptive is not None:
+    adaptive.check(block, num_layers)
+  capacities = (None,) * num_layers
+  if routing is not None:
+    capacities = routing.capacities(num_layers)
+  by_attention = routing is not None and routing.score == 'attention'
+  return tuple(
+    LayerConfig(
+      block=block if adaptive is None else adaptive.adapt(i, block),
+      routing=None if capacity is None else routing,
+      capacity=capacity,
+      # The score of the next layer is the attention in this one.
+      score='mean' if by_attention and next_capacity is not None else None,
+      drop_rate=stochastic_depth * i / max(1, num_layers - 1),
+    )
+    for i, (capacity, next_capacity) in enumerate(
+      zip(capacities, (*capacities[1:], None), strict=True)
+    )
+  )
+
+
+def remat(module: type[nn.Module], kind: Remat, *, scanned: bool = False):
+  """Returns the module class, rematerialised for the backward pass.
+
+  Args:
+    module: a layer's class.
+    kind: what is kept. Routing choices are kept always: a second top-k may
+      differ.
+    scanned: whether it is the body of a scan.
+  """
+  if kind == 'none':
+    return module
+  policies = jax.checkpoint_policies
+  policy = policies.save_only_these_names(routed.SELECTION_NAME)
+  if kind == 'dots':
+    policy = policies.save_from_both_policies(
+      policy, policies.dots_with_no_batch_dims_saveable
+    )
+  return nn.remat(module, policy=policy, prevent_cse=not scanned)
+
+
+@flax.struct.dataclass
+class StackOutput:
+  """What a stack returns.
+
+  Attributes:
+    x_BLD: the features after the last layer.
+    aux: each layer's, as of `LayerOutput`.
+    caches: with the tokens added; None without any.
+  """
+
+  x_BLD: jax.Array
+  aux: tuple[dict[str, Any], ...] = ()
+  caches: Any = None
+
+
+class Group(nn.Module):
+  """Consecutive layers, `block_0` and so on: the body of a scan over layers."""
+
+  layers: tuple[LayerConfig, ...]
+  remat: Remat
+  mode: Mode
+  scanned: bool = False
+
+  def setup(self):
+    layer = remat(Layer, self.remat, scanned=self.scanned)
+    self.block = [layer(config, self.mode) for config in self.layers]
+
+  def step(
+    self,
+    layer: int,
+    x_BLD: jax.Array,
+    info: TokenInfo,
+    score_BL: jax.Array | None = None,
+    cache: KVCache | None = None,
+  ) -> LayerOutput:
+    """Runs one layer; see `Layer`."""
+    if self.layers[layer].routing is None:
+      score_BL = None
+    done = self.block[layer](x_BLD, info, cache, score_BL)
+    return done.replace(
+      x_BLD=parallel.constrain(done.x_BLD, 'batch', 'length', 'act_embed')
+    )
+
+  def __call__(self, x_BLD, caches, info):
+    """Returns x_BLD and (each layer's aux, the new caches or None)."""
+    auxes, new_caches, score_BL = [], [], None
+    for i in range(len(self.layers)):
+      cache = None if caches is None else caches[i]
+      done = self.step(i, x_BLD, info, score_BL, cache)
+      x_BLD, score_BL = done.x_BLD, done.aux.get('attention')
+      auxes.append(done.aux)
+      new_caches.append(done.cache)
+    return x_BLD, (tuple(auxes), None if caches is None else tuple(new_caches))
+
+
+class Stack(nn.Module):
+  """Runs the layers; share its scope, and they are the model's `block_<i>`.
+
+  Where the layers are scanned, their parameters lie in `layers/block_<j>`, one
+  for each place in the period, with a leading axis over the groups.
+  """
+
+  config: StackConfig
+  mode: Mode = Mode()
+
+  def setup(self):
+    config = self.config
+    if not config.scan:
+      self.group = Group(config.layers, config.remat, self.mode)
+      nn.share_scope(self, self.group)
+      return
+    scanned = nn.scan(
+      Group,
+      variable_axes={'params': 0, 'moving': 0},
+      split_rngs={
+        name: True
+        for name in ('params', 'routing', 'gumbel', 'stochastic_depth')
+      },
+      in_axes=(0, nn.broadcast),
+      length=len(config.layers) // config.period,
+      metadata_params={nn.PARTITION_NAME: 'layers'},
+    )
+    self.layers = scanned(
+      config.layers[: config.period], config.remat, self.mode, scanned=True
+    )
+
+  def __call__(
+    self, x_BLD: jax.Array, info: TokenInfo, caches: Any = None
+  ) -> StackOutput:
+    """Returns the features, each layer's aux, and the caches.
+
+    Args:
+      x_BLD: features.
+      info: facts about the tokens.
+      caches: what came before, as of `StackConfig.caches`; None for whole
+        sequences.
+    """
+    if not self.config.scan:
+      x_BLD, (auxes, caches) = self.group(x_BLD, caches, info)
+      return StackOutput(x_BLD, auxes, caches)
+    x_BLD, (stacked, caches) = self.layers(x_BLD, caches, info)
+    groups = len(self.config.layers) // self.config.period
+    auxes = tuple(
+      jax.tree.map(lambda x, i=i: x[i], aux)
+      for i in range(groups)
+      for aux in stacked
+    )
+    return StackOutput(x_BLD, auxes, caches)
+
+  def step(self, layer: int, *args, **kwargs) -> LayerOutput:
+    """Runs one layer, where they are not scanned; arguments as `Group.step`."""
+    return self.group.step(layer, *args, **kwargs)
+
+
+def collect(auxes: Iterable[Mapping[str, Any]], kind: str) -> dict[str, Any]:
+  """Returns all aux of one kind by name: `block_1`, or `block_1/mlp` of slots.
+
+  Args:
+    auxes: each layer's.
+    kind: `router`, `attention`, or what slots tell.
+  """
+  found = {}
+  for i, aux in enumerate(auxes):
+    value = aux.get(kind)
+    if isinstance(value, Mapping):
+      found |= {f'block_{i}/{name}': x for name, x in value.items()}
+    elif value is not None:
+      found[f'block_{i}'] = value
+  return found
+
+
+def _stacked(trees: tuple, period: int) -> tuple:
+  """Stacks per-layer trees into one tree for each place in the period."""
+  return tuple(
+    jax.tree.map(lambda *x: jnp.stack(x), *trees[j::period])
+    for j in range(period)
+  )
+
+
+def unrolled(config: StackConfig, variables):
+  """Returns a collection of scanned layers as that of unrolled ones.
+
+  Args:
+    config: of the stack.
+    variables: a collection of the model, without boxes; what is no layer stays.
+  """
+  if 'layers' not in variables:
+    return variables
+  variables = dict(variables)
+  layers = variables.pop('layers')
+  for i in range(len(config.layers)):
+    group, j = divmod(i, config.period)
+    if f'block_{j}' in layers:
+      variables[f'block_{i}'] = jax.tree.map(
+        lambda x, g=group: x[g], layers[f'block_{j}']
+      )
+  return variables
+
+
+def scanned(config: StackConfig, variables):
+  """Returns a collection of unrolled layers as that of scanned ones."""
+  if 'layers' in variables:
+    return variables
+  variables = dict(variables)
+  count = len(config.layers)
+  blocks = {
+    i: variables.pop(f'block_{i}')
+    for i in range(count)
+    if f'block_{i}' in variables
+  }
+  layers = {
+    f'block_{j}': jax.tree.map(
+      lambda *x: jnp.stack(x),
+      *(blocks[i] for i in range(j, count, config.period)),
+    )
+    for j in range(config.period)
+    if j in blocks
+  }
+  return variables | ({'layers': layers} if layers else {})

@@ -1,0 +1,48 @@
+"""What is trained: a modality and a method, chosen by the experiment."""
+
+from mod_jax.models.dynamic_vit import DynamicViTConfig
+from mod_jax.models.lm import LMConfig
+from mod_jax.tasks.adaptive import Adaptive
+from mod_jax.tasks.experiment import ExperimentConfig
+from mod_jax.tasks.images import Images
+from mod_jax.tasks.language import Language
+from mod_jax.tasks.plain import Plain
+from mod_jax.tasks.pruning import Pruning
+from mod_jax.train import evaluation
+from mod_jax.train import workdir as workdir_lib
+from mod_jax.train.task import Task
+
+
+def make_task(config: ExperimentConfig, workdir=None) -> Task:
+  """Returns the task that an experiment describes.
+
+  Args:
+    config: the experiment.
+    workdir: directory of its run, where `Task.files` of an earlier call may
+      lie; None for a task that belongs to no run.
+  """
+  if isinstance(config.model, LMConfig):
+    modality = Language(config, workdir)
+  else:
+    modality = Images(config)
+  if isinstance(config.model, DynamicViTConfig):
+    method = Pruning
+  elif config.model.adaptive is not None:
+    method = Adaptive
+  else:
+    method = Plain
+  return method(config, modality)
+
+
+def load(workdir, *, step: int | None = None) -> evaluation.Trained:
+  """Returns what a run has learnt; changes nothing on disk.
+
+  Args:
+    workdir: the run's directory.
+    step: the checkpoint to read; the newest usable one by default.
+
+  Raises:
+    UserError: no run there, or as of `evaluation.load`.
+  """
+  config = workdir_lib.read_config(workdir, ExperimentConfig)
+  return evaluation.load(make_task(config, workdir), workdir, step=step)

@@ -1,0 +1,353 @@
+"""Adaptive computation: learners, gates, and both for the task at a budget."""
+
+import collections
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mod_jax import errors
+from mod_jax import flops
+from mod_jax import viz
+from mod_jax.layers import stack as stack_lib
+from mod_jax.layers.acm import ACM
+from mod_jax.layers.mode import Mode
+from mod_jax.losses import acm as acm_losses
+from mod_jax.models import acm
+from mod_jax.tasks import warm_start
+from mod_jax.tasks.experiment import ACMObjective
+from mod_jax.tasks.plain import Plain
+from mod_jax.tasks.studies import adaptive as adaptive_studies
+from mod_jax.tasks.studies.images import one_device
+
+
+class Adaptive(Plain):
+  """Converts a dense transformer; see `experiment.ACMObjective`.
+
+  A task is one phase. The first two train module by module, all of them from
+  one forward pass of the frozen dense model; the last trains the whole.
+  """
+
+  def __init__(self, config, modality):
+    super().__init__(config, modality)
+    self.objective = config.objective or ACMObjective()
+    self.modules = acm.modules(config.model)
+    self.learners = {
+      name: acm_losses.Learners(
+        module.min_learners, module.num_learners, module.learner_flops
+      )
+      for name, module in self.modules.items()
+    }
+
+  # Training.
+
+  def start(self, params, model_state, init):
+    if warm_start.is_adaptive(init):
+      return warm_start.from_workdir(params, model_state, init)
+    return self.modality.load_weights(
+      init,
+      self.config.model,
+      params,
+      model_state,
+      new=(acm.PARAMETERS,),
+      dropped=acm.replaced(self.config.model),
+    )
+
+  def teacher(self, mesh):
+    del mesh
+    if self.objective.phase == 'all':
+      raise errors.UserError(
+        "objective.phase='all' is several runs: train them by train.py or"
+        " phases.train, or choose one, such as 'learners'."
+      )
+    return None if self.objective.phase == 'end_to_end' else self.load_teacher()
+
+  def load_teacher(self):
+    """Returns the variables of the dense model that all began with.
+
+    Raises:
+      UserError: nobody says where it is, or it is not there.
+    """
+    teacher = self.objective.teacher or self.config.init
+    if teacher is None:
+      raise errors.UserError(
+        'init is missing: learners and gates learn from a dense model; give its'
+        ' workdir or checkpoint by --config.init.'
+      )
+    return self.modality.load_teacher(teacher, self.config.model.dense_twin())
+
+  def static_args(self, step):
+    """Whether choices are drawn in this step."""
+    objective = self.objective
+    drawn = objective.noise_until * self.config.train.num_steps
+    return (
+      objective.phase == 'end_to_end'
+      and not objective.static_learners
+      and step < drawn
+    )
+
+  def loss(self, params, model_state, batch, rng, static_args, teacher=None):
+    if self.objective.phase == 'end_to_end':
+      return self._end_to_end(
+        params, model_state, batch, rng, noise=static_args
+      )
+    args, kwargs = self.modality.inputs(batch, train=True)
+    captured = acm.capture(self.config.model, teacher, *args, **kwargs)
+    params = stack_lib.unrolled(self.config.model.stack, params)
+    of_module = {
+      'learners': self._learners_loss,
+      'gates': self._gates_loss,
+    }[self.objective.phase]
+    metric_sums = [
+      of_module(module, acm.subtree(params, name), *captured[name])
+      for name, module in self.modules.items()
+    ]
+    count = metric_sums[0][1]
+    # Eq. 3 and 6 are means over the modules. It matters although Adam does not
+    # care for the scale: gradients are clipped by their norm over all modules.
+    total = sum(total for total, _ in metric_sums) / len(metric_sums)
+    return total / count, ({'loss': (total, count)}, model_state)
+
+  def _all(self, module):
+    return ACM(module, self.config.model.dtype, 'all')
+
+  def _learners_loss(self, module, params, z_BLD, y_BLD):
+    sums_KBLD, _ = self._all(module).apply({'params': params}, z_BLD)
+    return acm_losses.distillation(sums_KBLD, y_BLD)
+
+  def _gates_loss(self, module, params, z_BLD, y_BLD):
+    sums_KBLD, choice = self._all(module).apply({'params': params}, z_BLD)
+    distance_KBL = acm_losses.distances(sums_KBLD, y_BLD)
+    label_BL = acm_losses.gate_labels(
+      jax.lax.stop_gradient(distance_KBL), self.objective.tau
+    )
+    return acm_losses.gate_loss(
+      choice.logits_BLM, label_BL, module.min_learners, module.temperature
+    )
+
+  def _end_to_end(self, params, model_state, batch, rng, noise):
+    objective = self.objective
+    output, model_state = self.forward(
+      *(self.config.model, params, model_state, batch, rng),
+      learners=objective.static_learners or 'train',
+      noise=noise,
+    )
+    total, count = self.modality.loss(output, batch)
+    if objective.static_learners:
+      return total / count, ({'loss': (total, count)}, model_state)
+    chosen = {
+      name: choice.one_hot_BLM
+      for name, choice in stack_lib.collect(output.aux, 'adaptive').items()
+    }
+    load_B = acm_losses.load_per_image(chosen, self.learners)
+    terms = {
+      'budget': (
+        objective.budget_weight,
+        acm_losses.budget_loss(load_B, objective.budget),
+      ),
+      'entropy': (
+        objective.entropy_weight,
+        acm_losses.entropy_loss(chosen),
+      ),
+      'diversity': (
+        objective.diversity_weight,
+        acm_losses.diversity_loss(
+          acm_losses.learners_per_image(chosen, self.learners)
+        ),
+      ),
+    }
+    loss = total / count + sum(w * term for w, term in terms.values())
+    metric_sums = {
+      'loss': (total, count),
+      'load': (load_B.sum(), len(load_B)),
+    }
+    metric_sums |= {
+      name: (term * count, count) for name, (_, term) in terms.items()
+    }
+    return loss, (metric_sums, model_state)
+
+  def flops_per_step(self, static_args):
+    """A forward pass of the teacher and three of what is trained."""
+    model, batch = self.config.model, self.config.train.batch_size
+    if self.objective.phase in ('end_to_end', 'all'):
+      if static := self.objective.static_learners:
+        return batch * 3 * 2 * self.macs(learners=static)
+      return batch * flops.train(model, *self.modality.length)
+    table = model.flops_table(*self.modality.length)
+    parts = ('learners', 'gate')
+    trained = sum(row.get(part, 0) for _, row in table for part in parts)
+    twin = flops.forward(model.dense_twin(), *self.modality.length)
+    return batch * (twin + 3 * trained)
+
+  def flops_report(self):
+    return f'{super().flops_report()}\n\n' + acm.report(
+      self.config.model, *self.modality.length
+    )
+
+  # Evaluation.
+
+  @property
+  def num_learners(self) -> int:
+    return self.config.model.adaptive.num_learners
+
+  def eval_modes(self, *, more=False):
+    """Every fixed number of learners; under the gates, once trained.
+
+    `k2/…` are with two learners in every module. Under the gates also `load`,
+    the mean share of the learners' cost; `load_std` and `token_std`, its
+    standard deviations over rows and over all tokens; `budget_error`; and
+    `gmacs` of an image or sequence, in billions of multiply-accumulates.
+    """
+    if more:
+      return {}
+    if static := self.objective.static_learners:
+      return {f'k{static}/': Mode(learners=static)}
+    counts = range(1, self.num_learners + 1)
+    fixed = {f'k{k}/': Mode(learners=k) for k in counts}
+    if self.objective.phase == 'learners':
+      return fixed
+    return {'': Mode(), **fixed}
+
+  def more_sums(self, output, batch, mode):
+    if mode.learners != 'gated':
+      return {}
+    load_BL = self.load_per_token(stack_lib.collect(output.aux, 'adaptive'))
+    weight_BL = jnp.broadcast_to(
+      self.modality.token_weights(batch), load_BL.shape
+    )
+    tokens_B = weight_BL.sum(axis=-1)
+    count = jnp.sum(tokens_B > 0)
+    # Of a row that only fills the batch it is 0.
+    load_B = jnp.sum(load_BL * weight_BL, axis=-1) / jnp.maximum(tokens_B, 1)
+    return {
+      'load': (load_B.sum(), count),
+      'load_square': (jnp.sum(load_B**2), count),
+      'token_square': (jnp.sum(load_BL**2 * weight_BL), tokens_B.sum()),
+    }
+
+  def load_per_token(self, choices) -> jax.Array:
+    """Returns load_BL: the share of the learners' cost that a token took.
+
+    Args:
+      choices: of some adaptive modules or all, by name.
+    """
+    spent_BL, whole = 0.0, 0.0
+    for name, choice in choices.items():
+      learners = self.learners[name]
+      spent_BL += learners.cost * choice.learners_BL.astype(jnp.float32)
+      whole += learners.cost * learners.max
+    return spent_BL / whole
+
+  def finish_metrics(self, metrics):
+    metrics = super().finish_metrics(metrics)
+    if 'load' in metrics:
+      metrics['gmacs'] = self.macs(metrics['load']) / 1e9
+      mean = metrics['load']
+      for name in ('load', 'token'):
+        square = metrics.pop(f'{name}_square')
+        metrics[f'{name}_std'] = math.sqrt(max(0.0, square - mean**2))
+      metrics['budget_error'] = mean - self.objective.budget
+    return metrics
+
+  def macs(self, load: float = 1.0, learners: int | None = None) -> float:
+    """Returns multiply-accumulates of an image or sequence.
+
+    Args:
+      load: mean share of the learners' cost, under the gates; by default all.
+      learners: fixed number of them, which needs no gates.
+    """
+    parts = self._flops_by_part()
+    if learners is not None:
+      load = learners / self.num_learners
+      del parts['gate']
+    parts['learners'] *= load
+    return sum(parts.values()) / 2
+
+  def _flops_by_part(self):
+    """Returns the FLOPs of all layers with all learners, by part."""
+    table = self.config.model.flops_table(*self.modality.length)
+    parts = collections.Counter()
+    for _, row in table:
+      parts.update(row)
+    return dict(parts)
+
+  def main_metrics(self, metrics):
+    names = ('loss', 'accuracy', 'load', 'load_std', 'gmacs')
+    if 'loss' not in metrics:
+      prefix = list(self.eval_modes())[-1]
+      names = (f'{prefix}loss', f'{prefix}accuracy')
+    return {name: metrics[name] for name in names if name in metrics}
+
+  def summary(self, metrics):
+    columns = self.modality.columns
+    titles = (*columns, 'load', 'GMACs', 'of dense')
+    lines = [''.ljust(12) + ''.join(t.rjust(14) for t in titles)]
+    twin = self.config.model.dense_twin()
+    dense = flops.macs(twin, *self.modality.length)
+    for prefix, mode in self.eval_modes().items():
+      learners = mode.learners if prefix else None
+      load = learners / self.num_learners if prefix else metrics['load']
+      macs = self.macs(load, learners)
+      cells = [
+        f'{metrics[prefix + c]:.4f}' if prefix + c in metrics else '-'
+        for c in columns
+      ]
+      cells += [f'{load:.4f}', f'{macs / 1e9:.4f}', f'{macs / dense:.3f}']
+      title = f'k = {learners}' if prefix else 'gated'
+      lines.append(title.ljust(12) + ''.join(c.rjust(14) for c in cells))
+    if 'load' in metrics:
+      spread = metrics['load_std'] * self._flops_by_part()['learners'] / 2e9
+      lines.append(
+        f'budget {self.objective.budget:.3f}, load {metrics["load"]:.4f}'
+        f' (error {metrics["budget_error"]:+.4f}); standard deviation over'
+        f' {self.modality.row} {metrics["load_std"]:.4f} ({spread:.4f} GMACs),'
+        f' over tokens {metrics["token_std"]:.4f}'
+      )
+    return '\n'.join(lines)
+
+  def studies(self):
+    found = self.modality.studies(self)
+    if self.modality.unit == 'images':
+      found['robustness'] = functools.partial(adaptive_studies.robustness, self)
+    return found
+
+  # What people look at.
+
+  def pictures(self, params, model_state):
+    figures = self._error_map(params)
+    if self.objective.phase == 'learners' or self.objective.static_learners:
+      return figures
+    return figures | self.modality.load_pictures(self, params, model_state)
+
+  def _error_map(self, params):
+    """Draws how the first FFN's error falls with each learner: Figure 5."""
+    name = next(
+      (n for n in self.modules if n.endswith('/mlp')), next(iter(self.modules))
+    )
+    try:
+      teacher = self.load_teacher()
+    except errors.UserError:
+      return {}  # The dense model has gone since.
+    (batch,) = self.eval_batches(batch_size=16, num_batches=1)
+    model = self.config.model
+
+    @jax.jit
+    def measure(params, teacher, batch):
+      args, kwargs = self.modality.inputs(batch, train=False)
+      z_BLD, y_BLD = acm.capture(model, teacher, *args, **kwargs)[name]
+      sums_KBLD, _ = self._all(self.modules[name]).apply(
+        {'params': acm.subtree(stack_lib.unrolled(model.stack, params), name)},
+        z_BLD,
+      )
+      return acm_losses.distances(sums_KBLD, y_BLD)
+
+    with one_device(params, teacher) as (params, teacher):
+      distance_KBL = np.asarray(measure(params, teacher, batch))
+    figure = viz.error_by_learners(
+      distance_KBL.reshape(len(distance_KBL), -1),
+      module=name,
+      title='Error against the dense module, by learners and token',
+    )
+    return {'error_by_learners': figure}

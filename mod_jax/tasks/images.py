@@ -1,0 +1,304 @@
+"""Image classification."""
+
+import functools
+
+import jax
+import numpy as np
+
+from mod_jax import errors
+from mod_jax import flops
+from mod_jax import losses
+from mod_jax import viz
+from mod_jax.data import images as images_lib
+from mod_jax.layers import stack as stack_lib
+from mod_jax.layers.attention import attention_map
+from mod_jax.layers.mode import Mode
+from mod_jax.layers.mode import RoutingMode
+from mod_jax.tasks import warm_start
+from mod_jax.tasks.modality import Modality
+from mod_jax.tasks.studies import images as studies
+
+_PICTURED = 6  # Held-out images in the pictures.
+
+
+class Images(Modality):
+  """Pictures in, one of several classes out."""
+
+  unit = 'images'
+  row = 'images'
+  columns = ('accuracy', 'top5', 'loss')
+  # A dense checkpoint fits a routed or pruned model, and the other way round.
+  may_be_new = (
+    r'block_\d+/router/kernel',
+    r'prediction_\d+/.*',
+    r'pattern_\d+',
+  )
+  may_be_dropped = may_be_new
+  one_device = staticmethod(studies.one_device)
+
+  @functools.cached_property
+  def classes(self) -> tuple[str, ...]:
+    """The names of the data's classes, looked up when first asked for."""
+    return images_lib.class_names(self.config.data)
+
+  def check(self):
+    model, count = self.config.model, len(self.classes)
+    if model.num_classes != count:
+      inner = 'backbone.' if hasattr(model, 'backbone') else ''
+      field = f'model.{inner}num_classes'
+      raise errors.UserError(
+        f'{field}={model.num_classes}, but the data have {count}: set'
+        f' {field}={count}.'
+      )
+
+  def train_iterator(self, *, shard_index, shard_count):
+    return images_lib.train_iterator(
+      self.config.data,
+      batch_size=self.config.train.batch_size // shard_count,
+      seed=self.config.seed,
+      shard_index=shard_index,
+      shard_count=shard_count,
+    )
+
+  def eval_batches(self, **kwargs):
+    return images_lib.eval_batches(self.config.data, **kwargs)
+
+  def data_fingerprint(self):
+    return images_lib.fingerprint(self.config.data)
+
+  @property
+  def tokens_per_step(self):
+    return self.config.train.batch_size
+
+  def inputs(self, batch, *, train):
+    return (batch['image'],), {}
+
+  def loss(self, output, batch):
+    return losses.classification_loss(output.logits_BV, batch['target'])
+
+  def eval_sums(self, output, batch):
+    logits_BV, label_B = output.logits_BV, batch['label']
+    weight_B = batch['weight']
+    target_BV = jax.nn.one_hot(label_B, logits_BV.shape[-1])
+    metric_sums = {
+      'loss': losses.classification_loss(logits_BV, target_BV, weight_B)
+    }
+    for name, k in (('accuracy', 1), ('top5', 5)):
+      if k < logits_BV.shape[-1]:
+        metric_sums[name] = losses.top_k_accuracy(
+          logits_BV, label_B, k, weight_B
+        )
+    return metric_sums
+
+  def token_weights(self, batch):
+    return batch['weight'][:, None]
+
+  def modes(self, *, more=False):
+    """A routed model's also without its routed blocks: the trivial baseline."""
+    if more:
+      return {}
+    modes = {'': Mode()}
+    if getattr(self.config.model, 'routing', None) is not None:
+      modes['never/'] = Mode(routing=RoutingMode(rule='never'))
+    return modes
+
+  def load_weights(self, init, model, params, model_state, **kwargs):
+    return warm_start.load_image_weights(
+      init, model, params, model_state, **kwargs
+    )
+
+  def load_teacher(self, init, dense, **kwargs):
+    def load(init, params, model_state):
+      return warm_start.load_image_weights(
+        init, dense, params, model_state, whole=True, **kwargs
+      )
+
+    return warm_start.load_teacher(init, dense, load)
+
+  # What people look at.
+
+  def main_metrics(self, metrics):
+    main = ('loss', 'accuracy', 'top5')
+    return {k: v for k, v in metrics.items() if k.split('/')[-1] in main}
+
+  def summary(self, task, metrics):
+    columns = [c for c in self.columns if c in metrics]
+    rows = [('model', '', self.config.model)]
+    if 'never/loss' in metrics:
+      rows.append(('never', 'never/', None))
+    titles = (*columns, 'GMACs', 'GFLOPs', 'parameters')
+    lines = [''.ljust(8) + ''.join(t.rjust(12) for t in titles)]
+    for title, prefix, model in rows:
+      cells = [f'{metrics[prefix + c]:.4f}' for c in columns]
+      if model is not None:
+        macs = flops.macs(model)
+        cells += [f'{macs / 1e9:.4f}', f'{2 * macs / 1e9:.4f}']
+        cells.append(f'{flops.num_params(model):,}')
+      lines.append(title.ljust(8) + ''.join(c.rjust(12) for c in cells))
+    lines.append(
+      'GMACs: what published tables call GFLOPs; a multiply-add counts once.'
+    )
+    if 'never/loss' in metrics:
+      lines.append('never: routed blocks left out, the trivial baseline.')
+    return '\n'.join(lines)
+
+  def curves(self, records):
+    return viz.loss_curves(
+      records, title='Loss and accuracy over training', classifier=True
+    )
+
+  def studies(self, task):
+    found = {'throughput': functools.partial(studies.throughput, task)}
+    if getattr(self.config.model, 'routing', None) is not None:
+      found['importance'] = functools.partial(studies.importance, task)
+    return found
+
+  def examples(self, count: int) -> dict[str, np.ndarray]:
+    """Returns the first held-out images of a spread over all: a batch."""
+    batch = next(iter(self.eval_batches(batch_size=count, num_batches=1)))
+    real_B = batch['weight'] > 0
+    return {name: value[real_B] for name, value in batch.items()}
+
+  def look(self, task, params, model_state):
+    """Returns a few images, the model's output, and what it looked at."""
+    batch = self.examples(_PICTURED)
+    key = jax.random.key(self.config.seed)
+
+    @jax.jit
+    def look(params, model_state, images_BHWC):
+      return self.config.model.build().apply(
+        {'params': params, **model_state},
+        images_BHWC,
+        rngs={'routing': key},
+        mutable='intermediates',
+      )
+
+    output, state = jax.device_get(look(params, model_state, batch['image']))
+    guess_B = output.logits_BV.argmax(axis=-1)
+    labels = [
+      self.classes[label]
+      if label == guess
+      else f'{self.classes[label]}, taken for {self.classes[guess]}'
+      for label, guess in zip(batch['label'], guess_B, strict=True)
+    ]
+    shown_BHWC = images_lib.denormalize(self.config.data, batch['image'])
+    return shown_BHWC, labels, output, state['intermediates']
+
+  def pictures(self, task, params, model_state):
+    with self.one_device(params, model_state) as variables:
+      shown_BHWC, labels, output, seen = self.look(task, *variables)
+    model = self.config.model
+    grid, prefix = (model.grid, model.grid), model.num_prefix
+    routed = [i for i, c in enumerate(model.capacities) if c is not None]
+    figures = {}
+    if routed:
+      chosen_RBL = np.stack([r.chosen_BL for r in output.routing])
+      figures['routing'] = viz.patch_maps(
+        shown_BHWC,
+        chosen_RBL[:, :, prefix:],
+        layers=routed,
+        grid=grid,
+        num_layers=model.num_layers,
+        labels=labels,
+        title='Which patches each routed block processes',
+      )
+    # The maps that routing goes by, or of blocks evenly spread; of all tokens.
+    dense = [i for i in range(model.num_layers) if i not in routed]
+    layers = [i for i in dense if i + 1 in routed]
+    if not layers:
+      spread = np.linspace(0, len(dense) - 1, min(4, len(dense)))
+      layers = [dense[round(x)] for x in spread]
+    if not layers:
+      return figures
+    maps_RHL = []
+    for layer in layers:
+      attention = seen[f'block_{layer}']['attention']
+      weight_BHQS = attention_map(
+        attention['queries'][0][:1], attention['keys'][0][:1]
+      )
+      maps_RHL.append(np.asarray(weight_BHQS[0].mean(axis=1)))
+    figures['attention'] = viz.attention_maps(
+      shown_BHWC[0],
+      np.stack(maps_RHL)[:, :, prefix:],
+      layers=layers,
+      grid=grid,
+      title='Attention that each patch receives, by block and head',
+    )
+    return figures
+
+  def load_pictures(self, task, params, model_state):
+    with self.one_device(params, model_state) as variables:
+      return self._load_pictures(task, *variables)
+
+  def _load_pictures(self, task, params, model_state):
+    backbone = self.config.model
+    grid, prefix = (backbone.grid,) * 2, backbone.num_prefix
+    seen = self.gated(task, params, model_state, max_images=512)
+    shown_BHWC = images_lib.denormalize(self.config.data, seen['image'])
+    patches_BN = seen['load_BL'][:, prefix:]
+    load_B = seen['load_BL'].mean(axis=-1)
+    labels = [self.classes[label] for label in seen['label']]
+    spread = np.linspace(0, len(load_B) - 1, min(8, len(load_B))).astype(int)
+    figures = {}
+    figures['load'] = viz.load_map(
+      shown_BHWC[spread],
+      patches_BN[spread],
+      grid=grid,
+      labels=[labels[i] for i in spread],
+      unit='share of all learners',
+      title='Where the compute goes',
+    )
+    figures['compute'] = viz.compute_histogram(
+      load_B,
+      budget=task.objective.budget,
+      title='Compute per held-out image',
+    )
+    figures['extremes'] = viz.compute_extremes(
+      shown_BHWC,
+      load_B,
+      patches_BN,
+      grid=grid,
+      labels=labels,
+      title='The cheapest and the dearest images, by all of their tokens',
+    )
+    return figures
+
+  def gated(self, task, params, model_state, *, max_images: int = 0):
+    """Runs the gates on held-out images.
+
+    Args:
+      task: says what the gates cost.
+      params: parameters.
+      model_state: other collections.
+      max_images: how many; 0 for all.
+
+    Returns:
+      A dictionary of arrays: `image`, normalised, `label`, `right`, and
+      `load_BL` of all tokens.
+    """
+
+    @jax.jit
+    def run(params, model_state, batch):
+      output = self.config.model.build().apply(
+        {'params': params, **model_state}, batch['image']
+      )
+      right_B = output.logits_BV.argmax(axis=-1) == batch['label']
+      choices = stack_lib.collect(output.aux, 'adaptive')
+      return right_B, task.load_per_token(choices)
+
+    found = {name: [] for name in ('image', 'label', 'right', 'load_BL')}
+    seen = 0
+    for batch in self.eval_batches(
+      batch_size=self.config.evaluation.batch_size, num_batches=None
+    ):
+      right_B, load_BL = jax.device_get(run(params, model_state, batch))
+      real_B = batch['weight'] > 0
+      for name, value in (
+        *(('image', batch['image']), ('label', batch['label'])),
+        *(('right', right_B), ('load_BL', load_BL)),
+      ):
+        found[name].append(np.asarray(value)[real_B])
+      seen += int(real_B.sum())
+      if max_images and seen >= max_images:
+        break
+    return {name: np.concatenate(parts) for name, parts in found.items()}

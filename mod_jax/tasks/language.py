@@ -1,0 +1,362 @@
+"""Language modelling: text in, the next token out."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mod_jax import errors
+from mod_jax import losses
+from mod_jax import viz
+from mod_jax.data import text
+from mod_jax.layers import stack as stack_lib
+from mod_jax.layers.mode import Mode
+from mod_jax.layers.mode import RoutingMode
+from mod_jax.sampling import generate
+from mod_jax.sampling import pad_prompts
+from mod_jax.tasks import warm_start
+from mod_jax.tasks.modality import Modality
+from mod_jax.train import workdir as workdir_lib
+
+_TOKENIZER = 'tokenizer.json'  # In the directory of a run that has learned one.
+# Before a metric's name: under `overflow='drop'`.
+_DROP = 'drop_'
+
+
+class Language(Modality):
+  """Next-token prediction with what Mixture-of-Depths adds to it."""
+
+  unit = 'tokens'
+  row = 'sequences'
+  columns = ('loss', 'perplexity', 'bits_per_byte')
+  # What makes a routed model of a dense one, and a dense one of a routed one.
+  may_be_new = (r'(.*/)?(router|predictor)/.*', r'moving/.*')
+  may_be_dropped = may_be_new
+
+  def __init__(self, config, workdir=None):
+    """Keeps the config; reads nothing.
+
+    Args:
+      config: the experiment.
+      workdir: directory of the run, whose own tokenizer is used if it has one:
+        the files that it was learned from may have changed since.
+    """
+    super().__init__(config)
+    self.length = (config.data.length,)
+    self._workdir = workdir
+
+  @functools.cached_property
+  def _data(self) -> text.TextDataConfig:
+    """The config of the data, with the file of a tokenizer that was learned."""
+    data = self.config.data
+    if data.tokenizer != 'bpe':
+      return data
+    path = None
+    if self._workdir is not None:
+      path = workdir_lib.expand(self._workdir) / _TOKENIZER
+    if path is None or not path.is_file():
+      path = text.learn_tokenizer(data)
+    return dataclasses.replace(
+      data, tokenizer='huggingface', tokenizer_path=str(path)
+    )
+
+  @functools.cached_property
+  def tokenizer(self):
+    """The tokenizer of the data, read or learned when first asked for."""
+    return text.make_tokenizer(self._data)
+
+  def check(self):
+    size = self.config.model.vocab_size
+    if size < self.tokenizer.vocab_size:
+      raise errors.UserError(
+        f"model.vocab_size={size} is smaller than the tokenizer's"
+        f' {self.tokenizer.vocab_size}: set it to at least that.'
+      )
+
+  def files(self):
+    if self.config.data.tokenizer != 'bpe':
+      return {}
+    learned = workdir_lib.expand(self._data.tokenizer_path)
+    return {_TOKENIZER: learned.read_text('utf-8')}
+
+  def train_iterator(self, *, shard_index, shard_count):
+    return text.train_iterator(
+      self._data,
+      batch_size=self.config.train.batch_size // shard_count,
+      seed=self.config.seed,
+      shard_index=shard_index,
+      shard_count=shard_count,
+    )
+
+  def eval_batches(self, **kwargs):
+    return text.eval_batches(self._data, **kwargs)
+
+  def data_fingerprint(self):
+    return text.fingerprint(self._data)
+
+  @property
+  def tokens_per_step(self):
+    return self.config.train.batch_size * self.config.data.length
+
+  def inputs(self, batch, *, train):
+    # Padding has segment 0; training rows without segments have none.
+    segment_BL, valid_BL = batch.get('segments'), None
+    if segment_BL is not None:
+      valid_BL = segment_BL > 0
+    elif not train:
+      valid_BL = batch['weights'] > 0
+    return (batch['tokens'],), {'valid_BL': valid_BL, 'segment_BL': segment_BL}
+
+  def loss(self, output, batch):
+    return losses.next_token_loss(
+      output.logits_BLV, batch['targets'], batch['weights']
+    )
+
+  @functools.cached_property
+  def _token_bytes_V(self):
+    return np.asarray(self.tokenizer.token_bytes)
+
+  def eval_sums(self, output, batch):
+    total, weight = self.loss(output, batch)
+    token_bytes_V = jnp.asarray(self._token_bytes_V)
+    num_bytes = jnp.sum(token_bytes_V[batch['targets']] * batch['weights'])
+    return {'loss': (total, weight), 'bits_per_byte': (total, num_bytes)}
+
+  def token_weights(self, batch):
+    _, kwargs = self.inputs(batch, train=False)
+    return kwargs['valid_BL'].astype(jnp.float32)
+
+  # Evaluation.
+
+  @property
+  def rules(self) -> tuple[str, ...]:
+    """The rules that this model can be evaluated under; none if it is dense."""
+    if not self.config.model.num_routed:
+      return ()
+    return ('top_k', *self.config.model.routing.causal_rules)
+
+  def modes(self, *, more=False):
+    """Top-k and each causal rule by name, and what passes all tokens by.
+
+    A dense model's metrics have plain names. `more`: causal rules with
+    `overflow='drop'`, of which the loss is told as `<rule>/drop_loss`.
+    """
+    if more:
+      named = {
+        f'{rule}/{_DROP}': RoutingMode(rule=rule, overflow='drop')
+        for rule in self.rules[1:]
+      }
+    elif self.rules:
+      named = {f'{r}/': RoutingMode(rule=r) for r in (*self.rules, 'never')}
+    else:
+      named = {'': RoutingMode()}
+    return {prefix: Mode(routing=mode) for prefix, mode in named.items()}
+
+  def finish_metrics(self, metrics):
+    """Adds `perplexity`, and turns `bits_per_byte` from nats into bits."""
+    finished = dict(metrics)
+    for name, value in metrics.items():
+      prefix, found, _ = name.rpartition('bits_per_byte')
+      if found:
+        nats = min(metrics[f'{prefix}loss'], 700.0)
+        finished[f'{prefix}perplexity'] = math.exp(nats)
+        finished[name] = value / math.log(2)
+    return finished
+
+  def load_weights(self, init, model, params, model_state, **kwargs):
+    del model
+    return warm_start.from_workdir(params, model_state, init, **kwargs)
+
+  def load_teacher(self, init, dense, **kwargs):
+    return warm_start.load_teacher(init, dense, **kwargs)
+
+  # What people look at.
+
+  def main_metrics(self, metrics):
+    # An accuracy is here how well a rule agrees with top-k.
+    return {k: v for k, v in metrics.items() if k.split('/')[-1] == 'loss'}
+
+  def summary(self, task, metrics):
+    columns = self.columns
+    rows = [('model', '')]
+    if self.config.model.num_routed:
+      rows = [(rule, f'{rule}/') for rule in (*self.rules, 'never')]
+      columns += ('routed', 'accuracy', 'precision', 'recall', 'count_error')
+    drops = any(name.endswith(f'/{_DROP}loss') for name in metrics)
+    if drops:
+      columns += (f'{_DROP}loss',)
+    title = 'rule' if self.config.model.num_routed else ''
+    lines = [title.ljust(12) + ''.join(c.rjust(14) for c in columns)]
+    for title, prefix in rows:
+      cells = [metrics.get(prefix + c) for c in columns]
+      # A rule that decided for no token has no precision.
+      shown = ('-' if x is None else f'{x:.4f}' for x in cells)
+      lines.append(title.ljust(12) + ''.join(x.rjust(14) for x in shown))
+    if self.config.model.num_routed:
+      never = metrics['top_k/never_route']
+      lines.append(
+        'never: routed blocks left out, the trivial baseline, whose accuracy is'
+        f' {never:.4f}'
+      )
+    if drops:
+      slack = RoutingMode().slack
+      lines.append(
+        f'{_DROP}loss: with caches of {slack} times the capacity, which pass by'
+        ' the tokens that find no room'
+      )
+    return '\n'.join(lines)
+
+  def curves(self, records):
+    return viz.loss_curves(records, title='Loss over training')
+
+  def sample(
+    self,
+    params,
+    model_state,
+    prompts: list[str],
+    *,
+    num_tokens: int | None = None,
+    **kwargs,
+  ) -> list[str]:
+    """Continues texts, by the best causal rule that the model has.
+
+    Args:
+      params: parameters.
+      model_state: other collections.
+      prompts: texts, any lengths.
+      num_tokens: tokens to add to each; None for what the length that the
+        model was trained at leaves room for.
+      **kwargs: passed to `sampling.generate`.
+
+    Raises:
+      UserError: routed layers, but no causal rule was trained; a prompt that
+        leaves no room.
+    """
+    rules = self.rules[1:]
+    if self.config.model.num_routed and not rules and 'mode' not in kwargs:
+      raise errors.UserError(
+        'This model was trained for no causal rule, so it cannot sample: set'
+        ' model.routing.router_loss, predictor_width or threshold_decay.'
+      )
+    if rules:
+      kwargs.setdefault('mode', rules[0])
+    encoded = [self.tokenizer.encode(prompt) for prompt in prompts]
+    tokens_BP, valid_BP = pad_prompts(encoded)
+    if num_tokens is None:
+      num_tokens = self.config.data.length - tokens_BP.shape[1]
+      if num_tokens < 1:
+        raise errors.UserError(
+          f'A prompt of {tokens_BP.shape[1]} tokens leaves no room in the'
+          f' {self.config.data.length} that the model was trained at: shorten'
+          ' it, or say how many tokens to add all the same.'
+        )
+    generated = generate(
+      self.config.model.build(),
+      {'params': params, **model_state},
+      tokens_BP,
+      valid_BP,
+      max_new_tokens=num_tokens,
+      end_token=self.tokenizer.eos_id,
+      **kwargs,
+    )
+    texts = []
+    for tokens_N, length in zip(
+      np.asarray(generated.tokens_BN),
+      np.asarray(generated.length_B),
+      strict=True,
+    ):
+      texts.append(self.tokenizer.decode(tokens_N[:length].tolist()))
+    return texts
+
+  def texts(self, task, params, model_state):
+    settings = self.config.evaluation
+    can_sample = self.rules[1:] or not self.config.model.num_routed
+    if settings.sample_tokens and can_sample:
+      prompt = settings.prompt or 'def '
+      room = self.config.data.length - len(self.tokenizer.encode(prompt))
+      (continuation,) = self.sample(
+        params,
+        model_state,
+        [prompt],
+        num_tokens=max(1, min(settings.sample_tokens, room)),
+        temperature=0.7,
+        top_p=0.95,
+        key=jax.random.key(self.config.seed),
+      )
+      yield prompt + continuation
+
+  def _look(self, task, params, model_state):
+    """Returns some held-out rows, and the model's output on them."""
+    (batch,) = self.eval_batches(
+      batch_size=self.config.evaluation.batch_size, num_batches=1
+    )
+    key = jax.random.key(self.config.seed)
+    apply = jax.jit(task.apply, static_argnames='mode')
+    output = apply(params, model_state, batch, key, mode=Mode())
+    return batch, jax.device_get(output)
+
+  def pictures(self, task, params, model_state):
+    if not self.config.model.num_routed:
+      return {}
+    batch, output = self._look(task, params, model_state)
+    config = self.config.model
+    layers = [i for i, c in enumerate(config.capacities) if c is not None]
+    _, kwargs = self.inputs(batch, train=False)
+    length = int(np.sum(kwargs['valid_BL'][0]))
+    thresholds = None
+    if 'moving' in model_state:
+      moving = stack_lib.unrolled(config.stack, model_state['moving'])
+      thresholds = [
+        float(moving[f'block_{i}']['threshold'].value()) for i in layers
+      ]
+    return {
+      'routing': viz.routing_map(
+        np.stack([r.chosen_BL[0, :length] for r in output.routing]),
+        self.tokenizer.pieces(batch['tokens'][0, :length].tolist()),
+        layers=layers,
+        num_layers=config.num_layers,
+        weights_RL=np.stack([r.weight_BL[0, :length] for r in output.routing]),
+        title='Held-out text: which blocks process which token',
+      ),
+      'router_weights': viz.score_histogram(
+        np.stack([r.score_BL for r in output.routing]),
+        np.stack([r.chosen_BL for r in output.routing]),
+        layers=layers,
+        title='Router scores on held-out text',
+        thresholds=thresholds,
+      ),
+    }
+
+  def load_pictures(self, task, params, model_state):
+    """Draws how many learners each token of a held-out text runs, by block."""
+    batch, output = self._look(task, params, model_state)
+    choices = stack_lib.collect(output.aux, 'adaptive')
+    layers = sorted({int(name.split('/')[0][6:]) for name in choices})
+    _, kwargs = self.inputs(batch, train=False)
+    length = int(np.sum(kwargs['valid_BL'][0]))
+    share_RL = np.stack(
+      [
+        task.load_per_token(
+          {n: c for n, c in choices.items() if n.startswith(f'block_{i}/')}
+        )[0, :length]
+        for i in layers
+      ]
+    )
+    return {
+      'load': viz.routing_map(
+        np.ones(share_RL.shape, bool),
+        self.tokenizer.pieces(batch['tokens'][0, :length].tolist()),
+        layers=layers,
+        num_layers=self.config.model.num_layers,
+        weights_RL=share_RL,
+        title='Held-out text: share of the learners that each token runs',
+      ),
+      'compute': viz.compute_histogram(
+        np.asarray(task.load_per_token(choices)).mean(axis=-1),
+        budget=task.objective.budget,
+        title='Compute per held-out sequence',
+      ),
+    }

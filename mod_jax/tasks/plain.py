@@ -1,0 +1,232 @@
+"""Training by the loss of the modality, with what routing adds to it."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from mod_jax import flops
+from mod_jax import losses
+from mod_jax.layers.routed import Routing
+from mod_jax.layers.routed import RoutingConfig
+from mod_jax.tasks import capacity_warmup
+from mod_jax.tasks.modality import Modality
+from mod_jax.train import task as task_lib
+
+_STREAMS = ('stochastic_depth', 'routing', 'gumbel')
+
+
+class Plain(task_lib.Task):
+  """A modality, and the method by which a dense or routed model is trained.
+
+  Other methods override what differs: the loss, the teacher, how the model is
+  evaluated, and what is drawn of it.
+  """
+
+  def __init__(self, config, modality: Modality):
+    self.config = config
+    self.modality = modality
+    self.unit = modality.unit
+
+  # Data.
+
+  def check(self):
+    self.modality.check()
+
+  def files(self):
+    return self.modality.files()
+
+  def train_iterator(self, *, shard_index=0, shard_count=1):
+    # A run that nothing is held out for is refused now, not when it has
+    # trained to its first evaluation.
+    self.eval_batches(batch_size=1, num_batches=1)
+    return self.modality.train_iterator(
+      shard_index=shard_index, shard_count=shard_count
+    )
+
+  def eval_batches(self, **kwargs):
+    return self.modality.eval_batches(**kwargs)
+
+  def data_fingerprint(self):
+    return self.modality.data_fingerprint()
+
+  @property
+  def tokens_per_step(self):
+    return self.modality.tokens_per_step
+
+  # Training.
+
+  def init(self, key):
+    params_key, routing_key = jax.random.split(key)
+    rngs = {'params': params_key, 'routing': routing_key}
+    model = self.config.model
+    return model.build().init(rngs, model.example())
+
+  def start(self, params, model_state, init):
+    return self.modality.load_weights(
+      init,
+      self.config.model,
+      params,
+      model_state,
+      new=self.modality.may_be_new,
+      dropped=self.modality.may_be_dropped,
+    )
+
+  def static_args(self, step: int) -> float:
+    """The least capacity of this step: a warm-up starts from 1."""
+    return capacity_warmup.floor(self.config.model, self.config.train, step)
+
+  def forward(self, model, params, model_state, batch, rng, **mode):
+    """Returns the output of a training pass, and the model state after it.
+
+    Args:
+      model: config of the model.
+      params: its parameters.
+      model_state: its other collections.
+      batch: of `train_iterator`.
+      rng: of this pass.
+      **mode: fields of `Mode`.
+    """
+    args, kwargs = self.modality.inputs(batch, train=True)
+    rngs = jax.random.split(rng, len(_STREAMS))
+    return model.build(train=True, **mode).apply(
+      {'params': params, **model_state},
+      *args,
+      **kwargs,
+      rngs=dict(zip(_STREAMS, rngs, strict=True)),
+      mutable=list(model_state),
+    )
+
+  def loss(self, params, model_state, batch, rng, static_args, teacher=None):
+    del teacher
+    model = capacity_warmup.at_floor(self.config.model, static_args)
+    output, model_state = self.forward(model, params, model_state, batch, rng)
+    total, weight = self.modality.loss(output, batch)
+    metric_sums = {'loss': (total, weight)}
+    loss = total / jnp.maximum(weight, 1e-9)
+    if output.routing:
+      _, kwargs = self.modality.inputs(batch, train=True)
+      # Where a warm-up lets a block process every token, there is nothing to
+      # foresee: the loss would only raise all scores alike.
+      telling = [
+        routed
+        for routed, now, later in zip(
+          output.routing,
+          _routed_capacities(model),
+          _routed_capacities(self.config.model),
+          strict=True,
+        )
+        if now < 1 or later == 1
+      ]
+      extra, more = routing_losses(
+        self.config.model.routing, telling, kwargs.get('valid_BL')
+      )
+      loss += extra
+      metric_sums |= more
+    return loss, (metric_sums, model_state)
+
+  def flops_per_step(self, static_args):
+    model = capacity_warmup.at_floor(self.config.model, static_args)
+    rows = self.config.train.batch_size
+    return rows * flops.train(model, *self.modality.length)
+
+  def flops_report(self):
+    return flops.report(self.config.model, *self.modality.length)
+
+  # Evaluation.
+
+  def eval_modes(self, *, more=False):
+    return self.modality.modes(more=more)
+
+  def apply(self, params, model_state, batch, key, mode):
+    """Returns the output on a held-out batch."""
+    args, kwargs = self.modality.inputs(batch, train=False)
+    model = self.config.model.build(**vars(mode))
+    return model.apply(
+      {'params': params, **model_state}, *args, **kwargs, rngs={'routing': key}
+    )
+
+  def eval_step(self, params, model_state, batch, key, mode):
+    output = self.apply(params, model_state, batch, key, mode)
+    metric_sums = self.modality.eval_sums(output, batch)
+    if mode.routing.overflow == 'drop':
+      return {'loss': metric_sums['loss']}
+    return metric_sums | self.more_sums(output, batch, mode)
+
+  def more_sums(self, output, batch, mode) -> task_lib.MetricSums:
+    """Returns further sums of a held-out batch; arguments as `eval_step`'s."""
+    metric_sums = {}
+    if not self._agreement_tells(mode):
+      return metric_sums
+    _, kwargs = self.modality.inputs(batch, train=False)
+    for routed in output.routing:
+      agreement = losses.choice_agreement(
+        routed.chosen_BL, routed.top_k_BL, kwargs.get('valid_BL')
+      )
+      for name, pair in agreement.items():
+        _add(metric_sums, name, pair)
+    return metric_sums
+
+  def _agreement_tells(self, mode) -> bool:
+    """Whether a rule is to be compared with top-k."""
+    causal = getattr(self.config.model.routing, 'causal_rules', None)
+    return causal is not None and mode.routing.rule != 'never'
+
+  def finish_metrics(self, metrics):
+    return self.modality.finish_metrics(metrics)
+
+  # What people look at.
+
+  def main_metrics(self, metrics):
+    return self.modality.main_metrics(metrics)
+
+  def summary(self, metrics):
+    return self.modality.summary(self, metrics)
+
+  def curves(self, records):
+    return self.modality.curves(records)
+
+  def pictures(self, params, model_state):
+    return self.modality.pictures(self, params, model_state)
+
+  def studies(self):
+    return self.modality.studies(self)
+
+  def finish(self, params, model_state):
+    return self.modality.texts(self, params, model_state)
+
+
+def _routed_capacities(config) -> list[float]:
+  return [c for c in config.capacities if c is not None]
+
+
+def _add(metric_sums, name, pair):
+  before = metric_sums.get(name, (0.0, 0.0))
+  metric_sums[name] = (before[0] + pair[0], before[1] + pair[1])
+
+
+def routing_losses(
+  config: RoutingConfig, layers: Sequence[Routing], valid_BL
+) -> tuple[jax.Array, task_lib.MetricSums]:
+  """Returns what is added to the loss, and the sums to report.
+
+  The auxiliary BCE on the router enters with `router_loss`; the predictor's
+  with 1, since it has parameters of its own.
+  """
+  loss = jnp.zeros(())
+  metric_sums = {}
+  for routed in layers:
+    for rule, weight, logit_BL in (
+      ('router', config.router_loss, routed.score_BL),
+      ('predictor', 1.0, routed.predictor_BL),
+    ):
+      if rule not in getattr(config, 'causal_rules', ()):
+        continue
+      total, count = losses.choice_bce(logit_BL, routed.top_k_BL, valid_BL)
+      loss += weight * total / jnp.maximum(count, 1) / len(layers)
+      _add(metric_sums, f'{rule}/bce', (total, count))
+      agreement = losses.choice_agreement(
+        logit_BL > 0, routed.top_k_BL, valid_BL
+      )
+      _add(metric_sums, f'{rule}/accuracy', agreement['accuracy'])
+  return loss, metric_sums

@@ -1,0 +1,146 @@
+"""Token pruning beside a dense teacher: DynamicViT."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mod_jax import errors
+from mod_jax import flops
+from mod_jax import losses
+from mod_jax import routing
+from mod_jax import viz
+from mod_jax.layers.mode import Mode
+from mod_jax.tasks.experiment import PruningObjective
+from mod_jax.tasks.plain import Plain
+
+
+class Pruning(Plain):
+  """Learns to drop image tokens, beside a frozen dense teacher.
+
+  The loss is Rao et al. 2021, section 3.4, Eq. 16 as published; its weights are
+  in `experiment.PruningObjective`.
+  """
+
+  def __init__(self, config, modality):
+    super().__init__(config, modality)
+    self.objective = config.objective or PruningObjective()
+
+  def check(self):
+    super().check()
+    if self.objective.needs_teacher and not (
+      self.objective.teacher or self.config.init
+    ):
+      raise errors.UserError(
+        'DynamicViT learns beside a dense teacher: give its workdir or'
+        ' checkpoint as init (or objective.teacher), or set'
+        ' objective.token_distillation=0 and objective.logit_distillation=0.'
+      )
+
+  def teacher(self, mesh):
+    del mesh
+    if not self.objective.needs_teacher:
+      return None
+    return self.modality.load_teacher(
+      self.objective.teacher or self.config.init,
+      self.config.model.dense_twin(),
+      dropped=self.modality.may_be_dropped,
+    )
+
+  def static_args(self, step):
+    return 0.0
+
+  def loss(self, params, model_state, batch, rng, static_args, teacher=None):
+    model, objective = self.config.model, self.objective
+    output, model_state = self.forward(model, params, model_state, batch, rng)
+    metric_sums = {'loss': self.modality.loss(output, batch)}
+    weights = {'loss': objective.classification}
+    if model.score in ('predicted', 'static'):
+      metric_sums['ratio'] = losses.ratio_loss(output.keep_SBN, model.targets)
+      weights['ratio'] = objective.ratio
+    if teacher is not None:
+      taught = model.dense_twin().build().apply(teacher, batch['image'])
+      metric_sums['logit_distillation'] = losses.logit_distillation(
+        output.logits_BV, taught.logits_BV
+      )
+      weights['logit_distillation'] = objective.logit_distillation
+      if model.score != 'structural':  # Whose patches have no counterparts.
+        metric_sums['token_distillation'] = self._token_distillation(
+          output, taught
+        )
+        weights['token_distillation'] = objective.token_distillation
+    loss = sum(
+      weights[name] * total / jnp.maximum(count, 1)
+      for name, (total, count) in metric_sums.items()
+    )
+    for s, keep_BN in enumerate(output.keep_SBN):
+      keep_BN = jax.lax.stop_gradient(keep_BN)
+      metric_sums[f'kept_{s}'] = (keep_BN.sum(), jnp.float32(keep_BN.size))
+    return loss, (metric_sums, model_state)
+
+  def _token_distillation(self, output, taught):
+    prefix = self.config.model.backbone.num_prefix
+    features_BKD = output.features_BLD[:, prefix:]
+    teacher_BND = taught.features_BLD[:, prefix:]
+    keep_BN = output.keep_SBN[-1]
+    left = features_BKD.shape[1]
+    if left < teacher_BND.shape[1]:  # Dropped for good, not masked.
+      selection = routing.select_decided(keep_BN > 0, left)
+      teacher_BND = routing.gather_tokens(teacher_BND, selection.index_BK)
+      keep_BN = jnp.ones(selection.index_BK.shape)
+    return losses.token_distillation(features_BKD, teacher_BND, keep_BN)
+
+  def flops_per_step(self, static_args):
+    """The student's three passes, and one of the teacher."""
+    model = self.config.model
+    teacher = flops.forward(model.dense_twin())
+    # Masks do not save anything.
+    masked = model.score in ('predicted', 'static')
+    student = 3 * (teacher if masked else flops.forward(model))
+    if not self.objective.needs_teacher:
+      teacher = 0
+    return self.config.train.batch_size * (student + teacher)
+
+  def more_sums(self, output, batch, mode):
+    return {}
+
+  def pictures(self, params, model_state):
+    model = self.config.model
+    if model.score == 'structural':
+      return {}
+    with self.modality.one_device(params, model_state) as variables:
+      shown_BHWC, labels, output, _ = self.modality.look(self, *variables)
+      kept_SN, count = self._kept(*variables)
+    kwargs = {'grid': (model.backbone.grid,) * 2, 'blocks': model.stages}
+    return {
+      'stages': viz.token_stages(
+        shown_BHWC,
+        output.keep_SBN > 0,
+        labels=labels,
+        title='Which patches are left after each stage',
+        **kwargs,
+      ),
+      'keep_probability': viz.keep_probability(
+        kept_SN,
+        count=count,
+        title='How often each patch is kept, over held-out images',
+        **kwargs,
+      ),
+    }
+
+  def _kept(self, params, model_state):
+    """Returns how often each patch is kept, and of how many images."""
+    key = jax.random.key(self.config.seed)
+
+    @jax.jit
+    def kept(params, model_state, batch):
+      output = self.apply(params, model_state, batch, key, Mode())
+      return jnp.einsum('SBN,B->SN', output.keep_SBN, batch['weight'])
+
+    total_SN, count = 0.0, 0
+    settings = self.config.evaluation
+    for batch in self.eval_batches(
+      batch_size=settings.batch_size, num_batches=settings.final_batches or None
+    ):
+      total_SN += np.asarray(kept(params, model_state, batch))
+      count += int(batch['weight'].sum())
+    return total_SN / max(count, 1), count

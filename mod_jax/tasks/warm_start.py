@@ -1,0 +1,250 @@
+"""Weights to start from: what a run of ours has learnt, without its task.
+
+Nothing of the other run is needed but its directory: neither its data nor its
+tokenizer, and its model may be another one than is about to be trained.
+"""
+
+from collections.abc import Sequence
+import functools
+import math
+import re
+from typing import Any
+
+from absl import logging
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+
+from mod_jax import errors
+from mod_jax import trees
+from mod_jax.convert import vit as convert_vit
+from mod_jax.models.dynamic_vit import DynamicViTConfig
+from mod_jax.models.vit import ViTConfig
+from mod_jax.models.vit import resize_positions
+from mod_jax.tasks.experiment import ExperimentConfig
+from mod_jax.train import origin as origin_lib
+from mod_jax.train import workdir as workdir_lib
+from mod_jax.train.checkpoints import restore_named
+
+
+def is_workdir(path) -> bool:
+  """Whether a path is the directory of one of our runs."""
+  return workdir_lib.holds_run(workdir_lib.expand(path))
+
+
+def read_workdir(path) -> tuple[ExperimentConfig, Any, Any]:
+  """Returns config, parameters and model_state of a run, and changes nothing.
+
+  Args:
+    path: directory of the run, which may still be going on.
+
+  Returns:
+    The run's config; the parameters of its newest checkpoint that it would be
+    evaluated with, averages if it keeps any; and its other collections. Both
+    are nested dictionaries of arrays by name.
+
+  Raises:
+    UserError: there is no run, or no usable checkpoint, or the run's config
+      was edited since.
+  """
+  path = workdir_lib.expand(path)
+  config = workdir_lib.read_config(path, ExperimentConfig)
+  params = 'ema' if config.train.ema_decay else 'params'
+  restored = restore_named(
+    workdir_lib.checkpoints(path),
+    (params, 'model_state'),
+    check=functools.partial(origin_lib.check_config, path, config),
+  )
+  if restored is None:
+    raise errors.UserError(
+      f'{path} holds no checkpoint yet, so there are no weights to start from:'
+      ' train it for longer.'
+    )
+  return config, restored.state[params], restored.state['model_state']
+
+
+def is_adaptive(init: str) -> bool:
+  """Whether `init` is the workdir of a run whose model is adaptive already."""
+  path = workdir_lib.find(init)
+  if not is_workdir(path):
+    return False
+  config = workdir_lib.read_config(path, ExperimentConfig)
+  return getattr(config.model, 'adaptive', None) is not None
+
+
+def from_workdir(
+  params,
+  model_state,
+  init: str,
+  *,
+  new: Sequence[str] = (),
+  dropped: Sequence[str] = (),
+) -> tuple[Any, Any]:
+  """Returns fresh variables with the arrays of a run in place of their own.
+
+  Args:
+    params: fresh parameters.
+    model_state: other fresh collections.
+    init: directory of the run.
+    new: regular expressions of names that may stay fresh, matched whole; those
+      of model_state begin with their collection.
+    dropped: likewise, of names that only the run has.
+
+  Raises:
+    UserError: there is no run at that path, or its names or shapes do not fit.
+  """
+  path = workdir_lib.find(init)
+  if not is_workdir(path):
+    raise errors.UserError(
+      f'init={init} is neither the workdir of a run nor a file of weights that'
+      ' this task can read: give the directory that holds config.json.'
+    )
+  _, source_params, source_state = read_workdir(path)
+  kwargs = {'new': new, 'dropped': dropped, 'describe': f'init={init}'}
+  params = trees.merge(params, source_params, **kwargs)
+  # Collections may hold structs, which are dictionaries on disk.
+  flat = _by_path(model_state)
+  merged = trees.merge(trees.unflatten(flat), source_state, **kwargs)
+  merged = trees.flatten(merged)
+  structure = jax.tree.structure(model_state)
+  model_state = jax.tree.unflatten(structure, [merged[name] for name in flat])
+  return params, model_state
+
+
+def _by_path(tree) -> dict[str, Any]:
+  leaves = jax.tree_util.tree_leaves_with_path(tree)
+  return {
+    jax.tree_util.keystr(path, simple=True, separator='/'): leaf
+    for path, leaf in leaves
+  }
+
+
+def load_image_weights(
+  init: str,
+  model,
+  params,
+  model_state,
+  *,
+  new: tuple[str, ...] = (),
+  dropped: tuple[str, ...] = (),
+  whole: bool = False,
+) -> tuple[Any, Any]:
+  """Returns fresh variables with the weights of a run or checkpoint in them.
+
+  Position embeddings of another resolution are interpolated; blocks that a
+  shallower model does not have are left out; heads for other classes, or that a
+  file lacks, stay fresh.
+
+  Args:
+    init: a run's workdir, or a checkpoint file that `convert.vit` reads.
+    model: config of the model that they are for.
+    params: its fresh parameters.
+    model_state: its other fresh collections.
+    new: names that may stay fresh, as regular expressions.
+    dropped: names that only the source may have.
+    whole: whether all its blocks and its head must be taken, as for a model
+      that is not trained further.
+
+  Raises:
+    UserError: no such weights, or they do not fit.
+  """
+  path = workdir_lib.find(init)
+  dense = model.dense_twin()
+  fresh = trees.flatten(params)
+  if is_workdir(path):
+    _, source, statistics = read_workdir(path)
+    source, heads = _fit(
+      trees.flatten(source), fresh, dense, init, truncate=not whole
+    )
+  else:
+    # Only prediction heads stand in any file beside the dense model.
+    pruned = isinstance(model, DynamicViTConfig)
+    source = convert_vit.read(
+      path, model if pruned else dense, truncate=not whole
+    )
+    statistics = trees.unflatten(
+      {n: source.pop(n) for n in list(source) if n.startswith('batch_stats/')}
+    )
+    heads = {
+      name.split('/')[0]
+      for name in fresh
+      if name.startswith('head') and name not in source
+    }
+  if heads and whole:
+    raise errors.UserError(
+      f'init={init} has no {" and no ".join(sorted(heads))} for'
+      f' {dense.num_classes} classes, which a teacher needs: fine-tune it'
+      ' first.'
+    )
+  new = (*new, *(f'{head}/.*' for head in heads))
+  kwargs = {'new': new, 'dropped': dropped, 'describe': f'init={init}'}
+  merged = trees.merge(params, trees.unflatten(source), **kwargs)
+  return merged, trees.merge(model_state, statistics, **kwargs)
+
+
+def load_teacher(init: str, dense, load=None, **kwargs) -> dict[str, Any]:
+  """Returns the variables of a dense model that is not trained further.
+
+  Args:
+    init: where its weights lie.
+    dense: its config.
+    load: puts weights into fresh variables, and is called with `init`, both
+      of them and the keywords; by default `from_workdir`.
+    **kwargs: such as `dropped`, of `trees.merge`.
+
+  Raises:
+    UserError: no such weights, or not all of a model's.
+  """
+  module_init = dense.build().init
+  # Shapes will do, since nothing of it stays as it is initialised.
+  fresh = nn.unbox(
+    jax.eval_shape(
+      lambda: module_init(
+        {'params': jax.random.key(0), 'routing': jax.random.key(0)},
+        dense.example(),
+      )
+    )
+  )
+  params = fresh.pop('params')
+  load = load or (lambda init, *fresh: from_workdir(*fresh, init, **kwargs))
+  params, model_state = load(init, params, fresh)
+  return {'params': params, **model_state}
+
+
+def _fit(
+  source, fresh, dense: ViTConfig, init: str, *, truncate: bool
+) -> tuple[dict[str, Any], set[str]]:
+  """Returns a run's weights, by name, as far as another model can use them.
+
+  And the names of the heads that are left out, being for other classes.
+  """
+  source = dict(source)
+  if 'position' in source:
+    patches = len(source['position']) - dense.num_prefix
+    # Of no square, it is another model's, as the comparison will tell.
+    if patches > 0 and math.isqrt(patches) ** 2 == patches:
+      source['position'] = resize_positions(
+        jnp.asarray(source['position']), dense.num_prefix, dense.grid
+      )
+  for name in list(source):
+    block = re.match(r'block_(\d+)/', name)
+    if truncate and block and int(block[1]) >= dense.num_layers:
+      del source[name]
+  heads = set()
+  for name in list(source):
+    head = re.fullmatch(r'(head\w*)/kernel', name)
+    if not head or name not in fresh:
+      continue
+    *width, classes = source[name].shape
+    if [*width, dense.num_classes] != list(fresh[name].shape):
+      continue  # Another model's, with whatever classes.
+    if classes == dense.num_classes:
+      continue
+    logging.warning(
+      '%s: %s is made new, for num_classes=%d; the run had %d.',
+      *(init, head[1], dense.num_classes, classes),
+    )
+    heads.add(head[1])
+    for part in (name, f'{head[1]}/bias'):
+      del source[part]
+  return source, heads

@@ -1,0 +1,88 @@
+"""What any run is made of, whatever it trains."""
+
+import dataclasses
+
+from mod_jax import config as config_lib
+from mod_jax import errors
+from mod_jax.parallel import MeshConfig
+from mod_jax.train.checkpoints import CheckpointConfig
+from mod_jax.train.optimizer import OptimizerConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+  num_steps: config_lib.PositiveCount = 1000
+  # Rows of a step, on all devices together.
+  batch_size: config_lib.Size = 16
+  # Microbatches that a step is made of.
+  grad_accum_steps: config_lib.Size = 1
+  # The capacity of routed layers comes down from 1 over so many steps.
+  capacity_warmup_steps: config_lib.Count = 0
+  # In so many stretches; each compiles.
+  capacity_warmup_stages: config_lib.Unrolled = 4
+  # Of the parameters' averages, which are then what is evaluated; 0 = none.
+  ema_decay: config_lib.Decay = 0.0
+
+  def __post_init__(self):
+    config_lib.validate(self)
+    if self.batch_size % self.grad_accum_steps:
+      raise errors.UserError(
+        f'batch_size={self.batch_size} does not divide by'
+        f' grad_accum_steps={self.grad_accum_steps}: change one of them.'
+      )
+    if self.capacity_warmup_steps >= self.num_steps:
+      raise errors.UserError(
+        f'capacity_warmup_steps={self.capacity_warmup_steps} leaves nothing of'
+        f' a run of {self.num_steps} steps: shorten the warm-up or lengthen the'
+        ' run.'
+      )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvaluationConfig:
+  # Steps between evaluations; 0 = at the end only.
+  every: config_lib.Count = 500
+  # Spread over the held-out data; 0 = all of it.
+  batches: config_lib.Count = 16
+  batch_size: config_lib.Size = 16
+  final_batches: config_lib.Count = 64  # At the end of the run; 0 = all.
+  prompt: str = ''  # Of the sample at the end; '' = a neutral one.
+  # Tokens of that sample, at most to the trained length; 0 = no sample.
+  sample_tokens: config_lib.Count = 256
+
+  def __post_init__(self):
+    config_lib.validate(self)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LogConfig:
+  every: config_lib.PositiveCount = 10  # Steps between lines of progress.
+  tensorboard: bool = True
+  wandb: bool = False
+
+  def __post_init__(self):
+    config_lib.validate(self)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunConfig:
+  """A run. Subclasses add what it trains, and on what."""
+
+  name: str = 'run'
+  seed: config_lib.Seed = 0
+  # Weights to start from: a workdir of ours or a checkpoint file.
+  init: str | None = None
+  optimizer: OptimizerConfig = OptimizerConfig()
+  train: TrainConfig = TrainConfig()
+  evaluation: EvaluationConfig = EvaluationConfig()
+  mesh: MeshConfig = MeshConfig()
+  checkpoint: CheckpointConfig = CheckpointConfig()
+  log: LogConfig = LogConfig()
+
+  def __post_init__(self):
+    config_lib.validate(self)
+
+
+# What may differ between a run and its continuation: it changes no number
+# beyond rounding.
+RESUMABLE = ('name', 'evaluation', 'mesh', 'checkpoint', 'log')
