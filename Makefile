@@ -11,7 +11,7 @@ PYTEST_ARGS ?= -n 2 --dist=loadfile
 # and call train.py). Unsaid, JAX would look for a TPU, at length.
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: train twins test lint format clean
+.PHONY: train twins test test-fast lint format clean
 
 # XLA takes fresh memory for every result. In large pages, where Linux and glibc
 # can, a CPU spends much less time on their first touch.
@@ -28,6 +28,14 @@ twins: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# At every save: what is quick to compile, and a whole run of the loop.
+FAST := tests/routing tests/losses tests/layers tests/test_config.py \
+  tests/test_cli.py tests/test_imports.py \
+  tests/extension/test_extension.py::test_a_task
+
+test-fast: $(STAMP)
+	$(BIN)/python -m pytest $(PYTEST_ARGS) $(FAST)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -6,7 +6,6 @@ import jax
 from mod_jax import cli
 from mod_jax import tasks
 from mod_jax.errors import UserError
-from mod_jax.layers.mode import RoutingMode
 from mod_jax.train import evaluation
 
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run.')
@@ -53,8 +52,8 @@ def _sample(task, trained):
       f' {", ".join(rules) or "no causal rule; leave --rule out"}.'
     )
   if rules:
-    kwargs['mode'] = RoutingMode(
-      rule=_RULE.value or rules[0], overflow=_OVERFLOW.value
+    kwargs['mode'] = language.config.model.routing.mode(
+      _RULE.value or rules[0], overflow=_OVERFLOW.value
     )
   texts = language.sample(
     trained.params,

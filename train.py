@@ -2,7 +2,6 @@
 
 from absl import flags
 import jax
-from ml_collections import config_flags
 
 from mod_jax import cli
 from mod_jax.errors import UserError
@@ -12,8 +11,11 @@ from mod_jax.tasks import phases
 from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train import stop
 
-_CONFIG = config_flags.DEFINE_config_file(
-  'config', None, 'File that builds the experiment, FILE.py[:variant].'
+_CONFIG = flags.DEFINE_string(
+  'config',
+  None,
+  'File that builds the experiment, FILE.py[:variant]; --config.FIELD=VALUE'
+  ' changes a field of it.',
 )
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run.')
 _SWEEP = flags.DEFINE_multi_string(

@@ -48,9 +48,7 @@ def load(path: str, variant: str, seed: str) -> ExperimentConfig:
   root = pathlib.Path(__file__).resolve().parents[1] / 'configs'
   module = config_lib.sibling(root / path, pathlib.Path(path).stem)
   variant = 'tiny' if _TINY.value else variant
-  config = config_lib.from_config_dict(
-    ExperimentConfig, module.get_config(variant)
-  )
+  config = module.get_config(variant)
   return config_lib.replace(config, {'seed': int(seed)})
 
 
@@ -178,7 +176,7 @@ def main(_):
   dense = {
     seed: {
       'accuracy': seed.metrics['accuracy'],
-      'gmacs': flops.macs(seed.config.model) / 1e9,
+      'gmacs': flops.published_macs(seed.config.model) / 1e9,
     }
     for seed in seeds
   }

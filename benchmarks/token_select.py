@@ -2,9 +2,9 @@
 
     python benchmarks/token_select.py
 
-Top-k of a routed block's scores, the gather of the chosen tokens and the gated
-scatter-add of their updates, by each backend that runs here, in turn in one
-run. Moves are timed with their gradients, as in a training step, and stand
+Top-k of a routed block's scores by each backend that runs here, the gather of
+the chosen tokens and the scatter-add of their updates, in turn in one run.
+Moves are timed with their gradients, as in a training step, and stand
 beside a forward and backward pass of the whole block; and everything beside the
 least time for the bytes that have to be read and written, at the speed of a
 copy in the same run. A call of any function waits for the device, so small ones
@@ -28,8 +28,6 @@ from mod_jax.layers.routed import Layer
 from mod_jax.layers.routed import LayerConfig
 from mod_jax.layers.routed import MoDConfig
 from mod_jax.layers.token_info import TokenInfo
-from mod_jax_kernels.token_move import gather_tokens
-from mod_jax_kernels.token_move import scatter_add_tokens
 from mod_jax_kernels.token_select import token_select
 
 _BATCH = flags.DEFINE_integer('batch', None, 'Sequences.')
@@ -116,7 +114,6 @@ def calls(setting, k: int) -> dict:
   update_BKD, dy_BKD = (
     jax.random.normal(next(keys), (batch, k, width), dtype) for _ in '12'
   )
-  gate_BK = jax.random.normal(next(keys), (batch, k))
   score_BL = jax.random.normal(next(keys), (batch, length))
   index_BK, _ = jax.jit(routing.select_tokens, static_argnums=1)(score_BL, k)
   row = width * x_BLD.dtype.itemsize * batch
@@ -131,21 +128,16 @@ def calls(setting, k: int) -> dict:
     )
     num_bytes[f'select_{name}'] = 4 * batch * (length + k)
 
-  for name in ('xla', *(kernel for kernel in kernels if kernel == 'triton')):
-    gather = with_gradients(
-      lambda x, name=name: gather_tokens(x, index_BK, name)
-    )
-    scatter = with_gradients(
-      lambda x, u, g, name=name: scatter_add_tokens(x, index_BK, u, g, name)
-    )
-    functions[f'gather_{name}'] = lambda f=gather: f(x_BLD, dy_BKD)
-    functions[f'scatter_add_{name}'] = lambda f=scatter: f(
-      x_BLD, update_BKD, gate_BK, dy_BLD
-    )
-    # Rows there and, in the gradient, back into zeros.
-    num_bytes[f'gather_{name}'] = row * (2 * k + k + length)
-    # Forwards to a new array; backwards the gradient of x is there already.
-    num_bytes[f'scatter_add_{name}'] = row * (2 * length + k + 3 * k)
+  gather = with_gradients(lambda x: routing.gather_tokens(x, index_BK))
+  scatter = with_gradients(
+    lambda x, u: routing.scatter_add_tokens(x, index_BK, u)
+  )
+  functions['gather'] = lambda: gather(x_BLD, dy_BKD)
+  functions['scatter_add'] = lambda: scatter(x_BLD, update_BKD, dy_BLD)
+  # Rows there and, in the gradient, back into zeros.
+  num_bytes['gather'] = row * (2 * k + k + length)
+  # Forwards to a new array; backwards the gradient of x is there already.
+  num_bytes['scatter_add'] = row * (2 * length + k + 2 * k)
 
   copy = jax.jit(lambda x: x + 1)
   functions['copy'] = lambda: copy(x_BLD)
@@ -171,21 +163,14 @@ def main(_):
     for name in functions
     if name not in ('block', 'copy')
   }
-  together = {'sort': ('sort', 'xla', 'xla'), 'xla': ('xla',) * 3}
-  for kernel in _KERNELS.get(jax.default_backend(), ()):
-    moves = 'triton' if kernel == 'triton' else 'xla'
-    together[kernel] = kernel, moves, moves
-  parts = 'select', 'gather', 'scatter_add'
+  names = [n.removeprefix('select_') for n in share if n.startswith('select_')]
   results = {
     'settings': {**setting, 'k': k},
     'median_seconds': median,
     'share_of_block_step': share,
     'share_of_all_three': {
-      name: sum(
-        share[f'{part}_{backend}']
-        for part, backend in zip(parts, backends, strict=True)
-      )
-      for name, backends in together.items()
+      name: share[f'select_{name}'] + share['gather'] + share['scatter_add']
+      for name in names
     },
     'copy_bytes_per_second': speed,
     'floor_seconds': {

@@ -44,7 +44,7 @@ def load(variant: str) -> ExperimentConfig:
   root = pathlib.Path(__file__).resolve().parents[1]
   module = config_lib.sibling(root / 'configs/vit/digits.py', 'digits')
   name = (variant + _SUFFIX.value).strip('_')
-  return config_lib.from_config_dict(ExperimentConfig, module.get_config(name))
+  return module.get_config(name)
 
 
 def run(variant: str, seed: str, init: str | None = None) -> dict:
@@ -58,7 +58,7 @@ def run(variant: str, seed: str, init: str | None = None) -> dict:
     'workdir': workdir,
     'before': None if before is None else before['accuracy'],
     'after': result.metrics['accuracy'],
-    'gmacs': flops.macs(config.model) / 1e9,
+    'gmacs': flops.published_macs(config.model) / 1e9,
     'parameters': flops.num_params(config.model),
   }
 

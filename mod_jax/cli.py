@@ -2,43 +2,29 @@
 
 import contextlib
 import errno
+import importlib.util
 import io
 import logging as python_logging
 import os
 import pathlib
 import re
 import sys
-import traceback
 
 from absl import app
 from absl import flags
 from absl import logging
 import jax
-import ml_collections
-from ml_collections.config_flags import config_flags
 
 from mod_jax import config as config_lib
 from mod_jax import last_words
 from mod_jax.errors import UserError
 
-# How ml_collections starts the message of an error inside a config file.
-_IN_CONFIG_FILE = 'Error whilst parsing config file'
 # What absl's parsers say, and what a person should read instead.
 _PLAIN_WORDS = (
   ('invalid literal for int', 'expected an integer'),
   ('could not convert string to float', 'expected a number'),
   ('Non-boolean argument', 'expected true or false'),
-  ('as a ConfigDict', "expected a group of fields, as {'name': value}"),
-  ('unhashable type', 'expected no lists or groups as names'),
-  ('Exceeds the limit', 'expected a number of fewer digits'),
 )
-# What ml_collections lets through when it cannot read or set a field.
-_OVERRIDE_ERRORS = (
-  *(AttributeError, LookupError, OSError, TypeError, ValueError),
-  *(MemoryError, RecursionError),
-)
-
-
 # What the system may refuse anywhere and nobody can foresee; and the way out.
 _OF_THE_SYSTEM = {
   errno.ENOSPC: 'free some space',
@@ -59,6 +45,9 @@ _OF_THE_SYSTEM = {
 # How TensorStore, which writes the checkpoints, tells of such an error.
 _IN_TENSORSTORE = re.compile(r"\[os_error_code='(\d+)'\]")
 
+
+_OVERRIDE = re.compile(r'--?(no)?config\.([^=]+)(?:=(.*))?', re.DOTALL)
+_overrides = []  # The command line's (path, text), in order.
 
 _DISTRIBUTED = flags.DEFINE_bool(
   'distributed',
@@ -227,22 +216,44 @@ class _Unbroken:
     return getattr(self._stream, name)
 
 
-def load_config(config_dict, cls):
-  """Returns the value of a config flag as an instance of dataclass `cls`.
+def load_config(file, cls):
+  """Returns the experiment of --config, changed by --config.FIELD=VALUE.
 
   Args:
-    config_dict: `FLAGS.config`; None if the flag was not given.
+    file: the value of --config, FILE.py[:variant]; None if it was not given.
     cls: the dataclass that the config file builds, e.g. ExperimentConfig.
 
   Raises:
-    UserError: if there is no config, or a field of it is wrong.
+    UserError: there is no config file, or a field of it is wrong.
   """
-  if config_dict is None:
+  if file is None:
+    if _overrides:
+      raise UserError(
+        f'--config.{_overrides[0][0]} changes a config, but there is none:'
+        ' give --config=FILE.'
+      )
     raise UserError(
       '--config is missing: give a config file such as '
       '--config=configs/lm/mod.py, with :variant if you want one.'
     )
-  return config_lib.from_config_dict(cls, config_dict)
+  name, _, variant = file.partition(':')
+  path = pathlib.Path(name)
+  if not path.is_file():
+    siblings = [str(p) for p in path.parent.glob('*.py')]
+    raise UserError(
+      f'--config={file}: there is no file {name!r}.'
+      + config_lib.nearest(path, siblings)
+    )
+  spec = importlib.util.spec_from_file_location('config_file', path)
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  config = module.get_config(*([variant] if variant else []))
+  if not isinstance(config, cls):
+    raise UserError(
+      f'--config={file}: get_config returned a'
+      f' {type(config).__name__}, expected {cls.__name__}.'
+    )
+  return config_lib.override(config, _overrides)
 
 
 def _one_line(error):
@@ -251,32 +262,10 @@ def _one_line(error):
 
 def _parse_flags(argv):
   """Parses as absl does, but raises UserError for what the user got wrong."""
-  config_files = _config_files(argv)
-  for name, path in config_files.items():
-    _check_file(name, path)
   try:
-    rest = flags.FLAGS(argv)
+    rest = flags.FLAGS(_take_overrides(argv))
   except flags.Error as error:
-    _raise_from_config_file(error)
-    _refuse_stray_overrides(argv, config_files)
-    _refuse_overrides(argv, config_files)
     raise UserError(_in_plain_words(error)) from error
-  except _OVERRIDE_ERRORS as error:
-    if not _raised_by_config_flags(error):
-      raise
-    _refuse_overrides(argv, config_files)
-    if isinstance(error, AttributeError | LookupError):
-      # All fields are there before any override, so one took this one away.
-      path = re.search(r'\(in: (.+)\)', str(error))
-      flag = next(iter(config_files))
-      what = f'--{flag}.{path[1]}' if path else f'--{flag}: {error}'
-      raise UserError(
-        f'{what} is set after its group was given as a whole, without this'
-        ' field: give it there.'
-      ) from error
-    raise UserError(
-      f'an override cannot be read: {_one_line(error)}'
-    ) from error
   if rest[1:]:
     raise UserError(
       f'unexpected argument {rest[1]!r}: flags start with -- and take their '
@@ -285,107 +274,25 @@ def _parse_flags(argv):
   return rest
 
 
-def _config_files(argv):
-  """Returns flag name -> `path[:variant]` for the config flags in `argv`."""
-  found = {}
-  for name in flags.FLAGS:
-    if not config_flags.is_config_flag(flags.FLAGS[name]):
+def _take_overrides(argv):
+  """Keeps what changes a field of the config; returns the other arguments."""
+  _overrides.clear()
+  left = []
+  arguments = iter(argv)
+  for argument in arguments:
+    match = _OVERRIDE.fullmatch(argument)
+    if match is None:
+      left.append(argument)
       continue
-    for i, arg in enumerate(argv):
-      match = re.match(rf'--?{re.escape(name)}(?:=(.*))?$', arg, re.DOTALL)
-      if match and match[1] is not None:
-        found[name] = match[1]
-      elif match and i + 1 < len(argv):
-        found[name] = argv[i + 1]
-  return found
-
-
-def _check_file(name, value):
-  path = pathlib.Path(value.split(':', 1)[0])
-  if path.is_file():
-    return
-  siblings = [str(p) for p in path.parent.glob('*.py')]
-  raise UserError(
-    f'--{name}={value}: there is no file {str(path)!r}.'
-    + config_lib.nearest(path, siblings)
-  )
-
-
-def _raise_from_config_file(error):
-  """Raises what a config file raised, which absl buries in its own error."""
-  if _IN_CONFIG_FILE not in str(error):
-    return
-  chain = []
-  while error is not None:
-    chain.append(error)
-    error = error.__cause__ or error.__context__
-  for buried in chain:
-    # ml_collections copies the type of what it caught, UserError included.
-    if not isinstance(buried, flags.Error) and _IN_CONFIG_FILE not in str(
-      buried
-    ):
-      raise buried
-
-
-def _raised_by_config_flags(error):
-  """Tells a bad override from a bug in the config file's own code."""
-  frames = [
-    frame.f_globals.get('__name__', '')
-    for frame, _ in traceback.walk_tb(error.__traceback__)
-  ]
-  files = {f'{name}_config' for name in flags.FLAGS}
-  return not files.intersection(frames) and any(
-    name.startswith('ml_collections.config_flags') for name in frames
-  )
-
-
-def _overrides(argv, name):
-  """Yields the dotted paths that `--name.path=value` flags set."""
-  for arg in argv:
-    match = re.match(rf'--?(?:no)?{re.escape(name)}\.([^=]+)', arg)
-    if match:
-      yield match[1]
-
-
-def _refuse_stray_overrides(argv, config_files):
-  """Raises for an override of a config that is not on the command line."""
-  for name in flags.FLAGS:
-    if not config_flags.is_config_flag(flags.FLAGS[name]):
-      continue
-    for path in _overrides(argv, name):
-      if name not in config_files:
-        raise UserError(
-          f'--{name}.{path} changes a config, but there is none: give '
-          f'--{name}=FILE before it.'
-        )
-
-
-def _refuse_overrides(argv, config_files):
-  """Raises for the first override that does not fit its config.
-
-  The file is read once more for this, since ml_collections drops what it has
-  read when an override fails, and its message has no dotted path.
-  """
-  for name, value in config_files.items():
-    config = flags.FLAGS[name].parser.parse(value)
-    for path in _overrides(argv, name):
-      _check_override(config, name, path)
-
-
-def _check_override(config, name, path):
-  holder, seen = config, name
-  for part in path.split('.'):
-    if holder is None:
-      raise UserError(f'--{name}.{path}: {seen} is None and has no {part!r}.')
-    if not isinstance(holder, ml_collections.ConfigDict):
-      raise UserError(
-        f'--{name}.{path}: {seen} is {holder!r} and has no {part!r}.'
-      )
-    if part not in holder:
-      fields = ', '.join(holder)
-      near = config_lib.nearest(part, holder) or f' Its fields are {fields}.'
-      raise UserError(f'--{name}.{path}: {seen} has no field {part!r}.{near}')
-    holder, seen = holder[part], f'{seen}.{part}'
+    negated, path, text = match.groups()
+    if negated:
+      text = 'false'
+    elif text is None:
+      text = next(arguments, None)
+    if text is None:
+      raise UserError(f'{argument}: expected a value, as in {argument}=VALUE.')
+    _overrides.append((path, text))
+  return left
 
 
 def _in_plain_words(error):

@@ -1,4 +1,4 @@
-"""Frozen dataclasses to ConfigDict, JSON and back; knows no model.
+"""Frozen dataclasses from command lines, to JSON and back; knows no model.
 
 A config is a frozen, keyword-only dataclass whose `__post_init__` calls
 `validate(self)`. Its fields are bool, int, float, str, `Literal` choices,
@@ -9,10 +9,13 @@ below; what depends on several fields is for `__post_init__` to check.
 
 import ast
 import collections.abc
+import contextlib
 import dataclasses
 import difflib
 import functools
+import importlib
 import importlib.util
+import inspect
 import json
 import math
 import operator
@@ -20,10 +23,6 @@ import pathlib
 import types
 import typing
 from typing import Annotated
-
-from absl import flags
-import ml_collections
-from ml_collections import config_flags
 
 from mod_jax.errors import UserError
 
@@ -76,7 +75,7 @@ class Range:
 
 # Sizes are generous, but nothing that is made of so many takes for ever, and
 # products of a few of them fit 64 bits.
-Size = Annotated[int, Range(ge=1, le=2**20)]  # Of an axis of an array.
+Size = Annotated[int, Range(ge=1, le=2**20)]  # The size of an array's axis.
 Width = Annotated[int, Range(ge=1, le=2**17)]  # Features, which FFNs multiply.
 Count = Annotated[int, Range(ge=0, le=10**9)]  # Such as steps; fits int32.
 PositiveCount = Annotated[int, Range(ge=1, le=10**9)]
@@ -88,12 +87,13 @@ Seed = Annotated[int, Range(ge=0, le=2**31 - 1)]
 Workers = Annotated[int, Range(ge=0, le=1024)]  # Threads or processes.
 Positive = Annotated[float, Range(gt=0)]
 Factor = Annotated[float, Range(gt=0, le=1000)]  # On activations.
-Weight = Annotated[float, Range(ge=0, le=10**6)]  # Of a loss and the like.
+Weight = Annotated[float, Range(ge=0, le=10**6)]  # Of a loss.
 Fraction = Annotated[float, Range(gt=0, le=1)]  # A part that is never nothing.
 Proper = Annotated[float, Range(gt=0, lt=1)]  # Nor everything.
 Probability = Annotated[float, Range(ge=0, le=1)]
 BelowOne = Annotated[float, Range(ge=0, lt=1)]
-# Of a moving average; from here on float32 soon makes it 1, which never moves.
+# The decay of a moving average. A larger one soon rounds to 1 in float32, with
+# which an average never moves.
 Decay = Annotated[float, Range(ge=0, le=0.999999)]
 # Added to what is divided by; its square root and inverse are finite.
 Epsilon = Annotated[float, Range(ge=1e-30)]
@@ -151,8 +151,52 @@ def _bare(hint):
 
 
 def _classes(hint):
-  """Returns the dataclasses among the alternatives of an annotation."""
-  return tuple(m for m in _members(hint) if dataclasses.is_dataclass(m))
+  """Returns the dataclasses that an annotation allows.
+
+  An abstract one stands for all its subclasses that are there.
+  """
+  classes = []
+  for member in filter(dataclasses.is_dataclass, _members(hint)):
+    if inspect.isabstract(member):
+      classes += _concrete(member)
+    else:
+      classes.append(member)
+  return tuple(classes)
+
+
+def _concrete(cls):
+  for sub in cls.__subclasses__():
+    if not inspect.isabstract(sub):
+      yield sub
+    yield from _concrete(sub)
+
+
+def _is_open(hint):
+  """Whether an annotation allows classes that nobody has heard of yet."""
+  members = filter(dataclasses.is_dataclass, _members(hint))
+  return any(map(inspect.isabstract, members))
+
+
+def _tag_of(cls, hint):
+  """Returns what a class is called in saved configs: its name, and if it is not
+  ours also its module.
+  """
+  if _is_open(hint) and cls.__module__.split('.')[0] != __name__.split('.')[0]:
+    return f'{cls.__module__}:{cls.__qualname__}'
+  return cls.__name__
+
+
+def _import_class(kind, hint):
+  """Returns the class that `module:Class` names, or None if it does not fit."""
+  module, _, name = kind.partition(':')
+  try:
+    cls = getattr(importlib.import_module(module), name)
+  except (ImportError, AttributeError, ValueError):
+    return None
+  fits = isinstance(cls, type) and issubclass(
+    cls, tuple(filter(inspect.isabstract, _members(hint)))
+  )
+  return cls if fits else None
 
 
 def _unsupported(hint):
@@ -224,9 +268,16 @@ def _matches(value, hint):
   raise _unsupported(hint)
 
 
-def _refusal(path, value, hint):
-  """Returns the UserError for a value that its annotation does not allow."""
-  for member in _members(hint):
+def _refusal(path, value, hint, shown=None):
+  """Returns the UserError for a value that its annotation does not allow.
+
+  Args:
+    path: of the field.
+    value: that it was to have.
+    hint: the annotation.
+    shown: what a person wrote for the value.
+  """
+  for member in _members(hint) if shown is None else ():
     if typing.get_origin(member) is tuple and isinstance(value, tuple):
       # The first element that is wrong tells more than all together.
       for i, arg in enumerate(_arguments(member, value)):
@@ -242,7 +293,7 @@ def _refusal(path, value, hint):
   if _is_number(value) and not _fits_float32(value):
     near = ' Models compute in float32, where it must be finite and not 0.'
   try:
-    shown = repr(value)
+    shown = repr(value) if shown is None else shown
   except ValueError:  # Python prints no integer of thousands of digits.
     shown = f'<{type(value).__name__}>'
   if dataclasses.is_dataclass(value):
@@ -275,7 +326,7 @@ def validate(instance):
 
 def _tag(instance, hint):
   """Returns what tells a dataclass apart from the others of its union."""
-  if len(_classes(hint)) < 2:
+  if len(_classes(hint)) < 2 and not _is_open(hint):
     return {}
   cls = type(instance)
   if _TYPE_KEY in _hints(cls):
@@ -283,7 +334,7 @@ def _tag(instance, hint):
       f'{cls.__name__}.{_TYPE_KEY}: a member of a union cannot have a field of '
       'this name, which tells the members apart'
     )
-  return {_TYPE_KEY: cls.__name__}
+  return {_TYPE_KEY: _tag_of(cls, hint)}
 
 
 def _encode(value, hint):
@@ -302,24 +353,6 @@ def _encode(value, hint):
   if typing.get_origin(member) is tuple:
     return tuple(map(_encode, value, _arguments(member, value)))
   return value
-
-
-def _flag_type(hint):
-  """Returns the type, or union of types, that a ConfigDict field shall have."""
-  kinds = set()
-  for member in map(_bare, _members(hint)):
-    if typing.get_origin(member) is typing.Literal:
-      kinds.update(type(choice) for choice in typing.get_args(member))
-    elif dataclasses.is_dataclass(member):
-      kinds.add(ml_collections.ConfigDict)
-    else:
-      kinds.add(typing.get_origin(member) or member)
-  if float in kinds and len(kinds) > 1:
-    # ml_collections casts int to float for plain float fields only.
-    kinds.add(int)
-  # Sorted, because the order of a set of types varies between processes.
-  ordered = sorted(kinds, key=lambda kind: kind.__name__)
-  return functools.reduce(operator.or_, ordered)
 
 
 def read_literal(text):
@@ -341,76 +374,118 @@ def read_literal(text):
     return text
 
 
-class _UnionParser(flags.ArgumentParser):
-  """Reads the command line's text for a field of several possible types."""
+def parse(text, hint):
+  """Returns the value that a text spells for a field of this annotation.
 
-  def __init__(self, flag_type):
-    self.kinds = typing.get_args(flag_type)
-
-  def parse(self, argument):
-    """Returns the value that `argument` spells; other than text is kept."""
-    if not isinstance(argument, str):
-      return argument
-    if argument.lower() == 'none' and _NoneType in self.kinds:
-      return None
-    if argument.lower() in ('true', 'false') and bool in self.kinds:
-      return argument.lower() == 'true'
-    literal = read_literal(argument)
-    if isinstance(literal, dict) and ml_collections.ConfigDict in self.kinds:
-      return ml_collections.ConfigDict(literal)
-    if type(literal) in self.kinds and not isinstance(literal, str):
-      return literal
-    if str in self.kinds:
-      return argument
-    if float in self.kinds:
-      try:
-        return float(argument)
-      except ValueError:
-        pass
-    if tuple in self.kinds:
-      return (literal,)
-    raise ValueError(f'expected {self.flag_type()}.')
-
-  def flag_type(self):
-    """Returns what absl's help shows as the type."""
-    names = _NAMES | {
-      tuple: ('a tuple',),
-      ml_collections.ConfigDict: ("a group of fields, as {'name': value}",),
-    }
-    # None last, as people write it.
-    kinds = sorted(self.kinds, key=lambda kind: kind is _NoneType)
-    return ' or '.join(names[kind][0] for kind in kinds)
-
-
-def _typed(value, flag_type):
-  """Wraps a value so that the flags may set it to any of several types."""
-  if len(_members(flag_type)) == 1:
-    return value
-  config_flags.register_flag_parser_for_type(flag_type, _UnionParser(flag_type))
-  return ml_collections.FieldReference(value, field_type=flag_type)
-
-
-def to_config_dict(instance):
-  """Returns a dataclass instance as a nested `ml_collections.ConfigDict`.
-
-  Every field can be overridden by config_flags, e.g.
-  `--config.model.num_layers=4`; those that may be None accept `None` and, where
-  it is their value, anything else that their annotation allows. A field that
-  may hold one of several dataclasses gets an extra key `type`, the class name.
+  As on a command line: strings without quotes, tuples with or without
+  brackets, groups of fields as `{'name': value}`. What is no such value is
+  returned as it is, for `_decode` to refuse.
 
   Args:
-    instance: of a dataclass, as `validate` accepts it.
+    text: what was given.
+    hint: the annotation.
   """
-  config = ml_collections.ConfigDict()
-  for name, hint in _hints(type(instance)).items():
-    value = getattr(instance, name)
-    if dataclasses.is_dataclass(value):
-      encoded = to_config_dict(value)
-      encoded.update(_tag(value, hint))
-    else:
-      encoded = _encode(value, hint)
-    config[name] = _typed(encoded, _flag_type(hint))
-  return config
+  text = text.strip()
+  kinds = {_kind(member) for member in _members(hint)}
+  if text.lower() == 'none' and _NoneType in kinds:
+    return None
+  if text.lower() in ('true', 'false') and bool in kinds:
+    return text.lower() == 'true'
+  if kinds <= {str, _NoneType}:
+    return text
+  value = read_literal(text)
+  if isinstance(value, dict) and dict in kinds:
+    return value
+  if isinstance(value, str) and float in kinds:  # Such as inf.
+    with contextlib.suppress(ValueError):
+      return float(value)
+  if any(_matches(value, member) for member in _members(hint)):
+    return value
+  if str in kinds:
+    return text
+  if tuple in kinds and not isinstance(value, tuple):
+    return (value,)
+  return value
+
+
+def _kind(member):
+  """Returns the type of what an annotation without alternatives allows."""
+  member = _bare(member)
+  if dataclasses.is_dataclass(member):
+    return dict
+  if typing.get_origin(member) is typing.Literal:
+    return type(typing.get_args(member)[0])
+  return typing.get_origin(member) or member
+
+
+def field(instance, path, where=''):
+  """Returns the annotation of a nested dataclass's field, by dotted path.
+
+  Args:
+    instance: of a dataclass.
+    path: such as `model.num_layers`.
+    where: what stands before the path in messages, such as `--config.`.
+
+  Raises:
+    UserError: there is no such field.
+  """
+  holder, seen, hint = instance, where.strip('-.'), None
+  for part in path.split('.'):
+    if not dataclasses.is_dataclass(holder):
+      raise UserError(
+        f'{where}{path}: {seen} is {holder!r} and has no {part!r}.'
+      )
+    hints = _hints(type(holder))
+    if part not in hints:
+      near = nearest(part, hints) or f' Its fields are {", ".join(hints)}.'
+      raise UserError(
+        f'{where}{path}: {seen or type(holder).__name__} has no field'
+        f' {part!r}.{near}'
+      )
+    hint, holder = hints[part], getattr(holder, part)
+    seen = _join(seen, part)
+  return hint
+
+
+def override(instance, texts, where='--config.'):
+  """Returns a copy of a nested dataclass with fields as texts say.
+
+  All are set at once, so that they need only fit each other in the end; a group
+  that is given as a whole comes before fields of it.
+
+  Args:
+    instance: of a dataclass; stays as it is.
+    texts: pairs of a dotted path and what to set the field to, as `parse` reads
+      it.
+    where: what stands before the paths in messages.
+
+  Raises:
+    UserError: there is no such field, or a value that it does not allow.
+  """
+  for path, text in texts:
+    hint = field(instance, path, where)
+    value = parse(text, hint)
+    if isinstance(value, dict):
+      several = len(_classes(hint)) > 1 or _is_open(hint)
+      if several and _TYPE_KEY not in value:
+        names = typing.Literal[tuple(c.__name__ for c in _classes(hint))]
+        raise UserError(
+          f'{where}{path}.{_TYPE_KEY} is missing: say which group of fields is'
+          f' meant, {_describe(names)}.'
+        )
+      value = _decode(value, hint, where + path)
+      instance = replace(instance, {path: value})
+  changes = {}
+  for path, text in texts:
+    hint = field(instance, path, where)
+    value = parse(text, hint)
+    if isinstance(value, dict):
+      continue
+    try:
+      changes[path] = _decode(value, hint, path)
+    except UserError as error:
+      raise _refusal(where + path, value, hint, text) from error
+  return replace(instance, changes)
 
 
 def _join(path, name):
@@ -447,30 +522,27 @@ def _decode_dataclass(cls, mapping, path):
 
 
 def _decode(value, hint, path):
-  """The inverse of `_encode`, which also takes lists and ConfigDicts."""
+  """The inverse of `_encode`, which also takes lists."""
   members, classes = _members(hint), _classes(hint)
-  by_name = {c.__name__: c for c in classes}
-  if isinstance(value, ml_collections.ConfigDict):
-    value = dict(value.items())
-    if len(classes) > 1 and _TYPE_KEY not in value:
-      names = typing.Literal[tuple(by_name)]
-      raise UserError(
-        f'{_join(path, _TYPE_KEY)} is missing: say which group of fields is'
-        f' meant, {_describe(names)}.'
-      )
+  by_name = {_tag_of(c, hint): c for c in classes}
+  several = len(classes) > 1 or _is_open(hint)
   if isinstance(value, list):
     value = tuple(value)
   if isinstance(value, collections.abc.Mapping) and classes:
     # The first class if none is named: then a field can become a union without
     # spoiling configs that were saved before.
     cls = classes[0]
-    if len(classes) > 1 and _TYPE_KEY in value:
+    if several and _TYPE_KEY in value:
       value = dict(value)
       kind = value.pop(_TYPE_KEY)
-      if kind not in tuple(by_name):  # What is asked for may have no hash.
+      cls = None
+      if kind in tuple(by_name):  # What is asked for may have no hash.
+        cls = by_name[kind]
+      elif isinstance(kind, str) and ':' in kind and _is_open(hint):
+        cls = _import_class(kind, hint)
+      if cls is None:
         names = typing.Literal[tuple(by_name)]
         raise _refusal(_join(path, _TYPE_KEY), kind, names)
-      cls = by_name[kind]
     return _decode_dataclass(cls, value, path)
   if len(members) > 1:
     fitting = [m for m in members if _matches(value, m)]
@@ -493,28 +565,27 @@ def _decode(value, hint, path):
   return float(value) if _bare(hint) is float else value
 
 
-def from_config_dict(cls, config_dict):
-  """Returns an instance of dataclass `cls`; the inverse of `to_config_dict`.
+def from_dict(cls, mapping):
+  """Returns an instance of dataclass `cls` with the values of a mapping.
 
   Fields that are absent take the default of their dataclass. Lists are taken
-  for tuples, and integers for floats.
+  for tuples, and integers for floats. A field that may hold one of several
+  dataclasses has a key `type`, the class name.
 
   Args:
     cls: the dataclass.
-    config_dict: a ConfigDict or a mapping.
+    mapping: values by name, those of nested dataclasses being mappings too.
 
   Raises:
     UserError: for an unknown or missing field, a wrong type, a bad choice, or
       whatever the dataclass itself refuses; it names the dotted path.
   """
-  if isinstance(config_dict, ml_collections.ConfigDict):
-    config_dict = dict(config_dict.items())
-  if not isinstance(config_dict, collections.abc.Mapping):
+  if not isinstance(mapping, collections.abc.Mapping):
     raise UserError(
-      f'the config is a {type(config_dict).__name__}: expected a ConfigDict '
-      f'with the fields of {cls.__name__}.'
+      f'the config is a {type(mapping).__name__}: expected the fields of'
+      f' {cls.__name__}.'
     )
-  return _decode_dataclass(cls, config_dict, '')
+  return _decode_dataclass(cls, mapping, '')
 
 
 def to_json(instance):
@@ -537,11 +608,25 @@ def from_json(cls, text):
       f'the saved config is not JSON ({error}): {expected}.'
     ) from error
   try:
-    return from_config_dict(cls, decoded)
+    return from_dict(cls, decoded)
   except (OverflowError, RecursionError) as error:
     raise UserError(
       f'the saved config is no config ({error}): {expected}.'
     ) from error
+
+
+def config_getter(variants):
+  """Returns the `get_config` of a config file, from its table of variants.
+
+  Args:
+    variants: functions that build the experiments, by name; '' is the one that
+      a command line without a name means.
+  """
+
+  def get_config(variant=''):
+    return choose(variant, variants)()
+
+  return get_config
 
 
 def sibling(file, name):
@@ -587,20 +672,26 @@ def replace(instance, changes):
   Raises:
     UserError: for an unknown field or a value that the dataclass refuses.
   """
-  if not dataclasses.is_dataclass(instance):
-    raise UserError(f'{instance!r} has no fields such as {min(changes)!r}.')
+  return _replace(instance, changes, '')
+
+
+def _replace(instance, changes, where):
   own, nested = {}, {}
   for path, value in changes.items():
     first, _, rest = path.partition('.')
-    if first not in _hints(type(instance)):
-      raise UserError(
-        f'{type(instance).__name__} has no field {first!r}.'
-        + nearest(first, _hints(type(instance)))
-      )
+    if not dataclasses.is_dataclass(instance) or (
+      first not in _hints(type(instance))
+    ):
+      field(instance, path, f'{where}.' if where else '')  # Says so.
     if rest:
       nested.setdefault(first, {})[rest] = value
     else:
       own[first] = value
   for name, inner in nested.items():
-    own[name] = replace(own.get(name, getattr(instance, name)), inner)
-  return dataclasses.replace(instance, **own)
+    held = own.get(name, getattr(instance, name))
+    own[name] = _replace(held, inner, _join(where, name))
+  try:
+    return dataclasses.replace(instance, **own)
+  except UserError as error:
+    # The class knows the field and the limit, but not where it stands.
+    raise UserError(f'{where}: {error}' if where else str(error)) from error

@@ -1,15 +1,15 @@
 """How much arithmetic a model does, added up from its layers' own counts.
 
-A multiply-add is 2 FLOPs. A routed block is counted on the k tokens that it
-processes. Training is three forward passes.
+One convention for all models: matrix products only, a multiply-add is 2 FLOPs.
+Causal query-key pairs are counted exactly, and a routed block on the k tokens
+that it processes. Training is three forward passes.
 
-Language models: matrix products only; causal query-key pairs are counted
-exactly. Vision models follow the convention of published tables, which count
-multiply-accumulates and call them FLOPs: patch embedding, all linear maps, QKᵀ
-and AV once each, and 5 per element of a layer norm. `macs` is that number, and
-`forward` twice that.
+Beside it stands `published_macs`, what tables of vision transformers call
+FLOPs: multiply-accumulates of the same products, and 5 for each element that a
+layer norm reads.
 """
 
+from collections.abc import Mapping
 import math
 
 import jax
@@ -28,13 +28,22 @@ def forward(config, length: int | None = None) -> int:
   Raises:
     UserError: a language model without a length.
   """
+  return sum(map(products, _table(config, length)))
+
+
+def products(parts: Mapping[str, int]) -> int:
+  """Returns the FLOPs of a layer, from its parts: without its norms."""
+  return sum(count for name, count in parts.items() if name != 'norm')
+
+
+def published_macs(config, length: int | None = None) -> int:
+  """Returns what published tables have for a forward pass, norms included."""
+  return sum(sum(parts.values()) for parts in _table(config, length)) // 2
+
+
+def _table(config, length):
   table = config.flops_table(*_arguments(config, length))
-  return sum(sum(parts.values()) for _, parts in table)
-
-
-def macs(config, length: int | None = None) -> int:
-  """Returns the multiply-accumulates of a forward pass: half the FLOPs."""
-  return forward(config, length) // 2
+  return [parts for _, parts in table]
 
 
 def train(config, length: int | None = None) -> int:
@@ -66,9 +75,7 @@ def num_params(config) -> int:
 def _arguments(config, length):
   if length is not None:
     return (length,)
-  # An image's size stands in the config; what is built on a language model has
-  # it as its backbone.
-  if isinstance(getattr(config, 'backbone', config), LMConfig):
+  if isinstance(config, LMConfig):  # An image's size stands in the config.
     raise UserError(
       f'{type(config).__name__} without a length: the cost of a language model'
       ' depends on how many tokens it reads; pass length=….'
@@ -95,26 +102,25 @@ def report(config, length: int | None = None) -> str:
   for _, parts in table:
     names += [name for name in parts if name not in names]
   names = [n for n in names if any(parts.get(n) for _, parts in table)]
+  names = [n for n in names if n != 'norm']
 
   def line(first, cells):
     return first.ljust(18) + ''.join(str(cell).rjust(12) for cell in cells)
 
-  one, convention = 'image', 'the published convention, times two'
-  if length is not None:
-    one, convention = 'sequence', 'multiply-add = 2'
+  one = 'image' if length is None else 'sequence'
   of = config.num_tokens if length is None else length
   lines = [
     f'FLOPs of a forward pass over one {one} of {of} tokens'
-    f' ({convention}), in MFLOPs',
+    ' (matrix products, multiply-add = 2), in MFLOPs',
     line('layer', [*names, 'total', 'dense']),
   ]
   for layer, parts in table:
     cells = [f'{parts.get(n, 0) / 1e6:,.2f}' for n in names]
-    twin = sum(dense.get(layer.split()[0], {}).values())
+    twin = products(dense.get(layer.split()[0], {}))
     lines.append(
       line(
         layer,
-        [*cells, f'{sum(parts.values()) / 1e6:,.2f}', f'{twin / 1e6:,.2f}'],
+        [*cells, f'{products(parts) / 1e6:,.2f}', f'{twin / 1e6:,.2f}'],
       )
     )
   cells = [f'{sum(p.get(n, 0) for _, p in table) / 1e6:,.2f}' for n in names]
@@ -136,7 +142,12 @@ def report(config, length: int | None = None) -> str:
     f'training step       {3 * total:.4e} FLOPs per {one}'
     f' (dense twin {3 * dense_total:.4e})',
   ]
-  if length is not None:
+  if length is None:
+    lines.append(
+      f'published GMACs     {published_macs(config) / 1e9:.4f}, as tables have'
+      ' it: norms count too'
+    )
+  else:
     lines.append(
       f'6ND                 {6 * params * length:.4e} FLOPs per sequence'
       ' (all parameters; knows neither attention pairs nor routing)'

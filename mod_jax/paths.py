@@ -7,6 +7,7 @@ appears whole when its writer closes it.
 
 import contextlib
 import os
+import pathlib
 import uuid
 
 from etils import epath
@@ -57,13 +58,28 @@ def write_bytes(path, data: bytes) -> None:
   if is_remote(path):
     path.write_bytes(data)
     return
+  with replacing(path) as file:
+    file.write(data)
+
+
+@contextlib.contextmanager
+def replacing(path):
+  """Opens a file of this machine that appears whole, or not at all.
+
+  Args:
+    path: of the file; missing directories are made.
+
+  Yields:
+    A binary file to write to. What was at the path stays if writing fails.
+  """
+  path = pathlib.Path(path)
   path.parent.mkdir(parents=True, exist_ok=True)
   # In the same directory, so that the replacement is one rename; a plain open
   # leaves the permissions to the umask, as tempfile does not.
   partial = path.with_name(f'.{path.name}.{uuid.uuid4().hex}.tmp')
   try:
     with open(partial, 'wb') as file:
-      file.write(data)
+      yield file
       file.flush()
       os.fsync(file.fileno())
     os.replace(partial, path)

@@ -8,6 +8,7 @@ import re
 from typing import Any
 
 from flax import traverse_util
+import jax
 import jax.numpy as jnp
 
 from mod_jax.errors import UserError
@@ -23,6 +24,18 @@ def flatten(tree) -> dict[str, Any]:
 def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
   """Returns the nested dictionary; the inverse of `flatten`."""
   return traverse_util.unflatten_dict(dict(flat), sep='/')
+
+
+def by_path(tree) -> dict[str, Any]:
+  """Returns the leaves of any tree by path, structs counting as dictionaries.
+
+  In the tree's order.
+  """
+  leaves = jax.tree_util.tree_leaves_with_path(tree)
+  return {
+    jax.tree_util.keystr(path, simple=True, separator='/'): leaf
+    for path, leaf in leaves
+  }
 
 
 def merge(

@@ -39,16 +39,13 @@ hypothesis.settings.load_profile('mod_jax')
 @pytest.fixture(scope='session')
 def load_config_file():
   """Returns a function (path, variant='') -> ExperimentConfig."""
-  from mod_jax import config as config_lib
-  from mod_jax.tasks.experiment import ExperimentConfig
 
   def load(path, variant=''):
     path = pathlib.Path(__file__).parents[1] / path
     spec = importlib.util.spec_from_file_location('config_file', path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    config = module.get_config(variant) if variant else module.get_config()
-    return config_lib.from_config_dict(ExperimentConfig, config)
+    return module.get_config(variant) if variant else module.get_config()
 
   return load
 

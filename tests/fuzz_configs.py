@@ -28,18 +28,15 @@ import time
 import traceback
 import types
 import typing
-import unittest.mock
 
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 
 from absl import flags  # noqa: E402
 from flax import linen as nn  # noqa: E402
 import jax  # noqa: E402
-from ml_collections import config_flags  # noqa: E402
 
 from mod_jax import cli  # noqa: E402
 from mod_jax import config as config_lib  # noqa: E402
-from mod_jax.errors import UserError  # noqa: E402
 from mod_jax.sweeps import grid  # noqa: E402
 from mod_jax.tasks import make_task  # noqa: E402
 from mod_jax.tasks import phases  # noqa: E402
@@ -100,7 +97,8 @@ def _plausible(rng, hint):
   hint = rng.choice(_members(hint))
   origin, args = typing.get_origin(hint), typing.get_args(hint)
   if dataclasses.is_dataclass(hint):
-    hints = typing.get_type_hints(hint, include_extras=True)
+    hint = rng.choice(config_lib._classes(hint))  # Of an abstract one, any.
+    hints = config_lib._hints(hint)
     names = rng.sample(list(hints), min(len(hints), rng.randrange(3)))
     fields = {name: _plausible(rng, hints[name]) for name in names}
     return fields | ({'type': hint.__name__} if rng.random() < 0.8 else {})
@@ -130,9 +128,7 @@ def _plausible(rng, hint):
 
 def _fields(instance, path=''):
   """Yields the dotted path and the annotation of every field, at any depth."""
-  for name, hint in typing.get_type_hints(
-    type(instance), include_extras=True
-  ).items():
+  for name, hint in config_lib._hints(type(instance)).items():
     value = getattr(instance, name)
     yield f'{path}{name}', hint
     if dataclasses.is_dataclass(value):
@@ -147,22 +143,8 @@ def _bases():
     spec = importlib.util.spec_from_file_location('a_config', file)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    choose = config_lib.choose
-    tables = []
-
-    def seen(name, table, *args, tables=tables, choose=choose):
-      tables.append(table)
-      return choose(name, table, *args)
-
-    with (
-      unittest.mock.patch.object(config_lib, 'choose', seen),
-      contextlib.suppress(UserError),
-    ):
-      module.get_config('no such variant')
-    for variant in dict.fromkeys(('', *tables[0])):
-      config = config_lib.from_config_dict(
-        ExperimentConfig, module.get_config(variant)
-      )
+    for variant in module.VARIANTS:
+      config = module.get_config(variant)
       found.append((file, variant, config))
   return found
 
@@ -191,13 +173,13 @@ def _draw(rng) -> tuple[str, ...]:
 @contextlib.contextmanager
 def _own_flags():
   """Defines what train.py does, and takes it away again."""
-  config = config_flags.DEFINE_config_file('config', None, 'The experiment.')
+  config = flags.DEFINE_string('config', None, 'The experiment.')
   sweep = flags.DEFINE_multi_string('sweep', [], 'Fields and values.')
   try:
     yield config, sweep
   finally:
     for name in list(flags.FLAGS):
-      if name in ('config', 'sweep') or name.startswith('config.'):
+      if name in ('config', 'sweep'):
         delattr(flags.FLAGS, name)
     flags.FLAGS.unparse_flags()
 
@@ -221,8 +203,6 @@ def _run(argv) -> str:
   try:
     with (
       _own_flags() as (config, sweep),
-      # Where config flags look for what is to be overridden.
-      unittest.mock.patch.object(sys, 'argv', list(argv)),
       contextlib.redirect_stderr(err),
       contextlib.suppress(SystemExit),
     ):

@@ -1,5 +1,6 @@
 """The kernels' benchmarks run, at sizes that measure nothing."""
 
+import json
 import os
 import pathlib
 import subprocess
@@ -23,7 +24,7 @@ CASES = {
   'token_select': (
     ('batch=1', 'length=64', 'width=64'),
     (),
-    ('select_xla', 'select_sort', 'gather_xla', 'scatter_add_xla'),
+    ('select_xla', 'select_sort', "'gather'", "'scatter_add'"),
   ),
 }
 
@@ -49,16 +50,14 @@ def test_runs_on_a_cpu(script):
 
 
 @pytest.mark.slow
-def test_recipes_are_trained_once(tmp_path):
+def test_a_recipe_is_trained(tmp_path):
   args = ('tiny', f'workdir={tmp_path}', 'runs=^gate/raw/0$')
   out = run('routing_recipe', *args)
   rows = [line for line in out.splitlines() if line.startswith('| ')]
-  (raw,) = (row for row in rows if row.startswith('| raw | 1 | '))
+  assert sum(row.startswith('| raw | 1 | ') for row in rows) == 1
   assert (tmp_path / 'results.png').stat().st_size > 1000
-  # A second time there is nothing left to train, and the numbers stand.
-  before = (tmp_path / 'results.jsonl').read_bytes()
-  assert raw in run('routing_recipe', *args)
-  assert (tmp_path / 'results.jsonl').read_bytes() == before
+  (line,) = (tmp_path / 'results.jsonl').read_text().splitlines()
+  assert json.loads(line)['run'] == 'gate/raw/0'
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ from typing import Literal
 
 import hypothesis
 from hypothesis import strategies as st
-import ml_collections
 import pytest
 
 from mod_jax import config
@@ -234,14 +233,12 @@ class TestRanges:
 
   def test_the_dotted_path_is_named(self):
     values = {'each': [0.5, 2], 'share': 0.5}
-    message = refusal(config.from_config_dict, Ranges, values)
+    message = refusal(config.from_dict, Ranges, values)
     assert message.startswith('each')
     assert 'in (0, 1]' in message
 
-  def test_go_through_flags_and_json(self):
+  def test_go_through_json(self):
     ranges = Ranges(heads=2, mesh=(1, 2), each=(0.5, 1), weight=1)
-    as_dict = config.to_config_dict(ranges)
-    assert config.from_config_dict(Ranges, as_dict) == ranges
     assert config.from_json(Ranges, config.to_json(ranges)) == ranges
     assert config.to_json(Ranges(weight=1)) == config.to_json(
       Ranges(weight=1.0)
@@ -249,16 +246,6 @@ class TestRanges:
 
 
 class TestRoundTrip:
-  @pytest.mark.parametrize('experiment', EXAMPLES)
-  def test_config_dict(self, experiment):
-    as_dict = config.to_config_dict(experiment)
-    assert isinstance(as_dict, ml_collections.ConfigDict)
-    assert config.from_config_dict(Experiment, as_dict) == experiment
-    # As config_flags hands it over, and as a plain dictionary.
-    as_dict.lock()
-    assert config.from_config_dict(Experiment, as_dict) == experiment
-    assert config.from_config_dict(Experiment, as_dict.to_dict()) == experiment
-
   @pytest.mark.parametrize('experiment', EXAMPLES)
   def test_json(self, experiment):
     text = config.to_json(experiment)
@@ -286,36 +273,23 @@ class TestRoundTrip:
   def test_every_value_comes_back(self, **values):
     lm = LM(**values)
     assert config.from_json(LM, config.to_json(lm)) == lm
-    as_dict = config.to_config_dict(lm)
-    assert config.from_config_dict(LM, as_dict) == lm
 
   def test_union_carries_the_class_and_others_do_not(self):
-    as_dict = config.to_config_dict(RICH)
-    assert as_dict.model.type == 'LM'
-    assert 'type' not in as_dict
-    assert 'type' not in as_dict.model.routing
+    decoded = json.loads(config.to_json(RICH))
+    assert decoded['model']['type'] == 'LM'
+    assert 'type' not in decoded
+    assert 'type' not in decoded['model']['routing']
 
   def test_union_without_a_class_is_its_first(self):
     saved_before_the_union = {'steps': 1, 'model': {'width': 8}}
-    back = config.from_config_dict(Experiment, saved_before_the_union)
+    back = config.from_dict(Experiment, saved_before_the_union)
     assert back.model == LM(width=8)
 
   def test_absent_fields_take_their_default(self):
-    assert config.from_config_dict(LM, {'width': 8}) == LM(width=8)
-
-  def test_fields_can_be_set_in_a_config_file(self):
-    as_dict = config.to_config_dict(Experiment(steps=1)).lock()
-    as_dict.model.kv_heads = 3
-    as_dict.model.rate = 0.5
-    as_dict.model.clip = 2
-    as_dict.model.routing = config.to_config_dict(Routing(gate='sigmoid'))
-    as_dict.model.routing.capacity = 1
-    assert config.from_config_dict(Experiment, as_dict).model == LM(
-      kv_heads=3, rate=0.5, clip=2, routing=Routing(capacity=1, gate='sigmoid')
-    )
+    assert config.from_dict(LM, {'width': 8}) == LM(width=8)
 
 
-class TestFromConfigDict:
+class TestFromDict:
   @pytest.mark.parametrize(
     ('change', 'message'),
     [
@@ -358,37 +332,21 @@ class TestFromConfigDict:
     ],
   )
   def test_refusal_names_the_dotted_path(self, change, message):
-    values = config.to_config_dict(RICH).to_dict()
+    values = json.loads(config.to_json(RICH))
     for path, value in change.items():
       *groups, name = path.split('.')
       holder = values
       for group in groups:
         holder = holder[group]
       holder[name] = value
-    assert refusal(config.from_config_dict, Experiment, values) == message
-
-  def test_a_group_on_the_command_line_says_which_it_is(self):
-    """Unlike in JSON: there it may be of before there was a choice."""
-    for group in ({}, {'width': 8}):
-      as_dict = config.to_config_dict(RICH)
-      as_dict.model = ml_collections.ConfigDict(group)
-      assert refusal(config.from_config_dict, Experiment, as_dict) == (
-        'model.type is missing: say which group of fields is meant, one of'
-        " 'LM', 'ViT'."
-      )
-    as_dict.model = ml_collections.ConfigDict({'type': ['LM']})
-    message = refusal(config.from_config_dict, Experiment, as_dict)
-    assert message.startswith("model.type=['LM']: expected one of 'LM', 'ViT'")
-    as_dict.model = ml_collections.ConfigDict({'type': 'ViT', 'patch': 8})
-    read = config.from_config_dict(Experiment, as_dict)
-    assert read.model == ViT(patch=8)
+    assert refusal(config.from_dict, Experiment, values) == message
 
   def test_refuses_a_missing_field_without_default(self):
-    message = refusal(config.from_config_dict, Experiment, {})
+    message = refusal(config.from_dict, Experiment, {})
     assert message == 'steps is missing: expected an integer.'
 
   def test_refuses_what_is_no_group_of_fields(self):
-    message = refusal(config.from_config_dict, Experiment, None)
+    message = refusal(config.from_dict, Experiment, None)
     assert 'the config is a NoneType' in message
 
   @pytest.mark.parametrize('text', ['', '{', '[]', '3'])
@@ -406,9 +364,82 @@ def test_a_member_of_a_union_may_not_have_a_field_type():
     model: Typed | ViT = Typed()
 
   # The hints of local classes cannot be found by name: they are objects here.
-  for convert in (config.to_json, config.to_config_dict):
-    with pytest.raises(TypeError, match='cannot have a field of this name'):
-      convert(Holder())
+  with pytest.raises(TypeError, match='cannot have a field of this name'):
+    config.to_json(Holder())
+
+
+class TestOverride:
+  """What `--config.path=text` does."""
+
+  @pytest.mark.parametrize(
+    ('path', 'text', 'value'),
+    [
+      ('num_layers', '3', 3),
+      ('rate', '.5', 0.5),
+      ('rate', '2', 2.0),
+      ('tied', 'False', False),
+      ('kv_heads', 'none', None),
+      ('path', '123', '123'),
+      ('path', 'None', None),
+      ('capacities', '1,.2', (1.0, 0.2)),
+      ('capacities', '.25', 0.25),
+      ('mesh', '4', (4,)),
+      ('mesh', '()', ()),
+      ('stages', '((0,1),(5,.5))', ((0, 1.0), (5, 0.5))),
+      ('pair', "'b',2", ('b', 2)),
+      ('dtype', 'bfloat16', 'bfloat16'),
+      ('order', '2', 2),
+      ('routing', 'None', None),
+      ('routing', "{'gate': 'sigmoid'}", Routing(gate='sigmoid')),
+    ],
+  )
+  def test_values(self, path, text, value):
+    changed = config.override(LM(routing=Routing()), [(path, text)])
+    assert changed == dataclasses.replace(
+      LM(routing=Routing()), **{path: value}
+    )
+    assert type(getattr(changed, path)) is type(value)
+
+  def test_fields_are_set_at_once(self):
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Heads:
+      width: int = 4
+      heads: int = 2
+
+      def __post_init__(self):
+        if self.width % self.heads:
+          raise UserError('width does not divide.')
+
+    changed = config.override(Heads(), [('width', '9'), ('heads', '3')])
+    assert changed == Heads(width=9, heads=3)
+
+  def test_a_group_and_then_its_fields(self):
+    texts = [('model', "{'type': 'ViT'}"), ('model.patch', '8')]
+    for order in (texts, texts[::-1]):
+      changed = config.override(EXAMPLES[2], order)
+      assert changed.model == ViT(patch=8)
+    # Unlike in JSON, where it may be of before there was a choice.
+    for text in ('{}', "{'width': 8}"):
+      assert refusal(config.override, RICH, [('model', text)]) == (
+        '--config.model.type is missing: say which group of fields is meant,'
+        " one of 'LM', 'ViT'."
+      )
+
+  @pytest.mark.parametrize(
+    ('path', 'text', 'message'),
+    [
+      ('model.width', 'x', '--config.model.width=x: expected an integer.'),
+      ('model.mesh', '1,x', 'mesh=1,x: expected a tuple of integers.'),
+      ('model.width.x', '1', 'config.model.width is 64 and has no'),
+      ('model.zzz', '1', "config.model has no field 'zzz'. Its fields are"),
+      ('model', '{}x', '--config.model={}x: expected LM or ViT.'),
+      ('model', "{'type': []}", 'config.model.type=[]: expected one of'),
+      ('model.routing.capacity', '2', 'model.routing: capacity=2.0: expected'),
+      ('model.width', '-' * 9000, '...: expected an integer.'),
+    ],
+  )
+  def test_refusals(self, path, text, message):
+    assert message in refusal(config.override, RICH, [(path, text)])
 
 
 class TestDiff:
@@ -467,7 +498,9 @@ def test_literals(text, value):
 def test_a_group_that_is_none_has_no_fields():
   changes = {'model.routing.capacity': 0.5}
   message = refusal(config.replace, Experiment(steps=1), changes)
-  assert message == "None has no fields such as 'capacity'."
+  assert message == (
+    "model.routing.capacity: model.routing is None and has no 'capacity'."
+  )
 
 
 def test_nearest():

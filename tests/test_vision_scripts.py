@@ -180,7 +180,7 @@ def folders(tmp_path_factory):
     'from mod_jax.models.vit import ViTConfig\n'
     'from mod_jax.tasks.experiment import ExperimentConfig\n'
     'def get_config():\n'
-    '  return config.to_config_dict(ExperimentConfig(model=ViTConfig()))\n'
+    '  return ExperimentConfig(model=ViTConfig())\n'
   )
   return root
 

@@ -33,8 +33,8 @@ ADAM = OptimizerConfig(
 )
 
 
-# That of DeiT III (Touvron et al. 2022), as the paper has it; cutmix and label
-# smoothing as the authors' code.
+# The augmentation of DeiT III (Touvron et al. 2022), as in the paper; cutmix
+# and label smoothing are those of the authors' code.
 AUGMENT = AugmentConfig(
   crop='random_resized',
   flip=0.5,
@@ -79,7 +79,7 @@ def digits() -> ExperimentConfig:
     optimizer=ADAM,
     objective=ACMObjective(
       budget=0.4,
-      # Of a hundredth of the paper's steps: the gates must move faster, heed
+      # In a hundredth of the paper's steps the gates must move faster, heed
       # the budget more, and train as they will be used.
       budget_weight=2.0,
       gate_rate=10.0,
@@ -118,12 +118,12 @@ def tiny() -> ExperimentConfig:
   )
 
 
-def get_config(variant: str = ''):
-  table = {
-    '': imagenet,
-    'ffn': lambda: ffn(imagenet()),
-    'digits': digits,
-    'digits_ffn': lambda: ffn(digits()),
-    'tiny': tiny,
-  }
-  return config_lib.to_config_dict(config_lib.choose(variant, table)())
+VARIANTS = {
+  '': imagenet,
+  'ffn': lambda: ffn(imagenet()),
+  'digits': digits,
+  'digits_ffn': lambda: ffn(digits()),
+  'tiny': tiny,
+}
+
+get_config = config_lib.config_getter(VARIANTS)

@@ -9,12 +9,11 @@ Between them they tell what the routed blocks are worth. Variants:
 
 from mod_jax import config as config_lib
 
+mod = config_lib.sibling(__file__, 'mod')
+VARIANTS = {
+  '': lambda: mod.experiment(None, 'dense'),
+  'shallow': lambda: mod.experiment(None, 'dense_shallow', num_layers=1),
+  'tiny': lambda: mod.tiny(mod.experiment(None, 'dense')),
+}
 
-def get_config(variant: str = ''):
-  mod = config_lib.sibling(__file__, 'mod')
-  table = {
-    '': lambda: mod.experiment(None, 'dense'),
-    'shallow': lambda: mod.experiment(None, 'dense_shallow', num_layers=1),
-    'tiny': lambda: mod.tiny(mod.experiment(None, 'dense')),
-  }
-  return config_lib.to_config_dict(config_lib.choose(variant, table)())
+get_config = config_lib.config_getter(VARIANTS)

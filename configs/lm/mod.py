@@ -17,6 +17,7 @@ is the best, and the sigmoid the better gate. Variants:
 """
 
 import dataclasses
+import functools
 
 from mod_jax import config as config_lib
 from mod_jax import flops
@@ -85,31 +86,39 @@ def tiny(experiment: ExperimentConfig) -> ExperimentConfig:
   )
 
 
-def get_config(variant: str = ''):
-  base = experiment(ROUTING, 'mod')
-  changes = {
-    '': {},
-    'raw': {'model.routing.gate': 'raw'},
-    'predictor': {
-      'model.routing.router_loss': 0.0,
-      'model.routing.threshold_decay': 0.0,
-      'model.routing.predictor_width': 64,
-    },
-    'gaussian': {'model.routing.score': 'gaussian'},
-    'stride': {'model.routing.score': 'stride'},
-    'every_block': {'model.routing.period': 1, 'model.routing.offset': 0},
-    'decay': {},
-    'warmup': {'train.capacity_warmup_steps': base.train.num_steps // 4},
-    'packed': {'data.segments': True},
-    'bytes': {'data.tokenizer': 'bytes', 'model.vocab_size': 256},
-  }
-  if variant == 'tiny':
-    return config_lib.to_config_dict(tiny(base))
-  changed = config_lib.choose(variant, {**changes, 'tiny': None})
-  if variant == 'decay':
-    # Two blocks have a single routed one, whose capacity cannot fall.
-    routing = dataclasses.replace(ROUTING, capacity_decay=0.25)
-    base = experiment(routing, 'mod', num_layers=4)
-  if variant:
-    changed = {'name': f'mod_{variant}', **changed}
-  return config_lib.to_config_dict(config_lib.replace(base, changed))
+def variant(name: str, changes, **model) -> ExperimentConfig:
+  """Returns the recipe with some fields changed, under a name of its own."""
+  base = experiment(ROUTING, f'mod_{name}', **model)
+  return config_lib.replace(base, changes)
+
+
+CHANGES = {
+  'raw': {'model.routing.gate': 'raw'},
+  'predictor': {
+    'model.routing.router_loss': 0.0,
+    'model.routing.threshold_decay': 0.0,
+    'model.routing.predictor_width': 64,
+  },
+  'gaussian': {'model.routing.score': 'gaussian'},
+  'stride': {'model.routing.score': 'stride'},
+  'every_block': {'model.routing.period': 1, 'model.routing.offset': 0},
+  'warmup': {
+    'train.capacity_warmup_steps': experiment(ROUTING, '').train.num_steps // 4
+  },
+  'packed': {'data.segments': True},
+  'bytes': {'data.tokenizer': 'bytes', 'model.vocab_size': 256},
+}
+VARIANTS = {
+  '': lambda: experiment(ROUTING, 'mod'),
+  **{
+    name: functools.partial(variant, name, changes)
+    for name, changes in CHANGES.items()
+  },
+  # Two blocks have a single routed one, whose capacity cannot fall.
+  'decay': lambda: experiment(
+    dataclasses.replace(ROUTING, capacity_decay=0.25), 'mod_decay', num_layers=4
+  ),
+  'tiny': lambda: tiny(experiment(ROUTING, 'mod')),
+}
+
+get_config = config_lib.config_getter(VARIANTS)

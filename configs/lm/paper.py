@@ -10,6 +10,8 @@ each also as `…_dense`; `tiny`. Text comes from TFDS (`lm1b`), so give a
 tokenizer: `--config.data.tokenizer_path=FILE`.
 """
 
+import functools
+
 from mod_jax import config as config_lib
 from mod_jax.data.text import TextDataConfig
 from mod_jax.layers.routed import MoDConfig
@@ -85,13 +87,17 @@ def tiny() -> ExperimentConfig:
   )
 
 
-def get_config(variant: str = '220m'):
-  table = {'tiny': tiny}
-  for size in SIZES:
-    table[size] = lambda size=size: experiment(size)
-    table[f'{size}_dense'] = lambda size=size: config_lib.replace(
-      experiment(size), {'name': f'dense_{size}', 'model.routing': None}
-    )
-  return config_lib.to_config_dict(
-    config_lib.choose(variant or '220m', table)()
+def dense(size: str) -> ExperimentConfig:
+  return config_lib.replace(
+    experiment(size), {'name': f'dense_{size}', 'model.routing': None}
   )
+
+
+VARIANTS = {
+  '': lambda: experiment('220m'),
+  **{size: functools.partial(experiment, size) for size in SIZES},
+  **{f'{size}_dense': functools.partial(dense, size) for size in SIZES},
+  'tiny': tiny,
+}
+
+get_config = config_lib.config_getter(VARIANTS)

@@ -107,18 +107,6 @@ def isoflop() -> ExperimentConfig:
   return experiment('digits_isoflop', model)
 
 
-VARIANTS = {
-  '': dense,
-  'amod': lambda: routed('digits_amod', AMOD),
-  'amod_multiplied': lambda: routed('digits_amod_multiplied', MULTIPLIED),
-  'amod_late': lambda: routed('digits_amod_late', LATE),
-  'mod': lambda: routed('digits_mod', MOD),
-  'mod_sigmoid': lambda: routed('digits_mod_sigmoid', SIGMOID),
-  'dynamic': dynamic,
-  'isoflop': isoflop,
-}
-
-
 def tiny(experiment: ExperimentConfig) -> ExperimentConfig:
   """The same on small digits in seconds: for tests, and to see it work."""
   model = experiment.model
@@ -183,9 +171,19 @@ def tiny(experiment: ExperimentConfig) -> ExperimentConfig:
   )
 
 
-def get_config(variant: str = ''):
-  table = dict(VARIANTS)
-  table['tiny'] = lambda: tiny(dense())
-  for name in ('amod', 'mod', 'dynamic'):
-    table[f'{name}_tiny'] = lambda name=name: tiny(VARIANTS[name]())
-  return config_lib.to_config_dict(config_lib.choose(variant, table)())
+VARIANTS = {
+  '': dense,
+  'amod': lambda: routed('digits_amod', AMOD),
+  'amod_multiplied': lambda: routed('digits_amod_multiplied', MULTIPLIED),
+  'amod_late': lambda: routed('digits_amod_late', LATE),
+  'mod': lambda: routed('digits_mod', MOD),
+  'mod_sigmoid': lambda: routed('digits_mod_sigmoid', SIGMOID),
+  'dynamic': dynamic,
+  'isoflop': isoflop,
+  'tiny': lambda: tiny(dense()),
+  'amod_tiny': lambda: tiny(routed('digits_amod', AMOD)),
+  'mod_tiny': lambda: tiny(routed('digits_mod', MOD)),
+  'dynamic_tiny': lambda: tiny(dynamic()),
+}
+
+get_config = config_lib.config_getter(VARIANTS)

@@ -17,6 +17,7 @@ read by TFDS (`--config.data.*`).
 """
 
 import dataclasses
+import functools
 
 from mod_jax import config as config_lib
 from mod_jax.data.augment import AugmentConfig
@@ -112,18 +113,15 @@ def finetune(backbone: str, suffix: str) -> ExperimentConfig:
   )
 
 
-def variants():
-  """Returns functions that build the experiments, by the variant's name."""
-  table = {
-    backbone + suffix: lambda b=backbone, s=suffix: finetune(b, s)
-    for backbone in BACKBONES
-    for suffix in (*ROUTINGS, *ISOFLOP)
-  }
-  return table | {'': table['deit_small']}
+FULL = {
+  backbone + suffix: functools.partial(finetune, backbone, suffix)
+  for backbone in BACKBONES
+  for suffix in (*ROUTINGS, *ISOFLOP)
+}
+FULL[''] = FULL['deit_small']
+VARIANTS = {
+  **FULL,
+  'tiny': lambda: config_lib.sibling(__file__, 'digits').tiny(FULL['']()),
+}
 
-
-def get_config(variant: str = ''):
-  table = variants()
-  tiny = config_lib.sibling(__file__, 'digits').tiny
-  table['tiny'] = lambda: tiny(table['']())
-  return config_lib.to_config_dict(config_lib.choose(variant, table)())
+get_config = config_lib.config_getter(VARIANTS)

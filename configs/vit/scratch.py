@@ -13,6 +13,7 @@ Variants: `deit_tiny`, `deit_small` (the default), `vit_base`, each dense; with
 """
 
 import dataclasses
+import functools
 
 from mod_jax import config as config_lib
 from mod_jax.layers.routed import VisionRoutingConfig
@@ -52,13 +53,14 @@ def scratch(backbone: str, suffix: str) -> ExperimentConfig:
   )
 
 
-def get_config(variant: str = ''):
-  table = {
-    backbone + suffix: lambda b=backbone, s=suffix: scratch(b, s)
-    for backbone in EPOCHS
-    for suffix in ROUTINGS
-  }
-  table[''] = table['deit_small']
-  tiny = config_lib.sibling(__file__, 'digits').tiny
-  table['tiny'] = lambda: tiny(table['']())
-  return config_lib.to_config_dict(config_lib.choose(variant, table)())
+VARIANTS = {
+  backbone + suffix: functools.partial(scratch, backbone, suffix)
+  for backbone in EPOCHS
+  for suffix in ROUTINGS
+}
+VARIANTS[''] = VARIANTS['deit_small']
+VARIANTS['tiny'] = lambda: config_lib.sibling(__file__, 'digits').tiny(
+  VARIANTS['']()
+)
+
+get_config = config_lib.config_getter(VARIANTS)

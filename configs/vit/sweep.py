@@ -28,12 +28,13 @@ def shortened(experiment: ExperimentConfig) -> ExperimentConfig:
   )
 
 
-def get_config(variant: str = ''):
-  imagenet = config_lib.sibling(__file__, 'imagenet')
-  digits = config_lib.sibling(__file__, 'digits')
-  table = {
-    name: lambda make=make: shortened(make())
-    for name, make in imagenet.variants().items()
-  }
-  table['tiny'] = lambda: digits.tiny(table['']())
-  return config_lib.to_config_dict(config_lib.choose(variant, table)())
+imagenet = config_lib.sibling(__file__, 'imagenet')
+VARIANTS = {
+  name: lambda make=make: shortened(make())
+  for name, make in imagenet.FULL.items()
+}
+VARIANTS['tiny'] = lambda: config_lib.sibling(__file__, 'digits').tiny(
+  VARIANTS['']()
+)
+
+get_config = config_lib.config_getter(VARIANTS)

@@ -72,21 +72,22 @@ def transfer(which: str, backbone: str, suffix: str) -> ExperimentConfig:
   )
 
 
-def get_config(variant: str = ''):
-  table = {
-    f'{which}_{backbone}{suffix}': functools.partial(
-      transfer, which, backbone, suffix
-    )
-    for which in DATA
-    for backbone in BACKBONES
-    for suffix in ROUTINGS
-  }
-  table |= {
-    which + suffix: table[f'{which}_deit_small{suffix}']
-    for which in DATA
-    for suffix in ROUTINGS
-  }
-  table[''] = table['flowers']
-  tiny = config_lib.sibling(__file__, 'digits').tiny
-  table['tiny'] = lambda: tiny(table['']())
-  return config_lib.to_config_dict(config_lib.choose(variant, table)())
+VARIANTS = {
+  f'{which}_{backbone}{suffix}': functools.partial(
+    transfer, which, backbone, suffix
+  )
+  for which in DATA
+  for backbone in BACKBONES
+  for suffix in ROUTINGS
+}
+VARIANTS |= {
+  which + suffix: VARIANTS[f'{which}_deit_small{suffix}']
+  for which in DATA
+  for suffix in ROUTINGS
+}
+VARIANTS[''] = VARIANTS['flowers']
+VARIANTS['tiny'] = lambda: config_lib.sibling(__file__, 'digits').tiny(
+  VARIANTS['']()
+)
+
+get_config = config_lib.config_getter(VARIANTS)

@@ -1,21 +1,30 @@
 """Array operations with hardware backends. Knows nothing of `mod_jax`.
 
 Each operation has a folder: the public function validates and dispatches, a
-reference in plain JAX is the truth, and other files hold its backends.
+reference in plain JAX is the truth, and other files hold its backends. `OPS`
+has their lists of backends by name, to which others may be added.
 """
 
+from mod_jax_kernels.acm_mlp import OP as _ACM_MLP
 from mod_jax_kernels.acm_mlp import acm_mlp
+from mod_jax_kernels.attention import OP as _ATTENTION
 from mod_jax_kernels.attention import attention
+from mod_jax_kernels.route_scores import OP as _ROUTE_SCORES
 from mod_jax_kernels.route_scores import route_scores
-from mod_jax_kernels.token_move import gather_tokens
-from mod_jax_kernels.token_move import scatter_add_tokens
+from mod_jax_kernels.token_select import OP as _TOKEN_SELECT
 from mod_jax_kernels.token_select import token_select
 
+OPS = {
+  'acm_mlp': _ACM_MLP,
+  'attention': _ATTENTION,
+  'route_scores': _ROUTE_SCORES,
+  'token_select': _TOKEN_SELECT,
+}
+
 __all__ = (
+  'OPS',
   'acm_mlp',
   'attention',
-  'gather_tokens',
   'route_scores',
-  'scatter_add_tokens',
   'token_select',
 )

@@ -1,23 +1,26 @@
-"""Which backend runs: chosen where a program is lowered, in one place.
+"""Which backend of an operation runs: chosen in one place.
 
-An operation hands over one function per backend, all of one signature, that
-take and return the same arrays. They are not differentiated: an operation with
-gradients is a `custom_vjp` whose two sides are each dispatched.
+An operation is an `Op`: an ordered list of backends, several of them for one
+platform if need be. Those with kernels are chosen where a program is lowered,
+so that a program for a TPU, made on a laptop, has the TPU's kernel.
 """
 
 from collections.abc import Callable
-from collections.abc import Mapping
+from collections.abc import Sequence
 import contextlib
 import contextvars
+import dataclasses
 import functools
+import importlib
 import importlib.util
+from typing import Any
 
 import jax
 from jax.extend import core
 from jax.interpreters import batching
 from jax.interpreters import mlir
 
-# Backend -> the platform that its kernels are compiled for.
+# Backend -> the platform that its kernels are compiled for, and tuned on.
 PLATFORMS = {'pallas': 'tpu', 'triton': 'cuda'}
 _DEVICES = {'tpu': 'a TPU', 'cuda': 'an NVIDIA GPU'}
 
@@ -78,72 +81,146 @@ def missing(backend: str) -> str | None:
   return None
 
 
-def check(implementation: str | None, backends) -> None:
-  """Refuses a backend that does not exist, or that cannot run for a reason.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Backend:
+  """One way to compute an operation.
 
-  Raises:
-    ValueError: the operation has no such backend.
-    RuntimeError: something that the backend needs is not installed.
+  Attributes:
+    name: by which it is asked for.
+    module: has the operation's functions by name, all backends' of one
+      signature; or the dotted name of a module, imported when it is needed.
+      They are not differentiated: an operation with gradients is a `custom_vjp`
+      whose two sides are each run. Those with kernels are decorated by `jit`.
+    platform: that its kernels are compiled for; None if it runs anywhere.
+    default_on: platforms on which it is taken where none is named, if none
+      before it in the list is; None for all that it runs on, () for none.
+    lacks: takes the operation's arguments; returns why the backend cannot
+      compute them, as the end of a sentence that also names a way out, or None.
+    suits: likewise; returns whether it is worth taking where none is named.
   """
-  if implementation is None:
-    return
-  if implementation not in backends:
-    names = ', '.join(map(repr, backends))
-    raise ValueError(
-      f'implementation={implementation!r}: expected {names} or None.'
-    )
-  if (lacking := missing(implementation)) is not None:
-    raise RuntimeError(
-      f'implementation={implementation!r} needs {lacking}, which is not'
-      ' installed.'
-    )
+
+  name: str
+  module: Any
+  platform: str | None = None
+  default_on: tuple[str, ...] | None = None
+  lacks: Callable[..., str | None] = lambda *args: None
+  suits: Callable[..., bool] = lambda *args: True
+
+  def function(self, name: str) -> Callable:
+    """Returns one of the operation's functions."""
+    module = self.module
+    if isinstance(module, str):
+      module = importlib.import_module(module)
+    return getattr(module, name)
 
 
-def run(implementation: str | None, backends: Mapping[str, Callable], *arrays):
-  """Returns what one of the backends makes of the arrays.
+class Op:
+  """An operation: its backends in order of preference.
 
-  Args:
-    implementation: name of a backend; None for the one of the platform that
-      the program is lowered for, and `xla` where there is none.
-    backends: a function for each, `xla` among them. Those with kernels are
-      decorated by `jit`, so that they are traced once for each shape, not at
-      every call.
-    *arrays: arguments; None stands for an absent one.
-
-  Raises:
-    ValueError, RuntimeError: see `check`. Lowering for another platform than
-      that of a backend asked for by name raises RuntimeError too.
+  The last one runs anywhere, and takes all arguments: the reference.
   """
-  if implementation is None and _INTERPRET.get()[1] in backends:
-    implementation = _INTERPRET.get()[1]
-  check(implementation, backends)
-  if implementation == 'xla':
-    return backends['xla'](*arrays)
-  if implementation is None:
-    kernels = {
-      PLATFORMS[name]: function
-      for name, function in backends.items()
-      if name != 'xla' and missing(name) is None
-    }
+
+  def __init__(self, *backends: Backend):
+    self.backends = list(backends)
+
+  def register(self, backend: Backend) -> None:
+    """Adds a backend, preferred to those that are there."""
+    self.backends.insert(0, backend)
+
+  def choose(self, implementation: str | None, *args) -> tuple[str, ...]:
+    """Returns the names of the backends that may run, in order.
+
+    Args:
+      implementation: the only one that may; None leaves the choice.
+      *args: the operation's arguments, for `Backend.lacks` and `suits`.
+
+    Raises:
+      ValueError: there is no backend of this name, or it cannot take the
+        arguments.
+      RuntimeError: something that it needs is not installed.
+    """
+    named = {backend.name: backend for backend in self.backends}
+    if implementation is None:
+      return tuple(
+        name
+        for name, backend in named.items()
+        if backend.default_on != ()
+        and missing(name) is None
+        and backend.lacks(*args) is None
+        and backend.suits(*args)
+      )
+    if implementation not in named:
+      names = ', '.join(map(repr, named))
+      raise ValueError(
+        f'implementation={implementation!r}: expected {names} or None.'
+      )
+    if (lacking := missing(implementation)) is not None:
+      raise RuntimeError(
+        f'implementation={implementation!r} needs {lacking}, which is not'
+        ' installed.'
+      )
+    if (reason := named[implementation].lacks(*args)) is not None:
+      raise ValueError(f'implementation={implementation!r} {reason}.')
+    return (implementation,)
+
+  def run(self, function: str, chosen: Sequence[str], *arrays, **static):
+    """Returns what one of the backends makes of the arrays.
+
+    Args:
+      function: its name in the backends' modules.
+      chosen: what `choose` returned. One alone was asked for by name, and runs
+        or raises; of several, the first for the platform that the program is
+        lowered for.
+      *arrays: arguments; None stands for an absent one.
+      **static: those that are no arrays.
+
+    Raises:
+      RuntimeError: the program is lowered for another platform than that of a
+        backend that was asked for by name.
+    """
+    named = {backend.name: backend for backend in self.backends}
+    interpreted = _INTERPRET.get()[1]
+    if len(chosen) > 1 and interpreted in chosen:
+      chosen = (interpreted,)
+
+    def load(name):
+      return functools.partial(named[name].function(function), **static)
+
+    def lazily(name):
+      return lambda *arrays: load(name)(*arrays)
+
+    if len(chosen) == 1:
+      backend = named[chosen[0]]
+      if backend.platform is None or interpreting():
+        return load(backend.name)(*arrays)
+      return _only_on(backend, load(backend.name), *arrays)
+    *_, default = (n for n in chosen if named[n].platform is None)
+    platforms = {}
+    for name in chosen:
+      backend = named[name]
+      own = () if backend.platform is None else (backend.platform,)
+      for platform in own if backend.default_on is None else backend.default_on:
+        platforms.setdefault(platform, lazily(name))
     return jax.lax.platform_dependent(
-      *arrays, **kernels, default=backends['xla']
+      *arrays, **platforms, default=lazily(default)
     )
-  function = backends[implementation]
-  if interpreting():
-    return function(*arrays)
-  platform = PLATFORMS[implementation]
+
+
+def _only_on(backend: Backend, function, *arrays):
+  """Runs on one platform; a program that is lowered for another is refused."""
 
   def refuse(*arrays):
     shapes, tree = jax.tree.flatten(jax.eval_shape(function, *arrays))
     out = _refuse_p.bind(
       *jax.tree.leaves(arrays),
       shapes=tuple((x.shape, x.dtype) for x in shapes),
-      implementation=implementation,
+      implementation=backend.name,
+      platform=backend.platform,
     )
     return tree.unflatten(out)
 
   return jax.lax.platform_dependent(
-    *arrays, **{platform: function}, default=refuse
+    *arrays, **{backend.platform: function}, default=refuse
   )
 
 
@@ -154,18 +231,18 @@ _refuse_p.multiple_results = True
 
 
 @_refuse_p.def_abstract_eval
-def _(*_, shapes, implementation):
-  del implementation
+def _(*_, shapes, implementation, platform):
+  del implementation, platform
   return [jax.core.ShapedArray(shape, dtype) for shape, dtype in shapes]
 
 
 @_refuse_p.def_impl
-def _(*_, shapes, implementation):
+def _(*_, shapes, implementation, platform):
   del shapes
-  _fail(implementation, (jax.default_backend(),))
+  _fail(implementation, platform, (jax.default_backend(),))
 
 
-def _refuse_batched(arrays, axes, *, shapes, implementation):
+def _refuse_batched(arrays, axes, *, shapes, **which):
   # A program for the right platform has this beside its kernel.
   size = next(
     x.shape[axis]
@@ -175,7 +252,7 @@ def _refuse_batched(arrays, axes, *, shapes, implementation):
   out = _refuse_p.bind(
     *arrays,
     shapes=tuple(((size, *shape), dtype) for shape, dtype in shapes),
-    implementation=implementation,
+    **which,
   )
   return out, [0] * len(out)
 
@@ -183,15 +260,16 @@ def _refuse_batched(arrays, axes, *, shapes, implementation):
 batching.primitive_batchers[_refuse_p] = _refuse_batched
 
 
-def _refuse_lowering(context, *_, shapes, implementation):
+def _refuse_lowering(context, *_, shapes, implementation, platform):
   del shapes
-  _fail(implementation, context.platforms or context.module_context.platforms)
+  platforms = context.platforms or context.module_context.platforms
+  _fail(implementation, platform, platforms)
 
 
-def _fail(implementation, platforms):
+def _fail(implementation, platform, platforms):
   raise RuntimeError(
     f'implementation={implementation!r} runs on'
-    f' {_DEVICES[PLATFORMS[implementation]]} only, and this program is for'
+    f' {_DEVICES.get(platform, platform)} only, and this program is for'
     f" {', '.join(platforms)}: use None or 'xla'."
   )
 

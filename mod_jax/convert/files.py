@@ -1,10 +1,8 @@
 """Files of named arrays: safetensors, NumPy's `.npz` and PyTorch's `.pth`."""
 
 from collections.abc import Mapping
-import contextlib
 import os
 import pathlib
-import uuid
 import zipfile
 
 import numpy as np
@@ -13,6 +11,7 @@ import safetensors.flax
 import safetensors.numpy
 
 from mod_jax import config as config_lib
+from mod_jax import paths
 from mod_jax.convert import torch_files
 from mod_jax.errors import UserError
 
@@ -121,11 +120,8 @@ def write(
   check_suffix(path)
   # Safetensors writes memory as it lies, and does not look at strides.
   arrays = {name: np.asarray(a, order='C') for name, a in arrays.items()}
-  # In the same directory, so that the replacement is one rename.
-  partial = path.with_name(f'.{path.stem}.{uuid.uuid4().hex}.tmp')
   try:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with partial.open('wb') as file:
+    with paths.replacing(path) as file:
       if path.suffix == '.npz':
         np.savez(file, **arrays)
       elif path.suffix == '.pth':
@@ -133,12 +129,8 @@ def write(
       else:
         # Without this note, Hugging Face does not load it.
         file.write(safetensors.numpy.save(arrays, {'format': 'pt'}))
-    os.replace(partial, path)
   except OSError as error:
     raise UserError(
       f'{path} cannot be written ({error.strerror}): name a file in a directory'
       ' that can.'
     ) from error
-  finally:
-    with contextlib.suppress(OSError):
-      partial.unlink()

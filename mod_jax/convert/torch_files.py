@@ -393,7 +393,7 @@ def write(
   }
   with zipfile.ZipFile(file, 'w') as archive:
     for name, data in entries.items():
-      # Of no time: the same weights make the same file.
+      # A fixed time, so that the same weights always make the same file.
       archive.writestr(zipfile.ZipInfo(f'archive/{name}'), data)
 
 

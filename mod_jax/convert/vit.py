@@ -142,7 +142,7 @@ class _Library:
   head: str
   head_distilled: str | None  # None where a second token has no head.
   head_tokens: str | None = None
-  # Of the stem's convolutions and of its norms, by number from 1.
+  # The stem's convolutions and norms are numbered from 1.
   stem: tuple[str, str] | None = None
   prediction: str | None = None  # Of DynamicViT's heads, by number from 0.
   qkv_bias: bool | None = None  # What all models have; None = either.
@@ -569,7 +569,7 @@ def save(
 
 
 def _check_dense(config: Config) -> None:
-  if getattr(config, 'adaptive', None) is not None:
+  if config.adaptive is not None:
     raise UserError(
       'config.adaptive: other libraries have no learners in the place of dense'
       ' modules; convert config.dense_twin(), of which models.acm.acmize makes'
@@ -691,17 +691,17 @@ def _check_beside(path: pathlib.Path, dense: ViTConfig) -> None:
   Those of Hugging Face tell all; those of timm name the architecture, there or
   in their `pretrained_cfg`.
   """
-  told = {}
+  fields = {}
   with contextlib.suppress(OSError, ValueError, RecursionError):
-    told = json.loads((path.parent / 'config.json').read_text())
-  if not isinstance(told, dict):
-    told = {}
+    fields = json.loads((path.parent / 'config.json').read_text())
+  if not isinstance(fields, dict):
+    fields = {}
   for group in ('model_args', 'pretrained_cfg'):
-    values = told.get(group)
-    told = {**(values if isinstance(values, dict) else {}), **told}
-  heads = told.get('num_attention_heads', told.get('num_heads'))
+    values = fields.get(group)
+    fields = {**(values if isinstance(values, dict) else {}), **fields}
+  heads = fields.get('num_attention_heads', fields.get('num_heads'))
   architecture = re.match(
-    r'(?:vit|deit3?)_(?P<size>[a-z]+)_', str(told.get('architecture'))
+    r'(?:vit|deit3?)_(?P<size>[a-z]+)_', str(fields.get('architecture'))
   )
   if heads is None and architecture:
     heads = _HEADS.get(architecture['size'])
@@ -718,13 +718,13 @@ def _check_beside(path: pathlib.Path, dense: ViTConfig) -> None:
       'Assumed as in the config, since nothing in or beside %s tells: %s.',
       *(path, ', '.join(f'{name}={value}' for name, value in assumed.items())),
     )
-  activation = told.get('hidden_act', 'gelu')
+  activation = fields.get('hidden_act', 'gelu')
   if activation != 'gelu':
     raise UserError(
       f'{path} was trained with hidden_act={activation!r}, as the config.json'
       " beside it says; only 'gelu' is supported, so use other weights."
     )
-  epsilon = told.get('layer_norm_eps')
+  epsilon = fields.get('layer_norm_eps')
   if epsilon not in (None, dense.norm_epsilon):
     logging.warning(
       '%s was trained with norm_epsilon=%g, and the config has %g.',

@@ -15,7 +15,6 @@ import hashlib
 import os
 import struct
 import sysconfig
-import tempfile
 import threading
 import time
 from typing import Protocol
@@ -268,7 +267,7 @@ class _OpenFile:
 class ByteStream:
   """The bytes of files, concatenated; each file is opened when it is needed."""
 
-  # Of the 1024 that a process may have open by default.
+  # By default a process may have 1024 files open.
   MAX_OPEN = 128
 
   def __init__(self, files: Sequence[TextFile]):
@@ -426,23 +425,12 @@ def open_cache(
   try:
     os.makedirs(cache_dir, exist_ok=True)
     _remove_leftovers(path)
-    fd, temporary = tempfile.mkstemp(
-      prefix=os.path.basename(path) + '.', suffix='.tmp', dir=cache_dir
-    )
-    try:
-      with os.fdopen(fd, 'wb') as out:
-        tokens = _write_cache(out, files, tokenizer)
-        out.flush()
-        os.fsync(out.fileno())
-      if not tokens:
+    with paths.replacing(path) as out:
+      if not _write_cache(out, files, tokenizer):
         raise errors.UserError(
           f'the {len(files)} matching files hold no token at all; point the '
           'glob at files with text in them'
         )
-      os.replace(temporary, path)
-    except BaseException:
-      os.unlink(temporary)
-      raise
     return CachedStream(path)
   except OSError as e:
     raise errors.UserError(
@@ -453,7 +441,9 @@ def open_cache(
 
 def _remove_leftovers(path: str, max_age_s: float = 24 * 3600):
   """Deletes what builders that were killed long ago left behind."""
-  for leftover in glob.glob(glob.escape(path) + '.*.tmp'):
+  folder, name = os.path.split(path)
+  partial = os.path.join(glob.escape(folder), f'.{glob.escape(name)}.*.tmp')
+  for leftover in glob.glob(partial):
     try:
       if time.time() - os.path.getmtime(leftover) > max_age_s:
         os.unlink(leftover)

@@ -37,10 +37,10 @@ from mod_jax import errors
 
 SEVERITIES = 5
 
-# By severity, from 1.
+# One entry for each severity, from 1 to 5.
 _NOISE = (0.08, 0.12, 0.18, 0.26, 0.38)  # Standard deviation, at _SIDE pixels.
 _BLUR = (0.0125, 0.0175, 0.0225, 0.03, 0.04)  # Over the side.
-_CONTRAST = (0.4, 0.3, 0.2, 0.1, 0.05)  # Of what differs from the mean.
+_CONTRAST = (0.4, 0.3, 0.2, 0.1, 0.05)  # Share of the contrast that is left.
 _CELLS = (0.875, 0.75, 0.625, 0.5, 0.375)  # Over the side, _SMALL at most.
 
 _SIDE = 224  # Of ImageNet-C's pictures.

@@ -9,7 +9,7 @@ from PIL import Image
 from mod_jax.data import fingerprint as fingerprints
 
 CLASSES = tuple(str(digit) for digit in range(10))
-# Of the images of each digit, in the data's order, the last of every five.
+# Every fifth image of each digit, in the data's order, is held out.
 _HELD_OUT_EVERY = 5
 
 

@@ -17,10 +17,10 @@ import numpy as np
 
 from mod_jax import errors
 
-_FILES = 2000  # That are listed one by one, and looked into.
-_BYTES = 2**26  # That are read of all of them, in blocks spread over each.
+_FILES = 2000  # Files that are listed one by one and whose content is read.
+_BYTES = 2**26  # Bytes read from all of them, in blocks spread over each.
 _BLOCK = 2**16
-_RECORDS = 16  # That are read of a data set.
+_RECORDS = 16  # Records that are read from a data set.
 _THREADS = 16  # Network file systems answer late, but many at once.
 _NAMED = 3  # Files that a message names; it counts the rest.
 _GROUPS = {'train': 'training', 'held_out': 'held-out'}
@@ -36,19 +36,19 @@ def of_files(files: Sequence[tuple[str, str]]) -> dict[str, Any]:
     errors.UserError: a file cannot be read.
   """
   names = [os.fsencode(name) for name, _ in files]
-  # Of very many, those whose names have the smallest hashes.
+  # Where there are more, those whose names have the smallest hashes.
   chosen = sorted(range(len(files)), key=lambda i: _digest(names[i]))[:_FILES]
   limit = _BYTES // max(1, len(chosen))
   with futures.ThreadPoolExecutor(_THREADS) as pool:
-    told = pool.map(lambda i: _sample(files[i][1], limit), chosen)
-    told = dict(zip(chosen, told, strict=True))
+    samples = pool.map(lambda i: _sample(files[i][1], limit), chosen)
+    samples = dict(zip(chosen, samples, strict=True))
   listed = {}
   for i in sorted(chosen):
     # Names that are no UTF-8 stay legal JSON; files of two roots may share one.
     name = names[i].decode('utf-8', 'backslashreplace')
     while name in listed:
       name += ', another'
-    listed[name] = told[i]
+    listed[name] = samples[i]
   return {
     'count': len(files),
     'names': _digest(b'\0'.join(names)),

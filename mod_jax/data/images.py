@@ -40,9 +40,9 @@ _THREADS = 4
 _WORKER_BUFFER = 2
 # What a worker imports is single-threaded, and it makes one batch at a time.
 _WORKER_OPTIONS = {'num_threads': 1, 'prefetch_buffer_size': 1}
-# Of pictures that are left out at decoding, so many are named.
+# How many of the pictures that cannot be decoded a message names.
 _WARNINGS = 10
-# Of a channel whose values lie in [0, 1].
+# Mean and standard deviation of channels whose values lie in [0, 1].
 _Mean = Annotated[float, config_lib.Range(ge=-1e3, le=1e3)]
 _Std = Annotated[float, config_lib.Range(ge=1e-3, le=1e3)]
 
@@ -216,7 +216,7 @@ def train_iterator(
   dataset = _Rows(dataset, rows, start - extra, batch_size + extra)
   dataset = dataset.batch(batch_size + extra, drop_remainder=True)
   if mixes:
-    # Of its own seed, lest its draws repeat those of the augmentation.
+    # It has a seed of its own, lest its draws repeat those of the augmentation.
     mix_seed = np.random.SeedSequence((seed, 0)).generate_state(1)
     dataset = dataset.random_map(_Mix(config.augment), seed=int(mix_seed[0]))
   if extra:

@@ -170,7 +170,7 @@ def fingerprint(config: TextDataConfig) -> dict[str, Any]:
   Raises:
     errors.UserError: they cannot be read.
   """
-  told = {
+  found = {
     'source': config.source,
     'tokenizer': fingerprints.of_value(make_tokenizer(config).fingerprint),
   }
@@ -179,18 +179,18 @@ def fingerprint(config: TextDataConfig) -> dict[str, Any]:
       'train': config.tfds_split,
       'held_out': config.tfds_eval_split,
     }
-    return told | {
+    return found | {
       group: tfds_text.fingerprint(
         config.tfds_name, split, data_dir=config.tfds_dir
       )
       for group, split in splits.items()
     }
   if config.source == 'stdlib':
-    told['python'] = platform.python_version()
+    found['python'] = platform.python_version()
   train, held_out = split_files(config)
   for group, files in (('train', train), ('held_out', held_out)):
-    told[group] = fingerprints.of_files([(f.name, f.path) for f in files])
-  return told
+    found[group] = fingerprints.of_files([(f.name, f.path) for f in files])
+  return found
 
 
 def train_iterator(

@@ -35,14 +35,11 @@ class ACMConfig(Slot):
   num_learners: config_lib.Unrolled = 4  # N
   min_learners: Literal[0, 1] = 0  # Least that the gate may choose.
   gate_hidden: config_lib.Size = 8  # Hidden units of the gate.
-  activation: Literal['gelu', 'linear'] = 'gelu'  # Of the learners.
-  # Of the gate's softmax and Gumbel-softmax.
+  activation: Literal['gelu', 'linear'] = 'gelu'  # Inside each learner.
+  # Temperature of the gate's softmax and Gumbel-softmax.
   temperature: config_lib.Temperature = 0.8
   # Sizes of the output axes; () = one axis.
   output_shape: tuple[config_lib.Size, ...] = ()
-
-  def __post_init__(self):
-    config_lib.validate(self)
 
   def run(self, x, *, name, dtype, mode):
     # Under a name of its own: a dense checkpoint does not fit it by chance.
@@ -228,7 +225,7 @@ class ACM(nn.Module):
           drawn_BLM += jax.random.gumbel(key, logits_BLM.shape)
         soft_BLM = jax.nn.softmax(drawn_BLM / config.temperature)
         hard_BLM = jax.nn.one_hot(soft_BLM.argmax(axis=-1), config.num_choices)
-        # In this order, for it must be 0 or 1 exactly.
+        # Added in this order, so that the sum is exactly 0 or 1.
         one_hot_BLM = hard_BLM + (soft_BLM - jax.lax.stop_gradient(soft_BLM))
         choice = choice.replace(
           learners_BL=config.min_learners
@@ -338,7 +335,7 @@ class AdaptiveConfig:
   ffn_min_learners: Literal[0, 1] = 0
   projection_min_learners: Literal[0, 1] = 1
   projection_activation: Literal['gelu', 'linear'] = 'gelu'
-  temperature: config_lib.Temperature = 0.8  # Of the gates.
+  temperature: config_lib.Temperature = 0.8  # See `ACMConfig`.
 
   def __post_init__(self):
     config_lib.validate(self)
@@ -381,7 +378,8 @@ class AdaptiveConfig:
       'temperature': self.temperature,
     }
     if name == 'mlp':
-      # As if of two kernels: a gated one costs half as much again.
+      # The hidden units that a feed-forward of two kernels would have at this
+      # cost: a gated one has three.
       hidden = sum(slot.flops(1).values()) // (4 * slot.width)
       return ffn_config(
         slot.width, hidden, min_learners=self.ffn_min_learners, **common

@@ -33,8 +33,8 @@ class AttentionConfig:
   qkv_bias: bool | None = None  # On query, key and value; None = as `bias`.
   out_scale: float = 1.0  # On the standard deviation of the last kernel.
   implementation: str | None = None  # See mod_jax_kernels.attention.
-  # By name, what stands in the place of a dense projection: of `query`, `key`,
-  # `value` or `out`.
+  # What replaces a dense projection, under its name: `query`, `key`, `value` or
+  # `out`.
   slots: tuple[tuple[str, Slot], ...] = ()
 
   def __post_init__(self):

@@ -27,7 +27,7 @@ class BlockConfig:
   norm: Literal['rms', 'layer'] = 'rms'
   norm_epsilon: config_lib.Epsilon = 1e-6
   residual_scale: config_lib.Factor = 1.0  # On what attention and MLP add.
-  dtype: str = 'float32'  # Of the computation; parameters are float32.
+  dtype: str = 'float32'  # Compute dtype; parameters are always float32.
 
   def __post_init__(self):
     config_lib.validate(self)
@@ -99,7 +99,7 @@ class Block(nn.Module):
     )(norm('attention_norm')(x_BLD), info, cache, rows_B)
     aux = {}
     for kind, value in attended.aux.items():
-      if isinstance(value, dict):  # Of slots, by their names.
+      if isinstance(value, dict):  # What the slots tell, keyed by their names.
         value = {f'attention/{name}': x for name, x in value.items()}
       aux[kind] = value
     attended_BLD = self._residual(attended.update_BLD)

@@ -7,6 +7,7 @@ from flax import linen as nn
 import jax
 import jax.numpy as jnp
 
+from mod_jax import config as config_lib
 from mod_jax.layers.slots import Slot
 
 
@@ -137,8 +138,8 @@ class LinearConfig(Slot):
     scale: factor on the initial standard deviation.
   """
 
-  inputs: tuple[int, ...]
-  outputs: tuple[int, ...]
+  inputs: tuple[config_lib.Size, ...]
+  outputs: tuple[config_lib.Size, ...]
   axes: tuple[str, ...]
   bias: bool = False
   scale: float = 1.0

@@ -20,9 +20,6 @@ class MLPConfig(Slot):
   bias: bool = False
   out_scale: float = 1.0  # On the standard deviation of the last kernel.
 
-  def __post_init__(self):
-    config_lib.validate(self)
-
   def run(self, x, *, name, dtype, mode):
     del mode
     return MLP(self, dtype, name=name)(x), {}

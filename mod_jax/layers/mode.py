@@ -10,6 +10,12 @@ import jax
 from mod_jax import config as config_lib
 from mod_jax import errors
 from mod_jax import routing
+from mod_jax.layers.rules import RULES
+from mod_jax.layers.rules import Rule
+
+RuleName = Literal[
+  'top_k', 'router', 'predictor', 'threshold', 'fixed', 'never'
+]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -17,9 +23,9 @@ class RoutingMode:
   """How a routed block chooses at this call: a static argument.
 
   Attributes:
-    rule: `top_k`, which sees the whole sequence; one of
-      `MoDConfig.causal_rules`; or `never`, which passes all tokens by: what the
-      routed blocks are worth.
+    rule: `top_k`, which sees the whole sequence; a causal rule, by a name of
+      `rules.RULES` or as an object, such as `never`, which passes all tokens
+      by: what the routed blocks are worth.
     overflow: under a causal rule, `exact` has a slot for every token; `drop`
       has `slack · capacity` of the length, first come by position, and passes
       by the tokens that find none. The length is a row's own, without padding;
@@ -29,9 +35,7 @@ class RoutingMode:
       0 processes all rows and masks: the reference.
   """
 
-  rule: Literal[
-    'top_k', 'router', 'predictor', 'threshold', 'fixed', 'never'
-  ] = 'top_k'
+  rule: RuleName | Rule = 'top_k'
   overflow: Literal['exact', 'drop'] = 'exact'
   slack: Annotated[float, config_lib.Range(ge=1)] = 1.25
   chunk: config_lib.Count = 8
@@ -39,12 +43,20 @@ class RoutingMode:
   def __post_init__(self):
     config_lib.validate(self)
 
+  @property
+  def causal_rule(self) -> Rule | None:
+    """The rule as an object; None for top-k, which is not causal."""
+    if isinstance(self.rule, Rule):
+      return self.rule
+    return RULES.get(self.rule)
+
   def slots(self, capacity: float, length: int) -> int:
     """Returns how many tokens of a sequence a routed block has room for."""
-    if self.rule == 'top_k':
+    rule = self.causal_rule
+    if rule is None:
       return routing.num_chosen(capacity, length)
-    if self.rule == 'never':
-      return 1
+    if rule.num_slots is not None:
+      return rule.num_slots
     if self.overflow == 'exact':
       return length
     return min(length, math.ceil(round(self.slack * capacity * length, 9)))

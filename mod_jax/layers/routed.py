@@ -5,6 +5,7 @@ largest r, `x' = x` for the rest.
 """
 
 import dataclasses
+import functools
 from typing import Annotated
 from typing import Any
 from typing import Literal
@@ -18,11 +19,17 @@ import jax.numpy as jnp
 from mod_jax import config as config_lib
 from mod_jax import errors
 from mod_jax import routing
-from mod_jax.layers.attention import Score
+from mod_jax.layers import rules
+from mod_jax.layers import scores
+from mod_jax.layers.attention import Score as AttentionScore
 from mod_jax.layers.block import Block
 from mod_jax.layers.block import BlockConfig
 from mod_jax.layers.cache import KVCache
 from mod_jax.layers.mode import Mode
+from mod_jax.layers.mode import RoutingMode
+from mod_jax.layers.mode import RuleName
+from mod_jax.layers.rules import Rule
+from mod_jax.layers.scores import Score
 from mod_jax.layers.token_info import TokenInfo
 
 # Chosen indices carry this name, so that rematerialisation can keep them: a
@@ -46,16 +53,17 @@ class RoutingConfig:
   first: config_lib.Layer = 0  # No block before this one is routed.
   # Exactly these, counted from 0.
   layers: tuple[config_lib.Layer, ...] | None = None
-  score: Literal['learned', 'gaussian', 'stride'] = 'learned'
-  # How a score weighs the update; None = raw if it is learned, else not. Those
-  # that do not look at the tokens never do.
+  score: Literal['learned', 'gaussian', 'stride'] | Score = 'learned'
+  # How a score weighs the update; None = as the score has it. Those that do not
+  # look at the tokens never do.
   gate: (
     Literal['raw', 'sigmoid', 'alpha_sigmoid', 'one_plus_tanh', 'none'] | None
   ) = None
   gate_alpha: config_lib.Factor = 2.0  # The factor of the gate alpha_sigmoid.
-  # Of the router's initial weights; 0 ties scores.
+  # Standard deviation of the initial weights of the score `learned`; with 0 all
+  # tokens begin with the same score.
   router_std: config_lib.Weight = 0.02
-  # Whether the router sees features scaled to a mean square of 1.
+  # Whether that router sees features scaled to a mean square of 1.
   router_norm: bool = False
 
   # What only some models have.
@@ -63,6 +71,8 @@ class RoutingConfig:
   predictor_width = 0
   threshold_decay = 0.0
   keep_class_token = False
+  train_rule = 'top_k'
+  train_slack = 1.25
 
   def __post_init__(self):
     config_lib.validate(self)
@@ -70,20 +80,44 @@ class RoutingConfig:
       raise errors.UserError(
         f'offset={self.offset}: expected 0 <= offset < period={self.period}.'
       )
-    if self.score == 'learned' and self.gate == 'none':
+    if isinstance(self.scorer, scores.Learned) and self.gate == 'none':
       raise errors.UserError(
         "gate='none' leaves a learned router without a gradient: choose another"
         ' gate, or a score that is not learned.'
       )
 
+  @functools.cached_property
+  def scorer(self) -> Score:
+    """The score as an object."""
+    if isinstance(self.score, Score):
+      return self.score
+    if self.score == 'learned':
+      return scores.Learned(std=self.router_std, normalized=self.router_norm)
+    return scores.SCORES[self.score]()
+
+  @property
+  def has_predictor(self) -> bool:
+    """Whether a predictor guesses the choice; a control's needs no guess."""
+    return self.predictor_width > 0 and self.scorer.gates
+
   @property
   def gate_kind(self) -> str:
     """The gate, that of the score where none is named."""
-    if self.score in ('gaussian', 'stride'):
+    if not self.scorer.gates:
       return 'none'
-    if self.gate is not None:
-      return self.gate
-    return 'raw' if self.score == 'learned' else 'none'
+    return self.scorer.gate if self.gate is None else self.gate
+
+  @property
+  def causal_rules(self) -> tuple[str, ...]:
+    """The rules that can choose tokens one by one, as far as trained for."""
+    return ()
+
+  @property
+  def train_mode(self) -> RoutingMode:
+    """How training chooses."""
+    return RoutingMode(
+      rule=self.train_rule, overflow='drop', slack=self.train_slack
+    )
 
   def is_routed(self, layer: int) -> bool:
     if self.layers is not None:
@@ -136,8 +170,24 @@ class MoDConfig(RoutingConfig):
   router_loss: config_lib.Weight = 0.01
   # Hidden units of the predictor; 0 = none.
   predictor_width: Annotated[int, config_lib.Range(ge=0, le=2**20)] = 0
-  # Of the moving average, per microbatch; 0 = none.
+  # Decay of the moving threshold, applied once per microbatch; 0 disables it.
   threshold_decay: config_lib.Decay = 0.0
+  # How training chooses: by top-k, or by the causal rule that will be used
+  # after it, with `train_slack` times the capacity for slots.
+  train_rule: RuleName | Rule = 'top_k'
+  train_slack: Annotated[float, config_lib.Range(ge=1)] = 1.25
+
+  def __post_init__(self):
+    super().__post_init__()
+    rules_by_name = ('top_k', *self.causal_rules)
+    if isinstance(self.train_rule, str) and (
+      self.train_rule not in rules_by_name
+    ):
+      raise errors.UserError(
+        f'train_rule={self.train_rule!r}: with these losses and thresholds the'
+        f' choices are {", ".join(rules_by_name)}; set what the rule needs'
+        ' (router_loss, predictor_width or threshold_decay), or another rule.'
+      )
 
   @property
   def causal_rules(self) -> tuple[str, ...]:
@@ -147,14 +197,23 @@ class MoDConfig(RoutingConfig):
     logit above 0; `threshold`: score at least the moving average of the k-th
     best; `fixed`: for scores that do not look at the tokens.
     """
-    if self.score != 'learned':
+    if not self.scorer.gates:
       return ('fixed',)
     trained = {
       'router': self.router_loss > 0,
       'predictor': self.predictor_width > 0,
       'threshold': self.threshold_decay > 0,
     }
+    if isinstance(self.train_rule, Rule):
+      trained[self.train_rule.name] = True
     return tuple(rule for rule, yes in trained.items() if yes)
+
+  def mode(self, rule: str, **kwargs) -> RoutingMode:
+    """Returns the mode of a rule by name; keywords are other fields of it."""
+    own = self.train_rule
+    if isinstance(own, Rule) and own.name == rule:
+      return RoutingMode(rule=own, **kwargs)
+    return RoutingMode(rule=rule, **kwargs)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -167,7 +226,9 @@ class VisionRoutingConfig(RoutingConfig):
   """
 
   capacity: config_lib.Fraction | tuple[config_lib.Fraction, ...] = 0.5
-  score: Literal['attention', 'learned', 'gaussian', 'stride'] = 'attention'
+  score: Literal['attention', 'learned', 'gaussian', 'stride'] | Score = (
+    'attention'
+  )
   keep_class_token: bool = False  # Always chosen, as one of the k.
 
   def capacities(self, num_layers: int) -> tuple[float | None, ...]:
@@ -178,7 +239,7 @@ class VisionRoutingConfig(RoutingConfig):
         before does not have.
     """
     capacities = super().capacities(num_layers)
-    if self.score == 'attention':
+    if self.scorer.needs_attention:
       for i, capacity in enumerate(capacities):
         if capacity is None:
           continue
@@ -206,6 +267,8 @@ class Routing:
     chosen_BL: the tokens that were processed.
     overflow_B: int32 tokens that the rule chose and that found no slot.
     predictor_BL: float32 logits of the predictor, or None.
+    threshold_B: float32, the moving average of the k-th best score before this
+      call, the same for all rows; None where there is none.
     top_k_BL: what top-k chooses by these scores; None when decoding.
     kth_B: float32 score of the last of them; None when decoding.
   """
@@ -215,6 +278,7 @@ class Routing:
   chosen_BL: jax.Array
   overflow_B: jax.Array
   predictor_BL: jax.Array | None = None
+  threshold_B: jax.Array | None = None
   top_k_BL: jax.Array | None = None
   kth_B: jax.Array | None = None
 
@@ -227,14 +291,14 @@ class LayerConfig:
     block: what is run.
     routing: says how tokens are chosen; None for a dense layer.
     capacity: fraction of tokens that a routed layer processes.
-    score: what attention the tokens receive is told in `aux['attention']`.
+    attention_score: what attention the tokens receive, for `aux['attention']`.
     drop_rate: of stochastic depth, when training.
   """
 
   block: BlockConfig
   routing: RoutingConfig | None = None
   capacity: float | None = None
-  score: Score | None = None
+  attention_score: AttentionScore | None = None
   drop_rate: float = 0.0
 
   def tokens(self, length: int) -> int:
@@ -246,10 +310,12 @@ class LayerConfig:
   def flops(self, length: int, **kwargs) -> dict[str, int]:
     """Returns forward FLOPs by part: routing on all tokens, the rest on k."""
     parts = self.block.flops(self.tokens(length), **kwargs)
-    if self.routing is not None and self.routing.score == 'learned':
+    if self.routing is not None:
       width, hidden = self.block.attention.width, self.routing.predictor_width
-      parts['router'] = 2 * length * width
-      parts['predictor'] = 2 * length * hidden * (width + 1)
+      if count := self.routing.scorer.flops(length, width):
+        parts['router'] = count
+      if self.routing.has_predictor:
+        parts['predictor'] = 2 * length * hidden * (width + 1)
     return parts
 
 
@@ -268,42 +334,6 @@ class LayerOutput:
   aux: dict[str, Any] = flax.struct.field(default_factory=dict)
 
 
-class Router(nn.Module):
-  """A score per token: a raw linear projection in float32, without a bias.
-
-  Attributes:
-    std: of the initial weights.
-    normalized: whether it sees each token's features scaled to a mean square of
-      1; in the paper it sees them as they are.
-  """
-
-  std: float
-  normalized: bool = False
-
-  @nn.compact
-  def __call__(self, x_BLD: jax.Array) -> jax.Array:
-    x_BLD = x_BLD.astype(jnp.float32)
-    if self.normalized:
-      x_BLD = _scale_to_unit(x_BLD)
-    kernel_D = self.param(
-      'kernel',
-      nn.with_logical_partitioning(
-        nn.initializers.normal(self.std), ('replicated',)
-      ),
-      (x_BLD.shape[-1],),
-    )
-    # Not an einsum: on accelerators that would round to bfloat16, and a
-    # router must not.
-    return jnp.sum(x_BLD * kernel_D, axis=-1)
-
-
-def _scale_to_unit(x_BLD: jax.Array) -> jax.Array:
-  """Returns each token's features at a mean square of 1, without parameters."""
-  return x_BLD * jax.lax.rsqrt(
-    jnp.mean(x_BLD**2, axis=-1, keepdims=True) + 1e-6
-  )
-
-
 class Predictor(nn.Module):
   """Guesses from one token alone whether top-k will choose it.
 
@@ -317,13 +347,13 @@ class Predictor(nn.Module):
   def __call__(self, x_BLD: jax.Array) -> jax.Array:
     # Features grow with depth; the logits should not.
     x_BLD = jax.lax.stop_gradient(x_BLD).astype(jnp.float32)
-    x_BLD = _scale_to_unit(x_BLD)
+    x_BLD = scores.scale_to_unit(x_BLD)
 
     def linear(features, name):
       return nn.Dense(
         features,
-        # As the router, it must not be rounded to bfloat16 by accelerators:
-        # forward and decoding would disagree about logits near 0.
+        # Accelerators must not round this to bfloat16, as with the router: the
+        # forward pass and decoding would disagree about logits near 0.
         precision='highest',
         kernel_init=nn.with_logical_partitioning(
           nn.initializers.lecun_normal(), ('replicated', 'replicated')
@@ -353,32 +383,7 @@ class Layer(nn.Module):
   config: LayerConfig
   mode: Mode = Mode()
 
-  def setup(self):
-    config = self.config
-    self.process = Block(
-      config.block, config.score, config.drop_rate, self.mode
-    )
-    nn.share_scope(self, self.process)
-    if config.routing is not None and config.routing.score == 'learned':
-      routing_config = config.routing
-      self.router = Router(
-        routing_config.router_std, routing_config.router_norm
-      )
-      if routing_config.predictor_width:
-        self.predictor = Predictor(routing_config.predictor_width)
-    self.moving = None
-    if (
-      config.routing is not None
-      and config.routing.threshold_decay
-      and (
-        self.has_variable('moving', 'threshold')
-        or self.is_mutable_collection('moving')
-      )
-    ):
-      self.moving = self.variable(
-        'moving', 'threshold', routing.MovingThreshold.zeros
-      )
-
+  @nn.compact
   def __call__(
     self,
     x_BLD: jax.Array,
@@ -395,75 +400,77 @@ class Layer(nn.Module):
       score_BL: the attention that the tokens received in the block before, for
         the score `attention`.
     """
-    if self.config.routing is None:
-      done = self.process(x_BLD, info, cache)
+    config = self.config
+    block = Block(
+      *(config.block, config.attention_score, config.drop_rate, self.mode),
+      name='process',
+    )
+    nn.share_scope(self, block)
+    if config.routing is None:
+      done = block(x_BLD, info, cache)
       return LayerOutput(x_BLD + done.update_BLD, done.cache, done.aux)
 
     length = x_BLD.shape[1]
-    mode, capacity = self.mode.routing, self.config.capacity
+    mode, capacity = self.mode.routing, config.capacity
     routed = self._score(x_BLD, info, score_BL)
     top = None
-    if cache is None or mode.rule == 'top_k':
+    if cache is None or mode.causal_rule is None:
       top = self._top_k(routed.score_BL, info)
     if cache is None:
       routed = routed.replace(
         top_k_BL=routing.mark_tokens(top, length),
         kth_B=_last_score(routed.score_BL, top),
       )
-    wanted_BL = self._decide(routed, top, self._threshold(routed), info)
+    routed = routed.replace(threshold_B=self._threshold(routed))
+    wanted_BL = self._decide(routed, top, info)
 
     if cache is None:
       selection = top
-      if mode.rule != 'top_k':
+      if mode.causal_rule is not None:
         slots, count_B = mode.slots(capacity, length), None
         if mode.overflow == 'drop' and info.valid_BL is not None:
           count_B = mode.row_slots(capacity, length, info.valid_BL.sum(axis=-1))
         selection = routing.select_decided(wanted_BL, slots, count_B)
         selection = checkpoint_name(selection, SELECTION_NAME)
       chosen_BL = routing.mark_tokens(selection, length)
-      done = self._run(x_BLD, info, routed, selection, None)
+      done = self._run(block, x_BLD, info, routed, selection, None)
     else:
       chosen_BL = cache.room(wanted_BL)
       if length == 1 and mode.chunk:
-        done = self._run_rows(x_BLD, info, routed, chosen_BL, cache)
+        done = self._run_rows(block, x_BLD, info, routed, chosen_BL, cache)
       else:
         selection = routing.select_decided(chosen_BL, cache.slots)
-        done = self._run(x_BLD, info, routed, selection, cache)
+        done = self._run(block, x_BLD, info, routed, selection, cache)
     overflow_B = (wanted_BL & ~chosen_BL).sum(axis=-1, dtype=jnp.int32)
     routed = routed.replace(chosen_BL=chosen_BL, overflow_B=overflow_B)
     return done.replace(aux=done.aux | {'router': routed})
 
-  def _threshold(self, routed: Routing) -> jax.Array:
+  def _threshold(self, routed: Routing) -> jax.Array | None:
     """Returns the moving average before this call, and then moves it on."""
-    if self.moving is None:
-      if self.mode.routing.rule == 'threshold':
+    decay = self.config.routing.threshold_decay
+    kept = self.has_variable('moving', 'threshold')
+    if not decay or not (kept or self.is_mutable_collection('moving')):
+      if isinstance(self.mode.routing.causal_rule, rules.Threshold):
         raise errors.UserError(
           "rule='threshold' needs the moving averages of training: pass the"
           " 'moving' collection beside 'params'."
         )
-      return jnp.inf
-    before = self.moving.value
+      return None
+    moving = self.variable('moving', 'threshold', routing.MovingThreshold.zeros)
+    before = moving.value
     trains = self.is_mutable_collection('moving') and not self.is_initializing()
     if trains and routed.kth_B is not None:
-      self.moving.value = before.update(
-        _mean(routed.kth_B), self.config.routing.threshold_decay
-      )
-    return before.value()
+      moving.value = before.update(_mean(routed.kth_B), decay)
+    return jnp.broadcast_to(before.value(), routed.score_BL.shape[:1])
 
-  def _score(self, x_BLD, info, score_BL) -> Routing:
-    config = self.config.routing
+  def _score(self, x_BLD, info, attention_BL) -> Routing:
+    config, capacity = self.config.routing, self.config.capacity
     batch, length, _ = x_BLD.shape
+    score_BL = config.scorer.run(self, x_BLD, info, capacity, attention_BL)
     predictor_BL = None
-    match config.score:
-      case 'learned':
-        score_BL = self.router(x_BLD)
-        if config.predictor_width:
-          predictor_BL = self.predictor(x_BLD)
-      case 'gaussian':
-        key = self.make_rng('routing')
-        score_BL = routing.gaussian_scores(key, (batch, length))
-      case 'stride':
-        score_BL = routing.stride_scores(info.position_BL, self.config.capacity)
+    if config.has_predictor:
+      predictor = Predictor(config.predictor_width, name='predictor')
+      predictor_BL = predictor(x_BLD)
     return Routing(
       score_BL=score_BL,
       weight_BL=routing.gate(config.gate_kind, score_BL, config.gate_alpha),
@@ -487,38 +494,28 @@ class Layer(nn.Module):
     selection = routing.select_top_k(score_BL, k, info.valid_BL, count_B)
     return checkpoint_name(selection, SELECTION_NAME)
 
-  def _decide(self, routed: Routing, top, threshold, info) -> jax.Array:
+  def _decide(self, routed: Routing, top, info) -> jax.Array:
     """Returns which real tokens the rule wants to be processed."""
-    match self.mode.routing.rule:
-      case 'top_k':
-        return routing.mark_tokens(top, routed.score_BL.shape[1])
-      case 'router':
-        wanted_BL = routed.score_BL > 0
-      case 'predictor':
-        wanted_BL = routed.predictor_BL > 0
-      case 'threshold':
-        wanted_BL = routed.score_BL >= threshold
-      case 'never':
-        wanted_BL = jnp.zeros(routed.score_BL.shape, bool)
-      case 'fixed' if self.config.routing.score == 'gaussian':
-        wanted_BL = routed.score_BL > routing.gaussian_threshold(
-          self.config.capacity
-        )
-      case 'fixed':
-        wanted_BL = routed.score_BL > 0.5
+    rule = self.mode.routing.causal_rule
+    if rule is None:
+      return routing.mark_tokens(top, routed.score_BL.shape[1])
+    config = self.config
+    wanted_BL = rule.wants(routed, config.routing.scorer, config.capacity)
     return wanted_BL if info.valid_BL is None else wanted_BL & info.valid_BL
 
-  def _run(self, x_BLD, info, routed, selection, cache) -> LayerOutput:
+  def _run(self, block, x_BLD, info, routed, selection, cache) -> LayerOutput:
     """Gathers the selected tokens, processes them, adds the update."""
     index_BK, valid_BK = selection.index_BK, selection.valid_BK
     x_BKD = routing.gather_tokens(x_BLD, index_BK)
-    done = self.process(x_BKD, info.gather(selection), cache)
+    done = block(x_BKD, info.gather(selection), cache)
     weight_BK = routing.gather_tokens(routed.weight_BL, index_BK)
     update_BKD = _weigh(done.update_BLD, weight_BK, valid_BK)
     x_BLD = routing.scatter_add_tokens(x_BLD, index_BK, update_BKD)
     return LayerOutput(x_BLD, done.cache, done.aux)
 
-  def _run_rows(self, x_B1D, info, routed, chosen_B1, cache) -> LayerOutput:
+  def _run_rows(
+    self, block, x_B1D, info, routed, chosen_B1, cache
+  ) -> LayerOutput:
     """Processes one token of each routed row, a few rows at a time.
 
     Static shapes, any number of routed rows, and no work where there are
@@ -535,12 +532,12 @@ class Layer(nn.Module):
     def more(_, carry):
       return carry[0] < count
 
-    def step(process, carry):
+    def step(block, carry):
       start, x_B1D, cache = carry
       rows_R = jax.lax.dynamic_slice(rows_P, (start,), (chunk,))
       valid_R1 = (start + jnp.arange(chunk) < count)[:, None]
       x_R1D = x_B1D.at[rows_R].get(mode='clip')
-      done = process(x_R1D, info.rows(rows_R, valid_R1), cache, rows_R)
+      done = block(x_R1D, info.rows(rows_R, valid_R1), cache, rows_R)
       weight_R1 = weight_B1.at[rows_R].get(mode='clip')
       update_R1D = _weigh(done.update_BLD, weight_R1, valid_R1)
       x_B1D = x_B1D.at[rows_R].add(update_R1D.astype(x_B1D.dtype), mode='drop')
@@ -548,7 +545,7 @@ class Layer(nn.Module):
 
     carry = (jnp.zeros((), jnp.int32), x_B1D, cache)
     _, x_B1D, cache = nn.while_loop(
-      more, step, self.process, carry, broadcast_variables='params'
+      more, step, block, carry, broadcast_variables='params'
     )
     return LayerOutput(x_B1D, cache)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from mod_jax import config as config_lib
 from mod_jax.layers.mode import Mode
 
 
@@ -16,6 +17,9 @@ class Slot(abc.ABC):
   A subclass is a frozen dataclass. It may live anywhere: configs that are saved
   name its module.
   """
+
+  def __post_init__(self):
+    config_lib.validate(self)
 
   @abc.abstractmethod
   def run(

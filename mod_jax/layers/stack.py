@@ -153,14 +153,16 @@ def layer_configs(
   capacities = (None,) * num_layers
   if routing is not None:
     capacities = routing.capacities(num_layers)
-  by_attention = routing is not None and routing.score == 'attention'
+  by_attention = routing is not None and routing.scorer.needs_attention
   return tuple(
     LayerConfig(
       block=block if adaptive is None else adaptive.adapt(i, block),
       routing=None if capacity is None else routing,
       capacity=capacity,
       # The score of the next layer is the attention in this one.
-      score='mean' if by_attention and next_capacity is not None else None,
+      attention_score='mean'
+      if by_attention and next_capacity is not None
+      else None,
       drop_rate=stochastic_depth * i / max(1, num_layers - 1),
     )
     for i, (capacity, next_capacity) in enumerate(

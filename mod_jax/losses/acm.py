@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-Pair = tuple[jax.Array, jax.Array]
+from mod_jax.losses.sums import Pair
 
 
 @dataclasses.dataclass(frozen=True)

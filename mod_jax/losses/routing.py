@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-Pair = tuple[jax.Array, jax.Array]
+from mod_jax.losses.sums import Pair
 
 
 def choice_bce(

@@ -165,7 +165,12 @@ def report(config, *length: int) -> str:
     )
 
   def total(table):
-    return sum(sum(parts.values()) for _, parts in table)
+    return sum(
+      count
+      for _, parts in table
+      for part, count in parts.items()
+      if part != 'norm'
+    )
 
   before = total(twin.flops_table(*length))
   after = total(config.flops_table(*length))

@@ -39,7 +39,7 @@ class DynamicViTConfig:
   score: Literal[
     'predicted', 'static', 'random', 'class_attention', 'structural'
   ] = 'predicted'
-  # Of the Gumbel-softmax in training.
+  # Temperature of the Gumbel-softmax in training.
   temperature: config_lib.Temperature = 1.0
 
   def __post_init__(self):
@@ -74,6 +74,15 @@ class DynamicViTConfig:
         "stages begin with block 0, and score='class_attention' needs a block"
         ' before: begin later.'
       )
+
+  # No block is routed, and none adaptive: tokens are dropped between blocks.
+  routing = None
+  adaptive = None
+
+  @property
+  def capacities(self) -> tuple[None, ...]:
+    """No block's: each processes all tokens that are left."""
+    return (None,) * self.backbone.num_layers
 
   @property
   def targets(self) -> tuple[float, ...]:
@@ -137,7 +146,7 @@ class DynamicViTConfig:
   def flops_table(self) -> list[tuple[str, dict[str, int]]]:
     """Returns (layer, FLOPs by part) for one image, forward, at inference.
 
-    In the convention of published tables, times two: see `flops`.
+    The parts `norm` are counted in published tables only: see `flops`.
     """
     backbone, width = self.backbone, self.backbone.width
     rows = [('embed', backbone.embed_flops())]
@@ -375,7 +384,7 @@ class DynamicViT(nn.Module):
     soft_BN2 = jax.nn.softmax((log_BN2 + noise) / self.config.temperature)
     soft_BN = soft_BN2[..., 0]
     hard_BN = (soft_BN >= 0.5).astype(jnp.float32)
-    # In this order, for the sum must be 0 or 1 exactly.
+    # Added in this order, so that the sum is exactly 0 or 1.
     return hard_BN + (soft_BN - jax.lax.stop_gradient(soft_BN))
 
   def _score(self, log_BN2, score_BL, index_BN):

@@ -27,6 +27,7 @@ from mod_jax.layers.mode import Mode
 from mod_jax.layers.mode import RoutingMode
 from mod_jax.layers.routed import MoDConfig
 from mod_jax.layers.routed import Routing
+from mod_jax.layers.slots import Slot
 from mod_jax.layers.stack import Stack
 from mod_jax.layers.stack import StackConfig
 
@@ -44,12 +45,13 @@ class LMConfig:
   mlp: Literal['swiglu', 'gelu', 'gelu_tanh'] = 'swiglu'
   # F; None = 4D, or 8D/3 rounded up to 32.
   mlp_dim: config_lib.Size | None = None
+  feed_forward: Slot | None = None  # In place of the MLP.
   tied_head: bool = True  # Whether the output head is the embedding.
   rope_theta: Annotated[float, config_lib.Range(gt=1)] = 10_000.0
   norm_epsilon: config_lib.Epsilon = 1e-6
   routing: MoDConfig | None = MoDConfig()
   adaptive: AdaptiveConfig | None = None  # Layers split into learners.
-  dtype: Literal['float32', 'bfloat16'] = 'float32'  # Of the computation.
+  dtype: Literal['float32', 'bfloat16'] = 'float32'  # Compute dtype.
   scan_layers: bool = False  # One compiled group of blocks, looped over.
   remat: stack_lib.Remat = 'none'
   # Backend of whole sequences; None = the fitting one.
@@ -96,7 +98,8 @@ class LMConfig:
         out_scale=out_scale,
         implementation=self.attention,
       ),
-      mlp=MLPConfig(
+      mlp=self.feed_forward
+      or MLPConfig(
         width=self.width, hidden=hidden, kind=self.mlp, out_scale=out_scale
       ),
       norm_epsilon=self.norm_epsilon,
@@ -390,7 +393,7 @@ def _check_mode(config, mode, tokens_BL, segment_BL, cache):
       )
     return
   rules = config.routing.causal_rules
-  if mode.rule not in (*rules, 'never'):
+  if isinstance(mode.rule, str) and mode.rule not in (*rules, 'never'):
     raise errors.UserError(
       f'rule={mode.rule!r}: this model was trained for {rules or "no"} causal'
       ' rule(s); see MoDConfig.causal_rules.'

@@ -24,6 +24,7 @@ from mod_jax.layers.mode import Mode
 from mod_jax.layers.routed import LayerOutput
 from mod_jax.layers.routed import Routing
 from mod_jax.layers.routed import VisionRoutingConfig
+from mod_jax.layers.slots import Slot
 from mod_jax.layers.stack import Stack
 from mod_jax.layers.stack import StackConfig
 from mod_jax.layers.stem import ConvStem
@@ -42,6 +43,7 @@ class ViTConfig:
   width: config_lib.Width = 384  # D
   num_heads: config_lib.Size = 6  # H
   mlp_dim: config_lib.Size | None = None  # F; None = 4D.
+  feed_forward: Slot | None = None  # In place of the MLP.
   qkv_bias: bool = True
   norm_epsilon: config_lib.Epsilon = 1e-6
   # A second token and head, whose logits are averaged with the class token's
@@ -60,7 +62,7 @@ class ViTConfig:
   stochastic_depth: config_lib.BelowOne = 0.0
   routing: VisionRoutingConfig | None = None
   adaptive: AdaptiveConfig | None = None  # Layers split into learners.
-  dtype: Literal['float32', 'bfloat16'] = 'float32'  # Of the computation.
+  dtype: Literal['float32', 'bfloat16'] = 'float32'  # Compute dtype.
   remat: stack_lib.Remat = 'none'
 
   def __post_init__(self):
@@ -98,7 +100,8 @@ class ViTConfig:
         bias=True,
         qkv_bias=self.qkv_bias,
       ),
-      mlp=MLPConfig(
+      mlp=self.feed_forward
+      or MLPConfig(
         width=self.width,
         hidden=self.mlp_dim or 4 * self.width,
         kind='gelu',
@@ -191,7 +194,7 @@ class ViTConfig:
     return self.stack.tokens_per_block(self.num_tokens)
 
   def block_flops(self, layer: int, tokens: int) -> dict[str, int]:
-    """Returns the FLOPs of a block, in the published convention."""
+    """Returns the FLOPs of a block, by part, norms included."""
     block = self.stack.layers[layer]
     return block.flops(tokens) | {
       'norm': 2 * norm_flops(block.tokens(tokens), self.width)
@@ -216,7 +219,7 @@ class ViTConfig:
   def flops_table(self) -> list[tuple[str, dict[str, int]]]:
     """Returns (layer, FLOPs by part) for one image, forward.
 
-    In the convention of published tables, times two: see `flops`.
+    The parts `norm` are counted in published tables only: see `flops`.
     """
     blocks = self.stack.flops_table(self.num_tokens)
     return [
@@ -274,9 +277,10 @@ class ViT(nn.Module):
 
   def setup(self):
     config = self.config
-    if self.mode.routing.rule not in ('top_k', 'never'):
+    rule = self.mode.routing.rule
+    if isinstance(rule, str) and rule not in ('top_k', 'never'):
       raise errors.UserError(
-        f'rule={self.mode.routing.rule!r}: a vision transformer sees the whole'
+        f'rule={rule!r}: a vision transformer sees the whole'
         " image and is routed by 'top_k', or with 'never' goes without routed"
         ' blocks.'
       )
@@ -321,7 +325,7 @@ class ViT(nn.Module):
     stack = self.config.stack
     layers = list(stack.layers)
     for i in self.scored:
-      layers[i] = dataclasses.replace(layers[i], score='first')
+      layers[i] = dataclasses.replace(layers[i], attention_score='first')
     return dataclasses.replace(stack, layers=tuple(layers))
 
   def __call__(self, images_BHWC: jax.Array) -> ViTOutput:
@@ -497,7 +501,7 @@ def lvvit_medium(**overrides) -> ViTConfig:
   return _make({**_LV_VIT, **sizes}, overrides)
 
 
-# By the names that configs and command lines use.
+# Backbones under the names that configs and command lines use.
 BACKBONES = {
   'deit_tiny': deit_tiny,
   'deit_small': deit_small,

@@ -175,7 +175,11 @@ def _check(
       'valid_BP leaves a prompt without a token: expected at least one in every'
       ' row.'
     )
-  if config.routing and mode.rule not in config.routing.causal_rules:
+  if (
+    config.routing
+    and isinstance(mode.rule, str)
+    and mode.rule not in config.routing.causal_rules
+  ):
     raise UserError(
       f'rule={mode.rule!r} cannot generate: this model was trained for'
       f' {config.routing.causal_rules or "no causal rule"}.'
@@ -251,7 +255,7 @@ def _generate(
   prefill_mode = mode
   if prefill == 'top_k' and config.num_routed and tokens_BP.shape[1] > 1:
     prefill_mode = dataclasses.replace(mode, rule='top_k')
-  # By its own length, so that a row does not depend on its neighbours.
+  # A row's own length counts, so that it does not depend on its neighbours.
   length_B = valid_BP.sum(axis=-1) + max_new_tokens
   cache = lm.LMCache.empty(config, batch, max_length, mode, length_B)
   prefill_key, key = jax.random.split(key)

@@ -5,8 +5,6 @@ from collections.abc import Sequence
 import dataclasses
 import itertools
 import sys
-import types
-import typing
 from typing import Any
 
 import jax
@@ -73,8 +71,8 @@ def parse(
       raise UserError(
         f'--sweep={text}: {path} is given twice; list all its values once.'
       )
-    hint = _hint(config, path)
-    axes[path] = tuple(_value(value, hint) for value in _split(values))
+    hint = config_lib.field(config, path, '--sweep=')
+    axes[path] = tuple(config_lib.parse(v, hint) for v in _split(values))
   return axes
 
 
@@ -97,7 +95,7 @@ def points(
 def _points(config, axes):
   """Returns (name, values by field, config) of each point."""
   for path, values in axes.items():
-    _hint(config, path)
+    config_lib.field(config, path, '--sweep=')
     if not values:
       raise UserError(f'{path} has no values: give at least one.')
   result, seen = [], set()
@@ -264,65 +262,12 @@ def picture(points: Sequence[Point]) -> Figure | None:
 
 
 def _write(workdir, axes, done):
-  told = {
+  record = {
     'axes': {path: list(values) for path, values in axes.items()},
     'points': [dataclasses.asdict(point) for point in done],
   }
-  text = metrics_lib.to_json(told, indent=2) + '\n'
+  text = metrics_lib.to_json(record, indent=2) + '\n'
   workdir_lib.write_text(workdir / 'sweep.json', text)
-
-
-def _hint(config, path):
-  """Returns the annotation of a field by its dotted name.
-
-  Raises:
-    UserError: there is no such field.
-  """
-  holder, seen, hint = config, '', type(config)
-  for part in path.split('.'):
-    if not dataclasses.is_dataclass(holder):
-      raise UserError(
-        f'--sweep={path}: {seen} is {holder!r} and has no field {part!r}.'
-      )
-    hints = typing.get_type_hints(type(holder))
-    if part not in hints:
-      near = config_lib.nearest(part, hints)
-      near = near or f' Its fields are {", ".join(hints)}.'
-      raise UserError(
-        f'--sweep={path}: {type(holder).__name__} has no field {part!r}.{near}'
-      )
-    hint = hints[part]
-    holder, seen = getattr(holder, part), f'{seen}.{part}'.lstrip('.')
-  return hint
-
-
-def _members(hint):
-  if typing.get_origin(hint) in (typing.Union, types.UnionType):
-    return typing.get_args(hint)
-  return (hint,)
-
-
-def _value(text, hint):
-  """Returns what a text spells, for a field of this annotation."""
-  text = text.strip()
-  members = _members(hint)
-  if text.lower() == 'none' and type(None) in members:
-    return None
-  kinds = {
-    type(choice)
-    for member in members
-    for choice in (
-      typing.get_args(member)
-      if typing.get_origin(member) is typing.Literal
-      else ()
-    )
-  }
-  kinds |= {m for m in members if typing.get_origin(m) is not typing.Literal}
-  if kinds <= {str, type(None)}:
-    return text
-  if text.lower() in ('true', 'false') and bool in kinds:
-    return text.lower() == 'true'
-  return config_lib.read_literal(text)
 
 
 def _split(text):

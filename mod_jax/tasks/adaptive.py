@@ -285,7 +285,7 @@ class Adaptive(Plain):
     titles = (*columns, 'load', 'GMACs', 'of dense')
     lines = [''.ljust(12) + ''.join(t.rjust(14) for t in titles)]
     twin = self.config.model.dense_twin()
-    dense = flops.macs(twin, *self.modality.length)
+    dense = flops.published_macs(twin, *self.modality.length)
     for prefix, mode in self.eval_modes().items():
       learners = mode.learners if prefix else None
       load = learners / self.num_learners if prefix else metrics['load']

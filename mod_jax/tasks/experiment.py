@@ -45,7 +45,7 @@ class PhaseConfig:
 
   num_steps: config_lib.Count  # 0 skips the phase.
   batch_size: config_lib.Size
-  # At its peak; the other settings are the optimiser's.
+  # Peak learning rate; the other settings are those of the optimiser.
   learning_rate: config_lib.Positive
   warmup_steps: config_lib.Count = 0
 
@@ -139,7 +139,7 @@ class ExperimentConfig(RunConfig):
         f'data={type(data).__name__} and model={kind.__name__}: this model'
         f' needs the data of {wanted.__name__}, so change one of them.'
       )
-    adaptive = getattr(model, 'adaptive', None)
+    adaptive = model.adaptive
     if minimised is ACMObjective and adaptive is None:
       minimised = None
     if objective is not None and type(objective) is not minimised:
@@ -176,7 +176,7 @@ class ExperimentConfig(RunConfig):
         ' the same.'
       )
     steps = self.train.capacity_warmup_steps
-    if steps and getattr(model, 'routing', None) is None:
+    if steps and model.routing is None:
       raise errors.UserError(
         f'train.capacity_warmup_steps={steps} and model={kind.__name__} without'
         ' routing: there is no capacity to come down, so set the steps to 0, or'

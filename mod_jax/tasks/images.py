@@ -76,7 +76,7 @@ class Images(Modality):
   def loss(self, output, batch):
     return losses.classification_loss(output.logits_BV, batch['target'])
 
-  def eval_sums(self, output, batch):
+  def eval_sums(self, output, batch, mode):
     logits_BV, label_B = output.logits_BV, batch['label']
     weight_B = batch['weight']
     target_BV = jax.nn.one_hot(label_B, logits_BV.shape[-1])
@@ -98,7 +98,7 @@ class Images(Modality):
     if more:
       return {}
     modes = {'': Mode()}
-    if getattr(self.config.model, 'routing', None) is not None:
+    if self.config.model.routing is not None:
       modes['never/'] = Mode(routing=RoutingMode(rule='never'))
     return modes
 
@@ -131,12 +131,13 @@ class Images(Modality):
     for title, prefix, model in rows:
       cells = [f'{metrics[prefix + c]:.4f}' for c in columns]
       if model is not None:
-        macs = flops.macs(model)
-        cells += [f'{macs / 1e9:.4f}', f'{2 * macs / 1e9:.4f}']
+        macs = flops.published_macs(model)
+        cells += [f'{macs / 1e9:.4f}', f'{flops.forward(model) / 1e9:.4f}']
         cells.append(f'{flops.num_params(model):,}')
       lines.append(title.ljust(8) + ''.join(c.rjust(12) for c in cells))
     lines.append(
-      'GMACs: what published tables call GFLOPs; a multiply-add counts once.'
+      'GMACs: what published tables call GFLOPs; a multiply-add counts once,'
+      ' and norms count too.'
     )
     if 'never/loss' in metrics:
       lines.append('never: routed blocks left out, the trivial baseline.')
@@ -149,7 +150,7 @@ class Images(Modality):
 
   def studies(self, task):
     found = {'throughput': functools.partial(studies.throughput, task)}
-    if getattr(self.config.model, 'routing', None) is not None:
+    if self.config.model.routing is not None:
       found['importance'] = functools.partial(studies.importance, task)
     return found
 

@@ -15,13 +15,15 @@ from mod_jax.data import text
 from mod_jax.layers import stack as stack_lib
 from mod_jax.layers.mode import Mode
 from mod_jax.layers.mode import RoutingMode
+from mod_jax.losses.sums import add_pair
 from mod_jax.sampling import generate
 from mod_jax.sampling import pad_prompts
 from mod_jax.tasks import warm_start
 from mod_jax.tasks.modality import Modality
 from mod_jax.train import workdir as workdir_lib
 
-_TOKENIZER = 'tokenizer.json'  # In the directory of a run that has learned one.
+# The name of a learned tokenizer's file in the directory of its run.
+_TOKENIZER = 'tokenizer.json'
 # Before a metric's name: under `overflow='drop'`.
 _DROP = 'drop_'
 
@@ -119,11 +121,22 @@ class Language(Modality):
   def _token_bytes_V(self):
     return np.asarray(self.tokenizer.token_bytes)
 
-  def eval_sums(self, output, batch):
+  def eval_sums(self, output, batch, mode):
     total, weight = self.loss(output, batch)
+    metric_sums = {'loss': (total, weight)}
+    if mode.routing.overflow == 'drop':
+      return metric_sums
     token_bytes_V = jnp.asarray(self._token_bytes_V)
     num_bytes = jnp.sum(token_bytes_V[batch['targets']] * batch['weights'])
-    return {'loss': (total, weight), 'bits_per_byte': (total, num_bytes)}
+    metric_sums['bits_per_byte'] = (total, num_bytes)
+    _, kwargs = self.inputs(batch, train=False)
+    for routed in output.routing if mode.routing.rule != 'never' else ():
+      agreement = losses.choice_agreement(
+        routed.chosen_BL, routed.top_k_BL, kwargs['valid_BL']
+      )
+      for name, pair in agreement.items():
+        add_pair(metric_sums, name, pair)
+    return metric_sums
 
   def token_weights(self, batch):
     _, kwargs = self.inputs(batch, train=False)
@@ -144,13 +157,14 @@ class Language(Modality):
     A dense model's metrics have plain names. `more`: causal rules with
     `overflow='drop'`, of which the loss is told as `<rule>/drop_loss`.
     """
+    routing = self.config.model.routing
     if more:
       named = {
-        f'{rule}/{_DROP}': RoutingMode(rule=rule, overflow='drop')
+        f'{rule}/{_DROP}': routing.mode(rule, overflow='drop')
         for rule in self.rules[1:]
       }
     elif self.rules:
-      named = {f'{r}/': RoutingMode(rule=r) for r in (*self.rules, 'never')}
+      named = {f'{r}/': routing.mode(r) for r in (*self.rules, 'never')}
     else:
       named = {'': RoutingMode()}
     return {prefix: Mode(routing=mode) for prefix, mode in named.items()}
@@ -242,7 +256,7 @@ class Language(Modality):
         ' model.routing.router_loss, predictor_width or threshold_decay.'
       )
     if rules:
-      kwargs.setdefault('mode', rules[0])
+      kwargs.setdefault('mode', self.config.model.routing.mode(rules[0]))
     encoded = [self.tokenizer.encode(prompt) for prompt in prompts]
     tokens_BP, valid_BP = pad_prompts(encoded)
     if num_tokens is None:
@@ -307,11 +321,8 @@ class Language(Modality):
     _, kwargs = self.inputs(batch, train=False)
     length = int(np.sum(kwargs['valid_BL'][0]))
     thresholds = None
-    if 'moving' in model_state:
-      moving = stack_lib.unrolled(config.stack, model_state['moving'])
-      thresholds = [
-        float(moving[f'block_{i}']['threshold'].value()) for i in layers
-      ]
+    if config.routing.threshold_decay:
+      thresholds = [routed.threshold_B[0] for routed in output.routing]
     return {
       'routing': viz.routing_map(
         np.stack([r.chosen_BL[0, :length] for r in output.routing]),
@@ -346,13 +357,12 @@ class Language(Modality):
       ]
     )
     return {
-      'load': viz.routing_map(
-        np.ones(share_RL.shape, bool),
+      'load': viz.token_load(
+        share_RL,
         self.tokenizer.pieces(batch['tokens'][0, :length].tolist()),
         layers=layers,
-        num_layers=self.config.model.num_layers,
-        weights_RL=share_RL,
-        title='Held-out text: share of the learners that each token runs',
+        unit='share of the learners',
+        title='Held-out text: where the compute goes',
       ),
       'compute': viz.compute_histogram(
         np.asarray(task.load_per_token(choices)).mean(axis=-1),

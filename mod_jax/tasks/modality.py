@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from mod_jax.layers.mode import Mode
-from mod_jax.train.task import MetricSums
+from mod_jax.losses.sums import MetricSums
 from mod_jax.train.task import Study
 
 
@@ -73,8 +73,14 @@ class Modality(abc.ABC):
     """Returns the loss of a training batch: (total, weight)."""
 
   @abc.abstractmethod
-  def eval_sums(self, output, batch) -> MetricSums:
-    """Returns the sums of a held-out batch, `loss` among them."""
+  def eval_sums(self, output, batch, mode: Mode) -> MetricSums:
+    """Returns the sums of a held-out batch, `loss` among them.
+
+    Args:
+      output: of the model, run by `mode`.
+      batch: of `eval_batches`.
+      mode: one of `modes`.
+    """
 
   @abc.abstractmethod
   def token_weights(self, batch):

@@ -9,6 +9,8 @@ from mod_jax import flops
 from mod_jax import losses
 from mod_jax.layers.routed import Routing
 from mod_jax.layers.routed import RoutingConfig
+from mod_jax.losses.sums import MetricSums
+from mod_jax.losses.sums import add_pair
 from mod_jax.tasks import capacity_warmup
 from mod_jax.tasks.modality import Modality
 from mod_jax.train import task as task_lib
@@ -89,6 +91,8 @@ class Plain(task_lib.Task):
     """
     args, kwargs = self.modality.inputs(batch, train=True)
     rngs = jax.random.split(rng, len(_STREAMS))
+    if model.routing is not None:
+      mode['routing'] = model.routing.train_mode
     return model.build(train=True, **mode).apply(
       {'params': params, **model_state},
       *args,
@@ -148,29 +152,13 @@ class Plain(task_lib.Task):
 
   def eval_step(self, params, model_state, batch, key, mode):
     output = self.apply(params, model_state, batch, key, mode)
-    metric_sums = self.modality.eval_sums(output, batch)
-    if mode.routing.overflow == 'drop':
-      return {'loss': metric_sums['loss']}
+    metric_sums = self.modality.eval_sums(output, batch, mode)
     return metric_sums | self.more_sums(output, batch, mode)
 
-  def more_sums(self, output, batch, mode) -> task_lib.MetricSums:
-    """Returns further sums of a held-out batch; arguments as `eval_step`'s."""
-    metric_sums = {}
-    if not self._agreement_tells(mode):
-      return metric_sums
-    _, kwargs = self.modality.inputs(batch, train=False)
-    for routed in output.routing:
-      agreement = losses.choice_agreement(
-        routed.chosen_BL, routed.top_k_BL, kwargs.get('valid_BL')
-      )
-      for name, pair in agreement.items():
-        _add(metric_sums, name, pair)
-    return metric_sums
-
-  def _agreement_tells(self, mode) -> bool:
-    """Whether a rule is to be compared with top-k."""
-    causal = getattr(self.config.model.routing, 'causal_rules', None)
-    return causal is not None and mode.routing.rule != 'never'
+  def more_sums(self, output, batch, mode) -> MetricSums:
+    """Returns the sums of the method; arguments as of `Modality.eval_sums`."""
+    del output, batch, mode
+    return {}
 
   def finish_metrics(self, metrics):
     return self.modality.finish_metrics(metrics)
@@ -200,14 +188,9 @@ def _routed_capacities(config) -> list[float]:
   return [c for c in config.capacities if c is not None]
 
 
-def _add(metric_sums, name, pair):
-  before = metric_sums.get(name, (0.0, 0.0))
-  metric_sums[name] = (before[0] + pair[0], before[1] + pair[1])
-
-
 def routing_losses(
   config: RoutingConfig, layers: Sequence[Routing], valid_BL
-) -> tuple[jax.Array, task_lib.MetricSums]:
+) -> tuple[jax.Array, MetricSums]:
   """Returns what is added to the loss, and the sums to report.
 
   The auxiliary BCE on the router enters with `router_loss`; the predictor's
@@ -220,13 +203,13 @@ def routing_losses(
       ('router', config.router_loss, routed.score_BL),
       ('predictor', 1.0, routed.predictor_BL),
     ):
-      if rule not in getattr(config, 'causal_rules', ()):
+      if rule not in config.causal_rules:
         continue
       total, count = losses.choice_bce(logit_BL, routed.top_k_BL, valid_BL)
       loss += weight * total / jnp.maximum(count, 1) / len(layers)
-      _add(metric_sums, f'{rule}/bce', (total, count))
+      add_pair(metric_sums, f'{rule}/bce', (total, count))
       agreement = losses.choice_agreement(
         logit_BL > 0, routed.top_k_BL, valid_BL
       )
-      _add(metric_sums, f'{rule}/accuracy', agreement['accuracy'])
+      add_pair(metric_sums, f'{rule}/accuracy', agreement['accuracy'])
   return loss, metric_sums

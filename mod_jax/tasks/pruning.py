@@ -100,9 +100,6 @@ class Pruning(Plain):
       teacher = 0
     return self.config.train.batch_size * (student + teacher)
 
-  def more_sums(self, output, batch, mode):
-    return {}
-
   def pictures(self, params, model_state):
     model = self.config.model
     if model.score == 'structural':

@@ -69,7 +69,7 @@ def is_adaptive(init: str) -> bool:
   if not is_workdir(path):
     return False
   config = workdir_lib.read_config(path, ExperimentConfig)
-  return getattr(config.model, 'adaptive', None) is not None
+  return config.model.adaptive is not None
 
 
 def from_workdir(
@@ -103,20 +103,12 @@ def from_workdir(
   kwargs = {'new': new, 'dropped': dropped, 'describe': f'init={init}'}
   params = trees.merge(params, source_params, **kwargs)
   # Collections may hold structs, which are dictionaries on disk.
-  flat = _by_path(model_state)
+  flat = trees.by_path(model_state)
   merged = trees.merge(trees.unflatten(flat), source_state, **kwargs)
   merged = trees.flatten(merged)
   structure = jax.tree.structure(model_state)
   model_state = jax.tree.unflatten(structure, [merged[name] for name in flat])
   return params, model_state
-
-
-def _by_path(tree) -> dict[str, Any]:
-  leaves = jax.tree_util.tree_leaves_with_path(tree)
-  return {
-    jax.tree_util.keystr(path, simple=True, separator='/'): leaf
-    for path, leaf in leaves
-  }
 
 
 def load_image_weights(
@@ -221,7 +213,8 @@ def _fit(
   source = dict(source)
   if 'position' in source:
     patches = len(source['position']) - dense.num_prefix
-    # Of no square, it is another model's, as the comparison will tell.
+    # A number that is no square belongs to another model, which the comparison
+    # below will say.
     if patches > 0 and math.isqrt(patches) ** 2 == patches:
       source['position'] = resize_positions(
         jnp.asarray(source['position']), dense.num_prefix, dense.grid

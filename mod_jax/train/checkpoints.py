@@ -37,6 +37,7 @@ import orbax.checkpoint as ocp
 
 from mod_jax import config as config_lib
 from mod_jax import paths
+from mod_jax import trees
 from mod_jax.errors import UserError
 
 _MANIFEST = 'manifest.json'
@@ -56,8 +57,8 @@ class CheckpointConfig:
 
   # Steps between checkpoints; 0 saves at none but the last.
   every: config_lib.Count = 1000
-  # And so many minutes after the last one, looked at between two steps; 0 saves
-  # by steps alone. With several hosts, at the steps of `log.every`.
+  # Minutes between checkpoints, looked at between two steps (with several
+  # hosts, at the steps of `log.every`); 0 saves by steps alone.
   every_minutes: config_lib.Weight = 3.0
   keep: config_lib.PositiveCount = 3  # Newest checkpoints that stay on disk.
   asynchronous: bool = True  # Write while training goes on.
@@ -206,13 +207,13 @@ class Checkpointer:
     if step in self.steps():
       return
     self._saving = step
-    told = {_STEP: step, _CALLERS: metadata or {}}
+    saved = {_STEP: step, _CALLERS: metadata or {}}
     if iterator is not None:
-      told[_POSITION] = iterator.get_state()
+      saved[_POSITION] = iterator.get_state()
     items = {
-      _STATE: _HashedSave(_nested(_stored_arrays(state))),
+      _STATE: _HashedSave(trees.unflatten(_stored_arrays(state))),
       # Orbax encodes in the background: take the copy now.
-      _METADATA: ocp.args.JsonSave(json.loads(json.dumps(told))),
+      _METADATA: ocp.args.JsonSave(json.loads(json.dumps(saved))),
     }
     self._manager.save(step, args=ocp.args.Composite(**items), force=True)
     if not self.config.asynchronous:
@@ -382,7 +383,9 @@ def restore_named(
       for path, leaf in stored.items()
       if path.split('/')[0] in names
     }
-    restored = source.load(_nested(wanted), None, whole=False, check=check)
+    restored = source.load(
+      trees.unflatten(wanted), None, whole=False, check=check
+    )
     state = {name: restored.state.get(name, {}) for name in names}
     return dataclasses.replace(restored, state=state)
 
@@ -411,8 +414,8 @@ def peek(directory, step: int) -> Restored | None:
     The checkpoint without arrays, or None where that cannot be read.
   """
   try:
-    told = _read_metadata(_absolute(directory) / str(step))
-    return Restored(step=told[_STEP], state=None, metadata=told[_CALLERS])
+    saved = _read_metadata(_absolute(directory) / str(step))
+    return Restored(step=saved[_STEP], state=None, metadata=saved[_CALLERS])
   except (OSError, ValueError, KeyError, TypeError):
     return None
 
@@ -443,33 +446,33 @@ class _Source:
       whole: whether the checkpoint may hold no other arrays than these.
       check: see `Checkpointer.restore`.
     """
-    told = self.told()
-    check(Restored(step=self.step, state=None, metadata=told[_CALLERS]))
-    wanted = _by_path(abstract)
+    saved = self.saved()
+    check(Restored(step=self.step, state=None, metadata=saved[_CALLERS]))
+    wanted = trees.by_path(abstract)
     self._check(wanted, self.stored(), whole)
     with self._reading('its arrays'):
       tree = {path: _stored_type(leaf) for path, leaf in wanted.items()}
       arrays = self._item(
         _STATE,
         ocp.args.PyTreeRestore(
-          item=_nested(tree),
-          restore_args=_nested(
+          item=trees.unflatten(tree),
+          restore_args=trees.unflatten(
             {path: _restore_args(leaf) for path, leaf in tree.items()}
           ),
           partial_restore=True,
         ),
       )
-    arrays = _by_path(arrays)
+    arrays = trees.by_path(arrays)
     leaves = [_as_wanted(arrays[path], leaf) for path, leaf in wanted.items()]
     if iterator is not None:
-      self._restore_iterator(iterator, told)
+      self._restore_iterator(iterator, saved)
     return Restored(
       step=self.step,
       state=jax.tree.unflatten(jax.tree.structure(abstract), leaves),
-      metadata=told[_CALLERS],
+      metadata=saved[_CALLERS],
     )
 
-  def told(self) -> dict[str, Any]:
+  def saved(self) -> dict[str, Any]:
     """Returns what was saved beside the arrays.
 
     Raises:
@@ -477,16 +480,16 @@ class _Source:
       _Unusable: it is of another step.
     """
     with self._reading('its metadata'):
-      told = _read_metadata(self.directory)
-      if told.get(_STEP, self.step) != self.step:
-        raise _Unusable(f'it was saved at step {told[_STEP]}')
-    if _STEP not in told:
+      saved = _read_metadata(self.directory)
+      if saved.get(_STEP, self.step) != self.step:
+        raise _Unusable(f'it was saved at step {saved[_STEP]}')
+    if _STEP not in saved:
       raise UserError(
         f'the checkpoint {self.directory} was saved by an older version of '
         'mod_jax, with a data position for each host: go on with that version, '
         'or start in another workdir'
       )
-    return told
+    return saved
 
   @property
   def step(self) -> int:
@@ -496,18 +499,18 @@ class _Source:
     """Returns shape and dtype of all its arrays, by path."""
     with self._reading('its list of arrays'):
       handler = ocp.PyTreeCheckpointHandler()
-      return _by_path(handler.metadata(self.directory / _STATE).tree)
+      return trees.by_path(handler.metadata(self.directory / _STATE).tree)
 
   def _item(self, name, args):
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
       composite = ocp.args.Composite(**{name: args})
       return reader.restore(self.directory, args=composite)[name]
 
-  def _restore_iterator(self, iterator, told):
+  def _restore_iterator(self, iterator, saved):
     try:
-      iterator.set_state(told[_POSITION])
+      iterator.set_state(saved[_POSITION])
     except Exception as e:
-      why = 'it has none' if _POSITION not in told else _one_line(e)
+      why = 'it has none' if _POSITION not in saved else _one_line(e)
       raise UserError(
         f'the checkpoint {self.directory} holds no data position that fits '
         f'this run ({why}): resume with the data that it was saved with, or '
@@ -583,7 +586,7 @@ def _restore_newest(directory, steps, load, report):
   for step in reversed(steps):
     try:
       source = _verify(directory / str(step))
-      source.told()
+      source.saved()
       if not source.verified:
         doubtful[step] = source
         continue
@@ -627,10 +630,10 @@ def _verify(directory) -> _Source:
   except OSError as e:
     problem = _one_line(e)
   if jax.process_count() > 1:
-    told = multihost_utils.process_allgather(
+    problems = multihost_utils.process_allgather(
       np.array([problem is not None, not verified])
     )
-    bad, missing = np.any(told, axis=0)
+    bad, missing = np.any(problems, axis=0)
     verified = not missing
     if bad and problem is None:
       problem = 'another host found it damaged'
@@ -757,26 +760,6 @@ def _one_line(error) -> str:
 # renamed, and any Orbax reads the files without importing this library.
 
 
-def _by_path(tree) -> dict[str, Any]:
-  """Returns {'params/embed/kernel': leaf} in the tree's order."""
-  leaves = jax.tree_util.tree_leaves_with_path(tree)
-  return {
-    jax.tree_util.keystr(path, simple=True, separator='/'): leaf
-    for path, leaf in leaves
-  }
-
-
-def _nested(by_path) -> dict[str, Any]:
-  tree = {}
-  for path, leaf in by_path.items():
-    *parents, name = path.split('/')
-    node = tree
-    for parent in parents:
-      node = node.setdefault(parent, {})
-    node[name] = leaf
-  return tree
-
-
 def _is_key(leaf) -> bool:
   return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
@@ -789,7 +772,7 @@ def _stored_arrays(state):
       return np.asarray(leaf)
     return jax.random.key_data(leaf) if _is_key(leaf) else leaf
 
-  return {path: stored(leaf) for path, leaf in _by_path(state).items()}
+  return {path: stored(leaf) for path, leaf in trees.by_path(state).items()}
 
 
 def _stored_type(leaf) -> jax.ShapeDtypeStruct:

@@ -299,7 +299,7 @@ def _alone(directory):
 def _watch(path, owner):
   """Returns when a lock of another machine has been still for long enough."""
   probe = path.with_name(f'.{FILE}.{uuid.uuid4().hex}')
-  told = False
+  warned = False
   first = _modified(path)
   try:
     while True:
@@ -309,8 +309,8 @@ def _watch(path, owner):
         return
       if seen != first:
         raise UserError(_refusal(path, owner))
-      if not told:
-        told = True
+      if not warned:
+        warned = True
         print(
           f'{path} is held by process {owner["pid"]} on {owner["host"]}, last'
           f' heard of {max(0, now - seen):.0f} s ago: waiting until'

@@ -17,6 +17,7 @@ import numpy as np
 
 from mod_jax import config as config_lib
 from mod_jax import parallel
+from mod_jax import trees
 from mod_jax.errors import UserError
 from mod_jax.train import checkpoints as checkpoints_lib
 from mod_jax.train import evaluation
@@ -209,7 +210,7 @@ class _Run:
     """Evaluates before any step: other weights, or what a stop cut short."""
     settings = self.config.evaluation
     if fresh and self.config.init is not None:
-      # To be compared with the end: on the same held-out data.
+      # On the same held-out data as at the end, to be compared with it.
       self._evaluate(0, state, batches=settings.final_batches)
     elif not fresh and self._evaluation_due(start):
       owed = not any(
@@ -345,7 +346,7 @@ class _Run:
     self.pending.clear()
 
   def _diverged(self, step, what):
-    self.checkpointer.wait()  # For the newest, which may be half written.
+    self.checkpointer.wait()  # The newest checkpoint may be half written.
     # What is saved at this very step leads to this.
     steps = [s for s in self.checkpointer.steps() if s < step]
     good = (
@@ -389,19 +390,19 @@ class _Run:
     A step's loss is that of the parameters before its update, so it says
     nothing of the state that the step leaves behind.
     """
-    told = {
+    saved = {
       'params': state.params,
       'ema': state.ema,
       'opt_state': state.opt_state,
       'model_state': state.model_state,
     }
-    leaves = [
-      (jax.tree_util.keystr(path, simple=True, separator='/'), leaf)
-      for path, leaf in jax.tree_util.tree_leaves_with_path(told)
+    leaves = {
+      name: leaf
+      for name, leaf in trees.by_path(saved).items()
       if jnp.issubdtype(leaf.dtype, jnp.inexact)
-    ]
-    finite = jax.device_get(_all_finite([leaf for _, leaf in leaves]))
-    for (name, _), good in zip(leaves, finite, strict=True):
+    }
+    finite = jax.device_get(_all_finite(list(leaves.values())))
+    for name, good in zip(leaves, finite, strict=True):
       if not good:
         raise TrainingDiverged(self._diverged(step, f'{name} is not finite'))
 
@@ -452,7 +453,7 @@ class _Run:
 
   def _write_texts(self, state):
     """Writes the task's texts; returns them by path."""
-    if jax.process_count() > 1:  # As with pictures, see `evaluation.report`.
+    if jax.process_count() > 1:  # For the reason in `evaluation.report`.
       return {}
     texts = {}
     for i, text in enumerate(

@@ -22,15 +22,14 @@ import tensorboardX
 
 from mod_jax import paths
 from mod_jax.errors import UserError
-
-MetricSums = Mapping[str, tuple[Any, Any]]
+from mod_jax.losses.sums import MetricSums
 
 _FILE = 'metrics.jsonl'
 _WANDB_ID = 'wandb_id.txt'
 _REWRITE_SECS = 30.0  # Between rewritings of a file that cannot be added to.
 
 
-def add(a: MetricSums, b: MetricSums) -> dict[str, tuple[Any, Any]]:
+def add(a: MetricSums, b: MetricSums) -> MetricSums:
   """Adds metrics by name; a name that only one side has is kept.
 
   Args:

@@ -39,7 +39,7 @@ class OptimizerConfig:
   """
 
   kind: Literal['adamw', 'sgd'] = 'adamw'
-  learning_rate: config_lib.Positive = 3e-3  # At its peak.
+  learning_rate: config_lib.Positive = 3e-3  # Peak, after the warm-up.
   warmup_steps: config_lib.Count = 100  # Linear from 0.
   # Learning rate after the last step / the peak.
   final_fraction: config_lib.Probability = 0.1

@@ -14,7 +14,7 @@ from mod_jax.errors import UserError
 from mod_jax.train.run_config import RunConfig
 from mod_jax.train.workdir import refuse_differences
 
-_CONFIG, _DATA = 'config', 'data'  # In a checkpoint's metadata.
+_CONFIG, _DATA = 'config', 'data'  # Keys of a checkpoint's metadata.
 
 
 def describe(config: RunConfig, task) -> dict[str, Any]:
@@ -30,8 +30,8 @@ def describe(config: RunConfig, task) -> dict[str, Any]:
   data = task.data_fingerprint()
   if jax.process_count() > 1:
     mine = np.frombuffer(fingerprint.digest(data).encode(), np.uint8)
-    told = multihost_utils.process_allgather(mine)
-    other = np.flatnonzero(np.any(told != told[0], axis=1))
+    digests = multihost_utils.process_allgather(mine)
+    other = np.flatnonzero(np.any(digests != digests[0], axis=1))
     if other.size:
       raise UserError(
         f'host {other[0]} does not see the same data as host 0: give all hosts'

@@ -18,9 +18,10 @@ class TrainConfig:
   grad_accum_steps: config_lib.Size = 1
   # The capacity of routed layers comes down from 1 over so many steps.
   capacity_warmup_steps: config_lib.Count = 0
-  # In so many stretches; each compiles.
+  # Number of steps in which it comes down; each compiles its own program.
   capacity_warmup_stages: config_lib.Unrolled = 4
-  # Of the parameters' averages, which are then what is evaluated; 0 = none.
+  # EMA decay of the parameters, whose averages are then what is evaluated; 0
+  # disables them.
   ema_decay: config_lib.Decay = 0.0
 
   def __post_init__(self):
@@ -45,8 +46,8 @@ class EvaluationConfig:
   # Spread over the held-out data; 0 = all of it.
   batches: config_lib.Count = 16
   batch_size: config_lib.Size = 16
-  final_batches: config_lib.Count = 64  # At the end of the run; 0 = all.
-  prompt: str = ''  # Of the sample at the end; '' = a neutral one.
+  final_batches: config_lib.Count = 64  # Batches at the run's end; 0 = all.
+  prompt: str = ''  # Start of the final sample; '' = a neutral one.
   # Tokens of that sample, at most to the trained length; 0 = no sample.
   sample_tokens: config_lib.Count = 256
 

@@ -72,7 +72,7 @@ def train_step(
   ema = state.ema
   if ema is not None:
     rate = ema_rate(ema_decay, state.step)
-    # In this form, averages of what does not change do not change either.
+    # Written so that the average of a constant does not change either.
     ema = jax.tree.map(lambda e, p: e + (rate * (p - e)), ema, params)
   return state.replace(
     step=state.step + 1,

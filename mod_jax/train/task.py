@@ -12,8 +12,7 @@ from matplotlib.figure import Figure
 
 from mod_jax import viz
 from mod_jax.errors import UserError
-
-MetricSums = dict[str, tuple[Any, Any]]  # Metrics as (total, weight).
+from mod_jax.losses.sums import MetricSums
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

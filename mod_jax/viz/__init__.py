@@ -26,6 +26,7 @@ from mod_jax.viz.seeds import seed_dots
 from mod_jax.viz.style import RULES
 from mod_jax.viz.style import RuleStyle
 from mod_jax.viz.style import rule_style
+from mod_jax.viz.token_load import token_load
 
 __all__ = (
   'corruption_curves',
@@ -48,5 +49,6 @@ __all__ = (
   'save',
   'score_histogram',
   'seed_dots',
+  'token_load',
   'token_stages',
 )

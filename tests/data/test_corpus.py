@@ -260,7 +260,7 @@ def test_cache_survives_a_kill_and_a_truncation(tmp_path):
     assert path.read_bytes() == whole
 
   # What a killed builder left is not taken for a cache, and goes in time.
-  leftover = cache / f'{path.name}.zzz.tmp'
+  leftover = cache / f'.{path.name}.zzz.tmp'
   leftover.write_bytes(whole[:10])
   os.utime(leftover, (0, 0))
   path.unlink()

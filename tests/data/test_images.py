@@ -496,8 +496,8 @@ def test_config_survives_json():
   config = images.ImageDataConfig(crop_fraction=0.9, augment=AUGMENTED)
   text = config_lib.to_json(config)
   assert config_lib.from_json(images.ImageDataConfig, text) == config
-  flags = config_lib.to_config_dict(config)
-  back = config_lib.from_config_dict(images.ImageDataConfig, flags)
+  text = config_lib.to_json(config)
+  back = config_lib.from_json(images.ImageDataConfig, text)
   assert back == config
   assert hash(back) == hash(config)
 

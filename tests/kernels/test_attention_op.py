@@ -7,6 +7,7 @@ import pytest
 
 import mod_jax_kernels
 from mod_jax_kernels import dispatch
+from mod_jax_kernels.attention import OP
 from mod_jax_kernels.attention import choice
 from mod_jax_kernels.attention import reference
 
@@ -237,6 +238,13 @@ def test_splash_compiles_for_tpu(for_tpu):
   assert '2048,2048' not in text
 
 
+def fitting(monkeypatch, platform, x, mask=None, segment=None, version=9.0):
+  """Returns the backend for q, k and v like x, on another platform."""
+  monkeypatch.setattr(choice, 'platform', lambda: platform)
+  monkeypatch.setattr(choice, 'capability', lambda: version)
+  return OP.choose(None, x, x, x, mask, segment)[0]
+
+
 @pytest.mark.parametrize(
   ('platform', 'change', 'expected'),
   [
@@ -258,7 +266,7 @@ def test_splash_compiles_for_tpu(for_tpu):
     ('cuda', {'length': 251, 'segmented': True}, 'xla'),
   ],
 )
-def test_the_fitting_backend(platform, change, expected):
+def test_the_fitting_backend(platform, change, expected, monkeypatch):
   options = {'length': 256, 'channels': 64, 'dtype': 'bfloat16'} | change
   length = options['length']
   shape = 2, length, 4, options['channels']
@@ -266,35 +274,30 @@ def test_the_fitting_backend(platform, change, expected):
   mask = None
   if 'masked' in change:
     mask = jax.ShapeDtypeStruct((2, length, length), bool)
-  found = choice.fitting(
-    platform, x, x, x, mask, segmented='segmented' in change
-  )
-  assert found == expected
+  segment = jax.ShapeDtypeStruct((2, length), jnp.int32)
+  segment = segment if 'segmented' in change else None
+  assert fitting(monkeypatch, platform, x, mask, segment) == expected
 
 
 @pytest.mark.parametrize(('capability', 'most'), [(9.0, 256), (8.0, 128)])
 def test_older_gpus_take_narrower_heads(capability, most, monkeypatch):
-  monkeypatch.setattr(choice, 'capability', lambda: capability)
   for channels, expected in ((most, 'cudnn'), (most + 8, 'xla')):
     x = jax.ShapeDtypeStruct((1, 4, 2, channels), jnp.bfloat16)
-    found = choice.fitting('cuda', x, x, x, None, segmented=False)
-    assert found == expected
-  monkeypatch.setattr(choice, 'capability', lambda: 7.5)
-  found = choice.fitting('cuda', x, x, x, None, segmented=False)
-  assert found == 'xla'
+    assert fitting(monkeypatch, 'cuda', x, version=capability) == expected
+  assert fitting(monkeypatch, 'cuda', x, version=7.5) == 'xla'
 
 
 @pytest.mark.parametrize(
   ('platform', 'alone'), [('tpu', 'splash'), ('cuda', 'cudnn')]
 )
-def test_nothing_is_left_to_the_compiler_to_split(platform, alone):
+def test_nothing_is_left_to_the_compiler_to_split(platform, alone, monkeypatch):
   x = jax.ShapeDtypeStruct((2, 128, 4, 64), jnp.bfloat16)
   auto = jax.sharding.AxisType.Auto
   found = {}
   for size in (1, 2):
     mesh = jax.sharding.AbstractMesh((size,), ('data',), (auto,))
     with jax.sharding.use_abstract_mesh(mesh):
-      found[size] = choice.fitting(platform, x, x, x, None, segmented=False)
+      found[size] = fitting(monkeypatch, platform, x)
   assert found == {1: alone, 2: 'xla'}
 
 

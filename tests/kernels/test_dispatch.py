@@ -1,6 +1,8 @@
 """Which backend runs where, what is refused, block sizes, Triton's calls."""
 
+import dataclasses
 import importlib.util
+import types
 
 import jax
 from jax.experimental import pallas as pl
@@ -35,11 +37,24 @@ def double_by_pallas(x):
   )(x)
 
 
-BACKENDS = {'xla': lambda x: x + x, 'pallas': double_by_pallas}
+def backend(name, function, **kwargs):
+  module = types.SimpleNamespace(double=function)
+  return dispatch.Backend(name=name, module=module, **kwargs)
 
 
-def double(x, implementation=None):
-  return dispatch.run(implementation, BACKENDS, x)
+def make_op(*more):
+  return dispatch.Op(
+    *more,
+    backend('pallas', double_by_pallas, platform='tpu'),
+    backend('xla', lambda x: x + x),
+  )
+
+
+OP = make_op()
+
+
+def double(x, implementation=None, op=OP):
+  return op.run('double', op.choose(implementation, x), x)
 
 
 def lowered(platform, implementation=None):
@@ -80,7 +95,7 @@ class TestRun:
       traced.lower()
 
   def test_an_unknown_name(self):
-    with pytest.raises(ValueError, match="'magic': expected 'xla', 'pallas'"):
+    with pytest.raises(ValueError, match="'magic': expected 'pallas', 'xla'"):
       double(X, 'magic')
 
   @pytest.mark.parametrize('module', ['triton', 'jax_triton'])
@@ -91,13 +106,68 @@ class TestRun:
     )
     dispatch.missing.cache_clear()
     try:
-      backends = {'xla': lambda x: x, 'triton': pytest.fail}
+      op = make_op(backend('triton', pytest.fail, platform='cuda'))
       with pytest.raises(RuntimeError, match=f"'triton' needs {module} "):
-        dispatch.run('triton', backends, X)
+        double(X, 'triton', op)
       # And is no hindrance to anybody else.
-      np.testing.assert_array_equal(dispatch.run(None, backends, X), X)
+      np.testing.assert_array_equal(double(X, op=op), 2 * X)
     finally:
       dispatch.missing.cache_clear()
+
+
+class TestOrder:
+  """Several backends for one platform, and some that cannot or should not."""
+
+  def test_the_first_for_a_platform_counts(self):
+    op = make_op()
+    second = backend('fast', lambda x: 3 * x, platform='cpu')
+    op.register(second)
+    np.testing.assert_array_equal(double(X, op=op), 3 * X)
+    op.register(
+      dataclasses.replace(second, name='faster', module=second.module)
+    )
+    assert op.choose(None, X) == ('faster', 'fast', 'pallas', 'xla')
+    # The platform lowered for decides all the same.
+    traced = jax.jit(lambda x: double(x, op=op)).trace(X)
+    text = traced.lower(lowering_platforms=('tpu',)).as_text()
+    assert 'tpu_custom_call' in text
+    with pytest.raises(RuntimeError, match="'fast' runs on cpu only"):
+      jax.jit(lambda x: double(x, 'fast', op)).trace(X).lower(
+        lowering_platforms=('tpu',)
+      )
+
+  def test_by_name_only(self):
+    op = make_op(backend('new', lambda x: 3 * x, platform='cpu', default_on=()))
+    np.testing.assert_array_equal(double(X, op=op), 2 * X)
+    np.testing.assert_array_equal(double(X, 'new', op), 3 * X)
+
+  def test_runs_anywhere_and_is_taken_on_some_platforms(self):
+    op = make_op(
+      backend(
+        'many', lambda x: 3 * x, default_on=('cpu',), suits=lambda x: x.size > 9
+      )
+    )
+    np.testing.assert_array_equal(double(X, op=op), 3 * X)
+    np.testing.assert_array_equal(double(X[0, :9], op=op), 2 * X[0, :9])
+    np.testing.assert_array_equal(double(X[0, :9], 'many', op), 3 * X[0, :9])
+
+  def test_what_it_cannot_take_is_told_or_left_to_another(self):
+    def lacks(x):
+      return None if x.ndim == 1 else "takes vectors: use None or 'xla'"
+
+    op = make_op(backend('flat', lambda x: 3 * x, platform='cpu', lacks=lacks))
+    np.testing.assert_array_equal(double(X[0], op=op), 3 * X[0])
+    np.testing.assert_array_equal(double(X, op=op), 2 * X)
+    with pytest.raises(ValueError, match="='flat' takes vectors: use None or"):
+      double(X, 'flat', op)
+
+  def test_a_module_is_imported_when_it_is_needed(self):
+    op = make_op(
+      dispatch.Backend(name='absent', module='no.such', platform='cuda')
+    )
+    assert 'absent' in op.choose(None, X)
+    with pytest.raises(ModuleNotFoundError):
+      double(X, 'absent', op)
 
 
 class TestInterpret:
@@ -106,7 +176,7 @@ class TestInterpret:
       assert dispatch.interpreting()
       np.testing.assert_array_equal(double(X, 'pallas'), 2 * X)
     with dispatch.interpret('pallas'), pytest.MonkeyPatch.context() as patch:
-      patch.setitem(BACKENDS, 'xla', pytest.fail)
+      patch.setattr(OP.backends[-1].module, 'double', pytest.fail)
       np.testing.assert_array_equal(double(X), 2 * X)
     assert not dispatch.interpreting()
     with pytest.raises(RuntimeError, match='runs on a TPU'):
@@ -243,11 +313,11 @@ class TestTriton:
     np.testing.assert_allclose(y, 1.5 * x, rtol=1e-6)
 
   def test_under_vmap_it_does_not_hinder_other_platforms(self, for_hopper):
-    backends = {
-      'xla': lambda x: 1.5 * x,
-      'triton': lambda x: TestTriton.scale(x, 100),
-    }
-    function = jax.vmap(lambda x: dispatch.run(None, backends, x))
+    op = dispatch.Op(
+      backend('triton', lambda x: TestTriton.scale(x, 100), platform='cuda'),
+      backend('xla', lambda x: 1.5 * x),
+    )
+    function = jax.vmap(lambda x: double(x, op=op))
     x = jnp.arange(300.0).reshape(3, 100)
     np.testing.assert_array_equal(jax.jit(function)(x), 1.5 * x)
     assert 'triton_kernel_call' in for_hopper(function, x)

@@ -22,7 +22,7 @@ from mod_jax.layers.routed import Layer
 from mod_jax.layers.routed import LayerConfig
 from mod_jax.layers.routed import MoDConfig
 from mod_jax.layers.routed import Predictor
-from mod_jax.layers.routed import Router
+from mod_jax.layers.scores import Router
 
 B, L, D = 3, 10, 8
 CAPACITY = 0.4

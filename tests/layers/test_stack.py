@@ -142,9 +142,9 @@ class TestStack:
 
   def test_who_is_asked_for_what(self, block_config):
     layers = functools.partial(stack.layer_configs, block_config, 4)
-    assert [x.score for x in layers(MOD)] == [None] * 4
+    assert [x.attention_score for x in layers(MOD)] == [None] * 4
     assert [x.routing for x in layers(MOD)] == [None, MOD] * 2
-    assert [x.score for x in layers(AMOD)] == ['mean', None] * 2
+    assert [x.attention_score for x in layers(AMOD)] == ['mean', None] * 2
     depth = [x.drop_rate for x in layers(stochastic_depth=0.3)]
     assert depth == pytest.approx([0, 0.1, 0.2, 0.3])
 

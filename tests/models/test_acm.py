@@ -365,7 +365,9 @@ class TestFlops:
     learner = sum(m.learner_flops for m in modules)
     assert parts['learners'] == base.num_tokens * 4 * learner
     assert parts['gate'] == base.num_tokens * sum(m.gate_flops for m in modules)
+    norms = parts.pop('norm')
     assert sum(parts.values()) == flops.forward(base)
+    assert sum(parts.values()) + norms == 2 * flops.published_macs(base)
 
   def test_a_routed_block_s_learners_run_on_the_chosen_alone(self):
     routed = dataclasses.replace(

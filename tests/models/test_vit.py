@@ -346,9 +346,9 @@ class TestStochasticDepth:
   def test_rises_linearly(self, variables):
     config = dataclasses.replace(ROUTED, stochastic_depth=0.3)
     model = config.build(train=True).bind(variables)
-    rates = [layer.process.drop_rate for layer in model.stack.group.block]
+    rates = [layer.config.drop_rate for layer in model.stack.group.block]
     assert rates == pytest.approx([0, 0.1, 0.2, 0.3])
-    assert all(layer.process.mode.train for layer in model.stack.group.block)
+    assert all(layer.mode.train for layer in model.stack.group.block)
 
   def test_drops_in_training_only(self, variables, images):
     sure = dataclasses.replace(_DROPPING, stochastic_depth=0.0)

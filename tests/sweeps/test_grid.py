@@ -100,7 +100,9 @@ class TestPoints:
 
   def test_a_field_of_a_group_that_another_axis_takes_away(self):
     texts = ['model.routing=None', 'model.routing.capacity=0.5']
-    with pytest.raises(UserError, match="None has no fields such as 'capac"):
+    with pytest.raises(
+      UserError, match="model.routing is None and has no 'capac"
+    ):
       grid.points(CONFIG, grid.parse(CONFIG, texts))
 
   def test_a_field_twice(self):

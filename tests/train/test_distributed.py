@@ -19,6 +19,14 @@ from mod_jax.train import metrics
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 STEPS = 3
+SMALL = {
+  'model.width': 16,
+  'model.num_heads': 2,
+  'model.mlp_dim': 16,
+  'model.routing.predictor_width': 0,
+  'evaluation.sample_tokens': 0,
+  'log.tensorboard': False,
+}
 
 
 def free_port():
@@ -38,7 +46,7 @@ def start_two(workdir, *args):
     *(sys.executable, ROOT / 'train.py', '--distributed'),
     f'--config={ROOT}/configs/lm/mod.py:tiny',
     f'--workdir={workdir}',
-    '--config.log.tensorboard=False',
+    *(f'--config.{name}={value}' for name, value in SMALL.items()),
     *args,
   ]
   return [
@@ -59,7 +67,7 @@ def test_two_hosts_equal_one_and_each_continues_the_other(
 ):
   config = config_lib.replace(
     load_config_file('configs/lm/mod.py', 'tiny'),
-    {'train.num_steps': STEPS, 'log.tensorboard': False},
+    SMALL | {'train.num_steps': STEPS},
   )
   phases.train(config, tmp_path / 'one')
   phases.train(config, tmp_path / 'two', max_steps=1)

@@ -1,14 +1,10 @@
 """A run that was stopped, killed or damaged goes on as if nothing happened."""
 
 import importlib.util
-import json
 import os
 import pathlib
 import shutil
-import signal
-import subprocess
 import sys
-import time
 import unittest.mock
 
 import jax
@@ -112,7 +108,7 @@ def assert_same_state(a, b):
         'train.capacity_warmup_steps': 6,
         'train.capacity_warmup_stages': 2,
       },
-      (1, 2, 2, 3),
+      (1, 4),
     ),
     (GAUSSIAN, {}, (5,)),
   ],
@@ -274,96 +270,12 @@ def test_an_edited_config_is_refused(texts, tmp_path, one_device):
   assert tasks.load(tmp_path).step == 1
 
 
-# The script itself, in processes of its own, which are killed for good.
-
-STEPS = 60
-
-
-@pytest.fixture(scope='module')
-def folder(tmp_path_factory):
-  return tmp_path_factory.mktemp('processes')
-
-
-def start(folder, texts, workdir):
-  changes = {
-    'model.width': 16,
-    'model.num_heads': 2,
-    'model.mlp_dim': 16,
-    'model.routing.predictor_width': 0,
-    'data.source': 'files',
-    'data.files': texts,
-    'data.length': 16,
-    'train.num_steps': STEPS,
-    'evaluation.every': 20,
-    'evaluation.final_batches': 1,
-    'evaluation.sample_tokens': 0,
-    'log.tensorboard': False,
-    'checkpoint.every': 3,
-  }
-  env = dict(os.environ) | {
-    'JAX_PLATFORMS': 'cpu',
-    'XLA_FLAGS': '',
-    # The programs are the same in all of these processes.
-    'JAX_COMPILATION_CACHE_DIR': str(folder / 'compiled'),
-    'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0.05',
-  }
-  return subprocess.Popen(
-    [
-      sys.executable,
-      str(ROOT / 'train.py'),
-      f'--config={ROOT}/configs/lm/mod.py:tiny',
-      f'--workdir={workdir}',
-      *(f'--config.{name}={value}' for name, value in changes.items()),
-    ],
-    stdout=subprocess.PIPE,
-    stderr=subprocess.PIPE,
-    text=True,
-    env=env,
-    cwd=folder,
-  )
-
-
-def finish(process):
-  """Waits for success; returns what was said on stderr."""
-  try:
-    _, err = process.communicate(timeout=300)
-  finally:
-    process.kill()
-  assert process.returncode == 0, err
-  assert 'Traceback' not in err
-  return err
-
-
-def wait_for(process, workdir, step):
-  """Waits until a step is in the metrics; returns False if it ended."""
-  while process.poll() is None:
-    lines = complete_lines(workdir)
-    if lines and json.loads(lines[-1])['step'] >= step:
-      return True
-    time.sleep(0.002)
-  return False
-
-
-def complete_lines(workdir):
-  path = workdir / 'metrics.jsonl'
-  lines = path.read_bytes().splitlines(True) if path.exists() else []
-  return [line for line in lines if line.endswith(b'\n')]
-
-
-def last_step(workdir):
-  return json.loads(complete_lines(workdir)[-1])['step']
-
-
-@pytest.fixture(scope='module')
-def whole(folder, texts):
-  """The metrics of a run that nothing happened to."""
-  finish(start(folder, texts, folder / 'whole'))
-  return (folder / 'whole' / 'metrics.jsonl').read_bytes()
+# The script itself, in processes that are killed for good.
 
 
 @pytest.mark.slow
 def test_signals_at_any_moment(tmp_path):
-  # Two of those that the command sends by the hundred.
+  # The first of those that the command sends by the hundred.
   spec = importlib.util.spec_from_file_location(
     'chaos', ROOT / 'tests' / 'chaos.py'
   )
@@ -371,41 +283,10 @@ def test_signals_at_any_moment(tmp_path):
   sys.modules['chaos'] = chaos  # For its dataclasses.
   spec.loader.exec_module(chaos)
   with unittest.mock.patch.dict(os.environ, {'XLA_FLAGS': ''}):
-    rounds = chaos.chaos('language', 2, 0, tmp_path)
-  assert rounds.signals.total() >= 2
+    rounds = chaos.chaos('language', 1, 0, tmp_path)
+  assert rounds.signals.total() >= 1
   # It can tell a difference.
   expected = dict(rounds.expected)
   name = 'metrics.jsonl'
   with pytest.raises(chaos.Failure, match='metrics.jsonl differs'):
     chaos.compare(expected, expected | {name: expected[name] + b'x'})
-
-
-@pytest.mark.slow
-def test_sigterm_and_then_a_damaged_checkpoint(folder, texts, whole):
-  workdir = folder / 'stopped'
-  process = start(folder, texts, workdir)
-  running = wait_for(process, workdir, 5)
-  process.send_signal(signal.SIGTERM)
-  err = finish(process)
-  assert running, err
-  step = last_step(workdir)
-  assert step < STEPS
-  last = err.splitlines()[-1]
-  assert last.startswith(f'stopped at step {step} of {STEPS}, saved')
-  checkpoints = workdir_lib.checkpoints(workdir)
-  steps = sorted(int(p.name) for p in checkpoints.iterdir())
-  assert steps[-1] == step
-  assert len(steps) > 1
-  assert whole.startswith((workdir / 'metrics.jsonl').read_bytes())
-
-  largest = max(
-    (p for p in pathlib.Path(checkpoints, str(step)).rglob('*') if p.is_file()),
-    key=lambda p: p.stat().st_size,
-  )
-  os.truncate(largest, largest.stat().st_size // 2)
-  err = finish(start(folder, texts, workdir))
-  (report,) = [line for line in err.splitlines() if 'unusable' in line]
-  assert f'checkpoint at step {step} in' in report
-  assert f'using the one at step {steps[-2]} instead' in report
-  assert f'continues at step {steps[-2]}:' in err
-  assert (workdir / 'metrics.jsonl').read_bytes() == whole

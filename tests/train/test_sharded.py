@@ -119,7 +119,6 @@ RUNS = pytest.mark.parametrize(
   [
     ('data', False, 1),
     ('fsdp', True, 1),
-    ('tensor', False, 1),
     ('tensor 4', False, 1),
     ('mixed', True, 2),
   ],

@@ -7,13 +7,12 @@ import jax
 import jax.numpy as jnp
 
 from mod_jax_kernels import dispatch
-from mod_jax_kernels import tiles as tiles_lib
 from mod_jax_kernels.acm_mlp import order as order_lib
 from mod_jax_kernels.acm_mlp import reference
-from mod_jax_kernels.acm_mlp.tiles import TILES
 
 Implementation = Literal['xla', 'pallas', 'triton']
 Activation = Literal['gelu', 'linear']
+_HERE = 'mod_jax_kernels.acm_mlp'
 _KERNEL_DTYPES = ('float32', 'bfloat16')
 
 
@@ -78,35 +77,44 @@ def acm_mlp(
     raise ValueError(f"activation={activation!r}: expected 'gelu' or 'linear'.")
   if not jnp.issubdtype(x_TD.dtype, jnp.floating):
     raise ValueError(f'x of type {x_TD.dtype}: expected floating point.')
-  dispatch.check(implementation, ('xla', 'pallas', 'triton'))
-  if x_TD.dtype not in _KERNEL_DTYPES:
-    if implementation not in (None, 'xla'):
-      raise ValueError(
-        f'x of type {x_TD.dtype}: implementation={implementation!r} takes'
-        " float32 or bfloat16; use None or 'xla'."
-      )
-    implementation = 'xla'
+  chosen = OP.choose(implementation, x_TD)
   tokens, width = x_TD.shape
   if 0 in (tokens, *w2_NFD.shape):
     return jnp.zeros((tokens, w2_NFD.shape[-1]), x_TD.dtype)
   if not width:
-    implementation = 'xla'  # The biases remain, and no block is that small.
+    chosen = ('xla',)  # The biases remain, and no block is that small.
   return _acm_mlp(
     x_TD,
     *(w.astype(x_TD.dtype) for w in (w1_NDF, b1_NF, w2_NFD)),
     order_lib.order(num_learners_T, w1_NDF.shape[0]),
     activation,
-    implementation,
+    chosen,
   )
+
+
+def _lacks(x_TD) -> str | None:
+  if x_TD.dtype in _KERNEL_DTYPES:
+    return None
+  return (
+    f"takes x of float32 or bfloat16, and not {x_TD.dtype}: use None or 'xla'"
+  )
+
+
+OP = dispatch.Op(
+  dispatch.Backend(
+    name='pallas', module=f'{_HERE}.pallas_tpu', platform='tpu', lacks=_lacks
+  ),
+  dispatch.Backend(
+    name='triton', module=f'{_HERE}.triton_gpu', platform='cuda', lacks=_lacks
+  ),
+  dispatch.Backend(name='xla', module=reference),
+)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def _acm_mlp(x_TD, w1_NDF, b1_NF, w2_NFD, order, activation, implementation):
-  return dispatch.run(
-    implementation,
-    _backends('forward', activation),
-    *(x_TD, w1_NDF, b1_NF, w2_NFD, *order),
-  )
+def _acm_mlp(x_TD, w1_NDF, b1_NF, w2_NFD, order, activation, chosen):
+  arrays = x_TD, w1_NDF, b1_NF, w2_NFD, *order
+  return OP.run('forward', chosen, *arrays, activation=activation)
 
 
 def _forward(*args):
@@ -114,37 +122,11 @@ def _forward(*args):
   return _acm_mlp(*args), (x_TD, w1_NDF, b1_NF, w2_NFD, order)
 
 
-def _backward(activation, implementation, residuals, g_TD):
+def _backward(activation, chosen, residuals, g_TD):
   x_TD, w1_NDF, b1_NF, w2_NFD, order = residuals
-  gradients = dispatch.run(
-    implementation,
-    _backends('backward', activation),
-    *(x_TD, w1_NDF, b1_NF, w2_NFD, g_TD, *order),
-  )
+  arrays = x_TD, w1_NDF, b1_NF, w2_NFD, g_TD, *order
+  gradients = OP.run('backward', chosen, *arrays, activation=activation)
   return *gradients, None
 
 
 _acm_mlp.defvjp(_forward, _backward)
-
-
-def _backends(side, activation):
-  """Returns the functions of `reference` by this name and their kernels."""
-
-  def kernels(backend):
-    def run(*arrays):
-      # Imported where they are meant: neither is needed, and Triton may not
-      # be installed, where XLA runs.
-      if backend == 'pallas':
-        from mod_jax_kernels.acm_mlp import pallas_tpu as module
-      else:
-        from mod_jax_kernels.acm_mlp import triton_gpu as module
-      sizes = tuple(sorted(tiles_lib.choose(TILES, backend).items()))
-      return getattr(module, side)(*arrays, activation=activation, sizes=sizes)
-
-    return run
-
-  return {
-    'xla': functools.partial(getattr(reference, side), activation=activation),
-    'pallas': kernels('pallas'),
-    'triton': kernels('triton'),
-  }

@@ -16,15 +16,27 @@ from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
 from mod_jax_kernels import dispatch
+from mod_jax_kernels import tiles as tiles_lib
 from mod_jax_kernels.acm_mlp import reference
+from mod_jax_kernels.acm_mlp.tiles import TILES
 
 # More than the default, for weights are held in large blocks; less than what
 # any TPU of these days has.
 _VMEM_BYTES = 60 * 2**20
 
 
+def _sizes():
+  """Returns the block sizes, as an argument that is hashable."""
+  return tuple(sorted(tiles_lib.choose(TILES, 'pallas').items()))
+
+
+def forward(*arrays, activation):
+  """As `reference.forward`."""
+  return _forward(*arrays, activation=activation, sizes=_sizes())
+
+
 @dispatch.jit(static_argnames=('activation', 'sizes'))
-def forward(
+def _forward(
   x_TD,
   w1_NDF,
   b1_NF,
@@ -51,8 +63,13 @@ def forward(
   return y_SD[slot_T]
 
 
+def backward(*arrays, activation):
+  """As `reference.backward`."""
+  return _backward(*arrays, activation=activation, sizes=_sizes())
+
+
 @dispatch.jit(static_argnames=('activation', 'sizes'))
-def backward(
+def _backward(
   x_TD,
   w1_NDF,
   b1_NF,

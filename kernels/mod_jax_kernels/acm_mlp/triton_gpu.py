@@ -27,11 +27,23 @@ import triton
 import triton.language as tl
 
 from mod_jax_kernels import dispatch
+from mod_jax_kernels import tiles as tiles_lib
+from mod_jax_kernels.acm_mlp.tiles import TILES
 from mod_jax_kernels.triton_call import triton_call
 
 
+def _sizes():
+  """Returns the block sizes, as an argument that is hashable."""
+  return tuple(sorted(tiles_lib.choose(TILES, 'triton').items()))
+
+
+def forward(*arrays, activation):
+  """As `reference.forward`."""
+  return _forward(*arrays, activation=activation, sizes=_sizes())
+
+
 @dispatch.jit(static_argnames=('activation', 'sizes'))
-def forward(
+def _forward(
   x_TD,
   w1_NDF,
   b1_NF,
@@ -67,8 +79,13 @@ def forward(
   )
 
 
+def backward(*arrays, activation):
+  """As `reference.backward`."""
+  return _backward(*arrays, activation=activation, sizes=_sizes())
+
+
 @dispatch.jit(static_argnames=('activation', 'sizes'))
-def backward(
+def _backward(
   x_TD,
   w1_NDF,
   b1_NF,

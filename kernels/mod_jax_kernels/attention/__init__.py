@@ -2,7 +2,8 @@
 
 cuDNN on GPUs and splash on TPUs bring gradients with residuals of their own.
 `jax.lax.platform_dependent` would carry the residuals of every backend through
-a program, so here the backend is chosen while a program is traced.
+a program, so here the first backend that suits the process is taken while a
+program is traced.
 """
 
 from typing import Literal
@@ -10,10 +11,29 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from mod_jax_kernels import dispatch
 from mod_jax_kernels.attention import choice
 from mod_jax_kernels.attention import reference
 
 Implementation = Literal['xla', 'cudnn', 'splash']
+_HERE = 'mod_jax_kernels.attention'
+OP = dispatch.Op(
+  dispatch.Backend(
+    name='cudnn',
+    module=jax.nn,
+    platform='cuda',
+    lacks=choice.cudnn_lacks,
+    suits=choice.cudnn_suits,
+  ),
+  dispatch.Backend(
+    name='splash',
+    module=f'{_HERE}.pallas_tpu',
+    platform='tpu',
+    lacks=choice.splash_lacks,
+    suits=choice.splash_suits,
+  ),
+  dispatch.Backend(name='xla', module=reference),
+)
 
 
 def attention(
@@ -73,25 +93,14 @@ def attention(
       f' {k_BSGC.shape}: expected an integer for each query, and as many'
       ' queries as keys.'
     )
-  if implementation not in (None, 'xla', 'cudnn', 'splash'):
-    raise ValueError(
-      f"implementation={implementation!r}: expected 'xla', 'cudnn', 'splash' or"
-      ' None.'
+  implementation, *_ = OP.choose(
+    implementation, q_BQHC, k_BSGC, v_BSGC, mask_BQS, segment_BL
+  )
+  if implementation == 'cudnn' and (platform := choice.platform()) != 'cuda':
+    raise RuntimeError(
+      "implementation='cudnn' needs an NVIDIA GPU with cuDNN where it is"
+      f" traced, and this process runs on {platform}: use None or 'xla'."
     )
-  arrays = q_BQHC, k_BSGC, v_BSGC, mask_BQS
-  if implementation is None:
-    implementation = choice.fitting(
-      choice.platform(), *arrays, segmented=segment_BL is not None
-    )
-  elif implementation == 'splash':
-    _raise(implementation, choice.splash_lacks(*arrays))
-  elif implementation == 'cudnn':
-    _raise(implementation, choice.cudnn_lacks(*arrays))
-    if (platform := choice.platform()) != 'cuda':
-      raise RuntimeError(
-        "implementation='cudnn' needs an NVIDIA GPU with cuDNN where it is"
-        f" traced, and this process runs on {platform}: use None or 'xla'."
-      )
 
   if implementation == 'splash':
     # Pallas is only imported where it is used.
@@ -117,10 +126,3 @@ def attention(
       implementation='cudnn',
     )
   return reference.attention(q_BQHC, k_BSGC, v_BSGC, mask_BQS, causal)
-
-
-def _raise(implementation, lacking):
-  if lacking is not None:
-    raise ValueError(
-      f"implementation={implementation!r} {lacking}, or use 'xla'."
-    )

@@ -4,27 +4,30 @@ import jax
 from jax.extend import backend
 
 
-def fitting(platform, q_BQHC, k_BSGC, v_BSGC, mask_BQS, *, segmented):
-  """Returns the backend for a platform: never one that has to refuse."""
-  if _split_by_compiler():
-    # Neither can be split by it for sure: cuDNN wants q, k and v split alike.
-    return 'xla'
-  arrays = q_BQHC, k_BSGC, v_BSGC, mask_BQS
-  lengths = q_BQHC.shape[1], k_BSGC.shape[1]
-  if platform == 'tpu' and splash_lacks(*arrays) is None:
-    # Other lengths would be filled up, and what that costs is not measured.
-    whole = all(length % 128 == 0 for length in lengths)
-    return 'splash' if whole else 'xla'
-  if platform == 'cuda' and cudnn_lacks(*arrays) is None:
-    # With a mask, its gradients want even lengths.
-    masked = segmented or mask_BQS is not None
-    even = all(length % 2 == 0 for length in lengths)
-    return 'cudnn' if even or not masked else 'xla'
-  return 'xla'
+def splash_suits(q_BQHC, k_BSGC, v_BSGC, mask_BQS, segment_BL) -> bool:
+  """Returns whether this process computes on a TPU, in whole tiles."""
+  del v_BSGC, mask_BQS, segment_BL
+  # Other lengths would be filled up, and what that costs is not measured.
+  whole = q_BQHC.shape[1] % 128 == k_BSGC.shape[1] % 128 == 0
+  return platform() == 'tpu' and whole and not _split_by_compiler()
+
+
+def cudnn_suits(q_BQHC, k_BSGC, v_BSGC, mask_BQS, segment_BL) -> bool:
+  """Returns whether this process computes on a GPU, with fitting lengths."""
+  del v_BSGC
+  # With a mask, its gradients want even lengths.
+  masked = segment_BL is not None or mask_BQS is not None
+  even = q_BQHC.shape[1] % 2 == k_BSGC.shape[1] % 2 == 0
+  suits = even or not masked
+  return platform() == 'cuda' and suits and not _split_by_compiler()
 
 
 def _split_by_compiler() -> bool:
-  """Returns whether arrays lie on several devices as the compiler likes."""
+  """Returns whether arrays lie on several devices as the compiler likes.
+
+  Neither backend can be split by it for sure: cuDNN wants q, k and v split
+  alike.
+  """
   mesh = jax.sharding.get_abstract_mesh()
   return any(
     kind == jax.sharding.AxisType.Auto and mesh.shape[name] > 1
@@ -32,27 +35,28 @@ def _split_by_compiler() -> bool:
   )
 
 
-def splash_lacks(q_BQHC, k_BSGC, v_BSGC, mask_BQS) -> str | None:
+def splash_lacks(q_BQHC, k_BSGC, v_BSGC, mask_BQS, segment_BL) -> str | None:
   """Returns why splash attention cannot take the arrays, and a way out."""
+  del segment_BL  # It takes any.
   if mask_BQS is not None:
-    return 'takes no mask_BQS: use causal=True and segment_BL'
+    return "takes no mask_BQS: use causal=True and segment_BL, or use 'xla'"
   return _wrong_types((q_BQHC, k_BSGC, v_BSGC), ('bfloat16', 'float32'))
 
 
-def cudnn_lacks(q_BQHC, k_BSGC, v_BSGC, mask_BQS) -> str | None:
+def cudnn_lacks(q_BQHC, k_BSGC, v_BSGC, mask_BQS, segment_BL) -> str | None:
   """Returns why cuDNN cannot take the arrays, and a way out."""
-  del mask_BQS  # It takes any.
+  del mask_BQS, segment_BL  # It takes any.
   channels, version = q_BQHC.shape[-1], capability()
   if version < 8:
     return (
       f'needs a GPU of compute capability 8.0, and this one has {version}:'
-      ' use None'
+      " use None, or use 'xla'"
     )
   most = 256 if version >= 9 else 128
   if channels % 8 or channels > most:
     return (
       f'takes heads of a multiple of 8 channels up to {most}, not {channels}:'
-      ' use other heads'
+      " use other heads, or use 'xla'"
     )
   return _wrong_types((q_BQHC, k_BSGC, v_BSGC), ('bfloat16', 'float16'))
 
@@ -63,7 +67,7 @@ def _wrong_types(arrays, types) -> str | None:
     return None
   return (
     f'takes q, k and v all {" or ".join(types)}, not {", ".join(given)}: cast'
-    ' them'
+    " them, or use 'xla'"
   )
 
 

@@ -12,6 +12,7 @@ from mod_jax_kernels.route_scores import reference
 
 Implementation = Literal['xla', 'pallas', 'triton']
 
+_HERE = 'mod_jax_kernels.route_scores'
 _WIDEST = 128
 _DTYPES = ('float32', 'bfloat16')
 
@@ -63,50 +64,54 @@ def route_scores(
         f' {(batch, length)}, a token each, or {(batch, length, length)}, a'
         ' query and a key.'
       )
-  dispatch.check(implementation, ('xla', *dispatch.PLATFORMS))
-  refused = _refused(q_BLHC, k_BLHC, v_BLHC, mask)
-  if refused is not None and implementation in dispatch.PLATFORMS:
-    raise ValueError(
-      f"implementation={implementation!r} takes no {refused} use None or 'xla'."
-    )
-  if refused is not None:
-    implementation = 'xla'
-  return _route_scores(q_BLHC, k_BLHC, v_BLHC, mask, causal, implementation)
+  chosen = OP.choose(implementation, q_BLHC, k_BLHC, v_BLHC, mask)
+  return _route_scores(q_BLHC, k_BLHC, v_BLHC, mask, causal, chosen)
 
 
-def _refused(q_BLHC, k_BLHC, v_BLHC, mask) -> str | None:
-  """Returns what of the arguments no kernel takes, or None."""
+def _lacks(q_BLHC, k_BLHC, v_BLHC, mask) -> str | None:
+  """Returns which of the arguments no kernel takes, or None."""
   if mask is not None and mask.ndim == 3:
-    return 'mask of queries and keys: pass one of tokens, or causal=True, or'
+    return (
+      'takes no mask of queries and keys: pass one of tokens, or causal=True,'
+      " or use None or 'xla'"
+    )
   if q_BLHC.shape[-1] > _WIDEST:
-    return f'heads of {q_BLHC.shape[-1]} channels, {_WIDEST} at most:'
+    return (
+      f'takes no heads of {q_BLHC.shape[-1]} channels, {_WIDEST} at most: use'
+      " None or 'xla'"
+    )
   dtypes = [str(x.dtype) for x in (q_BLHC, k_BLHC, v_BLHC)]
   if len(set(dtypes)) > 1 or dtypes[0] not in _DTYPES:
     return (
-      f'q, k and v of {", ".join(dtypes)}: cast them to one of'
-      f' {", ".join(_DTYPES)}, or'
+      f'takes no q, k and v of {", ".join(dtypes)}: cast them to one of'
+      f" {', '.join(_DTYPES)}, or use None or 'xla'"
     )
   if not q_BLHC.size:
-    return f'empty arrays {q_BLHC.shape}:'
+    return f"takes no empty arrays {q_BLHC.shape}: use None or 'xla'"
   return None
 
 
+OP = dispatch.Op(
+  dispatch.Backend(
+    name='pallas', module=f'{_HERE}.pallas_tpu', platform='tpu', lacks=_lacks
+  ),
+  dispatch.Backend(
+    name='triton', module=f'{_HERE}.triton_gpu', platform='cuda', lacks=_lacks
+  ),
+  dispatch.Backend(name='xla', module=reference),
+)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _route_scores(q_BLHC, k_BLHC, v_BLHC, mask, causal, implementation):
-  results, _ = _forward(q_BLHC, k_BLHC, v_BLHC, mask, causal, implementation)
+def _route_scores(q_BLHC, k_BLHC, v_BLHC, mask, causal, chosen):
+  results, _ = _forward(q_BLHC, k_BLHC, v_BLHC, mask, causal, chosen)
   return results
 
 
-def _forward(q_BLHC, k_BLHC, v_BLHC, mask, causal, implementation):
+def _forward(q_BLHC, k_BLHC, v_BLHC, mask, causal, chosen):
   arrays = q_BLHC, k_BLHC, v_BLHC, mask
-  out_BLHC, column_BL, lse_BHL = dispatch.run(
-    implementation,
-    {
-      'xla': functools.partial(reference.forward, causal=causal),
-      'pallas': functools.partial(_pallas_forward, causal=causal),
-      'triton': functools.partial(_triton_forward, causal=causal),
-    },
-    *arrays,
+  out_BLHC, column_BL, lse_BHL = OP.run(
+    'forward', chosen, *arrays, causal=causal
   )
   # They add up to H times the queries that see a key, but for rounding, which
   # is large where logits are.
@@ -115,17 +120,17 @@ def _forward(q_BLHC, k_BLHC, v_BLHC, mask, causal, implementation):
   return (out_BLHC, score_BL), (*arrays, out_BLHC, lse_BHL)
 
 
-def _forward_of_primals(q_BLHC, k_BLHC, v_BLHC, mask, causal, implementation):
+def _forward_of_primals(q_BLHC, k_BLHC, v_BLHC, mask, causal, chosen):
   # What JAX says of each: its value, and whether a gradient is wanted.
   values = jax.tree.map(
     lambda x: x.value,
     (q_BLHC, k_BLHC, v_BLHC, mask),
     is_leaf=lambda x: hasattr(x, 'perturbed'),
   )
-  return _forward(*values, causal, implementation)
+  return _forward(*values, causal, chosen)
 
 
-def _backward(causal, implementation, residuals, gradients):
+def _backward(causal, chosen, residuals, gradients):
   q_BLHC, _, _, mask, *_ = residuals
   dout_BLHC, dscore_BL = gradients
   # Scores that only rank tokens have no gradient, and save the kernels a pass.
@@ -134,16 +139,8 @@ def _backward(causal, implementation, residuals, gradients):
     dcolumn_BL = dscore_BL * _share(q_BLHC, mask, causal)
   if isinstance(dout_BLHC, SymbolicZero):
     dout_BLHC = jnp.zeros(dout_BLHC.shape, dout_BLHC.dtype)
-  dq_BLHC, dk_BLHC, dv_BLHC = dispatch.run(
-    implementation,
-    {
-      'xla': functools.partial(reference.backward, causal=causal),
-      'pallas': functools.partial(_pallas_backward, causal=causal),
-      'triton': functools.partial(_triton_backward, causal=causal),
-    },
-    *residuals,
-    dout_BLHC,
-    dcolumn_BL,
+  dq_BLHC, dk_BLHC, dv_BLHC = OP.run(
+    'backward', chosen, *residuals, dout_BLHC, dcolumn_BL, causal=causal
   )
   return dq_BLHC, dk_BLHC, dv_BLHC, None
 
@@ -161,32 +158,3 @@ def _share(q_BLHC, mask, causal):
     # Only queries that see a key take part in the mean.
     mask = reference.seen(mask, causal, length).any(axis=-1)
   return 1 / (heads * jnp.maximum(mask.sum(axis=-1, keepdims=True), 1))
-
-
-@dispatch.jit(static_argnames='causal')
-def _pallas_forward(*arrays, causal):
-  from mod_jax_kernels.route_scores import pallas_tpu
-
-  return pallas_tpu.forward(*arrays, causal=causal)
-
-
-@dispatch.jit(static_argnames='causal')
-def _pallas_backward(*arrays, causal):
-  from mod_jax_kernels.route_scores import pallas_tpu
-
-  return pallas_tpu.backward(*arrays, causal=causal)
-
-
-# Imported where it is meant only, for Triton is not installed everywhere.
-@dispatch.jit(static_argnames='causal')
-def _triton_forward(*arrays, causal):
-  from mod_jax_kernels.route_scores import triton_gpu
-
-  return triton_gpu.forward(*arrays, causal=causal)
-
-
-@dispatch.jit(static_argnames='causal')
-def _triton_backward(*arrays, causal):
-  from mod_jax_kernels.route_scores import triton_gpu
-
-  return triton_gpu.backward(*arrays, causal=causal)

@@ -23,6 +23,7 @@ _LANES = 128
 _LOWEST = -1e30
 
 
+@dispatch.jit(static_argnames='causal')
 def forward(q_BLHC, k_BLHC, v_BLHC, mask_BL, *, causal):
   """As `reference.forward`, for a mask of tokens."""
   batch, length, heads, channels = q_BLHC.shape
@@ -79,6 +80,7 @@ def forward(q_BLHC, k_BLHC, v_BLHC, mask_BL, *, causal):
   )
 
 
+@dispatch.jit(static_argnames='causal')
 def backward(
   q_BLHC,
   k_BLHC,

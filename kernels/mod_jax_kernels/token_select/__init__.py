@@ -7,12 +7,29 @@ import jax.numpy as jnp
 
 from mod_jax_kernels import dispatch
 from mod_jax_kernels.token_select import reference
+from mod_jax_kernels.token_select import sort
 
 Implementation = Literal['xla', 'sort', 'pallas', 'triton']
-_BACKENDS = ('xla', 'sort', 'pallas', 'triton')
 # Scores, over all rows, from which a CPU takes a half to a fifth of the time of
 # a sort; below, both take some ten microseconds.
 _MANY = 2**13
+_HERE = 'mod_jax_kernels.token_select'
+OP = dispatch.Op(
+  # These two run only if they are asked for, until they are measured.
+  dispatch.Backend(
+    name='pallas', module=f'{_HERE}.pallas_tpu', platform='tpu', default_on=()
+  ),
+  dispatch.Backend(
+    name='triton', module=f'{_HERE}.triton_gpu', platform='cuda', default_on=()
+  ),
+  dispatch.Backend(
+    name='xla',
+    module=reference,
+    default_on=('cpu',),
+    suits=lambda key_BL: key_BL.size >= _MANY,
+  ),
+  dispatch.Backend(name='sort', module=sort),
+)
 
 
 def token_select(
@@ -50,58 +67,23 @@ def token_select(
       f'k={k} tokens cannot be chosen from a row of {length}: expected'
       f' 1 <= k <= {length}.'
     )
-  dispatch.check(implementation, _BACKENDS)
   rows = score_BL.size // length
   score_BL = jax.lax.stop_gradient(score_BL).reshape(rows, length)
   key_BL = _order(score_BL.astype(jnp.float32))
   if not rows:
     return jnp.zeros((*leading, k), jnp.int32)
-
-  def xla(key_BL):
-    return reference.token_select(key_BL, k)
-
-  def sort(key_BL):
-    return reference.sort(key_BL, k)
-
-  match implementation:
-    case None if key_BL.size >= _MANY:
-      index_BK = jax.lax.platform_dependent(key_BL, cpu=xla, default=sort)
-    case None | 'sort':
-      index_BK = sort(key_BL)
-    case 'xla':
-      index_BK = xla(key_BL)
-    case _:
-      kernels = {'pallas': _pallas, 'triton': _triton}
-      index_BK = dispatch.run(
-        implementation,
-        {
-          'xla': xla,
-          implementation: lambda key: kernels[implementation](key, k),
-        },
-        key_BL,
-      )
+  chosen = OP.choose(implementation, key_BL)
+  index_BK = OP.run('token_select', chosen, key_BL, k=k)
   return index_BK.reshape(*leading, k)
 
 
 def _order(score_BL):
   """Returns int32 keys that compare as the scores do, ties included."""
   bits_BL = jax.lax.bitcast_convert_type(score_BL, jnp.int32)
-  # By their bits, since hardware may take tiny numbers for 0.
+  # Compared as bits, since hardware may take tiny numbers for 0.
   size_BL = bits_BL & 0x7FFFFFFF
   infinite = 0x7F800000
   bits_BL = jnp.where(size_BL == 0, 0, bits_BL)
   bits_BL = jnp.where(size_BL > infinite, infinite - 2**31, bits_BL)
   # The bits of negative numbers grow away from zero: all but the sign turned.
   return jnp.where(bits_BL < 0, bits_BL ^ 0x7FFFFFFF, bits_BL)
-
-
-def _pallas(key_BL, k):
-  from mod_jax_kernels.token_select import pallas_tpu
-
-  return pallas_tpu.token_select(key_BL, k)
-
-
-def _triton(key_BL, k):
-  from mod_jax_kernels.token_select import triton_gpu
-
-  return triton_gpu.token_select(key_BL, k)

@@ -31,8 +31,3 @@ def token_select(key_BL, k):
   return jax.vmap(
     lambda total_L: jnp.searchsorted(total_L, jnp.arange(1, k + 1))
   )(total_BL).astype(jnp.int32)
-
-
-def sort(key_BL, k):
-  """As `token_select`, by XLA's top-k and a sort."""
-  return jnp.sort(jax.lax.top_k(key_BL, k)[1].astype(jnp.int32), axis=-1)

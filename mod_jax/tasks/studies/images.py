@@ -19,7 +19,7 @@ from mod_jax.train.task import Study
 
 _BATCHES = (1, 8, 32)
 _ROUNDS = 9
-_IMAGES = 16  # For the importance of tokens.
+_IMAGES = 16  # Images in which the importance of tokens is measured.
 
 
 @contextlib.contextmanager
@@ -79,7 +79,7 @@ def _throughput(task, params, model_state) -> Study:
     }
     seconds = timing.interleaved(functions, rounds=_ROUNDS)
     median = timing.medians(seconds)
-    # Of what stands beside it; the median of the rounds' ratios is another.
+    # The ratio of the medians beside it, not the median of the rounds' ratios.
     ratio_of_medians = median['model'] / median['dense twin']
     _, low, high = timing.ratio_spread(seconds, 'model', 'dense twin')
     metrics['batches'][str(batch)] = {
@@ -162,7 +162,7 @@ def _importance(task, params, model_state) -> Study:
       ('pearson', stats.pearsonr),
       ('spearman', stats.spearmanr),
     ):
-      # Of a constant, there is no correlation.
+      # Nothing correlates with a constant.
       constant = any(np.ptp(x) == 0 for x in both)
       r, p = (np.nan, np.nan) if constant else test(*both)
       found |= {name: float(r), f'{name}_p': float(p)}

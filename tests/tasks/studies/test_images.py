@@ -15,7 +15,6 @@ from mod_jax import flops
 from mod_jax import timing
 from mod_jax.data.images import ImageDataConfig
 from mod_jax.layers.routed import VisionRoutingConfig
-from mod_jax.models import vit
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.vit import ViTConfig
 from mod_jax.tasks import make_task
@@ -151,8 +150,7 @@ def by_hand(model, layer, batch):
     def loss(places, x_1LD=x_1LD, label=label):
       x_LD = np.array(x_1LD[0])
       x_1KD = jnp.asarray(x_LD[places][None])
-      block = dense.stack.group.block[layer].process
-      x_LD[places] += block(x_1KD, vit.token_info(x_1KD)).update_BLD[0]
+      x_LD[places] = dense.step(layer, x_1KD).x_BLD[0]
       y_1LD = jnp.asarray(x_LD[None])
       for i in range(layer + 1, DENSE.num_layers):
         y_1LD = dense.step(i, y_1LD).x_BLD

@@ -1,0 +1,43 @@
+"""What every model's config offers, whatever the model."""
+
+from typing import Any
+from typing import Protocol
+from typing import runtime_checkable
+
+from flax import linen as nn
+
+from mod_jax.layers.acm import AdaptiveConfig
+from mod_jax.layers.routed import RoutingConfig
+
+
+@runtime_checkable
+class ModelConfig(Protocol):
+  """A frozen dataclass that builds a model, and counts what it costs.
+
+  Methods with `*length` are called with the tokens of a sequence by language
+  models, and with nothing by models of images, which know their size.
+
+  Attributes:
+    routing: how blocks are routed; None for a model without routed blocks.
+    adaptive: which modules are split into learners; None for none.
+    capacities: each block's capacity; None for a block that is not routed.
+  """
+
+  routing: RoutingConfig | None
+  adaptive: AdaptiveConfig | None
+  capacities: tuple[float | None, ...]
+
+  def build(self, **mode: Any) -> nn.Module:
+    """Returns the module; keywords are fields of `layers.mode.Mode`."""
+
+  def dense_twin(self) -> 'ModelConfig':
+    """Returns the same model with nothing conditional: also the teacher."""
+
+  def example(self) -> Any:
+    """Returns the least input that the model can be initialised with."""
+
+  def tokens_per_block(self, *length: int) -> tuple[int, ...]:
+    """Returns how many of a sequence's tokens each block processes."""
+
+  def flops_table(self, *length: int) -> list[tuple[str, dict[str, int]]]:
+    """Returns (layer, FLOPs by part) for one sequence or image, forward."""

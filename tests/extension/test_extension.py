@@ -1,0 +1,207 @@
+"""The promise: a new member of the family is one file, one config, one test."""
+
+import importlib.util
+import pathlib
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mod_jax import config as config_lib
+from mod_jax import flops
+from mod_jax import parallel
+from mod_jax import tasks
+from mod_jax.data.text import TextDataConfig
+from mod_jax.errors import UserError
+from mod_jax.layers import stack
+from mod_jax.layers.routed import MoDConfig
+from mod_jax.models.lm import LMConfig
+from mod_jax.tasks import phases
+from mod_jax.tasks.experiment import ExperimentConfig
+from mod_jax.train import evaluation
+from mod_jax.train import loop
+from mod_jax.train import metrics as metrics_lib
+import mod_jax_kernels
+from mod_jax_kernels import dispatch
+
+pytestmark = pytest.mark.usefixtures('compilation_cache')
+
+
+@pytest.fixture(scope='module')
+def family():
+  """The module of the new members, as a package of somebody else's."""
+  path = pathlib.Path(__file__).with_name('family.py')
+  spec = importlib.util.spec_from_file_location('their_family', path)
+  module = importlib.util.module_from_spec(spec)
+  sys.modules['their_family'] = module  # Saved configs name it.
+  spec.loader.exec_module(module)
+  yield module
+  del sys.modules['their_family']
+
+
+@pytest.fixture(autouse=True)
+def _one_device(monkeypatch):
+  make_mesh = parallel.make_mesh
+  monkeypatch.setattr(
+    parallel, 'make_mesh', lambda config: make_mesh(config, jax.devices()[:1])
+  )
+
+
+TINY = {
+  'train.num_steps': 4,
+  'train.batch_size': 8,
+  'evaluation.every': 0,
+  'evaluation.batches': 1,
+  'evaluation.final_batches': 2,
+  'evaluation.batch_size': 8,
+  'evaluation.sample_tokens': 0,
+  'optimizer.learning_rate': 0.01,
+  'optimizer.warmup_steps': 1,
+  'log.tensorboard': False,
+}
+
+
+@pytest.fixture(scope='module')
+def text(tmp_path_factory):
+  folder = tmp_path_factory.mktemp('texts')
+  rng = np.random.default_rng(0)
+  for i in range(3):
+    (folder / f'{i}.txt').write_bytes(rng.integers(97, 110, 3000, np.uint8))
+  return TextDataConfig(source='files', files=f'{folder}/*.txt', length=16)
+
+
+def language(text, **model):
+  sizes = {'num_layers': 2, 'width': 16, 'num_heads': 2, 'mlp_dim': 32}
+  config = ExperimentConfig(
+    model=LMConfig(**sizes | model),
+    data=text,
+  )
+  return config_lib.replace(config, TINY)
+
+
+def check_run(config, workdir, train, load):
+  """Trains, resumes, evaluates and draws; returns what was trained."""
+  assert not train(config, workdir / 'run', max_steps=2).finished
+  resumed = train(config, workdir / 'run')
+  lines = metrics_lib.read(workdir / 'run')
+  losses = [line['loss'] for line in lines if line['kind'] == 'train']
+  assert len(losses) == 4
+  assert losses[-1] < losses[0]
+  trained = load(workdir / 'run')
+  assert trained.step == 4
+  with jax.set_mesh(trained.mesh):
+    metrics = evaluation.held_out(
+      *(trained.task, trained.params, trained.model_state, trained.mesh),
+      batches=2,
+    )
+  assert metrics == pytest.approx(resumed.metrics, rel=1e-5)
+  assert (workdir / 'run' / 'pictures' / 'curves.png').exists()
+  return trained
+
+
+def test_a_score_with_state_and_its_rule(family, text, tmp_path):
+  routing = MoDConfig(
+    capacity=0.25,
+    score=family.ExpertThreshold(),
+    train_rule=family.Above(),
+    router_loss=0.0,
+    train_slack=3.0,
+  )
+  config = language(text, routing=routing)
+  again = config_lib.from_json(ExperimentConfig, config_lib.to_json(config))
+  assert again == config
+  trained = check_run(config, tmp_path, phases.train, tasks.load)
+  folder = tmp_path / 'run' / 'pictures'
+  assert {'routing.png', 'router_weights.png'} <= {
+    p.name for p in folder.iterdir()
+  }
+  # Chosen by the rule in training as well, by a threshold that moves.
+  assert float(trained.model_state['moving']['block_1']['expert']) != 0
+  assert trained.task.modality.rules == ('top_k', 'above')
+  model = config.model.build(routing=routing.train_mode)
+  tokens_BL = jnp.arange(64).reshape(4, 16) % 13 + 97
+  variables = {'params': trained.params, **trained.model_state}
+  (routed,) = model.apply(variables, tokens_BL).routing
+  np.testing.assert_array_equal(routed.chosen_BL, routed.score_BL > 0)
+  assert routed.chosen_BL.any()
+  assert not (routed.chosen_BL == routed.top_k_BL).all()
+  # It decides token by token, so it can generate.
+  texts = trained.task.modality.sample(
+    trained.params, trained.model_state, ['abc'], num_tokens=3, temperature=0.0
+  )
+  assert len(texts) == 1
+  assert flops.forward(config.model, 16) > 0
+
+
+def test_a_feed_forward(family, text, tmp_path):
+  slot = family.Squared(width=16, hidden=24)
+  config = language(text, feed_forward=slot, routing=MoDConfig(capacity=0.5))
+  trained = check_run(config, tmp_path, phases.train, tasks.load)
+  assert trained.params['block_0']['mlp']['up']['kernel'].shape == (16, 24)
+  table = dict(config.model.flops_table(16))
+  assert table['block_0']['squared'] == slot.flops(16)['squared']
+  assert table['block_1 (routed)']['squared'] == slot.flops(8)['squared']
+  tokens_BL = jnp.arange(32).reshape(2, 16)
+  model = config.model.build()
+  output = model.apply({'params': trained.params}, tokens_BL)
+  told = stack.collect(output.aux, 'units_on')
+  assert told['block_0/mlp'].shape == (2, 16)
+  assert told['block_1/mlp'].shape == (2, 8)
+  # Under a scan and rematerialisation it is the same model.
+  scanned = config_lib.replace(
+    config.model, {'scan_layers': True, 'remat': 'full'}
+  )
+  params = stack.scanned(scanned.stack, trained.params)
+  same = scanned.build().apply({'params': params}, tokens_BL)
+  np.testing.assert_allclose(output.logits_BLV, same.logits_BLV, atol=1e-5)
+
+
+def test_a_task(family, tmp_path):
+  config = config_lib.replace(family.SeriesConfig(), TINY)
+
+  def train(config, workdir, **kwargs):
+    task = family.SeriesTask(config)
+    return loop.train(task, config, workdir, **kwargs)
+
+  def load(workdir):
+    return evaluation.load(family.SeriesTask(config), workdir)
+
+  trained = check_run(config, tmp_path, train, load)
+  assert trained.task.summary({'rmse': 0.5}).endswith('0.5000')
+  assert (tmp_path / 'run' / 'pictures' / 'series.png').exists()
+  # What the loop promises to any task: another config is refused.
+  other = config_lib.replace(config, {'length': 9})
+  with pytest.raises(UserError, match='length: 8 -> 9'):
+    train(other, tmp_path / 'run')
+
+
+def test_a_kernel_backend(text, tmp_path, monkeypatch):
+  calls = []
+
+  class Fast:
+    """A second way to select on CPUs, where there is one already."""
+
+    @staticmethod
+    def token_select(key_BL, k):
+      calls.append(key_BL.shape)
+      best_BK = jnp.argsort(key_BL, axis=-1, stable=True, descending=True)
+      return jnp.sort(best_BK[:, :k].astype(jnp.int32), axis=-1)
+
+  op = mod_jax_kernels.OPS['token_select']
+  monkeypatch.setattr(op, 'backends', list(op.backends))
+  op.register(dispatch.Backend(name='fast', module=Fast, platform='cpu'))
+  config = language(text, routing=MoDConfig(capacity=0.25))
+  check_run(config, tmp_path / 'fast', phases.train, tasks.load)
+  assert calls
+  op.backends.pop(0)
+  count = len(calls)
+  phases.train(config, tmp_path / 'usual', max_steps=2)
+  assert len(calls) == count
+  # The same tokens are chosen, so nothing else differs.
+  fast, usual = (
+    [line['loss'] for line in metrics_lib.read(tmp_path / name)[:2]]
+    for name in ('fast/run', 'usual')
+  )
+  np.testing.assert_allclose(fast, usual, rtol=1e-6)
