@@ -140,7 +140,7 @@ class LinearConfig(Slot):
 
   inputs: tuple[config_lib.Size, ...]
   outputs: tuple[config_lib.Size, ...]
-  axes: tuple[str, ...]
+  axes: tuple[str | None, ...]
   bias: bool = False
   scale: float = 1.0
 
