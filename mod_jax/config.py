@@ -178,8 +178,9 @@ def _is_open(hint):
 
 
 def _tag_of(cls, hint):
-  """Returns what a class is called in saved configs: its name, and if it is not
-  ours also its module.
+  """Returns what a class is called in saved configs.
+
+  Its name; and its module as well, if it is somebody else's.
   """
   if _is_open(hint) and cls.__module__.split('.')[0] != __name__.split('.')[0]:
     return f'{cls.__module__}:{cls.__qualname__}'
@@ -187,10 +188,13 @@ def _tag_of(cls, hint):
 
 
 def _import_class(kind, hint):
-  """Returns the class that `module:Class` names, or None if it does not fit."""
+  """Returns the class that `module:Class` names, or None if it does not fit.
+
+  To read such a config is to import that module, as whoever wrote it did.
+  """
   module, _, name = kind.partition(':')
   try:
-    cls = getattr(importlib.import_module(module), name)
+    cls = operator.attrgetter(name)(importlib.import_module(module))
   except (ImportError, AttributeError, ValueError):
     return None
   fits = isinstance(cls, type) and issubclass(
@@ -418,19 +422,21 @@ def _kind(member):
   return typing.get_origin(member) or member
 
 
-def field(instance, path, where=''):
+def field(instance, path, where='', given=types.MappingProxyType({})):
   """Returns the annotation of a nested dataclass's field, by dotted path.
 
   Args:
     instance: of a dataclass.
     path: such as `model.num_layers`.
     where: what stands before the path in messages, such as `--config.`.
+    given: by dotted path, groups of fields that take the instance's place.
 
   Raises:
     UserError: there is no such field.
   """
   holder, seen, hint = instance, where.strip('-.'), None
-  for part in path.split('.'):
+  parts = path.split('.')
+  for i, part in enumerate(parts):
     if not dataclasses.is_dataclass(holder):
       raise UserError(
         f'{where}{path}: {seen} is {holder!r} and has no {part!r}.'
@@ -442,7 +448,8 @@ def field(instance, path, where=''):
         f'{where}{path}: {seen or type(holder).__name__} has no field'
         f' {part!r}.{near}'
       )
-    hint, holder = hints[part], getattr(holder, part)
+    held = getattr(holder, part)
+    hint, holder = hints[part], given.get('.'.join(parts[: i + 1]), held)
     seen = _join(seen, part)
   return hint
 
@@ -450,8 +457,8 @@ def field(instance, path, where=''):
 def override(instance, texts, where='--config.'):
   """Returns a copy of a nested dataclass with fields as texts say.
 
-  All are set at once, so that they need only fit each other in the end; a group
-  that is given as a whole comes before fields of it.
+  All are set at once, so that they need only fit each other in the end; fields
+  of a group that is given as a whole, before or after them, are set in it.
 
   Args:
     instance: of a dataclass; stays as it is.
@@ -462,30 +469,40 @@ def override(instance, texts, where='--config.'):
   Raises:
     UserError: there is no such field, or a value that it does not allow.
   """
-  for path, text in texts:
-    hint = field(instance, path, where)
-    value = parse(text, hint)
-    if isinstance(value, dict):
-      several = len(_classes(hint)) > 1 or _is_open(hint)
-      if several and _TYPE_KEY not in value:
-        names = typing.Literal[tuple(c.__name__ for c in _classes(hint))]
-        raise UserError(
-          f'{where}{path}.{_TYPE_KEY} is missing: say which group of fields is'
-          f' meant, {_describe(names)}.'
-        )
-      value = _decode(value, hint, where + path)
-      instance = replace(instance, {path: value})
   changes = {}
-  for path, text in texts:
-    hint = field(instance, path, where)
+
+  def set_field(path, text, *, group):
+    hint = field(instance, path, where, changes)
     value = parse(text, hint)
-    if isinstance(value, dict):
-      continue
+    if isinstance(value, dict) != group:
+      return
+    if group:
+      changes[path] = _decode_group(value, hint, where + path)
+      return
     try:
       changes[path] = _decode(value, hint, path)
     except UserError as error:
       raise _refusal(where + path, value, hint, text) from error
+
+  # Groups first, outer ones before those in them: they say which fields are.
+  groups = [pair for pair in texts if pair[1].lstrip().startswith('{')]
+  for path, text in sorted(groups, key=lambda pair: pair[0].count('.')):
+    set_field(path, text, group=True)
+  for path, text in texts:
+    set_field(path, text, group=False)
   return replace(instance, changes)
+
+
+def _decode_group(value, hint, path):
+  """Decodes a group of fields, which says which class it is of if it must."""
+  classes = _classes(hint)
+  if (len(classes) > 1 or _is_open(hint)) and _TYPE_KEY not in value:
+    names = typing.Literal[tuple(c.__name__ for c in classes)]
+    raise UserError(
+      f'{path}.{_TYPE_KEY} is missing: say which group of fields is meant,'
+      f' {_describe(names)}.'
+    )
+  return _decode(value, hint, path)
 
 
 def _join(path, name):

@@ -413,6 +413,32 @@ class TestOverride:
     changed = config.override(Heads(), [('width', '9'), ('heads', '3')])
     assert changed == Heads(width=9, heads=3)
 
+  def test_groups_need_to_fit_in_the_end_only(self):
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Pair:
+      a: LM | ViT = LM()
+      b: LM | ViT = LM()
+
+      def __post_init__(self):
+        if type(self.a) is not type(self.b):
+          raise UserError('a and b differ.')
+
+    vit = "{'type': 'ViT'}"
+    changed = config.override(
+      Pair(), [('a', vit), ('b', vit), ('b.patch', '8')]
+    )
+    assert changed == Pair(a=ViT(), b=ViT(patch=8))
+
+  def test_a_group_in_a_group(self):
+    texts = [
+      ('model.routing.capacity', '0.5'),
+      ('model.routing', "{'gate': 'sigmoid'}"),
+      ('model', "{'type': 'LM', 'width': 8}"),
+    ]
+    changed = config.override(EXAMPLES[2], texts)
+    routing = Routing(capacity=0.5, gate='sigmoid')
+    assert changed.model == LM(width=8, routing=routing)
+
   def test_a_group_and_then_its_fields(self):
     texts = [('model', "{'type': 'ViT'}"), ('model.patch', '8')]
     for order in (texts, texts[::-1]):
