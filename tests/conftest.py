@@ -20,6 +20,7 @@ if _DEVICES not in os.environ.get('XLA_FLAGS', ''):
     os.environ.get('XLA_FLAGS', '') + f' {_DEVICES}=8'
   ).strip()
 
+# After the environment above, which JAX reads once, as it is imported.
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402

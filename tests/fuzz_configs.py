@@ -31,6 +31,7 @@ import typing
 
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 
+# After the environment, which JAX reads once, as it is imported.
 from absl import flags  # noqa: E402
 from flax import linen as nn  # noqa: E402
 import jax  # noqa: E402

@@ -41,6 +41,7 @@ class Task(abc.ABC):
   # What a batch is counted in.
   unit: str = 'tokens'
 
+  # Not abstract: many tasks have nothing to look at.
   def check(self) -> None:  # noqa: B027
     """Looks at what the data are; called before a run is begun or read.
 

@@ -117,16 +117,18 @@ def test_a_score_with_state_and_its_rule(family, text, tmp_path):
   assert {'routing.png', 'router_weights.png'} <= {
     p.name for p in folder.iterdir()
   }
-  # Chosen by the rule in training as well, by a threshold that moves.
-  assert float(trained.model_state['moving']['block_1']['expert']) != 0
-  assert trained.task.modality.rules == ('top_k', 'above')
-  model = config.model.build(routing=routing.train_mode)
-  tokens_BL = jnp.arange(64).reshape(4, 16) % 13 + 97
-  variables = {'params': trained.params, **trained.model_state}
-  (routed,) = model.apply(variables, tokens_BL).routing
+  # A training pass chooses by the rule, by a threshold that moves.
+  batch = {'tokens': jnp.arange(64).reshape(4, 16) % 13 + 97}
+  output, _ = trained.task.forward(
+    *(config.model, trained.params, trained.model_state, batch),
+    jax.random.key(0),
+  )
+  (routed,) = output.routing
   np.testing.assert_array_equal(routed.chosen_BL, routed.score_BL > 0)
   assert routed.chosen_BL.any()
   assert not (routed.chosen_BL == routed.top_k_BL).all()
+  assert float(trained.model_state['moving']['block_1']['expert']) != 0
+  assert trained.task.modality.rules == ('top_k', 'above')
   # It decides token by token, so it can generate.
   texts = trained.task.modality.sample(
     trained.params, trained.model_state, ['abc'], num_tokens=3, temperature=0.0
