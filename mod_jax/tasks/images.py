@@ -107,14 +107,6 @@ class Images(Modality):
       init, model, params, model_state, **kwargs
     )
 
-  def load_teacher(self, init, dense, **kwargs):
-    def load(init, params, model_state):
-      return warm_start.load_image_weights(
-        init, dense, params, model_state, whole=True, **kwargs
-      )
-
-    return warm_start.load_teacher(init, dense, load)
-
   # What people look at.
 
   def main_metrics(self, metrics):

@@ -180,12 +180,11 @@ class Language(Modality):
         finished[name] = value / math.log(2)
     return finished
 
-  def load_weights(self, init, model, params, model_state, **kwargs):
-    del model
+  def load_weights(
+    self, init, model, params, model_state, *, whole=False, **kwargs
+  ):
+    del model, whole  # There are no heads that might stay fresh.
     return warm_start.from_workdir(params, model_state, init, **kwargs)
-
-  def load_teacher(self, init, dense, **kwargs):
-    return warm_start.load_teacher(init, dense, **kwargs)
 
   # What people look at.
 

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 
 from mod_jax.layers.mode import Mode
 from mod_jax.losses.sums import MetricSums
+from mod_jax.tasks import warm_start
 from mod_jax.train.task import Study
 
 
@@ -100,21 +101,36 @@ class Modality(abc.ABC):
 
   @abc.abstractmethod
   def load_weights(
-    self, init: str, model, params, model_state, **kwargs
+    self, init: str, model, params, model_state, *, whole=False, **kwargs
   ) -> tuple[Any, Any]:
     """Returns fresh variables with somebody's weights in them.
 
     Args:
       init: where they lie.
       model: config of the model that they are for.
-      params: its fresh parameters.
-      model_state: its other fresh collections.
+      params: its fresh parameters; shapes will do for those that are found.
+      model_state: its other fresh collections, likewise.
+      whole: whether the model is not trained further, so that nothing of it
+        may stay fresh that only training could use.
       **kwargs: `new` and `dropped`, as of `trees.merge`.
     """
 
-  @abc.abstractmethod
   def load_teacher(self, init: str, dense, **kwargs) -> dict[str, Any]:
-    """Returns the variables of a dense model that is not trained further."""
+    """Returns the variables of a dense model that is not trained further.
+
+    Args:
+      init: where they lie.
+      dense: config of the model.
+      **kwargs: such as `dropped`, of `trees.merge`.
+
+    Raises:
+      UserError: no such weights, or not all of the model's.
+    """
+    fresh = warm_start.variable_shapes(dense)
+    params, model_state = self.load_weights(
+      init, dense, *fresh, whole=True, **kwargs
+    )
+    return {'params': params, **model_state}
 
   # What people look at.
 

@@ -174,33 +174,12 @@ def load_image_weights(
   return merged, trees.merge(model_state, statistics, **kwargs)
 
 
-def load_teacher(init: str, dense, load=None, **kwargs) -> dict[str, Any]:
-  """Returns the variables of a dense model that is not trained further.
-
-  Args:
-    init: where its weights lie.
-    dense: its config.
-    load: puts weights into fresh variables, and is called with `init`, both
-      of them and the keywords; by default `from_workdir`.
-    **kwargs: such as `dropped`, of `trees.merge`.
-
-  Raises:
-    UserError: no such weights, or not all of a model's.
-  """
-  module_init = dense.build().init
-  # Shapes will do, since nothing of it stays as it is initialised.
-  fresh = nn.unbox(
-    jax.eval_shape(
-      lambda: module_init(
-        {'params': jax.random.key(0), 'routing': jax.random.key(0)},
-        dense.example(),
-      )
-    )
-  )
-  params = fresh.pop('params')
-  load = load or (lambda init, *fresh: from_workdir(*fresh, init, **kwargs))
-  params, model_state = load(init, params, fresh)
-  return {'params': params, **model_state}
+def variable_shapes(model) -> tuple[Any, Any]:
+  """Returns shapes of a model's parameters and of its other collections."""
+  init = model.build().init
+  shapes = jax.eval_shape(lambda: init(jax.random.key(0), model.example()))
+  shapes = dict(nn.unbox(shapes))
+  return shapes.pop('params'), shapes
 
 
 def _fit(
