@@ -227,8 +227,6 @@ class Group(nn.Module):
     cache: KVCache | None = None,
   ) -> LayerOutput:
     """Runs one layer; see `Layer`."""
-    if self.layers[layer].routing is None:
-      score_BL = None
     done = self.block[layer](x_BLD, info, cache, score_BL)
     return done.replace(
       x_BLD=parallel.constrain(done.x_BLD, 'batch', 'length', 'act_embed')
