@@ -35,7 +35,7 @@ FAST := tests/routing tests/losses tests/layers tests/test_config.py \
   tests/extension/test_extension.py::test_a_task
 
 test-fast: $(STAMP)
-	$(BIN)/python -m pytest $(PYTEST_ARGS) $(FAST)
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m 'not slow' $(FAST)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

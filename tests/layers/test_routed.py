@@ -284,6 +284,7 @@ class TestDecoding:
 
   PROMPT = 4
 
+  @pytest.mark.slow
   @pytest.mark.parametrize('overflow', ['exact', 'drop'])
   @pytest.mark.parametrize('rule', RULES)
   def test_equals_the_full_forward(
