@@ -31,7 +31,7 @@ test: $(STAMP)
 
 # At every save: what is quick to compile, and a whole run of the loop.
 FAST := tests/routing tests/losses tests/layers tests/test_config.py \
-  tests/test_cli.py tests/test_imports.py \
+  tests/test_imports.py \
   tests/extension/test_extension.py::test_a_task
 
 test-fast: $(STAMP)
