@@ -51,6 +51,32 @@ def load_config_file():
   return load
 
 
+@pytest.fixture(scope='session')
+def on_one_device():
+  """A context in which a run takes the first device and not all eight."""
+  from mod_jax import parallel
+
+  make_mesh = parallel.make_mesh
+
+  @contextlib.contextmanager
+  def context():
+    with pytest.MonkeyPatch.context() as patch:
+      patch.setattr(
+        parallel,
+        'make_mesh',
+        lambda config, *_: make_mesh(config, jax.devices()[:1]),
+      )
+      yield
+
+  return context
+
+
+@pytest.fixture
+def one_device(on_one_device):
+  with on_one_device():
+    yield
+
+
 @pytest.fixture(scope='module')
 def compilation_cache(tmp_path_factory):
   """For runs that each compile for themselves, and mostly the same."""

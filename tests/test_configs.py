@@ -277,25 +277,10 @@ def test_every_kind_is_tried():
   assert set().union(*(kinds(build(file, 'tiny')) for file in files)) == tried
 
 
-@pytest.fixture
-def _compile_fast():
-  """The programs are tiny: compiling them well takes longer than they run."""
-  before = jax.config.values['jax_disable_most_optimizations']
-  jax.config.update('jax_disable_most_optimizations', True)
-  yield
-  jax.config.update('jax_disable_most_optimizations', before)
-
-
 @pytest.mark.slow
-@pytest.mark.usefixtures('compilation_cache', '_compile_fast')
+@pytest.mark.usefixtures('compilation_cache', 'one_device')
 @pytest.mark.parametrize(('file', 'variant'), TINY)
-def test_tiny_trains(file, variant, tmp_path, monkeypatch):
-  make_mesh = parallel.make_mesh
-  monkeypatch.setattr(
-    parallel,
-    'make_mesh',
-    lambda config, *_: make_mesh(config, jax.devices()[:1]),
-  )
+def test_tiny_trains(file, variant, tmp_path):
   config = build(file, variant)
   result = phases.train(config, tmp_path, max_steps=2)
   assert result.step == 2

@@ -5,12 +5,10 @@ import json
 import pathlib
 import re
 
-import jax
 import numpy as np
 from PIL import Image
 import pytest
 
-from mod_jax import parallel
 from mod_jax.tasks.studies import images as image_studies
 
 pytestmark = pytest.mark.usefixtures('compilation_cache')
@@ -42,31 +40,20 @@ def small(prefix='model'):
   return SMALL | {f'{prefix}.{name}': value for name, value in SIZES.items()}
 
 
-@pytest.fixture(scope='module', autouse=True)
-def _compile_fast():
-  """The programs are tiny: compiling them well takes longer than they run."""
-  before = jax.config.values['jax_disable_most_optimizations']
-  jax.config.update('jax_disable_most_optimizations', True)
-  yield
-  jax.config.update('jax_disable_most_optimizations', before)
+@pytest.fixture(scope='module')
+def train(on_one_device):
+  """A function (config, workdir, changes) that runs train.py."""
 
+  def run(config, workdir, changes):
+    arguments = scripts.overrides(changes)
+    with on_one_device():
+      return scripts.run('train.py', config, f'--workdir={workdir}', *arguments)
 
-def train(config, workdir, changes):
-  """Runs train.py on one device."""
-  make_mesh = parallel.make_mesh
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(
-      parallel,
-      'make_mesh',
-      lambda config, *_: make_mesh(config, jax.devices()[:1]),
-    )
-    return scripts.run(
-      'train.py', config, f'--workdir={workdir}', *scripts.overrides(changes)
-    )
+  return run
 
 
 @pytest.fixture(scope='module')
-def dense(tmp_path_factory):
+def dense(train, tmp_path_factory):
   """A dense run's directory and what the script said."""
   workdir = tmp_path_factory.mktemp('runs') / 'dense'
   ended = train(f'{DIGITS}:tiny', workdir, small())
@@ -75,7 +62,7 @@ def dense(tmp_path_factory):
 
 
 @pytest.fixture(scope='module')
-def pruned(dense, tmp_path_factory):
+def pruned(train, dense, tmp_path_factory):
   """A DynamicViT beside that run."""
   workdir = tmp_path_factory.mktemp('runs') / 'pruned'
   changes = small('model.backbone') | {
@@ -141,7 +128,7 @@ def test_flops():
   assert re.search(r'^ratio to dense +0\.\d+', ended.out, re.MULTILINE)
 
 
-def test_an_architecture_that_does_not_fit(dense, tmp_path):
+def test_an_architecture_that_does_not_fit(train, dense, tmp_path):
   workdir, _ = dense
   before = scripts.snapshot(workdir)
   changes = small() | {'model.width': 16, 'model.num_layers': 3}

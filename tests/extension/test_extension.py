@@ -11,7 +11,6 @@ import pytest
 
 from mod_jax import config as config_lib
 from mod_jax import flops
-from mod_jax import parallel
 from mod_jax import tasks
 from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
@@ -26,7 +25,7 @@ from mod_jax.train import metrics as metrics_lib
 import mod_jax_kernels
 from mod_jax_kernels import dispatch
 
-pytestmark = pytest.mark.usefixtures('compilation_cache')
+pytestmark = pytest.mark.usefixtures('compilation_cache', 'one_device')
 
 
 @pytest.fixture(scope='module')
@@ -39,14 +38,6 @@ def family():
   spec.loader.exec_module(module)
   yield module
   del sys.modules['their_family']
-
-
-@pytest.fixture(autouse=True)
-def _one_device(monkeypatch):
-  make_mesh = parallel.make_mesh
-  monkeypatch.setattr(
-    parallel, 'make_mesh', lambda config: make_mesh(config, jax.devices()[:1])
-  )
 
 
 TINY = {

@@ -24,14 +24,6 @@ def one_hot(learners, least, most):
   return jnp.asarray(np.eye(most + 1)[np.asarray(learners)][..., least:])
 
 
-@pytest.fixture(scope='module', autouse=True)
-def _compile_fast():
-  before = jax.config.values['jax_disable_most_optimizations']
-  jax.config.update('jax_disable_most_optimizations', True)
-  yield
-  jax.config.update('jax_disable_most_optimizations', before)
-
-
 class TestDistillation:
   def test_every_k_but_none_at_once(self):
     sums_KBLD = np.random.default_rng(0).normal(size=(4, 2, 3, 5))

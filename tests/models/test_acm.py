@@ -59,14 +59,6 @@ BOTH = adapted(DENSE)
 ALONE = adapted(DENSE, replace=(FFNS,))
 
 
-@pytest.fixture(scope='module', autouse=True)
-def _compile_fast():
-  before = jax.config.values['jax_disable_most_optimizations']
-  jax.config.update('jax_disable_most_optimizations', True)
-  yield
-  jax.config.update('jax_disable_most_optimizations', before)
-
-
 @functools.cache
 def dense_params(config=DENSE):
   """Returns parameters large enough to tell things apart."""

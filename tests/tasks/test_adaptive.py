@@ -58,14 +58,6 @@ MODEL = dataclasses.replace(
 MODULES = acm.modules(MODEL)
 
 
-@pytest.fixture(scope='module', autouse=True)
-def _compile_fast():
-  before = jax.config.values['jax_disable_most_optimizations']
-  jax.config.update('jax_disable_most_optimizations', True)
-  yield
-  jax.config.update('jax_disable_most_optimizations', before)
-
-
 def random_params(model, seed=0):
   shapes = nn.unbox(
     jax.eval_shape(

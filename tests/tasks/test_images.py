@@ -66,15 +66,6 @@ HELD_OUT = 355  # Of the digits: 5 batches of 71, without padding.
 ALONE = PruningObjective(token_distillation=0.0, logit_distillation=0.0)
 
 
-@pytest.fixture(scope='module', autouse=True)
-def _compile_fast():
-  """The programs are tiny: compiling them well takes longer than they run."""
-  before = jax.config.values['jax_disable_most_optimizations']
-  jax.config.update('jax_disable_most_optimizations', True)
-  yield
-  jax.config.update('jax_disable_most_optimizations', before)
-
-
 def make(model=DENSE, **changes):
   """Returns the task of a model on the digits; changes by dotted path."""
   config = ExperimentConfig(
@@ -123,14 +114,8 @@ def one_device():
 
 
 @pytest.fixture(scope='module')
-def one_device_each():
-  make_mesh = parallel.make_mesh
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(
-      parallel,
-      'make_mesh',
-      lambda config, *_: make_mesh(config, jax.devices()[:1]),
-    )
+def one_device_each(on_one_device):
+  with on_one_device(), pytest.MonkeyPatch.context() as patch:
     # Their tables and pictures are looked at elsewhere.
     patch.setattr(evaluation, 'report', lambda *args: None)
     yield

@@ -42,23 +42,9 @@ SMALL = {
 STEPS = {'learners': 2, 'gates': 2, 'end_to_end': 3}
 
 
-@pytest.fixture(scope='module', autouse=True)
-def _compile_fast():
-  before = jax.config.values['jax_disable_most_optimizations']
-  jax.config.update('jax_disable_most_optimizations', True)
-  yield
-  jax.config.update('jax_disable_most_optimizations', before)
-
-
 @pytest.fixture(scope='module')
-def one_device_each():
-  make_mesh = parallel.make_mesh
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(
-      parallel,
-      'make_mesh',
-      lambda config, *_: make_mesh(config, jax.devices()[:1]),
-    )
+def one_device_each(on_one_device):
+  with on_one_device(), pytest.MonkeyPatch.context() as patch:
     # Pictures are looked at elsewhere.
     patch.setattr(Adaptive, 'pictures', lambda *args: {})
     patch.setattr(Adaptive, 'eval_modes', _one_mode)

@@ -1,18 +1,15 @@
 """Damage to a finished run's directory: told, or mended and told."""
 
-import functools
 import os
 import pathlib
 import re
 import shutil
 
 from etils.epath import backend as epath_backend
-import jax
 import numpy as np
 import pytest
 
 from mod_jax import config as config_lib
-from mod_jax import parallel
 from mod_jax import tasks
 from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
@@ -26,12 +23,9 @@ from mod_jax.train.optimizer import OptimizerConfig
 
 
 @pytest.fixture(scope='module')
-def patched():
+def patched(on_one_device):
   """One device, nothing but restoring, and each shape worked out once."""
-  with pytest.MonkeyPatch.context() as patch:
-    make_mesh = parallel.make_mesh
-    one = functools.cache(lambda config: make_mesh(config, jax.devices()[:1]))
-    patch.setattr(parallel, 'make_mesh', one)
+  with on_one_device(), pytest.MonkeyPatch.context() as patch:
     patch.setattr(evaluation, 'report', lambda *args: None)
     patch.setattr(Plain, 'finish', lambda *args: ())
     patch.setattr(

@@ -40,7 +40,7 @@ from mod_jax.train.checkpoints import CheckpointConfig
 from mod_jax.train.loop import TrainingDiverged
 from mod_jax.train.optimizer import OptimizerConfig
 
-pytestmark = pytest.mark.usefixtures('compilation_cache')
+pytestmark = pytest.mark.usefixtures('compilation_cache', 'one_device')
 
 
 @pytest.fixture(scope='module')
@@ -50,14 +50,6 @@ def texts(tmp_path_factory):
   for i in range(4):
     (folder / f'{i}.txt').write_bytes(rng.bytes(2000))
   return f'{folder}/*.txt'
-
-
-@pytest.fixture(autouse=True)
-def _one_device(monkeypatch):
-  make_mesh = parallel.make_mesh
-  monkeypatch.setattr(
-    parallel, 'make_mesh', lambda config: make_mesh(config, jax.devices()[:1])
-  )
 
 
 @pytest.fixture

@@ -122,12 +122,8 @@ class Tiny(task_lib.Task):
 
 
 @pytest.fixture(autouse=True, scope='module')
-def _one_device():
-  make_mesh = parallel.make_mesh
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(
-      parallel, 'make_mesh', lambda config: make_mesh(config, jax.devices()[:1])
-    )
+def _one_device(on_one_device):
+  with on_one_device(), pytest.MonkeyPatch.context() as patch:
     # The curves take longer than the training.
     patch.setattr(evaluation, 'report', lambda *args: None)
     yield

@@ -25,7 +25,6 @@ from orbax.checkpoint._src.path import gcs_utils
 import pytest
 
 from mod_jax import config as config_lib
-from mod_jax import parallel
 from mod_jax import paths
 from mod_jax import tasks
 from mod_jax.data import corpus
@@ -43,6 +42,8 @@ from mod_jax.train import loop
 from mod_jax.train import metrics as metrics_lib
 from mod_jax.train import workdir as workdir_lib
 from mod_jax.train.optimizer import OptimizerConfig
+
+pytestmark = pytest.mark.usefixtures('one_device')
 
 OBJECTS = {}  # '/bucket/name' -> MemoryFile
 
@@ -216,14 +217,6 @@ def texts(tmp_path_factory):
   for i in range(4):
     (folder / f'{i}.txt').write_bytes(rng.bytes(2000))
   return f'{folder}/*.txt'
-
-
-@pytest.fixture(autouse=True)
-def _one_device(monkeypatch):
-  make_mesh = parallel.make_mesh
-  monkeypatch.setattr(
-    parallel, 'make_mesh', lambda config: make_mesh(config, jax.devices()[:1])
-  )
 
 
 def make_config(texts, **changes):

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from mod_jax import config as config_lib
-from mod_jax import parallel
 from mod_jax import tasks
 from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
@@ -53,14 +52,6 @@ def texts(tmp_path_factory):
 def _no_report(monkeypatch):
   monkeypatch.setattr(evaluation, 'report', lambda *args: None)
   monkeypatch.setattr(Plain, 'finish', lambda *args: ())
-
-
-@pytest.fixture
-def one_device(monkeypatch):
-  make_mesh = parallel.make_mesh
-  monkeypatch.setattr(
-    parallel, 'make_mesh', lambda config: make_mesh(config, jax.devices()[:1])
-  )
 
 
 def make_config(texts, routing=LEARNED, **changes):

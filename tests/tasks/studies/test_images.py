@@ -39,15 +39,6 @@ ROUTINGS = {
 }
 
 
-@pytest.fixture(scope='module', autouse=True)
-def _compile_fast():
-  """The programs are tiny: compiling them well takes longer than they run."""
-  before = jax.config.values['jax_disable_most_optimizations']
-  jax.config.update('jax_disable_most_optimizations', True)
-  yield
-  jax.config.update('jax_disable_most_optimizations', before)
-
-
 @functools.cache
 def make(model):
   """Returns a task and parameters, large enough to tell things apart."""
