@@ -1,4 +1,4 @@
-"""Grouped-query self-attention, with or without rotary positions."""
+"""Grouped-query attention, with or without rotary positions."""
 
 import dataclasses
 import functools
@@ -18,6 +18,7 @@ from mod_jax.layers import rope
 from mod_jax.layers.cache import KVCache
 from mod_jax.layers.mode import Mode
 from mod_jax.layers.slots import Slot
+from mod_jax.layers.token_info import Source
 from mod_jax.layers.token_info import TokenInfo
 import mod_jax_kernels
 
@@ -72,21 +73,29 @@ class AttentionConfig:
     )
     return projections | dict(self.slots)
 
-  def flops(self, tokens: int, *, full_pairs: bool = False) -> dict[str, int]:
+  def flops(
+    self,
+    tokens: int,
+    *,
+    full_pairs: bool = False,
+    source_tokens: int | None = None,
+  ) -> dict[str, int]:
     """Returns forward FLOPs by part, over one sequence of tokens.
 
     Args:
       tokens: tokens processed.
       full_pairs: count every query-key pair, as an implementation that masks
         afterwards executes, instead of the exact causal ones.
+      source_tokens: tokens of the source, if keys and values are its.
     """
-    if self.causal and not full_pairs:
+    keys = tokens if source_tokens is None else source_tokens
+    pairs = tokens * keys
+    if source_tokens is None and self.causal and not full_pairs:
       pairs = tokens * (tokens + 1) // 2
-    else:
-      pairs = tokens**2
     parts = {'attention': 4 * self.num_heads * self.head_dim * pairs}
-    for slot in self.projections.values():
-      for part, count in slot.flops(tokens).items():
+    for name, slot in self.projections.items():
+      count_of = keys if name in ('key', 'value') else tokens
+      for part, count in slot.flops(count_of).items():
         part = 'attention' if part == 'linear' else part
         parts[part] = parts.get(part, 0) + count
     return parts
@@ -115,7 +124,10 @@ Score = Literal['mean', 'first']
 
 
 class Attention(nn.Module):
-  """Self-attention; with a cache, over the cached tokens and the new ones.
+  """Attention; with a cache, over the cached tokens and the new ones.
+
+  Keys and values are those of the tokens themselves or, if a source is given,
+  of the source: then every token sees all of it, without rotation.
 
   Queries and keys are sown as intermediates, for pictures of attention.
   """
@@ -132,6 +144,7 @@ class Attention(nn.Module):
     info: TokenInfo,
     cache: KVCache | None = None,
     rows_B: jax.Array | None = None,
+    source: Source | None = None,
   ) -> BlockOutput:
     """Returns the residual update, the cache and what else is to be known.
 
@@ -140,9 +153,12 @@ class Attention(nn.Module):
       info: facts about the tokens, in ascending position.
       cache: what came before; None for a whole sequence at once.
       rows_B: rows of the cache that the batch stands for; None for all.
+      source: what cross-attention reads; None for self-attention. Its keys and
+        values are computed in each call, so there is nothing to cache.
     """
     config = self.config
     aux = {}
+    source_BSD = x_BLD if source is None else source.x_BSD
 
     def project(name, x):
       slot = config.projections[name]
@@ -151,9 +167,14 @@ class Attention(nn.Module):
       return y
 
     q_BLHC, k_BLGC, v_BLGC = (
-      project(name, x_BLD) for name in ('query', 'key', 'value')
+      project(name, x)
+      for name, x in (
+        ('query', x_BLD),
+        ('key', source_BSD),
+        ('value', source_BSD),
+      )
     )
-    if info.rotation_BLC is not None:
+    if source is None and info.rotation_BLC is not None:
       q_BLHC = rope.rotate(q_BLHC, info.rotation_BLC)
       k_BLGC = rope.rotate(k_BLGC, info.rotation_BLC)
     q_BLHC, k_BLGC, v_BLGC = (
@@ -162,7 +183,9 @@ class Attention(nn.Module):
     )
     self.sow('intermediates', 'queries', q_BLHC)
     self.sow('intermediates', 'keys', k_BLGC)
-    if info.keep_BL is not None:
+    if source is not None:
+      out_BLHC = _attended_over(source, config, q_BLHC, k_BLGC, v_BLGC)
+    elif info.keep_BL is not None:
       out_BLHC = masked_attention(q_BLHC, k_BLGC, v_BLGC, info.keep_BL)
     elif self.score == 'mean':
       out_BLHC, aux['attention'] = _scored(q_BLHC, k_BLGC, v_BLGC, info)
@@ -314,4 +337,21 @@ def _attended(config: AttentionConfig, q_BLHC, k_BLGC, v_BLGC, info: TokenInfo):
     (_HEADS, _HEADS, _HEADS, ('batch', 'length')),
     (_HEADS,),
   )(q_BLHC, k_BLGC, v_BLGC, segment_BL)
+  return out_BLHC
+
+
+def _attended_over(
+  source: Source, config: AttentionConfig, q_BLHC, k_BSGC, v_BSGC
+):
+  """Returns out_BLHC of queries that see all real tokens of a source."""
+  mask_B1S = None if source.valid_BS is None else source.valid_BS[:, None]
+
+  def run(*args):
+    return (
+      mod_jax_kernels.attention(*args, implementation=config.implementation),
+    )
+
+  (out_BLHC,) = parallel.per_device(
+    run, (_HEADS, _HEADS, _HEADS, ('batch', None, None)), (_HEADS,)
+  )(q_BLHC, k_BSGC, v_BSGC, mask_B1S)
   return out_BLHC

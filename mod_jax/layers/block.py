@@ -1,5 +1,6 @@
 """A pre-norm transformer block that returns its residual update."""
 
+import collections
 import dataclasses
 from typing import Literal
 
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from mod_jax import config as config_lib
+from mod_jax import errors
 from mod_jax.layers import dense
 from mod_jax.layers.attention import Attention
 from mod_jax.layers.attention import AttentionConfig
@@ -23,6 +25,8 @@ from mod_jax.layers.token_info import TokenInfo
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockConfig:
   attention: AttentionConfig
+  # Between attention and feed-forward, over `TokenInfo.source`; None for none.
+  cross_attention: AttentionConfig | None = None
   mlp: Slot  # The feed-forward.
   norm: Literal['rms', 'layer'] = 'rms'
   norm_epsilon: config_lib.Epsilon = 1e-6
@@ -35,40 +39,60 @@ class BlockConfig:
   @property
   def slots(self) -> dict[str, Slot]:
     """What stands in the block, by name: `mlp`, `attention/query` and so on."""
-    projections = self.attention.projections
     return {'mlp': self.mlp} | {
-      f'attention/{name}': slot for name, slot in projections.items()
+      f'{kind}/{name}': slot
+      for kind in self._attentions
+      for name, slot in getattr(self, kind).projections.items()
     }
+
+  @property
+  def _attentions(self) -> tuple[str, ...]:
+    if self.cross_attention is None:
+      return ('attention',)
+    return ('attention', 'cross_attention')
 
   def with_slots(self, slots: dict[str, Slot]) -> 'BlockConfig':
     """Returns the block with other slots in some places, by name."""
-    projections = tuple(
-      (name.removeprefix('attention/'), slot)
-      for name, slot in slots.items()
-      if name != 'mlp'
-    )
-    attention = dataclasses.replace(
-      self.attention, slots=self.attention.slots + projections
-    )
-    return dataclasses.replace(
-      self, attention=attention, mlp=slots.get('mlp', self.mlp)
-    )
+    changed = {'mlp': slots.get('mlp', self.mlp)}
+    for kind in self._attentions:
+      attention = getattr(self, kind)
+      projections = tuple(
+        (name.removeprefix(f'{kind}/'), slot)
+        for name, slot in slots.items()
+        if name.startswith(f'{kind}/')
+      )
+      changed[kind] = dataclasses.replace(
+        attention, slots=attention.slots + projections
+      )
+    return dataclasses.replace(self, **changed)
 
-  def flops(self, tokens: int, **kwargs) -> dict[str, int]:
+  def flops(
+    self, tokens: int, *, source_tokens: int | None = None, **kwargs
+  ) -> dict[str, int]:
     """Returns forward FLOPs by part, for one sequence of so many tokens.
 
     Args:
       tokens: tokens of the sequence.
+      source_tokens: tokens that cross-attention reads.
       **kwargs: passed to `AttentionConfig.flops`.
     """
-    parts = self.attention.flops(tokens, **kwargs)
-    for part, count in self.mlp.flops(tokens).items():
-      parts[part] = parts.get(part, 0) + count
-    return parts
+    counts = [self.attention.flops(tokens, **kwargs), self.mlp.flops(tokens)]
+    if self.cross_attention is not None:
+      if source_tokens is None:
+        raise errors.UserError(
+          'the blocks have cross-attention: say by source_tokens how many'
+          ' tokens it reads.'
+        )
+      counts.append(
+        self.cross_attention.flops(tokens, source_tokens=source_tokens)
+      )
+    return dict(sum(map(collections.Counter, counts), collections.Counter()))
 
 
 class Block(nn.Module):
   """Attention, then feed-forward. Callers add: the output is `x + update`.
+
+  With `config.cross_attention` the tokens attend to `info.source` in between.
 
   Rng streams: `stochastic_depth`, where `drop_rate` is positive.
   """
@@ -88,21 +112,41 @@ class Block(nn.Module):
     cache: KVCache | None = None,
     rows_B: jax.Array | None = None,
   ) -> BlockOutput:
-    """Returns the update, the cache and the aux; arguments as Attention's."""
+    """Returns the update, the cache and the aux; arguments as Attention's.
+
+    Raises:
+      UserError: cross-attention without `info.source`.
+    """
     config = self.config
+    aux = {}
 
     def norm(name):
       return dense.NORMS[config.norm](config.norm_epsilon, config.dtype, name)
 
-    attended = Attention(
-      *(config.attention, config.dtype, self.score, self.mode), name='attention'
-    )(norm('attention_norm')(x_BLD), info, cache, rows_B)
-    aux = {}
-    for kind, value in attended.aux.items():
-      if isinstance(value, dict):  # What the slots tell, keyed by their names.
-        value = {f'attention/{name}': x for name, x in value.items()}
-      aux[kind] = value
-    attended_BLD = self._residual(attended.update_BLD)
+    def attend(name, x_BLD, score, *args, **kwargs):
+      attention = Attention(
+        *(getattr(config, name), config.dtype, score, self.mode), name=name
+      )
+      done = attention(norm(f'{name}_norm')(x_BLD), info, *args, **kwargs)
+      for kind, value in done.aux.items():
+        if isinstance(value, dict):  # What slots tell, keyed by their names.
+          told = {f'{name}/{slot}': x for slot, x in value.items()}
+          aux.setdefault(kind, {}).update(told)
+        else:
+          aux[kind] = value
+      return self._residual(done.update_BLD), done.cache
+
+    attended_BLD, cache = attend('attention', x_BLD, self.score, cache, rows_B)
+    if config.cross_attention is not None:
+      if info.source is None:
+        raise errors.UserError(
+          'a block with cross-attention has nothing to read: pass it as'
+          ' TokenInfo(source=…).'
+        )
+      read_BLD, _ = attend(
+        'cross_attention', x_BLD + attended_BLD, None, source=info.source
+      )
+      attended_BLD = attended_BLD + read_BLD
     mixed_BLD, more = config.mlp.run(
       norm('mlp_norm')(x_BLD + attended_BLD),
       name='mlp',
@@ -111,7 +155,7 @@ class Block(nn.Module):
     )
     add_aux(aux, 'mlp', more)
     update_BLD = attended_BLD + self._residual(mixed_BLD)
-    return BlockOutput(update_BLD, attended.cache, aux)
+    return BlockOutput(update_BLD, cache, aux)
 
   def _residual(self, update_BLD):
     """Scales an update, and leaves it out for some sequences."""
