@@ -108,9 +108,9 @@ class BlockOutput:
   Attributes:
     update_BLD: what the caller adds to the residual stream.
     cache: the cache with the tokens added; None without one.
-    aux: by kind, what else is to be known. `attention`: float32 score_BL, the
-      attention that each token received, where asked for; adds up to 1 in each
-      row. Other kinds are those of the slots, each by the slot's name.
+    aux: further results, by kind. `attention`: float32 score_BL, the attention
+      that each token received, if it was asked for; each row adds up to 1. The
+      other kinds come from the slots: a dictionary by the slot's name.
   """
 
   update_BLD: jax.Array
@@ -118,8 +118,8 @@ class BlockOutput:
   aux: dict[str, Any] = flax.struct.field(default_factory=dict)
 
 
-# Which attention a token's score is the mean of, over heads: that of all tokens
-# (A-MoD's routing score) or that of the first, the class token.
+# A token's score is the mean over heads of the attention that it receives: from
+# all tokens (A-MoD's routing score), or from the first one, the class token.
 Score = Literal['mean', 'first']
 
 
@@ -146,7 +146,7 @@ class Attention(nn.Module):
     rows_B: jax.Array | None = None,
     source: Source | None = None,
   ) -> BlockOutput:
-    """Returns the residual update, the cache and what else is to be known.
+    """Returns the residual update, the cache and the aux.
 
     Args:
       x_BLD: normalised features.
@@ -205,7 +205,8 @@ class Attention(nn.Module):
       )
     update_BLD = project('out', out_BLHC)
     if self.score == 'first':
-      # One query: N products a head, whatever computed the attention.
+      # Computed again for one query only, N products for each head, so that
+      # any implementation may compute the attention itself.
       weight_BH1S = attention_map(q_BLHC[:, :1], k_BLGC, info.keep_BL)
       aux['attention'] = weight_BH1S.mean(axis=(1, 2))
     update_BLD = parallel.constrain(update_BLD, 'batch', 'length', 'act_embed')
@@ -213,7 +214,7 @@ class Attention(nn.Module):
 
 
 def add_aux(aux: dict[str, Any], name: str, more: dict[str, Any]) -> None:
-  """Adds what a slot of this name tells to `aux`, by kind and name."""
+  """Adds the aux of the slot of this name to `aux`, by kind and name."""
   for kind, value in more.items():
     aux.setdefault(kind, {})[name] = value
 
@@ -226,8 +227,8 @@ def attention_map(
   Args:
     q_BQHC: queries.
     k_BSHC: keys of as many heads.
-    keep_BS: 1 for tokens that may be seen, 0 for those that may not, whatever
-      the query; None if all may.
+    keep_BS: 1 for tokens that every query may see, 0 for those that none may;
+      None if all may be seen.
   """
   logit_BHQS = jnp.einsum(
     'BQHC,BSHC->BHQS', q_BQHC, k_BSHC, preferred_element_type=jnp.float32
@@ -269,8 +270,9 @@ def masked_attention(
   logit_BHQS *= q_BLHC.shape[-1] ** -0.5
   keep_B1LS = keep_BL[:, None, None].astype(jnp.float32)
   keep_B1QS = keep_B1LS + (1 - keep_B1LS) * jnp.eye(length)
-  # The largest among those seen, so that ε stays small beside the sum. Dropped
-  # keys may lie far above it: bounded, since inf · 0 is no gradient.
+  # Subtract the largest logit among the keys that are seen, so that ε stays
+  # small beside the sum. Logits of dropped keys may lie far above it: they are
+  # bounded, for inf · 0 would make the gradient NaN.
   seen_BHQS = jnp.where(keep_B1QS > 0, logit_BHQS, _LOWEST)
   top_BHQ1 = jax.lax.stop_gradient(seen_BHQS.max(axis=-1, keepdims=True))
   weight_BHQS = jnp.exp(jnp.minimum(logit_BHQS - top_BHQ1, 20.0)) * keep_B1QS
@@ -285,13 +287,14 @@ def masked_attention(
   return out_BLHC.astype(q_BLHC.dtype)
 
 
-# Batch and heads are split over devices, tokens are not.
+# Batch and heads may be split over devices; tokens are not.
 _HEADS = ('batch', 'length', 'act_heads', None)
 
 
 def _scored(q_BLHC, k_BLHC, v_BLHC, info: TokenInfo):
   """Returns out_BLHC and how much attention each token got."""
-  # Kernels take which tokens are real, and no other mask.
+  # The kernels take a mask of real tokens [B, L]; any other mask [B, L, L] is
+  # left to plain XLA.
   mask = info.valid_BL
   if info.segment_BL is not None:
     mask = info.segment_BL[:, :, None] == info.segment_BL[:, None, :]
@@ -310,9 +313,9 @@ def _scored(q_BLHC, k_BLHC, v_BLHC, info: TokenInfo):
 
 def _attended(config: AttentionConfig, q_BLHC, k_BLGC, v_BLGC, info: TokenInfo):
   """Returns out_BLHC of whole sequences."""
-  # Kernels take numbers of documents, and no L x L mask. Padding is a document
-  # of its own, so that no real token sees it: the least number, which no
-  # document keeps, whatever the caller numbers them by.
+  # The kernels take document numbers and no L x L mask. Padding becomes a
+  # document of its own, so that no real token sees it. Its number is the least
+  # one, and a document that has this number gets the next.
   segment_BL = info.segment_BL
   if info.valid_BL is not None:
     padding = jnp.iinfo(jnp.int32).min

@@ -129,9 +129,9 @@ class Block(nn.Module):
       )
       done = attention(norm(f'{name}_norm')(x_BLD), info, *args, **kwargs)
       for kind, value in done.aux.items():
-        if isinstance(value, dict):  # What slots tell, keyed by their names.
-          told = {f'{name}/{slot}': x for slot, x in value.items()}
-          aux.setdefault(kind, {}).update(told)
+        if isinstance(value, dict):  # It comes from slots, by their names.
+          by_slot = {f'{name}/{slot}': x for slot, x in value.items()}
+          aux.setdefault(kind, {}).update(by_slot)
         else:
           aux[kind] = value
       return self._residual(done.update_BLD), done.cache

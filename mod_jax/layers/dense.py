@@ -27,7 +27,7 @@ def einsum(
     out_dtype: dtype of the result, unrounded from the sum; None = that of x.
   """
   out_dtype = out_dtype or x.dtype
-  if x.dtype == kernel.dtype:  # Then the plain product has such gradients.
+  if x.dtype == kernel.dtype:  # The plain product has float32 gradients then.
     return jnp.einsum(spec, x, kernel, preferred_element_type=out_dtype)
   return _mixed_einsum(spec, out_dtype, x, kernel)
 
@@ -39,8 +39,8 @@ def _product(spec, out_dtype, x, kernel):
 
 
 def _forward(spec, out_dtype, x, kernel):
-  # The product itself, and not `_mixed_einsum`, in which no policy of
-  # rematerialisation would see a product to keep.
+  # Call the product itself and not `_mixed_einsum`: rematerialisation policies
+  # do not see the products inside a custom_vjp, and so would not keep them.
   return _product(spec, out_dtype, x, kernel), (x, kernel)
 
 
@@ -121,7 +121,8 @@ class Linear(nn.Module):
         nn.with_logical_partitioning(nn.initializers.zeros, self.axes[inputs:]),
         self.features,
       )
-      # Cast after the sum: the gradient, a sum over tokens, is float32 so.
+      # Add in float32 and cast after: the bias's gradient, a sum over tokens,
+      # is float32 then.
       y = (y + bias).astype(y.dtype)
     return y
 

@@ -34,8 +34,8 @@ class Slot(abc.ABC):
       mode: how the model runs.
 
     Returns:
-      y [B, L, …], and by kind what else is to be known of the call, for losses,
-      metrics and pictures.
+      y [B, L, …], and further results by kind, which losses, metrics and
+      pictures read.
     """
 
   @abc.abstractmethod

@@ -1,4 +1,4 @@
-"""A stack of layers: which are routed, loops, rematerialisation, caches."""
+"""A stack of layers: which ones are routed, and how they are run."""
 
 from collections.abc import Iterable
 from collections.abc import Mapping
@@ -25,8 +25,8 @@ from mod_jax.layers.routed import LayerOutput
 from mod_jax.layers.routed import RoutingConfig
 from mod_jax.layers.token_info import TokenInfo
 
-# What is kept for the backward pass: all, the matmuls' outputs, or only the
-# input of each layer (and the routing choices, always).
+# What is kept for the backward pass: everything, what matrix products return, or
+# only the input of each layer. Routing choices are always kept.
 Remat = Literal['none', 'dots', 'full']
 
 
@@ -176,8 +176,8 @@ def remat(module: type[nn.Module], kind: Remat, *, scanned: bool = False):
 
   Args:
     module: a layer's class.
-    kind: what is kept. Routing choices are kept always: a second top-k may
-      differ.
+    kind: what is kept. Routing choices are always kept, since a top-k that is
+      computed again may choose other tokens.
     scanned: whether it is the body of a scan.
   """
   if kind == 'none':
@@ -308,7 +308,7 @@ def collect(auxes: Iterable[Mapping[str, Any]], kind: str) -> dict[str, Any]:
 
   Args:
     auxes: each layer's.
-    kind: `router`, `attention`, or what slots tell.
+    kind: `router`, `attention`, or a kind of the slots.
   """
   found = {}
   for i, aux in enumerate(auxes):
