@@ -25,8 +25,8 @@ from mod_jax.layers.routed import LayerOutput
 from mod_jax.layers.routed import RoutingConfig
 from mod_jax.layers.token_info import TokenInfo
 
-# What is kept for the backward pass: everything, the results of matrix products,
-# or only the input of each layer. Routing choices are always kept.
+# What is kept for the backward pass: everything, the results of matmuls, or the
+# input of each layer alone. Routing choices are always kept.
 Remat = Literal['none', 'dots', 'full']
 
 
