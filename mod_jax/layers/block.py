@@ -26,7 +26,7 @@ class BlockConfig:
   mlp: Slot  # The feed-forward.
   norm: Literal['rms', 'layer'] = 'rms'
   norm_epsilon: config_lib.Epsilon = 1e-6
-  residual_scale: config_lib.Factor = 1.0  # On what attention and MLP add.
+  residual_scale: config_lib.Factor = 1.0  # Factor on both updates.
   dtype: str = 'float32'  # Compute dtype; parameters are always float32.
 
   def __post_init__(self):
@@ -95,11 +95,13 @@ class Block(nn.Module):
       return dense.NORMS[config.norm](config.norm_epsilon, config.dtype, name)
 
     attended = Attention(
-      *(config.attention, config.dtype, self.score, self.mode), name='attention'
+      *(config.attention, self.score, self.mode),
+      dtype=config.dtype,
+      name='attention',
     )(norm('attention_norm')(x_BLD), info, cache, rows_B)
     aux = {}
     for kind, value in attended.aux.items():
-      if isinstance(value, dict):  # What the slots tell, keyed by their names.
+      if isinstance(value, dict):  # From the slots, by name.
         value = {f'attention/{name}': x for name, x in value.items()}
       aux[kind] = value
     attended_BLD = self._residual(attended.update_BLD)
