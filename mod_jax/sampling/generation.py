@@ -95,9 +95,9 @@ def generate(
     prefill: `causal` reads the prompt by the same rule, which equals reading
       it token by token; `top_k` reads it as in training, which sees ahead
       within the prompt.
-    temperature: see `filter_logits`, as top_k and top_p.
-    top_k: of sampling, not of routing.
-    top_p: see `filter_logits`.
+    temperature: of sampling, as are top_k and top_p; see `filter_logits`.
+    top_k: not that of routing.
+    top_p: of sampling.
     end_token: a sequence stops after drawing it.
     key: random key; may be None at temperature 0.
     max_length: tokens that the caches have room for; prompt and new tokens by
@@ -128,13 +128,8 @@ def generate(
   lm.check_tokens(model.config, tokens_BP, valid_BP)
   tokens_BP = tokens_BP.astype(np.int32)
   _check(
-    model.config,
-    mode,
-    valid_BP,
-    max_new_tokens,
-    prefill,
-    end_token,
-    max_length,
+    *(model.config, mode, valid_BP, max_new_tokens, prefill),
+    *(end_token, max_length),
   )
   if key is None and temperature:
     raise UserError(
@@ -255,7 +250,7 @@ def _generate(
   prefill_mode = mode
   if prefill == 'top_k' and config.num_routed and tokens_BP.shape[1] > 1:
     prefill_mode = dataclasses.replace(mode, rule='top_k')
-  # A row's own length counts, so that it does not depend on its neighbours.
+  # Each row's own length, so that its text does not depend on its neighbours.
   length_B = valid_BP.sum(axis=-1) + max_new_tokens
   cache = lm.LMCache.empty(config, batch, max_length, mode, length_B)
   prefill_key, key = jax.random.split(key)
@@ -289,15 +284,9 @@ def _generate(
     token_B, log_prob_B = draw(logits_B1V[:, 0], draw_key, done_B)
     tokens_BN = tokens_BN.at[:, step].set(token_B)
     log_prob_BN = log_prob_BN.at[:, step].set(log_prob_B)
-    done_B = ended(token_B, done_B)
     return (
-      step + 1,
-      done_B,
-      token_B,
-      cache,
-      tokens_BN,
-      log_prob_BN,
-      counts + new,
+      *(step + 1, ended(token_B, done_B), token_B, cache),
+      *(tokens_BN, log_prob_BN, counts + new),
     )
 
   carry = (
@@ -324,16 +313,14 @@ def _generate(
   )
 
 
-def _log_prob(logits_BV, token_B):
-  log_prob_BV = jax.nn.log_softmax(logits_BV, axis=-1)
-  return jnp.take_along_axis(log_prob_BV, token_B[:, None], axis=-1)[:, 0]
+def _log_prob(logits, token):
+  """Returns the log-probability of each token by the logits for its place."""
+  log_prob = jax.nn.log_softmax(logits, axis=-1)
+  return jnp.take_along_axis(log_prob, token[..., None], axis=-1)[..., 0]
 
 
 def _prompt_log_prob(logits_BPV, tokens_BP, valid_BP):
   """Log-probability of each prompt token given the one before; else 0."""
-  log_prob_BPV = jax.nn.log_softmax(logits_BPV[:, :-1], axis=-1)
-  told_BP = jnp.take_along_axis(
-    log_prob_BPV, tokens_BP[:, 1:, None], axis=-1
-  ).squeeze(-1)
+  log_prob_BP = _log_prob(logits_BPV[:, :-1], tokens_BP[:, 1:])
   both_BP = valid_BP[:, 1:] & valid_BP[:, :-1]
-  return jnp.pad(jnp.where(both_BP, told_BP, 0.0), ((0, 0), (1, 0)))
+  return jnp.pad(jnp.where(both_BP, log_prob_BP, 0.0), ((0, 0), (1, 0)))

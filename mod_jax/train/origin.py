@@ -18,11 +18,7 @@ _CONFIG, _DATA = 'config', 'data'  # Keys of a checkpoint's metadata.
 
 
 def describe(config: RunConfig, task) -> dict[str, Any]:
-  """Returns what to keep with each checkpoint: the config, and what data say.
-
-  Args:
-    config: of the run.
-    task: `train.task.Task` of the run.
+  """Returns the metadata of each checkpoint: config and data fingerprint.
 
   Raises:
     UserError: the hosts of a run do not see the same data.
@@ -45,8 +41,8 @@ def check_config(workdir, config: RunConfig, saved) -> None:
 
   Args:
     workdir: directory of the run, whose `config.json` may have been edited.
-    config: what is to continue or to judge it.
-    saved: from `checkpoints`, whose metadata are of `describe`.
+    config: of what is to continue or to evaluate it.
+    saved: from `checkpoints`, with the metadata that `describe` made.
 
   Raises:
     UserError: another field differs than those that a continuation may change.
@@ -69,9 +65,9 @@ def check_data(saved, data: dict[str, Any], *, allow: bool) -> None:
   """Checks that a run goes on over the data that it began with.
 
   Args:
-    saved: from `checkpoints`, whose metadata are of `describe`.
+    saved: from `checkpoints`, with the metadata that `describe` made.
     data: the fingerprint of the data that are there now.
-    allow: whether others are worth a warning only.
+    allow: whether other data only cause a warning.
 
   Raises:
     UserError: the data are others.
