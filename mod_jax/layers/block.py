@@ -55,12 +55,7 @@ class BlockConfig:
     )
 
   def flops(self, tokens: int, **kwargs) -> dict[str, int]:
-    """Returns forward FLOPs by part, for one sequence of so many tokens.
-
-    Args:
-      tokens: tokens of the sequence.
-      **kwargs: passed to `AttentionConfig.flops`.
-    """
+    """Returns forward FLOPs by part; see `AttentionConfig.flops`."""
     parts = self.attention.flops(tokens, **kwargs)
     for part, count in self.mlp.flops(tokens).items():
       parts[part] = parts.get(part, 0) + count

@@ -393,12 +393,9 @@ class Layer(nn.Module):
   ) -> LayerOutput:
     """Returns the features after the layer, the cache and the aux.
 
-    Args:
-      x_BLD: features.
-      info: facts about the tokens.
-      cache: this block's keys and values, when generating.
-      score_BL: the attention that the tokens received in the block before, for
-        the score `attention`.
+    `cache` holds this block's keys and values, when generating. `score_BL` is
+    the attention that the tokens received in the block before, for scores that
+    need it.
     """
     config = self.config
     block = Block(

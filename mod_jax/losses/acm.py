@@ -166,10 +166,8 @@ def budget_loss(
 ) -> jax.Array:
   """Returns |mean load - β|, Eq. 7: over the batch, so that rows may differ.
 
-  Args:
-    load_B: from `load_per_image`.
-    budget: β.
-    weight_B: from `row_weights`; None counts all rows the same.
+  `load_B` is from `load_per_image`, β is the budget, and `weight_B` from
+  `row_weights`.
   """
   return jnp.abs(jnp.average(load_B, weights=weight_B) - budget)
 
@@ -205,10 +203,9 @@ def diversity_loss(
 
   The sign in print would make images alike.
 
-  Args:
-    fraction_B: from `learners_per_image`: unlike the budget, Eq. 10 counts
-      learners, and a cheap one as much as a dear one.
-    weight_B: from `row_weights`; None counts all rows the same.
+  `fraction_B` is from `learners_per_image`: unlike the budget, Eq. 10 counts
+  learners, and a cheap one as much as a dear one. `weight_B` is from
+  `row_weights`.
   """
   weight_BB = None if weight_B is None else jnp.outer(weight_B, weight_B)
   return -jnp.average(

@@ -133,9 +133,7 @@ def acmize(
 def report(config, *length: int) -> str:
   """Returns what is replaced by what, with parameters and FLOPs, for people.
 
-  Args:
-    config: of the adaptive model.
-    *length: tokens of a sequence; for language models, by default one.
+  `length` are a sequence's tokens, for language models; one by default.
   """
   twin = config.dense_twin()
   dense = slots(twin)

@@ -205,11 +205,9 @@ class PredictionHead(nn.Module):
 
   @nn.compact
   def __call__(self, x_BND: jax.Array, keep_BN: jax.Array) -> jax.Array:
-    """Returns log-probabilities [B, N, 2]: keep, drop; in float32.
+    """Returns float32 log-probabilities [B, N, 2] of keeping and dropping.
 
-    Args:
-      x_BND: patches.
-      keep_BN: 1 for those kept so far.
+    `keep_BN` is 1 for the patches that were kept so far.
     """
     width = x_BND.shape[-1]
 

@@ -285,14 +285,10 @@ class LanguageModel(nn.Module):
 def check_tokens(
   config: LMConfig, tokens_BL, valid_BL=None, segment_BL=None
 ) -> None:
-  """Refuses arrays that no language model can read.
+  """Refuses arrays that the language model cannot read.
 
-  Args:
-    config: the model's config.
-    tokens_BL: token ids; their range is looked at outside of `jax.jit` only,
-      since inside they are not known yet.
-    valid_BL: as of `LanguageModel`.
-    segment_BL: as of `LanguageModel`.
+  The range of the ids is checked outside of `jax.jit` only, since inside they
+  are not known yet.
 
   Raises:
     UserError: no array, another shape than [B, L], no token at all, ids that

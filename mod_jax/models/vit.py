@@ -326,14 +326,9 @@ class ViT(nn.Module):
     score_BL: jax.Array | None = None,
     info: TokenInfo | None = None,
   ) -> LayerOutput:
-    """Runs one layer.
+    """Runs the layer of a number; arguments as of `Layer`.
 
-    Args:
-      layer: its number.
-      x_BLD: the tokens before it.
-      score_BL: the attention that they received in the layer before, where this
-        one is routed by it.
-      info: facts about them; None if they are an image's tokens in order.
+    `info=None` stands for an image's tokens in order.
     """
     info = token_info(x_BLD) if info is None else info
     return self.stack.step(layer, x_BLD, info, score_BL)

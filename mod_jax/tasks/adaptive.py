@@ -235,8 +235,7 @@ class Adaptive(Plain):
   def load_per_token(self, choices) -> jax.Array:
     """Returns load_BL: the share of the learners' cost that a token took.
 
-    Args:
-      choices: of some adaptive modules or all, by name.
+    `choices` are those of some adaptive modules or all, by name.
     """
     spent_BL, whole = 0.0, 0.0
     for name, choice in choices.items():
@@ -259,9 +258,8 @@ class Adaptive(Plain):
   def macs(self, load: float = 1.0, learners: int | None = None) -> float:
     """Returns multiply-accumulates of an image or sequence.
 
-    Args:
-      load: mean share of the learners' cost, under the gates; by default all.
-      learners: fixed number of them, which needs no gates.
+    `load` is the mean share of the learners' cost under the gates; a fixed
+    number of `learners` needs no gates.
     """
     parts = self._flops_by_part()
     if learners is not None:

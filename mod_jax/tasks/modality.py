@@ -79,13 +79,7 @@ class Modality(abc.ABC):
 
   @abc.abstractmethod
   def eval_sums(self, output, batch, mode: Mode) -> MetricSums:
-    """Returns the sums of a held-out batch, `loss` among them.
-
-    Args:
-      output: of the model, run by `mode`.
-      batch: of `eval_batches`.
-      mode: one of `modes`.
-    """
+    """Returns the sums of a held-out batch, `loss` among them."""
 
   @abc.abstractmethod
   def token_weights(self, batch):

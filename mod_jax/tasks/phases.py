@@ -200,10 +200,7 @@ def finished(
 ) -> dict[str, float] | None:
   """Returns the last held-out metrics of a run that needs nothing more.
 
-  Args:
-    workdir: directory of the run.
-    config: what it should be of.
-    allow_changed_data: as for `loop.train`.
+  None stands for a run that is missing, not finished, or of another config.
 
   Raises:
     UserError: it was finished over other data than are there now.

@@ -104,9 +104,9 @@ def held_out(
 
   Args:
     task: says which batches, and what one step returns.
-    params: parameters.
-    model_state: other collections.
-    mesh: where they lie.
+    params: the parameters, on the mesh.
+    model_state: likewise.
+    mesh: the device mesh.
     batches: how many; 0 for all, None for what the config says of evaluations
       during training.
     more: whether to use the modes that only `eval.py` reports.

@@ -107,19 +107,13 @@ class Lock:
     except OSError as error:
       if error.errno not in _NO_LINKS:
         raise
-      return self._create_exclusively(text)
+      # Without hard links, others may see the file half written.
+      with contextlib.suppress(FileExistsError), open(self.path, 'x') as file:
+        file.write(text)
+        return True
+      return False
     finally:
       ready.unlink()
-    return True
-
-  def _create_exclusively(self, text) -> bool:
-    # For file systems without hard links: as exclusive, but others may see the
-    # file half written.
-    try:
-      with open(self.path, 'x') as file:
-        file.write(text)
-    except FileExistsError:
-      return False
     return True
 
   def _beat(self):

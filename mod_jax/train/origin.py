@@ -37,12 +37,9 @@ def describe(config: RunConfig, task) -> dict[str, Any]:
 
 
 def check_config(workdir, config: RunConfig, saved) -> None:
-  """Checks that a checkpoint was saved by a run of this config.
+  """Checks that a checkpoint of a run in `workdir` was saved with this config.
 
-  Args:
-    workdir: directory of the run, whose `config.json` may have been edited.
-    config: of what is to continue or to evaluate it.
-    saved: from `checkpoints`, with the metadata that `describe` made.
+  The run's `config.json` may have been edited since.
 
   Raises:
     UserError: another field differs than those that a continuation may change.
@@ -64,10 +61,8 @@ def check_config(workdir, config: RunConfig, saved) -> None:
 def check_data(saved, data: dict[str, Any], *, allow: bool) -> None:
   """Checks that a run goes on over the data that it began with.
 
-  Args:
-    saved: from `checkpoints`, with the metadata that `describe` made.
-    data: the fingerprint of the data that are there now.
-    allow: whether other data only cause a warning.
+  `data` is the fingerprint of what is there now; with `allow` other data only
+  cause a warning.
 
   Raises:
     UserError: the data are others.

@@ -25,13 +25,10 @@ _IMAGES = 16  # Images in which the importance of tokens is measured.
 
 @contextlib.contextmanager
 def one_device(*trees):
-  """Leaves the mesh for a while: a few images need not divide over it.
-
-  Args:
-    *trees: arrays that lie on the mesh.
+  """Leaves the mesh for a while, since a few images need not divide over it.
 
   Yields:
-    The trees, on the first device of this host.
+    The trees of arrays, on the first device of this host.
   """
   if jax.process_count() > 1:
     trees = multihost_utils.process_allgather(trees, tiled=True)
@@ -187,13 +184,9 @@ def leave_one_out(
   images_BHWC: jax.Array,
   target_BV: jax.Array,
 ) -> jax.Array:
-  """Returns importance_BL, in nats, of each token to one layer.
+  """Returns importance_BL, in nats, of each token to a layer of a dense model.
 
-  Args:
-    module: the bound model, dense.
-    layer: number of a block.
-    images_BHWC: images.
-    target_BV: their classes.
+  `module` is bound to its variables; `target_BV` are the images' classes.
   """
   x_BLD = module.embed(images_BHWC)
   for i in range(layer):
