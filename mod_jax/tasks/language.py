@@ -189,34 +189,28 @@ class Language(Modality):
   # What people look at.
 
   def summary(self, task, metrics):
-    columns = self.columns
-    rows = [('model', '')]
-    if self.config.model.num_routed:
-      rows = [(rule, f'{rule}/') for rule in (*self.rules, 'never')]
+    columns, rows, notes = self.columns, [('model', '')], []
+    if self.rules:
       columns += ('routed', 'accuracy', 'precision', 'recall', 'count_error')
-    drops = any(name.endswith(f'/{_DROP}loss') for name in metrics)
-    if drops:
+      rows = [(rule, f'{rule}/') for rule in (*self.rules, 'never')]
+      notes.append(
+        'never: routed blocks left out, the trivial baseline, whose accuracy is'
+        f' {metrics["top_k/never_route"]:.4f}'
+      )
+    if any(name.endswith(f'/{_DROP}loss') for name in metrics):
       columns += (f'{_DROP}loss',)
-    title = 'rule' if self.config.model.num_routed else ''
+      notes.append(
+        f'{_DROP}loss: with caches of {RoutingMode().slack} times the capacity,'
+        ' which pass by the tokens that find no room'
+      )
+    title = 'rule' if self.rules else ''
     lines = [title.ljust(12) + ''.join(c.rjust(14) for c in columns)]
     for title, prefix in rows:
       cells = [metrics.get(prefix + c) for c in columns]
       # A rule that decided for no token has no precision.
       shown = ('-' if x is None else f'{x:.4f}' for x in cells)
       lines.append(title.ljust(12) + ''.join(x.rjust(14) for x in shown))
-    if self.config.model.num_routed:
-      never = metrics['top_k/never_route']
-      lines.append(
-        'never: routed blocks left out, the trivial baseline, whose accuracy is'
-        f' {never:.4f}'
-      )
-    if drops:
-      slack = RoutingMode().slack
-      lines.append(
-        f'{_DROP}loss: with caches of {slack} times the capacity, which pass by'
-        ' the tokens that find no room'
-      )
-    return '\n'.join(lines)
+    return '\n'.join([*lines, *notes])
 
   def sample(
     self,
