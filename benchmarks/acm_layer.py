@@ -96,12 +96,12 @@ def main(_):
   config = acm.ffn_config(
     _WIDTH.value, _HIDDEN.value, num_learners=_LEARNERS.value
   )
-  module = acm.ACM(config, dtype)
-  init = jax.jit(acm.ACM(config, dtype, 'all').init)
+  module = acm.ACM(config, dtype=dtype)
+  init = jax.jit(acm.ACM(config, 'all', dtype=dtype).init)
   params = nn.unbox(init(key, z_BLD[:1, :2]))['params']
   static = MLP(
     MLPConfig(width=_WIDTH.value, hidden=_HIDDEN.value, kind='gelu', bias=True),
-    dtype,
+    dtype=dtype,
   )
   static_params = nn.unbox(jax.jit(static.init)(key, z_BLD[:1, :2]))
 
@@ -120,7 +120,7 @@ def main(_):
 
   run_static = jax.jit(static.apply)
   every = jax.jit(
-    lambda params, z: acm.ACM(config, dtype, _LEARNERS.value).apply(
+    lambda params, z: acm.ACM(config, _LEARNERS.value, dtype=dtype).apply(
       {'params': params}, z
     )[0]
   )

@@ -249,6 +249,15 @@ def check_batch(batch_size: int, mesh: jax.sharding.Mesh, what: str) -> None:
     )
 
 
+def place(x, sharding: NamedSharding, dtype=None) -> jax.Array:
+  """Returns an array, of which every host has the whole, spread over a mesh.
+
+  Each host places its own part only: it cannot write to the others' devices.
+  """
+  x = np.asarray(x, dtype)
+  return jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
+
+
 def put_batch(batch, mesh: jax.sharding.Mesh):
   """Places this host's part of a batch on its devices, sharded by rows."""
   sharding = batch_sharding(mesh)

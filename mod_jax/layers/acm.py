@@ -33,17 +33,19 @@ class ACMConfig(Slot):
   outputs: config_lib.Size  # Features out, likewise.
   hidden: config_lib.Size  # F, hidden units of each learner.
   num_learners: config_lib.Unrolled = 4  # N
-  min_learners: Literal[0, 1] = 0  # Least that the gate may choose.
+  min_learners: Literal[0, 1] = 0  # The fewest that the gate may choose.
   gate_hidden: config_lib.Size = 8  # Hidden units of the gate.
   activation: Literal['gelu', 'linear'] = 'gelu'  # Inside each learner.
   # Temperature of the gate's softmax and Gumbel-softmax.
   temperature: config_lib.Temperature = 0.8
-  # Sizes of the output axes; () = one axis.
+  # Sizes of the output axes; () stands for one axis.
   output_shape: tuple[config_lib.Size, ...] = ()
 
   def run(self, x, *, name, dtype, mode):
-    # Under a name of its own: a dense checkpoint does not fit it by chance.
-    module = ACM(self, dtype, mode.learners, mode.noise, name=f'{name}_acm')
+    # A name of its own, so that a dense checkpoint does not fit it by chance.
+    module = ACM(
+      *(self, mode.learners, mode.noise), dtype=dtype, name=f'{name}_acm'
+    )
     y_BLD, choice = module(x.reshape(*x.shape[:2], -1))
     shape = self.output_shape or (self.outputs,)
     return y_BLD.reshape(*x.shape[:2], *shape), {'adaptive': choice}
@@ -79,10 +81,7 @@ class ACMConfig(Slot):
 def ffn_config(width: int, hidden: int, **kwargs) -> ACMConfig:
   """Returns an adaptive FFN of the dense one's cost; it may choose none.
 
-  Args:
-    width: features in and out.
-    hidden: hidden units of the dense FFN.
-    **kwargs: other fields of `ACMConfig`.
+  `hidden` are the dense FFN's hidden units; keywords are fields of `ACMConfig`.
 
   Raises:
     UserError: the hidden units do not divide among the learners.
@@ -100,10 +99,10 @@ def ffn_config(width: int, hidden: int, **kwargs) -> ACMConfig:
 def projection_config(inputs: int, outputs: int, **kwargs) -> ACMConfig:
   """Returns an adaptive projection of the dense one's cost; at least one runs.
 
-  Args:
-    inputs: features in.
-    outputs: features out.
-    **kwargs: other fields of `ACMConfig`.
+  Keywords are fields of `ACMConfig`.
+
+  Raises:
+    UserError: so many learners that each would have no hidden unit.
   """
   learners = kwargs.get('num_learners', ACMConfig.num_learners)
   # A dense map has inputs · outputs + outputs parameters; a learner
@@ -124,7 +123,7 @@ def _with_gate(config: ACMConfig) -> ACMConfig:
   """Sizes the gate by about one percent of what all learners cost."""
   cost = config.num_learners * config.learner_flops / 100
   hidden = int(cost / (2 * (config.inputs + config.num_choices)))
-  # Two at least: one unit can hardly tell the choices apart.
+  # At least two, because one unit can hardly tell the choices apart.
   return dataclasses.replace(config, gate_hidden=max(2, hidden))
 
 
@@ -160,7 +159,7 @@ class ACM(nn.Module):
   """
 
   config: ACMConfig
-  dtype: str = 'float32'
+  dtype: str = dataclasses.field(default='float32', kw_only=True)
   mode: Learners = 'gated'
   noise: bool = True  # Whether `train` draws its choices, or takes the best.
 
@@ -200,7 +199,10 @@ class ACM(nn.Module):
     """Returns y_BLD and the choice; in mode `all` y_KBLD for k = 0, …, N."""
     config, mode = self.config, self.mode
     if isinstance(mode, int):
-      self._check(mode)
+      if not 0 <= mode <= config.num_learners:
+        raise errors.UserError(
+          f'{mode} learners asked for: expected 0 to {config.num_learners}.'
+        )
       learners_BL = jnp.full(z_BLD.shape[:2], mode, jnp.int32)
       return self._sum(z_BLD, learners=mode), Choice(learners_BL)
     if mode not in ('gated', 'train', 'all'):
@@ -213,7 +215,7 @@ class ACM(nn.Module):
     choice = Choice(chosen_BL.astype(jnp.int32), logits_BLM)
     match mode:
       case 'all':
-        # A loop: as `cumsum` on a CPU it takes forty times as long.
+        # A loop, because `cumsum` takes forty times as long on a CPU.
         sums = [jnp.zeros((*z_BLD.shape[:2], config.outputs), self.dtype)]
         for y_BLD in self._each(z_BLD):
           sums.append(sums[-1] + y_BLD)
@@ -262,47 +264,40 @@ class ACM(nn.Module):
       run, (tokens, *weights, ('batch', 'length')), (tokens,)
     )(
       z_BLD.astype(self.dtype),
-      # The kernel casts them: devices add the parts of float32 gradients.
+      # The kernel casts them, so that devices add float32 gradients.
       *(self.up_NDF, self.bias_NF, self.down_NFD),
       learners_BL,
     )
     return y_BLD
 
-  def _check(self, learners: int) -> None:
-    most = self.config.num_learners
-    if not 0 <= learners <= most:
-      raise errors.UserError(
-        f'{learners} learners asked for: expected 0 to {most}.'
-      )
-
   def _each(self, z_BLD):
     """Returns what each learner adds, y_NBLD."""
-    config = self.config
-    z_BLD = z_BLD.astype(self.dtype)
-    hidden_NBLF = dense.einsum('BLD,NDF->NBLF', z_BLD, self.up_NDF)
-    # Cast after the sum, as in `dense.Linear`.
-    hidden_NBLF = hidden_NBLF + self.bias_NF[:, None, None]
-    hidden_NBLF = hidden_NBLF.astype(self.dtype)
-    if config.activation == 'gelu':
-      hidden_NBLF = nn.gelu(hidden_NBLF, approximate=False)
+    hidden_NBLF = self._hidden(
+      'BLD,NDF->NBLF', z_BLD, self.up_NDF, self.bias_NF[:, None, None]
+    )
     return dense.einsum('NBLF,NFD->NBLD', hidden_NBLF, self.down_NFD)
 
   def _sum(self, z_BLD, *, learners=None, runs_BLN=None):
     """Returns the sum of the first learners, weighed by `runs_BLN` if given."""
-    config = self.config
-    z_BLD = z_BLD.astype(self.dtype)
     if learners == 0:
-      return jnp.zeros((*z_BLD.shape[:2], config.outputs), self.dtype)
-    hidden_BLNF = dense.einsum('BLD,NDF->BLNF', z_BLD, self.up_NDF[:learners])
-    hidden_BLNF = hidden_BLNF + self.bias_NF[:learners]
-    hidden_BLNF = hidden_BLNF.astype(self.dtype)
-    if config.activation == 'gelu':
-      hidden_BLNF = nn.gelu(hidden_BLNF, approximate=False)
+      return jnp.zeros((*z_BLD.shape[:2], self.config.outputs), self.dtype)
+    hidden_BLNF = self._hidden(
+      'BLD,NDF->BLNF', z_BLD, self.up_NDF[:learners], self.bias_NF[:learners]
+    )
     if runs_BLN is not None:
-      # Before the second product, which is linear: less to weigh than after it.
+      # Weighed before the second product, which is linear and adds the learners
+      # up: after it there would be each one's outputs to weigh.
       hidden_BLNF = hidden_BLNF * runs_BLN[..., None]
       hidden_BLNF = hidden_BLNF.astype(self.dtype)
     return dense.einsum('BLNF,NFD->BLD', hidden_BLNF, self.down_NFD[:learners])
+
+  def _hidden(self, spec, z_BLD, up_NDF, bias):
+    hidden = dense.einsum(spec, z_BLD.astype(self.dtype), up_NDF)
+    # Cast after the sum, as in `dense.Linear`.
+    hidden = (hidden + bias).astype(self.dtype)
+    if self.config.activation == 'gelu':
+      hidden = nn.gelu(hidden, approximate=False)
+    return hidden
 
 
 class Gate(nn.Module):
@@ -331,7 +326,7 @@ class AdaptiveConfig:
   # Names of the modules to replace: regular expressions, matched whole.
   replace: tuple[str, ...] = (FFNS, PROJECTIONS)
   num_learners: config_lib.Unrolled = 4  # N
-  # A residual carries what no learner touches.
+  # It may be 0, for the residual carries a token that no learner touches.
   ffn_min_learners: Literal[0, 1] = 0
   projection_min_learners: Literal[0, 1] = 1
   projection_activation: Literal['gelu', 'linear'] = 'gelu'
@@ -397,9 +392,7 @@ class AdaptiveConfig:
 def runs(choice_BLM: jax.Array, config: ACMConfig) -> jax.Array:
   """Returns runs_BLN: the weight of each learner, Σ_{k≥n} ν_k.
 
-  Args:
-    choice_BLM: weights of the choices, one-hot or soft.
-    config: of the module.
+  `choice_BLM` are the weights of the choices, one-hot or soft.
   """
   # Learner n, counted from 1, runs wherever k >= n.
   k_M = np.arange(config.min_learners, config.num_learners + 1)

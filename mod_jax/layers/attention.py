@@ -133,7 +133,7 @@ class Attention(nn.Module):
   """
 
   config: AttentionConfig
-  dtype: str = 'float32'
+  dtype: str = dataclasses.field(default='float32', kw_only=True)
   score: Score | None = None  # What `aux['attention']` holds.
   mode: Mode = Mode()
 

@@ -30,7 +30,7 @@ class BlockConfig:
   mlp: Slot  # The feed-forward.
   norm: Literal['rms', 'layer'] = 'rms'
   norm_epsilon: config_lib.Epsilon = 1e-6
-  residual_scale: config_lib.Factor = 1.0  # On what attention and MLP add.
+  residual_scale: config_lib.Factor = 1.0  # Factor on both updates.
   dtype: str = 'float32'  # Compute dtype; parameters are always float32.
 
   def __post_init__(self):
@@ -125,7 +125,9 @@ class Block(nn.Module):
 
     def attend(name, x_BLD, score, *args, **kwargs):
       attention = Attention(
-        *(getattr(config, name), config.dtype, score, self.mode), name=name
+        *(getattr(config, name), score, self.mode),
+        dtype=config.dtype,
+        name=name,
       )
       done = attention(norm(f'{name}_norm')(x_BLD), info, *args, **kwargs)
       for kind, value in done.aux.items():

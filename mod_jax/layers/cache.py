@@ -8,8 +8,8 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-# The position of a slot that nothing was written to: after every query, so
-# that causality alone hides it.
+# The position of an empty slot. It lies behind every query, so that causality
+# alone hides it.
 EMPTY = jnp.iinfo(jnp.int32).max
 
 

@@ -90,7 +90,7 @@ class Linear(nn.Module):
   contract: int = 1
   bias: bool = False
   scale: float = 1.0
-  dtype: str = 'float32'
+  dtype: str = dataclasses.field(default='float32', kw_only=True)
   out_dtype: str | None = None
 
   @nn.compact

@@ -18,11 +18,11 @@ class MLPConfig(Slot):
   hidden: config_lib.Size  # Hidden units.
   kind: Literal['swiglu', 'gelu', 'gelu_tanh'] = 'swiglu'
   bias: bool = False
-  out_scale: float = 1.0  # On the standard deviation of the last kernel.
+  out_scale: float = 1.0  # Factor on the last kernel's initial deviation.
 
   def run(self, x, *, name, dtype, mode):
     del mode
-    return MLP(self, dtype, name=name)(x), {}
+    return MLP(self, dtype=dtype, name=name)(x), {}
 
   def flops(self, tokens):
     return {'mlp': 2 * tokens * self._kernels * self.width * self.hidden}
@@ -41,7 +41,7 @@ class MLP(nn.Module):
   """x_BLD -> y_BLD: SwiGLU (Shazeer 2020) or two linears with GELU."""
 
   config: MLPConfig
-  dtype: str = 'float32'
+  dtype: str = dataclasses.field(default='float32', kw_only=True)
 
   @nn.compact
   def __call__(self, x_BLD: jax.Array) -> jax.Array:

@@ -23,9 +23,8 @@ class RoutingMode:
   """How a routed block chooses at this call: a static argument.
 
   Attributes:
-    rule: `top_k`, which sees the whole sequence; a causal rule, by a name of
-      `rules.RULES` or as an object, such as `never`, which passes all tokens
-      by: what the routed blocks are worth.
+    rule: `top_k`, which sees the whole sequence; or a causal rule, by its name
+      in `rules.RULES` or as an object.
     overflow: under a causal rule, `exact` has a slot for every token; `drop`
       has `slack · capacity` of the length, first come by position, and passes
       by the tokens that find none. The length is a row's own, without padding;

@@ -41,21 +41,21 @@ SELECTION_NAME = 'mod_selection'
 class RoutingConfig:
   """Which blocks are routed, on how many tokens, and how they are chosen."""
 
-  # Fraction of tokens that a routed block processes: for all, or for each, in
-  # the order of `layers` or else of depth.
+  # Fraction of tokens that a routed block processes: one for all blocks, or one
+  # for each, in the order of `layers` or else of depth.
   capacity: config_lib.Fraction | tuple[config_lib.Fraction, ...] = 0.125
-  # Last routed layer's capacity over the first's.
+  # Capacity of the last routed layer, as a fraction of the first one's.
   capacity_decay: Annotated[float, config_lib.Range(ge=1e-3, le=1e3)] = 1.0
-  # No layer's capacity is lower; for a warm-up.
+  # The least capacity of any layer, by which a warm-up is done.
   capacity_floor: config_lib.Probability = 0.0
-  period: config_lib.Unrolled = 2  # Every how many blocks one is routed.
+  period: config_lib.Unrolled = 2  # One block in so many is routed.
   offset: config_lib.Layer = 1  # The first routed block, counted from 0.
   first: config_lib.Layer = 0  # No block before this one is routed.
-  # Exactly these, counted from 0.
+  # The routed blocks, counted from 0; None leaves it to the three above.
   layers: tuple[config_lib.Layer, ...] | None = None
   score: Literal['learned', 'gaussian', 'stride'] | Score = 'learned'
-  # How a score weighs the update; None = as the score has it. Those that do not
-  # look at the tokens never do.
+  # How a score weighs the update; None leaves it to the score. Scores that do
+  # not look at the tokens never weigh it.
   gate: (
     Literal['raw', 'sigmoid', 'alpha_sigmoid', 'one_plus_tanh', 'none'] | None
   ) = None
@@ -66,7 +66,7 @@ class RoutingConfig:
   # Whether that router sees features scaled to a mean square of 1.
   router_norm: bool = False
 
-  # What only some models have.
+  # Fields of some subclasses, with what they are in the others.
   router_loss = 0.0
   predictor_width = 0
   threshold_decay = 0.0
@@ -152,7 +152,7 @@ class RoutingConfig:
     values = routing.layer_capacities(
       self.capacity, len(routed), decay=self.capacity_decay
     )
-    # A decay runs over depth; what is given for each follows the names.
+    # A decay follows depth, but a list of capacities the order of `layers`.
     given = isinstance(self.capacity, tuple) and self.layers is not None
     named = dict(zip(self.layers if given else routed, values, strict=True))
     return tuple(
@@ -229,7 +229,7 @@ class VisionRoutingConfig(RoutingConfig):
   score: Literal['attention', 'learned', 'gaussian', 'stride'] | Score = (
     'attention'
   )
-  keep_class_token: bool = False  # Always chosen, as one of the k.
+  keep_class_token: bool = False  # It is always one of the k.
 
   def capacities(self, num_layers: int) -> tuple[float | None, ...]:
     """As `RoutingConfig.capacities`.
@@ -345,15 +345,15 @@ class Predictor(nn.Module):
 
   @nn.compact
   def __call__(self, x_BLD: jax.Array) -> jax.Array:
-    # Features grow with depth; the logits should not.
+    # Features grow with depth, but the logits should not.
     x_BLD = jax.lax.stop_gradient(x_BLD).astype(jnp.float32)
     x_BLD = scores.scale_to_unit(x_BLD)
 
     def linear(features, name):
       return nn.Dense(
         features,
-        # Accelerators must not round this to bfloat16, as with the router: the
-        # forward pass and decoding would disagree about logits near 0.
+        # Accelerators must not round this to bfloat16, or forward pass and
+        # decoding would disagree about logits near 0.
         precision='highest',
         kernel_init=nn.with_logical_partitioning(
           nn.initializers.lecun_normal(), ('replicated', 'replicated')
@@ -393,12 +393,9 @@ class Layer(nn.Module):
   ) -> LayerOutput:
     """Returns the features after the layer, the cache and the aux.
 
-    Args:
-      x_BLD: features.
-      info: facts about the tokens.
-      cache: this block's keys and values, when generating.
-      score_BL: the attention that the tokens received in the block before, for
-        the score `attention`.
+    `cache` holds this block's keys and values, when generating. `score_BL` is
+    the attention that the tokens received in the block before, for scores that
+    need it.
     """
     config = self.config
     block = Block(
@@ -525,7 +522,8 @@ class Layer(nn.Module):
     chunk = min(self.mode.routing.chunk, batch)
     first_B = jnp.argsort(~chosen_B1[:, 0], stable=True)
     count = chosen_B1.sum(dtype=jnp.int32)
-    # Rows past the end are out of the batch: read clipped, written nowhere.
+    # The last chunk is filled up with a row number beyond the batch, which is
+    # clipped in reading and dropped in writing.
     rows_P = jnp.pad(first_B, (0, -batch % chunk), constant_values=batch)
     weight_B1 = routed.weight_BL
 
@@ -559,13 +557,13 @@ def _weigh(update_BKD, weight_BK, valid_BK):
 
 
 def _mean(kth_B: jax.Array) -> jax.Array:
-  """Returns the mean over rows; of those that are nothing but padding, none."""
+  """Returns the mean over the rows that hold a real token."""
   seen_B = kth_B < jnp.inf
   return jnp.where(seen_B, kth_B, 0).sum() / jnp.maximum(seen_B.sum(), 1)
 
 
 def _last_score(score_BL, top: routing.Selection):
-  """Returns the least score among the chosen tokens of each row."""
+  """Returns the least score of each row's chosen tokens; inf if it has none."""
   score_BK = jnp.take_along_axis(score_BL, top.index_BK, axis=-1)
   if top.valid_BK is not None:
     score_BK = jnp.where(top.valid_BK, score_BK, jnp.inf)

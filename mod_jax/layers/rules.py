@@ -33,7 +33,7 @@ class Rule(abc.ABC):
 
   @property
   def name(self) -> str:
-    """What metrics are named by."""
+    """The name of the rule in metrics."""
     return type(self).__name__.lower()
 
   @abc.abstractmethod
@@ -51,7 +51,7 @@ class Rule(abc.ABC):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Positive(Rule):
-  """A score above 0: what the auxiliary loss trains."""
+  """Chooses by a score above 0, which is what the auxiliary loss trains."""
 
   def wants(self, routed, score, capacity):
     return routed.score_BL > 0
@@ -59,7 +59,7 @@ class Positive(Rule):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Predicted(Rule):
-  """A logit of the predictor above 0."""
+  """Chooses by a logit of the predictor above 0."""
 
   def wants(self, routed, score, capacity):
     return routed.predictor_BL > 0
@@ -67,7 +67,7 @@ class Predicted(Rule):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Threshold(Rule):
-  """A score of at least the moving average of the k-th best."""
+  """Chooses by a score of at least the moving average of the k-th best."""
 
   def wants(self, routed, score, capacity):
     return routed.score_BL >= routed.threshold_B[:, None]
@@ -75,7 +75,7 @@ class Threshold(Rule):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fixed(Rule):
-  """For scores that do not look at the tokens: a fixed threshold."""
+  """Chooses by a fixed threshold; for scores that do not look at the tokens."""
 
   def wants(self, routed, score, capacity):
     return score.fixed(routed.score_BL, capacity)
@@ -83,7 +83,7 @@ class Fixed(Rule):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Never(Rule):
-  """No token: what the routed blocks are worth."""
+  """Chooses no token, which shows what the routed blocks are worth."""
 
   num_slots = 1
 

@@ -93,8 +93,7 @@ class Router(nn.Module):
       ),
       (x_BLD.shape[-1],),
     )
-    # Not an einsum: on accelerators that would round to bfloat16, and a
-    # router must not.
+    # Not an einsum, which accelerators round to bfloat16: a router must not.
     return jnp.sum(x_BLD * kernel_D, axis=-1)
 
 

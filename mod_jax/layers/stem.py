@@ -33,7 +33,7 @@ class ConvStem(nn.Module):
 
   config: ConvStemConfig
   train: bool = False  # Whether BatchNorm uses, and notes, the batch's moments.
-  dtype: str = 'float32'
+  dtype: str = dataclasses.field(default='float32', kw_only=True)
 
   @nn.compact
   def __call__(self, x_BHWC: jax.Array) -> jax.Array:

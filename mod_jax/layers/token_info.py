@@ -49,7 +49,7 @@ class TokenInfo:
       lambda x: routing.gather_tokens(x, selection.index_BK),
       self.replace(source=None),
     )
-    # A slot is valid only if its token is real, so this loses nothing.
+    # A slot is valid only if its token is real, so our own mask adds nothing.
     return gathered.replace(valid_BL=selection.valid_BK, source=self.source)
 
   def rows(self, rows_R: jax.Array, valid_R1: jax.Array) -> 'TokenInfo':

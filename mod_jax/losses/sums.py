@@ -1,12 +1,26 @@
 """What losses and metrics are: sums that are divided once, at the end."""
 
+from collections.abc import Mapping
+
 import jax
+import jax.numpy as jnp
 
 Pair = tuple[jax.Array, jax.Array]  # (total, weight); their quotient is a mean.
 MetricSums = dict[str, Pair]  # Keyed by the metric's name.
 
 
-def add_pair(metric_sums: MetricSums, name: str, pair: Pair) -> None:
-  """Adds to a metric in place; one that is not there yet counts as 0."""
-  total, weight = metric_sums.get(name, (0.0, 0.0))
-  metric_sums[name] = (total + pair[0], weight + pair[1])
+def add(a: Mapping[str, Pair], b: Mapping[str, Pair]) -> MetricSums:
+  """Returns the sums of both; a name that only one side has is kept."""
+  sums = dict(a)
+  for name, (total, weight) in b.items():
+    if name in sums:
+      total, weight = sums[name][0] + total, sums[name][1] + weight
+    sums[name] = (total, weight)
+  return sums
+
+
+def weighted_sum(value_B: jax.Array, weight_B: jax.Array | None = None) -> Pair:
+  """Returns the sum over rows, of which some may count less, and the weight."""
+  if weight_B is None:
+    return jnp.sum(value_B), jnp.float32(value_B.shape[0])
+  return jnp.sum(value_B * weight_B), jnp.sum(weight_B)

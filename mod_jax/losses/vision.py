@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import optax
 
 from mod_jax.losses.sums import Pair
+from mod_jax.losses.sums import weighted_sum
 
 
 def classification_loss(
@@ -20,7 +21,7 @@ def classification_loss(
   nats_B = optax.softmax_cross_entropy(
     logits_BV.astype(jnp.float32), target_BV.astype(jnp.float32)
   )
-  return _pair(nats_B, weight_B)
+  return weighted_sum(nats_B, weight_B)
 
 
 def top_k_accuracy(
@@ -37,9 +38,9 @@ def top_k_accuracy(
   own_B1 = jnp.take_along_axis(logits_BV, label_B[:, None], axis=-1)
   lower_BV = jnp.arange(logits_BV.shape[-1]) < label_B[:, None]
   before_BV = (logits_BV > own_B1) | ((logits_BV == own_B1) & lower_BV)
-  # A NaN is likelier than nothing, and never right.
+  # No class counts as likelier than a NaN, yet a NaN is never right.
   right_B = (before_BV.sum(axis=-1) < k) & ~jnp.isnan(own_B1[:, 0])
-  return _pair(right_B.astype(jnp.float32), weight_B)
+  return weighted_sum(right_B.astype(jnp.float32), weight_B)
 
 
 def logit_distillation(logits_BV: jax.Array, teacher_BV: jax.Array) -> Pair:
@@ -48,7 +49,7 @@ def logit_distillation(logits_BV: jax.Array, teacher_BV: jax.Array) -> Pair:
   teacher_BV = jax.nn.log_softmax(teacher_BV)
   student_BV = jax.nn.log_softmax(logits_BV.astype(jnp.float32))
   nats_B = jnp.sum(jnp.exp(teacher_BV) * (teacher_BV - student_BV), axis=-1)
-  return _pair(nats_B)
+  return weighted_sum(nats_B)
 
 
 def token_distillation(
@@ -86,10 +87,4 @@ def ratio_loss(keep_SBN: jax.Array, targets: tuple[float, ...]) -> Pair:
   """
   kept_SB = keep_SBN.mean(axis=-1)
   error_SB = jnp.square(kept_SB - jnp.asarray(targets)[:, None])
-  return _pair(error_SB.mean(axis=0))
-
-
-def _pair(value_B, weight_B=None) -> Pair:
-  if weight_B is None:
-    return jnp.sum(value_B), jnp.float32(value_B.shape[0])
-  return jnp.sum(value_B * weight_B), jnp.sum(weight_B)
+  return weighted_sum(error_SB.mean(axis=0))

@@ -58,17 +58,15 @@ def capture(
 ) -> dict[str, tuple[jax.Array, jax.Array]]:
   """Runs the dense twin; returns input and output of what would be replaced.
 
-  Args:
-    config: of the adaptive model.
-    variables: of the dense twin.
-    *inputs: what it is called with.
-    **kwargs: likewise, by name.
+  `config` is that of the adaptive model, `variables` are those of its dense
+  twin, which is called with the rest.
 
   Returns:
     By slot: z_BLD and y_BLD, heads flattened.
   """
   twin = config.dense_twin()
-  # What is seen within a loop, or computed again, could not leave it.
+  # Arrays that are noted within a scan, or within what is computed again for
+  # the backward pass, could not leave it.
   plain = {'remat': 'none'}
   if isinstance(twin, LMConfig):
     plain['scan_layers'] = False
@@ -135,9 +133,7 @@ def acmize(
 def report(config, *length: int) -> str:
   """Returns what is replaced by what, with parameters and FLOPs, for people.
 
-  Args:
-    config: of the adaptive model.
-    *length: tokens of a sequence; for language models, by default one.
+  `length` are a sequence's tokens, for language models; one by default.
   """
   twin = config.dense_twin()
   dense = slots(twin)

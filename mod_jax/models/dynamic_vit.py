@@ -18,8 +18,8 @@ from mod_jax.layers.mode import Mode
 from mod_jax.models import vit
 from mod_jax.models.vit import ViTConfig
 
-# Scores by which patches are dropped that are trained with masks; the others
-# drop them for good, in training too.
+# Scores that are trained with masks in place of dropping; the others drop
+# patches in training too.
 _LEARNED = ('predicted', 'static')
 
 
@@ -30,8 +30,8 @@ class DynamicViTConfig:
   backbone: ViTConfig = ViTConfig()
   # Blocks before which patches are dropped.
   stages: tuple[config_lib.Layer, ...] = (3, 6, 9)
-  # ρ: of those that were left, the fraction that each stage keeps; or for each
-  # stage the fraction of all patches that is left after it.
+  # ρ: the fraction that each stage keeps of the patches that it finds; or, for
+  # each stage, the fraction of all patches that is left after it.
   keep: config_lib.Fraction | tuple[config_lib.Fraction, ...] = 0.7
   # What decides: prediction heads; or, for ablations (the paper's Table 4), one
   # learnt pattern for all images, chance, the class token's attention in the
@@ -101,7 +101,7 @@ class DynamicViTConfig:
       for _ in self.stages:
         sides.append(-(-sides[-1] // 2))
       return tuple(side**2 for side in sides[1:])
-    # Float64, and rounded a little so that 0.7 · 10 is 7 patches; at least one.
+    # Rounded to nine decimals first, so that 0.7 · 10 is 7 patches.
     return tuple(
       max(1, math.floor(round(self.backbone.num_patches * target, 9)))
       for target in self.targets
@@ -132,7 +132,7 @@ class DynamicViTConfig:
     return self.backbone.example()
 
   def _patches(self, layer: int) -> int:
-    """Returns how many patches there are before block `layer`, undropped."""
+    """Returns how many patches there are before a block and its dropping."""
     before = [
       n for n, at in zip(self.kept, self.stages, strict=True) if at < layer
     ]
@@ -153,17 +153,12 @@ class DynamicViTConfig:
     for i, tokens in enumerate(self.tokens_per_block()):
       if i in self.stages and self.score == 'predicted':
         patches = self._patches(i)
-        rows.append(
-          (
-            f'prediction_{self.stages.index(i)}',
-            {
-              'norm': vit.norm_flops(patches, width),
-              'prediction': 2
-              * patches
-              * sum(a * b for a, b in PredictionHead.sizes(width)),
-            },
-          )
-        )
+        weights = sum(a * b for a, b in PredictionHead.sizes(width))
+        parts = {
+          'norm': vit.norm_flops(patches, width),
+          'prediction': 2 * patches * weights,
+        }
+        rows.append((f'prediction_{self.stages.index(i)}', parts))
       rows.append((f'block_{i}', backbone.block_flops(i, tokens)))
     rows.append(('head', backbone.head_flops(self.kept[-1])))
     return rows
@@ -196,7 +191,7 @@ class PredictionHead(nn.Module):
   et al. 2021, section 3.2.
   """
 
-  dtype: str = 'float32'
+  dtype: str = dataclasses.field(default='float32', kw_only=True)
 
   @staticmethod
   def sizes(width: int) -> tuple[tuple[int, int], ...]:
@@ -210,11 +205,9 @@ class PredictionHead(nn.Module):
 
   @nn.compact
   def __call__(self, x_BND: jax.Array, keep_BN: jax.Array) -> jax.Array:
-    """Returns log-probabilities [B, N, 2]: keep, drop; in float32.
+    """Returns float32 log-probabilities [B, N, 2] of keeping and dropping.
 
-    Args:
-      x_BND: patches.
-      keep_BN: 1 for those kept so far.
+    `keep_BN` is 1 for the patches that were kept so far.
     """
     width = x_BND.shape[-1]
 
@@ -232,10 +225,10 @@ class PredictionHead(nn.Module):
     local_BNF, global_BNF = jnp.split(x_BND, [width // 2], axis=-1)
     keep_BN1 = keep_BN[..., None].astype(jnp.float32)
     total_B1F = (global_BNF * keep_BN1).sum(axis=1, keepdims=True)
-    # Where none is kept, a mean of nothing: zeros, and no NaN.
+    # Where no patch is kept, the mean is 0, and not NaN.
     count_B11 = jnp.maximum(keep_BN1.sum(axis=1, keepdims=True), 1e-6)
     mean_BNF = jnp.broadcast_to(total_B1F / count_B11, global_BNF.shape)
-    # Cast last: the gradient of a mean, a sum over patches, is float32 so.
+    # Cast last, so that the mean's gradient, a sum over patches, is float32.
     x_BND = jnp.concatenate(
       [local_BNF, mean_BNF.astype(local_BNF.dtype)], axis=-1
     )
@@ -262,19 +255,17 @@ class DynamicViT(nn.Module):
 
   def setup(self):
     config = self.config
-    self.backbone = config.backbone.build(
-      **vars(self.mode),
-      scored=tuple(i - 1 for i in config.stages)
-      if config.score == 'class_attention'
-      else (),
-    )
+    scored = ()
+    if config.score == 'class_attention':
+      scored = tuple(i - 1 for i in config.stages)
+    self.backbone = vit.ViT(config.backbone, self.mode, scored)
     nn.share_scope(self, self.backbone)
     if config.score == 'predicted':
       self.prediction = [
-        PredictionHead(config.backbone.dtype) for _ in config.stages
+        PredictionHead(dtype=config.backbone.dtype) for _ in config.stages
       ]
     elif config.score == 'static':
-      # Near even odds, so that Gumbel noise explores.
+      # The odds begin near even, so that Gumbel noise explores.
       init = nn.with_logical_partitioning(
         nn.initializers.normal(0.01), ('length', 'replicated')
       )
@@ -309,7 +300,7 @@ class DynamicViT(nn.Module):
     batch, length, _ = x_BLD.shape
     patches = length - prefix
     info = vit.token_info(x_BLD)
-    # The patches that x holds, and which of them count.
+    # Which patches x holds, and which of them count.
     index_BN = jnp.broadcast_to(jnp.arange(patches), (batch, patches))
     keep_BN = jnp.ones((batch, patches), jnp.float32)
     kept, probabilities, score_BL = [], [], None
@@ -394,7 +385,7 @@ class DynamicViT(nn.Module):
         return routing.gaussian_scores(self.make_rng('routing'), index_BN.shape)
       case 'class_attention':
         return score_BL[:, self.config.backbone.num_prefix :]
-    # The log-odds: probabilities near 1 would tie in float32.
+    # The log-odds, because probabilities near 1 would tie in float32.
     return log_BN2[..., 0] - log_BN2[..., 1]
 
 

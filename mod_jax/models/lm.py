@@ -26,14 +26,15 @@ from mod_jax.layers.mlp import MLPConfig
 from mod_jax.layers.mode import Mode
 from mod_jax.layers.mode import RoutingMode
 from mod_jax.layers.routed import MoDConfig
-from mod_jax.layers.routed import Routing
 from mod_jax.layers.slots import Slot
 from mod_jax.layers.stack import Stack
 from mod_jax.layers.stack import StackConfig
+from mod_jax.models.protocol import StackedConfig
+from mod_jax.models.protocol import StackedOutput
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LMConfig:
+class LMConfig(StackedConfig):
   """Sizes and choices of a `LanguageModel`. `routing=None` is a dense one."""
 
   vocab_size: config_lib.Size = 256
@@ -52,9 +53,9 @@ class LMConfig:
   routing: MoDConfig | None = MoDConfig()
   adaptive: AdaptiveConfig | None = None  # Layers split into learners.
   dtype: Literal['float32', 'bfloat16'] = 'float32'  # Compute dtype.
-  scan_layers: bool = False  # One compiled group of blocks, looped over.
+  scan_layers: bool = False  # Compiles one group of blocks, and loops.
   remat: stack_lib.Remat = 'none'
-  # Backend of whole sequences; None = the fitting one.
+  # Backend for whole sequences; None chooses by platform.
   attention: Literal['xla', 'cudnn', 'splash'] | None = None
 
   def __post_init__(self):
@@ -118,22 +119,9 @@ class LMConfig:
       scan=self.scan_layers,
     )
 
-  @property
-  def capacities(self) -> tuple[float | None, ...]:
-    """Each block's capacity; None for a block that is not routed."""
-    return self.stack.capacities
-
-  @property
-  def num_routed(self) -> int:
-    return sum(capacity is not None for capacity in self.capacities)
-
   def build(self, **kwargs) -> 'LanguageModel':
     """Returns the module; keywords are fields of `Mode`."""
     return LanguageModel(self, Mode(**kwargs))
-
-  def dense_twin(self) -> 'LMConfig':
-    """Returns the same model without routing and without adaptive modules."""
-    return dataclasses.replace(self, routing=None, adaptive=None)
 
   def example(self) -> jax.Array:
     """Returns the least input that the model can be initialised with."""
@@ -146,12 +134,7 @@ class LMConfig:
   def flops_table(
     self, length: int, **kwargs
   ) -> list[tuple[str, dict[str, int]]]:
-    """Returns (layer, FLOPs by part) for one sequence, forward.
-
-    Args:
-      length: tokens of the sequence.
-      **kwargs: passed to `AttentionConfig.flops`.
-    """
+    """As `StackConfig.flops_table`, with a row for the head."""
     return [
       *self.stack.flops_table(length, **kwargs),
       ('head', {'head': 2 * length * self.width * self.vocab_size}),
@@ -179,22 +162,13 @@ class LMCache:
     mode: RoutingMode,
     length_B: jax.Array | None = None,
   ) -> 'LMCache':
-    """Returns room for `length` tokens per sequence, less in routed layers.
-
-    Args:
-      config: the model's config.
-      batch: number of sequences.
-      length: tokens that there is room for.
-      mode: how routed blocks choose.
-      length_B: tokens that each sequence will have in the end, by which
-        `overflow='drop'` counts its slots; None = `length`.
-    """
+    """Returns a cache without tokens; arguments as of `StackConfig.caches`."""
     caches = config.stack.caches(batch, length, mode, length_B)
     return cls(caches, jnp.zeros(batch, jnp.int32))
 
 
 @flax.struct.dataclass
-class LMOutput:
+class LMOutput(StackedOutput):
   """What a forward pass returns.
 
   Attributes:
@@ -206,11 +180,6 @@ class LMOutput:
   logits_BLV: jax.Array
   aux: tuple[dict[str, Any], ...] = ()
   cache: LMCache | None = None
-
-  @property
-  def routing(self) -> tuple[Routing, ...]:
-    """For each routed layer, first to last, what it chose."""
-    return tuple(stack_lib.collect(self.aux, 'router').values())
 
 
 class LanguageModel(nn.Module):
@@ -262,8 +231,8 @@ class LanguageModel(nn.Module):
       ),
       (config.vocab_size, config.width),
     )
-    # Rows first: cast before, the table would get its gradient, a sum over
-    # tokens, in bfloat16, where the commonest token's stops growing.
+    # Cast after the look-up: otherwise the table's gradient, a sum over tokens,
+    # would be in bfloat16, where that of the commonest token stops growing.
     x_BLD = embedding_VD[tokens_BL].astype(config.dtype)
     x_BLD = parallel.constrain(x_BLD, 'batch', 'length', 'act_embed')
     info = self._token_info(tokens_BL, valid_BL, segment_BL, cache)
@@ -286,7 +255,9 @@ class LanguageModel(nn.Module):
       )(x_BLD)
     logits_BLV = parallel.constrain(logits_BLV, 'batch', 'length', 'act_vocab')
     if cache is not None:
-      seen_B = _count(tokens_BL, valid_BL)
+      seen_B = tokens_BL.shape[1]
+      if valid_BL is not None:
+        seen_B = valid_BL.sum(axis=-1, dtype=jnp.int32)
       cache = LMCache(done.caches, cache.length_B + seen_B)
     return LMOutput(logits_BLV, done.aux, cache)
 
@@ -314,24 +285,16 @@ class LanguageModel(nn.Module):
 def check_tokens(
   config: LMConfig, tokens_BL, valid_BL=None, segment_BL=None
 ) -> None:
-  """Refuses arrays that no language model can read.
+  """Refuses arrays that the language model cannot read.
 
-  Args:
-    config: the model's config.
-    tokens_BL: token ids; their range is looked at outside of `jax.jit` only,
-      since inside they are not known yet.
-    valid_BL: as of `LanguageModel`.
-    segment_BL: as of `LanguageModel`.
+  The range of the ids is checked outside of `jax.jit` only, since inside they
+  are not known yet.
 
   Raises:
     UserError: no array, another shape than [B, L], no token at all, ids that
       are no integers or beyond the vocabulary.
   """
-  given = {
-    'tokens': tokens_BL,
-    'valid': valid_BL,
-    'segment': segment_BL,
-  }
+  given = {'tokens': tokens_BL, 'valid': valid_BL, 'segment': segment_BL}
   for name, x in given.items():
     if x is None and name != 'tokens':
       continue
@@ -373,12 +336,6 @@ def check_tokens(
     )
 
 
-def _count(tokens_BL, valid_BL):
-  if valid_BL is None:
-    return jnp.int32(tokens_BL.shape[1])
-  return valid_BL.sum(axis=-1, dtype=jnp.int32)
-
-
 def _check_mode(config, mode, tokens_BL, segment_BL, cache):
   if cache is not None and segment_BL is not None:
     raise errors.UserError(
@@ -401,20 +358,12 @@ def _check_mode(config, mode, tokens_BL, segment_BL, cache):
 
 
 def unrolled(config: LMConfig, params):
-  """Turns the parameters of scanned layers into those of unrolled ones.
-
-  Args:
-    config: the scanned (or already unrolled) model's config.
-    params: its `params` collection, without boxes.
-
-  Returns:
-    (config with `scan_layers=False`, params).
-  """
+  """Returns config and parameters of the model without scanned layers."""
   unscanned = dataclasses.replace(config, scan_layers=False)
   return unscanned, stack_lib.unrolled(config.stack, params)
 
 
 def scanned(config: LMConfig, params):
-  """The way back from `unrolled`: (config with `scan_layers=True`, params)."""
+  """The inverse of `unrolled`: config and parameters with scanned layers."""
   config = dataclasses.replace(config, scan_layers=True)
   return config, stack_lib.scanned(config.stack, params)

@@ -1,12 +1,15 @@
 """What every model's config offers, whatever the model."""
 
+import dataclasses
 from typing import Any
 from typing import Protocol
 from typing import runtime_checkable
 
 from flax import linen as nn
 
+from mod_jax.layers import stack
 from mod_jax.layers.acm import AdaptiveConfig
+from mod_jax.layers.routed import Routing
 from mod_jax.layers.routed import RoutingConfig
 
 
@@ -41,3 +44,29 @@ class ModelConfig(Protocol):
 
   def flops_table(self, *length: int) -> list[tuple[str, dict[str, int]]]:
     """Returns (layer, FLOPs by part) for one sequence or image, forward."""
+
+
+class StackedConfig:
+  """What configs share whose model is a stack of layers, `stack`."""
+
+  @property
+  def capacities(self) -> tuple[float | None, ...]:
+    """Each block's capacity; None for a block that is not routed."""
+    return self.stack.capacities
+
+  @property
+  def num_routed(self) -> int:
+    return sum(capacity is not None for capacity in self.capacities)
+
+  def dense_twin(self):
+    """Returns the same model without routing and without adaptive modules."""
+    return dataclasses.replace(self, routing=None, adaptive=None)
+
+
+class StackedOutput:
+  """What the outputs of such models share; `aux` is each layer's."""
+
+  @property
+  def routing(self) -> tuple[Routing, ...]:
+    """For each routed layer, first to last, what it chose."""
+    return tuple(stack.collect(self.aux, 'router').values())

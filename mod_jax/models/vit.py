@@ -22,7 +22,6 @@ from mod_jax.layers.block import BlockConfig
 from mod_jax.layers.mlp import MLPConfig
 from mod_jax.layers.mode import Mode
 from mod_jax.layers.routed import LayerOutput
-from mod_jax.layers.routed import Routing
 from mod_jax.layers.routed import VisionRoutingConfig
 from mod_jax.layers.slots import Slot
 from mod_jax.layers.stack import Stack
@@ -30,10 +29,12 @@ from mod_jax.layers.stack import StackConfig
 from mod_jax.layers.stem import ConvStem
 from mod_jax.layers.stem import ConvStemConfig
 from mod_jax.layers.token_info import TokenInfo
+from mod_jax.models.protocol import StackedConfig
+from mod_jax.models.protocol import StackedOutput
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ViTConfig:
+class ViTConfig(StackedConfig):
   """Sizes and choices of a `ViT`: a dense DeiT-S unless said otherwise."""
 
   image_size: config_lib.Pixels = 224  # Pixels a side.
@@ -69,9 +70,8 @@ class ViTConfig:
     config_lib.validate(self)
     if self.image_size % self.patch_size:
       below = self.image_size // self.patch_size * self.patch_size
-      fitting = ' or '.join(
-        str(n) for n in (below, below + self.patch_size) if n
-      )
+      sizes = [n for n in (below, below + self.patch_size) if n]
+      fitting = ' or '.join(map(str, sizes))
       raise errors.UserError(
         f'image_size={self.image_size} is not a multiple of'
         f' patch_size={self.patch_size}: use {fitting}.'
@@ -149,23 +149,9 @@ class ViTConfig:
   def num_tokens(self) -> int:
     return self.num_prefix + self.num_patches
 
-  @property
-  def capacities(self) -> tuple[float | None, ...]:
-    """Each block's capacity; None for a block that is not routed."""
-    return self.stack.capacities
-
-  @property
-  def num_routed(self) -> int:
-    return sum(capacity is not None for capacity in self.capacities)
-
   def build(self, **kwargs) -> 'ViT':
-    """Returns the module; keywords are fields of `Mode`, and `scored`."""
-    scored = kwargs.pop('scored', ())
-    return ViT(self, Mode(**kwargs), scored)
-
-  def dense_twin(self) -> 'ViTConfig':
-    """Returns the same model without routing and without adaptive modules."""
-    return dataclasses.replace(self, routing=None, adaptive=None)
+    """Returns the module; keywords are fields of `Mode`."""
+    return ViT(self, Mode(**kwargs))
 
   def isoflop_twin(self, num_layers: int | None = None) -> 'ViTConfig':
     """Returns a dense model of about the same FLOPs: its first layers alone.
@@ -173,17 +159,11 @@ class ViTConfig:
     Args:
       num_layers: its depth; None for the one whose FLOPs are nearest.
     """
-    dense_twin = self.dense_twin()
-
-    def at(depth):
-      return dataclasses.replace(dense_twin, num_layers=depth)
-
-    def distance(depth):
-      return abs(_total(at(depth)) - _total(self))
-
-    if num_layers is None:
-      num_layers = min(range(1, self.num_layers + 1), key=distance)
-    return at(num_layers)
+    if num_layers is not None:
+      return dataclasses.replace(self.dense_twin(), num_layers=num_layers)
+    depths = range(1, self.num_layers + 1)
+    twins = [self.isoflop_twin(depth) for depth in depths]
+    return min(twins, key=lambda twin: abs(_total(twin) - _total(self)))
 
   def example(self) -> jax.Array:
     """Returns the least input that the model can be initialised with."""
@@ -242,7 +222,7 @@ def _total(config) -> int:
 
 
 @flax.struct.dataclass
-class ViTOutput:
+class ViTOutput(StackedOutput):
   """What a forward pass returns.
 
   Attributes:
@@ -254,11 +234,6 @@ class ViTOutput:
   logits_BV: jax.Array
   features_BLD: jax.Array
   aux: tuple[dict[str, Any], ...] = ()
-
-  @property
-  def routing(self) -> tuple[Routing, ...]:
-    """For each routed layer, first to last, what it chose."""
-    return tuple(stack_lib.collect(self.aux, 'router').values())
 
 
 class ViT(nn.Module):
@@ -272,7 +247,7 @@ class ViT(nn.Module):
 
   config: ViTConfig
   mode: Mode = Mode()  # Its routing rule is `top_k` or `never`.
-  # Blocks that tell what attention of the class token each token receives.
+  # Blocks whose aux holds how much the class token attends to each token.
   scored: tuple[int, ...] = ()
 
   def setup(self):
@@ -285,7 +260,9 @@ class ViT(nn.Module):
         ' blocks.'
       )
     if config.stem is not None:
-      self.stem = ConvStem(config.stem, self.mode.train, config.dtype)
+      self.stem = ConvStem(
+        config.stem, train=self.mode.train, dtype=config.dtype
+      )
     self.patch = dense.Linear(
       (config.width,), ('replicated', 'embed'), bias=True, dtype=config.dtype
     )
@@ -349,14 +326,9 @@ class ViT(nn.Module):
     score_BL: jax.Array | None = None,
     info: TokenInfo | None = None,
   ) -> LayerOutput:
-    """Runs one layer.
+    """Runs the layer of a number; arguments as of `Layer`.
 
-    Args:
-      layer: its number.
-      x_BLD: the tokens before it.
-      score_BL: the attention that they received in the layer before, where this
-        one is routed by it.
-      info: facts about them; None if they are an image's tokens in order.
+    `info=None` stands for an image's tokens in order.
     """
     info = token_info(x_BLD) if info is None else info
     return self.stack.step(layer, x_BLD, info, score_BL)
@@ -378,7 +350,7 @@ class ViT(nn.Module):
     prefix_BPD = jnp.broadcast_to(
       jnp.stack(self.prefix_PD), (batch, config.num_prefix, width)
     )
-    # Cast last: the gradients, sums over the batch, are float32 so.
+    # Cast last, so that the gradients, sums over the batch, are float32.
     x_BLD = jnp.concatenate([prefix_BPD, patches_BND], axis=1)
     x_BLD = (x_BLD + self.position_LD).astype(config.dtype)
     return parallel.constrain(x_BLD, 'batch', 'length', 'act_embed')
@@ -455,53 +427,30 @@ def resize_positions(
   )
 
 
-def _make(sizes, overrides) -> ViTConfig:
-  return ViTConfig(**{**sizes, **overrides})
+# Sizes under the names that papers, configs and command lines use: ViT
+# (Dosovitskiy et al. 2021), DeiT (Touvron et al. 2021) and LV-ViT (Jiang et al.
+# 2021), of patches of 16 pixels. Keywords override any field.
+deit_tiny = functools.partial(ViTConfig, width=192, num_heads=3)
+deit_small = functools.partial(ViTConfig, width=384, num_heads=6)
+vit_base = functools.partial(ViTConfig, width=768, num_heads=12)
+vit_large = functools.partial(
+  ViTConfig, num_layers=24, width=1024, num_heads=16
+)
+_lvvit = functools.partial(
+  ViTConfig,
+  stem=ConvStemConfig(),
+  residual_scale=0.5,
+  token_head=True,
+  qkv_bias=False,
+  norm_epsilon=1e-5,
+)
+lvvit_small = functools.partial(
+  _lvvit, num_layers=16, width=384, num_heads=6, mlp_dim=1152
+)
+lvvit_medium = functools.partial(
+  _lvvit, num_layers=20, width=512, num_heads=8, mlp_dim=1536
+)
 
-
-def deit_tiny(**overrides) -> ViTConfig:
-  """Returns ViT-Ti/16, DeiT-Ti (Touvron et al. 2021); keywords override."""
-  return _make({'width': 192, 'num_heads': 3}, overrides)
-
-
-def deit_small(**overrides) -> ViTConfig:
-  """Returns ViT-S/16, DeiT-S (Touvron et al. 2021); keywords override."""
-  return _make({'width': 384, 'num_heads': 6}, overrides)
-
-
-def vit_base(**overrides) -> ViTConfig:
-  """Returns ViT-B/16, DeiT-B (Dosovitskiy et al. 2021); keywords override."""
-  return _make({'width': 768, 'num_heads': 12}, overrides)
-
-
-def vit_large(**overrides) -> ViTConfig:
-  """Returns ViT-L/16 (Dosovitskiy et al. 2021); keywords override."""
-  sizes = {'num_layers': 24, 'width': 1024, 'num_heads': 16}
-  return _make(sizes, overrides)
-
-
-_LV_VIT = {
-  'stem': ConvStemConfig(),
-  'residual_scale': 0.5,
-  'token_head': True,
-  'qkv_bias': False,
-  'norm_epsilon': 1e-5,
-}
-
-
-def lvvit_small(**overrides) -> ViTConfig:
-  """Returns LV-ViT-S (Jiang et al. 2021); keywords override."""
-  sizes = {'num_layers': 16, 'width': 384, 'num_heads': 6, 'mlp_dim': 1152}
-  return _make({**_LV_VIT, **sizes}, overrides)
-
-
-def lvvit_medium(**overrides) -> ViTConfig:
-  """Returns LV-ViT-M (Jiang et al. 2021); keywords override."""
-  sizes = {'num_layers': 20, 'width': 512, 'num_heads': 8, 'mlp_dim': 1536}
-  return _make({**_LV_VIT, **sizes}, overrides)
-
-
-# Backbones under the names that configs and command lines use.
 BACKBONES = {
   'deit_tiny': deit_tiny,
   'deit_small': deit_small,

@@ -26,8 +26,8 @@ def stride_scores(position_BL: jax.Array, capacity: float) -> jax.Array:
   strides alternate, so that the fraction still holds. A fixed pattern, hence
   causal by itself: a token is chosen where the score exceeds 0.5.
   """
-  # Whole numbers, since float32 would misplace late positions; and small
-  # ones, whose product below stays an int32.
+  # Integers, because float32 would misplace late positions, and small ones, so
+  # that their product below fits an int32.
   most = 2**15
   ratio = fractions.Fraction(capacity).limit_denominator(most)
   ratio = max(ratio, fractions.Fraction(1, most))

@@ -34,8 +34,8 @@ def layer_capacities(
   if num_routed < 2 or decay == 1:
     return (capacity,) * num_routed
   weight = [decay ** (i / (num_routed - 1)) for i in range(num_routed)]
-  # The layers of largest weight are full; what they leave of the budget is for
-  # the rest to share by weight. As few are full as will do.
+  # The layers of the largest weight have capacity 1, and the others share the
+  # rest of the budget by weight; the loop finds the fewest such layers.
   largest = sorted(weight, reverse=True)
   for full in range(num_routed):
     left = capacity * num_routed - full

@@ -98,7 +98,7 @@ def select_top_k(
     )
   score_BL = jax.lax.stop_gradient(score_BL).astype(jnp.float32)
   least = jnp.finfo(jnp.float32).min
-  # A comparison with NaN is False.
+  # NaN becomes the least number, too: any comparison with it is False.
   score_BL = jnp.where(score_BL > least, score_BL, least)
   if valid_BL is not None:
     score_BL = jnp.where(valid_BL, score_BL, -jnp.inf)
@@ -108,7 +108,8 @@ def select_top_k(
       return Selection(index_BK)
     # Rows with few candidates are filled up with padding.
     return Selection(index_BK, jnp.take_along_axis(valid_BL, index_BK, axis=-1))
-  # Ranks are wanted too. Top-k orders -0 below 0, which would break their tie.
+  # By rank, since each row keeps its own number. Top-k orders -0 below 0, which
+  # would break their tie.
   score_BL = jnp.where(score_BL == 0, 0, score_BL)
   index_BK = jax.lax.top_k(score_BL, k)[1].astype(jnp.int32)
   keep_BK = jnp.broadcast_to(jnp.arange(k) < count_B[..., None], index_BK.shape)

@@ -95,9 +95,9 @@ def generate(
     prefill: `causal` reads the prompt by the same rule, which equals reading
       it token by token; `top_k` reads it as in training, which sees ahead
       within the prompt.
-    temperature: see `filter_logits`, as top_k and top_p.
-    top_k: of sampling, not of routing.
-    top_p: see `filter_logits`.
+    temperature: of sampling, as are top_k and top_p; see `filter_logits`.
+    top_k: not that of routing.
+    top_p: of sampling.
     end_token: a sequence stops after drawing it.
     key: random key; may be None at temperature 0.
     max_length: tokens that the caches have room for; prompt and new tokens by
@@ -127,28 +127,9 @@ def generate(
   valid_BP = np.asarray(valid_BP, bool)
   lm.check_tokens(model.config, tokens_BP, valid_BP)
   tokens_BP = tokens_BP.astype(np.int32)
-  _check(
-    model.config,
-    mode,
-    valid_BP,
-    max_new_tokens,
-    prefill,
-    end_token,
-    max_length,
-  )
-  if key is None and temperature:
-    raise UserError(
-      f'temperature={temperature} draws at random: pass key=jax.random.key(…),'
-      ' or temperature=0.'
-    )
-  return _generate(
-    model.config,
-    variables,
-    tokens_BP,
-    valid_BP,
-    jax.random.key(0) if key is None else key,
+  options = _Options(
     max_new_tokens=max_new_tokens,
-    max_length=max_length or tokens_BP.shape[1] + max_new_tokens,
+    max_length=max_length,
     mode=mode,
     prefill=prefill,
     temperature=temperature,
@@ -156,15 +137,39 @@ def generate(
     top_p=top_p,
     end_token=end_token,
   )
+  _check(model.config, options, valid_BP)
+  if key is None and temperature:
+    raise UserError(
+      f'temperature={temperature} draws at random: pass key=jax.random.key(…),'
+      ' or temperature=0.'
+    )
+  key = jax.random.key(0) if key is None else key
+  return _generate(model.config, options, variables, tokens_BP, valid_BP, key)
 
 
-def _check(
-  config, mode, valid_BP, max_new_tokens, prefill, end_token, max_length
-):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Options:
+  """What a program is compiled for; see `generate`."""
+
+  max_new_tokens: int
+  max_length: int | None
+  mode: RoutingMode
+  prefill: str
+  temperature: float
+  top_k: int
+  top_p: float
+  end_token: int | None
+
+
+def _check(config, options, valid_BP):
+  max_new_tokens, max_length = options.max_new_tokens, options.max_length
+  end_token, rule = options.end_token, options.mode.rule
   if max_new_tokens < 1:
     raise UserError(f'max_new_tokens={max_new_tokens}: expected 1 or more.')
-  if prefill not in ('causal', 'top_k'):
-    raise UserError(f"prefill={prefill!r}: expected 'causal' or 'top_k'.")
+  if options.prefill not in ('causal', 'top_k'):
+    raise UserError(
+      f"prefill={options.prefill!r}: expected 'causal' or 'top_k'."
+    )
   if end_token is not None and not 0 <= end_token < config.vocab_size:
     raise UserError(
       f'end_token={end_token} for a model of vocab_size={config.vocab_size}:'
@@ -177,11 +182,11 @@ def _check(
     )
   if (
     config.routing
-    and isinstance(mode.rule, str)
-    and mode.rule not in config.routing.causal_rules
+    and isinstance(rule, str)
+    and rule not in config.routing.causal_rules
   ):
     raise UserError(
-      f'rule={mode.rule!r} cannot generate: this model was trained for'
+      f'rule={rule!r} cannot generate: this model was trained for'
       f' {config.routing.causal_rules or "no causal rule"}.'
     )
   longest = int(valid_BP.sum(axis=-1).max())
@@ -193,33 +198,13 @@ def _check(
     )
 
 
-@functools.partial(
-  jax.jit,
-  static_argnames=(
-    *('config', 'max_new_tokens', 'max_length', 'mode', 'prefill'),
-    *('temperature', 'top_k', 'top_p', 'end_token'),
-  ),
-)
-def _generate(
-  config,
-  variables,
-  tokens_BP,
-  valid_BP,
-  key,
-  *,
-  max_new_tokens,
-  max_length,
-  mode,
-  prefill,
-  temperature,
-  top_k,
-  top_p,
-  end_token,
-):
+@functools.partial(jax.jit, static_argnames=('config', 'options'))
+def _generate(config, options, variables, tokens_BP, valid_BP, key):
+  mode, end_token = options.mode, options.end_token
+  max_new_tokens = options.max_new_tokens
   config, params = lm.unrolled(config, variables['params'])
   variables = {**variables, 'params': params}
   model = lm.LanguageModel(config)
-  batch = tokens_BP.shape[0]
 
   def read(tokens_BL, valid_BL, cache, mode, key):
     output = model.apply(
@@ -241,7 +226,10 @@ def _generate(
     token_B = jax.random.categorical(
       key,
       logits_lib.filter_logits(
-        logits_BV, temperature=temperature, top_k=top_k, top_p=top_p
+        logits_BV,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
       ),
     ).astype(jnp.int32)
     log_prob_B = _log_prob(logits_BV, token_B)
@@ -253,17 +241,19 @@ def _generate(
     return done_B if end_token is None else done_B | (token_B == end_token)
 
   prefill_mode = mode
-  if prefill == 'top_k' and config.num_routed and tokens_BP.shape[1] > 1:
+  batch, prompt = tokens_BP.shape
+  if options.prefill == 'top_k' and config.num_routed and prompt > 1:
     prefill_mode = dataclasses.replace(mode, rule='top_k')
-  # A row's own length counts, so that it does not depend on its neighbours.
+  # Each row's own length, so that its text does not depend on its neighbours.
   length_B = valid_BP.sum(axis=-1) + max_new_tokens
-  cache = lm.LMCache.empty(config, batch, max_length, mode, length_B)
+  room = options.max_length or prompt + max_new_tokens
+  cache = lm.LMCache.empty(config, batch, room, mode, length_B)
   prefill_key, key = jax.random.split(key)
   logits_BPV, cache, counts = read(
     tokens_BP, valid_BP, cache, prefill_mode, prefill_key
   )
   prompt_log_prob_BP = _prompt_log_prob(logits_BPV, tokens_BP, valid_BP)
-  last_B = tokens_BP.shape[1] - 1 - valid_BP[:, ::-1].argmax(axis=-1)
+  last_B = prompt - 1 - valid_BP[:, ::-1].argmax(axis=-1)
   logits_BV = jnp.take_along_axis(
     logits_BPV, last_B[:, None, None], axis=1
   ).squeeze(1)
@@ -289,15 +279,9 @@ def _generate(
     token_B, log_prob_B = draw(logits_B1V[:, 0], draw_key, done_B)
     tokens_BN = tokens_BN.at[:, step].set(token_B)
     log_prob_BN = log_prob_BN.at[:, step].set(log_prob_B)
-    done_B = ended(token_B, done_B)
     return (
-      step + 1,
-      done_B,
-      token_B,
-      cache,
-      tokens_BN,
-      log_prob_BN,
-      counts + new,
+      *(step + 1, ended(token_B, done_B), token_B, cache),
+      *(tokens_BN, log_prob_BN, counts + new),
     )
 
   carry = (
@@ -324,16 +308,14 @@ def _generate(
   )
 
 
-def _log_prob(logits_BV, token_B):
-  log_prob_BV = jax.nn.log_softmax(logits_BV, axis=-1)
-  return jnp.take_along_axis(log_prob_BV, token_B[:, None], axis=-1)[:, 0]
+def _log_prob(logits, token):
+  """Returns the log-probability of each token by the logits for its place."""
+  log_prob = jax.nn.log_softmax(logits, axis=-1)
+  return jnp.take_along_axis(log_prob, token[..., None], axis=-1)[..., 0]
 
 
 def _prompt_log_prob(logits_BPV, tokens_BP, valid_BP):
   """Log-probability of each prompt token given the one before; else 0."""
-  log_prob_BPV = jax.nn.log_softmax(logits_BPV[:, :-1], axis=-1)
-  told_BP = jnp.take_along_axis(
-    log_prob_BPV, tokens_BP[:, 1:, None], axis=-1
-  ).squeeze(-1)
+  log_prob_BP = _log_prob(logits_BPV[:, :-1], tokens_BP[:, 1:])
   both_BP = valid_BP[:, 1:] & valid_BP[:, :-1]
-  return jnp.pad(jnp.where(both_BP, told_BP, 0.0), ((0, 0), (1, 0)))
+  return jnp.pad(jnp.where(both_BP, log_prob_BP, 0.0), ((0, 0), (1, 0)))

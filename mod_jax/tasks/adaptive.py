@@ -15,6 +15,7 @@ from mod_jax.layers import stack as stack_lib
 from mod_jax.layers.acm import ACM
 from mod_jax.layers.mode import Mode
 from mod_jax.losses import acm as acm_losses
+from mod_jax.losses.sums import weighted_sum
 from mod_jax.models import acm
 from mod_jax.tasks import warm_start
 from mod_jax.tasks.experiment import ACMObjective
@@ -68,7 +69,7 @@ class Adaptive(Plain):
     """Returns the variables of the dense model that all began with.
 
     Raises:
-      UserError: nobody says where it is, or it is not there.
+      UserError: the config does not say where it is, or it is not there.
     """
     teacher = self.objective.teacher or self.config.init
     if teacher is None:
@@ -79,7 +80,7 @@ class Adaptive(Plain):
     return self.modality.load_teacher(teacher, self.config.model.dense_twin())
 
   def static_args(self, step):
-    """Whether choices are drawn in this step."""
+    """Whether the gates' choices are drawn at random in this step."""
     objective = self.objective
     drawn = objective.noise_until * self.config.train.num_steps
     return (
@@ -96,12 +97,12 @@ class Adaptive(Plain):
     args, kwargs = self.modality.inputs(batch, train=True)
     captured = acm.capture(self.config.model, teacher, *args, **kwargs)
     params = stack_lib.unrolled(self.config.model.stack, params)
-    of_module = {
-      'learners': self._learners_loss,
-      'gates': self._gates_loss,
-    }[self.objective.phase]
+    valid_BL = kwargs.get('valid_BL')
+    of_module = {'learners': self._learners_loss, 'gates': self._gates_loss}
     metric_sums = [
-      of_module(module, acm.subtree(params, name), *captured[name])
+      of_module[self.objective.phase](
+        *(module, acm.subtree(params, name), *captured[name], valid_BL)
+      )
       for name, module in self.modules.items()
     ]
     count = metric_sums[0][1]
@@ -110,21 +111,24 @@ class Adaptive(Plain):
     total = sum(total for total, _ in metric_sums) / len(metric_sums)
     return total / count, ({'loss': (total, count)}, model_state)
 
-  def _all(self, module):
-    return ACM(module, self.config.model.dtype, 'all')
+  def _run_all(self, module, params, z_BLD):
+    """Returns h(z, k) for every k, and what the gate of a module chooses."""
+    module = ACM(module, mode='all', dtype=self.config.model.dtype)
+    return module.apply({'params': params}, z_BLD)
 
-  def _learners_loss(self, module, params, z_BLD, y_BLD):
-    sums_KBLD, _ = self._all(module).apply({'params': params}, z_BLD)
-    return acm_losses.distillation(sums_KBLD, y_BLD)
+  def _learners_loss(self, module, params, z_BLD, y_BLD, valid_BL=None):
+    sums_KBLD, _ = self._run_all(module, params, z_BLD)
+    return acm_losses.distillation(sums_KBLD, y_BLD, valid_BL)
 
-  def _gates_loss(self, module, params, z_BLD, y_BLD):
-    sums_KBLD, choice = self._all(module).apply({'params': params}, z_BLD)
+  def _gates_loss(self, module, params, z_BLD, y_BLD, valid_BL=None):
+    sums_KBLD, choice = self._run_all(module, params, z_BLD)
     distance_KBL = acm_losses.distances(sums_KBLD, y_BLD)
     label_BL = acm_losses.gate_labels(
       jax.lax.stop_gradient(distance_KBL), self.objective.tau
     )
     return acm_losses.gate_loss(
-      choice.logits_BLM, label_BL, module.min_learners, module.temperature
+      *(choice.logits_BLM, label_BL, module.min_learners, module.temperature),
+      valid_BL,
     )
 
   def _end_to_end(self, params, model_state, batch, rng, noise):
@@ -141,27 +145,30 @@ class Adaptive(Plain):
       name: choice.one_hot_BLM
       for name, choice in stack_lib.collect(output.aux, 'adaptive').items()
     }
-    load_B = acm_losses.load_per_image(chosen, self.learners)
+    valid_BL = self.modality.inputs(batch, train=True)[1].get('valid_BL')
+    load_B = acm_losses.load_per_image(chosen, self.learners, valid_BL)
+    weight_B = acm_losses.row_weights(valid_BL)
     terms = {
       'budget': (
         objective.budget_weight,
-        acm_losses.budget_loss(load_B, objective.budget),
+        acm_losses.budget_loss(load_B, objective.budget, weight_B),
       ),
       'entropy': (
         objective.entropy_weight,
-        acm_losses.entropy_loss(chosen),
+        acm_losses.entropy_loss(chosen, valid_BL),
       ),
       'diversity': (
         objective.diversity_weight,
         acm_losses.diversity_loss(
-          acm_losses.learners_per_image(chosen, self.learners)
+          acm_losses.learners_per_image(chosen, self.learners, valid_BL),
+          weight_B,
         ),
       ),
     }
     loss = total / count + sum(w * term for w, term in terms.values())
     metric_sums = {
       'loss': (total, count),
-      'load': (load_B.sum(), len(load_B)),
+      'load': weighted_sum(load_B, weight_B),
     }
     metric_sums |= {
       name: (term * count, count) for name, (_, term) in terms.items()
@@ -175,11 +182,9 @@ class Adaptive(Plain):
       if static := self.objective.static_learners:
         return batch * 3 * 2 * self.macs(learners=static)
       return batch * flops.train(model, *self.modality.length)
-    table = model.flops_table(*self.modality.length)
-    parts = ('learners', 'gate')
-    trained = sum(row.get(part, 0) for _, row in table for part in parts)
+    parts = self._flops_by_part()
     twin = flops.forward(model.dense_twin(), *self.modality.length)
-    return batch * (twin + 3 * trained)
+    return batch * (twin + 3 * (parts['learners'] + parts['gate']))
 
   def flops_report(self):
     return f'{super().flops_report()}\n\n' + acm.report(
@@ -193,11 +198,11 @@ class Adaptive(Plain):
     return self.config.model.adaptive.num_learners
 
   def eval_modes(self, *, more=False):
-    """Every fixed number of learners; under the gates, once trained.
+    """Each fixed number of learners, and the gates once they are trained.
 
-    `k2/…` are with two learners in every module. Under the gates also `load`,
-    the mean share of the learners' cost; `load_std` and `token_std`, its
-    standard deviations over rows and over all tokens; `budget_error`; and
+    `k2/…` are metrics with two learners in every module. The gates also have
+    `load`, the mean share of the learners' cost; `load_std` and `token_std`,
+    its standard deviations over rows and over all tokens; `budget_error`; and
     `gmacs` of an image or sequence, in billions of multiply-accumulates.
     """
     if more:
@@ -219,7 +224,7 @@ class Adaptive(Plain):
     )
     tokens_B = weight_BL.sum(axis=-1)
     count = jnp.sum(tokens_B > 0)
-    # Of a row that only fills the batch it is 0.
+    # The load of a row that only fills the batch is 0.
     load_B = jnp.sum(load_BL * weight_BL, axis=-1) / jnp.maximum(tokens_B, 1)
     return {
       'load': (load_B.sum(), count),
@@ -230,8 +235,7 @@ class Adaptive(Plain):
   def load_per_token(self, choices) -> jax.Array:
     """Returns load_BL: the share of the learners' cost that a token took.
 
-    Args:
-      choices: of some adaptive modules or all, by name.
+    `choices` are those of some adaptive modules or all, by name.
     """
     spent_BL, whole = 0.0, 0.0
     for name, choice in choices.items():
@@ -254,9 +258,8 @@ class Adaptive(Plain):
   def macs(self, load: float = 1.0, learners: int | None = None) -> float:
     """Returns multiply-accumulates of an image or sequence.
 
-    Args:
-      load: mean share of the learners' cost, under the gates; by default all.
-      learners: fixed number of them, which needs no gates.
+    `load` is the mean share of the learners' cost under the gates; a fixed
+    number of `learners` needs no gates.
     """
     parts = self._flops_by_part()
     if learners is not None:
@@ -267,9 +270,8 @@ class Adaptive(Plain):
 
   def _flops_by_part(self):
     """Returns the FLOPs of all layers with all learners, by part."""
-    table = self.config.model.flops_table(*self.modality.length)
     parts = collections.Counter()
-    for _, row in table:
+    for _, row in self.config.model.flops_table(*self.modality.length):
       parts.update(row)
     return dict(parts)
 
@@ -329,7 +331,7 @@ class Adaptive(Plain):
     try:
       teacher = self.load_teacher()
     except errors.UserError:
-      return {}  # The dense model has gone since.
+      return {}  # The dense model is no longer there.
     (batch,) = self.eval_batches(batch_size=16, num_batches=1)
     model = self.config.model
 
@@ -337,10 +339,8 @@ class Adaptive(Plain):
     def measure(params, teacher, batch):
       args, kwargs = self.modality.inputs(batch, train=False)
       z_BLD, y_BLD = acm.capture(model, teacher, *args, **kwargs)[name]
-      sums_KBLD, _ = self._all(self.modules[name]).apply(
-        {'params': acm.subtree(stack_lib.unrolled(model.stack, params), name)},
-        z_BLD,
-      )
+      params = acm.subtree(stack_lib.unrolled(model.stack, params), name)
+      sums_KBLD, _ = self._run_all(self.modules[name], params, z_BLD)
       return acm_losses.distances(sums_KBLD, y_BLD)
 
     with one_device(params, teacher) as (params, teacher):

@@ -7,13 +7,7 @@ from mod_jax.train.run_config import TrainConfig
 
 
 def floor(model_config, train: TrainConfig, step: int) -> float:
-  """Returns the least capacity of a routed layer at a step; see `TrainConfig`.
-
-  Args:
-    model_config: with `routing`, None for a dense model.
-    train: says how long the warm-up is.
-    step: steps taken before.
-  """
+  """Returns the least capacity of a routed layer after `step` steps."""
   if model_config.routing is None or not train.capacity_warmup_steps:
     return 0.0
   return routing.capacity_floor(

@@ -16,16 +16,14 @@ from mod_jax.train.run_config import RunConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PruningObjective:
-  """What DynamicViT minimises: the weights of its losses.
+  """The weights of DynamicViT's losses.
 
-  Rao et al. 2021, section 3.4, Eq. 16 as published.
-
-  All but the ratio's need no mask; the distillations need a teacher, the dense
-  backbone with pretrained weights.
+  Rao et al. 2021, section 3.4, Eq. 16 as published. Only the ratio needs masks.
+  The distillations need a teacher: the dense backbone with pretrained weights.
   """
 
   classification: config_lib.Weight = 1.0
-  # Fractions kept against those aimed at, squared.
+  # Of the squared distance between the fractions kept and those aimed at.
   ratio: config_lib.Weight = 2.0
   token_distillation: config_lib.Weight = 0.5
   logit_distillation: config_lib.Weight = 0.5
@@ -69,7 +67,7 @@ class ACMObjective:
 
   phase: Literal['all', 'learners', 'gates', 'end_to_end'] = 'all'
   budget: config_lib.Proper = 0.5  # β: mean share of all learners' cost.
-  # τ: a further learner must divide the error by so much.
+  # τ: a further learner is worth it if it divides the error by this.
   tau: Annotated[float, config_lib.Range(gt=1)] = 1.2
   budget_weight: config_lib.Weight = 0.1  # α_b
   entropy_weight: config_lib.Weight = 0.05  # α_e
@@ -77,15 +75,14 @@ class ACMObjective:
   # Factor on the learning rate of the gates, end to end; 1 in the paper. Short
   # runs need more: a gate moves no further than its rate times the steps.
   gate_rate: config_lib.Weight = 1.0
-  # Share of the end-to-end steps that draw choices; the rest take the best, as
-  # inference does, so that it is inference that meets the budget; 1 in the
-  # paper.
+  # Share of the end-to-end steps that draw choices; 1 in the paper. The steps
+  # after them take the best, as inference does, which then meets the budget.
   noise_until: config_lib.Probability = 1.0
-  # Learners of every module, end to end and without gates; 0 = as many as the
-  # gates choose. A control: the static model of the same cost.
+  # How many learners every token runs, end to end; 0 = as many as the gates
+  # choose. This is a control: the static model of the same cost.
   static_learners: config_lib.Count = 0
-  # The dense model's weights, for the first two; None = those of `init`, or
-  # what the run at `init` had.
+  # The dense model that the first two phases learn from; None = the weights at
+  # `init`, or the teacher of the run that lies there.
   teacher: str | None = None
   learners: PhaseConfig = PhaseConfig(
     num_steps=2000, batch_size=64, learning_rate=1e-3

@@ -27,6 +27,7 @@ class Images(Modality):
   unit = 'images'
   row = 'images'
   columns = ('accuracy', 'top5', 'loss')
+  main = ('loss', 'accuracy', 'top5')
   # A dense checkpoint fits a routed or pruned model, and the other way round.
   may_be_new = (
     r'block_\d+/router/kernel',
@@ -94,7 +95,7 @@ class Images(Modality):
     return batch['weight'][:, None]
 
   def modes(self, *, more=False):
-    """A routed model's also without its routed blocks: the trivial baseline."""
+    """The model as it is; a routed one also without its routed blocks."""
     if more:
       return {}
     modes = {'': Mode()}
@@ -108,10 +109,6 @@ class Images(Modality):
     )
 
   # What people look at.
-
-  def main_metrics(self, metrics):
-    main = ('loss', 'accuracy', 'top5')
-    return {k: v for k, v in metrics.items() if k.split('/')[-1] in main}
 
   def summary(self, task, metrics):
     columns = [c for c in self.columns if c in metrics]
@@ -147,13 +144,13 @@ class Images(Modality):
     return found
 
   def examples(self, count: int) -> dict[str, np.ndarray]:
-    """Returns the first held-out images of a spread over all: a batch."""
+    """Returns a batch of held-out images, spread over all, without padding."""
     batch = next(iter(self.eval_batches(batch_size=count, num_batches=1)))
     real_B = batch['weight'] > 0
     return {name: value[real_B] for name, value in batch.items()}
 
   def look(self, task, params, model_state):
-    """Returns a few images, the model's output, and what it looked at."""
+    """Returns images, labels, the model's output, and its intermediates."""
     batch = self.examples(_PICTURED)
     key = jax.random.key(self.config.seed)
 
@@ -195,7 +192,8 @@ class Images(Modality):
         labels=labels,
         title='Which patches each routed block processes',
       )
-    # The maps that routing goes by, or of blocks evenly spread; of all tokens.
+    # Drawn are the maps that routing goes by, or else those of some dense
+    # blocks, evenly spread; a routed block has none of all tokens.
     dense = [i for i in range(model.num_layers) if i not in routed]
     layers = [i for i in dense if i + 1 in routed]
     if not layers:
@@ -220,54 +218,44 @@ class Images(Modality):
     return figures
 
   def load_pictures(self, task, params, model_state):
-    with self.one_device(params, model_state) as variables:
-      return self._load_pictures(task, *variables)
-
-  def _load_pictures(self, task, params, model_state):
     backbone = self.config.model
     grid, prefix = (backbone.grid,) * 2, backbone.num_prefix
-    seen = self.gated(task, params, model_state, max_images=512)
+    with self.one_device(params, model_state) as variables:
+      seen = self.gated(task, *variables, max_images=512)
     shown_BHWC = images_lib.denormalize(self.config.data, seen['image'])
     patches_BN = seen['load_BL'][:, prefix:]
     load_B = seen['load_BL'].mean(axis=-1)
     labels = [self.classes[label] for label in seen['label']]
     spread = np.linspace(0, len(load_B) - 1, min(8, len(load_B))).astype(int)
-    figures = {}
-    figures['load'] = viz.load_map(
-      shown_BHWC[spread],
-      patches_BN[spread],
-      grid=grid,
-      labels=[labels[i] for i in spread],
-      unit='share of all learners',
-      title='Where the compute goes',
-    )
-    figures['compute'] = viz.compute_histogram(
-      load_B,
-      budget=task.objective.budget,
-      title='Compute per held-out image',
-    )
-    figures['extremes'] = viz.compute_extremes(
-      shown_BHWC,
-      load_B,
-      patches_BN,
-      grid=grid,
-      labels=labels,
-      title='The cheapest and the dearest images, by all of their tokens',
-    )
-    return figures
+    return {
+      'load': viz.load_map(
+        shown_BHWC[spread],
+        patches_BN[spread],
+        grid=grid,
+        labels=[labels[i] for i in spread],
+        unit='share of all learners',
+        title='Where the compute goes',
+      ),
+      'compute': viz.compute_histogram(
+        load_B,
+        budget=task.objective.budget,
+        title='Compute per held-out image',
+      ),
+      'extremes': viz.compute_extremes(
+        shown_BHWC,
+        load_B,
+        patches_BN,
+        grid=grid,
+        labels=labels,
+        title='The cheapest and the dearest images, by all of their tokens',
+      ),
+    }
 
   def gated(self, task, params, model_state, *, max_images: int = 0):
-    """Runs the gates on held-out images.
+    """Runs the gates on held-out images, all or about `max_images` of them.
 
-    Args:
-      task: says what the gates cost.
-      params: parameters.
-      model_state: other collections.
-      max_images: how many; 0 for all.
-
-    Returns:
-      A dictionary of arrays: `image`, normalised, `label`, `right`, and
-      `load_BL` of all tokens.
+    Returns arrays by name: `image`, normalised, `label`, `right`, and `load_BL`
+    of all tokens.
     """
 
     @jax.jit
@@ -286,11 +274,9 @@ class Images(Modality):
     ):
       right_B, load_BL = jax.device_get(run(params, model_state, batch))
       real_B = batch['weight'] > 0
-      for name, value in (
-        *(('image', batch['image']), ('label', batch['label'])),
-        *(('right', right_B), ('load_BL', load_BL)),
-      ):
-        found[name].append(np.asarray(value)[real_B])
+      values = batch | {'right': right_B, 'load_BL': load_BL}
+      for name, parts in found.items():
+        parts.append(np.asarray(values[name])[real_B])
       seen += int(real_B.sum())
       if max_images and seen >= max_images:
         break

@@ -15,7 +15,7 @@ from mod_jax.data import text
 from mod_jax.layers import stack as stack_lib
 from mod_jax.layers.mode import Mode
 from mod_jax.layers.mode import RoutingMode
-from mod_jax.losses.sums import add_pair
+from mod_jax.losses import sums
 from mod_jax.sampling import generate
 from mod_jax.sampling import pad_prompts
 from mod_jax.tasks import warm_start
@@ -24,7 +24,7 @@ from mod_jax.train import workdir as workdir_lib
 
 # The name of a learned tokenizer's file in the directory of its run.
 _TOKENIZER = 'tokenizer.json'
-# Before a metric's name: under `overflow='drop'`.
+# The prefix of metrics that were measured under `overflow='drop'`.
 _DROP = 'drop_'
 
 
@@ -34,7 +34,8 @@ class Language(Modality):
   unit = 'tokens'
   row = 'sequences'
   columns = ('loss', 'perplexity', 'bits_per_byte')
-  # What makes a routed model of a dense one, and a dense one of a routed one.
+  main = ('loss',)  # An accuracy only says how well a rule agrees with top-k.
+  # A dense checkpoint fits a routed model, and the other way round.
   may_be_new = (r'(.*/)?(router|predictor)/.*', r'moving/.*')
   may_be_dropped = may_be_new
 
@@ -104,7 +105,7 @@ class Language(Modality):
     return self.config.train.batch_size * self.config.data.length
 
   def inputs(self, batch, *, train):
-    # Padding has segment 0; training rows without segments have none.
+    # Padding has segment 0. Training rows without segments have no padding.
     segment_BL, valid_BL = batch.get('segments'), None
     if segment_BL is not None:
       valid_BL = segment_BL > 0
@@ -134,8 +135,7 @@ class Language(Modality):
       agreement = losses.choice_agreement(
         routed.chosen_BL, routed.top_k_BL, kwargs['valid_BL']
       )
-      for name, pair in agreement.items():
-        add_pair(metric_sums, name, pair)
+      metric_sums = sums.add(metric_sums, agreement)
     return metric_sums
 
   def token_weights(self, batch):
@@ -152,10 +152,10 @@ class Language(Modality):
     return ('top_k', *self.config.model.routing.causal_rules)
 
   def modes(self, *, more=False):
-    """Top-k and each causal rule by name, and what passes all tokens by.
+    """Top-k and each causal rule by name, and `never`, the trivial baseline.
 
-    A dense model's metrics have plain names. `more`: causal rules with
-    `overflow='drop'`, of which the loss is told as `<rule>/drop_loss`.
+    A dense model's metrics have plain names. `more` evaluates the causal rules
+    with `overflow='drop'`; their losses are called `<rule>/drop_loss`.
     """
     routing = self.config.model.routing
     if more:
@@ -183,47 +183,34 @@ class Language(Modality):
   def load_weights(
     self, init, model, params, model_state, *, whole=False, **kwargs
   ):
-    del model, whole  # There are no heads that might stay fresh.
+    del model, whole  # No head may stay fresh.
     return warm_start.from_workdir(params, model_state, init, **kwargs)
 
   # What people look at.
 
-  def main_metrics(self, metrics):
-    # An accuracy is here how well a rule agrees with top-k.
-    return {k: v for k, v in metrics.items() if k.split('/')[-1] == 'loss'}
-
   def summary(self, task, metrics):
-    columns = self.columns
-    rows = [('model', '')]
-    if self.config.model.num_routed:
-      rows = [(rule, f'{rule}/') for rule in (*self.rules, 'never')]
+    columns, rows, notes = self.columns, [('model', '')], []
+    if self.rules:
       columns += ('routed', 'accuracy', 'precision', 'recall', 'count_error')
-    drops = any(name.endswith(f'/{_DROP}loss') for name in metrics)
-    if drops:
+      rows = [(rule, f'{rule}/') for rule in (*self.rules, 'never')]
+      notes.append(
+        'never: routed blocks left out, the trivial baseline, whose accuracy is'
+        f' {metrics["top_k/never_route"]:.4f}'
+      )
+    if any(name.endswith(f'/{_DROP}loss') for name in metrics):
       columns += (f'{_DROP}loss',)
-    title = 'rule' if self.config.model.num_routed else ''
+      notes.append(
+        f'{_DROP}loss: with caches of {RoutingMode().slack} times the capacity,'
+        ' which pass by the tokens that find no room'
+      )
+    title = 'rule' if self.rules else ''
     lines = [title.ljust(12) + ''.join(c.rjust(14) for c in columns)]
     for title, prefix in rows:
       cells = [metrics.get(prefix + c) for c in columns]
       # A rule that decided for no token has no precision.
       shown = ('-' if x is None else f'{x:.4f}' for x in cells)
       lines.append(title.ljust(12) + ''.join(x.rjust(14) for x in shown))
-    if self.config.model.num_routed:
-      never = metrics['top_k/never_route']
-      lines.append(
-        'never: routed blocks left out, the trivial baseline, whose accuracy is'
-        f' {never:.4f}'
-      )
-    if drops:
-      slack = RoutingMode().slack
-      lines.append(
-        f'{_DROP}loss: with caches of {slack} times the capacity, which pass by'
-        ' the tokens that find no room'
-      )
-    return '\n'.join(lines)
-
-  def curves(self, records):
-    return viz.loss_curves(records, title='Loss over training')
+    return '\n'.join([*lines, *notes])
 
   def sample(
     self,
@@ -275,14 +262,11 @@ class Language(Modality):
       end_token=self.tokenizer.eos_id,
       **kwargs,
     )
-    texts = []
-    for tokens_N, length in zip(
-      np.asarray(generated.tokens_BN),
-      np.asarray(generated.length_B),
-      strict=True,
-    ):
-      texts.append(self.tokenizer.decode(tokens_N[:length].tolist()))
-    return texts
+    arrays = map(np.asarray, (generated.tokens_BN, generated.length_B))
+    return [
+      self.tokenizer.decode(tokens_N[:length].tolist())
+      for tokens_N, length in zip(*arrays, strict=True)
+    ]
 
   def texts(self, task, params, model_state):
     settings = self.config.evaluation

@@ -1,4 +1,4 @@
-"""What a model reads and is judged by, whatever the method that trains it."""
+"""What a model reads and is evaluated by, whatever method trains it."""
 
 import abc
 from collections.abc import Callable
@@ -8,6 +8,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from mod_jax import viz
 from mod_jax.layers.mode import Mode
 from mod_jax.losses.sums import MetricSums
 from mod_jax.tasks import warm_start
@@ -17,7 +18,8 @@ from mod_jax.train.task import Study
 class Modality(abc.ABC):
   """Data, head, metrics and pictures of one kind of input.
 
-  Methods that take a `task` are called with the `plain.Plain` that uses them.
+  Methods without a docstring are those of `train.task.Task`. A `task` that they
+  are given is the `plain.Plain` that uses them.
 
   Attributes:
     config: the experiment.
@@ -26,6 +28,7 @@ class Modality(abc.ABC):
     length: what a model's `flops_table` is called with: tokens of a sequence,
       or nothing where the model itself knows.
     columns: held-out metrics that a table shows.
+    main: held-out metrics that fit on one line.
     may_be_new: names, as regular expressions matched whole, that may be missing
       from weights to start from.
     may_be_dropped: names that may be left over from them.
@@ -34,6 +37,7 @@ class Modality(abc.ABC):
   unit: str
   row: str
   columns: tuple[str, ...]
+  main: tuple[str, ...] = ('loss', 'accuracy')
   length: tuple[int, ...] = ()
   may_be_new: tuple[str, ...] = ()
   may_be_dropped: tuple[str, ...] = ()
@@ -42,7 +46,7 @@ class Modality(abc.ABC):
     """Keeps the config; reads nothing."""
     self.config = config
 
-  # Data: as of `train.task.Task`.
+  # Data.
 
   @abc.abstractmethod
   def check(self) -> None: ...
@@ -75,17 +79,11 @@ class Modality(abc.ABC):
 
   @abc.abstractmethod
   def eval_sums(self, output, batch, mode: Mode) -> MetricSums:
-    """Returns the sums of a held-out batch, `loss` among them.
-
-    Args:
-      output: of the model, run by `mode`.
-      batch: of `eval_batches`.
-      mode: one of `modes`.
-    """
+    """Returns the sums of a held-out batch, `loss` among them."""
 
   @abc.abstractmethod
   def token_weights(self, batch):
-    """Returns weight_BL: 1 for tokens of a held-out batch, 0 for its filling.
+    """Returns weight_BL: 1 for tokens of a held-out batch, 0 for padding.
 
     L is 1 where all tokens of a row are alike.
     """
@@ -118,10 +116,7 @@ class Modality(abc.ABC):
   def load_teacher(self, init: str, dense, **kwargs) -> dict[str, Any]:
     """Returns the variables of a dense model that is not trained further.
 
-    Args:
-      init: where they lie.
-      dense: config of the model.
-      **kwargs: such as `dropped`, of `trees.merge`.
+    Arguments are as of `load_weights`; `dense` is the model's config.
 
     Raises:
       UserError: no such weights, or not all of the model's.
@@ -138,11 +133,10 @@ class Modality(abc.ABC):
   def summary(self, task, metrics: Mapping[str, float]) -> str: ...
 
   def main_metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
-    main = ('loss', 'accuracy')
-    return {k: v for k, v in metrics.items() if k.split('/')[-1] in main}
+    return {k: v for k, v in metrics.items() if k.split('/')[-1] in self.main}
 
-  @abc.abstractmethod
-  def curves(self, records) -> Figure: ...
+  def curves(self, records) -> Figure:
+    return viz.loss_curves(records, title='Loss over training')
 
   @abc.abstractmethod
   def pictures(self, task, params, model_state) -> dict[str, Figure]:

@@ -96,11 +96,8 @@ def _alone(config: ExperimentConfig) -> str:
       + (f' the run of phase {before[-1]!r}.' if before else ' a dense model.')
     )
   if before:
-    path = workdir_lib.expand(config.init)
-    found = None
-    if workdir_lib.holds_run(path):
-      found = workdir_lib.read_config(path, ExperimentConfig).objective
-    if not isinstance(found, ACMObjective) or found.phase != before[-1]:
+    found = _objective_at(config.init)
+    if found is None or found.phase != before[-1]:
       raise UserError(
         f'init={config.init} is no run of phase {before[-1]!r}, which phase'
         f' {objective.phase!r} starts from: train that first, or skip it by'
@@ -135,14 +132,18 @@ def _phase(config: ExperimentConfig, name: str, init: str) -> ExperimentConfig:
   )
 
 
+def _objective_at(init: str) -> ACMObjective | None:
+  """Returns what the run at a path minimised, if there is an adaptive one."""
+  if not workdir_lib.holds_run(init):
+    return None
+  found = workdir_lib.read_config(init, ExperimentConfig).objective
+  return found if isinstance(found, ACMObjective) else None
+
+
 def _teacher(config: ExperimentConfig) -> str:
   """Returns where the dense weights lie that a conversion began with."""
-  path = workdir_lib.expand(config.init)
-  if workdir_lib.holds_run(path):
-    held = workdir_lib.read_config(path, ExperimentConfig).objective
-    if isinstance(held, ACMObjective) and held.teacher:
-      return held.teacher
-  return config.init
+  found = _objective_at(config.init)
+  return (found and found.teacher) or config.init
 
 
 def train(
@@ -163,23 +164,22 @@ def train(
   Returns:
     How the last run ended, or the one that was stopped, in it or behind it.
   """
-  *before, (last, last_run) = expand(config, workdir)
-  with stop_lib.listening(), lock_lib.held(last):
-    return _train(before, last, last_run, max_steps, allow_changed_data)
+  *before, last = expand(config, workdir)
+  with stop_lib.listening(), lock_lib.held(last[0]):
+    return _train(before, last, max_steps, allow_changed_data)
 
 
-def _train(before, last, last_run, max_steps, allow_changed_data):
+def _train(before, last, max_steps, allow_changed_data):
+  data = {'allow_changed_data': allow_changed_data}
+
+  def train_one(directory, run):
+    task = make_task(run, directory)
+    return loop.train(task, run, directory, max_steps=max_steps, **data)
+
   for directory, run in before:
-    allow = allow_changed_data
-    if finished(directory, run, allow_changed_data=allow) is not None:
+    if finished(directory, run, **data) is not None:
       continue
-    result = loop.train(
-      make_task(run, directory),
-      run,
-      directory,
-      max_steps=max_steps,
-      allow_changed_data=allow_changed_data,
-    )
+    result = train_one(directory, run)
     if not result.finished:
       return result
     if stop_lib.requested():
@@ -192,13 +192,7 @@ def _train(before, last, last_run, max_steps, allow_changed_data):
       return dataclasses.replace(result, finished=False, metrics={})
     if max_steps is not None:
       max_steps -= result.steps
-  return loop.train(
-    make_task(last_run, last),
-    last_run,
-    last,
-    max_steps=max_steps,
-    allow_changed_data=allow_changed_data,
-  )
+  return train_one(*last)
 
 
 def finished(
@@ -206,10 +200,7 @@ def finished(
 ) -> dict[str, float] | None:
   """Returns the last held-out metrics of a run that needs nothing more.
 
-  Args:
-    workdir: directory of the run.
-    config: what it should be of.
-    allow_changed_data: as for `loop.train`.
+  None stands for a run that is missing, not finished, or of another config.
 
   Raises:
     UserError: it was finished over other data than are there now.
@@ -218,10 +209,10 @@ def finished(
     return None
   last = config.train.num_steps
   if (
-    # Another evaluation may be wanted now than then.
+    # The settings of the evaluation may have changed since.
     workdir_lib.read_config(workdir, ExperimentConfig) != config
     or last not in checkpoints_lib.steps(workdir_lib.checkpoints(workdir))
-    # The last file that a run writes.
+    # This is the last file that a run writes.
     or not (workdir / 'eval.json').is_file()
   ):
     return None

@@ -9,8 +9,8 @@ from mod_jax import flops
 from mod_jax import losses
 from mod_jax.layers.routed import Routing
 from mod_jax.layers.routed import RoutingConfig
+from mod_jax.losses import sums
 from mod_jax.losses.sums import MetricSums
-from mod_jax.losses.sums import add_pair
 from mod_jax.tasks import capacity_warmup
 from mod_jax.tasks.modality import Modality
 from mod_jax.train import task as task_lib
@@ -39,8 +39,8 @@ class Plain(task_lib.Task):
     return self.modality.files()
 
   def train_iterator(self, *, shard_index=0, shard_count=1):
-    # A run that nothing is held out for is refused now, not when it has
-    # trained to its first evaluation.
+    # Refuses a run without held-out data now, and not when it has trained to
+    # its first evaluation.
     self.eval_batches(batch_size=1, num_batches=1)
     return self.modality.train_iterator(
       shard_index=shard_index, shard_count=shard_count
@@ -75,19 +75,13 @@ class Plain(task_lib.Task):
     )
 
   def static_args(self, step: int) -> float:
-    """The least capacity of this step: a warm-up starts from 1."""
+    """The least capacity of a routed layer in this step, as of a warm-up."""
     return capacity_warmup.floor(self.config.model, self.config.train, step)
 
   def forward(self, model, params, model_state, batch, rng, **mode):
     """Returns the output of a training pass, and the model state after it.
 
-    Args:
-      model: config of the model.
-      params: its parameters.
-      model_state: its other collections.
-      batch: of `train_iterator`.
-      rng: of this pass.
-      **mode: fields of `Mode`.
+    `model` is the model's config, and keywords are fields of `Mode`.
     """
     args, kwargs = self.modality.inputs(batch, train=True)
     rngs = jax.random.split(rng, len(_STREAMS))
@@ -110,7 +104,7 @@ class Plain(task_lib.Task):
     loss = total / jnp.maximum(weight, 1e-9)
     if output.routing:
       _, kwargs = self.modality.inputs(batch, train=True)
-      # Where a warm-up lets a block process every token, there is nothing to
+      # While a warm-up lets a block process every token, there is no choice to
       # foresee: the loss would only raise all scores alike.
       telling = [
         routed
@@ -207,9 +201,10 @@ def routing_losses(
         continue
       total, count = losses.choice_bce(logit_BL, routed.top_k_BL, valid_BL)
       loss += weight * total / jnp.maximum(count, 1) / len(layers)
-      add_pair(metric_sums, f'{rule}/bce', (total, count))
       agreement = losses.choice_agreement(
         logit_BL > 0, routed.top_k_BL, valid_BL
       )
-      add_pair(metric_sums, f'{rule}/accuracy', agreement['accuracy'])
+      found = {'bce': (total, count), 'accuracy': agreement['accuracy']}
+      found = {f'{rule}/{name}': pair for name, pair in found.items()}
+      metric_sums = sums.add(metric_sums, found)
   return loss, metric_sums

@@ -63,7 +63,7 @@ class Pruning(Plain):
         output.logits_BV, taught.logits_BV
       )
       weights['logit_distillation'] = objective.logit_distillation
-      if model.score != 'structural':  # Whose patches have no counterparts.
+      if model.score != 'structural':  # Its patches have no counterparts.
         metric_sums['token_distillation'] = self._token_distillation(
           output, taught
         )
@@ -83,7 +83,7 @@ class Pruning(Plain):
     teacher_BND = taught.features_BLD[:, prefix:]
     keep_BN = output.keep_SBN[-1]
     left = features_BKD.shape[1]
-    if left < teacher_BND.shape[1]:  # Dropped for good, not masked.
+    if left < teacher_BND.shape[1]:  # They were dropped, not masked.
       selection = routing.select_decided(keep_BN > 0, left)
       teacher_BND = routing.gather_tokens(teacher_BND, selection.index_BK)
       keep_BN = jnp.ones(selection.index_BK.shape)
@@ -93,7 +93,7 @@ class Pruning(Plain):
     """The student's three passes, and one of the teacher."""
     model = self.config.model
     teacher = flops.forward(model.dense_twin())
-    # Masks do not save anything.
+    # Masked patches are processed like the others.
     masked = model.score in ('predicted', 'static')
     student = 3 * (teacher if masked else flops.forward(model))
     if not self.objective.needs_teacher:

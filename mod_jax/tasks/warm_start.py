@@ -29,19 +29,15 @@ from mod_jax.train.checkpoints import restore_named
 
 def is_workdir(path) -> bool:
   """Whether a path is the directory of one of our runs."""
-  return workdir_lib.holds_run(workdir_lib.expand(path))
+  return workdir_lib.holds_run(path)
 
 
 def read_workdir(path) -> tuple[ExperimentConfig, Any, Any]:
   """Returns config, parameters and model_state of a run, and changes nothing.
 
-  Args:
-    path: directory of the run, which may still be going on.
-
-  Returns:
-    The run's config; the parameters of its newest checkpoint that it would be
-    evaluated with, averages if it keeps any; and its other collections. Both
-    are nested dictionaries of arrays by name.
+  Both trees are nested dictionaries of arrays, from the newest checkpoint of a
+  run that may still be going on. The parameters are those that it would be
+  evaluated with: averages, if it keeps any.
 
   Raises:
     UserError: there is no run, or no usable checkpoint, or the run's config
@@ -86,9 +82,8 @@ def from_workdir(
     params: fresh parameters.
     model_state: other fresh collections.
     init: directory of the run.
-    new: regular expressions of names that may stay fresh, matched whole; those
-      of model_state begin with their collection.
-    dropped: likewise, of names that only the run has.
+    new: as of `trees.merge`; names in model_state begin with their collection.
+    dropped: likewise.
 
   Raises:
     UserError: there is no run at that path, or its names or shapes do not fit.
@@ -123,19 +118,11 @@ def load_image_weights(
 ) -> tuple[Any, Any]:
   """Returns fresh variables with the weights of a run or checkpoint in them.
 
-  Position embeddings of another resolution are interpolated; blocks that a
-  shallower model does not have are left out; heads for other classes, or that a
-  file lacks, stay fresh.
-
-  Args:
-    init: a run's workdir, or a checkpoint file that `convert.vit` reads.
-    model: config of the model that they are for.
-    params: its fresh parameters.
-    model_state: its other fresh collections.
-    new: names that may stay fresh, as regular expressions.
-    dropped: names that only the source may have.
-    whole: whether all its blocks and its head must be taken, as for a model
-      that is not trained further.
+  Position embeddings of another resolution are interpolated. Blocks that a
+  shallower model does not have are left out, and heads for other classes, or
+  that a file lacks, stay fresh; with `whole` both are refused. `init` is the
+  workdir of a run, or a checkpoint file that `convert.vit` reads. The other
+  arguments are those of `modality.Modality.load_weights`.
 
   Raises:
     UserError: no such weights, or they do not fit.
@@ -149,7 +136,7 @@ def load_image_weights(
       trees.flatten(source), fresh, dense, init, truncate=not whole
     )
   else:
-    # Only prediction heads stand in any file beside the dense model.
+    # Prediction heads are all that a file may hold beside the dense model.
     pruned = isinstance(model, DynamicViTConfig)
     source = convert_vit.read(
       path, model if pruned else dense, truncate=not whole
@@ -185,15 +172,15 @@ def variable_shapes(model) -> tuple[Any, Any]:
 def _fit(
   source, fresh, dense: ViTConfig, init: str, *, truncate: bool
 ) -> tuple[dict[str, Any], set[str]]:
-  """Returns a run's weights, by name, as far as another model can use them.
+  """Returns the weights of a run that another model can use, by name.
 
-  And the names of the heads that are left out, being for other classes.
+  Beside them the names of the heads that are left out, being for other classes.
   """
   source = dict(source)
   if 'position' in source:
     patches = len(source['position']) - dense.num_prefix
-    # A number that is no square belongs to another model, which the comparison
-    # below will say.
+    # A number that is no square belongs to another kind of model, which the
+    # comparison of all shapes will say.
     if patches > 0 and math.isqrt(patches) ** 2 == patches:
       source['position'] = resize_positions(
         jnp.asarray(source['position']), dense.num_prefix, dense.grid
@@ -209,7 +196,7 @@ def _fit(
       continue
     *width, classes = source[name].shape
     if [*width, dense.num_classes] != list(fresh[name].shape):
-      continue  # Another model's, with whatever classes.
+      continue  # Of another width, which the comparison will say, too.
     if classes == dense.num_classes:
       continue
     logging.warning(

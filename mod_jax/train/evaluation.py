@@ -13,6 +13,7 @@ from mod_jax import config as config_lib
 from mod_jax import parallel
 from mod_jax import viz
 from mod_jax.errors import UserError
+from mod_jax.losses import sums as sums_lib
 from mod_jax.train import metrics as metrics_lib
 from mod_jax.train import optimizer as optimizer_lib
 from mod_jax.train import origin as origin_lib
@@ -58,7 +59,7 @@ def load(task: Task, workdir, *, step: int | None = None) -> Trained:
   task.check()
   try:
     mesh = parallel.make_mesh(config.mesh)
-  except UserError:  # Trained on other devices than these.
+  except UserError:  # It was trained on other devices.
     mesh = parallel.make_mesh(parallel.MeshConfig())
   optimizer = optimizer_lib.make_optimizer(
     config.optimizer, config.train.num_steps
@@ -77,7 +78,7 @@ def load(task: Task, workdir, *, step: int | None = None) -> Trained:
     raise UserError(
       f'--workdir={workdir} holds no checkpoint yet: train it for longer.'
     )
-  # Who only samples needs no data; an evaluation says itself what is missing.
+  # Sampling needs no data, and an evaluation says by itself what is missing.
   with contextlib.suppress(UserError):
     if said := origin_lib.changed_data(restored, task.data_fingerprint()):
       logging.warning('%s: judging by what is there now.', said)
@@ -103,12 +104,12 @@ def held_out(
 
   Args:
     task: says which batches, and what one step returns.
-    params: parameters.
-    model_state: other collections.
-    mesh: where they lie.
-    batches: how many; 0 for all, None for what the config says for evaluations
-      on the way.
-    more: by the modes that `eval.py` alone tells of.
+    params: the parameters, on the mesh.
+    model_state: likewise.
+    mesh: the device mesh.
+    batches: how many; 0 for all, None for what the config says of evaluations
+      during training.
+    more: whether to use the modes that only `eval.py` reports.
   """
   modes = task.eval_modes(more=more)
   if not modes:
@@ -132,9 +133,7 @@ def held_out(
       more_sums = _eval_step(task)(
         params, model_state, batch, jax.random.fold_in(key, i), mode=mode
       )
-      sums[prefix] = (
-        metrics_lib.add(sums[prefix], more_sums) if i else more_sums
-      )
+      sums[prefix] = sums_lib.add(sums.get(prefix, {}), more_sums)
   return task.finish_metrics(
     {
       prefix + name: value
@@ -144,10 +143,9 @@ def held_out(
   )
 
 
-@functools.lru_cache(
-  maxsize=8
-)  # A run evaluates many times, and compiles once.
+@functools.lru_cache(maxsize=8)
 def _eval_step(task: Task):
+  """Returns the compiled step: a run evaluates often, and compiles once."""
   return jax.jit(task.eval_step, static_argnames='mode')
 
 
@@ -156,10 +154,7 @@ def evaluate(
 ) -> dict[str, float]:
   """Evaluates, prints the table, draws the pictures, writes `eval.json`.
 
-  Args:
-    trained: from `load`.
-    workdir: the run's directory.
-    batches: held-out batches; 0 for all, None for the config's.
+  `batches` are how many held-out batches; 0 for all, None for the config's.
   """
   with jax.set_mesh(trained.mesh):
     if batches is None:
@@ -175,8 +170,8 @@ def evaluate(
 def report(trained: Trained, metrics: dict[str, float], workdir) -> None:
   """Draws the pictures, keeps held-out metrics in `eval.json`, prints them.
 
-  In this order: `eval.json` says that all is there, and prints may fail.
-  Pictures of the model are drawn by one host alone, so they are left out
+  In this order, since `eval.json` says that all is there, and printing may
+  fail. Pictures of the model are drawn by one host alone, so they are left out
   where its parameters are spread over several.
   """
   workdir = workdir_lib.expand(workdir)
@@ -208,13 +203,9 @@ def find_studies(task: Task, names: Iterable[str]) -> dict[str, Any]:
 
 
 def study(trained: Trained, names: Iterable[str], workdir) -> None:
-  """Runs studies; prints what they found, and keeps it in the run's directory.
+  """Runs studies of `task.studies()`, by name; prints what they found.
 
-  Args:
-    trained: from `load`.
-    names: of `task.studies()`.
-    workdir: the run's directory: `study_NAME.json`, and the pictures beside
-      the others.
+  That is also kept in the run's directory, as `study_NAME.json` and pictures.
 
   Raises:
     UserError: there is no study of a name; then none is run.

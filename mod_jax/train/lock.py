@@ -1,20 +1,20 @@
 """One writer for a directory: a lock file that outlives no owner.
 
 `lock.json` in the directory names process, host and time. It is made by a hard
-link to a finished file, which one of any number of processes achieves and
-nobody sees half done, also over NFS.
+link to a finished file: only one of any number of processes succeeds, and none
+sees the file half written, on NFS too.
 
-Whose owner is dead may be taken over. On the same machine that is certain: the
-process is gone, or another has its number, as the time of its start tells. Of
-another machine only the file's age is known, which its owner renews every
-quarter of a minute: we watch for two minutes whether it does, by the file
-server's clock. That is safe as far as the file system shows one client's
-changes to the others within that time (NFS does after at most one minute, by
-default) and as far as the owner never sleeps for longer. One that did, such as
-a suspended machine, finds its lock gone before its next save, and stops.
-Object stores (`gs://…`) have no such link: there two processes that start
-within the same second may both believe that they came first. Nor can a file's
-time be renewed there: the owner writes `lock.beat` anew instead.
+A lock whose owner is dead may be taken over. On the same machine that is
+certain: the process is gone, or another one has its number, which the time of
+its start tells. Of an owner on another machine only the file's age is known,
+which the owner renews every quarter of a minute: we watch for two minutes
+whether it does, by the file server's clock. That is safe if the file system
+shows one client's changes to the others within that time (NFS does after at
+most one minute, by default) and if the owner never sleeps for longer. An owner
+that did, such as a suspended machine, finds its lock gone before its next save,
+and stops. Object stores (`gs://…`) have no such link: there two processes that
+start within the same second may both believe that they came first. Nor can a
+file's time be renewed there: the owner rewrites `lock.beat` instead.
 """
 
 from collections.abc import Iterator
@@ -42,8 +42,8 @@ from mod_jax.train import stop as stop_lib
 from mod_jax.train import workdir as workdir_lib
 
 FILE = 'lock.json'
-_BEAT = 15.0  # Seconds after which an owner renews the file's time.
-_DEAD = 120.0  # Seconds without, after which a foreign owner counts as dead.
+_BEAT = 15.0  # Seconds between two renewals of the file's time.
+_DEAD = 120.0  # Seconds without one, after which an owner elsewhere is dead.
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
@@ -54,7 +54,7 @@ class Lock:
     self.path = path
     self.thread = threading.get_ident()
     self.depth = 0
-    self.text = None  # What the file says; None where another host holds it.
+    self.text = None  # Of the file; None where another host holds it.
     self._done = threading.Event()
     self._made = []  # Directories that were not there before.
 
@@ -82,7 +82,7 @@ class Lock:
     threading.Thread(target=self._beat, daemon=True).start()
 
   def release(self) -> None:
-    """Takes the file away, and directories that were made for nothing else."""
+    """Removes the file, and the directories that were made for it alone."""
     self._done.set()
     with contextlib.suppress(OSError):
       if self.text is not None and _read(self.path) == self.text:
@@ -107,18 +107,13 @@ class Lock:
     except OSError as error:
       if error.errno not in _NO_LINKS:
         raise
-      return self._create_exclusively(text)
+      # Without hard links, others may see the file half written.
+      with contextlib.suppress(FileExistsError), open(self.path, 'x') as file:
+        file.write(text)
+        return True
+      return False
     finally:
       ready.unlink()
-    return True
-
-  def _create_exclusively(self, text) -> bool:
-    # Where there are no hard links: exclusive too, but not whole at once.
-    try:
-      with open(self.path, 'x') as file:
-        file.write(text)
-    except FileExistsError:
-      return False
     return True
 
   def _beat(self):
@@ -129,7 +124,7 @@ class Lock:
         if paths.is_remote(self.path):
           _beat_of(self.path).write_text(uuid.uuid4().hex)
         else:
-          # No time given: the file server's clock, which all hosts share.
+          # Without a time given, it is the file server's, which all share.
           os.utime(self.path)
 
 
@@ -166,7 +161,7 @@ def held(directory) -> Iterator[Lock]:
 
 
 def check(directory) -> None:
-  """Raises UserError where what this process held was taken over."""
+  """Raises UserError if another process took over what this one held."""
   lock = _held.get(str(_path(directory)))
   if lock is None or lock.text is None or _read(lock.path) == lock.text:
     return
@@ -212,12 +207,12 @@ def _identity() -> dict[str, Any]:
 
 
 def _machine() -> str:
-  """Returns what says within which bounds a process number means something."""
+  """Returns what is equal wherever process numbers mean the same process."""
   try:
     boot = pathlib.Path('/proc/sys/kernel/random/boot_id').read_text().strip()
     # Containers of one machine number their processes each for itself.
     return f'{boot} {os.readlink("/proc/self/ns/pid")}'
-  except OSError:  # No Linux.
+  except OSError:  # The system is not Linux.
     return f'{socket.gethostname()} {uuid.getnode():x}'
 
 
@@ -230,12 +225,12 @@ def _started(pid: int) -> str | None:
   try:
     stat = pathlib.Path(f'/proc/{pid}/stat').read_text()
   except OSError:
-    with contextlib.suppress(PermissionError):  # It lives, as someone else's.
-      os.kill(pid, 0)  # Raises where the process is missing, not only /proc.
+    with contextlib.suppress(PermissionError):  # It is another user's.
+      os.kill(pid, 0)  # Raises if there is no process.
     return None
-  # The name, in parentheses, may hold anything; the state is next.
+  # The name, in parentheses, may hold any character; the state follows it.
   fields = stat.rpartition(')')[2].split()
-  if fields[0] in 'ZX':  # Dead, but its parent has not asked yet.
+  if fields[0] in 'ZX':  # It is dead, but its parent has not noticed.
     raise ProcessLookupError(pid)
   return fields[19]
 
@@ -248,7 +243,7 @@ def _bury(path) -> None:
   """
   text = _read(path)
   if text is None:
-    return  # Released meanwhile.
+    return  # It was released meanwhile.
   try:
     owner = json.loads(text)
     pid, host = owner['pid'], owner['host']
@@ -267,7 +262,7 @@ def _bury(path) -> None:
   else:
     _watch(path, owner)
   with _alone(path.parent):
-    # A quicker one may have buried it meanwhile, and put its own here.
+    # A quicker process may have removed it, and put its own here.
     if _read(path) == text:
       path.unlink()
       print(
@@ -278,11 +273,11 @@ def _bury(path) -> None:
 
 @contextlib.contextmanager
 def _alone(directory):
-  """Lets one process at a time into its body, as far as the system knows how.
+  """Lets one process at a time into its body, where the file system can.
 
-  The kernel's own lock on the directory, which it takes away from the dead.
-  Local disks have it; many network file systems do not, on directories: there
-  two that find the same dead owner in the same few milliseconds may both go on.
+  It takes the kernel's lock on the directory, which dies with its owner. Many
+  network file systems have none on directories: there two processes that find
+  the same dead owner in the same few milliseconds may both go on.
   """
   if paths.is_remote(directory):
     yield
@@ -297,7 +292,11 @@ def _alone(directory):
 
 
 def _watch(path, owner):
-  """Returns when a lock of another machine has been still for long enough."""
+  """Waits until a lock of another machine was not renewed for `_DEAD` seconds.
+
+  Raises:
+    UserError: it was renewed, so its owner lives; or a stop was asked for.
+  """
   probe = path.with_name(f'.{FILE}.{uuid.uuid4().hex}')
   warned = False
   first = _modified(path)
@@ -317,11 +316,16 @@ def _watch(path, owner):
           f' {_DEAD:.0f} s to see whether it lives.',
           file=sys.stderr,
         )
-      if stop_lib.requested():
-        raise UserError(f'stopped while waiting for {path}: nothing was begun.')
-      time.sleep(1)
+      _pause(path)
   finally:
     probe.unlink()
+
+
+def _pause(path):
+  """Waits for a second; raises UserError where a stop was asked for."""
+  if stop_lib.requested():
+    raise UserError(f'stopped while waiting for {path}: nothing was begun.')
+  time.sleep(min(1.0, _DEAD))
 
 
 def _beat_of(path):
@@ -329,7 +333,7 @@ def _beat_of(path):
 
 
 def _watch_beat(path, owner):
-  """Returns when the owner of a lock in a store has been still for so long."""
+  """As `_watch`, for a lock in an object store."""
   first, start = _read(_beat_of(path)), time.monotonic()
   print(
     f'{path} is held by process {owner["pid"]} on {owner["host"]}: waiting'
@@ -337,13 +341,13 @@ def _watch_beat(path, owner):
     file=sys.stderr,
   )
   while time.monotonic() - start < _DEAD:
-    time.sleep(min(1.0, _DEAD))
+    _pause(path)
     if _read(_beat_of(path)) != first:
       raise UserError(_refusal(path, owner))
 
 
 def _modified(path) -> float | None:
-  """Returns a file's time; opening it renews what NFS has cached of it."""
+  """Returns a file's time; opening the file makes NFS forget an older one."""
   try:
     with open(path, 'rb') as file:
       return os.fstat(file.fileno()).st_mtime

@@ -89,7 +89,7 @@ def train(
 
 
 class _Run:
-  """The objects of one call of `train`, and the steps between them."""
+  """One call of `train`: what it is made of, and the loop."""
 
   def __init__(self, task, config, workdir):
     self.config = config
@@ -188,7 +188,7 @@ class _Run:
           metrics = self._finish(step, state)
           return Result(step, step - start, True, metrics, state)
       except stop_lib.Stopped:
-        pass  # What was left off is done when the run continues.
+        pass  # The rest is done when the run continues.
       self._stop(step, state)
       return Result(step, step - start, False, {}, state)
 
@@ -207,10 +207,10 @@ class _Run:
       )
 
   def _evaluate_first(self, start, state, *, fresh):
-    """Evaluates before any step: other weights, or what a stop cut short."""
+    """Evaluates weights to start from, or what an earlier stop cut short."""
     settings = self.config.evaluation
     if fresh and self.config.init is not None:
-      # On the same held-out data as at the end, to be compared with it.
+      # The same held-out data as at the end, so that both can be compared.
       self._evaluate(0, state, batches=settings.final_batches)
     elif not fresh and self._evaluation_due(start):
       owed = not any(
@@ -261,8 +261,7 @@ class _Run:
       sharding = getattr(x, 'sharding', None)
       if isinstance(sharding, NamedSharding) and sharding.mesh == self.mesh:
         return x
-      x = np.asarray(x)
-      return jax.make_array_from_callback(x.shape, everywhere, x.__getitem__)
+      return parallel.place(x, everywhere)
 
     return jax.tree.map(place, self.task.teacher(self.mesh))
 
@@ -285,7 +284,7 @@ class _Run:
       try:
         batch = next(self.iterator)
       except Exception:
-        # Ctrl-C, and some schedulers, reach the processes that read data, too.
+        # Ctrl-C and some schedulers also end the processes that read data.
         if stop_lib.requested():
           return state, step - 1
         raise
@@ -299,7 +298,7 @@ class _Run:
         self._flush()
       if self._evaluation_due(step):
         self._flush()
-        with contextlib.suppress(stop_lib.Stopped):  # Seen again just below.
+        with contextlib.suppress(stop_lib.Stopped):  # `after_step` obeys it.
           self._evaluate(step, state)
       if self._save_due(step):
         self._save(step, state)
@@ -321,8 +320,8 @@ class _Run:
       donate_argnums=0,
       out_shardings=(shardings, None),
     )
-    # An argument of each call: closed over, they would be constants of the
-    # program, as large as a teacher.
+    # The teacher is an argument of each call: closed over, its arrays would
+    # become constants of the compiled program.
     return lambda state, batch: step(state, batch, self.teacher)
 
   def _flush(self):
@@ -330,31 +329,33 @@ class _Run:
     for step, metric_sums in self.pending:
       values = metrics_lib.finalize(metric_sums)
       self.writer.write(step, 'train', values)
-      bad = [
-        name
-        for name in ('loss', 'grad_norm')
-        # Absent where a batch had nothing but padding.
-        if not math.isfinite(values.get(name, 0.0))
-      ]
-      if bad:
-        what = f'{bad[0]} is {values[bad[0]]}'
-        raise TrainingDiverged(self._diverged(step, what))
+      self._check_numbers(
+        step,
+        # The loss is missing where a batch was nothing but padding.
+        {k: values[k] for k in ('loss', 'grad_norm') if k in values},
+      )
     if self.pending:
       step, values = self.pending[-1][0], values
       shown = {k: values[k] for k in ('loss', 'accuracy') if k in values}
       self.progress.update(step, shown)
     self.pending.clear()
 
+  def _check_numbers(self, step, values, prefix=''):
+    for name, value in values.items():
+      if not math.isfinite(value):
+        raise self._diverged(step, f'{prefix}{name} is {value}')
+
   def _diverged(self, step, what):
+    """Returns the error that names the last checkpoint before the damage."""
     self.checkpointer.wait()  # The newest checkpoint may be half written.
-    # What is saved at this very step leads to this.
+    # A checkpoint of this very step would lead to the same.
     steps = [s for s in self.checkpointer.steps() if s < step]
     good = (
       f'the last good checkpoint is step {steps[-1]}'
       if steps
       else 'there is no checkpoint yet'
     )
-    return (
+    return TrainingDiverged(
       f'{what} at step {step}; {good} in'
       f' {workdir_lib.checkpoints(self.workdir)}. Try a lower'
       ' optimizer.learning_rate, a longer warmup_steps, a smaller clip_norm, or'
@@ -365,8 +366,8 @@ class _Run:
     if self.checkpointer.due(step):
       return True
     minutes = self.config.checkpoint.every_minutes
-    # Hosts have clocks of their own, so the first one decides. To ask it takes
-    # time, therefore not at every step.
+    # Hosts have clocks of their own, so the first one decides. Asking it takes
+    # time, so that is not done at every step.
     several = jax.process_count() > 1
     if not minutes or (several and step % self.config.log.every):
       return False
@@ -390,12 +391,8 @@ class _Run:
     A step's loss is that of the parameters before its update, so it says
     nothing of the state that the step leaves behind.
     """
-    saved = {
-      'params': state.params,
-      'ema': state.ema,
-      'opt_state': state.opt_state,
-      'model_state': state.model_state,
-    }
+    names = ('params', 'ema', 'opt_state', 'model_state')
+    saved = {name: getattr(state, name) for name in names}
     leaves = {
       name: leaf
       for name, leaf in trees.by_path(saved).items()
@@ -404,7 +401,7 @@ class _Run:
     finite = jax.device_get(_all_finite(list(leaves.values())))
     for name, good in zip(leaves, finite, strict=True):
       if not good:
-        raise TrainingDiverged(self._diverged(step, f'{name} is not finite'))
+        raise self._diverged(step, f'{name} is not finite')
 
   def _evaluate(self, step, state, batches=None):
     metrics = evaluation.held_out(
@@ -428,20 +425,12 @@ class _Run:
     metrics = self._evaluate(
       step, state, batches=self.config.evaluation.final_batches
     )
-    bad = {
-      name: value
-      for name, value in self.task.main_metrics(metrics).items()
-      if not math.isfinite(value)
-    }
-    if bad:
-      name, value = next(iter(bad.items()))
-      raise TrainingDiverged(
-        self._diverged(step, f'held-out {name} is {value}')
-      )
+    self._check_numbers(step, self.task.main_metrics(metrics), 'held-out ')
     self.progress.close()
     if self.first:
       stop_lib.check()
-      # All files before the first print: who reads may have left.
+      # All files are written before the first print, which may fail where
+      # nobody reads any more.
       texts = self._write_texts(state)
       trained = evaluation.Trained(
         step, self.task, state.eval_params, state.model_state, self.mesh
@@ -455,11 +444,11 @@ class _Run:
     """Writes the task's texts; returns them by path."""
     if jax.process_count() > 1:  # For the reason in `evaluation.report`.
       return {}
-    texts = {}
-    for i, text in enumerate(
-      stop_lib.each(self.task.finish(state.eval_params, state.model_state))
-    ):
-      texts[f'{self.workdir}/sample_{i}.txt'] = text
+    found = self.task.finish(state.eval_params, state.model_state)
+    texts = {
+      f'{self.workdir}/sample_{i}.txt': text
+      for i, text in enumerate(stop_lib.each(found))
+    }
     for path, text in texts.items():
       workdir_lib.write_text(path, text)
     return texts

@@ -26,37 +26,13 @@ from mod_jax.losses.sums import MetricSums
 
 _FILE = 'metrics.jsonl'
 _WANDB_ID = 'wandb_id.txt'
-_REWRITE_SECS = 30.0  # Between rewritings of a file that cannot be added to.
-
-
-def add(a: MetricSums, b: MetricSums) -> MetricSums:
-  """Adds metrics by name; a name that only one side has is kept.
-
-  Args:
-    a: `{name: (total, weight)}` of scalars; may be traced, or empty.
-    b: likewise.
-
-  Returns:
-    The sums, `a`'s names first.
-  """
-  result = dict(a)
-  for name, pair in b.items():
-    result[name] = (
-      jax.tree.map(lambda x, y: x + y, result[name], pair)
-      if name in result
-      else pair
-    )
-  return result
+_REWRITE_SECS = 30.0  # Between rewrites of a file that cannot be added to.
 
 
 def finalize(metric_sums: MetricSums) -> dict[str, float]:
   """Divides each total by its weight, on the host and in double precision.
 
-  Args:
-    metric_sums: `{name: (total, weight)}` of concrete scalars.
-
-  Returns:
-    `{name: mean}`, without those of weight 0: nothing was measured.
+  Metrics of weight 0, for which nothing was measured, are left out.
   """
   return {
     name: float(total) / float(weight)
@@ -142,7 +118,7 @@ class MetricWriter:
     values = {name: _number(value) for name, value in values.items()}
     self._file.write(_line(step, kind, values) + '\n')
     self._file.flush()
-    if kind != 'train':  # Rare, and looked at by whoever reads next.
+    if kind != 'train':  # It is rare, and wanted at once.
       self.flush()
     if self._tensorboard is not None:
       for name, value in values.items():
@@ -155,7 +131,7 @@ class MetricWriter:
       )
 
   def flush(self) -> None:
-    """Writes out all lines, as before a checkpoint that is behind them."""
+    """Writes out all lines, as is done before each checkpoint."""
     if isinstance(self._file, _RewrittenFile):
       self._file.rewrite()
 
@@ -171,12 +147,7 @@ class MetricWriter:
 
 
 def to_json(value, *, indent: int | None = None) -> str:
-  """Returns JSON that any program reads: null for nan and infinities.
-
-  Args:
-    value: dictionaries, lists and scalars; integers may be NumPy's.
-    indent: as for `json.dumps`.
-  """
+  """Returns JSON that any program reads: null for nan and infinities."""
   return json.dumps(_strict(value), indent=indent, allow_nan=False)
 
 
@@ -191,6 +162,7 @@ def _strict(value):
 
 
 def _line(step, kind, values) -> str:
+  values = {name: _number(value) for name, value in values.items()}
   return to_json({'step': int(step), 'kind': kind, **values})
 
 
@@ -204,10 +176,7 @@ def check_wandb(wanted: bool) -> None:
 
 
 def read(workdir) -> list[dict[str, Any]]:
-  """Reads `metrics.jsonl` back.
-
-  Args:
-    workdir: directory of the run, which may still be going on.
+  """Reads `metrics.jsonl` back, also of a run that is still going on.
 
   Returns:
     One dictionary per line, with `step`, `kind` and the values, nan for what
@@ -237,7 +206,6 @@ def _read(path) -> bytes:
 def holds(workdir, step: int, kind: str, values: Mapping[str, Any]) -> bool:
   """Whether `metrics.jsonl` has the very line that `write` would add."""
   path = paths.expand(workdir) / _FILE
-  values = {name: _number(value) for name, value in values.items()}
   line = _line(step, kind, values).encode()
   return line in _read(path).split(b'\n')[:-1]
 
@@ -266,8 +234,8 @@ def _parse(path, data: bytes) -> list[tuple[bytes, dict[str, Any]]]:
 def _rewind(path, last_step):
   """Removes lines after `last_step` and a torn last line, atomically.
 
-  Says what else is not as the run left it: lines are written before the
-  checkpoint behind them.
+  Warns where lines are missing that must have been there: a checkpoint is only
+  written after the lines of the steps before it.
   """
   before = _read(path)
   if last_step == -math.inf:
@@ -298,7 +266,7 @@ def _rewind(path, last_step):
 
 
 class _RewrittenFile:
-  """A growing text where no file grows: each time it is written anew."""
+  """A file that grows in an object store, where it must be rewritten."""
 
   def __init__(self, path):
     self._path = path
@@ -330,7 +298,7 @@ def _open_tensorboard(workdir, resume_step, config_json):
     return None
   writer = tensorboardX.SummaryWriter(
     str(workdir / 'tensorboard'),
-    # Hides events of this step and later that lie in older files.
+    # Hides events of this step and later ones in older files.
     purge_step=0 if resume_step is None else resume_step + 1,
     # Files are named by the second, and a second writer in the same second
     # would overwrite the first one's.
@@ -361,7 +329,7 @@ def _open_wandb(workdir, resume_step, config_json, name):
     name=name or workdir.name,
     id=path.read_text().strip(),
     resume='allow',
-    # It keeps what it sends on this machine first.
+    # It first writes to this machine what it then sends.
     dir=tempfile.mkdtemp() if paths.is_remote(workdir) else str(workdir),
     config=None if config_json is None else json.loads(config_json),
   )

@@ -1,8 +1,7 @@
-"""The optimiser: warm-up, cosine, and what each parameter makes of them.
+"""The optimiser, its learning rate over a run, and the rules by parameter.
 
-AdamW or SGD, over exactly the run's steps. A parameter is known by its name,
-`block_0/mlp/up/kernel`; `scale_of` alone says at what rate, and from which step
-on, one of this name trains.
+A parameter is known by its name, such as `block_0/mlp/up/kernel`. `scale_of`
+alone says at what part of the rate, and from which step on, it trains.
 """
 
 from collections.abc import Iterable
@@ -21,9 +20,9 @@ from mod_jax import config as config_lib
 from mod_jax import errors
 
 _BLOCK = re.compile(r'(?:^|/)block_(\d+)(?:/|$)')
-# What stands before the blocks; all else without a number stands behind them.
+# Parameters before the blocks; all others without a number stand behind them.
 _STEM = re.compile(r'(?:^|/)(?:patch|position|class_token|embedding|stem)')
-# Blocks stacked by `nn.scan` have one name for several depths.
+# Blocks stacked by `nn.scan`: one name for several depths.
 _STACKED = re.compile(r'(?:^|/)layers/block_\d+/')
 
 
@@ -40,18 +39,18 @@ class OptimizerConfig:
 
   kind: Literal['adamw', 'sgd'] = 'adamw'
   learning_rate: config_lib.Positive = 3e-3  # Peak, after the warm-up.
-  warmup_steps: config_lib.Count = 100  # Linear from 0.
-  # Learning rate after the last step / the peak.
+  warmup_steps: config_lib.Count = 100  # The rate rises linearly from 0.
+  # Learning rate after the last step, as a fraction of the peak.
   final_fraction: config_lib.Probability = 0.1
-  # On kernels and embeddings; not on routers.
+  # Applies to kernels and embeddings, but not to those of routers.
   weight_decay: config_lib.Weight = 0.1
-  momentum: config_lib.Decay = 0.9  # Of SGD.
-  beta1: config_lib.Decay = 0.9  # Of AdamW, as are the two below.
+  momentum: config_lib.Decay = 0.9  # SGD alone has it.
+  beta1: config_lib.Decay = 0.9  # AdamW alone has this and the next two.
   beta2: config_lib.Decay = 0.95
   epsilon: config_lib.Epsilon = 1e-8
   clip_norm: config_lib.Weight = 1.0  # Global norm; 0 = no clipping.
   rules: tuple[tuple[str, config_lib.Weight, config_lib.Count], ...] = ()
-  # Factor on the learning rate for each block further from the head; 1 = none.
+  # Factor on the learning rate for each further block from the head; 1 = none.
   layer_decay: Annotated[float, config_lib.Range(ge=0.1, le=1)] = 1.0
 
   def __post_init__(self):
@@ -88,8 +87,8 @@ def make_optimizer(
 
   AdamW has its weight decay beside the gradient (Loshchilov & Hutter 2019),
   SGD within it, and no Nesterov step. Parameters that are frozen for a while
-  gather moments meanwhile, so that they do not start with a leap; those that
-  are frozen for ever count for nothing, the clipping included.
+  gather moments meanwhile, so that they do not start with a leap. Those that
+  are frozen for ever do not count in the clipped norm either.
 
   Raises:
     UserError: the warm-up, or a rule's first step, lies behind the run's end.
@@ -114,8 +113,8 @@ def make_optimizer(
     )
   if config.clip_norm:
     clip = optax.clip_by_global_norm(config.clip_norm)
-    # Apart, so that a predictor cannot scale the language model's gradients:
-    # it must leave them untouched.
+    # Two norms, because a predictor must not change the language model: in one
+    # norm, its gradients would scale the others.
     steps += [
       optax.masked(clip, lambda tree: _where(tree, lambda n: not _predicts(n))),
       optax.masked(clip, lambda tree: _where(tree, _predicts)),
@@ -151,11 +150,6 @@ def scale_of(
   The factors of the first matching rule and of the layer-wise decay (Clark et
   al. 2020; as in BEiT, Bao et al. 2022) multiply. With n blocks, what stands
   before them is n + 1 steps from the head, block i is n - i, and all else 0.
-
-  Args:
-    config: with `rules` and `layer_decay`.
-    name: such as `block_0/mlp/up/kernel`.
-    num_blocks: how many blocks the model has.
   """
   factor, first_step = 1.0, 0
   if config.rules:
@@ -171,11 +165,7 @@ def scale_of(
 
 
 def check_rules(config: OptimizerConfig, params) -> None:
-  """Checks that the rules and a model's parameters fit each other.
-
-  Args:
-    config: with `rules` and `layer_decay`.
-    params: the parameters, or their shapes.
+  """Checks that the rules and a model's parameters, or shapes, fit each other.
 
   Raises:
     UserError: a parameter that no rule covers, a rule that matches no
@@ -232,7 +222,7 @@ def _num_blocks(names: Iterable[str]) -> int:
 
 
 def _nearest(pattern, names) -> str:
-  # Rules name parts of paths as often as whole ones.
+  # A rule may name a part of a path, so parts are compared, too.
   parts = dict.fromkeys(
     name.rsplit('/', depth)[0] for name in names for depth in range(9)
   )
@@ -290,7 +280,7 @@ def _scale_by_name(config) -> optax.GradientTransformation:
       if not scale.factor:
         return jnp.zeros_like(update)
       if scale.first_step:
-        # Not a product: what is not finite would come through.
+        # Not a product, which would let NaN and infinity through.
         trains = state.count >= scale.first_step
         update = jnp.where(trains, update, 0)
       return update if scale.factor == 1 else scale.factor * update

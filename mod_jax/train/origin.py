@@ -18,11 +18,7 @@ _CONFIG, _DATA = 'config', 'data'  # Keys of a checkpoint's metadata.
 
 
 def describe(config: RunConfig, task) -> dict[str, Any]:
-  """Returns what to keep with each checkpoint: the config, and what data say.
-
-  Args:
-    config: of the run.
-    task: `train.task.Task` of the run.
+  """Returns the metadata of each checkpoint: config and data fingerprint.
 
   Raises:
     UserError: the hosts of a run do not see the same data.
@@ -41,12 +37,9 @@ def describe(config: RunConfig, task) -> dict[str, Any]:
 
 
 def check_config(workdir, config: RunConfig, saved) -> None:
-  """Checks that a checkpoint was saved by a run of this config.
+  """Checks that a checkpoint of a run in `workdir` was saved with this config.
 
-  Args:
-    workdir: directory of the run, whose `config.json` may have been edited.
-    config: what is to continue or to judge it.
-    saved: from `checkpoints`, whose metadata are of `describe`.
+  The run's `config.json` may have been edited since.
 
   Raises:
     UserError: another field differs than those that a continuation may change.
@@ -68,10 +61,8 @@ def check_config(workdir, config: RunConfig, saved) -> None:
 def check_data(saved, data: dict[str, Any], *, allow: bool) -> None:
   """Checks that a run goes on over the data that it began with.
 
-  Args:
-    saved: from `checkpoints`, whose metadata are of `describe`.
-    data: the fingerprint of the data that are there now.
-    allow: whether others are worth a warning only.
+  `data` is the fingerprint of what is there now; with `allow` other data only
+  cause a warning.
 
   Raises:
     UserError: the data are others.

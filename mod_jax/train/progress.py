@@ -18,9 +18,9 @@ class Progress:
   """Shows how far a run is, how fast it goes, and how long it will take.
 
   On a terminal it is one bar that stays at the bottom; elsewhere a line now
-  and then, without carriage returns. What it shows beside `values`:
-  tokens/s (or images/s), the model's FLOP/s and the time left, from the second
-  showing on, so that compiling the first step does not count.
+  and then, without carriage returns. It shows tokens/s (or images/s), the
+  model's FLOP/s and the time left from its second update on, so that compiling
+  the first step does not count.
   """
 
   def __init__(
@@ -47,10 +47,10 @@ class Progress:
         counted as 2; None hides the rate.
       unit: what a batch is counted in, such as `images`.
       stream: where to write; by default standard error.
-      interval: least seconds between two showings, but for the first and the
-        last; by default 0.5 on a terminal and 5 elsewhere.
-      clock: seconds; for tests.
-      enabled: False shows nothing, for all processes but the first.
+      interval: least seconds between two updates of what is shown, but for the
+        first and the last; by default 0.5 on a terminal and 5 elsewhere.
+      clock: returns seconds; tests give their own.
+      enabled: False shows nothing, as on all hosts but the first.
     """
     self._total_steps = total_steps
     self._tokens_per_step = tokens_per_step
@@ -60,11 +60,10 @@ class Progress:
     self._clock = clock
     self._enabled = enabled
     terminal = _is_terminal(self._stream)
-    self._interval = (
-      interval if interval is not None else 0.5 if terminal else 5.0
-    )
+    default = 0.5 if terminal else 5.0
+    self._interval = default if interval is None else interval
     self._pending = None
-    self._shown = None  # Step and time of the last showing.
+    self._shown = None  # Step and time of what was shown last.
     self._rate = None  # Steps per second.
     self._bar = None
     if enabled and terminal:
@@ -122,8 +121,7 @@ class Progress:
   def _show(self, now):
     step, values = self._pending
     self._pending = None
-    # Reading the values waits for the device: the time after it is the true
-    # time of this step.
+    # Reading the values waits for the device, so the step ended only now.
     parts = [f'{name} {_text(value)}' for name, value in values.items()]
     now = max(now, self._clock())
     if self._shown is not None and now > self._shown[1]:
@@ -157,7 +155,7 @@ def _is_terminal(stream) -> bool:
   if not getattr(stream, 'isatty', lambda: False)():
     return False
   try:
-    # Containers have terminals of no size, where tqdm draws nothing at all.
+    # Terminals in containers may have no size, and tqdm draws nothing there.
     return all(os.get_terminal_size(stream.fileno()))
   except (OSError, AttributeError):
     return True

@@ -14,14 +14,14 @@ class TrainConfig:
   num_steps: config_lib.PositiveCount = 1000
   # Rows of a step, on all devices together.
   batch_size: config_lib.Size = 16
-  # Microbatches that a step is made of.
+  # Microbatches of a step, whose gradients are added.
   grad_accum_steps: config_lib.Size = 1
-  # The capacity of routed layers comes down from 1 over so many steps.
+  # The capacity of routed layers falls from 1 over the first so many steps.
   capacity_warmup_steps: config_lib.Count = 0
-  # Number of steps in which it comes down; each compiles its own program.
+  # How many values it takes on the way; each compiles its own program.
   capacity_warmup_stages: config_lib.Unrolled = 4
-  # EMA decay of the parameters, whose averages are then what is evaluated; 0
-  # disables them.
+  # EMA decay of the parameters; the averages are evaluated in their place. 0
+  # keeps none.
   ema_decay: config_lib.Decay = 0.0
 
   def __post_init__(self):
@@ -41,14 +41,14 @@ class TrainConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
-  # Steps between evaluations; 0 = at the end only.
+  # Steps between evaluations; 0 evaluates at the end only.
   every: config_lib.Count = 500
-  # Spread over the held-out data; 0 = all of it.
+  # Batches of each, spread over the held-out data; 0 takes all of it.
   batches: config_lib.Count = 16
   batch_size: config_lib.Size = 16
   final_batches: config_lib.Count = 64  # Batches at the run's end; 0 = all.
   prompt: str = ''  # Start of the final sample; '' = a neutral one.
-  # Tokens of that sample, at most to the trained length; 0 = no sample.
+  # Tokens of that sample, within the length of training; 0 draws none.
   sample_tokens: config_lib.Count = 256
 
   def __post_init__(self):
@@ -84,6 +84,6 @@ class RunConfig:
     config_lib.validate(self)
 
 
-# What may differ between a run and its continuation: it changes no number
-# beyond rounding.
+# Fields in which a run and its continuation may differ, because they change the
+# numbers by no more than rounding.
 RESUMABLE = ('name', 'evaluation', 'mesh', 'checkpoint', 'log')

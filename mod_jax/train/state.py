@@ -6,7 +6,6 @@ from flax import linen as nn
 import flax.struct
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from mod_jax import parallel
@@ -61,17 +60,13 @@ def abstract_state(
 ) -> TrainState:
   """Returns the state's shapes, dtypes and shardings; computes nothing.
 
-  Args:
-    task: whose `init` makes the variables.
-    optimizer: whose state is part of it.
-    mesh: where the arrays are to lie.
-    ema: whether averages of the parameters are kept.
+  `ema` says whether averages of the parameters are kept.
 
   Raises:
     UserError: a parameter does not divide over the mesh.
   """
-  # The key is made inside, for then nothing runs, and the mesh may be one of
-  # devices that are not here.
+  # With the key made inside, nothing runs, so the mesh may be one of devices
+  # that this machine does not have.
   boxed = jax.eval_shape(
     lambda: _create(jax.random.key(0), task, optimizer, ema)
   )
@@ -87,12 +82,11 @@ def abstract_state(
 def create_state(
   seed: int, task, optimizer: optax.GradientTransformation, abstract: TrainState
 ) -> TrainState:
-  """Returns a fresh state, each array born in its place on the mesh."""
-  out_shardings = jax.tree.map(lambda x: x.sharding, abstract)
+  """Returns a fresh state, each array created in its place on the mesh."""
   ema = abstract.ema is not None
   create = jax.jit(
     lambda key: nn.unbox(_create(key, task, optimizer, ema)),
-    out_shardings=out_shardings,
+    out_shardings=jax.tree.map(lambda x: x.sharding, abstract),
   )
   return create(jax.random.key(seed))
 
@@ -102,24 +96,19 @@ def with_weights(
 ) -> TrainState:
   """Returns a fresh state that begins with other parameters and model_state.
 
-  Args:
-    state: of step 0.
-    abstract: says where each array is to lie.
-    params: in the structure of the state's, on the host or anywhere.
-    model_state: likewise.
+  These have the structures of the state's, and may lie on the host or anywhere;
+  `abstract` says where each array is to lie.
   """
 
   def place(x, like):
     if isinstance(x, jax.Array) and x.sharding == like.sharding:
       return x
-    x = np.asarray(x, like.dtype)
-    # Each host places its part: what lies on other hosts it cannot put.
-    return jax.make_array_from_callback(x.shape, like.sharding, x.__getitem__)
+    return parallel.place(x, like.sharding, like.dtype)
 
   params = jax.tree.map(place, params, abstract.params)
   return state.replace(
     params=params,
     model_state=jax.tree.map(place, model_state, abstract.model_state),
-    # Copies: a step donates both.
+    # Copies, since a step donates both.
     ema=None if state.ema is None else jax.tree.map(jnp.copy, params),
   )

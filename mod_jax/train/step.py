@@ -23,7 +23,7 @@ def train_step(
   Args:
     state: the state before.
     batch: arrays of B rows; `grad_accum_steps` divides B.
-    teacher: arrays that the task uses and nothing changes, such as a teacher.
+    teacher: arrays that the task uses and no step changes; see `Task.teacher`.
     task: says how a batch becomes a loss; see `task.Task`.
     optimizer: turns gradients into updates.
     static_args: static choices of this step, as `task.static_args` returns.
@@ -72,7 +72,7 @@ def train_step(
   ema = state.ema
   if ema is not None:
     rate = ema_rate(ema_decay, state.step)
-    # Written so that the average of a constant does not change either.
+    # Written in this way, the average of a constant stays exactly the same.
     ema = jax.tree.map(lambda e, p: e + (rate * (p - e)), ema, params)
   return state.replace(
     step=state.step + 1,

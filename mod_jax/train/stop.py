@@ -21,11 +21,11 @@ import jax
 from jax.experimental import multihost_utils
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-_PATIENCE = 3  # So many Ctrl-C end the process without waiting for the save.
+_PATIENCE = 3  # This many Ctrl-C end the process without waiting for the save.
 
 
 class Stopped(Exception):
-  """Ends a piece of work that is done again when the run continues."""
+  """Ends work that is begun anew when the run continues."""
 
 
 class _Asked:
@@ -48,8 +48,8 @@ def listening() -> Iterator[None]:
   Listenings may enclose each other: a stop holds until the outermost one ends,
   so that one that comes between two runs of a sweep is not forgotten. When the
   outermost ends, Ctrl-C becomes the `KeyboardInterrupt` that it always is; by
-  then everything is saved. Who cannot wait presses it a third time. Other
-  signals end in a normal return.
+  then everything is saved. A third Ctrl-C does not wait for that. Other signals
+  end in a normal return.
 
   With several hosts a signal on any of them stops all after the same step, by
   JAX's preemption service.
@@ -77,7 +77,7 @@ def listening() -> Iterator[None]:
     yield
   finally:
     for number, handler in before.items():
-      # None stands for one that was not installed by Python.
+      # None stands for a handler that Python did not install.
       signal.signal(number, signal.SIG_DFL if handler is None else handler)
     interrupted = _asked.interrupts > 0
     _asked.depth = _asked.interrupts = 0
@@ -97,8 +97,8 @@ def after_step() -> bool:
   With several hosts, all must call this after each step; all get the same.
   """
   if _asked.hosts > 1:
-    # The service wants a number that grows, over all runs of the process: it
-    # may name a step that only the next run reaches.
+    # The service wants a number that grows over all runs of the process: the
+    # step at which it stops may belong to the next run.
     _asked.steps += 1
     if multihost_utils.reached_preemption_sync_point(_asked.steps):
       _asked.requested = True
@@ -115,7 +115,7 @@ def check() -> None:
 
 
 def each[T](items: Iterable[T]) -> Iterator[T]:
-  """Yields items, such as batches of an evaluation, and looks before each."""
+  """Yields items, such as batches, and calls `check` before each."""
   for item in items:
     check()
     yield item
@@ -135,6 +135,6 @@ def _note(number, _):
 
 
 def _say(text):
-  # A handler may have interrupted a print, whose stream would refuse another.
+  # The signal may have interrupted a print, and its stream refuses another.
   with contextlib.suppress(OSError):
     os.write(2, f'\n{text}\n'.encode())

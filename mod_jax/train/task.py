@@ -41,7 +41,7 @@ class Task(abc.ABC):
   # What a batch is counted in.
   unit: str = 'tokens'
 
-  # Not abstract: many tasks have nothing to look at.
+  # Not abstract, because many tasks have nothing to look at.
   def check(self) -> None:  # noqa: B027
     """Looks at what the data are; called before a run is begun or read.
 
@@ -143,7 +143,7 @@ class Task(abc.ABC):
     """Returns how held-out batches are gone through, by prefix of the metrics.
 
     Args:
-      more: the modes that `eval.py` alone tells of, beside the others.
+      more: returns instead the modes that only `eval.py` reports.
     """
     return {} if more else {'': None}
 

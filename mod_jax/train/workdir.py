@@ -11,7 +11,6 @@ from mod_jax.train.run_config import RunConfig
 
 _CONFIG = 'config.json'
 
-
 expand = paths.expand
 
 
@@ -52,11 +51,7 @@ def find(init: str) -> epath.Path:
 
 
 def read_config(workdir, cls: type[RunConfig]) -> RunConfig:
-  """Returns the config of the run in a directory.
-
-  Args:
-    workdir: the directory.
-    cls: of the config.
+  """Returns the config, of class `cls`, of the run in a directory.
 
   Raises:
     UserError: there is no run, or its config cannot be read.
@@ -100,13 +95,13 @@ def check(workdir, config: RunConfig) -> None:
 def refuse_differences(
   held: RunConfig, config: RunConfig, what: str, way_out: str
 ) -> None:
-  """Raises UserError where one run cannot be the other's continuation.
+  """Raises UserError where `config` cannot continue the run that is there.
 
   Args:
-    held: config of what is there.
-    config: of what is to go on with it.
-    what: the beginning of the sentence, before the differences.
-    way_out: its end.
+    held: config of the run that is there.
+    config: of the run that is to continue it.
+    what: how the message begins, before it names the differences.
+    way_out: how it ends.
   """
   differences = [
     line
@@ -121,13 +116,11 @@ def refuse_differences(
 
 
 def claim(workdir, config: RunConfig) -> None:
-  """Makes a directory the home of a run, or checks that it is its home.
+  """Makes a directory the home of a run that passes `check` there.
 
   Raises:
-    UserError: the directory holds a run with another config, or cannot be
-      written.
+    UserError: the directory cannot be written.
   """
-  check(workdir, config)
   if not holds_run(workdir) and checkpoints(workdir).exists():
     logging.warning(
       '%s was missing in %s, where there are checkpoints: it is written anew.',

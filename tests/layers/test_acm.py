@@ -58,7 +58,9 @@ def parameters(config):
 )
 def run(config, mode, params, z_BLD, key=None, dtype='float32'):
   rngs = {} if key is None else {'gumbel': key}
-  return ACM(config, dtype, mode).apply({'params': params}, z_BLD, rngs=rngs)
+  return ACM(config, mode, dtype=dtype).apply(
+    {'params': params}, z_BLD, rngs=rngs
+  )
 
 
 def always(config, params, k):

@@ -58,7 +58,7 @@ def total(output):
 
 def build(config):
   if isinstance(config, acm.ACMConfig):
-    return acm.ACM(config, 'bfloat16', mode='train', noise=False)
+    return acm.ACM(config, 'train', noise=False, dtype='bfloat16')
   if isinstance(config, dynamic_vit.DynamicViTConfig):
     return config.build(train=True)
   return config.build()

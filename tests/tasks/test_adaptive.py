@@ -5,6 +5,7 @@ import functools
 import json
 import re
 
+import chex
 from flax import linen as nn
 import jax
 import jax.numpy as jnp
@@ -611,6 +612,31 @@ class TestLanguage:
     for name, grad in trees.flatten(grads).items():
       assert jnp.isfinite(grad).all(), name
       assert jnp.any(grad), name
+
+  @pytest.mark.parametrize('phase', ['learners', 'gates', 'end_to_end'])
+  def test_padding_counts_for_nothing(self, make, params, teacher, phase):
+    task = make(phase)
+    rng = np.random.default_rng(0)
+    full = {
+      'tokens': rng.integers(1, 100, (2, 12), dtype=np.int32),
+      'targets': rng.integers(1, 100, (2, 12), dtype=np.int32),
+      'weights': np.ones((2, 12), np.float32),
+      'segments': np.ones((2, 12), np.int32),
+    }
+    # Four places more in each row, and a third row of nothing else.
+    padded = {k: np.pad(v, ((0, 1), (0, 4))) for k, v in full.items()}
+
+    @jax.jit
+    def step(params, teacher, batch):
+      (_, (metric_sums, _)), grads = jax.value_and_grad(
+        task.loss, has_aux=True
+      )(params, {}, batch, jax.random.key(0), False, teacher)
+      return {k: total / n for k, (total, n) in metric_sums.items()}, grads
+
+    want, want_grads = step(params[1], teacher, full)
+    found, grads = step(params[1], teacher, padded)
+    chex.assert_trees_all_close(found, want, rtol=1e-5)
+    chex.assert_trees_all_close(grads, want_grads, rtol=1e-3, atol=1e-6)
 
   def test_starts_from_a_dense_run(self, make, params, teacher, tmp_path):
     task = make('learners')

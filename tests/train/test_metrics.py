@@ -16,6 +16,7 @@ import pytest
 from tensorboardX.proto import event_pb2
 
 from mod_jax.errors import UserError
+from mod_jax.losses import sums
 from mod_jax.train import metrics
 from mod_jax.train.metrics import MetricWriter
 
@@ -30,7 +31,7 @@ def test_mean_does_not_depend_on_the_batches():
   def by(cuts):
     total = {}
     for part in np.split(values, cuts):
-      total = metrics.add(total, of(part))
+      total = sums.add(total, of(part))
     return metrics.finalize(total)
 
   assert by([1, 5]) == by([6]) == {'loss': float(np.mean(values))}
@@ -49,7 +50,7 @@ def test_add_works_under_jit_and_scan():
   @jax.jit
   def total(metric_sums):
     return jax.lax.scan(
-      lambda acc, pair: (metrics.add(acc, pair), None), zero, metric_sums
+      lambda acc, pair: (sums.add(acc, pair), None), zero, metric_sums
     )[0]
 
   assert metrics.finalize(total(metric_sums)) == {'a': 1.5, 'b': 0.75}
@@ -57,7 +58,7 @@ def test_add_works_under_jit_and_scan():
 
 def test_add_keeps_names_of_either_side():
   a = {'x': (1.0, 2.0)}
-  both = metrics.add(a, {'y': (3.0, 4.0), 'x': (1.0, 2.0)})
+  both = sums.add(a, {'y': (3.0, 4.0), 'x': (1.0, 2.0)})
   assert both == {'x': (2.0, 4.0), 'y': (3.0, 4.0)}
   assert a == {'x': (1.0, 2.0)}
 

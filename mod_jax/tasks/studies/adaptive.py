@@ -14,18 +14,13 @@ _IMAGES = 512
 _SEVERITIES = range(6)  # 0 is the clean image.
 
 
-def robustness(task, params, model_state, mesh) -> Study:
-  """Accuracy and load under corruptions of five severities.
+@image_studies.on_one_device
+def robustness(task, params, model_state) -> Study:
+  """Measures accuracy and load under corruptions of five severities.
 
-  Beside the dense model that was converted, where its weights still are. Up to
-  512 held-out images; the corruptions are those of `data.corruptions`.
+  The dense model that was converted is measured beside it. Both see up to 512
+  held-out images, under the corruptions of `data.corruptions`.
   """
-  del mesh
-  with image_studies.one_device(params, model_state) as (params, model_state):
-    return _robustness(task, params, model_state)
-
-
-def _robustness(task, params, model_state):
   model = task.config.model
   batch = task.modality.examples(_IMAGES)
   shown_BHWC = images_lib.denormalize(task.config.data, batch['image'])
@@ -35,13 +30,9 @@ def _robustness(task, params, model_state):
   def guess(params, model_state, teacher, images_BHWC):
     output = model.build().apply({'params': params, **model_state}, images_BHWC)
     dense = model.dense_twin().build().apply(teacher, images_BHWC)
-    return (
-      output.logits_BV.argmax(axis=-1),
-      dense.logits_BV.argmax(axis=-1),
-      task.load_per_token(stack_lib.collect(output.aux, 'adaptive')).mean(
-        axis=-1
-      ),
-    )
+    load_BL = task.load_per_token(stack_lib.collect(output.aux, 'adaptive'))
+    guesses = (x.logits_BV.argmax(axis=-1) for x in (output, dense))
+    return *guesses, load_BL.mean(axis=-1)
 
   mean, std = map(np.float32, (task.config.data.mean, task.config.data.std))
   lines = [
@@ -80,7 +71,5 @@ def _robustness(task, params, model_state):
   }
   figure = viz.corruption_curves(curves, budget=task.objective.budget)
   return Study(
-    text='\n'.join(lines),
-    metrics=metrics,
-    figures={'curves': figure},
+    text='\n'.join(lines), metrics=metrics, figures={'curves': figure}
   )

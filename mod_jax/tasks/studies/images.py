@@ -1,6 +1,7 @@
 """Longer looks at a trained vision model: its speed, and what it attends to."""
 
 import contextlib
+import functools
 
 from flax import linen as nn
 import jax
@@ -24,13 +25,10 @@ _IMAGES = 16  # Images in which the importance of tokens is measured.
 
 @contextlib.contextmanager
 def one_device(*trees):
-  """Leaves the mesh for a while: a few images need not divide over it.
-
-  Args:
-    *trees: arrays that lie on the mesh.
+  """Leaves the mesh for a while, since a few images need not divide over it.
 
   Yields:
-    The trees, on the first device of this host.
+    The trees of arrays, on the first device of this host.
   """
   if jax.process_count() > 1:
     trees = multihost_utils.process_allgather(trees, tiled=True)
@@ -40,18 +38,25 @@ def one_device(*trees):
     yield jax.device_put(trees, everywhere)
 
 
-def throughput(task, params, model_state, mesh) -> Study:
-  """Times the model and its dense twin by batch size, in turn, on a device."""
-  del mesh
-  with one_device(params, model_state) as (params, model_state):
-    return _throughput(task, params, model_state)
+def on_one_device(study):
+  """Turns a function that knows no mesh into a study; see `one_device`."""
+
+  @functools.wraps(study)
+  def run(task, params, model_state, mesh) -> Study:
+    del mesh
+    with one_device(params, model_state) as variables:
+      return study(task, *variables)
+
+  return run
 
 
-def _throughput(task, params, model_state) -> Study:
+@on_one_device
+def throughput(task, params, model_state) -> Study:
+  """Times the model and its dense twin by batch size, in turn."""
   model = task.config.model
   configs = {'model': model, 'dense twin': model.dense_twin()}
   key = jax.random.key(0)
-  # Time does not depend on weights, so the twin's may be any.
+  # The time does not depend on the weights, so the twin's are random.
   variables = {
     'model': {'params': params, **model_state},
     'dense twin': nn.unbox(
@@ -59,16 +64,10 @@ def _throughput(task, params, model_state) -> Study:
     ),
   }
   ratio = flops.forward(model) / flops.forward(configs['dense twin'])
-  lines = [
-    'batch'.rjust(6)
-    + ''.join(
-      title.rjust(16)
-      for title in (
-        *('ms a batch', 'images/s', 'dense images/s', 'time ratio'),
-        'quartiles',
-      )
-    )
-  ]
+  titles = (
+    *('ms a batch', 'images/s', 'dense images/s', 'time ratio', 'quartiles'),
+  )
+  lines = ['batch'.rjust(6) + ''.join(t.rjust(16) for t in titles)]
   metrics = {'flop_ratio': ratio, 'batches': {}}
   for batch in _BATCHES:
     size = model.image_size
@@ -79,7 +78,7 @@ def _throughput(task, params, model_state) -> Study:
     }
     seconds = timing.interleaved(functions, rounds=_ROUNDS)
     median = timing.medians(seconds)
-    # The ratio of the medians beside it, not the median of the rounds' ratios.
+    # Of the medians that stand beside it, not the median of the ratios.
     ratio_of_medians = median['model'] / median['dense twin']
     _, low, high = timing.ratio_spread(seconds, 'model', 'dense twin')
     metrics['batches'][str(batch)] = {
@@ -115,7 +114,8 @@ def _inference(config, variables, images_BHWC, key):
   return lambda: compiled(variables, images_BHWC, key).block_until_ready()
 
 
-def importance(task, params, model_state, mesh) -> Study:
+@on_one_device
+def importance(task, params, model_state) -> Study:
   """Compares routing scores with what leaving a token out does to the loss.
 
   For each routed layer and each token: how much the loss of an image rises when
@@ -124,12 +124,6 @@ def importance(task, params, model_state, mesh) -> Study:
   processes all tokens, and correlated over tokens and images with the scores
   that the routed model chose by (A-MoD, Gadhikar et al. 2024, section 4.4).
   """
-  del mesh
-  with one_device(params, model_state) as (params, model_state):
-    return _importance(task, params, model_state)
-
-
-def _importance(task, params, model_state) -> Study:
   model = task.config.model
   batch = task.modality.examples(_IMAGES)
   layers = [i for i, c in enumerate(model.capacities) if c is not None]
@@ -139,9 +133,7 @@ def _importance(task, params, model_state) -> Study:
   @jax.jit
   def measure(params, model_state, images_BHWC, target_BV):
     def run(module):
-      return [
-        leave_one_out(module, layer, images_BHWC, target_BV) for layer in layers
-      ]
+      return [leave_one_out(module, i, images_BHWC, target_BV) for i in layers]
 
     variables = {'params': params, **model_state}
     output = model.build().apply(variables, images_BHWC, rngs={'routing': key})
@@ -179,9 +171,10 @@ def _importance(task, params, model_state) -> Study:
     correlations=correlations,
     title='What the routed blocks choose by, and what matters',
   )
-  metrics = dict(zip(map(str, layers), correlations, strict=True))
   return Study(
-    text='\n'.join(rows), metrics=metrics, figures={'scatter': figure}
+    text='\n'.join(rows),
+    metrics=dict(zip(map(str, layers), correlations, strict=True)),
+    figures={'scatter': figure},
   )
 
 
@@ -191,13 +184,9 @@ def leave_one_out(
   images_BHWC: jax.Array,
   target_BV: jax.Array,
 ) -> jax.Array:
-  """Returns importance_BL, in nats, of each token to one layer.
+  """Returns importance_BL, in nats, of each token to a layer of a dense model.
 
-  Args:
-    module: the bound model, dense.
-    layer: number of a block.
-    images_BHWC: images.
-    target_BV: their classes.
+  `module` is bound to its variables; `target_BV` are the images' classes.
   """
   x_BLD = module.embed(images_BHWC)
   for i in range(layer):
@@ -218,8 +207,8 @@ def leave_one_out(
     )
     return per_image(logits_BV, target_BV)
 
-  # One token after another: memory of one pass. With none left out in the same
-  # loop, so that its rounding is the same.
+  # A loop over the tokens takes the memory of a single pass. The pass in which
+  # none is left out belongs to it, so that its rounding is the same.
   left_NL = jnp.concatenate(
     [jnp.ones((1, length), bool), ~jnp.eye(length, dtype=bool)]
   )
