@@ -16,6 +16,13 @@ on the number of hosts: position and arrays are those of the whole run.
 A checkpoint without a manifest was not left so by a kill; somebody took the
 manifest away. Nothing vouches for it, so it is used only where no other is
 usable, and then with a warning.
+
+This is written against Orbax's stable API. The `Checkpointer` of its v1, still
+experimental in orbax-checkpoint 0.12.8, deletes old checkpoints in place, so
+that a kill leaves a torso under a valid name. One damaged metadata file can
+stop it from opening, and with `lightweight_initialize`, which prevents that, it
+saves nothing beside an earlier checkpoint. Its plain functions call nothing of
+ours between the last written file and the commit, where the manifest belongs.
 """
 
 from collections.abc import Callable
@@ -23,6 +30,7 @@ from collections.abc import Collection
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 from typing import Any
@@ -102,18 +110,6 @@ class _HashingHandler(ocp.PyTreeCheckpointHandler):
     return [ocp.future.ChainedFuture(written, hash_own_files)]
 
 
-@ocp.args.register_with_handler(_HashingHandler, for_save=True)
-@dataclasses.dataclass
-class _HashedSave(ocp.args.PyTreeSave):
-  """Arrays for `_HashingHandler`."""
-
-
-@ocp.args.register_with_handler(_HashingHandler, for_restore=True)
-@dataclasses.dataclass
-class _HashedRestore(ocp.args.PyTreeRestore):
-  """Orbax asks for it, though any of its handlers reads what is written."""
-
-
 def _own_digests(state) -> dict[str, tuple[int, str]]:
   """Collects, and takes away, what each process noted of its own files."""
   found = {}
@@ -144,20 +140,15 @@ class Checkpointer:
     self._directory = _absolute(directory)
     self._saving = -1
     with _reading_directory(self._directory):
-      self._manager = self._open()
+      self._manager = self._new_manager()
       self._purge()
 
-  def _open(self):
-    manager = self._new_manager()
-    # Orbax would ask JAX's preemption service under the steps of this run. The
-    # loop asks it, under numbers that grow over all runs of the process
-    # (`stop.after_step`), and the service loses a stop between the two.
-    manager.reached_preemption = lambda step: False
-    return manager
-
   def _new_manager(self):
-    return ocp.CheckpointManager(
+    handlers = ocp.DefaultCheckpointHandlerRegistry()
+    handlers.add(_STATE, ocp.args.PyTreeSave, _HashingHandler())
+    manager = ocp.CheckpointManager(
       self._directory,
+      handler_registry=handlers,
       options=ocp.CheckpointManagerOptions(
         max_to_keep=self.config.keep,
         cleanup_tmp_directories=True,
@@ -172,6 +163,11 @@ class Checkpointer:
         ),
       ),
     )
+    # Orbax would ask JAX's preemption service under the steps of this run. The
+    # loop asks it, under numbers that grow over all runs of the process
+    # (`stop.after_step`), and the service loses a stop between the two.
+    manager.reached_preemption = lambda step: False
+    return manager
 
   def __enter__(self):
     return self
@@ -185,7 +181,7 @@ class Checkpointer:
 
   def steps(self) -> list[int]:
     """Returns the steps of the whole checkpoints on disk, ascending."""
-    return _steps(self._directory)
+    return steps(self._directory)
 
   def save(self, step: int, state, iterator=None, metadata=None) -> None:
     """Saves a checkpoint, unless there is one at this step.
@@ -211,7 +207,7 @@ class Checkpointer:
     if iterator is not None:
       saved[_POSITION] = iterator.get_state()
     items = {
-      _STATE: _HashedSave(trees.unflatten(_stored_arrays(state))),
+      _STATE: ocp.args.PyTreeSave(trees.unflatten(_stored_arrays(state))),
       # Orbax encodes in the background: take the copy now.
       _METADATA: ocp.args.JsonSave(json.loads(json.dumps(saved))),
     }
@@ -253,7 +249,7 @@ class Checkpointer:
     self.wait()
     restored, unusable = _restore_newest(
       self._directory,
-      _steps(self._directory),
+      self.steps(),
       lambda source: source.load(
         abstract_state, iterator, whole=True, check=check
       ),
@@ -334,19 +330,16 @@ def restore_subtree(
     UserError: there is no such step, no checkpoint is usable, or a leaf is not
       in the checkpoint as wanted.
   """
-  directory = _absolute(directory)
-  steps = _steps(directory)
-  if step is not None:
-    if step not in steps:
-      raise UserError(
-        f'no checkpoint at step {step} in {directory}: expected one of '
-        f'{steps or "none, there is nothing there"}'
-      )
-    steps = [step]
+  directory, found = _absolute(directory), steps(directory)
+  if step is not None and step not in found:
+    raise UserError(
+      f'no checkpoint at step {step} in {directory}: expected one of '
+      f'{found or "none, there is nothing there"}'
+    )
   restored, _ = _restore_newest(
     directory,
-    steps,
-    lambda source: source.load(abstract, None, whole=False, check=check),
+    found if step is None else [step],
+    lambda source: source.load(abstract, check=check),
     report,
   )
   return restored
@@ -377,20 +370,17 @@ def restore_named(
   """
 
   def load(source):
-    stored = source.stored()
     wanted = {
       path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-      for path, leaf in stored.items()
+      for path, leaf in source.stored.items()
       if path.split('/')[0] in names
     }
-    restored = source.load(
-      trees.unflatten(wanted), None, whole=False, check=check
-    )
+    restored = source.load(trees.unflatten(wanted), check=check)
     state = {name: restored.state.get(name, {}) for name in names}
     return dataclasses.replace(restored, state=state)
 
   directory = _absolute(directory)
-  restored, _ = _restore_newest(directory, _steps(directory), load, report)
+  restored, _ = _restore_newest(directory, steps(directory), load, report)
   return restored
 
 
@@ -400,7 +390,22 @@ def steps(directory) -> list[int]:
   Args:
     directory: as for `Checkpointer`; may be missing.
   """
-  return _steps(_absolute(directory))
+  directory = _absolute(directory)
+  with _reading_directory(directory):
+    try:
+      entries = list(directory.iterdir())
+    except FileNotFoundError:
+      return []
+    found = {
+      step
+      for step in ocp.utils.checkpoint_steps(directory)
+      if (directory / str(step)).exists()
+    }
+    if paths.is_remote(directory):  # Where what is not finished has its name.
+      return sorted(found)
+    # What has a step's name and is no directory is a damaged checkpoint.
+    files = {path.name for path in entries if not path.is_dir()}
+    return sorted(found | {int(name) for name in files if name.isdecimal()})
 
 
 def peek(directory, step: int) -> Restored | None:
@@ -432,12 +437,13 @@ class _Unusable(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class _Source:
-  """One checkpoint on disk, to read from."""
+  """A checkpoint on disk in which `_open` found no damage."""
 
   directory: epath.Path
   verified: bool  # Whether a manifest vouches for its files.
+  saved: dict[str, Any]  # What was saved beside the arrays.
 
-  def load(self, abstract, iterator, *, whole: bool, check) -> Restored:
+  def load(self, abstract, iterator=None, *, whole=False, check) -> Restored:
     """Reads arrays, iterator and metadata; see `Checkpointer.restore`.
 
     Args:
@@ -446,119 +452,92 @@ class _Source:
       whole: whether the checkpoint may hold no other arrays than these.
       check: see `Checkpointer.restore`.
     """
-    saved = self.saved()
-    check(Restored(step=self.step, state=None, metadata=saved[_CALLERS]))
+    step, metadata = self.saved[_STEP], self.saved[_CALLERS]
+    check(Restored(step=step, state=None, metadata=metadata))
     wanted = trees.by_path(abstract)
-    self._check(wanted, self.stored(), whole)
-    with self._reading('its arrays'):
+    self._check(wanted, whole)
+    with _reading('its arrays', self.verified):
       tree = {path: _stored_type(leaf) for path, leaf in wanted.items()}
-      arrays = self._item(
-        _STATE,
-        ocp.args.PyTreeRestore(
+      args = {path: _restore_args(leaf) for path, leaf in tree.items()}
+      arrays = ocp.PyTreeCheckpointHandler().restore(
+        self.directory / _STATE,
+        args=ocp.args.PyTreeRestore(
           item=trees.unflatten(tree),
-          restore_args=trees.unflatten(
-            {path: _restore_args(leaf) for path, leaf in tree.items()}
-          ),
+          restore_args=trees.unflatten(args),
           partial_restore=True,
         ),
       )
     arrays = trees.by_path(arrays)
     leaves = [_as_wanted(arrays[path], leaf) for path, leaf in wanted.items()]
     if iterator is not None:
-      self._restore_iterator(iterator, saved)
-    return Restored(
-      step=self.step,
-      state=jax.tree.unflatten(jax.tree.structure(abstract), leaves),
-      metadata=saved[_CALLERS],
-    )
+      self._restore_iterator(iterator)
+    state = jax.tree.unflatten(jax.tree.structure(abstract), leaves)
+    return Restored(step=step, state=state, metadata=metadata)
 
-  def saved(self) -> dict[str, Any]:
-    """Returns what was saved beside the arrays.
-
-    Raises:
-      UserError: it is of an older version.
-      _Unusable: it is of another step.
-    """
-    with self._reading('its metadata'):
-      saved = _read_metadata(self.directory)
-      if saved.get(_STEP, self.step) != self.step:
-        raise _Unusable(f'it was saved at step {saved[_STEP]}')
-    if _STEP not in saved:
-      raise UserError(
-        f'the checkpoint {self.directory} was saved by an older version of '
-        'mod_jax, with a data position for each host: go on with that version, '
-        'or start in another workdir'
-      )
-    return saved
-
-  @property
-  def step(self) -> int:
-    return int(self.directory.name)
-
+  @functools.cached_property
   def stored(self) -> dict[str, Any]:
-    """Returns shape and dtype of all its arrays, by path."""
-    with self._reading('its list of arrays'):
+    """Shape and dtype of all its arrays, by path."""
+    with _reading('its list of arrays', self.verified):
       handler = ocp.PyTreeCheckpointHandler()
       return trees.by_path(handler.metadata(self.directory / _STATE).tree)
 
-  def _item(self, name, args):
-    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
-      composite = ocp.args.Composite(**{name: args})
-      return reader.restore(self.directory, args=composite)[name]
-
-  def _restore_iterator(self, iterator, saved):
+  def _restore_iterator(self, iterator):
     try:
-      iterator.set_state(saved[_POSITION])
+      iterator.set_state(self.saved[_POSITION])
     except Exception as e:
-      why = 'it has none' if _POSITION not in saved else _one_line(e)
+      why = 'it has none' if _POSITION not in self.saved else _one_line(e)
       raise UserError(
         f'the checkpoint {self.directory} holds no data position that fits '
         f'this run ({why}): resume with the data that it was saved with, or '
         'start in another workdir'
       ) from e
 
-  @contextlib.contextmanager
-  def _reading(self, what):
-    try:
-      yield
-    except (MemoryError, _Unusable):
-      raise
-    except Exception as e:
-      # The files are what was written: the fault is not theirs, and another
-      # checkpoint would not fare better.
-      if self.verified:
-        raise
-      raise _Unusable(f'{what} cannot be read: {_one_line(e)}') from e
-
-  def _check(self, wanted, stored, whole):
+  def _check(self, wanted, whole):
     """Raises UserError for the first leaf that differs."""
     way_out = (
       'use the config that the checkpoint was made with, or another workdir'
     )
     for path, leaf in wanted.items():
       leaf = _stored_type(leaf)
-      if path not in stored:
+      if path not in self.stored:
         raise UserError(
           f'the checkpoint {self.directory} has no {path}, which this model '
-          f'needs with shape {tuple(leaf.shape)}: {way_out}'
+          f'needs with shape {leaf.shape}: {way_out}'
         )
-      if tuple(stored[path].shape) != tuple(leaf.shape):
-        raise UserError(
-          f'{path} has shape {tuple(stored[path].shape)} in the checkpoint '
-          f'{self.directory} but {tuple(leaf.shape)} in this model: {way_out}'
-        )
-      if np.dtype(stored[path].dtype) != np.dtype(leaf.dtype):
-        raise UserError(
-          f'{path} has dtype {np.dtype(stored[path].dtype)} in the checkpoint '
-          f'{self.directory} but {np.dtype(leaf.dtype)} in this model: '
-          f'{way_out}'
-        )
-    extra = [path for path in stored if path not in wanted]
+      stored = self.stored[path]
+      for what, there, here in (
+        ('shape', tuple(stored.shape), leaf.shape),
+        ('dtype', np.dtype(stored.dtype), leaf.dtype),
+      ):
+        if there != here:
+          raise UserError(
+            f'{path} has {what} {there} in the checkpoint {self.directory} but '
+            f'{here} in this model: {way_out}'
+          )
+    extra = [path for path in self.stored if path not in wanted]
     if whole and extra:
       raise UserError(
         f'the checkpoint {self.directory} has {extra[0]} with shape '
-        f'{tuple(stored[extra[0]].shape)}, which this model lacks: {way_out}'
+        f'{tuple(self.stored[extra[0]].shape)}, which this model lacks: '
+        f'{way_out}'
       )
+
+
+@contextlib.contextmanager
+def _reading(what, verified):
+  """Takes an error for damage, unless a manifest vouches for the files.
+
+  Then they are what was written: the fault is not theirs, and another
+  checkpoint would not fare better.
+  """
+  try:
+    yield
+  except (MemoryError, _Unusable):
+    raise
+  except Exception as e:
+    if verified:
+      raise
+    raise _Unusable(f'{what} cannot be read: {_one_line(e)}') from e
 
 
 def _restore_newest(directory, steps, load, report):
@@ -575,39 +554,41 @@ def _restore_newest(directory, steps, load, report):
   """
   unusable, doubtful = {}, {}
 
-  def used(step, restored):
+  def sources():
+    """Yields the verified ones, newest first; then those without a manifest."""
+    for step in reversed(steps):
+      try:
+        source = _open(directory / str(step))
+      except _Unusable as e:
+        unusable[step] = str(e)
+        continue
+      if source.verified:
+        yield step, source
+      else:
+        doubtful[step] = source
+    yield from doubtful.items()
+
+  for used, source in sources():
+    try:
+      restored = load(source)
+    except _Unusable as e:
+      unusable[used] = str(e)
+      continue
+    if source.verified:
+      missing = f'its {_MANIFEST} is missing, so nothing vouches for it'
+      unusable |= dict.fromkeys(doubtful, missing)
+    else:
+      report(
+        f'nothing vouches for the checkpoint at step {used} in {directory}, '
+        f'for its {_MANIFEST} is missing: using it, since there is no better '
+        'one'
+      )
     for bad, why in unusable.items():
       report(
         f'the checkpoint at step {bad} in {directory} is unusable ({why}): '
-        f'using the one at step {step} instead'
+        f'using the one at step {used} instead'
       )
     return restored, list(unusable)
-
-  for step in reversed(steps):
-    try:
-      source = _verify(directory / str(step))
-      source.saved()
-      if not source.verified:
-        doubtful[step] = source
-        continue
-      restored = load(source)
-    except _Unusable as e:
-      unusable[step] = str(e)
-      continue
-    missing = f'its {_MANIFEST} is missing, so nothing vouches for it'
-    unusable |= dict.fromkeys(doubtful, missing)
-    return used(step, restored)
-  for step, source in doubtful.items():
-    try:
-      restored = load(source)
-    except _Unusable as e:
-      unusable[step] = str(e)
-      continue
-    report(
-      f'nothing vouches for the checkpoint at step {step} in {directory}, for '
-      f'its {_MANIFEST} is missing: using it, since there is no better one'
-    )
-    return used(step, restored)
   if unusable:
     reasons = '; '.join(f'step {bad}: {why}' for bad, why in unusable.items())
     raise UserError(
@@ -617,11 +598,36 @@ def _restore_newest(directory, steps, load, report):
   return None, []
 
 
-def _verify(directory) -> _Source:
-  """Compares a checkpoint's files with its manifest; raises _Unusable.
+def _open(directory) -> _Source:
+  """Verifies a checkpoint, and reads what was saved beside its arrays.
 
-  Each host reads its part of them, and all decide alike: otherwise they would
-  resume from different steps.
+  Raises:
+    UserError: it is of an older version.
+    _Unusable: it is damaged, or of another step.
+  """
+  verified = _verify(directory)
+  with _reading('its metadata', verified):
+    saved = _read_metadata(directory)
+    step = int(directory.name)
+    if saved.get(_STEP, step) != step:
+      raise _Unusable(f'it was saved at step {saved[_STEP]}')
+  if _STEP not in saved:
+    raise UserError(
+      f'the checkpoint {directory} was saved by an older version of mod_jax, '
+      'with a data position for each host: go on with that version, or start '
+      'in another workdir'
+    )
+  return _Source(directory, verified, saved)
+
+
+def _verify(directory) -> bool:
+  """Compares a checkpoint's files with its manifest; says whether it has one.
+
+  Each host reads its part of the files, and all decide alike: otherwise they
+  would resume from different steps.
+
+  Raises:
+    _Unusable: a file is not as it was written.
   """
   problem, verified = None, False
   try:
@@ -639,7 +645,7 @@ def _verify(directory) -> _Source:
       problem = 'another host found it damaged'
   if problem:
     raise _Unusable(problem)
-  return _Source(directory, verified)
+  return verified
 
 
 def _damage(directory) -> str | None:
@@ -709,24 +715,6 @@ def _files(directory, prefix) -> list[str]:
 def _absolute(directory) -> epath.Path:
   path = paths.expand(directory)
   return path if paths.is_remote(path) else path.absolute()
-
-
-def _steps(directory) -> list[int]:
-  with _reading_directory(directory):
-    try:
-      entries = list(directory.iterdir())
-    except FileNotFoundError:
-      return []
-    steps = {
-      step
-      for step in ocp.utils.checkpoint_steps(directory)
-      if (directory / str(step)).exists()
-    }
-    if paths.is_remote(directory):  # Where what is not finished has its name.
-      return sorted(steps)
-    # What has a step's name and is no directory is a damaged checkpoint.
-    files = {path.name for path in entries if not path.is_dir()}
-    return sorted(steps | {int(name) for name in files if name.isdecimal()})
 
 
 @contextlib.contextmanager

@@ -95,6 +95,16 @@ def restore(directory, iterator=None):
   return restored, said
 
 
+def mesh_of(shape, names):
+  count = int(np.prod(shape))
+  return jax.make_mesh(
+    shape,
+    names,
+    axis_types=(AxisType.Auto,) * len(names),
+    devices=jax.devices()[:count],
+  )
+
+
 @pytest.fixture(scope='module')
 def two_steps(tmp_path_factory):
   """A directory with checkpoints at steps 1 and 2; copy it to change it."""
@@ -142,12 +152,7 @@ def test_nothing_saved_yet(tmp_path):
 
 @pytest.mark.parametrize('shards', [1, 8])
 def test_state_may_be_donated_and_data_may_go_on(tmp_path, shards):
-  mesh = jax.make_mesh(
-    (shards,),
-    ('data',),
-    axis_types=(AxisType.Auto,),
-    devices=jax.devices()[:shards],
-  )
+  mesh = mesh_of((shards,), ('data',))
   expected = np.arange(2**20, dtype=np.float32)
   state = {'x': jax.device_put(expected, NamedSharding(mesh, P('data')))}
   overwrite = jax.jit(
@@ -251,78 +256,31 @@ def array_file(step):
   return largest(step / 'state' / 'ocdbt.process_0' / 'd')
 
 
-DAMAGES = {
-  'truncated array': lambda step: truncate(array_file(step)),
-  'flipped array': lambda step: flip(array_file(step)),
-  'deleted array': lambda step: array_file(step).unlink(),
-  'emptied array': lambda step: array_file(step).write_bytes(b''),
-  'flipped list of arrays': lambda step: flip(step / 'state' / '_METADATA'),
-  'no state': lambda step: shutil.rmtree(step / 'state'),
-  'flipped data position': lambda step: flip(step / 'metadata' / 'metadata'),
-  'no metadata': lambda step: (step / 'metadata' / 'metadata').unlink(),
-  'truncated manifest': lambda step: truncate(step / 'manifest.json'),
-  'manifest of another kind': lambda step: (step / 'manifest.json').write_text(
-    '[1]'
-  ),
-  'manifest of nothing': lambda step: (step / 'manifest.json').write_text('{}'),
-  'empty manifest': lambda step: (step / 'manifest.json').write_bytes(b''),
-  'no manifest': lambda step: (step / 'manifest.json').unlink(),
-  'a file too many': lambda step: (step / 'state' / 'more').write_text('x'),
-  'the one before under its name': lambda step: (
-    shutil.rmtree(step),
-    shutil.copytree(step.parent / '1', step),
-  ),
-  'the one before under its name, no manifest': lambda step: (
-    shutil.rmtree(step),
-    shutil.copytree(step.parent / '1', step),
-    (step / 'manifest.json').unlink(),
-  ),
-}
-
-
-@pytest.mark.parametrize('damage', DAMAGES)
-def test_damage_is_reported_and_the_one_before_used(copy, damage):
-  DAMAGES[damage](copy / '2')
-  iterator = make_iterator()
-  restored, said = restore(copy, iterator)
-  assert restored.step == 1
-  assert restored.metadata == {'saved': 1}
-  assert_same(restored.state, make_state(1))
-  expected = make_iterator()
-  next(expected)
-  np.testing.assert_array_equal(next(iterator), next(expected))
-  (sentence,) = said
-  assert 'step 2' in sentence
-  assert 'using the one at step 1 instead' in sentence
-  # Nothing is lost, and the step is free again.
-  assert (copy / '2.corrupt').is_dir()
-  with Checkpointer(copy, CheckpointConfig()) as checkpointer:
-    assert checkpointer.steps() == [1]
-    checkpointer.save(2, make_state(2), iterator)
-  restored, said = restore(copy, iterator)
-  assert (restored.step, said) == (2, [])
-
-
-def test_goes_on_saving_after_a_fallback(copy):
+# The many kinds of damage are in test_damage.py.
+def test_the_one_before_is_used_and_the_run_goes_on(copy):
   flip(array_file(copy / '2'))
+  state, iterator, said = abstract(make_state(0)), make_iterator(), []
   with Checkpointer(copy, CheckpointConfig(keep=2)) as checkpointer:
-    restored = checkpointer.restore(abstract(make_state(0)))
+    restored = checkpointer.restore(state, iterator, report=said.append)
     assert restored.step == 1
+    assert restored.metadata == {'saved': 1}
+    assert_same(restored.state, make_state(1))
+    expected = make_iterator()
+    next(expected)
+    np.testing.assert_array_equal(next(iterator), next(expected))
+    (sentence,) = said
+    assert 'step 2' in sentence
+    assert 'using the one at step 1 instead' in sentence
+    # Nothing is lost, and the step is free again.
+    assert sorted(os.listdir(copy)) == ['1', '2.corrupt']
     for step in (2, 3):
-      checkpointer.save(step, make_state(step))
+      checkpointer.save(step, make_state(step), iterator)
       checkpointer.wait()
     assert checkpointer.steps() == [2, 3]
-    restored = checkpointer.restore(abstract(make_state(0)))
+    restored = checkpointer.restore(state)
   assert_same(restored.state, make_state(3))
-
-
-def test_damage_says_what_is_wrong(copy):
-  path = array_file(copy / '2')
-  size = path.stat().st_size
-  name = path.relative_to(copy / '2').as_posix()
-  truncate(path)
-  _, (sentence,) = restore(copy)
-  assert f'{name} has {size // 2} bytes instead of {size}' in sentence
+  restored, said = restore(copy, iterator)
+  assert (restored.step, said) == (3, [])
 
 
 # Orbax leaves a coroutine behind where reading fails.
@@ -346,14 +304,6 @@ def test_without_a_manifest_only_where_there_is_nothing_better(copy):
   assert 'nothing vouches for the checkpoint at step 2' in said
   assert_same(restored.state, make_state(2))
   assert not (copy / '2.corrupt').exists()
-
-
-def test_a_checkpoint_under_another_number_says_so(copy):
-  (copy / '2').rename(copy / '30')
-  restored, (said,) = restore(copy, make_iterator())
-  assert restored.step == 1
-  assert 'step 30' in said
-  assert 'it was saved at step 2' in said
 
 
 def edit_metadata(step, change):
@@ -390,14 +340,6 @@ def test_files_that_the_manifest_leaves_out_do_not_matter(copy, harm):
   assert_same(restored.state, make_state(2))
 
 
-def test_an_empty_directory_is_no_checkpoint(copy):
-  (copy / '3').mkdir()
-  (copy / 'notes').mkdir()
-  restored, said = restore(copy)
-  assert restored.step == 2
-  assert 'step 3' in said[0]
-
-
 def test_none_usable_is_an_error_each_time(copy):
   for step in ('1', '2'):
     flip(array_file(copy / step))
@@ -406,9 +348,13 @@ def test_none_usable_is_an_error_each_time(copy):
       restore(copy)
     assert 'step 2' in str(e.value)
     assert 'step 1' in str(e.value)
+  with pytest.raises(UserError, match='no checkpoint in .* is usable') as e:
+    checkpoints.restore_subtree(copy, {}, step=2)
+  assert 'step 1' not in str(e.value)
 
 
 def test_leftovers_of_a_killed_save_are_cleaned(copy):
+  (copy / 'notes').mkdir()  # Somebody's.
   leftover = copy / '7.orbax-checkpoint-tmp'
   shutil.copytree(copy / '2', leftover)
   shutil.copytree(copy / '1', copy / 'deleted' / '0')
@@ -458,29 +404,16 @@ def test_another_model_is_an_error_and_no_damage(copy, change, words):
   assert restore(copy)[0].step == 2
 
 
-def test_another_kind_of_data_is_an_error_and_no_damage(copy):
-  edit_metadata(copy / '2', lambda told: told | {'data_position': {'a': 1}})
+@pytest.mark.parametrize('position', [{'data_position': {'a': 1}}, {}])
+def test_another_kind_of_data_is_an_error_and_no_damage(copy, position):
+  def change(saved):
+    del saved['data_position']
+    return saved | position
+
+  edit_metadata(copy / '2', change)
   with pytest.raises(UserError, match='no data position that fits'):
     restore(copy, make_iterator())
   assert restore(copy)[0].step == 2
-
-
-def test_a_checkpoint_without_data_position(tmp_path):
-  with Checkpointer(tmp_path, CheckpointConfig()) as checkpointer:
-    checkpointer.save(1, make_state(1))
-  assert restore(tmp_path)[0].step == 1
-  with pytest.raises(UserError, match='no data position'):
-    restore(tmp_path, make_iterator())
-
-
-def mesh_of(shape, names):
-  count = int(np.prod(shape))
-  return jax.make_mesh(
-    shape,
-    names,
-    axis_types=(AxisType.Auto,) * len(names),
-    devices=jax.devices()[:count],
-  )
 
 
 def test_restores_onto_another_mesh(tmp_path):
@@ -552,8 +485,6 @@ def test_part_of_a_damaged_checkpoint_leaves_it_where_it_is(copy):
   restored = checkpoints.restore_subtree(copy, wanted, report=said.append)
   assert restored.step == 1
   assert 'step 2' in said[0]
-  with pytest.raises(UserError, match='no checkpoint in .* is usable'):
-    checkpoints.restore_subtree(copy, wanted, step=2)
   assert sorted(copy.rglob('*')) == before
 
 

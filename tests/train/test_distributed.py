@@ -15,6 +15,7 @@ import pytest
 from mod_jax import config as config_lib
 from mod_jax.tasks import phases
 from mod_jax.train import checkpoints
+from mod_jax.train import evaluation
 from mod_jax.train import metrics
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -62,9 +63,12 @@ def start_two(workdir, *args):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures('compilation_cache', 'one_device')
 def test_two_hosts_equal_one_and_each_continues_the_other(
-  tmp_path, load_config_file
+  tmp_path, load_config_file, monkeypatch
 ):
+  # One report is enough: the processes below write theirs.
+  monkeypatch.setattr(evaluation, 'report', lambda *args: None)
   config = config_lib.replace(
     load_config_file('configs/lm/mod.py', 'tiny'),
     SMALL | {'train.num_steps': STEPS},

@@ -1,5 +1,6 @@
 """A run that was stopped, killed or damaged goes on as if nothing happened."""
 
+import dataclasses
 import importlib.util
 import os
 import pathlib
@@ -24,6 +25,7 @@ from mod_jax.tasks import warm_start
 from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.tasks.plain import Plain
 from mod_jax.train import evaluation
+from mod_jax.train import loop
 from mod_jax.train import metrics as metrics_lib
 from mod_jax.train import workdir as workdir_lib
 from mod_jax.train.optimizer import OptimizerConfig
@@ -48,10 +50,12 @@ def texts(tmp_path_factory):
   return f'{folder}/*.txt'
 
 
-@pytest.fixture(autouse=True)
-def _no_report(monkeypatch):
-  monkeypatch.setattr(evaluation, 'report', lambda *args: None)
-  monkeypatch.setattr(Plain, 'finish', lambda *args: ())
+@pytest.fixture(scope='module', autouse=True)
+def _no_report():
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(evaluation, 'report', lambda *args: None)
+    patch.setattr(Plain, 'finish', lambda *args: ())
+    yield
 
 
 def make_config(texts, routing=LEARNED, **changes):
@@ -87,72 +91,83 @@ def assert_same_state(a, b):
   assert all(raw(x) == raw(y) for x, y in leaves)
 
 
-@pytest.mark.parametrize(
-  ('routing', 'changes', 'stops'),
-  [
-    # At a checkpoint and between; in the middle of the warm-up's first and
-    # second stage, and at the border of two.
-    (
-      LEARNED,
-      {
-        'train.grad_accum_steps': 2,
-        'train.capacity_warmup_steps': 6,
-        'train.capacity_warmup_stages': 2,
-      },
-      (1, 4),
-    ),
-    (GAUSSIAN, {}, (5,)),
-  ],
-  ids=['warmup', 'gaussian'],
-)
-def test_stopped_and_continued_is_bit_identical(
-  texts, tmp_path, one_device, routing, changes, stops
-):
-  config = make_config(texts, routing, **changes)
-  whole = phases.train(config, tmp_path / 'whole')
-  assert whole.finished
-  for max_steps in stops:
-    part = phases.train(config, tmp_path / 'parts', max_steps=max_steps)
-    assert not part.finished
-  rest = phases.train(config, tmp_path / 'parts')
-  assert rest.finished
-  assert_same_state(rest.state, whole.state)
-  assert rest.metrics == whole.metrics
-  lines = [
-    (tmp_path / name / 'metrics.jsonl').read_bytes()
-    for name in ('parts', 'whole')
-  ]
-  assert lines[0] == lines[1]
-  losses = [
-    line['loss']
-    for line in metrics_lib.read(tmp_path / 'parts')
-    if line['kind'] == 'train'
-  ]
-  assert len(set(losses)) == 10
+@dataclasses.dataclass
+class Run:
+  config: ExperimentConfig
+  workdir: pathlib.Path
+  result: loop.Result
 
 
-def test_another_mesh_may_continue(texts, tmp_path, capsys):
-  config = make_config(texts, **{'evaluation.every': 0})
-  phases.train(config, tmp_path / 'whole', max_steps=8)
-  phases.train(config, tmp_path / 'run', max_steps=5)
-  other = config_lib.replace(
-    config, {'mesh': MeshConfig(data=2, fsdp=2, tensor=2)}
+@pytest.fixture(scope='module')
+def whole(texts, tmp_path_factory, on_one_device, compilation_cache):
+  """A run of ten steps without a stop, with checkpoints at 4, 8 and 10."""
+  config = make_config(
+    texts,
+    **{
+      'train.grad_accum_steps': 2,
+      'train.capacity_warmup_steps': 4,
+      'train.capacity_warmup_stages': 2,
+    },
   )
-  result = phases.train(other, tmp_path / 'run', max_steps=3)
-  assert 'continues at step 5' in capsys.readouterr().err
+  workdir = tmp_path_factory.mktemp('whole')
+  with on_one_device():
+    result = phases.train(config, workdir)
+  assert result.finished
+  return Run(config, workdir, result)
+
+
+@pytest.fixture
+def at_step_4(whole, tmp_path):
+  """A copy of that run's directory as it was then."""
+  workdir = tmp_path / 'run'
+  shutil.copytree(whole.workdir, workdir)
+  for step in (8, 10):
+    shutil.rmtree(workdir / 'checkpoints' / str(step))
+  return workdir
+
+
+def losses(workdir):
+  lines = metrics_lib.read(workdir)
+  return {x['step']: x['loss'] for x in lines if x['kind'] == 'train'}
+
+
+def test_stopped_and_continued_is_bit_identical(whole, tmp_path, one_device):
+  # In the middle of the first stage of the capacity's warm-up, and of its
+  # second; what follows has a checkpoint on its way.
+  for max_steps in (1, 2):
+    part = phases.train(whole.config, tmp_path, max_steps=max_steps)
+    assert not part.finished
+  rest = phases.train(whole.config, tmp_path)
+  assert rest.finished
+  assert_same_state(rest.state, whole.result.state)
+  assert rest.metrics == whole.result.metrics
+  name = 'metrics.jsonl'
+  assert (tmp_path / name).read_bytes() == (whole.workdir / name).read_bytes()
+  assert len(set(losses(tmp_path).values())) == 10
+
+
+def test_what_is_drawn_by_step_is_drawn_as_without_a_stop(
+  texts, tmp_path, one_device
+):
+  config = make_config(texts, GAUSSIAN, **{'evaluation.every': 0})
+  expected = phases.train(config, tmp_path / 'whole', max_steps=6)
+  phases.train(config, tmp_path / 'parts', max_steps=4)
+  rest = phases.train(config, tmp_path / 'parts', max_steps=2)
+  assert_same_state(rest.state, expected.state)
+  assert losses(tmp_path / 'parts') == losses(tmp_path / 'whole')
+
+
+def test_another_mesh_may_continue(whole, at_step_4, capsys):
+  other = config_lib.replace(
+    whole.config, {'mesh': MeshConfig(data=2, fsdp=2, tensor=2)}
+  )
+  result = phases.train(other, at_step_4, max_steps=3)
+  assert 'continues at step 4' in capsys.readouterr().err
   kernel = result.state.params['block_0']['mlp']['up']['kernel']
   assert kernel.addressable_shards[0].data.shape == (8, 8)
-  assert (
-    workdir_lib.read_config(tmp_path / 'run', ExperimentConfig).mesh
-    == other.mesh
-  )
-  whole, parts = (
-    [line['loss'] for line in metrics_lib.read(tmp_path / name)]
-    for name in ('whole', 'run')
-  )
-  assert len(whole) == 8
-  assert whole[:5] == parts[:5]
-  np.testing.assert_allclose(whole, parts, atol=1e-3)
+  assert workdir_lib.read_config(at_step_4, ExperimentConfig).mesh == other.mesh
+  expected = {k: v for k, v in losses(whole.workdir).items() if k <= 7}
+  assert losses(at_step_4) == pytest.approx(expected, abs=1e-3)
 
 
 def snapshot(folder):
@@ -163,15 +178,13 @@ def snapshot(folder):
   }
 
 
-def test_a_workdir_of_another_run_is_refused(texts, tmp_path, one_device):
-  config = make_config(texts)
-  phases.train(config, tmp_path, max_steps=1)
-  before = snapshot(tmp_path)
+def test_a_workdir_of_another_run_is_refused(whole, at_step_4, one_device):
+  config, before = whole.config, snapshot(at_step_4)
   changed = config_lib.replace(
     config, {'model.width': 32, 'optimizer.learning_rate': 0.5, 'seed': 3}
   )
   with pytest.raises(UserError) as info:
-    phases.train(changed, tmp_path)
+    phases.train(changed, at_step_4)
   message = str(info.value)
   assert 'different config' in message
   for field in (
@@ -180,7 +193,7 @@ def test_a_workdir_of_another_run_is_refused(texts, tmp_path, one_device):
     'seed: 0 -> 3',
   ):
     assert field in message
-  assert snapshot(tmp_path) == before
+  assert snapshot(at_step_4) == before
   # A bad field beside an allowed one changes nothing either.
   for changes in (
     {'evaluation.every': 3, 'seed': 1},
@@ -188,47 +201,44 @@ def test_a_workdir_of_another_run_is_refused(texts, tmp_path, one_device):
     {'evaluation.every': 3, 'data.length': 17},
   ):
     with pytest.raises(UserError):
-      phases.train(config_lib.replace(config, changes), tmp_path)
-    assert snapshot(tmp_path) == before
+      phases.train(config_lib.replace(config, changes), at_step_4)
+    assert snapshot(at_step_4) == before
   # What changes no number may differ.
   allowed = config_lib.replace(config, {'name': 'renamed', 'log.every': 1})
-  assert phases.train(allowed, tmp_path, max_steps=1).step == 2
+  assert phases.train(allowed, at_step_4, max_steps=1).step == 5
 
 
-@pytest.mark.parametrize(
-  ('change', 'said'),
-  [
-    (
-      lambda folder: (folder / '1.txt').write_bytes(bytes(2000)),
-      'file 1.txt is changed',
-    ),
-    (lambda folder: (folder / '3.txt').unlink(), 'file 3.txt is gone'),
-    (lambda folder: (folder / '7.txt').write_bytes(b'x'), '7.txt is new'),
-  ],
-  ids=['changed', 'gone', 'new'],
-)
 def test_changed_data_are_refused_unless_allowed(
-  texts, tmp_path, one_device, change, said, caplog
+  texts, tmp_path, one_device, caplog
 ):
-  folder = tmp_path / 'texts'
+  folder, aside = tmp_path / 'texts', tmp_path / 'aside'
   shutil.copytree(pathlib.Path(texts).parent, folder)
+  shutil.copytree(folder, aside)
   config = make_config(f'{folder}/*.txt', **{'evaluation.every': 0})
   workdir = tmp_path / 'run'
   phases.train(config, workdir, max_steps=2)
-  change(folder)
   before = snapshot(workdir / 'checkpoints')
-  with pytest.raises(UserError, match='the data changed since step 2') as info:
-    phases.train(config, workdir, max_steps=1)
-  assert said in str(info.value)
-  assert '--allow_changed_data' in str(info.value)
-  assert snapshot(workdir / 'checkpoints') == before
-  tasks.load(workdir)
-  assert said in caplog.text
+  for change, said in (
+    (lambda: (folder / '3.txt').unlink(), 'file 3.txt is gone'),
+    (lambda: (folder / '7.txt').write_bytes(b'x'), '7.txt is new'),
+    (lambda: (folder / '1.txt').write_bytes(bytes(2000)), '1.txt is changed'),
+  ):
+    shutil.rmtree(folder)
+    shutil.copytree(aside, folder)
+    change()
+    with pytest.raises(UserError, match='the data changed since step 2') as e:
+      phases.train(config, workdir, max_steps=1)
+    assert said in str(e.value)
+    assert '--allow_changed_data' in str(e.value)
+    assert snapshot(workdir / 'checkpoints') == before
+    caplog.clear()
+    tasks.load(workdir)
+    assert said in caplog.text
 
   caplog.clear()
   allowed = phases.train(config, workdir, max_steps=1, allow_changed_data=True)
   assert allowed.step == 3
-  assert said in caplog.text
+  assert 'file 1.txt is changed' in caplog.text
   # From now on, these are the data of the run.
   assert phases.train(config, workdir, max_steps=1).step == 4
   # To look at the model, none are needed.
@@ -236,29 +246,23 @@ def test_changed_data_are_refused_unless_allowed(
   assert tasks.load(workdir).step == 4
 
 
-def test_an_edited_config_is_refused(texts, tmp_path, one_device):
-  config = make_config(texts)
-  phases.train(config, tmp_path, max_steps=1)
-  path = tmp_path / 'config.json'
-  path.write_text(
-    path.read_text().replace('"router_loss": 0.0', '"router_loss": 0.5')
-  )
-  edited = workdir_lib.read_config(tmp_path, ExperimentConfig)
-  assert edited != config
-  said = r'step 1 .*different config.*router_loss: 0.0 -> 0.5'
+def test_an_edited_config_is_refused(at_step_4, one_device):
+  path = at_step_4 / 'config.json'
+  written = path.read_text()
+  path.write_text(written.replace('"router_loss": 0.0', '"router_loss": 0.5'))
+  edited = workdir_lib.read_config(at_step_4, ExperimentConfig)
+  assert edited.model.routing.router_loss == 0.5
+  said = r'step 4 .*different config.*router_loss: 0.0 -> 0.5'
   for call in (
-    lambda: tasks.load(tmp_path),
-    lambda: warm_start.read_workdir(tmp_path),
-    lambda: phases.train(edited, tmp_path),
+    lambda: tasks.load(at_step_4),
+    lambda: warm_start.read_workdir(at_step_4),
+    lambda: phases.train(edited, at_step_4),
   ):
     with pytest.raises(UserError, match=said):
       call()
   # What a continuation may change may be edited, too.
-  workdir_lib.write_text(
-    path,
-    config_lib.to_json(config_lib.replace(config, {'evaluation.batches': 2})),
-  )
-  assert tasks.load(tmp_path).step == 1
+  path.write_text(written.replace('"batches": 1', '"batches": 2'))
+  assert tasks.load(at_step_4).step == 4
 
 
 # The script itself, in processes that are killed for good.
