@@ -10,18 +10,14 @@ from collections.abc import Sequence
 import math
 import numbers
 
-from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter
 from matplotlib.ticker import MaxNLocator
-from matplotlib.ticker import PercentFormatter
 import numpy as np
 
 from mod_jax.errors import UserError
-from mod_jax.viz import glyphs
 from mod_jax.viz import images
 from mod_jax.viz import style
 
@@ -29,12 +25,9 @@ _BUDGET = '#D55E00'
 _MOST_BINS = 60
 _LEAST_WIDTH = 0.05  # Of the histogram's axis: two equal images are a bar.
 _SLACK = 1e-5  # A float32 share of all learners may exceed 1.
-_LONGEST = 40  # Characters of a name.
 # Of a token's error with k learners over that with none.
 _ERROR = Normalize(0, 1)
 _MOST_COLUMNS = 1000
-_NAME_SIZE = 8.5  # Points.
-_MAX_INCHES = 200
 
 _EFFECTS = (
   ('accuracy', 'Accuracy', '#0072B2'),
@@ -83,16 +76,11 @@ def compute_histogram(
         f' The budget is {budget:.1%}, from which the mean is'
         f' {100 * (mean - budget):+.1f} points.'
       )
-  width = 7.5
-  title = title or 'Compute per image'
-  top = style.header_height(width, title, subtitle) + 0.38
-  height = top + 3.3
-  figure = style.new_figure(width, height)
-  style.draw_header(figure, title, subtitle)
-  axes = figure.add_axes(
-    (0.75 / width, 0.6 / height, (width - 0.95) / width, 2.7 / height),
-    label='plot',
+  figure, body = style.new_figure(
+    7.5, 3.6, title or 'Compute per image', subtitle
   )
+  axes = body.subplots()
+  axes.set_label('plot')
   style.clean(axes)
   if not load_B.size:
     style.say(axes, 'No images measured yet')
@@ -112,26 +100,14 @@ def compute_histogram(
     handles.append(
       Line2D([], [], color=_BUDGET, lw=1.8, ls='--', label='budget')
     )
-  figure.legend(
-    handles=handles,
-    loc='upper left',
-    bbox_to_anchor=(style.MARGIN / width, 1 - (top - 0.3) / height),
-    ncols=len(handles),
-    frameon=False,
-    fontsize=8,
-    borderpad=0,
-    borderaxespad=0,
-    handlelength=1.6,
-    columnspacing=1.4,
-    labelcolor=style.INK,
-  )
+  style.key(body, handles)
   axes.set_xlim(low, high)
-  axes.set_xlabel(_line(f'compute per image, share {unit}'), parse_math=False)
+  axes.set_xlabel(style.shortened(f'compute per image, share {unit}'))
   axes.set_ylabel('images')
   axes.xaxis.set_major_locator(MaxNLocator(7))
-  axes.xaxis.set_major_formatter(PercentFormatter(1))
+  axes.xaxis.set_major_formatter(style.percent)
   axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
-  axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f'{y:,.0f}'))
+  axes.yaxis.set_major_formatter('{x:,.0f}')
   return figure
 
 
@@ -184,10 +160,7 @@ def compute_extremes(
     raise UserError(
       f'count={count!r:.40}: expected a whole number of images, 1 or more.'
     )
-  if labels is not None and (isinstance(labels, str) or len(labels) != total):
-    raise UserError(
-      f'{labels!r:.60} as labels of {total} images: expected one text for each.'
-    )
+  labels = images.image_labels(labels, total)
   count = min(count, total // 2)
   cheap = np.argsort(load_B, kind='stable')[:count]
   dear = np.argsort(-load_B, kind='stable')[:count]
@@ -272,18 +245,13 @@ def error_by_learners(
   if module:
     title += f': {module}'
 
-  width, high = 9.5, float(np.clip(0.36 * (most + 1), 1.6, 4.5))
-  top = style.header_height(width, title, subtitle) + 0.32
-  height = top + high + 0.55
-  figure = style.new_figure(width, height)
-  style.draw_header(figure, title, subtitle)
-
-  def panel(left, wide, label):
-    place = (left / width, 0.55 / height, wide / width, high / height)
-    return figure.add_axes(place, label=label)
-
-  axes = panel(0.7, 4.9, 'map')
+  high = float(np.clip(0.36 * (most + 1), 1.6, 4.5)) + 0.9
+  figure, body = style.new_figure(9.5, high, title, subtitle)
+  axes, beside = body.subplots(1, 2, width_ratios=(2, 1))
+  axes.set_label('map')
+  beside.set_label('means')
   if not tokens:
+    beside.remove()
     style.say(
       axes,
       'No token has an error' if distance_KT.size else 'No tokens measured yet',
@@ -302,10 +270,21 @@ def error_by_learners(
   axes.set_xlabel('tokens, sorted')
   axes.yaxis.set_major_locator(MaxNLocator(17, integer=True))
   axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-  axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f'{x:,.0f}'))
-  _heading(axes, 'error over that at k = 0')
-  _error_scale(figure, panel(5.72, 0.11, 'bar'), (drawn_KT > 1).any())
-  _draw_means(panel(6.75, 2.55, 'means'), distance_KT.mean(axis=1))
+  axes.xaxis.set_major_formatter('{x:,.0f}')
+  style.heading(axes, 'error over that at k = 0')
+  bar = style.scale(
+    body,
+    _ERROR,
+    images.HEAT,
+    ax=axes,
+    extend='max' if (drawn_KT > 1).any() else 'neither',
+    ticks=[0, 0.25, 0.5, 0.75, 1],
+    format=style.percent,
+    aspect=30,
+    pad=0.02,
+  )
+  bar.set_label('bar')
+  _draw_means(beside, distance_KT.mean(axis=1))
   return figure
 
 
@@ -323,53 +302,31 @@ def loss_effects(rows: Iterable[Mapping], *, title: str = '') -> Figure:
       more rows than one picture can hold.
   """
   rows = [_effect(i, given) for i, given in enumerate(rows)]
-  width = 10.0
-  title = title or 'What each loss does'
-  subtitle = (
+  names = [style.shortened(row['name']) for row in rows]
+  figure, body = style.new_figure(
+    # Wider for long names, which stand at the left of the first panel.
+    max(10, 7.5 + 0.1 * max(map(len, names), default=0)),
+    0.3 * max(len(rows), 3) + 0.8,
+    title or 'What each loss does',
     'Compute is a share of all learners. The spreads are standard deviations:'
-    ' of the mean over an image, and of single tokens.'
+    ' of the mean over an image, and of single tokens.',
+    what=f'{len(rows)} rows',
   )
-  # Names stand at the left of the first panel.
-  names = [_line(row['name']) for row in rows]
-  top = style.header_height(width, title, subtitle) + 0.38
-  high = 0.3 * max(len(rows), 3)
-  height = top + high + 0.45
-  if height > _MAX_INCHES:
-    raise UserError(
-      f'{len(rows)} rows make a picture of {height:.0f} inches, over the limit'
-      f' of {_MAX_INCHES}: draw fewer.'
-    )
-  figure = style.new_figure(width, height)
-  style.draw_header(figure, title, subtitle)
   if not rows:
-    axes = figure.add_axes((0, 0, 1, 1 - top / height), label='plot')
-    style.say(axes, 'No runs measured yet')
+    style.say(body.subplots(), 'No runs measured yet')
     return figure
-  left = style.MARGIN + 0.1 + _widest(figure, names)
-  pitch = (width - left - style.MARGIN) / len(_EFFECTS)
-  for e, (key, heading, color) in enumerate(_EFFECTS):
-    axes = figure.add_axes(
-      (
-        (left + e * pitch) / width,
-        0.45 / height,
-        (pitch - 0.22) / width,
-        high / height,
-      ),
-      label=key,
-    )
+  panels = body.subplots(1, len(_EFFECTS))
+  for axes, (key, heading, color) in zip(panels, _EFFECTS, strict=True):
+    axes.set_label(key)
     style.clean(axes)
-    _draw_bars(
-      axes, [row[key] for row in rows], [f'{row[key]:.1%}' for row in rows]
+    values = [row[key] for row in rows]
+    _draw_bars(axes, values, [f'{value:.1%}' for value in values], color)
+    axes.xaxis.set_major_formatter(style.percent)
+    axes.set_yticks(
+      range(len(rows)), names if axes is panels[0] else [''] * len(rows)
     )
-    for bar in axes.patches:
-      bar.set_color(color)
-    axes.xaxis.set_major_formatter(PercentFormatter(1))
-    axes.set_yticks(range(len(rows)), names if e == 0 else [''] * len(rows))
-    for label in axes.get_yticklabels():
-      label.set(fontproperties=glyphs.sans(_NAME_SIZE), color=style.INK)
-      label.set_parse_math(False)
-    axes.tick_params(axis='y', length=0)
-    _heading(axes, heading)
+    axes.tick_params(axis='y', length=0, labelcolor=style.INK)
+    style.heading(axes, heading)
   return figure
 
 
@@ -437,84 +394,32 @@ def _clipped(error_KT) -> np.ndarray:
   return np.minimum(error_KT, _ERROR.vmax)
 
 
-def _error_scale(figure, axes, over):
-  bar = figure.colorbar(
-    ScalarMappable(_ERROR, images.HEAT),
-    cax=axes,
-    extend='max' if over else 'neither',
-    ticks=[0, 0.25, 0.5, 0.75, 1],
-    format=PercentFormatter(1),
-  )
-  bar.ax.tick_params(length=2, pad=2, labelsize=7, colors=style.MUTED)
-  bar.outline.set(edgecolor=style.FAINT, linewidth=0.5)
-
-
 def _draw_means(axes, mean_K):
   style.clean(axes)
-  texts = [
-    f'{mean:.3g} ({mean / mean_K[0]:.0%})' if k else f'{mean:.3g}'
-    for k, mean in enumerate(mean_K)
-  ]
+  texts = [f'{mean_K[0]:.3g}']
+  for mean in mean_K[1:]:
+    ratio = mean / mean_K[0]
+    # As a percentage, a ratio of 1e300 would be wider than the picture.
+    shown = f'{ratio:.0%}' if ratio < 100 else f'{ratio:.3g} ×'
+    texts.append(f'{mean:.3g} ({shown})')
   _draw_bars(axes, mean_K.tolist(), texts)
   axes.set_ylim(len(mean_K) - 0.5, -0.5)
   axes.yaxis.set_major_locator(MaxNLocator(17, integer=True))
-  axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f'{x:.3g}'))
-  _heading(axes, 'mean error')
+  axes.xaxis.set_major_formatter('{x:.3g}')
+  style.heading(axes, 'mean error')
 
 
-def _draw_bars(axes, values, texts):
+def _draw_bars(axes, values, texts, color=style.CHOSEN):
   """Draws horizontal bars from 0, the first at the top, and their numbers."""
-  axes.barh(range(len(values)), values, height=0.68, color=style.CHOSEN)
-  for i, (value, text) in enumerate(zip(values, texts, strict=True)):
-    axes.annotate(
-      text,
-      (value, i),
-      xytext=(3, 0),
-      textcoords='offset points',
-      va='center',
-      fontproperties=glyphs.sans(7.5),
-      color=style.INK,
-      annotation_clip=False,
-      gid='value',
-    )
+  bars = axes.barh(range(len(values)), values, height=0.68, color=color)
+  look = {'fontsize': 7.5, 'color': style.INK, 'gid': 'value'}
+  axes.bar_label(bars, texts, padding=3, **look)
   # A third of the panel for the number beside the longest bar.
   longest = max(values)
   axes.set_xlim(0, 1.55 * longest or 1)
   ticks = MaxNLocator(3).tick_values(0, longest or 1)
   axes.set_xticks([tick for tick in ticks if 0 <= tick <= longest])
   axes.set_ylim(len(values) - 0.5, -0.5)
-
-
-def _heading(axes, text):
-  axes.annotate(
-    text,
-    (0, 1),
-    xycoords='axes fraction',
-    xytext=(0, 6),
-    textcoords='offset points',
-    fontproperties=glyphs.sans(9),
-    color=style.INK,
-    annotation_clip=False,
-    gid='heading',
-  )
-
-
-def _line(text) -> str:
-  text = glyphs.plain(str(text)).replace('\n', ' ')
-  return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + '…'
-
-
-def _widest(figure, names) -> float:
-  """Returns the inches that the longest name takes."""
-  renderer = figure.canvas.get_renderer()
-  font = glyphs.sans(_NAME_SIZE)
-  return (
-    max(
-      renderer.get_text_width_height_descent(name, font, False)[0]
-      for name in names
-    )
-    / figure.dpi
-  )
 
 
 def _effect(index, given) -> dict:

@@ -6,7 +6,6 @@ import dataclasses
 import numbers
 
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
 from matplotlib.ticker import MaxNLocator
 import numpy as np
 
@@ -55,17 +54,16 @@ def loss_curves(
   title = title or 'Training and held-out loss'
   panels = 2 if accuracy else 1
   width = 10.5 if panels == 2 else 7.5
-  subtitle = _summary(train, held_out, words)
-  top = style.header_height(width, title, subtitle)
-  height = top + 4.2
-  figure = style.new_figure(width, height)
-  style.draw_header(figure, title, subtitle)
-  axes = figure.subplots(
+  series = max(1 + len(held_out), len(accuracy) + len(never))
+  figure, body = style.new_figure(
+    width,
+    4.2 + 0.1 * series,  # With room for the legends, two series on a line.
+    title,
+    _summary(train, held_out, words),
+  )
+  axes = body.subplots(
     1, panels, squeeze=False, width_ratios=(1.35, 1)[:panels], sharex=True
   )[0]
-  figure.set_layout_engine(
-    'constrained', rect=(0, 0, 1, 1 - top / height), w_pad=0.12, h_pad=0.1
-  )
   _draw_losses(axes[0], train, held_out, words)
   if accuracy:
     _draw_accuracy(axes[1], accuracy, never, words)
@@ -191,19 +189,8 @@ def _draw_losses(axes, train, held_out, words):
       gid='train_smooth',
     )
   for rule, (steps, losses) in held_out.items():
-    look = style.rule_style(rule)
-    axes.plot(
-      steps,
-      losses,
-      color=look.color,
-      marker=look.marker,
-      ms=4.5,
-      lw=1.3,
-      markerfacecolor='white',
-      markeredgewidth=1.2,
-      label=f'{_label(rule, words)}  {losses[-1]:.3f}',
-      gid=f'{rule}/loss',
-    )
+    name = f'{_label(rule, words)}  {losses[-1]:.3f}'
+    _draw_rule(axes, rule, steps, losses, name, 'loss')
   style.clean(axes)
   _steps(axes)
   series = [s for s in (train, *held_out.values()) if s is not None]
@@ -225,9 +212,7 @@ def _draw_losses(axes, train, held_out, words):
       color=style.MUTED,
       gid='beyond',
     )
-  axes.legend(
-    loc='upper right', frameon=False, fontsize=8.5, labelcolor=style.INK
-  )
+  _legend(axes)
   if sum(len(steps) for steps, _ in series) == 1:
     axes.text(
       0.5,
@@ -239,6 +224,22 @@ def _draw_losses(axes, train, held_out, words):
       fontsize=9,
       gid='note',
     )
+
+
+def _draw_rule(axes, rule, steps, values, label, gid):
+  look = style.rule_style(rule)
+  axes.plot(
+    steps,
+    values,
+    color=look.color,
+    marker=look.marker,
+    ms=4.5,
+    lw=1.3,
+    markerfacecolor='white',
+    markeredgewidth=1.2,
+    label=label,
+    gid=f'{rule}/{gid}',
+  )
 
 
 def _limits(train, held_out):
@@ -269,20 +270,9 @@ def _limits(train, held_out):
 
 def _draw_accuracy(axes, accuracy, never, words):
   for rule, (steps, values) in accuracy.items():
-    look = style.rule_style(rule)
-    axes.plot(
-      steps,
-      values,
-      color=look.color,
-      marker=look.marker,
-      ms=4.5,
-      lw=1.3,
-      markerfacecolor='white',
-      markeredgewidth=1.2,
-      label=f'{look.label if words.rules else _label(rule, words)}'
-      f'  {values[-1]:.1%}',
-      gid=f'{rule}/accuracy',
-    )
+    name = style.rule_style(rule).label if words.rules else _label(rule, words)
+    name = f'{name}  {values[-1]:.1%}'
+    _draw_rule(axes, rule, steps, values, name, 'accuracy')
   # The baseline is a property of what top-k chose: usually one for all rules.
   same = len({baseline.tobytes() for baseline in never.values()}) == 1
   for rule, (steps, values) in never.items():
@@ -307,17 +297,19 @@ def _draw_accuracy(axes, accuracy, never, words):
   shown = np.concatenate([v for _, v in (*accuracy.values(), *never.values())])
   room = 0.1 * (1 - shown.min()) or 0.05
   axes.set_ylim(shown.min() - room, max(1.0, shown.max()))
-  axes.yaxis.set_major_formatter(FuncFormatter(_percent))
-  axes.legend(loc='best', frameon=False, fontsize=8.5, labelcolor=style.INK)
+  axes.yaxis.set_major_formatter(style.percent)
+  _legend(axes)
 
 
-def _percent(value, _):
-  return f'{100 * value:.4g}%'
+def _legend(axes):
+  """Says what is drawn, above the panel, where it hides no line."""
+  handles, _ = axes.get_legend_handles_labels()
+  style.key(axes, handles, 'lower left', bbox_to_anchor=(0, 1), ncols=2)
 
 
 def _steps(axes):
   axes.set_xlabel('training step')
   axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-  axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f'{x:,.0f}'))
+  axes.xaxis.set_major_formatter('{x:,.0f}')
   axes.grid(axis='y', color='#EEEEEE', lw=0.8)
   axes.set_axisbelow(True)

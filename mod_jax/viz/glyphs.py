@@ -13,7 +13,7 @@ from matplotlib import font_manager
 
 _FONTS = pathlib.Path(matplotlib.get_data_path()) / 'fonts' / 'ttf'
 _MONO = str(_FONTS / 'DejaVuSansMono.ttf')
-_SANS = str(_FONTS / 'DejaVuSans.ttf')
+SANS = str(_FONTS / 'DejaVuSans.ttf')
 _SANS_BOLD = str(_FONTS / 'DejaVuSans-Bold.ttf')
 
 SPACE, NEWLINE, TAB = '·', '⏎', '→'
@@ -23,12 +23,6 @@ _VISIBLE = {' ': SPACE, '\n': NEWLINE, '\t': TAB}
 
 def mono(size: float) -> font_manager.FontProperties:
   return font_manager.FontProperties(fname=_MONO, size=size)
-
-
-def sans(size: float, bold: bool = False) -> font_manager.FontProperties:
-  return font_manager.FontProperties(
-    fname=_SANS_BOLD if bold else _SANS, size=size
-  )
 
 
 @functools.cache
@@ -66,9 +60,14 @@ def display_piece(piece: str, limit: int = 10) -> str:
 
 
 def plain(text: str) -> str:
-  """Returns text for titles and labels: what cannot be drawn becomes □."""
-  fonts = _drawable(_SANS) & _drawable(_SANS_BOLD)
-  return ''.join(
+  """Returns text for titles and labels: what cannot be drawn becomes □.
+
+  Dollars are escaped: matplotlib would read what is between two of them as
+  mathematics. Text that has been through here does not change again.
+  """
+  fonts = _drawable(SANS) & _drawable(_SANS_BOLD)
+  shown = ''.join(
     c if c == '\n' or (c.isprintable() and ord(c) in fonts) else MISSING
     for c in text
   )
+  return shown.replace(r'\$', '$').replace('$', r'\$')

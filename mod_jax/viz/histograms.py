@@ -1,12 +1,10 @@
 """How the router's scores lie, and where a rule would cut them."""
 
 from collections.abc import Sequence
-import math
 
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter
 from matplotlib.ticker import MaxNLocator
 import numpy as np
 
@@ -14,7 +12,8 @@ from mod_jax.errors import UserError
 from mod_jax.viz import style
 
 _BINS = 48
-_KEY = 0.38  # Inches.
+_ROUTER = {'color': style.RULES['router'].color, 'lw': 1.5}
+_THRESHOLD = {'color': style.RULES['threshold'].color, 'lw': 1.5, 'ls': '--'}
 
 
 def score_histogram(
@@ -61,123 +60,58 @@ def score_histogram(
       ' each routed block.'
     )
 
-  ncols = min(4, max(routed, 1))
-  nrows = math.ceil(max(routed, 1) / ncols)
-  width = max(7.0, 3.1 * ncols)
-  title = title or 'Router scores of the chosen tokens and of the rest'
-  subtitle = (
-    'Bars are stacked. A causal rule processes the tokens right of its line.'
+  body, panels = style.small_multiples(
+    layers,
+    title or 'Router scores of the chosen tokens and of the rest',
+    'Bars are stacked. A causal rule processes the tokens right of its line.',
+    height=2.2,
+    xlabel='router score',
+    ylabel='tokens',
   )
-  top = style.header_height(width, title, subtitle) + _KEY
-  height = top + 2.2 * nrows + 0.1
-  figure = style.new_figure(width, height)
-  style.draw_header(figure, title, subtitle)
-  if not routed:
-    axes = figure.add_axes((0, 0, 1, 1 - top / height))
-    style.say(axes, 'No block is routed.')
-    return figure
-  grid = figure.subplots(nrows, ncols, squeeze=False)
-  for axes in grid.flat[routed:]:
-    axes.remove()
-  for r, layer in enumerate(layers):
-    axes = grid.flat[r]
-    _draw(
-      axes, layer, score_RBL[r].ravel(), chosen_RBL[r].ravel(), thresholds[r]
-    )
-    if r % ncols == 0:
-      axes.set_ylabel('tokens')
-    if r + ncols >= routed:
-      axes.set_xlabel('router score')
-    style.clean(axes)
-  figure.set_layout_engine(
-    'constrained', rect=(0, 0, 1, 1 - top / height), hspace=0.06
-  )
-  _draw_key(figure, top, np.isfinite(thresholds).any())
-  return figure
+  for axes, layer, score, chosen, threshold in zip(
+    panels, layers, score_RBL, chosen_RBL, thresholds, strict=True
+  ):
+    _draw(axes, layer, score.ravel(), chosen.ravel(), threshold)
+  if panels:
+    handles = [
+      Patch(color=style.CHOSEN, label='chosen'),
+      Patch(color=style.PASSED, label='passed by'),
+      Line2D([], [], **_ROUTER, label='0: the router rule'),
+    ]
+    if np.isfinite(thresholds).any():
+      line = Line2D([], [], **_THRESHOLD, label='the moving threshold')
+      handles.append(line)
+    style.key(body, handles)
+  return body.get_figure(root=True)
 
 
 def _draw(axes, layer, score_N, chosen_N, threshold):
   finite_N = np.isfinite(score_N)
   score_N, chosen_N = score_N[finite_N], chosen_N[finite_N]
-  axes.set_title(
-    f'Block {int(layer)}', loc='left', fontsize=10, color=style.INK, pad=15
-  )
+  name = f'Block {int(layer)}'
   if not score_N.size:
+    style.heading(axes, name)
     style.say(axes, 'No finite weights.')
     return
   low, high = np.quantile(score_N, (0.001, 0.999))
   if low == high:
     low, high = low - 0.5, high + 0.5
-  edges = np.linspace(low, high, _BINS + 1)
   clipped_N = np.clip(score_N, low, high)
   # Chosen ones at the base, where their shape can be read directly.
   axes.hist(
     [clipped_N[chosen_N], clipped_N[~chosen_N]],
-    bins=edges,
+    bins=np.linspace(low, high, _BINS + 1),
     stacked=True,
     histtype='stepfilled',
     color=[style.CHOSEN, style.PASSED],
-    label=['chosen', 'passed by'],
   )
-  facts = [f'chosen {_share(chosen_N)}', f'> 0: {_share(score_N > 0)}']
-  axes.axvline(0, color=_ROUTER.color, lw=1.5, gid='router')
+  facts = [f'chosen {chosen_N.mean():.1%}', f'> 0: {np.mean(score_N > 0):.1%}']
+  axes.axvline(0, **_ROUTER, gid='router')
   if np.isfinite(threshold):
-    axes.axvline(
-      threshold, color=_THRESHOLD.color, lw=1.5, ls='--', gid='threshold'
-    )
-    facts.append(f'≥ threshold: {_share(score_N >= threshold)}')
-  axes.annotate(
-    ' · '.join(facts),
-    (0, 1),
-    xycoords='axes fraction',
-    xytext=(0, 4),
-    textcoords='offset points',
-    fontsize=7.5,
-    color=style.MUTED,
-    gid='facts',
-  )
+    axes.axvline(threshold, **_THRESHOLD, gid='threshold')
+    facts.append(f'≥ threshold: {np.mean(score_N >= threshold):.1%}')
+  style.heading(axes, name, ' · '.join(facts))
   axes.margins(x=0.02)
   axes.xaxis.set_major_locator(MaxNLocator(5))
   axes.yaxis.set_major_locator(MaxNLocator(4, integer=True))
-  axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f'{y:,.0f}'))
-
-
-_ROUTER = style.RULES['router']
-_THRESHOLD = style.RULES['threshold']
-
-
-def _share(mask) -> str:
-  return f'{np.mean(mask):.1%}'
-
-
-def _draw_key(figure, top, threshold):
-  width, height = figure.get_size_inches()
-  handles = [
-    Patch(color=style.CHOSEN, label='chosen'),
-    Patch(color=style.PASSED, label='passed by'),
-    Line2D([], [], color=_ROUTER.color, lw=1.5, label='0: the router rule'),
-  ]
-  if threshold:
-    handles.append(
-      Line2D(
-        [],
-        [],
-        color=_THRESHOLD.color,
-        lw=1.5,
-        ls='--',
-        label='the moving threshold',
-      )
-    )
-  figure.legend(
-    handles=handles,
-    loc='upper left',
-    bbox_to_anchor=(style.MARGIN / width, 1 - (top - _KEY + 0.08) / height),
-    ncols=len(handles),
-    frameon=False,
-    fontsize=8,
-    borderpad=0,
-    borderaxespad=0,
-    handlelength=1.4,
-    columnspacing=1.4,
-    labelcolor=style.INK,
-  )
+  axes.yaxis.set_major_formatter('{x:,.0f}')

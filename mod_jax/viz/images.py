@@ -5,12 +5,12 @@ Shapes: B images, H x W pixels, R routed blocks, S pruning stages, L patches.
 """
 
 from collections.abc import Sequence
-import dataclasses
 import math
+import textwrap
 
 from matplotlib import colormaps
 from matplotlib import font_manager
-from matplotlib.cm import ScalarMappable
+from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
@@ -20,23 +20,31 @@ import numpy as np
 from mod_jax.errors import UserError
 from mod_jax.viz import glyphs
 from mod_jax.viz import style
-from mod_jax.viz.files import DPI
 
 VEIL = 0.85  # How white a skipped patch becomes.
 HEAT = colormaps['viridis']  # Perceptually uniform.
 _OVERLAY = 0.72  # Opacity of a heat map that lies on a picture.
 
 # Inches.
-_GAP, _GROUP_GAP, _BOTTOM = 0.09, 0.22, 0.12
-_HEAD, _CAPTION = 0.24, 0.2
-_MIN_WIDTH, _WIDTH = 6.5, 11.0
-_MIN_CELL, _MAX_CELL, _MAX_CELL_HEIGHT = 0.75, 1.7, 2.4
-_SIDE = 1.15  # Of a label beside a row.
-_BAR, _BAR_HEIGHT = 1.05, 2.4
-# Points.
-_HEAD_SIZE, _CAPTION_SIZE, _LABEL_SIZE = 9, 7.5, 8
+_GAP, _GROUP_GAP, _HEAD, _BELOW = 0.09, 0.22, 0.24, 0.2
+_LEAST_WIDTH, _WIDTH = 5.5, 11.0
+_LEAST_CELL, _MOST_CELL, _HIGHEST = 0.75, 1.7, 2.4
+_LEAST_SCALE = 0.7  # For its label.
 
-_MAX_INCHES = 30_000 // DPI  # Agg draws up to 2**16 pixels on a side.
+# The space of a GridSpec: everything, and none between its cells.
+_WHOLE = {
+  'left': 0,
+  'right': 1,
+  'bottom': 0,
+  'top': 1,
+  'wspace': 0,
+  'hspace': 0,
+}
+
+_SIDE = 18  # Characters of a label beside a row.
+_HEADING = {'fontsize': 9, 'color': style.INK, 'pad': 6}
+_CAPTION = {'fontsize': 7.5, 'color': style.MUTED}
+_LABEL = {'fontsize': 8, 'color': style.INK}
 
 
 def patch_maps(
@@ -68,19 +76,14 @@ def patch_maps(
     UserError: shapes or numbers that do not fit together, or more than one
       picture can hold.
   """
-  images_BHWC = _images(images_BHWC)
   layers = block_numbers('layers', layers, num_layers)
-  grid = _grid(grid, images_BHWC)
-  processed_RBL = _decisions(
-    processed_RBL, (len(layers), len(images_BHWC), math.prod(grid))
-  )
   return _masked_pictures(
     images_BHWC,
     processed_RBL,
     grid,
     [f'block {layer}' for layer in layers],
     title or 'The patches that each routed block processes',
-    _patch_summary(processed_RBL, num_layers),
+    lambda processed_RBL: _patch_summary(processed_RBL, num_layers),
     labels,
   )
 
@@ -124,18 +127,12 @@ def token_stages(
     UserError: shapes or numbers that do not fit together, or more than one
       picture can hold.
   """
-  images_BHWC = _images(images_BHWC)
   blocks = block_numbers('blocks', blocks)
-  grid = _grid(grid, images_BHWC)
-  kept_SBL = _decisions(
-    kept_SBL, (len(blocks), len(images_BHWC), math.prod(grid))
+  summary = (
+    'Patches are removed just before the named blocks, for good. Outlined:'
+    ' still there. Whitened: removed. Below: how many are left.'
   )
-  if len(blocks):
-    summary = (
-      'Patches are removed just before the named blocks, for good. Outlined:'
-      ' still there. Whitened: removed. Below: how many are left.'
-    )
-  else:
+  if not blocks:
     summary = 'There is no pruning stage: every patch is kept.'
   return _masked_pictures(
     images_BHWC,
@@ -143,7 +140,7 @@ def token_stages(
     grid,
     [f'before block {block}' for block in blocks],
     title or 'The patches that are left after each pruning stage',
-    summary,
+    lambda _: summary,
     labels,
   )
 
@@ -190,25 +187,28 @@ def attention_maps(
       f' of {grid[0]} x {grid[1]} patches: expected shape ({len(layers)},'
       f' heads, {length}), with one block and one head at least.'
     )
-  heads = maps_RHL.shape[1]
-  sheet = _sheet(
+  heads = [f'head {h}' for h in range(maps_RHL.shape[1])]
+  figure, panels, scales = _sheet(
     title or 'The attention that each patch receives',
     'A row per block, a column per head; the brighter, the more attention. The'
     ' heads of a block share the scale at its right.',
     rows=len(layers),
-    headings=['image', *(f'head {h}' for h in range(heads))],
+    columns=1 + len(heads),
     aspect=_aspect(images_BHWC),
+    headings=heads,
     labels=[f'block {layer}' for layer in layers],
-    bar=True,
+    scales=len(layers),
   )
-  for r, map_HL in enumerate(maps_RHL):
-    _show(sheet.panel(r, 0, 'image'), images_BHWC[0], grid)
+  for r, ((first, *others), map_HL) in enumerate(
+    zip(panels, maps_RHL, strict=True)
+  ):
+    _show(first, 'image', images_BHWC[0], grid, above='' if r else 'image')
     norm, clipped = _heat_norm(map_HL)
-    for h, map_L in enumerate(map_HL):
-      axes = sheet.panel(r, 1 + h, 'map')
-      _show(axes, map_L.reshape(grid), grid, images_BHWC, cmap=HEAT, norm=norm)
-    sheet.bar(norm, r, r, extend='max' if clipped else 'neither')
-  return sheet.figure
+    for axes, map_L, head in zip(others, map_HL, heads, strict=True):
+      heat = {'above': '' if r else head, 'cmap': HEAT, 'norm': norm}
+      _show(axes, 'map', map_L.reshape(grid), grid, images_BHWC, **heat)
+    _scale(scales[r], norm, extend='max' if clipped else 'neither')
+  return figure
 
 
 def keep_probability(
@@ -256,27 +256,31 @@ def keep_probability(
     raise UserError(f'count={count}: expected one image or more.')
   mean_SL = mean_SL.clip(0, 1)
   columns = min(len(blocks), 4)
+  headings = [f'before block {block}' for block in blocks]
   captions = [f'{mean:.1%} on average' for mean in mean_SL.mean(axis=1)]
-  sheet = _sheet(
+  figure, panels, (scale,) = _sheet(
     title or 'How probably each patch is kept',
     f'Share of {count:,} image{"" if count == 1 else "s"} in which the patch at'
     ' this place is still there after pruning just before the named block.',
     rows=math.ceil(len(blocks) / columns),
-    headings=[f'before block {block}' for block in blocks[:columns]],
-    fitting=[f'before block {block}' for block in blocks],
-    captions=captions,
+    columns=columns,
     aspect=grid[0] / grid[1],
-    over=_HEAD,
-    bar=True,
+    headings=headings,
+    between=_HEAD,
+    captions=captions,
+    scales=1,
   )
   norm = Normalize(0, 1)
-  for s, (block, mean_L) in enumerate(zip(blocks, mean_SL, strict=True)):
-    row, column = divmod(s, columns)
-    axes = sheet.panel(row, column, 'map', f'before block {block}')
-    _show(axes, mean_L.reshape(grid), grid, cmap=HEAT, norm=norm)
-    _caption(axes, captions[s])
-  sheet.bar(norm, 0, sheet.rows - 1, label='probability of being kept')
-  return sheet.figure
+  for axes, mean_L, above, below in zip(
+    panels.flat, mean_SL, headings, captions, strict=False
+  ):
+    values = mean_L.reshape(grid)
+    look = {'cmap': HEAT, 'norm': norm}
+    _show(axes, 'map', values, grid, above=above, below=below, **look)
+  _scale(scale, norm, label='probability of being kept')
+  for axes in panels.flat[len(blocks) :]:
+    axes.remove()
+  return figure
 
 
 def load_map(
@@ -306,7 +310,7 @@ def load_map(
       hold.
   """
   images_BHWC = _images(images_BHWC)
-  labels = _labels(labels, len(images_BHWC))
+  labels = image_labels(labels, len(images_BHWC))
   grid = _grid(grid, images_BHWC)
   load_BL = finite('loads', load_BL)
   expected = (len(images_BHWC), math.prod(grid))
@@ -331,45 +335,41 @@ def load_map(
     )
   pairs = min(len(images_BHWC), 4)
   captions = [f'{mean:.3g} on average' for mean in load_BL.mean(axis=1)]
-  sheet = _sheet(
+  figure, panels, (scale,) = _sheet(
     title or 'The compute that each patch takes',
     f'Each image, and beside it the {unit}. Below: the mean over its patches.',
     rows=math.ceil(len(images_BHWC) / pairs),
-    headings=[''] * (2 * pairs),
-    captions=captions,
-    aspect=_aspect(images_BHWC),
-    over=_HEAD if labels else 0,
+    columns=2 * pairs,
     group=2,
-    bar=True,
+    aspect=_aspect(images_BHWC),
+    over=_HEAD if labels else _GAP,
+    between=_HEAD if labels else _GAP,
+    captions=captions,
+    scales=1,
   )
+  panels = panels.reshape(-1, 2)
   norm = Normalize(0, maximum)
   for b, (image_HWC, load_L) in enumerate(
     zip(images_BHWC, load_BL, strict=True)
   ):
-    row, pair = divmod(b, pairs)
-    axes = sheet.panel(row, 2 * pair, 'image')
-    _show(axes, image_HWC, grid)
+    left, right = panels[b]
+    _show(left, 'image', image_HWC, grid)
     if labels:
-      (text,) = _fit(labels[b], 2 * sheet.cell, _LABEL_SIZE, 1)
-      _pair_label(axes, text)
-    axes = sheet.panel(row, 2 * pair + 1, 'map')
+      # Over the pair: a label is no longer than both are wide.
+      room = 2 * left.get_window_extent().width / figure.dpi
+      left.set_title(_fitting(labels[b], room), loc='left', **_LABEL)
     # Grey, so that all colour is load, and light, so that one load looks alike
     # over dark and bright parts.
     grey_HW = 0.4 + 0.6 * (image_HWC @ [0.299, 0.587, 0.114]) / 255
-    _show(axes, np.repeat(grey_HW[..., None], 3, axis=-1), grid)
-    _show(
-      axes,
-      load_L.reshape(grid),
-      grid,
-      images_BHWC,
-      cmap=HEAT,
-      norm=norm,
-      alpha=_OVERLAY,
-    )
-    _caption(axes, captions[b])
+    _show(right, 'map', np.repeat(grey_HW[..., None], 3, axis=-1), grid)
+    heat = {'cmap': HEAT, 'norm': norm, 'alpha': _OVERLAY}
+    load_YX = load_L.reshape(grid)
+    _show(right, 'map', load_YX, grid, images_BHWC, below=captions[b], **heat)
   whole = np.array_equal(load_BL, np.round(load_BL)) and maximum <= 64
-  sheet.bar(norm, 0, sheet.rows - 1, label=unit, whole=whole, alpha=_OVERLAY)
-  return sheet.figure
+  _scale(scale, norm, label=unit, whole=whole, alpha=_OVERLAY)
+  for axes in panels[len(images_BHWC) :].flat:
+    axes.remove()
+  return figure
 
 
 def whitened(image_HWC, seen_L, grid: tuple[int, int]) -> np.ndarray:
@@ -396,33 +396,41 @@ def _masked_pictures(
   images_BHWC, seen_CBL, grid, headings, title, summary, labels
 ) -> Figure:
   """Draws a row per image: as it is, then with each of C masks."""
-  labels = _labels(labels, len(images_BHWC))
+  images_BHWC = _images(images_BHWC)
+  grid = _grid(grid, images_BHWC)
   length = math.prod(grid)
-  captions_CB = [
-    [f'{n} of {length} ({n / length:.0%})' for n in count_B]
-    for count_B in seen_CBL.sum(axis=-1)
+  seen_CBL = _decisions(seen_CBL, (len(headings), len(images_BHWC), length))
+  labels = image_labels(labels, len(images_BHWC))
+  captions_BC = [
+    [f'{count} of {length} ({count / length:.0%})' for count in count_C]
+    for count_C in seen_CBL.sum(axis=-1).T
   ]
-  sheet = _sheet(
+  figure, panels, _ = _sheet(
     title,
-    summary,
+    summary(seen_CBL),
     rows=len(images_BHWC),
-    headings=['image', *headings],
-    captions=[text for texts in captions_CB for text in texts],
+    columns=1 + len(headings),
     aspect=_aspect(images_BHWC),
+    headings=headings,
+    captions=[text for captions_C in captions_BC for text in captions_C],
     labels=labels,
   )
-  line = float(np.clip(0.05 * sheet.cell * 72 / grid[1], 0.7, 1.5))
-  for b, image_HWC in enumerate(images_BHWC):
-    _show(sheet.panel(b, 0, 'image'), image_HWC, grid)
-    for c, seen_BL in enumerate(seen_CBL):
-      axes = sheet.panel(b, 1 + c, 'map')
-      _show(axes, whitened(image_HWC, seen_BL[b], grid), grid)
+  for b, (image_HWC, (first, *others)) in enumerate(
+    zip(images_BHWC, panels, strict=True)
+  ):
+    _show(first, 'image', image_HWC, grid, above='' if b else 'image')
+    for axes, heading, seen_L, caption in zip(
+      others, headings, seen_CBL[:, b], captions_BC[b], strict=True
+    ):
+      shown = whitened(image_HWC, seen_L, grid)
+      above = '' if b else heading
+      _show(axes, 'map', shown, grid, above=above, below=caption)
       # On a white image a white veil alone would not be seen.
       axes.add_collection(
         LineCollection(
-          _outline(seen_BL[b].reshape(grid)),
+          _outline(seen_L.reshape(grid)),
           colors=style.CHOSEN,
-          linewidths=line,
+          linewidths=float(np.clip(6 / grid[1], 0.7, 1.5)),
           capstyle='projecting',
           # Over the frame, also where the patch is at the image's edge.
           clip_on=False,
@@ -431,8 +439,7 @@ def _masked_pictures(
         ),
         autolim=False,
       )
-      _caption(axes, captions_CB[c][b])
-  return sheet.figure
+  return figure
 
 
 def _outline(seen_YX) -> np.ndarray:
@@ -491,6 +498,18 @@ def finite(name: str, values) -> np.ndarray:
   return values
 
 
+def decisions(chosen, what: str) -> np.ndarray:
+  """Returns decisions about tokens as booleans, or raises UserError."""
+  chosen = np.asarray(chosen)
+  odd = chosen[~np.isin(chosen, (0, 1))]
+  if odd.size:
+    raise UserError(
+      f'decisions such as {odd[0]}: expected True or False for each {what}, not'
+      ' the positions of the chosen ones.'
+    )
+  return chosen.astype(bool)
+
+
 def _images(images_BHWC, *, one: bool = False) -> np.ndarray:
   images_BHWC = np.asarray(images_BHWC)
   if (
@@ -535,16 +554,11 @@ def _decisions(seen_CBL, expected) -> np.ndarray:
       f' {expected[1]} images and {expected[2]} patches: expected shape'
       f' {expected}, without a class token.'
     )
-  odd = seen_CBL[~np.isin(seen_CBL, (0, 1))]
-  if odd.size:
-    raise UserError(
-      f'decisions such as {odd[0]}: expected True or False for each patch, not'
-      ' the positions of the chosen ones.'
-    )
-  return seen_CBL.astype(bool)
+  return decisions(seen_CBL, 'patch')
 
 
-def _labels(labels, count) -> list[str] | None:
+def image_labels(labels, count: int) -> list[str] | None:
+  """Returns a text for each image, or raises UserError."""
   if labels is None:
     return None
   if isinstance(labels, str) or len(labels) != count:
@@ -557,197 +571,133 @@ def _labels(labels, count) -> list[str] | None:
 # Layout.
 
 
-def _inches(text: str, size: float) -> float:
-  """Returns the width of a line of text, `size` in points."""
-  font = font_manager.get_font(glyphs.sans(size).get_file())
-  font.set_size(size, 72)
-  font.set_text(glyphs.plain(text))
-  return font.get_width_height()[0] / 64 / 72
-
-
-def _fit(text: str, width: float, size: float, most: int) -> list[str]:
-  """Returns at least one and at most `most` lines, each within `width`."""
-  lines = ['']
-  for word in glyphs.plain(text).split():
-    for i, letter in enumerate(word):
-      gap = ' ' if i == 0 and lines[-1] else ''
-      # A word is split only where it alone is too long for a line.
-      rest = word if i == 0 else letter
-      if lines[-1] and _inches(lines[-1] + gap + rest, size) > width:
-        lines.append('')
-        gap = ''
-      lines[-1] += gap + letter
-  if len(lines) > most:
-    lines = lines[:most]
-    last = lines[-1]
-    while last and _inches(last + '…', size) > width:
-      last = last[:-1]
-    lines[-1] = last + '…'
-  return lines
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Sheet:
-  """Rows and columns of panels in a figure; lengths in inches."""
-
-  figure: Figure
-  rows: int
-  headings: list[str]
-  labels: list[str] | None
-  cell: float  # The width of a panel.
-  high: float
-  pitch: float  # From one row to the next.
-  left: float  # Of the first panel.
-  top: float  # From the figure's upper edge to the first panel.
-  group: int
-  right: float  # Of the last panel.
-
-  def _axes(self, x, top, wide, high, label):
-    width, height = self.figure.get_size_inches()
-    return self.figure.add_axes(
-      (x / width, 1 - (top + high) / height, wide / width, high / height),
-      label=label,
-    )
-
-  def panel(self, row, column, kind, heading=''):
-    """Returns axes at a place; `kind` is their label."""
-    axes = self._axes(
-      self.left + _column_left(column, self.cell, self.group),
-      self.top + row * self.pitch,
-      self.cell,
-      self.high,
-      kind,
-    )
-    axes.set(xticks=[], yticks=[])
-    axes.spines[:].set(color=style.FAINT, linewidth=0.6)
-    if not row and not heading:
-      heading = self.headings[column]
-    if heading:
-      _heading(axes, heading)
-    if column == 0 and self.labels:
-      most = max(1, int(self.high * 72 / (_LABEL_SIZE * 1.25)))
-      _row_label(axes, _fit(self.labels[row], _SIDE, _LABEL_SIZE, most))
-    return axes
-
-  def bar(
-    self, norm, first, last, *, label='', whole=False, extend='neither', alpha=1
-  ):
-    """Adds a colour scale at the right of some rows."""
-    high = min((last - first) * self.pitch + self.high, _BAR_HEIGHT)
-    axes = self._axes(
-      self.right + 0.14, self.top + first * self.pitch, 0.11, high, 'bar'
-    )
-    few = max(2, min(5, int(high / 0.3)))
-    colorbar = self.figure.colorbar(
-      ScalarMappable(norm, HEAT),
-      cax=axes,
-      alpha=alpha,
-      extend=extend,
-      ticks=MaxNLocator(few, integer=whole, steps=[1, 2, 2.5, 5, 10]),
-      format=lambda value, _: f'{value:.3g}',
-    )
-    colorbar.ax.tick_params(length=2, pad=2, labelsize=7, colors=style.MUTED)
-    colorbar.outline.set(edgecolor=style.FAINT, linewidth=0.5)
-    if label:
-      lines = _fit(label, max(high, 0.8), _LABEL_SIZE, 2)
-      colorbar.set_label(
-        '\n'.join(lines),
-        fontproperties=glyphs.sans(_LABEL_SIZE),
-        color=style.INK,
-        linespacing=1.1,
-      )
-      colorbar.ax.yaxis.label.set_parse_math(False)
-
-
-def _column_left(column, cell, group) -> float:
-  return column * (cell + _GAP) + column // group * (_GROUP_GAP - _GAP)
-
-
 def _sheet(
   title,
   summary,
   *,
   rows,
-  headings,
+  columns,
   aspect,
+  headings=(),
   captions=(),
-  fitting=(),
   labels=None,
-  over=0.0,
+  over=_HEAD,
+  between=_GAP,
   group=1_000_000,
-  bar=False,
-) -> _Sheet:
-  """Returns an empty sheet whose panels are as wide as their texts.
+  scales=0,
+) -> tuple[Figure, np.ndarray, list[Axes]]:
+  """Returns a figure, rows of panels, and places for colour scales.
+
+  Everything has a size in inches, which a GridSpec takes as it is: for some
+  hundred panels constrained layout would need seconds.
 
   Args:
     title: of the figure.
     summary: under the title.
     rows: of panels.
-    headings: one for each column, over the first row.
+    columns: of panels.
     aspect: a panel's height over its width.
-    captions: what will stand under panels.
-    fitting: more texts that panels must be wide enough for.
+    headings: what will stand over panels, which are wide enough for it.
+    captions: what will stand under panels, which are wide enough for it.
     labels: a text at the left of each row.
-    over: inches over each row but the first.
+    over: inches over the first row.
+    between: inches over each other row.
     group: after so many columns the gap is wider.
-    bar: whether a colour scale stands at the right.
+    scales: 0; 1: at the right of the first rows; or one for each row.
   """
-  columns = len(headings)
-  texts = [(text, _HEAD_SIZE) for text in {*headings, *fitting}]
-  texts += [(text, _CAPTION_SIZE) for text in set(captions)]
-  least = max(
-    _MIN_CELL, *(_inches(text, size) + 0.04 for text, size in texts), 0
-  )
+  labels = [glyphs.plain(label) for label in labels or ()]
+  lines = [line for label in labels for line in textwrap.wrap(label, _SIDE)]
   left = style.MARGIN
-  if labels:
-    # No wider than the longest label takes.
-    lines = [
-      line
-      for label in labels
-      for line in _fit(label, _SIDE, _LABEL_SIZE, 1_000)
-    ]
-    left += max(_inches(line, _LABEL_SIZE) for line in lines) + 0.12
-  right = _BAR if bar else style.MARGIN
-  cell = (_WIDTH - left - right) / columns - _GAP
-  cell = max(least, min(cell, _MAX_CELL))
-  high = min(max(cell * aspect, 0.3), _MAX_CELL_HEIGHT)
-  pitch = high + (_CAPTION if captions else 0) + max(over, _GAP)
-  end = left + _column_left(columns - 1, cell, group) + cell
-  width = max(_MIN_WIDTH, end + right)
-  top = style.header_height(width, title, summary) + 0.12
-  if any(headings) or over:
-    top += _HEAD
-  height = top + rows * pitch - max(over, _GAP) + _BOTTOM
-  if bar:
-    height = max(height, top + 0.6 + _BOTTOM)
-  if max(width, height) > _MAX_INCHES:
-    raise UserError(
-      f'{rows} rows of {columns} pictures make one of {width:.0f} x'
-      f' {height:.0f} inches, over the limit of {_MAX_INCHES}: draw fewer.'
-    )
-  figure = style.new_figure(width, height)
-  style.draw_header(figure, title, summary)
-  return _Sheet(
-    figure=figure,
-    rows=rows,
-    headings=headings,
-    labels=labels,
-    cell=cell,
-    high=high,
-    pitch=pitch,
-    left=left,
-    top=top,
-    group=group,
-    right=end,
+  if lines:
+    left += 0.12 + max(_inches(line, _LABEL['fontsize']) for line in lines)
+  right = [0.14 - _GAP, 0.11, 0.8] if scales else [style.MARGIN - _GAP]
+  texts = [(text, _HEADING['fontsize']) for text in set(headings)]
+  texts += [(text, _CAPTION['fontsize']) for text in set(captions)]
+  least = max((_inches(*text) for text in texts), default=0.0)
+  # A single row may be larger.
+  most = _MOST_CELL if rows > 1 else _HIGHEST
+  cell = (_WIDTH - left - sum(right)) / columns - _GAP
+  cell = max(least, _LEAST_CELL, min(cell, most))
+  high = min(max(cell * aspect, 0.3), _HIGHEST)
+  widths = [left]
+  for column in range(1, columns + 1):
+    widths += [cell, _GAP if column % group else _GROUP_GAP]
+  widths += right
+  widths[-1] += max(0, _LEAST_WIDTH - sum(widths))
+  heights = [over]
+  for _ in range(rows):
+    heights += [high, _BELOW if captions else 0.0, between]
+  heights[-1] = max(0.12, _LEAST_SCALE - high if scales else 0.0)
+
+  figure, body = style.new_figure(
+    sum(widths),
+    sum(heights),
+    title,
+    summary,
+    what=f'{rows} rows of {columns} pictures',
+    layout=None,
   )
+  spec = body.add_gridspec(
+    len(heights),
+    len(widths),
+    height_ratios=heights,
+    width_ratios=widths,
+    **_WHOLE,
+  )
+  panels = [
+    [body.add_subplot(spec[3 * r + 1, 2 * c + 1]) for c in range(columns)]
+    for r in range(rows)
+  ]
+  most = max(1, int(high * 72 / 10))  # Lines beside a panel.
+  for (first, *_), label in zip(panels, labels, strict=False):
+    text = textwrap.fill(label, _SIDE, max_lines=most, placeholder='…')
+    first.set_ylabel(text, rotation=0, ha='right', va='center', **_LABEL)
+  # A single scale is as high as two rows.
+  more = 3 if scales == 1 and rows > 1 else 0
+  bars = [
+    body.add_subplot(spec[3 * r + 1 : 3 * r + 2 + more, -2], label='bar')
+    for r in range(scales)
+  ]
+  return figure, np.array(panels), bars
+
+
+def _inches(text: str, size: float) -> float:
+  """Returns the width of a line of text, `size` in points."""
+  font = font_manager.get_font(glyphs.SANS)
+  font.set_size(size, 72)
+  font.set_text(text)
+  # With some room: at another resolution hinting makes it a little wider.
+  return font.get_width_height()[0] / 64 / 72 + 0.04
+
+
+def _fitting(text: str, room: float) -> str:
+  """Returns as much of a label as stands on so many inches."""
+  for most in range(len(text), 0, -1):
+    shown = style.shortened(text, most)
+    if _inches(shown, _LABEL['fontsize']) <= room:
+      return shown
+  return ''
 
 
 def _aspect(images_BHWC) -> float:
   return images_BHWC.shape[1] / images_BHWC.shape[2]
 
 
-def _show(axes, values, grid, images_BHWC=None, **how):
-  """Shows pixels or one value per patch, in units of patches."""
+def _show(
+  axes, kind, values, grid, images_BHWC=None, *, above='', below='', **how
+):
+  """Shows pixels or one value per patch, in units of patches.
+
+  Args:
+    axes: where.
+    kind: the axes' label, for who looks for them.
+    values: pixels, or a number for each patch.
+    grid: rows and columns of patches.
+    images_BHWC: what has the aspect of the patches; None: the values have.
+    above: the panel's heading.
+    below: its caption.
+    **how: as in `Axes.imshow`.
+  """
   rows, columns = grid
   shape = values.shape if images_BHWC is None else images_BHWC.shape[1:]
   axes.imshow(
@@ -758,71 +708,22 @@ def _show(axes, values, grid, images_BHWC=None, **how):
     interpolation='nearest' if 'cmap' in how else 'auto',
     **how,
   )
+  axes.set(label=kind, xticks=[], yticks=[])
+  axes.spines[:].set(color=style.FAINT, linewidth=0.6)
+  if above:
+    axes.set_title(above, **_HEADING)
+  if below:
+    axes.set_xlabel(below, labelpad=3, **_CAPTION)
 
 
-def _note(axes, text, at, offset, ha, va, *, gid, size, color=style.MUTED):
-  """Writes beside a panel; `at` in fractions of it, the offset in points."""
-  axes.annotate(
-    glyphs.plain(text),
-    at,
-    xycoords='axes fraction',
-    xytext=offset,
-    textcoords='offset points',
-    ha=ha,
-    va=va,
-    color=color,
-    fontproperties=glyphs.sans(size),
-    linespacing=1.15,
-    parse_math=False,
-    annotation_clip=False,
-    gid=gid,
+def _scale(axes, norm, *, label='', whole=False, **how):
+  """Draws a colour scale; `how` is as in `Figure.colorbar`."""
+  high = axes.get_window_extent().height / axes.get_figure(root=True).dpi
+  few = max(2, min(5, int(high / 0.3)))
+  ticks = MaxNLocator(few, integer=whole, steps=[1, 2, 2.5, 5, 10])
+  part = axes.get_figure()
+  style.scale(part, norm, HEAT, cax=axes, ticks=ticks, format='{x:.3g}', **how)
+  text = textwrap.fill(
+    style.shortened(label, 60), max(12, int(high / 0.065)), max_lines=2
   )
-
-
-def _caption(axes, text):
-  size = _CAPTION_SIZE
-  _note(
-    axes, text, (0.5, 0), (0, -3), 'center', 'top', gid='caption', size=size
-  )
-
-
-def _heading(axes, text):
-  _note(
-    axes,
-    text,
-    (0.5, 1),
-    (0, 6),
-    'center',
-    'baseline',
-    gid='heading',
-    size=_HEAD_SIZE,
-    color=style.INK,
-  )
-
-
-def _row_label(axes, lines):
-  _note(
-    axes,
-    '\n'.join(lines),
-    (0, 0.5),
-    (-6, 0),
-    'right',
-    'center',
-    gid='label',
-    size=_LABEL_SIZE,
-    color=style.INK,
-  )
-
-
-def _pair_label(axes, text):
-  _note(
-    axes,
-    text,
-    (0, 1),
-    (0, 6),
-    'left',
-    'baseline',
-    gid='label',
-    size=_LABEL_SIZE,
-    color=style.INK,
-  )
+  axes.set_ylabel(text, linespacing=1.1, **_LABEL)

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 import math
 
 from matplotlib import colormaps
-from matplotlib.cm import ScalarMappable
 from matplotlib.collections import PolyCollection
 from matplotlib.colors import BoundaryNorm
 from matplotlib.colors import ListedColormap
@@ -16,8 +15,8 @@ import numpy as np
 
 from mod_jax.errors import UserError
 from mod_jax.viz import glyphs
+from mod_jax.viz import images
 from mod_jax.viz import style
-from mod_jax.viz.files import DPI
 
 _WEIGHTS = colormaps['RdBu']  # Blue: added. Red: subtracted. White: nothing.
 _TRACK = '#F6F6F6'  # A routed block's row, where tokens pass by.
@@ -27,7 +26,6 @@ _LEFT, _RIGHT, _BOTTOM, _GAP, _KEY = 0.6, 0.2, 0.1, 0.12, 0.68
 _COLUMN, _MIN_WIDTH = 0.15, 10.0
 _TICKS = 0.2  # Of the positions under a panel.
 _GLYPH_SIZE = 8  # Points.
-_MAX_PIXELS = 30_000  # Agg draws up to 2**16 on a side.
 
 
 def routing_map(
@@ -60,10 +58,12 @@ def routing_map(
     UserError: shapes or numbers that do not fit together, or a text too long
       for one picture.
   """
-  layers = [int(layer) for layer in layers]
   if num_layers is None:
     num_layers = max(layers, default=-1) + 1
-  chosen_RL = _checked(chosen_RL, pieces, layers, num_layers)
+  if num_layers < 1:
+    raise UserError(f'num_layers={num_layers}: expected at least one block.')
+  layers = images.block_numbers('layers', layers, num_layers)
+  chosen_RL = _checked(chosen_RL, pieces, layers)
   if weights_RL is not None:
     weights_RL = np.asarray(weights_RL, float)
     if weights_RL.shape != chosen_RL.shape:
@@ -87,28 +87,27 @@ def routing_map(
 
   title = title or 'The tokens that each block processes'
   subtitle = _summary(chosen_RL, num_layers)
-  top = style.header_height(width, title, subtitle) + _KEY
+  top = _KEY
   height = top + panels * (panel + _TICKS + _GAP) + _BOTTOM
-  if max(width, height) * DPI > _MAX_PIXELS:
-    raise UserError(
-      f'a text of {length} tokens in rows of {columns} makes a picture of'
-      f' {width:.0f} x {height:.0f} inches, over the limit of'
-      f' {_MAX_PIXELS // DPI}: draw fewer tokens.'
-    )
-
-  figure = style.new_figure(width, height)
-  style.draw_header(figure, title, subtitle)
+  figure, body = style.new_figure(
+    width,
+    height,
+    title,
+    subtitle,
+    what=f'{length} tokens in rows of {columns}',
+    layout=None,
+  )
   weights = (
     None if weights_RL is None else _weight_colors(weights_RL[chosen_RL])
   )
   count_L = chosen_RL.sum(axis=0)
   counts = _count_colors(int(count_L.max(initial=0)))
-  _draw_key(figure, top, weights, counts, bool(layers))
+  _draw_key(body, width, height, weights, counts, bool(layers))
 
   for i in range(panels):
     start, end = i * columns, min((i + 1) * columns, length)
     bottom = height - top - i * (panel + _TICKS + _GAP) - panel
-    axes = figure.add_axes(
+    axes = body.add_axes(
       (
         _LEFT / width,
         bottom / height,
@@ -138,7 +137,7 @@ def routing_map(
   return figure
 
 
-def _checked(chosen_RL, pieces, layers, num_layers) -> np.ndarray:
+def _checked(chosen_RL, pieces, layers) -> np.ndarray:
   chosen_RL = np.asarray(chosen_RL)
   expected = (len(layers), len(pieces))
   if not len(pieces):
@@ -148,21 +147,7 @@ def _checked(chosen_RL, pieces, layers, num_layers) -> np.ndarray:
       f'decisions of shape {chosen_RL.shape} for {len(layers)} routed blocks'
       f' and {len(pieces)} pieces of text: expected shape {expected}.'
     )
-  if num_layers < 1:
-    raise UserError(f'num_layers={num_layers}: expected at least one block.')
-  if len(set(layers)) < len(layers) or not all(
-    0 <= layer < num_layers for layer in layers
-  ):
-    raise UserError(
-      f'layers={layers}: expected different block numbers from 0 to'
-      f' {num_layers - 1}.'
-    )
-  if chosen_RL.dtype != bool and not np.isin(chosen_RL, (0, 1)).all():
-    raise UserError(
-      f'decisions such as {chosen_RL.max()}: expected True or False for each'
-      ' token, not the positions of the chosen ones.'
-    )
-  return chosen_RL.astype(bool)
+  return images.decisions(chosen_RL, 'token')
 
 
 def _summary(chosen_RL, num_layers) -> str:
@@ -200,18 +185,11 @@ def _rectangles(x_N, y_N, wide, high):
 
 
 def _draw_rows(axes, start, end, layers, num_layers):
-  dense = [i for i in range(num_layers) if i not in layers]
-  for rows, color, gid in (
-    (dense, style.DENSE, 'dense'),
-    (layers, _TRACK, 'routed'),
-  ):
-    y = np.array(rows, float)
-    x = np.full_like(y, (start + end - 1) / 2)
-    vertices = _rectangles(x, y, end - start, 0.84)
-    axes.add_collection(
-      PolyCollection(vertices, facecolor=color, linewidth=0, gid=gid),
-      autolim=False,
-    )
+  for row in range(num_layers):
+    routed = row in layers
+    color = _TRACK if routed else style.DENSE
+    gid = 'routed' if routed else 'dense'
+    axes.barh(row, end - start, 0.84, start - 0.5, color=color, gid=gid)
 
 
 def _draw_cells(axes, start, chosen_RC, layers, weights, weights_RC):
@@ -285,10 +263,9 @@ def _label(axes, start, end, layers, num_layers, row):
   axes.spines[:].set_visible(False)
 
 
-def _draw_key(figure, top, weights, counts, routed):
+def _draw_key(body, width, height, weights, counts, routed):
   """Explains the colours in one row under the header."""
-  width, height = figure.get_size_inches()
-  middle = 1 - (top - _KEY / 2 + 0.02) / height
+  middle = 1 - (_KEY / 2 + 0.02) / height
   edge = {'edgecolor': '#444444', 'linewidth': 0.5}
   outlined = '' if weights is None else ' (outlined)'
   swatches = []
@@ -305,60 +282,30 @@ def _draw_key(figure, top, weights, counts, routed):
   swatches.append(
     Patch(label='dense block: every token', facecolor=style.DENSE)
   )
-  figure.legend(
-    handles=swatches,
-    loc='center left',
-    bbox_to_anchor=(style.MARGIN / width, middle),
-    ncols=len(swatches),
-    frameon=False,
-    fontsize=8,
-    borderpad=0,
-    borderaxespad=0,
-    handlelength=1.2,
-    handletextpad=0.5,
-    columnspacing=1.2,
-    labelcolor=style.INK,
-  )
+  place = (0.6 * style.MARGIN / width, middle)
+  style.key(body, swatches, 'center left', bbox_to_anchor=place)
   if not routed:
     return
 
-  def bar(right, long, label, name):
-    axes = figure.add_axes(
-      (
-        1 - (right + long) / width,
-        middle - 0.02 / height,
-        long / width,
-        0.1 / height,
-      ),
-      label=name,
-    )
+  def scale(right, label, name, norm, cmap, **how):
+    left, bottom = 1 - (right + 1.7) / width, middle - 0.02 / height
+    axes = body.add_axes((left, bottom, 1.7 / width, 0.1 / height), label=name)
     axes.set_title(label, fontsize=8, color=style.INK, pad=3)
-    return axes
-
-  def finish(colorbar):
-    colorbar.ax.tick_params(length=2, pad=1, labelsize=7, colors=style.MUTED)
-    colorbar.outline.set(edgecolor=style.FAINT, linewidth=0.5)
+    style.scale(body, norm, cmap, cax=axes, orientation='horizontal', **how)
 
   cmap, norm = counts
-  axes = bar(_RIGHT, 1.7, 'routed blocks that processed it', 'load_bar')
-  colorbar = figure.colorbar(
-    ScalarMappable(norm, cmap), cax=axes, orientation='horizontal'
-  )
-  most = cmap.N - 1
-  step = math.ceil(most / 8)
-  colorbar.set_ticks(list(range(0, most + 1, step)))
-  colorbar.ax.minorticks_off()
-  finish(colorbar)
+  ticks = range(0, cmap.N, math.ceil((cmap.N - 1) / 8))
+  label = 'routed blocks that processed it'
+  scale(_RIGHT, label, 'load_bar', norm, cmap, ticks=list(ticks))
   if weights is not None:
     norm, clipped = weights
-    axes = bar(_RIGHT + 2.1, 1.7, 'weight on its update', 'weight_bar')
-    finish(
-      figure.colorbar(
-        ScalarMappable(norm, _WEIGHTS),
-        cax=axes,
-        orientation='horizontal',
-        extend='both' if clipped else 'neither',
-        ticks=[norm.vmin, 0, norm.vmax],
-        format='%.2g',
-      )
+    scale(
+      _RIGHT + 2.1,
+      'weight on its update',
+      'weight_bar',
+      norm,
+      _WEIGHTS,
+      extend='both' if clipped else 'neither',
+      ticks=[norm.vmin, 0, norm.vmax],
+      format='%.2g',
     )

@@ -5,10 +5,8 @@ from collections.abc import Sequence
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
-from matplotlib.ticker import PercentFormatter
 
 from mod_jax.errors import UserError
-from mod_jax.viz import glyphs
 from mod_jax.viz import style
 
 _MOST = 12  # Corruptions side by side.
@@ -46,73 +44,36 @@ def corruption_curves(
   )
   columns = max(1, len(curves))
   width = max(6.0, 0.9 + 2.1 * columns)
-  top = style.header_height(width, title, subtitle) + 0.6
-  high = 1.55
-  height = top + 2 * high + 0.85
-  figure = style.new_figure(width, height)
-  style.draw_header(figure, title, subtitle)
+  figure, body = style.new_figure(width, 4.2, title, subtitle)
   if not curves:
-    axes = figure.add_axes((0, 0, 1, 1 - top / height), label='plot')
-    style.say(axes, 'No corruption measured yet')
+    style.say(body.subplots(), 'No corruption measured yet')
     return figure
-
-  loads = [value for found in curves.values() for value in found['load']]
-  low, upper = min([budget, *loads]), max([budget, *loads])
-  room = max(0.02, 0.15 * (upper - low))
-  pitch = (width - 0.75) / columns
-  for i, (kind, found) in enumerate(curves.items()):
+  grid = body.subplots(2, columns, sharex=True, sharey='row', squeeze=False)
+  for (above, below), (kind, found) in zip(grid.T, curves.items(), strict=True):
     severities = range(len(found['load']))
-    for row in range(2):
-      axes = figure.add_axes(
-        (
-          (0.65 + i * pitch) / width,
-          (0.5 + (1 - row) * (high + 0.25)) / height,
-          (pitch - 0.25) / width,
-          high / height,
-        ),
-        label=f'{kind} {row}',
-      )
-      style.clean(axes)
-      axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-      axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-      if row:
-        axes.plot(
-          severities, found['load'], color=_LOAD, marker='D', ms=4, gid='load'
-        )
-        axes.axhline(budget, color=style.MUTED, ls=':', lw=1, gid='budget')
-        axes.set_ylim(low - room, upper + room)
-        axes.set_xlabel('severity')
-      else:
-        for key, label, color, marker, line in _LINES:
-          axes.plot(
-            *(severities, found[key]),
-            **{'color': color, 'marker': marker, 'ms': 4, 'ls': line},
-            label=label,
-            gid=key,
-          )
-        axes.set_ylim(0, 1.04)
-        axes.set_xticklabels([])
-        axes.set_title(
-          glyphs.plain(kind),
-          loc='left',
-          fontproperties=glyphs.sans(9, bold=True),
-          color=style.INK,
-          parse_math=False,
-        )
-      if i:
-        axes.set_yticklabels([])
-      else:
-        axes.set_ylabel('compute' if row else 'accuracy')
-  figure.legend(
-    *figure.axes[0].get_legend_handles_labels(),
-    loc='upper left',
-    bbox_to_anchor=(0.06 / width, 1 - (top - 0.58) / height),
-    ncols=2,
-    frameon=False,
-    fontsize=8.5,
-    labelcolor=style.INK,
-    borderpad=0.2,
-  )
+    style.clean(above)
+    style.clean(below)
+    style.heading(above, style.shortened(kind, 24))
+    for key, label, color, marker, line in _LINES:
+      look = {'color': color, 'marker': marker, 'ms': 4, 'ls': line}
+      above.plot(severities, found[key], label=label, gid=key, **look)
+    look = {'color': _LOAD, 'marker': 'D', 'ms': 4}
+    below.plot(severities, found['load'], label='compute', gid='load', **look)
+    below.axhline(
+      budget, color=style.MUTED, ls=':', lw=1, label='budget', gid='budget'
+    )
+    below.set_xlabel('severity')
+    below.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+  above, below = grid[:, 0]
+  above.set(ylabel='accuracy', ylim=(0, 1.04))
+  below.set(ylabel='compute')
+  # A single severity has an axis too, with whole numbers on it.
+  most = max(len(found['load']) for found in curves.values())
+  below.set_xlim(-0.3, max(most - 0.7, 1.3))
+  below.margins(y=0.15)
+  for axes in (above, below):
+    axes.yaxis.set_major_formatter(style.percent)
+  style.key(body, above.lines + below.lines)
   return figure
 
 

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FuncFormatter
 from matplotlib.ticker import MaxNLocator
+from matplotlib.transforms import Bbox
 import numpy as np
 
 from mod_jax.errors import UserError
@@ -28,18 +29,13 @@ _MARKERS = ('o', 's', 'D', '^', 'v', 'P', 'X', '<', '>')
 _MAX_GROUPS = len(_COLORS) * len(_MARKERS)
 _TREND = '#D55E00'
 _NAMED = 24  # More points than this are not named in the plot.
-_LONGEST = 40  # Characters of a name.
-# Where a name may stand: points from its marker, and the angle. The nearest
+# Where a name may stand: points from its marker, and the direction. The nearest
 # first, and straight above before beside, where lines run.
-_PLACES = tuple(
-  (distance, math.radians(angle))
-  for distance in (8, 14, 24, 36, 52)
-  for angle in (90, -90, 0, 180, 45, 135, -45, -135)
-)
+_SIDES = ((0, 1), (0, -1), (1, 0), (-1, 0))
+_SLANTS = ((0.7, 0.7), (-0.7, 0.7), (0.7, -0.7), (-0.7, -0.7))
+_PLACES = tuple(itertools.product((8, 14, 24, 36, 52), (*_SIDES, *_SLANTS)))
 _NEAR = 14  # Names further away are tied to their markers.
-
-# Inches.
-_LEFT, _RIGHT, _BOTTOM, _PLOT_WIDTH, _PLOT_HEIGHT = 0.85, 0.2, 0.6, 6.6, 4.2
+_PARETO = 'Pareto frontier: none is better'
 
 
 def importance_scatter(
@@ -91,45 +87,21 @@ def importance_scatter(
     for layer, given in zip(layers, correlations, strict=True)
   ]
 
-  ncols = min(4, max(routed, 1))
-  nrows = math.ceil(max(routed, 1) / ncols)
-  width = max(6.5, 3.1 * ncols)
-  title = title or 'Do routing scores find the important tokens?'
-  subtitle = (
+  body, panels = style.small_multiples(
+    layers,
+    title or 'Do routing scores find the important tokens?',
     'A point is a token: how much leaving it out changes the output, against'
-    ' the score by which the block chooses. Line: the linear trend.'
+    ' the score by which the block chooses. Line: the linear trend.',
+    height=2.75,
+    xlabel='routing score',
+    ylabel='leave-one-out importance',
   )
-  top = style.header_height(width, title, subtitle) + 0.1
-  height = top + 2.75 * nrows + 0.1
-  figure = style.new_figure(width, height)
-  style.draw_header(figure, title, subtitle)
-  if not routed:
-    axes = figure.add_axes((0, 0, 1, 1 - top / height))
-    style.say(axes, 'No block is routed.')
-    return figure
-  grid = figure.subplots(nrows, ncols, squeeze=False)
-  for axes in grid.flat[routed:]:
-    axes.remove()
-  for r, layer in enumerate(layers):
-    axes = grid.flat[r]
-    axes.set_title(
-      f'Block {layer}', loc='left', fontsize=10, color=style.INK, pad=28
-    )
-    _draw_tokens(axes, score_RN[r], importance_RN[r], facts[r])
-    if r % ncols == 0:
-      axes.set_ylabel('leave-one-out importance')
-    if r + ncols >= routed:
-      axes.set_xlabel('routing score')
-    style.clean(axes)
-  figure.set_layout_engine(
-    'constrained',
-    rect=(0, 0, 1, 1 - top / height),
-    hspace=0.06,
-    wspace=0.04,
-    w_pad=0.1,
-    h_pad=0.06,
-  )
-  return figure
+  for axes, layer, score_N, importance_N, text in zip(
+    panels, layers, score_RN, importance_RN, facts, strict=True
+  ):
+    style.heading(axes, f'Block {layer}', text)
+    _draw_tokens(axes, score_N, importance_N)
+  return body.get_figure(root=True)
 
 
 def _correlation(layer, given) -> str:
@@ -162,18 +134,7 @@ def _p_value(p) -> str:
   return f'p = {p:.3f}' if p >= 0.001 else f'p = {p:.0e}'
 
 
-def _draw_tokens(axes, score_N, importance_N, facts):
-  axes.annotate(
-    facts,
-    (0, 1),
-    xycoords='axes fraction',
-    xytext=(0, 4),
-    textcoords='offset points',
-    fontsize=7.5,
-    color=style.MUTED,
-    linespacing=1.2,
-    gid='facts',
-  )
+def _draw_tokens(axes, score_N, importance_N):
   if not score_N.size:
     style.say(axes, 'No tokens.')
     return
@@ -263,13 +224,21 @@ def accuracy_flops(
       f'{len(groups)} groups of points: at most {_MAX_GROUPS} can be told'
       ' apart, so draw fewer.'
     )
-  title = title or 'Accuracy and compute'
   subtitle = 'Further up is more accurate; further left is cheaper.'
   if any(point['spread'] is not None for point in points):
     subtitle += ' Bars: the spread over runs.'
 
-  figure = style.new_figure(8, 6)
-  axes = figure.add_axes((0.1, 0.1, 0.8, 0.8), label='plot')
+  legend = len(groups) > 1 or any(groups) or (pareto and bool(points))
+  named = [style.shortened(group) for group in groups] + [_PARETO] * pareto
+  figure, body = style.new_figure(
+    # The legend stands outside, where it hides no point.
+    7.6 + (0.07 * max(map(len, named)) + 0.6 if legend else 0),
+    max(4.8, 0.19 * len(groups) + 0.6),
+    title or 'Accuracy and compute',
+    subtitle,
+  )
+  axes = body.subplots()
+  axes.set_label('plot')
   _draw_groups(axes, groups)
   if pareto and points:
     front = frontier(points)
@@ -285,31 +254,18 @@ def accuracy_flops(
       marker='o' if len(front) == 1 else None,
       ms=12,
       markerfacecolor='none',
-      label='Pareto frontier: none is better',
+      label=_PARETO,
       gid='pareto',
     )
-  legend = None
-  if len(groups) > 1 or any(groups) or (pareto and points):
-    handles, names = axes.get_legend_handles_labels()
-    legend = figure.legend(
-      handles,
-      names,
-      loc='upper left',
-      frameon=False,
-      fontsize=8.5,
-      labelcolor=style.INK,
-      borderpad=0,
-      borderaxespad=0,
-    )
-    for text in legend.get_texts():
-      text.set_parse_math(False)
-  _place(figure, axes, legend, title, subtitle)
+  if legend:
+    handles, _ = axes.get_legend_handles_labels()
+    style.key(body, handles, 'outside right upper')
   style.clean(axes)
   if not points:
     style.say(axes, 'No models measured yet')
     return figure
-  axes.set_xlabel(glyphs.plain(xlabel), parse_math=False)
-  axes.set_ylabel(glyphs.plain(ylabel), parse_math=False)
+  axes.set_xlabel(glyphs.plain(xlabel))
+  axes.set_ylabel(glyphs.plain(ylabel))
   axes.grid(color='#EEEEEE', lw=0.8)
   axes.set_axisbelow(True)
   axes.margins(0.09)
@@ -320,9 +276,7 @@ def accuracy_flops(
     0 <= point['accuracy'] <= 1 for point in points
   )
   axes.yaxis.set_major_formatter(
-    FuncFormatter(_percent)
-    if percent
-    else _ticks([p['accuracy'] for p in points])
+    style.percent if percent else _ticks([p['accuracy'] for p in points])
   )
   if len(points) <= _NAMED:
     _name_points(figure, axes, groups)
@@ -385,151 +339,87 @@ def _draw_groups(axes, groups):
       lw=1.3,
       markerfacecolor='white',
       markeredgewidth=1.4,
-      label=_shortened(group) or 'models',
+      label=style.shortened(group) or 'models',
       gid=f'group {group}',
-    )
-
-
-def _shortened(text) -> str:
-  text = glyphs.plain(text).replace('\n', ' ')
-  return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + '…'
-
-
-def _percent(value, _) -> str:
-  return f'{100 * value:.4g}%'
-
-
-def _place(figure, axes, legend, title, subtitle):
-  """Sizes the figure: the legend stands outside, where it hides no point."""
-  renderer = figure.canvas.get_renderer()
-  wide = high = 0.0
-  if legend is not None:
-    box = legend.get_window_extent(renderer)
-    wide, high = box.width / figure.dpi + 0.2, box.height / figure.dpi
-  width = _LEFT + _PLOT_WIDTH + wide + _RIGHT
-  top = style.header_height(width, title, subtitle) + 0.15
-  plot_height = max(_PLOT_HEIGHT, high)
-  height = top + plot_height + _BOTTOM
-  figure.set_size_inches(width, height)
-  style.draw_header(figure, title, subtitle)
-  axes.set_position(
-    (
-      _LEFT / width,
-      _BOTTOM / height,
-      _PLOT_WIDTH / width,
-      plot_height / height,
-    )
-  )
-  if legend is not None:
-    legend.set_bbox_to_anchor(
-      ((_LEFT + _PLOT_WIDTH + 0.2) / width, 1 - top / height)
     )
 
 
 def _name_points(figure, axes, groups):
   """Writes names beside markers, clear of markers and of other names.
 
-  A name for which there is no room is left out.
+  A name for which there is no room is left out; one over a line comes second.
   """
-  renderer = figure.canvas.get_renderer()
-  axes.autoscale_view()  # Now, not when drawn: the places depend on it.
+  axes.autoscale_view()
+  figure.draw_without_rendering()  # The places depend on the layout.
   pixel = figure.dpi / 72  # Per point.
-  to_pixels = axes.transData.transform
-  frame = axes.get_window_extent(renderer).extents
-  taken, lines = _obstacles(groups, to_pixels, pixel)
+  frame = axes.get_window_extent()
+  taken, line_N2 = _obstacles(axes, pixel)
   for i, points in enumerate(groups.values()):
     for point in points:
       if not point['name']:
         continue
       xy = point['flops'], point['accuracy']
       text = axes.annotate(
-        _shortened(point['name']),
+        style.shortened(point['name']),
         xy,
         xytext=(0, 0),
         textcoords='offset points',
         ha='center',
         va='center',
-        fontproperties=glyphs.sans(7.5),
+        fontsize=7.5,
         color=_COLORS[i % len(_COLORS)],
-        parse_math=False,
         path_effects=[withStroke(linewidth=2, foreground='white')],
         zorder=4,
         gid='name',
       )
-      extent = text.get_window_extent(renderer)
+      # Names have their places; the layout shall not change for them.
+      text.set_in_layout(False)
+      start = axes.transData.transform(xy)
+      extent = text.get_window_extent()
       # At another resolution hinting makes it a little wider.
       half = np.array([1.06 * extent.width, extent.height]) / 2 + pixel
-      start = to_pixels(xy)
-      found = _free_place(start, half, pixel, frame, np.array(taken), lines)
-      if found is None:
+      free = []
+      for rank, (distance, toward) in enumerate(_PLACES):
+        # Sideways by the whole half even for a slant: it is the end that is
+        # near.
+        push = half * (np.sign(toward[0]), toward[1])
+        centre = start + np.array(toward) * distance * pixel + push
+        box = Bbox([centre - half, centre + half])
+        inside = frame.contains(*box.min) and frame.contains(*box.max)
+        if inside and not box.count_overlaps(taken):
+          near = box.padded(2 * pixel)
+          hit_N = (line_N2 > near.min) & (line_N2 < near.max)
+          free.append((rank + 6 * hit_N.all(axis=1).sum(), distance, box))
+      if not free:
         text.remove()
         continue
-      box, distance = found
-      centre = (box[:2] + box[2:]) / 2
-      text.set_position((centre - start) / pixel)
+      _, distance, box = min(free, key=lambda place: place[0])
+      text.set_position((box.p0 + half - start) / pixel)
       taken.append(box)
       if distance > _NEAR:
-        ends = [start, np.clip(start, box[:2], box[2:])]
+        ends = [start, np.clip(start, box.min, box.max)]
         ends = axes.transData.inverted().transform(ends)
         axes.plot(*ends.T, color=style.FAINT, lw=0.7, zorder=1, gid='leader')
 
 
-def _obstacles(groups, to_pixels, pixel):
-  """Returns boxes [x0, y0, x1, y1] in pixels: of markers, and of lines."""
-  markers, lines = [], []
+def _obstacles(axes, pixel):
+  """Returns boxes of the markers, and points on lines and bars, in pixels."""
+  curves, marks = [], []
   reach = 4.5 * pixel
-  for points in groups.values():
-    points = sorted(points, key=lambda p: (p['flops'], p['accuracy']))
-    xy_N2 = to_pixels([(p['flops'], p['accuracy']) for p in points])
-    markers += [(*(xy - reach), *(xy + reach)) for xy in xy_N2]
-    for start, end in itertools.pairwise(xy_N2):
-      steps = max(2, int(np.abs(end - start).max() / (4 * pixel)))
-      lines += [(*xy, *xy) for xy in np.linspace(start, end, steps)]
-    for p in points:
-      if p['spread']:
-        ends = [
-          (p['flops'], p['accuracy'] + sign * p['spread']) for sign in (-1, 1)
-        ]
-        (x, low), (_, high) = to_pixels(ends)
-        lines.append((x - reach, low, x + reach, high))
-  return markers, np.array(lines, float).reshape(-1, 4)
-
-
-def _free_place(start, half, pixel, frame, taken_N4, lines_N4):
-  """Returns the best box for a name and its distance, or None.
-
-  Args:
-    start: the named point, in pixels.
-    half: of the name's width and height.
-    pixel: pixels per typographic point.
-    frame: the box that it must not leave.
-    taken_N4: boxes that it must not meet.
-    lines_N4: boxes that it had better not meet.
-  """
-  best = None
-  for rank, (distance, angle) in enumerate(_PLACES):
-    toward = np.array([math.cos(angle), math.sin(angle)]).round(6)
-    # Sideways by the whole half even for a slant: it is the end that is near.
-    push = np.array([np.sign(toward[0]), toward[1]])
-    centre = start + toward * distance * pixel + push * half
-    box = np.concatenate([centre - half, centre + half])
-    if (
-      (box[:2] < frame[:2]).any()
-      or (box[2:] > frame[2:]).any()
-      or _meets(box, taken_N4).any()
-    ):
-      continue
-    cost = rank + 6 * _meets(box, lines_N4).sum()
-    if best is None or cost < best[0]:
-      best = cost, (box, distance)
-  return best and best[1]
-
-
-def _meets(box, other_N4) -> np.ndarray:
-  """Returns for each of N boxes whether it shares a point with `box`."""
-  return (
-    (other_N4[:, 0] <= box[2])
-    & (other_N4[:, 2] >= box[0])
-    & (other_N4[:, 1] <= box[3])
-    & (other_N4[:, 3] >= box[1])
-  )
+  for line in axes.lines:
+    if line.get_gid() is None:
+      continue  # The ends of error bars.
+    xy_N2 = axes.transData.transform(line.get_xydata())
+    marks += [Bbox([xy - reach, xy + reach]) for xy in xy_N2]
+    if line.get_drawstyle() == 'steps-post':
+      x_N, y_N = np.repeat(xy_N2, 2, axis=0).T
+      xy_N2 = np.stack([x_N[1:], y_N[:-1]], axis=-1)
+    curves.append(xy_N2)
+  for bars in axes.collections:
+    curves += [axes.transData.transform(ends) for ends in bars.get_segments()]
+  line_N2 = [
+    np.linspace(start, end, 2 + int(np.abs(end - start).max() / (4 * pixel)))
+    for xy_N2 in curves
+    for start, end in itertools.pairwise(xy_N2)
+  ]
+  return marks, np.concatenate([np.zeros((0, 2)), *line_N2])

@@ -6,7 +6,6 @@ import statistics
 
 from matplotlib.figure import Figure
 
-from mod_jax.viz import glyphs
 from mod_jax.viz import style
 
 
@@ -33,47 +32,25 @@ def seed_dots(
   }
   groups = {group: rows for group, rows in groups.items() if rows}
   heights = [0.24 * len(rows) + 0.55 for rows in groups.values()] or [1.0]
-  figure = style.new_figure(7.5, sum(heights) + 0.9)
-  figure.set_layout_engine('constrained')
-  figure.suptitle(
-    glyphs.plain(title),
-    **{'x': 0.01, 'ha': 'left', 'parse_math': False},
-    fontproperties=glyphs.sans(12, bold=True),
-    color=style.INK,
-  )
-  panels = figure.subplots(
-    len(heights), squeeze=False, gridspec_kw={'height_ratios': heights}
-  )[:, 0]
+  figure, body = style.new_figure(7.5, sum(heights) + 0.5, title)
+  panels = body.subplots(len(heights), squeeze=False, height_ratios=heights)
+  panels = panels[:, 0]
   if not groups:
     style.say(panels[0], 'No run is finished yet')
   for axes, (group, rows) in zip(panels, groups.items(), strict=False):
     style.clean(axes)
-    axes.set_label(group)
-    axes.set_title(
-      glyphs.plain(group),
-      loc='left',
-      parse_math=False,
-      fontproperties=glyphs.sans(9, bold=True),
-      color=style.INK,
-    )
+    style.heading(axes, group)
     for i, values in enumerate(rows.values()):
-      axes.plot(
-        *(values, [i] * len(values)),
-        **{'ls': '', 'marker': 'o', 'ms': 5, 'alpha': 0.75},
-        color=style.CHOSEN,
-        gid='run',
-      )
-      axes.plot(
-        *([statistics.mean(values)], [i]),
-        **{'ls': '', 'marker': '|', 'ms': 13, 'mew': 2},
-        color=style.INK,
-        gid='mean',
-      )
-    axes.set_yticks(range(len(rows)), map(glyphs.plain, rows))
+      dots = {'marker': 'o', 'ms': 5, 'alpha': 0.75, 'color': style.CHOSEN}
+      axes.plot(values, [i] * len(values), ls='', gid='run', **dots)
+      bar = {'marker': '|', 'ms': 13, 'mew': 2, 'color': style.INK}
+      axes.plot(statistics.mean(values), i, ls='', gid='mean', **bar)
+    axes.set_yticks(range(len(rows)), map(style.shortened, rows))
     axes.tick_params(axis='y', length=0, labelcolor=style.INK)
     axes.set_ylim(len(rows) - 0.4, -0.6)  # The first on top.
     axes.grid(axis='y', color=style.DENSE)
     axes.set_axisbelow(True)
   if groups:
-    panels[-1].set_xlabel(glyphs.plain(xlabel))
+    # At the right, where a long one has room to its left.
+    panels[-1].set_xlabel(style.shortened(xlabel, 60), loc='right')
   return figure

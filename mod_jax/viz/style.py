@@ -4,12 +4,20 @@ Colours are those of Okabe and Ito (2008), which remain distinct under the
 common kinds of colour blindness; markers differ too.
 """
 
+from collections.abc import Sequence
 import dataclasses
+import math
 import textwrap
 
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import Colormap
+from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
+from matplotlib.figure import SubFigure
 
+from mod_jax.errors import UserError
 from mod_jax.viz import glyphs
 
 CHOSEN = '#0072B2'  # Tokens that a routed block processed.
@@ -20,6 +28,16 @@ MUTED = '#666666'
 FAINT = '#BBBBBB'
 
 MARGIN = 0.15  # Inches around the header.
+_KEY = {
+  'frameon': False,
+  'fontsize': 8.5,
+  'labelcolor': INK,
+  'borderpad': 0.2,
+  'columnspacing': 1.4,
+}
+
+PAD = 0.08  # Inches around whatever is drawn below it.
+MAX_INCHES = 200  # Agg draws up to 2**16 pixels on a side.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,58 +76,145 @@ def rule_style(rule: str) -> RuleStyle:
   return RuleStyle(label=label, color=color, marker='P')
 
 
-def new_figure(width: float, height: float) -> Figure:
-  """Returns an empty white figure, sizes in inches, that pyplot never sees."""
-  figure = Figure(figsize=(width, height), facecolor='white')
-  FigureCanvasAgg(figure)
-  return figure
+def new_figure(
+  width: float,
+  height: float,
+  title: str,
+  subtitle: str = '',
+  *,
+  what: str = '',
+  layout: str | None = 'constrained',
+) -> tuple[Figure, SubFigure]:
+  """Returns a white figure that pyplot never sees, and the part to draw in.
 
+  The other part is the header above it: a title and what explains it.
 
-def _wrap(text: str, width: float, size: float, bold: bool) -> list[str]:
-  """Returns the lines of a text in `width` inches at `size` points."""
-  # The width of an average letter of running text, with some room.
-  em = 0.63 if bold else 0.55
-  columns = max(20, int(width * 72 / (em * size)))
-  return [
-    line
-    for part in glyphs.plain(text).split('\n')
-    for line in textwrap.wrap(part, columns)
-  ]
+  Args:
+    width: of the figure, in inches.
+    height: of the part below the header.
+    title: says what is seen.
+    subtitle: what a stranger must know to read the picture.
+    what: what fills the figure, for the error.
+    layout: matplotlib's layout engine for the part below; None: whoever draws
+      there knows where everything stands.
 
-
-def _header(width: float, title: str, subtitle: str):
-  """Yields lines, inches from the top, size, boldness and colour."""
-  top = MARGIN
-  for name, text, size, bold, color in (
-    ('title', title, 12, True, INK),
-    ('subtitle', subtitle, 9, False, MUTED),
-  ):
-    lines = _wrap(text, width - 2 * MARGIN, size, bold)
-    yield name, lines, top, size, bold, color
-    top += len(lines) * size * 1.4 / 72
-
-
-def header_height(width: float, title: str, subtitle: str) -> float:
-  """Returns the inches that `draw_header` takes at a figure's top."""
-  *_, (_, lines, top, size, _, _) = _header(width, title, subtitle)
-  return top + len(lines) * size * 1.4 / 72
-
-
-def draw_header(figure: Figure, title: str, subtitle: str) -> None:
-  """Writes what is seen at the top left."""
-  width, height = figure.get_size_inches()
-  for name, lines, top, size, bold, color in _header(width, title, subtitle):
-    figure.text(
-      MARGIN / width,
-      1 - top / height,
-      '\n'.join(lines),
-      va='top',
-      fontproperties=glyphs.sans(size=size, bold=bold),
-      color=color,
-      linespacing=1.15,
-      parse_math=False,
-      gid=name,
+  Raises:
+    UserError: the figure is larger than a picture can be.
+  """
+  if max(width, height) > MAX_INCHES:
+    raise UserError(
+      f'{what} make a picture of {width:.0f} x {height:.0f} inches, over the'
+      f' limit of {MAX_INCHES}: draw fewer.'
     )
+  room = width - 2 * MARGIN
+  # So many letters of running text stand on an inch.
+  texts = [
+    (_wrapped(title, 9.2 * room), {'size': 12, 'weight': 'bold', 'color': INK}),
+    (_wrapped(subtitle, 14.5 * room), {'size': 9, 'color': MUTED}),
+  ]
+  tops = [MARGIN]
+  for lines, look in texts:
+    tops.append(tops[-1] + len(lines) * 1.4 * look['size'] / 72)
+  header = tops[-1] + MARGIN / 2
+  figure = Figure((width, header + height), facecolor='white', layout=layout)
+  FigureCanvasAgg(figure)
+  if layout:
+    figure.get_layout_engine().set(w_pad=PAD, h_pad=PAD)
+  above, below = figure.subfigures(2, height_ratios=(header, height))
+  for (lines, look), top in zip(texts, tops, strict=False):
+    x, y = MARGIN / width, 1 - top / header
+    above.text(x, y, '\n'.join(lines), va='top', linespacing=1.15, **look)
+  return figure, below
+
+
+def _wrapped(text: str, columns: float) -> list[str]:
+  """Returns the lines of a text, each of at most so many characters."""
+  parts = glyphs.plain(text).split('\n')
+  return [line for p in parts for line in textwrap.wrap(p, int(columns))]
+
+
+def small_multiples(
+  layers: Sequence[int],
+  title: str,
+  subtitle: str,
+  *,
+  height: float,
+  xlabel: str,
+  ylabel: str,
+) -> tuple[SubFigure, list[Axes]]:
+  """Returns a figure's part and a panel of it per block, four in a row.
+
+  Args:
+    layers: the blocks' numbers; without any a sentence says so.
+    title: as in `new_figure`.
+    subtitle: as in `new_figure`.
+    height: of a row of panels, in inches.
+    xlabel: of the lowest panels.
+    ylabel: of the leftmost panels.
+  """
+  columns = min(4, max(len(layers), 1))
+  rows = math.ceil(len(layers) / columns) or 1
+  _, body = new_figure(
+    max(7.0, 3.1 * columns), rows * height + 0.3, title, subtitle
+  )
+  grid = body.subplots(rows, columns, squeeze=False)
+  for axes in grid.flat[len(layers) :]:
+    axes.remove()
+  if not layers:
+    say(body.subplots(), 'No block is routed.')
+  for i, axes in enumerate(grid.flat[: len(layers)]):
+    clean(axes)
+    if i % columns == 0:
+      axes.set_ylabel(ylabel)
+    if i + columns >= len(layers):
+      axes.set_xlabel(xlabel)
+  return body, list(grid.flat[: len(layers)])
+
+
+def heading(axes: Axes, text: str, facts: str = '') -> None:
+  """Writes a panel's title, and in smaller letters below it what it shows."""
+  lines = len(facts.splitlines())
+  axes.set_title(
+    glyphs.plain(text), loc='left', fontsize=10, color=INK, pad=6 + 11 * lines
+  )
+  axes.annotate(
+    facts,
+    (0, 1),
+    xycoords='axes fraction',
+    xytext=(0, 4),
+    textcoords='offset points',
+    fontsize=7.5,
+    color=MUTED,
+    gid='facts',
+  )
+
+
+def key(
+  part: Axes | SubFigure, handles: Sequence, loc='outside upper left', **how
+) -> None:
+  """Explains what is drawn, in one row above it or in a column beside it."""
+  look = {'ncols': 1 if 'right' in loc else len(handles)} | _KEY | how
+  part.legend(handles=handles, loc=loc, **look)
+
+
+def scale(part: SubFigure, norm: Normalize, cmap: Colormap, **how) -> Axes:
+  """Returns the axes of a colour scale; `how` is as in `Figure.colorbar`."""
+  bar = part.colorbar(ScalarMappable(norm, cmap), **how)
+  bar.ax.tick_params(length=2, pad=2, labelsize=7, colors=MUTED)
+  bar.ax.minorticks_off()
+  bar.outline.set(edgecolor=FAINT, linewidth=0.5)
+  return bar.ax
+
+
+def percent(value: float, _=None) -> str:
+  """Writes a fraction as a percentage, for the ticks of an axis."""
+  return f'{100 * value:.4g}%'
+
+
+def shortened(text: str, most: int = 40) -> str:
+  """Returns one line of at most `most` characters."""
+  text = glyphs.plain(' '.join(str(text).split()))
+  return text if len(text) <= most else text[: most - 1] + '…'
 
 
 def say(axes, text: str) -> None:

@@ -30,13 +30,17 @@ def token_load(
   """
   share_RL = np.asarray(share_RL)
   shown = [glyphs.display_piece(piece) for piece in pieces]
-  rows = -(-len(shown) // _COLUMNS)
-  high = 1.0 + rows * (0.45 + 0.25 * len(layers))
-  figure = Figure(figsize=(12, high), layout='constrained', facecolor='white')
-  figure.suptitle(title, x=0.01, ha='left', fontsize=12, fontweight='bold')
-  panels = figure.subplots(rows, squeeze=False)[:, 0]
+  columns = min(_COLUMNS, max(_COLUMNS // 2, len(shown)))
+  rows = -(-len(shown) // columns)
+  figure, body = style.new_figure(
+    2 + 10 * columns / _COLUMNS,
+    # High enough for what the colour scale's label says.
+    max(1.9, 0.5 + rows * (0.45 + 0.25 * len(layers))),
+    title,
+  )
+  panels = body.subplots(rows, squeeze=False)[:, 0]
   for i, axes in enumerate(panels):
-    start, end = i * _COLUMNS, min((i + 1) * _COLUMNS, len(shown))
+    start, end = i * columns, min((i + 1) * columns, len(shown))
     image = axes.imshow(
       share_RL[::-1, start:end],
       extent=(-0.5, end - start - 0.5, -0.5, len(layers) - 0.5),
@@ -46,7 +50,7 @@ def token_load(
       vmin=0,
       vmax=1,
     )
-    axes.set_xlim(-0.5, _COLUMNS - 0.5)
+    axes.set_xlim(-0.5, columns - 0.5)
     axes.set_xticks(range(end - start), shown[start:end])
     for label in axes.get_xticklabels():
       label.set(
@@ -59,10 +63,9 @@ def token_load(
     axes.tick_params(length=0, labelsize=8, colors=style.INK)
     axes.spines[:].set_visible(False)
   mean = f'{100 * share_RL.mean():.0f}%'
-  figure.colorbar(
-    image,
-    ax=panels,
-    label=f'{unit}\n(these {len(shown)} tokens: {mean})',
-    fraction=0.03,
+  how = {'ax': panels, 'fraction': 0.03, 'format': style.percent}
+  scale = style.scale(body, image.norm, image.cmap, **how)
+  scale.set_ylabel(
+    f'{glyphs.plain(unit)}\n(these {len(shown)} tokens: {mean})', fontsize=9
   )
   return figure

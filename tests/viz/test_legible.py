@@ -1,0 +1,167 @@
+"""No text of a picture meets another or leaves it, with awkward data either."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from mod_jax import viz
+
+pytestmark = pytest.mark.filterwarnings('error')
+
+ODD = '$a$ 漢\x00\n🙂 and a long text that must be wrapped or cut somewhere'
+TITLE = 'At $5 and $6, ' + 'the title is long ' * 20
+CURVE = {'adaptive': [0.9, 0.5], 'dense': [0.8, 0.4], 'load': [0.4, 0.5]}
+EFFECT = dict.fromkeys(('accuracy', 'load_mean', 'load_std', 'token_std'), 0.4)
+CORRELATION = {
+  'pearson': 0.5,
+  'pearson_p': 1e-7,
+  'spearman': -0.5,
+  'spearman_p': 0.01,
+}
+
+
+def photos(rng, count, height=8, width=8):
+  return rng.integers(0, 200, (count, height, width, 3), dtype=np.uint8)
+
+
+def patches(rng, count, routed, size):
+  return viz.patch_maps(
+    photos(rng, count, *size),
+    rng.random((routed, count, 16)) < 0.5,
+    layers=range(100, 100 + routed),
+    grid=(4, 4),
+    title=TITLE,
+    labels=[ODD, 'W' * 40, '', 'x', *['label'] * 8][:count],
+  )
+
+
+def stages(rng):
+  kept_SBL = rng.random((12, 1, 1024)) < 0.5
+  blocks = range(100, 112)
+  image = photos(rng, 1, 32, 32)
+  return viz.token_stages(image, kept_SBL, grid=(32, 32), blocks=blocks)
+
+
+def attention(rng):
+  (image,), maps_RHL = photos(rng, 1), rng.random((2, 16, 16))
+  return viz.attention_maps(image, maps_RHL, layers=(2, 11), grid=(4, 4))
+
+
+def keep(rng, stages):
+  mean_SL, blocks = rng.random((stages, 12)), range(stages)
+  return viz.keep_probability(mean_SL, grid=(3, 4), blocks=blocks, count=9)
+
+
+def load(rng, count, **how):
+  labels = [ODD, 'W' * 40, *'cdefgh'][:count]
+  load_BL = rng.random((count, 16))
+  return viz.load_map(
+    photos(rng, count), load_BL, grid=(4, 4), labels=labels, **how
+  )
+
+
+def extremes(rng):
+  load_B, load_BL = rng.random(9), rng.random((9, 16))
+  return viz.compute_extremes(
+    photos(rng, 9), load_B, load_BL, grid=(4, 4), labels=[ODD] * 9
+  )
+
+
+def scores(rng, routed):
+  score_RBL = rng.normal(size=(routed, 2, 60))
+  layers = range(100, 100 + routed)
+  return viz.score_histogram(
+    *(score_RBL, score_RBL > 1), layers=layers, thresholds=[1] * routed
+  )
+
+
+def importance(rng, routed):
+  score_RN = rng.random((routed, 20)) * 1e-4
+  return viz.importance_scatter(
+    *(-score_RN, score_RN),
+    layers=range(routed),
+    correlations=[CORRELATION] * routed,
+  )
+
+
+def curves(rules):
+  series = {f'{rule}/loss': 2.0 for rule in rules}
+  for name in ('accuracy', 'never_route'):
+    series |= {f'{r}/{name}': 0.9 - i / 50 for i, r in enumerate(rules)}
+  records = [{'step': s, 'kind': 'eval', **series} for s in (0, 500)]
+  records += [{'step': s, 'kind': 'train', 'loss': 3.0} for s in range(500)]
+  return viz.loss_curves(records, title=TITLE)
+
+
+def seeds():
+  rows = {'a name so long that it must be cut ' * 2: [1, 2], 'W' * 60: [1.5]}
+  groups = {'g $1$': rows, 'second': {'x': [1]}}
+  return viz.seed_dots(groups, xlabel='loss ' * 20, title=TITLE)
+
+
+def tokens(rng):
+  pieces = [f' $word{i}$' for i in range(60)]
+  return viz.token_load(
+    rng.random((3, 60)), pieces, layers=(1, 3, 5), unit='$x$', title=TITLE
+  )
+
+
+# In these no text may meet a panel either.
+OVER_IMAGES = {
+  'one patch map': lambda rng: patches(rng, 1, 1, (8, 8)),
+  'many blocks, narrow': lambda rng: patches(rng, 2, 12, (32, 4)),
+  'many images': lambda rng: patches(rng, 8, 3, (8, 8)),
+  'no routed block, wide': lambda rng: patches(rng, 3, 0, (4, 64)),
+  'stages': stages,
+  'attention': attention,
+  'one stage': lambda rng: keep(rng, 1),
+  'six stages': lambda rng: keep(rng, 6),
+  'one load': lambda rng: load(rng, 1, unit=ODD),
+  'six loads': lambda rng: load(rng, 6, maximum=4),
+  'extremes': extremes,
+}
+OTHERS = {
+  'one block': lambda rng: scores(rng, 1),
+  'five blocks': lambda rng: scores(rng, 5),
+  'importance': lambda rng: importance(rng, 1),
+  'importance in five': lambda rng: importance(rng, 5),
+  'histogram': lambda rng: viz.compute_histogram(
+    rng.random(9), budget=0.3, unit=ODD
+  ),
+  'errors': lambda rng: viz.error_by_learners(rng.random((9, 99)), title=ODD),
+  'huge errors': lambda _: viz.error_by_learners([[1, 1e-300], [0.5, 1e300]]),
+  'effects': lambda _: viz.loss_effects(
+    [{'name': n, **EFFECT} for n in ('short', ODD, 'W' * 60)]
+  ),
+  'no effect': lambda _: viz.loss_effects([dict.fromkeys(EFFECT, 0)] * 12),
+  'curves': lambda _: curves(list(viz.RULES)[:4]),
+  'seeds': lambda _: seeds(),
+  'robustness': lambda _: viz.corruption_curves(
+    {f'a rather $long$ name {i}' * 2: CURVE for i in range(5)}, budget=0.4
+  ),
+  'token load': tokens,
+}
+
+
+@pytest.mark.parametrize('name', [*OVER_IMAGES, *OTHERS])
+def test_nothing_overlaps(rng, seen, name):
+  figure = (OVER_IMAGES | OTHERS)[name](rng)
+  seen.assert_legible(figure, panels=name in OVER_IMAGES)
+
+
+def test_pyplot_is_never_imported():
+  code = (
+    'import sys, numpy as np; from mod_jax import viz;'
+    'image = np.zeros((1, 2, 2, 3), "uint8"); one = np.ones((1, 1, 4));'
+    'viz.patch_maps(image, one, layers=[0], grid=(2, 2)).canvas.draw();'
+    'viz.attention_maps(image[0], one, layers=[0], grid=(2, 2));'
+    'viz.accuracy_flops([dict(name="a", flops=1, accuracy=1)]);'
+    'viz.routing_map(np.ones((1, 2)), "ab", layers=[0]).canvas.draw();'
+    'viz.score_histogram(np.ones((1, 2)), np.ones((1, 2)), layers=[0]);'
+    'viz.loss_curves([]);'
+    'assert "matplotlib.pyplot" not in sys.modules;'
+    'assert "jax" not in sys.modules'
+  )
+  subprocess.run([sys.executable, '-c', code], check=True)
