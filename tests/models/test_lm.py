@@ -122,13 +122,9 @@ class TestForward:
     out = forward(config, variables, TOKENS_BL[:, :2])
     assert (chosen(out).sum(axis=-1) == 1).all()
 
-  def test_each_layer_has_its_own_narrow_router(self, config, init):
-    params = init(dataclasses.replace(config, width=64))['params']
-    kernels = [params[f'block_{i}']['router']['kernel'] / 50 for i in (0, 2)]
-    assert (kernels[0] != kernels[1]).all()
-    for kernel_D in kernels:
-      assert kernel_D.dtype == jnp.float32
-      assert kernel_D.std() == pytest.approx(0.02, rel=0.3)
+  def test_each_layer_has_its_own_router(self, variables):
+    a, b = (variables['params'][f'block_{i}']['router'] for i in (0, 2))
+    assert (a['kernel'] != b['kernel']).all()
 
 
 class TestCausality:
@@ -629,7 +625,7 @@ class TestGaussian:
     assert (first[0][0] != first[0][1]).all()
 
   def test_remat_draws_the_same_twice(self, gaussian, four_variables):
-    config = dataclasses.replace(gaussian, num_layers=2)
+    config = dataclasses.replace(gaussian, num_layers=1)
     params = four_variables['params']
     rngs = {'routing': jax.random.key(0)}
     grads = []
