@@ -97,6 +97,20 @@ def compilation_cache(tmp_path_factory):
   compilation_cache.reset_cache()
 
 
+@pytest.fixture(scope='session')
+def equations():
+  """Returns a function: the operations of a jaxpr, those inside others too."""
+  from jax.extend import core
+
+  def equations(jaxpr):
+    for equation in jaxpr.eqns:
+      yield equation
+      for inner in core.jaxprs_in_params(equation.params):
+        yield from equations(inner)
+
+  return equations
+
+
 # Compilers for accelerators that are not here.
 
 

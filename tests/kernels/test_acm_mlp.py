@@ -1,182 +1,169 @@
 """Adaptive MLPs: only the chosen learners of each token, and exactly those."""
 
+import dataclasses
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from op_tests import Case
+from op_tests import OpTests
+from op_tests import Target
 import pytest
-import scipy.special
 
+from mod_jax_kernels import dispatch
+from mod_jax_kernels import tiles
+from mod_jax_kernels.acm_mlp import OP
 from mod_jax_kernels.acm_mlp import acm_mlp
 from mod_jax_kernels.acm_mlp import order as order_lib
 from mod_jax_kernels.acm_mlp import reference
+from mod_jax_kernels.acm_mlp.tiles import TILES
 
-D, N, F, OUT = 5, 3, 4, 6
-TOLERANCE = {'float32': 1e-5, 'bfloat16': 5e-2}
-
-
-# The programs are tiny: compiling them well takes longer than running them.
-QUICK = {
-  'xla_backend_optimization_level': 0,
-  'xla_llvm_disable_expensive_passes': True,
-}
-in_tiles = jax.jit(
-  reference.acm_mlp, static_argnames='tile', compiler_options=QUICK
-)
-public = functools.partial(
-  jax.jit, static_argnames='activation', compiler_options=QUICK
-)(acm_mlp)
+# Nothing is a multiple of a block, and kernels have tiles of 16 tokens.
+D, N, F, OUT = 20, 3, 24, 36
 
 
-def draw(tokens, dtype='float32', seed=0):
-  """Returns tokens and learners."""
+def random_k(tokens):
+  return np.random.default_rng(tokens).integers(0, N + 1, tokens)
+
+
+def draw(seed=0, k=(0, 3, 1, 2), dtype='float32', hidden=F, activation='gelu'):
+  """Returns tokens, learners and their numbers."""
   rng = np.random.default_rng(seed)
-  shapes = ((tokens, D), (N, D, F), (N, F), (N, F, OUT))
-  return tuple(
-    jnp.asarray(rng.normal(size=s).astype(np.float32), dtype) for s in shapes
-  )
+
+  def normal(*shape, fan_in=1):
+    return jnp.asarray(rng.normal(size=shape) * fan_in**-0.5, dtype)
+
+  arrays = [
+    normal(len(k), D),
+    normal(N, D, hidden, fan_in=D),
+    normal(N, hidden),
+    normal(N, hidden, OUT, fan_in=hidden),
+    jnp.asarray(k, jnp.int32),
+  ]
+  return arrays, {'activation': activation}
 
 
-def oracle(x, w1, b1, w2, k, activation='gelu'):
-  """One token and one learner after the other."""
-  x, w1, b1, w2 = (np.asarray(a, np.float32) for a in (x, w1, b1, w2))
-  y = np.zeros((len(x), w2.shape[-1]), np.float32)
-  for t, learners in enumerate(np.clip(k, 0, len(w1))):
-    for n in range(learners):
-      hidden = x[t] @ w1[n] + b1[n]
-      if activation == 'gelu':
-        hidden = hidden * (1 + scipy.special.erf(hidden / np.sqrt(2))) / 2
-      y[t] += hidden @ w2[n]
-  return y
-
-
-def random_k(tokens, seed=1):
-  return np.random.default_rng(seed).integers(0, N + 1, tokens).astype(np.int32)
-
-
-def close(got, want, dtype='float32'):
-  assert got.dtype == dtype
-  tolerance = TOLERANCE[dtype]
-  np.testing.assert_allclose(
-    np.asarray(got, np.float32), want, atol=tolerance, rtol=tolerance
-  )
-
-
-@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
-@pytest.mark.parametrize('activation', ['gelu', 'linear'])
-def test_is_the_oracle(activation, dtype):
-  inputs, k = draw(20, dtype), random_k(20)
-  assert set(k) == {0, 1, 2, 3}
-  got = public(*inputs, jnp.asarray(k), activation=activation)
-  close(got, oracle(*inputs, k, activation), dtype)
-  other = oracle(*inputs, k, {'gelu': 'linear', 'linear': 'gelu'}[activation])
-  assert np.abs(np.asarray(got, np.float32) - other).max() > 0.1
-
-
-@pytest.mark.parametrize('tokens', [1, 7, 8, 9, 24, 25])
-def test_any_number_of_tokens_fits_the_tiles(tokens):
-  inputs, k = draw(tokens), random_k(tokens, seed=tokens)
-  got = in_tiles(*inputs, jnp.asarray(k), tile=8)
-  close(got, oracle(*inputs, k))
-
-
-@pytest.mark.parametrize('more', [-1, 0, 1])
-def test_any_number_of_tokens_fits_the_tiles_that_are_used(more):
-  tokens = reference.TILE + more
-  inputs, k = draw(tokens), random_k(tokens)
-  close(public(*inputs, jnp.asarray(k)), oracle(*inputs, k))
-
-
-@pytest.mark.parametrize('k', range(N + 1))
-def test_all_tokens_alike(k):
-  inputs = draw(11)
-  got = in_tiles(*inputs, jnp.full(11, k, jnp.int32), tile=4)
-  close(got, oracle(*inputs, np.full(11, k)))
-  assert bool(jnp.any(got)) == (k > 0)
-
-
-def test_order_of_the_tokens_does_not_matter():
-  x, *learners = draw(30)
-  k, order = random_k(30), np.random.default_rng(2).permutation(30)
-  got = in_tiles(x, *learners, jnp.asarray(k), tile=8)
-  shuffled = in_tiles(x[order], *learners, jnp.asarray(k[order]), tile=8)
-  np.testing.assert_allclose(shuffled, got[order], atol=1e-6)
-
-
-def test_numbers_out_of_range_count_as_the_nearest():
-  inputs = draw(4)
-  got = public(*inputs, jnp.array([-7, -1, N + 1, 99]))
-  close(got, oracle(*inputs, np.array([0, 0, N, N])))
-
-
-def test_no_token():
-  assert public(*draw(0), jnp.zeros(0, jnp.int32)).shape == (0, OUT)
-
-
-def all_learners(x, w1, b1, w2, k, activation):
-  """Returns y of the dense computation, which JAX differentiates."""
-  hidden = jnp.einsum('TD,NDF->TNF', x, w1) + b1
+def plain(x_TD, w1_NDF, b1_NF, w2_NFD, k_T, activation='gelu'):
+  """All learners on all tokens, and then the chosen ones."""
+  hidden_TNF = jnp.einsum('TD,NDF->TNF', x_TD, w1_NDF) + b1_NF
   if activation == 'gelu':
-    hidden = jax.nn.gelu(hidden, approximate=False)
-  runs = jnp.arange(N) < k[:, None]
-  return jnp.einsum('TNF,NFD->TD', hidden * runs[..., None], w2)
+    hidden_TNF = jax.nn.gelu(hidden_TNF, approximate=False)
+  each_TND = jnp.einsum('TNF,NFD->TND', hidden_TNF, w2_NFD)
+  runs_TN = jnp.arange(len(w1_NDF)) < k_T[:, None]
+  return jnp.where(runs_TN[..., None], each_TND, 0).sum(axis=1)
 
 
-@pytest.mark.parametrize(
-  ('dtype', 'activation', 'tokens'),
-  [('float32', 'gelu', 9), ('float32', 'linear', 8), ('bfloat16', 'gelu', 20)],
-)
-def test_gradient_is_that_of_all_learners(dtype, activation, tokens):
-  inputs, k = draw(tokens, dtype), jnp.asarray(random_k(tokens))
-  g = jnp.asarray(np.random.default_rng(3).normal(size=(tokens, OUT)), dtype)
-  got = jax.jit(
-    functools.partial(reference.backward, activation=activation, tile=8),
-    compiler_options=QUICK,
-  )(*inputs, g, *order_lib.order(k, N))
-  exact = [a.astype('float32') for a in inputs]
-  _, pull = jax.vjp(
-    lambda *inputs: all_learners(*inputs, k, activation), *exact
+def shapes(tokens=128 * 197, width=768, hidden=768, dtype='bfloat16'):
+  """Returns shapes of arguments, by default of 128 images in a ViT-B."""
+  of_tokens, of_units = (tokens, width), (4, hidden)
+  of_inputs = of_tokens, (4, width, hidden), of_units, (*of_units, width)
+  inputs = [jax.ShapeDtypeStruct(shape, dtype) for shape in of_inputs]
+  return *inputs, jax.ShapeDtypeStruct((tokens,), jnp.int32)
+
+
+class TestACM(OpTests):
+  name = 'acm_mlp'
+  inputs = 4
+  draw = staticmethod(draw)
+  plain = staticmethod(plain)
+  sizes = {
+    **{'rows': 16, 'hidden': 128, 'inner': 16, 'weight_rows': 16},
+    **{'up_columns': 16, 'down_columns': 16},
+    **{'slope_columns': 16, 'weight_columns': 16},
+  }
+  # Sizes about those of tiles; then groups that are empty, or all there is.
+  cases = (
+    Case('one more than a tile', k=random_k(17)),
+    Case('one less than a tile', k=random_k(15)),
+    Case('one token', k=[2]),
+    *(Case(f'all {k}', k=[k] * 17) for k in range(N + 1)),
+    Case('all or none', k=np.where(random_k(17) > 1, N, 0)),
+    Case('bfloat16', k=random_k(17), dtype='bfloat16'),
+    Case('linear', k=random_k(17), activation='linear'),
+    # The first one's shapes, so that nothing compiles anew.
+    Case('out of range', k=[-7, -1, N + 1, 99, *random_k(13)]),
+    Case('no token', k=[]),
+    Case('whole tiles', backends=['xla'], k=random_k(16)),
+    # More than one block of lanes on a TPU: two of 128.
+    Case(
+      'steps of hidden units',
+      backends=['pallas'],
+      k=[0, 0, 1, 3, 2, 0, 1] + [0] * 10,
+      hidden=256,
+    ),
   )
-  for a, b in zip(got, pull(g.astype('float32')), strict=True):
-    assert a.dtype == dtype
-    error = np.abs(np.asarray(a, np.float32) - b).max() / np.abs(b).max()
-    assert error < {'float32': 1e-5, 'bfloat16': 1e-2}[dtype]
-
-
-def test_gradient_of_the_public_function():
-  inputs, k = draw(20), jnp.asarray(random_k(20))
-
-  def loss(function):
-    return lambda *inputs: jnp.sum(jnp.sin(function(*inputs)))
-
-  got = jax.grad(loss(lambda *a: acm_mlp(*a, k)), (0, 1, 2, 3))(*inputs)
-  want = jax.grad(loss(lambda *a: all_learners(*a, k, 'gelu')), (0, 1, 2, 3))(
-    *inputs
+  refused = (
+    *(
+      ({place: np.zeros(shape)}, r'expected \[T, D\], \[N, D, F\]')
+      for place, shape in [
+        (0, (4, D + 1)),
+        (0, (2, 2, D)),
+        (1, (N, D + 1, F)),
+        (1, (N, D)),
+        (2, (N, F + 1)),
+        (2, (N + 1, F)),
+        (3, (N, F + 1, OUT)),
+        (3, (N, F)),
+        (4, (3,)),
+        (4, (4, 1)),
+      ]
+    ),
+    ({0: np.zeros((4, D), np.int32)}, 'int32.*floating'),
+    ({4: np.full(4, 1.5, np.float32)}, 'float32.*integers'),
+    ({'activation': 'relu'}, "activation='relu'.*'gelu'"),
   )
-  for a, b in zip(got, want, strict=True):
-    np.testing.assert_allclose(a, b, atol=1e-5 * float(jnp.abs(b).max()))
-
-
-def test_gradients_of_what_is_not_run_are_zero():
-  x, w1, b1, w2 = draw(9)
-  k = jnp.array([2, 0, 1, 2, 0, 2, 1, 1, 0])
-  idle = (k == 0)[:, None]
-  inputs = (
-    jnp.where(idle, jnp.nan, x),
-    *(a.at[2].set(jnp.inf) for a in (w1, b1, w2)),
+  lacking = tuple(
+    (backend, {'dtype': 'float16'}, 'x of float32 or bfloat16, and not float16')
+    for backend in ('pallas', 'triton')
   )
-  g = jnp.where(idle, jnp.nan, jnp.ones((9, OUT)))
-  dx, *weights = jax.jit(
-    functools.partial(reference.backward, activation='gelu', tile=8)
-  )(*inputs, g, *order_lib.order(k, N))
-  assert not dx[k == 0].any()
-  assert jnp.isfinite(dx).all()
-  assert dx[k > 0].any(axis=1).all()
-  for d in weights:
-    assert jnp.isfinite(d).all()
-    assert d[:2].any()
-    assert not d[2].any()
+  targets = (
+    # Two kernels forward; back one for the hidden units, and one for each
+    # product of them.
+    Target(platform='cuda', args=shapes(), calls=6, without='dot_general'),
+    Target(
+      platform='cuda',
+      args=shapes(tokens=3, width=40, hidden=24, dtype='float32'),
+      calls=6,
+    ),
+    Target(platform='tpu', args=shapes(), calls=3),
+  )
+
+  @pytest.fixture(autouse=True)
+  def small_reference(self, monkeypatch):
+    """The reference in tiles of 8 tokens in place of 256."""
+    functions = {
+      name: functools.partial(getattr(reference, name), tile=8)
+      for name in ('forward', 'backward')
+    }
+    *kernels, xla = OP.backends
+    xla = dataclasses.replace(xla, module=types.SimpleNamespace(**functions))
+    monkeypatch.setattr(OP, 'backends', [*kernels, xla])
+
+  def test_what_is_not_run_harms_nobody(self, backend):
+    k = np.minimum(random_k(17), 2)
+    (*inputs, k_T), _ = draw(k=k)
+    g_TD = jnp.asarray(np.random.default_rng(3).normal(size=(17, OUT)))
+    idle_T1 = (k_T == 0)[:, None]
+    poisoned = [
+      jnp.where(idle_T1, np.nan, inputs[0]),
+      *(w.at[2].set(np.inf) for w in inputs[1:]),
+    ]
+
+    def both_ways(function, inputs, g_TD):
+      y_TD, pull = jax.vjp(lambda *inputs: function(*inputs, k_T), *inputs)
+      return y_TD, *pull(g_TD)
+
+    with dispatch.interpret(), tiles.trying(**self.sizes):
+      got = jax.jit(both_ways, static_argnums=0)(
+        functools.partial(acm_mlp, implementation=backend),
+        *(poisoned, jnp.where(idle_T1, np.nan, g_TD)),
+      )
+    want = both_ways(plain, inputs, g_TD)
+    for a, b in zip(got, want, strict=True):
+      np.testing.assert_allclose(a, b, atol=1e-5 * float(jnp.abs(b).max()))
+    assert not any(dw[2].any() for dw in got[2:])
 
 
 @pytest.mark.parametrize('tokens', [1, 2, 300])
@@ -191,56 +178,46 @@ def test_order_is_a_stable_sort(tokens):
   assert order.count_N.tolist() == [(clipped > n).sum() for n in range(N)]
 
 
+def test_tiles_of_the_size_that_is_used():
+  arrays, _ = draw(k=random_k(reference.TILE + 1))
+  got = jax.jit(acm_mlp)(*arrays)
+  np.testing.assert_allclose(got, jax.jit(plain)(*arrays), atol=1e-5)
+
+
 def test_weights_of_another_dtype_take_part_in_that_of_the_tokens():
-  x, *learners = draw(20)
-  k = jnp.asarray(random_k(20))
+  (x, *learners, k), _ = draw(k=random_k(17))
   low = x.astype('bfloat16')
-  got = acm_mlp(low, *learners, k)
-  assert got.dtype == 'bfloat16'
+
+  def loss(learners):
+    y = acm_mlp(low, *learners, k)
+    return y.astype('float32').sum(), y
+
+  run = jax.jit(jax.grad(loss, has_aux=True))
   rounded = [a.astype('bfloat16') for a in learners]
-  np.testing.assert_array_equal(got, acm_mlp(low, *rounded, k))
-  gradient = jax.grad(lambda w: acm_mlp(low, w, *learners[1:], k).sum())
-  assert gradient(learners[0]).dtype == 'float32'
-
-
-def test_tokens_of_integers_are_refused():
-  x, *learners = draw(3)
-  with pytest.raises(ValueError, match='int32.*floating'):
-    acm_mlp(x.astype('int32'), *learners, jnp.zeros(3, jnp.int32))
+  grads, got = run(learners)
+  assert got.dtype == 'bfloat16'
+  np.testing.assert_array_equal(got, run(rounded)[1])
+  assert {d.dtype for d in grads} == {jnp.dtype('float32')}
 
 
 def test_sums_in_float32():
   # Rounded after each learner, the small ones would be lost one by one.
   w2 = jnp.array([1.0] + [2**-9] * 4, jnp.bfloat16)[:, None, None]
   ones = jnp.ones((5, 1, 1), jnp.bfloat16)
-  y = public(
+  y = acm_mlp(
     *(ones[0], ones, jnp.zeros((5, 1), jnp.bfloat16), w2, jnp.array([5])),
     activation='linear',
   )
   assert float(y[0, 0]) == 1 + 2**-7
 
 
-@pytest.mark.parametrize('poison', [np.nan, np.inf])
-def test_what_is_not_run_harms_nobody(poison):
+def test_a_poisoned_token_keeps_it_for_itself():
   # Nine tokens in tiles of eight: the second is filled up by reading the last
   # token again and again.
-  x, w1, b1, w2 = draw(9)
-  k = np.array([2, 0, 1, 2, 0, 2, 1, 1, 0], np.int32)
-  poisoned = x.at[jnp.asarray(k) == 0].set(poison)
-  got = in_tiles(
-    poisoned,
-    *(w1.at[2].set(poison), b1.at[2].set(poison), w2.at[2].set(poison)),
-    jnp.asarray(k),
-    tile=8,
-  )
-  close(got, oracle(x, w1, b1, w2, k))
-
-
-def test_a_poisoned_token_keeps_it_for_itself():
-  x, *learners = draw(9)
-  k = np.full(9, N, np.int32)
-  got = in_tiles(x.at[8].set(np.nan), *learners, jnp.asarray(k), tile=8)
-  close(got[:8], oracle(x, *learners, k)[:8])
+  (x, *rest), _ = draw(k=[N] * 9)
+  run = jax.jit(functools.partial(reference.acm_mlp, tile=8))
+  got = run(x.at[8].set(np.nan), *rest)
+  np.testing.assert_allclose(got[:8], plain(x, *rest)[:8], atol=1e-5)
   assert jnp.isnan(got[8]).all()
 
 
@@ -253,47 +230,77 @@ def test_only_the_learners_that_a_tile_needs_are_run(monkeypatch):
     return learner(x_PD, *args)
 
   monkeypatch.setattr(reference, '_learner', note)
-  inputs = draw(10)
-  k = np.array([0, 3, 0, 1, 0, 2, 1, 0, 0, 1])
+  arrays, _ = draw(k=[0, 3, 0, 1, 0, 2, 1, 0, 0, 1])
   # Its own function, so that what is compiled is forgotten with it.
-  run = jax.jit(lambda *args: reference.acm_mlp(*args, tile=2))
-  got = run(*inputs, jnp.asarray(k))
+  jax.jit(lambda *args: reference.acm_mlp(*args, tile=2))(*arrays)
   jax.effects_barrier()
-  close(got, oracle(*inputs, k))
   # In order 3 2 | 1 1 | 1 0 | 0 0 | 0 0: three, one and one.
   assert ran == [2] * 5
 
 
+@pytest.mark.parametrize('implementation', [None, 'pallas', 'triton'])
+def test_never_a_product_of_all_tokens_with_all_learners(
+  implementation, equations
+):
+  if implementation == 'triton':
+    pytest.importorskip('triton', reason='triton is not installed')
+  tokens = 5000
+
+  def rows(function):
+    def loss(*args):
+      return function(*args).astype(jnp.float32).sum()
+
+    jaxpr = jax.make_jaxpr(jax.grad(loss, (0, 1, 2, 3)))(*shapes(tokens))
+    sizes = [
+      size
+      for equation in equations(jaxpr.jaxpr)
+      if equation.primitive.name == 'dot_general'
+      for value in (*equation.invars, *equation.outvars)
+      for size in value.aval.shape
+    ]
+    return max(sizes, default=0)
+
+  assert rows(plain) == tokens
+  # At most the inputs and hidden units of one learner: tiles are smaller. And
+  # what Triton multiplies is not seen here, but in what it writes.
+  assert rows(functools.partial(acm_mlp, implementation=implementation)) <= 768
+
+
 @pytest.mark.parametrize(
-  ('place', 'shape'),
-  [
-    (0, (4, D + 1)),
-    (0, (2, 2, D)),
-    (1, (N, D + 1, F)),
-    (1, (N, D)),
-    (2, (N, F + 1)),
-    (2, (N + 1, F)),
-    (3, (N, F + 1, OUT)),
-    (3, (N, F)),
-    (4, (3,)),
-    (4, (4, 1)),
-  ],
+  ('kind', 'capability', 'kilobytes'),
+  [('NVIDIA L4', 89, 99), ('NVIDIA H200', 90, 227)],
 )
-def test_shapes_that_do_not_fit_are_refused(place, shape):
-  inputs = [*draw(4), jnp.zeros(4, jnp.int32)]
-  inputs[place] = jnp.zeros(shape, inputs[place].dtype)
-  with pytest.raises(ValueError, match=r'expected \[T, D\], \[N, D, F\]'):
-    acm_mlp(*inputs)
+def test_the_first_product_fits_the_shared_memory(
+  kind, capability, kilobytes, monkeypatch, tmp_path
+):
+  triton = pytest.importorskip('triton', reason='triton is not installed')
+  from triton.backends.compiler import GPUTarget
 
+  from mod_jax_kernels.acm_mlp import triton_gpu
 
-def test_a_fraction_of_a_learner_is_refused():
-  with pytest.raises(ValueError, match='float32.*integers'):
-    acm_mlp(*draw(4), jnp.full(4, 1.5))
-
-
-def test_an_unknown_choice_is_refused():
-  inputs = (*draw(3), jnp.zeros(3, jnp.int32))
-  with pytest.raises(ValueError, match=r"implementation='magic'.*'xla'"):
-    acm_mlp(*inputs, implementation='magic')
-  with pytest.raises(ValueError, match=r"activation='relu'.*'gelu'"):
-    acm_mlp(*inputs, activation='relu')
+  monkeypatch.setenv('TRITON_CACHE_DIR', str(tmp_path))
+  monkeypatch.setattr(tiles, 'device_kind', lambda _: kind)
+  sizes = tiles.choose(TILES, 'triton')
+  constants = {
+    **{'T': 1024, 'N': 4, 'D': 768, 'F': 768, 'GELU': True},
+    **{'P': sizes['rows'], 'BF': sizes['up_columns'], 'BK': sizes['inner']},
+  }
+  pointers = {name: '*bf16' for name in ('x', 'w1', 'b1', 'hidden')}
+  pointers |= {name: '*i32' for name in ('token', 'count')}
+  source = triton.compiler.ASTSource(
+    triton_gpu._up,
+    {**pointers, **dict.fromkeys(constants, 'constexpr')},
+    constants,
+    # As XLA's buffers lie.
+    {(i,): [['tt.divisibility', 16]] for i in range(len(pointers))},
+  )
+  found = triton.compile(
+    source,
+    target=GPUTarget('cuda', capability, 32),
+    options={
+      'num_warps': sizes['up_warps'],
+      'num_stages': sizes['up_stages'],
+    },
+  )
+  # More than one stage of the operands, else nothing is seen.
+  assert 64 < found.metadata.shared / 1024 <= kilobytes

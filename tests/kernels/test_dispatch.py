@@ -94,10 +94,6 @@ class TestRun:
     with pytest.raises(RuntimeError, match="'pallas' runs on a TPU.*for cpu"):
       traced.lower()
 
-  def test_an_unknown_name(self):
-    with pytest.raises(ValueError, match="'magic': expected 'pallas', 'xla'"):
-      double(X, 'magic')
-
   @pytest.mark.parametrize('module', ['triton', 'jax_triton'])
   def test_what_is_not_installed_is_named(self, monkeypatch, module):
     find = importlib.util.find_spec
@@ -247,15 +243,6 @@ def scale(x_ptr, count, factor, y_ptr, SIZE: tl.constexpr):
   tl.store(y_ptr + index, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
-def product(x_ptr, y_ptr, SIZE: tl.constexpr):
-  index = tl.arange(0, SIZE)
-  at = index[:, None] * SIZE + index[None, :]
-  x = tl.load(x_ptr + at)
-  y = tl.dot(x, x, input_precision='ieee')
-  tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty))
-
-
 class TestTriton:
   @dispatch.jit(static_argnames='count')
   def scale(x, count):
@@ -284,33 +271,6 @@ class TestTriton:
     with dispatch.interpret():
       y = TestTriton.scale(jnp.ones(100), 90)
     np.testing.assert_array_equal(np.isnan(y), np.arange(100) >= 90)
-
-  @pytest.mark.parametrize(
-    ('dtype', 'limit'), [(jnp.float32, 1e-6), (jnp.bfloat16, 1e-2)]
-  )
-  def test_interpreted_products(self, dtype, limit):
-    x = jax.random.normal(jax.random.key(0), (16, 16)).astype(dtype)
-    with dispatch.interpret():
-      y = triton_call.triton_call(
-        *(product, x),
-        out_type=jax.ShapeDtypeStruct(x.shape, dtype),
-        grid=(1,),
-        num_warps=4,
-        num_stages=1,
-        SIZE=16,
-      )
-    want = np.float32(x) @ np.float32(x)
-    assert np.abs(np.float32(y) - want).max() < limit * np.abs(want).max()
-
-  def test_compiles_for_a_gpu_that_is_not_here(self, for_hopper):
-    text = for_hopper(lambda x: TestTriton.scale(x, 100), jnp.ones(100))
-    assert 'triton_kernel_call' in text
-
-  def test_under_vmap_one_call_follows_another(self):
-    x = jnp.arange(600.0).reshape(2, 3, 100)
-    with dispatch.interpret():
-      y = jax.jit(jax.vmap(jax.vmap(lambda x: TestTriton.scale(x, 100))))(x)
-    np.testing.assert_allclose(y, 1.5 * x, rtol=1e-6)
 
   def test_under_vmap_it_does_not_hinder_other_platforms(self, for_hopper):
     op = dispatch.Op(

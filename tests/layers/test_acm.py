@@ -17,10 +17,6 @@ from mod_jax.layers.acm import ACMConfig
 from mod_jax.layers.mlp import MLP
 from mod_jax.layers.mlp import MLPConfig
 
-QUICK = {
-  'xla_backend_optimization_level': 0,
-  'xla_llvm_disable_expensive_passes': True,
-}
 B, L, N = 2, 7, 3
 FFN = ACMConfig(
   inputs=6, outputs=5, hidden=4, num_learners=N, min_learners=0, gate_hidden=3
@@ -53,9 +49,7 @@ def parameters(config):
   )
 
 
-@functools.partial(
-  jax.jit, static_argnames=('config', 'mode', 'dtype'), compiler_options=QUICK
-)
+@functools.partial(jax.jit, static_argnames=('config', 'mode', 'dtype'))
 def run(config, mode, params, z_BLD, key=None, dtype='float32'):
   rngs = {} if key is None else {'gumbel': key}
   return ACM(config, mode, dtype=dtype).apply(
@@ -185,7 +179,7 @@ class TestGradients:
         ACM(FFN, mode='all').apply({'params': params}, inputs())[0] ** 2
       ).sum()
 
-    grads = jax.jit(jax.grad(loss), compiler_options=QUICK)(parameters(FFN))
+    grads = jax.jit(jax.grad(loss))(parameters(FFN))
     for name in ('up', 'bias', 'down'):
       assert (np.abs(grads[name]).max(axis=tuple(range(1, grads[name].ndim)))
               > 0.1).all()  # fmt: skip
@@ -208,7 +202,7 @@ class TestGradients:
       )
       return (y_BLD**2).mean(), choice
 
-    grad = jax.jit(jax.grad(loss, has_aux=True), compiler_options=QUICK)
+    grad = jax.jit(jax.grad(loss, has_aux=True))
     for k in (config.min_learners, 2, N):
       grads, choice = grad(parameters(config), k)
       assert (choice.learners_BL == k).all()
@@ -226,7 +220,7 @@ class TestGradients:
       )
       return (y_BLD**2).mean()
 
-    grads = jax.jit(jax.grad(loss), compiler_options=QUICK)(parameters(config))
+    grads = jax.jit(jax.grad(loss))(parameters(config))
     for layer in ('hidden', 'logits'):
       for part in ('kernel', 'bias'):
         grad = grads['gate'][layer][part]

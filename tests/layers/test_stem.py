@@ -20,10 +20,6 @@ SIZE = 10
   jax.jit,
   static_argnums=0,
   static_argnames='mutable',
-  compiler_options={
-    'xla_backend_optimization_level': 0,
-    'xla_llvm_disable_expensive_passes': True,
-  },
 )
 def apply(module, variables, x_BHWC, mutable=False):
   return module.apply(variables, x_BHWC, mutable=mutable)

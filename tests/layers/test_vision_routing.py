@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from mod_jax import errors
-from mod_jax import routing
 from mod_jax.layers.attention import AttentionConfig
 from mod_jax.layers.block import Block
 from mod_jax.layers.block import BlockConfig
@@ -33,23 +32,15 @@ BLOCK = BlockConfig(
   mlp=MLPConfig(width=D, hidden=12, kind='gelu', bias=True),
   norm='layer',
 )
-# The programs are tiny: compiling them well takes longer than running them.
-quick = functools.partial(
-  jax.jit,
-  compiler_options={
-    'xla_backend_optimization_level': 0,
-    'xla_llvm_disable_expensive_passes': True,
-  },
-)
 
 
-@functools.partial(quick, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=0)
 def route(module, params, x_BLD, info, score_BL):
   done = module.apply({'params': params}, x_BLD, info, score_BL=score_BL)
   return done.x_BLD, done.aux['router']
 
 
-@functools.partial(quick, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=0)
 def dense(module, params, x_BLD, info):
   return module.apply({'params': params}, x_BLD, info).update_BLD
 
@@ -78,7 +69,7 @@ def info():
 
 @pytest.fixture(scope='module')
 def params(x_BLD, info):
-  init = quick(make(score='learned').init)
+  init = jax.jit(make(score='learned').init)
   params = nn.unbox(init(jax.random.key(0), x_BLD, info))['params']
   params['router']['kernel'] = jax.random.normal(jax.random.key(3), (D,))
   return params
@@ -98,7 +89,6 @@ class TestProcess:
   # The gate's factor on the update, from the score.
   GATES = {
     None: np.ones_like,
-    'none': np.ones_like,
     'raw': np.asarray,
     'sigmoid': lambda x: 1 / (1 + np.exp(-x)),
   }
@@ -137,7 +127,7 @@ class TestProcess:
   ):
     params = without_router(params)
 
-    @quick
+    @jax.jit
     def both(params, x_BLD, info, score_BL):
       routed = make(1.0).apply(
         {'params': params}, x_BLD, info, score_BL=score_BL
@@ -148,18 +138,6 @@ class TestProcess:
     y_BLD, dense_BLD = both(params, x_BLD, info, score_BL)
     np.testing.assert_array_equal(y_BLD, dense_BLD)
     assert jnp.abs(y_BLD - x_BLD).min() > 0
-
-  def test_capacity_one_with_a_router_is_the_dense_block_by_its_weight(
-    self, params, x_BLD, info
-  ):
-    block = make(1.0, score='learned')
-    y_BLD, told = route(block, params, x_BLD, info, None)
-    assert told.chosen_BL.all()
-    update_BLD = dense(Block(BLOCK), without_router(params), x_BLD, info)
-    # Dividing the weights out again leaves weights of 1.
-    np.testing.assert_allclose(
-      (y_BLD - x_BLD) / told.weight_BL[..., None], update_BLD, atol=1e-3
-    )
 
   def test_one_token_alone(self, params, x_BLD, info, score_BL):
     y_BLD, told = route(make(0.01), params, x_BLD, info, score_BL)
@@ -172,11 +150,6 @@ class TestProcess:
     np.testing.assert_allclose(
       y_BLD[np.arange(B), best_B], (one_B1D + update_B1D)[:, 0], atol=1e-5
     )
-
-  def test_never_is_the_identity(self, params, x_BLD, info, score_BL):
-    y_BLD, told = route(make(rule='never'), params, x_BLD, info, score_BL)
-    np.testing.assert_array_equal(y_BLD, x_BLD)
-    assert not told.chosen_BL.any()
 
   def test_attention_routing_has_no_parameters(self, x_BLD, info, score_BL):
     def names(block, *args):
@@ -192,13 +165,6 @@ class TestSelection:
   def chosen(self, params, x_BLD, info, score_BL, **changes):
     _, told = route(make(**changes), params, x_BLD, info, jnp.array(score_BL))
     return [np.flatnonzero(row).tolist() for row in told.chosen_BL], told
-
-  def test_takes_the_best_of_each_image(self, params, x_BLD, info, score_BL):
-    chosen, told = self.chosen(params, x_BLD, info, score_BL)
-    for row, score_L in zip(chosen, np.asarray(score_BL), strict=True):
-      assert row == sorted(np.argsort(-score_L)[:4].tolist())
-    assert len(set(map(tuple, chosen))) > 1
-    np.testing.assert_array_equal(told.score_BL, score_BL)
 
   def test_ties_go_to_the_lowest_position(self, params, x_BLD, info):
     score_BL = np.full((B, L), 0.1, np.float32)
@@ -247,12 +213,6 @@ class TestSelection:
     assert told.score_BL.dtype == told.weight_BL.dtype == jnp.float32
     assert np.argmax(told.chosen_BL, axis=-1).tolist() == [4] * B
 
-  @pytest.mark.parametrize(
-    ('capacity', 'k'), [(0.125, 24), (0.5, 98), (1.0, 197), (0.001, 1)]
-  )
-  def test_k_counts_the_class_token(self, capacity, k):
-    assert routing.num_chosen(capacity, 197) == k
-
 
 class TestGradients:
   """NaN-free, and as far as they should reach."""
@@ -263,7 +223,7 @@ class TestGradients:
   def test_are_finite(self, params, x_BLD, info, score_BL, capacity, score):
     block = make(capacity, score=score)
 
-    @quick
+    @jax.jit
     def grads(params, x_BLD, score_BL):
       def loss(params, x_BLD, score_BL):
         done = block.apply({'params': params}, x_BLD, info, score_BL=score_BL)
@@ -280,7 +240,7 @@ class TestGradients:
     assert of_params['router']['kernel'].any() == (score == 'learned')
 
   def test_the_multiplied_score_learns(self, params, x_BLD, info, score_BL):
-    @quick
+    @jax.jit
     def grad(score_BL):
       def loss(score_BL):
         done = make(gate='raw').apply(

@@ -14,11 +14,6 @@ from mod_jax.layers.acm import ACMConfig
 from mod_jax.losses import acm as losses
 from mod_jax.losses.acm import Learners
 
-QUICK = {
-  'xla_backend_optimization_level': 0,
-  'xla_llvm_disable_expensive_passes': True,
-}
-
 
 def one_hot(learners, least, most):
   return jnp.asarray(np.eye(most + 1)[np.asarray(learners)][..., least:])
@@ -229,7 +224,7 @@ def pulled(budget=0.0, entropy=0.0, diversity=0.0, target=0.5):
   return before, after
 
 
-@functools.partial(jax.jit, compiler_options=QUICK)
+@jax.jit
 def _train(weights):
   image_key, token_key, key = jax.random.split(jax.random.key(0), 3)
   # Images differ a little, and tokens do.

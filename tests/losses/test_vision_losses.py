@@ -1,6 +1,5 @@
 """Losses of images: against numpy, at extremes, and what they differentiate."""
 
-import functools
 import pathlib
 import re
 
@@ -11,26 +10,17 @@ import pytest
 
 from mod_jax import losses
 
-# The programs are tiny: compiling them well takes longer than running them.
-quick = functools.partial(
-  jax.jit,
-  compiler_options={
-    'xla_backend_optimization_level': 0,
-    'xla_llvm_disable_expensive_passes': True,
-  },
-)
-
 
 class compiled:
   """The losses, each as one program."""
 
-  classification_loss = staticmethod(quick(losses.classification_loss))
+  classification_loss = staticmethod(jax.jit(losses.classification_loss))
   top_k_accuracy = staticmethod(
-    quick(losses.top_k_accuracy, static_argnames='k')
+    jax.jit(losses.top_k_accuracy, static_argnames='k')
   )
-  logit_distillation = staticmethod(quick(losses.logit_distillation))
-  token_distillation = staticmethod(quick(losses.token_distillation))
-  ratio_loss = staticmethod(quick(losses.ratio_loss, static_argnums=1))
+  logit_distillation = staticmethod(jax.jit(losses.logit_distillation))
+  token_distillation = staticmethod(jax.jit(losses.token_distillation))
+  ratio_loss = staticmethod(jax.jit(losses.ratio_loss, static_argnums=1))
 
 
 def test_equations_are_those_of_the_published_paper():
@@ -85,7 +75,7 @@ class TestClassificationLoss:
 
   def test_large_logits_stay_finite(self):
     logits, target = jnp.array([[1e4, -1e4, 0.0]]), jnp.array([[0.0, 1.0, 0.0]])
-    loss, grad = quick(
+    loss, grad = jax.jit(
       jax.value_and_grad(lambda x: losses.classification_loss(x, target)[0])
     )(logits)
     assert loss == 2e4
@@ -136,7 +126,7 @@ class TestLogitDistillation:
 
   def test_only_the_student_learns(self, rng):
     student, teacher = rng.normal(size=(2, 3, 4))
-    of_student, of_teacher = quick(
+    of_student, of_teacher = jax.jit(
       jax.grad(lambda s, t: losses.logit_distillation(s, t)[0], (0, 1))
     )(jnp.array(student), jnp.array(teacher))
     np.testing.assert_allclose(
@@ -155,7 +145,7 @@ class TestLogitDistillation:
 
   def test_large_logits_stay_finite(self):
     student, teacher = jnp.array([[1e4, -1e4]]), jnp.array([[-1e4, 1e4]])
-    loss, grad = quick(
+    loss, grad = jax.jit(
       jax.value_and_grad(lambda s: losses.logit_distillation(s, teacher)[0])
     )(student)
     assert loss == 2e4
@@ -176,7 +166,7 @@ class TestTokenDistillation:
   def test_only_the_kept_features_learn(self, rng):
     student, teacher = rng.normal(size=(2, 2, 3, 4))
     keep = np.array([[1.0, 0.0, 1.0], [0.0, 0.0, 1.0]])
-    of_student, of_teacher, of_keep = quick(
+    of_student, of_teacher, of_keep = jax.jit(
       jax.grad(lambda s, t, k: losses.token_distillation(s, t, k)[0], (0, 1, 2))
     )(*map(jnp.array, (student, teacher, keep)))
     np.testing.assert_allclose(
@@ -214,7 +204,7 @@ class TestRatioLoss:
     assert total == 0.5
 
   def test_pulls_decisions_towards_the_target(self):
-    gradient = quick(jax.grad(lambda x: losses.ratio_loss(x, (0.5,))[0]))
+    gradient = jax.jit(jax.grad(lambda x: losses.ratio_loss(x, (0.5,))[0]))
 
     def grad(kept):
       return np.asarray(gradient((np.arange(4) < kept)[None, None] * 1.0))

@@ -15,11 +15,6 @@ from mod_jax.models.lm import LanguageModel
 from mod_jax.models.lm import LMCache
 from mod_jax.models.lm import LMConfig
 
-# The programs are tiny: compiling them well takes longer than running them.
-QUICK = {
-  'xla_backend_optimization_level': 0,
-  'xla_llvm_disable_expensive_passes': True,
-}
 SIZES = {
   'vocab_size': 11,
   'num_layers': 3,
@@ -28,12 +23,6 @@ SIZES = {
   'num_kv_heads': 2,
   'mlp_dim': 6,
 }
-
-
-@pytest.fixture(scope='session')
-def quick():
-  """Returns jax.jit without the optimisations that take their time."""
-  return functools.partial(jax.jit, compiler_options=QUICK)
 
 
 @pytest.fixture(scope='session')
@@ -63,11 +52,13 @@ def config_of(config, stride_config):
 def init():
   """Returns variables whose scores are large enough to show mistakes."""
 
-  def make(config, seed=0):
+  @functools.partial(jax.jit, static_argnums=0)
+  def draw(config, key):
     tokens_BL = jnp.zeros((1, 2), jnp.int32)
-    model = LanguageModel(config)
-    make = jax.jit(model.init, compiler_options=QUICK)
-    variables = nn.unbox(make(jax.random.key(seed), tokens_BL))
+    return nn.unbox(LanguageModel(config).init(key, tokens_BL))
+
+  def make(config, seed=0):
+    variables = draw(config, jax.random.key(seed))
     variables['params'] = jax.tree_util.tree_map_with_path(
       lambda path, x: 50 * x if 'router' in str(path) else x,
       variables['params'],
@@ -101,9 +92,7 @@ def variables(config, init):
 def forward():
   """Returns LanguageModel(config).apply, compiled once for each setting."""
 
-  @functools.partial(
-    jax.jit, static_argnames=('config', 'mode'), compiler_options=QUICK
-  )
+  @functools.partial(jax.jit, static_argnames=('config', 'mode'))
   def run(config, variables, tokens_BL, mode, **kwargs):
     return LanguageModel(config).apply(
       variables, tokens_BL, mode=mode, **kwargs
@@ -121,9 +110,7 @@ def generate():
   """Returns a function that feeds tokens to a cache: a prompt, then steps."""
 
   @functools.partial(
-    jax.jit,
-    static_argnames=('config', 'mode', 'prompt', 'room'),
-    compiler_options=QUICK,
+    jax.jit, static_argnames=('config', 'mode', 'prompt', 'room')
   )
   def run(config, variables, tokens_BL, valid_BL, mode, prompt, room=None):
     """Returns logits_BLV, what each layer chose [R, B, L], and the cache."""

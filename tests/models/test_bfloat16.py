@@ -7,7 +7,6 @@ import dataclasses
 
 from flax import linen as nn
 import jax
-from jax.extend import core as jax_core
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -102,13 +101,15 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize('name', CONFIGS)
-def test_every_gradient_is_that_of_float32(name, quick):
+def test_every_gradient_is_that_of_float32(name):
   config, loss, inputs = CONFIGS[name]
   half = dataclasses.replace(config, dtype='bfloat16')
   (run, _), (run_half, _) = (gradient(c, loss, inputs) for c in (config, half))
-  init = quick(lambda: nn.unbox(build(config).init(jax.random.key(4), inputs)))
+  init = jax.jit(
+    lambda: nn.unbox(build(config).init(jax.random.key(4), inputs))
+  )
   params = init()['params']
-  expected, got = quick(run)(params), quick(run_half)(params)
+  expected, got = jax.jit(run)(params), jax.jit(run_half)(params)
 
   def compare(path, a, b):
     where = jax.tree_util.keystr(path)
@@ -137,14 +138,6 @@ def test_every_gradient_is_that_of_float32(name, quick):
     np.testing.assert_allclose(b, a, atol=0.03 * np.linalg.norm(a))
 
 
-def equations(jaxpr):
-  """Yields all operations, those inside of others included."""
-  for eqn in jaxpr.eqns:
-    yield eqn
-    for inner in jax_core.jaxprs_in_params(eqn.params):
-      yield from equations(inner)
-
-
 def is_sum_in_bfloat16(eqn):
   """Whether it sums many numbers, other than in a product, in bfloat16."""
   return (
@@ -166,7 +159,7 @@ def is_sum_in_bfloat16(eqn):
   ],
   ids=[*CONFIGS, 'routed images', 'stem', 'pruned', 'adaptive'],
 )
-def test_nothing_is_summed_in_bfloat16(config):
+def test_nothing_is_summed_in_bfloat16(config, equations):
   inputs, loss = IMAGES, image_loss
   if isinstance(config, LMConfig):
     inputs, loss = TOKENS_BL, text_loss
@@ -185,7 +178,7 @@ def test_nothing_is_summed_in_bfloat16(config):
   assert not [str(eqn) for eqn in guilty]
 
 
-def test_rematerialisation_finds_the_products_to_keep():
+def test_rematerialisation_finds_the_products_to_keep(equations):
   def products(remat):
     config = dataclasses.replace(
       LM, routing=None, dtype='bfloat16', remat=remat

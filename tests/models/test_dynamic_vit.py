@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import chex
 from flax import errors as flax_errors
 from flax import linen as nn
 import jax
@@ -42,17 +43,9 @@ LV = dataclasses.replace(
   token_head=True,
   qkv_bias=False,
 )
-# The programs are tiny: compiling them well takes longer than running them.
-quick = functools.partial(
-  jax.jit,
-  compiler_options={
-    'xla_backend_optimization_level': 0,
-    'xla_llvm_disable_expensive_passes': True,
-  },
-)
 
 
-@functools.partial(quick, static_argnums=(0, 5))
+@functools.partial(jax.jit, static_argnums=(0, 5))
 def _apply(module, variables, images, decisions, rngs, mutable):
   return module.apply(variables, images, decisions, rngs=rngs, mutable=mutable)
 
@@ -164,7 +157,7 @@ class TestMaskedIsPruned:
     every = jnp.ones((2, B, N))
     every = forward(CONFIG, variables, images, every, train=True)
 
-    @quick
+    @jax.jit
     def dense(variables, images):
       return CONFIG.dense_twin().build().apply(variables, images)
 
@@ -193,7 +186,7 @@ class TestMaskedIsPruned:
     params = dict(variables['params'])
     assert jnp.isfinite(output.logits_BV).all()
 
-    @quick
+    @jax.jit
     def alone(params, images):
       model = BACKBONE.build()
 
@@ -363,7 +356,7 @@ class TestDecisions:
 
 class TestPredictionHead:
   @staticmethod
-  @quick
+  @jax.jit
   def run(params, x_BND, keep_BN):
     def loss(params, x_BND, keep_BN):
       log_BN2 = PredictionHead().apply({'params': params}, x_BND, keep_BN)
@@ -448,7 +441,7 @@ def _gradient(config):
     )
     return sum(terms), output.keep_SBN
 
-  return quick(jax.value_and_grad(loss, has_aux=True))
+  return jax.jit(jax.value_and_grad(loss, has_aux=True))
 
 
 @pytest.fixture(scope='module')
@@ -476,18 +469,13 @@ def _heads(params, bias):
   return params | heads
 
 
-def assert_finite(tree):
-  for path, x in jax.tree_util.tree_leaves_with_path(tree):
-    assert jnp.isfinite(x).all(), jax.tree_util.keystr(path)
-
-
 class TestGradients:
   """Through the whole loss of training; none is ever NaN."""
 
   def test_reach_every_head(self, variables, images, learning):
     (loss, keep_SBN), grads = learning(variables['params'], images)
     assert 0 < keep_SBN.mean() < 1
-    assert_finite((loss, grads))
+    chex.assert_tree_all_finite((loss, grads))
     for name in ('prediction_0', 'prediction_1'):
       assert all(x.any() for x in jax.tree.leaves(grads[name]))
     assert grads['patch']['kernel'].any()
@@ -497,7 +485,7 @@ class TestGradients:
     params = _heads(variables['params'], bias)
     (loss, keep_SBN), grads = learning(params, images)
     assert keep_SBN.mean() == (bias > 0)
-    assert_finite((loss, grads))
+    chex.assert_tree_all_finite((loss, grads))
     assert grads['head']['kernel'].any()
 
   def test_logits_far_apart(self, variables, images, learning):
@@ -510,7 +498,7 @@ class TestGradients:
       }
       params[name] = params[name] | {'attention': attention | far}
     (loss, _), grads = learning(params, images)
-    assert_finite((loss, grads))
+    chex.assert_tree_all_finite((loss, grads))
 
   @pytest.mark.parametrize('left', ['none', 'one', 'none_at_last'])
   def test_decisions_that_leave_nothing(self, variables, images, given, left):
@@ -521,14 +509,14 @@ class TestGradients:
       decisions_SBN[0] = 1
     (loss, keep_SBN), grads = given(variables['params'], images, decisions_SBN)
     np.testing.assert_array_equal(keep_SBN, decisions_SBN)
-    assert_finite((loss, grads))
+    chex.assert_tree_all_finite((loss, grads))
     assert grads['class_token'].any()
 
   def test_lv_vit_s_largest_of_no_patches(self):
     variables = init(shallow('predicted', LV))
     x_BLD = jax.random.normal(jax.random.key(0), (B, 1 + N, D))
 
-    @quick
+    @jax.jit
     def run(params, x_BLD):
       def loss(params, x_BLD):
         logits_BV, _ = LV.build().apply(
@@ -539,7 +527,7 @@ class TestGradients:
       return jax.value_and_grad(loss, (0, 1))(params, x_BLD)
 
     loss, grads = run(variables['params'], x_BLD)
-    assert_finite((loss, grads))
+    chex.assert_tree_all_finite((loss, grads))
     assert not grads[0]['head_tokens']['kernel'].any()
     assert grads[0]['head']['kernel'].any()
 

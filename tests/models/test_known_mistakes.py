@@ -1,6 +1,8 @@
 """Mistakes that implementations of Mixture-of-Depths are known to make.
 
-Each test fails if its mistake is made here.
+Each test fails if its mistake is made here. Two more are in `test_lm.py`: that
+what is called causal is not (`TestCausality`), and top-k of a single token
+(`test_one_token_cannot_be_chosen_by_top_k`).
 """
 
 import functools
@@ -10,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mod_jax import errors
 from mod_jax import routing
 from mod_jax.layers import rope
 from mod_jax.layers.mode import Mode
@@ -18,10 +19,9 @@ from mod_jax.layers.mode import RoutingMode
 from mod_jax.layers.routed import Layer
 from mod_jax.layers.routed import LayerConfig
 from mod_jax.layers.token_info import TokenInfo
-from mod_jax.models.lm import LanguageModel
-from mod_jax.models.lm import LMCache
 
-B, L, D = 3, 12, 8
+# Sizes of `test_lm.py`, whose compiled programs serve here too.
+B, L, D = 3, 10, 8
 K = 3
 TOKENS_BL = jax.random.randint(jax.random.key(3), (B, L), 0, 11)
 EVERY_BL = jnp.ones((B, L), bool)
@@ -41,10 +41,10 @@ def params(variables):
 
 
 @pytest.fixture(scope='module')
-def run(config, quick):
+def run(config):
   """Returns a routed layer that chooses K of L tokens."""
 
-  @functools.partial(quick, static_argnames='rule')
+  @functools.partial(jax.jit, static_argnames='rule')
   def run(params, x_BLD, rule='top_k', threshold=0.0):
     position_BL = jnp.broadcast_to(jnp.arange(L), x_BLD.shape[:2])
     channels = config.block.attention.head_dim
@@ -142,12 +142,6 @@ def test_decoding_skips_tokens(config, variables, generate):
   assert cache.blocks[1].length_B.tolist() == [L] * B
 
 
-def test_decoding_by_top_k_is_refused(config, variables):
-  cache = LMCache.empty(config, B, L, RoutingMode())
-  with pytest.raises(errors.UserError, match='cannot choose a single token'):
-    LanguageModel(config).apply(variables, TOKENS_BL[:, :1], cache=cache)
-
-
 def test_each_sequence_has_its_own_cache(config, variables, generate):
   # Chunk 0 processes all rows at once, where sharing would happen.
   mode = RoutingMode(rule='router', chunk=0)
@@ -187,23 +181,3 @@ def test_empty_slots_of_a_choice_are_not_attended(config, variables, forward):
   tight = forward(config, variables, TOKENS_BL, mode=few)
   np.testing.assert_array_equal(chosen(tight), chosen(roomy))
   np.testing.assert_allclose(tight.logits_BLV, roomy.logits_BLV, atol=1e-5)
-
-
-def test_what_is_called_causal_is(config, variables, forward):
-  # `test_lm.TestCausality` has every overflow mode, and the fixed pattern.
-  rules = config.routing.causal_rules
-  assert rules == ('router', 'predictor', 'threshold')
-
-  def looks_ahead(rule):
-    before = forward(config, variables, TOKENS_BL, mode=rule)
-    for start in range(1, L):
-      other_BL = TOKENS_BL.at[:, start:].set((TOKENS_BL[:, start:] + 3) % 11)
-      after = forward(config, variables, other_BL, mode=rule)
-      if (chosen(before) != chosen(after))[..., :start].any():
-        return True
-      if (before.logits_BLV != after.logits_BLV)[:, :start].any():
-        return True
-    return False
-
-  assert looks_ahead('top_k')
-  assert not any(looks_ahead(rule) for rule in rules)
