@@ -456,6 +456,9 @@ class TestOverride:
     [
       ('model.width', 'x', '--config.model.width=x: expected an integer.'),
       ('model.mesh', '1,x', 'mesh=1,x: expected a tuple of integers.'),
+      ('model.rate', 'fast', '--config.model.rate=fast: expected a number.'),
+      ('model.tied', 'maybe', 'tied=maybe: expected true or false.'),
+      ('model.kv_heads', '1.5', 'kv_heads=1.5: expected an integer or None.'),
       ('model.width.x', '1', 'config.model.width is 64 and has no'),
       ('model.zzz', '1', "config.model has no field 'zzz'. Its fields are"),
       ('model', '{}x', '--config.model={}x: expected LM or ViT.'),
