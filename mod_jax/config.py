@@ -157,10 +157,7 @@ def _classes(hint):
   """
   classes = []
   for member in filter(dataclasses.is_dataclass, _members(hint)):
-    if inspect.isabstract(member):
-      classes += _concrete(member)
-    else:
-      classes.append(member)
+    classes += _concrete(member) if inspect.isabstract(member) else [member]
   return tuple(classes)
 
 
@@ -509,6 +506,15 @@ def _join(path, name):
   return f'{path}.{name}' if path else name
 
 
+@contextlib.contextmanager
+def _inside(path):
+  """Tells where a class stands that refuses its fields: it knows only these."""
+  try:
+    yield
+  except UserError as error:
+    raise UserError(f'{path}: {error}' if path else str(error)) from error
+
+
 def _decode_dataclass(cls, mapping, path):
   hints = _hints(cls)
   for key in mapping:
@@ -531,11 +537,8 @@ def _decode_dataclass(cls, mapping, path):
       raise UserError(
         f'{where} is missing: expected {_describe(hints[field.name])}.'
       )
-  try:
+  with _inside(path):
     return cls(**values)
-  except UserError as error:
-    # The class knows the field and the limit, but not where it stands.
-    raise UserError(f'{path}: {error}' if path else str(error)) from error
 
 
 def _decode(value, hint, path):
@@ -653,7 +656,11 @@ def sibling(file, name):
     file: `__file__` of the one that asks.
     name: of the other, without suffix; may be a relative path.
   """
-  path = pathlib.Path(file).parent / f'{name}.py'
+  return load(pathlib.Path(file).parent / f'{name}.py')
+
+
+def load(path):
+  """Returns the module of a config file."""
   spec = importlib.util.spec_from_file_location(f'{path.stem}_config', path)
   module = importlib.util.module_from_spec(spec)
   spec.loader.exec_module(module)
@@ -707,8 +714,5 @@ def _replace(instance, changes, where):
   for name, inner in nested.items():
     held = own.get(name, getattr(instance, name))
     own[name] = _replace(held, inner, _join(where, name))
-  try:
+  with _inside(where):
     return dataclasses.replace(instance, **own)
-  except UserError as error:
-    # The class knows the field and the limit, but not where it stands.
-    raise UserError(f'{where}: {error}' if where else str(error)) from error

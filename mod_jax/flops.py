@@ -93,40 +93,30 @@ def report(config, length: int | None = None) -> str:
   given = _arguments(config, length)
   table = config.flops_table(*given)
   dense = dict(config.dense_twin().flops_table(*given))
-  total, dense_total = (
-    forward(config, length),
-    forward(config.dense_twin(), length),
-  )
+  total = forward(config, length)
+  dense_total = forward(config.dense_twin(), length)
   params = num_params(config)
-  names = []
-  for _, parts in table:
-    names += [name for name in parts if name not in names]
-  names = [n for n in names if any(parts.get(n) for _, parts in table)]
-  names = [n for n in names if n != 'norm']
+  names = dict.fromkeys(name for _, parts in table for name in parts)
+  sums = {n: sum(parts.get(n, 0) for _, parts in table) for n in names}
+  names = [name for name in names if sums[name] and name != 'norm']
 
-  def line(first, cells):
-    return first.ljust(18) + ''.join(str(cell).rjust(12) for cell in cells)
+  def line(layer, parts, twin):
+    counts = [*(parts.get(n, 0) for n in names), products(parts), twin]
+    cells = (f'{count / 1e6:,.2f}'.rjust(12) for count in counts)
+    return layer.ljust(18) + ''.join(cells)
 
   one = 'image' if length is None else 'sequence'
   of = config.num_tokens if length is None else length
+  header = (name.rjust(12) for name in (*names, 'total', 'dense'))
   lines = [
     f'FLOPs of a forward pass over one {one} of {of} tokens'
     ' (matrix products, multiply-add = 2), in MFLOPs',
-    line('layer', [*names, 'total', 'dense']),
+    'layer'.ljust(18) + ''.join(header),
   ]
   for layer, parts in table:
-    cells = [f'{parts.get(n, 0) / 1e6:,.2f}' for n in names]
     twin = products(dense.get(layer.split()[0], {}))
-    lines.append(
-      line(
-        layer,
-        [*cells, f'{products(parts) / 1e6:,.2f}', f'{twin / 1e6:,.2f}'],
-      )
-    )
-  cells = [f'{sum(p.get(n, 0) for _, p in table) / 1e6:,.2f}' for n in names]
-  lines.append(
-    line('total', [*cells, f'{total / 1e6:,.2f}', f'{dense_total / 1e6:,.2f}'])
-  )
+    lines.append(line(layer, parts, twin))
+  lines.append(line('total', sums, dense_total))
   chosen = [
     f'block {i}: {count}'
     for i, count in enumerate(config.tokens_per_block(*given))
