@@ -17,9 +17,9 @@ import pathlib
 
 from absl import app
 from absl import flags
-import machine
 from machine import cell
 from machine import spread
+import results as results_lib
 
 from mod_jax import config as config_lib
 from mod_jax import flops
@@ -46,9 +46,8 @@ class _MissingError(Exception):
 def load(path: str, variant: str, seed: str) -> ExperimentConfig:
   """Returns what a config file has by this name."""
   root = pathlib.Path(__file__).resolve().parents[1] / 'configs'
-  module = config_lib.sibling(root / path, pathlib.Path(path).stem)
-  variant = 'tiny' if _TINY.value else variant
-  config = module.get_config(variant)
+  module = config_lib.load(root / path)
+  config = module.get_config('tiny' if _TINY.value else variant)
   return config_lib.replace(config, {'seed': int(seed)})
 
 
@@ -199,7 +198,7 @@ def main(_):
     if runs := each(lambda b, n=int(n): seeds[0].adaptive(b, n), swept):
       sweep[n] = runs
   if not _TINY.value:
-    machine.save(
+    results_lib.save(
       __file__,
       {'seeds': _SEEDS.value, 'models': table, 'learners_of_one_seed': sweep},
     )

@@ -1,7 +1,6 @@
-"""What is timed, where, and files to keep the times in."""
+"""What is timed and where, and what is told of numbers by seed."""
 
 import datetime
-import json
 import os
 import pathlib
 import platform
@@ -92,11 +91,3 @@ def _processor() -> str:
     if names:
       return f'{names[0]}, {len(names)} cores'
   return platform.processor()
-
-
-def save(script: str, results: dict) -> None:
-  """Writes results beside the script that made them, and prints them."""
-  path = pathlib.Path(script).with_suffix('.json')
-  text = json.dumps({'environment': environment(), **results}, indent=2)
-  path.write_text(text + '\n')
-  print(text)

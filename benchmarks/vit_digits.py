@@ -13,9 +13,9 @@ import pathlib
 
 from absl import app
 from absl import flags
-import machine
 from machine import cell
 from machine import spread
+import results as results_lib
 
 from mod_jax import config as config_lib
 from mod_jax import flops
@@ -42,9 +42,8 @@ _ADAPTED = (
 def load(variant: str) -> ExperimentConfig:
   """Returns the experiment that the config file has by this name."""
   root = pathlib.Path(__file__).resolve().parents[1]
-  module = config_lib.sibling(root / 'configs/vit/digits.py', 'digits')
-  name = (variant + _SUFFIX.value).strip('_')
-  return module.get_config(name)
+  module = config_lib.load(root / 'configs/vit/digits.py')
+  return module.get_config((variant + _SUFFIX.value).strip('_'))
 
 
 def run(variant: str, seed: str, init: str | None = None) -> dict:
@@ -79,7 +78,7 @@ def main(_):
       'before': spread(before) if before else None,
       'after': spread([r['after'] for r in found]),
     }
-  machine.save(__file__, {'seeds': _SEEDS.value, 'models': table})
+  results_lib.save(__file__, {'seeds': _SEEDS.value, 'models': table})
   print('| | GMACs | parameters | adapted, % | fine-tuned, % |')
   print('|---|---|---|---|---|')
   for name, row in table.items():
