@@ -7,6 +7,9 @@ that it processes. Training is three forward passes.
 Beside it stands `published_macs`, what tables of vision transformers call
 FLOPs: multiply-accumulates of the same products, and 5 for each element that a
 layer norm reads.
+
+A `config` is that of a model, whose `flops_table` is summed; `length` is the
+tokens of a sequence, for language models.
 """
 
 from collections.abc import Mapping
@@ -20,10 +23,6 @@ from mod_jax.models.lm import LMConfig
 
 def forward(config, length: int | None = None) -> int:
   """Returns the FLOPs of a forward pass over one sequence or image.
-
-  Args:
-    config: a model's config; its `flops_table` is summed.
-    length: tokens of the sequence; for language models.
 
   Raises:
     UserError: a language model without a length.
@@ -54,14 +53,7 @@ def train(config, length: int | None = None) -> int:
 def steps_within(
   budget: float, config, batch_size: int, length: int | None = None
 ) -> int:
-  """Returns how many training steps come nearest to a budget of FLOPs.
-
-  Args:
-    budget: FLOPs of the whole run.
-    config: of the model.
-    batch_size: sequences or images of a step.
-    length: tokens of a sequence; for language models.
-  """
+  """Returns how many training steps come nearest to a budget of FLOPs."""
   return max(1, round(budget / (batch_size * train(config, length))))
 
 
@@ -84,12 +76,7 @@ def _arguments(config, length):
 
 
 def report(config, length: int | None = None) -> str:
-  """Returns a table of FLOPs per layer and in total, for people.
-
-  Args:
-    config: a model's config.
-    length: tokens of a sequence; for language models.
-  """
+  """Returns a table of FLOPs per layer and in total, for people."""
   given = _arguments(config, length)
   table = config.flops_table(*given)
   dense = dict(config.dense_twin().flops_table(*given))
