@@ -133,7 +133,7 @@ def test_gradient_is_that_of_all_learners(dtype, activation, tokens):
   got = jax.jit(
     functools.partial(reference.backward, activation=activation, tile=8),
     compiler_options=QUICK,
-  )(*inputs, g, *order_lib.order(k, N))
+  )(*inputs, g, order_lib.order(k, N))
   exact = [a.astype('float32') for a in inputs]
   _, pull = jax.vjp(
     lambda *inputs: all_learners(*inputs, k, activation), *exact
@@ -169,7 +169,7 @@ def test_gradients_of_what_is_not_run_are_zero():
   g = jnp.where(idle, jnp.nan, jnp.ones((9, OUT)))
   dx, *weights = jax.jit(
     functools.partial(reference.backward, activation='gelu', tile=8)
-  )(*inputs, g, *order_lib.order(k, N))
+  )(*inputs, g, order_lib.order(k, N))
   assert not dx[k == 0].any()
   assert jnp.isfinite(dx).all()
   assert dx[k > 0].any(axis=1).all()

@@ -9,16 +9,9 @@ BLIND = 1e30
 def forward(q_BLHC, k_BLHC, v_BLHC, mask, *, causal):
   """Returns out_BLHC, and in float32 column_BL and lse_BHL.
 
-  Args:
-    q_BLHC: queries.
-    k_BLHC: keys.
-    v_BLHC: values.
-    mask: None, valid_BL or mask_BQS.
-    causal: whether a query sees no later key.
-
-  Returns:
-    What attention gives, zeros for a query that sees no key; the sums of its
-    map's columns over heads and queries; each query's log-sum-exp.
+  That is what attention gives, zeros for a query that sees no key; the sums of
+  its map's columns over heads and queries; and each query's log-sum-exp. The
+  mask is None, valid_BL or mask_BQS.
   """
   seen_BQS = seen(mask, causal, q_BLHC.shape[1])
   logit_BHQS = _logits(q_BLHC, k_BLHC, seen_BQS)
@@ -65,16 +58,8 @@ def backward(
   log-sum-exp: one product more than if it were kept, but then every layer of a
   network would keep its map.
 
-  Args:
-    q_BLHC: queries.
-    k_BLHC: keys.
-    v_BLHC: values.
-    mask: None, valid_BL or mask_BQS.
-    out_BLHC: as `forward` returned it.
-    lse_BHL: as `forward` returned it.
-    dout_BLHC: gradient of `out_BLHC`.
-    dcolumn_BL: gradient of `column_BL` in float32; None if that is zero.
-    causal: whether a query sees no later key.
+  Arguments are those of `forward` and two of its results; then the gradients of
+  `out_BLHC` and, in float32 or None if it is zero, of `column_BL`.
   """
   logit_BHQS = _logits(q_BLHC, k_BLHC, seen(mask, causal, q_BLHC.shape[1]))
   weight_BHQS = jnp.exp(logit_BHQS - lse_BHL[..., None])
