@@ -18,6 +18,7 @@ import pathlib
 from absl import app
 from absl import flags
 from machine import cell
+from machine import point
 from machine import spread
 import results as results_lib
 
@@ -145,16 +146,9 @@ def gathered(runs: dict) -> dict:
   return found | {'seeds': [conversion.seed for conversion in runs]}
 
 
-def point(name, group, row):
-  """Returns what `viz.accuracy_flops` draws of a row."""
-  accuracy = row['accuracy']
-  return {
-    'name': name,
-    'group': group,
-    'flops': 1e3 * row['gmacs']['mean'],
-    'accuracy': accuracy['mean'],
-    'spread': (accuracy['high'] - accuracy['low']) / 2,
-  }
+def drawn(name, group, row) -> dict:
+  """Returns a row as a point of a picture."""
+  return point(name, group, row['gmacs']['mean'], row['accuracy'])
 
 
 def draw(figure, name: str) -> None:
@@ -170,7 +164,7 @@ def main(_):
     if runs:
       table[name] = gathered(runs)
     if len(runs) == len(seeds):  # Means of other seeds are no point beside it.
-      points.append(point(label, group, table[name]))
+      points.append(drawn(label, group, table[name]))
 
   dense = {
     seed: {
@@ -227,7 +221,7 @@ def main(_):
 def draw_learners(sweep, seed, xlabel):
   """Draws what becomes of one seed with each number of learners."""
   points = [
-    point(f'β={b}', f'{n} learners', gathered({seed: run}))
+    drawn(f'β={b}', f'{n} learners', gathered({seed: run}))
     for n, runs in sorted(sweep.items(), key=lambda item: int(item[0]))
     for b, run in runs.items()
   ]

@@ -55,6 +55,17 @@ def cell(found: dict | None, scale: float = 1.0, digits: int = 3) -> str:
   return f'{mean:.{digits}f} ({low:.{digits}f}–{high:.{digits}f})'
 
 
+def point(name: str, group: str, gmacs: float, accuracy: dict) -> dict:
+  """Returns what `viz.accuracy_flops` draws of a `spread` of accuracies."""
+  return {
+    'name': name,
+    'group': group,
+    'flops': 1e3 * gmacs,
+    'accuracy': accuracy['mean'],
+    'spread': (accuracy['high'] - accuracy['low']) / 2,
+  }
+
+
 def with_huge_pages() -> None:
   """Starts the script again with memory in large pages, where glibc can.
 

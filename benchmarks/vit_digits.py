@@ -10,10 +10,12 @@ two cores; started again, it continues.
 """
 
 import pathlib
+import re
 
 from absl import app
 from absl import flags
 from machine import cell
+from machine import point
 from machine import spread
 import results as results_lib
 
@@ -87,13 +89,7 @@ def main(_):
       f' {cell(row["before"], 100, 1)} | {cell(row["after"], 100, 1)} |'
     )
   points = [
-    {
-      'name': name,
-      'group': 'dense' if name.startswith('dense') else name.split(' ')[0],
-      'flops': 1e3 * row['gmacs'],
-      'accuracy': row['after']['mean'],
-      'spread': (row['after']['high'] - row['after']['low']) / 2,
-    }
+    point(name, re.split('[, ]', name)[0], row['gmacs'], row['after'])
     for name, row in table.items()
   ]
   figure = viz.accuracy_flops(
