@@ -22,6 +22,12 @@ def product(a, b, contract=(1, 0)):
   )
 
 
+def block_of(length: int, most: int) -> int:
+  """Returns the largest block of whole lanes that divides a length, or it."""
+  fitting = range(LANES, min(length, most) + 1, LANES)
+  return max((b for b in fitting if not length % b), default=length)
+
+
 def interpret():
   """Returns `pallas_call`'s argument: whether memory is modelled on a CPU."""
   if dispatch.interpreting():

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from mod_jax_kernels import tiles as tiles_lib
 from mod_jax_kernels.acm_mlp import reference
 from mod_jax_kernels.acm_mlp.tiles import TILES
+from mod_jax_kernels.pallas_parts import block_of
 from mod_jax_kernels.pallas_parts import interpret
 from mod_jax_kernels.pallas_parts import product
 
@@ -74,7 +75,7 @@ class _Plan:
     # Tiles of memory have eight rows of float32, or sixteen of bfloat16.
     self._rows = min(sizes['rows'], -(-tokens // 16) * 16)
     self._tiles = -(-tokens // self._rows)
-    self._hidden = _largest_divisor(hidden, sizes['hidden'])
+    self._hidden = block_of(hidden, sizes['hidden'])
     self._steps = hidden // self._hidden
     self._count_N = count_N
     starts_I = jnp.arange(self._tiles, dtype=jnp.int32) * self._rows
@@ -258,12 +259,6 @@ def _runs(i, rows, count):
 def _bias(b1_NF):
   # A dimension between, so that a block has one row and that is all of them.
   return b1_NF.astype(jnp.float32)[:, None]
-
-
-def _largest_divisor(hidden, most):
-  """Returns a block of lanes that divides the hidden units, or all of them."""
-  fitting = range(128, min(hidden, most) + 1, 128)
-  return max((b for b in fitting if not hidden % b), default=hidden)
 
 
 def _options(*semantics):

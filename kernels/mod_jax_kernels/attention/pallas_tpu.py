@@ -13,6 +13,7 @@ from mod_jax_kernels import dispatch
 from mod_jax_kernels import tiles
 from mod_jax_kernels.attention.tiles import TILES
 from mod_jax_kernels.pallas_parts import LANES
+from mod_jax_kernels.pallas_parts import block_of
 
 
 def attention(q_BQHC, k_BSGC, v_BSGC, segment_BL=None, causal=False):
@@ -65,8 +66,8 @@ def _fill(x, padding, value):
 
 def _kernel(heads, queries, keys, causal):
   sizes = tiles.choose(TILES, 'pallas')
-  block_q = _block(queries, sizes['block_q'])
-  block_k = _block(keys, sizes['block_k'])
+  block_q = block_of(queries, sizes['block_q'])
+  block_k = block_of(keys, sizes['block_k'])
   shape = queries, keys
   mask = masks.CausalMask(shape) if causal else masks.FullMask(shape)
   return splash.make_splash_mha(
@@ -82,13 +83,4 @@ def _kernel(heads, queries, keys, causal):
     head_shards=1,
     q_seq_shards=1,
     interpret=dispatch.interpreting(),
-  )
-
-
-def _block(length, most):
-  """Returns the largest block that divides a multiple of 128 lanes."""
-  return max(
-    size
-    for size in range(LANES, max(most, LANES) + 1, LANES)
-    if length % size == 0
   )

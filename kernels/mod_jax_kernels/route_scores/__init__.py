@@ -139,7 +139,7 @@ def _backward(causal, chosen, residuals, gradients):
     dcolumn_BL = dscore_BL * _share(q_BLHC, mask, causal)
   if isinstance(dout_BLHC, SymbolicZero):
     dout_BLHC = jnp.zeros(dout_BLHC.shape, dout_BLHC.dtype)
-  arrays = *residuals, dout_BLHC, dcolumn_BL
+  arrays = dout_BLHC, dcolumn_BL, residuals
   return *OP.run('backward', chosen, *arrays, causal=causal), None
 
 

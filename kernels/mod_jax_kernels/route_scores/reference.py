@@ -39,18 +39,7 @@ def forward(q_BLHC, k_BLHC, v_BLHC, mask, *, causal):
   return out_BQHC.astype(q_BLHC.dtype), column_BS, lse_BHQ
 
 
-def backward(
-  q_BLHC,
-  k_BLHC,
-  v_BLHC,
-  mask,
-  out_BLHC,
-  lse_BHL,
-  dout_BLHC,
-  dcolumn_BL,
-  *,
-  causal,
-):
+def backward(dout_BLHC, dcolumn_BL, residuals, *, causal):
   """Returns the gradients of q, k and v.
 
   With P the attention map: `dP_ij = dO_i·v_j + dcolumn_j`,
@@ -58,9 +47,13 @@ def backward(
   log-sum-exp: one product more than if it were kept, but then every layer of a
   network would keep its map.
 
-  Arguments are those of `forward` and two of its results; then the gradients of
-  `out_BLHC` and, in float32 or None if it is zero, of `column_BL`.
+  Args:
+    dout_BLHC: gradient of `out_BLHC`.
+    dcolumn_BL: gradient of `column_BL` in float32; None if that is zero.
+    residuals: the arguments of `forward`, and its `out_BLHC` and `lse_BHL`.
+    causal: as for `forward`.
   """
+  q_BLHC, k_BLHC, v_BLHC, mask, out_BLHC, lse_BHL = residuals
   logit_BHQS = _logits(q_BLHC, k_BLHC, seen(mask, causal, q_BLHC.shape[1]))
   weight_BHQS = jnp.exp(logit_BHQS - lse_BHL[..., None])
   dv_BSHC = jnp.einsum(

@@ -45,19 +45,9 @@ def forward(q_BLHC, k_BLHC, v_BLHC, mask_BL, *, causal):
 
 
 @functools.partial(jax.jit, static_argnames='causal')
-def backward(
-  q_BLHC,
-  k_BLHC,
-  v_BLHC,
-  mask_BL,
-  out_BLHC,
-  lse_BHL,
-  dout_BLHC,
-  dcolumn_BL,
-  *,
-  causal,
-):
+def backward(dout_BLHC, dcolumn_BL, residuals, *, causal):
   """As `reference.backward`, for a mask of tokens."""
+  q_BLHC, k_BLHC, v_BLHC, mask_BL, out_BLHC, lse_BHL = residuals
   valid_BL = _or_any(mask_BL, q_BLHC)
   like = jax.ShapeDtypeStruct(q_BLHC.shape, q_BLHC.dtype)
   meta = {
