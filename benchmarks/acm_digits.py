@@ -17,9 +17,10 @@ import pathlib
 
 from absl import app
 from absl import flags
-import machine
 from machine import cell
+from machine import point
 from machine import spread
+import results as results_lib
 
 from mod_jax import config as config_lib
 from mod_jax import flops
@@ -46,9 +47,8 @@ class _MissingError(Exception):
 def load(path: str, variant: str, seed: str) -> ExperimentConfig:
   """Returns what a config file has by this name."""
   root = pathlib.Path(__file__).resolve().parents[1] / 'configs'
-  module = config_lib.sibling(root / path, pathlib.Path(path).stem)
-  variant = 'tiny' if _TINY.value else variant
-  config = module.get_config(variant)
+  module = config_lib.load(root / path)
+  config = module.get_config('tiny' if _TINY.value else variant)
   return config_lib.replace(config, {'seed': int(seed)})
 
 
@@ -146,16 +146,9 @@ def gathered(runs: dict) -> dict:
   return found | {'seeds': [conversion.seed for conversion in runs]}
 
 
-def point(name, group, row):
-  """Returns what `viz.accuracy_flops` draws of a row."""
-  accuracy = row['accuracy']
-  return {
-    'name': name,
-    'group': group,
-    'flops': 1e3 * row['gmacs']['mean'],
-    'accuracy': accuracy['mean'],
-    'spread': (accuracy['high'] - accuracy['low']) / 2,
-  }
+def drawn(name, group, row) -> dict:
+  """Returns a row as a point of a picture."""
+  return point(name, group, row['gmacs']['mean'], row['accuracy'])
 
 
 def draw(figure, name: str) -> None:
@@ -171,7 +164,7 @@ def main(_):
     if runs:
       table[name] = gathered(runs)
     if len(runs) == len(seeds):  # Means of other seeds are no point beside it.
-      points.append(point(label, group, table[name]))
+      points.append(drawn(label, group, table[name]))
 
   dense = {
     seed: {
@@ -199,7 +192,7 @@ def main(_):
     if runs := each(lambda b, n=int(n): seeds[0].adaptive(b, n), swept):
       sweep[n] = runs
   if not _TINY.value:
-    machine.save(
+    results_lib.save(
       __file__,
       {'seeds': _SEEDS.value, 'models': table, 'learners_of_one_seed': sweep},
     )
@@ -228,7 +221,7 @@ def main(_):
 def draw_learners(sweep, seed, xlabel):
   """Draws what becomes of one seed with each number of learners."""
   points = [
-    point(f'β={b}', f'{n} learners', gathered({seed: run}))
+    drawn(f'β={b}', f'{n} learners', gathered({seed: run}))
     for n, runs in sorted(sweep.items(), key=lambda item: int(item[0]))
     for b, run in runs.items()
   ]

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import machine
 import numpy as np
+import results as results_lib
 
 from mod_jax import timing
 from mod_jax.layers import acm
@@ -42,7 +43,6 @@ _PEAK = flags.DEFINE_float('peak_tflops', None, "The device's products.")
 _BANDWIDTH = flags.DEFINE_float('bandwidth_tb', None, 'Its memory, TB/s.')
 _HUGE = flags.DEFINE_bool('huge_pages', True, 'Memory in large pages.')
 _ROUNDS = flags.DEFINE_integer('rounds', 7, 'Timed calls of each.')
-_SAVE = flags.DEFINE_bool('save', True, 'Write the JSON beside this file.')
 
 
 def draw(key, mean: float, shape) -> jax.Array:
@@ -154,23 +154,16 @@ def main(_):
   residual = times - (slope * real + intercept)
   r_squared = 1 - residual.var() / times.var()
   results = {
-    'settings': {
-      flag: flags.FLAGS[flag].value
-      for flag in (
-        *('width', 'hidden', 'learners', 'images', 'tokens', 'dtype'),
-        'rounds',
-      )
-    },
+    'settings': results_lib.settings(
+      *('width', 'hidden', 'learners', 'images', 'tokens', 'dtype', 'rounds')
+    ),
     'median_seconds': median,
     'over_static': ratios,
     'mean_learners': dict(zip(map(str, positive), real.tolist(), strict=True)),
     'linear_r_squared': float(r_squared),
     'floor_seconds': {f'{mean:g}': floor(config, mean) for mean in means},
   }
-  if _SAVE.value:
-    machine.save(__file__, results)
-  else:
-    print(results)
+  results_lib.save(__file__, results)
 
 
 def _gate(module, z_BLD):

@@ -13,7 +13,7 @@ from absl import app
 from absl import flags
 import jax
 import jax.numpy as jnp
-import machine
+import results as results_lib
 
 from mod_jax import losses
 from mod_jax import timing
@@ -21,7 +21,6 @@ from mod_jax.layers.routed import MoDConfig
 from mod_jax.models.lm import LMConfig
 
 _ROUNDS = flags.DEFINE_integer('rounds', 3, 'Compilations of each.')
-_SAVE = flags.DEFINE_bool('save', True, 'Write the JSON.')
 _DEPTHS = (8, 24)
 
 
@@ -64,10 +63,7 @@ def main(_):
     },
     'seconds': seconds,
   }
-  if _SAVE.value:
-    machine.save(__file__, results)
-  else:
-    print(results)
+  results_lib.save(__file__, results)
 
 
 if __name__ == '__main__':

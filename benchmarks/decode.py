@@ -15,7 +15,7 @@ from absl import app
 from absl import flags
 from flax import linen as nn
 import jax
-import machine
+import results as results_lib
 
 from mod_jax import timing
 from mod_jax.layers.mode import RoutingMode
@@ -27,7 +27,6 @@ _LAYERS = flags.DEFINE_integer('layers', 8, 'Number of blocks.')
 _LENGTH = flags.DEFINE_integer('length', 1024, 'Slots of a dense cache.')
 _CHUNK = flags.DEFINE_integer('chunk', 8, 'Routed rows taken at a time.')
 _ROUNDS = flags.DEFINE_integer('rounds', 30, 'Timed steps of each.')
-_SAVE = flags.DEFINE_bool('save', True, 'Write the JSON.')
 _BATCHES = (1, 2, 4, 8, 16, 32)
 _CAPACITY = 0.125
 
@@ -104,10 +103,7 @@ def main(_):
     'rounds': _ROUNDS.value,
     'by_batch': rows,
   }
-  if _SAVE.value:
-    machine.save(__file__, results)
-  else:
-    print(results)
+  results_lib.save(__file__, results)
 
 
 if __name__ == '__main__':

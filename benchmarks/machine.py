@@ -1,7 +1,6 @@
-"""What is timed, where, and files to keep the times in."""
+"""What is timed and where, and what is told of numbers by seed."""
 
 import datetime
-import json
 import os
 import pathlib
 import platform
@@ -56,6 +55,17 @@ def cell(found: dict | None, scale: float = 1.0, digits: int = 3) -> str:
   return f'{mean:.{digits}f} ({low:.{digits}f}–{high:.{digits}f})'
 
 
+def point(name: str, group: str, gmacs: float, accuracy: dict) -> dict:
+  """Returns what `viz.accuracy_flops` draws of a `spread` of accuracies."""
+  return {
+    'name': name,
+    'group': group,
+    'flops': 1e3 * gmacs,
+    'accuracy': accuracy['mean'],
+    'spread': (accuracy['high'] - accuracy['low']) / 2,
+  }
+
+
 def with_huge_pages() -> None:
   """Starts the script again with memory in large pages, where glibc can.
 
@@ -92,11 +102,3 @@ def _processor() -> str:
     if names:
       return f'{names[0]}, {len(names)} cores'
   return platform.processor()
-
-
-def save(script: str, results: dict) -> None:
-  """Writes results beside the script that made them, and prints them."""
-  path = pathlib.Path(script).with_suffix('.json')
-  text = json.dumps({'environment': environment(), **results}, indent=2)
-  path.write_text(text + '\n')
-  print(text)

@@ -17,7 +17,7 @@ from absl import app
 from absl import flags
 import jax
 import jax.numpy as jnp
-import machine
+import results as results_lib
 
 from mod_jax import timing
 import mod_jax_kernels
@@ -36,7 +36,6 @@ _SCORE_GRADIENT = flags.DEFINE_bool(
 _PEAK = flags.DEFINE_float('peak_tflops', None, "The device's, in this dtype.")
 _BANDWIDTH = flags.DEFINE_float('bandwidth', None, "Its memory's, in GB/s.")
 _ROUNDS = flags.DEFINE_integer('rounds', 15, 'Timed calls of each.')
-_SAVE = flags.DEFINE_bool('save', True, 'Write the JSON beside this file.')
 
 # Products of L x L x C for each head: with scores, and without. A backward pass
 # computes the map again and then four products, and one pass more over queries
@@ -155,13 +154,10 @@ def main(_):
   dtype = _DTYPE.value or ('float32' if on_cpu else 'bfloat16')
   results = {
     'settings': {
-      **{
-        name: flags.FLAGS[name].value
-        for name in (
-          *('batch', 'heads', 'channels', 'causal', 'score_gradient'),
-          *('peak_tflops', 'bandwidth', 'rounds'),
-        )
-      },
+      **results_lib.settings(
+        *('batch', 'heads', 'channels', 'causal', 'score_gradient'),
+        *('peak_tflops', 'bandwidth', 'rounds'),
+      ),
       'dtype': dtype,
     }
   }
@@ -170,10 +166,7 @@ def main(_):
     for length in _LENGTHS.value:
       shape = _BATCH.value, int(length), _HEADS.value, _CHANNELS.value
       results[direction][length] = measure(direction, shape, dtype)
-  if _SAVE.value:
-    machine.save(__file__, results)
-  else:
-    print(results)
+  results_lib.save(__file__, results)
 
 
 if __name__ == '__main__':

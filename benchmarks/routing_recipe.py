@@ -74,6 +74,10 @@ STEPS = ExperimentConfig(
 BUDGET = 2.32e13
 FLOPS = config_lib.replace(STEPS, {'model.width': 192, 'model.num_heads': 6})
 
+_TWINS = {
+  'dense, 4 blocks': {'model.routing': None},
+  'dense, 2 blocks': {'model.routing': None, 'model.num_layers': 2},
+}
 _NO_AUX = {'model.routing.router_loss': 0.0}
 _BYTES = {'data.tokenizer': 'bytes', 'model.vocab_size': 256}
 
@@ -93,8 +97,7 @@ GROUPS = {
     STEPS,
     (0, 1, 2),
     {
-      'dense, 4 blocks': {'model.routing': None},
-      'dense, 2 blocks': {'model.routing': None, 'model.num_layers': 2},
+      **_TWINS,
       'sigmoid': {},
       'raw': {'model.routing.gate': 'raw'},
     },
@@ -149,26 +152,15 @@ GROUPS = {
         'optimizer.rules': (('router', 10.0, 0), ('.', 1.0, 0)),
       },
       **{
-        f'{name}, length {length}': {**_length(length), **changes}
-        for length in (512, 1024)
-        for name, changes in (
-          ('sigmoid', {}),
-          ('dense, 2 blocks', {'model.routing': None, 'model.num_layers': 2}),
-          ('dense, 4 blocks', {'model.routing': None}),
-        )
-      },
-      **{
-        f'{name}, {what}': {**tokenizer, **changes}
-        for what, tokenizer in (
+        f'{name}, {what}': {**tokens, **changes}
+        for what, tokens in (
+          ('length 512', _length(512)),
+          ('length 1024', _length(1024)),
           ('bytes', _BYTES),
           ('BPE 512', _subwords(512)),
           ('BPE 4096', _subwords(4096)),
         )
-        for name, changes in (
-          ('sigmoid', {}),
-          ('dense, 2 blocks', {'model.routing': None, 'model.num_layers': 2}),
-          ('dense, 4 blocks', {'model.routing': None}),
-        )
+        for name, changes in {'sigmoid': {}, **_TWINS}.items()
       },
     },
   ),

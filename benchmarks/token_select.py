@@ -17,7 +17,7 @@ from absl import flags
 from flax import linen as nn
 import jax
 import jax.numpy as jnp
-import machine
+import results as results_lib
 
 from mod_jax import routing
 from mod_jax import timing
@@ -38,7 +38,6 @@ _DTYPE = flags.DEFINE_enum(
   'dtype', None, ['float32', 'bfloat16'], 'Of the computation.'
 )
 _ROUNDS = flags.DEFINE_integer('rounds', 15, 'Timed calls of each.')
-_SAVE = flags.DEFINE_bool('save', True, 'Write the JSON beside this file.')
 
 # The kernels that run on each platform.
 _KERNELS = {'tpu': ('pallas',), 'gpu': ('triton',)}
@@ -52,7 +51,7 @@ def sizes() -> dict:
     if small
     else {'batch': 8, 'length': 2048, 'width': 1024, 'dtype': 'bfloat16'}
   )
-  given = {name: flags.FLAGS[name].value for name in defaults}
+  given = results_lib.settings(*defaults)
   return {
     **{n: x if given[n] is None else given[n] for n, x in defaults.items()},
     'capacity': _CAPACITY.value,
@@ -177,10 +176,7 @@ def main(_):
       name: amount / speed for name, amount in num_bytes.items()
     },
   }
-  if _SAVE.value:
-    machine.save(__file__, results)
-  else:
-    print(results)
+  results_lib.save(__file__, results)
 
 
 if __name__ == '__main__':

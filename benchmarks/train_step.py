@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import machine
 import optax
+import results as results_lib
 
 from mod_jax import flops
 from mod_jax import losses
@@ -29,7 +30,6 @@ _LENGTH = flags.DEFINE_integer('length', 512, 'S')
 _BATCH = flags.DEFINE_integer('batch', 8, 'B')
 _ROUNDS = flags.DEFINE_integer('rounds', 15, 'Timed steps of each.')
 _DTYPE = flags.DEFINE_string('dtype', 'float32', 'Of the computation.')
-_SAVE = flags.DEFINE_bool('save', True, 'Write the JSON.')
 _MATMUL = 2048
 
 
@@ -105,10 +105,7 @@ def main(_):
     'dense_rate_over_matmul_rate': rate['dense'] / rate['matmul'],
     'seconds': seconds,
   }
-  if _SAVE.value:
-    machine.save(__file__, results)
-  else:
-    print({k: v for k, v in results.items() if k not in ('seconds', 'config')})
+  results_lib.save(__file__, results)
 
 
 if __name__ == '__main__':

@@ -77,8 +77,6 @@ def case(op: str, backend: str):
 def compiled(op, backend, sizes):
   """Returns a function to time for these sizes, or None: they do not run."""
   function, operands = case(op, backend)
-  # Traces are kept by shape, and know nothing of what is tried.
-  jax.clear_caches()
   with tiles.trying(**sizes):
     try:
       run = jax.jit(function).lower(*operands).compile()

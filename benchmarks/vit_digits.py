@@ -10,12 +10,14 @@ two cores; started again, it continues.
 """
 
 import pathlib
+import re
 
 from absl import app
 from absl import flags
-import machine
 from machine import cell
+from machine import point
 from machine import spread
+import results as results_lib
 
 from mod_jax import config as config_lib
 from mod_jax import flops
@@ -42,9 +44,8 @@ _ADAPTED = (
 def load(variant: str) -> ExperimentConfig:
   """Returns the experiment that the config file has by this name."""
   root = pathlib.Path(__file__).resolve().parents[1]
-  module = config_lib.sibling(root / 'configs/vit/digits.py', 'digits')
-  name = (variant + _SUFFIX.value).strip('_')
-  return module.get_config(name)
+  module = config_lib.load(root / 'configs/vit/digits.py')
+  return module.get_config((variant + _SUFFIX.value).strip('_'))
 
 
 def run(variant: str, seed: str, init: str | None = None) -> dict:
@@ -79,7 +80,7 @@ def main(_):
       'before': spread(before) if before else None,
       'after': spread([r['after'] for r in found]),
     }
-  machine.save(__file__, {'seeds': _SEEDS.value, 'models': table})
+  results_lib.save(__file__, {'seeds': _SEEDS.value, 'models': table})
   print('| | GMACs | parameters | adapted, % | fine-tuned, % |')
   print('|---|---|---|---|---|')
   for name, row in table.items():
@@ -88,13 +89,7 @@ def main(_):
       f' {cell(row["before"], 100, 1)} | {cell(row["after"], 100, 1)} |'
     )
   points = [
-    {
-      'name': name,
-      'group': 'dense' if name.startswith('dense') else name.split(' ')[0],
-      'flops': 1e3 * row['gmacs'],
-      'accuracy': row['after']['mean'],
-      'spread': (row['after']['high'] - row['after']['low']) / 2,
-    }
+    point(name, re.split('[, ]', name)[0], row['gmacs'], row['after'])
     for name, row in table.items()
   ]
   figure = viz.accuracy_flops(

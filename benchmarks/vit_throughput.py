@@ -12,7 +12,7 @@ from absl import app
 from absl import flags
 from flax import linen as nn
 import jax
-import machine
+import results as results_lib
 
 from mod_jax import flops
 from mod_jax import timing
@@ -31,7 +31,6 @@ _DTYPE = flags.DEFINE_enum(
   'dtype', 'float32', ['float32', 'bfloat16'], 'Of the computation.'
 )
 _ROUNDS = flags.DEFINE_integer('rounds', 15, 'Timed passes of each.')
-_SAVE = flags.DEFINE_bool('save', True, 'Write the JSON beside this file.')
 
 
 def models():
@@ -71,40 +70,27 @@ def measure(configs, batch: int) -> dict:
     rounds=_ROUNDS.value,
   )
   median = timing.medians(seconds)
-  result = {'median_seconds': median, 'routed': {}}
-  result['images_per_second'] = {n: batch / s for n, s in median.items()}
-  dense = flops.forward(configs['dense'])
-  result['dense_gflops_per_second'] = batch * dense / median['dense'] / 1e9
-  for name, config in configs.items():
-    if name == 'dense':
-      continue
-    middle, low, high = timing.ratio_spread(seconds, name, 'dense')
-    ratio = flops.forward(config) / dense
-    result['routed'][name] = {
-      'time_ratio': middle,
-      'quartiles': [low, high],
-      'flop_ratio': ratio,
-      'time_over_flops': middle / ratio,
-    }
-  return result
+  count = {name: flops.forward(config) for name, config in configs.items()}
+  return {
+    'median_seconds': median,
+    'routed': results_lib.over_dense(seconds, count),
+    'images_per_second': {n: batch / s for n, s in median.items()},
+    'dense_gflops_per_second': batch * count['dense'] / median['dense'] / 1e9,
+  }
 
 
 def main(_):
   configs = models()
   results = {
-    'settings': {
-      flag: flags.FLAGS[flag].value
-      for flag in (
-        *('backbone', 'image_size', 'capacity', 'keep', 'dtype', 'rounds'),
-      )
-    },
+    'settings': results_lib.settings(
+      *('backbone', 'image_size', 'capacity', 'keep', 'dtype', 'rounds')
+    ),
     'gmacs': {
       name: flops.published_macs(c) / 1e9 for name, c in configs.items()
     },
     'batches': {b: measure(configs, int(b)) for b in _BATCHES.value},
   }
-  if _SAVE.value:
-    machine.save(__file__, results)
+  results_lib.save(__file__, results)
 
 
 if __name__ == '__main__':

@@ -13,6 +13,7 @@ from flax import linen as nn
 import jax
 import machine
 import optax
+import results as results_lib
 
 from mod_jax import flops
 from mod_jax import losses
@@ -29,7 +30,6 @@ _DTYPE = flags.DEFINE_enum(
   'dtype', 'float32', ['float32', 'bfloat16'], 'Of the computation.'
 )
 _ROUNDS = flags.DEFINE_integer('rounds', 9, 'Timed steps of each.')
-_SAVE = flags.DEFINE_bool('save', True, 'Write the JSON beside this file.')
 
 
 def models():
@@ -75,32 +75,17 @@ def main(_):
     warmup=2,
   )
   median = timing.medians(seconds)
-  dense = flops.train(configs['dense'])
-  routed = {}
-  for name, config in configs.items():
-    if name == 'dense':
-      continue
-    middle, low, high = timing.ratio_spread(seconds, name, 'dense')
-    ratio = flops.train(config) / dense
-    routed[name] = {
-      'time_ratio': middle,
-      'quartiles': [low, high],
-      'flop_ratio': ratio,
-      'time_over_flops': middle / ratio,
-    }
+  count = {name: flops.train(config) for name, config in configs.items()}
+  rate = _BATCH.value * count['dense'] / median['dense'] / 1e9
   results = {
-    'settings': {
-      flag: flags.FLAGS[flag].value
-      for flag in ('backbone', 'image_size', 'batch', 'dtype', 'rounds')
-    },
+    'settings': results_lib.settings(
+      *('backbone', 'image_size', 'batch', 'dtype', 'rounds')
+    ),
     'median_seconds': median,
-    'dense_gflops_per_second': _BATCH.value * dense / median['dense'] / 1e9,
-    'routed': routed,
+    'dense_gflops_per_second': rate,
+    'routed': results_lib.over_dense(seconds, count),
   }
-  if _SAVE.value:
-    machine.save(__file__, results)
-  else:
-    print(results)
+  results_lib.save(__file__, results)
 
 
 if __name__ == '__main__':

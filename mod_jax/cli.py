@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import importlib.util
 import io
 import logging as python_logging
 import os
@@ -41,11 +40,8 @@ _OF_THE_SYSTEM = {
   errno.ESTALE: 'look after the network file system',
 }
 
-
 # How TensorStore, which writes the checkpoints, tells of such an error.
 _IN_TENSORSTORE = re.compile(r"\[os_error_code='(\d+)'\]")
-
-
 _OVERRIDE = re.compile(r'--?(no)?config\.([^=]+)(?:=(.*))?', re.DOTALL)
 _overrides = []  # The command line's (path, text), in order.
 
@@ -244,10 +240,8 @@ def load_config(file, cls):
       f'--config={file}: there is no file {name!r}.'
       + config_lib.nearest(path, siblings)
     )
-  spec = importlib.util.spec_from_file_location('config_file', path)
-  module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
-  config = module.get_config(*([variant] if variant else []))
+  get_config = config_lib.load(path).get_config
+  config = get_config(*([variant] if variant else []))
   if not isinstance(config, cls):
     raise UserError(
       f'--config={file}: get_config returned a'

@@ -101,12 +101,7 @@ Temperature = Annotated[float, Range(ge=1e-4, le=1e4)]  # Logits are divided.
 
 
 def nearest(name, choices):
-  """Returns ` Did you mean 'x'?` for the closest choice, or an empty string.
-
-  Args:
-    name: what was given.
-    choices: strings that would have been right.
-  """
+  """Returns ` Did you mean 'x'?` for the closest choice, or an empty string."""
   lowered = {str(choice).lower(): str(choice) for choice in choices}
   match = difflib.get_close_matches(str(name).lower(), lowered, n=1)
   return f' Did you mean {lowered[match[0]]!r}?' if match else ''
@@ -115,13 +110,8 @@ def nearest(name, choices):
 def choose(name, table, what='variant'):
   """Returns `table[name]`; for the variants of a config file and the like.
 
-  Args:
-    name: a key of `table`.
-    table: mapping from names to anything.
-    what: what the names stand for, used in the message.
-
   Raises:
-    UserError: if `name` is not in `table`.
+    UserError: if `name` is not in `table`; says `what` the names stand for.
   """
   if name in table:
     return table[name]
@@ -157,10 +147,7 @@ def _classes(hint):
   """
   classes = []
   for member in filter(dataclasses.is_dataclass, _members(hint)):
-    if inspect.isabstract(member):
-      classes += _concrete(member)
-    else:
-      classes.append(member)
+    classes += _concrete(member) if inspect.isabstract(member) else [member]
   return tuple(classes)
 
 
@@ -273,13 +260,9 @@ def _matches(value, hint):
 
 
 def _refusal(path, value, hint, shown=None):
-  """Returns the UserError for a value that its annotation does not allow.
+  """Returns the UserError for a field's value that its annotation refuses.
 
-  Args:
-    path: of the field.
-    value: that it was to have.
-    hint: the annotation.
-    shown: what a person wrote for the value.
+  `shown` is what a person wrote for the value.
   """
   for member in _members(hint) if shown is None else ():
     if typing.get_origin(member) is tuple and isinstance(value, tuple):
@@ -509,6 +492,15 @@ def _join(path, name):
   return f'{path}.{name}' if path else name
 
 
+@contextlib.contextmanager
+def _inside(path):
+  """Tells where a class stands that refuses its fields: it knows only these."""
+  try:
+    yield
+  except UserError as error:
+    raise UserError(f'{path}: {error}' if path else str(error)) from error
+
+
 def _decode_dataclass(cls, mapping, path):
   hints = _hints(cls)
   for key in mapping:
@@ -531,11 +523,8 @@ def _decode_dataclass(cls, mapping, path):
       raise UserError(
         f'{where} is missing: expected {_describe(hints[field.name])}.'
       )
-  try:
+  with _inside(path):
     return cls(**values)
-  except UserError as error:
-    # The class knows the field and the limit, but not where it stands.
-    raise UserError(f'{path}: {error}' if path else str(error)) from error
 
 
 def _decode(value, hint, path):
@@ -614,7 +603,7 @@ def from_json(cls, text):
   """Returns an instance of dataclass `cls` from what `to_json` wrote.
 
   Raises:
-    UserError: if the text is no JSON object, or as in `from_config_dict`.
+    UserError: if the text is no JSON object, or as in `from_dict`.
   """
   expected = f'expected what mod_jax.config.to_json writes for a {cls.__name__}'
   try:
@@ -651,9 +640,13 @@ def sibling(file, name):
 
   Args:
     file: `__file__` of the one that asks.
-    name: of the other, without suffix; may be a relative path.
+    name: path of the other from there, without suffix.
   """
-  path = pathlib.Path(file).parent / f'{name}.py'
+  return load(pathlib.Path(file).parent / f'{name}.py')
+
+
+def load(path):
+  """Returns the module of a config file."""
   spec = importlib.util.spec_from_file_location(f'{path.stem}_config', path)
   module = importlib.util.module_from_spec(spec)
   spec.loader.exec_module(module)
@@ -661,12 +654,7 @@ def sibling(file, name):
 
 
 def diff(a, b):
-  """Returns one line, `model.width: 128 -> 256`, per field that differs.
-
-  Args:
-    a: a dataclass instance.
-    b: another, usually of the same class.
-  """
+  """Returns one line, `model.width: 128 -> 256`, per field that differs."""
   if type(a) is not type(b):
     return [f'{_TYPE_KEY}: {type(a).__name__} -> {type(b).__name__}']
   lines = []
@@ -707,8 +695,5 @@ def _replace(instance, changes, where):
   for name, inner in nested.items():
     held = own.get(name, getattr(instance, name))
     own[name] = _replace(held, inner, _join(where, name))
-  try:
+  with _inside(where):
     return dataclasses.replace(instance, **own)
-  except UserError as error:
-    # The class knows the field and the limit, but not where it stands.
-    raise UserError(f'{where}: {error}' if where else str(error)) from error

@@ -7,6 +7,9 @@ that it processes. Training is three forward passes.
 Beside it stands `published_macs`, what tables of vision transformers call
 FLOPs: multiply-accumulates of the same products, and 5 for each element that a
 layer norm reads.
+
+A `config` is that of a model, whose `flops_table` is summed; `length` is the
+tokens of a sequence, for language models.
 """
 
 from collections.abc import Mapping
@@ -20,10 +23,6 @@ from mod_jax.models.lm import LMConfig
 
 def forward(config, length: int | None = None) -> int:
   """Returns the FLOPs of a forward pass over one sequence or image.
-
-  Args:
-    config: a model's config; its `flops_table` is summed.
-    length: tokens of the sequence; for language models.
 
   Raises:
     UserError: a language model without a length.
@@ -54,14 +53,7 @@ def train(config, length: int | None = None) -> int:
 def steps_within(
   budget: float, config, batch_size: int, length: int | None = None
 ) -> int:
-  """Returns how many training steps come nearest to a budget of FLOPs.
-
-  Args:
-    budget: FLOPs of the whole run.
-    config: of the model.
-    batch_size: sequences or images of a step.
-    length: tokens of a sequence; for language models.
-  """
+  """Returns how many training steps come nearest to a budget of FLOPs."""
   return max(1, round(budget / (batch_size * train(config, length))))
 
 
@@ -84,49 +76,34 @@ def _arguments(config, length):
 
 
 def report(config, length: int | None = None) -> str:
-  """Returns a table of FLOPs per layer and in total, for people.
-
-  Args:
-    config: a model's config.
-    length: tokens of a sequence; for language models.
-  """
+  """Returns a table of FLOPs per layer and in total, for people."""
   given = _arguments(config, length)
   table = config.flops_table(*given)
   dense = dict(config.dense_twin().flops_table(*given))
-  total, dense_total = (
-    forward(config, length),
-    forward(config.dense_twin(), length),
-  )
+  total = forward(config, length)
+  dense_total = forward(config.dense_twin(), length)
   params = num_params(config)
-  names = []
-  for _, parts in table:
-    names += [name for name in parts if name not in names]
-  names = [n for n in names if any(parts.get(n) for _, parts in table)]
-  names = [n for n in names if n != 'norm']
+  names = dict.fromkeys(name for _, parts in table for name in parts)
+  sums = {n: sum(parts.get(n, 0) for _, parts in table) for n in names}
+  names = [name for name in names if sums[name] and name != 'norm']
 
-  def line(first, cells):
-    return first.ljust(18) + ''.join(str(cell).rjust(12) for cell in cells)
+  def line(layer, parts, twin):
+    counts = [*(parts.get(n, 0) for n in names), products(parts), twin]
+    cells = (f'{count / 1e6:,.2f}'.rjust(12) for count in counts)
+    return layer.ljust(18) + ''.join(cells)
 
   one = 'image' if length is None else 'sequence'
   of = config.num_tokens if length is None else length
+  header = (name.rjust(12) for name in (*names, 'total', 'dense'))
   lines = [
     f'FLOPs of a forward pass over one {one} of {of} tokens'
     ' (matrix products, multiply-add = 2), in MFLOPs',
-    line('layer', [*names, 'total', 'dense']),
+    'layer'.ljust(18) + ''.join(header),
   ]
   for layer, parts in table:
-    cells = [f'{parts.get(n, 0) / 1e6:,.2f}' for n in names]
     twin = products(dense.get(layer.split()[0], {}))
-    lines.append(
-      line(
-        layer,
-        [*cells, f'{products(parts) / 1e6:,.2f}', f'{twin / 1e6:,.2f}'],
-      )
-    )
-  cells = [f'{sum(p.get(n, 0) for _, p in table) / 1e6:,.2f}' for n in names]
-  lines.append(
-    line('total', [*cells, f'{total / 1e6:,.2f}', f'{dense_total / 1e6:,.2f}'])
-  )
+    lines.append(line(layer, parts, twin))
+  lines.append(line('total', sums, dense_total))
   chosen = [
     f'block {i}: {count}'
     for i, count in enumerate(config.tokens_per_block(*given))

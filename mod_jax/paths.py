@@ -39,12 +39,7 @@ def is_remote(path) -> bool:
 
 
 def require_local(path: str, field: str) -> None:
-  """Raises UserError for a URL where files of this machine are read.
-
-  Args:
-    path: to be checked.
-    field: which setting it is of.
-  """
+  """Raises UserError for a setting's URL where only local files are read."""
   if '://' in path:
     raise UserError(
       f'{field}={path!r} is a URL, and files are read from file systems: mount'

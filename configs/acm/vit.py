@@ -27,6 +27,9 @@ from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.tasks.experiment import PhaseConfig
 from mod_jax.train.optimizer import OptimizerConfig
 
+recipe = config_lib.sibling(__file__, '../vit/imagenet')
+digits_recipe = recipe.digits
+
 # Adam: the weight decay is 0. Each phase has a learning rate of its own.
 ADAM = OptimizerConfig(
   warmup_steps=0, beta2=0.999, weight_decay=0.0, clip_norm=1.0
@@ -48,7 +51,6 @@ AUGMENT = AugmentConfig(
 
 def imagenet() -> ExperimentConfig:
   """Phases of 2, 1 and 97 epochs; batches of 64, 64 and 512."""
-  recipe = config_lib.sibling(__file__, '../vit/imagenet')
   return ExperimentConfig(
     name='acm_vit_base',
     model=vit.vit_base(dtype='bfloat16', adaptive=AdaptiveConfig()),
@@ -72,10 +74,9 @@ def imagenet() -> ExperimentConfig:
 
 def digits() -> ExperimentConfig:
   """The digits' dense model, converted in minutes."""
-  recipe = config_lib.sibling(__file__, '../vit/digits')
-  return recipe.experiment(
+  return digits_recipe.experiment(
     'acm_digits',
-    dataclasses.replace(recipe.BACKBONE, adaptive=AdaptiveConfig()),
+    dataclasses.replace(digits_recipe.BACKBONE, adaptive=AdaptiveConfig()),
     optimizer=ADAM,
     objective=ACMObjective(
       budget=0.4,
@@ -105,8 +106,7 @@ def ffn(experiment: ExperimentConfig) -> ExperimentConfig:
 
 def tiny() -> ExperimentConfig:
   """Seconds: the phases in eight steps each."""
-  recipe = config_lib.sibling(__file__, '../vit/digits')
-  small = recipe.tiny(dataclasses.replace(digits(), objective=None))
+  small = digits_recipe.tiny(dataclasses.replace(digits(), objective=None))
   phase = PhaseConfig(num_steps=8, batch_size=16, learning_rate=1e-3)
   return dataclasses.replace(
     small,

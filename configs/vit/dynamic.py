@@ -29,6 +29,8 @@ from mod_jax.tasks.experiment import PruningObjective
 from mod_jax.train.optimizer import OptimizerConfig
 from mod_jax.train.run_config import TrainConfig
 
+imagenet = config_lib.sibling(__file__, 'imagenet')
+
 EPOCHS, FROZEN, WARMUP, BATCH = 30, 5, 5, 1024
 RATE, FINAL = 1e-3 * BATCH / 1024, 1e-6
 STAGES = {
@@ -41,7 +43,6 @@ STAGES = {
 
 def dynamic(backbone: str, **changes) -> ExperimentConfig:
   """The recipe; `changes` are fields of the model."""
-  imagenet = config_lib.sibling(__file__, 'imagenet')
   steps = imagenet.num_steps(EPOCHS, BATCH)
   model = {'stages': STAGES[backbone], 'keep': 0.7, **changes}
   model = DynamicViTConfig(
@@ -89,9 +90,7 @@ VARIANTS = {
   # stages are ours: at thirds of the depth, as three are at quarters.
   'one_stage': ablation(stages=(6,), keep=0.25),
   'two_stages': ablation(stages=(4, 8), keep=0.56),
-  'tiny': lambda: config_lib.sibling(__file__, 'digits').tiny(
-    dynamic('deit_small')
-  ),
+  'tiny': lambda: imagenet.digits.tiny(dynamic('deit_small')),
 }
 
 get_config = config_lib.config_getter(VARIANTS)

@@ -29,6 +29,8 @@ from mod_jax.train.optimizer import OptimizerConfig
 from mod_jax.train.run_config import EvaluationConfig
 from mod_jax.train.run_config import TrainConfig
 
+digits = config_lib.sibling(__file__, 'digits')
+
 NUM_TRAIN = 1_281_167
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 # DeiT's (Touvron et al. 2021).
@@ -48,9 +50,10 @@ AUGMENT = AugmentConfig(
 AMOD_AUGMENT = dataclasses.replace(AUGMENT, cutmix=0.8)
 
 AMOD = VisionRoutingConfig(capacity=0.5)
+MOD = dataclasses.replace(AMOD, score='learned')
 ROUTINGS = {
   '': AMOD,
-  '_mod': dataclasses.replace(AMOD, score='learned'),
+  '_mod': MOD,
   '_late': dataclasses.replace(AMOD, first=4),
   '_multiplied': dataclasses.replace(AMOD, gate='raw'),
   '_dense': None,
@@ -119,9 +122,6 @@ FULL = {
   for suffix in (*ROUTINGS, *ISOFLOP)
 }
 FULL[''] = FULL['deit_small']
-VARIANTS = {
-  **FULL,
-  'tiny': lambda: config_lib.sibling(__file__, 'digits').tiny(FULL['']()),
-}
+VARIANTS = {**FULL, 'tiny': lambda: digits.tiny(FULL['']())}
 
 get_config = config_lib.config_getter(VARIANTS)

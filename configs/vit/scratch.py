@@ -12,27 +12,21 @@ Variants: `deit_tiny`, `deit_small` (the default), `vit_base`, each dense; with
 `_amod` or `_mod` routed on half of the tokens; `tiny` for tests.
 """
 
-import dataclasses
 import functools
 
 from mod_jax import config as config_lib
-from mod_jax.layers.routed import VisionRoutingConfig
 from mod_jax.models import vit
 from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train.optimizer import OptimizerConfig
 from mod_jax.train.run_config import TrainConfig
 
+imagenet = config_lib.sibling(__file__, 'imagenet')
+
 EPOCHS = {'deit_tiny': 300, 'deit_small': 300, 'vit_base': 160}
-AMOD = VisionRoutingConfig(capacity=0.5)
-ROUTINGS = {
-  '': None,
-  '_amod': AMOD,
-  '_mod': dataclasses.replace(AMOD, score='learned'),
-}
+ROUTINGS = {'': None, '_amod': imagenet.AMOD, '_mod': imagenet.MOD}
 
 
 def scratch(backbone: str, suffix: str) -> ExperimentConfig:
-  imagenet = config_lib.sibling(__file__, 'imagenet')
   steps = imagenet.num_steps(EPOCHS[backbone], 1024)
   return ExperimentConfig(
     name=f'scratch_{backbone}{suffix}',
@@ -59,8 +53,6 @@ VARIANTS = {
   for suffix in ROUTINGS
 }
 VARIANTS[''] = VARIANTS['deit_small']
-VARIANTS['tiny'] = lambda: config_lib.sibling(__file__, 'digits').tiny(
-  VARIANTS['']()
-)
+VARIANTS['tiny'] = lambda: imagenet.digits.tiny(VARIANTS['']())
 
 get_config = config_lib.config_getter(VARIANTS)

@@ -10,12 +10,12 @@ Ten epochs of `configs/vit/imagenet.py`, whose variants it has.
 from mod_jax import config as config_lib
 from mod_jax.tasks.experiment import ExperimentConfig
 
+imagenet = config_lib.sibling(__file__, 'imagenet')
 EPOCHS = 10
 
 
 def shortened(experiment: ExperimentConfig) -> ExperimentConfig:
   """The same in a tenth of the epochs, evaluated at the end only."""
-  imagenet = config_lib.sibling(__file__, 'imagenet')
   steps = imagenet.num_steps(EPOCHS, experiment.train.batch_size)
   return config_lib.replace(
     experiment,
@@ -28,13 +28,10 @@ def shortened(experiment: ExperimentConfig) -> ExperimentConfig:
   )
 
 
-imagenet = config_lib.sibling(__file__, 'imagenet')
 VARIANTS = {
   name: lambda make=make: shortened(make())
   for name, make in imagenet.FULL.items()
 }
-VARIANTS['tiny'] = lambda: config_lib.sibling(__file__, 'digits').tiny(
-  VARIANTS['']()
-)
+VARIANTS['tiny'] = lambda: imagenet.digits.tiny(VARIANTS['']())
 
 get_config = config_lib.config_getter(VARIANTS)

@@ -19,36 +19,27 @@ import functools
 
 from mod_jax import config as config_lib
 from mod_jax.data.augment import AugmentConfig
-from mod_jax.layers.routed import VisionRoutingConfig
 from mod_jax.models import vit
 from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train.optimizer import OptimizerConfig
 from mod_jax.train.run_config import TrainConfig
 
-# TFDS name, classes, training images, and the splits.
+imagenet = config_lib.sibling(__file__, 'imagenet')
+
+# TFDS name, classes, training images, and their splits; all hold out `test`.
 DATA = {
-  'cars': ('cars196', 196, 8_144, 'train', 'test'),
-  'pets': ('oxford_iiit_pet', 37, 3_680, 'train', 'test'),
-  'flowers': (
-    *('oxford_flowers102', 102, 2_040),
-    *('train+validation', 'test'),
-  ),
+  'cars': ('cars196', 196, 8_144, 'train'),
+  'pets': ('oxford_iiit_pet', 37, 3_680, 'train'),
+  'flowers': ('oxford_flowers102', 102, 2_040, 'train+validation'),
 }
-BACKBONES = ('deit_tiny', 'deit_small', 'vit_base', 'vit_large')
 LATE = {('cars', 'deit_small'), ('cars', 'vit_base')}
-AMOD = VisionRoutingConfig(capacity=0.5)
-ROUTINGS = {
-  '': AMOD,
-  '_mod': dataclasses.replace(AMOD, score='learned'),
-  '_dense': None,
-}
+SUFFIXES = ('', '_mod', '_dense')
 
 
 def transfer(which: str, backbone: str, suffix: str) -> ExperimentConfig:
-  imagenet = config_lib.sibling(__file__, 'imagenet')
-  name, classes, num_train, train_split, eval_split = DATA[which]
+  name, classes, num_train, train_split = DATA[which]
   steps = imagenet.num_steps(200, 64, num_train)
-  routing = ROUTINGS[suffix]
+  routing = imagenet.ROUTINGS[suffix]
   if routing is not None and (which, backbone) in LATE:
     routing = dataclasses.replace(routing, first=4)
   return ExperimentConfig(
@@ -58,7 +49,7 @@ def transfer(which: str, backbone: str, suffix: str) -> ExperimentConfig:
       imagenet.data(AugmentConfig(crop='random_resized', flip=0.5)),
       name=name,
       train_split=train_split,
-      eval_split=eval_split,
+      eval_split='test',
     ),
     optimizer=OptimizerConfig(
       kind='sgd',
@@ -77,17 +68,15 @@ VARIANTS = {
     transfer, which, backbone, suffix
   )
   for which in DATA
-  for backbone in BACKBONES
-  for suffix in ROUTINGS
+  for backbone in imagenet.BACKBONES
+  for suffix in SUFFIXES
 }
 VARIANTS |= {
   which + suffix: VARIANTS[f'{which}_deit_small{suffix}']
   for which in DATA
-  for suffix in ROUTINGS
+  for suffix in SUFFIXES
 }
 VARIANTS[''] = VARIANTS['flowers']
-VARIANTS['tiny'] = lambda: config_lib.sibling(__file__, 'digits').tiny(
-  VARIANTS['']()
-)
+VARIANTS['tiny'] = lambda: imagenet.digits.tiny(VARIANTS['']())
 
 get_config = config_lib.config_getter(VARIANTS)

@@ -7,8 +7,6 @@ so that a program for a TPU, made on a laptop, has the TPU's kernel.
 
 from collections.abc import Callable
 from collections.abc import Sequence
-import contextlib
-import contextvars
 import dataclasses
 import functools
 import importlib
@@ -24,51 +22,25 @@ from jax.interpreters import mlir
 PLATFORMS = {'pallas': 'tpu', 'triton': 'cuda'}
 _DEVICES = {'tpu': 'a TPU', 'cuda': 'an NVIDIA GPU'}
 
-# Whether kernels are interpreted, and which of them where none is named.
-_INTERPRET = contextvars.ContextVar('interpret', default=(False, None))
+# Whether kernels are interpreted, and which of them where none is named. JAX
+# keeps traces apart by it.
+_INTERPRET = jax.make_user_context((False, None))
 
 
-@contextlib.contextmanager
 def interpret(backend: str | None = None):
-  """Runs kernels that are asked for by name in an interpreter, anywhere.
+  """Returns a context in which kernels asked for by name are interpreted.
 
-  For tests: slow. It counts while a program is traced.
+  For tests: slow, but on any machine. It counts while a program is traced.
 
   Args:
     backend: runs, interpreted, where no backend is asked for as well.
   """
-  token = _INTERPRET.set((True, backend))
-  try:
-    yield
-  finally:
-    _INTERPRET.reset(token)
+  return _INTERPRET((True, backend))
 
 
 def interpreting() -> bool:
   """Returns whether kernels should be interpreted."""
-  return _INTERPRET.get()[0]
-
-
-def jit(**options):
-  """Returns a decorator as `jax.jit`, for functions that call kernels.
-
-  They are traced once for each shape, and apart when interpreted.
-  """
-
-  def decorate(function):
-    plain = jax.jit(function, **options)
-    # Another function, for jit would find the first one's trace.
-    interpreted = jax.jit(
-      functools.wraps(function)(lambda *a, **k: function(*a, **k)), **options
-    )
-
-    @functools.wraps(function)
-    def call(*args, **kwargs):
-      return (interpreted if interpreting() else plain)(*args, **kwargs)
-
-    return call
-
-  return decorate
+  return _INTERPRET.value[0]
 
 
 @functools.cache
@@ -90,7 +62,7 @@ class Backend:
     module: has the operation's functions by name, all backends' of one
       signature; or the dotted name of a module, imported when it is needed.
       They are not differentiated: an operation with gradients is a `custom_vjp`
-      whose two sides are each run. Those with kernels are decorated by `jit`.
+      whose two sides are each run.
     platform: that its kernels are compiled for; None if it runs anywhere.
     default_on: platforms on which it is taken where none is named, if none
       before it in the list is; None for all that it runs on, () for none.
@@ -179,7 +151,7 @@ class Op:
         backend that was asked for by name.
     """
     named = {backend.name: backend for backend in self.backends}
-    interpreted = _INTERPRET.get()[1]
+    interpreted = _INTERPRET.value[1]
     if len(chosen) > 1 and interpreted in chosen:
       chosen = (interpreted,)
 
@@ -191,9 +163,11 @@ class Op:
 
     if len(chosen) == 1:
       backend = named[chosen[0]]
-      if backend.platform is None or interpreting():
-        return load(backend.name)(*arrays)
-      return _only_on(backend, load(backend.name), *arrays)
+      compute = load(backend.name)
+      if backend.platform is not None and not interpreting():
+        first, *rest = arrays
+        arrays = only_on(first, backend.platform, backend.name), *rest
+      return compute(*arrays)
     *_, default = (n for n in chosen if named[n].platform is None)
     platforms = {}
     for name in chosen:
@@ -206,72 +180,45 @@ class Op:
     )
 
 
-def _only_on(backend: Backend, function, *arrays):
-  """Runs on one platform; a program that is lowered for another is refused."""
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def only_on(x, platform: str, implementation: str):
+  """Returns an array, and refuses to be lowered for other platforms than one.
 
-  def refuse(*arrays):
-    shapes, tree = jax.tree.flatten(jax.eval_shape(function, *arrays))
-    out = _refuse_p.bind(
-      *jax.tree.leaves(arrays),
-      shapes=tuple((x.shape, x.dtype) for x in shapes),
-      implementation=backend.name,
-      platform=backend.platform,
-    )
-    return tree.unflatten(out)
+  Tracing is harmless, since a program may yet be lowered for the right one.
 
-  return jax.lax.platform_dependent(
-    *arrays, **{backend.platform: function}, default=refuse
-  )
+  Args:
+    x: an operand of the kernel, which is thus lowered later than this.
+    platform: that the kernel is compiled for.
+    implementation: the backend's name, for the message.
 
-
-# Stands for a kernel on a platform that it has not been written for. Tracing it
-# is harmless, since a program may yet be lowered for the right platform.
-_refuse_p = core.Primitive('mod_jax_kernel_refused')
-_refuse_p.multiple_results = True
+  Raises:
+    RuntimeError: when lowered for any other platform.
+  """
+  return _only_on_p.bind(x, platform=platform, implementation=implementation)
 
 
-@_refuse_p.def_abstract_eval
-def _(*_, shapes, implementation, platform):
-  del implementation, platform
-  return [jax.core.ShapedArray(shape, dtype) for shape, dtype in shapes]
+@only_on.defjvp
+def _(platform, implementation, primals, tangents):
+  return only_on(*primals, platform, implementation), tangents[0]
 
 
-@_refuse_p.def_impl
-def _(*_, shapes, implementation, platform):
-  del shapes
-  _fail(implementation, platform, (jax.default_backend(),))
+_only_on_p = core.Primitive('mod_jax_kernel_only_on')
+_only_on_p.def_abstract_eval(lambda x, **_: x)
+_only_on_p.def_impl(
+  lambda x, **which: jax.jit(only_on, static_argnames=which)(x, **which)
+)
+batching.defvectorized(_only_on_p)
 
 
-def _refuse_batched(arrays, axes, *, shapes, **which):
-  # A program for the right platform has this beside its kernel.
-  size = next(
-    x.shape[axis]
-    for x, axis in zip(arrays, axes, strict=True)
-    if axis is not None
-  )
-  out = _refuse_p.bind(
-    *arrays,
-    shapes=tuple(((size, *shape), dtype) for shape, dtype in shapes),
-    **which,
-  )
-  return out, [0] * len(out)
-
-
-batching.primitive_batchers[_refuse_p] = _refuse_batched
-
-
-def _refuse_lowering(context, *_, shapes, implementation, platform):
-  del shapes
+def _lower(context, x, *, platform, implementation):
   platforms = context.platforms or context.module_context.platforms
-  _fail(implementation, platform, platforms)
+  if set(platforms) != {platform}:
+    raise RuntimeError(
+      f'implementation={implementation!r} runs on'
+      f' {_DEVICES.get(platform, platform)} only, and this program is for'
+      f" {', '.join(platforms)}: use None or 'xla'."
+    )
+  return [x]
 
 
-def _fail(implementation, platform, platforms):
-  raise RuntimeError(
-    f'implementation={implementation!r} runs on'
-    f' {_DEVICES.get(platform, platform)} only, and this program is for'
-    f" {', '.join(platforms)}: use None or 'xla'."
-  )
-
-
-mlir.register_lowering(_refuse_p, _refuse_lowering)
+mlir.register_lowering(_only_on_p, _lower)

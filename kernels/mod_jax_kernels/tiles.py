@@ -7,15 +7,13 @@ measures candidates on the device at hand and prints entries.
 """
 
 from collections.abc import Mapping
-import contextlib
-import contextvars
 
 import jax
 
 from mod_jax_kernels import dispatch
 
 Sizes = Mapping[str, int]
-_TRIED = contextvars.ContextVar('tried', default=None)
+_TRIED = jax.make_user_context(())
 
 
 def choose(table: Mapping[str, Mapping[str, Sizes]], backend: str) -> Sizes:
@@ -28,17 +26,12 @@ def choose(table: Mapping[str, Mapping[str, Sizes]], backend: str) -> Sizes:
   rows = table[backend]
   kind = device_kind(dispatch.PLATFORMS[backend])
   found = rows[max((r for r in rows if kind.startswith(r)), key=len)]
-  return {**found, **(_TRIED.get() or {})}
+  return {**found, **dict(_TRIED.value)}
 
 
-@contextlib.contextmanager
 def trying(**sizes: int):
-  """Replaces sizes by name, while programs are traced."""
-  token = _TRIED.set(sizes)
-  try:
-    yield
-  finally:
-    _TRIED.reset(token)
+  """Returns a context in which programs are traced with other sizes."""
+  return _TRIED(tuple(sizes.items()))
 
 
 def device_kind(platform: str) -> str:

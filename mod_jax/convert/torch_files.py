@@ -363,12 +363,9 @@ def _storage(kind, of_type, key, device, count, view=None) -> _Storage:
 def write(
   file: BinaryIO, arrays: Mapping[str, np.ndarray], key: str | None = None
 ) -> None:
-  """Writes arrays so that `torch.load` returns them as tensors, by name.
+  """Writes float32 or int64 arrays for `torch.load`, as tensors by name.
 
-  Args:
-    file: open for writing.
-    arrays: float32 or int64 arrays by name.
-    key: under which they are one entry of a dictionary; None for no other.
+  With a `key` they are one entry of a dictionary.
   """
   # Protocol 2, instruction by instruction: see `pickletools`.
   ordered = b'ccollections\nOrderedDict\n)R'

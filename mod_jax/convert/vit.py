@@ -97,12 +97,7 @@ class Entry:
         return x.transpose(3, 2, 0, 1)
 
   def to_ours(self, x, shape: tuple[int, ...]):
-    """Returns our arrays, as many as `ours`, from theirs.
-
-    Args:
-      x: their array.
-      shape: of each of ours.
-    """
+    """Returns our arrays, as many as `ours`, each of a `shape`, from theirs."""
     return [self._to_ours(part, shape) for part in np.split(x, len(self.ours))]
 
   def _to_ours(self, x, shape):

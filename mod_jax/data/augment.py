@@ -1,8 +1,10 @@
 """From decoded pictures to arrays: crops, augmentation and mixing.
 
-Pictures are RGB `PIL.Image`s until they are normalised; S is their side in
-pixels. Every random choice comes from the numpy generator that is passed in, so
-the same generator state gives the same bytes.
+Pictures are RGB `PIL.Image`s of any size until they are cropped to `size`, S,
+pixels a side, by Pillow's filter `resample`, and then normalised. Every random
+choice comes from the numpy generator `rng` that is passed in, one for each
+picture or batch, so the same generator state gives the same bytes. A batch has
+'image', float32 [B, S, S, 3], and 'target', float32 [B, V].
 """
 
 from collections.abc import Callable
@@ -96,8 +98,8 @@ def center_crop(
   `size` pixels from the middle, without rounding between the two.
 
   Args:
-    image: any size.
-    size: S.
+    image: to be cropped.
+    size: of the result.
     fraction: side of the square over the picture's shorter side, in (0, 1].
     resample: Pillow's filter.
   """
@@ -118,14 +120,8 @@ def random_resized_crop(
 ) -> Image.Image:
   """Returns a random part of the picture, of aspect 3:4 to 4:3, as S by S.
 
-  Where no such part fits, the centred square (Szegedy et al., 2015).
-
-  Args:
-    image: any size.
-    size: S.
-    rng: of this picture.
-    min_scale: smallest part of the area; the largest is 1.
-    resample: Pillow's filter.
+  Its area is from `min_scale` to 1 of the whole. Where no such part fits, the
+  centred square (Szegedy et al., 2015).
   """
   width, height = image.size
   for _ in range(_ATTEMPTS):
@@ -161,7 +157,9 @@ def _affine(image: Image.Image, matrix, fill: Color) -> Image.Image:
 
 
 def _enhance(kind):
-  return lambda image, level, fill: kind(image).enhance(max(0.1, 1 + level))
+  return lambda image, level, fill: kind(image).enhance(
+    max(0.1, 1 + 0.9 * level)
+  )
 
 
 def _auto_contrast(image, level, fill):
@@ -203,10 +201,6 @@ def _translate_y(image, level, fill):
   return _affine(image, (1, 0, 0, 0, 1, 0.45 * level * image.height), fill)
 
 
-def _scaled(factor, operation):
-  return lambda image, level, fill: operation(image, factor * level, fill)
-
-
 # Name -> (operation, whether its level has a random sign). The level is the
 # magnitude over 10; all grow stronger with it, as timm's "increasing" set.
 OPERATIONS: dict[
@@ -216,10 +210,10 @@ OPERATIONS: dict[
   'equalize': (_equalize, False),
   'posterize': (_posterize, False),
   'solarize': (_solarize, False),
-  'color': (_scaled(0.9, _enhance(ImageEnhance.Color)), True),
-  'contrast': (_scaled(0.9, _enhance(ImageEnhance.Contrast)), True),
-  'brightness': (_scaled(0.9, _enhance(ImageEnhance.Brightness)), True),
-  'sharpness': (_scaled(0.9, _enhance(ImageEnhance.Sharpness)), True),
+  'color': (_enhance(ImageEnhance.Color), True),
+  'contrast': (_enhance(ImageEnhance.Contrast), True),
+  'brightness': (_enhance(ImageEnhance.Brightness), True),
+  'sharpness': (_enhance(ImageEnhance.Sharpness), True),
   'rotate': (_rotate, True),
   'shear_x': (_shear_x, True),
   'shear_y': (_shear_y, True),
@@ -241,7 +235,7 @@ def rand_augment(
 
   Args:
     image: RGB.
-    rng: of this picture.
+    rng: makes the choices.
     ops: operations drawn, with replacement, each applied with probability 1/2.
     magnitude: strength, of 10.
     noise: standard deviation of the strength, which stays within 0 and 10.
@@ -274,10 +268,7 @@ def color_jitter(
 ) -> Image.Image:
   """Changes brightness, contrast and saturation, in random order.
 
-  Args:
-    image: RGB.
-    rng: of this picture.
-    most: each is multiplied by a number between 1 - most and 1 + most.
+  Each is multiplied by a number between 1 - most and 1 + most.
   """
   kinds = (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color)
   for i in rng.permutation(len(kinds)):
@@ -300,10 +291,7 @@ def erase(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
   Its area is 2% to 1/3 of the picture's and its aspect 0.3 to 1/0.3 (Zhong et
   al., 2020); in the rare case that none of ten draws fits, nothing is erased.
-
-  Args:
-    image: normalised, float32 [S, S, 3].
-    rng: of this picture.
+  The image is normalised, float32 [S, S, 3].
   """
   height, width, channels = image.shape
   for _ in range(_ATTEMPTS):
@@ -346,8 +334,7 @@ def augment(
   Returns:
     float32 [S, S, 3].
   """
-  red, green, blue = (min(255, max(0, round(255 * m))) for m in mean)
-  fill = (red, green, blue)
+  fill = tuple(min(255, max(0, round(255 * m))) for m in mean)
   if config.crop == 'random_resized':
     image = random_resized_crop(
       image, size, rng, min_scale=config.min_scale, resample=resample
@@ -389,9 +376,7 @@ def soft_target(label: int, classes: int, smoothing: float = 0.0) -> np.ndarray:
 def mixup(batch: dict[str, np.ndarray], weight: float) -> dict[str, np.ndarray]:
   """Returns every picture blended with the one before it in the batch.
 
-  Args:
-    batch: 'image' float32 [B, S, S, 3] and 'target' float32 [B, V].
-    weight: of the picture itself and of its target, in [0, 1].
+  The weight, in [0, 1], is that of the picture itself and of its target.
   """
   own, other = np.float32(weight), np.float32(1 - weight)
   return {
@@ -405,13 +390,9 @@ def cutmix(
 ) -> dict[str, np.ndarray]:
   """Returns every picture with a rectangle of the one before it in the batch.
 
+  The weight, in [0, 1], is the part of the area that a picture would keep.
   Targets are weighted by the area that the rectangle really has: it is cut off
   at the border.
-
-  Args:
-    batch: 'image' float32 [B, S, S, 3] and 'target' float32 [B, V].
-    weight: part of the area that a picture would keep, in [0, 1].
-    rng: where the rectangle's centre lies.
   """
   image, target = batch['image'], batch['target']
   height, width = image.shape[1:3]
@@ -435,19 +416,14 @@ def cutmix(
 def mix(
   batch: dict[str, np.ndarray], rng: np.random.Generator, config: AugmentConfig
 ) -> dict[str, np.ndarray]:
-  """Returns the batch after mixup or cutmix, whichever is on.
+  """Returns the batch after mixup or cutmix, if either is on.
 
-  Args:
-    batch: 'image' float32 [B, S, S, 3] and 'target' float32 [B, V].
-    rng: of this batch.
-    config: its mixup, cutmix and switch; one weight holds for a whole batch.
+  One weight holds for a whole batch.
   """
   if not (config.mixup or config.cutmix):
     return batch
-  if config.mixup and config.cutmix:
-    cut = rng.random() < config.switch
-  else:
-    cut = bool(config.cutmix)
+  both = config.mixup and config.cutmix
+  cut = rng.random() < config.switch if both else bool(config.cutmix)
   alpha = config.cutmix if cut else config.mixup
   weight = float(rng.beta(alpha, alpha))
   return cutmix(batch, weight, rng) if cut else mixup(batch, weight)

@@ -10,12 +10,12 @@ import collections
 from collections.abc import Iterator
 from collections.abc import Sequence
 import dataclasses
+import functools
 import glob
 import hashlib
 import os
 import struct
 import sysconfig
-import threading
 import time
 from typing import Protocol
 
@@ -24,6 +24,7 @@ import numpy as np
 
 from mod_jax import errors
 from mod_jax import paths
+from mod_jax.data import common
 from mod_jax.data import tokenizers
 
 _SKIPPED_DIRS = frozenset(('site-packages', 'dist-packages', '__pycache__'))
@@ -142,18 +143,12 @@ def hold_out(
   A file's side does not change when others come or go, except that of two or
   more files at least one is on each side. A single file is for training.
   """
-  if len(files) < 2:
-    return list(files), []
-  draws = [draw(f.name) for f in files]
-  held = {i for i, d in enumerate(draws) if d < fraction}
-  if not held:
-    held = {int(np.argmin(draws))}
-  elif len(held) == len(files):
-    held.discard(int(np.argmax(draws)))
-  return (
-    [f for i, f in enumerate(files) if i not in held],
-    [f for i, f in enumerate(files) if i in held],
-  )
+  draw_N = np.array([draw(f.name) for f in files])
+  held_N = common.held_out(draw_N, fraction, np.zeros(len(files), int))
+  sides = [], []
+  for file, held in zip(files, held_N, strict=True):
+    sides[int(held)].append(file)
+  return sides
 
 
 def without_copies(
@@ -167,13 +162,7 @@ def without_copies(
   by_size = collections.defaultdict(list)
   for f in held_out:
     by_size[f.size].append(f)
-  digests = {}
-
-  def digest(f: TextFile, limit: int | None) -> bytes:
-    key = f.path, limit
-    if key not in digests:
-      digests[key] = _digest(f, limit)
-    return digests[key]
+  digest = functools.cache(_digest)
 
   def is_copy(f: TextFile) -> bool:
     for other in by_size.get(f.size, ()):
@@ -272,40 +261,21 @@ class ByteStream:
 
   def __init__(self, files: Sequence[TextFile]):
     """Lays out `files` without opening any."""
-    self._files = tuple(files)
+    self._files = files = tuple(files)
+    self._file = functools.lru_cache(self.MAX_OPEN)(
+      lambda i: _OpenFile(files[i].path, files[i].size)
+    )
     ends = np.cumsum([f.size for f in files], dtype=np.int64)
     self._length = int(ends[-1]) if len(ends) else 0
     self.starts = np.concatenate([np.zeros(1, np.int64), ends[:-1]])
-    self._open: collections.OrderedDict[int, _OpenFile]
-    self.__setstate__({})
 
   def __len__(self) -> int:
     """Returns the number of bytes."""
     return self._length
 
-  def __getstate__(self):
-    """Leaves the open files and the lock behind, for worker processes."""
-    return {
-      k: v for k, v in self.__dict__.items() if k not in ('_open', '_lock')
-    }
-
-  def __setstate__(self, state):
-    """Starts with no file open."""
-    self.__dict__.update(state)
-    self._open = collections.OrderedDict()
-    self._lock = threading.Lock()
-
-  def _file(self, i: int) -> _OpenFile:
-    with self._lock:
-      if i in self._open:
-        self._open.move_to_end(i)
-        return self._open[i]
-    file = _OpenFile(self._files[i].path, self._files[i].size)
-    with self._lock:
-      self._open[i] = file
-      while len(self._open) > self.MAX_OPEN:
-        self._open.popitem(last=False)
-    return file
+  def __reduce__(self):
+    """Leaves the open files behind, for worker processes."""
+    return type(self), (self._files,)
 
   def read(self, start: int, stop: int) -> np.ndarray:
     """Returns bytes [start, stop) as int32."""
@@ -352,19 +322,14 @@ class CachedStream:
     if len(starts) < 8 * documents:
       raise ValueError(f'{path!r} is incomplete')
     self.starts = np.frombuffer(starts, np.int64)
-    self._where = path, size
+    self._path = path
     self._tokens = tokens
     self._dtype = np.dtype(np.uint16 if width == 2 else np.uint32)
-    self._file = _OpenFile(*self._where)
+    self._file = _OpenFile(path, size)
 
-  def __getstate__(self):
-    """Leaves the open file behind, for worker processes."""
-    return {k: v for k, v in self.__dict__.items() if k != '_file'}
-
-  def __setstate__(self, state):
-    """Opens the file again."""
-    self.__dict__.update(state)
-    self._file = _OpenFile(*self._where)
+  def __reduce__(self):
+    """Opens the file again, in a worker process."""
+    return type(self), (self._path,)
 
   def __len__(self) -> int:
     """Returns the number of tokens."""

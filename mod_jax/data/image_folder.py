@@ -7,9 +7,11 @@ looked at.
 """
 
 from concurrent import futures
+import dataclasses
 import functools
 import hashlib
 import io
+import itertools
 import os
 import pathlib
 from typing import Any
@@ -22,6 +24,7 @@ from PIL import ImageOps
 from mod_jax import config as config_lib
 from mod_jax import errors
 from mod_jax import paths
+from mod_jax.data import common
 from mod_jax.data import fingerprint as fingerprints
 
 _EVAL_FOLDERS = ('eval', 'val', 'validation', 'test')
@@ -44,41 +47,30 @@ class UnreadableImageError(errors.UserError):
   """A picture that cannot be decoded."""
 
 
+@dataclasses.dataclass(frozen=True)
 class FolderImages:
   """Some files of a folder, with random access.
 
   Attributes:
+    root: directory that the names are relative to.
     class_names: names of the class folders, sorted; labels count in this order.
+    names: of the files, '/' between the parts.
+    labels: int32, as many.
   """
 
-  def __init__(
-    self,
-    root: str,
-    class_names: tuple[str, ...],
-    names: list[str],
-    labels: np.ndarray,
-  ):
-    """Keeps what a listing found.
-
-    Args:
-      root: directory that the names are relative to.
-      class_names: of the labels.
-      names: files, '/' between the parts.
-      labels: int32, as many.
-    """
-    self.class_names = class_names
-    self._root = root
-    self._names = names
-    self._labels = labels
+  root: str
+  class_names: tuple[str, ...]
+  names: list[str]
+  labels: np.ndarray
 
   def __len__(self) -> int:
     """Returns the number of files."""
-    return len(self._names)
+    return len(self.names)
 
   def fingerprint(self) -> dict[str, Any]:
     """Returns what identifies the files."""
     return fingerprints.of_files(
-      [(name, os.path.join(self._root, name)) for name in self._names]
+      [(name, os.path.join(self.root, name)) for name in self.names]
     )
 
   def load(self, index: int) -> tuple[Image.Image, int]:
@@ -87,8 +79,8 @@ class FolderImages:
     Raises:
       UnreadableImageError: the file cannot be decoded.
     """
-    path = os.path.join(self._root, self._names[index])
-    return decode(path, f'image {path!r}'), int(self._labels[index])
+    path = os.path.join(self.root, self.names[index])
+    return decode(path, f'image {path!r}'), int(self.labels[index])
 
 
 def decode(source: str | bytes, what: str) -> Image.Image:
@@ -179,7 +171,8 @@ def open_split(
     )
   if eval_root is not None:
     return FolderImages(root, classes, names, labels)
-  held_out = _hold_out(names, labels, eval_fraction)
+  draws = np.array([_draw(name) for name in names])
+  held_out = common.held_out(draws, eval_fraction, labels)
   if split == 'eval' and not held_out.any():
     raise errors.UserError(
       f'path={path!r} has one picture per class, so that none can be held out: '
@@ -236,8 +229,8 @@ def _class_folders(path: str, root: str) -> tuple[str, ...]:
   return classes
 
 
-def _some(names) -> str:
-  shown = ', '.join(repr(name) for name in names[:_NAMED])
+def _some(names, show=repr) -> str:
+  shown = ', '.join(map(show, names[:_NAMED]))
   more = len(names) - _NAMED
   return f'{shown} and {more} more' if more > 0 else shown
 
@@ -260,22 +253,20 @@ def _list_images(
     found = sorted(_walk(os.path.join(root, name), name, seen))
     names += found
     labels += [label] * len(found)
-  chunks = [
-    names[i : i + _CHECK_CHUNK] for i in range(0, len(names), _CHECK_CHUNK)
-  ]
+  chunks = itertools.batched(names, _CHECK_CHUNK)
   with futures.ThreadPoolExecutor(_CHECK_THREADS) as pool:
     faults = pool.map(
       lambda c: [_fault(os.path.join(root, n)) for n in c], chunks
     )
-    faults = [fault for chunk in faults for fault in chunk]
+    faults = [*itertools.chain.from_iterable(faults)]
   bad = [f'{n} ({f})' for n, f in zip(names, faults, strict=True) if f]
   labels = np.array(labels, np.int32)
   if not bad:
     return names, labels
-  report = f'{len(bad)} of the {len(names)} files under {root!r} '
-  report += f'cannot be read as pictures: {", ".join(bad[:_NAMED])}'
-  if len(bad) > _NAMED:
-    report += f' and {len(bad) - _NAMED} more'
+  report = (
+    f'{len(bad)} of the {len(names)} files under {root!r} cannot be read as'
+    f' pictures: {_some(bad, str)}'
+  )
   if unreadable == 'refuse':
     raise errors.UserError(
       f"{report}; repair or remove them, or set unreadable='skip'"
@@ -340,27 +331,6 @@ def _reason(error: Exception) -> str:
   # The path that some messages end in stands in the sentence already.
   why = getattr(error, 'strerror', None) or str(error) or type(error).__name__
   return ' '.join(why.split())[:100]
-
-
-def _hold_out(
-  names: list[str], labels: np.ndarray, fraction: float
-) -> np.ndarray:
-  """Returns a mask of held-out files, by a hash of their names.
-
-  A file's side does not change when others come or go, except that each class
-  keeps one to train on, and that one is held out where any can be.
-  """
-  draws = np.array([_draw(name) for name in names])
-  held_out = draws < fraction
-  for label in np.unique(labels):
-    places = np.flatnonzero(labels == label)
-    if held_out[places].all():
-      held_out[places[np.argmax(draws[places])]] = False
-  if not held_out.any():
-    spare = np.bincount(labels)[labels] > 1
-    if spare.any():
-      held_out[np.argmin(np.where(spare, draws, np.inf))] = True
-  return held_out
 
 
 def _draw(name: str) -> float:

@@ -12,6 +12,7 @@ Decoding and augmentation run inside Grain, in threads or worker processes.
 """
 
 from collections.abc import Iterator
+import contextlib
 import dataclasses
 from typing import Annotated
 from typing import Any
@@ -27,6 +28,7 @@ from PIL import Image
 from mod_jax import config as config_lib
 from mod_jax import errors
 from mod_jax.data import augment as augment_lib
+from mod_jax.data import common
 from mod_jax.data import digits
 from mod_jax.data import image_folder
 from mod_jax.data import tfds_images
@@ -94,26 +96,14 @@ class ImageDataConfig:
   def __post_init__(self):
     """Refuses settings that cannot work or would silently do nothing."""
     config_lib.validate(self)
-    needed = {'folder': 'path', 'tfds': 'name'}.get(self.source)
-    if needed and not getattr(self, needed):
-      raise errors.UserError(
-        f'source={self.source!r} needs {needed}, which is empty'
-      )
-    for field, source in (
-      ('path', 'folder'),
-      ('name', 'tfds'),
-      ('data_dir', 'tfds'),
-    ):
-      value = getattr(self, field)
-      if value and self.source != source:
-        raise errors.UserError(
-          f'{field}={value!r} is read only with source={source!r}, but source='
-          f'{self.source!r}: set source or drop {field}'
-        )
-    if self.source == 'tfds':
-      for field in ('train_split', 'eval_split'):
-        if not getattr(self, field):
-          raise errors.UserError(f"source='tfds' needs {field}, which is empty")
+    common.check_source(
+      self,
+      needed={
+        'folder': ['path'],
+        'tfds': ['name', 'train_split', 'eval_split'],
+      },
+      own={'folder': ['path'], 'tfds': ['name', 'data_dir']},
+    )
 
 
 def class_names(config: ImageDataConfig) -> tuple[str, ...]:
@@ -167,14 +157,8 @@ def train_iterator(
   picture once per epoch. Everything is a function of the data, the config, the
   seed and the position alone, and not of `config.workers`. A global batch is
   the same however many shards share it, mixup and cutmix included: each takes
-  equally many rows, the first shard the first.
-
-  Args:
-    config: what to read.
-    batch_size: rows per batch of one shard.
-    seed: of the shuffle and the augmentation, in [0, 2**31).
-    shard_index: which shard (host) this is.
-    shard_count: how many there are.
+  equally many rows, the first shard the first. Arguments are as of
+  `text.train_iterator`; the seed is of the augmentation, too.
 
   Returns:
     A Grain iterator of batches with 'image' and 'target' (see the module).
@@ -186,9 +170,7 @@ def train_iterator(
     errors.UserError: the data cannot be read or are less than a global batch;
       while iterating, a picture cannot be decoded.
   """
-  _check_shard(batch_size, shard_index, shard_count)
-  if not 0 <= seed < 2**31:
-    raise errors.UserError(f'seed={seed}: expected an integer in [0, 2**31)')
+  common.check_request(batch_size, shard_index, shard_count, seed=seed)
   mixes = config.augment.mixup or config.augment.cutmix
   rows = batch_size * shard_count
   if mixes and rows < 2:
@@ -220,7 +202,7 @@ def train_iterator(
     mix_seed = np.random.SeedSequence((seed, 0)).generate_state(1)
     dataset = dataset.random_map(_Mix(config.augment), seed=int(mix_seed[0]))
   if extra:
-    dataset = dataset.map(_WithoutFirst())
+    dataset = dataset.map(common.Rows(extra))
   return _Batches(dataset, config.workers)
 
 
@@ -234,17 +216,8 @@ def eval_batches(
 ) -> Iterator[Batch]:
   """Returns this shard's held-out batches, always the same in the same order.
 
-  All shards get equally many batches; what is missing in the last is padded by
-  rows of weight 0. Without a limit every held-out picture counts exactly once
-  over all batches of all shards.
-
-  Args:
-    config: what to read.
-    batch_size: rows per batch of one shard.
-    num_batches: None for all, or at most so many; then their rows are spread
-      evenly over the held-out data.
-    shard_index: which shard (host) this is.
-    shard_count: how many there are.
+  Shards, padding and arguments are as of `text.eval_batches`: without a limit
+  every held-out picture counts exactly once over all batches of all shards.
 
   Returns:
     A finite iterator of batches with 'image', 'label' and 'weight' (see the
@@ -254,11 +227,9 @@ def eval_batches(
     errors.UserError: nothing is held out, or it cannot be read; while
       iterating, a picture cannot be decoded.
   """
-  _check_shard(batch_size, shard_index, shard_count)
-  if num_batches is not None and num_batches < 1:
-    raise errors.UserError(
-      f'num_batches={num_batches}: expected at least 1, or None for all'
-    )
+  common.check_request(
+    batch_size, shard_index, shard_count, num_batches=num_batches
+  )
   source = _open(config, 'eval')
   rows = batch_size * shard_count
   count = len(source)
@@ -300,16 +271,6 @@ class _Source(Protocol):
 
 
 _PADDING = -1  # Instead of an index: a row that only fills a batch.
-
-
-def _check_shard(batch_size: int, shard_index: int, shard_count: int):
-  if batch_size < 1:
-    raise errors.UserError(f'batch_size={batch_size}: expected at least 1')
-  if not 0 <= shard_index < shard_count:
-    raise errors.UserError(
-      f'shard_index={shard_index}: expected one of the {shard_count} shards, '
-      'counted from 0'
-    )
 
 
 def _open(config: ImageDataConfig, split: str) -> _Source:
@@ -411,13 +372,9 @@ class _Rows(grain.MapDataset):
   def __init__(
     self, parent: grain.MapDataset, batch: int, start: int, count: int
   ):
-    """Takes rows start to start + count - 1 of each `batch` of the parent.
+    """Takes `count` rows of each `batch` of an endless parent.
 
-    Args:
-      parent: without end.
-      batch: rows of a global batch.
-      start: of the rows; -1 is the last.
-      count: how many.
+    The first is row `start`; -1 is the last.
     """
     super().__init__(parent)
     self._batch, self._start, self._count = batch, start, count
@@ -431,13 +388,6 @@ class _Rows(grain.MapDataset):
     batch, row = divmod(index, self._count)
     row = (self._start + row) % self._batch
     return self._parent[batch * self._batch + row]
-
-
-class _WithoutFirst(grain.transforms.Map):
-  """Drops the row that was there to be mixed into the next."""
-
-  def map(self, element: Batch) -> Batch:
-    return {key: value[1:] for key, value in element.items()}
 
 
 class _Evaluate(grain.transforms.Map):
@@ -496,11 +446,8 @@ def _start(dataset: grain.MapDataset, workers: int) -> grain.DatasetIterator:
 
 
 def _finite(dataset: grain.MapDataset, workers: int) -> Iterator[Batch]:
-  iterator = _start(dataset, workers)
-  try:
+  with contextlib.closing(_start(dataset, workers)) as iterator:
     yield from iterator
-  finally:
-    iterator.close()
 
 
 class _Batches(grain.DatasetIterator):

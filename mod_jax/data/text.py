@@ -34,6 +34,7 @@ from mod_jax import config as config_lib
 from mod_jax import errors
 from mod_jax import paths
 from mod_jax.data import bpe
+from mod_jax.data import common
 from mod_jax.data import corpus
 from mod_jax.data import fingerprint as fingerprints
 from mod_jax.data import tfds_text
@@ -105,18 +106,11 @@ class TextDataConfig:
       raise errors.UserError(
         "source='files' needs files, a glob such as files='text/**/*.txt'"
       )
-    if self.source != 'files':
-      for name in ('files', 'eval_files'):
-        if getattr(self, name):
-          raise errors.UserError(
-            f'{name}={getattr(self, name)!r} is read only with '
-            f"source='files', but source={self.source!r}: set source or drop "
-            f'{name}'
-          )
-    if self.source == 'tfds':
-      for name in ('tfds_name', 'tfds_split', 'tfds_eval_split'):
-        if not getattr(self, name):
-          raise errors.UserError(f"source='tfds' needs {name}, which is empty")
+    common.check_source(
+      self,
+      needed={'tfds': ['tfds_name', 'tfds_split', 'tfds_eval_split']},
+      own={'files': ['files', 'eval_files']},
+    )
     reads_file = self.tokenizer in ('sentencepiece', 'huggingface')
     if self.tokenizer_path and not reads_file:
       raise errors.UserError(
@@ -175,10 +169,7 @@ def fingerprint(config: TextDataConfig) -> dict[str, Any]:
     'tokenizer': fingerprints.of_value(make_tokenizer(config).fingerprint),
   }
   if config.source == 'tfds':
-    splits = {
-      'train': config.tfds_split,
-      'held_out': config.tfds_eval_split,
-    }
+    splits = {'train': config.tfds_split, 'held_out': config.tfds_eval_split}
     return found | {
       group: tfds_text.fingerprint(
         config.tfds_name, split, data_dir=config.tfds_dir
@@ -225,16 +216,15 @@ def train_iterator(
   Raises:
     errors.UserError: the data cannot be read or is less than a global batch.
   """
-  _check_shard(batch_size, shard_index, shard_count)
-  if not 0 <= seed < 2**31:
-    raise errors.UserError(f'seed={seed}: expected an integer in [0, 2**31)')
+  common.check_request(batch_size, shard_index, shard_count, seed=seed)
   rows_needed = batch_size * shard_count
   if config.source == 'tfds':
     documents, pack = _open_tfds(config, config.tfds_split)
     _check_enough(documents, config, rows_needed)
     dataset = pack(_shuffled(documents, seed), seed=seed)
     dataset = dataset.batch(rows_needed, drop_remainder=True)
-    dataset = dataset.map(_Share(batch_size * shard_index, batch_size))
+    start = batch_size * shard_index
+    dataset = dataset.map(common.Rows(start, start + batch_size))
     if config.read_threads:
       dataset = grain.experimental.ThreadPrefetchIterDataset(
         dataset, prefetch_buffer_size=config.prefetch
@@ -266,7 +256,10 @@ def train_iterator(
   # itself, every one in so many.
   dataset = dataset.batch(batch_size, drop_remainder=True)
   dataset = dataset[shard_index::shard_count]
-  return iter(dataset.to_iter_dataset(_read_options(config)))
+  options = grain.ReadOptions(
+    num_threads=config.read_threads, prefetch_buffer_size=config.prefetch
+  )
+  return iter(dataset.to_iter_dataset(options))
 
 
 def eval_batches(
@@ -297,11 +290,9 @@ def eval_batches(
   Raises:
     errors.UserError: nothing is held out, or it cannot be read.
   """
-  _check_shard(batch_size, shard_index, shard_count)
-  if num_batches is not None and num_batches < 1:
-    raise errors.UserError(
-      f'num_batches={num_batches}: expected at least 1, or None for all'
-    )
+  common.check_request(
+    batch_size, shard_index, shard_count, num_batches=num_batches
+  )
   limit = num_batches and num_batches * batch_size * shard_count
   if config.source == 'tfds':
     documents, pack = _open_tfds(config, config.tfds_eval_split)
@@ -450,16 +441,6 @@ class _Spread:
     return self._source[index * self._step % len(self._source)]
 
 
-def _check_shard(batch_size: int, shard_index: int, shard_count: int):
-  if batch_size < 1:
-    raise errors.UserError(f'batch_size={batch_size}: expected at least 1')
-  if not 0 <= shard_index < shard_count:
-    raise errors.UserError(
-      f'shard_index={shard_index}: expected one of the {shard_count} shards, '
-      'counted from 0'
-    )
-
-
 def _open_stream(
   config: TextDataConfig, files: list[corpus.TextFile]
 ) -> corpus.TokenStream:
@@ -474,12 +455,6 @@ def _cache_dir(config: TextDataConfig) -> str:
   )
 
 
-def _read_options(config: TextDataConfig) -> grain.ReadOptions:
-  return grain.ReadOptions(
-    num_threads=config.read_threads, prefetch_buffer_size=config.prefetch
-  )
-
-
 def _shuffled(dataset: grain.MapDataset, seed: int) -> grain.MapDataset:
   """Shuffles anew in every epoch, without end.
 
@@ -487,16 +462,6 @@ def _shuffled(dataset: grain.MapDataset, seed: int) -> grain.MapDataset:
   size would drift apart and see different epochs in one global batch.
   """
   return dataset.seed(seed).shuffle().repeat()
-
-
-class _Share(grain.transforms.Map):
-  """A global batch to a shard's rows of it."""
-
-  def __init__(self, start: int, count: int):
-    self._rows = slice(start, start + count)
-
-  def map(self, element: Batch) -> Batch:
-    return {key: value[self._rows] for key, value in element.items()}
 
 
 def _empty_row(length: int, segments: bool) -> dict[str, np.ndarray]:
@@ -550,14 +515,15 @@ def _open_tfds(config: TextDataConfig, split: str):
   )
   to_pair = _DocumentPair(tokenizer, config.tfds_text_key)
   documents = grain.MapDataset.source(records).map(to_pair)
+  lengths = {'tokens': config.length, 'targets': config.length}
 
   def pack(dataset, *, seed: int | None = None) -> grain.IterDataset:
     # The end of the pipeline prefetches with one thread; more can tokenise.
     threads = config.read_threads if config.read_threads > 1 else 0
-    dataset = dataset.filter(_has_targets).to_iter_dataset(
+    dataset = dataset.filter(lambda pair: len(pair['targets']) > 0)
+    dataset = dataset.to_iter_dataset(
       grain.ReadOptions(num_threads=threads, prefetch_buffer_size=8 * threads)
     )
-    lengths = {'tokens': config.length, 'targets': config.length}
     if config.segments:
       # First-fit leaves short documents whole, where cutting the stream
       # would take the context from a part of every row.
@@ -577,7 +543,13 @@ def _open_tfds(config: TextDataConfig, split: str):
           dataset, length_struct=lengths
         )
       )
-    return dataset.map(_PackedRow(config.segments))
+    return dataset.map(to_row)
+
+  def to_row(packed):
+    ids = packed['tokens_segment_ids']
+    row = {key: packed[key] for key in lengths}
+    row['weights'] = (ids > 0).astype(np.float32)
+    return row | ({'segments': ids} if config.segments else {})
 
   return documents, pack
 
@@ -626,10 +598,6 @@ class _DocumentPair(grain.transforms.Map):
     return {'tokens': ids[:-1], 'targets': ids[1:]}
 
 
-def _has_targets(element: dict[str, np.ndarray]) -> bool:
-  return len(element['targets']) > 0
-
-
 class _Pieces(grain.experimental.FlatMapTransform):
   """Cuts a document that is longer than a row."""
 
@@ -644,24 +612,6 @@ class _Pieces(grain.experimental.FlatMapTransform):
       {k: v[i : i + self._length] for k, v in element.items()}
       for i in range(0, len(element['tokens']), self._length)
     ]
-
-
-class _PackedRow(grain.transforms.Map):
-  """A row as Grain's packers make it to a row of ours."""
-
-  def __init__(self, segments: bool):
-    self._segments = segments
-
-  def map(self, element: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    ids = element['tokens_segment_ids']
-    row = {
-      'tokens': element['tokens'],
-      'targets': element['targets'],
-      'weights': (ids > 0).astype(np.float32),
-    }
-    if self._segments:
-      row['segments'] = ids
-    return row
 
 
 class _TupleState(grain.IterDataset):

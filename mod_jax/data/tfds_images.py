@@ -24,12 +24,13 @@ class TfdsImages:
   def __init__(self, name: str, split: str, *, data_dir: str | None = None):
     """Opens the split.
 
+    Its records have a `label`, and an `image` that is an encoded file or a
+    uint8 array.
+
     Args:
-      name: a TFDS name such as 'imagenet2012', or a directory that holds a
-        prepared data set (its dataset_info.json). Its records have a `label`,
-        and an `image` that is an encoded file or a uint8 array.
+      name: as of a `tfds_builder.Location`.
       split: for example 'train' or 'train[:1%]'.
-      data_dir: where prepared data sets stand; None for TFDS's own default.
+      data_dir: as of a `tfds_builder.Location`.
 
     Raises:
       errors.UserError: unknown name or split; not prepared; no random access;

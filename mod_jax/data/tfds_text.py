@@ -14,10 +14,9 @@ def open_documents(
   """Returns the records of a split, with random access.
 
   Args:
-    name: a TFDS name such as 'lm1b' or 'wikipedia/20230601.en', or a directory
-      that holds a prepared data set (its dataset_info.json).
+    name: as of a `tfds_builder.Location`.
     split: for example 'train' or 'train[:1%]'.
-    data_dir: where prepared data sets stand; '' for TFDS's own default.
+    data_dir: as of a `tfds_builder.Location`, or ''.
     text_key: the feature that holds the text; it must be in every record.
 
   Raises:
@@ -46,12 +45,8 @@ def fingerprint(name: str, split: str, *, data_dir: str = '') -> dict[str, Any]:
   at = _location(name, data_dir)
   builder = tfds_builder.load(at)
   records = tfds_builder.open_split(at, builder, split)
-  version = builder.info.full_name
-  return {
-    'version': version,
-    'split': split,
-    **fingerprints.of_records(records),
-  }
+  version = {'version': builder.info.full_name, 'split': split}
+  return version | fingerprints.of_records(records)
 
 
 def _location(name: str, data_dir: str) -> tfds_builder.Location:

@@ -81,10 +81,6 @@ def points(
 ) -> list[tuple[str, ExperimentConfig]]:
   """Returns name and config of each point, the last axis varying fastest.
 
-  Args:
-    config: what all points have in common.
-    axes: values by dotted field, as `parse` returns them.
-
   Raises:
     UserError: an unknown field, a value that it does not allow, or one point
       twice.
@@ -222,10 +218,8 @@ def table(points: Sequence[Point]) -> str:
     if point.diverged and not names:
       cells.append('diverged')
     rows.append(cells)
-  widths = [
-    max(len(row[i]) for row in rows if i < len(row))
-    for i in range(max(map(len, rows)))
-  ]
+  columns = itertools.zip_longest(*rows, fillvalue='')
+  widths = [max(map(len, column)) for column in columns]
   return '\n'.join(
     '  '.join(
       cell.ljust(width) if i < len(fields) else cell.rjust(width)

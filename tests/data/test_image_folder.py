@@ -34,7 +34,7 @@ def open_split(root, split='train', eval_fraction=0.3, unreadable='refuse'):
 def contents(files):
   return [
     (name, int(label))
-    for name, label in zip(files._names, files._labels, strict=True)
+    for name, label in zip(files.names, files.labels, strict=True)
   ]
 
 

@@ -113,7 +113,7 @@ OP = dispatch.Op(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
 def _acm_mlp(x_TD, w1_NDF, b1_NF, w2_NFD, order, activation, chosen):
-  arrays = x_TD, w1_NDF, b1_NF, w2_NFD, *order
+  arrays = x_TD, w1_NDF, b1_NF, w2_NFD, order
   return OP.run('forward', chosen, *arrays, activation=activation)
 
 
@@ -124,7 +124,7 @@ def _forward(*args):
 
 def _backward(activation, chosen, residuals, g_TD):
   x_TD, w1_NDF, b1_NF, w2_NFD, order = residuals
-  arrays = x_TD, w1_NDF, b1_NF, w2_NFD, g_TD, *order
+  arrays = x_TD, w1_NDF, b1_NF, w2_NFD, g_TD, order
   gradients = OP.run('backward', chosen, *arrays, activation=activation)
   return *gradients, None
 

@@ -15,106 +15,67 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
-from mod_jax_kernels import dispatch
 from mod_jax_kernels import tiles as tiles_lib
 from mod_jax_kernels.acm_mlp import reference
 from mod_jax_kernels.acm_mlp.tiles import TILES
+from mod_jax_kernels.pallas_parts import block_of
+from mod_jax_kernels.pallas_parts import interpret
+from mod_jax_kernels.pallas_parts import product
 
 # More than the default, for weights are held in large blocks; less than what
 # any TPU of these days has.
 _VMEM_BYTES = 60 * 2**20
 
 
-def _sizes():
-  """Returns the block sizes, as an argument that is hashable."""
-  return tuple(sorted(tiles_lib.choose(TILES, 'pallas').items()))
-
-
-def forward(*arrays, activation):
+@functools.partial(jax.jit, static_argnames='activation')
+def forward(x_TD, w1_NDF, b1_NF, w2_NFD, order, *, activation):
   """As `reference.forward`."""
-  return _forward(*arrays, activation=activation, sizes=_sizes())
-
-
-@dispatch.jit(static_argnames=('activation', 'sizes'))
-def _forward(
-  x_TD,
-  w1_NDF,
-  b1_NF,
-  w2_NFD,
-  token_T,
-  slot_T,
-  count_N,
-  *,
-  activation,
-  sizes,
-):
-  """As `reference.forward`.
-
-  Args:
-    sizes: items of an entry of `tiles.TILES`.
-  """
-  plan = _Plan(sizes, x_TD, w2_NFD, count_N)
+  plan = _Plan(x_TD, w2_NFD, order.count_N)
   y_SD = plan.call(
-    functools.partial(_forward_kernel, activation=activation),
+    functools.partial(_outputs, activation=activation),
     ('rows', 'up', 'bias', 'down'),
-    (plan.ordered(x_TD, token_T), w1_NDF, _bias(b1_NF), w2_NFD),
+    (plan.ordered(x_TD, order.token_T), w1_NDF, _bias(b1_NF), w2_NFD),
     width=w2_NFD.shape[-1],
   )
-  return y_SD[slot_T]
+  return y_SD[order.slot_T]
 
 
-def backward(*arrays, activation):
+@functools.partial(jax.jit, static_argnames='activation')
+def backward(x_TD, w1_NDF, b1_NF, w2_NFD, g_TD, order, *, activation):
   """As `reference.backward`."""
-  return _backward(*arrays, activation=activation, sizes=_sizes())
-
-
-@dispatch.jit(static_argnames=('activation', 'sizes'))
-def _backward(
-  x_TD,
-  w1_NDF,
-  b1_NF,
-  w2_NFD,
-  g_TD,
-  token_T,
-  slot_T,
-  count_N,
-  *,
-  activation,
-  sizes,
-):
-  """As `reference.backward`.
-
-  Args:
-    sizes: items of an entry of `tiles.TILES`.
-  """
-  plan = _Plan(sizes, x_TD, w2_NFD, count_N)
+  plan = _Plan(x_TD, w2_NFD, order.count_N)
   arrays = (
-    plan.ordered(x_TD, token_T),
-    plan.ordered(g_TD, token_T),
+    plan.ordered(x_TD, order.token_T),
+    plan.ordered(g_TD, order.token_T),
     *(w1_NDF, _bias(b1_NF), w2_NFD),
   )
   dx_SD = plan.call(
-    functools.partial(_tokens_kernel, activation=activation),
+    functools.partial(_input_gradients, activation=activation),
     *(('rows', 'rows', 'up', 'bias', 'down'), arrays),
     width=x_TD.shape[1],
   )
   dw1_NDF, db1_N1F, dw2_NFD = plan.call_weights(
     functools.partial(_weights_kernel, activation=activation), arrays
   )
-  return dx_SD[slot_T], dw1_NDF, db1_N1F[:, 0].astype(b1_NF.dtype), dw2_NFD
+  return (
+    dx_SD[order.slot_T],
+    dw1_NDF,
+    db1_N1F[:, 0].astype(b1_NF.dtype),
+    dw2_NFD,
+  )
 
 
 class _Plan:
   """Grids and blocks of the kernels."""
 
-  def __init__(self, sizes, x_TD, w2_NFD, count_N):
-    sizes = dict(sizes)
+  def __init__(self, x_TD, w2_NFD, count_N):
+    sizes = tiles_lib.choose(TILES, 'pallas')
     tokens, self._width = x_TD.shape
     self._learners, hidden, self._outputs = w2_NFD.shape
     # Tiles of memory have eight rows of float32, or sixteen of bfloat16.
     self._rows = min(sizes['rows'], -(-tokens // 16) * 16)
     self._tiles = -(-tokens // self._rows)
-    self._hidden = _largest_divisor(hidden, sizes['hidden'])
+    self._hidden = block_of(hidden, sizes['hidden'])
     self._steps = hidden // self._hidden
     self._count_N = count_N
     starts_I = jnp.arange(self._tiles, dtype=jnp.int32) * self._rows
@@ -127,15 +88,22 @@ class _Plan:
     tokens = token_T.size
     return x_TD[jnp.pad(token_T, (0, self._tiles * self._rows - tokens))]
 
-  def call(self, kernel, kinds, arrays, *, width):
-    """Runs a kernel that sums over learners and hidden units, for a tile."""
+  def call(self, learner, kinds, arrays, *, width):
+    """Sums over learners and hidden units, for a tile.
+
+    Args:
+      learner: takes blocks of the arrays; returns what a learner adds.
+      kinds: of blocks, one for each array.
+      arrays: operands.
+      width: of the result.
+    """
 
     def last(i, largest_I):
       # Nothing is read for learners that do not run: while the index stays,
       # the block does.
       return jnp.maximum(largest_I[i] - 1, 0)
 
-    def learner(i, n, largest_I):
+    def running(i, n, largest_I):
       return jnp.minimum(n, last(i, largest_I))
 
     def step(i, n, f, largest_I):
@@ -145,15 +113,15 @@ class _Plan:
       return jnp.minimum(i, self._last_tile(count_N[0])), 0
 
     def up(i, n, f, count_N, largest_I):
-      return learner(i, n, largest_I), 0, step(i, n, f, largest_I)
+      return running(i, n, largest_I), 0, step(i, n, f, largest_I)
 
     def down(i, n, f, count_N, largest_I):
-      return learner(i, n, largest_I), step(i, n, f, largest_I), 0
+      return running(i, n, largest_I), step(i, n, f, largest_I), 0
 
     places = {'rows': tile, 'up': up, 'bias': up, 'down': down}
     rows = self._rows
     call = pl.pallas_call(
-      functools.partial(kernel, rows=rows),
+      functools.partial(_tile_kernel, rows=rows, learner=learner),
       out_shape=jax.ShapeDtypeStruct(
         (self._tiles * rows, width), arrays[0].dtype
       ),
@@ -218,71 +186,46 @@ class _Plan:
     }[kind]
 
 
-def _forward_kernel(
-  count_N, largest_I, x, w1, b1, w2, y, sum_PD, *, rows, activation
-):
-  i, n, first, last = _place()
+def _tile_kernel(count_N, largest_I, *refs, rows, learner):
+  """Sums what a learner gives to the tokens of a tile, over those that run."""
+  *inputs, out, sum_PD = refs
+  i, n, f = (pl.program_id(axis) for axis in range(3))
 
-  @pl.when(first)
+  @pl.when((n == 0) & (f == 0))
   def _():
     sum_PD[:] = jnp.zeros_like(sum_PD)
 
   @pl.when(n < largest_I[i])
   def _():
-    before_PF = _product(x[:], w1[0]) + b1[0]
-    hidden_PF, _ = reference.act_and_slope(before_PF, activation)
-    more_PD = _product(hidden_PF.astype(x.dtype), w2[0])
+    more_PD = learner(*inputs)
     sum_PD[:] += jnp.where(_runs(i, rows, count_N[n]), more_PD, 0.0)
 
-  @pl.when(last)
+  @pl.when((n == pl.num_programs(1) - 1) & (f == pl.num_programs(2) - 1))
   def _():
-    y[:] = sum_PD[:].astype(y.dtype)
+    out[:] = sum_PD[:].astype(out.dtype)
 
 
-def _tokens_kernel(
-  count_N, largest_I, x, g, w1, b1, w2, dx, sum_PD, *, rows, activation
-):
-  i, n, first, last = _place()
-
-  @pl.when(first)
-  def _():
-    sum_PD[:] = jnp.zeros_like(sum_PD)
-
-  @pl.when(n < largest_I[i])
-  def _():
-    before_PF = _product(x[:], w1[0]) + b1[0]
-    _, slope_PF = reference.act_and_slope(before_PF, activation)
-    delta_PF = slope_PF * _product(g[:], w2[0], (1, 1))
-    more_PD = _product(delta_PF.astype(x.dtype), w1[0], (1, 1))
-    sum_PD[:] += jnp.where(_runs(i, rows, count_N[n]), more_PD, 0.0)
-
-  @pl.when(last)
-  def _():
-    dx[:] = sum_PD[:].astype(dx.dtype)
+def _outputs(x, w1, b1, w2, *, activation):
+  before_PF = product(x[:], w1[0]) + b1[0]
+  hidden_PF, _ = reference.act_and_slope(before_PF, activation)
+  return product(hidden_PF.astype(x.dtype), w2[0])
 
 
-def _weights_kernel(
-  count_N,
-  x,
-  g,
-  w1,
-  b1,
-  w2,
-  dw1,
-  db1,
-  dw2,
-  dw1_DF,
-  db1_1F,
-  dw2_FD,
-  *,
-  rows,
-  activation,
-):
+def _input_gradients(x, g, w1, b1, w2, *, activation):
+  before_PF = product(x[:], w1[0]) + b1[0]
+  _, slope_PF = reference.act_and_slope(before_PF, activation)
+  delta_PF = slope_PF * product(g[:], w2[0], (1, 1))
+  return product(delta_PF.astype(x.dtype), w1[0], (1, 1))
+
+
+def _weights_kernel(count_N, x, g, w1, b1, w2, *refs, rows, activation):
+  gradients, sums = refs[:3], refs[3:]
+  dw1_DF, db1_1F, dw2_FD = sums
   n, i = pl.program_id(0), pl.program_id(2)
 
   @pl.when(i == 0)
   def _():
-    for total in (dw1_DF, db1_1F, dw2_FD):
+    for total in sums:
       total[:] = jnp.zeros_like(total)
 
   @pl.when(i * rows < count_N[n])
@@ -295,25 +238,17 @@ def _weights_kernel(
       jnp.where(runs_P1, ref[:].astype(jnp.float32), 0.0).astype(ref.dtype)
       for ref in (x, g)
     )
-    before_PF = _product(x_PD, w1[0]) + b1[0]
+    before_PF = product(x_PD, w1[0]) + b1[0]
     hidden_PF, slope_PF = reference.act_and_slope(before_PF, activation)
-    delta_PF = slope_PF * _product(g_PD, w2[0], (1, 1))
-    dw1_DF[:] += _product(x_PD, delta_PF.astype(x.dtype), (0, 0))
+    delta_PF = slope_PF * product(g_PD, w2[0], (1, 1))
+    dw1_DF[:] += product(x_PD, delta_PF.astype(x.dtype), (0, 0))
     db1_1F[:] += jnp.sum(delta_PF, axis=0, keepdims=True)
-    dw2_FD[:] += _product(hidden_PF.astype(x.dtype), g_PD, (0, 0))
+    dw2_FD[:] += product(hidden_PF.astype(x.dtype), g_PD, (0, 0))
 
   @pl.when(i == pl.num_programs(2) - 1)
   def _():
-    dw1[0] = dw1_DF[:].astype(dw1.dtype)
-    db1[0] = db1_1F[:].astype(db1.dtype)
-    dw2[0] = dw2_FD[:].astype(dw2.dtype)
-
-
-def _place():
-  """Returns tile, learner, and whether this is its first or last step."""
-  i, n, f = (pl.program_id(axis) for axis in range(3))
-  last = (n == pl.num_programs(1) - 1) & (f == pl.num_programs(2) - 1)
-  return i, n, (n == 0) & (f == 0), last
+    for gradient, total in zip(gradients, sums, strict=True):
+      gradient[0] = total[:].astype(gradient.dtype)
 
 
 def _runs(i, rows, count):
@@ -321,34 +256,15 @@ def _runs(i, rows, count):
   return slot_P1 < count
 
 
-def _product(a, b, contract=(1, 0)):
-  # Float32 in full: by default it would be rounded to bfloat16.
-  exact = a.dtype == jnp.float32
-  return jax.lax.dot_general(
-    a,
-    b,
-    (((contract[0],), (contract[1],)), ((), ())),
-    precision=jax.lax.Precision.HIGHEST if exact else None,
-    preferred_element_type=jnp.float32,
-  )
-
-
 def _bias(b1_NF):
   # A dimension between, so that a block has one row and that is all of them.
   return b1_NF.astype(jnp.float32)[:, None]
 
 
-def _largest_divisor(hidden, most):
-  """Returns a block of lanes that divides the hidden units, or all of them."""
-  fitting = range(128, min(hidden, most) + 1, 128)
-  return max((b for b in fitting if not hidden % b), default=hidden)
-
-
 def _options(*semantics):
-  if dispatch.interpreting():
-    return {'interpret': pltpu.InterpretParams(uninitialized_memory='nan')}
   return {
     'compiler_params': pltpu.CompilerParams(
       dimension_semantics=semantics, vmem_limit_bytes=_VMEM_BYTES
-    )
+    ),
+    'interpret': interpret(),
   }

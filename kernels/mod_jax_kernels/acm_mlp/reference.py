@@ -18,31 +18,20 @@ def acm_mlp(
     return jnp.zeros((0, w2_NFD.shape[-1]), x_TD.dtype)
   order = order_lib.order(num_learners_T, w1_NDF.shape[0])
   return forward(
-    x_TD, w1_NDF, b1_NF, w2_NFD, *order, activation=activation, tile=tile
+    x_TD, w1_NDF, b1_NF, w2_NFD, order, activation=activation, tile=tile
   )
 
 
-def forward(
-  x_TD,
-  w1_NDF,
-  b1_NF,
-  w2_NFD,
-  token_T,
-  slot_T,
-  count_N,
-  *,
-  activation,
-  tile=TILE,
-):
+def forward(x_TD, w1_NDF, b1_NF, w2_NFD, order, *, activation, tile=TILE):
   """Returns y_TD for tokens in this order.
 
   A tile of tokens loops over the learners up to the largest number in it; a
   tile of zeros does nothing.
   """
-  del slot_T
   tokens, outputs = x_TD.shape[0], w2_NFD.shape[-1]
   tile = min(tile, tokens)
-  token_S = _padded(token_T, tile)
+  token_S = _padded(order.token_T, tile)
+  count_N = order.count_N
 
   def one_tile(i, y_TD):
     start = i * tile
@@ -69,25 +58,15 @@ def forward(
 
 
 def backward(
-  x_TD,
-  w1_NDF,
-  b1_NF,
-  w2_NFD,
-  g_TD,
-  token_T,
-  slot_T,
-  count_N,
-  *,
-  activation,
-  tile=TILE,
+  x_TD, w1_NDF, b1_NF, w2_NFD, g_TD, order, *, activation, tile=TILE
 ):
   """Returns gradients of x, w1, b1 and w2, for g that of y.
 
   Tiles and learners as in `forward`; the hidden units are computed again.
   """
-  del slot_T
   tile = min(tile, x_TD.shape[0])
-  token_S = _padded(token_T, tile)
+  token_S = _padded(order.token_T, tile)
+  count_N = order.count_N
 
   def one_tile(i, carry):
     start = i * tile
@@ -99,10 +78,7 @@ def backward(
       runs_P1 = _runs(start, tile, count_N[n])
       # Both are zero where the learner does not run, so that such tokens add
       # nothing to the weights, be they finite or not.
-      own_PD, above_PD = (
-        jnp.where(runs_P1, x_PD, 0),
-        jnp.where(runs_P1, g_PD, 0),
-      )
+      own_PD, above_PD = (jnp.where(runs_P1, a, 0) for a in (x_PD, g_PD))
       before_PF = _product(own_PD, w1_NDF[n]) + b1_NF[n]
       hidden_PF, slope_PF = act_and_slope(before_PF, activation)
       delta_PF = slope_PF * _product(above_PD, w2_NFD[n].T)

@@ -26,47 +26,20 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from mod_jax_kernels import dispatch
 from mod_jax_kernels import tiles as tiles_lib
 from mod_jax_kernels.acm_mlp.tiles import TILES
 from mod_jax_kernels.triton_call import triton_call
 
 
-def _sizes():
-  """Returns the block sizes, as an argument that is hashable."""
-  return tuple(sorted(tiles_lib.choose(TILES, 'triton').items()))
-
-
-def forward(*arrays, activation):
+@functools.partial(jax.jit, static_argnames='activation')
+def forward(x_TD, w1_NDF, b1_NF, w2_NFD, order, *, activation):
   """As `reference.forward`."""
-  return _forward(*arrays, activation=activation, sizes=_sizes())
-
-
-@dispatch.jit(static_argnames=('activation', 'sizes'))
-def _forward(
-  x_TD,
-  w1_NDF,
-  b1_NF,
-  w2_NFD,
-  token_T,
-  slot_T,
-  count_N,
-  *,
-  activation,
-  sizes,
-):
-  """As `reference.forward`.
-
-  Args:
-    sizes: items of an entry of `tiles.TILES`.
-  """
-  del slot_T
-  blocks = _Blocks(sizes, x_TD)
+  blocks = _Blocks(x_TD)
   tokens, width = x_TD.shape
   learners, hidden, _ = w2_NFD.shape
   rows, columns = blocks.rows, blocks('up_columns', hidden)
   hidden_SH = triton_call(
-    *(_up, x_TD, w1_NDF, b1_NF, token_T, count_N),
+    *(_up, x_TD, w1_NDF, b1_NF, order.token_T, order.count_N),
     out_type=jax.ShapeDtypeStruct((tokens, learners * hidden), x_TD.dtype),
     grid=(triton.cdiv(tokens, rows) * learners * triton.cdiv(hidden, columns),),
     **blocks.launch('up'),
@@ -74,44 +47,21 @@ def _forward(
     **dict(P=rows, BF=columns, BK=blocks('inner', width)),
     GELU=activation == 'gelu',
   )
-  return _second_product(
-    hidden_SH, w2_NFD, token_T, count_N, blocks, width=w2_NFD.shape[-1]
-  )
+  return _second_product(hidden_SH, w2_NFD, order, blocks)
 
 
-def backward(*arrays, activation):
+@functools.partial(jax.jit, static_argnames='activation')
+def backward(x_TD, w1_NDF, b1_NF, w2_NFD, g_TD, order, *, activation):
   """As `reference.backward`."""
-  return _backward(*arrays, activation=activation, sizes=_sizes())
-
-
-@dispatch.jit(static_argnames=('activation', 'sizes'))
-def _backward(
-  x_TD,
-  w1_NDF,
-  b1_NF,
-  w2_NFD,
-  g_TD,
-  token_T,
-  slot_T,
-  count_N,
-  *,
-  activation,
-  sizes,
-):
-  """As `reference.backward`.
-
-  Args:
-    sizes: items of an entry of `tiles.TILES`.
-  """
-  del slot_T
-  blocks = _Blocks(sizes, x_TD)
+  blocks = _Blocks(x_TD)
   tokens, width = x_TD.shape
   learners, hidden, outputs = w2_NFD.shape
   rows, columns = blocks.rows, blocks('slope_columns', hidden)
   row_tiles = triton.cdiv(tokens, rows)
   units = jax.ShapeDtypeStruct((tokens, learners * hidden), x_TD.dtype)
   hidden_SH, delta_SH, db1_IH = triton_call(
-    *(_slopes, x_TD, w1_NDF, b1_NF, w2_NFD, g_TD, token_T, count_N),
+    *(_slopes, x_TD, w1_NDF, b1_NF, w2_NFD, g_TD),
+    *(order.token_T, order.count_N),
     out_type=(
       *(units, units),
       jax.ShapeDtypeStruct((row_tiles, learners * hidden), jnp.float32),
@@ -125,12 +75,8 @@ def _backward(
   )
   # Transposed once, so that all learners are rows of one matrix, as in W2.
   w1_NFD = jnp.swapaxes(w1_NDF, 1, 2)
-  dx_TD = _second_product(
-    delta_SH, w1_NFD, token_T, count_N, blocks, width=width
-  )
-  in_order = functools.partial(
-    _sum_over_tokens, token_T=token_T, count_N=count_N, blocks=blocks
-  )
+  dx_TD = _second_product(delta_SH, w1_NFD, order, blocks)
+  in_order = functools.partial(_sum_over_tokens, order=order, blocks=blocks)
   return (
     dx_TD,
     in_order(x_TD, delta_SH, w1_NDF, ordered='right'),
@@ -142,8 +88,8 @@ def _backward(
 class _Blocks:
   """Block sizes, cut to what an array needs."""
 
-  def __init__(self, sizes, x_TD):
-    self._sizes = dict(sizes)
+  def __init__(self, x_TD):
+    self._sizes = tiles_lib.choose(TILES, 'triton')
     # In float32 the products run outside the matrix units, element by element:
     # large blocks would only spill.
     self._most = 64 if x_TD.dtype.itemsize > 2 else 256
@@ -160,12 +106,12 @@ class _Blocks:
     }
 
 
-def _second_product(hidden_SH, w_NFO, token_T, count_N, blocks, *, width):
-  tokens = token_T.size
-  learners, hidden, _ = w_NFO.shape
+def _second_product(hidden_SH, w_NFO, order, blocks):
+  tokens = order.token_T.size
+  learners, hidden, width = w_NFO.shape
   rows, columns = blocks.rows, blocks('down_columns', width)
   return triton_call(
-    *(_down, hidden_SH, w_NFO, token_T, count_N),
+    *(_down, hidden_SH, w_NFO, order.token_T, order.count_N),
     out_type=jax.ShapeDtypeStruct((tokens, width), hidden_SH.dtype),
     grid=(triton.cdiv(tokens, rows) * triton.cdiv(width, columns),),
     **blocks.launch('down'),
@@ -175,7 +121,7 @@ def _second_product(hidden_SH, w_NFO, token_T, count_N, blocks, *, width):
   )
 
 
-def _sum_over_tokens(left, right, w_NIJ, *, ordered, token_T, count_N, blocks):
+def _sum_over_tokens(left, right, w_NIJ, *, ordered, order, blocks):
   """Returns leftᵀ · right for each learner, as its weights are laid out.
 
   The side that is `ordered` has a row for each slot and the learners side by
@@ -184,12 +130,12 @@ def _sum_over_tokens(left, right, w_NIJ, *, ordered, token_T, count_N, blocks):
   learners, i, j = w_NIJ.shape
   rows, columns = blocks('weight_rows', i), blocks('weight_columns', j)
   return triton_call(
-    *(_weights, left, right, token_T, count_N),
+    *(_weights, left, right, order.token_T, order.count_N),
     out_type=jax.ShapeDtypeStruct(w_NIJ.shape, w_NIJ.dtype),
     grid=(learners * triton.cdiv(i, rows) * triton.cdiv(j, columns),),
     **blocks.launch('weight'),
     **dict(N=learners, LEFT=i, RIGHT=j, LEFT_ORDERED=ordered == 'left'),
-    **dict(BI=rows, BJ=columns, BT=blocks('inner', token_T.size)),
+    **dict(BI=rows, BJ=columns, BT=blocks('inner', order.token_T.size)),
   )
 
 

@@ -4,17 +4,15 @@ import jax
 from jax.extend import backend
 
 
-def splash_suits(q_BQHC, k_BSGC, v_BSGC, mask_BQS, segment_BL) -> bool:
+def splash_suits(q_BQHC, k_BSGC, *_) -> bool:
   """Returns whether this process computes on a TPU, in whole tiles."""
-  del v_BSGC, mask_BQS, segment_BL
   # Other lengths would be filled up, and what that costs is not measured.
   whole = q_BQHC.shape[1] % 128 == k_BSGC.shape[1] % 128 == 0
   return platform() == 'tpu' and whole and not _split_by_compiler()
 
 
-def cudnn_suits(q_BQHC, k_BSGC, v_BSGC, mask_BQS, segment_BL) -> bool:
+def cudnn_suits(q_BQHC, k_BSGC, _, mask_BQS, segment_BL) -> bool:
   """Returns whether this process computes on a GPU, with fitting lengths."""
-  del v_BSGC
   # With a mask, its gradients want even lengths.
   masked = segment_BL is not None or mask_BQS is not None
   even = q_BQHC.shape[1] % 2 == k_BSGC.shape[1] % 2 == 0
@@ -35,17 +33,15 @@ def _split_by_compiler() -> bool:
   )
 
 
-def splash_lacks(q_BQHC, k_BSGC, v_BSGC, mask_BQS, segment_BL) -> str | None:
+def splash_lacks(q_BQHC, k_BSGC, v_BSGC, mask_BQS, _) -> str | None:
   """Returns why splash attention cannot take the arrays, and a way out."""
-  del segment_BL  # It takes any.
   if mask_BQS is not None:
     return "takes no mask_BQS: use causal=True and segment_BL, or use 'xla'"
   return _wrong_types((q_BQHC, k_BSGC, v_BSGC), ('bfloat16', 'float32'))
 
 
-def cudnn_lacks(q_BQHC, k_BSGC, v_BSGC, mask_BQS, segment_BL) -> str | None:
+def cudnn_lacks(q_BQHC, k_BSGC, v_BSGC, *_) -> str | None:
   """Returns why cuDNN cannot take the arrays, and a way out."""
-  del mask_BQS, segment_BL  # It takes any.
   channels, version = q_BQHC.shape[-1], capability()
   if version < 8:
     return (

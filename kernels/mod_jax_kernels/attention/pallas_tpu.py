@@ -7,17 +7,13 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 from jax.experimental.pallas.ops.tpu.splash_attention import (
   splash_attention_mask as masks,
 )
-from jax.extend import core
-from jax.interpreters import batching
-from jax.interpreters import mlir
 import jax.numpy as jnp
 
 from mod_jax_kernels import dispatch
 from mod_jax_kernels import tiles
 from mod_jax_kernels.attention.tiles import TILES
-
-# Keys come in multiples of this many.
-_LANES = 128
+from mod_jax_kernels.pallas_parts import LANES
+from mod_jax_kernels.pallas_parts import block_of
 
 
 def attention(q_BQHC, k_BSGC, v_BSGC, segment_BL=None, causal=False):
@@ -27,9 +23,9 @@ def attention(q_BQHC, k_BSGC, v_BSGC, segment_BL=None, causal=False):
   not need: no real query looks that far.
   """
   if not dispatch.interpreting():
-    q_BQHC = _only_on_tpu(q_BQHC)
+    q_BQHC = dispatch.only_on(q_BQHC, 'tpu', 'splash')
   queries, keys = q_BQHC.shape[1], k_BSGC.shape[1]
-  padding_q, padding_k = -queries % _LANES, -keys % _LANES
+  padding_q, padding_k = -queries % LANES, -keys % LANES
   segment_BQ = segment_BS = segment_BL
   if segment_BL is not None:
     # Filling queries see keys of the last segment: a query has to see some.
@@ -70,8 +66,8 @@ def _fill(x, padding, value):
 
 def _kernel(heads, queries, keys, causal):
   sizes = tiles.choose(TILES, 'pallas')
-  block_q = _block(queries, sizes['block_q'])
-  block_k = _block(keys, sizes['block_k'])
+  block_q = block_of(queries, sizes['block_q'])
+  block_k = block_of(keys, sizes['block_k'])
   shape = queries, keys
   mask = masks.CausalMask(shape) if causal else masks.FullMask(shape)
   return splash.make_splash_mha(
@@ -88,51 +84,3 @@ def _kernel(heads, queries, keys, causal):
     q_seq_shards=1,
     interpret=dispatch.interpreting(),
   )
-
-
-def _block(length, most):
-  """Returns the largest block that divides a multiple of 128 lanes."""
-  return max(
-    size
-    for size in range(_LANES, max(most, _LANES) + 1, _LANES)
-    if length % size == 0
-  )
-
-
-# Passes an array through on TPUs, and refuses to be lowered for anything else:
-# tracing is harmless, since a program may yet be lowered for the right one.
-_only_on_tpu_p = core.Primitive('mod_jax_only_on_tpu')
-_only_on_tpu_p.def_abstract_eval(lambda x: x)
-batching.defvectorized(_only_on_tpu_p)
-
-
-@jax.custom_jvp
-def _only_on_tpu(x):
-  return _only_on_tpu_p.bind(x)
-
-
-@_only_on_tpu.defjvp
-def _(primals, tangents):
-  return _only_on_tpu(*primals), tangents[0]
-
-
-@_only_on_tpu_p.def_impl
-def _(x):
-  _check_tpu((jax.default_backend(),))
-  return x
-
-
-def _lower(context, x):
-  _check_tpu(context.platforms or context.module_context.platforms)
-  return [x]
-
-
-mlir.register_lowering(_only_on_tpu_p, _lower)
-
-
-def _check_tpu(platforms):
-  if any(platform != 'tpu' for platform in platforms):
-    raise RuntimeError(
-      "implementation='splash' runs on a TPU only, and this program is for"
-      f" {', '.join(platforms)}: use None or 'xla'."
-    )

@@ -139,10 +139,8 @@ def _backward(causal, chosen, residuals, gradients):
     dcolumn_BL = dscore_BL * _share(q_BLHC, mask, causal)
   if isinstance(dout_BLHC, SymbolicZero):
     dout_BLHC = jnp.zeros(dout_BLHC.shape, dout_BLHC.dtype)
-  dq_BLHC, dk_BLHC, dv_BLHC = OP.run(
-    'backward', chosen, *residuals, dout_BLHC, dcolumn_BL, causal=causal
-  )
-  return dq_BLHC, dk_BLHC, dv_BLHC, None
+  arrays = dout_BLHC, dcolumn_BL, residuals
+  return *OP.run('backward', chosen, *arrays, causal=causal), None
 
 
 # Symbolic, to know the scores' gradient for zero.

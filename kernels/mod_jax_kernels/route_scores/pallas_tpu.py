@@ -16,14 +16,15 @@ import jax.numpy as jnp
 
 from mod_jax_kernels import dispatch
 from mod_jax_kernels import tiles
+from mod_jax_kernels.pallas_parts import LANES
+from mod_jax_kernels.pallas_parts import product
 from mod_jax_kernels.route_scores import reference
 from mod_jax_kernels.route_scores.tiles import TILES
 
-_LANES = 128
 _LOWEST = -1e30
 
 
-@dispatch.jit(static_argnames='causal')
+@functools.partial(jax.jit, static_argnames='causal')
 def forward(q_BLHC, k_BLHC, v_BLHC, mask_BL, *, causal):
   """As `reference.forward`, for a mask of tokens."""
   batch, length, heads, channels = q_BLHC.shape
@@ -70,7 +71,7 @@ def forward(q_BLHC, k_BLHC, v_BLHC, mask_BL, *, causal):
       (valid_B1L, along),
     ],
     [((batch, 1, padded), jnp.float32, along)],
-    scratch=[(block, _LANES)],
+    scratch=[(block, LANES)],
     parallel=2,
   )
   return (
@@ -80,20 +81,10 @@ def forward(q_BLHC, k_BLHC, v_BLHC, mask_BL, *, causal):
   )
 
 
-@dispatch.jit(static_argnames='causal')
-def backward(
-  q_BLHC,
-  k_BLHC,
-  v_BLHC,
-  mask_BL,
-  out_BLHC,
-  lse_BHL,
-  dout_BLHC,
-  dcolumn_BL,
-  *,
-  causal,
-):
+@functools.partial(jax.jit, static_argnames='causal')
+def backward(dout_BLHC, dcolumn_BL, residuals, *, causal):
   """As `reference.backward`, for a mask of tokens."""
+  q_BLHC, k_BLHC, v_BLHC, mask_BL, out_BLHC, lse_BHL = residuals
   batch, length, heads, channels = q_BLHC.shape
   block, padded = _block(length)
   blocks = padded // block
@@ -150,7 +141,7 @@ def backward(
       (k_BHCL.shape, k_BHCL.dtype, along),
       (v_BHCL.shape, v_BHCL.dtype, along),
     ],
-    scratch=[(block, _LANES), (channels, block), (channels, block)],
+    scratch=[(block, LANES), (channels, block), (channels, block)],
   )
   return tuple(_turn_back(x, length) for x in (dq_BHCL, dk_BHCL, dv_BHCL))
 
@@ -158,7 +149,7 @@ def backward(
 def _block(length):
   """Returns the size of blocks, and the length that they make whole."""
   most = tiles.choose(TILES, 'pallas')['block']
-  sizes = range(_LANES, most + 1, _LANES)
+  sizes = range(LANES, most + 1, LANES)
   # Least to fill, then fewest blocks.
   block = min(sizes, key=lambda size: (-length % size, -size))
   return block, length + -length % block
@@ -233,27 +224,15 @@ def _call(kernel, grid, inputs, outputs, *, scratch, parallel=3):
   )(*(x for x, _ in present))
 
 
-def _dot(x, y, axes):
-  """Returns a product over these axes, of float32 exactly."""
-  exact = x.dtype == jnp.float32
-  return jax.lax.dot_general(
-    x,
-    y,
-    ((axes[:1], axes[1:]), ((), ())),
-    precision=jax.lax.Precision.HIGHEST if exact else None,
-    preferred_element_type=jnp.float32,
-  )
-
-
 def _column(row_1N):
   """Returns lanes as rows: [N, 1], for Mosaic turns whole tiles only."""
-  wide = jnp.broadcast_to(row_1N, (_LANES, row_1N.shape[1]))
+  wide = jnp.broadcast_to(row_1N, (LANES, row_1N.shape[1]))
   return wide.T[:, :1]
 
 
-def _logits(q_ref, k_ref, query_block, key_block, causal):
+def _logits(q, k, query_block, key_block, causal):
   """Returns logit_KQ, very low where a key is later than a query."""
-  logit_KQ = _dot(k_ref[...], q_ref[...], (0, 0)) * q_ref.shape[0] ** -0.5
+  logit_KQ = product(k[...], q[...], (0, 0)) * q.shape[0] ** -0.5
   if causal:
     size = logit_KQ.shape[0]
     key = jax.lax.broadcasted_iota(jnp.int32, logit_KQ.shape, 0)
@@ -263,106 +242,76 @@ def _logits(q_ref, k_ref, query_block, key_block, causal):
   return logit_KQ
 
 
-def _hide(logit_KQ, valid_ref):
+def _hide(logit_KQ, valid):
   """Returns logits, very low for keys that are hidden."""
-  if valid_ref is None:
+  if valid is None:
     return logit_KQ
-  return jnp.where(_column(valid_ref[...]) > 0, logit_KQ, _LOWEST)
+  return jnp.where(_column(valid[...]) > 0, logit_KQ, _LOWEST)
 
 
 def _forward_kernel(
-  q_ref,
-  k_ref,
-  v_ref,
-  seeing_ref,
-  valid_ref,
-  out_ref,
-  lse_ref,
-  top_ref,
-  total_ref,
-  acc_ref,
-  *,
-  causal,
+  q, k, v, seeing, valid, out, lse, top, total, acc, *, causal
 ):
   i, j = pl.program_id(2), pl.program_id(3)
 
   @pl.when(j == 0)
   def _():
-    top_ref[...] = jnp.full_like(top_ref, _LOWEST)
-    total_ref[...] = jnp.zeros_like(total_ref)
-    acc_ref[...] = jnp.zeros_like(acc_ref)
+    top[...] = jnp.full_like(top, _LOWEST)
+    total[...] = jnp.zeros_like(total)
+    acc[...] = jnp.zeros_like(acc)
 
   @pl.when(j <= i if causal else True)
   def _():
-    logit_KQ = _hide(_logits(q_ref, k_ref, i, j, causal), valid_ref)
+    logit_KQ = _hide(_logits(q, k, i, j, causal), valid)
     # A query that has seen no key yet weighs the hidden ones by 1, until one
     # that it sees makes nothing of them: old weights are times exp(-1e30).
-    top_1Q = top_ref[...]
+    top_1Q = top[...]
     higher_1Q = jnp.maximum(top_1Q, logit_KQ.max(axis=0, keepdims=True))
     weight_KQ = jnp.exp(logit_KQ - higher_1Q)
     older_1Q = jnp.exp(top_1Q - higher_1Q)
-    total_ref[...] = total_ref[...] * older_1Q + weight_KQ.sum(
-      axis=0, keepdims=True
+    total[...] = total[...] * older_1Q + weight_KQ.sum(axis=0, keepdims=True)
+    acc[...] = acc[...] * older_1Q + product(
+      v[...], weight_KQ.astype(v.dtype), (1, 0)
     )
-    acc_ref[...] = acc_ref[...] * older_1Q + _dot(
-      v_ref[...], weight_KQ.astype(v_ref.dtype), (1, 0)
-    )
-    top_ref[...] = higher_1Q
+    top[...] = higher_1Q
 
   @pl.when(j == pl.num_programs(3) - 1)
   def _():
-    seeing_1Q = top_ref[...] > _LOWEST / 10
-    if seeing_ref is not None:
-      seeing_1Q &= seeing_ref[...] > 0
-    out_CQ = jnp.where(seeing_1Q, acc_ref[...] / total_ref[...], 0)
-    out_ref[...] = out_CQ.astype(out_ref.dtype)
-    lse_1Q = top_ref[...] + jnp.log(total_ref[...])
-    lse_ref[...] = jnp.where(seeing_1Q, lse_1Q, reference.BLIND)
+    seeing_1Q = top[...] > _LOWEST / 10
+    if seeing is not None:
+      seeing_1Q &= seeing[...] > 0
+    out_CQ = jnp.where(seeing_1Q, acc[...] / total[...], 0)
+    out[...] = out_CQ.astype(out.dtype)
+    lse_1Q = top[...] + jnp.log(total[...])
+    lse[...] = jnp.where(seeing_1Q, lse_1Q, reference.BLIND)
 
 
-def _score_kernel(
-  q_ref, k_ref, lse_ref, valid_ref, column_ref, acc_ref, *, causal
-):
+def _score_kernel(q, k, lse, valid, column, acc, *, causal):
   i, h, j = (pl.program_id(axis) for axis in (1, 2, 3))
 
   @pl.when((h == 0) & (j == 0))
   def _():
-    acc_ref[...] = jnp.zeros_like(acc_ref)
+    acc[...] = jnp.zeros_like(acc)
 
   @pl.when(j >= i if causal else True)
   def _():
-    weight_KQ = jnp.exp(_logits(q_ref, k_ref, j, i, causal) - lse_ref[...])
+    weight_KQ = jnp.exp(_logits(q, k, j, i, causal) - lse[...])
     # Lanes are added up at the end, once.
-    for start in range(0, weight_KQ.shape[1], _LANES):
-      acc_ref[...] += weight_KQ[:, start : start + _LANES]
+    for start in range(0, weight_KQ.shape[1], LANES):
+      acc[...] += weight_KQ[:, start : start + LANES]
 
   @pl.when((h == pl.num_programs(2) - 1) & (j == pl.num_programs(3) - 1))
   def _():
-    column_1K = acc_ref[...].T.sum(axis=0, keepdims=True)
-    if valid_ref is not None:
+    column_1K = acc[...].T.sum(axis=0, keepdims=True)
+    if valid is not None:
       # Afterwards, for a key's row is no other's business.
-      column_1K = jnp.where(valid_ref[...] > 0, column_1K, 0)
-    column_ref[...] = column_1K
+      column_1K = jnp.where(valid[...] > 0, column_1K, 0)
+    column[...] = column_1K
 
 
-def _dq_kernel(
-  q_ref,
-  k_ref,
-  v_ref,
-  dout_ref,
-  lse_ref,
-  given_ref,
-  valid_ref,
-  dcolumn_ref,
-  dq_ref,
-  mean_ref,
-  sum_ref,
-  acc_ref,
-  *,
-  causal,
-  blocks,
-):
+def _dq_kernel(*refs, causal, blocks):
   """Gradients of queries, and each query's mean of dP under P."""
+  q, k, v, dout, lse, given, valid, dcolumn, dq, mean, mean_acc, acc = refs
   i, j = pl.program_id(2), pl.program_id(3)
   key_block = j % blocks
   inside = key_block <= i if causal else True
@@ -370,81 +319,68 @@ def _dq_kernel(
 
   @pl.when(j == 0)
   def _():
-    sum_ref[...] = given_ref[...]
-    acc_ref[...] = jnp.zeros_like(acc_ref)
+    mean_acc[...] = given[...]
+    acc[...] = jnp.zeros_like(acc)
 
   def weights():
-    logit_KQ = _logits(q_ref, k_ref, i, key_block, causal) - lse_ref[...]
-    return jnp.exp(_hide(logit_KQ, valid_ref))
+    logit_KQ = _logits(q, k, i, key_block, causal) - lse[...]
+    return jnp.exp(_hide(logit_KQ, valid))
 
-  if dcolumn_ref is not None:
+  if dcolumn is not None:
 
     @pl.when(inside & jnp.logical_not(last_pass))
     def _():
-      dcolumn_K1 = _column(dcolumn_ref[...])
-      sum_ref[...] += (weights() * dcolumn_K1).sum(axis=0, keepdims=True)
+      dcolumn_K1 = _column(dcolumn[...])
+      mean_acc[...] += (weights() * dcolumn_K1).sum(axis=0, keepdims=True)
 
   @pl.when(inside & last_pass)
   def _():
-    dweight_KQ = _dot(v_ref[...], dout_ref[...], (0, 0))
-    if dcolumn_ref is not None:
-      dweight_KQ += _column(dcolumn_ref[...])
-    dlogit_KQ = weights() * (dweight_KQ - sum_ref[...])
-    acc_ref[...] += _dot(k_ref[...], dlogit_KQ.astype(k_ref.dtype), (1, 0))
+    dweight_KQ = product(v[...], dout[...], (0, 0))
+    if dcolumn is not None:
+      dweight_KQ += _column(dcolumn[...])
+    dlogit_KQ = weights() * (dweight_KQ - mean_acc[...])
+    acc[...] += product(k[...], dlogit_KQ.astype(k.dtype), (1, 0))
 
   @pl.when(j == pl.num_programs(3) - 1)
   def _():
-    scale = q_ref.shape[0] ** -0.5
-    dq_ref[...] = (acc_ref[...] * scale).astype(dq_ref.dtype)
-    mean_ref[...] = sum_ref[...]
+    scale = q.shape[0] ** -0.5
+    dq[...] = (acc[...] * scale).astype(dq.dtype)
+    mean[...] = mean_acc[...]
 
 
-def _dkv_kernel(
-  q_ref,
-  k_ref,
-  v_ref,
-  dout_ref,
-  lse_ref,
-  mean_ref,
-  valid_ref,
-  dcolumn_ref,
-  dk_ref,
-  dv_ref,
-  dcolumn_KN_ref,
-  dk_acc_ref,
-  dv_acc_ref,
-  *,
-  causal,
-):
+def _dkv_kernel(*refs, causal):
+  """Gradients of keys and values."""
+  q, k, v, dout, lse, mean, valid, dcolumn, dk, dv, *scratch = refs
+  dcolumn_KN, dk_acc, dv_acc = scratch
   i, j = pl.program_id(2), pl.program_id(3)
 
   @pl.when(j == 0)
   def _():
-    dk_acc_ref[...] = jnp.zeros_like(dk_acc_ref)
-    dv_acc_ref[...] = jnp.zeros_like(dv_acc_ref)
-    if dcolumn_ref is not None:
-      dcolumn_KN_ref[...] = jnp.broadcast_to(
-        _column(dcolumn_ref[...]), dcolumn_KN_ref.shape
+    dk_acc[...] = jnp.zeros_like(dk_acc)
+    dv_acc[...] = jnp.zeros_like(dv_acc)
+    if dcolumn is not None:
+      dcolumn_KN[...] = jnp.broadcast_to(
+        _column(dcolumn[...]), dcolumn_KN.shape
       )
 
   @pl.when(j >= i if causal else True)
   def _():
-    weight_KQ = jnp.exp(_logits(q_ref, k_ref, j, i, causal) - lse_ref[...])
-    dout_CQ = dout_ref[...]
-    dv_acc_ref[...] += _dot(dout_CQ, weight_KQ.astype(dout_CQ.dtype), (1, 1))
-    dweight_KQ = _dot(v_ref[...], dout_CQ, (0, 0))
-    if dcolumn_ref is not None:
-      dweight_KQ += dcolumn_KN_ref[:, :1]
-    dlogit_KQ = weight_KQ * (dweight_KQ - mean_ref[...])
-    dk_acc_ref[...] += _dot(q_ref[...], dlogit_KQ.astype(q_ref.dtype), (1, 1))
+    weight_KQ = jnp.exp(_logits(q, k, j, i, causal) - lse[...])
+    dout_CQ = dout[...]
+    dv_acc[...] += product(dout_CQ, weight_KQ.astype(dout_CQ.dtype), (1, 1))
+    dweight_KQ = product(v[...], dout_CQ, (0, 0))
+    if dcolumn is not None:
+      dweight_KQ += dcolumn_KN[:, :1]
+    dlogit_KQ = weight_KQ * (dweight_KQ - mean[...])
+    dk_acc[...] += product(q[...], dlogit_KQ.astype(q.dtype), (1, 1))
 
   @pl.when(j == pl.num_programs(3) - 1)
   def _():
-    dk_CK = dk_acc_ref[...] * q_ref.shape[0] ** -0.5
-    dv_CK = dv_acc_ref[...]
-    if valid_ref is not None:
+    dk_CK = dk_acc[...] * q.shape[0] ** -0.5
+    dv_CK = dv_acc[...]
+    if valid is not None:
       # A hidden key's weights may even be infinite; its row is no other's.
-      dk_CK = jnp.where(valid_ref[...] > 0, dk_CK, 0)
-      dv_CK = jnp.where(valid_ref[...] > 0, dv_CK, 0)
-    dk_ref[...] = dk_CK.astype(dk_ref.dtype)
-    dv_ref[...] = dv_CK.astype(dv_ref.dtype)
+      dk_CK = jnp.where(valid[...] > 0, dk_CK, 0)
+      dv_CK = jnp.where(valid[...] > 0, dv_CK, 0)
+    dk[...] = dk_CK.astype(dk.dtype)
+    dv[...] = dv_CK.astype(dv.dtype)

@@ -9,16 +9,9 @@ BLIND = 1e30
 def forward(q_BLHC, k_BLHC, v_BLHC, mask, *, causal):
   """Returns out_BLHC, and in float32 column_BL and lse_BHL.
 
-  Args:
-    q_BLHC: queries.
-    k_BLHC: keys.
-    v_BLHC: values.
-    mask: None, valid_BL or mask_BQS.
-    causal: whether a query sees no later key.
-
-  Returns:
-    What attention gives, zeros for a query that sees no key; the sums of its
-    map's columns over heads and queries; each query's log-sum-exp.
+  That is what attention gives, zeros for a query that sees no key; the sums of
+  its map's columns over heads and queries; and each query's log-sum-exp. The
+  mask is None, valid_BL or mask_BQS.
   """
   seen_BQS = seen(mask, causal, q_BLHC.shape[1])
   logit_BHQS = _logits(q_BLHC, k_BLHC, seen_BQS)
@@ -46,18 +39,7 @@ def forward(q_BLHC, k_BLHC, v_BLHC, mask, *, causal):
   return out_BQHC.astype(q_BLHC.dtype), column_BS, lse_BHQ
 
 
-def backward(
-  q_BLHC,
-  k_BLHC,
-  v_BLHC,
-  mask,
-  out_BLHC,
-  lse_BHL,
-  dout_BLHC,
-  dcolumn_BL,
-  *,
-  causal,
-):
+def backward(dout_BLHC, dcolumn_BL, residuals, *, causal):
   """Returns the gradients of q, k and v.
 
   With P the attention map: `dP_ij = dO_i·v_j + dcolumn_j`,
@@ -66,16 +48,12 @@ def backward(
   network would keep its map.
 
   Args:
-    q_BLHC: queries.
-    k_BLHC: keys.
-    v_BLHC: values.
-    mask: None, valid_BL or mask_BQS.
-    out_BLHC: as `forward` returned it.
-    lse_BHL: as `forward` returned it.
     dout_BLHC: gradient of `out_BLHC`.
     dcolumn_BL: gradient of `column_BL` in float32; None if that is zero.
-    causal: whether a query sees no later key.
+    residuals: the arguments of `forward`, and its `out_BLHC` and `lse_BHL`.
+    causal: as for `forward`.
   """
+  q_BLHC, k_BLHC, v_BLHC, mask, out_BLHC, lse_BHL = residuals
   logit_BHQS = _logits(q_BLHC, k_BLHC, seen(mask, causal, q_BLHC.shape[1]))
   weight_BHQS = jnp.exp(logit_BHQS - lse_BHL[..., None])
   dv_BSHC = jnp.einsum(

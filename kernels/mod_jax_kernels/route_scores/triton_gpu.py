@@ -6,18 +6,19 @@ head where they lie. A query that sees no key has a log-sum-exp so large
 beyond the end, which is why passes that hold keys need no mask for queries.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from mod_jax_kernels import dispatch
 from mod_jax_kernels import tiles
 from mod_jax_kernels.route_scores.tiles import TILES
 from mod_jax_kernels.triton_call import triton_call
 
 
-@dispatch.jit(static_argnames='causal')
+@functools.partial(jax.jit, static_argnames='causal')
 def forward(q_BLHC, k_BLHC, v_BLHC, mask_BL, *, causal):
   """As `reference.forward`, for a mask of tokens."""
   batch, length, heads, _ = q_BLHC.shape
@@ -43,20 +44,10 @@ def forward(q_BLHC, k_BLHC, v_BLHC, mask_BL, *, causal):
   return out_BLHC, column_BHL.sum(axis=1), lse_BHL
 
 
-@dispatch.jit(static_argnames='causal')
-def backward(
-  q_BLHC,
-  k_BLHC,
-  v_BLHC,
-  mask_BL,
-  out_BLHC,
-  lse_BHL,
-  dout_BLHC,
-  dcolumn_BL,
-  *,
-  causal,
-):
+@functools.partial(jax.jit, static_argnames='causal')
+def backward(dout_BLHC, dcolumn_BL, residuals, *, causal):
   """As `reference.backward`, for a mask of tokens."""
+  q_BLHC, k_BLHC, v_BLHC, mask_BL, out_BLHC, lse_BHL = residuals
   valid_BL = _or_any(mask_BL, q_BLHC)
   like = jax.ShapeDtypeStruct(q_BLHC.shape, q_BLHC.dtype)
   meta = {

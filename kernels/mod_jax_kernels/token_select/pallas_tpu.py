@@ -11,41 +11,33 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
-from mod_jax_kernels import dispatch
 from mod_jax_kernels import tiles
+from mod_jax_kernels.pallas_parts import LANES
+from mod_jax_kernels.pallas_parts import interpret
 from mod_jax_kernels.token_select import reference
 from mod_jax_kernels.token_select.tiles import TILES
 
 # Two buffers of eight rows of this length take half of the vector memory.
 LONGEST = 2**17
-_LANES = 128
 
 
+@functools.partial(jax.jit, static_argnames='k')
 def token_select(key_BL, k):
   """As `reference.token_select`.
 
   Raises:
     ValueError: rows longer than `LONGEST`.
   """
-  length = key_BL.shape[1]
+  batch, length = key_BL.shape
   if length > LONGEST:
     raise ValueError(
       f"implementation='pallas': rows of {length} scores are more than the"
       f" {LONGEST} that fit a TPU's vector memory: use 'sort'."
     )
   sizes = tiles.choose(TILES, 'pallas')
-  return _select_rows(
-    key_BL,
-    k=k,
-    rows=sizes['rows'],
-    block_l=min(sizes['block_l'], _round_up(length, _LANES)),
-    block_k=min(sizes['block_k'], _round_up(k, _LANES)),
-  )
-
-
-@dispatch.jit(static_argnames=('k', 'rows', 'block_l', 'block_k'))
-def _select_rows(key_BL, *, k, rows, block_l, block_k):
-  batch, length = key_BL.shape
+  rows = sizes['rows']
+  block_l = min(sizes['block_l'], _round_up(length, LANES))
+  block_k = min(sizes['block_k'], _round_up(k, LANES))
   slots = _round_up(k, block_k)
   key_BL = jnp.pad(
     key_BL,
@@ -60,9 +52,7 @@ def _select_rows(key_BL, *, k, rows, block_l, block_k):
     in_specs=[pl.BlockSpec((rows, padded_length), lambda i: (i, 0))],
     out_specs=pl.BlockSpec((rows, slots), lambda i: (i, 0)),
     compiler_params=pltpu.CompilerParams(dimension_semantics=('parallel',)),
-    interpret=pltpu.InterpretParams(uninitialized_memory='nan')
-    if dispatch.interpreting()
-    else False,
+    interpret=interpret(),
     name='token_select',
   )(key_BL)
   return index_BK[:batch, :k]
@@ -96,8 +86,8 @@ def _kernel(key_ref, index_ref, *, k, block_l, block_k):
   wanted_R1 = (k - count(jnp.greater, kth_R1)).astype(jnp.float32)
   index_ref[...] = jnp.zeros(index_ref.shape, jnp.int32)
   triangle_PP = (
-    jax.lax.broadcasted_iota(jnp.int32, (_LANES, _LANES), 0)
-    <= jax.lax.broadcasted_iota(jnp.int32, (_LANES, _LANES), 1)
+    jax.lax.broadcasted_iota(jnp.int32, (LANES, LANES), 0)
+    <= jax.lax.broadcasted_iota(jnp.int32, (LANES, LANES), 1)
   ).astype(jnp.float32)
 
   def running(mask_RP, contract):
@@ -112,8 +102,8 @@ def _kernel(key_ref, index_ref, *, k, block_l, block_k):
 
   def compact(block, carry):
     equal_R1, total_1R = carry
-    start = pl.multiple_of(block * _LANES, _LANES)
-    key_RP = key_ref[:, pl.ds(start, _LANES)]
+    start = pl.multiple_of(block * LANES, LANES)
+    key_RP = key_ref[:, pl.ds(start, LANES)]
     tied_RP = (key_RP == kth_R1).astype(jnp.float32)
     rank_RP = equal_R1 + running(tied_RP, 1)
     tie_RP = (key_RP == kth_R1) & (rank_RP <= wanted_R1)
@@ -134,10 +124,10 @@ def _kernel(key_ref, index_ref, *, k, block_l, block_k):
 
     jax.lax.fori_loop(0, index_ref.shape[1] // block_k, fill, 0)
     equal_R1 += tied_RP.sum(axis=-1, keepdims=True)
-    return equal_R1, total_PR[_LANES - 1 :]
+    return equal_R1, total_PR[LANES - 1 :]
 
   carry = jnp.zeros((rows, 1), jnp.float32), jnp.zeros((1, rows), jnp.float32)
-  jax.lax.fori_loop(0, length // _LANES, compact, carry)
+  jax.lax.fori_loop(0, length // LANES, compact, carry)
 
 
 def _round_up(number, multiple):

@@ -1,11 +1,12 @@
 """Selection on a GPU: a program for each row, which it keeps in registers."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from mod_jax_kernels import dispatch
 from mod_jax_kernels import tiles
 from mod_jax_kernels import triton_call
 from mod_jax_kernels.token_select.tiles import TILES
@@ -66,25 +67,20 @@ def _select(
     wanted -= _count(equal)
 
 
+@functools.partial(jax.jit, static_argnames='k')
 def token_select(key_BL, k):
   """As `reference.token_select`."""
-  sizes = tiles.choose(TILES, 'triton')
-  block = min(triton.next_power_of_2(key_BL.shape[1]), sizes['block'])
-  # A warp has no use for less than a few lanes each.
-  num_warps = max(1, min(sizes['num_warps'], block // 128))
-  return _select_rows(key_BL, k=k, block=block, num_warps=num_warps)
-
-
-@dispatch.jit(static_argnames=('k', 'block', 'num_warps'))
-def _select_rows(key_BL, *, k, block, num_warps):
   rows, length = key_BL.shape
+  sizes = tiles.choose(TILES, 'triton')
+  block = min(triton.next_power_of_2(length), sizes['block'])
   return triton_call.triton_call(
     _select,
     key_BL,
     k,
     out_type=jax.ShapeDtypeStruct((rows, k), jnp.int32),
     grid=(rows,),
-    num_warps=num_warps,
+    # A warp has no use for less than a few lanes each.
+    num_warps=max(1, min(sizes['num_warps'], block // 128)),
     num_stages=1,
     LENGTH=length,
     BLOCK=block,

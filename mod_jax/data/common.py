@@ -1,0 +1,102 @@
+"""What pipelines of text and of pictures share: checks, and who gets what."""
+
+from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import Any
+
+import grain
+import numpy as np
+
+from mod_jax import errors
+
+
+def check_source(
+  config: Any,
+  *,
+  needed: Mapping[str, Sequence[str]],
+  own: Mapping[str, Sequence[str]],
+) -> None:
+  """Checks the fields of a data config that depend on its `source`.
+
+  Args:
+    config: of a data set.
+    needed: fields without which a source cannot be read, by source.
+    own: fields that only one source reads, by source.
+
+  Raises:
+    errors.UserError: a field is missing, or would silently do nothing.
+  """
+  for name in needed.get(config.source, ()):
+    if not getattr(config, name):
+      raise errors.UserError(
+        f'source={config.source!r} needs {name}, which is empty'
+      )
+  for source, names in own.items():
+    for name in names:
+      value = getattr(config, name)
+      if value and config.source != source:
+        raise errors.UserError(
+          f'{name}={value!r} is read only with source={source!r}, but source='
+          f'{config.source!r}: set source or drop {name}'
+        )
+
+
+def check_request(
+  batch_size: int,
+  shard_index: int,
+  shard_count: int,
+  *,
+  seed: int = 0,
+  num_batches: int | None = None,
+) -> None:
+  """Raises errors.UserError where no such batches can be asked for."""
+  if batch_size < 1:
+    raise errors.UserError(f'batch_size={batch_size}: expected at least 1')
+  if not 0 <= shard_index < shard_count:
+    raise errors.UserError(
+      f'shard_index={shard_index}: expected one of the {shard_count} shards, '
+      'counted from 0'
+    )
+  if not 0 <= seed < 2**31:
+    raise errors.UserError(f'seed={seed}: expected an integer in [0, 2**31)')
+  if num_batches is not None and num_batches < 1:
+    raise errors.UserError(
+      f'num_batches={num_batches}: expected at least 1, or None for all'
+    )
+
+
+def held_out(
+  draw_N: np.ndarray, fraction: float, group_N: np.ndarray
+) -> np.ndarray:
+  """Returns a mask of files to hold out, those whose draw is the smallest.
+
+  A file's side does not change when others come or go, except that each group
+  keeps one to train on, and that one is held out where any can be.
+
+  Args:
+    draw_N: a number in [0, 1) for each file, from its name alone.
+    fraction: of the files to hold out.
+    group_N: integers; the classes of pictures.
+  """
+  held_N = draw_N < fraction
+  for group in np.unique(group_N):
+    places = np.flatnonzero(group_N == group)
+    if held_N[places].all():
+      held_N[places[np.argmax(draw_N[places])]] = False
+  if not held_N.any():
+    spare_N = np.bincount(group_N)[group_N] > 1
+    if spare_N.any():
+      held_N[np.argmin(np.where(spare_N, draw_N, np.inf))] = True
+  return held_N
+
+
+class Rows(grain.transforms.Map):
+  """A batch to some of its rows."""
+
+  def __init__(self, start: int, stop: int | None = None):
+    """Takes the rows from `start` to before `stop`; None is the end."""
+    self._rows = slice(start, stop)
+
+  def map(self, element: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Returns the rows, as views."""
+    return {key: value[self._rows] for key, value in element.items()}
