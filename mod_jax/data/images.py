@@ -14,6 +14,7 @@ Decoding and augmentation run inside Grain, in threads or worker processes.
 from collections.abc import Iterator
 import contextlib
 import dataclasses
+import signal
 from typing import Annotated
 from typing import Any
 from typing import Literal
@@ -442,7 +443,18 @@ def _start(dataset: grain.MapDataset, workers: int) -> grain.DatasetIterator:
   options = grain.MultiprocessingOptions(
     num_workers=workers, per_worker_buffer_size=_WORKER_BUFFER
   )
-  return iter(iterable.mp_prefetch(options))
+  return iter(iterable.mp_prefetch(options, _outlive_signals))
+
+
+def _outlive_signals(worker: int, workers: int) -> None:
+  """Lets the main process decide when a worker ends.
+
+  Ctrl-C, a terminal that closes, and Slurm's early warning reach all processes
+  of a run at once; the main one still needs batches until it has saved.
+  """
+  del worker, workers
+  for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+    signal.signal(number, signal.SIG_IGN)
 
 
 def _finite(dataset: grain.MapDataset, workers: int) -> Iterator[Batch]:

@@ -47,7 +47,10 @@ class Score(abc.ABC):
 
     Args:
       module: the routed layer, within whose compact method this is called: for
-        its random streams, variables and submodules.
+        its random stream `routing`, its submodules, and its variables of the
+        collection `moving`, which training keeps and scanned layers share out.
+        Change those only where `module.is_mutable_collection('moving')` and
+        not `module.is_initializing()`.
       x_BLD: features.
       info: facts about the tokens.
       capacity: fraction of the tokens that the layer processes.

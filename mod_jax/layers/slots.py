@@ -34,8 +34,10 @@ class Slot(abc.ABC):
       mode: how the model runs.
 
     Returns:
-      y [B, L, …], and further results by kind, which losses, metrics and
-      pictures read.
+      y [B, L, …], and further results by kind, for losses, metrics and pictures
+      to read by `stack.collect`. The kinds `router`, `attention` and `adaptive`
+      are taken. What a loss shall make of another kind says the method: see
+      `Task.loss`, and `tasks/adaptive.py` for one that reads aux.
     """
 
   @abc.abstractmethod

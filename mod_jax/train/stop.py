@@ -87,7 +87,11 @@ def listening() -> Iterator[None]:
 
 
 def requested() -> bool:
-  """Whether a stop was asked for; with several hosts, the same on all."""
+  """Whether a stop was asked for.
+
+  With several hosts it is the same on all of them: False until `after_step` has
+  found a step after which all can stop.
+  """
   return _asked.requested
 
 
@@ -115,8 +119,20 @@ def check() -> None:
 
 
 def each[T](items: Iterable[T]) -> Iterator[T]:
-  """Yields items, such as batches, and calls `check` before each."""
-  for item in items:
+  """Yields items, such as batches, and calls `check` before each.
+
+  A signal to all processes of a run may end those that read data before this
+  one sees it. Where a stop was asked for, what they fail with does not matter.
+  """
+  iterator = iter(items)
+  while True:
+    try:
+      item = next(iterator)
+    except StopIteration:
+      return
+    except Exception:
+      check()
+      raise
     check()
     yield item
 

@@ -4,7 +4,10 @@ import dataclasses
 import io
 import itertools
 import json
+import multiprocessing
+import os
 import pickle
+import signal
 
 import numpy as np
 from PIL import Image
@@ -202,7 +205,13 @@ def test_workers_change_nothing():
   iterator = train(dataclasses.replace(config, workers=1), seed=5)
   # A state of threads goes on in processes.
   iterator.set_state({'next_batch': 2})
-  batches = take(iterator, 2)
+  batches = take(iterator, 1)
+  # What asks the whole run to stop does not end its workers first.
+  (worker,) = multiprocessing.active_children()
+  for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+    os.kill(worker.pid, number)
+  batches += take(iterator, 1)
+  assert worker.is_alive()
   state = iterator.get_state()
   iterator.close()
   assert_same(batches, expected[2:4])

@@ -38,7 +38,8 @@ class ExpertThreshold(Score):
     score_BL = Router(0.02, name='router')(x_BLD)
     threshold = module.variable('moving', 'expert', lambda: jnp.zeros(()))
     before = threshold.value
-    if module.is_mutable_collection('moving'):
+    trains = module.is_mutable_collection('moving')
+    if trains and not module.is_initializing():
       now = jnp.quantile(jax.lax.stop_gradient(score_BL), 1 - capacity)
       threshold.value = self.decay * before + (1 - self.decay) * now
     return score_BL - before

@@ -548,6 +548,19 @@ class TestStop:
     assert checkpoint_steps(tmp_path) == [2, 3]
     assert not deaths
 
+  @pytest.mark.parametrize('asked', [False, True])
+  def test_workers_that_die_in_an_evaluation(self, deaths, asked):
+    def batches():
+      yield 1
+      if asked:
+        signal.raise_signal(signal.SIGTERM)
+      raise RuntimeError('a worker process died')
+
+    expected = stop.Stopped if asked else RuntimeError
+    with stop.listening(), pytest.raises(expected):
+      list(stop.each(batches()))
+    assert not deaths
+
   def test_the_numbers_of_several_hosts_grow_over_all_runs(
     self, texts, tmp_path, monkeypatch, quiet
   ):
