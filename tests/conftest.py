@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import os
 import pathlib
+import signal
 
 # A GPU machine may ask for its own platform; everything here runs on CPUs.
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
@@ -75,6 +76,24 @@ def on_one_device():
 def one_device(on_one_device):
   with on_one_device():
     yield
+
+
+@pytest.fixture
+def deaths():
+  """Returns the signals that nobody caught: their default would end the tests.
+
+  Ctrl-C is ignored where a shell runs the tests in the background; it is not
+  here.
+  """
+  caught = []
+  numbers = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
+  before = {
+    number: signal.signal(number, lambda number, _: caught.append(number))
+    for number in numbers
+  }
+  yield caught
+  for number, handler in before.items():
+    signal.signal(number, handler)
 
 
 @pytest.fixture(scope='module')

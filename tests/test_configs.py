@@ -21,7 +21,9 @@ from mod_jax.errors import UserError
 from mod_jax.layers.acm import ACMConfig
 from mod_jax.layers.mlp import MLPConfig
 from mod_jax.layers.mode import RoutingMode
+from mod_jax.layers.routed import VisionRoutingConfig
 from mod_jax.layers.scores import SCORES
+from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.vit import ViTConfig
 from mod_jax.tasks import phases
 from mod_jax.tasks.experiment import ExperimentConfig
@@ -59,16 +61,28 @@ def build(file, variant):
 def shapes_of(model):
   """Returns the boxed shapes of a model's variables; computes nothing.
 
-  Of two layers, where its blocks are alike.
+  Of a vision transformer with as few blocks as have every kind of parameter.
   """
-  if isinstance(model, ViTConfig) and model.routing is None:
-    model = dataclasses.replace(model, num_layers=2)
   if isinstance(model, ViTConfig):
-    if model.routing is not None and model.routing.score == 'attention':
-      model = model.dense_twin()  # It has no parameters of its own.
-    # No axis of the mesh divides the classes.
-    model = dataclasses.replace(model, num_classes=1000)
+    model = _shallow(model, 2)
+  elif isinstance(model, DynamicViTConfig):
+    count = len(model.stages)
+    model = dataclasses.replace(
+      model,
+      backbone=_shallow(model.backbone, count + 1),
+      stages=tuple(range(1, count + 1)),
+    )
   return _shapes_of(model)
+
+
+def _shallow(model, num_layers):
+  routing = model.routing
+  if routing is not None:
+    routing = VisionRoutingConfig(score=routing.score)
+  # No axis of the mesh divides the classes.
+  return dataclasses.replace(
+    model, num_layers=num_layers, routing=routing, num_classes=1000
+  )
 
 
 @functools.cache  # Many experiments share a model.

@@ -208,14 +208,21 @@ class TestShardings:
 
 
 class TestBatch:
-  def test_rows_lie_on_data_and_fsdp_devices(self):
-    mesh = parallel.make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
+  @pytest.mark.parametrize(
+    'sizes',
+    [{'data': 8}, {'data': 1, 'fsdp': 8}, {'data': 2, 'fsdp': 2, 'tensor': 2}],
+    ids=str,
+  )
+  def test_rows_lie_on_data_and_fsdp_devices(self, sizes):
+    mesh = parallel.make_mesh(MeshConfig(**sizes))
+    parts = mesh.shape['data'] * mesh.shape['fsdp']
     batch = {'tokens': np.arange(24).reshape(8, 3), 'length': np.arange(8)}
     placed = parallel.put_batch(batch, mesh)
     for name, array in placed.items():
       np.testing.assert_array_equal(array, batch[name])
-      rows = {shard.data.shape[0] for shard in array.addressable_shards}
-      assert rows == {2}
+      shards = [np.asarray(shard.data) for shard in array.addressable_shards]
+      assert {len(shard) for shard in shards} == {8 // parts}
+      assert len({shard.tobytes() for shard in shards}) == parts
       assert array.sharding.is_equivalent_to(
         parallel.batch_sharding(mesh), array.ndim
       )

@@ -1,6 +1,5 @@
 """train.py and eval.py: what they print, and how they take bad input."""
 
-import concurrent.futures
 import contextlib
 import dataclasses
 import importlib.util
@@ -16,16 +15,10 @@ import types
 import unittest.mock
 
 from absl import flags
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from mod_jax import cli
-from mod_jax import parallel
-from mod_jax import routing
 from mod_jax.data import corpus
-from mod_jax.errors import UserError
 from mod_jax.train import metrics as metrics_lib
 
 pytestmark = pytest.mark.usefixtures('compilation_cache')
@@ -128,14 +121,10 @@ def snapshot(folder):
 
 
 @pytest.fixture(scope='module')
-def trained(tmp_path_factory):
+def trained(on_one_device, tmp_path_factory):
   """The directory of a run, trained by the script; copy it to change it."""
   workdir = tmp_path_factory.mktemp('runs') / 'run'
-  make_mesh = parallel.make_mesh
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(
-      parallel, 'make_mesh', lambda config: make_mesh(config, jax.devices()[:1])
-    )
+  with on_one_device():
     ended = run('train.py', CONFIG, f'--workdir={workdir}', *overrides(SMALL))
   assert ended.status == 0, ended.err
   return workdir, ended
@@ -153,7 +142,12 @@ class TestTrain:
     for name in ('routing', 'router_weights', 'curves'):
       assert f'picture: {workdir}/pictures/{name}.png' in ended.out
       assert (workdir / 'pictures' / f'{name}.png').exists()
-    assert len(metrics_lib.read(workdir)) == 5
+    *lines, last = metrics_lib.read(workdir)
+    assert len(lines) == 4
+    assert all(
+      {'router/bce', 'router/accuracy'} < line.keys() for line in lines
+    )
+    assert {'top_k/loss', 'router/loss'} < last.keys()
 
   def test_flops(self):
     ended = run('train.py', CONFIG, '--flops')
@@ -181,11 +175,8 @@ class TestTrain:
     assert (ended.status, ended.err) == (0, '')
     assert f'FLOPs of a forward pass over one {unit}' in ended.out
 
-  def test_sweep(self, tmp_path, monkeypatch):
-    make_mesh = parallel.make_mesh
-    monkeypatch.setattr(
-      parallel, 'make_mesh', lambda config: make_mesh(config, jax.devices()[:1])
-    )
+  @pytest.mark.usefixtures('one_device')
+  def test_sweep(self, tmp_path):
     args = (
       'train.py',
       CONFIG,
@@ -218,69 +209,16 @@ class TestTrain:
 
   @pytest.mark.parametrize(
     ('args', 'pattern'),
+    # One of each kind: what a config, a model or data refuse for themselves is
+    # in the tests of those.
     [
-      # Unknown fields and wrong values, with the nearest match.
       (['--config.model.num_layer=2'], "num_layer.*Did you mean 'num_layers'"),
-      (['--config.modle.width=2'], "modle.*Did you mean 'model'"),
-      (['--config.model.mlp=swigloo'], "mlp=swigloo: .*Did you mean 'swiglu'"),
-      (['--config.model.num_layers=two'], 'num_layers.*an integer'),
-      (['--config.train.num_steps=0'], 'num_steps=0.*an integer from 1 to'),
-      # Numbers out of range: infinite, or so many that it would take for ever.
-      (['--config.model.num_layers=100000000'], 'num_layers=1.* from 1 to 1,0'),
-      (['--config.evaluation.batch_size=1' + '0' * 20], 'batch_size=1.*from 1'),
       (['--config.model.width=0x' + 'f' * 5000], 'model.width=.*from 1'),
-      (['--config.optimizer.learning_rate=inf'], 'learning_rate=inf.*finite'),
-      (
-        ['--config.optimizer.weight_decay=1e999'],
-        'weight_decay=1e999: expected a number from 0',
-      ),
-      (['--config.optimizer.beta2=1'], r'beta2=1: .* from 0 to 0\.999999'),
-      (["--config.optimizer.rules=(('.',0,0),)"], 'rules freeze every param'),
-      # Parts that do not fit each other.
-      (['--config.model={}'], "model.type is missing: .*'LMConfig', 'ViTConf"),
-      (['--config.model={"width":8}'], 'model.type is missing'),
-      (['--config.data={"type":[]}'], r"data.type=.*\[\]: .* 'TextDataConfig'"),
-      (
-        ['--config.data={[]:1}'],
-        'data={.*expected TextDataConfig or ImageDataConfig',
-      ),
-      (
-        ["--config.model={'type':'LMConfig'}", '--config.model.width=16'],
-        'model: width=16 does not divide by num_heads=6',
-      ),
       (['--config.train.num_steps =3'], r"no field 'num_steps '.*'num_steps'"),
-      (
-        ['--config.optimizer.rules=' + '-' * 9000],
-        'rules=---.*: expected a tuple of tuples',
-      ),
-      (
-        ['--config.model.routing.layers=' + '-' * 9000],
-        'layers=---.*a tuple of integers from 0',
-      ),
-      (
-        ["--config.objective={'type':'PruningObjective'}"],
-        'objective=PruningObjective and model=LMConfig: .*objective=None',
-      ),
-      (
-        [
-          '--config.model.routing=None',
-          '--config.train.capacity_warmup_steps=2',
-        ],
-        'capacity_warmup_steps=2 and model=LMConfig without routing',
-      ),
-      (['--wrokdir=x'], 'wrokdir'),
-      (['stray'], "unexpected argument 'stray'"),
-      # The model.
       (['--config.model.routing.capacity=1.5'], r'capacity=1\.5.*\(0, 1\]'),
-      (['--config.model.routing.capacity=0'], r'capacity=0.*\(0, 1\]'),
-      (['--config.model.routing.capacity=(0.5,0.5)'], 'lists 2 .* for 1 rout'),
-      (['--config.model.num_heads=5'], 'width=32 .* num_heads=5'),
-      (['--config.model.num_kv_heads=3'], 'num_kv_heads=3 does not divide'),
       (['--config.model.vocab_size=100'], "vocab_size=100 .*tokenizer's 256"),
-      (['--config.model.routing.offset=2'], 'offset=2.*period=2'),
       # Devices.
       (['--config.mesh.data=3'], "'data': 3.*does not fit 8 device"),
-      (['--config.mesh.fsdp=3'], "'fsdp': 3.*does not fit 8 device"),
       (['--config.train.batch_size=12'], '=12 does not divide by the 8 dev'),
       (
         ['--config.train.grad_accum_steps=3'],
@@ -302,20 +240,19 @@ class TestTrain:
         ['--config.data.source=files', '--config.data.files=/no/*.txt'],
         "'/no/\\*.txt' matches no file",
       ),
-      (['--config.data.source=files'], "source='files' needs files"),
-      (
-        ['--config.data.source=files', '--config.data.files=EMPTY'],
-        'matches only empty files',
-      ),
       (
         ['--config.data.source=files', '--config.data.files=ONE'],
         'no file is held out',
       ),
-      (['--config.data.length=100000000'], 'tokens, too few for one row'),
       (
-        ['--config.data.tokenizer=huggingface'],
-        "tokenizer='huggingface' needs tokenizer_path",
+        [
+          '--config.data.source=files',
+          '--config.data.files=ONE',
+          '--config.data.eval_files=/no/*.txt',
+        ],
+        'eval_files=.*matches no file',
       ),
+      (['--config.train.batch_size=8000000'], 'fewer than the 8000000'),
       (
         [
           '--config.data.tokenizer=huggingface',
@@ -331,14 +268,8 @@ class TestTrain:
   def test_bad_input(self, args, pattern, tmp_path):
     if importlib.util.find_spec('wandb') and '--config.log.wandb=true' in args:
       pytest.skip('wandb is installed')
-    (tmp_path / 'empty.txt').write_text('')
     (tmp_path / 'one.txt').write_text('some text, ' * 100)
-    args = [
-      arg.replace('EMPTY', f'{tmp_path}/empty.txt').replace(
-        'ONE', f'{tmp_path}/one.txt'
-      )
-      for arg in args
-    ]
+    args = [arg.replace('ONE', f'{tmp_path}/one.txt') for arg in args]
     before = snapshot(tmp_path)
     ended = run('train.py', CONFIG, f'--workdir={tmp_path}/run', *args)
     assert_refused(ended, pattern)
@@ -351,8 +282,6 @@ class TestTrain:
     [
       ([], '--config is missing'),
       ([CONFIG], '--workdir is missing'),
-      ([CONFIG.replace('mod.py', 'mdo.py')], 'Did you mean .*mod.py'),
-      ([CONFIG.replace('tiny', 'tinny')], "'tinny'.*Did you mean 'tiny'"),
     ],
   )
   def test_missing_flags(self, args, pattern):
@@ -376,13 +305,9 @@ class TestTrain:
       assert_refused(ended, pattern)
       assert snapshot(workdir) == before
 
+  @pytest.mark.usefixtures('one_device')
   def test_divergence_is_one_line(self, tmp_path):
-    changes = SMALL | {
-      'optimizer.learning_rate': 1e38,
-      'log.every': 1,
-      'checkpoint.every': 1,
-      'train.num_steps': 20,
-    }
+    changes = SMALL | {'optimizer.learning_rate': 1e38, 'log.every': 1}
     ended = run(
       'train.py', CONFIG, f'--workdir={tmp_path}', *overrides(changes)
     )
@@ -400,16 +325,11 @@ class TestEval:
     workdir = tmp_path / 'run'
     shutil.copytree(trained[0], workdir)
     kept = snapshot(workdir / 'checkpoints')
-    ended = run(
-      'eval.py',
-      f'--workdir={workdir}',
-      '--batches=2',
-      '--sample=def ',
-      '--sample=a longer prompt',
-      '--sample_tokens=3',
-      '--rule=router',
-      '--overflow=drop',
+    samples = (
+      *('--sample=def ', '--sample=a longer prompt', '--sample_tokens=3'),
+      *('--rule=router', '--overflow=drop'),
     )
+    ended = run('eval.py', f'--workdir={workdir}', '--batches=2', *samples)
     assert ended.status == 0, ended.err
     assert 'held-out, at step 4' in ended.out
     assert '\nsample:\ndef ' in ended.out
@@ -419,19 +339,10 @@ class TestEval:
     assert {'top_k/loss', 'router/loss'} < told.keys()
     assert snapshot(workdir / 'checkpoints') == kept
     # The same seed writes the same; no evaluation was asked for.
-    again = [
-      run(
-        'eval.py',
-        f'--workdir={workdir}',
-        '--noevaluate',
-        '--sample=def ',
-        '--sample_tokens=3',
-        '--step=2',
-      ).out
-      for _ in range(2)
-    ]
-    assert again[0] == again[1]
-    assert 'held-out' not in again[0]
+    again = run('eval.py', f'--workdir={workdir}', '--noevaluate', *samples)
+    assert 'held-out' not in again.out
+    assert again.out
+    assert ended.out.endswith(again.out)
 
   @pytest.mark.parametrize(
     ('args', 'pattern'),
@@ -445,12 +356,9 @@ class TestEval:
       ),
       (['--sample=a', '--sample_tokens=0'], 'max_new_tokens=0'),
       (['--sample='], 'empty'),
-      (['--sample=a', '--temperature=-1'], 'temperature=-1'),
-      (['--sample=a', '--top_p=0'], 'top_p=0'),
       (['--sample=a', '--rule=bogus'], '--rule=bogus: .*trained for router'),
       (['--sample=a', '--overflow=spill'], 'overflow'),
       (['--study=importance'], '--study=importance: there are no studies'),
-      (['stray'], "unexpected argument 'stray'"),
     ],
     ids=lambda x: x[-1] if isinstance(x, list) else '',
   )
@@ -483,18 +391,13 @@ class TestEval:
     (workdir / 'config.json').write_text(json.dumps(held))
     return workdir
 
-  @pytest.mark.parametrize('size', [512, 100])
-  def test_a_vocabulary_that_does_not_match(self, trained, tmp_path, size):
+  def test_a_vocabulary_that_does_not_match(self, trained, tmp_path):
     def edit(held):
-      held['model']['vocab_size'] = size
+      held['model']['vocab_size'] = 512
 
     workdir = self.edited(trained, tmp_path, edit)
     before = snapshot(workdir)
-    pattern = (
-      r'with a different config \(model.vocab_size: 256 -> 512\)'
-      if size == 512
-      else "vocab_size=100 is smaller than the tokenizer's 256"
-    )
+    pattern = r'with a different config \(model.vocab_size: 256 -> 512\)'
     for args in (['eval.py'], ['eval.py', '--noevaluate', '--sample=a']):
       assert_refused(run(*args, f'--workdir={workdir}'), pattern)
     assert snapshot(workdir) == before
@@ -506,9 +409,6 @@ class TestEval:
     workdir = self.edited(trained, tmp_path, edit)
     ended = run('eval.py', f'--workdir={workdir}')
     assert_refused(ended, "model.heads: LMConfig has no field 'heads'")
-    (workdir / 'config.json').write_text('{"model": ')
-    ended = run('eval.py', f'--workdir={workdir}')
-    assert_refused(ended, 'not JSON')
 
   @pytest.mark.parametrize(
     ('data', 'pattern'),
@@ -573,32 +473,18 @@ class TestEval:
     assert_refused(ended, r'no checkpoint .* usable \(step 4: .*; step 2: ')
 
 
-@pytest.mark.parametrize('k', [0, 9])
-def test_k_beyond_the_sequence(k):
-  # No config leads here, since a capacity is at most 1; the library can be
-  # asked for it.
-  with pytest.raises(UserError, match=rf'k={k} .* 1 <= k <= 8'):
-    routing.select_tokens(jnp.zeros((2, 8)), k)
-  with pytest.raises(UserError, match=rf'k={k} .* 1 <= k <= 8'):
-    jax.jit(lambda x: routing.select_tokens(x, k))(np.zeros((2, 8)))
-
-
 @pytest.mark.slow
-def test_in_processes_of_their_own(trained, tmp_path):
-  workdir, _ = trained
-  before = snapshot(workdir)
-  new = f'--workdir={tmp_path}/new'
-  cases = [
-    (('train.py', CONFIG, new, '--config.model.widht=8'), "'width'"),
-    (('train.py', CONFIG, new, '--config.mesh.data=2'), 'not fit 1 device'),
-    (('train.py', CONFIG, f'--workdir={workdir}'), 'different config'),
-    (('eval.py', new), 'holds no run'),
-  ]
-  with concurrent.futures.ThreadPoolExecutor(max_workers=2) as pool:
-    ends = list(pool.map(lambda case: start(*case[0]), cases))
-  for ended, (_, pattern) in zip(ends, cases, strict=True):
-    assert_refused(ended, pattern)
-    assert ended.err.count('\n') == 1
-    assert ended.out == ''
+@pytest.mark.parametrize(
+  ('args', 'pattern'),
+  [
+    (('train.py', CONFIG, '--config.mesh.data=2'), 'not fit 1 device'),
+    (('eval.py',), 'holds no run'),
+  ],
+  ids=['train', 'eval'],
+)
+def test_in_a_process_of_its_own(tmp_path, args, pattern):
+  ended = start(*args, f'--workdir={tmp_path}/new')
+  assert_refused(ended, pattern)
+  assert ended.err.count('\n') == 1
+  assert ended.out == ''
   assert list(tmp_path.iterdir()) == []
-  assert snapshot(workdir) == before

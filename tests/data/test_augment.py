@@ -1,7 +1,5 @@
 """Augmentation: geometry, areas, weights of mixed pictures, determinism."""
 
-import dataclasses
-
 import numpy as np
 from PIL import Image
 import pytest
@@ -404,8 +402,3 @@ def test_alpha_shapes_the_weight(batch):
 def test_config_refuses(kwargs, message):
   with pytest.raises(errors.UserError, match=message):
     augment.AugmentConfig(**kwargs)
-
-
-def test_config_is_hashable():
-  config = augment.AugmentConfig(mixup=0.8)
-  assert hash(config) != hash(dataclasses.replace(config, mixup=0.2))

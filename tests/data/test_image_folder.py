@@ -122,14 +122,6 @@ def test_palette_with_transparency():
   assert image_folder.decode(data, 'it').getpixel((0, 0)) == (204, 0, 0)
 
 
-def test_values_of_16_bits_keep_their_upper_8():
-  values = np.arange(16, dtype=np.uint16).reshape(4, 4) * 4369
-  file = io.BytesIO()
-  Image.fromarray(values).save(file, 'PNG')
-  image = image_folder.decode(file.getvalue(), 'it')
-  np.testing.assert_array_equal(np.asarray(image)[..., 1], values >> 8)
-
-
 @pytest.mark.parametrize('kind', ['JPEG', 'PNG', 'WEBP', 'BMP', 'GIF', 'TIFF'])
 def test_formats(kind):
   image = image_folder.decode(encoded(kind=kind), 'it')

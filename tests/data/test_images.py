@@ -9,11 +9,13 @@ import os
 import pickle
 import signal
 
+from batch_checks import assert_same
+from batch_checks import joined
+from batch_checks import take
 import numpy as np
 from PIL import Image
 import pytest
 
-from mod_jax import config as config_lib
 from mod_jax import errors
 from mod_jax.data import augment
 from mod_jax.data import digits
@@ -33,23 +35,10 @@ AUGMENTED = augment.AugmentConfig(
 )
 
 
-def take(iterator, count):
-  return list(itertools.islice(iterator, count))
-
-
 def train(config, batch_size=4, seed=0, **kwargs):
   return images.train_iterator(
     config, batch_size=batch_size, seed=seed, **kwargs
   )
-
-
-def assert_same(batches, others):
-  assert len(batches) == len(others)
-  for batch, other in zip(batches, others, strict=True):
-    assert batch.keys() == other.keys()
-    for key in batch:
-      assert batch[key].dtype == other[key].dtype
-      np.testing.assert_array_equal(batch[key], other[key])
 
 
 def check(batch, shapes):
@@ -237,14 +226,6 @@ def test_batches_do_not_depend_on_the_number_of_shards(folder, mixing):
     for shard in shards:
       shard.set_state(json.loads(json.dumps(state)))
     assert_same(joined([take(shard, 1) for shard in shards]), after)
-
-
-def joined(shards):
-  """Global batches: each shard's part behind that of the one before."""
-  return [
-    {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
-    for parts in zip(*shards, strict=True)
-  ]
 
 
 # Evaluation.
@@ -499,16 +480,6 @@ def test_tfds_errors(tfds_dirs, tmp_path, name, kwargs, message):
 def test_config_refuses(kwargs, message):
   with pytest.raises(errors.UserError, match=message):
     images.ImageDataConfig(**kwargs)
-
-
-def test_config_survives_json():
-  config = images.ImageDataConfig(crop_fraction=0.9, augment=AUGMENTED)
-  text = config_lib.to_json(config)
-  assert config_lib.from_json(images.ImageDataConfig, text) == config
-  text = config_lib.to_json(config)
-  back = config_lib.from_json(images.ImageDataConfig, text)
-  assert back == config
-  assert hash(back) == hash(config)
 
 
 def test_batch_errors(folder):

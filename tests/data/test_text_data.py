@@ -7,6 +7,9 @@ import math
 import pathlib
 import tempfile
 
+from batch_checks import assert_same
+from batch_checks import joined
+from batch_checks import take
 from hypothesis import given
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -52,18 +55,6 @@ def root(tmp_path):
   for i in range(2):
     write(tmp_path, {f'eval/{i}.bin': numbered(44, 20000 + 1000 * i)})
   return tmp_path
-
-
-def take(iterator, count):
-  return list(itertools.islice(iterator, count))
-
-
-def assert_same(batches, others):
-  assert len(batches) == len(others)
-  for batch, other in zip(batches, others, strict=True):
-    assert batch.keys() == other.keys()
-    for key in batch:
-      np.testing.assert_array_equal(batch[key], other[key])
 
 
 def rows_of(batches, key='tokens'):
@@ -190,14 +181,6 @@ def test_resume_at_and_across_an_epoch_boundary(root, stop, read_threads):
   # An iterator that is already under way can go back, too.
   iterator.set_state(state)
   assert_same(take(iterator, 40), expected)
-
-
-def joined(shards):
-  """Global batches: each shard's part behind that of the one before."""
-  return [
-    {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
-    for parts in zip(*shards, strict=True)
-  ]
 
 
 def check_shards(config, steps):

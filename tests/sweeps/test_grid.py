@@ -226,11 +226,8 @@ class TestRun:
     assert 'no point' in grid.table([])
 
   def test_a_stop_between_two_points_is_not_forgotten(
-    self, trained, tmp_path, monkeypatch, capsys
+    self, trained, tmp_path, monkeypatch, capsys, deaths
   ):
-    # Else the default would end the tests, and this one should only fail.
-    deaths = []
-    before = signal.signal(signal.SIGUSR1, lambda *_: deaths.append(1))
     write = grid._write
 
     def write_and_signal(*args):
@@ -238,10 +235,7 @@ class TestRun:
       signal.raise_signal(signal.SIGUSR1)
 
     monkeypatch.setattr(grid, '_write', write_and_signal)
-    try:
-      points = grid.run(CONFIG, {'seed': (5, 6)}, tmp_path)
-    finally:
-      signal.signal(signal.SIGUSR1, before)
+    points = grid.run(CONFIG, {'seed': (5, 6)}, tmp_path)
     assert not deaths
     assert trained == [5]
     assert [p.name for p in points] == ['seed=5']

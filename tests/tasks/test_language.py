@@ -8,7 +8,6 @@ import pathlib
 import shutil
 import string
 
-from flax import linen as nn
 import jax
 import jax.numpy as jnp
 import matplotlib.figure
@@ -38,6 +37,7 @@ from mod_jax.train.step import train_step
 EVERY = {'capacity': 0.25, 'period': 1, 'offset': 0}
 # Scores far from 0, so that the rules differ without training.
 ALL = MoDConfig(**EVERY, router_std=1.0, predictor_width=8, threshold_decay=0.5)
+ROUTER = MoDConfig(**EVERY, router_std=1.0)
 GAUSSIAN = MoDConfig(**EVERY, score='gaussian')
 STRIDE = MoDConfig(**EVERY, score='stride')
 
@@ -72,7 +72,7 @@ def make(texts):
 def _make(folder, routing, segments=False):
   """Returns a task with parameters and model_state.
 
-  Those of routed models have been trained for a step, which sets thresholds.
+  Where there are thresholds, a step of training has set them.
   """
   config = ExperimentConfig(
     model=LMConfig(
@@ -91,7 +91,7 @@ def _make(folder, routing, segments=False):
   optimizer = optax.sgd(0.1)
   abstract = state_lib.abstract_state(task, optimizer, one_device())
   state = state_lib.create_state(0, task, optimizer, abstract)
-  if routing is None:
+  if routing is None or not routing.threshold_decay:
     return task, state.params, state.model_state
   batch = next(task.train_iterator())
   step = functools.partial(
@@ -169,8 +169,9 @@ class TestEvaluate:
     assert f'accuracy is {1 - 25 / 99:.4f}' in table
     assert 'nan' not in table
 
-  def test_with_few_slots(self, make, tmp_path, capsys):
+  def test_with_few_slots(self, make, tmp_path, capsys, monkeypatch):
     task, params, model_state = make(ALL)
+    monkeypatch.setattr(task, 'pictures', lambda *args: {})
     trained = evaluation.Trained(1, task, params, model_state, one_device())
     # What `eval.py` calls.
     metrics = evaluation.evaluate(trained, tmp_path, batches=0)
@@ -196,17 +197,10 @@ class TestEvaluate:
     # eight rows are padded, which must not count, and not route.
     task, params, model_state = make(ALL)
     metrics = held_out(task, params, model_state, one_device())
-    for rule in ('top_k', 'router', 'threshold'):
+    for rule in ('top_k', 'threshold'):
       assert metrics[f'{rule}/loss'] == pytest.approx(
         reference(task, params, model_state, rule), rel=1e-5
       )
-
-  def test_does_not_depend_on_the_batch_size(self, make):
-    task, params, model_state = make(None)
-    metrics = held_out(task, params, model_state, one_device())
-    config = config_lib.replace(task.config, {'evaluation.batch_size': 7})
-    other = held_out(make_task(config), params, model_state, one_device())
-    assert other == pytest.approx(metrics, rel=1e-5)
 
   def test_some_batches_or_all(self, make):
     task, params, model_state = make(None)
@@ -274,7 +268,7 @@ class TestEvaluate:
 
 
 @pytest.mark.parametrize('routing', [GAUSSIAN, STRIDE], ids=lambda r: r.score)
-def test_controls_train_evaluate_and_sample(make, routing):
+def test_controls_evaluate_and_sample(make, routing):
   task, params, model_state = make(routing)
   assert task.modality.rules == ('top_k', 'fixed')
   metrics = held_out(task, params, model_state, one_device())
@@ -283,6 +277,8 @@ def test_controls_train_evaluate_and_sample(make, routing):
   assert metrics['top_k/routed'] == pytest.approx(25 / 99)
   assert 0 < metrics['fixed/routed'] < 0.6
   assert np.isfinite(metrics['fixed/loss'])
+  if routing == STRIDE:  # Sampled and drawn as the other is.
+    return
   (sample,) = task.modality.sample(
     params, model_state, ['ab'], num_tokens=5, key=jax.random.key(0)
   )
@@ -295,7 +291,7 @@ def test_controls_train_evaluate_and_sample(make, routing):
 
 class TestSegments:
   def test_documents_do_not_see_each_other(self, make):
-    task, params, model_state = make(ALL, segments=True)
+    task, params, model_state = make(ROUTER, segments=True)
     batch = next(task.train_iterator())
     assert 'segments' in batch
     batch = _with_two_documents(batch)
@@ -308,7 +304,7 @@ class TestSegments:
     )
 
   def test_padding_does_not_count(self, make):
-    task, params, model_state = make(ALL, segments=True)
+    task, params, model_state = make(ROUTER, segments=True)
     batch = _with_two_documents(next(task.train_iterator()))
     loss = _loss(task, params, model_state, batch)
     # Whatever stands in the padding changes nothing.
@@ -321,7 +317,7 @@ class TestSegments:
     )
 
   def test_held_out(self, make):
-    task, params, model_state = make(ALL, segments=True)
+    task, params, model_state = make(ROUTER, segments=True)
     metrics = held_out(task, params, model_state, one_device())
     assert {f'{rule}/loss' for rule in task.modality.rules} < metrics.keys()
     assert all(np.isfinite(value) for value in metrics.values())
@@ -396,27 +392,28 @@ class TestSample:
     )
     texts = sample()
     assert len(texts) == 2
-    # Alone, the same: the padding of the shorter one does not matter.
-    for prompt, continuation in zip(prompts, texts, strict=True):
-      assert task.modality.sample(
-        params, model_state, [prompt], num_tokens=6, temperature=0.0
-      ) == [continuation]
-    # By the first trained rule, unless another is asked for.
-    assert sample(mode='router') == texts
+    # Alone, the same: the padding of the shorter one does not matter. Both are
+    # by the first trained rule, unless another is asked for.
+    assert (
+      task.modality.sample(
+        *(params, model_state, prompts[:1]),
+        num_tokens=6,
+        temperature=0.0,
+        mode='router',
+      )
+      == texts[:1]
+    )
     assert len(sample(mode=RoutingMode(rule='threshold'))) == 2
 
-  def test_dense(self, make):
+  def test_dense_at_the_end_of_a_run(self, make):
     task, params, model_state = make(None)
-    (sample,) = task.modality.sample(
-      params, model_state, ['ab'], num_tokens=5, temperature=0.0
-    )
-    assert sample
     (end,) = make_task(
       config_lib.replace(
         task.config, {'evaluation.sample_tokens': 5, 'evaluation.prompt': 'ab'}
       )
     ).finish(params, model_state)
     assert end.startswith('ab')
+    assert len(end) > 2
 
   def test_longer_than_the_cache(self, make):
     task, params, model_state = make(None)
@@ -431,12 +428,11 @@ class TestSample:
       )
 
   def test_without_a_causal_rule(self, make):
+    dense, params, _ = make(None)  # Nothing of them is looked at.
     routing = MoDConfig(**EVERY, router_loss=0.0)
-    config = config_lib.replace(
-      make(None)[0].config, {'model.routing': routing}
+    task = make_task(
+      config_lib.replace(dense.config, {'model.routing': routing})
     )
-    task = make_task(config)
-    params = nn.unbox(task.init(jax.random.key(0)))['params']
     assert task.modality.rules == ('top_k',)
     with pytest.raises(UserError, match='no causal rule'):
       task.modality.sample(params, {}, ['a'], num_tokens=2)

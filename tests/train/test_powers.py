@@ -4,12 +4,14 @@ import json
 import shutil
 
 from flax import linen as nn
-import grain
 import jax
 import jax.numpy as jnp
-from matplotlib.figure import Figure
 import numpy as np
 import pytest
+from tiny_task import Tiny
+from tiny_task import load
+from tiny_task import make_config
+from tiny_task import train
 
 from mod_jax import config as config_lib
 from mod_jax import parallel
@@ -30,125 +32,12 @@ from mod_jax.train.run_config import RunConfig
 from mod_jax.train.run_config import TrainConfig
 
 
-class Tiny(task_lib.Task):
-  """Moves one vector towards the rows; the batch is eight numbers."""
-
-  unit = 'images'
-  held = None
-  asked = 0
-  may_be_new = ()
-  may_be_dropped = ()
-
-  def __init__(self, config):
-    self.config = config
-
-  def init(self, key):
-    kernel = jax.random.normal(key, (8,))
-    boxed = nn.LogicallyPartitioned(kernel, ('embed',))
-    return {
-      'params': {'block_0': {'kernel': boxed}, 'head': {'bias': jnp.zeros(2)}},
-      'statistics': {'sum': jnp.zeros(())},
-    }
-
-  def teacher(self, mesh):
-    type(self).asked += 1
-    return self.held
-
-  def train_iterator(self, *, shard_index, shard_count):
-    rows = grain.MapDataset.range(64).map(
-      lambda i: {'x': np.full(8, i / 64, np.float32)}
-    )
-    return iter(rows.seed(0).repeat().batch(8).to_iter_dataset())
-
-  def data_fingerprint(self):
-    return {}
-
-  def static_args(self, step):
-    return 0
-
-  def loss(self, params, model_state, batch, rng, static_args, teacher=None):
-    kernel = params['block_0']['kernel']
-    total = jnp.sum((kernel - batch['x']) ** 2) + jnp.sum(
-      (params['head']['bias'] - 1) ** 2
-    )
-    if teacher is not None:
-      total += jnp.sum((kernel - teacher['kernel']) ** 2)
-    weight = jnp.float32(len(batch['x']))
-    model_state = {'statistics': {'sum': model_state['statistics']['sum'] + 1}}
-    return total / weight, ({'loss': (total, weight)}, model_state)
-
-  def start(self, params, model_state, init):
-    return warm_start.from_workdir(
-      *(params, model_state, init),
-      new=self.may_be_new,
-      dropped=self.may_be_dropped,
-    )
-
-  def eval_batches(self, *, batch_size, num_batches, **_):
-    assert num_batches != 0
-    return [{'x': np.zeros((batch_size, 8), np.float32)}]
-
-  def eval_step(self, params, model_state, batch, key, mode):
-    assert mode is None
-    return {
-      'loss': (jnp.sum(params['block_0']['kernel'] ** 2), 1.0),
-      'accuracy': (params['head']['bias'][0], 1.0),
-      'other': (2.0, 2.0),
-    }
-
-  def pictures(self, params, model_state):
-    return {}
-
-  def summary(self, metrics):
-    return f'accuracy {metrics["accuracy"]:.4f}'
-
-  def studies(self):
-    def norm(params, model_state, mesh):
-      value = float(jnp.linalg.norm(params['block_0']['kernel']))
-      return task_lib.Study(
-        text=f'norm {value:.3f}',
-        metrics={'norm': value},
-        figures={'curve': Figure()},
-      )
-
-    return {'norm': norm}
-
-  def flops_per_step(self, static_args):
-    return 1e3
-
-  @property
-  def tokens_per_step(self):
-    return 8
-
-
 @pytest.fixture(autouse=True, scope='module')
 def _one_device(on_one_device):
   with on_one_device(), pytest.MonkeyPatch.context() as patch:
     # The curves take longer than the training.
     patch.setattr(evaluation, 'report', lambda *args: None)
     yield
-
-
-def make_config(**changes):
-  tiny = {
-    'train.num_steps': 6,
-    'optimizer.warmup_steps': 0,
-    'optimizer.learning_rate': 0.1,
-    'evaluation.every': 4,
-    'log.every': 1,
-    'log.tensorboard': False,
-    'checkpoint.every': 3,
-  }
-  return config_lib.replace(ExperimentConfig(), tiny | changes)
-
-
-def train(config, workdir, **kwargs):
-  return loop.train(Tiny(config), config, workdir, **kwargs)
-
-
-def load(workdir):
-  config = workdir_lib.read_config(workdir, ExperimentConfig)
-  return evaluation.load(Tiny(config), workdir)
 
 
 def leaves(tree):
@@ -162,6 +51,13 @@ def assert_equal(a, b):
 
 def held_out(workdir):
   return [x for x in metrics_lib.read(workdir) if x['kind'] == 'eval']
+
+
+@pytest.fixture(scope='module')
+def plain(tmp_path_factory):
+  """The directory of a run, which nobody changes, and its last state."""
+  workdir = tmp_path_factory.mktemp('runs') / 'plain'
+  return workdir, train(make_config(), workdir).state
 
 
 def test_the_loop_needs_no_more_of_a_config_than_a_run_has(tmp_path):
@@ -206,10 +102,10 @@ class TestAverages:
     rest = train(config, tmp_path / 'parts')
     assert_equal(rest.state.ema, state.ema)
 
-  def test_none_are_kept_unasked(self, tmp_path):
-    state = train(make_config(), tmp_path).state
+  def test_none_are_kept_unasked(self, plain):
+    workdir, state = plain
     assert state.ema is None
-    assert_equal(load(tmp_path).params, state.params)
+    assert_equal(load(workdir).params, state.params)
 
   @pytest.mark.parametrize('decay', [-0.1, 1.0])
   def test_in_range(self, decay):
@@ -218,8 +114,8 @@ class TestAverages:
 
 
 class TestTeacher:
-  def test_reach_the_loss_and_no_checkpoint(self, tmp_path, monkeypatch):
-    plain = train(make_config(), tmp_path / 'plain').state
+  def test_reach_the_loss_and_no_checkpoint(self, plain, tmp_path, monkeypatch):
+    _, plain = plain
     teacher = {'kernel': np.full(8, 5.0, np.float32)}
     monkeypatch.setattr(Tiny, 'held', teacher)
     monkeypatch.setattr(Tiny, 'asked', 0)
@@ -291,9 +187,8 @@ class TestStart:
     with pytest.raises(UserError, match='init: .* -> None'):
       train(other, tmp_path / 'run')
 
-  def test_without_it_there_is_no_evaluation_at_first(self, tmp_path):
-    train(make_config(), tmp_path)
-    assert [x['step'] for x in held_out(tmp_path)] == [4, 6]
+  def test_without_it_there_is_no_evaluation_at_first(self, plain):
+    assert [x['step'] for x in held_out(plain[0])] == [4, 6]
 
   @pytest.mark.parametrize(
     ('name', 'message'),
@@ -396,9 +291,8 @@ def test_rules_are_checked_before_anything_is_written(tmp_path):
 
 
 class TestStudies:
-  def test_what_they_leave_behind(self, tmp_path, capsys):
-    train(make_config(), tmp_path)
-    trained = load(tmp_path)
+  def test_what_they_leave_behind(self, plain, tmp_path, capsys):
+    trained = load(plain[0])
     evaluation.study(trained, ['norm'], tmp_path)
     norm = np.linalg.norm(trained.params['block_0']['kernel'])
     assert f'norm {norm:.3f}' in capsys.readouterr().out

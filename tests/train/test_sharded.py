@@ -37,14 +37,9 @@ OPTIMIZER = optimizer_lib.make_optimizer(
 MESHES = {
   'data': MeshConfig(data=8),
   'fsdp': MeshConfig(data=1, fsdp=8),
-  'tensor': MeshConfig(data=1, tensor=8),
   'tensor 4': MeshConfig(data=2, tensor=4),
   'mixed': MeshConfig(data=2, fsdp=2, tensor=2),
 }
-
-
-def test_there_are_eight_devices():
-  assert len(jax.devices()) == 8
 
 
 @functools.cache
@@ -150,7 +145,6 @@ SHARES = {
   # By mesh: how many parts of the axes called embed, and of heads, mlp, vocab.
   'data': (1, 1),
   'fsdp': (8, 1),
-  'tensor': (1, 8),
   'tensor 4': (1, 4),
   'mixed': (2, 2),
 }
@@ -245,45 +239,9 @@ def test_born_sharded_and_the_same_on_any_mesh(monkeypatch):
   )
 
 
-@pytest.mark.parametrize('mesh', list(MESHES))
-def test_a_batch_is_spread_by_rows(mesh):
-  mesh = make_mesh(MESHES[mesh])
-  rows = np.arange(16 * 3).reshape(16, 3)
-  array = parallel.put_batch({'tokens': rows}, mesh)['tokens']
-  parts = mesh.shape['data'] * mesh.shape['fsdp']
-  shards = [np.asarray(s.data) for s in array.addressable_shards]
-  assert {shard.shape for shard in shards} == {(16 // parts, 3)}
-  assert len({shard.tobytes() for shard in shards}) == parts
-  np.testing.assert_array_equal(array, rows)
-
-
-def test_activations_are_constrained():
-  # The older `with mesh:` would drop the logical names silently.
-  task, mesh = make_task(), make_mesh(MESHES['mixed'])
-  step = jax.jit(
-    functools.partial(
-      train_step, task=task, optimizer=OPTIMIZER, static_args=0.0
-    )
-  )
-
-  def constraints(state, batch):
-    lines = step.lower(state, batch).as_text().splitlines()
-    return [x for x in lines if 'sharding_constraint' in x and '"tensor"' in x]
-
-  _, state = start(task, mesh)
-  with jax.set_mesh(mesh):
-    batch = parallel.put_batch(next(make_batches()), mesh)
-    found = constraints(state, batch)
-  # Queries, keys, values and hidden units, in each block and backward too.
-  assert sum('"data", "fsdp"' in line for line in found) >= 8
-  _, alone = start(task, make_mesh(None))
-  assert not constraints(alone, next(make_batches()))
-
-
 @pytest.mark.parametrize(
   ('changes', 'message'),
   [
-    ({'model.num_heads': 2, 'mesh.tensor': 4}, "Axis 'heads' .* size 2"),
     ({'model.mlp_dim': 30, 'mesh.tensor': 4}, "Axis 'mlp' .* size 30"),
     (
       {'model.width': 20, 'model.head_dim': 4, 'mesh.fsdp': 8},
@@ -291,16 +249,9 @@ def test_activations_are_constrained():
     ),
     ({'model.vocab_size': 257, 'mesh.tensor': 2}, "Axis 'vocab' .* size 257"),
     (
-      {'train.batch_size': 12},
-      'train.batch_size.*=12 does not divide by the 8',
-    ),
-    (
       {'train.grad_accum_steps': 4},
       'grad_accum_steps=4 does not divide by the 8',
     ),
-    ({'evaluation.batch_size': 4}, 'evaluation.batch_size=4 does not divide'),
-    ({'mesh.tensor': 3}, "'tensor': 3.* does not fit 8 device"),
-    ({'mesh.data': 4}, "'data': 4.* does not fit 8 device"),
   ],
 )
 def test_what_does_not_divide_is_refused(tmp_path, changes, message):
