@@ -7,6 +7,8 @@ so that a program for a TPU, made on a laptop, has the TPU's kernel.
 
 from collections.abc import Callable
 from collections.abc import Sequence
+import contextlib
+import contextvars
 import dataclasses
 import functools
 import importlib
@@ -22,9 +24,20 @@ from jax.interpreters import mlir
 PLATFORMS = {'pallas': 'tpu', 'triton': 'cuda'}
 _DEVICES = {'tpu': 'a TPU', 'cuda': 'an NVIDIA GPU'}
 
-# Whether kernels are interpreted, and which of them where none is named. JAX
-# keeps traces apart by it.
-_INTERPRET = jax.make_user_context((False, None))
+# Whether kernels are interpreted, and which of them where none is named.
+_INTERPRET = contextvars.ContextVar('interpret', default=(False, None))
+# Block sizes to try, as items; see `tiles`.
+TRIED = contextvars.ContextVar('tried', default=())
+
+
+@contextlib.contextmanager
+def setting(variable: contextvars.ContextVar, value):
+  """Gives a variable another value for a while."""
+  token = variable.set(value)
+  try:
+    yield
+  finally:
+    variable.reset(token)
 
 
 def interpret(backend: str | None = None):
@@ -35,12 +48,36 @@ def interpret(backend: str | None = None):
   Args:
     backend: runs, interpreted, where no backend is asked for as well.
   """
-  return _INTERPRET((True, backend))
+  return setting(_INTERPRET, (True, backend))
 
 
 def interpreting() -> bool:
   """Returns whether kernels should be interpreted."""
-  return _INTERPRET.value[0]
+  return _INTERPRET.get()[0]
+
+
+def jit(**options):
+  """Returns a decorator as `jax.jit`, for functions that call kernels.
+
+  They are traced once for each shape, and apart for other settings of this
+  module's variables.
+  """
+
+  def decorate(function):
+    @functools.cache
+    def compiled(*settings):
+      # Another function each time, for jit would find the first one's trace.
+      return jax.jit(
+        functools.wraps(function)(lambda *a, **k: function(*a, **k)), **options
+      )
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+      return compiled(interpreting(), TRIED.get())(*args, **kwargs)
+
+    return call
+
+  return decorate
 
 
 @functools.cache
@@ -62,7 +99,7 @@ class Backend:
     module: has the operation's functions by name, all backends' of one
       signature; or the dotted name of a module, imported when it is needed.
       They are not differentiated: an operation with gradients is a `custom_vjp`
-      whose two sides are each run.
+      whose two sides are each run. Those with kernels are decorated by `jit`.
     platform: that its kernels are compiled for; None if it runs anywhere.
     default_on: platforms on which it is taken where none is named, if none
       before it in the list is; None for all that it runs on, () for none.
@@ -151,7 +188,7 @@ class Op:
         backend that was asked for by name.
     """
     named = {backend.name: backend for backend in self.backends}
-    interpreted = _INTERPRET.value[1]
+    interpreted = _INTERPRET.get()[1]
     if len(chosen) > 1 and interpreted in chosen:
       chosen = (interpreted,)
 

@@ -13,7 +13,6 @@ import jax
 from mod_jax_kernels import dispatch
 
 Sizes = Mapping[str, int]
-_TRIED = jax.make_user_context(())
 
 
 def choose(table: Mapping[str, Mapping[str, Sizes]], backend: str) -> Sizes:
@@ -26,12 +25,12 @@ def choose(table: Mapping[str, Mapping[str, Sizes]], backend: str) -> Sizes:
   rows = table[backend]
   kind = device_kind(dispatch.PLATFORMS[backend])
   found = rows[max((r for r in rows if kind.startswith(r)), key=len)]
-  return {**found, **dict(_TRIED.value)}
+  return {**found, **dict(dispatch.TRIED.get())}
 
 
 def trying(**sizes: int):
   """Returns a context in which programs are traced with other sizes."""
-  return _TRIED(tuple(sizes.items()))
+  return dispatch.setting(dispatch.TRIED, tuple(sizes.items()))
 
 
 def device_kind(platform: str) -> str:

@@ -1,7 +1,6 @@
 """Which backend runs where, what is refused, block sizes, Triton's calls."""
 
 import dataclasses
-import functools
 import importlib.util
 import types
 
@@ -30,7 +29,7 @@ def double_kernel(x_ref, y_ref):
   y_ref[...] = 2 * x_ref[...]
 
 
-@jax.jit
+@dispatch.jit()
 def double_by_pallas(x):
   out = jax.ShapeDtypeStruct(x.shape, x.dtype)
   return pl.pallas_call(
@@ -182,7 +181,7 @@ class TestInterpret:
   def test_traced_once_for_a_shape_and_apart(self):
     traces = []
 
-    @functools.partial(jax.jit, static_argnames='k')
+    @dispatch.jit(static_argnames='k')
     def function(x, k):
       traces.append((x.shape, k, dispatch.interpreting()))
       return k * x
@@ -245,7 +244,7 @@ def scale(x_ptr, count, factor, y_ptr, SIZE: tl.constexpr):
 
 
 class TestTriton:
-  @functools.partial(jax.jit, static_argnames='count')
+  @dispatch.jit(static_argnames='count')
   def scale(x, count):
     return triton_call.triton_call(
       *(scale, x, count, 3.0),

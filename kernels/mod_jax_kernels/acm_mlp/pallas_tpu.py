@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
+from mod_jax_kernels import dispatch
 from mod_jax_kernels import tiles as tiles_lib
 from mod_jax_kernels.acm_mlp import reference
 from mod_jax_kernels.acm_mlp.tiles import TILES
@@ -27,7 +28,7 @@ from mod_jax_kernels.pallas_parts import product
 _VMEM_BYTES = 60 * 2**20
 
 
-@functools.partial(jax.jit, static_argnames='activation')
+@dispatch.jit(static_argnames='activation')
 def forward(x_TD, w1_NDF, b1_NF, w2_NFD, order, *, activation):
   """As `reference.forward`."""
   plan = _Plan(x_TD, w2_NFD, order.count_N)
@@ -40,7 +41,7 @@ def forward(x_TD, w1_NDF, b1_NF, w2_NFD, order, *, activation):
   return y_SD[order.slot_T]
 
 
-@functools.partial(jax.jit, static_argnames='activation')
+@dispatch.jit(static_argnames='activation')
 def backward(x_TD, w1_NDF, b1_NF, w2_NFD, g_TD, order, *, activation):
   """As `reference.backward`."""
   plan = _Plan(x_TD, w2_NFD, order.count_N)

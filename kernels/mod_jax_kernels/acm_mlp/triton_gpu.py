@@ -26,12 +26,13 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
+from mod_jax_kernels import dispatch
 from mod_jax_kernels import tiles as tiles_lib
 from mod_jax_kernels.acm_mlp.tiles import TILES
 from mod_jax_kernels.triton_call import triton_call
 
 
-@functools.partial(jax.jit, static_argnames='activation')
+@dispatch.jit(static_argnames='activation')
 def forward(x_TD, w1_NDF, b1_NF, w2_NFD, order, *, activation):
   """As `reference.forward`."""
   blocks = _Blocks(x_TD)
@@ -50,7 +51,7 @@ def forward(x_TD, w1_NDF, b1_NF, w2_NFD, order, *, activation):
   return _second_product(hidden_SH, w2_NFD, order, blocks)
 
 
-@functools.partial(jax.jit, static_argnames='activation')
+@dispatch.jit(static_argnames='activation')
 def backward(x_TD, w1_NDF, b1_NF, w2_NFD, g_TD, order, *, activation):
   """As `reference.backward`."""
   blocks = _Blocks(x_TD)

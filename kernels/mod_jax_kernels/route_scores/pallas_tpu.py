@@ -24,7 +24,7 @@ from mod_jax_kernels.route_scores.tiles import TILES
 _LOWEST = -1e30
 
 
-@functools.partial(jax.jit, static_argnames='causal')
+@dispatch.jit(static_argnames='causal')
 def forward(q_BLHC, k_BLHC, v_BLHC, mask_BL, *, causal):
   """As `reference.forward`, for a mask of tokens."""
   batch, length, heads, channels = q_BLHC.shape
@@ -81,7 +81,7 @@ def forward(q_BLHC, k_BLHC, v_BLHC, mask_BL, *, causal):
   )
 
 
-@functools.partial(jax.jit, static_argnames='causal')
+@dispatch.jit(static_argnames='causal')
 def backward(dout_BLHC, dcolumn_BL, residuals, *, causal):
   """As `reference.backward`, for a mask of tokens."""
   q_BLHC, k_BLHC, v_BLHC, mask_BL, out_BLHC, lse_BHL = residuals

@@ -6,19 +6,18 @@ head where they lie. A query that sees no key has a log-sum-exp so large
 beyond the end, which is why passes that hold keys need no mask for queries.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import triton
 import triton.language as tl
 
+from mod_jax_kernels import dispatch
 from mod_jax_kernels import tiles
 from mod_jax_kernels.route_scores.tiles import TILES
 from mod_jax_kernels.triton_call import triton_call
 
 
-@functools.partial(jax.jit, static_argnames='causal')
+@dispatch.jit(static_argnames='causal')
 def forward(q_BLHC, k_BLHC, v_BLHC, mask_BL, *, causal):
   """As `reference.forward`, for a mask of tokens."""
   batch, length, heads, _ = q_BLHC.shape
@@ -44,7 +43,7 @@ def forward(q_BLHC, k_BLHC, v_BLHC, mask_BL, *, causal):
   return out_BLHC, column_BHL.sum(axis=1), lse_BHL
 
 
-@functools.partial(jax.jit, static_argnames='causal')
+@dispatch.jit(static_argnames='causal')
 def backward(dout_BLHC, dcolumn_BL, residuals, *, causal):
   """As `reference.backward`, for a mask of tokens."""
   q_BLHC, k_BLHC, v_BLHC, mask_BL, out_BLHC, lse_BHL = residuals

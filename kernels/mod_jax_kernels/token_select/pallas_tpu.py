@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
+from mod_jax_kernels import dispatch
 from mod_jax_kernels import tiles
 from mod_jax_kernels.pallas_parts import LANES
 from mod_jax_kernels.pallas_parts import interpret
@@ -21,7 +22,7 @@ from mod_jax_kernels.token_select.tiles import TILES
 LONGEST = 2**17
 
 
-@functools.partial(jax.jit, static_argnames='k')
+@dispatch.jit(static_argnames='k')
 def token_select(key_BL, k):
   """As `reference.token_select`.
 

@@ -1,12 +1,11 @@
 """Selection on a GPU: a program for each row, which it keeps in registers."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import triton
 import triton.language as tl
 
+from mod_jax_kernels import dispatch
 from mod_jax_kernels import tiles
 from mod_jax_kernels import triton_call
 from mod_jax_kernels.token_select.tiles import TILES
@@ -67,7 +66,7 @@ def _select(
     wanted -= _count(equal)
 
 
-@functools.partial(jax.jit, static_argnames='k')
+@dispatch.jit(static_argnames='k')
 def token_select(key_BL, k):
   """As `reference.token_select`."""
   rows, length = key_BL.shape
