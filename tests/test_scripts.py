@@ -252,7 +252,6 @@ class TestTrain:
         ],
         'eval_files=.*matches no file',
       ),
-      (['--config.train.batch_size=8000000'], 'fewer than the 8000000'),
       (
         [
           '--config.data.tokenizer=huggingface',
@@ -342,7 +341,7 @@ class TestEval:
     again = run('eval.py', f'--workdir={workdir}', '--noevaluate', *samples)
     assert 'held-out' not in again.out
     assert again.out
-    assert ended.out.endswith(again.out)
+    assert ended.out.startswith(again.out)
 
   @pytest.mark.parametrize(
     ('args', 'pattern'),
