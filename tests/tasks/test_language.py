@@ -7,6 +7,7 @@ import math
 import pathlib
 import shutil
 import string
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,7 @@ from mod_jax.errors import UserError
 from mod_jax.layers.mode import RoutingMode
 from mod_jax.layers.routed import MoDConfig
 from mod_jax.models.lm import LMConfig
+from mod_jax.tasks import language
 from mod_jax.tasks import make_task
 from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train import evaluation
@@ -379,8 +381,10 @@ class TestWarmUp:
 
 
 class TestSample:
-  def test_continues_each_prompt(self, make):
+  def test_continues_each_prompt(self, make, monkeypatch):
     task, params, model_state = make(ALL)
+    generate = mock.Mock(wraps=language.generate)
+    monkeypatch.setattr(language, 'generate', generate)
     prompts = ['a', 'longer prompt']
     sample = functools.partial(
       task.modality.sample,
@@ -392,6 +396,8 @@ class TestSample:
     )
     texts = sample()
     assert len(texts) == 2
+    valid_BP = generate.call_args.args[3]
+    assert valid_BP.sum(axis=1).tolist() == [1, 13]
     # Alone, the same: the padding of the shorter one does not matter. Both are
     # by the first trained rule, unless another is asked for.
     assert (
