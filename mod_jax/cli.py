@@ -86,8 +86,8 @@ def start_distributed():
   count, index = (
     int(os.environ[name]) if name in os.environ else None for name in variables
   )
-  # JAX then ends the process from within, where no Python runs any more: only
-  # another process can put that in words.
+  # When another host dies, JAX aborts this process from native code, where no
+  # Python runs any more: only another process can put that in words.
   last_words.replace(f'error: {_LOST}')
   try:
     jax.distributed.initialize(
@@ -126,7 +126,7 @@ def run(main, argv=None):
   # it, and of each of several writes that failed, with a traceback.
   logging.get_absl_logger().addFilter(_is_no_error_of_orbax)
   python_logging.getLogger('asyncio').setLevel(python_logging.CRITICAL)
-  # In place of handlers for stderr, which it does not know by another name.
+  # Before stderr is wrapped: absl finds the handlers that it replaces by it.
   logging.use_absl_handler()
   with (
     contextlib.redirect_stdout(_Unbroken(sys.stdout)),

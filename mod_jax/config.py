@@ -345,7 +345,7 @@ def _encode(value, hint):
 def read_literal(text):
   """Returns the value that a Python literal spells, lists as tuples.
 
-  What is none, or one that Python refuses to read, is returned as it is.
+  Text that is no literal, or one that Python refuses, is returned as it is.
   """
 
   def tuples(value):
@@ -467,7 +467,7 @@ def override(instance, texts, where='--config.'):
     except UserError as error:
       raise _refusal(where + path, value, hint, text) from error
 
-  # Groups first, outer ones before those in them: they say which fields are.
+  # Set groups first, outer before inner: a group decides which fields exist.
   groups = [pair for pair in texts if pair[1].lstrip().startswith('{')]
   for path, text in sorted(groups, key=lambda pair: pair[0].count('.')):
     set_field(path, text, group=True)
@@ -494,7 +494,7 @@ def _join(path, name):
 
 @contextlib.contextmanager
 def _inside(path):
-  """Tells where a class stands that refuses its fields: it knows only these."""
+  """Prefixes a UserError with the path, which the raising class cannot know."""
   try:
     yield
   except UserError as error:

@@ -71,7 +71,7 @@ def held_out(
   """Returns a mask of files to hold out, those whose draw is the smallest.
 
   A file's side does not change when others come or go, except that each group
-  keeps one to train on, and that one is held out where any can be.
+  keeps a file to train on, and at least one file is held out if one can be.
 
   Args:
     draw_N: a number in [0, 1) for each file, from its name alone.

@@ -41,7 +41,7 @@ Batch = dict[str, np.ndarray]
 _THREADS = 4
 # Batches that each worker process keeps ready.
 _WORKER_BUFFER = 2
-# What a worker imports is single-threaded, and it makes one batch at a time.
+# Each worker process reads in a single thread, and makes one batch at a time.
 _WORKER_OPTIONS = {'num_threads': 1, 'prefetch_buffer_size': 1}
 # How many of the pictures that cannot be decoded a message names.
 _WARNINGS = 10
@@ -188,7 +188,7 @@ def train_iterator(
     )
   # Shards are cut from the endless sequence, not from an epoch: parts of
   # unequal size would drift apart and see different epochs in one global batch.
-  # What is random for a picture is drawn before, by its place in the whole.
+  # Augmentation is drawn before the cut, by a picture's place in the sequence.
   dataset = grain.MapDataset.source(_Readable(source, config)).seed(seed)
   dataset = dataset.shuffle().repeat()
   dataset = dataset.random_map(_Augment(config, len(source.class_names)))

@@ -198,8 +198,8 @@ def train_iterator(
   global batch is the same however many shards share it: each takes equally many
   rows, the first shard the first. Rows from files are shuffled anew in every
   epoch, and all are seen once per epoch. Documents of TFDS are shuffled the
-  same way and then packed, by every shard all of them: where a row begins
-  depends on all before it.
+  same way. Every shard then packs all of them, because where a row begins
+  depends on all documents before it.
 
   Args:
     config: what to read.
@@ -252,8 +252,8 @@ def train_iterator(
       f'{config.length}, more than the 2**32 that can be shuffled: raise length'
     )
   dataset = _shuffled(grain.MapDataset.source(windows), seed)
-  # Each shard reads its own rows alone: of the batches that it would take by
-  # itself, every one in so many.
+  # Cut the rows into batches of one shard and take every `shard_count`-th, so
+  # that each shard reads only its own rows.
   dataset = dataset.batch(batch_size, drop_remainder=True)
   dataset = dataset[shard_index::shard_count]
   options = grain.ReadOptions(
@@ -518,7 +518,7 @@ def _open_tfds(config: TextDataConfig, split: str):
   lengths = {'tokens': config.length, 'targets': config.length}
 
   def pack(dataset, *, seed: int | None = None) -> grain.IterDataset:
-    # The end of the pipeline prefetches with one thread; more can tokenise.
+    # One thread prefetches at the pipeline's end; two or more tokenise here.
     threads = config.read_threads if config.read_threads > 1 else 0
     dataset = dataset.filter(lambda pair: len(pair['targets']) > 0)
     dataset = dataset.to_iter_dataset(

@@ -285,8 +285,8 @@ class ACM(nn.Module):
       'BLD,NDF->BLNF', z_BLD, self.up_NDF[:learners], self.bias_NF[:learners]
     )
     if runs_BLN is not None:
-      # Weighed before the second product, which is linear and adds the learners
-      # up: after it there would be each one's outputs to weigh.
+      # Weigh before the second product, which also sums over learners. Weighing
+      # after it would need every learner's separate output.
       hidden_BLNF = hidden_BLNF * runs_BLN[..., None]
       hidden_BLNF = hidden_BLNF.astype(self.dtype)
     return dense.einsum('BLNF,NFD->BLD', hidden_BLNF, self.down_NFD[:learners])

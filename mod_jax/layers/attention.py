@@ -205,8 +205,8 @@ class Attention(nn.Module):
       )
     update_BLD = project('out', out_BLHC)
     if self.score == 'first':
-      # Computed again for one query only, N products for each head, so that
-      # any implementation may compute the attention itself.
+      # Computed again for the first query alone, which is L products per head,
+      # so that the attention itself may use a backend that returns no weights.
       weight_BH1S = attention_map(q_BLHC[:, :1], k_BLGC, info.keep_BL)
       aux['attention'] = weight_BH1S.mean(axis=(1, 2))
     update_BLD = parallel.constrain(update_BLD, 'batch', 'length', 'act_embed')

@@ -8,8 +8,8 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-# The position of an empty slot. It lies behind every query, so that causality
-# alone hides it.
+# The position of an empty slot. It is later than that of any query, so that the
+# causal mask alone hides it.
 EMPTY = jnp.iinfo(jnp.int32).max
 
 
@@ -68,8 +68,8 @@ class KVCache:
   ) -> 'KVCache':
     """Returns the cache with the valid tokens of some sequences added.
 
-    Tokens beyond the last slot are dropped: the caller must see to it that
-    none are (`room`). So are rows beyond the batch.
+    Tokens beyond the last slot, and rows beyond the batch, are dropped. Callers
+    avoid the former by asking `room` first.
     """
     if valid_RT is None:
       valid_RT = jnp.ones(position_RT.shape, bool)

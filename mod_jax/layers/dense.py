@@ -21,10 +21,11 @@ def einsum(
   bfloat16, and devices that share it would add their parts in bfloat16 too.
 
   Args:
-    spec: as of `jnp.einsum`; each letter stands in two of the three places.
+    spec: for `jnp.einsum`; each letter is in exactly two of x, kernel, result.
     x: features.
     kernel: the parameter, in float32.
-    out_dtype: dtype of the result, unrounded from the sum; None = that of x.
+    out_dtype: dtype of the result, not first rounded to that of x; None = that
+      of x.
   """
   out_dtype = out_dtype or x.dtype
   if x.dtype == kernel.dtype:  # The plain product has float32 gradients then.
@@ -82,7 +83,7 @@ class Linear(nn.Module):
     bias: whether to add one.
     scale: factor on the initial standard deviation.
     dtype: compute dtype.
-    out_dtype: dtype of the result, unrounded from the sum; None = `dtype`.
+    out_dtype: dtype of the result, not first rounded to `dtype`; None = that.
   """
 
   features: tuple[int, ...]

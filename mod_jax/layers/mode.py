@@ -26,10 +26,11 @@ class RoutingMode:
     rule: `top_k`, which sees the whole sequence; or a causal rule, by its name
       in `rules.RULES` or as an object.
     overflow: under a causal rule, `exact` has a slot for every token; `drop`
-      has `slack · capacity` of the length, first come by position, and passes
-      by the tokens that find none. The length is a row's own, without padding;
-      when generating, that of its prompt and of all new tokens together.
-    slack: slots over the expected number, for `drop`.
+      has slots for `slack · capacity` of the length, gives them out in order of
+      position, and skips the tokens that get none. The length is a row's own,
+      without padding; when generating, that of its prompt and of all new tokens
+      together.
+    slack: number of slots divided by the expected number, for `drop`.
     chunk: when decoding, how many of the routed rows are processed at a time;
       0 processes all rows and masks: the reference.
   """

@@ -46,7 +46,7 @@ class RoutingConfig:
   capacity: config_lib.Fraction | tuple[config_lib.Fraction, ...] = 0.125
   # Capacity of the last routed layer, as a fraction of the first one's.
   capacity_decay: Annotated[float, config_lib.Range(ge=1e-3, le=1e3)] = 1.0
-  # The least capacity of any layer, by which a warm-up is done.
+  # No routed layer goes below this capacity; a warm-up lowers it in stages.
   capacity_floor: config_lib.Probability = 0.0
   period: config_lib.Unrolled = 2  # One block in so many is routed.
   offset: config_lib.Layer = 1  # The first routed block, counted from 0.
@@ -66,7 +66,7 @@ class RoutingConfig:
   # Whether that router sees features scaled to a mean square of 1.
   router_norm: bool = False
 
-  # Fields of some subclasses, with what they are in the others.
+  # Constants here; `MoDConfig` or `VisionRoutingConfig` makes fields of them.
   router_loss = 0.0
   predictor_width = 0
   threshold_decay = 0.0
@@ -97,7 +97,7 @@ class RoutingConfig:
 
   @property
   def has_predictor(self) -> bool:
-    """Whether a predictor guesses the choice; a control's needs no guess."""
+    """Whether there is a predictor; scores that ignore tokens need none."""
     return self.predictor_width > 0 and self.scorer.gates
 
   @property
@@ -109,7 +109,7 @@ class RoutingConfig:
 
   @property
   def causal_rules(self) -> tuple[str, ...]:
-    """The rules that can choose tokens one by one, as far as trained for."""
+    """Names of the causal rules that this config's training makes usable."""
     return ()
 
   @property
@@ -191,7 +191,7 @@ class MoDConfig(RoutingConfig):
 
   @property
   def causal_rules(self) -> tuple[str, ...]:
-    """The rules that can choose tokens one by one, as far as trained for.
+    """Names of the causal rules that this config's training makes usable.
 
     `router`: score above 0 (what the auxiliary loss trains); `predictor`: its
     logit above 0; `threshold`: score at least the moving average of the k-th
@@ -222,7 +222,7 @@ class VisionRoutingConfig(RoutingConfig):
 
   The score `attention` is the mean attention that a token receives in the block
   before (A-MoD, Gadhikar et al. 2024): no parameters, and no factor on the
-  update. With `gate='raw'` it is multiplied, for the ablation.
+  update. `gate='raw'` multiplies the update by the score, for the ablation.
   """
 
   capacity: config_lib.Fraction | tuple[config_lib.Fraction, ...] = 0.5
@@ -270,7 +270,7 @@ class Routing:
     threshold_B: float32, the moving average of the k-th best score before this
       call, the same for all rows; None where there is none.
     top_k_BL: what top-k chooses by these scores; None when decoding.
-    kth_B: float32 score of the last of them; None when decoding.
+    kth_B: float32, the lowest score among `top_k_BL`; None when decoding.
   """
 
   score_BL: jax.Array
@@ -291,7 +291,7 @@ class LayerConfig:
     block: what is run.
     routing: says how tokens are chosen; None for a dense layer.
     capacity: fraction of tokens that a routed layer processes.
-    attention_score: what attention the tokens receive, for `aux['attention']`.
+    attention_score: which attention score goes to `aux['attention']`; or None.
     drop_rate: of stochastic depth, when training.
   """
 

@@ -48,13 +48,13 @@ class Score(abc.ABC):
     Args:
       module: the routed layer, within whose compact method this is called: for
         its random stream `routing`, its submodules, and its variables of the
-        collection `moving`, which training keeps and scanned layers share out.
+        collection `moving`, which training keeps, one for each scanned layer.
         Change those only where `module.is_mutable_collection('moving')` and
         not `module.is_initializing()`.
       x_BLD: features.
       info: facts about the tokens.
       capacity: fraction of the tokens that the layer processes.
-      attention_BL: what the tokens received in the block before, if it tells.
+      attention_BL: attention received in the block before; None if unknown.
     """
 
   def flops(self, length: int, width: int) -> int:

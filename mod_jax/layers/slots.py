@@ -36,7 +36,7 @@ class Slot(abc.ABC):
     Returns:
       y [B, L, …], and further results by kind, for losses, metrics and pictures
       to read by `stack.collect`. The kinds `router`, `attention` and `adaptive`
-      are taken. What a loss shall make of another kind says the method: see
+      are taken. A task decides what its loss does with any other kind: see
       `Task.loss`, and `tasks/adaptive.py` for one that reads aux.
     """
 

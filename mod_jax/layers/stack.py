@@ -245,7 +245,7 @@ class Group(nn.Module):
 
 
 class Stack(nn.Module):
-  """Runs the layers; share its scope, and they are the model's `block_<i>`.
+  """Runs the layers, named `block_<i>` in a model that shares its scope.
 
   Where the layers are scanned, their parameters lie in `layers/block_<j>`, one
   for each place in the period, with a leading axis over the groups.

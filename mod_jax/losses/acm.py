@@ -77,7 +77,7 @@ def distances(sums_KBLD: jax.Array, target_BLD: jax.Array) -> jax.Array:
 
 
 def gate_labels(distance_KBL: jax.Array, tau: float) -> jax.Array:
-  """Returns label_BL: the fewest learners beyond which one more gains little.
+  """Returns label_BL: the least n >= 2 whose n-th learner gains little.
 
   `min{ n in 2..N : d(n-1) / d(n) < τ }`, and N if there is none. Eq. 5, whose
   ratio is printed upside down; labels are never 0 or 1.
@@ -154,7 +154,7 @@ def learners_per_image(
   modules: Mapping[str, Learners],
   valid_BL: jax.Array | None = None,
 ) -> jax.Array:
-  """Returns the fraction of all learners that each row runs, at any cost."""
+  """Returns the fraction of learners that each row runs, costs ignored."""
   equal = {
     name: dataclasses.replace(m, cost=1.0) for name, m in modules.items()
   }
@@ -201,7 +201,7 @@ def diversity_loss(
 ) -> jax.Array:
   """Returns minus the mean difference of compute between two rows: Eq. 10.
 
-  The sign in print would make images alike.
+  The paper prints the opposite sign, which would make images alike.
 
   `fraction_B` is from `learners_per_image`: unlike the budget, Eq. 10 counts
   learners, and a cheap one as much as a dear one. `weight_B` is from

@@ -114,7 +114,7 @@ def acmize(
 
   Raises:
     UserError: parameters that do not fit the config, no module matched by a
-      rule, or learners that do not divide it.
+      rule, or a number of learners that does not divide a module's units.
   """
   model = dataclasses.replace(config, adaptive=AdaptiveConfig(**options))
   params = nn.unbox(params)

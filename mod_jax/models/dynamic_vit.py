@@ -132,7 +132,7 @@ class DynamicViTConfig:
     return self.backbone.example()
 
   def _patches(self, layer: int) -> int:
-    """Returns how many patches there are before a block and its dropping."""
+    """Returns how many patches reach a block, before any are dropped at it."""
     before = [
       n for n, at in zip(self.kept, self.stages, strict=True) if at < layer
     ]
@@ -244,7 +244,7 @@ class DynamicViT(nn.Module):
   The parameters are the backbone's and, beside them, `prediction_<stage>`: a
   dense checkpoint fits as it is. In training, learnt scores decide by hard
   Gumbel-softmax and dropped patches are masked, so that gradients reach the
-  decision; else they are removed, and so are those of other scores always.
+  decision. At inference, and always with other scores, they are removed.
 
   Rng streams: `params`; `gumbel` where masks are drawn; `routing` for random
   scores; `stochastic_depth` as in `ViT`.

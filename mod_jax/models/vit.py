@@ -213,7 +213,7 @@ class ViTConfig(StackedConfig):
 
 
 def norm_flops(tokens: int, width: int) -> int:
-  """Returns what published tables count for a layer norm, times two."""
+  """Returns a layer norm's FLOPs: twice the MACs of published tables."""
   return 2 * 5 * tokens * width
 
 

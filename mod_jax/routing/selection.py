@@ -108,8 +108,8 @@ def select_top_k(
       return Selection(index_BK)
     # Rows with few candidates are filled up with padding.
     return Selection(index_BK, jnp.take_along_axis(valid_BL, index_BK, axis=-1))
-  # By rank, since each row keeps its own number. Top-k orders -0 below 0, which
-  # would break their tie.
+  # Sort by score, since each row keeps its own number of tokens. `top_k` puts
+  # -0 below 0, though as equals they must tie.
   score_BL = jnp.where(score_BL == 0, 0, score_BL)
   index_BK = jax.lax.top_k(score_BL, k)[1].astype(jnp.int32)
   keep_BK = jnp.broadcast_to(jnp.arange(k) < count_B[..., None], index_BK.shape)

@@ -161,7 +161,7 @@ def _run(axes, todo, workdir, allow_changed_data):
     if stop_lib.requested():
       if jax.process_index() == 0:
         print(
-          f'stopped behind {len(done)} of {len(todo)} points; the same command'
+          f'stopped after {len(done)} of {len(todo)} points; the same command'
           ' continues.',
           file=sys.stderr,
         )

@@ -18,8 +18,9 @@ from mod_jax.train.run_config import RunConfig
 class PruningObjective:
   """The weights of DynamicViT's losses.
 
-  Rao et al. 2021, section 3.4, Eq. 16 as published. Only the ratio needs masks.
-  The distillations need a teacher: the dense backbone with pretrained weights.
+  Rao et al. 2021, section 3.4, Eq. 16 as published. The ratio loss counts only
+  where training masks patches: with the scores `predicted` and `static`. The
+  distillations need a teacher: the dense backbone with pretrained weights.
   """
 
   classification: config_lib.Weight = 1.0
@@ -75,8 +76,8 @@ class ACMObjective:
   # Factor on the learning rate of the gates, end to end; 1 in the paper. Short
   # runs need more: a gate moves no further than its rate times the steps.
   gate_rate: config_lib.Weight = 1.0
-  # Share of the end-to-end steps that draw choices; 1 in the paper. The steps
-  # after them take the best, as inference does, which then meets the budget.
+  # Share of the end-to-end steps that draw choices at random; 1 in the paper.
+  # Later steps take the best choice, so that inference then meets the budget.
   noise_until: config_lib.Probability = 1.0
   # How many learners every token runs, end to end; 0 = as many as the gates
   # choose. This is a control: the static model of the same cost.

@@ -192,8 +192,8 @@ class Images(Modality):
         labels=labels,
         title='Which patches each routed block processes',
       )
-    # Drawn are the maps that routing goes by, or else those of some dense
-    # blocks, evenly spread; a routed block has none of all tokens.
+    # Draw the maps of dense blocks just before routed ones, by which these are
+    # routed, or else of some dense blocks; a routed one maps only its own tokens.
     dense = [i for i in range(model.num_layers) if i not in routed]
     layers = [i for i in dense if i + 1 in routed]
     if not layers:

@@ -183,7 +183,7 @@ class Language(Modality):
   def load_weights(
     self, init, model, params, model_state, *, whole=False, **kwargs
   ):
-    del model, whole  # No head may stay fresh.
+    del model, whole  # Not needed: the head must be found in any case.
     return warm_start.from_workdir(params, model_state, init, **kwargs)
 
   # What people look at.

@@ -162,7 +162,7 @@ def train(
     allow_changed_data: as for `loop.train`.
 
   Returns:
-    How the last run ended, or the one that was stopped, in it or behind it.
+    How the last run ended, or else the phase during or after which it stopped.
   """
   *before, last = expand(config, workdir)
   with stop_lib.listening(), lock_lib.held(last[0]):
@@ -185,7 +185,7 @@ def _train(before, last, max_steps, allow_changed_data):
     if stop_lib.requested():
       if jax.process_index() == 0:
         print(
-          f'stopped behind phase {run.objective.phase}, saved; the same'
+          f'stopped after phase {run.objective.phase}, saved; the same'
           ' command continues.',
           file=sys.stderr,
         )

@@ -63,7 +63,7 @@ class Pruning(Plain):
         output.logits_BV, taught.logits_BV
       )
       weights['logit_distillation'] = objective.logit_distillation
-      if model.score != 'structural':  # Its patches have no counterparts.
+      if model.score != 'structural':  # Pooled patches match no teacher's.
         metric_sums['token_distillation'] = self._token_distillation(
           output, taught
         )

@@ -20,9 +20,9 @@ usable, and then with a warning.
 This is written against Orbax's stable API. The `Checkpointer` of its v1, still
 experimental in orbax-checkpoint 0.12.8, deletes old checkpoints in place, so
 that a kill leaves a torso under a valid name. One damaged metadata file can
-stop it from opening, and with `lightweight_initialize`, which prevents that, it
-saves nothing beside an earlier checkpoint. Its plain functions call nothing of
-ours between the last written file and the commit, where the manifest belongs.
+stop it from opening; `lightweight_initialize` prevents that, but then it cannot
+save where an earlier checkpoint exists. The plain functions of v1 run no code of
+ours before the commit, when the manifest must be written.
 """
 
 from collections.abc import Callable
@@ -93,8 +93,8 @@ class Restored:
 class _HashingHandler(ocp.PyTreeCheckpointHandler):
   """Saves arrays; then every process hashes the files that it wrote itself.
 
-  A single host that hashed all would keep a run of many from meeting the
-  notice of a preemption.
+  If one host hashed all files, a run of many hosts could not finish a save
+  within the notice that a preemption gives.
   """
 
   async def async_save(self, directory, *args, **kwargs):
@@ -163,9 +163,9 @@ class Checkpointer:
         ),
       ),
     )
-    # Orbax would ask JAX's preemption service under the steps of this run. The
-    # loop asks it, under numbers that grow over all runs of the process
-    # (`stop.after_step`), and the service loses a stop between the two.
+    # Orbax would ask JAX's preemption service with the step numbers of this run,
+    # but the loop asks it with numbers that grow over all runs of the process
+    # (`stop.after_step`). With both in use, the service can miss a stop.
     manager.reached_preemption = lambda step: False
     return manager
 
@@ -223,7 +223,7 @@ class Checkpointer:
     check: Callable[[Restored], None] = lambda saved: None,
     report: Callable[[str], None] = logging.warning,
   ) -> Restored | None:
-    """Restores the newest usable checkpoint, bit by bit as it was saved.
+    """Restores the newest usable checkpoint, bit for bit as it was saved.
 
     A checkpoint that is damaged or incomplete is reported, moved aside to
     `<step>.corrupt`, and the one before it is used.
@@ -401,7 +401,7 @@ def steps(directory) -> list[int]:
       for step in ocp.utils.checkpoint_steps(directory)
       if (directory / str(step)).exists()
     }
-    if paths.is_remote(directory):  # Where what is not finished has its name.
+    if paths.is_remote(directory):  # There a name does not mean finished.
       return sorted(found)
     # What has a step's name and is no directory is a damaged checkpoint.
     files = {path.name for path in entries if not path.is_dir()}
@@ -525,10 +525,10 @@ class _Source:
 
 @contextlib.contextmanager
 def _reading(what, verified):
-  """Takes an error for damage, unless a manifest vouches for the files.
+  """Treats an error as damage, unless a manifest vouches for the files.
 
-  Then they are what was written: the fault is not theirs, and another
-  checkpoint would not fare better.
+  Verified files hold what was written, so the error has another cause, and
+  another checkpoint would fail in the same way.
   """
   try:
     yield
@@ -691,7 +691,7 @@ def _digests(directory, names) -> dict[str, tuple[int, str]]:
 def _item_files(directory) -> list[str]:
   """Returns the paths of all files of a checkpoint's items.
 
-  What lies beside the items Orbax still touches while it commits.
+  Files beside the items are left out: Orbax still changes them at the commit.
   """
   return [
     name

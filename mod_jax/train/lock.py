@@ -5,10 +5,10 @@ link to a finished file: only one of any number of processes succeeds, and none
 sees the file half written, on NFS too.
 
 A lock whose owner is dead may be taken over. On the same machine that is
-certain: the process is gone, or another one has its number, which the time of
-its start tells. Of an owner on another machine only the file's age is known,
-which the owner renews every quarter of a minute: we watch for two minutes
-whether it does, by the file server's clock. That is safe if the file system
+certain: no process has its number, or one that started at another time has. Of
+an owner on another machine only the file's age is known. The owner renews it
+every quarter of a minute: we watch for two minutes whether it does, by the file
+server's clock. That is safe if the file system
 shows one client's changes to the others within that time (NFS does after at
 most one minute, by default) and if the owner never sleeps for longer. An owner
 that did, such as a suspended machine, finds its lock gone before its next save,
@@ -207,7 +207,7 @@ def _identity() -> dict[str, Any]:
 
 
 def _machine() -> str:
-  """Returns what is equal wherever process numbers mean the same process."""
+  """Returns an id of the machine and namespace that number the processes."""
   try:
     boot = pathlib.Path('/proc/sys/kernel/random/boot_id').read_text().strip()
     # Containers of one machine number their processes each for itself.

@@ -375,7 +375,7 @@ class _Run:
     return self._first_says(late)
 
   def _save(self, step, state):
-    self._flush()  # A state behind a NaN is never saved.
+    self._flush()  # A state after a NaN is never saved.
     if step == self.last_saved:
       return
     self._check_finite(step, state)

@@ -124,7 +124,7 @@ class MetricWriter:
       for name, value in values.items():
         self._tensorboard.add_scalar(f'{kind}/{name}', value, int(step))
     if self._wandb is not None:
-      # W&B ignores steps it already has; resuming repeats them bit by bit.
+      # W&B ignores steps it already has; resuming repeats them bit for bit.
       self._wandb.log(
         {f'{kind}/{name}': value for name, value in values.items()},
         step=int(step),

@@ -85,13 +85,13 @@ def make_optimizer(
 ) -> optax.GradientTransformation:
   """Returns the optimiser for a run of `num_steps`.
 
-  AdamW has its weight decay beside the gradient (Loshchilov & Hutter 2019),
-  SGD within it, and no Nesterov step. Parameters that are frozen for a while
-  gather moments meanwhile, so that they do not start with a leap. Those that
-  are frozen for ever do not count in the clipped norm either.
+  AdamW decouples its weight decay from the gradient (Loshchilov & Hutter 2019).
+  SGD adds it to the gradient, and its momentum is not Nesterov's. Parameters
+  that are frozen for a while gather moments meanwhile, so that they do not start
+  with a leap. Those that are frozen for ever do not count in the clipped norm.
 
   Raises:
-    UserError: the warm-up, or a rule's first step, lies behind the run's end.
+    UserError: the warm-up, or a rule's first step, lies beyond the run's end.
   """
   for i, (pattern, factor, first) in enumerate(config.rules):
     if factor and first >= num_steps:

@@ -239,7 +239,7 @@ class TestRun:
     assert not deaths
     assert trained == [5]
     assert [p.name for p in points] == ['seed=5']
-    assert 'stopped behind 1 of 2 points' in capsys.readouterr().err
+    assert 'stopped after 1 of 2 points' in capsys.readouterr().err
 
   def test_another_sweep_in_its_directory_is_refused(self, trained, tmp_path):
     with (

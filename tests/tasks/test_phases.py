@@ -248,7 +248,7 @@ def test_a_stop_between_two_phases_is_not_forgotten(
   assert not deaths
   assert begun == ['learners']
   assert (result.finished, result.metrics) == (False, {})
-  assert 'stopped behind phase learners' in capsys.readouterr().err
+  assert 'stopped after phase learners' in capsys.readouterr().err
 
 
 def test_a_phase_alone_is_that_of_all(whole, config, tmp_path):
