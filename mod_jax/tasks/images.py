@@ -193,7 +193,7 @@ class Images(Modality):
         title='Which patches each routed block processes',
       )
     # Draw the maps of dense blocks just before routed ones, by which these are
-    # routed, or else of some dense blocks; a routed one maps only its own tokens.
+    # routed, or else of some dense blocks. A routed block maps its tokens only.
     dense = [i for i in range(model.num_layers) if i not in routed]
     layers = [i for i in dense if i + 1 in routed]
     if not layers:

@@ -21,8 +21,8 @@ This is written against Orbax's stable API. The `Checkpointer` of its v1, still
 experimental in orbax-checkpoint 0.12.8, deletes old checkpoints in place, so
 that a kill leaves a torso under a valid name. One damaged metadata file can
 stop it from opening; `lightweight_initialize` prevents that, but then it cannot
-save where an earlier checkpoint exists. The plain functions of v1 run no code of
-ours before the commit, when the manifest must be written.
+save where an earlier checkpoint exists. The plain functions of v1 run no code
+of ours before the commit, when the manifest must be written.
 """
 
 from collections.abc import Callable
@@ -163,8 +163,8 @@ class Checkpointer:
         ),
       ),
     )
-    # Orbax would ask JAX's preemption service with the step numbers of this run,
-    # but the loop asks it with numbers that grow over all runs of the process
+    # Orbax would ask JAX's preemption service with step numbers of this run, but
+    # the loop asks it with numbers that grow over all runs of the process
     # (`stop.after_step`). With both in use, the service can miss a stop.
     manager.reached_preemption = lambda step: False
     return manager

@@ -87,8 +87,8 @@ def make_optimizer(
 
   AdamW decouples its weight decay from the gradient (Loshchilov & Hutter 2019).
   SGD adds it to the gradient, and its momentum is not Nesterov's. Parameters
-  that are frozen for a while gather moments meanwhile, so that they do not start
-  with a leap. Those that are frozen for ever do not count in the clipped norm.
+  that are frozen for a while gather moments meanwhile, so that they do not
+  start with a leap. Those frozen for ever do not count in the clipped norm.
 
   Raises:
     UserError: the warm-up, or a rule's first step, lies beyond the run's end.
