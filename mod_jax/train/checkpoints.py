@@ -163,9 +163,9 @@ class Checkpointer:
         ),
       ),
     )
-    # Orbax would ask JAX's preemption service with step numbers of this run, but
-    # the loop asks it with numbers that grow over all runs of the process
-    # (`stop.after_step`). With both in use, the service can miss a stop.
+    # Orbax would ask JAX's preemption service with step numbers of this run.
+    # The loop asks it with numbers that grow over all runs of the process
+    # (`stop.after_step`), and with both in use, the service can miss a stop.
     manager.reached_preemption = lambda step: False
     return manager
 
