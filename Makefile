@@ -4,8 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 WORKDIR ?= runs/mod
-# Two workers; a file's tests stay together, since they share compiled programs.
-PYTEST_ARGS ?= -n 2 --dist=loadfile
+# Two workers. The tests of a file stay together, since they share compiled
+# programs. Files keep their order: xdist would leave those with few tests, which
+# are the slow ones, for the end, when one worker has nothing left to do.
+PYTEST_ARGS ?= -n 2 --dist=loadfile --no-loadscope-reorder
 
 # The environment below is for CPUs (README: on a GPU or TPU, install the extra
 # and call train.py). Unsaid, JAX would look for a TPU, at length.

@@ -131,6 +131,7 @@ def test_the_source_has_no_order(run, x_BLD, info):
   np.testing.assert_allclose(y_BLD, run(x_BLD, info).x_BLD, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_loop_and_rematerialisation_change_nothing(config, params, x_BLD, info):
   looped = dataclasses.replace(config, scan=True, remat='full')
 
@@ -153,6 +154,7 @@ def test_loop_and_rematerialisation_change_nothing(config, params, x_BLD, info):
   )
 
 
+@pytest.mark.slow
 def test_decoding_equals_the_whole_sequence(config, params, x_BLD, info):
   """Row by row in a routed block, each row with its own source."""
   mode = RoutingMode(rule='router', chunk=1)
