@@ -52,6 +52,8 @@ def cell(found: dict | None, scale: float = 1.0, digits: int = 3) -> str:
   if found is None:
     return ''
   mean, low, high = (scale * found[x] for x in ('mean', 'low', 'high'))
+  if low == high:  # One run, or all alike.
+    return f'{mean:.{digits}f}'
   return f'{mean:.{digits}f} ({low:.{digits}f}–{high:.{digits}f})'
 
 
