@@ -9,6 +9,7 @@ from mod_jax.sweeps import grid
 from mod_jax.tasks import make_task
 from mod_jax.tasks import phases
 from mod_jax.tasks.experiment import ExperimentConfig
+from mod_jax.train import profile as profile_lib
 from mod_jax.train import stop
 
 _CONFIG = flags.DEFINE_string(
@@ -29,6 +30,11 @@ _ALLOW_CHANGED_DATA = flags.DEFINE_bool(
   False,
   'Continue even where the data are not those that the run began with.',
 )
+_PROFILE = flags.DEFINE_string(
+  'profile',
+  None,
+  'Steps to trace, FROM:TO, for TensorBoard and https://ui.perfetto.dev.',
+)
 _FLOPS = flags.DEFINE_bool(
   'flops', False, "Print the model's FLOPs instead of training."
 )
@@ -42,6 +48,13 @@ def main(_):
   if not _WORKDIR.value:
     raise UserError('--workdir is missing: give the directory of the run.')
   axes = grid.parse(config, _SWEEP.value)
+  profile = None
+  if _PROFILE.value is not None:
+    profile = profile_lib.parse(_PROFILE.value)
+    if axes:
+      raise UserError(
+        '--profile and --sweep: a trace is of a single run; leave one out.'
+      )
   cli.start_distributed()
   kwargs = {'allow_changed_data': _ALLOW_CHANGED_DATA.value}
   with stop.listening():
@@ -50,7 +63,7 @@ def main(_):
       if jax.process_index() == 0:
         print(grid.table(points))
     else:
-      phases.train(config, _WORKDIR.value, **kwargs)
+      phases.train(config, _WORKDIR.value, profile=profile, **kwargs)
 
 
 if __name__ == '__main__':
