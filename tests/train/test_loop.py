@@ -576,7 +576,9 @@ class TestStop:
 
     monkeypatch.setattr(parallel, 'put_batch', put)
     monkeypatch.setattr(
-      loop, 'time', types.SimpleNamespace(monotonic=lambda: clock[0])
+      loop,
+      'time',
+      types.SimpleNamespace(monotonic=lambda: clock[0], time=time.time),
     )
     for minutes, saved in ((3, [3, 6, 8]), (0, [8])):
       config = tiny_config(
