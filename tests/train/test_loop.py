@@ -9,6 +9,7 @@ import re
 import signal
 import socket
 import threading
+import time
 import types
 
 from flax import linen as nn
