@@ -357,7 +357,7 @@ class TestEval:
       (['--sample='], 'empty'),
       (['--sample=a', '--rule=bogus'], '--rule=bogus: .*trained for router'),
       (['--sample=a', '--overflow=spill'], 'overflow'),
-      (['--study=importance'], '--study=importance: there are no studies'),
+      (['--study=importance'], "expected one of 'engagement'"),
     ],
     ids=lambda x: x[-1] if isinstance(x, list) else '',
   )

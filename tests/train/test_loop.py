@@ -645,7 +645,12 @@ def test_a_home_directory_is_one_place(tmp_path, monkeypatch):
   train(config, '~/run', max_steps=1)
   assert [p.name for p in tmp_path.iterdir()] == ['home']
   found = {p.name for p in (tmp_path / 'home' / 'run').iterdir()}
-  assert found == {'config.json', 'checkpoints', 'metrics.jsonl'}
+  assert found == {
+    'config.json',
+    'checkpoints',
+    'history.jsonl',
+    'metrics.jsonl',
+  }
   assert evaluation.load(Tiny(config), '~/run').step == 1
 
 
