@@ -1,9 +1,19 @@
-"""Trains a model, several, or continues: flags, then one library call."""
+r"""Trains a model, or several, or continues.
+
+  python train.py --config=configs/lm/mod.py --workdir=runs/mod
+  python train.py --config=configs/vit/digits.py:amod --workdir=runs/amod \
+    --config.model.routing.capacity=0.25 --sweep=seed=0,1,2
+
+--config is a file that builds the experiment, with a variant behind a colon.
+--config.FIELD=VALUE changes a field of it; --describe lists the file's variants
+and all fields with their meaning. The same command continues a run.
+"""
 
 from absl import flags
 import jax
 
 from mod_jax import cli
+from mod_jax import config_docs
 from mod_jax.errors import UserError
 from mod_jax.sweeps import grid
 from mod_jax.tasks import make_task
@@ -35,13 +45,21 @@ _PROFILE = flags.DEFINE_string(
   None,
   'Steps to trace, FROM:TO, for TensorBoard and https://ui.perfetto.dev.',
 )
+_DESCRIBE = flags.DEFINE_bool(
+  'describe', False, "List the config's variants and fields, not train."
+)
 _FLOPS = flags.DEFINE_bool(
   'flops', False, "Print the model's FLOPs instead of training."
 )
 
+flags.adopt_module_key_flags(cli)
+
 
 def main(_):
   config = cli.load_config(_CONFIG.value, ExperimentConfig)
+  if _DESCRIBE.value:
+    print(config_docs.page(_CONFIG.value.partition(':')[0], config))
+    return
   if _FLOPS.value:
     print(make_task(config).flops_report())
     return

@@ -12,7 +12,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 LAYERS = (
   ('errors', 'last_words', 'timing'),
   ('config', 'trees', 'paths'),
-  ('parallel',),
+  ('parallel', 'config_docs'),
   ('losses', 'data'),
   ('routing',),
   ('layers',),
