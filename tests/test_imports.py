@@ -10,7 +10,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 # A unit is a module or subpackage of mod_jax. It may import units of strictly
 # lower layers, itself, and mod_jax_kernels.
 LAYERS = (
-  ('errors', 'last_words', 'timing'),
+  ('errors', 'last_words', 'peaks', 'timing'),
   ('config', 'trees', 'paths'),
   ('parallel', 'config_docs'),
   ('losses', 'data'),

@@ -17,6 +17,7 @@ import numpy as np
 
 from mod_jax import config as config_lib
 from mod_jax import parallel
+from mod_jax import peaks
 from mod_jax import trees
 from mod_jax.errors import UserError
 from mod_jax.train import checkpoints as checkpoints_lib
@@ -185,6 +186,7 @@ class _Run:
           flops_per_step=self.task.flops_per_step(
             self.task.static_args(num_steps)
           ),
+          peak=self._peak(),
           unit=self.task.unit,
           enabled=self.first,
         )
@@ -204,6 +206,10 @@ class _Run:
         pass  # The rest is done when the run continues.
       self._stop(step, state)
       return Result(step, step - start, False, {}, state)
+
+  def _peak(self):
+    of_each = [peaks.of(device) for device in self.mesh.devices.flat]
+    return None if None in of_each else sum(of_each)
 
   def _note_start(self, step):
     reached = max(
