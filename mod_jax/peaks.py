@@ -5,9 +5,9 @@ import re
 import jax
 
 # FLOP/s of dense matrix products in bfloat16, by a pattern of the name that JAX
-# has for the device, matched whole. TPUs:
-# https://docs.cloud.google.com/tpu/docs/v4, and /v5e, /v5p and /v6e there. GPUs:
-# NVIDIA's data sheets, whose figures with sparsity are twice these.
+# has for the device, matched whole. Of TPUs by
+# https://docs.cloud.google.com/tpu/docs/v4, and /v5e, /v5p and /v6e there; of
+# GPUs by NVIDIA's data sheets, whose figures with sparsity are twice these.
 BFLOAT16 = {
   'TPU v4': 275e12,
   'TPU v5 lite': 197e12,
