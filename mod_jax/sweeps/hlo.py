@@ -390,7 +390,9 @@ def _convolution(instruction, lhs, rhs) -> int:
 
   def sizes(name, default):
     values = window.get(name, 'x'.join([default] * len(spatial)))
-    return [tuple(map(int, x.split('_'))) for x in values.split('x')]
+    # A plain product has no windows at all.
+    sides = filter(None, values.split('x'))
+    return [tuple(map(int, x.split('_'))) for x in sides]
 
   strides = sizes('stride', '1')
   paddings = sizes('pad', '0_0')
