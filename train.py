@@ -6,6 +6,7 @@ import jax
 from mod_jax import cli
 from mod_jax.errors import UserError
 from mod_jax.sweeps import grid
+from mod_jax.sweeps import prove
 from mod_jax.tasks import make_task
 from mod_jax.tasks import phases
 from mod_jax.tasks.experiment import ExperimentConfig
@@ -32,12 +33,22 @@ _ALLOW_CHANGED_DATA = flags.DEFINE_bool(
 _FLOPS = flags.DEFINE_bool(
   'flops', False, "Print the model's FLOPs instead of training."
 )
+_COMPILE_FOR = flags.DEFINE_string(
+  'compile_for',
+  None,
+  'Slice of TPUs, such as v5p:4x4x4, that need not be here: compile the step'
+  ' for it and print what it takes, instead of training. A kind of chip alone,'
+  ' v5e, stands for the smallest slice that the run fits on.',
+)
 
 
 def main(_):
   config = cli.load_config(_CONFIG.value, ExperimentConfig)
   if _FLOPS.value:
     print(make_task(config).flops_report())
+    return
+  if _COMPILE_FOR.value:
+    print(prove.report(config, _COMPILE_FOR.value))
     return
   if not _WORKDIR.value:
     raise UserError('--workdir is missing: give the directory of the run.')

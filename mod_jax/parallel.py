@@ -96,6 +96,29 @@ def make_mesh(config: MeshConfig, devices=None) -> jax.sharding.Mesh:
   )
 
 
+def fit_mesh(config: MeshConfig, num_devices: int, rows: int) -> MeshConfig:
+  """Returns the mesh of a config, changed as little as a slice needs.
+
+  Where `data` is left open, `tensor` is doubled until the other two axes divide
+  the rows, and `fsdp` is at most what is left. Nothing says that the result
+  fits: `make_mesh`, `check_batch` and `shardings` do.
+
+  Args:
+    config: the mesh of the run.
+    num_devices: of the slice.
+    rows: of a batch, or microbatch.
+  """
+  if config.data != -1 or min(config.fsdp, config.tensor) < 1:
+    return config
+  tensor = config.tensor
+  while rows * tensor % num_devices and 2 * tensor <= num_devices:
+    tensor *= 2
+  if rows * tensor % num_devices:
+    tensor = config.tensor
+  fsdp = math.gcd(config.fsdp, num_devices // tensor)
+  return dataclasses.replace(config, fsdp=fsdp, tensor=tensor)
+
+
 def spec(names: tuple[str | None, ...]) -> PartitionSpec:
   """Returns the partition spec of an array with these logical axes.
 

@@ -61,6 +61,14 @@ class Images(Modality):
       shard_count=shard_count,
     )
 
+  def batch_shapes(self):
+    rows, size = self.config.train.batch_size, self.config.data.image_size
+    shapes = {
+      'image': (rows, size, size, 3),
+      'target': (rows, self.config.model.num_classes),
+    }
+    return {k: jax.ShapeDtypeStruct(v, 'float32') for k, v in shapes.items()}
+
   def eval_batches(self, **kwargs):
     return images_lib.eval_batches(self.config.data, **kwargs)
 

@@ -94,6 +94,13 @@ class Language(Modality):
       shard_count=shard_count,
     )
 
+  def batch_shapes(self):
+    shape = (self.config.train.batch_size, self.config.data.length)
+    dtypes = {'tokens': 'int32', 'targets': 'int32', 'weights': 'float32'}
+    if self.config.data.segments:
+      dtypes['segments'] = 'int32'
+    return {k: jax.ShapeDtypeStruct(shape, v) for k, v in dtypes.items()}
+
   def eval_batches(self, **kwargs):
     return text.eval_batches(self._data, **kwargs)
 

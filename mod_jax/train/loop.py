@@ -31,7 +31,7 @@ from mod_jax.train import workdir as workdir_lib
 from mod_jax.train.checkpoints import Checkpointer
 from mod_jax.train.progress import Progress
 from mod_jax.train.run_config import RunConfig
-from mod_jax.train.step import train_step
+from mod_jax.train.step import jit_step
 from mod_jax.train.task import Task
 
 
@@ -307,18 +307,12 @@ class _Run:
     return state, end if end > start else start
 
   def _compile(self, static_args):
-    shardings = jax.tree.map(lambda x: x.sharding, self.abstract)
-    step = jax.jit(
-      functools.partial(
-        train_step,
-        task=self.task,
-        optimizer=self.optimizer,
-        static_args=static_args,
-        grad_accum_steps=self.config.train.grad_accum_steps,
-        ema_decay=self.config.train.ema_decay,
-      ),
-      donate_argnums=0,
-      out_shardings=(shardings, None),
+    step = jit_step(
+      self.abstract,
+      task=self.task,
+      optimizer=self.optimizer,
+      static_args=static_args,
+      config=self.config.train,
     )
     # The teacher is an argument of each call: closed over, its arrays would
     # become constants of the compiled program.
