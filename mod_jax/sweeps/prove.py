@@ -461,7 +461,7 @@ def _state_bytes(abstract) -> int:
 
 def _read(proof: Proof, cost: hlo.Cost, topology, mesh) -> Proof:
   """Adds what a program does to a proof."""
-  useful, again, uncounted = _kernels(cost.kernels)
+  useful, again, uncounted = kernel_flops(cost.kernels)
   products = cost.products - cost.again + useful
   again += cost.again
   collectives, network = {}, 0.0
@@ -493,10 +493,15 @@ _SPLASH = {
 }
 
 
-def _kernels(
+def kernel_flops(
   kernels: Iterable[hlo.Kernel],
 ) -> tuple[int, int, tuple[str, ...]]:
-  """Returns the products of kernels: once, again; and the names of others."""
+  """Returns the FLOPs of attention kernels, by formula.
+
+  Returns:
+    Those that a model's count has, exact causal pairs and each product once;
+    what is computed besides; and the names of kernels that are not attention.
+  """
   counts, others = collections.Counter(), {}
   for kernel in kernels:
     part = next((p for p in _SPLASH if kernel.name.startswith(p)), None)

@@ -12,7 +12,6 @@ import os
 import re
 
 import jax
-import numpy as np
 
 from mod_jax import config as config_lib
 from mod_jax.errors import UserError
@@ -191,8 +190,3 @@ def quick_compiler():
     yield
   finally:
     jax.config.update('jax_optimization_level', before)
-
-
-def positions(mesh: jax.sharding.Mesh) -> np.ndarray:
-  """Returns the coordinates [N, 3] of a mesh's chips, in a program's order."""
-  return np.array([device.coords for device in mesh.devices.flat])

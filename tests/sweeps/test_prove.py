@@ -1,0 +1,245 @@
+"""Runs compiled for slices that are not here, and what need not be compiled."""
+
+import csv
+import importlib.util
+import json
+
+import pytest
+
+from mod_jax import config as config_lib
+from mod_jax import flops
+from mod_jax import parallel
+from mod_jax.errors import UserError
+from mod_jax.sweeps import hlo
+from mod_jax.sweeps import prove
+from mod_jax.sweeps import slices
+from mod_jax.tasks import make_task
+
+needs_libtpu = pytest.mark.skipif(
+  importlib.util.find_spec('libtpu') is None,
+  reason='libtpu, the TPU compiler, is not installed: pip install libtpu',
+)
+
+
+@pytest.fixture(scope='module')
+def tiny(load_config_file):
+  """As small as a model can be that is scanned, routed and rematerialised."""
+  config = load_config_file('configs/lm/paper.py', 'tiny')
+  return config_lib.replace(
+    config,
+    {'model.num_layers': 4, 'model.width': 16, 'data.length': 16},
+  )
+
+
+def slice_of(name):
+  (found,) = slices.parse(name)
+  return found
+
+
+class TestMesh:
+  @pytest.mark.parametrize(
+    ('chips', 'rows', 'mesh', 'fitted'),
+    [
+      (16, 128, {'fsdp': 4}, (4, 4, 1)),
+      (64, 128, {'fsdp': 4}, (16, 4, 1)),
+      (256, 128, {'fsdp': 4}, (32, 4, 2)),  # 128 rows on 256 chips.
+      (256, 32, {'fsdp': 4}, (8, 4, 8)),
+      (256, 128, {'fsdp': 4, 'tensor': 4}, (16, 4, 4)),
+      (8, 128, {'fsdp': 16}, (1, 8, 1)),
+      (1, 128, {'fsdp': 16}, (1, 1, 1)),
+    ],
+  )
+  def test_is_changed_as_little_as_the_chips_need(
+    self, chips, rows, mesh, fitted
+  ):
+    config = parallel.MeshConfig(**mesh)
+    found = parallel.fit_mesh(config, chips, rows)
+    assert found.sizes(chips) == fitted
+
+  def test_one_without_an_open_axis_stays(self):
+    config = parallel.MeshConfig(data=2, fsdp=4)
+    assert parallel.fit_mesh(config, 16, 128) == config
+
+
+class TestRefusals:
+  """One sentence each, and nothing is compiled."""
+
+  @pytest.fixture(autouse=True)
+  def nothing_compiles(self, monkeypatch):
+    monkeypatch.setattr(prove, 'lower', None)
+
+  def refusal(self, config, topology, function=prove.report):
+    with pytest.raises(UserError) as error:
+      function(config, topology)
+    assert '\n' not in str(error.value)
+    return str(error.value)
+
+  def test_an_unknown_slice(self, tiny):
+    assert 'v5p' in self.refusal(tiny, 'v7:2x2')
+
+  def test_a_mesh_that_does_not_divide_the_slice(self, tiny):
+    config = config_lib.replace(tiny, {'mesh.fsdp': 3})
+    said = self.refusal(config, 'v5e:2x2')
+    assert "'fsdp': 3" in said
+    assert '4 device(s)' in said
+
+  def test_rows_that_the_mesh_does_not_divide(self, load_config_file):
+    config = load_config_file('configs/lm/paper.py')
+    said = self.refusal(config, 'v5e:16x16')
+    assert 'train.batch_size / grad_accum_steps=128' in said
+    assert '256 chips' in said
+    assert 'config.mesh.tensor=2' in said
+
+  def test_all_runs_are_looked_at_before_one_is_compiled(self, tiny, tmp_path):
+    wrong = config_lib.replace(tiny, {'mesh.data': 3})
+    runs = [('right', tiny), ('wrong', wrong)]
+    with pytest.raises(UserError, match="'data': 3"):
+      prove.run(runs, ['v5e:2x2'], tmp_path)
+    assert not list(tmp_path.iterdir())
+
+  def test_a_pruned_model(self, load_config_file):
+    config = load_config_file('configs/vit/dynamic.py', 'tiny')
+    assert 'teacher' in self.refusal(config, 'v5e:2x2')
+
+  @needs_libtpu
+  def test_a_model_that_is_too_large_for_every_slice(self, tiny, monkeypatch):
+    monkeypatch.setitem(
+      slices.CHIPS,
+      'v5e',
+      slices.Chip(
+        **{
+          **vars(slices.CHIPS['v5e']),
+          'memory': 2**20,
+          'slices': ('2x2', '2x4'),
+        }
+      ),
+    )
+    config = config_lib.replace(
+      tiny, {'model.width': 256, 'mesh.fsdp': 4, 'train.batch_size': 8}
+    )
+    said = self.refusal(config, 'v5e')
+    assert 'even on v5e:2x4' in said
+    assert 'more memory' in said
+
+
+def test_batches_have_the_shapes_that_are_told(tiny):
+  config = config_lib.replace(tiny, {'data.segments': True})
+  task = make_task(config)
+  batch = next(task.train_iterator(shard_index=0, shard_count=1))
+  told = task.batch_shapes()
+  assert {k: (x.shape, x.dtype) for k, x in batch.items()} == {
+    k: (x.shape, x.dtype) for k, x in told.items()
+  }
+
+
+@pytest.fixture(scope='module')
+def proven(tiny, tmp_path_factory):
+  """A manifest of a run, dense and MoD, on two kinds of chips."""
+  workdir = tmp_path_factory.mktemp('sweep')
+  dense = config_lib.replace(tiny, {'model.routing': None, 'seed': 3})
+  topologies = ['v5e:2x2', 'v5p']
+  rows = prove.run([('mod', tiny), ('dense', dense)], topologies, workdir)
+  return workdir, rows
+
+
+@needs_libtpu
+@pytest.mark.slow
+class TestProven:
+  def test_a_line_for_each_run_on_each_slice(self, proven):
+    workdir, rows = proven
+    with open(workdir / 'prove.csv', newline='') as file:
+      read = list(csv.DictReader(file))
+    assert [(row['id'], row['topology']) for row in read] == [
+      # The smallest of v5p.
+      *(('mod', 'v5e:2x2'), ('mod', 'v5p:2x2x1')),
+      *(('dense', 'v5e:2x2'), ('dense', 'v5p:2x2x1')),
+    ]
+    assert [float(row['products']) for row in read] == [
+      row['products'] for row in rows
+    ]
+    for row in read:
+      assert row['fits'] == 'True'
+      assert 0 < int(row['memory']) < 2**30
+      assert json.loads(row['collectives'])['all-reduce'][0] >= 1
+      assert not row['uncounted']
+
+  def test_the_dense_twin_stands_beside(self, proven):
+    _, rows = proven
+    for routed, dense in zip(rows[:2], rows[2:], strict=True):
+      for name in ('products', 'sent', 'step_seconds'):
+        assert routed[f'dense_{name}'] == dense[name]
+        assert dense[f'dense_{name}'] == ''
+      assert routed['products'] < dense['products']
+
+  def test_products_are_the_models(self, proven, tiny):
+    _, rows = proven
+    for row in rows:
+      model = tiny.model if row['id'] == 'mod' else tiny.model.dense_twin()
+      # Sequences this short are left to XLA, which computes masked pairs too.
+      table = model.flops_table(tiny.data.length, full_pairs=True)
+      own = 3 * sum(flops.products(parts) for _, parts in table)
+      rows_here = tiny.train.batch_size / row['chips']
+      assert row['products'] == pytest.approx(rows_here * own, rel=0.03)
+      assert row['again'] > 0
+
+  def test_what_was_compiled_is_not_compiled_again(
+    self, proven, tiny, monkeypatch
+  ):
+    workdir, rows = proven
+    monkeypatch.setattr(prove, 'lower', None)
+    other = config_lib.replace(tiny, {'seed': 7, 'name': 'another'})
+    assert prove.run([('again', other)], ['v5e:2x2'], workdir) == [
+      rows[0] | {'id': 'again'}
+    ]
+
+  def test_a_report_for_people(self, proven, tiny, monkeypatch):
+    workdir, rows = proven
+    cached = prove.prove(tiny, slice_of('v5e:2x2'), workdir / 'prove')
+    monkeypatch.setattr(prove, '_prove', lambda *_: cached)
+    text = prove.report(tiny, 'v5e:2x2')
+    assert 'v5e:2x2: 4 chips, mesh data 4, fsdp 1, tensor 1' in text
+    assert 'of 16 GiB a chip: fits' in text
+    assert f'{rows[0]["products"]:.4e} FLOPs' in text
+    assert 'all-reduce' in text
+
+
+class TestKernels:
+  """Splash attention by formula: 2 rows, 3 heads, 5 channels, 8 tokens."""
+
+  one = 2 * 2 * 3 * 5  # FLOPs of a pair in one product.
+
+  def kernel(self, name, count, blocks):
+    mask = (1, blocks, blocks)
+    array = (2, 3, 8, 5)
+    return hlo.Kernel(name, (mask, mask, array, array, array), count)
+
+  def found(self, *parts, blocks=4):
+    kernels = [self.kernel(name, count, blocks) for name, count in parts]
+    useful, again, others = prove.kernel_flops(kernels)
+    assert not others
+    return useful / self.one, again / self.one
+
+  def test_forward_counts_causal_pairs_and_runs_blocks(self):
+    # 36 of 64 pairs; of 4 x 4 blocks of 4 pairs, 10.
+    assert self.found(('splash_mha_fwd_residuals', 6)) == (
+      6 * 2 * 36,
+      6 * 2 * (40 - 36),
+    )
+
+  def test_one_block_is_computed_whole(self):
+    found = self.found(('splash_mha_fwd_residuals', 1), blocks=1)
+    assert found == (2 * 36, 2 * (64 - 36))
+
+  def test_backward_is_twice_forward_and_more_is_computed_again(self):
+    useful, again = self.found(
+      ('splash_mha_fwd_residuals', 3),
+      ('splash_mha_fwd_residuals', 3),  # Rematerialised.
+      ('splash_mha_dq_no_residuals', 3),
+      ('splash_mha_dkv_no_residuals', 3),
+    )
+    assert useful == 3 * 36 * (2 + 4)
+    assert useful + again == 3 * 40 * (2 + 2 + 3 + 4)
+
+  def test_other_kernels_are_named(self):
+    kernel = hlo.Kernel('route_scores', ((4, 4),))
+    assert prove.kernel_flops([kernel, kernel]) == (0, 0, ('route_scores',))
