@@ -11,6 +11,7 @@ from typing import Annotated
 
 from flax import linen as nn
 import jax
+from jax.experimental import mesh_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec
 import numpy as np
@@ -86,13 +87,36 @@ class MeshConfig:
 def make_mesh(config: MeshConfig, devices=None) -> jax.sharding.Mesh:
   """Returns a mesh with axes (data, fsdp, tensor) over the devices.
 
+  Where the devices are of several slices, which only the slower network of the
+  data centre joins, the axis `data` goes over the slices, so that nothing but
+  the sum of gradients crosses that network.
+
   Raises:
     UserError: the mesh does not fit the devices.
   """
   devices = jax.devices() if devices is None else list(devices)
   axis_types = (jax.sharding.AxisType.Auto,) * len(MESH_AXES)
-  return jax.make_mesh(
-    config.sizes(len(devices)), MESH_AXES, axis_types, devices=devices
+  data, fsdp, tensor = config.sizes(len(devices))
+  slices = len({getattr(d, 'slice_index', 0) for d in devices})
+  if slices == 1:
+    return jax.make_mesh(
+      (data, fsdp, tensor), MESH_AXES, axis_types, devices=devices
+    )
+  if data % slices:
+    raise UserError(
+      f'mesh.data={data} does not divide over the {slices} slices that the'
+      f' {len(devices)} devices are of: make it a multiple of {slices}, by less'
+      ' fsdp or tensor.'
+    )
+  return jax.sharding.Mesh(
+    mesh_utils.create_hybrid_device_mesh(
+      (data // slices, fsdp, tensor),
+      (slices, 1, 1),
+      devices,
+      allow_split_physical_axes=True,
+    ),
+    MESH_AXES,
+    axis_types=axis_types,
   )
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from collections.abc import Mapping
 import dataclasses
 import functools
+from itertools import repeat
 import math
 import re
 
@@ -389,8 +390,11 @@ def _convolution(instruction, lhs, rhs) -> int:
   spatial = sorted(filter(str.isdigit, of_out))
 
   def sizes(name, default):
-    values = window.get(name, 'x'.join([default] * len(spatial)))
-    return [tuple(map(int, x.split('_'))) for x in values.split('x')]
+    values = window[name].split('x') if name in window else repeat(default)
+    return [
+      tuple(map(int, x.split('_')))
+      for x, _ in zip(values, spatial, strict=False)
+    ]
 
   strides = sizes('stride', '1')
   paddings = sizes('pad', '0_0')

@@ -19,14 +19,17 @@ import json
 import math
 import re
 
+from absl import flags
 import jax
 
 from mod_jax import __version__
 from mod_jax import config as config_lib
 from mod_jax import parallel
 from mod_jax import paths
+from mod_jax import peaks
 from mod_jax.errors import UserError
 from mod_jax.sweeps import hlo
+from mod_jax.sweeps import manifest
 from mod_jax.sweeps import slices
 from mod_jax.tasks import make_task
 from mod_jax.tasks.experiment import ExperimentConfig
@@ -107,26 +110,33 @@ class Proof:
     return self.sent / (self.products + self.again)
 
 
-def mesh_for(config: ExperimentConfig, chips: int) -> parallel.MeshConfig:
-  """Returns the mesh that a run would need on so many chips."""
-  return parallel.fit_mesh(config.mesh, chips, _rows(config))
+def fitted(
+  config: ExperimentConfig, topology: slices.Slice
+) -> ExperimentConfig:
+  """Returns a run with the mesh that it needs on a slice; see `fit_mesh`."""
+  mesh = parallel.fit_mesh(config.mesh, topology.num_chips, _rows(config))
+  return dataclasses.replace(config, mesh=mesh)
 
 
-def check(config: ExperimentConfig, topology: slices.Slice) -> None:
-  """Refuses what need not be compiled to be seen not to fit a slice.
+def check(config: ExperimentConfig, topology: slices.Slice) -> Proof:
+  """Returns what is known of a run on a slice before anything is compiled.
+
+  The memory is that of the state alone, so a run may not fit even if it seems
+  to.
 
   Raises:
-    UserError: the mesh does not divide the slice, or the batch; the run trains
-      in a way that is not compiled ahead.
+    UserError: the mesh does not divide the slice, the batch or the parameters;
+      the run trains in a way that is not compiled ahead.
   """
-  if type(make_task(config)) is not Plain:
+  task = make_task(config)
+  if type(task) is not Plain:
     raise UserError(
       f'{config.name}: pruned and adaptive models, which need a teacher or'
       ' several phases, are not compiled ahead; take a dense or routed one.'
     )
-  data, fsdp, tensor = config.mesh.sizes(topology.num_chips)
+  data, fsdp, tensor = sizes = config.mesh.sizes(topology.num_chips)
   if _rows(config) % (data * fsdp):
-    fitting = mesh_for(config, topology.num_chips)
+    fitting = fitted(config, topology).mesh
     way_out = f'use a multiple of {data * fsdp}'
     if fitting != config.mesh:
       way_out += (
@@ -138,6 +148,21 @@ def check(config: ExperimentConfig, topology: slices.Slice) -> None:
       f' the {data * fsdp} chips of {topology.name} along data and fsdp with'
       f' config.mesh.tensor={tensor}: {way_out}.'
     )
+  mesh = jax.sharding.AbstractMesh(sizes, parallel.MESH_AXES)
+  _, abstract = _abstract(config, task, mesh)
+  return Proof(
+    topology=topology.name,
+    chips=topology.num_chips,
+    **mesh.shape,
+    parameters=sum(x.size for x in jax.tree.leaves(abstract.params)),
+    memory=sum(
+      math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+      for x in jax.tree.leaves(abstract)
+    ),
+    available=topology.chip.memory,
+    fits=False,
+    model_flops=task.flops_per_step(_static_args(config, task)),
+  )
 
 
 def prove(
@@ -153,13 +178,15 @@ def prove(
   Raises:
     UserError: as of `check`, or libtpu is missing.
   """
-  check(config, topology)
   path = None
   if cache is not None:
     path = paths.expand(cache) / f'{_key(config, topology)}.json'
     if path.is_file():
-      return _from_json(path.read_text())
-  found = _prove(config, topology)
+      record = json.loads(path.read_text())
+      return Proof(**record | {'uncounted': tuple(record['uncounted'])})
+  found = check(config, topology)
+  if found.memory <= found.available:
+    found = _compiled(found, config, topology)
   if path is not None:
     paths.write_bytes(path, json.dumps(dataclasses.asdict(found)).encode())
   return found
@@ -171,7 +198,7 @@ def smallest(
   """Returns the proof of the first of some slices that a run fits on.
 
   Args:
-    config: the run; its mesh is changed as `mesh_for` says.
+    config: the run; its mesh is changed as `fitted` says.
     topologies: from the smallest.
     cache: as of `prove`.
 
@@ -180,10 +207,8 @@ def smallest(
   """
   least, refusal = None, None
   for topology in topologies:
-    mesh = mesh_for(config, topology.num_chips)
-    fitted = dataclasses.replace(config, mesh=mesh)
     try:
-      found = prove(fitted, topology, cache)
+      found = prove(fitted(config, topology), topology, cache)
     except UserError as error:
       refusal = error
       continue
@@ -207,9 +232,10 @@ def lower(config: ExperimentConfig, devices: Sequence[jax.Device]):
     config: the run.
     devices: all that it runs on.
   """
+  task = make_task(config)
   mesh = parallel.make_mesh(config.mesh, devices)
-  with jax.set_mesh(mesh):
-    task, optimizer, abstract = _abstract(config, mesh)
+  with jax.set_mesh(mesh), choice.made_for('tpu'):
+    optimizer, abstract = _abstract(config, task, mesh)
     sharding = parallel.batch_sharding(mesh)
     batch = {
       name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
@@ -219,12 +245,10 @@ def lower(config: ExperimentConfig, devices: Sequence[jax.Device]):
       abstract,
       task=task,
       optimizer=optimizer,
-      # The last step's: the program that runs longest.
-      static_args=task.static_args(config.train.num_steps),
+      static_args=_static_args(config, task),
       config=config.train,
     )
-    with choice.made_for('tpu'):
-      return step.lower(abstract, batch, None)
+    return step.lower(abstract, batch, None)
 
 
 def run(
@@ -239,7 +263,7 @@ def run(
   where it stopped, and runs that differ in their seeds cost one compilation.
 
   Args:
-    runs: names and configs. Their meshes are changed as `mesh_for` says.
+    runs: names and configs. Their meshes are changed as `fitted` says.
     topologies: names of slices; that of a kind of chip stands for the smallest
       one that a run fits on.
     workdir: directory of the sweep.
@@ -256,8 +280,7 @@ def run(
   for _, config in runs:
     for found in chosen:
       if len(found) == 1:
-        mesh = mesh_for(config, found[0].num_chips)
-        check(dataclasses.replace(config, mesh=mesh), found[0])
+        check(fitted(config, found[0]), found[0])
   workdir = paths.expand(workdir)
   prove_one = functools.partial(_prove_pair, cache=workdir / 'prove')
   rows = []
@@ -275,14 +298,16 @@ def report(config: ExperimentConfig, topology: str) -> str:
   Args:
     config: the run. Its mesh must fit the slice.
     topology: the slice; a kind of chip stands for the smallest one that the run
-      fits on, with the mesh that `mesh_for` gives.
+      fits on, with the mesh that `fitted` gives.
 
   Raises:
     UserError: as of `prove` and `smallest`.
   """
   found = slices.parse(topology)
-  prove_it = _proof if len(found) == 1 else smallest
-  proof = prove_it(config, found)
+  if len(found) == 1:
+    proof = prove(config, found[0])
+  else:
+    proof = smallest(config, found)
   mesh = f'data {proof.data}, fsdp {proof.fsdp}, tensor {proof.tensor}'
   fits = 'fits' if proof.fits else 'DOES NOT FIT'
   lines = [
@@ -329,9 +354,27 @@ def _report_step(proof: Proof) -> list[tuple[str, str]]:
   return lines
 
 
-def _proof(config, found, cache=None) -> Proof:
-  (topology,) = found
-  return prove(config, topology, cache)
+def define_flags() -> None:
+  flags.DEFINE_string('workdir', None, 'Directory of the sweep.')
+  flags.DEFINE_list(
+    'topology',
+    [],
+    'Slices of TPUs such as v5e:4x4,v5p:4x4x4; v5e alone stands for the'
+    ' smallest of its slices that a run fits on.',
+  )
+
+
+def main(_) -> None:
+  """`python -m mod_jax.sweeps prove`."""
+  workdir, topologies = flags.FLAGS.workdir, flags.FLAGS.topology
+  for name, value in (('workdir', workdir), ('topology', topologies)):
+    if not value:
+      raise UserError(
+        f'--{name} is missing: give the directory of the sweep and slices, as'
+        ' in --workdir=W --topology=v5e:4x4.'
+      )
+  entries = manifest.read(workdir)
+  run([(entry.id, entry.config) for entry in entries], topologies, workdir)
 
 
 def _prove_pair(config, found, cache) -> dict:
@@ -341,7 +384,7 @@ def _prove_pair(config, found, cache) -> dict:
     (found,) = (x for x in found if x.name == proof.topology)
   else:
     (found,) = found
-    proof = prove(_fitted(config, found), found, cache)
+    proof = prove(fitted(config, found), found, cache)
   row = dataclasses.asdict(proof) | {
     'collectives': json.dumps(proof.collectives),
     'uncounted': ' '.join(proof.uncounted),
@@ -351,15 +394,10 @@ def _prove_pair(config, found, cache) -> dict:
     'products_ratio': _ratio(proof) if proof.fits else 0.0,
   }
   twin = _twin(config)
-  beside = prove(_fitted(twin, found), found, cache) if twin else None
+  beside = prove(fitted(twin, found), found, cache) if twin else None
   for name in ('products', 'again', 'sent', 'step_seconds'):
     row[f'dense_{name}'] = getattr(beside, name, '')
   return row
-
-
-def _fitted(config, topology) -> ExperimentConfig:
-  mesh = mesh_for(config, topology.num_chips)
-  return dataclasses.replace(config, mesh=mesh)
 
 
 def _twin(config) -> ExperimentConfig | None:
@@ -393,41 +431,23 @@ def _key(config: ExperimentConfig, topology: slices.Slice) -> str:
   return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _from_json(text: str) -> Proof:
-  record = json.loads(text)
-  record['uncounted'] = tuple(record['uncounted'])
-  return Proof(**record)
+def _static_args(config, task):
+  """Returns those of the program that runs longest, the last one of a run."""
+  return task.static_args(config.train.num_steps)
 
 
-def _abstract(config, mesh):
-  """Returns the task, the optimiser and the abstract state of a run."""
-  task = make_task(config)
+def _abstract(config, task, mesh):
+  """Returns the optimiser and the abstract state of a run."""
   optimizer = optimizer_lib.make_optimizer(
     config.optimizer, config.train.num_steps
   )
-  abstract = state_lib.abstract_state(
-    task, optimizer, mesh, ema=config.train.ema_decay > 0
-  )
-  return task, optimizer, abstract
+  ema = config.train.ema_decay > 0
+  return optimizer, state_lib.abstract_state(task, optimizer, mesh, ema=ema)
 
 
-def _prove(config, topology) -> Proof:
+def _compiled(proof: Proof, config, topology) -> Proof:
+  """Compiles the step, and adds to a proof what it does if it fits."""
   devices = topology.devices()
-  mesh = parallel.make_mesh(config.mesh, devices)
-  with jax.set_mesh(mesh):
-    task, _, abstract = _abstract(config, mesh)
-  proof = Proof(
-    topology=topology.name,
-    chips=topology.num_chips,
-    **mesh.shape,
-    parameters=sum(x.size for x in jax.tree.leaves(abstract.params)),
-    memory=_state_bytes(abstract),
-    available=topology.chip.memory,
-    fits=False,
-    model_flops=task.flops_per_step(task.static_args(config.train.num_steps)),
-  )
-  if proof.memory > proof.available:
-    return proof  # The state alone is too large.
   try:
     with slices.quick_compiler():
       compiled = lower(config, devices).compile()
@@ -435,11 +455,10 @@ def _prove(config, topology) -> Proof:
     if 'RESOURCE_EXHAUSTED' not in str(error):
       raise
     found = _TOO_LARGE.search(str(error))
-    if found:
-      unit = 2 ** {'K': 10, 'M': 20, 'G': 30}[found[2]]
-      used = int(float(found[1]) * unit)
-      proof = dataclasses.replace(proof, memory=max(proof.memory, used))
-    return proof
+    if found is None:
+      return proof
+    used = float(found[1]) * 2 ** {'K': 10, 'M': 20, 'G': 30}[found[2]]
+    return dataclasses.replace(proof, memory=int(used))
   memory = compiled.memory_analysis()
   used = (
     memory.argument_size_in_bytes
@@ -449,14 +468,8 @@ def _prove(config, topology) -> Proof:
     + memory.generated_code_size_in_bytes
   )
   proof = dataclasses.replace(proof, memory=used, fits=True)
+  mesh = parallel.make_mesh(config.mesh, devices)
   return _read(proof, hlo.cost(compiled.as_text()), topology, mesh)
-
-
-def _state_bytes(abstract) -> int:
-  return sum(
-    math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-    for x in jax.tree.leaves(abstract)
-  )
 
 
 def _read(proof: Proof, cost: hlo.Cost, topology, mesh) -> Proof:
@@ -465,6 +478,7 @@ def _read(proof: Proof, cost: hlo.Cost, topology, mesh) -> Proof:
   products = cost.products - cost.again + useful
   again += cost.again
   collectives, network = {}, 0.0
+  peak = peaks.of(mesh.devices.flat[0])
   positions = [device.coords for device in mesh.devices.flat]
   for part in cost.collectives:
     count, sent = collectives.get(part.kind, (0, 0.0))
@@ -477,7 +491,7 @@ def _read(proof: Proof, cost: hlo.Cost, topology, mesh) -> Proof:
     again=again,
     collectives=dict(sorted(collectives.items())),
     sent=sum(sent for _, sent in collectives.values()),
-    compute_seconds=(products + again) / topology.chip.peak,
+    compute_seconds=(products + again) / peak,
     network_seconds=network,
     uncounted=(*uncounted, *cost.endless),
   )

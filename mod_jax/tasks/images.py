@@ -16,6 +16,7 @@ from mod_jax.layers.mode import Mode
 from mod_jax.layers.mode import RoutingMode
 from mod_jax.tasks import warm_start
 from mod_jax.tasks.modality import Modality
+from mod_jax.tasks.studies import devices
 from mod_jax.tasks.studies import images as studies
 
 _PICTURED = 6  # Held-out images in the pictures.
@@ -35,7 +36,7 @@ class Images(Modality):
     r'pattern_\d+',
   )
   may_be_dropped = may_be_new
-  one_device = staticmethod(studies.one_device)
+  one_device = staticmethod(devices.one_device)
 
   @functools.cached_property
   def classes(self) -> tuple[str, ...]:

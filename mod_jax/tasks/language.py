@@ -20,6 +20,7 @@ from mod_jax.sampling import generate
 from mod_jax.sampling import pad_prompts
 from mod_jax.tasks import warm_start
 from mod_jax.tasks.modality import Modality
+from mod_jax.tasks.studies import language as studies
 from mod_jax.train import workdir as workdir_lib
 
 # The name of a learned tokenizer's file in the directory of its run.
@@ -330,6 +331,11 @@ class Language(Modality):
         thresholds=thresholds,
       ),
     }
+
+  def studies(self, task):
+    if not self.config.model.num_routed:
+      return {}
+    return {'engagement': functools.partial(studies.engagement, task)}
 
   def load_pictures(self, task, params, model_state):
     """Draws how many learners each token of a held-out text runs, by block."""

@@ -101,7 +101,10 @@ class TestRefusals:
     config = load_config_file('configs/vit/dynamic.py', 'tiny')
     assert 'teacher' in self.refusal(config, 'v5e:2x2')
 
-  @needs_libtpu
+  def test_heads_that_the_mesh_does_not_divide(self, tiny):
+    config = config_lib.replace(tiny, {'mesh.tensor': 4})
+    assert "Axis 'heads'" in self.refusal(config, 'v5e:2x2')
+
   def test_a_model_that_is_too_large_for_every_slice(self, tiny, monkeypatch):
     monkeypatch.setitem(
       slices.CHIPS,
@@ -195,7 +198,7 @@ class TestProven:
   def test_a_report_for_people(self, proven, tiny, monkeypatch):
     workdir, rows = proven
     cached = prove.prove(tiny, slice_of('v5e:2x2'), workdir / 'prove')
-    monkeypatch.setattr(prove, '_prove', lambda *_: cached)
+    monkeypatch.setattr(prove, '_compiled', lambda *_: cached)
     text = prove.report(tiny, 'v5e:2x2')
     assert 'v5e:2x2: 4 chips, mesh data 4, fsdp 1, tensor 1' in text
     assert 'of 16 GiB a chip: fits' in text
