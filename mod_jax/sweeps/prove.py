@@ -15,6 +15,7 @@ import functools
 import hashlib
 import importlib.metadata
 import io
+import itertools
 import json
 import math
 import re
@@ -269,7 +270,7 @@ def run(
     workdir: directory of the sweep.
 
   Returns:
-    The lines, by column.
+    The lines, by column: all runs on the first slice, then on the next.
 
   Raises:
     UserError: an unknown slice; a run that does not divide over one, before
@@ -277,18 +278,16 @@ def run(
   """
   runs = list(runs)
   chosen = [slices.parse(topology) for topology in topologies]
-  for _, config in runs:
-    for found in chosen:
-      if len(found) == 1:
-        check(fitted(config, found[0]), found[0])
+  for found, (_, config) in itertools.product(chosen, runs):
+    if len(found) == 1:
+      check(fitted(config, found[0]), found[0])
   workdir = paths.expand(workdir)
   prove_one = functools.partial(_prove_pair, cache=workdir / 'prove')
   rows = []
-  for name, config in runs:
-    for found in chosen:
-      rows.append({'id': name} | prove_one(config, found))
-      print(_line(rows[-1], heading=len(rows) == 1), flush=True)
-      paths.write_bytes(workdir / 'prove.csv', _csv(rows).encode())
+  for found, (name, config) in itertools.product(chosen, runs):
+    rows.append({'id': name} | prove_one(config, found))
+    print(_line(rows[-1], heading=len(rows) == 1), flush=True)
+    paths.write_bytes(workdir / 'prove.csv', _csv(rows).encode())
   return rows
 
 

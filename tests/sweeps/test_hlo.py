@@ -142,6 +142,7 @@ HloModule jit_step, num_partitions=8
   %start = (f32[4,4]{1,0}, f32[4,4]{1,0}, u32[], u32[]) collective-permute-start(%x), source_target_pairs={{0,1},{1,2},{2,3},{3,0}}
   %done = f32[4,4]{1,0} collective-permute-done(%start)
   %product = f32[4,4]{1,0} dot(%x, %done), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %again = f32[4,4]{1,0} convolution(%product, %x), dim_labels=bf_io->bf, metadata={op_name="rematted_computation/dot"}
   %copied = s32[]{:T(128)} copy(%i)
   %two = s32[]{:T(128)} constant(2)
   %next = s32[]{:T(128)} add(%copied, %two)
@@ -187,7 +188,8 @@ def test_programs_of_tpus():
   found = hlo.cost(PROGRAM)
   once = 2 * 4 * 4 * 4
   # i = 1, 3, 5 in the loop that counts; the other one counts once.
-  assert found.products == (3 + 1) * once
+  assert found.products == (3 + 1) * 2 * once
+  assert found.again == (3 + 1) * once
   assert found.endless == ('search',)
   assert found.kernels == (hlo.Kernel('kernel', ((4, 4), (8, 2))),)
   seen = [(x.kind, x.payload, x.group, x.count) for x in found.collectives]

@@ -153,9 +153,9 @@ class TestProven:
     with open(workdir / 'prove.csv', newline='') as file:
       read = list(csv.DictReader(file))
     assert [(row['id'], row['topology']) for row in read] == [
+      *(('mod', 'v5e:2x2'), ('dense', 'v5e:2x2')),
       # The smallest of v5p.
-      *(('mod', 'v5e:2x2'), ('mod', 'v5p:2x2x1')),
-      *(('dense', 'v5e:2x2'), ('dense', 'v5p:2x2x1')),
+      *(('mod', 'v5p:2x2x1'), ('dense', 'v5p:2x2x1')),
     ]
     assert [float(row['products']) for row in read] == [
       row['products'] for row in rows
@@ -168,7 +168,7 @@ class TestProven:
 
   def test_the_dense_twin_stands_beside(self, proven):
     _, rows = proven
-    for routed, dense in zip(rows[:2], rows[2:], strict=True):
+    for routed, dense in zip(rows[::2], rows[1::2], strict=True):
       for name in ('products', 'sent', 'step_seconds'):
         assert routed[f'dense_{name}'] == dense[name]
         assert dense[f'dense_{name}'] == ''
