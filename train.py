@@ -41,6 +41,12 @@ _ALLOW_CHANGED_DATA = flags.DEFINE_bool(
   False,
   'Continue even where the data are not those that the run began with.',
 )
+_ALLOW_CHANGED_CONFIG = flags.DEFINE_bool(
+  'allow_changed_config',
+  False,
+  'Continue with other steps, learning rates or capacities than those that the'
+  ' run began with: so a run is lengthened.',
+)
 _PROFILE = flags.DEFINE_string(
   'profile',
   None,
@@ -77,13 +83,16 @@ def main(_):
   if not _WORKDIR.value:
     raise UserError('--workdir is missing: give the directory of the run.')
   axes = grid.parse(config, _SWEEP.value)
-  profile = None
+  single = {}  # What only makes sense for a single run.
   if _PROFILE.value is not None:
-    profile = profile_lib.parse(_PROFILE.value)
-    if axes:
-      raise UserError(
-        '--profile and --sweep: a trace is of a single run; leave one out.'
-      )
+    single['profile'] = profile_lib.parse(_PROFILE.value)
+  if _ALLOW_CHANGED_CONFIG.value:
+    single['allow_changed_config'] = True
+  if axes and single:
+    raise UserError(
+      f'--{next(iter(single))} and --sweep: the first is for a single run, so'
+      ' leave one out.'
+    )
   cli.start_distributed()
   kwargs = {'allow_changed_data': _ALLOW_CHANGED_DATA.value}
   with stop.listening():
@@ -92,7 +101,7 @@ def main(_):
       if jax.process_index() == 0:
         print(grid.table(points))
     else:
-      phases.train(config, _WORKDIR.value, profile=profile, **kwargs)
+      phases.train(config, _WORKDIR.value, **single, **kwargs)
 
 
 if __name__ == '__main__':

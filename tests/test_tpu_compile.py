@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import importlib.util
+import math
 import re
 
 from flax import linen as nn
@@ -105,6 +106,13 @@ def test_training_step_of_220m_compiles_for_16_chips(
   assert 0.1 * own < cost.again < own / 3
   # XLA's count leaves out most of it.
   assert compiled_step.cost_analysis()['flops'] < 0.6 * own
+
+
+def test_the_logits_of_all_tokens_never_exist(compiled_step, experiment):
+  tokens = experiment.train.batch_size * experiment.data.length // 16
+  shapes = re.findall(r'f32\[([\d,]+),32768\]', compiled_step.as_text())
+  rows = [math.prod(map(int, shape.split(','))) for shape in shapes]
+  assert max(rows) == 1024 < tokens
 
 
 def test_nothing_in_the_routing_becomes_communication(compiled_step, cost):

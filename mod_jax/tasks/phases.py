@@ -40,6 +40,39 @@ def _rules(objective: ACMObjective, phase: str):
   }[phase]
 
 
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+  """What an experiment came to.
+
+  Attributes:
+    metrics: the last held-out metrics; empty if it diverged.
+    diverged: what it said when it diverged, or ''.
+  """
+
+  metrics: dict[str, float]
+  diverged: str = ''
+
+
+def complete(
+  config: ExperimentConfig, workdir, *, allow_changed_data: bool = False
+) -> Outcome | None:
+  """Trains what is not finished; for one experiment of many.
+
+  Arguments and errors are those of `train`, but that a divergence is noted in
+  what is returned. None stands for one that a signal stopped.
+  """
+  directory, last = expand(config, workdir)[-1]
+  data = {'allow_changed_data': allow_changed_data}
+  metrics = finished(directory, last, **data)
+  if metrics is not None:
+    return Outcome(metrics)
+  try:
+    result = train(config, workdir, **data)
+  except loop.TrainingDiverged as error:
+    return Outcome({}, str(error))
+  return Outcome(result.metrics) if result.finished else None
+
+
 def expand(
   config: ExperimentConfig, workdir
 ) -> list[tuple[epath.Path, ExperimentConfig]]:
@@ -152,7 +185,7 @@ def train(
   *,
   max_steps: int | None = None,
   allow_changed_data: bool = False,
-  profile: range | None = None,
+  **kwargs,
 ) -> loop.Result:
   """Trains, or continues, all phases; see `loop.train`.
 
@@ -161,23 +194,23 @@ def train(
     workdir: directory of its last run.
     max_steps: stop after so many steps of this call, over all phases.
     allow_changed_data: as for `loop.train`.
-    profile: as for `loop.train`, in each phase.
+    **kwargs: what else `loop.train` takes, for each phase.
 
   Returns:
     How the last run ended, or else the phase during or after which it stopped.
   """
   *before, last = expand(config, workdir)
   with stop_lib.listening(), lock_lib.held(last[0]):
-    return _train(before, last, max_steps, allow_changed_data, profile)
+    return _train(before, last, max_steps, allow_changed_data, kwargs)
 
 
-def _train(before, last, max_steps, allow_changed_data, profile):
+def _train(before, last, max_steps, allow_changed_data, kwargs):
   data = {'allow_changed_data': allow_changed_data}
 
   def train_one(directory, run):
     task = make_task(run, directory)
     return loop.train(
-      task, run, directory, max_steps=max_steps, profile=profile, **data
+      task, run, directory, max_steps=max_steps, **data, **kwargs
     )
 
   for directory, run in before:

@@ -15,8 +15,9 @@ class History:
 
   `{"event": "start", "time": …, "step": 120, "lost_steps": 7, …}`, where
   training begins or continues, with what else describes it; `"first_step"` when
-  the first step is done, and programs are loaded and compiled; and `"end"`.
-  A process that is killed leaves no `end`. Times are seconds since 1970.
+  the first step is done, and programs are loaded and compiled; `"end"`; and
+  `"changed"`, with the `fields`, where it goes on with another config. A
+  process that is killed leaves no `end`. Times are seconds since 1970.
   """
 
   def __init__(
@@ -81,6 +82,12 @@ class History:
       f'continued {times}, which cost about {lost:.0f} s: {starting:.0f} s to'
       f' start, and {again} step(s) done again'
     )
+
+
+def changed_at(workdir) -> int:
+  """Returns the last step at which a run's config was changed, or -1."""
+  changes = [e['step'] for e in read(workdir) if e['event'] == 'changed']
+  return max(changes, default=-1)
 
 
 def read(workdir) -> list[dict]:

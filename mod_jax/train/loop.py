@@ -68,6 +68,7 @@ def train(
   *,
   max_steps: int | None = None,
   allow_changed_data: bool = False,
+  allow_changed_config: bool = False,
   profile: range | None = None,
 ) -> Result:
   """Trains, or continues the run in `workdir`, to the end or to a signal.
@@ -81,6 +82,8 @@ def train(
     workdir: its directory: config, checkpoints, metrics and pictures.
     max_steps: stop after so many steps of this call, as a signal would.
     allow_changed_data: go on, with a warning, over other data than before.
+    allow_changed_config: go on from where the run is, its optimiser's state
+      included, with other steps, learning rates or capacities.
     profile: steps to trace; see `profile.Profiler`.
 
   Raises:
@@ -90,15 +93,22 @@ def train(
       held-out loss is NaN or infinite.
   """
   with stop_lib.listening(), lock_lib.held(workdir):
-    return _Run(task, config, workdir, profile).run(
-      max_steps, allow_changed_data
+    run = _Run(
+      task,
+      config,
+      workdir,
+      allow_changed_config=allow_changed_config,
+      profile=profile,
     )
+    return run.run(max_steps, allow_changed_data)
 
 
 class _Run:
   """One call of `train`: what it is made of, and the loop."""
 
-  def __init__(self, task, config, workdir, profile=None):
+  def __init__(
+    self, task, config, workdir, *, allow_changed_config=False, profile=None
+  ):
     self.began = time.time()
     self.config = config
     self.workdir = workdir_lib.expand(workdir)
@@ -132,14 +142,26 @@ class _Run:
     )
     self.first = jax.process_index() == 0
     self.history = history_lib.History(self.workdir, enabled=self.first)
-    workdir_lib.check(self.workdir, config)
+    changes = workdir_lib.check(
+      self.workdir, config, allow_changes=allow_changed_config
+    )
+    saved = checkpoints_lib.steps(workdir_lib.checkpoints(self.workdir))
+    reached = max(saved, default=0)
+    if reached > config.train.num_steps:
+      raise UserError(
+        f'train.num_steps={config.train.num_steps}: the run in {self.workdir}'
+        f' has taken {reached} steps already; give at least as many.'
+      )
     with jax.set_mesh(self.mesh):
       self.teacher = self._place_teacher()
       self.adapted = None
-      if config.init is not None and not checkpoints_lib.steps(
-        workdir_lib.checkpoints(self.workdir)
-      ):
+      if config.init is not None and not saved:
         self.adapted = self._adapted_state(config.init)
+    self.changed = bool(changes)
+    if changes:
+      # Before the config is replaced: whoever reads the older checkpoints later
+      # must know why theirs differs.
+      self.history.add('changed', reached, fields=changes)
     if self.first:
       workdir_lib.claim(self.workdir, config)
       for name, text in self.task.files().items():
@@ -266,7 +288,9 @@ class _Run:
     return bool(multihost_utils.broadcast_one_to_all(np.array(answer)))
 
   def _check_origin(self, allow_changed_data, saved):
-    origin_lib.check_config(self.workdir, self.config, saved)
+    origin_lib.check_config(
+      self.workdir, self.config, saved, changed=self.changed
+    )
     data = self.origin['data']
     origin_lib.check_data(saved, data, allow=allow_changed_data)
 

@@ -11,6 +11,7 @@ import numpy as np
 from mod_jax import config as config_lib
 from mod_jax.data import fingerprint
 from mod_jax.errors import UserError
+from mod_jax.train import history
 from mod_jax.train.run_config import RunConfig
 from mod_jax.train.workdir import refuse_differences
 
@@ -36,10 +37,14 @@ def describe(config: RunConfig, task) -> dict[str, Any]:
   return {_CONFIG: json.loads(config_lib.to_json(config)), _DATA: data}
 
 
-def check_config(workdir, config: RunConfig, saved) -> None:
+def check_config(
+  workdir, config: RunConfig, saved, *, changed: bool = False
+) -> None:
   """Checks that a checkpoint of a run in `workdir` was saved with this config.
 
-  The run's `config.json` may have been edited since.
+  The run's `config.json` may have been edited since; or the run itself was
+  told to go on with other settings: `changed` says that it is told so now, and
+  its history whether it was before.
 
   Raises:
     UserError: another field differs than those that a continuation may change.
@@ -55,6 +60,7 @@ def check_config(workdir, config: RunConfig, saved) -> None:
     ' different config',
     'undo what was changed in config.json or on the command line, or use'
     ' another workdir',
+    allow_changes=changed or saved.step <= history.changed_at(workdir),
   )
 
 

@@ -88,3 +88,19 @@ class RunConfig:
 # Fields in which a run and its continuation may differ, because they change the
 # numbers by no more than rounding.
 RESUMABLE = ('name', 'evaluation', 'mesh', 'checkpoint', 'log')
+# Those that a run may change on its way if that is asked for: they change what
+# is learnt from then on, but not what a state consists of.
+CHANGEABLE = (
+  'train.num_steps',
+  'train.capacity_warmup_steps',
+  'train.capacity_warmup_stages',
+  'optimizer.learning_rate',
+  'optimizer.warmup_steps',
+  'optimizer.final_fraction',
+  'optimizer.weight_decay',
+  'optimizer.clip_norm',
+  'optimizer.layer_decay',
+  'model.routing.capacity',
+  'model.routing.capacity_decay',
+  'model.routing.capacity_floor',
+)

@@ -6,6 +6,7 @@ from etils import epath
 from mod_jax import config as config_lib
 from mod_jax import paths
 from mod_jax.errors import UserError
+from mod_jax.train.run_config import CHANGEABLE
 from mod_jax.train.run_config import RESUMABLE
 from mod_jax.train.run_config import RunConfig
 
@@ -76,25 +77,43 @@ def read_config(workdir, cls: type[RunConfig]) -> RunConfig:
     raise UserError(f'{path}: {error}') from error
 
 
-def check(workdir, config: RunConfig) -> None:
+def check(
+  workdir, config: RunConfig, *, allow_changes: bool = False
+) -> list[str]:
   """Checks that a directory holds no run, or one that `config` continues.
+
+  Args:
+    workdir: the directory.
+    config: of the run that is to be there.
+    allow_changes: whether the fields that are `CHANGEABLE` may differ.
+
+  Returns:
+    Which of them do, and how.
 
   Raises:
     UserError: the directory holds a run with another config.
   """
   if not holds_run(workdir):
-    return
-  refuse_differences(
+    return []
+  return refuse_differences(
     read_config(workdir, type(config)),
     config,
     f'--workdir={workdir} holds a run with a different config',
-    'use another workdir, or the same config to continue that run.',
+    'continue that run with its own config; or with other steps, learning rates'
+    ' or capacities by --allow_changed_config; or start another run from its'
+    f' weights, in another workdir by --config.init={workdir}.',
+    allow_changes=allow_changes,
   )
 
 
 def refuse_differences(
-  held: RunConfig, config: RunConfig, what: str, way_out: str
-) -> None:
+  held: RunConfig,
+  config: RunConfig,
+  what: str,
+  way_out: str,
+  *,
+  allow_changes: bool = False,
+) -> list[str]:
   """Raises UserError where `config` cannot continue the run that is there.
 
   Args:
@@ -102,17 +121,23 @@ def refuse_differences(
     config: of the run that is to continue it.
     what: how the message begins, before it names the differences.
     way_out: how it ends.
+    allow_changes: as of `check`, and so is what is returned.
   """
   differences = [
     line
     for line in config_lib.diff(held, config)
     if line.split(':')[0].split('.')[0] not in RESUMABLE
   ]
+  allowed = []
+  if allow_changes:
+    allowed = [d for d in differences if d.split(':')[0] in CHANGEABLE]
+    differences = [d for d in differences if d not in allowed]
   if differences:
     shown = '; '.join(differences[:5])
     if len(differences) > 5:
       shown += f'; and {len(differences) - 5} more'
     raise UserError(f'{what} ({shown}): {way_out}')
+  return allowed
 
 
 def claim(workdir, config: RunConfig) -> None:

@@ -2,10 +2,13 @@
 
 import itertools
 
+import chex
 import pytest
+from tiny_task import load
 from tiny_task import make_config
 from tiny_task import train
 
+from mod_jax import config as config_lib
 from mod_jax.errors import UserError
 from mod_jax.train import history
 from mod_jax.train import profile
@@ -55,6 +58,60 @@ def test_a_run_tells_how_it_was_continued(tmp_path, capsys):
   assert [e.get('lost_steps') for e in events[::3]] == [0, 2]
   assert all(a['time'] <= b['time'] for a, b in itertools.pairwise(events))
   assert '2 step(s) done again' in capsys.readouterr().err
+
+
+class TestLengthening:
+  # A rate that does not depend on how long the run is.
+  CONFIG = make_config(**{'optimizer.final_fraction': 1.0})
+
+  def test_is_as_if_the_run_had_been_so_long(self, tmp_path):
+    longer = config_lib.replace(self.CONFIG, {'train.num_steps': 9})
+    train(self.CONFIG, tmp_path / 'run')
+    with pytest.raises(UserError, match='init=.*run') as refused:
+      train(longer, tmp_path / 'run')
+    assert '(train.num_steps: 6 -> 9)' in str(refused.value)
+    assert '--allow_changed_config' in str(refused.value)
+    train(longer, tmp_path / 'run', allow_changed_config=True, max_steps=1)
+    # From here on it is the run's own config.
+    result = train(longer, tmp_path / 'run')
+    assert result.step == 9
+    whole = train(longer, tmp_path / 'whole')
+    chex.assert_trees_all_equal(result.state, whole.state)
+    assert result.metrics == whole.metrics
+    (change,) = (
+      e for e in history.read(tmp_path / 'run') if e['event'] == 'changed'
+    )
+    assert change['step'] == 6
+    assert change['fields'] == ['train.num_steps: 6 -> 9']
+    # What was saved before the change can be read as before.
+    assert load(tmp_path / 'run', step=6).step == 6
+
+  def test_another_rate(self, tmp_path):
+    faster = config_lib.replace(
+      self.CONFIG, {'train.num_steps': 9, 'optimizer.learning_rate': 0.5}
+    )
+    train(self.CONFIG, tmp_path)
+    before = load(tmp_path).params
+    after = train(faster, tmp_path, allow_changed_config=True).state.params
+    with pytest.raises(AssertionError):
+      chex.assert_trees_all_close(before, after, atol=0.1)
+
+  @pytest.mark.parametrize(
+    ('changes', 'why'),
+    [
+      ({'seed': 1}, 'seed: 0 -> 1'),
+      ({'optimizer.kind': 'sgd', 'train.num_steps': 9}, 'optimizer.kind'),
+      ({'train.num_steps': 5}, 'has taken 6 steps already'),
+    ],
+  )
+  def test_what_cannot_change(self, changes, why, tmp_path):
+    train(self.CONFIG, tmp_path)
+    before = (tmp_path / 'config.json').read_text()
+    other = config_lib.replace(self.CONFIG, changes)
+    with pytest.raises(UserError, match=why):
+      train(other, tmp_path, allow_changed_config=True)
+    assert (tmp_path / 'config.json').read_text() == before
+    assert history.changed_at(tmp_path) == -1
 
 
 def test_a_trace_of_some_steps(tmp_path, capsys):

@@ -24,11 +24,16 @@ def engagement(task, params, model_state) -> Study:
   (Raposo et al. 2024, section 4.1, who find that they go together). Spearman's
   correlation comes with a 95% interval, bootstrapped over sequences.
   """
-  mode = task.modality.modes()['top_k/']
+  model, mode = task.config.model, task.modality.modes()['top_k/']
 
   @jax.jit
   def look(params, model_state, batch, key):
-    output = task.apply(params, model_state, batch, key, mode)
+    # Without the targets, with which there would be a loss and no logits.
+    args, kwargs = task.modality.inputs(batch, train=False)
+    kwargs |= {'targets_BL': None, 'weights_BL': None}
+    output = model.build(**vars(mode)).apply(
+      {'params': params, **model_state}, *args, **kwargs, rngs={'routing': key}
+    )
     log_p_BLV = jax.nn.log_softmax(output.logits_BLV.astype(jnp.float32))
     entropy_BL = -jnp.sum(jnp.exp(log_p_BLV) * log_p_BLV, axis=-1)
     count_BL = sum(
