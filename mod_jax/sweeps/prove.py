@@ -474,7 +474,7 @@ def _compiled(proof: Proof, config, topology) -> Proof:
 def _read(proof: Proof, cost: hlo.Cost, topology, mesh) -> Proof:
   """Adds what a program does to a proof."""
   useful, again, uncounted = kernel_flops(cost.kernels)
-  products = cost.products - cost.again + useful
+  products = cost.flops - cost.again + useful
   again += cost.again
   collectives, network = {}, 0.0
   peak = peaks.of(mesh.devices.flat[0])
@@ -506,6 +506,9 @@ _SPLASH = {
 }
 
 
+_FLOATS = ('bf16', 'f32')
+
+
 def kernel_flops(
   kernels: Iterable[hlo.Kernel],
 ) -> tuple[int, int, tuple[str, ...]]:
@@ -535,24 +538,25 @@ def kernel_flops(
 
 def _product_flops(kernel: hlo.Kernel) -> tuple[int, int]:
   """Returns the FLOPs of one product of attention: needed, and computed."""
-  q_BHQC, k_BGSC, *_ = (x for x in kernel.operands if len(x) == 4)
-  batch, heads, queries, channels = q_BHQC
-  keys = k_BGSC[2]
+  # Integers say which blocks a causal mask leaves; then come q, k and the rest.
+  mask = [shape for dtype, shape in kernel.operands if dtype == 's8']
+  q, k, *_ = (shape for dtype, shape in kernel.operands if dtype in _FLOATS)
+  *batch, queries, channels = q
+  keys = k[-2]
   seen = visited = queries * keys
-  mask = kernel.operands[0]
-  if len(mask) == 3:  # Which blocks a causal mask leaves.
+  if mask:
+    _, rows, columns = mask[0]
+    block_q, block_k = queries // rows, keys // columns
     seen = queries * (queries + 1) // 2
-    rows, columns = queries // mask[1], keys // mask[2]
     visited = (
-      rows
-      * columns
+      block_q
+      * block_k
       * sum(
-        (i + 1) * rows > j * columns
-        for i in range(mask[1])
-        for j in range(mask[2])
+        (i + 1) * block_q > j * block_k
+        for i, j in itertools.product(range(rows), range(columns))
       )
     )
-  one = 2 * batch * heads * channels
+  one = 2 * math.prod(batch) * channels
   return one * seen, one * visited
 
 

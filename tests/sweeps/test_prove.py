@@ -3,6 +3,7 @@
 import csv
 import importlib.util
 import json
+import shutil
 
 import pytest
 
@@ -11,6 +12,7 @@ from mod_jax import flops
 from mod_jax import parallel
 from mod_jax.errors import UserError
 from mod_jax.sweeps import hlo
+from mod_jax.sweeps import manifest
 from mod_jax.sweeps import prove
 from mod_jax.sweeps import slices
 from mod_jax.tasks import make_task
@@ -195,6 +197,31 @@ class TestProven:
       rows[0] | {'id': 'again'}
     ]
 
+  def test_on_the_command_line(
+    self, proven, tiny, monkeypatch, tmp_path, command
+  ):
+    workdir, rows = proven
+    monkeypatch.setattr(prove, 'lower', None)
+    entry = manifest.Entry(
+      id='one', group='mod', budget=1e9, seed=0, config=tiny, facts={}
+    )
+    manifest.write(tmp_path, [entry])
+    shutil.copytree(workdir / 'prove', tmp_path / 'prove')
+    status, out, _ = command(
+      'prove', f'--workdir={tmp_path}', '--topology=v5e:2x2,v5p'
+    )
+    assert status == 0
+    heading, *lines = out.splitlines()
+    assert heading.split()[:2] == ['id', 'slice']
+    assert [line.split()[:2] for line in lines] == [
+      ['one', 'v5e:2x2'],
+      ['one', 'v5p:2x2x1'],
+    ]
+    assert f'{rows[0]["products"]:.3e}' in lines[0]
+    status, _, error = command('prove', f'--workdir={tmp_path}')
+    assert status == 2
+    assert '--topology is missing' in error
+
   def test_a_report_for_people(self, proven, tiny, monkeypatch):
     workdir, rows = proven
     cached = prove.prove(tiny, slice_of('v5e:2x2'), workdir / 'prove')
@@ -211,9 +238,10 @@ class TestKernels:
 
   one = 2 * 2 * 3 * 5  # FLOPs of a pair in one product.
 
-  def kernel(self, name, count, blocks):
-    mask = (1, blocks, blocks)
-    array = (2, 3, 8, 5)
+  def kernel(self, name, count, blocks, rows=2):
+    mask = ('s8', (1, blocks, blocks))
+    # A single row has no axis for rows.
+    array = ('bf16', (2, 3, 8, 5) if rows == 2 else (3, 8, 5))
     return hlo.Kernel(name, (mask, mask, array, array, array), count)
 
   def found(self, *parts, blocks=4):
@@ -228,6 +256,17 @@ class TestKernels:
       6 * 2 * 36,
       6 * 2 * (40 - 36),
     )
+
+  def test_one_row(self):
+    kernel = self.kernel('splash_mha_fwd_residuals', 1, 4, rows=1)
+    useful, again, _ = prove.kernel_flops([kernel])
+    assert 2 * useful / self.one == 2 * 36
+    assert 2 * again / self.one == 2 * (40 - 36)
+
+  def test_without_a_mask_all_pairs_count(self):
+    array = ('f32', (2, 3, 8, 5))
+    kernel = hlo.Kernel('splash_mha_fwd_no_residuals', (array, array, array))
+    assert prove.kernel_flops([kernel])[:2] == (2 * 64 * self.one, 0)
 
   def test_one_block_is_computed_whole(self):
     found = self.found(('splash_mha_fwd_residuals', 1), blocks=1)
@@ -244,5 +283,5 @@ class TestKernels:
     assert useful + again == 3 * 40 * (2 + 2 + 3 + 4)
 
   def test_other_kernels_are_named(self):
-    kernel = hlo.Kernel('route_scores', ((4, 4),))
+    kernel = hlo.Kernel('route_scores', (('f32', (4, 4)),))
     assert prove.kernel_flops([kernel, kernel]) == (0, 0, ('route_scores',))
