@@ -267,6 +267,14 @@ class TestTrain:
         ],
         '/no/tokenizer.json',
       ),
+      (
+        ['--compile_for=v9:4x4'],
+        "'v9:4x4' is unknown: expected one of v4, v5e",
+      ),
+      (
+        ['--compile_for=v5e:2x2', '--config.mesh.fsdp=3'],
+        r'does not fit 4 device\(s\)',
+      ),
     ],
     ids=lambda x: (
       x[-1].removeprefix('--config.')[:60] if isinstance(x, list) else ''

@@ -102,7 +102,7 @@ def test_training_step_of_220m_compiles_for_16_chips(
   assert not others
   assert not cost.endless
   own = experiment.train.batch_size / 16 * flops.train(experiment.model, 2048)
-  assert cost.products - cost.again + in_kernels == pytest.approx(own, rel=0.03)
+  assert cost.flops - cost.again + in_kernels == pytest.approx(own, rel=0.03)
   assert 0.1 * own < cost.again < own / 3
   # XLA's count leaves out most of it.
   assert compiled_step.cost_analysis()['flops'] < 0.6 * own

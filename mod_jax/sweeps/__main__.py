@@ -1,6 +1,7 @@
 """Sweeps on the command line: plan them, run them, see what came of them.
 
     python -m mod_jax.sweeps plan --config=FILE.py[:variant] --workdir=W
+    python -m mod_jax.sweeps prove --workdir=W --topology=v5e:4x4,v5p
     python -m mod_jax.sweeps run --workdir=W [--index=I | --range=A:B]
 
 `--config.FIELD=VALUE` changes a field of the plan.
@@ -14,7 +15,7 @@ from mod_jax import config as config_lib
 
 # Each is a module of this package, with functions `define_flags` and `main`.
 # They are imported when they are asked for: one does not need what others need.
-_COMMANDS = ('plan', 'run')
+_COMMANDS = ('plan', 'prove', 'run')
 
 
 def main(argv: list[str]) -> None:

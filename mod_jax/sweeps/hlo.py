@@ -6,6 +6,7 @@ compiled program is read: each product and each communication counts as often as
 the loops around it run.
 """
 
+import collections
 from collections.abc import Iterator
 from collections.abc import Mapping
 import dataclasses
@@ -65,17 +66,37 @@ class Collective:
 
 
 @dataclasses.dataclass(frozen=True)
+class Product:
+  """A matrix product or convolution outside of kernels.
+
+  Attributes:
+    shapes: of both operands and the result.
+    flops: of one, a multiply-add being 2.
+    source: where the program asked for it, as JAX names it. Where the compiler
+      lost that, the name of something that was fused with it, or ''.
+    own: whether `source` is its own name.
+    count: how often it runs.
+  """
+
+  shapes: tuple[tuple[int, ...], ...]
+  flops: int
+  source: str
+  own: bool
+  count: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
 class Kernel:
   """A call of a kernel that is no product of XLA's, such as Pallas's.
 
   Attributes:
     name: the kernel's.
-    operands: the shapes of its arguments.
+    operands: dtype and shape of each argument.
     count: how often it runs.
   """
 
   name: str
-  operands: tuple[tuple[int, ...], ...]
+  operands: tuple[tuple[str, tuple[int, ...]], ...]
   count: int = 1
 
 
@@ -84,17 +105,14 @@ class Cost:
   """What one device does in a run of a program.
 
   Attributes:
-    products: FLOPs of matrix products and convolutions, a multiply-add being 2;
-      those in kernels are not among them.
-    again: how many of these are computed again for a backward pass.
+    products: the matrix products and convolutions.
     collectives: the communications.
     kernels: the kernels.
     endless: loops of which the text does not say how often they run; these are
       counted once.
   """
 
-  products: int = 0
-  again: int = 0
+  products: tuple[Product, ...] = ()
   collectives: tuple[Collective, ...] = ()
   kernels: tuple[Kernel, ...] = ()
   endless: tuple[str, ...] = ()
@@ -116,12 +134,32 @@ class Cost:
       )
 
     return Cost(
-      count * self.products,
-      count * self.again,
+      repeated(self.products),
       repeated(self.collectives),
       repeated(self.kernels),
       self.endless,
     )
+
+  @property
+  def flops(self) -> int:
+    """FLOPs of all products; those in kernels are not among them."""
+    return sum(part.count * part.flops for part in self.products)
+
+  @property
+  def again(self) -> int:
+    """How many of these are computed a second time for a backward pass."""
+    total, first, second = 0, collections.Counter(), collections.Counter()
+    for part in self.products:
+      repeated = _AGAIN in part.source
+      if part.own:
+        total += repeated * part.count * part.flops
+      else:
+        counts = second if repeated else first
+        counts[part.shapes, part.flops] += part.count
+    # Beside something that is computed again stand also products of gradients.
+    # Without names, what is like a product of the forward pass is that product.
+    both = first & second
+    return total + sum(both[shapes, flops] * flops for shapes, flops in both)
 
 
 def cost(text: str) -> Cost:
@@ -142,14 +180,21 @@ class _Instruction:
   attributes: str  # The rest of the line.
 
   @property
-  def shapes(self) -> list[tuple[int, ...]]:
-    return [_dimensions(dims) for _, dims in _SHAPE.findall(self.type)]
+  def arrays(self) -> list[tuple[str, tuple[int, ...]]]:
+    """The dtypes and shapes of its results."""
+    found = _SHAPE.findall(self.type)
+    return [(dtype, _dimensions(dims)) for dtype, dims in found]
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    """That of its only result."""
+    ((_, shape),) = self.arrays
+    return shape
 
   @property
   def bytes(self) -> int:
     return sum(
-      _bits(dtype) * math.prod(_dimensions(dims)) // 8
-      for dtype, dims in _SHAPE.findall(self.type)
+      _bits(dtype) * math.prod(shape) // 8 for dtype, shape in self.arrays
     )
 
   @property
@@ -217,8 +262,10 @@ class _Program:
     operands = functools.partial(computation.operands, instruction)
     if opcode in ('dot', 'convolution'):
       count = {'dot': _dot, 'convolution': _convolution}[opcode]
-      flops = count(instruction, *(x.shapes[0] for x in operands()))
-      return Cost(flops, flops if _AGAIN in instruction.source else 0)
+      shapes = *(x.shape for x in operands()), instruction.shape
+      source = instruction.source
+      flops = count(instruction, *shapes[:2])
+      return Cost((Product(shapes, flops, source, own=bool(source)),))
     kind = opcode.removesuffix('-start')
     if kind in _COLLECTIVES:
       return Cost(
@@ -250,10 +297,10 @@ class _Program:
         for name in instruction.computations(which)
       ]
       # One of them runs, and which is not known here.
-      return max(map(self._cost, branches), key=lambda cost: cost.products)
+      return max(map(self._cost, branches), key=lambda cost: cost.flops)
     if 'tpu_custom_call' in instruction.attributes:
-      shapes = tuple(x.shapes[0] for x in operands())
-      return Cost(kernels=(Kernel(_kernel_name(instruction), shapes),))
+      arrays = tuple(x.arrays[0] for x in operands())
+      return Cost(kernels=(Kernel(_kernel_name(instruction), arrays),))
     return Cost()
 
   def _collective(self, kind, instruction, operands) -> Collective:
@@ -266,11 +313,15 @@ class _Program:
   def _fused(self, instruction, cost: Cost) -> Cost:
     """Returns the cost of a fusion, whose parts have no names of their own."""
     (called,) = instruction.computations('calls')
-    if not cost.collectives:
-      return cost
     scatters = called.startswith('all-reduce-scatter')
     return dataclasses.replace(
       cost,
+      products=tuple(
+        part
+        if part.source
+        else dataclasses.replace(part, source=self._source(called))
+        for part in cost.products
+      ),
       collectives=tuple(
         dataclasses.replace(
           part,
@@ -282,6 +333,15 @@ class _Program:
         for part in cost.collectives
       ),
     )
+
+  def _source(self, name: str) -> str:
+    """Returns a name from within a fusion, of what is computed again if any."""
+    names = ['']
+    for instruction in self._computations[name].values():
+      names.append(instruction.source)
+      if instruction.opcode == 'fusion':
+        names += map(self._source, instruction.computations('calls'))
+    return max(names, key=lambda name: (_AGAIN in name, name))
 
   def _trips(self, computation, instruction, body, condition) -> int | None:
     """Returns how often a loop runs, or None where that is not known."""
@@ -372,8 +432,9 @@ def _bits(dtype: str) -> int:
 def _dot(instruction, lhs, rhs) -> int:
   del rhs
   contracted = instruction.dimensions('lhs_contracting_dims')
-  (out,) = instruction.shapes
-  return 2 * math.prod(out) * math.prod(lhs[i] for i in contracted)
+  return (
+    2 * math.prod(instruction.shape) * math.prod(lhs[i] for i in contracted)
+  )
 
 
 def _convolution(instruction, lhs, rhs) -> int:
@@ -383,16 +444,16 @@ def _convolution(instruction, lhs, rhs) -> int:
   """
   labels = re.search(r'dim_labels=(\w+)_(\w+)->(\w+)', instruction.attributes)
   of_lhs, of_rhs, of_out = labels.groups()
-  (out,) = instruction.shapes
+  out = instruction.shape
   window = re.search(r'window=\{([^}]*)\}', instruction.attributes)
   window = dict(x.split('=') for x in window[1].split()) if window else {}
   spatial = sorted(filter(str.isdigit, of_out))
 
   def sizes(name, default):
-    values = window.get(name, 'x'.join([default] * len(spatial)))
-    # A plain product has no windows at all.
-    sides = filter(None, values.split('x'))
-    return [tuple(map(int, x.split('_'))) for x in sides]
+    values = [default] * len(spatial)
+    if name in window:
+      values = window[name].split('x')
+    return [tuple(map(int, x.split('_'))) for x in values]
 
   strides = sizes('stride', '1')
   paddings = sizes('pad', '0_0')

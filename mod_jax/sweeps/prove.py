@@ -15,18 +15,22 @@ import functools
 import hashlib
 import importlib.metadata
 import io
+import itertools
 import json
 import math
 import re
 
+from absl import flags
 import jax
 
 from mod_jax import __version__
 from mod_jax import config as config_lib
 from mod_jax import parallel
 from mod_jax import paths
+from mod_jax import peaks
 from mod_jax.errors import UserError
 from mod_jax.sweeps import hlo
+from mod_jax.sweeps import manifest
 from mod_jax.sweeps import slices
 from mod_jax.tasks import make_task
 from mod_jax.tasks.experiment import ExperimentConfig
@@ -107,26 +111,33 @@ class Proof:
     return self.sent / (self.products + self.again)
 
 
-def mesh_for(config: ExperimentConfig, chips: int) -> parallel.MeshConfig:
-  """Returns the mesh that a run would need on so many chips."""
-  return parallel.fit_mesh(config.mesh, chips, _rows(config))
+def fitted(
+  config: ExperimentConfig, topology: slices.Slice
+) -> ExperimentConfig:
+  """Returns a run with the mesh that it needs on a slice; see `fit_mesh`."""
+  mesh = parallel.fit_mesh(config.mesh, topology.num_chips, _rows(config))
+  return dataclasses.replace(config, mesh=mesh)
 
 
-def check(config: ExperimentConfig, topology: slices.Slice) -> None:
-  """Refuses what need not be compiled to be seen not to fit a slice.
+def check(config: ExperimentConfig, topology: slices.Slice) -> Proof:
+  """Returns what is known of a run on a slice before anything is compiled.
+
+  The memory is that of the state alone, so a run may not fit even if it seems
+  to.
 
   Raises:
-    UserError: the mesh does not divide the slice, or the batch; the run trains
-      in a way that is not compiled ahead.
+    UserError: the mesh does not divide the slice, the batch or the parameters;
+      the run trains in a way that is not compiled ahead.
   """
-  if type(make_task(config)) is not Plain:
+  task = make_task(config)
+  if type(task) is not Plain:
     raise UserError(
       f'{config.name}: pruned and adaptive models, which need a teacher or'
       ' several phases, are not compiled ahead; take a dense or routed one.'
     )
-  data, fsdp, tensor = config.mesh.sizes(topology.num_chips)
+  data, fsdp, tensor = sizes = config.mesh.sizes(topology.num_chips)
   if _rows(config) % (data * fsdp):
-    fitting = mesh_for(config, topology.num_chips)
+    fitting = fitted(config, topology).mesh
     way_out = f'use a multiple of {data * fsdp}'
     if fitting != config.mesh:
       way_out += (
@@ -138,6 +149,21 @@ def check(config: ExperimentConfig, topology: slices.Slice) -> None:
       f' the {data * fsdp} chips of {topology.name} along data and fsdp with'
       f' config.mesh.tensor={tensor}: {way_out}.'
     )
+  mesh = jax.sharding.AbstractMesh(sizes, parallel.MESH_AXES)
+  _, abstract = _abstract(config, task, mesh)
+  return Proof(
+    topology=topology.name,
+    chips=topology.num_chips,
+    **mesh.shape,
+    parameters=sum(x.size for x in jax.tree.leaves(abstract.params)),
+    memory=sum(
+      math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+      for x in jax.tree.leaves(abstract)
+    ),
+    available=topology.chip.memory,
+    fits=False,
+    model_flops=task.flops_per_step(_static_args(config, task)),
+  )
 
 
 def prove(
@@ -153,13 +179,15 @@ def prove(
   Raises:
     UserError: as of `check`, or libtpu is missing.
   """
-  check(config, topology)
   path = None
   if cache is not None:
     path = paths.expand(cache) / f'{_key(config, topology)}.json'
     if path.is_file():
-      return _from_json(path.read_text())
-  found = _prove(config, topology)
+      record = json.loads(path.read_text())
+      return Proof(**record | {'uncounted': tuple(record['uncounted'])})
+  found = check(config, topology)
+  if found.memory <= found.available:
+    found = _compiled(found, config, topology)
   if path is not None:
     paths.write_bytes(path, json.dumps(dataclasses.asdict(found)).encode())
   return found
@@ -171,7 +199,7 @@ def smallest(
   """Returns the proof of the first of some slices that a run fits on.
 
   Args:
-    config: the run; its mesh is changed as `mesh_for` says.
+    config: the run; its mesh is changed as `fitted` says.
     topologies: from the smallest.
     cache: as of `prove`.
 
@@ -180,10 +208,8 @@ def smallest(
   """
   least, refusal = None, None
   for topology in topologies:
-    mesh = mesh_for(config, topology.num_chips)
-    fitted = dataclasses.replace(config, mesh=mesh)
     try:
-      found = prove(fitted, topology, cache)
+      found = prove(fitted(config, topology), topology, cache)
     except UserError as error:
       refusal = error
       continue
@@ -207,9 +233,10 @@ def lower(config: ExperimentConfig, devices: Sequence[jax.Device]):
     config: the run.
     devices: all that it runs on.
   """
+  task = make_task(config)
   mesh = parallel.make_mesh(config.mesh, devices)
-  with jax.set_mesh(mesh):
-    task, optimizer, abstract = _abstract(config, mesh)
+  with jax.set_mesh(mesh), choice.made_for('tpu'):
+    optimizer, abstract = _abstract(config, task, mesh)
     sharding = parallel.batch_sharding(mesh)
     batch = {
       name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
@@ -219,12 +246,10 @@ def lower(config: ExperimentConfig, devices: Sequence[jax.Device]):
       abstract,
       task=task,
       optimizer=optimizer,
-      # The last step's: the program that runs longest.
-      static_args=task.static_args(config.train.num_steps),
+      static_args=_static_args(config, task),
       config=config.train,
     )
-    with choice.made_for('tpu'):
-      return step.lower(abstract, batch, None)
+    return step.lower(abstract, batch, None)
 
 
 def run(
@@ -239,13 +264,13 @@ def run(
   where it stopped, and runs that differ in their seeds cost one compilation.
 
   Args:
-    runs: names and configs. Their meshes are changed as `mesh_for` says.
+    runs: names and configs. Their meshes are changed as `fitted` says.
     topologies: names of slices; that of a kind of chip stands for the smallest
       one that a run fits on.
     workdir: directory of the sweep.
 
   Returns:
-    The lines, by column.
+    The lines, by column: all runs on the first slice, then on the next.
 
   Raises:
     UserError: an unknown slice; a run that does not divide over one, before
@@ -253,19 +278,16 @@ def run(
   """
   runs = list(runs)
   chosen = [slices.parse(topology) for topology in topologies]
-  for _, config in runs:
-    for found in chosen:
-      if len(found) == 1:
-        mesh = mesh_for(config, found[0].num_chips)
-        check(dataclasses.replace(config, mesh=mesh), found[0])
+  for found, (_, config) in itertools.product(chosen, runs):
+    if len(found) == 1:
+      check(fitted(config, found[0]), found[0])
   workdir = paths.expand(workdir)
   prove_one = functools.partial(_prove_pair, cache=workdir / 'prove')
   rows = []
-  for name, config in runs:
-    for found in chosen:
-      rows.append({'id': name} | prove_one(config, found))
-      print(_line(rows[-1], heading=len(rows) == 1), flush=True)
-      paths.write_bytes(workdir / 'prove.csv', _csv(rows).encode())
+  for found, (name, config) in itertools.product(chosen, runs):
+    rows.append({'id': name} | prove_one(config, found))
+    print(_line(rows[-1], heading=len(rows) == 1), flush=True)
+    paths.write_bytes(workdir / 'prove.csv', _csv(rows).encode())
   return rows
 
 
@@ -275,14 +297,16 @@ def report(config: ExperimentConfig, topology: str) -> str:
   Args:
     config: the run. Its mesh must fit the slice.
     topology: the slice; a kind of chip stands for the smallest one that the run
-      fits on, with the mesh that `mesh_for` gives.
+      fits on, with the mesh that `fitted` gives.
 
   Raises:
     UserError: as of `prove` and `smallest`.
   """
   found = slices.parse(topology)
-  prove_it = _proof if len(found) == 1 else smallest
-  proof = prove_it(config, found)
+  if len(found) == 1:
+    proof = prove(config, found[0])
+  else:
+    proof = smallest(config, found)
   mesh = f'data {proof.data}, fsdp {proof.fsdp}, tensor {proof.tensor}'
   fits = 'fits' if proof.fits else 'DOES NOT FIT'
   lines = [
@@ -329,9 +353,27 @@ def _report_step(proof: Proof) -> list[tuple[str, str]]:
   return lines
 
 
-def _proof(config, found, cache=None) -> Proof:
-  (topology,) = found
-  return prove(config, topology, cache)
+def define_flags() -> None:
+  flags.DEFINE_string('workdir', None, 'Directory of the sweep.')
+  flags.DEFINE_list(
+    'topology',
+    [],
+    'Slices of TPUs such as v5e:4x4,v5p:4x4x4; v5e alone stands for the'
+    ' smallest of its slices that a run fits on.',
+  )
+
+
+def main(_) -> None:
+  """`python -m mod_jax.sweeps prove`."""
+  workdir, topologies = flags.FLAGS.workdir, flags.FLAGS.topology
+  for name, value in (('workdir', workdir), ('topology', topologies)):
+    if not value:
+      raise UserError(
+        f'--{name} is missing: give the directory of the sweep and slices, as'
+        ' in --workdir=W --topology=v5e:4x4.'
+      )
+  entries = manifest.read(workdir)
+  run([(entry.id, entry.config) for entry in entries], topologies, workdir)
 
 
 def _prove_pair(config, found, cache) -> dict:
@@ -341,7 +383,7 @@ def _prove_pair(config, found, cache) -> dict:
     (found,) = (x for x in found if x.name == proof.topology)
   else:
     (found,) = found
-    proof = prove(_fitted(config, found), found, cache)
+    proof = prove(fitted(config, found), found, cache)
   row = dataclasses.asdict(proof) | {
     'collectives': json.dumps(proof.collectives),
     'uncounted': ' '.join(proof.uncounted),
@@ -351,15 +393,10 @@ def _prove_pair(config, found, cache) -> dict:
     'products_ratio': _ratio(proof) if proof.fits else 0.0,
   }
   twin = _twin(config)
-  beside = prove(_fitted(twin, found), found, cache) if twin else None
+  beside = prove(fitted(twin, found), found, cache) if twin else None
   for name in ('products', 'again', 'sent', 'step_seconds'):
     row[f'dense_{name}'] = getattr(beside, name, '')
   return row
-
-
-def _fitted(config, topology) -> ExperimentConfig:
-  mesh = mesh_for(config, topology.num_chips)
-  return dataclasses.replace(config, mesh=mesh)
 
 
 def _twin(config) -> ExperimentConfig | None:
@@ -393,41 +430,23 @@ def _key(config: ExperimentConfig, topology: slices.Slice) -> str:
   return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _from_json(text: str) -> Proof:
-  record = json.loads(text)
-  record['uncounted'] = tuple(record['uncounted'])
-  return Proof(**record)
+def _static_args(config, task):
+  """Returns those of the program that runs longest, the last one of a run."""
+  return task.static_args(config.train.num_steps)
 
 
-def _abstract(config, mesh):
-  """Returns the task, the optimiser and the abstract state of a run."""
-  task = make_task(config)
+def _abstract(config, task, mesh):
+  """Returns the optimiser and the abstract state of a run."""
   optimizer = optimizer_lib.make_optimizer(
     config.optimizer, config.train.num_steps
   )
-  abstract = state_lib.abstract_state(
-    task, optimizer, mesh, ema=config.train.ema_decay > 0
-  )
-  return task, optimizer, abstract
+  ema = config.train.ema_decay > 0
+  return optimizer, state_lib.abstract_state(task, optimizer, mesh, ema=ema)
 
 
-def _prove(config, topology) -> Proof:
+def _compiled(proof: Proof, config, topology) -> Proof:
+  """Compiles the step, and adds to a proof what it does if it fits."""
   devices = topology.devices()
-  mesh = parallel.make_mesh(config.mesh, devices)
-  with jax.set_mesh(mesh):
-    task, _, abstract = _abstract(config, mesh)
-  proof = Proof(
-    topology=topology.name,
-    chips=topology.num_chips,
-    **mesh.shape,
-    parameters=sum(x.size for x in jax.tree.leaves(abstract.params)),
-    memory=_state_bytes(abstract),
-    available=topology.chip.memory,
-    fits=False,
-    model_flops=task.flops_per_step(task.static_args(config.train.num_steps)),
-  )
-  if proof.memory > proof.available:
-    return proof  # The state alone is too large.
   try:
     with slices.quick_compiler():
       compiled = lower(config, devices).compile()
@@ -435,11 +454,10 @@ def _prove(config, topology) -> Proof:
     if 'RESOURCE_EXHAUSTED' not in str(error):
       raise
     found = _TOO_LARGE.search(str(error))
-    if found:
-      unit = 2 ** {'K': 10, 'M': 20, 'G': 30}[found[2]]
-      used = int(float(found[1]) * unit)
-      proof = dataclasses.replace(proof, memory=max(proof.memory, used))
-    return proof
+    if found is None:
+      return proof
+    used = float(found[1]) * 2 ** {'K': 10, 'M': 20, 'G': 30}[found[2]]
+    return dataclasses.replace(proof, memory=int(used))
   memory = compiled.memory_analysis()
   used = (
     memory.argument_size_in_bytes
@@ -449,22 +467,17 @@ def _prove(config, topology) -> Proof:
     + memory.generated_code_size_in_bytes
   )
   proof = dataclasses.replace(proof, memory=used, fits=True)
+  mesh = parallel.make_mesh(config.mesh, devices)
   return _read(proof, hlo.cost(compiled.as_text()), topology, mesh)
-
-
-def _state_bytes(abstract) -> int:
-  return sum(
-    math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-    for x in jax.tree.leaves(abstract)
-  )
 
 
 def _read(proof: Proof, cost: hlo.Cost, topology, mesh) -> Proof:
   """Adds what a program does to a proof."""
   useful, again, uncounted = kernel_flops(cost.kernels)
-  products = cost.products - cost.again + useful
+  products = cost.flops - cost.again + useful
   again += cost.again
   collectives, network = {}, 0.0
+  peak = peaks.of(mesh.devices.flat[0])
   positions = [device.coords for device in mesh.devices.flat]
   for part in cost.collectives:
     count, sent = collectives.get(part.kind, (0, 0.0))
@@ -477,7 +490,7 @@ def _read(proof: Proof, cost: hlo.Cost, topology, mesh) -> Proof:
     again=again,
     collectives=dict(sorted(collectives.items())),
     sent=sum(sent for _, sent in collectives.values()),
-    compute_seconds=(products + again) / topology.chip.peak,
+    compute_seconds=(products + again) / peak,
     network_seconds=network,
     uncounted=(*uncounted, *cost.endless),
   )
@@ -491,6 +504,9 @@ _SPLASH = {
   'splash_mha_dq': (2, 3),
   'splash_mha_dkv': (2, 4),
 }
+
+
+_FLOATS = ('bf16', 'f32')
 
 
 def kernel_flops(
@@ -522,24 +538,25 @@ def kernel_flops(
 
 def _product_flops(kernel: hlo.Kernel) -> tuple[int, int]:
   """Returns the FLOPs of one product of attention: needed, and computed."""
-  q_BHQC, k_BGSC, *_ = (x for x in kernel.operands if len(x) == 4)
-  batch, heads, queries, channels = q_BHQC
-  keys = k_BGSC[2]
+  # Integers say which blocks a causal mask leaves; then come q, k and the rest.
+  mask = [shape for dtype, shape in kernel.operands if dtype == 's8']
+  q, k, *_ = (shape for dtype, shape in kernel.operands if dtype in _FLOATS)
+  *batch, queries, channels = q
+  keys = k[-2]
   seen = visited = queries * keys
-  mask = kernel.operands[0]
-  if len(mask) == 3:  # Which blocks a causal mask leaves.
+  if mask:
+    _, rows, columns = mask[0]
+    block_q, block_k = queries // rows, keys // columns
     seen = queries * (queries + 1) // 2
-    rows, columns = queries // mask[1], keys // mask[2]
     visited = (
-      rows
-      * columns
+      block_q
+      * block_k
       * sum(
-        (i + 1) * rows > j * columns
-        for i in range(mask[1])
-        for j in range(mask[2])
+        (i + 1) * block_q > j * block_k
+        for i, j in itertools.product(range(rows), range(columns))
       )
     )
-  one = 2 * batch * heads * channels
+  one = 2 * math.prod(batch) * channels
   return one * seen, one * visited
 
 

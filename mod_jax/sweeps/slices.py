@@ -19,11 +19,10 @@ from mod_jax.errors import UserError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chip:
-  """A kind of TPU, as its maker describes it.
+  """A kind of TPU, as its maker describes it; its FLOP/s stand in `peaks`.
 
   Attributes:
     memory: bytes of HBM.
-    peak: FLOP/s of matrix products in bfloat16.
     link: bytes/s that a chip sends to one neighbour; as many come back.
     ring: an axis of the slice whose size is a multiple of this is a ring, and
       any other one a line.
@@ -32,7 +31,6 @@ class Chip:
   """
 
   memory: int
-  peak: float
   link: float
   ring: int
   slices: tuple[str, ...]
@@ -41,34 +39,28 @@ class Chip:
 
 _PLANES = ('1x1', '2x2', '2x4', '4x4', '4x8', '8x8', '8x16', '16x16')
 _CUBES = ('4x4x4', '4x4x8', '4x8x8', '8x8x8', '8x8x16', '8x16x16', '16x16x16')
-# Memory, peak and slices: https://docs.cloud.google.com/tpu/docs/v5e, and /v5p,
-# /v6e and /v4 there, read in 2026. So is the bandwidth but for v4: 400, 1200
-# and 800 GB/s for all ports of a chip (4 in a plane, 6 in space), both
-# directions together. That v4 has six links of 50 GB/s each way: Jouppi et al.
-# 2023, arXiv 2304.01433. Which axes are rings: Austin et al. 2025, How to scale
-# your model, chapter 2 (https://jax-ml.github.io/scaling-book/tpus).
+# Memory and slices: https://docs.cloud.google.com/tpu/docs/v5e, and /v5p, /v6e
+# and /v4 there, read in 2026. So is the bandwidth but for v4: 400, 1200 and 800
+# GB/s for all ports of a chip (4 in a plane, 6 in space), both directions
+# together. That v4 has six links of 50 GB/s each way: Jouppi et al. 2023, arXiv
+# 2304.01433. Which axes are rings: Austin et al. 2025, How to scale your model,
+# chapter 2 (https://jax-ml.github.io/scaling-book/tpus).
 CHIPS = {
   'v4': Chip(
     memory=32 * 2**30,
-    peak=275e12,
     link=50e9,
     ring=4,
     slices=('2x2x1', '2x2x2', '2x2x4', '2x4x4', *_CUBES),
     options=(('chip_config_name', 'megacore'),),
   ),
-  'v5e': Chip(
-    memory=16 * 2**30, peak=197e12, link=50e9, ring=16, slices=_PLANES
-  ),
+  'v5e': Chip(memory=16 * 2**30, link=50e9, ring=16, slices=_PLANES),
   'v5p': Chip(
     memory=95 * 2**30,
-    peak=459e12,
     link=100e9,
     ring=4,
     slices=('2x2x1', '2x2x2', '2x4x4', *_CUBES, '16x16x24'),
   ),
-  'v6e': Chip(
-    memory=32 * 2**30, peak=918e12, link=100e9, ring=16, slices=_PLANES
-  ),
+  'v6e': Chip(memory=32 * 2**30, link=100e9, ring=16, slices=_PLANES),
 }
 
 
@@ -182,11 +174,18 @@ def quick_compiler():
   """Lets libtpu search less: a third of the time, for nearly the same program.
 
   Its full search for the training step of a model of 220M parameters does not
-  end within minutes.
+  end within minutes. Nothing is kept in JAX's own cache of programs, which
+  cannot read again what is compiled for chips that are not here.
   """
-  before = jax.config.values['jax_optimization_level']
-  jax.config.update('jax_optimization_level', 'O1')
+  settings = {
+    'jax_optimization_level': 'O1',
+    'jax_persistent_cache_min_compile_time_secs': float('inf'),
+  }
+  before = {name: jax.config.values[name] for name in settings}
   try:
+    for name, value in settings.items():
+      jax.config.update(name, value)
     yield
   finally:
-    jax.config.update('jax_optimization_level', before)
+    for name, value in before.items():
+      jax.config.update(name, value)

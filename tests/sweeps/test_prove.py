@@ -3,6 +3,7 @@
 import csv
 import importlib.util
 import json
+import shutil
 
 import pytest
 
@@ -11,6 +12,7 @@ from mod_jax import flops
 from mod_jax import parallel
 from mod_jax.errors import UserError
 from mod_jax.sweeps import hlo
+from mod_jax.sweeps import manifest
 from mod_jax.sweeps import prove
 from mod_jax.sweeps import slices
 from mod_jax.tasks import make_task
@@ -101,7 +103,10 @@ class TestRefusals:
     config = load_config_file('configs/vit/dynamic.py', 'tiny')
     assert 'teacher' in self.refusal(config, 'v5e:2x2')
 
-  @needs_libtpu
+  def test_heads_that_the_mesh_does_not_divide(self, tiny):
+    config = config_lib.replace(tiny, {'mesh.tensor': 4})
+    assert "Axis 'heads'" in self.refusal(config, 'v5e:2x2')
+
   def test_a_model_that_is_too_large_for_every_slice(self, tiny, monkeypatch):
     monkeypatch.setitem(
       slices.CHIPS,
@@ -150,9 +155,9 @@ class TestProven:
     with open(workdir / 'prove.csv', newline='') as file:
       read = list(csv.DictReader(file))
     assert [(row['id'], row['topology']) for row in read] == [
+      *(('mod', 'v5e:2x2'), ('dense', 'v5e:2x2')),
       # The smallest of v5p.
-      *(('mod', 'v5e:2x2'), ('mod', 'v5p:2x2x1')),
-      *(('dense', 'v5e:2x2'), ('dense', 'v5p:2x2x1')),
+      *(('mod', 'v5p:2x2x1'), ('dense', 'v5p:2x2x1')),
     ]
     assert [float(row['products']) for row in read] == [
       row['products'] for row in rows
@@ -165,7 +170,7 @@ class TestProven:
 
   def test_the_dense_twin_stands_beside(self, proven):
     _, rows = proven
-    for routed, dense in zip(rows[:2], rows[2:], strict=True):
+    for routed, dense in zip(rows[::2], rows[1::2], strict=True):
       for name in ('products', 'sent', 'step_seconds'):
         assert routed[f'dense_{name}'] == dense[name]
         assert dense[f'dense_{name}'] == ''
@@ -192,10 +197,35 @@ class TestProven:
       rows[0] | {'id': 'again'}
     ]
 
+  def test_on_the_command_line(
+    self, proven, tiny, monkeypatch, tmp_path, command
+  ):
+    workdir, rows = proven
+    monkeypatch.setattr(prove, 'lower', None)
+    entry = manifest.Entry(
+      id='one', group='mod', budget=1e9, seed=0, config=tiny, facts={}
+    )
+    manifest.write(tmp_path, [entry])
+    shutil.copytree(workdir / 'prove', tmp_path / 'prove')
+    status, out, _ = command(
+      'prove', f'--workdir={tmp_path}', '--topology=v5e:2x2,v5p'
+    )
+    assert status == 0
+    heading, *lines = out.splitlines()
+    assert heading.split()[:2] == ['id', 'slice']
+    assert [line.split()[:2] for line in lines] == [
+      ['one', 'v5e:2x2'],
+      ['one', 'v5p:2x2x1'],
+    ]
+    assert f'{rows[0]["products"]:.3e}' in lines[0]
+    status, _, error = command('prove', f'--workdir={tmp_path}')
+    assert status == 2
+    assert '--topology is missing' in error
+
   def test_a_report_for_people(self, proven, tiny, monkeypatch):
     workdir, rows = proven
     cached = prove.prove(tiny, slice_of('v5e:2x2'), workdir / 'prove')
-    monkeypatch.setattr(prove, '_prove', lambda *_: cached)
+    monkeypatch.setattr(prove, '_compiled', lambda *_: cached)
     text = prove.report(tiny, 'v5e:2x2')
     assert 'v5e:2x2: 4 chips, mesh data 4, fsdp 1, tensor 1' in text
     assert 'of 16 GiB a chip: fits' in text
@@ -208,9 +238,10 @@ class TestKernels:
 
   one = 2 * 2 * 3 * 5  # FLOPs of a pair in one product.
 
-  def kernel(self, name, count, blocks):
-    mask = (1, blocks, blocks)
-    array = (2, 3, 8, 5)
+  def kernel(self, name, count, blocks, rows=2):
+    mask = ('s8', (1, blocks, blocks))
+    # A single row has no axis for rows.
+    array = ('bf16', (2, 3, 8, 5) if rows == 2 else (3, 8, 5))
     return hlo.Kernel(name, (mask, mask, array, array, array), count)
 
   def found(self, *parts, blocks=4):
@@ -225,6 +256,17 @@ class TestKernels:
       6 * 2 * 36,
       6 * 2 * (40 - 36),
     )
+
+  def test_one_row(self):
+    kernel = self.kernel('splash_mha_fwd_residuals', 1, 4, rows=1)
+    useful, again, _ = prove.kernel_flops([kernel])
+    assert 2 * useful / self.one == 2 * 36
+    assert 2 * again / self.one == 2 * (40 - 36)
+
+  def test_without_a_mask_all_pairs_count(self):
+    array = ('f32', (2, 3, 8, 5))
+    kernel = hlo.Kernel('splash_mha_fwd_no_residuals', (array, array, array))
+    assert prove.kernel_flops([kernel])[:2] == (2 * 64 * self.one, 0)
 
   def test_one_block_is_computed_whole(self):
     found = self.found(('splash_mha_fwd_residuals', 1), blocks=1)
@@ -241,5 +283,5 @@ class TestKernels:
     assert useful + again == 3 * 40 * (2 + 2 + 3 + 4)
 
   def test_other_kernels_are_named(self):
-    kernel = hlo.Kernel('route_scores', ((4, 4),))
+    kernel = hlo.Kernel('route_scores', (('f32', (4, 4)),))
     assert prove.kernel_flops([kernel, kernel]) == (0, 0, ('route_scores',))
