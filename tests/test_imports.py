@@ -20,8 +20,8 @@ LAYERS = (
   ('flops', 'convert', 'sampling', 'viz'),
   ('train',),
   ('tasks',),
-  ('sweeps',),
   ('cli',),
+  ('sweeps',),
 )
 RANK = {unit: rank for rank, units in enumerate(LAYERS) for unit in units}
 

@@ -1,0 +1,135 @@
+"""An isoFLOP sweep in hours on two CPU cores: dense against Mixture-of-Depths.
+
+The paper's Figure 4 in miniature: three budgets of training FLOPs, five sizes
+around each curve's own minimum, the recipe of `configs/lm/mod.py`. Beside them,
+at the lowest budget: the raw gate, the stride that does not look at the tokens,
+and the dense blocks alone for as many steps as the routed models take.
+
+The learning rate falls with the root of the width, and is the same for dense
+and routed models. The variant `tune` finds it, on dense models of two sizes.
+`tiny` is for tests: seconds, on bytes.
+"""
+
+import dataclasses
+
+from mod_jax import config as config_lib
+from mod_jax.data.text import TextDataConfig
+from mod_jax.models.lm import LMConfig
+from mod_jax.sweeps.plan import Group
+from mod_jax.sweeps.plan import SweepConfig
+from mod_jax.tasks.experiment import ExperimentConfig
+from mod_jax.train.checkpoints import CheckpointConfig
+from mod_jax.train.run_config import EvaluationConfig
+from mod_jax.train.run_config import LogConfig
+from mod_jax.train.run_config import TrainConfig
+
+ROUTING = config_lib.sibling(__file__, '../lm/mod').ROUTING
+# Blocks, width, heads. Pairs of blocks, since every other one is routed.
+SHAPES = (
+  (2, 48, 2),
+  (2, 64, 2),
+  (4, 64, 2),
+  (4, 80, 2),
+  (4, 96, 3),
+  (4, 112, 4),
+  (4, 128, 4),
+  (4, 160, 5),
+  (6, 160, 5),
+  (6, 192, 6),
+  (6, 224, 7),
+  (8, 224, 7),
+  (8, 256, 8),
+)
+DENSE = Group(name='dense', optimum=4.8e5)
+MOD = Group(name='mod', optimum=6.4e5, routing=ROUTING)
+
+
+def variant(name: str, *, without_routed_blocks: bool = False, **routing):
+  """Returns a group like MOD, at the lowest budget only."""
+  return dataclasses.replace(
+    MOD,
+    name=name,
+    budgets=(0,),
+    routing=dataclasses.replace(ROUTING, **routing),
+    without_routed_blocks=without_routed_blocks,
+  )
+
+
+def sweep() -> SweepConfig:
+  return SweepConfig(
+    name='laptop',
+    base=ExperimentConfig(
+      model=LMConfig(vocab_size=2048),
+      data=TextDataConfig(
+        tokenizer='bpe', tokenizer_vocab_size=2048, length=256
+      ),
+      train=TrainConfig(batch_size=16),
+      evaluation=EvaluationConfig(
+        batches=16, final_batches=128, batch_size=16, sample_tokens=0
+      ),
+      checkpoint=CheckpointConfig(every=0, keep=1),
+      log=LogConfig(every=20, tensorboard=False),
+    ),
+    budgets=(8e12, 3e13, 1e14),
+    num_seeds=(3, 3, 2),
+    groups=(
+      DENSE,
+      MOD,
+      variant('raw', gate='raw'),
+      variant('stride', score='stride'),
+      variant('removed', without_routed_blocks=True),
+    ),
+    shapes=SHAPES,
+    num_sizes=5,
+    learning_rate=4e-3,
+    rate_width=192,
+    # A product of large matrices in float32, and what training makes of it.
+    peak_flops=2.5e11,
+    utilization=0.48,
+  )
+
+
+def tune() -> SweepConfig:
+  """Returns the search for a learning rate: dense, two sizes, one seed."""
+  return dataclasses.replace(
+    sweep(),
+    name='laptop_tune',
+    budgets=(8e12,),
+    num_seeds=(1,),
+    groups=tuple(
+      dataclasses.replace(DENSE, name=f'rate_x{factor:g}', rate_factor=factor)
+      for factor in (0.25, 0.5, 1.0, 2.0, 4.0)
+    ),
+    shapes=((2, 64, 2), (4, 128, 4)),
+    num_sizes=2,
+  )
+
+
+def tiny() -> SweepConfig:
+  """Everything as in the full size but small, on bytes."""
+  return config_lib.replace(
+    sweep(),
+    {
+      'name': 'laptop_tiny',
+      'base.model.vocab_size': 256,
+      'base.data.tokenizer': 'bytes',
+      'base.data.length': 16,
+      'base.train.batch_size': 8,
+      'base.evaluation.batches': 1,
+      'base.evaluation.final_batches': 2,
+      'base.evaluation.batch_size': 8,
+      'base.log.every': 5,
+      'budgets': (1e9, 2e9),
+      'num_seeds': (2, 1),
+      'groups': tuple(
+        dataclasses.replace(group, optimum=8e3) for group in (DENSE, MOD)
+      ),
+      'shapes': ((2, 8, 1), (2, 16, 1), (2, 24, 1), (2, 32, 1)),
+      'num_sizes': 3,
+    },
+  )
+
+
+VARIANTS = {'': sweep, 'tune': tune, 'tiny': tiny}
+
+get_config = config_lib.config_getter(VARIANTS)

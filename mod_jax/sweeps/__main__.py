@@ -1,0 +1,39 @@
+"""Sweeps on the command line: plan them, run them, see what came of them.
+
+    python -m mod_jax.sweeps plan --config=FILE.py[:variant] --workdir=W
+    python -m mod_jax.sweeps run --workdir=W [--index=I | --range=A:B]
+
+`--config.FIELD=VALUE` changes a field of the plan.
+"""
+
+import importlib
+import sys
+
+from mod_jax import cli
+from mod_jax import config as config_lib
+
+# Each is a module of this package, with functions `define_flags` and `main`.
+# They are imported when they are asked for: one does not need what others need.
+_COMMANDS = ('plan', 'run')
+
+
+def main(argv: list[str]) -> None:
+  """Does what `python -m mod_jax.sweeps` was asked for, and exits.
+
+  Args:
+    argv: the program's name, the command, and its flags.
+  """
+  name = argv[1] if len(argv) > 1 else ''
+
+  def choose(_):
+    config_lib.choose(name, dict.fromkeys(_COMMANDS), 'command')
+
+  if name not in _COMMANDS:
+    cli.run(choose, argv[:1])
+  command = importlib.import_module(f'mod_jax.sweeps.{name}')
+  command.define_flags()
+  cli.run(command.main, [argv[0], *argv[2:]])
+
+
+if __name__ == '__main__':
+  main(sys.argv)

@@ -1,0 +1,483 @@
+"""Which runs make up a sweep at equal training FLOPs, and what they will cost.
+
+Several budgets of training FLOPs; at each, models of several sizes around the
+best that is expected there, each for as many steps as its budget has; all that
+for each group of models, such as dense and routed ones. Hoffmann et al. 2022,
+approach 2; Raposo et al. 2024, Figures 3 and 4.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+import functools
+import math
+import re
+from typing import Annotated
+from typing import Any
+
+from absl import flags
+
+from mod_jax import cli
+from mod_jax import config as config_lib
+from mod_jax import flops
+from mod_jax.data import text
+from mod_jax.errors import UserError
+from mod_jax.layers.routed import MoDConfig
+from mod_jax.models.lm import LMConfig
+from mod_jax.sweeps import manifest
+from mod_jax.sweeps.manifest import Entry
+from mod_jax.tasks.experiment import ExperimentConfig
+
+_TOLERANCE = 0.01  # By which a run may miss its budget, as a fraction of it.
+_HOUR = 3600.0
+
+# The same model stands in the runs of several budgets, groups and seeds, and
+# its parameters are found by tracing it.
+num_params = functools.cache(flops.num_params)
+
+# Blocks, width and heads of a model.
+Shape = tuple[config_lib.Unrolled, config_lib.Width, config_lib.Size]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Group:
+  """Models that make up one curve: loss against size, at each budget."""
+
+  name: str
+  # How their blocks are routed; None is a dense model.
+  routing: MoDConfig | None = None
+  # Parameters, embedding and head included, of the model that is expected to be
+  # best at the first of the sweep's budgets.
+  optimum: config_lib.Positive = 1e6
+  shapes: tuple[Shape, ...] = ()  # What there is to choose from; () = all.
+  num_sizes: config_lib.Count = 0  # At each budget; 0 = as many as the sweep.
+  # Which of the sweep's budgets, counted from 0; () = all.
+  budgets: tuple[config_lib.Count, ...] = ()
+  rate_factor: config_lib.Factor = 1.0  # On the rule's learning rate.
+  # The control 'routed blocks removed': models of the dense blocks alone, each
+  # for as many steps as its routed twin takes. They see the same tokens for
+  # fewer FLOPs, so this group stays below its budget.
+  without_routed_blocks: bool = False
+
+  def __post_init__(self):
+    config_lib.validate(self)
+    if not re.fullmatch(r'[A-Za-z0-9_.-]+', self.name):
+      raise UserError(
+        f'name={self.name!r}: expected letters, digits and any of _.-, since'
+        " it becomes part of the directories' names."
+      )
+    if self.without_routed_blocks and self.routing is None:
+      raise UserError(
+        f'the group {self.name} is without_routed_blocks, but routing is None:'
+        ' say of which routed models the blocks are removed.'
+      )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SweepConfig:
+  """A sweep: what `configs/sweeps/*.py` build."""
+
+  name: str = 'sweep'
+  # What all runs share: data, batch, optimiser, evaluation, mesh. Of the model
+  # the shape and the routing are set for each run, and the number of steps, the
+  # warm-up, the learning rate and the seed as well.
+  base: ExperimentConfig = ExperimentConfig()
+  budgets: tuple[config_lib.Positive, ...] = (1e13,)  # Training FLOPs of a run.
+  # Seeds of each run, 0 first: one number for all budgets, or one for each.
+  num_seeds: tuple[config_lib.PositiveCount, ...] = (1,)
+  groups: tuple[Group, ...] = (Group(name='dense'),)
+  # The family of shapes, of which each group and budget takes those nearest to
+  # the expected optimum.
+  shapes: tuple[Shape, ...] = ((4, 64, 2), (4, 96, 3), (4, 128, 4))
+  num_sizes: config_lib.PositiveCount = 5
+  # No size is further from the expected optimum than this factor.
+  spread: Annotated[float, config_lib.Range(gt=1, le=1000)] = 4.0
+  # The optimum grows with the budget to this power.
+  growth: config_lib.Probability = 0.5
+  # The peak learning rate of a model as wide as `rate_width`, and the power of
+  # the width by which that of others falls: the same for all groups.
+  learning_rate: config_lib.Positive = 1e-3
+  rate_width: config_lib.Width = 192
+  rate_power: Annotated[float, config_lib.Range(ge=0, le=2)] = 0.5
+  warmup: config_lib.BelowOne = 0.1  # As a fraction of the steps.
+  # Held-out losses along a run, for its curve, besides that at its end.
+  evaluations: config_lib.Count = 4
+  max_epochs: config_lib.Positive = 1.0  # That a run may read of its corpus.
+  # Training tokens of the corpus; None asks the data where that is possible.
+  corpus_tokens: config_lib.Positive | None = None
+  # What the price is reckoned by: FLOP/s of a chip, and the part of them that
+  # training is expected to use.
+  peak_flops: config_lib.Positive = 1e14
+  utilization: config_lib.Fraction = 0.4
+
+  def __post_init__(self):
+    """Refuses what does not fit together."""
+    config_lib.validate(self)
+    if not isinstance(self.base.model, LMConfig):
+      raise UserError(
+        f'base.model={type(self.base.model).__name__}: sweeps at equal FLOPs'
+        ' are of language models, so expected LMConfig.'
+      )
+    for name in ('budgets', 'groups', 'shapes'):
+      values = getattr(self, name)
+      if not values or len(set(values)) < len(values):
+        raise UserError(f'{name}={values}: expected at least one, each once.')
+    if list(self.budgets) != sorted(self.budgets):
+      raise UserError(f'budgets={self.budgets}: expected the lowest first.')
+    if len(self.num_seeds) not in (1, len(self.budgets)):
+      raise UserError(
+        f'num_seeds={self.num_seeds} and {len(self.budgets)} budgets: expected'
+        ' one number for all of them, or one for each.'
+      )
+    names = [group.name for group in self.groups]
+    if len(set(names)) < len(names):
+      raise UserError(f'groups {names}: expected each name once.')
+    for group in self.groups:
+      if max(group.budgets, default=0) >= len(self.budgets):
+        raise UserError(
+          f'the group {group.name} has budgets={group.budgets}, counted from 0,'
+          f' and the sweep has {len(self.budgets)}: expected fewer.'
+        )
+
+  def seeds(self, budget: float) -> range:
+    """Returns the seeds of the runs of a budget."""
+    index = self.budgets.index(budget)
+    return range(self.num_seeds[index % len(self.num_seeds)])
+
+
+def entries(sweep: SweepConfig) -> list[Entry]:
+  """Returns all runs of a sweep, the first seed of every budget first.
+
+  Raises:
+    UserError: a budget or a corpus is too small, or there are not enough sizes
+      around an expected optimum.
+  """
+  found = []
+  for i, budget in enumerate(sweep.budgets):
+    reference = _reference(sweep, budget)
+    for group in sweep.groups:
+      if group.budgets and i not in group.budgets:
+        continue
+      for shape in choose_shapes(sweep, group, budget):
+        run = _run(sweep, group, budget, shape)
+        known = facts(run, budget, reference)
+        if not group.without_routed_blocks:
+          _check_steps(group, budget, shape, known)
+        found += [(run, group, budget, shape, known)]
+  corpus = _corpus_tokens(sweep)
+  longest = max(found, key=lambda each: each[-1]['tokens'])
+  _check_corpus(sweep, corpus, longest)
+  result = []
+  for run, group, budget, (num_layers, width, _), known in found:
+    if corpus is not None:
+      known = known | {
+        'corpus_tokens': corpus,
+        'epochs': known['tokens'] / corpus,
+      }
+    size = f'{group.name}_{_written(budget)}_{num_layers}x{width}'
+    for seed in sweep.seeds(budget):
+      name = f'{size}_s{seed}'
+      config = config_lib.replace(run, {'name': name, 'seed': seed})
+      result.append(
+        Entry(
+          id=name,
+          group=group.name,
+          budget=budget,
+          seed=seed,
+          config=config,
+          facts=known,
+        )
+      )
+  # So that a sweep which is stopped early has something at every budget.
+  return sorted(result, key=lambda entry: entry.seed)
+
+
+def choose_shapes(
+  sweep: SweepConfig, group: Group, budget: float
+) -> list[Shape]:
+  """Returns the shapes around a group's expected optimum, the smallest first.
+
+  Raises:
+    UserError: there are fewer in range than are asked for.
+  """
+  expected = _expected(sweep, group, budget)
+  wanted = group.num_sizes or sweep.num_sizes
+  distance = {}
+  sizes = {}
+  for shape in group.shapes or sweep.shapes:
+    if group.routing is not None and not any(
+      group.routing.is_routed(layer) for layer in range(shape[0])
+    ):
+      continue  # It has no block that would be routed.
+    sizes[shape] = num_params(_model(sweep, group.routing, shape))
+    distance[shape] = abs(math.log(sizes[shape] / expected))
+  near = sorted(
+    (shape for shape in distance if distance[shape] <= math.log(sweep.spread)),
+    key=distance.get,
+  )[:wanted]
+  if len(near) < wanted:
+    have = _listed(sorted(sizes.values())) or 'none'
+    raise UserError(
+      f'the group {group.name} at {budget:g} FLOPs has {len(near)} sizes within'
+      f' a factor of {sweep.spread:g} of the expected optimum,'
+      f' {_quantity(expected)} parameters, and num_sizes={wanted}: add shapes'
+      f' there (the sizes are {have}), raise spread, or ask for fewer.'
+    )
+  return sorted(near, key=sizes.get)
+
+
+def facts(
+  run: ExperimentConfig, budget: float, reference: int | None = None
+) -> dict[str, Any]:
+  """Returns what is known of a run before it begins, by name.
+
+  * `params`: of them `embedding_params` are those of the embedding and the
+    head, which are one where they are tied.
+  * `forward_flops`: of one sequence; of them `head_flops` are the head's.
+  * `relative_flops`: those of a forward pass, by the expected dense optimum's.
+  * `steps`, `tokens`: of training; `train_flops`, and `of_budget`, the part of
+    the budget that they are.
+
+  Args:
+    run: its config.
+    budget: training FLOPs that it is planned for.
+    reference: FLOPs of a forward pass of the dense model that is expected to be
+      best at this budget.
+  """
+  model, length = run.model, run.data.length
+  table = dict(model.flops_table(length))
+  forward = flops.forward(model, length)
+  tokens = run.train.num_steps * run.train.batch_size * length
+  train = (
+    run.train.num_steps * run.train.batch_size * flops.train(model, length)
+  )
+  tables = 1 if model.tied_head else 2
+  known = {
+    'params': num_params(model),
+    'embedding_params': tables * model.vocab_size * model.width,
+    'forward_flops': forward,
+    'head_flops': flops.products(table['head']),
+    'steps': run.train.num_steps,
+    'tokens': tokens,
+    'train_flops': train,
+    'of_budget': train / budget,
+  }
+  if reference is not None:
+    known['relative_flops'] = forward / reference
+  return known
+
+
+def table(sweep: SweepConfig, runs: Sequence[Entry]) -> str:
+  """Returns the plan for people: a row for each size, then what it costs."""
+  header = (
+    *('group', 'budget', 'shape', 'params', 'embedding', 'head FLOPs'),
+    *('rel. FLOPs', 'steps', 'tokens', 'epochs', 'rate', 'seeds', 'chip-hours'),
+  )
+  rows = []
+  for size in _by_size(runs):
+    entry, known = size[0], size[0].facts
+    model = entry.config.model
+    relative, epochs = known.get('relative_flops'), known.get('epochs')
+    rows.append(
+      (
+        entry.group,
+        f'{entry.budget:g}',
+        f'{model.num_layers} x {model.width}',
+        _quantity(known['params']),
+        f'{known["embedding_params"] / known["params"]:.2f}',
+        f'{known["head_flops"] / known["forward_flops"]:.2f}',
+        '-' if relative is None else f'{relative:.2f}',
+        f'{known["steps"]:,}',
+        _quantity(known['tokens']),
+        '-' if epochs is None else f'{epochs:.2f}',
+        f'{entry.config.optimizer.learning_rate:.2e}',
+        str(len(size)),
+        _hours(sweep, size),
+      )
+    )
+  lines = _aligned([header, *rows])
+  lines += ['', f'{len(runs)} runs; chip-hours at {_price(sweep)}:']
+  for budget in sweep.budgets:
+    of = [entry for entry in runs if entry.budget == budget]
+    by_group = ', '.join(
+      f'{group.name} {_hours(sweep, [e for e in of if e.group == group.name])}'
+      for group in sweep.groups
+      if any(e.group == group.name for e in of)
+    )
+    lines.append(f'  {budget:g}: {_hours(sweep, of)} ({by_group})')
+  total = sum(entry.facts['train_flops'] for entry in runs)
+  lines.append(f'  in all: {_hours(sweep, runs)} ({total:.3g} FLOPs)')
+  if 'epochs' not in runs[0].facts:
+    most = max(entry.facts['tokens'] for entry in runs)
+    lines.append(
+      f'The longest run reads {_quantity(most)} tokens; nobody has checked that'
+      ' the corpus holds them: say what it has by --config.corpus_tokens.'
+    )
+  return '\n'.join(lines)
+
+
+def define_flags() -> None:
+  flags.DEFINE_string('config', None, 'File that builds the sweep.')
+  flags.DEFINE_string('workdir', None, 'Directory of the sweep.')
+
+
+def main(_) -> None:
+  """`python -m mod_jax.sweeps plan`."""
+  sweep = cli.load_config(flags.FLAGS.config, SweepConfig)
+  if not flags.FLAGS.workdir:
+    raise UserError('--workdir is missing: give the directory of the sweep.')
+  runs = entries(sweep)
+  digest = manifest.write(flags.FLAGS.workdir, runs)
+  print(table(sweep, runs))
+  print(f'{flags.FLAGS.workdir}/{manifest.FILE}: {digest[:12]}')
+
+
+def _model(sweep, routing, shape) -> LMConfig:
+  num_layers, width, num_heads = shape
+  return dataclasses.replace(
+    sweep.base.model,
+    num_layers=num_layers,
+    width=width,
+    num_heads=num_heads,
+    routing=routing,
+  )
+
+
+def _run(sweep, group, budget, shape) -> ExperimentConfig:
+  """Returns the run of a size, but for its name and its seed."""
+  base = sweep.base
+  model = _model(sweep, group.routing, shape)
+  steps = flops.steps_within(
+    budget, model, base.train.batch_size, base.data.length
+  )
+  if group.without_routed_blocks:
+    dense = sum(capacity is None for capacity in model.capacities)
+    if not dense:
+      raise UserError(
+        f'the group {group.name} is without_routed_blocks, but all'
+        f' {shape[0]} blocks are routed: leave the group out.'
+      )
+    model = _model(sweep, None, (dense, *shape[1:]))
+  rate = sweep.learning_rate * (sweep.rate_width / shape[1]) ** sweep.rate_power
+  return config_lib.replace(
+    base,
+    {
+      'model': model,
+      'train.num_steps': steps,
+      'optimizer.warmup_steps': int(sweep.warmup * steps),
+      'evaluation.every': _every(sweep.evaluations, steps),
+      # Digits beyond these tell nobody anything.
+      'optimizer.learning_rate': float(f'{rate * group.rate_factor:.4g}'),
+    },
+  )
+
+
+def _every(times, steps) -> int:
+  """Returns the steps between evaluations, the last being the run's end."""
+  return max(1, round(steps / (times + 1))) if times else 0
+
+
+def _expected(sweep, group, budget) -> float:
+  """Returns the parameters of the model that should be best."""
+  return group.optimum * (budget / sweep.budgets[0]) ** sweep.growth
+
+
+def _reference(sweep, budget) -> int | None:
+  """Returns a forward pass's FLOPs of the dense model that should be best."""
+  for group in sweep.groups:
+    if group.routing is None:
+      expected = _expected(sweep, group, budget)
+      shape = min(
+        group.shapes or sweep.shapes,
+        key=lambda shape: abs(
+          math.log(num_params(_model(sweep, None, shape)) / expected)
+        ),
+      )
+      length = sweep.base.data.length
+      return flops.forward(_model(sweep, None, shape), length)
+  return None
+
+
+def _check_steps(group, budget, shape, known):
+  if abs(known['of_budget'] - 1) <= _TOLERANCE:
+    return
+  step = known['train_flops'] / known['steps']
+  num_layers, width, _ = shape
+  raise UserError(
+    f'the budget {budget:g} is too small for {num_layers} x {width} of the'
+    f' group {group.name}: {known["steps"]} step(s) of {step:.3g} FLOPs miss it'
+    f' by more than {_TOLERANCE:.0%}. Raise the budget, or lower'
+    ' base.train.batch_size, base.data.length or the sizes.'
+  )
+
+
+def _corpus_tokens(sweep) -> float | None:
+  """Returns how many tokens there are to train on; None if nobody knows."""
+  if sweep.corpus_tokens is not None:
+    return sweep.corpus_tokens
+  return num_train_tokens(sweep.base.data)
+
+
+@functools.cache
+def num_train_tokens(data: text.TextDataConfig) -> int | None:
+  """Returns the tokens of one epoch, or None where no file tells it."""
+  if data.source == 'tfds':
+    return None
+  train, _ = text.split_files(data)
+  return len(text._open_stream(data, train))
+
+
+def _check_corpus(sweep, corpus, longest):
+  *_, group, budget, (num_layers, width, _), known = longest
+  if corpus is None or known['tokens'] <= sweep.max_epochs * corpus:
+    return
+  raise UserError(
+    f'{num_layers} x {width} of the group {group.name} reads'
+    f' {_quantity(known["tokens"])} tokens at {budget:g} FLOPs, and the corpus'
+    f' has {_quantity(corpus)}, of which max_epochs={sweep.max_epochs:g} are'
+    ' allowed: take larger models or a larger corpus, or raise max_epochs.'
+  )
+
+
+def _by_size(runs):
+  """Returns the runs in groups that differ in the seed alone."""
+  sizes = {}
+  for entry in runs:
+    sizes.setdefault(entry.id.rpartition('_s')[0], []).append(entry)
+  return sizes.values()
+
+
+def _hours(sweep, runs) -> str:
+  total = sum(entry.facts['train_flops'] for entry in runs)
+  hours = total / (sweep.peak_flops * sweep.utilization) / _HOUR
+  return f'{hours:,.2f}' if hours < 100 else f'{hours:,.0f}'
+
+
+def _price(sweep) -> str:
+  return f'{sweep.utilization:.0%} of {sweep.peak_flops:.3g} FLOP/s'
+
+
+def _aligned(rows) -> list[str]:
+  widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+  return [
+    '  '.join(
+      cell.ljust(width) if i == 0 else cell.rjust(width)
+      for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+    ).rstrip()
+    for row in rows
+  ]
+
+
+def _written(budget: float) -> str:
+  return f'{budget:g}'.replace('+', '')
+
+
+def _listed(numbers) -> str:
+  return ', '.join(f'{number:g}' for number in numbers)
+
+
+def _quantity(count: float) -> str:
+  """Writes a count with three digits, as in 1.28M."""
+  for size, unit in ((1e12, 'T'), (1e9, 'B'), (1e6, 'M'), (1e3, 'k')):
+    if count >= size:
+      return f'{count / size:.3g}{unit}'
+  return f'{count:.3g}'

@@ -1,0 +1,240 @@
+"""The runs of a sweep: their budgets, sizes and rates, and the manifest."""
+
+import collections
+import dataclasses
+import json
+import pathlib
+import re
+
+import pytest
+
+from mod_jax import config as config_lib
+from mod_jax import flops
+from mod_jax.data.text import TextDataConfig
+from mod_jax.errors import UserError
+from mod_jax.layers.routed import MoDConfig
+from mod_jax.models.lm import LMConfig
+from mod_jax.sweeps import manifest
+from mod_jax.sweeps import plan
+from mod_jax.sweeps.plan import Group
+from mod_jax.sweeps.plan import SweepConfig
+from mod_jax.tasks.experiment import ExperimentConfig
+from mod_jax.train.optimizer import OptimizerConfig
+from mod_jax.train.run_config import TrainConfig
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+FILES = sorted((ROOT / 'configs/sweeps').glob('*.py'))
+SHAPES = tuple((2, width, 1) for width in (8, 12, 16, 24, 32))
+
+
+def small(**changes):
+  """A sweep of the tiniest models, whose corpus is known."""
+  settings = {
+    'base': ExperimentConfig(
+      model=LMConfig(),
+      data=TextDataConfig(length=16),
+      optimizer=OptimizerConfig(warmup_steps=0),
+      train=TrainConfig(batch_size=4),
+    ),
+    'budgets': (2e9, 8e9),
+    'groups': (
+      Group(name='dense', optimum=6.5e3),
+      Group(name='mod', optimum=12e3, routing=MoDConfig()),
+    ),
+    'shapes': SHAPES,
+    'num_sizes': 3,
+    'corpus_tokens': 1e9,
+  }
+  return SweepConfig(**settings | changes)
+
+
+@pytest.mark.parametrize('file', FILES, ids=lambda file: file.stem)
+def test_variants(file):
+  module = config_lib.load(file)
+  assert module.__doc__.strip()
+  assert {'', 'tiny'} < set(module.VARIANTS)
+  for variant in module.VARIANTS:
+    sweep = module.get_config(variant)
+    assert isinstance(sweep, SweepConfig)
+    text = config_lib.to_json(sweep)
+    assert config_lib.from_json(SweepConfig, text) == sweep
+  tiny = dataclasses.replace(module.get_config('tiny'), corpus_tokens=1e7)
+  assert len(plan.entries(tiny)) > 3
+
+
+def test_runs():
+  sweep = small(num_seeds=(2, 1), rate_width=16, warmup=0.25, evaluations=3)
+  runs = plan.entries(sweep)
+  counts = collections.Counter((e.group, e.budget) for e in runs)
+  assert counts == {
+    (group, budget): seeds * 3
+    for group in ('dense', 'mod')
+    for budget, seeds in ((2e9, 2), (8e9, 1))
+  }
+  assert len({entry.id for entry in runs}) == len(runs)
+  # Whoever stops early has the first seed of all.
+  assert [entry.seed for entry in runs] == [0] * 12 + [1] * 6
+  for entry in runs:
+    config, known = entry.config, entry.facts
+    assert config.name == entry.id
+    assert config.seed == entry.seed
+    assert (config.model.routing is None) == (entry.group == 'dense')
+    forward = flops.forward(config.model, 16)
+    spent = 3 * forward * 4 * config.train.num_steps
+    assert spent == known['train_flops']
+    assert spent == pytest.approx(entry.budget, rel=0.01)
+    assert known['tokens'] == 64 * config.train.num_steps
+    assert known['epochs'] == known['tokens'] / 1e9
+    width = config.model.width
+    assert known['embedding_params'] == 256 * width
+    assert known['head_flops'] == 2 * 16 * 256 * width
+    rate = 1e-3 * (16 / width) ** 0.5
+    assert config.optimizer.learning_rate == pytest.approx(rate, rel=1e-3)
+    steps = config.train.num_steps
+    assert config.optimizer.warmup_steps == int(0.25 * steps)
+    assert config.evaluation.every == pytest.approx(steps / 4, abs=1)
+  dense = [e.facts for e in runs if e.group == 'dense' and e.budget == 2e9]
+  assert 1.0 in [known['relative_flops'] for known in dense]
+
+
+def test_sizes_follow_the_optimum():
+  sweep = small(growth=0.5)
+  dense, mod = sweep.groups
+
+  def widths(group, budget):
+    return [shape[1] for shape in plan.choose_shapes(sweep, group, budget)]
+
+  assert widths(dense, 2e9) == [8, 12, 16]
+  # Its optimum is expected to be larger, and four budgets make it twice that.
+  assert widths(mod, 2e9) == [12, 16, 24]
+  assert widths(dense, 8e9) == [12, 16, 24]
+  own = dataclasses.replace(dense, shapes=SHAPES[:2], num_sizes=2)
+  assert plan.choose_shapes(sweep, own, 2e9) == list(SHAPES[:2])
+
+
+def test_routed_blocks_removed():
+  """The dense half of a model takes its steps, and fewer FLOPs."""
+  routing = MoDConfig()
+  removed = Group(
+    name='removed',
+    optimum=12e3,
+    routing=routing,
+    without_routed_blocks=True,
+    budgets=(0,),
+  )
+  sweep = small(groups=(*small().groups, removed))
+  by_group = collections.defaultdict(list)
+  for entry in plan.entries(sweep):
+    if entry.budget == 2e9:
+      by_group[entry.group].append(entry)
+  assert {e.budget for e in plan.entries(sweep) if e.group == 'removed'} == {
+    2e9
+  }
+  for mod, half in zip(by_group['mod'], by_group['removed'], strict=True):
+    assert half.config.model == dataclasses.replace(
+      mod.config.model, routing=None, num_layers=1
+    )
+    assert half.config.train.num_steps == mod.config.train.num_steps
+    assert half.facts['of_budget'] < 0.97
+
+
+def test_table():
+  sweep = small(peak_flops=1e6, utilization=0.5)
+  runs = plan.entries(sweep)
+  text = plan.table(sweep, runs)
+  total = sum(entry.facts['train_flops'] for entry in runs)
+  hours = re.search(r'in all: (\S+) ', text)
+  assert float(hours[1]) == pytest.approx(total / 5e5 / 3600, rel=0.01)
+  assert len(text.splitlines()) == 1 + 12 + 2 + 2 + 1
+  assert 'nobody has checked' not in text
+
+
+@pytest.mark.parametrize(
+  ('changes', 'message'),
+  [
+    ({'budgets': (1e6,)}, 'budget 1e.06 is too small for 2 x .*: 1 step'),
+    (
+      {'groups': (Group(name='dense', optimum=1e9),)},
+      'dense at 2e.09 FLOPs has 0 sizes .* 1B parameters.*add shapes',
+    ),
+    ({'num_sizes': 5}, 'has 4 sizes .*num_sizes=5'),
+    ({'corpus_tokens': 1e5}, r'reads \S+ tokens .* the corpus has 100k'),
+    ({'budgets': (2e9, 2e9)}, 'each once'),
+    ({'budgets': (8e9, 2e9)}, 'lowest first'),
+    ({'num_seeds': (1, 2, 3)}, 'one number for all of them, or one for each'),
+    ({'groups': (Group(name='a'), Group(name='a', optimum=2.0))}, 'each name'),
+    ({'groups': (Group(name='a', budgets=(2,)),)}, 'counted from 0'),
+  ],
+)
+def test_bad_plans(changes, message):
+  with pytest.raises(UserError, match=message):
+    plan.entries(small(**changes))
+
+
+def test_corpus_is_counted(tmp_path):
+  file = tmp_path / 'text.txt'
+  file.write_text('x' * 5000)
+  held_out = tmp_path / 'held_out.txt'
+  held_out.write_text('y' * 500)
+  data = TextDataConfig(
+    source='files', files=str(file), eval_files=str(held_out), length=16
+  )
+  base = dataclasses.replace(small().base, data=data)
+  with pytest.raises(UserError, match='the corpus has 5k'):
+    plan.entries(small(base=base, corpus_tokens=None))
+
+
+def test_manifest(tmp_path):
+  runs = plan.entries(small())
+  digest = manifest.write(tmp_path, runs)
+  assert manifest.read(tmp_path) == runs
+  lines = (tmp_path / manifest.FILE).read_text().splitlines()
+  assert len(lines) == len(runs)
+  assert manifest.write(tmp_path, runs) == digest
+  # Before anything ran, a plan may be replaced.
+  assert manifest.write(tmp_path, runs[:-1]) != digest
+  manifest.write(tmp_path, runs)
+  assert manifest.begin(tmp_path) == (runs, digest)
+  manifest.write(tmp_path, runs)
+  with pytest.raises(UserError, match='runs of another manifest'):
+    manifest.write(tmp_path, runs[:-1])
+
+
+@pytest.mark.parametrize('what', ['edited', 'lost', 'added', 'no JSON'])
+def test_edited_manifest(what, tmp_path):
+  manifest.write(tmp_path, plan.entries(small()))
+  path = tmp_path / manifest.FILE
+  lines = path.read_text().splitlines()
+  if what == 'edited':
+    run = json.loads(lines[1])
+    run['config']['seed'] = 7
+    lines[1] = json.dumps(run)
+  elif what == 'lost':
+    del lines[1]
+  elif what == 'added':
+    lines.append(lines[1])
+  else:
+    lines[1] = lines[1][:-1]
+  path.write_text('\n'.join(lines) + '\n')
+  with pytest.raises(UserError, match='not as it was planned'):
+    manifest.read(tmp_path)
+
+
+def test_empty_folder(tmp_path):
+  with pytest.raises(UserError, match='holds no sweep'):
+    manifest.read(tmp_path)
+
+
+def test_command_line(tmp_path, command):
+  file = f'{ROOT}/configs/sweeps/laptop.py:tiny'
+  status, out, _ = command(
+    *('plan', f'--config={file}', f'--workdir={tmp_path}'),
+    *('--config.corpus_tokens=1e7', '--config.base.train.batch_size=4'),
+  )
+  assert status == 0
+  assert 'chip-hours' in out
+  runs = manifest.read(tmp_path)
+  assert {entry.config.train.batch_size for entry in runs} == {4}
+  status, _, err = command('plam')
+  assert status == 2
+  assert "Did you mean 'plan'" in err
