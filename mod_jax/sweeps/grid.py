@@ -17,7 +17,6 @@ from mod_jax.tasks import make_task
 from mod_jax.tasks import phases
 from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train import lock as lock_lib
-from mod_jax.train import loop
 from mod_jax.train import metrics as metrics_lib
 from mod_jax.train import stop as stop_lib
 from mod_jax.train import workdir as workdir_lib
@@ -166,32 +165,21 @@ def _run(axes, todo, workdir, allow_changed_data):
           file=sys.stderr,
         )
       return done
-    directory, last = phases.expand(changed, workdir / name)[-1]
-    diverged = ''
-    metrics = phases.finished(
-      directory, last, allow_changed_data=allow_changed_data
+    outcome = phases.complete(
+      changed, workdir / name, allow_changed_data=allow_changed_data
     )
-    if metrics is None:
-      try:
-        result = phases.train(
-          changed, workdir / name, allow_changed_data=allow_changed_data
-        )
-      except loop.TrainingDiverged as error:
-        metrics, diverged = {}, str(error)
-        if jax.process_index() == 0:
-          print(f'{name} diverged: {error}')
-      else:
-        if not result.finished:
-          return done
-        metrics = result.metrics
-    main = make_task(last).main_metrics(metrics)
+    if outcome is None:
+      return done
+    if outcome.diverged and jax.process_index() == 0:
+      print(f'{name} diverged: {outcome.diverged}')
+    _, last = phases.expand(changed, workdir / name)[-1]
     done.append(
       Point(
         name=name,
         values=values,
-        metrics=metrics,
-        main=main,
-        diverged=diverged,
+        metrics=outcome.metrics,
+        main=make_task(last).main_metrics(outcome.metrics),
+        diverged=outcome.diverged,
       )
     )
     if jax.process_index() == 0:

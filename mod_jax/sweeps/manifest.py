@@ -51,9 +51,9 @@ def write(workdir, entries: Sequence[Entry]) -> str:
       be written.
   """
   lines = [_encode(entry) for entry in entries]
-  digest = _digest(lines)
-  _check_begun(workdir, digest)
-  text = ''.join(json.dumps(line | {_HASH: digest}) + '\n' for line in lines)
+  found = _digest(lines)
+  _check_begun(workdir, found)
+  text = ''.join(json.dumps(line | {_HASH: found}) + '\n' for line in lines)
   path = workdir_lib.expand(workdir) / FILE
   try:
     workdir_lib.write_text(path, text)
@@ -62,7 +62,7 @@ def write(workdir, entries: Sequence[Entry]) -> str:
       f'--workdir={workdir} cannot be written ({error.strerror}): name a'
       ' directory that can.'
     ) from error
-  return digest
+  return found
 
 
 def read(workdir) -> list[Entry]:
@@ -74,19 +74,24 @@ def read(workdir) -> list[Entry]:
   return _read(workdir)[0]
 
 
-def begin(workdir) -> tuple[list[Entry], str]:
-  """Returns the runs and the manifest's hash, and notes that they are begun.
+def digest(workdir) -> str:
+  """Returns the hash over all lines of a manifest; errors are as of `read`."""
+  return _read(workdir)[1]
+
+
+def begin(workdir) -> str:
+  """Notes that runs are begun by the manifest that is here; returns its hash.
 
   Raises:
     UserError: as `read`; or runs were begun here by another manifest.
   """
-  entries, digest = _read(workdir)
-  _check_begun(workdir, digest)
+  found = digest(workdir)
+  _check_begun(workdir, found)
   path = workdir_lib.expand(workdir) / _BEGUN
   if not path.exists():
     # Several workers may do this at once: they all write the same.
-    workdir_lib.write_text(path, json.dumps({_HASH: digest}) + '\n')
-  return entries, digest
+    workdir_lib.write_text(path, json.dumps({_HASH: found}) + '\n')
+  return found
 
 
 def _read(workdir):
@@ -106,9 +111,9 @@ def _read(workdir):
   return [_decode(path, line) for line in lines], hashes.pop()
 
 
-def _check_begun(workdir, digest):
+def _check_begun(workdir, found):
   path = workdir_lib.expand(workdir) / _BEGUN
-  if path.exists() and json.loads(path.read_text())[_HASH] != digest:
+  if path.exists() and json.loads(path.read_text())[_HASH] != found:
     raise UserError(
       f'{path.parent} holds runs of another manifest: name another --workdir,'
       ' or restore the manifest that they were begun with.'

@@ -40,6 +40,39 @@ def _rules(objective: ACMObjective, phase: str):
   }[phase]
 
 
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+  """What an experiment came to.
+
+  Attributes:
+    metrics: the last held-out metrics; empty if it diverged.
+    diverged: what it said when it diverged, or ''.
+  """
+
+  metrics: dict[str, float]
+  diverged: str = ''
+
+
+def complete(
+  config: ExperimentConfig, workdir, *, allow_changed_data: bool = False
+) -> Outcome | None:
+  """Trains what is not finished; for one experiment of many.
+
+  Arguments and errors are those of `train`, but that a divergence is noted in
+  what is returned. None stands for one that a signal stopped.
+  """
+  directory, last = expand(config, workdir)[-1]
+  data = {'allow_changed_data': allow_changed_data}
+  metrics = finished(directory, last, **data)
+  if metrics is not None:
+    return Outcome(metrics)
+  try:
+    result = train(config, workdir, **data)
+  except loop.TrainingDiverged as error:
+    return Outcome({}, str(error))
+  return Outcome(result.metrics) if result.finished else None
+
+
 def expand(
   config: ExperimentConfig, workdir
 ) -> list[tuple[epath.Path, ExperimentConfig]]:

@@ -47,6 +47,10 @@ _DEAD = 120.0  # Seconds without one, after which an owner elsewhere is dead.
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
+class InUse(UserError):
+  """Another process, or another thread, holds the lock of a directory."""
+
+
 class Lock:
   """What one process holds; see `held`."""
 
@@ -59,7 +63,7 @@ class Lock:
     self._made = []  # Directories that were not there before.
 
   def acquire(self) -> None:
-    """Makes the file; raises UserError where somebody else holds it."""
+    """Makes the file; raises InUse where somebody else holds it."""
     directory = self.path.parent
     if not paths.is_remote(directory):  # There are no directories in stores.
       parents = (directory, *directory.parents)
@@ -139,8 +143,8 @@ def held(directory) -> Iterator[Lock]:
   lies in its own directory. With several hosts the first one holds it for all.
 
   Raises:
-    UserError: another process, or another thread, holds it; or the directory
-      cannot be written.
+    InUse: another process, or another thread, holds it.
+    UserError: the directory cannot be written.
   """
   path = _path(directory)
   lock = _held.get(str(path))
@@ -149,7 +153,7 @@ def held(directory) -> Iterator[Lock]:
     _acquire_on_first_host(lock)
     _held[str(path)] = lock
   elif lock.thread != threading.get_ident():
-    raise UserError(_refusal(path, _identity()))
+    raise InUse(_refusal(path, _identity()))
   lock.depth += 1
   try:
     yield lock
@@ -185,9 +189,13 @@ def _acquire_on_first_host(lock):
     except UserError as refusal:
       error = refusal
   if jax.process_count() > 1:
-    refused = multihost_utils.broadcast_one_to_all(np.array(error is not None))
-    if refused and error is None:
-      error = UserError(
+    # All hosts must raise the same, since all shall go on in the same way.
+    kinds = (type(None), UserError, InUse)
+    kind = multihost_utils.broadcast_one_to_all(
+      np.array(kinds.index(type(error)))
+    )
+    if kind and error is None:
+      error = kinds[int(kind)](
         f'the first host could not lock {lock.path}: it says why.'
       )
   if error is not None:
@@ -239,7 +247,7 @@ def _bury(path) -> None:
   """Takes a dead owner's lock away.
 
   Raises:
-    UserError: the owner lives.
+    InUse: the owner lives.
   """
   text = _read(path)
   if text is None:
@@ -256,7 +264,7 @@ def _bury(path) -> None:
   if same_machine:
     with contextlib.suppress(ProcessLookupError):
       if _started(pid) == started:
-        raise UserError(_refusal(path, owner))
+        raise InUse(_refusal(path, owner))
   elif paths.is_remote(path):
     _watch_beat(path, owner)
   else:
@@ -295,7 +303,8 @@ def _watch(path, owner):
   """Waits until a lock of another machine was not renewed for `_DEAD` seconds.
 
   Raises:
-    UserError: it was renewed, so its owner lives; or a stop was asked for.
+    InUse: it was renewed, so its owner lives.
+    UserError: a stop was asked for.
   """
   probe = path.with_name(f'.{FILE}.{uuid.uuid4().hex}')
   warned = False
@@ -307,7 +316,7 @@ def _watch(path, owner):
       if seen is None or now - seen > _DEAD:
         return
       if seen != first:
-        raise UserError(_refusal(path, owner))
+        raise InUse(_refusal(path, owner))
       if not warned:
         warned = True
         print(
@@ -343,7 +352,7 @@ def _watch_beat(path, owner):
   while time.monotonic() - start < _DEAD:
     _pause(path)
     if _read(_beat_of(path)) != first:
-      raise UserError(_refusal(path, owner))
+      raise InUse(_refusal(path, owner))
 
 
 def _modified(path) -> float | None:

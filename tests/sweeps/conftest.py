@@ -1,9 +1,15 @@
-"""The command line of the sweeps, called within the tests' process."""
+"""The command line of the sweeps, and training that only leaves traces."""
+
+import json
+import types
 
 from absl import flags
 import pytest
 
 from mod_jax.sweeps import __main__ as sweeps
+from mod_jax.train import loop
+from mod_jax.train import workdir as workdir_lib
+from mod_jax.train.metrics import MetricWriter
 
 
 @pytest.fixture
@@ -24,3 +30,29 @@ def command(capsys):
     return ended.value.code or 0, captured.out, captured.err
 
   return call
+
+
+@pytest.fixture
+def trained(monkeypatch):
+  """Replaces training by its traces; returns the seeds that were trained."""
+  seeds = []
+
+  def train(task, config, workdir, **kwargs):
+    seeds.append(config.seed)
+    if config.seed == 13:
+      raise loop.TrainingDiverged('loss is nan at step 3')
+    workdir_lib.claim(workdir, config)
+    last = config.train.num_steps
+    metrics = {'top_k/loss': config.seed / 10, 'top_k/routed': 0.5}
+    told = {'step': last, 'metadata': {}}
+    workdir_lib.write_text(
+      workdir_lib.checkpoints(workdir) / f'{last}/metadata/metadata',
+      json.dumps(told),
+    )
+    with MetricWriter(workdir, tensorboard=False) as writer:
+      writer.write(last, 'eval', metrics)
+    (workdir / 'eval.json').write_text('{}')
+    return types.SimpleNamespace(finished=config.seed != 99, metrics=metrics)
+
+  monkeypatch.setattr(loop, 'train', train)
+  return seeds

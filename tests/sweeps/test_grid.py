@@ -4,7 +4,6 @@ import concurrent.futures
 import json
 import shutil
 import signal
-import types
 
 import pytest
 
@@ -17,9 +16,7 @@ from mod_jax.sweeps import grid
 from mod_jax.tasks import phases
 from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train import lock
-from mod_jax.train import loop
 from mod_jax.train import workdir as workdir_lib
-from mod_jax.train.metrics import MetricWriter
 
 CONFIG = ExperimentConfig(
   name='lm', model=LMConfig(routing=MoDConfig(period=1, offset=0))
@@ -108,32 +105,6 @@ class TestPoints:
   def test_a_field_twice(self):
     with pytest.raises(UserError, match='seed is given twice'):
       grid.parse(CONFIG, ['seed=0', 'seed=1'])
-
-
-@pytest.fixture
-def trained(monkeypatch):
-  """Replaces training by its traces; returns the seeds that were trained."""
-  seeds = []
-
-  def train(task, config, workdir, **kwargs):
-    seeds.append(config.seed)
-    if config.seed == 13:
-      raise loop.TrainingDiverged('loss is nan at step 3')
-    workdir_lib.claim(workdir, config)
-    last = config.train.num_steps
-    metrics = {'top_k/loss': config.seed / 10, 'top_k/routed': 0.5}
-    told = {'step': last, 'metadata': {}}
-    workdir_lib.write_text(
-      workdir_lib.checkpoints(workdir) / f'{last}/metadata/metadata',
-      json.dumps(told),
-    )
-    with MetricWriter(workdir, tensorboard=False) as writer:
-      writer.write(last, 'eval', metrics)
-    (workdir / 'eval.json').write_text('{}')
-    return types.SimpleNamespace(finished=config.seed != 99, metrics=metrics)
-
-  monkeypatch.setattr(loop, 'train', train)
-  return seeds
 
 
 def test_a_line_joins_the_points_that_differ_in_the_last_field(monkeypatch):

@@ -1,0 +1,203 @@
+"""Trains the runs of a sweep: as many workers as like share its directory.
+
+A run lies in `runs/ID/`. Whoever trains it holds the lock there, which a dead
+worker loses; see `train/lock.py`. When it is finished, or has diverged, what it
+came to is written to `results/ID.json`, whole or not at all. A run that has a
+result is never trained again, and one that was stopped goes on where it was.
+"""
+
+from collections.abc import Sequence
+import json
+import re
+import sys
+from typing import Any
+
+from absl import flags
+import jax
+from jax.experimental import multihost_utils
+import numpy as np
+
+from mod_jax import cli
+from mod_jax.errors import UserError
+from mod_jax.sweeps import manifest
+from mod_jax.sweeps.manifest import Entry
+from mod_jax.tasks import phases
+from mod_jax.train import lock as lock_lib
+from mod_jax.train import metrics as metrics_lib
+from mod_jax.train import stop as stop_lib
+from mod_jax.train import workdir as workdir_lib
+
+
+def run(
+  workdir, chosen: slice = slice(None), *, allow_changed_data: bool = False
+) -> list[str]:
+  """Trains what is not finished and not with another worker.
+
+  Args:
+    workdir: directory of the sweep.
+    chosen: which of the manifest's lines; all by default.
+    allow_changed_data: as for `loop.train`.
+
+  Returns:
+    The ids of the chosen runs that have no result yet: a signal came, or other
+    workers are at them.
+
+  Raises:
+    UserError: there is no manifest, or it is another than the runs were begun
+      with; no run is chosen; whatever `loop.train` refuses.
+  """
+  workdir = workdir_lib.expand(workdir)
+  entries = manifest.read(workdir)
+  todo = entries[chosen]
+  if not todo:
+    raise UserError(
+      f'no run is chosen: {workdir} has {len(entries)} of them, counted from 0.'
+    )
+  digest = manifest.begin(workdir)
+  left = []
+  with stop_lib.listening():
+    for i, entry in enumerate(todo):
+      if stop_lib.requested():
+        left += [e.id for e in todo[i:] if not _done(workdir, e)]
+        break
+      if _done(workdir, entry):
+        continue
+      if not _train(workdir, entry, digest, allow_changed_data):
+        left.append(entry.id)
+      # Compiled programs of runs that are over would fill the memory.
+      jax.clear_caches()
+  if left and jax.process_index() == 0:
+    print(
+      f'{len(left)} of {len(todo)} runs have no result yet, being stopped or'
+      ' with other workers; the same command continues.',
+      file=sys.stderr,
+    )
+  return left
+
+
+def results(workdir) -> list[tuple[Entry, dict[str, Any]]]:
+  """Returns the runs that are over, in the order of the plan, and what came.
+
+  That is a dict of `diverged`, a sentence that is empty otherwise; `metrics`,
+  all held-out ones at its end; and `loss`, the one of them that is trained for,
+  None if it diverged.
+
+  Raises:
+    UserError: as `manifest.read`; or a result is of another manifest.
+  """
+  entries = manifest.read(workdir)
+  digest = manifest.digest(workdir)
+  found = []
+  for entry in entries:
+    path = result_path(workdir, entry)
+    if not path.is_file():
+      continue
+    result = json.loads(path.read_text())
+    if result['manifest'] != digest:
+      raise UserError(
+        f'{path} is of another manifest than {workdir} holds: restore the'
+        ' manifest that the runs were begun with, or move the results away.'
+      )
+    found.append((entry, result))
+  return found
+
+
+def directory(workdir, entry: Entry):
+  """Returns where a run lies."""
+  return workdir_lib.expand(workdir) / 'runs' / entry.id
+
+
+def result_path(workdir, entry: Entry):
+  """Returns where it is noted what a run came to."""
+  return workdir_lib.expand(workdir) / 'results' / f'{entry.id}.json'
+
+
+def _done(workdir, entry) -> bool:
+  return _first_says(result_path(workdir, entry).is_file())
+
+
+def _first_says(answer: bool) -> bool:
+  """Returns the first host's answer on all hosts, which must all ask."""
+  if jax.process_count() == 1:
+    return answer
+  return bool(multihost_utils.broadcast_one_to_all(np.array(answer)))
+
+
+def _train(workdir, entry, digest, allow_changed_data) -> bool:
+  """Trains a run, unless another worker is at it; returns whether it is over.
+
+  The lock is held until the result is written, so that there is only one.
+  """
+  folder = directory(workdir, entry)
+  try:
+    with lock_lib.held(folder):
+      if _done(workdir, entry):  # By another worker, a moment ago.
+        return True
+      outcome = phases.complete(
+        entry.config, folder, allow_changed_data=allow_changed_data
+      )
+      if outcome is None:
+        return False
+      if jax.process_index() == 0:
+        _write(workdir, entry, digest, outcome)
+  except lock_lib.InUse as refusal:
+    if jax.process_index() == 0:
+      print(f'{entry.id}: {refusal}', file=sys.stderr)
+    return False
+  return True
+
+
+def _write(workdir, entry, digest, outcome):
+  metrics = outcome.metrics
+  # Where the last checkpoint before a divergence lies depends on what stopped
+  # the run before; what diverged, and when, does not.
+  diverged = outcome.diverged.partition(';')[0]
+  result = {
+    'id': entry.id,
+    'manifest': digest,
+    'diverged': diverged,
+    'loss': metrics.get('top_k/loss', metrics.get('loss')),
+    # A run that is only looked at has them in another order.
+    'metrics': dict(sorted(metrics.items())),
+  }
+  text = metrics_lib.to_json(result, indent=2) + '\n'
+  workdir_lib.write_text(result_path(workdir, entry), text)
+  said = f'diverged: {diverged}' if diverged else f'loss {result["loss"]:.4f}'
+  print(f'{entry.id}: {said}', flush=True)
+
+
+def define_flags() -> None:
+  flags.DEFINE_string('workdir', None, 'Directory of the sweep.')
+  flags.DEFINE_integer('index', None, 'Only this line of the manifest, from 0.')
+  flags.DEFINE_string('range', None, 'Only the lines A:B, B not included.')
+  flags.DEFINE_bool(
+    'allow_changed_data',
+    False,
+    'Continue even where the data are not those that a run began with.',
+  )
+
+
+def main(_: Sequence[str]) -> None:
+  """`python -m mod_jax.sweeps run`."""
+  given = flags.FLAGS
+  if not given.workdir:
+    raise UserError('--workdir is missing: give the directory of the sweep.')
+  chosen = _slice(given.index, given.range)
+  cli.start_distributed()
+  run(given.workdir, chosen, allow_changed_data=given.allow_changed_data)
+
+
+def _slice(index, text) -> slice:
+  """Returns the lines that --index or --range choose."""
+  if index is not None and text is not None:
+    raise UserError('--index and --range: give one of them.')
+  if index is not None:
+    if index < 0:
+      raise UserError(f'--index={index}: expected 0 or more.')
+    return slice(index, index + 1)
+  if text is None:
+    return slice(None)
+  match = re.fullmatch(r'(\d*):(\d*)', text)
+  if not match:
+    raise UserError(f'--range={text}: expected A:B, as in 0:10.')
+  return slice(*(int(end) if end else None for end in match.groups()))

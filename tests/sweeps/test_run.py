@@ -1,0 +1,212 @@
+"""Workers: what they train, leave alone, note and refuse."""
+
+import dataclasses
+import json
+import os
+import signal
+
+import pytest
+
+from mod_jax import config as config_lib
+from mod_jax.data.text import TextDataConfig
+from mod_jax.errors import UserError
+from mod_jax.layers.routed import MoDConfig
+from mod_jax.models.lm import LMConfig
+from mod_jax.sweeps import manifest
+from mod_jax.sweeps import run
+from mod_jax.sweeps.manifest import Entry
+from mod_jax.tasks import phases
+from mod_jax.tasks.experiment import ExperimentConfig
+from mod_jax.train import lock
+from mod_jax.train.checkpoints import CheckpointConfig
+from mod_jax.train.optimizer import OptimizerConfig
+from mod_jax.train.run_config import EvaluationConfig
+from mod_jax.train.run_config import LogConfig
+from mod_jax.train.run_config import TrainConfig
+
+BASE = ExperimentConfig(
+  model=LMConfig(
+    num_layers=1,
+    width=16,
+    num_heads=1,
+    mlp_dim=16,
+    routing=MoDConfig(period=1, offset=0),
+  ),
+  data=TextDataConfig(length=16),
+)
+
+
+def entries(*seeds, base=BASE):
+  return [
+    Entry(
+      id=f'run_{seed}',
+      group='mod',
+      budget=1e9,
+      seed=seed,
+      config=config_lib.replace(base, {'name': f'run_{seed}', 'seed': seed}),
+      facts={},
+    )
+    for seed in seeds
+  ]
+
+
+def files(workdir):
+  return {
+    path.name: json.loads(path.read_text())
+    for path in (workdir / 'results').glob('*')
+  }
+
+
+def test_trains_what_has_no_result(trained, tmp_path, capsys):
+  runs = entries(1, 13, 2)
+  digest = manifest.write(tmp_path, runs)
+  assert run.run(tmp_path, slice(1, 2)) == []
+  assert run.run(tmp_path, slice(2)) == []
+  assert trained == [13, 1]
+  assert run.run(tmp_path) == []
+  assert run.run(tmp_path) == []
+  assert trained == [13, 1, 2]
+  found = run.results(tmp_path)
+  assert [entry for entry, _ in found] == runs
+  assert [result['loss'] for _, result in found] == [0.1, None, 0.2]
+  assert found[0][1] == {
+    'id': 'run_1',
+    'manifest': digest,
+    'diverged': '',
+    'loss': 0.1,
+    'metrics': {'top_k/loss': 0.1, 'top_k/routed': 0.5},
+  }
+  assert found[1][1]['diverged'] == 'loss is nan at step 3'
+  assert 'run_13: diverged: loss is nan' in capsys.readouterr().out
+
+
+def test_a_finished_run_without_a_result_gets_one(trained, tmp_path):
+  runs = entries(1)
+  manifest.write(tmp_path, runs)
+  run.run(tmp_path)
+  before = files(tmp_path)
+  run.result_path(tmp_path, runs[0]).unlink()
+  run.run(tmp_path)
+  assert trained == [1]
+  assert files(tmp_path) == before
+
+
+def test_what_another_worker_holds_is_left_to_it(
+  trained, tmp_path, monkeypatch, capsys
+):
+  runs = entries(1, 2)
+  manifest.write(tmp_path, runs)
+  folder = run.directory(tmp_path, runs[0])
+  folder.mkdir(parents=True)
+  held = folder / lock.FILE
+  # Of a process that lives: our parent.
+  owner = lock._identity() | {
+    'pid': os.getppid(),
+    'started': lock._started(os.getppid()),
+  }
+  held.write_text(json.dumps(owner))
+  assert run.run(tmp_path) == ['run_1']
+  assert trained == [2]
+  assert '1 of 2 runs have no result yet' in capsys.readouterr().err
+  held.write_text(json.dumps(owner | {'started': '0'}))  # It is dead.
+  assert run.run(tmp_path) == []
+  assert trained == [2, 1]
+
+
+def test_another_worker_was_quicker(trained, tmp_path, monkeypatch):
+  """It finished between our look at the results and our lock."""
+  runs = entries(1)
+  manifest.write(tmp_path, runs)
+  run.run(tmp_path)
+  answers = iter([False, True])
+  monkeypatch.setattr(run, '_done', lambda *_: next(answers))
+  assert run.run(tmp_path) == []
+  assert trained == [1]
+
+
+def test_a_signal_stops_between_runs(trained, tmp_path, monkeypatch):
+  runs = entries(1, 99, 2)  # A signal stops that of seed 99.
+  manifest.write(tmp_path, runs)
+  assert run.run(tmp_path) == ['run_99']
+  write = run._write
+
+  def write_and_signal(*args):
+    write(*args)
+    signal.raise_signal(signal.SIGTERM)
+
+  monkeypatch.setattr(run, '_write', write_and_signal)
+  manifest.write(tmp_path / 'b', entries(1, 2, 3))
+  assert run.run(tmp_path / 'b') == ['run_2', 'run_3']
+  assert list(files(tmp_path / 'b')) == ['run_1.json']
+
+
+def test_refused(trained, tmp_path, command):
+  manifest.write(tmp_path, entries(1, 2))
+  with pytest.raises(UserError, match='no run is chosen: .* has 2 of them'):
+    run.run(tmp_path, slice(2, 4))
+  run.run(tmp_path, slice(1))
+  with pytest.raises(UserError, match='runs of another manifest'):
+    manifest.write(tmp_path, entries(1))
+  # As if the file had been brought from elsewhere.
+  manifest.write(tmp_path / 'b', entries(1))
+  (tmp_path / 'b' / manifest.FILE).rename(tmp_path / manifest.FILE)
+  with pytest.raises(UserError, match='runs of another manifest'):
+    run.run(tmp_path)
+  with pytest.raises(UserError, match='run_1.json is of another manifest'):
+    run.results(tmp_path)
+  for arguments, message in (
+    ([], '--workdir is missing'),
+    (['--workdir=x', '--index=-1'], 'expected 0 or more'),
+    (['--workdir=x', '--range=1-2'], 'expected A:B'),
+    (['--workdir=x', '--range=1:2', '--index=1'], 'give one of them'),
+    ([f'--workdir={tmp_path}/c'], 'holds no sweep'),
+  ):
+    status, _, err = command('run', *arguments)
+    assert (status, err.count('\n')) == (2, 1)
+    assert message in err
+
+
+def test_ranges():
+  lines = list(range(5))
+  assert lines[run._slice(3, None)] == [3]
+  assert lines[run._slice(None, '1:3')] == [1, 2]
+  assert lines[run._slice(None, ':2')] == [0, 1]
+  assert lines[run._slice(None, None)] == lines
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures('compilation_cache', 'one_device')
+def test_stopped_and_continued(tmp_path, monkeypatch, command):
+  """A sweep of two runs, one of which diverges, as if nothing had happened."""
+  small = dataclasses.replace(
+    BASE,
+    optimizer=OptimizerConfig(warmup_steps=0),
+    train=TrainConfig(num_steps=6, batch_size=2),
+    evaluation=EvaluationConfig(
+      every=0, final_batches=1, batch_size=2, sample_tokens=0
+    ),
+    checkpoint=CheckpointConfig(every=2, keep=1),
+    log=LogConfig(every=1, tensorboard=False),
+  )
+  hot = config_lib.replace(small, {'optimizer.learning_rate': 1e30})
+  runs = [*entries(1, base=small), *entries(2, base=hot)]
+  for name in ('a', 'b'):
+    manifest.write(tmp_path / name, runs)
+  assert run.run(tmp_path / 'a') == []
+  train = phases.train
+  monkeypatch.setattr(
+    phases, 'train', lambda *args, **kw: train(*args, **kw, max_steps=1)
+  )
+  assert run.run(tmp_path / 'b') == ['run_1', 'run_2']
+  monkeypatch.setattr(phases, 'train', train)
+  status, out, _ = command('run', f'--workdir={tmp_path}/b', '--range=0:2')
+  assert status == 0
+  assert 'run_1: loss' in out
+  assert files(tmp_path / 'a') == files(tmp_path / 'b')
+  diverged = {
+    name: bool(r['diverged']) for name, r in files(tmp_path / 'b').items()
+  }
+  assert diverged == {'run_1.json': False, 'run_2.json': True}
+  # There is no more than what the analyses need.
+  saved = run.directory(tmp_path / 'b', runs[0]) / 'checkpoints'
+  assert [p.name for p in saved.iterdir()] == ['6']
