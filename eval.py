@@ -1,4 +1,12 @@
-"""Evaluates and studies a run, continues texts: flags, then library calls."""
+r"""Evaluates and studies a run, and continues texts.
+
+  python eval.py --workdir=runs/mod
+  python eval.py --workdir=runs/mod --noevaluate --sample='def main(' \
+    --rule=threshold --temperature=0
+
+--study=NAME takes a longer look at the model; a name that is none lists those
+that this run's kind of model has.
+"""
 
 from absl import flags
 import jax
@@ -38,6 +46,8 @@ _RULE = flags.DEFINE_string(
 _OVERFLOW = flags.DEFINE_enum(
   'overflow', 'exact', ['exact', 'drop'], 'Room in the routed caches.'
 )
+
+flags.adopt_module_key_flags(cli)
 
 
 def _sample(task, trained):

@@ -1,14 +1,26 @@
-"""Trains a model, several, or continues: flags, then one library call."""
+r"""Trains a model, or several, or continues.
+
+  python train.py --config=configs/lm/mod.py --workdir=runs/mod
+  python train.py --config=configs/vit/digits.py:amod --workdir=runs/amod \
+    --config.model.routing.capacity=0.25 --sweep=seed=0,1,2
+
+--config is a file that builds the experiment, with a variant behind a colon.
+--config.FIELD=VALUE changes a field of it; --describe lists the file's variants
+and all fields with their meaning. The same command continues a run.
+"""
 
 from absl import flags
 import jax
 
 from mod_jax import cli
+from mod_jax import config_docs
 from mod_jax.errors import UserError
 from mod_jax.sweeps import grid
+from mod_jax.sweeps import prove
 from mod_jax.tasks import make_task
 from mod_jax.tasks import phases
 from mod_jax.tasks.experiment import ExperimentConfig
+from mod_jax.train import profile as profile_lib
 from mod_jax.train import stop
 
 _CONFIG = flags.DEFINE_string(
@@ -29,19 +41,49 @@ _ALLOW_CHANGED_DATA = flags.DEFINE_bool(
   False,
   'Continue even where the data are not those that the run began with.',
 )
+_PROFILE = flags.DEFINE_string(
+  'profile',
+  None,
+  'Steps to trace, FROM:TO, for TensorBoard and https://ui.perfetto.dev.',
+)
+_DESCRIBE = flags.DEFINE_bool(
+  'describe', False, "List the config's variants and fields, not train."
+)
 _FLOPS = flags.DEFINE_bool(
   'flops', False, "Print the model's FLOPs instead of training."
 )
+_COMPILE_FOR = flags.DEFINE_string(
+  'compile_for',
+  None,
+  'Slice of TPUs, such as v5p:4x4x4, that need not be here: compile the step'
+  ' for it and print what it takes, instead of training. A kind of chip alone,'
+  ' v5e, stands for the smallest slice that the run fits on.',
+)
+
+flags.adopt_module_key_flags(cli)
 
 
 def main(_):
   config = cli.load_config(_CONFIG.value, ExperimentConfig)
+  if _DESCRIBE.value:
+    print(config_docs.page(_CONFIG.value.partition(':')[0], config))
+    return
   if _FLOPS.value:
     print(make_task(config).flops_report())
+    return
+  if _COMPILE_FOR.value:
+    print(prove.report(config, _COMPILE_FOR.value))
     return
   if not _WORKDIR.value:
     raise UserError('--workdir is missing: give the directory of the run.')
   axes = grid.parse(config, _SWEEP.value)
+  profile = None
+  if _PROFILE.value is not None:
+    profile = profile_lib.parse(_PROFILE.value)
+    if axes:
+      raise UserError(
+        '--profile and --sweep: a trace is of a single run; leave one out.'
+      )
   cli.start_distributed()
   kwargs = {'allow_changed_data': _ALLOW_CHANGED_DATA.value}
   with stop.listening():
@@ -50,7 +92,7 @@ def main(_):
       if jax.process_index() == 0:
         print(grid.table(points))
     else:
-      phases.train(config, _WORKDIR.value, **kwargs)
+      phases.train(config, _WORKDIR.value, profile=profile, **kwargs)
 
 
 if __name__ == '__main__':

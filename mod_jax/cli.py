@@ -16,6 +16,7 @@ import jax
 
 from mod_jax import config as config_lib
 from mod_jax import last_words
+from mod_jax import paths
 from mod_jax.errors import UserError
 
 # What absl's parsers say, and what a person should read instead.
@@ -57,6 +58,18 @@ _HOST_TIMEOUT = flags.DEFINE_integer(
   ' dead, and the others end.',
   lower_bound=1,
 )
+_START_TIMEOUT = flags.DEFINE_integer(
+  'start_timeout',
+  300,
+  'Seconds that the hosts of --distributed wait for each other at the start.',
+  lower_bound=1,
+)
+_COMPILATION_CACHE = flags.DEFINE_string(
+  'compilation_cache',
+  None,
+  'Directory of compiled programs, from which restarts and further runs take'
+  ' them; gs://… works too.',
+)
 # How a collective fails whose other side is gone.
 _LOST_HOST = re.compile(
   'Gloo|NCCL|UNAVAILABLE|DEADLINE_EXCEEDED|[Cc]oordination service|heartbeat'
@@ -93,6 +106,7 @@ def start_distributed():
     jax.distributed.initialize(
       num_processes=count,
       process_id=index,
+      initialization_timeout=_START_TIMEOUT.value,
       heartbeat_timeout_seconds=_HOST_TIMEOUT.value,
       shutdown_timeout_seconds=_HOST_TIMEOUT.value,
     )
@@ -120,6 +134,13 @@ def run(main, argv=None):
     main: a function of the program's name and what absl left over, a list.
     argv: the command line with the program's name first, else `sys.argv`.
   """
+
+  def prepared(rest):
+    if _COMPILATION_CACHE.value is not None:
+      folder = os.fspath(paths.expand(_COMPILATION_CACHE.value))
+      jax.config.update('jax_compilation_cache_dir', folder)
+    return main(rest)
+
   # Orbax tells at length, at this level, how each save went.
   logging.set_verbosity(logging.WARNING)
   # What goes wrong in Orbax is raised; its threads, and asyncio, also tell of
@@ -133,7 +154,7 @@ def run(main, argv=None):
     contextlib.redirect_stderr(_Unbroken(sys.stderr)),
   ):
     try:
-      app.run(main, argv, flags_parser=_parse_flags)
+      app.run(prepared, argv, flags_parser=_parse_flags)
     except UserError as error:
       _exit_with(_one_line(error))
     except KeyboardInterrupt:

@@ -11,6 +11,7 @@ from typing import Annotated
 
 from flax import linen as nn
 import jax
+from jax.experimental import mesh_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec
 import numpy as np
@@ -86,14 +87,60 @@ class MeshConfig:
 def make_mesh(config: MeshConfig, devices=None) -> jax.sharding.Mesh:
   """Returns a mesh with axes (data, fsdp, tensor) over the devices.
 
+  Where the devices are of several slices, which only the slower network of the
+  data centre joins, the axis `data` goes over the slices, so that nothing but
+  the sum of gradients crosses that network.
+
   Raises:
     UserError: the mesh does not fit the devices.
   """
   devices = jax.devices() if devices is None else list(devices)
   axis_types = (jax.sharding.AxisType.Auto,) * len(MESH_AXES)
-  return jax.make_mesh(
-    config.sizes(len(devices)), MESH_AXES, axis_types, devices=devices
+  data, fsdp, tensor = config.sizes(len(devices))
+  slices = len({getattr(d, 'slice_index', 0) for d in devices})
+  if slices == 1:
+    return jax.make_mesh(
+      (data, fsdp, tensor), MESH_AXES, axis_types, devices=devices
+    )
+  if data % slices:
+    raise UserError(
+      f'mesh.data={data} does not divide over the {slices} slices that the'
+      f' {len(devices)} devices are of: make it a multiple of {slices}, by less'
+      ' fsdp or tensor.'
+    )
+  return jax.sharding.Mesh(
+    mesh_utils.create_hybrid_device_mesh(
+      (data // slices, fsdp, tensor),
+      (slices, 1, 1),
+      devices,
+      allow_split_physical_axes=True,
+    ),
+    MESH_AXES,
+    axis_types=axis_types,
   )
+
+
+def fit_mesh(config: MeshConfig, num_devices: int, rows: int) -> MeshConfig:
+  """Returns the mesh of a config, changed as little as a slice needs.
+
+  Where `data` is left open, `tensor` is doubled until the other two axes divide
+  the rows, and `fsdp` is at most what is left. Nothing says that the result
+  fits: `make_mesh`, `check_batch` and `shardings` do.
+
+  Args:
+    config: the mesh of the run.
+    num_devices: of the slice.
+    rows: of a batch, or microbatch.
+  """
+  if config.data != -1 or min(config.fsdp, config.tensor) < 1:
+    return config
+  tensor = config.tensor
+  while rows * tensor % num_devices and 2 * tensor <= num_devices:
+    tensor *= 2
+  if rows * tensor % num_devices:
+    tensor = config.tensor
+  fsdp = math.gcd(config.fsdp, num_devices // tensor)
+  return dataclasses.replace(config, fsdp=fsdp, tensor=tensor)
 
 
 def spec(names: tuple[str | None, ...]) -> PartitionSpec:

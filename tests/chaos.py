@@ -214,6 +214,8 @@ def contents(workdir, kind: Kind) -> dict[str, bytes]:
   found = {}
   for path in sorted(workdir.rglob('*')):
     name = str(path.relative_to(workdir))
+    if path.name == 'history.jsonl':  # It tells when, and how often.
+      continue
     if path.is_file() and 'checkpoints' not in path.parts:
       text = path.read_bytes()
       if path.name == 'config.json':  # The rounds differ in when they save.

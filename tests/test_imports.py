@@ -10,9 +10,9 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 # A unit is a module or subpackage of mod_jax. It may import units of strictly
 # lower layers, itself, and mod_jax_kernels.
 LAYERS = (
-  ('errors', 'last_words', 'timing'),
+  ('errors', 'last_words', 'peaks', 'timing'),
   ('config', 'trees', 'paths'),
-  ('parallel',),
+  ('parallel', 'config_docs'),
   ('losses', 'data'),
   ('routing',),
   ('layers',),

@@ -165,6 +165,14 @@ class TestTrain:
     ):
       assert re.search(line, ended.out, re.MULTILINE), line
 
+  def test_describe(self):
+    ended = run('train.py', CONFIG, '--config.seed=3', '--describe')
+    assert (ended.status, ended.err) == (0, '')
+    assert ended.out.startswith('A small Mixture-of-Depths language model')
+    assert re.search('^variants: raw, .*, tiny$', ended.out, re.MULTILINE)
+    assert '\n--config.seed=3\n    Of the first parameters' in ended.out
+    assert '\n--config.model.routing.capacity=0.125\n' in ended.out
+
   @pytest.mark.parametrize(
     ('config', 'unit'),
     [('lm/paper.py:60m', 'sequence'), ('vit/dynamic.py:static', 'image')],
@@ -357,7 +365,7 @@ class TestEval:
       (['--sample='], 'empty'),
       (['--sample=a', '--rule=bogus'], '--rule=bogus: .*trained for router'),
       (['--sample=a', '--overflow=spill'], 'overflow'),
-      (['--study=importance'], '--study=importance: there are no studies'),
+      (['--study=importance'], "expected one of 'engagement'"),
     ],
     ids=lambda x: x[-1] if isinstance(x, list) else '',
   )

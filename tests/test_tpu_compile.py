@@ -9,18 +9,21 @@ import re
 from flax import linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from mod_jax import config as config_lib
 from mod_jax import flops
 from mod_jax import parallel
 from mod_jax.data.text import TextDataConfig
+from mod_jax.errors import UserError
 from mod_jax.layers.acm import FFNS
 from mod_jax.layers.acm import AdaptiveConfig
 from mod_jax.layers.mode import RoutingMode
 from mod_jax.layers.routed import VisionRoutingConfig
 from mod_jax.models import lm
 from mod_jax.models.vit import ViTConfig
+from mod_jax.parallel import MeshConfig
 from mod_jax.tasks import make_task
 from mod_jax.train import optimizer as optimizer_lib
 from mod_jax.train import state as state_lib
@@ -54,6 +57,22 @@ def devices(quick_tpu):
     platform='tpu', topology_name='v5e:4x4'
   )
   return topology.devices
+
+
+@pytest.mark.usefixtures('devices')
+def test_only_the_data_axis_goes_over_slices():
+  from jax.experimental import topologies
+
+  devices = topologies.get_topology_desc(
+    platform='tpu', topology_name='v5e:4x4', num_slices=2
+  ).devices
+  mesh = parallel.make_mesh(MeshConfig(data=4, fsdp=4, tensor=2), devices)
+  of_DFT = np.vectorize(lambda d: d.slice_index)(mesh.devices)
+  assert of_DFT.shape == (4, 4, 2)
+  for i, of_FT in enumerate(of_DFT):
+    assert (of_FT == i // 2).all()
+  with pytest.raises(UserError, match='multiple of 2'):
+    parallel.make_mesh(MeshConfig(data=1, fsdp=32), devices)
 
 
 @pytest.fixture(scope='module')

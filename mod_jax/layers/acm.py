@@ -328,7 +328,8 @@ class AdaptiveConfig:
   num_learners: config_lib.Unrolled = 4  # N
   # It may be 0, for the residual carries a token that no learner touches.
   ffn_min_learners: Literal[0, 1] = 0
-  projection_min_learners: Literal[0, 1] = 1
+  projection_min_learners: Literal[0, 1] = 1  # The least that a token runs.
+  # Between the two linear maps of a projection's learner.
   projection_activation: Literal['gelu', 'linear'] = 'gelu'
   temperature: config_lib.Temperature = 0.8  # See `ACMConfig`.
 

@@ -16,8 +16,8 @@ from mod_jax.layers.slots import Slot
 class MLPConfig(Slot):
   width: config_lib.Size  # Features in and out.
   hidden: config_lib.Size  # Hidden units.
-  kind: Literal['swiglu', 'gelu', 'gelu_tanh'] = 'swiglu'
-  bias: bool = False
+  kind: Literal['swiglu', 'gelu', 'gelu_tanh'] = 'swiglu'  # Of hidden units.
+  bias: bool = False  # On both linear maps.
   out_scale: float = 1.0  # Factor on the last kernel's initial deviation.
 
   def run(self, x, *, name, dtype, mode):

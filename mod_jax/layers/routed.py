@@ -53,6 +53,8 @@ class RoutingConfig:
   first: config_lib.Layer = 0  # No block before this one is routed.
   # The routed blocks, counted from 0; None leaves it to the three above.
   layers: tuple[config_lib.Layer, ...] | None = None
+  # What tokens are chosen by: a learned router, or a control that does not look
+  # at them; any other by its config.
   score: Literal['learned', 'gaussian', 'stride'] | Score = 'learned'
   # How a score weighs the update; None leaves it to the score. Scores that do
   # not look at the tokens never weigh it.
@@ -173,8 +175,9 @@ class MoDConfig(RoutingConfig):
   # Decay of the moving threshold, applied once per microbatch; 0 disables it.
   threshold_decay: config_lib.Decay = 0.0
   # How training chooses: by top-k, or by the causal rule that will be used
-  # after it, with `train_slack` times the capacity for slots.
+  # after it.
   train_rule: RuleName | Rule = 'top_k'
+  # Slots of a block that is trained by a causal rule, over its capacity.
   train_slack: Annotated[float, config_lib.Range(ge=1)] = 1.25
 
   def __post_init__(self):

@@ -27,7 +27,7 @@ _LEARNED = ('predicted', 'static')
 class DynamicViTConfig:
   """A backbone, and where and how much of its image is dropped."""
 
-  backbone: ViTConfig = ViTConfig()
+  backbone: ViTConfig = ViTConfig()  # The dense model.
   # Blocks before which patches are dropped.
   stages: tuple[config_lib.Layer, ...] = (3, 6, 9)
   # ρ: the fraction that each stage keeps of the patches that it finds; or, for

@@ -37,24 +37,26 @@ from mod_jax.models.protocol import StackedOutput
 class LMConfig(StackedConfig):
   """Sizes and choices of a `LanguageModel`. `routing=None` is a dense one."""
 
-  vocab_size: config_lib.Size = 256
-  num_layers: config_lib.Unrolled = 4
+  vocab_size: config_lib.Size = 256  # V
+  num_layers: config_lib.Unrolled = 4  # Blocks.
   width: config_lib.Width = 192  # D
   num_heads: config_lib.Size = 6  # H, query heads.
   num_kv_heads: config_lib.Size | None = None  # G, a divisor of H; None = H.
   head_dim: config_lib.Size | None = None  # C; None = width / num_heads.
+  # Kind of the MLPs' hidden layer.
   mlp: Literal['swiglu', 'gelu', 'gelu_tanh'] = 'swiglu'
   # F; None = 4D, or 8D/3 rounded up to 32.
   mlp_dim: config_lib.Size | None = None
   feed_forward: Slot | None = None  # In place of the MLP.
   tied_head: bool = True  # Whether the output head is the embedding.
+  # Base of the wavelengths of the rotary embedding.
   rope_theta: Annotated[float, config_lib.Range(gt=1)] = 10_000.0
-  norm_epsilon: config_lib.Epsilon = 1e-6
-  routing: MoDConfig | None = MoDConfig()
+  norm_epsilon: config_lib.Epsilon = 1e-6  # Of the RMS norms.
+  routing: MoDConfig | None = MoDConfig()  # None = dense.
   adaptive: AdaptiveConfig | None = None  # Layers split into learners.
   dtype: Literal['float32', 'bfloat16'] = 'float32'  # Compute dtype.
   scan_layers: bool = False  # Compiles one group of blocks, and loops.
-  remat: stack_lib.Remat = 'none'
+  remat: stack_lib.Remat = 'none'  # What is kept for the backward pass.
   # Backend for whole sequences; None chooses by platform.
   attention: Literal['xla', 'cudnn', 'splash'] | None = None
 

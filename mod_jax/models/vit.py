@@ -39,32 +39,32 @@ class ViTConfig(StackedConfig):
 
   image_size: config_lib.Pixels = 224  # Pixels a side.
   patch_size: config_lib.Pixels = 16  # Pixels a side.
-  num_classes: config_lib.Size = 1000
-  num_layers: config_lib.Unrolled = 12
+  num_classes: config_lib.Size = 1000  # Logits of the head.
+  num_layers: config_lib.Unrolled = 12  # Blocks.
   width: config_lib.Width = 384  # D
   num_heads: config_lib.Size = 6  # H
   mlp_dim: config_lib.Size | None = None  # F; None = 4D.
   feed_forward: Slot | None = None  # In place of the MLP.
-  qkv_bias: bool = True
-  norm_epsilon: config_lib.Epsilon = 1e-6
+  qkv_bias: bool = True  # On query, key and value.
+  norm_epsilon: config_lib.Epsilon = 1e-6  # Of the layer norms.
   # A second token and head, whose logits are averaged with the class token's
   # (DeiT's distilled models, Touvron et al. 2021).
   distilled: bool = False
   # Whether that second token has its head; without, as in Hugging Face's
   # DeiTForImageClassification, the logits are the class token's alone.
   distillation_head: bool = True
-  # What LV-ViT (Jiang et al. 2021) has: a convolutional stem, scaled residuals
-  # and a second head, whose largest logits over the patches count for half.
+  # A convolutional stem before the patches, as of LV-ViT (Jiang et al. 2021).
   stem: ConvStemConfig | None = None
-  residual_scale: config_lib.Factor = 1.0
+  residual_scale: config_lib.Factor = 1.0  # On updates; LV-ViT's is .5.
+  # LV-ViT's second head, whose largest logits over the patches count for half.
   token_head: bool = False
   # Probability that an image goes without the last block's update in training;
   # it rises linearly from 0 at the first.
   stochastic_depth: config_lib.BelowOne = 0.0
-  routing: VisionRoutingConfig | None = None
+  routing: VisionRoutingConfig | None = None  # None = dense.
   adaptive: AdaptiveConfig | None = None  # Layers split into learners.
   dtype: Literal['float32', 'bfloat16'] = 'float32'  # Compute dtype.
-  remat: stack_lib.Remat = 'none'
+  remat: stack_lib.Remat = 'none'  # What is kept for the backward pass.
 
   def __post_init__(self):
     config_lib.validate(self)

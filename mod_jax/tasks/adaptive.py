@@ -21,7 +21,7 @@ from mod_jax.tasks import warm_start
 from mod_jax.tasks.experiment import ACMObjective
 from mod_jax.tasks.plain import Plain
 from mod_jax.tasks.studies import adaptive as adaptive_studies
-from mod_jax.tasks.studies.images import one_device
+from mod_jax.tasks.studies.devices import one_device
 
 
 class Adaptive(Plain):

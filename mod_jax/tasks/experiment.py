@@ -23,10 +23,12 @@ class PruningObjective:
   distillations need a teacher: the dense backbone with pretrained weights.
   """
 
-  classification: config_lib.Weight = 1.0
+  classification: config_lib.Weight = 1.0  # Weight of the cross-entropy.
   # Of the squared distance between the fractions kept and those aimed at.
   ratio: config_lib.Weight = 2.0
+  # Of the squared distance to the teacher's features, on the kept tokens.
   token_distillation: config_lib.Weight = 0.5
+  # Of the divergence from the teacher's predictions.
   logit_distillation: config_lib.Weight = 0.5
   teacher: str | None = None  # A run or checkpoint; None = that of `init`.
 
@@ -43,10 +45,10 @@ class PhaseConfig:
   """One phase of a conversion: what it takes in place of the run's settings."""
 
   num_steps: config_lib.Count  # 0 skips the phase.
-  batch_size: config_lib.Size
+  batch_size: config_lib.Size  # Rows of a step.
   # Peak learning rate; the other settings are those of the optimiser.
   learning_rate: config_lib.Positive
-  warmup_steps: config_lib.Count = 0
+  warmup_steps: config_lib.Count = 0  # The rate rises linearly from 0.
 
   def __post_init__(self):
     config_lib.validate(self)
@@ -66,6 +68,7 @@ class ACMObjective:
   `end_to_end` trains everything for the task at the budget.
   """
 
+  # Which to train: one alone, or all, one after another.
   phase: Literal['all', 'learners', 'gates', 'end_to_end'] = 'all'
   budget: config_lib.Proper = 0.5  # β: mean share of all learners' cost.
   # τ: a further learner is worth it if it divides the error by this.
@@ -121,7 +124,9 @@ _FITTING = {
 class ExperimentConfig(RunConfig):
   """One run. Saved as `config.json` beside its checkpoints."""
 
+  # What is trained: a language model, or a vision transformer.
   model: LMConfig | ViTConfig | DynamicViTConfig = LMConfig()
+  # What it reads, which must fit the model.
   data: TextDataConfig | ImageDataConfig = TextDataConfig()
   # What is minimised, where the model leaves a choice; None = its defaults.
   objective: PruningObjective | ACMObjective | None = None

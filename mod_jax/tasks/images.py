@@ -16,6 +16,7 @@ from mod_jax.layers.mode import Mode
 from mod_jax.layers.mode import RoutingMode
 from mod_jax.tasks import warm_start
 from mod_jax.tasks.modality import Modality
+from mod_jax.tasks.studies import devices
 from mod_jax.tasks.studies import images as studies
 
 _PICTURED = 6  # Held-out images in the pictures.
@@ -35,7 +36,7 @@ class Images(Modality):
     r'pattern_\d+',
   )
   may_be_dropped = may_be_new
-  one_device = staticmethod(studies.one_device)
+  one_device = staticmethod(devices.one_device)
 
   @functools.cached_property
   def classes(self) -> tuple[str, ...]:
@@ -60,6 +61,14 @@ class Images(Modality):
       shard_index=shard_index,
       shard_count=shard_count,
     )
+
+  def batch_shapes(self):
+    rows, size = self.config.train.batch_size, self.config.data.image_size
+    shapes = {
+      'image': (rows, size, size, 3),
+      'target': (rows, self.config.model.num_classes),
+    }
+    return {k: jax.ShapeDtypeStruct(v, 'float32') for k, v in shapes.items()}
 
   def eval_batches(self, **kwargs):
     return images_lib.eval_batches(self.config.data, **kwargs)

@@ -20,6 +20,7 @@ from mod_jax.sampling import generate
 from mod_jax.sampling import pad_prompts
 from mod_jax.tasks import warm_start
 from mod_jax.tasks.modality import Modality
+from mod_jax.tasks.studies import language as studies
 from mod_jax.train import workdir as workdir_lib
 
 # The name of a learned tokenizer's file in the directory of its run.
@@ -93,6 +94,13 @@ class Language(Modality):
       shard_index=shard_index,
       shard_count=shard_count,
     )
+
+  def batch_shapes(self):
+    shape = (self.config.train.batch_size, self.config.data.length)
+    dtypes = {'tokens': 'int32', 'targets': 'int32', 'weights': 'float32'}
+    if self.config.data.segments:
+      dtypes['segments'] = 'int32'
+    return {k: jax.ShapeDtypeStruct(shape, v) for k, v in dtypes.items()}
 
   def eval_batches(self, **kwargs):
     return text.eval_batches(self._data, **kwargs)
@@ -323,6 +331,11 @@ class Language(Modality):
         thresholds=thresholds,
       ),
     }
+
+  def studies(self, task):
+    if not self.config.model.num_routed:
+      return {}
+    return {'engagement': functools.partial(studies.engagement, task)}
 
   def load_pictures(self, task, params, model_state):
     """Draws how many learners each token of a held-out text runs, by block."""

@@ -58,6 +58,9 @@ class Modality(abc.ABC):
   def train_iterator(self, *, shard_index: int, shard_count: int): ...
 
   @abc.abstractmethod
+  def batch_shapes(self) -> dict[str, Any]: ...
+
+  @abc.abstractmethod
   def eval_batches(self, **kwargs): ...
 
   @abc.abstractmethod

@@ -185,6 +185,7 @@ def train(
   *,
   max_steps: int | None = None,
   allow_changed_data: bool = False,
+  profile: range | None = None,
 ) -> loop.Result:
   """Trains, or continues, all phases; see `loop.train`.
 
@@ -193,21 +194,24 @@ def train(
     workdir: directory of its last run.
     max_steps: stop after so many steps of this call, over all phases.
     allow_changed_data: as for `loop.train`.
+    profile: as for `loop.train`, in each phase.
 
   Returns:
     How the last run ended, or else the phase during or after which it stopped.
   """
   *before, last = expand(config, workdir)
   with stop_lib.listening(), lock_lib.held(last[0]):
-    return _train(before, last, max_steps, allow_changed_data)
+    return _train(before, last, max_steps, allow_changed_data, profile)
 
 
-def _train(before, last, max_steps, allow_changed_data):
+def _train(before, last, max_steps, allow_changed_data, profile):
   data = {'allow_changed_data': allow_changed_data}
 
   def train_one(directory, run):
     task = make_task(run, directory)
-    return loop.train(task, run, directory, max_steps=max_steps, **data)
+    return loop.train(
+      task, run, directory, max_steps=max_steps, profile=profile, **data
+    )
 
   for directory, run in before:
     if finished(directory, run, **data) is not None:

@@ -46,6 +46,9 @@ class Plain(task_lib.Task):
       shard_index=shard_index, shard_count=shard_count
     )
 
+  def batch_shapes(self):
+    return self.modality.batch_shapes()
+
   def eval_batches(self, **kwargs):
     return self.modality.eval_batches(**kwargs)
 

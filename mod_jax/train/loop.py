@@ -17,21 +17,24 @@ import numpy as np
 
 from mod_jax import config as config_lib
 from mod_jax import parallel
+from mod_jax import peaks
 from mod_jax import trees
 from mod_jax.errors import UserError
 from mod_jax.train import checkpoints as checkpoints_lib
 from mod_jax.train import evaluation
+from mod_jax.train import history as history_lib
 from mod_jax.train import lock as lock_lib
 from mod_jax.train import metrics as metrics_lib
 from mod_jax.train import optimizer as optimizer_lib
 from mod_jax.train import origin as origin_lib
+from mod_jax.train import profile as profile_lib
 from mod_jax.train import state as state_lib
 from mod_jax.train import stop as stop_lib
 from mod_jax.train import workdir as workdir_lib
 from mod_jax.train.checkpoints import Checkpointer
 from mod_jax.train.progress import Progress
 from mod_jax.train.run_config import RunConfig
-from mod_jax.train.step import train_step
+from mod_jax.train.step import jit_step
 from mod_jax.train.task import Task
 
 
@@ -65,6 +68,7 @@ def train(
   *,
   max_steps: int | None = None,
   allow_changed_data: bool = False,
+  profile: range | None = None,
 ) -> Result:
   """Trains, or continues the run in `workdir`, to the end or to a signal.
 
@@ -77,6 +81,7 @@ def train(
     workdir: its directory: config, checkpoints, metrics and pictures.
     max_steps: stop after so many steps of this call, as a signal would.
     allow_changed_data: go on, with a warning, over other data than before.
+    profile: steps to trace; see `profile.Profiler`.
 
   Raises:
     UserError: bad input of any kind, or another process writes to `workdir`;
@@ -85,13 +90,16 @@ def train(
       held-out loss is NaN or infinite.
   """
   with stop_lib.listening(), lock_lib.held(workdir):
-    return _Run(task, config, workdir).run(max_steps, allow_changed_data)
+    return _Run(task, config, workdir, profile).run(
+      max_steps, allow_changed_data
+    )
 
 
 class _Run:
   """One call of `train`: what it is made of, and the loop."""
 
-  def __init__(self, task, config, workdir):
+  def __init__(self, task, config, workdir, profile=None):
+    self.began = time.time()
     self.config = config
     self.workdir = workdir_lib.expand(workdir)
     self.task = task
@@ -119,7 +127,11 @@ class _Run:
       )
     optimizer_lib.check_rules(config.optimizer, self.abstract.params)
     metrics_lib.check_wandb(config.log.wandb)
+    self.profiler = profile_lib.Profiler(
+      self.workdir, profile, config.train.num_steps
+    )
     self.first = jax.process_index() == 0
+    self.history = history_lib.History(self.workdir, enabled=self.first)
     workdir_lib.check(self.workdir, config)
     with jax.set_mesh(self.mesh):
       self.teacher = self._place_teacher()
@@ -154,6 +166,8 @@ class _Run:
       else:
         state, start = restored.state, restored.step
         self.last_saved = start
+      self._note_start(start)
+      stack.enter_context(self.profiler)
       self.writer = stack.enter_context(
         metrics_lib.MetricWriter(
           self.workdir,
@@ -172,6 +186,7 @@ class _Run:
           flops_per_step=self.task.flops_per_step(
             self.task.static_args(num_steps)
           ),
+          peak=self._peak(),
           unit=self.task.unit,
           enabled=self.first,
         )
@@ -192,12 +207,31 @@ class _Run:
       self._stop(step, state)
       return Result(step, step - start, False, {}, state)
 
+  def _peak(self):
+    of_each = [peaks.of(device) for device in self.mesh.devices.flat]
+    return None if None in of_each else sum(of_each)
+
+  def _note_start(self, step):
+    reached = max(
+      (x['step'] for x in metrics_lib.read(self.workdir)), default=0
+    )
+    self.history.add(
+      'start',
+      step,
+      time=self.began,
+      lost_steps=max(0, reached - step),
+      devices=f'{self.mesh.size} {jax.devices()[0].device_kind}',
+      processes=jax.process_count(),
+      jax=jax.__version__,
+    )
+
   def _stop(self, step, state):
     saved = 'nothing to save'
     if step:
       self._save(step, state)
       saved = 'saved'
     self.checkpointer.wait()
+    self.history.add('end', step)
     self.progress.close()  # Its last line belongs before this one.
     if self.first:
       print(
@@ -289,13 +323,18 @@ class _Run:
           return state, step - 1
         raise
       batch = parallel.put_batch(batch, self.mesh)
+      self.profiler.before(step)
       state, metric_sums = compiled(self.task.static_args(step - 1))(
         state, batch
       )
+      if traced := self.profiler.after(step, metric_sums):
+        self.progress.message(traced)
       self.pending.append((step, metric_sums))
       last = step == config.train.num_steps
       if step == start + 1 or step % config.log.every == 0 or last:
         self._flush()
+      if step == start + 1:
+        self.history.add('first_step', step)
       if self._evaluation_due(step):
         self._flush()
         with contextlib.suppress(stop_lib.Stopped):  # `after_step` obeys it.
@@ -307,18 +346,12 @@ class _Run:
     return state, end if end > start else start
 
   def _compile(self, static_args):
-    shardings = jax.tree.map(lambda x: x.sharding, self.abstract)
-    step = jax.jit(
-      functools.partial(
-        train_step,
-        task=self.task,
-        optimizer=self.optimizer,
-        static_args=static_args,
-        grad_accum_steps=self.config.train.grad_accum_steps,
-        ema_decay=self.config.train.ema_decay,
-      ),
-      donate_argnums=0,
-      out_shardings=(shardings, None),
+    step = jit_step(
+      self.abstract,
+      task=self.task,
+      optimizer=self.optimizer,
+      static_args=static_args,
+      config=self.config.train,
     )
     # The teacher is an argument of each call: closed over, its arrays would
     # become constants of the compiled program.
@@ -426,6 +459,9 @@ class _Run:
       step, state, batches=self.config.evaluation.final_batches
     )
     self._check_numbers(step, self.task.main_metrics(metrics), 'held-out ')
+    self.history.add('end', step)
+    if restarts := self.history.report():
+      self.progress.message(restarts)
     self.progress.close()
     if self.first:
       stop_lib.check()

@@ -37,7 +37,7 @@ class OptimizerConfig:
   freezes for ever. A frozen parameter does not change at all.
   """
 
-  kind: Literal['adamw', 'sgd'] = 'adamw'
+  kind: Literal['adamw', 'sgd'] = 'adamw'  # The rule of the updates.
   learning_rate: config_lib.Positive = 3e-3  # Peak, after the warm-up.
   warmup_steps: config_lib.Count = 100  # The rate rises linearly from 0.
   # Learning rate after the last step, as a fraction of the peak.
@@ -45,10 +45,11 @@ class OptimizerConfig:
   # Applies to kernels and embeddings, but not to those of routers.
   weight_decay: config_lib.Weight = 0.1
   momentum: config_lib.Decay = 0.9  # SGD alone has it.
-  beta1: config_lib.Decay = 0.9  # AdamW alone has this and the next two.
-  beta2: config_lib.Decay = 0.95
-  epsilon: config_lib.Epsilon = 1e-8
+  beta1: config_lib.Decay = 0.9  # AdamW's decay of the mean gradient.
+  beta2: config_lib.Decay = 0.95  # AdamW's decay of its square.
+  epsilon: config_lib.Epsilon = 1e-8  # AdamW's, added to what it divides by.
   clip_norm: config_lib.Weight = 1.0  # Global norm; 0 = no clipping.
+  # (regular expression, factor on the rate, first step) for parameters.
   rules: tuple[tuple[str, config_lib.Weight, config_lib.Count], ...] = ()
   # Factor on the learning rate for each further block from the head; 1 = none.
   layer_decay: Annotated[float, config_lib.Range(ge=0.1, le=1)] = 1.0

@@ -30,6 +30,7 @@ class Progress:
     *,
     tokens_per_step: float | None = None,
     flops_per_step: float | None = None,
+    peak: float | None = None,
     unit: str = 'tokens',
     stream=None,
     interval: float | None = None,
@@ -45,6 +46,8 @@ class Progress:
         None hides the rate.
       flops_per_step: the model's FLOPs of one training step, multiply-add
         counted as 2; None hides the rate.
+      peak: FLOP/s that all devices together reach at most; None hides the part
+        of it that the model's FLOPs are (MFU, Chowdhery et al. 2022).
       unit: what a batch is counted in, such as `images`.
       stream: where to write; by default standard error.
       interval: least seconds between two updates of what is shown, but for the
@@ -55,6 +58,7 @@ class Progress:
     self._total_steps = total_steps
     self._tokens_per_step = tokens_per_step
     self._flops_per_step = flops_per_step
+    self._peak = peak
     self._unit = unit
     self._stream = sys.stderr if stream is None else stream
     self._clock = clock
@@ -137,6 +141,9 @@ class Progress:
       if self._flops_per_step:
         number, prefix = _scaled(self._rate * self._flops_per_step)
         parts.append(f'{number} {prefix}FLOP/s')
+        if self._peak:
+          share = self._rate * self._flops_per_step / self._peak
+          parts.append(f'{share:.1%} MFU')
       left = max(0, self._total_steps - step) / self._rate
       parts.append(f'left {datetime.timedelta(seconds=round(left))}')
     if self._bar is None:

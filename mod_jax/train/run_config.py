@@ -11,7 +11,7 @@ from mod_jax.train.optimizer import OptimizerConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-  num_steps: config_lib.PositiveCount = 1000
+  num_steps: config_lib.PositiveCount = 1000  # Updates of the parameters.
   # Rows of a step, on all devices together.
   batch_size: config_lib.Size = 16
   # Microbatches of a step, whose gradients are added.
@@ -45,7 +45,7 @@ class EvaluationConfig:
   every: config_lib.Count = 500
   # Batches of each, spread over the held-out data; 0 takes all of it.
   batches: config_lib.Count = 16
-  batch_size: config_lib.Size = 16
+  batch_size: config_lib.Size = 16  # Rows of each, on all devices together.
   final_batches: config_lib.Count = 64  # Batches at the run's end; 0 = all.
   prompt: str = ''  # Start of the final sample; '' = a neutral one.
   # Tokens of that sample, within the length of training; 0 draws none.
@@ -58,8 +58,8 @@ class EvaluationConfig:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LogConfig:
   every: config_lib.PositiveCount = 10  # Steps between lines of progress.
-  tensorboard: bool = True
-  wandb: bool = False
+  tensorboard: bool = True  # Whether curves go to TensorBoard's files, too.
+  wandb: bool = False  # Whether they go to Weights & Biases.
 
   def __post_init__(self):
     config_lib.validate(self)
@@ -69,7 +69,8 @@ class LogConfig:
 class RunConfig:
   """A run. Subclasses add what it trains, and on what."""
 
-  name: str = 'run'
+  name: str = 'run'  # What the run is called in logs.
+  # Of the first parameters, the order of the data, and all else by chance.
   seed: config_lib.Seed = 0
   # Weights to start from: a workdir of ours or a checkpoint file.
   init: str | None = None

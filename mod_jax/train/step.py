@@ -1,9 +1,12 @@
 """One training step, as a pure function of state and batch."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import optax
 
+from mod_jax.train.run_config import TrainConfig
 from mod_jax.train.state import TrainState
 
 
@@ -81,6 +84,39 @@ def train_step(
     model_state=model_state,
     ema=ema,
   ), metric_sums
+
+
+def jit_step(
+  abstract: TrainState,
+  *,
+  task,
+  optimizer: optax.GradientTransformation,
+  static_args,
+  config: TrainConfig,
+):
+  """Returns `train_step` for a run, to be called or compiled.
+
+  It takes the state, which it uses up, a batch and the teacher.
+
+  Args:
+    abstract: the state's shapes and shardings.
+    task: as of `train_step`, and so are the next two.
+    optimizer: see there.
+    static_args: see there.
+    config: how a step of the run is taken.
+  """
+  return jax.jit(
+    functools.partial(
+      train_step,
+      task=task,
+      optimizer=optimizer,
+      static_args=static_args,
+      grad_accum_steps=config.grad_accum_steps,
+      ema_decay=config.ema_decay,
+    ),
+    donate_argnums=0,
+    out_shardings=(jax.tree.map(lambda x: x.sharding, abstract), None),
+  )
 
 
 def ema_rate(decay: float, step: jax.Array) -> jax.Array:

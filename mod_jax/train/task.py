@@ -99,6 +99,17 @@ class Task(abc.ABC):
     `set_state()` goes on from it, with any number of hosts.
     """
 
+  def batch_shapes(self) -> dict[str, Any]:
+    """Returns shapes and dtypes of a training batch, without reading any data.
+
+    Raises:
+      UserError: this task does not tell.
+    """
+    raise UserError(
+      f'{type(self).__name__} does not tell the shapes of its batches, so its'
+      ' step cannot be compiled ahead: give it a method batch_shapes.'
+    )
+
   @abc.abstractmethod
   def data_fingerprint(self) -> dict[str, Any]:
     """Returns what identifies the data, as `data.fingerprint` makes it.

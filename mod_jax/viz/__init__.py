@@ -10,6 +10,7 @@ from mod_jax.viz.adaptive import compute_histogram
 from mod_jax.viz.adaptive import error_by_learners
 from mod_jax.viz.adaptive import loss_effects
 from mod_jax.viz.curves import loss_curves
+from mod_jax.viz.engagement import engagement
 from mod_jax.viz.files import save
 from mod_jax.viz.glyphs import display_piece
 from mod_jax.viz.histograms import score_histogram
@@ -37,6 +38,7 @@ __all__ = (
   'compute_extremes',
   'compute_histogram',
   'display_piece',
+  'engagement',
   'error_by_learners',
   'importance_scatter',
   'keep_probability',

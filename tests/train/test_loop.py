@@ -9,6 +9,7 @@ import re
 import signal
 import socket
 import threading
+import time
 import types
 
 from flax import linen as nn
@@ -576,7 +577,9 @@ class TestStop:
 
     monkeypatch.setattr(parallel, 'put_batch', put)
     monkeypatch.setattr(
-      loop, 'time', types.SimpleNamespace(monotonic=lambda: clock[0])
+      loop,
+      'time',
+      types.SimpleNamespace(monotonic=lambda: clock[0], time=time.time),
     )
     for minutes, saved in ((3, [3, 6, 8]), (0, [8])):
       config = tiny_config(
@@ -642,7 +645,12 @@ def test_a_home_directory_is_one_place(tmp_path, monkeypatch):
   train(config, '~/run', max_steps=1)
   assert [p.name for p in tmp_path.iterdir()] == ['home']
   found = {p.name for p in (tmp_path / 'home' / 'run').iterdir()}
-  assert found == {'config.json', 'checkpoints', 'metrics.jsonl'}
+  assert found == {
+    'config.json',
+    'checkpoints',
+    'history.jsonl',
+    'metrics.jsonl',
+  }
   assert evaluation.load(Tiny(config), '~/run').step == 1
 
 

@@ -34,6 +34,7 @@ def test_plain_lines():
     1000,
     tokens_per_step=2048,
     flops_per_step=3e9,
+    peak=4e10,
     stream=stream,
     interval=5,
     clock=clock,
@@ -45,7 +46,7 @@ def test_plain_lines():
   assert stream.getvalue().splitlines() == [
     'step 1/1000  loss 5.5',
     'step 51/1000  loss 2.346  epoch 3  10.2k tokens/s  15 GFLOP/s  '
-    'left 0:03:10',
+    '37.5% MFU  left 0:03:10',
   ]
 
 

@@ -1,11 +1,26 @@
 """Which library's attention fits a process and its arrays."""
 
+import contextvars
+
 import jax
 from jax.extend import backend
 
+from mod_jax_kernels import dispatch
+
+_MADE_FOR = contextvars.ContextVar('made_for', default=None)
+
+
+def made_for(platform: str):
+  """Returns a context in which programs are traced for another platform.
+
+  For compiling ahead: where no backend is named, the one is taken that suits a
+  process of that platform.
+  """
+  return dispatch.setting(_MADE_FOR, platform)
+
 
 def splash_suits(q_BQHC, k_BSGC, *_) -> bool:
-  """Returns whether this process computes on a TPU, in whole tiles."""
+  """Returns whether this is for a TPU, and in whole tiles."""
   # Other lengths would be filled up, and what that costs is not measured.
   whole = q_BQHC.shape[1] % 128 == k_BSGC.shape[1] % 128 == 0
   return platform() == 'tpu' and whole and not _split_by_compiler()
@@ -68,7 +83,12 @@ def _wrong_types(arrays, types) -> str | None:
 
 
 def platform() -> str:
-  """Returns what this process computes on: `cpu`, `cuda`, `tpu`, …"""
+  """Returns what programs are traced for: `cpu`, `cuda`, `tpu`, …
+
+  That is what this process computes on, unless `made_for` says otherwise.
+  """
+  if (platform := _MADE_FOR.get()) is not None:
+    return platform
   version = backend.get_backend().platform_version
   return 'cuda' if 'cuda' in version else jax.default_backend()
 

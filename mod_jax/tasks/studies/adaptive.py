@@ -7,14 +7,14 @@ from mod_jax import viz
 from mod_jax.data import corruptions
 from mod_jax.data import images as images_lib
 from mod_jax.layers import stack as stack_lib
-from mod_jax.tasks.studies import images as image_studies
+from mod_jax.tasks.studies import devices
 from mod_jax.train.task import Study
 
 _IMAGES = 512
 _SEVERITIES = range(6)  # 0 is the clean image.
 
 
-@image_studies.on_one_device
+@devices.on_one_device
 def robustness(task, params, model_state) -> Study:
   """Measures accuracy and load under corruptions of five severities.
 

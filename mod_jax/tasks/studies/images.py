@@ -1,21 +1,17 @@
 """Longer looks at a trained vision model: its speed, and what it attends to."""
 
-import contextlib
-import functools
-
 from flax import linen as nn
 import jax
-from jax.experimental import multihost_utils
 import jax.numpy as jnp
 import numpy as np
 from scipy import stats
 
 from mod_jax import flops
 from mod_jax import losses
-from mod_jax import parallel
 from mod_jax import timing
 from mod_jax import viz
 from mod_jax.models import vit
+from mod_jax.tasks.studies import devices
 from mod_jax.train.task import Study
 
 _BATCHES = (1, 8, 32)
@@ -23,34 +19,7 @@ _ROUNDS = 9
 _IMAGES = 16  # Images in which the importance of tokens is measured.
 
 
-@contextlib.contextmanager
-def one_device(*trees):
-  """Leaves the mesh for a while, since a few images need not divide over it.
-
-  Yields:
-    The trees of arrays, on the first device of this host.
-  """
-  if jax.process_count() > 1:
-    trees = multihost_utils.process_allgather(trees, tiled=True)
-  mesh = parallel.make_mesh(parallel.MeshConfig(), jax.local_devices()[:1])
-  everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-  with jax.set_mesh(mesh):
-    yield jax.device_put(trees, everywhere)
-
-
-def on_one_device(study):
-  """Turns a function that knows no mesh into a study; see `one_device`."""
-
-  @functools.wraps(study)
-  def run(task, params, model_state, mesh) -> Study:
-    del mesh
-    with one_device(params, model_state) as variables:
-      return study(task, *variables)
-
-  return run
-
-
-@on_one_device
+@devices.on_one_device
 def throughput(task, params, model_state) -> Study:
   """Times the model and its dense twin by batch size, in turn."""
   model = task.config.model
@@ -114,7 +83,7 @@ def _inference(config, variables, images_BHWC, key):
   return lambda: compiled(variables, images_BHWC, key).block_until_ready()
 
 
-@on_one_device
+@devices.on_one_device
 def importance(task, params, model_state) -> Study:
   """Compares routing scores with what leaving a token out does to the loss.
 

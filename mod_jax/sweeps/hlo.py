@@ -1,0 +1,502 @@
+"""What a compiled program does: its matrix products and communication.
+
+XLA's own `cost_analysis` counts the body of a loop once, however often it runs,
+so a scanned model looks many times cheaper than it is. Here the text of the
+compiled program is read: each product and each communication counts as often as
+the loops around it run.
+"""
+
+from collections.abc import Iterator
+from collections.abc import Mapping
+import dataclasses
+import functools
+import math
+import re
+
+import numpy as np
+
+# Names under which JAX traces what a backward pass computes again.
+_AGAIN = 'rematted_computation'
+_COLLECTIVES = (
+  'all-gather',
+  'all-reduce',
+  'reduce-scatter',
+  'all-to-all',
+  'ragged-all-to-all',
+  'collective-broadcast',
+  'collective-permute',
+)
+# What hands on its first operand.
+_COPIES = ('bitcast', 'convert', 'copy', 'copy-start', 'copy-done')
+_COMPUTATION = re.compile(r'(ENTRY )?%?([\w.-]+) \(.*\{$')
+_INSTRUCTION = re.compile(r'  (ROOT )?%?([\w.-]+) = ')
+_SHAPE = re.compile(r'([a-z]\w*)\[([\d,]*)\]')
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+  """A communication, as often as a step runs it.
+
+  Attributes:
+    kind: such as `all-gather`. An all-reduce of which each device keeps its
+      part only, which TPUs run as one operation, is a `reduce-scatter`.
+    payload: bytes of the whole array: what each device has after a gather, or
+      before a reduction.
+    group: numbers of the devices that take part, of one group of several alike.
+    source: where the program asked for it, as JAX names it; may be empty.
+    count: how often it runs.
+  """
+
+  kind: str
+  payload: int
+  group: tuple[int, ...]
+  source: str
+  count: int = 1
+
+  @property
+  def sent(self) -> float:
+    """Bytes that each device sends, all times together, around a ring."""
+    size = len(self.group)
+    factor = {
+      'all-reduce': 2 * (size - 1) / size,
+      'collective-permute': 1.0,
+    }.get(self.kind, (size - 1) / size)
+    return self.count * factor * self.payload
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+  """A call of a kernel that is no product of XLA's, such as Pallas's.
+
+  Attributes:
+    name: the kernel's.
+    operands: the shapes of its arguments.
+    count: how often it runs.
+  """
+
+  name: str
+  operands: tuple[tuple[int, ...], ...]
+  count: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+  """What one device does in a run of a program.
+
+  Attributes:
+    products: FLOPs of matrix products and convolutions, a multiply-add being 2;
+      those in kernels are not among them.
+    again: how many of these are computed again for a backward pass.
+    collectives: the communications.
+    kernels: the kernels.
+    endless: loops of which the text does not say how often they run; these are
+      counted once.
+  """
+
+  products: int = 0
+  again: int = 0
+  collectives: tuple[Collective, ...] = ()
+  kernels: tuple[Kernel, ...] = ()
+  endless: tuple[str, ...] = ()
+
+  def __add__(self, other: 'Cost') -> 'Cost':
+    return Cost(
+      *(
+        getattr(self, field.name) + getattr(other, field.name)
+        for field in dataclasses.fields(Cost)
+      )
+    )
+
+  def times(self, count: int) -> 'Cost':
+    """Returns the cost of running this so many times."""
+
+    def repeated(parts):
+      return tuple(
+        dataclasses.replace(part, count=count * part.count) for part in parts
+      )
+
+    return Cost(
+      count * self.products,
+      count * self.again,
+      repeated(self.collectives),
+      repeated(self.kernels),
+      self.endless,
+    )
+
+
+def cost(text: str) -> Cost:
+  """Returns the cost of a program.
+
+  Args:
+    text: of the compiled program, as `jax.stages.Compiled.as_text` returns it.
+  """
+  return _Program(text).cost
+
+
+@dataclasses.dataclass(frozen=True)
+class _Instruction:
+  name: str
+  type: str  # Of its result; tuples in parentheses.
+  opcode: str
+  operands: tuple[str, ...]  # Names; of a constant, its value.
+  attributes: str  # The rest of the line.
+
+  @property
+  def shapes(self) -> list[tuple[int, ...]]:
+    return [_dimensions(dims) for _, dims in _SHAPE.findall(self.type)]
+
+  @property
+  def bytes(self) -> int:
+    return sum(
+      _bits(dtype) * math.prod(_dimensions(dims)) // 8
+      for dtype, dims in _SHAPE.findall(self.type)
+    )
+
+  @property
+  def source(self) -> str:
+    found = re.search(r'op_name="([^"]*)"', self.attributes)
+    return found[1] if found else ''
+
+  def attribute(self, name: str) -> str:
+    """Returns the value of an attribute without braces, or ''."""
+    found = re.search(rf'\b{name}=\{{?([^ ,}}]*)', self.attributes)
+    return found[1] if found else ''
+
+  def dimensions(self, name: str) -> tuple[int, ...]:
+    """Returns an attribute that is a list of numbers."""
+    found = re.search(rf'\b{name}=\{{([\d,]*)\}}', self.attributes)
+    return _dimensions(found[1]) if found else ()
+
+  def computations(self, name: str) -> list[str]:
+    """Returns the names of the computations that an attribute lists."""
+    found = re.search(rf'\b{name}=(\{{[^}}]*\}}|%?[\w.-]+)', self.attributes)
+    return re.findall(r'[\w.-]+', found[1]) if found else []
+
+
+class _Computation(dict):
+  """Instructions by name; `root` is the one that it returns."""
+
+  root: _Instruction
+
+  def operands(self, instruction: _Instruction) -> list[_Instruction]:
+    return [self[name] for name in instruction.operands]
+
+
+class _Program:
+  """The computations of a program by name, and what they cost."""
+
+  def __init__(self, text: str):
+    self._computations: dict[str, _Computation] = {}
+    for entry, name, instructions in _computations(text):
+      computation = _Computation()
+      for is_root, instruction in instructions:
+        computation[instruction.name] = instruction
+        if is_root:
+          computation.root = instruction
+      self._computations[name] = computation
+      if entry:
+        self._entry = name
+    # Groups of devices that are not listed are all of them.
+    found = re.search(r'num_partitions=(\d+)', text[: text.find('\n')])
+    self._devices = int(found[1]) if found else 1
+
+  @property
+  def cost(self) -> Cost:
+    return self._cost(self._entry)
+
+  @functools.cache  # noqa: B019 (a program lives as long as its reading)
+  def _cost(self, name: str) -> Cost:
+    computation = self._computations[name]
+    total = Cost()
+    for instruction in computation.values():
+      total += self._of_instruction(computation, instruction)
+    return total
+
+  def _of_instruction(self, computation, instruction) -> Cost:
+    opcode = instruction.opcode
+    operands = functools.partial(computation.operands, instruction)
+    if opcode in ('dot', 'convolution'):
+      count = {'dot': _dot, 'convolution': _convolution}[opcode]
+      flops = count(instruction, *(x.shapes[0] for x in operands()))
+      return Cost(flops, flops if _AGAIN in instruction.source else 0)
+    kind = opcode.removesuffix('-start')
+    if kind in _COLLECTIVES:
+      return Cost(
+        collectives=(self._collective(kind, instruction, operands()),)
+      )
+    if opcode == 'while':
+      (body,), (condition,) = (
+        instruction.computations(name) for name in ('body', 'condition')
+      )
+      inside = self._cost(body) + self._cost(condition)
+      trips = self._trips(computation, instruction, body, condition)
+      if trips is None:
+        if inside == Cost():
+          return inside
+        return inside + Cost(endless=(instruction.name,))
+      return inside.times(trips)
+    if opcode == 'fusion':
+      (called,) = instruction.computations('calls')
+      return self._fused(instruction, self._cost(called))
+    if opcode in ('call', 'async-start'):
+      names = instruction.computations(
+        'to_apply' if opcode == 'call' else 'calls'
+      )
+      return sum(map(self._cost, names), Cost())
+    if opcode == 'conditional':
+      branches = instruction.computations('branch_computations') or [
+        name
+        for which in ('true_computation', 'false_computation')
+        for name in instruction.computations(which)
+      ]
+      # One of them runs, and which is not known here.
+      return max(map(self._cost, branches), key=lambda cost: cost.products)
+    if 'tpu_custom_call' in instruction.attributes:
+      shapes = tuple(x.shapes[0] for x in operands())
+      return Cost(kernels=(Kernel(_kernel_name(instruction), shapes),))
+    return Cost()
+
+  def _collective(self, kind, instruction, operands) -> Collective:
+    payload = sum(operand.bytes for operand in operands)
+    group = _group(instruction.attributes, self._devices)
+    if kind == 'all-gather':
+      payload *= len(group)
+    return Collective(kind, payload, group, instruction.source)
+
+  def _fused(self, instruction, cost: Cost) -> Cost:
+    """Returns the cost of a fusion, whose parts have no names of their own."""
+    (called,) = instruction.computations('calls')
+    if not cost.collectives:
+      return cost
+    scatters = called.startswith('all-reduce-scatter')
+    return dataclasses.replace(
+      cost,
+      collectives=tuple(
+        dataclasses.replace(
+          part,
+          kind='reduce-scatter'
+          if scatters and part.kind == 'all-reduce'
+          else part.kind,
+          source=part.source or instruction.source,
+        )
+        for part in cost.collectives
+      ),
+    )
+
+  def _trips(self, computation, instruction, body, condition) -> int | None:
+    """Returns how often a loop runs, or None where that is not known."""
+    known = re.search(
+      r'known_trip_count"?[=:]\{"n":"(\d+)"\}', instruction.attributes
+    )
+    if known:
+      return int(known[1])
+    # Otherwise it must be a loop that counts: `i < end`, with i = start at
+    # first, and i + step after each round.
+    condition, body = self._computations[condition], self._computations[body]
+    test = condition.root
+    (state,) = computation.operands(instruction)
+    if test.opcode != 'compare' or {state.opcode, body.root.opcode} != {
+      'tuple'
+    }:
+      return None
+    counter, end = condition.operands(test)
+    index, end = _place(condition, counter), _constant(condition, end)
+    if index is None or end is None:
+      return None
+    start = _constant(computation, computation.operands(state)[index])
+    step = _step(body, index)
+    direction = test.attribute('direction')
+    if start is None or not step or direction == 'EQ':
+      return None
+    distance = end - start + (direction == 'LE') - (direction == 'GE')
+    return max(0, math.ceil(distance / step))
+
+
+def _computations(
+  text: str,
+) -> Iterator[tuple[bool, str, list[tuple[bool, _Instruction]]]]:
+  """Yields of each computation whether it is the entry, its name, its lines."""
+  header, lines = None, []
+  for line in text.splitlines():
+    if header is None:
+      header, lines = _COMPUTATION.match(line), []
+    elif line[:1] == '}' and line[:2] != '}}':
+      yield bool(header[1]), header[2], [_instruction(line) for line in lines]
+      header = None
+    elif _INSTRUCTION.match(line):
+      lines.append(line)
+    else:  # What kernels say of themselves goes over several lines.
+      lines[-1] += line
+
+
+def _instruction(line: str) -> tuple[bool, _Instruction]:
+  line = re.sub(r'/\*.*?\*/', '', line)
+  head = _INSTRUCTION.match(line)
+  start = head.end()
+  end = _closing(line, start) if line[start] == '(' else line.index(' ', start)
+  opening = line.index('(', end)
+  closing = _closing(line, opening)
+  # Operands are separated by commas, which also stand within shapes.
+  operands = re.split(r', (?![^\[{]*[\]}])', line[opening + 1 : closing - 1])
+  return bool(head[1]), _Instruction(
+    head[2],
+    line[start:end],
+    line[end:opening].strip(),
+    tuple(x.split()[-1].lstrip('%') for x in operands if x.strip()),
+    line[closing:],
+  )
+
+
+def _closing(line: str, opening: int) -> int:
+  """Returns the place after the parenthesis that closes one."""
+  depth = 0
+  for i in range(opening, len(line)):
+    depth += (line[i] == '(') - (line[i] == ')')
+    if not depth:
+      return i + 1
+  raise ValueError(
+    f'no end of the parenthesis in {line[opening : opening + 80]}'
+  )
+
+
+def _dimensions(text: str) -> tuple[int, ...]:
+  return tuple(map(int, filter(None, text.split(','))))
+
+
+def _bits(dtype: str) -> int:
+  """Returns the bits of a number; of what is none, such as a token, 0."""
+  found = re.search(r'\d+', dtype)
+  return 8 if dtype == 'pred' else int(found[0]) if found else 0
+
+
+def _dot(instruction, lhs, rhs) -> int:
+  del rhs
+  contracted = instruction.dimensions('lhs_contracting_dims')
+  (out,) = instruction.shapes
+  return 2 * math.prod(out) * math.prod(lhs[i] for i in contracted)
+
+
+def _convolution(instruction, lhs, rhs) -> int:
+  """Returns the FLOPs of a convolution, which matrix products become on TPUs.
+
+  Padding is not counted: head axes of products lie in windows full of it.
+  """
+  labels = re.search(r'dim_labels=(\w+)_(\w+)->(\w+)', instruction.attributes)
+  of_lhs, of_rhs, of_out = labels.groups()
+  (out,) = instruction.shapes
+  window = re.search(r'window=\{([^}]*)\}', instruction.attributes)
+  window = dict(x.split('=') for x in window[1].split()) if window else {}
+  spatial = sorted(filter(str.isdigit, of_out))
+
+  def sizes(name, default):
+    values = window.get(name, 'x'.join([default] * len(spatial)))
+    return [tuple(map(int, x.split('_'))) for x in values.split('x')]
+
+  strides = sizes('stride', '1')
+  paddings = sizes('pad', '0_0')
+  dilations = sizes('lhs_dilate', '1')
+  spacings = sizes('rhs_dilate', '1')
+  pairs = 1
+  for i, axis in enumerate(spatial):
+    place = (
+      np.arange(out[of_out.index(axis)])[:, None] * strides[i][0]
+      - paddings[i][0]
+      + np.arange(rhs[of_rhs.index(axis)]) * spacings[i][0]
+    )
+    size = lhs[of_lhs.index(axis)]
+    there = (place >= 0) & (place % dilations[i][0] == 0)
+    pairs *= int((there & (place // dilations[i][0] < size)).sum())
+  groups = int(instruction.attribute('batch_group_count') or 1)
+  return (
+    2
+    * pairs
+    * lhs[of_lhs.index('b')]
+    // groups
+    # The input features of a kernel are those of one of its groups.
+    * rhs[of_rhs.index('i')]
+    * out[of_out.index('f')]
+  )
+
+
+def _kernel_name(instruction) -> str:
+  """Returns the name of a kernel, without the number that makes it unique."""
+  return re.sub(r'(\.\w+)*$', '', instruction.name)
+
+
+def _group(attributes: str, devices: int) -> tuple[int, ...]:
+  """Returns the first group of devices of a communication."""
+  if pairs := re.search(r'source_target_pairs=\{\{([\d,]*)\}', attributes):
+    return _dimensions(pairs[1])
+  if listed := re.search(r'replica_groups=\{\{([\d,]+)\}', attributes):
+    return _dimensions(listed[1])
+  if iota := re.search(
+    r'replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?', attributes
+  ):
+    shape, sizes, order = map(_dimensions, (*iota.groups()[:2], iota[3] or ''))
+    ids = np.arange(math.prod(sizes)).reshape(sizes)
+    if order:
+      ids = ids.transpose(order)
+    return tuple(ids.reshape(shape)[0].tolist())
+  if mesh := re.search(
+    r'replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}', attributes
+  ):
+    return _mesh_group(_axes(mesh[1]), mesh[2])
+  return tuple(range(devices))
+
+
+def _axes(text: str) -> Mapping[str, int]:
+  return {
+    name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", text)
+  }
+
+
+def _mesh_group(axes: Mapping[str, int], text: str) -> tuple[int, ...]:
+  """Returns the first group along some axes of a mesh, or parts of axes."""
+  ids = np.arange(math.prod(axes.values())).reshape(tuple(axes.values()))
+  names = list(axes)
+  taken = [np.zeros(1, int) for _ in axes]
+  for name, before, size in re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", text):
+    places = np.arange(axes[name])
+    if before:  # The axis split into (before, size, rest).
+      places = places.reshape(int(before), int(size), -1)[0, :, 0]
+    i = names.index(name)
+    taken[i] = (taken[i][:, None] + places).ravel()
+  return tuple(ids[np.ix_(*taken)].ravel().tolist())
+
+
+def _origin(computation, instruction) -> _Instruction:
+  """Returns what an instruction copies, or itself."""
+  while instruction.opcode in _COPIES:
+    instruction = computation[instruction.operands[0]]
+  return instruction
+
+
+def _constant(computation, instruction) -> int | None:
+  """Returns an integer constant; None if it is none."""
+  instruction = _origin(computation, instruction)
+  if instruction.opcode != 'constant':
+    return None
+  value = instruction.operands[0]
+  return int(value) if re.fullmatch(r'-?\d+', value) else None
+
+
+def _place(computation, instruction) -> int | None:
+  """Returns which part of a loop's state an instruction is; None if none."""
+  instruction = _origin(computation, instruction)
+  if instruction.opcode != 'get-tuple-element':
+    return None
+  return int(instruction.attribute('index'))
+
+
+def _step(body, index: int) -> int | None:
+  """Returns what a loop adds to a counter in a round, or None."""
+  after = _origin(body, body.operands(body.root)[index])
+  if after.opcode not in ('add', 'subtract'):
+    return None
+  counter, step = body.operands(after)
+  if after.opcode == 'add' and _place(body, counter) != index:
+    counter, step = step, counter
+  step = _constant(body, step)
+  if step is None or _place(body, counter) != index:
+    return None
+  return step if after.opcode == 'add' else -step

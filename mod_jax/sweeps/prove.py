@@ -1,0 +1,581 @@
+"""Proves that runs compile and fit on slices of TPUs, before any is paid for.
+
+The real training step, sharded as in the run, is compiled for a slice that need
+not be here. The compiled program tells the memory, the arithmetic and the
+communication of each chip.
+"""
+
+import collections
+from collections.abc import Iterable
+from collections.abc import Mapping
+from collections.abc import Sequence
+import csv
+import dataclasses
+import functools
+import hashlib
+import importlib.metadata
+import io
+import json
+import math
+import re
+
+import jax
+
+from mod_jax import __version__
+from mod_jax import config as config_lib
+from mod_jax import parallel
+from mod_jax import paths
+from mod_jax.errors import UserError
+from mod_jax.sweeps import hlo
+from mod_jax.sweeps import slices
+from mod_jax.tasks import make_task
+from mod_jax.tasks.experiment import ExperimentConfig
+from mod_jax.tasks.plain import Plain
+from mod_jax.train import optimizer as optimizer_lib
+from mod_jax.train import state as state_lib
+from mod_jax.train.step import jit_step
+from mod_jax_kernels.attention import choice
+
+# What a slice's memory error says; the compiler keeps some memory to itself.
+_TOO_LARGE = re.compile(r'Used ([\d.]+)([KMG]) of')
+_GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Proof:
+  """What one chip does in a training step of a run, and how long that takes.
+
+  Where the step does not fit, all but the first lines is 0.
+
+  Attributes:
+    topology: the slice.
+    chips: how many it has.
+    data: size of the mesh's axis, and so are the next two.
+    fsdp: see there.
+    tensor: see there.
+    parameters: of the model.
+    memory: bytes that the step needs; at least these, where it is not known.
+    available: bytes that the chip has.
+    fits: whether the program could be made.
+    model_flops: what `mod_jax.flops` counts for a step.
+    products: the same as found in the program: what is computed a second time
+      for the backward pass is left out, and attention is counted as there.
+    again: FLOPs besides these: what rematerialisation computes once more, and
+      what the attention kernel does with masked pairs or once more.
+    collectives: by kind, how often in a step, and the bytes that are sent.
+    sent: bytes sent in a step, of all kinds.
+    compute_seconds: all products at the chip's peak rate.
+    network_seconds: all communication at the full rate of its links.
+    uncounted: kernels and loops that the other figures leave out.
+  """
+
+  topology: str
+  chips: int
+  data: int
+  fsdp: int
+  tensor: int
+  parameters: int
+  memory: int
+  available: int
+  fits: bool
+  model_flops: float
+  products: float = 0.0
+  again: float = 0.0
+  collectives: dict[str, tuple[int, float]] = dataclasses.field(
+    default_factory=dict
+  )
+  sent: float = 0.0
+  compute_seconds: float = 0.0
+  network_seconds: float = 0.0
+  uncounted: tuple[str, ...] = ()
+
+  @property
+  def step_seconds(self) -> float:
+    """A bound from below: the larger of the two, as if they overlapped."""
+    return max(self.compute_seconds, self.network_seconds)
+
+  @property
+  def bound(self) -> str:
+    """What takes longer."""
+    if not self.fits:
+      return 'memory'
+    network = self.network_seconds > self.compute_seconds
+    return 'network' if network else 'compute'
+
+  @property
+  def bytes_per_flop(self) -> float:
+    return self.sent / (self.products + self.again)
+
+
+def mesh_for(config: ExperimentConfig, chips: int) -> parallel.MeshConfig:
+  """Returns the mesh that a run would need on so many chips."""
+  return parallel.fit_mesh(config.mesh, chips, _rows(config))
+
+
+def check(config: ExperimentConfig, topology: slices.Slice) -> None:
+  """Refuses what need not be compiled to be seen not to fit a slice.
+
+  Raises:
+    UserError: the mesh does not divide the slice, or the batch; the run trains
+      in a way that is not compiled ahead.
+  """
+  if type(make_task(config)) is not Plain:
+    raise UserError(
+      f'{config.name}: pruned and adaptive models, which need a teacher or'
+      ' several phases, are not compiled ahead; take a dense or routed one.'
+    )
+  data, fsdp, tensor = config.mesh.sizes(topology.num_chips)
+  if _rows(config) % (data * fsdp):
+    fitting = mesh_for(config, topology.num_chips)
+    way_out = f'use a multiple of {data * fsdp}'
+    if fitting != config.mesh:
+      way_out += (
+        f', or config.mesh.tensor={fitting.tensor} and'
+        f' config.mesh.fsdp={fitting.fsdp}'
+      )
+    raise UserError(
+      f'train.batch_size / grad_accum_steps={_rows(config)} does not divide by'
+      f' the {data * fsdp} chips of {topology.name} along data and fsdp with'
+      f' config.mesh.tensor={tensor}: {way_out}.'
+    )
+
+
+def prove(
+  config: ExperimentConfig, topology: slices.Slice, cache=None
+) -> Proof:
+  """Compiles a run's training step for a slice, and reads what it does.
+
+  Args:
+    config: the run; its mesh is taken as it is.
+    topology: the slice.
+    cache: a directory of what was found before; None keeps nothing.
+
+  Raises:
+    UserError: as of `check`, or libtpu is missing.
+  """
+  check(config, topology)
+  path = None
+  if cache is not None:
+    path = paths.expand(cache) / f'{_key(config, topology)}.json'
+    if path.is_file():
+      return _from_json(path.read_text())
+  found = _prove(config, topology)
+  if path is not None:
+    paths.write_bytes(path, json.dumps(dataclasses.asdict(found)).encode())
+  return found
+
+
+def smallest(
+  config: ExperimentConfig, topologies: Sequence[slices.Slice], cache=None
+) -> Proof:
+  """Returns the proof of the first of some slices that a run fits on.
+
+  Args:
+    config: the run; its mesh is changed as `mesh_for` says.
+    topologies: from the smallest.
+    cache: as of `prove`.
+
+  Raises:
+    UserError: it fits on none.
+  """
+  least, refusal = None, None
+  for topology in topologies:
+    mesh = mesh_for(config, topology.num_chips)
+    fitted = dataclasses.replace(config, mesh=mesh)
+    try:
+      found = prove(fitted, topology, cache)
+    except UserError as error:
+      refusal = error
+      continue
+    if found.fits:
+      return found
+    least = found
+  if least is None:
+    raise refusal
+  raise UserError(
+    f'{config.name} needs {least.memory / _GIB:.1f} GiB a chip even on'
+    f' {least.topology}, which has {least.available / _GIB:.0f}: take a kind of'
+    ' chip with more memory, a smaller model or batch, or more of'
+    ' config.mesh.fsdp.'
+  )
+
+
+def lower(config: ExperimentConfig, devices: Sequence[jax.Device]):
+  """Returns the training step of a run as it is handed to the compiler.
+
+  Args:
+    config: the run.
+    devices: all that it runs on.
+  """
+  mesh = parallel.make_mesh(config.mesh, devices)
+  with jax.set_mesh(mesh):
+    task, optimizer, abstract = _abstract(config, mesh)
+    sharding = parallel.batch_sharding(mesh)
+    batch = {
+      name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+      for name, x in task.batch_shapes().items()
+    }
+    step = jit_step(
+      abstract,
+      task=task,
+      optimizer=optimizer,
+      # The last step's: the program that runs longest.
+      static_args=task.static_args(config.train.num_steps),
+      config=config.train,
+    )
+    with choice.made_for('tpu'):
+      return step.lower(abstract, batch, None)
+
+
+def run(
+  runs: Iterable[tuple[str, ExperimentConfig]],
+  topologies: Sequence[str],
+  workdir,
+) -> list[dict]:
+  """Proves runs on slices, each beside its dense twin; prints what it finds.
+
+  `WORKDIR/prove.csv` has a line for each; it is written anew after every one.
+  What was compiled before is not compiled again, so an interrupted call goes on
+  where it stopped, and runs that differ in their seeds cost one compilation.
+
+  Args:
+    runs: names and configs. Their meshes are changed as `mesh_for` says.
+    topologies: names of slices; that of a kind of chip stands for the smallest
+      one that a run fits on.
+    workdir: directory of the sweep.
+
+  Returns:
+    The lines, by column.
+
+  Raises:
+    UserError: an unknown slice; a run that does not divide over one, before
+      anything is compiled; one that fits on no slice of its kind.
+  """
+  runs = list(runs)
+  chosen = [slices.parse(topology) for topology in topologies]
+  for _, config in runs:
+    for found in chosen:
+      if len(found) == 1:
+        mesh = mesh_for(config, found[0].num_chips)
+        check(dataclasses.replace(config, mesh=mesh), found[0])
+  workdir = paths.expand(workdir)
+  prove_one = functools.partial(_prove_pair, cache=workdir / 'prove')
+  rows = []
+  for name, config in runs:
+    for found in chosen:
+      rows.append({'id': name} | prove_one(config, found))
+      print(_line(rows[-1], heading=len(rows) == 1), flush=True)
+      paths.write_bytes(workdir / 'prove.csv', _csv(rows).encode())
+  return rows
+
+
+def report(config: ExperimentConfig, topology: str) -> str:
+  """Returns what compiling a run for a slice tells, for people.
+
+  Args:
+    config: the run. Its mesh must fit the slice.
+    topology: the slice; a kind of chip stands for the smallest one that the run
+      fits on, with the mesh that `mesh_for` gives.
+
+  Raises:
+    UserError: as of `prove` and `smallest`.
+  """
+  found = slices.parse(topology)
+  prove_it = _proof if len(found) == 1 else smallest
+  proof = prove_it(config, found)
+  mesh = f'data {proof.data}, fsdp {proof.fsdp}, tensor {proof.tensor}'
+  fits = 'fits' if proof.fits else 'DOES NOT FIT'
+  lines = [
+    ('slice', f'{proof.topology}: {proof.chips} chips, mesh {mesh}'),
+    ('parameters', f'{proof.parameters:,}'),
+    (
+      'memory',
+      f'{proof.memory / _GIB:.2f} of {proof.available / _GIB:.0f} GiB a chip:'
+      f' {fits}',
+    ),
+  ]
+  if proof.fits:
+    lines += _report_step(proof)
+  return '\n'.join(f'{name:<12} {text}' for name, text in lines)
+
+
+def _report_step(proof: Proof) -> list[tuple[str, str]]:
+  lines = [
+    (
+      'products',
+      f'{proof.products:.4e} FLOPs a chip and step, {_ratio(proof):.4f} of the'
+      f" model's {proof.model_flops / proof.chips:.4e};"
+      f' {proof.again:.3e} more are computed again',
+    )
+  ]
+  lines += [
+    (kind, f'{count} in a step, {sent / 1e6:,.1f} MB sent by each chip')
+    for kind, (count, sent) in proof.collectives.items()
+  ]
+  lines += [
+    (
+      'network',
+      f'{proof.sent / 1e6:,.1f} MB, {proof.bytes_per_flop:.2e} bytes per FLOP',
+    ),
+    (
+      'step',
+      f'{1e3 * proof.step_seconds:.4g} ms at least, bound by {proof.bound}:'
+      f' {1e3 * proof.compute_seconds:.4g} ms of products at the peak rate,'
+      f' {1e3 * proof.network_seconds:.4g} ms of communication',
+    ),
+  ]
+  if proof.uncounted:
+    lines.append(('not counted', ', '.join(proof.uncounted)))
+  return lines
+
+
+def _proof(config, found, cache=None) -> Proof:
+  (topology,) = found
+  return prove(config, topology, cache)
+
+
+def _prove_pair(config, found, cache) -> dict:
+  """Returns a line of the table: a run on a slice, with its dense twin's."""
+  if len(found) > 1:
+    proof = smallest(config, found, cache)
+    (found,) = (x for x in found if x.name == proof.topology)
+  else:
+    (found,) = found
+    proof = prove(_fitted(config, found), found, cache)
+  row = dataclasses.asdict(proof) | {
+    'collectives': json.dumps(proof.collectives),
+    'uncounted': ' '.join(proof.uncounted),
+    'step_seconds': proof.step_seconds,
+    'bound': proof.bound,
+    'bytes_per_flop': proof.bytes_per_flop if proof.fits else 0.0,
+    'products_ratio': _ratio(proof) if proof.fits else 0.0,
+  }
+  twin = _twin(config)
+  beside = prove(_fitted(twin, found), found, cache) if twin else None
+  for name in ('products', 'again', 'sent', 'step_seconds'):
+    row[f'dense_{name}'] = getattr(beside, name, '')
+  return row
+
+
+def _fitted(config, topology) -> ExperimentConfig:
+  mesh = mesh_for(config, topology.num_chips)
+  return dataclasses.replace(config, mesh=mesh)
+
+
+def _twin(config) -> ExperimentConfig | None:
+  """Returns the dense twin of a routed run, or None of a dense one."""
+  model = config.model.dense_twin()
+  if model == config.model:
+    return None
+  return dataclasses.replace(config, model=model)
+
+
+def _ratio(proof: Proof) -> float:
+  return proof.products * proof.chips / proof.model_flops
+
+
+def _rows(config: ExperimentConfig) -> int:
+  return config.train.batch_size // config.train.grad_accum_steps
+
+
+def _key(config: ExperimentConfig, topology: slices.Slice) -> str:
+  """Returns a name of all that a program depends on."""
+  default = ExperimentConfig()
+  irrelevant = ('name', 'seed', 'init', 'evaluation', 'checkpoint', 'log')
+  config = dataclasses.replace(
+    config, **{name: getattr(default, name) for name in irrelevant}
+  )
+  versions = [
+    __version__,
+    *map(importlib.metadata.version, ('jax', 'libtpu')),
+  ]
+  text = json.dumps([config_lib.to_json(config), topology.name, versions])
+  return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _from_json(text: str) -> Proof:
+  record = json.loads(text)
+  record['uncounted'] = tuple(record['uncounted'])
+  return Proof(**record)
+
+
+def _abstract(config, mesh):
+  """Returns the task, the optimiser and the abstract state of a run."""
+  task = make_task(config)
+  optimizer = optimizer_lib.make_optimizer(
+    config.optimizer, config.train.num_steps
+  )
+  abstract = state_lib.abstract_state(
+    task, optimizer, mesh, ema=config.train.ema_decay > 0
+  )
+  return task, optimizer, abstract
+
+
+def _prove(config, topology) -> Proof:
+  devices = topology.devices()
+  mesh = parallel.make_mesh(config.mesh, devices)
+  with jax.set_mesh(mesh):
+    task, _, abstract = _abstract(config, mesh)
+  proof = Proof(
+    topology=topology.name,
+    chips=topology.num_chips,
+    **mesh.shape,
+    parameters=sum(x.size for x in jax.tree.leaves(abstract.params)),
+    memory=_state_bytes(abstract),
+    available=topology.chip.memory,
+    fits=False,
+    model_flops=task.flops_per_step(task.static_args(config.train.num_steps)),
+  )
+  if proof.memory > proof.available:
+    return proof  # The state alone is too large.
+  try:
+    with slices.quick_compiler():
+      compiled = lower(config, devices).compile()
+  except jax.errors.JaxRuntimeError as error:
+    if 'RESOURCE_EXHAUSTED' not in str(error):
+      raise
+    found = _TOO_LARGE.search(str(error))
+    if found:
+      unit = 2 ** {'K': 10, 'M': 20, 'G': 30}[found[2]]
+      used = int(float(found[1]) * unit)
+      proof = dataclasses.replace(proof, memory=max(proof.memory, used))
+    return proof
+  memory = compiled.memory_analysis()
+  used = (
+    memory.argument_size_in_bytes
+    + memory.output_size_in_bytes
+    - memory.alias_size_in_bytes
+    + memory.temp_size_in_bytes
+    + memory.generated_code_size_in_bytes
+  )
+  proof = dataclasses.replace(proof, memory=used, fits=True)
+  return _read(proof, hlo.cost(compiled.as_text()), topology, mesh)
+
+
+def _state_bytes(abstract) -> int:
+  return sum(
+    math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+    for x in jax.tree.leaves(abstract)
+  )
+
+
+def _read(proof: Proof, cost: hlo.Cost, topology, mesh) -> Proof:
+  """Adds what a program does to a proof."""
+  useful, again, uncounted = _kernels(cost.kernels)
+  products = cost.products - cost.again + useful
+  again += cost.again
+  collectives, network = {}, 0.0
+  positions = [device.coords for device in mesh.devices.flat]
+  for part in cost.collectives:
+    count, sent = collectives.get(part.kind, (0, 0.0))
+    collectives[part.kind] = (count + part.count, sent + part.sent)
+    group = [positions[i] for i in part.group]
+    network += part.sent / topology.bandwidth(group)
+  return dataclasses.replace(
+    proof,
+    products=products,
+    again=again,
+    collectives=dict(sorted(collectives.items())),
+    sent=sum(sent for _, sent in collectives.values()),
+    compute_seconds=(products + again) / topology.chip.peak,
+    network_seconds=network,
+    uncounted=(*uncounted, *cost.endless),
+  )
+
+
+# The parts of splash attention: how many of its matrix products a model's count
+# has, and how many are computed. Both backward parts compute the weights once
+# more, and the second one their gradient.
+_SPLASH = {
+  'splash_mha_fwd': (2, 2),
+  'splash_mha_dq': (2, 3),
+  'splash_mha_dkv': (2, 4),
+}
+
+
+def _kernels(
+  kernels: Iterable[hlo.Kernel],
+) -> tuple[int, int, tuple[str, ...]]:
+  """Returns the products of kernels: once, again; and the names of others."""
+  counts, others = collections.Counter(), {}
+  for kernel in kernels:
+    part = next((p for p in _SPLASH if kernel.name.startswith(p)), None)
+    if part is None:
+      others[kernel.name] = None
+    else:
+      counts[part, *_product_flops(kernel)] += kernel.count
+  useful, total = 0, 0
+  for (part, seen, visited), count in counts.items():
+    once, computed = _SPLASH[part]
+    total += count * computed * visited
+    if part == 'splash_mha_fwd':
+      # A rematerialised forward pass runs the same kernel again.
+      count = min(count, counts['splash_mha_dq', seen, visited] or count)
+    useful += count * once * seen
+  return useful, total - useful, tuple(others)
+
+
+def _product_flops(kernel: hlo.Kernel) -> tuple[int, int]:
+  """Returns the FLOPs of one product of attention: needed, and computed."""
+  q_BHQC, k_BGSC, *_ = (x for x in kernel.operands if len(x) == 4)
+  batch, heads, queries, channels = q_BHQC
+  keys = k_BGSC[2]
+  seen = visited = queries * keys
+  mask = kernel.operands[0]
+  if len(mask) == 3:  # Which blocks a causal mask leaves.
+    seen = queries * (queries + 1) // 2
+    rows, columns = queries // mask[1], keys // mask[2]
+    visited = (
+      rows
+      * columns
+      * sum(
+        (i + 1) * rows > j * columns
+        for i in range(mask[1])
+        for j in range(mask[2])
+      )
+    )
+  one = 2 * batch * heads * channels
+  return one * seen, one * visited
+
+
+_COLUMNS = {
+  'id': lambda row: row['id'],
+  'slice': lambda row: row['topology'],
+  'mesh': lambda row: f'{row["data"]}x{row["fsdp"]}x{row["tensor"]}',
+  'GiB': lambda row: f'{row["memory"] / _GIB:.2f}/{row["available"] // _GIB}',
+  'products': lambda row: f'{row["products"]:.3e}',
+  '/model': lambda row: f'{row["products_ratio"]:.3f}',
+  'again': lambda row: f'{row["again"] / max(1, row["products"]):.2f}',
+  'sent MB': lambda row: f'{row["sent"] / 1e6:.0f}',
+  'B/FLOP': lambda row: f'{row["bytes_per_flop"]:.1e}',
+  'compute ms': lambda row: f'{1e3 * row["compute_seconds"]:.1f}',
+  'network ms': lambda row: f'{1e3 * row["network_seconds"]:.1f}',
+  'bound by': lambda row: row['bound'],
+  'dense ms': lambda row: _milliseconds(row['dense_step_seconds']),
+}
+_WIDTHS = {'id': 24, 'slice': 14}
+
+
+def _milliseconds(seconds) -> str:
+  return '-' if seconds == '' else f'{1e3 * seconds:.1f}'
+
+
+def _line(row: Mapping, *, heading: bool) -> str:
+  """Returns a row for people, under the names of the columns if it is first."""
+  cells = {name: cell(row) for name, cell in _COLUMNS.items()}
+  lines = [dict(zip(cells, cells, strict=True)), cells][not heading :]
+  return '\n'.join(
+    ''.join(
+      cell.ljust(_WIDTHS[name]) if name in _WIDTHS else cell.rjust(12)
+      for name, cell in line.items()
+    )
+    for line in lines
+  )
+
+
+def _csv(rows: Sequence[Mapping]) -> str:
+  file = io.StringIO()
+  writer = csv.DictWriter(file, list(rows[0]), lineterminator='\n')
+  writer.writeheader()
+  writer.writerows(rows)
+  return file.getvalue()

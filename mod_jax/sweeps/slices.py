@@ -1,0 +1,198 @@
+"""Slices of TPUs to compile for, which need not be here: libtpu alone does it.
+
+A slice is named as in Google Cloud, `v5e:4x4` or `v5p:4x4x4`.
+"""
+
+from collections.abc import Sequence
+import contextlib
+import dataclasses
+import importlib.util
+import math
+import os
+import re
+
+import jax
+import numpy as np
+
+from mod_jax import config as config_lib
+from mod_jax.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chip:
+  """A kind of TPU, as its maker describes it.
+
+  Attributes:
+    memory: bytes of HBM.
+    peak: FLOP/s of matrix products in bfloat16.
+    link: bytes/s that a chip sends to one neighbour; as many come back.
+    ring: an axis of the slice whose size is a multiple of this is a ring, and
+      any other one a line.
+    slices: those on offer, from the smallest to the largest.
+    options: what libtpu wants to know besides to see one device per chip.
+  """
+
+  memory: int
+  peak: float
+  link: float
+  ring: int
+  slices: tuple[str, ...]
+  options: tuple[tuple[str, str], ...] = ()
+
+
+_PLANES = ('1x1', '2x2', '2x4', '4x4', '4x8', '8x8', '8x16', '16x16')
+_CUBES = ('4x4x4', '4x4x8', '4x8x8', '8x8x8', '8x8x16', '8x16x16', '16x16x16')
+# Memory, peak and slices: https://docs.cloud.google.com/tpu/docs/v5e, and /v5p,
+# /v6e and /v4 there, read in 2026. So is the bandwidth but for v4: 400, 1200
+# and 800 GB/s for all ports of a chip (4 in a plane, 6 in space), both
+# directions together. That v4 has six links of 50 GB/s each way: Jouppi et al.
+# 2023, arXiv 2304.01433. Which axes are rings: Austin et al. 2025, How to scale
+# your model, chapter 2 (https://jax-ml.github.io/scaling-book/tpus).
+CHIPS = {
+  'v4': Chip(
+    memory=32 * 2**30,
+    peak=275e12,
+    link=50e9,
+    ring=4,
+    slices=('2x2x1', '2x2x2', '2x2x4', '2x4x4', *_CUBES),
+    options=(('chip_config_name', 'megacore'),),
+  ),
+  'v5e': Chip(
+    memory=16 * 2**30, peak=197e12, link=50e9, ring=16, slices=_PLANES
+  ),
+  'v5p': Chip(
+    memory=95 * 2**30,
+    peak=459e12,
+    link=100e9,
+    ring=4,
+    slices=('2x2x1', '2x2x2', '2x4x4', *_CUBES, '16x16x24'),
+  ),
+  'v6e': Chip(
+    memory=32 * 2**30, peak=918e12, link=100e9, ring=16, slices=_PLANES
+  ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Slice:
+  """Chips of one kind in a grid."""
+
+  kind: str
+  sizes: tuple[int, ...]
+
+  @property
+  def name(self) -> str:
+    return f'{self.kind}:{"x".join(map(str, self.sizes))}'
+
+  @property
+  def chip(self) -> Chip:
+    return CHIPS[self.kind]
+
+  @property
+  def num_chips(self) -> int:
+    return math.prod(self.sizes)
+
+  def devices(self) -> list[jax.Device]:
+    """Returns the chips, to compile for.
+
+    Raises:
+      UserError: libtpu is not installed, or knows no such slice.
+    """
+    if importlib.util.find_spec('libtpu') is None:
+      raise UserError(
+        f'{self.name} can only be compiled for with libtpu, the TPU compiler,'
+        ' which is not installed: pip install libtpu.'
+      )
+    # Set here and not globally: they only matter to libtpu.
+    os.environ['TPU_SKIP_MDS_QUERY'] = '1'
+    os.environ['ALLOW_MULTIPLE_LIBTPU_LOAD'] = '1'
+    from jax.experimental import topologies
+
+    options = dict(self.chip.options)
+    if self.num_chips == 1:  # Hosts of larger slices have four chips.
+      options['chips_per_host_bounds'] = (1, 1, 1)
+    try:
+      topology = topologies.get_topology_desc(
+        platform='tpu', topology_name=self.name, **options
+      )
+    except jax.errors.JaxRuntimeError as error:
+      raise _unknown(self.name) from error
+    return list(topology.devices)
+
+  def bandwidth(self, coordinates: Sequence[Sequence[int]]) -> float:
+    """Returns how many bytes/s each of some chips sends around a ring of them.
+
+    They use the links along the axes that they span: both directions of an
+    axis that is a ring and theirs as a whole, and one direction of any other.
+
+    Args:
+      coordinates: of each chip, in the grid.
+    """
+    spans = [len(set(axis)) for axis in zip(*coordinates, strict=True)]
+    links = sum(
+      2 if span == size and size % self.chip.ring == 0 else 1
+      for span, size in zip(spans, self.sizes, strict=False)
+      if span > 1
+    )
+    return max(1, links) * self.chip.link
+
+
+def parse(topology: str) -> list[Slice]:
+  """Returns the slice of this name, or all that a kind of chip is offered in.
+
+  Args:
+    topology: such as `v5e:4x4`, or `v5e` for all, from the smallest.
+
+  Raises:
+    UserError: there is no such slice; names those that there are.
+  """
+  found = re.fullmatch(r'(\w+)(?::(\d+(?:x\d+)*))?', topology)
+  if not found or found[1] not in CHIPS:
+    raise _unknown(topology)
+  kind, grid = found.groups()
+  if grid is None:
+    return [_slice(kind, grid) for grid in CHIPS[kind].slices]
+  given, largest = _slice(kind, grid), _slice(kind, CHIPS[kind].slices[-1])
+  if (
+    len(given.sizes) != len(largest.sizes)
+    or given.num_chips > largest.num_chips
+    or not given.num_chips
+  ):
+    raise _unknown(topology)
+  return [given]
+
+
+def _slice(kind: str, grid: str) -> Slice:
+  return Slice(kind, tuple(map(int, grid.split('x'))))
+
+
+def _unknown(topology: str) -> UserError:
+  kind = topology.partition(':')[0]
+  known = CHIPS[kind].slices if kind in CHIPS else CHIPS
+  prefix = f'{kind}:' if kind in CHIPS else ''
+  names = [prefix + name for name in known]
+  shape = '' if prefix else ', with a shape as in v5e:4x4 or v5p:4x4x4'
+  return UserError(
+    f'topology {topology!r} is unknown: expected one of {", ".join(names)}'
+    f'{shape}.{config_lib.nearest(topology, names)}'
+  )
+
+
+@contextlib.contextmanager
+def quick_compiler():
+  """Lets libtpu search less: a third of the time, for nearly the same program.
+
+  Its full search for the training step of a model of 220M parameters does not
+  end within minutes.
+  """
+  before = jax.config.values['jax_optimization_level']
+  jax.config.update('jax_optimization_level', 'O1')
+  try:
+    yield
+  finally:
+    jax.config.update('jax_optimization_level', before)
+
+
+def positions(mesh: jax.sharding.Mesh) -> np.ndarray:
+  """Returns the coordinates [N, 3] of a mesh's chips, in a program's order."""
+  return np.array([device.coords for device in mesh.devices.flat])

@@ -1,0 +1,37 @@
+"""Studies of a few rows, which need not divide over a mesh, on one device."""
+
+import contextlib
+import functools
+
+import jax
+from jax.experimental import multihost_utils
+
+from mod_jax import parallel
+from mod_jax.train.task import Study
+
+
+@contextlib.contextmanager
+def one_device(*trees):
+  """Leaves the mesh for a while, since a few images need not divide over it.
+
+  Yields:
+    The trees of arrays, on the first device of this host.
+  """
+  if jax.process_count() > 1:
+    trees = multihost_utils.process_allgather(trees, tiled=True)
+  mesh = parallel.make_mesh(parallel.MeshConfig(), jax.local_devices()[:1])
+  everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+  with jax.set_mesh(mesh):
+    yield jax.device_put(trees, everywhere)
+
+
+def on_one_device(study):
+  """Turns a function that knows no mesh into a study; see `one_device`."""
+
+  @functools.wraps(study)
+  def run(task, params, model_state, mesh) -> Study:
+    del mesh
+    with one_device(params, model_state) as variables:
+      return study(task, *variables)
+
+  return run

@@ -1,0 +1,139 @@
+"""Longer looks at a routed language model: which tokens it works on."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from scipy import stats
+
+from mod_jax import viz
+from mod_jax.tasks.studies import devices
+from mod_jax.train.task import Study
+
+_BATCHES = 16
+_DRAWS = 1000  # Of the bootstrap.
+_OFTEN = 40  # A piece of text that comes less often is not listed.
+_LISTED = 12  # Pieces at either end.
+
+
+@devices.on_one_device
+def engagement(task, params, model_state) -> Study:
+  """Asks whether tokens that engage more blocks are harder to go on from.
+
+  For each held-out token: by how many of the routed blocks top-k has it
+  processed, and the entropy of the model's prediction of the next token
+  (Raposo et al. 2024, section 4.1, who find that they go together). Spearman's
+  correlation comes with a 95% interval, bootstrapped over sequences.
+  """
+  mode = task.modality.modes()['top_k/']
+
+  @jax.jit
+  def look(params, model_state, batch, key):
+    output = task.apply(params, model_state, batch, key, mode)
+    log_p_BLV = jax.nn.log_softmax(output.logits_BLV.astype(jnp.float32))
+    entropy_BL = -jnp.sum(jnp.exp(log_p_BLV) * log_p_BLV, axis=-1)
+    count_BL = sum(
+      routed.chosen_BL.astype(jnp.int32) for routed in output.routing
+    )
+    return count_BL, entropy_BL
+
+  found = []
+  key = jax.random.key(task.config.seed)
+  for batch in task.eval_batches(
+    batch_size=task.config.evaluation.batch_size, num_batches=_BATCHES
+  ):
+    count_BL, entropy_BL = look(params, model_state, batch, key)
+    valid_BL = task.modality.token_weights(batch) > 0
+    arrays = (count_BL, entropy_BL, valid_BL, batch['tokens'])
+    found.append([np.asarray(jax.device_get(x)) for x in arrays])
+  count_RL, entropy_RL, valid_RL, token_RL = map(
+    np.concatenate, zip(*found, strict=True)
+  )
+  blocks = sum(c is not None for c in task.config.model.capacities)
+  count_N, entropy_N = count_RL[valid_RL], entropy_RL[valid_RL]
+  spearman, low, high = correlation(count_RL, entropy_RL, valid_RL)
+  groups = {k: entropy_N[count_N == k] for k in range(blocks + 1)}
+  groups = {k: values for k, values in groups.items() if len(values)}
+  pieces = _pieces(
+    token_RL[valid_RL], count_N / blocks, task.modality.tokenizer
+  )
+  lines = [f'{"routed blocks":>13}{"tokens":>10}{"entropy":>10}{"median":>10}']
+  for k, values in groups.items():
+    lines.append(
+      f'{k:13d}{len(values) / len(count_N):10.2%}{values.mean():10.4f}'
+      f'{np.median(values):10.4f}'
+    )
+  lines.append(
+    f"Entropy of the prediction in nats. Spearman's correlation {spearman:.4f}"
+    f' (95%: {low:.4f} to {high:.4f}), {len(count_N):,} held-out tokens of'
+    f' {len(count_RL)} sequences, under top-k.'
+  )
+  return Study(
+    text='\n'.join(lines),
+    metrics={
+      'spearman': spearman,
+      'interval': [low, high],
+      'tokens': len(count_N),
+      'blocks': {
+        str(k): {
+          'share': len(values) / len(count_N),
+          'entropy': float(values.mean()),
+        }
+        for k, values in groups.items()
+      },
+      'pieces': pieces,
+    },
+    figures={
+      'entropy': viz.engagement(
+        groups,
+        pieces,
+        listed=_LISTED,
+        blocks=blocks,
+        facts=f'Spearman {spearman:.3f}, 95%: {low:.3f} to {high:.3f}',
+        title='Held-out text: which tokens the routed blocks process',
+      )
+    },
+  )
+
+
+def correlation(x_RL, y_RL, valid_RL, seed: int = 0):
+  """Returns Spearman's correlation over all tokens, and its 95% interval.
+
+  The interval is a percentile bootstrap over rows, whose tokens are not
+  independent; ranks stay those of all tokens. All three are nan where x or y
+  is constant.
+  """
+  ranks = np.zeros((2, *x_RL.shape))
+  for rank_RL, values_RL in zip(ranks, (x_RL, y_RL), strict=True):
+    rank_N = stats.rankdata(values_RL[valid_RL])
+    rank_RL[valid_RL] = rank_N - rank_N.mean()
+  a_RL, b_RL = ranks
+  # Of each row: count, sums, and sums of products.
+  sums_R6 = np.stack(
+    [
+      x.sum(axis=1)
+      for x in (valid_RL, a_RL, b_RL, a_RL**2, b_RL**2, a_RL * b_RL)
+    ],
+    axis=1,
+  )
+  rng = np.random.default_rng(seed)
+  rows = len(sums_R6)
+  times_DR = rng.multinomial(rows, np.full(rows, 1 / rows), _DRAWS)
+  # The first draw is the data themselves.
+  times_DR = np.vstack([np.ones(rows), times_DR])
+  n, a, b, aa, bb, ab = (times_DR @ sums_R6).T
+  with np.errstate(invalid='ignore', divide='ignore'):
+    r = (ab - a * b / n) / np.sqrt((aa - a * a / n) * (bb - b * b / n))
+  low, high = np.quantile(r[1:], (0.025, 0.975))
+  return float(r[0]), float(low), float(high)
+
+
+def _pieces(token_N, share_N, tokenizer) -> dict[str, float]:
+  """Returns the mean share of the blocks by piece, of frequent ones."""
+  count_V = np.bincount(token_N)
+  total_V = np.bincount(token_N, weights=share_N)
+  often = np.flatnonzero(count_V >= _OFTEN)
+  names = tokenizer.pieces(often.tolist())
+  shares = dict(
+    zip(names, (total_V / np.maximum(count_V, 1))[often], strict=True)
+  )
+  return {k: float(shares[k]) for k in sorted(shares, key=lambda k: -shares[k])}

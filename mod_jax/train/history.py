@@ -1,0 +1,101 @@
+"""How often a run was begun and continued, and the time that this took."""
+
+from collections.abc import Callable
+import json
+import time
+
+from mod_jax import paths
+from mod_jax.errors import UserError
+
+_FILE = 'history.jsonl'
+
+
+class History:
+  """Keeps `WORKDIR/history.jsonl`: a line for each event in the run's life.
+
+  `{"event": "start", "time": …, "step": 120, "lost_steps": 7, …}`, where
+  training begins or continues, with what else describes it; `"first_step"` when
+  the first step is done, and programs are loaded and compiled; and `"end"`.
+  A process that is killed leaves no `end`. Times are seconds since 1970.
+  """
+
+  def __init__(
+    self,
+    workdir,
+    *,
+    enabled: bool = True,
+    clock: Callable[[], float] = time.time,
+  ):
+    """Reads what is there.
+
+    Args:
+      workdir: directory of the run.
+      enabled: False keeps nothing, as on all hosts but the first.
+      clock: returns seconds; tests give their own.
+    """
+    self._path = paths.expand(workdir) / _FILE
+    self._clock = clock
+    self._enabled = enabled
+    self._events = read(workdir) if enabled else []
+
+  def add(self, event: str, step: int, **more) -> None:
+    """Notes an event, and when it was.
+
+    Args:
+      event: its kind.
+      step: steps taken.
+      **more: what else to note, as JSON; `time` if it was not now.
+    """
+    if not self._enabled:
+      return
+    line = {'event': event, 'time': self._clock(), 'step': step, **more}
+    self._events.append(line)
+    text = ''.join(json.dumps(e) + '\n' for e in self._events)
+    paths.write_bytes(self._path, text.encode())
+
+  def report(self) -> str | None:
+    """Returns what restarts have cost so far in a sentence; None without any.
+
+    The cost of a restart is the time from its start to the end of its first
+    step, and the steps that were taken before it and were not saved.
+    """
+    lives = []
+    for event in self._events:
+      if event['event'] == 'start':
+        lives.append({})
+      if lives:
+        lives[-1][event['event']] = event
+    restarts = [life for life in lives[1:] if 'first_step' in life]
+    if not restarts:
+      return None
+    starting = sum(
+      life['first_step']['time'] - life['start']['time'] for life in restarts
+    )
+    again = sum(life['start']['lost_steps'] for life in restarts)
+    timed = [life for life in lives if {'first_step', 'end'} <= life.keys()]
+    steps = sum(x['end']['step'] - x['first_step']['step'] for x in timed)
+    seconds = sum(x['end']['time'] - x['first_step']['time'] for x in timed)
+    lost = starting + again * seconds / max(1, steps)
+    times = 'once' if len(restarts) == 1 else f'{len(restarts)} times'
+    return (
+      f'continued {times}, which cost about {lost:.0f} s: {starting:.0f} s to'
+      f' start, and {again} step(s) done again'
+    )
+
+
+def read(workdir) -> list[dict]:
+  """Returns the events of a run, oldest first; empty where there are none.
+
+  Raises:
+    UserError: the file holds something else.
+  """
+  path = paths.expand(workdir) / _FILE
+  if not path.exists():
+    return []
+  try:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+  except ValueError as error:
+    raise UserError(
+      f'{path} is not what a run writes: move it away; only the record of'
+      ' restarts is lost.'
+    ) from error

@@ -1,0 +1,111 @@
+"""Studies of language models against counting by hand."""
+
+import dataclasses
+
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+
+from mod_jax.data.text import TextDataConfig
+from mod_jax.layers.routed import MoDConfig
+from mod_jax.models.lm import LMConfig
+from mod_jax.tasks import make_task
+from mod_jax.tasks.experiment import ExperimentConfig
+from mod_jax.tasks.studies import language
+from mod_jax.train.run_config import EvaluationConfig
+
+MODEL = LMConfig(
+  num_layers=4,
+  width=8,
+  num_heads=2,
+  routing=MoDConfig(capacity=0.25, router_loss=0.01),
+)
+
+
+def test_entropy_by_blocks(tmp_path, monkeypatch):
+  rng = np.random.default_rng(0)
+  for i in range(12):
+    (tmp_path / f'{i}.txt').write_bytes(
+      bytes(rng.choice(list(b'abc \n'), 99).tolist())
+    )
+  config = ExperimentConfig(
+    model=MODEL,
+    data=TextDataConfig(
+      source='files',
+      files=f'{tmp_path}/*.txt',
+      length=16,
+      eval_fraction=0.5,
+    ),
+    evaluation=EvaluationConfig(batch_size=4),
+  )
+  task = make_task(config)
+  shapes = jax.eval_shape(task.init, jax.random.key(0))
+  params = jax.tree.map(
+    lambda x: jnp.asarray(rng.normal(0.1, 0.5, x.shape), jnp.float32),
+    nn.unbox(shapes)['params'],
+  )
+  monkeypatch.setattr(language, '_OFTEN', 3)
+  study = task.studies()['engagement'](params, {}, None)
+
+  apply = jax.jit(MODEL.build().apply)
+  counts, entropies = [], []
+  for batch in task.eval_batches(batch_size=4, num_batches=16):
+    valid_BL = batch['weights'] > 0
+    output = apply({'params': params}, batch['tokens'], valid_BL=valid_BL)
+    p_BLV = np.asarray(jax.nn.softmax(output.logits_BLV), np.float64)
+    entropies.append(-(p_BLV * np.log(p_BLV)).sum(axis=-1)[valid_BL])
+    count_BL = sum(np.asarray(r.chosen_BL).astype(int) for r in output.routing)
+    counts.append(count_BL[valid_BL])
+  count_N, entropy_N = map(np.concatenate, (counts, entropies))
+  assert set(count_N) == {0, 1, 2}
+  found = study.metrics
+  assert found['tokens'] == len(count_N)
+  assert found['spearman'] == pytest.approx(
+    stats.spearmanr(count_N, entropy_N).statistic, abs=1e-3
+  )
+  low, high = found['interval']
+  assert low < found['spearman'] < high
+  for k in range(3):
+    mine = entropy_N[count_N == k]
+    assert found['blocks'][str(k)]['share'] == len(mine) / len(count_N)
+    assert found['blocks'][str(k)]['entropy'] == pytest.approx(
+      mine.mean(), rel=1e-5
+    )
+  assert set(found['pieces']) <= set('abc␣↵')
+  assert list(found['pieces'].values()) == sorted(
+    found['pieces'].values(), reverse=True
+  )
+  assert 'Spearman' in study.text
+  study.figures['entropy'].canvas.draw()
+  assert (
+    make_task(
+      dataclasses.replace(
+        config, model=dataclasses.replace(MODEL, routing=None)
+      )
+    ).studies()
+    == {}
+  )
+
+
+def test_the_interval_knows_that_a_rows_tokens_are_not_independent():
+  """Where rows are constant, the tokens of a row tell no more than one."""
+  rng = np.random.default_rng(1)
+  x_R, y_R = rng.normal(size=(2, 60))
+  valid_RL = np.ones((60, 50), bool)
+  wide = language.correlation(
+    *(np.repeat(x[:, None], 50, axis=1) for x in (x_R, y_R)), valid_RL
+  )
+  narrow = language.correlation(*rng.normal(size=(2, 60, 50)), valid_RL)
+  assert wide[2] - wide[1] > 4 * (narrow[2] - narrow[1])
+  assert wide[0] == pytest.approx(stats.spearmanr(x_R, y_R).statistic)
+  # Padding, whatever it holds, changes nothing.
+  x_RL, y_RL = rng.normal(size=(2, 60, 50))
+  valid_RL[:, 30:] = False
+  want = language.correlation(x_RL[:, :30], y_RL[:, :30], valid_RL[:, :30])
+  x_RL[:, 30:] = 99
+  assert language.correlation(x_RL, y_RL, valid_RL) == pytest.approx(want)
+  constant = language.correlation(0 * x_RL, y_RL, valid_RL)
+  assert np.isnan(constant).all()

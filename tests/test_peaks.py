@@ -1,0 +1,26 @@
+"""The table of devices, by the names that JAX has for them."""
+
+import types
+
+import pytest
+
+from mod_jax import peaks
+
+
+@pytest.mark.parametrize(
+  ('kind', 'tera'),
+  [
+    ('TPU v5 lite', 197),
+    ('TPU v5', 459),
+    ('NVIDIA A100-SXM4-80GB', 312),
+    ('NVIDIA H100 80GB HBM3', 989),
+    ('NVIDIA H100 PCIe', 756),
+    ('NVIDIA H200', 989),
+    ('NVIDIA H100 NVL', None),
+    ('NVIDIA L40S', None),
+    ('cpu', None),
+  ],
+)
+def test_by_name(kind, tera):
+  peak = peaks.of(types.SimpleNamespace(device_kind=kind))
+  assert peak == (tera and tera * 1e12)
