@@ -1,9 +1,10 @@
 """An isoFLOP sweep in hours on two CPU cores: dense against Mixture-of-Depths.
 
-The paper's Figure 4 in miniature: three budgets of training FLOPs, five sizes
-around each curve's own minimum, the recipe of `configs/lm/mod.py`. Beside them,
-at the lowest budget: the raw gate, the stride that does not look at the tokens,
-and the dense blocks alone for as many steps as the routed models take.
+The paper's Figure 4 in miniature: three budgets of training FLOPs, at least
+five sizes around each curve's own minimum, the recipe of `configs/lm/mod.py`.
+Beside them, at the lowest budget: the raw gate, the stride that does not look
+at the tokens, and the dense blocks alone for as many steps as the routed models
+take.
 
 The learning rate falls with the root of the width, and is the same for dense
 and routed models. The variant `tune` finds it, on dense models of two sizes.
@@ -24,24 +25,25 @@ from mod_jax.train.run_config import LogConfig
 from mod_jax.train.run_config import TrainConfig
 
 ROUTING = config_lib.sibling(__file__, '../lm/mod').ROUTING
-# Blocks, width, heads. Pairs of blocks, since every other one is routed.
+# Blocks, width, heads. Four blocks, of which MoD routes every other one.
 SHAPES = (
-  (2, 48, 2),
-  (2, 64, 2),
+  (4, 16, 1),
+  (4, 24, 1),
+  (4, 32, 1),
+  (4, 40, 2),
+  (4, 48, 2),
+  (4, 56, 2),
   (4, 64, 2),
   (4, 80, 2),
   (4, 96, 3),
   (4, 112, 4),
   (4, 128, 4),
+  (4, 144, 4),
   (4, 160, 5),
-  (6, 160, 5),
-  (6, 192, 6),
-  (6, 224, 7),
-  (8, 224, 7),
-  (8, 256, 8),
+  (4, 192, 6),
 )
-DENSE = Group(name='dense', optimum=4.8e5)
-MOD = Group(name='mod', optimum=6.4e5, routing=ROUTING)
+DENSE = Group(name='dense', optimum=1.7e5)
+MOD = Group(name='mod', optimum=2.1e5, routing=ROUTING)
 
 
 def variant(name: str, *, without_routed_blocks: bool = False, **routing):
@@ -49,6 +51,7 @@ def variant(name: str, *, without_routed_blocks: bool = False, **routing):
   return dataclasses.replace(
     MOD,
     name=name,
+    num_sizes=5,
     budgets=(0,),
     routing=dataclasses.replace(ROUTING, **routing),
     without_routed_blocks=without_routed_blocks,
@@ -61,7 +64,10 @@ def sweep() -> SweepConfig:
     base=ExperimentConfig(
       model=LMConfig(vocab_size=2048),
       data=TextDataConfig(
-        tokenizer='bpe', tokenizer_vocab_size=2048, length=256
+        source='environment',
+        tokenizer='bpe',
+        tokenizer_vocab_size=2048,
+        length=256,
       ),
       train=TrainConfig(batch_size=16),
       evaluation=EvaluationConfig(
@@ -80,7 +86,7 @@ def sweep() -> SweepConfig:
       variant('removed', without_routed_blocks=True),
     ),
     shapes=SHAPES,
-    num_sizes=5,
+    num_sizes=(7, 6, 5),
     learning_rate=4e-3,
     rate_width=192,
     # A product of large matrices in float32, and what training makes of it.
@@ -100,8 +106,8 @@ def tune() -> SweepConfig:
       dataclasses.replace(DENSE, name=f'rate_x{factor:g}', rate_factor=factor)
       for factor in (0.25, 0.5, 1.0, 2.0, 4.0)
     ),
-    shapes=((2, 64, 2), (4, 128, 4)),
-    num_sizes=2,
+    shapes=((4, 32, 1), (4, 64, 2)),
+    num_sizes=(2,),
   )
 
 
@@ -112,6 +118,7 @@ def tiny() -> SweepConfig:
     {
       'name': 'laptop_tiny',
       'base.model.vocab_size': 256,
+      'base.data.source': 'stdlib',
       'base.data.tokenizer': 'bytes',
       'base.data.length': 16,
       'base.train.batch_size': 8,
@@ -125,7 +132,7 @@ def tiny() -> SweepConfig:
         dataclasses.replace(group, optimum=8e3) for group in (DENSE, MOD)
       ),
       'shapes': ((2, 8, 1), (2, 16, 1), (2, 24, 1), (2, 32, 1)),
-      'num_sizes': 3,
+      'num_sizes': (3,),
     },
   )
 

@@ -88,7 +88,8 @@ class SweepConfig:
   # The family of shapes, of which each group and budget takes those nearest to
   # the expected optimum.
   shapes: tuple[Shape, ...] = ((4, 64, 2), (4, 96, 3), (4, 128, 4))
-  num_sizes: config_lib.PositiveCount = 5
+  # How many of them: one number for all budgets, or one for each.
+  num_sizes: tuple[config_lib.PositiveCount, ...] = (5,)
   # No size is further from the expected optimum than this factor.
   spread: Annotated[float, config_lib.Range(gt=1, le=1000)] = 4.0
   # The optimum grows with the budget to this power.
@@ -123,11 +124,13 @@ class SweepConfig:
         raise UserError(f'{name}={values}: expected at least one, each once.')
     if list(self.budgets) != sorted(self.budgets):
       raise UserError(f'budgets={self.budgets}: expected the lowest first.')
-    if len(self.num_seeds) not in (1, len(self.budgets)):
-      raise UserError(
-        f'num_seeds={self.num_seeds} and {len(self.budgets)} budgets: expected'
-        ' one number for all of them, or one for each.'
-      )
+    for name in ('num_seeds', 'num_sizes'):
+      numbers = getattr(self, name)
+      if len(numbers) not in (1, len(self.budgets)):
+        raise UserError(
+          f'{name}={numbers} and {len(self.budgets)} budgets: expected one'
+          ' number for all of them, or one for each.'
+        )
     names = [group.name for group in self.groups]
     if len(set(names)) < len(names):
       raise UserError(f'groups {names}: expected each name once.')
@@ -138,10 +141,9 @@ class SweepConfig:
           f' and the sweep has {len(self.budgets)}: expected fewer.'
         )
 
-  def seeds(self, budget: float) -> range:
-    """Returns the seeds of the runs of a budget."""
-    index = self.budgets.index(budget)
-    return range(self.num_seeds[index % len(self.num_seeds)])
+  def at(self, numbers: tuple[int, ...], budget: float) -> int:
+    """Returns a budget's number, of one for all or one for each of them."""
+    return numbers[self.budgets.index(budget) % len(numbers)]
 
 
 def entries(sweep: SweepConfig) -> list[Entry]:
@@ -174,7 +176,7 @@ def entries(sweep: SweepConfig) -> list[Entry]:
         'epochs': known['tokens'] / corpus,
       }
     size = f'{group.name}_{_written(budget)}_{num_layers}x{width}'
-    for seed in sweep.seeds(budget):
+    for seed in range(sweep.at(sweep.num_seeds, budget)):
       name = f'{size}_s{seed}'
       config = config_lib.replace(run, {'name': name, 'seed': seed})
       result.append(
@@ -200,7 +202,7 @@ def choose_shapes(
     UserError: there are fewer in range than are asked for.
   """
   expected = _expected(sweep, group, budget)
-  wanted = group.num_sizes or sweep.num_sizes
+  wanted = group.num_sizes or sweep.at(sweep.num_sizes, budget)
   distance = {}
   sizes = {}
   for shape in group.shapes or sweep.shapes:
@@ -219,8 +221,8 @@ def choose_shapes(
     raise UserError(
       f'the group {group.name} at {budget:g} FLOPs has {len(near)} sizes within'
       f' a factor of {sweep.spread:g} of the expected optimum,'
-      f' {_quantity(expected)} parameters, and num_sizes={wanted}: add shapes'
-      f' there (the sizes are {have}), raise spread, or ask for fewer.'
+      f' {_quantity(expected)} parameters, and num_sizes={wanted}: add'
+      f' shapes there (the sizes are {have}), raise spread, or ask for fewer.'
     )
   return sorted(near, key=sizes.get)
 

@@ -42,7 +42,7 @@ def small(**changes):
       Group(name='mod', optimum=12e3, routing=MoDConfig()),
     ),
     'shapes': SHAPES,
-    'num_sizes': 3,
+    'num_sizes': (3,),
     'corpus_tokens': 1e9,
   }
   return SweepConfig(**settings | changes)
@@ -108,6 +108,9 @@ def test_sizes_follow_the_optimum():
   # Its optimum is expected to be larger, and four budgets make it twice that.
   assert widths(mod, 2e9) == [12, 16, 24]
   assert widths(dense, 8e9) == [12, 16, 24]
+  sweep = dataclasses.replace(sweep, num_sizes=(2, 3))
+  assert widths(dense, 2e9) == [8, 12]
+  assert widths(dense, 8e9) == [12, 16, 24]
   own = dataclasses.replace(dense, shapes=SHAPES[:2], num_sizes=2)
   assert plan.choose_shapes(sweep, own, 2e9) == list(SHAPES[:2])
 
@@ -157,7 +160,7 @@ def test_table():
       {'groups': (Group(name='dense', optimum=1e9),)},
       'dense at 2e.09 FLOPs has 0 sizes .* 1B parameters.*add shapes',
     ),
-    ({'num_sizes': 5}, 'has 4 sizes .*num_sizes=5'),
+    ({'num_sizes': (5,)}, 'has 4 sizes .*num_sizes=5'),
     ({'corpus_tokens': 1e5}, r'reads \S+ tokens .* the corpus has 100k'),
     ({'budgets': (2e9, 2e9)}, 'each once'),
     ({'budgets': (8e9, 2e9)}, 'lowest first'),
