@@ -2,6 +2,7 @@
 
     python -m mod_jax.sweeps plan --config=FILE.py[:variant] --workdir=W
     python -m mod_jax.sweeps run --workdir=W [--index=I | --range=A:B]
+    python -m mod_jax.sweeps fit --workdir=W
 
 `--config.FIELD=VALUE` changes a field of the plan.
 """
@@ -14,7 +15,7 @@ from mod_jax import config as config_lib
 
 # Each is a module of this package, with functions `define_flags` and `main`.
 # They are imported when they are asked for: one does not need what others need.
-_COMMANDS = ('plan', 'run')
+_COMMANDS = ('plan', 'run', 'fit')
 
 
 def main(argv: list[str]) -> None:
