@@ -3,6 +3,7 @@
     python -m mod_jax.sweeps plan --config=FILE.py[:variant] --workdir=W
     python -m mod_jax.sweeps prove --workdir=W --topology=v5e:4x4,v5p
     python -m mod_jax.sweeps run --workdir=W [--index=I | --range=A:B]
+    python -m mod_jax.sweeps fit --workdir=W
 
 `--config.FIELD=VALUE` changes a field of the plan.
 """
@@ -15,7 +16,7 @@ from mod_jax import config as config_lib
 
 # Each is a module of this package, with functions `define_flags` and `main`.
 # They are imported when they are asked for: one does not need what others need.
-_COMMANDS = ('plan', 'prove', 'run')
+_COMMANDS = ('plan', 'prove', 'run', 'fit')
 
 
 def main(argv: list[str]) -> None:

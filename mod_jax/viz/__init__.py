@@ -19,6 +19,7 @@ from mod_jax.viz.images import keep_probability
 from mod_jax.viz.images import load_map
 from mod_jax.viz.images import patch_maps
 from mod_jax.viz.images import token_stages
+from mod_jax.viz.isoflop import isoflop
 from mod_jax.viz.maps import routing_map
 from mod_jax.viz.robustness import corruption_curves
 from mod_jax.viz.scatter import accuracy_flops
@@ -41,6 +42,7 @@ __all__ = (
   'engagement',
   'error_by_learners',
   'importance_scatter',
+  'isoflop',
   'keep_probability',
   'load_map',
   'loss_curves',

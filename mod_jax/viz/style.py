@@ -27,6 +27,15 @@ INK = '#1A1A1A'
 MUTED = '#666666'
 FAINT = '#BBBBBB'
 
+# Series of any kind: those of the table, but for the yellow that white paper
+# swallows.
+SERIES_COLORS = (
+  *('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9'),
+  '#000000',
+)
+# As many as have no divisor in common with the colours: 63 different looks.
+SERIES_MARKERS = ('o', 's', 'D', '^', 'v', 'P', 'X', '<', '>')
+
 MARGIN = 0.15  # Inches around the header.
 _KEY = {
   'frameon': False,
