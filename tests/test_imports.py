@@ -20,6 +20,7 @@ LAYERS = (
   ('flops', 'convert', 'sampling', 'viz'),
   ('train',),
   ('tasks',),
+  ('serving',),
   ('cli',),
   ('sweeps',),
 )
