@@ -7,6 +7,8 @@ stream, and with it every batch, is the same wherever the tree is mounted.
 import array
 import codecs
 import collections
+from collections.abc import Callable
+from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Sequence
 import dataclasses
@@ -80,8 +82,9 @@ def list_files(patterns: str, field: str = 'files') -> list[TextFile]:
     for path in matched:
       # Two names of one file would put the same text in twice, and perhaps on
       # both sides of the split.
-      found.setdefault(os.path.realpath(path), _text_file(path, root))
-  files = _sorted_non_empty(found.values())
+      file = text_file(path, _relative(path, root))
+      found.setdefault(os.path.realpath(path), file)
+  files = sorted_non_empty(found.values())
   if not files:
     raise errors.UserError(
       f'{field}={patterns!r} matches only empty files: point it at files with '
@@ -103,8 +106,8 @@ def list_stdlib() -> list[TextFile]:
     for name in names:
       path = os.path.join(folder, name)
       if name.endswith('.py') and os.path.isfile(path):
-        files.append(_text_file(path, root))
-  files = _sorted_non_empty(files)
+        files.append(text_file(path, _relative(path, root)))
+  files = sorted_non_empty(files)
   if not files:
     raise errors.UserError(
       f"source='stdlib': no *.py files under {root!r}, this Python was "
@@ -113,17 +116,20 @@ def list_stdlib() -> list[TextFile]:
   return files
 
 
-def _text_file(path: str, root: str) -> TextFile:
+def _relative(path: str, root: str) -> str:
+  return os.path.relpath(path, root).replace(os.sep, '/')
+
+
+def text_file(path: str, name: str) -> TextFile:
+  """Returns the file at a path, as it is now."""
   stat = os.stat(path)
   return TextFile(
-    name=os.path.relpath(path, root).replace(os.sep, '/'),
-    path=path,
-    size=stat.st_size,
-    mtime_ns=stat.st_mtime_ns,
+    name=name, path=path, size=stat.st_size, mtime_ns=stat.st_mtime_ns
   )
 
 
-def _sorted_non_empty(files) -> list[TextFile]:
+def sorted_non_empty(files: Iterable[TextFile]) -> list[TextFile]:
+  """Returns the files that hold something, in the order of their names."""
   return sorted(
     (f for f in files if f.size), key=lambda f: (os.fsencode(f.name), f.path)
   )
@@ -162,19 +168,38 @@ def without_copies(
   by_size = collections.defaultdict(list)
   for f in held_out:
     by_size[f.size].append(f)
+  same = _same_content()
+  return [
+    f for f in train if not any(same(f, g) for g in by_size.get(f.size, ()))
+  ]
+
+
+def distinct(files: Sequence[TextFile]) -> list[TextFile]:
+  """Returns the files without those whose content an earlier one has.
+
+  As little is read as by `without_copies`.
+  """
+  kept = collections.defaultdict(list)
+  same = _same_content()
+  for f in files:
+    if not any(same(f, g) for g in kept[f.size]):
+      kept[f.size].append(f)
+  kept = {f for group in kept.values() for f in group}
+  return [f for f in files if f in kept]
+
+
+def _same_content() -> Callable[[TextFile, TextFile], bool]:
+  """Returns whether two files of equal size are equal, reading each once."""
   digest = functools.cache(_digest)
 
-  def is_copy(f: TextFile) -> bool:
-    for other in by_size.get(f.size, ()):
-      if os.path.realpath(f.path) == os.path.realpath(other.path):
-        return True
-      if digest(f, 2**16) == digest(other, 2**16) and (
-        f.size <= 2**16 or digest(f, None) == digest(other, None)
-      ):
-        return True
-    return False
+  def same(f: TextFile, g: TextFile) -> bool:
+    if os.path.realpath(f.path) == os.path.realpath(g.path):
+      return True
+    return digest(f, 2**16) == digest(g, 2**16) and (
+      f.size <= 2**16 or digest(f, None) == digest(g, None)
+    )
 
-  return [f for f in train if not is_copy(f)]
+  return same
 
 
 def _digest(f: TextFile, limit: int | None) -> bytes:

@@ -36,6 +36,7 @@ from mod_jax import paths
 from mod_jax.data import bpe
 from mod_jax.data import common
 from mod_jax.data import corpus
+from mod_jax.data import environment
 from mod_jax.data import fingerprint as fingerprints
 from mod_jax.data import tfds_text
 from mod_jax.data import tokenizers
@@ -53,7 +54,9 @@ class TextDataConfig:
 
   Attributes:
     source: 'stdlib' is the Python standard library's own source text on this
-      machine; 'files' are local files; 'tfds' a prepared TFDS data set.
+      machine, 'environment' that and the source text of the packages that the
+      project pins, five times as much; 'files' are local files; 'tfds' a
+      prepared TFDS data set.
     files: globs of training files, separated by commas; `**` crosses
       directories.
     eval_files: globs of held-out files; '' holds out whole files of `files`,
@@ -77,7 +80,7 @@ class TextDataConfig:
     prefetch: batches kept ready.
   """
 
-  source: Literal['stdlib', 'files', 'tfds'] = 'stdlib'
+  source: Literal['stdlib', 'environment', 'files', 'tfds'] = 'stdlib'
   files: str = ''
   eval_files: str = ''
   eval_fraction: config_lib.Proper = 0.05
@@ -178,6 +181,8 @@ def fingerprint(config: TextDataConfig) -> dict[str, Any]:
     }
   if config.source == 'stdlib':
     found['python'] = platform.python_version()
+  if config.source == 'environment':
+    found['versions'] = environment.versions()
   train, held_out = split_files(config)
   for group, files in (('train', train), ('held_out', held_out)):
     found[group] = fingerprints.of_files([(f.name, f.path) for f in files])
@@ -343,6 +348,8 @@ def split_files(
   """
   if config.source == 'tfds':
     raise errors.UserError("source='tfds' has splits, not files")
+  if config.source == 'environment':  # It has no copies.
+    return corpus.hold_out(environment.list_files(), config.eval_fraction)
   if config.source == 'stdlib':
     train, held_out = corpus.hold_out(
       corpus.list_stdlib(), config.eval_fraction

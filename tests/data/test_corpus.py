@@ -120,6 +120,8 @@ def test_copies_of_held_out_files_are_not_trained_on(tmp_path):
   held_out = corpus.list_files(f'{tmp_path}/h/*')
   assert names(corpus.without_copies(train, held_out)) == ['long', 'size']
   assert corpus.without_copies(held_out, held_out) == []
+  every = corpus.distinct([*train, *held_out])
+  assert names(every) == ['copy', 'long', 'longcopy', 'size']
 
 
 def test_byte_stream_reads_across_files(tmp_path, monkeypatch):
