@@ -85,5 +85,12 @@ class RunConfig:
 
 
 # Fields in which a run and its continuation may differ, because they change the
-# numbers by no more than rounding.
-RESUMABLE = ('name', 'evaluation', 'mesh', 'checkpoint', 'log')
+# numbers by no more than rounding, or not at all.
+RESUMABLE = (
+  'name',
+  'evaluation',
+  'mesh',
+  'checkpoint',
+  'log',
+  'data.max_epochs',
+)

@@ -103,11 +103,11 @@ def refuse_differences(
     what: how the message begins, before it names the differences.
     way_out: how it ends.
   """
-  differences = [
-    line
-    for line in config_lib.diff(held, config)
-    if line.split(':')[0].split('.')[0] not in RESUMABLE
-  ]
+  differences = []
+  for line in config_lib.diff(held, config):
+    field = line.split(':')[0]
+    if field not in RESUMABLE and field.split('.')[0] not in RESUMABLE:
+      differences.append(line)
   if differences:
     shown = '; '.join(differences[:5])
     if len(differences) > 5:
