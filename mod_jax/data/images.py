@@ -162,7 +162,7 @@ class ImageDataConfig:
         'folder': ['path'],
         'tfds': ['name', 'train_split', 'eval_split'],
       },
-      own={'folder': ['path'], 'tfds': ['name', 'data_dir']},
+      own={'path': ['folder'], 'name': ['tfds'], 'data_dir': ['tfds']},
     )
 
   @property

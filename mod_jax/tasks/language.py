@@ -94,6 +94,7 @@ class Language(Modality):
       seed=self.config.seed,
       shard_index=shard_index,
       shard_count=shard_count,
+      num_batches=self.config.train.num_steps,
     )
 
   def batch_shapes(self):

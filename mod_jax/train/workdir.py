@@ -135,11 +135,11 @@ def refuse_differences(
     way_out: how it ends.
     allow_changes: as of `check`, and so is what is returned.
   """
-  differences = [
-    line
-    for line in config_lib.diff(held, config)
-    if line.split(':')[0].split('.')[0] not in RESUMABLE
-  ]
+  differences = []
+  for line in config_lib.diff(held, config):
+    field = line.split(':')[0]
+    if field not in RESUMABLE and field.split('.')[0] not in RESUMABLE:
+      differences.append(line)
   allowed = []
   if allow_changes:
     allowed = [d for d in differences if d.split(':')[0] in CHANGEABLE]
