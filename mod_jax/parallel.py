@@ -194,6 +194,16 @@ def sum_over(x: jax.Array, name: str) -> jax.Array:
   return _over(jax.lax.psum, x, name)
 
 
+def max_over(x: jax.Array, name: str) -> jax.Array:
+  """Returns the maximum over the devices that share an axis, likewise."""
+  return _over(jax.lax.pmax, x, name)
+
+
+def index_of(name: str) -> jax.Array:
+  """Returns which part of an axis this device has, counted from 0, likewise."""
+  return _over(lambda x, axes: x + jax.lax.axis_index(axes), 0, name)
+
+
 def _over(reduce, x, name):
   if not jax.sharding.get_abstract_mesh().manual_axes:
     return x  # Every device sees the whole.

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import importlib.util
+import math
 import os
 import re
 
@@ -133,6 +134,13 @@ def test_training_step_of_220m_compiles_for_16_chips(compiled_step, experiment):
   # arithmetic: recomputation, and pairs that the causal mask hides.
   own = experiment.train.batch_size / 16 * flops.train(experiment.model, 2048)
   assert compiled_step.cost_analysis()['flops'] > 0.3 * own
+
+
+def test_the_logits_of_all_tokens_never_exist(compiled_step, experiment):
+  tokens = experiment.train.batch_size * experiment.data.length // 16
+  shapes = re.findall(r'f32\[([\d,]+),32768\]', compiled_step.as_text())
+  rows = [math.prod(map(int, shape.split(','))) for shape in shapes]
+  assert max(rows) == 1024 < tokens
 
 
 def test_nothing_in_the_routing_becomes_communication(compiled_step):

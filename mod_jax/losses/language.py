@@ -1,13 +1,23 @@
-"""The language-model loss."""
+"""The language-model loss: of logits, or of what the head makes them from."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from mod_jax import parallel
+from mod_jax.losses.sums import Pair
+
+# `head_loss` takes as many tokens at a time as have 4M logits, the quickest on
+# a CPU, but at least 1,024: each chunk reads and writes the whole gradient of
+# the kernel, and it takes so many products to keep an accelerator busy.
+_LOGITS, _TOKENS = 2**22, 1024
+
 
 def next_token_loss(
   logits_BLV: jax.Array, targets_BL: jax.Array, weights_BL: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+) -> Pair:
   """Returns the summed cross-entropy in nats, and the sum of the weights.
 
   Args:
@@ -19,3 +29,123 @@ def next_token_loss(
     logits_BLV.astype(jnp.float32), targets_BL
   )
   return jnp.sum(nats_BL * weights_BL), jnp.sum(weights_BL)
+
+
+def head_loss(
+  x_BLD: jax.Array,
+  kernel_DV: jax.Array,
+  targets_BL: jax.Array,
+  weights_BL: jax.Array,
+  *,
+  chunk: int | None = None,
+) -> Pair:
+  """Returns `next_token_loss` of the logits x · kernel, which never all exist.
+
+  Together they would be the largest array of a training step. So the tokens are
+  taken in chunks, and a chunk's part of the gradients is computed while its
+  logits are there: no product is computed twice (as in the fused loss of Hsu
+  et al. 2024, Liger Kernel). Tokens and vocabulary may be split over devices.
+
+  Args:
+    x_BLD: features; the products are in their dtype, the sums in float32.
+    kernel_DV: the head's parameter, float32.
+    targets_BL: int token ids.
+    weights_BL: how much each target counts; 0 for padding.
+    chunk: tokens of a device to take at a time; None chooses.
+  """
+  total = _head_loss(chunk, x_BLD, kernel_DV, targets_BL, weights_BL)
+  return total, jnp.sum(weights_BL)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _head_loss(chunk, *args):
+  nats_BL, *_ = _per_device(chunk, False, *args)
+  return jnp.sum(nats_BL * args[-1])
+
+
+def _forward(chunk, *args):
+  nats_BL, dx_BLD, dkernel_NDV = _per_device(chunk, True, *args)
+  # Sum over the devices here, once, and into the parts that they keep.
+  dkernel_DV = parallel.constrain(dkernel_NDV.sum(axis=0), 'embed', 'vocab')
+  total = jnp.sum(nats_BL * args[-1])
+  return total, (dx_BLD, dkernel_DV, nats_BL)
+
+
+def _backward(chunk, gradients, dtotal):
+  del chunk
+  dx_BLD, dkernel_DV, nats_BL = gradients
+  dx_BLD = (dtotal * dx_BLD.astype(jnp.float32)).astype(dx_BLD.dtype)
+  return dx_BLD, dtotal * dkernel_DV, None, dtotal * nats_BL
+
+
+_head_loss.defvjp(_forward, _backward)
+
+
+def _per_device(
+  chunk, with_gradients, x_BLD, kernel_DV, targets_BL, weights_BL
+):
+  """Returns nats_BL, and the gradients of their weighted sum if asked for.
+
+  Those are dx_BLD, and dkernel_NDV: of each of N devices that share the batch
+  its own tokens' part.
+  """
+  tokens = ('batch', 'length')
+  features = (*tokens, 'act_embed')
+  kernel = ('act_embed', 'act_vocab')
+  gradients = (features, ('batch', *kernel)) if with_gradients else ()
+  return parallel.per_device(
+    functools.partial(_chunked, chunk, with_gradients),
+    (features, kernel, tokens, tokens),
+    (tokens, *gradients),
+  )(x_BLD, kernel_DV.astype(x_BLD.dtype), targets_BL, weights_BL)
+
+
+def _chunked(chunk, with_gradients, x_BLD, kernel_DV, targets_BL, weights_BL):
+  """As `_per_device`, of one device's tokens and part of the vocabulary."""
+  tokens, vocab = targets_BL.size, kernel_DV.shape[1]
+  size = min(chunk or max(_LOGITS // vocab, _TOKENS), tokens)
+  size = -(-tokens // -(-tokens // size))  # Chunks of about one size.
+  # The first token id of this device's part of the vocabulary.
+  first = vocab * parallel.index_of('act_vocab')
+
+  def split(x_BL):
+    x_T = x_BL.reshape(tokens, *x_BL.shape[2:])
+    # The weights of what fills the last chunk up are 0.
+    widths = ((0, -tokens % size), *((0, 0) for _ in x_T.shape[1:]))
+    return jnp.pad(x_T, widths).reshape(-1, size, *x_T.shape[1:])
+
+  def join(x_CK):
+    x_T = x_CK.reshape(-1, *x_CK.shape[2:])[:tokens]
+    return x_T.reshape(*targets_BL.shape, *x_T.shape[1:])
+
+  def step(dkernel_DV, inputs):
+    x_KD, target_K, weight_K = inputs
+    logit_KV = jnp.einsum(
+      'KD,DV->KV', x_KD, kernel_DV, preferred_element_type=jnp.float32
+    )
+    top_K1 = parallel.max_over(logit_KV.max(-1, keepdims=True), 'act_vocab')
+    exp_KV = jnp.exp(logit_KV - top_K1)
+    total_K1 = exp_KV.sum(axis=-1, keepdims=True)
+    total_K1 = parallel.sum_over(total_K1, 'act_vocab')
+    target_K1 = target_K[:, None] - first
+    own_K1 = jnp.take_along_axis(logit_KV, target_K1, axis=-1, mode='clip')
+    here_K1 = (target_K1 >= 0) & (target_K1 < vocab)
+    own_K1 = parallel.sum_over(jnp.where(here_K1, own_K1, 0), 'act_vocab')
+    nats_K = (jnp.log(total_K1) + top_K1 - own_K1)[:, 0]
+    if not with_gradients:
+      return None, (nats_K,)
+    is_target_KV = target_K1 == jnp.arange(vocab)
+    dlogit_KV = weight_K[:, None] * (exp_KV / total_K1 - is_target_KV)
+    dx_KD = jnp.einsum('KV,DV->KD', dlogit_KV, kernel_DV)
+    dkernel_DV += jnp.einsum('KD,KV->DV', x_KD, dlogit_KV)
+    return dkernel_DV, (nats_K, dx_KD)
+
+  start = jnp.zeros(kernel_DV.shape, jnp.float32) if with_gradients else None
+  dkernel_DV, found = jax.lax.scan(
+    step, start, tuple(map(split, (x_BLD, targets_BL, weights_BL)))
+  )
+  nats_BL, *dx_BLD = map(join, found)
+  if not with_gradients:
+    return (nats_BL,)
+  dx_BLD = parallel.sum_over(dx_BLD[0], 'act_vocab').astype(x_BLD.dtype)
+  return nats_BL, dx_BLD, dkernel_DV[None]

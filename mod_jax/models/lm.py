@@ -14,6 +14,7 @@ import numpy as np
 
 from mod_jax import config as config_lib
 from mod_jax import errors
+from mod_jax import losses
 from mod_jax import parallel
 from mod_jax.layers import dense
 from mod_jax.layers import rope
@@ -29,6 +30,7 @@ from mod_jax.layers.routed import MoDConfig
 from mod_jax.layers.slots import Slot
 from mod_jax.layers.stack import Stack
 from mod_jax.layers.stack import StackConfig
+from mod_jax.losses.sums import Pair
 from mod_jax.models.protocol import StackedConfig
 from mod_jax.models.protocol import StackedOutput
 
@@ -172,18 +174,22 @@ class LMOutput(StackedOutput):
   """What a forward pass returns.
 
   Attributes:
-    logits_BLV: float32 logits of the next token.
+    logits_BLV: float32 logits of the next token; None where the targets are
+      given, since all logits at once are more than anything else takes.
     aux: what each layer tells, by kind; see `stack.collect`.
     cache: the cache with the tokens added; None without one.
+    loss: cross-entropy of the targets, as of `losses.next_token_loss`; None
+      where they are not given.
   """
 
-  logits_BLV: jax.Array
+  logits_BLV: jax.Array | None
   aux: tuple[dict[str, Any], ...] = ()
   cache: LMCache | None = None
+  loss: Pair | None = None
 
 
 class LanguageModel(nn.Module):
-  """Tokens in, next-token logits out.
+  """Tokens in, next-token logits out, or the loss where they are known.
 
   Collections: `params`; and `moving`, the moving-average thresholds, where
   `routing.threshold_decay` asks for them (make it mutable to train them).
@@ -203,8 +209,10 @@ class LanguageModel(nn.Module):
     segment_BL: jax.Array | None = None,
     mode: RoutingMode | str | None = None,
     cache: LMCache | None = None,
+    targets_BL: jax.Array | None = None,
+    weights_BL: jax.Array | None = None,
   ) -> LMOutput:
-    """Returns logits, routing and cache.
+    """Returns logits or loss, routing and cache.
 
     Args:
       tokens_BL: int token ids.
@@ -214,6 +222,9 @@ class LanguageModel(nn.Module):
         module's own mode says. It is static:
         `jax.jit(model.apply, static_argnames='mode')`.
       cache: what came before the tokens; None for whole sequences.
+      targets_BL: int token ids to predict; with them the output has the loss
+        and no logits.
+      weights_BL: how much each target counts; None for 1.
 
     Raises:
       UserError: what `check_tokens` refuses; a causal rule that the model was
@@ -222,7 +233,9 @@ class LanguageModel(nn.Module):
     config = self.config
     mode = RoutingMode(rule=mode) if isinstance(mode, str) else mode
     mode = self.mode.routing if mode is None else mode
-    check_tokens(config, tokens_BL, valid_BL, segment_BL)
+    check_tokens(
+      *(config, tokens_BL, valid_BL, segment_BL, targets_BL, weights_BL)
+    )
     _check_mode(config, mode, tokens_BL, segment_BL, cache)
     embedding_VD = self.param(
       'embedding',
@@ -244,22 +257,25 @@ class LanguageModel(nn.Module):
     norm = dense.rms_norm(config.norm_epsilon, config.dtype, 'norm')
     x_BLD = norm(done.x_BLD)
     if config.tied_head:
-      logits_BLV = dense.einsum('BLD,VD->BLV', x_BLD, embedding_VD, 'float32')
+      kernel_DV = embedding_VD.T
     else:
-      logits_BLV = dense.Linear(
-        (config.vocab_size,),
-        ('embed', 'vocab'),
-        dtype=config.dtype,
-        out_dtype='float32',
-        name='head',
-      )(x_BLD)
-    logits_BLV = parallel.constrain(logits_BLV, 'batch', 'length', 'act_vocab')
+      kernel_DV = _Head((config.width, config.vocab_size), name='head')()
+    logits_BLV = loss = None
+    if targets_BL is None:
+      logits_BLV = dense.einsum('BLD,DV->BLV', x_BLD, kernel_DV, 'float32')
+      logits_BLV = parallel.constrain(
+        logits_BLV, 'batch', 'length', 'act_vocab'
+      )
+    else:
+      if weights_BL is None:
+        weights_BL = jnp.ones(targets_BL.shape, jnp.float32)
+      loss = losses.head_loss(x_BLD, kernel_DV, targets_BL, weights_BL)
     if cache is not None:
       seen_B = tokens_BL.shape[1]
       if valid_BL is not None:
         seen_B = valid_BL.sum(axis=-1, dtype=jnp.int32)
       cache = LMCache(done.caches, cache.length_B + seen_B)
-    return LMOutput(logits_BLV, done.aux, cache)
+    return LMOutput(logits_BLV, done.aux, cache, loss)
 
   def _token_info(self, tokens_BL, valid_BL, segment_BL, cache):
     config = self.config
@@ -282,8 +298,25 @@ class LanguageModel(nn.Module):
     )
 
 
+class _Head(nn.Module):
+  """The parameter of a head that is not tied, called like a linear map's."""
+
+  shape: tuple[int, int]
+
+  @nn.compact
+  def __call__(self) -> jax.Array:
+    init = nn.initializers.variance_scaling(1.0, 'fan_in', 'truncated_normal')
+    init = nn.with_logical_partitioning(init, ('embed', 'vocab'))
+    return self.param('kernel', init, self.shape)
+
+
 def check_tokens(
-  config: LMConfig, tokens_BL, valid_BL=None, segment_BL=None
+  config: LMConfig,
+  tokens_BL,
+  valid_BL=None,
+  segment_BL=None,
+  targets_BL=None,
+  weights_BL=None,
 ) -> None:
   """Refuses arrays that the language model cannot read.
 
@@ -295,6 +328,7 @@ def check_tokens(
       are no integers or beyond the vocabulary.
   """
   given = {'tokens': tokens_BL, 'valid': valid_BL, 'segment': segment_BL}
+  given |= {'targets': targets_BL, 'weights': weights_BL}
   for name, x in given.items():
     if x is None and name != 'tokens':
       continue

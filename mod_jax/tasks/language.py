@@ -111,12 +111,16 @@ class Language(Modality):
       valid_BL = segment_BL > 0
     elif not train:
       valid_BL = batch['weights'] > 0
-    return (batch['tokens'],), {'valid_BL': valid_BL, 'segment_BL': segment_BL}
+    return (batch['tokens'],), {
+      'valid_BL': valid_BL,
+      'segment_BL': segment_BL,
+      'targets_BL': batch['targets'],
+      'weights_BL': batch['weights'],
+    }
 
   def loss(self, output, batch):
-    return losses.next_token_loss(
-      output.logits_BLV, batch['targets'], batch['weights']
-    )
+    del batch  # The model has been given the targets.
+    return output.loss
 
   @functools.cached_property
   def _token_bytes_V(self):

@@ -1,5 +1,7 @@
 """Losses against plain numpy, and sums that add up over microbatches."""
 
+import functools
+
 from hypothesis import given
 from hypothesis import strategies as st
 import jax
@@ -8,6 +10,8 @@ import numpy as np
 import pytest
 
 from mod_jax import losses
+from mod_jax import parallel
+from mod_jax.layers import dense
 
 
 def _log_softmax(logits):
@@ -80,6 +84,66 @@ class TestNextTokenLoss:
     np.testing.assert_allclose(
       gradient_BLV, weights_BL[..., None] * want_BLV, atol=1e-5
     )
+
+
+def _head_inputs(dtype='float32', batch=4, length=10, width=16, vocab=24):
+  keys = jax.random.split(jax.random.key(5), 4)
+  return (
+    jax.random.normal(keys[0], (batch, length, width), dtype),
+    jax.random.normal(keys[1], (width, vocab)) / 2,
+    jax.random.randint(keys[2], (batch, length), 0, vocab),
+    jax.random.uniform(keys[3], (batch, length)).round(1),
+  )
+
+
+def _plain(x_BLD, kernel_DV, targets_BL, weights_BL):
+  logits_BLV = dense.einsum('BLD,DV->BLV', x_BLD, kernel_DV, 'float32')
+  total, weight = losses.next_token_loss(logits_BLV, targets_BL, weights_BL)
+  return total / weight
+
+
+def _chunked(*args, **kwargs):
+  total, weight = losses.head_loss(*args, **kwargs)
+  return total / weight
+
+
+class TestHeadLoss:
+  # Of 40 tokens: one by one, a last chunk to fill up, and all at once.
+  @pytest.mark.parametrize('chunk', [1, 7, None])
+  @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+  def test_equals_the_loss_of_the_logits(self, dtype, chunk):
+    args = _head_inputs(dtype)
+    chunked = functools.partial(_chunked, chunk=chunk)
+    want, want_grads = jax.value_and_grad(_plain, (0, 1, 3))(*args)
+    value, grads = jax.jit(jax.value_and_grad(chunked, (0, 1, 3)))(*args)
+    np.testing.assert_allclose(value, want, rtol=1e-6)
+    np.testing.assert_allclose(chunked(*args), want, rtol=1e-6)
+    # The gradient by the features is rounded to their dtype.
+    first = 1e-5 if dtype == 'float32' else 1e-3
+    tolerances = (first, 1e-5, 1e-5)
+    for grad, one, atol in zip(grads, want_grads, tolerances, strict=True):
+      assert grad.dtype == one.dtype
+      assert abs(one).max() > 1e-3
+      np.testing.assert_allclose(*map(np.float32, (grad, one)), atol=atol)
+
+  @pytest.mark.parametrize(
+    'sizes', [{'data': 2, 'fsdp': 2, 'tensor': 2}, {'data': 1, 'tensor': 8}]
+  )
+  def test_over_devices_that_split_tokens_and_vocabulary(self, sizes):
+    args = _head_inputs()
+    mesh = parallel.make_mesh(parallel.MeshConfig(**sizes))
+    names = (('batch',), ('embed', 'vocab'), ('batch',), ('batch',))
+    want, want_grads = jax.value_and_grad(_plain, (0, 1))(*args)
+    with jax.set_mesh(mesh):
+      placed = (
+        jax.device_put(x, jax.NamedSharding(mesh, parallel.spec(axes)))
+        for x, axes in zip(args, names, strict=True)
+      )
+      chunked = functools.partial(_chunked, chunk=3)
+      value, grads = jax.jit(jax.value_and_grad(chunked, (0, 1)))(*placed)
+    np.testing.assert_allclose(value, want, rtol=1e-6)
+    for grad, one in zip(grads, want_grads, strict=True):
+      np.testing.assert_allclose(grad, one, atol=1e-5)
 
 
 class TestChoiceBce:
