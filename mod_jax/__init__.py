@@ -9,9 +9,13 @@ import importlib
 __version__ = '0.1.0'
 
 # Where what people need is found.
-_PUBLIC = {'load': 'mod_jax.serving.run', 'Run': 'mod_jax.serving.run'}
+_PUBLIC = {
+  'Run': 'mod_jax.serving.run',
+  'export': 'mod_jax.serving.export',
+  'load': 'mod_jax.serving.run',
+}
 
-__all__ = ('Run', 'load')
+__all__ = ('Run', 'export', 'load')
 
 
 def __getattr__(name):

@@ -6,25 +6,33 @@ import dataclasses
 import functools
 import json
 import os
+import pathlib
 from typing import Any
 
 from flax import linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from PIL import Image
 
+from mod_jax import config as config_lib
+from mod_jax import trees
 from mod_jax.convert import beside
 from mod_jax.convert import files
 from mod_jax.convert import vit as convert_vit
 from mod_jax.data import images as images_lib
 from mod_jax.errors import UserError
+from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.lm import LMConfig
+from mod_jax.models.vit import ViTConfig
 from mod_jax.tasks import make_task
 from mod_jax.tasks import warm_start
 from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.tasks.images import CLASSES
 from mod_jax.train import workdir as workdir_lib
 
+# The files of a folder in our own format; see `export`.
+FOLDER, WEIGHTS = 'mod_jax.json', 'model.safetensors'
 _BATCH = 32  # Pictures that are predicted at a time.
 # What pictures had to become for most published models, where nothing tells.
 _IMAGENET = {'mean': (0.485, 0.456, 0.406), 'std': (0.229, 0.224, 0.225)}
@@ -162,8 +170,9 @@ def load(path: str | os.PathLike, **known) -> Run:
 
   Args:
     path: directory of a run of ours, of which the newest checkpoint is read;
-      or a vision transformer of somebody else's: a folder from Hugging Face or
-      timm, or a file as `convert.vit.load` reads it.
+      a folder that `export` wrote; or a vision transformer of somebody else's:
+      a folder from Hugging Face or timm, or a file as `convert.vit.load` reads
+      it.
     **known: of such a file, fields of `ViTConfig` that it does not tell, as
       `convert.vit.derive` takes them.
 
@@ -177,13 +186,65 @@ def load(path: str | os.PathLike, **known) -> Run:
         ' leave it out.'
       )
     return _of_workdir(path)
+  folder = pathlib.Path(path).expanduser()
+  if (folder / FOLDER).is_file():
+    return _of_folder(folder)
   return _of_file(path, known)
+
+
+def _of_folder(folder) -> Run:
+  """Returns what `export` wrote in our own format."""
+  told = json.loads((folder / FOLDER).read_text(encoding='utf-8'))
+  kinds = {c.__name__: c for c in (LMConfig, ViTConfig, DynamicViTConfig)}
+  config = config_lib.from_dict(kinds[told['model'].pop('type')], told['model'])
+  experiment = task = preprocess = None
+  if told['experiment']:
+    told['experiment'].pop('type')
+    experiment = config_lib.from_dict(ExperimentConfig, told['experiment'])
+    tokenizer = told.get('tokenizer')
+    if tokenizer and experiment.data.tokenizer != 'bpe':
+      # A learned one lies in the folder as in a run's directory.
+      file = str(folder / tokenizer)
+      experiment = config_lib.replace(experiment, {'data.tokenizer_path': file})
+    task = make_task(experiment, folder)
+  if told['preprocess']:
+    fields = told['preprocess']
+    for name in ('mean', 'std'):
+      fields[name] = tuple(fields[name])
+    fields['resample'] = Image.Resampling(fields['resample'])
+    preprocess = images_lib.Preprocess(**fields)
+  shapes = _shapes(config)
+  flat = files.read(folder / WEIGHTS)
+  names = trees.by_path(shapes)
+  trees.compare(
+    {name: x.shape for name, x in names.items()},
+    {name: x.shape for name, x in flat.items()},
+    describe=str(folder),
+  )
+  return Run(
+    config=config,
+    variables=jax.tree.unflatten(
+      jax.tree.structure(shapes), [jnp.asarray(flat[name]) for name in names]
+    ),
+    experiment=experiment,
+    preprocess=preprocess,
+    classes=told['classes'] and tuple(told['classes']),
+    task=task,
+  )
+
+
+def _shapes(config) -> dict[str, Any]:
+  """Returns the shapes of a model's variables, by collection."""
+  key = jax.random.key(0)
+  rngs = {'params': key, 'routing': key}
+  init = config.build().init
+  return dict(nn.unbox(jax.eval_shape(lambda: init(rngs, config.example()))))
 
 
 def _of_workdir(path) -> Run:
   experiment = workdir_lib.read_config(path, ExperimentConfig)
   task = make_task(experiment, path)
-  shapes = dict(nn.unbox(jax.eval_shape(task.init, jax.random.key(0))))
+  shapes = _shapes(experiment.model)
   params, model_state = warm_start.from_workdir(
     shapes.pop('params'), shapes, os.fspath(path)
   )

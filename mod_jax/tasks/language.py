@@ -25,7 +25,7 @@ from mod_jax.tasks.studies import language as studies
 from mod_jax.train import workdir as workdir_lib
 
 # The name of a learned tokenizer's file in the directory of its run.
-_TOKENIZER = 'tokenizer.json'
+TOKENIZER = 'tokenizer.json'
 # The prefix of metrics that were measured under `overflow='drop'`.
 _DROP = 'drop_'
 
@@ -61,12 +61,17 @@ class Language(Modality):
       return data
     path = None
     if self._workdir is not None:
-      path = workdir_lib.expand(self._workdir) / _TOKENIZER
+      path = workdir_lib.expand(self._workdir) / TOKENIZER
     if path is None or not path.is_file():
       path = text.learn_tokenizer(data)
     return dataclasses.replace(
       data, tokenizer='huggingface', tokenizer_path=str(path)
     )
+
+  @property
+  def tokenizer_file(self) -> str | None:
+    """The file that the tokenizer is read from; None of one that needs none."""
+    return self._data.tokenizer_path or None
 
   @functools.cached_property
   def tokenizer(self):
@@ -85,7 +90,7 @@ class Language(Modality):
     if self.config.data.tokenizer != 'bpe':
       return {}
     learned = workdir_lib.expand(self._data.tokenizer_path)
-    return {_TOKENIZER: learned.read_text('utf-8')}
+    return {TOKENIZER: learned.read_text('utf-8')}
 
   def train_iterator(self, *, shard_index, shard_count):
     return text.train_iterator(

@@ -4,16 +4,23 @@ import json
 import pathlib
 import shutil
 
+import chex
+from flax import linen as nn
 import jax
 import numpy as np
 from PIL import Image
 import pytest
 
 import mod_jax
+from mod_jax import trees
 from mod_jax.data.images import ImageDataConfig
+from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
+from mod_jax.layers.routed import MoDConfig
 from mod_jax.layers.routed import VisionRoutingConfig
+from mod_jax.models.lm import LMConfig
 from mod_jax.models.vit import ViTConfig
+from mod_jax.serving.run import Run
 from mod_jax.tasks import make_task
 from mod_jax.tasks import phases
 from mod_jax.tasks.experiment import ExperimentConfig
@@ -182,3 +189,98 @@ def test_bad_paths(workdir, tmp_path):
     mod_jax.load(tmp_path)
   with pytest.raises(UserError, match='num_heads: .* a run of ours'):
     mod_jax.load(workdir, num_heads=3)
+
+
+class TestExport:
+  def test_in_our_own_format_nothing_is_lost(self, run, folder, tmp_path):
+    mod_jax.export(run, tmp_path / 'out')
+    again = mod_jax.load(tmp_path / 'out')
+    assert (again.config, again.classes) == (run.config, run.classes)
+    assert (again.preprocess, again.experiment) == (
+      run.preprocess,
+      run.experiment,
+    )
+    chex.assert_trees_all_equal(again.variables, run.variables)
+    files = sorted(folder.rglob('*.jpg'))
+    assert again.predict(files) == run.predict(files)
+
+  @pytest.mark.parametrize('format', ['huggingface', 'timm'])
+  def test_the_dense_model_for_others(self, run, folder, tmp_path, format):
+    with pytest.raises(UserError, match='has no routed blocks.*dense=True'):
+      mod_jax.export(run, tmp_path / 'out', format)
+    assert not (tmp_path / 'out').exists()
+    mod_jax.export(run, tmp_path / 'out', format, dense=True)
+    again = mod_jax.load(tmp_path / 'out')
+    assert again.config == run.config.dense_twin()
+    assert again.classes == run.classes
+    assert again.preprocess.mean == run.preprocess.mean
+    assert again.preprocess.std == run.preprocess.std
+    assert again.preprocess.crop_fraction == pytest.approx(
+      run.preprocess.crop_fraction, abs=0.05
+    )
+    images_BHWC = run.preprocess(folder.rglob('*.jpg'))
+    params = {name: array for name, array in again.variables['params'].items()}
+    for name, array in trees.flatten(params).items():
+      np.testing.assert_array_equal(
+        array, trees.flatten(run.variables['params'])[name]
+      )
+    dense = run.config.dense_twin().build()
+    np.testing.assert_array_equal(
+      again.apply(images_BHWC).logits_BV,
+      jax.jit(dense.apply)({'params': params}, images_BHWC).logits_BV,
+    )
+
+  def test_bad_input(self, run, tmp_path):
+    with pytest.raises(UserError, match="unknown format 'onnx'"):
+      mod_jax.export(run, tmp_path, 'onnx')
+    (tmp_path / 'file').write_text('')
+    with pytest.raises(UserError, match='cannot be written'):
+      mod_jax.export(run, tmp_path / 'file')
+
+
+@pytest.mark.parametrize('tokenizer', ['bytes', 'bpe'])
+def test_a_language_model_goes_elsewhere(tmp_path, tokenizer):
+  texts = tmp_path / 'texts'
+  texts.mkdir()
+  rng = np.random.default_rng(0)
+  for i in range(4):
+    text = ' '.join(rng.choice(['def', 'main', 'return', 'x'], 99))
+    (texts / f'{i}.txt').write_text(text)
+  config = ExperimentConfig(
+    model=LMConfig(
+      vocab_size=270,
+      num_layers=2,
+      width=8,
+      num_heads=2,
+      routing=MoDConfig(capacity=0.5, threshold_decay=0.9),
+    ),
+    data=TextDataConfig(
+      source='files',
+      files=f'{texts}/*.txt',
+      length=16,
+      tokenizer=tokenizer,
+      tokenizer_vocab_size=262,
+      cache_dir=str(tmp_path / 'cache'),
+    ),
+  )
+  task = make_task(config)
+  variables = nn.unbox(jax.jit(task.init)(jax.random.key(0)))
+  run = Run(
+    config=config.model, variables=variables, experiment=config, task=task
+  )
+  with pytest.raises(UserError, match="use 'safetensors' for a language"):
+    mod_jax.export(run, tmp_path / 'out', 'huggingface')
+  mod_jax.export(run, tmp_path / 'out')
+  expected = run.predict(['def main', 'x'], num_tokens=5)
+  shutil.rmtree(texts)
+  shutil.rmtree(tmp_path / 'cache', ignore_errors=True)
+  found = mod_jax.load(tmp_path / 'out').predict(
+    ['def main', 'x'], num_tokens=5
+  )
+  for a, b in zip(expected, found, strict=True):
+    assert a.text == b.text
+    assert len(b.log_probs) == 5
+    assert (b.log_probs < 0).all()
+    np.testing.assert_array_equal(a.log_probs, b.log_probs)
+  with pytest.raises(UserError, match='give strings'):
+    run.predict(np.zeros(3))
