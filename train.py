@@ -63,7 +63,8 @@ _COMPILE_FOR = flags.DEFINE_string(
   None,
   'Slice of TPUs, such as v5p:4x4x4, that need not be here: compile the step'
   ' for it and print what it takes, instead of training. A kind of chip alone,'
-  ' v5e, stands for the smallest slice that the run fits on.',
+  ' v5e, stands for the smallest slice that the run fits on. What is found is'
+  ' kept in WORKDIR/prove if there is a --workdir.',
 )
 
 flags.adopt_module_key_flags(cli)
@@ -78,7 +79,8 @@ def main(_):
     print(make_task(config).flops_report())
     return
   if _COMPILE_FOR.value:
-    print(prove.report(config, _COMPILE_FOR.value))
+    cache = _WORKDIR.value and f'{_WORKDIR.value}/prove'
+    print(prove.report(config, _COMPILE_FOR.value, cache))
     return
   if not _WORKDIR.value:
     raise UserError('--workdir is missing: give the directory of the run.')

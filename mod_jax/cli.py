@@ -268,6 +268,15 @@ def load_config(file, cls):
       f'--config={file}: get_config returned a'
       f' {type(config).__name__}, expected {cls.__name__}.'
     )
+  return changed(config)
+
+
+def changed(config):
+  """Returns a config changed by the command line's --config.FIELD=VALUE.
+
+  Raises:
+    UserError: there is no such field, or its value is wrong.
+  """
   return config_lib.override(config, _overrides)
 
 

@@ -183,26 +183,27 @@ class Attention(nn.Module):
     )
     self.sow('intermediates', 'queries', q_BLHC)
     self.sow('intermediates', 'keys', k_BLGC)
-    if source is not None:
-      out_BLHC = _attended_over(source, config, q_BLHC, k_BLGC, v_BLGC)
-    elif info.keep_BL is not None:
-      out_BLHC = masked_attention(q_BLHC, k_BLGC, v_BLGC, info.keep_BL)
-    elif self.score == 'mean':
-      out_BLHC, aux['attention'] = _scored(q_BLHC, k_BLGC, v_BLGC, info)
-    elif cache is None:
-      out_BLHC = _attended(config, q_BLHC, k_BLGC, v_BLGC, info)
-    else:
-      append_to = jnp.arange(x_BLD.shape[0]) if rows_B is None else rows_B
-      cache = cache.append(
-        k_BLGC, v_BLGC, info.position_BL, info.valid_BL, append_to
-      )
-      key_BSGC, value_BSGC, position_BS = cache.read(rows_B)
-      out_BLHC = mod_jax_kernels.attention(
-        q_BLHC,
-        key_BSGC,
-        value_BSGC,
-        info.position_BL[:, :, None] >= position_BS[:, None, :],
-      )
+    with jax.named_scope('attend'):  # A name for profiles.
+      if source is not None:
+        out_BLHC = _attended_over(source, config, q_BLHC, k_BLGC, v_BLGC)
+      elif info.keep_BL is not None:
+        out_BLHC = masked_attention(q_BLHC, k_BLGC, v_BLGC, info.keep_BL)
+      elif self.score == 'mean':
+        out_BLHC, aux['attention'] = _scored(q_BLHC, k_BLGC, v_BLGC, info)
+      elif cache is None:
+        out_BLHC = _attended(config, q_BLHC, k_BLGC, v_BLGC, info)
+      else:
+        append_to = jnp.arange(x_BLD.shape[0]) if rows_B is None else rows_B
+        cache = cache.append(
+          k_BLGC, v_BLGC, info.position_BL, info.valid_BL, append_to
+        )
+        key_BSGC, value_BSGC, position_BS = cache.read(rows_B)
+        out_BLHC = mod_jax_kernels.attention(
+          q_BLHC,
+          key_BSGC,
+          value_BSGC,
+          info.position_BL[:, :, None] >= position_BS[:, None, :],
+        )
     update_BLD = project('out', out_BLHC)
     if self.score == 'first':
       # Computed again for the first query alone, which is L products per head,

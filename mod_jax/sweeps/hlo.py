@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from collections.abc import Mapping
 import dataclasses
 import functools
+import itertools
 import math
 import re
 
@@ -244,13 +245,14 @@ class _Program:
     # Groups of devices that are not listed are all of them.
     found = re.search(r'num_partitions=(\d+)', text[: text.find('\n')])
     self._devices = int(found[1]) if found else 1
+    # Computations are called from several places.
+    self._cost = functools.cache(self._of_computation)
 
   @property
   def cost(self) -> Cost:
     return self._cost(self._entry)
 
-  @functools.cache  # noqa: B019 (a program lives as long as its reading)
-  def _cost(self, name: str) -> Cost:
+  def _of_computation(self, name: str) -> Cost:
     computation = self._computations[name]
     total = Cost()
     for instruction in computation.values():
@@ -278,18 +280,15 @@ class _Program:
       inside = self._cost(body) + self._cost(condition)
       trips = self._trips(computation, instruction, body, condition)
       if trips is None:
-        if inside == Cost():
-          return inside
-        return inside + Cost(endless=(instruction.name,))
+        nothing = inside == Cost()
+        return inside + Cost(endless=() if nothing else (instruction.name,))
       return inside.times(trips)
     if opcode == 'fusion':
       (called,) = instruction.computations('calls')
       return self._fused(instruction, self._cost(called))
-    if opcode in ('call', 'async-start'):
-      names = instruction.computations(
-        'to_apply' if opcode == 'call' else 'calls'
-      )
-      return sum(map(self._cost, names), Cost())
+    if opcode in ('call', 'call-start', 'async-start'):
+      called = map(instruction.computations, ('to_apply', 'calls'))
+      return sum(map(self._cost, itertools.chain(*called)), Cost())
     if opcode == 'conditional':
       branches = instruction.computations('branch_computations') or [
         name

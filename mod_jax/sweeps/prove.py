@@ -291,22 +291,23 @@ def run(
   return rows
 
 
-def report(config: ExperimentConfig, topology: str) -> str:
+def report(config: ExperimentConfig, topology: str, cache=None) -> str:
   """Returns what compiling a run for a slice tells, for people.
 
   Args:
     config: the run. Its mesh must fit the slice.
     topology: the slice; a kind of chip stands for the smallest one that the run
       fits on, with the mesh that `fitted` gives.
+    cache: as of `prove`.
 
   Raises:
     UserError: as of `prove` and `smallest`.
   """
   found = slices.parse(topology)
   if len(found) == 1:
-    proof = prove(config, found[0])
+    proof = prove(config, found[0], cache)
   else:
-    proof = smallest(config, found)
+    proof = smallest(config, found, cache)
   mesh = f'data {proof.data}, fsdp {proof.fsdp}, tensor {proof.tensor}'
   fits = 'fits' if proof.fits else 'DOES NOT FIT'
   lines = [

@@ -16,6 +16,7 @@ from mod_jax.layers import stack as stack_lib
 from mod_jax.layers.mode import Mode
 from mod_jax.layers.mode import RoutingMode
 from mod_jax.losses import sums
+from mod_jax.sampling import Generated
 from mod_jax.sampling import generate
 from mod_jax.sampling import pad_prompts
 from mod_jax.tasks import warm_start
@@ -93,6 +94,7 @@ class Language(Modality):
       seed=self.config.seed,
       shard_index=shard_index,
       shard_count=shard_count,
+      num_batches=self.config.train.num_steps,
     )
 
   def batch_shapes(self):
@@ -225,6 +227,17 @@ class Language(Modality):
     return '\n'.join([*lines, *notes])
 
   def sample(
+    self, params, model_state, prompts: list[str], **kwargs
+  ) -> list[str]:
+    """Returns how texts go on; arguments as of `continued`."""
+    generated = self.continued(params, model_state, prompts, **kwargs)
+    arrays = map(np.asarray, (generated.tokens_BN, generated.length_B))
+    return [
+      self.tokenizer.decode(tokens_N[:length].tolist())
+      for tokens_N, length in zip(*arrays, strict=True)
+    ]
+
+  def continued(
     self,
     params,
     model_state,
@@ -232,7 +245,7 @@ class Language(Modality):
     *,
     num_tokens: int | None = None,
     **kwargs,
-  ) -> list[str]:
+  ) -> Generated:
     """Continues texts, by the best causal rule that the model has.
 
     Args:
@@ -265,7 +278,7 @@ class Language(Modality):
           f' {self.config.data.length} that the model was trained at: shorten'
           ' it, or say how many tokens to add all the same.'
         )
-    generated = generate(
+    return generate(
       self.config.model.build(),
       {'params': params, **model_state},
       tokens_BP,
@@ -274,11 +287,6 @@ class Language(Modality):
       end_token=self.tokenizer.eos_id,
       **kwargs,
     )
-    arrays = map(np.asarray, (generated.tokens_BN, generated.length_B))
-    return [
-      self.tokenizer.decode(tokens_N[:length].tolist())
-      for tokens_N, length in zip(*arrays, strict=True)
-    ]
 
   def texts(self, task, params, model_state):
     settings = self.config.evaluation

@@ -162,6 +162,11 @@ HloModule jit_step, num_partitions=8
   ROOT %ne = pred[] compare(%i.2, %i.2), direction=NE
 }, execution_thread="sparsecore"
 
+%sending (s: bf16[3]) -> bf16[3] {
+  %s = bf16[3]{0} parameter(0)
+  ROOT %exchanged = bf16[3]{0} all-to-all(%s), replica_groups={{0,1,2}}, dimensions={0}
+}
+
 ENTRY %main (x.1: f32[4,4], y: f32[8,2], z: bf16[3]) -> f32[4,4] {
   %x.1 = f32[4,4]{1,0} parameter(0)
   %y = f32[8,2]{1,0} parameter(1)
@@ -176,6 +181,8 @@ ENTRY %main (x.1: f32[4,4], y: f32[8,2], z: bf16[3]) -> f32[4,4] {
   %wide = bf16[6]{0} all-gather(%z), replica_groups=mesh['axis_0'=8] {'axis_0':(2)2}, dimensions={0}
   %iota = bf16[3]{0} all-reduce(%z), replica_groups=[4,2]<=[2,4]T(1,0), to_apply=%sum
   %all = (bf16[3]{0}, f32[4,4]{1,0}) all-reduce(%z, %x.1), replica_groups={}, to_apply=%sum
+  %sent = ((bf16[3]{0}), bf16[3]{0}, u32[]) async-start(%z), calls=%sending
+  %called = bf16[3]{0} async-done(%sent)
   %kernel.7 = f32[4,4]{1,0} custom-call(%x.1, %y), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
 "block": 4
 }}, metadata={op_name="kernel"}
@@ -203,6 +210,7 @@ def test_programs_of_tpus():
     ('all-gather', 12, (0, 2), 1),
     ('all-reduce', 6, (0, 4), 1),
     ('all-reduce', 70, tuple(range(8)), 1),
+    ('all-to-all', 6, (0, 1, 2), 1),
   ]
   assert found.collectives[0].sent == 3 * 64
   assert found.collectives[2].sent == 64 * 3 / 4
