@@ -121,12 +121,12 @@ def round_of(workdir, kind, draw, signals, kills, seconds):
       ):
         results.look()
         time.sleep(0.02)
-      worker = workers[draw.choice('ab')]
-      if signals.total() < kills and worker.running():
+      name = draw.choice('ab')
+      if signals.total() < kills and workers[name].running():
         number = draw.choice((signal.SIGTERM, signal.SIGKILL))
-        worker.process.send_signal(number)
+        workers[name].process.send_signal(number)
         signals[signal.Signals(number).name] += 1
-        worker.check_end(number)
+        workers.pop(name).check_end(number)
     for worker in workers.values():
       worker.check_end()
     results.look()
@@ -162,7 +162,7 @@ def main():
       while signals.total() < args.kills:
         workdir = folder / f'round_{rounds}'
         processes += round_of(
-          workdir, kind, draw, signals, args.kills, seconds / 2
+          workdir, kind, draw, signals, args.kills, seconds / 3
         )
         chaos.compare(expected, chaos.contents(workdir, kind))
         rounds += 1

@@ -1,8 +1,9 @@
 """What a sweep came to: the best models at each budget, with their errors.
 
 Writes `fit.json`, `isoflop.csv` (a line per run), and the pictures
-`isoflop.png` (the paper's Figure 4) and `variants.png`, where there are groups
-that are not at all budgets.
+`isoflop.png` (the paper's Figure 4), `variants.png`, where there are groups
+that are not at all budgets, and `curves.png`, the losses of each group's best
+run at the highest budget over steps, training FLOPs and time.
 """
 
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ import numpy as np
 
 from mod_jax import viz
 from mod_jax.errors import UserError
+from mod_jax.sweeps import compare
 from mod_jax.sweeps import optimum
 from mod_jax.sweeps import run as run_lib
 from mod_jax.sweeps.manifest import Entry
@@ -376,7 +378,29 @@ def write(workdir) -> str:
   for name, chosen in _pictures(fitted).items():
     figure = viz.isoflop([_drawn(f, dense_flops) for f in chosen])
     viz.save(figure, workdir / f'{name}.png')
+  budget = max(entry.budget for entry, _ in results)
+  best = _best_runs(workdir, results, budget)
+  if best:
+    title = f'The best run of each group at {budget:g} FLOPs'
+    viz.save(compare.picture(best, title=title), workdir / 'curves.png')
   return table(told)
+
+
+def _best_runs(workdir, results, budget) -> list[compare.Run]:
+  """Returns each group's best run at a budget, where its files are here."""
+  best = {}
+  for entry, result in results:
+    if entry.budget != budget or result['diverged']:
+      continue
+    held = best.setdefault(entry.group, (entry, result))
+    if result['loss'] < held[1]['loss']:
+      best[entry.group] = (entry, result)
+  folders = {e.id: run_lib.directory(workdir, e) for e, _ in best.values()}
+  return [
+    compare.read(folder, name)
+    for name, folder in folders.items()
+    if workdir_lib.holds_run(folder)
+  ]
 
 
 def _pictures(fitted: Sequence[Fitted]) -> dict[str, list[Fitted]]:
