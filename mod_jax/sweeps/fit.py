@@ -178,10 +178,51 @@ def comparisons(
   return rows
 
 
+def at_equal_steps(
+  results: Sequence[tuple[Entry, Mapping[str, Any]]],
+) -> list[dict[str, Any]]:
+  """Returns what groups gain on those that do not spend their budget.
+
+  That is the control whose routed blocks are removed: a run of it is compared
+  with that of the same budget, width, seed and number of steps. The interval is
+  Student's, over all such pairs.
+  """
+  by_group = {}
+  for entry, result in results:
+    if result['diverged']:
+      continue
+    known, width = entry.facts, entry.config.model.width
+    spent = abs(known['of_budget'] - 1) < _TOLERANCE
+    runs = by_group.setdefault((entry.group, entry.budget, spent), {})
+    runs[width, known['steps'], entry.seed] = result['loss']
+  rows, rng = [], np.random.default_rng(0)
+  for (control, budget, spent), low in by_group.items():
+    if spent:
+      continue
+    for (group, other, whole), high in by_group.items():
+      pairs = [high[run] - low[run] for run in low if run in high]
+      if other != budget or not whole or len(pairs) < 2:
+        continue
+      error = np.std(pairs, ddof=1) / np.sqrt(len(pairs))
+      mean = float(np.mean(pairs))
+      draw_R = mean + error * rng.standard_t(len(pairs) - 1, 4000)
+      rows.append(
+        {
+          'group': group,
+          'against': control,
+          'budget': budget,
+          'pairs': len(pairs),
+          'loss_difference': optimum.Estimate(mean, draw_R),
+        }
+      )
+  return rows
+
+
 def record(
   fitted: Sequence[Fitted],
   surfaces: Mapping[str, optimum.Surface | str],
   rows: Sequence[Mapping[str, Any]],
+  equal_steps: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
   """Returns what `fit.json` holds; refusals are `{'refused': WHY}`."""
 
@@ -212,6 +253,12 @@ def record(
     }
     return told | {'spread': found.spread}
 
+  def plain(row):
+    return {
+      name: _told(value) if isinstance(value, optimum.Estimate) else value
+      for name, value in row.items()
+    }
+
   return {
     'interval': optimum.LEVEL,
     'curves': [
@@ -227,13 +274,8 @@ def record(
       for f in fitted
     ],
     'surfaces': {name: surface(found) for name, found in surfaces.items()},
-    'comparisons': [
-      {
-        name: _told(value) if isinstance(value, optimum.Estimate) else value
-        for name, value in row.items()
-      }
-      for row in rows
-    ],
+    'comparisons': [plain(row) for row in rows],
+    'equal_steps': [plain(row) for row in equal_steps],
   }
 
 
@@ -270,6 +312,12 @@ def table(told: Mapping[str, Any]) -> str:
       f'  {row["group"]} at {row["budget"]:g}, {row["method"]}: parameters x'
       f' {_written(row["params_ratio"], ".2f")}, FLOPs of a forward pass x'
       f' {_written(row["flops_ratio"], ".2f")}, loss'
+      f' {_written(row["loss_difference"], "+.4f")}'
+    )
+  for row in told['equal_steps']:
+    lines.append(
+      f'  {row["group"]} against {row["against"]} at {row["budget"]:g}, the'
+      f' same steps, {row["pairs"]} pairs: loss'
       f' {_written(row["loss_difference"], "+.4f")}'
     )
   return '\n'.join(lines)
@@ -365,7 +413,7 @@ def write(workdir) -> str:
   )
   fitted, surfaces = fit(curves(results))
   compared = comparisons(fitted, reference)
-  told = record(fitted, surfaces, compared)
+  told = record(fitted, surfaces, compared, at_equal_steps(results))
   text = metrics_lib.to_json(told, indent=2) + '\n'
   workdir_lib.write_text(workdir / 'fit.json', text)
   dense_flops = best_dense(fitted, reference)
