@@ -416,16 +416,14 @@ def _corpus_tokens(sweep) -> float | None:
   """Returns how many tokens there are to train on; None if nobody knows."""
   if sweep.corpus_tokens is not None:
     return sweep.corpus_tokens
-  return num_train_tokens(sweep.base.data)
-
-
-@functools.cache
-def num_train_tokens(data: text.TextDataConfig) -> int | None:
-  """Returns the tokens of one epoch, or None where no file tells it."""
-  if data.source == 'tfds':
-    return None
-  train, _ = text.split_files(data)
-  return len(text._open_stream(data, train))
+  data = sweep.base.data
+  try:
+    return text.num_train_tokens(data)
+  except UserError:
+    # A sweep for other machines can be planned where its corpus is not.
+    if data.source in ('tfds', 'prepared'):
+      return None
+    raise
 
 
 def _check_corpus(sweep, corpus, longest):

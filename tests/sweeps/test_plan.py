@@ -183,7 +183,7 @@ def test_corpus_is_counted(tmp_path):
     source='files', files=str(file), eval_files=str(held_out), length=16
   )
   base = dataclasses.replace(small().base, data=data)
-  with pytest.raises(UserError, match='the corpus has 5k'):
+  with pytest.raises(UserError, match='the corpus has 4.99k'):
     plan.entries(small(base=base, corpus_tokens=None))
 
 
