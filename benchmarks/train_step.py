@@ -21,13 +21,13 @@ import jax
 import machine
 import optax
 import parts
-import results as results_lib
 
 from mod_jax import flops
 from mod_jax import losses
 from mod_jax import timing
 from mod_jax.layers.routed import MoDConfig
 from mod_jax.models.lm import LMConfig
+import results as results_lib
 
 _WIDTH = flags.DEFINE_integer('width', 256, 'D')
 _LAYERS = flags.DEFINE_integer('layers', 8, 'Number of blocks.')

@@ -1,8 +1,9 @@
 """What a sweep came to: the best models at each budget, with their errors.
 
 Writes `fit.json`, `isoflop.csv` (a line per run), and the pictures
-`isoflop.png` (the paper's Figure 4) and `variants.png`, where there are groups
-that are not at all budgets.
+`isoflop.png` (the paper's Figure 4), `variants.png`, where there are groups
+that are not at all budgets, and `curves.png`, the losses of each group's best
+run at the highest budget over steps, training FLOPs and time.
 """
 
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ import numpy as np
 
 from mod_jax import viz
 from mod_jax.errors import UserError
+from mod_jax.sweeps import compare
 from mod_jax.sweeps import optimum
 from mod_jax.sweeps import run as run_lib
 from mod_jax.sweeps.manifest import Entry
@@ -176,10 +178,51 @@ def comparisons(
   return rows
 
 
+def at_equal_steps(
+  results: Sequence[tuple[Entry, Mapping[str, Any]]],
+) -> list[dict[str, Any]]:
+  """Returns what groups gain on those that do not spend their budget.
+
+  That is the control whose routed blocks are removed: a run of it is compared
+  with that of the same budget, width, seed and number of steps. The interval is
+  Student's, over all such pairs.
+  """
+  by_group = {}
+  for entry, result in results:
+    if result['diverged']:
+      continue
+    known, width = entry.facts, entry.config.model.width
+    spent = abs(known['of_budget'] - 1) < _TOLERANCE
+    runs = by_group.setdefault((entry.group, entry.budget, spent), {})
+    runs[width, known['steps'], entry.seed] = result['loss']
+  rows, rng = [], np.random.default_rng(0)
+  for (control, budget, spent), low in by_group.items():
+    if spent:
+      continue
+    for (group, other, whole), high in by_group.items():
+      pairs = [high[run] - low[run] for run in low if run in high]
+      if other != budget or not whole or len(pairs) < 2:
+        continue
+      error = np.std(pairs, ddof=1) / np.sqrt(len(pairs))
+      mean = float(np.mean(pairs))
+      draw_R = mean + error * rng.standard_t(len(pairs) - 1, 4000)
+      rows.append(
+        {
+          'group': group,
+          'against': control,
+          'budget': budget,
+          'pairs': len(pairs),
+          'loss_difference': optimum.Estimate(mean, draw_R),
+        }
+      )
+  return rows
+
+
 def record(
   fitted: Sequence[Fitted],
   surfaces: Mapping[str, optimum.Surface | str],
   rows: Sequence[Mapping[str, Any]],
+  equal_steps: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
   """Returns what `fit.json` holds; refusals are `{'refused': WHY}`."""
 
@@ -210,6 +253,12 @@ def record(
     }
     return told | {'spread': found.spread}
 
+  def plain(row):
+    return {
+      name: _told(value) if isinstance(value, optimum.Estimate) else value
+      for name, value in row.items()
+    }
+
   return {
     'interval': optimum.LEVEL,
     'curves': [
@@ -225,13 +274,8 @@ def record(
       for f in fitted
     ],
     'surfaces': {name: surface(found) for name, found in surfaces.items()},
-    'comparisons': [
-      {
-        name: _told(value) if isinstance(value, optimum.Estimate) else value
-        for name, value in row.items()
-      }
-      for row in rows
-    ],
+    'comparisons': [plain(row) for row in rows],
+    'equal_steps': [plain(row) for row in equal_steps],
   }
 
 
@@ -268,6 +312,12 @@ def table(told: Mapping[str, Any]) -> str:
       f'  {row["group"]} at {row["budget"]:g}, {row["method"]}: parameters x'
       f' {_written(row["params_ratio"], ".2f")}, FLOPs of a forward pass x'
       f' {_written(row["flops_ratio"], ".2f")}, loss'
+      f' {_written(row["loss_difference"], "+.4f")}'
+    )
+  for row in told['equal_steps']:
+    lines.append(
+      f'  {row["group"]} against {row["against"]} at {row["budget"]:g}, the'
+      f' same steps, {row["pairs"]} pairs: loss'
       f' {_written(row["loss_difference"], "+.4f")}'
     )
   return '\n'.join(lines)
@@ -363,7 +413,7 @@ def write(workdir) -> str:
   )
   fitted, surfaces = fit(curves(results))
   compared = comparisons(fitted, reference)
-  told = record(fitted, surfaces, compared)
+  told = record(fitted, surfaces, compared, at_equal_steps(results))
   text = metrics_lib.to_json(told, indent=2) + '\n'
   workdir_lib.write_text(workdir / 'fit.json', text)
   dense_flops = best_dense(fitted, reference)
@@ -376,7 +426,29 @@ def write(workdir) -> str:
   for name, chosen in _pictures(fitted).items():
     figure = viz.isoflop([_drawn(f, dense_flops) for f in chosen])
     viz.save(figure, workdir / f'{name}.png')
+  budget = max(entry.budget for entry, _ in results)
+  best = _best_runs(workdir, results, budget)
+  if best:
+    title = f'The best run of each group at {budget:g} FLOPs'
+    viz.save(compare.picture(best, title=title), workdir / 'curves.png')
   return table(told)
+
+
+def _best_runs(workdir, results, budget) -> list[compare.Run]:
+  """Returns each group's best run at a budget, where its files are here."""
+  best = {}
+  for entry, result in results:
+    if entry.budget != budget or result['diverged']:
+      continue
+    held = best.setdefault(entry.group, (entry, result))
+    if result['loss'] < held[1]['loss']:
+      best[entry.group] = (entry, result)
+  folders = {e.id: run_lib.directory(workdir, e) for e, _ in best.values()}
+  return [
+    compare.read(folder, name)
+    for name, folder in folders.items()
+    if workdir_lib.holds_run(folder)
+  ]
 
 
 def _pictures(fitted: Sequence[Fitted]) -> dict[str, list[Fitted]]:

@@ -102,7 +102,6 @@ class SweepConfig:
   warmup: config_lib.BelowOne = 0.1  # As a fraction of the steps.
   # Held-out losses along a run, for its curve, besides that at its end.
   evaluations: config_lib.Count = 4
-  max_epochs: config_lib.Positive = 1.0  # That a run may read of its corpus.
   # Training tokens of the corpus; None asks the data where that is possible.
   corpus_tokens: config_lib.Positive | None = None
   # What the price is reckoned by: FLOP/s of a chip, and the part of them that
@@ -428,13 +427,14 @@ def _corpus_tokens(sweep) -> float | None:
 
 def _check_corpus(sweep, corpus, longest):
   *_, group, budget, (num_layers, width, _), known = longest
-  if corpus is None or known['tokens'] <= sweep.max_epochs * corpus:
+  most = sweep.base.data.max_epochs
+  if corpus is None or known['tokens'] <= most * corpus:
     return
   raise UserError(
     f'{num_layers} x {width} of the group {group.name} reads'
     f' {_quantity(known["tokens"])} tokens at {budget:g} FLOPs, and the corpus'
-    f' has {_quantity(corpus)}, of which max_epochs={sweep.max_epochs:g} are'
-    ' allowed: take larger models or a larger corpus, or raise max_epochs.'
+    f' has {_quantity(corpus)}, of which base.data.max_epochs={most:g} are'
+    ' allowed: take larger models or a larger corpus, or raise that.'
   )
 
 

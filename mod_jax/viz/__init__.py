@@ -9,6 +9,7 @@ from mod_jax.viz.adaptive import compute_extremes
 from mod_jax.viz.adaptive import compute_histogram
 from mod_jax.viz.adaptive import error_by_learners
 from mod_jax.viz.adaptive import loss_effects
+from mod_jax.viz.curves import compared_curves
 from mod_jax.viz.curves import loss_curves
 from mod_jax.viz.engagement import engagement
 from mod_jax.viz.files import save
@@ -36,6 +37,7 @@ __all__ = (
   'RuleStyle',
   'accuracy_flops',
   'attention_maps',
+  'compared_curves',
   'compute_extremes',
   'compute_histogram',
   'display_piece',

@@ -35,9 +35,11 @@ def isoflop(curves: Sequence[Mapping[str, Any]], *, title: str = '') -> Figure:
   groups = list(dict.fromkeys(curve['group'] for curve in curves))
   budgets = sorted({curve['budget'] for curve in curves})
   relative = any('flops' in curve for curve in curves)
+  named = [style.shortened(group, 24) for group in groups]
   figure, body = style.new_figure(
-    11 if relative else 7,
-    5.0,
+    # The legend stands outside, where it hides no point.
+    (11 if relative else 7) + 0.07 * max(map(len, named), default=0) + 0.6,
+    max(4.8, 0.19 * (len(groups) + len(budgets)) + 0.6),
     title or 'Loss at equal training FLOPs',
     'A dot is a run; a line is the parabola through those of one budget, and'
     ' its ring the least loss, with 90% intervals.',
@@ -76,8 +78,8 @@ def isoflop(curves: Sequence[Mapping[str, Any]], *, title: str = '') -> Figure:
     _tick(panels[1], flops, lambda x: f'{x:.2g}')
     panels[1].axvline(1, color=style.FAINT, lw=1, zorder=0)
   colors = [
-    Line2D([], [], color=_COLORS[i % len(_COLORS)], lw=2, label=group)
-    for i, group in enumerate(groups)
+    Line2D([], [], color=_COLORS[i % len(_COLORS)], lw=2, label=name)
+    for i, name in enumerate(named)
   ]
   markers = [
     Line2D(
@@ -87,11 +89,11 @@ def isoflop(curves: Sequence[Mapping[str, Any]], *, title: str = '') -> Figure:
       color=style.MUTED,
       marker=look[groups[0], budget]['marker'],
       ms=5,
-      label=f'{budget:.3g} FLOPs',
+      label=f'{budget:.3g}'.replace('+', '') + ' FLOPs',
     )
     for budget in budgets
   ]
-  style.key(body, [*colors, *markers])
+  style.key(body, [*colors, *markers], 'outside right upper')
   return figure
 
 

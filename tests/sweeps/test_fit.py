@@ -150,12 +150,22 @@ def test_variants(tmp_path):
   for x in np.linspace(-1, 1, 5):
     params = 4e8 * np.exp(x)
     add(runs, 'raw', 6e18, params, 3.12 + 0.1 * x * x)
-    add(runs, 'removed', 6e18, params, 3.2 + 0.1 * x * x, of_budget=0.6)
+    # As many steps as a run of the group `raw`, and of no other.
+    steps = int(100 + 10 * x)
+    runs[-1][0].facts['steps'] = steps
+    loss = 3.2 + 0.1 * x * x + 0.01 * (x > 0)
+    add(runs, 'removed', 6e18, params, loss, of_budget=0.6, steps=steps)
   write(tmp_path, runs)
   text = fit.write(tmp_path)
   assert 'raw at 6e+18, parabola: parameters' in text
   assert 'removed at 6e+18, parabola' not in text
   assert 'its runs do not spend the budget' in text
+  (row,) = json.loads((tmp_path / 'fit.json').read_text())['equal_steps']
+  assert (row['group'], row['against'], row['pairs']) == ('raw', 'removed', 5)
+  gain = row['loss_difference']
+  assert gain['value'] == pytest.approx(-0.084)
+  assert gain['low'] < -0.085 < -0.083 < gain['high'] < -0.07
+  assert 'raw against removed at 6e+18, the same steps, 5 pairs' in text
   assert (tmp_path / 'variants.png').stat().st_size > 10_000
   fitted, _ = fit.fit(fit.curves(run.results(tmp_path)))
   pictures = fit._pictures(fitted)

@@ -52,7 +52,7 @@ def small(**changes):
 def test_variants(file):
   module = config_lib.load(file)
   assert module.__doc__.strip()
-  assert {'', 'tiny'} < set(module.VARIANTS)
+  assert {'', 'tiny'} <= set(module.VARIANTS)
   for variant in module.VARIANTS:
     sweep = module.get_config(variant)
     assert isinstance(sweep, SweepConfig)
