@@ -99,25 +99,26 @@ def make_mesh(config: MeshConfig, devices=None) -> jax.sharding.Mesh:
   data, fsdp, tensor = config.sizes(len(devices))
   slices = len({getattr(d, 'slice_index', 0) for d in devices})
   if slices == 1:
-    return jax.make_mesh(
-      (data, fsdp, tensor), MESH_AXES, axis_types, devices=devices
+    grid = mesh_utils.create_device_mesh(
+      (data, fsdp, tensor),
+      devices,
+      # An axis of 8 in a cube of 4 x 4 x 4 chips, say.
+      allow_split_physical_axes=True,
     )
-  if data % slices:
+  elif data % slices:
     raise UserError(
       f'mesh.data={data} does not divide over the {slices} slices that the'
       f' {len(devices)} devices are of: make it a multiple of {slices}, by less'
       ' fsdp or tensor.'
     )
-  return jax.sharding.Mesh(
-    mesh_utils.create_hybrid_device_mesh(
+  else:
+    grid = mesh_utils.create_hybrid_device_mesh(
       (data // slices, fsdp, tensor),
       (slices, 1, 1),
       devices,
       allow_split_physical_axes=True,
-    ),
-    MESH_AXES,
-    axis_types=axis_types,
-  )
+    )
+  return jax.sharding.Mesh(grid, MESH_AXES, axis_types=axis_types)
 
 
 def fit_mesh(config: MeshConfig, num_devices: int, rows: int) -> MeshConfig:

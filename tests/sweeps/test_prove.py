@@ -57,6 +57,14 @@ class TestMesh:
     config = parallel.MeshConfig(data=2, fsdp=4)
     assert parallel.fit_mesh(config, 16, 128) == config
 
+  @needs_libtpu
+  def test_need_not_be_axes_of_the_slice(self):
+    (cube,) = slices.parse('v5p:4x4x4')
+    config = parallel.MeshConfig(fsdp=8)
+    mesh = parallel.make_mesh(config, cube.devices())
+    assert mesh.devices.shape == (8, 8, 1)
+    assert len(set(mesh.devices.flat)) == 64
+
 
 class TestRefusals:
   """One sentence each, and nothing is compiled."""
