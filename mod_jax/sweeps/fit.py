@@ -54,6 +54,13 @@ class Curve:
   diverged: int = 0
   equal: bool = True
 
+  def means(self) -> list[tuple[float, float]]:
+    """Returns parameters and mean loss of each size, the smallest first."""
+    return [
+      (float(size), float(self.loss_I[self.params_I == size].mean()))
+      for size in np.unique(self.params_I)
+    ]
+
   def forward_at(self, log_params):
     """Returns the FLOPs of a forward pass of a model between the sizes."""
     x_I = np.log(self.params_I)
@@ -71,15 +78,20 @@ class Fitted:
   joint: optimum.Minimum | str
 
 
+def _spent(entry: Entry) -> bool:
+  """Whether a run spends its budget."""
+  return abs(entry.facts['of_budget'] - 1) < _TOLERANCE
+
+
 def curves(results: Sequence[tuple[Entry, Mapping[str, Any]]]) -> list[Curve]:
   """Returns the curves of a sweep's results, in the order of the plan."""
   by_curve = {}
   for entry, result in results:
     key = (entry.group, entry.budget)
-    by_curve.setdefault(key, []).append((entry.facts, result))
+    by_curve.setdefault(key, []).append((entry, result))
   found = []
   for (group, budget), runs in by_curve.items():
-    good = [(f, r['loss']) for f, r in runs if not r['diverged']]
+    good = [(e.facts, r['loss']) for e, r in runs if not r['diverged']]
     good.sort(key=lambda run: run[0]['params'])
 
     def column(name, good=good):
@@ -94,7 +106,7 @@ def curves(results: Sequence[tuple[Entry, Mapping[str, Any]]]) -> list[Curve]:
         forward_I=column('forward_flops'),
         loss_I=np.array([loss for _, loss in good], float),
         diverged=len(runs) - len(good),
-        equal=bool(np.all(np.abs(column('of_budget') - 1) < _TOLERANCE)),
+        equal=all(_spent(entry) for entry, _ in runs),
       )
     )
   return found
@@ -192,8 +204,7 @@ def at_equal_steps(
     if result['diverged']:
       continue
     known, width = entry.facts, entry.config.model.width
-    spent = abs(known['of_budget'] - 1) < _TOLERANCE
-    runs = by_group.setdefault((entry.group, entry.budget, spent), {})
+    runs = by_group.setdefault((entry.group, entry.budget, _spent(entry)), {})
     runs[width, known['steps'], entry.seed] = result['loss']
   rows, rng = [], np.random.default_rng(0)
   for (control, budget, spent), low in by_group.items():
@@ -268,6 +279,9 @@ def record(
         'runs': len(f.curve.loss_I),
         'sizes': len(set(f.curve.params_I.tolist())),
         'diverged': f.curve.diverged,
+        'mean_losses': [
+          {'params': size, 'loss': loss} for size, loss in f.curve.means()
+        ],
         'parabola': minimum(f.parabola),
         'joint': minimum(f.joint),
       }
@@ -295,7 +309,11 @@ def table(told: Mapping[str, Any]) -> str:
     )
     if curve['diverged']:
       head += f' and {curve["diverged"]} that diverged'
-    lines.append(head)
+    means = (
+      f'{mean["loss"]:.4f} ({mean["params"]:.3g})'
+      for mean in curve['mean_losses']
+    )
+    lines += [head, f'  mean losses, by parameters: {", ".join(means)}']
     for method in ('parabola', 'joint'):
       found = curve[method]
       if 'refused' in found:
@@ -354,6 +372,7 @@ def rows(
         'embedding_params': known['embedding_params'],
         'forward_flops': known['forward_flops'],
         'relative_flops': best and known['forward_flops'] / best,
+        'learning_rate': entry.config.optimizer.learning_rate,
         'steps': known['steps'],
         'tokens': known['tokens'],
         'train_flops': known['train_flops'],
@@ -375,11 +394,8 @@ def best_dense(fitted: Sequence[Fitted], reference: str) -> dict[float, float]:
     if curve.group != reference or not len(curve.loss_I):
       continue
     if isinstance(own.parabola, str):
-      losses = {
-        forward: curve.loss_I[curve.forward_I == forward].mean()
-        for forward in curve.forward_I
-      }
-      found[curve.budget] = float(min(losses, key=losses.get))
+      size, _ = min(curve.means(), key=lambda mean: mean[1])
+      found[curve.budget] = float(curve.forward_I[curve.params_I == size][0])
     else:
       found[curve.budget] = float(
         curve.forward_at(own.parabola.log_params.value)
@@ -409,7 +425,12 @@ def write(workdir) -> str:
       ' sweep by `python -m mod_jax.sweeps run`.'
     )
   reference = next(
-    (e.group for e, _ in results if e.config.model.routing is None), ''
+    (
+      entry.group
+      for entry, _ in results
+      if entry.config.model.routing is None and _spent(entry)
+    ),
+    '',
   )
   fitted, surfaces = fit(curves(results))
   compared = comparisons(fitted, reference)

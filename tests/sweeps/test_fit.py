@@ -140,6 +140,12 @@ def test_refusals_are_told(tmp_path):
   assert 'no minimum: the minimum lies above the largest size' in text
   told = json.loads((tmp_path / 'fit.json').read_text())
   assert 'refused' in told['curves'][0]['parabola']
+  means = [mean['loss'] for mean in told['curves'][0]['mean_losses']]
+  assert means == sorted(means, reverse=True)
+  assert f'{means[-1]:.4f} (' in text
+  # In its place stands the best size there is.
+  with (tmp_path / 'isoflop.csv').open() as file:
+    assert [row['relative_flops'] for row in csv.DictReader(file)][6] == '1.0'
   rows = [r for r in told['comparisons'] if r['method'] == 'parabola']
   assert {row['budget'] for row in rows} == {2e19, 1e20}
 
