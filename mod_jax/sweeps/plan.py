@@ -6,6 +6,7 @@ for each group of models, such as dense and routed ones. Hoffmann et al. 2022,
 approach 2; Raposo et al. 2024, Figures 3 and 4.
 """
 
+import collections
 from collections.abc import Sequence
 import dataclasses
 import functools
@@ -190,6 +191,13 @@ def entries(sweep: SweepConfig) -> list[Entry]:
           facts=known,
         )
       )
+  counts = collections.Counter(entry.id for entry in result)
+  name, times = counts.most_common(1)[0]
+  if times > 1:
+    raise UserError(
+      f'{times} runs would be called {name}: leave out one of the shapes of the'
+      ' same depth and width, or take budgets further apart.'
+    )
   # So that a sweep which is stopped early has something at every budget.
   return sorted(result, key=lambda entry: entry.seed)
 
@@ -435,8 +443,8 @@ def _check_corpus(sweep, corpus, longest):
   raise UserError(
     f'{num_layers} x {width} of the group {group.name} reads'
     f' {style.quantity(known["tokens"])} tokens at {budget:g} FLOPs, and the'
-    f' corpus has {style.quantity(corpus)}, of which'
-    f' base.data.max_epochs={most:g} are allowed: take larger models or a larger'
+    f' corpus has {style.quantity(corpus)}, which may be seen'
+    f' base.data.max_epochs={most:g} times: take larger models or a larger'
     ' corpus, or raise that.'
   )
 
