@@ -18,6 +18,7 @@ from mod_jax import config as config_lib
 from mod_jax import flops
 from mod_jax import viz
 from mod_jax.errors import UserError
+from mod_jax.sweeps import tables
 from mod_jax.tasks import make_task
 from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train import history
@@ -140,14 +141,7 @@ def table(runs: Sequence[Run]) -> str:
         ),
       ]
     )
-  widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-  text = [
-    '  '.join(
-      cell.rjust(width) if i else cell.ljust(width)
-      for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-    ).rstrip()
-    for line in lines
-  ]
+  text = tables.aligned(lines)
   for run in runs[1:]:
     differences = [
       line

@@ -71,7 +71,7 @@ def isoflop(curves: Sequence[Mapping[str, Any]], *, title: str = '') -> Figure:
     axes.set_axisbelow(True)
   panels[0].set_ylabel('held-out loss, nats per token')
   panels[0].set_xlabel('parameters, embedding and head included')
-  _tick(panels[0], [c['params'] for c in curves], _count)
+  _tick(panels[0], [c['params'] for c in curves], style.quantity)
   if relative:
     panels[1].set_xlabel("FLOPs of a forward pass, by the best dense model's")
     flops = [c['flops'] for c in curves if 'flops' in c]
@@ -134,10 +134,3 @@ def _tick(axes, columns, write):
   marks = [s * 10.0**p for p in powers for s in steps]
   axes.set_xticks([m for m in marks if low * 0.9 <= m <= high * 1.1])
   axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: write(x)))
-
-
-def _count(number: float) -> str:
-  for size, unit in ((1e9, 'B'), (1e6, 'M'), (1e3, 'k')):
-    if number >= size:
-      return f'{number / size:.3g}{unit}'
-  return f'{number:.3g}'

@@ -220,6 +220,14 @@ def percent(value: float, _=None) -> str:
   return f'{100 * value:.4g}%'
 
 
+def quantity(count: float) -> str:
+  """Writes a count with three digits, as in 1.28M."""
+  for size, unit in ((1e12, 'T'), (1e9, 'B'), (1e6, 'M'), (1e3, 'k')):
+    if count >= size:
+      return f'{count / size:.3g}{unit}'
+  return f'{count:.3g}'
+
+
 def shortened(text: str, most: int = 40) -> str:
   """Returns one line of at most `most` characters."""
   text = glyphs.plain(' '.join(str(text).split()))

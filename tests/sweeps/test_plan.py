@@ -163,6 +163,10 @@ def test_table():
     ({'num_sizes': (5,)}, 'has 4 sizes .*num_sizes=5'),
     ({'corpus_tokens': 1e5}, r'reads \S+ tokens .* the corpus has 100k'),
     ({'budgets': (2e9, 2e9)}, 'each once'),
+    (
+      {'shapes': (*SHAPES, (2, 12, 2))},
+      '2 runs would be called dense_2e09_2x12_s0',
+    ),
     ({'budgets': (8e9, 2e9)}, 'lowest first'),
     ({'num_seeds': (1, 2, 3)}, 'one number for all of them, or one for each'),
     ({'groups': (Group(name='a'), Group(name='a', optimum=2.0))}, 'each name'),
