@@ -30,6 +30,8 @@ class AttentionConfig:
   num_kv_heads: config_lib.Size  # Key and value heads G, a divisor of H.
   head_dim: config_lib.Size  # Channels per head C.
   causal: bool = True
+  # Base of the rotary embedding's wavelengths; None for no such embedding.
+  rope_theta: float | None = None
   bias: bool = False  # On all projections.
   qkv_bias: bool | None = None  # On query, key and value; None = as `bias`.
   out_scale: float = 1.0  # On the standard deviation of the last kernel.
@@ -174,9 +176,14 @@ class Attention(nn.Module):
         ('value', source_BSD),
       )
     )
-    if source is None and info.rotation_BLC is not None:
-      q_BLHC = rope.rotate(q_BLHC, info.rotation_BLC)
-      k_BLGC = rope.rotate(k_BLGC, info.rotation_BLC)
+    if source is None and config.rope_theta is not None:
+      # Computed of the positions here, and not handed on from block to block: a
+      # routed block gathers K numbers instead of K rows of L.
+      rotation_BLC = rope.rotation(
+        info.position_BL, config.head_dim, config.rope_theta
+      )
+      q_BLHC = rope.rotate(q_BLHC, rotation_BLC)
+      k_BLGC = rope.rotate(k_BLGC, rotation_BLC)
     q_BLHC, k_BLGC, v_BLGC = (
       parallel.constrain(x, 'batch', 'length', 'act_heads', None)
       for x in (q_BLHC, k_BLGC, v_BLGC)

@@ -166,10 +166,7 @@ def test_decoding_equals_the_whole_sequence(config, params, x_BLD, info):
   caches = config.caches(B, L, mode)
   step = jax.jit(model.apply)
   for i in range(L):
-    one = info.replace(
-      position_BL=info.position_BL[:, i : i + 1],
-      rotation_BLC=info.rotation_BLC[:, i : i + 1],
-    )
+    one = info.replace(position_BL=info.position_BL[:, i : i + 1])
     done = step(variables, x_BLD[:, i : i + 1], one, caches)
     caches = done.caches
     np.testing.assert_allclose(
