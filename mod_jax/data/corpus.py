@@ -502,15 +502,18 @@ def open_cache(
 @contextlib.contextmanager
 def replacing(path: str) -> Iterator[BinaryIO]:
   """As `paths.replacing`; removes what was left by builders killed long ago."""
-  _remove_leftovers(path)
+  folder, name = os.path.split(path)
+  remove_leftovers(folder, glob.escape(name))
   with paths.replacing(path) as out:
     yield out
 
 
-def _remove_leftovers(path: str, max_age_s: float = 24 * 3600):
-  """Deletes what builders that were killed long ago left behind."""
-  folder, name = os.path.split(path)
-  partial = os.path.join(glob.escape(folder), f'.{glob.escape(name)}.*.tmp')
+def remove_leftovers(folder: str, name: str, max_age_s: float = 24 * 3600):
+  """Deletes what builders that were killed left behind of files by a glob.
+
+  What somebody wrote to more lately than `max_age_s` may be under way.
+  """
+  partial = os.path.join(glob.escape(folder), f'.{name}.*.tmp')
   for leftover in glob.glob(partial):
     try:
       if time.time() - os.path.getmtime(leftover) > max_age_s:

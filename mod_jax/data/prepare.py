@@ -55,6 +55,7 @@ _OF_READING = (
   'tokenizer_vocab_size',
 )
 _SAMPLED = 64  # Records by which the size of a TFDS document is estimated.
+_DEAD_S = 600  # A shard that nobody wrote to for so long is a killed worker's.
 _CHUNK = 2**22  # Tokens that are read at a time to count their bytes.
 
 
@@ -88,7 +89,7 @@ def prepare(
     )
   paths.require_local(out, 'out')
   out = os.path.expanduser(out)
-  if config.tokenizer == 'bpe':  # From now on, a file as any other.
+  if config.learns_tokenizer:  # From now on, a file as any other.
     learned = str(text.learn_tokenizer(config))
     config = dataclasses.replace(
       config, tokenizer='huggingface', tokenizer_path=learned
@@ -121,6 +122,7 @@ def prepare(
       f'source={config.source!r} has no text to train on: give other files'
     )
   prepared.write_index(out, index)
+  corpus.remove_leftovers(out, '*', max_age_s=_DEAD_S)
   return index
 
 

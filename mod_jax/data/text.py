@@ -80,7 +80,7 @@ class TextDataConfig:
     tfds_text_key: the feature with the text.
     tokenizer: 'bytes' needs nothing; 'bpe' is learned from the training files
       and cached; the others read `tokenizer_path`. A prepared corpus has its
-      own.
+      own, whatever is said here.
     tokenizer_path: local tokeniser file, or the directory that holds it.
     tokenizer_vocab_size: ids of the tokenizer 'bpe'.
     length: tokens per row.
@@ -143,10 +143,10 @@ class TextDataConfig:
         'path': ['prepared'],
       },
     )
-    if self.source == 'prepared' and self.tokenizer != 'bytes':
+    if self.source == 'prepared' and self.tokenizer_path:
       raise errors.UserError(
-        f"tokenizer={self.tokenizer!r} and source='prepared', which has the "
-        'tokenizer that it was prepared with: leave tokenizer out'
+        f"tokenizer_path={self.tokenizer_path!r} and source='prepared', which "
+        'has the tokenizer that it was prepared with: drop tokenizer_path'
       )
     reads_file = self.tokenizer in ('sentencepiece', 'huggingface')
     if self.tokenizer_path and not reads_file:
@@ -161,7 +161,8 @@ class TextDataConfig:
         f'{self.source!r} has none: give a tokenizer file by tokenizer and '
         'tokenizer_path'
       )
-    if reads_file and not self.tokenizer_path:
+    needs_path = reads_file and self.source != 'prepared'
+    if needs_path and not self.tokenizer_path:
       raise errors.UserError(
         f'tokenizer={self.tokenizer!r} needs tokenizer_path, a local file'
       )
@@ -170,6 +171,11 @@ class TextDataConfig:
         f'prefetch={self.prefetch}: expected at least '
         f'read_threads={self.read_threads}'
       )
+
+  @property
+  def learns_tokenizer(self) -> bool:
+    """Whether the tokenizer is learned from the training files."""
+    return self.tokenizer == 'bpe' and self.source != 'prepared'
 
 
 def make_tokenizer(config: TextDataConfig) -> tokenizers.Tokenizer:
@@ -181,7 +187,7 @@ def make_tokenizer(config: TextDataConfig) -> tokenizers.Tokenizer:
   """
   if config.source == 'prepared':
     return prepared.make_tokenizer(config.path)
-  if config.tokenizer == 'bpe':
+  if config.learns_tokenizer:
     return tokenizers.make('huggingface', str(learn_tokenizer(config)))
   return tokenizers.make(config.tokenizer, config.tokenizer_path)
 

@@ -57,7 +57,7 @@ class Language(Modality):
   def _data(self) -> text.TextDataConfig:
     """The config of the data, with the file of a tokenizer that was learned."""
     data = self.config.data
-    if data.tokenizer != 'bpe':
+    if not data.learns_tokenizer:
       return data
     path = None
     if self._workdir is not None:
@@ -87,7 +87,7 @@ class Language(Modality):
       )
 
   def files(self):
-    if self.config.data.tokenizer != 'bpe':
+    if not self.config.data.learns_tokenizer:
       return {}
     learned = workdir_lib.expand(self._data.tokenizer_path)
     return {TOKENIZER: learned.read_text('utf-8')}

@@ -79,7 +79,8 @@ def test_batches_are_those_of_the_files(root, tmp_path, tokenizer, monkeypatch):
   if tokenizer == 'bytes':
     source = dataclasses.replace(source, tokenizer='bytes', tokenizer_path='')
   index = prepare.prepare(source, str(tmp_path), shard_bytes=4 * KIB)
-  config = prepared_config(tmp_path, segments=True)
+  # What it says of a tokenizer is not asked.
+  config = prepared_config(tmp_path, segments=True, tokenizer='sentencepiece')
   assert len(index['train']['shards']) > 3
   assert index['train']['documents'] == 12
   sizes = sum(p.stat().st_size for p in (root / 'train').iterdir())
@@ -130,8 +131,9 @@ def test_a_learned_tokenizer_goes_with_the_corpus(root, tmp_path):
   )
   out = tmp_path / 'out'
   prepare.prepare(source, str(out))
-  stream = text.open_stream(prepared_config(out), 'held_out')
-  decoded = text.make_tokenizer(prepared_config(out)).decode(whole(stream))
+  config = prepared_config(out, tokenizer='bpe')
+  stream = text.open_stream(config, 'held_out')
+  decoded = text.make_tokenizer(config).decode(whole(stream))
   assert decoded == ''.join(
     (root / f'eval/{i}.txt').read_text() for i in range(2)
   )
@@ -157,6 +159,9 @@ def test_it_goes_on_after_a_kill(root, tmp_path, monkeypatch):
   assert 0 < len(done) < len(list((tmp_path / 'calm').glob('*.tokens')))
   with pytest.raises(errors.UserError, match='not finished: give the command'):
     text.train_iterator(prepared_config(out), batch_size=1, seed=0)
+  leftover = out / '.train-00000.tokens.killed.tmp'  # By SIGKILL.
+  leftover.write_bytes(b'')
+  os.utime(leftover, (0, 0))
   calls.extend('ended')  # From here on, nothing interrupts.
   prepare.prepare(source, str(out), shard_bytes=4 * KIB)
   assert contents(out) == contents(tmp_path / 'calm')

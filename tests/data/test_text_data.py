@@ -619,8 +619,13 @@ def test_tfds_batches_do_not_depend_on_the_number_of_shards(tfds_dir, segments):
     ({'source': 'prepared'}, 'needs path'),
     ({'path': 'corpus'}, "only with source='prepared', but source='stdlib'"),
     (
-      {'source': 'prepared', 'path': 'x', 'tokenizer': 'bpe'},
-      'leave tokenizer',
+      {
+        'source': 'prepared',
+        'path': 'x',
+        'tokenizer': 'huggingface',
+        'tokenizer_path': 'm',
+      },
+      "tokenizer_path='m' and source='prepared', which has the tokenizer",
     ),
     ({'source': 'prepared', 'path': 'gs://x'}, "path='gs://x' is a URL"),
     ({'source': 'huggingface'}, 'needs files'),
