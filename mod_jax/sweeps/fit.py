@@ -2,7 +2,7 @@
 
 Writes `fit.json`, `isoflop.csv` (a line per run), and the pictures
 `isoflop.png` (the paper's Figure 4), `variants.png`, where there are groups
-that are not at all budgets, and `curves.png`, the losses of each group's best
+that are at one budget only, and `curves.png`, the losses of each group's best
 run at the highest budget over steps, training FLOPs and time.
 """
 
@@ -131,8 +131,10 @@ def fit(
     surfaces[group] = _or_why(optimum.surface, *columns)
   fitted = []
   for i, curve in enumerate(found):
-    if not curve.equal:
+    if not curve.equal or not len(curve.loss_I):
       why = 'its runs do not spend the budget'
+      if curve.equal:
+        why = 'no run has a loss'
       fitted.append(Fitted(curve=curve, parabola=why, joint=why))
       continue
     # Each curve has draws of its own: the runs of one tell nothing of another.
@@ -475,14 +477,14 @@ def _best_runs(workdir, results, budget) -> list[compare.Run]:
 def _pictures(fitted: Sequence[Fitted]) -> dict[str, list[Fitted]]:
   """Returns which curves stand in which picture.
 
-  Groups that are at all budgets are what the sweep is about. The others are
-  compared with them where they are.
+  Groups that are at several budgets are what the sweep is about. The others
+  are compared with them where they are.
   """
   budgets = {}
   for own in fitted:
     budgets.setdefault(own.curve.group, set()).add(own.curve.budget)
-  most = max(map(len, budgets.values()))
-  whole = {group for group, own in budgets.items() if len(own) == most}
+  whole = {group for group, own in budgets.items() if len(own) > 1}
+  whole = whole or set(budgets)
   found = {'isoflop': [f for f in fitted if f.curve.group in whole]}
   if whole != set(budgets):
     beside = set().union(*(budgets[g] for g in set(budgets) - whole))

@@ -161,8 +161,11 @@ def test_variants(tmp_path):
     runs[-1][0].facts['steps'] = steps
     loss = 3.2 + 0.1 * x * x + 0.01 * (x > 0)
     add(runs, 'removed', 6e18, params, loss, of_budget=0.6, steps=steps)
+  add(runs, 'mod', 3e20, 1e9, None)  # Its only run has diverged.
   write(tmp_path, runs)
   text = fit.write(tmp_path)
+  assert 'mod at 3e+20 FLOPs, 0 runs and 1 that diverged' in text
+  assert 'no minimum: no run has a loss' in text
   assert 'raw at 6e+18, parabola: parameters' in text
   assert 'removed at 6e+18, parabola' not in text
   assert 'its runs do not spend the budget' in text
