@@ -115,6 +115,7 @@ class Slice:
 
     They use the links along the axes that they span: both directions of an
     axis that is a ring and theirs as a whole, and one direction of any other.
+    That others may use the same links at the same time is left out.
 
     Args:
       coordinates: of each chip, in the grid.

@@ -31,10 +31,9 @@ _REMEDIES = flags.DEFINE_bool('remedies', False, 'Other settings instead.')
 _TOPOLOGIES = ('v5e:4x4', 'v5p:4x4x4', 'v5e:16x16')
 # What is changed in the 3B model, by name.
 _CHANGES = {
-  'fsdp_8': {'mesh.fsdp': 8, 'mesh.tensor': 2},
   'fsdp_4': {'mesh.fsdp': 4, 'mesh.tensor': 2},
-  'fsdp_2': {'mesh.fsdp': 2, 'mesh.tensor': 2},
   'no_remat': {'model.remat': 'none'},
+  'fsdp_8': {'mesh.fsdp': 8, 'mesh.tensor': 2},
 }
 
 
@@ -61,8 +60,11 @@ def main(_):
 def compare(routed, dense) -> None:
   """Prints by kind how many more bytes a routed step sends than its twin's.
 
+  Where heads and hidden units are split, it sends less: activations are summed,
+  and a routed block has fewer.
+
   Raises:
-    ValueError: all in all, they differ by more than 1%.
+    ValueError: all in all, it sends more than 1% more.
   """
   sent = [json.loads(row['collectives']) for row in (routed, dense)]
   more = {
@@ -71,7 +73,7 @@ def compare(routed, dense) -> None:
   }
   shown = ', '.join(f'{kind} {b / 1e6:+.3f} MB' for kind, b in more.items())
   print(f'{routed["id"]} on {routed["topology"]}, MoD - dense: {shown}')
-  if abs(sum(more.values())) > 0.01 * dense['sent']:
+  if sum(more.values()) > 0.01 * dense['sent']:
     raise ValueError(
       f'{routed["id"]} sends {routed["sent"]} bytes, its twin {dense["sent"]}'
     )
