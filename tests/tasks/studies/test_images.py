@@ -130,6 +130,7 @@ class TestImportance:
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def call(model, method, static, params, *arrays):
+  """Calls a method of the model of a config; `static` are no arrays."""
   return model.build().apply(
     {'params': params}, *static, *arrays, method=method
   )
