@@ -12,7 +12,11 @@ from mod_jax.layers.slots import Slot
 
 
 def einsum(
-  spec: str, x: jax.Array, kernel: jax.Array, out_dtype: str | None = None
+  spec: str,
+  x: jax.Array,
+  kernel: jax.Array,
+  out_dtype: str | None = None,
+  axes: tuple[str | None, ...] = (),
 ) -> jax.Array:
   """Returns the product of features and a parameter, in the features' dtype.
 
@@ -26,46 +30,60 @@ def einsum(
     kernel: the parameter, in float32.
     out_dtype: dtype of the result, not first rounded to that of x; None = that
       of x.
+    axes: the kernel's logical axes, where devices share `embed`: they gather it
+      once, in x's dtype, and keep that for the gradient, if anything is kept.
   """
   out_dtype = out_dtype or x.dtype
   if x.dtype == kernel.dtype:  # The plain product has float32 gradients then.
     return jnp.einsum(spec, x, kernel, preferred_element_type=out_dtype)
-  return _mixed_einsum(spec, out_dtype, x, kernel)
+  return _mixed_einsum(spec, out_dtype, axes, x, kernel)
 
 
-def _product(spec, out_dtype, x, kernel):
-  return jnp.einsum(
-    spec, x, kernel.astype(x.dtype), preferred_element_type=out_dtype
+def _gathered(x, kernel, axes):
+  """Returns the kernel in the dtype of x, its axis `embed` whole."""
+  kernel = kernel.astype(x.dtype)
+  if 'embed' not in axes or jax.sharding.get_abstract_mesh().empty:
+    return kernel
+  free = jax.sharding.PartitionSpec.UNCONSTRAINED
+  whole = (None if name == 'embed' else free for name in axes)
+  return jax.lax.with_sharding_constraint(
+    kernel, jax.sharding.PartitionSpec(*whole)
   )
 
 
-def _forward(spec, out_dtype, x, kernel):
+def _product(spec, out_dtype, axes, x, kernel):
+  return _forward(spec, out_dtype, axes, x, kernel)[0]
+
+
+def _forward(spec, out_dtype, axes, x, kernel):
   # Call the product itself and not `_mixed_einsum`: rematerialisation policies
   # do not see the products inside a custom_vjp, and so would not keep them.
-  return _product(spec, out_dtype, x, kernel), (x, kernel)
+  kernel = _gathered(x, kernel, axes)
+  y = jnp.einsum(spec, x, kernel, preferred_element_type=out_dtype)
+  return y, (x, kernel)
 
 
-def _backward(spec, out_dtype, inputs, dy):
-  del out_dtype  # It is that of dy.
+def _backward(spec, out_dtype, axes, inputs, dy):
+  del out_dtype, axes  # The dtype is that of dy.
   x, kernel = inputs
   operands, result = spec.split('->')
   of_x, of_kernel = operands.split(',')
   dx = jnp.einsum(
     f'{result},{of_kernel}->{of_x}',
     dy,
-    kernel.astype(x.dtype),
+    kernel,
     preferred_element_type=dy.dtype,
   )
   dkernel = jnp.einsum(
     f'{result},{of_x}->{of_kernel}',
     dy,
     x,
-    preferred_element_type=kernel.dtype,
+    preferred_element_type=jnp.float32,
   )
   return dx.astype(x.dtype), dkernel
 
 
-_mixed_einsum = jax.custom_vjp(_product, nondiff_argnums=(0, 1))
+_mixed_einsum = jax.custom_vjp(_product, nondiff_argnums=(0, 1, 2))
 _mixed_einsum.defvjp(_forward, _backward)
 
 
@@ -115,7 +133,12 @@ class Linear(nn.Module):
     batch = x.shape[: x.ndim - inputs]
     x_TI = x.reshape(math.prod(batch), -1)
     kernel_IO = kernel.reshape(x_TI.shape[1], -1)
-    y_TO = einsum('TI,IO->TO', x_TI, kernel_IO, self.out_dtype)
+    # Two axes that become one are those of heads.
+    axes = tuple(
+      names[0] if len(names) == 1 else None
+      for names in (self.axes[:inputs], self.axes[inputs:])
+    )
+    y_TO = einsum('TI,IO->TO', x_TI, kernel_IO, self.out_dtype, axes)
     y = y_TO.reshape(*batch, *self.features)
     if self.bias:
       bias = self.param(
