@@ -162,7 +162,7 @@ def main():
       while signals.total() < args.kills:
         workdir = folder / f'round_{rounds}'
         processes += round_of(
-          workdir, kind, draw, signals, args.kills, seconds / 3
+          workdir, kind, draw, signals, args.kills, seconds / 6
         )
         chaos.compare(expected, chaos.contents(workdir, kind))
         rounds += 1

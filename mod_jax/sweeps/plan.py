@@ -384,7 +384,7 @@ def _run(sweep, group, budget, shape) -> ExperimentConfig:
 
 def _every(times, steps) -> int:
   """Returns the steps between evaluations, the last being the run's end."""
-  return max(1, round(steps / (times + 1))) if times else 0
+  return math.ceil(steps / (times + 1)) if times else 0
 
 
 def _expected(sweep, group, budget) -> float:
