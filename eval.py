@@ -1,6 +1,7 @@
 r"""Evaluates and studies a run, and continues texts.
 
   python eval.py --workdir=runs/mod
+  python eval.py --workdir=runs/amod --noevaluate --predict='photos/*.jpg'
   python eval.py --workdir=runs/mod --noevaluate --sample='def main(' \
     --rule=threshold --temperature=0
 
@@ -8,9 +9,12 @@ r"""Evaluates and studies a run, and continues texts.
 that this run's kind of model has.
 """
 
+import glob
+
 from absl import flags
 import jax
 
+import mod_jax
 from mod_jax import cli
 from mod_jax import tasks
 from mod_jax.errors import UserError
@@ -26,6 +30,12 @@ _BATCHES = flags.DEFINE_integer(
 )
 _STUDY = flags.DEFINE_multi_string(
   'study', [], 'Longer look at the model to take; may be given several times.'
+)
+_PREDICT = flags.DEFINE_multi_string(
+  'predict',
+  [],
+  'Pictures to classify: files, or a glob in quotes; may be given several'
+  ' times.',
 )
 _SAMPLE = flags.DEFINE_multi_string(
   'sample', [], 'Text to continue; may be given several times.'
@@ -81,10 +91,33 @@ def _sample(task, trained):
     print(f'\nsample:\n{prompt}{text}')
 
 
+def _predict(workdir):
+  run = mod_jax.load(workdir)
+  if run.preprocess is None:
+    raise UserError(
+      '--predict classifies pictures: this run is a language model; take'
+      ' --sample.'
+    )
+  files = []
+  for pattern in _PREDICT.value:
+    found = sorted(glob.glob(pattern, recursive=True))
+    if not found:
+      raise UserError(f'--predict={pattern}: there is no such file.')
+    files += found
+  width = max(map(len, files))
+  for file, classes in zip(files, run.predict(files), strict=True):
+    told = ', '.join(f'{name} {p:.1%}' for name, p in classes.items())
+    print(f'{file:{width}}  {told}')
+
+
 def main(_):
   if not _WORKDIR.value:
     raise UserError('--workdir is missing: give the directory of a run.')
   cli.start_distributed()
+  if _PREDICT.value:
+    _predict(_WORKDIR.value)
+    if not _EVALUATE.value and not _STUDY.value:
+      return
   trained = tasks.load(_WORKDIR.value, step=_STEP.value)
   evaluation.find_studies(trained.task, _STUDY.value)
   if _SAMPLE.value:  # First: what is refused is refused at once.

@@ -20,6 +20,9 @@ def train_step(loss, params, optimizer: optax.GradientTransformation, batch):
     params: to begin with.
     optimizer: turns gradients into updates.
     batch: of every step.
+
+  Returns:
+    The function; its attribute `program` is the compiled program's text.
   """
 
   def update(params, opt_state, batch):
@@ -27,13 +30,15 @@ def train_step(loss, params, optimizer: optax.GradientTransformation, batch):
     updates, opt_state = optimizer.update(grads, opt_state, params)
     return optax.apply_updates(params, updates), opt_state, value
 
-  compiled = jax.jit(update, donate_argnums=(0, 1))
   carry = [params, optimizer.init(params)]
+  compiled = jax.jit(update, donate_argnums=(0, 1)).lower(*carry, batch)
+  compiled = compiled.compile()
 
   def step():
     *carry[:], value = compiled(*carry, batch)
     value.block_until_ready()
 
+  step.program = compiled.as_text()
   return step
 
 

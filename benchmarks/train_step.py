@@ -1,28 +1,33 @@
 """Training step of MoD over its dense twin's, against their FLOP ratio.
 
-    python benchmarks/train_step.py
+    python benchmarks/train_step.py --torch=python3.11
 
 Times, in one run and in turn: a MoD step (12.5% of the tokens in every other
-block), the dense twin's step, and a plain large matrix product. The result
-stands beside this file as JSON.
+block), the dense twin's step, a plain large matrix product and, where `--torch`
+names a Python that has torch and transformers, a step of PyTorch's eager Llama
+of the dense twin's shape. Then it tells where our steps spend their time. The
+result stands beside this file as JSON.
 """
 
+import contextlib
 import dataclasses
+import pathlib
+import subprocess
 
 from absl import app
 from absl import flags
 from flax import linen as nn
 import jax
-import jax.numpy as jnp
 import machine
 import optax
-import results as results_lib
+import parts
 
 from mod_jax import flops
 from mod_jax import losses
 from mod_jax import timing
 from mod_jax.layers.routed import MoDConfig
 from mod_jax.models.lm import LMConfig
+import results as results_lib
 
 _WIDTH = flags.DEFINE_integer('width', 256, 'D')
 _LAYERS = flags.DEFINE_integer('layers', 8, 'Number of blocks.')
@@ -30,6 +35,10 @@ _LENGTH = flags.DEFINE_integer('length', 512, 'S')
 _BATCH = flags.DEFINE_integer('batch', 8, 'B')
 _ROUNDS = flags.DEFINE_integer('rounds', 15, 'Timed steps of each.')
 _DTYPE = flags.DEFINE_string('dtype', 'float32', 'Of the computation.')
+_MLP = flags.DEFINE_string('mlp', 'swiglu', 'Kind of feed-forward.')
+_TORCH = flags.DEFINE_string(
+  'torch', None, 'A Python with torch and transformers; None goes without.'
+)
 _MATMUL = 2048
 
 
@@ -42,11 +51,8 @@ def step_function(config: LMConfig, batch: int, length: int):
   params = nn.unbox(model.init(jax.random.key(1), tokens_BL[:, :2]))
 
   def loss(params, tokens_BL):
-    output = model.apply(params, tokens_BL[:, :-1])
-    targets_BL = tokens_BL[:, 1:]
-    total, weight = losses.next_token_loss(
-      output.logits_BLV, targets_BL, jnp.ones(targets_BL.shape)
-    )
+    output = model.apply(params, tokens_BL[:, :-1], targets_BL=tokens_BL[:, 1:])
+    total, weight = output.loss
     total /= weight
     for routed in output.routing:
       bce, count = losses.choice_bce(routed.score_BL, routed.top_k_BL)
@@ -56,34 +62,78 @@ def step_function(config: LMConfig, batch: int, length: int):
   return machine.train_step(loss, params, optax.adamw(1e-3), tokens_BL)
 
 
+def part_of(name: str, is_product: bool) -> str:
+  """Returns what part of the step an operation belongs to."""
+  if 'LanguageModel' not in name:
+    return 'optimiser'
+  if 'block_' not in name:
+    return 'embedding, head and loss'
+  if '/process/' not in name:
+    return 'routing and residual adds'
+  if '/attend/' in name:
+    return 'attention core'
+  return 'products' if is_product else 'norms and elementwise'
+
+
+@contextlib.contextmanager
+def torch_step(config: LMConfig, batch: int, length: int):
+  """Yields PyTorch's step of the same shape, in a process of its own.
+
+  With it comes what that process says of itself.
+  """
+  sizes = (batch, length, config.vocab_size, config.width, config.num_layers)
+  sizes += (config.num_heads, config.block.mlp.hidden)
+  script = pathlib.Path(__file__).with_name('torch_step.py')
+  with subprocess.Popen(
+    [_TORCH.value, script, *map(str, sizes)],
+    stdin=subprocess.PIPE,
+    stdout=subprocess.PIPE,
+    text=True,
+  ) as child:
+    about = child.stdout.readline().strip()
+    if not about:
+      raise SystemExit(f'--torch={_TORCH.value} did not start; see above.')
+
+    def step():
+      print(file=child.stdin, flush=True)
+      child.stdout.readline()
+
+    yield step, about
+
+
 def main(_):
+  machine.with_huge_pages()
   batch, length = _BATCH.value, _LENGTH.value
   mod = LMConfig(
     vocab_size=256,
     num_layers=_LAYERS.value,
     width=_WIDTH.value,
     num_heads=_WIDTH.value // 64,
-    mlp='gelu_tanh',
+    mlp=_MLP.value,
     routing=MoDConfig(capacity=0.125),
     dtype=_DTYPE.value,
   )
   dense = mod.dense_twin()
   a = jax.random.normal(jax.random.key(2), (_MATMUL, _MATMUL))
   product = jax.jit(lambda a: a @ a)
-  seconds = timing.interleaved(
-    {
-      'mod': step_function(mod, batch, length),
-      'dense': step_function(dense, batch, length),
-      'matmul': lambda: product(a).block_until_ready(),
-    },
-    rounds=_ROUNDS.value,
-    warmup=2,
-  )
+  steps = {
+    'mod': step_function(mod, batch, length),
+    'dense': step_function(dense, batch, length),
+  }
+  others = {'matmul': lambda: product(a).block_until_ready()}
+  with contextlib.ExitStack() as stack:
+    about = None
+    if _TORCH.value:
+      others['torch'], about = stack.enter_context(
+        torch_step(dense, batch, length)
+      )
+    seconds = timing.interleaved(steps | others, rounds=_ROUNDS.value, warmup=2)
   median = timing.medians(seconds)
   step_flops = {
     'mod': batch * flops.train(mod, length),
     'dense': batch * flops.train(dense, length),
     'matmul': 2 * _MATMUL**3,
+    'torch': batch * flops.train(dense, length),
   }
   flop_ratio = step_flops['mod'] / step_flops['dense']
   time_ratio, low, high = timing.ratio_spread(seconds, 'mod', 'dense')
@@ -103,8 +153,19 @@ def main(_):
     'time_ratio_quartiles': [low, high],
     'time_ratio_over_flop_ratio': time_ratio / flop_ratio,
     'dense_rate_over_matmul_rate': rate['dense'] / rate['matmul'],
+    'seconds_by_part': {
+      name: parts.seconds(step.program, step, part_of)
+      for name, step in steps.items()
+    },
     'seconds': seconds,
   }
+  if about:
+    middle, low, high = timing.ratio_spread(seconds, 'dense', 'torch')
+    results['torch'] = {
+      'about': about,
+      'dense_over_torch': middle,
+      'dense_over_torch_quartiles': [low, high],
+    }
   results_lib.save(__file__, results)
 
 

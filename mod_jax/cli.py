@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import functools
 import io
 import logging as python_logging
 import os
@@ -118,7 +119,7 @@ def start_distributed():
     ) from error
 
 
-def run(main, argv=None):
+def run(main, argv=None, *, positional=False):
   """Parses the flags, calls `main(argv)` and exits with its status.
 
   Whatever the user got wrong (`UserError` from anywhere, a bad flag, an unknown
@@ -133,6 +134,7 @@ def run(main, argv=None):
   Args:
     main: a function of the program's name and what absl left over, a list.
     argv: the command line with the program's name first, else `sys.argv`.
+    positional: whether arguments that are no flags are passed on, not refused.
   """
 
   def prepared(rest):
@@ -154,7 +156,8 @@ def run(main, argv=None):
     contextlib.redirect_stderr(_Unbroken(sys.stderr)),
   ):
     try:
-      app.run(prepared, argv, flags_parser=_parse_flags)
+      parse = functools.partial(_parse_flags, positional=positional)
+      app.run(prepared, argv, flags_parser=parse)
     except UserError as error:
       _exit_with(_one_line(error))
     except KeyboardInterrupt:
@@ -268,6 +271,15 @@ def load_config(file, cls):
       f'--config={file}: get_config returned a'
       f' {type(config).__name__}, expected {cls.__name__}.'
     )
+  return changed(config)
+
+
+def changed(config):
+  """Returns a config changed by the command line's --config.FIELD=VALUE.
+
+  Raises:
+    UserError: there is no such field, or its value is wrong.
+  """
   return config_lib.override(config, _overrides)
 
 
@@ -275,13 +287,13 @@ def _one_line(error):
   return ' '.join(str(error).split())
 
 
-def _parse_flags(argv):
+def _parse_flags(argv, *, positional=False):
   """Parses as absl does, but raises UserError for what the user got wrong."""
   try:
     rest = flags.FLAGS(_take_overrides(argv))
   except flags.Error as error:
     raise UserError(_in_plain_words(error)) from error
-  if rest[1:]:
+  if rest[1:] and not positional:
     raise UserError(
       f'unexpected argument {rest[1]!r}: flags start with -- and take their '
       'value after an equals sign, as in --workdir=runs/mod.'

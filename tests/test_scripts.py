@@ -245,6 +245,10 @@ class TestTrain:
       (['--config.init=/no/run'], 'init=/no/run: there is no such file'),
       # Data.
       (
+        ['--config.train.num_steps=1000000'],
+        '1,000,000 steps of 8 rows .* more than max_epochs=1: .* at most',
+      ),
+      (
         ['--config.data.source=files', '--config.data.files=/no/*.txt'],
         "'/no/\\*.txt' matches no file",
       ),
@@ -283,7 +287,7 @@ class TestTrain:
   def test_bad_input(self, args, pattern, tmp_path):
     if importlib.util.find_spec('wandb') and '--config.log.wandb=true' in args:
       pytest.skip('wandb is installed')
-    (tmp_path / 'one.txt').write_text('some text, ' * 100)
+    (tmp_path / 'one.txt').write_text('some text, ' * 1000)
     args = [arg.replace('ONE', f'{tmp_path}/one.txt') for arg in args]
     before = snapshot(tmp_path)
     ended = run('train.py', CONFIG, f'--workdir={tmp_path}/run', *args)

@@ -121,6 +121,25 @@ def test_eval_and_study(pruned, monkeypatch):
     scripts.assert_refused(ended, pattern)
 
 
+def test_predict(pruned, tmp_path):
+  """On all eight devices, over which one picture does not divide."""
+  workdir, _ = pruned
+  for name in 'ab':
+    Image.new('RGB', (9, 12), 'grey').save(tmp_path / f'{name}.png')
+  predict = ('eval.py', f'--workdir={workdir}', '--noevaluate')
+  ended = scripts.run(*predict, f'--predict={tmp_path}/*.png')
+  assert (ended.status, ended.err) == (0, '')
+  lines = ended.out.splitlines()
+  assert [line.split()[0] for line in lines] == [
+    f'{tmp_path}/{name}.png' for name in 'ab'
+  ]
+  classes = re.findall(r'(\d) \d+\.\d%', lines[0])
+  assert len(classes) == 5
+  assert set(classes) < set('0123456789')
+  ended = scripts.run(*predict, f'--predict={tmp_path}/c.png')
+  scripts.assert_refused(ended, 'c.png: there is no such file')
+
+
 def test_flops():
   ended = scripts.run('train.py', f'{DIGITS}:amod', '--flops')
   assert ended.status == 0

@@ -1,18 +1,38 @@
 """Mixture-of-Depths at the sizes of Raposo et al. 2024, for accelerators.
 
-Capacity 12.5% in every other block, length 2048, batch 128, cosine over
-exactly the run's steps. The paper's Eq. 1 weighs updates by the router's output
-itself, and its Figure 5 shows weights as only a sigmoid gives them; the gate
-here is the sigmoid, which does better in `benchmarks/routing_recipe.py`. Causal
-sampling is trained by the auxiliary loss alone; the paper offers the predictor
-as an alternative to it. Variants: `60m`, `220m` (the default), `670m`, `3b`,
-each also as `…_dense`; `tiny`. Text comes from TFDS (`lm1b`), so give a
-tokenizer: `--config.data.tokenizer_path=FILE`.
+Capacity 12.5% in every other block, length 2048, batch 128, cosine over exactly
+the run's steps, of which there are as many as its budget of training FLOPs has;
+the warm-up is a fraction of them. The peak learning rate falls with the width
+by one rule, the same for dense and routed models. The paper's Eq. 1 weighs
+updates by the router's output itself, and its Figure 5 shows weights as only a
+sigmoid gives them; the gate here is the sigmoid, which does better in
+`benchmarks/routing_recipe.py`. Causal sampling is trained by the auxiliary
+loss.
+
+Variants: `60m`, `220m` (the default), `480m`, `670m`, `1b`, `3b`, each also as
+`…_dense`; and of `220m`
+
+* `predictor`: the paper's alternative to the auxiliary loss;
+* `no_causal_rule`: neither of them;
+* `raw`: the gate of Eq. 1 to the letter;
+* `gaussian`, `stride`: the controls, which do not look at the tokens;
+* `capacity_25` to `capacity_95`, `every_block`, `every_block_50`: Figure 3;
+* `tiny`: seconds, for tests.
+
+The text is that of a corpus in the directory `corpus`, which `python -m
+mod_jax.data.prepare` makes with a tokenizer of up to 32,768 ids; a run of 6e18
+FLOPs reads 2 to 17 billion tokens, more than `lm1b` has.
+
+The mesh fits 16 and 64 chips; on 256 the 128 rows of a batch do not divide, so
+give `--config.mesh.tensor=2` there. `configs/sweeps/paper.py` has the whole
+Figure 4.
 """
 
+import dataclasses
 import functools
 
 from mod_jax import config as config_lib
+from mod_jax import flops
 from mod_jax.data.text import TextDataConfig
 from mod_jax.layers.routed import MoDConfig
 from mod_jax.models.lm import LMConfig
@@ -24,44 +44,91 @@ from mod_jax.train.run_config import EvaluationConfig
 from mod_jax.train.run_config import LogConfig
 from mod_jax.train.run_config import TrainConfig
 
-# Blocks, width, heads, devices along fsdp.
+# Blocks, width, heads, devices along fsdp; and the one of the paper's budgets,
+# in training FLOPs, whose best model is nearest to this size.
 SIZES = {
-  '60m': (8, 512, 8, 1),
-  '220m': (12, 1024, 8, 4),
-  '670m': (20, 1536, 12, 8),
-  '3b': (28, 2816, 22, 16),
+  '60m': (8, 512, 8, 1, 6e18),
+  '220m': (12, 1024, 8, 4, 6e18),
+  '480m': (20, 1280, 10, 4, 6e18),
+  '670m': (20, 1536, 12, 8, 2e19),
+  '1b': (28, 1792, 14, 8, 1e20),
+  '3b': (28, 2816, 22, 16, 1e20),
 }
+ROUTING = MoDConfig(capacity=0.125, gate='sigmoid', router_loss=0.01)
+# The peak learning rate at a width, and the power of the width by which it
+# falls: between published ones for models of these sizes. To be tuned on dense
+# models, and then taken for all.
+RATE, RATE_WIDTH, RATE_POWER = 1e-3, 1024, 0.75
+WARMUP = 0.02  # As a fraction of the steps.
 
 
-def experiment(size: str) -> ExperimentConfig:
-  num_layers, width, num_heads, fsdp = SIZES[size]
+def least_remat(model: LMConfig) -> str:
+  """Returns what of `remat` costs least of what fits 16 chips of 16 GiB.
+
+  The bounds are from compilations for v5e:4x4 (memory analysis): `none` takes
+  10.5 GiB for the routed 220M model and 15.7 for the dense one, too near to the
+  limit; `dots` 6.7 for that, and 10.7 for the routed 670M model; `attention`
+  13.3 for the dense 3B model.
+  """
+  whole = sum(1.0 if c is None else c for c in model.capacities)
+  features = whole * model.width
+  return 'none' if features < 1e4 else 'dots' if features < 2e4 else 'attention'
+
+
+def base() -> ExperimentConfig:
+  """Returns what all runs share, but for the model's size and the steps."""
   return ExperimentConfig(
-    name=f'mod_{size}',
+    name='mod',
     model=LMConfig(
       vocab_size=32_768,
-      num_layers=num_layers,
-      width=width,
-      num_heads=num_heads,
       tied_head=False,
-      routing=MoDConfig(capacity=0.125, gate='sigmoid', router_loss=0.01),
+      routing=ROUTING,
       dtype='bfloat16',
       scan_layers=True,
-      remat='full',
+      remat='attention',
     ),
-    data=TextDataConfig(
-      source='tfds',
-      tfds_name='lm1b',
-      tokenizer='sentencepiece',
-      tokenizer_path='tokenizer.model',
-      length=2048,
-    ),
-    optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=500),
-    train=TrainConfig(num_steps=20_000, batch_size=128),
+    data=TextDataConfig(source='prepared', path='corpus', length=2048),
+    train=TrainConfig(batch_size=128),
     evaluation=EvaluationConfig(every=2000, batch_size=128),
-    mesh=MeshConfig(data=-1, fsdp=fsdp),
+    mesh=MeshConfig(data=-1, fsdp=4),
     checkpoint=CheckpointConfig(every=1000),
     log=LogConfig(every=20),
   )
+
+
+def experiment(
+  size: str, name: str = 'mod', *, routing: MoDConfig | None = ROUTING
+) -> ExperimentConfig:
+  """Returns the run of a size, for as many steps as its budget has."""
+  num_layers, width, num_heads, fsdp, budget = SIZES[size]
+  shared = base()
+  model = dataclasses.replace(
+    shared.model,
+    num_layers=num_layers,
+    width=width,
+    num_heads=num_heads,
+    routing=routing,
+  )
+  model = dataclasses.replace(model, remat=least_remat(model))
+  steps = flops.steps_within(
+    budget, model, shared.train.batch_size, shared.data.length
+  )
+  rate = RATE * (RATE_WIDTH / width) ** RATE_POWER
+  return dataclasses.replace(
+    shared,
+    name=f'{name}_{size}',
+    model=model,
+    optimizer=OptimizerConfig(
+      learning_rate=rate, warmup_steps=int(WARMUP * steps)
+    ),
+    train=dataclasses.replace(shared.train, num_steps=steps),
+    mesh=MeshConfig(data=-1, fsdp=fsdp),
+  )
+
+
+def variant(name: str) -> ExperimentConfig:
+  routing = dataclasses.replace(ROUTING, **VARIANTS_OF_ROUTING[name])
+  return experiment('220m', f'mod_{name}', routing=routing)
 
 
 def tiny() -> ExperimentConfig:
@@ -81,22 +148,35 @@ def tiny() -> ExperimentConfig:
       'evaluation': EvaluationConfig(
         every=4, batches=1, final_batches=1, batch_size=8, sample_tokens=8
       ),
+      'mesh': MeshConfig(),
       'checkpoint.every': 4,
       'log.every': 2,
     },
   )
 
 
-def dense(size: str) -> ExperimentConfig:
-  return config_lib.replace(
-    experiment(size), {'name': f'dense_{size}', 'model.routing': None}
-  )
-
-
+_EVERY = {'period': 1, 'offset': 0}
+VARIANTS_OF_ROUTING = {
+  'predictor': {'router_loss': 0.0, 'predictor_width': 256},
+  'no_causal_rule': {'router_loss': 0.0},
+  'raw': {'gate': 'raw'},
+  'gaussian': {'score': 'gaussian', 'router_loss': 0.0},
+  'stride': {'score': 'stride', 'router_loss': 0.0},
+  **{
+    f'capacity_{percent}': {'capacity': percent / 100}
+    for percent in (25, 50, 75, 95)
+  },
+  'every_block': _EVERY,
+  'every_block_50': _EVERY | {'capacity': 0.5},
+}
 VARIANTS = {
   '': lambda: experiment('220m'),
   **{size: functools.partial(experiment, size) for size in SIZES},
-  **{f'{size}_dense': functools.partial(dense, size) for size in SIZES},
+  **{
+    f'{size}_dense': functools.partial(experiment, size, 'dense', routing=None)
+    for size in SIZES
+  },
+  **{name: functools.partial(variant, name) for name in VARIANTS_OF_ROUTING},
   'tiny': tiny,
 }
 

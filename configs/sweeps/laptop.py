@@ -27,8 +27,6 @@ from mod_jax.train.run_config import TrainConfig
 ROUTING = config_lib.sibling(__file__, '../lm/mod').ROUTING
 # Blocks, width, heads. Four blocks, of which MoD routes every other one.
 SHAPES = (
-  (4, 16, 1),
-  (4, 24, 1),
   (4, 32, 1),
   (4, 40, 2),
   (4, 48, 2),
@@ -38,12 +36,12 @@ SHAPES = (
   (4, 96, 3),
   (4, 112, 4),
   (4, 128, 4),
-  (4, 144, 4),
   (4, 160, 5),
   (4, 192, 6),
+  (4, 224, 7),
 )
-DENSE = Group(name='dense', optimum=1.7e5)
-MOD = Group(name='mod', optimum=2.1e5, routing=ROUTING)
+DENSE = Group(name='dense', optimum=2.5e5)
+MOD = Group(name='mod', optimum=3.2e5, routing=ROUTING)
 
 
 def variant(name: str, *, without_routed_blocks: bool = False, **routing):
@@ -106,7 +104,7 @@ def tune() -> SweepConfig:
       dataclasses.replace(DENSE, name=f'rate_x{factor:g}', rate_factor=factor)
       for factor in (0.25, 0.5, 1.0, 2.0, 4.0)
     ),
-    shapes=((4, 32, 1), (4, 64, 2)),
+    shapes=((4, 48, 2), (4, 80, 2)),
     num_sizes=(2,),
   )
 

@@ -7,10 +7,8 @@ it in either direction.
 """
 
 from collections.abc import Mapping
-import contextlib
 import dataclasses
 import functools
-import json
 import math
 import os
 import pathlib
@@ -26,8 +24,10 @@ import numpy as np
 
 from mod_jax import config as config_lib
 from mod_jax import trees
+from mod_jax.convert import beside
 from mod_jax.convert import files
 from mod_jax.errors import UserError
+from mod_jax.layers.stem import ConvStemConfig
 from mod_jax.models import vit
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.vit import ViTConfig
@@ -384,6 +384,85 @@ def _library(dense: ViTConfig, naming: Naming) -> _Library:
   return library
 
 
+# Heads of the usual widths, in all ViTs and DeiTs that were published.
+_USUAL_HEADS = {192: 3, 384: 6, 512: 8, 768: 12, 1024: 16, 1280: 16}
+# What the libraries' models have that are not told in a file.
+_EPSILON = {'huggingface': 1e-12, 'lvvit': 1e-5}
+
+
+def derive(path: str | os.PathLike, **known) -> Config:
+  """Returns the config of the model that a file of weights is of.
+
+  Sizes are those of the arrays. What these do not tell is read in the JSON
+  files beside them, or else is as usual at this width, which the log says.
+
+  Args:
+    path: as of `load`.
+    **known: fields of a `ViTConfig` that are what the caller says.
+
+  Raises:
+    UserError: there is no such file, or it holds no vision transformer of
+      these libraries; or nothing tells the number of heads.
+  """
+  path = files.find(path)
+  arrays = files.read(path)
+  naming = _recognise(path, arrays)
+  library = _LIBRARIES[naming]
+  lv_vit = any(name.startswith(_LV_VIT.stem[0].format(1)) for name in arrays)
+  if naming == 'dynamicvit' and lv_vit:
+    library = dataclasses.replace(_LV_VIT, prediction=library.prediction)
+  arrays = _by_table(arrays, naming, library)
+  one_head = False
+  if naming == 'huggingface' and 'vit.embeddings.distillation_token' in arrays:
+    one_head = f'{library.head_distilled}bias' not in arrays
+  sizes = _sizes(arrays, library)
+  stages = sizes.pop('stages', 0)
+  lacking = {'width', 'image_size', 'mlp_dim'} - sizes.keys()
+  if lacking:
+    raise UserError(
+      f'{path} lacks the arrays that tell {" and ".join(sorted(lacking))}: it'
+      ' may be cut short, so fetch it again.'
+    )
+  told = beside.read(path)
+  width = sizes['width']
+  first = library.trunk + library.block.format(0)
+  fields = {
+    **sizes,
+    'mlp_dim': None if sizes['mlp_dim'] == 4 * width else sizes['mlp_dim'],
+    'qkv_bias': f'{first}{library.query_key_value[0]}bias' in arrays,
+    'distillation_head': not one_head,
+    'norm_epsilon': told.norm_epsilon
+    or _EPSILON.get('lvvit' if lv_vit else naming, 1e-6),
+  }
+  if told.num_heads is not None:
+    fields['num_heads'] = told.num_heads
+  elif 'num_heads' not in known:
+    if width not in _USUAL_HEADS:
+      raise UserError(
+        f'{path} does not tell the number of attention heads, and {width} is no'
+        ' usual width: say it by num_heads=….'
+      )
+    fields['num_heads'] = _USUAL_HEADS[width]
+    logging.warning(
+      'Assumed num_heads=%d, as is usual with width=%d, since nothing in or'
+      ' beside %s tells.',
+      *(fields['num_heads'], width, path),
+    )
+  if lv_vit:
+    convolution = library.stem[0].format(1) + 'weight'
+    fields |= {
+      'stem': ConvStemConfig(width=len(arrays[convolution])),
+      'residual_scale': 0.5,
+      'token_head': True,
+    }
+  dense = ViTConfig(**fields | known)
+  if not stages:
+    return dense
+  # Where they drop patches is as published: at equal distances.
+  places = (i * dense.num_layers // (stages + 1) for i in range(1, stages + 1))
+  return DynamicViTConfig(backbone=dense, stages=tuple(places))
+
+
 def load(
   path: str | os.PathLike,
   config: Config,
@@ -676,36 +755,15 @@ def _sizes(arrays, library: _Library) -> dict[str, Any]:
   return sizes
 
 
-# Heads by the size in timm's names of architectures.
-_HEADS = {'tiny': 3, 'small': 6, 'base': 12, 'large': 16, 'huge': 16}
-
-
 def _check_beside(path: pathlib.Path, dense: ViTConfig) -> None:
-  """Checks what no array tells: a `config.json` beside may.
-
-  Those of Hugging Face tell all; those of timm name the architecture, there or
-  in their `pretrained_cfg`.
-  """
-  fields = {}
-  with contextlib.suppress(OSError, ValueError, RecursionError):
-    fields = json.loads((path.parent / 'config.json').read_text())
-  if not isinstance(fields, dict):
-    fields = {}
-  for group in ('model_args', 'pretrained_cfg'):
-    values = fields.get(group)
-    fields = {**(values if isinstance(values, dict) else {}), **fields}
-  heads = fields.get('num_attention_heads', fields.get('num_heads'))
-  architecture = re.match(
-    r'(?:vit|deit3?)_(?P<size>[a-z]+)_', str(fields.get('architecture'))
-  )
-  if heads is None and architecture:
-    heads = _HEADS.get(architecture['size'])
-  if heads not in (None, dense.num_heads):
+  """Checks what no array tells, where the files beside the weights do."""
+  told = beside.read(path)
+  if told.num_heads not in (None, dense.num_heads):
     raise UserError(
-      f'num_heads={dense.num_heads}: the model in {path} has {heads}, as the'
-      f' config.json beside it says; set num_heads={heads}.'
+      f'num_heads={dense.num_heads}: the model in {path} has {told.num_heads},'
+      f' as the config.json beside it says; set num_heads={told.num_heads}.'
     )
-  if heads is None:
+  if told.num_heads is None:
     assumed = {'num_heads': dense.num_heads}
     if dense.stem is not None:
       assumed['residual_scale'] = dense.residual_scale
@@ -713,17 +771,16 @@ def _check_beside(path: pathlib.Path, dense: ViTConfig) -> None:
       'Assumed as in the config, since nothing in or beside %s tells: %s.',
       *(path, ', '.join(f'{name}={value}' for name, value in assumed.items())),
     )
-  activation = fields.get('hidden_act', 'gelu')
-  if activation != 'gelu':
+  if told.activation not in (None, 'gelu'):
     raise UserError(
-      f'{path} was trained with hidden_act={activation!r}, as the config.json'
-      " beside it says; only 'gelu' is supported, so use other weights."
+      f'{path} was trained with hidden_act={told.activation!r}, as the'
+      " config.json beside it says; only 'gelu' is supported, so use other"
+      ' weights.'
     )
-  epsilon = fields.get('layer_norm_eps')
-  if epsilon not in (None, dense.norm_epsilon):
+  if told.norm_epsilon not in (None, dense.norm_epsilon):
     logging.warning(
       '%s was trained with norm_epsilon=%g, and the config has %g.',
-      *(path, epsilon, dense.norm_epsilon),
+      *(path, told.norm_epsilon, dense.norm_epsilon),
     )
 
 

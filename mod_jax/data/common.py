@@ -21,7 +21,7 @@ def check_source(
   Args:
     config: of a data set.
     needed: fields without which a source cannot be read, by source.
-    own: fields that only one source reads, by source.
+    own: sources that read a field, by field, where others do not.
 
   Raises:
     errors.UserError: a field is missing, or would silently do nothing.
@@ -31,14 +31,14 @@ def check_source(
       raise errors.UserError(
         f'source={config.source!r} needs {name}, which is empty'
       )
-  for source, names in own.items():
-    for name in names:
-      value = getattr(config, name)
-      if value and config.source != source:
-        raise errors.UserError(
-          f'{name}={value!r} is read only with source={source!r}, but source='
-          f'{config.source!r}: set source or drop {name}'
-        )
+  for name, sources in own.items():
+    value = getattr(config, name)
+    if value and config.source not in sources:
+      raise errors.UserError(
+        f'{name}={value!r} is read only with source='
+        f'{" or ".join(map(repr, sources))}, but source={config.source!r}: set '
+        f'source or drop {name}'
+      )
 
 
 def check_request(

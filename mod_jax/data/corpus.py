@@ -11,6 +11,7 @@ from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Sequence
+import contextlib
 import dataclasses
 import functools
 import glob
@@ -19,6 +20,8 @@ import os
 import struct
 import sysconfig
 import time
+from typing import Any
+from typing import BinaryIO
 from typing import Protocol
 
 from absl import logging
@@ -135,7 +138,7 @@ def sorted_non_empty(files: Iterable[TextFile]) -> list[TextFile]:
   )
 
 
-def draw(name: str) -> float:
+def draw(name: str | bytes) -> float:
   """Returns a number in [0, 1) that depends on the name alone."""
   digest = hashlib.sha256(os.fsencode(name)).digest()
   return int.from_bytes(digest[:8], 'big') / 2**64
@@ -247,6 +250,7 @@ class _OpenFile:
     self._path = path
     self._size = size
     self._descriptor = -1  # What __del__ sees if opening fails.
+    self._close = os.close  # When Python ends, `os` may be gone before us.
     try:
       self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as e:
@@ -255,7 +259,7 @@ class _OpenFile:
   def __del__(self):
     """Closes it: nobody can be reading any more, in whichever thread."""
     if self._descriptor >= 0:
-      os.close(self._descriptor)
+      self._close(self._descriptor)
 
   def read(self, begin: int, count: int) -> bytes:
     """Returns bytes [begin, begin + count); raises UserError if some lack."""
@@ -278,52 +282,69 @@ class _OpenFile:
     return b''.join(parts)
 
 
-class ByteStream:
-  """The bytes of files, concatenated; each file is opened when it is needed."""
+class _Joined:
+  """Pieces, one after another; each is opened when it is needed."""
 
   # By default a process may have 1024 files open.
   MAX_OPEN = 128
 
+  def __init__(self, lengths: Sequence[int], open_piece: Callable[[int], Any]):
+    """Lays out pieces of these lengths; `open_piece(i)` opens the i-th."""
+    self._ends = np.cumsum(lengths, dtype=np.int64)
+    self._begins = np.concatenate([np.zeros(1, np.int64), self._ends[:-1]])
+    self._piece = functools.lru_cache(self.MAX_OPEN)(open_piece)
+
+  def __len__(self) -> int:
+    """Returns the number of tokens."""
+    return int(self._ends[-1]) if len(self._ends) else 0
+
+  def read(self, start: int, stop: int) -> np.ndarray:
+    """Returns tokens [start, stop) as int32."""
+    i = int(np.searchsorted(self._begins, start, side='right')) - 1
+    parts, at = [np.zeros(0, np.int32)], start
+    while at < stop:
+      count = min(stop, int(self._ends[i])) - at
+      if count:
+        parts.append(self._read(i, at - int(self._begins[i]), count))
+      at += count
+      i += 1
+    return parts[1] if len(parts) == 2 else np.concatenate(parts)
+
+
+class ByteStream(_Joined):
+  """The bytes of files, concatenated."""
+
   def __init__(self, files: Sequence[TextFile]):
     """Lays out `files` without opening any."""
     self._files = files = tuple(files)
-    self._file = functools.lru_cache(self.MAX_OPEN)(
-      lambda i: _OpenFile(files[i].path, files[i].size)
+    super().__init__(
+      [f.size for f in files], lambda i: _OpenFile(files[i].path, files[i].size)
     )
-    ends = np.cumsum([f.size for f in files], dtype=np.int64)
-    self._length = int(ends[-1]) if len(ends) else 0
-    self.starts = np.concatenate([np.zeros(1, np.int64), ends[:-1]])
-
-  def __len__(self) -> int:
-    """Returns the number of bytes."""
-    return self._length
+    self.starts = self._begins
 
   def __reduce__(self):
     """Leaves the open files behind, for worker processes."""
     return type(self), (self._files,)
 
-  def read(self, start: int, stop: int) -> np.ndarray:
-    """Returns bytes [start, stop) as int32."""
-    i = int(np.searchsorted(self.starts, start, side='right')) - 1
-    parts, at = [], start
-    while at < stop:
-      end = int(self.starts[i]) + self._files[i].size
-      count = min(stop, end) - at
-      parts.append(self._file(i).read(at - int(self.starts[i]), count))
-      at += count
-      i += 1
-    return np.frombuffer(b''.join(parts), np.uint8).astype(np.int32)
+  def _read(self, i: int, begin: int, count: int) -> np.ndarray:
+    read = self._piece(i).read(begin, count)
+    return np.frombuffer(read, np.uint8).astype(np.int32)
 
 
 # A token cache is one file, so that one rename puts all of it in place:
 # header, tokens (padded to 8 bytes), document starts.
 _MAGIC = b'MODJAXT1'
 _HEADER = struct.Struct('<8sQQQ')  # magic, bytes per token, tokens, documents
+_DTYPES = {1: np.uint8, 2: np.uint16, 4: np.uint32}  # By bytes per token.
 _CHUNK = 2**20
 
 
 class CachedStream:
-  """Tokens that were written by `open_cache`, read as they are needed."""
+  """Tokens that were written by `write_cache`, read as they are needed.
+
+  Attributes:
+    documents: how many there are.
+  """
 
   def __init__(self, path: str):
     """Opens the cache at `path`.
@@ -336,21 +357,23 @@ class CachedStream:
       if len(head) < _HEADER.size:
         raise ValueError(f'{path!r} is too short for a header')
       magic, width, tokens, documents = _HEADER.unpack(head)
-      if magic != _MAGIC or width not in (2, 4):
+      if magic != _MAGIC or width not in _DTYPES:
         raise ValueError(f'{path!r} is not a token cache')
-      starts_at = _HEADER.size + _padded(tokens * width)
-      size = starts_at + 8 * documents
-      if os.fstat(f.fileno()).st_size != size or not documents:
+      self._starts_at = _HEADER.size + _padded(tokens * width)
+      size = self._starts_at + 8 * documents
+      if os.fstat(f.fileno()).st_size != size:
         raise ValueError(f'{path!r} is incomplete')
-      f.seek(starts_at)
-      starts = f.read(8 * documents)
-    if len(starts) < 8 * documents:
-      raise ValueError(f'{path!r} is incomplete')
-    self.starts = np.frombuffer(starts, np.int64)
+    self.documents = documents
     self._path = path
     self._tokens = tokens
-    self._dtype = np.dtype(np.uint16 if width == 2 else np.uint32)
+    self._dtype = np.dtype(_DTYPES[width])
     self._file = _OpenFile(path, size)
+
+  @functools.cached_property
+  def starts(self) -> np.ndarray:
+    """int64 [documents], see `TokenStream`; read when first asked for."""
+    read = self._file.read(self._starts_at, 8 * self.documents)
+    return np.frombuffer(read, np.int64)
 
   def __reduce__(self):
     """Opens the file again, in a worker process."""
@@ -365,6 +388,54 @@ class CachedStream:
     width = self._dtype.itemsize
     read = self._file.read(_HEADER.size + start * width, (stop - start) * width)
     return np.frombuffer(read, self._dtype).astype(np.int32)
+
+
+class ShardStream(_Joined):
+  """The tokens of several caches, one after another.
+
+  Only rows with segments need `starts`, and only then are they read.
+  """
+
+  def __init__(self, shards: Sequence[tuple[str, int]]):
+    """Lays out the (path, tokens) of caches without opening any."""
+    self._shards = tuple(shards)
+    super().__init__(
+      [tokens for _, tokens in shards],
+      functools.partial(_open_shard, self._shards),
+    )
+
+  def __reduce__(self):
+    """Opens the files again, in a worker process."""
+    return type(self), (self._shards,)
+
+  @functools.cached_property
+  def starts(self) -> np.ndarray:
+    """int64 [documents], see `TokenStream`."""
+    return np.concatenate(
+      [
+        self._piece(i).starts + self._begins[i]
+        for i in range(len(self._shards))
+      ]
+    )
+
+  def _read(self, i: int, begin: int, count: int) -> np.ndarray:
+    return self._piece(i).read(begin, begin + count)
+
+
+def _open_shard(shards: Sequence[tuple[str, int]], i: int) -> CachedStream:
+  path, tokens = shards[i]
+  try:
+    stream = CachedStream(path)
+  except OSError as e:
+    raise _cannot_read(path, e) from e
+  except ValueError as e:
+    raise errors.UserError(f'{e}: restore it, or prepare it again') from e
+  if len(stream) != tokens:
+    raise errors.UserError(
+      f'{path!r} holds {len(stream)} tokens, and its index says {tokens}: '
+      'restore it, or prepare it again'
+    )
+  return stream
 
 
 def listing_digest(files: Sequence[TextFile], salt: str = '') -> str:
@@ -414,9 +485,8 @@ def open_cache(
     logging.warning('Building the token cache again: %s', e)
   try:
     os.makedirs(cache_dir, exist_ok=True)
-    _remove_leftovers(path)
-    with paths.replacing(path) as out:
-      if not _write_cache(out, files, tokenizer):
+    with replacing(path) as out:
+      if not write_cache(out, _documents(files), tokenizer):
         raise errors.UserError(
           f'the {len(files)} matching files hold no token at all; point the '
           'glob at files with text in them'
@@ -429,10 +499,21 @@ def open_cache(
     ) from e
 
 
-def _remove_leftovers(path: str, max_age_s: float = 24 * 3600):
-  """Deletes what builders that were killed long ago left behind."""
+@contextlib.contextmanager
+def replacing(path: str) -> Iterator[BinaryIO]:
+  """As `paths.replacing`; removes what was left by builders killed long ago."""
   folder, name = os.path.split(path)
-  partial = os.path.join(glob.escape(folder), f'.{glob.escape(name)}.*.tmp')
+  remove_leftovers(folder, glob.escape(name))
+  with paths.replacing(path) as out:
+    yield out
+
+
+def remove_leftovers(folder: str, name: str, max_age_s: float = 24 * 3600):
+  """Deletes what builders that were killed left behind of files by a glob.
+
+  What somebody wrote to more lately than `max_age_s` may be under way.
+  """
+  partial = os.path.join(glob.escape(folder), f'.{name}.*.tmp')
   for leftover in glob.glob(partial):
     try:
       if time.time() - os.path.getmtime(leftover) > max_age_s:
@@ -441,33 +522,53 @@ def _remove_leftovers(path: str, max_age_s: float = 24 * 3600):
       pass
 
 
-def _write_cache(out, files, tokenizer) -> int:
-  """Writes a whole cache to the binary file `out`; returns its tokens."""
-  dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
-  width = np.dtype(dtype).itemsize
-  starts = array.array('q')
-  count = done = reported = 0
+def _documents(files: Sequence[TextFile]) -> Iterator[Iterator[str]]:
+  """Yields each file as a document, and tells how far it is."""
+  done = reported = 0
   total = sum(f.size for f in files)
-  out.write(bytes(_HEADER.size))
   for f in files:
-    start = count
-    for text in text_chunks(f.path):
-      ids = tokenizer.encode(text)
-      out.write(np.array(ids, dtype).tobytes())
-      count += len(ids)
+    yield text_chunks(f.path)
     done += f.size
     if done - reported > 2**28:
       reported = done
       logging.info('Tokenised %.1f of %.1f GB.', done / 1e9, total / 1e9)
-    if tokenizer.eos_id is not None:
-      out.write(np.array([tokenizer.eos_id], dtype).tobytes())
-      count += 1
+
+
+def write_cache(
+  out: BinaryIO,
+  documents: Iterable[Iterable[str]],
+  tokenizer: tokenizers.Tokenizer,
+  separator: Sequence[int] = (),
+) -> int:
+  """Writes a whole token cache; returns its number of tokens.
+
+  Args:
+    out: a file that is empty.
+    documents: texts, each in pieces between which no subword lies.
+    tokenizer: its end token, if it has one, ends every document.
+    separator: what ends them if it has none.
+  """
+  dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
+  if tokenizer.eos_id is not None:
+    separator = [tokenizer.eos_id]
+  end = np.array(separator, dtype)
+  starts = array.array('q')
+  count = 0
+  out.write(bytes(_HEADER.size))
+  for document in documents:
+    start = count
+    for text in document:
+      ids = tokenizer.encode(text)
+      out.write(np.array(ids, dtype).tobytes())
+      count += len(ids)
+    out.write(end.tobytes())
+    count += len(end)
     if count > start:
       starts.append(start)
-  out.write(bytes(_padded(count * width) - count * width))
+  out.write(bytes(_padded(count * dtype.itemsize) - count * dtype.itemsize))
   out.write(np.frombuffer(starts, np.int64).tobytes() if starts else b'')
   out.seek(0)
-  out.write(_HEADER.pack(_MAGIC, width, count, len(starts)))
+  out.write(_HEADER.pack(_MAGIC, dtype.itemsize, count, len(starts)))
   return count
 
 

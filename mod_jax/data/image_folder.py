@@ -103,14 +103,14 @@ def decode(source: str | bytes, what: str) -> Image.Image:
       if reason := _without_white(image):
         raise ValueError(reason)
       image.load()
-      return _to_rgb(_upright(image))
+      return to_rgb(_upright(image))
   except MemoryError:
     raise
   except Exception as e:
     # Pillow's readers let through many kinds for damaged files.
     raise UnreadableImageError(
-      f'{what} cannot be decoded ({_reason(e)}): repair or remove it, or set '
-      "unreadable='skip'"
+      f'{what} cannot be decoded ({_reason(e)}): repair or remove it, or, in '
+      "training, set unreadable='skip'"
     ) from e
 
 
@@ -360,7 +360,12 @@ def _without_white(image: Image.Image) -> str:
   return ''
 
 
-def _to_rgb(image: Image.Image) -> Image.Image:
+def to_rgb(image: Image.Image) -> Image.Image:
+  """Returns a picture in RGB; see `decode`.
+
+  Raises:
+    ValueError: it has floating-point values beyond 0 to 1.
+  """
   # Pillow would clip these at 255 instead. Mode I is PGM's 16 bits.
   if image.mode == 'I' or image.mode.startswith('I;16'):
     image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))

@@ -11,9 +11,11 @@ batch is a dict of arrays (S is `config.image_size`, V the number of classes):
 Decoding and augmentation run inside Grain, in threads or worker processes.
 """
 
+from collections.abc import Iterable
 from collections.abc import Iterator
 import contextlib
 import dataclasses
+import os
 import signal
 from typing import Annotated
 from typing import Any
@@ -48,6 +50,63 @@ _WARNINGS = 10
 # Mean and standard deviation of channels whose values lie in [0, 1].
 _Mean = Annotated[float, config_lib.Range(ge=-1e3, le=1e3)]
 _Std = Annotated[float, config_lib.Range(ge=1e-3, le=1e3)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Preprocess:
+  """What turns pictures into a model's input, as evaluation does.
+
+  Attributes:
+    image_size: pixels a side.
+    crop_fraction: as of `ImageDataConfig`, and so are mean and std.
+    mean: see there.
+    std: see there.
+    resample: Pillow's filter.
+  """
+
+  image_size: int
+  crop_fraction: float
+  mean: tuple[float, float, float]
+  std: tuple[float, float, float]
+  resample: Image.Resampling = Image.Resampling.BICUBIC
+
+  def one(self, image: Image.Image) -> np.ndarray:
+    """Returns [S, S, 3], float32, of a picture in RGB."""
+    image = augment_lib.center_crop(
+      image,
+      self.image_size,
+      fraction=self.crop_fraction,
+      resample=self.resample,
+    )
+    return augment_lib.normalize(image, self.mean, self.std)
+
+  def __call__(self, pictures: Iterable[Any]) -> np.ndarray:
+    """Returns [B, S, S, 3], float32.
+
+    Args:
+      pictures: paths, Pillow images, or arrays [height, width, 3] of bytes.
+
+    Raises:
+      errors.UserError: a picture is none of these, or cannot be decoded.
+    """
+    return np.stack([self.one(_as_image(picture)) for picture in pictures])
+
+
+def _as_image(picture) -> Image.Image:
+  if isinstance(picture, str | os.PathLike):
+    return image_folder.decode(os.fspath(picture), f'image {str(picture)!r}')
+  if isinstance(picture, Image.Image):
+    try:
+      return image_folder.to_rgb(picture)
+    except ValueError as error:
+      raise errors.UserError(f'a picture cannot be read: {error}.') from error
+  array = np.asarray(picture)
+  if array.dtype != np.uint8 or array.ndim != 3 or array.shape[-1] != 3:
+    raise errors.UserError(
+      f'a picture of type {array.dtype} and shape {array.shape}: expected bytes'
+      ' (uint8) [height, width, 3], a Pillow image or a path.'
+    )
+  return Image.fromarray(array)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,7 +162,22 @@ class ImageDataConfig:
         'folder': ['path'],
         'tfds': ['name', 'train_split', 'eval_split'],
       },
-      own={'folder': ['path'], 'tfds': ['name', 'data_dir']},
+      own={'path': ['folder'], 'name': ['tfds'], 'data_dir': ['tfds']},
+    )
+
+  @property
+  def preprocess(self) -> Preprocess:
+    """What evaluation does with pictures."""
+    digital = self.source == 'digits'
+    fraction = self.crop_fraction
+    if fraction is None:
+      fraction = 1.0 if digital else 0.875
+    return Preprocess(
+      image_size=self.image_size,
+      crop_fraction=fraction,
+      mean=self.mean,
+      std=self.std,
+      resample=_resample(self),
     )
 
 
@@ -397,10 +471,7 @@ class _Evaluate(grain.transforms.Map):
   def __init__(self, source: _Source, config: ImageDataConfig):
     self._source = source
     self._config = config
-    fraction = config.crop_fraction
-    if fraction is None:
-      fraction = 1.0 if config.source == 'digits' else 0.875
-    self._fraction = fraction
+    self._preprocess = config.preprocess
 
   def map(self, element: np.integer) -> dict[str, np.ndarray]:
     config = self._config
@@ -419,11 +490,8 @@ class _Evaluate(grain.transforms.Map):
         raise
       _left_out(e)
       return empty
-    image = augment_lib.center_crop(
-      image, size, fraction=self._fraction, resample=_resample(config)
-    )
     return {
-      'image': augment_lib.normalize(image, config.mean, config.std),
+      'image': self._preprocess.one(image),
       'label': np.int32(label),
       'weight': np.float32(1),
     }

@@ -1,4 +1,4 @@
-"""Batches of text for language models, from files or TensorFlow Datasets.
+"""Batches of text for language models: files, prepared tokens, or TFDS.
 
 Everything here is numpy; placing a batch on devices is the training loop's.
 A batch is a dict of arrays:
@@ -9,9 +9,10 @@ A batch is a dict of arrays:
   segments  int32 [B, L]    only if `config.segments`: 1 for the first document
                             of a row, 2 for the next, ...; 0 is padding
 
-Files are one stream of tokens, cut into windows of L + 1 tokens at stride L, so
-that each token is a target exactly once. Data sets of documents are packed by
-Grain. With segments, a target that begins another document has weight 0.
+Files, or what was prepared, are one stream of tokens, cut into windows of L + 1
+tokens at stride L, so that each token is a target exactly once. Documents of
+TensorFlow Datasets are packed by Grain. With segments, a target that begins
+another document has weight 0.
 """
 
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from typing import Annotated
 from typing import Any
 from typing import Literal
 
+from absl import logging
 import grain
 import numpy as np
 
@@ -38,6 +40,7 @@ from mod_jax.data import common
 from mod_jax.data import corpus
 from mod_jax.data import environment
 from mod_jax.data import fingerprint as fingerprints
+from mod_jax.data import prepared
 from mod_jax.data import tfds_text
 from mod_jax.data import tokenizers
 
@@ -46,6 +49,9 @@ Batch = dict[str, np.ndarray]
 # Rows that first-fit packing fills side by side. More leave less padding and
 # mix more documents; 64 leave about 1% for sentences in rows of 256.
 _PACKING_BINS = 64
+_OWN_FILES = ('files', 'huggingface')  # Sources that read files by glob.
+# Documents of TFDS by which their tokens are estimated.
+_SAMPLED = 1000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,19 +62,25 @@ class TextDataConfig:
     source: 'stdlib' is the Python standard library's own source text on this
       machine, 'environment' that and the source text of the packages that the
       project pins, five times as much; 'files' are local files; 'tfds' a
-      prepared TFDS data set.
+      prepared TFDS data set; 'prepared' the tokens that `mod_jax.data.prepare`
+      made of any of them. That also reads 'huggingface', local files of
+      `datasets` in Arrow or Parquet, whose rows are documents.
+    path: directory of a prepared corpus.
     files: globs of training files, separated by commas; `**` crosses
       directories.
     eval_files: globs of held-out files; '' holds out whole files of `files`,
-      chosen by a hash of their relative names.
-    eval_fraction: fraction of the files held out where they are chosen by hash.
+      chosen by a hash of their relative names, or documents of 'huggingface',
+      chosen by a hash of their text.
+    eval_fraction: fraction that is held out where a hash chooses.
+    text_column: the column of 'huggingface' with the text.
     tfds_name: data set name, or the directory of a prepared one.
     tfds_split: split for training.
     tfds_eval_split: split for evaluation.
     tfds_dir: where TFDS keeps data; '' is its own default.
     tfds_text_key: the feature with the text.
     tokenizer: 'bytes' needs nothing; 'bpe' is learned from the training files
-      and cached; the others read `tokenizer_path`.
+      and cached; the others read `tokenizer_path`. A prepared corpus has its
+      own, whatever is said here.
     tokenizer_path: local tokeniser file, or the directory that holds it.
     tokenizer_vocab_size: ids of the tokenizer 'bpe'.
     length: tokens per row.
@@ -78,12 +90,18 @@ class TextDataConfig:
     read_threads: threads that read ahead (and tokenise documents of TFDS) while
       training; 0 reads in step.
     prefetch: batches kept ready.
+    max_epochs: how often a run may see its training text; it is refused if it
+      would see it more often.
   """
 
-  source: Literal['stdlib', 'environment', 'files', 'tfds'] = 'stdlib'
+  source: Literal[
+    'stdlib', 'environment', 'files', 'tfds', 'prepared', 'huggingface'
+  ] = 'stdlib'
+  path: str = ''
   files: str = ''
   eval_files: str = ''
   eval_fraction: config_lib.Proper = 0.05
+  text_column: str = 'text'
   tfds_name: str = 'lm1b'
   tfds_split: str = 'train'
   tfds_eval_split: str = 'test'
@@ -100,20 +118,36 @@ class TextDataConfig:
   cache_dir: str = ''
   read_threads: config_lib.Workers = 1
   prefetch: Annotated[int, config_lib.Range(ge=1, le=10**5)] = 8
+  max_epochs: config_lib.Positive = 1.0
 
   def __post_init__(self):
     """Refuses settings that cannot work or would silently do nothing."""
     config_lib.validate(self)
     paths.require_local(self.cache_dir, 'cache_dir')
-    if self.source == 'files' and not self.files.strip(' ,'):
+    paths.require_local(self.path, 'path')
+    if self.source in _OWN_FILES and not self.files.strip(' ,'):
       raise errors.UserError(
-        "source='files' needs files, a glob such as files='text/**/*.txt'"
+        f'source={self.source!r} needs files, a glob such as '
+        "files='text/**/*.txt'"
       )
     common.check_source(
       self,
-      needed={'tfds': ['tfds_name', 'tfds_split', 'tfds_eval_split']},
-      own={'files': ['files', 'eval_files']},
+      needed={
+        'tfds': ['tfds_name', 'tfds_split', 'tfds_eval_split'],
+        'prepared': ['path'],
+        'huggingface': ['text_column'],
+      },
+      own={
+        'files': _OWN_FILES,
+        'eval_files': _OWN_FILES,
+        'path': ['prepared'],
+      },
     )
+    if self.source == 'prepared' and self.tokenizer_path:
+      raise errors.UserError(
+        f"tokenizer_path={self.tokenizer_path!r} and source='prepared', which "
+        'has the tokenizer that it was prepared with: drop tokenizer_path'
+      )
     reads_file = self.tokenizer in ('sentencepiece', 'huggingface')
     if self.tokenizer_path and not reads_file:
       raise errors.UserError(
@@ -121,12 +155,14 @@ class TextDataConfig:
         f"{self.tokenizer!r}: set tokenizer='sentencepiece' or 'huggingface', "
         'or drop it'
       )
-    if self.tokenizer == 'bpe' and self.source == 'tfds':
+    if self.tokenizer == 'bpe' and self.source in ('tfds', 'huggingface'):
       raise errors.UserError(
-        "tokenizer='bpe' is learned from files, and source='tfds' has none: "
-        'give a tokenizer file by tokenizer and tokenizer_path'
+        "tokenizer='bpe' is learned from files of text, and source="
+        f'{self.source!r} has none: give a tokenizer file by tokenizer and '
+        'tokenizer_path'
       )
-    if reads_file and not self.tokenizer_path:
+    needs_path = reads_file and self.source != 'prepared'
+    if needs_path and not self.tokenizer_path:
       raise errors.UserError(
         f'tokenizer={self.tokenizer!r} needs tokenizer_path, a local file'
       )
@@ -136,6 +172,11 @@ class TextDataConfig:
         f'read_threads={self.read_threads}'
       )
 
+  @property
+  def learns_tokenizer(self) -> bool:
+    """Whether the tokenizer is learned from the training files."""
+    return self.tokenizer == 'bpe' and self.source != 'prepared'
+
 
 def make_tokenizer(config: TextDataConfig) -> tokenizers.Tokenizer:
   """Returns the tokeniser that the config names.
@@ -144,7 +185,9 @@ def make_tokenizer(config: TextDataConfig) -> tokenizers.Tokenizer:
     errors.UserError: its file is missing or is not such a tokeniser; or there
       are no training files to learn one from.
   """
-  if config.tokenizer == 'bpe':
+  if config.source == 'prepared':
+    return prepared.make_tokenizer(config.path)
+  if config.learns_tokenizer:
     return tokenizers.make('huggingface', str(learn_tokenizer(config)))
   return tokenizers.make(config.tokenizer, config.tokenizer_path)
 
@@ -179,6 +222,11 @@ def fingerprint(config: TextDataConfig) -> dict[str, Any]:
       )
       for group, split in splits.items()
     }
+  if config.source == 'prepared':
+    return found | {
+      group: prepared.fingerprint(config.path, group)
+      for group in prepared.GROUPS
+    }
   if config.source == 'stdlib':
     found['python'] = platform.python_version()
   if config.source == 'environment':
@@ -196,6 +244,7 @@ def train_iterator(
   seed: int,
   shard_index: int = 0,
   shard_count: int = 1,
+  num_batches: int | None = None,
 ) -> grain.DatasetIterator:
   """Returns an endless iterator over this shard's training batches.
 
@@ -212,6 +261,9 @@ def train_iterator(
     seed: of the shuffle, in [0, 2**31).
     shard_index: which shard (host) this is.
     shard_count: how many there are.
+    num_batches: global batches that a run will take, None if nobody knows:
+      more than `config.max_epochs` allows are refused, and more than an epoch
+      are told.
 
   Returns:
     A Grain iterator of batches (see the module). `get_state()` is a small
@@ -219,13 +271,16 @@ def train_iterator(
     `set_state()` goes on with the batch after it.
 
   Raises:
-    errors.UserError: the data cannot be read or is less than a global batch.
+    errors.UserError: the data cannot be read, is less than a global batch, or
+      would be seen too often.
   """
   common.check_request(batch_size, shard_index, shard_count, seed=seed)
   rows_needed = batch_size * shard_count
   if config.source == 'tfds':
     documents, pack = _open_tfds(config, config.tfds_split)
     _check_enough(documents, config, rows_needed)
+    if num_batches is not None:
+      _check_epochs(config, _estimate(documents), num_batches, rows_needed)
     dataset = pack(_shuffled(documents, seed), seed=seed)
     dataset = dataset.batch(rows_needed, drop_remainder=True)
     start = batch_size * shard_index
@@ -236,26 +291,27 @@ def train_iterator(
       )
     return iter(dataset)
 
-  train, _ = split_files(config)
-  stream = _open_stream(config, train)
+  stream = open_stream(config, 'train')
   windows = Windows(stream, config.length, segments=config.segments)
   if not len(windows):
     raise errors.UserError(
-      f'the {len(train)} training files hold {len(stream)} tokens, too few for '
-      f'one row of length + 1 = {config.length + 1}: add text or lower length'
+      f'the training text holds {len(stream)} tokens, too few for one row of '
+      f'length + 1 = {config.length + 1}: add text or lower length'
     )
   if len(windows) < rows_needed:
     raise errors.UserError(
-      f'the training files hold {len(windows)} rows of length='
-      f'{config.length}, fewer than the {rows_needed} of one batch '
-      f'({batch_size} rows on each of {shard_count} shards): add text or lower '
-      'length or the batch size'
+      f'the training text holds {len(windows)} rows of length={config.length}, '
+      f'fewer than the {rows_needed} of one batch ({batch_size} rows on each '
+      f'of {shard_count} shards): add text or lower length or the batch size'
     )
   if len(windows) > 2**32:
     raise errors.UserError(
-      f'the training files hold {len(windows)} rows of length='
+      f'the training text holds {len(windows)} rows of length='
       f'{config.length}, more than the 2**32 that can be shuffled: raise length'
     )
+  if num_batches is not None:
+    there = len(windows) * config.length
+    _check_epochs(config, there, num_batches, rows_needed)
   dataset = _shuffled(grain.MapDataset.source(windows), seed)
   # Cut the rows into batches of one shard and take every `shard_count`-th, so
   # that each shard reads only its own rows.
@@ -315,26 +371,56 @@ def eval_batches(
       rows, lambda row: row, config, batch_size, shard_index, shard_count
     )
 
-  _, held_out = split_files(config)
-  if not held_out:
-    raise errors.UserError(
-      'no file is held out, because only one matches and it is trained on: set '
-      'eval_files, or give more files'
-    )
-  stream = _open_stream(config, held_out)
+  stream = open_stream(config, 'held_out')
   windows = Windows(
     stream, config.length, segments=config.segments, partial=True
   )
   if not len(windows):
     raise errors.UserError(
-      f'the {len(held_out)} held-out files hold {len(stream)} tokens, too few '
-      'for one target: hold out more by eval_files or eval_fraction'
+      f'the held-out text holds {len(stream)} tokens, too few for one target: '
+      'hold out more by eval_files or eval_fraction'
     )
   count = len(windows) if limit is None else min(limit, len(windows))
   indices = (i * len(windows) // count for i in range(count))
   return _padded_batches(
     indices, windows.__getitem__, config, batch_size, shard_index, shard_count
   )
+
+
+def num_train_tokens(config: TextDataConfig) -> int:
+  """Returns the training targets of an epoch: tokens that stand in full rows.
+
+  Files are tokenised for it, unless that was done before. Those of TFDS are an
+  estimate, by 1,000 of its documents.
+
+  Raises:
+    errors.UserError: the data cannot be read.
+  """
+  if config.source == 'tfds':
+    return _estimate(_open_tfds(config, config.tfds_split)[0])
+  stream = open_stream(config, 'train')
+  return len(Windows(stream, config.length)) * config.length
+
+
+def _check_epochs(
+  config: TextDataConfig, there: int, num_batches: int, rows: int
+):
+  """Raises if so many batches are more than the epochs that are allowed."""
+  needed = num_batches * rows * config.length
+  epochs = needed / max(1, there)
+  said = (
+    f'{num_batches:,} steps of {rows} rows of length={config.length} take '
+    f'{needed:,} tokens, and the training text has {there:,}'
+  )
+  if epochs > config.max_epochs:
+    most = int(config.max_epochs * there / (rows * config.length))
+    raise errors.UserError(
+      f'{said}, which would be seen {epochs:.3g} times, more than max_epochs='
+      f'{config.max_epochs:g}: add text, take at most {most:,} steps, or raise '
+      'max_epochs'
+    )
+  if epochs > 1:
+    logging.warning('%s: it is seen %.3g times.', said, epochs)
 
 
 def split_files(
@@ -344,10 +430,10 @@ def split_files(
 
   Raises:
     errors.UserError: a glob matches nothing usable, nothing is left to train
-      on, or the source is 'tfds'.
+      on, or the source has no files of text.
   """
-  if config.source == 'tfds':
-    raise errors.UserError("source='tfds' has splits, not files")
+  if config.source in ('tfds', 'prepared'):
+    raise errors.UserError(f'source={config.source!r} has no files of text')
   if config.source == 'environment':  # It has no copies.
     return corpus.hold_out(environment.list_files(), config.eval_fraction)
   if config.source == 'stdlib':
@@ -357,6 +443,8 @@ def split_files(
   elif config.eval_files:
     train = corpus.list_files(config.files)
     held_out = corpus.list_files(config.eval_files, 'eval_files')
+  elif config.source == 'huggingface':  # Documents are held out, not files.
+    return corpus.list_files(config.files), []
   else:
     train, held_out = corpus.hold_out(
       corpus.list_files(config.files), config.eval_fraction
@@ -448,9 +536,29 @@ class _Spread:
     return self._source[index * self._step % len(self._source)]
 
 
-def _open_stream(
-  config: TextDataConfig, files: list[corpus.TextFile]
+def open_stream(
+  config: TextDataConfig, group: Literal['train', 'held_out']
 ) -> corpus.TokenStream:
+  """Returns all tokens to train on, or those held out.
+
+  Raises:
+    errors.UserError: they cannot be read, nothing is held out, or the source
+      has documents instead of a stream.
+  """
+  if config.source in ('tfds', 'huggingface'):
+    raise errors.UserError(
+      f'source={config.source!r} is no stream of tokens: make one by `python '
+      "-m mod_jax.data.prepare`, and read it by source='prepared'"
+    )
+  if config.source == 'prepared':
+    return prepared.open_stream(config.path, group)
+  train, held_out = split_files(config)
+  files = train if group == 'train' else held_out
+  if not files:
+    raise errors.UserError(
+      'no file is held out, because only one matches and it is trained on: set '
+      'eval_files, or give more files'
+    )
   if config.tokenizer == 'bytes':
     return corpus.ByteStream(files)
   return corpus.open_cache(files, make_tokenizer(config), _cache_dir(config))
@@ -559,6 +667,14 @@ def _open_tfds(config: TextDataConfig, split: str):
     return row | ({'segments': ids} if config.segments else {})
 
   return documents, pack
+
+
+def _estimate(documents: grain.MapDataset) -> int:
+  """Returns about how many targets all documents of a split have."""
+  count = min(_SAMPLED, len(documents))
+  places = [i * len(documents) // count for i in range(count)]
+  sampled = sum(len(documents[i]['targets']) for i in places)
+  return sampled * len(documents) // count
 
 
 def _check_enough(

@@ -6,6 +6,7 @@ depends on a download.
 
 import abc
 from collections.abc import Sequence
+import contextlib
 import functools
 import hashlib
 import json
@@ -46,6 +47,11 @@ _BOS_NAMES = (
   '[BOS]',
   '[CLS]',
 )
+
+
+_FILES = {'sentencepiece': 'tokenizer.model', 'huggingface': 'tokenizer.json'}
+# Files beside a `tokenizer.json`; the later one has the last word.
+_DECLARING = ('special_tokens_map.json', 'tokenizer_config.json')
 
 
 def _printable(surface: bytes) -> str:
@@ -167,7 +173,7 @@ class SentencePieceTokenizer(Tokenizer):
 
   def __init__(self, path: str):
     """Loads the model at `path`, or `tokenizer.model` in that directory."""
-    file = _find(path, 'tokenizer.model')
+    file = _find(path, _FILES['sentencepiece'])
     data = _read(file)
     try:
       sp = sentencepiece.SentencePieceProcessor(model_proto=data)
@@ -214,7 +220,7 @@ class HuggingFaceTokenizer(Tokenizer):
     `special_tokens_map.json` beside it; without those, a special token with a
     customary name (such as '</s>' or '<|endoftext|>') is used.
     """
-    file = _find(path, 'tokenizer.json')
+    file = _find(path, _FILES['huggingface'])
     data = _read(file)
     try:
       tok = tokenizers.Tokenizer.from_buffer(data)
@@ -291,6 +297,25 @@ def make(kind: str, path: str = '') -> Tokenizer:
   )
 
 
+def copy(kind: str, path: str, directory: str) -> None:
+  """Copies a tokenizer, so that `make(kind, directory)` gives it again.
+
+  Raises:
+    errors.UserError: its file is missing or cannot be read.
+    OSError: the directory cannot be written.
+  """
+  if kind == 'bytes':
+    return
+  file = _find(path, _FILES[kind])
+  copies = {_FILES[kind]: _read(file)}
+  if kind == 'huggingface':
+    for name in _DECLARING:
+      with contextlib.suppress(OSError):
+        copies[name] = (file.parent / name).read_bytes()
+  for name, data in copies.items():
+    paths.write_bytes(epath.Path(directory) / name, data)
+
+
 def _find(path: str, name: str) -> epath.Path:
   file = paths.expand(path)
   if file.is_dir():
@@ -324,7 +349,7 @@ def _not_a_model(file, what, why) -> errors.UserError:
 def _declared_specials(directory: epath.Path) -> dict[str, str]:
   """Returns eos_token and bos_token where files beside the tokeniser say."""
   found = {}
-  for name in ('special_tokens_map.json', 'tokenizer_config.json'):
+  for name in _DECLARING:
     try:
       config = json.loads((directory / name).read_text('utf-8'))
     except (OSError, ValueError):

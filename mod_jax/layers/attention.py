@@ -30,6 +30,8 @@ class AttentionConfig:
   num_kv_heads: config_lib.Size  # Key and value heads G, a divisor of H.
   head_dim: config_lib.Size  # Channels per head C.
   causal: bool = True
+  # Base of the rotary embedding's wavelengths; None for no such embedding.
+  rope_theta: float | None = None
   bias: bool = False  # On all projections.
   qkv_bias: bool | None = None  # On query, key and value; None = as `bias`.
   out_scale: float = 1.0  # On the standard deviation of the last kernel.
@@ -174,35 +176,41 @@ class Attention(nn.Module):
         ('value', source_BSD),
       )
     )
-    if source is None and info.rotation_BLC is not None:
-      q_BLHC = rope.rotate(q_BLHC, info.rotation_BLC)
-      k_BLGC = rope.rotate(k_BLGC, info.rotation_BLC)
+    if source is None and config.rope_theta is not None:
+      # Computed of the positions here, and not handed on from block to block: a
+      # routed block gathers K numbers instead of K rows of L.
+      rotation_BLC = rope.rotation(
+        info.position_BL, config.head_dim, config.rope_theta
+      )
+      q_BLHC = rope.rotate(q_BLHC, rotation_BLC)
+      k_BLGC = rope.rotate(k_BLGC, rotation_BLC)
     q_BLHC, k_BLGC, v_BLGC = (
       parallel.constrain(x, 'batch', 'length', 'act_heads', None)
       for x in (q_BLHC, k_BLGC, v_BLGC)
     )
     self.sow('intermediates', 'queries', q_BLHC)
     self.sow('intermediates', 'keys', k_BLGC)
-    if source is not None:
-      out_BLHC = _attended_over(source, config, q_BLHC, k_BLGC, v_BLGC)
-    elif info.keep_BL is not None:
-      out_BLHC = masked_attention(q_BLHC, k_BLGC, v_BLGC, info.keep_BL)
-    elif self.score == 'mean':
-      out_BLHC, aux['attention'] = _scored(q_BLHC, k_BLGC, v_BLGC, info)
-    elif cache is None:
-      out_BLHC = _attended(config, q_BLHC, k_BLGC, v_BLGC, info)
-    else:
-      append_to = jnp.arange(x_BLD.shape[0]) if rows_B is None else rows_B
-      cache = cache.append(
-        k_BLGC, v_BLGC, info.position_BL, info.valid_BL, append_to
-      )
-      key_BSGC, value_BSGC, position_BS = cache.read(rows_B)
-      out_BLHC = mod_jax_kernels.attention(
-        q_BLHC,
-        key_BSGC,
-        value_BSGC,
-        info.position_BL[:, :, None] >= position_BS[:, None, :],
-      )
+    with jax.named_scope('attend'):  # A name for profiles.
+      if source is not None:
+        out_BLHC = _attended_over(source, config, q_BLHC, k_BLGC, v_BLGC)
+      elif info.keep_BL is not None:
+        out_BLHC = masked_attention(q_BLHC, k_BLGC, v_BLGC, info.keep_BL)
+      elif self.score == 'mean':
+        out_BLHC, aux['attention'] = _scored(q_BLHC, k_BLGC, v_BLGC, info)
+      elif cache is None:
+        out_BLHC = _attended(config, q_BLHC, k_BLGC, v_BLGC, info)
+      else:
+        append_to = jnp.arange(x_BLD.shape[0]) if rows_B is None else rows_B
+        cache = cache.append(
+          k_BLGC, v_BLGC, info.position_BL, info.valid_BL, append_to
+        )
+        key_BSGC, value_BSGC, position_BS = cache.read(rows_B)
+        out_BLHC = mod_jax_kernels.attention(
+          q_BLHC,
+          key_BSGC,
+          value_BSGC,
+          info.position_BL[:, :, None] >= position_BS[:, None, :],
+        )
     update_BLD = project('out', out_BLHC)
     if self.score == 'first':
       # Computed again for the first query alone, which is L products per head,

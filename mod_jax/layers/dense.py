@@ -110,12 +110,13 @@ class Linear(nn.Module):
       nn.with_logical_partitioning(init, self.axes),
       (*x.shape[-inputs:], *self.features),
     )
-    # One letter for each axis: those of the batch, the inputs, the outputs.
-    batch = 'abcdef'[: x.ndim - inputs]
-    of_x, of_y = 'ijkl'[:inputs], 'xyz'[:outputs]
-    y = einsum(
-      f'{batch}{of_x},{of_x}{of_y}->{batch}{of_y}', x, kernel, self.out_dtype
-    )
+    # A product of matrices: contracting several axes, as the kernel's gradient
+    # would, makes XLA transpose the tokens of all arrays before.
+    batch = x.shape[: x.ndim - inputs]
+    x_TI = x.reshape(math.prod(batch), -1)
+    kernel_IO = kernel.reshape(x_TI.shape[1], -1)
+    y_TO = einsum('TI,IO->TO', x_TI, kernel_IO, self.out_dtype)
+    y = y_TO.reshape(*batch, *self.features)
     if self.bias:
       bias = self.param(
         'bias',

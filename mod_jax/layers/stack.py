@@ -24,10 +24,12 @@ from mod_jax.layers.routed import LayerConfig
 from mod_jax.layers.routed import LayerOutput
 from mod_jax.layers.routed import RoutingConfig
 from mod_jax.layers.token_info import TokenInfo
+from mod_jax_kernels.attention import RESIDUALS
 
-# What is kept for the backward pass: everything, the results of matmuls, or the
-# input of each layer alone. Routing choices are always kept.
-Remat = Literal['none', 'dots', 'full']
+# What is kept for the backward pass, from most memory to least: everything; the
+# results of matmuls and of TPUs' attention kernel; each layer's input and what
+# that kernel returned; the input alone. Routing choices are always kept.
+Remat = Literal['none', 'dots', 'attention', 'full']
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -183,7 +185,10 @@ def remat(module: type[nn.Module], kind: Remat, *, scanned: bool = False):
   if kind == 'none':
     return module
   policies = jax.checkpoint_policies
-  policy = policies.save_only_these_names(routed.SELECTION_NAME)
+  names = [routed.SELECTION_NAME]
+  if kind != 'full':
+    names.append(RESIDUALS)
+  policy = policies.save_only_these_names(*names)
   if kind == 'dots':
     policy = policies.save_from_both_policies(
       policy, policies.dots_with_no_batch_dims_saveable

@@ -26,7 +26,6 @@ class TokenInfo:
 
   Attributes:
     position_BL: int32 place in the sequence, padding not counted.
-    rotation_BLC: float32 cosines, then sines, of rotary embedding; or None.
     valid_BL: False for padding and empty slots; None if every token is real.
     segment_BL: document number of packed rows; None for one document a row.
     keep_BL: 1 for tokens that others may attend to, 0 for dropped ones, where
@@ -37,7 +36,6 @@ class TokenInfo:
   """
 
   position_BL: jax.Array
-  rotation_BLC: jax.Array | None = None
   valid_BL: jax.Array | None = None
   segment_BL: jax.Array | None = None
   keep_BL: jax.Array | None = None

@@ -17,7 +17,6 @@ from mod_jax import errors
 from mod_jax import losses
 from mod_jax import parallel
 from mod_jax.layers import dense
-from mod_jax.layers import rope
 from mod_jax.layers import stack as stack_lib
 from mod_jax.layers import token_info
 from mod_jax.layers.acm import AdaptiveConfig
@@ -100,6 +99,7 @@ class LMConfig(StackedConfig):
         num_heads=self.num_heads,
         num_kv_heads=self.num_kv_heads or self.num_heads,
         head_dim=self.head_dim or self.width // self.num_heads,
+        rope_theta=self.rope_theta,
         out_scale=out_scale,
         implementation=self.attention,
       ),
@@ -280,23 +280,14 @@ class LanguageModel(nn.Module):
     return LMOutput(logits_BLV, done.aux, cache, loss)
 
   def _token_info(self, tokens_BL, valid_BL, segment_BL, cache):
-    config = self.config
     if valid_BL is None:
       position_BL = jnp.arange(tokens_BL.shape[1], dtype=jnp.int32)[None]
     else:
       position_BL = token_info.count_positions(valid_BL)
     if cache is not None:
       position_BL = position_BL + cache.length_B[:, None]
-    rotation_BLC = rope.rotation(
-      position_BL, config.block.attention.head_dim, config.rope_theta
-    )
-    batch = tokens_BL.shape[0]
-
-    def spread(x):
-      return jnp.broadcast_to(x, (batch, *x.shape[1:]))
-
     return token_info.TokenInfo(
-      spread(position_BL), spread(rotation_BLC), valid_BL, segment_BL
+      jnp.broadcast_to(position_BL, tokens_BL.shape), valid_BL, segment_BL
     )
 
 

@@ -3,6 +3,8 @@
     python -m mod_jax.sweeps plan --config=FILE.py[:variant] --workdir=W
     python -m mod_jax.sweeps prove --workdir=W --topology=v5e:4x4,v5p
     python -m mod_jax.sweeps run --workdir=W [--index=I | --range=A:B]
+    python -m mod_jax.sweeps fit --workdir=W
+    python -m mod_jax.sweeps compare RUN RUN… [--out=DIRECTORY]
 
 `--config.FIELD=VALUE` changes a field of the plan.
 """
@@ -15,7 +17,7 @@ from mod_jax import config as config_lib
 
 # Each is a module of this package, with functions `define_flags` and `main`.
 # They are imported when they are asked for: one does not need what others need.
-_COMMANDS = ('plan', 'prove', 'run')
+_COMMANDS = ('plan', 'prove', 'run', 'fit', 'compare')
 
 
 def main(argv: list[str]) -> None:
@@ -33,7 +35,8 @@ def main(argv: list[str]) -> None:
     cli.run(choose, argv[:1])
   command = importlib.import_module(f'mod_jax.sweeps.{name}')
   command.define_flags()
-  cli.run(command.main, [argv[0], *argv[2:]])
+  arguments = [argv[0], *argv[2:]]
+  cli.run(command.main, arguments, positional=name == 'compare')
 
 
 if __name__ == '__main__':

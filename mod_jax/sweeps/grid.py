@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from mod_jax import config as config_lib
 from mod_jax import viz
 from mod_jax.errors import UserError
+from mod_jax.sweeps import tables
 from mod_jax.tasks import make_task
 from mod_jax.tasks import phases
 from mod_jax.tasks.experiment import ExperimentConfig
@@ -206,15 +207,7 @@ def table(points: Sequence[Point]) -> str:
     if point.diverged and not names:
       cells.append('diverged')
     rows.append(cells)
-  columns = itertools.zip_longest(*rows, fillvalue='')
-  widths = [max(map(len, column)) for column in columns]
-  return '\n'.join(
-    '  '.join(
-      cell.ljust(width) if i < len(fields) else cell.rjust(width)
-      for i, (cell, width) in enumerate(zip(row, widths, strict=False))
-    ).rstrip()
-    for row in rows
-  )
+  return '\n'.join(tables.aligned(rows, left=len(fields)))
 
 
 def picture(points: Sequence[Point]) -> Figure | None:

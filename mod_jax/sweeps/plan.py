@@ -6,6 +6,7 @@ for each group of models, such as dense and routed ones. Hoffmann et al. 2022,
 approach 2; Raposo et al. 2024, Figures 3 and 4.
 """
 
+import collections
 from collections.abc import Sequence
 import dataclasses
 import functools
@@ -24,8 +25,10 @@ from mod_jax.errors import UserError
 from mod_jax.layers.routed import MoDConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.sweeps import manifest
+from mod_jax.sweeps import tables
 from mod_jax.sweeps.manifest import Entry
 from mod_jax.tasks.experiment import ExperimentConfig
+from mod_jax.viz import style
 
 _TOLERANCE = 0.01  # By which a run may miss its budget, as a fraction of it.
 _HOUR = 3600.0
@@ -102,7 +105,6 @@ class SweepConfig:
   warmup: config_lib.BelowOne = 0.1  # As a fraction of the steps.
   # Held-out losses along a run, for its curve, besides that at its end.
   evaluations: config_lib.Count = 4
-  max_epochs: config_lib.Positive = 1.0  # That a run may read of its corpus.
   # Training tokens of the corpus; None asks the data where that is possible.
   corpus_tokens: config_lib.Positive | None = None
   # What the price is reckoned by: FLOP/s of a chip, and the part of them that
@@ -189,6 +191,13 @@ def entries(sweep: SweepConfig) -> list[Entry]:
           facts=known,
         )
       )
+  counts = collections.Counter(entry.id for entry in result)
+  name, times = counts.most_common(1)[0]
+  if times > 1:
+    raise UserError(
+      f'{times} runs would be called {name}: leave out one of the shapes of the'
+      ' same depth and width, or take budgets further apart.'
+    )
   # So that a sweep which is stopped early has something at every budget.
   return sorted(result, key=lambda entry: entry.seed)
 
@@ -221,7 +230,7 @@ def choose_shapes(
     raise UserError(
       f'the group {group.name} at {budget:g} FLOPs has {len(near)} sizes within'
       f' a factor of {sweep.spread:g} of the expected optimum,'
-      f' {_quantity(expected)} parameters, and num_sizes={wanted}: add'
+      f' {style.quantity(expected)} parameters, and num_sizes={wanted}: add'
       f' shapes there (the sizes are {have}), raise spread, or ask for fewer.'
     )
   return sorted(near, key=sizes.get)
@@ -284,19 +293,19 @@ def table(sweep: SweepConfig, runs: Sequence[Entry]) -> str:
         entry.group,
         f'{entry.budget:g}',
         f'{model.num_layers} x {model.width}',
-        _quantity(known['params']),
+        style.quantity(known['params']),
         f'{known["embedding_params"] / known["params"]:.2f}',
         f'{known["head_flops"] / known["forward_flops"]:.2f}',
         '-' if relative is None else f'{relative:.2f}',
         f'{known["steps"]:,}',
-        _quantity(known['tokens']),
+        style.quantity(known['tokens']),
         '-' if epochs is None else f'{epochs:.2f}',
         f'{entry.config.optimizer.learning_rate:.2e}',
         str(len(size)),
         _hours(sweep, size),
       )
     )
-  lines = _aligned([header, *rows])
+  lines = tables.aligned([header, *rows])
   lines += ['', f'{len(runs)} runs; chip-hours at {_price(sweep)}:']
   for budget in sweep.budgets:
     of = [entry for entry in runs if entry.budget == budget]
@@ -311,8 +320,8 @@ def table(sweep: SweepConfig, runs: Sequence[Entry]) -> str:
   if 'epochs' not in runs[0].facts:
     most = max(entry.facts['tokens'] for entry in runs)
     lines.append(
-      f'The longest run reads {_quantity(most)} tokens; nobody has checked that'
-      ' the corpus holds them: say what it has by --config.corpus_tokens.'
+      f'The longest run reads {style.quantity(most)} tokens; nobody has checked'
+      ' that the corpus holds them: say what it has by --config.corpus_tokens.'
     )
   return '\n'.join(lines)
 
@@ -416,27 +425,27 @@ def _corpus_tokens(sweep) -> float | None:
   """Returns how many tokens there are to train on; None if nobody knows."""
   if sweep.corpus_tokens is not None:
     return sweep.corpus_tokens
-  return num_train_tokens(sweep.base.data)
-
-
-@functools.cache
-def num_train_tokens(data: text.TextDataConfig) -> int | None:
-  """Returns the tokens of one epoch, or None where no file tells it."""
-  if data.source == 'tfds':
-    return None
-  train, _ = text.split_files(data)
-  return len(text._open_stream(data, train))
+  data = sweep.base.data
+  try:
+    return text.num_train_tokens(data)
+  except UserError:
+    # A sweep for other machines can be planned where its corpus is not.
+    if data.source in ('tfds', 'prepared'):
+      return None
+    raise
 
 
 def _check_corpus(sweep, corpus, longest):
   *_, group, budget, (num_layers, width, _), known = longest
-  if corpus is None or known['tokens'] <= sweep.max_epochs * corpus:
+  most = sweep.base.data.max_epochs
+  if corpus is None or known['tokens'] <= most * corpus:
     return
   raise UserError(
     f'{num_layers} x {width} of the group {group.name} reads'
-    f' {_quantity(known["tokens"])} tokens at {budget:g} FLOPs, and the corpus'
-    f' has {_quantity(corpus)}, of which max_epochs={sweep.max_epochs:g} are'
-    ' allowed: take larger models or a larger corpus, or raise max_epochs.'
+    f' {style.quantity(known["tokens"])} tokens at {budget:g} FLOPs, and the'
+    f' corpus has {style.quantity(corpus)}, which may be seen'
+    f' base.data.max_epochs={most:g} times: take larger models or a larger'
+    ' corpus, or raise that.'
   )
 
 
@@ -458,28 +467,9 @@ def _price(sweep) -> str:
   return f'{sweep.utilization:.0%} of {sweep.peak_flops:.3g} FLOP/s'
 
 
-def _aligned(rows) -> list[str]:
-  widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-  return [
-    '  '.join(
-      cell.ljust(width) if i == 0 else cell.rjust(width)
-      for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-    ).rstrip()
-    for row in rows
-  ]
-
-
 def _written(budget: float) -> str:
   return f'{budget:g}'.replace('+', '')
 
 
 def _listed(numbers) -> str:
   return ', '.join(f'{number:g}' for number in numbers)
-
-
-def _quantity(count: float) -> str:
-  """Writes a count with three digits, as in 1.28M."""
-  for size, unit in ((1e12, 'T'), (1e9, 'B'), (1e6, 'M'), (1e3, 'k')):
-    if count >= size:
-      return f'{count / size:.3g}{unit}'
-  return f'{count:.3g}'

@@ -7,6 +7,7 @@ result is never trained again, and one that was stopped goes on where it was.
 """
 
 from collections.abc import Sequence
+import dataclasses
 import json
 import re
 import sys
@@ -18,10 +19,12 @@ from jax.experimental import multihost_utils
 import numpy as np
 
 from mod_jax import cli
+from mod_jax import parallel
 from mod_jax.errors import UserError
 from mod_jax.sweeps import manifest
 from mod_jax.sweeps.manifest import Entry
 from mod_jax.tasks import phases
+from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train import lock as lock_lib
 from mod_jax.train import metrics as metrics_lib
 from mod_jax.train import stop as stop_lib
@@ -134,7 +137,7 @@ def _train(workdir, entry, digest, allow_changed_data) -> bool:
       if _done(workdir, entry):  # By another worker, a moment ago.
         return True
       outcome = phases.complete(
-        entry.config, folder, allow_changed_data=allow_changed_data
+        _fitted(entry.config), folder, allow_changed_data=allow_changed_data
       )
       if outcome is None:
         return False
@@ -145,6 +148,16 @@ def _train(workdir, entry, digest, allow_changed_data) -> bool:
       print(f'{entry.id}: {refusal}', file=sys.stderr)
     return False
   return True
+
+
+def _fitted(config: ExperimentConfig) -> ExperimentConfig:
+  """Returns a run whose mesh fits the devices that this worker has.
+
+  The mesh changes the numbers by no more than rounding.
+  """
+  rows = config.train.batch_size // config.train.grad_accum_steps
+  mesh = parallel.fit_mesh(config.mesh, jax.device_count(), rows)
+  return dataclasses.replace(config, mesh=mesh)
 
 
 def _write(workdir, entry, digest, outcome):

@@ -1,6 +1,7 @@
 """Image classification."""
 
 import functools
+import json
 
 import jax
 import numpy as np
@@ -19,6 +20,8 @@ from mod_jax.tasks.modality import Modality
 from mod_jax.tasks.studies import devices
 from mod_jax.tasks.studies import images as studies
 
+# The file of a run's directory that has the names of the classes.
+CLASSES = 'classes.json'
 _PICTURED = 6  # Held-out images in the pictures.
 
 
@@ -52,6 +55,10 @@ class Images(Modality):
         f'{field}={model.num_classes}, but the data have {count}: set'
         f' {field}={count}.'
       )
+
+  def files(self):
+    # Where the model is used, the pictures that it learnt from may be gone.
+    return {CLASSES: json.dumps(self.classes, indent=1)}
 
   def train_iterator(self, *, shard_index, shard_count):
     return images_lib.train_iterator(

@@ -16,6 +16,7 @@ from mod_jax.layers import stack as stack_lib
 from mod_jax.layers.mode import Mode
 from mod_jax.layers.mode import RoutingMode
 from mod_jax.losses import sums
+from mod_jax.sampling import Generated
 from mod_jax.sampling import generate
 from mod_jax.sampling import pad_prompts
 from mod_jax.tasks import warm_start
@@ -24,7 +25,7 @@ from mod_jax.tasks.studies import language as studies
 from mod_jax.train import workdir as workdir_lib
 
 # The name of a learned tokenizer's file in the directory of its run.
-_TOKENIZER = 'tokenizer.json'
+TOKENIZER = 'tokenizer.json'
 # The prefix of metrics that were measured under `overflow='drop'`.
 _DROP = 'drop_'
 
@@ -56,16 +57,21 @@ class Language(Modality):
   def _data(self) -> text.TextDataConfig:
     """The config of the data, with the file of a tokenizer that was learned."""
     data = self.config.data
-    if data.tokenizer != 'bpe':
+    if not data.learns_tokenizer:
       return data
     path = None
     if self._workdir is not None:
-      path = workdir_lib.expand(self._workdir) / _TOKENIZER
+      path = workdir_lib.expand(self._workdir) / TOKENIZER
     if path is None or not path.is_file():
       path = text.learn_tokenizer(data)
     return dataclasses.replace(
       data, tokenizer='huggingface', tokenizer_path=str(path)
     )
+
+  @property
+  def tokenizer_file(self) -> str | None:
+    """The file that the tokenizer is read from; None of one that needs none."""
+    return self._data.tokenizer_path or None
 
   @functools.cached_property
   def tokenizer(self):
@@ -81,10 +87,10 @@ class Language(Modality):
       )
 
   def files(self):
-    if self.config.data.tokenizer != 'bpe':
+    if not self.config.data.learns_tokenizer:
       return {}
     learned = workdir_lib.expand(self._data.tokenizer_path)
-    return {_TOKENIZER: learned.read_text('utf-8')}
+    return {TOKENIZER: learned.read_text('utf-8')}
 
   def train_iterator(self, *, shard_index, shard_count):
     return text.train_iterator(
@@ -93,6 +99,7 @@ class Language(Modality):
       seed=self.config.seed,
       shard_index=shard_index,
       shard_count=shard_count,
+      num_batches=self.config.train.num_steps,
     )
 
   def batch_shapes(self):
@@ -225,6 +232,17 @@ class Language(Modality):
     return '\n'.join([*lines, *notes])
 
   def sample(
+    self, params, model_state, prompts: list[str], **kwargs
+  ) -> list[str]:
+    """Returns how texts go on; arguments as of `continued`."""
+    generated = self.continued(params, model_state, prompts, **kwargs)
+    arrays = map(np.asarray, (generated.tokens_BN, generated.length_B))
+    return [
+      self.tokenizer.decode(tokens_N[:length].tolist())
+      for tokens_N, length in zip(*arrays, strict=True)
+    ]
+
+  def continued(
     self,
     params,
     model_state,
@@ -232,7 +250,7 @@ class Language(Modality):
     *,
     num_tokens: int | None = None,
     **kwargs,
-  ) -> list[str]:
+  ) -> Generated:
     """Continues texts, by the best causal rule that the model has.
 
     Args:
@@ -265,7 +283,7 @@ class Language(Modality):
           f' {self.config.data.length} that the model was trained at: shorten'
           ' it, or say how many tokens to add all the same.'
         )
-    generated = generate(
+    return generate(
       self.config.model.build(),
       {'params': params, **model_state},
       tokens_BP,
@@ -274,11 +292,6 @@ class Language(Modality):
       end_token=self.tokenizer.eos_id,
       **kwargs,
     )
-    arrays = map(np.asarray, (generated.tokens_BN, generated.length_B))
-    return [
-      self.tokenizer.decode(tokens_N[:length].tolist())
-      for tokens_N, length in zip(*arrays, strict=True)
-    ]
 
   def texts(self, task, params, model_state):
     settings = self.config.evaluation

@@ -86,8 +86,15 @@ class RunConfig:
 
 
 # Fields in which a run and its continuation may differ, because they change the
-# numbers by no more than rounding.
-RESUMABLE = ('name', 'evaluation', 'mesh', 'checkpoint', 'log')
+# numbers by no more than rounding, or not at all.
+RESUMABLE = (
+  'name',
+  'evaluation',
+  'mesh',
+  'checkpoint',
+  'log',
+  'data.max_epochs',
+)
 # Those that a run may change on its way if that is asked for: they change what
 # is learnt from then on, but not what a state consists of.
 CHANGEABLE = (

@@ -1,5 +1,8 @@
 """What lies where in a run's directory."""
 
+import contextlib
+import json
+
 from absl import logging
 from etils import epath
 
@@ -11,6 +14,8 @@ from mod_jax.train.run_config import RESUMABLE
 from mod_jax.train.run_config import RunConfig
 
 _CONFIG = 'config.json'
+# What the file of this name has where Hugging Face or timm wrote it.
+_THEIRS = {'architecture', 'architectures', 'model_type', 'num_attention_heads'}
 
 expand = paths.expand
 
@@ -25,7 +30,14 @@ def pictures(workdir) -> epath.Path:
 
 def holds_run(path) -> bool:
   """Whether a run was begun in this directory."""
-  return (expand(path) / _CONFIG).is_file()
+  path = expand(path) / _CONFIG
+  if not path.is_file():
+    return False
+  fields = {}
+  with contextlib.suppress(OSError, ValueError, RecursionError):
+    fields = json.loads(path.read_text(encoding='utf-8'))
+  # A file that cannot be read may be a damaged one of ours.
+  return not (isinstance(fields, dict) and _THEIRS & fields.keys())
 
 
 def find(init: str) -> epath.Path:
@@ -123,11 +135,11 @@ def refuse_differences(
     way_out: how it ends.
     allow_changes: as of `check`, and so is what is returned.
   """
-  differences = [
-    line
-    for line in config_lib.diff(held, config)
-    if line.split(':')[0].split('.')[0] not in RESUMABLE
-  ]
+  differences = []
+  for line in config_lib.diff(held, config):
+    field = line.split(':')[0]
+    if field not in RESUMABLE and field.split('.')[0] not in RESUMABLE:
+      differences.append(line)
   allowed = []
   if allow_changes:
     allowed = [d for d in differences if d.split(':')[0] in CHANGEABLE]

@@ -9,6 +9,7 @@ from mod_jax.viz.adaptive import compute_extremes
 from mod_jax.viz.adaptive import compute_histogram
 from mod_jax.viz.adaptive import error_by_learners
 from mod_jax.viz.adaptive import loss_effects
+from mod_jax.viz.curves import compared_curves
 from mod_jax.viz.curves import loss_curves
 from mod_jax.viz.engagement import engagement
 from mod_jax.viz.files import save
@@ -19,6 +20,7 @@ from mod_jax.viz.images import keep_probability
 from mod_jax.viz.images import load_map
 from mod_jax.viz.images import patch_maps
 from mod_jax.viz.images import token_stages
+from mod_jax.viz.isoflop import isoflop
 from mod_jax.viz.maps import routing_map
 from mod_jax.viz.robustness import corruption_curves
 from mod_jax.viz.scatter import accuracy_flops
@@ -35,12 +37,14 @@ __all__ = (
   'RuleStyle',
   'accuracy_flops',
   'attention_maps',
+  'compared_curves',
   'compute_extremes',
   'compute_histogram',
   'display_piece',
   'engagement',
   'error_by_learners',
   'importance_scatter',
+  'isoflop',
   'keep_probability',
   'load_map',
   'loss_curves',

@@ -6,6 +6,7 @@ import dataclasses
 import numbers
 
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 import numpy as np
 
@@ -71,6 +72,83 @@ def loss_curves(
   if high - low < 2:
     # A single step: matplotlib would mark fractions of it.
     axes[0].set_xlim((low + high) / 2 - 1, (low + high) / 2 + 1)
+  return figure
+
+
+def compared_curves(runs: Iterable[Mapping], *, title: str = '') -> Figure:
+  """Draws the losses of several runs over steps, training FLOPs and time.
+
+  Args:
+    runs: of each `name`; `records`, as in `loss_curves`; `flops_per_step`; and
+      `seconds_per_step`, None where nobody knows. Lines are training losses,
+      smoothed; markers are held-out losses, those of top-k where there are
+      rules.
+    title: says what is seen; a general one if empty.
+  """
+  runs = list(runs)
+  figure, body = style.new_figure(
+    12,
+    4.6,
+    title or 'Losses of several runs',
+    'Lines: training loss, smoothed. Markers: held-out loss. Time: at the mean'
+    ' rate of the run, which the legend tells.',
+  )
+  panels = body.subplots(1, 3, sharey=True)
+  scales = {
+    'step': lambda run: 1.0,
+    'training FLOPs': lambda run: run['flops_per_step'],
+    'hours': lambda run: (run['seconds_per_step'] or np.nan) / 3600,
+  }
+  handles, lows, highs = [], [], []
+  for i, run in enumerate(runs):
+    train, held_out, _, _ = _read(run['records'], False)
+    held_out = held_out.get('top_k', held_out.get(''))
+    color = style.SERIES_COLORS[i % len(style.SERIES_COLORS)]
+    marker = style.SERIES_MARKERS[i % len(style.SERIES_MARKERS)]
+    look = {'color': color, 'marker': marker, 'markerfacecolor': 'white'}
+    for axes, scale in zip(panels, scales.values(), strict=True):
+      if train is not None:
+        axes.plot(
+          train[0] * scale(run),
+          _smooth(train[1]),
+          color=color,
+          lw=1.1,
+          alpha=0.8,
+          gid='train',
+        )
+      if held_out is not None:
+        axes.plot(
+          held_out[0] * scale(run),
+          held_out[1],
+          ls='',
+          ms=5,
+          gid='held-out',
+          **look,
+        )
+    series = [_smooth(s[1]) for s in (train, held_out) if s is not None]
+    lows += [values.min() for values in series]
+    # The first steps fall so far that nothing else would be seen.
+    highs += [np.quantile(values, 0.85) for values in series]
+    rate = run['seconds_per_step']
+    said = f', {1 / rate:.3g} steps/s' if rate else ''
+    name = f'{style.shortened(run["name"])}{said}'
+    handles.append(Line2D([], [], lw=1.4, ms=5, label=name, **look))
+  for axes, name in zip(panels, scales, strict=True):
+    style.clean(axes)
+    axes.set_xlabel(name)
+    axes.grid(color='#EEEEEE', lw=0.8)
+    axes.set_axisbelow(True)
+    axes.xaxis.set_major_locator(MaxNLocator(5))
+    axes.xaxis.get_offset_text().set(size=8, color=style.MUTED)
+  if not any(run['seconds_per_step'] for run in runs):
+    style.say(panels[2], 'No times recorded')
+  panels[0].set_ylabel('loss')
+  if not lows:
+    style.say(panels[0], 'No losses recorded yet')
+    return figure
+  margin = 0.05 * (max(highs) - min(lows)) or 0.1
+  panels[0].set_ylim(min(lows) - margin, max(highs) + margin)
+  style.key(body, handles, ncols=min(3, len(handles)))
   return figure
 
 

@@ -19,14 +19,7 @@ from mod_jax.viz import glyphs
 from mod_jax.viz import images
 from mod_jax.viz import style
 
-# Okabe and Ito's, but for the yellow that white paper swallows.
-_COLORS = (
-  *('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9'),
-  '#000000',
-)
-# As many as have no divisor in common with the colours: 63 different looks.
-_MARKERS = ('o', 's', 'D', '^', 'v', 'P', 'X', '<', '>')
-_MAX_GROUPS = len(_COLORS) * len(_MARKERS)
+_MAX_GROUPS = len(style.SERIES_COLORS) * len(style.SERIES_MARKERS)
 _TREND = '#D55E00'
 _NAMED = 24  # More points than this are not named in the plot.
 # Where a name may stand: points from its marker, and the direction. The nearest
@@ -321,7 +314,7 @@ def _point(index, given) -> dict:
 def _draw_groups(axes, groups):
   for i, (group, points) in enumerate(groups.items()):
     points = sorted(points, key=lambda p: (p['flops'], p['accuracy']))
-    color = _COLORS[i % len(_COLORS)]
+    color = style.SERIES_COLORS[i % len(style.SERIES_COLORS)]
     x, y, spread = (
       np.array([p[key] or 0.0 for p in points])
       for key in ('flops', 'accuracy', 'spread')
@@ -334,7 +327,7 @@ def _draw_groups(axes, groups):
       x,
       y,
       color=color,
-      marker=_MARKERS[i % len(_MARKERS)],
+      marker=style.SERIES_MARKERS[i % len(style.SERIES_MARKERS)],
       ms=6,
       lw=1.3,
       markerfacecolor='white',
@@ -367,7 +360,7 @@ def _name_points(figure, axes, groups):
         ha='center',
         va='center',
         fontsize=7.5,
-        color=_COLORS[i % len(_COLORS)],
+        color=style.SERIES_COLORS[i % len(style.SERIES_COLORS)],
         path_effects=[withStroke(linewidth=2, foreground='white')],
         zorder=4,
         gid='name',

@@ -27,6 +27,15 @@ INK = '#1A1A1A'
 MUTED = '#666666'
 FAINT = '#BBBBBB'
 
+# Series of any kind: those of the table, but for the yellow that white paper
+# swallows.
+SERIES_COLORS = (
+  *('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9'),
+  '#000000',
+)
+# As many as have no divisor in common with the colours: 63 different looks.
+SERIES_MARKERS = ('o', 's', 'D', '^', 'v', 'P', 'X', '<', '>')
+
 MARGIN = 0.15  # Inches around the header.
 _KEY = {
   'frameon': False,
@@ -209,6 +218,14 @@ def scale(part: SubFigure, norm: Normalize, cmap: Colormap, **how) -> Axes:
 def percent(value: float, _=None) -> str:
   """Writes a fraction as a percentage, for the ticks of an axis."""
   return f'{100 * value:.4g}%'
+
+
+def quantity(count: float) -> str:
+  """Writes a count with three digits, as in 1.28M."""
+  for size, unit in ((1e12, 'T'), (1e9, 'B'), (1e6, 'M'), (1e3, 'k')):
+    if count >= size:
+      return f'{count / size:.3g}{unit}'
+  return f'{count:.3g}'
 
 
 def shortened(text: str, most: int = 40) -> str:

@@ -540,6 +540,20 @@ def test_what_hugging_face_says_beside_the_weights(tmp_path, caplog):
     convert.load(tmp_path, config)
 
 
+@pytest.mark.parametrize('name', NAMES)
+def test_the_config_that_a_file_tells(name):
+  config = config_of(name)
+  if name == 'dynamicvit':  # It does not tell how much is kept.
+    config = dataclasses.replace(config, keep=0.7)
+  assert convert.derive(weights(name), num_heads=3) == config
+
+
+def test_what_a_cut_file_does_not_tell(tmp_path):
+  file = edited(tmp_path, 'timm', lambda arrays: arrays.pop('pos_embed'))
+  with pytest.raises(UserError, match='lacks the arrays that tell image_size'):
+    convert.derive(file, num_heads=3)
+
+
 @pytest.mark.parametrize(
   'told',
   [

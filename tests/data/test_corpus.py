@@ -135,7 +135,7 @@ def test_byte_stream_reads_across_files(tmp_path, monkeypatch):
   for start in range(len(whole)):
     for stop in range(start, len(whole) + 1):
       assert stream.read(start, stop).tolist() == list(whole[start:stop])
-  assert stream._file.cache_info().currsize == 2
+  assert stream._piece.cache_info().currsize == 2
   again = pickle.loads(pickle.dumps(stream))
   np.testing.assert_array_equal(again.read(2, 9), stream.read(2, 9))
 
@@ -186,14 +186,14 @@ def test_a_file_that_is_truncated_while_open_is_one_sentence(tmp_path):
   assert result.returncode == 0, result.stderr
   first, second = result.stdout.splitlines()
   assert "a' had 100000 bytes when the run began and is shorter now" in first
-  assert ".tokens' had 200040 bytes when the run began" in second
+  assert ".tokens' had 100040 bytes when the run began" in second
 
 
 def test_files_that_were_put_aside_can_still_be_read(tmp_path, monkeypatch):
   monkeypatch.setattr(corpus.ByteStream, 'MAX_OPEN', 1)
   write(tmp_path, {'a': 'abc', 'b': 'def'})
   stream = corpus.ByteStream(corpus.list_files(f'{tmp_path}/*'))
-  first = stream._file(0)  # As another thread would hold it.
+  first = stream._piece(0)  # As another thread would hold it.
   number = first._descriptor
   stream.read(3, 6)
   assert first.read(0, 3) == b'abc'

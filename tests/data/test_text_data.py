@@ -1,5 +1,6 @@
 """Batches of text: coverage, order, resuming, shards, segments, errors."""
 
+import dataclasses
 import io
 import itertools
 import json
@@ -20,7 +21,9 @@ import sentencepiece
 from mod_jax import errors
 from mod_jax.data import corpus
 from mod_jax.data import fingerprint
+from mod_jax.data import prepare
 from mod_jax.data import text
+from mod_jax.data import tfds_text
 
 
 def write(root, texts):
@@ -206,6 +209,37 @@ def test_batches_do_not_depend_on_the_number_of_shards(root):
   rows = rows_of(check_shards(files_config(root), 20))
   # Two epochs and more: in each, no row twice.
   assert len(set(rows[:109])) == len(set(rows[109:218])) == 109
+
+
+# Epochs.
+
+
+def test_more_epochs_than_allowed_are_refused(root, caplog):
+  config = files_config(root)
+  assert text.num_train_tokens(config) == 109 * 8  # Of 880 bytes.
+
+  def make(num_batches, **changes):
+    return text.train_iterator(
+      dataclasses.replace(config, **changes),
+      batch_size=2,
+      shard_count=2,
+      seed=0,
+      num_batches=num_batches,
+    )
+
+  with caplog.at_level('WARNING'):
+    make(27)
+    assert not caplog.messages
+    with pytest.raises(
+      errors.UserError,
+      match='28 steps of 4 rows of length=8 take 896 tokens, and the training '
+      'text has 872, .* 1.03 times, .*max_epochs=1: .* at most 27 steps, or',
+    ):
+      make(28)
+    make(28, max_epochs=1.03)
+    assert 'take 896 tokens' in caplog.text
+  # Small text is no fault where nobody says how much a run takes.
+  take(make(None), 60)
 
 
 # Held-out batches.
@@ -426,6 +460,22 @@ def counted_targets(batches):
   )
 
 
+def test_tfds_prepared(tfds_dir, tmp_path):
+  source = tfds_config(tfds_dir)
+  prepare.prepare(source, str(tmp_path), shard_bytes=400)
+  assert len(list(tmp_path.glob('train-*'))) > 1
+  config = text.TextDataConfig(source='prepared', path=str(tmp_path), length=16)
+  for group, split in (('train', 'train'), ('held_out', 'test')):
+    records = tfds_text.open_documents(tfds_dir, split)
+    documents = [records[i]['text'] for i in range(len(records))]
+    expected = b''.join(t + b'\n' for t in documents if t)
+    stream = text.open_stream(config, group)
+    assert bytes(stream.read(0, len(stream)).tolist()) == expected
+  # All documents are few enough to be counted.
+  tokens = len(text.open_stream(config, 'train'))
+  assert text.num_train_tokens(source) == tokens
+
+
 def test_tfds_fingerprint(tfds_dir):
   told = text.fingerprint(tfds_config(tfds_dir))
   assert json.loads(json.dumps(told)) == told
@@ -566,6 +616,24 @@ def test_tfds_batches_do_not_depend_on_the_number_of_shards(tfds_dir, segments):
     ({'files': 'a'}, "files='a' is read only with"),
     ({'eval_files': 'a'}, "eval_files='a' is read only with"),
     ({'source': 'tfds', 'tfds_name': ''}, 'needs tfds_name'),
+    ({'source': 'prepared'}, 'needs path'),
+    ({'path': 'corpus'}, "only with source='prepared', but source='stdlib'"),
+    (
+      {
+        'source': 'prepared',
+        'path': 'x',
+        'tokenizer': 'huggingface',
+        'tokenizer_path': 'm',
+      },
+      "tokenizer_path='m' and source='prepared', which has the tokenizer",
+    ),
+    ({'source': 'prepared', 'path': 'gs://x'}, "path='gs://x' is a URL"),
+    ({'source': 'huggingface'}, 'needs files'),
+    (
+      {'source': 'huggingface', 'files': 'x', 'tokenizer': 'bpe'},
+      "'bpe' is learned from files of text, and source='huggingface' has none",
+    ),
+    ({'max_epochs': 0}, 'max_epochs=0'),
     ({'tokenizer_path': 'm'}, "tokenizer_path='m' is not read by"),
     ({'tokenizer': 'huggingface'}, 'needs tokenizer_path'),
     ({'read_threads': -1}, 'read_threads=-1'),
@@ -589,7 +657,7 @@ def test_file_errors(root):
 
   with pytest.raises(errors.UserError, match='matches no file'):
     train(files=f'{root}/none/*')
-  with pytest.raises(errors.UserError, match='hold 880 tokens, too few'):
+  with pytest.raises(errors.UserError, match='holds 880 tokens, too few'):
     train(length=880)
   next(train(length=879))
   with pytest.raises(errors.UserError, match='109 rows.*fewer than the 110'):

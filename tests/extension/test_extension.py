@@ -110,7 +110,8 @@ def test_a_score_with_state_and_its_rule(family, text, tmp_path):
   }
   # A training pass chooses by the rule, by a threshold that moves.
   batch = {'tokens': jnp.arange(64).reshape(4, 16) % 13 + 97}
-  output, _ = trained.task.forward(
+  forward = jax.jit(trained.task.forward, static_argnums=0)
+  output, _ = forward(
     *(config.model, trained.params, trained.model_state, batch),
     jax.random.key(0),
   )
@@ -137,8 +138,8 @@ def test_a_feed_forward(family, text, tmp_path):
   assert table['block_0']['squared'] == slot.flops(16)['squared']
   assert table['block_1 (routed)']['squared'] == slot.flops(8)['squared']
   tokens_BL = jnp.arange(32).reshape(2, 16)
-  model = config.model.build()
-  output = model.apply({'params': trained.params}, tokens_BL)
+  apply = jax.jit(config.model.build().apply)
+  output = apply({'params': trained.params}, tokens_BL)
   told = stack.collect(output.aux, 'units_on')
   assert told['block_0/mlp'].shape == (2, 16)
   assert told['block_1/mlp'].shape == (2, 8)
@@ -147,7 +148,7 @@ def test_a_feed_forward(family, text, tmp_path):
     config.model, {'scan_layers': True, 'remat': 'full'}
   )
   params = stack.scanned(scanned.stack, trained.params)
-  same = scanned.build().apply({'params': params}, tokens_BL)
+  same = jax.jit(scanned.build().apply)({'params': params}, tokens_BL)
   np.testing.assert_allclose(output.logits_BLV, same.logits_BLV, atol=1e-5)
 
 

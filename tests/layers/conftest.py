@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from mod_jax.layers import block as block_lib
-from mod_jax.layers import rope
 from mod_jax.layers.attention import AttentionConfig
 from mod_jax.layers.mlp import MLPConfig
 from mod_jax.layers.token_info import TokenInfo
@@ -18,20 +17,19 @@ THETA = 100.0
 def block_config():
   """A tiny block: 4 query heads that share 2 key heads."""
   return block_lib.BlockConfig(
-    attention=AttentionConfig(width=8, num_heads=4, num_kv_heads=2, head_dim=4),
+    attention=AttentionConfig(
+      width=8, num_heads=4, num_kv_heads=2, head_dim=4, rope_theta=THETA
+    ),
     mlp=MLPConfig(width=8, hidden=6),
   )
 
 
 @pytest.fixture(scope='session')
 def token_info():
-  """Returns what makes a TokenInfo with rotations of the block's head size."""
+  """Returns what makes a TokenInfo."""
 
   def make(position_BL, valid_BL=None, segment_BL=None):
-    rotation_BLC = rope.rotation(jnp.asarray(position_BL), 4, THETA)
-    return TokenInfo(
-      jnp.asarray(position_BL), rotation_BLC, valid_BL, segment_BL
-    )
+    return TokenInfo(jnp.asarray(position_BL), valid_BL, segment_BL)
 
   return make
 

@@ -255,7 +255,7 @@ def test_training_without_noise_is_inference_that_the_gate_learns_from():
     y_BLD, choice = module.apply({'params': params}, z_BLD)
     return jnp.sum(y_BLD**2), (y_BLD, choice)
 
-  grads, (y_BLD, choice) = jax.grad(apply, has_aux=True)(params)
+  grads, (y_BLD, choice) = jax.jit(jax.grad(apply, has_aux=True))(params)
   gated_BLD, gated = run(FFN, 'gated', params, z_BLD)
   np.testing.assert_array_equal(choice.learners_BL, gated.learners_BL)
   np.testing.assert_allclose(y_BLD, gated_BLD, atol=1e-4)

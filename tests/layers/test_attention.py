@@ -108,7 +108,8 @@ class TestAttention:
     )
     info = token_info.TokenInfo(jnp.zeros((B, L), int))
     module = Attention(config)
-    variables = nn.unbox(module.init(jax.random.key(0), x_BLD, info))
+    init = jax.jit(module.init)
+    variables = nn.unbox(init(jax.random.key(0), x_BLD, info))
     update_BLD = apply(module, variables, x_BLD, info).update_BLD
     flipped_BLD = apply(module, variables, x_BLD[:, ::-1], info).update_BLD
     # Without positions and order, attention commutes with permutations.
@@ -119,7 +120,8 @@ class TestAttention:
       width=D, num_heads=2, num_kv_heads=1, head_dim=4, bias=True, out_scale=0.0
     )
     info = token_info.TokenInfo(jnp.zeros((B, L), int))
-    variables = nn.unbox(Attention(config).init(jax.random.key(0), x_BLD, info))
+    init = jax.jit(Attention(config).init)
+    variables = nn.unbox(init(jax.random.key(0), x_BLD, info))
     attention = variables['params']
     assert attention['query']['bias'].shape == (2, 4)
     assert attention['key']['bias'].shape == (1, 4)

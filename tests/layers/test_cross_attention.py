@@ -55,8 +55,8 @@ def config(block):
 
 @pytest.fixture(scope='module')
 def params(config, x_BLD, info):
-  model = stack.Stack(config)
-  return nn.unbox(model.init(jax.random.key(2), x_BLD, info))['params']
+  init = jax.jit(stack.Stack(config).init)
+  return nn.unbox(init(jax.random.key(2), x_BLD, info))['params']
 
 
 @pytest.fixture(scope='module')
@@ -69,8 +69,9 @@ def run(config, params):
 def test_each_token_reads_the_whole_source(block, x_BLD, info, block_oracle):
   """The dense block against numpy: the only new term is the reading."""
   layer = stack.Layer(stack.LayerConfig(block=block))
-  params = nn.unbox(layer.init(jax.random.key(3), x_BLD, info))['params']
-  y_BLD = layer.apply({'params': params}, x_BLD, info).x_BLD
+  variables = nn.unbox(jax.jit(layer.init)(jax.random.key(3), x_BLD, info))
+  params = variables['params']
+  y_BLD = jax.jit(layer.apply)(variables, x_BLD, info).x_BLD
   p = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
 
   def norm(x, name):
@@ -166,10 +167,7 @@ def test_decoding_equals_the_whole_sequence(config, params, x_BLD, info):
   caches = config.caches(B, L, mode)
   step = jax.jit(model.apply)
   for i in range(L):
-    one = info.replace(
-      position_BL=info.position_BL[:, i : i + 1],
-      rotation_BLC=info.rotation_BLC[:, i : i + 1],
-    )
+    one = info.replace(position_BL=info.position_BL[:, i : i + 1])
     done = step(variables, x_BLD[:, i : i + 1], one, caches)
     caches = done.caches
     np.testing.assert_allclose(

@@ -7,6 +7,7 @@ import dataclasses
 
 from flax import linen as nn
 import jax
+from jax.interpreters import partial_eval
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -193,6 +194,25 @@ def test_rematerialisation_finds_the_products_to_keep(equations):
   # `dots` only repeats attention's products, two in each of two blocks.
   assert dots - none == 4
   assert full - none > 10
+
+
+def test_rematerialisation_finds_the_kernel_to_keep(equations):
+  def kernels(remat):
+    config = dataclasses.replace(
+      LM, routing=None, dtype='bfloat16', remat=remat, attention='splash'
+    )
+    run, params = gradient(config, text_loss, TOKENS_BL)
+    jaxpr = jax.make_jaxpr(run)(params).jaxpr
+    # What nothing reads is still there, and leaves when it is compiled.
+    jaxpr, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    names = [eqn.primitive.name for eqn in equations(jaxpr)]
+    return names.count('pallas_call')
+
+  none, dots, attention, full = map(
+    kernels, ('none', 'dots', 'attention', 'full')
+  )
+  assert none == dots == attention > 0
+  assert full - none == 2  # Once more in each block.
 
 
 @pytest.mark.parametrize('out_dtype', [None, 'float32'])

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from mod_jax import routing
-from mod_jax.layers import rope
 from mod_jax.layers.mode import Mode
 from mod_jax.layers.mode import RoutingMode
 from mod_jax.layers.routed import Layer
@@ -47,8 +46,7 @@ def run(config):
   @functools.partial(jax.jit, static_argnames='rule')
   def run(params, x_BLD, rule='top_k', threshold=0.0):
     position_BL = jnp.broadcast_to(jnp.arange(L), x_BLD.shape[:2])
-    channels = config.block.attention.head_dim
-    info = TokenInfo(position_BL, rope.rotation(position_BL, channels, 100.0))
+    info = TokenInfo(position_BL)
     layer = LayerConfig(
       block=config.block, routing=config.routing, capacity=K / L
     )

@@ -52,7 +52,7 @@ def small(**changes):
 def test_variants(file):
   module = config_lib.load(file)
   assert module.__doc__.strip()
-  assert {'', 'tiny'} < set(module.VARIANTS)
+  assert {'', 'tiny'} <= set(module.VARIANTS)
   for variant in module.VARIANTS:
     sweep = module.get_config(variant)
     assert isinstance(sweep, SweepConfig)
@@ -163,6 +163,10 @@ def test_table():
     ({'num_sizes': (5,)}, 'has 4 sizes .*num_sizes=5'),
     ({'corpus_tokens': 1e5}, r'reads \S+ tokens .* the corpus has 100k'),
     ({'budgets': (2e9, 2e9)}, 'each once'),
+    (
+      {'shapes': (*SHAPES, (2, 12, 2))},
+      '2 runs would be called dense_2e09_2x12_s0',
+    ),
     ({'budgets': (8e9, 2e9)}, 'lowest first'),
     ({'num_seeds': (1, 2, 3)}, 'one number for all of them, or one for each'),
     ({'groups': (Group(name='a'), Group(name='a', optimum=2.0))}, 'each name'),
@@ -183,7 +187,7 @@ def test_corpus_is_counted(tmp_path):
     source='files', files=str(file), eval_files=str(held_out), length=16
   )
   base = dataclasses.replace(small().base, data=data)
-  with pytest.raises(UserError, match='the corpus has 5k'):
+  with pytest.raises(UserError, match='the corpus has 4.99k'):
     plan.entries(small(base=base, corpus_tokens=None))
 
 

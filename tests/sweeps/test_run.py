@@ -181,9 +181,9 @@ def test_stopped_and_continued(tmp_path, monkeypatch, command):
   small = dataclasses.replace(
     BASE,
     optimizer=OptimizerConfig(warmup_steps=0),
-    train=TrainConfig(num_steps=6, batch_size=2),
+    train=TrainConfig(num_steps=6, batch_size=8),
     evaluation=EvaluationConfig(
-      every=0, final_batches=1, batch_size=2, sample_tokens=0
+      every=0, final_batches=1, batch_size=8, sample_tokens=0
     ),
     checkpoint=CheckpointConfig(every=2, keep=1),
     log=LogConfig(every=1, tensorboard=False),

@@ -543,6 +543,7 @@ class TestLanguage:
           files=f'{folder}/train.txt',
           eval_files=f'{folder}/held.txt',
           length=16,
+          max_epochs=1000,
         ),
         objective=ACMObjective(phase=phase),
         # Of 59 tokens to predict, the last row has 11.

@@ -158,8 +158,8 @@ class TestImageLoss:
     params, model_state = init(task)
     batch = random_batch()
     scalar, (metric_sums, after) = loss_of(task, params, model_state, batch)
-    logits_BV = DENSE.build().apply({'params': params}, batch['image'])
-    nats_B = cross_entropy(logits_BV.logits_BV, batch['target'])
+    output = jax.jit(DENSE.build().apply)({'params': params}, batch['image'])
+    nats_B = cross_entropy(output.logits_BV, batch['target'])
     assert metric_sums.keys() == {'loss'}
     assert metric_sums['loss'][0] == pytest.approx(nats_B.sum(), rel=1e-5)
     assert metric_sums['loss'][1] == 4

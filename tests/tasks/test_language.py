@@ -86,6 +86,7 @@ def _make(folder, routing, segments=False):
       eval_files=f'{folder}/held_*.txt',
       length=16,
       segments=segments,
+      max_epochs=1000,
     ),
     evaluation=EvaluationConfig(batches=0, batch_size=4),
   )
@@ -500,6 +501,7 @@ def test_a_run_keeps_the_tokenizer_that_it_learned(texts, tmp_path):
       tokenizer_vocab_size=280,
       cache_dir=f'{tmp_path}/cache',
       length=8,
+      max_epochs=1000,
     ),
   )
   task = make_task(config)

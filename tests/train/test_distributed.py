@@ -24,7 +24,6 @@ SMALL = {
   'model.width': 16,
   'model.num_heads': 2,
   'model.mlp_dim': 16,
-  'model.routing.predictor_width': 0,
   'evaluation.sample_tokens': 0,
   'log.tensorboard': False,
 }
@@ -36,7 +35,7 @@ def free_port():
     return sock.getsockname()[1]
 
 
-def start_two(workdir, *args):
+def start_two(config, workdir, *args):
   environment = {
     **os.environ,
     'XLA_FLAGS': '',  # One device each.
@@ -45,7 +44,7 @@ def start_two(workdir, *args):
   }
   command = [
     *(sys.executable, ROOT / 'train.py', '--distributed'),
-    f'--config={ROOT}/configs/lm/mod.py:tiny',
+    f'--config={ROOT}/configs/lm/{config}.py:tiny',
     f'--workdir={workdir}',
     *(f'--config.{name}={value}' for name, value in SMALL.items()),
     *args,
@@ -76,6 +75,7 @@ def test_two_hosts_equal_one_and_each_continues_the_other(
   phases.train(config, tmp_path / 'one')
   phases.train(config, tmp_path / 'two', max_steps=1)
   hosts = start_two(
+    'mod',
     tmp_path / 'two',
     f'--config.train.num_steps={STEPS}',
     # At once: at each step that both look.
@@ -119,6 +119,7 @@ def test_a_host_that_dies_ends_the_others_in_one_sentence(tmp_path):
   for victim in range(2):  # The first one is also JAX's coordinator.
     workdir = tmp_path / str(victim)
     hosts = start_two(
+      'dense',  # Nothing here depends on the model.
       workdir,
       '--config.train.num_steps=100000',
       '--config.evaluation.every=0',

@@ -155,7 +155,7 @@ def test_the_state_is_donated(tmp_path):
 
 
 def test_a_run_learns(tmp_path, quiet):
-  (tmp_path / 'train.txt').write_text('abcdefgh' * 500)
+  (tmp_path / 'train.txt').write_text('abcdefgh' * 1000)
   (tmp_path / 'held.txt').write_text('abcdefgh' * 20)
   config = language_config(
     **{

@@ -101,6 +101,43 @@ def seeds():
   return viz.seed_dots(groups, xlabel='loss ' * 20, title=TITLE)
 
 
+def isoflop(groups, budgets):
+  x = np.array([1e5, 3e5, 1e6])
+  found = [
+    {
+      'group': f'a group ${i}$ ' * 3,
+      'budget': 10.0 ** (12 + j),
+      'params': x * 2**j,
+      'loss': 4 - 0.4 * j + 0.05 * i + np.array([0.1, 0, 0.1]),
+      'flops': x / 3e5,
+      'line': (x * 2**j, 4 - 0.4 * j + np.array([0.1, 0, 0.1])),
+      'minimum': (3e5 * 2**j, 4 - 0.4 * j),
+      'interval': ((2e5 * 2**j, 4e5 * 2**j), (3.9 - 0.4 * j, 4.1 - 0.4 * j)),
+      'flops_line': x / 3e5,
+      'flops_minimum': 1.0,
+      'flops_interval': np.array([0.8, 1.2]),
+    }
+    for i in range(groups)
+    for j in range(budgets)
+  ]
+  return viz.isoflop(found, title=TITLE)
+
+
+def compared(count):
+  records = [{'step': s, 'kind': 'train', 'loss': 9 / s} for s in range(1, 99)]
+  records.append({'step': 98, 'kind': 'eval', 'loss': 0.3})
+  runs = [
+    {
+      'name': f'{ODD} {i}',
+      'records': records,
+      'flops_per_step': 1e12 * (i + 1),
+      'seconds_per_step': 0.5,
+    }
+    for i in range(count)
+  ]
+  return viz.compared_curves(runs, title=TITLE)
+
+
 def tokens(rng):
   pieces = [f' $word{i}$' for i in range(60)]
   return viz.token_load(
@@ -142,6 +179,11 @@ OTHERS = {
     {f'a rather $long$ name {i}' * 2: CURVE for i in range(5)}, budget=0.4
   ),
   'token load': tokens,
+  'isoflop': lambda _: isoflop(2, 3),
+  'isoflop, many': lambda _: isoflop(9, 4),
+  'no isoflop': lambda _: isoflop(0, 0),
+  'compared': lambda _: compared(7),
+  'nothing compared': lambda _: compared(0),
 }
 
 

@@ -16,6 +16,9 @@ from mod_jax_kernels.attention import choice
 from mod_jax_kernels.attention import reference
 
 Implementation = Literal['xla', 'cudnn', 'splash']
+# What `splash` needs for its gradient has this name, so that a `jax.checkpoint`
+# policy can keep it; else the whole kernel runs twice.
+RESIDUALS = 'attention_residuals'
 _HERE = 'mod_jax_kernels.attention'
 OP = dispatch.Op(
   dispatch.Backend(

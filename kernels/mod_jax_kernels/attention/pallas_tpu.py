@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from mod_jax_kernels import dispatch
 from mod_jax_kernels import tiles
+from mod_jax_kernels.attention import RESIDUALS
 from mod_jax_kernels.attention.tiles import TILES
 from mod_jax_kernels.pallas_parts import LANES
 from mod_jax_kernels.pallas_parts import block_of
@@ -82,5 +83,6 @@ def _kernel(heads, queries, keys, causal):
     ),
     head_shards=1,
     q_seq_shards=1,
+    residual_checkpoint_name=RESIDUALS,
     interpret=dispatch.interpreting(),
   )

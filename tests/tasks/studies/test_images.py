@@ -79,11 +79,11 @@ class TestImportance:
     study = image_studies.importance(task, params, {}, None)
     plt.close(study.figures['scatter'])
 
-    model = task.config.model.build().bind({'params': params})
+    model = task.config.model
     layers = [1] if which == 'amod' else [1, 2]
     assert list(study.metrics) == [str(layer) for layer in layers]
     for row, layer in enumerate(layers):
-      expected, scores = by_hand(model, layer, batch)
+      expected, scores = by_hand(model, params, layer, batch)
       found = seen['importance'][row].reshape(2, TOKENS)
       np.testing.assert_allclose(found, expected, atol=2e-5)
       assert np.abs(expected).max() > 1e-3
@@ -128,24 +128,36 @@ class TestImportance:
     plt.close(study.figures['scatter'])
 
 
-def by_hand(model, layer, batch):
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def call(model, method, static, params, *arrays):
+  """Calls a method of the model of a config; `static` are no arrays."""
+  return model.build().apply(
+    {'params': params}, *static, *arrays, method=method
+  )
+
+
+def by_hand(model, params, layer, batch):
   """Returns importance_BL and score_BL, one image and one token at a time."""
-  variables = {'params': dict(model.variables['params'])}
-  dense = model.config.dense_twin().build().bind(variables)
+
+  def method(model, name, *static):
+    return functools.partial(call, model, name, static, params)
+
+  dense = functools.partial(method, model.dense_twin())
+  routed = functools.partial(method, model)
   importance, scores = [], []
   for image, label in zip(batch['image'], batch['label'], strict=True):
-    x_1LD = dense.embed(image[None])
+    x_1LD = dense('embed')(image[None])
     for i in range(layer):
-      x_1LD = dense.step(i, x_1LD).x_BLD
+      x_1LD = dense('step', i)(x_1LD).x_BLD
 
     def loss(places, x_1LD=x_1LD, label=label):
       x_LD = np.array(x_1LD[0])
       x_1KD = jnp.asarray(x_LD[places][None])
-      x_LD[places] = dense.step(layer, x_1KD).x_BLD[0]
+      x_LD[places] = dense('step', layer)(x_1KD).x_BLD[0]
       y_1LD = jnp.asarray(x_LD[None])
       for i in range(layer + 1, DENSE.num_layers):
-        y_1LD = dense.step(i, y_1LD).x_BLD
-      logits = dense.classify(y_1LD)[0][0]
+        y_1LD = dense('step', i)(y_1LD).x_BLD
+      logits = dense('classify')(y_1LD)[0][0]
       return -float(jax.nn.log_softmax(logits)[label])
 
     every = list(range(TOKENS))
@@ -154,9 +166,9 @@ def by_hand(model, layer, batch):
       [loss([n for n in every if n != j]) - whole for j in every]
     )
     # The scores are those of the routed model.
-    x_1LD, score_1L = model.embed(image[None]), None
+    x_1LD, score_1L = routed('embed')(image[None]), None
     for i in range(layer + 1):
-      done = model.step(i, x_1LD, score_1L)
+      done = routed('step', i)(x_1LD, score_1L)
       x_1LD, score_1L = done.x_BLD, done.aux.get('attention')
     scores.append(done.aux['router'].score_BL[0])
   return np.array(importance), np.array(scores)

@@ -1,0 +1,67 @@
+"""Where the time of a compiled program goes, by the names of its operations."""
+
+from collections.abc import Callable
+import pathlib
+import re
+import tempfile
+
+import jax
+
+# Operations that move numbers and compute none.
+_MOVES = {
+  *('bitcast', 'broadcast', 'concatenate', 'constant', 'copy', 'iota'),
+  *('pad', 'parameter', 'reshape', 'slice', 'transpose', 'tuple'),
+}
+# Their time is that of the operations inside, which are listed themselves.
+_OUTER = {'while', 'call', 'conditional'}
+_OPERATION = re.compile(r'\s+(?:ROOT )?%?([\w.-]+) = .*?[\])}] ([a-z][\w-]*)\(')
+_COMPUTATION = re.compile(r'(?:ENTRY )?%?([\w.-]+) \(.*\{$')
+
+
+def seconds(
+  program: str, run: Callable[[], None], part_of: Callable[[str], str]
+) -> dict[str, float]:
+  """Returns the seconds of a program's parts, by name, most first.
+
+  Args:
+    program: the compiled program's text.
+    run: runs it once and waits for it.
+    part_of: from an operation's name, such as `jit(f)/transpose/block_0/mul`,
+      and whether it multiplies matrices, to the name of its part. Operations
+      that only move numbers make a part of their own, `copies`.
+  """
+  names = _parts(program, part_of)
+  with tempfile.TemporaryDirectory() as folder:
+    with jax.profiler.trace(folder):
+      run()
+    (path,) = pathlib.Path(folder).rglob('*.xplane.pb')
+    profile = jax.profiler.ProfileData.from_file(str(path))
+  found = {}
+  for plane in profile.planes:
+    for line in plane.lines:
+      for event in line.events:
+        if part := names.get(event.name):
+          found[part] = found.get(part, 0) + event.duration_ns / 1e9
+  return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def _parts(program, part_of) -> dict[str, str]:
+  """Returns the part of each operation that runs by itself, by its id."""
+  inside, lines, computation = {}, [], None
+  for line in program.splitlines():
+    if start := _COMPUTATION.match(line):
+      computation = start[1]
+    elif operation := _OPERATION.match(line):
+      inside.setdefault(computation, set()).add(operation[2])
+      lines.append((*operation.groups(), line))
+  parts = {}
+  for name, kind, line in lines:
+    called = re.search(r'calls=%?([\w.-]+)', line)
+    kinds = inside[called[1]] if called else {kind}
+    if kind in _OUTER:
+      continue
+    meaning = re.search(r'op_name="([^"]*)"', line)
+    parts[name] = part_of(meaning[1] if meaning else '', 'dot' in kinds)
+    if kinds <= _MOVES:
+      parts[name] = 'copies'
+  return parts

@@ -1,0 +1,394 @@
+"""Tokenises a corpus once, for runs on any number of hosts.
+
+  python -m mod_jax.data.prepare --out=corpus --config.tokenizer=bpe \\
+    --config.source=files --config.files='text/**/*.txt'
+
+`--config.FIELD=VALUE` sets a field of a `text.TextDataConfig`. A corpus is cut
+into parts, by its size alone; each becomes a shard that appears whole or not at
+all, so the same command goes on after a kill. Runs read the result by
+`--config.data.source=prepared --config.data.path=corpus`.
+"""
+
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Iterator
+from collections.abc import Sequence
+from concurrent import futures
+import dataclasses
+import functools
+import json
+import multiprocessing
+import os
+import signal
+import threading
+from typing import Any
+
+from absl import flags
+import tqdm
+
+from mod_jax import cli
+from mod_jax import config as config_lib
+from mod_jax import errors
+from mod_jax import paths
+from mod_jax.data import corpus
+from mod_jax.data import fingerprint as fingerprints
+from mod_jax.data import prepared
+from mod_jax.data import tables
+from mod_jax.data import text
+from mod_jax.data import tfds_text
+from mod_jax.data import tokenizers
+
+# A part is called for its documents, each of which is text in pieces.
+Part = Callable[[], Iterable[Iterable[str]]]
+
+# Fields that say how tokens are read, and not which. Of a tokenizer, what it
+# does is compared, and not where it lies.
+_OF_READING = (
+  'length',
+  'segments',
+  'cache_dir',
+  'read_threads',
+  'prefetch',
+  'max_epochs',
+  'path',
+  'tokenizer_path',
+  'tokenizer_vocab_size',
+)
+_SAMPLED = 64  # Records by which the size of a TFDS document is estimated.
+_DEAD_S = 600  # A shard that nobody wrote to for so long is a killed worker's.
+_CHUNK = 2**22  # Tokens that are read at a time to count their bytes.
+
+
+def prepare(
+  config: text.TextDataConfig,
+  out: str,
+  *,
+  workers: int = 1,
+  shard_bytes: int = 2**27,
+) -> dict[str, Any]:
+  """Makes a prepared corpus, or goes on with one; see `prepared`.
+
+  Args:
+    config: what to read, and the tokenizer.
+    out: directory of the corpus.
+    workers: processes that tokenise.
+    shard_bytes: of text in a shard, about: documents, and files, are whole.
+
+  Returns:
+    Its index: for 'train' and 'held_out' the numbers of `tokens`, `documents`
+    and `bytes` (of text), and `shards`.
+
+  Raises:
+    errors.UserError: the corpus cannot be read, or `out` cannot be written or
+      holds another.
+  """
+  if config.source == 'prepared':
+    raise errors.UserError(
+      "source='prepared' is a corpus that is prepared already: name what to "
+      'make one of by source=…'
+    )
+  paths.require_local(out, 'out')
+  out = os.path.expanduser(out)
+  if config.learns_tokenizer:  # From now on, a file as any other.
+    learned = str(text.learn_tokenizer(config))
+    config = dataclasses.replace(
+      config, tokenizer='huggingface', tokenizer_path=learned
+    )
+  index = _begin(config, out, shard_bytes)
+  if 'train' in index:
+    for group in prepared.GROUPS:
+      prepared.fingerprint(out, group)
+    return index
+  jobs = [
+    (prepared.shard_path(out, group, number), part)
+    for group, parts in _parts(config, shard_bytes).items()
+    for number, part in enumerate(parts)
+  ]
+  write = functools.partial(_write_shard, config)
+  counted = zip(jobs, _map(write, jobs, workers), strict=True)
+  counted = {os.path.basename(path): counts for (path, _), counts in counted}
+  for group in prepared.GROUPS:
+    shards = {n: c for n, c in counted.items() if n.startswith(f'{group}-')}
+    index[group] = {
+      **{
+        key: sum(counts[key] for counts in shards.values())
+        for key in ('tokens', 'documents', 'bytes')
+      },
+      'shards': shards,
+      'files': prepared.of_shards(out, shards),
+    }
+  if not index['train']['tokens']:
+    raise errors.UserError(
+      f'source={config.source!r} has no text to train on: give other files'
+    )
+  prepared.write_index(out, index)
+  corpus.remove_leftovers(out, '*', max_age_s=_DEAD_S)
+  return index
+
+
+def _begin(config, out, shard_bytes) -> dict[str, Any]:
+  """Returns the index that is there, or a new one; refuses another corpus."""
+  tokenizer = text.make_tokenizer(config)
+  settings = json.loads(config_lib.to_json(config))
+  made_of = {
+    'settings': {
+      f'config.{k}': v for k, v in settings.items() if k not in _OF_READING
+    },
+    'shard_bytes': shard_bytes,
+    'data': text.fingerprint(config),
+  }
+  index = prepared.read_index(out)
+  if index is not None:
+    said = fingerprints.differences(index['made_of'], made_of)
+    if said:
+      raise errors.UserError(
+        f'--out={out} holds a corpus that was made otherwise '
+        f'({"; ".join(said[:5])}): give another directory, or delete that one'
+      )
+    return index
+  index = {
+    'made_of': made_of,
+    'tokenizer': {
+      'kind': config.tokenizer,
+      'fingerprint': tokenizer.fingerprint,
+    },
+  }
+  try:
+    os.makedirs(out, exist_ok=True)
+    tokenizers.copy(config.tokenizer, config.tokenizer_path, out)
+    prepared.write_index(out, index)
+  except OSError as e:
+    raise errors.UserError(
+      f'--out={out} cannot be written ({e.strerror}): name a directory that can'
+    ) from e
+  return index
+
+
+# Parts of a corpus.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Files:
+  """Files of text, each a document."""
+
+  files: Sequence[corpus.TextFile]
+
+  def __call__(self) -> Iterator[Iterator[str]]:
+    return (corpus.text_chunks(f.path) for f in self.files)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Tables:
+  """Files of tables, each row a document; of `side`, if a hash chooses."""
+
+  files: Sequence[corpus.TextFile]
+  column: str
+  held_out_fraction: float | None = None
+  side: str = ''
+
+  def __call__(self) -> Iterator[list[str]]:
+    for file in self.files:
+      for document in tables.read_column(file.path, self.column):
+        if self._takes(document):
+          yield [document]
+
+  def _takes(self, document: str) -> bool:
+    if self.held_out_fraction is None:
+      return True
+    # By the text, so that copies are on one side.
+    draw = corpus.draw(document.encode('utf-8', 'replace'))
+    return (draw < self.held_out_fraction) == (self.side == 'held_out')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Records:
+  """Some of a TFDS split's records, each a document."""
+
+  config: text.TextDataConfig
+  split: str
+  numbers: range
+
+  def __call__(self) -> Iterator[list[str]]:
+    records = _open_tfds(self.config, self.split)
+    for i in self.numbers:
+      if document := _text_of(self.config, records[i]):
+        yield [document]
+
+
+def _open_tfds(config, split):
+  return tfds_text.open_documents(
+    config.tfds_name,
+    split,
+    data_dir=config.tfds_dir,
+    text_key=config.tfds_text_key,
+  )
+
+
+def _text_of(config, record) -> str:
+  found = record[config.tfds_text_key]
+  return found if isinstance(found, str) else found.decode('utf-8', 'replace')
+
+
+def _parts(config, shard_bytes) -> dict[str, list[Part]]:
+  """Returns the parts of each side, a function of the corpus alone."""
+  if config.source == 'tfds':
+    splits = (config.tfds_split, config.tfds_eval_split)
+    return {
+      group: _cut_records(config, split, shard_bytes)
+      for group, split in zip(prepared.GROUPS, splits, strict=True)
+    }
+  sides = dict(zip(prepared.GROUPS, text.split_files(config), strict=True))
+  if config.source != 'huggingface':
+    return {
+      group: [_Files(files=some) for some in _cut_files(files, shard_bytes)]
+      for group, files in sides.items()
+    }
+  fraction = None
+  if not config.eval_files:
+    fraction = config.eval_fraction
+    sides['held_out'] = sides['train']
+  return {
+    group: [
+      _Tables(
+        files=some,
+        column=config.text_column,
+        held_out_fraction=fraction,
+        side=group,
+      )
+      for some in _cut_files(files, shard_bytes)
+    ]
+    for group, files in sides.items()
+  }
+
+
+def _cut_files(files, shard_bytes) -> list[list[corpus.TextFile]]:
+  """Cuts a list of files where their sizes pass multiples of the limit."""
+  parts, size = [], shard_bytes
+  for file in files:
+    if size >= shard_bytes:
+      parts.append([])
+      size = 0
+    parts[-1].append(file)
+    size += file.size
+  return parts
+
+
+def _cut_records(config, split, shard_bytes) -> list[_Records]:
+  """Cuts a split into equal parts of about so many bytes."""
+  records = _open_tfds(config, split)
+  total = len(records)
+  count = min(total, _SAMPLED)
+  sampled = (
+    _text_of(config, records[i * total // count]) for i in range(count)
+  )
+  size = sum(len(t.encode('utf-8', 'replace')) for t in sampled) * total / count
+  parts = max(1, round(size / shard_bytes))
+  ends = [i * total // parts for i in range(parts + 1)]
+  return [
+    _Records(config=config, split=split, numbers=range(begin, end))
+    for begin, end in zip(ends[:-1], ends[1:], strict=True)
+  ]
+
+
+# Shards.
+
+
+@functools.cache
+def _tokenizer(kind: str, path: str) -> tokenizers.Tokenizer:
+  return tokenizers.make(kind, path)
+
+
+def _write_shard(config, job: tuple[str, Part]) -> dict[str, int]:
+  """Writes a shard, unless it is there; returns what it holds."""
+  path, part = job
+  tokenizer = _tokenizer(config.tokenizer, os.path.dirname(path))
+  try:
+    stream = corpus.CachedStream(path)
+  except (FileNotFoundError, ValueError):
+    # Files end as they do; rows of a table mostly have no end of line.
+    separator = () if isinstance(part, _Files) else tokenizer.encode('\n')[-1:]
+    with corpus.replacing(path) as out:
+      corpus.write_cache(out, part(), tokenizer, separator)
+    stream = corpus.CachedStream(path)
+  num_bytes = 0  # By which nats per token become bits per byte.
+  for at in range(0, len(stream), _CHUNK):
+    ids = stream.read(at, min(at + _CHUNK, len(stream)))
+    num_bytes += int(tokenizer.token_bytes[ids].sum())
+  return {
+    'tokens': len(stream),
+    'documents': stream.documents,
+    'bytes': num_bytes,
+  }
+
+
+def _map(function, jobs, workers) -> Iterator[Any]:
+  """Calls the function with each job, in so many processes; tells how far."""
+  progress = functools.partial(
+    tqdm.tqdm, total=len(jobs), unit='shard', disable=None
+  )
+  if workers == 1:
+    yield from progress(map(function, jobs))
+    return
+  with futures.ProcessPoolExecutor(
+    min(workers, max(1, len(jobs))),
+    multiprocessing.get_context('spawn'),
+    initializer=_end_with_parent,
+  ) as pool:
+    try:
+      yield from progress(pool.map(function, jobs))
+    except futures.process.BrokenProcessPool as e:
+      raise errors.UserError(
+        'a worker was killed, perhaps for want of memory; the same command '
+        'goes on, with fewer by --workers'
+      ) from e
+    except BaseException:
+      # Shards that are under way are finished: they need not be made again.
+      pool.shutdown(cancel_futures=True)
+      raise
+
+
+def _end_with_parent():
+  """Lets a worker end when the command was killed, and not before it."""
+  signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+  def wait():
+    multiprocessing.parent_process().join()
+    os._exit(1)
+
+  threading.Thread(target=wait, daemon=True).start()
+
+
+def main(argv: Sequence[str] | None = None):
+  """Runs the command line, that of the process unless one is given."""
+  out = flags.DEFINE_string('out', None, 'Directory of the corpus.')
+  workers = flags.DEFINE_integer(
+    'workers', os.cpu_count(), 'Processes that tokenise.', lower_bound=1
+  )
+  shard_mb = flags.DEFINE_integer(
+    'shard_mb', 128, 'Text in a shard, about, in MiB.', lower_bound=1
+  )
+
+  def run(_):
+    if not out.value:
+      raise errors.UserError(
+        '--out is missing: give the directory of the corpus.'
+      )
+    index = prepare(
+      cli.changed(text.TextDataConfig()),
+      out.value,
+      workers=workers.value,
+      shard_bytes=shard_mb.value * 2**20,
+    )
+    for group in prepared.GROUPS:
+      side = index[group]
+      print(
+        f'{group}: {side["tokens"]:,} tokens of {side["documents"]:,}'
+        f' documents, {side["bytes"]:,} bytes of text, shards:'
+        f' {len(side["shards"])}'
+      )
+
+  cli.run(run, argv)
+
+
+if __name__ == '__main__':
+  main()

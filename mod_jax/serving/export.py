@@ -1,0 +1,245 @@
+"""Whole folders of a model: for Hugging Face, for timm, and our own."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import shutil
+from typing import Any
+from typing import Literal
+
+import numpy as np
+
+from mod_jax import config as config_lib
+from mod_jax import paths
+from mod_jax import trees
+from mod_jax.convert import files
+from mod_jax.convert import vit as convert_vit
+from mod_jax.errors import UserError
+from mod_jax.models.dynamic_vit import DynamicViTConfig
+from mod_jax.models.lm import LMConfig
+from mod_jax.models.vit import ViTConfig
+from mod_jax.serving.run import FOLDER
+from mod_jax.serving.run import WEIGHTS
+from mod_jax.serving.run import Run
+from mod_jax.tasks.language import TOKENIZER
+
+Format = Literal['safetensors', 'huggingface', 'timm']
+# What of a model no other library has, and how it is called.
+_OURS = (
+  ('routing', 'routed blocks'),
+  ('adaptive', 'learners'),
+  ('feed_forward', 'feed-forward slots of its own'),
+)
+
+
+def export(
+  run: Run,
+  path: str | os.PathLike,
+  format: Format = 'safetensors',
+  *,
+  dense: bool = False,
+) -> None:
+  """Writes a folder that has all of a model: weights, sizes, what it reads.
+
+  `safetensors` is our own format, of any model, which `load` reads anywhere.
+  `huggingface` writes what `transformers` reads as ViTForImageClassification,
+  or a DeiT where there is a distillation token; and `timm` what
+  `timm.create_model('local-dir:FOLDER')` does. These two hold dense models.
+
+  Args:
+    run: what `load` returned.
+    path: of the folder, which is made; files in it are replaced.
+    format: for whom.
+    dense: of a routed, pruned or adaptive model, write the dense model that its
+      weights would be without: the library then computes something else.
+
+  Raises:
+    UserError: the format cannot say what the model does; or the folder cannot
+      be written.
+  """
+  writers = {'safetensors': _ours, 'huggingface': _huggingface, 'timm': _timm}
+  write = config_lib.choose(format, writers, 'format')
+  if write is not _ours:
+    _check_dense(run, format, dense)
+  folder = pathlib.Path(path).expanduser()
+  try:
+    write(run, folder)
+  except OSError as error:
+    raise UserError(
+      f'{folder} cannot be written ({error.strerror}): name a folder that can.'
+    ) from error
+
+
+def _check_dense(run, format, dense):
+  config = run.config
+  if isinstance(config, LMConfig):
+    raise UserError(
+      f"format={format!r} holds vision transformers: use 'safetensors' for a"
+      ' language model.'
+    )
+  lost = [
+    said for name, said in _OURS if getattr(config, name, None) is not None
+  ]
+  if isinstance(config, DynamicViTConfig):
+    lost.append('dropping of patches')
+  if config.adaptive is not None:
+    raise UserError(
+      f'format={format!r} has no {lost[0]}, of which no dense model is left:'
+      " use 'safetensors'."
+    )
+  if lost and not dense:
+    raise UserError(
+      f'format={format!r} has no {" and no ".join(lost)}, so the model would'
+      " compute something else there: use 'safetensors', or dense=True for the"
+      ' weights of the dense model alone.'
+    )
+
+
+def _json(path, fields):
+  text = json.dumps(fields, indent=2, ensure_ascii=False) + '\n'
+  paths.write_bytes(path, text.encode())
+
+
+def _ours(run, folder):
+  flat = {
+    name: np.asarray(array)
+    for name, array in trees.by_path(dict(run.variables)).items()
+  }
+  files.write(folder / WEIGHTS, flat)
+  fields: dict[str, Any] = {
+    'model': _config(run.config),
+    'experiment': run.experiment and _config(run.experiment),
+    'preprocess': run.preprocess and dataclasses.asdict(run.preprocess),
+    'classes': run.classes and list(run.classes),
+  }
+  if isinstance(run.config, LMConfig):
+    fields['tokenizer'] = _tokenizer(run, folder)
+  _json(folder / FOLDER, fields)
+
+
+def _config(instance) -> dict[str, Any]:
+  fields = json.loads(config_lib.to_json(instance))
+  return {'type': type(instance).__name__} | fields
+
+
+def _tokenizer(run, folder) -> str | None:
+  """Copies the tokenizer's file, if it has one; returns its name."""
+  source = run.task.modality.tokenizer_file
+  if source is None:
+    return None
+  learned = run.experiment.data.tokenizer == 'bpe'
+  target = folder / (TOKENIZER if learned else pathlib.Path(source).name)
+  if not target.exists() or not target.samefile(source):
+    shutil.copyfile(source, target)
+  return target.name
+
+
+def _dense_weights(run, folder, naming):
+  variables = dict(run.variables)
+  convert_vit.save(
+    folder / WEIGHTS,
+    variables['params'],
+    _dense(run.config),
+    naming=naming,
+    batch_stats=variables.get('batch_stats'),
+  )
+
+
+def _dense(config) -> ViTConfig:
+  return config.dense_twin()
+
+
+def _names(run) -> list[str]:
+  count = _dense(run.config).num_classes
+  return list(run.classes or (f'LABEL_{i}' for i in range(count)))
+
+
+def _huggingface(run, folder):
+  _dense_weights(run, folder, 'huggingface')
+  dense, names = _dense(run.config), _names(run)
+  kind, model = 'vit', 'ViTForImageClassification'
+  if dense.distilled:
+    kind, model = 'deit', 'DeiTForImageClassification'
+    if dense.distillation_head:
+      model = 'DeiTForImageClassificationWithTeacher'
+  _json(
+    folder / 'config.json',
+    {
+      'architectures': [model],
+      'model_type': kind,
+      'hidden_size': dense.width,
+      'num_hidden_layers': dense.num_layers,
+      'num_attention_heads': dense.num_heads,
+      'intermediate_size': dense.mlp_dim or 4 * dense.width,
+      'hidden_act': 'gelu',
+      'hidden_dropout_prob': 0.0,
+      'attention_probs_dropout_prob': 0.0,
+      'layer_norm_eps': dense.norm_epsilon,
+      'image_size': dense.image_size,
+      'patch_size': dense.patch_size,
+      'num_channels': 3,
+      'qkv_bias': dense.qkv_bias,
+      'id2label': {str(i): name for i, name in enumerate(names)},
+      'label2id': {name: i for i, name in enumerate(names)},
+    },
+  )
+  reads = run.preprocess
+  whole = round(reads.image_size / reads.crop_fraction)
+  side = {'height': reads.image_size, 'width': reads.image_size}
+  _json(
+    folder / 'preprocessor_config.json',
+    {
+      # The one that crops; ViT's own squeezes a picture into the square.
+      'image_processor_type': 'DeiTImageProcessor',
+      'do_resize': True,
+      'size': {'shortest_edge': whole},
+      'resample': int(reads.resample),
+      'do_center_crop': True,
+      'crop_size': side,
+      'do_rescale': True,
+      'rescale_factor': 1 / 255,
+      'do_normalize': True,
+      'image_mean': list(reads.mean),
+      'image_std': list(reads.std),
+    },
+  )
+
+
+def _timm(run, folder):
+  _dense_weights(run, folder, 'timm')
+  dense, reads = _dense(run.config), run.preprocess
+  kind = 'vit_base_patch16_224'
+  if dense.distilled:
+    kind = 'deit_base_distilled_patch16_224'
+  size = [3, dense.image_size, dense.image_size]
+  _json(
+    folder / 'config.json',
+    {
+      # Its sizes are those of the arguments.
+      'architecture': kind,
+      'num_classes': dense.num_classes,
+      'num_features': dense.width,
+      'model_args': {
+        'img_size': dense.image_size,
+        'patch_size': dense.patch_size,
+        'embed_dim': dense.width,
+        'depth': dense.num_layers,
+        'num_heads': dense.num_heads,
+        'mlp_ratio': (dense.mlp_dim or 4 * dense.width) / dense.width,
+        'qkv_bias': dense.qkv_bias,
+      },
+      'label_names': _names(run),
+      'pretrained_cfg': {
+        'num_classes': dense.num_classes,
+        'input_size': size,
+        'fixed_input_size': True,
+        'crop_pct': reads.crop_fraction,
+        'interpolation': reads.resample.name.lower(),
+        'mean': list(reads.mean),
+        'std': list(reads.std),
+        'first_conv': 'patch_embed.proj',
+        'classifier': ['head', 'head_dist'] if dense.distilled else 'head',
+      },
+    },
+  )

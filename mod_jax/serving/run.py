@@ -1,0 +1,283 @@
+"""A model with its weights, to be used: from a run of ours or a file."""
+
+from collections.abc import Mapping
+from collections.abc import Sequence
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+from typing import Any
+
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from PIL import Image
+
+from mod_jax import config as config_lib
+from mod_jax import trees
+from mod_jax.convert import beside
+from mod_jax.convert import files
+from mod_jax.convert import vit as convert_vit
+from mod_jax.data import images as images_lib
+from mod_jax.errors import UserError
+from mod_jax.models.dynamic_vit import DynamicViTConfig
+from mod_jax.models.lm import LMConfig
+from mod_jax.models.vit import ViTConfig
+from mod_jax.tasks import make_task
+from mod_jax.tasks import warm_start
+from mod_jax.tasks.experiment import ExperimentConfig
+from mod_jax.tasks.images import CLASSES
+from mod_jax.train import workdir as workdir_lib
+
+# The files of a folder in our own format; see `export`.
+FOLDER, WEIGHTS = 'mod_jax.json', 'model.safetensors'
+_BATCH = 32  # Pictures that are predicted at a time.
+# What pictures had to become for most published models, where nothing tells.
+_IMAGENET = {'mean': (0.485, 0.456, 0.406), 'std': (0.229, 0.224, 0.225)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Continuation:
+  """What a language model adds to a text.
+
+  Attributes:
+    text: the new part alone.
+    log_probs: of its tokens, in nats, by the model's own distribution.
+  """
+
+  text: str
+  log_probs: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+  """A model, its weights, and what turns pictures or texts into its input.
+
+  Attributes:
+    config: of the model.
+    variables: of the model; `params`, and perhaps other collections.
+    experiment: the run that trained it; None of a file of somebody else's.
+    preprocess: of a vision model, turns pictures into its input, as in
+      evaluation; None of a language model.
+    classes: names of a vision model's classes, where they are known.
+    task: of a run of ours; None otherwise.
+  """
+
+  config: Any
+  variables: Mapping[str, Any]
+  experiment: ExperimentConfig | None = None
+  preprocess: images_lib.Preprocess | None = None
+  classes: tuple[str, ...] | None = None
+  task: Any = None
+
+  @functools.cached_property
+  def model(self):
+    """The linen module; `run.model.apply(run.variables, …)` is pure."""
+    return self.config.build()
+
+  @functools.cached_property
+  def _jitted(self):
+    return jax.jit(self.model.apply, static_argnames=('mode', 'mutable'))
+
+  def apply(self, *args, **kwargs):
+    """Returns the compiled model's output; arguments as of the module.
+
+    Scores that are drawn need `rngs={'routing': key}`.
+    """
+    return self._jitted(self.variables, *args, **kwargs)
+
+  @property
+  def tokenizer(self):
+    """The tokenizer of a language model's data; None of a vision model."""
+    if isinstance(self.config, LMConfig):
+      return self.task.modality.tokenizer
+    return None
+
+  def predict(self, inputs, **kwargs) -> list:
+    """Returns what the model makes of pictures, or how it continues texts.
+
+    Args:
+      inputs: one, or a list: pictures are paths, Pillow images or arrays
+        [height, width, 3] of bytes; texts are strings.
+      **kwargs: `top`, of how many classes to tell the probability (5); or what
+        `Language.continued` takes, such as num_tokens and temperature, which
+        is 0 unless given.
+
+    Returns:
+      For each picture a dictionary from class names, the likeliest first, to
+      probabilities; for each text a `Continuation`.
+
+    Raises:
+      UserError: an input is not what the model reads, or a setting is wrong.
+    """
+    single = not isinstance(inputs, Sequence) or isinstance(inputs, str)
+    inputs = [inputs] if single else list(inputs)
+    if not inputs:
+      return []
+    if self.preprocess is None:
+      return self._continue(inputs, **kwargs)
+    return self._classify(inputs, **kwargs)
+
+  def _continue(self, texts, **kwargs):
+    if wrong := [text for text in texts if not isinstance(text, str)]:
+      raise UserError(
+        f'{wrong[0]!r} is a {type(wrong[0]).__name__}, and a language model'
+        ' continues texts: give strings.'
+      )
+    state = dict(self.variables)
+    params = state.pop('params')
+    kwargs.setdefault('temperature', 0.0)
+    language = self.task.modality
+    generated = language.continued(params, state, texts, **kwargs)
+    tokens_BN, log_prob_BN, length_B = map(
+      np.asarray,
+      (generated.tokens_BN, generated.log_prob_BN, generated.length_B),
+    )
+    return [
+      Continuation(
+        language.tokenizer.decode(tokens_N[:length].tolist()),
+        log_prob_N[:length],
+      )
+      for tokens_N, log_prob_N, length in zip(
+        tokens_BN, log_prob_BN, length_B, strict=True
+      )
+    ]
+
+  def _classify(self, pictures, *, top: int = 5):
+    if top < 1:
+      raise UserError(f'top={top}: expected at least 1.')
+    names = self.classes or tuple(map(str, range(self._num_classes)))
+    rngs = {'routing': jax.random.key(0)}
+    found = []
+    for i in range(0, len(pictures), _BATCH):
+      images_BHWC = self.preprocess(pictures[i : i + _BATCH])
+      logits_BV = self.apply(images_BHWC, rngs=rngs).logits_BV
+      probability_BV = jax.nn.softmax(logits_BV.astype(jnp.float32))
+      for probability_V in np.asarray(probability_BV):
+        best = np.argsort(-probability_V, kind='stable')[:top]
+        found.append({names[v]: float(probability_V[v]) for v in best})
+    return found
+
+  @property
+  def _num_classes(self) -> int:
+    return self.config.dense_twin().num_classes
+
+
+def load(path: str | os.PathLike, **known) -> Run:
+  """Returns a model with its weights.
+
+  Args:
+    path: directory of a run of ours, of which the newest checkpoint is read;
+      a folder that `export` wrote; or a vision transformer of somebody else's:
+      a folder from Hugging Face or timm, or a file as `convert.vit.load` reads
+      it.
+    **known: of such a file, fields of `ViTConfig` that it does not tell, as
+      `convert.vit.derive` takes them.
+
+  Raises:
+    UserError: there is nothing at that path, or it holds no model.
+  """
+  if warm_start.is_workdir(path):
+    if known:
+      raise UserError(
+        f'{next(iter(known))}: {path} is a run of ours, which knows its model;'
+        ' leave it out.'
+      )
+    return _of_workdir(path)
+  folder = pathlib.Path(path).expanduser()
+  if (folder / FOLDER).is_file():
+    return _of_folder(folder)
+  return _of_file(path, known)
+
+
+def _of_folder(folder) -> Run:
+  """Returns what `export` wrote in our own format."""
+  told = json.loads((folder / FOLDER).read_text(encoding='utf-8'))
+  kinds = {c.__name__: c for c in (LMConfig, ViTConfig, DynamicViTConfig)}
+  config = config_lib.from_dict(kinds[told['model'].pop('type')], told['model'])
+  experiment = task = preprocess = None
+  if told['experiment']:
+    told['experiment'].pop('type')
+    experiment = config_lib.from_dict(ExperimentConfig, told['experiment'])
+    tokenizer = told.get('tokenizer')
+    if tokenizer and experiment.data.tokenizer != 'bpe':
+      # A learned one lies in the folder as in a run's directory.
+      file = str(folder / tokenizer)
+      experiment = config_lib.replace(experiment, {'data.tokenizer_path': file})
+    task = make_task(experiment, folder)
+  if told['preprocess']:
+    fields = told['preprocess']
+    for name in ('mean', 'std'):
+      fields[name] = tuple(fields[name])
+    fields['resample'] = Image.Resampling(fields['resample'])
+    preprocess = images_lib.Preprocess(**fields)
+  shapes = _shapes(config)
+  flat = files.read(folder / WEIGHTS)
+  names = trees.by_path(shapes)
+  trees.compare(
+    {name: x.shape for name, x in names.items()},
+    {name: x.shape for name, x in flat.items()},
+    describe=str(folder),
+  )
+  return Run(
+    config=config,
+    variables=jax.tree.unflatten(
+      jax.tree.structure(shapes), [jnp.asarray(flat[name]) for name in names]
+    ),
+    experiment=experiment,
+    preprocess=preprocess,
+    classes=told['classes'] and tuple(told['classes']),
+    task=task,
+  )
+
+
+def _shapes(config) -> dict[str, Any]:
+  """Returns the shapes of a model's variables, by collection."""
+  key = jax.random.key(0)
+  rngs = {'params': key, 'routing': key}
+  init = config.build().init
+  return dict(nn.unbox(jax.eval_shape(lambda: init(rngs, config.example()))))
+
+
+def _of_workdir(path) -> Run:
+  experiment = workdir_lib.read_config(path, ExperimentConfig)
+  task = make_task(experiment, path)
+  shapes = _shapes(experiment.model)
+  params, model_state = warm_start.from_workdir(
+    shapes.pop('params'), shapes, os.fspath(path)
+  )
+  shared = {
+    'config': experiment.model,
+    'variables': jax.tree.map(jnp.asarray, {'params': params, **model_state}),
+    'experiment': experiment,
+    'task': task,
+  }
+  if isinstance(experiment.model, LMConfig):
+    return Run(**shared)
+  kept = workdir_lib.expand(path) / CLASSES
+  classes = None
+  if kept.is_file():
+    classes = tuple(json.loads(kept.read_text(encoding='utf-8')))
+  return Run(**shared, preprocess=experiment.data.preprocess, classes=classes)
+
+
+def _of_file(path, known) -> Run:
+  file = files.find(path)
+  config = convert_vit.derive(file, **known)
+  told = beside.read(file)
+  classes = told.classes
+  if classes is not None and len(classes) != config.dense_twin().num_classes:
+    classes = None
+  return Run(
+    config=config,
+    variables=convert_vit.load_variables(file, config),
+    preprocess=images_lib.Preprocess(
+      image_size=config.dense_twin().image_size,
+      crop_fraction=told.crop_fraction or 0.875,
+      mean=told.mean or _IMAGENET['mean'],
+      std=told.std or _IMAGENET['std'],
+    ),
+    classes=classes,
+  )

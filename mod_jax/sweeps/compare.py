@@ -1,0 +1,206 @@
+"""Any two or more runs side by side: one table, one picture.
+
+The picture shows their losses over steps, training FLOPs and time. Time is
+that of training at a run's own mean rate, evaluations and saves included, as
+its `history.jsonl` tells it; what restarts took is left out.
+"""
+
+from collections.abc import Sequence
+import csv
+import dataclasses
+import io
+import pathlib
+from typing import Any
+
+from absl import flags
+
+from mod_jax import config as config_lib
+from mod_jax import flops
+from mod_jax import viz
+from mod_jax.errors import UserError
+from mod_jax.sweeps import tables
+from mod_jax.tasks import make_task
+from mod_jax.tasks.experiment import ExperimentConfig
+from mod_jax.train import history
+from mod_jax.train import metrics as metrics_lib
+from mod_jax.train import workdir as workdir_lib
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+  """What the files of a run tell.
+
+  Attributes:
+    name: what it is called here.
+    config: its config.
+    records: the lines of its metrics.
+    step: the last step that they tell of.
+    flops_per_step: of training.
+    seconds_per_step: on the mean; None where nobody knows.
+  """
+
+  name: str
+  config: ExperimentConfig
+  records: Sequence[dict[str, Any]]
+  step: int
+  flops_per_step: float
+  seconds_per_step: float | None
+
+  def last(self, kind: str) -> float | None:
+    """Returns the newest loss of a kind, 'train' or 'eval'; None without."""
+    for line in reversed(self.records):
+      if line['kind'] == kind:
+        loss = line.get('top_k/loss', line.get('loss'))
+        if loss is not None:
+          return loss
+    return None
+
+
+def read(workdir, name: str | None = None) -> Run:
+  """Returns the run in a directory.
+
+  Raises:
+    UserError: there is none, or it has taken no step.
+  """
+  config = workdir_lib.read_config(workdir, ExperimentConfig)
+  records = metrics_lib.read(workdir)
+  if not records:
+    raise UserError(
+      f'{workdir} has no metrics yet: let the run take some steps first.'
+    )
+  task = make_task(config, workdir)
+  return Run(
+    name=name or workdir_lib.expand(workdir).name,
+    config=config,
+    records=records,
+    step=max(line['step'] for line in records),
+    flops_per_step=task.flops_per_step(
+      task.static_args(config.train.num_steps)
+    ),
+    seconds_per_step=_seconds_per_step(history.read(workdir)),
+  )
+
+
+def _seconds_per_step(events) -> float | None:
+  """Returns the mean over the times from a first step to an orderly end."""
+  steps, seconds, first = 0, 0.0, None
+  for event in events:
+    if event['event'] == 'first_step':
+      first = event
+    elif event['event'] == 'end' and first is not None:
+      steps += event['step'] - first['step']
+      seconds += event['time'] - first['time']
+      first = None
+  return seconds / steps if steps > 0 else None
+
+
+def rows(runs: Sequence[Run]) -> list[dict[str, Any]]:
+  """Returns what the table and `compare.csv` have of each run, by column."""
+  found = []
+  for run in runs:
+    loss, rate = run.last('eval'), run.seconds_per_step
+    first = runs[0].last('eval')
+    known = loss is not None and first is not None
+    found.append(
+      {
+        'run': run.name,
+        'params': flops.num_params(run.config.model),
+        'steps': run.step,
+        'train_flops': run.step * run.flops_per_step,
+        'steps_per_second': rate and 1 / rate,
+        'hours': rate and rate * run.step / 3600,
+        'train_loss': run.last('train'),
+        'held_out_loss': loss,
+        'difference': loss - first if known else None,
+      }
+    )
+  return found
+
+
+def table(runs: Sequence[Run]) -> str:
+  """Returns the rows for people, and how the configs differ from the first."""
+  forms = {
+    'params': ',d',
+    'steps': ',d',
+    'train_flops': '.3g',
+    'steps_per_second': '.3g',
+    'hours': '.3g',
+    'train_loss': '.4f',
+    'held_out_loss': '.4f',
+    'difference': '+.4f',
+  }
+  names = ['run', *forms]
+  lines = [[name.replace('_', ' ') for name in names]]
+  for row in rows(runs):
+    lines.append(
+      [
+        row['run'],
+        *(
+          '-' if row[name] is None else format(row[name], form)
+          for name, form in forms.items()
+        ),
+      ]
+    )
+  text = tables.aligned(lines)
+  for run in runs[1:]:
+    differences = [
+      line
+      for line in config_lib.diff(runs[0].config, run.config)
+      if not line.startswith('name:')
+    ]
+    text += ['', f'{run.name} differs from {runs[0].name} in']
+    text += [f'  {line}' for line in differences] or ['  nothing']
+  return '\n'.join(text)
+
+
+def picture(runs: Sequence[Run], *, title: str = ''):
+  """Returns the runs' losses over steps, training FLOPs and time."""
+  return viz.compared_curves(
+    [
+      {
+        'name': run.name,
+        'records': run.records,
+        'flops_per_step': run.flops_per_step,
+        'seconds_per_step': run.seconds_per_step,
+      }
+      for run in runs
+    ],
+    title=title,
+  )
+
+
+def names(workdirs: Sequence[str]) -> list[str]:
+  """Returns as few last parts of the paths as tell them apart."""
+  paths = [pathlib.PurePath(str(workdir)).parts for workdir in workdirs]
+  for count in range(1, max(map(len, paths)) + 1):
+    short = ['/'.join(parts[-count:]) for parts in paths]
+    if len(set(short)) == len(short):
+      return short
+  raise UserError(f'{", ".join(workdirs)}: a run is named twice.')
+
+
+def define_flags() -> None:
+  flags.DEFINE_string('out', '.', 'Directory for compare.csv and compare.png.')
+
+
+def main(argv: list[str]) -> None:
+  """`python -m mod_jax.sweeps compare RUN…`."""
+  workdirs = argv[1:]
+  if len(workdirs) < 2:
+    raise UserError(
+      f'compare: expected at least two runs, got {len(workdirs)}: name their'
+      ' directories, as in compare runs/mod runs/dense.'
+    )
+  runs = [
+    read(workdir, name)
+    for workdir, name in zip(workdirs, names(workdirs), strict=True)
+  ]
+  out = workdir_lib.expand(flags.FLAGS.out)
+  lines = rows(runs)
+  file = io.StringIO()
+  writer = csv.DictWriter(file, list(lines[0]), lineterminator='\n')
+  writer.writeheader()
+  writer.writerows(lines)
+  workdir_lib.write_text(out / 'compare.csv', file.getvalue())
+  viz.save(picture(runs), out / 'compare.png')
+  print(table(runs))

@@ -1,0 +1,340 @@
+"""Where the loss is least at equal training FLOPs, and how sure that is.
+
+Two ways, side by side. A parabola through the losses of one budget, in the
+logarithm of the parameters (Hoffmann et al. 2022, approach 2); and one surface
+`E + A/N^a + B/D^b` through those of all budgets (their approach 3), of N
+parameters and D tokens, by variable projection.
+
+Losses at equal FLOPs are no parabola, and its minimum is off by more, the wider
+the sizes reach and the further they lie to one side (arXiv 2603.22339). So the
+interval of a minimum covers two doubts: noise, and the shape of the curve. It
+joins draws of the parabola and of curves `E + u/N^a + v·N^b`, whose exponents
+are as far apart as those that have been published.
+
+Noise is that of a run: normal, and of the same size in all runs of a sweep.
+Intervals are 90% wide. Suffixes: I runs, R draws, G points of a grid.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+
+import numpy as np
+import scipy.optimize
+
+LEVEL = 0.9
+_DRAWS = 4000  # Over all shapes of a curve.
+_JOINT_DRAWS = 400
+# More draws than these without a minimum, and there is none to report.
+_LOST = 0.05
+_MIN_SIZES = 4
+# Exponents of a curve's sides, besides the parabola. Those of parameters and
+# tokens are .34 and .28 in Hoffmann et al. 2022, and .35 and .37 in the
+# correction by Besiroglu et al. 2024.
+_SHAPES = (None, (0.3, 0.3), (0.5, 0.25), (0.25, 0.5))
+_EXPONENTS = np.arange(0.05, 1.5, 0.03)  # Where the surface's may lie.
+
+
+class NoMinimumError(Exception):
+  """The data support no minimum; the message says why, for people."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+  """A number and what is known of it.
+
+  Attributes:
+    value: the best guess.
+    draw_R: what else it may be.
+  """
+
+  value: float
+  draw_R: np.ndarray
+
+  @property
+  def interval(self) -> tuple[float, float]:
+    """The bounds of its interval, which holds the value."""
+    tail = (1 - LEVEL) / 2
+    low, high = np.quantile(self.draw_R, (tail, 1 - tail))
+    return min(low, self.value), max(high, self.value)
+
+  def map(self, function) -> 'Estimate':
+    """Returns the estimate of a function of the number."""
+    return Estimate(float(function(self.value)), function(self.draw_R))
+
+  def minus(self, other: 'Estimate') -> 'Estimate':
+    """Returns the difference to a number of which other runs tell."""
+    count = min(len(self.draw_R), len(other.draw_R))
+    # Draws stand in the order of their shapes, which are no pairs.
+    mixed_R = np.random.default_rng(1).permutation(other.draw_R)
+    own_R = np.random.default_rng(2).permutation(self.draw_R)
+    return Estimate(self.value - other.value, own_R[:count] - mixed_R[:count])
+
+
+@dataclasses.dataclass(frozen=True)
+class Minimum:
+  """The least loss at a budget, and the logarithm of its model's parameters."""
+
+  log_params: Estimate
+  loss: Estimate
+
+
+@dataclasses.dataclass(frozen=True)
+class Noise:
+  """The variance of a run's loss, and the degrees of freedom that tell it."""
+
+  variance: float
+  freedom: int
+
+  def draw(self, rng, count: int) -> np.ndarray:
+    """Returns standard deviations that are as likely as the data make them."""
+    chi_R = rng.chisquare(self.freedom, count) / self.freedom
+    return np.sqrt(self.variance / np.maximum(chi_R, 1e-12))
+
+
+def noise(curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> Noise | None:
+  """Returns what the parabolas of all curves leave over; None if nothing is.
+
+  Args:
+    curves: parameters [I] and losses [I] of each.
+  """
+  squares, freedom = 0.0, 0
+  for params_I, loss_I in curves:
+    if len(set(params_I)) < 3:
+      continue
+    x_I = np.log(params_I)
+    basis_I3 = _basis(x_I - x_I.mean(), None)
+    rest_I = loss_I - basis_I3 @ np.linalg.lstsq(basis_I3, loss_I)[0]
+    squares += float(rest_I @ rest_I)
+    freedom += len(loss_I) - 3
+  return Noise(squares / freedom, freedom) if freedom > 0 else None
+
+
+def parabola(params_I, loss_I) -> np.ndarray:
+  """Returns the three coefficients in log N, the highest power first."""
+  return np.polyfit(np.log(params_I), loss_I, 2)
+
+
+def of_curve(params_I, loss_I, noise: Noise | None, seed: int = 0) -> Minimum:
+  """Returns the minimum of the parabola through the losses of one budget.
+
+  Args:
+    params_I: of each run's model.
+    loss_I: of each run.
+    noise: of a run's loss.
+    seed: of the draws.
+
+  Raises:
+    NoMinimumError: there are too few sizes, they do not enclose a minimum, or
+      it is lost in the noise.
+  """
+  params_I, loss_I = map(np.asarray, (params_I, loss_I))
+  sizes = len(set(params_I.tolist()))
+  if sizes < _MIN_SIZES:
+    raise NoMinimumError(f'{sizes} sizes, of at least {_MIN_SIZES} needed')
+  if noise is None:
+    raise NoMinimumError('no run more than a parabola needs')
+  x_I = np.log(params_I)
+  middle = x_I.mean()
+  rng = np.random.default_rng(seed)
+  found, log_R, loss_R = None, [], []
+  for shape in _SHAPES:
+    basis_I3 = _basis(x_I - middle, shape)
+    inverse_33 = np.linalg.inv(basis_I3.T @ basis_I3)
+    best_3 = inverse_33 @ basis_I3.T @ loss_I
+    if shape is None:
+      found = _least(best_3[None], None)
+      _check_inside(found[0][0] + middle, x_I)
+    count = _DRAWS // len(_SHAPES)
+    normal_R3 = rng.normal(size=(count, 3)) @ np.linalg.cholesky(inverse_33).T
+    draw_R3 = best_3 + noise.draw(rng, count)[:, None] * normal_R3
+    for draws, values in zip(
+      (log_R, loss_R), _least(draw_R3, shape), strict=True
+    ):
+      draws.append(values)
+  log_R, loss_R = np.concatenate(log_R) + middle, np.concatenate(loss_R)
+  there_R = np.isfinite(log_R)
+  _check_not_lost(~there_R)
+  (log_params,), (loss,) = found
+  return Minimum(
+    Estimate(float(log_params + middle), log_R[there_R]),
+    Estimate(float(loss), loss_R[there_R]),
+  )
+
+
+def _basis(x_I, shape):
+  """Returns what a curve is a sum of, [I, 3]: constant, left and right side."""
+  if shape is None:
+    return np.stack([np.ones_like(x_I), x_I, x_I**2], axis=-1)
+  left, right = shape
+  return np.stack(
+    [np.ones_like(x_I), np.exp(-left * x_I), np.exp(right * x_I)], axis=-1
+  )
+
+
+def _least(coefficient_R3, shape):
+  """Returns where curves are least and how low, [R] each; nan if nowhere."""
+  constant_R, u_R, v_R = coefficient_R3.T
+  with np.errstate(invalid='ignore', divide='ignore'):
+    if shape is None:
+      x_R = np.where(v_R > 0, -u_R / (2 * v_R), np.nan)
+      return x_R, constant_R + u_R * x_R + v_R * x_R**2
+    left, right = shape
+    both_R = (u_R > 0) & (v_R > 0)
+    x_R = np.log(left * u_R / (right * v_R)) / (left + right)
+    x_R = np.where(both_R, x_R, np.nan)
+    sides_R = u_R * np.exp(-left * x_R) + v_R * np.exp(right * x_R)
+    return x_R, constant_R + sides_R
+
+
+def _check_inside(x, x_I):
+  if np.isnan(x):
+    raise NoMinimumError('the losses do not bend upwards')
+  if not x_I.min() < x < x_I.max():
+    side = 'below the smallest' if x <= x_I.min() else 'above the largest'
+    raise NoMinimumError(f'the minimum lies {side} size')
+
+
+def _check_not_lost(lost_R):
+  if lost_R.mean() > _LOST:
+    raise NoMinimumError(
+      'noise hides the minimum: with as much of it,'
+      f' {lost_R.mean():.0%} of repetitions would show none'
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Surface:
+  """`E + A/N^a + B/D^b`, with N and D in units of their geometric means.
+
+  Attributes:
+    terms: (E, A, B).
+    exponents: (a, b).
+    term_R3: draws of the terms.
+    exponent_R2: draws of the exponents.
+    log_units: logarithms of the two units.
+    spread: the standard deviation of what it leaves over.
+  """
+
+  terms: np.ndarray
+  exponents: np.ndarray
+  term_R3: np.ndarray
+  exponent_R2: np.ndarray
+  log_units: np.ndarray
+  spread: float
+
+  def minimum(self, params_I, tokens_I) -> Minimum:
+    """Returns the least loss along the sizes of one budget.
+
+    Args:
+      params_I: parameters of its runs.
+      tokens_I: tokens that they were trained on; between the sizes a parabola
+        in the logarithms tells it.
+
+    Raises:
+      NoMinimumError: it does not lie between the sizes.
+    """
+    log_I = np.log(params_I)
+    power = min(2, len(set(log_I.tolist())) - 1)
+    x_G = np.linspace(log_I.min(), log_I.max(), 400)
+    tokens_G = np.polyval(np.polyfit(log_I, np.log(tokens_I), power), x_G)
+
+    def least(term_R3, exponent_R2):
+      n_RG = np.exp(-exponent_R2[:, :1] * (x_G - self.log_units[0]))
+      d_RG = np.exp(-exponent_R2[:, 1:] * (tokens_G - self.log_units[1]))
+      loss_RG = term_R3[:, :1] + term_R3[:, 1:2] * n_RG + term_R3[:, 2:] * d_RG
+      best_R = loss_RG.argmin(axis=1)
+      edge_R = (best_R == 0) | (best_R == len(x_G) - 1)
+      return x_G[best_R], loss_RG.min(axis=1), edge_R
+
+    (x,), (loss,), _ = least(self.terms[None], self.exponents[None])
+    _check_inside(x, log_I)
+    x_R, loss_R, edge_R = least(self.term_R3, self.exponent_R2)
+    _check_not_lost(edge_R)
+    return Minimum(Estimate(float(x), x_R), Estimate(float(loss), loss_R))
+
+
+def surface(params_I, tokens_I, loss_I, seed: int = 0) -> Surface:
+  """Returns the surface through the losses of all budgets of a group.
+
+  For each pair of exponents the terms are a linear least-squares fit (Golub and
+  Pereyra 1973, variable projection), so only the exponents are searched for.
+  Draws are fits to the surface with new noise on it.
+
+  Raises:
+    NoMinimumError: the data do not tell the exponents.
+  """
+  log_I2 = np.log(np.stack([params_I, tokens_I], axis=-1))
+  loss_I = np.asarray(loss_I)
+  if len(np.unique(log_I2, axis=0)) < 6:
+    raise NoMinimumError('fewer than 6 points for 5 numbers')
+  units_2 = log_I2.mean(axis=0)
+  log_I2 = log_I2 - units_2
+  # Pairs of exponents, and an orthonormal basis of each one's terms.
+  pair_P2 = np.stack(np.meshgrid(_EXPONENTS, _EXPONENTS), axis=-1).reshape(
+    -1, 2
+  )
+  basis_PI3 = _terms(log_I2, pair_P2)
+  q_PI3, r_P33 = np.linalg.qr(basis_PI3)
+  inverse_P33 = np.linalg.inv(r_P33)
+
+  def best(loss_IR):
+    """Returns the best pair and its terms for each of R data sets."""
+    inner_P3R = np.swapaxes(q_PI3, 1, 2) @ loss_IR
+    term_P3R = inverse_P33 @ inner_P3R
+    explained_PR = (inner_P3R**2).sum(axis=1)
+    # Losses fall with parameters and with tokens.
+    falls_PR = (term_P3R[:, 1:] > 0).all(axis=1)
+    explained_PR = np.where(falls_PR, explained_PR, -np.inf)
+    best_R = explained_PR.argmax(axis=0)
+    columns = np.arange(loss_IR.shape[1])
+    found_R = np.isfinite(explained_PR[best_R, columns])
+    return pair_P2[best_R], term_P3R[best_R, :, columns], found_R
+
+  (pair_2,), _, (found,) = best(loss_I[:, None])
+  if not found:
+    raise NoMinimumError('the losses fall with parameters or tokens alone')
+  pair_2, terms_3, rest = _refined(log_I2, loss_I, pair_2)
+  if not (_EXPONENTS[0] < pair_2).all() or not (pair_2 < _EXPONENTS[-1]).all():
+    raise NoMinimumError('the losses do not tell the exponents')
+  freedom = max(1, len(loss_I) - 5)
+  spread = Noise(rest / freedom, freedom)
+  rng = np.random.default_rng(seed)
+  fitted_I = _terms(log_I2, pair_2[None])[0] @ terms_3
+  normal_IR = rng.normal(size=(len(loss_I), _JOINT_DRAWS))
+  sigma_R = spread.draw(rng, _JOINT_DRAWS)
+  pair_R2, term_R3, found_R = best(fitted_I[:, None] + sigma_R * normal_IR)
+  _check_not_lost(~found_R)
+  return Surface(
+    terms=terms_3,
+    exponents=pair_2,
+    term_R3=term_R3[found_R],
+    exponent_R2=pair_R2[found_R],
+    log_units=units_2,
+    spread=float(np.sqrt(spread.variance)),
+  )
+
+
+def _terms(log_I2, pair_P2):
+  """Returns what the surface is a sum of, for pairs of exponents: [P, I, 3]."""
+  sides_PI2 = np.exp(-pair_P2[:, None] * log_I2)
+  ones_PI1 = np.ones((*sides_PI2.shape[:2], 1))
+  return np.concatenate([ones_PI1, sides_PI2], axis=-1)
+
+
+def _refined(log_I2, loss_I, pair_2):
+  """Returns exponents, terms and squares left over, from the grid's best."""
+
+  def solve(pair_2):
+    basis_I3 = _terms(log_I2, pair_2[None])[0]
+    terms_3 = np.linalg.lstsq(basis_I3, loss_I)[0]
+    rest_I = loss_I - basis_I3 @ terms_3
+    return terms_3, float(rest_I @ rest_I)
+
+  def squares(log_2):
+    terms_3, rest = solve(np.exp(log_2))
+    return rest if (terms_3[1:] > 0).all() else np.inf
+
+  log_2 = scipy.optimize.minimize(
+    squares, np.log(pair_2), method='Nelder-Mead'
+  ).x
+  return np.exp(log_2), *solve(np.exp(log_2))

@@ -1,0 +1,22 @@
+"""Tables for people."""
+
+from collections.abc import Sequence
+import itertools
+
+
+def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
+  """Returns a line per row, with the columns one below another.
+
+  Args:
+    rows: of cells; the last columns may be missing in some.
+    left: so many columns are aligned at their left, the others at their right.
+  """
+  columns = itertools.zip_longest(*rows, fillvalue='')
+  widths = [max(map(len, column)) for column in columns]
+  return [
+    '  '.join(
+      cell.ljust(width) if i < left else cell.rjust(width)
+      for i, (cell, width) in enumerate(zip(row, widths, strict=False))
+    ).rstrip()
+    for row in rows
+  ]

@@ -1,0 +1,366 @@
+"""Corpora that are tokenised once: made, resumed, read, and what is refused."""
+
+import dataclasses
+import os
+import pathlib
+import pickle
+
+from absl import flags as absl_flags
+from batch_checks import assert_same
+from batch_checks import take
+import numpy as np
+import pyarrow as pa
+from pyarrow import parquet
+import pytest
+
+from mod_jax import errors
+from mod_jax.data import bpe
+from mod_jax.data import corpus
+from mod_jax.data import prepare
+from mod_jax.data import text
+from mod_jax.data import tokenizers
+
+KIB = 2**10
+
+
+def words(seed, count):
+  rng = np.random.default_rng(seed)
+  return ' '.join(str(n) for n in rng.integers(0, 200, count)) + '\n'
+
+
+@pytest.fixture(scope='module')
+def root(tmp_path_factory):
+  """Twelve files to train on and two held out, of .3 to 4 KiB; a tokenizer."""
+  root = tmp_path_factory.mktemp('text')
+  for name in ('train', 'eval'):
+    (root / name).mkdir()
+  for i in range(12):
+    (root / f'train/{i:02}.txt').write_text(words(i, 100 + 90 * i))
+  for i in range(2):
+    (root / f'eval/{i}.txt').write_text(words(100 + i, 300))
+  files = corpus.list_files(f'{root}/train/*')
+  learned = bpe.open_tokenizer(files, 300, str(root / 'cache'))
+  (root / 'tokenizer.json').write_bytes(learned.read_bytes())
+  return root
+
+
+def files_config(root, **kwargs):
+  kwargs = {
+    'source': 'files',
+    'files': f'{root}/train/*.txt',
+    'eval_files': f'{root}/eval/*.txt',
+    'tokenizer': 'huggingface',
+    'tokenizer_path': str(root / 'tokenizer.json'),
+    'cache_dir': str(root / 'cache'),
+    'length': 16,
+    'read_threads': 0,
+    **kwargs,
+  }
+  return text.TextDataConfig(**kwargs)
+
+
+def prepared_config(path, **kwargs):
+  kwargs = {'length': 16, 'read_threads': 0, **kwargs}
+  return text.TextDataConfig(source='prepared', path=str(path), **kwargs)
+
+
+def whole(stream):
+  return stream.read(0, len(stream)).tolist()
+
+
+def contents(path):
+  return {p.name: p.read_bytes() for p in path.iterdir()}
+
+
+@pytest.mark.parametrize('tokenizer', ['huggingface', 'bytes'])
+def test_batches_are_those_of_the_files(root, tmp_path, tokenizer, monkeypatch):
+  monkeypatch.setattr(corpus.ShardStream, 'MAX_OPEN', 2)
+  source = files_config(root, segments=True)
+  if tokenizer == 'bytes':
+    source = dataclasses.replace(source, tokenizer='bytes', tokenizer_path='')
+  index = prepare.prepare(source, str(tmp_path), shard_bytes=4 * KIB)
+  # What it says of a tokenizer is not asked.
+  config = prepared_config(tmp_path, segments=True, tokenizer='sentencepiece')
+  assert len(index['train']['shards']) > 3
+  assert index['train']['documents'] == 12
+  sizes = sum(p.stat().st_size for p in (root / 'train').iterdir())
+  assert index['train']['bytes'] == sizes
+  assert index['train']['tokens'] == len(text.open_stream(source, 'train'))
+  assert text.num_train_tokens(config) == text.num_train_tokens(source)
+  for seed, count in ((0, 1), (3, 2)):
+    kwargs = {'batch_size': 4, 'seed': seed, 'shard_count': count}
+    mine, theirs = (
+      text.train_iterator(c, shard_index=count - 1, **kwargs)
+      for c in (config, source)
+    )
+    take(mine, 5)
+    state = mine.get_state()
+    take(theirs, 5)
+    expected = take(theirs, 70)  # More than an epoch.
+    assert_same(take(mine, 70), expected)
+    mine.set_state(state)
+    assert_same(take(mine, 3), expected[:3])
+  assert_same(
+    list(text.eval_batches(config, batch_size=3)),
+    list(text.eval_batches(source, batch_size=3)),
+  )
+  assert (
+    text.make_tokenizer(config).fingerprint
+    == text.make_tokenizer(source).fingerprint
+  )
+
+
+def test_the_stream_does_not_depend_on_the_shards(root, tmp_path):
+  streams = []
+  for size in (1, 3 * KIB, 2**20):
+    out = tmp_path / str(size)
+    prepare.prepare(files_config(root), str(out), shard_bytes=size)
+    streams.append(text.open_stream(prepared_config(out), 'train'))
+  first = whole(streams[0])
+  for stream in streams:
+    assert whole(stream) == first
+    assert stream.starts.tolist() == streams[0].starts.tolist()
+    assert stream.read(17, 17).tolist() == []
+    again = pickle.loads(pickle.dumps(stream))
+    assert again.read(9, 99).tolist() == first[9:99]
+
+
+def test_a_learned_tokenizer_goes_with_the_corpus(root, tmp_path):
+  source = files_config(
+    root, tokenizer='bpe', tokenizer_path='', tokenizer_vocab_size=300
+  )
+  out = tmp_path / 'out'
+  prepare.prepare(source, str(out))
+  config = prepared_config(out, tokenizer='bpe')
+  stream = text.open_stream(config, 'held_out')
+  decoded = text.make_tokenizer(config).decode(whole(stream))
+  assert decoded == ''.join(
+    (root / f'eval/{i}.txt').read_text() for i in range(2)
+  )
+
+
+def test_it_goes_on_after_a_kill(root, tmp_path, monkeypatch):
+  source = files_config(root)
+  prepare.prepare(source, str(tmp_path / 'calm'), shard_bytes=4 * KIB)
+  out = tmp_path / 'killed'
+  calls = []
+  encode = tokenizers.HuggingFaceTokenizer.encode
+
+  def killed(self, text):
+    calls.append(text)
+    if len(calls) == 8:
+      raise KeyboardInterrupt
+    return encode(self, text)
+
+  monkeypatch.setattr(tokenizers.HuggingFaceTokenizer, 'encode', killed)
+  with pytest.raises(KeyboardInterrupt):
+    prepare.prepare(source, str(out), shard_bytes=4 * KIB)
+  done = {p.name: p.stat().st_mtime_ns for p in out.glob('*.tokens')}
+  assert 0 < len(done) < len(list((tmp_path / 'calm').glob('*.tokens')))
+  with pytest.raises(errors.UserError, match='not finished: give the command'):
+    text.train_iterator(prepared_config(out), batch_size=1, seed=0)
+  leftover = out / '.train-00000.tokens.killed.tmp'  # By SIGKILL.
+  leftover.write_bytes(b'')
+  os.utime(leftover, (0, 0))
+  calls.extend('ended')  # From here on, nothing interrupts.
+  prepare.prepare(source, str(out), shard_bytes=4 * KIB)
+  assert contents(out) == contents(tmp_path / 'calm')
+  for name, changed in done.items():
+    assert (out / name).stat().st_mtime_ns == changed
+  before = len(calls)
+  prepare.prepare(source, str(out), shard_bytes=4 * KIB)
+  assert len(calls) == before
+
+
+@pytest.mark.slow
+def test_several_workers_make_the_same(root, tmp_path):
+  source = files_config(root)
+  outs = [tmp_path / str(workers) for workers in (1, 2)]
+  for workers, out in enumerate(outs, 1):
+    prepare.prepare(source, str(out), workers=workers, shard_bytes=4 * KIB)
+  assert contents(outs[0]) == contents(outs[1])
+
+
+def test_another_corpus_in_the_directory_is_refused(root, tmp_path):
+  prepare.prepare(files_config(root), str(tmp_path))
+  for changes, said in (
+    ({'eval_files': '', 'eval_fraction': 0.5}, 'settings config.eval_files: '),
+    ({'tokenizer': 'bytes', 'tokenizer_path': ''}, 'config.tokenizer: hugg'),
+  ):
+    with pytest.raises(errors.UserError, match=f'made otherwise.*{said}'):
+      prepare.prepare(files_config(root, **changes), str(tmp_path))
+  with pytest.raises(errors.UserError, match='made otherwise.*shard_bytes'):
+    prepare.prepare(files_config(root), str(tmp_path), shard_bytes=KIB)
+  with pytest.raises(errors.UserError, match='is prepared already'):
+    prepare.prepare(prepared_config(tmp_path), str(tmp_path / 'other'))
+
+
+def swap(path):
+  shards = sorted(path.glob('train-*'))
+  moved = path / 'moved'
+  shards[0].rename(moved)
+  shards[1].rename(shards[0])
+  moved.rename(shards[1])
+
+
+def cut(path):
+  shard = max(path.glob('train-*'))
+  os.truncate(shard, shard.stat().st_size - 8)
+
+
+def change(path):
+  shard = path / 'held_out-00000.tokens'
+  data = bytearray(shard.read_bytes())
+  data[len(data) // 2] ^= 1
+  shard.write_bytes(bytes(data))
+
+
+def retrain(path):
+  files = [f for f in corpus.list_files(f'{path}/*.json') if f.size > 2000]
+  learned = bpe.open_tokenizer(files, 290, str(path / 'cache'))
+  learned.rename(path / 'tokenizer.json')
+
+
+@pytest.mark.parametrize(
+  ('damage', 'said'),
+  [
+    (swap, 'not as it was prepared .* training files are changed'),
+    (cut, 'not as it was prepared .*the training file train-.* is changed'),
+    (change, 'the held-out file held_out-00000.tokens is changed'),
+    (retrain, 'tokenizer in path=.* is not the one'),
+    (lambda p: (p / 'train-00001.tokens').unlink(), 'cannot be read: No such'),
+    (lambda p: (p / 'index.json').unlink(), 'holds no prepared corpus'),
+    (lambda p: (p / 'index.json').write_text('{'), 'is no index of a prepared'),
+  ],
+  ids=['swap', 'cut', 'change', 'tokenizer', 'missing', 'no_index', 'no_json'],
+)
+def test_damage_is_one_sentence(root, tmp_path, damage, said):
+  prepare.prepare(files_config(root), str(tmp_path), shard_bytes=4 * KIB)
+  config = prepared_config(tmp_path)
+  before = text.fingerprint(config)
+  assert before == text.fingerprint(prepared_config(tmp_path, length=8))
+  damage(tmp_path)
+  with pytest.raises(errors.UserError, match=said):
+    text.fingerprint(config)
+  if damage is not retrain:
+    with pytest.raises(errors.UserError, match=said):
+      [text.open_stream(config, group) for group in ('train', 'held_out')]
+
+
+def test_a_shard_that_changes_while_it_is_read(root, tmp_path):
+  prepare.prepare(files_config(root), str(tmp_path), shard_bytes=4 * KIB)
+  stream = text.open_stream(prepared_config(tmp_path), 'train')
+  swap(tmp_path)
+  with pytest.raises(errors.UserError, match='tokens, and its index says'):
+    whole(stream)
+
+
+# Tables.
+
+ROWS = [words(i, 5 + i % 20).strip() for i in range(60)]
+
+
+def write_table(path, rows, **columns):
+  table = pa.table({'text': rows, 'n': list(range(len(rows))), **columns})
+  if path.suffix == '.parquet':
+    parquet.write_table(table, path, row_group_size=7)
+  else:
+    new = pa.ipc.new_file if 'file' in path.stem else pa.ipc.new_stream
+    with new(path, table.schema) as writer:
+      writer.write_table(table, max_chunksize=7)
+
+
+def texts(stream, tokenizer):
+  ends = [*stream.starts[1:], len(stream)]
+  return [
+    tokenizer.decode(stream.read(a, b))
+    for a, b in zip(stream.starts, ends, strict=True)
+  ]
+
+
+@pytest.mark.parametrize('name', ['a.parquet', 'stream.arrow', 'file.arrow'])
+def test_tables(root, tmp_path, name):
+  write_table(tmp_path / name, [*ROWS[:50], ''])
+  write_table(tmp_path / f'eval_{name}', ROWS[50:])
+  source = files_config(
+    root,
+    source='huggingface',
+    files=f'{tmp_path}/{name}',
+    eval_files=f'{tmp_path}/eval_{name}',
+  )
+  with pytest.raises(errors.UserError, match='make one by .*data.prepare'):
+    text.train_iterator(source, batch_size=1, seed=0)
+  out = tmp_path / 'out'
+  index = prepare.prepare(source, str(out))
+  assert index['train']['documents'] == 50
+  config = prepared_config(out)
+  tokenizer = text.make_tokenizer(config)
+  train, held_out = (
+    texts(text.open_stream(config, group), tokenizer)
+    for group in ('train', 'held_out')
+  )
+  assert train == ROWS[:50]
+  assert held_out == ROWS[50:]
+
+
+def test_documents_are_held_out_by_their_text(root, tmp_path):
+  write_table(tmp_path / '1.parquet', ROWS[:40])
+  write_table(tmp_path / '2.parquet', ROWS[20:])
+  source = text.TextDataConfig(
+    source='huggingface', files=f'{tmp_path}/*.parquet', eval_fraction=0.2
+  )
+  out = tmp_path / 'out'
+  prepare.prepare(source, str(out), shard_bytes=1)
+  sides = []
+  for group in ('train', 'held_out'):
+    stream = text.open_stream(prepared_config(out), group)
+    sides.append(bytes(whole(stream)).decode().split('\n')[:-1])
+  assert sorted(sides[0] + sides[1]) == sorted(ROWS[:40] + ROWS[20:])
+  assert not set(sides[0]) & set(sides[1])
+  assert 4 < len(sides[1]) < 30
+
+
+@pytest.mark.parametrize(
+  ('kwargs', 'said'),
+  [
+    ({'text_column': 'body'}, "'body' is not in .*, which has text, n"),
+    ({'text_column': 'n'}, 'holds int64, not text: choose another of text, n'),
+    ({'files': 'BAD'}, 'cannot be read as Arrow or Parquet'),
+  ],
+)
+def test_bad_tables(root, tmp_path, kwargs, said):
+  write_table(tmp_path / 'a.arrow', ROWS)
+  (tmp_path / 'bad.parquet').write_bytes(b'text')
+  config = {'files': f'{tmp_path}/*.arrow', **kwargs}
+  config['files'] = config['files'].replace('BAD', f'{tmp_path}/bad.parquet')
+  source = text.TextDataConfig(source='huggingface', **config)
+  with pytest.raises(errors.UserError, match=said):
+    prepare.prepare(source, str(tmp_path / 'out'))
+
+
+def test_the_command(root, tmp_path, capsys):
+  def run(*args):
+    with pytest.raises(SystemExit) as info:
+      prepare.main(['prepare', *args])
+    for name in ('out', 'workers', 'shard_mb'):
+      delattr(absl_flags.FLAGS, name)
+    absl_flags.FLAGS.unparse_flags()
+    said = capsys.readouterr()
+    return info.value.code, said.out, said.err
+
+  flags = [
+    f'--out={tmp_path}/out',
+    '--workers=1',
+    '--config.source=files',
+    f'--config.files={root}/train/*.txt',
+    f'--config.eval_files={root}/eval/*.txt',
+  ]
+  code, out, _ = run(*flags)
+  assert not code
+  size = sum(p.stat().st_size for p in pathlib.Path(root / 'train').iterdir())
+  assert out.startswith(
+    f'train: {size:,} tokens of 12 documents, {size:,} byte'
+  )
+  code, _, err = run(*flags, '--config.tokeniser=bpe')
+  assert code == 2
+  assert err.startswith('error: --config.tokeniser')

@@ -1,0 +1,286 @@
+"""From a run or a file to predictions."""
+
+import json
+import pathlib
+import shutil
+
+import chex
+from flax import linen as nn
+import jax
+import numpy as np
+from PIL import Image
+import pytest
+
+import mod_jax
+from mod_jax import trees
+from mod_jax.data.images import ImageDataConfig
+from mod_jax.data.text import TextDataConfig
+from mod_jax.errors import UserError
+from mod_jax.layers.routed import MoDConfig
+from mod_jax.layers.routed import VisionRoutingConfig
+from mod_jax.models.lm import LMConfig
+from mod_jax.models.vit import ViTConfig
+from mod_jax.serving.run import Run
+from mod_jax.tasks import make_task
+from mod_jax.tasks import phases
+from mod_jax.tasks.experiment import ExperimentConfig
+from mod_jax.train import evaluation
+from mod_jax.train.optimizer import OptimizerConfig
+from mod_jax.train.run_config import EvaluationConfig
+from mod_jax.train.run_config import LogConfig
+from mod_jax.train.run_config import TrainConfig
+
+GOLDEN = pathlib.Path(__file__).parents[1] / 'golden'
+CLASSES = ('blue', 'red')
+SIZE = 16
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+  """Pictures of two colours, of odd shapes, with noise."""
+  root = tmp_path_factory.mktemp('pictures')
+  rng = np.random.default_rng(0)
+  for split, count in (('train', 8), ('eval', 3)):
+    for i, name in enumerate(CLASSES):
+      (root / split / name).mkdir(parents=True)
+      for j in range(count):
+        array = rng.integers(0, 99, (24 + j, 30, 3), np.uint8)
+        array[..., 2 - 2 * i] += 120
+        image = Image.fromarray(array)
+        image.save(root / split / name / f'{j}.jpg', quality=90)
+  return root
+
+
+@pytest.fixture(scope='module')
+def workdir(folder, tmp_path_factory, on_one_device):
+  config = ExperimentConfig(
+    model=ViTConfig(
+      image_size=SIZE,
+      patch_size=4,
+      num_layers=2,
+      width=16,
+      num_heads=2,
+      num_classes=2,
+      routing=VisionRoutingConfig(capacity=0.5),
+    ),
+    data=ImageDataConfig(source='folder', path=str(folder), image_size=SIZE),
+    optimizer=OptimizerConfig(warmup_steps=0),
+    train=TrainConfig(num_steps=2, batch_size=8),
+    evaluation=EvaluationConfig(batch_size=6),
+    log=LogConfig(tensorboard=False),
+  )
+  workdir = tmp_path_factory.mktemp('run')
+  with on_one_device(), pytest.MonkeyPatch.context() as patch:
+    patch.setattr(evaluation, 'report', lambda *args: None)
+    phases.train(config, workdir)
+  return workdir
+
+
+@pytest.fixture(scope='module')
+def run(workdir):
+  return mod_jax.load(workdir)
+
+
+def test_a_picture_is_predicted_as_it_was_evaluated(run, folder):
+  task = make_task(run.experiment)
+  (batch,) = task.eval_batches(batch_size=6, num_batches=1)
+  output = jax.jit(run.model.apply)(run.variables, batch['image'])
+  expected_BV = np.asarray(jax.nn.softmax(output.logits_BV))
+  files = sorted((folder / 'eval').rglob('*.jpg'))
+  found = run.predict(files)
+  assert len(found) == len(expected_BV) == 6
+  for classes, probability_V in zip(found, expected_BV, strict=True):
+    assert set(classes) == set(CLASSES)
+    assert list(classes.values()) == sorted(classes.values(), reverse=True)
+    np.testing.assert_allclose(
+      [classes[name] for name in CLASSES], probability_V, rtol=1e-5
+    )
+  # Whatever holds the picture.
+  image = Image.open(files[0])
+  for form in (str(files[0]), image, np.asarray(image)):
+    # Alone, it is computed with other rounding than in a batch.
+    assert run.predict(form) == [pytest.approx(found[0], rel=1e-5)]
+  assert run.predict([]) == []
+  assert [len(p) for p in run.predict(files[:2], top=1)] == [1, 1]
+
+
+def test_class_names_outlive_the_pictures(workdir, folder, tmp_path):
+  shutil.copytree(workdir, tmp_path / 'run')
+  folder.rename(folder.with_name('away'))
+  try:
+    moved = mod_jax.load(tmp_path / 'run')
+    (found,) = moved.predict(np.zeros((9, 9, 3), np.uint8))
+  finally:
+    folder.with_name('away').rename(folder)
+  assert set(found) == set(CLASSES)
+
+
+class TestOfAFile:
+  @pytest.fixture
+  def directory(self, tmp_path):
+    """A folder such as Hugging Face has."""
+    shutil.copy(
+      GOLDEN / 'vit_huggingface.safetensors', tmp_path / 'model.safetensors'
+    )
+    told = {
+      'num_attention_heads': 3,
+      'layer_norm_eps': 1e-12,
+      'hidden_act': 'gelu',
+      'id2label': {str(i): f'kind {i}' for i in (*range(1, 10), 0)},
+    }
+    (tmp_path / 'config.json').write_text(json.dumps(told))
+    pictures = {
+      'image_mean': [0.4, 0.5, 0.6],
+      'image_std': [0.1, 0.2, 0.3],
+      'do_resize': True,
+      'size': {'height': 32, 'width': 32},
+    }
+    (tmp_path / 'preprocessor_config.json').write_text(json.dumps(pictures))
+    return tmp_path
+
+  def test_sizes_classes_and_preprocessing_are_told(self, directory, caplog):
+    with caplog.at_level('WARNING', 'absl'):
+      run = mod_jax.load(directory)
+    assert not caplog.records
+    assert run.experiment is None
+    assert run.classes == tuple(f'kind {i}' for i in range(10))
+    with np.load(GOLDEN / 'vit_expected.npz') as expected:
+      image_BHWC, logits_BV = expected['image'], expected['huggingface/logits']
+    np.testing.assert_allclose(
+      run.apply(image_BHWC).logits_BV, logits_BV, atol=2e-5
+    )
+    grey = np.full((50, 40, 3), 51, np.uint8)
+    np.testing.assert_allclose(
+      run.preprocess([grey])[0, 0, 0], [-2, -1.5, -4 / 3], rtol=1e-6
+    )
+    (classes,) = run.predict(grey, top=3)
+    assert len(classes) == 3
+    assert set(classes) <= set(run.classes)
+
+  def test_what_nobody_tells_is_asked_for(self, tmp_path):
+    file = tmp_path / 'weights.safetensors'
+    shutil.copy(GOLDEN / 'vit_timm.safetensors', file)
+    with pytest.raises(UserError, match='say it by num_heads'):
+      mod_jax.load(file)
+    run = mod_jax.load(file, num_heads=3)
+    assert run.classes is None
+    assert set(run.predict(np.zeros((8, 8, 3), np.uint8), top=99)[0]) == {
+      *map(str, range(10))
+    }
+
+
+@pytest.mark.parametrize(
+  ('picture', 'why'),
+  [
+    ('nothing.jpg', 'nothing.jpg'),
+    (np.zeros((4, 4, 3)), 'float64'),
+    (np.zeros((4, 4), np.uint8), r'shape \(4, 4\)'),
+  ],
+)
+def test_bad_pictures(run, picture, why):
+  with pytest.raises(UserError, match=why):
+    run.predict(picture)
+
+
+def test_bad_paths(workdir, tmp_path):
+  with pytest.raises(UserError, match='no such file'):
+    mod_jax.load(tmp_path / 'nothing')
+  with pytest.raises(UserError, match='holds no'):
+    mod_jax.load(tmp_path)
+  with pytest.raises(UserError, match='num_heads: .* a run of ours'):
+    mod_jax.load(workdir, num_heads=3)
+
+
+class TestExport:
+  def test_in_our_own_format_nothing_is_lost(self, run, folder, tmp_path):
+    mod_jax.export(run, tmp_path / 'out')
+    again = mod_jax.load(tmp_path / 'out')
+    assert (again.config, again.classes) == (run.config, run.classes)
+    assert (again.preprocess, again.experiment) == (
+      run.preprocess,
+      run.experiment,
+    )
+    chex.assert_trees_all_equal(again.variables, run.variables)
+    files = sorted(folder.rglob('*.jpg'))
+    assert again.predict(files) == run.predict(files)
+
+  @pytest.mark.parametrize('format', ['huggingface', 'timm'])
+  def test_the_dense_model_for_others(self, run, folder, tmp_path, format):
+    with pytest.raises(UserError, match='has no routed blocks.*dense=True'):
+      mod_jax.export(run, tmp_path / 'out', format)
+    assert not (tmp_path / 'out').exists()
+    mod_jax.export(run, tmp_path / 'out', format, dense=True)
+    again = mod_jax.load(tmp_path / 'out')
+    assert again.config == run.config.dense_twin()
+    assert again.classes == run.classes
+    assert again.preprocess.mean == run.preprocess.mean
+    assert again.preprocess.std == run.preprocess.std
+    assert again.preprocess.crop_fraction == pytest.approx(
+      run.preprocess.crop_fraction, abs=0.05
+    )
+    images_BHWC = run.preprocess(folder.rglob('*.jpg'))
+    params = {name: array for name, array in again.variables['params'].items()}
+    for name, array in trees.flatten(params).items():
+      np.testing.assert_array_equal(
+        array, trees.flatten(run.variables['params'])[name]
+      )
+    dense = run.config.dense_twin().build()
+    np.testing.assert_array_equal(
+      again.apply(images_BHWC).logits_BV,
+      jax.jit(dense.apply)({'params': params}, images_BHWC).logits_BV,
+    )
+
+  def test_bad_input(self, run, tmp_path):
+    with pytest.raises(UserError, match="unknown format 'onnx'"):
+      mod_jax.export(run, tmp_path, 'onnx')
+    (tmp_path / 'file').write_text('')
+    with pytest.raises(UserError, match='cannot be written'):
+      mod_jax.export(run, tmp_path / 'file')
+
+
+@pytest.mark.parametrize('tokenizer', ['bytes', 'bpe'])
+def test_a_language_model_goes_elsewhere(tmp_path, tokenizer):
+  texts = tmp_path / 'texts'
+  texts.mkdir()
+  rng = np.random.default_rng(0)
+  for i in range(4):
+    text = ' '.join(rng.choice(['def', 'main', 'return', 'x'], 99))
+    (texts / f'{i}.txt').write_text(text)
+  config = ExperimentConfig(
+    model=LMConfig(
+      vocab_size=270,
+      num_layers=2,
+      width=8,
+      num_heads=2,
+      routing=MoDConfig(capacity=0.5, threshold_decay=0.9),
+    ),
+    data=TextDataConfig(
+      source='files',
+      files=f'{texts}/*.txt',
+      length=16,
+      tokenizer=tokenizer,
+      tokenizer_vocab_size=262,
+      cache_dir=str(tmp_path / 'cache'),
+    ),
+  )
+  task = make_task(config)
+  variables = nn.unbox(jax.jit(task.init)(jax.random.key(0)))
+  run = Run(
+    config=config.model, variables=variables, experiment=config, task=task
+  )
+  with pytest.raises(UserError, match="use 'safetensors' for a language"):
+    mod_jax.export(run, tmp_path / 'out', 'huggingface')
+  mod_jax.export(run, tmp_path / 'out')
+  expected = run.predict(['def main', 'x'], num_tokens=5)
+  shutil.rmtree(texts)
+  shutil.rmtree(tmp_path / 'cache', ignore_errors=True)
+  found = mod_jax.load(tmp_path / 'out').predict(
+    ['def main', 'x'], num_tokens=5
+  )
+  for a, b in zip(expected, found, strict=True):
+    assert a.text == b.text
+    assert len(b.log_probs) == 5
+    assert (b.log_probs < 0).all()
+    np.testing.assert_array_equal(a.log_probs, b.log_probs)
+  with pytest.raises(UserError, match='give strings'):
+    run.predict(np.zeros(3))

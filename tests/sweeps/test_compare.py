@@ -1,0 +1,111 @@
+"""Runs side by side: what the table, the file and the picture tell."""
+
+import csv
+import json
+
+import pytest
+
+from mod_jax import config as config_lib
+from mod_jax import flops
+from mod_jax import viz
+from mod_jax.data.text import TextDataConfig
+from mod_jax.errors import UserError
+from mod_jax.layers.routed import MoDConfig
+from mod_jax.models.lm import LMConfig
+from mod_jax.sweeps import compare
+from mod_jax.tasks.experiment import ExperimentConfig
+from mod_jax.train import workdir as workdir_lib
+from mod_jax.train.metrics import MetricWriter
+from mod_jax.train.run_config import TrainConfig
+
+DENSE = ExperimentConfig(
+  model=LMConfig(num_layers=2, width=16, num_heads=1, routing=None),
+  data=TextDataConfig(length=16),
+  train=TrainConfig(num_steps=4, batch_size=2),
+)
+ROUTED = config_lib.replace(
+  DENSE, {'model.routing': MoDConfig(), 'name': 'another'}
+)
+
+
+def leave(folder, config, losses, held_out, events=()):
+  """Leaves the files of a run."""
+  workdir_lib.claim(folder, config)
+  with MetricWriter(folder, tensorboard=False) as writer:
+    for step, loss in enumerate(losses, 1):
+      writer.write(step, 'train', {'loss': loss})
+    writer.write(len(losses), 'eval', held_out)
+  lines = [json.dumps(event) + '\n' for event in events]
+  (folder / 'history.jsonl').write_text(''.join(lines))
+
+
+def event(name, time, step):
+  return {'event': name, 'time': time, 'step': step}
+
+
+@pytest.fixture
+def runs(tmp_path):
+  """A dense run, and a routed one that was killed and continued."""
+  lives = [
+    *(event('start', 0, 0), event('first_step', 10, 1)),  # And killed.
+    *(event('start', 50, 0), event('first_step', 60, 2), event('end', 72, 4)),
+  ]
+  folders = tmp_path / 'a' / 'run', tmp_path / 'b' / 'run'
+  leave(folders[0], DENSE, [5.0, 4.0, 3.5, 3.2], {'loss': 3.4})
+  held_out = {'top_k/loss': 3.3, 'never/loss': 3.6}
+  leave(folders[1], ROUTED, [5.0, 4.1, 3.4, 3.1], held_out, lives)
+  return folders
+
+
+def test_command_line(runs, tmp_path, command):
+  status, out, _ = command('compare', *runs, f'--out={tmp_path}/out')
+  assert status == 0
+  assert 'b/run differs from a/run in\n  model.routing: None -> MoDCo' in out
+  assert 'name:' not in out
+  with (tmp_path / 'out/compare.csv').open() as file:
+    dense, routed = csv.DictReader(file)
+  assert (dense['run'], routed['run']) == ('a/run', 'b/run')
+  assert dense['hours'] == ''
+  assert float(dense['difference']) == 0
+  assert float(routed['difference']) == pytest.approx(-0.1)
+  assert float(routed['steps_per_second']) == pytest.approx(2 / 12)
+  assert float(routed['hours']) == pytest.approx(4 * 6 / 3600)
+  for row, config in ((dense, DENSE), (routed, ROUTED)):
+    spent = 4 * 2 * flops.train(config.model, 16)
+    assert float(row['train_flops']) == spent
+    assert int(row['params']) == flops.num_params(config.model)
+  assert (tmp_path / 'out/compare.png').stat().st_size > 10_000
+
+
+def test_picture(runs):
+  found = [compare.read(folder) for folder in runs]
+  figure = compare.picture(found, title='Which is better')
+  steps, spent, hours = figure.axes
+  lines = [line for line in steps.lines if line.get_gid() == 'train']
+  assert [list(line.get_xdata()) for line in lines] == [[1, 2, 3, 4]] * 2
+
+  def end(axes):
+    """Where the held-out loss of the routed run stands."""
+    marked = [line for line in axes.lines if line.get_gid() == 'held-out']
+    assert [list(line.get_ydata()) for line in marked] == [[3.4], [3.3]]
+    return marked[1].get_xdata()
+
+  assert end(spent) == [4 * 2 * flops.train(ROUTED.model, 16)]
+  assert end(hours) == pytest.approx([4 * 6 / 3600])
+  told = [text.get_text() for text in figure.subfigs[1].legends[0].get_texts()]
+  assert told == ['run', 'run, 0.167 steps/s']
+  assert viz.compared_curves([]).axes
+
+
+def test_refused(runs, tmp_path, command):
+  status, _, err = command('compare', runs[0])
+  assert (status, err.count('\n')) == (2, 1)
+  assert 'expected at least two runs, got 1' in err
+  with pytest.raises(UserError, match='holds no run'):
+    compare.read(tmp_path)
+  with pytest.raises(UserError, match='named twice'):
+    compare.names(['a/b', 'a/b'])
+  assert compare.names(['x/a/b', 'x/c/b']) == ['a/b', 'c/b']
+  workdir_lib.claim(tmp_path / 'new', DENSE)
+  with pytest.raises(UserError, match='no metrics yet'):
+    compare.read(tmp_path / 'new')

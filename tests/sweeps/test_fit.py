@@ -1,0 +1,196 @@
+"""From the results of a sweep to its minima, their table and its files."""
+
+import csv
+import json
+
+import numpy as np
+import pytest
+
+from mod_jax.layers.routed import MoDConfig
+from mod_jax.models.lm import LMConfig
+from mod_jax.sweeps import fit
+from mod_jax.sweeps import manifest
+from mod_jax.sweeps import run
+from mod_jax.sweeps.manifest import Entry
+from mod_jax.tasks.experiment import ExperimentConfig
+
+# Parameters and loss of the best models in Figure 4 of Raposo et al. 2024, as
+# read from the picture: dense, then Mixture-of-Depths.
+PUBLISHED = {
+  6e18: ((231e6, 3.137), (483e6, 3.091)),
+  2e19: ((467e6, 2.866), (794e6, 2.834)),
+  1e20: ((725e6, 2.587), (1.9e9, 2.560)),
+}
+MODELS = {
+  'dense': ExperimentConfig(model=LMConfig(routing=None)),
+  'mod': ExperimentConfig(model=LMConfig(routing=MoDConfig())),
+}
+
+
+def add(runs, group, budget, params, loss, *, seed=0, **facts):
+  """Adds a run and its result; a routed model takes .56 of the FLOPs."""
+  known = {
+    'params': params,
+    'embedding_params': params / 10,
+    'forward_flops': 2 * params * (0.56 if group == 'mod' else 1.0),
+    'head_flops': params / 10,
+    'steps': 10,
+    'tokens': budget / 6 / params,
+    'train_flops': budget,
+    'of_budget': 1.0,
+  }
+  name = f'{group}_{len(runs)}'
+  entry = Entry(
+    id=name,
+    group=group,
+    budget=budget,
+    seed=seed,
+    config=MODELS.get(group, MODELS['mod']),
+    facts=known | facts,
+  )
+  runs.append((entry, loss))
+
+
+def write(workdir, runs):
+  """Writes the manifest and the results; a loss of None has diverged."""
+  digest = manifest.write(workdir, [entry for entry, _ in runs])
+  for entry, loss in runs:
+    path = run.result_path(workdir, entry)
+    path.parent.mkdir(exist_ok=True)
+    result = {
+      'id': entry.id,
+      'manifest': digest,
+      'diverged': '' if loss is not None else 'loss is nan at step 3',
+      'loss': loss,
+      'metrics': {},
+    }
+    path.write_text(json.dumps(result))
+
+
+def published(rng):
+  """The runs of curves whose minima are those of the published figure.
+
+  Their sides are those of Hoffmann et al. 2022, approach 3.
+  """
+  runs, a, b = [], 0.34, 0.28
+  for budget, minima in PUBLISHED.items():
+    for group, (best, least) in zip(MODELS, minima, strict=True):
+      for x in np.linspace(-1.3, 1.1, 7):
+        sides = b * np.exp(-a * x) + a * np.exp(b * x)
+        loss = least + sides / (a + b) - 1 + 0.002 * rng.normal()
+        add(runs, group, budget, best * np.exp(x), loss)
+  return runs
+
+
+def test_published_minima(tmp_path, command):
+  runs = published(np.random.default_rng(0))
+  add(runs, 'dense', 6e18, 5e8, None)
+  write(tmp_path, runs)
+  status, out, _ = command('fit', f'--workdir={tmp_path}')
+  assert status == 0
+  told = json.loads((tmp_path / 'fit.json').read_text())
+  assert [c['diverged'] for c in told['curves']] == [1, 0, 0, 0, 0, 0]
+  held = []
+  for curve in told['curves']:
+    index = ('dense', 'mod').index(curve['group'])
+    best, least = PUBLISHED[curve['budget']][index]
+    params, loss = curve['parabola']['params'], curve['parabola']['loss']
+    held += [params['low'] < best < params['high']]
+    held += [loss['low'] < least < loss['high'] < loss['low'] + 0.015]
+    assert params['value'] == pytest.approx(best, rel=0.1)
+    assert loss['value'] == pytest.approx(least, abs=0.005)
+  assert sum(held) >= 10  # Of 12 intervals at 90%.
+  rows = {
+    row['budget']: row
+    for row in told['comparisons']
+    if row['method'] == 'parabola'
+  }
+  for budget, (dense, mod) in PUBLISHED.items():
+    gain = rows[budget]['loss_difference']
+    assert gain['low'] < mod[1] - dense[1] < gain['high'] < 0
+    ratio = rows[budget]['params_ratio']
+    assert 1 < ratio['low'] < mod[0] / dense[0] < ratio['high']
+    forward = rows[budget]['flops_ratio']
+    assert forward['value'] == pytest.approx(0.56 * ratio['value'], rel=1e-3)
+  assert 'mod at 1e+20, parabola: parameters x' in out
+  assert 'and 1 that diverged' in out
+  with (tmp_path / 'isoflop.csv').open() as file:
+    lines = list(csv.DictReader(file))
+  assert len(lines) == len(runs)
+  # By the best dense model of the same budget, the published one.
+  relative = [float(row['relative_flops']) for row in lines[:7]]
+  assert relative[0] < 0.5 < 1 < relative[-1]
+  assert lines[-1]['loss'] == ''
+  assert (tmp_path / 'isoflop.png').stat().st_size > 10_000
+  assert not (tmp_path / 'variants.png').exists()
+
+
+def test_refusals_are_told(tmp_path):
+  """One budget falls to its end, so nothing is compared there."""
+  runs = published(np.random.default_rng(0))
+  falling = [
+    (entry, entry.facts['params'] ** -0.1 + 3)
+    if (entry.group, entry.budget) == ('dense', 6e18)
+    else (entry, loss)
+    for entry, loss in runs
+  ]
+  write(tmp_path, falling)
+  text = fit.write(tmp_path)
+  assert 'dense at 6e+18 FLOPs, 7 runs' in text
+  assert 'no minimum: the minimum lies above the largest size' in text
+  told = json.loads((tmp_path / 'fit.json').read_text())
+  assert 'refused' in told['curves'][0]['parabola']
+  means = [mean['loss'] for mean in told['curves'][0]['mean_losses']]
+  assert means == sorted(means, reverse=True)
+  assert f'{means[-1]:.4f} (' in text
+  # In its place stands the best size there is.
+  with (tmp_path / 'isoflop.csv').open() as file:
+    assert [row['relative_flops'] for row in csv.DictReader(file)][6] == '1.0'
+  rows = [r for r in told['comparisons'] if r['method'] == 'parabola']
+  assert {row['budget'] for row in rows} == {2e19, 1e20}
+
+
+def test_variants(tmp_path):
+  """Some at one budget, one of which does not spend it."""
+  runs = published(np.random.default_rng(0))
+  for x in np.linspace(-1, 1, 5):
+    params = 4e8 * np.exp(x)
+    add(runs, 'raw', 6e18, params, 3.12 + 0.1 * x * x)
+    # As many steps as a run of the group `raw`, and of no other.
+    steps = int(100 + 10 * x)
+    runs[-1][0].facts['steps'] = steps
+    loss = 3.2 + 0.1 * x * x + 0.01 * (x > 0)
+    add(runs, 'removed', 6e18, params, loss, of_budget=0.6, steps=steps)
+  add(runs, 'mod', 3e20, 1e9, None)  # Its only run has diverged.
+  write(tmp_path, runs)
+  text = fit.write(tmp_path)
+  assert 'mod at 3e+20 FLOPs, 0 runs and 1 that diverged' in text
+  assert 'no minimum: no run has a loss' in text
+  assert 'raw at 6e+18, parabola: parameters' in text
+  assert 'removed at 6e+18, parabola' not in text
+  assert 'its runs do not spend the budget' in text
+  (row,) = json.loads((tmp_path / 'fit.json').read_text())['equal_steps']
+  assert (row['group'], row['against'], row['pairs']) == ('raw', 'removed', 5)
+  gain = row['loss_difference']
+  assert gain['value'] == pytest.approx(-0.084)
+  assert gain['low'] < -0.085 < -0.083 < gain['high'] < -0.07
+  assert 'raw against removed at 6e+18, the same steps, 5 pairs' in text
+  assert (tmp_path / 'variants.png').stat().st_size > 10_000
+  fitted, _ = fit.fit(fit.curves(run.results(tmp_path)))
+  pictures = fit._pictures(fitted)
+  assert {f.curve.group for f in pictures['isoflop']} == {'dense', 'mod'}
+  assert {f.curve.budget for f in pictures['variants']} == {6e18}
+  assert len(pictures['variants']) == 4
+
+
+def test_nothing_to_fit(tmp_path, command):
+  status, _, err = command('fit', f'--workdir={tmp_path}')
+  assert (status, err.count('\n')) == (2, 1)
+  assert 'holds no sweep' in err
+  runs = []
+  add(runs, 'dense', 1e18, 1e6, None)
+  write(tmp_path, runs)
+  status, _, err = command('fit', f'--workdir={tmp_path}')
+  assert (status, err.count('\n')) == (2, 1)
+  assert 'no run in' in err
+  assert '(1 diverged)' in err
