@@ -3,10 +3,11 @@
     JAX_PLATFORMS=cpu python results/prove_paper/run.py
     JAX_PLATFORMS=cpu python results/prove_paper/run.py --remedies
 
-Four sizes, dense and MoD, fully rematerialised, on 16 and 256 chips of v5e and on 64 of v5p: 24
-compilations of one to several minutes on one core. An interrupted call goes on
-where it stopped. The table is written to `prove.csv` beside this script;
-then it is checked that a routed step communicates as its dense twin's.
+Four sizes, dense and MoD, fully rematerialised, on 16 and 256 chips of v5e and
+on 64 of v5p: 24 compilations of one to several minutes on one core. An
+interrupted call goes on where it stopped. The table is written to `prove.csv`
+beside this script; then it is checked that a routed step communicates as its
+dense twin's.
 
 With `--remedies`, what settings alone can do where the network is the bound:
 the largest model on 256 chips with other meshes and rematerialisation, in
