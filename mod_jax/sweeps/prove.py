@@ -321,7 +321,7 @@ def report(config: ExperimentConfig, topology: str, cache=None) -> str:
   ]
   if proof.fits:
     lines += _report_step(proof)
-  return '\n'.join(f'{name:<12} {text}' for name, text in lines)
+  return '\n'.join(f'{name:<15} {text}' for name, text in lines)
 
 
 def _report_step(proof: Proof) -> list[tuple[str, str]]:

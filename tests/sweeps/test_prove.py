@@ -29,7 +29,12 @@ def tiny(load_config_file):
   config = load_config_file('configs/lm/paper.py', 'tiny')
   return config_lib.replace(
     config,
-    {'model.num_layers': 4, 'model.width': 16, 'data.length': 16},
+    {
+      'model.remat': 'full',
+      'model.num_layers': 4,
+      'model.width': 16,
+      'data.length': 16,
+    },
   )
 
 
