@@ -147,7 +147,7 @@ class _Run:
     )
     saved = checkpoints_lib.steps(workdir_lib.checkpoints(self.workdir))
     reached = max(saved, default=0)
-    if reached > config.train.num_steps:
+    if changes and reached > config.train.num_steps:
       raise UserError(
         f'train.num_steps={config.train.num_steps}: the run in {self.workdir}'
         f' has taken {reached} steps already; give at least as many.'

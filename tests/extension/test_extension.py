@@ -109,7 +109,12 @@ def test_a_score_with_state_and_its_rule(family, text, tmp_path):
     p.name for p in folder.iterdir()
   }
   # A training pass chooses by the rule, by a threshold that moves.
-  batch = {'tokens': jnp.arange(64).reshape(4, 16) % 13 + 97}
+  tokens_BL = jnp.arange(64).reshape(4, 16) % 13 + 97
+  batch = {
+    'tokens': tokens_BL,
+    'targets': tokens_BL,
+    'weights': jnp.ones((4, 16)),
+  }
   forward = jax.jit(trained.task.forward, static_argnums=0)
   output, _ = forward(
     *(config.model, trained.params, trained.model_state, batch),

@@ -304,10 +304,10 @@ class TestStudies:
     task = Tiny(make_config())
     with pytest.raises(UserError, match="study 'nrom'.*'norm'.*mean 'norm'"):
       evaluation.find_studies(task, ['norm', 'nrom'])
-    language = make_task(ExperimentConfig())
-    assert evaluation.find_studies(language, []) == {}
+    dense = make_task(ExperimentConfig(model=LMConfig(routing=None)))
+    assert evaluation.find_studies(dense, []) == {}
     with pytest.raises(UserError, match='--study=norm: there are no studies'):
-      evaluation.find_studies(language, ['norm'])
+      evaluation.find_studies(dense, ['norm'])
 
 
 def test_flops_reports():
