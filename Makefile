@@ -15,9 +15,12 @@ export JAX_PLATFORMS ?= cpu
 
 .PHONY: train twins test test-fast lint format clean
 
-# XLA takes fresh memory for every result. In large pages, where Linux and glibc
-# can, a CPU spends much less time on their first touch.
-train twins: export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
+# XLA takes fresh memory for every result, and a CPU spends much time on the
+# first touch of its pages. So take them large, where Linux and glibc can, and
+# keep them: nothing goes back to the system, to be faulted in again.
+KEEP := glibc.malloc.arena_max=1:glibc.malloc.mmap_max=0
+KEEP := $(KEEP):glibc.malloc.trim_threshold=68719476736
+train twins: export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1:$(KEEP)
 
 train: $(STAMP)
 	$(BIN)/python train.py --config=configs/lm/mod.py --workdir=$(WORKDIR)

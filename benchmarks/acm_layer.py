@@ -21,13 +21,13 @@ import jax
 import jax.numpy as jnp
 import machine
 import numpy as np
-import results as results_lib
 
 from mod_jax import timing
 from mod_jax.layers import acm
 from mod_jax.layers.mlp import MLP
 from mod_jax.layers.mlp import MLPConfig
 import mod_jax_kernels
+import results as results_lib
 
 _WIDTH = flags.DEFINE_integer('width', 768, 'D')
 _HIDDEN = flags.DEFINE_integer('hidden', 3072, 'Of the static FFN.')
@@ -88,7 +88,7 @@ def floor(config, mean: float) -> float | None:
 
 def main(_):
   if _HUGE.value:
-    machine.with_huge_pages()
+    machine.with_malloc(machine.HUGE_PAGES)
   shape = _IMAGES.value, _TOKENS.value
   dtype = _DTYPE.value
   key = jax.random.key(0)

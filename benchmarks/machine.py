@@ -73,15 +73,32 @@ def point(name: str, group: str, gmacs: float, accuracy: dict) -> dict:
   }
 
 
-def with_huge_pages() -> None:
-  """Starts the script again with memory in large pages, where glibc can.
+# Memory in large pages; and besides, never given back to the system.
+HUGE_PAGES = 'glibc.malloc.hugetlb=1'
+KEPT = ':'.join(
+  (
+    HUGE_PAGES,
+    'glibc.malloc.arena_max=1',
+    'glibc.malloc.mmap_max=0',
+    f'glibc.malloc.trim_threshold={2**36}',
+  )
+)
+
+
+def with_malloc(tunables: str) -> None:
+  """Starts the script again with these settings of malloc, where it is glibc's.
 
   XLA takes every result's memory anew, and a CPU spends longer on the faults of
-  small pages, .4 ms for each MB, than on many a layer.
+  small pages, .4 ms for each MB, than on many a layer. What one step gives back
+  to the system the next one has to fault in again, the slower the more other
+  processes want memory.
+
+  Args:
+    tunables: such as `HUGE_PAGES` or `KEPT`.
   """
-  name, value = 'GLIBC_TUNABLES', 'glibc.malloc.hugetlb=1'
+  name = 'GLIBC_TUNABLES'
   if sys.platform == 'linux' and name not in os.environ:
-    os.environ[name] = value
+    os.environ[name] = tunables
     os.execv(sys.executable, [sys.executable, *sys.argv])
 
 

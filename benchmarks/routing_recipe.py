@@ -337,5 +337,5 @@ def main(_):
 
 
 if __name__ == '__main__':
-  machine.with_huge_pages()
+  machine.with_malloc(machine.KEPT)
   app.run(main)

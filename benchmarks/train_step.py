@@ -102,7 +102,7 @@ def torch_step(config: LMConfig, batch: int, length: int):
 
 
 def main(_):
-  machine.with_huge_pages()
+  machine.with_malloc(machine.KEPT)
   batch, length = _BATCH.value, _LENGTH.value
   mod = LMConfig(
     vocab_size=256,
