@@ -13,12 +13,12 @@ from absl import app
 from absl import flags
 import jax
 import jax.numpy as jnp
-import results as results_lib
 
 from mod_jax import losses
 from mod_jax import timing
 from mod_jax.layers.routed import MoDConfig
 from mod_jax.models.lm import LMConfig
+import results as results_lib
 
 _ROUNDS = flags.DEFINE_integer('rounds', 3, 'Compilations of each.')
 _DEPTHS = (8, 24)

@@ -15,12 +15,12 @@ from absl import app
 from absl import flags
 from flax import linen as nn
 import jax
-import results as results_lib
 
 from mod_jax import timing
 from mod_jax.layers.mode import RoutingMode
 from mod_jax.layers.routed import MoDConfig
 from mod_jax.models import lm
+import results as results_lib
 
 _WIDTH = flags.DEFINE_integer('width', 512, 'D')
 _LAYERS = flags.DEFINE_integer('layers', 8, 'Number of blocks.')

@@ -17,10 +17,10 @@ from absl import app
 from absl import flags
 import jax
 import jax.numpy as jnp
-import results as results_lib
 
 from mod_jax import timing
 import mod_jax_kernels
+import results as results_lib
 
 _LENGTHS = flags.DEFINE_list('lengths', ['256', '512'], 'L')
 _BATCH = flags.DEFINE_integer('batch', 8, 'B')

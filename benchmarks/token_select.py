@@ -17,7 +17,6 @@ from absl import flags
 from flax import linen as nn
 import jax
 import jax.numpy as jnp
-import results as results_lib
 
 from mod_jax import routing
 from mod_jax import timing
@@ -29,6 +28,7 @@ from mod_jax.layers.routed import LayerConfig
 from mod_jax.layers.routed import MoDConfig
 from mod_jax.layers.token_info import TokenInfo
 from mod_jax_kernels.token_select import token_select
+import results as results_lib
 
 _BATCH = flags.DEFINE_integer('batch', None, 'Sequences.')
 _LENGTH = flags.DEFINE_integer('length', None, 'S')

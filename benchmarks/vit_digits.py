@@ -17,7 +17,6 @@ from absl import flags
 from machine import cell
 from machine import point
 from machine import spread
-import results as results_lib
 
 from mod_jax import config as config_lib
 from mod_jax import flops
@@ -25,6 +24,7 @@ from mod_jax import viz
 from mod_jax.tasks import phases
 from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train import metrics as metrics_lib
+import results as results_lib
 
 _WORKDIR = flags.DEFINE_string('workdir', 'runs/vit_digits', 'For the runs.')
 _SEEDS = flags.DEFINE_list('seeds', ['0', '1', '2'], 'A dense run for each.')

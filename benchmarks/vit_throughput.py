@@ -12,13 +12,13 @@ from absl import app
 from absl import flags
 from flax import linen as nn
 import jax
-import results as results_lib
 
 from mod_jax import flops
 from mod_jax import timing
 from mod_jax.layers.routed import VisionRoutingConfig
 from mod_jax.models import vit
 from mod_jax.models.dynamic_vit import DynamicViTConfig
+import results as results_lib
 
 _BACKBONE = flags.DEFINE_enum(
   'backbone', 'deit_small', list(vit.BACKBONES), 'Which sizes.'

@@ -13,13 +13,13 @@ from flax import linen as nn
 import jax
 import machine
 import optax
-import results as results_lib
 
 from mod_jax import flops
 from mod_jax import losses
 from mod_jax import timing
 from mod_jax.layers.routed import VisionRoutingConfig
 from mod_jax.models import vit
+import results as results_lib
 
 _BACKBONE = flags.DEFINE_enum(
   'backbone', 'deit_small', list(vit.BACKBONES), 'Which sizes.'
