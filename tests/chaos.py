@@ -309,6 +309,8 @@ class Rounds:
           process.signal(number)  # Impatience must cost nothing.
       killed_at = time.monotonic()
       status = process.wait()
+      # Then the signal came a moment after the process had ended by itself.
+      ended |= number == signal.SIGKILL and status == 0
     finally:
       process.kill()
     self._check_end(process, status, None if ended else number)
