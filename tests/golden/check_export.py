@@ -1,0 +1,98 @@
+"""Checks that other libraries load what `mod_jax.export` writes.
+
+  python tests/golden/check_export.py write /tmp/exported
+  golden/bin/python tests/golden/check_export.py check /tmp/exported
+
+The first writes folders of tiny models with random weights, and their logits of
+a random input. The second, in the environment of `make_vit.py`, has
+transformers and timm load the folders, and compares the logits.
+"""
+
+import pathlib
+import sys
+import types
+
+import numpy as np
+
+MODELS = {
+  'vit': {},
+  'deit': {'distilled': True},
+  'deit_one_head': {'distilled': True, 'distillation_head': False},
+}
+
+
+def write(folder):
+  from flax import linen as nn
+  import jax
+
+  import mod_jax
+  from mod_jax.data.images import Preprocess
+  from mod_jax.models.vit import ViTConfig
+  from mod_jax.serving.run import Run
+
+  rng = np.random.default_rng(0)
+  for name, changes in MODELS.items():
+    config = ViTConfig(
+      image_size=32,
+      patch_size=8,
+      num_layers=2,
+      width=24,
+      num_heads=3,
+      mlp_dim=40,
+      num_classes=5,
+      **changes,
+    )
+    shapes = jax.eval_shape(
+      lambda c=config: c.build().init(jax.random.key(0), c.example())
+    )
+    run = Run(
+      config=config,
+      variables=jax.tree.map(
+        lambda x: rng.normal(0, 0.3, x.shape).astype(np.float32),
+        nn.unbox(shapes),
+      ),
+      preprocess=Preprocess(
+        image_size=32,
+        crop_fraction=0.875,
+        mean=(0.4, 0.5, 0.6),
+        std=(0.2, 0.3, 0.4),
+      ),
+    )
+    image_BHWC = rng.normal(size=(2, 32, 32, 3)).astype(np.float32)
+    for format in ('huggingface', 'timm'):
+      if format == 'timm' and name == 'deit_one_head':
+        continue  # timm's distilled models have two heads.
+      mod_jax.export(run, folder / f'{name}_{format}', format)
+      np.savez(
+        folder / f'{name}_{format}' / 'expected.npz',
+        image=image_BHWC,
+        logits=run.apply(image_BHWC).logits_BV,
+      )
+
+
+def check(folder):
+  # It registers shapes for compiled operators that are not there.
+  meta = 'torchvision._meta_registrations'
+  sys.modules[meta] = types.ModuleType(meta)
+  import timm
+  import torch
+  import transformers
+
+  for path in sorted(folder.iterdir()):
+    if path.name.endswith('_timm'):
+      model = timm.create_model(f'local-dir:{path}', pretrained=True)
+    else:
+      auto = transformers.AutoModelForImageClassification
+      model = auto.from_pretrained(path)
+    expected = np.load(path / 'expected.npz')
+    image = torch.tensor(expected['image'].transpose(0, 3, 1, 2))
+    with torch.no_grad():
+      logits = model.eval()(image)
+    logits = getattr(logits, 'logits', logits).numpy()
+    largest = np.abs(logits - expected['logits']).max()
+    print(f'{path.name}: {type(model).__name__}, differs by {largest:.1e}')
+    assert largest < 1e-5
+
+
+if __name__ == '__main__':
+  {'write': write, 'check': check}[sys.argv[1]](pathlib.Path(sys.argv[2]))
