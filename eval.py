@@ -92,6 +92,10 @@ def _sample(task, trained):
 
 
 def _predict(workdir):
+  if _STEP.value is not None:
+    raise UserError(
+      '--predict and --step: the newest checkpoint predicts; leave one out.'
+    )
   run = mod_jax.load(workdir)
   if run.preprocess is None:
     raise UserError(
