@@ -138,6 +138,8 @@ def test_predict(pruned, tmp_path):
   assert set(classes) < set('0123456789')
   ended = scripts.run(*predict, f'--predict={tmp_path}/c.png')
   scripts.assert_refused(ended, 'c.png: there is no such file')
+  ended = scripts.run(*predict, f'--predict={tmp_path}/a.png', '--step=1')
+  scripts.assert_refused(ended, '--predict and --step')
 
 
 def test_flops():
