@@ -126,6 +126,7 @@ def _comments(source: str) -> tuple[dict[int, str], dict[int, str]]:
   """Returns the comments behind code, and those alone on a line, by line."""
   behind, alone = {}, {}
   for token in tokenize.generate_tokens(io.StringIO(source).readline):
+    # A note to the linter tells nobody what a field means.
     if token.type == tokenize.COMMENT and 'noqa' not in token.string:
       kind = behind if token.line[: token.start[1]].strip() else alone
       kind[token.start[0]] = token.string.lstrip('# ')
