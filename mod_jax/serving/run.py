@@ -131,17 +131,13 @@ class Run:
     kwargs.setdefault('temperature', 0.0)
     language = self.task.modality
     generated = language.continued(params, state, texts, **kwargs)
-    tokens_BN, log_prob_BN, length_B = map(
-      np.asarray,
-      (generated.tokens_BN, generated.log_prob_BN, generated.length_B),
-    )
     return [
-      Continuation(
-        language.tokenizer.decode(tokens_N[:length].tolist()),
-        log_prob_N[:length],
-      )
-      for tokens_N, log_prob_N, length in zip(
-        tokens_BN, log_prob_BN, length_B, strict=True
+      Continuation(text, np.asarray(log_prob_N[:length]))
+      for text, log_prob_N, length in zip(
+        language.decoded(generated),
+        generated.log_prob_BN,
+        generated.length_B,
+        strict=True,
       )
     ]
 

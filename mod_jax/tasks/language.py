@@ -129,8 +129,9 @@ class Language(Modality):
     return (batch['tokens'],), {
       'valid_BL': valid_BL,
       'segment_BL': segment_BL,
-      'targets_BL': batch['targets'],
-      'weights_BL': batch['weights'],
+      # Without targets there are logits, and no loss.
+      'targets_BL': batch.get('targets'),
+      'weights_BL': batch.get('weights'),
     }
 
   def loss(self, output, batch):
@@ -235,7 +236,10 @@ class Language(Modality):
     self, params, model_state, prompts: list[str], **kwargs
   ) -> list[str]:
     """Returns how texts go on; arguments as of `continued`."""
-    generated = self.continued(params, model_state, prompts, **kwargs)
+    return self.decoded(self.continued(params, model_state, prompts, **kwargs))
+
+  def decoded(self, generated: Generated) -> list[str]:
+    """Returns the new texts, without what follows an end token."""
     arrays = map(np.asarray, (generated.tokens_BN, generated.length_B))
     return [
       self.tokenizer.decode(tokens_N[:length].tolist())

@@ -1,5 +1,7 @@
 """Longer looks at a routed language model: which tokens it works on."""
 
+import collections
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,16 +26,13 @@ def engagement(task, params, model_state) -> Study:
   (Raposo et al. 2024, section 4.1, who find that they go together). Spearman's
   correlation comes with a 95% interval, bootstrapped over sequences.
   """
-  model, mode = task.config.model, task.modality.modes()['top_k/']
+  mode = task.modality.modes()['top_k/']
 
   @jax.jit
   def look(params, model_state, batch, key):
     # Without the targets, with which there would be a loss and no logits.
-    args, kwargs = task.modality.inputs(batch, train=False)
-    kwargs |= {'targets_BL': None, 'weights_BL': None}
-    output = model.build(**vars(mode)).apply(
-      {'params': params, **model_state}, *args, **kwargs, rngs={'routing': key}
-    )
+    batch = {name: x for name, x in batch.items() if name != 'targets'}
+    output = task.apply(params, model_state, batch, key, mode)
     log_p_BLV = jax.nn.log_softmax(output.logits_BLV.astype(jnp.float32))
     entropy_BL = -jnp.sum(jnp.exp(log_p_BLV) * log_p_BLV, axis=-1)
     count_BL = sum(
@@ -134,11 +133,15 @@ def correlation(x_RL, y_RL, valid_RL, seed: int = 0):
 
 def _pieces(token_N, share_N, tokenizer) -> dict[str, float]:
   """Returns the mean share of the blocks by piece, of frequent ones."""
-  count_V = np.bincount(token_N)
-  total_V = np.bincount(token_N, weights=share_N)
-  often = np.flatnonzero(count_V >= _OFTEN)
-  names = tokenizer.pieces(often.tolist())
-  shares = dict(
-    zip(names, (total_V / np.maximum(count_V, 1))[often], strict=True)
-  )
-  return {k: float(shares[k]) for k in sorted(shares, key=lambda k: -shares[k])}
+  seen = np.unique(token_N)
+  sums = collections.defaultdict(lambda: np.zeros(2))
+  # Several tokens may look alike, such as parts of a character.
+  for token, piece in zip(seen, tokenizer.pieces(seen.tolist()), strict=True):
+    of_token_N = share_N[token_N == token]
+    sums[piece] += len(of_token_N), of_token_N.sum()
+  shares = {
+    piece: float(total / count)
+    for piece, (count, total) in sums.items()
+    if count >= _OFTEN
+  }
+  return dict(sorted(shares.items(), key=lambda item: -item[1]))
