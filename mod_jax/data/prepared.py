@@ -79,6 +79,15 @@ def _complete_index(path: str) -> dict[str, Any]:
   return index
 
 
+def tokenizer_kind(path: str) -> str:
+  """Returns the kind of tokenizer that a corpus was made with.
+
+  Raises:
+    errors.UserError: there is no corpus.
+  """
+  return _complete_index(path)['tokenizer']['kind']
+
+
 def make_tokenizer(path: str) -> tokenizers.Tokenizer:
   """Returns the tokenizer that a corpus was made with.
 

@@ -187,9 +187,21 @@ def make_tokenizer(config: TextDataConfig) -> tokenizers.Tokenizer:
   """
   if config.source == 'prepared':
     return prepared.make_tokenizer(config.path)
+  return tokenizers.make(*tokenizer_source(config))
+
+
+def tokenizer_source(config: TextDataConfig) -> tuple[str, str]:
+  """Returns kind and path of a config's tokenizer, as of `tokenizers.make`.
+
+  Raises:
+    errors.UserError: there are no training files to learn one from, or no
+      prepared corpus.
+  """
+  if config.source == 'prepared':
+    return prepared.tokenizer_kind(config.path), config.path
   if config.learns_tokenizer:
-    return tokenizers.make('huggingface', str(learn_tokenizer(config)))
-  return tokenizers.make(config.tokenizer, config.tokenizer_path)
+    return 'huggingface', str(learn_tokenizer(config))
+  return config.tokenizer, config.tokenizer_path
 
 
 def learn_tokenizer(config: TextDataConfig) -> pathlib.Path:

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import os
 import pathlib
-import shutil
 from typing import Any
 from typing import Literal
 
@@ -15,14 +14,13 @@ from mod_jax import paths
 from mod_jax import trees
 from mod_jax.convert import files
 from mod_jax.convert import vit as convert_vit
+from mod_jax.data import tokenizers
 from mod_jax.errors import UserError
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.lm import LMConfig
-from mod_jax.models.vit import ViTConfig
 from mod_jax.serving.run import FOLDER
 from mod_jax.serving.run import WEIGHTS
 from mod_jax.serving.run import Run
-from mod_jax.tasks.language import TOKENIZER
 
 Format = Literal['safetensors', 'huggingface', 'timm']
 # What of a model no other library has, and how it is called.
@@ -114,7 +112,9 @@ def _ours(run, folder):
     'classes': run.classes and list(run.classes),
   }
   if isinstance(run.config, LMConfig):
-    fields['tokenizer'] = _tokenizer(run, folder)
+    kind, source = run.task.modality.tokenizer_source
+    fields['tokenizer'] = kind
+    tokenizers.copy(kind, source, os.fspath(folder))
   _json(folder / FOLDER, fields)
 
 
@@ -123,41 +123,25 @@ def _config(instance) -> dict[str, Any]:
   return {'type': type(instance).__name__} | fields
 
 
-def _tokenizer(run, folder) -> str | None:
-  """Copies the tokenizer's file, if it has one; returns its name."""
-  source = run.task.modality.tokenizer_file
-  if source is None:
-    return None
-  learned = run.experiment.data.tokenizer == 'bpe'
-  target = folder / (TOKENIZER if learned else pathlib.Path(source).name)
-  if not target.exists() or not target.samefile(source):
-    shutil.copyfile(source, target)
-  return target.name
-
-
 def _dense_weights(run, folder, naming):
   variables = dict(run.variables)
   convert_vit.save(
     folder / WEIGHTS,
     variables['params'],
-    _dense(run.config),
+    run.config.dense_twin(),
     naming=naming,
     batch_stats=variables.get('batch_stats'),
   )
 
 
-def _dense(config) -> ViTConfig:
-  return config.dense_twin()
-
-
 def _names(run) -> list[str]:
-  count = _dense(run.config).num_classes
+  count = run.config.dense_twin().num_classes
   return list(run.classes or (f'LABEL_{i}' for i in range(count)))
 
 
 def _huggingface(run, folder):
   _dense_weights(run, folder, 'huggingface')
-  dense, names = _dense(run.config), _names(run)
+  dense, names = run.config.dense_twin(), _names(run)
   kind, model = 'vit', 'ViTForImageClassification'
   if dense.distilled:
     kind, model = 'deit', 'DeiTForImageClassification'
@@ -208,7 +192,7 @@ def _huggingface(run, folder):
 
 def _timm(run, folder):
   _dense_weights(run, folder, 'timm')
-  dense, reads = _dense(run.config), run.preprocess
+  dense, reads = run.config.dense_twin(), run.preprocess
   kind = 'vit_base_patch16_224'
   if dense.distilled:
     kind = 'deit_base_distilled_patch16_224'

@@ -197,12 +197,9 @@ def _of_folder(folder) -> Run:
   if told['experiment']:
     told['experiment'].pop('type')
     experiment = config_lib.from_dict(ExperimentConfig, told['experiment'])
-    tokenizer = told.get('tokenizer')
-    if tokenizer and experiment.data.tokenizer != 'bpe':
-      # A learned one lies in the folder as in a run's directory.
-      file = str(folder / tokenizer)
-      experiment = config_lib.replace(experiment, {'data.tokenizer_path': file})
-    task = make_task(experiment, folder)
+    task = make_task(experiment)
+    if kind := told.get('tokenizer'):
+      task.modality.use_tokenizer(kind, os.fspath(folder))
   if told['preprocess']:
     fields = told['preprocess']
     for name in ('mean', 'std'):

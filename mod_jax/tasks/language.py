@@ -12,6 +12,7 @@ from mod_jax import errors
 from mod_jax import losses
 from mod_jax import viz
 from mod_jax.data import text
+from mod_jax.data import tokenizers
 from mod_jax.layers import stack as stack_lib
 from mod_jax.layers.mode import Mode
 from mod_jax.layers.mode import RoutingMode
@@ -25,7 +26,7 @@ from mod_jax.tasks.studies import language as studies
 from mod_jax.train import workdir as workdir_lib
 
 # The name of a learned tokenizer's file in the directory of its run.
-TOKENIZER = 'tokenizer.json'
+_TOKENIZER = 'tokenizer.json'
 # The prefix of metrics that were measured under `overflow='drop'`.
 _DROP = 'drop_'
 
@@ -61,22 +62,27 @@ class Language(Modality):
       return data
     path = None
     if self._workdir is not None:
-      path = workdir_lib.expand(self._workdir) / TOKENIZER
+      path = workdir_lib.expand(self._workdir) / _TOKENIZER
     if path is None or not path.is_file():
       path = text.learn_tokenizer(data)
     return dataclasses.replace(
       data, tokenizer='huggingface', tokenizer_path=str(path)
     )
 
-  @property
-  def tokenizer_file(self) -> str | None:
-    """The file that the tokenizer is read from; None of one that needs none."""
-    return self._data.tokenizer_path or None
+  @functools.cached_property
+  def tokenizer_source(self) -> tuple[str, str]:
+    """Kind and path of the tokenizer, as of `tokenizers.make`."""
+    return text.tokenizer_source(self._data)
 
   @functools.cached_property
   def tokenizer(self):
     """The tokenizer of the data, read or learned when first asked for."""
     return text.make_tokenizer(self._data)
+
+  def use_tokenizer(self, kind: str, path: str) -> None:
+    """Takes a tokenizer that lies elsewhere than the data say."""
+    self.tokenizer_source = (kind, path)
+    self.tokenizer = tokenizers.make(kind, path)
 
   def check(self):
     size = self.config.model.vocab_size
@@ -90,7 +96,7 @@ class Language(Modality):
     if not self.config.data.learns_tokenizer:
       return {}
     learned = workdir_lib.expand(self._data.tokenizer_path)
-    return {TOKENIZER: learned.read_text('utf-8')}
+    return {_TOKENIZER: learned.read_text('utf-8')}
 
   def train_iterator(self, *, shard_index, shard_count):
     return text.train_iterator(

@@ -1,5 +1,6 @@
 """From a run or a file to predictions."""
 
+import dataclasses
 import json
 import pathlib
 import shutil
@@ -13,6 +14,7 @@ import pytest
 
 import mod_jax
 from mod_jax import trees
+from mod_jax.data import prepare
 from mod_jax.data.images import ImageDataConfig
 from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
@@ -63,7 +65,15 @@ def workdir(folder, tmp_path_factory, on_one_device):
       num_classes=2,
       routing=VisionRoutingConfig(capacity=0.5),
     ),
-    data=ImageDataConfig(source='folder', path=str(folder), image_size=SIZE),
+    data=ImageDataConfig(
+      source='folder',
+      path=str(folder),
+      image_size=SIZE,
+      # Nothing is as where nobody says it.
+      crop_fraction=0.6,
+      mean=(0.1, 0.2, 0.3),
+      std=(0.4, 0.5, 0.6),
+    ),
     optimizer=OptimizerConfig(warmup_steps=0),
     train=TrainConfig(num_steps=2, batch_size=8),
     evaluation=EvaluationConfig(batch_size=6),
@@ -157,6 +167,15 @@ class TestOfAFile:
     assert len(classes) == 3
     assert set(classes) <= set(run.classes)
 
+  def test_names_of_other_classes_are_not_taken(self, directory):
+    config = directory / 'config.json'
+    told = json.loads(config.read_text())
+    told['id2label'].pop('9')
+    config.write_text(json.dumps(told))
+    run = mod_jax.load(directory)
+    assert run.classes is None
+    assert run.preprocess.crop_fraction == 1  # It resizes the whole picture.
+
   def test_what_nobody_tells_is_asked_for(self, tmp_path):
     file = tmp_path / 'weights.safetensors'
     shutil.copy(GOLDEN / 'vit_timm.safetensors', file)
@@ -238,7 +257,7 @@ class TestExport:
       mod_jax.export(run, tmp_path / 'file')
 
 
-@pytest.mark.parametrize('tokenizer', ['bytes', 'bpe'])
+@pytest.mark.parametrize('tokenizer', ['bytes', 'bpe', 'prepared'])
 def test_a_language_model_goes_elsewhere(tmp_path, tokenizer):
   texts = tmp_path / 'texts'
   texts.mkdir()
@@ -258,11 +277,16 @@ def test_a_language_model_goes_elsewhere(tmp_path, tokenizer):
       source='files',
       files=f'{texts}/*.txt',
       length=16,
-      tokenizer=tokenizer,
+      tokenizer='bytes' if tokenizer == 'bytes' else 'bpe',
       tokenizer_vocab_size=262,
       cache_dir=str(tmp_path / 'cache'),
     ),
   )
+  if tokenizer == 'prepared':
+    corpus = str(tmp_path / 'texts' / 'corpus')
+    prepare.prepare(config.data, corpus)
+    data = TextDataConfig(source='prepared', path=corpus, length=16)
+    config = dataclasses.replace(config, data=data)
   task = make_task(config)
   variables = nn.unbox(jax.jit(task.init)(jax.random.key(0)))
   run = Run(
@@ -274,9 +298,14 @@ def test_a_language_model_goes_elsewhere(tmp_path, tokenizer):
   expected = run.predict(['def main', 'x'], num_tokens=5)
   shutil.rmtree(texts)
   shutil.rmtree(tmp_path / 'cache', ignore_errors=True)
-  found = mod_jax.load(tmp_path / 'out').predict(
-    ['def main', 'x'], num_tokens=5
-  )
+  again = mod_jax.load(tmp_path / 'out')
+  found = again.predict(['def main', 'x'], num_tokens=5)
+  # And from there to the next place.
+  mod_jax.export(again, tmp_path / 'next')
+  shutil.rmtree(tmp_path / 'out')
+  next_one = mod_jax.load(tmp_path / 'next')
+  assert next_one.predict('x', num_tokens=5)[0].text == found[1].text
+  assert next_one.tokenizer.eos_id == run.tokenizer.eos_id
   for a, b in zip(expected, found, strict=True):
     assert a.text == b.text
     assert len(b.log_probs) == 5
