@@ -122,7 +122,7 @@ def choose(name, table, what='variant'):
 
 
 @functools.cache
-def _hints(cls):
+def annotations(cls):
   """Returns name -> annotation of a dataclass, in order of declaration."""
   hints = typing.get_type_hints(cls, include_extras=True)
   return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
@@ -140,7 +140,7 @@ def _bare(hint):
   return hint.__origin__ if typing.get_origin(hint) is Annotated else hint
 
 
-def _classes(hint):
+def classes_of(hint):
   """Returns the dataclasses that an annotation allows.
 
   An abstract one stands for all its subclasses that are there.
@@ -194,7 +194,7 @@ def _unsupported(hint):
   return TypeError(f'{hint!r}: config fields cannot have this annotation')
 
 
-def _describe(hint, plural=False):
+def describe(hint, plural=False):
   """Says in words what an annotation accepts."""
   if hint in _NAMES:
     return _NAMES[hint][plural]
@@ -202,18 +202,18 @@ def _describe(hint, plural=False):
     return hint.__name__
   origin, args = typing.get_origin(hint), typing.get_args(hint)
   if origin is Annotated:
-    return f'{_describe(args[0], plural)} {args[1]}'
+    return f'{describe(args[0], plural)} {args[1]}'
   if origin is typing.Literal:
     choices = ', '.join(repr(choice) for choice in args)
     return f'one of {choices}'
   if origin is tuple:
     if args[-1] is Ellipsis:
-      what = _describe(args[0], plural=True)
+      what = describe(args[0], plural=True)
     else:
-      what = '(' + ', '.join(_describe(arg) for arg in args) + ')'
+      what = '(' + ', '.join(describe(arg) for arg in args) + ')'
     return f'tuples of {what}' if plural else f'a tuple of {what}'
   if len(_members(hint)) > 1:
-    return ' or '.join(_describe(arg, plural) for arg in args)
+    return ' or '.join(describe(arg, plural) for arg in args)
   raise _unsupported(hint)
 
 
@@ -288,7 +288,7 @@ def _refusal(path, value, hint, shown=None):
     shown = f'{type(value).__name__}(...)'
   elif len(shown) > _SHOWN:
     shown = f'{shown[:_SHOWN]}...'
-  return UserError(f'{path}={shown}: expected {_describe(hint)}.{near}')
+  return UserError(f'{path}={shown}: expected {describe(hint)}.{near}')
 
 
 def validate(instance):
@@ -305,7 +305,7 @@ def validate(instance):
     UserError: naming class, field, value and what was expected.
   """
   cls = type(instance)
-  for name, hint in _hints(cls).items():
+  for name, hint in annotations(cls).items():
     value = getattr(instance, name)
     if not _matches(value, hint):
       raise _refusal(f'{cls.__name__}.{name}', value, hint)
@@ -313,10 +313,10 @@ def validate(instance):
 
 def _tag(instance, hint):
   """Returns what tells a dataclass apart from the others of its union."""
-  if len(_classes(hint)) < 2 and not _is_open(hint):
+  if len(classes_of(hint)) < 2 and not _is_open(hint):
     return {}
   cls = type(instance)
-  if _TYPE_KEY in _hints(cls):
+  if _TYPE_KEY in annotations(cls):
     raise TypeError(
       f'{cls.__name__}.{_TYPE_KEY}: a member of a union cannot have a field of '
       'this name, which tells the members apart'
@@ -329,7 +329,7 @@ def _encode(value, hint):
   if dataclasses.is_dataclass(value):
     fields = {
       name: _encode(getattr(value, name), sub_hint)
-      for name, sub_hint in _hints(type(value)).items()
+      for name, sub_hint in annotations(type(value)).items()
     }
     return _tag(value, hint) | fields
   member = _bare(next(m for m in _members(hint) if _matches(value, m)))
@@ -424,7 +424,7 @@ def field(instance, path, where='', given=types.MappingProxyType({})):
       raise UserError(
         f'{where}{path}: {seen} is {holder!r} and has no {part!r}.'
       )
-    hints = _hints(type(holder))
+    hints = annotations(type(holder))
     if part not in hints:
       near = nearest(part, hints) or f' Its fields are {", ".join(hints)}.'
       raise UserError(
@@ -478,12 +478,12 @@ def override(instance, texts, where='--config.'):
 
 def _decode_group(value, hint, path):
   """Decodes a group of fields, which says which class it is of if it must."""
-  classes = _classes(hint)
+  classes = classes_of(hint)
   if (len(classes) > 1 or _is_open(hint)) and _TYPE_KEY not in value:
     names = typing.Literal[tuple(c.__name__ for c in classes)]
     raise UserError(
       f'{path}.{_TYPE_KEY} is missing: say which group of fields is meant,'
-      f' {_describe(names)}.'
+      f' {describe(names)}.'
     )
   return _decode(value, hint, path)
 
@@ -502,7 +502,7 @@ def _inside(path):
 
 
 def _decode_dataclass(cls, mapping, path):
-  hints = _hints(cls)
+  hints = annotations(cls)
   for key in mapping:
     if key not in hints:
       hint = nearest(key, hints) or f' Its fields are {", ".join(hints)}.'
@@ -521,7 +521,7 @@ def _decode_dataclass(cls, mapping, path):
       and field.default_factory is dataclasses.MISSING
     ):
       raise UserError(
-        f'{where} is missing: expected {_describe(hints[field.name])}.'
+        f'{where} is missing: expected {describe(hints[field.name])}.'
       )
   with _inside(path):
     return cls(**values)
@@ -529,7 +529,7 @@ def _decode_dataclass(cls, mapping, path):
 
 def _decode(value, hint, path):
   """The inverse of `_encode`, which also takes lists."""
-  members, classes = _members(hint), _classes(hint)
+  members, classes = _members(hint), classes_of(hint)
   by_name = {_tag_of(c, hint): c for c in classes}
   several = len(classes) > 1 or _is_open(hint)
   if isinstance(value, list):
@@ -658,7 +658,7 @@ def diff(a, b):
   if type(a) is not type(b):
     return [f'{_TYPE_KEY}: {type(a).__name__} -> {type(b).__name__}']
   lines = []
-  for name in _hints(type(a)):
+  for name in annotations(type(a)):
     old, new = getattr(a, name), getattr(b, name)
     if dataclasses.is_dataclass(old) and type(old) is type(new):
       lines += [f'{name}.{line}' for line in diff(old, new)]
@@ -685,7 +685,7 @@ def _replace(instance, changes, where):
   for path, value in changes.items():
     first, _, rest = path.partition('.')
     if not dataclasses.is_dataclass(instance) or (
-      first not in _hints(type(instance))
+      first not in annotations(type(instance))
     ):
       field(instance, path, f'{where}.' if where else '')  # Says so.
     if rest:

@@ -41,7 +41,7 @@ def fields(config, prefix: str = '') -> list[Field]:
   that is None is a single field, whatever it could hold.
   """
   found = []
-  hints = config_lib._hints(type(config))
+  hints = config_lib.annotations(type(config))
   said = meanings(type(config))
   for name, hint in hints.items():
     value = getattr(config, name)
@@ -50,7 +50,7 @@ def fields(config, prefix: str = '') -> list[Field]:
       Field(
         path=f'{prefix}{name}',
         value=type(value).__name__ if nested else f'{value}',
-        accepts=config_lib._describe(hint),
+        accepts=config_lib.describe(hint),
         meaning=said.get(name, ''),
       )
     )
@@ -98,7 +98,9 @@ def meanings(cls: type) -> dict[str, str]:
   for base in reversed(cls.__mro__):
     if dataclasses.is_dataclass(base):
       found |= _own_meanings(base)
-  return {name: found[name] for name in config_lib._hints(cls) if name in found}
+  return {
+    name: found[name] for name in config_lib.annotations(cls) if name in found
+  }
 
 
 def _own_meanings(cls) -> dict[str, str]:

@@ -94,8 +94,8 @@ def _plausible(rng, hint):
   hint = rng.choice(_members(hint))
   origin, args = typing.get_origin(hint), typing.get_args(hint)
   if dataclasses.is_dataclass(hint):
-    hint = rng.choice(config_lib._classes(hint))  # Of an abstract one, any.
-    hints = config_lib._hints(hint)
+    hint = rng.choice(config_lib.classes_of(hint))  # Of an abstract one, any.
+    hints = config_lib.annotations(hint)
     names = rng.sample(list(hints), min(len(hints), rng.randrange(3)))
     fields = {name: _plausible(rng, hints[name]) for name in names}
     return fields | ({'type': hint.__name__} if rng.random() < 0.8 else {})
@@ -125,7 +125,7 @@ def _plausible(rng, hint):
 
 def _fields(instance, path=''):
   """Yields the dotted path and the annotation of every field, at any depth."""
-  for name, hint in config_lib._hints(type(instance)).items():
+  for name, hint in config_lib.annotations(type(instance)).items():
     value = getattr(instance, name)
     yield f'{path}{name}', hint
     if dataclasses.is_dataclass(value):

@@ -85,8 +85,8 @@ def _classes(cls, seen):
   # Other tests have slots and scores of their own.
   if cls not in seen and cls.__module__.startswith('mod_jax.'):
     seen.append(cls)
-    for hint in config_lib._hints(cls).values():
-      for inner in config_lib._classes(hint):
+    for hint in config_lib.annotations(cls).values():
+      for inner in config_lib.classes_of(hint):
         _classes(inner, seen)
   return seen
 
@@ -95,8 +95,8 @@ def _classes(cls, seen):
 def test_every_field_says_what_it_means(cls):
   silent = {
     name
-    for name, hint in config_lib._hints(cls).items()
+    for name, hint in config_lib.annotations(cls).items()
     # The class of a config says what it is for.
-    if not config_lib._classes(hint)
+    if not config_lib.classes_of(hint)
   } - config_docs.meanings(cls).keys()
   assert not silent
