@@ -78,6 +78,20 @@ def test_convolutions_without_their_padding(options):
   )
 
 
+def test_a_convolution_in_groups_of_the_batch():
+  """Compilers for CPUs make others of them, so this one is written by hand."""
+  program = """HloModule one
+
+ENTRY %main (x: f32[4,6], w: f32[8,6]) -> f32[2,8] {
+  %x = f32[4,6]{1,0} parameter(0)
+  %w = f32[8,6]{1,0} parameter(1)
+  ROOT %y = f32[2,8]{1,0} convolution(%x, %w), dim_labels=bf_oi->bf, batch_group_count=2
+}
+"""
+  # Each of 2 x 8 sums is over the 6 features of one of the groups.
+  assert hlo.cost(program).flops == 2 * (2 * 8) * 6
+
+
 def test_what_a_backward_pass_computes_again_is_told_apart():
   @jax.checkpoint
   def block(x, w, v):

@@ -1,5 +1,6 @@
 """Workers: what they train, leave alone, note and refuse."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -89,6 +90,32 @@ def test_a_finished_run_without_a_result_gets_one(trained, tmp_path):
   run.run(tmp_path)
   assert trained == [1]
   assert files(tmp_path) == before
+
+
+def test_what_another_worker_has_just_finished_is_not_trained(
+  trained, tmp_path, monkeypatch
+):
+  """It looked for a result, and then waited for the lock."""
+  runs = entries(1)
+  manifest.write(tmp_path, runs)
+  run.run(tmp_path)
+  path = run.result_path(tmp_path, runs[0])
+  result = path.read_text()
+  path.unlink()
+  completed = []
+  monkeypatch.setattr(
+    phases, 'complete', lambda *args, **_: completed.append(1)
+  )
+
+  @contextlib.contextmanager
+  def held(folder):
+    path.write_text(result)  # By the other worker.
+    yield
+
+  monkeypatch.setattr(lock, 'held', held)
+  assert run.run(tmp_path) == []
+  assert not completed
+  assert path.read_text() == result
 
 
 def test_what_another_worker_holds_is_left_to_it(
