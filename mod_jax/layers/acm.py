@@ -41,7 +41,7 @@ class ACMConfig(Slot):
   # Sizes of the output axes; () stands for one axis.
   output_shape: tuple[config_lib.Size, ...] = ()
 
-  def run(self, x, *, name, dtype, mode):
+  def run(self, x, info, *, name, dtype, mode):
     # A name of its own, so that a dense checkpoint does not fit it by chance.
     module = ACM(
       *(self, mode.learners, mode.noise), dtype=dtype, name=f'{name}_acm'

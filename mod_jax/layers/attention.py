@@ -172,20 +172,22 @@ class Attention(nn.Module):
     """
     config = self.config
     aux = {}
-    source_BSD = x_BLD if source is None else source.x_BSD
+    source_BSD, source_info = x_BLD, info
+    if source is not None:
+      source_BSD, source_info = source.x_BSD, source.info
 
-    def project(name, x):
+    def project(name, x, info):
       slot = config.projections[name]
-      y, more = slot.run(x, name=name, dtype=self.dtype, mode=self.mode)
+      y, more = slot.run(x, info, name=name, dtype=self.dtype, mode=self.mode)
       add_aux(aux, name, more)
       return y
 
     q_BLHC, k_BLGC, v_BLGC = (
-      project(name, x)
-      for name, x in (
-        ('query', x_BLD),
-        ('key', source_BSD),
-        ('value', source_BSD),
+      project(name, *of)
+      for name, of in (
+        ('query', (x_BLD, info)),
+        ('key', (source_BSD, source_info)),
+        ('value', (source_BSD, source_info)),
       )
     )
     if config.qk_norm is not None:
@@ -225,7 +227,7 @@ class Attention(nn.Module):
           k_BLGC, v_BLGC, info.position_BL, info.valid_BL, append_to
         )
         out_BLHC = _over_cache(config, q_BLHC, cache, rows_B, info.position_BL)
-    update_BLD = project('out', out_BLHC)
+    update_BLD = project('out', out_BLHC, info)
     if self.score == 'first':
       # Computed again for the first query alone, which is L products per head,
       # so that the attention itself may use a backend that returns no weights.

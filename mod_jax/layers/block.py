@@ -151,6 +151,7 @@ class Block(nn.Module):
       attended_BLD = attended_BLD + read_BLD
     mixed_BLD, more = config.mlp.run(
       norm('mlp_norm')(x_BLD + attended_BLD),
+      info,
       name='mlp',
       dtype=config.dtype,
       mode=self.mode,

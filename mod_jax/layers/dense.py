@@ -170,8 +170,8 @@ class LinearConfig(Slot):
   bias: bool = False
   scale: float = 1.0
 
-  def run(self, x, *, name, dtype, mode):
-    del mode
+  def run(self, x, info, *, name, dtype, mode):
+    del info, mode
     linear = Linear(
       self.outputs,
       self.axes,

@@ -22,8 +22,8 @@ class MLPConfig(Slot):
   bias: bool = False  # On both linear maps.
   out_scale: float = 1.0  # Factor on the last kernel's initial deviation.
 
-  def run(self, x, *, name, dtype, mode):
-    del mode
+  def run(self, x, info, *, name, dtype, mode):
+    del info, mode
     return MLP(self, dtype=dtype, name=name)(x), {}
 
   def flops(self, tokens):

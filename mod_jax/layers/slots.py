@@ -8,6 +8,7 @@ import jax
 
 from mod_jax import config as config_lib
 from mod_jax.layers.mode import Mode
+from mod_jax.layers.token_info import TokenInfo
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,12 +24,19 @@ class Slot(abc.ABC):
 
   @abc.abstractmethod
   def run(
-    self, x: jax.Array, *, name: str, dtype: str, mode: Mode
+    self,
+    x: jax.Array,
+    info: TokenInfo,
+    *,
+    name: str,
+    dtype: str,
+    mode: Mode,
   ) -> tuple[jax.Array, dict[str, Any]]:
     """Makes the module within the calling compact one, and calls it.
 
     Args:
       x: features [B, L, …].
+      info: facts about these tokens.
       name: of the module, and so of its parameters.
       dtype: of the computation.
       mode: how the model runs.

@@ -19,6 +19,13 @@ class Source:
   x_BSD: jax.Array
   valid_BS: jax.Array | None = None
 
+  @property
+  def info(self) -> 'TokenInfo':
+    """Facts about these tokens, which stand in order."""
+    position_S = jnp.arange(self.x_BSD.shape[1], dtype=jnp.int32)
+    position_BS = jnp.broadcast_to(position_S, self.x_BSD.shape[:2])
+    return TokenInfo(position_BS, self.valid_BS)
+
 
 @flax.struct.dataclass
 class TokenInfo:

@@ -64,7 +64,7 @@ class Squared(Slot):
   width: config_lib.Size
   hidden: config_lib.Size
 
-  def run(self, x, *, name, dtype, mode):
+  def run(self, x, info, *, name, dtype, mode):
     return SquaredReLU(self, dtype, name=name)(x)
 
   def flops(self, tokens):

@@ -21,6 +21,7 @@ from mod_jax.layers.routed import LayerConfig
 from mod_jax.layers.routed import MoDConfig
 from mod_jax.layers.routed import VisionRoutingConfig
 from mod_jax.layers.slots import Slot
+from mod_jax.layers.token_info import TokenInfo
 
 B, L, D = 2, 6, 8
 MOD = MoDConfig(capacity=0.5)
@@ -34,7 +35,7 @@ class Scaled(Slot):
   width: int
   outputs: tuple[int, ...]
 
-  def run(self, x, *, name, dtype, mode):
+  def run(self, x, info, *, name, dtype, mode):
     y = nn.DenseGeneral(self.outputs, use_bias=False, name=name)(x)
     return 2 * y, {'told': (x.mean(), mode.train)}
 
@@ -70,10 +71,12 @@ class TestSlots:
     ids=lambda slot: type(slot).__name__,
   )
   def test_parameters_are_counted(self, slot, x_BLD):
+    info = TokenInfo(jnp.zeros(x_BLD.shape[:2], jnp.int32))
+
     class Place(nn.Module):
       @nn.compact
       def __call__(self, x):
-        return slot.run(x, name='it', dtype='float32', mode=Mode())[0]
+        return slot.run(x, info, name='it', dtype='float32', mode=Mode())[0]
 
     y, variables = jax.eval_shape(
       lambda: Place().init_with_output(jax.random.key(0), x_BLD)
