@@ -19,12 +19,14 @@ import numpy as np
 from mod_jax import config as config_lib
 from mod_jax.errors import UserError
 
-MESH_AXES = ('data', 'fsdp', 'tensor')
+MESH_AXES = ('data', 'fsdp', 'expert', 'tensor')
 
 # Logical name -> mesh axes. A name that is not here is a mistake.
 RULES = {
   # Activations.
-  'batch': ('data', 'fsdp'),
+  'batch': ('data', 'fsdp', 'expert'),
+  # Where experts lie on devices of their own, the rows that they share.
+  'expert_batch': ('data', 'fsdp'),
   'length': (),
   'act_embed': (),
   'act_heads': ('tensor',),
@@ -32,6 +34,7 @@ RULES = {
   'act_vocab': ('tensor',),
   # Parameters.
   'embed': ('fsdp',),
+  'experts': ('expert',),
   'heads': ('tensor',),
   'head_dim': (),
   'mlp': ('tensor',),
@@ -42,6 +45,8 @@ RULES = {
   'replicated': (),
 }
 
+# Names of axes over rows: an initialisation has but one.
+_BATCHES = ('batch', 'expert_batch')
 
 _Devices = Annotated[int, config_lib.Range(ge=-1, le=2**20)]
 
@@ -54,24 +59,29 @@ class MeshConfig:
   data: _Devices = -1
   # Parameters split, gathered when used; also splits the batch.
   fsdp: _Devices = 1
+  expert: _Devices = 1  # Experts split; also splits the batch.
   tensor: _Devices = 1  # Heads, hidden units and vocabulary split.
 
   def __post_init__(self):
     config_lib.validate(self)
-    sizes = (self.data, self.fsdp, self.tensor)
+    sizes = self._sizes
     if 0 in sizes or sizes.count(-1) > 1:
       raise UserError(
         f'mesh={dict(zip(MESH_AXES, sizes, strict=True))}: expected positive'
         ' sizes, at most one of them -1 for the remaining devices.'
       )
 
-  def sizes(self, num_devices: int) -> tuple[int, int, int]:
-    """Returns the three sizes for so many devices, -1 resolved.
+  @property
+  def _sizes(self) -> tuple[int, ...]:
+    return tuple(getattr(self, axis) for axis in MESH_AXES)
+
+  def sizes(self, num_devices: int) -> tuple[int, ...]:
+    """Returns the sizes of MESH_AXES for so many devices, -1 resolved.
 
     Raises:
       UserError: the mesh does not fit the devices.
     """
-    sizes = [self.data, self.fsdp, self.tensor]
+    sizes = list(self._sizes)
     known = math.prod(n for n in sizes if n > 0)
     if -1 in sizes and num_devices % known == 0:
       sizes[sizes.index(-1)] = num_devices // known
@@ -85,7 +95,7 @@ class MeshConfig:
 
 
 def make_mesh(config: MeshConfig, devices=None) -> jax.sharding.Mesh:
-  """Returns a mesh with axes (data, fsdp, tensor) over the devices.
+  """Returns a mesh with the axes MESH_AXES over the devices.
 
   Where the devices are of several slices, which only the slower network of the
   data centre joins, the axis `data` goes over the slices, so that nothing but
@@ -96,11 +106,11 @@ def make_mesh(config: MeshConfig, devices=None) -> jax.sharding.Mesh:
   """
   devices = jax.devices() if devices is None else list(devices)
   axis_types = (jax.sharding.AxisType.Auto,) * len(MESH_AXES)
-  data, fsdp, tensor = config.sizes(len(devices))
+  data, *others = config.sizes(len(devices))
   slices = len({getattr(d, 'slice_index', 0) for d in devices})
   if slices == 1:
     grid = mesh_utils.create_device_mesh(
-      (data, fsdp, tensor),
+      (data, *others),
       devices,
       # An axis of 8 in a cube of 4 x 4 x 4 chips, say.
       allow_split_physical_axes=True,
@@ -109,12 +119,12 @@ def make_mesh(config: MeshConfig, devices=None) -> jax.sharding.Mesh:
     raise UserError(
       f'mesh.data={data} does not divide over the {slices} slices that the'
       f' {len(devices)} devices are of: make it a multiple of {slices}, by less'
-      ' fsdp or tensor.'
+      ' fsdp, expert or tensor.'
     )
   else:
     grid = mesh_utils.create_hybrid_device_mesh(
-      (data // slices, fsdp, tensor),
-      (slices, 1, 1),
+      (data // slices, *others),
+      (slices, *(1 for _ in others)),
       devices,
       allow_split_physical_axes=True,
     )
@@ -124,8 +134,8 @@ def make_mesh(config: MeshConfig, devices=None) -> jax.sharding.Mesh:
 def fit_mesh(config: MeshConfig, num_devices: int, rows: int) -> MeshConfig:
   """Returns the mesh of a config, changed as little as a slice needs.
 
-  Where `data` is left open, `tensor` is doubled until the other two axes divide
-  the rows, and `fsdp` is at most what is left. Nothing says that the result
+  Where `data` is left open, `tensor` is doubled until the other axes divide the
+  rows, and `fsdp` is at most what is left. Nothing says that the result
   fits: `make_mesh`, `check_batch` and `shardings` do.
 
   Args:
@@ -133,14 +143,14 @@ def fit_mesh(config: MeshConfig, num_devices: int, rows: int) -> MeshConfig:
     num_devices: of the slice.
     rows: of a batch, or microbatch.
   """
-  if config.data != -1 or min(config.fsdp, config.tensor) < 1:
+  if config.data != -1 or min(config._sizes[1:]) < 1:
     return config
   tensor = config.tensor
   while rows * tensor % num_devices and 2 * tensor <= num_devices:
     tensor *= 2
   if rows * tensor % num_devices:
     tensor = config.tensor
-  fsdp = math.gcd(config.fsdp, num_devices // tensor)
+  fsdp = math.gcd(config.fsdp, num_devices // (tensor * config.expert))
   return dataclasses.replace(config, fsdp=fsdp, tensor=tensor)
 
 
@@ -191,27 +201,25 @@ def per_device(function, inputs, outputs):
 
   def run(*args):
     given = [x is not None for x in args]
-    batch = next(
-      x.shape[names.index('batch')]
+    sizes = [
+      (name, size)
       for x, names in zip(args, inputs, strict=True)
-      if x is not None and 'batch' in names
-    )
+      if x is not None
+      for name, size in zip(names, x.shape, strict=True)
+    ]
 
-    def divides(size, name):
+    def divides(name, size):
       devices = [mesh.shape[axis] for axis in RULES.get(name, ())]
       return size % math.prod(devices) == 0
 
-    split = divides(batch, 'batch')
-    if not all(
-      name == 'batch' or divides(size, name)
-      for x, names in zip(args, inputs, strict=True)
-      if x is not None
-      for size, name in zip(x.shape, names, strict=True)
-    ):
+    split = all(divides(*of) for of in sizes if of[0] in _BATCHES)
+    if not all(divides(*of) for of in sizes if of[0] not in _BATCHES):
       return function(*args)
 
     def part(names):
-      return spec(tuple(n if split or n != 'batch' else None for n in names))
+      return spec(
+        tuple(n if split or n not in _BATCHES else None for n in names)
+      )
 
     def call(*arrays):
       arrays = iter(arrays)
@@ -293,7 +301,7 @@ def shardings(boxed, mesh: jax.sharding.Mesh):
 
 
 def batch_sharding(mesh: jax.sharding.Mesh) -> NamedSharding:
-  """Returns the sharding of a batch: its first axis over data and fsdp."""
+  """Returns the sharding of a batch: its first axis over all but tensor."""
   return NamedSharding(mesh, spec(('batch',)))
 
 
@@ -303,7 +311,7 @@ def check_batch(batch_size: int, mesh: jax.sharding.Mesh, what: str) -> None:
   if batch_size % parts:
     raise UserError(
       f'{what}={batch_size} does not divide by the {parts} devices along the'
-      f" mesh's data and fsdp axes: use a multiple of {parts}."
+      f" mesh's data, fsdp and expert axes: use a multiple of {parts}."
     )
 
 

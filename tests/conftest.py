@@ -146,11 +146,13 @@ def lower_for_hopper(function, *args) -> str:
   device = AbstractDevice(
     device_kind='NVIDIA H200', num_cores=132, platform='cuda'
   )
-  names = ('data', 'fsdp', 'tensor')  # As our models' meshes.
+  from mod_jax import parallel
+
+  names = parallel.MESH_AXES
   mesh = AbstractMesh(
-    (1, 1, 1),
+    (1,) * len(names),
     names,
-    axis_types=(jax.sharding.AxisType.Auto,) * 3,
+    axis_types=(jax.sharding.AxisType.Auto,) * len(names),
     abstract_device=device,
   )
   with jax.sharding.use_abstract_mesh(mesh):

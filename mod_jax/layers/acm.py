@@ -21,6 +21,7 @@ from mod_jax import errors
 from mod_jax import parallel
 from mod_jax.layers import dense
 from mod_jax.layers.block import BlockConfig
+from mod_jax.layers.experts import ExpertMLPConfig
 from mod_jax.layers.slots import Slot
 import mod_jax_kernels
 
@@ -374,6 +375,12 @@ class AdaptiveConfig:
       'temperature': self.temperature,
     }
     if name == 'mlp':
+      if isinstance(slot, ExpertMLPConfig):
+        raise errors.UserError(
+          f'adaptive.replace={self.replace} and experts: a feed-forward is'
+          ' either experts or learners; let replace name projections alone,'
+          f' such as {(PROJECTIONS,)}, or set experts to None.'
+        )
       # The hidden units that a feed-forward of two kernels would have at this
       # cost: a gated one has three.
       hidden = sum(slot.flops(1).values()) // (4 * slot.width)

@@ -460,7 +460,7 @@ class Layer(nn.Module):
     before = moving.value
     trains = self.is_mutable_collection('moving') and not self.is_initializing()
     if trains and routed.kth_B is not None:
-      moving.value = before.update(_mean(routed.kth_B), decay)
+      moving.value = before.update(routing.mean_of_rows(routed.kth_B), decay)
     return jnp.broadcast_to(before.value(), routed.score_BL.shape[:1])
 
   def _score(self, x_BLD, info, attention_BL) -> Routing:
@@ -557,12 +557,6 @@ def _weigh(update_BKD, weight_BK, valid_BK):
   if valid_BK is not None:
     update_BKD = jnp.where(valid_BK[..., None], update_BKD, 0)
   return update_BKD
-
-
-def _mean(kth_B: jax.Array) -> jax.Array:
-  """Returns the mean over the rows that hold a real token."""
-  seen_B = kth_B < jnp.inf
-  return jnp.where(seen_B, kth_B, 0).sum() / jnp.maximum(seen_B.sum(), 1)
 
 
 def _last_score(score_BL, top: routing.Selection):

@@ -17,6 +17,7 @@ from mod_jax.layers import routed
 from mod_jax.layers.acm import AdaptiveConfig
 from mod_jax.layers.block import BlockConfig
 from mod_jax.layers.cache import KVCache
+from mod_jax.layers.experts import ExpertsConfig
 from mod_jax.layers.mode import Mode
 from mod_jax.layers.mode import RoutingMode
 from mod_jax.layers.routed import Layer
@@ -134,6 +135,7 @@ def layer_configs(
   num_layers: int,
   routing: RoutingConfig | None = None,
   *,
+  experts: ExpertsConfig | None = None,
   adaptive: AdaptiveConfig | None = None,
   stochastic_depth: float = 0.0,
 ) -> tuple[LayerConfig, ...]:
@@ -143,22 +145,28 @@ def layer_configs(
     block: each layer's.
     num_layers: how many.
     routing: says which are routed, on how many tokens; None for none.
+    experts: says which blocks have experts; None for none.
     adaptive: says which modules are split into learners; None for none.
     stochastic_depth: drop rate of the last layer; it rises linearly from 0 at
       the first.
 
   Raises:
-    UserError: routing or adaptive modules that do not fit the layers.
+    UserError: routing, experts or adaptive modules that do not fit the layers.
   """
+  blocks = [block] * num_layers
+  if experts is not None:
+    experts.check(block, num_layers)
+    blocks = [experts.adapt(i, block) for i in range(num_layers)]
   if adaptive is not None:
     adaptive.check(block, num_layers)
+    blocks = [adaptive.adapt(i, block) for i, block in enumerate(blocks)]
   capacities = (None,) * num_layers
   if routing is not None:
     capacities = routing.capacities(num_layers)
   by_attention = routing is not None and routing.scorer.needs_attention
   return tuple(
     LayerConfig(
-      block=block if adaptive is None else adaptive.adapt(i, block),
+      block=blocks[i],
       routing=None if capacity is None else routing,
       capacity=capacity,
       # The score of the next layer is the attention in this one.

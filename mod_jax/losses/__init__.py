@@ -5,6 +5,7 @@ hosts are added, and divided once.
 """
 
 from mod_jax.losses import acm
+from mod_jax.losses import experts
 from mod_jax.losses.language import head_loss
 from mod_jax.losses.language import next_token_loss
 from mod_jax.losses.routing import choice_agreement
@@ -20,6 +21,7 @@ __all__ = (
   'choice_agreement',
   'choice_bce',
   'classification_loss',
+  'experts',
   'head_loss',
   'logit_distillation',
   'next_token_loss',

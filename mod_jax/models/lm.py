@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from typing import Annotated
 from typing import Any
 from typing import Literal
@@ -22,6 +23,7 @@ from mod_jax.layers import token_info
 from mod_jax.layers.acm import AdaptiveConfig
 from mod_jax.layers.attention import AttentionConfig
 from mod_jax.layers.block import BlockConfig
+from mod_jax.layers.experts import ExpertsConfig
 from mod_jax.layers.mlp import MLPConfig
 from mod_jax.layers.mode import Mode
 from mod_jax.layers.mode import RoutingMode
@@ -61,6 +63,7 @@ class LMConfig(StackedConfig):
   qk_norm: bool = False
   norm_epsilon: config_lib.Epsilon = 1e-6  # Of the RMS norms.
   routing: MoDConfig | None = MoDConfig()  # None = dense.
+  experts: ExpertsConfig | None = None  # In place of feed-forwards.
   adaptive: AdaptiveConfig | None = None  # Layers split into learners.
   dtype: Literal['float32', 'bfloat16'] = 'float32'  # Compute dtype.
   scan_layers: bool = False  # Compiles one group of blocks, and loops.
@@ -132,12 +135,59 @@ class LMConfig(StackedConfig):
     """The layers."""
     return StackConfig(
       layers=stack_lib.layer_configs(
-        self.block, self.num_layers, self.routing, adaptive=self.adaptive
+        self.block,
+        self.num_layers,
+        self.routing,
+        experts=self.experts,
+        adaptive=self.adaptive,
       ),
       remat=self.remat,
-      period=self.routing.period if self.routing else 1,
+      period=math.lcm(
+        self.routing.period if self.routing else 1,
+        self.experts.period if self.experts else 1,
+      ),
       scan=self.scan_layers,
     )
+
+  @property
+  def rules(self) -> tuple[str, ...]:
+    """Names of the rules that may be asked for, `top_k` first.
+
+    None where no choice depends on other tokens, so that there is nothing to
+    ask for; `top_k` alone where no causal rule was trained.
+    """
+    if self.num_routed:
+      causal = self.routing.causal_rules
+    elif self.experts is not None and self.experts.choice == 'expert':
+      causal = ('threshold',)
+    else:
+      return ()
+    if self.experts is not None and not self.experts.causal:
+      causal = ()
+    return ('top_k', *causal)
+
+  @property
+  def decoding_mode(self) -> RoutingMode:
+    """The mode to generate by: of the first causal rule, if one is needed.
+
+    Raises:
+      UserError: one is needed, and the model was trained for none.
+    """
+    if not self.rules:
+      return RoutingMode()
+    if len(self.rules) == 1:
+      raise errors.UserError(
+        'This model was trained for no causal rule, so it cannot generate: set'
+        ' model.routing.router_loss, predictor_width or threshold_decay, and'
+        ' where experts choose, model.experts.threshold_decay.'
+      )
+    return self.routing_mode(self.rules[1])
+
+  def routing_mode(self, rule: str, **kwargs) -> RoutingMode:
+    """Returns the mode of a rule by name; keywords are other fields of it."""
+    if self.routing is None:
+      return RoutingMode(rule=rule, **kwargs)
+    return self.routing.mode(rule, **kwargs)
 
   def build(self, **kwargs) -> 'LanguageModel':
     """Returns the module; keywords are fields of `Mode`."""
@@ -385,18 +435,20 @@ def _check_mode(config, mode, tokens_BL, segment_BL, cache):
       'Packed documents (segment_BL) cannot be generated from: pass one'
       ' document per row.'
     )
-  if config.routing is None or mode.rule == 'top_k':
-    if config.routing and cache is not None and tokens_BL.shape[1] == 1:
+  rules = config.rules[1:]
+  if not config.rules:
+    return
+  if mode.rule == 'top_k':
+    if cache is not None and tokens_BL.shape[1] == 1:
       raise errors.UserError(
         "rule='top_k' sees the whole sequence and cannot choose a single"
-        f' token: use one of {config.routing.causal_rules}.'
+        f' token: use one of {rules}.'
       )
     return
-  rules = config.routing.causal_rules
   if isinstance(mode.rule, str) and mode.rule not in (*rules, 'never'):
     raise errors.UserError(
       f'rule={mode.rule!r}: this model was trained for {rules or "no"} causal'
-      ' rule(s); see MoDConfig.causal_rules.'
+      ' rule(s); see LMConfig.rules.'
     )
 
 

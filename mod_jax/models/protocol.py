@@ -9,6 +9,8 @@ from flax import linen as nn
 
 from mod_jax.layers import stack
 from mod_jax.layers.acm import AdaptiveConfig
+from mod_jax.layers.experts import Assigned
+from mod_jax.layers.experts import ExpertsConfig
 from mod_jax.layers.routed import Routing
 from mod_jax.layers.routed import RoutingConfig
 
@@ -22,11 +24,13 @@ class ModelConfig(Protocol):
 
   Attributes:
     routing: how blocks are routed; None for a model without routed blocks.
+    experts: which blocks have experts; None for none.
     adaptive: which modules are split into learners; None for none.
     capacities: each block's capacity; None for a block that is not routed.
   """
 
   routing: RoutingConfig | None
+  experts: ExpertsConfig | None
   adaptive: AdaptiveConfig | None
   capacities: tuple[float | None, ...]
 
@@ -59,8 +63,8 @@ class StackedConfig:
     return sum(capacity is not None for capacity in self.capacities)
 
   def dense_twin(self):
-    """Returns the same model without routing and without adaptive modules."""
-    return dataclasses.replace(self, routing=None, adaptive=None)
+    """Returns the same model with every token in every plain block."""
+    return dataclasses.replace(self, routing=None, experts=None, adaptive=None)
 
 
 class StackedOutput:
@@ -70,3 +74,8 @@ class StackedOutput:
   def routing(self) -> tuple[Routing, ...]:
     """For each routed layer, first to last, what it chose."""
     return tuple(stack.collect(self.aux, 'router').values())
+
+  @property
+  def experts(self) -> tuple[Assigned, ...]:
+    """For each layer of experts, first to last, what they were assigned."""
+    return tuple(stack.collect(self.aux, 'experts').values())

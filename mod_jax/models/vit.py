@@ -19,6 +19,7 @@ from mod_jax.layers import stack as stack_lib
 from mod_jax.layers.acm import AdaptiveConfig
 from mod_jax.layers.attention import AttentionConfig
 from mod_jax.layers.block import BlockConfig
+from mod_jax.layers.experts import ExpertsConfig
 from mod_jax.layers.mlp import MLPConfig
 from mod_jax.layers.mode import Mode
 from mod_jax.layers.routed import LayerOutput
@@ -62,6 +63,7 @@ class ViTConfig(StackedConfig):
   # it rises linearly from 0 at the first.
   stochastic_depth: config_lib.BelowOne = 0.0
   routing: VisionRoutingConfig | None = None  # None = dense.
+  experts: ExpertsConfig | None = None  # In place of feed-forwards.
   adaptive: AdaptiveConfig | None = None  # Layers split into learners.
   dtype: Literal['float32', 'bfloat16'] = 'float32'  # Compute dtype.
   remat: stack_lib.Remat = 'none'  # What is kept for the backward pass.
@@ -121,6 +123,7 @@ class ViTConfig(StackedConfig):
         self.block,
         self.num_layers,
         self.routing,
+        experts=self.experts,
         adaptive=self.adaptive,
         stochastic_depth=self.stochastic_depth,
       ),

@@ -4,6 +4,7 @@ Everything in this package works on `[B, L]` scores and static counts:
 
 * `selection`: top-k and causal choices with static shapes, gather, scatter;
 * `gates`: how a score weighs the update of a chosen token;
+* `dispatch`: moves of tokens to the experts that they chose, and back;
 * `controls`: scores that do not look at the tokens;
 * `schedules`: capacity over depth and over training;
 * `thresholds`: the moving average of the k-th score.
@@ -12,6 +13,9 @@ Everything in this package works on `[B, L]` scores and static counts:
 from mod_jax.routing.controls import gaussian_scores
 from mod_jax.routing.controls import gaussian_threshold
 from mod_jax.routing.controls import stride_scores
+from mod_jax.routing.dispatch import give_slots
+from mod_jax.routing.dispatch import inverse
+from mod_jax.routing.dispatch import take
 from mod_jax.routing.gates import GATES
 from mod_jax.routing.gates import gate
 from mod_jax.routing.schedules import capacity_floor
@@ -26,6 +30,7 @@ from mod_jax.routing.selection import select_decided
 from mod_jax.routing.selection import select_tokens
 from mod_jax.routing.selection import select_top_k
 from mod_jax.routing.thresholds import MovingThreshold
+from mod_jax.routing.thresholds import mean_of_rows
 
 __all__ = (
   'GATES',
@@ -37,12 +42,16 @@ __all__ = (
   'gather_tokens',
   'gaussian_scores',
   'gaussian_threshold',
+  'give_slots',
+  'inverse',
   'layer_capacities',
   'mark_tokens',
+  'mean_of_rows',
   'num_chosen',
   'scatter_add_tokens',
   'select_decided',
   'select_tokens',
   'select_top_k',
   'stride_scores',
+  'take',
 )

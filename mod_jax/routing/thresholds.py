@@ -13,7 +13,8 @@ class MovingThreshold:
   best score of a sequence used to be.
 
   Attributes:
-    total: float32 scalar, the weighted sum of k-th scores.
+    total: float32, the weighted sum of k-th scores: a scalar, or one for each
+      of several that choose.
     weight: float32 scalar, the sum of the weights.
   """
 
@@ -21,8 +22,8 @@ class MovingThreshold:
   weight: jax.Array
 
   @classmethod
-  def zeros(cls) -> 'MovingThreshold':
-    return cls(jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32))
+  def zeros(cls, shape: tuple[int, ...] = ()) -> 'MovingThreshold':
+    return cls(jnp.zeros(shape, jnp.float32), jnp.zeros((), jnp.float32))
 
   def update(self, kth: jax.Array, decay: float) -> 'MovingThreshold':
     """Returns the average after one more observation."""
@@ -38,3 +39,10 @@ class MovingThreshold:
     return jnp.where(
       seen, self.total / jnp.where(seen, self.weight, 1), jnp.inf
     )
+
+
+def mean_of_rows(kth_B: jax.Array) -> jax.Array:
+  """Returns the mean over the rows that hold a real token: it is not inf."""
+  seen_B = kth_B < jnp.inf
+  count = jnp.maximum(seen_B.sum(axis=0), 1)
+  return jnp.where(seen_B, kth_B, 0).sum(axis=0) / count

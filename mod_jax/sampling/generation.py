@@ -225,15 +225,11 @@ def _check(
 
 def check_rule(config: lm.LMConfig, mode: RoutingMode) -> None:
   """Raises UserError for a rule that a model cannot generate by."""
-  rule = mode.rule
-  if (
-    config.routing
-    and isinstance(rule, str)
-    and rule not in config.routing.causal_rules
-  ):
+  rule, known = mode.rule, config.rules
+  if known and isinstance(rule, str) and rule not in known[1:]:
     raise UserError(
       f'rule={rule!r} cannot generate: this model was trained for'
-      f' {config.routing.causal_rules or "no causal rule"}.'
+      f' {known[1:] or "no causal rule"}.'
     )
 
 

@@ -314,14 +314,7 @@ class Engine:
     for name, value in (('slots', slots), ('max_length', max_length)):
       if value < 1:
         raise UserError(f'{name}={value}: expected at least 1.')
-    if mode is None:
-      rules = config.routing.causal_rules if config.num_routed else ()
-      if config.num_routed and not rules:
-        raise UserError(
-          'This model was trained for no causal rule, so it cannot decode: set'
-          ' model.routing.router_loss, predictor_width or threshold_decay.'
-        )
-      mode = config.routing.mode(rules[0]) if rules else RoutingMode()
+    mode = config.decoding_mode if mode is None else mode
     mode = RoutingMode(rule=mode) if isinstance(mode, str) else mode
     generation.check_rule(config, mode)
     self.tokenizer, self._encode = run.tokenizer, run.encode

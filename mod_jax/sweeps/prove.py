@@ -54,8 +54,9 @@ class Proof:
   Attributes:
     topology: the slice.
     chips: how many it has.
-    data: size of the mesh's axis, and so are the next two.
+    data: size of the mesh's axis, and so are the next three.
     fsdp: see there.
+    expert: see there.
     tensor: see there.
     parameters: of the model.
     memory: bytes that the step needs; at least these, where it is not known.
@@ -77,6 +78,7 @@ class Proof:
   chips: int
   data: int
   fsdp: int
+  expert: int
   tensor: int
   parameters: int
   memory: int
@@ -135,10 +137,10 @@ def check(config: ExperimentConfig, topology: slices.Slice) -> Proof:
       f'{config.name}: pruned and adaptive models, which need a teacher or'
       ' several phases, are not compiled ahead; take a dense or routed one.'
     )
-  data, fsdp, tensor = sizes = config.mesh.sizes(topology.num_chips)
-  if _rows(config) % (data * fsdp):
+  *others, tensor = sizes = config.mesh.sizes(topology.num_chips)
+  if _rows(config) % (parts := math.prod(others)):
     fitting = fitted(config, topology).mesh
-    way_out = f'use a multiple of {data * fsdp}'
+    way_out = f'use a multiple of {parts}'
     if fitting != config.mesh:
       way_out += (
         f', or config.mesh.tensor={fitting.tensor} and'
@@ -146,7 +148,7 @@ def check(config: ExperimentConfig, topology: slices.Slice) -> Proof:
       )
     raise UserError(
       f'train.batch_size / grad_accum_steps={_rows(config)} does not divide by'
-      f' the {data * fsdp} chips of {topology.name} along data and fsdp with'
+      f' the {parts} chips of {topology.name} along data and fsdp with'
       f' config.mesh.tensor={tensor}: {way_out}.'
     )
   mesh = jax.sharding.AbstractMesh(sizes, parallel.MESH_AXES)
@@ -308,7 +310,9 @@ def report(config: ExperimentConfig, topology: str, cache=None) -> str:
     proof = prove(config, found[0], cache)
   else:
     proof = smallest(config, found, cache)
-  mesh = f'data {proof.data}, fsdp {proof.fsdp}, tensor {proof.tensor}'
+  mesh = ', '.join(
+    f'{name} {getattr(proof, name)}' for name in parallel.MESH_AXES
+  )
   fits = 'fits' if proof.fits else 'DOES NOT FIT'
   lines = [
     ('slice', f'{proof.topology}: {proof.chips} chips, mesh {mesh}'),

@@ -177,11 +177,16 @@ class Language(Modality):
   # Evaluation.
 
   @property
+  def _shown(self) -> tuple[str, ...]:
+    """The rules of `rules`, and `never` where that can be computed."""
+    model = self.config.model
+    skips = model.num_routed and (model.experts is None or model.experts.causal)
+    return (*self.rules, 'never') if skips else self.rules
+
+  @property
   def rules(self) -> tuple[str, ...]:
-    """The rules that this model can be evaluated under; none if it is dense."""
-    if not self.config.model.num_routed:
-      return ()
-    return ('top_k', *self.config.model.routing.causal_rules)
+    """The rules to evaluate this model under; see `LMConfig.rules`."""
+    return self.config.model.rules
 
   def modes(self, *, more=False):
     """Top-k and each causal rule by name, and `never`, the trivial baseline.
@@ -189,14 +194,16 @@ class Language(Modality):
     A dense model's metrics have plain names. `more` evaluates the causal rules
     with `overflow='drop'`; their losses are called `<rule>/drop_loss`.
     """
-    routing = self.config.model.routing
+    model = self.config.model
     if more:
+      # Only routed blocks have caches that can overflow.
+      rules = self.rules[1:] if model.num_routed else ()
       named = {
-        f'{rule}/{_DROP}': routing.mode(rule, overflow='drop')
-        for rule in self.rules[1:]
+        f'{rule}/{_DROP}': model.routing_mode(rule, overflow='drop')
+        for rule in rules
       }
     elif self.rules:
-      named = {f'{r}/': routing.mode(r) for r in (*self.rules, 'never')}
+      named = {f'{rule}/': model.routing_mode(rule) for rule in self._shown}
     else:
       named = {'': RoutingMode()}
     return {prefix: Mode(routing=mode) for prefix, mode in named.items()}
@@ -227,8 +234,10 @@ class Language(Modality):
   def summary(self, task, metrics):
     columns, rows, notes = self.columns, [('model', '')], []
     if self.rules:
+      rows = [(rule, f'{rule}/') for rule in self._shown]
+    if self.config.model.num_routed:
       columns += ('routed', 'accuracy', 'precision', 'recall', 'count_error')
-      rows = [(rule, f'{rule}/') for rule in (*self.rules, 'never')]
+    if 'never' in self._shown:
       notes.append(
         'never: routed blocks left out, the trivial baseline, whose accuracy is'
         f' {metrics["top_k/never_route"]:.4f}'
@@ -286,14 +295,8 @@ class Language(Modality):
       UserError: routed layers, but no causal rule was trained; a prompt that
         leaves no room.
     """
-    rules = self.rules[1:]
-    if self.config.model.num_routed and not rules and 'mode' not in kwargs:
-      raise errors.UserError(
-        'This model was trained for no causal rule, so it cannot sample: set'
-        ' model.routing.router_loss, predictor_width or threshold_decay.'
-      )
-    if rules:
-      kwargs.setdefault('mode', self.config.model.routing.mode(rules[0]))
+    if 'mode' not in kwargs:
+      kwargs['mode'] = self.config.model.decoding_mode
     tokens_BP, valid_BP = pad_prompts(prompts)
     if num_tokens is None:
       num_tokens = self.config.data.length - tokens_BP.shape[1]
@@ -315,7 +318,7 @@ class Language(Modality):
 
   def texts(self, task, params, model_state):
     settings = self.config.evaluation
-    can_sample = self.rules[1:] or not self.config.model.num_routed
+    can_sample = len(self.rules) != 1
     if settings.sample_tokens and can_sample:
       prompt = settings.prompt or self._held_out_words()
       room = self.config.data.length - len(self.tokenizer.encode(prompt))

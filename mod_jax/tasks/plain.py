@@ -7,6 +7,8 @@ import jax.numpy as jnp
 
 from mod_jax import flops
 from mod_jax import losses
+from mod_jax.layers.experts import Assigned
+from mod_jax.layers.experts import ExpertsConfig
 from mod_jax.layers.routed import Routing
 from mod_jax.layers.routed import RoutingConfig
 from mod_jax.losses import sums
@@ -127,6 +129,10 @@ class Plain(task_lib.Task):
       )
       loss += extra
       metric_sums |= more
+    if output.experts:
+      extra, more = expert_losses(self.config.model.experts, output.experts)
+      loss += extra
+      metric_sums |= more
     return loss, (metric_sums, model_state)
 
   def taught(self, output, batch, teacher) -> tuple[jax.Array, MetricSums]:
@@ -160,6 +166,7 @@ class Plain(task_lib.Task):
   def eval_step(self, params, model_state, batch, key, mode):
     output = self.apply(params, model_state, batch, key, mode)
     metric_sums = self.modality.eval_sums(output, batch, mode)
+    metric_sums |= expert_loads(output.experts)
     return metric_sums | self.more_sums(output, batch, mode)
 
   def more_sums(self, output, batch, mode) -> MetricSums:
@@ -221,3 +228,38 @@ def routing_losses(
       found = {f'{rule}/{name}': pair for name, pair in found.items()}
       metric_sums = sums.add(metric_sums, found)
   return loss, metric_sums
+
+
+def expert_losses(
+  config: ExpertsConfig, layers: Sequence[Assigned]
+) -> tuple[jax.Array, MetricSums]:
+  """Returns what is added to the loss, and the sums to report.
+
+  Each layer has a loss of its own, of which the mean is taken: were the loads
+  added up first, one layer's imbalance would make up for another's.
+  """
+  loss = jnp.zeros(())
+  metric_sums = expert_loads(layers)
+  for assigned in layers:
+    total, count = losses.experts.z_loss(assigned.logits_BLX, assigned.valid_BL)
+    loss += config.z_loss * total / jnp.maximum(count, 1) / len(layers)
+    found = {'experts/z': (total, count)}
+    if config.choice == 'token':
+      balance = losses.experts.balance_loss(
+        *(assigned.logits_BLX, assigned.wanted_BLX, assigned.valid_BL),
+        config.targets,
+      )
+      loss += config.balance_loss * balance / len(layers)
+      found['experts/balance'] = (balance, jnp.float32(1))
+    metric_sums = sums.add(metric_sums, found)
+  return loss, metric_sums
+
+
+def expert_loads(layers: Sequence[Assigned]) -> MetricSums:
+  """Returns the sums of `losses.experts.load` over layers of experts."""
+  metric_sums = {}
+  for assigned in layers:
+    load = losses.experts.load(assigned.wanted_BLX, assigned.ran_BLE)
+    found = {f'experts/{name}': pair for name, pair in load.items()}
+    metric_sums = sums.add(metric_sums, found)
+  return metric_sums

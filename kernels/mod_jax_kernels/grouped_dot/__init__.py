@@ -1,0 +1,76 @@
+"""A matrix product for each group of rows: what experts are made of."""
+
+import functools
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from mod_jax_kernels import dispatch
+from mod_jax_kernels.grouped_dot import loop
+from mod_jax_kernels.grouped_dot import reference
+
+Implementation = Literal['xla', 'loop']
+OP = dispatch.Op(
+  # XLA makes a product over all groups of a ragged one on a CPU: with eight
+  # groups it is eight times the work.
+  dispatch.Backend(name='loop', module=loop, default_on=('cpu',)),
+  dispatch.Backend(name='xla', module=reference),
+)
+
+
+def grouped_dot(
+  x_TD: jax.Array,
+  w_EDF: jax.Array,
+  size_E: jax.Array,
+  implementation: Implementation | None = None,
+) -> jax.Array:
+  """Returns y_TF: each row's product with the matrix of its group.
+
+  The first `size_E[0]` rows belong to the first group, and so on. Rows beyond
+  the last group's are 0, have no gradient, and cost nothing where it is known
+  how many they are.
+
+  Args:
+    x_TD: rows, sorted by group; the products are in their dtype.
+    w_EDF: a matrix for each group, float32 or in the dtype of x. Its gradient
+      is a float32 sum.
+    size_E: int32 numbers of rows; together at most T.
+    implementation: `xla`, which is `jax.lax.ragged_dot`; `loop`, over blocks of
+      rows of one group; or None: the loop on a CPU, and XLA's elsewhere.
+
+  Raises:
+    ValueError: shapes that do not fit, or an unknown backend.
+  """
+  if (
+    x_TD.ndim != 2
+    or w_EDF.ndim != 3
+    or w_EDF.shape[1] != x_TD.shape[1]
+    or size_E.shape != w_EDF.shape[:1]
+  ):
+    raise ValueError(
+      f'x {list(x_TD.shape)}, w {list(w_EDF.shape)}, size'
+      f' {list(size_E.shape)}: expected [T, D], [E, D, F] and [E].'
+    )
+  chosen = OP.choose(implementation, x_TD, w_EDF, size_E)
+  return _grouped_dot(chosen, x_TD, w_EDF, size_E)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _grouped_dot(chosen, x_TD, w_EDF, size_E):
+  return OP.run('product', chosen, x_TD, w_EDF.astype(x_TD.dtype), size_E)
+
+
+def _forward(chosen, x_TD, w_EDF, size_E):
+  return _grouped_dot(chosen, x_TD, w_EDF, size_E), (x_TD, w_EDF, size_E)
+
+
+def _backward(chosen, inputs, dy_TF):
+  x_TD, w_EDF, size_E = inputs
+  w_EFD = jnp.swapaxes(w_EDF.astype(x_TD.dtype), 1, 2)
+  dx_TD = OP.run('product', chosen, dy_TF, w_EFD, size_E)
+  dw_EDF = OP.run('weight_gradient', chosen, x_TD, dy_TF, size_E)
+  return dx_TD, dw_EDF.astype(w_EDF.dtype), None
+
+
+_grouped_dot.defvjp(_forward, _backward)

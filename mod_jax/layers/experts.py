@@ -1,0 +1,532 @@
+"""Experts: several feed-forwards in place of one; a token runs a few of them.
+
+Token choice (Shazeer et al. 2017; Fedus et al. 2021): each token takes the K
+experts of the largest logits. Expert choice (Zhou et al. 2022): each expert
+takes the tokens that it has the largest probability for. Experts that do
+nothing, the no-ops, make it an integrated Mixture-of-Depths-and-Experts
+(Raposo et al. 2024, section 4.3): the tokens that prefer them leave before
+anything is computed. Experts in a routed block make it a staged one.
+"""
+
+import dataclasses
+import math
+from typing import Literal
+
+from flax import linen as nn
+import flax.struct
+import jax
+from jax.ad_checkpoint import checkpoint_name
+import jax.numpy as jnp
+
+from mod_jax import config as config_lib
+from mod_jax import errors
+from mod_jax import parallel
+from mod_jax import routing
+from mod_jax.layers import dense
+from mod_jax.layers.block import BlockConfig
+from mod_jax.layers.mlp import MLPConfig
+from mod_jax.layers.mode import Mode
+from mod_jax.layers.routed import SELECTION_NAME
+from mod_jax.layers.slots import Slot
+from mod_jax.layers.token_info import TokenInfo
+import mod_jax_kernels
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+  """Which blocks have experts, how many, and who chooses whom."""
+
+  num_experts: config_lib.Unrolled = 8  # E
+  # K, the choices of each token; where experts choose, the mean of them is
+  # `capacity_factor` times the share.
+  per_token: config_lib.Unrolled = 1
+  # Who chooses. Experts see the whole sequence; see `threshold_decay`.
+  choice: Literal['token', 'expert'] = 'token'
+  # Z, further choices that do nothing: more than 0 is an integrated
+  # Mixture-of-Depths-and-Experts.
+  num_nulls: config_lib.Count = 0
+  # Part of the choices that should be experts; None = E / (E + Z).
+  compute_share: config_lib.Fraction | None = None
+  # Slots of each expert in a sequence, over what it would fill at balance, in
+  # training; tokens that find none pass by. None has a slot for every token.
+  # Nothing is dropped after training, where tokens choose.
+  capacity_factor: config_lib.Positive | None = 1.25
+  # Hidden units of each expert; None = those of the dense feed-forward.
+  hidden: config_lib.Size | None = None
+  period: config_lib.Unrolled = 1  # One block in so many has experts.
+  offset: config_lib.Layer = 0  # The first one, counted from 0.
+  router_std: config_lib.Weight = 0.02  # Of the router's initial weights.
+  # Weight of the balance loss (Fedus et al. 2021, Eq. 4), where tokens choose.
+  balance_loss: config_lib.Weight = 0.01
+  # Weight of the mean of squared log-sum-exps (Zoph et al. 2022, Eq. 5).
+  z_loss: config_lib.Weight = 0.001
+  # Where experts choose, decay of the moving average of the least probability
+  # that each chose: the threshold of the causal rule. 0 disables it.
+  threshold_decay: config_lib.Decay = 0.0
+
+  def __post_init__(self):
+    config_lib.validate(self)
+    if not 0 <= self.offset < self.period:
+      raise errors.UserError(
+        f'offset={self.offset}: expected 0 <= offset < period={self.period}.'
+      )
+    if self.per_token > self.num_experts:
+      raise errors.UserError(
+        f'per_token={self.per_token} and num_experts={self.num_experts}: a'
+        ' token cannot choose more experts than there are; lower it.'
+      )
+    if self.compute_share is not None and not self.num_nulls:
+      raise errors.UserError(
+        f'compute_share={self.compute_share} and num_nulls=0: without a choice'
+        ' that does nothing all choices are experts; set num_nulls=1, or leave'
+        ' compute_share at None.'
+      )
+    if self.choice == 'expert':
+      if self.per_token != 1:
+        raise errors.UserError(
+          f"per_token={self.per_token} and choice='expert': the experts choose,"
+          ' each as many tokens as capacity_factor says; set per_token=1.'
+        )
+      if self.capacity_factor is None:
+        raise errors.UserError(
+          "capacity_factor=None and choice='expert': an expert chooses a number"
+          ' of tokens, so give the factor; 2 is that of the paper.'
+        )
+    elif self.threshold_decay:
+      raise errors.UserError(
+        f"threshold_decay={self.threshold_decay} and choice='token': tokens"
+        ' choose by themselves, without a threshold; set it to 0, or choice to'
+        " 'expert'."
+      )
+
+  @property
+  def share(self) -> float:
+    """ρ, the part of the choices that should be experts."""
+    if self.compute_share is not None:
+      return self.compute_share
+    return self.num_experts / (self.num_experts + self.num_nulls)
+
+  @property
+  def targets(self) -> tuple[float, ...]:
+    """The part of the choices that each expert, then each no-op, should get."""
+    nulls = self.num_nulls
+    return (self.share / self.num_experts,) * self.num_experts + (
+      (1 - self.share) / max(nulls, 1),
+    ) * nulls
+
+  @property
+  def causal(self) -> bool:
+    """Whether there is a rule by which no choice depends on later tokens."""
+    return self.choice == 'token' or self.threshold_decay > 0
+
+  def slots(self, tokens: int) -> int:
+    """Returns the slots of each expert for a sequence of so many tokens.
+
+    Rounded up where tokens choose. Where experts do, it is the number that each
+    chooses, rounded down.
+    """
+    if self.capacity_factor is None:
+      return tokens
+    factor = self.capacity_factor * self.share * self.per_token
+    exact = round(factor * tokens / self.num_experts, 9)
+    return min(
+      math.ceil(exact) if self.choice == 'token' else int(exact), tokens
+    )
+
+  def check(self, block: BlockConfig, num_layers: int) -> None:
+    """Raises UserError where no block of a model can have experts."""
+    if not isinstance(block.mlp, MLPConfig):
+      raise errors.UserError(
+        f'experts and feed_forward={type(block.mlp).__name__}: experts are'
+        ' several of the plain feed-forward; set one of the two to None.'
+      )
+    if self.offset >= num_layers:
+      raise errors.UserError(
+        f'experts.offset={self.offset} and num_layers={num_layers}: no block'
+        ' would have experts; lower the offset, or set experts to None.'
+      )
+
+  def adapt(self, layer: int, block: BlockConfig) -> BlockConfig:
+    """Returns the block of a layer, with experts if it should have them."""
+    if layer % self.period != self.offset:
+      return block
+    mlp = block.mlp
+    if self.hidden is not None:
+      mlp = dataclasses.replace(mlp, hidden=self.hidden)
+    return block.with_slots({'mlp': ExpertMLPConfig(mlp=mlp, experts=self)})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertMLPConfig(Slot):
+  """Experts in place of a feed-forward."""
+
+  mlp: MLPConfig  # Sizes of each expert.
+  experts: ExpertsConfig
+
+  def run(self, x, info, *, name, dtype, mode):
+    # A name of its own, so that a dense checkpoint does not fit it by chance.
+    module = ExpertMLP(self, mode, dtype=dtype, name=f'{name}_experts')
+    y_BLD, assigned = module(x, info)
+    return y_BLD, {'experts': assigned}
+
+  def flops(self, tokens):
+    """See `Slot`: of all slots, filled or not, and of the router."""
+    config = self.experts
+    run = tokens * config.per_token
+    if config.capacity_factor is not None:
+      run = config.num_experts * config.slots(tokens)
+    router = 2 * tokens * self.mlp.width * self.num_choices
+    return {'experts': sum(self.mlp.flops(run).values()), 'router': router}
+
+  @property
+  def num_params(self):
+    router = self.mlp.width * self.num_choices
+    return self.experts.num_experts * self.mlp.num_params + router
+
+  @property
+  def num_choices(self) -> int:
+    """Of a token: experts and no-ops."""
+    return self.experts.num_experts + self.experts.num_nulls
+
+
+@flax.struct.dataclass
+class Assigned:
+  """What a layer of experts tells. X = E + Z choices, experts first.
+
+  Attributes:
+    logits_BLX: float32 logits of the choices.
+    wanted_BLX: the choices that were made; none of tokens that do not count.
+    ran_BLE: those that found a slot.
+    valid_BL: the tokens that count.
+    position_BL: int32 place of each token in its sequence.
+  """
+
+  logits_BLX: jax.Array
+  wanted_BLX: jax.Array
+  ran_BLE: jax.Array
+  valid_BL: jax.Array
+  position_BL: jax.Array
+
+
+class ExpertMLP(nn.Module):
+  """A router, and the experts among which it divides the tokens.
+
+  Collections: `params`; and `moving`, the moving averages of the least
+  probabilities that experts chose, where `threshold_decay` asks for them.
+  """
+
+  config: ExpertMLPConfig
+  mode: Mode = Mode()
+  dtype: str = dataclasses.field(default='float32', kw_only=True)
+
+  @nn.compact
+  def __call__(
+    self, x_BLD: jax.Array, info: TokenInfo
+  ) -> tuple[jax.Array, Assigned]:
+    """Returns the update, and what was assigned.
+
+    Tokens that do not count, by `info.valid_BL` or `info.keep_BL`, fill no
+    slot, and have no update.
+    """
+    config = self.config.experts
+    experts, length = config.num_experts, x_BLD.shape[1]
+    valid_BL = jnp.ones(x_BLD.shape[:2], bool)
+    if info.valid_BL is not None:
+      valid_BL &= info.valid_BL
+    if info.keep_BL is not None:
+      valid_BL &= info.keep_BL > 0
+    router = Router(self.config.num_choices, config.router_std, name='router')
+    logits_BLX = router(x_BLD)
+    if config.choice == 'token':
+      wanted_BLX, weight_BLX = self._tokens_choose(logits_BLX, valid_BL)
+    else:
+      wanted_BLX, weight_BLX = self._experts_choose(logits_BLX, valid_BL)
+    weight_BLE = jnp.where(wanted_BLX, weight_BLX, 0)[..., :experts]
+    ran_BLE = wanted_BLX[..., :experts]
+    weights = {
+      name: Weights(experts, *linear, name=name)()
+      for name, linear in self._linears.items()
+    }
+    slots = self._slots(length)
+    if slots is None:
+      y_BLD = self._all(x_BLD, ran_BLE, weight_BLE, weights)
+    else:
+      limit_B = None
+      if info.valid_BL is not None or info.keep_BL is not None:
+        limit_B = self._limit(valid_BL)
+      slot_BLE = routing.give_slots(ran_BLE, slots, limit_B)
+      ran_BLE = slot_BLE < experts * slots
+      y_BLD = self._in_slots(x_BLD, slot_BLE, slots, weight_BLE, weights)
+    assigned = Assigned(
+      logits_BLX, wanted_BLX, ran_BLE, valid_BL, info.position_BL
+    )
+    return y_BLD, assigned
+
+  @property
+  def _linears(self) -> dict[str, tuple]:
+    """Inputs, outputs, axes, bias and scale of an expert's linear maps."""
+    mlp = self.config.mlp
+    up = (mlp.width, mlp.hidden, ('embed', 'mlp'), mlp.bias, 1.0)
+    down = (mlp.hidden, mlp.width, ('mlp', 'embed'), mlp.bias, mlp.out_scale)
+    gate = {'gate': up} if mlp.kind == 'swiglu' else {}
+    return {**gate, 'up': up, 'down': down}
+
+  def _limit(self, valid_BL) -> jax.Array:
+    """Returns the slots by each row's own tokens, in limit_B.
+
+    By the length of all, a row's padding would have a part in its choices.
+    """
+    slots, length = self.config.experts.slots, valid_BL.shape[1]
+    return routing.for_lengths(slots, length, valid_BL.sum(axis=-1))
+
+  def _slots(self, length) -> int | None:
+    """Returns the slots of each expert at this call; None for no limit."""
+    config = self.config.experts
+    if config.choice == 'expert':
+      return None if self.mode.routing.causal_rule else self._chosen(length)
+    if config.capacity_factor is None or not self.mode.train:
+      return None
+    return config.slots(length)
+
+  def _chosen(self, length) -> int:
+    """Returns how many tokens an expert chooses."""
+    config = self.config.experts
+    chosen = config.slots(length)
+    # A model is initialised on fewer tokens than any sequence has.
+    if not chosen and not self.is_initializing():
+      raise errors.UserError(
+        f'capacity_factor={config.capacity_factor} leaves each of'
+        f' num_experts={config.num_experts} less than one of {length} tokens:'
+        ' raise it, lengthen the sequences, or take fewer experts.'
+      )
+    return max(chosen, 1)
+
+  def _tokens_choose(self, logits_BLX, valid_BL):
+    config = self.config.experts
+    stopped_BLX = jax.lax.stop_gradient(logits_BLX)
+    index_BLK = jax.lax.top_k(stopped_BLX, config.per_token)[1]
+    index_BLK = checkpoint_name(index_BLK, SELECTION_NAME)
+    choices = logits_BLX.shape[-1]
+    wanted_BLX = jax.nn.one_hot(index_BLK, choices, dtype=bool).any(axis=2)
+    weight_BLX = nn.softmax(logits_BLX)
+    if config.per_token > 1 and not config.num_nulls:
+      # Over the chosen experts. With no-ops it would take their probability
+      # away, and with it their gradient; with one choice every gradient.
+      chosen_BLX = jnp.where(wanted_BLX, weight_BLX, 0)
+      weight_BLX /= chosen_BLX.sum(axis=-1, keepdims=True)
+    return wanted_BLX & valid_BL[..., None], weight_BLX
+
+  def _experts_choose(self, logits_BLX, valid_BL):
+    config = self.config.experts
+    batch, length, choices = logits_BLX.shape
+    experts = config.num_experts
+    weight_BLX = nn.softmax(logits_BLX)
+    weight_BLE = weight_BLX[..., :experts]
+    trains = self.is_mutable_collection('moving')
+    moving = None
+    if config.threshold_decay and (
+      trains or self.has_variable('moving', 'threshold')
+    ):
+      moving = self.variable(
+        'moving', 'threshold', routing.MovingThreshold.zeros, (experts,)
+      )
+    if self.mode.routing.causal_rule is not None:
+      if moving is None:
+        raise errors.UserError(
+          'These experts choose among all tokens of a sequence, and a causal'
+          ' rule needs their moving averages of training: train with'
+          " experts.threshold_decay above 0, and pass the 'moving' collection"
+          " beside 'params'."
+        )
+      wanted_BLE = weight_BLE >= moving.value.value()
+    else:
+      score_QL = jnp.moveaxis(weight_BLE, -1, 1).reshape(-1, length)
+      selection = routing.select_top_k(
+        score_QL,
+        self._chosen(length),
+        jnp.repeat(valid_BL, experts, axis=0),
+        jnp.repeat(self._limit(valid_BL), experts),
+      )
+      selection = checkpoint_name(selection, SELECTION_NAME)
+      wanted_QL = routing.mark_tokens(selection, length)
+      wanted_BLE = jnp.moveaxis(wanted_QL.reshape(batch, -1, length), 1, -1)
+      if trains and moving is not None and not self.is_initializing():
+        least_BE = jnp.where(wanted_BLE, weight_BLE, jnp.inf).min(axis=1)
+        least_E = routing.mean_of_rows(least_BE)
+        moving.value = moving.value.update(least_E, config.threshold_decay)
+    wanted_BLE &= valid_BL[..., None]
+    nulls = ((0, 0), (0, 0), (0, choices - experts))
+    return jnp.pad(wanted_BLE, nulls), weight_BLX
+
+  def _in_slots(self, x_BLD, slot_BLE, slots, weight_BLE, weights):
+    """Returns the update by one product over all experts' slots."""
+    batch, length, width = x_BLD.shape
+    experts = slot_BLE.shape[-1]
+    slot_BLJ, weight_BLJ = self._assignments(slot_BLE, weight_BLE)
+    each = slot_BLJ.shape[-1]
+    slot_BA = slot_BLJ.reshape(batch, -1)
+    assignment_BS = routing.inverse(slot_BA, experts * slots)
+    x_BSD = routing.take(x_BLD, assignment_BS // each, slot_BLJ)
+    x_EBCD = jnp.swapaxes(x_BSD.reshape(batch, experts, slots, width), 0, 1)
+    # With experts on devices of their own, this is where tokens go to them.
+    to_experts = ('experts', 'expert_batch', None, 'act_embed')
+    x_EBCD = parallel.constrain(x_EBCD, *to_experts)
+
+    def product(name, x_EBCD):
+      axes = self._linears[name][2]
+      kernel_EDF, bias_EF = weights[name]
+      y_EBCF = dense.einsum(
+        'EBCD,EDF->EBCF', x_EBCD, kernel_EDF, axes=('experts', *axes)
+      )
+      if bias_EF is not None:
+        y_EBCF = (y_EBCF + bias_EF[:, None, None]).astype(y_EBCF.dtype)
+      last = f'act_{axes[-1]}'
+      return parallel.constrain(y_EBCF, 'experts', 'expert_batch', None, last)
+
+    y_EBCD = self._run(product, x_EBCD)
+    y_BSD = jnp.swapaxes(y_EBCD, 0, 1).reshape(batch, -1, width)
+    y_BSD = parallel.constrain(y_BSD, 'batch', None, 'act_embed')
+    y_BAD = routing.take(y_BSD, slot_BA, assignment_BS[..., None])
+    y_BLJD = y_BAD.reshape(batch, length, each, width)
+    y_BLD = jnp.einsum(
+      'BLJD,BLJ->BLD', y_BLJD, weight_BLJ, preferred_element_type=jnp.float32
+    )
+    return y_BLD.astype(x_BLD.dtype)
+
+  def _assignments(self, value_BLE, weight_BLE):
+    """Returns a value and the weight of each token's J assignments."""
+    if self.config.experts.choice == 'expert':  # A token may have all experts.
+      return value_BLE, weight_BLE
+    # No more than K, which are those of the largest weights.
+    weight_BLJ, index_BLJ = jax.lax.top_k(
+      weight_BLE, self.config.experts.per_token
+    )
+    return jnp.take_along_axis(value_BLE, index_BLJ, axis=-1), weight_BLJ
+
+  def _all(self, x_BLD, wanted_BLE, weight_BLE, weights):
+    """Returns the update where every wanted assignment runs."""
+    kernels = {name: kernel for name, (kernel, _) in weights.items()}
+    biases = {name: bias for name, (_, bias) in weights.items()}
+    names = tuple(weights)
+
+    def run(x_BLD, wanted_BLE, weight_BLE, *arrays):
+      kernels = dict(zip(names, arrays[: len(names)], strict=True))
+      biases = dict(zip(names, arrays[len(names) :], strict=True))
+      # A device has some of the experts, and the tokens of all who share them.
+      own = kernels['down'].shape[0]
+      first = own * parallel.index_of('experts')
+      number_E = jnp.where(wanted_BLE, jnp.arange(wanted_BLE.shape[-1]), -1)
+      number_E = jnp.where(
+        (number_E >= first) & (number_E < first + own), number_E - first, own
+      )
+      group_BLJ, weight_BLJ = self._assignments(number_E, weight_BLE)
+      each = group_BLJ.shape[-1]
+      group_A = group_BLJ.reshape(-1)
+      order_A = jnp.argsort(group_A, stable=True)
+      place_TJ = jnp.argsort(order_A).astype(jnp.int32).reshape(-1, each)
+      size_E = jnp.bincount(group_A, length=own + 1)[:own].astype(jnp.int32)
+      x_TD = x_BLD.reshape(-1, x_BLD.shape[-1])
+      x_AD = routing.take(x_TD[None], order_A[None] // each, place_TJ[None])[0]
+
+      def product(name, x_AD):
+        y_AF = mod_jax_kernels.grouped_dot(x_AD, kernels[name], size_E)
+        if (bias_EF := biases[name]) is None:
+          return y_AF
+        if name == 'down':  # The parts of the hidden units are summed below.
+          bias_EF = jnp.where(parallel.index_of('mlp') == 0, bias_EF, 0)
+        bias_AF = bias_EF.at[group_A[order_A]].get(mode='fill', fill_value=0)
+        return (y_AF + bias_AF).astype(y_AF.dtype)
+
+      y_AD = self._run(product, x_AD)
+      y_TJD = routing.take(
+        y_AD[None], place_TJ.reshape(1, -1), order_A[None, :, None]
+      ).reshape(*place_TJ.shape, -1)
+      y_TD = jnp.einsum(
+        'TJD,TJ->TD',
+        y_TJD,
+        weight_BLJ.reshape(place_TJ.shape),
+        preferred_element_type=jnp.float32,
+      )
+      y_TD = parallel.sum_over(parallel.sum_over(y_TD, 'mlp'), 'experts')
+      return (y_TD.reshape(x_BLD.shape).astype(x_BLD.dtype),)
+
+    tokens = ('expert_batch', 'length', None)
+    axes = {
+      name: tuple(axis if axis == 'mlp' else None for axis in linear[2])
+      for name, linear in self._linears.items()
+    }
+    (y_BLD,) = parallel.per_device(
+      run,
+      (
+        *(tokens, tokens, tokens),
+        *(('experts', *axes[name]) for name in names),
+        *(('experts', axes[name][-1]) for name in names),
+      ),
+      (tokens,),
+    )(x_BLD, wanted_BLE, weight_BLE, *kernels.values(), *biases.values())
+    return parallel.constrain(y_BLD, 'batch', 'length', 'act_embed')
+
+  def _run(self, product, x):
+    """Returns what experts make of features, given their products by name."""
+    kind = self.config.mlp.kind
+    x = x.astype(self.dtype)
+    if kind == 'swiglu':
+      hidden = nn.silu(product('gate', x)) * product('up', x)
+    else:
+      hidden = nn.gelu(product('up', x), approximate=kind == 'gelu_tanh')
+    return product('down', hidden)
+
+
+class Router(nn.Module):
+  """Logits of the choices: one linear map in float32, without a bias."""
+
+  choices: int
+  std: float
+
+  @nn.compact
+  def __call__(self, x_BLD: jax.Array) -> jax.Array:
+    kernel_DX = self.param(
+      'kernel',
+      nn.with_logical_partitioning(
+        nn.initializers.normal(self.std), ('replicated', 'replicated')
+      ),
+      (x_BLD.shape[-1], self.choices),
+    )
+    # Accelerators must not round this to bfloat16, or forward pass and decoding
+    # would disagree about logits that are nearly the same.
+    return jnp.einsum(
+      'BLD,DX->BLX', x_BLD.astype(jnp.float32), kernel_DX, precision='highest'
+    )
+
+
+class Weights(nn.Module):
+  """One linear map of each expert: kernel_EDF, and bias_EF or None."""
+
+  experts: int
+  inputs: int
+  outputs: int
+  axes: tuple[str, str]
+  bias: bool
+  scale: float
+
+  @nn.compact
+  def __call__(self) -> tuple[jax.Array, jax.Array | None]:
+    # The fan-in is that of one expert.
+    init = nn.initializers.variance_scaling(
+      self.scale**2,
+      *('fan_in', 'truncated_normal'),
+      in_axis=1,
+      out_axis=2,
+      batch_axis=0,
+    )
+    kernel_EDF = self.param(
+      'kernel',
+      nn.with_logical_partitioning(init, ('experts', *self.axes)),
+      (self.experts, self.inputs, self.outputs),
+    )
+    if not self.bias:
+      return kernel_EDF, None
+    zeros = nn.with_logical_partitioning(
+      nn.initializers.zeros, ('experts', self.axes[-1])
+    )
+    return kernel_EDF, self.param('bias', zeros, (self.experts, self.outputs))

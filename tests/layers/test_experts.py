@@ -1,0 +1,500 @@
+"""Experts, against a loop over tokens and choices."""
+
+import dataclasses
+import functools
+import math
+
+from flax import linen as nn
+import hypothesis
+from hypothesis import strategies
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mod_jax import errors
+from mod_jax import losses
+from mod_jax import parallel
+from mod_jax import routing
+from mod_jax.layers.experts import ExpertMLP
+from mod_jax.layers.experts import ExpertMLPConfig
+from mod_jax.layers.experts import ExpertsConfig
+from mod_jax.layers.mlp import MLP
+from mod_jax.layers.mlp import MLPConfig
+from mod_jax.layers.mode import Mode
+from mod_jax.layers.mode import RoutingMode
+from mod_jax.layers.token_info import TokenInfo
+
+B, L, D, F = 3, 9, 6, 10
+SWIGLU = MLPConfig(width=D, hidden=F)
+BIASED = MLPConfig(width=D, hidden=F, kind='gelu', bias=True)
+TRAIN = Mode(train=True)
+CAUSAL = Mode(routing=RoutingMode(rule='threshold'))
+VALID_BL = np.arange(L) < np.array([[9], [5], [1]])
+
+
+def features(seed=0, batch=B):
+  return jax.random.normal(jax.random.key(seed), (batch, L, D))
+
+
+def info_of(valid_BL=None, batch=B):
+  position_BL = jnp.broadcast_to(jnp.arange(L), (batch, L))
+  return TokenInfo(position_BL, valid_BL)
+
+
+@functools.cache
+def variables_of(config):
+  """Returns variables whose choices are no ties and whose biases are not 0."""
+  module = ExpertMLP(config)
+  variables = nn.unbox(module.init(jax.random.key(1), features(), info_of()))
+
+  def change(path, x):
+    name = jax.tree_util.keystr(path)
+    if 'router' in name:
+      return 40 * x
+    if 'bias' in name:
+      return jax.random.normal(jax.random.key(2), x.shape)
+    return x
+
+  params = jax.tree_util.tree_map_with_path(change, variables['params'])
+  return {**variables, 'params': params}
+
+
+def config_of(mlp=SWIGLU, **fields):
+  return ExpertMLPConfig(mlp=mlp, experts=ExpertsConfig(**fields))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def apply(config, mode, variables, x_BLD, info):
+  return ExpertMLP(config, mode).apply(variables, x_BLD, info)
+
+
+def expert_of(config, params, expert):
+  """Returns one expert as a function of features: a plain MLP's."""
+  own = jax.tree.map(lambda x: x[expert], params)
+  own.pop('router')
+  return lambda x: MLP(config.mlp).apply({'params': own}, x)
+
+
+def by_hand(config, params, x_BLD, valid_BL, slots):
+  """Returns y_BLD, and the choices that ran and were dropped, in loops.
+
+  `slots` gives those of each expert for a number of tokens; None for no limit.
+  """
+  experts = config.experts
+  outputs_EBLD = [
+    expert_of(config, jax.tree.map(lambda x: x, dict(params)), e)(x_BLD)
+    for e in range(experts.num_experts)
+  ]
+  logits_BLX = np.asarray(x_BLD, np.float64) @ np.asarray(
+    params['router']['kernel'], np.float64
+  )
+  p_BLX = np.exp(logits_BLX - logits_BLX.max(axis=-1, keepdims=True))
+  p_BLX /= p_BLX.sum(axis=-1, keepdims=True)
+  y_BLD = np.zeros(x_BLD.shape)
+  ran, dropped = set(), set()
+  for b in range(x_BLD.shape[0]):
+    tokens = int(valid_BL[b].sum())
+    taken = dict.fromkeys(range(experts.num_experts), 0)
+    wanted = []
+    if experts.choice == 'token':
+      for t in np.flatnonzero(valid_BL[b]):
+        best = np.argsort(-p_BLX[b, t], kind='stable')[: experts.per_token]
+        whole = 1.0
+        if experts.per_token > 1 and not experts.num_nulls:
+          whole = p_BLX[b, t, best].sum()
+        wanted += [(t, e, p_BLX[b, t, e] / whole) for e in best]
+    else:
+      for e in range(experts.num_experts):
+        score_L = np.where(valid_BL[b], p_BLX[b, :, e], -1)
+        best = np.argsort(-score_L, kind='stable')[: slots(tokens)]
+        wanted += [(t, e, p_BLX[b, t, e]) for t in best]
+    for t, e, weight in wanted:
+      if e >= experts.num_experts:
+        continue
+      if slots is not None and taken[e] >= slots(tokens):
+        dropped.add((b, t, e))
+        continue
+      taken[e] += 1
+      ran.add((b, t, e))
+      y_BLD[b, t] += weight * np.asarray(outputs_EBLD[e][b, t])
+  return y_BLD, ran, dropped
+
+
+def check(config, mode, valid_BL, slots, seed=0):
+  variables = variables_of(config)
+  x_BLD = features(seed)
+  info = info_of(None if valid_BL is None else jnp.array(valid_BL))
+  y_BLD, assigned = apply(config, mode, variables, x_BLD, info)
+  valid_BL = np.ones((B, L), bool) if valid_BL is None else valid_BL
+  want_BLD, ran, dropped = by_hand(
+    config, variables['params'], x_BLD, valid_BL, slots
+  )
+  np.testing.assert_allclose(y_BLD, want_BLD, atol=2e-5)
+  assert set(map(tuple, np.argwhere(assigned.ran_BLE))) == ran
+  load = losses.experts.load(assigned.wanted_BLX, assigned.ran_BLE)
+  assert load['dropped'] == (len(dropped), len(dropped) + len(ran))
+  return dropped
+
+
+CASES = {
+  'one choice': config_of(num_experts=4, capacity_factor=0.8),
+  'two choices': config_of(num_experts=3, per_token=2, capacity_factor=0.9),
+  'no-ops': config_of(
+    num_experts=3, num_nulls=1, compute_share=0.5, capacity_factor=1.0
+  ),
+  'two choices, no-ops, biases': config_of(
+    BIASED, num_experts=3, per_token=2, num_nulls=2, capacity_factor=0.7
+  ),
+  'experts choose': config_of(
+    num_experts=3, choice='expert', capacity_factor=1.5
+  ),
+  'experts choose, no-ops': config_of(
+    BIASED, num_experts=3, choice='expert', num_nulls=1, capacity_factor=1.5
+  ),
+}
+
+
+class TestForward:
+  @pytest.mark.parametrize('valid_BL', [None, VALID_BL], ids=['all', 'padded'])
+  @pytest.mark.parametrize('name', CASES)
+  def test_is_the_loop_over_tokens(self, name, valid_BL):
+    config = CASES[name]
+    slots = config.experts.slots
+    dropped = check(config, TRAIN, valid_BL, slots)
+    assert bool(dropped) == (config.experts.choice == 'token')
+    if config.experts.choice == 'token':  # After training nothing is dropped.
+      check(config, Mode(), valid_BL, None)
+
+  @hypothesis.settings(max_examples=15, deadline=None)
+  @hypothesis.given(data=strategies.data())
+  def test_no_choice_is_lost_or_doubled(self, data):
+    # Under any capacity; slots alone, without a model.
+    draw = data.draw
+    experts, length = draw(strategies.integers(1, 5)), 8
+    slots = draw(strategies.integers(1, length))
+    wanted_BLE = np.array(
+      draw(
+        strategies.lists(
+          strategies.booleans(),
+          min_size=length * experts,
+          max_size=length * experts,
+        )
+      )
+    ).reshape(1, length, experts)
+    limit_B = jnp.array([draw(strategies.integers(0, length))])
+    slot_BLE = np.asarray(
+      routing.give_slots(jnp.array(wanted_BLE), slots, limit_B)
+    )
+    given = slot_BLE < experts * slots
+    assert not (given & ~wanted_BLE).any()
+    used = slot_BLE[given]
+    assert len(set(used)) == len(used)
+    room = min(slots, int(limit_B[0]))
+    for e in range(experts):
+      want = np.flatnonzero(wanted_BLE[0, :, e])
+      assert np.flatnonzero(given[0, :, e]).tolist() == want[:room].tolist()
+      assert (slot_BLE[0, :, e][given[0, :, e]] // slots == e).all()
+
+  @pytest.mark.parametrize('mode', [TRAIN, Mode()], ids=['slots', 'all'])
+  def test_equal_experts_are_one_mlp(self, mode):
+    config = config_of(BIASED, num_experts=3, per_token=2, capacity_factor=3.0)
+    variables = variables_of(config)
+    params = {
+      name: jax.tree.map(lambda x: jnp.broadcast_to(x[:1], x.shape), value)
+      for name, value in variables['params'].items()
+      if name != 'router'
+    }
+    params['router'] = variables['params']['router']
+    x_BLD = features()
+    y_BLD, _ = apply(config, mode, {'params': params}, x_BLD, info_of())
+    want_BLD = expert_of(config, dict(params), 0)(x_BLD)
+    np.testing.assert_allclose(y_BLD, want_BLD, atol=1e-5)
+
+  def test_no_ops_that_nobody_prefers_change_nothing(self):
+    plain = config_of(num_experts=3)
+    config = config_of(num_experts=3, num_nulls=1, compute_share=1.0)
+    params = variables_of(plain)['params']
+    x_BLD = features().at[..., 0].set(1.0)
+    kernel_DX = params['router']['kernel']
+    null_D1 = jnp.zeros((D, 1)).at[0].set(-1e3)
+    kernel_DX = jnp.concatenate([kernel_DX, null_D1], axis=1)
+    more = {**params, 'router': {'kernel': kernel_DX}}
+    want, _ = apply(plain, TRAIN, {'params': params}, x_BLD, info_of())
+    got, assigned = apply(config, TRAIN, {'params': more}, x_BLD, info_of())
+    np.testing.assert_allclose(got, want, atol=1e-6)
+    # And where everybody prefers it, nothing runs.
+    more['router'] = {'kernel': kernel_DX.at[:, -1].multiply(-1)}
+    got, assigned = apply(config, TRAIN, {'params': more}, x_BLD, info_of())
+    assert not got.any()
+    assert assigned.wanted_BLX[..., -1].all()
+
+  @pytest.mark.parametrize('name', CASES)
+  def test_padding_changes_nothing(self, name):
+    # A row alone, at its own length, has as many slots as when it is padded.
+    config = CASES[name]
+    variables = variables_of(config)
+    valid_BL = jnp.array(VALID_BL[1:2])
+    x_BLD = features(3, 1)
+    padded, _ = apply(config, TRAIN, variables, x_BLD, info_of(valid_BL, 1))
+    info = TokenInfo(jnp.arange(5)[None])
+    alone, _ = apply(config, TRAIN, variables, x_BLD[:, :5], info)
+    np.testing.assert_allclose(padded[:, :5], alone, atol=1e-6)
+    assert not padded[:, 5:].any()
+    # Masked tokens of a pruned model count as little.
+    info = info_of(batch=1).replace(keep_BL=valid_BL.astype(jnp.float32))
+    masked, _ = apply(config, TRAIN, variables, x_BLD, info)
+    np.testing.assert_allclose(masked, padded, atol=1e-6)
+
+
+class TestGradients:
+  @pytest.mark.parametrize('name', CASES)
+  @pytest.mark.parametrize('mode', [TRAIN, Mode()], ids=['slots', 'all'])
+  def test_are_those_of_masked_products(self, name, mode):
+    config = CASES[name]
+    if config.experts.choice == 'expert' and mode == Mode():
+      pytest.skip('the same as in training')
+    variables, x_BLD = variables_of(config), features()
+    _, assigned = apply(config, mode, variables, x_BLD, info_of())
+    along_BLD = features(7)
+
+    def loss(params, x_BLD):
+      y_BLD, _ = apply(config, mode, {'params': params}, x_BLD, info_of())
+      return (y_BLD * along_BLD).sum()
+
+    def masked(params, x_BLD):
+      p_BLX = jax.nn.softmax(x_BLD @ params['router']['kernel'])
+      if config.experts.per_token > 1 and not config.experts.num_nulls:
+        chosen_BLX = jnp.where(assigned.wanted_BLX, p_BLX, 0)
+        p_BLX /= chosen_BLX.sum(axis=-1, keepdims=True)
+      total = 0.0
+      for e in range(config.experts.num_experts):
+        y_BLD = expert_of(config, dict(params), e)(x_BLD)
+        weight_BL = jnp.where(assigned.ran_BLE[..., e], p_BLX[..., e], 0)
+        total += (weight_BL[..., None] * y_BLD * along_BLD).sum()
+      return total
+
+    got = jax.grad(loss, (0, 1))(variables['params'], x_BLD)
+    want = jax.grad(masked, (0, 1))(variables['params'], x_BLD)
+    jax.tree.map(
+      lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4), got, want
+    )
+    # A softmax over the chosen alone would leave the router of one choice
+    # without a gradient.
+    assert abs(got[0]['router']['kernel']).max() > 1e-3
+
+
+class TestThreshold:
+  CONFIG = config_of(
+    num_experts=3, choice='expert', capacity_factor=1.5, threshold_decay=0.5
+  )
+
+  def test_is_the_mean_of_the_least_chosen(self):
+    variables, x_BLD = variables_of(self.CONFIG), features()
+    info = info_of(jnp.array(VALID_BL))
+    (_, assigned), state = ExpertMLP(self.CONFIG, TRAIN).apply(
+      variables, x_BLD, info, mutable=['moving']
+    )
+    p_BLE = np.asarray(jax.nn.softmax(assigned.logits_BLX))
+    ran_BLE = np.asarray(assigned.ran_BLE)
+    # The last row is too short for anybody to choose from.
+    assert ran_BLE.any(axis=(1, 2)).tolist() == [True, True, False]
+    want_E = np.where(ran_BLE, p_BLE, np.inf).min(axis=1)[:2].mean(axis=0)
+    got_E = state['moving']['threshold'].value()
+    np.testing.assert_allclose(got_E, want_E, rtol=1e-5)
+    variables = {**variables, **state}
+    _, assigned = apply(self.CONFIG, CAUSAL, variables, x_BLD, info)
+    want_BLE = (p_BLE >= want_E) & VALID_BL[..., None]
+    np.testing.assert_array_equal(assigned.ran_BLE, want_BLE)
+    assert want_BLE.any()
+    assert not want_BLE[VALID_BL].all()
+
+  def test_without_it_a_causal_rule_is_refused(self):
+    config = CASES['experts choose']
+    with pytest.raises(errors.UserError, match='threshold_decay above 0'):
+      apply(config, CAUSAL, variables_of(config), features(), info_of())
+
+
+class TestCausality:
+  """A later token changes nothing before it, where that is claimed."""
+
+  def prefix_changes(self, config, mode, variables=None):
+    variables = variables or variables_of(config)
+    x_BLD = features(5)
+    other_BLD = x_BLD.at[:, 6:].set(features(6)[:, 6:])
+    info = info_of()
+    y_BLD, z_BLD = (
+      apply(config, mode, variables, x, info)[0] for x in (x_BLD, other_BLD)
+    )
+    assert not np.array_equal(y_BLD[:, 6:], z_BLD[:, 6:])
+    return not np.allclose(y_BLD[:, :6], z_BLD[:, :6], atol=1e-6)
+
+  @pytest.mark.parametrize(
+    'name',
+    ['one choice', 'two choices', 'no-ops', 'two choices, no-ops, biases'],
+  )
+  def test_where_tokens_choose(self, name):
+    # Slots are given out by position: were first choices served before second
+    # ones, a later token could take the slot of an earlier one.
+    assert not self.prefix_changes(CASES[name], TRAIN)
+    assert not self.prefix_changes(CASES[name], Mode())
+
+  def test_where_experts_choose(self):
+    config = TestThreshold.CONFIG
+    variables = variables_of(config)
+    moving = routing.MovingThreshold.zeros((3,)).update(jnp.full(3, 0.4), 0.5)
+    variables = {**variables, 'moving': {'threshold': moving}}
+    assert self.prefix_changes(config, Mode(), variables)
+    assert not self.prefix_changes(config, CAUSAL, variables)
+
+
+class TestLosses:
+  def test_balance(self):
+    uniform_BLX = jnp.zeros((2, 8, 4))
+    even_BLX = jax.nn.one_hot(jnp.arange(8) % 4, 4, dtype=bool)[None]
+    even_BLX = jnp.broadcast_to(even_BLX, (2, 8, 4))
+    one_BLX = jax.nn.one_hot(jnp.zeros((2, 8), int), 4, dtype=bool)
+    valid_BL = jnp.ones((2, 8), bool)
+    balance = losses.experts.balance_loss
+    equal = (0.25,) * 4
+    assert balance(uniform_BLX, even_BLX, valid_BL, equal) == pytest.approx(1)
+    collapsed = balance(100.0 * one_BLX, one_BLX, valid_BL, equal)
+    assert collapsed == pytest.approx(4)
+    # With two choices each, balance is 1 as well.
+    two_BLX = even_BLX | jnp.roll(even_BLX, 1, axis=-1)
+    assert balance(uniform_BLX, two_BLX, valid_BL, equal) == pytest.approx(1)
+    # Unequal parts: a no-op that should get half of the choices, and does.
+    parts = (1 / 6, 1 / 6, 1 / 6, 1 / 2)
+    logits_BLX = jnp.broadcast_to(jnp.log(jnp.array(parts)), (2, 6, 4))
+    choice_L = jnp.array([0, 1, 2, 3, 3, 3])
+    split_BLX = jnp.broadcast_to(
+      jax.nn.one_hot(choice_L, 4, dtype=bool), (2, 6, 4)
+    )
+    got = balance(logits_BLX, split_BLX, jnp.ones((2, 6), bool), parts)
+    assert got == pytest.approx(1)
+
+  def test_padding_counts_for_nothing(self):
+    logits_BLX = jax.random.normal(jax.random.key(0), (1, 8, 4))
+    wanted_BLX = jax.nn.one_hot(logits_BLX.argmax(-1), 4, dtype=bool)
+    valid_BL = jnp.arange(8)[None] < 5
+    wanted_BLX &= valid_BL[..., None]
+    got = losses.experts.balance_loss(
+      logits_BLX, wanted_BLX, valid_BL, (0.25,) * 4
+    )
+    want = losses.experts.balance_loss(
+      logits_BLX[:, :5], wanted_BLX[:, :5], valid_BL[:, :5], (0.25,) * 4
+    )
+    assert got == pytest.approx(float(want), rel=1e-6)
+    total, count = losses.experts.z_loss(logits_BLX, valid_BL)
+    square_L = jax.nn.logsumexp(logits_BLX[0, :5], axis=-1) ** 2
+    assert count == 5
+    assert total == pytest.approx(float(square_L.sum()), rel=1e-6)
+
+
+class TestCost:
+  # So wide that products outweigh the rest.
+  MLP = MLPConfig(width=64, hidden=128)
+
+  @staticmethod
+  def compiled_flops(config):
+    x_BLD = jax.ShapeDtypeStruct((1, 64, 64), jnp.float32)
+    module = ExpertMLP(config, TRAIN)
+    info = TokenInfo(jnp.arange(64)[None])
+    variables = jax.eval_shape(
+      lambda x_BLD: nn.unbox(module.init(jax.random.key(0), x_BLD, info)), x_BLD
+    )
+    run = jax.jit(lambda *args: module.apply(*args, info)[0])
+    return run.lower(variables, x_BLD).compile().cost_analysis()['flops']
+
+  def test_is_what_is_compiled(self):
+    config = config_of(self.MLP, num_experts=4)
+    counted = sum(config.flops(64).values())
+    assert self.compiled_flops(config) == pytest.approx(counted, rel=0.05)
+
+  def test_no_ops_cost_nothing(self):
+    every = config_of(self.MLP, num_experts=4)
+    half = config_of(self.MLP, num_experts=4, num_nulls=1, compute_share=0.5)
+    ratio = self.compiled_flops(half) / self.compiled_flops(every)
+    counted = sum(half.flops(64).values()) / sum(every.flops(64).values())
+    assert counted < 0.55
+    assert ratio == pytest.approx(counted, rel=0.05)
+
+  def test_slots(self):
+    config = ExpertsConfig(num_experts=4, capacity_factor=1.25)
+    assert [config.slots(n) for n in (1, 8, 16, 100)] == [1, 3, 5, 32]
+    # No more slots than there are tokens.
+    assert ExpertsConfig(num_experts=2, capacity_factor=9.0).slots(4) == 4
+    nulls = dataclasses.replace(config, num_nulls=1, compute_share=0.25)
+    assert nulls.slots(16) == math.ceil(1.25 * 0.25 * 16 / 4)
+    assert nulls.targets == pytest.approx([1 / 16] * 4 + [3 / 4])
+
+
+@pytest.mark.parametrize('choice', ['token', 'expert'])
+@pytest.mark.parametrize('mode', [TRAIN, Mode()], ids=['train', 'eval'])
+def test_on_devices_of_their_own(choice, mode):
+  fields = {'num_experts': 4, 'choice': choice}
+  config = config_of(BIASED, **fields)
+  variables = variables_of(config)
+  x_BLD = features(0, 8)
+  valid_BL = jnp.array(np.arange(L) < np.array([[9], [5]] * 4))
+  info = info_of(valid_BL, 8)
+  along_BLD = features(1, 8)
+
+  def loss(params, x_BLD, info):
+    module = ExpertMLP(config, mode)
+    y_BLD, assigned = module.apply({'params': params}, x_BLD, info)
+    return (y_BLD * along_BLD).sum(), (y_BLD, assigned)
+
+  step = jax.value_and_grad(loss, has_aux=True)
+  want = jax.jit(step)(variables['params'], x_BLD, info)
+  mesh = parallel.make_mesh(parallel.MeshConfig(data=2, expert=2, tensor=2))
+  boxed = jax.eval_shape(
+    lambda: ExpertMLP(config).init(jax.random.key(0), x_BLD, info)
+  )
+  places = parallel.shardings(boxed['params'], mesh)
+  with jax.set_mesh(mesh):
+    params = jax.device_put(variables['params'], places)
+    args = params, *parallel.put_batch((x_BLD, info), mesh)
+    compiled = jax.jit(step).lower(*args).compile()
+    got = compiled(*args)
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, atol=5e-5, rtol=1e-4),
+    *(got, want),
+  )
+  kernel = got[1]['up']['kernel']
+  assert kernel.addressable_shards[0].data.shape == (2, D, F // 2)
+  if mode.train:
+    assert 'all-to-all' in compiled.as_text()
+
+
+@pytest.mark.parametrize(
+  ('fields', 'named'),
+  [
+    ({'num_experts': 2, 'per_token': 3}, 'per_token=3 and num_experts=2'),
+    ({'compute_share': 0.5}, 'compute_share=0.5 and num_nulls=0'),
+    ({'choice': 'expert', 'per_token': 2}, "per_token=2 and choice='expert'"),
+    ({'choice': 'expert', 'capacity_factor': None}, 'capacity_factor=None'),
+    ({'threshold_decay': 0.9}, "threshold_decay=0.9 and choice='token'"),
+    ({'period': 2, 'offset': 2}, 'offset=2'),
+  ],
+)
+def test_refuses(fields, named):
+  with pytest.raises(errors.UserError, match=named):
+    ExpertsConfig(**fields)
+
+
+def test_capacities_of_no_slot_are_refused():
+  config = config_of(num_experts=16, choice='expert', capacity_factor=1.0)
+  with pytest.raises(errors.UserError, match='less than one of 9 tokens'):
+    apply(config, TRAIN, variables_of(config), features(), info_of())
+
+
+def test_experts_that_the_mesh_does_not_divide_are_refused():
+  boxed = jax.eval_shape(
+    lambda: ExpertMLP(config_of(num_experts=3)).init(
+      jax.random.key(0), features(), info_of()
+    )
+  )
+  mesh = parallel.make_mesh(parallel.MeshConfig(data=4, expert=2))
+  with pytest.raises(errors.UserError, match=r"'experts'.*size 3.*2 devices"):
+    parallel.shardings(boxed['params'], mesh)
