@@ -44,7 +44,7 @@ def boxed():
 class TestSpec:
   def test_translates_names_to_mesh_axes(self):
     assert parallel.spec(('batch', 'length', 'act_embed')) == PartitionSpec(
-      ('data', 'fsdp'), None, None
+      ('data', 'fsdp', 'expert'), None, None
     )
     assert parallel.spec(('embed', 'heads', 'head_dim')) == PartitionSpec(
       'fsdp', 'tensor', None
@@ -72,12 +72,12 @@ class TestMeshConfig:
   @pytest.mark.parametrize(
     ('sizes', 'devices', 'want'),
     [
-      ({}, 8, (8, 1, 1)),
-      ({}, 1, (1, 1, 1)),
-      ({'fsdp': 2, 'tensor': 2}, 8, (2, 2, 2)),
-      ({'data': 1, 'fsdp': -1}, 8, (1, 8, 1)),
-      ({'data': 2, 'tensor': -1}, 6, (2, 1, 3)),
-      ({'data': 2, 'fsdp': 3, 'tensor': 4}, 24, (2, 3, 4)),
+      ({}, 8, (8, 1, 1, 1)),
+      ({}, 1, (1, 1, 1, 1)),
+      ({'fsdp': 2, 'tensor': 2}, 8, (2, 2, 1, 2)),
+      ({'data': 1, 'fsdp': -1}, 8, (1, 8, 1, 1)),
+      ({'data': 2, 'tensor': -1}, 6, (2, 1, 1, 3)),
+      ({'data': 2, 'fsdp': 3, 'expert': 4}, 24, (2, 3, 4, 1)),
     ],
   )
   def test_fills_in_the_rest(self, sizes, devices, want):
@@ -114,9 +114,10 @@ class TestMeshConfig:
 
 
 class TestMakeMesh:
-  def test_has_the_three_axes_all_automatic(self):
+  def test_has_the_axes_all_automatic(self):
     mesh = parallel.make_mesh(MeshConfig(fsdp=2, tensor=2))
-    assert dict(mesh.shape) == {'data': 2, 'fsdp': 2, 'tensor': 2}
+    sizes = {'data': 2, 'fsdp': 2, 'expert': 1, 'tensor': 2}
+    assert dict(mesh.shape) == sizes
     assert set(mesh.axis_types) == {jax.sharding.AxisType.Auto}
     assert len(set(mesh.devices.flat)) == 8
 
@@ -273,7 +274,7 @@ class TestConstrain:
     with jax.set_mesh(mesh):
       found = _constraints(self._lower(boxed))
     assert found, 'the logical constraints were dropped'
-    rows = '{"data", "fsdp"}'
+    rows = '{"data", "fsdp", "expert"}'
     tensor = '{"tensor"}'
     # Blocks: six dense tokens, three routed ones.
     for length in (6, 3):

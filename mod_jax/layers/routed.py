@@ -546,7 +546,7 @@ class Layer(nn.Module):
 
     carry = (jnp.zeros((), jnp.int32), x_B1D, cache)
     _, x_B1D, cache = nn.while_loop(
-      more, step, block, carry, broadcast_variables='params'
+      more, step, block, carry, broadcast_variables=('params', 'moving')
     )
     return LayerOutput(x_B1D, cache)
 

@@ -20,6 +20,7 @@ from mod_jax.errors import UserError
 from mod_jax.layers import attention
 from mod_jax.layers import cache as cache_lib
 from mod_jax.layers import stack
+from mod_jax.layers.experts import ExpertsConfig
 from mod_jax.layers.mode import RoutingMode
 from mod_jax.layers.routed import MoDConfig
 from mod_jax.models import lm
@@ -84,22 +85,27 @@ def make_variables(config):
     elif 'bias' in name:
       value *= 0.1
     elif 'embedding' not in name:
-      inputs = leaf.shape[:2] if "'out'" in name else leaf.shape[:1]
-      value *= math.prod(inputs) ** -0.5
+      # Heads and channels; one of several experts; or the first axis alone.
+      inputs = leaf.shape[:2] if "'out'" in name else leaf.shape[-2:-1]
+      value *= math.prod(inputs or leaf.shape) ** -0.5
     return jnp.asarray(value, jnp.float32)
 
   params = jax.tree_util.tree_map_with_path(draw, variables['params'])
   if config.scan_layers:
     _, params = lm.scanned(flat, params)
-  variables = {'params': params}
-  if config.routing and config.routing.threshold_decay:
-    # Half a weight: the averages are twice the totals.
-    routed = [i for i, c in enumerate(config.capacities) if c is not None]
-    totals = jnp.linspace(-0.2, 0.15, len(routed))
-    moving = {
-      f'block_{i}': {'threshold': MovingThreshold(total, jnp.float32(0.5))}
-      for i, total in zip(routed, totals, strict=True)
-    }
+  moving, variables = variables.get('moving'), {'params': params}
+  if moving:
+    # Half a weight: the averages are twice the totals. Those of experts are
+    # probabilities, and those of routed blocks differ.
+    totals = iter((-0.2, 0.15))
+    moving = jax.tree.map(
+      lambda x: MovingThreshold(
+        jnp.full(3, 0.15) if x.total.shape else jnp.float32(next(totals)),
+        jnp.float32(0.5),
+      ),
+      moving,
+      is_leaf=lambda x: isinstance(x, MovingThreshold),
+    )
     if config.scan_layers:
       moving = stack.scanned(config.stack, moving)
     variables['moving'] = moving
@@ -221,6 +227,24 @@ RULES = {
   'dense': (DENSE, RoutingMode(rule='router')),
   'all rows, masked': (BASE, RoutingMode(rule='router', chunk=0)),
   'scanned': (SCANNED, RoutingMode(rule='router')),
+  'experts': (
+    dataclasses.replace(
+      DENSE,
+      experts=ExpertsConfig(
+        num_experts=3, per_token=2, num_nulls=1, compute_share=0.7
+      ),
+    ),
+    RoutingMode(rule='router'),
+  ),
+  'experts that choose, in routed blocks': (
+    dataclasses.replace(
+      BASE,
+      experts=ExpertsConfig(
+        num_experts=3, choice='expert', threshold_decay=0.9
+      ),
+    ),
+    RoutingMode(rule='threshold'),
+  ),
 }
 
 
