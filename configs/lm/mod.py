@@ -22,6 +22,7 @@ import functools
 from mod_jax import config as config_lib
 from mod_jax import flops
 from mod_jax.data.text import TextDataConfig
+from mod_jax.layers.experts import ExpertsConfig
 from mod_jax.layers.routed import MoDConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.tasks.experiment import ExperimentConfig
@@ -36,7 +37,11 @@ ROUTING = MoDConfig(
 
 
 def experiment(
-  routing: MoDConfig | None, name: str, *, num_layers: int = 2
+  routing: MoDConfig | None,
+  name: str,
+  *,
+  num_layers: int = 2,
+  experts: ExpertsConfig | None = None,
 ) -> ExperimentConfig:
   """The run, with or without routing, for as many steps as the budget has."""
   model = LMConfig(
@@ -45,6 +50,7 @@ def experiment(
     width=192,
     num_heads=6,
     routing=routing,
+    experts=experts,
   )
   batch_size, length = 16, 256
   num_steps = flops.steps_within(BUDGET, model, batch_size, length)
