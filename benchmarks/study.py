@@ -71,6 +71,7 @@ def train(
       'bits_per_byte': held_out('bits_per_byte'),
       'without_routed_blocks': metrics.get('never/loss'),
       'router_rule': metrics.get('router/loss'),
+      'experts': _of_experts(metrics),
       'steps': config.train.num_steps,
       'forward_flops': forward,
       'train_flops': 3
@@ -83,3 +84,12 @@ def train(
     }
     with path.open('a') as file:
       file.write(json.dumps(line) + '\n')
+
+
+def _of_experts(metrics: dict[str, float]) -> dict[str, float]:
+  """Returns what became of the choices of experts, by name; see `losses`."""
+  return {
+    name.split('experts/')[1]: value
+    for name, value in metrics.items()
+    if re.fullmatch('(top_k/)?experts/.*', name)
+  }

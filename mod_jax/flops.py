@@ -112,6 +112,7 @@ def report(config, length: int | None = None) -> str:
   lines += [
     '',
     f'tokens processed    {", ".join(chosen) or "all"} of {of}',
+    *_expert_lines(config, of),
     f'parameters          {params:,}',
     f'forward             {total:.4e} FLOPs = {total / 2:.4e} MACs',
     f'dense twin forward  {dense_total:.4e} FLOPs = {dense_total / 2:.4e} MACs',
@@ -130,3 +131,20 @@ def report(config, length: int | None = None) -> str:
       ' (all parameters; knows neither attention pairs nor routing)'
     )
   return '\n'.join(lines)
+
+
+def _expert_lines(config, tokens: int) -> list[str]:
+  """Returns how many slots experts have, in a block that all tokens reach."""
+  experts = config.experts
+  if experts is None:
+    return []
+  if experts.capacity_factor is None:
+    return ['expert slots        one for each choice: nothing is dropped']
+  slots = experts.num_experts * experts.slots(tokens)
+  filled = slots
+  if experts.choice == 'token':
+    filled = min(slots, round(experts.share * experts.per_token * tokens))
+  return [
+    f'expert slots        {slots} for {tokens} tokens, of which {filled} are filled'
+    ' at balance',
+  ]

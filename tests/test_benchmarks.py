@@ -85,3 +85,13 @@ def test_conversions_are_planned(tmp_path):
   )
   out = run('conversion', 'tiny', 'table', f'workdir={tmp_path}')
   assert '| converted, 12.5% | 1 | 4.500 | 0.500 | 0.750 |' in out
+
+
+@pytest.mark.slow
+def test_models_with_experts_are_planned(tmp_path):
+  found = {'run': 'integrated/0', 'loss': 4.0, 'params': 5_000_000}
+  found |= {'forward_flops': 3_000_000, 'steps': 7}
+  found['experts'] = {'null': 0.25, 'busiest': 1.5}
+  (tmp_path / 'results.jsonl').write_text(f'{json.dumps(found)}\n')
+  out = run('experts_recipe', 'tiny', 'table', f'workdir={tmp_path}')
+  assert '| integrated | 1 | 4.000 | 5.00M | 3 | 7 | 0.25 | 1.50 |' in out

@@ -17,7 +17,7 @@ from mod_jax.serving.run import about
 from mod_jax.tasks.experiment import ExperimentConfig
 
 # Fields of a model that are not about the weights that it starts from.
-_OWN = ('routing', 'adaptive', 'dtype', 'remat')
+_OWN = ('routing', 'experts', 'adaptive', 'dtype', 'remat')
 
 
 def images(

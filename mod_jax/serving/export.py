@@ -31,6 +31,7 @@ Format = Literal['safetensors', 'huggingface', 'timm']
 _OURS = (
   ('routing', 'routed blocks'),
   ('adaptive', 'learners'),
+  ('experts', 'experts'),
   ('feed_forward', 'feed-forward slots of its own'),
 )
 

@@ -1,0 +1,163 @@
+"""Training steps with experts over the dense twin's, in time and in FLOPs.
+
+    python benchmarks/experts.py
+
+Times, in one run and in turn, a training step of a dense language model, with
+Mixture-of-Depths, with experts (eight, a token runs one, whose active FLOPs are
+the dense model's), with half of their slots, and with both kinds of
+Mixture-of-Depths-and-Experts. FLOPs are counted by slots, filled or not. Then
+it compiles the steps of a larger model for a slice of TPUs, with experts on
+chips of their own, and tells what each chip holds, computes and sends. The
+result stands beside this file as JSON.
+"""
+
+import dataclasses
+
+from absl import app
+from absl import flags
+from flax import linen as nn
+import jax
+import machine
+import optax
+
+from mod_jax import flops
+from mod_jax import timing
+from mod_jax.data.text import TextDataConfig
+from mod_jax.layers.experts import ExpertsConfig
+from mod_jax.layers.routed import MoDConfig
+from mod_jax.models.lm import LMConfig
+from mod_jax.parallel import MeshConfig
+from mod_jax.sweeps import prove
+from mod_jax.sweeps import slices
+from mod_jax.tasks import make_task
+from mod_jax.tasks.experiment import ExperimentConfig
+from mod_jax.train.run_config import TrainConfig
+import results as results_lib
+
+_WIDTH = flags.DEFINE_integer('width', 256, 'D')
+_LAYERS = flags.DEFINE_integer('layers', 4, 'Number of blocks.')
+_LENGTH = flags.DEFINE_integer('length', 512, 'Tokens of a sequence.')
+_BATCH = flags.DEFINE_integer('batch', 8, 'Sequences of a step.')
+_ROUNDS = flags.DEFINE_integer('rounds', 15, 'Timed steps of each.')
+_TOPOLOGY = flags.DEFINE_string('topology', 'v5e:4x4', 'A slice; or none: "".')
+
+MOD = MoDConfig(capacity=0.125)
+EXPERTS = ExpertsConfig(num_experts=8, capacity_factor=1.25)
+REDUCED = dataclasses.replace(EXPERTS, capacity_factor=0.5)
+NULLS = dataclasses.replace(EXPERTS, num_nulls=1, compute_share=0.5)
+PARTS = {
+  'dense': (None, None),
+  'MoD': (MOD, None),
+  'experts': (None, EXPERTS),
+  'experts, half of the slots': (None, REDUCED),
+  'staged': (MOD, EXPERTS),
+  'integrated': (None, NULLS),
+}
+
+
+def experiments(base: LMConfig, batch: int, length: int, **more):
+  """Returns the runs by name; keywords are fields of the experiment."""
+  return {
+    name: ExperimentConfig(
+      name=name,
+      model=dataclasses.replace(base, routing=mod, experts=experts),
+      data=TextDataConfig(length=length),
+      train=TrainConfig(batch_size=batch),
+      **more,
+    )
+    for name, (mod, experts) in PARTS.items()
+  }
+
+
+def step_function(config: ExperimentConfig):
+  """Returns a function that takes one training step and blocks."""
+  task = make_task(config)
+  key = jax.random.key(0)
+  variables = nn.unbox(task.init(key))
+  params = variables.pop('params')
+  tokens_BL = jax.random.randint(
+    key,
+    (config.train.batch_size, config.data.length + 1),
+    *(0, config.model.vocab_size),
+  )
+  batch = {'tokens': tokens_BL[:, :-1], 'targets': tokens_BL[:, 1:]}
+
+  def loss(params, batch):
+    return task.loss(params, variables, batch, key, task.static_args(0))[0]
+
+  return machine.train_step(loss, params, optax.adamw(1e-3), batch)
+
+
+def on_a_slice(topology: str) -> dict[str, dict]:
+  """Returns what a chip does in a step of a larger model, by name."""
+  base = LMConfig(
+    vocab_size=32_768,
+    num_layers=8,
+    width=1024,
+    num_heads=16,
+    dtype='bfloat16',
+    attention='splash',
+  )
+  (found,) = slices.parse(topology)
+  chips = found.num_chips
+  rows = {}
+  for name, config in experiments(base, 4 * chips, 2048).items():
+    experts = 1 if config.model.experts is None else 8
+    mesh = MeshConfig(data=1, fsdp=chips // experts, expert=experts)
+    config = dataclasses.replace(config, mesh=mesh)
+    rows[name] = dataclasses.asdict(prove.prove(config, found))
+    print(name, rows[name], flush=True)
+  return rows
+
+
+def main(_):
+  machine.with_malloc(machine.KEPT)
+  base = LMConfig(
+    vocab_size=256,
+    num_layers=_LAYERS.value,
+    width=_WIDTH.value,
+    num_heads=_WIDTH.value // 64,
+  )
+  configs = experiments(base, _BATCH.value, _LENGTH.value)
+  steps = {name: step_function(config) for name, config in configs.items()}
+  seconds = timing.interleaved(steps, rounds=_ROUNDS.value, warmup=2)
+  counts = {
+    name: flops.train(config.model, _LENGTH.value)
+    for name, config in configs.items()
+  }
+  rows = {}
+  for name in steps:
+    middle, low, high = timing.ratio_spread(seconds, name, 'dense')
+    rows[name] = {
+      'flop_ratio': counts[name] / counts['dense'],
+      'time_ratio': middle,
+      'time_ratio_quartiles': [low, high],
+    }
+  # What no-ops leave out, they should leave out of the time as well.
+  middle, low, high = timing.ratio_spread(seconds, 'integrated', 'experts')
+  counted = counts['integrated'] / counts['experts']
+  results_lib.save(
+    __file__,
+    {
+      'config': {
+        'batch': _BATCH.value,
+        'length': _LENGTH.value,
+        **dataclasses.asdict(base),
+      },
+      'rounds': _ROUNDS.value,
+      'rows': rows,
+      'no_ops_over_experts': {
+        'flop_ratio': counted,
+        'time_ratio': middle,
+        'time_ratio_quartiles': [low, high],
+        'time_ratio_over_flop_ratio': middle / counted,
+      },
+      'topology': _TOPOLOGY.value,
+      'on_a_slice': on_a_slice(_TOPOLOGY.value) if _TOPOLOGY.value else {},
+      'seconds': seconds,
+    },
+  )
+
+
+if __name__ == '__main__':
+  app.run(main)

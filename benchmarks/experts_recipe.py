@@ -1,0 +1,128 @@
+"""What experts are worth in a language model, at equal FLOPs, by seed.
+
+    python benchmarks/experts_recipe.py --workdir=runs/experts_recipe
+
+Trains the models of `configs/lm/experts.py` on the embedded text: dense, with
+Mixture-of-Depths, with experts, with half of their slots, and with both kinds
+of Mixture-of-Depths-and-Experts. Each takes as many training FLOPs, where
+experts count by their slots, filled or not. Held-out losses are those of
+evaluation: top-k where blocks are routed, and no choice dropped.
+
+Each run is one line of `experts_recipe.jsonl` beside this file, and the picture
+is `experts_recipe.png`; see `study.py`.
+"""
+
+import pathlib
+import re
+
+from absl import app
+from absl import flags
+from absl import logging
+import machine
+import study
+
+from mod_jax import config as config_lib
+from mod_jax import viz
+from mod_jax.tasks.experiment import ExperimentConfig
+
+_WORKDIR = flags.DEFINE_string('workdir', 'runs/experts_recipe', 'For runs.')
+_RUNS = flags.DEFINE_string('runs', '', 'Regular expression; only these runs.')
+_TABLE = flags.DEFINE_bool('table', False, 'Only print what is there.')
+_TINY = flags.DEFINE_bool('tiny', False, 'Small models and few steps: a trial.')
+
+_CONFIGS = pathlib.Path(__file__).parents[1] / 'configs' / 'lm'
+experts = config_lib.load(_CONFIGS / 'experts.py')
+SEEDS = (0, 1)
+DENSE = 'dense'
+MODELS = {
+  DENSE: lambda: experts.mod.experiment(None, 'dense'),
+  'MoD': lambda: experts.mod.experiment(experts.mod.ROUTING, 'mod'),
+  'experts': lambda: experts.experiment(''),
+  'experts, half of the slots': lambda: experts.experiment('reduced'),
+  'staged': lambda: experts.experiment('staged'),
+  'integrated': lambda: experts.experiment('integrated'),
+}
+
+
+def runs() -> dict[str, ExperimentConfig]:
+  """Returns all runs by name, `model/seed`, one seed after another."""
+  found = {}
+  for seed in SEEDS:
+    for name, make in MODELS.items():
+      config = experts.mod.tiny(make()) if _TINY.value else make()
+      found[f'{name}/{seed}'] = config_lib.replace(
+        config,
+        {
+          'seed': seed,
+          'evaluation.every': 0,
+          'evaluation.final_batches': 1 if _TINY.value else 32,
+          'evaluation.sample_tokens': 0,
+          'checkpoint.keep': 1,
+          'log.tensorboard': False,
+        },
+      )
+  return found
+
+
+def results_file() -> pathlib.Path:
+  if _TINY.value:
+    return pathlib.Path(_WORKDIR.value, 'results.jsonl')
+  return pathlib.Path(__file__).with_suffix('.jsonl')
+
+
+def losses(found: dict[str, dict]) -> dict[str, list[float]]:
+  """Returns the held-out losses by model; of those that have any."""
+  by_model = {
+    name: [
+      found[f'{name}/{s}']['loss'] for s in SEEDS if f'{name}/{s}' in found
+    ]
+    for name in MODELS
+  }
+  return {name: values for name, values in by_model.items() if values}
+
+
+def table(found: dict[str, dict]) -> str:
+  """Returns losses and costs, over seeds, as Markdown."""
+  lines = [
+    '| model | seeds | nats per token | parameters | forward MFLOPs | steps |'
+    ' no-ops | busiest expert over the mean |',
+    '|---|---|---|---|---|---|---|---|',
+  ]
+  for name, values in losses(found).items():
+    rows = [line for run, line in found.items() if run.startswith(f'{name}/')]
+    first = rows[0]
+
+    def mean(metric, rows=rows):
+      spread = [row['experts'].get(metric) for row in rows]
+      if None in spread or not any(spread):
+        return ''
+      return machine.cell(machine.spread(spread), digits=2)
+
+    lines.append(
+      f'| {name} | {len(values)} | {machine.cell(machine.spread(values))} |'
+      f' {first["params"] / 1e6:.2f}M | {first["forward_flops"] / 1e6:.0f} |'
+      f' {first["steps"]} | {mean("null")} | {mean("busiest")} |'
+    )
+  return '\n'.join(lines)
+
+
+def main(_):
+  logging.set_verbosity(logging.WARNING)  # Orbax tells of every save.
+  planned = runs()
+  if not _TABLE.value:
+    for name, config in planned.items():
+      if re.search(_RUNS.value, name):
+        study.train(name, config, _WORKDIR.value, results_file())
+  found = study.read(results_file())
+  print(table(found))
+  figure = viz.seed_dots(
+    {'': losses(found)},
+    xlabel='held-out loss, nats per token',
+    title='Experts and Mixture-of-Depths at equal training FLOPs',
+  )
+  viz.save(figure, results_file().with_suffix('.png'))
+
+
+if __name__ == '__main__':
+  machine.with_malloc(machine.KEPT)
+  app.run(main)
