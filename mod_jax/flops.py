@@ -145,6 +145,6 @@ def _expert_lines(config, tokens: int) -> list[str]:
   if experts.choice == 'token':
     filled = min(slots, round(experts.share * experts.per_token * tokens))
   return [
-    f'expert slots        {slots} for {tokens} tokens, of which {filled} are filled'
-    ' at balance',
+    f'expert slots        {slots} for {tokens} tokens; at balance {filled} are'
+    ' filled'
   ]
