@@ -9,6 +9,7 @@ import pytest
 
 from mod_jax.data import tokenizers
 from mod_jax.errors import UserError
+from mod_jax.layers.experts import ExpertsConfig
 from mod_jax.layers.mode import RoutingMode
 from mod_jax.layers.routed import MoDConfig
 from mod_jax.models import lm
@@ -39,17 +40,32 @@ def make(config, **kwargs):
   variables = nn.unbox(init(jax.random.key(0), config.example()))
   # Large enough that logits differ by more than rounding.
   params = jax.tree.map(lambda x: 4 * x, variables['params'])
-  run = Run(config=config, variables={'params': params})
+  # Averages that some of the experts' probabilities reach, of a weight of 1.
+  moving = jax.tree.map(
+    lambda x: np.full(x.shape, 0.35 if x.ndim else 1.0, np.float32), variables
+  )
+  variables = {**moving, 'params': params}
+  run = Run(config=config, variables=variables)
   return Engine(run, **{'slots': 4, 'max_length': LENGTH, **kwargs}), run
 
 
-@pytest.fixture(scope='module', params=['drop', 'scanned'])
+@pytest.fixture(scope='module', params=['drop', 'scanned', 'experts choose'])
 def engine(request):
   config, mode = MOD, MODES.get(request.param)
-  if request.param == 'scanned':
-    routing = dataclasses.replace(MOD.routing, period=1)
-    config = dataclasses.replace(MOD, routing=routing, scan_layers=True)
+  if request.param == 'scanned':  # Routed, and with experts and a no-op.
+    config = dataclasses.replace(
+      MOD,
+      routing=dataclasses.replace(MOD.routing, period=1),
+      experts=ExpertsConfig(num_experts=3, num_nulls=1),
+      scan_layers=True,
+    )
     mode = MODES['exact']
+  if request.param == 'experts choose':
+    experts = ExpertsConfig(num_experts=3, choice='expert', threshold_decay=0.9)
+    config = dataclasses.replace(
+      MOD, num_layers=1, routing=None, experts=experts
+    )
+    mode = RoutingMode(rule='threshold')
   # A load of 500 for the kind that can go wrong in most ways.
   count = 500 if request.param == 'drop' else 60
   return *make(config, mode=mode), mode, count

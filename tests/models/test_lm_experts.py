@@ -1,0 +1,214 @@
+"""Language models with experts, beside and within routed blocks."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mod_jax import flops
+from mod_jax import routing
+from mod_jax.data.text import TextDataConfig
+from mod_jax.errors import UserError
+from mod_jax.layers import acm
+from mod_jax.layers.acm import AdaptiveConfig
+from mod_jax.layers.experts import Assigned
+from mod_jax.layers.experts import ExpertsConfig
+from mod_jax.layers.mode import RoutingMode
+from mod_jax.layers.routed import MoDConfig
+from mod_jax.models.lm import LMConfig
+from mod_jax.tasks import make_task
+from mod_jax.tasks import plain
+from mod_jax.tasks.experiment import ExperimentConfig
+
+B, L, VOCAB = 2, 8, 11
+TOKENS_BL = jax.random.randint(jax.random.key(3), (B, L), 0, VOCAB)
+SIZES = {
+  'vocab_size': VOCAB,
+  'num_layers': 2,
+  'width': 8,
+  'num_heads': 2,
+  'mlp_dim': 6,
+}
+MOD = MoDConfig(capacity=0.5, threshold_decay=0.5)
+EXPERTS = ExpertsConfig(num_experts=3, num_nulls=1, capacity_factor=1.0)
+CHOOSING = ExpertsConfig(num_experts=3, choice='expert', threshold_decay=0.5)
+INTEGRATED = LMConfig(**SIZES, routing=None, experts=EXPERTS)
+STAGED = LMConfig(**SIZES, routing=MOD, experts=EXPERTS)
+
+
+@functools.cache
+def variables_of(config):
+  variables = jax.jit(config.build().init)(jax.random.key(0), TOKENS_BL)
+  variables = jax.tree_util.tree_map_with_path(
+    lambda path, x: 50 * x if 'router' in jax.tree_util.keystr(path) else x,
+    jax.tree.map(
+      lambda x: x.value if hasattr(x, 'names') else x,
+      variables,
+      is_leaf=lambda x: hasattr(x, 'names'),
+    ),
+  )
+  if 'moving' in variables:
+    # What scores and what probabilities are compared with.
+    variables['moving'] = jax.tree.map(
+      lambda x: routing.MovingThreshold(
+        jnp.full(x.total.shape, 0.3), jnp.float32(1)
+      ),
+      variables['moving'],
+      is_leaf=lambda x: isinstance(x, routing.MovingThreshold),
+    )
+  return variables
+
+
+@functools.partial(jax.jit, static_argnames=('config', 'mode', 'train'))
+def forward(config, variables, tokens_BL, mode='top_k', train=False):
+  return config.build(train=train).apply(
+    variables, tokens_BL, mode=RoutingMode(rule=mode)
+  )
+
+
+def test_one_expert_of_weight_1_is_mixture_of_depths():
+  mod = LMConfig(**SIZES, routing=MOD)
+  one = ExpertsConfig(num_experts=1, capacity_factor=1.0)
+  staged = dataclasses.replace(mod, experts=one)
+  variables = variables_of(mod)
+  params = dict(variables['params'])
+  for i in range(2):
+    block = dict(params[f'block_{i}'])
+    block['mlp_experts'] = jax.tree.map(lambda x: x[None], block.pop('mlp'))
+    block['mlp_experts']['router'] = {'kernel': jnp.ones((8, 1))}
+    params[f'block_{i}'] = block
+  want = forward(mod, variables, TOKENS_BL)
+  for train in (True, False):
+    got = forward(staged, {'params': params}, TOKENS_BL, train=train)
+    np.testing.assert_allclose(got.logits_BLV, want.logits_BLV, atol=1e-5)
+    for a, b in zip(got.routing, want.routing, strict=True):
+      np.testing.assert_array_equal(a.chosen_BL, b.chosen_BL)
+
+
+COMBINED = {
+  'integrated': (INTEGRATED, 'router'),
+  'staged': (STAGED, 'router'),
+  'staged, experts choose': (
+    dataclasses.replace(STAGED, experts=CHOOSING),
+    'threshold',
+  ),
+  'staged, with learners': (
+    dataclasses.replace(
+      STAGED, adaptive=AdaptiveConfig(replace=(acm.PROJECTIONS,))
+    ),
+    'router',
+  ),
+}
+
+
+@pytest.mark.parametrize('name', COMBINED)
+def test_a_suffix_never_changes_what_comes_before_it(name):
+  config, rule = COMBINED[name]
+  variables = variables_of(config)
+  before = forward(config, variables, TOKENS_BL, rule)
+  ran = sum(assigned.ran_BLE.sum() for assigned in before.experts)
+  assert 0 < ran < sum(assigned.ran_BLE.size for assigned in before.experts)
+  for start in (2, 5, 7):
+    other_BL = TOKENS_BL.at[:, start:].set((TOKENS_BL[:, start:] + 3) % VOCAB)
+    after = forward(config, variables, other_BL, rule)
+    assert (before.logits_BLV != after.logits_BLV)[:, start:].any()
+    np.testing.assert_allclose(
+      before.logits_BLV[:, :start], after.logits_BLV[:, :start], atol=1e-5
+    )
+
+
+class TestRules:
+  def test_of_each_kind(self):
+    choose = dataclasses.replace(INTEGRATED, experts=CHOOSING)
+    untrained = dataclasses.replace(CHOOSING, threshold_decay=0.0)
+    deaf = dataclasses.replace(INTEGRATED, experts=untrained)
+    assert INTEGRATED.rules == ()
+    assert STAGED.rules == ('top_k', 'router', 'threshold')
+    assert choose.rules == ('top_k', 'threshold')
+    assert deaf.rules == ('top_k',)
+    both = dataclasses.replace(STAGED, experts=untrained)
+    assert both.rules == ('top_k',)
+    for config in (deaf, both):
+      with pytest.raises(UserError, match=r'experts\.threshold_decay'):
+        _ = config.decoding_mode
+      with pytest.raises(UserError, match="rule='threshold'"):
+        forward(config, variables_of(config), TOKENS_BL, 'threshold')
+
+  def test_experts_and_learners_on_one_map_are_refused(self):
+    with pytest.raises(UserError, match=r'adaptive\.replace.*experts'):
+      dataclasses.replace(INTEGRATED, adaptive=AdaptiveConfig())
+
+
+class TestTraining:
+  @staticmethod
+  def task(model):
+    return make_task(
+      ExperimentConfig(model=model, data=TextDataConfig(length=L))
+    )
+
+  def loss_of(self, model, variables):
+    batch = {'tokens': TOKENS_BL, 'targets': (TOKENS_BL + 1) % VOCAB}
+    params = variables['params']
+    state = {k: v for k, v in variables.items() if k != 'params'}
+    loss = self.task(model).loss
+    return jax.jit(
+      jax.value_and_grad(
+        lambda params: loss(params, state, batch, jax.random.key(0), 0.0),
+        has_aux=True,
+      )
+    )(params)
+
+  def test_losses_are_added_once_however_often_layers_are_computed(self):
+    # Losses that layers put away on the side would count twice.
+    variables = variables_of(STAGED)
+    # The mean over layers of the z-loss is not that over all their tokens.
+    experts = dataclasses.replace(EXPERTS, z_loss=0.0)
+    staged = dataclasses.replace(STAGED, experts=experts)
+    (total, (sums, _)), grads = self.loss_of(staged, variables)
+    again = dataclasses.replace(staged, remat='full')
+    (other, _), other_grads = self.loss_of(again, variables)
+    assert total == pytest.approx(float(other), rel=1e-6)
+    jax.tree.map(
+      lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5),
+      *(grads, other_grads),
+    )
+    # The metrics hold what was added: next token, choice and balance.
+    mean = {name: float(a / b) for name, (a, b) in sums.items() if b}
+    want = mean['loss'] + 0.01 * mean['router/bce']
+    want += 0.01 * mean['experts/balance']
+    assert total == pytest.approx(want, rel=1e-3)
+
+  def test_only_tokens_that_reach_a_layer_count(self):
+    output = forward(STAGED, variables_of(STAGED), TOKENS_BL, train=True)
+    every, routed = output.experts
+    assert every.valid_BL.shape == (B, L)
+    assert routed.valid_BL.shape == (B, L // 2)
+    chosen_BL = output.routing[0].chosen_BL
+    for b in range(B):
+      want = np.flatnonzero(chosen_BL[b])
+      np.testing.assert_array_equal(routed.position_BL[b], want)
+
+  def test_one_layers_imbalance_does_not_make_up_for_anothers(self):
+    def collapsed(expert):
+      one_BLX = jax.nn.one_hot(jnp.full((1, 4), expert), 2, dtype=bool)
+      ones_BL = jnp.ones((1, 4), bool)
+      return Assigned(9.0 * one_BLX, one_BLX, one_BLX, ones_BL, ones_BL)
+
+    config = ExpertsConfig(num_experts=2, balance_loss=1.0, z_loss=0.0)
+    loss, sums = plain.expert_losses(config, [collapsed(0), collapsed(1)])
+    assert loss == pytest.approx(2, rel=1e-3)
+    total, weight = sums['experts/busiest']
+    assert total / weight == 2
+
+
+def test_flops_are_those_of_the_tokens_that_reach_the_experts():
+  parts = dict(STAGED.flops_table(L))
+  slots = EXPERTS.slots(L), EXPERTS.slots(L // 2)
+  assert slots == (2, 1)
+  mlp = sum(STAGED.block.mlp.flops(1).values())
+  assert parts['block_0']['experts'] == 3 * slots[0] * mlp
+  assert parts['block_1 (routed)']['experts'] == 3 * slots[1] * mlp
+  assert '6 for 8 tokens; at balance 6 are' in flops.report(INTEGRATED, L)
