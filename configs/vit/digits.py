@@ -12,13 +12,15 @@ trains a small dense ViT, and adapts it. Variants:
 * `mod`, `mod_sigmoid`: a learnt router, raw or through a sigmoid;
 * `dynamic`: prediction heads drop 30% of the patches three times, beside the
   frozen dense model;
+* `experts`: four experts in place of each feed-forward, of which a patch runs
+  one; from nothing, as the dense model;
 * `isoflop`: the dense model's first blocks, of about A-MoD's FLOPs;
 * `tiny`: the dense model in seconds, for tests; also `amod_tiny`, `mod_tiny`,
-  `dynamic_tiny`.
+  `dynamic_tiny`, `experts_tiny`.
 
-All but the dense one want `--config.init`, the dense run or a checkpoint;
-without it they train from scratch (and `dynamic` needs its distillations set
-to 0).
+All but the dense one and `experts` want `--config.init`, the dense run or a
+checkpoint; without it they train from scratch (and `dynamic` needs its
+distillations set to 0).
 """
 
 import dataclasses
@@ -26,6 +28,7 @@ import dataclasses
 from mod_jax import config as config_lib
 from mod_jax.data.augment import AugmentConfig
 from mod_jax.data.images import ImageDataConfig
+from mod_jax.layers.experts import ExpertsConfig
 from mod_jax.layers.routed import VisionRoutingConfig
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.vit import ViTConfig
@@ -83,6 +86,12 @@ def dense() -> ExperimentConfig:
     ),
     train=TrainConfig(num_steps=600, batch_size=64),
   )
+
+
+def experts() -> ExperimentConfig:
+  """Experts, trained as the dense model."""
+  model = dataclasses.replace(BACKBONE, experts=ExpertsConfig(num_experts=4))
+  return dataclasses.replace(dense(), name='digits_experts', model=model)
 
 
 def dynamic() -> ExperimentConfig:
@@ -179,11 +188,13 @@ VARIANTS = {
   'mod': lambda: routed('digits_mod', MOD),
   'mod_sigmoid': lambda: routed('digits_mod_sigmoid', SIGMOID),
   'dynamic': dynamic,
+  'experts': experts,
   'isoflop': isoflop,
   'tiny': lambda: tiny(dense()),
   'amod_tiny': lambda: tiny(routed('digits_amod', AMOD)),
   'mod_tiny': lambda: tiny(routed('digits_mod', MOD)),
   'dynamic_tiny': lambda: tiny(dynamic()),
+  'experts_tiny': lambda: tiny(experts()),
 }
 
 get_config = config_lib.config_getter(VARIANTS)
