@@ -167,7 +167,7 @@ def test_every_number_has_a_range(cls):
 @pytest.mark.parametrize(('file', 'variant'), CASES)
 def test_fits_its_mesh(file, variant):
   config = build(file, variant)
-  sizes = [config.mesh.data, config.mesh.fsdp, config.mesh.tensor]
+  sizes = [getattr(config.mesh, axis) for axis in parallel.MESH_AXES]
   # The rest of the devices: enough that the batch is really divided.
   sizes = tuple(2 if size == -1 else size for size in sizes)
   mesh = jax.sharding.AbstractMesh(sizes, parallel.MESH_AXES)
