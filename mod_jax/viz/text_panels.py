@@ -120,9 +120,7 @@ class TextPanels:
     """Draws the row of each block, those in `layers` apart from the others."""
     for axes, start, end in self.panels:
       for row in range(self._num_layers):
-        color, name = (
-          (TRACK, gid) if row in layers else (style.DENSE, 'dense')
-        )
+        color, name = (TRACK, gid) if row in layers else (style.DENSE, 'dense')
         axes.barh(row, end - start, 0.84, start - 0.5, color=color, gid=name)
 
   def write(self, count_L, colors: tuple[Colormap, Normalize]) -> None:
@@ -136,9 +134,7 @@ class TextPanels:
       x_C = np.arange(start, end)
       axes.add_collection(
         PolyCollection(
-          rectangles(
-            x_C, np.full(len(x_C), -0.5 - strip / 2), 1, strip * 0.92
-          ),
+          rectangles(x_C, np.full(len(x_C), -0.5 - strip / 2), 1, strip * 0.92),
           array=count_C,
           cmap=cmap,
           norm=norm,
