@@ -11,15 +11,22 @@ os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 os.environ['MPLBACKEND'] = 'agg'
 # Triton 3.9 warns wherever nobody says.
 os.environ.setdefault('TRITON_DEFAULT_FP_FUSION', '1')
-# Nearly all of the suite's time is compilation, and tiny programs need none of
-# LLVM's finer passes. XLA's own passes still run.
+# Eight simulated devices, for the tests of sharding. Processes that tests start
+# inherit all of this environment; some of them ask for a single device.
+os.environ.setdefault('JAX_NUM_CPU_DEVICES', '8')
+# Most of the suite's time is compilation, and tiny programs need none of LLVM's
+# finer passes. XLA's own passes still run.
 os.environ.setdefault('JAX_DISABLE_MOST_OPTIMIZATIONS', '1')
-_DEVICES = '--xla_force_host_platform_device_count'
-if _DEVICES not in os.environ.get('XLA_FLAGS', ''):
-  # Eight simulated devices, for the tests of sharding.
-  os.environ['XLA_FLAGS'] = (
-    os.environ.get('XLA_FLAGS', '') + f' {_DEVICES}=8'
-  ).strip()
+# XLA for CPUs has two code generators for its fused loops. The newer one, which
+# makes faster programs, takes several times as long to compile them; and tiny
+# programs gain nothing from being compiled in parts.
+os.environ['XLA_FLAGS'] = ' '.join(
+  (
+    '--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters',
+    '--xla_cpu_parallel_codegen_split_count=1',
+    os.environ.get('XLA_FLAGS', ''),
+  )
+)
 
 # After the environment above, which JAX reads once, as it is imported.
 from absl import app  # noqa: E402

@@ -33,7 +33,7 @@ def run(script, *args):
   result = subprocess.run(
     [sys.executable, f'benchmarks/{script}.py', *(f'--{a}' for a in args)],
     cwd=ROOT,
-    env={**os.environ, 'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': ''},
+    env={**os.environ, 'JAX_PLATFORMS': 'cpu', 'JAX_NUM_CPU_DEVICES': '1'},
     capture_output=True,
     text=True,
   )

@@ -83,7 +83,7 @@ def run(script, *args):
 
 def start(script, *args):
   """Runs a script in a process of its own, with one device."""
-  env = dict(os.environ) | {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': ''}
+  env = dict(os.environ) | {'JAX_PLATFORMS': 'cpu', 'JAX_NUM_CPU_DEVICES': '1'}
   done = subprocess.run(
     [sys.executable, str(ROOT / script), *map(str, args)],
     capture_output=True,

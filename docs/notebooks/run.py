@@ -73,7 +73,7 @@ def execute(notebook, folder: str | os.PathLike) -> None:
     'TMPDIR': folder,
     'IPYTHONDIR': f'{folder}/ipython',
   }
-  environment.pop('XLA_FLAGS', None)  # Tests simulate several devices.
+  environment.pop('JAX_NUM_CPU_DEVICES', None)  # Tests simulate several.
   client = NotebookClient(
     notebook,
     km=manager,

@@ -80,6 +80,11 @@ class DynamicViTConfig:
   adaptive = None
 
   @property
+  def experts(self):
+    """Which blocks of the backbone have experts."""
+    return self.backbone.experts
+
+  @property
   def capacities(self) -> tuple[None, ...]:
     """No block's: each processes all tokens that are left."""
     return (None,) * self.backbone.num_layers

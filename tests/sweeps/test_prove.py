@@ -42,13 +42,14 @@ class TestMesh:
   @pytest.mark.parametrize(
     ('chips', 'rows', 'mesh', 'fitted'),
     [
-      (16, 128, {'fsdp': 4}, (4, 4, 1)),
-      (64, 128, {'fsdp': 4}, (16, 4, 1)),
-      (256, 128, {'fsdp': 4}, (32, 4, 2)),  # 128 rows on 256 chips.
-      (256, 32, {'fsdp': 4}, (8, 4, 8)),
-      (256, 128, {'fsdp': 4, 'tensor': 4}, (16, 4, 4)),
-      (8, 128, {'fsdp': 16}, (1, 8, 1)),
-      (1, 128, {'fsdp': 16}, (1, 1, 1)),
+      (16, 128, {'fsdp': 4}, (4, 4, 1, 1)),
+      (64, 128, {'fsdp': 4}, (16, 4, 1, 1)),
+      (256, 128, {'fsdp': 4}, (32, 4, 1, 2)),  # 128 rows on 256 chips.
+      (256, 32, {'fsdp': 4}, (8, 4, 1, 8)),
+      (256, 128, {'fsdp': 4, 'tensor': 4}, (16, 4, 1, 4)),
+      (64, 128, {'fsdp': 16, 'expert': 8}, (1, 8, 8, 1)),
+      (8, 128, {'fsdp': 16}, (1, 8, 1, 1)),
+      (1, 128, {'fsdp': 16}, (1, 1, 1, 1)),
     ],
   )
   def test_is_changed_as_little_as_the_chips_need(
@@ -67,7 +68,7 @@ class TestMesh:
     (cube,) = slices.parse('v5p:4x4x4')
     config = parallel.MeshConfig(fsdp=8)
     mesh = parallel.make_mesh(config, cube.devices())
-    assert mesh.devices.shape == (8, 8, 1)
+    assert mesh.devices.shape == (8, 8, 1, 1)
     assert len(set(mesh.devices.flat)) == 64
 
 
@@ -234,7 +235,7 @@ class TestProven:
     workdir, rows = proven
     monkeypatch.setattr(prove, 'lower', None)
     text = prove.report(tiny, 'v5e:2x2', workdir / 'prove')
-    assert 'v5e:2x2: 4 chips, mesh data 4, fsdp 1, tensor 1' in text
+    assert 'v5e:2x2: 4 chips, mesh data 4, fsdp 1, expert 1, tensor 1' in text
     assert 'of 16 GiB a chip: fits' in text
     assert f'{rows[0]["products"]:.4e} FLOPs' in text
     assert 'all-reduce' in text

@@ -38,7 +38,7 @@ def free_port():
 def start_two(config, workdir, *args):
   environment = {
     **os.environ,
-    'XLA_FLAGS': '',  # One device each.
+    'JAX_NUM_CPU_DEVICES': '1',
     'JAX_COORDINATOR_ADDRESS': f'127.0.0.1:{free_port()}',
     'JAX_NUM_PROCESSES': '2',
   }
