@@ -155,8 +155,8 @@ def compared_curves(runs: Iterable[Mapping], *, title: str = '') -> Figure:
 # Of each metric of experts: heading, what it is, and where it is at balance.
 _OF_EXPERTS = {
   'busiest': ('Busiest expert', 'its tokens over the mean of all', 1.0),
-  'null': ('No-ops', 'of all choices, those that do nothing', None),
-  'dropped': ('Dropped', 'of the choices of experts, those without slot', None),
+  'null': ('No-ops', 'choices that do nothing', None),
+  'dropped': ('Dropped', 'choices of experts that found no slot', None),
   'balance': ('Balance loss', '1: choices are as they should be', 1.0),
 }
 _SHARES = ('null', 'dropped')
@@ -217,8 +217,8 @@ def expert_curves(
       axes.axhline(reference, color=style.INK, ls='--', lw=1, gid='reference')
     if name in train:
       steps, values = train[name]
-      look = {'color': _TRAIN, 'gid': 'train'}
-      axes.plot(steps, values, lw=0.7, alpha=0.45, **look)
+      look = {'marker': 'o' if len(steps) == 1 else None, 'gid': 'train'}
+      axes.plot(steps, values, color=_TRAIN, lw=0.7, alpha=0.45, **look)
       smooth = _smooth(np.array(values))
       axes.plot(steps, smooth, lw=1.6, color=_TRAIN, gid='train_smooth')
     for rule, (steps, values) in held_out[name].items():
@@ -230,14 +230,15 @@ def expert_curves(
     style.heading(axes, heading, facts)
     axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
     if name in _SHARES:
-      axes.set_ylim(bottom=0)
+      # With room for a marker at 0.
+      axes.set_ylim(bottom=-0.03 * axes.get_ylim()[1])
       axes.yaxis.set_major_formatter(style.percent)
   handles = [
     Line2D([], [], color=_TRAIN, lw=1.6, label='training'),
     *(rules[rule] for rule in sorted(rules, key=_order)),
     Line2D([], [], color=style.INK, ls='--', lw=1, label='as it should be'),
   ]
-  style.key(body, handles)
+  style.key(body, handles, ncols=min(4, len(handles)))
   return figure
 
 

@@ -7,6 +7,7 @@ X choices: E experts, then those that do nothing, the no-ops.
 from collections.abc import Sequence
 
 from matplotlib import colormaps
+from matplotlib.collections import LineCollection
 from matplotlib.collections import PathCollection
 from matplotlib.collections import PolyCollection
 from matplotlib.colors import BoundaryNorm
@@ -15,6 +16,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
+from matplotlib.path import Path
 from matplotlib.textpath import TextPath
 from matplotlib.ticker import MaxNLocator
 import numpy as np
@@ -28,13 +30,13 @@ from mod_jax.viz import text_panels
 NO_EXPERT = -1  # The token is in the block, and no expert takes it.
 NOT_THERE = -2  # The block is routed, and passes the token by.
 
-# Okabe and Ito's eight; as areas all of them are seen on white.
-_FEW = (*style.SERIES_COLORS[:6], '#F0E442', '#000000')
+# As areas all are seen on white, the yellow too; brown, as marks are black.
+_FEW = (*style.SERIES_COLORS[:6], '#F0E442', '#5C3317')
 _EMPTY = {'facecolor': 'white', 'edgecolor': '#8A8A8A', 'linewidth': 0.6}
 _NUMBER_SIZE = 5.5  # Points.
 _LEAST_PATCH = 0.14  # Inches, for a number on it.
 _MORE = {'marker': 'o', 'facecolor': 'white', 'edgecolor': style.INK}
-_DROPPED = {'marker': 'x', 'color': style.INK, 'linewidth': 0.9}
+_DROPPED = {'marker': 'x'}
 _TARGET = {'colors': style.INK, 'linestyles': '--', 'linewidth': 1.3}
 
 
@@ -100,12 +102,15 @@ def expert_map(
     for name, marked_RL in (('more', more_RL), ('dropped', dropped_RL))
     if marked_RL is not None and np.any(marked_RL)
   }
+  subtitle = _summary(expert_RL, num_layers, num_experts, 'tokens')
+  if 'more' in marks:
+    subtitle += ' Of several experts the heaviest gives the colour.'
   sheet = text_panels.TextPanels(
     pieces,
     num_layers=num_layers,
     columns=columns,
     title=title or 'The expert that takes each token',
-    subtitle=_summary(expert_RL, num_layers, num_experts, 'tokens'),
+    subtitle=subtitle,
     least_row=0.13,
   )
   sheet.draw_rows(layers, 'experts')
@@ -124,7 +129,7 @@ def expert_map(
   sheet.write(np.zeros_like(count_L) if everywhere else count_L, colors)
   sheet.label(layers)
 
-  swatches = _states(expert_RL, 'token', marks)
+  swatches = _states(expert_RL, marks)
   if len(layers) < num_layers:
     swatches.append(Patch(label='block without experts', fc=style.DENSE))
   if swatches:
@@ -154,8 +159,8 @@ def expert_patches(
   """Draws which expert takes each patch, a row per image.
 
   The image stands at the left; then, for each block with experts, the image in
-  grey under the experts' colours. Patches that no expert takes stay grey, those
-  that do not reach the block are whitened.
+  grey under the experts' colours. Patches that no expert takes stay grey and
+  are struck through, those that do not reach the block are whitened.
 
   Args:
     images_BHWC: uint8 RGB images.
@@ -186,11 +191,11 @@ def expert_patches(
   center_L2 = np.indices(grid).reshape(2, -1).T[:, ::-1] + 0.5
   said = [_summary(expert_RBL, num_layers, num_experts, 'patches')]
   if (expert_RBL == NO_EXPERT).any():
-    said.append('Grey: no expert takes the patch.')
+    said.append('Grey and struck through: no expert takes the patch.')
   if (expert_RBL == NOT_THERE).any():
     said.append('Whitened: the patch does not reach the block.')
   if more_RBL.any():
-    said.append('A dot: more experts take it; the colour is of the heaviest.')
+    said.append('A dot: several do; the heaviest gives the colour.')
   said.append('Below: how many experts take how many of the patches.')
 
   def draw(axes, r, b, **how):
@@ -201,6 +206,18 @@ def expert_patches(
     high = box.height / axes.get_figure(root=True).dpi / grid[0]
     if num_experts > len(_FEW) and high >= _LEAST_PATCH:
       _write_numbers(axes, center_L2, expert_L, color_E3)
+    axes.autoscale(False)
+    # On a white image a grey patch is white as well.
+    empty_N12 = center_L2[expert_L == NO_EXPERT][:, None]
+    axes.add_collection(
+      LineCollection(
+        empty_N12 + np.array([[-0.5, 0.5], [0.5, -0.5]]),
+        colors=style.MUTED,
+        linewidths=0.8,
+        gid='empty',
+      ),
+      autolim=False,
+    )
     more_N2 = center_L2[more_RBL[r, b]] + (0.3, -0.3)
     size = min(16, (0.25 * 72 * high) ** 2)
     axes.scatter(*more_N2.T, s=size, linewidth=0.5, gid='more', **_MORE)
@@ -274,14 +291,20 @@ def expert_load(
     f'Bars: of the {unit} that reach the block, those that an expert'
     f'{" or a no-op (a choice that does nothing)" if nulls else ""} gets.'
     ' Dashed: what each should get.',
-    height=1.7,
+    height=2.0,
     xlabel='expert',
     ylabel=f'share of the {unit}',
   )
   # No-ops stand apart, by the width of a bar.
   x_X = np.arange(choices) + (np.arange(choices) >= num_experts)
   color_E3 = expert_colors(num_experts)
-  ticks = _number_ticks(num_experts)
+  ticks = {tick: str(tick) for tick in _number_ticks(num_experts)}
+  if nulls:
+    place = float(x_X[num_experts:].mean())
+    # Without the number that the word would stand on.
+    room = 0.1 * (x_X[-1] + 2)
+    ticks = {x: text for x, text in ticks.items() if place - x > room}
+    ticks[place] = 'no-op' if nulls == 1 else 'no-ops'
   high = 1.08 * max(share_RX.max(), targets_X.max())
   for r, axes in enumerate(panels):
     split_E, split_Z = np.split(share_RX[r], [num_experts])
@@ -297,12 +320,7 @@ def expert_load(
       if len(x_N):
         ends = (x_N[0] - 0.6, x_N[-1] + 0.6)
         axes.hlines(target_N[0], *ends, gid='target', **_TARGET)
-    labels = [str(tick) for tick in ticks]
-    places = list(ticks)
-    if nulls:
-      places.append(float(x_X[num_experts:].mean()))
-      labels.append('no-op' if nulls == 1 else 'no-ops')
-    axes.set_xticks(places, labels)
+    axes.set_xticks(*zip(*ticks.items(), strict=True))
     axes.tick_params(axis='x', length=0)
     axes.set_xlim(-1, x_X[-1] + 1)
     axes.set_ylim(0, high)
@@ -311,7 +329,7 @@ def expert_load(
     mean = split_E.mean()
     facts = f'{none_R[r]:.1%} without any expert'
     if mean:
-      facts = f'busiest: {split_E.max() / mean:.2f} x the mean · {facts}'
+      facts = f'busiest: {split_E.max() / mean:.2f} x the mean\n{facts}'
     style.heading(axes, f'Block {layers[r]}', facts)
   handles = [Line2D([], [], color=style.INK, ls='--', lw=1.3, label='target')]
   if nulls:
@@ -388,17 +406,17 @@ def _number_ticks(num_experts) -> list[int]:
   return list(range(0, num_experts, step))
 
 
-def _states(expert, unit, marks):
+def _states(expert, marks):
   """Returns what explains cells that are no plain colour, if there are any."""
   found = []
   if (expert == NO_EXPERT).any():
     found.append(Patch(label='no expert takes it', **_EMPTY))
   if (expert == NOT_THERE).any():
-    label = f'the {unit} does not reach the block'
-    found.append(Patch(label=label, facecolor=text_panels.TRACK))
+    color = text_panels.TRACK
+    found.append(Patch(label='does not reach the block', facecolor=color))
   for name, label, look in (
-    ('more', 'more experts take it; colour: the heaviest', _MORE),
-    ('dropped', 'a choice that found no slot', _DROPPED),
+    ('more', 'several experts take it', _MORE),
+    ('dropped', 'a choice found no slot', _DROPPED),
   ):
     if name in marks:
       look = {
@@ -436,13 +454,22 @@ def _draw_cells(axes, start, y_R, expert_RC, num_experts):
 
 
 def _draw_marks(axes, name, x_N, y_N):
-  look = {'zorder': 4, 'gid': name}
+  # In corners, where they hide no number.
   if name == 'more':
-    # In the corner, where it hides no number.
     corner = (x_N + 0.27, y_N + 0.24)
-    axes.scatter(*corner, s=5, linewidth=0.5, **look, **_MORE)
-  else:
-    axes.scatter(x_N, y_N, s=14, **look, **_DROPPED)
+    axes.scatter(*corner, s=5, linewidth=0.5, zorder=4, gid=name, **_MORE)
+    return
+  # Black on white, to be seen on any colour.
+  for color, width, gid in (('white', 2.2, None), (style.INK, 1.0, name)):
+    axes.scatter(
+      *(x_N - 0.22, y_N - 0.2),
+      s=9,
+      color=color,
+      linewidth=width,
+      zorder=4,
+      gid=gid,
+      **_DROPPED,
+    )
 
 
 def _write_numbers(axes, place_N2, expert_N, color_E3):
@@ -452,10 +479,10 @@ def _write_numbers(axes, place_N2, expert_N, color_E3):
   """
   font = glyphs.mono(_NUMBER_SIZE)
   for expert in np.unique(expert_N[expert_N >= 0]):
-    path = TextPath((0, 0), str(expert), prop=font)
-    middle = path.get_extents().get_points().mean(axis=0)
+    text = TextPath((0, 0), str(expert), prop=font)
+    middle = text.get_extents().get_points().mean(axis=0)
     numbers = PathCollection(
-      [path.deepcopy()],
+      [Path((text.vertices - middle) / 72, text.codes)],
       offsets=place_N2[expert_N == expert],
       offset_transform=axes.transData,
       facecolor=text_panels.ink_on(color_E3[expert]),
@@ -463,8 +490,7 @@ def _write_numbers(axes, place_N2, expert_N, color_E3):
       zorder=3,
       gid=f'number {expert}',
     )
-    vertices = numbers.get_paths()[0].vertices
-    vertices[:] = (vertices - middle) / 72
+    # Inches, whatever the axes' scales.
     numbers.set_transform(axes.get_figure(root=True).dpi_scale_trans)
     axes.add_collection(numbers, autolim=False)
 
