@@ -15,6 +15,7 @@ from mod_jax.layers import stack as stack_lib
 from mod_jax.layers.attention import attention_map
 from mod_jax.layers.mode import Mode
 from mod_jax.layers.mode import RoutingMode
+from mod_jax.tasks import expert_pictures
 from mod_jax.tasks import warm_start
 from mod_jax.tasks.modality import Modality
 from mod_jax.tasks.studies import devices
@@ -191,12 +192,32 @@ class Images(Modality):
     return shown_BHWC, labels, output, state['intermediates']
 
   def pictures(self, task, params, model_state):
-    with self.one_device(params, model_state) as variables:
-      shown_BHWC, labels, output, seen = self.look(task, *variables)
     model = self.config.model
     grid, prefix = (model.grid, model.grid), model.num_prefix
-    routed = [i for i, c in enumerate(model.capacities) if c is not None]
     figures = {}
+    with self.one_device(params, model_state) as variables:
+      shown_BHWC, labels, output, seen = self.look(task, *variables)
+      if model.experts is not None:
+        figures['expert_load'] = expert_pictures.load_picture(
+          *(task, *variables, Mode()),
+          'Held-out images: how many tokens each expert takes',
+        )
+    if model.experts is not None:
+      expert_RBL, more_RBL, _ = expert_pictures.takers(
+        output.experts, model.num_tokens
+      )
+      figures['expert_map'] = viz.expert_patches(
+        shown_BHWC,
+        expert_RBL[..., prefix:],
+        layers=expert_pictures.blocks(model),
+        grid=grid,
+        num_experts=model.experts.num_experts,
+        more_RBL=more_RBL[..., prefix:],
+        num_layers=model.num_layers,
+        labels=labels,
+        title='Which expert takes which patch',
+      )
+    routed = [i for i, c in enumerate(model.capacities) if c is not None]
     if routed:
       chosen_RBL = np.stack([r.chosen_BL for r in output.routing])
       figures['routing'] = viz.patch_maps(

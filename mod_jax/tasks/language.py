@@ -22,6 +22,7 @@ from mod_jax.losses import sums
 from mod_jax.sampling import Generated
 from mod_jax.sampling import generate
 from mod_jax.sampling import pad_prompts
+from mod_jax.tasks import expert_pictures
 from mod_jax.tasks import warm_start
 from mod_jax.tasks.modality import Modality
 from mod_jax.tasks.studies import language as studies
@@ -248,13 +249,29 @@ class Language(Modality):
         f'{_DROP}loss: with caches of {RoutingMode().slack} times the capacity,'
         ' which pass by the tokens that find no room'
       )
+    if (experts := self.config.model.experts) is not None:
+      if experts.num_nulls and experts.choice == 'token':
+        columns += ('experts/null',)
+        notes.append(
+          'experts/null: of all choices, those that do nothing, which should be'
+          f' {1 - experts.share:.4f}'
+        )
+      columns += ('experts/busiest',)
+      notes.append(
+        'experts/busiest: tokens of the most wanted expert of a batch over the'
+        ' mean of all; 1 where they are wanted alike, and at most'
+        f' {experts.num_experts}'
+      )
     title = 'rule' if self.rules else ''
-    lines = [title.ljust(12) + ''.join(c.rjust(14) for c in columns)]
+    widths = [max(14, len(column) + 2) for column in columns]
+    cells = zip(columns, widths, strict=True)
+    lines = [title.ljust(12) + ''.join(c.rjust(w) for c, w in cells)]
     for title, prefix in rows:
       cells = [metrics.get(prefix + c) for c in columns]
       # A rule that decided for no token has no precision.
       shown = ('-' if x is None else f'{x:.4f}' for x in cells)
-      lines.append(title.ljust(12) + ''.join(x.rjust(14) for x in shown))
+      cells = zip(shown, widths, strict=True)
+      lines.append(title.ljust(12) + ''.join(c.rjust(w) for c, w in cells))
     return '\n'.join([*lines, *notes])
 
   def sample(
@@ -352,20 +369,32 @@ class Language(Modality):
     return batch, jax.device_get(output)
 
   def pictures(self, task, params, model_state):
-    if not self.config.model.num_routed:
+    config = self.config.model
+    if not config.num_routed and config.experts is None:
       return {}
     batch, output = self._look(task, params, model_state)
-    config = self.config.model
-    layers = [i for i, c in enumerate(config.capacities) if c is not None]
     _, kwargs = self.inputs(batch, train=False)
     length = int(np.sum(kwargs['valid_BL'][0]))
+    pieces = self.tokenizer.pieces(batch['tokens'][0, :length].tolist())
+    figures = {}
+    if config.num_routed:
+      figures |= self._routing_pictures(output, pieces)
+    if config.experts is not None:
+      figures |= self._expert_pictures(
+        task, params, model_state, output, pieces
+      )
+    return figures
+
+  def _routing_pictures(self, output, pieces):
+    config, length = self.config.model, len(pieces)
+    layers = [i for i, c in enumerate(config.capacities) if c is not None]
     thresholds = None
     if config.routing.threshold_decay:
       thresholds = [routed.threshold_B[0] for routed in output.routing]
     return {
       'routing': viz.routing_map(
         np.stack([r.chosen_BL[0, :length] for r in output.routing]),
-        self.tokenizer.pieces(batch['tokens'][0, :length].tolist()),
+        pieces,
         layers=layers,
         num_layers=config.num_layers,
         weights_RL=np.stack([r.weight_BL[0, :length] for r in output.routing]),
@@ -377,6 +406,34 @@ class Language(Modality):
         layers=layers,
         title='Router scores on held-out text',
         thresholds=thresholds,
+      ),
+    }
+
+  def _expert_pictures(self, task, params, model_state, output, pieces):
+    config = self.config.model
+    expert_RBL, more_RBL, dropped_RBL = expert_pictures.takers(
+      output.experts, self.config.data.length
+    )
+    row = np.s_[:, 0, : len(pieces)]
+    mode, by = Mode(), ''
+    if len(self.rules) > 1:
+      # As it generates: by top-k, experts that choose all take equally many.
+      mode = Mode(routing=config.routing_mode(self.rules[1]))
+      by = f", by the rule '{self.rules[1]}'"
+    return {
+      'expert_map': viz.expert_map(
+        expert_RBL[row],
+        pieces,
+        layers=expert_pictures.blocks(config),
+        num_layers=config.num_layers,
+        num_experts=config.experts.num_experts,
+        more_RL=more_RBL[row],
+        dropped_RL=dropped_RBL[row],
+        title='Held-out text: which expert takes which token',
+      ),
+      'expert_load': expert_pictures.load_picture(
+        *(task, params, model_state, mode),
+        f'Held-out text: how many tokens each expert takes{by}',
       ),
     }
 

@@ -141,11 +141,12 @@ class Modality(abc.ABC):
     return {k: v for k, v in metrics.items() if k.split('/')[-1] in self.main}
 
   def curves(self, records) -> 'Figure':
+    """Returns the picture of the losses in a run's records."""
     return viz.loss_curves(records, title='Loss over training')
 
   @abc.abstractmethod
   def pictures(self, task, params, model_state) -> dict[str, 'Figure']:
-    """Returns pictures of a dense or routed model."""
+    """Returns pictures of a model that is dense, routed or has experts."""
 
   @abc.abstractmethod
   def load_pictures(self, task, params, model_state) -> dict[str, 'Figure']:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from mod_jax import flops
 from mod_jax import losses
+from mod_jax import viz
 from mod_jax.layers.experts import Assigned
 from mod_jax.layers.experts import ExpertsConfig
 from mod_jax.layers.routed import Routing
@@ -186,7 +187,13 @@ class Plain(task_lib.Task):
     return self.modality.summary(self, metrics)
 
   def curves(self, records):
-    return self.modality.curves(records)
+    records = list(records)
+    figures = {'curves': self.modality.curves(records)}
+    if (experts := self.config.model.experts) is not None:
+      figures['experts'] = viz.expert_curves(
+        records, null_target=1 - experts.share if experts.num_nulls else None
+      )
+    return figures
 
   def pictures(self, params, model_state):
     return self.modality.pictures(self, params, model_state)

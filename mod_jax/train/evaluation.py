@@ -178,7 +178,7 @@ def report(trained: Trained, metrics: dict[str, float], workdir) -> None:
   figures = {}
   if jax.process_count() == 1:
     figures = trained.task.pictures(trained.params, trained.model_state)
-  figures['curves'] = trained.task.curves(metrics_lib.read(workdir))
+  figures |= trained.task.curves(metrics_lib.read(workdir))
   _save_pictures(figures, workdir)
   _write_json(workdir / 'eval.json', {'step': trained.step, **metrics})
   print(f'held-out, at step {trained.step}:')

@@ -187,9 +187,9 @@ class Task(abc.ABC):
   def pictures(self, params, model_state) -> dict[str, 'Figure']:
     """Returns figures of what the model does, by file name without suffix."""
 
-  def curves(self, records: Iterable[Mapping[str, Any]]) -> 'Figure':
-    """Returns the picture of a run's metrics; see `viz.loss_curves`."""
-    return viz.loss_curves(records, title='Loss over training')
+  def curves(self, records: Iterable[Mapping[str, Any]]) -> dict[str, 'Figure']:
+    """Returns figures of a run's metrics, by file name without suffix."""
+    return {'curves': viz.loss_curves(records, title='Loss over training')}
 
   @abc.abstractmethod
   def summary(self, metrics: dict[str, float]) -> str:

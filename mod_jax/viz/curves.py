@@ -152,6 +152,126 @@ def compared_curves(runs: Iterable[Mapping], *, title: str = '') -> Figure:
   return figure
 
 
+# Of each metric of experts: heading, what it is, and where it is at balance.
+_OF_EXPERTS = {
+  'busiest': ('Busiest expert', 'its tokens over the mean of all', 1.0),
+  'null': ('No-ops', 'choices that do nothing', None),
+  'dropped': ('Dropped', 'choices of experts that found no slot', None),
+  'balance': ('Balance loss', '1: choices are as they should be', 1.0),
+}
+_SHARES = ('null', 'dropped')
+
+
+def expert_curves(
+  records: Iterable[Mapping],
+  *,
+  null_target: float | None = None,
+  title: str = '',
+) -> Figure:
+  """Draws over the steps of a run how evenly its experts were chosen.
+
+  A panel for each of the metrics `experts/busiest`, `null`, `dropped` and
+  `balance` that is anywhere above 0: lines for the training batches, markers
+  for held-out data by each rule.
+
+  Args:
+    records: as in `loss_curves`; here of kind `train` they hold
+      `experts/NAME`, of kind `eval` `experts/NAME` or `RULE/experts/NAME`.
+    null_target: the share of the choices that should do nothing; None where
+      there are no such choices.
+    title: says what is seen; a general one if empty.
+  """
+  train, held_out = _read_experts(records)
+  references = {name: value for name, (_, _, value) in _OF_EXPERTS.items()}
+  references['null'] = null_target
+  series = {
+    name: [s for s in (train.get(name), *held_out[name].values()) if s]
+    for name in _OF_EXPERTS
+  }
+  shown = [
+    name
+    for name in _OF_EXPERTS
+    if any(max(values) > 0 for _, values in series[name])
+  ]
+  idle = [
+    _OF_EXPERTS[name][0].lower()
+    for name in _OF_EXPERTS
+    if series[name] and name not in shown
+  ]
+  subtitle = 'Grey: training batches, smoothed. Markers: held-out data.'
+  if idle:
+    subtitle += f' Not drawn, since 0 throughout: {", ".join(idle)}.'
+  figure, body = style.new_figure(
+    max(7.5, 3.2 * len(shown)),
+    3.4,
+    title or 'How evenly experts are chosen, over training',
+    subtitle,
+  )
+  if not shown:
+    style.say(body.subplots(), 'Nothing recorded yet')
+    return figure
+  rules = {}
+  panels = body.subplots(1, len(shown), squeeze=False, sharex=True)[0]
+  for axes, name in zip(panels, shown, strict=True):
+    if (reference := references[name]) is not None:
+      axes.axhline(reference, color=style.INK, ls='--', lw=1, gid='reference')
+    if name in train:
+      steps, values = train[name]
+      look = {'marker': 'o' if len(steps) == 1 else None, 'gid': 'train'}
+      axes.plot(steps, values, color=_TRAIN, lw=0.7, alpha=0.45, **look)
+      smooth = _smooth(np.array(values))
+      axes.plot(steps, smooth, lw=1.6, color=_TRAIN, gid='train_smooth')
+    for rule, (steps, values) in held_out[name].items():
+      _draw_rule(axes, rule, steps, values, _label(rule, _TOKENS), name)
+      rules[rule] = axes.lines[-1]
+    style.clean(axes)
+    _steps(axes)
+    heading, facts, _ = _OF_EXPERTS[name]
+    style.heading(axes, heading, facts)
+    axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
+    if name in _SHARES:
+      # With room for a marker at 0.
+      axes.set_ylim(bottom=-0.03 * axes.get_ylim()[1])
+      axes.yaxis.set_major_formatter(style.percent)
+  handles = [
+    Line2D([], [], color=_TRAIN, lw=1.6, label='training'),
+    *(rules[rule] for rule in sorted(rules, key=_order)),
+    Line2D([], [], color=style.INK, ls='--', lw=1, label='as it should be'),
+  ]
+  style.key(body, handles, ncols=min(4, len(handles)))
+  return figure
+
+
+def _read_experts(records):
+  """Returns (steps, values) by metric; of held-out data by metric and rule."""
+  train, held_out = {}, {name: {} for name in _OF_EXPERTS}
+  for record in records:
+    step = _number(record.get('step'))
+    if step is None:
+      continue
+    for key, value in record.items():
+      prefix, found, name = str(key).rpartition('experts/')
+      rule = prefix.rstrip('/')
+      # Without routed blocks there is nothing to judge.
+      if not found or name not in _OF_EXPERTS or rule == 'never':
+        continue
+      if record.get('kind') == 'train':
+        _put(train, name, step, value)
+      elif record.get('kind') == 'eval':
+        _put(held_out[name], rule, step, value)
+
+  def ordered(points):
+    return tuple(zip(*sorted(points.items()), strict=True))
+
+  return (
+    {name: ordered(points) for name, points in train.items()},
+    {
+      name: {rule: ordered(rules[rule]) for rule in sorted(rules, key=_order)}
+      for name, rules in held_out.items()
+    },
+  )
+
+
 def _read(records, classifier):
   """Sorts the numbers of the records into series of (steps, values)."""
   train, held_out, accuracy, never = {}, {}, {}, {}

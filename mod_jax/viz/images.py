@@ -4,6 +4,7 @@ Patches are numbered row by row from the top left, without a class token.
 Shapes: B images, H x W pixels, R routed blocks, S pruning stages, L patches.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence
 import math
 import textwrap
@@ -23,7 +24,7 @@ from mod_jax.viz import style
 
 VEIL = 0.85  # How white a skipped patch becomes.
 HEAT = colormaps['viridis']  # Perceptually uniform.
-_OVERLAY = 0.72  # Opacity of a heat map that lies on a picture.
+OVERLAY = 0.72  # Opacity of colours that lie on a picture.
 
 # Inches.
 _GAP, _GROUP_GAP, _HEAD, _BELOW = 0.09, 0.22, 0.24, 0.2
@@ -172,9 +173,9 @@ def attention_maps(
       finite, or more than one picture can hold.
   """
   image_HWC = np.asarray(image_HWC)
-  images_BHWC = _images(image_HWC[None], one=True)
+  images_BHWC = checked_images(image_HWC[None], one=True)
   layers = block_numbers('layers', layers)
-  grid = _grid(grid, images_BHWC)
+  grid = checked_grid(grid, images_BHWC)
   maps_RHL = finite('attention', maps_RHL)
   length = math.prod(grid)
   if (
@@ -202,12 +203,12 @@ def attention_maps(
   for r, ((first, *others), map_HL) in enumerate(
     zip(panels, maps_RHL, strict=True)
   ):
-    _show(first, 'image', images_BHWC[0], grid, above='' if r else 'image')
+    show(first, 'image', images_BHWC[0], grid, above='' if r else 'image')
     norm, clipped = _heat_norm(map_HL)
     for axes, map_L, head in zip(others, map_HL, heads, strict=True):
       heat = {'above': '' if r else head, 'cmap': HEAT, 'norm': norm}
-      _show(axes, 'map', map_L.reshape(grid), grid, images_BHWC, **heat)
-    _scale(scales[r], norm, extend='max' if clipped else 'neither')
+      show(axes, 'map', map_L.reshape(grid), grid, images_BHWC, **heat)
+    draw_scale(scales[r], norm, extend='max' if clipped else 'neither')
   return figure
 
 
@@ -236,7 +237,7 @@ def keep_probability(
       no probabilities.
   """
   blocks = block_numbers('blocks', blocks)
-  grid = _grid(grid)
+  grid = checked_grid(grid)
   mean_SL = finite('probabilities', mean_SL)
   expected = (len(blocks), math.prod(grid))
   if mean_SL.shape != expected or not blocks:
@@ -276,8 +277,8 @@ def keep_probability(
   ):
     values = mean_L.reshape(grid)
     look = {'cmap': HEAT, 'norm': norm}
-    _show(axes, 'map', values, grid, above=above, below=below, **look)
-  _scale(scale, norm, label='probability of being kept')
+    show(axes, 'map', values, grid, above=above, below=below, **look)
+  draw_scale(scale, norm, label='probability of being kept')
   for axes in panels.flat[len(blocks) :]:
     axes.remove()
   return figure
@@ -309,9 +310,9 @@ def load_map(
       negative, above the maximum or not finite, or more than one picture can
       hold.
   """
-  images_BHWC = _images(images_BHWC)
+  images_BHWC = checked_images(images_BHWC)
   labels = image_labels(labels, len(images_BHWC))
-  grid = _grid(grid, images_BHWC)
+  grid = checked_grid(grid, images_BHWC)
   load_BL = finite('loads', load_BL)
   expected = (len(images_BHWC), math.prod(grid))
   if load_BL.shape != expected:
@@ -353,23 +354,30 @@ def load_map(
     zip(images_BHWC, load_BL, strict=True)
   ):
     left, right = panels[b]
-    _show(left, 'image', image_HWC, grid)
+    show(left, 'image', image_HWC, grid)
     if labels:
       # Over the pair: a label is no longer than both are wide.
       room = 2 * left.get_window_extent().width / figure.dpi
       left.set_title(_fitting(labels[b], room), loc='left', **_LABEL)
-    # Grey, so that all colour is load, and light, so that one load looks alike
-    # over dark and bright parts.
-    grey_HW = 0.4 + 0.6 * (image_HWC @ [0.299, 0.587, 0.114]) / 255
-    _show(right, 'map', np.repeat(grey_HW[..., None], 3, axis=-1), grid)
-    heat = {'cmap': HEAT, 'norm': norm, 'alpha': _OVERLAY}
+    show(right, 'map', greyed(image_HWC), grid)
+    heat = {'cmap': HEAT, 'norm': norm, 'alpha': OVERLAY}
     load_YX = load_L.reshape(grid)
-    _show(right, 'map', load_YX, grid, images_BHWC, below=captions[b], **heat)
+    show(right, 'map', load_YX, grid, images_BHWC, below=captions[b], **heat)
   whole = np.array_equal(load_BL, np.round(load_BL)) and maximum <= 64
-  _scale(scale, norm, label=unit, whole=whole, alpha=_OVERLAY)
+  draw_scale(scale, norm, label=unit, whole=whole, alpha=OVERLAY)
   for axes in panels[len(images_BHWC) :].flat:
     axes.remove()
   return figure
+
+
+def greyed(image_HWC) -> np.ndarray:
+  """Returns a uint8 image in light grey, each channel from 0.4 to 1.
+
+  All colour over it is then what was drawn there, and one colour looks alike
+  over dark and bright parts.
+  """
+  grey_HW = 0.4 + 0.6 * (image_HWC @ [0.299, 0.587, 0.114]) / 255
+  return np.repeat(grey_HW[..., None], 3, axis=-1)
 
 
 def whitened(image_HWC, seen_L, grid: tuple[int, int]) -> np.ndarray:
@@ -396,50 +404,92 @@ def _masked_pictures(
   images_BHWC, seen_CBL, grid, headings, title, summary, labels
 ) -> Figure:
   """Draws a row per image: as it is, then with each of C masks."""
-  images_BHWC = _images(images_BHWC)
-  grid = _grid(grid, images_BHWC)
+  images_BHWC = checked_images(images_BHWC)
+  grid = checked_grid(grid, images_BHWC)
   length = math.prod(grid)
-  seen_CBL = _decisions(seen_CBL, (len(headings), len(images_BHWC), length))
-  labels = image_labels(labels, len(images_BHWC))
-  captions_BC = [
-    [f'{count} of {length} ({count / length:.0%})' for count in count_C]
-    for count_C in seen_CBL.sum(axis=-1).T
-  ]
-  figure, panels, _ = _sheet(
+  seen_CBL = by_patch('decisions', seen_CBL, len(headings), images_BHWC, grid)
+  seen_CBL = decisions(seen_CBL, 'patch')
+
+  def draw(axes, c, b, **how):
+    seen_L = seen_CBL[c, b]
+    show(axes, 'map', whitened(images_BHWC[b], seen_L, grid), grid, **how)
+    # On a white image a white veil alone would not be seen.
+    axes.add_collection(
+      LineCollection(
+        _outline(seen_L.reshape(grid)),
+        colors=style.CHOSEN,
+        linewidths=float(np.clip(6 / grid[1], 0.7, 1.5)),
+        capstyle='projecting',
+        # Over the frame, also where the patch is at the image's edge.
+        clip_on=False,
+        zorder=2.6,
+        gid='outline',
+      ),
+      autolim=False,
+    )
+
+  figure, _ = pictures_by_block(
+    images_BHWC,
+    grid=grid,
+    headings=headings,
+    captions_CB=[
+      [f'{count} of {length} ({count / length:.0%})' for count in count_B]
+      for count_B in seen_CBL.sum(axis=-1)
+    ],
+    title=title,
+    summary=summary(seen_CBL),
+    labels=labels,
+    draw=draw,
+  )
+  return figure
+
+
+def pictures_by_block(
+  images_BHWC,
+  *,
+  grid: tuple[int, int],
+  headings: Sequence[str],
+  captions_CB: Sequence[Sequence[str]],
+  title: str,
+  summary: str,
+  labels: Sequence[str] | None,
+  draw: Callable[..., None],
+  scales: int = 0,
+) -> tuple[Figure, list[Axes]]:
+  """Draws a row per image: as it is, then a picture for each of C blocks.
+
+  Args:
+    images_BHWC: checked images.
+    grid: rows and columns of patches.
+    headings: over the C columns.
+    captions_CB: under each picture.
+    title: of the figure.
+    summary: under the title.
+    labels: a text for each image, or None.
+    draw: is called with axes, the number of the block among the C, that of the
+      image, and texts for `show`.
+    scales: 1 to leave room for a colour scale at the right.
+
+  Returns:
+    The figure, and the axes for scales.
+  """
+  figure, panels, bars = _sheet(
     title,
-    summary(seen_CBL),
+    summary,
     rows=len(images_BHWC),
     columns=1 + len(headings),
     aspect=_aspect(images_BHWC),
     headings=headings,
-    captions=[text for captions_C in captions_BC for text in captions_C],
-    labels=labels,
+    captions=[text for captions_B in captions_CB for text in captions_B],
+    labels=image_labels(labels, len(images_BHWC)),
+    scales=scales,
   )
-  for b, (image_HWC, (first, *others)) in enumerate(
-    zip(images_BHWC, panels, strict=True)
-  ):
-    _show(first, 'image', image_HWC, grid, above='' if b else 'image')
-    for axes, heading, seen_L, caption in zip(
-      others, headings, seen_CBL[:, b], captions_BC[b], strict=True
-    ):
-      shown = whitened(image_HWC, seen_L, grid)
-      above = '' if b else heading
-      _show(axes, 'map', shown, grid, above=above, below=caption)
-      # On a white image a white veil alone would not be seen.
-      axes.add_collection(
-        LineCollection(
-          _outline(seen_L.reshape(grid)),
-          colors=style.CHOSEN,
-          linewidths=float(np.clip(6 / grid[1], 0.7, 1.5)),
-          capstyle='projecting',
-          # Over the frame, also where the patch is at the image's edge.
-          clip_on=False,
-          zorder=2.6,
-          gid='outline',
-        ),
-        autolim=False,
-      )
-  return figure
+  for b, (first, *others) in enumerate(panels):
+    show(first, 'image', images_BHWC[b], grid, above='' if b else 'image')
+    for c, axes in enumerate(others):
+      above = '' if b else headings[c]
+      draw(axes, c, b, above=above, below=captions_CB[c][b])
+  return figure, bars
 
 
 def _outline(seen_YX) -> np.ndarray:
@@ -510,7 +560,8 @@ def decisions(chosen, what: str) -> np.ndarray:
   return chosen.astype(bool)
 
 
-def _images(images_BHWC, *, one: bool = False) -> np.ndarray:
+def checked_images(images_BHWC, *, one: bool = False) -> np.ndarray:
+  """Returns images, or raises UserError; `one` if the caller gave a single."""
   images_BHWC = np.asarray(images_BHWC)
   if (
     images_BHWC.dtype != np.uint8
@@ -528,7 +579,8 @@ def _images(images_BHWC, *, one: bool = False) -> np.ndarray:
   return images_BHWC
 
 
-def _grid(grid, images_BHWC=None) -> tuple[int, int]:
+def checked_grid(grid, images_BHWC=None) -> tuple[int, int]:
+  """Returns rows and columns of patches, or raises UserError."""
   sides = np.asarray(grid)
   if sides.shape != (2,) or sides.dtype.kind not in 'iu' or sides.min() < 1:
     raise UserError(
@@ -546,15 +598,17 @@ def _grid(grid, images_BHWC=None) -> tuple[int, int]:
   return rows, columns
 
 
-def _decisions(seen_CBL, expected) -> np.ndarray:
-  seen_CBL = np.asarray(seen_CBL)
-  if seen_CBL.shape != expected:
+def by_patch(name: str, values, blocks: int, images_BHWC, grid) -> np.ndarray:
+  """Returns values for each block, image and patch, or raises UserError."""
+  values = np.asarray(values)
+  expected = (blocks, len(images_BHWC), math.prod(grid))
+  if values.shape != expected:
     raise UserError(
-      f'decisions of shape {seen_CBL.shape} for {expected[0]} blocks,'
+      f'{name} of shape {values.shape} for {expected[0]} blocks,'
       f' {expected[1]} images and {expected[2]} patches: expected shape'
       f' {expected}, without a class token.'
     )
-  return decisions(seen_CBL, 'patch')
+  return values
 
 
 def image_labels(labels, count: int) -> list[str] | None:
@@ -683,7 +737,7 @@ def _aspect(images_BHWC) -> float:
   return images_BHWC.shape[1] / images_BHWC.shape[2]
 
 
-def _show(
+def show(
   axes, kind, values, grid, images_BHWC=None, *, above='', below='', **how
 ):
   """Shows pixels or one value per patch, in units of patches.
@@ -716,13 +770,13 @@ def _show(
     axes.set_xlabel(below, labelpad=3, **_CAPTION)
 
 
-def _scale(axes, norm, *, label='', whole=False, **how):
+def draw_scale(axes, norm, *, cmap=HEAT, label='', whole=False, **how):
   """Draws a colour scale; `how` is as in `Figure.colorbar`."""
   high = axes.get_window_extent().height / axes.get_figure(root=True).dpi
   few = max(2, min(5, int(high / 0.3)))
   ticks = MaxNLocator(few, integer=whole, steps=[1, 2, 2.5, 5, 10])
   part = axes.get_figure()
-  style.scale(part, norm, HEAT, cax=axes, ticks=ticks, format='{x:.3g}', **how)
+  style.scale(part, norm, cmap, cax=axes, ticks=ticks, format='{x:.3g}', **how)
   text = textwrap.fill(
     style.shortened(label, 60), max(12, int(high / 0.065)), max_lines=2
   )

@@ -25,6 +25,7 @@ from mod_jax.data import images as images_lib
 from mod_jax.data.images import ImageDataConfig
 from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
+from mod_jax.layers.experts import ExpertsConfig
 from mod_jax.layers.routed import VisionRoutingConfig
 from mod_jax.layers.stem import ConvStemConfig
 from mod_jax.models.dynamic_vit import DynamicViTConfig
@@ -830,6 +831,10 @@ PICTURES = {
   'every_block': (
     config_lib.replace(MOD, {'routing.period': 1, 'routing.offset': 0}),
     {'routing'},
+  ),
+  'experts': (
+    dataclasses.replace(DENSE, experts=ExpertsConfig(num_experts=2)),
+    {'attention', 'expert_map', 'expert_load'},
   ),
   'dynamic': (DYNAMIC, {'stages', 'keep_probability'}),
   'structural': (

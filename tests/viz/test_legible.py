@@ -145,6 +145,53 @@ def tokens(rng):
   )
 
 
+def expert_map(rng, num_experts, pieces):
+  expert_RL = rng.integers(-2, num_experts, (3, len(pieces)))
+  marked = {'more_RL': expert_RL >= 0, 'dropped_RL': expert_RL == -1}
+  return viz.expert_map(
+    expert_RL,
+    pieces,
+    layers=(1, 2, 3),
+    num_experts=num_experts,
+    title=TITLE,
+    **marked,
+  )
+
+
+def expert_patches(rng, num_experts):
+  expert_RBL = rng.integers(-2, num_experts, (2, 2, 16))
+  return viz.expert_patches(
+    photos(rng, 2),
+    expert_RBL,
+    layers=(100, 101),
+    grid=(4, 4),
+    num_experts=num_experts,
+    more_RBL=expert_RBL >= 0,
+    labels=[ODD, 'W' * 40],
+  )
+
+
+def expert_load(rng, num_experts, nulls):
+  choices = num_experts + nulls
+  return viz.expert_load(
+    rng.random((5, choices)),
+    layers=range(100, 105),
+    num_experts=num_experts,
+    targets_X=[0.1] * choices,
+    none_R=[0.1] * 5,
+    title=TITLE,
+  )
+
+
+def expert_curves():
+  names = ('busiest', 'null', 'dropped', 'balance')
+  train = {f'experts/{name}': 0.5 for name in names}
+  held_out = {f'{rule}/{k}': 0.4 for rule in viz.RULES for k in train}
+  records = [{'step': 10**6, 'kind': 'train', **train}]
+  records.append({'step': 10**6, 'kind': 'eval', **held_out})
+  return viz.expert_curves(records, null_target=0.5, title=TITLE)
+
+
 # In these no text may meet a panel either.
 OVER_IMAGES = {
   'one patch map': lambda rng: patches(rng, 1, 1, (8, 8)),
@@ -158,6 +205,7 @@ OVER_IMAGES = {
   'one load': lambda rng: load(rng, 1, unit=ODD),
   'six loads': lambda rng: load(rng, 6, maximum=4),
   'extremes': extremes,
+  'patches of experts': lambda rng: expert_patches(rng, 64),
 }
 OTHERS = {
   'one block': lambda rng: scores(rng, 1),
@@ -184,6 +232,10 @@ OTHERS = {
   'no isoflop': lambda _: isoflop(0, 0),
   'compared': lambda _: compared(7),
   'nothing compared': lambda _: compared(0),
+  'experts': lambda rng: expert_map(rng, 64, [ODD] * 9),
+  'load of two experts': lambda rng: expert_load(rng, 2, 3),
+  'load of many experts': lambda rng: expert_load(rng, 64, 1),
+  'experts over training': lambda _: expert_curves(),
 }
 
 

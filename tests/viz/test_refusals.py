@@ -55,6 +55,21 @@ FINE = {
     'layers': (1, 3, 5),
     'num_layers': 7,
   },
+  'expert_map': {
+    'expert_RL': np.zeros((2, 8), int),
+    'pieces': 'x' * 8,
+    'layers': (1, 3),
+    'num_experts': 4,
+  },
+  'expert_patches': masks('expert_RBL', (1, 2, 16), layers=[1], num_experts=4)
+  | {'expert_RBL': np.zeros((1, 2, 16), int)},
+  'expert_load': {
+    'share_RX': np.full((2, 3), 0.3),
+    'layers': (1, 3),
+    'num_experts': 2,
+    'targets_X': [0.3] * 3,
+    'none_R': [0.3] * 2,
+  },
   'score_histogram': {
     'score_RBL': np.zeros((2, 3, 4)),
     'chosen_RBL': np.zeros((2, 3, 4)),
@@ -196,6 +211,31 @@ REFUSED = {
       },
       '5000 tokens in.*draw fewer',
     ),
+  ],
+  'expert_map': [
+    (
+      {'pieces': 'abc'},
+      r'experts of shape \(2, 8\).*with experts and 3 pieces',
+    ),
+    ({'expert_RL': np.zeros((0, 8), int), 'layers': ()}, 'one block with'),
+    (
+      {'expert_RL': np.full((2, 8), 4)},
+      'expert 4 of num_experts=4.*from 0 to 3',
+    ),
+    ({'expert_RL': np.full((2, 8), 0.5)}, 'experts of type float64'),
+    ({'num_experts': 0}, 'num_experts=0'),
+    ({'more_RL': np.ones((2, 7))}, r'more of shape \(2, 7\)'),
+    ({'dropped_RL': np.full((2, 8), 7)}, 'such as 7'),
+  ],
+  'expert_patches': [
+    ({'expert_RBL': np.zeros((1, 2, 17), int)}, r'\(1, 2, 17\).*class token'),
+    ({'more_RBL': np.ones((1, 2, 17))}, r'more of shape \(1, 2, 17\)'),
+    ({'labels': 'ab'}, "'ab' as labels"),
+  ],
+  'expert_load': [
+    ({'targets_X': [0.3] * 2}, r'\(2, 3\), 2 targets and 2 shares.*2 blocks'),
+    ({'share_RX': np.full((2, 3), np.nan)}, 'shares hold nan'),
+    ({'layers': ()}, 'one block with'),
   ],
   'score_histogram': [
     ({'layers': [1]}, r'\(2, 3, 4\).*1 routed blocks'),

@@ -1,0 +1,82 @@
+"""Pictures of experts show what the layers tell, over whole sequences."""
+
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mod_jax import viz
+from mod_jax.data.text import TextDataConfig
+from mod_jax.layers.experts import Assigned
+from mod_jax.layers.experts import ExpertsConfig
+from mod_jax.layers.mode import Mode
+from mod_jax.layers.routed import MoDConfig
+from mod_jax.models.lm import LMConfig
+from mod_jax.tasks import expert_pictures
+from mod_jax.tasks import make_task
+from mod_jax.tasks.experiment import ExperimentConfig
+from mod_jax.train.run_config import EvaluationConfig
+
+NONE, AWAY = viz.NO_EXPERT, viz.NOT_THERE
+
+
+def test_takers_stand_where_their_tokens_do():
+  # Two experts and a no-op; a row of four of six tokens, one of them padding.
+  assigned = Assigned(
+    logits_BLX=jnp.array([[[1.0, 2, 9], [3, 1, 0], [0, 0, 1], [5, 5, 5]]]),
+    wanted_BLX=jnp.array([[[1, 1, 1], [1, 1, 0], [0, 0, 1], [0, 0, 0]]], bool),
+    ran_BLE=jnp.array([[[1, 1], [0, 1], [0, 0], [0, 0]]], bool),
+    valid_BL=jnp.array([[True, True, True, False]]),
+    position_BL=jnp.array([[0, 2, 5, 0]]),
+  )
+  expert_RBL, more_RBL, dropped_RBL = expert_pictures.takers([assigned], 6)
+  assert expert_RBL.tolist() == [[[1, AWAY, 1, AWAY, AWAY, NONE]]]
+  assert np.argwhere(more_RBL).tolist() == [[0, 0, 0]]
+  assert np.argwhere(dropped_RBL).tolist() == [[0, 0, 2]]
+
+
+@pytest.fixture(scope='module')
+def task():
+  """Staged and integrated: the second block is routed, both have no-ops."""
+  config = ExperimentConfig(
+    model=LMConfig(
+      num_layers=2,
+      width=16,
+      num_heads=2,
+      mlp_dim=16,
+      routing=MoDConfig(capacity=0.5, router_loss=0.01),
+      experts=ExpertsConfig(num_experts=3, per_token=2, num_nulls=1),
+    ),
+    data=TextDataConfig(length=16),
+    evaluation=EvaluationConfig(batch_size=2, final_batches=2),
+  )
+  return make_task(config)
+
+
+def test_the_map_and_the_load_of_a_model(task):
+  params = nn.unbox(task.init(jax.random.key(0)))['params']
+  model_state = {}
+  figures = task.pictures(params, model_state)
+  assert set(figures) >= {'routing', 'expert_map', 'expert_load'}
+  figure = expert_pictures.load_picture(task, params, model_state, Mode(), 'x')
+  # Two choices of each token, whoever gets them.
+  for axes in figure.axes:
+    heights = [bar.get_height() for bar in axes.patches]
+    assert len(heights) == 4
+    assert sum(heights) == pytest.approx(2)
+
+
+def test_curves_and_summary_tell_of_experts(task):
+  figures = task.curves([{'step': 1, 'kind': 'train', 'experts/busiest': 2.0}])
+  assert set(figures) == {'curves', 'experts'}
+  names = {
+    f'{rule}/{name}': 0.5
+    for rule in ('top_k', 'router')
+    for name in ('loss', 'experts/null', 'experts/busiest', 'never_route')
+  }
+  head, first, *_, null, busiest = task.summary(names).splitlines()
+  assert head.split()[-2:] == ['experts/null', 'experts/busiest']
+  assert first.split()[-2:] == ['0.5000', '0.5000']
+  assert 'which should be 0.2500' in null
+  assert 'at most 3' in busiest
