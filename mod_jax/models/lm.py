@@ -385,6 +385,15 @@ def _check_mode(config, mode, tokens_BL, segment_BL, cache):
       'Packed documents (segment_BL) cannot be generated from: pass one'
       ' document per row.'
     )
+  if config.routing is not None and config.routing.per_sequence:
+    if cache is not None:
+      raise errors.UserError(config.routing.cannot_sample)
+    if segment_BL is not None:
+      raise errors.UserError(
+        'per_sequence=True and packed documents (segment_BL): a row would enter'
+        ' by the mean score of all its documents; pass one document per row'
+        ' (data.segments=False).'
+      )
   if config.routing is None or mode.rule == 'top_k':
     if config.routing and cache is not None and tokens_BL.shape[1] == 1:
       raise errors.UserError(

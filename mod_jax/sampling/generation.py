@@ -231,6 +231,8 @@ def check_rule(config: lm.LMConfig, mode: RoutingMode) -> None:
     and isinstance(rule, str)
     and rule not in config.routing.causal_rules
   ):
+    if config.routing.per_sequence:
+      raise UserError(config.routing.cannot_sample)
     raise UserError(
       f'rule={rule!r} cannot generate: this model was trained for'
       f' {config.routing.causal_rules or "no causal rule"}.'

@@ -317,10 +317,7 @@ class Engine:
     if mode is None:
       rules = config.routing.causal_rules if config.num_routed else ()
       if config.num_routed and not rules:
-        raise UserError(
-          'This model was trained for no causal rule, so it cannot decode: set'
-          ' model.routing.router_loss, predictor_width or threshold_decay.'
-        )
+        raise UserError(config.routing.cannot_sample)
       mode = config.routing.mode(rules[0]) if rules else RoutingMode()
     mode = RoutingMode(rule=mode) if isinstance(mode, str) else mode
     generation.check_rule(config, mode)

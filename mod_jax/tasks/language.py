@@ -288,10 +288,7 @@ class Language(Modality):
     """
     rules = self.rules[1:]
     if self.config.model.num_routed and not rules and 'mode' not in kwargs:
-      raise errors.UserError(
-        'This model was trained for no causal rule, so it cannot sample: set'
-        ' model.routing.router_loss, predictor_width or threshold_decay.'
-      )
+      raise errors.UserError(self.config.model.routing.cannot_sample)
     if rules:
       kwargs.setdefault('mode', self.config.model.routing.mode(rules[0]))
     tokens_BP, valid_BP = pad_prompts(prompts)
