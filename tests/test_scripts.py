@@ -386,7 +386,7 @@ class TestEval:
       (['--sample='], 'empty'),
       (['--sample=a', '--rule=bogus'], '--rule=bogus: .*trained for router'),
       (['--sample=a', '--overflow=spill'], 'overflow'),
-      (['--study=importance'], "expected one of 'engagement'"),
+      (['--study=importance'], "expected one of 'arank', 'engagement'"),
     ],
     ids=lambda x: x[-1] if isinstance(x, list) else '',
   )

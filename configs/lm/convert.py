@@ -33,7 +33,7 @@ from mod_jax.train.optimizer import OptimizerConfig
 
 files = config_lib.sibling(__file__, 'files')
 
-ROUTERS = r'/(router|predictor)/'
+ROUTERS = r'(^|/)(router|predictor)/'
 ROUTING = MoDConfig(
   capacity=0.125,
   gate='one_plus_tanh',

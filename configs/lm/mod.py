@@ -9,6 +9,8 @@ is the best, and the sigmoid the better gate. Variants:
 * `raw`: the router's output is the weight, Eq. 1 of the paper to the letter;
 * `predictor`: sampling by a predictor instead of the auxiliary loss;
 * `gaussian`, `stride`: the controls, which do not look at the tokens;
+* `token_choice`: tokens decide for themselves, by scores above 0, and slots are
+  given out in order; a loss pulls their share towards the capacity;
 * `every_block`: all blocks routed;
 * `decay`: four blocks, whose capacity falls with depth, from 20% to 5%;
 * `warmup`: capacity comes down from 1 over the first quarter of the run;
@@ -104,6 +106,13 @@ CHANGES = {
     'model.routing.router_loss': 0.0,
     'model.routing.threshold_decay': 0.0,
     'model.routing.predictor_width': 64,
+  },
+  'token_choice': {
+    'model.routing.train_rule': 'router',
+    'model.routing.balance_loss': 0.01,
+    'model.routing.router_bias': True,
+    'model.routing.router_loss': 0.0,
+    'model.routing.threshold_decay': 0.0,
   },
   'gaussian': {'model.routing.score': 'gaussian'},
   'stride': {'model.routing.score': 'stride'},

@@ -349,7 +349,7 @@ def save(
   trees.compare(
     shapes,
     {name: array.shape for name, array in flat.items()},
-    dropped=(r'block_\d+/(router|predictor)/.*',),
+    dropped=(r'(block_\d+/)?(router|predictor)/.*',),
     describe='params',
   )
 

@@ -41,7 +41,7 @@ Naming = Literal['timm', 'huggingface', 'torchvision', 'lvvit', 'dynamicvit']
 _STATISTICS = 'batch_stats/'
 # What our models have beside those of their dense twins.
 ROUTING = (
-  r'block_\d+/(router|predictor)/.*',
+  r'(block_\d+/)?(router|predictor)/.*',
   r'(prediction|pattern)_\d+(/.*)?',
 )
 

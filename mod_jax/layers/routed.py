@@ -29,6 +29,7 @@ from mod_jax.layers.mode import Mode
 from mod_jax.layers.mode import RoutingMode
 from mod_jax.layers.mode import RuleName
 from mod_jax.layers.rules import Rule
+from mod_jax.layers.scores import RouterWeights
 from mod_jax.layers.scores import Score
 from mod_jax.layers.token_info import TokenInfo
 
@@ -46,6 +47,9 @@ class RoutingConfig:
   capacity: config_lib.Fraction | tuple[config_lib.Fraction, ...] = 0.125
   # Capacity of the last routed layer, as a fraction of the first one's.
   capacity_decay: Annotated[float, config_lib.Range(ge=1e-3, le=1e3)] = 1.0
+  # `shifted_cosine` lets the capacity fall with depth along half a cosine, in
+  # place of `capacity`, and leaves blocks dense where it is high: p-MoD.
+  capacity_schedule: Literal['constant', 'shifted_cosine'] = 'constant'
   # No routed layer goes below this capacity; a warm-up lowers it in stages.
   capacity_floor: config_lib.Probability = 0.0
   period: config_lib.Unrolled = 2  # One block in so many is routed.
@@ -67,6 +71,22 @@ class RoutingConfig:
   router_std: config_lib.Weight = 0.02
   # Whether that router sees features scaled to a mean square of 1.
   router_norm: bool = False
+  router_bias: bool = False  # Whether it has biases; the paper's has none.
+  # Units of its hidden layer; 0 = none, a linear map.
+  router_width: Annotated[int, config_lib.Range(ge=0, le=2**20)] = 0
+  router_activation: scores.Activation = 'gelu'  # Of that layer.
+  # Whether all routed blocks have one router in common: γ-MoD.
+  shared_router: bool = False
+  # What becomes of a token x with weight w and update f: `add` gives x + w·f to
+  # the chosen ones, and x to others; `weigh_bypass` gives others (1 - w)·x;
+  # `replace` gives w·(x + f) to the chosen ones.
+  combine: Literal['add', 'weigh_bypass', 'replace'] = 'add'
+  # Whether a sequence enters as a whole: where the mean score of its tokens is
+  # above 0. It cannot sample, since the choice depends on the whole text.
+  per_sequence: bool = False
+  # Weight of the loss that pulls the share that wants in towards the capacity,
+  # where tokens or sequences decide for themselves; 0 = none.
+  balance_loss: config_lib.Weight = 0.0
 
   # Constants here; `MoDConfig` or `VisionRoutingConfig` makes fields of them.
   router_loss = 0.0
@@ -87,6 +107,69 @@ class RoutingConfig:
         "gate='none' leaves a learned router without a gradient: choose another"
         ' gate, or a score that is not learned.'
       )
+    self._check_router()
+    self._check_combine()
+    if self.capacity_schedule != 'constant' and (
+      isinstance(self.capacity, tuple) or self.capacity_decay != 1
+    ):
+      raise errors.UserError(
+        f'capacity_schedule={self.capacity_schedule!r} says the capacity of'
+        ' every block: give no list as capacity, and leave capacity_decay at 1.'
+      )
+    if self.per_sequence:
+      self._check_per_sequence()
+    elif self.balance_loss and self.train_rule != 'router':
+      raise errors.UserError(
+        f'balance_loss={self.balance_loss}: top-k keeps to the capacity by'
+        " itself; set train_rule='router' for tokens that decide for"
+        ' themselves, per_sequence=True for sequences, or balance_loss=0.'
+      )
+
+  def _check_router(self):
+    for name in ('router_bias', 'router_width', 'shared_router'):
+      if getattr(self, name) and self.score != 'learned':
+        raise errors.UserError(
+          f'{name}={getattr(self, name)} and score={self.score!r}: it is for'
+          " score='learned'; a score that is an object has fields of its own."
+        )
+
+  def _check_combine(self):
+    if self.combine != 'add' and self.gate_kind == 'none':
+      raise errors.UserError(
+        f'combine={self.combine!r} and a score without a weight: name a gate,'
+        " or set combine='add'."
+      )
+    if self.combine == 'weigh_bypass' and self.gate_kind != 'sigmoid':
+      raise errors.UserError(
+        f"combine='weigh_bypass' and gate={self.gate_kind!r}: the two paths"
+        " share a weight between 0 and 1, so set gate='sigmoid'."
+      )
+
+  def _check_per_sequence(self):
+    wrong = [
+      f'{name}={getattr(self, name)!r}'
+      for name, only in (
+        ('train_rule', 'top_k'),
+        ('router_loss', 0),
+        ('predictor_width', 0),
+        ('threshold_decay', 0),
+        ('keep_class_token', False),
+      )
+      if getattr(self, name) != only
+    ]
+    if wrong:
+      raise errors.UserError(
+        f'per_sequence=True and {", ".join(wrong)}: that is for choices among'
+        ' the tokens of a sequence; set numbers to 0, and the others to their'
+        ' defaults.'
+      )
+    if not isinstance(self.scorer, scores.Learned) or not self.balance_loss:
+      raise errors.UserError(
+        f'per_sequence=True, score={self.score!r} and'
+        f' balance_loss={self.balance_loss}: a sequence enters by a learned'
+        " score, and the loss alone keeps to the capacity; set score='learned'"
+        ' and balance_loss, to .01 for example.'
+      )
 
   @functools.cached_property
   def scorer(self) -> Score:
@@ -94,7 +177,14 @@ class RoutingConfig:
     if isinstance(self.score, Score):
       return self.score
     if self.score == 'learned':
-      return scores.Learned(std=self.router_std, normalized=self.router_norm)
+      return scores.Learned(
+        std=self.router_std,
+        normalized=self.router_norm,
+        bias=self.router_bias,
+        hidden=self.router_width,
+        activation=self.router_activation,
+        shared=self.shared_router,
+      )
     return scores.SCORES[self.score]()
 
   @property
@@ -113,6 +203,20 @@ class RoutingConfig:
   def causal_rules(self) -> tuple[str, ...]:
     """Names of the causal rules that this config's training makes usable."""
     return ()
+
+  @property
+  def cannot_sample(self) -> str:
+    """Why a model without causal rules cannot sample: a sentence."""
+    if self.per_sequence:
+      return (
+        'per_sequence=True decides by the whole text whether a sequence enters'
+        ' a block, and text that is still to be written has no such score: this'
+        ' model can be trained and evaluated, but cannot sample.'
+      )
+    return (
+      'This model was trained for no causal rule, so it cannot sample: set'
+      ' model.routing.router_loss, predictor_width or threshold_decay.'
+    )
 
   @property
   def train_mode(self) -> RoutingMode:
@@ -157,6 +261,15 @@ class RoutingConfig:
     # A decay follows depth, but a list of capacities the order of `layers`.
     given = isinstance(self.capacity, tuple) and self.layers is not None
     named = dict(zip(self.layers if given else routed, values, strict=True))
+    if self.capacity_schedule == 'shifted_cosine':
+      ratios = routing.shifted_cosine(num_layers)
+      named = {i: ratios[i] for i in routed if ratios[i] is not None}
+      if not named:
+        raise errors.UserError(
+          "capacity_schedule='shifted_cosine' leaves the routed blocks of"
+          f' num_layers={num_layers} dense: route deeper ones, or all'
+          ' (period=1, offset=0).'
+        )
     return tuple(
       max(named[i], self.capacity_floor) if i in named else None
       for i in range(num_layers)
@@ -189,21 +302,25 @@ class MoDConfig(RoutingConfig):
       raise errors.UserError(
         f'train_rule={self.train_rule!r}: with these losses and thresholds the'
         f' choices are {", ".join(rules_by_name)}; set what the rule needs'
-        ' (router_loss, predictor_width or threshold_decay), or another rule.'
+        ' (router_loss or balance_loss, predictor_width, threshold_decay), or'
+        ' another rule.'
       )
 
   @property
   def causal_rules(self) -> tuple[str, ...]:
     """Names of the causal rules that this config's training makes usable.
 
-    `router`: score above 0 (what the auxiliary loss trains); `predictor`: its
-    logit above 0; `threshold`: score at least the moving average of the k-th
-    best; `fixed`: for scores that do not look at the tokens.
+    `router`: score above 0 (what the auxiliary loss trains, or the balance
+    loss); `predictor`: its logit above 0; `threshold`: score at least the
+    moving average of the k-th best; `fixed`: for scores that do not look at the
+    tokens.
     """
     if not self.scorer.gates:
       return ('fixed',)
+    if self.per_sequence:
+      return ()
     trained = {
-      'router': self.router_loss > 0,
+      'router': self.router_loss > 0 or self.balance_loss > 0,
       'predictor': self.predictor_width > 0,
       'threshold': self.threshold_decay > 0,
     }
@@ -269,6 +386,7 @@ class Routing:
     weight_BL: float32 factors on the update, were the token chosen.
     chosen_BL: the tokens that were processed.
     overflow_B: int32 tokens that the rule chose and that found no slot.
+    capacity: scalar, the fraction of tokens that the block is to process.
     predictor_BL: float32 logits of the predictor, or None.
     threshold_B: float32, the moving average of the k-th best score before this
       call, the same for all rows; None where there is none.
@@ -280,6 +398,7 @@ class Routing:
   weight_BL: jax.Array
   chosen_BL: jax.Array
   overflow_B: jax.Array
+  capacity: jax.Array
   predictor_BL: jax.Array | None = None
   threshold_B: jax.Array | None = None
   top_k_BL: jax.Array | None = None
@@ -305,10 +424,14 @@ class LayerConfig:
   drop_rate: float = 0.0
 
   def tokens(self, length: int) -> int:
-    """Returns how many of a sequence's tokens the block processes."""
-    if self.routing is None:
+    """Returns how many of a sequence's tokens the block has slots for.
+
+    In training. By top-k all slots are filled; where tokens decide for
+    themselves, some may stay empty, which saves nothing.
+    """
+    if self.routing is None or self.routing.per_sequence:
       return length
-    return routing.num_chosen(self.capacity, length)
+    return self.routing.train_mode.slots(self.capacity, length)
 
   def flops(self, length: int, **kwargs) -> dict[str, int]:
     """Returns forward FLOPs by part: routing on all tokens, the rest on k."""
@@ -393,12 +516,14 @@ class Layer(nn.Module):
     info: TokenInfo,
     cache: KVCache | None = None,
     score_BL: jax.Array | None = None,
+    router: RouterWeights | None = None,
   ) -> LayerOutput:
     """Returns the features after the layer, the cache and the aux.
 
     `cache` holds this block's keys and values, when generating. `score_BL` is
     the attention that the tokens received in the block before, for scores that
-    need it.
+    need it. `router` is what all routed layers of a stack have in common; None
+    where each has its own.
     """
     config = self.config
     block = Block(
@@ -412,7 +537,7 @@ class Layer(nn.Module):
 
     length = x_BLD.shape[1]
     mode, capacity = self.mode.routing, config.capacity
-    routed = self._score(x_BLD, info, score_BL)
+    routed = self._score(x_BLD, info, score_BL, router)
     top = None
     if cache is None or mode.causal_rule is None:
       top = self._top_k(routed.score_BL, info)
@@ -443,7 +568,12 @@ class Layer(nn.Module):
         done = self._run(block, x_BLD, info, routed, selection, cache)
     overflow_B = (wanted_BL & ~chosen_BL).sum(axis=-1, dtype=jnp.int32)
     routed = routed.replace(chosen_BL=chosen_BL, overflow_B=overflow_B)
-    return done.replace(aux=done.aux | {'router': routed})
+    done = done.replace(aux=done.aux | {'router': routed})
+    if config.routing.combine == 'weigh_bypass':
+      left_BL = jnp.where(chosen_BL, 1, 1 - routed.weight_BL)
+      y_BLD = (done.x_BLD * left_BL[..., None]).astype(x_BLD.dtype)
+      done = done.replace(x_BLD=y_BLD)
+    return done
 
   def _threshold(self, routed: Routing) -> jax.Array | None:
     """Returns the moving average before this call, and then moves it on."""
@@ -463,10 +593,15 @@ class Layer(nn.Module):
       moving.value = before.update(routing.mean_of_rows(routed.kth_B), decay)
     return jnp.broadcast_to(before.value(), routed.score_BL.shape[:1])
 
-  def _score(self, x_BLD, info, attention_BL) -> Routing:
+  def _score(self, x_BLD, info, attention_BL, router) -> Routing:
     config, capacity = self.config.routing, self.config.capacity
     batch, length, _ = x_BLD.shape
-    score_BL = config.scorer.run(self, x_BLD, info, capacity, attention_BL)
+    if router is not None:
+      score_BL = router.score(x_BLD)
+    else:
+      score_BL = config.scorer.run(self, x_BLD, info, capacity, attention_BL)
+    if config.per_sequence:
+      score_BL = _mean_of_row(score_BL, info.valid_BL)
     predictor_BL = None
     if config.has_predictor:
       predictor = Predictor(config.predictor_width, name='predictor')
@@ -476,11 +611,19 @@ class Layer(nn.Module):
       weight_BL=routing.gate(config.gate_kind, score_BL, config.gate_alpha),
       chosen_BL=jnp.zeros((batch, length), bool),
       overflow_B=jnp.zeros(batch, jnp.int32),
+      capacity=jnp.float32(capacity),
       predictor_BL=predictor_BL,
     )
 
   def _top_k(self, score_BL, info) -> routing.Selection:
+    """Chooses with all tokens in sight."""
     capacity = self.config.capacity
+    if self.config.routing.per_sequence:
+      enters_BL = score_BL > 0
+      if info.valid_BL is not None:
+        enters_BL &= info.valid_BL
+      selection = routing.select_decided(enters_BL, score_BL.shape[1])
+      return checkpoint_name(selection, SELECTION_NAME)
     k = routing.num_chosen(capacity, score_BL.shape[1])
     count_B = None
     if info.valid_BL is not None:
@@ -509,7 +652,7 @@ class Layer(nn.Module):
     x_BKD = routing.gather_tokens(x_BLD, index_BK)
     done = block(x_BKD, info.gather(selection), cache)
     weight_BK = routing.gather_tokens(routed.weight_BL, index_BK)
-    update_BKD = _weigh(done.update_BLD, weight_BK, valid_BK)
+    update_BKD = self._weigh(x_BKD, done.update_BLD, weight_BK, valid_BK)
     x_BLD = routing.scatter_add_tokens(x_BLD, index_BK, update_BKD)
     return LayerOutput(x_BLD, done.cache, done.aux)
 
@@ -540,7 +683,7 @@ class Layer(nn.Module):
       x_R1D = x_B1D.at[rows_R].get(mode='clip')
       done = block(x_R1D, info.rows(rows_R, valid_R1), cache, rows_R)
       weight_R1 = weight_B1.at[rows_R].get(mode='clip')
-      update_R1D = _weigh(done.update_BLD, weight_R1, valid_R1)
+      update_R1D = self._weigh(x_R1D, done.update_BLD, weight_R1, valid_R1)
       x_B1D = x_B1D.at[rows_R].add(update_R1D.astype(x_B1D.dtype), mode='drop')
       return start + chunk, x_B1D, done.cache
 
@@ -550,13 +693,31 @@ class Layer(nn.Module):
     )
     return LayerOutput(x_B1D, cache)
 
+  def _weigh(self, x_BKD, update_BKD, weight_BK, valid_BK):
+    """Returns what is added to the chosen tokens, in float32.
 
-def _weigh(update_BKD, weight_BK, valid_BK):
-  """Scales updates by the gate in float32; empty slots get exact zeros."""
-  update_BKD = update_BKD * weight_BK[..., None]
-  if valid_BK is not None:
-    update_BKD = jnp.where(valid_BK[..., None], update_BKD, 0)
-  return update_BKD
+    Updates are scaled by the gate, and empty slots get exact zeros.
+    """
+    weight_BK1 = weight_BK[..., None]
+    update_BKD = update_BKD * weight_BK1
+    if self.config.routing.combine == 'replace':
+      # To x is added what makes it w·(x + f).
+      update_BKD += (weight_BK1 - 1) * x_BKD
+    if valid_BK is not None:
+      update_BKD = jnp.where(valid_BK[..., None], update_BKD, 0)
+    return update_BKD
+
+
+def _mean_of_row(score_BL, valid_BL):
+  """Returns each row's mean over real tokens, at all of them; 0 if it has none.
+
+  No float of a padded row may be NaN, or the gradient of all would be.
+  """
+  if valid_BL is None:
+    valid_BL = jnp.ones(score_BL.shape, bool)
+  total_B1 = jnp.where(valid_BL, score_BL, 0).sum(axis=-1, keepdims=True)
+  count_B1 = jnp.maximum(valid_BL.sum(axis=-1, keepdims=True), 1)
+  return jnp.broadcast_to(total_B1 / count_B1, score_BL.shape)
 
 
 def _last_score(score_BL, top: routing.Selection):

@@ -2,9 +2,12 @@
 
 import abc
 import dataclasses
+from typing import Annotated
 from typing import ClassVar
+from typing import Literal
 
 from flax import linen as nn
+import flax.struct
 import jax
 import jax.numpy as jnp
 
@@ -72,32 +75,90 @@ class Score(abc.ABC):
     return None
 
 
-class Router(nn.Module):
-  """A score per token: a raw linear projection in float32, without a bias.
+Activation = Literal['gelu', 'relu', 'silu', 'tanh']
+
+
+@flax.struct.dataclass
+class RouterWeights:
+  """A router's parameters, which any number of blocks may be given.
 
   Attributes:
-    std: of the initial weights.
+    kernel: [D], or [F] of a router with a hidden layer.
+    bias: scalar; None for none.
+    hidden_kernel: [D, F] of the hidden layer; None for no such layer.
+    hidden_bias: [F]; None for none.
+    activation: of the hidden layer.
+    normalized: whether each token's features are scaled to a mean square of 1.
+  """
+
+  kernel: jax.Array
+  bias: jax.Array | None
+  hidden_kernel: jax.Array | None
+  hidden_bias: jax.Array | None
+  activation: str = flax.struct.field(pytree_node=False)
+  normalized: bool = flax.struct.field(pytree_node=False)
+
+  def score(self, x_BLD: jax.Array) -> jax.Array:
+    """Returns score_BL of features, all in float32."""
+    x = x_BLD.astype(jnp.float32)
+    if self.normalized:
+      x = scale_to_unit(x)
+    if self.hidden_kernel is not None:
+      # Accelerators must not round this to bfloat16, or forward pass and
+      # decoding would disagree about scores near each other.
+      x = jnp.matmul(x, self.hidden_kernel, precision='highest')
+      if self.hidden_bias is not None:
+        x += self.hidden_bias
+      x = getattr(nn, self.activation)(x)
+    # Not an einsum, which accelerators round to bfloat16: a router must not.
+    score_BL = jnp.sum(x * self.kernel, axis=-1)
+    return score_BL if self.bias is None else score_BL + self.bias
+
+
+class Router(nn.Module):
+  """A score per token, in float32: a linear map, or one with a hidden layer.
+
+  Attributes:
+    std: of the initial weights of the last map.
     normalized: whether it sees each token's features scaled to a mean square of
       1; in the paper it sees them as they are.
+    bias: whether the maps have biases; the paper's has none.
+    hidden: units of a hidden layer; 0 for none.
+    activation: of that layer.
   """
 
   std: float
   normalized: bool = False
+  bias: bool = False
+  hidden: int = 0
+  activation: Activation = 'gelu'
 
   @nn.compact
-  def __call__(self, x_BLD: jax.Array) -> jax.Array:
-    x_BLD = x_BLD.astype(jnp.float32)
-    if self.normalized:
-      x_BLD = scale_to_unit(x_BLD)
-    kernel_D = self.param(
-      'kernel',
-      nn.with_logical_partitioning(
-        nn.initializers.normal(self.std), ('replicated',)
-      ),
-      (x_BLD.shape[-1],),
+  def weights(self, width: int) -> RouterWeights:
+    """Returns the parameters for features of this width."""
+
+    def param(name, init, *shape):
+      names = ('replicated',) * len(shape)
+      return self.param(name, nn.with_logical_partitioning(init, names), shape)
+
+    zeros = nn.initializers.zeros
+    hidden_kernel = hidden_bias = None
+    if self.hidden:
+      init = nn.initializers.lecun_normal()
+      hidden_kernel = param('hidden_kernel', init, width, self.hidden)
+      if self.bias:
+        hidden_bias = param('hidden_bias', zeros, self.hidden)
+    return RouterWeights(
+      param('kernel', nn.initializers.normal(self.std), self.hidden or width),
+      param('bias', zeros) if self.bias else None,
+      hidden_kernel,
+      hidden_bias,
+      self.activation,
+      self.normalized,
     )
-    # Not an einsum, which accelerators round to bfloat16: a router must not.
-    return jnp.sum(x_BLD * kernel_D, axis=-1)
+
+  def __call__(self, x_BLD: jax.Array) -> jax.Array:
+    return self.weights(x_BLD.shape[-1]).score(x_BLD)
 
 
 def scale_to_unit(x_BLD: jax.Array) -> jax.Array:
@@ -117,12 +178,27 @@ class Learned(Score):
   # same score.
   std: config_lib.Weight = 0.02
   normalized: bool = False  # See `Router`.
+  bias: bool = False
+  hidden: Annotated[int, config_lib.Range(ge=0, le=2**20)] = 0
+  activation: Activation = 'gelu'
+  # Whether all routed blocks have one router in common (γ-MoD, Luo et al.
+  # 2024), whose gradients add up. A `Stack` makes it, and hands it to them.
+  shared: bool = False
+
+  def router(self, name: str | None = None) -> Router:
+    """Returns the module; in a linen `setup` it needs no name."""
+    return Router(
+      *(self.std, self.normalized, self.bias, self.hidden, self.activation),
+      name=name,
+    )
 
   def run(self, module, x_BLD, info, capacity, attention_BL):
-    return Router(self.std, self.normalized, name='router')(x_BLD)
+    return self.router('router')(x_BLD)
 
   def flops(self, length, width):
-    return 2 * length * width
+    if not self.hidden:
+      return 2 * length * width
+    return 2 * length * self.hidden * (width + 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

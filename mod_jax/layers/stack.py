@@ -24,6 +24,9 @@ from mod_jax.layers.routed import Layer
 from mod_jax.layers.routed import LayerConfig
 from mod_jax.layers.routed import LayerOutput
 from mod_jax.layers.routed import RoutingConfig
+from mod_jax.layers.scores import Learned
+from mod_jax.layers.scores import Router
+from mod_jax.layers.scores import RouterWeights
 from mod_jax.layers.token_info import TokenInfo
 from mod_jax_kernels.attention import RESIDUALS
 
@@ -71,6 +74,15 @@ class StackConfig:
   def capacities(self) -> tuple[float | None, ...]:
     """Each layer's capacity; None for one that is not routed."""
     return tuple(layer.capacity for layer in self.layers)
+
+  @property
+  def shared_router(self) -> Router | None:
+    """The router that all routed layers have in common; None for none."""
+    for layer in self.layers:
+      scorer = None if layer.routing is None else layer.routing.scorer
+      if isinstance(scorer, Learned) and scorer.shared:
+        return scorer.router()
+    return None
 
   def tokens_per_block(self, length: int) -> tuple[int, ...]:
     """Returns how many of a sequence's tokens each block processes."""
@@ -238,19 +250,20 @@ class Group(nn.Module):
     info: TokenInfo,
     score_BL: jax.Array | None = None,
     cache: KVCache | None = None,
+    router: RouterWeights | None = None,
   ) -> LayerOutput:
     """Runs one layer; see `Layer`."""
-    done = self.block[layer](x_BLD, info, cache, score_BL)
+    done = self.block[layer](x_BLD, info, cache, score_BL, router)
     return done.replace(
       x_BLD=parallel.constrain(done.x_BLD, 'batch', 'length', 'act_embed')
     )
 
-  def __call__(self, x_BLD, caches, info):
+  def __call__(self, x_BLD, caches, info, router):
     """Returns x_BLD and (each layer's aux, the new caches or None)."""
     auxes, new_caches, score_BL = [], [], None
     for i in range(len(self.layers)):
       cache = None if caches is None else caches[i]
-      done = self.step(i, x_BLD, info, score_BL, cache)
+      done = self.step(i, x_BLD, info, score_BL, cache, router)
       x_BLD, score_BL = done.x_BLD, done.aux.get('attention')
       auxes.append(done.aux)
       new_caches.append(done.cache)
@@ -261,7 +274,8 @@ class Stack(nn.Module):
   """Runs the layers, named `block_<i>` in a model that shares its scope.
 
   Where the layers are scanned, their parameters lie in `layers/block_<j>`, one
-  for each place in the period, with a leading axis over the groups.
+  for each place in the period, with a leading axis over the groups. A router
+  that all routed layers have in common lies in `router`.
   """
 
   config: StackConfig
@@ -269,6 +283,7 @@ class Stack(nn.Module):
 
   def setup(self):
     config = self.config
+    self.router = config.shared_router
     if not config.scan:
       self.group = Group(config.layers, config.remat, self.mode)
       nn.share_scope(self, self.group)
@@ -280,7 +295,7 @@ class Stack(nn.Module):
         name: True
         for name in ('params', 'routing', 'gumbel', 'stochastic_depth')
       },
-      in_axes=(0, nn.broadcast),
+      in_axes=(0, nn.broadcast, nn.broadcast),
       length=len(config.layers) // config.period,
       metadata_params={nn.PARTITION_NAME: 'layers'},
     )
@@ -299,10 +314,11 @@ class Stack(nn.Module):
       caches: what came before, as of `StackConfig.caches`; None for whole
         sequences.
     """
+    router = self._shared(x_BLD)
     if not self.config.scan:
-      x_BLD, (auxes, caches) = self.group(x_BLD, caches, info)
+      x_BLD, (auxes, caches) = self.group(x_BLD, caches, info, router)
       return StackOutput(x_BLD, auxes, caches)
-    x_BLD, (stacked, caches) = self.layers(x_BLD, caches, info)
+    x_BLD, (stacked, caches) = self.layers(x_BLD, caches, info, router)
     groups = len(self.config.layers) // self.config.period
     auxes = tuple(
       jax.tree.map(lambda x, i=i: x[i], aux)
@@ -311,9 +327,14 @@ class Stack(nn.Module):
     )
     return StackOutput(x_BLD, auxes, caches)
 
-  def step(self, layer: int, *args, **kwargs) -> LayerOutput:
+  def step(self, layer: int, x_BLD, *args, **kwargs) -> LayerOutput:
     """Runs one layer, where they are not scanned; arguments as `Group.step`."""
-    return self.group.step(layer, *args, **kwargs)
+    router = self._shared(x_BLD)
+    return self.group.step(layer, x_BLD, *args, router=router, **kwargs)
+
+  def _shared(self, x_BLD) -> RouterWeights | None:
+    """Returns the router that all routed layers have in common, if they do."""
+    return self.router and self.router.weights(x_BLD.shape[-1])
 
 
 def collect(auxes: Iterable[Mapping[str, Any]], kind: str) -> dict[str, Any]:

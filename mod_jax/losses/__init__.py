@@ -10,6 +10,7 @@ from mod_jax.losses.language import head_loss
 from mod_jax.losses.language import next_token_loss
 from mod_jax.losses.routing import choice_agreement
 from mod_jax.losses.routing import choice_bce
+from mod_jax.losses.routing import path_balance
 from mod_jax.losses.vision import classification_loss
 from mod_jax.losses.vision import logit_distillation
 from mod_jax.losses.vision import ratio_loss
@@ -25,6 +26,7 @@ __all__ = (
   'head_loss',
   'logit_distillation',
   'next_token_loss',
+  'path_balance',
   'ratio_loss',
   'token_distillation',
   'top_k_accuracy',

@@ -29,6 +29,41 @@ def choice_bce(
   return jnp.sum(nats_BL * weight_BL), jnp.sum(weight_BL)
 
 
+def path_balance(
+  logit_BL: jax.Array,
+  capacity: jax.Array,
+  valid_BL: jax.Array | None = None,
+) -> Pair:
+  """Returns how far the share of tokens that want in is from the capacity.
+
+  Two paths, into the block and past it, with the targets t = (c, 1 - c):
+  `Σ f · P / t`, f the share of tokens that want a path, before any is dropped
+  and without a gradient, P the mean probability of it: 1 where f = P = t. The
+  balance loss of experts (Fedus et al. 2021, section 2.2) with unequal targets;
+  where all tokens want in, and where none does, its gradient leads back.
+
+  Args:
+    logit_BL: a token's logit of entering; above 0 it wants in.
+    capacity: c, scalar.
+    valid_BL: False for padding.
+
+  Returns:
+    (loss times the number of tokens, number of tokens).
+  """
+  weight_BL = _weights(logit_BL, valid_BL)
+  count = jnp.sum(weight_BL)
+  # No target is 0, by which a share would be divided.
+  target_P = jnp.maximum(jnp.stack([capacity, 1 - capacity]), 1e-3)
+
+  def shares(enters_BL):
+    share = jnp.sum(enters_BL * weight_BL) / jnp.maximum(count, 1)
+    return jnp.stack([share, 1 - share])
+
+  probability_P = shares(jax.nn.sigmoid(logit_BL))
+  loss = jnp.sum(shares(logit_BL > 0) * probability_P / target_P)
+  return loss * count, count
+
+
 def choice_agreement(
   decided_BL: jax.Array,
   chosen_BL: jax.Array,

@@ -176,12 +176,19 @@ class LMConfig(StackedConfig):
     if not self.rules:
       return RoutingMode()
     if len(self.rules) == 1:
-      raise errors.UserError(
-        'This model was trained for no causal rule, so it cannot generate: set'
-        ' model.routing.router_loss, predictor_width or threshold_decay, and'
-        ' where experts choose, model.experts.threshold_decay.'
-      )
+      raise errors.UserError(self.cannot_sample)
     return self.routing_mode(self.rules[1])
+
+  @property
+  def cannot_sample(self) -> str:
+    """Why a model without causal rules cannot sample: a sentence."""
+    if self.num_routed and not self.routing.causal_rules:
+      return self.routing.cannot_sample
+    return (
+      'The experts of this model choose among all tokens of a sequence, and were'
+      ' trained for no causal rule, so it cannot sample: set'
+      ' model.experts.threshold_decay.'
+    )
 
   def routing_mode(self, rule: str, **kwargs) -> RoutingMode:
     """Returns the mode of a rule by name; keywords are other fields of it."""
@@ -435,6 +442,15 @@ def _check_mode(config, mode, tokens_BL, segment_BL, cache):
       'Packed documents (segment_BL) cannot be generated from: pass one'
       ' document per row.'
     )
+  if config.routing is not None and config.routing.per_sequence:
+    if cache is not None:
+      raise errors.UserError(config.cannot_sample)
+    if segment_BL is not None:
+      raise errors.UserError(
+        'per_sequence=True and packed documents (segment_BL): a row would enter'
+        ' by the mean score of all its documents; pass one document per row'
+        ' (data.segments=False).'
+      )
   rules = config.rules[1:]
   if not config.rules:
     return

@@ -20,6 +20,7 @@ from mod_jax.routing.gates import GATES
 from mod_jax.routing.gates import gate
 from mod_jax.routing.schedules import capacity_floor
 from mod_jax.routing.schedules import layer_capacities
+from mod_jax.routing.schedules import shifted_cosine
 from mod_jax.routing.selection import Selection
 from mod_jax.routing.selection import for_lengths
 from mod_jax.routing.selection import gather_tokens
@@ -52,6 +53,7 @@ __all__ = (
   'select_decided',
   'select_tokens',
   'select_top_k',
+  'shifted_cosine',
   'stride_scores',
   'take',
 )

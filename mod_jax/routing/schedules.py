@@ -45,6 +45,19 @@ def layer_capacities(
   return tuple(min(1.0, scale * w) for w in weight)
 
 
+def shifted_cosine(num_layers: int) -> tuple[float | None, ...]:
+  """Returns each layer's capacity by p-MoD (Zhang et al. 2024); None for dense.
+
+  `½ cos(πl / (L - 1)) + ½` for layer l of L, from 1 at the first to 0 at the
+  last. Layers of more than .85 are dense, and none has less than .15.
+  """
+  ratios = [
+    0.5 * math.cos(math.pi * i / max(1, num_layers - 1)) + 0.5
+    for i in range(num_layers)
+  ]
+  return tuple(None if r > 0.85 else max(r, 0.15) for r in ratios)
+
+
 def capacity_floor(step: int, *, warmup_steps: int, stages: int) -> float:
   """Returns the least capacity that a routed layer has at a training step.
 

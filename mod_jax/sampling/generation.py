@@ -227,9 +227,10 @@ def check_rule(config: lm.LMConfig, mode: RoutingMode) -> None:
   """Raises UserError for a rule that a model cannot generate by."""
   rule, known = mode.rule, config.rules
   if known and isinstance(rule, str) and rule not in known[1:]:
+    if len(known) == 1:
+      raise UserError(config.cannot_sample)
     raise UserError(
-      f'rule={rule!r} cannot generate: this model was trained for'
-      f' {known[1:] or "no causal rule"}.'
+      f'rule={rule!r} cannot generate: this model was trained for {known[1:]}.'
     )
 
 

@@ -158,7 +158,7 @@ def _language(run, folder):
   routers = {
     name: np.asarray(array)
     for name, array in trees.flatten(params).items()
-    if re.search('/(router|predictor)/', name)
+    if re.search('(^|/)(router|predictor)/', name)
   }
   if routers:
     files.write(folder / ROUTERS, routers)

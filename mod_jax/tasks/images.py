@@ -35,7 +35,7 @@ class Images(Modality):
   main = ('loss', 'accuracy', 'top5')
   # A dense checkpoint fits a routed or pruned model, and the other way round.
   may_be_new = (
-    r'block_\d+/router/kernel',
+    r'(block_\d+/)?router/.*',
     r'prediction_\d+/.*',
     r'pattern_\d+',
   )

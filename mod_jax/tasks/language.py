@@ -438,9 +438,10 @@ class Language(Modality):
     }
 
   def studies(self, task):
-    if not self.config.model.num_routed:
-      return {}
-    return {'engagement': functools.partial(studies.engagement, task)}
+    found = {'arank': functools.partial(studies.arank, task)}
+    if self.config.model.num_routed:
+      found['engagement'] = functools.partial(studies.engagement, task)
+    return found
 
   def load_pictures(self, task, params, model_state):
     """Draws how many learners each token of a held-out text runs, by block."""

@@ -214,7 +214,8 @@ def routing_losses(
 ) -> tuple[jax.Array, MetricSums]:
   """Returns what is added to the loss, and the sums to report.
 
-  The auxiliary BCE on the router enters with `router_loss`; the predictor's
+  The auxiliary BCE on the router enters with `router_loss`, and the balance of
+  tokens that decide for themselves with `balance_loss`; the predictor's BCE
   with 1, since it has parameters of its own.
   """
   loss = jnp.zeros(())
@@ -233,6 +234,21 @@ def routing_losses(
       )
       found = {'bce': (total, count), 'accuracy': agreement['accuracy']}
       found = {f'{rule}/{name}': pair for name, pair in found.items()}
+      metric_sums = sums.add(metric_sums, found)
+    if config.balance_loss:
+      balance, count = losses.path_balance(
+        routed.score_BL, routed.capacity, valid_BL
+      )
+      loss += (
+        config.balance_loss * balance / jnp.maximum(count, 1) / len(layers)
+      )
+      dropped = routed.overflow_B.sum()
+      chosen = routed.chosen_BL.sum()
+      found = {
+        'router/balance': (balance, count),
+        'router/wanted': (chosen + dropped, count),
+        'router/dropped': (dropped, count),
+      }
       metric_sums = sums.add(metric_sums, found)
   return loss, metric_sums
 

@@ -105,7 +105,9 @@ def test_a_routed_models_dense_part_goes_out(tmp_path):
   routed = dataclasses.replace(
     config,
     scan_layers=True,
-    routing=MoDConfig(capacity=1.0, gate='one_plus_tanh', router_std=0.0),
+    routing=MoDConfig(
+      capacity=1.0, gate='one_plus_tanh', router_std=0.0, shared_router=True
+    ),
   )
   fresh = nn.unbox(
     jax.jit(routed.build().init)(jax.random.key(0), routed.example())

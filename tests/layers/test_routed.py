@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from mod_jax import errors
+from mod_jax import losses
 from mod_jax import routing
 from mod_jax.layers.block import Block
 from mod_jax.layers.cache import EMPTY
@@ -22,7 +23,10 @@ from mod_jax.layers.routed import Layer
 from mod_jax.layers.routed import LayerConfig
 from mod_jax.layers.routed import MoDConfig
 from mod_jax.layers.routed import Predictor
+from mod_jax.layers.routed import Routing
+from mod_jax.layers.scores import Learned
 from mod_jax.layers.scores import Router
+from mod_jax.tasks import plain
 
 B, L, D = 3, 10, 8
 CAPACITY = 0.4
@@ -523,6 +527,27 @@ class TestRouter:
     exact = np.asarray(x_BLD, np.float64) @ np.asarray(kernel_D, np.float64)
     np.testing.assert_allclose(score_BL, exact, atol=1e-4)
 
+  @pytest.mark.parametrize('activation', ['gelu', 'tanh'])
+  def test_a_hidden_layer_and_biases(self, activation):
+    router = Router(0.5, bias=True, hidden=5, activation=activation)
+    x_BLD = jax.random.normal(jax.random.key(1), (2, 3, D))
+    params = nn.unbox(router.init(jax.random.key(0), x_BLD))['params']
+    assert not params['bias'].any()
+    assert not params['hidden_bias'].any()
+    params['bias'], params['hidden_bias'] = jnp.float32(0.7), jnp.arange(5.0)
+    hidden_BLF = x_BLD @ params['hidden_kernel'] + params['hidden_bias']
+    want_BL = getattr(nn, activation)(hidden_BLF) @ params['kernel'] + 0.7
+    score_BL = router.apply({'params': params}, x_BLD)
+    np.testing.assert_allclose(score_BL, want_BL, atol=1e-5)
+
+  def test_an_accelerator_must_not_round_the_hidden_layer(self):
+    x_BLD = jnp.ones((2, 3, D), jnp.bfloat16)
+    router = Router(0.02, hidden=4)
+    params = jax.eval_shape(router.init, jax.random.key(0), x_BLD)
+    text = jax.jit(router.apply).lower(params, x_BLD).as_text()
+    products = re.findall(r'dot_general.*precision = \[(\w+), (\w+)\]', text)
+    assert products == [('HIGHEST', 'HIGHEST')]
+
   def test_normalized_does_not_see_how_large_features_are(self):
     kernel_D = jax.random.normal(jax.random.key(0), (64,))
     x_BLD = jax.random.normal(jax.random.key(1), (2, 3, 64))
@@ -545,6 +570,150 @@ def test_an_accelerator_must_not_round_the_predictor_either():
   text = jax.jit(predictor.apply).lower(params, x_BLD).as_text()
   products = re.findall(r'dot_general.*precision = \[(\w+), (\w+)\]', text)
   assert products == [('HIGHEST', 'HIGHEST')] * 2
+
+
+class TestCombine:
+  """The other forms in which a block's result meets the residual stream."""
+
+  @pytest.mark.parametrize('combine', ['weigh_bypass', 'replace'])
+  def test_equals_the_oracle(
+    self, module, params, block_config, block_oracle, x_BLD, padded, combine
+  ):
+    config = MoDConfig(capacity=CAPACITY, gate='sigmoid', combine=combine)
+    y_BLD, told = apply(module(config), params, x_BLD, padded)
+    chosen_BL = np.asarray(told.chosen_BL)
+    update_BLD = block_oracle(
+      params, block_config, x_BLD, padded.position_BL, chosen_BL
+    )
+    chosen_BL1, x_BLD = chosen_BL[..., None], np.asarray(x_BLD)
+    weight_BL1 = np.asarray(told.weight_BL)[..., None]
+    if combine == 'weigh_bypass':
+      processed_BLD = x_BLD + weight_BL1 * update_BLD
+      expected = np.where(chosen_BL1, processed_BLD, (1 - weight_BL1) * x_BLD)
+    else:
+      processed_BLD = weight_BL1 * (x_BLD + update_BLD)
+      expected = np.where(chosen_BL1, processed_BLD, x_BLD)
+    np.testing.assert_allclose(y_BLD[VALID_BL], expected[VALID_BL], atol=1e-4)
+
+
+class TestTokenChoice:
+  def test_the_balance_leads_to_the_capacity(self):
+    """From all tokens in, and from none, whatever the features."""
+    config = MoDConfig(
+      train_rule='router', balance_loss=1.0, router_loss=0.0, router_bias=True
+    )
+    x_BLD = jax.random.normal(jax.random.key(0), (8, 64, D))
+    router = config.scorer.router()
+    params = nn.unbox(router.init(jax.random.key(1), x_BLD))['params']
+
+    @jax.jit
+    def train(params):
+      def loss(params):
+        score_BL = router.apply({'params': params}, x_BLD)
+        told = Routing(
+          score_BL=score_BL,
+          weight_BL=score_BL,
+          chosen_BL=score_BL > 0,
+          overflow_B=jnp.zeros(8, jnp.int32),
+          capacity=jnp.float32(0.25),
+          top_k_BL=score_BL > 0,
+        )
+        return plain.routing_losses(config, [told], None)
+
+      def step(params, _):
+        grads, sums = jax.grad(loss, has_aux=True)(params)
+        params = jax.tree.map(lambda p, g: p - 0.3 * g, params, grads)
+        return params, sums['router/wanted'][0] / sums['router/wanted'][1]
+
+      return jax.lax.scan(step, params, length=300)[1]
+
+    for bias, first in ((3.0, 1.0), (-3.0, 0.0)):
+      share_T = train(params | {'bias': jnp.float32(bias)})
+      assert share_T[0] == first
+      assert share_T[-50:].mean() == pytest.approx(0.25, abs=0.03)
+
+  def test_is_trained_with_slots_in_order_and_counts_them(self, block_config):
+    config = MoDConfig(
+      train_rule='router', balance_loss=0.1, router_loss=0.0, train_slack=1.5
+    )
+    assert config.causal_rules == ('router',)
+    # What `TestSelection` and `TestDecoding` hold to be causal and counted.
+    mode = RoutingMode(rule='router', overflow='drop', slack=1.5)
+    assert config.train_mode == mode
+    layer = LayerConfig(block=block_config, routing=config, capacity=0.125)
+    assert layer.tokens(64) == 12
+
+  def test_metrics_say_what_wanted_in_and_what_was_dropped(
+    self, module, params, x_BLD, padded
+  ):
+    config = MoDConfig(train_rule='router', balance_loss=0.1, router_loss=0.0)
+    mode = {'rule': 'router', 'overflow': 'drop', 'slack': 1.0}
+    _, told = apply(module(config, 0.2, **mode), params, x_BLD, padded)
+    assert told.overflow_B.sum() > 0
+    loss, found = plain.routing_losses(config, [told], padded.valid_BL)
+    wanted_BL = (np.asarray(told.score_BL) > 0) & VALID_BL
+    assert found['router/wanted'] == (wanted_BL.sum(), VALID_BL.sum())
+    assert found['router/dropped'] == (told.overflow_B.sum(), VALID_BL.sum())
+    total, count = losses.path_balance(told.score_BL, 0.2, padded.valid_BL)
+    np.testing.assert_allclose(loss, 0.1 * total / count, rtol=1e-5)
+
+
+class TestPerSequence:
+  CONFIG = MoDConfig(
+    capacity=CAPACITY,
+    per_sequence=True,
+    balance_loss=0.1,
+    router_loss=0.0,
+    gate='sigmoid',
+  )
+
+  def test_a_sequence_enters_where_its_mean_score_is_above_zero(
+    self, module, params, block_config, block_oracle, x_BLD, padded
+  ):
+    # Of real tokens alone: with the padding, all rows would stay out.
+    kernel_D = params['router']['kernel']
+    far_BLD = -50 * kernel_D / jnp.sum(kernel_D**2)
+    sign_B11 = jnp.array([1.0, -1.0, 1.0])[:, None, None]
+    x_BLD = x_BLD + sign_B11 * kernel_D / jnp.sum(kernel_D**2) * 2
+    x_BLD = jnp.where(VALID_BL[..., None], x_BLD, far_BLD)
+    y_BLD, told = apply(module(self.CONFIG), params, x_BLD, padded)
+    score_BL = np.asarray(x_BLD @ kernel_D)
+    assert (score_BL.mean(axis=-1) < 0).all()
+    mean_B1 = score_BL.mean(axis=-1, keepdims=True, where=VALID_BL)
+    np.testing.assert_allclose(told.score_BL, mean_B1 + 0 * score_BL, atol=1e-4)
+    enters_B1 = mean_B1 > 0
+    assert enters_B1.ravel().tolist() == [True, False, True]
+    np.testing.assert_array_equal(told.chosen_BL, enters_B1 & VALID_BL)
+    update_BLD = block_oracle(
+      params, block_config, x_BLD, padded.position_BL, VALID_BL
+    )
+    weight_B11 = (1 / (1 + np.exp(-mean_B1)))[..., None]
+    expected = x_BLD + np.where(
+      told.chosen_BL[..., None], weight_B11 * update_BLD, 0
+    )
+    np.testing.assert_allclose(y_BLD, expected, atol=1e-4)
+
+  def test_a_row_of_padding_spoils_no_gradient(
+    self, module, params, x_BLD, padded
+  ):
+    info = padded.replace(valid_BL=padded.valid_BL.at[1].set(False))
+
+    def loss(params):
+      done = module(self.CONFIG).apply({'params': params}, x_BLD, info)
+      extra, _ = plain.routing_losses(
+        self.CONFIG, [done.aux['router']], info.valid_BL
+      )
+      return jnp.sum(done.x_BLD**2) + extra
+
+    grads = jax.jit(jax.grad(loss))(params)
+    assert all(jnp.isfinite(x).all() for x in jax.tree.leaves(grads))
+    assert grads['router']['kernel'].any()
+
+  def test_all_slots_are_counted(self, block_config):
+    layer = LayerConfig(
+      block=block_config, routing=self.CONFIG, capacity=CAPACITY
+    )
+    assert layer.flops(64) == block_config.flops(64) | {'router': 2 * 64 * D}
 
 
 class TestControls:
@@ -598,6 +767,28 @@ class TestConfigs:
       ({'gate': 'relu'}, "gate.*'relu'"),
       ({'score': 'random'}, "score.*'random'"),
       ({'gate': 'none'}, 'learned router without a gradient'),
+      ({'router_width': 4, 'score': 'stride'}, "router_width=4 .*'stride'"),
+      ({'shared_router': True, 'score': Learned()}, 'shared_router=True'),
+      ({'combine': 'replace', 'score': 'stride'}, "combine='replace'.*gate"),
+      ({'combine': 'weigh_bypass'}, "'weigh_bypass' and gate='raw'.*sigmoid"),
+      (
+        {'capacity_schedule': 'shifted_cosine', 'capacity_decay': 0.5},
+        'leave capacity_decay at 1',
+      ),
+      (
+        {'capacity_schedule': 'shifted_cosine', 'capacity': (0.5, 0.25)},
+        'give no list as capacity',
+      ),
+      ({'balance_loss': 0.1}, r"balance_loss=0\.1: .*train_rule='router'"),
+      (
+        {'per_sequence': True, 'balance_loss': 0.1, 'threshold_decay': 0.9},
+        r'per_sequence=True and router_loss=0\.01, threshold_decay=0\.9: ',
+      ),
+      (
+        {'per_sequence': True, 'router_loss': 0.0},
+        r'per_sequence=True, .*balance_loss=0\.0',
+      ),
+      ({'train_rule': 'router', 'router_loss': 0.0}, 'balance_loss'),
     ],
   )
   def test_refused(self, change, message):
@@ -654,6 +845,14 @@ class TestConfigs:
         {'layers': (3, 1), 'capacity': 0.5, 'capacity_decay': 0.25},
         (None, 0.8, None, 0.2, None),
       ),
+      (
+        {'capacity_schedule': 'shifted_cosine', 'period': 1, 'offset': 0},
+        (None, None, 0.5, 0.15, 0.15),
+      ),
+      (
+        {'capacity_schedule': 'shifted_cosine', 'layers': (1, 4, 2)},
+        (None, None, 0.5, None, 0.15),
+      ),
     ],
   )
   def test_capacities(self, config, capacities):
@@ -665,6 +864,11 @@ class TestConfigs:
     with pytest.raises(errors.UserError, match=r'\(1, 3, 1\) names a block'):
       MoDConfig(layers=(1, 3, 1)).capacities(5)
 
+  def test_a_schedule_that_leaves_no_block_routed(self):
+    config = MoDConfig(capacity_schedule='shifted_cosine', layers=(0, 1))
+    with pytest.raises(errors.UserError, match='num_layers=5 dense: route'):
+      config.capacities(5)
+
   def test_flops_count_the_chosen_only(self, block_config):
     config = MoDConfig(predictor_width=4)
     layer = LayerConfig(block=block_config, routing=config, capacity=0.125)
@@ -673,6 +877,9 @@ class TestConfigs:
       'router': 2 * 64 * D,
       'predictor': 2 * 64 * (D * 4 + 4),
     }
+    two = dataclasses.replace(config, router_width=3)
+    two = dataclasses.replace(layer, routing=two)
+    assert two.flops(64)['router'] == 2 * 64 * (D * 3 + 3)
     fixed = dataclasses.replace(layer, routing=STRIDE)
     assert 'router' not in fixed.flops(64)
     assert LayerConfig(block=block_config).flops(64) == block_config.flops(64)

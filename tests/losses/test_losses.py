@@ -146,6 +146,50 @@ class TestHeadLoss:
       np.testing.assert_allclose(grad, one, atol=1e-5)
 
 
+class TestPathBalance:
+  @pytest.mark.parametrize('padded', [False, True])
+  def test_is_the_sum_over_both_paths(self, padded):
+    *_, valid_BL = _masks(4)
+    logit_BL = np.random.default_rng(5).normal(size=valid_BL.shape) - 0.5
+    seen_N = logit_BL[valid_BL] if padded else logit_BL.ravel()
+    into, past = (seen_N > 0).mean(), (seen_N <= 0).mean()
+    probability = (1 / (1 + np.exp(-seen_N))).mean()
+    want = into * probability / 0.2 + past * (1 - probability) / 0.8
+    total, count = losses.path_balance(
+      jnp.float32(logit_BL), 0.2, valid_BL if padded else None
+    )
+    assert count == seen_N.size
+    np.testing.assert_allclose(total / count, want, rtol=1e-5)
+
+  def test_is_one_at_balance(self):
+    # A quarter wants in, and the mean probability is a quarter.
+    logit_BL = np.log([[0.7 / 0.3] + 3 * [0.1 / 0.9]])
+    total, count = losses.path_balance(jnp.float32(logit_BL), 0.25)
+    np.testing.assert_allclose(total / count, 1, rtol=1e-5)
+
+  @pytest.mark.parametrize(
+    ('logit', 'sign'), [(3.0, 1), (0.1, 1), (-0.1, -1), (-1.0, -1)]
+  )
+  def test_leads_back_where_all_or_none_want_in(self, logit, sign):
+    """Though each token's own probability is far from a half, or near it."""
+    *_, valid_BL = _masks(6)
+    grad_BL = jax.grad(lambda x: losses.path_balance(x, 0.25, valid_BL)[0])(
+      jnp.full(valid_BL.shape, logit)
+    )
+    assert (np.sign(grad_BL[valid_BL]) == sign).all()
+    np.testing.assert_array_equal(grad_BL[~valid_BL], 0)
+
+  @pytest.mark.parametrize('capacity', [1.0, 1e-9])
+  def test_is_finite_at_the_ends(self, capacity):
+    *_, valid_BL = _masks(7)
+    for valid in (valid_BL, jnp.zeros_like(valid_BL)):
+      value, grad_BL = jax.value_and_grad(
+        lambda x, valid=valid: losses.path_balance(x, capacity, valid)[0]
+      )(jnp.ones(valid_BL.shape))
+      assert jnp.isfinite(value)
+      assert jnp.isfinite(grad_BL).all()
+
+
 class TestChoiceBce:
   def _want(self, logit_BL, chosen_BL, valid_BL):
     p_BL = 1 / (1 + np.exp(-logit_BL.astype(np.float64)))

@@ -1,10 +1,12 @@
 """Mistakes that implementations of Mixture-of-Depths are known to make.
 
-Each test fails if its mistake is made here. Two more are in `test_lm.py`: that
-what is called causal is not (`TestCausality`), and top-k of a single token
-(`test_one_token_cannot_be_chosen_by_top_k`).
+Each test fails if its mistake is made here. Three more are in `test_lm.py`:
+that what is called causal is not (`TestCausality`), top-k of a single token
+(`test_one_token_cannot_be_chosen_by_top_k`), and one threshold for the prompt
+and another one for decoding (`TestDecoding`).
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -110,6 +112,44 @@ def test_residual_is_added_once_and_never_multiplied(params, run, x_BLD):
   twice_BLD, _, _ = run(double, x_BLD)
   np.testing.assert_allclose(
     twice_BLD - x_BLD, 2 * (once_BLD - x_BLD), atol=1e-5
+  )
+
+
+def test_the_weight_is_on_the_attention_too(params, run, x_BLD):
+  # A block whose feed-forward does nothing.
+  kernel_FD = jnp.zeros_like(params['mlp']['down']['kernel'])
+  params = params | {'mlp': params['mlp'] | {'down': {'kernel': kernel_FD}}}
+  double = params | {'router': {'kernel': 2 * params['router']['kernel']}}
+  once_BLD, _, _ = run(params, x_BLD)
+  twice_BLD, _, _ = run(double, x_BLD)
+  assert abs(once_BLD - x_BLD).max() > 1e-2
+  np.testing.assert_allclose(
+    twice_BLD - x_BLD, 2 * (once_BLD - x_BLD), atol=1e-5
+  )
+
+
+@pytest.mark.parametrize('sign', [1, -1])
+def test_saturated_weights_neither_tie_nor_let_padding_in(
+  config, params, x_BLD, sign
+):
+  # By weights of 1 + tanh, all real tokens tie: at 2, or at 0 as padding does.
+  routing_config = dataclasses.replace(config.routing, gate='one_plus_tanh')
+  layer = Layer(
+    LayerConfig(block=config.block, routing=routing_config, capacity=K / L)
+  )
+  score_L = sign * (100.0 + jnp.arange(L))
+  valid_BL = jnp.arange(L) >= jnp.array([[0], [2], [8]])
+  position_BL = jnp.broadcast_to(jnp.arange(L), (B, L))
+  done = jax.jit(layer.apply)(
+    {'params': params},
+    x_BLD.at[..., 0].set(score_L),
+    TokenInfo(position_BL, valid_BL),
+  )
+  told = done.aux['router']
+  assert set(np.unique(told.weight_BL[valid_BL])) == {1.0 + sign}
+  found = [np.flatnonzero(row).tolist() for row in told.chosen_BL]
+  assert found == [[7, 8, 9] if sign > 0 else [0, 1, 2]] + (
+    [[8, 9], [9]] if sign > 0 else [[2, 3], [8]]
   )
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from mod_jax import errors
 from mod_jax import losses
+from mod_jax import sampling
 from mod_jax.layers import stack
 from mod_jax.layers.block import Block
 from mod_jax.layers.mode import RoutingMode
@@ -259,6 +260,97 @@ class TestDecoding:
         mode='router',
         cache=cache,
       )
+
+
+# Other forms of routing, each trained by a causal rule with few slots: tokens
+# that choose for themselves by a two-layer router of all blocks, with weights
+# on both paths; and a block's result in place of its input.
+FORMS = {
+  'token choice': {
+    'gate': 'sigmoid',
+    'train_rule': 'router',
+    'balance_loss': 0.01,
+    'router_loss': 0.0,
+    'shared_router': True,
+    'router_width': 5,
+    'router_bias': True,
+    'combine': 'weigh_bypass',
+  },
+  'replace': {
+    'gate': 'one_plus_tanh',
+    'train_rule': 'router',
+    'combine': 'replace',
+  },
+}
+
+
+class TestForms:
+  @pytest.mark.parametrize('form', FORMS)
+  def test_is_causal_and_decodes_to_the_full_forward(
+    self, config, init, forward, generate, form
+  ):
+    routing = MoDConfig(
+      capacity=0.3, period=1, offset=0, train_slack=1.0, **FORMS[form]
+    )
+    config = dataclasses.replace(config, num_layers=2, routing=routing)
+    variables = init(config)
+    if routing.shared_router:
+      biases = {'bias': 0.3, 'hidden_bias': np.linspace(-1, 1, 5)}
+      variables['params']['router'] |= jax.tree.map(jnp.float32, biases)
+      assert 'router' not in variables['params']['block_0']
+    mode = routing.train_mode
+    assert not any(TestCausality().changes(config, variables, forward, mode))
+    full = forward(config, variables, TOKENS_BL, mode=mode)
+    assert any(told.overflow_B.any() for told in full.routing)
+    logits_BLV, chosen_RBL, _ = generate(
+      *(config, variables, TOKENS_BL, jnp.ones((B, L), bool)),
+      mode=mode,
+      prompt=4,
+    )
+    np.testing.assert_array_equal(chosen_RBL, chosen(full))
+    assert chosen_RBL[..., 4:].any()
+    np.testing.assert_allclose(logits_BLV, full.logits_BLV, atol=1e-4)
+
+  def test_a_shared_router_gets_the_sum_of_all_gradients(self, config, init):
+    """Also where the layers are scanned."""
+    routing = MoDConfig(capacity=0.3, period=1, offset=0)
+    config = dataclasses.replace(config, num_layers=2, routing=routing)
+    routing = dataclasses.replace(routing, shared_router=True)
+    shared = dataclasses.replace(config, routing=routing)
+    one = init(shared)['params']
+    blocks = ('block_0', 'block_1')
+    own = one | {name: one[name] | {'router': one['router']} for name in blocks}
+    del own['router']
+
+    def grads(config, params):
+      return jax.jit(jax.value_and_grad(_loss(config)))(params)
+
+    want, each = grads(config, own)
+    each_RD = [each[name]['router']['kernel'] for name in blocks]
+    assert all(grad_D.any() for grad_D in each_RD)
+    for case in ((shared, one), lm.scanned(shared, one)):
+      loss, found = grads(*case)
+      np.testing.assert_allclose(loss, want, rtol=1e-5)
+      np.testing.assert_allclose(
+        found['router']['kernel'], sum(each_RD), atol=1e-4, rtol=1e-4
+      )
+
+  def test_whole_sequences_cannot_be_generated_or_packed(
+    self, config, variables
+  ):
+    routing = MoDConfig(per_sequence=True, balance_loss=0.1, router_loss=0.0)
+    config = dataclasses.replace(config, routing=routing)
+    assert routing.causal_rules == ()
+    model = LanguageModel(config)
+    cache = LMCache.empty(config, B, L, RoutingMode())
+    for match, kwargs in (
+      ('cannot sample', {'cache': cache}),
+      ('one document per row', {'segment_BL': jnp.ones((B, L), int)}),
+    ):
+      with pytest.raises(errors.UserError, match=f'per_sequence=True.*{match}'):
+        model.apply(variables, TOKENS_BL, **kwargs)
+    with pytest.raises(errors.UserError, match='still to be written'):
+      sampling.generate(model, variables, TOKENS_BL, max_new_tokens=2)
 
 
 class TestRows:

@@ -50,6 +50,16 @@ class TestLayerCapacities:
     )
 
 
+class TestShiftedCosine:
+  def test_falls_along_half_a_cosine_between_dense_and_the_floor(self):
+    values = routing.shifted_cosine(7)
+    assert values[:2] == (None, None)  # 1 and .933.
+    assert values[2:] == pytest.approx((0.75, 0.5, 0.25, 0.15, 0.15))
+
+  def test_one_layer_is_dense(self):
+    assert routing.shifted_cosine(1) == (None,)
+
+
 class TestCapacityFloor:
   def test_comes_down_in_equal_stages(self):
     floors = [

@@ -244,7 +244,7 @@ def test_a_language_model_of_hugging_face_needs_no_sizes(
   for path, array in before.items():
     np.testing.assert_array_equal(after[path], array)
   # Made routed, and out again: the dense part, the tokenizer, the routers.
-  routed = mod_jax.route(loaded, 'mod', capacity=0.5)
+  routed = mod_jax.route(loaded, 'mod', capacity=0.5, shared_router=True)
   mod_jax.export(routed, second, 'huggingface', dense=True)
   for name in ('model.safetensors', 'tokenizer.json', 'config.json'):
     assert (second / name).read_bytes() == (first / name).read_bytes()

@@ -49,7 +49,12 @@ def language():
 
 WHOLE = {
   'amod': {'capacity': 1.0},
-  'mod': {'capacity': 1.0, 'router_std': 0.0},
+  'mod': {
+    'capacity': 1.0,
+    'router_std': 0.0,
+    'shared_router': True,
+    'router_width': 3,
+  },
   'dynamic': {'capacity': 1.0, 'stages': (1,)},
 }
 

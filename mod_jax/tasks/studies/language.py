@@ -1,20 +1,161 @@
-"""Longer looks at a routed language model: which tokens it works on."""
+"""Longer looks at a language model: at its attention, and where it works."""
 
 import collections
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import scipy
 
+from mod_jax import errors
 from mod_jax import viz
+from mod_jax.layers import stack
 from mod_jax.tasks.studies import devices
 from mod_jax.train.task import Study
 
+# Of the attention maps: rows of held-out text, and tokens of each.
+_SAMPLES = 16
+_TOKENS = 256
 _BATCHES = 16
 _DRAWS = 1000  # Of the bootstrap.
 _OFTEN = 40  # A piece of text that comes less often is not listed.
 _LISTED = 12  # Pieces at either end.
+
+
+@devices.on_one_device
+def arank(task, params, model_state) -> Study:
+  """Asks of each block how much its attention tells: which ones to route.
+
+  The ARank of γ-MoD (Luo et al. 2024): the rank of the causal attention map
+  with its diagonal set to 0, a mean over heads and samples. Singular values
+  count from n · 1.2e-7 of the largest on, for n tokens: what float32 resolves.
+  Blocks of low rank mix their tokens least, and are suggested for routing: as
+  many as are routed, or half of a dense model's. A routed block's map is that
+  of the tokens that it processes under top-k, so that blocks are compared by
+  rank over the largest possible one, n - 1.
+  """
+  config = task.config.model
+  variables = {
+    name: stack.unrolled(config.stack, collection)
+    for name, collection in {'params': params, **model_state}.items()
+  }
+  model = dataclasses.replace(config, scan_layers=False, remat='none').build()
+
+  @jax.jit
+  def look(variables, **inputs):
+    output, state = model.apply(
+      variables,
+      **inputs,
+      rngs={'routing': jax.random.key(task.config.seed)},
+      mutable=['intermediates'],
+    )
+    found = state['intermediates']
+    return [
+      {name: found[f'block_{i}']['attention'][name][0][0] for name in _SOWN}
+      | ({'chosen': aux['router'].chosen_BL[0]} if 'router' in aux else {})
+      for i, aux in enumerate(output.aux)
+    ]
+
+  counts_NR2 = []
+  for sample in _full_rows(task):
+    layers = jax.device_get(look(variables, **sample))
+    position_L = np.arange(sample['tokens_BL'].shape[1])
+    segment_L = np.zeros_like(position_L)
+    if 'segment_BL' in sample:
+      segment_L = np.asarray(sample['segment_BL'][0])
+    counts_R2 = []
+    for layer in layers:
+      here = layer.get('chosen', np.ones(len(position_L), bool))
+      at_K, of_K = position_L[here], segment_L[here]
+      distance_KS = at_K[:, None] - at_K
+      seen_KS = (distance_KS >= 0) & (of_K[:, None] == of_K)
+      if config.window is not None:
+        seen_KS &= distance_KS < config.window
+      q_KHC, k_KGC = (layer[name][: len(at_K)] for name in _SOWN)
+      counts_R2.append((len(at_K), mean_rank(q_KHC, k_KGC, seen_KS)))
+    counts_NR2.append(counts_R2)
+  tokens_R, rank_R = np.mean(counts_NR2, axis=0).T
+  share_R = rank_R / np.maximum(tokens_R - 1, 1)
+  routed = [i for i, c in enumerate(config.capacities) if c is not None]
+  count = len(routed) or max(1, len(rank_R) // 2)
+  order = np.argsort(share_R, kind='stable')
+  suggested = sorted(order[:count].tolist())
+  lines = [f'{"block":>9}{"tokens":>9}{"rank":>9}{"share":>9}']
+  for i, (tokens, rank, share) in enumerate(
+    zip(tokens_R, rank_R, share_R, strict=True)
+  ):
+    name = f'{i} routed' if i in routed else str(i)
+    lines.append(f'{name:>9}{tokens:9g}{rank:9.2f}{share:9.2%}')
+  facts = f'{len(counts_NR2)} held-out rows of {len(position_L)} tokens'
+  lines.append(
+    f'{facts}; singular values count from tokens x 1.2e-7 of the largest on.'
+    f' Lowest share: model.routing.layers={tuple(suggested)}'
+  )
+  return Study(
+    text='\n'.join(lines),
+    metrics={
+      'rank': rank_R.tolist(),
+      'share': share_R.tolist(),
+      'tokens': tokens_R.tolist(),
+      'samples': len(counts_NR2),
+      'suggested': suggested,
+    },
+    figures={
+      'arank': viz.attention_ranks(
+        share_R,
+        routed=routed,
+        suggested=suggested,
+        facts=facts,
+        title='Rank of the attention maps on held-out text',
+      )
+    },
+  )
+
+
+_SOWN = ('queries', 'keys')
+
+
+def mean_rank(q_LHC, k_LGC, seen_LS) -> float:
+  """Returns the rank of attention maps without their diagonals, over heads.
+
+  Args:
+    q_LHC: queries, G divides H.
+    k_LGC: keys.
+    seen_LS: which keys a query sees; its own among them.
+  """
+  length, heads, channels = q_LHC.shape
+  if length < 2:
+    return 0.0
+  k_LHC = np.repeat(k_LGC, heads // k_LGC.shape[1], axis=1)
+  logit_HLS = np.einsum('LHC,SHC->HLS', *map(np.float64, (q_LHC, k_LHC)))
+  logit_HLS = np.where(seen_LS, logit_HLS / channels**0.5, -np.inf)
+  weight_HLS = scipy.special.softmax(logit_HLS, axis=-1) * (1 - np.eye(length))
+  tolerance = length * float(np.finfo(np.float32).eps)
+  return float(np.linalg.matrix_rank(weight_HLS, rtol=tolerance).mean())
+
+
+def _full_rows(task):
+  """Yields what the model is called with, of single rows without padding."""
+  found = 0
+  for batch in task.eval_batches(
+    batch_size=task.config.evaluation.batch_size, num_batches=_BATCHES
+  ):
+    full_B = np.asarray(task.modality.token_weights(batch) > 0).all(axis=1)
+    for row in np.flatnonzero(full_B)[: _SAMPLES - found]:
+      found += 1
+      names = {'tokens': 'tokens_BL', 'segments': 'segment_BL'}
+      yield {
+        given: batch[name][row, :_TOKENS][None]
+        for name, given in names.items()
+        if name in batch
+      }
+  if not found:
+    raise errors.UserError(
+      'the study arank looks at held-out rows without padding, and there are'
+      f' none: set data.length={task.config.data.length} lower, or give more'
+      ' text.'
+    )
 
 
 @devices.on_one_device

@@ -80,14 +80,50 @@ def test_entropy_by_blocks(tmp_path, monkeypatch):
   )
   assert 'Spearman' in study.text
   study.figures['entropy'].canvas.draw()
-  assert (
-    make_task(
-      dataclasses.replace(
-        config, model=dataclasses.replace(MODEL, routing=None)
-      )
-    ).studies()
-    == {}
-  )
+  _check_ranks(task, params)
+  dense = dataclasses.replace(config, model=MODEL.dense_twin())
+  assert set(make_task(dense).studies()) == {'arank'}
+
+
+def _check_ranks(task, params):
+  """Where queries are 0, all keys weigh the same; large ones see one key."""
+  params = jax.tree.map(lambda x: x, params)
+  for block, factor in ((0, 0), (1, 1e3), (2, 1e3), (3, 0)):
+    query = params[f'block_{block}']['attention']['query']
+    query['kernel'] = factor * query['kernel']
+  study = task.studies()['arank'](params, {}, None)
+  assert study.metrics['tokens'] == [16, 4, 16, 4]
+  assert study.metrics['samples'] > 4
+  even, peaked, sharp, few = study.metrics['rank']
+  assert (even, few) == (15, 3)
+  assert study.metrics['share'] == pytest.approx([1, peaked / 3, sharp / 15, 1])
+  assert peaked < 3
+  assert sharp < 15
+  # As many as are routed.
+  assert study.metrics['suggested'] == [1, 2]
+  assert 'model.routing.layers=(1, 2)' in study.text
+  study.figures['arank'].canvas.draw()
+
+
+def test_the_rank_of_a_map_without_its_diagonal():
+  length = 6
+  q_LHC = np.zeros((length, 4, 2), np.float32)
+  k_LGC = np.zeros((length, 2, 2), np.float32)
+  seen_LS = np.tri(length, dtype=bool)
+  # Even weights: row i has i equal entries.
+  assert language.mean_rank(q_LHC, k_LGC, seen_LS) == length - 1
+  # Two of the heads, those of the first keys, see the first token alone.
+  q_LHC[:, :2] = 10
+  k_LGC[0, 0] = 10
+  assert language.mean_rank(q_LHC, k_LGC, seen_LS) == (length - 1 + 1) / 2
+  # Two documents of three tokens each.
+  segment_L = np.arange(length) // 3
+  seen_LS &= segment_L[:, None] == segment_L
+  assert language.mean_rank(0 * q_LHC, k_LGC, seen_LS) == 4
+  # A window of the token itself and the one before it.
+  seen_LS = np.tri(length, dtype=bool) & ~np.tri(length, k=-2, dtype=bool)
+  assert language.mean_rank(0 * q_LHC, k_LGC, seen_LS) == length - 1
+  assert language.mean_rank(q_LHC[:1], k_LGC[:1], seen_LS[:1, :1]) == 0
 
 
 def test_the_interval_knows_that_a_rows_tokens_are_not_independent():
