@@ -178,9 +178,10 @@ class Learned(Score):
   # same score.
   std: config_lib.Weight = 0.02
   normalized: bool = False  # See `Router`.
-  bias: bool = False
+  bias: bool = False  # See `Router`, also for the next two.
+  # Units of a hidden layer; 0 = none.
   hidden: Annotated[int, config_lib.Range(ge=0, le=2**20)] = 0
-  activation: Activation = 'gelu'
+  activation: Activation = 'gelu'  # Of that layer.
   # Whether all routed blocks have one router in common (γ-MoD, Luo et al.
   # 2024), whose gradients add up. A `Stack` makes it, and hands it to them.
   shared: bool = False

@@ -185,7 +185,7 @@ class LMConfig(StackedConfig):
     if self.num_routed and not self.routing.causal_rules:
       return self.routing.cannot_sample
     return (
-      'The experts of this model choose among all tokens of a sequence, and were'
+      'The experts of this model choose among all tokens of a sequence and were'
       ' trained for no causal rule, so it cannot sample: set'
       ' model.experts.threshold_decay.'
     )
