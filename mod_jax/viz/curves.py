@@ -222,7 +222,8 @@ def expert_curves(
       smooth = _smooth(np.array(values))
       axes.plot(steps, smooth, lw=1.6, color=_TRAIN, gid='train_smooth')
     for rule, (steps, values) in held_out[name].items():
-      _draw_rule(axes, rule, steps, values, _label(rule, _TOKENS), name)
+      label = _label(rule, _TOKENS) if rule else 'held-out'
+      _draw_rule(axes, rule, steps, values, label, name)
       rules[rule] = axes.lines[-1]
     style.clean(axes)
     _steps(axes)
