@@ -252,9 +252,9 @@ def expert_load(
 ) -> Figure:
   """Draws how many tokens each expert takes: a panel per block.
 
-  Bars at the right, apart from the others, are no-ops. They have a scale of
-  their own, by which their target is as high as that of the experts: an expert
-  of many takes little beside what may do nothing.
+  Bars at the right, apart from the others, are no-ops. They are scaled so that
+  their target is as high as that of the experts, since an expert of many takes
+  little beside what may do nothing; their share stands over the panel.
 
   Args:
     share_RX: of the tokens that reach the block, those that each choice gets.
@@ -290,14 +290,15 @@ def expert_load(
   ]
   if nulls:
     said.append(
-      'Hatched, with the scale at the right: no-ops, choices that do nothing.'
+      'Hatched: no-ops, choices that do nothing, scaled to have their target at'
+      ' the same height.'
     )
   said.append('Dashed: what each should get.')
   body, panels = style.small_multiples(
     layers,
     title or 'How many tokens each expert takes',
     ' '.join(said),
-    height=2.0,
+    height=2.3,
     xlabel='expert',
     ylabel='share of the tokens',
   )
@@ -324,16 +325,6 @@ def expert_load(
     look = _EMPTY | {'width': 0.84, 'hatch': '////', 'gid': 'no-op'}
     axes.bar(x_X[num_experts:], height_Z, **look)
     axes.axhline(target, color=style.INK, ls='--', lw=1.3, gid='target')
-    if nulls:
-      right = axes.secondary_yaxis(
-        'right', functions=(lambda y: y * ratio, lambda y: y / ratio)
-      )
-      style.clean(right)
-      right.spines['right'].set(visible=True, color=style.FAINT)
-      # A no-op cannot get more than all.
-      ticks_N = MaxNLocator(4).tick_values(0, min(1.0, high * ratio))
-      right.set_yticks(ticks_N[ticks_N <= 1])
-      right.yaxis.set_major_formatter(style.percent)
     axes.set_xticks(*zip(*ticks.items(), strict=True))
     axes.tick_params(axis='x', length=0)
     axes.set_xlim(-1, x_X[-1] + 1)
@@ -344,6 +335,9 @@ def expert_load(
     facts = f'{none_R[r]:.1%} without any expert'
     if mean:
       facts = f'busiest: {share_E.max() / mean:.2f} x the mean\n{facts}'
+    if nulls:
+      total, wanted = share_RX[r, num_experts:].sum(), nulls * targets_X[-1]
+      facts += f'\nno-ops: {total:.1%} of the tokens, target {wanted:.1%}'
     style.heading(axes, f'Block {layers[r]}', facts)
   handles = [Line2D([], [], color=style.INK, ls='--', lw=1.3, label='target')]
   if nulls:
