@@ -68,10 +68,7 @@ def loss_curves(
   _draw_losses(axes[0], train, held_out, words)
   if accuracy:
     _draw_accuracy(axes[1], accuracy, never, words)
-  low, high = axes[0].get_xlim()
-  if high - low < 2:
-    # A single step: matplotlib would mark fractions of it.
-    axes[0].set_xlim((low + high) / 2 - 1, (low + high) / 2 + 1)
+  _widen(axes[0])
   return figure
 
 
@@ -222,7 +219,8 @@ def expert_curves(
       smooth = _smooth(np.array(values))
       axes.plot(steps, smooth, lw=1.6, color=_TRAIN, gid='train_smooth')
     for rule, (steps, values) in held_out[name].items():
-      _draw_rule(axes, rule, steps, values, _label(rule, _TOKENS), name)
+      label = _label(rule, _TOKENS) if rule else 'held-out'
+      _draw_rule(axes, rule, steps, values, label, name)
       rules[rule] = axes.lines[-1]
     style.clean(axes)
     _steps(axes)
@@ -233,6 +231,7 @@ def expert_curves(
       # With room for a marker at 0.
       axes.set_ylim(bottom=-0.03 * axes.get_ylim()[1])
       axes.yaxis.set_major_formatter(style.percent)
+  _widen(panels[0])
   handles = [
     Line2D([], [], color=_TRAIN, lw=1.6, label='training'),
     *(rules[rule] for rule in sorted(rules, key=_order)),
@@ -503,6 +502,13 @@ def _legend(axes):
   """Says what is drawn, above the panel, where it hides no line."""
   handles, _ = axes.get_legend_handles_labels()
   style.key(axes, handles, 'lower left', bbox_to_anchor=(0, 1), ncols=2)
+
+
+def _widen(axes):
+  """Gives a single step some room: matplotlib would mark fractions of it."""
+  low, high = axes.get_xlim()
+  if high - low < 2:
+    axes.set_xlim((low + high) / 2 - 1, (low + high) / 2 + 1)
 
 
 def _steps(axes):

@@ -37,7 +37,6 @@ _NUMBER_SIZE = 5.5  # Points.
 _LEAST_PATCH = 0.14  # Inches, for a number on it.
 _MORE = {'marker': 'o', 'facecolor': 'white', 'edgecolor': style.INK}
 _DROPPED = {'marker': 'x'}
-_TARGET = {'colors': style.INK, 'linestyles': '--', 'linewidth': 1.3}
 
 
 def expert_colors(num_experts: int) -> np.ndarray:
@@ -212,7 +211,7 @@ def expert_patches(
     axes.add_collection(
       LineCollection(
         empty_N12 + np.array([[-0.5, 0.5], [0.5, -0.5]]),
-        colors=style.MUTED,
+        colors=style.INK,
         linewidths=0.8,
         gid='empty',
       ),
@@ -249,20 +248,21 @@ def expert_load(
   num_experts: int,
   targets_X,
   none_R,
-  unit: str = 'tokens',
   title: str = '',
 ) -> Figure:
   """Draws how many tokens each expert takes: a panel per block.
 
-  Bars at the right, apart from the others, are no-ops. Lines are the targets.
+  Bars at the right, apart from the others, are no-ops. They are scaled so that
+  their target is as high as that of the experts, since an expert of many takes
+  little beside what may do nothing; their share stands over the panel.
 
   Args:
     share_RX: of the tokens that reach the block, those that each choice gets.
     layers: the block numbers, counted from 0.
     num_experts: E, of the X choices.
-    targets_X: the share that each choice should get.
+    targets_X: the share that each choice should get; the same for all experts,
+      and for all no-ops.
     none_R: the share of tokens that no expert takes.
-    unit: what is counted, in the plural.
     title: says what is seen; a general one if empty.
 
   Raises:
@@ -285,15 +285,22 @@ def expert_load(
       ' target per choice, the experts first.'
     )
   nulls = choices - num_experts
+  said = [
+    'Bars: of the tokens that reach the block, those that an expert gets.'
+  ]
+  if nulls:
+    said.append(
+      'Hatched: no-ops, choices that do nothing, scaled to have their target at'
+      ' the same height.'
+    )
+  said.append('Dashed: what each should get.')
   body, panels = style.small_multiples(
     layers,
-    title or f'How many {unit} each expert takes',
-    f'Bars: of the {unit} that reach the block, those that an expert'
-    f'{" or a no-op (a choice that does nothing)" if nulls else ""} gets.'
-    ' Dashed: what each should get.',
-    height=2.0,
+    title or 'How many tokens each expert takes',
+    ' '.join(said),
+    height=2.3,
     xlabel='expert',
-    ylabel=f'share of the {unit}',
+    ylabel='share of the tokens',
   )
   # No-ops stand apart, by the width of a bar.
   x_X = np.arange(choices) + (np.arange(choices) >= num_experts)
@@ -305,31 +312,32 @@ def expert_load(
     room = 0.1 * (x_X[-1] + 2)
     ticks = {x: text for x, text in ticks.items() if place - x > room}
     ticks[place] = 'no-op' if nulls == 1 else 'no-ops'
-  high = 1.08 * max(share_RX.max(), targets_X.max())
+  target, ratio = targets_X[0], 1.0
+  if nulls and min(target, targets_X[-1]) > 0:
+    ratio = targets_X[-1] / target
+  height_RX = share_RX.copy()
+  height_RX[:, num_experts:] /= ratio
+  high = 1.08 * max(height_RX.max(), target)
   for r, axes in enumerate(panels):
-    split_E, split_Z = np.split(share_RX[r], [num_experts])
+    share_E, height_Z = np.split(height_RX[r], [num_experts])
     look = {'width': 0.84, 'linewidth': 0}
-    axes.bar(x_X[:num_experts], split_E, color=color_E3, gid='expert', **look)
-    look = _EMPTY | {'width': 0.84, 'hatch': '////'}
-    axes.bar(x_X[num_experts:], split_Z, gid='no-op', **look)
-    for x_N, target_N in zip(
-      np.split(x_X, [num_experts]),
-      np.split(targets_X, [num_experts]),
-      strict=True,
-    ):
-      if len(x_N):
-        ends = (x_N[0] - 0.6, x_N[-1] + 0.6)
-        axes.hlines(target_N[0], *ends, gid='target', **_TARGET)
+    axes.bar(x_X[:num_experts], share_E, color=color_E3, gid='expert', **look)
+    look = _EMPTY | {'width': 0.84, 'hatch': '////', 'gid': 'no-op'}
+    axes.bar(x_X[num_experts:], height_Z, **look)
+    axes.axhline(target, color=style.INK, ls='--', lw=1.3, gid='target')
     axes.set_xticks(*zip(*ticks.items(), strict=True))
     axes.tick_params(axis='x', length=0)
     axes.set_xlim(-1, x_X[-1] + 1)
     axes.set_ylim(0, high)
     axes.yaxis.set_major_locator(MaxNLocator(5))
     axes.yaxis.set_major_formatter(style.percent)
-    mean = split_E.mean()
+    mean = share_E.mean()
     facts = f'{none_R[r]:.1%} without any expert'
     if mean:
-      facts = f'busiest: {split_E.max() / mean:.2f} x the mean\n{facts}'
+      facts = f'busiest: {share_E.max() / mean:.2f} x the mean\n{facts}'
+    if nulls:
+      total, wanted = share_RX[r, num_experts:].sum(), nulls * targets_X[-1]
+      facts += f'\nno-ops: {total:.1%} of the tokens, target {wanted:.1%}'
     style.heading(axes, f'Block {layers[r]}', facts)
   handles = [Line2D([], [], color=style.INK, ls='--', lw=1.3, label='target')]
   if nulls:

@@ -10,7 +10,6 @@ from mod_jax import viz
 from mod_jax.data.text import TextDataConfig
 from mod_jax.layers.experts import Assigned
 from mod_jax.layers.experts import ExpertsConfig
-from mod_jax.layers.mode import Mode
 from mod_jax.layers.routed import MoDConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.tasks import expert_pictures
@@ -55,16 +54,16 @@ def task():
 
 
 def test_the_map_and_the_load_of_a_model(task):
-  params = nn.unbox(task.init(jax.random.key(0)))['params']
-  model_state = {}
-  figures = task.pictures(params, model_state)
+  params = nn.unbox(jax.jit(task.init)(jax.random.key(0)))['params']
+  figures = task.pictures(params, {})
   assert set(figures) >= {'routing', 'expert_map', 'expert_load'}
-  figure = expert_pictures.load_picture(task, params, model_state, Mode(), 'x')
-  # Two choices of each token, whoever gets them.
-  for axes in figure.axes:
-    heights = [bar.get_height() for bar in axes.patches]
-    assert len(heights) == 4
-    assert sum(heights) == pytest.approx(2)
+  all_tokens, routed = [
+    sum(bar.get_height() for bar in axes.patches)
+    for axes in figures['expert_load'].axes
+  ]
+  # Two choices of each token, whoever gets them; the router may pass all by.
+  assert all_tokens == pytest.approx(2)
+  assert routed == pytest.approx(2) or routed == 0
 
 
 def test_curves_and_summary_tell_of_experts(task):
