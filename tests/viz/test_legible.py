@@ -145,6 +145,16 @@ def tokens(rng):
   )
 
 
+def ranks(rng, count):
+  return viz.attention_ranks(
+    rng.random(count),
+    routed=range(1, count, 2),
+    suggested=[0],
+    facts='16 held-out rows of 256 tokens',
+    title=TITLE,
+  )
+
+
 # In these no text may meet a panel either.
 OVER_IMAGES = {
   'one patch map': lambda rng: patches(rng, 1, 1, (8, 8)),
@@ -179,6 +189,8 @@ OTHERS = {
     {f'a rather $long$ name {i}' * 2: CURVE for i in range(5)}, budget=0.4
   ),
   'token load': tokens,
+  'one rank': lambda rng: ranks(rng, 1),
+  'many ranks': lambda rng: ranks(rng, 200),
   'isoflop': lambda _: isoflop(2, 3),
   'isoflop, many': lambda _: isoflop(9, 4),
   'no isoflop': lambda _: isoflop(0, 0),
