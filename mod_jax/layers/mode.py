@@ -31,7 +31,8 @@ class RoutingMode:
       without padding; when generating, that of its prompt and of all new tokens
       together.
     slack: number of slots divided by the expected number, for `drop`.
-    chunk: when decoding, how many of the routed rows are processed at a time;
+    chunk: when decoding, and where sequences enter as a whole outside of
+      training, how many of the routed rows are processed at a time;
       None for what suits the batch, see `rows_at_a_time`; 0 processes all rows
       and masks: the reference.
   """

@@ -82,7 +82,8 @@ class RoutingConfig:
   # `replace` gives w·(x + f) to the chosen ones.
   combine: Literal['add', 'weigh_bypass', 'replace'] = 'add'
   # Whether a sequence enters as a whole: where the mean score of its tokens is
-  # above 0. It cannot sample, since the choice depends on the whole text.
+  # above 0. It cannot sample, since the choice depends on the whole text;
+  # gradients need the module that `build(train=True)` returns.
   per_sequence: bool = False
   # Weight of the loss that pulls the share that wants in towards the capacity,
   # where tokens or sequences decide for themselves; 0 = none.
@@ -426,8 +427,8 @@ class LayerConfig:
   def tokens(self, length: int) -> int:
     """Returns how many of a sequence's tokens the block has slots for.
 
-    In training. By top-k all slots are filled; where tokens decide for
-    themselves, some may stay empty, which saves nothing.
+    In training, where all slots are computed. By top-k they are filled; where
+    tokens or sequences decide for themselves, some stay empty.
     """
     if self.routing is None or self.routing.per_sequence:
       return length
@@ -558,7 +559,12 @@ class Layer(nn.Module):
         selection = routing.select_decided(wanted_BL, slots, count_B)
         selection = checkpoint_name(selection, SELECTION_NAME)
       chosen_BL = routing.mark_tokens(selection, length)
-      done = self._run(block, x_BLD, info, routed, selection, None)
+      # The loop over rows passes no gradient back, and makes no parameters.
+      hides = self.mode.train or self.is_initializing() or mode.chunk == 0
+      if config.routing.per_sequence and not hides:
+        done = self._run_rows(block, x_BLD, info, routed, chosen_BL, None)
+      else:
+        done = self._run(block, x_BLD, info, routed, selection, None)
     else:
       chosen_BL = cache.room(wanted_BL)
       if length == 1 and mode.chunk != 0:
@@ -657,41 +663,44 @@ class Layer(nn.Module):
     return LayerOutput(x_BLD, done.cache, done.aux)
 
   def _run_rows(
-    self, block, x_B1D, info, routed, chosen_B1, cache
+    self, block, x_BLD, info, routed, chosen_BL, cache
   ) -> LayerOutput:
-    """Processes one token of each routed row, a few rows at a time.
+    """Processes the rows that have chosen tokens, a few rows at a time.
 
     Static shapes, any number of routed rows, and no work where there are
-    none: the routed rows come first, and a loop takes chunks of them.
+    none: the routed rows come first, and a loop takes chunks of them. For a
+    single token of each row, and for sequences that enter as a whole.
     """
-    batch = x_B1D.shape[0]
+    batch = x_BLD.shape[0]
     chunk = self.mode.routing.rows_at_a_time(self.config.capacity, batch)
-    first_B = jnp.argsort(~chosen_B1[:, 0], stable=True)
-    count = chosen_B1.sum(dtype=jnp.int32)
+    routed_B = chosen_BL.any(axis=-1)
+    first_B = jnp.argsort(~routed_B, stable=True)
+    count = routed_B.sum(dtype=jnp.int32)
     # The last chunk is filled up with a row number beyond the batch, which is
     # clipped in reading and dropped in writing.
     rows_P = jnp.pad(first_B, (0, -batch % chunk), constant_values=batch)
-    weight_B1 = routed.weight_BL
+    weight_BL = routed.weight_BL
 
     def more(_, carry):
       return carry[0] < count
 
     def step(block, carry):
-      start, x_B1D, cache = carry
+      start, x_BLD, cache = carry
       rows_R = jax.lax.dynamic_slice(rows_P, (start,), (chunk,))
-      valid_R1 = (start + jnp.arange(chunk) < count)[:, None]
-      x_R1D = x_B1D.at[rows_R].get(mode='clip')
-      done = block(x_R1D, info.rows(rows_R, valid_R1), cache, rows_R)
-      weight_R1 = weight_B1.at[rows_R].get(mode='clip')
-      update_R1D = self._weigh(x_R1D, done.update_BLD, weight_R1, valid_R1)
-      x_B1D = x_B1D.at[rows_R].add(update_R1D.astype(x_B1D.dtype), mode='drop')
-      return start + chunk, x_B1D, done.cache
+      valid_RL = (start + jnp.arange(chunk) < count)[:, None]
+      valid_RL &= chosen_BL.at[rows_R].get(mode='clip')
+      x_RLD = x_BLD.at[rows_R].get(mode='clip')
+      done = block(x_RLD, info.rows(rows_R, valid_RL), cache, rows_R)
+      weight_RL = weight_BL.at[rows_R].get(mode='clip')
+      update_RLD = self._weigh(x_RLD, done.update_BLD, weight_RL, valid_RL)
+      x_BLD = x_BLD.at[rows_R].add(update_RLD.astype(x_BLD.dtype), mode='drop')
+      return start + chunk, x_BLD, done.cache
 
-    carry = (jnp.zeros((), jnp.int32), x_B1D, cache)
-    _, x_B1D, cache = nn.while_loop(
+    carry = (jnp.zeros((), jnp.int32), x_BLD, cache)
+    _, x_BLD, cache = nn.while_loop(
       more, step, block, carry, broadcast_variables=('params', 'moving')
     )
-    return LayerOutput(x_B1D, cache)
+    return LayerOutput(x_BLD, cache)
 
   def _weigh(self, x_BKD, update_BKD, weight_BK, valid_BK):
     """Returns what is added to the chosen tokens, in float32.

@@ -676,7 +676,10 @@ class TestPerSequence:
     sign_B11 = jnp.array([1.0, -1.0, 1.0])[:, None, None]
     x_BLD = x_BLD + sign_B11 * kernel_D / jnp.sum(kernel_D**2) * 2
     x_BLD = jnp.where(VALID_BL[..., None], x_BLD, far_BLD)
+    # In a loop over the rows that enter, and by hiding the others.
     y_BLD, told = apply(module(self.CONFIG), params, x_BLD, padded)
+    hidden_BLD, _ = apply(module(self.CONFIG, chunk=0), params, x_BLD, padded)
+    np.testing.assert_allclose(y_BLD, hidden_BLD, atol=1e-5)
     score_BL = np.asarray(x_BLD @ kernel_D)
     assert (score_BL.mean(axis=-1) < 0).all()
     mean_B1 = score_BL.mean(axis=-1, keepdims=True, where=VALID_BL)
@@ -693,13 +696,37 @@ class TestPerSequence:
     )
     np.testing.assert_allclose(y_BLD, expected, atol=1e-4)
 
+  def test_evaluation_computes_nothing_for_rows_that_stay_out(
+    self, module, params, x_BLD, padded, equations
+  ):
+    def products(routed):
+      """Returns how many there are inside of loops, and outside."""
+      run = functools.partial(routed.apply, {'params': params})
+      jaxpr = jax.make_jaxpr(run)(x_BLD, padded).jaxpr
+      loops = [e for e in equations(jaxpr) if e.primitive.name == 'while']
+      inside = sum(
+        e.primitive.name == 'dot_general'
+        for loop in loops
+        for e in equations(loop.params['body_jaxpr'].jaxpr)
+      )
+      every = [e.primitive.name for e in equations(jaxpr)].count('dot_general')
+      return inside, every - inside
+
+    inside, outside = products(module(self.CONFIG, chunk=0))
+    assert inside == 0 < outside
+    assert products(module(self.CONFIG)) == (outside, 0)
+
   def test_a_row_of_padding_spoils_no_gradient(
-    self, module, params, x_BLD, padded
+    self, block_config, params, x_BLD, padded
   ):
     info = padded.replace(valid_BL=padded.valid_BL.at[1].set(False))
+    layer = LayerConfig(
+      block=block_config, routing=self.CONFIG, capacity=CAPACITY
+    )
+    routed = Layer(layer, Mode(train=True))
 
     def loss(params):
-      done = module(self.CONFIG).apply({'params': params}, x_BLD, info)
+      done = routed.apply({'params': params}, x_BLD, info)
       extra, _ = plain.routing_losses(
         self.CONFIG, [done.aux['router']], info.valid_BL
       )

@@ -183,6 +183,16 @@ def expert_load(rng, num_experts, nulls):
   )
 
 
+def ranks(rng, count):
+  return viz.attention_ranks(
+    rng.random(count),
+    routed=range(1, count, 2),
+    suggested=[0],
+    facts='16 held-out rows of 256 tokens',
+    title=TITLE,
+  )
+
+
 def expert_curves():
   names = ('busiest', 'null', 'dropped', 'balance')
   train = {f'experts/{name}': 0.5 for name in names}
@@ -227,6 +237,8 @@ OTHERS = {
     {f'a rather $long$ name {i}' * 2: CURVE for i in range(5)}, budget=0.4
   ),
   'token load': tokens,
+  'one rank': lambda rng: ranks(rng, 1),
+  'many ranks': lambda rng: ranks(rng, 200),
   'isoflop': lambda _: isoflop(2, 3),
   'isoflop, many': lambda _: isoflop(9, 4),
   'no isoflop': lambda _: isoflop(0, 0),

@@ -40,7 +40,9 @@ def arank(task, params, model_state) -> Study:
     name: stack.unrolled(config.stack, collection)
     for name, collection in {'params': params, **model_state}.items()
   }
-  model = dataclasses.replace(config, scan_layers=False, remat='none').build()
+  model = dataclasses.replace(config, scan_layers=False, remat='none')
+  # As in training, where all queries and keys are computed at once.
+  model = model.build(train=True)
 
   @jax.jit
   def look(variables, **inputs):
