@@ -89,7 +89,7 @@ def _check_dense(run, format, dense):
     lost.append('dropping of patches')
   if config.adaptive is not None:
     raise UserError(
-      f'format={format!r} has no {lost[0]}, of which no dense model is left:'
+      f'format={format!r} has no learners, of which no dense model is left:'
       " use 'safetensors'."
     )
   if lost and not dense:
