@@ -122,7 +122,8 @@ class Adaptive(Plain):
 
   def _run_all(self, module, params, z_BLD):
     """Returns h(z, k) for every k, and what the gate of a module chooses."""
-    module = ACM(module, mode='all', dtype=self.config.model.dtype)
+    dtype = self.config.model.stack.layers[0].block.dtype  # As of all blocks.
+    module = ACM(module, mode='all', dtype=dtype)
     return module.apply({'params': params}, z_BLD)
 
   def _learners_loss(self, module, params, seen):
