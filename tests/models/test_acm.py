@@ -414,7 +414,7 @@ SLOTS = {f'block_{i}/{slot}' for i in range(4) for slot in FOUR_SLOTS}
 
 def drawn(config):
   """Returns parameters large enough to tell things apart."""
-  params = dict(dense_params(config))
+  params = jax.tree.map(lambda x: x, dense_params(config))  # A copy.
   for name in acm.modules(config):
     # Gates that say something else of every token.
     gate = acm.subtree(params, name)['gate']

@@ -111,7 +111,7 @@ class TestMaskedIsRemoved:
     assert few.chosen_BL.shape == (B, LEFT)
     index_BK = self.left(removed)
     np.testing.assert_array_equal(
-      many.chosen_BL, self.in_place(few.chosen_BL, index_BK)
+      many.chosen_BL, self.in_place(few.chosen_BL.astype(int), index_BK)
     )
     np.testing.assert_allclose(
       many.score_BL, self.in_place(few.score_BL, index_BK), atol=1e-5

@@ -9,6 +9,8 @@ import pytest
 
 from mod_jax.data import tokenizers
 from mod_jax.errors import UserError
+from mod_jax.layers.acm import FFNS
+from mod_jax.layers.acm import AdaptiveConfig
 from mod_jax.layers.mode import RoutingMode
 from mod_jax.layers.routed import MoDConfig
 from mod_jax.models import lm
@@ -47,8 +49,13 @@ def make(config, **kwargs):
 def engine(request):
   config, mode = MOD, MODES.get(request.param)
   if request.param == 'scanned':
-    routing = dataclasses.replace(MOD.routing, period=1)
-    config = dataclasses.replace(MOD, routing=routing, scan_layers=True)
+    # With adaptive feed-forwards, which a routed block runs on a few rows.
+    config = dataclasses.replace(
+      MOD,
+      routing=dataclasses.replace(MOD.routing, period=1),
+      adaptive=AdaptiveConfig(num_learners=2, replace=(FFNS,)),
+      scan_layers=True,
+    )
     mode = MODES['exact']
   # A load of 500 for the kind that can go wrong in most ways.
   count = 500 if request.param == 'drop' else 60
