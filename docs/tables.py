@@ -653,32 +653,6 @@ def acm_digits():
 
 
 @table
-def compose_digits():
-  """Pruning, routing and adaptive width on the digits, alone and together."""
-  found = {}
-  path = ROOT / 'benchmarks' / 'compose_digits.jsonl'
-  for run in map(json.loads, path.read_text().splitlines()):
-    name, seed = run['run'].split('/')
-    found.setdefault(name, {})[seed] = run
-  whole = set.intersection(*(set(of_seed) for of_seed in found.values()))
-  (dense,) = {found['dense'][seed]['forward_flops'] for seed in whole}
-  rows = []
-  for name, of_seed in found.items():
-    runs = [of_seed[seed] for seed in sorted(whole)]
-    cost = machine.spread([run['forward_flops'] for run in runs])
-    accuracy = machine.spread([run['accuracy'] for run in runs])
-    rows.append(
-      [
-        *(name, str(len(runs)), machine.cell(cost, 1e-6, 1)),
-        *(machine.cell(cost, 1 / dense, 2), spread(runs, 'load')),
-        machine.cell(accuracy, 100, 1),
-      ]
-    )
-  header = ['model', 'seeds', 'MFLOPs', 'of dense', 'load', 'accuracy, %']
-  return markdown(header, rows)
-
-
-@table
 def laptop_rates():
   """The search for the learning rate of the laptop's sweep."""
   path = ROOT / 'results' / 'isoflop_laptop' / 'tune.csv'
