@@ -1,9 +1,10 @@
-"""Many small runs of language models, each a line of one file.
+"""Many small runs, each a line of one file.
 
 A run that has its line is not trained again, one that was stopped continues in
 its workdir, and several processes may share the work.
 """
 
+from collections.abc import Callable
 import fcntl
 import json
 import pathlib
@@ -32,8 +33,33 @@ def workdir(root, name: str) -> pathlib.Path:
   return pathlib.Path(root, re.sub('[^A-Za-z0-9_./]+', '_', name))
 
 
+def of_language(config: ExperimentConfig, metrics: dict) -> dict:
+  """Returns what a run of a language model came to."""
+
+  def held_out(name):  # A dense model has no rule.
+    return metrics.get(f'top_k/{name}', metrics.get(name))
+
+  forward = flops.forward(config.model, config.data.length)
+  rows = config.train.batch_size * config.train.num_steps
+  return {
+    'loss': held_out('loss'),
+    'bits_per_byte': held_out('bits_per_byte'),
+    'without_routed_blocks': metrics.get('never/loss'),
+    'router_rule': metrics.get('router/loss'),
+    'experts': _of_experts(metrics),
+    'steps': config.train.num_steps,
+    'forward_flops': forward,
+    'train_flops': 3 * forward * rows,
+    'params': flops.num_params(config.model),
+  }
+
+
 def train(
-  name: str, config: ExperimentConfig, root, path: pathlib.Path
+  name: str,
+  config: ExperimentConfig,
+  root,
+  path: pathlib.Path,
+  tell: Callable[[ExperimentConfig, dict], dict] = of_language,
 ) -> None:
   """Trains a run, unless another process is at it, and notes the result.
 
@@ -42,6 +68,7 @@ def train(
     config: what is trained.
     root: directory that the runs lie in.
     path: file of the results.
+    tell: says what a run came to, of its config and its held-out metrics.
 
   Raises:
     UserError: a signal stopped it.
@@ -59,26 +86,9 @@ def train(
     result = phases.train(config_lib.replace(config, {'name': name}), directory)
     if not result.finished:
       raise UserError(f'{name} was stopped: the same command continues.')
-    metrics = result.metrics
-
-    def held_out(name):  # A dense model has no rule.
-      return metrics.get(f'top_k/{name}', metrics.get(name))
-
-    forward = flops.forward(config.model, config.data.length)
     line = {
       'run': name,
-      'loss': held_out('loss'),
-      'bits_per_byte': held_out('bits_per_byte'),
-      'without_routed_blocks': metrics.get('never/loss'),
-      'router_rule': metrics.get('router/loss'),
-      'experts': _of_experts(metrics),
-      'steps': config.train.num_steps,
-      'forward_flops': forward,
-      'train_flops': 3
-      * forward
-      * config.train.batch_size
-      * config.train.num_steps,
-      'params': flops.num_params(config.model),
+      **tell(config, result.metrics),
       'seconds': round(time.monotonic() - started),
       **machine.environment(),
     }

@@ -71,11 +71,13 @@ def shapes_of(model):
   if isinstance(model, ViTConfig):
     model = _shallow(model, 2)
   elif isinstance(model, DynamicViTConfig):
-    count = len(model.stages)
+    # Before every other block, where those between are routed.
+    step = 1 if model.routing is None else 2
+    after = step * (len(model.stages) + 1)
     model = dataclasses.replace(
       model,
-      backbone=_shallow(model.backbone, count + 1),
-      stages=tuple(range(1, count + 1)),
+      backbone=_shallow(model.backbone, after),
+      stages=tuple(range(step, after, step)),
     )
   return _shapes_of(model)
 
@@ -286,7 +288,8 @@ def test_acm_as_published():
 TINY = [
   ('configs/lm/mod.py', 'tiny'),
   ('configs/vit/transfer.py', 'tiny'),
-  ('configs/vit/dynamic.py', 'tiny'),
+  # Pruned and routed.
+  ('configs/vit/compose.py', 'tiny'),
 ]
 
 

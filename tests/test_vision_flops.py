@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from mod_jax import flops
+from mod_jax.layers.acm import AdaptiveConfig
 from mod_jax.layers.routed import VisionRoutingConfig
 from mod_jax.layers.stem import ConvStemConfig
 from mod_jax.models import vit
@@ -207,6 +208,12 @@ class TestAgainstXla:
       'dynamic_structural': DynamicViTConfig(
         backbone=ViTConfig(**WIDE), stages=(1,), score='structural'
       ),
+      'composed': DynamicViTConfig(
+        backbone=ViTConfig(
+          **WIDE, routing=amod(0.5), adaptive=AdaptiveConfig()
+        ),
+        stages=(0,),
+      ),
       'dynamic_attention': DynamicViTConfig(
         backbone=ViTConfig(**WIDE), stages=(1,), score='class_attention'
       ),
@@ -236,7 +243,8 @@ class TestAgainstXla:
 
 
 def _lowered(config):
-  model = config.build()
+  # All learners of adaptive modules and their gates, without their kernel.
+  model = config.build(learners='train', noise=False)
   images = jax.ShapeDtypeStruct(config.example().shape, jnp.float32)
   variables = jax.eval_shape(model.init, jax.random.key(0), images)
   return jax.jit(lambda v, x: model.apply(v, x)).lower(variables, images)

@@ -5,7 +5,9 @@
       --config.init=runs/mod_dense
 
 The model of `configs/lm/dense.py`; phases as in `configs/acm/vit.py`. Variants:
-`ffn` splits its FFNs only; `tiny` is for tests.
+`ffn` splits its FFNs only; `mod` converts the routed model of
+`configs/lm/mod.py`, from a run of that (`--config.init=runs/mod`); `tiny` is
+for tests.
 """
 
 import dataclasses
@@ -18,13 +20,14 @@ from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.tasks.experiment import PhaseConfig
 
 dense = config_lib.sibling(__file__, '../lm/dense')
+mod = config_lib.sibling(__file__, '../lm/mod')
 digits = config_lib.sibling(__file__, 'vit').digits
 
 
 def convert(
   base: ExperimentConfig, name: str, adaptive: AdaptiveConfig, **phase
 ) -> ExperimentConfig:
-  """Returns the conversion of a dense run; keywords are of all its phases."""
+  """Returns the conversion of a run; keywords are of all its phases."""
   objective = digits().objective
   settings = {'batch_size': base.train.batch_size, **phase}
   return dataclasses.replace(
@@ -58,6 +61,7 @@ VARIANTS = {
   'ffn': lambda: convert(
     dense.VARIANTS[''](), 'acm_lm_ffn', AdaptiveConfig(replace=(FFNS,))
   ),
+  'mod': lambda: convert(mod.VARIANTS[''](), 'acm_lm_mod', AdaptiveConfig()),
   'tiny': tiny,
 }
 

@@ -48,6 +48,7 @@ class ACMConfig(Slot):
       *(self, mode.learners, mode.noise), dtype=dtype, name=f'{name}_acm'
     )
     y_BLD, choice = module(x.reshape(*x.shape[:2], -1))
+    choice = choice.replace(valid_BL=info.valid_BL, index_BL=info.index_BL)
     shape = self.output_shape or (self.outputs,)
     return y_BLD.reshape(*x.shape[:2], *shape), {'adaptive': choice}
 
@@ -137,11 +138,17 @@ class Choice:
     logits_BLM: float32 logits of the choices; None for a fixed number.
     one_hot_BLM: the choice, with gradients of the soft one (straight-through);
       None but in training.
+    valid_BL: False for what is no token, or was dropped, and counts for
+      nothing; None where all count.
+    index_BL: int32 places of these tokens in the row that the model was called
+      with; None where all of its tokens are there, in order.
   """
 
   learners_BL: jax.Array
   logits_BLM: jax.Array | None = None
   one_hot_BLM: jax.Array | None = None
+  valid_BL: jax.Array | None = None
+  index_BL: jax.Array | None = None
 
 
 FFNS = r'block_\d+/mlp'

@@ -217,6 +217,8 @@ class Attention(nn.Module):
         out_BLHC = _attended_over(source, config, q_BLHC, k_BLGC, v_BLGC)
       elif info.keep_BL is not None:
         out_BLHC = masked_attention(q_BLHC, k_BLGC, v_BLGC, info.keep_BL)
+        if self.score == 'mean':
+          aux['attention'] = _masked_score(q_BLHC, k_BLGC, info.keep_BL)
       elif self.score == 'mean':
         out_BLHC, aux['attention'] = _scored(q_BLHC, k_BLGC, v_BLGC, info)
       elif cache is None:
@@ -287,6 +289,17 @@ def masked_attention(
     keep_BL: 1 for kept tokens and 0 for dropped ones; gradients pass.
     epsilon: ε.
   """
+  out_BLHC = jnp.einsum(
+    'BHQS,BSHC->BQHC',
+    _masked_map(q_BLHC, k_BLHC, keep_BL, epsilon).astype(v_BLHC.dtype),
+    v_BLHC,
+    preferred_element_type=jnp.float32,
+  )
+  return out_BLHC.astype(q_BLHC.dtype)
+
+
+def _masked_map(q_BLHC, k_BLHC, keep_BL, epsilon=1e-6):
+  """Returns weight_BHQS, float32, of `masked_attention`."""
   length = q_BLHC.shape[1]
   logit_BHQS = jnp.einsum(
     'BQHC,BSHC->BHQS', q_BLHC, k_BLHC, preferred_element_type=jnp.float32
@@ -301,14 +314,23 @@ def masked_attention(
   top_BHQ1 = jax.lax.stop_gradient(seen_BHQS.max(axis=-1, keepdims=True))
   weight_BHQS = jnp.exp(jnp.minimum(logit_BHQS - top_BHQ1, 20.0)) * keep_B1QS
   total_BHQ1 = weight_BHQS.sum(axis=-1, keepdims=True)
-  weight_BHQS = (weight_BHQS + epsilon / length) / (total_BHQ1 + epsilon)
-  out_BLHC = jnp.einsum(
-    'BHQS,BSHC->BQHC',
-    weight_BHQS.astype(v_BLHC.dtype),
-    v_BLHC,
-    preferred_element_type=jnp.float32,
+  return (weight_BHQS + epsilon / length) / (total_BHQ1 + epsilon)
+
+
+def _masked_score(q_BLHC, k_BLHC, keep_BL):
+  """Returns score_BL: the attention that kept tokens give each other.
+
+  What `mod_jax_kernels.route_scores` would return, were the others removed.
+  """
+  keep_BL = keep_BL.astype(jnp.float32)
+  # The compiler finds the map, which `masked_attention` also makes, only once.
+  weight_BHQS = _masked_map(q_BLHC, k_BLHC, keep_BL)
+  # Exactly: accelerators would round both factors, and tie what is near.
+  column_BS = keep_BL * jnp.einsum(
+    'BHQS,BQ->BS', weight_BHQS, keep_BL, precision='highest'
   )
-  return out_BLHC.astype(q_BLHC.dtype)
+  total_B1 = column_BS.sum(axis=-1, keepdims=True)
+  return column_BS / jnp.where(total_B1 > 0, total_B1, 1)
 
 
 # Slots of a cache below which reading all of them costs next to nothing.

@@ -225,16 +225,14 @@ class ExpertMLP(nn.Module):
   ) -> tuple[jax.Array, Assigned]:
     """Returns the update, and what was assigned.
 
-    Tokens that do not count, by `info.valid_BL` or `info.keep_BL`, fill no
-    slot, and have no update.
+    Tokens that do not count, by `info.valid_BL`, fill no slot, and have no
+    update.
     """
     config = self.config.experts
     experts, length = config.num_experts, x_BLD.shape[1]
-    valid_BL = jnp.ones(x_BLD.shape[:2], bool)
-    if info.valid_BL is not None:
-      valid_BL &= info.valid_BL
-    if info.keep_BL is not None:
-      valid_BL &= info.keep_BL > 0
+    valid_BL = info.valid_BL
+    if valid_BL is None:
+      valid_BL = jnp.ones(x_BLD.shape[:2], bool)
     router = Router(self.config.num_choices, config.router_std, name='router')
     logits_BLX = router(x_BLD)
     if config.choice == 'token':
@@ -251,9 +249,7 @@ class ExpertMLP(nn.Module):
     if slots is None:
       y_BLD = self._all(x_BLD, ran_BLE, weight_BLE, weights)
     else:
-      limit_B = None
-      if info.valid_BL is not None or info.keep_BL is not None:
-        limit_B = self._limit(valid_BL)
+      limit_B = None if info.valid_BL is None else self._limit(valid_BL)
       slot_BLE = routing.give_slots(ran_BLE, slots, limit_B)
       ran_BLE = slot_BLE < experts * slots
       y_BLD = self._in_slots(x_BLD, slot_BLE, slots, weight_BLE, weights)

@@ -96,12 +96,15 @@ class Mode:
       integer k runs the first k.
     noise: whether `train` draws its choice at random, or takes the best.
     train: whether sequences go without some blocks (stochastic depth).
+    masks: whether training masks the tokens that learnt scores drop, so that
+      gradients reach the scores; or removes them, as inference does.
   """
 
   routing: RoutingMode = RoutingMode()
   learners: Literal['gated', 'train'] | int = 'gated'
   noise: bool = True
   train: bool = False
+  masks: bool = True
 
   def __post_init__(self):
     if self.learners not in ('gated', 'train') and (

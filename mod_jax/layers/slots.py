@@ -43,9 +43,9 @@ class Slot(abc.ABC):
 
     Returns:
       y [B, L, …], and further results by kind, for losses, metrics and pictures
-      to read by `stack.collect`. The kinds `router`, `attention` and `adaptive`
-      are taken. A task decides what its loss does with any other kind: see
-      `Task.loss`, and `tasks/adaptive.py` for one that reads aux.
+      to read by `stack.collect`. The kinds `router`, `attention`, `adaptive`
+      and `captured` are taken. A task decides what its loss does with any other
+      kind: see `Task.loss`, and `tasks/adaptive.py` for one that reads aux.
     """
 
   @abc.abstractmethod

@@ -37,7 +37,9 @@ class TokenInfo:
     segment_BL: document number of packed rows; None for one document a row.
     keep_BL: 1 for tokens that others may attend to, 0 for dropped ones, where
       gradients reach that choice; None if nothing is dropped. See
-      `attention.masked_attention`.
+      `attention.masked_attention`. Dropped tokens are not valid either.
+    index_BL: int32 place of each token in the row that the model was called
+      with; None where all of its tokens are there, in order.
     source: what blocks with cross-attention read, the same for all tokens of a
       sequence; None if there is none.
   """
@@ -46,6 +48,7 @@ class TokenInfo:
   valid_BL: jax.Array | None = None
   segment_BL: jax.Array | None = None
   keep_BL: jax.Array | None = None
+  index_BL: jax.Array | None = None
   source: Source | None = None
 
   def gather(self, selection: routing.Selection) -> 'TokenInfo':
@@ -54,8 +57,25 @@ class TokenInfo:
       lambda x: routing.gather_tokens(x, selection.index_BK),
       self.replace(source=None),
     )
-    # A slot is valid only if its token is real, so our own mask adds nothing.
-    return gathered.replace(valid_BL=selection.valid_BK, source=self.source)
+    keep_BK = gathered.keep_BL
+    if keep_BK is not None and selection.valid_BK is not None:
+      # An empty slot may hold a token that was kept, but not chosen.
+      keep_BK = jnp.where(selection.valid_BK, keep_BK, 0)
+    index_BK = gathered.index_BL
+    return gathered.replace(
+      # A slot is valid only if its token is real, so our own mask adds nothing.
+      valid_BL=selection.valid_BK,
+      keep_BL=keep_BK,
+      index_BL=selection.index_BK if index_BK is None else index_BK,
+      source=self.source,
+    )
+
+  def dropped(self, keep_BL: jax.Array) -> 'TokenInfo':
+    """Returns the facts once more tokens count as dropped, by `keep_BL`."""
+    kept_BL = keep_BL > 0
+    if self.valid_BL is not None:
+      kept_BL &= self.valid_BL
+    return self.replace(keep_BL=keep_BL, valid_BL=kept_BL)
 
   def rows(self, rows_R: jax.Array, valid_R1: jax.Array) -> 'TokenInfo':
     """Returns the facts of some sequences, those past the batch clipped."""

@@ -2,8 +2,10 @@
 
 Choices are a dictionary from a module's name to one-hot choices ν̂ of the number
 of learners, with straight-through gradients, `[batch, length, choices]`. A row
-is an image or a sequence. `valid_BL` is False for padding, which counts for
-nothing, and None where there is none; every other token counts the same.
+is an image or a sequence. `valid_BL` is False for padding and for what was
+dropped, which count for nothing, and None where all tokens count; every other
+token counts the same. Modules may see different tokens: `valid` is a dictionary
+from their names to the `valid_BL` of each, and None stands for None of all.
 """
 
 from collections.abc import Mapping
@@ -14,6 +16,9 @@ import jax.numpy as jnp
 import optax
 
 from mod_jax.losses.sums import Pair
+
+# See the module.
+Valid = Mapping[str, jax.Array | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,39 +131,43 @@ def gate_loss(
   return nats_BL.mean(axis=-1).sum(), _count_rows(label_BL, valid_BL)
 
 
+def _of(valid, name):
+  return None if valid is None else valid[name]
+
+
 def load_per_image(
   choices: Mapping[str, jax.Array],
   modules: Mapping[str, Learners],
-  valid_BL: jax.Array | None = None,
+  valid: Valid | None = None,
 ) -> jax.Array:
   """Returns load_B: the fraction of all learners' cost that a row takes.
 
-  It is 0 for a row that is nothing but padding.
+  Of the tokens that reach each module; 0 for a row that is nothing but padding.
   """
   spent_B, whole = 0.0, 0.0
   for name, one_hot_BLM in choices.items():
-    module = modules[name]
+    module, valid_BL = modules[name], _of(valid, name)
     count_M = jnp.arange(module.min, module.max + 1, dtype=jnp.float32)
     learners_BL = one_hot_BLM.astype(jnp.float32) @ count_M
     spent_B += module.cost * learners_BL.sum(axis=-1, where=valid_BL)
     if valid_BL is None:
       tokens = learners_BL.shape[-1]
     else:
-      tokens = jnp.maximum(valid_BL.sum(axis=-1), 1)
+      tokens = valid_BL.sum(axis=-1)
     whole += module.cost * module.max * tokens
-  return spent_B / whole
+  return spent_B / jnp.where(whole > 0, whole, 1)
 
 
 def learners_per_image(
   choices: Mapping[str, jax.Array],
   modules: Mapping[str, Learners],
-  valid_BL: jax.Array | None = None,
+  valid: Valid | None = None,
 ) -> jax.Array:
   """Returns the fraction of learners that each row runs, costs ignored."""
   equal = {
     name: dataclasses.replace(m, cost=1.0) for name, m in modules.items()
   }
-  return load_per_image(choices, equal, valid_BL)
+  return load_per_image(choices, equal, valid)
 
 
 def budget_loss(
@@ -173,7 +182,7 @@ def budget_loss(
 
 
 def entropy_loss(
-  choices: Mapping[str, jax.Array], valid_BL: jax.Array | None = None
+  choices: Mapping[str, jax.Array], valid: Valid | None = None
 ) -> jax.Array:
   """Returns minus the entropy of the choices over a row's tokens: Eq. 8.
 
@@ -181,17 +190,21 @@ def entropy_loss(
   over modules and rows. Minimising it spreads choices over tokens.
   """
   total = jnp.float32(0.0)
-  weight_B, where_BL1 = row_weights(valid_BL), None
-  if valid_BL is not None:
-    # A row of padding alone has weight 0, but a mean of nothing would be NaN.
-    where_BL1 = (valid_BL | ~valid_BL.any(axis=-1, keepdims=True))[..., None]
-  for one_hot_BLM in choices.values():
+  for name, one_hot_BLM in choices.items():
     if one_hot_BLM.shape[-1] == 1:
       continue  # There is no choice, and log 1 is 0.
+    valid_BL, where_BL1 = _of(valid, name), None
+    weight_B = row_weights(valid_BL)
+    if valid_BL is not None:
+      # A row of padding alone has weight 0, but a mean of nothing would be NaN.
+      where_BL1 = (valid_BL | ~valid_BL.any(axis=-1, keepdims=True))[..., None]
     share_BM = one_hot_BLM.astype(jnp.float32).mean(axis=1, where=where_BL1)
     # The small number bounds the slope at 0, where a choice is never made.
     nats_B = -jnp.sum(share_BM * jnp.log(share_BM + 1e-6), axis=-1)
-    mean = jnp.average(nats_B, weights=weight_B)
+    if weight_B is None:
+      mean = nats_B.mean()
+    else:  # A module that no token reaches has nothing to spread.
+      mean = jnp.sum(nats_B * weight_B) / jnp.maximum(weight_B.sum(), 1e-9)
     total -= mean / jnp.log(one_hot_BLM.shape[-1])
   return total / len(choices)
 

@@ -9,12 +9,14 @@ import re
 from typing import Any
 
 from flax import linen as nn
+import flax.struct
 import jax
 
 from mod_jax import trees
 from mod_jax.layers import stack as stack_lib
 from mod_jax.layers.acm import ACMConfig
 from mod_jax.layers.acm import AdaptiveConfig
+from mod_jax.layers.mode import Mode
 from mod_jax.layers.slots import Slot
 from mod_jax.models.lm import LMConfig
 
@@ -53,57 +55,86 @@ def replaced(config) -> tuple[str, ...]:
   return tuple(f'(layers/)?{re.escape(name)}/.*' for name in modules(config))
 
 
-def capture(
-  config, variables, *inputs, **kwargs
-) -> dict[str, tuple[jax.Array, jax.Array]]:
-  """Runs the dense twin; returns input and output of what would be replaced.
+@flax.struct.dataclass
+class Captured:
+  """What a module that is to be replaced sees and says.
 
-  `config` is that of the adaptive model, `variables` are those of its dense
-  twin, which is called with the rest.
+  Attributes:
+    z_BLD: its input, heads flattened.
+    y_BLD: its output, likewise.
+    valid_BL: False for what is no token, and counts for nothing; None where all
+      count.
+  """
+
+  z_BLD: jax.Array
+  y_BLD: jax.Array
+  valid_BL: jax.Array | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Watched(Slot):
+  """Runs what it holds, and tells what that saw and said."""
+
+  slot: Slot
+
+  def run(self, x, info, **kwargs):
+    y, aux = self.slot.run(x, info, **kwargs)
+    z_BLD, y_BLD = (a.reshape(*a.shape[:2], -1) for a in (x, y))
+    return y, aux | {'captured': Captured(z_BLD, y_BLD, info.valid_BL)}
+
+  def flops(self, tokens):
+    return self.slot.flops(tokens)
+
+  @property
+  def num_params(self):
+    return self.slot.num_params
+
+
+class _Watching(AdaptiveConfig):
+  """Watches the modules that it would replace."""
+
+  def _module(self, name, slot):
+    return _Watched(slot=slot)
+
+
+def without(config):
+  """Returns the model before it was converted: the teacher of the learners."""
+  return config.with_parts(adaptive=None)
+
+
+def capture(
+  config, variables, *inputs, mode: Mode | None = None, rngs=None, **kwargs
+) -> dict[str, Captured]:
+  """Runs the model without adaptive modules, and watches what they replace.
+
+  A routed or pruned model runs as at inference, so that only those tokens are
+  captured that a module would process.
+
+  Args:
+    config: of the adaptive model.
+    variables: of the model without adaptive modules.
+    *inputs: what it is called with.
+    mode: how it runs; None for `Mode()`.
+    rngs: its random streams, where scores are drawn.
+    **kwargs: what else it is called with.
 
   Returns:
-    By slot: z_BLD and y_BLD, heads flattened.
+    By slot, what it saw and said.
   """
-  twin = config.dense_twin()
-  # Arrays that are noted within a scan, or within what is computed again for
-  # the backward pass, could not leave it.
-  plain = {'remat': 'none'}
-  if isinstance(twin, LMConfig):
-    plain['scan_layers'] = False
-  variables = {
-    name: stack_lib.unrolled(twin.stack, collection)
-    for name, collection in variables.items()
-  }
-  names = modules(config)
-
-  def run(module, *inputs, **kwargs):
-    seen = {}
-
-    def note(next_fun, args, kwargs, context):
-      output = next_fun(*args, **kwargs)
-      name = '/'.join(context.module.path)
-      if context.method_name == '__call__' and name in names:
-        seen[name] = tuple(
-          x.reshape(*x.shape[:2], -1) for x in (args[0], output)
-        )
-      return output
-
-    with nn.intercept_methods(note):
-      module(*inputs, **kwargs)
-    return seen
-
-  return nn.apply(run, dataclasses.replace(twin, **plain).build())(
-    variables, *inputs, **kwargs
-  )
+  mode = Mode() if mode is None else mode
+  watching = _Watching(**vars(config.adaptive))
+  module = config.with_parts(adaptive=watching).build(**vars(mode))
+  output = module.apply(variables, *inputs, **kwargs, rngs=rngs)
+  return stack_lib.collect(output.aux, 'captured')
 
 
 def acmize(
   config, params, *, key: jax.Array | None = None, **options
 ) -> tuple[Any, Any, str]:
-  """Turns a dense model into one with adaptive modules, freshly initialised.
+  """Gives a model adaptive modules, freshly initialised.
 
   Args:
-    config: of the dense model.
+    config: of the model; it may be routed or pruned.
     params: its parameters.
     key: for the new modules; None is `jax.random.key(0)`.
     **options: fields of `AdaptiveConfig`.
@@ -116,7 +147,7 @@ def acmize(
     UserError: parameters that do not fit the config, no module matched by a
       rule, or a number of learners that does not divide a module's units.
   """
-  model = dataclasses.replace(config, adaptive=AdaptiveConfig(**options))
+  model = config.with_parts(adaptive=AdaptiveConfig(**options))
   params = nn.unbox(params)
   key = jax.random.key(0) if key is None else key
   fresh = nn.unbox(jax.jit(model.build().init)(key, model.example()))
@@ -125,7 +156,7 @@ def acmize(
     params,
     new=(PARAMETERS,),
     dropped=replaced(model),
-    describe='the dense model',
+    describe='the model',
   )
   return model, merged, report(model)
 
@@ -135,8 +166,8 @@ def report(config, *length: int) -> str:
 
   `length` are a sequence's tokens, for language models; one by default.
   """
-  twin = config.dense_twin()
-  dense = slots(twin)
+  before = without(config)
+  dense = slots(before)
   if isinstance(config, LMConfig) and not length:
     length = (1,)
   groups = {}
@@ -148,15 +179,15 @@ def report(config, *length: int) -> str:
     f'{titles[0]:<24}{titles[1]:>5}{titles[2]:>14}{titles[3]:>22}'
     f'{titles[4]:>9}{"parameters":>22}{"MFLOPs a token":>22}'
   ]
-  for (label, before, after), names in groups.items():
-    hidden = getattr(before, 'hidden', after.outputs)
+  for (label, plain, after), names in groups.items():
+    hidden = getattr(plain, 'hidden', after.outputs)
     cost = sum(after.flops(1).values())
-    cost_before = sum(before.flops(1).values())
+    cost_before = sum(plain.flops(1).values())
     lines.append(
       f'{label:<24}{len(names):>5}{f"{after.inputs}->{hidden}":>14}'
       f'{f"{after.num_learners} x {after.inputs}->{after.hidden}":>22}'
       f'{f"{after.min_learners}..{after.num_learners}":>9}'
-      f'{f"{before.num_params:,} -> {after.num_params:,}":>22}'
+      f'{f"{plain.num_params:,} -> {after.num_params:,}":>22}'
       f'{f"{cost_before / 1e6:.3f} -> {cost / 1e6:.3f}":>22}'
     )
 
@@ -168,11 +199,13 @@ def report(config, *length: int) -> str:
       if part != 'norm'
     )
 
-  before = total(twin.flops_table(*length))
+  total_before = total(before.flops_table(*length))
   after = total(config.flops_table(*length))
+  title = 'dense' if before == config.dense_twin() else 'before'
   gate = sum(parts.get('gate', 0) for _, parts in config.flops_table(*length))
   lines.append(
-    f'FLOPs, forward: dense {before:.4e}; with all learners {after:.4e}'
-    f' ({after / before:.4f} of it), of which gates {gate / before:.4f}.'
+    f'FLOPs, forward: {title} {total_before:.4e}; with all learners {after:.4e}'
+    f' ({after / total_before:.4f} of it), of which gates'
+    f' {gate / total_before:.4f}.'
   )
   return '\n'.join(lines)

@@ -1,8 +1,13 @@
-"""DynamicViT (Rao et al. 2021): image tokens are dropped stage by stage."""
+"""DynamicViT (Rao et al. 2021): image tokens are dropped stage by stage.
+
+The backbone may be routed, and its modules adaptive: then these choose among
+the tokens that are left.
+"""
 
 import dataclasses
 import functools
 import math
+from typing import Any
 from typing import Literal
 
 from flax import linen as nn
@@ -16,18 +21,15 @@ from mod_jax import routing
 from mod_jax.layers import dense
 from mod_jax.layers.mode import Mode
 from mod_jax.models import vit
+from mod_jax.models.protocol import StackedOutput
 from mod_jax.models.vit import ViTConfig
-
-# Scores that are trained with masks in place of dropping; the others drop
-# patches in training too.
-_LEARNED = ('predicted', 'static')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DynamicViTConfig:
   """A backbone, and where and how much of its image is dropped."""
 
-  backbone: ViTConfig = ViTConfig()  # The dense model.
+  backbone: ViTConfig = ViTConfig()  # The model without dropping.
   # Blocks before which patches are dropped.
   stages: tuple[config_lib.Layer, ...] = (3, 6, 9)
   # ρ: the fraction that each stage keeps of the patches that it finds; or, for
@@ -64,30 +66,68 @@ class DynamicViTConfig:
         ' single number.'
       )
     for name in ('routing', 'adaptive'):
-      if getattr(self.backbone, name) is not None:
+      if self.score == 'structural' and getattr(self, name) is not None:
         raise errors.UserError(
-          f'backbone.{name}: DynamicViT drops tokens of a dense backbone; set'
-          ' it to None.'
+          f"score='structural' and backbone.{name}: pooled patches go with a"
+          f' dense backbone only; choose another score, or set {name} to None.'
         )
+    self._check_routing()
     if self.score == 'class_attention' and self.stages[0] == 0:
       raise errors.UserError(
         "stages begin with block 0, and score='class_attention' needs a block"
         ' before: begin later.'
       )
 
-  # No block is routed, and none adaptive: tokens are dropped between blocks.
-  routing = None
-  adaptive = None
+  def _check_routing(self):
+    """Refuses attention maps of other tokens than those that they are for."""
+    routing, capacities = self.routing, self.capacities
+    for stage in self.stages:
+      if capacities[stage] is not None and routing.scorer.needs_attention:
+        raise errors.UserError(
+          f'stages={self.stages} and backbone.routing: block {stage} is routed'
+          f' by the attention in block {stage - 1}, so that no patch may be'
+          ' dropped between the two; choose stages before blocks that are not'
+          ' routed, or other routed blocks.'
+        )
+      if self.score == 'class_attention' and (
+        stage and capacities[stage - 1] is not None
+      ):
+        raise errors.UserError(
+          f"stages={self.stages}, score='class_attention' and"
+          f' backbone.routing: block {stage - 1} is routed, so that stage'
+          f' {stage} has no attention to all tokens to score by; choose stages'
+          ' after blocks that are not routed, or another score.'
+        )
 
   @property
   def experts(self):
-    """Which blocks of the backbone have experts."""
+    """Which of the backbone's blocks have experts; None where none has."""
     return self.backbone.experts
 
   @property
-  def capacities(self) -> tuple[None, ...]:
-    """No block's: each processes all tokens that are left."""
-    return (None,) * self.backbone.num_layers
+  def routing(self):
+    """How the backbone's blocks are routed; None where none is."""
+    return self.backbone.routing
+
+  @property
+  def adaptive(self):
+    """Which of the backbone's modules are adaptive; None where none is."""
+    return self.backbone.adaptive
+
+  @property
+  def stack(self):
+    """The backbone's layers."""
+    return self.backbone.stack
+
+  @property
+  def capacities(self) -> tuple[float | None, ...]:
+    """Each block's, of the tokens left; None where it is not routed."""
+    return self.backbone.capacities
+
+  @property
+  def learned(self) -> bool:
+    """Whether the score is learnt: then training masks in place of dropping."""
+    return self.score in ('predicted', 'static')
 
   @property
   def targets(self) -> tuple[float, ...]:
@@ -129,8 +169,12 @@ class DynamicViTConfig:
     return DynamicViT(self, Mode(**kwargs))
 
   def dense_twin(self) -> ViTConfig:
-    """Returns the backbone, which drops nothing: also the teacher."""
-    return self.backbone
+    """Returns the backbone's, which drops nothing."""
+    return self.backbone.dense_twin()
+
+  def with_parts(self, **parts: Any) -> 'DynamicViTConfig':
+    """Returns the model with another routing or adaptive of its backbone."""
+    return dataclasses.replace(self, backbone=self.backbone.with_parts(**parts))
 
   def example(self) -> jax.Array:
     """Returns the least input that the model can be initialised with."""
@@ -143,10 +187,19 @@ class DynamicViTConfig:
     ]
     return before[-1] if before else self.backbone.num_patches
 
-  def tokens_per_block(self) -> tuple[int, ...]:
-    """Returns how many of an image's tokens each block processes."""
+  def _tokens_left(self) -> tuple[int, ...]:
+    """Returns how many of an image's tokens reach each block."""
     prefix, layers = self.backbone.num_prefix, self.backbone.num_layers
     return tuple(prefix + self._patches(i + 1) for i in range(layers))
+
+  def tokens_per_block(self) -> tuple[int, ...]:
+    """Returns how many of an image's tokens each block processes."""
+    return tuple(
+      layer.tokens(left)
+      for layer, left in zip(
+        self.stack.layers, self._tokens_left(), strict=True
+      )
+    )
 
   def flops_table(self) -> list[tuple[str, dict[str, int]]]:
     """Returns (layer, FLOPs by part) for one image, forward, at inference.
@@ -155,7 +208,8 @@ class DynamicViTConfig:
     """
     backbone, width = self.backbone, self.backbone.width
     rows = [('embed', backbone.embed_flops())]
-    for i, tokens in enumerate(self.tokens_per_block()):
+    names = [name for name, _ in self.stack.flops_table(backbone.num_tokens)]
+    for i, tokens in enumerate(self._tokens_left()):
       if i in self.stages and self.score == 'predicted':
         patches = self._patches(i)
         weights = sum(a * b for a, b in PredictionHead.sizes(width))
@@ -164,7 +218,7 @@ class DynamicViTConfig:
           'prediction': 2 * patches * weights,
         }
         rows.append((f'prediction_{self.stages.index(i)}', parts))
-      rows.append((f'block_{i}', backbone.block_flops(i, tokens)))
+      rows.append((names[i], backbone.block_flops(i, tokens)))
     rows.append(('head', backbone.head_flops(self.kept[-1])))
     return rows
 
@@ -175,7 +229,7 @@ def equal_stages(num_layers: int, count: int = 3) -> tuple[int, ...]:
 
 
 @flax.struct.dataclass
-class DynamicViTOutput:
+class DynamicViTOutput(StackedOutput):
   """What a forward pass returns. S stages, N patches.
 
   Attributes:
@@ -186,12 +240,15 @@ class DynamicViTOutput:
       gradients pass through them (straight-through). Empty for `structural`.
     probability_SBN: float32 probability of keeping each patch that was left,
       by a learnt score; 0 for those dropped before. None for other scores.
+    aux: what each layer tells of the tokens that reached it, by kind; see
+      `stack.collect`.
   """
 
   logits_BV: jax.Array
   features_BLD: jax.Array
   keep_SBN: jax.Array
   probability_SBN: jax.Array | None = None
+  aux: tuple[dict[str, Any], ...] = ()
 
 
 class PredictionHead(nn.Module):
@@ -254,7 +311,8 @@ class DynamicViT(nn.Module):
   The parameters are the backbone's and, beside them, `prediction_<stage>`: a
   dense checkpoint fits as it is. In training, learnt scores decide by hard
   Gumbel-softmax and dropped patches are masked, so that gradients reach the
-  decision. At inference, and always with other scores, they are removed.
+  decision. At inference, with `Mode(masks=False)`, and always with other
+  scores, they are removed.
 
   Rng streams: `params`; `gumbel` where masks are drawn; `routing` for random
   scores; `stochastic_depth` as in `ViT`.
@@ -303,7 +361,7 @@ class DynamicViT(nn.Module):
     if decisions_SBN is not None:
       self._check(decisions_SBN, images_BHWC.shape[0])
     masked = decisions_SBN is not None or (
-      self.mode.train and config.score in _LEARNED
+      self.mode.train and self.mode.masks and config.learned
     )
     x_BLD = self.backbone.embed(images_BHWC)
     prefix = config.backbone.num_prefix
@@ -313,7 +371,7 @@ class DynamicViT(nn.Module):
     # Which patches x holds, and which of them count.
     index_BN = jnp.broadcast_to(jnp.arange(patches), (batch, patches))
     keep_BN = jnp.ones((batch, patches), jnp.float32)
-    kept, probabilities, score_BL = [], [], None
+    kept, probabilities, auxes, score_BL = [], [], [], None
 
     for i in range(config.backbone.num_layers):
       if i in config.stages and config.score == 'structural':
@@ -333,18 +391,22 @@ class DynamicViT(nn.Module):
           else:
             keep_BN *= decisions_SBN[stage].astype(jnp.float32)
           keep_BL = jnp.pad(keep_BN, ((0, 0), (prefix, 0)), constant_values=1.0)
-          info = info.replace(keep_BL=keep_BL)
+          info = info.dropped(keep_BL)
         else:
           score_BN = self._score(log_BN2, score_BL, index_BN)
           index_BK = routing.select_top_k(score_BN, config.kept[stage]).index_BK
-          x_BND = routing.gather_tokens(x_BND, index_BK)
-          x_BLD = jnp.concatenate([x_BLD[:, :prefix], x_BND], axis=1)
-          info = vit.token_info(x_BLD)
+          prefix_BP = jnp.broadcast_to(
+            jnp.arange(prefix, dtype=index_BK.dtype), (batch, prefix)
+          )
+          left_BK = jnp.concatenate([prefix_BP, prefix + index_BK], axis=1)
+          x_BLD = routing.gather_tokens(x_BLD, left_BK)
+          info = info.gather(routing.Selection(left_BK))
           index_BN = jnp.take_along_axis(index_BN, index_BK, axis=1)
           keep_BN = jnp.ones(index_BN.shape, jnp.float32)
         kept.append(_spread(keep_BN, index_BN, patches))
-      done = self.backbone.step(i, x_BLD, info=info)
+      done = self.backbone.step(i, x_BLD, score_BL, info)
       x_BLD, score_BL = done.x_BLD, done.aux.get('attention')
+      auxes.append(done.aux)
     logits_BV, x_BLD = self.backbone.classify(
       x_BLD, keep_BN if masked else None
     )
@@ -353,6 +415,7 @@ class DynamicViT(nn.Module):
       x_BLD,
       jnp.stack(kept) if kept else jnp.zeros((0, batch, patches)),
       jnp.stack(probabilities) if probabilities else None,
+      tuple(auxes),
     )
 
   def _check(self, decisions_SBN, batch):

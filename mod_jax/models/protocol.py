@@ -22,6 +22,10 @@ class ModelConfig(Protocol):
   Methods with `*length` are called with the tokens of a sequence by language
   models, and with nothing by models of images, which know their size.
 
+  A model's parts stand within each other: pruning says which tokens there are,
+  routing which of them a block processes, adaptive modules how much each of
+  those costs.
+
   Attributes:
     routing: how blocks are routed; None for a model without routed blocks.
     experts: which blocks have experts; None for none.
@@ -38,7 +42,10 @@ class ModelConfig(Protocol):
     """Returns the module; keywords are fields of `layers.mode.Mode`."""
 
   def dense_twin(self) -> 'ModelConfig':
-    """Returns the same model with nothing conditional: also the teacher."""
+    """Returns the same model with nothing conditional."""
+
+  def with_parts(self, **parts: Any) -> 'ModelConfig':
+    """Returns the model with another `routing` or `adaptive`, or without."""
 
   def example(self) -> Any:
     """Returns the least input that the model can be initialised with."""
@@ -64,7 +71,11 @@ class StackedConfig:
 
   def dense_twin(self):
     """Returns the same model with every token in every plain block."""
-    return dataclasses.replace(self, routing=None, experts=None, adaptive=None)
+    return self.with_parts(routing=None, experts=None, adaptive=None)
+
+  def with_parts(self, **parts):
+    """Returns the model with other parts, or without: `routing` and so on."""
+    return dataclasses.replace(self, **parts)
 
 
 class StackedOutput:

@@ -40,7 +40,7 @@ def images(
   """
   classes = images_lib.class_names(config.data)
   model, data, dense = config.model, config.data, config.dense
-  backbone = model.dense_twin()
+  backbone = getattr(model, 'backbone', model)
   of_our_classes = False
   if config.init is not None:
     fields = _about(config.init, of_text=False)

@@ -30,10 +30,10 @@ Format = Literal['safetensors', 'huggingface', 'timm']
 # What of a model no other library has, and how it is called.
 _OURS = (
   ('routing', 'routed blocks'),
-  ('adaptive', 'learners'),
-  ('experts', 'experts'),
   ('feed_forward', 'feed-forward slots of its own'),
 )
+# What stands in the place of dense weights.
+_REPLACED = (('adaptive', 'learners'), ('experts', 'experts'))
 
 
 def export(
@@ -83,16 +83,18 @@ def _check_dense(run, format, dense):
       f"format={format!r} holds vision transformers: use 'huggingface' or"
       " 'safetensors' for a language model."
     )
-  lost = [
-    said for name, said in _OURS if getattr(config, name, None) is not None
-  ]
+
+  def has(parts):
+    return [said for name, said in parts if getattr(config, name, None)]
+
+  if gone := has(_REPLACED):
+    raise UserError(
+      f'format={format!r} has no {" and no ".join(gone)}, of which no dense'
+      " model is left: use 'safetensors'."
+    )
+  lost = has(_OURS)
   if isinstance(config, DynamicViTConfig):
     lost.append('dropping of patches')
-  if config.adaptive is not None:
-    raise UserError(
-      f'format={format!r} has no {lost[0]}, of which no dense model is left:'
-      " use 'safetensors'."
-    )
   if lost and not dense:
     raise UserError(
       f'format={format!r} has no {" and no ".join(lost)}, so the model would'

@@ -27,10 +27,11 @@ def make_task(config: ExperimentConfig, workdir=None) -> Task:
     modality = Language(config, workdir)
   else:
     modality = Images(config)
-  if isinstance(config.model, DynamicViTConfig):
-    method = Pruning
-  elif config.model.adaptive is not None:
+  # What is outermost is trained first, and adaptive modules last.
+  if config.model.adaptive is not None:
     method = Adaptive
+  elif isinstance(config.model, DynamicViTConfig):
+    method = Pruning
   elif isinstance(config.objective, ConversionObjective):
     method = Distilled
   else:

@@ -6,10 +6,10 @@ import math
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from mod_jax import errors
 from mod_jax import flops
+from mod_jax import routing
 from mod_jax import viz
 from mod_jax.layers import stack as stack_lib
 from mod_jax.layers.acm import ACM
@@ -25,10 +25,12 @@ from mod_jax.tasks.studies.devices import one_device
 
 
 class Adaptive(Plain):
-  """Converts a dense transformer; see `experiment.ACMObjective`.
+  """Converts a transformer; see `experiment.ACMObjective`.
 
   A task is one phase. The first two train module by module, all of them from
-  one forward pass of the frozen dense model; the last trains the whole.
+  one forward pass of the frozen model that is converted; the last trains the
+  whole. That model may be routed, and pruned: then it drops tokens as it does
+  at inference, and adaptive modules learn from those that reach them.
   """
 
   def __init__(self, config, modality):
@@ -66,7 +68,7 @@ class Adaptive(Plain):
     return None if self.objective.phase == 'end_to_end' else self.load_teacher()
 
   def load_teacher(self):
-    """Returns the variables of the dense model that all began with.
+    """Returns the variables of the model that all began with.
 
     Raises:
       UserError: the config does not say where it is, or it is not there.
@@ -74,10 +76,10 @@ class Adaptive(Plain):
     teacher = self.objective.teacher or self.config.init
     if teacher is None:
       raise errors.UserError(
-        'init is missing: learners and gates learn from a dense model; give its'
-        ' workdir or checkpoint by --config.init.'
+        'init is missing: learners and gates learn from the model that is'
+        ' converted; give its workdir or checkpoint by --config.init.'
       )
-    return self.modality.load_teacher(teacher, self.config.model.dense_twin())
+    return self.modality.load_teacher(teacher, acm.without(self.config.model))
 
   def static_args(self, step):
     """Whether the gates' choices are drawn at random in this step."""
@@ -94,41 +96,49 @@ class Adaptive(Plain):
       return self._end_to_end(
         params, model_state, batch, rng, noise=static_args
       )
-    args, kwargs = self.modality.inputs(batch, train=True)
-    captured = acm.capture(self.config.model, teacher, *args, **kwargs)
+    captured = self._capture(teacher, batch, rng, train=True)
     params = stack_lib.unrolled(self.config.model.stack, params)
-    valid_BL = kwargs.get('valid_BL')
     of_module = {'learners': self._learners_loss, 'gates': self._gates_loss}
     metric_sums = [
       of_module[self.objective.phase](
-        *(module, acm.subtree(params, name), *captured[name], valid_BL)
+        module, acm.subtree(params, name), captured[name]
       )
       for name, module in self.modules.items()
     ]
-    count = metric_sums[0][1]
     # Eq. 3 and 6 are means over the modules. It matters although Adam does not
     # care for the scale: gradients are clipped by their norm over all modules.
-    total = sum(total for total, _ in metric_sums) / len(metric_sums)
-    return total / count, ({'loss': (total, count)}, model_state)
+    means = [total / jnp.maximum(count, 1e-9) for total, count in metric_sums]
+    loss, count = sum(means) / len(means), metric_sums[0][1]
+    return loss, ({'loss': (loss * count, count)}, model_state)
+
+  def _capture(self, teacher, batch, rng, *, train):
+    """Returns what the modules of the model that is converted see and say."""
+    model, mode = self.config.model, Mode()
+    if train and model.routing is not None:
+      mode = Mode(routing=model.routing.train_mode)
+    args, kwargs = self.modality.inputs(batch, train=train)
+    rngs = {'routing': rng}
+    return acm.capture(model, teacher, *args, mode=mode, rngs=rngs, **kwargs)
 
   def _run_all(self, module, params, z_BLD):
     """Returns h(z, k) for every k, and what the gate of a module chooses."""
-    module = ACM(module, mode='all', dtype=self.config.model.dtype)
+    dtype = self.config.model.stack.layers[0].block.dtype  # As of all blocks.
+    module = ACM(module, mode='all', dtype=dtype)
     return module.apply({'params': params}, z_BLD)
 
-  def _learners_loss(self, module, params, z_BLD, y_BLD, valid_BL=None):
-    sums_KBLD, _ = self._run_all(module, params, z_BLD)
-    return acm_losses.distillation(sums_KBLD, y_BLD, valid_BL)
+  def _learners_loss(self, module, params, seen):
+    sums_KBLD, _ = self._run_all(module, params, seen.z_BLD)
+    return acm_losses.distillation(sums_KBLD, seen.y_BLD, seen.valid_BL)
 
-  def _gates_loss(self, module, params, z_BLD, y_BLD, valid_BL=None):
-    sums_KBLD, choice = self._run_all(module, params, z_BLD)
-    distance_KBL = acm_losses.distances(sums_KBLD, y_BLD)
+  def _gates_loss(self, module, params, seen):
+    sums_KBLD, choice = self._run_all(module, params, seen.z_BLD)
+    distance_KBL = acm_losses.distances(sums_KBLD, seen.y_BLD)
     label_BL = acm_losses.gate_labels(
       jax.lax.stop_gradient(distance_KBL), self.objective.tau
     )
     return acm_losses.gate_loss(
       *(choice.logits_BLM, label_BL, module.min_learners, module.temperature),
-      valid_BL,
+      seen.valid_BL,
     )
 
   def _end_to_end(self, params, model_state, batch, rng, noise):
@@ -137,17 +147,20 @@ class Adaptive(Plain):
       *(self.config.model, params, model_state, batch, rng),
       learners=objective.static_learners or 'train',
       noise=noise,
+      masks=False,
     )
     total, count = self.modality.loss(output, batch)
+    extra, more = self.choice_losses(output, batch, self.config.model)
+    loss, metric_sums = total / count + extra, {'loss': (total, count)} | more
     if objective.static_learners:
-      return total / count, ({'loss': (total, count)}, model_state)
-    chosen = {
-      name: choice.one_hot_BLM
-      for name, choice in stack_lib.collect(output.aux, 'adaptive').items()
-    }
-    valid_BL = self.modality.inputs(batch, train=True)[1].get('valid_BL')
-    load_B = acm_losses.load_per_image(chosen, self.learners, valid_BL)
-    weight_B = acm_losses.row_weights(valid_BL)
+      return loss, (metric_sums, model_state)
+    choices = stack_lib.collect(output.aux, 'adaptive')
+    chosen = {name: choice.one_hot_BLM for name, choice in choices.items()}
+    valid = {name: choice.valid_BL for name, choice in choices.items()}
+    load_B = acm_losses.load_per_image(chosen, self.learners, valid)
+    weight_B = acm_losses.row_weights(
+      self.modality.inputs(batch, train=True)[1].get('valid_BL')
+    )
     terms = {
       'budget': (
         objective.budget_weight,
@@ -155,21 +168,18 @@ class Adaptive(Plain):
       ),
       'entropy': (
         objective.entropy_weight,
-        acm_losses.entropy_loss(chosen, valid_BL),
+        acm_losses.entropy_loss(chosen, valid),
       ),
       'diversity': (
         objective.diversity_weight,
         acm_losses.diversity_loss(
-          acm_losses.learners_per_image(chosen, self.learners, valid_BL),
+          acm_losses.learners_per_image(chosen, self.learners, valid),
           weight_B,
         ),
       ),
     }
-    loss = total / count + sum(w * term for w, term in terms.values())
-    metric_sums = {
-      'loss': (total, count),
-      'load': weighted_sum(load_B, weight_B),
-    }
+    loss += sum(w * term for w, term in terms.values())
+    metric_sums['load'] = weighted_sum(load_B, weight_B)
     metric_sums |= {
       name: (term * count, count) for name, (_, term) in terms.items()
     }
@@ -183,8 +193,8 @@ class Adaptive(Plain):
         return batch * 3 * 2 * self.macs(learners=static)
       return batch * flops.train(model, *self.modality.length)
     parts = self._flops_by_part()
-    twin = flops.forward(model.dense_twin(), *self.modality.length)
-    return batch * (twin + 3 * (parts['learners'] + parts['gate']))
+    teacher = flops.forward(acm.without(model), *self.modality.length)
+    return batch * (teacher + 3 * (parts['learners'] + parts['gate']))
 
   def flops_report(self):
     return f'{super().flops_report()}\n\n' + acm.report(
@@ -201,9 +211,11 @@ class Adaptive(Plain):
     """Each fixed number of learners, and the gates once they are trained.
 
     `k2/…` are metrics with two learners in every module. The gates also have
-    `load`, the mean share of the learners' cost; `load_std` and `token_std`,
-    its standard deviations over rows and over all tokens; `budget_error`; and
-    `gmacs` of an image or sequence, in billions of multiply-accumulates.
+    `load`, the mean share of the learners' cost, of the tokens that reach them;
+    `load_std` and `token_std`, its standard deviations over rows and over all
+    tokens; `budget_error`; and `gmacs` of an image or sequence, in billions of
+    multiply-accumulates. A routed model is evaluated under top-k, and with its
+    gates under the other rules, too: `never/…` and so on.
     """
     if more:
       return {}
@@ -213,36 +225,70 @@ class Adaptive(Plain):
     fixed = {f'k{k}/': Mode(learners=k) for k in counts}
     if self.objective.phase == 'learners':
       return fixed
-    return {'': Mode(), **fixed}
+    _, *others = self.modality.modes().items()  # The first is top-k.
+    return {'': Mode(), **dict(others), **fixed}
 
   def more_sums(self, output, batch, mode):
-    if mode.learners != 'gated':
+    if mode != Mode():
       return {}
-    load_BL = self.load_per_token(stack_lib.collect(output.aux, 'adaptive'))
-    weight_BL = jnp.broadcast_to(
-      self.modality.token_weights(batch), load_BL.shape
-    )
-    tokens_B = weight_BL.sum(axis=-1)
-    count = jnp.sum(tokens_B > 0)
+    choices = stack_lib.collect(output.aux, 'adaptive')
+    real_B1 = self.modality.token_weights(batch)
+    spent_BL, whole_BL = (x * real_B1 for x in self._compute(choices))
+    whole_B = whole_BL.sum(axis=-1)
+    count = jnp.sum(whole_B > 0)
     # The load of a row that only fills the batch is 0.
-    load_B = jnp.sum(load_BL * weight_BL, axis=-1) / jnp.maximum(tokens_B, 1)
+    load_B = _ratio(spent_BL.sum(axis=-1), whole_B)
+    # A token that reaches more modules counts for more.
+    token_square = jnp.sum(spent_BL * _ratio(spent_BL, whole_BL))
+    whole = self._whole(choices)
     return {
       'load': (load_B.sum(), count),
       'load_square': (jnp.sum(load_B**2), count),
-      'token_square': (jnp.sum(load_BL**2 * weight_BL), tokens_B.sum()),
+      'token_square': (token_square / whole, whole_B.sum() / whole),
     }
 
-  def load_per_token(self, choices) -> jax.Array:
-    """Returns load_BL: the share of the learners' cost that a token took.
+  def _whole(self, choices) -> float:
+    """Returns what all learners of these modules cost, on one token."""
+    of = [self.learners[name] for name in choices]
+    return sum(learners.cost * learners.max for learners in of)
 
-    `choices` are those of some adaptive modules or all, by name.
+  def _compute(self, choices) -> tuple[jax.Array, jax.Array]:
+    """Returns spent_BL and whole_BL of all tokens of a row.
+
+    The cost of the learners that a token ran, and of all learners of the
+    modules that it reached: 0 where it was dropped or reached none.
     """
-    spent_BL, whole = 0.0, 0.0
+    (length,) = self.modality.length or (self.config.model.num_tokens,)
+    total_BL2 = 0.0
     for name, choice in choices.items():
       learners = self.learners[name]
-      spent_BL += learners.cost * choice.learners_BL.astype(jnp.float32)
-      whole += learners.cost * learners.max
-    return spent_BL / whole
+      ran_BK = choice.learners_BL.astype(jnp.float32)
+      cost_BK2 = jnp.stack([ran_BK, jnp.full_like(ran_BK, learners.max)], -1)
+      cost_BK2 *= learners.cost
+      if choice.valid_BL is not None:
+        cost_BK2 *= choice.valid_BL[..., None]
+      if choice.index_BL is not None:
+        cost_BK2 = routing.scatter_add_tokens(
+          jnp.zeros((len(ran_BK), length, 2)), choice.index_BL, cost_BK2
+        )
+      total_BL2 += cost_BK2
+    return total_BL2[..., 0], total_BL2[..., 1]
+
+  def share_per_token(self, choices) -> jax.Array:
+    """Returns share_BL: what a token took of the cost of all learners.
+
+    Of a token that reaches every module; others take less. `choices` are those
+    of some adaptive modules or all, by name.
+    """
+    return self._compute(choices)[0] / self._whole(choices)
+
+  def load_per_row(self, choices) -> jax.Array:
+    """Returns load_B: what a row took of the cost of all learners.
+
+    Of those that its tokens reach, which is what a budget is for.
+    """
+    spent_BL, whole_BL = self._compute(choices)
+    return _ratio(spent_BL.sum(axis=-1), whole_BL.sum(axis=-1))
 
   def finish_metrics(self, metrics):
     metrics = super().finish_metrics(metrics)
@@ -258,8 +304,8 @@ class Adaptive(Plain):
   def macs(self, load: float = 1.0, learners: int | None = None) -> float:
     """Returns multiply-accumulates of an image or sequence.
 
-    `load` is the mean share of the learners' cost under the gates; a fixed
-    number of `learners` needs no gates.
+    `load` is the mean share of the learners' cost under the gates, on those
+    tokens that reach them; a fixed number of `learners` needs no gates.
     """
     parts = self._flops_by_part()
     if learners is not None:
@@ -289,15 +335,19 @@ class Adaptive(Plain):
     twin = self.config.model.dense_twin()
     dense = flops.published_macs(twin, *self.modality.length)
     for prefix, mode in self.eval_modes().items():
-      learners = mode.learners if prefix else None
-      load = learners / self.num_learners if prefix else metrics['load']
-      macs = self.macs(load, learners)
       cells = [
         f'{metrics[prefix + c]:.4f}' if prefix + c in metrics else '-'
         for c in columns
       ]
-      cells += [f'{load:.4f}', f'{macs / 1e9:.4f}', f'{macs / dense:.3f}']
-      title = f'k = {learners}' if prefix else 'gated'
+      title = prefix.rstrip('/') or 'gated'
+      if mode == Mode() or mode.learners != 'gated':
+        learners = None if mode == Mode() else mode.learners
+        load = learners / self.num_learners if learners else metrics['load']
+        macs = self.macs(load, learners)
+        cells += [f'{load:.4f}', f'{macs / 1e9:.4f}', f'{macs / dense:.3f}']
+        title = f'k = {learners}' if learners else title
+      else:  # How many tokens another rule processes is not known beforehand.
+        cells += ['-'] * 3
       lines.append(title.ljust(12) + ''.join(c.rjust(14) for c in cells))
     if 'load' in metrics:
       spread = metrics['load_std'] * self._flops_by_part()['learners'] / 2e9
@@ -319,6 +369,10 @@ class Adaptive(Plain):
 
   def pictures(self, params, model_state):
     figures = self._error_map(params)
+    model = self.config.model
+    # Which tokens reach the modules at all.
+    if acm.without(model) != model.dense_twin():
+      figures |= self.modality.pictures(self, params, model_state)
     if self.objective.phase == 'learners' or self.objective.static_learners:
       return figures
     return figures | self.modality.load_pictures(self, params, model_state)
@@ -331,23 +385,31 @@ class Adaptive(Plain):
     try:
       teacher = self.load_teacher()
     except errors.UserError:
-      return {}  # The dense model is no longer there.
+      return {}  # The model that was converted is no longer there.
     (batch,) = self.eval_batches(batch_size=16, num_batches=1)
-    model = self.config.model
+    model, key = self.config.model, jax.random.key(self.config.seed)
 
     @jax.jit
     def measure(params, teacher, batch):
-      args, kwargs = self.modality.inputs(batch, train=False)
-      z_BLD, y_BLD = acm.capture(model, teacher, *args, **kwargs)[name]
+      seen = self._capture(teacher, batch, key, train=False)[name]
       params = acm.subtree(stack_lib.unrolled(model.stack, params), name)
-      sums_KBLD, _ = self._run_all(self.modules[name], params, z_BLD)
-      return acm_losses.distances(sums_KBLD, y_BLD)
+      sums_KBLD, _ = self._run_all(self.modules[name], params, seen.z_BLD)
+      distance_KBL = acm_losses.distances(sums_KBLD, seen.y_BLD)
+      valid_BL = seen.valid_BL
+      if valid_BL is None:
+        valid_BL = jnp.ones(distance_KBL.shape[1:], bool)
+      return distance_KBL, valid_BL
 
     with one_device(params, teacher) as (params, teacher):
-      distance_KBL = np.asarray(measure(params, teacher, batch))
+      distance_KBL, valid_BL = jax.device_get(measure(params, teacher, batch))
     figure = viz.error_by_learners(
-      distance_KBL.reshape(len(distance_KBL), -1),
+      distance_KBL[:, valid_BL],
       module=name,
       title='Error against the dense module, by learners and token',
     )
     return {'error_by_learners': figure}
+
+
+def _ratio(part, whole):
+  """Returns part / whole, and 0 where there is nothing."""
+  return part / jnp.where(whole > 0, whole, 1)

@@ -22,4 +22,4 @@ def at_floor(model_config, floor: float):
   if not floor:
     return model_config
   routed = dataclasses.replace(model_config.routing, capacity_floor=floor)
-  return dataclasses.replace(model_config, routing=routed)
+  return model_config.with_parts(routing=routed)

@@ -20,7 +20,8 @@ class PruningObjective:
 
   Rao et al. 2021, section 3.4, Eq. 16 as published. The ratio loss counts only
   where training masks patches: with the scores `predicted` and `static`. The
-  distillations need a teacher: the dense backbone with pretrained weights.
+  distillations need a teacher: the backbone with the weights that it has
+  without dropping.
   """
 
   classification: config_lib.Weight = 1.0  # Weight of the cross-entropy.
@@ -61,7 +62,7 @@ class PhaseConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ACMObjective:
-  """How a dense model becomes an adaptive one: Wójcik et al. 2023, section 3.
+  """How a model becomes an adaptive one: Wójcik et al. 2023, section 3.
 
   Three phases, each a run of its own: `learners` imitate the modules that they
   replace; `gates` learn from labels how many learners a token needs;
@@ -85,8 +86,9 @@ class ACMObjective:
   # How many learners every token runs, end to end; 0 = as many as the gates
   # choose. This is a control: the static model of the same cost.
   static_learners: config_lib.Count = 0
-  # The dense model that the first two phases learn from; None = the weights at
-  # `init`, or the teacher of the run that lies there.
+  # The model that the first two phases learn from, which is the same without
+  # adaptive modules; None = the weights at `init`, or the teacher of the run
+  # that lies there.
   teacher: str | None = None
   learners: PhaseConfig = PhaseConfig(
     num_steps=2000, batch_size=64, learning_rate=1e-3
@@ -138,13 +140,26 @@ _DATA = {
 
 def _objective_of(model) -> type | None:
   """Returns the kind of objective that a model may have; None for none."""
-  if isinstance(model, DynamicViTConfig):
-    return PruningObjective
+  # What is outermost is trained first, and adaptive modules last.
   if model.adaptive is not None:
     return ACMObjective
+  if isinstance(model, DynamicViTConfig):
+    return PruningObjective
   if isinstance(model, LMConfig) and model.routing is not None:
     return ConversionObjective
   return None
+
+
+def _parts(model) -> list[str]:
+  """Returns the fields by which a model is conditional, outermost first."""
+  inner, parts = 'model.', []
+  if isinstance(model, DynamicViTConfig):
+    inner, parts = 'model.backbone.', ['model.stages']
+  return parts + [
+    inner + name
+    for name in ('routing', 'adaptive')
+    if getattr(model, name) is not None
+  ]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -172,7 +187,7 @@ class ExperimentConfig(RunConfig):
         f'data={type(data).__name__} and model={kind.__name__}: this model'
         f' needs the data of {wanted.__name__}, so change one of them.'
       )
-    adaptive = model.adaptive
+    adaptive, parts = model.adaptive, _parts(model)
     if objective is not None and type(objective) is not minimised:
       way_out = 'None' if minimised is None else f'{minimised.__name__} or None'
       raise errors.UserError(
@@ -183,10 +198,11 @@ class ExperimentConfig(RunConfig):
       raise errors.UserError(
         'dense and model: this model is dense itself, so set dense to None.'
       )
-    if adaptive is not None and model.routing is not None:
+    if self.dense is not None and len(parts) > 1:
       raise errors.UserError(
-        'model.adaptive and model.routing: a conversion learns from a dense'
-        ' model whose blocks see every token; set one of them to None.'
+        f'dense and {" and ".join(parts)}: each of these is trained by a run of'
+        ' its own, from the last; set dense to None, and give the run before'
+        ' as init.'
       )
     if isinstance(objective, ACMObjective):
       if objective.phase == 'all' and self.optimizer.rules:
@@ -216,4 +232,10 @@ class ExperimentConfig(RunConfig):
         f'train.capacity_warmup_steps={steps} and model={kind.__name__} without'
         ' routing: there is no capacity to come down, so set the steps to 0, or'
         ' route some blocks.'
+      )
+    if steps and len(parts) > 1:
+      raise errors.UserError(
+        f'train.capacity_warmup_steps={steps} and {" and ".join(parts)}: the'
+        ' capacity comes down in a run that trains the routed model alone, from'
+        ' which this one starts; set the steps to 0.'
       )

@@ -1,9 +1,11 @@
 """Image classification."""
 
+import dataclasses
 import functools
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from mod_jax import errors
@@ -15,6 +17,7 @@ from mod_jax.layers import stack as stack_lib
 from mod_jax.layers.attention import attention_map
 from mod_jax.layers.mode import Mode
 from mod_jax.layers.mode import RoutingMode
+from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.tasks import expert_pictures
 from mod_jax.tasks import warm_start
 from mod_jax.tasks.modality import Modality
@@ -156,7 +159,11 @@ class Images(Modality):
 
   def studies(self, task):
     found = {'throughput': functools.partial(studies.throughput, task)}
-    if self.config.model.routing is not None:
+    model = self.config.model
+    # It leaves tokens out of the dense model of the same weights.
+    if model.routing is not None and model == dataclasses.replace(
+      model.dense_twin(), routing=model.routing
+    ):
       found['importance'] = functools.partial(studies.importance, task)
     return found
 
@@ -193,42 +200,119 @@ class Images(Modality):
 
   def pictures(self, task, params, model_state):
     model = self.config.model
-    grid, prefix = (model.grid, model.grid), model.num_prefix
-    figures = {}
+    if isinstance(model, DynamicViTConfig) and model.score == 'structural':
+      return {}
     with self.one_device(params, model_state) as variables:
-      shown_BHWC, labels, output, seen = self.look(task, *variables)
+      looked = self.look(task, *variables)
       if model.experts is not None:
-        figures['expert_load'] = expert_pictures.load_picture(
+        load = expert_pictures.load_picture(
           *(task, *variables, Mode()),
           'Held-out images: how many tokens each expert takes',
         )
+      if isinstance(model, DynamicViTConfig):
+        kept_SN, count = self._kept(task, *variables)
+    figures = {}
     if model.experts is not None:
-      expert_RBL, more_RBL, _ = expert_pictures.takers(
-        output.experts, model.num_tokens
-      )
-      figures['expert_map'] = viz.expert_patches(
-        shown_BHWC,
-        expert_RBL[..., prefix:],
-        layers=expert_pictures.blocks(model),
-        grid=grid,
-        num_experts=model.experts.num_experts,
-        more_RBL=more_RBL[..., prefix:],
-        num_layers=model.num_layers,
-        labels=labels,
-        title='Which expert takes which patch',
-      )
+      figures = {'expert_load': load, 'expert_map': self._draw_experts(*looked)}
+    if model.routing is not None:
+      figures['routing'] = self._draw_routing(*looked)
+    if isinstance(model, DynamicViTConfig):
+      return figures | self._draw_stages(*looked, kept_SN, count)
+    return figures | self._draw_attention(*looked)
+
+  def _draw_routing(self, shown_BHWC, labels, output, seen):
+    del seen
+    model = self.config.model
+    backbone = getattr(model, 'backbone', model)
     routed = [i for i, c in enumerate(model.capacities) if c is not None]
-    if routed:
-      chosen_RBL = np.stack([r.chosen_BL for r in output.routing])
-      figures['routing'] = viz.patch_maps(
+    chosen = []
+    for i, told in zip(routed, output.routing, strict=True):
+      # Every image has as many tokens left, in order.
+      chosen_BL = np.zeros((len(labels), model.num_tokens), bool)
+      chosen_BL[self._left(output, i)] = np.ravel(told.chosen_BL)
+      chosen.append(chosen_BL)
+    return viz.patch_maps(
+      shown_BHWC,
+      np.stack(chosen)[:, :, backbone.num_prefix :],
+      layers=routed,
+      grid=(backbone.grid,) * 2,
+      num_layers=backbone.num_layers,
+      labels=labels,
+      title='Which patches each routed block processes',
+    )
+
+  def _draw_experts(self, shown_BHWC, labels, output, seen):
+    del seen
+    model = self.config.model
+    backbone = getattr(model, 'backbone', model)
+    expert_RBL, more_RBL, _ = expert_pictures.takers(
+      output.experts, model.num_tokens
+    )
+    return viz.expert_patches(
+      shown_BHWC,
+      expert_RBL[..., backbone.num_prefix :],
+      layers=expert_pictures.blocks(model),
+      grid=(backbone.grid,) * 2,
+      num_experts=model.experts.num_experts,
+      more_RBL=more_RBL[..., backbone.num_prefix :],
+      num_layers=backbone.num_layers,
+      labels=labels,
+      title='Which expert takes which patch',
+    )
+
+  def _left(self, output, block):
+    """Returns mask_BL: an image's tokens that reach a block."""
+    model = self.config.model
+    left_BL = np.ones((len(output.logits_BV), model.num_tokens), bool)
+    for s, stage in enumerate(getattr(model, 'stages', ())):
+      if stage <= block:
+        left_BL[:, model.backbone.num_prefix :] = output.keep_SBN[s] > 0
+    return left_BL
+
+  def _draw_stages(self, shown_BHWC, labels, output, seen, kept_SN, count):
+    """Draws what each stage of pruning leaves of an image, and how often."""
+    del seen
+    model = self.config.model
+    kwargs = {'grid': (model.backbone.grid,) * 2, 'blocks': model.stages}
+    return {
+      'stages': viz.token_stages(
         shown_BHWC,
-        chosen_RBL[:, :, prefix:],
-        layers=routed,
-        grid=grid,
-        num_layers=model.num_layers,
+        output.keep_SBN > 0,
         labels=labels,
-        title='Which patches each routed block processes',
-      )
+        title='Which patches are left after each stage',
+        **kwargs,
+      ),
+      'keep_probability': viz.keep_probability(
+        kept_SN,
+        count=count,
+        title='How often each patch is kept, over held-out images',
+        **kwargs,
+      ),
+    }
+
+  def _kept(self, task, params, model_state):
+    """Returns how often each patch is kept, and of how many images."""
+    key = jax.random.key(self.config.seed)
+
+    @jax.jit
+    def kept(params, model_state, batch):
+      output = task.apply(params, model_state, batch, key, Mode())
+      return jnp.einsum('SBN,B->SN', output.keep_SBN, batch['weight'])
+
+    total_SN, count = 0.0, 0
+    settings = self.config.evaluation
+    for batch in self.eval_batches(
+      batch_size=settings.batch_size, num_batches=settings.final_batches or None
+    ):
+      total_SN += np.asarray(kept(params, model_state, batch))
+      count += int(batch['weight'].sum())
+    return total_SN / max(count, 1), count
+
+  def _draw_attention(self, shown_BHWC, labels, output, seen):
+    del labels, output
+    model = self.config.model
+    grid, prefix = (model.grid, model.grid), model.num_prefix
+    routed = [i for i, c in enumerate(model.capacities) if c is not None]
     # Draw the maps of dense blocks just before routed ones, by which these are
     # routed, or else of some dense blocks. A routed block maps its tokens only.
     dense = [i for i in range(model.num_layers) if i not in routed]
@@ -237,7 +321,7 @@ class Images(Modality):
       spread = np.linspace(0, len(dense) - 1, min(4, len(dense)))
       layers = [dense[round(x)] for x in spread]
     if not layers:
-      return figures
+      return {}
     maps_RHL = []
     for layer in layers:
       attention = seen[f'block_{layer}']['attention']
@@ -245,23 +329,24 @@ class Images(Modality):
         attention['queries'][0][:1], attention['keys'][0][:1]
       )
       maps_RHL.append(np.asarray(weight_BHQS[0].mean(axis=1)))
-    figures['attention'] = viz.attention_maps(
+    figure = viz.attention_maps(
       shown_BHWC[0],
       np.stack(maps_RHL)[:, :, prefix:],
       layers=layers,
       grid=grid,
       title='Attention that each patch receives, by block and head',
     )
-    return figures
+    return {'attention': figure}
 
   def load_pictures(self, task, params, model_state):
-    backbone = self.config.model
+    model = self.config.model
+    backbone = getattr(model, 'backbone', model)
     grid, prefix = (backbone.grid,) * 2, backbone.num_prefix
     with self.one_device(params, model_state) as variables:
       seen = self.gated(task, *variables, max_images=512)
     shown_BHWC = images_lib.denormalize(self.config.data, seen['image'])
-    patches_BN = seen['load_BL'][:, prefix:]
-    load_B = seen['load_BL'].mean(axis=-1)
+    patches_BN = seen['share_BL'][:, prefix:]
+    load_B = seen['load_B']
     labels = [self.classes[label] for label in seen['label']]
     spread = np.linspace(0, len(load_B) - 1, min(8, len(load_B))).astype(int)
     return {
@@ -291,27 +376,30 @@ class Images(Modality):
   def gated(self, task, params, model_state, *, max_images: int = 0):
     """Runs the gates on held-out images, all or about `max_images` of them.
 
-    Returns arrays by name: `image`, normalised, `label`, `right`, and `load_BL`
-    of all tokens.
+    Returns arrays by name: `image`, normalised, `label`, `right`; `share_BL`,
+    of all learners, that each token runs, and `load_B`, of those of the tokens
+    that reach them.
     """
+    key = jax.random.key(self.config.seed)
 
     @jax.jit
     def run(params, model_state, batch):
       output = self.config.model.build().apply(
-        {'params': params, **model_state}, batch['image']
+        {'params': params, **model_state}, batch['image'], rngs={'routing': key}
       )
       right_B = output.logits_BV.argmax(axis=-1) == batch['label']
       choices = stack_lib.collect(output.aux, 'adaptive')
-      return right_B, task.load_per_token(choices)
+      return right_B, task.share_per_token(choices), task.load_per_row(choices)
 
-    found = {name: [] for name in ('image', 'label', 'right', 'load_BL')}
+    names = ('image', 'label', 'right', 'share_BL', 'load_B')
+    found = {name: [] for name in names}
     seen = 0
     for batch in self.eval_batches(
       batch_size=self.config.evaluation.batch_size, num_batches=None
     ):
-      right_B, load_BL = jax.device_get(run(params, model_state, batch))
+      told = jax.device_get(run(params, model_state, batch))
       real_B = batch['weight'] > 0
-      values = batch | {'right': right_B, 'load_BL': load_BL}
+      values = batch | dict(zip(names[2:], told, strict=True))
       for name, parts in found.items():
         parts.append(np.asarray(values[name])[real_B])
       seen += int(real_B.sum())

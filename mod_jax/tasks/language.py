@@ -452,7 +452,7 @@ class Language(Modality):
     length = int(np.sum(kwargs['valid_BL'][0]))
     share_RL = np.stack(
       [
-        task.load_per_token(
+        task.share_per_token(
           {n: c for n, c in choices.items() if n.startswith(f'block_{i}/')}
         )[0, :length]
         for i in layers
@@ -467,7 +467,7 @@ class Language(Modality):
         title='Held-out text: where the compute goes',
       ),
       'compute': viz.compute_histogram(
-        np.asarray(task.load_per_token(choices)).mean(axis=-1),
+        np.asarray(task.load_per_row(choices)),
         budget=task.objective.budget,
         title='Compute per held-out sequence',
       ),

@@ -13,6 +13,7 @@ import jax
 from mod_jax import config as config_lib
 from mod_jax.errors import UserError
 from mod_jax.models import acm
+from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.tasks import make_task
 from mod_jax.tasks.experiment import ACMObjective
 from mod_jax.tasks.experiment import ExperimentConfig
@@ -27,8 +28,13 @@ from mod_jax.train import workdir as workdir_lib
 _FINAL_RATE = 1e-6  # Learning rate at the end of every phase.
 
 
-def _rules(objective: ACMObjective, phase: str):
+def _rules(config: ExperimentConfig, phase: str):
   """Returns what trains in a phase, and at which rate; the rest is frozen."""
+  # What decides which patches are dropped has no gradient where they really
+  # are, and weight decay alone must not move it.
+  pruning = ()
+  if isinstance(config.model, DynamicViTConfig) and config.model.learned:
+    pruning = (('^(prediction|pattern)_', 0.0, 0),)
   return {
     'learners': (
       (acm.GATES, 0.0, 0),
@@ -36,7 +42,11 @@ def _rules(objective: ACMObjective, phase: str):
       ('.*', 0.0, 0),
     ),
     'gates': ((acm.GATES, 1.0, 0), ('.*', 0.0, 0)),
-    'end_to_end': ((acm.GATES, objective.gate_rate, 0), ('.*', 1.0, 0)),
+    'end_to_end': (
+      *pruning,
+      (acm.GATES, config.objective.gate_rate, 0),
+      ('.*', 1.0, 0),
+    ),
   }[phase]
 
 
@@ -101,8 +111,8 @@ def expand(
     )
   if config.init is None:
     raise UserError(
-      'init is missing: an adaptive model is made of a dense one; give its'
-      ' workdir or checkpoint by --config.init.'
+      'init is missing: an adaptive model is made of another, dense, routed or'
+      ' pruned; give its workdir or checkpoint by --config.init.'
     )
   runs, init = [], config.init
   last = list(phases)[-1]
@@ -130,7 +140,11 @@ def _alone(config: ExperimentConfig) -> str:
   if config.init is None:
     raise UserError(
       f'init is missing: phase {objective.phase!r} starts from'
-      + (f' the run of phase {before[-1]!r}.' if before else ' a dense model.')
+      + (
+        f' the run of phase {before[-1]!r}.'
+        if before
+        else ' the model that is converted.'
+      )
     )
   if before:
     found = _objective_at(config.init)
@@ -174,7 +188,7 @@ def _phase(config: ExperimentConfig, name: str, init: str) -> ExperimentConfig:
     learning_rate=phase.learning_rate,
     warmup_steps=phase.warmup_steps,
     final_fraction=min(1.0, _FINAL_RATE / phase.learning_rate),
-    rules=_rules(config.objective, name),
+    rules=_rules(config, name),
   )
   return dataclasses.replace(
     config_lib.replace(
@@ -201,7 +215,7 @@ def _objective_at(init: str) -> ACMObjective | None:
 
 
 def _teacher(config: ExperimentConfig) -> str:
-  """Returns where the dense weights lie that a conversion began with."""
+  """Returns where the weights lie that a conversion began with."""
   found = _objective_at(config.init)
   return (found and found.teacher) or config.init
 

@@ -111,30 +111,37 @@ class Plain(task_lib.Task):
       extra, more = self.taught(output, batch, teacher)
       loss += extra
       metric_sums |= more
-    if output.routing:
-      _, kwargs = self.modality.inputs(batch, train=True)
-      # While a warm-up lets a block process every token, there is no choice to
-      # foresee: the loss would only raise all scores alike.
-      telling = [
-        routed
-        for routed, now, later in zip(
-          output.routing,
-          _routed_capacities(model),
-          _routed_capacities(self.config.model),
-          strict=True,
-        )
-        if now < 1 or later == 1
-      ]
-      extra, more = routing_losses(
-        self.config.model.routing, telling, kwargs.get('valid_BL')
-      )
-      loss += extra
-      metric_sums |= more
+    extra, more = self.choice_losses(output, batch, model)
+    return loss + extra, (metric_sums | more, model_state)
+
+  def choice_losses(self, output, batch, model) -> tuple[jax.Array, MetricSums]:
+    """Returns what routers and experts add to the loss, and sums to report.
+
+    `model` is the config that the output is of, whose capacities a warm-up may
+    have raised.
+    """
+    loss, metric_sums = jnp.zeros(()), {}
     if output.experts:
-      extra, more = expert_losses(self.config.model.experts, output.experts)
-      loss += extra
-      metric_sums |= more
-    return loss, (metric_sums, model_state)
+      loss, metric_sums = expert_losses(model.experts, output.experts)
+    if not output.routing:
+      return loss, metric_sums
+    _, kwargs = self.modality.inputs(batch, train=True)
+    # While a warm-up lets a block process every token, there is no choice to
+    # foresee: the loss would only raise all scores alike.
+    telling = [
+      routed
+      for routed, now, later in zip(
+        output.routing,
+        _routed_capacities(model),
+        _routed_capacities(self.config.model),
+        strict=True,
+      )
+      if now < 1 or later == 1
+    ]
+    extra, more = routing_losses(
+      self.config.model.routing, telling, kwargs.get('valid_BL')
+    )
+    return loss + extra, metric_sums | more
 
   def taught(self, output, batch, teacher) -> tuple[jax.Array, MetricSums]:
     """Returns what a teacher adds to the loss, and the sums to report.

@@ -1,21 +1,18 @@
-"""Token pruning beside a dense teacher: DynamicViT."""
+"""Token pruning beside a teacher that drops nothing: DynamicViT."""
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from mod_jax import errors
 from mod_jax import flops
 from mod_jax import losses
 from mod_jax import routing
-from mod_jax import viz
-from mod_jax.layers.mode import Mode
 from mod_jax.tasks.experiment import PruningObjective
 from mod_jax.tasks.plain import Plain
 
 
 class Pruning(Plain):
-  """Learns to drop image tokens, beside a frozen dense teacher.
+  """Learns to drop image tokens, beside its frozen backbone as a teacher.
 
   The loss is Rao et al. 2021, section 3.4, Eq. 16 as published; its weights are
   in `experiment.PruningObjective`.
@@ -31,8 +28,8 @@ class Pruning(Plain):
       self.objective.teacher or self.config.init
     ):
       raise errors.UserError(
-        'DynamicViT learns beside a dense teacher: give its workdir or'
-        ' checkpoint as init (or objective.teacher), or set'
+        'DynamicViT learns beside a teacher that drops nothing: give its'
+        ' workdir or checkpoint as init (or objective.teacher), or set'
         ' objective.token_distillation=0 and objective.logit_distillation=0.'
       )
 
@@ -42,7 +39,7 @@ class Pruning(Plain):
       return None
     return self.modality.load_teacher(
       self.objective.teacher or self.config.init,
-      self.config.model.dense_twin(),
+      self.config.model.backbone,
       dropped=self.modality.may_be_dropped,
     )
 
@@ -54,11 +51,13 @@ class Pruning(Plain):
     output, model_state = self.forward(model, params, model_state, batch, rng)
     metric_sums = {'loss': self.modality.loss(output, batch)}
     weights = {'loss': objective.classification}
-    if model.score in ('predicted', 'static'):
+    if model.learned:
       metric_sums['ratio'] = losses.ratio_loss(output.keep_SBN, model.targets)
       weights['ratio'] = objective.ratio
     if teacher is not None:
-      taught = model.dense_twin().build().apply(teacher, batch['image'])
+      taught = model.backbone.build().apply(
+        teacher, batch['image'], rngs={'routing': rng}
+      )
       metric_sums['logit_distillation'] = losses.logit_distillation(
         output.logits_BV, taught.logits_BV
       )
@@ -75,7 +74,8 @@ class Pruning(Plain):
     for s, keep_BN in enumerate(output.keep_SBN):
       keep_BN = jax.lax.stop_gradient(keep_BN)
       metric_sums[f'kept_{s}'] = (keep_BN.sum(), jnp.float32(keep_BN.size))
-    return loss, (metric_sums, model_state)
+    extra, more = self.choice_losses(output, batch, model)
+    return loss + extra, (metric_sums | more, model_state)
 
   def _token_distillation(self, output, taught):
     prefix = self.config.model.backbone.num_prefix
@@ -92,52 +92,10 @@ class Pruning(Plain):
   def flops_per_step(self, static_args):
     """The student's three passes, and one of the teacher."""
     model = self.config.model
-    teacher = flops.forward(model.dense_twin())
-    # Masked patches are processed like the others.
-    masked = model.score in ('predicted', 'static')
-    student = 3 * (teacher if masked else flops.forward(model))
+    teacher = flops.forward(model.backbone)
+    # Masked patches are processed like the others; a routed block has as many
+    # slots as if none were dropped.
+    student = 3 * (teacher if model.learned else flops.forward(model))
     if not self.objective.needs_teacher:
       teacher = 0
     return self.config.train.batch_size * (student + teacher)
-
-  def pictures(self, params, model_state):
-    model = self.config.model
-    if model.score == 'structural':
-      return {}
-    with self.modality.one_device(params, model_state) as variables:
-      shown_BHWC, labels, output, _ = self.modality.look(self, *variables)
-      kept_SN, count = self._kept(*variables)
-    kwargs = {'grid': (model.backbone.grid,) * 2, 'blocks': model.stages}
-    return {
-      'stages': viz.token_stages(
-        shown_BHWC,
-        output.keep_SBN > 0,
-        labels=labels,
-        title='Which patches are left after each stage',
-        **kwargs,
-      ),
-      'keep_probability': viz.keep_probability(
-        kept_SN,
-        count=count,
-        title='How often each patch is kept, over held-out images',
-        **kwargs,
-      ),
-    }
-
-  def _kept(self, params, model_state):
-    """Returns how often each patch is kept, and of how many images."""
-    key = jax.random.key(self.config.seed)
-
-    @jax.jit
-    def kept(params, model_state, batch):
-      output = self.apply(params, model_state, batch, key, Mode())
-      return jnp.einsum('SBN,B->SN', output.keep_SBN, batch['weight'])
-
-    total_SN, count = 0.0, 0
-    settings = self.config.evaluation
-    for batch in self.eval_batches(
-      batch_size=settings.batch_size, num_batches=settings.final_batches or None
-    ):
-      total_SN += np.asarray(kept(params, model_state, batch))
-      count += int(batch['weight'].sum())
-    return total_SN / max(count, 1), count

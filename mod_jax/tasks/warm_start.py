@@ -180,10 +180,8 @@ def load_image_weights(
     )
   else:
     # Prediction heads are all that a file may hold beside the dense model.
-    pruned = isinstance(model, DynamicViTConfig)
-    source = convert_vit.read(
-      path, model if pruned else dense, truncate=not whole
-    )
+    of_file = model.with_parts(routing=None, adaptive=None)
+    source = convert_vit.read(path, of_file, truncate=not whole)
     statistics = trees.unflatten(
       {n: source.pop(n) for n in list(source) if n.startswith('batch_stats/')}
     )

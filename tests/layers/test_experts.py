@@ -242,7 +242,7 @@ class TestForward:
     np.testing.assert_allclose(padded[:, :5], alone, atol=1e-6)
     assert not padded[:, 5:].any()
     # Masked tokens of a pruned model count as little.
-    info = info_of(batch=1).replace(keep_BL=valid_BL.astype(jnp.float32))
+    info = info_of(batch=1).dropped(valid_BL.astype(jnp.float32))
     masked, _ = apply(config, TRAIN, variables, x_BLD, info)
     np.testing.assert_allclose(masked, padded, atol=1e-6)
 

@@ -237,7 +237,7 @@ class TestAcmize:
   def test_parameters_of_another_model(self):
     params = dense_params(dataclasses.replace(DENSE, num_layers=1))
     key = jax.random.key(0, impl='rbg')
-    with pytest.raises(UserError, match='the dense model does not fit'):
+    with pytest.raises(UserError, match='the model does not fit'):
       acmize(DENSE, params, key=key, num_learners=N, replace=(FFNS,))
 
 
@@ -303,7 +303,8 @@ def test_capture_is_what_dense_modules_see_and_say():
   capture = jax.jit(acm.capture, static_argnums=0)
   captured = capture(BOTH, {'params': params}, images())
   assert set(captured) == paths(DENSE)
-  for name, (z_BLD, y_BLD) in captured.items():
+  for name, seen in captured.items():
+    z_BLD, y_BLD = seen.z_BLD, seen.y_BLD
     assert z_BLD.shape == y_BLD.shape == (2, 5, 8)
     block, *path = name.split('/')
     layer = functools.reduce(lambda tree, key: tree[key], path, params[block])
@@ -319,7 +320,7 @@ def test_capture_is_what_dense_modules_see_and_say():
   only = capture(ALONE, {'params': params}, images())
   assert set(only) == {'block_0/mlp', 'block_1/mlp'}
   np.testing.assert_allclose(
-    only['block_1/mlp'][1], captured['block_1/mlp'][1], atol=1e-5
+    only['block_1/mlp'].y_BLD, captured['block_1/mlp'].y_BLD, atol=1e-5
   )
 
 
@@ -329,8 +330,10 @@ def test_modules_run_as_they_would_alone(run):
   name = 'block_0/attention/query'
   module = acm.modules(config)[name]
   capture = jax.jit(acm.capture, static_argnums=0)
-  z_BLD, _ = capture(config, {'params': dense_params()}, images())[name]
-  _, alone = ACM(module).apply({'params': acm.subtree(params, name)}, z_BLD)
+  seen = capture(config, {'params': dense_params()}, images())[name]
+  _, alone = ACM(module).apply(
+    {'params': acm.subtree(params, name)}, seen.z_BLD
+  )
   choice = choices(run(config, params, images()))[name]
   np.testing.assert_allclose(choice.logits_BLM, alone.logits_BLM, atol=1e-5)
 
@@ -411,7 +414,7 @@ SLOTS = {f'block_{i}/{slot}' for i in range(4) for slot in FOUR_SLOTS}
 
 def drawn(config):
   """Returns parameters large enough to tell things apart."""
-  params = dict(dense_params(config))
+  params = jax.tree.map(lambda x: x, dense_params(config))  # A copy.
   for name in acm.modules(config):
     # Gates that say something else of every token.
     gate = acm.subtree(params, name)['gate']
@@ -477,7 +480,7 @@ class TestLayouts:
     assert (first != other).any()
 
   def test_capture_looks_into_scanned_and_rematerialised_twins(self):
-    twin = FOUR.dense_twin()
+    twin = acm.without(FOUR)
     params = dense_params(twin)
     capture = jax.jit(acm.capture, static_argnums=0)
     want = capture(FOUR, {'params': params}, TOKENS_BL)
@@ -538,6 +541,20 @@ class TestLanguage:
     np.testing.assert_allclose(logits_BLV, full.logits_BLV, atol=1e-4)
     for chosen_BL, told in zip(chosen_RBL, full.routing, strict=True):
       np.testing.assert_array_equal(chosen_BL, told.chosen_BL)
+
+  def test_a_suffix_changes_nothing_before_it(self, forward):
+    mode = RoutingMode(rule='router', chunk=1)
+    changed_BL = TOKENS_BL.at[:, 3:].set(10 - TOKENS_BL[:, 3:])
+    one, other = (
+      forward(FOUR, {'params': drawn(FOUR)}, tokens_BL, mode=mode)
+      for tokens_BL in (TOKENS_BL, changed_BL)
+    )
+    apart_BL = jnp.abs(one.logits_BLV - other.logits_BLV).max(axis=-1)
+    assert apart_BL[:, :3].max() < 1e-5
+    assert apart_BL[:, 3:].max() > 1e-2
+    (name,) = (n for n in choices(one) if n.startswith('block_1/mlp'))
+    ran = (choices(x)[name].learners_BL for x in (one, other))
+    assert (np.not_equal(*ran)).any()  # The gates of a routed block see it.
 
   def test_learners_that_it_lacks_are_refused(self):
     with pytest.raises(UserError, match=f'{N + 1} learners asked for'):

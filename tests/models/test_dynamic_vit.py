@@ -14,9 +14,7 @@ from scipy import special
 
 from mod_jax import errors
 from mod_jax import losses
-from mod_jax.layers.acm import AdaptiveConfig
 from mod_jax.layers.attention import attention_map
-from mod_jax.layers.routed import VisionRoutingConfig
 from mod_jax.layers.stem import ConvStemConfig
 from mod_jax.models import dynamic_vit
 from mod_jax.models import vit
@@ -613,22 +611,6 @@ class TestConfig:
       ({'temperature': 0.0}, 'temperature=0.0'),
       ({'score': 'clas_attention'}, 'class_attention'),
       ({'score': 'class_attention', 'stages': (0, 1)}, 'begin later'),
-      (
-        {
-          'backbone': dataclasses.replace(
-            BACKBONE, routing=VisionRoutingConfig()
-          )
-        },
-        'backbone.routing.*None',
-      ),
-      (
-        {
-          'backbone': dataclasses.replace(
-            BACKBONE, adaptive=AdaptiveConfig(num_learners=1)
-          )
-        },
-        'backbone.adaptive.*None',
-      ),
     ],
   )
   def test_refuses(self, changes, message):

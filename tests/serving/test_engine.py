@@ -9,6 +9,8 @@ import pytest
 
 from mod_jax.data import tokenizers
 from mod_jax.errors import UserError
+from mod_jax.layers.acm import FFNS
+from mod_jax.layers.acm import AdaptiveConfig
 from mod_jax.layers.experts import ExpertsConfig
 from mod_jax.layers.mode import RoutingMode
 from mod_jax.layers.routed import MoDConfig
@@ -52,11 +54,12 @@ def make(config, **kwargs):
 @pytest.fixture(scope='module', params=['drop', 'scanned', 'experts choose'])
 def engine(request):
   config, mode = MOD, MODES.get(request.param)
-  if request.param == 'scanned':  # Routed, and with experts and a no-op.
+  if request.param == 'scanned':
+    # With adaptive feed-forwards, which a routed block runs on a few rows.
     config = dataclasses.replace(
       MOD,
       routing=dataclasses.replace(MOD.routing, period=1),
-      experts=ExpertsConfig(num_experts=3, num_nulls=1),
+      adaptive=AdaptiveConfig(num_learners=2, replace=(FFNS,)),
       scan_layers=True,
     )
     mode = MODES['exact']

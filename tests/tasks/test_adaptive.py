@@ -34,6 +34,7 @@ from mod_jax.tasks import make_task
 from mod_jax.tasks.adaptive import Adaptive
 from mod_jax.tasks.experiment import ACMObjective
 from mod_jax.tasks.experiment import ExperimentConfig
+from mod_jax.tasks.experiment import PhaseConfig
 from mod_jax.tasks.experiment import PruningObjective
 from mod_jax.tasks.studies import adaptive as adaptive_studies
 from mod_jax.train import evaluation
@@ -161,10 +162,9 @@ class TestLoss:
     of_module = {'learners': task._learners_loss, 'gates': task._gates_loss}
     each = []
     for name, module in MODULES.items():
-      z_BLD, y_BLD = captured[name]
 
-      def alone(params, module=module, z_BLD=z_BLD, y_BLD=y_BLD):
-        total, count = of_module[phase](module, params, z_BLD, y_BLD)
+      def alone(params, module=module, seen=captured[name]):
+        total, count = of_module[phase](module, params, seen)
         return total / count
 
       value, grad = jax.jit(jax.value_and_grad(alone))(
@@ -198,7 +198,7 @@ class TestLoss:
       params = jax.tree.map(jnp.zeros_like, acm.subtree(PARAMS, name))
       run = jax.jit(functools.partial(task._gates_loss, module))
       for y_BLD in (jnp.zeros((2, 5, 8)), 1e6 * jnp.ones((2, 5, 8))):
-        loss, _ = run(params, z_BLD, y_BLD)
+        loss, _ = run(params, acm.Captured(z_BLD, y_BLD))
         want = 2 * np.log(module.num_choices)
         assert float(loss) == pytest.approx(want, rel=1e-5)
 
@@ -336,8 +336,9 @@ class TestEvaluate:
     load_BL = sum(
       costs[n] * np.asarray(c.learners_BL) for n, c in found.items()
     ) / (2 * sum(costs.values()))
-    np.testing.assert_allclose(task.load_per_token(found), load_BL, atol=1e-6)
+    np.testing.assert_allclose(task.share_per_token(found), load_BL, atol=1e-6)
     load_B = load_BL.mean(axis=1)
+    np.testing.assert_allclose(task.load_per_row(found), load_B, atol=1e-6)
     assert 0.02 < load_B.std() < load_BL.std()
     assert metrics['load'] == pytest.approx(load_B.mean(), rel=1e-4)
     assert metrics['load_std'] == pytest.approx(load_B.std(), abs=1e-3)
@@ -358,7 +359,10 @@ class TestEvaluate:
     task = make()
     found = task.modality.gated(task, PARAMS, {}, max_images=60)
     assert len(found['label']) == 100  # Whole batches.
-    assert found['load_BL'].shape == (100, DENSE.num_tokens)
+    assert found['share_BL'].shape == (100, DENSE.num_tokens)
+    np.testing.assert_allclose(
+      found['load_B'], found['share_BL'].mean(axis=1), rtol=1e-5
+    )
     assert found['right'].dtype == bool
 
 
@@ -447,8 +451,18 @@ class TestWeights:
         "objective.phase='all' and optimizer.rules",
       ),
       (
-        {'model.routing': VisionRoutingConfig(score='learned', layers=(0,))},
-        'model.adaptive and model.routing: .*dense model',
+        {
+          'model.routing': VisionRoutingConfig(score='learned', layers=(0,)),
+          'dense': PhaseConfig(num_steps=1, batch_size=1, learning_rate=1e-3),
+        },
+        'dense and model.routing and model.adaptive: .*a run of its own',
+      ),
+      (
+        {
+          'model.routing': VisionRoutingConfig(score='learned', layers=(0,)),
+          'train.capacity_warmup_steps': 2,
+        },
+        'train.capacity_warmup_steps=2 and model.routing and model.adaptive',
       ),
       (
         {'model.adaptive': None},
@@ -686,7 +700,7 @@ class TestLanguage:
     ):
       if length := int((weight_L > 0).sum()):
         found = choices(apply(variables, tokens_L[None, :length]))
-        rows.append(np.asarray(task.load_per_token(found))[0])
+        rows.append(np.asarray(task.share_per_token(found))[0])
     assert [len(row) for row in rows] == [16, 16, 16, 11]
     means = [row.mean() for row in rows]
     assert metrics['load'] == pytest.approx(np.mean(means), rel=1e-4)

@@ -305,7 +305,7 @@ class TestRefused:
     ('changes', 'message'),
     [
       ({'init': None}, 'init is missing.*dense.*--config.init'),
-      ({'init': None, 'objective.phase': 'learners'}, 'starts from a dense'),
+      ({'init': None, 'objective.phase': 'learners'}, 'starts from the model'),
       (
         {'init': None, 'objective.phase': 'gates'},
         "'gates' starts from the run of phase 'learners'",

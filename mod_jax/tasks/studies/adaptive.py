@@ -7,6 +7,7 @@ from mod_jax import viz
 from mod_jax.data import corruptions
 from mod_jax.data import images as images_lib
 from mod_jax.layers import stack as stack_lib
+from mod_jax.models import acm
 from mod_jax.tasks.studies import devices
 from mod_jax.train.task import Study
 
@@ -18,21 +19,22 @@ _SEVERITIES = range(6)  # 0 is the clean image.
 def robustness(task, params, model_state) -> Study:
   """Measures accuracy and load under corruptions of five severities.
 
-  The dense model that was converted is measured beside it. Both see up to 512
+  The model that was converted is measured beside it. Both see up to 512
   held-out images, under the corruptions of `data.corruptions`.
   """
   model = task.config.model
   batch = task.modality.examples(_IMAGES)
   shown_BHWC = images_lib.denormalize(task.config.data, batch['image'])
   teacher = task.load_teacher()
+  key = jax.random.key(task.config.seed)
 
   @jax.jit
   def guess(params, model_state, teacher, images_BHWC):
-    output = model.build().apply({'params': params, **model_state}, images_BHWC)
-    dense = model.dense_twin().build().apply(teacher, images_BHWC)
-    load_BL = task.load_per_token(stack_lib.collect(output.aux, 'adaptive'))
-    guesses = (x.logits_BV.argmax(axis=-1) for x in (output, dense))
-    return *guesses, load_BL.mean(axis=-1)
+    variables, rngs = {'params': params, **model_state}, {'routing': key}
+    output = model.build().apply(variables, images_BHWC, rngs=rngs)
+    before = acm.without(model).build().apply(teacher, images_BHWC, rngs=rngs)
+    load_B = task.load_per_row(stack_lib.collect(output.aux, 'adaptive'))
+    return *(x.logits_BV.argmax(axis=-1) for x in (output, before)), load_B
 
   mean, std = map(np.float32, (task.config.data.mean, task.config.data.std))
   lines = [
@@ -59,8 +61,8 @@ def robustness(task, params, model_state) -> Study:
         f'{found["dense"]:>8.4f}{found["load"]:>8.4f}'
       )
   lines.append(
-    f'{len(batch["label"])} held-out images; severity 0 is none. The dense'
-    ' model is the one that was converted.'
+    f'{len(batch["label"])} held-out images; severity 0 is none. Dense: the'
+    ' model that was converted.'
   )
   curves = {
     kind: {

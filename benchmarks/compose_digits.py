@@ -1,0 +1,153 @@
+"""Pruning, routing and adaptive width on the digits: each alone, and together.
+
+    python benchmarks/compose_digits.py --workdir=runs/compose_digits
+
+For each seed one dense model is trained (`configs/vit/digits.py`), and from it
+each part alone, by its own config: A-MoD, DynamicViT, ACM; and A-MoD, then
+DynamicViT, then ACM, each from the checkpoint of the last
+(`configs/vit/compose.py`). Batches have half the configs' images. Accuracies
+are those of all 355 held-out images, and GFLOPs of a forward pass under the
+gates. Each run is one line of `compose_digits.jsonl` beside this file; see
+`study.py`. The table and the picture are of the seeds that have all runs.
+"""
+
+import pathlib
+import sys
+
+from absl import app
+from absl import flags
+from machine import cell
+from machine import spread
+import study
+
+from mod_jax import config as config_lib
+from mod_jax import flops
+from mod_jax import viz
+from mod_jax.tasks.experiment import ExperimentConfig
+
+_WORKDIR = flags.DEFINE_string(
+  'workdir', 'runs/compose_digits', 'For the runs.'
+)
+_SEEDS = flags.DEFINE_list('seeds', ['0', '1', '2'], 'A dense run for each.')
+_BATCH = flags.DEFINE_integer('batch', 32, 'Images of a step.')
+_TINY = flags.DEFINE_bool('tiny', False, 'Small models and few steps: a trial.')
+_TABLE = flags.DEFINE_bool('table', False, 'Train nothing; tell of what is.')
+
+# Each run: its name, config file, variant, the variant of a trial, and what it
+# starts from. The first is the dense model.
+RUNS = (
+  ('dense', 'vit/digits.py', '', 'tiny', None),
+  ('A-MoD', 'vit/digits.py', 'amod', 'amod_tiny', 'dense'),
+  ('DynamicViT', 'vit/digits.py', 'dynamic', 'dynamic_tiny', 'dense'),
+  ('ACM', 'acm/vit.py', 'digits', 'tiny', 'dense'),
+  ('A-MoD, DynamicViT', 'vit/compose.py', 'pruned', 'tiny', 'A-MoD'),
+  (
+    *('A-MoD, DynamicViT, ACM', 'vit/compose.py', '', 'tiny_acm'),
+    'A-MoD, DynamicViT',
+  ),
+)
+
+
+def load(path: str, variant: str) -> ExperimentConfig:
+  """Returns what a config file has by this name, with other batches."""
+  root = pathlib.Path(__file__).resolve().parents[1] / 'configs'
+  config = config_lib.load(root / path).get_config(variant)
+  rows = {'train.batch_size': _BATCH.value}
+  if config.model.adaptive is not None:
+    phases = ('learners', 'gates', 'end_to_end')
+    rows = {f'objective.{name}.batch_size': _BATCH.value for name in phases}
+  return config_lib.replace(config, {**rows, 'evaluation.every': 0})
+
+
+def forward(config: ExperimentConfig, load: float | None) -> float:
+  """Returns the FLOPs of an image; `load` is the learners' share that runs."""
+  every = flops.forward(config.model)
+  if load is None:
+    return every
+  table = config.model.flops_table()
+  return every - (1 - load) * sum(x.get('learners', 0) for _, x in table)
+
+
+def tell(config: ExperimentConfig, metrics: dict) -> dict:
+  """Returns what a run came to."""
+  return {
+    'accuracy': metrics['accuracy'],
+    'loss': metrics['loss'],
+    'load': metrics.get('load'),
+    'forward_flops': forward(config, metrics.get('load')),
+    'params': flops.num_params(config.model),
+    'steps': config.train.num_steps,
+    'batch': _BATCH.value,
+  }
+
+
+def results_file() -> pathlib.Path:
+  """Returns where the lines stand: those of a trial in its workdir."""
+  if _TINY.value:
+    return pathlib.Path(_WORKDIR.value) / 'results.jsonl'
+  return pathlib.Path(__file__).with_suffix('.jsonl')
+
+
+def by_name(found: dict[str, dict]) -> dict[str, list[dict]]:
+  """Returns the runs of each model, of those seeds that have all of them."""
+  whole = [
+    seed
+    for seed in sorted({name.split('/')[1] for name in found})
+    if all(f'{name}/{seed}' in found for name, *_ in RUNS)
+  ]
+  return {
+    name: [found[f'{name}/{seed}'] for seed in whole] for name, *_ in RUNS
+  }
+
+
+def draw(runs: dict[str, list[dict]]):
+  """Returns a picture of accuracy over compute."""
+  points = []
+  for name, of_seeds in runs.items():
+    accuracy = spread([run['accuracy'] for run in of_seeds])
+    mflops = spread([run['forward_flops'] / 1e6 for run in of_seeds])
+    points.append(
+      {
+        'name': name,
+        'group': 'together' if ',' in name else 'dense or one part',
+        'flops': mflops['mean'],
+        'accuracy': accuracy['mean'],
+        'spread': (accuracy['high'] - accuracy['low']) / 2,
+      }
+    )
+  return viz.accuracy_flops(
+    points,
+    title='Digits: pruning, routing and adaptive width, alone and together',
+    xlabel='MFLOPs (multiply-add = 2) of a forward pass over one image',
+  )
+
+
+def main(_):
+  if not _TABLE.value:
+    for seed in _SEEDS.value:
+      for name, path, variant, trial, before in RUNS:
+        config = load(path, trial if _TINY.value else variant)
+        init = before and study.workdir(_WORKDIR.value, f'{before}/{seed}')
+        config = config_lib.replace(
+          config, {'seed': int(seed), 'init': init and str(init)}
+        )
+        study.train(
+          f'{name}/{seed}', config, _WORKDIR.value, results_file(), tell
+        )
+  runs = by_name(study.read(results_file()))
+  if not runs['dense']:
+    sys.exit('No seed has all of its runs yet.')
+  print('| | seeds | MFLOPs | load | accuracy, % |\n|---|---|---|---|---|')
+  for name, of_seeds in runs.items():
+    loads = [run['load'] for run in of_seeds if run['load'] is not None]
+    mflops = spread([run['forward_flops'] / 1e6 for run in of_seeds])
+    accuracy = spread([run['accuracy'] for run in of_seeds])
+    print(
+      f'| {name} | {len(of_seeds)} | {cell(mflops, digits=1)} |'
+      f' {cell(spread(loads)) if loads else ""} | {cell(accuracy, 100, 1)} |'
+    )
+  viz.save(draw(runs), results_file().with_suffix('.png'))
+
+
+if __name__ == '__main__':
+  app.run(main)

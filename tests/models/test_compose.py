@@ -1,0 +1,275 @@
+"""Pruning, routing and adaptive width in one model, each within the last."""
+
+import dataclasses
+import functools
+
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mod_jax import flops
+from mod_jax import routing
+from mod_jax.errors import UserError
+from mod_jax.layers import stack
+from mod_jax.layers.acm import FFNS
+from mod_jax.layers.acm import AdaptiveConfig
+from mod_jax.layers.experts import ExpertsConfig
+from mod_jax.layers.routed import VisionRoutingConfig
+from mod_jax.models import acm
+from mod_jax.models.dynamic_vit import DynamicViTConfig
+from mod_jax.models.vit import ViTConfig
+
+B, N = 3, 16  # Images and patches.
+DENSE = ViTConfig(
+  image_size=16,
+  patch_size=4,
+  num_classes=5,
+  num_layers=2,
+  width=8,
+  num_heads=2,
+)
+# Patches are dropped, then block 0 scores the rest, and block 1 runs on half of
+# them, each through as many learners as its gate says.
+ROUTED = dataclasses.replace(DENSE, routing=VisionRoutingConfig(capacity=0.5))
+ADAPTIVE = AdaptiveConfig(num_learners=2, replace=(FFNS,))
+PRUNED = DynamicViTConfig(backbone=ROUTED, stages=(0,), keep=0.7)
+CONFIG = PRUNED.with_parts(adaptive=ADAPTIVE)
+LEFT, CHOSEN = 12, 6  # Tokens after the stage, and of these in block 1.
+
+
+@functools.cache
+def init(config):
+  """Returns parameters large enough for mistakes to show."""
+  shapes = jax.eval_shape(
+    lambda: nn.unbox(config.build().init(jax.random.key(0), config.example()))
+  )
+  rng = np.random.default_rng(0)
+
+  def draw(path, x):
+    scale = 3 if 'gate' in jax.tree_util.keystr(path) else 1
+    spread = 2 / np.sqrt(x.shape[0]) if path[-1].key == 'kernel' else 0.3
+    return jnp.asarray(rng.normal(0, scale * spread, x.shape), x.dtype)
+
+  return jax.tree_util.tree_map_with_path(draw, shapes['params'])
+
+
+@functools.partial(jax.jit, static_argnums=0, static_argnames='learners')
+def _run(config, params, images, *args, learners='gated'):
+  return config.build(learners=learners).apply(
+    {'params': params}, images, *args
+  )
+
+
+def run(config, *args, params=None, **kwargs):
+  params = init(CONFIG) if params is None else params
+  images = jax.random.normal(jax.random.key(1), (B, 16, 16, 3))
+  return _run(config, params, images, *args, **kwargs)
+
+
+def choices(output):
+  return stack.collect(output.aux, 'adaptive')
+
+
+@pytest.fixture(scope='module')
+def removed():
+  """What inference does: patches are gone."""
+  return run(CONFIG)
+
+
+def masked(keep_SBN):
+  """What training does, by given decisions."""
+  return run(CONFIG, jnp.asarray(keep_SBN))
+
+
+class TestMaskedIsRemoved:
+  @pytest.fixture(scope='class')
+  @staticmethod
+  def both(removed):
+    return removed, masked(removed.keep_SBN)
+
+  @staticmethod
+  def in_place(value_BK, index_BK):
+    """Returns values at their tokens' places, 0 elsewhere."""
+    zeros_BL = jnp.zeros((B, 1 + N), value_BK.dtype)
+    return routing.scatter_add_tokens(zeros_BL, index_BK, value_BK)
+
+  def left(self, output):
+    """Returns the places of the tokens that the stage leaves."""
+    keep_BL = np.pad(output.keep_SBN[0], ((0, 0), (1, 0)), constant_values=1)
+    return np.stack([np.flatnonzero(keep_L) for keep_L in keep_BL])
+
+  def test_predictions(self, both):
+    removed, masked = both
+    np.testing.assert_allclose(removed.logits_BV, masked.logits_BV, atol=1e-4)
+    every = run(CONFIG, jnp.ones((1, B, N)))
+    assert jnp.abs(every.logits_BV - removed.logits_BV).max() > 1e-2
+
+  def test_a_mod_scores_and_chooses_among_what_is_left(self, both):
+    removed, masked = both
+    (few,), (many,) = removed.routing, masked.routing
+    assert few.chosen_BL.shape == (B, LEFT)
+    index_BK = self.left(removed)
+    np.testing.assert_array_equal(
+      many.chosen_BL, self.in_place(few.chosen_BL.astype(int), index_BK)
+    )
+    np.testing.assert_allclose(
+      many.score_BL, self.in_place(few.score_BL, index_BK), atol=1e-5
+    )
+    np.testing.assert_allclose(many.score_BL.sum(axis=-1), 1, rtol=1e-5)
+
+  def test_gates_choose_alike_and_the_same_tokens_count(self, both):
+    removed, masked = map(choices, both)
+    assert removed.keys() == {'block_0/mlp', 'block_1/mlp'}
+    for name, few in removed.items():
+      many = masked[name]
+      index_BL = many.index_BL
+      if index_BL is None:
+        index_BL = jnp.tile(jnp.arange(1 + N), (B, 1))
+      counted_BL = self.in_place(many.valid_BL.astype(int), index_BL)
+      ones_BK = jnp.ones_like(few.index_BL)
+      np.testing.assert_array_equal(
+        counted_BL, self.in_place(ones_BK, few.index_BL)
+      )
+      ran_BL = self.in_place(many.learners_BL * many.valid_BL, index_BL)
+      np.testing.assert_array_equal(
+        ran_BL, self.in_place(few.learners_BL, few.index_BL)
+      )
+    assert len(np.unique(removed['block_0/mlp'].learners_BL)) > 1
+
+
+def test_each_image_routes_a_share_of_its_own_kept_tokens():
+  # As many as of the whole image, or tokens that were dropped, would be wrong.
+  counts = (3, 9, 16)
+  keep_SBN = np.zeros((1, B, N), np.float32)
+  for row, count in enumerate(counts):
+    chosen = np.random.default_rng(row).permutation(N)[:count]
+    keep_SBN[0, row, chosen] = 1
+  output = masked(keep_SBN)
+  (told,) = output.routing
+  chosen_BL = np.asarray(told.chosen_BL)
+  assert chosen_BL.sum(axis=-1).tolist() == [(1 + n) // 2 for n in counts]
+  assert not chosen_BL[:, 1:][keep_SBN[0] == 0].any()
+  found = choices(output)
+  for name, want in (
+    ('block_0/mlp', [1 + n for n in counts]),
+    ('block_1/mlp', [(1 + n) // 2 for n in counts]),
+  ):
+    assert found[name].valid_BL.sum(axis=-1).tolist() == want
+
+
+class TestEachPartInFull:
+  """A part that leaves nothing out is none."""
+
+  def agree(self, one, other):
+    np.testing.assert_allclose(one.logits_BV, other.logits_BV, atol=1e-5)
+
+  def test_keeping_all_patches(self, removed):
+    every = run(dataclasses.replace(CONFIG, keep=1.0))
+    self.agree(every, run(CONFIG.backbone))
+    assert jnp.abs(every.logits_BV - removed.logits_BV).max() > 1e-3
+
+  def test_routing_all_tokens(self, removed):
+    whole = VisionRoutingConfig(capacity=1.0)
+    every = run(CONFIG.with_parts(routing=whole))
+    self.agree(every, run(CONFIG.with_parts(routing=None)))
+    assert jnp.abs(every.logits_BV - removed.logits_BV).max() > 1e-3
+
+  def test_all_learners(self, removed):
+    # Learners that are the dense feed-forward, cut in two.
+    before, params = dict(init(PRUNED)), dict(init(CONFIG))
+    for name in ('block_0', 'block_1'):
+      up, down = (before[name]['mlp'][part] for part in ('up', 'down'))
+      down = {'kernel': down['kernel'], 'bias': 0 * down['bias']}
+      before[name] = before[name] | {'mlp': {'up': up, 'down': down}}
+      gate = params[name]['mlp_acm']['gate']
+      block = {k: x for k, x in before[name].items() if k != 'mlp'}
+      params[name] = block | {
+        'mlp_acm': {
+          'up': up['kernel'].reshape(8, 2, -1).swapaxes(0, 1),
+          'bias': up['bias'].reshape(2, -1),
+          'down': down['kernel'].reshape(2, -1, 8),
+          'gate': gate,
+        }
+      }
+    params = before | {k: params[k] for k in ('block_0', 'block_1')}
+    want = run(PRUNED, params=before)
+    self.agree(run(CONFIG, params=params, learners=2), want)
+    gated = run(CONFIG, params=params)
+    assert jnp.abs(gated.logits_BV - want.logits_BV).max() > 1e-3
+
+
+def test_experts_stand_between_routing_and_learners():
+  config = PRUNED.with_parts(
+    experts=ExpertsConfig(num_experts=2, num_nulls=1),
+    adaptive=AdaptiveConfig(num_learners=2, replace=('.*/attention/out',)),
+  )
+  params = init(config)
+  removed = run(config, params=params)
+  masked = run(config, jnp.asarray(removed.keep_SBN), params=params)
+  np.testing.assert_allclose(removed.logits_BV, masked.logits_BV, atol=1e-4)
+  for output in (removed, masked):
+    counts = [int(told.valid_BL.sum()) for told in output.experts]
+    assert counts == [B * LEFT, B * CHOSEN]
+    for told in output.experts:  # Of these tokens some choose the no-op.
+      assert 0 < told.ran_BLE.sum() < told.valid_BL.sum()
+  rows = dict(config.flops_table())
+  slots = config.experts.slots(CHOSEN)
+  one = sum(DENSE.block.mlp.flops(1).values())
+  assert rows['block_1 (routed)']['experts'] == 2 * slots * one
+
+
+def test_flops_multiply():
+  """Tokens left, times the capacity, times the learners' share."""
+  rows = dict(CONFIG.flops_table())
+  assert CONFIG.tokens_per_block() == (LEFT, CHOSEN)
+  module = acm.modules(CONFIG)['block_1/mlp']
+  assert rows['block_1 (routed)']['learners'] == (
+    CHOSEN * 2 * module.learner_flops
+  )
+  assert rows['block_0']['gate'] == LEFT * module.gate_flops
+  alone = dict(PRUNED.flops_table())
+  for name in ('embed', 'prediction_0', 'head'):
+    assert rows[name] == alone[name]
+  assert flops.forward(CONFIG.dense_twin()) == flops.forward(DENSE)
+  assert 'block_1 (routed)' in flops.report(CONFIG)
+
+
+def test_only_what_is_processed_is_captured():
+  captured = jax.jit(acm.capture, static_argnums=0)(
+    CONFIG,
+    {'params': init(PRUNED)},
+    jax.random.normal(jax.random.key(1), (B, 16, 16, 3)),
+  )
+  shapes = {name: seen.z_BLD.shape for name, seen in captured.items()}
+  assert shapes == {'block_0/mlp': (B, LEFT, 8), 'block_1/mlp': (B, CHOSEN, 8)}
+
+
+@pytest.mark.parametrize(
+  ('changes', 'message'),
+  [
+    ({'stages': (1,)}, r'stages=\(1,\) and backbone.routing: .*block 0'),
+    (
+      {
+        'score': 'class_attention',
+        'backbone': dataclasses.replace(
+          ROUTED, routing=VisionRoutingConfig(score='learned', layers=(0,))
+        ),
+        'stages': (1,),
+      },
+      "score='class_attention' and backbone.routing: block 0",
+    ),
+    ({'score': 'structural'}, "score='structural' and backbone.routing"),
+    (
+      {
+        'score': 'structural',
+        'backbone': dataclasses.replace(DENSE, adaptive=ADAPTIVE),
+      },
+      "score='structural' and backbone.adaptive",
+    ),
+  ],
+)
+def test_what_does_not_go_together(changes, message):
+  with pytest.raises(UserError, match=message):
+    dataclasses.replace(PRUNED, **changes)

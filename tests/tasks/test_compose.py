@@ -1,0 +1,385 @@
+"""Training of models that are pruned, routed and adaptive at once."""
+
+import dataclasses
+import functools
+import re
+
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+
+from mod_jax import flops
+from mod_jax import parallel
+from mod_jax import trees
+from mod_jax.data.images import ImageDataConfig
+from mod_jax.data.text import TextDataConfig
+from mod_jax.errors import UserError
+from mod_jax.layers import stack
+from mod_jax.layers.acm import FFNS
+from mod_jax.layers.acm import AdaptiveConfig
+from mod_jax.layers.routed import MoDConfig
+from mod_jax.layers.routed import VisionRoutingConfig
+from mod_jax.models import acm
+from mod_jax.models.dynamic_vit import DynamicViTConfig
+from mod_jax.models.lm import LMConfig
+from mod_jax.models.vit import ViTConfig
+from mod_jax.serving import export
+from mod_jax.serving import run as run_lib
+from mod_jax.tasks import make_task
+from mod_jax.tasks import phases
+from mod_jax.tasks.adaptive import Adaptive
+from mod_jax.tasks.experiment import ACMObjective
+from mod_jax.tasks.experiment import ExperimentConfig
+from mod_jax.tasks.experiment import PhaseConfig
+from mod_jax.tasks.experiment import PruningObjective
+from mod_jax.tasks.pruning import Pruning
+from mod_jax.train import evaluation
+from mod_jax.train import workdir as workdir_lib
+from mod_jax.train.checkpoints import Checkpointer
+from mod_jax.train.run_config import EvaluationConfig
+from mod_jax.train.run_config import TrainConfig
+
+ADAPTIVE = AdaptiveConfig(num_learners=2, replace=(FFNS,))
+ROUTED = ViTConfig(
+  image_size=8,
+  patch_size=2,
+  num_classes=10,
+  num_layers=2,
+  width=8,
+  num_heads=2,
+  routing=VisionRoutingConfig(capacity=0.5),
+)
+PRUNED = DynamicViTConfig(backbone=ROUTED, stages=(0,), keep=0.7)
+MODEL = PRUNED.with_parts(adaptive=ADAPTIVE)
+LEFT, CHOSEN = 12, 6  # Tokens after the stage, and of these in block 1.
+MODULE = acm.modules(MODEL)['block_0/mlp']  # As the other one.
+
+
+def random_params(model, seed=0):
+  """Returns parameters that tell things apart, gates above all."""
+  shapes = jax.eval_shape(
+    lambda: nn.unbox(model.build().init(jax.random.key(0), model.example()))
+  )
+  rng = np.random.default_rng(seed)
+
+  def draw(path, x):
+    scale = 3 if re.search(r'gate.*logits.*kernel', str(path)) else 1
+    return jnp.asarray(rng.normal(0, 0.4 * scale, x.shape), jnp.float32)
+
+  return jax.tree_util.tree_map_with_path(draw, shapes['params'])
+
+
+PARAMS = random_params(MODEL)
+
+
+@functools.cache
+def make(model=MODEL, **changes):
+  fields = {'objective': ACMObjective(phase='end_to_end')} | changes
+  return make_task(
+    ExperimentConfig(
+      model=model,
+      data=ImageDataConfig(image_size=8),
+      train=TrainConfig(num_steps=8, batch_size=4),
+      evaluation=EvaluationConfig(
+        every=0, batches=1, batch_size=50, final_batches=1
+      ),
+      **fields,
+    )
+  )
+
+
+def mesh():
+  return parallel.make_mesh(parallel.MeshConfig(), jax.devices()[:1])
+
+
+MODES = ('', 'never/', 'k1/', 'k2/')
+
+
+@pytest.fixture(scope='module')
+def held_out():
+  modes = dict(list(make().eval_modes().items())[:2])  # Each one compiles.
+  with pytest.MonkeyPatch.context() as patch, jax.set_mesh(mesh()):
+    patch.setattr(
+      Adaptive, 'eval_modes', lambda self, *, more=False: {} if more else modes
+    )
+    return evaluation.held_out(make(), PARAMS, {}, mesh())
+
+
+@pytest.fixture(scope='module')
+def output():
+  """Returns what the model says of the held-out images."""
+  (batch,) = make().eval_batches(batch_size=50, num_batches=1)
+  return jax.jit(MODEL.build().apply)({'params': PARAMS}, batch['image'])
+
+
+def saved(path, model, seed, **fields):
+  """Returns a run's directory, as far as others look at it."""
+  config = make(model, **fields).config
+  workdir_lib.claim(path, config)
+  params = random_params(model, seed)
+  directory = workdir_lib.checkpoints(path)
+  with Checkpointer(directory, config.checkpoint) as saver:
+    saver.save(1, {'params': params, 'model_state': {}})
+  return trees.flatten(params)
+
+
+class TestOrder:
+  """Each part learns from the run of the model without it."""
+
+  def test_methods(self):
+    assert type(make()) is Adaptive
+    assert type(make(PRUNED, objective=None)) is Pruning
+
+  def test_pruning_beside_the_routed_model(self, tmp_path):
+    routed = saved(tmp_path, ROUTED, 1, objective=None)
+    task = make(PRUNED, objective=PruningObjective(), init=str(tmp_path))
+    teacher = task.teacher(None)
+    for name, value in trees.flatten(teacher['params']).items():
+      np.testing.assert_array_equal(value, routed[name], err_msg=name)
+    started, _ = task.start(random_params(PRUNED, 2), {}, str(tmp_path))
+    for name, value in trees.flatten(started).items():
+      same = np.array_equal(value, routed.get(name))
+      assert same != name.startswith('prediction_'), name
+    # The student masks, so it costs what the routed teacher does.
+    assert task.flops_per_step(0.0) == 4 * 4 * flops.forward(ROUTED)
+
+  def test_adaptive_modules_from_the_pruned_routed_model(self, tmp_path):
+    pruned = saved(tmp_path, PRUNED, 1, objective=None)
+    objective = ACMObjective(phase='learners')
+    task = make(objective=objective, init=str(tmp_path))
+    teacher = trees.flatten(task.teacher(None)['params'])
+    assert teacher.keys() == pruned.keys()
+    np.testing.assert_array_equal(
+      teacher['prediction_0/linear_0/kernel'],
+      pruned['prediction_0/linear_0/kernel'],
+    )
+    started, _ = task.start(PARAMS, {}, str(tmp_path))
+    for name, value in trees.flatten(started).items():
+      own = re.fullmatch(acm.PARAMETERS, name) is not None
+      assert np.array_equal(value, pruned.get(name)) != own, name
+    teacher_cost = flops.forward(PRUNED)
+    modules = (LEFT + CHOSEN) * sum(MODULE.flops(1).values())
+    assert task.flops_per_step(0.0) == 4 * (teacher_cost + 3 * modules)
+
+  def test_a_model_that_drops_nothing_is_no_start(self, tmp_path):
+    saved(tmp_path, ROUTED, 1, objective=None)
+    task = make(objective=ACMObjective(phase='learners'), init=str(tmp_path))
+    with pytest.raises(UserError, match='missing: prediction_0'):
+      task.start(PARAMS, {}, str(tmp_path))
+
+  def test_weight_decay_does_not_move_what_has_no_gradient(self):
+    config = make().config
+    rules = phases.expand(
+      dataclasses.replace(
+        config,
+        init='somewhere',
+        objective=ACMObjective(
+          phase='end_to_end',
+          learners=PhaseConfig(num_steps=0, batch_size=4, learning_rate=1e-3),
+          gates=PhaseConfig(num_steps=0, batch_size=4, learning_rate=1e-3),
+        ),
+      ),
+      'runs/none',
+    )[0][1].optimizer.rules
+    assert rules[0] == ('^(prediction|pattern)_', 0.0, 0)
+
+  @pytest.mark.parametrize(
+    ('changes', 'message'),
+    [
+      (
+        {'objective': PruningObjective()},
+        'PruningObjective and model=DynamicViTConfig: .*ACMObjective',
+      ),
+      (
+        {
+          'dense': PhaseConfig(num_steps=1, batch_size=1, learning_rate=1e-3),
+          'init': None,
+        },
+        'dense and model.stages and model.backbone.routing and'
+        ' model.backbone.adaptive',
+      ),
+      (
+        {'train': TrainConfig(capacity_warmup_steps=3)},
+        'train.capacity_warmup_steps=3 and model.stages and',
+      ),
+    ],
+  )
+  def test_what_does_not_fit(self, changes, message):
+    with pytest.raises(UserError, match=message):
+      dataclasses.replace(make().config, **changes)
+
+
+class TestEndToEnd:
+  @pytest.fixture(scope='class')
+  @staticmethod
+  def step():
+    rng = np.random.default_rng(0)
+    image = rng.normal(size=(4, 8, 8, 3)).astype(np.float32)
+    batch = {'image': image, 'target': np.eye(10, dtype=np.float32)[:4]}
+    task = make()
+
+    @jax.jit
+    def step(params):
+      run = functools.partial(task.loss, static_args=True)
+      grads, (metric_sums, _) = jax.grad(run, has_aux=True)(
+        params, {}, batch, jax.random.key(0)
+      )
+      output, _ = task.forward(
+        *(MODEL, params, {}, batch, jax.random.key(0)),
+        learners='train',
+        masks=False,
+      )
+      return grads, metric_sums, output
+
+    return jax.device_get(step(PARAMS))
+
+  def test_tokens_are_dropped_and_not_masked(self, step):
+    grads, _, output = step
+    assert output.features_BLD.shape[1] == LEFT
+    for name, grad in trees.flatten(grads).items():
+      assert np.any(grad) != name.startswith('prediction_'), name
+
+  def test_the_budget_is_of_the_tokens_that_reach_the_modules(self, step):
+    _, metric_sums, output = step
+    found = stack.collect(output.aux, 'adaptive')
+    ran = {name: x.learners_BL.sum() for name, x in found.items()}
+    total, count = metric_sums['load']
+    # Not of all 17 tokens of an image in both blocks.
+    want = sum(ran.values()) / (4 * (LEFT + CHOSEN) * 2)
+    assert total / count == pytest.approx(want, rel=1e-5)
+    assert len(set(ran.values())) == 2
+
+
+class TestEvaluation:
+  def test_load_and_cost(self, held_out, output):
+    assert tuple(make().eval_modes()) == MODES
+    assert set(held_out) == {
+      *(f'{p}{n}' for p in MODES[:2] for n in ('loss', 'accuracy', 'top5')),
+      *('load', 'load_std', 'token_std', 'budget_error', 'gmacs'),
+    }
+    gated = stack.collect(output.aux, 'adaptive')
+    ran_B = sum(x.learners_BL.sum(axis=-1) for x in gated.values())
+    load_B = np.asarray(ran_B) / (2 * (LEFT + CHOSEN))
+    assert load_B.std() > 0.01
+    assert held_out['load'] == pytest.approx(load_B.mean(), rel=1e-4)
+    assert held_out['load_std'] == pytest.approx(load_B.std(), abs=1e-4)
+    # Of tokens, each by the modules that it reaches.
+    spent_BL, whole_BL = map(np.asarray, make()._compute(gated))
+    assert sorted(set(whole_BL.ravel() / (2 * MODULE.learner_flops))) == [
+      *(0, 1, 2)
+    ]
+    share_N = (spent_BL / np.maximum(whole_BL, 1))[whole_BL > 0]
+    weight_N = whole_BL[whole_BL > 0]
+    mean = np.average(share_N, weights=weight_N)
+    std = np.average((share_N - mean) ** 2, weights=weight_N) ** 0.5
+    assert held_out['token_std'] == pytest.approx(std, abs=1e-3)
+    # Learners that do not run are all that is saved within the routed, pruned
+    # model.
+    idle = (1 - held_out['load']) * (LEFT + CHOSEN) * 2 * MODULE.learner_flops
+    saved = flops.published_macs(MODEL) - held_out['gmacs'] * 1e9
+    assert saved == pytest.approx(idle / 2, rel=1e-5)
+
+  def test_a_table_for_people(self, held_out):
+    lines = make().summary(held_out).splitlines()
+    titles = [line.split()[0] for line in lines[1:5]]
+    assert titles == ['gated', 'never', 'k', 'k']
+
+  def test_all_is_drawn(self, monkeypatch):
+    # How learners imitate is looked at elsewhere.
+    monkeypatch.setattr(Adaptive, '_error_map', lambda *args: {})
+    figures = make().pictures(PARAMS, {})
+    for figure in figures.values():
+      figure.canvas.draw()
+      plt.close(figure)
+    assert set(figures) == {
+      *('routing', 'stages', 'keep_probability'),
+      *('load', 'compute', 'extremes'),
+    }
+
+  def test_routing_is_drawn_where_the_patches_lie(self, output):
+    left_BL = make().modality._left(output, 1)
+    assert left_BL.sum(axis=-1).tolist() == [LEFT] * 50
+    np.testing.assert_array_equal(left_BL[:, 1:], output.keep_SBN[0] > 0)
+
+  def test_studies_are_those_that_make_sense(self):
+    assert set(make().studies()) == {'throughput', 'robustness'}
+
+  def test_loads_predicts_and_exports_itself_alone(self, tmp_path):
+    flat = saved(tmp_path / 'run', MODEL, 0)
+    run = run_lib.load(tmp_path / 'run')
+    export.export(run, tmp_path / 'ours')
+    again = run_lib.load(tmp_path / 'ours')
+    assert again.config == MODEL
+    loaded = trees.flatten(dict(again.variables)['params'])
+    assert loaded.keys() == flat.keys()
+    picture = np.zeros((8, 8, 3), np.uint8)
+    assert len(again.predict(picture)[0]) == 5
+    for dense in (False, True):
+      with pytest.raises(UserError, match="format='timm' has no learners"):
+        export.export(run, tmp_path / 'theirs', 'timm', dense=dense)
+
+
+class TestLanguage:
+  """Mixture-of-Depths with adaptive feed-forwards."""
+
+  MODEL = LMConfig(
+    num_layers=2,
+    width=8,
+    num_heads=2,
+    mlp_dim=8,
+    routing=MoDConfig(capacity=0.5),
+    adaptive=ADAPTIVE,
+  )
+
+  def task(self, phase):
+    config = ExperimentConfig(
+      model=self.MODEL,
+      data=TextDataConfig(length=16),
+      objective=ACMObjective(phase=phase),
+    )
+    return make_task(config)
+
+  @pytest.mark.parametrize('phase', ['gates', 'end_to_end'])
+  def test_padding_counts_for_nothing(self, phase):
+    task = self.task(phase)
+    rng = np.random.default_rng(0)
+    full = {
+      'tokens': rng.integers(1, 100, (2, 12), dtype=np.int32),
+      'targets': rng.integers(1, 100, (2, 12), dtype=np.int32),
+      'weights': np.ones((2, 12), np.float32),
+      'segments': np.ones((2, 12), np.int32),
+    }
+    # Four places more in each row, and a third row of nothing else: slots of
+    # the routed block stay empty.
+    padded = {k: np.pad(v, ((0, 1), (0, 4))) for k, v in full.items()}
+    params = random_params(self.MODEL)
+    teacher = {'params': random_params(acm.without(self.MODEL), 1)}
+
+    @jax.jit
+    def step(batch):
+      (_, (metric_sums, _)), grads = jax.value_and_grad(
+        task.loss, has_aux=True
+      )(params, {}, batch, jax.random.key(0), False, teacher)
+      return {k: total / n for k, (total, n) in metric_sums.items()}, grads
+
+    want, want_grads = step(full)
+    found, grads = step(padded)
+    for name, value in want.items():
+      assert found[name] == pytest.approx(float(value), rel=1e-4), name
+    want_grads, grads = map(trees.flatten, (want_grads, grads))
+    for name, grad in want_grads.items():
+      np.testing.assert_allclose(
+        grads[name], grad, rtol=1e-3, atol=1e-5, err_msg=name
+      )
+    if phase == 'end_to_end':
+      # Top-k stays foreseeable: the router's own loss is there.
+      assert {'router/bce', 'load', 'entropy'} <= set(want)
+      assert np.any(want_grads['block_1/router/kernel'])
+
+  def test_is_evaluated_by_each_rule(self):
+    modes = self.task('end_to_end').eval_modes()
+    assert list(modes) == ['', 'router/', 'never/', 'k1/', 'k2/']
+    assert modes['router/'].routing.rule == 'router'
