@@ -16,7 +16,7 @@ def balance_loss(
   logits_BLX: jax.Array,
   wanted_BLX: jax.Array,
   valid_BL: jax.Array,
-  targets: Sequence[float],
+  targets: Sequence[float] | jax.Array,
 ) -> jax.Array:
   """Returns Σ_x f_x · P_x / t_x: 1 where the choices are as they should be.
 
@@ -36,7 +36,7 @@ def balance_loss(
     valid_BL[..., None], jax.nn.softmax(logits_BLX), 0
   )
   mean_X = probability_BLX.sum(axis=(0, 1)) / jnp.maximum(valid_BL.sum(), 1)
-  return jnp.sum(part_X * mean_X / jnp.array(targets))
+  return jnp.sum(part_X * mean_X / jnp.asarray(targets))
 
 
 def z_loss(logits_BLX: jax.Array, valid_BL: jax.Array) -> Pair:

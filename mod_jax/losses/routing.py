@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from mod_jax.losses import experts
 from mod_jax.losses.sums import Pair
 
 
@@ -50,17 +51,18 @@ def path_balance(
   Returns:
     (loss times the number of tokens, number of tokens).
   """
-  weight_BL = _weights(logit_BL, valid_BL)
-  count = jnp.sum(weight_BL)
-  # No target is 0, by which a share would be divided.
-  target_P = jnp.maximum(jnp.stack([capacity, 1 - capacity]), 1e-3)
-
-  def shares(enters_BL):
-    share = jnp.sum(enters_BL * weight_BL) / jnp.maximum(count, 1)
-    return jnp.stack([share, 1 - share])
-
-  probability_P = shares(jax.nn.sigmoid(logit_BL))
-  loss = jnp.sum(shares(logit_BL > 0) * probability_P / target_P)
+  if valid_BL is None:
+    valid_BL = jnp.ones(logit_BL.shape, bool)
+  enters_BL = logit_BL > 0
+  # The softmax of a logit and 0 is its sigmoid, and what is left of 1.
+  loss = experts.balance_loss(
+    jnp.stack([logit_BL, jnp.zeros_like(logit_BL)], axis=-1),
+    jnp.stack([enters_BL, ~enters_BL], axis=-1) & valid_BL[..., None],
+    valid_BL,
+    # No target is 0, by which a share would be divided.
+    jnp.maximum(jnp.stack([capacity, 1 - capacity]), 1e-3),
+  )
+  count = valid_BL.sum(dtype=jnp.float32)
   return loss * count, count
 
 
