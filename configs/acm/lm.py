@@ -6,8 +6,8 @@
 
 The model of `configs/lm/dense.py`; phases as in `configs/acm/vit.py`. Variants:
 `ffn` splits its FFNs only; `mod` converts the routed model of
-`configs/lm/mod.py`, from a run of that (`--config.init=runs/mod`); `tiny` is for
-tests.
+`configs/lm/mod.py`, from a run of that (`--config.init=runs/mod`); `tiny` is
+for tests.
 """
 
 import dataclasses
