@@ -125,14 +125,6 @@ def main(_):
     name: flops.train(config.model, _LENGTH.value)
     for name, config in configs.items()
   }
-  rows = {}
-  for name in steps:
-    middle, low, high = timing.ratio_spread(seconds, name, 'dense')
-    rows[name] = {
-      'flop_ratio': counts[name] / counts['dense'],
-      'time_ratio': middle,
-      'time_ratio_quartiles': [low, high],
-    }
   # What no-ops leave out, they should leave out of the time as well.
   middle, low, high = timing.ratio_spread(seconds, 'integrated', 'experts')
   counted = counts['integrated'] / counts['experts']
@@ -145,7 +137,7 @@ def main(_):
         **dataclasses.asdict(base),
       },
       'rounds': _ROUNDS.value,
-      'rows': rows,
+      'models': results_lib.over_dense(seconds, counts),
       'no_ops_over_experts': {
         'flop_ratio': counted,
         'time_ratio': middle,

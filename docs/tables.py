@@ -327,6 +327,43 @@ OVER_DENSE = ['FLOPs / dense', 'time / dense', 'quartiles', 'time / FLOPs']
 
 
 @table
+def experts_time():
+  """The training step of models with experts over that of the dense twin."""
+  found = measured('experts')
+  names = {
+    'MoD': 'MoD, 12.5% in every other block',
+    'experts': 'eight experts',
+    'experts, half of the slots': 'eight experts, .4 of their slots',
+    'staged': 'staged: MoD around experts',
+    'integrated': 'integrated: half of the choices do nothing',
+  }
+  return markdown(['model', *OVER_DENSE], over_dense(found['models'], names))
+
+
+@table
+def experts_slice():
+  """What a chip does in a step of a larger model with experts, as compiled."""
+  found = measured('experts')
+  rows = [
+    [
+      name,
+      f'{row["memory"] / 2**30:.1f}',
+      f'{row["products"] / row["model_flops"] * row["chips"]:.3f}',
+      f'{row["collectives"].get("all-to-all", (0, 0))[1] / 1e6:.0f}',
+      f'{row["sent"] / 1e6:.0f}',
+      f'{1e3 * row["compute_seconds"]:.1f}',
+      f'{1e3 * row["network_seconds"]:.1f}',
+    ]
+    for name, row in found['on_a_slice'].items()
+  ]
+  header = [
+    *(f'on {found["topology"]}', 'GiB a chip', 'products, found / counted'),
+    *('all-to-all, MB', 'sent, MB', 'products, ms', 'network, ms'),
+  ]
+  return markdown(header, rows)
+
+
+@table
 def vision_inference():
   """Inference of vision transformers, over the dense one's."""
   found = measured('vit_throughput')
