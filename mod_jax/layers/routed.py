@@ -32,6 +32,10 @@ from mod_jax.layers.rules import Rule
 from mod_jax.layers.scores import Score
 from mod_jax.layers.token_info import TokenInfo
 
+# When generating, pieces of up to so many tokens are processed row by row, and
+# a row is passed by if none of them is chosen; of longer ones hardly any is.
+_SHORT = 16
+
 # Chosen indices carry this name, so that rematerialisation can keep them: a
 # top-k computed again may choose other tokens.
 SELECTION_NAME = 'mod_selection'
@@ -296,6 +300,8 @@ class LayerConfig:
     capacity: fraction of tokens that a routed layer processes.
     attention_score: which attention score goes to `aux['attention']`; or None.
     drop_rate: of stochastic depth, when training.
+    tells_features: whether the features after it go to `aux['features']` when
+      training.
   """
 
   block: BlockConfig
@@ -303,6 +309,7 @@ class LayerConfig:
   capacity: float | None = None
   attention_score: AttentionScore | None = None
   drop_rate: float = 0.0
+  tells_features: bool = False
 
   def tokens(self, length: int) -> int:
     """Returns how many of a sequence's tokens the block processes."""
@@ -436,7 +443,7 @@ class Layer(nn.Module):
       done = self._run(block, x_BLD, info, routed, selection, None)
     else:
       chosen_BL = cache.room(wanted_BL)
-      if length == 1 and mode.chunk != 0:
+      if length <= _SHORT and mode.chunk != 0:
         done = self._run_rows(block, x_BLD, info, routed, chosen_BL, cache)
       else:
         selection = routing.select_decided(chosen_BL, cache.slots)
@@ -514,41 +521,45 @@ class Layer(nn.Module):
     return LayerOutput(x_BLD, done.cache, done.aux)
 
   def _run_rows(
-    self, block, x_B1D, info, routed, chosen_B1, cache
+    self, block, x_BLD, info, routed, chosen_BL, cache
   ) -> LayerOutput:
-    """Processes one token of each routed row, a few rows at a time.
+    """Processes the few tokens of each routed row, a few rows at a time.
 
     Static shapes, any number of routed rows, and no work where there are
-    none: the routed rows come first, and a loop takes chunks of them.
+    none: the rows with a chosen token come first, and a loop takes chunks of
+    them. Their other tokens are computed along, and leave no trace.
     """
-    batch = x_B1D.shape[0]
-    chunk = self.mode.routing.rows_at_a_time(self.config.capacity, batch)
-    first_B = jnp.argsort(~chosen_B1[:, 0], stable=True)
-    count = chosen_B1.sum(dtype=jnp.int32)
+    batch, length, _ = x_BLD.shape
+    share = 1 - (1 - self.config.capacity) ** length
+    chunk = self.mode.routing.rows_at_a_time(share, batch)
+    routed_B = chosen_BL.any(axis=-1)
+    first_B = jnp.argsort(~routed_B, stable=True)
+    count = routed_B.sum(dtype=jnp.int32)
     # The last chunk is filled up with a row number beyond the batch, which is
     # clipped in reading and dropped in writing.
     rows_P = jnp.pad(first_B, (0, -batch % chunk), constant_values=batch)
-    weight_B1 = routed.weight_BL
+    weight_BL = routed.weight_BL
 
     def more(_, carry):
       return carry[0] < count
 
     def step(block, carry):
-      start, x_B1D, cache = carry
+      start, x_BLD, cache = carry
       rows_R = jax.lax.dynamic_slice(rows_P, (start,), (chunk,))
-      valid_R1 = (start + jnp.arange(chunk) < count)[:, None]
-      x_R1D = x_B1D.at[rows_R].get(mode='clip')
-      done = block(x_R1D, info.rows(rows_R, valid_R1), cache, rows_R)
-      weight_R1 = weight_B1.at[rows_R].get(mode='clip')
-      update_R1D = _weigh(done.update_BLD, weight_R1, valid_R1)
-      x_B1D = x_B1D.at[rows_R].add(update_R1D.astype(x_B1D.dtype), mode='drop')
-      return start + chunk, x_B1D, done.cache
+      valid_RL = (start + jnp.arange(chunk) < count)[:, None]
+      valid_RL &= chosen_BL.at[rows_R].get(mode='clip')
+      x_RLD = x_BLD.at[rows_R].get(mode='clip')
+      done = block(x_RLD, info.rows(rows_R, valid_RL), cache, rows_R)
+      weight_RL = weight_BL.at[rows_R].get(mode='clip')
+      update_RLD = _weigh(done.update_BLD, weight_RL, valid_RL)
+      x_BLD = x_BLD.at[rows_R].add(update_RLD.astype(x_BLD.dtype), mode='drop')
+      return start + chunk, x_BLD, done.cache
 
-    carry = (jnp.zeros((), jnp.int32), x_B1D, cache)
-    _, x_B1D, cache = nn.while_loop(
+    carry = (jnp.zeros((), jnp.int32), x_BLD, cache)
+    _, x_BLD, cache = nn.while_loop(
       more, step, block, carry, broadcast_variables='params'
     )
-    return LayerOutput(x_B1D, cache)
+    return LayerOutput(x_BLD, cache)
 
 
 def _weigh(update_BKD, weight_BK, valid_BK):

@@ -77,6 +77,18 @@ class TestKVCache:
     assert cache.key_BGSC[0, 0, 0, 0] == 5
     assert cache.position_BS.tolist() == [[0]]
 
+  def test_forgets_what_came_later(self):
+    cache = KVCache.empty(2, 3, 1, 1, 'float32')
+    cache = append(
+      cache, [[1, 2, 3]] * 2, [[0, 4, 5]] * 2, [[1, 1, 1], [0, 1, 1]]
+    )
+    cache = cache.before(jnp.array([5, 4]))
+    assert cache.length_B.tolist() == [2, 0]
+    assert cache.position_BS.tolist() == [[0, 4, EMPTY], [EMPTY] * 3]
+    cache = append(cache, [[7], [8]], [[5], [4]])
+    assert cache.key_BGSC[:, 0, :2, 0].tolist() == [[1, 2], [8, 3]]
+    assert cache.key_BGSC[0, 0, 2, 0] == 7
+
   def test_room_is_given_in_order(self):
     cache = KVCache.empty(3, 2, 1, 1, 'float32')
     cache = append(cache, [[1, 2]] * 3, [[0, 1]] * 3, [[0, 0], [1, 0], [1, 1]])
