@@ -33,6 +33,9 @@ _WIDTH = flags.DEFINE_integer('width', 512, 'D')
 _LAYERS = flags.DEFINE_integer('layers', 12, 'Number of blocks.')
 _BATCHES = flags.DEFINE_list('batches', [1, 2, 4, 8, 16, 32], 'Sequences.')
 _CONTEXTS = flags.DEFINE_list('contexts', [512, 2048], 'Tokens before.')
+_TOKENS = flags.DEFINE_integer(
+  'tokens', 2**14, 'Sequences times context at most: what there is memory for.'
+)
 _ROOM = flags.DEFINE_integer(
   'room', 1, 'Slots of the caches, in multiples of the context.'
 )
@@ -61,8 +64,8 @@ def filled(config: lm.LMConfig, batch: int, context: int, mode: RoutingMode):
     key = jax.random.key(len(blocks))
     blocks.append(
       block.replace(
-        key_BSGC=jax.random.normal(key, block.key_BSGC.shape),
-        value_BSGC=jax.random.normal(key, block.value_BSGC.shape),
+        key_BGSC=jax.random.normal(key, block.key_BGSC.shape),
+        value_BGSC=jax.random.normal(key, block.value_BGSC.shape),
         position_BS=jnp.tile(position_S, (batch, 1)).astype(jnp.int32),
         length_B=jnp.full(batch, count, jnp.int32),
       )
@@ -101,7 +104,7 @@ def step_function(config: lm.LMConfig, batch, context, mode: RoutingMode):
     value.block_until_ready()
 
   step.cache_bytes = sum(
-    block.key_BSGC.nbytes + block.value_BSGC.nbytes for block in cache.blocks
+    block.key_BGSC.nbytes + block.value_BGSC.nbytes for block in cache.blocks
   )
   return step
 
@@ -183,6 +186,8 @@ def main(_):
   cells, about = [], None
   for context in map(int, _CONTEXTS.value):
     for batch in map(int, _BATCHES.value):
+      if batch * context > _TOKENS.value:
+        continue
       cell, about = measure(mod, batch, context)
       cells.append(cell)
       print(cell, flush=True)

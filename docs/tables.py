@@ -293,6 +293,31 @@ def decode():
 
 
 @table
+def speculation():
+  """Tokens per second with a draft, over the dense twin's."""
+  cells = measured('speculation')['cells']
+  batches = sorted({cell['batch'] for cell in cells})
+  found = {(c['temperature'], c['batch']): c['kinds'] for c in cells}
+  rows = []
+  for temperature in sorted({cell['temperature'] for cell in cells}):
+    for kind in found[temperature, batches[0]]:
+      if kind == 'dense':
+        continue
+      by_batch = [found[temperature, batch][kind] for batch in batches]
+      rows.append(
+        [
+          f'{temperature:g}',
+          'none' if kind == 'plain' else kind,
+          f'{by_batch[0]["tokens_of_a_pass"]:.2f}',
+          *(f'{found["over_dense"]:.2f}' for found in by_batch),
+        ]
+      )
+  header = ['temperature', 'draft', 'tokens of a pass']
+  header += [f'{n} sequence{"s" * (n > 1)}' for n in batches]
+  return markdown(header, rows)
+
+
+@table
 def head_loss():
   """The loss in chunks over the plain one, by vocabulary."""
   rows = []

@@ -41,13 +41,22 @@ def published_macs(config, length: int | None = None) -> int:
 
 
 def _table(config, length):
-  table = config.flops_table(*_arguments(config, length))
-  return [parts for _, parts in table]
+  return [parts for _, parts in _named(config, length)]
+
+
+def _named(config, length):
+  return config.flops_table(*_arguments(config, length))
 
 
 def train(config, length: int | None = None) -> int:
-  """Returns the FLOPs of a training step on one sequence: three forwards."""
-  return 3 * forward(config, length)
+  """Returns the FLOPs of a training step on one sequence: three forwards.
+
+  An early exit of a language model has the head compute a second time.
+  """
+  total = forward(config, length)
+  if isinstance(config, LMConfig) and config.early_exit:
+    total += products(dict(_named(config, length))['head'])
+  return 3 * total
 
 
 def steps_within(
@@ -117,8 +126,8 @@ def report(config, length: int | None = None) -> str:
     f'forward             {total:.4e} FLOPs = {total / 2:.4e} MACs',
     f'dense twin forward  {dense_total:.4e} FLOPs = {dense_total / 2:.4e} MACs',
     f'ratio to dense      {total / dense_total:.4f}',
-    f'training step       {3 * total:.4e} FLOPs per {one}'
-    f' (dense twin {3 * dense_total:.4e})',
+    f'training step       {train(config, length):.4e} FLOPs per {one}'
+    f' (dense twin {train(config.dense_twin(), length):.4e})',
   ]
   if length is None:
     lines.append(

@@ -18,16 +18,17 @@ class KVCache:
   """Slots for S tokens of each of B sequences.
 
   Attributes:
-    key_BSGC: rotated keys.
-    value_BSGC: values.
+    key_BGSC: rotated keys. Heads come before slots, so that attention's
+      products read a cache as it lies.
+    value_BGSC: values.
     position_BS: int32 position of each token; EMPTY where there is none.
     length_B: int32 slots in use.
     limit_B: int32 slots that `room` gives out: all, or what a sequence shorter
       than the longest may fill.
   """
 
-  key_BSGC: jax.Array
-  value_BSGC: jax.Array
+  key_BGSC: jax.Array
+  value_BGSC: jax.Array
   position_BS: jax.Array
   length_B: jax.Array
   limit_B: jax.Array
@@ -45,7 +46,7 @@ class KVCache:
     """Returns a cache without tokens; `limit_B=None` gives out all slots."""
     if limit_B is None:
       limit_B = jnp.full(batch, slots, jnp.int32)
-    shape = (batch, slots, groups, channels)
+    shape = (batch, groups, slots, channels)
     return cls(
       jnp.zeros(shape, dtype),
       jnp.zeros(shape, dtype),
@@ -77,9 +78,13 @@ class KVCache:
     slot_RT = length_R[:, None] + jnp.cumsum(valid_RT, axis=-1) - 1
     slot_RT = jnp.where(valid_RT, slot_RT, self.slots)
     at = (rows_R[:, None], slot_RT)
+    # Every axis but the last is indexed, in order: XLA would transpose the
+    # whole cache to scatter into one that stands behind another.
+    group_G = jnp.arange(self.key_BGSC.shape[1])
+    all_at = (rows_R[:, None, None], group_G, slot_RT[:, :, None])
     return KVCache(
-      self.key_BSGC.at[at].set(key_RTGC, mode='drop'),
-      self.value_BSGC.at[at].set(value_RTGC, mode='drop'),
+      self.key_BGSC.at[all_at].set(key_RTGC, mode='drop'),
+      self.value_BGSC.at[all_at].set(value_RTGC, mode='drop'),
       self.position_BS.at[at].set(position_RT, mode='drop'),
       self.length_B.at[rows_R].add(
         valid_RT.sum(axis=-1, dtype=jnp.int32), mode='drop'
@@ -90,18 +95,34 @@ class KVCache:
   def read(
     self, rows_R: jax.Array | None
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns keys, values and positions of some sequences, or of all."""
-    arrays = (self.key_BSGC, self.value_BSGC, self.position_BS)
-    if rows_R is None:
-      return arrays
-    return tuple(x.at[rows_R].get(mode='clip') for x in arrays)
+    """Returns key_RSGC, value_RSGC, position_RS of sequences; None is all."""
+    arrays = (self.key_BGSC, self.value_BGSC, self.position_BS)
+    if rows_R is not None:
+      arrays = (x.at[rows_R].get(mode='clip') for x in arrays)
+    key_RGSC, value_RGSC, position_RS = arrays
+    return (
+      jnp.moveaxis(key_RGSC, 1, 2),
+      jnp.moveaxis(value_RGSC, 1, 2),
+      position_RS,
+    )
 
   def prefix(self, count: int) -> 'KVCache':
     """Returns the first slots alone, in which all tokens are to lie."""
     return self.replace(
-      key_BSGC=self.key_BSGC[:, :count],
-      value_BSGC=self.value_BSGC[:, :count],
+      key_BGSC=self.key_BGSC[:, :, :count],
+      value_BGSC=self.value_BGSC[:, :, :count],
       position_BS=self.position_BS[:, :count],
+    )
+
+  def before(self, position_B: jax.Array) -> 'KVCache':
+    """Returns the cache without each sequence's tokens from a position on.
+
+    Their slots are given out again; what they hold is not cleared.
+    """
+    kept_BS = self.position_BS < position_B[:, None]
+    return self.replace(
+      position_BS=jnp.where(kept_BS, self.position_BS, EMPTY),
+      length_B=kept_BS.sum(axis=-1, dtype=jnp.int32),
     )
 
   def room(self, wanted_BT: jax.Array) -> jax.Array:

@@ -33,6 +33,10 @@ from mod_jax.layers.scores import RouterWeights
 from mod_jax.layers.scores import Score
 from mod_jax.layers.token_info import TokenInfo
 
+# When generating, pieces of up to so many tokens are processed row by row, and
+# a row is passed by if none of them is chosen; of longer ones hardly any is.
+_SHORT = 16
+
 # Chosen indices carry this name, so that rematerialisation can keep them: a
 # top-k computed again may choose other tokens.
 SELECTION_NAME = 'mod_selection'
@@ -416,6 +420,8 @@ class LayerConfig:
     capacity: fraction of tokens that a routed layer processes.
     attention_score: which attention score goes to `aux['attention']`; or None.
     drop_rate: of stochastic depth, when training.
+    tells_features: whether the features after it go to `aux['features']` when
+      training.
   """
 
   block: BlockConfig
@@ -423,6 +429,7 @@ class LayerConfig:
   capacity: float | None = None
   attention_score: AttentionScore | None = None
   drop_rate: float = 0.0
+  tells_features: bool = False
 
   def tokens(self, length: int) -> int:
     """Returns how many of a sequence's tokens the block has slots for.
@@ -567,7 +574,7 @@ class Layer(nn.Module):
         done = self._run(block, x_BLD, info, routed, selection, None)
     else:
       chosen_BL = cache.room(wanted_BL)
-      if length == 1 and mode.chunk != 0:
+      if length <= _SHORT and mode.chunk != 0:
         done = self._run_rows(block, x_BLD, info, routed, chosen_BL, cache)
       else:
         selection = routing.select_decided(chosen_BL, cache.slots)
@@ -668,11 +675,15 @@ class Layer(nn.Module):
     """Processes the rows that have chosen tokens, a few rows at a time.
 
     Static shapes, any number of routed rows, and no work where there are
-    none: the routed rows come first, and a loop takes chunks of them. For a
-    single token of each row, and for sequences that enter as a whole.
+    none: the rows with a chosen token come first, and a loop takes chunks of
+    them. Their other tokens are computed along, and leave no trace. For a few
+    tokens of each row, and for sequences that enter as a whole.
     """
-    batch = x_BLD.shape[0]
-    chunk = self.mode.routing.rows_at_a_time(self.config.capacity, batch)
+    batch, length, _ = x_BLD.shape
+    share = self.config.capacity
+    if not self.config.routing.per_sequence:
+      share = 1 - (1 - share) ** length
+    chunk = self.mode.routing.rows_at_a_time(share, batch)
     routed_B = chosen_BL.any(axis=-1)
     first_B = jnp.argsort(~routed_B, stable=True)
     count = routed_B.sum(dtype=jnp.int32)

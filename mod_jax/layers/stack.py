@@ -258,16 +258,25 @@ class Group(nn.Module):
       x_BLD=parallel.constrain(done.x_BLD, 'batch', 'length', 'act_embed')
     )
 
-  def __call__(self, x_BLD, caches, info, router):
-    """Returns x_BLD and (each layer's aux, the new caches or None)."""
+  def __call__(self, x_BLD, caches, info, router, depth=None):
+    """Returns x_BLD and (each layer's aux, the new caches or None).
+
+    With a `depth` so many layers are run, and the caches of the others stay.
+    """
+    depth = len(self.layers) if depth is None else depth
     auxes, new_caches, score_BL = [], [], None
-    for i in range(len(self.layers)):
+    for i in range(depth):
       cache = None if caches is None else caches[i]
       done = self.step(i, x_BLD, info, score_BL, cache, router)
       x_BLD, score_BL = done.x_BLD, done.aux.get('attention')
-      auxes.append(done.aux)
+      aux = done.aux
+      if self.mode.train and self.layers[i].tells_features:
+        aux = aux | {'features': x_BLD}
+      auxes.append(aux)
       new_caches.append(done.cache)
-    return x_BLD, (tuple(auxes), None if caches is None else tuple(new_caches))
+    if caches is not None:
+      caches = (*new_caches, *caches[depth:])
+    return x_BLD, (tuple(auxes), caches)
 
 
 class Stack(nn.Module):
@@ -304,7 +313,11 @@ class Stack(nn.Module):
     )
 
   def __call__(
-    self, x_BLD: jax.Array, info: TokenInfo, caches: Any = None
+    self,
+    x_BLD: jax.Array,
+    info: TokenInfo,
+    caches: Any = None,
+    depth: int | None = None,
   ) -> StackOutput:
     """Returns the features, each layer's aux, and the caches.
 
@@ -313,11 +326,20 @@ class Stack(nn.Module):
       info: facts about the tokens.
       caches: what came before, as of `StackConfig.caches`; None for whole
         sequences.
+      depth: how many layers to run, where they are not scanned; None for all.
+
+    Raises:
+      UserError: layers that are scanned, and a depth.
     """
     router = self._shared(x_BLD)
     if not self.config.scan:
-      x_BLD, (auxes, caches) = self.group(x_BLD, caches, info, router)
+      x_BLD, (auxes, caches) = self.group(x_BLD, caches, info, router, depth)
       return StackOutput(x_BLD, auxes, caches)
+    if depth is not None:
+      raise errors.UserError(
+        f'depth={depth}: scanned layers are run all together; use the config'
+        ' and parameters that models.lm.unrolled returns.'
+      )
     x_BLD, (stacked, caches) = self.layers(x_BLD, caches, info, router)
     groups = len(self.config.layers) // self.config.period
     auxes = tuple(

@@ -77,10 +77,10 @@ class TokenInfo:
       kept_BL &= self.valid_BL
     return self.replace(keep_BL=keep_BL, valid_BL=kept_BL)
 
-  def rows(self, rows_R: jax.Array, valid_R1: jax.Array) -> 'TokenInfo':
+  def rows(self, rows_R: jax.Array, valid_RL: jax.Array) -> 'TokenInfo':
     """Returns the facts of some sequences, those past the batch clipped."""
     taken = jax.tree.map(lambda x: x.at[rows_R].get(mode='clip'), self)
-    return taken.replace(valid_BL=valid_R1)
+    return taken.replace(valid_BL=valid_RL)
 
 
 def count_positions(valid_BL: jax.Array) -> jax.Array:

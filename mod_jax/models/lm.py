@@ -65,6 +65,10 @@ class LMConfig(StackedConfig):
   routing: MoDConfig | None = MoDConfig()  # None = dense.
   experts: ExpertsConfig | None = None  # In place of feed-forwards.
   adaptive: AdaptiveConfig | None = None  # Layers split into learners.
+  # Blocks after which the head is trained to predict as well, so that they can
+  # draft a text for the whole model; 0 = none.
+  early_exit: config_lib.Count = 0
+  early_loss: config_lib.Weight = 0.3  # Weight of that loss.
   dtype: Literal['float32', 'bfloat16'] = 'float32'  # Compute dtype.
   scan_layers: bool = False  # Compiles one group of blocks, and loops.
   remat: stack_lib.Remat = 'none'  # What is kept for the backward pass.
@@ -96,6 +100,11 @@ class LMConfig(StackedConfig):
         f"attention='cudnn' with dtype={self.dtype!r} and heads of {channels}"
         " channels: cuDNN takes dtype='bfloat16' and multiples of 8 channels up"
         ' to 256; change these, or choose another attention.'
+      )
+    if self.early_exit >= self.num_layers:
+      raise errors.UserError(
+        f'early_exit={self.early_exit} of num_layers={self.num_layers}:'
+        ' expected fewer than all blocks, or 0 for no early exit.'
       )
     _ = self.stack  # Refuses what does not fit the layers.
 
@@ -133,13 +142,17 @@ class LMConfig(StackedConfig):
   @functools.cached_property
   def stack(self) -> StackConfig:
     """The layers."""
+    layers = stack_lib.layer_configs(
+      self.block,
+      self.num_layers,
+      self.routing,
+      experts=self.experts,
+      adaptive=self.adaptive,
+    )
     return StackConfig(
-      layers=stack_lib.layer_configs(
-        self.block,
-        self.num_layers,
-        self.routing,
-        experts=self.experts,
-        adaptive=self.adaptive,
+      layers=tuple(
+        dataclasses.replace(layer, tells_features=i + 1 == self.early_exit)
+        for i, layer in enumerate(layers)
       ),
       remat=self.remat,
       period=math.lcm(
@@ -230,6 +243,11 @@ class LMCache:
   blocks: Any
   length_B: jax.Array
 
+  def before(self, length_B: jax.Array) -> 'LMCache':
+    """Returns the cache of each row's first tokens, as if no more had come."""
+    blocks = tuple(block.before(length_B) for block in self.blocks)
+    return LMCache(blocks, length_B)
+
   @classmethod
   def empty(
     cls,
@@ -255,12 +273,15 @@ class LMOutput(StackedOutput):
     cache: the cache with the tokens added; None without one.
     loss: cross-entropy of the targets, as of `losses.next_token_loss`; None
       where they are not given.
+    early_loss: likewise, of what the head makes of the features after the first
+      `early_exit` blocks; None unless the model is trained.
   """
 
   logits_BLV: jax.Array | None
   aux: tuple[dict[str, Any], ...] = ()
   cache: LMCache | None = None
   loss: Pair | None = None
+  early_loss: Pair | None = None
 
 
 class LanguageModel(nn.Module):
@@ -286,6 +307,7 @@ class LanguageModel(nn.Module):
     cache: LMCache | None = None,
     targets_BL: jax.Array | None = None,
     weights_BL: jax.Array | None = None,
+    depth: int | None = None,
   ) -> LMOutput:
     """Returns logits or loss, routing and cache.
 
@@ -300,6 +322,8 @@ class LanguageModel(nn.Module):
       targets_BL: int token ids to predict; with them the output has the loss
         and no logits.
       weights_BL: how much each target counts; None for 1.
+      depth: leaves the model after so many blocks, for the head; None after
+        all.
 
     Raises:
       UserError: what `check_tokens` refuses; a causal rule that the model was
@@ -327,15 +351,16 @@ class LanguageModel(nn.Module):
 
     stack = Stack(config.stack, dataclasses.replace(self.mode, routing=mode))
     nn.share_scope(self, stack)
-    done = stack(x_BLD, info, None if cache is None else cache.blocks)
+    done = stack(x_BLD, info, None if cache is None else cache.blocks, depth)
 
     norm = dense.rms_norm(config.norm_epsilon, config.dtype, 'norm')
     x_BLD = norm(done.x_BLD)
+    features = stack_lib.collect(done.aux, 'features')
     if config.tied_head:
       kernel_DV = embedding_VD.T
     else:
       kernel_DV = _Head((config.width, config.vocab_size), name='head')()
-    logits_BLV = loss = None
+    logits_BLV = loss = early_loss = None
     if targets_BL is None:
       logits_BLV = dense.einsum('BLD,DV->BLV', x_BLD, kernel_DV, 'float32')
       logits_BLV = parallel.constrain(
@@ -345,12 +370,16 @@ class LanguageModel(nn.Module):
       if weights_BL is None:
         weights_BL = jnp.ones(targets_BL.shape, jnp.float32)
       loss = losses.head_loss(x_BLD, kernel_DV, targets_BL, weights_BL)
+      for early_BLD in features.values():
+        early_loss = losses.head_loss(
+          norm(early_BLD), kernel_DV, targets_BL, weights_BL
+        )
     if cache is not None:
       seen_B = tokens_BL.shape[1]
       if valid_BL is not None:
         seen_B = valid_BL.sum(axis=-1, dtype=jnp.int32)
       cache = LMCache(done.caches, cache.length_B + seen_B)
-    return LMOutput(logits_BLV, done.aux, cache, loss)
+    return LMOutput(logits_BLV, done.aux, cache, loss, early_loss)
 
   def _token_info(self, tokens_BL, valid_BL, segment_BL, cache):
     if valid_BL is None:

@@ -4,5 +4,6 @@ from mod_jax.sampling.generation import Generated
 from mod_jax.sampling.generation import generate
 from mod_jax.sampling.generation import pad_prompts
 from mod_jax.sampling.logits import filter_logits
+from mod_jax.sampling.speculation import Draft
 
-__all__ = ('Generated', 'filter_logits', 'generate', 'pad_prompts')
+__all__ = ('Draft', 'Generated', 'filter_logits', 'generate', 'pad_prompts')

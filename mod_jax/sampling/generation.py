@@ -12,6 +12,8 @@ from mod_jax.errors import UserError
 from mod_jax.layers.mode import RoutingMode
 from mod_jax.models import lm
 from mod_jax.sampling import logits as logits_lib
+from mod_jax.sampling import speculation
+from mod_jax.sampling.speculation import Draft
 
 
 @flax.struct.dataclass
@@ -29,7 +31,10 @@ class Generated:
     causal_prompt: False where the prompt was read under top-k, which sees the
       future: its log-probabilities are then not a model's.
     routed: fraction of (token, routed layer) pairs that were processed.
-    overflow: number of such pairs that the rule chose and that had no slot.
+    overflow: number of such pairs that the rule chose and that had no slot; it
+      counts those of a draft's tokens that the model has rejected, too.
+    passes: int32, how often the model has read all rows, the prompts included;
+      one for each new token, or fewer with a draft.
   """
 
   tokens_BN: jax.Array
@@ -39,6 +44,7 @@ class Generated:
   causal_prompt: bool = flax.struct.field(pytree_node=False)
   routed: jax.Array
   overflow: jax.Array
+  passes: jax.Array
 
 
 def pad_prompts(
@@ -80,6 +86,7 @@ def generate(
   end_token: int | None = None,
   key: jax.Array | None = None,
   max_length: int | None = None,
+  draft: Draft | None = None,
 ) -> Generated:
   """Continues prompts, every sequence by its own routing.
 
@@ -102,6 +109,9 @@ def generate(
     key: random key; may be None at temperature 0.
     max_length: tokens that the caches have room for; prompt and new tokens by
       default.
+    draft: proposes tokens that the model verifies several at a time, which
+      changes the time that they take, and neither the greedy text nor the
+      distribution of those that are drawn.
 
   Raises:
     UserError: prompts that `lm.check_tokens` refuses, without a token, or
@@ -148,6 +158,7 @@ def generate(
     mode=mode,
     prefill=prefill_mode,
     end_token=end_token,
+    draft=None if draft is None else draft.complete(model.config),
   )
   settings = Settings(
     temperature_B=jnp.full(batch, temperature, jnp.float32),
@@ -194,6 +205,7 @@ class _Options:
   mode: RoutingMode
   prefill: RoutingMode
   end_token: int | None
+  draft: Draft | None
 
 
 def _check(
@@ -234,11 +246,11 @@ def check_rule(config: lm.LMConfig, mode: RoutingMode) -> None:
     )
 
 
-def read(model, variables, tokens_BL, valid_BL, cache, mode, key):
-  """Returns logits_BLV, the cache with the tokens, and what was routed.
+def read(model, variables, tokens_BL, valid_BL, cache, mode, key, depth=None):
+  """Returns logits_BLV, the cache with the tokens, and the overflow.
 
-  The last is int32 [3]: pairs of token and routed layer that were processed,
-  those that found no slot, and tokens.
+  The last is int32: pairs of token and routed layer that the rule chose and
+  that found no slot.
   """
   output = model.apply(
     variables,
@@ -246,24 +258,26 @@ def read(model, variables, tokens_BL, valid_BL, cache, mode, key):
     valid_BL=valid_BL,
     mode=mode,
     cache=cache,
+    depth=depth,
     rngs={'routing': key},
   )
-  chosen = sum(r.chosen_BL.sum() for r in output.routing)
   overflow = sum(r.overflow_B.sum() for r in output.routing)
-  counts = jnp.stack(
-    [jnp.int32(chosen), jnp.int32(overflow), valid_BL.sum(dtype=jnp.int32)]
-  )
-  return output.logits_BLV, output.cache, counts
+  return output.logits_BLV, output.cache, jnp.int32(overflow)
 
 
-def draw(logits_BV, key_B, settings: Settings) -> tuple[jax.Array, jax.Array]:
-  """Returns a token for each row, by its own key, and its log-probability."""
-  filtered_BV = logits_lib.filter_logits(
+def filtered(logits_BV, settings: Settings) -> jax.Array:
+  """Returns logits of the distribution that each row draws from."""
+  return logits_lib.filter_logits(
     logits_BV,
     temperature=settings.temperature_B,
     top_k=settings.top_k_B,
     top_p=settings.top_p_B,
   )
+
+
+def draw(logits_BV, key_B, settings: Settings) -> tuple[jax.Array, jax.Array]:
+  """Returns a token for each row, by its own key, and its log-probability."""
+  filtered_BV = filtered(logits_BV, settings)
   token_B = jax.vmap(jax.random.categorical)(key_B, filtered_BV)
   token_B = token_B.astype(jnp.int32)
   return token_B, _log_prob(logits_BV, token_B)
@@ -279,82 +293,204 @@ def last_logits(logits_BPV, valid_BP) -> jax.Array:
 def _generate(
   config, options, variables, tokens_BP, valid_BP, key, settings, num_tokens
 ):
-  mode, end_token = options.mode, options.end_token
+  mode, end_token, draft = options.mode, options.end_token, options.draft
   config, params = lm.unrolled(config, variables['params'])
   variables = {**variables, 'params': params}
   model = lm.LanguageModel(config)
   batch = tokens_BP.shape[0]
   prefill_key, key = jax.random.split(key)
-  key_B = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(batch))
+  row_key_B = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(batch))
 
-  def next_token(logits_BV, step, done_B):
-    keys_B = jax.vmap(jax.random.fold_in, (0, None))(key_B, step)
-    token_B, log_prob_B = draw(logits_BV, keys_B, settings)
-    if end_token is not None:
-      token_B = jnp.where(done_B, end_token, token_B)
-    return token_B, jnp.where(done_B, 0.0, log_prob_B)
+  def one_more(cache, text: _Text):
+    """Returns the cache with the last token, the next one, and the overflow."""
+    logits_B1V, cache, overflow = read(
+      *(model, variables, text.last_B[:, None], text.active_B[:, None]),
+      *(cache, mode, jax.random.fold_in(key, text.passes)),
+    )
+    keys_B = jax.vmap(jax.random.fold_in)(row_key_B, text.count_B)
+    token_B, log_prob_B = draw(logits_B1V[:, 0], keys_B, settings)
+    new = (token_B[:, None], log_prob_B[:, None], jnp.ones(batch, jnp.int32))
+    return cache, new, overflow
 
-  def ended(token_B, done_B):
-    return done_B if end_token is None else done_B | (token_B == end_token)
+  def read_draft(key, cache, token_B, valid_B, number):
+    logits_B1V, cache, _ = read(
+      *(model, variables, token_B[:, None], valid_B[:, None], cache),
+      *(draft.mode(mode), jax.random.fold_in(key, number), draft.layers),
+    )
+    return filtered(logits_B1V[:, 0], settings), cache
+
+  def some_more(cache, text: _Text):
+    """As `one_more`, with what the model makes of a draft."""
+    keys_B = jax.vmap(jax.random.fold_in)(row_key_B, text.count_B)
+    draft_key_B, accept_key_B = jax.vmap(jax.random.split)(keys_B).T
+    pass_key = jax.random.fold_in(key, text.passes)
+    before_B, missing_B = cache.length_B, num_tokens - text.count_B
+    # The last token that a row is to have is drawn, and not read.
+    valid_BL = jnp.arange(draft.tokens + 1) < missing_B[:, None]
+    valid_BL &= text.active_B[:, None]
+    if draft.kind == 'lookup':
+      proposed_BD = speculation.look_up(
+        text.tokens_BT, text.start_B + text.count_B, draft.tokens
+      )
+      draft_BDV = jax.nn.one_hot(proposed_BD, config.vocab_size)
+    else:
+      proposed_BD, draft_BDV, cache = speculation.propose(
+        functools.partial(read_draft, pass_key),
+        *(cache, text.last_B, valid_BL[:, :-1], draft_key_B),
+      )
+      cache = cache.before(before_B)
+    read_BL = jnp.concatenate([text.last_B[:, None], proposed_BD], axis=1)
+    logits_BLV, cache, overflow = read(
+      *(model, variables, read_BL, valid_BL, cache, mode, pass_key)
+    )
+    own_TV = filtered(
+      logits_BLV.reshape(-1, config.vocab_size),
+      jax.tree.map(lambda x_B: jnp.repeat(x_B, draft.tokens + 1), settings),
+    )
+    tokens_BL, new_B = speculation.accept(
+      proposed_BD,
+      draft_BDV,
+      jax.nn.softmax(own_TV).reshape(logits_BLV.shape),
+      valid_BL[:, 1:],
+      accept_key_B,
+    )
+    if end_token is not None:  # Nothing follows an end token.
+      ends_BL = tokens_BL == end_token
+      first_B = jnp.where(ends_BL.any(-1), ends_BL.argmax(-1), draft.tokens)
+      new_B = jnp.minimum(new_B, first_B + 1)
+    cache = cache.before(before_B + jnp.where(text.active_B, new_B, 0))
+    return cache, (tokens_BL, _log_prob(logits_BLV, tokens_BL), new_B), overflow
 
   # Each row's own length, so that its text does not depend on its neighbours.
-  length_B = valid_BP.sum(axis=-1) + num_tokens
-  cache = lm.LMCache.empty(config, batch, options.room, mode, length_B)
-  logits_BPV, cache, counts = read(
+  start_B = valid_BP.sum(axis=-1)
+  cache = lm.LMCache.empty(
+    config, batch, options.room, mode, start_B + num_tokens
+  )
+  logits_BPV, cache, overflow = read(
     *(model, variables, tokens_BP, valid_BP, cache, options.prefill),
     prefill_key,
   )
-  prompt_log_prob_BP = _prompt_log_prob(logits_BPV, tokens_BP, valid_BP)
-  logits_BV = last_logits(logits_BPV, valid_BP)
-
-  done_B = jnp.zeros(batch, bool)
-  token_B, log_prob_B = next_token(logits_BV, 0, done_B)
-  fill = 0 if end_token is None else end_token
-  tokens_BN = jnp.full((batch, options.new), fill, jnp.int32)
-  log_prob_BN = jnp.zeros((batch, options.new), jnp.float32)
-  tokens_BN = tokens_BN.at[:, 0].set(token_B)
-  log_prob_BN = log_prob_BN.at[:, 0].set(log_prob_B)
-
-  def more(carry):
-    step, done_B = carry[0], carry[1]
-    return (step < num_tokens) & ~done_B.all()
+  text = _Text.empty(tokens_BP, valid_BP, options.new)
+  keys_B = jax.vmap(jax.random.fold_in, (0, None))(row_key_B, 0)
+  token_B, log_prob_B = draw(
+    last_logits(logits_BPV, valid_BP), keys_B, settings
+  )
+  text = text.add(
+    *(token_B[:, None], log_prob_B[:, None], jnp.ones(batch, jnp.int32)),
+    *(end_token, num_tokens),
+  )
 
   def advance(carry):
-    step, done_B, token_B, cache, tokens_BN, log_prob_BN, counts = carry
-    logits_B1V, cache, new = read(
-      *(model, variables, token_B[:, None], ~done_B[:, None], cache, mode),
-      jax.random.fold_in(key, step),
-    )
-    token_B, log_prob_B = next_token(logits_B1V[:, 0], step, done_B)
-    tokens_BN = tokens_BN.at[:, step].set(token_B)
-    log_prob_BN = log_prob_BN.at[:, step].set(log_prob_B)
+    cache, text, overflow = carry
+    more = one_more if draft is None else some_more
+    cache, new, more_overflow = more(cache, text)
+    text = text.replace(passes=text.passes + 1)
     return (
-      *(step + 1, ended(token_B, done_B), token_B, cache),
-      *(tokens_BN, log_prob_BN, counts + new),
+      cache,
+      text.add(*new, end_token, num_tokens),
+      overflow + more_overflow,
     )
 
-  carry = (
-    *(jnp.int32(1), ended(token_B, done_B), token_B, cache),
-    *(tokens_BN, log_prob_BN, counts),
+  cache, text, overflow = jax.lax.while_loop(
+    lambda carry: carry[1].active_B.any(), advance, (cache, text, overflow)
   )
-  carry = jax.lax.while_loop(more, advance, carry)
-  *_, tokens_BN, log_prob_BN, counts = carry
-  chosen, overflow, tokens = counts
-  length_B = jnp.full(batch, num_tokens)
+  place_N = jnp.arange(options.new)
+  tokens_BN = jnp.take_along_axis(
+    text.tokens_BT, text.start_B[:, None] + place_N, axis=-1
+  )
+  length_B = text.count_B
   if end_token is not None:
-    ends_BN = tokens_BN == end_token
-    length_B = jnp.where(
-      ends_BN.any(axis=-1), ends_BN.argmax(axis=-1), length_B
-    )
+    tokens_BN = jnp.where(place_N < length_B[:, None], tokens_BN, end_token)
+    length_B -= text.ended_B
+  read_B = cache.length_B.sum() * max(config.num_routed, 1)
+  chosen = sum(
+    block.length_B.sum()
+    for block, layer in zip(cache.blocks, config.stack.layers, strict=True)
+    if layer.routing is not None
+  )
   return Generated(
     tokens_BN=tokens_BN,
-    length_B=length_B.astype(jnp.int32),
-    log_prob_BN=log_prob_BN,
-    prompt_log_prob_BP=prompt_log_prob_BP,
+    length_B=length_B,
+    log_prob_BN=text.log_prob_BN,
+    prompt_log_prob_BP=_prompt_log_prob(logits_BPV, tokens_BP, valid_BP),
     causal_prompt=options.prefill.rule != 'top_k' or not config.num_routed,
-    routed=chosen / jnp.maximum(tokens * max(config.num_routed, 1), 1),
+    routed=jnp.float32(chosen) / jnp.maximum(read_B, 1),
     overflow=overflow,
+    passes=text.passes,
   )
+
+
+@flax.struct.dataclass
+class _Text:
+  """What is written so far.
+
+  Attributes:
+    tokens_BT: each row's prompt without its padding, what was added, and
+      garbage.
+    start_B: int32 tokens of the prompt.
+    count_B: int32 tokens that were added.
+    log_prob_BN: of these.
+    ended_B: whether the last of them is an end token.
+    active_B: whether more are to come.
+    passes: int32, of the model over what was added.
+  """
+
+  tokens_BT: jax.Array
+  start_B: jax.Array
+  count_B: jax.Array
+  log_prob_BN: jax.Array
+  ended_B: jax.Array
+  active_B: jax.Array
+  passes: jax.Array
+
+  @classmethod
+  def empty(cls, tokens_BP, valid_BP, room: int) -> '_Text':
+    """Returns prompts, and room for so many tokens after each."""
+    batch = tokens_BP.shape[0]
+    order_BP = jnp.argsort(~valid_BP, axis=-1, stable=True)
+    tokens_BP = jnp.take_along_axis(tokens_BP, order_BP, axis=-1)
+    return cls(
+      jnp.pad(tokens_BP, ((0, 0), (0, room))),
+      valid_BP.sum(axis=-1, dtype=jnp.int32),
+      jnp.zeros(batch, jnp.int32),
+      jnp.zeros((batch, room), jnp.float32),
+      jnp.zeros(batch, bool),
+      jnp.ones(batch, bool),
+      jnp.int32(1),
+    )
+
+  @property
+  def last_B(self) -> jax.Array:
+    """Each row's last token."""
+    last_B1 = (self.start_B + self.count_B - 1)[:, None]
+    return jnp.take_along_axis(self.tokens_BT, last_B1, axis=-1)[:, 0]
+
+  def add(self, tokens_BL, log_prob_BL, new_B, end_token, most) -> '_Text':
+    """Returns the text with the first `new_B` tokens of each active row added.
+
+    A row is active until it has drawn the end token, or `most` tokens.
+    """
+    new_B = jnp.where(self.active_B, new_B, 0)
+    place_L = jnp.arange(tokens_BL.shape[1])
+    counts_BL = place_L < new_B[:, None]
+
+    def put(array_BT, start_B, values_BL):
+      at_BL = jnp.where(
+        counts_BL, start_B[:, None] + place_L, array_BT.shape[1]
+      )
+      row_B1 = jnp.arange(len(array_BT))[:, None]
+      return array_BT.at[row_B1, at_BL].set(values_BL, mode='drop')
+
+    ended_B, count_B = self.ended_B, self.count_B + new_B
+    if end_token is not None:
+      ended_B |= (counts_BL & (tokens_BL == end_token)).any(axis=-1)
+    return self.replace(
+      tokens_BT=put(self.tokens_BT, self.start_B + self.count_B, tokens_BL),
+      log_prob_BN=put(self.log_prob_BN, self.count_B, log_prob_BL),
+      count_B=count_B,
+      ended_B=ended_B,
+      active_B=self.active_B & ~ended_B & (count_B < most),
+    )
 
 
 def _log_prob(logits, token):

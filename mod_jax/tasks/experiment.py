@@ -226,6 +226,12 @@ class ExperimentConfig(RunConfig):
         f'{data.image_size}: a model takes images of one size, so set both to'
         ' the same.'
       )
+    if isinstance(objective, ConversionObjective) and model.early_exit:
+      raise errors.UserError(
+        f'model.early_exit={model.early_exit} and objective='
+        'ConversionObjective: an early exit learns from the next token alone,'
+        ' so set one of them to 0 or None.'
+      )
     steps = self.train.capacity_warmup_steps
     if steps and model.routing is None:
       raise errors.UserError(

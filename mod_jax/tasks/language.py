@@ -151,6 +151,13 @@ class Language(Modality):
       )
     return output.loss
 
+  def more_losses(self, output):
+    if output.early_loss is None:
+      return 0.0, {}
+    total, weight = output.early_loss
+    mean = total / jnp.maximum(weight, 1e-9)
+    return self.config.model.early_loss * mean, {'early_loss': (total, weight)}
+
   @functools.cached_property
   def _token_bytes_V(self):
     return np.asarray(self.tokenizer.token_bytes)

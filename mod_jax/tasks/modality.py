@@ -82,6 +82,11 @@ class Modality(abc.ABC):
   def loss(self, output, batch) -> tuple[Any, Any]:
     """Returns the loss of a training batch: (total, weight)."""
 
+  def more_losses(self, output) -> tuple[Any, MetricSums]:
+    """Returns what is added to that loss's mean, and the sums to report."""
+    del output
+    return 0.0, {}
+
   @abc.abstractmethod
   def eval_sums(self, output, batch, mode: Mode) -> MetricSums:
     """Returns the sums of a held-out batch, `loss` among them."""

@@ -106,7 +106,9 @@ class Plain(task_lib.Task):
     output, model_state = self.forward(model, params, model_state, batch, rng)
     total, weight = self.modality.loss(output, batch)
     metric_sums = {'loss': (total, weight)}
-    loss = total / jnp.maximum(weight, 1e-9)
+    extra, more = self.modality.more_losses(output)
+    loss = total / jnp.maximum(weight, 1e-9) + extra
+    metric_sums |= more
     if teacher is not None:
       extra, more = self.taught(output, batch, teacher)
       loss += extra

@@ -21,6 +21,7 @@ from mod_jax import errors
 from mod_jax import trees
 from mod_jax.convert import files
 from mod_jax.convert import vit as convert_vit
+from mod_jax.convert.entry import Lazy
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.models.vit import ViTConfig
@@ -71,7 +72,9 @@ def read(path) -> tuple[Any, Any]:
   """
   if is_workdir(path):
     return read_workdir(path)[1:]
-  arrays = files.read(workdir_lib.expand(path) / WEIGHTS)
+  # Read when they are placed, one after another.
+  stored = files.stored(workdir_lib.expand(path))
+  arrays = {name: Lazy(x.shape, x.read) for name, x in stored.items()}
   variables = trees.unflatten(arrays)
   return variables.pop('params'), variables
 
@@ -219,7 +222,7 @@ def _fit(
   """
   source = dict(source)
   if 'position' in source:
-    patches = len(source['position']) - dense.num_prefix
+    patches = source['position'].shape[0] - dense.num_prefix
     # A number that is no square belongs to another kind of model, which the
     # comparison of all shapes will say.
     if patches > 0 and math.isqrt(patches) ** 2 == patches:

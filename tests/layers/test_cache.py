@@ -32,8 +32,8 @@ def append(cache, keys, positions, valid=None, rows=None):
 class TestKVCache:
   def test_starts_empty(self):
     cache = KVCache.empty(2, 3, 4, 5, 'bfloat16')
-    assert cache.key_BSGC.shape == cache.value_BSGC.shape == (2, 3, 4, 5)
-    assert cache.key_BSGC.dtype == jnp.bfloat16
+    assert cache.key_BGSC.shape == cache.value_BGSC.shape == (2, 4, 3, 5)
+    assert cache.key_BGSC.dtype == jnp.bfloat16
     assert cache.slots == 3
     assert (cache.position_BS == EMPTY).all()
     assert cache.length_B.tolist() == [0, 0]
@@ -48,8 +48,8 @@ class TestKVCache:
     )
     assert cache.length_B.tolist() == [2, 0]
     cache = append(cache, [[7], [8]], [[3], [3]])
-    assert cache.key_BSGC[..., 0, 0].tolist() == [[1, 3, 7, 0], [8, 0, 0, 0]]
-    assert cache.value_BSGC[0, :, 0, 0].tolist() == [-1, -3, -7, 0]
+    assert cache.key_BGSC[:, 0, :, 0].tolist() == [[1, 3, 7, 0], [8, 0, 0, 0]]
+    assert cache.value_BGSC[0, 0, :, 0].tolist() == [-1, -3, -7, 0]
     assert cache.position_BS.tolist() == [
       [0, 2, 3, EMPTY],
       [3, EMPTY, EMPTY, EMPTY],
@@ -60,20 +60,34 @@ class TestKVCache:
     cache = KVCache.empty(3, 2, 1, 1, 'float32')
     # The batch has 3 rows: row 3 is past the end, and nowhere.
     cache = append(cache, [[5], [6], [7]], [[0]] * 3, rows=[2, 0, 3])
-    assert cache.key_BSGC[..., 0, 0].tolist() == [[6, 0], [0, 0], [5, 0]]
+    assert cache.key_BGSC[:, 0, :, 0].tolist() == [[6, 0], [0, 0], [5, 0]]
     assert cache.length_B.tolist() == [1, 0, 1]
     key_RSGC, _, position_RS = cache.read(jnp.array([2, 3]))
     assert key_RSGC[0, 0, 0, 0] == 5
     assert position_RS[0].tolist() == [0, EMPTY]
-    assert cache.read(None)[0] is cache.key_BSGC
+    assert (
+      cache.read(None)[0].tolist() == cache.key_BGSC.swapaxes(1, 2).tolist()
+    )
 
   def test_an_invalid_token_past_the_end_overwrites_nothing(self):
     cache = KVCache.empty(1, 1, 1, 1, 'float32')
     cache = append(cache, [[5]], [[0]])
     cache = append(cache, [[6]], [[1]], valid=[[0]])
     cache = append(cache, [[7]], [[1]])
-    assert cache.key_BSGC[0, 0, 0, 0] == 5
+    assert cache.key_BGSC[0, 0, 0, 0] == 5
     assert cache.position_BS.tolist() == [[0]]
+
+  def test_forgets_what_came_later(self):
+    cache = KVCache.empty(2, 3, 1, 1, 'float32')
+    cache = append(
+      cache, [[1, 2, 3]] * 2, [[0, 4, 5]] * 2, [[1, 1, 1], [0, 1, 1]]
+    )
+    cache = cache.before(jnp.array([5, 4]))
+    assert cache.length_B.tolist() == [2, 0]
+    assert cache.position_BS.tolist() == [[0, 4, EMPTY], [EMPTY] * 3]
+    cache = append(cache, [[7], [8]], [[5], [4]])
+    assert cache.key_BGSC[:, 0, :2, 0].tolist() == [[1, 2], [8, 3]]
+    assert cache.key_BGSC[0, 0, 2, 0] == 7
 
   def test_room_is_given_in_order(self):
     cache = KVCache.empty(3, 2, 1, 1, 'float32')

@@ -19,6 +19,7 @@ from mod_jax import parallel
 from mod_jax.errors import UserError
 from mod_jax.layers import attention
 from mod_jax.layers import cache as cache_lib
+from mod_jax.layers import routed
 from mod_jax.layers import stack
 from mod_jax.layers.experts import ExpertsConfig
 from mod_jax.layers.mode import RoutingMode
@@ -306,7 +307,7 @@ class TestGreedy:
     config = dataclasses.replace(SCANNED, dtype='bfloat16')
     mode = RoutingMode(rule='router')
     cache = lm.LMCache.empty(config, 2, 8, mode)
-    assert cache.blocks[0].key_BSGC.dtype == jnp.bfloat16
+    assert cache.blocks[0].key_BGSC.dtype == jnp.bfloat16
     got = run(config, mode, variables=make_variables(SCANNED))
     want = run(SCANNED, mode)
     assert got.log_prob_BN.dtype == jnp.float32
@@ -364,8 +365,8 @@ class TestTightCaches:
     def slots(mode):
       cache = lm.LMCache.empty(config, 2, 64, mode)
       for block in cache.blocks:
-        assert block.key_BSGC.shape == (2, block.slots, 2, 4)
-        assert block.value_BSGC.shape == (2, block.slots, 2, 4)
+        assert block.key_BGSC.shape == (2, 2, block.slots, 4)
+        assert block.value_BGSC.shape == (2, 2, block.slots, 4)
       return [block.slots for block in cache.blocks]
 
     drop = RoutingMode(rule='router', overflow='drop')
@@ -574,9 +575,11 @@ class TestApplyWithCache:
   """The model's own jitted `apply`, for those who write their own loop."""
 
   # With room for more, an eighth, a quarter, a half and all of it are read.
-  @pytest.mark.parametrize('room', [10, 16])
-  def test_pieces_of_any_length_equal_the_whole(self, room, monkeypatch):
+  # And pieces are processed row by row, or by gathering the chosen tokens.
+  @pytest.mark.parametrize(('room', 'short'), [(10, 16), (16, 1)])
+  def test_pieces_of_any_length_equal_the_whole(self, room, short, monkeypatch):
     monkeypatch.setattr(attention, '_SHORT', 2)
+    monkeypatch.setattr(routed, '_SHORT', short)
     model, variables = BASE.build(), make_variables(BASE)
     mode = RoutingMode(rule='threshold', chunk=2)
 
@@ -629,7 +632,7 @@ class TestNoWork:
   """Where no row is routed, a decoding step does not run the routed block."""
 
   BATCH, ROOM = 5, 11
-  CACHE = (BATCH, ROOM, 2, 4)
+  CACHE = (BATCH, 2, ROOM, 4)
   # Four projections, two products of attention, three kernels of SwiGLU.
   BLOCK = 9
 

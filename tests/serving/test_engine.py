@@ -157,7 +157,7 @@ def test_nothing_compiles_after_the_warm_up_and_memory_does_not_grow():
 def test_caches_are_written_in_place(plain):
   engine, _ = plain
   engine.submit([1, 2, 3], max_new_tokens=3)
-  before = engine._state.cache.blocks[0].key_BSGC
+  before = engine._state.cache.blocks[0].key_BGSC
   list(engine.run())
   assert before.is_deleted()
 

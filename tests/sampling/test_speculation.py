@@ -1,0 +1,230 @@
+"""Generation with a draft against generation without one."""
+
+import dataclasses
+import functools
+import itertools
+
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.stats
+
+from mod_jax.errors import UserError
+from mod_jax.layers.mode import RoutingMode
+from mod_jax.layers.routed import MoDConfig
+from mod_jax.models import lm
+from mod_jax.sampling import Draft
+from mod_jax.sampling import filter_logits
+from mod_jax.sampling import generate
+from mod_jax.sampling import speculation
+
+VOCAB, NEW = 16, 24
+MOD = lm.LMConfig(
+  vocab_size=VOCAB,
+  num_layers=3,
+  width=16,
+  num_heads=4,
+  num_kv_heads=2,
+  mlp_dim=24,
+  routing=MoDConfig(capacity=0.4, offset=1),
+)
+DENSE = dataclasses.replace(MOD, routing=None)
+EXACT = RoutingMode(rule='router', chunk=2)
+DROP = RoutingMode(rule='router', overflow='drop', slack=1.0)
+
+
+@functools.cache
+def variables(config, scale=2.0):
+  """Returns weights so large that routing and history matter."""
+  init = jax.jit(config.build().init)
+  params = nn.unbox(init(jax.random.key(1), config.example()))['params']
+  return {'params': jax.tree.map(lambda x: scale * x, params)}
+
+
+def prompts():
+  """Returns prompts of 6, 3, 4 and 1 tokens, padded on either side."""
+  tokens_BP = np.random.default_rng(3).integers(0, VOCAB, (4, 6))
+  valid_BP = np.ones((4, 6), bool)
+  valid_BP[1, :3] = valid_BP[2, 4:] = valid_BP[3, :5] = False
+  return tokens_BP, valid_BP
+
+
+@functools.cache
+def without_draft(config, mode):
+  return run(config, mode)
+
+
+def run(config, mode, given=None, **kwargs):
+  given = prompts() if given is None else given
+  kwargs = {'max_new_tokens': NEW, 'temperature': 0} | kwargs
+  return generate(
+    config.build(), variables(config), *given, mode=mode, **kwargs
+  )
+
+
+CASES = {
+  'early, exact': (MOD, EXACT, Draft(kind='early', layers=2, tokens=2)),
+  'never, drop': (MOD, DROP, Draft(kind='never')),
+  'lookup, drop': (MOD, DROP, Draft(kind='lookup')),
+  'early, dense': (DENSE, EXACT, Draft(kind='early', layers=2, tokens=1)),
+}
+
+
+class TestGreedy:
+  @pytest.mark.parametrize('name', CASES)
+  def test_the_text_is_that_without_a_draft(self, name):
+    config, mode, draft = CASES[name]
+    want, got = without_draft(config, mode), run(config, mode, draft=draft)
+    np.testing.assert_array_equal(got.tokens_BN, want.tokens_BN)
+    np.testing.assert_allclose(got.log_prob_BN, want.log_prob_BN, atol=1e-4)
+    np.testing.assert_array_equal(got.length_B, NEW)
+    np.testing.assert_allclose(got.routed, want.routed, rtol=1e-6)
+    assert want.passes == NEW
+    # Some proposals were accepted and some rejected.
+    assert -(-NEW // (draft.tokens + 1)) < got.passes < NEW
+    assert len({tuple(row) for row in np.asarray(got.tokens_BN)}) == 4
+    if mode is DROP:
+      assert want.overflow > 0
+
+  def test_stops_where_it_would_stop_without_one(self):
+    draft = CASES['never, drop'][2]
+    tokens_BN = np.asarray(without_draft(MOD, DROP).tokens_BN)
+    # A token that ends some rows early, and not all.
+    end = next(
+      token
+      for token in range(VOCAB)
+      if 0 < (tokens_BN[:, 1:-1] == token).any(axis=-1).sum() < 4
+    )
+    want = run(MOD, DROP, end_token=end)
+    got = run(MOD, DROP, end_token=end, draft=draft)
+    for name in ('tokens_BN', 'length_B', 'routed'):
+      np.testing.assert_array_equal(getattr(got, name), getattr(want, name))
+    np.testing.assert_allclose(got.log_prob_BN, want.log_prob_BN, atol=1e-4)
+    assert len(set(np.asarray(got.length_B))) > 1
+
+
+class TestSampled:
+  """Three tokens after one prompt, in many rows: all that can come."""
+
+  rows, new = 4096, 3
+  settings = {'temperature': 1.3, 'top_k': 4, 'top_p': 0.95}
+  config = dataclasses.replace(MOD, vocab_size=5)
+  prompt = (1, 4, 2, 0, 3, 1)
+
+  @functools.cached_property
+  def _texts(self):
+    return list(itertools.product(range(5), repeat=self.new))
+
+  def _expected(self, mode):
+    """Returns the probability of every text, by plain forward passes."""
+    texts = np.array([self.prompt + text for text in self._texts])
+    model, length = self.config.build(), len(self.prompt)
+    # With `drop`, slots are counted by the whole length.
+    logits_BLV = model.apply(
+      variables(self.config), jnp.asarray(texts), mode=mode
+    ).logits_BLV
+    probability_B = np.ones(len(texts))
+    for i in range(length, length + self.new):
+      filtered_BV = filter_logits(logits_BLV[:, i - 1], **self.settings)
+      probability_BV = np.asarray(jax.nn.softmax(filtered_BV))
+      probability_B *= probability_BV[np.arange(len(texts)), texts[:, i]]
+    return probability_B
+
+  def _p_value(self, tokens_BN, probability_X):
+    numbers = np.asarray(tokens_BN) @ (5 ** np.arange(self.new)[::-1])
+    count_X = np.bincount(numbers, minlength=5**self.new)
+    # Texts that are rarely expected count together.
+    rare_X = probability_X * self.rows < 5
+    observed = [*count_X[~rare_X], count_X[rare_X].sum()]
+    expected = [*probability_X[~rare_X], probability_X[rare_X].sum()]
+    expected = np.array(expected) / sum(expected) * self.rows
+    return scipy.stats.chisquare(observed, expected).pvalue
+
+  @pytest.mark.parametrize(
+    ('mode', 'draft'),
+    [
+      (DROP, Draft(kind='never', tokens=2)),
+      (EXACT, Draft(kind='early', layers=1, tokens=3)),
+      (DROP, Draft(kind='lookup', tokens=2)),
+    ],
+    ids=lambda x: getattr(x, 'kind', None) or x.overflow,
+  )
+  def test_texts_are_drawn_from_the_models_distribution(self, mode, draft):
+    given = (np.tile(self.prompt, (self.rows, 1)), None)
+    got = run(
+      *(self.config, mode, given),
+      max_new_tokens=self.new,
+      key=jax.random.key(5),
+      draft=draft,
+      **self.settings,
+    )
+    expected_X = self._expected(mode)
+    np.testing.assert_allclose(expected_X.sum(), 1, atol=1e-4)
+    assert self._p_value(got.tokens_BN, expected_X) > 1e-3
+    # The draft's own distribution is another one, and so is that of a model
+    # which has more room.
+    never_X = self._expected(RoutingMode(rule='never'))
+    assert self._p_value(got.tokens_BN, never_X) < 1e-6
+
+  def test_a_row_is_what_it_is_beside_others(self):
+    tokens_BP, valid_BP = prompts()
+    settings = {
+      'temperature': 1.0,
+      'key': jax.random.key(2),
+      'draft': CASES['never, drop'][2],
+    }
+    got = run(MOD, DROP, **settings)
+    others_BP = tokens_BP.copy()
+    others_BP[1:] = (others_BP[1:] + 5) % VOCAB
+    again = run(MOD, DROP, (others_BP, valid_BP), **settings)
+    np.testing.assert_array_equal(got.tokens_BN[0], again.tokens_BN[0])
+    assert (got.tokens_BN[1:] != again.tokens_BN[1:]).any(axis=-1).all()
+    assert len(set(np.asarray(got.tokens_BN[0]))) > 4
+
+
+def test_equal_distributions_accept_everything():
+  probability_BDV = jnp.full((64, 3, 8), 1 / 8)
+  tokens_BL, count_B = speculation.accept(
+    jnp.zeros((64, 2), jnp.int32),
+    *(probability_BDV[:, :2], probability_BDV),
+    jnp.ones((64, 2), bool).at[:32, 1].set(False),
+    jax.random.split(jax.random.key(0), 64),
+  )
+  # But for what is not wanted, in whose place the model draws.
+  assert count_B.tolist() == [2] * 32 + [3] * 32
+  last_B = np.asarray(tokens_BL)[np.arange(64), np.asarray(count_B) - 1]
+  assert len(set(last_B)) > 4
+
+
+@pytest.mark.parametrize(
+  ('text', 'want'),
+  [
+    ([1, 2, 3, 9, 1, 2, 4, 8, 1, 2, 3], [9, 1, 2, 4]),  # All three agree.
+    ([7, 2, 5, 3, 2, 6, 2], [6, 2, 6, 2]),  # The latest of several.
+    ([4, 5, 5], [5, 5, 5, 5]),  # Its own continuation.
+    ([1, 2, 3], [2, 3, 1, 2]),  # Nothing agrees: anything will do.
+  ],
+)
+def test_looks_up_what_followed(text, want):
+  text_BT = jnp.array([text + [3] * (12 - len(text))])
+  found_BD = speculation.look_up(text_BT, jnp.array([len(text)]), 4)
+  if text != [1, 2, 3]:
+    assert found_BD[0].tolist() == want
+  assert ((found_BD >= 0) & (found_BD < 10)).all()
+
+
+@pytest.mark.parametrize(
+  ('config', 'draft', 'named'),
+  [
+    (DENSE, {'kind': 'never'}, "kind='never' leaves routed blocks out"),
+    (MOD, {'kind': 'early'}, 'layers=0 of num_layers=3'),
+    (MOD, {'kind': 'early', 'layers': 3}, 'layers=3 of num_layers=3'),
+    (MOD, {'kind': 'lookup', 'tokens': 0}, 'tokens=0'),
+    (MOD, {'kind': 'parrot'}, "kind='parrot'"),
+  ],
+)
+def test_refuses_a_draft_that_the_model_has_not(config, draft, named):
+  with pytest.raises((UserError, ValueError), match=named):
+    run(config, EXACT, draft=Draft(**draft))
