@@ -1,0 +1,106 @@
+"""What was tried to make decoding of several sequences cheaper still.
+
+    python benchmarks/decode_tries.py
+
+Grouping: were sequences held back until others are routed through the same
+block, its weights would be read for several at once. The best that could come
+of it is a step in which all sequences are routed together, one step in eight:
+scores by stride, beside independent ones of the same capacity. Caches of 8-bit
+integers, with a scale for each token and head: attention over such a cache,
+beside one in float32. Sizes are those of `decode.py`, whose steps these are.
+The result stands beside this file as JSON.
+"""
+
+import dataclasses
+
+from absl import app
+from absl import flags
+import decode
+import jax
+import jax.numpy as jnp
+import machine
+
+from mod_jax import timing
+from mod_jax.layers.mode import RoutingMode
+from mod_jax.layers.routed import MoDConfig
+from mod_jax.models import lm
+import mod_jax_kernels
+import results as results_lib
+
+_CONTEXT = flags.DEFINE_integer('context', 512, 'Tokens before.')
+_CAPACITY = 0.125
+
+
+def grouping(batch: int) -> dict[str, float]:
+  """Returns the mean seconds of a step, by how rows are routed."""
+  mode = RoutingMode(rule='fixed', overflow='drop')
+  base = lm.LMConfig(
+    num_layers=12,
+    width=512,
+    num_heads=8,
+    routing=MoDConfig(capacity=_CAPACITY, score='gaussian'),
+  )
+  together = dataclasses.replace(
+    base, routing=MoDConfig(capacity=_CAPACITY, score='stride')
+  )
+  steps = {
+    'independent': decode.step_function(base, batch, _CONTEXT.value, mode),
+    'together': decode.step_function(together, batch, _CONTEXT.value, mode),
+  }
+  # As many steps as make whole rounds of the stride.
+  seconds = timing.interleaved(steps, rounds=flags.FLAGS.rounds, warmup=8)
+  return {name: sum(x) / len(x) for name, x in seconds.items()}
+
+
+def int8_cache(batch: int) -> dict[str, float]:
+  """Returns the median seconds of attention over a cache, by its type."""
+  key = jax.random.key(0)
+  q_B1HC = jax.random.normal(key, (batch, 1, 8, 64))
+  float_BHSC = jax.random.normal(key, (batch, 8, _CONTEXT.value, 64))
+  seen_B1S = jnp.ones((batch, 1, _CONTEXT.value), bool)
+  scale_BHS1 = jnp.abs(float_BHSC).max(axis=-1, keepdims=True) / 127
+  int8_BHSC = jnp.round(float_BHSC / scale_BHS1).astype(jnp.int8)
+
+  @jax.jit
+  def over_float(x_BHSC):
+    x_BSHC = jnp.moveaxis(x_BHSC, 1, 2)
+    return mod_jax_kernels.attention(q_B1HC, x_BSHC, x_BSHC, seen_B1S)
+
+  @jax.jit
+  def over_int8(x_BHSC):
+    return over_float(x_BHSC.astype(jnp.float32) * scale_BHS1)
+
+  seconds = timing.interleaved(
+    {
+      'float32': lambda: over_float(float_BHSC).block_until_ready(),
+      'int8': lambda: over_int8(int8_BHSC).block_until_ready(),
+    },
+    rounds=flags.FLAGS.rounds,
+    warmup=3,
+  )
+  return timing.medians(seconds)
+
+
+def main(_):
+  machine.with_malloc(machine.KEPT)
+  cells = []
+  for batch in (8, 32):
+    grouped, caches = grouping(batch), int8_cache(batch)
+    cells.append(
+      {
+        'batch': batch,
+        'step_mean_seconds': grouped,
+        'together_over_independent': grouped['together']
+        / grouped['independent'],
+        'attention_median_seconds': caches,
+        'int8_over_float32': caches['int8'] / caches['float32'],
+      }
+    )
+    print(cells[-1], flush=True)
+  settings = results_lib.settings('context', 'rounds')
+  results_lib.save(__file__, {**settings, 'cells': cells})
+
+
+if __name__ == '__main__':
+  flags.FLAGS.set_default('rounds', 32)
+  app.run(main)
