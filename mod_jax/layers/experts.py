@@ -235,24 +235,32 @@ class ExpertMLP(nn.Module):
       valid_BL = jnp.ones(x_BLD.shape[:2], bool)
     router = Router(self.config.num_choices, config.router_std, name='router')
     logits_BLX = router(x_BLD)
+    weight_BLX = nn.softmax(logits_BLX)
+    chosen_BLKX = None
     if config.choice == 'token':
-      wanted_BLX, weight_BLX = self._tokens_choose(logits_BLX, valid_BL)
+      chosen_BLKX = self._tokens_choose(logits_BLX)
+      wanted_BLX = chosen_BLKX.any(axis=2) & valid_BL[..., None]
+      weight_BLX = self._shared(weight_BLX, wanted_BLX)
     else:
-      wanted_BLX, weight_BLX = self._experts_choose(logits_BLX, valid_BL)
-    weight_BLE = jnp.where(wanted_BLX, weight_BLX, 0)[..., :experts]
+      wanted_BLX = self._experts_choose(weight_BLX, valid_BL)
     ran_BLE = wanted_BLX[..., :experts]
+    weight_BLE = jnp.where(ran_BLE, weight_BLX[..., :experts], 0)
+    weight_BLJ = _of_choices(weight_BLE, chosen_BLKX, 0)
     weights = {
       name: Weights(experts, *linear, name=name)()
       for name, linear in self._linears.items()
     }
     slots = self._slots(length)
     if slots is None:
-      y_BLD = self._all(x_BLD, ran_BLE, weight_BLE, weights)
+      expert_BLE = jnp.where(ran_BLE, jnp.arange(experts), experts)
+      expert_BLJ = _of_choices(expert_BLE, chosen_BLKX, experts)
+      y_BLD = self._all(x_BLD, expert_BLJ, weight_BLJ, weights)
     else:
       limit_B = None if info.valid_BL is None else self._limit(valid_BL)
       slot_BLE = routing.give_slots(ran_BLE, slots, limit_B)
       ran_BLE = slot_BLE < experts * slots
-      y_BLD = self._in_slots(x_BLD, slot_BLE, slots, weight_BLE, weights)
+      slot_BLJ = _of_choices(slot_BLE, chosen_BLKX, experts * slots)
+      y_BLD = self._in_slots(x_BLD, slot_BLJ, slots, weight_BLJ, weights)
     assigned = Assigned(
       logits_BLX, wanted_BLX, ran_BLE, valid_BL, info.position_BL
     )
@@ -297,26 +305,34 @@ class ExpertMLP(nn.Module):
       )
     return max(chosen, 1)
 
-  def _tokens_choose(self, logits_BLX, valid_BL):
-    config = self.config.experts
-    stopped_BLX = jax.lax.stop_gradient(logits_BLX)
-    index_BLK = jax.lax.top_k(stopped_BLX, config.per_token)[1]
-    index_BLK = checkpoint_name(index_BLK, SELECTION_NAME)
-    choices = logits_BLX.shape[-1]
-    wanted_BLX = jax.nn.one_hot(index_BLK, choices, dtype=bool).any(axis=2)
-    weight_BLX = nn.softmax(logits_BLX)
-    if config.per_token > 1 and not config.num_nulls:
-      # Over the chosen experts. With no-ops it would take their probability
-      # away, and with it their gradient; with one choice every gradient.
-      chosen_BLX = jnp.where(wanted_BLX, weight_BLX, 0)
-      weight_BLX /= chosen_BLX.sum(axis=-1, keepdims=True)
-    return wanted_BLX & valid_BL[..., None], weight_BLX
+  def _tokens_choose(self, logits_BLX):
+    """Returns chosen_BLKX: each token's choices, the best first."""
+    logits_BLX, chosen = jax.lax.stop_gradient(logits_BLX), []
+    # One after another, since top-k of so few takes a CPU many times as long.
+    for _ in range(self.config.experts.per_token):
+      index_BL = checkpoint_name(logits_BLX.argmax(axis=-1), SELECTION_NAME)
+      chosen.append(jax.nn.one_hot(index_BL, logits_BLX.shape[-1], dtype=bool))
+      logits_BLX = jnp.where(chosen[-1], -jnp.inf, logits_BLX)
+    return jnp.stack(chosen, axis=2)
 
-  def _experts_choose(self, logits_BLX, valid_BL):
+  def _shared(self, weight_BLX, wanted_BLX):
+    """Returns the weights of several choices, which add up to 1.
+
+    With no-ops they stay as they are: it would take the no-ops' probability
+    away, and with it their gradient. And so does a single one, whose gradient
+    would be 0.
+    """
     config = self.config.experts
-    batch, length, choices = logits_BLX.shape
+    if config.per_token == 1 or config.num_nulls:
+      return weight_BLX
+    total_BL1 = jnp.where(wanted_BLX, weight_BLX, 0).sum(-1, keepdims=True)
+    return weight_BLX / jnp.where(total_BL1 > 0, total_BL1, 1)
+
+  def _experts_choose(self, weight_BLX, valid_BL):
+    """Returns wanted_BLX: the tokens that each expert chooses."""
+    config = self.config.experts
+    batch, length, choices = weight_BLX.shape
     experts = config.num_experts
-    weight_BLX = nn.softmax(logits_BLX)
     weight_BLE = weight_BLX[..., :experts]
     trains = self.is_mutable_collection('moving')
     moving = None
@@ -352,14 +368,12 @@ class ExpertMLP(nn.Module):
         moving.value = moving.value.update(least_E, config.threshold_decay)
     wanted_BLE &= valid_BL[..., None]
     nulls = ((0, 0), (0, 0), (0, choices - experts))
-    return jnp.pad(wanted_BLE, nulls), weight_BLX
+    return jnp.pad(wanted_BLE, nulls)
 
-  def _in_slots(self, x_BLD, slot_BLE, slots, weight_BLE, weights):
+  def _in_slots(self, x_BLD, slot_BLJ, slots, weight_BLJ, weights):
     """Returns the update by one product over all experts' slots."""
     batch, length, width = x_BLD.shape
-    experts = slot_BLE.shape[-1]
-    slot_BLJ, weight_BLJ = self._assignments(slot_BLE, weight_BLE)
-    each = slot_BLJ.shape[-1]
+    experts, each = self.config.experts.num_experts, slot_BLJ.shape[-1]
     slot_BA = slot_BLJ.reshape(batch, -1)
     assignment_BS = routing.inverse(slot_BA, experts * slots)
     x_BSD = routing.take(x_BLD, assignment_BS // each, slot_BLJ)
@@ -384,40 +398,23 @@ class ExpertMLP(nn.Module):
     y_BSD = parallel.constrain(y_BSD, 'batch', None, 'act_embed')
     y_BAD = routing.take(y_BSD, slot_BA, assignment_BS[..., None])
     y_BLJD = y_BAD.reshape(batch, length, each, width)
-    y_BLD = jnp.einsum(
-      'BLJD,BLJ->BLD', y_BLJD, weight_BLJ, preferred_element_type=jnp.float32
-    )
-    return y_BLD.astype(x_BLD.dtype)
+    return _weighted(y_BLJD, weight_BLJ).astype(x_BLD.dtype)
 
-  def _assignments(self, value_BLE, weight_BLE):
-    """Returns a value and the weight of each token's J assignments."""
-    if self.config.experts.choice == 'expert':  # A token may have all experts.
-      return value_BLE, weight_BLE
-    # No more than K, which are those of the largest weights.
-    weight_BLJ, index_BLJ = jax.lax.top_k(
-      weight_BLE, self.config.experts.per_token
-    )
-    return jnp.take_along_axis(value_BLE, index_BLJ, axis=-1), weight_BLJ
-
-  def _all(self, x_BLD, wanted_BLE, weight_BLE, weights):
-    """Returns the update where every wanted assignment runs."""
+  def _all(self, x_BLD, expert_BLJ, weight_BLJ, weights):
+    """Returns the update where every assignment runs; E is that of nobody."""
     kernels = {name: kernel for name, (kernel, _) in weights.items()}
     biases = {name: bias for name, (_, bias) in weights.items()}
     names = tuple(weights)
 
-    def run(x_BLD, wanted_BLE, weight_BLE, *arrays):
+    def run(x_BLD, expert_BLJ, weight_BLJ, *arrays):
       kernels = dict(zip(names, arrays[: len(names)], strict=True))
       biases = dict(zip(names, arrays[len(names) :], strict=True))
       # A device has some of the experts, and the tokens of all who share them.
       own = kernels['down'].shape[0]
-      first = own * parallel.index_of('experts')
-      number_E = jnp.where(wanted_BLE, jnp.arange(wanted_BLE.shape[-1]), -1)
-      number_E = jnp.where(
-        (number_E >= first) & (number_E < first + own), number_E - first, own
-      )
-      group_BLJ, weight_BLJ = self._assignments(number_E, weight_BLE)
+      group_BLJ = expert_BLJ - own * parallel.index_of('experts')
+      is_own_BLJ = (group_BLJ >= 0) & (group_BLJ < own)
+      group_A = jnp.where(is_own_BLJ, group_BLJ, own).reshape(-1)
       each = group_BLJ.shape[-1]
-      group_A = group_BLJ.reshape(-1)
       order_A = jnp.argsort(group_A, stable=True)
       place_TJ = jnp.argsort(order_A).astype(jnp.int32).reshape(-1, each)
       size_E = jnp.bincount(group_A, length=own + 1)[:own].astype(jnp.int32)
@@ -437,12 +434,7 @@ class ExpertMLP(nn.Module):
       y_TJD = routing.take(
         y_AD[None], place_TJ.reshape(1, -1), order_A[None, :, None]
       ).reshape(*place_TJ.shape, -1)
-      y_TD = jnp.einsum(
-        'TJD,TJ->TD',
-        y_TJD,
-        weight_BLJ.reshape(place_TJ.shape),
-        preferred_element_type=jnp.float32,
-      )
+      y_TD = _weighted(y_TJD, weight_BLJ.reshape(place_TJ.shape))
       y_TD = parallel.sum_over(parallel.sum_over(y_TD, 'mlp'), 'experts')
       return (y_TD.reshape(x_BLD.shape).astype(x_BLD.dtype),)
 
@@ -459,7 +451,7 @@ class ExpertMLP(nn.Module):
         *(('experts', axes[name][-1]) for name in names),
       ),
       (tokens,),
-    )(x_BLD, wanted_BLE, weight_BLE, *kernels.values(), *biases.values())
+    )(x_BLD, expert_BLJ, weight_BLJ, *kernels.values(), *biases.values())
     return parallel.constrain(y_BLD, 'batch', 'length', 'act_embed')
 
   def _run(self, product, x):
@@ -471,6 +463,35 @@ class ExpertMLP(nn.Module):
     else:
       hidden = nn.gelu(product('up', x), approximate=kind == 'gelu_tanh')
     return product('down', hidden)
+
+
+def _of_choices(value_BLE, chosen_BLKX, nobody):
+  """Returns a value of each token and expert by the token's J assignments.
+
+  Args:
+    value_BLE: the value, `nobody` where the expert does not run.
+    chosen_BLKX: the token's K choices; None where a token may have any experts.
+    nobody: the value of a choice that does nothing.
+
+  Returns:
+    value_BLJ: J = K, or E where `chosen_BLKX` is None.
+  """
+  if chosen_BLKX is None:
+    return value_BLE
+  nulls = chosen_BLKX.shape[-1] - value_BLE.shape[-1]
+  value_BLX = jnp.pad(
+    value_BLE, ((0, 0), (0, 0), (0, nulls)), constant_values=nobody
+  )
+  return jnp.where(chosen_BLKX, value_BLX[:, :, None], 0).sum(axis=-1)
+
+
+def _weighted(y, weight):
+  """Returns the sum over assignments, the last axis of `weight`, in float32.
+
+  Not an einsum: those of so few terms are slow on a CPU, and rounded to
+  bfloat16 on accelerators.
+  """
+  return (y * weight[..., None]).sum(axis=-2)
 
 
 class Router(nn.Module):
