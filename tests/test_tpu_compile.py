@@ -53,10 +53,10 @@ def test_only_the_data_axis_goes_over_slices():
     platform='tpu', topology_name='v5e:4x4', num_slices=2
   ).devices
   mesh = parallel.make_mesh(MeshConfig(data=4, fsdp=4, tensor=2), devices)
-  of_DFT = np.vectorize(lambda d: d.slice_index)(mesh.devices)
-  assert of_DFT.shape == (4, 4, 2)
-  for i, of_FT in enumerate(of_DFT):
-    assert (of_FT == i // 2).all()
+  of_DFET = np.vectorize(lambda d: d.slice_index)(mesh.devices)
+  assert of_DFET.shape == (4, 4, 1, 2)
+  for i, of_FET in enumerate(of_DFET):
+    assert (of_FET == i // 2).all()
   with pytest.raises(UserError, match='multiple of 2'):
     parallel.make_mesh(MeshConfig(data=1, fsdp=32), devices)
 
@@ -71,7 +71,7 @@ def experiment(load_config_file):
 @pytest.fixture(scope='module')
 def compiled_step(devices, experiment):
   """The training step as the loop builds it, compiled for 16 chips."""
-  assert experiment.mesh.sizes(16) == (4, 4, 1)
+  assert experiment.mesh.sizes(16) == (4, 4, 1, 1)
   return prove.lower(experiment, devices).compile()
 
 

@@ -5,6 +5,7 @@ import functools
 
 import jax
 from jax.experimental import multihost_utils
+import numpy as np
 
 from mod_jax import parallel
 from mod_jax.train.task import Study
@@ -17,6 +18,10 @@ def one_device(*trees):
   Yields:
     The trees of arrays, on the first device of this host.
   """
+  # A teacher's arrays may be read only now; see `convert.entry.Lazy`.
+  trees = jax.tree.map(
+    lambda x: x if isinstance(x, jax.Array) else np.asarray(x), trees
+  )
   if jax.process_count() > 1:
     trees = multihost_utils.process_allgather(trees, tiled=True)
   mesh = parallel.make_mesh(parallel.MeshConfig(), jax.local_devices()[:1])
