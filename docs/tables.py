@@ -358,7 +358,7 @@ def experts_time():
   names = {
     'MoD': 'MoD, 12.5% in every other block',
     'experts': 'eight experts',
-    'experts, half of the slots': 'eight experts, .4 of their slots',
+    'experts, half of the slots': 'eight experts, slots for half of the tokens',
     'staged': 'staged: MoD around experts',
     'integrated': 'integrated: half of the choices do nothing',
   }
