@@ -82,10 +82,7 @@ def tell(config: ExperimentConfig, metrics: dict) -> dict:
 
 
 def results_file() -> pathlib.Path:
-  """Returns where the lines stand: those of a trial in its workdir."""
-  if _TINY.value:
-    return pathlib.Path(_WORKDIR.value) / 'results.jsonl'
-  return pathlib.Path(__file__).with_suffix('.jsonl')
+  return study.results_file(__file__, _WORKDIR.value if _TINY.value else None)
 
 
 def by_name(found: dict[str, dict]) -> dict[str, list[dict]]:

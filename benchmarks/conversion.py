@@ -16,7 +16,6 @@ Each run is one line of `conversion.jsonl` beside this file; see `study.py`.
 
 import dataclasses
 import pathlib
-import re
 
 from absl import app
 from absl import flags
@@ -164,9 +163,7 @@ def _small(config: ExperimentConfig) -> ExperimentConfig:
 
 
 def results_file() -> pathlib.Path:
-  if _TINY.value:
-    return pathlib.Path(_WORKDIR.value, 'results.jsonl')
-  return pathlib.Path(__file__).with_suffix('.jsonl')
+  return study.results_file(__file__, _WORKDIR.value if _TINY.value else None)
 
 
 def loss(name: str, line: dict) -> float:
@@ -200,9 +197,7 @@ def main(_):
   logging.set_verbosity(logging.WARNING)  # Orbax tells of every save.
   planned = runs()
   if not _TABLE.value:
-    for name, config in planned.items():
-      if re.search(_RUNS.value, name):
-        study.train(name, config, _WORKDIR.value, results_file())
+    study.train_all(planned, _RUNS.value, _WORKDIR.value, results_file())
   print(table(study.read(results_file())))
 
 

@@ -13,7 +13,6 @@ is `experts_recipe.png`; see `study.py`.
 """
 
 import pathlib
-import re
 
 from absl import app
 from absl import flags
@@ -65,9 +64,7 @@ def runs() -> dict[str, ExperimentConfig]:
 
 
 def results_file() -> pathlib.Path:
-  if _TINY.value:
-    return pathlib.Path(_WORKDIR.value, 'results.jsonl')
-  return pathlib.Path(__file__).with_suffix('.jsonl')
+  return study.results_file(__file__, _WORKDIR.value if _TINY.value else None)
 
 
 def losses(found: dict[str, dict]) -> dict[str, list[float]]:
@@ -110,9 +107,7 @@ def main(_):
   logging.set_verbosity(logging.WARNING)  # Orbax tells of every save.
   planned = runs()
   if not _TABLE.value:
-    for name, config in planned.items():
-      if re.search(_RUNS.value, name):
-        study.train(name, config, _WORKDIR.value, results_file())
+    study.train_all(planned, _RUNS.value, _WORKDIR.value, results_file())
   found = study.read(results_file())
   print(table(found))
   figure = viz.seed_dots(

@@ -203,9 +203,7 @@ def _small(config: ExperimentConfig) -> ExperimentConfig:
 
 
 def results_file() -> pathlib.Path:
-  if _TINY.value:
-    return pathlib.Path(_WORKDIR.value, 'results.jsonl')
-  return pathlib.Path(__file__).with_suffix('.jsonl')
+  return study.results_file(__file__, _WORKDIR.value if _TINY.value else None)
 
 
 def grouped(found: dict[str, dict]) -> dict[str, dict[str, list[dict]]]:

@@ -5,6 +5,7 @@ its workdir, and several processes may share the work.
 """
 
 from collections.abc import Callable
+from collections.abc import Mapping
 import fcntl
 import json
 import pathlib
@@ -26,6 +27,19 @@ def read(path: pathlib.Path) -> dict[str, dict]:
     return {}
   lines = map(json.loads, path.read_text().splitlines())
   return {line['run']: line for line in lines}
+
+
+def results_file(script: str, trial: str | None = None) -> pathlib.Path:
+  """Returns the file of the results: beside the script, or in a trial's folder.
+
+  Args:
+    script: its path.
+    trial: the directory of a trial, whose results are nobody's; None for runs
+      that count.
+  """
+  if trial is not None:
+    return pathlib.Path(trial, 'results.jsonl')
+  return pathlib.Path(script).with_suffix('.jsonl')
 
 
 def workdir(root, name: str) -> pathlib.Path:
@@ -94,6 +108,18 @@ def train(
     }
     with path.open('a') as file:
       file.write(json.dumps(line) + '\n')
+
+
+def train_all(
+  planned: Mapping[str, ExperimentConfig],
+  pattern: str,
+  root,
+  path: pathlib.Path,
+) -> None:
+  """Trains the runs whose name has a regular expression; see `train`."""
+  for name, config in planned.items():
+    if re.search(pattern, name):
+      train(name, config, root, path)
 
 
 def _of_experts(metrics: dict[str, float]) -> dict[str, float]:

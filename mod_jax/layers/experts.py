@@ -25,6 +25,7 @@ from mod_jax import routing
 from mod_jax.layers import dense
 from mod_jax.layers.block import BlockConfig
 from mod_jax.layers.mlp import MLPConfig
+from mod_jax.layers.mlp import hidden_units
 from mod_jax.layers.mode import Mode
 from mod_jax.layers.routed import SELECTION_NAME
 from mod_jax.layers.slots import Slot
@@ -198,14 +199,15 @@ class Assigned:
     wanted_BLX: the choices that were made; none of tokens that do not count.
     ran_BLE: those that found a slot.
     valid_BL: the tokens that count.
-    position_BL: int32 place of each token in its sequence.
+    index_BL: int32 places of these tokens in the row that the model was called
+      with; None where all of its tokens are there, in order.
   """
 
   logits_BLX: jax.Array
   wanted_BLX: jax.Array
   ran_BLE: jax.Array
   valid_BL: jax.Array
-  position_BL: jax.Array
+  index_BL: jax.Array | None = None
 
 
 class ExpertMLP(nn.Module):
@@ -233,8 +235,18 @@ class ExpertMLP(nn.Module):
     valid_BL = info.valid_BL
     if valid_BL is None:
       valid_BL = jnp.ones(x_BLD.shape[:2], bool)
-    router = Router(self.config.num_choices, config.router_std, name='router')
-    logits_BLX = router(x_BLD)
+    router = nn.Dense(
+      self.config.num_choices,
+      use_bias=False,
+      # Accelerators must not round this to bfloat16, or forward pass and
+      # decoding would disagree about logits that are nearly the same.
+      precision='highest',
+      kernel_init=nn.with_logical_partitioning(
+        nn.initializers.normal(config.router_std), ('replicated', 'replicated')
+      ),
+      name='router',
+    )
+    logits_BLX = router(x_BLD.astype(jnp.float32))
     weight_BLX = nn.softmax(logits_BLX)
     chosen_BLKX = None
     if config.choice == 'token':
@@ -262,7 +274,7 @@ class ExpertMLP(nn.Module):
       slot_BLJ = _of_choices(slot_BLE, chosen_BLKX, experts * slots)
       y_BLD = self._in_slots(x_BLD, slot_BLJ, slots, weight_BLJ, weights)
     assigned = Assigned(
-      logits_BLX, wanted_BLX, ran_BLE, valid_BL, info.position_BL
+      logits_BLX, wanted_BLX, ran_BLE, valid_BL, info.index_BL
     )
     return y_BLD, assigned
 
@@ -456,12 +468,8 @@ class ExpertMLP(nn.Module):
 
   def _run(self, product, x):
     """Returns what experts make of features, given their products by name."""
-    kind = self.config.mlp.kind
     x = x.astype(self.dtype)
-    if kind == 'swiglu':
-      hidden = nn.silu(product('gate', x)) * product('up', x)
-    else:
-      hidden = nn.gelu(product('up', x), approximate=kind == 'gelu_tanh')
+    hidden = hidden_units(self.config.mlp.kind, lambda name: product(name, x))
     return product('down', hidden)
 
 
@@ -492,28 +500,6 @@ def _weighted(y, weight):
   bfloat16 on accelerators.
   """
   return (y * weight[..., None]).sum(axis=-2)
-
-
-class Router(nn.Module):
-  """Logits of the choices: one linear map in float32, without a bias."""
-
-  choices: int
-  std: float
-
-  @nn.compact
-  def __call__(self, x_BLD: jax.Array) -> jax.Array:
-    kernel_DX = self.param(
-      'kernel',
-      nn.with_logical_partitioning(
-        nn.initializers.normal(self.std), ('replicated', 'replicated')
-      ),
-      (x_BLD.shape[-1], self.choices),
-    )
-    # Accelerators must not round this to bfloat16, or forward pass and decoding
-    # would disagree about logits that are nearly the same.
-    return jnp.einsum(
-      'BLD,DX->BLX', x_BLD.astype(jnp.float32), kernel_DX, precision='highest'
-    )
 
 
 class Weights(nn.Module):

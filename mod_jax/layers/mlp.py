@@ -1,5 +1,6 @@
 """The feed-forward half of a transformer block."""
 
+from collections.abc import Callable
 import dataclasses
 from typing import Literal
 
@@ -39,6 +40,19 @@ class MLPConfig(Slot):
     return 3 if self.kind == 'swiglu' else 2
 
 
+def hidden_units(kind: str, up: Callable[[str], jax.Array]) -> jax.Array:
+  """Returns the hidden units of a feed-forward.
+
+  Args:
+    kind: as of `MLPConfig`.
+    up: returns what the linear map of a name makes of the features: `up`, and
+      for `swiglu` also `gate`.
+  """
+  if kind == 'swiglu':
+    return nn.silu(up('gate')) * up('up')
+  return nn.gelu(up('up'), approximate=kind == 'gelu_tanh')
+
+
 class MLP(nn.Module):
   """x_BLD -> y_BLD: SwiGLU (Shazeer 2020) or two linears with GELU."""
 
@@ -55,10 +69,7 @@ class MLP(nn.Module):
         (config.hidden,), axes, bias=config.bias, dtype=self.dtype, name=name
       )(x_BLD)
 
-    if config.kind == 'swiglu':
-      hidden_BLF = nn.silu(up('gate')) * up('up')
-    else:
-      hidden_BLF = nn.gelu(up('up'), approximate=config.kind == 'gelu_tanh')
+    hidden_BLF = hidden_units(config.kind, up)
     hidden_BLF = parallel.constrain(hidden_BLF, 'batch', 'length', 'act_mlp')
     y_BLD = dense.Linear(
       (config.width,),

@@ -38,7 +38,10 @@ def takers(
     first_BK = np.where(ran_BKE, logits_BKE, -np.inf).argmax(axis=-1)
     wanted_BKE = assigned.wanted_BLX[..., :experts]
     b_N, k_N = np.nonzero(assigned.valid_BL)
-    place = b_N, assigned.position_BL[b_N, k_N]
+    place_N = k_N
+    if assigned.index_BL is not None:
+      place_N = assigned.index_BL[b_N, k_N]
+    place = b_N, place_N
     of_block = []
     for value_BK, elsewhere in (
       (

@@ -189,13 +189,13 @@ class TestTraining:
     chosen_BL = output.routing[0].chosen_BL
     for b in range(B):
       want = np.flatnonzero(chosen_BL[b])
-      np.testing.assert_array_equal(routed.position_BL[b], want)
+      np.testing.assert_array_equal(routed.index_BL[b], want)
 
   def test_one_layers_imbalance_does_not_make_up_for_anothers(self):
     def collapsed(expert):
       one_BLX = jax.nn.one_hot(jnp.full((1, 4), expert), 2, dtype=bool)
       ones_BL = jnp.ones((1, 4), bool)
-      return Assigned(9.0 * one_BLX, one_BLX, one_BLX, ones_BL, ones_BL)
+      return Assigned(9.0 * one_BLX, one_BLX, one_BLX, ones_BL)
 
     config = ExpertsConfig(num_experts=2, balance_loss=1.0, z_loss=0.0)
     loss, sums = plain.expert_losses(config, [collapsed(0), collapsed(1)])

@@ -27,7 +27,7 @@ def test_takers_stand_where_their_tokens_do():
     wanted_BLX=jnp.array([[[1, 1, 1], [1, 1, 0], [0, 0, 1], [0, 0, 0]]], bool),
     ran_BLE=jnp.array([[[1, 1], [0, 1], [0, 0], [0, 0]]], bool),
     valid_BL=jnp.array([[True, True, True, False]]),
-    position_BL=jnp.array([[0, 2, 5, 0]]),
+    index_BL=jnp.array([[0, 2, 5, 0]]),
   )
   expert_RBL, more_RBL, dropped_RBL = expert_pictures.takers([assigned], 6)
   assert expert_RBL.tolist() == [[[1, AWAY, 1, AWAY, AWAY, NONE]]]
