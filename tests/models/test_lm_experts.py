@@ -181,6 +181,23 @@ class TestTraining:
     want += 0.01 * mean['experts/balance']
     assert total == pytest.approx(want, rel=1e-3)
 
+  def test_nothing_is_chosen_again_for_the_backward_pass(self):
+    # Rounded otherwise, it might be another choice.
+    def choices(model):
+      params = variables_of(INTEGRATED)['params']
+      grad = jax.grad(
+        lambda params: (
+          model.build(train=True)
+          .apply({'params': params}, TOKENS_BL, targets_BL=TOKENS_BL)
+          .loss[0]
+        )
+      )
+      return str(jax.make_jaxpr(grad)(params)).count('argmax[')
+
+    assert choices(INTEGRATED) == INTEGRATED.num_layers
+    again = dataclasses.replace(INTEGRATED, remat='full')
+    assert choices(again) == INTEGRATED.num_layers
+
   def test_only_tokens_that_reach_a_layer_count(self):
     output = forward(STAGED, variables_of(STAGED), TOKENS_BL, train=True)
     every, routed = output.experts
