@@ -176,7 +176,9 @@ class Plain(task_lib.Task):
   def eval_step(self, params, model_state, batch, key, mode):
     output = self.apply(params, model_state, batch, key, mode)
     metric_sums = self.modality.eval_sums(output, batch, mode)
-    metric_sums |= expert_loads(output.experts)
+    # Rows that only fill a batch have a weight of 0 everywhere.
+    real_B = self.modality.token_weights(batch).any(axis=-1)
+    metric_sums |= expert_loads(output.experts, real_B)
     return metric_sums | self.more_sums(output, batch, mode)
 
   def more_sums(self, output, batch, mode) -> MetricSums:
@@ -287,11 +289,22 @@ def expert_losses(
   return loss, metric_sums
 
 
-def expert_loads(layers: Sequence[Assigned]) -> MetricSums:
-  """Returns the sums of `losses.experts.load` over layers of experts."""
+def expert_loads(
+  layers: Sequence[Assigned], real_B: jax.Array | None = None
+) -> MetricSums:
+  """Returns the sums of `losses.experts.load` over layers of experts.
+
+  Args:
+    layers: what each of them told.
+    real_B: the rows that count; None for all.
+  """
   metric_sums = {}
   for assigned in layers:
-    load = losses.experts.load(assigned.wanted_BLX, assigned.ran_BLE)
+    wanted_BLX, ran_BLE = assigned.wanted_BLX, assigned.ran_BLE
+    if real_B is not None:
+      wanted_BLX &= real_B[:, None, None]
+      ran_BLE &= real_B[:, None, None]
+    load = losses.experts.load(wanted_BLX, ran_BLE)
     found = {f'experts/{name}': pair for name, pair in load.items()}
     metric_sums = sums.add(metric_sums, found)
   return metric_sums

@@ -860,6 +860,31 @@ def test_pictures(which):
   )
 
 
+def test_rows_that_fill_a_batch_have_no_part_in_the_load_of_experts():
+  experts = ExpertsConfig(num_experts=2, num_nulls=1)
+  task = make_alone(dataclasses.replace(DENSE, experts=experts))
+  params, model_state = init(task)
+  # All that is real in the first batch is all that there is in the second.
+  images = random_batch(4)['image']
+  step = jax.jit(task.eval_step, static_argnums=4)
+  found = [
+    step(
+      *(params, model_state),
+      dict(image=image, label=jnp.zeros(4, int), weight=jnp.array(weight)),
+      *(jax.random.key(0), task.eval_modes()['']),
+    )
+    for image, weight in (
+      (images, [1.0, 1, 0, 0]),
+      (images[jnp.array([0, 1, 0, 1])], [1.0, 1, 1, 1]),
+    )
+  ]
+  tokens = 2 * (1 + 16)  # Two rows of a class token and 4 x 4 patches.
+  assert found[0]['experts/null'][1] == tokens * DENSE.num_layers
+  for name in ('null', 'busiest', 'dropped'):
+    pairs = [sums[f'experts/{name}'] for sums in found]
+    np.testing.assert_allclose(*[a / b for a, b in pairs], rtol=1e-6)
+
+
 def test_tasks_by_model():
   assert type(make()) is Plain
   assert type(make(DYNAMIC, objective=ALONE)) is Pruning
