@@ -16,9 +16,9 @@ import sys
 
 from absl import app
 from absl import flags
-from machine import cell
 from machine import spread
 import study
+import study_tables
 
 from mod_jax import config as config_lib
 from mod_jax import flops
@@ -85,18 +85,6 @@ def results_file() -> pathlib.Path:
   return study.results_file(__file__, _WORKDIR.value if _TINY.value else None)
 
 
-def by_name(found: dict[str, dict]) -> dict[str, list[dict]]:
-  """Returns the runs of each model, of those seeds that have all of them."""
-  whole = [
-    seed
-    for seed in sorted({name.split('/')[1] for name in found})
-    if all(f'{name}/{seed}' in found for name, *_ in RUNS)
-  ]
-  return {
-    name: [found[f'{name}/{seed}'] for seed in whole] for name, *_ in RUNS
-  }
-
-
 def draw(runs: dict[str, list[dict]]):
   """Returns a picture of accuracy over compute."""
   points = []
@@ -131,18 +119,11 @@ def main(_):
         study.train(
           f'{name}/{seed}', config, _WORKDIR.value, results_file(), tell
         )
-  runs = by_name(study.read(results_file()))
-  if not runs['dense']:
+  found = study.read(results_file())
+  runs = study_tables.of_whole_seeds(found)
+  if not runs.get('dense'):
     sys.exit('No seed has all of its runs yet.')
-  print('| | seeds | MFLOPs | load | accuracy, % |\n|---|---|---|---|---|')
-  for name, of_seeds in runs.items():
-    loads = [run['load'] for run in of_seeds if run['load'] is not None]
-    mflops = spread([run['forward_flops'] / 1e6 for run in of_seeds])
-    accuracy = spread([run['accuracy'] for run in of_seeds])
-    print(
-      f'| {name} | {len(of_seeds)} | {cell(mflops, digits=1)} |'
-      f' {cell(spread(loads)) if loads else ""} | {cell(accuracy, 100, 1)} |'
-    )
+  print(study_tables.composition(found))
   viz.save(draw(runs), results_file().with_suffix('.png'))
 
 

@@ -7,9 +7,9 @@ it is trained on for half as many steps again, each time from the same weights:
 as it is; converted by the recipe of `configs/lm/convert.py`, at capacities of
 12.5% and 50%; with the routers alone, or the dense model's predictions, as
 what is learnt; by random scores; and without the block that would be routed.
-Beside them stands a routed model that began from nothing, and took as many
-training FLOPs in all. Held-out losses are those of top-k routing on the same
-rows, without the block where it was left out.
+Beside them stand a routed and a dense model that began from nothing, and took
+as many training FLOPs in one go. Held-out losses are those of top-k routing on
+the same rows, without the block where it was left out.
 
 Each run is one line of `conversion.jsonl` beside this file; see `study.py`.
 """
@@ -22,6 +22,9 @@ from absl import flags
 from absl import logging
 import machine
 import study
+import study_tables
+from study_tables import PARENT
+from study_tables import PRUNED
 
 from mod_jax import config as config_lib
 from mod_jax import flops
@@ -41,12 +44,8 @@ STEPS, MORE = 600, 300
 # A quarter of what the dense model was trained at; routers at ten times this.
 RATE = 1e-3
 _RULES = ((convert.ROUTERS, 10.0, 0), ('.*', 1.0, 0))
-PARENT, ON, SCRATCH, PRUNED = (
-  'dense, at first',
-  'dense, trained on',
-  'routed from nothing, 12.5%',
-  'without the block',
-)
+ON = 'dense, trained on'
+SCRATCH, DENSE_SCRATCH = 'routed from nothing, 12.5%', 'dense from nothing'
 # What is converted: changes of the recipe's config.
 CONVERTED = {
   'converted, 12.5%': {},
@@ -125,19 +124,20 @@ def runs() -> dict[str, ExperimentConfig]:
       fields = {k: v for k, v in changes.items() if k != 'objective'}
       config = config_lib.replace(routed, fields)
       found[f'{name}/{seed}'] = dataclasses.replace(config, objective=objective)
-    found[f'{SCRATCH}/{seed}'] = _from_nothing(first, routed)
+    found[f'{SCRATCH}/{seed}'] = _from_nothing(first, routed, routed.model)
+    found[f'{DENSE_SCRATCH}/{seed}'] = _from_nothing(first, routed, first.model)
   return found
 
 
-def _from_nothing(first, routed) -> ExperimentConfig:
-  """Returns a routed run of the FLOPs that the dense one and its like took."""
+def _from_nothing(first, routed, model) -> ExperimentConfig:
+  """Returns a run of the FLOPs that the dense and the converted one took."""
   rows, length = first.train.batch_size, first.data.length
   budget = rows * first.train.num_steps * flops.train(first.model, length)
   budget += rows * routed.train.num_steps * flops.train(routed.model, length)
-  steps = flops.steps_within(budget, routed.model, rows, length)
+  steps = flops.steps_within(budget, model, rows, length)
   return dataclasses.replace(
     first,
-    model=routed.model,
+    model=model,
     train=dataclasses.replace(first.train, num_steps=steps),
   )
 
@@ -166,39 +166,12 @@ def results_file() -> pathlib.Path:
   return study.results_file(__file__, _WORKDIR.value if _TINY.value else None)
 
 
-def loss(name: str, line: dict) -> float:
-  """Returns the held-out loss of the model that a run is about."""
-  return line['without_routed_blocks' if name == PRUNED else 'loss']
-
-
-def table(found: dict[str, dict]) -> str:
-  """Returns losses and costs, over seeds, as Markdown."""
-  lines = [
-    '| run | seeds | nats per token | over the dense model at first |'
-    ' forward FLOPs over its |',
-    '|---|---|---|---|---|',
-  ]
-  for name in (PARENT, ON, *CONVERTED, SCRATCH):
-    seeds = [seed for seed in SEEDS if f'{name}/{seed}' in found]
-    if not seeds:
-      continue
-    first = [found[f'{PARENT}/{seed}'] for seed in seeds]
-    rows = [found[f'{name}/{seed}'] for seed in seeds]
-    losses = [loss(name, row) for row in rows]
-    more = [x - row['loss'] for x, row in zip(losses, first, strict=True)]
-    ratio = rows[0]['forward_flops'] / first[0]['forward_flops']
-    shown = f'{ratio:.3f}' if name != PRUNED else ''
-    cells = (machine.cell(machine.spread(x)) for x in (losses, more))
-    lines.append(f'| {name} | {len(seeds)} | {" | ".join(cells)} | {shown} |')
-  return '\n'.join(lines)
-
-
 def main(_):
   logging.set_verbosity(logging.WARNING)  # Orbax tells of every save.
   planned = runs()
   if not _TABLE.value:
     study.train_all(planned, _RUNS.value, _WORKDIR.value, results_file())
-  print(table(study.read(results_file())))
+  print(study_tables.conversion(study.read(results_file())))
 
 
 if __name__ == '__main__':

@@ -19,6 +19,7 @@ from absl import flags
 from absl import logging
 import machine
 import study
+import study_tables
 
 from mod_jax import config as config_lib
 from mod_jax import viz
@@ -67,51 +68,19 @@ def results_file() -> pathlib.Path:
   return study.results_file(__file__, _WORKDIR.value if _TINY.value else None)
 
 
-def losses(found: dict[str, dict]) -> dict[str, list[float]]:
-  """Returns the held-out losses by model; of those that have any."""
-  by_model = {
-    name: [
-      found[f'{name}/{s}']['loss'] for s in SEEDS if f'{name}/{s}' in found
-    ]
-    for name in MODELS
-  }
-  return {name: values for name, values in by_model.items() if values}
-
-
-def table(found: dict[str, dict]) -> str:
-  """Returns losses and costs, over seeds, as Markdown."""
-  lines = [
-    '| model | seeds | nats per token | parameters | forward MFLOPs | steps |'
-    ' no-ops | busiest expert over the mean |',
-    '|---|---|---|---|---|---|---|---|',
-  ]
-  for name, values in losses(found).items():
-    rows = [line for run, line in found.items() if run.startswith(f'{name}/')]
-    first = rows[0]
-
-    def mean(metric, rows=rows):
-      spread = [row['experts'].get(metric) for row in rows]
-      if None in spread or not any(spread):
-        return ''
-      return machine.cell(machine.spread(spread), digits=2)
-
-    lines.append(
-      f'| {name} | {len(values)} | {machine.cell(machine.spread(values))} |'
-      f' {first["params"] / 1e6:.2f}M | {first["forward_flops"] / 1e6:.0f} |'
-      f' {first["steps"]} | {mean("null")} | {mean("busiest")} |'
-    )
-  return '\n'.join(lines)
-
-
 def main(_):
   logging.set_verbosity(logging.WARNING)  # Orbax tells of every save.
   planned = runs()
   if not _TABLE.value:
     study.train_all(planned, _RUNS.value, _WORKDIR.value, results_file())
   found = study.read(results_file())
-  print(table(found))
+  print(study_tables.experts(found))
+  losses = {
+    name: [run['loss'] for run in of_seed.values()]
+    for name, of_seed in study_tables.by_model(found).items()
+  }
   figure = viz.seed_dots(
-    {'': losses(found)},
+    {'': losses},
     xlabel='held-out loss, nats per token',
     title='Experts and Mixture-of-Depths at equal training FLOPs',
   )

@@ -62,6 +62,12 @@ def cell(found: dict | None, scale: float = 1.0, digits: int = 3) -> str:
   return f'{mean:.{digits}f} ({low:.{digits}f}–{high:.{digits}f})'
 
 
+def markdown(header: list[str], rows: list[list[str]]) -> str:
+  """Returns a table of texts."""
+  lines = [header, ['---'] * len(header), *rows]
+  return '\n'.join(f'| {" | ".join(line)} |' for line in lines)
+
+
 def point(name: str, group: str, gmacs: float, accuracy: dict) -> dict:
   """Returns what `viz.accuracy_flops` draws of a `spread` of accuracies."""
   return {

@@ -25,6 +25,9 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / 'benchmarks'))
 
 import machine  # noqa: E402
+from machine import markdown  # noqa: E402
+import study  # noqa: E402
+import study_tables  # noqa: E402
 
 from mod_jax import flops  # noqa: E402
 from mod_jax.errors import UserError  # noqa: E402
@@ -77,16 +80,15 @@ def table(function):
   return function
 
 
-def markdown(header: list[str], rows: list[list[str]]) -> str:
-  """Returns a table of texts."""
-  lines = [header, ['---'] * len(header), *rows]
-  return '\n'.join(f'| {" | ".join(line)} |' for line in lines)
-
-
 @functools.cache
 def measured(name: str) -> dict:
   """Returns what the script `benchmarks/NAME.py` has measured."""
   return json.loads((ROOT / 'benchmarks' / f'{name}.json').read_text())
+
+
+def studied(name: str) -> dict[str, dict]:
+  """Returns the runs of the study `benchmarks/NAME.py`, by name."""
+  return study.read(ROOT / 'benchmarks' / f'{name}.jsonl')
 
 
 @functools.cache
@@ -712,6 +714,24 @@ def acm_digits():
     *('deviation, images', 'deviation, tokens'),
   ]
   return markdown(header, rows)
+
+
+@table
+def compose_digits():
+  """Pruning, routing and adaptive width on the digits, alone and together."""
+  return study_tables.composition(studied('compose_digits'))
+
+
+@table
+def experts_recipe():
+  """Experts and Mixture-of-Depths in language models, at equal FLOPs."""
+  return study_tables.experts(studied('experts_recipe'))
+
+
+@table
+def conversion():
+  """What a dense language model is worth, made routed."""
+  return study_tables.conversion(studied('conversion'))
 
 
 @table

@@ -1,0 +1,99 @@
+"""Tables of studies with seeds, for the scripts that train and for the docs.
+
+Each function takes the runs of a study by name, `model/seed`, as `study.read`
+returns them, and makes Markdown of those models that have any.
+"""
+
+from collections.abc import Mapping
+
+from machine import cell
+from machine import markdown
+from machine import spread
+
+# Runs of `conversion.py` that others are compared with, or judged otherwise.
+PARENT, PRUNED = 'dense, at first', 'without the block'
+
+
+def by_model(found: Mapping[str, dict]) -> dict[str, dict[str, dict]]:
+  """Returns the runs by model and seed, in the order of their making."""
+  models = {}
+  for run, line in found.items():
+    model, seed = run.rsplit('/', 1)
+    models.setdefault(model, {})[seed] = line
+  return models
+
+
+def of_whole_seeds(found: Mapping[str, dict]) -> dict[str, list[dict]]:
+  """Returns the runs by model, of those seeds that every model has."""
+  models = by_model(found)
+  whole = set.intersection(*map(set, models.values())) if models else set()
+  return {
+    model: [of_seed[seed] for seed in sorted(whole)]
+    for model, of_seed in models.items()
+  }
+
+
+def over_seeds(runs: list[dict], key: str, *scale_and_digits) -> str:
+  """Returns mean (lowest–highest) of a number, or '' where runs lack it."""
+  values = [run[key] for run in runs if run.get(key) is not None]
+  return cell(spread(values), *scale_and_digits) if values else ''
+
+
+def conversion(found: Mapping[str, dict]) -> str:
+  """Language models made routed: losses, and costs over the dense model's."""
+  models = by_model(found)
+  rows = []
+  for name, of_seed in models.items():
+    # Where the block was left out, that is the model that the run is about.
+    key = 'without_routed_blocks' if name == PRUNED else 'loss'
+    losses = {seed: line[key] for seed, line in of_seed.items()}
+    more = [x - models[PARENT][seed]['loss'] for seed, x in losses.items()]
+    line = next(iter(of_seed.values()))
+    dense = next(iter(models[PARENT].values()))
+    ratio = line['forward_flops'] / dense['forward_flops']
+    rows.append(
+      [
+        *(name, str(len(losses)), cell(spread(list(losses.values())))),
+        *(cell(spread(more)), '' if name == PRUNED else f'{ratio:.3f}'),
+      ]
+    )
+  header = ['model', 'seeds', 'nats per token', 'over the dense model at first']
+  return markdown([*header, 'forward FLOPs over its'], rows)
+
+
+def experts(found: Mapping[str, dict]) -> str:
+  """Language models with experts: losses, sizes, and who took the tokens."""
+  rows = []
+  for name, of_seed in by_model(found).items():
+    runs = list(of_seed.values())
+    loads = [run['experts'] for run in runs]
+    rows.append(
+      [
+        *(name, str(len(runs)), over_seeds(runs, 'loss')),
+        f'{runs[0]["params"] / 1e6:.2f}',
+        f'{runs[0]["forward_flops"] / 1e6:.0f}',
+        str(runs[0]['steps']),
+        over_seeds(loads, 'null', 1, 2),
+        over_seeds(loads, 'busiest', 1, 2),
+      ]
+    )
+  header = ['model', 'seeds', 'nats per token', 'parameters, M']
+  header += ['forward MFLOPs', 'steps', 'no-ops', 'busiest over mean']
+  return markdown(header, rows)
+
+
+def composition(found: Mapping[str, dict]) -> str:
+  """Pruning, routing and adaptive width on pictures: costs and accuracies."""
+  models = of_whole_seeds(found)
+  dense = spread([run['forward_flops'] for run in models['dense']])['mean']
+  rows = [
+    [
+      *(name, str(len(runs)), over_seeds(runs, 'forward_flops', 1e-6, 1)),
+      over_seeds(runs, 'forward_flops', 1 / dense, 2),
+      over_seeds(runs, 'load'),
+      over_seeds(runs, 'accuracy', 100, 1),
+    ]
+    for name, runs in models.items()
+  ]
+  header = ['model', 'seeds', 'MFLOPs', 'of dense', 'load', 'accuracy, %']
+  return markdown(header, rows)
