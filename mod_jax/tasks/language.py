@@ -26,6 +26,7 @@ from mod_jax.tasks import expert_pictures
 from mod_jax.tasks import warm_start
 from mod_jax.tasks.modality import Modality
 from mod_jax.tasks.studies import language as studies
+from mod_jax.tasks.studies.conversion import conversion
 from mod_jax.train import workdir as workdir_lib
 
 # The name of a learned tokenizer's file in the directory of its run.
@@ -446,8 +447,12 @@ class Language(Modality):
 
   def studies(self, task):
     found = {'arank': functools.partial(studies.arank, task)}
-    if self.config.model.num_routed:
+    model = self.config.model
+    if model.num_routed:
       found['engagement'] = functools.partial(studies.engagement, task)
+      # Experts and learners are not in the dense model.
+      if self.config.init and model.experts is None and model.adaptive is None:
+        found['conversion'] = functools.partial(conversion, task)
     return found
 
   def load_pictures(self, task, params, model_state):

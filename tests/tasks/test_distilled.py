@@ -11,11 +11,15 @@ import pytest
 
 import mod_jax
 from mod_jax import config as config_lib
+from mod_jax import flops
+from mod_jax import parallel
 from mod_jax import trees
 from mod_jax.errors import UserError
 from mod_jax.tasks import make_task
 from mod_jax.tasks.distilled import Distilled
 from mod_jax.tasks.experiment import ConversionObjective
+from mod_jax.tasks.studies import conversion
+from mod_jax.train import evaluation
 
 ROOT = pathlib.Path(__file__).parents[2]
 CONVERT = config_lib.load(ROOT / 'configs' / 'lm' / 'convert.py')
@@ -136,3 +140,40 @@ def test_it_needs_somebody_to_learn_from(dense):
     task.check()
   with pytest.raises(UserError, match='objective=ConversionObjective'):
     dataclasses.replace(config, model=config.model.dense_twin())
+
+
+def test_the_study_sets_the_routed_model_beside_the_dense_one(
+  dense, monkeypatch
+):
+  monkeypatch.setattr(conversion, '_BATCHES', 2)
+  monkeypatch.setattr(conversion, '_ROUNDS', 2)
+  routing = {
+    'model.routing.router_std': 0.0,
+    'model.routing.router_loss': 0.01,
+    'model.routing.threshold_decay': 0.0,
+    'evaluation.batch_size': 4,
+  }
+  task, params, state = start(build('half', dense, **routing))
+  study = task.studies()['conversion'](params, state, None)
+  found = study.metrics
+  rules = {'top_k', 'router', 'never'}
+  assert found.keys() == {'dense', 'all tokens'} | rules
+  # The gate is 1 at first, and nobody is left out.
+  every = found['all tokens']
+  for name in ('loss', 'bits_per_byte'):
+    assert every[name] == pytest.approx(found['dense'][name], rel=1e-6)
+  mesh = parallel.make_mesh(parallel.MeshConfig(), jax.devices()[:1])
+  with jax.set_mesh(mesh):
+    held_out = evaluation.held_out(task, params, state, mesh, batches=2)
+  for rule in rules:
+    expected = held_out[f'{rule}/loss']
+    assert found[rule]['loss'] == pytest.approx(expected, rel=1e-5)
+  assert found['dense']['loss'] != pytest.approx(found['top_k']['loss'])
+  of_dense = flops.forward(task.config.model, 16) / flops.forward(
+    task.config.model.dense_twin(), 16
+  )
+  assert found['router']['flops'] == found['top_k']['flops'] == of_dense < 1
+  assert found['dense']['flops'] == 1 < every['flops'] < 1.01
+  decoding = {n for n, row in found.items() if 'tokens_per_second' in row}
+  assert decoding == {'dense', 'router'}
+  assert len(study.text.splitlines()) == 1 + len(found) + 1
