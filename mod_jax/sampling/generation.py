@@ -293,101 +293,36 @@ def last_logits(logits_BPV, valid_BP) -> jax.Array:
 def _generate(
   config, options, variables, tokens_BP, valid_BP, key, settings, num_tokens
 ):
-  mode, end_token, draft = options.mode, options.end_token, options.draft
   config, params = lm.unrolled(config, variables['params'])
   variables = {**variables, 'params': params}
   model = lm.LanguageModel(config)
   batch = tokens_BP.shape[0]
   prefill_key, key = jax.random.split(key)
   row_key_B = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(batch))
-
-  def one_more(cache, text: _Text):
-    """Returns the cache with the last token, the next one, and the overflow."""
-    logits_B1V, cache, overflow = read(
-      *(model, variables, text.last_B[:, None], text.active_B[:, None]),
-      *(cache, mode, jax.random.fold_in(key, text.passes)),
-    )
-    keys_B = jax.vmap(jax.random.fold_in)(row_key_B, text.count_B)
-    token_B, log_prob_B = draw(logits_B1V[:, 0], keys_B, settings)
-    new = (token_B[:, None], log_prob_B[:, None], jnp.ones(batch, jnp.int32))
-    return cache, new, overflow
-
-  def read_draft(key, cache, token_B, valid_B, number):
-    logits_B1V, cache, _ = read(
-      *(model, variables, token_B[:, None], valid_B[:, None], cache),
-      *(draft.mode(mode), jax.random.fold_in(key, number), draft.layers),
-    )
-    return filtered(logits_B1V[:, 0], settings), cache
-
-  def some_more(cache, text: _Text):
-    """As `one_more`, with what the model makes of a draft."""
-    keys_B = jax.vmap(jax.random.fold_in)(row_key_B, text.count_B)
-    draft_key_B, accept_key_B = jax.vmap(jax.random.split)(keys_B).T
-    pass_key = jax.random.fold_in(key, text.passes)
-    before_B, missing_B = cache.length_B, num_tokens - text.count_B
-    # The last token that a row is to have is drawn, and not read.
-    valid_BL = jnp.arange(draft.tokens + 1) < missing_B[:, None]
-    valid_BL &= text.active_B[:, None]
-    if draft.kind == 'lookup':
-      proposed_BD = speculation.look_up(
-        text.tokens_BT, text.start_B + text.count_B, draft.tokens
-      )
-      draft_BDV = jax.nn.one_hot(proposed_BD, config.vocab_size)
-    else:
-      proposed_BD, draft_BDV, cache = speculation.propose(
-        functools.partial(read_draft, pass_key),
-        *(cache, text.last_B, valid_BL[:, :-1], draft_key_B),
-      )
-      cache = cache.before(before_B)
-    read_BL = jnp.concatenate([text.last_B[:, None], proposed_BD], axis=1)
-    logits_BLV, cache, overflow = read(
-      *(model, variables, read_BL, valid_BL, cache, mode, pass_key)
-    )
-    own_TV = filtered(
-      logits_BLV.reshape(-1, config.vocab_size),
-      jax.tree.map(lambda x_B: jnp.repeat(x_B, draft.tokens + 1), settings),
-    )
-    tokens_BL, new_B = speculation.accept(
-      proposed_BD,
-      draft_BDV,
-      jax.nn.softmax(own_TV).reshape(logits_BLV.shape),
-      valid_BL[:, 1:],
-      accept_key_B,
-    )
-    if end_token is not None:  # Nothing follows an end token.
-      ends_BL = tokens_BL == end_token
-      first_B = jnp.where(ends_BL.any(-1), ends_BL.argmax(-1), draft.tokens)
-      new_B = jnp.minimum(new_B, first_B + 1)
-    cache = cache.before(before_B + jnp.where(text.active_B, new_B, 0))
-    return cache, (tokens_BL, _log_prob(logits_BLV, tokens_BL), new_B), overflow
-
+  writer = _Writer(
+    *(model, variables, options, settings, num_tokens, key, row_key_B)
+  )
   # Each row's own length, so that its text does not depend on its neighbours.
   start_B = valid_BP.sum(axis=-1)
   cache = lm.LMCache.empty(
-    config, batch, options.room, mode, start_B + num_tokens
+    config, batch, options.room, options.mode, start_B + num_tokens
   )
   logits_BPV, cache, overflow = read(
     *(model, variables, tokens_BP, valid_BP, cache, options.prefill),
     prefill_key,
   )
   text = _Text.empty(tokens_BP, valid_BP, options.new)
-  keys_B = jax.vmap(jax.random.fold_in, (0, None))(row_key_B, 0)
-  token_B, log_prob_B = draw(
-    last_logits(logits_BPV, valid_BP), keys_B, settings
-  )
-  text = text.add(
-    *(token_B[:, None], log_prob_B[:, None], jnp.ones(batch, jnp.int32)),
-    *(end_token, num_tokens),
-  )
+  first = writer.draw(last_logits(logits_BPV, valid_BP), text)
+  text = text.add(*first, options.end_token, num_tokens)
 
   def advance(carry):
     cache, text, overflow = carry
-    more = one_more if draft is None else some_more
+    more = writer.one_more if options.draft is None else writer.some_more
     cache, new, more_overflow = more(cache, text)
     text = text.replace(passes=text.passes + 1)
     return (
       cache,
-      text.add(*new, end_token, num_tokens),
+      text.add(*new, options.end_token, num_tokens),
       overflow + more_overflow,
     )
 
@@ -399,7 +334,7 @@ def _generate(
     text.tokens_BT, text.start_B[:, None] + place_N, axis=-1
   )
   length_B = text.count_B
-  if end_token is not None:
+  if (end_token := options.end_token) is not None:
     tokens_BN = jnp.where(place_N < length_B[:, None], tokens_BN, end_token)
     length_B -= text.ended_B
   read_B = cache.length_B.sum() * max(config.num_routed, 1)
@@ -418,6 +353,111 @@ def _generate(
     overflow=overflow,
     passes=text.passes,
   )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Writer:
+  """Adds tokens to texts, one or several at a pass of the model.
+
+  Attributes:
+    model: with unrolled layers.
+    variables: its own.
+    options: what is known when this is compiled.
+    settings: how each row draws.
+    num_tokens: that a row is to have.
+    key: of the passes.
+    row_key_B: of the rows' draws.
+  """
+
+  model: lm.LanguageModel
+  variables: dict
+  options: _Options
+  settings: Settings
+  num_tokens: jax.Array
+  key: jax.Array
+  row_key_B: jax.Array
+
+  def draw(self, logits_BV, text: '_Text'):
+    """Returns the next tokens, their log-probabilities, and how many count."""
+    token_B, log_prob_B = draw(logits_BV, self._keys(text), self.settings)
+    count_B = jnp.ones(token_B.shape, jnp.int32)
+    return token_B[:, None], log_prob_B[:, None], count_B
+
+  def one_more(self, cache, text: '_Text'):
+    """Returns the cache with the last token, what is new, and the overflow.
+
+    What is new is as of `draw`.
+    """
+    logits_B1V, cache, overflow = self._read(
+      *(text.last_B[:, None], text.active_B[:, None]),
+      *(cache, self.options.mode, self._pass_key(text)),
+    )
+    return cache, self.draw(logits_B1V[:, 0], text), overflow
+
+  def some_more(self, cache, text: '_Text'):
+    """As `one_more`, with what the model makes of a draft."""
+    draft, mode = self.options.draft, self.options.mode
+    vocab_size = self.model.config.vocab_size
+    draft_key_B, accept_key_B = jax.vmap(jax.random.split)(self._keys(text)).T
+    pass_key = self._pass_key(text)
+    before_B, missing_B = cache.length_B, self.num_tokens - text.count_B
+    # The last token that a row is to have is drawn, and not read.
+    valid_BL = jnp.arange(draft.tokens + 1) < missing_B[:, None]
+    valid_BL &= text.active_B[:, None]
+    if draft.kind == 'lookup':
+      proposed_BD = speculation.look_up(
+        text.tokens_BT, text.start_B + text.count_B, draft.tokens
+      )
+      draft_BDV = jax.nn.one_hot(proposed_BD, vocab_size)
+    else:
+      proposed_BD, draft_BDV, cache = speculation.propose(
+        functools.partial(self._read_draft, pass_key),
+        *(cache, text.last_B, valid_BL[:, :-1], draft_key_B),
+      )
+      cache = cache.before(before_B)
+    read_BL = jnp.concatenate([text.last_B[:, None], proposed_BD], axis=1)
+    logits_BLV, cache, overflow = self._read(
+      *(read_BL, valid_BL, cache, mode, pass_key)
+    )
+    own_TV = filtered(
+      logits_BLV.reshape(-1, vocab_size),
+      jax.tree.map(
+        lambda x_B: jnp.repeat(x_B, draft.tokens + 1), self.settings
+      ),
+    )
+    tokens_BL, new_B = speculation.accept(
+      proposed_BD,
+      draft_BDV,
+      jax.nn.softmax(own_TV).reshape(logits_BLV.shape),
+      valid_BL[:, 1:],
+      accept_key_B,
+    )
+    if (end_token := self.options.end_token) is not None:
+      # Nothing follows an end token.
+      ends_BL = tokens_BL == end_token
+      first_B = jnp.where(ends_BL.any(-1), ends_BL.argmax(-1), draft.tokens)
+      new_B = jnp.minimum(new_B, first_B + 1)
+    cache = cache.before(before_B + jnp.where(text.active_B, new_B, 0))
+    return cache, (tokens_BL, _log_prob(logits_BLV, tokens_BL), new_B), overflow
+
+  def _read_draft(self, key, cache, token_B, valid_B, number):
+    draft = self.options.draft
+    logits_B1V, cache, _ = self._read(
+      *(token_B[:, None], valid_B[:, None], cache),
+      *(draft.mode(self.options.mode), jax.random.fold_in(key, number)),
+      draft.layers,
+    )
+    return filtered(logits_B1V[:, 0], self.settings), cache
+
+  def _read(self, *args):
+    return read(self.model, self.variables, *args)
+
+  def _keys(self, text: '_Text'):
+    """Returns a key for the next token of each row."""
+    return jax.vmap(jax.random.fold_in)(self.row_key_B, text.count_B)
+
+  def _pass_key(self, text: '_Text'):
+    return jax.random.fold_in(self.key, text.passes)
 
 
 @flax.struct.dataclass
