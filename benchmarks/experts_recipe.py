@@ -3,10 +3,11 @@
     python benchmarks/experts_recipe.py --workdir=runs/experts_recipe
 
 Trains the models of `configs/lm/experts.py` on the embedded text: dense, with
-Mixture-of-Depths, with experts, with half of their slots, and with both kinds
-of Mixture-of-Depths-and-Experts. Each takes as many training FLOPs, where
-experts count by their slots, filled or not. Held-out losses are those of
-evaluation: top-k where blocks are routed, and no choice dropped.
+Mixture-of-Depths, with experts, with half of their slots, with both kinds of
+Mixture-of-Depths-and-Experts, and with two smaller experts for each token. Each
+takes as many training FLOPs, where experts count by their slots, filled or not.
+Held-out losses are those of evaluation: top-k where blocks are routed, and no
+choice dropped.
 
 Each run is one line of `experts_recipe.jsonl` beside this file, and the picture
 is `experts_recipe.png`; see `study.py`.
@@ -41,6 +42,7 @@ MODELS = {
   'experts, half of the slots': lambda: experts.experiment('reduced'),
   'staged': lambda: experts.experiment('staged'),
   'integrated': lambda: experts.experiment('integrated'),
+  'experts, two of half the size': lambda: experts.experiment('two'),
 }
 
 

@@ -9,7 +9,7 @@ token runs one; no block is routed. All variants train for as many FLOPs as
 * `integrated`: a ninth choice that does nothing, and should get half of all
   (Mixture-of-Depths-and-Experts);
 * `staged`: the blocks are routed as in `mod.py`, around attention and experts;
-* `two`: each token runs two experts;
+* `two`: each token runs two experts, each half as large;
 * `expert_choice`: the experts choose, as many tokens as at two choices each;
 * `tiny`: seconds, for tests; `tiny_staged` and `tiny_expert_choice` likewise.
 """
@@ -23,13 +23,14 @@ from mod_jax.tasks.experiment import ExperimentConfig
 
 mod = config_lib.sibling(__file__, 'mod')
 EXPERTS = ExpertsConfig(num_experts=8, capacity_factor=1.25)
+HIDDEN = 512  # Units of the feed-forward that an expert stands for.
 SHARE = 0.5  # Of the choices that experts get, in `reduced` and `integrated`.
 CHANGES = {
   '': {},
   'reduced': {'capacity_factor': SHARE},
   'integrated': {'num_nulls': 1, 'compute_share': SHARE},
   'staged': {},
-  'two': {'per_token': 2},
+  'two': {'per_token': 2, 'hidden': HIDDEN // 2},
   'expert_choice': {
     'choice': 'expert',
     'capacity_factor': 2.0,
