@@ -148,7 +148,7 @@ def gathered(runs: dict) -> dict:
 
 def drawn(name, group, row) -> dict:
   """Returns a row as a point of a picture."""
-  return point(name, group, row['gmacs']['mean'], row['accuracy'])
+  return point(name, group, 1e3 * row['gmacs']['mean'], row['accuracy'])
 
 
 def draw(figure, name: str) -> None:

@@ -16,6 +16,7 @@ import sys
 
 from absl import app
 from absl import flags
+from machine import point
 from machine import spread
 import study
 import study_tables
@@ -89,16 +90,14 @@ def draw(runs: dict[str, list[dict]]):
   """Returns a picture of accuracy over compute."""
   points = []
   for name, of_seeds in runs.items():
-    accuracy = spread([run['accuracy'] for run in of_seeds])
-    mflops = spread([run['forward_flops'] / 1e6 for run in of_seeds])
+    alone = name in ('DynamicViT', 'ACM')
     points.append(
-      {
-        'name': name,
-        'group': 'together' if ',' in name else 'dense or one part',
-        'flops': mflops['mean'],
-        'accuracy': accuracy['mean'],
-        'spread': (accuracy['high'] - accuracy['low']) / 2,
-      }
+      point(
+        name,
+        f'{name} alone' if alone else 'one part after another',
+        spread([run['forward_flops'] / 1e6 for run in of_seeds])['mean'],
+        spread([run['accuracy'] for run in of_seeds]),
+      )
     )
   return viz.accuracy_flops(
     points,

@@ -17,7 +17,6 @@ from absl import app
 from absl import flags
 from flax import linen as nn
 import jax
-import jax.numpy as jnp
 import machine
 import optax
 
@@ -46,6 +45,10 @@ MOD = MoDConfig(capacity=0.125)
 EXPERTS = ExpertsConfig(num_experts=8, capacity_factor=1.25)
 REDUCED = dataclasses.replace(EXPERTS, capacity_factor=0.5)
 NULLS = dataclasses.replace(EXPERTS, num_nulls=1, compute_share=0.5)
+# Without a no-op, and as many slots as that leaves.
+SAME_SLOTS = dataclasses.replace(
+  EXPERTS, capacity_factor=EXPERTS.capacity_factor * NULLS.share
+)
 PARTS = {
   'dense': (None, None),
   'MoD': (MOD, None),
@@ -56,7 +59,7 @@ PARTS = {
 }
 
 
-def experiments(base: LMConfig, batch: int, length: int, **more):
+def experiments(base: LMConfig, batch: int, length: int, parts=PARTS, **more):
   """Returns the runs by name; keywords are fields of the experiment."""
   return {
     name: ExperimentConfig(
@@ -66,15 +69,12 @@ def experiments(base: LMConfig, batch: int, length: int, **more):
       train=TrainConfig(batch_size=batch),
       **more,
     )
-    for name, (mod, experts) in PARTS.items()
+    for name, (mod, experts) in parts.items()
   }
 
 
-def functions(config: ExperimentConfig):
-  """Returns a function for a training step, and one for its gradients alone.
-
-  Both wait for what they compute.
-  """
+def step_function(config: ExperimentConfig):
+  """Returns a function that takes one training step and blocks."""
   task = make_task(config)
   key = jax.random.key(0)
   variables = nn.unbox(task.init(key))
@@ -89,13 +89,7 @@ def functions(config: ExperimentConfig):
   def loss(params, batch):
     return task.loss(params, variables, batch, key, task.static_args(0))[0]
 
-  # Of a copy, since steps donate their parameters.
-  copied = jax.tree.map(jnp.copy, params)
-  gradients = jax.jit(jax.grad(loss))
-  return (
-    machine.train_step(loss, params, optax.adamw(1e-3), batch),
-    lambda: jax.block_until_ready(gradients(copied, batch)),
-  )
+  return machine.train_step(loss, params, optax.adamw(1e-3), batch)
 
 
 def on_a_slice(topology: str) -> dict[str, dict]:
@@ -128,28 +122,26 @@ def main(_):
     width=_WIDTH.value,
     num_heads=_WIDTH.value // 64,
   )
-  configs = experiments(base, _BATCH.value, _LENGTH.value)
-  timed = {name: functions(config) for name, config in configs.items()}
-  steps = {name: step for name, (step, _) in timed.items()}
+  same = 'as many slots, without no-ops'
+  parts = PARTS | {same: (None, SAME_SLOTS)}
+  configs = experiments(base, _BATCH.value, _LENGTH.value, parts)
+  steps = {name: step_function(config) for name, config in configs.items()}
   seconds = timing.interleaved(steps, rounds=_ROUNDS.value, warmup=2)
   counts = {
     name: flops.train(config.model, _LENGTH.value)
     for name, config in configs.items()
   }
-  # What no-ops leave out, they should leave out of the time as well. That of
-  # the optimizer goes by the parameters, which both models have alike.
-  pair = ('integrated', 'experts')
-  gradients = timing.interleaved(
-    {name: timed[name][1] for name in pair}, rounds=_ROUNDS.value, warmup=2
-  )
-  counted = counts['integrated'] / counts['experts']
-  no_ops = {'flop_ratio': counted}
-  for name, found in (('step', seconds), ('gradients', gradients)):
-    middle, low, high = timing.ratio_spread(found, *pair)
+  # What no-ops leave out, they should leave out of the time as well: like the
+  # model that has no more slots than they leave.
+  no_ops = {}
+  for name in ('experts', same):
+    middle, low, high = timing.ratio_spread(seconds, 'integrated', name)
+    ratio = counts['integrated'] / counts[name]
     no_ops[name] = {
+      'flop_ratio': ratio,
       'time_ratio': middle,
       'quartiles': [low, high],
-      'time_over_flops': middle / counted,
+      'time_over_flops': middle / ratio,
     }
   results_lib.save(
     __file__,
@@ -161,11 +153,10 @@ def main(_):
       },
       'rounds': _ROUNDS.value,
       'models': results_lib.over_dense(seconds, counts),
-      'no_ops_over_experts': no_ops,
+      'integrated_over': no_ops,
       'topology': _TOPOLOGY.value,
       'on_a_slice': on_a_slice(_TOPOLOGY.value) if _TOPOLOGY.value else {},
       'seconds': seconds,
-      'gradient_seconds': gradients,
     },
   )
 

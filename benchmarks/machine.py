@@ -68,14 +68,24 @@ def markdown(header: list[str], rows: list[list[str]]) -> str:
   return '\n'.join(f'| {" | ".join(line)} |' for line in lines)
 
 
-def point(name: str, group: str, gmacs: float, accuracy: dict) -> dict:
-  """Returns what `viz.accuracy_flops` draws of a `spread` of accuracies."""
+def point(name: str, group: str, mega: float, accuracy: dict) -> dict:
+  """Returns what `viz.accuracy_flops` draws of a `spread` of accuracies.
+
+  Args:
+    name: of the model.
+    group: whose points are joined.
+    mega: millions of FLOPs, or of multiply-accumulates.
+    accuracy: as of `spread`; the bar is from the lowest to the highest.
+  """
   return {
     'name': name,
     'group': group,
-    'flops': 1e3 * gmacs,
+    'flops': mega,
     'accuracy': accuracy['mean'],
-    'spread': (accuracy['high'] - accuracy['low']) / 2,
+    'spread': (
+      accuracy['mean'] - accuracy['low'],
+      accuracy['high'] - accuracy['mean'],
+    ),
   }
 
 

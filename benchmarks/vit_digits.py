@@ -89,7 +89,7 @@ def main(_):
       f' {cell(row["before"], 100, 1)} | {cell(row["after"], 100, 1)} |'
     )
   points = [
-    point(name, re.split('[, ]', name)[0], row['gmacs'], row['after'])
+    point(name, re.split('[, ]', name)[0], 1e3 * row['gmacs'], row['after'])
     for name, row in table.items()
   ]
   figure = viz.accuracy_flops(

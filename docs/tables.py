@@ -295,6 +295,23 @@ def decode():
 
 
 @table
+def decode_words():
+  """How fast decoding is, in a sentence."""
+  cells = [x for x in measured('decode')['cells'] if x['context'] == 512]
+  speedups = [x['speedup'] for x in cells]
+  over_torch = [1 / x['dense_over_torch'] for x in cells]
+  batches = [x['batch'] for x in cells]
+  return (
+    f'Generating a token for {min(batches)} to {max(batches)} sequences after'
+    ' 512 tokens, Mixture-of-Depths (12.5% of the tokens in every other block)'
+    f' is {min(speedups):.2f} to {max(speedups):.2f} times as fast as the dense'
+    f' twin, which is {min(over_torch):.1f} to {max(over_torch):.1f} times as'
+    " fast as the same model by PyTorch's `transformers`"
+    ' (`benchmarks/decode.py`).'
+  )
+
+
+@table
 def speculation():
   """Tokens per second with a draft, over the dense twin's."""
   cells = measured('speculation')['cells']
@@ -365,6 +382,22 @@ def experts_time():
     'integrated': 'integrated: half of the choices do nothing',
   }
   return markdown(['model', *OVER_DENSE], over_dense(found['models'], names))
+
+
+@table
+def no_ops_words():
+  """What the time of choices that do nothing is."""
+  found = measured('experts')['integrated_over']
+  experts, same = found['experts'], found['as many slots, without no-ops']
+  low, high = same['quartiles']
+  return (
+    'Choices that do nothing cost nothing: a step takes'
+    f' {same["time_ratio"]:.2f} (quartiles {low:.2f}–{high:.2f}) of the time of'
+    ' a model that has as many slots and no no-op. Over plain experts, leaving'
+    f' half of the choices to a no-op takes {experts["flop_ratio"]:.2f} of the'
+    f' FLOPs and {experts["time_ratio"]:.2f} of the time, since attention stays'
+    ' as it is, and has more of the time than of the FLOPs.'
+  )
 
 
 @table

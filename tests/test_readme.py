@@ -27,6 +27,7 @@ from mod_jax.models.vit import ViTConfig
 from mod_jax.sweeps import grid
 from mod_jax.tasks import make_task
 from mod_jax.tasks.studies import adaptive
+from mod_jax.tasks.studies import conversion
 from mod_jax.tasks.studies import images
 from mod_jax.tasks.studies import language
 
@@ -168,7 +169,7 @@ def _understand(words, monkeypatch):
     elif cli._overrides:
       cli.changed(TextDataConfig())  # What `prepare` takes the fields of.
     for study in known.get('study') or []:
-      modules = (adaptive, images, language)
+      modules = (adaptive, conversion, images, language)
       assert study == 'list' or any(hasattr(m, study) for m in modules)
 
   with monkeypatch.context() as patch, flagsaver.flagsaver():

@@ -186,16 +186,16 @@ def accuracy_flops(
   ylabel: str = 'held-out accuracy',
   pareto: bool = False,
 ) -> Figure:
-  """Draws models' accuracy against their compute, a line per group.
+  """Draws models' accuracy against their compute, by group.
 
-  The points of a group are joined in the order of their compute. Up to 24
+  Those of a group are joined in the order of their compute. Up to 24
   points are named beside their markers, wherever there is room.
 
   Args:
     points: for each model `name`, `group`, `flops` (in the unit that `xlabel`
-      names), `accuracy`, and optionally `spread` (half the length of the error
-      bar, such as a standard deviation over seeds, in the unit of accuracy;
-      None: no bar).
+      names), `accuracy`, and optionally `spread` (how far the error bar reaches
+      down and up, a pair, or a number for both, such as a standard deviation
+      over seeds; in the unit of accuracy; None: no bar).
     title: says what is seen; a general one if empty.
     xlabel: what `flops` is, with its unit.
     ylabel: what `accuracy` is; fractions whose label speaks of accuracy are
@@ -293,11 +293,12 @@ def frontier(points: Iterable[Mapping]) -> list[Mapping]:
 def _point(index, given) -> dict:
   name = str(given.get('name') or '')
   point = {'name': name, 'group': str(given.get('group') or '')}
-  for key in ('flops', 'accuracy', 'spread'):
-    value = given.get(key)
-    if key == 'spread' and value is None:
-      point[key] = None
-      continue
+  spread = given.get('spread')
+  below, above = spread if isinstance(spread, Sequence) else (spread, spread)
+  for key, value in (
+    *((key, given.get(key)) for key in ('flops', 'accuracy')),
+    *(('spread', value) for value in (below, above) if spread is not None),
+  ):
     if not isinstance(value, numbers.Real) or not math.isfinite(value):
       raise UserError(
         f'point {index} ({name!r:.40}) has {key} {value!r:.40}: expected a'
@@ -308,20 +309,18 @@ def _point(index, given) -> dict:
         f'point {index} ({name!r:.40}) has {key} {value}: expected 0 or more.'
       )
     point[key] = float(value)
-  return point
+  return point | {'spread': None if spread is None else (below, above)}
 
 
 def _draw_groups(axes, groups):
   for i, (group, points) in enumerate(groups.items()):
     points = sorted(points, key=lambda p: (p['flops'], p['accuracy']))
     color = style.SERIES_COLORS[i % len(style.SERIES_COLORS)]
-    x, y, spread = (
-      np.array([p[key] or 0.0 for p in points])
-      for key in ('flops', 'accuracy', 'spread')
-    )
+    x, y = (np.array([p[key] for p in points]) for key in ('flops', 'accuracy'))
+    spread = np.array([p['spread'] or (0.0, 0.0) for p in points])
     if spread.any():
       axes.errorbar(
-        x, y, spread, ls='none', ecolor=color, elinewidth=1.1, capsize=2.5
+        x, y, spread.T, ls='none', ecolor=color, elinewidth=1.1, capsize=2.5
       )
     axes.plot(
       x,

@@ -343,6 +343,11 @@ class TestAccuracyFlops:
       [pytest.approx(0.60), pytest.approx(0.60)],
       [pytest.approx(0.73), pytest.approx(0.75)],
     ]
+    # From the lowest to the highest, which the mean need not halve.
+    points[1]['spread'] = (0.03, 0.01)
+    (bars,) = viz.accuracy_flops(points).axes[0].collections
+    lower, upper = bars.get_paths()[0].vertices[:, 1]
+    assert (lower, upper) == (pytest.approx(0.57), pytest.approx(0.61))
     assert 'spread over runs' in seen.said(figure)
     for point in points:
       del point['spread']
