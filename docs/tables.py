@@ -150,7 +150,7 @@ def speed():
     ):
       title = f'inference, DeiT-S, batch {batch}, {text}'
       rows.append((title, 'vit_throughput', batches[batch]['routed'][name]))
-  return markdown(
+  table = markdown(
     ['over the dense twin', 'FLOPs', 'time'],
     [
       [
@@ -160,6 +160,7 @@ def speed():
       for title, script, ratios in rows
     ],
   )
+  return f'{table}\n\n{decode_words()}'
 
 
 @table
@@ -294,8 +295,7 @@ def decode():
   return markdown(header, rows)
 
 
-@table
-def decode_words():
+def decode_words() -> str:
   """How fast decoding is, in a sentence."""
   cells = [x for x in measured('decode')['cells'] if x['context'] == 512]
   speedups = [x['speedup'] for x in cells]
