@@ -18,7 +18,6 @@ from absl import flags
 from flax import linen as nn
 import jax
 import machine
-import optax
 
 from mod_jax import flops
 from mod_jax import timing
@@ -31,6 +30,7 @@ from mod_jax.sweeps import prove
 from mod_jax.sweeps import slices
 from mod_jax.tasks import make_task
 from mod_jax.tasks.experiment import ExperimentConfig
+from mod_jax.train.optimizer import make_optimizer
 from mod_jax.train.run_config import TrainConfig
 import results as results_lib
 
@@ -74,7 +74,11 @@ def experiments(base: LMConfig, batch: int, length: int, parts=PARTS, **more):
 
 
 def step_function(config: ExperimentConfig):
-  """Returns a function that takes one training step and blocks."""
+  """Returns a function that takes one training step and blocks.
+
+  Gradients are clipped by their norm, as in any run: were they not, XLA would
+  copy the parameters at every step, to change them while others are read.
+  """
   task = make_task(config)
   key = jax.random.key(0)
   variables = nn.unbox(task.init(key))
@@ -89,7 +93,8 @@ def step_function(config: ExperimentConfig):
   def loss(params, batch):
     return task.loss(params, variables, batch, key, task.static_args(0))[0]
 
-  return machine.train_step(loss, params, optax.adamw(1e-3), batch)
+  optimizer = make_optimizer(config.optimizer, config.train.num_steps)
+  return machine.train_step(loss, params, optimizer, batch)
 
 
 def on_a_slice(topology: str) -> dict[str, dict]:

@@ -94,4 +94,4 @@ def test_models_with_experts_are_planned(tmp_path):
   found['experts'] = {'null': 0.25, 'busiest': 1.5}
   (tmp_path / 'results.jsonl').write_text(f'{json.dumps(found)}\n')
   out = run('experts_recipe', 'tiny', 'table', f'workdir={tmp_path}')
-  assert '| integrated | 1 | 4.000 | 5.00M | 3 | 7 | 0.25 | 1.50 |' in out
+  assert '| integrated | 1 | 4.000 | 5.00 | 3 | 7 | 0.25 | 1.50 |' in out

@@ -51,7 +51,9 @@ def make(config, **kwargs):
   return Engine(run, **{'slots': 4, 'max_length': LENGTH, **kwargs}), run
 
 
-@pytest.fixture(scope='module', params=['drop', 'scanned', 'experts choose'])
+@pytest.fixture(
+  scope='module', params=['drop', 'scanned', 'staged', 'experts choose']
+)
 def engine(request):
   config, mode = MOD, MODES.get(request.param)
   if request.param == 'scanned':
@@ -63,6 +65,9 @@ def engine(request):
       scan_layers=True,
     )
     mode = MODES['exact']
+  if request.param == 'staged':
+    experts = ExpertsConfig(num_experts=3, num_nulls=1, compute_share=0.6)
+    config, mode = dataclasses.replace(MOD, experts=experts), MODES['exact']
   if request.param == 'experts choose':
     experts = ExpertsConfig(num_experts=3, choice='expert', threshold_decay=0.9)
     config = dataclasses.replace(
