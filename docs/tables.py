@@ -102,20 +102,11 @@ def proofs(name: str) -> list[dict[str, str]]:
 def recipes() -> dict[str, dict[str, list[dict]]]:
   """Returns the runs of `routing_recipe.py` by group and name, by seed."""
   found = {}
-  path = ROOT / 'benchmarks' / 'routing_recipe.jsonl'
-  for line in path.read_text().splitlines():
-    run = json.loads(line)
-    group, name, _ = run['run'].split('/')
-    found.setdefault(group, {}).setdefault(name, []).append(run)
-  for same in (runs for names in found.values() for runs in names.values()):
-    same.sort(key=lambda run: run['run'])
+  for path, of_seed in study_tables.by_model(studied('routing_recipe')).items():
+    group, name = path.split('/')
+    runs = [of_seed[seed] for seed in sorted(of_seed)]
+    found.setdefault(group, {})[name] = runs
   return found
-
-
-def spread(runs: list[dict], key: str) -> str:
-  """Returns mean (lowest–highest) over runs, or '' if they lack the number."""
-  values = [run[key] for run in runs if run[key] is not None]
-  return machine.cell(machine.spread(values)) if values else ''
 
 
 def mean(runs: list[dict]) -> float:
@@ -150,7 +141,7 @@ def speed():
     ):
       title = f'inference, DeiT-S, batch {batch}, {text}'
       rows.append((title, 'vit_throughput', batches[batch]['routed'][name]))
-  table = markdown(
+  times = markdown(
     ['over the dense twin', 'FLOPs', 'time'],
     [
       [
@@ -160,7 +151,7 @@ def speed():
       for title, script, ratios in rows
     ],
   )
-  return f'{table}\n\n{decode_words()}'
+  return f'{times}\n\n{decode_words()}'
 
 
 @table
@@ -595,7 +586,8 @@ def recipe_equal_flops():
       str(runs[name][0]['steps']),
       str(len(runs[name])),
       *(
-        spread(runs[name], k) for k in ('loss', 'bits_per_byte', 'router_rule')
+        study_tables.over_seeds(runs[name], k)
+        for k in ('loss', 'bits_per_byte', 'router_rule')
       ),
     ]
     for name, text in names.items()
