@@ -24,6 +24,7 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / 'benchmarks'))
 
+# After the path above, since the benchmarks are no package.
 import machine  # noqa: E402
 from machine import markdown  # noqa: E402
 import study  # noqa: E402

@@ -294,10 +294,15 @@ def _point(index, given) -> dict:
   name = str(given.get('name') or '')
   point = {'name': name, 'group': str(given.get('group') or '')}
   spread = given.get('spread')
-  below, above = spread if isinstance(spread, Sequence) else (spread, spread)
+  ends = tuple(spread) if isinstance(spread, Sequence) else (spread, spread)
+  if len(ends) != 2:
+    raise UserError(
+      f'point {index} ({name!r:.40}) has spread {spread!r:.40}: expected a'
+      ' number, or a pair of them, down and up.'
+    )
   for key, value in (
     *((key, given.get(key)) for key in ('flops', 'accuracy')),
-    *(('spread', value) for value in (below, above) if spread is not None),
+    *(('spread', value) for value in ends if spread is not None),
   ):
     if not isinstance(value, numbers.Real) or not math.isfinite(value):
       raise UserError(
@@ -309,7 +314,7 @@ def _point(index, given) -> dict:
         f'point {index} ({name!r:.40}) has {key} {value}: expected 0 or more.'
       )
     point[key] = float(value)
-  return point | {'spread': None if spread is None else (below, above)}
+  return point | {'spread': None if spread is None else ends}
 
 
 def _draw_groups(axes, groups):

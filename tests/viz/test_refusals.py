@@ -189,6 +189,8 @@ REFUSED = {
     (point(accuracy='0.5'), "accuracy '0.5'"),
     (point(spread=-0.1), 'spread -0.1: expected 0'),
     (point(spread=math.inf), 'spread inf'),
+    (point(spread=(0.1, -0.2)), 'spread -0.2: expected 0'),
+    (point(spread=(0.1, 0.1, 0.1)), 'a pair of them, down and up'),
     (
       {'points': [POINT | {'group': str(i)} for i in range(64)]},
       '64 groups of points: at most 63',
