@@ -31,7 +31,8 @@ _MIN_SIZES = 4
 # tokens are .34 and .28 in Hoffmann et al. 2022, and .35 and .37 in the
 # correction by Besiroglu et al. 2024.
 _SHAPES = (None, (0.3, 0.3), (0.5, 0.25), (0.25, 0.5))
-_EXPONENTS = np.arange(0.05, 1.5, 0.03)  # Where the surface's may lie.
+_EXPONENTS = (0.05, 1.5)  # Where the surface's may lie.
+_STEPS = 61  # Of an exponent's grid.
 
 
 class NoMinimumError(Exception):
@@ -235,7 +236,7 @@ class Surface:
     """
     log_I = np.log(params_I)
     power = min(2, len(set(log_I.tolist())) - 1)
-    x_G = np.linspace(log_I.min(), log_I.max(), 400)
+    x_G = np.linspace(log_I.min(), log_I.max(), 2000)
     tokens_G = np.polyval(np.polyfit(log_I, np.log(tokens_I), power), x_G)
 
     def least(term_R3, exponent_R2):
@@ -269,32 +270,14 @@ def surface(params_I, tokens_I, loss_I, seed: int = 0) -> Surface:
     raise NoMinimumError('fewer than 6 points for 5 numbers')
   units_2 = log_I2.mean(axis=0)
   log_I2 = log_I2 - units_2
-  # Pairs of exponents, and an orthonormal basis of each one's terms.
-  pair_P2 = np.stack(np.meshgrid(_EXPONENTS, _EXPONENTS), axis=-1).reshape(
-    -1, 2
+  low, high = _EXPONENTS
+  (pair_2,), _, (found,) = _best(
+    log_I2, loss_I[:, None], np.linspace([low, low], [high, high], _STEPS)
   )
-  basis_PI3 = _terms(log_I2, pair_P2)
-  q_PI3, r_P33 = np.linalg.qr(basis_PI3)
-  inverse_P33 = np.linalg.inv(r_P33)
-
-  def best(loss_IR):
-    """Returns the best pair and its terms for each of R data sets."""
-    inner_P3R = np.swapaxes(q_PI3, 1, 2) @ loss_IR
-    term_P3R = inverse_P33 @ inner_P3R
-    explained_PR = (inner_P3R**2).sum(axis=1)
-    # Losses fall with parameters and with tokens.
-    falls_PR = (term_P3R[:, 1:] > 0).all(axis=1)
-    explained_PR = np.where(falls_PR, explained_PR, -np.inf)
-    best_R = explained_PR.argmax(axis=0)
-    columns = np.arange(loss_IR.shape[1])
-    found_R = np.isfinite(explained_PR[best_R, columns])
-    return pair_P2[best_R], term_P3R[best_R, :, columns], found_R
-
-  (pair_2,), _, (found,) = best(loss_I[:, None])
   if not found:
     raise NoMinimumError('the losses fall with parameters or tokens alone')
   pair_2, terms_3, rest = _refined(log_I2, loss_I, pair_2)
-  if not (_EXPONENTS[0] < pair_2).all() or not (pair_2 < _EXPONENTS[-1]).all():
+  if not (low < pair_2).all() or not (pair_2 < high).all():
     raise NoMinimumError('the losses do not tell the exponents')
   freedom = max(1, len(loss_I) - 5)
   spread = Noise(rest / freedom, freedom)
@@ -302,7 +285,17 @@ def surface(params_I, tokens_I, loss_I, seed: int = 0) -> Surface:
   fitted_I = _terms(log_I2, pair_2[None])[0] @ terms_3
   normal_IR = rng.normal(size=(len(loss_I), _JOINT_DRAWS))
   sigma_R = spread.draw(rng, _JOINT_DRAWS)
-  pair_R2, term_R3, found_R = best(fitted_I[:, None] + sigma_R * normal_IR)
+  # The grid of the draws is as fine as they are close to each other.
+  error_2 = np.sqrt(spread.variance) * _sensitivity(log_I2, pair_2, terms_3)
+  pair_R2, term_R3, found_R = _best(
+    log_I2,
+    fitted_I[:, None] + sigma_R * normal_IR,
+    np.linspace(
+      np.maximum(pair_2 - 6 * error_2, low),
+      np.minimum(pair_2 + 6 * error_2, high),
+      _STEPS,
+    ),
+  )
   _check_not_lost(~found_R)
   return Surface(
     terms=terms_3,
@@ -312,6 +305,41 @@ def surface(params_I, tokens_I, loss_I, seed: int = 0) -> Surface:
     log_units=units_2,
     spread=float(np.sqrt(spread.variance)),
   )
+
+
+def _best(log_I2, loss_IR, grid_G2):
+  """Returns the best pair of exponents, and its terms, for each of R data sets.
+
+  Args:
+    log_I2: parameters and tokens.
+    loss_IR: of each data set.
+    grid_G2: values of each of the two exponents; all pairs are tried.
+
+  Returns:
+    Pairs [R, 2], terms [R, 3], and where there is one at all [R].
+  """
+  pair_P2 = np.stack(np.meshgrid(*grid_G2.T), axis=-1).reshape(-1, 2)
+  # An orthonormal basis of each pair's terms tells how much they explain.
+  q_PI3, r_P33 = np.linalg.qr(_terms(log_I2, pair_P2))
+  inner_P3R = np.swapaxes(q_PI3, 1, 2) @ loss_IR
+  term_P3R = np.linalg.inv(r_P33) @ inner_P3R
+  explained_PR = (inner_P3R**2).sum(axis=1)
+  # Losses fall with parameters and with tokens.
+  falls_PR = (term_P3R[:, 1:] > 0).all(axis=1)
+  explained_PR = np.where(falls_PR, explained_PR, -np.inf)
+  best_R = explained_PR.argmax(axis=0)
+  columns = np.arange(loss_IR.shape[1])
+  found_R = np.isfinite(explained_PR[best_R, columns])
+  return pair_P2[best_R], term_P3R[best_R, :, columns], found_R
+
+
+def _sensitivity(log_I2, pair_2, terms_3):
+  """Returns the exponents' standard errors where losses have one of 1."""
+  basis_I3 = _terms(log_I2, pair_2[None])[0]
+  slope_I2 = -log_I2 * basis_I3[:, 1:] * terms_3[1:]
+  jacobian_I5 = np.concatenate([slope_I2, basis_I3], axis=1)
+  covariance_55 = np.linalg.pinv(jacobian_I5.T @ jacobian_I5)
+  return np.sqrt(np.diag(covariance_55)[:2])
 
 
 def _terms(log_I2, pair_P2):

@@ -18,12 +18,14 @@ import io
 import itertools
 import json
 import math
+import operator
+import pathlib
 import re
 
 from absl import flags
 import jax
 
-from mod_jax import __version__
+import mod_jax
 from mod_jax import config as config_lib
 from mod_jax import parallel
 from mod_jax import paths
@@ -38,6 +40,7 @@ from mod_jax.tasks.plain import Plain
 from mod_jax.train import optimizer as optimizer_lib
 from mod_jax.train import state as state_lib
 from mod_jax.train.step import jit_step
+import mod_jax_kernels
 from mod_jax_kernels.attention import choice
 
 # What a slice's memory error says; the compiler keeps some memory to itself.
@@ -70,7 +73,8 @@ class Proof:
     collectives: by kind, how often in a step, and the bytes that are sent.
     sent: bytes sent in a step, of all kinds.
     compute_seconds: all products at the chip's peak rate.
-    network_seconds: all communication at the full rate of its links.
+    network_seconds: all communication, one after another, each at the full rate
+      of its links.
     uncounted: kernels and loops that the other figures leave out.
   """
 
@@ -97,7 +101,10 @@ class Proof:
 
   @property
   def step_seconds(self) -> float:
-    """A bound from below: the larger of the two, as if they overlapped."""
+    """The larger of the two, as if they overlapped and nothing else took time.
+
+    Less is possible where communications over different links overlap.
+    """
     return max(self.compute_seconds, self.network_seconds)
 
   @property
@@ -200,15 +207,17 @@ def smallest(
 ) -> Proof:
   """Returns the proof of the first of some slices that a run fits on.
 
+  Where it fits on none, that is the last one that it can be divided over.
+
   Args:
     config: the run; its mesh is changed as `fitted` says.
     topologies: from the smallest.
     cache: as of `prove`.
 
   Raises:
-    UserError: it fits on none.
+    UserError: it cannot be divided over any.
   """
-  least, refusal = None, None
+  found, refusal = None, None
   for topology in topologies:
     try:
       found = prove(fitted(config, topology), topology, cache)
@@ -216,16 +225,10 @@ def smallest(
       refusal = error
       continue
     if found.fits:
-      return found
-    least = found
-  if least is None:
+      break
+  if found is None:
     raise refusal
-  raise UserError(
-    f'{config.name} needs {least.memory / _GIB:.1f} GiB a chip even on'
-    f' {least.topology}, which has {least.available / _GIB:.0f}: take a kind of'
-    ' chip with more memory, a smaller model or batch, or more of'
-    ' config.mesh.fsdp.'
-  )
+  return found
 
 
 def lower(config: ExperimentConfig, devices: Sequence[jax.Device]):
@@ -276,7 +279,7 @@ def run(
 
   Raises:
     UserError: an unknown slice; a run that does not divide over one, before
-      anything is compiled; one that fits on no slice of its kind.
+      anything is compiled; when all is written, some that do not fit.
   """
   runs = list(runs)
   chosen = [slices.parse(topology) for topology in topologies]
@@ -290,6 +293,16 @@ def run(
     rows.append({'id': name} | prove_one(config, found))
     print(_line(rows[-1], heading=len(rows) == 1), flush=True)
     paths.write_bytes(workdir / 'prove.csv', _csv(rows).encode())
+  large = [row for row in rows if not row['fits']]
+  if large:
+    worst = max(large, key=lambda row: row['memory'] / row['available'])
+    raise UserError(
+      f'{len(large)} of {len(rows)} do not fit:'
+      f' {", ".join(f"{row['id']} on {row['topology']}" for row in large)}. The'
+      f' largest needs {_memory(worst)} GiB a chip: take a kind of chip with'
+      ' more memory, smaller models or a smaller batch, or more of mesh.fsdp or'
+      ' of model.remat.'
+    )
   return rows
 
 
@@ -317,11 +330,7 @@ def report(config: ExperimentConfig, topology: str, cache=None) -> str:
   lines = [
     ('slice', f'{proof.topology}: {proof.chips} chips, mesh {mesh}'),
     ('parameters', f'{proof.parameters:,}'),
-    (
-      'memory',
-      f'{proof.memory / _GIB:.2f} of {proof.available / _GIB:.0f} GiB a chip:'
-      f' {fits}',
-    ),
+    ('memory', f'{_memory(vars(proof))} GiB a chip: {fits}'),
   ]
   if proof.fits:
     lines += _report_step(proof)
@@ -348,7 +357,7 @@ def _report_step(proof: Proof) -> list[tuple[str, str]]:
     ),
     (
       'step',
-      f'{1e3 * proof.step_seconds:.4g} ms at least, bound by {proof.bound}:'
+      f'{1e3 * proof.step_seconds:.4g} ms as predicted, bound by {proof.bound}:'
       f' {1e3 * proof.compute_seconds:.4g} ms of products at the peak rate,'
       f' {1e3 * proof.network_seconds:.4g} ms of communication',
     ),
@@ -399,8 +408,10 @@ def _prove_pair(config, found, cache) -> dict:
   }
   twin = _twin(config)
   beside = prove(fitted(twin, found), found, cache) if twin else None
+  row['dense_fits'] = beside.fits if beside else ''
   for name in ('products', 'again', 'sent', 'step_seconds'):
-    row[f'dense_{name}'] = getattr(beside, name, '')
+    known = beside and beside.fits
+    row[f'dense_{name}'] = getattr(beside, name) if known else ''
   return row
 
 
@@ -421,18 +432,30 @@ def _rows(config: ExperimentConfig) -> int:
 
 
 def _key(config: ExperimentConfig, topology: slices.Slice) -> str:
-  """Returns a name of all that a program depends on."""
-  default = ExperimentConfig()
-  irrelevant = ('name', 'seed', 'init', 'evaluation', 'checkpoint', 'log')
-  config = dataclasses.replace(
-    config, **{name: getattr(default, name) for name in irrelevant}
+  """Returns a name of all that a program's cost depends on."""
+  irrelevant = (
+    *('name', 'seed', 'init', 'evaluation', 'checkpoint', 'log'),
+    # Constants of the program.
+    *('train.num_steps', 'optimizer.warmup_steps', 'optimizer.learning_rate'),
   )
-  versions = [
-    __version__,
-    *map(importlib.metadata.version, ('jax', 'libtpu')),
-  ]
-  text = json.dumps([config_lib.to_json(config), topology.name, versions])
+  told = json.loads(config_lib.to_json(config))
+  for path in irrelevant:
+    *parents, name = path.split('.')
+    functools.reduce(operator.getitem, parents, told).pop(name)
+  versions = map(importlib.metadata.version, ('jax', 'libtpu'))
+  text = json.dumps([told, topology.name, *versions, _code()])
   return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@functools.cache
+def _code() -> str:
+  """Returns a digest of the code that makes programs and reads them."""
+  digest = hashlib.sha256()
+  for package in (mod_jax, mod_jax_kernels):
+    folder = pathlib.Path(package.__file__).parent
+    for path in sorted(folder.rglob('*.py')):
+      digest.update(path.read_bytes())
+  return digest.hexdigest()
 
 
 def _static_args(config, task):
@@ -568,8 +591,8 @@ def _product_flops(kernel: hlo.Kernel) -> tuple[int, int]:
 _COLUMNS = {
   'id': lambda row: row['id'],
   'slice': lambda row: row['topology'],
-  'mesh': lambda row: f'{row["data"]}x{row["fsdp"]}x{row["tensor"]}',
-  'GiB': lambda row: f'{row["memory"] / _GIB:.2f}/{row["available"] // _GIB}',
+  'mesh': lambda row: 'x'.join(str(row[name]) for name in parallel.MESH_AXES),
+  'GiB': lambda row: _memory(row),
   'products': lambda row: f'{row["products"]:.3e}',
   '/model': lambda row: f'{row["products_ratio"]:.3f}',
   'again': lambda row: f'{row["again"] / max(1, row["products"]):.2f}',
@@ -581,6 +604,10 @@ _COLUMNS = {
   'dense ms': lambda row: _milliseconds(row['dense_step_seconds']),
 }
 _WIDTHS = {'id': 24, 'slice': 14}
+
+
+def _memory(row: Mapping) -> str:
+  return f'{row["memory"] / _GIB:.2f} of {row["available"] // _GIB}'
 
 
 def _milliseconds(seconds) -> str:

@@ -48,7 +48,10 @@ _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 class InUse(UserError):
-  """Another process, or another thread, holds the lock of a directory."""
+  """Another process, or another thread, holds the lock of a directory.
+
+  Also where a signal to stop came before it was known whether it still does.
+  """
 
 
 class Lock:
@@ -303,15 +306,16 @@ def _watch(path, owner):
   """Waits until a lock of another machine was not renewed for `_DEAD` seconds.
 
   Raises:
-    InUse: it was renewed, so its owner lives.
-    UserError: a stop was asked for.
+    InUse: it was renewed, so its owner lives; or a stop was asked for.
   """
   probe = path.with_name(f'.{FILE}.{uuid.uuid4().hex}')
   warned = False
   first = _modified(path)
   try:
     while True:
-      probe.write_text('')  # Its time is now, by the file server's clock.
+      # Its time is now, by the file server's clock. Some clients of NFS do not
+      # tell the server of an empty file that is emptied once more.
+      probe.write_text('now')
       now, seen = _modified(probe), _modified(path)
       if seen is None or now - seen > _DEAD:
         return
@@ -331,9 +335,9 @@ def _watch(path, owner):
 
 
 def _pause(path):
-  """Waits for a second; raises UserError where a stop was asked for."""
+  """Waits for a second; raises InUse where a stop was asked for."""
   if stop_lib.requested():
-    raise UserError(f'stopped while waiting for {path}: nothing was begun.')
+    raise InUse(f'stopped while waiting for {path}: nothing was begun.')
   time.sleep(min(1.0, _DEAD))
 
 

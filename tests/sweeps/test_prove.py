@@ -1,6 +1,7 @@
 """Runs compiled for slices that are not here, and what need not be compiled."""
 
 import csv
+import dataclasses
 import importlib.util
 import json
 import shutil
@@ -116,24 +117,30 @@ class TestRefusals:
     config = config_lib.replace(tiny, {'mesh.tensor': 4})
     assert "Axis 'heads'" in self.refusal(config, 'v5e:2x2')
 
-  def test_a_model_that_is_too_large_for_every_slice(self, tiny, monkeypatch):
-    monkeypatch.setitem(
-      slices.CHIPS,
-      'v5e',
-      slices.Chip(
-        **{
-          **vars(slices.CHIPS['v5e']),
-          'memory': 2**20,
-          'slices': ('2x2', '2x4'),
-        }
-      ),
+  def test_models_that_are_too_large_for_every_slice(
+    self, tiny, monkeypatch, tmp_path
+  ):
+    chip = dataclasses.replace(
+      slices.CHIPS['v5e'], memory=2**20, slices=('2x2', '2x4')
     )
+    monkeypatch.setitem(slices.CHIPS, 'v5e', chip)
     config = config_lib.replace(
       tiny, {'model.width': 256, 'mesh.fsdp': 4, 'train.batch_size': 8}
     )
-    said = self.refusal(config, 'v5e')
-    assert 'even on v5e:2x4' in said
-    assert 'more memory' in said
+    with pytest.raises(UserError, match='more memory') as error:
+      prove.run([('one', config), ('two', config)], ['v5e'], tmp_path)
+    assert (
+      '2 of 2 do not fit: one on v5e:2x4, two on v5e:2x4. The largest needs'
+    ) in str(error.value)
+    with open(tmp_path / 'prove.csv', newline='') as file:
+      rows = list(csv.DictReader(file))
+    assert len(rows) == 2
+    for row in rows:
+      assert (row['fits'], row['dense_fits']) == ('False', 'False')
+      assert row['bound'] == 'memory'
+      # A twin that does not fit is not one that takes no time.
+      assert row['dense_step_seconds'] == row['dense_products'] == ''
+    assert 'DOES NOT FIT' in prove.report(config, 'v5e')
 
 
 def test_batches_have_the_shapes_that_are_told(tiny):
@@ -201,7 +208,15 @@ class TestProven:
   ):
     workdir, rows = proven
     monkeypatch.setattr(prove, 'lower', None)
-    other = config_lib.replace(tiny, {'seed': 7, 'name': 'another'})
+    other = config_lib.replace(
+      tiny,
+      {
+        'seed': 7,
+        'name': 'another',
+        'train.num_steps': 99,
+        'optimizer.learning_rate': 1e-5,
+      },
+    )
     assert prove.run([('again', other)], ['v5e:2x2'], workdir) == [
       rows[0] | {'id': 'again'}
     ]
