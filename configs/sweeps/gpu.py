@@ -3,7 +3,7 @@
 Three budgets below the paper's, from 1e17 to 1e18 training FLOPs: dense models
 and Mixture-of-Depths at 12.5% in every other block, with two seeds at the
 lowest, where the raw gate and the controls that do not look at the tokens stand
-beside them. `tiny` is for tests.
+beside them. `tune` is the search for the learning rate. `tiny` is for tests.
 """
 
 import dataclasses
@@ -11,6 +11,7 @@ import dataclasses
 from mod_jax import config as config_lib
 from mod_jax import peaks
 from mod_jax.parallel import MeshConfig
+from mod_jax.sweeps import plan
 from mod_jax.sweeps.plan import SweepConfig
 
 paper = config_lib.sibling(__file__, 'paper')
@@ -64,6 +65,12 @@ def sweep() -> SweepConfig:
   )
 
 
-VARIANTS = {'': sweep, 'tiny': lambda: paper.tiny(sweep())}
+def tune() -> SweepConfig:
+  """Returns the search for a learning rate: dense, three sizes, one seed."""
+  shapes = ((6, 320, 5), (8, 448, 7), (12, 640, 10))
+  return plan.rate_search(sweep(), shapes, rate=paper.lm.RATE)
+
+
+VARIANTS = {'': sweep, 'tune': tune, 'tiny': lambda: paper.tiny(sweep())}
 
 get_config = config_lib.config_getter(VARIANTS)

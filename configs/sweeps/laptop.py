@@ -16,6 +16,7 @@ import dataclasses
 from mod_jax import config as config_lib
 from mod_jax.data.text import TextDataConfig
 from mod_jax.models.lm import LMConfig
+from mod_jax.sweeps import plan
 from mod_jax.sweeps.plan import Group
 from mod_jax.sweeps.plan import SweepConfig
 from mod_jax.tasks.experiment import ExperimentConfig
@@ -97,19 +98,7 @@ def sweep() -> SweepConfig:
 
 def tune() -> SweepConfig:
   """Returns the search for a learning rate: dense, two sizes, one seed."""
-  return dataclasses.replace(
-    sweep(),
-    name='laptop_tune',
-    learning_rate=4e-3,  # In the middle of the rates that are tried.
-    budgets=(8e12,),
-    num_seeds=(1,),
-    groups=tuple(
-      dataclasses.replace(DENSE, name=f'rate_x{factor:g}', rate_factor=factor)
-      for factor in (0.25, 0.5, 1.0, 2.0, 4.0)
-    ),
-    shapes=((4, 48, 2), (4, 80, 2)),
-    num_sizes=(2,),
-  )
+  return plan.rate_search(sweep(), ((4, 48, 2), (4, 80, 2)), rate=4e-3)
 
 
 def tiny() -> SweepConfig:

@@ -3,8 +3,12 @@
 Dense models and Mixture-of-Depths at 12.5% in every other block, at 6e18, 2e19
 and 1e20 training FLOPs; at the lowest, the variants of Figure 3 as well:
 capacities from 12.5% to 95%, every block routed, and stochastic routing. Beside
-them the raw gate, the stride, and the predictor in place of the auxiliary loss.
-All else is that of `configs/lm/paper.py`. `tiny` is for tests.
+them the raw gate, the stride, the predictor in place of the auxiliary loss, and
+neither of these, which tells what the auxiliary loss costs. All else is that of
+`configs/lm/paper.py`.
+
+`tune` is the search for the learning rate, which has not been run: its result
+belongs into `configs/lm/paper.py`. `tiny` is for tests.
 """
 
 import dataclasses
@@ -13,6 +17,7 @@ from mod_jax import config as config_lib
 from mod_jax import peaks
 from mod_jax.data.text import TextDataConfig
 from mod_jax.parallel import MeshConfig
+from mod_jax.sweeps import plan
 from mod_jax.sweeps.plan import Group
 from mod_jax.sweeps.plan import SweepConfig
 from mod_jax.train.run_config import EvaluationConfig
@@ -81,7 +86,10 @@ def sweep() -> SweepConfig:
       MOD,
       *(
         variant(name)
-        for name in (*OPTIMA, 'gaussian', 'stride', 'raw', 'predictor')
+        for name in (
+          *OPTIMA,
+          *('gaussian', 'stride', 'raw', 'predictor', 'no_causal_rule'),
+        )
       ),
     ),
     shapes=SHAPES,
@@ -95,6 +103,12 @@ def sweep() -> SweepConfig:
     peak_flops=peaks.BFLOAT16['TPU v5p?'],
     utilization=0.4,
   )
+
+
+def tune() -> SweepConfig:
+  """Returns the search for a learning rate: dense, three sizes, one seed."""
+  shapes = ((12, 640, 10), (12, 768, 12), (16, 1024, 8))
+  return plan.rate_search(sweep(), shapes, rate=lm.RATE)
 
 
 def tiny(sweep: SweepConfig) -> SweepConfig:
@@ -133,6 +147,6 @@ def tiny(sweep: SweepConfig) -> SweepConfig:
   )
 
 
-VARIANTS = {'': sweep, 'tiny': lambda: tiny(sweep())}
+VARIANTS = {'': sweep, 'tune': tune, 'tiny': lambda: tiny(sweep())}
 
 get_config = config_lib.config_getter(VARIANTS)

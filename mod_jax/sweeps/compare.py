@@ -8,12 +8,14 @@ its `history.jsonl` tells it; what restarts took is left out.
 from collections.abc import Sequence
 import csv
 import dataclasses
+import functools
 import io
 import os
 import pathlib
 from typing import Any
 
 from absl import flags
+import numpy as np
 
 from mod_jax import config as config_lib
 from mod_jax import flops
@@ -36,7 +38,7 @@ class Run:
     config: its config.
     records: the lines of its metrics.
     step: the last step that they tell of.
-    flops_per_step: of training.
+    flops_S: of training, up to each step; 0 before the first.
     seconds_per_step: on the mean; None where nobody knows.
   """
 
@@ -44,7 +46,7 @@ class Run:
   config: ExperimentConfig
   records: Sequence[dict[str, Any]]
   step: int
-  flops_per_step: float
+  flops_S: np.ndarray
   seconds_per_step: float | None
 
   def last(self, kind: str) -> float | None:
@@ -70,14 +72,16 @@ def read(workdir, name: str | None = None) -> Run:
       f'{workdir} has no metrics yet: let the run take some steps first.'
     )
   task = make_task(config, workdir)
+  step = max(line['step'] for line in records)
+  # Steps of a capacity warm-up cost more than those after it.
+  per_step = functools.cache(task.flops_per_step)
+  spent = [per_step(task.static_args(i)) for i in range(step)]
   return Run(
     name=name or workdir_lib.expand(workdir).name,
     config=config,
     records=records,
-    step=max(line['step'] for line in records),
-    flops_per_step=task.flops_per_step(
-      task.static_args(config.train.num_steps)
-    ),
+    step=step,
+    flops_S=np.cumsum([0.0, *spent]),
     seconds_per_step=_seconds_per_step(history.read(workdir)),
   )
 
@@ -107,7 +111,7 @@ def rows(runs: Sequence[Run]) -> list[dict[str, Any]]:
         'run': run.name,
         'params': flops.num_params(run.config.model),
         'steps': run.step,
-        'train_flops': run.step * run.flops_per_step,
+        'train_flops': run.flops_S[run.step],
         'steps_per_second': rate and 1 / rate,
         'hours': rate and rate * run.step / 3600,
         'train_loss': run.last('train'),
@@ -161,7 +165,7 @@ def picture(runs: Sequence[Run], *, title: str = ''):
       {
         'name': run.name,
         'records': run.records,
-        'flops_per_step': run.flops_per_step,
+        'flops_S': run.flops_S,
         'seconds_per_step': run.seconds_per_step,
       }
       for run in runs

@@ -19,15 +19,13 @@ import numpy as np
 from mod_jax import viz
 from mod_jax.errors import UserError
 from mod_jax.sweeps import compare
+from mod_jax.sweeps import manifest
 from mod_jax.sweeps import optimum
 from mod_jax.sweeps import run as run_lib
 from mod_jax.sweeps.manifest import Entry
 from mod_jax.sweeps.optimum import NoMinimumError
 from mod_jax.train import metrics as metrics_lib
 from mod_jax.train import workdir as workdir_lib
-
-# Runs that spend less of their budget are no points of its curve.
-_TOLERANCE = 0.011
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,11 +76,6 @@ class Fitted:
   joint: optimum.Minimum | str
 
 
-def _spent(entry: Entry) -> bool:
-  """Whether a run spends its budget."""
-  return abs(entry.facts['of_budget'] - 1) < _TOLERANCE
-
-
 def curves(results: Sequence[tuple[Entry, Mapping[str, Any]]]) -> list[Curve]:
   """Returns the curves of a sweep's results, in the order of the plan."""
   by_curve = {}
@@ -106,7 +99,7 @@ def curves(results: Sequence[tuple[Entry, Mapping[str, Any]]]) -> list[Curve]:
         forward_I=column('forward_flops'),
         loss_I=np.array([loss for _, loss in good], float),
         diverged=len(runs) - len(good),
-        equal=all(_spent(entry) for entry, _ in runs),
+        equal=all(entry.facts['equal_flops'] for entry, _ in runs),
       )
     )
   return found
@@ -206,7 +199,8 @@ def at_equal_steps(
     if result['diverged']:
       continue
     known, width = entry.facts, entry.config.model.width
-    runs = by_group.setdefault((entry.group, entry.budget, _spent(entry)), {})
+    key = (entry.group, entry.budget, known['equal_flops'])
+    runs = by_group.setdefault(key, {})
     runs[width, known['steps'], entry.seed] = result['loss']
   rows, rng = [], np.random.default_rng(0)
   for (control, budget, spent), low in by_group.items():
@@ -231,11 +225,47 @@ def at_equal_steps(
   return rows
 
 
+def causal(
+  results: Sequence[tuple[Entry, Mapping[str, Any]]],
+) -> list[dict[str, Any]]:
+  """Returns what routed models lose where no token sees later ones.
+
+  The loss of a run is that of top-k, which looks at whole sequences. A row has
+  `group`, `budget`, `rule`, and `loss_difference`, the mean over the runs of
+  how much higher the loss is under a causal rule.
+  """
+  differences = {}
+  for entry, result in results:
+    for rule, loss in _causal_losses(result).items():
+      key = (entry.group, entry.budget, rule)
+      differences.setdefault(key, []).append(loss - result['loss'])
+  return [
+    {
+      'group': group,
+      'budget': budget,
+      'rule': rule,
+      'loss_difference': float(np.mean(found)),
+    }
+    for (group, budget, rule), found in differences.items()
+  ]
+
+
+def _causal_losses(result) -> dict[str, float]:
+  """Returns the losses under other rules than top-k, by rule."""
+  names = {name: name.partition('/') for name in result['metrics']}
+  return {
+    rule: result['metrics'][name]
+    for name, (rule, _, what) in names.items()
+    if what == 'loss' and rule != 'top_k'
+  }
+
+
 def record(
   fitted: Sequence[Fitted],
   surfaces: Mapping[str, optimum.Surface | str],
   rows: Sequence[Mapping[str, Any]],
   equal_steps: Sequence[Mapping[str, Any]] = (),
+  under_rules: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
   """Returns what `fit.json` holds; refusals are `{'refused': WHY}`."""
 
@@ -292,6 +322,7 @@ def record(
     'surfaces': {name: surface(found) for name, found in surfaces.items()},
     'comparisons': [plain(row) for row in rows],
     'equal_steps': [plain(row) for row in equal_steps],
+    'causal': list(under_rules),
   }
 
 
@@ -340,6 +371,13 @@ def table(told: Mapping[str, Any]) -> str:
       f' same steps, {row["pairs"]} pairs: loss'
       f' {_written(row["loss_difference"], "+.4f")}'
     )
+  if told['causal']:
+    lines.append('Under other rules than top-k, which looks at whole sequences')
+  for row in told['causal']:
+    lines.append(
+      f'  {row["group"]} at {row["budget"]:g}, {row["rule"]}: loss'
+      f' {row["loss_difference"]:+.4f}'
+    )
   return '\n'.join(lines)
 
 
@@ -359,9 +397,11 @@ def rows(
     dense_flops: by budget, FLOPs of a forward pass of the best dense model.
   """
   found = []
+  rules = {rule: None for _, r in results for rule in _causal_losses(r)}
   for entry, result in results:
     known, model = entry.facts, entry.config.model
     best = dense_flops.get(entry.budget)
+    under = _causal_losses(result)
     found.append(
       {
         'id': entry.id,
@@ -379,6 +419,7 @@ def rows(
         'tokens': known['tokens'],
         'train_flops': known['train_flops'],
         'loss': result['loss'],
+        **{f'{rule}_loss': under.get(rule) for rule in rules},
         'diverged': result['diverged'],
       }
     )
@@ -430,13 +471,15 @@ def write(workdir) -> str:
     (
       entry.group
       for entry, _ in results
-      if entry.config.model.routing is None and _spent(entry)
+      if entry.config.model.routing is None and entry.facts['equal_flops']
     ),
     '',
   )
   fitted, surfaces = fit(curves(results))
   compared = comparisons(fitted, reference)
-  told = record(fitted, surfaces, compared, at_equal_steps(results))
+  told = record(
+    fitted, surfaces, compared, at_equal_steps(results), causal(results)
+  )
   text = metrics_lib.to_json(told, indent=2) + '\n'
   workdir_lib.write_text(workdir / 'fit.json', text)
   dense_flops = best_dense(fitted, reference)
@@ -454,7 +497,10 @@ def write(workdir) -> str:
   if best:
     title = f'The best run of each group at {budget:g} FLOPs'
     viz.save(compare.picture(best, title=title), workdir / 'curves.png')
-  return table(told)
+  planned = len(manifest.read(workdir))
+  if len(results) == planned:
+    return table(told)
+  return f'{len(results)} of {planned} runs are over.\n{table(told)}'
 
 
 def _best_runs(workdir, results, budget) -> list[compare.Run]:

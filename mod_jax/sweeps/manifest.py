@@ -71,30 +71,29 @@ def read(workdir) -> list[Entry]:
   Raises:
     UserError: there is no manifest, or it is not as it was written.
   """
-  return _read(workdir)[0]
+  return read_with_hash(workdir)[0]
 
 
-def digest(workdir) -> str:
-  """Returns the hash over all lines of a manifest; errors are as of `read`."""
-  return _read(workdir)[1]
+def begin(workdir) -> tuple[list[Entry], str]:
+  """Notes that runs are begun by the manifest that is here.
 
-
-def begin(workdir) -> str:
-  """Notes that runs are begun by the manifest that is here; returns its hash.
+  Returns:
+    What `read_with_hash` does.
 
   Raises:
     UserError: as `read`; or runs were begun here by another manifest.
   """
-  found = digest(workdir)
+  entries, found = read_with_hash(workdir)
   _check_begun(workdir, found)
   path = workdir_lib.expand(workdir) / _BEGUN
   if not path.exists():
     # Several workers may do this at once: they all write the same.
     workdir_lib.write_text(path, json.dumps({_HASH: found}) + '\n')
-  return found
+  return entries, found
 
 
-def _read(workdir):
+def read_with_hash(workdir) -> tuple[list[Entry], str]:
+  """Returns what `read` does, and the hash over all lines."""
   path = workdir_lib.expand(workdir) / FILE
   if not path.is_file():
     raise UserError(

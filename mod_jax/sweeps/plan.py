@@ -122,6 +122,13 @@ class SweepConfig:
         f'base.model={type(self.base.model).__name__}: sweeps at equal FLOPs'
         ' are of language models, so expected LMConfig.'
       )
+    for name in ('objective', 'train.capacity_warmup_steps'):
+      value = functools.reduce(getattr, name.split('.'), self.base)
+      if value:
+        raise UserError(
+          f'base.{name}={value}: its FLOPs are not planned for; leave it at'
+          ' its default in a sweep at equal FLOPs.'
+        )
     for name in ('budgets', 'groups', 'shapes'):
       values = getattr(self, name)
       if not values or len(set(values)) < len(values):
@@ -150,6 +157,34 @@ class SweepConfig:
     return numbers[self.budgets.index(budget) % len(numbers)]
 
 
+def rate_search(
+  sweep: SweepConfig, shapes: Sequence[Shape], rate: float
+) -> SweepConfig:
+  """Returns the search for a sweep's learning rate, on its dense models.
+
+  Five rates, each twice the one before, at the lowest budget, with one seed.
+
+  Args:
+    sweep: what the rate is for.
+    shapes: two or more sizes that tell how it should fall with the width.
+    rate: the one in the middle, at the width that has `learning_rate`.
+  """
+  (dense, *_) = (group for group in sweep.groups if group.routing is None)
+  return dataclasses.replace(
+    sweep,
+    name=f'{sweep.name}_tune',
+    learning_rate=rate,
+    budgets=sweep.budgets[:1],
+    num_seeds=(1,),
+    groups=tuple(
+      dataclasses.replace(dense, name=f'rate_x{factor:g}', rate_factor=factor)
+      for factor in (0.25, 0.5, 1.0, 2.0, 4.0)
+    ),
+    shapes=tuple(shapes),
+    num_sizes=(len(shapes),),
+  )
+
+
 def entries(sweep: SweepConfig) -> list[Entry]:
   """Returns all runs of a sweep, the first seed of every budget first.
 
@@ -166,7 +201,9 @@ def entries(sweep: SweepConfig) -> list[Entry]:
       for shape in choose_shapes(sweep, group, budget):
         run = _run(sweep, group, budget, shape)
         known = facts(run, budget, reference)
-        if not group.without_routed_blocks:
+        # Whether it is a point of a curve of equal FLOPs.
+        known['equal_flops'] = not group.without_routed_blocks
+        if known['equal_flops']:
           _check_steps(group, budget, shape, known)
         found += [(run, group, budget, shape, known)]
   corpus = _corpus_tokens(sweep)

@@ -50,13 +50,13 @@ def run(
       with; no run is chosen; whatever `loop.train` refuses.
   """
   workdir = workdir_lib.expand(workdir)
-  entries = manifest.read(workdir)
-  todo = entries[chosen]
-  if not todo:
+  number = len(manifest.read(workdir))
+  if not range(number)[chosen]:
     raise UserError(
-      f'no run is chosen: {workdir} has {len(entries)} of them, counted from 0.'
+      f'no run is chosen: {workdir} has {number} of them, counted from 0.'
     )
-  digest = manifest.begin(workdir)
+  entries, digest = manifest.begin(workdir)
+  todo = entries[chosen]
   left = []
   with stop_lib.listening():
     for i, entry in enumerate(todo):
@@ -88,8 +88,7 @@ def results(workdir) -> list[tuple[Entry, dict[str, Any]]]:
   Raises:
     UserError: as `manifest.read`; or a result is of another manifest.
   """
-  entries = manifest.read(workdir)
-  digest = manifest.digest(workdir)
+  entries, digest = manifest.read_with_hash(workdir)
   found = []
   for entry in entries:
     path = result_path(workdir, entry)

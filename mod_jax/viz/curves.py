@@ -76,10 +76,10 @@ def compared_curves(runs: Iterable[Mapping], *, title: str = '') -> Figure:
   """Draws the losses of several runs over steps, training FLOPs and time.
 
   Args:
-    runs: of each `name`; `records`, as in `loss_curves`; `flops_per_step`; and
-      `seconds_per_step`, None where nobody knows. Lines are training losses,
-      smoothed; markers are held-out losses, those of top-k where there are
-      rules.
+    runs: of each `name`; `records`, as in `loss_curves`; `flops_S`, training
+      FLOPs up to each step; and `seconds_per_step`, None where nobody knows.
+      Lines are training losses, smoothed; markers are held-out losses, those of
+      top-k where there are rules.
     title: says what is seen; a general one if empty.
   """
   runs = list(runs)
@@ -92,9 +92,11 @@ def compared_curves(runs: Iterable[Mapping], *, title: str = '') -> Figure:
   )
   panels = body.subplots(1, 3, sharey=True)
   scales = {
-    'step': lambda run: 1.0,
-    'training FLOPs': lambda run: run['flops_per_step'],
-    'hours': lambda run: (run['seconds_per_step'] or np.nan) / 3600,
+    'step': lambda run, step_S: step_S,
+    'training FLOPs': lambda run, step_S: run['flops_S'][step_S.astype(int)],
+    'hours': lambda run, step_S: (
+      step_S * (run['seconds_per_step'] or np.nan) / 3600
+    ),
   }
   handles, lows, highs = [], [], []
   for i, run in enumerate(runs):
@@ -106,7 +108,7 @@ def compared_curves(runs: Iterable[Mapping], *, title: str = '') -> Figure:
     for axes, scale in zip(panels, scales.values(), strict=True):
       if train is not None:
         axes.plot(
-          train[0] * scale(run),
+          scale(run, train[0]),
           _smooth(train[1]),
           color=color,
           lw=1.1,
@@ -115,7 +117,7 @@ def compared_curves(runs: Iterable[Mapping], *, title: str = '') -> Figure:
         )
       if held_out is not None:
         axes.plot(
-          held_out[0] * scale(run),
+          scale(run, held_out[0]),
           held_out[1],
           ls='',
           ms=5,

@@ -3,6 +3,7 @@
 import csv
 import json
 
+import numpy as np
 import pytest
 
 from mod_jax import config as config_lib
@@ -75,6 +76,21 @@ def test_command_line(runs, tmp_path, command):
     assert float(row['train_flops']) == spent
     assert int(row['params']) == flops.num_params(config.model)
   assert (tmp_path / 'out/compare.png').stat().st_size > 10_000
+
+
+def test_a_capacity_warmup_costs_more(tmp_path):
+  changes = {
+    'train.capacity_warmup_steps': 2,
+    'train.capacity_warmup_stages': 1,
+  }
+  config = config_lib.replace(ROUTED, changes)
+  leave(tmp_path / 'run', config, [5.0, 4.1, 3.4, 3.1], {'top_k/loss': 3.3})
+  found = compare.read(tmp_path / 'run')
+  dense, routed = (flops.train(c.model, 16) for c in (DENSE, ROUTED))
+  steps = [0, 2 * dense, 2 * dense, 2 * routed, 2 * routed]
+  # At full capacity there is a router besides.
+  np.testing.assert_allclose(found.flops_S, np.cumsum(steps), rtol=0.01)
+  assert dense > 1.2 * routed
 
 
 def test_picture(runs):

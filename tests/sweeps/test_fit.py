@@ -37,7 +37,7 @@ def add(runs, group, budget, params, loss, *, seed=0, **facts):
     'steps': 10,
     'tokens': budget / 6 / params,
     'train_flops': budget,
-    'of_budget': 1.0,
+    'equal_flops': True,
   }
   name = f'{group}_{len(runs)}'
   entry = Entry(
@@ -64,6 +64,8 @@ def write(workdir, runs):
       'loss': loss,
       'metrics': {},
     }
+    if loss is not None and entry.config.model.routing is not None:
+      result['metrics'] = {'top_k/loss': loss, 'threshold/loss': loss + 0.002}
     path.write_text(json.dumps(result))
 
 
@@ -114,6 +116,7 @@ def test_published_minima(tmp_path, command):
     assert forward['value'] == pytest.approx(0.56 * ratio['value'], rel=1e-3)
   assert 'mod at 1e+20, parabola: parameters x' in out
   assert 'and 1 that diverged' in out
+  assert 'mod at 1e+20, threshold: loss +0.0020' in out
   with (tmp_path / 'isoflop.csv').open() as file:
     lines = list(csv.DictReader(file))
   assert len(lines) == len(runs)
@@ -121,8 +124,20 @@ def test_published_minima(tmp_path, command):
   relative = [float(row['relative_flops']) for row in lines[:7]]
   assert relative[0] < 0.5 < 1 < relative[-1]
   assert lines[-1]['loss'] == ''
+  for line in lines:
+    known = line['group'] == 'mod' and line['loss']
+    expected = str(float(line['loss']) + 0.002) if known else ''
+    assert line['threshold_loss'] == expected
   assert (tmp_path / 'isoflop.png').stat().st_size > 10_000
   assert not (tmp_path / 'variants.png').exists()
+
+
+def test_an_unfinished_sweep(tmp_path):
+  runs = published(np.random.default_rng(0))
+  write(tmp_path, runs)
+  assert 'runs are over' not in fit.write(tmp_path)
+  run.result_path(tmp_path, runs[3][0]).unlink()
+  assert f'{len(runs) - 1} of {len(runs)} runs are over' in fit.write(tmp_path)
 
 
 def test_refusals_are_told(tmp_path):
@@ -160,7 +175,7 @@ def test_variants(tmp_path):
     steps = int(100 + 10 * x)
     runs[-1][0].facts['steps'] = steps
     loss = 3.2 + 0.1 * x * x + 0.01 * (x > 0)
-    add(runs, 'removed', 6e18, params, loss, of_budget=0.6, steps=steps)
+    add(runs, 'removed', 6e18, params, loss, equal_flops=False, steps=steps)
   add(runs, 'mod', 3e20, 1e9, None)  # Its only run has diverged.
   write(tmp_path, runs)
   text = fit.write(tmp_path)

@@ -18,6 +18,7 @@ from mod_jax.sweeps import manifest
 from mod_jax.sweeps import plan
 from mod_jax.sweeps.plan import Group
 from mod_jax.sweeps.plan import SweepConfig
+from mod_jax.tasks.experiment import ConversionObjective
 from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train.optimizer import OptimizerConfig
 from mod_jax.train.run_config import TrainConfig
@@ -201,10 +202,22 @@ def test_manifest(tmp_path):
   # Before anything ran, a plan may be replaced.
   assert manifest.write(tmp_path, runs[:-1]) != digest
   manifest.write(tmp_path, runs)
-  assert manifest.begin(tmp_path) == digest
+  assert manifest.begin(tmp_path) == (runs, digest)
   manifest.write(tmp_path, runs)
   with pytest.raises(UserError, match='runs of another manifest'):
     manifest.write(tmp_path, runs[:-1])
+
+
+@pytest.mark.parametrize(
+  ('field', 'value'),
+  [
+    ('train.capacity_warmup_steps', 5),
+    ('objective', ConversionObjective()),
+  ],
+)
+def test_what_no_plan_counts_is_refused(field, value):
+  with pytest.raises(UserError, match=f'base.{field}=.*not planned for'):
+    config_lib.replace(small(), {f'base.{field}': value})
 
 
 @pytest.mark.parametrize('what', ['edited', 'lost', 'added', 'no JSON'])

@@ -130,7 +130,7 @@ def compared(count):
     {
       'name': f'{ODD} {i}',
       'records': records,
-      'flops_per_step': 1e12 * (i + 1),
+      'flops_S': 1e12 * (i + 1) * np.arange(99.0),
       'seconds_per_step': 0.5,
     }
     for i in range(count)
