@@ -71,11 +71,13 @@ def main(_):
 def compare(routed, dense) -> None:
   """Prints by kind how many more bytes a routed step sends than its twin's.
 
-  Where heads and hidden units are split, it sends less: activations are summed,
-  and a routed block has fewer.
+  All kinds together are compared, since the compiler replaces some gathers by
+  rings of permutations, and not the same ones in both programs. Where heads and
+  hidden units are split, a routed step sends less: activations are summed, and a
+  routed block has fewer.
 
   Raises:
-    ValueError: all in all, it sends more than 1% more.
+    ValueError: it sends more than 1% more, or, where they are not split, less.
   """
   sent = [json.loads(row['collectives']) for row in (routed, dense)]
   more = {
@@ -84,7 +86,8 @@ def compare(routed, dense) -> None:
   }
   shown = ', '.join(f'{kind} {b / 1e6:+.3f} MB' for kind, b in more.items())
   print(f'{routed["id"]} on {routed["topology"]}, MoD - dense: {shown}')
-  if sum(more.values()) > 0.01 * dense['sent']:
+  difference = sum(more.values()) / dense['sent']
+  if difference > 0.01 or (routed['tensor'] == 1 and difference < -0.01):
     raise ValueError(
       f'{routed["id"]} sends {routed["sent"]} bytes, its twin {dense["sent"]}'
     )
