@@ -72,9 +72,9 @@ def compare(routed, dense) -> None:
   """Prints by kind how many more bytes a routed step sends than its twin's.
 
   All kinds together are compared, since the compiler replaces some gathers by
-  rings of permutations, and not the same ones in both programs. Where heads and
-  hidden units are split, a routed step sends less: activations are summed, and a
-  routed block has fewer.
+  rings of permutations, and not the same ones in both programs. Where heads
+  and hidden units are split, a routed step sends less: activations are summed,
+  and a routed block has fewer.
 
   Raises:
     ValueError: it sends more than 1% more, or, where they are not split, less.
