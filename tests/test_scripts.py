@@ -386,7 +386,10 @@ class TestEval:
       (['--sample='], 'empty'),
       (['--sample=a', '--rule=bogus'], '--rule=bogus: .*trained for router'),
       (['--sample=a', '--overflow=spill'], 'overflow'),
-      (['--study=importance'], "expected one of 'arank', 'engagement'"),
+      (
+        ['--study=importance'],
+        "expected one of 'arank', 'copying', 'engagement'",
+      ),
     ],
     ids=lambda x: x[-1] if isinstance(x, list) else '',
   )

@@ -446,7 +446,10 @@ class Language(Modality):
     }
 
   def studies(self, task):
-    found = {'arank': functools.partial(studies.arank, task)}
+    found = {
+      'arank': functools.partial(studies.arank, task),
+      'copying': functools.partial(studies.copying, task),
+    }
     model = self.config.model
     if model.num_routed:
       found['engagement'] = functools.partial(studies.engagement, task)

@@ -69,7 +69,7 @@ def isoflop(curves: Sequence[Mapping[str, Any]], *, title: str = '') -> Figure:
     axes.yaxis.set_major_locator(MaxNLocator(7))
     axes.grid(color='#EEEEEE', lw=0.8)
     axes.set_axisbelow(True)
-  panels[0].set_ylabel('held-out loss, nats per token')
+  panels[0].set_ylabel('held-out loss in nats per token (routed: top-k)')
   panels[0].set_xlabel('parameters, embedding and head included')
   _tick(panels[0], [c['params'] for c in curves], style.quantity)
   if relative:

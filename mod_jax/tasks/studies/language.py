@@ -1,11 +1,13 @@
-"""Longer looks at a language model: at its attention, and where it works."""
+"""Longer looks at a language model: at what it uses, and where it works."""
 
 import collections
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import scipy
 
 from mod_jax import errors
@@ -18,6 +20,8 @@ from mod_jax.train.task import Study
 _SAMPLES = 16
 _TOKENS = 256
 _BATCHES = 16
+_ROWS = 8  # At a time, where logits are needed.
+_PARTS = 8  # Of the context, by which losses are told.
 _DRAWS = 1000  # Of the bootstrap.
 _OFTEN = 40  # A piece of text that comes less often is not listed.
 _LISTED = 12  # Pieces at either end.
@@ -173,9 +177,7 @@ def engagement(task, params, model_state) -> Study:
 
   @jax.jit
   def look(params, model_state, batch, key):
-    # Without the targets, with which there would be a loss and no logits.
-    batch = {name: x for name, x in batch.items() if name != 'targets'}
-    output = task.apply(params, model_state, batch, key, mode)
+    output = _logits(task, mode, params, model_state, batch, key)
     log_p_BLV = jax.nn.log_softmax(output.logits_BLV.astype(jnp.float32))
     entropy_BL = -jnp.sum(jnp.exp(log_p_BLV) * log_p_BLV, axis=-1)
     count_BL = sum(
@@ -185,8 +187,11 @@ def engagement(task, params, model_state) -> Study:
 
   found = []
   key = jax.random.key(task.config.seed)
+  # All logits of a large batch do not fit on one device.
+  size = task.config.evaluation.batch_size
+  rows = min(size, _ROWS)
   for batch in task.eval_batches(
-    batch_size=task.config.evaluation.batch_size, num_batches=_BATCHES
+    batch_size=rows, num_batches=_BATCHES * size // rows
   ):
     count_BL, entropy_BL = look(params, model_state, batch, key)
     valid_BL = task.modality.token_weights(batch) > 0
@@ -240,6 +245,81 @@ def engagement(task, params, model_state) -> Study:
       )
     },
   )
+
+
+@devices.on_one_device
+def copying(task, params, model_state) -> Study:
+  """Asks whether a language model goes on as its context did before.
+
+  Small models learn to do so late, and within a few hundred steps, by heads
+  that look for what has followed the same token (induction heads, Olsson et al.
+  2022). Of two runs that differ in nothing but the seed or the number of heads,
+  one may end with such heads and far ahead of the other, so that a comparison
+  tells of luck. Two looks: at the held-out loss by position, which falls along
+  the context as far as that is used; and at random tokens that come twice, of
+  which nothing but copying foretells the second time. Routed models choose
+  their tokens by top-k.
+  """
+  mode = next(iter(task.modality.modes().values()))
+  look = jax.jit(functools.partial(_token_losses, task, mode))
+  key = jax.random.key(task.config.seed)
+  rows = min(task.config.evaluation.batch_size, _ROWS)
+  total_L, count_L = 0.0, 0.0
+  for batch in task.eval_batches(batch_size=rows, num_batches=_BATCHES):
+    weight_BL = np.asarray(task.modality.token_weights(batch))
+    loss_BL = np.asarray(look(params, model_state, batch, key))
+    total_L += (loss_BL * weight_BL).sum(axis=0)
+    count_L += weight_BL.sum(axis=0)
+  parts = [
+    float(total_N.sum() / max(count_N.sum(), 1.0))
+    for total_N, count_N in zip(
+      np.array_split(total_L, _PARTS),
+      np.array_split(count_L, _PARTS),
+      strict=True,
+    )
+  ]
+  length = task.config.data.length
+  once = length // 2
+  random_BL = np.random.default_rng(0).integers(
+    task.modality.tokenizer.vocab_size, size=(rows, once), dtype=np.int32
+  )
+  twice_BL = np.tile(random_BL, 3)[:, : length + 1]
+  loss_BL = look(
+    params,
+    model_state,
+    {
+      'tokens': twice_BL[:, :-1],
+      'targets': twice_BL[:, 1:],
+      'weights': np.ones((rows, length), np.float32),
+    },
+    key,
+  )
+  # The last prediction of the first time is of the token that begins anew.
+  first = float(loss_BL[:, : once - 1].mean())
+  second = float(loss_BL[:, once : 2 * once - 1].mean())
+  lines = [
+    'held-out loss by position, in nats per token',
+    '  '.join(f'{loss:.3f}' for loss in parts),
+    f'random tokens: the first time {first:.3f}, the second {second:.3f}',
+  ]
+  return Study(
+    text='\n'.join(lines),
+    metrics={'loss': parts, 'first': first, 'second': second},
+  )
+
+
+def _token_losses(task, mode, params, model_state, batch, key):
+  """Returns the cross-entropy of each token of a batch, [B, L]."""
+  logits_BLV = _logits(task, mode, params, model_state, batch, key).logits_BLV
+  return optax.softmax_cross_entropy_with_integer_labels(
+    logits_BLV.astype(jnp.float32), batch['targets']
+  )
+
+
+def _logits(task, mode, params, model_state, batch, key):
+  """Returns the output without the targets, which would leave no logits."""
+  batch = {name: x for name, x in batch.items() if name != 'targets'}
+  return task.apply(params, model_state, batch, key, mode)
 
 
 def correlation(x_RL, y_RL, valid_RL, seed: int = 0):

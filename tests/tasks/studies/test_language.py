@@ -12,6 +12,7 @@ from scipy import stats
 from mod_jax.data.text import TextDataConfig
 from mod_jax.layers.routed import MoDConfig
 from mod_jax.models.lm import LMConfig
+from mod_jax.models.lm import LMOutput
 from mod_jax.tasks import make_task
 from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.tasks.studies import language
@@ -81,8 +82,36 @@ def test_entropy_by_blocks(tmp_path, monkeypatch):
   assert 'Spearman' in study.text
   study.figures['entropy'].canvas.draw()
   _check_ranks(task, params)
+  _check_copying(task, params, monkeypatch)
   dense = dataclasses.replace(config, model=MODEL.dense_twin())
-  assert set(make_task(dense).studies()) == {'arank'}
+  assert set(make_task(dense).studies()) == {'arank', 'copying'}
+
+
+def _check_copying(task, params, monkeypatch):
+  study = task.studies()['copying'](params, {}, None)
+  totals_2L, apply = np.zeros((2, 16)), jax.jit(MODEL.build().apply)
+  for batch in task.eval_batches(batch_size=4, num_batches=16):
+    weight_BL = batch['weights']
+    output = apply({'params': params}, batch['tokens'], valid_BL=weight_BL > 0)
+    p_BLV = np.asarray(jax.nn.softmax(output.logits_BLV), np.float64)
+    of_BL1 = np.asarray(batch['targets'])[..., None]
+    loss_BL = -np.log(np.take_along_axis(p_BLV, of_BL1, axis=-1)[..., 0])
+    totals_2L += (loss_BL * weight_BL).sum(axis=0), weight_BL.sum(axis=0)
+  loss_8, weight_8 = totals_2L.reshape(2, 8, 2).sum(axis=-1)
+  np.testing.assert_allclose(study.metrics['loss'], loss_8 / weight_8, 1e-4)
+
+  def copy(params, model_state, batch, key, mode):
+    """Foretells what came 7 tokens ago, half of the context less 1."""
+    seen_BL = jnp.roll(batch['tokens'], 7, axis=1)
+    logits_BLV = 50.0 * jax.nn.one_hot(seen_BL, 256)
+    logits_BLV = logits_BLV.at[:, :7].set(0.0)
+    return LMOutput(logits_BLV=logits_BLV)
+
+  monkeypatch.setattr(task, 'apply', copy)
+  study = task.studies()['copying'](params, {}, None)
+  assert study.metrics['first'] == pytest.approx(np.log(256))
+  assert study.metrics['second'] < 1e-6
+  assert 'the first time 5.545, the second 0.000' in study.text
 
 
 def _check_ranks(task, params):
