@@ -28,8 +28,10 @@ from mod_jax.sweeps import manifest
 from mod_jax.sweeps import tables
 from mod_jax.sweeps.manifest import Entry
 from mod_jax.tasks.experiment import ExperimentConfig
+from mod_jax.train import workdir as workdir_lib
 from mod_jax.viz import style
 
+FILE = 'plan.txt'  # The table, with the price.
 _TOLERANCE = 0.01  # By which a run may miss its budget, as a fraction of it.
 _HOUR = 3600.0
 
@@ -375,10 +377,13 @@ def main(_) -> None:
   sweep = cli.load_config(flags.FLAGS.config, SweepConfig)
   if not flags.FLAGS.workdir:
     raise UserError('--workdir is missing: give the directory of the sweep.')
+  workdir = flags.FLAGS.workdir
   runs = entries(sweep)
-  digest = manifest.write(flags.FLAGS.workdir, runs)
-  print(table(sweep, runs))
-  print(f'{flags.FLAGS.workdir}/{manifest.FILE}: {digest[:12]}')
+  digest = manifest.write(workdir, runs)
+  text = table(sweep, runs)
+  workdir_lib.write_text(workdir_lib.expand(workdir) / FILE, text + '\n')
+  print(text)
+  print(f'{workdir}/{manifest.FILE}: {digest[:12]}')
 
 
 def _model(sweep, routing, shape) -> LMConfig:

@@ -252,7 +252,9 @@ def test_command_line(tmp_path, command):
     *('--config.corpus_tokens=1e7', '--config.base.train.batch_size=4'),
   )
   assert status == 0
-  assert 'chip-hours' in out
+  table = (tmp_path / plan.FILE).read_text()
+  assert 'chip-hours' in table
+  assert out.startswith(table)
   runs = manifest.read(tmp_path)
   assert {entry.config.train.batch_size for entry in runs} == {4}
   status, _, err = command('plam')
