@@ -4,7 +4,7 @@ The paper's Figure 4 in miniature: three budgets of training FLOPs, at least
 five sizes around each curve's own minimum, the recipe of `configs/lm/mod.py`.
 Beside them, at the lowest budget: the raw gate, the stride that does not look
 at the tokens, and the dense blocks alone for as many steps as the routed models
-take.
+take; and at the second one, dense models of half as many blocks.
 
 The learning rate falls as the width grows, and is the same for dense and routed
 models. The variant `tune` finds it, on dense models of two sizes. `tiny` is for
@@ -26,16 +26,27 @@ from mod_jax.train.run_config import LogConfig
 from mod_jax.train.run_config import TrainConfig
 
 ROUTING = config_lib.sibling(__file__, '../lm/mod').ROUTING
-# Blocks, width, heads. Four blocks, of which MoD routes every other one. Heads
-# have 16 channels: fewer and larger ones learn to copy from the context later,
-# and at these budgets it is chance whether they do, which is worth ten times
-# what routing is (results/isoflop_laptop/REPRODUCTION.md).
-SHAPES = tuple(
-  (4, width, width // 16)
-  for width in (32, 48, 64, 80, 96, 112, 128, 160, 192, 224)
+# Models learn to copy from their context all at once, and at these budgets late
+# or never, which is worth ten times what routing is. They learn it sooner by
+# many small heads, and the routed ones by more blocks:
+# results/isoflop_laptop/REPRODUCTION.md.
+_CHANNELS = 16
+
+
+def shapes(num_layers: int, *widths: int):
+  """Returns blocks, width and heads of some models."""
+  return tuple((num_layers, w, -(-w // _CHANNELS)) for w in widths)
+
+
+DENSE = Group(name='dense', optimum=2.8e5)
+MOD = Group(name='mod', optimum=3.8e5, routing=ROUTING)
+SHALLOW = Group(
+  name='dense_4',
+  optimum=3e5,
+  shapes=shapes(4, 48, 64, 80, 96, 112),
+  num_sizes=5,
+  budgets=(1,),
 )
-DENSE = Group(name='dense', optimum=2.5e5)
-MOD = Group(name='mod', optimum=3.2e5, routing=ROUTING)
 
 
 def variant(name: str, *, without_routed_blocks: bool = False, **routing):
@@ -43,7 +54,7 @@ def variant(name: str, *, without_routed_blocks: bool = False, **routing):
   return dataclasses.replace(
     MOD,
     name=name,
-    num_sizes=5,
+    num_sizes=4,
     budgets=(0,),
     routing=dataclasses.replace(ROUTING, **routing),
     without_routed_blocks=without_routed_blocks,
@@ -54,7 +65,7 @@ def sweep() -> SweepConfig:
   return SweepConfig(
     name='laptop',
     base=ExperimentConfig(
-      model=LMConfig(vocab_size=2048),
+      model=LMConfig(vocab_size=2048, head_dim=_CHANNELS),
       data=TextDataConfig(
         source='environment',
         tokenizer='bpe',
@@ -73,14 +84,15 @@ def sweep() -> SweepConfig:
     groups=(
       DENSE,
       MOD,
+      SHALLOW,
       variant('raw', gate='raw'),
       variant('stride', score='stride'),
       variant('removed', without_routed_blocks=True),
     ),
-    shapes=SHAPES,
-    num_sizes=(6, 6, 5),
+    shapes=shapes(8, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160),
+    num_sizes=(5, 6, 5),
     learning_rate=8e-3,
-    rate_width=96,
+    rate_width=64,
     rate_power=1.0,
     # A product of large matrices in float32, and what training makes of it.
     peak_flops=2.5e11,
@@ -90,7 +102,7 @@ def sweep() -> SweepConfig:
 
 def tune() -> SweepConfig:
   """Returns the search for a learning rate: dense, two sizes, one seed."""
-  return plan.rate_search(sweep(), ((4, 48, 3), (4, 96, 6)), rate=8e-3)
+  return plan.rate_search(sweep(), shapes(8, 32, 64), rate=8e-3)
 
 
 def tiny() -> SweepConfig:
@@ -100,6 +112,7 @@ def tiny() -> SweepConfig:
     {
       'name': 'laptop_tiny',
       'base.model.vocab_size': 256,
+      'base.model.head_dim': None,
       'base.data.source': 'stdlib',
       'base.data.tokenizer': 'bytes',
       'base.data.length': 16,
