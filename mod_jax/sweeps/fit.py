@@ -27,6 +27,10 @@ from mod_jax.sweeps.optimum import NoMinimumError
 from mod_jax.train import metrics as metrics_lib
 from mod_jax.train import workdir as workdir_lib
 
+# Runs of a budget, besides those that its parabolas need, from which its noise
+# is told.
+_FREEDOM = 10
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Curve:
@@ -110,7 +114,7 @@ def fit(
 ) -> tuple[list[Fitted], dict[str, optimum.Surface | str]]:
   """Returns what is known of each curve, and the surface of each group."""
   equal = [curve for curve in found if curve.equal and len(curve.loss_I)]
-  noise = optimum.noise([(c.params_I, c.loss_I) for c in equal])
+  noise = {curve.budget: _noise(equal, curve.budget) for curve in equal}
   surfaces = {}
   for group in dict.fromkeys(curve.group for curve in found):
     own = [curve for curve in equal if curve.group == group]
@@ -132,13 +136,30 @@ def fit(
       continue
     # Each curve has draws of its own: the runs of one tell nothing of another.
     parabola = _or_why(
-      optimum.of_curve, curve.params_I, curve.loss_I, noise, seed=i
+      optimum.of_curve,
+      curve.params_I,
+      curve.loss_I,
+      noise[curve.budget],
+      seed=i,
     )
     joint = surfaces[curve.group]
     if not isinstance(joint, str):
       joint = _or_why(joint.minimum, curve.params_I, curve.tokens_I)
     fitted.append(Fitted(curve=curve, parabola=parabola, joint=joint))
   return fitted, surfaces
+
+
+def _noise(equal: Sequence[Curve], budget: float) -> optimum.Noise | None:
+  """Returns the noise of the runs at a budget, or of all if these are few.
+
+  Runs of one budget may differ more than those of another, as where some of
+  them have learned by then what others learn later.
+  """
+  own, every = (
+    optimum.noise([(c.params_I, c.loss_I) for c in curves])
+    for curves in ([c for c in equal if c.budget == budget], equal)
+  )
+  return own if own is not None and own.freedom >= _FREEDOM else every
 
 
 def _or_why(function, *args, **kwargs):

@@ -11,7 +11,7 @@ interval of a minimum covers two doubts: noise, and the shape of the curve. It
 joins draws of the parabola and of curves `E + u/N^a + v·N^b`, whose exponents
 are as far apart as those that have been published.
 
-Noise is that of a run: normal, and of the same size in all runs of a sweep.
+Noise is that of a run: normal, and of the same size in all runs of a budget.
 Intervals are 90% wide. Suffixes: I runs, R draws, G points of a grid.
 """
 

@@ -132,6 +132,30 @@ def test_published_minima(tmp_path, command):
   assert not (tmp_path / 'variants.png').exists()
 
 
+def test_noise_of_one_budget_is_not_that_of_another(tmp_path):
+  rng = np.random.default_rng(0)
+  runs = [
+    *published(rng),
+    *published(rng),
+  ]
+  noisy = [
+    (entry, loss + 0.02 * rng.normal() * (entry.budget == 1e20))
+    for entry, loss in runs
+  ]
+  found = {}
+  for kind, losses in (('even', runs), ('uneven', noisy)):
+    results = [(entry, {'loss': x, 'diverged': ''}) for entry, x in losses]
+    fitted, _ = fit.fit(fit.curves(results))
+    found[kind] = {
+      f.curve.budget: np.ptp(f.parabola.loss.interval)
+      for f in fitted
+      if f.curve.group == 'dense'
+    }
+  for budget in (6e18, 2e19):
+    assert found['uneven'][budget] == found['even'][budget]
+  assert found['uneven'][1e20] > 3 * found['even'][1e20]
+
+
 def test_an_unfinished_sweep(tmp_path):
   runs = published(np.random.default_rng(0))
   write(tmp_path, runs)
