@@ -48,7 +48,11 @@ _BLOCK = re.compile(
 
 def pages() -> list[pathlib.Path]:
   """Returns the files whose tables are kept up to date."""
-  return [ROOT / 'README.md', *sorted((ROOT / 'docs').rglob('*.md'))]
+  folders = (ROOT / 'docs', ROOT / 'results')
+  return [
+    ROOT / 'README.md',
+    *(page for folder in folders for page in sorted(folder.rglob('*.md'))),
+  ]
 
 
 def filled(text: str) -> str:
@@ -760,19 +764,50 @@ def conversion():
   return study_tables.conversion(studied('conversion'))
 
 
+def laptop(name: str) -> list[dict[str, str]]:
+  """Returns the lines of a file of the laptop's sweep."""
+  path = ROOT / 'results' / 'isoflop_laptop' / f'{name}.csv'
+  with path.open() as file:
+    return list(csv.DictReader(file))
+
+
+@table
+def laptop_first_attempt():
+  """Losses at 3e13 FLOPs that copying decides."""
+  columns = {
+    'held-out loss': 'loss',
+    'first 32 tokens': 'loss_of_first_eighth',
+    'last 32': 'loss_of_last_eighth',
+    'random tokens, once': 'random_once',
+    'again': 'random_again',
+  }
+  rows = [
+    [
+      f'{run["group"]}, width {run["width"]}',
+      run['num_heads'],
+      *(f'{float(run[column]):.2f}' for column in columns.values()),
+    ]
+    for run in laptop('first_attempt')
+    if float(run['budget']) == 3e13
+  ]
+  return markdown(['four blocks', 'heads', *columns], rows)
+
+
 @table
 def laptop_rates():
   """The search for the learning rate of the laptop's sweep."""
-  path = ROOT / 'results' / 'isoflop_laptop' / 'tune.csv'
-  with path.open() as file:
-    runs = list(csv.DictReader(file))
-  losses = {(run['group'], run['width']): float(run['loss']) for run in runs}
-  widths = sorted({width for _, width in losses}, key=int)
-  rows = [
-    [group.removeprefix('rate_x'), *(f'{losses[group, w]:.3f}' for w in widths)]
-    for group in dict.fromkeys(group for group, _ in losses)
-  ]
-  return markdown(['rate, times 4e-3', *(f'width {w}' for w in widths)], rows)
+  runs = laptop('tune')
+  widths = sorted({run['width'] for run in runs}, key=int)
+  by_size = {(run['group'], run['width']): run for run in runs}
+  rows = []
+  for group in dict.fromkeys(run['group'] for run in runs):
+    of = [by_size[group, width] for width in widths]
+    cells = (
+      f'{float(run["loss"]):.3f} at {float(run["learning_rate"]):.4f}'
+      for run in of
+    )
+    rows.append([group.removeprefix('rate_x'), *cells])
+  return markdown(['factor', *(f'width {w}' for w in widths)], rows)
 
 
 # What it costs, counted.

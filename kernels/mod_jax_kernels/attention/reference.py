@@ -6,7 +6,7 @@ import jax.numpy as jnp
 # A causal call takes its queries in so many blocks, of at least so many: each
 # multiplies only the keys that it can see, which saves 3/8 of the products and
 # of the softmax. More blocks would save little more and compile for longer.
-_BLOCKS, _LEAST = 4, 128
+_BLOCKS, _LEAST = 4, 64
 
 
 def attention(q_BQHC, k_BSGC, v_BSGC, mask_BQS=None, causal=False):
