@@ -132,6 +132,31 @@ def test_published_minima(tmp_path, command):
   assert not (tmp_path / 'variants.png').exists()
 
 
+def test_intervals_hold_the_true_differences():
+  """In 85% of the trials at least, as those of the minima themselves."""
+  rng = np.random.default_rng(0)
+  dense, mod = PUBLISHED[6e18]
+  truth = {
+    'params_ratio': mod[0] / dense[0],
+    'flops_ratio': 0.56 * mod[0] / dense[0],
+    'loss_difference': mod[1] - dense[1],
+  }
+  held = {name: [] for name in truth}
+  for _ in range(100):
+    runs = [
+      (entry, {'loss': loss + 0.003 * rng.normal(), 'diverged': ''})
+      for entry, loss in published(rng)
+      if entry.budget == 6e18
+    ]
+    fitted, _ = fit.fit(fit.curves(runs))
+    (row,) = fit.comparisons(fitted, 'dense')
+    for name, value in truth.items():
+      low, high = row[name].interval
+      held[name].append(low <= value <= high)
+  for name, found in held.items():
+    assert np.mean(found) >= 0.85, name
+
+
 def test_noise_of_one_budget_is_not_that_of_another(tmp_path):
   rng = np.random.default_rng(0)
   runs = [
