@@ -25,7 +25,6 @@ import re
 from absl import flags
 import jax
 
-import mod_jax
 from mod_jax import config as config_lib
 from mod_jax import parallel
 from mod_jax import paths
@@ -436,7 +435,9 @@ def _key(config: ExperimentConfig, topology: slices.Slice) -> str:
   irrelevant = (
     *('name', 'seed', 'init', 'evaluation', 'checkpoint', 'log'),
     # Constants of the program.
-    *('train.num_steps', 'optimizer.warmup_steps', 'optimizer.learning_rate'),
+    *('optimizer.warmup_steps', 'optimizer.learning_rate'),
+    # So is this, unless it says whether a warm-up of the capacity ends.
+    *(() if config.train.capacity_warmup_steps else ('train.num_steps',)),
   )
   told = json.loads(config_lib.to_json(config))
   for path in irrelevant:
@@ -451,8 +452,8 @@ def _key(config: ExperimentConfig, topology: slices.Slice) -> str:
 def _code() -> str:
   """Returns a digest of the code that makes programs and reads them."""
   digest = hashlib.sha256()
-  for package in (mod_jax, mod_jax_kernels):
-    folder = pathlib.Path(package.__file__).parent
+  kernels = pathlib.Path(mod_jax_kernels.__file__).parent
+  for folder in (pathlib.Path(__file__).parents[1], kernels):
     for path in sorted(folder.rglob('*.py')):
       digest.update(path.read_bytes())
   return digest.hexdigest()
