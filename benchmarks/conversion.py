@@ -18,7 +18,6 @@ import dataclasses
 import pathlib
 
 from absl import app
-from absl import flags
 from absl import logging
 import machine
 import study
@@ -32,10 +31,7 @@ from mod_jax.layers import rules
 from mod_jax.tasks.experiment import ConversionObjective
 from mod_jax.tasks.experiment import ExperimentConfig
 
-_WORKDIR = flags.DEFINE_string('workdir', 'runs/conversion', 'For the runs.')
-_RUNS = flags.DEFINE_string('runs', '', 'Regular expression; only these runs.')
-_TABLE = flags.DEFINE_bool('table', False, 'Only print what is there.')
-_TINY = flags.DEFINE_bool('tiny', False, 'Small models and few steps: a trial.')
+_WORKDIR, _RUNS, _TABLE, _TINY = study.define_flags('runs/conversion')
 
 _CONFIGS = pathlib.Path(__file__).parents[1] / 'configs' / 'lm'
 convert = config_lib.load(_CONFIGS / 'convert.py')

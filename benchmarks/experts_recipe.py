@@ -16,7 +16,6 @@ is `experts_recipe.png`; see `study.py`.
 import pathlib
 
 from absl import app
-from absl import flags
 from absl import logging
 import machine
 import study
@@ -26,10 +25,7 @@ from mod_jax import config as config_lib
 from mod_jax import viz
 from mod_jax.tasks.experiment import ExperimentConfig
 
-_WORKDIR = flags.DEFINE_string('workdir', 'runs/experts_recipe', 'For runs.')
-_RUNS = flags.DEFINE_string('runs', '', 'Regular expression; only these runs.')
-_TABLE = flags.DEFINE_bool('table', False, 'Only print what is there.')
-_TINY = flags.DEFINE_bool('tiny', False, 'Small models and few steps: a trial.')
+_WORKDIR, _RUNS, _TABLE, _TINY = study.define_flags('runs/experts_recipe')
 
 _CONFIGS = pathlib.Path(__file__).parents[1] / 'configs' / 'lm'
 experts = config_lib.load(_CONFIGS / 'experts.py')

@@ -39,15 +39,10 @@ from mod_jax.train.run_config import EvaluationConfig
 from mod_jax.train.run_config import LogConfig
 from mod_jax.train.run_config import TrainConfig
 
-_WORKDIR = flags.DEFINE_string(
-  'workdir', 'runs/routing_recipe', 'For the runs.'
-)
-_RUNS = flags.DEFINE_string('runs', '', 'Regular expression; only these runs.')
-_TABLE = flags.DEFINE_bool('table', False, 'Only print and draw what is there.')
+_WORKDIR, _RUNS, _TABLE, _TINY = study.define_flags('runs/routing_recipe')
 _LATEST = flags.DEFINE_float(
   'latest', float('inf'), 'Begin no run after so many seconds.'
 )
-_TINY = flags.DEFINE_bool('tiny', False, 'Small models and few steps: a trial.')
 
 # At equal steps: four blocks, every other one routed at 12.5%.
 STEPS = ExperimentConfig(

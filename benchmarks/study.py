@@ -12,6 +12,7 @@ import pathlib
 import re
 import time
 
+from absl import flags
 import machine
 
 from mod_jax import config as config_lib
@@ -19,6 +20,19 @@ from mod_jax import flops
 from mod_jax.errors import UserError
 from mod_jax.tasks import phases
 from mod_jax.tasks.experiment import ExperimentConfig
+
+# Flags that are defined here are those of the script that asks for them.
+flags.disclaim_key_flags()
+
+
+def define_flags(workdir: str) -> tuple[flags.FlagHolder, ...]:
+  """Returns the flags of a study: `workdir`, `runs`, `table` and `tiny`."""
+  return (
+    flags.DEFINE_string('workdir', workdir, 'For the runs.'),
+    flags.DEFINE_string('runs', '', 'Regular expression; only these runs.'),
+    flags.DEFINE_bool('table', False, 'Only print, or draw, what is there.'),
+    flags.DEFINE_bool('tiny', False, 'Small models and few steps: a trial.'),
+  )
 
 
 def read(path: pathlib.Path) -> dict[str, dict]:
