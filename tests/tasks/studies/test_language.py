@@ -101,10 +101,10 @@ def _check_copying(task, params, monkeypatch):
   np.testing.assert_allclose(study.metrics['loss'], loss_8 / weight_8, 1e-4)
 
   def copy(params, model_state, batch, key, mode):
-    """Foretells what came 7 tokens ago, half of the context less 1."""
+    """Foretells what came 7 tokens ago, once the first token has come again."""
     seen_BL = jnp.roll(batch['tokens'], 7, axis=1)
     logits_BLV = 50.0 * jax.nn.one_hot(seen_BL, 256)
-    logits_BLV = logits_BLV.at[:, :7].set(0.0)
+    logits_BLV = logits_BLV.at[:, :8].set(0.0)
     return LMOutput(logits_BLV=logits_BLV)
 
   monkeypatch.setattr(task, 'apply', copy)
