@@ -135,6 +135,15 @@ class TestAnotherMachine:
     with lock.held(tmp_path):
       assert len(waits) > 2
 
+  def test_a_stop_while_it_is_waited_for(self, tmp_path, monkeypatch):
+    """A sweep's worker then leaves the run to others, and ends in order."""
+    path = hold(tmp_path, machine='another')
+    age(path, 5)
+    monkeypatch.setattr(lock.stop_lib, 'requested', lambda: True)
+    with pytest.raises(lock.InUse, match='stopped while waiting'):
+      lock.Lock(path).acquire()
+    assert [p.name for p in tmp_path.iterdir()] == [lock.FILE]
+
   def test_its_heart_beats(self, tmp_path, monkeypatch):
     monkeypatch.setattr(lock, '_BEAT', 0.01)
     with lock.held(tmp_path):
