@@ -810,6 +810,44 @@ def laptop_rates():
   return markdown(['factor', *(f'width {w}' for w in widths)], rows)
 
 
+@table
+def laptop_minima():
+  """The best models of the laptop's sweep at each budget, by parabolas."""
+  path = ROOT / 'results' / 'isoflop_laptop' / 'fit.json'
+  told = json.loads(path.read_text())
+  against = {
+    (row['group'], row['budget']): row
+    for row in told['comparisons']
+    if row['method'] == 'parabola'
+  }
+
+  def written(found, form):
+    low, high = (format(found[end], form) for end in ('low', 'high'))
+    return f'{found["value"]:{form}} ({low} to {high})'
+
+  rows = []
+  for curve in told['curves']:
+    row = [f'{curve["budget"]:.0e}', curve['group'], curve['runs']]
+    best = curve['parabola']
+    if 'refused' in best:
+      rows.append([*row, best['refused'], *[''] * 4])
+      continue
+    row += [written(best['params'], '.2g'), written(best['loss'], '.3f')]
+    differs = against.get((curve['group'], curve['budget']))
+    if differs:
+      row += [
+        written(differs['params_ratio'], '.2f'),
+        written(differs['flops_ratio'], '.2f'),
+        written(differs['loss_difference'], '+.3f'),
+      ]
+    rows.append(row + [''] * (8 - len(row)))
+  header = [
+    *('budget', 'models', 'runs', 'best size, parameters', 'nats/token'),
+    *('parameters ×', 'FLOPs ×', 'loss difference'),
+  ]
+  return markdown(header, rows)
+
+
 # What it costs, counted.
 
 

@@ -102,7 +102,7 @@ def make_mesh(config: MeshConfig, devices=None) -> jax.sharding.Mesh:
   the sum of gradients crosses that network.
 
   Raises:
-    UserError: the mesh does not fit the devices.
+    UserError: the mesh does not fit the devices, or their hosts.
   """
   devices = jax.devices() if devices is None else list(devices)
   axis_types = (jax.sharding.AxisType.Auto,) * len(MESH_AXES)
@@ -128,7 +128,16 @@ def make_mesh(config: MeshConfig, devices=None) -> jax.sharding.Mesh:
       devices,
       allow_split_physical_axes=True,
     )
-  return jax.sharding.Mesh(grid, MESH_AXES, axis_types=axis_types)
+  mesh = jax.sharding.Mesh(grid, MESH_AXES, axis_types=axis_types)
+  parts = set(_rows_of_hosts(mesh).values())
+  sizes = {len(part) for part in parts}
+  if len(sizes) > 1 or len(set().union(*parts)) != sum(map(len, parts)):
+    raise UserError(
+      f'mesh={dict(mesh.shape)} gives hosts some rows in common and others not,'
+      ' so that no part of a batch is theirs alone to read: let mesh.tensor'
+      ' divide the devices of a host, or be a multiple of them.'
+    )
+  return mesh
 
 
 def fit_mesh(config: MeshConfig, num_devices: int, rows: int) -> MeshConfig:
@@ -324,8 +333,31 @@ def place(x, sharding: NamedSharding, dtype=None) -> jax.Array:
   return jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
 
 
+def row_shard(mesh: jax.sharding.Mesh) -> tuple[int, int]:
+  """Returns which part of each batch's rows this host reads, and of how many.
+
+  There are as many parts as hosts, unless `tensor` spans hosts: these have the
+  same rows on their devices, so they read the same part.
+  """
+  by_host = _rows_of_hosts(mesh)
+  parts = sorted(set(by_host.values()))
+  return parts.index(by_host[jax.process_index()]), len(parts)
+
+
+def _rows_of_hosts(mesh):
+  """Returns by host which places along a batch its devices have."""
+  found = {}
+  # Rows are split along all axes but `tensor`, the last one.
+  for place, devices in enumerate(
+    mesh.devices.reshape(-1, mesh.devices.shape[-1])
+  ):
+    for device in devices:
+      found.setdefault(device.process_index, set()).add(place)
+  return {host: tuple(sorted(places)) for host, places in found.items()}
+
+
 def put_batch(batch, mesh: jax.sharding.Mesh):
-  """Places this host's part of a batch on its devices, sharded by rows."""
+  """Places this host's part of a batch, as `row_shard` says, by rows."""
   sharding = batch_sharding(mesh)
   return jax.tree.map(
     lambda x: jax.make_array_from_process_local_data(sharding, np.asarray(x)),

@@ -118,12 +118,12 @@ def held_out(
   batches = settings.batches if batches is None else batches
   batch_size = settings.batch_size
   parallel.check_batch(batch_size, mesh, 'evaluation.batch_size')
-  hosts = jax.process_count()
+  index, count = parallel.row_shard(mesh)
   held_out_batches = task.eval_batches(
-    batch_size=batch_size // hosts,
+    batch_size=batch_size // count,
     num_batches=batches or None,
-    shard_index=jax.process_index(),
-    shard_count=hosts,
+    shard_index=index,
+    shard_count=count,
   )
   sums = {}
   key = jax.random.key(task.config.seed)

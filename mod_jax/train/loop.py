@@ -125,8 +125,9 @@ class _Run:
     self.optimizer = optimizer_lib.make_optimizer(
       config.optimizer, config.train.num_steps
     )
+    index, count = parallel.row_shard(self.mesh)
     self.iterator = self.task.train_iterator(
-      shard_index=jax.process_index(), shard_count=jax.process_count()
+      shard_index=index, shard_count=count
     )
     self.origin = origin_lib.describe(config, self.task)
     with jax.set_mesh(self.mesh):

@@ -100,6 +100,49 @@ def test_two_hosts_equal_one_and_each_continues_the_other(
   check_same(tmp_path)
 
 
+SHARED_ROWS = """
+import sys
+import jax
+import numpy as np
+from mod_jax import parallel
+from mod_jax.errors import UserError
+address, host = sys.argv[1:]
+jax.distributed.initialize(address, 2, int(host))
+rows = np.arange(6)
+for tensor, parts in (1, 2), (3, 2), (6, 1):
+  mesh = parallel.make_mesh(parallel.MeshConfig(tensor=tensor))
+  index, count = parallel.row_shard(mesh)
+  assert count == parts, (tensor, index, count)
+  placed = parallel.put_batch(np.split(rows, count)[index], mesh)
+  assert placed.shape == rows.shape, (tensor, placed.shape)
+  for shard in placed.addressable_shards:
+    np.testing.assert_array_equal(shard.data, rows[shard.index])
+try:
+  parallel.make_mesh(parallel.MeshConfig(tensor=2))
+except UserError as error:
+  assert 'mesh.tensor' in str(error)
+else:
+  raise AssertionError('the second of three pairs is of two hosts')
+"""
+
+
+@pytest.mark.slow
+def test_hosts_that_share_rows_read_the_same_ones():
+  """Where `tensor` spans hosts, each has all the rows of the others."""
+  address = f'127.0.0.1:{free_port()}'
+  hosts = [
+    subprocess.Popen(
+      [sys.executable, '-c', SHARED_ROWS, address, str(host)],
+      env={**os.environ, 'JAX_NUM_CPU_DEVICES': '3'},
+      stderr=subprocess.PIPE,
+      text=True,
+    )
+    for host in range(2)
+  ]
+  outputs = [host.communicate(timeout=180)[1] for host in hosts]
+  assert [host.returncode for host in hosts] == [0, 0], outputs
+
+
 def check_same(folder):
   both = [metrics.read(folder / name) for name in ('one', 'two')]
   losses = [
