@@ -97,13 +97,14 @@ def start_distributed():
   if not _DISTRIBUTED.value:
     return
   variables = ('JAX_NUM_PROCESSES', 'JAX_PROCESS_ID')
-  count, index = (
-    int(os.environ[name]) if name in os.environ else None for name in variables
-  )
   # When another host dies, JAX aborts this process from native code, where no
   # Python runs any more: only another process can put that in words.
   last_words.replace(f'error: {_LOST}')
   try:
+    count, index = (
+      int(os.environ[name]) if name in os.environ else None
+      for name in variables
+    )
     jax.distributed.initialize(
       num_processes=count,
       process_id=index,

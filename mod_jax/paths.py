@@ -13,6 +13,7 @@ import re
 import uuid
 
 from etils import epath
+import fsspec
 
 from mod_jax.errors import UserError
 
@@ -26,7 +27,8 @@ def expand(path) -> epath.Path:
   """Returns a path with `~` resolved, as a shell may not have done.
 
   Raises:
-    UserError: a URL of a kind that runs cannot live in.
+    UserError: a URL of a kind that runs cannot live in, or of a bucket, and
+      what reads buckets is not installed.
   """
   text = os.fspath(path)
   if '://' in text and not text.startswith(_STORES):
@@ -34,6 +36,14 @@ def expand(path) -> epath.Path:
       f'{text}: runs live in directories or in {", ".join(_STORES)} (with'
       ' gcsfs installed); mount other stores as a file system.'
     )
+  if is_remote(text):
+    try:
+      fsspec.get_filesystem_class('gs')
+    except ImportError as error:
+      raise UserError(
+        f'{text} is in a bucket, which needs packages that are not installed:'
+        ' pip install gcsfs google-cloud-storage google-cloud-storage-control.'
+      ) from error
   return epath.Path(text).expanduser()
 
 

@@ -11,10 +11,12 @@ import signal
 import subprocess
 import sys
 import textwrap
+import types
 
 import pytest
 
 from mod_jax import cli
+from mod_jax.errors import UserError
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -348,6 +350,15 @@ def test_a_reader_that_has_left_stops_nothing(folder):
 
 def test_a_stream_that_never_was():
   assert cli._Unbroken(None).write('text') == 4
+
+
+def test_a_host_without_a_number(monkeypatch):
+  monkeypatch.setattr(cli, '_DISTRIBUTED', types.SimpleNamespace(value=True))
+  monkeypatch.setattr(cli.last_words, 'replace', lambda said: None)
+  monkeypatch.setenv('JAX_NUM_PROCESSES', '2')
+  monkeypatch.setenv('JAX_PROCESS_ID', '')
+  with pytest.raises(UserError, match="invalid literal .*''.* JAX_PROCESS_ID"):
+    cli.start_distributed()
 
 
 def test_interrupt_is_one_line_and_130(folder):

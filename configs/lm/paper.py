@@ -21,7 +21,7 @@ Variants: `60m`, `220m` (the default), `480m`, `670m`, `1b`, `3b`, each also as
 
 The text is that of a corpus in the directory `corpus`, which `python -m
 mod_jax.data.prepare` makes with a tokenizer of up to 32,768 ids; a run of 6e18
-FLOPs reads 2 to 17 billion tokens, more than `lm1b` has.
+FLOPs reads 2 to 28 billion tokens, more than `lm1b` has.
 
 The mesh fits 16 and 64 chips; on 256 the 128 rows of a batch do not divide, so
 give `--config.mesh.tensor=2` there. `configs/sweeps/paper.py` has the whole

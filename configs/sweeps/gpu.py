@@ -56,6 +56,7 @@ def sweep() -> SweepConfig:
       'base.mesh': MeshConfig(),
       'base.model.remat': 'none',
       'budgets': (1e17, 3e17, 1e18),
+      'optimum_budget': 1e17,
       'num_seeds': (2, 1, 1),
       'groups': groups,
       'shapes': SHAPES,

@@ -80,6 +80,7 @@ def sweep() -> SweepConfig:
       log=LogConfig(every=20, tensorboard=False),
     ),
     budgets=(8e12, 3e13, 1e14),
+    optimum_budget=8e12,
     num_seeds=(3, 3, 2),
     groups=(
       DENSE,
@@ -125,6 +126,7 @@ def tiny() -> SweepConfig:
       'base.evaluation.batch_size': 8,
       'base.log.every': 5,
       'budgets': (1e9, 2e9),
+      'optimum_budget': None,
       'num_seeds': (2, 1),
       'groups': tuple(
         dataclasses.replace(group, optimum=8e3) for group in (DENSE, MOD)

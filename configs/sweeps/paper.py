@@ -81,6 +81,7 @@ def sweep() -> SweepConfig:
       lm.base(), evaluation=EvaluationConfig(batch_size=128, sample_tokens=0)
     ),
     budgets=(6e18, 2e19, 1e20),
+    optimum_budget=6e18,
     groups=(
       DENSE,
       MOD,
@@ -138,6 +139,7 @@ def tiny(sweep: SweepConfig) -> SweepConfig:
       'base.checkpoint.every': 20,
       'base.log.every': 5,
       'budgets': (2e9, 4e9),
+      'optimum_budget': None,
       'groups': tuple(groups),
       'shapes': shapes,
       'num_seeds': (1,),

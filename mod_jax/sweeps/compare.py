@@ -90,7 +90,9 @@ def _seconds_per_step(events) -> float | None:
   """Returns the mean over the times from a first step to an orderly end."""
   steps, seconds, first = 0, 0.0, None
   for event in events:
-    if event['event'] == 'first_step':
+    if event['event'] == 'start':
+      first = None  # What came before was killed.
+    elif event['event'] == 'first_step':
       first = event
     elif event['event'] == 'end' and first is not None:
       steps += event['step'] - first['step']

@@ -51,7 +51,7 @@ class Group:
   # How their blocks are routed; None is a dense model.
   routing: MoDConfig | None = None
   # Parameters, embedding and head included, of the model that is expected to be
-  # best at the first of the sweep's budgets.
+  # best at the sweep's `optimum_budget`.
   optimum: config_lib.Positive = 1e6
   shapes: tuple[Shape, ...] = ()  # What there is to choose from; () = all.
   num_sizes: config_lib.Count = 0  # At each budget; 0 = as many as the sweep.
@@ -98,6 +98,8 @@ class SweepConfig:
   num_sizes: tuple[config_lib.PositiveCount, ...] = (5,)
   # No size is further from the expected optimum than this factor.
   spread: Annotated[float, config_lib.Range(gt=1, le=1000)] = 4.0
+  # The budget that the groups' optima are for; None for the lowest one.
+  optimum_budget: config_lib.Positive | None = None
   # The optimum grows with the budget to this power.
   growth: config_lib.Probability = 0.5
   # The peak learning rate of a model as wide as `rate_width`; the same for all
@@ -124,7 +126,7 @@ class SweepConfig:
         f'base.model={type(self.base.model).__name__}: sweeps at equal FLOPs'
         ' are of language models, so expected LMConfig.'
       )
-    for name in ('objective', 'train.capacity_warmup_steps'):
+    for name in ('objective', 'dense', 'train.capacity_warmup_steps'):
       value = functools.reduce(getattr, name.split('.'), self.base)
       if value:
         raise UserError(
@@ -249,7 +251,8 @@ def choose_shapes(
   """Returns the shapes around a group's expected optimum, the smallest first.
 
   Raises:
-    UserError: there are fewer in range than are asked for.
+    UserError: there are fewer in range than are asked for, or of three or
+      more, none on one of the sides of the optimum.
   """
   expected = _expected(sweep, group, budget)
   wanted = group.num_sizes or sweep.at(sweep.num_sizes, budget)
@@ -274,7 +277,16 @@ def choose_shapes(
       f' {style.quantity(expected)} parameters, and num_sizes={wanted}: add'
       f' shapes there (the sizes are {have}), raise spread, or ask for fewer.'
     )
-  return sorted(near, key=sizes.get)
+  near.sort(key=sizes.get)
+  smallest, largest = sizes[near[0]], sizes[near[-1]]
+  if wanted > 2 and not smallest < expected < largest:
+    raise UserError(
+      f'the group {group.name} at {budget:g} FLOPs would have sizes from'
+      f' {style.quantity(smallest)} to {style.quantity(largest)} parameters,'
+      ' all on one side of the expected optimum,'
+      f' {style.quantity(expected)}: add shapes on the other side.'
+    )
+  return near
 
 
 def facts(
@@ -433,7 +445,8 @@ def _every(times, steps) -> int:
 
 def _expected(sweep, group, budget) -> float:
   """Returns the parameters of the model that should be best."""
-  return group.optimum * (budget / sweep.budgets[0]) ** sweep.growth
+  known_at = sweep.optimum_budget or sweep.budgets[0]
+  return group.optimum * (budget / known_at) ** sweep.growth
 
 
 def _reference(sweep, budget) -> int | None:

@@ -189,6 +189,7 @@ def prove(
   """
   path = None
   if cache is not None:
+    topology.check_compiler()  # Its version is part of the key.
     path = paths.expand(cache) / f'{_key(config, topology)}.json'
     if path.is_file():
       record = json.loads(path.read_text())

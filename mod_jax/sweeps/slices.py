@@ -83,17 +83,21 @@ class Slice:
   def num_chips(self) -> int:
     return math.prod(self.sizes)
 
+  def check_compiler(self) -> None:
+    """Raises UserError where libtpu is not installed."""
+    if importlib.util.find_spec('libtpu') is None:
+      raise UserError(
+        f'{self.name} can only be compiled for with libtpu, the TPU compiler,'
+        ' which is not installed: pip install libtpu.'
+      )
+
   def devices(self) -> list[jax.Device]:
     """Returns the chips, to compile for.
 
     Raises:
       UserError: libtpu is not installed, or knows no such slice.
     """
-    if importlib.util.find_spec('libtpu') is None:
-      raise UserError(
-        f'{self.name} can only be compiled for with libtpu, the TPU compiler,'
-        ' which is not installed: pip install libtpu.'
-      )
+    self.check_compiler()
     # Set here and not globally: they only matter to libtpu.
     os.environ['TPU_SKIP_MDS_QUERY'] = '1'
     os.environ['ALLOW_MULTIPLE_LIBTPU_LOAD'] = '1'

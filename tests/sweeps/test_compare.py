@@ -50,6 +50,9 @@ def runs(tmp_path):
   lives = [
     *(event('start', 0, 0), event('first_step', 10, 1)),  # And killed.
     *(event('start', 50, 0), event('first_step', 60, 2), event('end', 72, 4)),
+    # Killed in its last evaluation, of which alone the next life consists.
+    *(event('start', 80, 3), event('first_step', 90, 4)),
+    *(event('start', 900, 4), event('end', 990, 4)),
   ]
   folders = tmp_path / 'a' / 'run', tmp_path / 'b' / 'run'
   leave(folders[0], DENSE, [5.0, 4.0, 3.5, 3.2], {'loss': 3.4})

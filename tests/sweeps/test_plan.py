@@ -20,9 +20,11 @@ from mod_jax.sweeps.plan import Group
 from mod_jax.sweeps.plan import SweepConfig
 from mod_jax.tasks.experiment import ConversionObjective
 from mod_jax.tasks.experiment import ExperimentConfig
+from mod_jax.tasks.experiment import PhaseConfig
 from mod_jax.train.optimizer import OptimizerConfig
 from mod_jax.train.run_config import TrainConfig
 
+DENSE_FIRST = PhaseConfig(num_steps=9, batch_size=4, learning_rate=1e-3)
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 FILES = sorted((ROOT / 'configs/sweeps').glob('*.py'))
 SHAPES = tuple((2, width, 1) for width in (8, 12, 16, 24, 32))
@@ -112,6 +114,11 @@ def test_sizes_follow_the_optimum():
   sweep = dataclasses.replace(sweep, num_sizes=(2, 3))
   assert widths(dense, 2e9) == [8, 12]
   assert widths(dense, 8e9) == [12, 16, 24]
+  # Of what budget an optimum is does not hang on which budgets are planned.
+  sweep = dataclasses.replace(sweep, budgets=(8e9,), num_sizes=(3,))
+  assert widths(dense, 8e9) == [8, 12, 16]
+  sweep = dataclasses.replace(sweep, optimum_budget=2e9)
+  assert widths(dense, 8e9) == [12, 16, 24]
   own = dataclasses.replace(dense, shapes=SHAPES[:2], num_sizes=2)
   assert plan.choose_shapes(sweep, own, 2e9) == list(SHAPES[:2])
 
@@ -162,6 +169,11 @@ def test_table():
       'dense at 2e.09 FLOPs has 0 sizes .* 1B parameters.*add shapes',
     ),
     ({'num_sizes': (5,)}, 'has 4 sizes .*num_sizes=5'),
+    (
+      {'shapes': SHAPES[2:], 'spread': 8.0},
+      '12.4k to 35k parameters, all on one side of the .* 6.5k: add shapes',
+    ),
+    ({'base': ExperimentConfig(dense=DENSE_FIRST)}, 'base.dense='),
     ({'corpus_tokens': 1e5}, r'reads \S+ tokens .* the corpus has 100k'),
     ({'budgets': (2e9, 2e9)}, 'each once'),
     (

@@ -109,6 +109,14 @@ class TestRefusals:
       prove.run(runs, ['v5e:2x2'], tmp_path)
     assert not list(tmp_path.iterdir())
 
+  def test_without_the_compiler(self, tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
+    for cache in (None, tmp_path):
+      said = self.refusal(
+        tiny, 'v5e:2x2', lambda *args, cache=cache: prove.report(*args, cache)
+      )
+      assert 'pip install libtpu' in said
+
   def test_a_pruned_model(self, load_config_file):
     config = load_config_file('configs/vit/dynamic.py', 'tiny')
     assert 'teacher' in self.refusal(config, 'v5e:2x2')

@@ -336,6 +336,15 @@ def test_what_is_no_place_for_a_run(path, texts):
     phases.train(make_config(texts), path)
 
 
+def test_what_reads_buckets_must_be_installed(monkeypatch):
+  def missing(protocol):
+    raise ImportError('Please install gcsfs')
+
+  monkeypatch.setattr(fsspec, 'get_filesystem_class', missing)
+  with pytest.raises(UserError, match='gs://bucket/x .*pip install gcsfs'):
+    paths.expand('gs://bucket/x')
+
+
 def test_weights_in_a_file_must_be_here():
   put('/bucket/weights/vit.safetensors', b'x')
   with pytest.raises(UserError, match='copy it here first'):
