@@ -2,9 +2,10 @@
 
 The paper's Figure 4 in miniature: three budgets of training FLOPs, at least
 five sizes around each curve's own minimum, the recipe of `configs/lm/mod.py`.
-Beside them, at the lowest budget: the raw gate, the stride that does not look
-at the tokens, and the dense blocks alone for as many steps as the routed models
-take; and at the second one, dense models of half as many blocks.
+Dense models have four blocks, and routed ones four full and four routed blocks,
+since each kind learns best so at these budgets. Beside them, at the lowest
+budget: dense models of eight blocks, the raw gate, the stride that does not
+look at the tokens, and the routed models' full blocks alone for as many steps.
 
 The learning rate falls with the root of the width, and is the same for dense
 and routed models. The variant `tune` finds it, on dense models of two sizes.
@@ -38,15 +39,10 @@ def shapes(num_layers: int, *widths: int):
   return tuple((num_layers, w, -(-w // _CHANNELS)) for w in widths)
 
 
-DENSE = Group(name='dense', optimum=2.8e5)
+WIDTHS = (24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192)
+DENSE = Group(name='dense', optimum=2.4e5, shapes=shapes(4, *WIDTHS))
 MOD = Group(name='mod', optimum=3.8e5, routing=ROUTING)
-SHALLOW = Group(
-  name='dense_4',
-  optimum=3e5,
-  shapes=shapes(4, 48, 64, 80, 96, 112),
-  num_sizes=5,
-  budgets=(1,),
-)
+DEEP = Group(name='dense_8', optimum=2.8e5, budgets=(0,))
 
 
 def variant(name: str, *, without_routed_blocks: bool = False, **routing):
@@ -85,12 +81,12 @@ def sweep() -> SweepConfig:
     groups=(
       DENSE,
       MOD,
-      SHALLOW,
+      DEEP,
       variant('raw', gate='raw'),
       variant('stride', score='stride'),
       variant('removed', without_routed_blocks=True),
     ),
-    shapes=shapes(8, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160),
+    shapes=shapes(8, *WIDTHS),
     num_sizes=(5, 6, 5),
     # Of five rates, each twice the one before, parabolas through the best three
     # have their minima at 1.4e-2 for width 64, and at 2.0e-2 for width 32 (one
@@ -106,7 +102,8 @@ def sweep() -> SweepConfig:
 
 def tune() -> SweepConfig:
   """Returns the search for a learning rate: dense, two sizes, one seed."""
-  return plan.rate_search(sweep(), shapes(8, 32, 64), rate=8e-3)
+  deep = dataclasses.replace(sweep(), groups=(DEEP,))
+  return plan.rate_search(deep, shapes(8, 32, 64), rate=8e-3)
 
 
 def tiny() -> SweepConfig:
@@ -129,7 +126,8 @@ def tiny() -> SweepConfig:
       'optimum_budget': None,
       'num_seeds': (2, 1),
       'groups': tuple(
-        dataclasses.replace(group, optimum=8e3) for group in (DENSE, MOD)
+        dataclasses.replace(group, optimum=8e3, shapes=())
+        for group in (DENSE, MOD)
       ),
       'shapes': ((2, 8, 1), (2, 16, 1), (2, 24, 1), (2, 32, 1)),
       'num_sizes': (3,),
