@@ -164,6 +164,8 @@ class LinearConfig(Slot):
     scale: factor on the initial standard deviation.
   """
 
+  tells = False
+
   inputs: tuple[config_lib.Size, ...]
   outputs: tuple[config_lib.Size, ...]
   axes: tuple[str | None, ...]

@@ -17,6 +17,8 @@ from mod_jax.layers.slots import Slot
 class MLPConfig(Slot):
   """Sizes and kind of a dense feed-forward."""
 
+  tells = False
+
   width: config_lib.Size  # Features in and out.
   hidden: config_lib.Size  # Hidden units.
   kind: Literal['swiglu', 'gelu', 'gelu_tanh'] = 'swiglu'  # Of hidden units.

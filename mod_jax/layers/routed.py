@@ -566,8 +566,10 @@ class Layer(nn.Module):
         selection = routing.select_decided(wanted_BL, slots, count_B)
         selection = checkpoint_name(selection, SELECTION_NAME)
       chosen_BL = routing.mark_tokens(selection, length)
-      # The loop over rows passes no gradient back, and makes no parameters.
+      # The loop over rows passes no gradient back, makes no parameters, and
+      # keeps nothing of what experts and adaptive modules tell.
       hides = self.mode.train or self.is_initializing() or mode.chunk == 0
+      hides |= any(slot.tells for slot in config.block.slots.values())
       if config.routing.per_sequence and not hides:
         done = self._run_rows(block, x_BLD, info, routed, chosen_BL, None)
       else:

@@ -3,6 +3,7 @@
 import abc
 import dataclasses
 from typing import Any
+from typing import ClassVar
 
 import jax
 
@@ -17,7 +18,12 @@ class Slot(abc.ABC):
 
   A subclass is a frozen dataclass. It may live anywhere: configs that are saved
   name its module.
+
+  Attributes:
+    tells: whether `run` returns further results than the features.
   """
+
+  tells: ClassVar[bool] = True
 
   def __post_init__(self):
     config_lib.validate(self)
@@ -43,9 +49,10 @@ class Slot(abc.ABC):
 
     Returns:
       y [B, L, …], and further results by kind, for losses, metrics and pictures
-      to read by `stack.collect`. The kinds `router`, `attention`, `adaptive`
-      and `captured` are taken. A task decides what its loss does with any other
-      kind: see `Task.loss`, and `tasks/adaptive.py` for one that reads aux.
+      to read by `stack.collect`. The kinds `router`, `attention`, `adaptive`,
+      `experts`, `features` and `captured` are taken. A task decides what its
+      loss does with any other kind: see `Task.loss`, and `tasks/adaptive.py`
+      for one that reads aux.
     """
 
   @abc.abstractmethod

@@ -106,6 +106,12 @@ class LMConfig(StackedConfig):
         f'early_exit={self.early_exit} of num_layers={self.num_layers}:'
         ' expected fewer than all blocks, or 0 for no early exit.'
       )
+    if self.early_exit and self.scan_layers:
+      raise errors.UserError(
+        f'early_exit={self.early_exit} and scan_layers=True: the block before'
+        ' the exit tells its features, so the blocks are not alike and cannot'
+        ' be scanned; set one of them to 0 or False.'
+      )
     _ = self.stack  # Refuses what does not fit the layers.
 
   @functools.cached_property

@@ -102,7 +102,7 @@ def _sample(task, trained):
       f' {", ".join(rules) or "no causal rule; leave --rule out"}.'
     )
   if rules:
-    kwargs['mode'] = language.config.model.routing.mode(
+    kwargs['mode'] = language.config.model.routing_mode(
       given.rule or rules[0], overflow=given.overflow
     )
   texts = language.sample(

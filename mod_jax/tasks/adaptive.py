@@ -152,6 +152,8 @@ class Adaptive(Plain):
     total, count = self.modality.loss(output, batch)
     extra, more = self.choice_losses(output, batch, self.config.model)
     loss, metric_sums = total / count + extra, {'loss': (total, count)} | more
+    extra, more = self.modality.more_losses(output)
+    loss, metric_sums = loss + extra, metric_sums | more
     if objective.static_learners:
       return loss, (metric_sums, model_state)
     choices = stack_lib.collect(output.aux, 'adaptive')
@@ -241,10 +243,12 @@ class Adaptive(Plain):
     # A token that reaches more modules counts for more.
     token_square = jnp.sum(spent_BL * _ratio(spent_BL, whole_BL))
     whole = self._whole(choices)
+    tokens = whole_B.sum() / whole
     return {
       'load': (load_B.sum(), count),
       'load_square': (jnp.sum(load_B**2), count),
-      'token_square': (token_square / whole, whole_B.sum() / whole),
+      'token': (spent_BL.sum() / whole, tokens),
+      'token_square': (token_square / whole, tokens),
     }
 
   def _whole(self, choices) -> float:
@@ -294,11 +298,12 @@ class Adaptive(Plain):
     metrics = super().finish_metrics(metrics)
     if 'load' in metrics:
       metrics['gmacs'] = self.macs(metrics['load']) / 1e9
-      mean = metrics['load']
-      for name in ('load', 'token'):
+      # The mean over tokens is not that over rows, whose lengths differ.
+      means = {'load': metrics['load'], 'token': metrics.pop('token')}
+      for name, mean in means.items():
         square = metrics.pop(f'{name}_square')
         metrics[f'{name}_std'] = math.sqrt(max(0.0, square - mean**2))
-      metrics['budget_error'] = mean - self.objective.budget
+      metrics['budget_error'] = metrics['load'] - self.objective.budget
     return metrics
 
   def macs(self, load: float = 1.0, learners: int | None = None) -> float:
@@ -322,10 +327,10 @@ class Adaptive(Plain):
     return dict(parts)
 
   def main_metrics(self, metrics):
-    names = ('loss', 'accuracy', 'load', 'load_std', 'gmacs')
+    names = (*self.modality.main, 'load', 'load_std', 'gmacs')
     if 'loss' not in metrics:
       prefix = list(self.eval_modes())[-1]
-      names = (f'{prefix}loss', f'{prefix}accuracy')
+      names = tuple(f'{prefix}{name}' for name in self.modality.main)
     return {name: metrics[name] for name in names if name in metrics}
 
   def summary(self, metrics):

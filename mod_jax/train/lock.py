@@ -94,8 +94,9 @@ class Lock:
     with contextlib.suppress(OSError):
       if self.text is not None and _read(self.path) == self.text:
         self.path.unlink()
-      if paths.is_remote(self.path):
-        _beat_of(self.path).unlink(missing_ok=True)
+        # Only ours: another's says that its owner is alive.
+        if paths.is_remote(self.path):
+          _beat_of(self.path).unlink(missing_ok=True)
       for made in self._made:
         os.rmdir(made)  # Fails where something was written.
     self.text = None

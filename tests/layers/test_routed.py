@@ -17,6 +17,7 @@ from mod_jax import routing
 from mod_jax.layers.block import Block
 from mod_jax.layers.cache import EMPTY
 from mod_jax.layers.cache import KVCache
+from mod_jax.layers.experts import ExpertsConfig
 from mod_jax.layers.mode import Mode
 from mod_jax.layers.mode import RoutingMode
 from mod_jax.layers.routed import Layer
@@ -26,6 +27,7 @@ from mod_jax.layers.routed import Predictor
 from mod_jax.layers.routed import Routing
 from mod_jax.layers.scores import Learned
 from mod_jax.layers.scores import Router
+from mod_jax.models.lm import LMConfig
 from mod_jax.tasks import plain
 
 B, L, D = 3, 10, 8
@@ -695,6 +697,23 @@ class TestPerSequence:
       told.chosen_BL[..., None], weight_B11 * update_BLD, 0
     )
     np.testing.assert_allclose(y_BLD, expected, atol=1e-4)
+
+  def test_evaluation_tells_what_experts_chose(self):
+    config = LMConfig(
+      vocab_size=8,
+      num_layers=2,
+      width=8,
+      num_heads=1,
+      routing=self.CONFIG,
+      experts=ExpertsConfig(num_experts=2),
+    )
+    token_BL = jnp.arange(8).reshape(2, 4)
+    model = config.build()
+
+    def run(key):
+      return model.apply(model.init(key, token_BL), token_BL)
+
+    assert len(jax.eval_shape(run, jax.random.key(0)).experts) == 2
 
   def test_evaluation_computes_nothing_for_rows_that_stay_out(
     self, module, params, x_BLD, padded, equations

@@ -119,7 +119,10 @@ def test_its_loss_is_trained_and_reported():
   ('changes', 'named'),
   [
     ({'early_exit': 3}, 'early_exit=3 of num_layers=3: expected fewer'),
-    ({'early_exit': 1, 'num_layers': 4, 'scan_layers': True}, 'cannot be scan'),
+    (
+      {'early_exit': 1, 'num_layers': 4, 'scan_layers': True},
+      'early_exit=1 and scan_layers=True',
+    ),
   ],
 )
 def test_refuses_an_exit_that_is_none(changes, named):

@@ -298,7 +298,7 @@ class TestStatic:
     metrics = held_out(task)
     assert set(metrics) == {'k1/loss', 'k1/accuracy', 'k1/top5'}
     assert metrics['k1/loss'] == pytest.approx(held_out(make())['k1/loss'])
-    assert set(task.main_metrics(metrics)) == {'k1/loss', 'k1/accuracy'}
+    assert set(task.main_metrics(metrics)) == set(metrics)
     assert len(task.summary(metrics).splitlines()) == 2
     assert task.flops_per_step(False) == pytest.approx(
       6 * 16 * task.macs(learners=1)
@@ -322,7 +322,7 @@ class TestEvaluate:
     assert {name.split('/')[0] for name in metrics} == {'k1', 'k2'}
     assert metrics['k1/loss'] == pytest.approx(held_out(make())['k1/loss'])
     assert set(make('learners').main_metrics(metrics)) == {
-      *('k2/loss', 'k2/accuracy')
+      *('k2/loss', 'k2/accuracy', 'k2/top5')
     }
 
   def test_load_and_its_spread(self):
@@ -706,6 +706,12 @@ class TestLanguage:
     assert metrics['load'] == pytest.approx(np.mean(means), rel=1e-4)
     assert metrics['load_std'] == pytest.approx(np.std(means), abs=1e-3)
     assert np.std(np.concatenate(rows)) > 0.05
+    assert metrics['token_std'] == pytest.approx(
+      np.std(np.concatenate(rows)), abs=1e-4
+    )
+    assert set(task.main_metrics(metrics)) == {
+      *('loss', 'load', 'load_std', 'gmacs')
+    }
     table = task.summary(metrics).splitlines()
     assert [row.split()[0] for row in table[1:4]] == ['gated', 'k', 'k']
     assert 'perplexity' in table[0]

@@ -25,7 +25,8 @@ def robustness(task, params, model_state) -> Study:
   model = task.config.model
   batch = task.modality.examples(_IMAGES)
   shown_BHWC = images_lib.denormalize(task.config.data, batch['image'])
-  teacher = task.load_teacher()
+  # A teacher's arrays may be read only now; see `convert.entry.Lazy`.
+  teacher = jax.tree.map(np.asarray, task.load_teacher())
   key = jax.random.key(task.config.seed)
 
   @jax.jit
