@@ -634,7 +634,9 @@ class Layer(nn.Module):
     """Chooses with all tokens in sight."""
     capacity = self.config.capacity
     if self.config.routing.per_sequence:
-      enters_BL = score_BL > 0
+      # As many as the capacity says is what the balance loss brings about; all
+      # of them, which a warm-up begins with, can be had at once.
+      enters_BL = (score_BL > 0) | (capacity >= 1)
       if info.valid_BL is not None:
         enters_BL &= info.valid_BL
       selection = routing.select_decided(enters_BL, score_BL.shape[1])
@@ -659,6 +661,8 @@ class Layer(nn.Module):
       return routing.mark_tokens(top, routed.score_BL.shape[1])
     config = self.config
     wanted_BL = rule.wants(routed, config.routing.scorer, config.capacity)
+    if self.mode.train and config.capacity >= 1:  # As in `_top_k`.
+      wanted_BL = jnp.ones_like(wanted_BL)
     return wanted_BL if info.valid_BL is None else wanted_BL & info.valid_BL
 
   def _run(self, block, x_BLD, info, routed, selection, cache) -> LayerOutput:

@@ -60,6 +60,14 @@ class OptimizerConfig:
       where = f'optimizer.rules[{i}]={(pattern, factor, first)}'
       errors.require_pattern(pattern, where)
 
+  @property
+  def switches(self) -> dict[str, bool]:
+    """Returns which fields add a part to the state, and whether they do."""
+    return {
+      'optimizer.clip_norm': self.clip_norm > 0,
+      'optimizer.layer_decay': bool(self.rules) or self.layer_decay != 1,
+    }
+
 
 def schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
   """Returns step -> learning rate, for a run of exactly `num_steps`.
@@ -112,7 +120,8 @@ def make_optimizer(
         ),
       )
     )
-  if config.clip_norm:
+  switches = config.switches
+  if switches['optimizer.clip_norm']:
     clip = optax.clip_by_global_norm(config.clip_norm)
     # Two norms, because a predictor must not change the language model: in one
     # norm, its gradients would scale the others.
@@ -129,7 +138,7 @@ def make_optimizer(
   else:
     steps += [decay, optax.trace(config.momentum)]
   steps.append(optax.scale_by_learning_rate(schedule(config, num_steps)))
-  if config.rules or config.layer_decay != 1:
+  if switches['optimizer.layer_decay']:
     # Last, where a factor of 0 stops everything, weight decay included.
     steps.append(_scale_by_name(config))
   return optax.chain(*steps)

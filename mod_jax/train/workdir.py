@@ -142,7 +142,10 @@ def refuse_differences(
       differences.append(line)
   allowed = []
   if allow_changes:
-    allowed = [d for d in differences if d.split(':')[0] in CHANGEABLE]
+    before, after = held.optimizer.switches, config.optimizer.switches
+    # What is switched on or off makes another state, which would not load.
+    changeable = {f for f in CHANGEABLE if before.get(f) == after.get(f)}
+    allowed = [d for d in differences if d.split(':')[0] in changeable]
     differences = [d for d in differences if d not in allowed]
   if differences:
     shown = '; '.join(differences[:5])

@@ -660,6 +660,20 @@ class TestTokenChoice:
     np.testing.assert_allclose(loss, 0.1 * total / count, rtol=1e-5)
 
 
+@pytest.mark.parametrize('kind', ['tokens', 'sequences'])
+def test_a_warm_up_begins_with_all_tokens(kind, block_config, params, padded):
+  """Also of those that decide by their own scores, which are below 0 here."""
+  config = TestPerSequence.CONFIG
+  if kind == 'tokens':
+    config = MoDConfig(train_rule='router', balance_loss=0.1, router_loss=0.0)
+  layer = LayerConfig(block=block_config, routing=config, capacity=1.0)
+  kernel_D = params['router']['kernel']
+  x_BLD = jnp.broadcast_to(-kernel_D, (B, L, D))
+  module = Layer(layer, Mode(train=True, routing=config.train_mode))
+  _, told = apply(module, params, x_BLD, padded)
+  np.testing.assert_array_equal(told.chosen_BL, VALID_BL)
+
+
 class TestPerSequence:
   CONFIG = MoDConfig(
     capacity=CAPACITY,

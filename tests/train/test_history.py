@@ -102,6 +102,10 @@ class TestLengthening:
       ({'seed': 1}, 'seed: 0 -> 1'),
       ({'optimizer.kind': 'sgd', 'train.num_steps': 9}, 'optimizer.kind'),
       ({'train.num_steps': 5}, 'has taken 6 steps already'),
+      (
+        {'optimizer.clip_norm': 0.0, 'train.num_steps': 9},
+        'clip_norm: 1.0 -> 0.0',
+      ),
     ],
   )
   def test_what_cannot_change(self, changes, why, tmp_path):
