@@ -653,6 +653,17 @@ class TestLanguage:
     chex.assert_trees_all_close(found, want, rtol=1e-5)
     chex.assert_trees_all_close(grads, want_grads, rtol=1e-3, atol=1e-6)
 
+  def test_an_early_exit_is_trained(self, make):
+    task = make('end_to_end', early_exit=1, scan_layers=False, remat='none')
+    batch = next(task.train_iterator())
+
+    def loss(key):
+      params = task.init(key)['params']
+      return task.loss(params, {}, batch, key, task.static_args(0))
+
+    _, (sums, _) = jax.eval_shape(loss, jax.random.key(0))
+    assert 'early_loss' in sums
+
   def test_starts_from_a_dense_run(self, make, params, teacher, tmp_path):
     task = make('learners')
     dense = dataclasses.replace(
