@@ -827,12 +827,14 @@ def laptop_minima():
 
   rows = []
   for curve in told['curves']:
-    row = [f'{curve["budget"]:.0e}', curve['group'], curve['runs']]
+    budget = f'{curve["budget"]:g}'.replace('+', '')
+    row = [budget, curve['group'], str(curve['runs'])]
     best = curve['parabola']
     if 'refused' in best:
       rows.append([*row, best['refused'], *[''] * 4])
       continue
-    row += [written(best['params'], '.2g'), written(best['loss'], '.3f')]
+    thousands = {end: x / 1e3 for end, x in best['params'].items()}
+    row += [written(thousands, '.0f'), written(best['loss'], '.3f')]
     differs = against.get((curve['group'], curve['budget']))
     if differs:
       row += [
@@ -842,7 +844,7 @@ def laptop_minima():
       ]
     rows.append(row + [''] * (8 - len(row)))
   header = [
-    *('budget', 'models', 'runs', 'best size, parameters', 'nats/token'),
+    *('budget', 'models', 'runs', 'best size, 1000s', 'nats/token'),
     *('parameters ×', 'FLOPs ×', 'loss difference'),
   ]
   return markdown(header, rows)

@@ -634,8 +634,8 @@ class Layer(nn.Module):
     """Chooses with all tokens in sight."""
     capacity = self.config.capacity
     if self.config.routing.per_sequence:
-      # As many as the capacity says is what the balance loss brings about; all
-      # of them, which a warm-up begins with, can be had at once.
+      # Their share only comes to the capacity by the balance loss. But 1, with
+      # which a warm-up begins, means all of them.
       enters_BL = (score_BL > 0) | (capacity >= 1)
       if info.valid_BL is not None:
         enters_BL &= info.valid_BL
