@@ -314,6 +314,12 @@ def batch_sharding(mesh: jax.sharding.Mesh) -> NamedSharding:
   return NamedSharding(mesh, spec(('batch',)))
 
 
+def abstract_batch(shapes, mesh: jax.sharding.Mesh):
+  """Returns the shapes of a batch as `put_batch` places it."""
+  sharding = batch_sharding(mesh)
+  return jax.tree.map(lambda x: x.update(sharding=sharding), shapes)
+
+
 def check_batch(batch_size: int, mesh: jax.sharding.Mesh, what: str) -> None:
   """Raises UserError where a batch does not divide over the mesh."""
   parts = math.prod(mesh.shape[axis] for axis in RULES['batch'])

@@ -242,11 +242,7 @@ def lower(config: ExperimentConfig, devices: Sequence[jax.Device]):
   mesh = parallel.make_mesh(config.mesh, devices)
   with jax.set_mesh(mesh), choice.made_for('tpu'):
     optimizer, abstract = _abstract(config, task, mesh)
-    sharding = parallel.batch_sharding(mesh)
-    batch = {
-      name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-      for name, x in task.batch_shapes().items()
-    }
+    batch = parallel.abstract_batch(task.batch_shapes(), mesh)
     step = jit_step(
       abstract,
       task=task,

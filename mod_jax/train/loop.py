@@ -159,6 +159,15 @@ class _Run:
       self.adapted = None
       if config.init is not None and not saved:
         self.adapted = self._adapted_state(config.init)
+    self._step = functools.cache(self._make_step)
+    shapes = self.task.batch_shapes()
+    if shapes is not None and not saved:
+      # Some things are only refused where the step is traced. The first call
+      # finds this trace and makes none of its own.
+      batch = parallel.abstract_batch(shapes, self.mesh)
+      with jax.set_mesh(self.mesh):
+        first = self._step(self.task.static_args(0))
+        first.trace(self.abstract, batch, self.teacher)
     self.changed = bool(changes)
     if changes:
       # Before the config is replaced: whoever reads the older checkpoints later
@@ -338,7 +347,6 @@ class _Run:
   def _steps(self, state, start, end):
     """Takes the steps; returns the state and the number of the last one."""
     config = self.config
-    compiled = functools.cache(self._compile)
     self.saved_at = time.monotonic()
     for step in range(start + 1, end + 1):
       try:
@@ -350,8 +358,10 @@ class _Run:
         raise
       batch = parallel.put_batch(batch, self.mesh)
       self.profiler.before(step)
-      state, metric_sums = compiled(self.task.static_args(step - 1))(
-        state, batch
+      # The teacher is an argument of each call: closed over, its arrays would
+      # become constants of the compiled program.
+      state, metric_sums = self._step(self.task.static_args(step - 1))(
+        state, batch, self.teacher
       )
       if traced := self.profiler.after(step, metric_sums):
         self.progress.message(traced)
@@ -371,17 +381,14 @@ class _Run:
         return state, step
     return state, end if end > start else start
 
-  def _compile(self, static_args):
-    step = jit_step(
+  def _make_step(self, static_args):
+    return jit_step(
       self.abstract,
       task=self.task,
       optimizer=self.optimizer,
       static_args=static_args,
       config=self.config.train,
     )
-    # The teacher is an argument of each call: closed over, its arrays would
-    # become constants of the compiled program.
-    return lambda state, batch: step(state, batch, self.teacher)
 
   def _flush(self):
     """Writes the metrics of the steps since the last time, and checks them."""

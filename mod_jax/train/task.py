@@ -101,16 +101,13 @@ class Task(abc.ABC):
     `set_state()` goes on from it, with any number of hosts.
     """
 
-  def batch_shapes(self) -> dict[str, Any]:
+  def batch_shapes(self) -> dict[str, Any] | None:
     """Returns shapes and dtypes of a training batch, without reading any data.
 
-    Raises:
-      UserError: this task does not tell.
+    None if this task does not tell: then its step cannot be compiled ahead, and
+    what only the first step shows to be wrong is refused when a run has begun.
     """
-    raise UserError(
-      f'{type(self).__name__} does not tell the shapes of its batches, so its'
-      ' step cannot be compiled ahead: give it a method batch_shapes.'
-    )
+    return None
 
   @abc.abstractmethod
   def data_fingerprint(self) -> dict[str, Any]:

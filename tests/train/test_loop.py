@@ -38,6 +38,7 @@ from mod_jax.train import evaluation
 from mod_jax.train import lock
 from mod_jax.train import loop
 from mod_jax.train import metrics as metrics_lib
+from mod_jax.train import step as step_lib
 from mod_jax.train import stop
 from mod_jax.train import workdir as workdir_lib
 from mod_jax.train.checkpoints import CheckpointConfig
@@ -145,7 +146,7 @@ def test_the_state_is_donated(tmp_path):
   with jax.set_mesh(run.mesh):
     state = run._fresh_state()
     batch = parallel.put_batch(next(run.iterator), run.mesh)
-    after, _ = run._compile(0)(state, batch)
+    after, _ = run._step(0)(state, batch, None)
   for leaf in jax.tree.leaves(
     (state.params, state.opt_state, state.model_state)
   ):
@@ -192,19 +193,19 @@ class TestCapacityWarmup:
 
     monkeypatch.setattr(Tiny, 'static_args', static_args)
     stages, used = [], []
-    compile_stage = loop._Run._compile
+    make_step = loop._Run._make_step
 
     def spy(self, static_args):
       stages.append(static_args)
-      step = compile_stage(self, static_args)
+      step = make_step(self, static_args)
 
-      def call(state, batch):
+      def call(*args):
         used.append(static_args)
-        return step(state, batch)
+        return step(*args)
 
       return call
 
-    monkeypatch.setattr(loop._Run, '_compile', spy)
+    monkeypatch.setattr(loop._Run, '_make_step', spy)
     train(tiny_config(), tmp_path)
     assert stages == [1.0, 0.5, 0.0]
     assert used == [1.0] * 2 + [0.5] * 2 + [0.0] * 4
@@ -240,13 +241,13 @@ class TestCapacityWarmup:
 
 def break_step(monkeypatch, at, name):
   """Lets a metric be NaN from one step on."""
-  compile_stage = loop._Run._compile
+  make_step = loop._Run._make_step
 
   def broken_stage(self, static_args):
-    step = compile_stage(self, static_args)
+    step = make_step(self, static_args)
 
-    def broken(state, batch):
-      state, metric_sums = step(state, batch)
+    def broken(*args):
+      state, metric_sums = step(*args)
       if int(state.step) >= at:
         metric_sums[name] = (
           metric_sums[name][0] * jnp.nan,
@@ -256,18 +257,18 @@ def break_step(monkeypatch, at, name):
 
     return broken
 
-  monkeypatch.setattr(loop._Run, '_compile', broken_stage)
+  monkeypatch.setattr(loop._Run, '_make_step', broken_stage)
 
 
 def ruin(monkeypatch, at, part):
   """Lets a step leave NaN behind, of which its own metrics know nothing."""
-  compile_stage = loop._Run._compile
+  make_step = loop._Run._make_step
 
   def ruining_stage(self, static_args):
-    step = compile_stage(self, static_args)
+    step = make_step(self, static_args)
 
-    def ruining(state, batch):
-      state, metric_sums = step(state, batch)
+    def ruining(*args):
+      state, metric_sums = step(*args)
       if int(state.step) == at:
         leaves, structure = jax.tree.flatten(getattr(state, part))
         leaves[-1] = leaves[-1] * jnp.nan
@@ -277,7 +278,7 @@ def ruin(monkeypatch, at, part):
 
     return ruining
 
-  monkeypatch.setattr(loop._Run, '_compile', ruining_stage)
+  monkeypatch.setattr(loop._Run, '_make_step', ruining_stage)
 
 
 def strict_lines(path):
@@ -475,7 +476,7 @@ class TestStop:
 
     assert stopped_in(workdir_lib, 'claim') == (0, 0)
     assert not checkpoint_steps(workdir)
-    assert stopped_in(loop._Run, '_compile') == (1, 1)
+    assert stopped_in(loop._Run, '_make_step') == (1, 1)
     assert stopped_in(loop.Checkpointer, 'restore') == (1, 0)
     for steps in (2, 0):  # What was cut short comes first.
       assert stopped_in(evaluation, 'held_out') == (3, steps)
@@ -636,6 +637,27 @@ class TestRefused:
     ):
       assert part in str(info.value)
     assert [p.name for p in tmp_path.iterdir()] == ['lock.json']
+
+  def test_what_only_the_step_shows(self, tmp_path, quiet, monkeypatch):
+    shapes = {'x': jax.ShapeDtypeStruct((8, 8), 'float32')}
+    monkeypatch.setattr(Tiny, 'batch_shapes', lambda self: shapes)
+    train_step, traced = step_lib.train_step, []
+
+    def counted(*args, **kwargs):
+      traced.append(args)
+      return train_step(*args, **kwargs)
+
+    monkeypatch.setattr(step_lib, 'train_step', counted)
+    train(tiny_config(), tmp_path / 'good')
+    assert len(traced) == 1  # Not once to see, and again to train.
+
+    def loss(*args, **kwargs):
+      raise UserError('not with these rows')
+
+    monkeypatch.setattr(Tiny, 'loss', loss)
+    with pytest.raises(UserError, match='not with these rows'):
+      train(tiny_config(), tmp_path / 'bad')
+    assert not workdir_lib.holds_run(tmp_path / 'bad')
 
 
 def test_a_home_directory_is_one_place(tmp_path, monkeypatch):

@@ -139,7 +139,7 @@ class TestTeacher:
     batch = parallel.put_batch(next(run.iterator), run.mesh)
     with jax.set_mesh(run.mesh):
       state = run._fresh_state()
-      run._compile(0)(state, batch)
+      run._step(0)(state, batch, run.teacher)
     assert not kernel.is_deleted()
 
 
