@@ -19,6 +19,7 @@ from mod_jax import flops
 from mod_jax import parallel
 from mod_jax import trees
 from mod_jax.convert import vit as convert_vit
+from mod_jax.convert.entry import Lazy
 from mod_jax.data.images import ImageDataConfig
 from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
@@ -485,7 +486,11 @@ class TestWeights:
 
 @pytest.fixture
 def teacher_at_hand(monkeypatch):
-  monkeypatch.setattr(Adaptive, 'load_teacher', lambda self: TEACHER)
+  # As those of weights in a file, its arrays are read when they are asked for.
+  teacher = jax.tree.map(
+    lambda x: Lazy(x.shape, functools.partial(np.asarray, x)), TEACHER
+  )
+  monkeypatch.setattr(Adaptive, 'load_teacher', lambda self: teacher)
 
 
 class TestPictures:

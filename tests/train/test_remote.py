@@ -363,6 +363,8 @@ def test_a_lock_in_a_store(monkeypatch):
   # Of another machine: alive as long as it writes its beat.
   foreign = json.dumps(told | {'machine': 'another'}).encode()
   put(path, foreign)
+  beat = '/bucket/locked/lock.beat'
+  put(beat, b'alive')
   read = lock._read
   monkeypatch.setattr(
     lock,
@@ -372,6 +374,7 @@ def test_a_lock_in_a_store(monkeypatch):
   with pytest.raises(UserError, match='in use by'), lock.held(workdir):
     pass
   assert OBJECTS[path].getvalue() == foreign
+  assert OBJECTS[beat].getvalue() == b'alive'  # It is the owner's.
   monkeypatch.setattr(lock, '_read', read)
   with lock.held(workdir):
     assert OBJECTS[path].getvalue() != foreign
