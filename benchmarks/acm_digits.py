@@ -205,8 +205,8 @@ def main(_):
       f' {cell(row["accuracy"], 100, 1)} | {cell(row.get("load_std"))} |'
       f' {cell(row.get("token_std"))} |'
     )
-  xlabel = 'MFLOPs (multiply-accumulates) per image'
-  title = 'Digits: adaptive width against static width and the dense model'
+  xlabel = 'MMACs per image'
+  title = 'Digits: adaptive width and the dense model'
   draw(
     viz.accuracy_flops(points, title=title, xlabel=xlabel, pareto=True),
     'acm_digits',

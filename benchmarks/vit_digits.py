@@ -81,11 +81,11 @@ def main(_):
       'after': spread([r['after'] for r in found]),
     }
   results_lib.save(__file__, {'seeds': _SEEDS.value, 'models': table})
-  print('| | GMACs | parameters | adapted, % | fine-tuned, % |')
+  print('| | MMACs | parameters | adapted, % | fine-tuned, % |')
   print('|---|---|---|---|---|')
   for name, row in table.items():
     print(
-      f'| {name} | {row["gmacs"]:.4f} | {row["parameters"]:,} |'
+      f'| {name} | {1e3 * row["gmacs"]:.1f} | {row["parameters"]:,} |'
       f' {cell(row["before"], 100, 1)} | {cell(row["after"], 100, 1)} |'
     )
   points = [
@@ -95,7 +95,7 @@ def main(_):
   figure = viz.accuracy_flops(
     points,
     title='Digits: accuracy after fine-tuning against cost',
-    xlabel='MFLOPs (multiply-accumulates) per image',
+    xlabel='MMACs per image',
   )
   viz.save(figure, pathlib.Path(__file__).with_suffix('.png'))
 

@@ -713,14 +713,14 @@ def vit_digits():
   rows = [
     [
       name,
-      f'{row["gmacs"]:.4f}',
+      f'{1e3 * row["gmacs"]:.1f}',
       f'{row["parameters"]:,}',
       machine.cell(row['before'], 100, 1) if name != 'dense' else '',
       machine.cell(row['after'], 100, 1),
     ]
     for name, row in measured('vit_digits')['models'].items()
   ]
-  header = ['model', 'GMACs', 'parameters', 'adapted, %', 'fine-tuned, %']
+  header = ['model', 'MMACs', 'parameters', 'adapted, %', 'fine-tuned, %']
   return markdown(header, rows)
 
 

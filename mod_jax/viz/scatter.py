@@ -28,7 +28,7 @@ _SIDES = ((0, 1), (0, -1), (1, 0), (-1, 0))
 _SLANTS = ((0.7, 0.7), (-0.7, 0.7), (0.7, -0.7), (-0.7, -0.7))
 _PLACES = tuple(itertools.product((8, 14, 24, 36, 52), (*_SIDES, *_SLANTS)))
 _NEAR = 14  # Names further away are tied to their markers.
-_PARETO = 'Pareto frontier: none is better'
+_PARETO = 'Pareto frontier: none is both cheaper and better'
 
 
 def importance_scatter(

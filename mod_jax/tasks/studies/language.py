@@ -255,29 +255,35 @@ def copying(task, params, model_state) -> Study:
   that look for what has followed the same token (induction heads, Olsson et al.
   2022). Of two runs that differ in nothing but the seed or the number of heads,
   one may end with such heads and far ahead of the other, so that a comparison
-  tells of luck. Two looks: at the held-out loss by position, which falls along
-  the context as far as that is used; and at random tokens that come twice, of
-  which nothing but copying foretells the second time. Routed models choose
-  their tokens by top-k.
+  tells of luck. Three looks: at the held-out loss by position, which falls along
+  the context as far as that is used; at the held-out loss after tokens that are
+  new in their context, of which such heads know nothing, and after those that
+  came before; and at random tokens that come twice, of which nothing but copying
+  foretells the second time. The held-out rows are those of the evaluation at
+  the end of training. Routed models choose their tokens by top-k.
   """
   mode = next(iter(task.modality.modes().values()))
   look = jax.jit(functools.partial(_token_losses, task, mode))
   key = jax.random.key(task.config.seed)
-  rows = min(task.config.evaluation.batch_size, _ROWS)
-  total_L, count_L = 0.0, 0.0
-  for batch in task.eval_batches(batch_size=rows, num_batches=_BATCHES):
-    weight_BL = np.asarray(task.modality.token_weights(batch))
+  settings = task.config.evaluation
+  # All logits of a large batch do not fit on one device.
+  rows = min(settings.batch_size, _ROWS)
+  batches = settings.final_batches * settings.batch_size // rows or None
+  sums_23L = 0.0
+  for batch in task.eval_batches(batch_size=rows, num_batches=batches):
+    weight_BL = np.asarray(batch['weights'])
     loss_BL = np.asarray(look(params, model_state, batch, key))
-    total_L += (loss_BL * weight_BL).sum(axis=0)
-    count_L += weight_BL.sum(axis=0)
-  parts = [
-    float(total_N.sum() / max(count_N.sum(), 1.0))
-    for total_N, count_N in zip(
-      np.array_split(total_L, _PARTS),
-      np.array_split(count_L, _PARTS),
-      strict=True,
-    )
-  ]
+    new_BL = _new_in_context(batch['tokens'], batch.get('segments'))
+    parts_3BL = weight_BL * np.stack([np.ones_like(new_BL), new_BL, ~new_BL])
+    sums_23L += np.stack([loss_BL * parts_3BL, parts_3BL]).sum(axis=2)
+  total_8, count_8 = (
+    np.array([x.sum() for x in np.array_split(sums_L, _PARTS)])
+    for sums_L in sums_23L[:, 0]
+  )
+  by_position = (total_8 / np.maximum(count_8, 1.0)).tolist()
+  total_3, count_3 = sums_23L.sum(axis=2)
+  _, after_new, after_seen = (total_3 / np.maximum(count_3, 1.0)).tolist()
+  share_new = float(count_3[1] / count_3[0])
   length = task.config.data.length
   once = length // 2
   random_BL = np.random.default_rng(0).integers(
@@ -299,13 +305,33 @@ def copying(task, params, model_state) -> Study:
   second = float(loss_BL[:, once : 2 * once - 1].mean())
   lines = [
     'held-out loss by position, in nats per token',
-    '  '.join(f'{loss:.3f}' for loss in parts),
+    '  '.join(f'{loss:.3f}' for loss in by_position),
+    f'after tokens that are new in their context ({share_new:.0%})'
+    f' {after_new:.3f}, after the others {after_seen:.3f}',
     f'random tokens: the first time {first:.3f}, the second {second:.3f}',
   ]
   return Study(
     text='\n'.join(lines),
-    metrics={'loss': parts, 'first': first, 'second': second},
+    metrics={
+      'loss': by_position,
+      'after_new': after_new,
+      'after_seen': after_seen,
+      'share_new': share_new,
+      'first': first,
+      'second': second,
+    },
   )
+
+
+def _new_in_context(token_BL, segment_BL=None):
+  """Returns whether no token before, of the same document, is the same."""
+  new_BL = np.zeros(token_BL.shape, bool)
+  for row, token_L in enumerate(token_BL):
+    # Pairs of document and token, as one number each.
+    if segment_BL is not None:
+      token_L = token_L + (token_L.max() + 1) * segment_BL[row]
+    new_BL[row, np.unique(token_L, return_index=True)[1]] = True
+  return new_BL
 
 
 def _token_losses(task, mode, params, model_state, batch, key):

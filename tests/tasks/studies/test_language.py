@@ -90,15 +90,23 @@ def test_entropy_by_blocks(tmp_path, monkeypatch):
 def _check_copying(task, params, monkeypatch):
   study = task.studies()['copying'](params, {}, None)
   totals_2L, apply = np.zeros((2, 16)), jax.jit(MODEL.build().apply)
-  for batch in task.eval_batches(batch_size=4, num_batches=16):
+  of_new, of_seen = [], []
+  for batch in task.eval_batches(batch_size=4, num_batches=None):
     weight_BL = batch['weights']
     output = apply({'params': params}, batch['tokens'], valid_BL=weight_BL > 0)
     p_BLV = np.asarray(jax.nn.softmax(output.logits_BLV), np.float64)
     of_BL1 = np.asarray(batch['targets'])[..., None]
     loss_BL = -np.log(np.take_along_axis(p_BLV, of_BL1, axis=-1)[..., 0])
     totals_2L += (loss_BL * weight_BL).sum(axis=0), weight_BL.sum(axis=0)
+    for b, t in zip(*np.nonzero(weight_BL), strict=True):
+      seen = batch['tokens'][b, t] in batch['tokens'][b, :t]
+      (of_seen if seen else of_new).append(loss_BL[b, t])
   loss_8, weight_8 = totals_2L.reshape(2, 8, 2).sum(axis=-1)
   np.testing.assert_allclose(study.metrics['loss'], loss_8 / weight_8, 1e-4)
+  found = [study.metrics[k] for k in ('after_new', 'after_seen', 'share_new')]
+  share = len(of_new) / weight_8.sum()
+  expected = [np.mean(of_new), np.mean(of_seen), share]
+  np.testing.assert_allclose(found, expected, 1e-4)
 
   def copy(params, model_state, batch, key, mode):
     """Foretells what came 7 tokens ago, once the first token has come again."""
