@@ -79,7 +79,7 @@ def main(_):
   }
   figure = viz.seed_dots(
     {'': losses},
-    xlabel='held-out loss, nats per token',
+    xlabel='held-out loss, nats per token (dots: seeds; bar: mean)',
     title='Experts and Mixture-of-Depths at equal training FLOPs',
   )
   viz.save(figure, results_file().with_suffix('.png'))

@@ -25,6 +25,7 @@ import machine
 from machine import cell
 from machine import spread
 import study
+import study_tables
 
 from mod_jax import config as config_lib
 from mod_jax import flops
@@ -240,23 +241,19 @@ def table(groups: dict[str, dict[str, list[dict]]]) -> str:
 
 
 def draw(groups: dict[str, dict[str, list[dict]]]) -> None:
-  """Draws the groups, but for what different tokens make incomparable."""
-  losses = {
-    group: {name: [run['loss'] for run in same] for name, same in rows.items()}
-    for group, rows in groups.items()
-    if group != 'one seed'
-  }
-  bits = {
-    f'{group}: bits per byte': {
-      name: [run['bits_per_byte'] for run in same]
-      for name, same in rows.items()
-    }
-    for group, rows in groups.items()
-    if group == 'one seed'
+  """Draws the recipes that have several seeds."""
+  panels = {
+    'equal steps': study_tables.equal_steps(groups),
+    'equal training FLOPs': study_tables.equal_flops(groups),
   }
   figure = viz.seed_dots(
-    {f'{group}: nats per token': rows for group, rows in losses.items()} | bits,
-    xlabel='held-out loss',
+    {
+      group: {
+        name: [run['loss'] for run in same] for name, same in rows.items()
+      }
+      for group, rows in panels.items()
+    },
+    xlabel='held-out loss, nats per token (dots: seeds; bar: mean)',
     title='What routed blocks are worth, by recipe',
   )
   viz.save(figure, results_file().with_suffix('.png'))

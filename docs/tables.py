@@ -577,25 +577,17 @@ def results():
 @table
 def recipe_equal_flops():
   """Small language models of equal training FLOPs."""
-  names = {
-    'MoD, 2 blocks': 'MoD, 2 blocks, 1 of them routed',
-    'dense, 1 block': 'dense, 1 block',
-    'dense, 2 blocks': 'dense, 2 blocks',
-    'MoD, 4 blocks': 'MoD, 4 blocks, 2 of them routed',
-    'MoD raw, 2 blocks': 'MoD, 2 blocks, raw gate',
-  }
-  runs = recipes()['equal FLOPs']
   rows = [
     [
       text,
-      str(runs[name][0]['steps']),
-      str(len(runs[name])),
+      str(runs[0]['steps']),
+      str(len(runs)),
       *(
-        study_tables.over_seeds(runs[name], k)
+        study_tables.over_seeds(runs, k)
         for k in ('loss', 'bits_per_byte', 'router_rule')
       ),
     ]
-    for name, text in names.items()
+    for text, runs in study_tables.equal_flops(recipes()).items()
   ]
   header = [
     *('model', 'steps', 'seeds', 'nats/token', 'bits/byte'),
@@ -607,24 +599,10 @@ def recipe_equal_flops():
 @table
 def recipe_equal_steps():
   """Small language models after as many steps, by recipe and seed."""
-  names = {
-    ('gate', 'dense, 4 blocks'): 'dense, 4 blocks',
-    ('auxiliary loss', 'sigmoid, no aux'): 'sigmoid, no auxiliary loss',
-    ('gate', 'sigmoid'): 'sigmoid, auxiliary loss 0.01',
-    ('auxiliary loss', 'one_plus_tanh'): '1 + tanh',
-    ('auxiliary loss', 'raw, no aux'): 'raw (Eq. 1), no auxiliary loss',
-    ('auxiliary loss', 'alpha_sigmoid'): '2 · sigmoid',
-    ('gate', 'raw'): 'raw, auxiliary loss 0.01',
-    ('auxiliary loss', 'gaussian'): 'control: random tokens',
-    ('auxiliary loss', 'stride'): 'control: every eighth token',
-    ('gate', 'dense, 2 blocks'): 'dense, 2 blocks',
-  }
-  rows = []
-  for (group, name), text in names.items():
-    runs = recipes()[group][name]
-    rows.append(
-      [text, f'{mean(runs):.3f}', *(f'{r["loss"]:.3f}' for r in runs)]
-    )
+  rows = [
+    [text, f'{mean(runs):.3f}', *(f'{r["loss"]:.3f}' for r in runs)]
+    for text, runs in study_tables.equal_steps(recipes()).items()
+  ]
   header = ['nats/token', 'mean', *(f'seed {seed}' for seed in range(3))]
   return markdown(header, rows)
 

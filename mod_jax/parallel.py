@@ -12,6 +12,7 @@ from typing import Annotated
 from flax import linen as nn
 import jax
 from jax.experimental import mesh_utils
+from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec
 import numpy as np
@@ -337,6 +338,13 @@ def place(x, sharding: NamedSharding, dtype=None) -> jax.Array:
   """
   x = np.asarray(x, dtype)
   return jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
+
+
+def first_says(answer: bool) -> bool:
+  """Returns the first host's answer on all hosts, which must all ask."""
+  if jax.process_count() == 1:
+    return answer
+  return bool(multihost_utils.broadcast_one_to_all(np.array(answer)))
 
 
 def row_shard(mesh: jax.sharding.Mesh) -> tuple[int, int]:

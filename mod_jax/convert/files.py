@@ -207,7 +207,7 @@ def write(
 
   Args:
     path: of the file, ending in one of `SUFFIXES`.
-    arrays: float32 or int64 arrays by name.
+    arrays: by name; in a `.pth` float32 or int64.
     torch_key: under which they are one entry of a dictionary in a `.pth`, for
       code that looks for them there.
 

@@ -21,7 +21,6 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import safetensors.numpy
 
 from mod_jax import paths
 from mod_jax import trees
@@ -115,8 +114,8 @@ def derive(path: str | os.PathLike) -> LMConfig:
         f'{where}: {key}={value!r} changes what the model computes, and is not'
         f' supported; expected {wanted}.'
       )
-  theta, scaling = _rope(fields, where)
   try:
+    theta, scaling = _rope(fields, where)
     width, heads = fields['hidden_size'], fields['num_attention_heads']
     return LMConfig(
       vocab_size=fields['vocab_size'],
@@ -145,6 +144,11 @@ def derive(path: str | os.PathLike) -> LMConfig:
 def _rope(fields, where) -> tuple[float, RopeScaling | None]:
   """Returns base and scaling, from the old keys or the new one."""
   told = fields.get('rope_parameters') or fields.get('rope_scaling') or {}
+  if not isinstance(told, dict):
+    raise UserError(
+      f'{where}: the scaling of rotary positions is {told!r}; expected an'
+      ' object, such as {"rope_type": "linear", "factor": 2}.'
+    )
   theta = told.get('rope_theta', fields.get('rope_theta', 10_000.0))
   kind = told.get('rope_type', told.get('type', 'default'))
   if kind not in _SCALINGS:
@@ -355,9 +359,7 @@ def save(
 
   def array(entry):
     found = entry.to_theirs(np.asarray(flat[entry.ours[0]], np.float32))
-    dtype = _DTYPES[types.get(entry.theirs, 'F32')]
-    # Safetensors writes memory as it lies, and does not look at strides.
-    return np.asarray(found, dtype, order='C')
+    return np.asarray(found, _DTYPES[types.get(entry.theirs, 'F32')])
 
   sizes = {
     entry.theirs: np.dtype(_DTYPES[types.get(entry.theirs, 'F32')]).itemsize
@@ -408,9 +410,7 @@ def _write(folder, entries, array, sizes):
     if len(shards) > 1:
       name = f'model-{i + 1:05d}-of-{len(shards):05d}.safetensors'
     arrays = {entry.theirs: array(entry) for entry in shard}
-    # Without this note, Hugging Face does not load it.
-    data = safetensors.numpy.save(arrays, {'format': 'pt'})
-    paths.write_bytes(folder / name, data)
+    files.write(folder / name, arrays)
     weight_map |= dict.fromkeys(arrays, name)
   if len(shards) > 1:
     index = {

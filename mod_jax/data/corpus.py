@@ -81,7 +81,7 @@ def list_files(patterns: str, field: str = 'files') -> list[TextFile]:
         else 'quote it on the command line and use ** to cross directories'
       )
       raise errors.UserError(f'{field}={pattern!r} matches no file: {hint}')
-    for path in matched:
+    for path in sorted(matched):
       # Two names of one file would put the same text in twice, and perhaps on
       # both sides of the split.
       file = text_file(path, _relative(path, root))

@@ -517,11 +517,17 @@ def _start(dataset: grain.MapDataset, workers: int) -> grain.DatasetIterator:
 def _outlive_signals(worker: int, workers: int) -> None:
   """Lets the main process decide when a worker ends.
 
-  Ctrl-C, a terminal that closes, and Slurm's early warning reach all processes
-  of a run at once; the main one still needs batches until it has saved.
+  Ctrl-C, a terminal that closes, and a scheduler's signals may reach all
+  processes of a run at once; the main one still needs batches until all hosts
+  have agreed to stop. Grain ends its workers by an event, not by a signal.
   """
   del worker, workers
-  for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+  for number in (
+    signal.SIGTERM,
+    signal.SIGINT,
+    signal.SIGHUP,
+    signal.SIGUSR1,
+  ):
     signal.signal(number, signal.SIG_IGN)
 
 

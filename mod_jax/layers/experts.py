@@ -47,7 +47,7 @@ class ExpertsConfig:
   # Mixture-of-Depths-and-Experts.
   num_nulls: config_lib.Count = 0
   # Part of the choices that should be experts; None = E / (E + Z).
-  compute_share: config_lib.Fraction | None = None
+  compute_share: config_lib.Proper | None = None
   # Slots of each expert in a sequence, over what it would fill at balance, in
   # training; tokens that find none pass by. None has a slot for every token.
   # Nothing is dropped after training, where tokens choose.
@@ -173,7 +173,8 @@ class ExpertMLPConfig(Slot):
   def flops(self, tokens):
     """See `Slot`: of all slots, filled or not, and of the router."""
     config = self.experts
-    run = tokens * config.per_token
+    # Without slots, what chooses nothing costs nothing.
+    run = round(tokens * config.per_token * config.share)
     if config.capacity_factor is not None:
       run = config.num_experts * config.slots(tokens)
     router = 2 * tokens * self.mlp.width * self.num_choices

@@ -114,6 +114,12 @@ class RoutingConfig:
       )
     self._check_router()
     self._check_combine()
+    if isinstance(self.capacity, tuple) and self.capacity_decay != 1:
+      raise errors.UserError(
+        f'capacity={self.capacity} says the capacity of every routed block, and'
+        f' capacity_decay={self.capacity_decay} another: leave it at 1, or give'
+        ' a single capacity.'
+      )
     if self.capacity_schedule != 'constant' and (
       isinstance(self.capacity, tuple) or self.capacity_decay != 1
     ):
@@ -300,6 +306,12 @@ class MoDConfig(RoutingConfig):
 
   def __post_init__(self):
     super().__post_init__()
+    if self.scorer.needs_attention:
+      raise errors.UserError(
+        f'score={self.score!r}: the attention that a token receives comes from'
+        ' later ones, too, which a language model must not see; choose another'
+        ' score.'
+      )
     rules_by_name = ('top_k', *self.causal_rules)
     if isinstance(self.train_rule, str) and (
       self.train_rule not in rules_by_name

@@ -206,21 +206,25 @@ class DynamicViTConfig:
 
     The parts `norm` are counted in published tables only: see `flops`.
     """
-    backbone, width = self.backbone, self.backbone.width
+    backbone = self.backbone
     rows = [('embed', backbone.embed_flops())]
     names = [name for name, _ in self.stack.flops_table(backbone.num_tokens)]
     for i, tokens in enumerate(self._tokens_left()):
       if i in self.stages and self.score == 'predicted':
         patches = self._patches(i)
-        weights = sum(a * b for a, b in PredictionHead.sizes(width))
         parts = {
-          'norm': vit.norm_flops(patches, width),
-          'prediction': 2 * patches * weights,
+          'norm': vit.norm_flops(patches, backbone.width),
+          'prediction': self.prediction_flops(patches),
         }
         rows.append((f'prediction_{self.stages.index(i)}', parts))
       rows.append((names[i], backbone.block_flops(i, tokens)))
     rows.append(('head', backbone.head_flops(self.kept[-1])))
     return rows
+
+  def prediction_flops(self, patches: int) -> int:
+    """Returns FLOPs of one prediction head, forward, on so many patches."""
+    sizes = PredictionHead.sizes(self.backbone.width)
+    return 2 * patches * sum(a * b for a, b in sizes)
 
 
 def equal_stages(num_layers: int, count: int = 3) -> tuple[int, ...]:

@@ -112,6 +112,17 @@ class LMConfig(StackedConfig):
         ' the exit tells its features, so the blocks are not alike and cannot'
         ' be scanned; set one of them to 0 or False.'
       )
+    if (
+      (self.routing and self.routing.train_rule != 'top_k')
+      and self.experts is not None
+      and self.experts.choice == 'expert'
+    ):
+      raise errors.UserError(
+        f'routing.train_rule={self.routing.train_rule!r} and'
+        " experts.choice='expert': the averages by which such experts choose"
+        " under a causal rule are learnt under top-k; set train_rule='top_k',"
+        " or choice='token'."
+      )
     _ = self.stack  # Refuses what does not fit the layers.
 
   @functools.cached_property
@@ -507,6 +518,15 @@ def unrolled(config: LMConfig, params):
   """Returns config and parameters of the model without scanned layers."""
   unscanned = dataclasses.replace(config, scan_layers=False)
   return unscanned, stack_lib.unrolled(config.stack, params)
+
+
+def unrolled_variables(config: LMConfig, variables):
+  """As `unrolled`, with all collections of the model by name."""
+  unscanned = dataclasses.replace(config, scan_layers=False)
+  return unscanned, {
+    name: stack_lib.unrolled(config.stack, collection)
+    for name, collection in variables.items()
+  }
 
 
 def scanned(config: LMConfig, params):

@@ -293,8 +293,7 @@ def last_logits(logits_BPV, valid_BP) -> jax.Array:
 def _generate(
   config, options, variables, tokens_BP, valid_BP, key, settings, num_tokens
 ):
-  config, params = lm.unrolled(config, variables['params'])
-  variables = {**variables, 'params': params}
+  config, variables = lm.unrolled_variables(config, variables)
   model = lm.LanguageModel(config)
   batch = tokens_BP.shape[0]
   prefill_key, key = jax.random.split(key)

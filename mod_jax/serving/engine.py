@@ -274,7 +274,8 @@ class Engine:
 
   A request's tokens depend on its own prompt, settings and seed, and not on
   its neighbours or its slot (but for rounding, where a matrix product of
-  several rows is computed in another order).
+  several rows is computed in another order). The control whose routing scores
+  are drawn at random draws them for each step of all slots.
 
   Args:
     run: what `mod_jax.load` returned, of a language model.
@@ -308,7 +309,7 @@ class Engine:
         'the engine continues texts: give a language model, and for pictures'
         ' use run.predict.'
       )
-    config, params = lm.unrolled(run.config, run.variables['params'])
+    config, variables = lm.unrolled_variables(run.config, run.variables)
     if max_length is None:
       max_length = run.experiment.data.length
     for name, value in (('slots', slots), ('max_length', max_length)):
@@ -321,7 +322,7 @@ class Engine:
     self.max_length, self.mode = max_length, mode
     end_token = None if run.tokenizer is None else run.tokenizer.eos_id
     self._program = _Program(config, mode, max_length, end_token)
-    self._variables = {**run.variables, 'params': params}
+    self._variables = variables
     self._limit = queue
     self._ids = itertools.count()
     self._steps = itertools.count()

@@ -6,10 +6,8 @@ its `history.jsonl` tells it; what restarts took is left out.
 """
 
 from collections.abc import Sequence
-import csv
 import dataclasses
 import functools
-import io
 import os
 import pathlib
 from typing import Any
@@ -234,11 +232,6 @@ def main(argv: list[str]) -> None:
   """`python -m mod_jax.sweeps compare RUN…`."""
   found = compare(argv[1:])
   out = workdir_lib.expand(flags.FLAGS.out)
-  lines = found.rows
-  file = io.StringIO()
-  writer = csv.DictWriter(file, list(lines[0]), lineterminator='\n')
-  writer.writeheader()
-  writer.writerows(lines)
-  workdir_lib.write_text(out / 'compare.csv', file.getvalue())
+  workdir_lib.write_text(out / 'compare.csv', tables.csv_text(found.rows))
   viz.save(found.figure(), out / 'compare.png')
   print(found)

@@ -8,9 +8,7 @@ run at the highest budget over steps, training FLOPs and time.
 
 from collections.abc import Mapping
 from collections.abc import Sequence
-import csv
 import dataclasses
-import io
 from typing import Any
 
 from absl import flags
@@ -22,6 +20,7 @@ from mod_jax.sweeps import compare
 from mod_jax.sweeps import manifest
 from mod_jax.sweeps import optimum
 from mod_jax.sweeps import run as run_lib
+from mod_jax.sweeps import tables
 from mod_jax.sweeps.manifest import Entry
 from mod_jax.sweeps.optimum import NoMinimumError
 from mod_jax.train import metrics as metrics_lib
@@ -505,11 +504,7 @@ def write(workdir) -> str:
   workdir_lib.write_text(workdir / 'fit.json', text)
   dense_flops = best_dense(fitted, reference)
   lines = rows(results, dense_flops)
-  file = io.StringIO()
-  writer = csv.DictWriter(file, list(lines[0]), lineterminator='\n')
-  writer.writeheader()
-  writer.writerows(lines)
-  workdir_lib.write_text(workdir / 'isoflop.csv', file.getvalue())
+  workdir_lib.write_text(workdir / 'isoflop.csv', tables.csv_text(lines))
   for name, chosen in _pictures(fitted).items():
     figure = viz.isoflop([_drawn(f, dense_flops) for f in chosen])
     viz.save(figure, workdir / f'{name}.png')

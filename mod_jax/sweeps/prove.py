@@ -9,12 +9,10 @@ import collections
 from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
-import csv
 import dataclasses
 import functools
 import hashlib
 import importlib.metadata
-import io
 import itertools
 import json
 import math
@@ -33,11 +31,12 @@ from mod_jax.errors import UserError
 from mod_jax.sweeps import hlo
 from mod_jax.sweeps import manifest
 from mod_jax.sweeps import slices
+from mod_jax.sweeps import tables
 from mod_jax.tasks import make_task
 from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.tasks.plain import Plain
-from mod_jax.train import optimizer as optimizer_lib
 from mod_jax.train import state as state_lib
+from mod_jax.train.run_config import fitted
 from mod_jax.train.step import jit_step
 import mod_jax_kernels
 from mod_jax_kernels.attention import choice
@@ -119,14 +118,6 @@ class Proof:
     return self.sent / (self.products + self.again)
 
 
-def fitted(
-  config: ExperimentConfig, topology: slices.Slice
-) -> ExperimentConfig:
-  """Returns a run with the mesh that it needs on a slice; see `fit_mesh`."""
-  mesh = parallel.fit_mesh(config.mesh, topology.num_chips, _rows(config))
-  return dataclasses.replace(config, mesh=mesh)
-
-
 def check(config: ExperimentConfig, topology: slices.Slice) -> Proof:
   """Returns what is known of a run on a slice before anything is compiled.
 
@@ -144,8 +135,8 @@ def check(config: ExperimentConfig, topology: slices.Slice) -> Proof:
       ' several phases, are not compiled ahead; take a dense or routed one.'
     )
   *others, tensor = sizes = config.mesh.sizes(topology.num_chips)
-  if _rows(config) % (parts := math.prod(others)):
-    fitting = fitted(config, topology).mesh
+  if config.train.rows % (parts := math.prod(others)):
+    fitting = fitted(config, topology.num_chips).mesh
     way_out = f'use a multiple of {parts}'
     if fitting != config.mesh:
       way_out += (
@@ -153,12 +144,15 @@ def check(config: ExperimentConfig, topology: slices.Slice) -> Proof:
         f' config.mesh.fsdp={fitting.fsdp}'
       )
     raise UserError(
-      f'train.batch_size / grad_accum_steps={_rows(config)} does not divide by'
-      f' the {parts} chips of {topology.name} along data and fsdp with'
+      f'train.batch_size / grad_accum_steps={config.train.rows} does not divide'
+      f' by the {parts} chips of {topology.name} along data and fsdp with'
       f' config.mesh.tensor={tensor}: {way_out}.'
     )
   mesh = jax.sharding.AbstractMesh(sizes, parallel.MESH_AXES)
-  _, abstract = _abstract(config, task, mesh)
+  parallel.check_batch(
+    config.evaluation.batch_size, mesh, 'evaluation.batch_size'
+  )
+  _, abstract = state_lib.of_run(task, mesh)
   return Proof(
     topology=topology.name,
     chips=topology.num_chips,
@@ -220,7 +214,7 @@ def smallest(
   found, refusal = None, None
   for topology in topologies:
     try:
-      found = prove(fitted(config, topology), topology, cache)
+      found = prove(fitted(config, topology.num_chips), topology, cache)
     except UserError as error:
       refusal = error
       continue
@@ -241,7 +235,7 @@ def lower(config: ExperimentConfig, devices: Sequence[jax.Device]):
   task = make_task(config)
   mesh = parallel.make_mesh(config.mesh, devices)
   with jax.set_mesh(mesh), choice.made_for('tpu'):
-    optimizer, abstract = _abstract(config, task, mesh)
+    optimizer, abstract = state_lib.of_run(task, mesh)
     batch = parallel.abstract_batch(task.batch_shapes(), mesh)
     step = jit_step(
       abstract,
@@ -281,14 +275,14 @@ def run(
   chosen = [slices.parse(topology) for topology in topologies]
   for found, (_, config) in itertools.product(chosen, runs):
     if len(found) == 1:
-      check(fitted(config, found[0]), found[0])
+      check(fitted(config, found[0].num_chips), found[0])
   workdir = paths.expand(workdir)
   prove_one = functools.partial(_prove_pair, cache=workdir / 'prove')
   rows = []
   for found, (name, config) in itertools.product(chosen, runs):
     rows.append({'id': name} | prove_one(config, found))
     print(_line(rows[-1], heading=len(rows) == 1), flush=True)
-    paths.write_bytes(workdir / 'prove.csv', _csv(rows).encode())
+    paths.write_bytes(workdir / 'prove.csv', tables.csv_text(rows).encode())
   large = [row for row in rows if not row['fits']]
   if large:
     worst = max(large, key=lambda row: row['memory'] / row['available'])
@@ -393,7 +387,7 @@ def _prove_pair(config, found, cache) -> dict:
     (found,) = (x for x in found if x.name == proof.topology)
   else:
     (found,) = found
-    proof = prove(fitted(config, found), found, cache)
+    proof = prove(fitted(config, found.num_chips), found, cache)
   row = dataclasses.asdict(proof) | {
     'collectives': json.dumps(proof.collectives),
     'uncounted': ' '.join(proof.uncounted),
@@ -403,7 +397,9 @@ def _prove_pair(config, found, cache) -> dict:
     'products_ratio': _ratio(proof) if proof.fits else 0.0,
   }
   twin = _twin(config)
-  beside = prove(fitted(twin, found), found, cache) if twin else None
+  beside = None
+  if twin:
+    beside = prove(fitted(twin, found.num_chips), found, cache)
   row['dense_fits'] = beside.fits if beside else ''
   for name in ('products', 'again', 'sent', 'step_seconds'):
     known = beside and beside.fits
@@ -421,10 +417,6 @@ def _twin(config) -> ExperimentConfig | None:
 
 def _ratio(proof: Proof) -> float:
   return proof.products * proof.chips / proof.model_flops
-
-
-def _rows(config: ExperimentConfig) -> int:
-  return config.train.batch_size // config.train.grad_accum_steps
 
 
 def _key(config: ExperimentConfig, topology: slices.Slice) -> str:
@@ -459,15 +451,6 @@ def _code() -> str:
 def _static_args(config, task):
   """Returns those of the program that runs longest, the last one of a run."""
   return task.static_args(config.train.num_steps)
-
-
-def _abstract(config, task, mesh):
-  """Returns the optimiser and the abstract state of a run."""
-  optimizer = optimizer_lib.make_optimizer(
-    config.optimizer, config.train.num_steps
-  )
-  ema = config.train.ema_decay > 0
-  return optimizer, state_lib.abstract_state(task, optimizer, mesh, ema=ema)
 
 
 def _compiled(proof: Proof, config, topology) -> Proof:
@@ -623,11 +606,3 @@ def _line(row: Mapping, *, heading: bool) -> str:
     )
     for line in lines
   )
-
-
-def _csv(rows: Sequence[Mapping]) -> str:
-  file = io.StringIO()
-  writer = csv.DictWriter(file, list(rows[0]), lineterminator='\n')
-  writer.writeheader()
-  writer.writerows(rows)
-  return file.getvalue()

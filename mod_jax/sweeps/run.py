@@ -7,28 +7,28 @@ result is never trained again, and one that was stopped goes on where it was.
 """
 
 from collections.abc import Sequence
-import dataclasses
 import json
 import re
 import sys
 from typing import Any
 
 from absl import flags
+from absl import logging
 import jax
-from jax.experimental import multihost_utils
-import numpy as np
 
 from mod_jax import cli
 from mod_jax import parallel
+from mod_jax.data import fingerprint
 from mod_jax.errors import UserError
 from mod_jax.sweeps import manifest
 from mod_jax.sweeps.manifest import Entry
+from mod_jax.tasks import make_task
 from mod_jax.tasks import phases
-from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train import lock as lock_lib
 from mod_jax.train import metrics as metrics_lib
 from mod_jax.train import stop as stop_lib
 from mod_jax.train import workdir as workdir_lib
+from mod_jax.train.run_config import fitted
 
 
 def run(
@@ -82,8 +82,8 @@ def results(workdir) -> list[tuple[Entry, dict[str, Any]]]:
   """Returns the runs that are over, in the order of the plan, and what came.
 
   That is a dict of `diverged`, a sentence that is empty otherwise; `metrics`,
-  all held-out ones at its end; and `loss`, the one of them that is trained for,
-  None if it diverged.
+  all held-out ones at its end; `loss`, the one of them that is trained for,
+  None if it diverged; and `data`, a digest of the data's fingerprint.
 
   Raises:
     UserError: as `manifest.read`; or a result is of another manifest.
@@ -101,6 +101,14 @@ def results(workdir) -> list[tuple[Entry, dict[str, Any]]]:
         ' manifest that the runs were begun with, or move the results away.'
       )
     found.append((entry, result))
+  # Results of older versions do not tell.
+  data = {r['data'] for _, r in found if 'data' in r}
+  if len(data) > 1:
+    logging.warning(
+      'The runs in %s saw %d different sets of data, so that their losses are'
+      ' not comparable: see `data` in their results.',
+      *(workdir, len(data)),
+    )
   return found
 
 
@@ -115,14 +123,7 @@ def result_path(workdir, entry: Entry):
 
 
 def _done(workdir, entry) -> bool:
-  return _first_says(result_path(workdir, entry).is_file())
-
-
-def _first_says(answer: bool) -> bool:
-  """Returns the first host's answer on all hosts, which must all ask."""
-  if jax.process_count() == 1:
-    return answer
-  return bool(multihost_utils.broadcast_one_to_all(np.array(answer)))
+  return parallel.first_says(result_path(workdir, entry).is_file())
 
 
 def _train(workdir, entry, digest, allow_changed_data) -> bool:
@@ -135,8 +136,10 @@ def _train(workdir, entry, digest, allow_changed_data) -> bool:
     with lock_lib.held(folder):
       if _done(workdir, entry):  # By another worker, a moment ago.
         return True
+      # The mesh changes the numbers by no more than rounding.
+      config = fitted(entry.config, jax.device_count())
       outcome = phases.complete(
-        _fitted(entry.config), folder, allow_changed_data=allow_changed_data
+        config, folder, allow_changed_data=allow_changed_data
       )
       if outcome is None:
         return False
@@ -149,24 +152,16 @@ def _train(workdir, entry, digest, allow_changed_data) -> bool:
   return True
 
 
-def _fitted(config: ExperimentConfig) -> ExperimentConfig:
-  """Returns a run whose mesh fits the devices that this worker has.
-
-  The mesh changes the numbers by no more than rounding.
-  """
-  rows = config.train.batch_size // config.train.grad_accum_steps
-  mesh = parallel.fit_mesh(config.mesh, jax.device_count(), rows)
-  return dataclasses.replace(config, mesh=mesh)
-
-
 def _write(workdir, entry, digest, outcome):
   metrics = outcome.metrics
+  task = make_task(entry.config, directory(workdir, entry))
   # Where the last checkpoint before a divergence lies depends on what stopped
   # the run before; what diverged, and when, does not.
   diverged = outcome.diverged.partition(';')[0]
   result = {
     'id': entry.id,
     'manifest': digest,
+    'data': fingerprint.digest(task.data_fingerprint()),
     'diverged': diverged,
     'loss': metrics.get('top_k/loss', metrics.get('loss')),
     # A run that is only looked at has them in another order.

@@ -1,7 +1,19 @@
-"""Tables for people."""
+"""Tables, for people and for programs."""
 
+from collections.abc import Mapping
 from collections.abc import Sequence
+import csv
+import io
 import itertools
+
+
+def csv_text(rows: Sequence[Mapping]) -> str:
+  """Returns rows with the same keys as a file of comma-separated values."""
+  file = io.StringIO()
+  writer = csv.DictWriter(file, list(rows[0]), lineterminator='\n')
+  writer.writeheader()
+  writer.writerows(rows)
+  return file.getvalue()
 
 
 def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:

@@ -115,11 +115,15 @@ class Images(Modality):
     return batch['weight'][:, None]
 
   def modes(self, *, more=False):
-    """The model as it is; a routed one also without its routed blocks."""
+    """The model as it is; a routed one also without its routed blocks.
+
+    But not where experts choose: a rule without later tokens changes theirs.
+    """
     if more:
       return {}
-    modes = {'': Mode()}
-    if self.config.model.routing is not None:
+    modes, model = {'': Mode()}, self.config.model
+    tokens_choose = model.experts is None or model.experts.choice == 'token'
+    if model.routing is not None and tokens_choose:
       modes['never/'] = Mode(routing=RoutingMode(rule='never'))
     return modes
 

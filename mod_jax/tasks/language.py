@@ -51,8 +51,9 @@ class Language(Modality):
 
     Args:
       config: the experiment.
-      workdir: directory of the run, whose own tokenizer is used if it has one:
-        the files that it was learned from may have changed since.
+      workdir: directory of the run. A tokenizer that was learned is read from
+        there, or else from the run that it starts from: the files that it was
+        learned from may have changed since.
     """
     super().__init__(config)
     self.length = (config.data.length,)
@@ -64,10 +65,11 @@ class Language(Modality):
     data = self.config.data
     if not data.learns_tokenizer:
       return data
-    path = None
-    if self._workdir is not None:
-      path = workdir_lib.expand(self._workdir) / _TOKENIZER
-    if path is None or not path.is_file():
+    # Weights to start from know the tokens of their own run.
+    places = (self._workdir, self.config.init)
+    kept = (workdir_lib.expand(p) / _TOKENIZER for p in places if p is not None)
+    path = next((path for path in kept if path.is_file()), None)
+    if path is None:
       path = text.learn_tokenizer(data)
     return dataclasses.replace(
       data, tokenizer='huggingface', tokenizer_path=str(path)

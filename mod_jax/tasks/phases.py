@@ -24,6 +24,7 @@ from mod_jax.train import metrics as metrics_lib
 from mod_jax.train import origin as origin_lib
 from mod_jax.train import stop as stop_lib
 from mod_jax.train import workdir as workdir_lib
+from mod_jax.train.profile import Profiler
 
 _FINAL_RATE = 1e-6  # Learning rate at the end of every phase.
 
@@ -247,6 +248,9 @@ def train(
 
 def _train(before, last, max_steps, allow_changed_data, kwargs):
   data = {'allow_changed_data': allow_changed_data}
+  for directory, run in (*before, last):
+    # Refuses steps that a later phase does not have, before any is trained.
+    Profiler(directory, kwargs.get('profile'), run.train.num_steps)
 
   def train_one(directory, run):
     task = make_task(run, directory)
@@ -270,6 +274,7 @@ def _train(before, last, max_steps, allow_changed_data, kwargs):
       return dataclasses.replace(result, finished=False, metrics={})
     if max_steps is not None:
       max_steps -= result.steps
+    del result  # The next phase needs the memory of its state.
   return train_one(*last)
 
 

@@ -93,9 +93,15 @@ class Pruning(Plain):
     """The student's three passes, and one of the teacher."""
     model = self.config.model
     teacher = flops.forward(model.backbone)
-    # Masked patches are processed like the others; a routed block has as many
-    # slots as if none were dropped.
-    student = 3 * (teacher if model.learned else flops.forward(model))
+    student = flops.forward(model)
+    if model.learned:
+      # Masked patches are processed like the others, by every head, too; a
+      # routed block has as many slots as if none were dropped.
+      heads = len(model.stages) * model.prediction_flops(
+        model.backbone.num_patches
+      )
+      student = teacher + heads
+    student *= 3
     if not self.objective.needs_teacher:
       teacher = 0
     return self.config.train.batch_size * (student + teacher)

@@ -15,7 +15,6 @@ from mod_jax import viz
 from mod_jax.errors import UserError
 from mod_jax.losses import sums as sums_lib
 from mod_jax.train import metrics as metrics_lib
-from mod_jax.train import optimizer as optimizer_lib
 from mod_jax.train import origin as origin_lib
 from mod_jax.train import state as state_lib
 from mod_jax.train import stop as stop_lib
@@ -61,13 +60,9 @@ def load(task: Task, workdir, *, step: int | None = None) -> Trained:
     mesh = parallel.make_mesh(config.mesh)
   except UserError:  # It was trained on other devices.
     mesh = parallel.make_mesh(parallel.MeshConfig())
-  optimizer = optimizer_lib.make_optimizer(
-    config.optimizer, config.train.num_steps
-  )
   with jax.set_mesh(mesh):
-    ema = config.train.ema_decay > 0
-    abstract = state_lib.abstract_state(task, optimizer, mesh, ema=ema)
-    params = 'ema' if ema else 'params'
+    _, abstract = state_lib.of_run(task, mesh)
+    params = 'params' if abstract.ema is None else 'ema'
     restored = restore_subtree(
       workdir_lib.checkpoints(workdir),
       {params: abstract.eval_params, 'model_state': abstract.model_state},

@@ -267,7 +267,8 @@ def _bury(path) -> None:
     ) from error
   if same_machine:
     with contextlib.suppress(ProcessLookupError):
-      if _started(pid) == started:
+      # Where a system hides other users' processes, they count as alive.
+      if _started(pid) in (None, started):
         raise InUse(_refusal(path, owner))
   elif paths.is_remote(path):
     _watch_beat(path, owner)

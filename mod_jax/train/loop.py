@@ -9,11 +9,9 @@ import time
 from typing import Any
 
 import jax
-from jax.experimental import multihost_utils
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec
-import numpy as np
 
 from mod_jax import config as config_lib
 from mod_jax import parallel
@@ -117,13 +115,11 @@ class _Run:
     self.mesh = parallel.make_mesh(config.mesh)
     # Everything that can be refused is refused before anything is written.
     self.task.check()
-    rows = config.train.batch_size // config.train.grad_accum_steps
-    parallel.check_batch(rows, self.mesh, 'train.batch_size / grad_accum_steps')
+    parallel.check_batch(
+      config.train.rows, self.mesh, 'train.batch_size / grad_accum_steps'
+    )
     parallel.check_batch(
       config.evaluation.batch_size, self.mesh, 'evaluation.batch_size'
-    )
-    self.optimizer = optimizer_lib.make_optimizer(
-      config.optimizer, config.train.num_steps
     )
     index, count = parallel.row_shard(self.mesh)
     self.iterator = self.task.train_iterator(
@@ -131,12 +127,7 @@ class _Run:
     )
     self.origin = origin_lib.describe(config, self.task)
     with jax.set_mesh(self.mesh):
-      self.abstract = state_lib.abstract_state(
-        self.task,
-        self.optimizer,
-        self.mesh,
-        ema=config.train.ema_decay > 0,
-      )
+      self.optimizer, self.abstract = state_lib.of_run(self.task, self.mesh)
     optimizer_lib.check_rules(config.optimizer, self.abstract.params)
     metrics_lib.check_wandb(config.log.wandb)
     self.profiler = profile_lib.Profiler(
@@ -159,7 +150,7 @@ class _Run:
       self.adapted = None
       if config.init is not None and not saved:
         self.adapted = self._adapted_state(config.init)
-    self._step = functools.cache(self._make_step)
+    self._jitted = {}
     shapes = self.task.batch_shapes()
     if shapes is not None and not saved:
       # Some things are only refused where the step is traced. The first call
@@ -284,19 +275,13 @@ class _Run:
         line['step'] == start and line['kind'] == 'eval'
         for line in metrics_lib.read(self.workdir)
       )
-      if self._first_says(owed):
+      if parallel.first_says(owed):
         self._evaluate(start, state)
 
   def _evaluation_due(self, step):
     every = self.config.evaluation.every
     last = step == self.config.train.num_steps
     return bool(every) and step % every == 0 and not last
-
-  def _first_says(self, answer: bool) -> bool:
-    """Returns the first host's answer on all hosts, which must all ask."""
-    if jax.process_count() == 1:
-      return answer
-    return bool(multihost_utils.broadcast_one_to_all(np.array(answer)))
 
   def _check_origin(self, allow_changed_data, saved):
     origin_lib.check_config(
@@ -381,6 +366,12 @@ class _Run:
         return state, step
     return state, end if end > start else start
 
+  def _step(self, static_args):
+    """Returns the step of these static arguments, always the same."""
+    if static_args not in self._jitted:
+      self._jitted[static_args] = self._make_step(static_args)
+    return self._jitted[static_args]
+
   def _make_step(self, static_args):
     return jit_step(
       self.abstract,
@@ -438,7 +429,7 @@ class _Run:
     if not minutes or (several and step % self.config.log.every):
       return False
     late = time.monotonic() - self.saved_at >= 60 * minutes
-    return self._first_says(late)
+    return parallel.first_says(late)
 
   def _save(self, step, state):
     self._flush()  # A state after a NaN is never saved.

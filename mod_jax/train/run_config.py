@@ -4,6 +4,7 @@ import dataclasses
 
 from mod_jax import config as config_lib
 from mod_jax import errors
+from mod_jax import parallel
 from mod_jax.parallel import MeshConfig
 from mod_jax.train.checkpoints import CheckpointConfig
 from mod_jax.train.optimizer import OptimizerConfig
@@ -39,6 +40,11 @@ class TrainConfig:
         f' a run of {self.num_steps} steps: shorten the warm-up or lengthen the'
         ' run.'
       )
+
+  @property
+  def rows(self) -> int:
+    """Of a microbatch."""
+    return self.batch_size // self.grad_accum_steps
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,6 +97,12 @@ class RunConfig:
     config_lib.validate(self)
 
 
+def fitted(config: RunConfig, num_devices: int) -> RunConfig:
+  """Returns a run with the mesh that it needs; see `parallel.fit_mesh`."""
+  mesh = parallel.fit_mesh(config.mesh, num_devices, config.train.rows)
+  return dataclasses.replace(config, mesh=mesh)
+
+
 # Fields in which a run and its continuation may differ, because they change the
 # numbers by no more than rounding, or not at all.
 RESUMABLE = (
@@ -99,7 +111,8 @@ RESUMABLE = (
   'mesh',
   'checkpoint',
   'log',
-  'data.max_epochs',
+  *('data.max_epochs', 'data.workers', 'data.read_threads'),
+  *('data.prefetch', 'data.cache_dir'),
 )
 # Those that a run may change on its way if that is asked for: they change what
 # is learnt from then on, but not what a state consists of.

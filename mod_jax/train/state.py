@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from mod_jax import parallel
+from mod_jax.train import optimizer as optimizer_lib
 
 
 @flax.struct.dataclass
@@ -77,6 +78,16 @@ def abstract_state(
     nn.unbox(boxed),
     parallel.shardings(boxed, mesh),
   )
+
+
+def of_run(task, mesh: jax.sharding.Mesh):
+  """Returns a run's optimiser, and its state as `abstract_state` does."""
+  config = task.config
+  optimizer = optimizer_lib.make_optimizer(
+    config.optimizer, config.train.num_steps
+  )
+  ema = config.train.ema_decay > 0
+  return optimizer, abstract_state(task, optimizer, mesh, ema=ema)
 
 
 def create_state(

@@ -157,6 +157,8 @@ def edit(folder, **changes):
       'some layers have a sliding window',
     ),
     ({'model_type': None}, 'model_type=None'),
+    ({'rope_parameters': {'rope_type': 'linear'}}, "has no 'factor'"),
+    ({'rope_parameters': [2.0]}, r'\[2\.0\]; expected an object'),
   ],
 )
 def test_what_changes_the_function_is_refused(changes, message, tmp_path):

@@ -56,6 +56,15 @@ def test_listing_is_sorted_relative_and_without_repeats(tmp_path):
   assert names(files)[:2] == ['a/y.txt', 'a/z.txt']
 
 
+def test_of_two_names_the_first_counts_in_any_order(tmp_path, monkeypatch):
+  write(tmp_path, {'b/file.txt': 'text'})
+  (tmp_path / 'a').symlink_to(tmp_path / 'b', target_is_directory=True)
+  found = [f'{tmp_path}/{name}/file.txt' for name in 'ab']
+  for order in (found, found[::-1]):
+    monkeypatch.setattr(corpus.paths, 'glob', lambda _, order=order: order)
+    assert names(corpus.list_files(f'{tmp_path}/*/*.txt')) == ['a/file.txt']
+
+
 def test_listing_takes_braces_and_commas_in_names(tmp_path):
   write(tmp_path, {n: n for n in ('a/x.txt', 'b/x.txt', 'b/y.md', 'c, d.txt')})
 

@@ -37,7 +37,9 @@ def packages(tmp_path, monkeypatch):
   }
   install(site, 'pinned', '1.2', sources)
   copies = {'also_pinned/a.py': 'a = 1\n', 'also_pinned/b.py': 'a = 2\n'}
+  copies['also_pinned/stripped.py'] = 'a = 3\n'
   install(site, 'also_pinned', '3', copies)
+  (site / 'also_pinned/stripped.py').unlink()
   install(site, 'other', '1', {'other/c.py': 'c = 3\n'})
   (tmp_path / 'lib/abc.py').write_text('abc = 4\n')
   (tmp_path / 'requirements.txt').write_text(

@@ -213,7 +213,7 @@ class TestForward:
 
   def test_no_ops_that_nobody_prefers_change_nothing(self):
     plain = config_of(num_experts=3)
-    config = config_of(num_experts=3, num_nulls=1, compute_share=1.0)
+    config = config_of(num_experts=3, num_nulls=1, compute_share=0.99)
     params = variables_of(plain)['params']
     x_BLD = features().at[..., 0].set(1.0)
     kernel_DX = params['router']['kernel']
@@ -423,6 +423,16 @@ class TestCost:
     counted = sum(half.flops(64).values()) / sum(every.flops(64).values())
     assert counted < 0.55
     assert ratio == pytest.approx(counted, rel=0.05)
+    # As many run where none is left over for want of a slot.
+    exact, free = (
+      dataclasses.replace(half.experts, capacity_factor=factor)
+      for factor in (1.0, None)
+    )
+    assert free.slots(64) > exact.slots(64)
+    exact, free = (
+      dataclasses.replace(half, experts=x).flops(64) for x in (exact, free)
+    )
+    assert free == exact
 
   def test_slots(self):
     config = ExpertsConfig(num_experts=4, capacity_factor=1.25)
@@ -477,6 +487,7 @@ def test_on_devices_of_their_own(choice, mode):
   [
     ({'num_experts': 2, 'per_token': 3}, 'per_token=3 and num_experts=2'),
     ({'compute_share': 0.5}, 'compute_share=0.5 and num_nulls=0'),
+    ({'compute_share': 1.0, 'num_nulls': 1}, r'compute_share=1\.0'),
     ({'choice': 'expert', 'per_token': 2}, "per_token=2 and choice='expert'"),
     ({'choice': 'expert', 'capacity_factor': None}, 'capacity_factor=None'),
     ({'threshold_decay': 0.9}, "threshold_decay=0.9 and choice='token'"),

@@ -25,6 +25,7 @@ from mod_jax.layers.routed import LayerConfig
 from mod_jax.layers.routed import MoDConfig
 from mod_jax.layers.routed import Predictor
 from mod_jax.layers.routed import Routing
+from mod_jax.layers.scores import Attention
 from mod_jax.layers.scores import Learned
 from mod_jax.layers.scores import Router
 from mod_jax.models.lm import LMConfig
@@ -839,6 +840,8 @@ class TestConfigs:
         {'capacity_schedule': 'shifted_cosine', 'capacity': (0.5, 0.25)},
         'give no list as capacity',
       ),
+      ({'capacity': (0.5, 1), 'capacity_decay': 0.5}, r'capacity_decay=0\.5'),
+      ({'score': Attention()}, r'score=Attention\(.*from later ones'),
       ({'balance_loss': 0.1}, r"balance_loss=0\.1: .*train_rule='router'"),
       (
         {'per_sequence': True, 'balance_loss': 0.1, 'threshold_decay': 0.9},

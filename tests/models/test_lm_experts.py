@@ -137,6 +137,12 @@ class TestRules:
       with pytest.raises(UserError, match="rule='threshold'"):
         forward(config, variables_of(config), TOKENS_BL, 'threshold')
 
+  def test_averages_are_not_learnt_under_the_rule_that_uses_them(self):
+    routing = dataclasses.replace(STAGED.routing, train_rule='router')
+    assert dataclasses.replace(STAGED, routing=routing)
+    with pytest.raises(UserError, match=r"train_rule='router'.*'expert'"):
+      dataclasses.replace(STAGED, routing=routing, experts=CHOOSING)
+
   def test_experts_and_learners_on_one_map_are_refused(self):
     with pytest.raises(UserError, match=r'adaptive\.replace.*experts'):
       dataclasses.replace(INTEGRATED, adaptive=AdaptiveConfig())

@@ -42,9 +42,11 @@ def make(config, **kwargs):
   variables = nn.unbox(init(jax.random.key(0), config.example()))
   # Large enough that logits differ by more than rounding.
   params = jax.tree.map(lambda x: 4 * x, variables['params'])
-  # Averages that some of the experts' probabilities reach, of a weight of 1.
+  # Averages that some of the three experts' probabilities reach, of a weight
+  # of 1.
   moving = jax.tree.map(
-    lambda x: np.full(x.shape, 0.35 if x.ndim else 1.0, np.float32), variables
+    lambda x: np.full(x.shape, 0.35 if x.shape[-1:] == (3,) else 1, np.float32),
+    variables,
   )
   variables = {**moving, 'params': params}
   run = Run(config=config, variables=variables)
@@ -70,8 +72,9 @@ def engine(request):
     config, mode = dataclasses.replace(MOD, experts=experts), MODES['exact']
   if request.param == 'experts choose':
     experts = ExpertsConfig(num_experts=3, choice='expert', threshold_decay=0.9)
+    # Their averages are scanned, too.
     config = dataclasses.replace(
-      MOD, num_layers=1, routing=None, experts=experts
+      MOD, num_layers=1, routing=None, experts=experts, scan_layers=True
     )
     mode = RoutingMode(rule='threshold')
   # A load of 500 for the kind that can go wrong in most ways.

@@ -102,6 +102,10 @@ class TestRefusals:
     assert '256 chips' in said
     assert 'config.mesh.tensor=2' in said
 
+  def test_rows_of_evaluation(self, tiny):
+    config = config_lib.replace(tiny, {'evaluation.batch_size': 3})
+    assert 'evaluation.batch_size=3' in self.refusal(config, 'v5e:2x2')
+
   def test_all_runs_are_looked_at_before_one_is_compiled(self, tiny, tmp_path):
     wrong = config_lib.replace(tiny, {'mesh.data': 3})
     runs = [('right', tiny), ('wrong', wrong)]

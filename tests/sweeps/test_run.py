@@ -9,6 +9,7 @@ import signal
 import pytest
 
 from mod_jax import config as config_lib
+from mod_jax.data import fingerprint
 from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
 from mod_jax.layers.routed import MoDConfig
@@ -16,6 +17,7 @@ from mod_jax.models.lm import LMConfig
 from mod_jax.sweeps import manifest
 from mod_jax.sweeps import run
 from mod_jax.sweeps.manifest import Entry
+from mod_jax.tasks import make_task
 from mod_jax.tasks import phases
 from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train import lock
@@ -70,15 +72,29 @@ def test_trains_what_has_no_result(trained, tmp_path, capsys):
   found = run.results(tmp_path)
   assert [entry for entry, _ in found] == runs
   assert [result['loss'] for _, result in found] == [0.1, None, 0.2]
+  data = make_task(runs[0].config).data_fingerprint()
   assert found[0][1] == {
     'id': 'run_1',
     'manifest': digest,
+    'data': fingerprint.digest(data),
     'diverged': '',
     'loss': 0.1,
     'metrics': {'top_k/loss': 0.1, 'top_k/routed': 0.5},
   }
   assert found[1][1]['diverged'] == 'loss is nan at step 3'
   assert 'run_13: diverged: loss is nan' in capsys.readouterr().out
+
+
+def test_runs_on_other_data_are_told(trained, tmp_path, caplog):
+  runs = entries(1, 2)
+  manifest.write(tmp_path, runs)
+  run.run(tmp_path)
+  run.results(tmp_path)
+  assert 'sets of data' not in caplog.text
+  path = run.result_path(tmp_path, runs[0])
+  path.write_text(json.dumps(json.loads(path.read_text()) | {'data': 'other'}))
+  assert len(run.results(tmp_path)) == 2
+  assert 'saw 2 different sets of data' in caplog.text
 
 
 def test_a_finished_run_without_a_result_gets_one(trained, tmp_path):

@@ -354,8 +354,13 @@ class TestPruningLoss:
   def test_flops_of_a_step(self):
     dense, model = flops.forward(DENSE), DYNAMIC
     # Masks save nothing; the teacher does one pass.
-    assert pruning(**self.WEIGHTS).flops_per_step(0.0) == 16 * 4 * dense
-    assert pruning(teacher=False).flops_per_step(0.0) == 16 * 3 * dense
+    heads = sum(
+      model.prediction_flops(model.backbone.num_patches) for _ in model.stages
+    )
+    student = 16 * 3 * (dense + heads)
+    weighed = pruning(**self.WEIGHTS)
+    assert weighed.flops_per_step(0.0) == student + 16 * dense
+    assert pruning(teacher=False).flops_per_step(0.0) == student
     model = dataclasses.replace(DYNAMIC, score='random')
     assert pruning(model, teacher=False).flops_per_step(0.0) == (
       16 * 3 * flops.forward(model)
@@ -858,6 +863,16 @@ def test_pictures(which):
   assert set(task.studies()) == (
     {'throughput', 'importance'} if 'routing' in names else {'throughput'}
   )
+
+
+def test_never_is_no_look_at_experts_that_choose():
+  # They would choose by averages, so the rest of the model were another, too.
+  for choice, modes in (('token', ['', 'never/']), ('expert', [''])):
+    experts = ExpertsConfig(num_experts=2, choice=choice)
+    model = dataclasses.replace(
+      DENSE, experts=experts, routing=VisionRoutingConfig()
+    )
+    assert list(make_alone(model).modality.modes()) == modes
 
 
 def test_rows_that_fill_a_batch_have_no_part_in_the_load_of_experts():

@@ -536,6 +536,11 @@ def test_a_run_keeps_the_tokenizer_that_it_learned(texts, tmp_path):
     make_task(config, tmp_path / 'run').modality.tokenizer.encode(sample) == ids
   )
   assert make_task(config).modality.tokenizer.encode(sample) != ids
+  # So it is where weights of that run are the start of another.
+  other = dataclasses.replace(config, init=str(tmp_path / 'run'))
+  started = make_task(other, tmp_path / 'other')
+  assert started.modality.tokenizer.encode(sample) == ids
+  assert started.files() == files
   # Its data are read with the same tokenizer.
   kept = make_task(config, tmp_path / 'run')
   batch = next(kept.train_iterator())

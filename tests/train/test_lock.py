@@ -90,6 +90,14 @@ def test_a_process_that_lives_is_refused_and_named(tmp_path, sleeper):
   assert [p.name for p in tmp_path.iterdir()] == [lock.FILE]
 
 
+def test_a_process_that_is_hidden_may_live(tmp_path, sleeper, monkeypatch):
+  hold(tmp_path, pid=sleeper.pid, started=lock._started(sleeper.pid))
+  # As where /proc shows users their own processes only.
+  monkeypatch.setattr(lock, '_started', lambda pid: None)
+  with pytest.raises(UserError, match='in use by'), lock.held(tmp_path):
+    pass
+
+
 @pytest.mark.parametrize('how', ['dead', 'unburied', 'reused'])
 def test_the_dead_are_taken_over(tmp_path, sleeper, capsys, how):
   started = lock._started(sleeper.pid)

@@ -204,7 +204,9 @@ def test_a_workdir_of_another_run_is_refused(whole, at_step_4, one_device):
       phases.train(config_lib.replace(config, changes), at_step_4)
     assert snapshot(at_step_4) == before
   # What changes no number may differ.
-  allowed = config_lib.replace(config, {'name': 'renamed', 'log.every': 1})
+  allowed = config_lib.replace(
+    config, {'name': 'renamed', 'log.every': 1, 'data.read_threads': 2}
+  )
   assert phases.train(allowed, at_step_4, max_steps=1).step == 5
 
 

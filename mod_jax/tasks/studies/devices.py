@@ -18,12 +18,14 @@ def one_device(*trees):
   Yields:
     The trees of arrays, on the first device of this host.
   """
-  # A teacher's arrays may be read only now; see `convert.entry.Lazy`.
-  trees = jax.tree.map(
-    lambda x: x if isinstance(x, jax.Array) else np.asarray(x), trees
-  )
-  if jax.process_count() > 1:
-    trees = multihost_utils.process_allgather(trees, tiled=True)
+
+  def whole(x):
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+      return multihost_utils.process_allgather(x, tiled=True)
+    # A teacher's arrays may be read only now; see `convert.entry.Lazy`.
+    return x if isinstance(x, jax.Array) else np.asarray(x)
+
+  trees = jax.tree.map(whole, trees)
   mesh = parallel.make_mesh(parallel.MeshConfig(), jax.local_devices()[:1])
   everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
   with jax.set_mesh(mesh):

@@ -12,7 +12,7 @@ import scipy
 
 from mod_jax import errors
 from mod_jax import viz
-from mod_jax.layers import stack
+from mod_jax.models import lm
 from mod_jax.tasks.studies import devices
 from mod_jax.train.task import Study
 
@@ -40,11 +40,9 @@ def arank(task, params, model_state) -> Study:
   rank over the largest possible one, n - 1.
   """
   config = task.config.model
-  variables = {
-    name: stack.unrolled(config.stack, collection)
-    for name, collection in {'params': params, **model_state}.items()
-  }
-  model = dataclasses.replace(config, scan_layers=False, remat='none')
+  model, variables = lm.unrolled_variables(
+    dataclasses.replace(config, remat='none'), {'params': params, **model_state}
+  )
   # As in training, where all queries and keys are computed at once.
   model = model.build(train=True)
 
@@ -255,12 +253,12 @@ def copying(task, params, model_state) -> Study:
   that look for what has followed the same token (induction heads, Olsson et al.
   2022). Of two runs that differ in nothing but the seed or the number of heads,
   one may end with such heads and far ahead of the other, so that a comparison
-  tells of luck. Three looks: at the held-out loss by position, which falls along
-  the context as far as that is used; at the held-out loss after tokens that are
-  new in their context, of which such heads know nothing, and after those that
-  came before; and at random tokens that come twice, of which nothing but copying
-  foretells the second time. The held-out rows are those of the evaluation at
-  the end of training. Routed models choose their tokens by top-k.
+  tells of luck. Three looks: at the held-out loss by position, which falls
+  along the context as far as that is used; at the held-out loss after tokens
+  that are new in their context, of which such heads know nothing, and after
+  those that came before; and at random tokens that come twice, of which nothing
+  but copying foretells the second time. The held-out rows are those of the
+  evaluation at the end of training. Routed models choose their tokens by top-k.
   """
   mode = next(iter(task.modality.modes().values()))
   look = jax.jit(functools.partial(_token_losses, task, mode))
