@@ -772,6 +772,25 @@ def laptop_first_attempt():
 
 
 @table
+def laptop_third_attempt():
+  """Losses at 3e13 FLOPs that copying decides once more."""
+  columns = {
+    'held-out loss': 'loss',
+    'after tokens new in their context': 'loss_after_new',
+    'after the others': 'loss_after_seen',
+  }
+  rows = [
+    [
+      f'{run["group"]}, width {run["width"]}',
+      *(f'{float(run[column]):.3f}' for column in columns.values()),
+    ]
+    for run in laptop('third_attempt')
+    if float(run['budget']) == 3e13
+  ]
+  return markdown(['one seed', *columns], rows)
+
+
+@table
 def laptop_rates():
   """The search for the learning rate of the laptop's sweep."""
   runs = laptop('tune')
