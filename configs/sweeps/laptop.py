@@ -8,9 +8,9 @@ budget: dense models of two and of eight blocks, the raw gate, the stride that
 does not look at the tokens, and the routed models' full blocks alone for as
 many steps.
 
-Rows are short, and there are many in a batch: with a quarter as many rows of
-four times the length, models learn more slowly, and it is chance whether they
-learn to copy from their context, which is worth more than what is measured.
+Rows are short, and there are many in a batch: with rows of 256 tokens, sixteen
+in a batch, it was chance whether a model learnt to copy from its context, which
+is worth more than what is measured: results/isoflop_laptop/REPRODUCTION.md.
 
 The learning rate falls with the root of the width, and is the same for dense
 and routed models. The variant `tune` finds it, on dense models of two sizes.
