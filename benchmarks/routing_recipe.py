@@ -242,16 +242,12 @@ def table(groups: dict[str, dict[str, list[dict]]]) -> str:
 
 def draw(groups: dict[str, dict[str, list[dict]]]) -> None:
   """Draws the recipes that have several seeds."""
-  panels = {
-    'equal steps': study_tables.equal_steps(groups),
-    'equal training FLOPs': study_tables.equal_flops(groups),
-  }
   figure = viz.seed_dots(
     {
       group: {
         name: [run['loss'] for run in same] for name, same in rows.items()
       }
-      for group, rows in panels.items()
+      for group, rows in study_tables.recipes(groups).items()
     },
     xlabel='held-out loss, nats per token (dots: seeds; bar: mean)',
     title='What routed blocks are worth, by recipe',

@@ -39,39 +39,39 @@ def over_seeds(runs: list[dict], key: str, *scale_and_digits) -> str:
   return cell(spread(values), *scale_and_digits) if values else ''
 
 
-# Groups and names of runs of `routing_recipe.py`, and what they are.
-_EQUAL_STEPS = {
-  ('gate', 'dense, 4 blocks'): 'dense, 4 blocks',
-  ('auxiliary loss', 'sigmoid, no aux'): 'sigmoid, no auxiliary loss',
-  ('gate', 'sigmoid'): 'sigmoid, auxiliary loss 0.01',
-  ('auxiliary loss', 'one_plus_tanh'): '1 + tanh',
-  ('auxiliary loss', 'raw, no aux'): 'raw (Eq. 1), no auxiliary loss',
-  ('auxiliary loss', 'alpha_sigmoid'): '2 · sigmoid',
-  ('gate', 'raw'): 'raw, auxiliary loss 0.01',
-  ('auxiliary loss', 'gaussian'): 'control: random tokens',
-  ('auxiliary loss', 'stride'): 'control: every eighth token',
-  ('gate', 'dense, 2 blocks'): 'dense, 2 blocks',
-}
-_EQUAL_FLOPS = {
-  ('equal FLOPs', 'MoD, 2 blocks'): 'MoD, 2 blocks, 1 of them routed',
-  ('equal FLOPs', 'dense, 1 block'): 'dense, 1 block',
-  ('equal FLOPs', 'dense, 2 blocks'): 'dense, 2 blocks',
-  ('equal FLOPs', 'MoD, 4 blocks'): 'MoD, 4 blocks, 2 of them routed',
-  ('equal FLOPs', 'MoD raw, 2 blocks'): 'MoD, 2 blocks, raw gate',
+# Of `routing_recipe.py`: what is compared, by groups and names of its runs.
+_RECIPES = {
+  'equal steps': {
+    ('gate', 'dense, 4 blocks'): 'dense, 4 blocks',
+    ('auxiliary loss', 'sigmoid, no aux'): 'sigmoid, no auxiliary loss',
+    ('gate', 'sigmoid'): 'sigmoid, auxiliary loss 0.01',
+    ('auxiliary loss', 'one_plus_tanh'): '1 + tanh',
+    ('auxiliary loss', 'raw, no aux'): 'raw (Eq. 1), no auxiliary loss',
+    ('auxiliary loss', 'alpha_sigmoid'): '2 · sigmoid',
+    ('gate', 'raw'): 'raw, auxiliary loss 0.01',
+    ('auxiliary loss', 'gaussian'): 'control: random tokens',
+    ('auxiliary loss', 'stride'): 'control: every eighth token',
+    ('gate', 'dense, 2 blocks'): 'dense, 2 blocks',
+  },
+  'equal training FLOPs': {
+    ('equal FLOPs', 'MoD, 2 blocks'): 'MoD, 2 blocks, 1 of them routed',
+    ('equal FLOPs', 'dense, 1 block'): 'dense, 1 block',
+    ('equal FLOPs', 'dense, 2 blocks'): 'dense, 2 blocks',
+    ('equal FLOPs', 'MoD, 4 blocks'): 'MoD, 4 blocks, 2 of them routed',
+    ('equal FLOPs', 'MoD raw, 2 blocks'): 'MoD, 2 blocks, raw gate',
+  },
 }
 
 
-def equal_steps(groups) -> dict[str, list[dict]]:
-  """Recipes of routing after as many steps: runs by what they are.
+def recipes(groups) -> dict[str, dict[str, list[dict]]]:
+  """Returns runs by what is equal, and by what they are.
 
   `groups` are the runs of the study by group, name and seed.
   """
-  return {text: groups[g][name] for (g, name), text in _EQUAL_STEPS.items()}
-
-
-def equal_flops(groups) -> dict[str, list[dict]]:
-  """The same, of the models of equal training FLOPs."""
-  return {text: groups[g][name] for (g, name), text in _EQUAL_FLOPS.items()}
+  return {
+    equal: {text: groups[g][name] for (g, name), text in names.items()}
+    for equal, names in _RECIPES.items()
+  }
 
 
 def conversion(found: Mapping[str, dict]) -> str:

@@ -114,6 +114,11 @@ def recipes() -> dict[str, dict[str, list[dict]]]:
   return found
 
 
+def compared(equal: str):
+  """Returns the recipes that are compared at equal steps or FLOPs."""
+  return study_tables.recipes(recipes())[equal].items()
+
+
 def mean(runs: list[dict]) -> float:
   return machine.spread([run['loss'] for run in runs])['mean']
 
@@ -587,7 +592,7 @@ def recipe_equal_flops():
         for k in ('loss', 'bits_per_byte', 'router_rule')
       ),
     ]
-    for text, runs in study_tables.equal_flops(recipes()).items()
+    for text, runs in compared('equal training FLOPs')
   ]
   header = [
     *('model', 'steps', 'seeds', 'nats/token', 'bits/byte'),
@@ -601,7 +606,7 @@ def recipe_equal_steps():
   """Small language models after as many steps, by recipe and seed."""
   rows = [
     [text, f'{mean(runs):.3f}', *(f'{r["loss"]:.3f}' for r in runs)]
-    for text, runs in study_tables.equal_steps(recipes()).items()
+    for text, runs in compared('equal steps')
   ]
   header = ['nats/token', 'mean', *(f'seed {seed}' for seed in range(3))]
   return markdown(header, rows)

@@ -248,6 +248,7 @@ def train(
 
 def _train(before, last, max_steps, allow_changed_data, kwargs):
   data = {'allow_changed_data': allow_changed_data}
+  before = [phase for phase in before if finished(*phase, **data) is None]
   for directory, run in (*before, last):
     # Refuses steps that a later phase does not have, before any is trained.
     Profiler(directory, kwargs.get('profile'), run.train.num_steps)
@@ -259,8 +260,6 @@ def _train(before, last, max_steps, allow_changed_data, kwargs):
     )
 
   for directory, run in before:
-    if finished(directory, run, **data) is not None:
-      continue
     result = train_one(directory, run)
     if not result.finished:
       return result

@@ -5,7 +5,6 @@ import dataclasses
 from mod_jax import config as config_lib
 from mod_jax import errors
 from mod_jax import parallel
-from mod_jax.parallel import MeshConfig
 from mod_jax.train.checkpoints import CheckpointConfig
 from mod_jax.train.optimizer import OptimizerConfig
 
@@ -89,7 +88,7 @@ class RunConfig:
   optimizer: OptimizerConfig = OptimizerConfig()
   train: TrainConfig = TrainConfig()
   evaluation: EvaluationConfig = EvaluationConfig()
-  mesh: MeshConfig = MeshConfig()
+  mesh: parallel.MeshConfig = parallel.MeshConfig()
   checkpoint: CheckpointConfig = CheckpointConfig()
   log: LogConfig = LogConfig()
 

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import signal
+import weakref
 
 from flax import linen as nn
 import jax
@@ -249,6 +250,41 @@ def test_a_stop_between_two_phases_is_not_forgotten(
   assert begun == ['learners']
   assert (result.finished, result.metrics) == (False, {})
   assert 'stopped after phase learners' in capsys.readouterr().err
+
+
+def test_a_state_does_not_outlive_its_phase(config, tmp_path, monkeypatch):
+  states = []
+
+  class State:
+    pass
+
+  def train(*_, **__):
+    assert [alive for state in states if (alive := state())] == []
+    state = State()
+    states.append(weakref.ref(state))
+    return loop.Result(2, 2, True, {'loss': 1.0}, state)
+
+  monkeypatch.setattr(loop, 'train', train)
+  phases.train(config, tmp_path)
+  assert len(states) == 3
+
+
+def test_steps_to_profile_are_those_of_all_phases_to_come(
+  whole, config, tmp_path, monkeypatch
+):
+  begun = []
+
+  def train(task, run, workdir, **_):
+    begun.append(run.objective.phase)
+    return loop.Result(3, 3, True, {'loss': 1.0}, None)
+
+  monkeypatch.setattr(loop, 'train', train)
+  third = range(3, 4)  # Of the last phase only.
+  with pytest.raises(UserError, match='--profile=3:3: the run has 2 steps'):
+    phases.train(config, tmp_path, profile=third)
+  assert begun == []
+  phases.train(config, whole[0], profile=third)
+  assert begun == ['end_to_end']
 
 
 def test_a_phase_alone_is_that_of_all(whole, config, tmp_path):

@@ -185,12 +185,7 @@ def engagement(task, params, model_state) -> Study:
 
   found = []
   key = jax.random.key(task.config.seed)
-  # All logits of a large batch do not fit on one device.
-  size = task.config.evaluation.batch_size
-  rows = min(size, _ROWS)
-  for batch in task.eval_batches(
-    batch_size=rows, num_batches=_BATCHES * size // rows
-  ):
+  for batch in _few_rows(task, _BATCHES):
     count_BL, entropy_BL = look(params, model_state, batch, key)
     valid_BL = task.modality.token_weights(batch) > 0
     arrays = (count_BL, entropy_BL, valid_BL, batch['tokens'])
@@ -263,12 +258,8 @@ def copying(task, params, model_state) -> Study:
   mode = next(iter(task.modality.modes().values()))
   look = jax.jit(functools.partial(_token_losses, task, mode))
   key = jax.random.key(task.config.seed)
-  settings = task.config.evaluation
-  # All logits of a large batch do not fit on one device.
-  rows = min(settings.batch_size, _ROWS)
-  batches = settings.final_batches * settings.batch_size // rows or None
   sums_23L = 0.0
-  for batch in task.eval_batches(batch_size=rows, num_batches=batches):
+  for batch in _few_rows(task, task.config.evaluation.final_batches):
     weight_BL = np.asarray(batch['weights'])
     loss_BL = np.asarray(look(params, model_state, batch, key))
     new_BL = _new_in_context(batch['tokens'], batch.get('segments'))
@@ -284,6 +275,7 @@ def copying(task, params, model_state) -> Study:
   share_new = float(count_3[1] / count_3[0])
   length = task.config.data.length
   once = length // 2
+  rows = len(weight_BL)
   random_BL = np.random.default_rng(0).integers(
     task.modality.tokenizer.vocab_size, size=(rows, once), dtype=np.int32
   )
@@ -318,6 +310,18 @@ def copying(task, params, model_state) -> Study:
       'first': first,
       'second': second,
     },
+  )
+
+
+def _few_rows(task, batches: int):
+  """Returns so many held-out batches (0 = all), cut into smaller ones.
+
+  All logits of a large batch do not fit on one device.
+  """
+  size = task.config.evaluation.batch_size
+  rows = min(size, _ROWS)
+  return task.eval_batches(
+    batch_size=rows, num_batches=batches * size // rows or None
   )
 
 
