@@ -54,8 +54,6 @@ def list_files() -> tuple[corpus.TextFile, ...]:
     for file in distribution.files or ():
       if file.suffix == '.py' and '..' not in file.parts:
         path = os.fspath(distribution.locate_file(file))
-        if not os.path.isfile(path):  # Images of containers lack some.
-          continue
         files.append(corpus.text_file(path, str(file)))
   return tuple(corpus.distinct(corpus.sorted_non_empty(files)))
 
