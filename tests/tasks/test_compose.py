@@ -143,8 +143,11 @@ class TestOrder:
     for name, value in trees.flatten(started).items():
       same = np.array_equal(value, routed.get(name))
       assert same != name.startswith('prediction_'), name
-    # The student masks, so it costs what the routed teacher does.
-    assert task.flops_per_step(0.0) == 4 * 4 * flops.forward(ROUTED)
+    # The student masks, so it costs what the routed teacher does, and a head
+    # of four linear maps on each of 16 patches.
+    head = 16 * 2 * (8 * 8 + 8 * 4 + 4 * 2 + 2 * 2)
+    student, teacher = flops.forward(ROUTED) + head, flops.forward(ROUTED)
+    assert task.flops_per_step(0.0) == 4 * (3 * student + teacher)
 
   def test_adaptive_modules_from_the_pruned_routed_model(self, tmp_path):
     pruned = saved(tmp_path, PRUNED, 1, objective=None)
