@@ -81,11 +81,11 @@ def sweep() -> SweepConfig:
         source='environment',
         tokenizer='bpe',
         tokenizer_vocab_size=2048,
-        length=64,
+        length=32,
       ),
-      train=TrainConfig(batch_size=64),
+      train=TrainConfig(batch_size=128),
       evaluation=EvaluationConfig(
-        batches=16, final_batches=128, batch_size=64, sample_tokens=0
+        batches=16, final_batches=64, batch_size=128, sample_tokens=0
       ),
       checkpoint=CheckpointConfig(every=0, keep=1),
       log=LogConfig(every=20, tensorboard=False),
