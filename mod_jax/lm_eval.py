@@ -9,10 +9,12 @@ model is scored under a causal rule, since under top-k it would see the answers;
 'mod_jax[lm_eval]'.
 """
 
+import itertools
 import json
 import pathlib
 
 from absl import flags
+from absl import logging
 import jax
 import jax.numpy as jnp
 import lm_eval.api.model
@@ -113,7 +115,8 @@ class ModJax(lm_eval.api.model.TemplateLM):
     found = [None] * len(rows)
     for start in range(0, len(order), self._batch_size):
       batch = order[start : start + self._batch_size]
-      length = generation.bucket(max(len(rows[i][0]) for i in batch))
+      # The last token is not read.
+      length = generation.bucket(max(len(rows[i][0]) for i in batch) - 1)
       # Always as many rows, so that few shapes are compiled.
       tokens_BL = np.zeros((self._batch_size, length + 1), np.int32)
       valid_BL = np.zeros(tokens_BL.shape, bool)
@@ -140,7 +143,7 @@ class ModJax(lm_eval.api.model.TemplateLM):
   def loglikelihood_rolling(self, requests, disable_tqdm=False):
     """Returns the log-likelihood of whole texts, in windows."""
     del disable_tqdm
-    found = []
+    pairs, ends = [], []
     for request in requests:
       (string,) = request.args
       windows = lm_eval.utils.get_rolling_token_windows(
@@ -149,12 +152,14 @@ class ModJax(lm_eval.api.model.TemplateLM):
         max_seq_len=self.max_length,
         context_len=1,
       )
-      pairs = [
+      pairs += [
         (None, *lm_eval.utils.make_disjoint_window(pair)) for pair in windows
       ]
-      total = sum(score for score, _ in self._loglikelihood_tokens(pairs))
-      found.append(total)
-      self.cache_hook.add_partial('loglikelihood_rolling', (string,), total)
+      ends.append(len(pairs))
+    scores = [score for score, _ in self._loglikelihood_tokens(pairs)]
+    found = [sum(scores[i:j]) for i, j in itertools.pairwise([0, *ends])]
+    for request, total in zip(requests, found, strict=True):
+      self.cache_hook.add_partial('loglikelihood_rolling', request.args, total)
     return found
 
   def generate_until(self, requests, disable_tqdm=False):
@@ -164,14 +169,23 @@ class ModJax(lm_eval.api.model.TemplateLM):
     for request in requests:
       context, asked = request.args
       settings = lm_eval.models.utils.normalize_gen_kwargs(asked)
-      new = min(settings['max_gen_toks'], self.max_length - 1)
-      tokens = self.tok_encode(context)[-(self.max_length - new) :]
+      tokens = self.tok_encode(context) or [self.prefix_token_id]
+      # Half of what it reads may be new; more where the context is shorter.
+      room = max(self.max_length - len(tokens), self.max_length // 2, 1)
+      new = min(settings['max_gen_toks'], room)
+      if len(tokens) + settings['max_gen_toks'] > self.max_length:
+        logging.log_first_n(
+          logging.WARNING,
+          'A context of %d tokens and %d new ones: max_length=%d cuts both.',
+          *(1, len(tokens), settings['max_gen_toks'], self.max_length),
+        )
+      tokens = tokens[-(self.max_length - new) :]
       id = self._engine.submit(
         tokens,
         max_new_tokens=new,
         temperature=settings.get('temperature') or 0.0,
-        top_p=settings.get('top_p', 1.0),
-        top_k=settings.get('top_k', 0),
+        top_p=settings.get('top_p') or 1.0,
+        top_k=settings.get('top_k') or 0,
         stop=[text for text in settings['until'] if text],
       )
       ids.append(id)
@@ -210,6 +224,10 @@ def main(_) -> None:
     raise UserError(
       '--model and --tasks are both needed: give a model and the'
       ' names of tasks.'
+    )
+  if values.out and not pathlib.Path(values.out).parent.is_dir():
+    raise UserError(
+      f'--out={values.out}: there is no such directory; make it first.'
     )
   model = ModJax(
     run_lib.load(values.model),

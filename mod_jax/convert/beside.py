@@ -9,6 +9,8 @@ import pathlib
 import re
 from typing import Any
 
+from PIL import Image
+
 # Heads by the size in timm's names of architectures.
 _HEADS = {'tiny': 3, 'small': 6, 'base': 12, 'large': 16, 'huge': 16}
 
@@ -26,6 +28,7 @@ class Beside:
     std: their standard deviation.
     crop_fraction: side of the centred square that evaluation looks at, over
       the picture's shorter side.
+    resample: how pictures are resized.
   """
 
   num_heads: int | None = None
@@ -35,6 +38,7 @@ class Beside:
   mean: tuple[float, float, float] | None = None
   std: tuple[float, float, float] | None = None
   crop_fraction: float | None = None
+  resample: Image.Resampling | None = None
 
 
 def read(path: str | os.PathLike) -> Beside:
@@ -70,6 +74,7 @@ def read(path: str | os.PathLike) -> Beside:
     if normalized
     else (1.0, 1.0, 1.0),
     crop_fraction=_crop(pictures, fields),
+    resample=_resample(pictures, fields),
   )
 
 
@@ -111,6 +116,14 @@ def _crop(pictures, fields) -> float | None:
     return 1.0  # It resizes all of the picture.
   whole, part = (_side(pictures.get(n)) for n in ('size', 'crop_size'))
   return None if None in (whole, part) else min(1.0, part / whole)
+
+
+def _resample(pictures, fields) -> Image.Resampling | None:
+  with contextlib.suppress(KeyError, ValueError):
+    if 'resample' in pictures:
+      return Image.Resampling(pictures['resample'])
+    return Image.Resampling[str(fields.get('interpolation')).upper()]
+  return None
 
 
 def _side(size) -> float | None:

@@ -1,5 +1,6 @@
 """Files of named arrays: safetensors, NumPy's `.npz` and PyTorch's `.pth`."""
 
+from collections.abc import Container
 from collections.abc import Mapping
 import dataclasses
 import json
@@ -22,7 +23,7 @@ SUFFIXES = ('.safetensors', '.npz', '.pth')
 _PYTORCH = ('.pth', '.pt', '.bin', '.ckpt', '.tar')
 # As Hugging Face and timm name the file in a model's directory, now and before.
 _IN_DIRECTORY = ('model.safetensors', 'pytorch_model.bin')
-_INDEX = 'model.safetensors.index.json'  # Of a model in several files.
+INDEX = 'model.safetensors.index.json'  # Of a model in several files.
 
 
 def find(path: str | os.PathLike) -> pathlib.Path:
@@ -51,6 +52,18 @@ def find(path: str | os.PathLike) -> pathlib.Path:
   if path.suffix not in _PYTORCH:
     check_suffix(path)
   return path
+
+
+def remove_others(folder: pathlib.Path, written: Container[str]) -> None:
+  """Removes the weights of a model that was in a directory before.
+
+  Args:
+    folder: directory.
+    written: names of the files that the model has that is there now.
+  """
+  for file in folder.glob('model*.safetensors*'):
+    if file.name not in written:
+      file.unlink()
 
 
 def check_suffix(path: pathlib.Path) -> None:
@@ -136,12 +149,12 @@ def stored(folder: str | os.PathLike) -> dict[str, Stored]:
       or one cannot be read.
   """
   folder = pathlib.Path(folder).expanduser()
-  index = folder / _INDEX
+  index = folder / INDEX
   if not index.is_file():
     single = folder / _IN_DIRECTORY[0]
     if not single.is_file():
       raise UserError(
-        f'{folder} holds neither {_IN_DIRECTORY[0]} nor {_INDEX}: give the'
+        f'{folder} holds neither {_IN_DIRECTORY[0]} nor {INDEX}: give the'
         ' directory of a model in safetensors.'
       )
     return _headers(single)
@@ -162,13 +175,13 @@ def stored(folder: str | os.PathLike) -> dict[str, Stored]:
   for name in names:
     if not (folder / name).is_file():
       raise UserError(
-        f'{folder} lacks {name}, which {_INDEX} names: fetch it, too.'
+        f'{folder} lacks {name}, which {INDEX} names: fetch it, too.'
       )
     found |= _headers(folder / name)
   lacking = sorted(set(wanted) - set(found))
   if lacking:
     raise UserError(
-      f'{folder}: {lacking[0]} is in none of its files, although {_INDEX} says'
+      f'{folder}: {lacking[0]} is in none of its files, although {INDEX} says'
       f' so ({len(lacking)} in all): fetch them again.'
     )
   return {name: array for name, array in found.items() if name in wanted}

@@ -27,6 +27,7 @@ from mod_jax import trees
 from mod_jax.convert import files
 from mod_jax.convert.entry import Entry
 from mod_jax.convert.entry import Lazy
+from mod_jax.data.tokenizers import Tokenizer
 from mod_jax.errors import UserError
 from mod_jax.layers.rope import RopeScaling
 from mod_jax.models import lm
@@ -319,6 +320,7 @@ def save(
   *,
   like: str | os.PathLike | None = None,
   length: int = 2048,
+  tokenizer: Tokenizer | None = None,
 ) -> None:
   """Writes the dense part of a model as Hugging Face has it.
 
@@ -330,6 +332,7 @@ def save(
       `config.json`, types of arrays and tokenizer are taken over; None for a
       `config.json` of our own, and float32.
     length: tokens that it was trained to read, for a `config.json` of our own.
+    tokenizer: whose first and last token stand there.
 
   Raises:
     UserError: no known architecture computes what the model does; or the
@@ -340,7 +343,10 @@ def save(
   folder = pathlib.Path(folder).expanduser()
   like = None if like is None else pathlib.Path(like).expanduser()
   types = {}
-  fields = _config_json(dense, length)
+  fields = _config_json(dense, length) | {
+    f'{name}_token_id': getattr(tokenizer, f'{name}_id', None)
+    for name in ('bos', 'eos')
+  }
   if like is not None and derive(like) == _comparable(dense):
     fields = _fields(like)
     types = {name: x.dtype for name, x in files.stored(like).items()}
@@ -404,7 +410,7 @@ def _write(folder, entries, array, sizes):
       size = 0
     shards[-1].append(entry)
     size += sizes[entry.theirs]
-  weight_map = {}
+  weight_map, written = {}, set()
   for i, shard in enumerate(shards):
     name = 'model.safetensors'
     if len(shards) > 1:
@@ -412,13 +418,16 @@ def _write(folder, entries, array, sizes):
     arrays = {entry.theirs: array(entry) for entry in shard}
     files.write(folder / name, arrays)
     weight_map |= dict.fromkeys(arrays, name)
+    written.add(name)
   if len(shards) > 1:
     index = {
       'metadata': {'total_size': sum(sizes.values())},
       'weight_map': weight_map,
     }
     text = json.dumps(index, indent=2, sort_keys=True) + '\n'
-    paths.write_bytes(folder / 'model.safetensors.index.json', text.encode())
+    paths.write_bytes(folder / files.INDEX, text.encode())
+    written.add(files.INDEX)
+  files.remove_others(folder, written)
 
 
 def _config_json(dense: LMConfig, length: int) -> dict[str, Any]:

@@ -52,6 +52,10 @@ _BOS_NAMES = (
 _FILES = {'sentencepiece': 'tokenizer.model', 'huggingface': 'tokenizer.json'}
 # Files beside a `tokenizer.json`; the later one has the last word.
 _DECLARING = ('special_tokens_map.json', 'tokenizer_config.json')
+CHAT_TEMPLATE = 'chat_template.jinja'
+# Tokens that tell how a text before a new one ends: as many as one character
+# may take, in UTF-8.
+CONTEXT = 4
 
 
 def _printable(surface: bytes) -> str:
@@ -129,6 +133,17 @@ class Tokenizer(abc.ABC):
         pieces += [self._decode(run) if run else '', REPLACEMENT]
         run = []
     return ''.join(pieces) + (self._decode(run) if run else '')
+
+  def decode_after(self, before: Sequence[int], ids: Sequence[int]) -> str:
+    """Returns what `ids` add to the text of the tokens before them.
+
+    On their own they may be another text: SentencePiece leaves out the space
+    before a text's first word.
+    """
+    before = [*before][-CONTEXT:]
+    text, whole = self.decode(before), self.decode([*before, *ids])
+    # Half a character may have become a whole one.
+    return whole[len(text) :] if whole.startswith(text) else self.decode(ids)
 
   def pieces(self, ids: Sequence[int]) -> list[str]:
     """Returns one printable string per id, white space made visible."""
@@ -231,6 +246,8 @@ class HuggingFaceTokenizer(Tokenizer):
     # that happens to spell a special token must not become one.
     tok.no_truncation()
     tok.no_padding()
+    # For chats one of its own, since threads share a tokenizer.
+    self._of_chats = tokenizers.Tokenizer.from_str(tok.to_str())
     tok.encode_special_tokens = True
     self._tok = tok
     vocab = tok.get_vocab(with_added_tokens=True)
@@ -284,11 +301,8 @@ class HuggingFaceTokenizer(Tokenizer):
 
   def encode_chat(self, text: str) -> list[int]:
     """Returns the ids of a rendered chat, in which special tokens are meant."""
-    self._tok.encode_special_tokens = False
-    try:
-      return self._tok.encode(text, add_special_tokens=False).ids
-    finally:
-      self._tok.encode_special_tokens = True
+    text = text.encode('utf-8', 'replace').decode()
+    return self._of_chats.encode(text, add_special_tokens=False).ids
 
   def _decode(self, ids: list[int]) -> str:
     return self._tok.decode(ids, skip_special_tokens=True)
@@ -327,7 +341,7 @@ def copy(kind: str, path: str, directory: str) -> None:
   file = _find(path, _FILES[kind])
   copies = {_FILES[kind]: _read(file)}
   if kind == 'huggingface':
-    for name in _DECLARING:
+    for name in (*_DECLARING, CHAT_TEMPLATE):
       with contextlib.suppress(OSError):
         copies[name] = (file.parent / name).read_bytes()
   for name, data in copies.items():

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from collections.abc import Mapping
 import dataclasses
+import functools
 from typing import Any
 from typing import Literal
 
@@ -399,9 +400,15 @@ def unrolled(config: StackConfig, variables):
     group, j = divmod(i, config.period)
     if f'block_{j}' in layers:
       variables[f'block_{i}'] = jax.tree.map(
-        lambda x, g=group: x[g], layers[f'block_{j}']
+        functools.partial(_layer, i=group), layers[f'block_{j}']
       )
   return variables
+
+
+def _layer(x, i):
+  if isinstance(x, jax.ShapeDtypeStruct):
+    return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
+  return x[i]
 
 
 def scanned(config: StackConfig, variables):

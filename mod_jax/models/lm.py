@@ -17,6 +17,7 @@ from mod_jax import config as config_lib
 from mod_jax import errors
 from mod_jax import losses
 from mod_jax import parallel
+from mod_jax import trees
 from mod_jax.layers import dense
 from mod_jax.layers import stack as stack_lib
 from mod_jax.layers import token_info
@@ -527,6 +528,49 @@ def unrolled_variables(config: LMConfig, variables):
     name: stack_lib.unrolled(config.stack, collection)
     for name, collection in variables.items()
   }
+
+
+def merge(
+  config: LMConfig,
+  of: LMConfig,
+  fresh,
+  source,
+  *,
+  collections: bool = False,
+  **kwargs,
+):
+  """Does what `trees.merge` does where other layers may be scanned.
+
+  A dense model's groups are single blocks, and a routed one's are not.
+
+  Args:
+    config: of the model that `fresh` is of.
+    of: of the model that `source` is of.
+    fresh: a collection of the model.
+    source: likewise, on the host.
+    collections: whether both are several collections by name.
+    **kwargs: of `trees.merge`.
+  """
+
+  def layout(config):
+    return config.scan_layers and config.stack.period
+
+  def change(how, stack, tree):
+    if collections:
+      return {name: how(stack, each) for name, each in tree.items()}
+    return how(stack, tree)
+
+  if layout(config) == layout(of):
+    return trees.merge(fresh, source, **kwargs)
+  merged = trees.merge(
+    change(stack_lib.unrolled, config.stack, fresh),
+    # Each stack of layers is read once.
+    change(stack_lib.unrolled, of.stack, jax.tree.map(np.asarray, source)),
+    **kwargs,
+  )
+  if config.scan_layers:
+    merged = change(stack_lib.scanned, config.stack, merged)
+  return merged
 
 
 def scanned(config: LMConfig, params):

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 import dataclasses
 import functools
 import itertools
+import operator
 from typing import Any
 from typing import Literal
 
@@ -202,13 +203,11 @@ class _Request:
 class _Text:
   """The text of tokens that come one by one, as far as it is certain."""
 
-  def __init__(self, tokenizer, stop: tuple[str, ...]):
+  def __init__(self, tokenizer, prompt: list[int], stop: tuple[str, ...]):
     self._tokenizer = tokenizer
     self._stop = stop
-    self._tokens = []
-    # Tokens before the first are told; those up to the second give context,
-    # since a tokenizer may write a token in another way at a text's start.
-    self._context = self._decoded = 0
+    self._tokens = []  # Of which the text is not told yet.
+    self._before = prompt[-tokenizers.CONTEXT :]  # Of which it is.
     self._held = ''
     self.stopped = False
 
@@ -217,28 +216,31 @@ class _Text:
     if self._tokenizer is None:
       return ''
     self._tokens.append(token)
-    before = self._decode(self._context, self._decoded)
-    text = self._decode(self._context, len(self._tokens))
-    if text.endswith(tokenizers.REPLACEMENT) and len(self._tokens) < (
-      self._decoded + _LONGEST
-    ):
-      return ''  # A character of which bytes are missing.
-    self._context, self._decoded = self._decoded, len(self._tokens)
-    return self._release(text[len(before) :])
+    found = ''
+    while self._tokens:
+      count = len(self._tokens)
+      text = self._decoded(count)
+      if text.endswith(tokenizers.REPLACEMENT):
+        if count < tokenizers.CONTEXT:
+          break  # A character of which bytes are missing.
+        count = 1  # The first byte is astray; others may begin a character.
+        text = self._decoded(count)
+      self._before = self._tokens[:count][-tokenizers.CONTEXT :]
+      del self._tokens[:count]
+      found += text
+    return self._release(found)
 
   def end(self) -> str:
     """Returns what was held back."""
     if self._tokenizer is None or self.stopped:
       return ''
-    before = self._decode(self._context, self._decoded)
-    text = self._decode(self._context, len(self._tokens))
-    text = self._release(text[len(before) :])
+    text = self._release(self._decoded(len(self._tokens)))
     if not self.stopped:
       text, self._held = text + self._held, ''
     return text
 
-  def _decode(self, start, end) -> str:
-    return self._tokenizer.decode(self._tokens[start:end])
+  def _decoded(self, count) -> str:
+    return self._tokenizer.decode_after(self._before, self._tokens[:count])
 
   def _release(self, new: str) -> str:
     text = self._held + new
@@ -259,9 +261,6 @@ class _Text:
     cut = len(text) - keep
     self._held = text[cut:]
     return text[:cut]
-
-
-_LONGEST = 4  # Tokens that one character may take, in UTF-8.
 
 
 class Engine:
@@ -329,6 +328,8 @@ class Engine:
     self._waiting: collections.deque[_Request] = collections.deque()
     self._in_slot: list[_Request | None] = [None] * slots
     self._requests: dict[int, _Request] = {}
+    # What has happened to others while `generate` ran.
+    self._untold: list[Event] = []
     # What the device has been asked for and the host has not read: for each
     # call, which request's row is which, and the arrays.
     self._pending: collections.deque[Any] = collections.deque()
@@ -366,7 +367,8 @@ class Engine:
       UserError: a prompt without tokens, or beyond the vocabulary; more tokens
         than a slot holds; a setting out of range; too many requests wait.
     """
-    if self._limit is not None and len(self._waiting) >= self._limit:
+    free = self._in_slot.count(None)
+    if self._limit is not None and len(self._waiting) >= self._limit + free:
       raise UserError(
         f'{len(self._waiting)} requests wait already, as many as queue='
         f'{self._limit} allows: try again later.'
@@ -376,23 +378,9 @@ class Engine:
       raise UserError(
         f'stop={stop!r}: expected a text, or several, none of them empty.'
       )
-    tokens = prompt
-    if isinstance(prompt, str) or stops:
-      if self.tokenizer is None:
-        raise UserError(
-          'this model has no tokenizer: give tokens, and no stop texts.'
-        )
-      if isinstance(prompt, str):
-        tokens = self._encode(prompt)
-    tokens = [int(token) for token in tokens]
-    if not tokens:
-      raise UserError('the prompt has no token: give at least one.')
-    size = self._program.config.vocab_size
-    if not 0 <= min(tokens) <= max(tokens) < size:
-      raise UserError(
-        f'token ids {min(tokens)}..{max(tokens)} for a model of vocab_size='
-        f"{size}: tokenise with the model's own tokenizer."
-      )
+    if stops and self.tokenizer is None:
+      raise UserError('this model has no tokenizer: give no stop texts.')
+    tokens = self.encode(prompt)
     if max_new_tokens is None:
       max_new_tokens = max(1, self.max_length - len(tokens))
     if max_new_tokens < 1:
@@ -412,11 +400,37 @@ class Engine:
       limit=max_new_tokens,
       settings={'temperature': temperature, 'top_k': top_k, 'top_p': top_p},
       seed=seed,
-      text=_Text(self.tokenizer, stops),
+      text=_Text(self.tokenizer, tokens, stops),
     )
     self._requests[request.id] = request
     self._waiting.append(request)
     return request.id
+
+  def encode(self, prompt: str | Sequence[int]) -> list[int]:
+    """Returns the tokens of a prompt, or those that it is, checked.
+
+    Raises:
+      UserError: there are none, or some are no tokens of the model.
+    """
+    if isinstance(prompt, str):
+      if self.tokenizer is None:
+        raise UserError('this model has no tokenizer: give tokens.')
+      prompt = self._encode(prompt)
+    try:
+      tokens = [operator.index(token) for token in prompt]
+    except TypeError as error:
+      raise UserError(
+        f'prompt: {error}; expected a text, or a list of whole numbers.'
+      ) from error
+    if not tokens:
+      raise UserError('the prompt has no token: give at least one.')
+    size = self._program.config.vocab_size
+    if not 0 <= min(tokens) <= max(tokens) < size:
+      raise UserError(
+        f'token ids {min(tokens)}..{max(tokens)} for a model of vocab_size='
+        f"{size}: tokenise with the model's own tokenizer."
+      )
+    return tokens
 
   def cancel(self, id: int) -> None:
     """Ends a request; one that is unknown, or has ended, is left alone."""
@@ -426,8 +440,8 @@ class Engine:
 
   @property
   def idle(self) -> bool:
-    """Whether nothing is left to do."""
-    return not self._requests
+    """Whether nothing is left to do, or to tell."""
+    return not self._requests and not self._untold
 
   # Work.
 
@@ -441,7 +455,8 @@ class Engine:
 
   def advance(self) -> list[Event]:
     """Does one step, and returns what has happened."""
-    events = self._drop_cancelled()
+    events = self._untold + self._drop_cancelled()
+    self._untold = []
     for slot, request in enumerate(self._in_slot):
       if request is None and self._waiting:
         self._insert(self._waiting.popleft(), slot)
@@ -460,12 +475,26 @@ class Engine:
     self, prompts: Iterable[str | Sequence[int]], **kwargs
   ) -> list[Completion]:
     """Returns how prompts go on; keywords are those of `submit`."""
-    ids = [self.submit(prompt, **kwargs) for prompt in prompts]
-    found = {id: [] for id in ids}
-    for event in self.run():
-      if event.id in found:
-        found[event.id].append(event)
-    return [completion(found[id]) for id in ids]
+    found: dict[int, list[Event]] = {}
+    others = []
+
+    def sort(events):
+      for event in events:
+        found.get(event.id, others).append(event)
+
+    try:
+      for prompt in prompts:
+        found[self.submit(prompt, **kwargs)] = []
+      while not found.keys().isdisjoint(self._requests):
+        sort(self.advance())
+    except BaseException:
+      for id in found:
+        self.cancel(id)
+      sort(self._drop_cancelled())
+      raise
+    finally:
+      self._untold += others
+    return [completion(events) for events in found.values()]
 
   def warm_up(self) -> None:
     """Compiles all that any request needs, before the first one comes."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import pathlib
 import re
@@ -69,7 +70,10 @@ def export(
     _check_dense(run, format, dense)
   folder = pathlib.Path(path).expanduser()
   try:
-    write(run, folder)
+    written = write(run, folder)
+    # What an earlier model has left there would be taken for this one's.
+    for name in {FOLDER, ROUTERS} - written:
+      (folder / name).unlink(missing_ok=True)
   except OSError as error:
     raise UserError(
       f'{folder} cannot be written ({error.strerror}): name a folder that can.'
@@ -108,23 +112,29 @@ def _json(path, fields):
   paths.write_bytes(path, text.encode())
 
 
+# Each of the following returns which of FOLDER and ROUTERS it has written.
+
+
 def _ours(run, folder):
   flat = {
     name: np.asarray(array)
     for name, array in trees.by_path(dict(run.variables)).items()
   }
   files.write(folder / WEIGHTS, flat)
+  files.remove_others(folder, {WEIGHTS})
   fields: dict[str, Any] = {
     'model': _config(run.config),
     'experiment': run.experiment and _config(run.experiment),
     'preprocess': run.preprocess and dataclasses.asdict(run.preprocess),
     'classes': run.classes and list(run.classes),
+    'origin': run.origin,
   }
   if isinstance(run.config, LMConfig):
     kind, source = run.task.modality.tokenizer_source
     fields['tokenizer'] = kind
     tokenizers.copy(kind, source, os.fspath(folder))
   _json(folder / FOLDER, fields)
+  return {FOLDER}
 
 
 def _config(instance) -> dict[str, Any]:
@@ -141,6 +151,7 @@ def _dense_weights(run, folder, naming):
     naming=naming,
     batch_stats=variables.get('batch_stats'),
   )
+  files.remove_others(folder, {WEIGHTS})
 
 
 def _names(run) -> list[str]:
@@ -154,22 +165,24 @@ def _language(run, folder):
   tokenizers.copy(kind, source, os.fspath(folder))
   convert_lm.save(
     *(folder, params, run.config),
-    like=run.origin,
+    like=run.origin if run.origin and os.path.isdir(run.origin) else None,
     length=run.experiment.data.length,
+    tokenizer=run.tokenizer,
   )
   routers = {
     name: np.asarray(array)
     for name, array in trees.flatten(params).items()
     if re.search('(^|/)(router|predictor)/', name)
   }
-  if routers:
-    files.write(folder / ROUTERS, routers)
+  if not routers:
+    return set()
+  files.write(folder / ROUTERS, routers)
+  return {ROUTERS}
 
 
 def _huggingface(run, folder):
   if isinstance(run.config, LMConfig):
-    _language(run, folder)
-    return
+    return _language(run, folder)
   _dense_weights(run, folder, 'huggingface')
   dense, names = run.config.dense_twin(), _names(run)
   kind, model = 'vit', 'ViTForImageClassification'
@@ -218,6 +231,13 @@ def _huggingface(run, folder):
       'image_std': list(reads.std),
     },
   )
+  return set()
+
+
+def _ratio(hidden: int, width: int) -> float:
+  """Returns what `int` of its product with the width gives the MLP's."""
+  ratio = hidden / width
+  return ratio if int(width * ratio) == hidden else math.nextafter(ratio, 99)
 
 
 def _timm(run, folder):
@@ -240,7 +260,7 @@ def _timm(run, folder):
         'embed_dim': dense.width,
         'depth': dense.num_layers,
         'num_heads': dense.num_heads,
-        'mlp_ratio': (dense.mlp_dim or 4 * dense.width) / dense.width,
+        'mlp_ratio': _ratio(dense.mlp_dim or 4 * dense.width, dense.width),
         'qkv_bias': dense.qkv_bias,
       },
       'label_names': _names(run),
@@ -257,3 +277,4 @@ def _timm(run, folder):
       },
     },
   )
+  return set()

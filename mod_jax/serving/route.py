@@ -1,6 +1,7 @@
 """A dense model in, a routed model with its weights out."""
 
 import dataclasses
+import functools
 import os
 from typing import Any
 from typing import Literal
@@ -14,6 +15,7 @@ from mod_jax.errors import UserError
 from mod_jax.layers.routed import MoDConfig
 from mod_jax.layers.routed import VisionRoutingConfig
 from mod_jax.models import acm
+from mod_jax.models import lm
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.dynamic_vit import equal_stages
 from mod_jax.models.lm import LMConfig
@@ -83,8 +85,8 @@ def route(
 def _amod(config, variables, capacity, key, fields):
   _check_vision(config, 'amod')
   fields = {'score': 'attention', **_named(capacity, 'capacity'), **fields}
-  model = dataclasses.replace(config, routing=VisionRoutingConfig(**fields))
-  return model, variables
+  routing = config_lib.from_dict(VisionRoutingConfig, fields)
+  return dataclasses.replace(config, routing=routing), variables
 
 
 def _mod(config, variables, capacity, key, fields):
@@ -93,8 +95,9 @@ def _mod(config, variables, capacity, key, fields):
   kind = MoDConfig
   if not isinstance(config, LMConfig):
     kind, fields = VisionRoutingConfig, {'score': 'learned', **fields}
-  model = dataclasses.replace(config, routing=kind(**fields))
-  return model, _completed(model, variables, key)
+  routing = config_lib.from_dict(kind, fields)
+  model = dataclasses.replace(config, routing=routing)
+  return model, _completed(model, config, variables, key)
 
 
 def _dynamic(config, variables, capacity, key, fields):
@@ -105,7 +108,7 @@ def _dynamic(config, variables, capacity, key, fields):
     **fields,
   }
   model = DynamicViTConfig(backbone=config, **fields)
-  return model, _completed(model, variables, key)
+  return model, _completed(model, config, variables, key)
 
 
 def _acm(config, variables, capacity, key, fields):
@@ -130,12 +133,14 @@ def _check_vision(config, method):
     )
 
 
-def _completed(config, source, key):
+def _completed(config, of, source, key):
   """Returns the variables of a model, fresh where a dense one has none."""
   keys = dict(zip(('params', 'routing'), jax.random.split(key), strict=True))
   fresh = dict(nn.unbox(jax.jit(config.build().init)(keys, config.example())))
-  modality = Language if isinstance(config, LMConfig) else Images
-  params = trees.merge(
+  modality, merge = Images, trees.merge
+  if isinstance(config, LMConfig):
+    modality, merge = Language, functools.partial(lm.merge, config, of)
+  params = merge(
     fresh['params'],
     source['params'],
     new=modality.may_be_new,

@@ -1,5 +1,6 @@
 """A model with its weights, to be used: from a run of ours or a file."""
 
+import collections
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
@@ -62,7 +63,8 @@ class Run:
       evaluation; None of a language model.
     classes: names of a vision model's classes, where they are known.
     task: of a run of ours, or of a language model; None otherwise.
-    origin: directory of Hugging Face that a language model came from, or None.
+    origin: directory of Hugging Face that a language model came from, or None;
+      it need not exist any more.
   """
 
   config: Any
@@ -149,9 +151,12 @@ class Run:
     if data is not None:
       task = self._task_on(data)
     elif task is None or self.origin is not None:
+      example = 'ImageDataConfig(source="folder", path="photos")'
+      if isinstance(self.config, LMConfig):
+        example = 'TextDataConfig(source="files", files="texts/*.txt")'
       raise UserError(
         'evaluate: this model is not from a run of ours, so it has no data: say'
-        ' on which, as in data=ImageDataConfig(source="folder", path="photos").'
+        f' on which, as in data={example}.'
       )
     task.check()
     mesh = parallel.make_mesh(parallel.MeshConfig())
@@ -188,7 +193,7 @@ class Run:
     return [
       Continuation(text, np.asarray(log_prob_N[:length]))
       for text, log_prob_N, length in zip(
-        language.decoded(generated),
+        language.decoded(prompts, generated),
         generated.log_prob_BN,
         generated.length_B,
         strict=True,
@@ -199,6 +204,9 @@ class Run:
     if top < 1:
       raise UserError(f'top={top}: expected at least 1.')
     names = self.classes or tuple(map(str, range(self._num_classes)))
+    # ImageNet has two kinds of crane.
+    shared = {name for name, n in collections.Counter(names).items() if n > 1}
+    names = [f'{x} ({v})' if x in shared else x for v, x in enumerate(names)]
     rngs = {'routing': jax.random.key(0)}
     found = []
     for i in range(0, len(pictures), _BATCH):
@@ -232,7 +240,7 @@ def load(path: str | os.PathLike, **known) -> Run:
   """
   fields = about(path, **known)
   config = fields['config']
-  if isinstance(config, LMConfig) and fields.get('origin') is not None:
+  if not warm_start.is_ours(path) and isinstance(config, LMConfig):
     return Run(variables={'params': convert_lm.load(path, config)}, **fields)
   if not warm_start.is_ours(path):
     variables = convert_vit.load_variables(files.find(path), config)
@@ -250,15 +258,16 @@ def about(path: str | os.PathLike, **known) -> dict[str, Any]:
 
   Arguments and errors are those of `load`.
   """
-  if not warm_start.is_ours(path):
-    if convert_lm.holds_model(path):
-      return _of_language(path)
+  ours, language = warm_start.is_ours(path), convert_lm.holds_model(path)
+  if not ours and not language:
     return _of_file(files.find(path), known)
   if known:
     raise UserError(
-      f'{next(iter(known))}: {path} is a model of ours, whose config is known;'
-      ' leave it out.'
+      f'{next(iter(known))}: {path} is a model whose config is known; leave it'
+      ' out.'
     )
+  if not ours:
+    return _of_language(path)
   told = _of_workdir if warm_start.is_workdir(path) else _of_folder
   return {'config': warm_start.model_config(path), **told(path)}
 
@@ -284,6 +293,7 @@ def _of_folder(path) -> dict[str, Any]:
     'preprocess': preprocess,
     'classes': told['classes'] and tuple(told['classes']),
     'task': task,
+    'origin': told.get('origin'),
   }
 
 
@@ -339,6 +349,7 @@ def _of_file(file, known) -> dict[str, Any]:
       crop_fraction=told.crop_fraction or 0.875,
       mean=told.mean or _IMAGENET['mean'],
       std=told.std or _IMAGENET['std'],
+      **({} if told.resample is None else {'resample': told.resample}),
     ),
     'classes': classes,
   }

@@ -16,6 +16,7 @@ import threading
 import time
 from typing import Any
 
+from absl import logging
 import jinja2.sandbox
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -23,12 +24,13 @@ from starlette.responses import JSONResponse
 from starlette.responses import StreamingResponse
 from starlette.routing import Route
 
+from mod_jax.data import tokenizers
 from mod_jax.errors import UserError
 from mod_jax.serving.engine import Engine
 from mod_jax.serving.engine import Event
 
 # What a request may ask for that changes nothing here.
-_IGNORED = {'model', 'user', 'metadata', 'store', 'stream_options'}
+_IGNORED = {'model', 'user', 'metadata', 'store'}
 _ASKED = {
   'max_tokens',
   'max_completion_tokens',
@@ -37,6 +39,7 @@ _ASKED = {
   'stop',
   'seed',
   'stream',
+  'stream_options',
   'logprobs',
 }
 # And what must be as if it were not there.
@@ -53,7 +56,9 @@ _NEUTRAL = {
   'top_logprobs': 0,
 }
 _MOST_BYTES = 2**22  # Of a request's body.
-_PATIENCE = 0.5  # Seconds between two looks at whether the client is there.
+# Seconds between two looks at whether the client, or the engine, is there.
+_PATIENCE = 0.5
+_FAILED = 'the engine has failed; restart the server.'
 
 
 class _Refused(Exception):
@@ -90,18 +95,20 @@ class Worker:
     Args:
       prompt: text or tokens.
       settings: keywords of `Engine.submit`.
-      put: is called in the engine's thread: first with the request's number, or
-        the exception that refuses it, and then with each event.
+      put: is called in the engine's thread: first with the request's number and
+        how many tokens its prompt has, or the exception that refuses it, and
+        then with each event.
     """
 
     def do():
       try:
-        id = self._engine.submit(prompt, **settings)
-      except UserError as error:
+        tokens = self._engine.encode(prompt)
+        id = self._engine.submit(tokens, **settings)
+      except Exception as error:  # Others' requests go on in any case.
         put(error)
         return
       self._listeners[id] = put
-      put(id)
+      put((id, len(tokens)))
 
     self._inbox.put(do)
 
@@ -164,10 +171,9 @@ class _Server:
       raise _Refused(
         'this model has no chat template: use /v1/completions with a prompt.'
       )
+    messages = _plain(body.get('messages'))
     try:
-      text = self.template.render(
-        messages=body.get('messages'), add_generation_prompt=True
-      )
+      text = self.template.render(messages=messages, add_generation_prompt=True)
     except Exception as error:  # Whatever a template may raise.
       raise _Refused(f'messages do not fit the template: {error}') from error
     tokens = self.engine.tokenizer.encode_chat(text)
@@ -175,8 +181,15 @@ class _Server:
 
   async def _answer(self, request, body, prompts, *, chat, default):
     settings = _settings(body, default)
-    if chat and body.get('logprobs'):
-      raise _Refused('logprobs are told for /v1/completions only.')
+    logprobs, streamed = body.get('logprobs'), body.get('stream')
+    if logprobs and (chat or streamed or logprobs not in (1, True)):
+      raise _Refused(
+        f'logprobs={logprobs!r}: they are told of the tokens themselves, by'
+        ' /v1/completions, without stream; give 1, or leave them out.'
+      )
+    options = body.get('stream_options') or {}
+    if not isinstance(options, dict) or options.keys() - {'include_usage'}:
+      raise _Refused(f'stream_options={options!r}: give include_usage only.')
     streams = [_Stream(self.worker) for _ in prompts]
     try:
       for stream, prompt in zip(streams, prompts, strict=True):
@@ -195,13 +208,14 @@ class _Server:
       'created': int(time.time()),
       'model': self.name,
     }
-    if body.get('stream'):
+    if streamed:
       if chat:
         head['object'] += '.chunk'
+      usage = options.get('include_usage')
       return StreamingResponse(
-        _chunks(head, streams, chat), media_type='text/event-stream'
+        _chunks(head, streams, chat, usage), media_type='text/event-stream'
       )
-    return await _whole(request, head, streams, chat, body.get('logprobs'))
+    return await _whole(request, head, streams, chat, logprobs)
 
 
 class _Stream:
@@ -211,34 +225,45 @@ class _Stream:
     self._worker = worker
     self._queue: asyncio.Queue = asyncio.Queue()
     self.id: int | None = None
+    self.prompt_tokens = self.new_tokens = 0
     self.ended = False
 
   async def begin(self, prompt, settings) -> None:
-    if self._worker.failed is not None:
-      raise _Refused('the engine has failed; restart the server.', 500)
     loop = asyncio.get_running_loop()
 
     def put(x):
       loop.call_soon_threadsafe(self._queue.put_nowait, x)
 
     self._worker.submit(prompt, settings, put)
-    found = await self._queue.get()
+    found = None
+    while found is None:
+      # Of a thread that is gone there is no answer to wait for.
+      if self._worker.failed is not None:
+        raise _Refused(_FAILED, 500)
+      found = await self._get(_PATIENCE)
     if isinstance(found, UserError):
       full = 'wait already' in str(found)
       raise _Refused(str(found), 429 if full else 400)
-    self.id = found
+    if isinstance(found, BaseException):
+      raise _Refused(f'the request cannot be taken: {found}', 500)
+    self.id, self.prompt_tokens = found
 
   async def next(self, seconds: float | None = None) -> Event | None:
     """Returns the next event, or None if none comes in time."""
-    try:
-      event = await asyncio.wait_for(self._queue.get(), seconds)
-    except TimeoutError:
-      return None
+    event = await self._get(seconds)
     if isinstance(event, BaseException):
       self.ended = True
-      raise _Refused('the engine has failed; restart the server.', 500)
-    self.ended = event.reason is not None
+      raise _Refused(_FAILED, 500)
+    if event is not None:
+      self.new_tokens += event.token is not None
+      self.ended = event.reason is not None
     return event
+
+  async def _get(self, seconds):
+    try:
+      return await asyncio.wait_for(self._queue.get(), seconds)
+    except TimeoutError:
+      return None
 
   def leave(self) -> None:
     """Cancels what has not ended."""
@@ -247,7 +272,7 @@ class _Stream:
 
 
 async def _whole(request, head, streams, chat, logprobs) -> JSONResponse:
-  choices, count = [], 0
+  choices = []
   try:
     for i, stream in enumerate(streams):
       events = []
@@ -258,7 +283,6 @@ async def _whole(request, head, streams, chat, logprobs) -> JSONResponse:
         elif await request.is_disconnected():
           return JSONResponse({}, 499)
       told = [event for event in events if event.token is not None]
-      count += len(told)
       text = ''.join(event.text for event in events)
       choice = _choice(i, text, events[-1].reason, chat, whole=True)
       if logprobs:
@@ -270,12 +294,25 @@ async def _whole(request, head, streams, chat, logprobs) -> JSONResponse:
   finally:
     for stream in streams:
       stream.leave()
-  usage = {'completion_tokens': count}
-  return JSONResponse({**head, 'choices': choices, 'usage': usage})
+  return JSONResponse({**head, 'choices': choices, 'usage': _usage(streams)})
 
 
-async def _chunks(head, streams, chat) -> AsyncIterator[str]:
+def _usage(streams) -> dict[str, int]:
+  prompt = sum(stream.prompt_tokens for stream in streams)
+  new = sum(stream.new_tokens for stream in streams)
+  return {
+    'prompt_tokens': prompt,
+    'completion_tokens': new,
+    'total_tokens': prompt + new,
+  }
+
+
+async def _chunks(head, streams, chat, usage) -> AsyncIterator[str]:
   """Yields server-sent events; the client may leave between any two."""
+
+  def sent(**fields):
+    return f'data: {json.dumps({**head, **fields})}\n\n'
+
   try:
     for i, stream in enumerate(streams):
       while not stream.ended:
@@ -283,7 +320,9 @@ async def _chunks(head, streams, chat) -> AsyncIterator[str]:
         if not event.text and event.reason is None:
           continue
         choice = _choice(i, event.text, event.reason, chat, whole=False)
-        yield f'data: {json.dumps({**head, "choices": [choice]})}\n\n'
+        yield sent(choices=[choice])
+    if usage:
+      yield sent(choices=[], usage=_usage(streams))
     yield 'data: [DONE]\n\n'
   finally:
     for stream in streams:
@@ -309,16 +348,18 @@ def _settings(body, default: int | None) -> dict[str, Any]:
     value = body.get(name)
     if value is None:
       return usual
-    if isinstance(value, bool) or not isinstance(value, kind):
-      raise _Refused(f'{name}={value!r}: expected a number.')
-    return value
+    # JSON knows whole numbers that no float can hold.
+    with contextlib.suppress(TypeError, OverflowError):
+      if not isinstance(value, bool | str) and kind(value) == value:
+        return kind(value)
+    raise _Refused(f'{name}={value!r}: expected a number.')
 
   tokens = number('max_tokens', int, default)
   stop = body.get('stop') or ()
   return {
     'max_new_tokens': number('max_completion_tokens', int, tokens),
-    'temperature': float(number('temperature', int | float, 1.0)),
-    'top_p': float(number('top_p', int | float, 1.0)),
+    'temperature': number('temperature', float, 1.0),
+    'top_p': number('top_p', float, 1.0),
     'seed': number('seed', int, time.time_ns() % 2**32),
     'stop': stop,
   }
@@ -349,6 +390,27 @@ async def _body(request: Request, known: set[str]) -> dict[str, Any]:
   return body
 
 
+def _plain(messages) -> Any:
+  """Returns messages whose parts, where there are several, are one text.
+
+  Raises:
+    _Refused: a part is no text.
+  """
+  found = []
+  for message in messages if isinstance(messages, list) else [messages]:
+    if not isinstance(message, dict):
+      raise _Refused('messages: expected a list of objects.')
+    parts = message.get('content')
+    if isinstance(parts, list):
+      try:
+        text = ''.join(part['text'] for part in parts)
+      except (TypeError, KeyError) as error:
+        raise _Refused('messages: only texts are read.') from error
+      message = {**message, 'content': text}
+    found.append(message)
+  return found
+
+
 def _template(folder: pathlib.Path) -> jinja2.Template | None:
   """Returns the chat template that lies beside a tokenizer, if there is one."""
   fields = {}
@@ -356,7 +418,7 @@ def _template(folder: pathlib.Path) -> jinja2.Template | None:
     fields = json.loads((folder / 'tokenizer_config.json').read_text('utf-8'))
   text = fields.get('chat_template')
   with contextlib.suppress(OSError):
-    text = (folder / 'chat_template.jinja').read_text('utf-8')
+    text = (folder / tokenizers.CHAT_TEMPLATE).read_text('utf-8')
   if not isinstance(text, str):
     return None
   names = {
@@ -366,14 +428,20 @@ def _template(folder: pathlib.Path) -> jinja2.Template | None:
   }
   # It came with weights of somebody's, so it may do nothing but render.
   environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-    trim_blocks=True, lstrip_blocks=True
+    trim_blocks=True,
+    lstrip_blocks=True,
+    extensions=['jinja2.ext.loopcontrols'],
   )
 
   def refuse(message):
     raise jinja2.TemplateError(message)
 
   environment.globals |= {'raise_exception': refuse} | names
-  return environment.from_string(text)
+  try:
+    return environment.from_string(text)
+  except jinja2.TemplateError as error:
+    logging.warning('%s: no chat, for its template: %s', folder, error)
+    return None
 
 
 def app(engine: Engine, *, name: str, tokenizer_folder=None) -> Starlette:

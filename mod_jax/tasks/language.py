@@ -238,6 +238,7 @@ class Language(Modality):
       source = trees.unflatten(convert_lm.read(init, model))
       kwargs['describe'] = f'init={init}'
       return trees.merge(params, source, **kwargs), model_state
+    kwargs['model'] = model
     return warm_start.from_ours(params, model_state, init, **kwargs)
 
   # What people look at.
@@ -289,14 +290,17 @@ class Language(Modality):
   ) -> list[str]:
     """Returns how texts go on; keywords as of `continued`."""
     prompts = [self.tokenizer.encode(prompt) for prompt in prompts]
-    return self.decoded(self.continued(params, model_state, prompts, **kwargs))
+    generated = self.continued(params, model_state, prompts, **kwargs)
+    return self.decoded(prompts, generated)
 
-  def decoded(self, generated: Generated) -> list[str]:
-    """Returns the new texts, without what follows an end token."""
+  def decoded(
+    self, prompts: list[list[int]], generated: Generated
+  ) -> list[str]:
+    """Returns the texts after prompts, without what follows an end token."""
     arrays = map(np.asarray, (generated.tokens_BN, generated.length_B))
     return [
-      self.tokenizer.decode(tokens_N[:length].tolist())
-      for tokens_N, length in zip(*arrays, strict=True)
+      self.tokenizer.decode_after(prompt, tokens_N[:length].tolist())
+      for prompt, tokens_N, length in zip(prompts, *arrays, strict=True)
     ]
 
   def continued(

@@ -22,6 +22,7 @@ from mod_jax import trees
 from mod_jax.convert import files
 from mod_jax.convert import vit as convert_vit
 from mod_jax.convert.entry import Lazy
+from mod_jax.models import lm
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.models.vit import ViTConfig
@@ -117,6 +118,7 @@ def from_ours(
   model_state,
   init: str,
   *,
+  model: LMConfig | None = None,
   new: Sequence[str] = (),
   dropped: Sequence[str] = (),
 ) -> tuple[Any, Any]:
@@ -126,6 +128,7 @@ def from_ours(
     params: fresh parameters.
     model_state: other fresh collections.
     init: directory of a run of ours, or of a model that was exported.
+    model: of a language model, its config: other layers may be scanned in it.
     new: as of `trees.merge`; names in model_state begin with their collection.
     dropped: likewise.
 
@@ -141,10 +144,16 @@ def from_ours(
     )
   source_params, source_state = read(path)
   kwargs = {'new': new, 'dropped': dropped, 'describe': f'init={init}'}
-  params = trees.merge(params, source_params, **kwargs)
   # Collections may hold structs, which are dictionaries on disk.
   flat = trees.by_path(model_state)
-  merged = trees.merge(trees.unflatten(flat), source_state, **kwargs)
+  fresh_state = trees.unflatten(flat)
+  if model is None:
+    params = trees.merge(params, source_params, **kwargs)
+    merged = trees.merge(fresh_state, source_state, **kwargs)
+  else:
+    merge = functools.partial(lm.merge, model, model_config(path))
+    params = merge(params, source_params, **kwargs)
+    merged = merge(fresh_state, source_state, collections=True, **kwargs)
   merged = trees.flatten(merged)
   structure = jax.tree.structure(model_state)
   model_state = jax.tree.unflatten(structure, [merged[name] for name in flat])

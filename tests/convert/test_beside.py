@@ -2,6 +2,7 @@
 
 import json
 
+from PIL import Image
 import pytest
 
 from mod_jax.convert import beside
@@ -55,6 +56,7 @@ def test_of_timm(tmp_path):
         'mean': [0.1, 0.2, 0.3],
         'std': [0.4, 0.5, 0.6],
         'crop_pct': 0.9,
+        'interpolation': 'bilinear',
       },
     },
   )
@@ -64,7 +66,14 @@ def test_of_timm(tmp_path):
     mean=(0.1, 0.2, 0.3),
     std=(0.4, 0.5, 0.6),
     crop_fraction=0.9,
+    resample=Image.Resampling.BILINEAR,
   )
+
+
+@pytest.mark.parametrize(('code', 'filter'), [(2, 'BILINEAR'), (99, None)])
+def test_how_pictures_are_resized(tmp_path, code, filter):
+  found = read(tmp_path, {}, {'resample': code}).resample
+  assert found == (filter and Image.Resampling[filter])
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,12 @@ def test_back_again_every_byte_is_the_same(name, tmp_path, monkeypatch):
   index = json.loads((tmp_path / 'model.safetensors.index.json').read_text())
   assert set(index['weight_map']) == set(stored(source))
   assert len(set(index['weight_map'].values())) > 1
+  # In one file, over those.
+  monkeypatch.undo()
+  zeros = jax.tree.map(np.zeros_like, params)
+  convert_lm.save(tmp_path, zeros, config, like=source)
+  for array in jax.tree.leaves(convert_lm.load(tmp_path, config)):
+    assert not np.asarray(array).any()
   # Without the model that it comes from, as an architecture of our choice.
   own = tmp_path / 'own'
   convert_lm.save(own, params, config, length=64)
@@ -87,6 +93,9 @@ def test_back_again_every_byte_is_the_same(name, tmp_path, monkeypatch):
     n: shape for n, (_, shape, _) in stored(source).items()
   }
   assert convert_lm.max_length(own) == convert_lm.max_length(source) == 64
+  # transformers would take other tokens for the first and last than we have.
+  fields = json.loads((own / 'config.json').read_text())
+  assert fields['bos_token_id'] is fields['eos_token_id'] is None
 
 
 def test_scanned_layers_are_stacked():

@@ -2,6 +2,7 @@
 
 import io
 import json
+import threading
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -119,6 +120,43 @@ def test_declared_end_token_wins_over_the_customary(hf_path, tmp_path):
 def test_text_that_spells_a_special_token_does_not_become_one(hf_path):
   tok = tokenizers.make('huggingface', str(hf_path))
   assert tok.eos_id not in tok.encode('a <|endoftext|> b')
+
+
+def test_a_chat_beside_it_changes_no_text(hf_path):
+  tok = tokenizers.make('huggingface', str(hf_path))
+  text, done = 'a <|endoftext|> b', threading.Event()
+
+  def chat():
+    while not done.is_set():
+      assert tok.eos_id in tok.encode_chat(text)
+
+  thread = threading.Thread(target=chat)
+  thread.start()
+  try:
+    # A tokenizer that they shared would be met in the other's state each time.
+    assert not any(tok.eos_id in tok.encode(text) for _ in range(2000))
+  finally:
+    done.set()
+    thread.join()
+
+
+def test_text_after_a_text(sp_path, hf_path):
+  # This one leaves out the space before a text, as those of Llama 2 do.
+  words = hf.Tokenizer(hf.models.WordLevel({'▁the': 0, '▁sat': 1}, '▁the'))
+  words.pre_tokenizer = hf.pre_tokenizers.Metaspace()
+  words.decoder = hf.decoders.Metaspace()
+  path = hf_path.parent / 'words.json'
+  words.save(str(path))
+  tok = tokenizers.make('huggingface', str(path))
+  assert tok.decode([1]) == tok.decode_after([], [1]) == 'sat'
+  assert tok.decode_after([0], [1]) == ' sat'
+  for tok in all_kinds(sp_path, hf_path):
+    for before, after in (('the cat', ' sat é'), ('the', ''), ('', 'cat')):
+      ids = tok.encode(before), tok.encode(after)
+      assert tok.decode_after(*ids) == after
+  # Half a character, which becomes a whole one.
+  first, *rest = 'é!'.encode()
+  assert tokenizers.make('bytes').decode_after([first], rest) == '\ufffd!'
 
 
 def test_ids_outside_the_vocabulary_never_raise(sp_path, hf_path):

@@ -46,7 +46,8 @@ def info_of(valid_BL=None, batch=B):
 def variables_of(config):
   """Returns variables whose choices are no ties and whose biases are not 0."""
   module = ExpertMLP(config)
-  variables = nn.unbox(module.init(jax.random.key(1), features(), info_of()))
+  init = jax.jit(module.init)
+  variables = nn.unbox(init(jax.random.key(1), features(), info_of()))
 
   def change(path, x):
     name = jax.tree_util.keystr(path)
@@ -279,8 +280,10 @@ class TestGradients:
         total += (weight_BL[..., None] * y_BLD * along_BLD).sum()
       return total
 
-    got = jax.grad(loss, (0, 1))(variables['params'], x_BLD)
-    want = jax.grad(masked, (0, 1))(variables['params'], x_BLD)
+    got, want = (
+      jax.jit(jax.grad(f, (0, 1)))(variables['params'], x_BLD)
+      for f in (loss, masked)
+    )
     jax.tree.map(
       lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4), got, want
     )

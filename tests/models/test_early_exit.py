@@ -92,6 +92,7 @@ def test_its_loss_is_trained_and_reported():
   batch, variables = _batch(), _variables()
   key = jax.random.key(0)
 
+  @functools.partial(jax.jit, static_argnums=1)
   def loss(params, early_loss):
     model = dataclasses.replace(CONFIG, early_loss=early_loss)
     task.config = task.modality.config = ExperimentConfig(model=model)
@@ -100,9 +101,7 @@ def test_its_loss_is_trained_and_reported():
 
   with_it, sums = loss(variables['params'], 0.5)
   without, _ = loss(variables['params'], 0.0)
-  logits_BLV = (
-    CONFIG.build().apply(variables, batch['tokens'], depth=2).logits_BLV
-  )
+  logits_BLV = _apply(CONFIG)(variables, batch['tokens'], depth=2).logits_BLV
   want = losses.next_token_loss(logits_BLV, batch['targets'], batch['weights'])
   np.testing.assert_allclose(sums['early_loss'], want, rtol=1e-5)
   np.testing.assert_allclose(

@@ -541,14 +541,15 @@ def test_loss_of_targets_is_that_of_the_logits(config, changes):
   model = LanguageModel(config)
   targets_BL = jnp.roll(TOKENS_BL, -1, axis=1)
   weights_BL = VALID_BL.astype(jnp.float32)
-  variables = model.init(jax.random.key(0), TOKENS_BL)
-  plain = model.apply(variables, TOKENS_BL)
+  apply = jax.jit(model.apply)
+  variables = jax.jit(model.init)(jax.random.key(0), TOKENS_BL)
+  plain = apply(variables, TOKENS_BL)
   assert plain.loss is None
   for given, weights in (
     ({}, jnp.ones((B, L))),
     ({'weights_BL': weights_BL}, weights_BL),
   ):
-    out = model.apply(variables, TOKENS_BL, targets_BL=targets_BL, **given)
+    out = apply(variables, TOKENS_BL, targets_BL=targets_BL, **given)
     assert out.logits_BLV is None
     want = losses.next_token_loss(plain.logits_BLV, targets_BL, weights)
     np.testing.assert_allclose(out.loss, want, rtol=1e-6)

@@ -122,9 +122,9 @@ class TestSampled:
     texts = np.array([self.prompt + text for text in self._texts])
     model, length = self.config.build(), len(self.prompt)
     # With `drop`, slots are counted by the whole length.
-    logits_BLV = model.apply(
-      variables(self.config), jnp.asarray(texts), mode=mode
-    ).logits_BLV
+    apply = jax.jit(model.apply, static_argnames='mode')
+    output = apply(variables(self.config), jnp.asarray(texts), mode=mode)
+    logits_BLV = output.logits_BLV
     probability_B = np.ones(len(texts))
     for i in range(length, length + self.new):
       filtered_BV = filter_logits(logits_BLV[:, i - 1], **self.settings)

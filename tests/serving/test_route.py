@@ -1,5 +1,6 @@
 """Dense models in, routed models with their weights out."""
 
+import dataclasses
 import pathlib
 
 from flax import linen as nn
@@ -13,6 +14,7 @@ from mod_jax.data.images import ImageDataConfig
 from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
 from mod_jax.layers import stack
+from mod_jax.models import lm
 from mod_jax.models.lm import LMConfig
 from mod_jax.serving.run import Run
 from mod_jax.tasks import make_task
@@ -81,6 +83,44 @@ def test_a_language_model_of_full_capacity_is_the_dense_model(language):
   assert half.tokenizer.vocab_size == language.tokenizer.vocab_size
 
 
+def test_layers_are_scanned_in_other_groups(language, tmp_path):
+  tokens = jax.random.randint(jax.random.key(0), (2, 16), 0, 256)
+  config, params = lm.scanned(language.config, language.variables['params'])
+  experiment = dataclasses.replace(language.experiment, model=config)
+  scanned = dataclasses.replace(
+    language,
+    config=config,
+    variables={'params': params},
+    experiment=experiment,
+    task=make_task(experiment),
+  )
+  want = scanned.apply(tokens).logits_BLV
+  routed = mod_jax.route(scanned, 'mod', **WHOLE['mod'], threshold_decay=0.9)
+  assert routed.config.scan_layers
+  np.testing.assert_allclose(routed.apply(tokens).logits_BLV, want, atol=1e-5)
+  # As what a run starts from, there and back.
+  mod_jax.export(scanned, tmp_path / 'dense')
+  mod_jax.export(routed, tmp_path / 'routed')
+
+  def started(run, name, **changes):
+    model = dataclasses.replace(run.config, **changes)
+    task = make_task(dataclasses.replace(run.experiment, model=model))
+    fresh = dict(nn.unbox(jax.jit(task.init)(jax.random.key(5))))
+    params, state = task.start(fresh.pop('params'), fresh, str(tmp_path / name))
+    apply = jax.jit(model.build().apply)
+    return apply({'params': params, **state}, tokens).logits_BLV, state
+
+  for run, name in ((routed, 'dense'), (scanned, 'routed')):
+    np.testing.assert_allclose(started(run, name)[0], want, atol=1e-5)
+  # Averages come along, too.
+  moved = jax.tree.map(lambda x: x + 1, dict(routed.variables))
+  moved = dataclasses.replace(routed, variables=moved)
+  mod_jax.export(moved, tmp_path / 'moved')
+  _, state = started(routed, 'moved', scan_layers=False)
+  assert jax.tree.leaves(state)
+  assert all((x == 1).all() for x in jax.tree.leaves(state))
+
+
 def test_what_is_new_depends_on_the_key(dense):
   first, other = (
     mod_jax.route(dense, 'mod', key=jax.random.key(i)) for i in (0, 1)
@@ -130,6 +170,8 @@ def test_bad_input(dense, language):
   for method in ('amod', 'dynamic'):
     with pytest.raises(UserError, match="take 'mod' or 'acm'"):
       mod_jax.route(language, method)
+  with pytest.raises(UserError, match="Did you mean 'capacity'"):
+    mod_jax.route(dense, 'amod', capcity=0.5)
   with pytest.raises(UserError, match='capacity=2'):
     mod_jax.route(dense, 'amod', capacity=2.0)
   with pytest.raises(UserError, match='no such file'):

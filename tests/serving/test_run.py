@@ -223,7 +223,7 @@ def test_bad_paths(workdir, tmp_path):
     mod_jax.load(tmp_path / 'nothing')
   with pytest.raises(UserError, match='holds no'):
     mod_jax.load(tmp_path)
-  with pytest.raises(UserError, match='num_heads: .* a model of ours'):
+  with pytest.raises(UserError, match='num_heads: .* config is known'):
     mod_jax.load(workdir, num_heads=3)
 
 
@@ -272,6 +272,25 @@ class TestExport:
     (tmp_path / 'file').write_text('')
     with pytest.raises(UserError, match='cannot be written'):
       mod_jax.export(run, tmp_path / 'file')
+
+  def test_nothing_of_an_earlier_model_is_left(self, run, tmp_path):
+    mod_jax.export(run, tmp_path)
+    for name in ('model-00001-of-00002.safetensors', 'routers.safetensors'):
+      shutil.copy(tmp_path / 'model.safetensors', tmp_path / name)
+    (tmp_path / 'model.safetensors.index.json').write_text('{}')
+    mod_jax.export(run, tmp_path, 'timm', dense=True)
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {'config.json', 'model.safetensors'}
+
+
+def test_classes_of_one_name_are_told_apart(run, folder):
+  count = run.config.dense_twin().num_classes
+  named = dataclasses.replace(run, classes=('crane',) * count)
+  (picture, *_) = sorted(folder.rglob('*.jpg'))
+  (found,), (want,) = (r.predict([picture], top=count) for r in (named, run))
+  assert len(found) == count
+  assert list(found.values()) == list(want.values())
+  assert {f'crane ({i})' for i in range(count)} == set(found)
 
 
 @pytest.mark.parametrize('tokenizer', ['bytes', 'bpe', 'prepared'])

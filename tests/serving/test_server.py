@@ -146,6 +146,13 @@ def test_a_stream_is_the_whole_in_pieces(client):
   assert reasons[-1] == whole.finish_reason
   assert not any(reasons[:-1])
   assert len(chunks) > 2
+  *_, last = client.completions.create(
+    **asked, stream=True, stream_options={'include_usage': True}
+  )
+  assert not last.choices
+  assert last.usage.prompt_tokens > 0
+  assert last.usage.completion_tokens == 20
+  assert last.usage.total_tokens == last.usage.prompt_tokens + 20
   stop = whole.text[2:4]
   cut = client.completions.create(**asked, stop=[stop, 'zzz']).choices[0]
   assert cut.text == whole.text[: whole.text.index(stop)]
@@ -164,6 +171,13 @@ def test_a_chat_follows_the_template(client, alone):
   )
   pieces = [chunk.choices[0].delta.content for chunk in chunks]
   assert ''.join(pieces) == expected.text
+  parts = [{'type': 'text', 'text': part} for part in ('how are', ' you')]
+  asked['messages'] = [{'role': 'user', 'content': parts}]
+  again = client.chat.completions.create(**asked, max_tokens=7)
+  assert again.choices[0].message == found.choices[0].message
+  parts[0] = {'type': 'image_url', 'image_url': {'url': 'x'}}
+  with pytest.raises(openai.BadRequestError, match='only texts are read'):
+    client.chat.completions.create(**asked)
 
 
 @pytest.mark.parametrize(
@@ -178,6 +192,13 @@ def test_a_chat_follows_the_template(client, alone):
     ({'stop': ['']}, 'none of them empty'),
     ({'extra_body': {'top_k': 3}}, 'top_k=3 is not supported'),
     ({'extra_body': {'seed': 'one'}}, "seed='one': expected a number"),
+    ({'temperature': 10**400}, 'temperature=10*: expected a number'),
+    ({'prompt': [None]}, 'prompt: .*NoneType.*expected a text'),
+    ({'prompt': [1.7, 2]}, 'prompt: .*float.*whole numbers'),
+    ({'prompt': [[[1], 'a']]}, 'prompt: .*list.*whole numbers'),
+    ({'logprobs': 5}, 'logprobs=5: .*; give 1'),
+    ({'logprobs': 1, 'stream': True}, 'logprobs=1: .*without stream'),
+    ({'stream_options': {'x': 1}, 'stream': True}, 'give include_usage only'),
   ],
 )
 def test_bad_requests_are_refused_and_others_unharmed(client, changes, message):
@@ -236,9 +257,30 @@ def test_what_a_client_leaves_is_cancelled(client, engine, monkeypatch):
   wait_for(lambda: engine.idle)
 
 
-def test_no_template_no_chat(run):
+@pytest.mark.parametrize('template', [None, '{% generation %}'])
+def test_no_template_no_chat(run, template, tmp_path):
+  if template is not None:
+    (tmp_path / 'chat_template.jinja').write_text(template)
   with (
-    serving(Engine(run, slots=1)) as client,
+    serving(Engine(run, slots=1), tmp_path) as client,
     pytest.raises(openai.BadRequestError, match='no chat template'),
   ):
     client.chat.completions.create(model='tiny', messages=[])
+
+
+@pytest.mark.filterwarnings(
+  'ignore::pytest.PytestUnhandledThreadExceptionWarning'
+)
+def test_nobody_waits_for_an_engine_that_has_failed(run, monkeypatch):
+  asked = {'model': 'tiny', 'prompt': 'how'}
+  with serving(Engine(run, slots=1)) as client:
+    with monkeypatch.context() as patch:
+      patch.setattr(Engine, 'encode', lambda *_: 1 / 0)
+      with pytest.raises(openai.InternalServerError, match='cannot be taken'):
+        client.completions.create(**asked)
+    # That was one request; now it is the engine.
+    assert client.completions.create(**asked).choices
+    monkeypatch.setattr(Engine, 'advance', lambda _: 1 / 0)
+    for _ in range(2):
+      with pytest.raises(openai.InternalServerError, match='engine has failed'):
+        client.completions.create(**asked)
