@@ -812,37 +812,77 @@ def laptop_rates():
   return markdown(['factor', *(f'width {w}' for w in widths)], rows)
 
 
+def laptop_fit():
+  path = ROOT / 'results' / 'isoflop_laptop' / 'fit.json'
+  return json.loads(path.read_text())
+
+
+def interval(found, form: str) -> str:
+  low, high = (format(found[end], form) for end in ('low', 'high'))
+  return f'{found["value"]:{form}} ({low} to {high})'
+
+
+def flops_budget(row) -> str:
+  return f'{row["budget"]:g}'.replace('+', '')
+
+
+@table
+def laptop_equal_steps():
+  """Routed models against their full blocks alone, after as many steps."""
+  rows = [
+    [
+      flops_budget(row),
+      f'{row["group"]} against {row["against"]}',
+      str(row['pairs']),
+      interval(row['loss_difference'], '+.3f'),
+    ]
+    for row in laptop_fit()['equal_steps']
+  ]
+  return markdown(['budget', 'at equal steps', 'pairs', 'nats/token'], rows)
+
+
+@table
+def laptop_rules():
+  """What other rules than top-k cost, or a model without routed blocks."""
+  rows = {}
+  for row in laptop_fit()['causal']:
+    of = rows.setdefault((flops_budget(row), row['group']), {})
+    of[row['rule']] = f'{row["loss_difference"]:+.3f}'
+  rules = sorted({rule for of in rows.values() for rule in of})
+  return markdown(
+    ['budget', 'models', *rules],
+    [
+      [*which, *(of.get(rule, '') for rule in rules)]
+      for which, of in rows.items()
+    ],
+  )
+
+
 @table
 def laptop_minima():
   """The best models of the laptop's sweep at each budget, by parabolas."""
-  path = ROOT / 'results' / 'isoflop_laptop' / 'fit.json'
-  told = json.loads(path.read_text())
+  told = laptop_fit()
   against = {
     (row['group'], row['budget']): row
     for row in told['comparisons']
     if row['method'] == 'parabola'
   }
 
-  def written(found, form):
-    low, high = (format(found[end], form) for end in ('low', 'high'))
-    return f'{found["value"]:{form}} ({low} to {high})'
-
   rows = []
   for curve in told['curves']:
-    budget = f'{curve["budget"]:g}'.replace('+', '')
-    row = [budget, curve['group'], str(curve['runs'])]
+    row = [flops_budget(curve), curve['group'], str(curve['runs'])]
     best = curve['parabola']
     if 'refused' in best:
       rows.append([*row, best['refused'], *[''] * 4])
       continue
     thousands = {end: x / 1e3 for end, x in best['params'].items()}
-    row += [written(thousands, '.0f'), written(best['loss'], '.3f')]
+    row += [interval(thousands, '.0f'), interval(best['loss'], '.3f')]
     differs = against.get((curve['group'], curve['budget']))
     if differs:
       row += [
-        written(differs['params_ratio'], '.2f'),
-        written(differs['flops_ratio'], '.2f'),
-        written(differs['loss_difference'], '+.3f'),
+        interval(differs['params_ratio'], '.2f'),
+        interval(differs['flops_ratio'], '.2f'),
+        interval(differs['loss_difference'], '+.3f'),
       ]
     rows.append(row + [''] * (8 - len(row)))
   header = [

@@ -62,3 +62,11 @@ def test_tests_that_pages_name_exist(tables):
       missing.append(name)
   assert len(names) > 30
   assert not missing
+
+
+def test_the_laptop_sweeps_fit_is_of_all_its_results(tables):
+  folder = ROOT / 'results' / 'isoflop_laptop' / 'results'
+  runs = sum(
+    curve['runs'] + curve['diverged'] for curve in tables.laptop_fit()['curves']
+  )
+  assert runs == len(list(folder.glob('*.json'))) > 0

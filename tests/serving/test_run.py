@@ -351,3 +351,18 @@ def test_a_language_model_goes_elsewhere(tmp_path, tokenizer):
     np.testing.assert_array_equal(a.log_probs, b.log_probs)
   with pytest.raises(UserError, match='give strings'):
     run.predict(np.zeros(3))
+
+
+def test_somebody_elses_language_model_stays_what_it_was(tmp_path):
+  source = GOLDEN / 'lm_eval' / 'model'
+  run = mod_jax.load(source)
+  mod_jax.export(run, tmp_path)
+  again = mod_jax.load(tmp_path)
+  # It begins texts as its own, and has no data of ours.
+  assert again.encode('how') == run.encode('how')
+  assert run.encode('how') != run.tokenizer.encode('how')
+  for model in (run, again):
+    with pytest.raises(UserError, match='not from a run of ours.*TextData'):
+      model.evaluate()
+  with pytest.raises(UserError, match='num_heads: .* config is known'):
+    mod_jax.load(source, num_heads=3)
