@@ -176,7 +176,7 @@ class ModJax(lm_eval.api.model.TemplateLM):
       if len(tokens) + settings['max_gen_toks'] > self.max_length:
         logging.log_first_n(
           logging.WARNING,
-          'A context of %d tokens and %d new ones: max_length=%d cuts both.',
+          '%d tokens and %d new ones do not fit max_length=%d: they are cut.',
           *(1, len(tokens), settings['max_gen_toks'], self.max_length),
         )
       tokens = tokens[-(self.max_length - new) :]

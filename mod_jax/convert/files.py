@@ -61,9 +61,10 @@ def remove_others(folder: pathlib.Path, written: Container[str]) -> None:
     folder: directory.
     written: names of the files that the model has that is there now.
   """
-  for file in folder.glob('model*.safetensors*'):
+  shards = folder.glob('model-?????-of-?????.safetensors')
+  for file in (folder / _IN_DIRECTORY[0], folder / INDEX, *shards):
     if file.name not in written:
-      file.unlink()
+      file.unlink(missing_ok=True)
 
 
 def check_suffix(path: pathlib.Path) -> None:

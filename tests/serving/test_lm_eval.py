@@ -3,12 +3,14 @@
 import importlib.util
 import json
 import pathlib
+import types
 
 import numpy as np
 import pytest
 
 import mod_jax
 from mod_jax.errors import UserError
+from mod_jax.serving.engine import Engine
 
 GOLDEN = pathlib.Path(__file__).parents[1] / 'golden'
 
@@ -84,3 +86,40 @@ def test_a_routed_model_is_scored_under_a_causal_rule(harness, dense):
   assert long[0] == pytest.approx(short[0] + rest[0], abs=1e-3)
   with pytest.raises(UserError, match="rule='predictor' cannot generate"):
     adapter.ModJax(routed, rule='predictor')
+
+
+def test_a_long_continuation_leaves_room_for_what_it_continues(
+  harness, dense, monkeypatch
+):
+  _, adapter = harness
+  model = adapter.ModJax(dense, batch_size=2, max_length=32)
+  submit, asked = Engine.submit, []
+
+  def recorded(self, tokens, **settings):
+    asked.append((tokens, settings['max_new_tokens']))
+    return submit(self, tokens, **settings)
+
+  monkeypatch.setattr(Engine, 'submit', recorded)
+  texts = ('Snow fell. ' * 20, 'Snow', '')
+  settings = {'until': [], 'max_gen_toks': 256, 'top_k': None, 'top_p': None}
+  model.generate_until(
+    [types.SimpleNamespace(args=(text, settings)) for text in texts]
+  )
+  (long, new), (short, rest), (empty, _) = asked
+  assert long == dense.encode(texts[0])[-16:]
+  assert new == 16
+  assert short == dense.encode('Snow')
+  assert rest == 32 - len(short)
+  assert empty
+
+
+def test_texts_in_windows_are_scored_as_one_by_one(harness, dense):
+  _, adapter = harness
+  model = adapter.ModJax(dense, batch_size=2, max_length=8)
+  requests = [
+    types.SimpleNamespace(args=('Snow fell all night. ' * n,))
+    for n in (1, 4, 2)
+  ]
+  together = model.loglikelihood_rolling(requests)
+  apart = [model.loglikelihood_rolling([request])[0] for request in requests]
+  assert together == pytest.approx(apart, abs=1e-3)
