@@ -12,6 +12,7 @@ from flax import linen as nn
 import flax.struct
 import jax
 
+from mod_jax import config as config_lib
 from mod_jax import trees
 from mod_jax.layers import stack as stack_lib
 from mod_jax.layers.acm import ACMConfig
@@ -144,10 +145,12 @@ def acmize(
     replaced by what.
 
   Raises:
-    UserError: parameters that do not fit the config, no module matched by a
-      rule, or a number of learners that does not divide a module's units.
+    UserError: an unknown field, parameters that do not fit the config, no
+      module matched by a rule, or a number of learners that does not divide a
+      module's units.
   """
-  model = config.with_parts(adaptive=AdaptiveConfig(**options))
+  adaptive = config_lib.replace(AdaptiveConfig(), options)
+  model = config.with_parts(adaptive=adaptive)
   params = nn.unbox(params)
   key = jax.random.key(0) if key is None else key
   fresh = nn.unbox(jax.jit(model.build().init)(key, model.example()))

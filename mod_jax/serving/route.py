@@ -85,7 +85,7 @@ def route(
 def _amod(config, variables, capacity, key, fields):
   _check_vision(config, 'amod')
   fields = {'score': 'attention', **_named(capacity, 'capacity'), **fields}
-  routing = config_lib.from_dict(VisionRoutingConfig, fields)
+  routing = config_lib.replace(VisionRoutingConfig(), fields)
   return dataclasses.replace(config, routing=routing), variables
 
 
@@ -95,19 +95,19 @@ def _mod(config, variables, capacity, key, fields):
   kind = MoDConfig
   if not isinstance(config, LMConfig):
     kind, fields = VisionRoutingConfig, {'score': 'learned', **fields}
-  routing = config_lib.from_dict(kind, fields)
+  routing = config_lib.replace(kind(), fields)
   model = dataclasses.replace(config, routing=routing)
   return model, _completed(model, config, variables, key)
 
 
 def _dynamic(config, variables, capacity, key, fields):
   _check_vision(config, 'dynamic')
-  fields = {
-    'stages': equal_stages(config.num_layers),
-    **_named(capacity, 'keep'),
-    **fields,
-  }
-  model = DynamicViTConfig(backbone=config, **fields)
+  # The usual ones would be refused of a backbone of two blocks.
+  stages = fields.pop('stages', None) or equal_stages(config.num_layers)
+  model = config_lib.replace(
+    DynamicViTConfig(backbone=config, stages=stages),
+    {**_named(capacity, 'keep'), **fields},
+  )
   return model, _completed(model, config, variables, key)
 
 

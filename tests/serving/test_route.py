@@ -170,8 +170,15 @@ def test_bad_input(dense, language):
   for method in ('amod', 'dynamic'):
     with pytest.raises(UserError, match="take 'mod' or 'acm'"):
       mod_jax.route(language, method)
-  with pytest.raises(UserError, match="Did you mean 'capacity'"):
-    mod_jax.route(dense, 'amod', capcity=0.5)
+  for method, name, wrong in (
+    ('amod', 'capacity', 'capcity'),
+    ('mod', 'gate', 'gat'),
+    ('acm', 'num_learners', 'num_learner'),
+  ):
+    with pytest.raises(UserError, match=f"Did you mean '{name}'"):
+      mod_jax.route(dense, method, **{wrong: 0.5})
+  with pytest.raises(UserError, match="Did you mean 'keep'"):
+    mod_jax.route(dense, 'dynamic', keeps=0.5, stages=(1,))
   with pytest.raises(UserError, match='capacity=2'):
     mod_jax.route(dense, 'amod', capacity=2.0)
   with pytest.raises(UserError, match='no such file'):
