@@ -3,9 +3,10 @@
     python benchmarks/decode_tries.py
 
 Grouping: were sequences held back until others are routed through the same
-block, its weights would be read for several at once. The best that could come
-of it is a step in which all sequences are routed together, one step in eight:
-scores by stride, beside independent ones of the same capacity. Caches of 8-bit
+block, its weights would be read for several at once. Timed is a step in which
+all sequences are routed together, one step in eight: scores by stride, beside
+independent ones of the same capacity. It is no bound of what could be saved,
+since such a step still takes its rows in several chunks. Caches of 8-bit
 integers, with a scale for each token and head: attention over such a cache,
 beside one in float32. Sizes are those of `decode.py`, whose steps these are.
 The result stands beside this file as JSON.

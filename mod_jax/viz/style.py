@@ -222,6 +222,7 @@ def percent(value: float, _=None) -> str:
 
 def quantity(count: float) -> str:
   """Writes a count with three digits, as in 1.28M."""
+  count = float(f'{count:.3g}')  # 999,600 is 1M.
   for size, unit in ((1e12, 'T'), (1e9, 'B'), (1e6, 'M'), (1e3, 'k')):
     if count >= size:
       return f'{count / size:.3g}{unit}'

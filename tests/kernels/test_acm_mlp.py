@@ -178,6 +178,11 @@ def test_order_is_a_stable_sort(tokens):
   assert order.count_N.tolist() == [(clipped > n).sum() for n in range(N)]
 
 
+def test_more_learners_than_the_counts_type_can_hold():
+  order = order_lib.order(jnp.asarray([200, 255], jnp.uint8), 300)
+  assert order.count_N.tolist() == [2] * 200 + [1] * 55 + [0] * 45
+
+
 def test_tiles_of_the_size_that_is_used():
   arrays, _ = draw(k=random_k(reference.TILE + 1))
   got = jax.jit(acm_mlp)(*arrays)

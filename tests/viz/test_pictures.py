@@ -499,3 +499,9 @@ def test_each_rule_has_its_own_look():
   assert len({look.marker for look in looks}) == len(looks)
   assert viz.rule_style('new') == viz.rule_style('new')
   assert viz.rule_style('new').color not in {look.color for look in looks}
+
+
+def test_a_count_that_rounds_up_gets_the_next_unit():
+  counts = (0, 999.6, 12_345, 999_600, 1.284e6, 4e12)
+  written = ['0', '1k', '12.3k', '1M', '1.28M', '4T']
+  assert [style.quantity(count) for count in counts] == written

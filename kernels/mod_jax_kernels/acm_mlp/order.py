@@ -27,7 +27,7 @@ def order(num_learners_T: jax.Array, learners: int) -> Order:
     num_learners_T: integers; those outside 0..N count as the nearest.
     learners: N.
   """
-  k_T = jnp.clip(num_learners_T, 0, learners).astype(jnp.int32)
+  k_T = jnp.clip(num_learners_T.astype(jnp.int32), 0, learners)
   # A counting sort: there are N + 1 different keys only. Slots are linear in
   # the tokens and stable, so that equal keys read memory in order.
   levels_K = jnp.arange(learners, -1, -1, dtype=jnp.int32)
