@@ -102,6 +102,21 @@ class TestAttention(OpTests):
       dict.fromkeys((1, 2), np.zeros((2, 4, 3, 8), np.float32)),
       'number of heads that theirs divides',
     ),
+    *(
+      (dict.fromkeys((1, 2), np.zeros(shape)), 'batch and the channels of q')
+      for shape in ((3, 4, 2, 8), (2, 4, 2, 6))
+    ),
+    # An additive mask reads as the opposite of what it means.
+    *(
+      ({3: mask}, r'expected booleans \[2, 4, 4\]')
+      for mask in (
+        np.zeros((2, 4, 4), np.float32),
+        np.ones((2, 4, 5), bool),
+        np.ones((3, 4, 4), bool),
+        np.ones((2, 3, 4), bool),
+        np.ones((2, 1, 4, 4), bool),
+      )
+    ),
     (
       dict.fromkeys((1, 2), np.zeros((2, 5, 2, 8))) | {'causal': True},
       'as many queries as keys, got 4 and 5',
@@ -149,6 +164,39 @@ def test_a_causal_call_multiplies_no_keys_that_nobody_sees(equations):
   ]
   keys = [shape[-1] for shape in products if shape[-1] != 8]
   assert keys == [64, 128, 150]
+
+
+@pytest.mark.parametrize('shape', [(2, 1, 150), (1, 150, 150), (1, 1, 150)])
+@pytest.mark.parametrize('causal', [False, True])
+def test_a_mask_of_all_queries_or_sequences(shape, causal):
+  arrays, static = draw(queries=150, keys=150, dtype='float32', causal=causal)
+  mask = np.random.default_rng(0).random(shape) < 0.7
+  mask[..., 0] = True  # Each query sees a key, under a causal mask too.
+  arrays[3] = jnp.array(mask)
+  np.testing.assert_allclose(
+    TestAttention.call(*arrays, **static), plain(*arrays, **static), atol=1e-5
+  )
+
+
+def test_cudnn_gets_a_mask_with_a_row_for_each_query(monkeypatch):
+  arrays, _ = draw(queries=2, keys=4)
+  arrays[3] = jnp.ones((2, 1, 4), bool)
+  monkeypatch.setattr(choice, 'platform', lambda: 'cuda')
+  monkeypatch.setattr(choice, 'capability', lambda: 9.0)
+  monkeypatch.setattr(
+    jax.nn, 'dot_product_attention', lambda *_, mask, **__: mask.shape
+  )
+  assert TestAttention.call(*arrays) == (2, 1, 2, 4)
+
+
+@pytest.mark.parametrize(
+  ('queries', 'keys', 'causal'), [(0, 0, True), (0, 4, False), (3, 0, False)]
+)
+def test_no_queries_or_no_keys(queries, keys, causal):
+  arrays, static = draw(queries=queries, keys=keys, causal=causal)
+  out = TestAttention.call(*arrays, **static)
+  assert out.shape == arrays[0].shape
+  assert not out.any()
 
 
 def test_a_query_that_sees_nothing_is_finite_and_leaves_others_alone():

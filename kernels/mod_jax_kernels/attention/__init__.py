@@ -55,8 +55,9 @@ def attention(
     q_BQHC: queries of H heads.
     k_BSGC: keys of G heads; G divides H, and each serves H/G query heads.
     v_BSGC: values.
-    mask_BQS: True where a query may see a key. A query that may see no key
-      gets finite, meaningless numbers.
+    mask_BQS: True where a query may see a key; batch and queries may be 1,
+      which stands for all of them. A query that may see no key gets finite,
+      meaningless numbers.
     causal: whether slot i sees slots 0..i only; needs Q = S.
     segment_BL: integers; a query sees the keys of its own segment only, such
       as a packed document. Needs Q = S.
@@ -74,13 +75,30 @@ def attention(
     RuntimeError: a backend that was asked for by name and is on a platform that
       it does not run on: `cudnn` when traced, `splash` when lowered.
   """
-  heads, groups = q_BQHC.shape[2], k_BSGC.shape[2]
-  if k_BSGC.shape != v_BSGC.shape or heads % groups:
+  batch, queries, heads, channels = q_BQHC.shape
+  keys, groups = k_BSGC.shape[1:3]
+  if (
+    k_BSGC.shape != v_BSGC.shape
+    or k_BSGC.shape[::3] != (batch, channels)
+    or heads % groups
+  ):
     raise ValueError(
       f'q {q_BQHC.shape}, k {k_BSGC.shape}, v {v_BSGC.shape}: expected k and v'
-      ' of one shape, and a number of heads that theirs divides.'
+      ' of one shape, the batch and the channels of q, and a number of heads'
+      ' that theirs divides.'
     )
-  queries, keys = q_BQHC.shape[1], k_BSGC.shape[1]
+  if mask_BQS is not None and (
+    mask_BQS.dtype != bool
+    or mask_BQS.ndim != 3
+    or mask_BQS.shape[0] not in (1, batch)
+    or mask_BQS.shape[1] not in (1, queries)
+    or mask_BQS.shape[2] != keys
+  ):
+    raise ValueError(
+      f'mask {mask_BQS.dtype}{list(mask_BQS.shape)}: expected booleans'
+      f' [{batch}, {queries}, {keys}], True where a query may see a key; the'
+      ' first two may be 1.'
+    )
   if causal and queries != keys:
     raise ValueError(
       f'causal=True needs as many queries as keys, got {queries} and {keys}:'
@@ -96,6 +114,8 @@ def attention(
       f' {k_BSGC.shape}: expected an integer for each query, and as many'
       ' queries as keys.'
     )
+  if not queries or not keys:
+    return jnp.zeros_like(q_BQHC)
   implementation, *_ = OP.choose(
     implementation, q_BQHC, k_BSGC, v_BSGC, mask_BQS, segment_BL
   )
@@ -116,6 +136,9 @@ def attention(
       None if segment_BL is None else segment_BL.astype(jnp.int32),
       causal,
     )
+  if mask_BQS is not None:
+    # cuDNN takes a row for each query.
+    mask_BQS = jnp.broadcast_to(mask_BQS, (len(mask_BQS), queries, keys))
   if segment_BL is not None:
     same_BQS = segment_BL[:, :, None] == segment_BL[:, None, :]
     mask_BQS = same_BQS if mask_BQS is None else mask_BQS & same_BQS
