@@ -3,12 +3,12 @@
     python benchmarks/decode_tries.py
 
 Grouping: were sequences held back until others are routed through the same
-block, its weights would be read for several at once. Timed is a step in which
-all sequences are routed together, one step in eight: scores by stride, beside
-independent ones of the same capacity. It is no bound of what could be saved,
-since such a step still takes its rows in several chunks. Caches of 8-bit
-integers, with a scale for each token and head: attention over such a cache,
-beside one in float32. Sizes are those of `decode.py`, whose steps these are.
+block, its weights would be read once for all of them. Timed is the most that
+this could save: steps in which all sequences are routed together, one step in
+eight and in one chunk, by scores of a stride, beside independent scores of the
+same capacity. Caches of 8-bit integers, with a scale for each token and head:
+attention over such a cache, beside one in float32. Sizes are those of
+`decode.py`, whose steps these are.
 The result stands beside this file as JSON.
 """
 
@@ -46,7 +46,9 @@ def grouping(batch: int) -> dict[str, float]:
   )
   steps = {
     'independent': decode.step_function(base, batch, _CONTEXT.value, mode),
-    'together': decode.step_function(together, batch, _CONTEXT.value, mode),
+    'together': decode.step_function(
+      together, batch, _CONTEXT.value, dataclasses.replace(mode, chunk=batch)
+    ),
   }
   # As many steps as make whole rounds of the stride.
   seconds = timing.interleaved(steps, rounds=flags.FLAGS.rounds, warmup=8)
