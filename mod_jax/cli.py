@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import functools
+import inspect
 import io
 import logging as python_logging
 import os
@@ -281,6 +282,16 @@ def load_config(file, cls, *, complete=True):
     )
   _, _, variant = file.partition(':')
   module = config_lib.load(config_file(file))
+  if not hasattr(module, 'get_config'):
+    raise UserError(
+      f'--config={file}: the file has no function get_config, which returns a'
+      ' config.'
+    )
+  if variant and not inspect.signature(module.get_config).parameters:
+    raise UserError(
+      f'--config={file}: get_config() takes no variant, so leave ":{variant}"'
+      ' out.'
+    )
   config = module.get_config(*([variant] if variant else []))
   if not isinstance(config, cls):
     raise UserError(

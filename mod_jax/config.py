@@ -20,6 +20,7 @@ import json
 import math
 import operator
 import pathlib
+import sys
 import types
 import typing
 from typing import Annotated
@@ -39,6 +40,8 @@ _TYPE_KEY = 'type'
 # Sizes of numbers that float32 holds, in which models compute: what is larger
 # is infinite there, and what is smaller is 0.
 _FLOAT32 = (2.0**-126, (1 - 2.0**-24) * 2.0**128)
+# Begins the names of modules that are config files.
+_CONFIG_FILE = 'config file '
 _SHOWN = 200  # Characters of a refused value.
 
 
@@ -321,7 +324,14 @@ def _tag(instance, hint):
       f'{cls.__name__}.{_TYPE_KEY}: a member of a union cannot have a field of '
       'this name, which tells the members apart'
     )
-  return {_TYPE_KEY: _tag_of(cls, hint)}
+  tag = _tag_of(cls, hint)
+  if tag.startswith(_CONFIG_FILE):
+    raise UserError(
+      f'{cls.__name__} is defined in a {cls.__module__}: a saved config could'
+      ' not be read again, since nobody can import it from there. Move it to a'
+      ' module on PYTHONPATH, and import it from there.'
+    )
+  return {_TYPE_KEY: tag}
 
 
 def _encode(value, hint):
@@ -646,10 +656,18 @@ def sibling(file, name):
 
 
 def load(path):
-  """Returns the module of a config file."""
-  path = pathlib.Path(path)
-  spec = importlib.util.spec_from_file_location(f'{path.stem}_config', path)
+  """Returns the module of a config file, executed anew.
+
+  Raises:
+    UserError: it is no Python file.
+  """
+  path = pathlib.Path(path).resolve()
+  spec = importlib.util.spec_from_file_location(f'{_CONFIG_FILE}{path}', path)
+  if spec is None:
+    raise UserError(f'{path} is no config file: expected Python, FILE.py.')
   module = importlib.util.module_from_spec(spec)
+  # Dataclasses and `inspect` look up the module of a class there.
+  sys.modules[spec.name] = module
   spec.loader.exec_module(module)
   return module
 

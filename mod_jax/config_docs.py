@@ -66,9 +66,13 @@ def page(file, config) -> str:
     config: what it built, perhaps changed.
   """
   module = config_lib.load(file)
-  variants = ', '.join(filter(None, module.VARIANTS))
-  said = inspect.cleandoc(module.__doc__ or '')
-  return f'{said}\n\nvariants: {variants}\n\n{listing(config)}'
+  variants = ', '.join(filter(None, getattr(module, 'VARIANTS', ())))
+  parts = (
+    inspect.cleandoc(module.__doc__ or ''),
+    variants and f'variants: {variants}',
+    listing(config),
+  )
+  return '\n\n'.join(filter(None, parts))
 
 
 def listing(config, width: int = 80) -> str:

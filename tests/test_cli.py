@@ -21,6 +21,7 @@ from mod_jax.errors import UserError
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 LIBRARY = """
+  import abc
   import dataclasses
   from typing import Literal
 
@@ -40,6 +41,15 @@ LIBRARY = """
 
 
   @dataclasses.dataclass(frozen=True, kw_only=True)
+  class Score(abc.ABC):
+
+    @property
+    @abc.abstractmethod
+    def power(self):
+      '''Makes the class one that others derive from.'''
+
+
+  @dataclasses.dataclass(frozen=True, kw_only=True)
   class Model:
     num_layers: int = 2
     tied: bool = True
@@ -48,6 +58,7 @@ LIBRARY = """
     names: tuple[str, ...] = ()
     routing: Routing | None = Routing()
     dense: Routing | None = None
+    score: Score | None = None
 
     def __post_init__(self):
       config.validate(self)
@@ -81,6 +92,24 @@ CONFIG = """
       library.Routing(capacity=2)
     variants = {'': base, 'tiny': dataclasses.replace(base, steps=1)}
     return config.choose(variant, variants)
+"""
+
+# A config file whose config has a class of its own.
+ONE = """
+  from __future__ import annotations
+
+  import dataclasses
+
+  import library
+
+
+  @dataclasses.dataclass(frozen=True, kw_only=True)
+  class Mine(library.Score):
+    power: int = 2
+
+
+  def get_config():
+    return library.Experiment(model=library.Model(score=Mine()))
 """
 
 SCRIPT = """
@@ -141,6 +170,9 @@ def folder(tmp_path_factory):
     ('script.py', SCRIPT),
   ):
     (path / name).write_text(textwrap.dedent(text), encoding='utf-8')
+  (path / 'bare.py').write_text('import library\n', encoding='utf-8')
+  (path / 'config.json').write_text('{}', encoding='utf-8')
+  (path / 'one.py').write_text(textwrap.dedent(ONE), encoding='utf-8')
   (path / 'broken.py').write_text('def get_config(:\n', encoding='utf-8')
   return path
 
@@ -205,6 +237,18 @@ REFUSALS = {
   ),
   ('--workdir=w', '--config=mine:tiny'): (
     "--config=mine:tiny: there is no file 'mine'. mod_jax comes with configs/"
+  ),
+  ('--workdir=w', '--config=config.json'): (
+    '{folder}/config.json is no config file: expected Python, FILE.py.'
+  ),
+  ('--workdir=w', '--config=bare.py'): (
+    '--config=bare.py: the file has no function get_config'
+  ),
+  ('--workdir=w', '--config=one.py:tiny'): (
+    '--config=one.py:tiny: get_config() takes no variant'
+  ),
+  ('--workdir=w', '--config=one.py'): (
+    'Mine is defined in a config file {folder}/one.py: a saved config could'
   ),
   ('--config=tiny_config.py', '--workdir'): (
     '--workdir is given without a value: write --workdir=VALUE;'
@@ -288,9 +332,9 @@ def results(folder):
 
 
 @pytest.mark.parametrize('args', REFUSALS, ids=' '.join)
-def test_bad_input_is_told_in_one_line(results, args):
+def test_bad_input_is_told_in_one_line(results, args, folder):
   status, out, err = results[args]
-  assert err.startswith('error: ' + REFUSALS[args])
+  assert err.startswith('error: ' + REFUSALS[args].format(folder=folder))
   assert err.count('\n') == 1
   assert 'Traceback' not in err
   assert (status, out) == (2, '')

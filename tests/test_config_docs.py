@@ -53,6 +53,30 @@ class Outer(Base):
     return local
 
 
+FILE = """
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Mine:
+  power: int = 2  # Of the norm.
+
+
+def get_config():
+  return Mine()
+"""
+
+
+def test_a_file_of_a_class_and_nothing_else(tmp_path):
+  (tmp_path / 'mine.py').write_text(FILE)
+  config = config_lib.load(tmp_path / 'mine.py').get_config()
+  assert config_docs.page(tmp_path / 'mine.py', config) == (
+    '--config.power=2\n    Of the norm. (an integer)'
+  )
+
+
 def test_where_meanings_are_found():
   assert config_docs.meanings(Outer) == {
     'told': 'in the docstring, on two lines.',
