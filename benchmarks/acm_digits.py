@@ -14,9 +14,11 @@ and of which seeds they are.
 """
 
 import pathlib
+import sys
 
 from absl import app
 from absl import flags
+import machine
 from machine import cell
 from machine import point
 from machine import spread
@@ -151,13 +153,18 @@ def drawn(name, group, row) -> dict:
   return point(name, group, 1e3 * row['gmacs']['mean'], row['accuracy'])
 
 
-def draw(figure, name: str) -> None:
-  beside = pathlib.Path(_WORKDIR.value if _TINY.value else __file__).parent
-  viz.save(figure, beside / f'{name}.png')
+def _trial() -> str | None:
+  return _WORKDIR.value if _TINY.value else None
+
+
+def draw(figure, suffix: str) -> None:
+  viz.save(figure, machine.result_path(__file__, f'{suffix}.png', _trial()))
 
 
 def main(_):
-  seeds = [Conversion(seed) for seed in _SEEDS.value]
+  seeds = list(each(Conversion, _SEEDS.value).values())
+  if not seeds:
+    sys.exit(f'No dense model is finished in {_WORKDIR.value}.')
   table, points, swept = {}, [], _SWEPT.value
 
   def add(name, group, label, runs):
@@ -191,11 +198,11 @@ def main(_):
   for n in _LEARNERS.value:
     if runs := each(lambda b, n=int(n): seeds[0].adaptive(b, n), swept):
       sweep[n] = runs
-  if not _TINY.value:
-    results_lib.save(
-      __file__,
-      {'seeds': _SEEDS.value, 'models': table, 'learners_of_one_seed': sweep},
-    )
+  results_lib.save(
+    __file__,
+    {'seeds': _SEEDS.value, 'models': table, 'learners_of_one_seed': sweep},
+    _trial(),
+  )
   print('| | seeds | MMACs | load | accuracy, % | std, images | std, tokens |')
   print('|---|---|---|---|---|---|---|')
   for name, row in table.items():
@@ -209,7 +216,7 @@ def main(_):
   title = 'Digits: adaptive width and the dense model'
   draw(
     viz.accuracy_flops(points, title=title, xlabel=xlabel, pareto=True),
-    'acm_digits',
+    '',
   )
   if sweep:
     sweep['4'] = each(lambda b: seeds[0].adaptive(b), swept)
@@ -232,7 +239,7 @@ def draw_learners(sweep, seed, xlabel):
       xlabel=xlabel,
       pareto=True,
     ),
-    'acm_digits_learners',
+    '_learners',
   )
 
 
@@ -255,7 +262,7 @@ def draw_losses(everything, ablated, budget):
       ],
       title=f'Digits: what entropy and diversity do, β = {budget}',
     ),
-    'acm_digits_losses',
+    '_losses',
   )
 
 

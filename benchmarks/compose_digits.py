@@ -16,6 +16,7 @@ import sys
 
 from absl import app
 from absl import flags
+import machine
 from machine import point
 from machine import spread
 import study
@@ -82,8 +83,9 @@ def tell(config: ExperimentConfig, metrics: dict) -> dict:
   }
 
 
-def results_file() -> pathlib.Path:
-  return study.results_file(__file__, _WORKDIR.value if _TINY.value else None)
+def result_path(suffix: str) -> pathlib.Path:
+  trial = _WORKDIR.value if _TINY.value else None
+  return machine.result_path(__file__, suffix, trial)
 
 
 def draw(runs: dict[str, list[dict]]):
@@ -116,14 +118,14 @@ def main(_):
           config, {'seed': int(seed), 'init': init and str(init)}
         )
         study.train(
-          f'{name}/{seed}', config, _WORKDIR.value, results_file(), tell
+          f'{name}/{seed}', config, _WORKDIR.value, result_path('.jsonl'), tell
         )
-  found = study.read(results_file())
+  found = study.read(result_path('.jsonl'))
   runs = study_tables.of_whole_seeds(found)
   if not runs.get('dense'):
     sys.exit('No seed has all of its runs yet.')
   print(study_tables.composition(found))
-  viz.save(draw(runs), results_file().with_suffix('.png'))
+  viz.save(draw(runs), result_path('.png'))
 
 
 if __name__ == '__main__':

@@ -158,16 +158,17 @@ def _small(config: ExperimentConfig) -> ExperimentConfig:
   )
 
 
-def results_file() -> pathlib.Path:
-  return study.results_file(__file__, _WORKDIR.value if _TINY.value else None)
+def result_path(suffix: str) -> pathlib.Path:
+  trial = _WORKDIR.value if _TINY.value else None
+  return machine.result_path(__file__, suffix, trial)
 
 
 def main(_):
   logging.set_verbosity(logging.WARNING)  # Orbax tells of every save.
   planned = runs()
   if not _TABLE.value:
-    study.train_all(planned, _RUNS.value, _WORKDIR.value, results_file())
-  print(study_tables.conversion(study.read(results_file())))
+    study.train_all(planned, _RUNS.value, _WORKDIR.value, result_path('.jsonl'))
+  print(study_tables.conversion(study.read(result_path('.jsonl'))))
 
 
 if __name__ == '__main__':

@@ -138,16 +138,10 @@ def main(_):
   }
   # What no-ops leave out, they should leave out of the time as well: like the
   # model that has no more slots than they leave.
-  no_ops = {}
-  for name in ('experts', same):
-    middle, low, high = timing.ratio_spread(seconds, 'integrated', name)
-    ratio = counts['integrated'] / counts[name]
-    no_ops[name] = {
-      'flop_ratio': ratio,
-      'time_ratio': middle,
-      'quartiles': [low, high],
-      'time_over_flops': middle / ratio,
-    }
+  no_ops = {
+    name: results_lib.over(seconds, counts, 'integrated', name)
+    for name in ('experts', same)
+  }
   results_lib.save(
     __file__,
     {

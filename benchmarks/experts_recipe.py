@@ -62,16 +62,17 @@ def runs() -> dict[str, ExperimentConfig]:
   return found
 
 
-def results_file() -> pathlib.Path:
-  return study.results_file(__file__, _WORKDIR.value if _TINY.value else None)
+def result_path(suffix: str) -> pathlib.Path:
+  trial = _WORKDIR.value if _TINY.value else None
+  return machine.result_path(__file__, suffix, trial)
 
 
 def main(_):
   logging.set_verbosity(logging.WARNING)  # Orbax tells of every save.
   planned = runs()
   if not _TABLE.value:
-    study.train_all(planned, _RUNS.value, _WORKDIR.value, results_file())
-  found = study.read(results_file())
+    study.train_all(planned, _RUNS.value, _WORKDIR.value, result_path('.jsonl'))
+  found = study.read(result_path('.jsonl'))
   print(study_tables.experts(found))
   losses = {
     name: [run['loss'] for run in of_seed.values()]
@@ -82,7 +83,7 @@ def main(_):
     xlabel='held-out loss, nats per token (dots: seeds; bar: mean)',
     title='Experts and Mixture-of-Depths at equal training FLOPs',
   )
-  viz.save(figure, results_file().with_suffix('.png'))
+  viz.save(figure, result_path('.png'))
 
 
 if __name__ == '__main__':

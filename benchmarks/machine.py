@@ -12,6 +12,21 @@ import jaxlib
 import optax
 
 
+def result_path(
+  script: str, suffix: str, trial: str | None = None
+) -> pathlib.Path:
+  """Returns the path of a result: beside its script, or in a trial's folder.
+
+  Args:
+    script: its path.
+    suffix: what stands in place of `.py`.
+    trial: the directory of a trial, whose results are nobody's; None for runs
+      that count.
+  """
+  path = pathlib.Path(script)
+  return pathlib.Path(trial or path.parent, path.stem + suffix)
+
+
 def train_step(loss, params, optimizer: optax.GradientTransformation, batch):
   """Returns a function that takes one training step and waits for it.
 

@@ -1,7 +1,6 @@
 """What a benchmark tells: its settings, ratios to a dense model, and a file."""
 
 import json
-import pathlib
 
 from absl import flags
 import machine
@@ -11,12 +10,18 @@ from mod_jax import timing
 _SAVE = flags.DEFINE_bool('save', True, 'Write the JSON beside the script.')
 
 
-def save(script: str, results: dict) -> None:
-  """Prints results, and writes them beside their script, unless --nosave."""
+def save(script: str, results: dict, trial: str | None = None) -> None:
+  """Prints results, and writes them as JSON, unless --nosave.
+
+  Args:
+    script: its path; the file stands beside it.
+    results: what is written.
+    trial: as in `machine.result_path`.
+  """
   if not _SAVE.value:
     print(results)
     return
-  path = pathlib.Path(script).with_suffix('.json')
+  path = machine.result_path(script, '.json', trial)
   text = json.dumps({'environment': machine.environment(), **results}, indent=2)
   path.write_text(text + '\n')
   print(text)
@@ -27,23 +32,26 @@ def settings(*names: str) -> dict:
   return {name: flags.FLAGS[name].value for name in names}
 
 
-def over_dense(seconds: dict, flops: dict) -> dict[str, dict]:
-  """Returns each model's time over that of 'dense', beside its FLOPs'.
+def over(seconds: dict, flops: dict, name: str, base: str) -> dict:
+  """Returns a model's time over that of another, beside its FLOPs'.
 
   Args:
     seconds: of every round, by model, as `timing.interleaved` returns them.
     flops: of a round, by model.
+    name: of the model.
+    base: of the other.
   """
-  routed = {}
-  for name in flops:
-    if name == 'dense':
-      continue
-    middle, low, high = timing.ratio_spread(seconds, name, 'dense')
-    ratio = flops[name] / flops['dense']
-    routed[name] = {
-      'time_ratio': middle,
-      'quartiles': [low, high],
-      'flop_ratio': ratio,
-      'time_over_flops': middle / ratio,
-    }
-  return routed
+  middle, low, high = timing.ratio_spread(seconds, name, base)
+  ratio = flops[name] / flops[base]
+  return {
+    'time_ratio': middle,
+    'quartiles': [low, high],
+    'flop_ratio': ratio,
+    'time_over_flops': middle / ratio,
+  }
+
+
+def over_dense(seconds: dict, flops: dict) -> dict[str, dict]:
+  """Returns `over` of each model, over the one called 'dense'."""
+  names = [name for name in flops if name != 'dense']
+  return {name: over(seconds, flops, name, 'dense') for name in names}

@@ -198,8 +198,9 @@ def _small(config: ExperimentConfig) -> ExperimentConfig:
   )
 
 
-def results_file() -> pathlib.Path:
-  return study.results_file(__file__, _WORKDIR.value if _TINY.value else None)
+def result_path(suffix: str) -> pathlib.Path:
+  trial = _WORKDIR.value if _TINY.value else None
+  return machine.result_path(__file__, suffix, trial)
 
 
 def grouped(found: dict[str, dict]) -> dict[str, dict[str, list[dict]]]:
@@ -252,7 +253,7 @@ def draw(groups: dict[str, dict[str, list[dict]]]) -> None:
     xlabel='held-out loss, nats per token (dots: seeds; bar: mean)',
     title='What routed blocks are worth, by recipe',
   )
-  viz.save(figure, results_file().with_suffix('.png'))
+  viz.save(figure, result_path('.png'))
 
 
 def main(_):
@@ -263,8 +264,8 @@ def main(_):
       if time.monotonic() > end:
         break
       if re.search(_RUNS.value, name):
-        study.train(name, config, _WORKDIR.value, results_file())
-  groups = grouped(study.read(results_file()))
+        study.train(name, config, _WORKDIR.value, result_path('.jsonl'))
+  groups = grouped(study.read(result_path('.jsonl')))
   print(table(groups))
   draw(groups)
 

@@ -43,19 +43,6 @@ def read(path: pathlib.Path) -> dict[str, dict]:
   return {line['run']: line for line in lines}
 
 
-def results_file(script: str, trial: str | None = None) -> pathlib.Path:
-  """Returns the file of the results: beside the script, or in a trial's folder.
-
-  Args:
-    script: its path.
-    trial: the directory of a trial, whose results are nobody's; None for runs
-      that count.
-  """
-  if trial is not None:
-    return pathlib.Path(trial, 'results.jsonl')
-  return pathlib.Path(script).with_suffix('.jsonl')
-
-
 def workdir(root, name: str) -> pathlib.Path:
   """Returns the directory of a run."""
   return pathlib.Path(root, re.sub('[^A-Za-z0-9_./]+', '_', name))
@@ -67,7 +54,7 @@ def of_language(config: ExperimentConfig, metrics: dict) -> dict:
   def held_out(name):  # A dense model has no rule.
     return metrics.get(f'top_k/{name}', metrics.get(name))
 
-  forward = flops.forward(config.model, config.data.length)
+  length = config.data.length
   rows = config.train.batch_size * config.train.num_steps
   return {
     'loss': held_out('loss'),
@@ -76,8 +63,8 @@ def of_language(config: ExperimentConfig, metrics: dict) -> dict:
     'router_rule': metrics.get('router/loss'),
     'experts': _of_experts(metrics),
     'steps': config.train.num_steps,
-    'forward_flops': forward,
-    'train_flops': 3 * forward * rows,
+    'forward_flops': flops.forward(config.model, length),
+    'train_flops': flops.train(config.model, length) * rows,
     'params': flops.num_params(config.model),
   }
 

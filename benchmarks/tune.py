@@ -91,6 +91,11 @@ def tune(op: str, backend: str) -> dict[str, int]:
   """Returns the fastest sizes found; says what each step gained."""
   table = importlib.import_module(f'mod_jax_kernels.{op}.tiles').TILES
   best = dict(tiles.choose(table, backend))
+  if unknown := set(_NAMES.value or ()) - set(best):
+    raise app.UsageError(
+      f'--names={",".join(sorted(unknown))}: {op} on {backend} has'
+      f' {", ".join(best)}.'
+    )
   fastest = compiled(op, backend, best)
   if fastest is None:
     raise app.UsageError(f'{op}: the table entry {best} itself does not run.')

@@ -14,6 +14,7 @@ import re
 
 from absl import app
 from absl import flags
+import machine
 from machine import cell
 from machine import point
 from machine import spread
@@ -28,30 +29,35 @@ import results as results_lib
 
 _WORKDIR = flags.DEFINE_string('workdir', 'runs/vit_digits', 'For the runs.')
 _SEEDS = flags.DEFINE_list('seeds', ['0', '1', '2'], 'A dense run for each.')
-_SUFFIX = flags.DEFINE_string('suffix', '', '`_tiny` for a trial.')
+_TINY = flags.DEFINE_bool('tiny', False, 'Small models and few steps: a trial.')
 
-# Variant of the config file, and what the table calls it.
-_DENSE = ('', 'dense')
-_ADAPTED = (
-  ('amod', 'A-MoD 50%'),
-  ('mod', 'MoD 50%, raw'),
-  ('mod_sigmoid', 'MoD 50%, sigmoid'),
-  ('dynamic', 'DynamicViT .7'),
-  ('isoflop', 'dense, 6 blocks'),
-)
+# What the table calls each variant of the config file. The others start from
+# the first one's parameters.
+_NAMES = {
+  '': 'dense',
+  'amod': 'A-MoD 50%',
+  'mod': 'MoD 50%, raw',
+  'mod_sigmoid': 'MoD 50%, sigmoid',
+  'dynamic': 'DynamicViT .7',
+  'isoflop': 'dense, 6 blocks',
+}
 
 
-def load(variant: str) -> ExperimentConfig:
-  """Returns the experiment that the config file has by this name."""
+def load(variant: str) -> ExperimentConfig | None:
+  """Returns the experiment of the config file; None if a trial has none."""
   root = pathlib.Path(__file__).resolve().parents[1]
   module = config_lib.load(root / 'configs/vit/digits.py')
-  return module.get_config((variant + _SUFFIX.value).strip('_'))
+  if _TINY.value:
+    variant = f'{variant}_tiny'.strip('_')
+  return module.VARIANTS.get(variant, lambda: None)()
 
 
-def run(variant: str, seed: str, init: str | None = None) -> dict:
+def run(
+  variant: str, config: ExperimentConfig, seed: str, init: str | None = None
+) -> dict:
   """Trains, or finds that it is done; returns accuracies before and after."""
   workdir = f'{_WORKDIR.value}/{variant or "dense"}_{seed}'
-  config = config_lib.replace(load(variant), {'seed': int(seed), 'init': init})
+  config = config_lib.replace(config, {'seed': int(seed), 'init': init})
   result = phases.train(config, workdir)
   lines = [x for x in metrics_lib.read(workdir) if x['kind'] == 'eval']
   before = next((x for x in lines if x['step'] == 0), None)
@@ -65,12 +71,15 @@ def run(variant: str, seed: str, init: str | None = None) -> dict:
 
 
 def main(_):
-  runs = {name: [] for _, name in (_DENSE, *_ADAPTED)}
+  configs = {variant: load(variant) for variant in _NAMES}
+  configs = {variant: x for variant, x in configs.items() if x is not None}
+  runs = {_NAMES[variant]: [] for variant in configs}
   for seed in _SEEDS.value:
-    dense = run(_DENSE[0], seed)
-    runs[_DENSE[1]].append(dense)
-    for variant, name in _ADAPTED:
-      runs[name].append(run(variant, seed, dense['workdir']))
+    dense = None
+    for variant, config in configs.items():
+      done = run(variant, config, seed, dense)
+      runs[_NAMES[variant]].append(done)
+      dense = dense or done['workdir']
   table = {}
   for name, found in runs.items():
     before = [r['before'] for r in found if r['before'] is not None]
@@ -80,7 +89,8 @@ def main(_):
       'before': spread(before) if before else None,
       'after': spread([r['after'] for r in found]),
     }
-  results_lib.save(__file__, {'seeds': _SEEDS.value, 'models': table})
+  trial = _WORKDIR.value if _TINY.value else None
+  results_lib.save(__file__, {'seeds': _SEEDS.value, 'models': table}, trial)
   print('| | MMACs | parameters | adapted, % | fine-tuned, % |')
   print('|---|---|---|---|---|')
   for name, row in table.items():
@@ -97,7 +107,7 @@ def main(_):
     title='Digits: accuracy after fine-tuning against cost',
     xlabel='MMACs per image',
   )
-  viz.save(figure, pathlib.Path(__file__).with_suffix('.png'))
+  viz.save(figure, machine.result_path(__file__, '.png', trial))
 
 
 if __name__ == '__main__':

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 import statistics
 import time
 
+import numpy as np
+
 
 def interleaved(
   functions: Mapping[str, Callable], *, rounds: int, warmup: int = 1
@@ -41,8 +43,6 @@ def ratio_spread(
   seconds: Mapping[str, list[float]], above: str, below: str
 ) -> tuple[float, float, float]:
   """Returns the median of the rounds' ratios, and their quartiles."""
-  ratios = sorted(
-    a / b for a, b in zip(seconds[above], seconds[below], strict=True)
-  )
-  low, middle, high = statistics.quantiles(ratios, n=4)
+  ratios = np.divide(seconds[above], seconds[below])
+  low, middle, high = np.quantile(ratios, (0.25, 0.5, 0.75)).tolist()
   return middle, low, high

@@ -55,8 +55,8 @@ def test_a_recipe_is_trained(tmp_path):
   out = run('routing_recipe', *args)
   rows = [line for line in out.splitlines() if line.startswith('| ')]
   assert sum(row.startswith('| raw | 1 | ') for row in rows) == 1
-  assert (tmp_path / 'results.png').stat().st_size > 1000
-  (line,) = (tmp_path / 'results.jsonl').read_text().splitlines()
+  assert (tmp_path / 'routing_recipe.png').stat().st_size > 1000
+  (line,) = (tmp_path / 'routing_recipe.jsonl').read_text().splitlines()
   assert json.loads(line)['run'] == 'gate/raw/0'
 
 
@@ -80,7 +80,7 @@ def test_tuning_needs_a_device():
 def test_conversions_are_planned(tmp_path):
   found = {'run': 'dense, at first/0', 'loss': 4.0, 'forward_flops': 8}
   more = {'run': 'converted, 12.5%/0', 'loss': 4.5, 'forward_flops': 6}
-  (tmp_path / 'results.jsonl').write_text(
+  (tmp_path / 'conversion.jsonl').write_text(
     f'{json.dumps(found)}\n{json.dumps(more)}\n'
   )
   out = run('conversion', 'tiny', 'table', f'workdir={tmp_path}')
@@ -92,6 +92,6 @@ def test_models_with_experts_are_planned(tmp_path):
   found = {'run': 'integrated/0', 'loss': 4.0, 'params': 5_000_000}
   found |= {'forward_flops': 3_000_000, 'steps': 7}
   found['experts'] = {'null': 0.25, 'busiest': 1.5}
-  (tmp_path / 'results.jsonl').write_text(f'{json.dumps(found)}\n')
+  (tmp_path / 'experts_recipe.jsonl').write_text(f'{json.dumps(found)}\n')
   out = run('experts_recipe', 'tiny', 'table', f'workdir={tmp_path}')
   assert '| integrated | 1 | 4.000 | 5.00 | 3 | 7 | 0.25 | 1.50 |' in out
