@@ -25,6 +25,14 @@ def _ratio(config, length):
   )
 
 
+def test_steps_come_nearest_to_a_budget():
+  config = LMConfig(vocab_size=256, num_layers=2, width=64, num_heads=2)
+  step = 4 * 3 * flops.forward(config, 32)
+  assert flops.train(config, 32) * 4 == step
+  for budget, steps in ((2.4 * step, 2), (2.6 * step, 3), (0.1 * step, 1)):
+    assert flops.steps_within(budget, config, 4, 32) == steps
+
+
 class TestIdealRatio:
   """GELU MLP of width 4D; the head counts whether or not it is tied."""
 

@@ -26,11 +26,15 @@ class MovingThreshold:
     return cls(jnp.zeros(shape, jnp.float32), jnp.zeros((), jnp.float32))
 
   def update(self, kth: jax.Array, decay: float) -> 'MovingThreshold':
-    """Returns the average after one more observation."""
+    """Returns the average after one more observation.
+
+    One of +inf, as of a batch of padding alone, changes nothing.
+    """
     kth = jax.lax.stop_gradient(kth)
+    seen = jnp.all(kth < jnp.inf)
     return MovingThreshold(
-      decay * self.total + (1 - decay) * kth,
-      decay * self.weight + (1 - decay),
+      jnp.where(seen, decay * self.total + (1 - decay) * kth, self.total),
+      jnp.where(seen, decay * self.weight + (1 - decay), self.weight),
     )
 
   def value(self) -> jax.Array:
@@ -42,7 +46,11 @@ class MovingThreshold:
 
 
 def mean_of_rows(kth_B: jax.Array) -> jax.Array:
-  """Returns the mean over the rows that hold a real token: it is not inf."""
+  """Returns the mean over the rows that hold a real token: not +inf.
+
+  Without such a row it is +inf.
+  """
   seen_B = kth_B < jnp.inf
-  count = jnp.maximum(seen_B.sum(axis=0), 1)
-  return jnp.where(seen_B, kth_B, 0).sum(axis=0) / count
+  count = seen_B.sum(axis=0)
+  mean = jnp.where(seen_B, kth_B, 0).sum(axis=0) / jnp.maximum(count, 1)
+  return jnp.where(count > 0, mean, jnp.inf)

@@ -24,7 +24,6 @@ from mod_jax.viz import style
 _BUDGET = '#D55E00'
 _MOST_BINS = 60
 _LEAST_WIDTH = 0.05  # Of the histogram's axis: two equal images are a bar.
-_SLACK = 1e-5  # A float32 share of all learners may exceed 1.
 # Of a token's error with k learners over that with none.
 _ERROR = Normalize(0, 1)
 _MOST_COLUMNS = 1000
@@ -331,17 +330,12 @@ def loss_effects(rows: Iterable[Mapping], *, title: str = '') -> Figure:
 
 
 def _shares(name, values) -> np.ndarray:
-  values_B = images.finite(name, values)
+  values_B = images.shares(name, values)
   if values_B.ndim != 1:
     raise UserError(
       f'{name} of shape {values_B.shape}: expected one number for each image.'
     )
-  odd = values_B[(values_B < -_SLACK) | (values_B > 1 + _SLACK)]
-  if odd.size:
-    raise UserError(
-      f'{name}: {odd[0]:.6g} is no share; expected numbers from 0 to 1.'
-    )
-  return values_B.clip(0, 1)
+  return values_B
 
 
 def _is_whole(value) -> bool:
@@ -427,7 +421,7 @@ def _effect(index, given) -> dict:
   for key, *_ in _EFFECTS:
     value = given.get(key)
     real = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not real or not -_SLACK <= value <= 1 + _SLACK:
+    if not real or not -images.SLACK <= value <= 1 + images.SLACK:
       raise UserError(
         f'row {index} ({row["name"]!r:.40}) has {key} {value!r:.40}: expected a'
         ' number from 0 to 1.'

@@ -42,7 +42,10 @@ def engagement(
   )
   left, right = body.subplots(1, 2, width_ratios=(1.5, 1))
   figure = body.get_figure(root=True)
-  _boxes(left, groups, facts)
+  if groups:
+    _boxes(left, groups, facts)
+  else:
+    style.say(left, 'No tokens measured yet.')
   if names:
     _dots(right, names, pieces, blocks)
   else:

@@ -25,6 +25,7 @@ from mod_jax.viz import style
 VEIL = 0.85  # How white a skipped patch becomes.
 HEAT = colormaps['viridis']  # Perceptually uniform.
 OVERLAY = 0.72  # Opacity of colours that lie on a picture.
+SLACK = 1e-5  # A float32 share of all learners may exceed 1.
 
 # Inches.
 _GAP, _GROUP_GAP, _HEAD, _BELOW = 0.09, 0.22, 0.24, 0.2
@@ -546,6 +547,17 @@ def finite(name: str, values) -> np.ndarray:
       f'{"" if len(bad) == 1 else "s"} in all: expected finite numbers only.'
     )
   return values
+
+
+def shares(name: str, values) -> np.ndarray:
+  """Returns values from 0 to 1, or raises UserError if one lies outside."""
+  values = finite(name, values)
+  odd = values[(values < -SLACK) | (values > 1 + SLACK)]
+  if odd.size:
+    raise UserError(
+      f'{name}: {odd[0]:.6g} is no share; expected numbers from 0 to 1.'
+    )
+  return values.clip(0, 1)
 
 
 def decisions(chosen, what: str) -> np.ndarray:

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from mod_jax.errors import UserError
+from mod_jax.viz import images
 from mod_jax.viz import style
 
 
@@ -24,7 +26,14 @@ def attention_ranks(
     suggested: blocks whose share is lowest.
     facts: what stands above the panel.
     title: says what is seen; a general one if empty.
+
+  Raises:
+    UserError: what are no shares, or blocks that there are not.
   """
+  shares = images.shares('shares', shares)
+  if not len(shares):
+    raise UserError('there are no blocks to draw: expected at least one.')
+  suggested = images.block_numbers('suggested', suggested, len(shares))
   _, body = style.new_figure(
     max(6.0, 1.5 + 0.35 * len(shares)),
     3.2,

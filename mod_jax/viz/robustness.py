@@ -7,6 +7,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from mod_jax.errors import UserError
+from mod_jax.viz import images
 from mod_jax.viz import style
 
 _MOST = 12  # Corruptions side by side.
@@ -84,14 +85,12 @@ def _check(curves):
       ' fewer.'
     )
   for kind, found in curves.items():
+    severities = len(found.get('load', ()))
     for name in ('adaptive', 'dense', 'load'):
       values = found.get(name, ())
-      if not len(values) or len(values) != len(found['load']):
+      if not len(values) or len(values) != severities:
         raise UserError(
           f'{kind}: {len(values)} numbers of {name!r}; expected one for each'
           f' severity, as there are of load.'
         )
-      if not all(0 <= value <= 1 + 1e-5 for value in values):
-        raise UserError(
-          f'{kind}: {name!r} is {list(values)}; expected numbers from 0 to 1.'
-        )
+      images.shares(f'{kind}, {name!r}', values)

@@ -231,8 +231,9 @@ def quantity(count: float) -> str:
 
 def shortened(text: str, most: int = 40) -> str:
   """Returns one line of at most `most` characters."""
-  text = glyphs.plain(' '.join(str(text).split()))
-  return text if len(text) <= most else text[: most - 1] + '…'
+  text = ' '.join(str(text).split())
+  # Shortened first: what is made drawable holds escapes that are not to be cut.
+  return glyphs.plain(text if len(text) <= most else text[: most - 1] + '…')
 
 
 def say(axes, text: str) -> None:

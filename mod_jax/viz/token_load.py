@@ -5,8 +5,11 @@ from collections.abc import Sequence
 from matplotlib.figure import Figure
 import numpy as np
 
+from mod_jax.errors import UserError
 from mod_jax.viz import glyphs
+from mod_jax.viz import images
 from mod_jax.viz import style
+from mod_jax.viz import text_panels
 
 _COLUMNS = 48  # Tokens side by side.
 
@@ -27,8 +30,16 @@ def token_load(
     layers: the blocks' numbers.
     unit: what 1 stands for, as in `share of all learners`.
     title: of the figure.
+
+  Raises:
+    UserError: no text, or shares of another shape or that are none.
   """
-  share_RL = np.asarray(share_RL)
+  share_RL = text_panels.check_pieces(
+    'shares', share_RL, pieces, layers, 'blocks'
+  )
+  if not len(layers):
+    raise UserError('there are no blocks to draw: expected at least one.')
+  share_RL = images.shares('shares', share_RL)
   shown = [glyphs.display_piece(piece) for piece in pieces]
   columns = min(_COLUMNS, max(_COLUMNS // 2, len(shown)))
   rows = -(-len(shown) // columns)

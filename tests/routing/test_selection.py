@@ -255,6 +255,19 @@ class TestNumChosen:
     assert routing.num_chosen(thousandths / 1000, length) == max(1, exact // 1)
 
 
+def test_padded_rows_choose_as_many_as_alone():
+  def count(n):
+    return routing.num_chosen(0.29, n)
+
+  count_B = routing.for_lengths(count, 100, jnp.array([1, 7, 100]))
+  assert count_B.tolist() == [1, 2, 29]
+
+
+def test_an_inverse_says_who_is_where():
+  index_BM = jnp.array([[2, 0, 4], [4, 4, 1]])  # 4 is nobody's.
+  assert routing.inverse(index_BM, 4).tolist() == [[1, 3, 0, 3], [3, 2, 3, 3]]
+
+
 def test_indices_are_promised_in_order_and_unique():
   # The promises in gather and scatter hold for whatever select returns.
   score_BL = jax.random.normal(jax.random.key(0), (3, 40))

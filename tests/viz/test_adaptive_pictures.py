@@ -198,5 +198,5 @@ class TestLossEffects:
       assert max(axes.get_xticks()) <= max(values)
     names = [label.get_text() for label in figure.axes[0].get_yticklabels()]
     assert names[:2] == ['budget only', 'all three']
-    assert len(names[2]) == 40
+    assert len(names[2].replace(r'\$', '$')) == 40
     assert not any(t.get_text() for t in figure.axes[1].get_yticklabels())

@@ -12,6 +12,7 @@ import pytest
 from mod_jax import viz
 from mod_jax.errors import UserError
 from mod_jax.viz import curves
+from mod_jax.viz import glyphs
 from mod_jax.viz import style
 
 pytestmark = pytest.mark.filterwarnings('error')
@@ -499,6 +500,33 @@ def test_each_rule_has_its_own_look():
   assert len({look.marker for look in looks}) == len(looks)
   assert viz.rule_style('new') == viz.rule_style('new')
   assert viz.rule_style('new').color not in {look.color for look in looks}
+
+
+@pytest.mark.parametrize(
+  ('text', 'expected'),
+  [
+    ('a  line\nand more', 'a line and more'),
+    ('x' * 50, 'x' * 39 + '…'),
+    ('x' * 38 + '$y$', 'x' * 38 + r'\$…'),
+  ],
+)
+def test_long_names_are_cut_to_what_can_be_drawn(text, expected):
+  assert style.shortened(text) == expected
+
+
+@pytest.mark.parametrize(
+  ('piece', 'expected'),
+  [
+    (' the', '·the'),
+    ('\n\t', '⏎→'),
+    ('', '□'),
+    ('\u0301a\u200b', '□a□'),
+    ('abcdefghij', 'abcdefghij'),
+    (' abcdefghij', '·abcdefgh…'),
+  ],
+)
+def test_pieces_of_text_are_seen(piece, expected):
+  assert glyphs.display_piece(piece) == expected
 
 
 def test_a_count_that_rounds_up_gets_the_next_unit():

@@ -79,6 +79,19 @@ FINE = {
   'error_by_learners': {'distance_KT': np.ones((2, 3))},
   'loss_effects': {'rows': [EFFECT]},
   'corruption_curves': {'curves': {'noise': CURVE}, 'budget': 0.4},
+  'token_load': {
+    'share_RL': np.full((2, 8), 0.5),
+    'pieces': 'x' * 8,
+    'layers': (1, 3),
+    'unit': 'share of all learners',
+  },
+  'attention_ranks': {'shares': [0.2, 0.4], 'routed': [1], 'suggested': [0]},
+  'engagement': {
+    'groups': {0: [1.0, 2.0], 1: [3.0]},
+    'pieces': {'a': 0.5},
+    'blocks': 1,
+    'listed': 2,
+  },
 }
 
 
@@ -268,11 +281,23 @@ REFUSED = {
   'corruption_curves': [
     (curve(dense=[0.1]), "noise: 1 numbers of 'dense'"),
     (curve(load=[]), "noise: 3 numbers of 'adaptive'"),
-    (curve(adaptive=[0.1, 1.2, 0.3]), "'adaptive' is .*from 0 to 1"),
+    (curve(adaptive=[0.1, 1.2, 0.3]), "noise, 'adaptive': 1.2 is no share"),
+    ({'curves': {'noise': {}}}, "noise: 0 numbers of 'adaptive'"),
     (
       {'curves': dict.fromkeys(map(str, range(13)), CURVE)},
       '13 corruptions: at most 12',
     ),
+  ],
+  'token_load': [
+    ({'pieces': 'abc'}, r'shares of shape \(2, 8\).*2 blocks and 3 pieces'),
+    ({'pieces': ''}, 'no text'),
+    ({'share_RL': np.zeros((0, 8)), 'layers': ()}, 'no blocks to draw'),
+    ({'share_RL': np.full((2, 8), 5)}, '5 is no share'),
+  ],
+  'attention_ranks': [
+    ({'shares': []}, 'no blocks to draw'),
+    ({'shares': [0.2, math.nan]}, 'shares hold nan'),
+    ({'suggested': [2]}, r'suggested=\[2\].*from 0 to 1'),
   ],
 }
 
@@ -334,6 +359,8 @@ def test_draws_what_fits(name):
     ('error_by_learners', {'distance_KT': np.zeros((3, 2))}, 'has an error'),
     ('loss_effects', {'rows': []}, 'No runs measured yet'),
     ('corruption_curves', {'curves': {}}, 'No corruption measured yet'),
+    ('engagement', {'groups': {}}, 'No tokens measured yet'),
+    ('engagement', {'pieces': {}}, 'No token comes often enough'),
   ],
 )
 def test_says_that_there_is_nothing(seen, name, change, words):
