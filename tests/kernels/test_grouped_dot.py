@@ -46,6 +46,10 @@ class TestGroupedDot(OpTests):
   refused = (
     ({0: jnp.ones((9, 4))}, r'x \[9, 4\], w \[3, 5, 6\].*expected \[T, D\]'),
     ({2: jnp.array([3, 4])}, r'size \[2\]'),
+    (
+      {1: jnp.ones((0, 5, 6)), 2: jnp.ones(0, jnp.int32)},
+      'one group at least',
+    ),
   )
   lacking = ()
   targets = ()

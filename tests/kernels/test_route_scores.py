@@ -131,6 +131,7 @@ class TestRouteScores(OpTests):
     ({0: np.zeros((2, 4, 2, 32), np.float32)}, r'q \(2, 4, 2, 32\).*one'),
     ({1: np.zeros((2, 5, 1, 32), np.float32)}, 'one shape'),
     ({2: np.zeros((2, 5, 2, 1), np.float32)}, 'one shape'),
+    (dict.fromkeys(range(3), np.zeros((2, 0, 2, 32))), 'one token at least'),
     *(
       ({3: mask}, r'mask of .*expected bool \(2, 5\)')
       for mask in (

@@ -47,10 +47,12 @@ def grouped_dot(
     or w_EDF.ndim != 3
     or w_EDF.shape[1] != x_TD.shape[1]
     or size_E.shape != w_EDF.shape[:1]
+    or not len(size_E)
   ):
     raise ValueError(
       f'x {list(x_TD.shape)}, w {list(w_EDF.shape)}, size'
-      f' {list(size_E.shape)}: expected [T, D], [E, D, F] and [E].'
+      f' {list(size_E.shape)}: expected [T, D], [E, D, F] and [E], and one group'
+      ' at least.'
     )
   chosen = OP.choose(implementation, x_TD, w_EDF, size_E)
   return _grouped_dot(chosen, x_TD, w_EDF, size_E)

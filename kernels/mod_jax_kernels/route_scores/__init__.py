@@ -50,10 +50,15 @@ def route_scores(
       backend asked for by name does not take.
     RuntimeError: a backend asked for by name cannot run here.
   """
-  if not q_BLHC.shape == k_BLHC.shape == v_BLHC.shape or q_BLHC.ndim != 4:
+  if (
+    not q_BLHC.shape == k_BLHC.shape == v_BLHC.shape
+    or q_BLHC.ndim != 4
+    or not q_BLHC.shape[1]
+  ):
     raise ValueError(
       f'q {q_BLHC.shape}, k {k_BLHC.shape}, v {v_BLHC.shape}: expected one'
-      ' shape [batch, tokens, heads, channels] for all three.'
+      ' shape [batch, tokens, heads, channels] for all three, and one token at'
+      ' least.'
     )
   if mask is not None:
     batch, length = q_BLHC.shape[:2]
