@@ -191,7 +191,8 @@ def stored(folder: str | os.PathLike) -> dict[str, Stored]:
 def _headers(path) -> dict[str, Stored]:
   try:
     with safetensors.safe_open(path, 'numpy') as file:
-      slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+      names = file.keys()  # The file itself cannot be iterated over.
+      slices = {name: file.get_slice(name) for name in names}
       return {
         name: Stored(path, name, tuple(x.get_shape()), x.get_dtype())
         for name, x in slices.items()

@@ -57,7 +57,8 @@ def stored(folder):
   found = {}
   for path in folder.glob('*.safetensors'):
     with safetensors.safe_open(path, 'numpy') as file:
-      for name in file.keys():  # noqa: SIM118
+      names = file.keys()  # The file itself cannot be iterated over.
+      for name in names:
         array = file.get_tensor(name)
         found[name] = (array.dtype.name, array.shape, array.tobytes())
   return found

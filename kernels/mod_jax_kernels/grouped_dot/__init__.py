@@ -51,8 +51,8 @@ def grouped_dot(
   ):
     raise ValueError(
       f'x {list(x_TD.shape)}, w {list(w_EDF.shape)}, size'
-      f' {list(size_E.shape)}: expected [T, D], [E, D, F] and [E], and one group'
-      ' at least.'
+      f' {list(size_E.shape)}: expected [T, D], [E, D, F] and [E], and one'
+      ' group at least.'
     )
   chosen = OP.choose(implementation, x_TD, w_EDF, size_E)
   return _grouped_dot(chosen, x_TD, w_EDF, size_E)
