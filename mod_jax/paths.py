@@ -47,6 +47,12 @@ def expand(path) -> epath.Path:
   return epath.Path(text).expanduser()
 
 
+def absolute(path) -> epath.Path:
+  """Returns a path as `expand` does, and from the root on."""
+  path = expand(path)
+  return path if is_remote(path) else path.absolute()
+
+
 def is_remote(path) -> bool:
   """Whether a path is of an object store."""
   return os.fspath(path).startswith(_STORES)

@@ -118,9 +118,8 @@ def sweep() -> SweepConfig:
 
 def tune() -> SweepConfig:
   """Returns the search for a learning rate: dense, two sizes, one seed."""
-  dense = dataclasses.replace(DENSE, shapes=())
   return plan.rate_search(
-    dataclasses.replace(sweep(), groups=(dense,), rate_power=0.5),
+    dataclasses.replace(sweep(), rate_power=0.5),
     shapes(4, 48, 96),
     rate=1.4e-2,
   )

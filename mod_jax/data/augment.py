@@ -277,11 +277,11 @@ def color_jitter(
 
 
 def normalize(
-  image: Image.Image,
+  image: Image.Image | np.ndarray,
   mean: tuple[float, float, float],
   std: tuple[float, float, float],
 ) -> np.ndarray:
-  """Returns the picture as float32 [S, S, 3], `(value / 255 - mean) / std`."""
+  """Returns bytes [..., 3] as float32, `(value / 255 - mean) / std`."""
   scaled = np.asarray(image, np.float32) / np.float32(255)
   return (scaled - np.float32(mean)) / np.float32(std)
 

@@ -3,7 +3,8 @@
 Either `train/CLASS/...` beside `eval/CLASS/...` (or val, validation, test), or
 `CLASS/...` directly, of which a part is held out by a hash of each file's name.
 Files whose names begin with a dot or end otherwise than a picture's are not
-looked at.
+looked at. Pictures are not compared: of two copies under different names, one
+may be held out and the other trained on, so remove copies before.
 """
 
 from concurrent import futures
@@ -100,7 +101,7 @@ def decode(source: str | bytes, what: str) -> Image.Image:
   file = io.BytesIO(source) if isinstance(source, bytes) else source
   try:
     with Image.open(file, formats=_FORMATS) as image:
-      if reason := _without_white(image):
+      if reason := without_white(image):
         raise ValueError(reason)
       image.load()
       return to_rgb(_upright(image))
@@ -318,7 +319,7 @@ def _fault(path: str) -> str:
       return 'empty'
     # Reads the header alone.
     with Image.open(path, formats=_FORMATS) as image:
-      return _without_white(image)
+      return without_white(image)
   except MemoryError:
     raise
   except Exception as e:
@@ -349,10 +350,11 @@ def _upright(image: Image.Image) -> Image.Image:
     return image
 
 
-def _without_white(image: Image.Image) -> str:
+def without_white(image: Image.Image) -> str:
   """Returns why a picture, of which the header is read, has no scale, or ''."""
   # Measurements, such as counts or heights; Pillow would clip them at 255.
-  if image.format == 'TIFF' and image.mode == 'I':
+  # Of the formats that are read, PGM alone has 16 bits in this mode.
+  if image.mode == 'I' and image.format != 'PPM':
     return (
       'nothing says which of its 32-bit or signed integers is white: convert it'
       ' to 8 or 16 bits'

@@ -97,6 +97,8 @@ def _as_image(picture) -> Image.Image:
     return image_folder.decode(os.fspath(picture), f'image {str(picture)!r}')
   if isinstance(picture, Image.Image):
     try:
+      if reason := image_folder.without_white(picture):
+        raise ValueError(reason)
       return image_folder.to_rgb(picture)
     except ValueError as error:
       raise errors.UserError(f'a picture cannot be read: {error}.') from error

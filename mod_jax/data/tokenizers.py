@@ -329,6 +329,25 @@ def make(kind: str, path: str = '') -> Tokenizer:
   )
 
 
+def files(kind: str, path: str) -> dict[str, bytes]:
+  """Returns what a tokenizer is made of, by name.
+
+  Of a directory with these files, `make(kind, directory)` gives it again.
+
+  Raises:
+    errors.UserError: its file is missing or cannot be read.
+  """
+  if kind == 'bytes':
+    return {}
+  file = _find(path, _FILES[kind])
+  copies = {_FILES[kind]: _read(file)}
+  if kind == 'huggingface':
+    for name in (*_DECLARING, CHAT_TEMPLATE):
+      with contextlib.suppress(OSError):
+        copies[name] = (file.parent / name).read_bytes()
+  return copies
+
+
 def copy(kind: str, path: str, directory: str) -> None:
   """Copies a tokenizer, so that `make(kind, directory)` gives it again.
 
@@ -336,15 +355,7 @@ def copy(kind: str, path: str, directory: str) -> None:
     errors.UserError: its file is missing or cannot be read.
     OSError: the directory cannot be written.
   """
-  if kind == 'bytes':
-    return
-  file = _find(path, _FILES[kind])
-  copies = {_FILES[kind]: _read(file)}
-  if kind == 'huggingface':
-    for name in (*_DECLARING, CHAT_TEMPLATE):
-      with contextlib.suppress(OSError):
-        copies[name] = (file.parent / name).read_bytes()
-  for name, data in copies.items():
+  for name, data in files(kind, path).items():
     paths.write_bytes(epath.Path(directory) / name, data)
 
 

@@ -105,7 +105,8 @@ def _points(config, axes):
     name = name.replace('/', '_').replace('\\', '_')
     if name in seen:
       raise UserError(
-        f'the sweep has the point {name} twice: list each value once.'
+        f'two points of the sweep would lie in {name}: list each value once,'
+        ' and none that differs from another by slashes alone.'
       )
     seen.add(name)
     label = {} if 'name' in values else {'name': f'{config.name} {name}'}

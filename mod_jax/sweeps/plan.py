@@ -181,7 +181,15 @@ def rate_search(
     budgets=sweep.budgets[:1],
     num_seeds=(1,),
     groups=tuple(
-      dataclasses.replace(dense, name=f'rate_x{factor:g}', rate_factor=factor)
+      dataclasses.replace(
+        dense,
+        name=f'rate_x{factor:g}',
+        rate_factor=factor,
+        # Not the group's own choice from the sweep's, but these.
+        shapes=(),
+        num_sizes=0,
+        budgets=(),
+      )
       for factor in (0.25, 0.5, 1.0, 2.0, 4.0)
     ),
     shapes=tuple(shapes),

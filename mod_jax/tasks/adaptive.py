@@ -151,7 +151,8 @@ class Adaptive(Plain):
     )
     total, count = self.modality.loss(output, batch)
     extra, more = self.choice_losses(output, batch, self.config.model)
-    loss, metric_sums = total / count + extra, {'loss': (total, count)} | more
+    loss = total / jnp.maximum(count, 1e-9) + extra
+    metric_sums = {'loss': (total, count)} | more
     extra, more = self.modality.more_losses(output)
     loss, metric_sums = loss + extra, metric_sums | more
     if objective.static_learners:

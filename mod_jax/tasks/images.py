@@ -397,16 +397,13 @@ class Images(Modality):
 
     names = ('image', 'label', 'right', 'share_BL', 'load_B')
     found = {name: [] for name in names}
-    seen = 0
+    size = self.config.evaluation.batch_size
     for batch in self.eval_batches(
-      batch_size=self.config.evaluation.batch_size, num_batches=None
+      batch_size=size, num_batches=-(-max_images // size) or None
     ):
       told = jax.device_get(run(params, model_state, batch))
       real_B = batch['weight'] > 0
       values = batch | dict(zip(names[2:], told, strict=True))
       for name, parts in found.items():
         parts.append(np.asarray(values[name])[real_B])
-      seen += int(real_B.sum())
-      if max_images and seen >= max_images:
-        break
     return {name: np.concatenate(parts) for name, parts in found.items()}

@@ -102,8 +102,8 @@ class Language(Modality):
   def files(self):
     if not self.config.data.learns_tokenizer:
       return {}
-    learned = workdir_lib.expand(self._data.tokenizer_path)
-    return {_TOKENIZER: learned.read_text('utf-8')}
+    found = tokenizers.files(*self.tokenizer_source)
+    return {name: data.decode() for name, data in found.items()}
 
   def train_iterator(self, *, shard_index, shard_count):
     return text.train_iterator(

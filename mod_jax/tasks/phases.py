@@ -11,6 +11,7 @@ from etils import epath
 import jax
 
 from mod_jax import config as config_lib
+from mod_jax import paths
 from mod_jax.errors import UserError
 from mod_jax.models import acm
 from mod_jax.models.dynamic_vit import DynamicViTConfig
@@ -18,6 +19,7 @@ from mod_jax.tasks import make_task
 from mod_jax.tasks.experiment import ACMObjective
 from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train import checkpoints as checkpoints_lib
+from mod_jax.train import evaluation as evaluation_lib
 from mod_jax.train import lock as lock_lib
 from mod_jax.train import loop
 from mod_jax.train import metrics as metrics_lib
@@ -95,10 +97,12 @@ def expand(
   Raises:
     UserError: no phase is left, or none to start from.
   """
-  workdir = workdir_lib.expand(workdir)
+  # The configs name directories below it, and must not change when a run is
+  # continued from elsewhere.
+  workdir = paths.absolute(workdir_lib.expand(workdir))
   objective = config.objective
   if config.dense is not None and config.dense.num_steps:
-    first = workdir / 'phase_dense'
+    first = workdir / f'{workdir_lib.PHASE}dense'
     rest = dataclasses.replace(config, dense=None, init=str(first))
     return [(first, _dense(config)), *expand(rest, workdir)]
   if not isinstance(objective, ACMObjective):
@@ -118,7 +122,9 @@ def expand(
   runs, init = [], config.init
   last = list(phases)[-1]
   for name in phases:
-    directory = workdir if name == last else workdir / f'phase_{name}'
+    directory = workdir
+    if name != last:
+      directory = workdir / f'{workdir_lib.PHASE}{name}'
     runs.append((directory, _phase(config, name, init)))
     init = str(directory)
   return runs
@@ -295,7 +301,7 @@ def finished(
     workdir_lib.read_config(workdir, ExperimentConfig) != config
     or last not in checkpoints_lib.steps(workdir_lib.checkpoints(workdir))
     # This is the last file that a run writes.
-    or not (workdir / 'eval.json').is_file()
+    or evaluation_lib.last_step(workdir) != last
   ):
     return None
   saved = checkpoints_lib.peek(workdir_lib.checkpoints(workdir), last)

@@ -137,7 +137,7 @@ class Checkpointer:
       config: see `CheckpointConfig`.
     """
     self.config = config
-    self._directory = _absolute(directory)
+    self._directory = paths.absolute(directory)
     self._saving = -1
     with _reading_directory(self._directory):
       self._manager = self._new_manager()
@@ -330,19 +330,12 @@ def restore_subtree(
     UserError: there is no such step, no checkpoint is usable, or a leaf is not
       in the checkpoint as wanted.
   """
-  directory, found = _absolute(directory), steps(directory)
-  if step is not None and step not in found:
-    raise UserError(
-      f'no checkpoint at step {step} in {directory}: expected one of '
-      f'{found or "none, there is nothing there"}'
-    )
-  restored, _ = _restore_newest(
-    directory,
-    found if step is None else [step],
+  return _restore_beside(
+    paths.absolute(directory),
     lambda source: source.load(abstract, check=check),
     report,
+    step=step,
   )
-  return restored
 
 
 def restore_named(
@@ -379,9 +372,7 @@ def restore_named(
     state = {name: restored.state.get(name, {}) for name in names}
     return dataclasses.replace(restored, state=state)
 
-  directory = _absolute(directory)
-  restored, _ = _restore_newest(directory, steps(directory), load, report)
-  return restored
+  return _restore_beside(paths.absolute(directory), load, report)
 
 
 def steps(directory) -> list[int]:
@@ -390,7 +381,7 @@ def steps(directory) -> list[int]:
   Args:
     directory: as for `Checkpointer`; may be missing.
   """
-  directory = _absolute(directory)
+  directory = paths.absolute(directory)
   with _reading_directory(directory):
     try:
       entries = list(directory.iterdir())
@@ -419,7 +410,7 @@ def peek(directory, step: int) -> Restored | None:
     The checkpoint without arrays, or None where that cannot be read.
   """
   try:
-    saved = _read_metadata(_absolute(directory) / str(step))
+    saved = _read_metadata(paths.absolute(directory) / str(step))
     return Restored(step=saved[_STEP], state=None, metadata=saved[_CALLERS])
   except (OSError, ValueError, KeyError, TypeError):
     return None
@@ -538,6 +529,35 @@ def _reading(what, verified):
     if verified:
       raise
     raise _Unusable(f'{what} cannot be read: {_one_line(e)}') from e
+
+
+def _restore_beside(directory, load, report, *, step=None):
+  """Loads a checkpoint where a run may be saving and deleting others.
+
+  Args:
+    directory: where they lie.
+    load: as of `_restore_newest`.
+    report: as of `_restore_newest`.
+    step: which; None for the newest usable one.
+
+  Returns:
+    What `load` returned, or None where there is none yet.
+  """
+  while True:
+    found = steps(directory)
+    if step is not None and step not in found:
+      raise UserError(
+        f'no checkpoint at step {step} in {directory}: expected one of '
+        f'{found or "none, there is nothing there"}'
+      )
+    tried = found if step is None else [step]
+    try:
+      return _restore_newest(directory, tried, load, report)[0]
+    except Exception:
+      # The run deletes its oldest ones, and so perhaps the one that was being
+      # read. There is a newer one then.
+      if not tried or tried[-1] in steps(directory):
+        raise
 
 
 def _restore_newest(directory, steps, load, report):
@@ -710,11 +730,6 @@ def _files(directory, prefix) -> list[str]:
     else:
       names.append(f'{prefix}{path.name}')
   return names
-
-
-def _absolute(directory) -> epath.Path:
-  path = paths.expand(directory)
-  return path if paths.is_remote(path) else path.absolute()
 
 
 @contextlib.contextmanager

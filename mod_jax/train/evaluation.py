@@ -4,6 +4,7 @@ from collections.abc import Iterable
 import contextlib
 import dataclasses
 import functools
+import json
 from typing import Any
 
 from absl import logging
@@ -21,6 +22,8 @@ from mod_jax.train import stop as stop_lib
 from mod_jax.train import workdir as workdir_lib
 from mod_jax.train.checkpoints import restore_subtree
 from mod_jax.train.task import Task
+
+_METRICS = 'eval.json'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,10 +178,19 @@ def report(trained: Trained, metrics: dict[str, float], workdir) -> None:
     figures = trained.task.pictures(trained.params, trained.model_state)
   figures |= trained.task.curves(metrics_lib.read(workdir))
   _save_pictures(figures, workdir)
-  _write_json(workdir / 'eval.json', {'step': trained.step, **metrics})
+  _write_json(workdir / _METRICS, {'step': trained.step, **metrics})
   print(f'held-out, at step {trained.step}:')
   print(trained.task.summary(metrics))
   _print_pictures(figures, workdir)
+
+
+def last_step(workdir) -> int | None:
+  """Returns the step at which a run was evaluated last, None if never."""
+  path = workdir_lib.expand(workdir) / _METRICS
+  try:
+    return json.loads(path.read_text())['step']
+  except (OSError, ValueError, KeyError, TypeError):
+    return None
 
 
 def find_studies(task: Task, names: Iterable[str]) -> dict[str, Any]:

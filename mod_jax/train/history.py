@@ -100,9 +100,13 @@ def read(workdir) -> list[dict]:
   if not path.exists():
     return []
   try:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-  except ValueError as error:
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    if not all({'event', 'time', 'step'} <= set(event) for event in events):
+      raise ValueError
+  except (ValueError, TypeError) as error:
     raise UserError(
       f'{path} is not what a run writes: move it away; only the record of'
-      ' restarts is lost.'
+      ' restarts and of changed settings is lost, and a run with such goes on'
+      ' by --allow_changed_config.'
     ) from error
+  return events

@@ -157,7 +157,8 @@ def held(directory) -> Iterator[Lock]:
     _acquire_on_first_host(lock)
     _held[str(path)] = lock
   elif lock.thread != threading.get_ident():
-    raise InUse(_refusal(path, _identity()))
+    owner = json.loads(lock.text) if lock.text else _identity()
+    raise InUse(_refusal(path, owner))
   lock.depth += 1
   try:
     yield lock
@@ -181,8 +182,7 @@ def check(directory) -> None:
 
 
 def _path(directory):
-  path = workdir_lib.expand(directory) / FILE
-  return path if paths.is_remote(path) else path.absolute()
+  return paths.absolute(workdir_lib.expand(directory) / FILE)
 
 
 def _acquire_on_first_host(lock):

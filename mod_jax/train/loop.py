@@ -216,6 +216,8 @@ class _Run:
         )
       )
       self.progress.message(self._opening(start, state))
+      if said := self.profiler.begin(start):
+        self.progress.message(said)
       step, end = start, num_steps
       if max_steps is not None:
         end = min(end, start + max_steps)

@@ -22,6 +22,9 @@ from mod_jax import errors
 _BLOCK = re.compile(r'(?:^|/)block_(\d+)(?:/|$)')
 # Parameters before the blocks; all others without a number stand behind them.
 _STEM = re.compile(r'(?:^|/)(?:patch|position|class_token|embedding|stem)')
+# Parameters that are matrices, learners' and hidden layers' among them: norms
+# and biases do not decay, and routers, which are vectors, neither.
+_MATRICES = ('kernel', 'embedding', 'hidden_kernel', 'up', 'down')
 # Blocks stacked by `nn.scan`: one name for several depths.
 _STACKED = re.compile(r'(?:^|/)layers/block_\d+/')
 
@@ -313,4 +316,4 @@ def _predicts(names) -> bool:
 
 
 def _decays(names) -> bool:
-  return names[-1] in ('kernel', 'embedding') and 'router' not in names
+  return names[-1] in _MATRICES and 'router' not in names

@@ -66,6 +66,19 @@ class Profiler:
   def __exit__(self, *exc_info):
     self._stop()
 
+  def begin(self, start: int) -> str | None:
+    """Called with the number of steps that were taken before.
+
+    Returns:
+      A sentence that nothing will be traced, if all were wanted of those.
+    """
+    if not self._steps or start < self._steps[-1]:
+      return None
+    return (
+      f'--profile={self._steps[0]}:{self._steps[-1]}: these steps were taken'
+      f' before, and {start + 1} is the next: nothing is traced'
+    )
+
   def before(self, step: int) -> None:
     """Called before a step is begun."""
     if step in self._steps and not self._tracing:

@@ -83,7 +83,8 @@ class RunConfig:
   name: str = 'run'  # What the run is called in logs.
   # Of the first parameters, the order of the data, and all else by chance.
   seed: config_lib.Seed = 0
-  # Weights to start from: a workdir of ours or a checkpoint file.
+  # Weights to start from: a workdir of ours, a checkpoint file, or a folder as
+  # this library, Hugging Face or timm write it.
   init: str | None = None
   optimizer: OptimizerConfig = OptimizerConfig()
   train: TrainConfig = TrainConfig()
@@ -102,8 +103,8 @@ def fitted(config: RunConfig, num_devices: int) -> RunConfig:
   return dataclasses.replace(config, mesh=mesh)
 
 
-# Fields in which a run and its continuation may differ, because they change the
-# numbers by no more than rounding, or not at all.
+# Fields in which a run and its continuation may differ, because they change
+# what is learnt by no more than rounding, or not at all.
 RESUMABLE = (
   'name',
   'evaluation',
@@ -112,6 +113,9 @@ RESUMABLE = (
   'log',
   *('data.max_epochs', 'data.workers', 'data.read_threads'),
   *('data.prefetch', 'data.cache_dir'),
+  # Where the data lie: that they are the same ones, their fingerprint says.
+  *('data.path', 'data.files', 'data.eval_files', 'data.tokenizer_path'),
+  *('data.data_dir', 'data.tfds_dir'),
 )
 # Those that a run may change on its way if that is asked for: they change what
 # is learnt from then on, but not what a state consists of.

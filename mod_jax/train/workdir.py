@@ -1,6 +1,7 @@
 """What lies where in a run's directory."""
 
 import contextlib
+import functools
 import json
 
 from absl import logging
@@ -13,7 +14,10 @@ from mod_jax.train.run_config import CHANGEABLE
 from mod_jax.train.run_config import RESUMABLE
 from mod_jax.train.run_config import RunConfig
 
+PHASE = 'phase_'  # How the directories of a run's earlier phases begin.
 _CONFIG = 'config.json'
+# Fields of a config that name runs or files of weights.
+_WEIGHTS = ('init', 'objective.teacher')
 # What the file of this name has where Hugging Face or timm wrote it.
 _THEIRS = {'architecture', 'architectures', 'model_type', 'num_attention_heads'}
 
@@ -138,8 +142,13 @@ def refuse_differences(
   differences = []
   for line in config_lib.diff(held, config):
     field = line.split(':')[0]
-    if field not in RESUMABLE and field.split('.')[0] not in RESUMABLE:
-      differences.append(line)
+    if field in RESUMABLE or field.split('.')[0] in RESUMABLE:
+      continue
+    if field in _WEIGHTS and _same_weights(
+      *(functools.reduce(getattr, field.split('.'), c) for c in (held, config))
+    ):
+      continue
+    differences.append(line)
   allowed = []
   if allow_changes:
     before, after = held.optimizer.switches, config.optimizer.switches
@@ -153,6 +162,19 @@ def refuse_differences(
       shown += f'; and {len(differences) - 5} more'
     raise UserError(f'{what} ({shown}): {way_out}')
   return allowed
+
+
+def _same_weights(held: str | None, now: str | None) -> bool:
+  """Whether two paths are one, or of a run's phase before and after a move."""
+  if not held or not now:
+    return False
+  before, after = paths.absolute(held), paths.absolute(now)
+  moved = (
+    before.name == after.name
+    and before.name.startswith(PHASE)
+    and not before.exists()
+  )
+  return before == after or moved
 
 
 def claim(workdir, config: RunConfig) -> None:

@@ -277,6 +277,9 @@ def test_integers_of_unknown_scale_are_refused(tmp_path):
   measured = tiff(np.array([[0, 70_000], [1, 2]], np.int32))
   with pytest.raises(errors.UserError, match='x cannot be .*which of its 32-b'):
     image_folder.decode(measured, 'x')
+  picture = Image.fromarray(np.full((2, 2), 200, np.int32))
+  with pytest.raises(errors.UserError, match='which of its 32-b'):
+    images._as_image(picture)
   # When the files are listed, and not after an hour of training.
   write(tmp_path, *(f'train/{c}/{i}.png' for c in 'ab' for i in '12'))
   write(tmp_path, 'train/b/3.tif', content=measured)

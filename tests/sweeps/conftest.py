@@ -51,7 +51,7 @@ def trained(monkeypatch):
     )
     with MetricWriter(workdir, tensorboard=False) as writer:
       writer.write(last, 'eval', metrics)
-    (workdir / 'eval.json').write_text('{}')
+    (workdir / 'eval.json').write_text(json.dumps({'step': last}))
     return types.SimpleNamespace(finished=config.seed != 99, metrics=metrics)
 
   monkeypatch.setattr(loop, 'train', train)

@@ -88,7 +88,7 @@ class TestPoints:
       ('model.mlp=swigloo', "Did you mean 'swiglu'"),
       ('train.num_steps=10,0', 'the point train.num_steps=0 .* integer from 1'),
       ('train.num_steps=0x' + 'f' * 5000, "num_steps='0xff.*an integer from 1"),
-      ('seed=1,1', 'the point seed=1 twice'),
+      ('seed=1,1', 'two points of the sweep would lie in seed=1:'),
     ],
   )
   def test_refused(self, text, message):

@@ -121,6 +121,12 @@ def test_sizes_follow_the_optimum():
   assert widths(dense, 8e9) == [12, 16, 24]
   own = dataclasses.replace(dense, shapes=SHAPES[:2], num_sizes=2)
   assert plan.choose_shapes(sweep, own, 2e9) == list(SHAPES[:2])
+  # A search for a rate takes the sizes it is given, whatever the group's are.
+  own = dataclasses.replace(own, budgets=(1,))
+  sweep = small(groups=(own,), budgets=(2e9, 8e9))
+  search = plan.rate_search(sweep, SHAPES[1:4:2], 1e-3)
+  found = {(e.budget, e.config.model.width) for e in plan.entries(search)}
+  assert found == {(2e9, 12), (2e9, 24)}
 
 
 def test_routed_blocks_removed():

@@ -526,6 +526,7 @@ def test_a_run_keeps_the_tokenizer_that_it_learned(texts, tmp_path):
   (tmp_path / 'run').mkdir()
   sample = (texts / 'b.txt').read_text()
   ids = task.modality.tokenizer.encode(sample)
+  task_eos = task.modality.tokenizer.eos_id
   files = task.files()
   for name, content in files.items():
     (tmp_path / 'run' / name).write_text(content)
@@ -541,6 +542,18 @@ def test_a_run_keeps_the_tokenizer_that_it_learned(texts, tmp_path):
   started = make_task(other, tmp_path / 'other')
   assert started.modality.tokenizer.encode(sample) == ids
   assert started.files() == files
+  # Weights of others have more than one file of it.
+  foreign = tmp_path / 'foreign'
+  foreign.mkdir()
+  (foreign / 'tokenizer.json').write_text(files['tokenizer.json'])
+  (foreign / 'tokenizer_config.json').write_text('{"eos_token": "e"}')
+  theirs = make_task(dataclasses.replace(config, init=str(foreign)))
+  (tmp_path / 'third').mkdir()
+  for name, content in theirs.files().items():
+    (tmp_path / 'third' / name).write_text(content)
+  again = make_task(theirs.config, tmp_path / 'third').modality.tokenizer
+  assert again.fingerprint == theirs.modality.tokenizer.fingerprint
+  assert again.eos_id == theirs.modality.tokenizer.eos_id != task_eos
   # Its data are read with the same tokenizer.
   kept = make_task(config, tmp_path / 'run')
   batch = next(kept.train_iterator())

@@ -232,6 +232,40 @@ def test_stopped_and_resumed_anywhere(whole, config, tmp_path):
   assert result.metrics == pytest.approx(whole[1].metrics)
 
 
+def test_a_run_may_be_named_otherwise_and_moved(
+  whole, config, tmp_path, monkeypatch
+):
+  workdir = whole[0]
+  monkeypatch.chdir(workdir.parent)
+  runs = phases.expand(config, workdir.name)
+  assert runs == phases.expand(config, workdir)
+  moved = workdir.rename(tmp_path / 'moved')
+  try:
+    runs = phases.expand(config, moved)
+    assert [workdir_lib.check(*run) for run in runs] == [[], [], []]
+  finally:
+    moved.rename(workdir)
+  # There are weights at both places now, and they may be others.
+  shutil.copytree(workdir / 'phase_gates', moved / 'phase_gates')
+  other = config_lib.replace(runs[-1][1], {'init': str(moved / 'phase_gates')})
+  with pytest.raises(UserError, match='init: '):
+    workdir_lib.check(workdir, other)
+
+
+@pytest.mark.parametrize('text', ['{"step": 1}', '{', '[]', None])
+def test_unfinished_without_numbers_of_the_last_step(
+  whole, config, tmp_path, text
+):
+  _, (_, run), _ = phases.expand(config, whole[0])
+  directory = workdir_lib.expand(tmp_path / 'run')
+  shutil.copytree(whole[0] / 'phase_gates', directory)
+  assert phases.finished(directory, run)
+  (directory / 'eval.json').unlink()
+  if text is not None:
+    (directory / 'eval.json').write_text(text)
+  assert phases.finished(directory, run) is None
+
+
 def test_a_stop_between_two_phases_is_not_forgotten(
   config, tmp_path, monkeypatch, capsys, deaths
 ):

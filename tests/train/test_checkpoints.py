@@ -488,6 +488,30 @@ def test_part_of_a_damaged_checkpoint_leaves_it_where_it_is(copy):
   assert sorted(copy.rglob('*')) == before
 
 
+@pytest.mark.parametrize('step', [None, 1])
+def test_part_of_a_checkpoint_that_a_run_deletes_meanwhile(tmp_path, step):
+  save_steps(tmp_path, [1])
+  seen = []
+
+  def meanwhile(saved):
+    seen.append(saved.step)
+    if saved.step == 1:
+      save_steps(tmp_path, [2], keep=1)
+
+  def read():
+    wanted = {'params': abstract(make_state(0)).params}
+    return checkpoints.restore_subtree(
+      tmp_path, wanted, step=step, check=meanwhile
+    )
+
+  if step is None:
+    assert_same(read().state, {'params': make_state(2).params})
+    assert seen == [1, 2]
+  else:
+    with pytest.raises(UserError, match=r'step 1 .*expected one of \[2\]'):
+      read()
+
+
 def test_part_that_is_not_there(copy):
   with pytest.raises(UserError, match='no params/head2'):
     checkpoints.restore_subtree(

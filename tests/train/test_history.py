@@ -37,9 +37,10 @@ def test_the_cost_of_restarts(tmp_path):
   assert len(history.read(tmp_path)) == 7
   history.History(tmp_path, enabled=False).add('start', 0)
   assert len(history.read(tmp_path)) == 7
-  (tmp_path / 'history.jsonl').write_text('{')
-  with pytest.raises(UserError, match='move it away'):
-    history.History(tmp_path)
+  for text in ('{', '5', '{"event": "start"}'):
+    (tmp_path / 'history.jsonl').write_text(text)
+    with pytest.raises(UserError, match='move it away'):
+      history.History(tmp_path)
 
 
 def test_a_run_tells_how_it_was_continued(tmp_path, capsys):
@@ -125,6 +126,8 @@ def test_a_trace_of_some_steps(tmp_path, capsys):
   assert 'perfetto_trace.json.gz' in names
   assert any(name.endswith('.xplane.pb') for name in names)
   assert 'traced steps 2 to 3' in capsys.readouterr().err
+  train(make_config(), tmp_path, profile=profile.parse('2:3'))
+  assert 'were taken before' in capsys.readouterr().err
 
 
 def test_a_stop_within_the_trace_ends_it(tmp_path):

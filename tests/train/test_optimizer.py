@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from mod_jax.errors import UserError
+from mod_jax.layers import acm
 from mod_jax.layers.routed import MoDConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.train import optimizer as optimizer_lib
@@ -76,6 +77,21 @@ def test_bad_settings_are_named(field):
   (name,) = field
   with pytest.raises(UserError, match=name):
     OptimizerConfig(**field)
+
+
+def test_learners_decay():
+  config = OptimizerConfig(learning_rate=0.5, warmup_steps=0, weight_decay=0.25)
+  optimizer = optimizer_lib.make_optimizer(config, 10)
+  layer = acm.ACM(
+    acm.ACMConfig(inputs=4, outputs=4, hidden=4, num_learners=2), mode='all'
+  )
+  x = np.ones((1, 2, 4), np.float32)
+  params = nn.unbox(layer.init(jax.random.key(0), x))['params']
+  params = jax.tree.map(np.ones_like, params)
+  zeros = jax.tree.map(np.zeros_like, params)
+  updates, _ = optimizer.update(zeros, optimizer.init(params), params)
+  still = jax.tree.map(lambda update: not np.any(update), updates)
+  assert (still['up'], still['down'], still['bias']) == (False, False, True)
 
 
 def test_updates_follow_the_schedule():

@@ -4,6 +4,7 @@ import jax
 import numpy as np
 
 from mod_jax import viz
+from mod_jax.data import augment
 from mod_jax.data import corruptions
 from mod_jax.data import images as images_lib
 from mod_jax.layers import stack as stack_lib
@@ -37,7 +38,7 @@ def robustness(task, params, model_state) -> Study:
     load_B = task.load_per_row(stack_lib.collect(output.aux, 'adaptive'))
     return *(x.logits_BV.argmax(axis=-1) for x in (output, before)), load_B
 
-  mean, std = map(np.float32, (task.config.data.mean, task.config.data.std))
+  data = task.config.data
   lines = [
     f'{"corruption":<12}{"severity":>9}{"adaptive":>10}{"dense":>8}{"load":>8}'
   ]
@@ -47,7 +48,7 @@ def robustness(task, params, model_state) -> Study:
       changed = corruptions.corrupt(
         shown_BHWC, kind, severity, seed=task.config.seed
       )
-      images_BHWC = (changed.astype(np.float32) / 255 - mean) / std
+      images_BHWC = augment.normalize(changed, data.mean, data.std)
       adaptive_B, dense_B, load_B = jax.device_get(
         guess(params, model_state, teacher, images_BHWC)
       )
