@@ -1,0 +1,149 @@
+"""The sweep at equal training FLOPs in `results/isoflop_laptop`."""
+
+import json
+
+from machine import markdown
+
+from table_parts.common import ROOT
+from table_parts.common import read_csv
+from table_parts.common import table
+
+FOLDER = 'isoflop_laptop'
+
+
+@table
+def laptop_first_attempt():
+  """Losses at 3e13 FLOPs that copying decides."""
+  columns = {
+    'held-out loss': 'loss',
+    'first 32 tokens': 'loss_of_first_eighth',
+    'last 32': 'loss_of_last_eighth',
+    'random tokens, once': 'random_once',
+    'again': 'random_again',
+  }
+  rows = [
+    [
+      f'{run["group"]}, width {run["width"]}',
+      run['num_heads'],
+      *(f'{float(run[column]):.2f}' for column in columns.values()),
+    ]
+    for run in read_csv(f'{FOLDER}/first_attempt.csv')
+    if float(run['budget']) == 3e13
+  ]
+  return markdown(['four blocks', 'heads', *columns], rows)
+
+
+@table
+def laptop_third_attempt():
+  """Losses at 3e13 FLOPs that copying decides once more."""
+  columns = {
+    'held-out loss': 'loss',
+    'after tokens new in their context': 'loss_after_new',
+    'after the others': 'loss_after_seen',
+  }
+  rows = [
+    [
+      f'{run["group"]}, width {run["width"]}',
+      *(f'{float(run[column]):.3f}' for column in columns.values()),
+    ]
+    for run in read_csv(f'{FOLDER}/third_attempt.csv')
+    if float(run['budget']) == 3e13
+  ]
+  return markdown(['one seed', *columns], rows)
+
+
+@table
+def laptop_rates():
+  """The search for the learning rate of the laptop's sweep."""
+  runs = read_csv(f'{FOLDER}/tune.csv')
+  widths = sorted({run['width'] for run in runs}, key=int)
+  by_size = {(run['group'], run['width']): run for run in runs}
+  rows = []
+  for group in dict.fromkeys(run['group'] for run in runs):
+    of = [by_size[group, width] for width in widths]
+    cells = (
+      f'{float(run["loss"]):.3f} at {float(run["learning_rate"]):.4f}'
+      for run in of
+    )
+    rows.append([group.removeprefix('rate_x'), *cells])
+  return markdown(['factor', *(f'width {w}' for w in widths)], rows)
+
+
+def laptop_fit():
+  path = ROOT / 'results' / FOLDER / 'fit.json'
+  return json.loads(path.read_text())
+
+
+def interval(found, form: str) -> str:
+  low, high = (format(found[end], form) for end in ('low', 'high'))
+  return f'{found["value"]:{form}} ({low} to {high})'
+
+
+def flops_budget(row) -> str:
+  return f'{row["budget"]:g}'.replace('+', '')
+
+
+@table
+def laptop_equal_steps():
+  """Routed models against their full blocks alone, after as many steps."""
+  rows = [
+    [
+      flops_budget(row),
+      f'{row["group"]} against {row["against"]}',
+      str(row['pairs']),
+      interval(row['loss_difference'], '+.3f'),
+    ]
+    for row in laptop_fit()['equal_steps']
+  ]
+  return markdown(['budget', 'at equal steps', 'pairs', 'nats/token'], rows)
+
+
+@table
+def laptop_rules():
+  """What other rules than top-k cost, or a model without routed blocks."""
+  rows = {}
+  for row in laptop_fit()['causal']:
+    of = rows.setdefault((flops_budget(row), row['group']), {})
+    of[row['rule']] = f'{row["loss_difference"]:+.3f}'
+  rules = sorted({rule for of in rows.values() for rule in of})
+  return markdown(
+    ['budget', 'models', *rules],
+    [
+      [*which, *(of.get(rule, '') for rule in rules)]
+      for which, of in rows.items()
+    ],
+  )
+
+
+@table
+def laptop_minima():
+  """The best models of the laptop's sweep at each budget, by parabolas."""
+  told = laptop_fit()
+  against = {
+    (row['group'], row['budget']): row
+    for row in told['comparisons']
+    if row['method'] == 'parabola'
+  }
+
+  rows = []
+  for curve in told['curves']:
+    row = [flops_budget(curve), curve['group'], str(curve['runs'])]
+    best = curve['parabola']
+    if 'refused' in best:
+      rows.append([*row, best['refused'], *[''] * 4])
+      continue
+    thousands = {end: x / 1e3 for end, x in best['params'].items()}
+    row += [interval(thousands, '.0f'), interval(best['loss'], '.3f')]
+    differs = against.get((curve['group'], curve['budget']))
+    if differs:
+      row += [
+        interval(differs['params_ratio'], '.2f'),
+        interval(differs['flops_ratio'], '.2f'),
+        interval(differs['loss_difference'], '+.3f'),
+      ]
+    rows.append(row + [''] * (8 - len(row)))
+  header = [
+    *('budget', 'models', 'runs', 'best size, 1000s', 'nats/token'),
+    *('parameters ×', 'FLOPs ×', 'loss difference'),
+  ]
+  return markdown(header, rows)

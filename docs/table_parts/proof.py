@@ -1,0 +1,160 @@
+"""What programs compiled for TPUs tell, as kept in `results/prove_paper`."""
+
+import math
+
+from machine import markdown
+
+from table_parts.common import read_csv
+from table_parts.common import table
+
+
+def proofs(name: str) -> list[dict[str, str]]:
+  """Returns the rows of one of its files."""
+  return read_csv(f'prove_paper/{name}.csv')
+
+
+def paired() -> dict[str, list[tuple[dict, dict]]]:
+  """Returns (routed, dense) proofs of each size, by slice."""
+  found = {}
+  for routed, dense in zip(
+    proofs('prove')[::2], proofs('prove')[1::2], strict=True
+  ):
+    assert dense['id'] == f'{routed["id"]}_dense'
+    assert dense['topology'] == routed['topology']
+    kind, _ = routed['topology'].split(':')
+    found.setdefault(f'{routed["chips"]} {kind}', []).append((routed, dense))
+  return found
+
+
+def number(row: dict, *names: str) -> float:
+  """Returns the sum of some columns."""
+  return math.fsum(float(row[name]) for name in names)
+
+
+def mesh(row: dict) -> str:
+  return '·'.join(row[axis] for axis in ('data', 'fsdp', 'tensor'))
+
+
+PROVED = {
+  'GiB a chip': lambda row: f'{number(row, "memory") / 2**30:.1f}',
+  'products, found / counted': lambda row: (
+    f'{number(row, "products_ratio"):.4f}'
+  ),
+  'computed again': lambda row: (
+    f'{number(row, "again") / number(row, "products"):.2f}'
+  ),
+  'sent, GB': lambda row: f'{number(row, "sent") / 1e9:.2f}',
+  'bytes per kFLOP': lambda row: f'{1e3 * number(row, "bytes_per_flop"):.2f}',
+  'products, ms': lambda row: f'{1e3 * number(row, "compute_seconds"):.1f}',
+  'network, ms': lambda row: f'{1e3 * number(row, "network_seconds"):.1f}',
+  'step predicted, ms': lambda row: f'{1e3 * number(row, "step_seconds"):.1f}',
+}
+
+
+@table
+def prove():
+  """The paper's models on slices of TPUs: MoD / dense twin."""
+  rows = [
+    [
+      routed['id'].upper(),
+      where,
+      mesh(routed),
+      *(f'{show(routed)} / {show(dense)}' for show in PROVED.values()),
+    ]
+    for where, pairs in paired().items()
+    for routed, dense in pairs
+  ]
+  return markdown(['model', 'slice', 'mesh', *PROVED], rows)
+
+
+def ratios(pairs: list[tuple[dict, dict]], *columns: str) -> str:
+  """Returns the range of what MoD takes over what its dense twins take."""
+  found = [
+    number(mod, *columns) / number(dense, *columns) for mod, dense in pairs
+  ]
+  return f'{min(found):.2f} to {max(found):.2f}'
+
+
+def steps(bound: str, text: str) -> str:
+  """Returns a sentence about the steps on all slices with one bound."""
+  slices = {
+    where: pairs
+    for where, pairs in paired().items()
+    if all(row['bound'] == bound for pair in pairs for row in pair)
+  }
+  pairs = [pair for pairs in slices.values() for pair in pairs]
+  return (
+    f'On {" and ".join(slices)}, {text}, for MoD as for the dense models. The'
+    f' step of MoD can take {ratios(pairs, "step_seconds")} of the dense time'
+    ' if the two overlap in full, and'
+    f' {ratios(pairs, "compute_seconds", "network_seconds")} if they do not'
+    ' overlap at all.'
+  )
+
+
+@table
+def prove_words():
+  """What the table `prove` says."""
+  off = max(abs(number(row, 'products_ratio') - 1) for row in proofs('prove'))
+  more = {
+    f'{mod["id"].upper()} on {where}': number(mod, 'sent')
+    - number(dense, 'sent')
+    for where, pairs in paired().items()
+    for mod, dense in pairs
+    if mod['tensor'] == '1'
+  }
+  usual = [extra for extra in more.values() if extra > 0]
+  exceptions = [
+    f' The exception is {where}, where it sends {-extra / 1e6:.0f} MB less.'
+    for where, extra in more.items()
+    if extra <= 0
+  ]
+  lines = [
+    'The matrix products that are found in the compiled programs are those'
+    f' that `mod_jax.flops` counts, within {off:.3%}. What is computed again'
+    ' comes on top of them: rematerialisation, and what the attention kernel'
+    ' does with masked pairs of tokens or in its backward pass.',
+    'Where heads and hidden units are not split (`tensor` is 1), MoD sends what'
+    " its dense twin sends, and the routers' gradients besides:"
+    f' {min(usual) / 1e6:.2f} to {max(usual) / 1e6:.2f} MB.'
+    f'{"".join(exceptions)}',
+    steps('compute', 'the matrix products take longer than the communication'),
+    steps('network', 'the communication takes longer than the matrix products'),
+  ]
+  return '\n'.join(f'* {line}' for line in lines)
+
+
+@table
+def prove_remedies():
+  """The largest model on the slice where the network is the bound."""
+  first, *_ = proofs('remedies')
+  usual = [
+    row
+    for row in proofs('prove')
+    if row['id'] == '3b' and row['topology'] == first['topology']
+  ]
+  names = {
+    'fsdp_4': 'parameters split over fewer chips',
+    'fsdp_8': 'parameters split over fewer chips',
+    'no_remat': 'no rematerialisation',
+    '3b': 'as in the table above',
+  }
+  rows = [
+    [
+      names[row['id']],
+      mesh(row),
+      *(
+        PROVED[column](row)
+        for column in (
+          *('GiB a chip', 'sent, GB', 'products, ms', 'network, ms'),
+          'step predicted, ms',
+        )
+      ),
+    ]
+    for row in usual + proofs('remedies')
+  ]
+  header = [
+    *('3B, MoD', 'mesh', 'GiB a chip', 'sent, GB', 'products, ms'),
+    *('network, ms', 'step predicted, ms'),
+  ]
+  return markdown(header, rows)

@@ -1,0 +1,245 @@
+"""How good it is: what studies in `benchmarks/` came to, with their spread."""
+
+import functools
+
+import machine
+from machine import markdown
+import study_tables
+
+from table_parts.common import measured
+from table_parts.common import studied
+from table_parts.common import table
+
+
+def mean(runs: list[dict]) -> float:
+  return machine.spread([run['loss'] for run in runs])['mean']
+
+
+@functools.cache
+def recipes() -> dict[str, dict[str, list[dict]]]:
+  """Returns the runs of `routing_recipe.py` by group and name, by seed."""
+  found = {}
+  for path, of_seed in study_tables.by_model(studied('routing_recipe')).items():
+    group, name = path.split('/')
+    runs = [of_seed[seed] for seed in sorted(of_seed)]
+    found.setdefault(group, {})[name] = runs
+  return found
+
+
+def compared(equal: str):
+  """Returns the recipes that are compared at equal steps or FLOPs."""
+  return study_tables.recipes(recipes())[equal].items()
+
+
+def accuracy_at(script: str, name: str, key: str) -> str:
+  """Returns the mean accuracy of a model on the digits, and its cost."""
+  model = measured(script)['models'][name]
+  gmacs = model['gmacs']
+  if isinstance(gmacs, dict):  # It differs between seeds.
+    gmacs = gmacs['mean']
+  return f'{model[key]["mean"]:.1%} at {1e3 * gmacs:.1f} MMACs'
+
+
+@table
+def results():
+  """The most important results, for the README."""
+  texts = recipes()['equal FLOPs']
+  one, two, mod = (
+    f'{mean(texts[name]):.3f}'
+    for name in ('dense, 1 block', 'dense, 2 blocks', 'MoD, 2 blocks')
+  )
+
+  def digits(name):
+    return accuracy_at('vit_digits', name, 'after')
+
+  def adaptive(name):
+    return accuracy_at('acm_digits', name, 'accuracy')
+
+  rows = [
+    [
+      'text at equal training FLOPs, nats/token'
+      ' (`benchmarks/routing_recipe.py`)',
+      f'{one} with one block, {two} with two',
+      f'MoD, two blocks, one of them routed: {mod}',
+    ],
+    [
+      'digits, accuracy (`benchmarks/vit_digits.py`)',
+      f'{digits("dense")}, {digits("dense, 6 blocks")}',
+      f'A-MoD: {digits("A-MoD 50%")}; DynamicViT: {digits("DynamicViT .7")}',
+    ],
+    [
+      'digits, accuracy (`benchmarks/acm_digits.py`)',
+      adaptive('dense'),
+      f'adaptive width: {adaptive("adaptive, β = .4")},'
+      f' {adaptive("adaptive, β = .6")}',
+    ],
+  ]
+  return markdown(['what', 'dense', 'conditional'], rows)
+
+
+@table
+def recipe_equal_flops():
+  """Small language models of equal training FLOPs."""
+  rows = [
+    [
+      text,
+      str(runs[0]['steps']),
+      str(len(runs)),
+      *(
+        study_tables.over_seeds(runs, k)
+        for k in ('loss', 'bits_per_byte', 'router_rule')
+      ),
+    ]
+    for text, runs in compared('equal training FLOPs')
+  ]
+  header = [
+    *('model', 'steps', 'seeds', 'nats/token', 'bits/byte'),
+    'nats/token by the causal router',
+  ]
+  return markdown(header, rows)
+
+
+@table
+def recipe_equal_steps():
+  """Small language models after as many steps, by recipe and seed."""
+  rows = [
+    [text, f'{mean(runs):.3f}', *(f'{r["loss"]:.3f}' for r in runs)]
+    for text, runs in compared('equal steps')
+  ]
+  header = ['nats/token', 'mean', *(f'seed {seed}' for seed in range(3))]
+  return markdown(header, rows)
+
+
+@table
+def recipe_words():
+  """What the models of equal steps tell."""
+  gate, more = recipes()['gate'], recipes()['auxiliary loss']
+  four, two = (mean(gate[f'dense, {n} blocks']) for n in (4, 2))
+
+  def share(runs):
+    return (two - mean(runs)) / (two - four)
+
+  control = min(mean(more[n]) for n in ('gaussian', 'stride'))
+  blind = max(share(more[n]) for n in ('gaussian', 'stride'))
+  with_aux, without = share(gate['sigmoid']), share(more['sigmoid, no aux'])
+  return '\n'.join(
+    [
+      f'* Two more dense blocks are worth {two - four:.3f} nats. Routed at an'
+      f' eighth of their cost they bring {with_aux:.0%} of that with the'
+      f' auxiliary loss and {without:.0%} without it.',
+      f'* Routed blocks that process tokens chosen at random, or every eighth'
+      f' one, bring up to {blind:.0%}. The learned choice (sigmoid, auxiliary'
+      f' loss) is {control - mean(gate["sigmoid"]):.3f} nats better than the'
+      ' better of these two controls.',
+    ]
+  )
+
+
+@table
+def recipe_tokens():
+  """What routed blocks bring by length of the rows and by vocabulary."""
+  runs = recipes()['one seed']
+  base = {
+    name: [recipes()['gate'][name][0]]
+    for name in ('sigmoid', 'dense, 2 blocks', 'dense, 4 blocks')
+  }
+  rows = []
+  for text, suffix in (
+    ('256 tokens, 2,048 subwords', None),
+    ('512 tokens', 'length 512'),
+    ('1,024 tokens', 'length 1024'),
+    ('bytes', 'bytes'),
+    ('512 subwords', 'BPE 512'),
+    ('4,096 subwords', 'BPE 4096'),
+  ):
+    four, two, routed = (
+      mean(runs[f'{name}, {suffix}'] if suffix else base[name])
+      for name in ('dense, 4 blocks', 'dense, 2 blocks', 'sigmoid')
+    )
+    rows.append(
+      [
+        text,
+        *(f'{loss:.3f}' for loss in (four, routed, two)),
+        f'{(two - routed) / (two - four):.0%}',
+      ]
+    )
+  header = ['seed 0', 'dense, 4 blocks', 'MoD', 'dense, 2 blocks', 'recovered']
+  return markdown(header, rows)
+
+
+@table
+def recipe_one_seed():
+  """What was tried with one seed, at equal steps."""
+  names = {
+    'sigmoid, aux .001': 'auxiliary loss 0.001',
+    'sigmoid, aux .1': 'auxiliary loss 0.1',
+    'alpha_sigmoid, no aux': '2 · sigmoid, no auxiliary loss',
+    'sigmoid, predictor alone': 'predictor instead of the auxiliary loss',
+    'sigmoid, normalised router': 'normalised input of the router',
+    'sigmoid, router rate x 10': 'ten times the learning rate of the router',
+    'sigmoid, first and last dense': 'first and last block dense',
+    'sigmoid, capacity .1875': 'capacity 0.1875',
+    'sigmoid, capacity .25': 'capacity 0.25',
+    'sigmoid, capacity .5': 'capacity 0.5',
+    'sigmoid, capacity 1': 'capacity 1',
+  }
+  runs = recipes()['one seed']
+  rows = [[t, f'{mean(runs[name]):.3f}'] for name, t in names.items()]
+  return markdown(['sigmoid, and', 'nats/token, seed 0'], rows)
+
+
+@table
+def vit_digits():
+  """Vision transformers on the digits: cost and accuracy."""
+  rows = [
+    [
+      name,
+      f'{1e3 * row["gmacs"]:.1f}',
+      f'{row["parameters"]:,}',
+      machine.cell(row['before'], 100, 1) if name != 'dense' else '',
+      machine.cell(row['after'], 100, 1),
+    ]
+    for name, row in measured('vit_digits')['models'].items()
+  ]
+  header = ['model', 'MMACs', 'parameters', 'adapted, %', 'fine-tuned, %']
+  return markdown(header, rows)
+
+
+@table
+def acm_digits():
+  """Adaptive width on the digits, by budget."""
+  rows = [
+    [
+      name.replace('= .', '= 0.'),
+      str(len(row['seeds'])),
+      machine.cell(row['gmacs'], 1e3, 1),
+      machine.cell(row.get('load')),
+      machine.cell(row['accuracy'], 100, 1),
+      machine.cell(row.get('load_std')),
+      machine.cell(row.get('token_std')),
+    ]
+    for name, row in measured('acm_digits')['models'].items()
+  ]
+  header = [
+    *('model', 'seeds', 'MMACs', 'load', 'accuracy, %'),
+    *('deviation, images', 'deviation, tokens'),
+  ]
+  return markdown(header, rows)
+
+
+@table
+def compose_digits():
+  """Pruning, routing and adaptive width on the digits, alone and together."""
+  return study_tables.composition(studied('compose_digits'))
+
+
+@table
+def experts_recipe():
+  """Experts and Mixture-of-Depths in language models, at equal FLOPs."""
+  return study_tables.experts(studied('experts_recipe'))
+
+
+@table
+def conversion():
+  """What a dense language model is worth, made routed."""
+  return study_tables.conversion(studied('conversion'))

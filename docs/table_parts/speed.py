@@ -1,0 +1,411 @@
+"""How fast it is: what the scripts in `benchmarks/` have measured."""
+
+from machine import markdown
+
+from table_parts.common import ROOT
+from table_parts.common import measured
+from table_parts.common import table
+
+
+def between(low: float, high: float, digits: int = 3) -> str:
+  return f'{low:.{digits}f}–{high:.{digits}f}'
+
+
+@table
+def speed():
+  """The most important times, for the README."""
+  step, vision = measured('train_step'), measured('vit_train_step')
+  batches = measured('vit_throughput')['batches']
+  capacity = step['config']['capacity']
+  rows = [
+    (f'training step, MoD {capacity:.1%}', 'train_step', step),
+    (
+      'training step, DeiT-S, A-MoD 50%',
+      'vit_train_step',
+      vision['routed']['amod_50'],
+    ),
+  ]
+  for batch in reversed(batches):
+    for name, text in (
+      ('amod', 'A-MoD 50%'),
+      ('dynamic_vit', 'DynamicViT 0.7'),
+    ):
+      title = f'inference, DeiT-S, batch {batch}, {text}'
+      rows.append((title, 'vit_throughput', batches[batch]['routed'][name]))
+  times = markdown(
+    ['over the dense twin', 'FLOPs', 'time'],
+    [
+      [
+        f'{title} (`benchmarks/{script}.py`)',
+        *(f'{ratios[n]:.3f}' for n in ('flop_ratio', 'time_ratio')),
+      ]
+      for title, script, ratios in rows
+    ],
+  )
+  return f'{times}\n\n{decode_words()}'
+
+
+@table
+def environments():
+  """Where and when each benchmark was run."""
+  rows = []
+  for path in sorted((ROOT / 'benchmarks').glob('*.json')):
+    where = measured(path.stem)['environment']
+    rows.append(
+      [
+        f'`benchmarks/{path.stem}.py`',
+        where['date'],
+        where['processor'],
+        f'jax {where["jax"]}, Python {where["python"]}',
+        'large pages' if 'hugetlb=1' in where.get('glibc_tunables', '') else '',
+      ]
+    )
+  return markdown(['script', 'date', 'device', 'versions', 'memory'], rows)
+
+
+@table
+def train_step():
+  """The training step of a language model, of its twin and of PyTorch."""
+  found = measured('train_step')
+  sizes = found['config']
+  title = (
+    f'{sizes["num_layers"]} layers, width {sizes["width"]}, {sizes["batch"]} ×'
+    f' {sizes["length"]} tokens'
+  )
+  names = {
+    'mod': f'MoD, {sizes["capacity"]:.1%} in every other layer',
+    'dense': 'dense twin',
+    'torch': 'PyTorch, dense',
+    'matmul': 'one matrix product, 2048³',
+  }
+  rows = [
+    [
+      text,
+      f'{found["median_seconds"][name]:.3f}',
+      f'{found["gflops_per_second"][name]:.0f}',
+    ]
+    for name, text in names.items()
+  ]
+  return markdown([title, 'seconds (median)', 'GFLOP/s'], rows)
+
+
+@table
+def train_step_ratios():
+  """What the times of `train_step` are, each over another."""
+  found = measured('train_step')
+  torch = found['torch']
+  rows = [
+    ['FLOPs, MoD over dense', f'{found["flop_ratio"]:.3f}', ''],
+    [
+      'time, MoD over dense',
+      f'{found["time_ratio"]:.3f}',
+      between(*found['time_ratio_quartiles']),
+    ],
+    [
+      'that time ratio over the FLOP ratio',
+      f'{found["time_ratio_over_flop_ratio"]:.2f}',
+      '',
+    ],
+    [
+      'time, dense over PyTorch',
+      f'{torch["dense_over_torch"]:.3f}',
+      between(*torch['dense_over_torch_quartiles']),
+    ],
+    [
+      'FLOP/s, dense over the matrix product',
+      f'{found["dense_rate_over_matmul_rate"]:.3f}',
+      '',
+    ],
+  ]
+  return markdown(['ratio', 'median', 'quartiles'], rows)
+
+
+@table
+def train_step_parts():
+  """Where the time of a training step goes."""
+  parts = measured('train_step')['seconds_by_part']
+  total = {name: sum(seconds.values()) for name, seconds in parts.items()}
+  rows = [
+    [part]
+    + [f'{parts[name][part] / total[name]:.1%}' for name in ('dense', 'mod')]
+    for part in parts['dense']
+  ]
+  return markdown(['part of the step', 'dense', 'MoD'], rows)
+
+
+@table
+def compile_time():
+  """How long a model takes to compile, by depth."""
+  found = measured('compile_time')
+  rows = [
+    [
+      kind,
+      *(f'{found["median_seconds"][f"{kind}_{n}"]:.2f}' for n in (8, 24)),
+      f'{found["growth_8_to_24"][kind]:.2f}',
+    ]
+    for kind in ('scanned', 'unrolled')
+  ]
+  header = ['layers are', '8 layers, s', '24 layers, s', '24 over 8']
+  return markdown(header, rows)
+
+
+@table
+def decode():
+  """A decoding step by the number of sequences and what came before."""
+  rows = []
+  for cell in measured('decode')['cells']:
+    seconds = cell['mean_seconds']
+    kept = cell['cache_bytes']
+    torch = cell.get('dense_over_torch')
+    rows.append(
+      [
+        f'{cell["context"]}',
+        f'{cell["batch"]}',
+        *(f'{1e3 * seconds[n]:.1f}' for n in ('dense', 'mod', 'mod_masked')),
+        f'{cell["speedup"]:.2f}',
+        f'{cell["ideal_speedup"]:.2f}',
+        f'{kept["mod"] / kept["dense"]:.2f}',
+        f'{cell["no_row_routed_probability"]:.2f}',
+        '' if torch is None else f'{torch:.2f}',
+      ]
+    )
+  header = [
+    *('context', 'sequences', 'dense, ms', 'MoD, ms', 'MoD masked, ms'),
+    *('speed-up', 'speed-up by bytes', 'cache / dense'),
+    *('chance that no row is routed', 'dense / PyTorch'),
+  ]
+  return markdown(header, rows)
+
+
+def decode_words() -> str:
+  """How fast decoding is, in a sentence."""
+  cells = [x for x in measured('decode')['cells'] if x['context'] == 512]
+  speedups = [x['speedup'] for x in cells]
+  over_torch = [1 / x['dense_over_torch'] for x in cells]
+  batches = [x['batch'] for x in cells]
+  return (
+    f'Generating a token for {min(batches)} to {max(batches)} sequences after'
+    ' 512 tokens, Mixture-of-Depths (12.5% of the tokens in every other block)'
+    f' is {min(speedups):.2f} to {max(speedups):.2f} times as fast as the dense'
+    f' twin, which is {min(over_torch):.1f} to {max(over_torch):.1f} times as'
+    " fast as the same model by PyTorch's `transformers`"
+    ' (`benchmarks/decode.py`).'
+  )
+
+
+@table
+def speculation():
+  """Tokens per second with a draft, over the dense twin's."""
+  cells = measured('speculation')['cells']
+  batches = sorted({cell['batch'] for cell in cells})
+  found = {(c['temperature'], c['batch']): c['kinds'] for c in cells}
+  rows = []
+  for temperature in sorted({cell['temperature'] for cell in cells}):
+    for kind in found[temperature, batches[0]]:
+      if kind == 'dense':
+        continue
+      by_batch = [found[temperature, batch][kind] for batch in batches]
+      rows.append(
+        [
+          f'{temperature:g}',
+          'none' if kind == 'plain' else kind,
+          f'{by_batch[0]["tokens_of_a_pass"]:.2f}',
+          *(f'{found["over_dense"]:.2f}' for found in by_batch),
+        ]
+      )
+  header = ['temperature', 'draft', 'tokens of a pass']
+  header += [f'{n} sequence{"s" * (n > 1)}' for n in batches]
+  return markdown(header, rows)
+
+
+@table
+def head_loss():
+  """The loss in chunks over the plain one, by vocabulary."""
+  rows = []
+  for size, row in measured('head_loss')['by_vocabulary'].items():
+    seconds = row['median_seconds']
+    rows.append(
+      [
+        f'{int(size):,}',
+        *(f'{1e3 * seconds[n]:.1f}' for n in ('plain', 'chunked')),
+        f'{row["chunked_over_plain"]:.2f} ({between(*row["quartiles"])})',
+      ]
+    )
+  header = ['vocabulary', 'all logits at once, ms', 'in chunks, ms', 'ratio']
+  return markdown(header, rows)
+
+
+def over_dense(routed: dict, names: dict[str, str]) -> list[list[str]]:
+  """Returns a row for each model: FLOPs and time over the dense twin's."""
+  return [
+    [
+      text,
+      f'{routed[name]["flop_ratio"]:.3f}',
+      f'{routed[name]["time_ratio"]:.3f}',
+      between(*routed[name]['quartiles']),
+      f'{routed[name]["time_over_flops"]:.2f}',
+    ]
+    for name, text in names.items()
+  ]
+
+
+OVER_DENSE = ['FLOPs / dense', 'time / dense', 'quartiles', 'time / FLOPs']
+
+
+@table
+def experts_time():
+  """The training step of models with experts over that of the dense twin."""
+  found = measured('experts')
+  names = {
+    'MoD': 'MoD, 12.5% in every other block',
+    'experts': 'eight experts',
+    'experts, half of the slots': 'eight experts, slots for half of the tokens',
+    'staged': 'staged: MoD around experts',
+    'integrated': 'integrated: half of the choices do nothing',
+  }
+  return markdown(['model', *OVER_DENSE], over_dense(found['models'], names))
+
+
+@table
+def no_ops_words():
+  """What the time of choices that do nothing is."""
+  found = measured('experts')['integrated_over']
+  experts, same = found['experts'], found['as many slots, without no-ops']
+  low, high = same['quartiles']
+  return (
+    'Choices that do nothing cost nothing: a step takes'
+    f' {same["time_ratio"]:.2f} (quartiles {low:.2f}–{high:.2f}) of the time of'
+    ' a model that has as many slots and no no-op. Over plain experts, leaving'
+    f' half of the choices to a no-op takes {experts["flop_ratio"]:.2f} of the'
+    f' FLOPs and {experts["time_ratio"]:.2f} of the time, since attention stays'
+    ' as it is, and has more of the time than of the FLOPs.'
+  )
+
+
+@table
+def experts_slice():
+  """What a chip does in a step of a larger model with experts, as compiled."""
+  found = measured('experts')
+  rows = [
+    [
+      name,
+      f'{row["memory"] / 2**30:.1f}',
+      f'{row["products"] / row["model_flops"] * row["chips"]:.3f}',
+      f'{row["collectives"].get("all-to-all", (0, 0))[1] / 1e6:.0f}',
+      f'{row["sent"] / 1e6:.0f}',
+      f'{1e3 * row["compute_seconds"]:.1f}',
+      f'{1e3 * row["network_seconds"]:.1f}',
+    ]
+    for name, row in found['on_a_slice'].items()
+  ]
+  header = [
+    *(f'on {found["topology"]}', 'GiB a chip', 'products, found / counted'),
+    *('all-to-all, MB', 'sent, MB', 'products, ms', 'network, ms'),
+  ]
+  return markdown(header, rows)
+
+
+@table
+def vision_inference():
+  """Inference of vision transformers, over the dense one's."""
+  found = measured('vit_throughput')
+  settings = found['settings']
+  names = {
+    'amod': f'A-MoD {settings["capacity"]:.0%}',
+    'dynamic_vit': f'DynamicViT, keeps {settings["keep"]}',
+  }
+  rows = []
+  for batch, row in found['batches'].items():
+    images = row['images_per_second']
+    for routed in over_dense(row['routed'], names):
+      rows.append([batch, *routed])
+    for routed, name in zip(rows[-len(names) :], names, strict=True):
+      routed += [f'{images[name]:.1f}', f'{images["dense"]:.1f}']
+  header = ['batch', 'model', *OVER_DENSE, 'images/s', 'dense, images/s']
+  return markdown(header, rows)
+
+
+@table
+def vision_training():
+  """Training steps of vision transformers, over the dense one's."""
+  found = measured('vit_train_step')
+  names = {
+    f'{method.lower().replace("-", "")}_{share}': f'{method} {share}%'
+    for share in ('50', '12.5')
+    for method in ('A-MoD', 'MoD')
+  }
+  title = f'DeiT-S, batch {found["settings"]["batch"]}'
+  return markdown([title, *OVER_DENSE], over_dense(found['routed'], names))
+
+
+@table
+def acm_layer():
+  """An adaptive feed-forward by the mean number of learners that run."""
+  found = measured('acm_layer')
+  rows = [
+    [name, f'{seconds:.3f}', f'{found["over_static"][name]:.3f}']
+    for name, seconds in found['median_seconds'].items()
+    if name not in ('static', 'all_dense')
+  ]
+  for name, text in (
+    ('all_dense', 'all learners, as one dense feed-forward'),
+    ('static', 'the static feed-forward'),
+  ):
+    ratio = found['over_static'].get(name, 1.0)
+    seconds = found['median_seconds'][name]
+    rows.append([text, f'{seconds:.3f}', f'{ratio:.3f}'])
+  return markdown(['mean learners', 'seconds', 'over static'], rows)
+
+
+@table
+def acm_layer_fit():
+  """How well a line fits the times of `acm_layer`."""
+  found = measured('acm_layer')['linear_r_squared']
+  return (
+    f'A straight line through the times of the gated layer has R² {found:.3f}.'
+  )
+
+
+@table
+def route_scores():
+  """Attention that also scores tokens, over attention alone."""
+  found = measured('route_scores')
+  rows = [
+    [f'{text}, {length} tokens']
+    + [
+      f'{row["over_attention"][n]:.2f}'
+      for n in ('route_scores', 'materialised')
+    ]
+    for key, text in (
+      ('forward', 'forward'),
+      ('forward_backward', 'forward and backward'),
+    )
+    for length, row in found[key].items()
+  ]
+  header = ['over attention alone', '`route_scores`', 'whole map and its mean']
+  return markdown(header, rows)
+
+
+@table
+def token_select():
+  """Choosing and moving tokens, over a routed block's own time."""
+  found = measured('token_select')
+  names = {
+    'select_xla': 'top-k by bisection (`xla`, what CPUs take)',
+    'select_sort': 'top-k by sorting (`sort`)',
+    'gather': 'gather, with its gradient',
+    'scatter_add': 'scatter-add, with its gradient',
+  }
+  rows = [
+    [
+      text,
+      f'{1e3 * found["median_seconds"][name]:.2f}',
+      f'{found["share_of_block_step"][name]:.1%}',
+    ]
+    for name, text in names.items()
+  ]
+  settings = found['settings']
+  title = (
+    f'{settings["k"]} of {settings["length"]} tokens, {settings["batch"]} rows'
+  )
+  return markdown([title, 'ms', "share of the block's step"], rows)
