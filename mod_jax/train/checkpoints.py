@@ -9,9 +9,8 @@ that what is visible is whole and can be checked for damage later. (Object
 stores cannot rename: there Orbax writes in place, and what is not finished
 lacks its file `commit_success.txt`.)
 
-Files are hashed in parallel: each host those that it wrote, before the commit,
-and an equal part of all when they are checked. Nothing in a checkpoint depends
-on the number of hosts: position and arrays are those of the whole run.
+Nothing in a checkpoint depends on the number of hosts: position and arrays are
+those of the whole run.
 
 A checkpoint without a manifest was not left so by a kill; somebody took the
 manifest away. Nothing vouches for it, so it is used only where no other is
@@ -27,11 +26,9 @@ of ours before the commit, when the manifest must be written.
 
 from collections.abc import Callable
 from collections.abc import Collection
-import concurrent.futures
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import json
 from typing import Any
 
@@ -47,14 +44,11 @@ from mod_jax import config as config_lib
 from mod_jax import paths
 from mod_jax import trees
 from mod_jax.errors import UserError
+from mod_jax.train import checksums
 
-_MANIFEST = 'manifest.json'
 _STATE, _METADATA = 'state', 'metadata'
 # What the item `metadata` holds.
 _STEP, _POSITION, _CALLERS = 'step', 'data_position', 'metadata'
-# Files of arrays lie below a directory for each process that wrote them.
-_OWN_FILES = 'ocdbt.process_{}'
-_OWN_DIGESTS = 'sha256.process_{}.json'  # Until they stand in the manifest.
 _DELETED = 'deleted'  # Directory of checkpoints that are on their way out.
 _CORRUPT = '.corrupt'  # Suffix of checkpoints that could not be used.
 
@@ -100,25 +94,8 @@ class _HashingHandler(ocp.PyTreeCheckpointHandler):
   async def async_save(self, directory, *args, **kwargs):
     """Returns what to wait for; the hashing is the last part of it."""
     written = await super().async_save(directory, *args, **kwargs)
-
-    def hash_own_files():
-      own = directory / _OWN_FILES.format(jax.process_index())
-      names = _files(own, f'{own.name}/') if own.exists() else []
-      path = directory / _OWN_DIGESTS.format(jax.process_index())
-      path.write_text(json.dumps(_digests(directory, names)))
-
-    return [ocp.future.ChainedFuture(written, hash_own_files)]
-
-
-def _own_digests(state) -> dict[str, tuple[int, str]]:
-  """Collects, and takes away, what each process noted of its own files."""
-  found = {}
-  for i in range(jax.process_count()):
-    path = state / _OWN_DIGESTS.format(i)
-    for name, entry in json.loads(path.read_text()).items():
-      found[f'{state.name}/{name}'] = tuple(entry)
-    path.unlink()
-  return found
+    hash_own = functools.partial(checksums.hash_own_files, directory)
+    return [ocp.future.ChainedFuture(written, hash_own)]
 
 
 class Checkpointer:
@@ -283,18 +260,7 @@ class Checkpointer:
     if not directory.exists():
       # Where a file system cannot rename, Orbax writes in place.
       directory = self._directory / str(self._saving)
-    manifest = _own_digests(directory / _STATE)
-    rest = [name for name in _item_files(directory) if name not in manifest]
-    manifest |= _digests(directory, rest)
-    (directory / _MANIFEST).write_text(
-      json.dumps(
-        {
-          name: {'bytes': size, 'sha256': digest}
-          for name, (size, digest) in sorted(manifest.items())
-        },
-        indent=1,
-      )
-    )
+    checksums.write(directory, _STATE)
 
   def _purge(self):
     """Deletes the checkpoints that `keep` has pushed out."""
@@ -595,13 +561,15 @@ def _restore_newest(directory, steps, load, report):
       unusable[used] = str(e)
       continue
     if source.verified:
-      missing = f'its {_MANIFEST} is missing, so nothing vouches for it'
+      missing = (
+        f'its {checksums.MANIFEST} is missing, so nothing vouches for it'
+      )
       unusable |= dict.fromkeys(doubtful, missing)
     else:
       report(
         f'nothing vouches for the checkpoint at step {used} in {directory}, '
-        f'for its {_MANIFEST} is missing: using it, since there is no better '
-        'one'
+        f'for its {checksums.MANIFEST} is missing: using it, since there is no '
+        'better one'
       )
     for bad, why in unusable.items():
       report(
@@ -651,8 +619,8 @@ def _verify(directory) -> bool:
   """
   problem, verified = None, False
   try:
-    verified = (directory / _MANIFEST).exists()
-    problem = _damage(directory) if verified else None
+    verified = (directory / checksums.MANIFEST).exists()
+    problem = checksums.damage(directory) if verified else None
   except OSError as e:
     problem = _one_line(e)
   if jax.process_count() > 1:
@@ -666,70 +634,6 @@ def _verify(directory) -> bool:
   if problem:
     raise _Unusable(problem)
   return verified
-
-
-def _damage(directory) -> str | None:
-  """Says what is wrong with this host's part of the files, or returns None."""
-  try:
-    manifest = {
-      name: (int(entry['bytes']), str(entry['sha256']))
-      for name, entry in json.loads((directory / _MANIFEST).read_text()).items()
-    }
-  except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-    return f'{_MANIFEST} is damaged'
-  present = set(_item_files(directory))
-  for name in manifest:
-    if name not in present:
-      return f'{name} is missing'
-  for name in sorted(present):
-    if name not in manifest:
-      return f'{name} is not in {_MANIFEST}'
-  mine = sorted(manifest)[jax.process_index() :: jax.process_count()]
-  for name, (size, digest) in _digests(directory, mine).items():
-    if size != manifest[name][0]:
-      return f'{name} has {size} bytes instead of {manifest[name][0]}'
-    if digest != manifest[name][1]:
-      return f'the checksum of {name} is wrong'
-  return None
-
-
-def _digests(directory, names) -> dict[str, tuple[int, str]]:
-  """Returns the size and the SHA-256 of each file."""
-
-  def digest(name):
-    value, size = hashlib.sha256(), 0
-    with (directory / name).open('rb') as file:
-      while chunk := file.read(2**20):
-        value.update(chunk)
-        size += len(chunk)
-    return size, value.hexdigest()
-
-  with concurrent.futures.ThreadPoolExecutor(max_workers=8) as pool:
-    return dict(zip(names, pool.map(digest, names), strict=True))
-
-
-def _item_files(directory) -> list[str]:
-  """Returns the paths of all files of a checkpoint's items.
-
-  Files beside the items are left out: Orbax still changes them at the commit.
-  """
-  return [
-    name
-    for item in sorted(directory.iterdir())
-    if item.is_dir()
-    for name in _files(item, f'{item.name}/')
-  ]
-
-
-def _files(directory, prefix) -> list[str]:
-  """Returns the paths of all files below a directory, in a fixed order."""
-  names = []
-  for path in sorted(directory.iterdir()):
-    if path.is_dir():
-      names += _files(path, f'{prefix}{path.name}/')
-    else:
-      names.append(f'{prefix}{path.name}')
-  return names
 
 
 @contextlib.contextmanager

@@ -24,6 +24,7 @@ import pytest
 
 from mod_jax.errors import UserError
 from mod_jax.train import checkpoints
+from mod_jax.train import checksums
 from mod_jax.train.checkpoints import CheckpointConfig
 from mod_jax.train.checkpoints import Checkpointer
 
@@ -227,7 +228,7 @@ def test_an_error_in_the_background_is_raised(tmp_path, monkeypatch):
     checkpointer.save(1, make_state(1))
     checkpointer.wait()
     with monkeypatch.context() as patch:
-      patch.setattr(checkpoints, '_digests', fail)
+      patch.setattr(checksums, '_digests', fail)
       checkpointer.save(2, make_state(2))
       with pytest.raises(OSError, match='no space'):
         checkpointer.wait()
@@ -543,6 +544,7 @@ _VICTIMS = """
 import os, pathlib, signal, sys, time
 import jax.numpy as jnp
 from mod_jax.train import checkpoints
+from mod_jax.train import checksums
 
 def die():
   os.kill(os.getpid(), signal.SIGKILL)
@@ -567,7 +569,7 @@ def victim(directory, plan):
     for name in ('rename', 'replace'):
       die_at_call(os, name, lambda n, *_: n == int(value))
   elif kind == 'manifest':
-    die_at_call(checkpoints, '_digests', lambda n, *_: n == 4)
+    die_at_call(checksums, '_digests', lambda n, *_: n == 4)
   elif kind == 'delete':
     die_at_call(os, 'unlink', lambda n, *_: n == int(value))
   for step in range(2, 10**6):
