@@ -1,12 +1,12 @@
 """Continuous batching: many requests share the slots of one decoding state.
 
-A request is read as a whole into a cache of its own (`prefill`, compiled for
-each power of two of prompt lengths), which is then copied into a free slot
-(`insert`); `step` adds a token to every slot that is in use. The state is
-donated to the last two, so that caches are written in place. What a request
-asks for (temperature, limits, seed) are arrays with a number for each slot, so
-that nothing compiles after `warm_up`. The host reads the tokens of one step
-while the next one runs.
+A request is read as a whole into a cache of its own (`slots.Program.prefill`,
+compiled for each power of two of prompt lengths), which is then copied into a
+free slot (`insert`); `step` adds a token to every slot that is in use. The
+state is donated to the last two, so that caches are written in place. What a
+request asks for (temperature, limits, seed) are arrays with a number for each
+slot, so that nothing compiles after `warm_up`. The host reads the tokens of one
+step while the next one runs.
 
 A slot that ends frees itself on the device; the host learns of it a step later,
 and fills it again. Cancelled requests, and those that meet a stop text, are
@@ -18,24 +18,22 @@ from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Sequence
 import dataclasses
-import functools
 import itertools
 import operator
 from typing import Any
 from typing import Literal
 
-import flax.struct
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from mod_jax.data import tokenizers
 from mod_jax.errors import UserError
 from mod_jax.layers.mode import RoutingMode
 from mod_jax.models import lm
 from mod_jax.sampling import generation
 from mod_jax.sampling import logits as logits_lib
+from mod_jax.serving import slots as slots_lib
 from mod_jax.serving.run import Run
+from mod_jax.serving.text_stream import TextStream
 
 Reason = Literal['stop', 'length', 'cancelled']
 
@@ -79,112 +77,8 @@ class Completion:
   reason: Reason
 
 
-@flax.struct.dataclass
-class _Rows:
-  """What each slot is doing.
-
-  Attributes:
-    token_B: its last token, which is not read yet.
-    active_B: whether it goes on.
-    count_B: tokens that it has drawn.
-    limit_B: tokens that it may draw.
-    seed_B: uint32, of what it draws.
-    settings: how it draws.
-  """
-
-  token_B: jax.Array
-  active_B: jax.Array
-  count_B: jax.Array
-  limit_B: jax.Array
-  seed_B: jax.Array
-  settings: generation.Settings
-
-
-@flax.struct.dataclass
-class _State:
-  cache: lm.LMCache
-  rows: _Rows
-
-
-@dataclasses.dataclass(frozen=True)
-class _Program:
-  """What the compiled functions depend on."""
-
-  config: lm.LMConfig  # Layers not scanned.
-  mode: RoutingMode
-  room: int  # Tokens that a slot holds.
-  end_token: int | None
-
-  def empty(self, batch, length_B=None):
-    return lm.LMCache.empty(self.config, batch, self.room, self.mode, length_B)
-
-  @functools.partial(jax.jit, static_argnums=0)
-  def prefill(self, variables, tokens_1P, valid_1P, rows: _Rows):
-    """Returns a cache of one row with a prompt, and its row."""
-    # Its own length, so that its slots do not depend on its neighbours.
-    length_1 = valid_1P.sum(axis=-1) + rows.limit_B
-    key = _key(rows.seed_B[0], _ROUTING)
-    logits_1PV, cache, _ = generation.read(
-      *(lm.LanguageModel(self.config), variables, tokens_1P, valid_1P),
-      *(self.empty(1, length_1), self.mode, key),
-    )
-    logits_1V = generation.last_logits(logits_1PV, valid_1P)
-    rows, log_prob_1 = self._draw(rows, logits_1V)
-    return cache, rows, log_prob_1
-
-  @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
-  def insert(self, state: _State, cache, rows: _Rows, slot):
-    """Returns the state with a row in a slot."""
-    one = _State(cache, rows)
-    return jax.tree.map(
-      lambda all_B, one_1: all_B.at[slot].set(one_1[0]), state, one
-    )
-
-  @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
-  def release(self, state: _State, slot):
-    """Returns the state with a slot that stands still."""
-    active_B = state.rows.active_B.at[slot].set(False)
-    return state.replace(rows=state.rows.replace(active_B=active_B))
-
-  @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
-  def step(self, variables, state: _State, key):
-    """Returns the state after one more token of each active row, and these.
-
-    The last are token_B, log_prob_B, and whether the row was active.
-    """
-    rows = state.rows
-    logits_B1V, cache, _ = generation.read(
-      lm.LanguageModel(self.config),
-      variables,
-      *(rows.token_B[:, None], rows.active_B[:, None]),
-      *(state.cache, self.mode, key),
-    )
-    drawn, log_prob_B = self._draw(rows, logits_B1V[:, 0])
-    told = (drawn.token_B, log_prob_B, rows.active_B)
-    # A row that stands still keeps its numbers until it is replaced.
-    return _State(cache, drawn), told
-
-  def _draw(self, rows: _Rows, logits_BV) -> tuple[_Rows, jax.Array]:
-    """Returns the rows with a token more, and its log-probability."""
-    key_B = jax.vmap(_key)(rows.seed_B, rows.count_B)
-    token_B, log_prob_B = generation.draw(logits_BV, key_B, rows.settings)
-    count_B = rows.count_B + rows.active_B
-    active_B = rows.active_B & (count_B < rows.limit_B)
-    if self.end_token is not None:
-      active_B &= token_B != self.end_token
-    rows = rows.replace(token_B=token_B, active_B=active_B, count_B=count_B)
-    return rows, log_prob_B
-
-
 # The settings of a slot that nobody has used.
 _GREEDY = {'temperature': 0.0, 'top_k': 0, 'top_p': 1.0}
-# In place of a token's number, for what the routing of a prompt draws.
-_ROUTING = 2**31 - 1
-
-
-def _key(seed, number) -> jax.Array:
-  """Returns the key of a request's token, whatever its slot."""
-  return jax.random.fold_in(jax.random.key(seed), number)
 
 
 @dataclasses.dataclass
@@ -196,71 +90,8 @@ class _Request:
   limit: int
   settings: dict[str, float]
   seed: int
-  text: '_Text'
+  text: TextStream
   finished: Reason | None = None
-
-
-class _Text:
-  """The text of tokens that come one by one, as far as it is certain."""
-
-  def __init__(self, tokenizer, prompt: list[int], stop: tuple[str, ...]):
-    self._tokenizer = tokenizer
-    self._stop = stop
-    self._tokens = []  # Of which the text is not told yet.
-    self._before = prompt[-tokenizers.CONTEXT :]  # Of which it is.
-    self._held = ''
-    self.stopped = False
-
-  def add(self, token: int) -> str:
-    """Returns what has become certain with a token."""
-    if self._tokenizer is None:
-      return ''
-    self._tokens.append(token)
-    found = ''
-    while self._tokens:
-      count = len(self._tokens)
-      text = self._decoded(count)
-      if text.endswith(tokenizers.REPLACEMENT):
-        if count < tokenizers.CONTEXT:
-          break  # A character of which bytes are missing.
-        count = 1  # The first byte is astray; others may begin a character.
-        text = self._decoded(count)
-      self._before = self._tokens[:count][-tokenizers.CONTEXT :]
-      del self._tokens[:count]
-      found += text
-    return self._release(found)
-
-  def end(self) -> str:
-    """Returns what was held back."""
-    if self._tokenizer is None or self.stopped:
-      return ''
-    text = self._release(self._decoded(len(self._tokens)))
-    if not self.stopped:
-      text, self._held = text + self._held, ''
-    return text
-
-  def _decoded(self, count) -> str:
-    return self._tokenizer.decode_after(self._before, self._tokens[:count])
-
-  def _release(self, new: str) -> str:
-    text = self._held + new
-    at = [text.find(stop) for stop in self._stop]
-    found = [i for i in at if i >= 0]
-    if found:
-      self.stopped, self._held = True, ''
-      return text[: min(found)]
-    keep = max(
-      (
-        n
-        for stop in self._stop
-        for n in range(1, min(len(stop), len(text) + 1))
-        if text.endswith(stop[:n])
-      ),
-      default=0,
-    )
-    cut = len(text) - keep
-    self._held = text[cut:]
-    return text[:cut]
 
 
 class Engine:
@@ -320,7 +151,7 @@ class Engine:
     self.tokenizer, self._encode = run.tokenizer, run.encode
     self.max_length, self.mode = max_length, mode
     end_token = None if run.tokenizer is None else run.tokenizer.eos_id
-    self._program = _Program(config, mode, max_length, end_token)
+    self._program = slots_lib.Program(config, mode, max_length, end_token)
     self._variables = variables
     self._limit = queue
     self._ids = itertools.count()
@@ -333,9 +164,11 @@ class Engine:
     # What the device has been asked for and the host has not read: for each
     # call, which request's row is which, and the arrays.
     self._pending: collections.deque[Any] = collections.deque()
-    self._state = _State(
+    self._state = slots_lib.State(
       self._program.empty(slots),
-      _rows([0] * slots, [0] * slots, [_GREEDY] * slots, active=False),
+      slots_lib.rows_of(
+        [0] * slots, [0] * slots, [_GREEDY] * slots, active=False
+      ),
     )
 
   # Requests.
@@ -400,7 +233,7 @@ class Engine:
       limit=max_new_tokens,
       settings={'temperature': temperature, 'top_k': top_k, 'top_p': top_p},
       seed=seed,
-      text=_Text(self.tokenizer, tokens, stops),
+      text=TextStream(self.tokenizer, tokens, stops),
     )
     self._requests[request.id] = request
     self._waiting.append(request)
@@ -532,7 +365,9 @@ class Engine:
     tokens_1P = np.zeros((1, generation.bucket(count)), np.int32)
     tokens_1P[0, :count] = request.tokens
     valid_1P = np.arange(tokens_1P.shape[1])[None] < count
-    rows = _rows([request.limit], [request.seed], [request.settings])
+    rows = slots_lib.rows_of(
+      [request.limit], [request.seed], [request.settings]
+    )
     cache, rows, log_prob_1 = self._program.prefill(
       self._variables, tokens_1P, valid_1P, rows
     )
@@ -596,25 +431,4 @@ def completion(events: Sequence[Event]) -> Completion:
     tokens=tuple(event.token for event in told),
     log_probs=tuple(event.log_prob for event in told),
     reason=events[-1].reason,
-  )
-
-
-def _rows(limits, seeds, settings, *, active=True) -> _Rows:
-  """Returns rows that have drawn nothing yet."""
-  batch = len(limits)
-
-  def array(name, dtype):
-    return jnp.asarray([row[name] for row in settings], dtype)
-
-  return _Rows(
-    token_B=jnp.zeros(batch, jnp.int32),
-    active_B=jnp.full(batch, active),
-    count_B=jnp.zeros(batch, jnp.int32),
-    limit_B=jnp.asarray(limits, jnp.int32),
-    seed_B=jnp.asarray(seeds, jnp.uint32),
-    settings=generation.Settings(
-      temperature_B=array('temperature', jnp.float32),
-      top_k_B=array('top_k', jnp.int32),
-      top_p_B=array('top_p', jnp.float32),
-    ),
   )

@@ -19,6 +19,7 @@ from mod_jax.sampling import generate
 from mod_jax.serving import engine as engine_lib
 from mod_jax.serving.engine import Engine
 from mod_jax.serving.run import Run
+from mod_jax.serving.text_stream import TextStream
 
 VOCAB, LENGTH = 30, 40
 MOD = lm.LMConfig(
@@ -251,7 +252,7 @@ def test_nobody_need_wait_where_there_are_slots(plain):
 class TestText:
   def stream(self, text, *stop):
     """Returns the pieces of a text that comes byte by byte, and the end."""
-    stream = engine_lib._Text(tokenizers.make('bytes'), [], stop)
+    stream = TextStream(tokenizers.make('bytes'), [], stop)
     pieces = []
     for token in text.encode():
       pieces.append(stream.add(token))
@@ -273,14 +274,14 @@ class TestText:
     assert (''.join(pieces), rest, stopped) == ('one', '; t', False)
 
   def test_bytes_that_are_no_character_come_in_the_end(self):
-    stream = engine_lib._Text(tokenizers.make('bytes'), [], ())
+    stream = TextStream(tokenizers.make('bytes'), [], ())
     assert stream.add(0xE2) == ''
     assert stream.end() == '\N{REPLACEMENT CHARACTER}'
 
   @pytest.mark.parametrize('stray', [b'\xff', b'\xff\xfe', b'\xf0\x9f'])
   def test_what_follows_a_byte_astray_is_not_lost(self, stray):
     data = stray + '😀中a'.encode()
-    stream = engine_lib._Text(tokenizers.make('bytes'), [], ())
+    stream = TextStream(tokenizers.make('bytes'), [], ())
     pieces = [stream.add(byte) for byte in data]
     assert ''.join(pieces) + stream.end() == data.decode('utf-8', 'replace')
     assert pieces[-1] == 'a'
