@@ -16,16 +16,15 @@ import threading
 import time
 from typing import Any
 
-from absl import logging
-import jinja2.sandbox
+import jinja2
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.responses import StreamingResponse
 from starlette.routing import Route
 
-from mod_jax.data import tokenizers
 from mod_jax.errors import UserError
+from mod_jax.serving import chat
 from mod_jax.serving.engine import Engine
 from mod_jax.serving.engine import Event
 
@@ -411,39 +410,6 @@ def _plain(messages) -> Any:
   return found
 
 
-def _template(folder: pathlib.Path) -> jinja2.Template | None:
-  """Returns the chat template that lies beside a tokenizer, if there is one."""
-  fields = {}
-  with contextlib.suppress(OSError, ValueError):
-    fields = json.loads((folder / 'tokenizer_config.json').read_text('utf-8'))
-  text = fields.get('chat_template')
-  with contextlib.suppress(OSError):
-    text = (folder / tokenizers.CHAT_TEMPLATE).read_text('utf-8')
-  if not isinstance(text, str):
-    return None
-  names = {
-    name: value['content'] if isinstance(value, dict) else value
-    for name in ('bos_token', 'eos_token')
-    if (value := fields.get(name)) is not None
-  }
-  # It came with weights of somebody's, so it may do nothing but render.
-  environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-    trim_blocks=True,
-    lstrip_blocks=True,
-    extensions=['jinja2.ext.loopcontrols'],
-  )
-
-  def refuse(message):
-    raise jinja2.TemplateError(message)
-
-  environment.globals |= {'raise_exception': refuse} | names
-  try:
-    return environment.from_string(text)
-  except jinja2.TemplateError as error:
-    logging.warning('%s: no chat, for its template: %s', folder, error)
-    return None
-
-
 def app(engine: Engine, *, name: str, tokenizer_folder=None) -> Starlette:
   """Returns the application, which any ASGI server runs.
 
@@ -455,7 +421,7 @@ def app(engine: Engine, *, name: str, tokenizer_folder=None) -> Starlette:
   worker = Worker(engine)
   template = None
   if tokenizer_folder is not None:
-    template = _template(pathlib.Path(tokenizer_folder))
+    template = chat.read_template(pathlib.Path(tokenizer_folder))
   server = _Server(worker, engine, name, template)
 
   @contextlib.asynccontextmanager

@@ -9,6 +9,7 @@ import time
 
 from flax import linen as nn
 import jax
+import jinja2
 import openai
 import pytest
 import uvicorn
@@ -17,6 +18,7 @@ from mod_jax.data import text
 from mod_jax.data.text import TextDataConfig
 from mod_jax.layers.routed import MoDConfig
 from mod_jax.models.lm import LMConfig
+from mod_jax.serving import chat
 from mod_jax.serving import server as server_lib
 from mod_jax.serving.engine import Engine
 from mod_jax.serving.run import Run
@@ -255,6 +257,27 @@ def test_what_a_client_leaves_is_cancelled(client, engine, monkeypatch):
   for stream in streams:
     stream.close()
   wait_for(lambda: engine.idle)
+
+
+def test_templates_have_what_hugging_face_gives_them(tmp_path):
+  (tmp_path / 'tokenizer_config.json').write_text(
+    json.dumps({'bos_token': {'content': '<s>'}, 'eos_token': '</s>'})
+  )
+  (tmp_path / 'chat_template.jinja').write_text(
+    '{{ bos_token }}{% for m in messages %}{% if loop.index > 2 %}{% break %}'
+    '{% endif %}{% generation %}{{ m | tojson }}{% endgeneration %}'
+    '{% endfor %}{{ eos_token }} {{ [1] | tojson(indent=1) }}'
+    '{% if strftime_now is defined %} {{ strftime_now("%Y") | length }}'
+    '{% endif %}'
+  )
+  template = chat.read_template(tmp_path)
+  messages = [{'content': "<b> & 'é'"}, {}, {'content': 'left out'}]
+  assert template.render(messages=messages) == (
+    '<s>{"content": "<b> & \'é\'"}{}</s> [\n 1\n] 4'
+  )
+  (tmp_path / 'chat_template.jinja').write_text('{{ raise_exception("no") }}')
+  with pytest.raises(jinja2.TemplateError, match='no'):
+    chat.read_template(tmp_path).render()
 
 
 @pytest.mark.parametrize('template', [None, '{% generation %}'])
