@@ -99,7 +99,7 @@ def expand(
   """
   # The configs name directories below it, and must not change when a run is
   # continued from elsewhere.
-  workdir = paths.absolute(workdir_lib.expand(workdir))
+  workdir = paths.absolute(workdir)
   objective = config.objective
   if config.dense is not None and config.dense.num_steps:
     first = workdir / f'{workdir_lib.PHASE}dense'
