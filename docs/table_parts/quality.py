@@ -9,6 +9,7 @@ import study_tables
 from table_parts.common import measured
 from table_parts.common import studied
 from table_parts.common import table
+from table_parts.laptop import laptop_fit
 
 
 def mean(runs: list[dict]) -> float:
@@ -43,11 +44,16 @@ def accuracy_at(script: str, name: str, key: str) -> str:
 @table
 def results():
   """The most important results, for the README."""
-  texts = recipes()['equal FLOPs']
-  one, two, mod = (
-    f'{mean(texts[name]):.3f}'
-    for name in ('dense, 1 block', 'dense, 2 blocks', 'MoD, 2 blocks')
-  )
+  least = {
+    (curve['group'], curve['budget']): curve['parabola']['loss']['value']
+    for curve in laptop_fit()['curves']
+    if 'loss' in curve['parabola']
+  }
+
+  def text(group):
+    return ' and '.join(
+      f'{least[group, flops]:.3f}' for flops in (8e12, 2.5e13)
+    )
 
   def digits(name):
     return accuracy_at('vit_digits', name, 'after')
@@ -57,10 +63,10 @@ def results():
 
   rows = [
     [
-      'text at equal training FLOPs, nats/token'
-      ' (`benchmarks/routing_recipe.py`)',
-      f'{one} with one block, {two} with two',
-      f'MoD, two blocks, one of them routed: {mod}',
+      'text at 8e12 and 2.5e13 training FLOPs, the best size, nats/token'
+      ' (`configs/sweeps/laptop.py`)',
+      text('dense'),
+      f'MoD: {text("mod")}',
     ],
     [
       'digits, accuracy (`benchmarks/vit_digits.py`)',
