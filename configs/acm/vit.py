@@ -80,8 +80,8 @@ def digits() -> ExperimentConfig:
     optimizer=ADAM,
     objective=ACMObjective(
       budget=0.4,
-      # In a hundredth of the paper's steps the gates must move faster, heed
-      # the budget more, and train as they will be used.
+      # In so few steps the gates must move faster, heed the budget more, and
+      # train as they will be used.
       budget_weight=2.0,
       gate_rate=10.0,
       noise_until=0.5,

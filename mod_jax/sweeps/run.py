@@ -57,18 +57,17 @@ def run(
     )
   entries, digest = manifest.begin(workdir)
   todo = entries[chosen]
-  left = []
   with stop_lib.listening():
-    for i, entry in enumerate(todo):
+    for entry in todo:
       if stop_lib.requested():
-        left += [e.id for e in todo[i:] if not _done(workdir, e)]
         break
       if _done(workdir, entry):
         continue
-      if not _train(workdir, entry, digest, allow_changed_data):
-        left.append(entry.id)
+      _train(workdir, entry, digest, allow_changed_data)
       # Compiled programs of runs that are over would fill the memory.
       jax.clear_caches()
+  # Another worker may have finished meanwhile what it held when we came by.
+  left = [entry.id for entry in todo if not _done(workdir, entry)]
   if left and jax.process_index() == 0:
     print(
       f'{len(left)} of {len(todo)} runs have no result yet, being stopped or'
@@ -126,8 +125,8 @@ def _done(workdir, entry) -> bool:
   return parallel.first_says(result_path(workdir, entry).is_file())
 
 
-def _train(workdir, entry, digest, allow_changed_data) -> bool:
-  """Trains a run, unless another worker is at it; returns whether it is over.
+def _train(workdir, entry, digest, allow_changed_data) -> None:
+  """Trains a run, unless another worker is at it.
 
   The lock is held until the result is written, so that there is only one.
   """
@@ -135,21 +134,17 @@ def _train(workdir, entry, digest, allow_changed_data) -> bool:
   try:
     with lock_lib.held(folder):
       if _done(workdir, entry):  # By another worker, a moment ago.
-        return True
+        return
       # The mesh changes the numbers by no more than rounding.
       config = fitted(entry.config, jax.device_count())
       outcome = phases.complete(
         config, folder, allow_changed_data=allow_changed_data
       )
-      if outcome is None:
-        return False
-      if jax.process_index() == 0:
+      if outcome is not None and jax.process_index() == 0:
         _write(workdir, entry, digest, outcome)
   except lock_lib.InUse as refusal:
     if jax.process_index() == 0:
       print(f'{entry.id}: {refusal}', file=sys.stderr)
-    return False
-  return True
 
 
 def _write(workdir, entry, digest, outcome):

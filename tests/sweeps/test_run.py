@@ -156,15 +156,24 @@ def test_what_another_worker_holds_is_left_to_it(
   assert trained == [2, 1]
 
 
-def test_another_worker_was_quicker(trained, tmp_path, monkeypatch):
-  """It finished between our look at the results and our lock."""
-  runs = entries(1)
-  manifest.write(tmp_path, runs)
-  run.run(tmp_path)
-  answers = iter([False, True])
-  monkeypatch.setattr(run, '_done', lambda *_: next(answers))
+def test_what_another_worker_finished_meanwhile_is_not_left(
+  trained, tmp_path, monkeypatch, capsys
+):
+  manifest.write(tmp_path, entries(1, 2))
+  held = lock.held
+
+  def by_another_at_first(folder):
+    if folder.name == 'run_1':
+      raise lock.InUse('by another worker')
+    result = run.result_path(tmp_path, entries(1)[0])
+    result.parent.mkdir(exist_ok=True)
+    result.write_text('{}')
+    return held(folder)
+
+  monkeypatch.setattr(lock, 'held', by_another_at_first)
   assert run.run(tmp_path) == []
-  assert trained == [1]
+  assert trained == [2]
+  assert 'have no result yet' not in capsys.readouterr().err
 
 
 def test_a_signal_stops_between_runs(trained, tmp_path, monkeypatch):
