@@ -21,8 +21,10 @@ All but `dense` start from a dense model of these classes. Where `init` is none
 (for `amod` and `mod`: where there is no `init`), the dense model is trained
 first, by the same command, in WORKDIR/phase_dense. The number of steps follows
 the number of pictures, 20 epochs of each run and at least 200 steps, unless
-`--config.train.num_steps` says otherwise. Another size of pictures is given by
-both `--config.data.image_size` and `--config.model.image_size` (of `dynamic`,
+`--config.train.num_steps` says otherwise, or `--config.dense.num_steps` for the
+dense model that is trained first; that of the phases of `acm` is fixed, in
+`--config.objective`. Another size of pictures is given by both
+`--config.data.image_size` and `--config.model.image_size` (of `dynamic`,
 `--config.model.backbone.image_size`).
 """
 

@@ -56,9 +56,10 @@ def export(
     run: what `load` returned.
     path: of the folder, which is made; files in it are replaced.
     format: for whom.
-    dense: of a routed, pruned or adaptive model, write the dense model that its
-      weights would be without: the library then computes something else. A
-      routed language model's routers lie beside, in `routers.safetensors`.
+    dense: of a routed or pruned model, write the dense model that its weights
+      would be without: the library then computes something else. Learners and
+      experts leave none. A routed language model's routers lie beside, in
+      `routers.safetensors`.
 
   Raises:
     UserError: the format cannot say what the model does; or the folder cannot

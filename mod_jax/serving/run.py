@@ -9,6 +9,7 @@ import json
 import os
 from typing import Any
 
+from absl import logging
 from flax import linen as nn
 import jax
 import jax.numpy as jnp
@@ -342,6 +343,13 @@ def _of_file(file, known) -> dict[str, Any]:
   classes = told.classes
   if classes is not None and len(classes) != config.dense_twin().num_classes:
     classes = None
+  if told.mean is None or told.std is None:
+    logging.warning(
+      'Assumed the mean and deviation of ImageNet for pictures, since nothing'
+      ' beside %s tells; if the model was trained with others, see'
+      ' `run.preprocess`.',
+      file,
+    )
   return {
     'config': config,
     'preprocess': images_lib.Preprocess(

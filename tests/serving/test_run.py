@@ -193,12 +193,14 @@ class TestOfAFile:
     assert run.classes is None
     assert run.preprocess.crop_fraction == 1  # It resizes the whole picture.
 
-  def test_what_nobody_tells_is_asked_for(self, tmp_path):
+  def test_what_nobody_tells_is_asked_for_or_said(self, tmp_path, caplog):
     file = tmp_path / 'weights.safetensors'
     shutil.copy(GOLDEN / 'vit_timm.safetensors', file)
     with pytest.raises(UserError, match='say it by num_heads'):
       mod_jax.load(file)
-    run = mod_jax.load(file, num_heads=3)
+    with caplog.at_level('WARNING', 'absl'):
+      run = mod_jax.load(file, num_heads=3)
+    assert 'Assumed the mean and deviation of ImageNet' in caplog.text
     assert run.classes is None
     assert set(run.predict(np.zeros((8, 8, 3), np.uint8), top=99)[0]) == {
       *map(str, range(10))
