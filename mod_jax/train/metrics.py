@@ -180,7 +180,8 @@ def read(workdir) -> list[dict[str, Any]]:
   Returns:
     One dictionary per line, with `step`, `kind` and the values, nan for what
     was no finite number. Empty where nothing was written. A last line that a
-    kill cut short is left out.
+    kill cut short is left out. Of several evaluations at one step, as of a
+    finished run that is run again in other settings, the last one counts.
 
   Raises:
     UserError: a line is not what `MetricWriter` writes, or the file cannot be
