@@ -16,11 +16,8 @@ export JAX_PLATFORMS ?= cpu
 .PHONY: train twins test test-fast lint format docs clean
 
 # XLA takes fresh memory for every result, and a CPU spends much time on the
-# first touch of its pages. So take them large, where Linux and glibc can, and
-# keep them: nothing goes back to the system, to be faulted in again.
-KEEP := glibc.malloc.arena_max=1:glibc.malloc.mmap_max=0
-KEEP := $(KEEP):glibc.malloc.trim_threshold=68719476736
-train twins: export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1:$(KEEP)
+# first touch of its pages. So take them large, where Linux and glibc can.
+train twins: export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 
 # `make` alone lists the goals.
 .DEFAULT_GOAL := help

@@ -1,6 +1,7 @@
 """What the scripts share: flags and errors for people, not for debuggers."""
 
 import contextlib
+import ctypes
 import errno
 import functools
 import inspect
@@ -8,6 +9,7 @@ import io
 import logging as python_logging
 import os
 import pathlib
+import platform
 import re
 import sys
 
@@ -72,6 +74,9 @@ _COMPILATION_CACHE = flags.DEFINE_string(
   'Directory of compiled programs, from which restarts and further runs take'
   ' them; gs://… works too.',
 )
+# M_ARENA_MAX, M_MMAP_MAX and M_TRIM_THRESHOLD of glibc's malloc.h: all memory
+# from one heap, none from mappings of its own, and the heap never shrinks.
+_MALLOPT = ((-8, 1), (-4, 0), (-1, -1))
 # How a collective fails whose other side is gone.
 _LOST_HOST = re.compile(
   'Gloo|NCCL|UNAVAILABLE|DEADLINE_EXCEEDED|[Cc]oordination service|heartbeat'
@@ -82,8 +87,8 @@ _LOST = (
 )
 
 
-def start_distributed():
-  """Joins the other hosts of a run, if --distributed says there are any.
+def start_backend():
+  """Joins the other hosts of --distributed; on CPUs, has freed memory kept.
 
   On TPU pods and under Slurm, JAX finds them by itself; elsewhere it reads
   JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID.
@@ -95,8 +100,27 @@ def start_distributed():
   Raises:
     UserError: the hosts cannot be found.
   """
-  if not _DISTRIBUTED.value:
+  if _DISTRIBUTED.value:
+    _join_hosts()
+  if jax.default_backend() == 'cpu':
+    keep_freed_memory()
+
+
+def keep_freed_memory():
+  """Has this process keep what it frees, until it ends, where malloc is glibc's.
+
+  XLA takes the memory of every result anew. By default glibc returns what is
+  freed to the system, and on a CPU the next step spends much of its time on
+  having it mapped again, page by page.
+  """
+  if platform.libc_ver()[0] != 'glibc':
     return
+  malloc = ctypes.CDLL(None)
+  for option, value in _MALLOPT:
+    malloc.mallopt(option, value)
+
+
+def _join_hosts():
   variables = ('JAX_NUM_PROCESSES', 'JAX_PROCESS_ID')
   # When another host dies, JAX aborts this process from native code, where no
   # Python runs any more: only another process can put that in words.

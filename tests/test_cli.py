@@ -7,6 +7,7 @@ imported everything, since importing takes longest.
 import json
 import os
 import pathlib
+import platform
 import signal
 import subprocess
 import sys
@@ -402,7 +403,39 @@ def test_a_host_without_a_number(monkeypatch):
   monkeypatch.setenv('JAX_NUM_PROCESSES', '2')
   monkeypatch.setenv('JAX_PROCESS_ID', '')
   with pytest.raises(UserError, match="invalid literal .*''.* JAX_PROCESS_ID"):
-    cli.start_distributed()
+    cli.start_backend()
+
+
+@pytest.mark.skipif(
+  platform.libc_ver()[0] != 'glibc', reason='other mallocs have no such options'
+)
+@pytest.mark.parametrize('kept', [False, True])
+def test_freed_memory_is_kept(kept):
+  code = f"""
+    import resource
+
+    from mod_jax import cli
+
+    def faults():
+      return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+    if {kept}:
+      cli.keep_freed_memory()
+    bytearray(2**26)  # Freed at once.
+    before = faults()
+    bytearray(2**26)
+    print(faults() - before)
+  """
+  out = subprocess.run(
+    [sys.executable, '-c', textwrap.dedent(code)],
+    check=True,
+    capture_output=True,
+    text=True,
+    cwd=ROOT,
+    env={**os.environ, 'GLIBC_TUNABLES': ''},
+  ).stdout
+  # 2^26 bytes are 2^14 small pages.
+  assert (int(out) < 100) == kept
 
 
 def test_interrupt_is_one_line_and_130(folder):

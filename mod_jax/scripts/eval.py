@@ -175,7 +175,7 @@ def main(_) -> None:
   if 'list' in given.study:
     _list_studies(given.workdir)
     return
-  cli.start_distributed()
+  cli.start_backend()
   if given.predict or given.export:
     run = _load(given.workdir, given.step)
     if given.predict:

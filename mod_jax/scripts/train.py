@@ -112,7 +112,7 @@ def main(_) -> None:
       f'--{next(iter(single))} and --sweep: the first is for a single run, so'
       ' leave one out.'
     )
-  cli.start_distributed()
+  cli.start_backend()
   kwargs = {'allow_changed_data': given.allow_changed_data}
   with stop.listening():
     if axes:

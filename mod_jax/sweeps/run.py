@@ -185,7 +185,7 @@ def main(_: Sequence[str]) -> None:
   if not given.workdir:
     raise UserError('--workdir is missing: give the directory of the sweep.')
   chosen = _slice(given.index, given.range)
-  cli.start_distributed()
+  cli.start_backend()
   run(given.workdir, chosen, allow_changed_data=given.allow_changed_data)
 
 
