@@ -107,7 +107,7 @@ def start_backend():
 
 
 def keep_freed_memory():
-  """Has this process keep what it frees, until it ends, where malloc is glibc's.
+  """Keeps what this process frees until it ends, where malloc is glibc's.
 
   XLA takes the memory of every result anew. By default glibc returns what is
   freed to the system, and on a CPU the next step spends much of its time on
