@@ -104,7 +104,9 @@ def point(name: str, group: str, mega: float, accuracy: dict) -> dict:
   }
 
 
-# Memory in large pages; and besides, never given back to the system.
+# Memory in large pages; and besides, never given back to the system, as by
+# `mod_jax.cli.keep_freed_memory`, but from the environment: so the process of
+# PyTorch has it too, and GLIBC_TUNABLES= measures without it.
 HUGE_PAGES = 'glibc.malloc.hugetlb=1'
 KEPT = ':'.join(
   (

@@ -102,7 +102,8 @@ def start_backend():
   """
   if _DISTRIBUTED.value:
     _join_hosts()
-  if jax.default_backend() == 'cpu':
+  # Where JAX_PLATFORMS names the CPU, this is before JAX starts its threads.
+  if (jax.config.jax_platforms or jax.default_backend()) == 'cpu':
     keep_freed_memory()
 
 
@@ -112,6 +113,9 @@ def keep_freed_memory():
   XLA takes the memory of every result anew. By default glibc returns what is
   freed to the system, and on a CPU the next step spends much of its time on
   having it mapped again, page by page.
+
+  Call it before JAX starts its threads, which its first computation does: those
+  that run by then go on with heaps of their own, which hold no large arrays.
   """
   if platform.libc_ver()[0] != 'glibc':
     return
