@@ -36,7 +36,11 @@ from mod_jax.train import workdir as workdir_lib
 _LENGTH = 2048  # Tokens of a text of somebody else's model, unless it has less.
 _BATCH = 32  # Pictures that are predicted at a time.
 # What pictures had to become for most published models, where nothing tells.
-_IMAGENET = {'mean': (0.485, 0.456, 0.406), 'std': (0.229, 0.224, 0.225)}
+_IMAGENET = {
+  'mean': (0.485, 0.456, 0.406),
+  'std': (0.229, 0.224, 0.225),
+  'crop_fraction': 0.875,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -343,21 +347,20 @@ def _of_file(file, known) -> dict[str, Any]:
   classes = told.classes
   if classes is not None and len(classes) != config.dense_twin().num_classes:
     classes = None
-  if told.mean is None or told.std is None:
+  assumed = {k: v for k, v in _IMAGENET.items() if getattr(told, k) is None}
+  if assumed:
     logging.warning(
-      'Assumed the mean and deviation of ImageNet for pictures, since nothing'
-      ' beside %s tells; if the model was trained with others, see'
-      ' `run.preprocess`.',
-      file,
+      'Assumed for pictures, as is usual with ImageNet, since nothing beside %s'
+      ' tells: %s; if the model was trained with others, see `run.preprocess`.',
+      *(file, ', '.join(f'{name}={value}' for name, value in assumed.items())),
     )
+  pictures = {name: getattr(told, name) for name in _IMAGENET} | assumed
+  if told.resample is not None:
+    pictures['resample'] = told.resample
   return {
     'config': config,
     'preprocess': images_lib.Preprocess(
-      image_size=config.dense_twin().image_size,
-      crop_fraction=told.crop_fraction or 0.875,
-      mean=told.mean or _IMAGENET['mean'],
-      std=told.std or _IMAGENET['std'],
-      **({} if told.resample is None else {'resample': told.resample}),
+      image_size=config.dense_twin().image_size, **pictures
     ),
     'classes': classes,
   }

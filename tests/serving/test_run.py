@@ -200,7 +200,8 @@ class TestOfAFile:
       mod_jax.load(file)
     with caplog.at_level('WARNING', 'absl'):
       run = mod_jax.load(file, num_heads=3)
-    assert 'Assumed the mean and deviation of ImageNet' in caplog.text
+    assert 'mean=(0.485, 0.456, 0.406), std=(' in caplog.text
+    assert 'crop_fraction=0.875; if' in caplog.text
     assert run.classes is None
     assert set(run.predict(np.zeros((8, 8, 3), np.uint8), top=99)[0]) == {
       *map(str, range(10))
