@@ -74,6 +74,12 @@ _COMPILATION_CACHE = flags.DEFINE_string(
   'Directory of compiled programs, from which restarts and further runs take'
   ' them; gs://… works too.',
 )
+_TRUST = flags.DEFINE_multi_string(
+  'trust',
+  [],
+  'Module, as in package.module, whose classes a saved config may name. Nothing'
+  ' that such a config names is imported otherwise.',
+)
 # M_ARENA_MAX, M_MMAP_MAX and M_TRIM_THRESHOLD of glibc's malloc.h: all memory
 # from one heap, none from mappings of its own, and the heap never shrinks.
 _MALLOPT = ((-8, 1), (-4, 0), (-1, -1))
@@ -174,6 +180,7 @@ def run(main, argv=None, *, positional=False):
     if _COMPILATION_CACHE.value is not None:
       folder = os.fspath(paths.expand(_COMPILATION_CACHE.value))
       jax.config.update('jax_compilation_cache_dir', folder)
+    config_lib.trust(_TRUST.value)
     return main(rest)
 
   _prepare_help(sys.modules[main.__module__])

@@ -177,20 +177,40 @@ def _tag_of(cls, hint):
   return cls.__name__
 
 
-def _import_class(kind, hint):
-  """Returns the class that `module:Class` names, or None if it does not fit.
+def trust(modules):
+  """Imports modules whose classes the configs that are read next may name.
 
-  To read such a config is to import that module, as whoever wrote it did.
+  Reading a config imports nothing, since whoever wrote it could name any module
+  and so have its code run; what it names must be imported before.
+
+  Args:
+    modules: dotted names.
+
+  Raises:
+    UserError: one cannot be imported.
   """
-  module, _, name = kind.partition(':')
-  try:
-    cls = operator.attrgetter(name)(importlib.import_module(module))
-  except (ImportError, AttributeError, ValueError):
-    return None
-  fits = isinstance(cls, type) and issubclass(
-    cls, tuple(filter(inspect.isabstract, _members(hint)))
+  for name in modules:
+    try:
+      importlib.import_module(name)
+    except (ImportError, TypeError, ValueError) as error:
+      raise UserError(
+        f'trust={name!r}: no such module can be imported ({error}): put its'
+        ' directory on PYTHONPATH, and give its name with dots.'
+      ) from error
+
+
+def _no_class(path, kind, hint):
+  """Returns the UserError for a `type` that names no class that is there."""
+  module, colon, _ = kind.partition(':') if isinstance(kind, str) else 3 * ('',)
+  if not colon or not _is_open(hint) or module in sys.modules:
+    names = tuple(_tag_of(c, hint) for c in classes_of(hint))
+    return _refusal(path, kind, typing.Literal[names])
+  return UserError(
+    f'{path}={kind!r} is a class of a module that is not imported, and reading'
+    ' a config imports none, since that would run its code. If you trust it,'
+    f' import it before, or say trust=[{module!r}], in scripts'
+    f' --trust={module}.'
   )
-  return cls if fits else None
 
 
 def _unsupported(hint):
@@ -551,14 +571,9 @@ def _decode(value, hint, path):
     if several and _TYPE_KEY in value:
       value = dict(value)
       kind = value.pop(_TYPE_KEY)
-      cls = None
-      if kind in tuple(by_name):  # What is asked for may have no hash.
-        cls = by_name[kind]
-      elif isinstance(kind, str) and ':' in kind and _is_open(hint):
-        cls = _import_class(kind, hint)
-      if cls is None:
-        names = typing.Literal[tuple(by_name)]
-        raise _refusal(_join(path, _TYPE_KEY), kind, names)
+      if kind not in tuple(by_name):  # What is asked for may have no hash.
+        raise _no_class(_join(path, _TYPE_KEY), kind, hint)
+      cls = by_name[kind]
     return _decode_dataclass(cls, value, path)
   if len(members) > 1:
     fitting = [m for m in members if _matches(value, m)]

@@ -7,7 +7,9 @@ Only data that is already prepared on disk, in a format with random access
 from collections.abc import Sequence
 import dataclasses
 import difflib
+import json
 import os
+import pathlib
 import re
 from typing import Any
 
@@ -50,6 +52,7 @@ def load(at: Location) -> Any:
 
   directory = os.path.expanduser(at.name)
   if os.path.isdir(directory):
+    _check_features(at, directory)
     try:
       return tfds.builder_from_directory(directory)
     except (OSError, ValueError):
@@ -64,6 +67,9 @@ def load(at: Location) -> Any:
       'prepare it first and give its directory'
     )
   data_dir = os.path.expanduser(at.data_dir) if at.data_dir else None
+  if data_dir:
+    base = at.name.split('/')[0].split(':')[0]
+    _check_features(at, os.path.join(data_dir, base))
   try:
     return tfds.builder(at.name, data_dir=data_dir)
   except tfds.core.DatasetNotFoundError:
@@ -83,6 +89,37 @@ def load(at: Location) -> Any:
     raise errors.UserError(
       f'{at} cannot be loaded ({why}); check its config and version'
     ) from e
+
+
+def _check_features(at: Location, directory: str) -> None:
+  """Refuses a data set that names features which TFDS would import.
+
+  It imports any module that is named there, and so would run code that somebody
+  has laid beside the data.
+  """
+  from tensorflow_datasets.core import features
+
+  def check(fields):
+    for key in ('pythonClassName', 'type'):
+      name = str(fields.get(key, 'tensorflow_datasets.'))
+      known = features.FeatureConnector._registered_features
+      if not (name in known or name.startswith('tensorflow_datasets.')):
+        raise errors.UserError(
+          f'{at} is of the feature {name!r}, which is not of TFDS: reading it'
+          ' would run its code. If you trust it, import its module before'
+          ' (--trust=MODULE).'
+        )
+    return fields
+
+  for file in pathlib.Path(directory).rglob('features.json'):
+    try:
+      json.loads(file.read_bytes(), object_hook=check)
+    except errors.UserError:
+      raise
+    except (OSError, ValueError, TypeError, RecursionError) as e:
+      raise errors.UserError(
+        f'{at}: {file} cannot be read ({e}): prepare it again'
+      ) from e
 
 
 def open_split(

@@ -21,7 +21,7 @@ class Score(abc.ABC):
   """How the tokens of a routed block are scored.
 
   A subclass is a frozen dataclass. It may live anywhere: configs that are saved
-  name its module.
+  name its module, which must be imported before they are read.
 
   Attributes:
     gate: how the score weighs the update where the config names no gate.

@@ -17,7 +17,7 @@ class Slot(abc.ABC):
   """Features of each token in, features out: its sizes, and how it is run.
 
   A subclass is a frozen dataclass. It may live anywhere: configs that are saved
-  name its module.
+  name its module, which must be imported before they are read.
 
   Attributes:
     tells: whether `run` returns further results than the features.

@@ -228,8 +228,11 @@ class Run:
     return self.config.dense_twin().num_classes
 
 
-def load(path: str | os.PathLike, **known) -> Run:
+def load(path: str | os.PathLike, *, trust: Sequence[str] = (), **known) -> Run:
   """Returns a model with its weights.
+
+  No code that lies in a folder is run: a config may name classes of mod_jax and
+  of modules that are imported already, and all others are refused.
 
   Args:
     path: directory of a run of ours, of which the newest checkpoint is read;
@@ -237,12 +240,15 @@ def load(path: str | os.PathLike, **known) -> Run:
       model of a kind in `convert.lm.FAMILIES`; or a vision transformer of
       somebody else's: a folder from Hugging Face or timm, or a file as
       `convert.vit.load` reads it.
+    trust: modules to import before, such as `['package.module']`, of which the
+      config may name classes.
     **known: of such a file, fields of `ViTConfig` that it does not tell, as
       `convert.vit.derive` takes them.
 
   Raises:
     UserError: there is nothing at that path, or it holds no model.
   """
+  config_lib.trust(trust)
   fields = about(path, **known)
   config = fields['config']
   if not warm_start.is_ours(path) and isinstance(config, LMConfig):
@@ -261,7 +267,7 @@ def load(path: str | os.PathLike, **known) -> Run:
 def about(path: str | os.PathLike, **known) -> dict[str, Any]:
   """Returns the fields of the `Run` that `load` would return, but no weights.
 
-  Arguments and errors are those of `load`.
+  Arguments, but for `trust`, and errors are those of `load`.
   """
   ours, language = warm_start.is_ours(path), convert_lm.holds_model(path)
   if not ours and not language:

@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
 
 from batch_checks import assert_same
@@ -452,6 +453,21 @@ def test_tfds_errors(tfds_dirs, tmp_path, name, kwargs, message):
   with pytest.raises(errors.UserError, match=message) as e:
     next(train(config, batch_size=1))
   assert '\n' not in str(e.value)
+
+
+def test_tfds_features_of_others_are_not_imported(
+  tfds_dirs, tmp_path, monkeypatch
+):
+  folder = shutil.copytree(tfds_dirs['TinyArrays'], tmp_path / 'tiny')
+  file = folder / 'features.json'
+  text = file.read_text()
+  assert 'tensorflow_datasets.core.features.tensor_feature.Tensor' in text
+  file.write_text(text.replace('tensorflow_datasets.core.features.tensor', 'x'))
+  (tmp_path / 'x_feature.py').write_text('raise SystemExit("it was run")')
+  monkeypatch.syspath_prepend(tmp_path)
+  config = tfds_config(str(folder))
+  with pytest.raises(errors.UserError, match="'x_feature.Tensor'.*not of TFDS"):
+    next(train(config, batch_size=1))
 
 
 # Errors.
