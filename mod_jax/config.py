@@ -619,6 +619,24 @@ def from_dict(cls, mapping):
   return _decode_dataclass(cls, mapping, '')
 
 
+def from_known(cls, mapping, where):
+  """Returns an instance of `cls` from those of a mapping's keys that it has.
+
+  For a file of another program, of which `cls` lists all that is read, with the
+  types and the defaults that it has there; otherwise as `from_dict`.
+
+  Args:
+    cls: the dataclass.
+    mapping: values by name.
+    where: what is read, for messages.
+  """
+  known = {k: mapping[k] for k in annotations(cls) if k in mapping}
+  try:
+    return from_dict(cls, known)
+  except UserError as error:
+    raise UserError(f'{where}: {error}') from error
+
+
 def to_json(instance):
   """Returns a dataclass instance as indented JSON, fields as declared."""
   return json.dumps(_encode(instance, type(instance)), indent=2) + '\n'

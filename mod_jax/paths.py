@@ -7,9 +7,11 @@ appears whole when its writer closes it.
 
 import contextlib
 import glob as glob_lib
+import json
 import os
 import pathlib
 import re
+from typing import Any
 import uuid
 
 from etils import epath
@@ -110,6 +112,18 @@ def glob(pattern: str) -> list[str]:
       path for choice in choices for path in glob(before + choice + after)
     )
   )
+
+
+def read_object(path) -> dict[str, Any]:
+  """Returns the object that a file of JSON holds; {} where there is none.
+
+  For files that need not be there, and of which nothing is known: what cannot
+  be read, or is no object, counts as none.
+  """
+  fields = {}
+  with contextlib.suppress(OSError, ValueError, RecursionError):
+    fields = json.loads(expand(path).read_text('utf-8'))
+  return fields if isinstance(fields, dict) else {}
 
 
 def write_bytes(path, data: bytes) -> None:

@@ -14,14 +14,15 @@ import os
 import pathlib
 import re
 from typing import Any
+from typing import Literal
 
-from absl import logging
 from flax import linen as nn
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from mod_jax import config as config_lib
 from mod_jax import paths
 from mod_jax import trees
 from mod_jax.convert import files
@@ -33,7 +34,6 @@ from mod_jax.layers.rope import RopeScaling
 from mod_jax.models import lm
 from mod_jax.models.lm import LMConfig
 
-FAMILIES = ('llama', 'mistral', 'qwen2', 'qwen3')
 # Keys that would change what the model computes, and what they must be.
 _MUST_BE = {
   'hidden_act': ('silu',),
@@ -50,7 +50,6 @@ _MUST_BE = {
   'num_local_experts': (),
   'num_experts': (),
 }
-_SCALINGS = ('default', 'linear', 'llama3')
 # Tensors of old files that can be computed.
 _USELESS = r'.*\.rotary_emb\.inv_freq'
 # Bytes of a file of weights that are written at most, as Hugging Face does.
@@ -76,32 +75,121 @@ _DTYPES = {
 }
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Rope:
+  """What `rope_parameters` tells, or `rope_scaling` of older files."""
+
+  rope_type: Literal['default', 'linear', 'llama3'] = 'default'
+  rope_theta: float = 10_000.0
+  factor: float | None = None
+  low_freq_factor: float | None = None
+  high_freq_factor: float | None = None
+  original_max_position_embeddings: config_lib.Size | None = None
+
+  @property
+  def scaling(self) -> RopeScaling | None:
+    if self.rope_type == 'default':
+      return None
+    if self.rope_type == 'linear':
+      return RopeScaling(kind='linear', factor=self.factor)
+    return RopeScaling(
+      factor=self.factor,
+      low_frequency=self.low_freq_factor,
+      high_frequency=self.high_freq_factor,
+      original_length=self.original_max_position_embeddings,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Llama:
+  """All that is read of a `config.json`, but for `_Rope` and `_MUST_BE`.
+
+  What a file need not tell has the default of the family's class in
+  transformers, such as `LlamaConfig`.
+  """
+
+  vocab_size: config_lib.Size
+  hidden_size: config_lib.Width
+  intermediate_size: config_lib.Size
+  num_hidden_layers: config_lib.Unrolled
+  num_attention_heads: config_lib.Size
+  num_key_value_heads: config_lib.Size | None = None  # None: of attention.
+  head_dim: config_lib.Size | None = None  # None: hidden_size / heads.
+  max_position_embeddings: config_lib.PositiveCount = 2048
+  rms_norm_eps: config_lib.Epsilon = 1e-6
+  tie_word_embeddings: bool = False
+
+  @property
+  def windows(self) -> set[int | None]:
+    """The sliding windows of the layers."""
+    return {None}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Mistral(_Llama):
+  num_key_value_heads: config_lib.Size | None = 8
+  max_position_embeddings: config_lib.PositiveCount = 32 * 4096
+  sliding_window: config_lib.Size | None = 4096
+
+  @property
+  def windows(self) -> set[int | None]:
+    return {self.sliding_window}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Qwen2(_Llama):
+  num_key_value_heads: config_lib.Size | None = 32
+  max_position_embeddings: config_lib.PositiveCount = 32768
+  use_sliding_window: bool = False
+  sliding_window: config_lib.Size | None = 4096
+  max_window_layers: config_lib.Count = 28  # Those before have none.
+  layer_types: (
+    tuple[Literal['full_attention', 'sliding_attention'], ...] | None
+  ) = None
+
+  @property
+  def windows(self) -> set[int | None]:
+    if not self.use_sliding_window:
+      return {None}
+    slides = [
+      i >= self.max_window_layers for i in range(self.num_hidden_layers)
+    ]
+    if self.layer_types:
+      slides = [kind == 'sliding_attention' for kind in self.layer_types]
+    return {self.sliding_window if slide else None for slide in slides}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Qwen3(_Qwen2):
+  head_dim: config_lib.Size = 128
+
+
+_CLASSES = {
+  'llama': _Llama,
+  'mistral': _Mistral,
+  'qwen2': _Qwen2,
+  'qwen3': _Qwen3,
+}
+FAMILIES = tuple(_CLASSES)
+
+
 def holds_model(path: str | os.PathLike) -> bool:
   """Whether a path is the directory of a language model, of any family."""
-  fields = _fields(pathlib.Path(path).expanduser())
-  names = fields.get('architectures') or ['']
-  return fields.get('model_type') in FAMILIES or 'ForCausalLM' in str(names[0])
+  fields = _fields(path)
+  return fields.get('model_type') in FAMILIES or (
+    'ForCausalLM' in str(fields.get('architectures'))
+  )
 
 
-def _fields(folder: pathlib.Path) -> dict[str, Any]:
-  try:
-    fields = json.loads((folder / 'config.json').read_text('utf-8'))
-  except (OSError, ValueError, RecursionError):
-    return {}
-  return fields if isinstance(fields, dict) else {}
+def _fields(folder: str | os.PathLike) -> dict[str, Any]:
+  return paths.read_object(pathlib.Path(folder) / 'config.json')
 
 
-def derive(path: str | os.PathLike) -> LMConfig:
-  """Returns the config of the dense model in a directory of Hugging Face.
-
-  Raises:
-    UserError: there is no `config.json`, or it asks for what is not here: an
-      unknown architecture, or a setting that changes the function.
-  """
-  folder = pathlib.Path(path).expanduser()
-  fields = _fields(folder)
+def _told(path: str | os.PathLike) -> tuple[_Llama, _Rope]:
+  """Returns what the `config.json` in a directory tells; errors of `derive`."""
+  fields = _fields(path)
   family = fields.get('model_type')
-  where = f'{folder}/config.json'
+  where = f'{path}/config.json'
   if family not in FAMILIES:
     raise UserError(
       f'{where}: model_type={family!r} is no architecture that is known here;'
@@ -115,80 +203,56 @@ def derive(path: str | os.PathLike) -> LMConfig:
         f'{where}: {key}={value!r} changes what the model computes, and is not'
         f' supported; expected {wanted}.'
       )
-  try:
-    theta, scaling = _rope(fields, where)
-    width, heads = fields['hidden_size'], fields['num_attention_heads']
-    return LMConfig(
-      vocab_size=fields['vocab_size'],
-      num_layers=fields['num_hidden_layers'],
-      width=width,
-      num_heads=heads,
-      num_kv_heads=fields.get('num_key_value_heads') or heads,
-      head_dim=fields.get('head_dim') or width // heads,
-      mlp='swiglu',
-      mlp_dim=fields['intermediate_size'],
-      tied_head=bool(fields.get('tie_word_embeddings', False)),
-      rope_theta=float(theta),
-      rope_scaling=scaling,
-      window=_window(fields, where),
-      qkv_bias=family == 'qwen2',
-      qk_norm=family == 'qwen3',
-      norm_epsilon=fields.get('rms_norm_eps', 1e-6),
-      routing=None,
-    )
-  except KeyError as error:
+  rope = fields.get('rope_parameters') or fields.get('rope_scaling') or {}
+  if not isinstance(rope, dict):
     raise UserError(
-      f'{where} has no {error}: it may be cut short, so fetch it again.'
-    ) from error
-
-
-def _rope(fields, where) -> tuple[float, RopeScaling | None]:
-  """Returns base and scaling, from the old keys or the new one."""
-  told = fields.get('rope_parameters') or fields.get('rope_scaling') or {}
-  if not isinstance(told, dict):
-    raise UserError(
-      f'{where}: the scaling of rotary positions is {told!r}; expected an'
+      f'{where}: the scaling of rotary positions is {rope!r}; expected an'
       ' object, such as {"rope_type": "linear", "factor": 2}.'
     )
-  theta = told.get('rope_theta', fields.get('rope_theta', 10_000.0))
-  kind = told.get('rope_type', told.get('type', 'default'))
-  if kind not in _SCALINGS:
-    raise UserError(
-      f'{where}: rope_type={kind!r} changes what the model computes, and is not'
-      f' supported; expected {", ".join(_SCALINGS)}.'
-    )
-  if kind == 'default':
-    return theta, None
-  if kind == 'linear':
-    return theta, RopeScaling(kind='linear', factor=told['factor'])
-  return theta, RopeScaling(
-    factor=told['factor'],
-    low_frequency=told['low_freq_factor'],
-    high_frequency=told['high_freq_factor'],
-    original_length=told['original_max_position_embeddings'],
+  # The names of older files first.
+  old = {'rope_theta': fields.get('rope_theta'), 'rope_type': rope.get('type')}
+  rope = {name: x for name, x in old.items() if x is not None} | rope
+  return (
+    config_lib.from_known(_CLASSES[family], fields, where),
+    config_lib.from_known(_Rope, rope, f'{where}: rope_parameters'),
   )
 
 
-def _window(fields, where) -> int | None:
-  """Returns the sliding window, which all layers have or none."""
-  window, count = fields.get('sliding_window'), fields['num_hidden_layers']
-  if window is None or not fields.get(
-    'use_sliding_window', fields['model_type'] == 'mistral'
-  ):
-    return None
-  kinds = fields.get('layer_types')
-  if kinds is None:
-    first = 0
-    if fields['model_type'] != 'mistral':
-      first = fields.get('max_window_layers', 0)
-    kinds = ['full_attention'] * min(first, count)
-    kinds += ['sliding_attention'] * (count - len(kinds))
-  if len(set(kinds)) > 1:
+def derive(path: str | os.PathLike) -> LMConfig:
+  """Returns the config of the dense model in a directory of Hugging Face.
+
+  Raises:
+    UserError: there is no `config.json`, or it asks for what is not here: an
+      unknown architecture, or a setting that changes the function.
+  """
+  told, rope = _told(path)
+  family = _fields(path)['model_type']
+  if len(told.windows) > 1:
     raise UserError(
-      f'{where}: some layers have a sliding window and some have none, which is'
-      ' not supported; expected the same for all.'
+      f'{path}/config.json: some layers have a sliding window and some have'
+      ' none, which is not supported; expected the same for all.'
     )
-  return window if kinds[0] == 'sliding_attention' else None
+  try:
+    return LMConfig(
+      vocab_size=told.vocab_size,
+      num_layers=told.num_hidden_layers,
+      width=told.hidden_size,
+      num_heads=told.num_attention_heads,
+      num_kv_heads=told.num_key_value_heads or told.num_attention_heads,
+      head_dim=told.head_dim or told.hidden_size // told.num_attention_heads,
+      mlp='swiglu',
+      mlp_dim=told.intermediate_size,
+      tied_head=told.tie_word_embeddings,
+      rope_theta=rope.rope_theta,
+      rope_scaling=rope.scaling,
+      window=next(iter(told.windows)),
+      qkv_bias=family == 'qwen2',
+      qk_norm=family == 'qwen3',
+      norm_epsilon=told.rms_norm_eps,
+      routing=None,
+    )
+  except UserError as error:
+    raise UserError(f'{path}/config.json: {error}') from error
 
 
 def names(config: LMConfig) -> tuple[Entry, ...]:
@@ -482,9 +546,4 @@ def _config_json(dense: LMConfig, length: int) -> dict[str, Any]:
 
 def max_length(path: str | os.PathLike) -> int:
   """Returns how many tokens a model of Hugging Face was made to read."""
-  length = _fields(pathlib.Path(path).expanduser()).get(
-    'max_position_embeddings'
-  )
-  if length is None:
-    logging.warning('%s does not tell its length: assumed 2048 tokens.', path)
-  return length or 2048
+  return _told(path)[0].max_position_embeddings

@@ -1,5 +1,6 @@
 """Language models of Hugging Face in, and out again."""
 
+import contextlib
 import dataclasses
 import json
 import pathlib
@@ -167,7 +168,7 @@ def edit(folder, **changes):
       'some layers have a sliding window',
     ),
     ({'model_type': None}, 'model_type=None'),
-    ({'rope_parameters': {'rope_type': 'linear'}}, "has no 'factor'"),
+    ({'rope_parameters': {'rope_type': 'linear'}}, 'factor=None'),
     ({'rope_parameters': [2.0]}, r'\[2\.0\]; expected an object'),
   ],
 )
@@ -178,12 +179,54 @@ def test_what_changes_the_function_is_refused(changes, message, tmp_path):
     convert_lm.derive(folder)
 
 
+@pytest.mark.parametrize('value', [None, 'x', [2], {}, 0, -1, 1e300, True])
+def test_every_field_has_its_type(value, tmp_path):
+  """A wrong value is a sentence; those that are right there are taken."""
+  folder = copy('llama', tmp_path)
+  fields = json.loads((folder / 'config.json').read_text())
+  for key in [*fields, 'rope_scaling', 'layer_types', 'sliding_window']:
+    for family in convert_lm.FAMILIES:
+      edit(folder, **fields | {'model_type': family, key: value})
+      with contextlib.suppress(UserError):
+        convert_lm.derive(folder)
+      with contextlib.suppress(UserError):
+        convert_lm.max_length(folder)
+  for key in ('vocab_size', 'num_hidden_layers', 'hidden_size', 'model_type'):
+    edit(folder, **fields | {key: value})
+    with pytest.raises(UserError, match=f'config.json: {key}='):
+      convert_lm.derive(folder)
+
+
+def test_what_is_not_told_is_as_in_transformers(tmp_path):
+  """By the defaults of Qwen2Config, Qwen3Config and MistralConfig."""
+  folder = copy('llama', tmp_path)
+  path = folder / 'config.json'
+  sizes = {'vocab_size', 'hidden_size', 'intermediate_size'}
+  sizes |= {'num_hidden_layers', 'num_attention_heads'}
+  sized = {k: v for k, v in json.loads(path.read_text()).items() if k in sizes}
+
+  def derived(family, **fields):
+    path.write_text(json.dumps(sized | {'model_type': family} | fields))
+    return convert_lm.derive(folder)
+
+  heads = {'num_attention_heads': 32, 'hidden_size': 64}
+  qwen = derived('qwen2', **heads, use_sliding_window=True)
+  assert (qwen.num_kv_heads, qwen.head_dim, qwen.window) == (32, 2, None)
+  with pytest.raises(UserError, match='some layers'):  # From the 28th on.
+    derived('qwen2', **heads, use_sliding_window=True, num_hidden_layers=29)
+  assert derived('qwen3', **heads).head_dim == 128
+  assert convert_lm.max_length(folder) == 32768
+  mistral = derived('mistral', **heads)
+  assert (mistral.num_kv_heads, mistral.window) == (8, 4096)
+  assert derived('llama').num_kv_heads == sized['num_attention_heads']
+
+
 def test_a_config_that_is_cut_short(tmp_path):
   folder = copy('llama', tmp_path)
   fields = json.loads((folder / 'config.json').read_text())
   del fields['vocab_size']
   (folder / 'config.json').write_text(json.dumps(fields))
-  with pytest.raises(UserError, match="has no 'vocab_size'"):
+  with pytest.raises(UserError, match='vocab_size is missing'):
     convert_lm.derive(folder)
 
 
