@@ -633,7 +633,7 @@ def from_known(cls, mapping, where):
   known = {k: mapping[k] for k in annotations(cls) if k in mapping}
   try:
     return from_dict(cls, known)
-  except UserError as error:
+  except (UserError, OverflowError, RecursionError) as error:
     raise UserError(f'{where}: {error}') from error
 
 

@@ -2,14 +2,16 @@
 
 import contextlib
 import dataclasses
-import json
+import math
 import numbers
 import os
 import pathlib
 import re
-from typing import Any
 
 from PIL import Image
+
+from mod_jax import config as config_lib
+from mod_jax import paths
 
 # Heads by the size in timm's names of architectures.
 _HEADS = {'tiny': 3, 'small': 6, 'base': 12, 'large': 16, 'huge': 16}
@@ -41,6 +43,18 @@ class Beside:
   resample: Image.Resampling | None = None
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Fields:
+  """What is read of a `config.json`, but for the names of classes."""
+
+  num_attention_heads: config_lib.Size | None = None
+  num_heads: config_lib.Size | None = None  # In timm's words.
+  architecture: str | None = None
+  layer_norm_eps: config_lib.Epsilon | None = None
+  hidden_act: str | None = None
+  crop_pct: config_lib.Fraction | None = None
+
+
 def read(path: str | os.PathLike) -> Beside:
   """Returns what the files in the directory of a file of weights say.
 
@@ -48,24 +62,28 @@ def read(path: str | os.PathLike) -> Beside:
   `preprocessor_config.json` what to do with pictures. timm's `config.json`
   names the architecture, there or in its `pretrained_cfg`, which has the rest.
   A file that is missing or no JSON says nothing.
+
+  Raises:
+    UserError: a field is not of its type.
   """
   folder = pathlib.Path(path).parent
-  fields = _json(folder / 'config.json')
+  fields = paths.read_object(folder / 'config.json')
   for group in ('model_args', 'pretrained_cfg'):
     values = fields.get(group)
     fields = {**(values if isinstance(values, dict) else {}), **fields}
-  pictures = _json(folder / 'preprocessor_config.json')
-  heads = fields.get('num_attention_heads', fields.get('num_heads'))
+  told = config_lib.from_known(_Fields, fields, f'{folder}/config.json')
+  pictures = paths.read_object(folder / 'preprocessor_config.json')
+  heads = told.num_attention_heads or told.num_heads
   architecture = re.match(
-    r'(?:vit|deit3?)_(?P<size>[a-z]+)_', str(fields.get('architecture'))
+    r'(?:vit|deit3?)_(?P<size>[a-z]+)_', told.architecture or ''
   )
   if heads is None and architecture:
     heads = _HEADS.get(architecture['size'])
   normalized = pictures.get('do_normalize', True)
   return Beside(
     num_heads=heads,
-    norm_epsilon=fields.get('layer_norm_eps'),
-    activation=fields.get('hidden_act'),
+    norm_epsilon=told.layer_norm_eps,
+    activation=told.hidden_act,
     classes=_classes(fields),
     mean=_channels(pictures.get('image_mean', fields.get('mean')))
     if normalized
@@ -76,13 +94,6 @@ def read(path: str | os.PathLike) -> Beside:
     crop_fraction=_crop(pictures, fields),
     resample=_resample(pictures, fields),
   )
-
-
-def _json(path) -> dict[str, Any]:
-  fields = {}
-  with contextlib.suppress(OSError, ValueError, RecursionError):
-    fields = json.loads(path.read_text())
-  return fields if isinstance(fields, dict) else {}
 
 
 def _classes(fields) -> tuple[str, ...] | None:
@@ -103,7 +114,7 @@ def _channels(values) -> tuple[float, float, float] | None:
   if (
     isinstance(values, list)
     and len(values) == 3
-    and all(isinstance(x, numbers.Real) for x in values)
+    and all(isinstance(x, numbers.Real) and math.isfinite(x) for x in values)
   ):
     return tuple(map(float, values))
   return None

@@ -3,14 +3,15 @@
 from collections.abc import Container
 from collections.abc import Mapping
 import dataclasses
-import json
+import io
 import os
 import pathlib
+import shutil
 import zipfile
 
+import ml_dtypes
 import numpy as np
 import safetensors
-import safetensors.flax
 import safetensors.numpy
 
 from mod_jax import config as config_lib
@@ -23,6 +24,22 @@ SUFFIXES = ('.safetensors', '.npz', '.pth')
 _PYTORCH = ('.pth', '.pt', '.bin', '.ckpt', '.tar')
 # As Hugging Face and timm name the file in a model's directory, now and before.
 _IN_DIRECTORY = ('model.safetensors', 'pytorch_model.bin')
+# By what safetensors calls them; it finds bfloat16 once ml_dtypes is imported.
+DTYPES = {
+  'F64': np.float64,
+  'F32': np.float32,
+  'F16': np.float16,
+  'BF16': ml_dtypes.bfloat16,
+  'I64': np.int64,
+  'I32': np.int32,
+  'I16': np.int16,
+  'I8': np.int8,
+  'U8': np.uint8,
+  'BOOL': np.bool_,
+}
+# How an `.npz` is packed, and how many times larger its contents are at most.
+_PACKINGS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
+_MOST_PACKED = 16
 INDEX = 'model.safetensors.index.json'  # Of a model in several files.
 
 
@@ -83,29 +100,53 @@ def read(path: str | os.PathLike) -> dict[str, np.ndarray]:
     path: as `find` takes it.
 
   Raises:
-    UserError: there is no such file, or it cannot be read.
+    UserError: there is no such file, it cannot be read, or holds what is not
+      finite.
   """
   path = find(path)
+  if path.suffix == '.npz':
+    arrays = _read_npz(path)
+  elif path.suffix in _PYTORCH:
+    arrays = torch_files.read(path)
+  else:
+    return {name: array.read() for name, array in _headers(path).items()}
+  return {name: _float32(x, path, name) for name, x in arrays.items()}
+
+
+def _read_npz(path) -> dict[str, np.ndarray]:
   try:
-    if path.suffix == '.npz':
-      with np.load(path, allow_pickle=False) as archive:
-        arrays = {name: archive[name] for name in archive.files}
-    elif path.suffix in _PYTORCH:
-      arrays = torch_files.read(path)
-    else:
-      # Its NumPy counterpart has no bfloat16.
-      arrays = safetensors.flax.load_file(path)
+    with zipfile.ZipFile(path) as archive:
+      infos = archive.infolist()
+      # A small file must not become large in memory.
+      packed = os.path.getsize(path)
+      if sum(info.file_size for info in infos) > _MOST_PACKED * packed:
+        raise UserError(
+          f'{path} says that it holds more than {_MOST_PACKED} times its own'
+          ' size, which weights never do: fetch it from where it was published.'
+        )
+      if {info.compress_type for info in infos} - set(_PACKINGS):
+        raise ValueError('packed otherwise than NumPy does')
+      arrays = {}
+      for info in infos:
+        whole = io.BytesIO()
+        with archive.open(info) as file:
+          shutil.copyfileobj(file, whole)  # To its end, where its hash is.
+        whole.seek(0)
+        name = info.filename.removesuffix('.npy')
+        arrays[name] = np.lib.format.read_array(whole, allow_pickle=False)
+      return arrays
   except UserError:
     raise
-  except (
-    *(OSError, EOFError, ValueError, zipfile.BadZipFile),
-    safetensors.SafetensorError,
-  ) as error:
-    raise UserError(
-      f'{path} cannot be read as {path.suffix[1:]} ({error}): it may be'
-      ' damaged or cut short, so fetch or write it again.'
-    ) from error
-  return {name: _float32(array) for name, array in arrays.items()}
+  # What a damaged archive, or the header of an array, runs into is of any kind.
+  except Exception as error:
+    raise _damaged(path, error) from error
+
+
+def _damaged(path, error) -> UserError:
+  return UserError(
+    f'{path} cannot be read as {path.suffix[1:]} ({error}): it may be damaged'
+    ' or cut short, so fetch or write it again.'
+  )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,16 +169,14 @@ class Stored:
     """Returns the array, as float32 if it is of any floating type.
 
     Raises:
-      UserError: the file is gone or damaged.
+      UserError: the file is gone or damaged, or its numbers are not finite.
     """
     try:
       with safetensors.safe_open(self.path, 'numpy') as file:
-        return _float32(file.get_tensor(self.name))
+        array = file.get_tensor(self.name)
     except (OSError, ValueError, safetensors.SafetensorError) as error:
-      raise UserError(
-        f'{self.path}: {self.name} cannot be read ({error}): the file may be'
-        ' damaged or cut short, so fetch it again.'
-      ) from error
+      raise _damaged(self.path, error) from error
+    return _float32(array, self.path, self.name)
 
 
 def stored(folder: str | os.PathLike) -> dict[str, Stored]:
@@ -159,14 +198,13 @@ def stored(folder: str | os.PathLike) -> dict[str, Stored]:
         ' directory of a model in safetensors.'
       )
     return _headers(single)
-  try:
-    wanted = json.loads(index.read_text('utf-8'))['weight_map']
-    names = sorted(set(wanted.values()))
-    outside = [name for name in names if pathlib.PurePath(name).name != name]
-  except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-    raise UserError(
-      f'{index} is no index of safetensors ({error!r}): fetch it again.'
-    ) from error
+  wanted = paths.read_object(index).get('weight_map')
+  if not isinstance(wanted, dict) or not all(
+    isinstance(name, str) for name in wanted.values()
+  ):
+    raise UserError(f'{index} is no index of safetensors: fetch it again.')
+  names = sorted(set(wanted.values()))
+  outside = [name for name in names if pathlib.PurePath(name).name != name]
   if outside:
     raise UserError(
       f'{index} names {outside[0]!r}, which is not a file of that directory: it'
@@ -193,23 +231,38 @@ def _headers(path) -> dict[str, Stored]:
     with safetensors.safe_open(path, 'numpy') as file:
       names = file.keys()  # The file itself cannot be iterated over.
       slices = {name: file.get_slice(name) for name in names}
-      return {
+      arrays = {
         name: Stored(path, name, tuple(x.get_shape()), x.get_dtype())
         for name, x in slices.items()
       }
   except (OSError, ValueError, safetensors.SafetensorError) as error:
-    raise UserError(
-      f'{path} cannot be read as safetensors ({error}): it may be damaged or'
-      ' cut short, so fetch it again.'
-    ) from error
+    raise _damaged(path, error) from error
+  for array in arrays.values():
+    if array.dtype not in DTYPES:
+      raise UserError(
+        f'{path}: {array.name} is of type {array.dtype}, and quantised weights'
+        f' are not read; expected {", ".join(DTYPES)}: fetch the model in one'
+        ' of these.'
+      )
+  return arrays
 
 
-def _float32(array) -> np.ndarray:
+def _float32(array, path, name) -> np.ndarray:
   array = np.asarray(array)
   # bfloat16 is no floating type to NumPy.
   if array.dtype.kind == 'f' or array.dtype.name == 'bfloat16':
-    return array.astype(np.float32, copy=False)
+    array = array.astype(np.float32, copy=False)
+    check_finite(array, path, name)
   return array
+
+
+def check_finite(array, path: str | os.PathLike, name: str) -> None:
+  """Raises UserError where an array of weights holds a NaN or infinity."""
+  if not np.isfinite(array).all():
+    raise UserError(
+      f'{path}: {name} holds numbers that are not finite, of which a model'
+      ' makes nonsense: it is damaged, or its training has failed.'
+    )
 
 
 def write(

@@ -19,7 +19,6 @@ from typing import Literal
 from flax import linen as nn
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 
 from mod_jax import config as config_lib
@@ -67,12 +66,6 @@ BESIDE = (
   'chat_template.json',
   'generation_config.json',
 )
-_DTYPES = {
-  'F64': np.float64,
-  'F32': np.float32,
-  'F16': np.float16,
-  'BF16': ml_dtypes.bfloat16,
-}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -429,10 +422,12 @@ def save(
 
   def array(entry):
     found = entry.to_theirs(np.asarray(flat[entry.ours[0]], np.float32))
-    return np.asarray(found, _DTYPES[types.get(entry.theirs, 'F32')])
+    return np.asarray(found, files.DTYPES[types.get(entry.theirs, 'F32')])
 
   sizes = {
-    entry.theirs: np.dtype(_DTYPES[types.get(entry.theirs, 'F32')]).itemsize
+    entry.theirs: np.dtype(
+      files.DTYPES[types.get(entry.theirs, 'F32')]
+    ).itemsize
     * int(np.prod(shapes[entry.ours[0]]))
     for entry in entries
   }

@@ -39,6 +39,7 @@ _EXTENSIONS = frozenset(
 # Only these, whatever a file claims to be: some of Pillow's other readers start
 # programs.
 _FORMATS = ('JPEG', 'PNG', 'WEBP', 'BMP', 'GIF', 'TIFF', 'PPM')
+MAX_PIXELS = 100_000_000  # Of a picture, which take 300 MB once decoded.
 _NAMED = 3  # Bad files that a message names; it counts the rest.
 _CHECK_THREADS = 16
 _CHECK_CHUNK = 256
@@ -101,7 +102,7 @@ def decode(source: str | bytes, what: str) -> Image.Image:
   file = io.BytesIO(source) if isinstance(source, bytes) else source
   try:
     with Image.open(file, formats=_FORMATS) as image:
-      if reason := without_white(image):
+      if reason := _refused(image):
         raise ValueError(reason)
       image.load()
       return to_rgb(_upright(image))
@@ -319,7 +320,7 @@ def _fault(path: str) -> str:
       return 'empty'
     # Reads the header alone.
     with Image.open(path, formats=_FORMATS) as image:
-      return without_white(image)
+      return _refused(image)
   except MemoryError:
     raise
   except Exception as e:
@@ -348,6 +349,16 @@ def _upright(image: Image.Image) -> Image.Image:
   except Exception:
     # Damaged EXIF data do not make the pixels unreadable.
     return image
+
+
+def _refused(image: Image.Image) -> str:
+  """Returns why a picture, of which the header is read, is not read, or ''."""
+  if image.width * image.height > MAX_PIXELS:
+    return (
+      f'it has {image.width:,} x {image.height:,} pixels, and at most'
+      f' {MAX_PIXELS:,} are read'
+    )
+  return without_white(image)
 
 
 def without_white(image: Image.Image) -> str:

@@ -13,6 +13,8 @@ from pyarrow import parquet
 
 from mod_jax import errors
 
+_ROWS = 1024  # Of a batch.
+
 
 def read_column(path: str, column: str) -> Iterator[str]:
   """Yields the texts of a file's column, without those that are empty.
@@ -35,7 +37,9 @@ def read_column(path: str, column: str) -> Iterator[str]:
           f'another of {", ".join(schema.names)}'
         )
       for batch in batches:
-        yield from filter(None, batch.column(column).to_pylist())
+        # One at a time: few bytes of a file may stand for many long texts.
+        texts = (text.as_py() for text in batch.column(column))
+        yield from filter(None, texts)
   except (OSError, pa.ArrowException) as e:
     why = ' '.join(str(e).split())[:200]
     raise errors.UserError(
@@ -47,10 +51,12 @@ def read_column(path: str, column: str) -> Iterator[str]:
 def _open(path, column, stack):
   """Returns schema and record batches of a file that `stack` closes."""
   if path.endswith('.parquet'):
-    file = stack.enter_context(parquet.ParquetFile(path))
-    schema = file.schema_arrow
+    schema = parquet.read_schema(path)
     known = [column] if column in schema.names else []
-    return schema, file.iter_batches(columns=known)
+    # Texts that recur stay indices, so that a batch is no larger than the file.
+    file = parquet.ParquetFile(path, read_dictionary=known)
+    stack.enter_context(file)
+    return schema, file.iter_batches(_ROWS, columns=known)
   source = stack.enter_context(pa.memory_map(path))
   try:
     file = stack.enter_context(pa.ipc.open_file(source))

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import hashlib
 import json
+import os
 
 from etils import epath
 import numpy as np
@@ -52,6 +53,8 @@ _BOS_NAMES = (
 _FILES = {'sentencepiece': 'tokenizer.model', 'huggingface': 'tokenizer.json'}
 # Files beside a `tokenizer.json`; the later one has the last word.
 _DECLARING = ('special_tokens_map.json', 'tokenizer_config.json')
+# Ids lie below it, as in all models: each takes memory, used or not.
+_MAX_VOCAB = 2**20
 CHAT_TEMPLATE = 'chat_template.jinja'
 # Tokens that tell how a text before a new one ends: as many as one character
 # may take, in UTF-8.
@@ -255,6 +258,12 @@ class HuggingFaceTokenizer(Tokenizer):
       raise _not_a_model(
         file, 'Hugging Face tokenizer.json', 'its vocabulary is empty'
       )
+    if max(vocab.values()) >= _MAX_VOCAB:
+      raise _not_a_model(
+        file,
+        'Hugging Face tokenizer.json',
+        f'it has the id {max(vocab.values())}; expected less than {_MAX_VOCAB}',
+      )
     added = tok.get_added_tokens_decoder()
     surface_of = _surface_function(spec.get('decoder'))
     surfaces = [b''] * (max(vocab.values()) + 1)
@@ -268,7 +277,7 @@ class HuggingFaceTokenizer(Tokenizer):
         if not surfaces[i]:
           names[i] = token
     special = {t.content for t in added.values() if t.special}
-    declared = _declared_specials(file.parent)
+    declared = declared_specials(file.parent)
     ids = {}
     for role, customary in (('eos', _EOS_NAMES), ('bos', _BOS_NAMES)):
       name = declared.get(f'{role}_token') or next(
@@ -352,9 +361,11 @@ def copy(kind: str, path: str, directory: str) -> None:
   """Copies a tokenizer, so that `make(kind, directory)` gives it again.
 
   Raises:
-    errors.UserError: its file is missing or cannot be read.
+    errors.UserError: its file is missing or is not such a tokenizer.
     OSError: the directory cannot be written.
   """
+  # A config may name any file, which would be published with the copy.
+  make(kind, path)
   for name, data in files(kind, path).items():
     paths.write_bytes(epath.Path(directory) / name, data)
 
@@ -389,16 +400,13 @@ def _not_a_model(file, what, why) -> errors.UserError:
   )
 
 
-def _declared_specials(directory: epath.Path) -> dict[str, str]:
+def declared_specials(directory: os.PathLike) -> dict[str, str]:
   """Returns eos_token and bos_token where files beside the tokeniser say."""
   found = {}
   for name in _DECLARING:
-    try:
-      config = json.loads((directory / name).read_text('utf-8'))
-    except (OSError, ValueError):
-      continue
+    fields = paths.read_object(epath.Path(directory) / name)
     for role in ('eos_token', 'bos_token'):
-      value = config.get(role) if isinstance(config, dict) else None
+      value = fields.get(role)
       if isinstance(value, dict):
         value = value.get('content')
       if isinstance(value, str):

@@ -8,12 +8,14 @@ that.
 import contextlib
 import datetime
 import json
+import os
 import pathlib
 
 from absl import logging
 import jinja2.ext
 import jinja2.sandbox
 
+from mod_jax import paths
 from mod_jax.data import tokenizers
 
 
@@ -27,24 +29,23 @@ class _Generation(jinja2.ext.Extension):
     return parser.parse_statements(['name:endgeneration'], drop_needle=True)
 
 
-def read_template(folder: pathlib.Path) -> jinja2.Template | None:
+def read_template(path: str | os.PathLike) -> jinja2.Template | None:
   """Returns the template that lies beside a tokenizer, if there is one.
 
   One that cannot be read is logged, and counts as none.
+
+  Args:
+    path: of the tokenizer: its file, or the directory of that.
   """
-  fields = {}
-  with contextlib.suppress(OSError, ValueError):
-    fields = json.loads((folder / 'tokenizer_config.json').read_text('utf-8'))
+  folder = pathlib.Path(path).expanduser()
+  folder = folder if folder.is_dir() else folder.parent
+  fields = paths.read_object(folder / 'tokenizer_config.json')
   text = fields.get('chat_template')
-  with contextlib.suppress(OSError):
+  with contextlib.suppress(OSError, ValueError):
     text = (folder / tokenizers.CHAT_TEMPLATE).read_text('utf-8')
   if not isinstance(text, str):
     return None
-  names = {
-    name: value['content'] if isinstance(value, dict) else value
-    for name in ('bos_token', 'eos_token')
-    if (value := fields.get(name)) is not None
-  }
+  names = tokenizers.declared_specials(folder)
   # It came with weights of somebody's, so it may do nothing but render.
   environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
     trim_blocks=True,
@@ -58,7 +59,8 @@ def read_template(folder: pathlib.Path) -> jinja2.Template | None:
   environment.filters['tojson'] = _to_json
   try:
     return environment.from_string(text)
-  except jinja2.TemplateError as error:
+  # Also errors of Python itself, as for what is nested too deeply.
+  except Exception as error:
     logging.warning('%s: no chat, for its template: %s', folder, error)
     return None
 

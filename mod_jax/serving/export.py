@@ -24,6 +24,7 @@ from mod_jax.models.lm import LMConfig
 from mod_jax.serving.run import Run
 from mod_jax.tasks.warm_start import FOLDER
 from mod_jax.tasks.warm_start import WEIGHTS
+from mod_jax.train import workdir
 
 # What a routed language model has beside its dense part.
 ROUTERS = 'routers.safetensors'
@@ -52,6 +53,9 @@ def export(
   `convert.lm.FAMILIES` that computes the same; and `timm` what
   `timm.create_model('local-dir:FOLDER')` does. These two hold dense models.
 
+  No absolute path is written: of those in the run's config, such as that of its
+  data, the last part stays.
+
   Args:
     run: what `load` returned.
     path: of the folder, which is made; files in it are replaced.
@@ -62,14 +66,19 @@ def export(
       `routers.safetensors`.
 
   Raises:
-    UserError: the format cannot say what the model does; or the folder cannot
-      be written.
+    UserError: the format cannot say what the model does; or the folder is that
+      of a run, or cannot be written.
   """
   writers = {'safetensors': _ours, 'huggingface': _huggingface, 'timm': _timm}
   write = config_lib.choose(format, writers, 'format')
   if write is not _ours:
     _check_dense(run, format, dense)
   folder = pathlib.Path(path).expanduser()
+  if workdir.holds_run(folder) or workdir.checkpoints(folder).exists():
+    raise UserError(
+      f'{folder} is the directory of a run, of which an export would replace'
+      ' config.json: name another folder.'
+    )
   try:
     written = write(run, folder)
     # What an earlier model has left there would be taken for this one's.
@@ -125,10 +134,10 @@ def _ours(run, folder):
   files.remove_others(folder, {WEIGHTS})
   fields: dict[str, Any] = {
     'model': _config(run.config),
-    'experiment': run.experiment and _config(run.experiment),
+    'experiment': run.experiment and _local(_config(run.experiment)),
     'preprocess': run.preprocess and dataclasses.asdict(run.preprocess),
     'classes': run.classes and list(run.classes),
-    'origin': run.origin,
+    'foreign': run.foreign,
   }
   if isinstance(run.config, LMConfig):
     kind, source = run.task.modality.tokenizer_source
@@ -141,6 +150,21 @@ def _ours(run, folder):
 def _config(instance) -> dict[str, Any]:
   fields = json.loads(config_lib.to_json(instance))
   return {'type': type(instance).__name__} | fields
+
+
+def _local(value):
+  """Returns JSON in which absolute paths have their last part alone.
+
+  The rest tells of the machine that they are of, and of nothing elsewhere.
+  """
+  if isinstance(value, dict):
+    return {name: _local(x) for name, x in value.items()}
+  if isinstance(value, list):
+    return list(map(_local, value))
+  if isinstance(value, str):
+    # Globs are separated by commas, and alternatives stand in braces.
+    return re.sub(r'(^|[,{] *)[/~][^,{}]*/(?=[^/,{}])', r'\1', value)
+  return value
 
 
 def _dense_weights(run, folder, naming):

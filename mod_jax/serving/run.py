@@ -3,6 +3,7 @@
 import collections
 from collections.abc import Mapping
 from collections.abc import Sequence
+import contextlib
 import dataclasses
 import functools
 import json
@@ -68,8 +69,10 @@ class Run:
       evaluation; None of a language model.
     classes: names of a vision model's classes, where they are known.
     task: of a run of ours, or of a language model; None otherwise.
-    origin: directory of Hugging Face that a language model came from, or None;
-      it need not exist any more.
+    origin: directory of Hugging Face that a language model was loaded from, or
+      None; it need not exist any more.
+    foreign: whether a language model is, or was made from, somebody else's,
+      without any training of ours: its prompts begin as its own texts do.
   """
 
   config: Any
@@ -79,6 +82,7 @@ class Run:
   classes: tuple[str, ...] | None = None
   task: Any = None
   origin: str | None = None
+  foreign: bool = False
 
   @functools.cached_property
   def model(self):
@@ -105,9 +109,9 @@ class Run:
 
   def encode(self, text: str) -> list[int]:
     """Returns the tokens of a text that the language model is to continue."""
-    if self.origin is None:
-      return self.tokenizer.encode(text)
-    return self.tokenizer.encode_prompt(text)
+    if self.foreign:
+      return self.tokenizer.encode_prompt(text)
+    return self.tokenizer.encode(text)
 
   def predict(self, inputs, **kwargs) -> list:
     """Returns what the model makes of pictures, or how it continues texts.
@@ -155,7 +159,7 @@ class Run:
     task = self.task
     if data is not None:
       task = self._task_on(data)
-    elif task is None or self.origin is not None:
+    elif task is None or self.foreign:
       example = 'ImageDataConfig(source="folder", path="photos")'
       if isinstance(self.config, LMConfig):
         example = 'TextDataConfig(source="files", files="texts/*.txt")'
@@ -285,27 +289,35 @@ def about(path: str | os.PathLike, **known) -> dict[str, Any]:
 
 def _of_folder(path) -> dict[str, Any]:
   """Returns what is known of a model that `export` wrote in our own format."""
-  told = warm_start.read_fields(path)
-  experiment = task = preprocess = None
-  if told['experiment']:
-    told['experiment'].pop('type')
-    experiment = config_lib.from_dict(ExperimentConfig, told['experiment'])
-    task = make_task(experiment)
-    if kind := told.get('tokenizer'):
-      task.modality.use_tokenizer(kind, os.fspath(path))
-  if told['preprocess']:
-    fields = told['preprocess']
-    for name in ('mean', 'std'):
-      fields[name] = tuple(fields[name])
-    fields['resample'] = Image.Resampling(fields['resample'])
-    preprocess = images_lib.Preprocess(**fields)
+  told, pictures = warm_start.read_folder(path)
+  task = preprocess = None
+  if told.experiment is not None:
+    task = make_task(told.experiment)
+  if told.tokenizer is not None:
+    task.modality.use_tokenizer(told.tokenizer, os.fspath(path))
+  else:
+    preprocess = _preprocess(pictures, f'{path}/{warm_start.FOLDER}')
   return {
-    'experiment': experiment,
+    'experiment': told.experiment,
     'preprocess': preprocess,
-    'classes': told['classes'] and tuple(told['classes']),
+    'classes': told.classes,
     'task': task,
-    'origin': told.get('origin'),
+    'foreign': told.foreign,
   }
+
+
+def _preprocess(fields, where) -> images_lib.Preprocess:
+  """Returns what turns pictures into input, from its own fields."""
+  try:
+    resample = Image.Resampling(fields.get('resample'))
+  except ValueError as error:
+    raise UserError(f'{where}: preprocess.resample: {error}.') from error
+  fields = {k: fields[k] for k in fields if k != 'resample'}
+  # A config of data has all the others, and their types.
+  data = config_lib.from_known(
+    images_lib.ImageDataConfig, fields, f'{where}: preprocess'
+  )
+  return dataclasses.replace(data.preprocess, resample=resample)
 
 
 def _shapes(config) -> dict[str, Any]:
@@ -324,7 +336,12 @@ def _of_workdir(path) -> dict[str, Any]:
     return found
   kept = workdir_lib.expand(path) / CLASSES
   if kept.is_file():
-    found['classes'] = tuple(json.loads(kept.read_text(encoding='utf-8')))
+    names = None
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+      names = json.loads(kept.read_text(encoding='utf-8'))
+    if not isinstance(names, list) or any(type(n) is not str for n in names):
+      raise UserError(f'{kept} is no list of names: delete or restore it.')
+    found['classes'] = tuple(names)
   return found | {'preprocess': experiment.data.preprocess}
 
 
@@ -343,6 +360,7 @@ def _of_language(path) -> dict[str, Any]:
     'experiment': experiment,
     'task': make_task(experiment),
     'origin': os.fspath(path),
+    'foreign': True,
   }
 
 

@@ -5,11 +5,12 @@ tokenizer, and its model may be another one than is about to be trained.
 """
 
 from collections.abc import Sequence
+import dataclasses
 import functools
-import json
 import math
 import re
 from typing import Any
+from typing import Literal
 
 from absl import logging
 from flax import linen as nn
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 
 from mod_jax import config as config_lib
 from mod_jax import errors
+from mod_jax import paths
 from mod_jax import trees
 from mod_jax.convert import files
 from mod_jax.convert import vit as convert_vit
@@ -51,18 +53,56 @@ def is_ours(path) -> bool:
   return is_workdir(path) or is_folder(path)
 
 
-def read_fields(path) -> dict[str, Any]:
-  """Returns what the folder of an exported model says of it."""
-  return json.loads((workdir_lib.expand(path) / FOLDER).read_text('utf-8'))
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Folder:
+  """What the folder of an exported model says of it, pictures aside.
+
+  Attributes:
+    model: its config.
+    experiment: the run that trained it, or of a language model how it reads;
+      None of a vision model of somebody else's.
+    classes: as of a `Run`.
+    tokenizer: kind of the one that lies in the folder, of a language model.
+    foreign: as of a `Run`.
+  """
+
+  model: LMConfig | ViTConfig | DynamicViTConfig
+  experiment: ExperimentConfig | None = None
+  classes: tuple[str, ...] | None = None
+  tokenizer: Literal['bytes', 'sentencepiece', 'huggingface'] | None = None
+  foreign: bool = False
+
+
+def read_folder(path) -> tuple[Folder, Any]:
+  """Returns what the folder of an exported model says, and of its pictures.
+
+  Raises:
+    UserError: it is not what `mod_jax.export` writes.
+  """
+  file = workdir_lib.expand(path) / FOLDER
+  fields = paths.read_object(file)
+  experiment = fields.get('experiment')
+  if isinstance(experiment, dict):
+    fields['experiment'] = {k: experiment[k] for k in experiment if k != 'type'}
+  folder = config_lib.from_known(Folder, fields, file)
+  language = isinstance(folder.model, LMConfig)
+  experiment, pictures = folder.experiment, fields.get('preprocess')
+  if (
+    (experiment is not None and experiment.model != folder.model)
+    or (language and (experiment is None or folder.tokenizer is None))
+    or (not language and not isinstance(pictures, dict))
+  ):
+    raise errors.UserError(
+      f'{file}: its parts do not fit each other: export the model again.'
+    )
+  return folder, pictures
 
 
 def model_config(path) -> LMConfig | ViTConfig | DynamicViTConfig:
   """Returns the config of the model of ours that a path holds."""
   if is_workdir(path):
     return workdir_lib.read_config(path, ExperimentConfig).model
-  fields = read_fields(path)['model']
-  kinds = {c.__name__: c for c in (LMConfig, ViTConfig, DynamicViTConfig)}
-  return config_lib.from_dict(kinds[fields.pop('type')], fields)
+  return read_folder(path)[0].model
 
 
 def read(path) -> tuple[Any, Any]:
@@ -88,8 +128,8 @@ def read_workdir(path) -> tuple[ExperimentConfig, Any, Any]:
   evaluated with: averages, if it keeps any.
 
   Raises:
-    UserError: there is no run, or no usable checkpoint, or the run's config
-      was edited since.
+    UserError: there is no run, or no usable checkpoint, or weights that are not
+      finite, or the run's config was edited since.
   """
   path = workdir_lib.expand(path)
   config = workdir_lib.read_config(path, ExperimentConfig)
@@ -104,7 +144,10 @@ def read_workdir(path) -> tuple[ExperimentConfig, Any, Any]:
       f'{path} holds no checkpoint yet, so there are no weights to start from:'
       ' train it for longer.'
     )
-  return config, restored.state[params], restored.state['model_state']
+  state = restored.state
+  for name, array in trees.by_path(state).items():
+    files.check_finite(array, path, name)
+  return config, state[params], state['model_state']
 
 
 def is_adaptive(init: str) -> bool:

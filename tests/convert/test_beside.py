@@ -7,6 +7,7 @@ import pytest
 
 from mod_jax.convert import beside
 from mod_jax.convert.beside import Beside
+from mod_jax.errors import UserError
 
 
 def read(folder, config=None, pictures=None):
@@ -44,6 +45,16 @@ def test_of_hugging_face(tmp_path):
     std=(0.4, 0.5, 0.6),
     crop_fraction=1.0,
   )
+
+
+@pytest.mark.parametrize(
+  'wrong',
+  [{'num_attention_heads': 0}, {'layer_norm_eps': '1e-6'}, {'hidden_act': []}],
+)
+def test_what_is_of_another_type(tmp_path, wrong):
+  (name,) = wrong
+  with pytest.raises(UserError, match=f'config.json: {name}=.*expected'):
+    read(tmp_path, wrong)
 
 
 def test_of_timm(tmp_path):

@@ -1,5 +1,10 @@
 """Files of arrays: read whatever was written, written whole or not at all."""
 
+import io
+import json
+import struct
+import zipfile
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -75,6 +80,41 @@ def test_pickled_arrays_are_not_executed(tmp_path):
   np.savez(tmp_path / 'w.npz', x=np.array([{}], dtype=object))
   with pytest.raises(UserError, match='cannot be read'):
     files.read(tmp_path / 'w.npz')
+
+
+def test_small_files_do_not_become_large(tmp_path):
+  """Nor is less of a packed array read than its hash is of."""
+  path = tmp_path / 'w.npz'
+  np.savez_compressed(path, x=RNG.normal(size=2000))
+  assert files.read(path)['x'].shape == (2000,)
+  np.savez_compressed(path, x=np.zeros(10**6))
+  with pytest.raises(UserError, match='more than 16 times its own size'):
+    files.read(path)
+  with zipfile.ZipFile(path, 'w') as archive:
+    header = io.BytesIO()
+    array = {'shape': (10**13,), 'fortran_order': False, 'descr': '<f4'}
+    np.lib.format.write_array_header_1_0(header, array)
+    archive.writestr('x.npy', header.getvalue())
+  with pytest.raises(UserError, match='cannot be read as npz'):
+    files.read(path)
+
+
+@pytest.mark.parametrize('suffix', files.SUFFIXES)
+@pytest.mark.parametrize('wrong', [np.nan, np.inf])
+def test_weights_that_are_not_finite(tmp_path, suffix, wrong):
+  path = tmp_path / f'w{suffix}'
+  files.write(path, {'fine': np.ones(2), 'x': np.float32([1, wrong])})
+  with pytest.raises(UserError, match='x holds numbers that are not finite'):
+    files.read(path)
+
+
+def test_quantised_weights(tmp_path):
+  path = tmp_path / 'w.safetensors'
+  array = {'dtype': 'F8_E4M3', 'shape': [2], 'data_offsets': [0, 2]}
+  header = json.dumps({'x': array}).encode()
+  path.write_bytes(struct.pack('<Q', len(header)) + header + bytes(2))
+  with pytest.raises(UserError, match='x is of type F8_E4M3.*expected F64'):
+    files.read(path)
 
 
 def test_a_missing_file_is_told_with_the_nearest(tmp_path):

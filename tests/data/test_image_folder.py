@@ -1,6 +1,7 @@
 """Folders of pictures: layouts, splits, decoding, bad files."""
 
 import io
+import struct
 
 import numpy as np
 from PIL import Image
@@ -227,6 +228,15 @@ def test_a_file_that_fails_at_decoding_is_named(truncated, split):
   with pytest.raises(errors.UserError, match=message) as e:
     next(batches)
   assert '\n' not in str(e.value)
+
+
+def test_pictures_of_too_many_pixels_are_not_decoded():
+  buffer = io.BytesIO()
+  Image.new('RGB', (1, 1)).save(buffer, 'BMP')
+  header = bytearray(buffer.getvalue())
+  header[18:26] = struct.pack('<ii', 20_000, 5_001)
+  with pytest.raises(errors.UserError, match='20,000 x 5,001 pixels, and at'):
+    image_folder.decode(bytes(header), 'x')
 
 
 def test_a_file_that_fails_at_decoding_is_left_out_by_option(truncated):

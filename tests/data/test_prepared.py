@@ -17,6 +17,7 @@ from mod_jax import errors
 from mod_jax.data import bpe
 from mod_jax.data import corpus
 from mod_jax.data import prepare
+from mod_jax.data import tables
 from mod_jax.data import text
 from mod_jax.data import tokenizers
 
@@ -276,6 +277,18 @@ def texts(stream, tokenizer):
     tokenizer.decode(stream.read(a, b))
     for a, b in zip(stream.starts, ends, strict=True)
   ]
+
+
+def test_few_bytes_of_parquet_stay_few(tmp_path):
+  path = tmp_path / 'a.parquet'
+  texts = pa.array(['x' * 10**5])
+  texts = pa.DictionaryArray.from_arrays(np.zeros(2000, np.int32), texts)
+  # Without the schema, the texts are no dictionary to a reader.
+  parquet.write_table(pa.table({'text': texts}), path, store_schema=False)
+  pool = pa.default_memory_pool()
+  before = pool.max_memory()
+  assert sum(map(len, tables.read_column(str(path), 'text'))) == 2 * 10**8
+  assert pool.max_memory() - before < 10**7
 
 
 @pytest.mark.parametrize('name', ['a.parquet', 'stream.arrow', 'file.arrow'])

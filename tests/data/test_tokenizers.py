@@ -226,3 +226,12 @@ def test_missing_and_broken_files(kind, tmp_path):
     with pytest.raises(errors.UserError, match='is not a readable') as e:
       tokenizers.make(kind, str(bad))
     assert '\n' not in str(e.value)
+
+
+def test_a_small_file_does_not_become_large(tmp_path):
+  vocab = {'a': 0, 'b': 2**31 - 1}
+  model = {'type': 'WordLevel', 'vocab': vocab, 'unk_token': 'a'}
+  spec = {'version': '1.0', 'added_tokens': [], 'model': model}
+  (tmp_path / 'tokenizer.json').write_text(json.dumps(spec))
+  with pytest.raises(errors.UserError, match='the id 2147483647; expected les'):
+    tokenizers.make('huggingface', str(tmp_path))

@@ -13,6 +13,7 @@ from PIL import Image
 import pytest
 
 import mod_jax
+from mod_jax import config as config_lib
 from mod_jax import trees
 from mod_jax.data import prepare
 from mod_jax.data.images import ImageDataConfig
@@ -235,10 +236,11 @@ class TestExport:
     mod_jax.export(run, tmp_path / 'out')
     again = mod_jax.load(tmp_path / 'out')
     assert (again.config, again.classes) == (run.config, run.classes)
-    assert (again.preprocess, again.experiment) == (
-      run.preprocess,
-      run.experiment,
-    )
+    # Where its pictures were is nobody's business elsewhere.
+    here = {'data.path': folder.name}
+    assert again.experiment == config_lib.replace(run.experiment, here)
+    assert str(folder.parent) not in (tmp_path / 'out/mod_jax.json').read_text()
+    assert again.preprocess == run.preprocess
     chex.assert_trees_all_equal(again.variables, run.variables)
     files = sorted(folder.rglob('*.jpg'))
     assert again.predict(files) == run.predict(files)
@@ -268,6 +270,13 @@ class TestExport:
       again.apply(images_BHWC).logits_BV,
       jax.jit(dense.apply)({'params': params}, images_BHWC).logits_BV,
     )
+
+  def test_a_run_is_not_exported_over(self, run, workdir):
+    before = (workdir / 'config.json').read_bytes()
+    for format in ('safetensors', 'huggingface'):
+      with pytest.raises(UserError, match='is the directory of a run'):
+        mod_jax.export(run, workdir, format, dense=True)
+    assert (workdir / 'config.json').read_bytes() == before
 
   def test_bad_input(self, run, tmp_path):
     with pytest.raises(UserError, match="unknown format 'onnx'"):
@@ -357,10 +366,22 @@ def test_a_language_model_goes_elsewhere(tmp_path, tokenizer):
 
 
 def test_somebody_elses_language_model_stays_what_it_was(tmp_path):
-  source = GOLDEN / 'lm_eval' / 'model'
+  source = tmp_path / 'source'
+  shutil.copytree(GOLDEN / 'lm_eval' / 'model', source)
+  (source / 'generation_config.json').write_text('{}')
   run = mod_jax.load(source)
-  mod_jax.export(run, tmp_path)
-  again = mod_jax.load(tmp_path)
+  mod_jax.export(run, tmp_path / 'ours')
+  file = tmp_path / 'ours' / 'mod_jax.json'
+  assert str(tmp_path) not in file.read_text()
+  # Where a file says that a model is from, nothing is taken from.
+  forged = json.loads(file.read_text()) | {'origin': str(source)}
+  forged['experiment']['init'] = str(source)
+  file.write_text(json.dumps(forged))
+  again = mod_jax.load(tmp_path / 'ours')
+  for model, kept in ((run, True), (again, False)):
+    out = tmp_path / f'out_{kept}'
+    mod_jax.export(model, out, 'huggingface')
+    assert (out / 'generation_config.json').exists() == kept
   # It begins texts as its own, and has no data of ours.
   assert again.encode('how') == run.encode('how')
   assert run.encode('how') != run.tokenizer.encode('how')

@@ -280,6 +280,21 @@ def test_templates_have_what_hugging_face_gives_them(tmp_path):
     chat.read_template(tmp_path).render()
 
 
+def test_a_template_is_where_the_tokenizer_is(tmp_path):
+  """Be it named by its file, or by its directory."""
+  fields = tmp_path / 'tokenizer_config.json'
+  fields.write_text(json.dumps({'chat_template': 'hello'}))
+  for path in (tmp_path, tmp_path / 'tokenizer.json', str(tmp_path)):
+    assert chat.read_template(path).render() == 'hello'
+  loops = '{% for x in y %}' * 30 + '{% endfor %}' * 30
+  for damaged in (b'[1]', b'[' * 9999, b'{"chat_template": 1}', b'\xff'):
+    fields.write_bytes(damaged)
+    assert chat.read_template(tmp_path) is None
+  for damaged in (loops.encode(), b'{{' + b'(' * 9999, b'\xff'):
+    (tmp_path / 'chat_template.jinja').write_bytes(damaged)
+    assert chat.read_template(tmp_path) is None
+
+
 @pytest.mark.parametrize('template', [None, '{% generation %}'])
 def test_no_template_no_chat(run, template, tmp_path):
   if template is not None:
