@@ -5,6 +5,7 @@ object store has no directories, no renaming and no appending, and an object
 appears whole when its writer closes it.
 """
 
+from collections.abc import Iterator
 import contextlib
 import glob as glob_lib
 import json
@@ -21,6 +22,8 @@ from mod_jax.errors import UserError
 
 # The innermost braces with a comma in them.
 _BRACES = re.compile(r'\{([^{}]*,[^{}]*)\}')
+# A part of a path, or several, that stands for any number of directories.
+_CROSSING = re.compile(r'(?:\A|(?<=/))(?:\*\*/+)*\*\*(?:/+|\Z)')
 # Where Orbax can write arrays. Others may be mounted as file systems.
 _STORES = ('gs://',)
 
@@ -96,11 +99,11 @@ def is_glob(path: str) -> bool:
 def glob(pattern: str) -> list[str]:
   """Returns the paths that a glob matches, in no order, each once.
 
-  As `glob.glob`, where `**` crosses directories; and `{jpg,png}` stands for
-  either, as in a shell.
+  As `glob.glob`, where `**` crosses directories, each once, also where links
+  lead to it again and again; and `{jpg,png}` stands for either, as in a shell.
   """
   pattern = os.path.expanduser(pattern)
-  if found := glob_lib.glob(pattern, recursive=True):
+  if found := _crossing_glob(pattern):
     return found  # Names of files may hold braces.
   braces = _BRACES.search(pattern)
   if not braces:
@@ -112,6 +115,35 @@ def glob(pattern: str) -> list[str]:
       path for choice in choices for path in glob(before + choice + after)
     )
   )
+
+
+def _crossing_glob(pattern: str) -> list[str]:
+  crossing = _CROSSING.search(pattern)
+  if not crossing:
+    return glob_lib.glob(pattern)
+  before, after = pattern[: crossing.start()], pattern[crossing.end() :]
+  found = [
+    path
+    for top in (glob_lib.glob(before) if before else [''])
+    for folder in _folders(top)
+    for path in _crossing_glob(glob_lib.escape(folder) + (after or '*'))
+  ]
+  return list(dict.fromkeys(found))
+
+
+def _folders(top: str) -> Iterator[str]:
+  """Yields a folder and all below it that are not hidden, each with its `/`."""
+  real = pathlib.Path(os.path.realpath(top))
+  seen = {real, *real.parents}
+  for folder, inner, _ in os.walk(top or os.curdir, followlinks=True):
+    yield os.path.join(folder, '') if top else f'{folder}/'[2:]
+    found = sorted(name for name in inner if not name.startswith('.'))
+    inner.clear()
+    for name in found:
+      real = pathlib.Path(os.path.realpath(os.path.join(folder, name)))
+      if real not in seen:
+        seen.add(real)
+        inner.append(name)
 
 
 def read_object(path) -> dict[str, Any]:

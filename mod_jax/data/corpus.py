@@ -345,8 +345,8 @@ class CachedStream:
     documents: how many there are.
   """
 
-  def __init__(self, path: str):
-    """Opens the cache at `path`.
+  def __init__(self, path: str, vocab_size: int):
+    """Opens the cache at `path`, of tokens below `vocab_size`.
 
     Raises:
       ValueError: the file is not a complete token cache.
@@ -365,6 +365,7 @@ class CachedStream:
     self.documents = documents
     self._path = path
     self._tokens = tokens
+    self._vocab_size = vocab_size
     self._dtype = np.dtype(_DTYPES[width])
     self._file = _OpenFile(path, size)
 
@@ -376,17 +377,24 @@ class CachedStream:
 
   def __reduce__(self):
     """Opens the file again, in a worker process."""
-    return type(self), (self._path,)
+    return type(self), (self._path, self._vocab_size)
 
   def __len__(self) -> int:
     """Returns the number of tokens."""
     return self._tokens
 
   def read(self, start: int, stop: int) -> np.ndarray:
-    """Returns tokens [start, stop) as int32."""
+    """Returns tokens [start, stop) as int32; UserError if one is none."""
     width = self._dtype.itemsize
     read = self._file.read(_HEADER.size + start * width, (stop - start) * width)
-    return np.frombuffer(read, self._dtype).astype(np.int32)
+    ids = np.frombuffer(read, self._dtype)
+    if ids.size and ids.max() >= self._vocab_size:
+      raise errors.UserError(
+        f'{self._path!r} is damaged: it holds the token {ids.max()}, and its '
+        f'tokenizer has {self._vocab_size}; restore it from a copy, or delete '
+        'it and make it again'
+      )
+    return ids.astype(np.int32)
 
 
 class ShardStream(_Joined):
@@ -395,17 +403,29 @@ class ShardStream(_Joined):
   Only rows with segments need `starts`, and only then are they read.
   """
 
-  def __init__(self, shards: Sequence[tuple[str, int]]):
-    """Lays out the (path, tokens) of caches without opening any."""
-    self._shards = tuple(shards)
+  def __init__(
+    self,
+    shards: Sequence[tuple[str, int]],
+    vocab_size: int,
+    check: Callable[[], None] = lambda: None,
+  ):
+    """Lays out the (path, tokens) of caches without opening any.
+
+    Args:
+      shards: of the caches.
+      vocab_size: all tokens are below it.
+      check: called before each read; raises where a cache is damaged.
+    """
+    self._shards, self._vocab_size = tuple(shards), vocab_size
+    self._check = check
     super().__init__(
       [tokens for _, tokens in shards],
-      functools.partial(_open_shard, self._shards),
+      functools.partial(_open_shard, self._shards, vocab_size),
     )
 
   def __reduce__(self):
     """Opens the files again, in a worker process."""
-    return type(self), (self._shards,)
+    return type(self), (self._shards, self._vocab_size)
 
   @functools.cached_property
   def starts(self) -> np.ndarray:
@@ -418,13 +438,16 @@ class ShardStream(_Joined):
     )
 
   def _read(self, i: int, begin: int, count: int) -> np.ndarray:
+    self._check()
     return self._piece(i).read(begin, begin + count)
 
 
-def _open_shard(shards: Sequence[tuple[str, int]], i: int) -> CachedStream:
+def _open_shard(
+  shards: Sequence[tuple[str, int]], vocab_size: int, i: int
+) -> CachedStream:
   path, tokens = shards[i]
   try:
-    stream = CachedStream(path)
+    stream = CachedStream(path, vocab_size)
   except OSError as e:
     raise _cannot_read(path, e) from e
   except ValueError as e:
@@ -477,7 +500,7 @@ def open_cache(
   key = listing_digest(files, tokenizer.fingerprint)
   path = os.path.join(cache_dir, f'{key[:32]}.tokens')
   try:
-    return CachedStream(path)
+    return CachedStream(path, tokenizer.vocab_size)
   except FileNotFoundError:
     pass
   except (OSError, ValueError) as e:
@@ -490,7 +513,7 @@ def open_cache(
           f'the {len(files)} matching files hold no token at all; point the '
           'glob at files with text in them'
         )
-    return CachedStream(path)
+    return CachedStream(path, tokenizer.vocab_size)
   except OSError as e:
     raise errors.UserError(
       f'cache_dir={cache_dir!r} cannot hold the token cache: {e.strerror}; '

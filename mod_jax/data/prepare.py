@@ -97,7 +97,7 @@ def prepare(
   index = _begin(config, out, shard_bytes)
   if 'train' in index:
     for group in prepared.GROUPS:
-      prepared.fingerprint(out, group)
+      prepared.check(out, group)
     return index
   jobs = [
     (prepared.shard_path(out, group, number), part)
@@ -298,18 +298,18 @@ def _tokenizer(kind: str, path: str) -> tokenizers.Tokenizer:
   return tokenizers.make(kind, path)
 
 
-def _write_shard(config, job: tuple[str, Part]) -> dict[str, int]:
+def _write_shard(config, job: tuple[str, Part]) -> dict[str, Any]:
   """Writes a shard, unless it is there; returns what it holds."""
   path, part = job
   tokenizer = _tokenizer(config.tokenizer, os.path.dirname(path))
   try:
-    stream = corpus.CachedStream(path)
+    stream = corpus.CachedStream(path, tokenizer.vocab_size)
   except (FileNotFoundError, ValueError):
     # Files end as they do; rows of a table mostly have no end of line.
     separator = () if isinstance(part, _Files) else tokenizer.encode('\n')[-1:]
     with corpus.replacing(path) as out:
       corpus.write_cache(out, part(), tokenizer, separator)
-    stream = corpus.CachedStream(path)
+    stream = corpus.CachedStream(path, tokenizer.vocab_size)
   num_bytes = 0  # By which nats per token become bits per byte.
   for at in range(0, len(stream), _CHUNK):
     ids = stream.read(at, min(at + _CHUNK, len(stream)))
@@ -318,6 +318,7 @@ def _write_shard(config, job: tuple[str, Part]) -> dict[str, int]:
     'tokens': len(stream),
     'documents': stream.documents,
     'bytes': num_bytes,
+    'sha256': prepared.whole_hash(path),
   }
 
 

@@ -2,7 +2,8 @@
 
 A directory with these files, each written whole or not at all:
 
-  index.json              what it was made of; last, the tokens of each side
+  index.json              what it was made of; last, the tokens of each side,
+                          and the SHA-256 of each shard
   tokenizer.json          (or .model) the tokenizer, unless tokens are bytes
   train-00000.tokens …    shards: token caches of whole documents, see `corpus`
   held_out-00000.tokens …
@@ -12,9 +13,12 @@ on how the corpus was cut into them.
 """
 
 from collections.abc import Iterable
+import functools
+import hashlib
 import json
 import os
 import pathlib
+import threading
 from typing import Any
 
 from mod_jax import errors
@@ -133,19 +137,110 @@ def fingerprint(path: str, group: str) -> dict[str, Any]:
   return found
 
 
-def open_stream(path: str, group: str) -> corpus.ShardStream:
+def whole_hash(path: str) -> str:
+  """Returns the SHA-256 of a file.
+
+  Raises:
+    OSError: it cannot be read.
+  """
+  with open(path, 'rb') as file:
+    return hashlib.file_digest(file, 'sha256').hexdigest()
+
+
+def check(path: str, group: str) -> None:
+  """Reads all of a side, and checks that it is as it was made.
+
+  Raises:
+    errors.UserError: as `fingerprint`, or a shard is damaged.
+  """
+  fingerprint(path, group)
+  whole = _WholeCheck(_hashes(path, group))
+  whole.run()
+  whole.check()
+
+
+def _hashes(path: str, group: str) -> tuple[tuple[str, str], ...]:
+  """Returns the path and the hash of each shard; older corpora have none."""
+  folder = os.path.expanduser(path)
+  shards = _complete_index(path)[group]['shards']
+  return tuple(
+    (os.path.join(folder, name), shard['sha256'])
+    for name, shard in shards.items()
+    if 'sha256' in shard
+  )
+
+
+class _WholeCheck(threading.Thread):
+  """Compares whole shards with their hashes, beside what goes on meanwhile."""
+
+  def __init__(self, hashes: Iterable[tuple[str, str]]):
+    super().__init__(daemon=True)
+    self._hashes = hashes
+    self._damage = ''  # A sentence, as soon as it is seen.
+
+  def run(self):
+    for path, digest in self._hashes:
+      try:
+        if whole_hash(path) == digest:
+          continue
+        said = 'its SHA-256 is not the one in the index'
+      except OSError as e:
+        said = str(e.strerror)
+      self._damage = (
+        f'{path!r} is not as it was prepared ({said}): restore it from a copy, '
+        'or prepare the corpus again'
+      )
+      return
+
+  def check(self) -> None:
+    """Raises errors.UserError if damage was seen so far."""
+    if self._damage:
+      raise errors.UserError(self._damage)
+
+
+@functools.cache
+def _begin_check(hashes: tuple[tuple[str, str], ...]) -> _WholeCheck:
+  """Begins to check shards, once in each process."""
+  begun = _WholeCheck(hashes)
+  begun.start()
+  return begun
+
+
+@functools.cache
+def _vocab_size(path: str, fingerprint: str) -> int:
+  del fingerprint  # Of the tokenizer: another one has another size.
+  return make_tokenizer(path).vocab_size
+
+
+def open_stream(
+  path: str, group: str, *, shard_index: int = 0, shard_count: int = 1
+) -> corpus.ShardStream:
   """Returns the tokens of a side, which is checked as by `fingerprint`.
+
+  Its shards are also read as a whole, once in each process, in a thread of its
+  own, a part by each of the hosts: where one turns out to be damaged, the next
+  read raises errors.UserError.
+
+  Args:
+    path: directory of the corpus.
+    group: the side.
+    shard_index: of the host among those that read it together.
+    shard_count: how many they are.
 
   Raises:
     errors.UserError: as `fingerprint`, or the side is empty.
   """
-  shards = _complete_index(path)[group]['shards']
+  index = _complete_index(path)
+  shards = index[group]['shards']
   if not shards:
     raise errors.UserError(
       f'path={path!r} has nothing held out: prepare it with eval_files'
     )
   fingerprint(path, group)
+  begun = _begin_check(_hashes(path, group)[shard_index::shard_count])
   folder = os.path.expanduser(path)
   return corpus.ShardStream(
-    [(os.path.join(folder, n), s['tokens']) for n, s in shards.items()]
+    [(os.path.join(folder, n), s['tokens']) for n, s in shards.items()],
+    _vocab_size(path, index['tokenizer']['fingerprint']),
+    begun.check,
   )

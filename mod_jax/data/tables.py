@@ -37,10 +37,13 @@ def read_column(path: str, column: str) -> Iterator[str]:
           f'another of {", ".join(schema.names)}'
         )
       for batch in batches:
+        texts = batch.column(column)
+        # Places in a damaged file may lie outside of it: read as they are, they
+        # would end the process.
+        texts.validate(full=True)
         # One at a time: few bytes of a file may stand for many long texts.
-        texts = (text.as_py() for text in batch.column(column))
-        yield from filter(None, texts)
-  except (OSError, pa.ArrowException) as e:
+        yield from filter(None, (text.as_py() for text in texts))
+  except (OSError, UnicodeDecodeError, pa.ArrowException) as e:
     why = ' '.join(str(e).split())[:200]
     raise errors.UserError(
       f'{path!r} cannot be read as Arrow or Parquet ({why}): restore it, or '
@@ -53,11 +56,16 @@ def _open(path, column, stack):
   if path.endswith('.parquet'):
     schema = parquet.read_schema(path)
     known = [column] if column in schema.names else []
-    # Texts that recur stay indices, so that a batch is no larger than the file.
-    file = parquet.ParquetFile(path, read_dictionary=known)
+    file = parquet.ParquetFile(
+      path,
+      # Texts that recur stay indices, so a batch is no larger than the file.
+      read_dictionary=known,
+      page_checksum_verification=True,
+    )
     stack.enter_context(file)
     return schema, file.iter_batches(_ROWS, columns=known)
-  source = stack.enter_context(pa.memory_map(path))
+  # Not mapped: a file that another truncates would end the process.
+  source = stack.enter_context(pa.OSFile(path))
   try:
     file = stack.enter_context(pa.ipc.open_file(source))
     batches = map(file.get_batch, range(file.num_record_batches))

@@ -303,7 +303,9 @@ def train_iterator(
       )
     return iter(dataset)
 
-  stream = open_stream(config, 'train')
+  stream = open_stream(
+    config, 'train', shard_index=shard_index, shard_count=shard_count
+  )
   windows = Windows(stream, config.length, segments=config.segments)
   if not len(windows):
     raise errors.UserError(
@@ -383,7 +385,9 @@ def eval_batches(
       rows, lambda row: row, config, batch_size, shard_index, shard_count
     )
 
-  stream = open_stream(config, 'held_out')
+  stream = open_stream(
+    config, 'held_out', shard_index=shard_index, shard_count=shard_count
+  )
   windows = Windows(
     stream, config.length, segments=config.segments, partial=True
   )
@@ -549,9 +553,19 @@ class _Spread:
 
 
 def open_stream(
-  config: TextDataConfig, group: Literal['train', 'held_out']
+  config: TextDataConfig,
+  group: Literal['train', 'held_out'],
+  *,
+  shard_index: int = 0,
+  shard_count: int = 1,
 ) -> corpus.TokenStream:
   """Returns all tokens to train on, or those held out.
+
+  Args:
+    config: what to read.
+    group: the side.
+    shard_index: which host this is; each checks its part of prepared files.
+    shard_count: how many there are.
 
   Raises:
     errors.UserError: they cannot be read, nothing is held out, or the source
@@ -563,7 +577,9 @@ def open_stream(
       "-m mod_jax.data.prepare`, and read it by source='prepared'"
     )
   if config.source == 'prepared':
-    return prepared.open_stream(config.path, group)
+    return prepared.open_stream(
+      config.path, group, shard_index=shard_index, shard_count=shard_count
+    )
   train, held_out = split_files(config)
   files = train if group == 'train' else held_out
   if not files:

@@ -24,6 +24,7 @@ save where an earlier checkpoint exists. The plain functions of v1 run no code
 of ours before the commit, when the manifest must be written.
 """
 
+import asyncio
 from collections.abc import Callable
 from collections.abc import Collection
 import contextlib
@@ -39,6 +40,7 @@ from jax.experimental import multihost_utils
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+from orbax.checkpoint._src import asyncio_utils
 
 from mod_jax import config as config_lib
 from mod_jax import paths
@@ -82,6 +84,27 @@ class Restored:
   step: int
   state: Any
   metadata: dict[str, Any]
+
+
+def _run_to_the_end(coroutine):
+  """Runs a coroutine, and what it leaves behind when it fails.
+
+  Of several writes the first that fails ends the coroutine. Orbax then closes
+  the event loop under the others, each of which tells of that by a traceback.
+  """
+  loop = asyncio.new_event_loop()
+  try:
+    asyncio.set_event_loop(loop)
+    return loop.run_until_complete(coroutine)
+  finally:
+    left = asyncio.gather(*asyncio.all_tasks(loop), return_exceptions=True)
+    loop.run_until_complete(left)
+    asyncio.set_event_loop(None)
+    loop.close()
+
+
+# Orbax has no public place for this.
+asyncio_utils._run_sync_via_new_loop = _run_to_the_end
 
 
 class _HashingHandler(ocp.PyTreeCheckpointHandler):

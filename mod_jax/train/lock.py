@@ -5,16 +5,18 @@ link to a finished file: only one of any number of processes succeeds, and none
 sees the file half written, on NFS too.
 
 A lock whose owner is dead may be taken over. On the same machine that is
-certain: no process has its number, or one that started at another time has. Of
-an owner on another machine only the file's age is known. The owner renews it
-every quarter of a minute: we watch for two minutes whether it does, by the file
-server's clock. That is safe if the file system
-shows one client's changes to the others within that time (NFS does after at
-most one minute, by default) and if the owner never sleeps for longer. An owner
-that did, such as a suspended machine, finds its lock gone before its next save,
-and stops. Object stores (`gs://…`) have no such link: there two processes that
-start within the same second may both believe that they came first. Nor can a
-file's time be renewed there: the owner rewrites `lock.beat` instead.
+certain: no process has its number, or one that started at another time has. An
+owner on another machine, or before this one was started anew, renews the file's
+time every quarter of a minute: we watch for two minutes, by our own clock,
+whether it does, and compare its times with no others, since clocks go wrong. A
+file that lacks its end, as after a loss of power, is watched in the same way.
+That is safe if the file system shows one client's changes to the others within
+that time (NFS does after at most one minute, by default) and if the owner never
+sleeps for longer. An owner that did, such as a suspended machine, finds its
+lock gone before its next save, and stops. Object stores (`gs://…`) have no such
+link: there two processes that start within the same second may both believe
+that they came first. Nor can a file's time be renewed there: the owner rewrites
+`lock.beat` instead.
 """
 
 from collections.abc import Iterator
@@ -44,6 +46,8 @@ from mod_jax.train import workdir as workdir_lib
 FILE = 'lock.json'
 _BEAT = 15.0  # Seconds between two renewals of the file's time.
 _DEAD = 120.0  # Seconds without one, after which an owner elsewhere is dead.
+# Of a lock whose end is missing.
+_UNKNOWN = {'pid': '(unknown)', 'host': '(unknown)', 'time': '(unknown)'}
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
@@ -107,21 +111,21 @@ class Lock:
         self.path.write_text(text)
       return _read(self.path) == text
     ready = self.path.with_name(f'.{FILE}.{uuid.uuid4().hex}')
-    ready.write_text(text)
     try:
+      _write(ready, text)
       os.link(ready, self.path)
     except FileExistsError:
       return False
     except OSError as error:
       if error.errno not in _NO_LINKS:
         raise
-      # Without hard links, others may see the file half written.
-      with contextlib.suppress(FileExistsError), open(self.path, 'x') as file:
-        file.write(text)
-        return True
-      return False
+      # Without hard links, others may see the file half written, and wait.
+      try:
+        _write(self.path, text)
+      except FileExistsError:
+        return False
     finally:
-      ready.unlink()
+      ready.unlink(missing_ok=True)
     return True
 
   def _beat(self):
@@ -162,6 +166,10 @@ def held(directory) -> Iterator[Lock]:
   lock.depth += 1
   try:
     yield lock
+  except Exception:
+    # Another that took the lock over also clears away what this one writes.
+    check(directory)
+    raise
   finally:
     lock.depth -= 1
     if not lock.depth:
@@ -170,11 +178,11 @@ def held(directory) -> Iterator[Lock]:
 
 
 def check(directory) -> None:
-  """Raises UserError if another process took over what this one held."""
+  """Raises InUse if another process took over what this one held."""
   lock = _held.get(str(_path(directory)))
   if lock is None or lock.text is None or _read(lock.path) == lock.text:
     return
-  raise UserError(
+  raise InUse(
     f'the lock {lock.path} was taken over by another process while this one'
     ' seemed dead, so this one saves nothing more: leave the run to the other,'
     ' or end that and start again.'
@@ -258,28 +266,29 @@ def _bury(path) -> None:
     return  # It was released meanwhile.
   try:
     owner = json.loads(text)
-    pid, host = owner['pid'], owner['host']
+    pid, *_ = [owner[key] for key in _UNKNOWN]
     same_machine, started = owner['machine'] == _machine(), owner['started']
   except (ValueError, KeyError, TypeError) as error:
-    raise UserError(
-      f'the lock {path} is not one of ours: delete it if no process writes to'
-      ' that directory.'
-    ) from error
+    if text.strip('\0') and not text.startswith('{'):
+      raise UserError(
+        f'the lock {path} is not one of ours: delete it if no process writes to'
+        ' that directory.'
+      ) from error
+    owner, same_machine = _UNKNOWN, False
   if same_machine:
     with contextlib.suppress(ProcessLookupError):
       # Where a system hides other users' processes, they count as alive.
       if _started(pid) in (None, started):
         raise InUse(_refusal(path, owner))
-  elif paths.is_remote(path):
-    _watch_beat(path, owner)
   else:
-    _watch(path, owner)
+    _watch(path, owner, text)
   with _alone(path.parent):
     # A quicker process may have removed it, and put its own here.
     if _read(path) == text:
       path.unlink()
       print(
-        f'process {pid} on {host}, which held {path}, is dead: taking over.',
+        f'process {owner["pid"]} on {owner["host"]}, which held {path}, is'
+        ' dead: taking over.',
         file=sys.stderr,
       )
 
@@ -304,36 +313,24 @@ def _alone(directory):
     os.close(descriptor)
 
 
-def _watch(path, owner):
-  """Waits until a lock of another machine was not renewed for `_DEAD` seconds.
+def _watch(path, owner, text):
+  """Waits until a lock was not renewed for `_DEAD` seconds, or is another one.
 
   Raises:
     InUse: it was renewed, so its owner lives; or a stop was asked for.
   """
-  probe = path.with_name(f'.{FILE}.{uuid.uuid4().hex}')
-  warned = False
-  first = _modified(path)
-  try:
-    while True:
-      # Its time is now, by the file server's clock. Some clients of NFS do not
-      # tell the server of an empty file that is emptied once more.
-      probe.write_text('now')
-      now, seen = _modified(probe), _modified(path)
-      if seen is None or now - seen > _DEAD:
-        return
-      if seen != first:
-        raise InUse(_refusal(path, owner))
-      if not warned:
-        warned = True
-        print(
-          f'{path} is held by process {owner["pid"]} on {owner["host"]}, last'
-          f' heard of {max(0, now - seen):.0f} s ago: waiting until'
-          f' {_DEAD:.0f} s to see whether it lives.',
-          file=sys.stderr,
-        )
-      _pause(path)
-  finally:
-    probe.unlink()
+  print(
+    f'{path} is held by process {owner["pid"]} on {owner["host"]}: waiting'
+    f' {_DEAD:.0f} s to see whether it lives.',
+    file=sys.stderr,
+  )
+  first, start = _renewed(path), time.monotonic()
+  while time.monotonic() - start < _DEAD:
+    _pause(path)
+    if _read(path) != text:
+      return
+    if _renewed(path) != first:
+      raise InUse(_refusal(path, owner))
 
 
 def _pause(path):
@@ -347,32 +344,33 @@ def _beat_of(path):
   return path.with_name('lock.beat')
 
 
-def _watch_beat(path, owner):
-  """As `_watch`, for a lock in an object store."""
-  first, start = _read(_beat_of(path)), time.monotonic()
-  print(
-    f'{path} is held by process {owner["pid"]} on {owner["host"]}: waiting'
-    f' {_DEAD:.0f} s to see whether it lives.',
-    file=sys.stderr,
-  )
-  while time.monotonic() - start < _DEAD:
-    _pause(path)
-    if _read(_beat_of(path)) != first:
-      raise InUse(_refusal(path, owner))
-
-
-def _modified(path) -> float | None:
-  """Returns a file's time; opening the file makes NFS forget an older one."""
+def _renewed(path) -> float | str | None:
+  """Returns what the owner changes to show its life; None if it is gone."""
+  if paths.is_remote(path):
+    return _read(_beat_of(path))
   try:
+    # Opening the file makes NFS forget an older time.
     with open(path, 'rb') as file:
       return os.fstat(file.fileno()).st_mtime
   except FileNotFoundError:
     return None
 
 
+def _write(path, text):
+  """Writes a new file, or none, so that it outlasts a loss of power."""
+  with open(path, 'x') as file:
+    try:
+      file.write(text)
+      file.flush()
+      os.fsync(file.fileno())
+    except OSError:
+      os.unlink(path)
+      raise
+
+
 def _read(path) -> str | None:
   try:
-    return path.read_text()
+    return path.read_bytes().decode('utf-8', 'replace')
   except FileNotFoundError:
     return None
 

@@ -5,7 +5,9 @@ hosts, and only the finished sum is divided: the mean over tokens does not
 depend on how the tokens were batched.
 """
 
+from collections.abc import Iterator
 from collections.abc import Mapping
+import contextlib
 import importlib.util
 import json
 import math
@@ -26,6 +28,7 @@ from mod_jax.losses.sums import MetricSums
 _FILE = 'metrics.jsonl'
 _WANDB_ID = 'wandb_id.txt'
 _REWRITE_SECS = 30.0  # Between rewrites of a file that cannot be added to.
+_EVENTS_SECS = 10.0  # After which TensorBoard sees what was added to its file.
 
 
 def finalize(metric_sums: MetricSums) -> dict[str, float]:
@@ -90,8 +93,17 @@ class MetricWriter:
     self._file = (
       _RewrittenFile(path) if paths.is_remote(path) else path.open('a')
     )
-    if tensorboard:
-      self._tensorboard = _open_tensorboard(workdir, resume_step, config_json)
+    if tensorboard and paths.is_remote(workdir):
+      logging.warning(
+        'no TensorBoard events in %s, as they are written to file systems only:'
+        ' metrics.jsonl has the numbers.',
+        workdir,
+      )
+    elif tensorboard:
+      with self._giving_up_tensorboard():
+        self._tensorboard = _TensorBoard(
+          workdir / 'tensorboard', resume_step, config_json
+        )
     if wandb:
       self._wandb = _open_wandb(workdir, resume_step, config_json, name)
 
@@ -120,8 +132,8 @@ class MetricWriter:
     if kind != 'train':  # It is rare, and wanted at once.
       self.flush()
     if self._tensorboard is not None:
-      for name, value in values.items():
-        self._tensorboard.add_scalar(f'{kind}/{name}', value, int(step))
+      with self._giving_up_tensorboard():
+        self._tensorboard.write(int(step), kind, values)
     if self._wandb is not None:
       # W&B ignores steps it already has; resuming repeats them bit for bit.
       self._wandb.log(
@@ -136,13 +148,27 @@ class MetricWriter:
 
   def close(self) -> None:
     """Flushes and closes everything; may be called twice."""
-    if self._file is not None:
-      self._file.close()
     if self._tensorboard is not None:
-      self._tensorboard.close()
+      with self._giving_up_tensorboard():
+        self._tensorboard.close()
     if self._wandb is not None:
       self._wandb.finish()
+    if self._file is not None:  # Last, as it raises where a disk is full.
+      self._file.close()
     self._file = self._tensorboard = self._wandb = None
+
+  @contextlib.contextmanager
+  def _giving_up_tensorboard(self) -> Iterator[None]:
+    """Goes on without TensorBoard where its file cannot be written."""
+    try:
+      yield
+    except OSError as error:
+      self._tensorboard = None
+      logging.warning(
+        'TensorBoard lacks the rest of this run (%s): free some space, or look'
+        ' at metrics.jsonl, or set log.tensorboard=False.',
+        error.strerror,
+      )
 
 
 def to_json(value, *, indent: int | None = None) -> str:
@@ -288,28 +314,51 @@ class _RewrittenFile:
     self.rewrite()
 
 
-def _open_tensorboard(workdir, resume_step, config_json):
-  if paths.is_remote(workdir):
-    logging.warning(
-      'no TensorBoard events in %s, as they are written to file systems only:'
-      ' metrics.jsonl has the numbers.',
-      workdir,
-    )
-    return None
-  import tensorboardX  # Slow to import.
+class _TensorBoard:
+  """A file of TensorBoard's events.
 
-  writer = tensorboardX.SummaryWriter(
-    str(workdir / 'tensorboard'),
-    # Hides events of this step and later ones in older files.
-    purge_step=0 if resume_step is None else resume_step + 1,
+  It is written in the calling thread: that of tensorboardX's SummaryWriter dies
+  of a full disk, and whoever adds to its queue then waits for ever.
+  """
+
+  def __init__(self, folder, resume_step, config_json):
+    # Slow to import.
+    from tensorboardX import event_file_writer
+    from tensorboardX import summary
+    from tensorboardX.proto import event_pb2
+
+    self._summary, self._event = summary, event_pb2.Event
+    folder.mkdir(exist_ok=True)
     # Files are named by the second, and a second writer in the same second
     # would overwrite the first one's.
-    filename_suffix=f'.{time.time_ns()}',
-    flush_secs=10,
-  )
-  if config_json is not None:
-    writer.add_text('config', f'```json\n{config_json}\n```')
-  return writer
+    suffix = f'.{time.time_ns()}'
+    self._file = event_file_writer.EventsWriter(str(folder / 'events'), suffix)
+    # Hides events of this step and later ones in older files.
+    self._add(
+      0 if resume_step is None else resume_step + 1,
+      session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START),
+    )
+    if config_json is not None:
+      text = f'```json\n{config_json}\n```'
+      self._add(None, summary=summary.text('config', text))
+    self._flush()
+
+  def write(self, step: int, kind: str, values: Mapping[str, float]) -> None:
+    for name, value in values.items():
+      self._add(step, summary=self._summary.scalar(f'{kind}/{name}', value))
+    if time.monotonic() - self._flushed > _EVENTS_SECS:
+      self._flush()
+
+  def close(self) -> None:
+    self._file.close()
+
+  def _flush(self):
+    self._file.flush()
+    self._flushed = time.monotonic()
+
+  def _add(self, step, **what):
+    event = self._event(wall_time=time.time(), step=step, **what)
+    self._file.write_event(event)
 
 
 def _number(value):

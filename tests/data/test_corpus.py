@@ -46,6 +46,18 @@ def names(files):
   return [f.name for f in files]
 
 
+def test_links_in_a_circle(tmp_path):
+  inner, outside = tmp_path / 'root/a/b', tmp_path / 'outside'
+  for folder in (inner, outside):
+    folder.mkdir(parents=True)
+    (folder / f'{folder.name}.txt').write_text('x')
+  for i in range(2):
+    (inner / f'up{i}').symlink_to(tmp_path / 'root', target_is_directory=True)
+  (inner / 'out').symlink_to(outside, target_is_directory=True)
+  files = corpus.list_files(f'{tmp_path}/root/**/*.txt')
+  assert [f.name for f in files] == ['a/b/b.txt', 'a/b/out/outside.txt']
+
+
 def test_listing_is_sorted_relative_and_without_repeats(tmp_path):
   write(tmp_path, {'b.txt': 'b', 'a/z.txt': 'z', 'a/y.txt': 'y', 'e.txt': ''})
   (tmp_path / 'link.txt').symlink_to(tmp_path / 'b.txt')

@@ -4,6 +4,7 @@ import dataclasses
 import os
 import pathlib
 import pickle
+import time
 
 from absl import flags as absl_flags
 from batch_checks import assert_same
@@ -16,7 +17,9 @@ import pytest
 from mod_jax import errors
 from mod_jax.data import bpe
 from mod_jax.data import corpus
+from mod_jax.data import fingerprint
 from mod_jax.data import prepare
+from mod_jax.data import prepared
 from mod_jax.data import tables
 from mod_jax.data import text
 from mod_jax.data import tokenizers
@@ -248,6 +251,42 @@ def test_damage_is_one_sentence(root, tmp_path, damage, said):
       [text.open_stream(config, group) for group in ('train', 'held_out')]
 
 
+@pytest.mark.parametrize(
+  ('damage', 'hashed', 'said'),
+  [
+    (lambda token: token ^ 1, True, 'train-00000.* is not as it was .*SHA-256'),
+    (lambda token: 2**16 - 1, False, 'train-00000.* holds the token 65535'),
+  ],
+  ids=['a flipped bit', 'no token, in a corpus of old'],
+)
+def test_what_no_sample_sees(root, tmp_path, monkeypatch, damage, hashed, said):
+  monkeypatch.setattr(fingerprint, '_BYTES', KIB)
+  source = files_config(root)
+  index = prepare.prepare(source, str(tmp_path), shard_bytes=4 * KIB)
+  if not hashed:
+    for shard in index['train']['shards'].values():
+      del shard['sha256']
+    prepared.write_index(str(tmp_path), index)
+  shard = tmp_path / 'train-00000.tokens'
+  token = np.memmap(shard, np.uint16)[400:401]
+  before = text.fingerprint(prepared_config(tmp_path))
+  token[0] = damage(token[0])
+  token.flush()
+  assert text.fingerprint(prepared_config(tmp_path)) == before
+  stream = text.open_stream(prepared_config(tmp_path), 'train')
+
+  def read():
+    until = time.monotonic() + 20
+    while time.monotonic() < until:  # A thread checks the shards meanwhile.
+      whole(stream)
+
+  with pytest.raises(errors.UserError, match=said):
+    read()
+  if hashed:
+    with pytest.raises(errors.UserError, match=said):
+      prepare.prepare(source, str(tmp_path), shard_bytes=4 * KIB)
+
+
 def test_a_shard_that_changes_while_it_is_read(root, tmp_path):
   prepare.prepare(files_config(root), str(tmp_path), shard_bytes=4 * KIB)
   stream = text.open_stream(prepared_config(tmp_path), 'train')
@@ -289,6 +328,27 @@ def test_few_bytes_of_parquet_stay_few(tmp_path):
   before = pool.max_memory()
   assert sum(map(len, tables.read_column(str(path), 'text'))) == 2 * 10**8
   assert pool.max_memory() - before < 10**7
+
+
+def test_damaged_tables_are_refused(tmp_path):
+  rows = ['a', 'b' * 40, 'c' * 40]
+  arrow, parquets = tmp_path / 'a.arrow', tmp_path / 'a.parquet'
+  write_table(arrow, rows)
+  # Where the second text begins: far outside of the file.
+  ends = np.array([0, 1, 41, 81], np.int32)
+  data = arrow.read_bytes()
+  assert data.count(ends.tobytes()) == 1
+  far = np.array([0, -(2**28), 41, 81], np.int32)
+  arrow.write_bytes(data.replace(ends.tobytes(), far.tobytes()))
+  table = pa.table({'text': rows})
+  parquet.write_table(
+    table, parquets, write_page_checksum=True, compression='none'
+  )
+  data = parquets.read_bytes()
+  parquets.write_bytes(data.replace(b'c' * 40, b'c' * 39 + b'd', 1))
+  for path in (arrow, parquets):
+    with pytest.raises(errors.UserError, match='cannot be read as Arrow'):
+      list(tables.read_column(str(path), 'text'))
 
 
 @pytest.mark.parametrize('name', ['a.parquet', 'stream.arrow', 'file.arrow'])

@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import pathlib
+import resource
 import shutil
 import signal
 import subprocess
@@ -236,6 +237,26 @@ def test_an_error_in_the_background_is_raised(tmp_path, monkeypatch):
     checkpointer.save(3, make_state(3))
     checkpointer.wait()
     assert checkpointer.steps() == [1, 3]
+
+
+def test_after_a_failed_save_nothing_is_left_running(tmp_path, monkeypatch):
+  late = []
+  monkeypatch.setattr(sys, 'unraisablehook', late.append)
+  # As a full disk does it, without one: no file may have more than 200 KB.
+  before = resource.getrlimit(resource.RLIMIT_FSIZE)
+  arrays = np.random.default_rng(0).normal(size=(300, 1000))
+  arrays = {str(i): jnp.array(row) for i, row in enumerate(arrays)}
+  resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, before[1]))
+  try:
+    for attempt in range(3):
+      checkpointer = Checkpointer(tmp_path / str(attempt), CheckpointConfig())
+      checkpointer.save(1, arrays)
+      with pytest.raises(ValueError, match='File too large'):
+        checkpointer.close()
+    time.sleep(0.1)
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+  assert not late
 
 
 def largest(directory):

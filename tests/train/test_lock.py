@@ -1,5 +1,6 @@
 """One writer for a directory, and the locks of the dead."""
 
+import errno
 import json
 import os
 import subprocess
@@ -117,31 +118,28 @@ def test_the_dead_are_taken_over(tmp_path, sleeper, capsys, how):
 
 
 class TestAnotherMachine:
-  def test_one_that_was_silent_for_long_is_dead(self, tmp_path):
-    path = hold(tmp_path, machine='another', pid=os.getpid())
-    age(path, lock._DEAD + 5)
-    with lock.held(tmp_path):
-      assert json.loads(path.read_text())['machine'] != 'another'
-
-  def test_one_that_is_heard_of_is_alive(self, tmp_path, monkeypatch, capsys):
+  @pytest.mark.parametrize('seconds', [5, 10**6, -(10**6)])
+  def test_it_lives_if_its_file_changes(
+    self, tmp_path, monkeypatch, capsys, seconds
+  ):
+    """Whatever time that is: its clock, or the file server's, may be wrong."""
     path = hold(tmp_path, machine='another', host='there')
-    age(path, 5)
-    monkeypatch.setattr(lock.time, 'sleep', lambda _: os.utime(path))
-    with pytest.raises(UserError, match='in use by process .* on there'):
-      lock.Lock(path).acquire()
-    assert 'waiting until' in capsys.readouterr().err
-    assert [p.name for p in tmp_path.iterdir()] == [lock.FILE]
-
-  def test_one_that_falls_silent_is_waited_for(self, tmp_path, monkeypatch):
-    path = hold(tmp_path, machine='another')
-    age(path, lock._DEAD - 0.5)
-    waits = []
+    age(path, seconds)
+    monkeypatch.setattr(lock, '_DEAD', 0.2)
     sleep = time.sleep
+    with monkeypatch.context() as patch:
+      patch.setattr(lock.time, 'sleep', lambda _: age(path, seconds - 15))
+      with pytest.raises(UserError, match='in use by process .* on there'):
+        lock.Lock(path).acquire()
+    assert 'to see whether it lives' in capsys.readouterr().err
+    assert [p.name for p in tmp_path.iterdir()] == [lock.FILE]
+    waits = []
     monkeypatch.setattr(
-      lock.time, 'sleep', lambda _: (waits.append(1), sleep(0.1))
+      lock.time, 'sleep', lambda _: (waits.append(1), sleep(0.05))
     )
     with lock.held(tmp_path):
-      assert len(waits) > 2
+      assert json.loads(path.read_text())['machine'] != 'another'
+    assert len(waits) > 2
 
   def test_a_stop_while_it_is_waited_for(self, tmp_path, monkeypatch):
     """A sweep's worker then leaves the run to others, and ends in order."""
@@ -171,6 +169,63 @@ def test_what_was_taken_over_is_noticed(tmp_path):
     with pytest.raises(UserError, match='saves nothing more'):
       lock.check(tmp_path)
   assert path.exists()  # It is the other one's.
+
+
+@pytest.mark.parametrize('text', ['', '{\n  "pid": 1', '\0' * 99])
+def test_a_lock_without_its_end(tmp_path, monkeypatch, sleeper, text):
+  """Of a process that is writing it, or that did when the power was lost."""
+  path = tmp_path / lock.FILE
+  path.write_text(text)
+  with monkeypatch.context() as patch:
+    patch.setattr(
+      lock.time,
+      'sleep',
+      lambda _: hold(
+        tmp_path, pid=sleeper.pid, started=lock._started(sleeper.pid)
+      ),
+    )
+    with pytest.raises(lock.InUse, match=f'in use by process {sleeper.pid}'):
+      lock.Lock(path).acquire()
+  path.write_text(text)
+  monkeypatch.setattr(lock, '_DEAD', 0.1)
+  with lock.held(tmp_path):
+    assert json.loads(path.read_text())['pid'] == os.getpid()
+  assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lock_is_synced_or_not_there(tmp_path, monkeypatch):
+  synced = []
+  monkeypatch.setattr(lock.os, 'fsync', synced.append)
+  for refused in (False, True):  # Whether there are no hard links.
+    with monkeypatch.context() as patch:
+      if refused:
+        patch.setattr(lock.os, 'link', _no_links)
+      with lock.held(tmp_path):
+        pass
+  assert len(synced) == 3
+
+  def full(_):
+    raise OSError(errno.ENOSPC, 'No space left on device')
+
+  monkeypatch.setattr(lock.os, 'link', _no_links)
+  monkeypatch.setattr(lock.os, 'fsync', full)
+  with pytest.raises(UserError, match='No space'), lock.held(tmp_path):
+    pass
+  assert list(tmp_path.iterdir()) == []
+
+
+def _no_links(*_):
+  raise OSError(errno.EPERM, 'Operation not permitted')
+
+
+def test_whoever_lost_its_lock_says_so_whatever_fails(tmp_path):
+  @lock.held(tmp_path)
+  def lose_it():
+    hold(tmp_path)
+    raise FileNotFoundError('what the other cleared away')
+
+  with pytest.raises(lock.InUse, match='saves nothing more'):
+    lose_it()
 
 
 def test_a_stranger_s_file_is_left_alone(tmp_path):

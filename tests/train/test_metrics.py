@@ -5,8 +5,10 @@ import importlib.util
 import json
 import math
 import os
+import resource
 import struct
 import sys
+import threading
 import types
 
 import jax
@@ -235,6 +237,26 @@ def test_tensorboard_resumes(tmp_path):
   assert len(scalars(tmp_path)) == 2
   starts = [e.step for e in events(tmp_path) if e.HasField('session_log')]
   assert starts == [0, 5]
+
+
+def test_tensorboard_ends_where_its_file_cannot_grow(tmp_path, caplog):
+  def write():
+    with MetricWriter(tmp_path, config_json='x' * 2**21) as writer:
+      for step in range(50):
+        writer.write(step, 'train', {'loss': 1.0})
+
+  # As a full disk does it, without one: no file may have more than 1 MiB.
+  before = resource.getrlimit(resource.RLIMIT_FSIZE)
+  resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, before[1]))
+  try:
+    thread = threading.Thread(target=write, daemon=True)
+    thread.start()
+    thread.join(30)
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+  assert not thread.is_alive()
+  assert caplog.text.count('TensorBoard lacks the rest') == 1
+  assert len(metrics.read(tmp_path)) == 50
 
 
 def test_no_tensorboard_unless_asked(tmp_path):
