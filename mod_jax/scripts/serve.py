@@ -1,7 +1,7 @@
 """Serves a language model to clients of OpenAI's API.
 
   mod-jax-serve --model=runs/mod --port=8000
-  curl localhost:8000/v1/completions \\
+  curl localhost:8000/v1/completions -H 'Content-Type: application/json' \\
     -d '{"prompt": "def main(", "stream": true}'
 
 --model is a run, a folder that was exported, or one of Hugging Face. The server
@@ -24,7 +24,14 @@ def define_flags() -> None:
   flags.DEFINE_string('host', '127.0.0.1', 'Address to listen at.')
   flags.DEFINE_integer('port', 8000, 'Port to listen at; 0 for any.')
   flags.DEFINE_integer('slots', 8, 'Requests that are decoded at a time.')
-  flags.DEFINE_integer('queue', 64, 'Requests that may wait for a slot.')
+  flags.DEFINE_integer('queue', 64, 'Prompts that may wait for a slot.')
+  flags.DEFINE_list(
+    'allowed_hosts',
+    None,
+    'Names that requests may be sent to, such as example.com or *.example.com;'
+    ' * for any. By default those of this machine alone, and any where --host'
+    ' is no address of this machine alone.',
+  )
   flags.DEFINE_integer(
     'max_length',
     None,
@@ -46,21 +53,26 @@ def main(_) -> None:
       f"the server needs {error.name}: pip install 'mod_jax[server]'."
     ) from error
   run = run_lib.load(values.model)
-  engine = Engine(
-    run,
-    slots=values.slots,
-    max_length=values.max_length,
-    queue=values.queue,
-  )
+  engine = Engine(run, slots=values.slots, max_length=values.max_length)
   print('compiling…', flush=True)
   engine.warm_up()
-  kind, path = run.task.modality.tokenizer_source
+  hosts = values.allowed_hosts
+  if hosts is None:
+    local = values.host in ('localhost', '127.0.0.1', '::1')
+    hosts = server.LOOPBACK if local else ['*']
   application = server.app(
     engine,
+    run,
     name=os.path.basename(os.path.normpath(values.model)),
-    tokenizer_folder=path if kind == 'huggingface' else None,
+    queue=values.queue,
+    hosts=hosts,
   )
-  uvicorn.run(application, host=values.host, port=values.port)
+  uvicorn.run(
+    application,
+    host=values.host,
+    port=values.port,
+    timeout_graceful_shutdown=server.STOP_LIMIT,
+  )
 
 
 def run() -> None:

@@ -32,7 +32,9 @@ class _Generation(jinja2.ext.Extension):
 def read_template(path: str | os.PathLike) -> jinja2.Template | None:
   """Returns the template that lies beside a tokenizer, if there is one.
 
-  One that cannot be read is logged, and counts as none.
+  One that cannot be read is logged, and counts as none. It may be a stranger's,
+  and both to read and to render it may take any time and memory, since Jinja
+  computes what is constant as it reads: see `text_process`.
 
   Args:
     path: of the tokenizer: its file, or the directory of that.

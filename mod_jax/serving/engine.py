@@ -35,7 +35,7 @@ from mod_jax.serving import slots as slots_lib
 from mod_jax.serving.run import Run
 from mod_jax.serving.text_stream import TextStream
 
-Reason = Literal['stop', 'length', 'cancelled']
+Reason = Literal['stop', 'length', 'cancelled', 'failed']
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,8 @@ class Event:
       token does.
     log_prob: of the token, in nats, by the model's own distribution.
     reason: why the request has ended: `stop` at its end token or a stop text,
-      `length` at its limit, `cancelled`; None while it goes on.
+      `length` at its limit, `cancelled`, `failed` where the tokenizer cannot
+      turn its tokens into text; None while it goes on.
   """
 
   id: int
@@ -114,12 +115,11 @@ class Engine:
       length that the model was trained at.
     mode: how routed blocks choose; None for the first causal rule that the
       model was trained for.
-    queue: requests that may wait for a slot; None for any number.
 
   Attributes:
-    max_length: as above.
+    slots: as above, as is max_length.
     mode: the rule that routes.
-    tokenizer: of the model; None where it has none.
+    tokenizer: what turns tokens into text; None where there is none.
 
   Raises:
     UserError: the run is no language model, or it has no causal rule.
@@ -132,7 +132,6 @@ class Engine:
     slots: int = 8,
     max_length: int | None = None,
     mode: RoutingMode | str | None = None,
-    queue: int | None = None,
   ):
     if not isinstance(run.config, lm.LMConfig):
       raise UserError(
@@ -149,11 +148,10 @@ class Engine:
     mode = RoutingMode(rule=mode) if isinstance(mode, str) else mode
     generation.check_rule(config, mode)
     self.tokenizer, self._encode = run.tokenizer, run.encode
-    self.max_length, self.mode = max_length, mode
+    self.slots, self.max_length, self.mode = slots, max_length, mode
     end_token = None if run.tokenizer is None else run.tokenizer.eos_id
     self._program = slots_lib.Program(config, mode, max_length, end_token)
     self._variables = variables
-    self._limit = queue
     self._ids = itertools.count()
     self._steps = itertools.count()
     self._waiting: collections.deque[_Request] = collections.deque()
@@ -198,14 +196,8 @@ class Engine:
 
     Raises:
       UserError: a prompt without tokens, or beyond the vocabulary; more tokens
-        than a slot holds; a setting out of range; too many requests wait.
+        than a slot holds; a setting out of range.
     """
-    free = self._in_slot.count(None)
-    if self._limit is not None and len(self._waiting) >= self._limit + free:
-      raise UserError(
-        f'{len(self._waiting)} requests wait already, as many as queue='
-        f'{self._limit} allows: try again later.'
-      )
     stops = (stop,) if not isinstance(stop, list | tuple) else tuple(stop)
     if not all(isinstance(text, str) and text for text in stops):
       raise UserError(
@@ -409,6 +401,9 @@ class Engine:
       text += request.text.end()
       if request.text.stopped:
         reason = 'stop'
+    if request.text.failed:
+      reason = 'failed'
+    if reason is not None:
       request.finished = reason
       self._free(request)
       del self._requests[request.id]

@@ -2,62 +2,48 @@
 
 A thin front of the `Engine`: it reads requests, hands them to the one thread
 that runs the engine, and writes what comes out, all at once or as a stream.
-What a client leaves is cancelled. `scripts/serve.py` starts it.
+Texts become tokens, and tokens texts, in a `TextProcess`, so that nothing but
+the engine's own steps can hold anybody up. What a client leaves is cancelled.
+`scripts/serve.py` starts it.
 """
 
 import asyncio
 from collections.abc import AsyncIterator
+from collections.abc import Iterator
+import concurrent.futures
 import contextlib
-import dataclasses
+import functools
 import json
-import pathlib
 import queue
 import threading
 import time
 from typing import Any
 
-import jinja2
+from absl import logging
 from starlette.applications import Starlette
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request
 from starlette.responses import JSONResponse
+from starlette.responses import Response
 from starlette.responses import StreamingResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from mod_jax.errors import UserError
-from mod_jax.serving import chat
+from mod_jax.serving import requests
 from mod_jax.serving.engine import Engine
-from mod_jax.serving.engine import Event
+from mod_jax.serving.run import Run
+from mod_jax.serving.text_process import TextProcess
 
-# What a request may ask for that changes nothing here.
-_IGNORED = {'model', 'user', 'metadata', 'store'}
-_ASKED = {
-  'max_tokens',
-  'max_completion_tokens',
-  'temperature',
-  'top_p',
-  'stop',
-  'seed',
-  'stream',
-  'stream_options',
-  'logprobs',
-}
-# And what must be as if it were not there.
-_NEUTRAL = {
-  'n': 1,
-  'best_of': 1,
-  'echo': False,
-  'presence_penalty': 0,
-  'frequency_penalty': 0,
-  'logit_bias': {},
-  'suffix': None,
-  'tools': [],
-  'response_format': {'type': 'text'},
-  'top_logprobs': 0,
-}
-_MOST_BYTES = 2**22  # Of a request's body.
-# Seconds between two looks at whether the client, or the engine, is there.
-_PATIENCE = 0.5
-_FAILED = 'the engine has failed; restart the server.'
+LOOPBACK = ('localhost', '127.0.0.1', '[::1]')
+MAX_BYTES = 2**20  # Of a request's body.
+# Texts that are tokenised, and chats that are rendered, at a time.
+_TEXTS = 4
+# Seconds after which a step of the engine counts as one that never ends.
+_STEP_LIMIT = 60.0
+# Seconds that what runs may take to end once the server is told to stop.
+STOP_LIMIT = 10
 
 
 class _Refused(Exception):
@@ -79,71 +65,134 @@ class Worker:
     self._inbox: queue.SimpleQueue = queue.SimpleQueue()
     self._listeners: dict[int, Any] = {}
     self._thread = threading.Thread(target=self._run, daemon=True)
-    self.failed: BaseException | None = None
+    self._failed: BaseException | None = None
+    self._busy_since: float | None = None
 
   def start(self) -> None:
     self._thread.start()
 
   def stop(self) -> None:
     self._inbox.put(None)
-    self._thread.join()
+    self._thread.join(STOP_LIMIT)
 
-  def submit(self, prompt, settings, put) -> None:
-    """Has a request taken.
+  @property
+  def trouble(self) -> str | None:
+    """Why no request can be served; None where all is well."""
+    if self._failed is not None:
+      return 'the engine has failed; restart the server.'
+    since = self._busy_since
+    if since is not None and time.monotonic() - since > _STEP_LIMIT:
+      return f'a step of the engine has taken more than {_STEP_LIMIT} seconds.'
+    return None
+
+  def submit(self, prompts: list[list[int]], settings, put) -> list[int]:
+    """Has prompts taken, all or none.
 
     Args:
-      prompt: text or tokens.
+      prompts: tokens.
       settings: keywords of `Engine.submit`.
-      put: is called in the engine's thread: first with the request's number and
-        how many tokens its prompt has, or the exception that refuses it, and
-        then with each event.
+      put: is called in the engine's thread: with None once the prompts are
+        taken, and with (index of the prompt, event) for each event; or with the
+        exception that ends them all.
+
+    Returns:
+      The requests' numbers, in a list that is empty until they are taken.
     """
+    ids: list[int] = []
 
     def do():
       try:
-        tokens = self._engine.encode(prompt)
-        id = self._engine.submit(tokens, **settings)
-      except Exception as error:  # Others' requests go on in any case.
+        if self._failed is not None:
+          raise _Refused(self.trouble, 503)
+        for tokens in prompts:
+          ids.append(self._engine.submit(tokens, **settings))
+      except BaseException as error:  # Others' requests go on in any case.
+        for id in ids:
+          self._engine.cancel(id)
         put(error)
         return
-      self._listeners[id] = put
-      put((id, len(tokens)))
+      put(None)
+      for i, id in enumerate(ids):
+        self._listeners[id] = functools.partial(_put_at, put, i)
 
     self._inbox.put(do)
+    return ids
 
-  def cancel(self, id: int) -> None:
-    self._inbox.put(lambda: self._engine.cancel(id))
+  def cancel(self, ids: list[int]) -> None:
+    self._inbox.put(lambda: [self._engine.cancel(id) for id in ids])
 
   def _run(self):
     try:
-      while True:
-        # Waits only when there is nothing else to do.
-        while self._engine.idle or not self._inbox.empty():
-          do = self._inbox.get()
-          if do is None:
-            return
-          do()
-        for event in self._engine.advance():
-          put = self._listeners[event.id]
-          if event.reason is not None:
-            del self._listeners[event.id]
-          put(event)
+      self._work()
     except BaseException as error:
-      # Nobody may wait for a thread that is gone.
-      self.failed = error
+      logging.exception('the engine has failed.')
+      self._failed = error
       for put in self._listeners.values():
-        put(error)
-      raise
+        put(_Refused(self.trouble, 503))
+      # Nobody may wait for an engine that is gone.
+      while (do := self._inbox.get()) is not None:
+        do()
+
+  def _work(self):
+    while True:
+      # Waits only when there is nothing else to do.
+      while self._engine.idle or not self._inbox.empty():
+        self._busy_since = None
+        do = self._inbox.get()
+        if do is None:
+          return
+        self._busy_since = time.monotonic()
+        do()
+      self._busy_since = time.monotonic()
+      for event in self._engine.advance():
+        # Of prompts that were refused together, some may have been taken.
+        put = self._listeners.get(event.id, lambda _: None)
+        if event.reason is not None:
+          self._listeners.pop(event.id, None)
+        put(event)
 
 
-@dataclasses.dataclass(frozen=True)
+def _put_at(put, index, found):
+  put(found if isinstance(found, BaseException) else (index, found))
+
+
 class _Server:
-  worker: Worker
-  engine: Engine
-  name: str
-  template: jinja2.Template | None
+  def __init__(self, engine: Engine, run: Run, name: str, queue: int):
+    self.engine, self.name = engine, name
+    self.worker = Worker(engine)
+    self._room = engine.slots + queue
+    self._taken = 0  # Prompts that are not answered yet.
+    self._text = None
+    if engine.tokenizer is not None:
+      self._text = engine.tokenizer = TextProcess(
+        *run.task.modality.tokenizer_source, pretrained=run.origin is not None
+      )
+    self._readers = concurrent.futures.ThreadPoolExecutor(_TEXTS)
+
+  @contextlib.asynccontextmanager
+  async def lifespan(self, _):
+    self.worker.start()
+    yield
+    if self._text is not None:
+      self._text.stop()
+    self._readers.shutdown(wait=False, cancel_futures=True)
+    self.worker.stop()
+
+  @property
+  def _trouble(self) -> str | None:
+    if self._text is not None and not self._text.alive:
+      return 'the process of the tokenizer has ended; restart the server.'
+    return self.worker.trouble
 
   # Requests.
+
+  async def health(self, request: Request) -> JSONResponse:
+    del request
+    trouble = self._trouble
+    return JSONResponse(
+      {'status': trouble or 'ok', 'requests': self._taken},
+      503 if trouble else 200,
+    )
 
   async def models(self, request: Request) -> JSONResponse:
     del request
@@ -154,151 +203,177 @@ class _Server:
       }
     )
 
-  async def completions(self, request: Request):
-    body = await _body(request, {'prompt'})
-    prompt = body.get('prompt')
-    several = isinstance(prompt, list) and any(
-      isinstance(part, str | list) for part in prompt
-    )
-    return await self._answer(
-      request, body, prompt if several else [prompt], chat=False, default=16
-    )
+  async def completions(self, request: Request) -> Response:
+    return await self._serve(request, requests.Completion)
 
-  async def chat(self, request: Request):
-    body = await _body(request, {'messages'})
-    if self.template is None:
-      raise _Refused(
-        'this model has no chat template: use /v1/completions with a prompt.'
-      )
-    messages = _plain(body.get('messages'))
-    try:
-      text = self.template.render(messages=messages, add_generation_prompt=True)
-    except Exception as error:  # Whatever a template may raise.
-      raise _Refused(f'messages do not fit the template: {error}') from error
-    tokens = self.engine.tokenizer.encode_chat(text)
-    return await self._answer(request, body, [tokens], chat=True, default=None)
+  async def chat(self, request: Request) -> Response:
+    return await self._serve(request, requests.Chat)
 
-  async def _answer(self, request, body, prompts, *, chat, default):
-    settings = _settings(body, default)
-    logprobs, streamed = body.get('logprobs'), body.get('stream')
-    if logprobs and (chat or streamed or logprobs not in (1, True)):
-      raise _Refused(
-        f'logprobs={logprobs!r}: they are told of the tokens themselves, by'
-        ' /v1/completions, without stream; give 1, or leave them out.'
-      )
-    options = body.get('stream_options') or {}
-    if not isinstance(options, dict) or options.keys() - {'include_usage'}:
-      raise _Refused(f'stream_options={options!r}: give include_usage only.')
-    streams = [_Stream(self.worker) for _ in prompts]
+  async def _serve(self, request, kind) -> Response:
     try:
-      for stream, prompt in zip(streams, prompts, strict=True):
-        if not isinstance(prompt, str | list):
-          raise _Refused(
-            f'prompt={prompt!r}: expected a text, tokens, or a list of these.'
-          )
-        await stream.begin(prompt, settings)
-    except BaseException:
-      for stream in streams:
-        stream.leave()
-      raise
-    head = {
-      'id': f'{"chatcmpl" if chat else "cmpl"}-{streams[0].id}',
-      'object': 'chat.completion' if chat else 'text_completion',
-      'created': int(time.time()),
-      'model': self.name,
-    }
-    if streamed:
+      asked = requests.parse(kind, await _body(request))
+      return await _while_connected(request, self._answer(asked))
+    except UserError as error:
+      raise _Refused(str(error)) from error
+    except asyncio.CancelledError as error:
+      raise _Refused('the server is being stopped.', 503) from error
+
+  async def _answer(self, asked) -> Response:
+    chat = isinstance(asked, requests.Chat)
+    with contextlib.ExitStack() as stack:
+      stack.enter_context(self._place(1 if chat else len(asked.prompts)))
+      if chat:
+        prompts = await self._read('encode_chat', _plain(asked.messages))
+      elif isinstance(asked.prompts[0], str):
+        prompts = await self._read('encode', asked.prompts)
+      else:
+        prompts = asked.prompts
+      events = await self._submit(prompts, asked.settings(), stack)
+      head = {
+        'id': f'{"chatcmpl" if chat else "cmpl"}-{time.time_ns()}',
+        'object': 'chat.completion' if chat else 'text_completion',
+        'created': int(time.time()),
+        'model': self.name,
+      }
+      if not asked.stream:
+        return await _whole(head, prompts, events, asked)
       if chat:
         head['object'] += '.chunk'
-      usage = options.get('include_usage')
-      return StreamingResponse(
-        _chunks(head, streams, chat, usage), media_type='text/event-stream'
+      chunks = _chunks(head, prompts, events, asked)
+      return _Stream(chunks, stack.pop_all())
+
+  @contextlib.contextmanager
+  def _place(self, count: int) -> Iterator[None]:
+    """Counts prompts against those that may run and wait.
+
+    Raises:
+      _Refused: there is no place for them, or nobody who would serve them.
+    """
+    if self._trouble is not None:
+      raise _Refused(self._trouble, 503)
+    if not 1 <= count <= self._room:
+      raise _Refused(
+        f'{count} prompts in one request: expected 1 to {self._room}, as many'
+        ' as may run and wait.'
       )
-    return await _whole(request, head, streams, chat, logprobs)
-
-
-class _Stream:
-  """The events of one request, in the loop that serves its client."""
-
-  def __init__(self, worker: Worker):
-    self._worker = worker
-    self._queue: asyncio.Queue = asyncio.Queue()
-    self.id: int | None = None
-    self.prompt_tokens = self.new_tokens = 0
-    self.ended = False
-
-  async def begin(self, prompt, settings) -> None:
-    loop = asyncio.get_running_loop()
-
-    def put(x):
-      loop.call_soon_threadsafe(self._queue.put_nowait, x)
-
-    self._worker.submit(prompt, settings, put)
-    found = None
-    while found is None:
-      # Of a thread that is gone there is no answer to wait for.
-      if self._worker.failed is not None:
-        raise _Refused(_FAILED, 500)
-      found = await self._get(_PATIENCE)
-    if isinstance(found, UserError):
-      full = 'wait already' in str(found)
-      raise _Refused(str(found), 429 if full else 400)
-    if isinstance(found, BaseException):
-      raise _Refused(f'the request cannot be taken: {found}', 500)
-    self.id, self.prompt_tokens = found
-
-  async def next(self, seconds: float | None = None) -> Event | None:
-    """Returns the next event, or None if none comes in time."""
-    event = await self._get(seconds)
-    if isinstance(event, BaseException):
-      self.ended = True
-      raise _Refused(_FAILED, 500)
-    if event is not None:
-      self.new_tokens += event.token is not None
-      self.ended = event.reason is not None
-    return event
-
-  async def _get(self, seconds):
+    if self._taken + count > self._room:
+      raise _Refused(
+        f'{self._taken} of {self._room} places are taken (slots and queue): try'
+        ' again later.',
+        429,
+      )
+    self._taken += count
     try:
-      return await asyncio.wait_for(self._queue.get(), seconds)
-    except TimeoutError:
-      return None
+      yield
+    finally:
+      self._taken -= count
 
-  def leave(self) -> None:
-    """Cancels what has not ended."""
-    if self.id is not None and not self.ended:
-      self._worker.cancel(self.id)
+  async def _read(self, job, texts) -> list[list[int]]:
+    """Returns the tokens of texts, or of a chat, as a list of prompts."""
+    if self._text is None:
+      raise UserError('this model has no tokenizer: give tokens.')
+    loop = asyncio.get_running_loop()
+    try:
+      return await loop.run_in_executor(
+        self._readers, self._text.call, job, texts, self.engine.max_length
+      )
+    except OSError as error:
+      raise _Refused(
+        f'the tokenizer cannot be reached: {error}', 503
+      ) from error
+
+  async def _submit(self, prompts, settings, stack) -> asyncio.Queue:
+    """Returns the queue that the events of prompts come to.
+
+    Where the stack ends, what has not ended is cancelled.
+    """
+    loop, events = asyncio.get_running_loop(), asyncio.Queue()
+
+    def put(found):
+      loop.call_soon_threadsafe(events.put_nowait, found)
+
+    ids = self.worker.submit(prompts, settings, put)
+    stack.callback(self.worker.cancel, ids)
+    await _next(events)
+    return events
 
 
-async def _whole(request, head, streams, chat, logprobs) -> JSONResponse:
+async def _next(events: asyncio.Queue):
+  """Returns (index of the prompt, event) of the next event."""
+  found = await events.get()
+  if isinstance(found, UserError | _Refused):
+    raise found
+  if isinstance(found, BaseException):
+    raise _Refused(f'the request cannot be taken: {found!r:.200}', 500)
+  if found is not None and found[1].reason == 'failed':
+    raise _Refused("the model's tokenizer cannot turn its tokens to text.", 503)
+  return found
+
+
+async def _until_ended(events, count) -> AsyncIterator[tuple[int, Any]]:
+  """Yields what happens until so many prompts have ended."""
+  while count:
+    index, event = await _next(events)
+    count -= event.reason is not None
+    yield index, event
+
+
+async def _whole(head, prompts, events, asked) -> JSONResponse:
+  answers = [[] for _ in prompts]
+  async for i, event in _until_ended(events, len(prompts)):
+    answers[i].append(event)
   choices = []
+  for i, answer in enumerate(answers):
+    text = ''.join(event.text for event in answer)
+    choice = _choice(i, text, answer[-1].reason, asked, 'message')
+    told = [event for event in answer if event.token is not None]
+    if asked.logprobs:
+      choice['logprobs'] = {
+        'tokens': [event.token for event in told],
+        'token_logprobs': [event.log_prob for event in told],
+      }
+    choices.append(choice)
+  count = sum(event.token is not None for answer in answers for event in answer)
+  usage = _usage(prompts, count)
+  return JSONResponse({**head, 'choices': choices, 'usage': usage})
+
+
+async def _chunks(head, prompts, events, asked) -> AsyncIterator[str]:
+  """Yields server-sent events; the client may leave between any two."""
+
+  def sent(**fields):
+    return f'data: {json.dumps(fields)}\n\n'
+
+  count = 0
   try:
-    for i, stream in enumerate(streams):
-      events = []
-      while not stream.ended:
-        event = await stream.next(_PATIENCE)
-        if event is not None:
-          events.append(event)
-        elif await request.is_disconnected():
-          return JSONResponse({}, 499)
-      told = [event for event in events if event.token is not None]
-      text = ''.join(event.text for event in events)
-      choice = _choice(i, text, events[-1].reason, chat, whole=True)
-      if logprobs:
-        choice['logprobs'] = {
-          'tokens': [event.token for event in told],
-          'token_logprobs': [event.log_prob for event in told],
-        }
-      choices.append(choice)
-  finally:
-    for stream in streams:
-      stream.leave()
-  return JSONResponse({**head, 'choices': choices, 'usage': _usage(streams)})
+    async for i, event in _until_ended(events, len(prompts)):
+      count += event.token is not None
+      if event.text or event.reason is not None:
+        choice = _choice(i, event.text, event.reason, asked, 'delta')
+        yield sent(**head, choices=[choice])
+  except _Refused as error:
+    # The status is sent long ago.
+    yield sent(**_error(error))
+    return
+  if asked.usage_wanted:
+    yield sent(**head, choices=[], usage=_usage(prompts, count))
+  yield 'data: [DONE]\n\n'
 
 
-def _usage(streams) -> dict[str, int]:
-  prompt = sum(stream.prompt_tokens for stream in streams)
-  new = sum(stream.new_tokens for stream in streams)
+class _Stream(StreamingResponse):
+  """A stream that ends what it holds, also where it never begins."""
+
+  def __init__(self, chunks, stack: contextlib.ExitStack):
+    super().__init__(chunks, media_type='text/event-stream')
+    self._stack = stack
+
+  async def __call__(self, scope, receive, send):
+    with self._stack:
+      await super().__call__(scope, receive, send)
+
+
+def _usage(prompts, new: int) -> dict[str, int]:
+  prompt = sum(map(len, prompts))
   return {
     'prompt_tokens': prompt,
     'completion_tokens': new,
@@ -306,143 +381,94 @@ def _usage(streams) -> dict[str, int]:
   }
 
 
-async def _chunks(head, streams, chat, usage) -> AsyncIterator[str]:
-  """Yields server-sent events; the client may leave between any two."""
-
-  def sent(**fields):
-    return f'data: {json.dumps({**head, **fields})}\n\n'
-
-  try:
-    for i, stream in enumerate(streams):
-      while not stream.ended:
-        event = await stream.next()
-        if not event.text and event.reason is None:
-          continue
-        choice = _choice(i, event.text, event.reason, chat, whole=False)
-        yield sent(choices=[choice])
-    if usage:
-      yield sent(choices=[], usage=_usage(streams))
-    yield 'data: [DONE]\n\n'
-  finally:
-    for stream in streams:
-      stream.leave()
-
-
-def _choice(index, text, reason, chat, *, whole) -> dict[str, Any]:
+def _choice(index, text, reason, asked, key) -> dict[str, Any]:
   choice = {'index': index, 'finish_reason': reason, 'logprobs': None}
-  if not chat:
+  if not isinstance(asked, requests.Chat):
     return {**choice, 'text': text}
-  message = {'role': 'assistant', 'content': text}
-  return {**choice, 'message' if whole else 'delta': message}
+  return {**choice, key: {'role': 'assistant', 'content': text}}
 
 
-def _settings(body, default: int | None) -> dict[str, Any]:
-  """Returns keywords of `Engine.submit`.
-
-  Raises:
-    _Refused: a value of another type.
-  """
-
-  def number(name, kind, usual):
-    value = body.get(name)
-    if value is None:
-      return usual
-    # JSON knows whole numbers that no float can hold.
-    with contextlib.suppress(TypeError, OverflowError):
-      if not isinstance(value, bool | str) and kind(value) == value:
-        return kind(value)
-    raise _Refused(f'{name}={value!r}: expected a number.')
-
-  tokens = number('max_tokens', int, default)
-  stop = body.get('stop') or ()
-  return {
-    'max_new_tokens': number('max_completion_tokens', int, tokens),
-    'temperature': number('temperature', float, 1.0),
-    'top_p': number('top_p', float, 1.0),
-    'seed': number('seed', int, time.time_ns() % 2**32),
-    'stop': stop,
-  }
+def _plain(messages) -> list[dict[str, Any]]:
+  return [message.model_dump(exclude_unset=True) for message in messages]
 
 
-async def _body(request: Request, known: set[str]) -> dict[str, Any]:
-  """Returns the fields of a request.
+async def _body(request: Request) -> bytes:
+  """Returns the body of a request.
 
   Raises:
-    _Refused: it is too long, no JSON, or asks for what there is not.
+    _Refused: it is too long, or not called JSON. A page of another site can
+      have a browser send all but that without asking us.
   """
-  data = b''
+  kind = request.headers.get('content-type', '').partition(';')[0].strip()
+  if kind.lower() != 'application/json':
+    raise _Refused(f'Content-Type {kind!r}: expected application/json.', 415)
+  data = bytearray()
   async for part in request.stream():
     data += part
-    if len(data) > _MOST_BYTES:
-      raise _Refused(f'the request has more than {_MOST_BYTES} bytes.', 413)
+    if len(data) > MAX_BYTES:
+      raise _Refused(f'the request has more than {MAX_BYTES} bytes.', 413)
+  return bytes(data)
+
+
+async def _while_connected(request: Request, answer) -> Response:
+  """Returns what comes of a coroutine; cancels it when the client leaves."""
+  work = asyncio.ensure_future(answer)
+  left = asyncio.ensure_future(_left(request))
   try:
-    body = json.loads(data)
-  except (ValueError, RecursionError) as error:
-    raise _Refused(f'the request is no JSON: {error}') from error
-  if not isinstance(body, dict):
-    raise _Refused('the request is no JSON object.')
-  for name, value in body.items():
-    if name in known | _IGNORED | _ASKED:
-      continue
-    if name not in _NEUTRAL or value not in (None, _NEUTRAL[name]):
-      raise _Refused(f'{name}={value!r} is not supported: leave it out.')
-  return body
+    await asyncio.wait({work, left}, return_when=asyncio.FIRST_COMPLETED)
+    return work.result() if work.done() else Response(status_code=499)
+  finally:
+    work.cancel()
+    left.cancel()
 
 
-def _plain(messages) -> Any:
-  """Returns messages whose parts, where there are several, are one text.
-
-  Raises:
-    _Refused: a part is no text.
-  """
-  found = []
-  for message in messages if isinstance(messages, list) else [messages]:
-    if not isinstance(message, dict):
-      raise _Refused('messages: expected a list of objects.')
-    parts = message.get('content')
-    if isinstance(parts, list):
-      try:
-        text = ''.join(part['text'] for part in parts)
-      except (TypeError, KeyError) as error:
-        raise _Refused('messages: only texts are read.') from error
-      message = {**message, 'content': text}
-    found.append(message)
-  return found
+async def _left(request: Request) -> None:
+  while (await request.receive())['type'] != 'http.disconnect':
+    pass
 
 
-def app(engine: Engine, *, name: str, tokenizer_folder=None) -> Starlette:
+def _error(error: _Refused) -> dict[str, Any]:
+  kind = 'invalid_request_error' if error.status < 500 else 'server_error'
+  # What a template raises may hold what is no character.
+  message = str(error).encode('utf-8', 'replace').decode()
+  return {'error': {'message': message, 'type': kind}}
+
+
+def app(
+  engine: Engine, run: Run, *, name: str, queue: int = 64, hosts=LOOPBACK
+) -> ASGIApp:
   """Returns the application, which any ASGI server runs.
 
   Args:
     engine: which from then on is the server's alone.
+    run: that the engine serves.
     name: of the model.
-    tokenizer_folder: directory of its tokenizer, where a chat template may lie.
+    queue: prompts that may wait for a slot.
+    hosts: names that requests may be sent to, as `*.example.com`, or `*` for
+      any. A page whose name is made to point to this machine is not among them.
+
+  Raises:
+    UserError: the tokenizer cannot be loaded; a name of a host is no name.
   """
-  worker = Worker(engine)
-  template = None
-  if tokenizer_folder is not None:
-    template = chat.read_template(pathlib.Path(tokenizer_folder))
-  server = _Server(worker, engine, name, template)
+  server = _Server(engine, run, name, queue)
 
-  @contextlib.asynccontextmanager
-  async def lifespan(_):
-    worker.start()
-    yield
-    worker.stop()
+  def refused(_, error):
+    return JSONResponse(_error(error), error.status)
 
-  def refused(request, error):
-    del request
-    kind = 'invalid_request_error' if error.status < 500 else 'server_error'
-    return JSONResponse(
-      {'error': {'message': str(error), 'type': kind}}, error.status
-    )
-
-  return Starlette(
+  served = Starlette(
     routes=[
+      Route('/health', server.health),
       Route('/v1/models', server.models),
       Route('/v1/completions', server.completions, methods=['POST']),
       Route('/v1/chat/completions', server.chat, methods=['POST']),
     ],
-    exception_handlers={_Refused: refused},
-    lifespan=lifespan,
+    exception_handlers={
+      _Refused: refused,
+      ClientDisconnect: lambda *_: Response(status_code=499),
+    },
+    lifespan=server.lifespan,
   )
+  try:
+    return TrustedHostMiddleware(served, hosts, www_redirect=False)
+  except AssertionError as error:
+    raise UserError(f'allowed_hosts={",".join(hosts)}: {error}') from error

@@ -1,5 +1,7 @@
 """The text of tokens that come one by one."""
 
+from absl import logging
+
 from mod_jax.data import tokenizers
 
 
@@ -8,6 +10,7 @@ class TextStream:
 
   Attributes:
     stopped: whether a stop text was met, after which nothing is added.
+    failed: whether the tokenizer has failed, after which it is not asked again.
   """
 
   def __init__(self, tokenizer, prompt: list[int], stop: tuple[str, ...]):
@@ -23,7 +26,7 @@ class TextStream:
     self._tokens = []  # Of which the text is not told yet.
     self._before = prompt[-tokenizers.CONTEXT :]  # Of which it is.
     self._held = ''
-    self.stopped = False
+    self.stopped = self.failed = False
 
   def add(self, token: int) -> str:
     """Returns what has become certain with a token."""
@@ -54,7 +57,14 @@ class TextStream:
     return text
 
   def _decoded(self, count) -> str:
-    return self._tokenizer.decode_after(self._before, self._tokens[:count])
+    if self.failed:
+      return ''
+    try:
+      return self._tokenizer.decode_after(self._before, self._tokens[:count])
+    except Exception as error:  # It may be a stranger's.
+      logging.warning('tokens cannot be turned into text: %s', error)
+      self.failed = True
+      return ''
 
   def _release(self, new: str) -> str:
     text = self._held + new

@@ -226,10 +226,8 @@ def test_a_slot_is_used_again_by_a_shorter_request(plain):
 
 def test_generating_leaves_the_requests_of_others_alone(plain):
   _, run = plain
-  engine = Engine(run, slots=1, queue=1, max_length=LENGTH, mode=MODES['exact'])
+  engine = Engine(run, slots=1, max_length=LENGTH, mode=MODES['exact'])
   mine = engine.submit([3, 4], max_new_tokens=4)
-  with pytest.raises(UserError, match='as many as queue=1 allows'):
-    engine.generate([[5]] * 3, max_new_tokens=2)
   with pytest.raises(UserError, match='max_new_tokens=0'):
     engine.generate([[5]], max_new_tokens=0)
   (other,) = engine.generate([[5]], max_new_tokens=9)
@@ -241,12 +239,19 @@ def test_generating_leaves_the_requests_of_others_alone(plain):
   assert engine.idle
 
 
-def test_nobody_need_wait_where_there_are_slots(plain):
+def test_texts_that_fail_end_their_own_request(plain):
   _, run = plain
-  engine = Engine(run, slots=1, queue=0, max_length=LENGTH, mode=MODES['exact'])
-  engine.submit([3, 4], max_new_tokens=4)
-  with pytest.raises(UserError, match='as many as queue=0 allows'):
-    engine.submit([3, 4])
+  engine = Engine(run, slots=2, max_length=LENGTH, mode=MODES['exact'])
+  other = engine.submit([3, 4], max_new_tokens=4)
+
+  class Broken:
+    def decode_after(self, before, ids):
+      raise UserError('no text')
+
+  engine.tokenizer = Broken()
+  broken = engine.submit([3, 4], max_new_tokens=4)
+  ends = {e.id: e.reason for e in engine.run() if e.reason is not None}
+  assert ends == {other: 'length', broken: 'failed'}
 
 
 class TestText:
@@ -357,8 +362,3 @@ def test_bad_engines(plain):
   config = dataclasses.replace(MOD, routing=routing)
   with pytest.raises(UserError, match='no causal rule'):
     Engine(dataclasses.replace(run, config=config), max_length=LENGTH)
-  engine = Engine(run, slots=1, max_length=LENGTH, queue=1)
-  for _ in range(2):  # One has a slot, and one waits.
-    engine.submit([1])
-  with pytest.raises(UserError, match='queue=1'):
-    engine.submit([1])

@@ -16,17 +16,24 @@ import uvicorn
 
 from mod_jax.data import text
 from mod_jax.data.text import TextDataConfig
+from mod_jax.errors import UserError
 from mod_jax.layers.routed import MoDConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.serving import chat
 from mod_jax.serving import server as server_lib
+from mod_jax.serving import text_process
 from mod_jax.serving.engine import Engine
 from mod_jax.serving.run import Run
 from mod_jax.tasks import make_task
 from mod_jax.tasks.experiment import ExperimentConfig
 
 LENGTH = 48
+JSON = {'Content-Type': 'application/json'}
+# The last ones are what a stranger's may do.
 TEMPLATE = (
+  '{% if messages[0].content == "loop" %}{% for i in range(99999) %}'
+  '{% for j in range(99999) %}{% endfor %}{% endfor %}{% endif %}'
+  '{% if messages[0].content == "memory" %}{{ "a" * 4000000000 }}{% endif %}'
   '{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}'
   '{% if add_generation_prompt %}assistant: {% endif %}'
 )
@@ -46,8 +53,18 @@ def run(tmp_path_factory):
     cache_dir=str(texts / 'cache'),
   )
   learned = text.learn_tokenizer(data)
-  template = learned.parent / 'chat_template.jinja'
-  template.write_text(TEMPLATE)
+  folder = tmp_path_factory.mktemp('tokenizer')
+  (folder / 'chat_template.jinja').write_text(TEMPLATE)
+  tokenizer = json.loads(learned.read_text())
+  # A pattern that backtracks on many `a` before another letter.
+  bad = {'type': 'Split', 'pattern': {'Regex': '(a+)+$'}}
+  bad |= {'behavior': 'Isolated', 'invert': False}
+  tokenizer['pre_tokenizer'] = {
+    'type': 'Sequence',
+    'pretokenizers': [bad, tokenizer['pre_tokenizer']],
+  }
+  learned = folder / 'tokenizer.json'
+  learned.write_text(json.dumps(tokenizer))
   config = ExperimentConfig(
     model=LMConfig(
       vocab_size=272,
@@ -68,13 +85,18 @@ def run(tmp_path_factory):
 
 
 @contextlib.contextmanager
-def serving(engine, folder=None):
-  """Yields a client and the worker of a server in a thread."""
+def serving(engine, run):
+  """Yields a client of a server in a thread."""
   with socket.socket() as sock:
     sock.bind(('127.0.0.1', 0))
     port = sock.getsockname()[1]
-  app = server_lib.app(engine, name='tiny', tokenizer_folder=folder)
-  settings = uvicorn.Config(app, port=port, log_level='warning')
+  app = server_lib.app(engine, run, name='tiny', queue=4)
+  settings = uvicorn.Config(
+    app,
+    port=port,
+    log_level='warning',
+    timeout_graceful_shutdown=server_lib.STOP_LIMIT,
+  )
   server = uvicorn.Server(settings)
   thread = threading.Thread(target=server.run, daemon=True)
   thread.start()
@@ -95,13 +117,12 @@ def serving(engine, folder=None):
 
 @pytest.fixture(scope='module')
 def engine(run):
-  return Engine(run, slots=2, queue=4)
+  return Engine(run, slots=2)
 
 
 @pytest.fixture(scope='module')
 def client(run, engine):
-  _, path = run.task.modality.tokenizer_source
-  with serving(engine, path.rpartition('/')[0]) as client:
+  with serving(engine, run) as client:
     yield client
 
 
@@ -185,22 +206,37 @@ def test_a_chat_follows_the_template(client, alone):
 @pytest.mark.parametrize(
   ('changes', 'message'),
   [
-    ({'prompt': 'how ' * 60}, 'do not fit max_length=48'),
+    # Refused before it is tokenised, by its tokens, and with what it asks for.
+    ({'prompt': 'how ' * 9999}, '39996 bytes does not fit max_length=48'),
+    ({'prompt': 'o ' * 60}, '120 tokens does not fit max_length=48'),
+    ({'prompt': 'o ' * 24}, 'do not fit max_length=48'),
     ({'prompt': ''}, 'no token'),
     ({'prompt': [10**6]}, 'vocab_size=272'),
-    ({'n': 2}, 'n=2 is not supported'),
+    ({'prompt': []}, '0 prompts in one request: expected 1 to 6'),
+    ({'prompt': ['o'] * 7}, '7 prompts in one request: expected 1 to 6'),
+    ({'prompt': ['o'] * 10**5}, 'prompt=.*: expected .* a list of 128 of'),
+    ({'prompt': [None]}, r'prompt=\[None\]: expected a text, tokens, or'),
+    ({'prompt': [1.7, 2]}, r'prompt=\[1.7, 2\]: expected a text, tokens'),
+    ({'prompt': [[[1], 'a']]}, 'prompt=.*: expected a text, tokens'),
+    ({'prompt': 'a' * 40 + 'b'}, 'PanicException.*retry-limit-in-match'),
+    ({'n': 2}, 'n=2: Input should be 1'),
     ({'temperature': -1}, 'temperature=-1'),
+    ({'temperature': 10**400}, 'temperature=10*.*: Input should be a finite'),
     ({'max_tokens': 0}, 'max_new_tokens=0'),
-    ({'stop': ['']}, 'none of them empty'),
-    ({'extra_body': {'top_k': 3}}, 'top_k=3 is not supported'),
-    ({'extra_body': {'seed': 'one'}}, "seed='one': expected a number"),
-    ({'temperature': 10**400}, 'temperature=10*: expected a number'),
-    ({'prompt': [None]}, 'prompt: .*NoneType.*expected a text'),
-    ({'prompt': [1.7, 2]}, 'prompt: .*float.*whole numbers'),
-    ({'prompt': [[[1], 'a']]}, 'prompt: .*list.*whole numbers'),
-    ({'logprobs': 5}, 'logprobs=5: .*; give 1'),
-    ({'logprobs': 1, 'stream': True}, 'logprobs=1: .*without stream'),
-    ({'stream_options': {'x': 1}, 'stream': True}, 'give include_usage only'),
+    ({'stop': ['']}, 'stop=.*: expected a text of 1 to 128 characters'),
+    ({'stop': ['x'] * 10**5}, 'stop=.*: expected .* a list of 16 of these'),
+    ({'stop': 'x' * 129}, 'stop=.*: expected a text of 1 to 128 characters'),
+    ({'extra_body': {'top_k': 3}}, 'top_k=3 is not supported: leave it out'),
+    (
+      {'extra_body': {'seed': 'one'}},
+      "seed='one': Input should be a valid int",
+    ),
+    ({'logprobs': 5}, 'logprobs=5: expected 1, since'),
+    ({'logprobs': 1, 'stream': True}, 'logprobs are given without stream'),
+    (
+      {'stream_options': {'x': 1}, 'stream': True},
+      'stream_options: x=1 is not',
+    ),
   ],
 )
 def test_bad_requests_are_refused_and_others_unharmed(client, changes, message):
@@ -217,11 +253,28 @@ def test_what_is_no_request(client):
     (b'{', 400),
     (b'[]', 400),
     (b'[' * 10**5, 400),
+    (b'{"prompt": "how", "max_tokens": NaN}', 400),
+    (b'{"prompt": "how", "seed": NaN}', 400),
+    (b'{"prompt": "how", "seed": Infinity}', 400),
+    (b'{"prompt": "how", "seed": 1' + b'0' * 5000 + b'}', 400),
+    (b'{"prompt": "how", "top_p": "\\ud800"}', 400),
+    (b'{"prompt": "\\ud800"}', 400),
+    (b'{"prompt": "how", "\\udc00": 1}', 400),
+    (b'{"prompt": "\xff"}', 400),
     (b'{"prompt": "' + b'x' * 2**23, 413),
   ):
-    reply = http.post(url, content=body)
+    reply = http.post(url, content=body, headers=JSON)
     assert reply.status_code == status
     assert json.loads(reply.content)['error']['message']
+  # What a page of another site can have a browser send.
+  body = b'{"prompt": "how"}'
+  assert http.post(url, content=body, headers=JSON).status_code == 200
+  for headers, status in (
+    ({'Content-Type': 'text/plain'}, 415),
+    (JSON | {'Host': 'elsewhere.example'}, 400),
+  ):
+    reply = http.post(url, content=body, headers=headers)
+    assert reply.status_code == status
   assert http.get(f'{client.base_url}nothing').status_code == 404
 
 
@@ -232,31 +285,70 @@ def wait_for(true):
     time.sleep(0.01)
 
 
-def test_what_a_client_leaves_is_cancelled(client, engine, monkeypatch):
+@pytest.fixture
+def slow(engine, monkeypatch):
+  """Has a step take a while, of an engine that has nothing to do."""
   advance = Engine.advance
   monkeypatch.setattr(
     Engine, 'advance', lambda self: [time.sleep(0.02), advance(self)][1]
   )
-  asked = {'model': 'tiny', 'prompt': 'h', 'max_tokens': 40, 'temperature': 0}
   wait_for(lambda: engine.idle)
+
+
+def test_what_a_client_leaves_is_cancelled(client, engine, slow):
+  asked = {'model': 'tiny', 'prompt': 'h', 'max_tokens': 40, 'temperature': 0}
   stream = client.completions.create(**asked, stream=True)
   next(iter(stream))
   began = time.monotonic()
   stream.close()
   wait_for(lambda: engine.idle)
   assert time.monotonic() - began < 0.7  # Forty tokens take more.
-  # More than there is room for, in slots and in the queue.
-  streams, full = [], []
-  for _ in range(12):
-    try:
-      streams.append(client.completions.create(**asked, stream=True))
-    except openai.RateLimitError as error:
-      full.append(str(error))
-  assert len(full) >= 2
-  assert all('queue=4' in message for message in full)
-  for stream in streams:
-    stream.close()
+  # Without streaming, and while tokens come one after another.
+  began = time.monotonic()
+  with pytest.raises(openai.APITimeoutError):
+    client.with_options(timeout=0.2).completions.create(**asked)
   wait_for(lambda: engine.idle)
+  assert time.monotonic() - began < 0.7
+
+
+def test_each_prompt_takes_a_place(client, engine, slow):
+  asked = {'model': 'tiny', 'max_tokens': 40, 'temperature': 0, 'stream': True}
+  # Two slots and a queue of four.
+  held = client.completions.create(**asked, prompt=['h'] * 4)
+  with pytest.raises(openai.RateLimitError, match='4 of 6 places are taken'):
+    client.completions.create(**asked, prompt=['h'] * 3)
+  also = client.completions.create(**asked, prompt=['h'] * 2)
+  held.close()
+  also.close()
+  wait_for(lambda: engine.idle)
+  assert client.completions.create(model='tiny', prompt=['h'] * 6).choices
+
+
+def test_a_strangers_template_ends_alone(client):
+  asked = {'model': 'tiny', 'max_tokens': 3}
+  for content, message in (
+    ('loop', 'took more than 2.0 seconds of computing'),
+    ('memory', 'failed: MemoryError'),
+  ):
+    messages = [{'role': 'user', 'content': content}]
+    with pytest.raises(openai.BadRequestError, match=message):
+      client.chat.completions.create(**asked, messages=messages)
+  messages = [{'role': 'user', 'content': 'how'}]
+  assert client.chat.completions.create(**asked, messages=messages).choices
+
+
+def test_tokens_are_decoded_after_a_fork_has_ended(run):
+  source = run.task.modality.tokenizer_source
+  process = text_process.TextProcess(*source, pretrained=False)
+  try:
+    tokens = run.tokenizer.encode('how are')
+    assert process.decode_after([], tokens) == 'how are'
+    with pytest.raises(UserError, match='failed: TypeError'):
+      process.decode_after([], 3)
+    assert process.decode_after([], tokens) == 'how are'
+  finally:
+    process.stop()
+  assert not process.alive
 
 
 def test_templates_have_what_hugging_face_gives_them(tmp_path):
@@ -296,29 +388,42 @@ def test_a_template_is_where_the_tokenizer_is(tmp_path):
 
 
 @pytest.mark.parametrize('template', [None, '{% generation %}'])
-def test_no_template_no_chat(run, template, tmp_path):
+def test_no_template_no_chat(template, tmp_path):
   if template is not None:
     (tmp_path / 'chat_template.jinja').write_text(template)
-  with (
-    serving(Engine(run, slots=1), tmp_path) as client,
-    pytest.raises(openai.BadRequestError, match='no chat template'),
-  ):
-    client.chat.completions.create(model='tiny', messages=[])
+  (tmp_path / 'tokenizer_config.json').write_text('[]')
+  # The path of a tokenizer may be that of its file.
+  assert chat.read_template(tmp_path / 'tokenizer.json') is None
 
 
-@pytest.mark.filterwarnings(
-  'ignore::pytest.PytestUnhandledThreadExceptionWarning'
-)
 def test_nobody_waits_for_an_engine_that_has_failed(run, monkeypatch):
   asked = {'model': 'tiny', 'prompt': 'how'}
-  with serving(Engine(run, slots=1)) as client:
+  engine = Engine(run, slots=1)
+  with serving(engine, run) as client:
+    health = f'http://{client.base_url.host}:{client.base_url.port}/health'
     with monkeypatch.context() as patch:
       patch.setattr(Engine, 'encode', lambda *_: 1 / 0)
       with pytest.raises(openai.InternalServerError, match='cannot be taken'):
         client.completions.create(**asked)
     # That was one request; now it is the engine.
     assert client.completions.create(**asked).choices
-    monkeypatch.setattr(Engine, 'advance', lambda _: 1 / 0)
+    assert client._client.get(health).json() == {'status': 'ok', 'requests': 0}
+    # Rust's panics are no `Exception`.
+    monkeypatch.setattr(Engine, 'advance', lambda _: exec('raise SystemExit'))
     for _ in range(2):
       with pytest.raises(openai.InternalServerError, match='engine has failed'):
         client.completions.create(**asked)
+    reply = client._client.get(health)
+    assert reply.status_code == 503
+    assert 'the engine has failed' in reply.json()['status']
+
+
+def test_the_server_stops_while_a_body_is_missing(run, monkeypatch):
+  """SIGTERM ends the server within its limit, whoever is connected."""
+  monkeypatch.setattr(server_lib, 'STOP_LIMIT', 1)
+  with serving(Engine(run, slots=1), run) as client:
+    host = client.base_url.host, client.base_url.port
+    with socket.create_connection(host) as half:
+      half.sendall(b'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n')
+      half.sendall(b'Content-Type: application/json\r\n')
+      half.sendall(b'Content-Length: 9\r\n\r\n{')
