@@ -99,20 +99,23 @@ def runs() -> dict[str, ExperimentConfig]:
         'init': init,
         'train.num_steps': first.train.num_steps // 2,
         'optimizer.learning_rate': RATE,
-        'optimizer.warmup_steps': first.optimizer.warmup_steps // 4,
+        'optimizer.warmup_steps': 0.05,
       },
     )
     found[f'{ON}/{seed}'] = on
-    steps = on.train.num_steps
+    # The results are of routers that began so.
+    routing = dataclasses.replace(
+      convert.ROUTING, router_norm=False, router_std=0.02
+    )
     routed = dataclasses.replace(
-      on, model=dataclasses.replace(on.model, routing=convert.ROUTING)
+      on, model=dataclasses.replace(on.model, routing=routing)
     )
     routed = config_lib.replace(
       routed,
       {
         'model.routing.first': on.model.num_layers // 2,
         'optimizer.rules': _RULES,
-        'train.capacity_warmup_steps': steps // 5,
+        'train.capacity_warmup_steps': 0.2,
       },
     )
     for name, changes in CONVERTED.items():

@@ -101,6 +101,15 @@ Decay = Annotated[float, Range(ge=0, le=0.999999)]
 # Added to what is divided by; its square root and inverse are finite.
 Epsilon = Annotated[float, Range(ge=1e-30)]
 Temperature = Annotated[float, Range(ge=1e-4, le=1e4)]  # Logits are divided.
+# A part of a run: a number of steps, or a fraction of all of them.
+Steps = Count | Proper
+
+
+def steps_of(part, num_steps):
+  """Returns the steps of a part of a run, a fraction of which is never all."""
+  if isinstance(part, int):
+    return part
+  return min(round(part * num_steps), num_steps - 1)
 
 
 def nearest(name, choices):
@@ -349,7 +358,7 @@ def _tag(instance, hint):
     raise UserError(
       f'{cls.__name__} is defined in a {cls.__module__}: a saved config could'
       ' not be read again, since nobody can import it from there. Move it to a'
-      ' module on PYTHONPATH, and import it from there.'
+      ' module beside it, and import it from there.'
     )
   return {_TYPE_KEY: tag}
 
@@ -456,7 +465,11 @@ def field(instance, path, where='', given=types.MappingProxyType({})):
       )
     hints = annotations(type(holder))
     if part not in hints:
-      near = nearest(part, hints) or f' Its fields are {", ".join(hints)}.'
+      before = '.'.join(parts[:i])
+      meant = _meant(instance, before, '.'.join(parts[i:]))
+      near = f' Its fields are {", ".join(hints)}.'
+      if meant:
+        near = f' Did you mean {" or ".join(map(repr, meant))}?'
       raise UserError(
         f'{where}{path}: {seen or type(holder).__name__} has no field'
         f' {part!r}.{near}'
@@ -465,6 +478,50 @@ def field(instance, path, where='', given=types.MappingProxyType({})):
     hint, holder = hints[part], given.get('.'.join(parts[: i + 1]), held)
     seen = _join(seen, part)
   return hint
+
+
+def _paths(instance, group=''):
+  """Yields the dotted paths of all fields of a nested dataclass."""
+  for name in annotations(type(instance)):
+    path, held = _join(group, name), getattr(instance, name)
+    yield path
+    if dataclasses.is_dataclass(held):
+      yield from _paths(held, path)
+
+
+def _meant(instance, group, path):
+  """Returns the paths of which a missing one may be a mistake, 3 at most.
+
+  A field of that name in another group; or the nearest name in its own; or one
+  that it abbreviates, as `lr` does; or the nearest of all.
+
+  Args:
+    instance: of a nested dataclass.
+    group: dotted path of the group that was looked in.
+    path: what it has not got.
+  """
+  name = path.rpartition('.')[2]
+  names = {
+    p: p.rpartition('.')[2] for p in sorted(_paths(instance), key=_depth)
+  }
+  own = [n for p, n in names.items() if p == _join(group, n)]
+
+  def initials(name):
+    return ''.join(word[0] for word in name.split('_'))
+
+  def near(names):
+    return difflib.get_close_matches(name.lower(), names, n=1)
+
+  same = [p for p, n in names.items() if n == name]
+  short = [p for p, n in names.items() if initials(n) == name]
+  nearest_of_all = [p for p, n in names.items() if n in near(names.values())]
+  return (
+    same or [_join(group, n) for n in near(own)] or short or nearest_of_all
+  )[:3]
+
+
+def _depth(path):
+  return path.count('.')
 
 
 def override(instance, texts, where='--config.'):
@@ -701,7 +758,12 @@ def load(path):
   module = importlib.util.module_from_spec(spec)
   # Dataclasses and `inspect` look up the module of a class there.
   sys.modules[spec.name] = module
-  spec.loader.exec_module(module)
+  # As of a script: what lies beside it can be imported.
+  sys.path.append(str(path.parent))
+  try:
+    spec.loader.exec_module(module)
+  finally:
+    sys.path.remove(str(path.parent))
   return module
 
 

@@ -18,6 +18,7 @@ import uuid
 from etils import epath
 import fsspec
 
+from mod_jax import config as config_lib
 from mod_jax.errors import UserError
 
 # The innermost braces with a comma in them.
@@ -26,6 +27,8 @@ _BRACES = re.compile(r'\{([^{}]*,[^{}]*)\}')
 _CROSSING = re.compile(r'(?:\A|(?<=/))(?:\*\*/+)*\*\*(?:/+|\Z)')
 # Where Orbax can write arrays. Others may be mounted as file systems.
 _STORES = ('gs://',)
+# A name on the Hugging Face Hub, which a path may look like.
+_HUB = re.compile(r'[\w-][\w.-]*/[\w.-]+')
 
 
 def expand(path) -> epath.Path:
@@ -56,6 +59,28 @@ def absolute(path) -> epath.Path:
   """Returns a path as `expand` does, and from the root on."""
   path = expand(path)
   return path if is_remote(path) else path.absolute()
+
+
+def missing(path, field='') -> UserError:
+  """Returns the error for weights to read that are not there.
+
+  Args:
+    path: what was given for them.
+    field: such as `init`, where a config's field was given it.
+  """
+  name, folder = os.fspath(path), expand(path)
+  siblings = folder.parent.iterdir() if folder.parent.is_dir() else ()
+  if near := config_lib.nearest(folder, siblings):
+    way_out = near
+  else:
+    hub = name if _HUB.fullmatch(name) else 'google/vit-base-patch16-224'
+    local = hub.rpartition('/')[2]
+    use = f'`--config.{field}={local}`' if field else f'give {local!r}'
+    way_out = f' Try `hf download {hub} --local-dir {local}`, then {use}.'
+  where = f'{field}={name}' if field else name
+  return UserError(
+    f'{where}: no such file or folder here, and nothing is downloaded.{way_out}'
+  )
 
 
 def is_remote(path) -> bool:

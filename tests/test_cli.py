@@ -200,11 +200,11 @@ TINY = ('--config=tiny_config.py:tiny', '--workdir=w')
 REFUSALS = {
   (*GIVEN, '--config.model.num_layer=4'): (
     "--config.model.num_layer: config.model has no field 'num_layer'. "
-    "Did you mean 'num_layers'?"
+    "Did you mean 'model.num_layers'?"
   ),
   (*GIVEN, '--config.model.num_layer', '4'): (
     "--config.model.num_layer: config.model has no field 'num_layer'. "
-    "Did you mean 'num_layers'?"
+    "Did you mean 'model.num_layers'?"
   ),
   (*GIVEN, '--config.model.num_layers=abc'): (
     '--config.model.num_layers=abc: expected an integer.'

@@ -9,7 +9,10 @@ from hypothesis import strategies as st
 import pytest
 
 from mod_jax import config
+from mod_jax.data.images import ImageDataConfig
 from mod_jax.errors import UserError
+from mod_jax.models.vit import ViTConfig
+from mod_jax.tasks.experiment import ExperimentConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -287,6 +290,26 @@ class TestRoundTrip:
 
   def test_absent_fields_take_their_default(self):
     assert config.from_dict(LM, {'width': 8}) == LM(width=8)
+
+
+@pytest.mark.parametrize(
+  ('path', 'meant'),
+  [
+    ('lr', "'optimizer.learning_rate'"),
+    ('optimizer.lr', "'optimizer.learning_rate'"),
+    ('optimizer.label_smoothing', "'data.augment.label_smoothing'"),
+    ('train.warmup_steps', "'optimizer.warmup_steps'"),
+    ('optimizer.learning_rat', "'optimizer.learning_rate'"),
+    ('batch_size', "'train.batch_size' or 'evaluation.batch_size'"),
+  ],
+)
+def test_a_misspelt_field_is_looked_for_in_the_whole_config(path, meant):
+  experiment = ExperimentConfig(
+    model=ViTConfig(), data=ImageDataConfig(image_size=224)
+  )
+  with pytest.raises(UserError) as error:
+    config.override(experiment, [(path, '1')])
+  assert f'Did you mean {meant}?' in str(error.value)
 
 
 class TestFromDict:

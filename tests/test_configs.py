@@ -124,6 +124,21 @@ def test_builds(file, variant):
   assert config.train.batch_size % config.train.grad_accum_steps == 0
 
 
+@pytest.mark.parametrize('file', FILES)
+def test_any_number_of_steps(file):
+  for variant in variants(file):
+    config = build(file, variant)
+    phased = getattr(config.objective, 'phases', {})
+    fields = [f'objective.{name}.num_steps' for name in phased]
+    fields += ['dense.num_steps'] if config.dense is not None else []
+    for num_steps in (3, 12):
+      changes = dict.fromkeys(['train.num_steps', *fields], num_steps)
+      short = config_lib.replace(config, changes)
+      if variant.endswith('tiny'):  # Short already, by numbers of steps.
+        continue
+      optimizer_lib.make_optimizer(short.optimizer, num_steps)
+
+
 def groups(cls):
   """Yields a dataclass and those of its fields, at any depth."""
   if not inspect.isabstract(cls):
@@ -215,13 +230,12 @@ def test_rules_cover_every_parameter(file):
 
 def test_rules_of_token_pruning():
   config = build('configs/vit/dynamic.py', 'deit_small')
-  frozen = 5 * 1_281_167 // 1024
   scale = functools.partial(
     optimizer_lib.scale_of, config.optimizer, num_blocks=12
   )
   assert scale('prediction_2/norm/scale') == optimizer_lib.Scale(1.0, 0)
   for name in ('block_0/mlp/up/kernel', 'position', 'head/bias'):
-    assert scale(name) == optimizer_lib.Scale(0.01, frozen)
+    assert scale(name) == optimizer_lib.Scale(0.01, 5 / 30)
   static = build('configs/vit/dynamic.py', 'static').optimizer
   assert optimizer_lib.scale_of(static, 'pattern_0', 12).factor == 1.0
 
@@ -270,7 +284,7 @@ def test_dynamic_vit_as_published():
   assert (model.stages, model.keep) == ((6,), 0.25)
   config = build(file, 'deit_small')
   assert config.train.ema_decay == 0.9999
-  assert config.optimizer.warmup_steps == 5 * 1_281_167 // 1024
+  assert config.optimizer.warmup_steps == 5 / 30
   assert config.data.augment.cutmix == 1.0
 
 

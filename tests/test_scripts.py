@@ -221,7 +221,9 @@ class TestTrain:
     assert snapshot(done) == before
     typo = '--sweep=optimizer.learning_rat=1'
     ended = run('train.py', CONFIG, f'--workdir={tmp_path}/new', typo)
-    assert_refused(ended, "'learning_rat'.*Did you mean 'learning_rate'")
+    assert_refused(
+      ended, "'learning_rat'.*Did you mean 'optimizer.learning_rate'"
+    )
     assert not (tmp_path / 'new').exists()
 
   @pytest.mark.parametrize(
@@ -229,7 +231,10 @@ class TestTrain:
     # One of each kind: what a config, a model or data refuse for themselves is
     # in the tests of those.
     [
-      (['--config.model.num_layer=2'], "num_layer.*Did you mean 'num_layers'"),
+      (
+        ['--config.model.num_layer=2'],
+        "num_layer.*Did you mean 'model.num_layers'",
+      ),
       (['--config.model.width=0x' + 'f' * 5000], 'model.width=.*from 1'),
       (['--config.train.num_steps =3'], r"no field 'num_steps '.*'num_steps'"),
       (['--config.model.routing.capacity=1.5'], r'capacity=1\.5.*\(0, 1\]'),
@@ -251,7 +256,7 @@ class TestTrain:
       (['--config.train.capacity_warmup_steps=20'], 'capacity_warmup_steps=20'),
       (['--config.log.wandb=true'], 'pip install wandb'),
       (["--config.optimizer.rules=(('x',1,0),)"], 'matches no parameter'),
-      (['--config.init=/no/run'], 'init=/no/run: there is no such file'),
+      (['--config.init=/no/run'], 'init=/no/run: no such file.*hf download'),
       # Data.
       (
         ['--config.train.num_steps=1000000'],

@@ -168,7 +168,9 @@ def test_export(dense, pruned, tmp_path):
   export = ('eval.py', f'--workdir={pruned[0]}', '--noevaluate')
   export += (f'--export={tmp_path}/pruned', '--export_format=timm')
   ended = scripts.run(*export)
-  scripts.assert_refused(ended, 'no dropping of patches, .*--export_dense')
+  scripts.assert_refused(
+    ended, 'transformers cannot run the dropping of patches. .*--export_dense'
+  )
   assert not (tmp_path / 'pruned').exists()
   assert scripts.run(*export, '--export_dense').status == 0
   assert (tmp_path / 'pruned' / 'model.safetensors').is_file()
@@ -227,12 +229,12 @@ def files(tmp_path_factory):
     (
       'amod_tiny',
       ['model.num_layers=2', 'init=/no/run'],
-      'init=/no/run: there is no such file',
+      'init=/no/run: no such file',
     ),
     (
       'dynamic_tiny',
       ['objective.logit_distillation=1', 'objective.teacher=/no/teacher'],
-      'init=/no/teacher: there is no such file',
+      'init=/no/teacher: no such file',
     ),
   ],
   ids=['tfds', 'classes', 'modality', 'teacher', 'init', 'teacher_path'],

@@ -89,7 +89,7 @@ def digits() -> ExperimentConfig:
       learners=PhaseConfig(num_steps=200, batch_size=64, learning_rate=1e-2),
       gates=PhaseConfig(num_steps=60, batch_size=64, learning_rate=1e-2),
       end_to_end=PhaseConfig(
-        num_steps=300, batch_size=64, learning_rate=1e-3, warmup_steps=20
+        num_steps=300, batch_size=64, learning_rate=1e-3, warmup_steps=1 / 15
       ),
     ),
   )

@@ -5,9 +5,9 @@
 
 `init` is a run of ours, or a folder of Hugging Face with a Llama, Mistral,
 Qwen2 or Qwen3; sizes and tokenizer are its own. Every other block of the deeper
-half becomes routed, with a gate that is near 1 at first, and the capacity comes
-down from 1 over the first fifth of the steps, so that the model begins as the
-dense one. Variants:
+half becomes routed, with a gate that is 1 at first, and the capacity comes down
+from 1 over the first fifth of the steps, so that the model begins as the dense
+one. Variants:
 
 * `eighth`, the default: routed blocks process 12.5% of the tokens;
 * `half`: 50%;
@@ -26,6 +26,7 @@ import dataclasses
 
 from mod_jax import config as config_lib
 from mod_jax.errors import UserError
+from mod_jax.layers.routed import LIKE_DENSE
 from mod_jax.layers.routed import MoDConfig
 from mod_jax.tasks.experiment import ConversionObjective
 from mod_jax.tasks.experiment import ExperimentConfig
@@ -36,7 +37,7 @@ files = config_lib.sibling(__file__, 'files')
 ROUTERS = r'(^|/)(router|predictor)/'
 ROUTING = MoDConfig(
   capacity=0.125,
-  gate='one_plus_tanh',
+  **LIKE_DENSE,
   first=1,  # Half of the blocks, which `complete` knows the number of.
   router_loss=0.01,
   threshold_decay=0.99,
@@ -57,9 +58,10 @@ def convert(name: str, *, objective=None, rest=1.0, **routing):
   return dataclasses.replace(
     base,
     objective=objective,
+    train=dataclasses.replace(base.train, capacity_warmup_steps=0.2),
     optimizer=OptimizerConfig(
       learning_rate=1e-5,
-      warmup_steps=files.STEPS // 33,
+      warmup_steps=0.03,
       final_fraction=0.1,
       weight_decay=0.0,
       rules=((ROUTERS, 100.0, 0), ('.*', rest, 0)) if learned else (),
@@ -78,10 +80,7 @@ def complete(config: ExperimentConfig) -> ExperimentConfig:
     )
   rate = config.optimizer.learning_rate
   config = files.complete(config)
-  changes = {
-    'optimizer.learning_rate': rate,
-    'train.capacity_warmup_steps': config.train.num_steps // 5,
-  }
+  changes = {'optimizer.learning_rate': rate}
   if config.model.routing.first:
     changes['model.routing.first'] = config.model.num_layers // 2
   return config_lib.replace(config, changes)

@@ -38,7 +38,7 @@ mod = config_lib.sibling(__file__, 'mod')
 acm = config_lib.sibling(__file__, '../acm/lm')
 
 STEPS, EPOCHS, BATCH = 600, 5, 16
-OPTIMIZER = OptimizerConfig(learning_rate=4e-3, warmup_steps=60)
+OPTIMIZER = OptimizerConfig(learning_rate=4e-3, warmup_steps=0.1)
 
 
 def files(name: str, routing) -> ExperimentConfig:
@@ -57,7 +57,7 @@ def files(name: str, routing) -> ExperimentConfig:
     ),
     optimizer=OPTIMIZER,
     train=TrainConfig(num_steps=STEPS, batch_size=BATCH),
-    evaluation=EvaluationConfig(every=STEPS // 4, batch_size=BATCH),
+    evaluation=EvaluationConfig(every=0.25, batch_size=BATCH),
   )
 
 
@@ -83,21 +83,14 @@ def complete(config: ExperimentConfig) -> ExperimentConfig:
   there = text.num_train_tokens(config.data) * config.data.max_epochs
   most = int(there) // (config.train.batch_size * config.data.length)
   steps = max(1, min(STEPS, most))
-  changes = {
-    'train.num_steps': steps,
-    'optimizer.warmup_steps': min(config.optimizer.warmup_steps, steps // 10),
-  }
+  changes = {'train.num_steps': steps}
   if config.init is not None:
     changes['optimizer.learning_rate'] = OPTIMIZER.learning_rate / 4
   if config.dense is not None:
     changes['dense.num_steps'] = steps
-    changes['dense.warmup_steps'] = steps // 10
   if config.model.adaptive is not None:
     for name, phase in config.objective.phases.items():
-      changes |= {
-        f'objective.{name}.num_steps': min(phase.num_steps, steps),
-        f'objective.{name}.warmup_steps': min(phase.warmup_steps, steps // 10),
-      }
+      changes[f'objective.{name}.num_steps'] = min(phase.num_steps, steps)
   return config_lib.replace(config, changes)
 
 

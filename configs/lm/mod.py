@@ -33,6 +33,8 @@ from mod_jax.train.run_config import EvaluationConfig
 from mod_jax.train.run_config import TrainConfig
 
 BUDGET = 2.32e13  # FLOPs of a whole run, the same for its dense twins.
+# Of a whole run; one of other steps takes the same fraction of them.
+WARMUP_STEPS = 100
 ROUTING = MoDConfig(
   capacity=0.125, gate='sigmoid', router_loss=0.01, threshold_decay=0.99
 )
@@ -62,9 +64,11 @@ def experiment(
     data=TextDataConfig(
       tokenizer='bpe', tokenizer_vocab_size=2048, length=length
     ),
-    optimizer=OptimizerConfig(learning_rate=4e-3, warmup_steps=100),
+    optimizer=OptimizerConfig(
+      learning_rate=4e-3, warmup_steps=WARMUP_STEPS / num_steps
+    ),
     train=TrainConfig(num_steps=num_steps, batch_size=batch_size),
-    evaluation=EvaluationConfig(every=num_steps // 4, batch_size=16),
+    evaluation=EvaluationConfig(every=0.25, batch_size=16),
   )
 
 
@@ -117,9 +121,7 @@ CHANGES = {
   'gaussian': {'model.routing.score': 'gaussian'},
   'stride': {'model.routing.score': 'stride'},
   'every_block': {'model.routing.period': 1, 'model.routing.offset': 0},
-  'warmup': {
-    'train.capacity_warmup_steps': experiment(ROUTING, '').train.num_steps // 4
-  },
+  'warmup': {'train.capacity_warmup_steps': 0.25},
   'packed': {'data.segments': True},
   'bytes': {'data.tokenizer': 'bytes', 'model.vocab_size': 256},
 }

@@ -118,9 +118,7 @@ def experiment(
     shared,
     name=f'{name}_{size}',
     model=model,
-    optimizer=OptimizerConfig(
-      learning_rate=rate, warmup_steps=int(WARMUP * steps)
-    ),
+    optimizer=OptimizerConfig(learning_rate=rate, warmup_steps=WARMUP),
     train=dataclasses.replace(shared.train, num_steps=steps),
     mesh=MeshConfig(data=-1, fsdp=fsdp),
   )

@@ -148,8 +148,8 @@ def tiny() -> SweepConfig:
         dataclasses.replace(group, optimum=8e3, shapes=())
         for group in (DENSE, MOD)
       ),
-      'shapes': ((2, 8, 1), (2, 16, 1), (2, 24, 1), (2, 32, 1)),
-      'num_sizes': (3,),
+      'shapes': tuple((2, width, 1) for width in (8, 12, 16, 24, 32)),
+      'num_sizes': (4,),
     },
   )
 

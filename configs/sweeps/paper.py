@@ -114,7 +114,7 @@ def tune() -> SweepConfig:
 
 def tiny(sweep: SweepConfig) -> SweepConfig:
   """Everything as in the full size but small, on the embedded text."""
-  shapes = ((2, 8, 1), (2, 16, 1), (2, 24, 1))
+  shapes = ((2, 8, 1), (2, 16, 1), (2, 24, 1), (2, 32, 1))
   groups = [
     dataclasses.replace(
       group,
@@ -143,7 +143,7 @@ def tiny(sweep: SweepConfig) -> SweepConfig:
       'groups': tuple(groups),
       'shapes': shapes,
       'num_seeds': (1,),
-      'num_sizes': (3,),
+      'num_sizes': (4,),
       'rate_width': 16,
     },
   )

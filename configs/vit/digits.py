@@ -61,7 +61,7 @@ def experiment(name: str, model, **changes) -> ExperimentConfig:
     model=model,
     data=ImageDataConfig(augment=AugmentConfig(crop='pad', padding=2)),
     optimizer=OptimizerConfig(
-      learning_rate=3e-4, warmup_steps=20, beta2=0.999, weight_decay=0.05
+      learning_rate=3e-4, warmup_steps=0.1, beta2=0.999, weight_decay=0.05
     ),
     train=TrainConfig(num_steps=200, batch_size=64),
     evaluation=EvaluationConfig(
@@ -82,7 +82,7 @@ def dense() -> ExperimentConfig:
     'digits',
     BACKBONE,
     optimizer=OptimizerConfig(
-      learning_rate=1e-3, warmup_steps=60, beta2=0.999, weight_decay=0.05
+      learning_rate=1e-3, warmup_steps=0.1, beta2=0.999, weight_decay=0.05
     ),
     train=TrainConfig(num_steps=600, batch_size=64),
   )
@@ -102,10 +102,10 @@ def dynamic() -> ExperimentConfig:
     objective=PruningObjective(),
     optimizer=OptimizerConfig(
       learning_rate=3e-3,
-      warmup_steps=20,
+      warmup_steps=0.1,
       beta2=0.999,
       weight_decay=0.05,
-      rules=(('^prediction_', 1.0, 0), ('.*', 0.1, 20)),
+      rules=(('^prediction_', 1.0, 0), ('.*', 0.1, 0.1)),
     ),
   )
 
@@ -156,10 +156,6 @@ def tiny(experiment: ExperimentConfig) -> ExperimentConfig:
   experiment = dataclasses.replace(
     experiment, name=f'{experiment.name}_tiny', model=model, data=data
   )
-  rules = tuple(
-    (pattern, factor, min(first, 2))
-    for pattern, factor, first in experiment.optimizer.rules
-  )
   return config_lib.replace(
     experiment,
     {
@@ -167,7 +163,6 @@ def tiny(experiment: ExperimentConfig) -> ExperimentConfig:
       'train.batch_size': 16,
       'train.grad_accum_steps': 1,
       'optimizer.warmup_steps': 2,
-      'optimizer.rules': rules,
       'evaluation.every': 4,
       'evaluation.batches': 1,
       'evaluation.final_batches': 2,

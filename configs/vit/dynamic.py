@@ -50,8 +50,7 @@ def dynamic(backbone: str, **changes) -> ExperimentConfig:
   )
   # Only learnt scores have parameters of their own.
   own = {'predicted': '^prediction_', 'static': '^pattern_'}.get(model.score)
-  frozen = imagenet.num_steps(FROZEN, BATCH)
-  rules = (('.*', 0.01, frozen if own else 0),)
+  rules = (('.*', 0.01, FROZEN / EPOCHS if own else 0),)
   if own:
     rules = ((own, 1.0, 0), *rules)
   return ExperimentConfig(
@@ -61,7 +60,7 @@ def dynamic(backbone: str, **changes) -> ExperimentConfig:
     data=imagenet.data(imagenet.AUGMENT),
     optimizer=OptimizerConfig(
       learning_rate=RATE,
-      warmup_steps=imagenet.num_steps(WARMUP, BATCH),
+      warmup_steps=WARMUP / EPOCHS,
       final_fraction=FINAL / RATE,
       beta2=0.999,
       weight_decay=0.05,

@@ -65,7 +65,7 @@ BACKBONE = ViTConfig(
 )
 MOD = VisionRoutingConfig(capacity=0.5, score='learned', gate='sigmoid')
 OPTIMIZER = OptimizerConfig(
-  learning_rate=RATE, warmup_steps=20, beta2=0.999, weight_decay=0.05
+  learning_rate=RATE, warmup_steps=0.1, beta2=0.999, weight_decay=0.05
 )
 
 
@@ -74,7 +74,10 @@ def folder(name: str, model, **changes) -> ExperimentConfig:
   dense = None
   if model != model.dense_twin():
     dense = PhaseConfig(
-      num_steps=LEAST_STEPS, batch_size=BATCH, learning_rate=RATE
+      num_steps=LEAST_STEPS,
+      batch_size=BATCH,
+      learning_rate=RATE,
+      warmup_steps=0.1,
     )
   base = ExperimentConfig(
     name=f'folder_{name}',
@@ -89,7 +92,7 @@ def folder(name: str, model, **changes) -> ExperimentConfig:
     optimizer=OPTIMIZER,
     train=TrainConfig(num_steps=LEAST_STEPS, batch_size=BATCH),
     evaluation=EvaluationConfig(
-      every=0, batches=0, batch_size=BATCH, final_batches=0
+      every=0.25, batches=0, batch_size=BATCH, final_batches=0
     ),
     dense=dense,
   )
@@ -109,7 +112,7 @@ def dynamic() -> ExperimentConfig:
     optimizer=dataclasses.replace(
       OPTIMIZER,
       learning_rate=1e-3,
-      rules=(('^prediction_', 1.0, 0), ('.*', 0.1, 20)),
+      rules=(('^prediction_', 1.0, 0), ('.*', 0.1, 0.1)),
     ),
   )
 
@@ -140,11 +143,7 @@ def complete(config: ExperimentConfig) -> ExperimentConfig:
   count = images_lib.num_examples(config.data)
   batch = min(BATCH, 1 << (count.bit_length() - 1))
   steps = max(LEAST_STEPS, EPOCHS * count // batch)
-  changes = {
-    'train.batch_size': batch,
-    'train.num_steps': steps,
-    'evaluation.every': steps // 4,
-  }
+  changes = {'train.batch_size': batch, 'train.num_steps': steps}
   if config.model.adaptive is not None:
     for name in config.objective.phases:
       changes[f'objective.{name}.batch_size'] = batch
@@ -154,7 +153,6 @@ def complete(config: ExperimentConfig) -> ExperimentConfig:
       'dense.batch_size': batch,
       'dense.num_steps': SCRATCH * steps if scratch else steps,
       'dense.learning_rate': SCRATCH_RATE if scratch else RATE,
-      'dense.warmup_steps': 20,
     }
   elif scratch:
     changes['train.num_steps'] = SCRATCH * steps

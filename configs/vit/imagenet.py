@@ -85,8 +85,8 @@ def num_steps(epochs: int, batch_size: int, num_train: int = NUM_TRAIN) -> int:
   return epochs * num_train // batch_size
 
 
-def evaluation(every: int, batch_size: int = 256) -> EvaluationConfig:
-  """All held-out images, every so many steps and at the end."""
+def evaluation(every: float, batch_size: int = 256) -> EvaluationConfig:
+  """All held-out images, as often as `EvaluationConfig.every` says."""
   return EvaluationConfig(
     every=every, batches=0, batch_size=batch_size, final_batches=0
   )
@@ -106,13 +106,13 @@ def finetune(backbone: str, suffix: str) -> ExperimentConfig:
     data=data(AMOD_AUGMENT),
     optimizer=OptimizerConfig(
       learning_rate=1e-5,
-      warmup_steps=steps // 20,
+      warmup_steps=0.05,
       final_fraction=0.01,
       beta2=0.999,
       weight_decay=0.05,
     ),
     train=TrainConfig(num_steps=steps, batch_size=128),
-    evaluation=evaluation(steps // 20),
+    evaluation=evaluation(0.05),
   )
 
 

@@ -36,14 +36,14 @@ def scratch(backbone: str, suffix: str) -> ExperimentConfig:
     data=imagenet.data(imagenet.AMOD_AUGMENT),
     optimizer=OptimizerConfig(
       learning_rate=1e-3,
-      warmup_steps=imagenet.num_steps(5, 1024),
+      warmup_steps=5 / EPOCHS[backbone],
       final_fraction=0.01,
       beta2=0.999,
       weight_decay=0.05,
       clip_norm=0.0,
     ),
     train=TrainConfig(num_steps=steps, batch_size=1024, ema_decay=0.99996),
-    evaluation=imagenet.evaluation(steps // 30),
+    evaluation=imagenet.evaluation(1 / 30),
   )
 
 

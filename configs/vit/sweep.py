@@ -22,7 +22,6 @@ def shortened(experiment: ExperimentConfig) -> ExperimentConfig:
     {
       'name': f'{experiment.name}_sweep',
       'train.num_steps': steps,
-      'optimizer.warmup_steps': steps // 20,
       'evaluation.every': 0,
     },
   )

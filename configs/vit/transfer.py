@@ -59,7 +59,7 @@ def transfer(which: str, backbone: str, suffix: str) -> ExperimentConfig:
       weight_decay=0.0,
     ),
     train=TrainConfig(num_steps=steps, batch_size=64),
-    evaluation=imagenet.evaluation(steps // 20),
+    evaluation=imagenet.evaluation(0.05),
   )
 
 

@@ -14,7 +14,6 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from mod_jax import config as config_lib
 from mod_jax import paths
 from mod_jax.convert import torch_files
 from mod_jax.errors import UserError
@@ -59,13 +58,7 @@ def find(path: str | os.PathLike) -> pathlib.Path:
       f' itself, one of {" or ".join(SUFFIXES)}.'
     )
   if not path.is_file():
-    siblings = []
-    if path.parent.is_dir():
-      siblings = [str(sibling) for sibling in path.parent.iterdir()]
-    raise UserError(
-      f'{path}: there is no such file; give the path of a checkpoint,'
-      f' {" or ".join(SUFFIXES)}.{config_lib.nearest(path, siblings)}'
-    )
+    raise paths.missing(path)
   if path.suffix not in _PYTORCH:
     check_suffix(path)
   return path

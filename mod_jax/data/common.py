@@ -65,31 +65,6 @@ def check_request(
     )
 
 
-def held_out(
-  draw_N: np.ndarray, fraction: float, group_N: np.ndarray
-) -> np.ndarray:
-  """Returns a mask of files to hold out, those whose draw is the smallest.
-
-  A file's side does not change when others come or go, except that each group
-  keeps a file to train on, and at least one file is held out if one can be.
-
-  Args:
-    draw_N: a number in [0, 1) for each file, from its name alone.
-    fraction: of the files to hold out.
-    group_N: integers; the classes of pictures.
-  """
-  held_N = draw_N < fraction
-  for group in np.unique(group_N):
-    places = np.flatnonzero(group_N == group)
-    if held_N[places].all():
-      held_N[places[np.argmax(draw_N[places])]] = False
-  if not held_N.any():
-    spare_N = np.bincount(group_N)[group_N] > 1
-    if spare_N.any():
-      held_N[np.argmin(np.where(spare_N, draw_N, np.inf))] = True
-  return held_N
-
-
 class Rows(grain.transforms.Map):
   """A batch to some of its rows."""
 

@@ -29,7 +29,6 @@ import numpy as np
 
 from mod_jax import errors
 from mod_jax import paths
-from mod_jax.data import common
 from mod_jax.data import tokenizers
 
 _SKIPPED_DIRS = frozenset(('site-packages', 'dist-packages', '__pycache__'))
@@ -152,7 +151,11 @@ def hold_out(
   more files at least one is on each side. A single file is for training.
   """
   draw_N = np.array([draw(f.name) for f in files])
-  held_N = common.held_out(draw_N, fraction, np.zeros(len(files), int))
+  held_N = draw_N < fraction
+  if len(files) and held_N.all():
+    held_N[draw_N.argmax()] = False
+  elif len(files) > 1 and not held_N.any():
+    held_N[draw_N.argmin()] = True
   sides = [], []
   for file, held in zip(files, held_N, strict=True):
     sides[int(held)].append(file)

@@ -1,7 +1,8 @@
 """Folders of pictures, one subfolder per class, and decoding by Pillow.
 
 Either `train/CLASS/...` beside `eval/CLASS/...` (or val, validation, test), or
-`CLASS/...` directly, of which a part is held out by a hash of each file's name.
+`CLASS/...` directly, of which a part of each class is held out: at least one
+picture where there are two, those whose names have the smallest hashes.
 Files whose names begin with a dot or end otherwise than a picture's are not
 looked at. Pictures are not compared: of two copies under different names, one
 may be held out and the other trained on, so remove copies before.
@@ -25,7 +26,6 @@ from PIL import ImageOps
 from mod_jax import config as config_lib
 from mod_jax import errors
 from mod_jax import paths
-from mod_jax.data import common
 from mod_jax.data import fingerprint as fingerprints
 
 _EVAL_FOLDERS = ('eval', 'val', 'validation', 'test')
@@ -173,8 +173,7 @@ def open_split(
     )
   if eval_root is not None:
     return FolderImages(root, classes, names, labels)
-  draws = np.array([_draw(name) for name in names])
-  held_out = common.held_out(draws, eval_fraction, labels)
+  held_out = _held_out(names, labels, eval_fraction)
   if split == 'eval' and not held_out.any():
     raise errors.UserError(
       f'path={path!r} has one picture per class, so that none can be held out: '
@@ -335,10 +334,23 @@ def _reason(error: Exception) -> str:
   return ' '.join(why.split())[:100]
 
 
-def _draw(name: str) -> float:
+def _held_out(names: list[str], labels: np.ndarray, fraction: float):
+  """Returns a mask of the files to hold out, as large a part of each class.
+
+  A file goes to the other side only where its class grows or shrinks.
+  """
+  draws = np.array([_draw(name) for name in names])
+  held_out = np.zeros(len(names), bool)
+  for label in np.unique(labels):
+    places = np.flatnonzero(labels == label)
+    count = min(max(1, round(fraction * len(places))), len(places) - 1)
+    held_out[places[np.argsort(draws[places])[:count]]] = True
+  return held_out
+
+
+def _draw(name: str) -> int:
   encoded = name.encode('utf-8', 'surrogateescape')
-  digest = hashlib.blake2b(encoded, digest_size=8).digest()
-  return int.from_bytes(digest, 'big') / 2**64
+  return int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), 'big')
 
 
 def _upright(image: Image.Image) -> Image.Image:

@@ -121,8 +121,8 @@ class ImageDataConfig:
     path: the directory, for 'folder': train/ and eval/ (or val, validation,
       test) with a folder per class in each, or the folders of the classes
       directly.
-    eval_fraction: part held out, by a hash of each file's name, of a folder
-      that has no split of its own.
+    eval_fraction: part of each class that is held out, by a hash of each
+      file's name, of a folder that has no split of its own; at least a picture.
     name: data set name, or the directory of a prepared one, for 'tfds'.
     data_dir: where TFDS keeps data; None is its own default.
     train_split: split for training, for 'tfds'.

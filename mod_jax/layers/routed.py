@@ -41,6 +41,17 @@ _SHORT = 16
 # top-k computed again may choose other tokens.
 SELECTION_NAME = 'mod_selection'
 
+# Fields of a routing whose model begins as the dense one with whose weights it
+# starts, for as long as all tokens are processed: scores near 0, whatever the
+# norm of the features is, which in pretrained models is large, and a gate that
+# is 1 there. They are not 0 exactly, which would have every token tie, and the
+# first of a sequence chosen.
+LIKE_DENSE = {
+  'gate': 'one_plus_tanh',
+  'router_norm': True,
+  'router_std': 2e-4,
+}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RoutingConfig:

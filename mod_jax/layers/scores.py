@@ -60,10 +60,13 @@ class Score(abc.ABC):
       attention_BL: attention received in the block before; None if unknown.
     """
 
+  @abc.abstractmethod
   def flops(self, length: int, width: int) -> int:
-    """Returns the FLOPs of scoring a sequence of so many tokens."""
-    del length, width
-    return 0
+    """Returns the FLOPs of scoring a sequence of so many tokens.
+
+    Products of matrices and vectors count, 2 for each multiply-add; a score
+    without any has 0.
+    """
 
   def fixed(self, score_BL: jax.Array, capacity: float) -> jax.Array | None:
     """Returns which tokens a fixed threshold chooses, one by one.
@@ -202,8 +205,15 @@ class Learned(Score):
     return 2 * length * self.hidden * (width + 1)
 
 
+class _Free(Score):
+  """A score that takes no products."""
+
+  def flops(self, length, width):
+    return 0
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Gaussian(Score):
+class Gaussian(_Free):
   """Draws from N(0, 1): the paper's stochastic routing, a control."""
 
   gates = False
@@ -217,7 +227,7 @@ class Gaussian(Score):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Stride(Score):
+class Stride(_Free):
   """A fixed pattern of positions, evenly spread: a control."""
 
   gates = False
@@ -230,7 +240,7 @@ class Stride(Score):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Attention(Score):
+class Attention(_Free):
   """The attention that a token received in the block before.
 
   A-MoD (Gadhikar et al. 2024, Eq. 4): no parameters, and no factor on the

@@ -42,15 +42,17 @@ from mod_jax.models.protocol import StackedOutput
 class LMConfig(StackedConfig):
   """Sizes and choices of a `LanguageModel`. `routing=None` is a dense one."""
 
-  vocab_size: config_lib.Size = 256  # V
+  vocab_size: config_lib.Size = 256  # Ids of the tokenizer (V).
   num_layers: config_lib.Unrolled = 4  # Blocks.
-  width: config_lib.Width = 192  # D
-  num_heads: config_lib.Size = 6  # H, query heads.
-  num_kv_heads: config_lib.Size | None = None  # G, a divisor of H; None = H.
-  head_dim: config_lib.Size | None = None  # C; None = width / num_heads.
+  width: config_lib.Width = 192  # Width of the features (D).
+  num_heads: config_lib.Size = 6  # Query heads (H).
+  # Heads of keys and values (G), a divisor of H; None = H.
+  num_kv_heads: config_lib.Size | None = None
+  # Channels of a head (C); None = width / num_heads.
+  head_dim: config_lib.Size | None = None
   # Kind of the MLPs' hidden layer.
   mlp: Literal['swiglu', 'gelu', 'gelu_tanh'] = 'swiglu'
-  # F; None = 4D, or 8D/3 rounded up to 32.
+  # Hidden width of the MLPs (F); None = 4D, or 8D/3 rounded up to 32.
   mlp_dim: config_lib.Size | None = None
   feed_forward: Slot | None = None  # In place of the MLP.
   tied_head: bool = True  # Whether the output head is the embedding.

@@ -42,9 +42,10 @@ class ViTConfig(StackedConfig):
   patch_size: config_lib.Pixels = 16  # Pixels a side.
   num_classes: config_lib.Size = 1000  # Logits of the head.
   num_layers: config_lib.Unrolled = 12  # Blocks.
-  width: config_lib.Width = 384  # D
-  num_heads: config_lib.Size = 6  # H
-  mlp_dim: config_lib.Size | None = None  # F; None = 4D.
+  width: config_lib.Width = 384  # Width of the features (D).
+  num_heads: config_lib.Size = 6  # Attention heads (H).
+  # Hidden width of the MLPs (F); None = 4D.
+  mlp_dim: config_lib.Size | None = None
   feed_forward: Slot | None = None  # In place of the MLP.
   qkv_bias: bool = True  # On query, key and value.
   norm_epsilon: config_lib.Epsilon = 1e-6  # Of the layer norms.

@@ -29,6 +29,8 @@ from mod_jax.train import workdir
 # What a routed language model has beside its dense part.
 ROUTERS = 'routers.safetensors'
 Format = Literal['safetensors', 'huggingface', 'timm']
+# Who reads the formats of other libraries.
+_READERS = {'huggingface': 'transformers', 'timm': 'timm'}
 # What of a model no other library has, and how it is called.
 _OURS = (
   ('routing', 'routed blocks'),
@@ -108,12 +110,12 @@ def _check_dense(run, format, dense):
     )
   lost = has(_OURS)
   if isinstance(config, DynamicViTConfig):
-    lost.append('dropping of patches')
+    lost.append('the dropping of patches')
   if lost and not dense:
     raise UserError(
-      f'format={format!r} has no {" and no ".join(lost)}, so the model would'
-      " compute something else there: use 'safetensors', or dense=True"
-      ' (--export_dense) for the weights of the dense model alone.'
+      f'{_READERS[format]} cannot run {" or ".join(lost)}. Export as'
+      " 'safetensors' (for mod_jax), or with dense=True (--export_dense): the"
+      ' same weights, every block dense, other outputs.'
     )
 
 

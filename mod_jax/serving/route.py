@@ -12,6 +12,7 @@ import jax
 from mod_jax import config as config_lib
 from mod_jax import trees
 from mod_jax.errors import UserError
+from mod_jax.layers.routed import LIKE_DENSE
 from mod_jax.layers.routed import MoDConfig
 from mod_jax.layers.routed import VisionRoutingConfig
 from mod_jax.models import acm
@@ -90,8 +91,7 @@ def _amod(config, variables, capacity, key, fields):
 
 
 def _mod(config, variables, capacity, key, fields):
-  # Near 1 while the router is new: what a dense block does is kept.
-  fields = {'gate': 'one_plus_tanh', **_named(capacity, 'capacity'), **fields}
+  fields = {**LIKE_DENSE, **_named(capacity, 'capacity'), **fields}
   kind = MoDConfig
   if not isinstance(config, LMConfig):
     kind, fields = VisionRoutingConfig, {'score': 'learned', **fields}

@@ -2,17 +2,20 @@
 
 import dataclasses
 
+from mod_jax import config as config_lib
 from mod_jax import routing
 from mod_jax.train.run_config import TrainConfig
 
 
 def floor(model_config, train: TrainConfig, step: int) -> float:
   """Returns the least capacity of a routed layer after `step` steps."""
-  if model_config.routing is None or not train.capacity_warmup_steps:
+  if model_config.routing is None:
     return 0.0
   return routing.capacity_floor(
     step,
-    warmup_steps=train.capacity_warmup_steps,
+    warmup_steps=config_lib.steps_of(
+      train.capacity_warmup_steps, train.num_steps
+    ),
     stages=train.capacity_warmup_stages,
   )
 

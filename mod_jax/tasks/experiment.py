@@ -49,7 +49,8 @@ class PhaseConfig:
   batch_size: config_lib.Size  # Rows of a step.
   # Peak learning rate; the other settings are those of the optimiser.
   learning_rate: config_lib.Positive
-  warmup_steps: config_lib.Count = 0  # The rate rises linearly from 0.
+  # The rate rises linearly from 0 over so many steps, or a fraction of them.
+  warmup_steps: config_lib.Steps = 0
 
   def __post_init__(self):
     config_lib.validate(self)
@@ -205,6 +206,12 @@ class ExperimentConfig(RunConfig):
         ' as init.'
       )
     if isinstance(objective, ACMObjective):
+      if self.train.num_epochs is not None:
+        raise errors.UserError(
+          f'train.num_epochs={self.train.num_epochs} and objective='
+          'ACMObjective: each phase has steps of its own, so leave the epochs'
+          ' out.'
+        )
       if objective.phase == 'all' and self.optimizer.rules:
         raise errors.UserError(
           "objective.phase='all' and optimizer.rules: each phase says by itself"

@@ -27,6 +27,7 @@ from mod_jax.tasks.studies import images as studies
 # The file of a run's directory that has the names of the classes.
 CLASSES = 'classes.json'
 _PICTURED = 6  # Held-out images in the pictures.
+_NAMED = 10  # Classes that are named where training starts.
 
 
 class Images(Modality):
@@ -73,6 +74,18 @@ class Images(Modality):
       shard_count=shard_count,
     )
 
+  def rows_per_epoch(self):
+    return images_lib.num_examples(self.config.data)
+
+  def data_summary(self):
+    held_out = images_lib.num_examples(self.config.data, 'eval')
+    classes = self.classes
+    shown = ', '.join(classes[:_NAMED]) + ', …' * (len(classes) > _NAMED)
+    return (
+      f'{self.rows_per_epoch():,} images for training, {held_out:,} held out,'
+      f' {len(classes)} classes: {shown}'
+    )
+
   def batch_shapes(self):
     rows, size = self.config.train.batch_size, self.config.data.image_size
     shapes = {
@@ -105,7 +118,8 @@ class Images(Modality):
       'loss': losses.classification_loss(logits_BV, target_BV, weight_B)
     }
     for name, k in (('accuracy', 1), ('top5', 5)):
-      if k < logits_BV.shape[-1]:
+      # Of few classes, the five likeliest are all or nearly.
+      if 2 * k <= logits_BV.shape[-1]:
         metric_sums[name] = losses.top_k_accuracy(
           logits_BV, label_B, k, weight_B
         )

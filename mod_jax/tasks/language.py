@@ -115,6 +115,9 @@ class Language(Modality):
       num_batches=self.config.train.num_steps,
     )
 
+  def rows_per_epoch(self):
+    return text.num_train_tokens(self._data) // self.config.data.length
+
   def batch_shapes(self):
     shape = (self.config.train.batch_size, self.config.data.length)
     dtypes = {'tokens': 'int32', 'targets': 'int32', 'weights': 'float32'}

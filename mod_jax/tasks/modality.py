@@ -59,6 +59,13 @@ class Modality(abc.ABC):
   @abc.abstractmethod
   def train_iterator(self, *, shard_index: int, shard_count: int): ...
 
+  def data_summary(self) -> str:
+    return ''
+
+  @abc.abstractmethod
+  def rows_per_epoch(self) -> int:
+    """Returns how many rows of a batch the training data are."""
+
   @abc.abstractmethod
   def batch_shapes(self) -> dict[str, Any]: ...
 

@@ -12,6 +12,7 @@ import jax
 
 from mod_jax import config as config_lib
 from mod_jax import paths
+from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
 from mod_jax.models import acm
 from mod_jax.models.dynamic_vit import DynamicViTConfig
@@ -97,6 +98,7 @@ def expand(
   Raises:
     UserError: no phase is left, or none to start from.
   """
+  config = _in_steps(config, workdir)
   # The configs name directories below it, and must not change when a run is
   # continued from elsewhere.
   workdir = paths.absolute(workdir)
@@ -128,6 +130,21 @@ def expand(
     runs.append((directory, _phase(config, name, init)))
     init = str(directory)
   return runs
+
+
+def _in_steps(config: ExperimentConfig, workdir) -> ExperimentConfig:
+  """Returns the config with steps in place of epochs, as runs are saved."""
+  epochs, data = config.train.num_epochs, config.data
+  if epochs is None:
+    return config
+  rows = make_task(config, workdir).modality.rows_per_epoch()
+  changes = {
+    'train.num_epochs': None,
+    'train.num_steps': max(1, int(epochs * rows / config.train.batch_size)),
+  }
+  if isinstance(data, TextDataConfig):
+    changes['data.max_epochs'] = max(epochs, data.max_epochs)
+  return config_lib.replace(config, changes)
 
 
 def _alone(config: ExperimentConfig) -> str:

@@ -1,7 +1,10 @@
 """Training by the loss of the modality, with what routing adds to it."""
 
 from collections.abc import Sequence
+import copy
+import dataclasses
 
+from absl import logging
 import jax
 import jax.numpy as jnp
 
@@ -10,14 +13,19 @@ from mod_jax import losses
 from mod_jax import viz
 from mod_jax.layers.experts import Assigned
 from mod_jax.layers.experts import ExpertsConfig
+from mod_jax.layers.mode import Mode
 from mod_jax.layers.routed import Routing
 from mod_jax.layers.routed import RoutingConfig
 from mod_jax.losses import sums
 from mod_jax.losses.sums import MetricSums
 from mod_jax.tasks import capacity_warmup
+from mod_jax.tasks import warm_start
 from mod_jax.tasks.modality import Modality
+from mod_jax.train import evaluation
 from mod_jax.train import task as task_lib
 
+_COMPARED = 16  # Held-out batches by which a routed and a dense model compare.
+_ALIKE = 0.01  # How far their losses may be apart, relatively.
 _STREAMS = ('stochastic_depth', 'routing', 'gumbel')
 
 
@@ -49,6 +57,9 @@ class Plain(task_lib.Task):
       shard_index=shard_index, shard_count=shard_count
     )
 
+  def data_summary(self):
+    return self.modality.data_summary()
+
   def batch_shapes(self):
     return self.modality.batch_shapes()
 
@@ -79,6 +90,43 @@ class Plain(task_lib.Task):
       new=self.modality.may_be_new,
       dropped=self.modality.may_be_dropped,
     )
+
+  def beginning(self, params, model_state, mesh):
+    """Compares the model of the first step with the dense one."""
+    config = self.config
+    if config.model.routing is None or warm_start.is_routed(config.init):
+      return ''
+    first = capacity_warmup.at_floor(config.model, self.static_args(0))
+    dense = _with_all_tokens(config.model)
+    now, before = (
+      self._held_out_loss(model, params, model_state, mesh)
+      for model in (first, dense)
+    )
+    said = (
+      f'begins with a held-out loss of {now:.4f}; the dense model has'
+      f' {before:.4f}'
+    )
+    if not abs(now - before) < _ALIKE * max(1.0, before):
+      partly = min(_routed_capacities(first)) < 1
+      logging.warning(
+        'The routed model does not begin as the dense one, %.4f and not %.4f:'
+        ' %s.',
+        *(now, before),
+        'its blocks skip tokens from the first step on;'
+        ' train.capacity_warmup_steps=0.2 has their capacity come down from 1'
+        if partly
+        else 'its router weighs what blocks add; set model.routing.gate='
+        "'one_plus_tanh', router_norm=True and a small router_std",
+      )
+    return said
+
+  def _held_out_loss(self, model, params, model_state, mesh) -> float:
+    task = copy.copy(self)
+    task.config = dataclasses.replace(self.config, model=model)
+    task.eval_modes = lambda more=False: {'': Mode()}
+    return evaluation.held_out(
+      task, params, model_state, mesh, batches=_COMPARED
+    )['loss']
 
   def static_args(self, step: int) -> float:
     """The least capacity of a routed layer in this step, as of a warm-up."""
@@ -214,6 +262,17 @@ class Plain(task_lib.Task):
 
   def finish(self, params, model_state):
     return self.modality.texts(self, params, model_state)
+
+
+def _with_all_tokens(model):
+  """Returns the config of the dense model in the layout of a routed one's."""
+  placed = ('period', 'offset', 'first', 'layers', 'capacity_schedule')
+  routing = type(model.routing)(
+    **{name: getattr(model.routing, name) for name in placed},
+    score='stride',
+    capacity_floor=1.0,
+  )
+  return model.with_parts(routing=routing)
 
 
 def _routed_capacities(config) -> list[float]:

@@ -156,6 +156,12 @@ def is_adaptive(init: str) -> bool:
   return is_ours(path) and model_config(path).adaptive is not None
 
 
+def is_routed(init: str) -> bool:
+  """Whether `init` is a model of ours that is routed already."""
+  path = workdir_lib.find(init)
+  return is_ours(path) and model_config(path).routing is not None
+
+
 def from_ours(
   params,
   model_state,

@@ -108,6 +108,11 @@ class _Run:
   def __init__(
     self, task, config, workdir, *, allow_changed_config=False, profile=None
   ):
+    if config.train.num_epochs is not None:
+      raise UserError(
+        f'train.num_epochs={config.train.num_epochs}: a single run is counted'
+        ' in steps, which tasks.phases.train derives; set train.num_steps.'
+      )
     self.began = time.time()
     self.config = config
     self.workdir = workdir_lib.expand(workdir)
@@ -216,6 +221,8 @@ class _Run:
         )
       )
       self.progress.message(self._opening(start, state))
+      if summary := self.task.data_summary():
+        self.progress.message(summary)
       if said := self.profiler.begin(start):
         self.progress.message(said)
       step, end = start, num_steps
@@ -270,6 +277,9 @@ class _Run:
     """Evaluates weights to start from, or what an earlier stop cut short."""
     settings = self.config.evaluation
     if fresh and self.config.init is not None:
+      weights = (state.eval_params, state.model_state)
+      if beginning := self.task.beginning(*weights, self.mesh):
+        self.progress.message(beginning)
       # The same held-out data as at the end, so that both can be compared.
       self._evaluate(0, state, batches=settings.final_batches)
     elif not fresh and self._evaluation_due(start):
@@ -281,8 +291,9 @@ class _Run:
         self._evaluate(start, state)
 
   def _evaluation_due(self, step):
-    every = self.config.evaluation.every
-    last = step == self.config.train.num_steps
+    num_steps = self.config.train.num_steps
+    every = config_lib.steps_of(self.config.evaluation.every, num_steps)
+    last = step == num_steps
     return bool(every) and step % every == 0 and not last
 
   def _check_origin(self, allow_changed_data, saved):

@@ -35,14 +35,16 @@ class OptimizerConfig:
 
   `rules` are triples of a regular expression that is searched for in a
   parameter's name, a factor on its learning rate, and the first step, counted
-  from 0, at which it trains. The first rule that matches counts, and with any
-  rules every parameter must be matched; see `check_rules`. A factor of 0
-  freezes for ever. A frozen parameter does not change at all.
+  from 0, at which it trains, or the fraction of all steps before that. The
+  first rule that matches counts, and with any rules every parameter must be
+  matched; see `check_rules`. A factor of 0 freezes for ever. A frozen parameter
+  does not change at all.
   """
 
   kind: Literal['adamw', 'sgd'] = 'adamw'  # The rule of the updates.
   learning_rate: config_lib.Positive = 3e-3  # Peak, after the warm-up.
-  warmup_steps: config_lib.Count = 100  # The rate rises linearly from 0.
+  # The rate rises linearly from 0 over so many steps, or a fraction of all.
+  warmup_steps: config_lib.Steps = 100
   # Learning rate after the last step, as a fraction of the peak.
   final_fraction: config_lib.Probability = 0.1
   # Applies to kernels and embeddings, but not to those of routers.
@@ -53,7 +55,7 @@ class OptimizerConfig:
   epsilon: config_lib.Epsilon = 1e-8  # AdamW's, added to what it divides by.
   clip_norm: config_lib.Weight = 1.0  # Global norm; 0 = no clipping.
   # (regular expression, factor on the rate, first step) for parameters.
-  rules: tuple[tuple[str, config_lib.Weight, config_lib.Count], ...] = ()
+  rules: tuple[tuple[str, config_lib.Weight, config_lib.Steps], ...] = ()
   # Factor on the learning rate for each further block from the head; 1 = none.
   layer_decay: Annotated[float, config_lib.Range(ge=0.1, le=1)] = 1.0
 
@@ -78,7 +80,8 @@ def schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
   Raises:
     UserError: the warm-up is longer than the run.
   """
-  if config.warmup_steps >= num_steps:
+  warmup_steps = config_lib.steps_of(config.warmup_steps, num_steps)
+  if warmup_steps >= num_steps:
     raise errors.UserError(
       f'optimizer.warmup_steps={config.warmup_steps} leaves nothing of a run'
       f' of {num_steps} steps: shorten the warm-up or lengthen the run.'
@@ -86,7 +89,7 @@ def schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
   return optax.warmup_cosine_decay_schedule(
     init_value=0.0,
     peak_value=config.learning_rate,
-    warmup_steps=config.warmup_steps,
+    warmup_steps=warmup_steps,
     decay_steps=num_steps,
     end_value=config.learning_rate * config.final_fraction,
   )
@@ -105,7 +108,12 @@ def make_optimizer(
   Raises:
     UserError: the warm-up, or a rule's first step, lies beyond the run's end.
   """
-  for i, (pattern, factor, first) in enumerate(config.rules):
+  rules = tuple(
+    (pattern, factor, config_lib.steps_of(first, num_steps))
+    for pattern, factor, first in config.rules
+  )
+  config = dataclasses.replace(config, rules=rules)
+  for i, (pattern, factor, first) in enumerate(rules):
     if factor and first >= num_steps:
       raise errors.UserError(
         f'optimizer.rules[{i}]={(pattern, factor, first)} trains nothing in a'
@@ -114,7 +122,7 @@ def make_optimizer(
       )
   # Checkpoints know the optimiser's arrays by their place in this list.
   steps = []
-  if any(factor == 0 for _, factor, _ in config.rules):
+  if any(factor == 0 for _, factor, _ in rules):
     steps.append(
       optax.masked(
         optax.set_to_zero(),
@@ -152,7 +160,7 @@ class Scale:
   """How a parameter trains: at which part of the rate, and from which step."""
 
   factor: float
-  first_step: int
+  first_step: float  # A fraction of all steps where the rules say one.
 
 
 def scale_of(

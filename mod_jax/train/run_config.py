@@ -14,12 +14,16 @@ class TrainConfig:
   """How long training lasts, and on how many rows at a time."""
 
   num_steps: config_lib.PositiveCount = 1000  # Updates of the parameters.
+  # Passes over the training data, of which the number of steps follows; None
+  # leaves it to num_steps.
+  num_epochs: config_lib.Positive | None = None
   # Rows of a step, on all devices together.
   batch_size: config_lib.Size = 16
   # Microbatches of a step, whose gradients are added.
   grad_accum_steps: config_lib.Size = 1
-  # The capacity of routed layers falls from 1 over the first so many steps.
-  capacity_warmup_steps: config_lib.Count = 0
+  # The capacity of routed layers falls from 1 over the first so many steps, or
+  # such a fraction of all.
+  capacity_warmup_steps: config_lib.Steps = 0
   # How many values it takes on the way; each compiles its own program.
   capacity_warmup_stages: config_lib.Unrolled = 4
   # EMA decay of the parameters; the averages are evaluated in their place. 0
@@ -50,8 +54,9 @@ class TrainConfig:
 class EvaluationConfig:
   """How often a run is evaluated, and on how much held-out data."""
 
-  # Steps between evaluations; 0 evaluates at the end only.
-  every: config_lib.Count = 500
+  # Steps between evaluations, or a fraction of all; 0 evaluates at the end
+  # only.
+  every: config_lib.Steps = 500
   # Batches of each, spread over the held-out data; 0 takes all of it.
   batches: config_lib.Count = 16
   batch_size: config_lib.Size = 16  # Rows of each, on all devices together.

@@ -101,6 +101,15 @@ class Task(abc.ABC):
     `set_state()` goes on from it, with any number of hosts.
     """
 
+  def data_summary(self) -> str:
+    """Returns a line on how many data there are and of what, or ''."""
+    return ''
+
+  def beginning(self, params, model_state, mesh) -> str:
+    """Returns a line on what a run from `config.init` begins with, or ''."""
+    del params, model_state, mesh
+    return ''
+
   def batch_shapes(self) -> dict[str, Any] | None:
     """Returns shapes and dtypes of a training batch, without reading any data.
 

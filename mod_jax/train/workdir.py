@@ -58,13 +58,7 @@ def find(init: str) -> epath.Path:
         ' read on this machine only: copy it here first.'
       )
     return path
-  siblings = []
-  if path.parent.is_dir():
-    siblings = [str(sibling) for sibling in path.parent.iterdir()]
-  raise UserError(
-    f'init={init}: there is no such file or directory; give the workdir of a'
-    f' run or a file of weights.{config_lib.nearest(path, siblings)}'
-  )
+  raise paths.missing(init, 'init')
 
 
 def read_config(workdir, cls: type[RunConfig]) -> RunConfig:

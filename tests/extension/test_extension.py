@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mod_jax import cli
 from mod_jax import config as config_lib
 from mod_jax import flops
 from mod_jax import tasks
@@ -90,6 +91,45 @@ def check_run(config, workdir, train, load):
   assert metrics == pytest.approx(resumed.metrics, rel=1e-5)
   assert (workdir / 'run' / 'pictures' / 'curves.png').exists()
   return trained
+
+
+_NORM = """
+import dataclasses
+import jax.numpy as jnp
+from mod_jax.layers.scores import Score
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Uncounted(Score):
+  def run(self, module, x_BLD, info, capacity, attention_BL):
+    return jnp.linalg.norm(x_BLD, axis=-1)
+
+class Norm(Uncounted):
+  def flops(self, length, width):
+    return 2 * length * width
+"""
+_CONFIG = """
+from mod_jax import config
+from mod_jax.layers.routed import MoDConfig
+from mod_jax.models.lm import LMConfig
+from mod_jax.tasks.experiment import ExperimentConfig
+import norm_beside
+
+def get_config():
+  routing = MoDConfig(score=norm_beside.Norm(), router_loss=0.0)
+  return ExperimentConfig(model=LMConfig(routing=routing))
+"""
+
+
+def test_a_score_beside_a_config_file(tmp_path):
+  (tmp_path / 'norm_beside.py').write_text(_NORM)
+  (tmp_path / 'mine.py').write_text(_CONFIG)
+  config = cli.load_config(f'{tmp_path}/mine.py', ExperimentConfig)
+  norm = sys.modules.pop('norm_beside')
+  assert isinstance(config.model.routing.score, norm.Norm)
+  assert flops.forward(config.model, 16) > 0
+  # A cost of 0 must be said.
+  with pytest.raises(TypeError, match='flops'):
+    norm.Uncounted()
 
 
 def test_a_score_with_state_and_its_rule(family, text, tmp_path):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import pathlib
+import re
 
 from flax import linen as nn
 import jax
@@ -81,6 +82,25 @@ def test_a_language_model_of_full_capacity_is_the_dense_model(language):
   (found,) = half.predict('de', num_tokens=3)
   assert len(found.log_probs) == 3
   assert half.tokenizer.vocab_size == language.tokenizer.vocab_size
+
+
+@pytest.mark.parametrize('kind', ['vit', 'lm'])
+def test_features_of_a_large_norm(dense, images, language, kind):
+  tokens = jax.random.randint(jax.random.key(0), (2, 16), 0, 256)
+  run, x = (dense, images) if kind == 'vit' else (language, tokens)
+  large = re.compile('embedding|patch|position|class_token|out/|down/')
+  params = {
+    name: 300 * w if large.search(name) else w
+    for name, w in trees.flatten(run.variables['params']).items()
+  }
+  variables = {**run.variables, 'params': trees.unflatten(params)}
+  run = dataclasses.replace(run, variables=variables)
+  want, got = (
+    # Both outputs' logits come first.
+    jax.tree.leaves(model.apply(x))[0]
+    for model in (run, mod_jax.route(run, 'mod', capacity=1.0))
+  )
+  np.testing.assert_allclose(got, want, atol=0.002 * np.abs(want).max())
 
 
 def test_layers_are_scanned_in_other_groups(language, tmp_path):

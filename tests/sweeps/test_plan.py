@@ -62,7 +62,15 @@ def test_variants(file):
     text = config_lib.to_json(sweep)
     assert config_lib.from_json(SweepConfig, text) == sweep
   tiny = dataclasses.replace(module.get_config('tiny'), corpus_tokens=1e7)
-  assert len(plan.entries(tiny)) > 3
+  # As many sizes on each curve as a fit needs.
+  sizes = collections.defaultdict(set)
+  for entry in plan.entries(tiny):
+    sizes[entry.group, entry.budget].add(entry.config.model)
+  assert all(
+    len(sizes[name, budget]) >= 4
+    for name in ('dense', 'mod')
+    for budget in tiny.budgets
+  )
 
 
 def test_runs():

@@ -1,8 +1,11 @@
 """Conversion of a dense language model, beside its predictions."""
 
 import dataclasses
+import logging
 import pathlib
+import re
 
+from absl import logging as absl_logging
 from flax import linen as nn
 import jax
 import jax.numpy as jnp
@@ -14,8 +17,11 @@ from mod_jax import config as config_lib
 from mod_jax import flops
 from mod_jax import parallel
 from mod_jax import trees
+from mod_jax.data import text
 from mod_jax.errors import UserError
+from mod_jax.layers.mode import Mode
 from mod_jax.tasks import make_task
+from mod_jax.tasks import phases
 from mod_jax.tasks.distilled import Distilled
 from mod_jax.tasks.experiment import ConversionObjective
 from mod_jax.tasks.studies import conversion
@@ -39,7 +45,9 @@ SMALL = {
 @pytest.fixture(scope='module')
 def dense(tmp_path_factory):
   """Returns the directory of a dense model."""
-  config = config_lib.replace(CONVERT.get_config('half'), SMALL)
+  config = config_lib.replace(
+    CONVERT.get_config('half'), SMALL | {'train.capacity_warmup_steps': 0}
+  )
   config = dataclasses.replace(
     config, model=config.model.dense_twin(), optimizer=type(config.optimizer)()
   )
@@ -73,8 +81,7 @@ def start(config):
 def test_the_recipe(dense):
   config = build('', dense)
   assert config.model.capacities == (None, 0.125)
-  steps = config.train.num_steps
-  assert config.train.capacity_warmup_steps == steps // 5 > 0
+  assert config.train.capacity_warmup_steps == 0.2
   assert config.optimizer.learning_rate == 1e-5
   assert build('every_other', dense).model.routing.first == 0
   with pytest.raises(UserError, match='init is missing'):
@@ -131,6 +138,56 @@ def test_a_model_that_is_still_the_dense_one_learns_nothing_from_it(dense):
 
 def loss_of(task):
   return jax.jit(task.loss, static_argnums=4)
+
+
+@pytest.mark.parametrize(
+  ('changes', 'reason'),
+  [
+    ({}, ''),
+    (
+      {'model.routing.router_norm': False, 'model.routing.router_std': 0.02},
+      'router_norm=True',
+    ),
+    ({'train.capacity_warmup_steps': 0}, 'capacity_warmup_steps=0.2'),
+  ],
+)
+def test_whether_it_begins_as_the_dense_model(dense, caplog, changes, reason):
+  config = build('', dense, **changes, **{'evaluation.batch_size': 4})
+  task, params, state = start(config)
+  params = trees.unflatten(
+    {
+      # Features are of a large norm, as in pretrained models.
+      name: 300 * x if re.search('embedding|out/|down/', name) else x
+      for name, x in trees.flatten(params).items()
+    }
+  )
+  mesh = parallel.make_mesh(parallel.MeshConfig(), jax.devices()[:1])
+  absl_logging.use_python_logging(quiet=True)
+  with jax.set_mesh(mesh), caplog.at_level(logging.WARNING, logger='absl'):
+    said = task.beginning(params, state, mesh)
+  now, before = map(float, re.findall(r'\d+\.\d+', said))
+  of_dense = conversion._held_out(
+    task, config.model.dense_twin(), {'params': params}, Mode()
+  )
+  assert before == pytest.approx(of_dense['loss'], abs=1e-3)
+  assert (abs(now - before) > 0.05) == bool(reason)
+  assert ('does not begin as the dense one' in caplog.text) == bool(reason)
+  assert reason in caplog.text
+
+
+def test_epochs_of_a_text(dense, tmp_path):
+  epochs = {'train.num_epochs': 1.5, 'data.max_epochs': 1.0}
+  config = build('', dense, **epochs)
+  ((_, run),) = phases.expand(config, tmp_path)
+  tokens = text.num_train_tokens(config.data)
+  assert run.train.num_steps == int(1.5 * tokens / (4 * 16))
+  assert run.data.max_epochs == 1.5
+
+
+def test_a_run_says_what_it_begins_with(dense, tmp_path, capsys):
+  sizes = {'train.batch_size': 8, 'evaluation.batch_size': 8}
+  phases.train(build('', dense, **sizes), tmp_path, max_steps=0)
+  assert 'begins with a held-out loss of' in capsys.readouterr().err
 
 
 def test_it_needs_somebody_to_learn_from(dense):

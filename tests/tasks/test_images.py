@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import logging
 import pathlib
+from types import SimpleNamespace
 
 from absl import logging as absl_logging
 from flax import linen as nn
@@ -41,6 +42,7 @@ from mod_jax.tasks.experiment import PruningObjective
 from mod_jax.tasks.plain import Plain
 from mod_jax.tasks.pruning import Pruning
 from mod_jax.train import evaluation
+from mod_jax.train import loop
 from mod_jax.train import metrics as metrics_lib
 from mod_jax.train.optimizer import OptimizerConfig
 from mod_jax.train.run_config import EvaluationConfig
@@ -455,6 +457,12 @@ class TestEvaluate:
     params, _ = init(task)
     metrics = held_out(task, params)
     assert metrics.keys() == {'loss', 'accuracy'}
+    of_six = task.modality.eval_sums(
+      SimpleNamespace(logits_BV=np.zeros((1, 6))),
+      {'label': np.zeros(1, int), 'weight': np.ones(1)},
+      None,
+    )
+    assert of_six.keys() == {'loss', 'accuracy'}
     # Six images in a batch of 71; a row that only fills it is no image.
     images = list(images_lib.eval_batches(task.config.data, batch_size=1))
     assert len(images) == 6
@@ -488,6 +496,19 @@ def folder(tmp_path_factory):
 
 def in_folder(folder):
   return ImageDataConfig(source='folder', path=str(folder), image_size=8)
+
+
+def test_epochs_and_what_the_data_are(folder, tmp_path):
+  model = dataclasses.replace(DENSE, num_classes=3)
+  epochs = {'train.num_epochs': 2.5, 'train.batch_size': 4}
+  task = make(model, data=in_folder(folder), **epochs)
+  assert task.data_summary() == (
+    '12 images for training, 6 held out, 3 classes: cat, dog, emu'
+  )
+  ((_, run),) = phases.expand(task.config, tmp_path)
+  assert (run.train.num_steps, run.train.num_epochs) == (7, None)
+  with pytest.raises(UserError, match='phases.train derives'):
+    loop.train(task, task.config, tmp_path)
 
 
 class TestMismatch:

@@ -89,6 +89,7 @@ def checkpoint_steps(workdir):
 def test_what_a_run_leaves_behind(tmp_path, capsys, monkeypatch):
   monkeypatch.setattr(Tiny, 'pictures', lambda *args: {'view': Figure()})
   monkeypatch.setattr(Tiny, 'finish', lambda *args: ['a text'])
+  monkeypatch.setattr(Tiny, 'data_summary', lambda self: 'two series')
   config = tiny_config(**{'log.tensorboard': True})
   workdir = tmp_path / 'new' / 'run'
   result = train(config, workdir)
@@ -120,6 +121,7 @@ def test_what_a_run_leaves_behind(tmp_path, capsys, monkeypatch):
   out, err = capsys.readouterr()
   assert 'held-out, at step 8' in out
   assert 'starts' in err
+  assert 'two series' in err
   assert 'step 8/8' in err
 
 

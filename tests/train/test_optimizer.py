@@ -94,6 +94,23 @@ def test_learners_decay():
   assert (still['up'], still['down'], still['bias']) == (False, False, True)
 
 
+@pytest.mark.parametrize('num_steps', [1, 12, 200])
+def test_parts_of_a_run_follow_its_length(num_steps):
+  config = OptimizerConfig(
+    learning_rate=0.5, warmup_steps=0.25, rules=(('.*', 1.0, 0.5),)
+  )
+  rate = optimizer_lib.schedule(config, num_steps)
+  assert rate(round(num_steps / 4) if num_steps > 1 else 0) == 0.5
+  optimizer = optimizer_lib.make_optimizer(config, num_steps)
+  params = {'kernel': np.ones(2, np.float32)}
+  state, first = optimizer.init(params), None
+  for step in range(num_steps):
+    updates, state = optimizer.update(params, state, params)
+    if first is None and np.any(updates['kernel']):
+      first = step
+  assert first == num_steps // 2
+
+
 def test_updates_follow_the_schedule():
   config = OptimizerConfig(
     learning_rate=0.5, warmup_steps=3, weight_decay=0.0, clip_norm=0.0

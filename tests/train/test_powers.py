@@ -193,7 +193,7 @@ class TestStart:
   @pytest.mark.parametrize(
     ('name', 'message'),
     [
-      ('sourcee', "no such file or directory.*Did you mean '.*/source'"),
+      ('sourcee', "no such file.*Did you mean '.*/source'"),
       ('source/metrics.jsonl', 'neither the workdir of a run nor a file'),
       ('', 'neither the workdir of a run nor a file'),
       ('begun', 'holds no checkpoint yet'),
