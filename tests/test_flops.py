@@ -1,8 +1,10 @@
 """The layers' own FLOP counts: against facts, by hand, and XLA's count."""
 
 import dataclasses
+import itertools
 import math
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +13,12 @@ import pytest
 from mod_jax import flops
 from mod_jax.errors import UserError
 from mod_jax.layers.acm import AdaptiveConfig
+from mod_jax.layers.attention import AttentionConfig
 from mod_jax.layers.routed import LayerConfig
 from mod_jax.layers.routed import MoDConfig
+from mod_jax.layers.slots import Slot
 from mod_jax.models.lm import LMConfig
+from mod_jax.models.vit import ViTConfig
 from mod_jax.routing import num_chosen
 
 MOD = MoDConfig(capacity=0.125)
@@ -158,6 +163,58 @@ class TestParts:
 
 
 _WIDE = {'width': 1024, 'num_heads': 8, 'num_layers': 2, 'vocab_size': 512}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Everywhere(Slot):
+  """Something in a block whose parts have all the names that are taken."""
+
+  inputs: tuple[int, ...] = ()
+  outputs: tuple[int, ...] = ()
+
+  def run(self, x, info, *, name, dtype, mode):
+    raise NotImplementedError
+
+  def flops(self, tokens):
+    names = 'attention linear mlp experts learners gate router predictor norm'
+    return dict.fromkeys(names.split(), tokens)
+
+  @property
+  def num_params(self):
+    return 0
+
+
+def test_no_part_of_a_table_is_overwritten():
+  routing = MoDConfig(capacity=0.5, period=1, offset=0, predictor_width=5)
+  config = LMConfig(num_layers=1, routing=routing, feed_forward=Everywhere())
+  names = tuple(config.block.slots)
+  block = config.block.with_slots(dict.fromkeys(names, Everywhere()))
+  layer = LayerConfig(block=block, routing=routing, capacity=0.5)
+  length, k, width = 16, 8, config.width
+  pairs = 4 * width * k * (k + 1) // 2
+  routed = 2 * length * width + 2 * length * 5 * (width + 1)
+  want = pairs + len(names) * 9 * k + routed
+  assert sum(layer.flops(length).values()) == want
+  # A vision transformer adds norms.
+  stack = types.SimpleNamespace(layers=[layer])
+  vit = types.SimpleNamespace(stack=stack, width=width)
+  parts = ViTConfig.block_flops(vit, 0, length)
+  assert sum(parts.values()) == want + 2 * 2 * 5 * k * width
+
+
+def test_a_window_counts_the_expected_pairs_of_chosen_tokens():
+  config = AttentionConfig(
+    width=8, num_heads=1, num_kv_heads=1, head_dim=1, window=3
+  )
+  length, k = 7, 4
+  choices = list(itertools.combinations(range(length), k))
+  seen = sum(
+    0 <= a - b < 3 for choice in choices for a in choice for b in choice
+  )
+  linear = sum(slot.flops(k)['linear'] for slot in config.projections.values())
+  pairs = (config.flops(k, of=length)['attention'] - linear) / 4
+  assert pairs == round(seen / len(choices))
+  assert pairs < (config.flops(k)['attention'] - linear) / 4
 
 
 class TestAgainstXla:

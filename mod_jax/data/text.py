@@ -8,6 +8,8 @@ A batch is a dict of arrays:
   weights   float32 [B, L]  1 where the target counts, else 0
   segments  int32 [B, L]    only if `config.segments`: 1 for the first document
                             of a row, 2 for the next, ...; 0 is padding
+  valid     bool [B, L]     only of held-out batches without segments: False is
+                            padding
 
 Files, or what was prepared, are one stream of tokens, cut into windows of L + 1
 tokens at stride L, so that each token is a target exactly once. Documents of
@@ -637,7 +639,10 @@ def _padded_batches(
     rows = [load(item) for item in group[start : start + batch_size]]
     empty = _empty_row(config.length, config.segments)
     rows += [empty] * (batch_size - len(rows))
-    yield {k: np.stack([row[k] for row in rows]) for k in empty}
+    batch = {k: np.stack([row[k] for row in rows]) for k in empty}
+    if not config.segments:  # Then nothing but padding is without weight.
+      batch['valid'] = batch['weights'] > 0
+    yield batch
 
 
 # Documents of a data set.

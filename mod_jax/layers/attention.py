@@ -92,6 +92,7 @@ class AttentionConfig:
     *,
     full_pairs: bool = False,
     source_tokens: int | None = None,
+    of: int | None = None,
   ) -> dict[str, int]:
     """Returns forward FLOPs by part, over one sequence of tokens.
 
@@ -100,12 +101,20 @@ class AttentionConfig:
       full_pairs: count every query-key pair, as an implementation that masks
         afterwards executes, instead of the exact causal ones.
       source_tokens: tokens of the source, if keys and values are its.
+      of: tokens of the text that those processed are chosen from; None for no
+        others. Within a window the pairs are then the expected ones, were all
+        choices alike.
     """
     keys = tokens if source_tokens is None else source_tokens
     pairs = tokens * keys
     if source_tokens is None and self.causal and not full_pairs:
-      seen = min(tokens, self.window or tokens)
-      pairs = seen * (seen + 1) // 2 + (tokens - seen) * seen
+      of = tokens if of is None else of
+      seen = min(of, self.window or of)
+      # Of two tokens of the text, both are chosen with the probability
+      # k (k - 1) / L (L - 1). Beside these pairs each token sees itself.
+      within = seen * (seen - 1) // 2 + (of - seen) * (seen - 1)
+      both = tokens * (tokens - 1)
+      pairs = tokens + round(within * both / max(1, of * (of - 1)))
     parts = {'attention': 4 * self.num_heads * self.head_dim * pairs}
     for name, slot in self.projections.items():
       count_of = keys if name in ('key', 'value') else tokens

@@ -124,15 +124,14 @@ class ExpertsConfig:
     """Returns the slots of each expert for a sequence of so many tokens.
 
     Rounded up where tokens choose. Where experts do, it is the number that each
-    chooses, rounded down.
+    chooses: rounded down, and at least 1.
     """
     if self.capacity_factor is None:
       return tokens
     factor = self.capacity_factor * self.share * self.per_token
     exact = round(factor * tokens / self.num_experts, 9)
-    return min(
-      math.ceil(exact) if self.choice == 'token' else int(exact), tokens
-    )
+    slots = math.ceil(exact) if self.choice == 'token' else max(1, int(exact))
+    return min(slots, tokens)
 
   def check(self, block: BlockConfig, num_layers: int) -> None:
     """Raises UserError where no block of a model can have experts."""
@@ -236,6 +235,9 @@ class ExpertMLP(nn.Module):
     valid_BL = info.valid_BL
     if valid_BL is None:
       valid_BL = jnp.ones(x_BLD.shape[:2], bool)
+    count_B = info.count_B
+    if count_B is None:
+      count_B = valid_BL.sum(axis=-1)
     router = nn.Dense(
       self.config.num_choices,
       use_bias=False,
@@ -255,7 +257,7 @@ class ExpertMLP(nn.Module):
       wanted_BLX = chosen_BLKX.any(axis=2) & valid_BL[..., None]
       weight_BLX = self._shared(weight_BLX, wanted_BLX)
     else:
-      wanted_BLX = self._experts_choose(weight_BLX, valid_BL)
+      wanted_BLX = self._experts_choose(weight_BLX, valid_BL, count_B)
     ran_BLE = wanted_BLX[..., :experts]
     weight_BLE = jnp.where(ran_BLE, weight_BLX[..., :experts], 0)
     weight_BLJ = _of_choices(weight_BLE, chosen_BLKX, 0)
@@ -269,7 +271,7 @@ class ExpertMLP(nn.Module):
       expert_BLJ = _of_choices(expert_BLE, chosen_BLKX, experts)
       y_BLD = self._all(x_BLD, expert_BLJ, weight_BLJ, weights)
     else:
-      limit_B = None if info.valid_BL is None else self._limit(valid_BL)
+      limit_B = None if info.valid_BL is None else self._limit(length, count_B)
       slot_BLE = routing.give_slots(ran_BLE, slots, limit_B)
       ran_BLE = slot_BLE < experts * slots
       slot_BLJ = _of_choices(slot_BLE, chosen_BLKX, experts * slots)
@@ -288,35 +290,22 @@ class ExpertMLP(nn.Module):
     gate = {'gate': up} if mlp.kind == 'swiglu' else {}
     return {**gate, 'up': up, 'down': down}
 
-  def _limit(self, valid_BL) -> jax.Array:
-    """Returns the slots by each row's own tokens, in limit_B.
+  def _limit(self, length, count_B) -> jax.Array:
+    """Returns the slots by the tokens that each row counts for, in limit_B.
 
-    By the length of all, a row's padding would have a part in its choices.
+    By the length of all, a row's padding would have a part in its choices; and
+    by the tokens that a routed block chose, later ones in those before them.
     """
-    slots, length = self.config.experts.slots, valid_BL.shape[1]
-    return routing.for_lengths(slots, length, valid_BL.sum(axis=-1))
+    return routing.for_lengths(self.config.experts.slots, length, count_B)
 
   def _slots(self, length) -> int | None:
     """Returns the slots of each expert at this call; None for no limit."""
     config = self.config.experts
     if config.choice == 'expert':
-      return None if self.mode.routing.causal_rule else self._chosen(length)
+      return None if self.mode.routing.causal_rule else config.slots(length)
     if config.capacity_factor is None or not self.mode.train:
       return None
     return config.slots(length)
-
-  def _chosen(self, length) -> int:
-    """Returns how many tokens an expert chooses."""
-    config = self.config.experts
-    chosen = config.slots(length)
-    # A model is initialised on fewer tokens than any sequence has.
-    if not chosen and not self.is_initializing():
-      raise errors.UserError(
-        f'capacity_factor={config.capacity_factor} leaves each of'
-        f' num_experts={config.num_experts} less than one of {length} tokens:'
-        ' raise it, lengthen the sequences, or take fewer experts.'
-      )
-    return max(chosen, 1)
 
   def _tokens_choose(self, logits_BLX):
     """Returns chosen_BLKX: each token's choices, the best first."""
@@ -341,7 +330,7 @@ class ExpertMLP(nn.Module):
     total_BL1 = jnp.where(wanted_BLX, weight_BLX, 0).sum(-1, keepdims=True)
     return weight_BLX / jnp.where(total_BL1 > 0, total_BL1, 1)
 
-  def _experts_choose(self, weight_BLX, valid_BL):
+  def _experts_choose(self, weight_BLX, valid_BL, count_B):
     """Returns wanted_BLX: the tokens that each expert chooses."""
     config = self.config.experts
     batch, length, choices = weight_BLX.shape
@@ -363,14 +352,15 @@ class ExpertMLP(nn.Module):
           " experts.threshold_decay above 0, and pass the 'moving' collection"
           " beside 'params'."
         )
-      wanted_BLE = weight_BLE >= moving.value.value()
+      # NaN is chosen: see `rules.Rule`.
+      wanted_BLE = ~(weight_BLE < moving.value.value())
     else:
       score_QL = jnp.moveaxis(weight_BLE, -1, 1).reshape(-1, length)
       selection = routing.select_top_k(
         score_QL,
-        self._chosen(length),
+        config.slots(length),
         jnp.repeat(valid_BL, experts, axis=0),
-        jnp.repeat(self._limit(valid_BL), experts),
+        jnp.repeat(self._limit(length, count_B), experts),
       )
       selection = checkpoint_name(selection, SELECTION_NAME)
       wanted_QL = routing.mark_tokens(selection, length)

@@ -4,6 +4,7 @@ Raposo et al. 2024, Eq. 1: `x' = x + r · f(x̃)` for the k tokens with the
 largest r, `x' = x` for the rest.
 """
 
+from collections import Counter
 import dataclasses
 import functools
 from typing import Annotated
@@ -341,10 +342,8 @@ class MoDConfig(RoutingConfig):
     `router`: score above 0 (what the auxiliary loss trains, or the balance
     loss); `predictor`: its logit above 0; `threshold`: score at least the
     moving average of the k-th best; `fixed`: for scores that do not look at the
-    tokens.
+    tokens. The first one is that which training chose by, if any.
     """
-    if not self.scorer.gates:
-      return ('fixed',)
     if self.per_sequence:
       return ()
     trained = {
@@ -352,9 +351,14 @@ class MoDConfig(RoutingConfig):
       'predictor': self.predictor_width > 0,
       'threshold': self.threshold_decay > 0,
     }
-    if isinstance(self.train_rule, Rule):
-      trained[self.train_rule.name] = True
-    return tuple(rule for rule, yes in trained.items() if yes)
+    if not self.scorer.gates:
+      trained = {'fixed': True}
+    own = self.train_rule
+    if isinstance(own, Rule):
+      own = own.name
+      trained[own] = True
+    usable = [rule for rule, yes in trained.items() if yes]
+    return tuple(sorted(usable, key=lambda rule: rule != own))
 
   def mode(self, rule: str, **kwargs) -> RoutingMode:
     """Returns the mode of a rule by name; keywords are other fields of it."""
@@ -466,14 +470,15 @@ class LayerConfig:
 
   def flops(self, length: int, **kwargs) -> dict[str, int]:
     """Returns forward FLOPs by part: routing on all tokens, the rest on k."""
-    parts = self.block.flops(self.tokens(length), **kwargs)
-    if self.routing is not None:
-      width, hidden = self.block.attention.width, self.routing.predictor_width
-      if count := self.routing.scorer.flops(length, width):
-        parts['router'] = count
-      if self.routing.has_predictor:
-        parts['predictor'] = 2 * length * hidden * (width + 1)
-    return parts
+    parts = self.block.flops(self.tokens(length), of=length, **kwargs)
+    if self.routing is None:
+      return parts
+    width, hidden = self.block.attention.width, self.routing.predictor_width
+    routing_parts = {'router': self.routing.scorer.flops(length, width)}
+    if self.routing.has_predictor:
+      routing_parts['predictor'] = 2 * length * hidden * (width + 1)
+    # Added, since what stands in the block may have parts of the same names.
+    return dict(Counter(parts) + Counter(routing_parts))
 
 
 @flax.struct.dataclass
@@ -581,11 +586,13 @@ class Layer(nn.Module):
     wanted_BL = self._decide(routed, top, info)
 
     if cache is None:
-      selection = top
+      selection, count_B = top, None
       if mode.causal_rule is not None:
-        slots, count_B = mode.slots(capacity, length), None
-        if mode.overflow == 'drop' and info.valid_BL is not None:
-          count_B = mode.row_slots(capacity, length, info.valid_BL.sum(axis=-1))
+        count_B = jnp.full(len(x_BLD), length)
+        if info.valid_BL is not None:
+          count_B = info.valid_BL.sum(axis=-1)
+        count_B = mode.row_slots(capacity, length, count_B)
+        slots = mode.slots(capacity, length)
         selection = routing.select_decided(wanted_BL, slots, count_B)
         selection = checkpoint_name(selection, SELECTION_NAME)
       chosen_BL = routing.mark_tokens(selection, length)
@@ -596,7 +603,7 @@ class Layer(nn.Module):
       if config.routing.per_sequence and not hides:
         done = self._run_rows(block, x_BLD, info, routed, chosen_BL, None)
       else:
-        done = self._run(block, x_BLD, info, routed, selection, None)
+        done = self._run(block, x_BLD, info, routed, selection, None, count_B)
     else:
       chosen_BL = cache.room(wanted_BL)
       if length <= _SHORT and mode.chunk != 0:
@@ -659,7 +666,7 @@ class Layer(nn.Module):
     if self.config.routing.per_sequence:
       # Their share only comes to the capacity by the balance loss. But 1, with
       # which a warm-up begins, means all of them.
-      enters_BL = (score_BL > 0) | (capacity >= 1)
+      enters_BL = ~(score_BL <= 0) | (capacity >= 1)  # NaN: see `rules.Rule`.
       if info.valid_BL is not None:
         enters_BL &= info.valid_BL
       selection = routing.select_decided(enters_BL, score_BL.shape[1])
@@ -688,11 +695,13 @@ class Layer(nn.Module):
       wanted_BL = jnp.ones_like(wanted_BL)
     return wanted_BL if info.valid_BL is None else wanted_BL & info.valid_BL
 
-  def _run(self, block, x_BLD, info, routed, selection, cache) -> LayerOutput:
+  def _run(
+    self, block, x_BLD, info, routed, selection, cache, count_B=None
+  ) -> LayerOutput:
     """Gathers the selected tokens, processes them, adds the update."""
     index_BK, valid_BK = selection.index_BK, selection.valid_BK
     x_BKD = routing.gather_tokens(x_BLD, index_BK)
-    done = block(x_BKD, info.gather(selection), cache)
+    done = block(x_BKD, info.gather(selection, count_B), cache)
     weight_BK = routing.gather_tokens(routed.weight_BL, index_BK)
     update_BKD = self._weigh(x_BKD, done.update_BLD, weight_BK, valid_BK)
     x_BLD = routing.scatter_add_tokens(x_BLD, index_BK, update_BKD)

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 class Rule(abc.ABC):
   """A causal choice: each token's depends on none that comes later.
 
-  A subclass is a frozen dataclass, and may live anywhere.
+  A subclass is a frozen dataclass, and may live anywhere. The rules here choose
+  tokens whose number is NaN: it then shows in the output, where a block that is
+  passed by would leave no trace.
 
   Attributes:
     num_slots: how many slots a sequence has at most; None for as many as the
@@ -54,7 +56,7 @@ class Positive(Rule):
   """Chooses by a score above 0, which is what the auxiliary loss trains."""
 
   def wants(self, routed, score, capacity):
-    return routed.score_BL > 0
+    return ~(routed.score_BL <= 0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,7 +64,7 @@ class Predicted(Rule):
   """Chooses by a logit of the predictor above 0."""
 
   def wants(self, routed, score, capacity):
-    return routed.predictor_BL > 0
+    return ~(routed.predictor_BL <= 0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,7 +72,7 @@ class Threshold(Rule):
   """Chooses by a score of at least the moving average of the k-th best."""
 
   def wants(self, routed, score, capacity):
-    return routed.score_BL >= routed.threshold_B[:, None]
+    return ~(routed.score_BL < routed.threshold_B[:, None])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

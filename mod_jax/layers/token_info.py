@@ -40,6 +40,8 @@ class TokenInfo:
       `attention.masked_attention`. Dropped tokens are not valid either.
     index_BL: int32 place of each token in the row that the model was called
       with; None where all of its tokens are there, in order.
+    count_B: int32 tokens that each row counts for where slots of experts are
+      given out; None for those that are valid.
     source: what blocks with cross-attention read, the same for all tokens of a
       sequence; None if there is none.
   """
@@ -49,13 +51,22 @@ class TokenInfo:
   segment_BL: jax.Array | None = None
   keep_BL: jax.Array | None = None
   index_BL: jax.Array | None = None
+  count_B: jax.Array | None = None
   source: Source | None = None
 
-  def gather(self, selection: routing.Selection) -> 'TokenInfo':
-    """Returns the facts of the chosen tokens; empty slots become invalid."""
+  def gather(
+    self, selection: routing.Selection, count_B: jax.Array | None = None
+  ) -> 'TokenInfo':
+    """Returns the facts of the chosen tokens; empty slots become invalid.
+
+    Args:
+      selection: the chosen tokens.
+      count_B: how many each row is known to have room for before any is chosen:
+        how many it has may depend on later tokens. None counts them.
+    """
     gathered = jax.tree.map(
       lambda x: routing.gather_tokens(x, selection.index_BK),
-      self.replace(source=None),
+      self.replace(source=None, count_B=None),
     )
     keep_BK = gathered.keep_BL
     if keep_BK is not None and selection.valid_BK is not None:
@@ -67,6 +78,7 @@ class TokenInfo:
       valid_BL=selection.valid_BK,
       keep_BL=keep_BK,
       index_BL=selection.index_BK if index_BK is None else index_BK,
+      count_B=count_B,
       source=self.source,
     )
 

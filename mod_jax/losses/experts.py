@@ -22,7 +22,8 @@ def balance_loss(
 
   Fedus et al. 2021, Eq. 4, there with equal targets 1/E. f is the part of all
   choices that were x, before any was dropped, without a gradient; P the mean
-  probability of x.
+  probability of x. A product of two means over tokens is no mean over tokens:
+  of a batch that is processed in parts, each part is balanced by itself.
 
   Args:
     logits_BLX: of the choices.

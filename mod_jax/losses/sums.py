@@ -1,6 +1,7 @@
 """What losses and metrics are: sums that are divided once, at the end."""
 
 from collections.abc import Mapping
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,23 @@ def add(a: Mapping[str, Pair], b: Mapping[str, Pair]) -> MetricSums:
       total, weight = sums[name][0] + total, sums[name][1] + weight
     sums[name] = (total, weight)
   return sums
+
+
+def sum_of_means(
+  pairs: Sequence[Pair], weights: Sequence[jax.Array] | None = None
+) -> jax.Array:
+  """Returns Σ total / weight: a loss of several, each a mean of its own.
+
+  Args:
+    pairs: of each loss.
+    weights: in place of those of the pairs, where these are parts of a batch.
+  """
+  if weights is None:
+    weights = [weight for _, weight in pairs]
+  return sum(
+    total / jnp.maximum(weight, 1e-9)
+    for (total, _), weight in zip(pairs, weights, strict=True)
+  )
 
 
 def weighted_sum(value_B: jax.Array, weight_B: jax.Array | None = None) -> Pair:

@@ -203,6 +203,8 @@ class LMConfig(StackedConfig):
   def decoding_mode(self) -> RoutingMode:
     """The mode to generate by: of the first causal rule, if one is needed.
 
+    It is the rule that training chose by, unless that was top-k.
+
     Raises:
       UserError: one is needed, and the model was trained for none.
     """

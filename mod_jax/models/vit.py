@@ -1,5 +1,6 @@
 """Vision transformers: ViT, DeiT and LV-ViT, dense, with MoD or with A-MoD."""
 
+from collections import Counter
 import dataclasses
 import functools
 import math
@@ -180,9 +181,8 @@ class ViTConfig(StackedConfig):
   def block_flops(self, layer: int, tokens: int) -> dict[str, int]:
     """Returns the FLOPs of a block, by part, norms included."""
     block = self.stack.layers[layer]
-    return block.flops(tokens) | {
-      'norm': 2 * norm_flops(block.tokens(tokens), self.width)
-    }
+    norms = 2 * norm_flops(block.tokens(tokens), self.width)
+    return dict(Counter(block.flops(tokens)) + Counter(norm=norms))
 
   def embed_flops(self) -> dict[str, int]:
     """Returns the FLOPs of what turns an image into tokens."""

@@ -15,8 +15,8 @@ def check(temperature: float, top_k: int, top_p: float) -> None:
       f'temperature={temperature}: expected 0 (the likeliest token) or a'
       ' positive number.'
     )
-  if top_k < 0:
-    raise UserError(f'top_k={top_k}: expected 0 (no limit) or more.')
+  if not 0 <= top_k < 2**31:
+    raise UserError(f'top_k={top_k}: expected 0 (no limit) to 2**31 - 1.')
   if not 0 < top_p <= 1:
     raise UserError(f'top_p={top_p}: expected a probability in (0, 1].')
 
@@ -66,8 +66,10 @@ def _filtered(logits_BV, top_k_B1, top_p_B1):
   sorted_BV = jnp.where(jnp.arange(size) < top_k_B1, sorted_BV, -jnp.inf)
   probability_BV = jax.nn.softmax(sorted_BV, axis=-1)
   before_BV = jnp.cumsum(probability_BV, axis=-1) - probability_BV
-  # The sum before may round to 1 where nothing is to be left out.
+  # The sum before may round to 1 where nothing is to be left out, and a tiny
+  # limit to 0.
   kept_BV = (before_BV < top_p_B1) | (top_p_B1 >= 1)
+  kept_BV |= jnp.arange(size) == 0
   sorted_BV = jnp.where(kept_BV, sorted_BV, -jnp.inf)
   back_BV = jnp.argsort(order_BV, axis=-1)
   return jnp.take_along_axis(sorted_BV, back_BV, axis=-1)

@@ -15,6 +15,7 @@ from mod_jax.layers import stack as stack_lib
 from mod_jax.layers.acm import ACM
 from mod_jax.layers.mode import Mode
 from mod_jax.losses import acm as acm_losses
+from mod_jax.losses.sums import sum_of_means
 from mod_jax.losses.sums import weighted_sum
 from mod_jax.models import acm
 from mod_jax.tasks import warm_start
@@ -91,7 +92,7 @@ class Adaptive(Plain):
       and step < drawn
     )
 
-  def loss(self, params, model_state, batch, rng, static_args, teacher=None):
+  def losses(self, params, model_state, batch, rng, static_args, teacher=None):
     if self.objective.phase == 'end_to_end':
       return self._end_to_end(
         params, model_state, batch, rng, noise=static_args
@@ -107,9 +108,9 @@ class Adaptive(Plain):
     ]
     # Eq. 3 and 6 are means over the modules. It matters although Adam does not
     # care for the scale: gradients are clipped by their norm over all modules.
-    means = [total / jnp.maximum(count, 1e-9) for total, count in metric_sums]
-    loss, count = sum(means) / len(means), metric_sums[0][1]
-    return loss, ({'loss': (loss * count, count)}, model_state)
+    pairs = [(total / len(metric_sums), count) for total, count in metric_sums]
+    loss, count = sum_of_means(pairs), metric_sums[0][1]
+    return pairs, ({'loss': (loss * count, count)}, model_state)
 
   def _capture(self, teacher, batch, rng, *, train):
     """Returns what the modules of the model that is converted see and say."""
@@ -122,8 +123,7 @@ class Adaptive(Plain):
 
   def _run_all(self, module, params, z_BLD):
     """Returns h(z, k) for every k, and what the gate of a module chooses."""
-    dtype = self.config.model.stack.layers[0].block.dtype  # As of all blocks.
-    module = ACM(module, mode='all', dtype=dtype)
+    module = ACM(module, mode='all', dtype=self.dtype)
     return module.apply({'params': params}, z_BLD)
 
   def _learners_loss(self, module, params, seen):
@@ -151,12 +151,12 @@ class Adaptive(Plain):
     )
     total, count = self.modality.loss(output, batch)
     extra, more = self.choice_losses(output, batch, self.config.model)
-    loss = total / jnp.maximum(count, 1e-9) + extra
+    pairs = [(total, count), *extra]
     metric_sums = {'loss': (total, count)} | more
     extra, more = self.modality.more_losses(output)
-    loss, metric_sums = loss + extra, metric_sums | more
+    pairs, metric_sums = [*pairs, *extra], metric_sums | more
     if objective.static_learners:
-      return loss, (metric_sums, model_state)
+      return pairs, (metric_sums, model_state)
     choices = stack_lib.collect(output.aux, 'adaptive')
     chosen = {name: choice.one_hot_BLM for name, choice in choices.items()}
     valid = {name: choice.valid_BL for name, choice in choices.items()}
@@ -181,12 +181,12 @@ class Adaptive(Plain):
         ),
       ),
     }
-    loss += sum(w * term for w, term in terms.values())
+    pairs += [(w * term * count, count) for w, term in terms.values()]
     metric_sums['load'] = weighted_sum(load_B, weight_B)
     metric_sums |= {
       name: (term * count, count) for name, (_, term) in terms.items()
     }
-    return loss, (metric_sums, model_state)
+    return pairs, (metric_sums, model_state)
 
   def flops_per_step(self, static_args):
     """A forward pass of the teacher and three of what is trained."""

@@ -1,7 +1,5 @@
 """Training of a routed language model beside the dense one it is made of."""
 
-import jax.numpy as jnp
-
 from mod_jax import errors
 from mod_jax import flops
 from mod_jax import losses
@@ -45,9 +43,8 @@ class Distilled(Plain):
     total, count = losses.logit_distillation(
       output.logits_BLV, taught.logits_BLV, batch['weights']
     )
-    weight = self.config.objective.distillation
-    loss = weight * total / jnp.maximum(count, 1e-9)
-    return loss, {'distillation': (total, count)}
+    scaled = self.config.objective.distillation * total, count
+    return [scaled], {'distillation': (total, count)}
 
   def flops_per_step(self, static_args):
     """The student's three passes, and one of the teacher."""

@@ -136,12 +136,12 @@ class Language(Modality):
     return self.config.train.batch_size * self.config.data.length
 
   def inputs(self, batch, *, train):
-    # Padding has segment 0. Training rows without segments have no padding.
-    segment_BL, valid_BL = batch.get('segments'), None
+    del train
+    # Padding has segment 0. Training rows without segments have no padding. A
+    # weight of 0 says nothing of it: a prompt that no loss is taken of has it.
+    segment_BL, valid_BL = batch.get('segments'), batch.get('valid')
     if segment_BL is not None:
       valid_BL = segment_BL > 0
-    elif not train:
-      valid_BL = batch['weights'] > 0
     return (batch['tokens'],), {
       'valid_BL': valid_BL,
       'segment_BL': segment_BL,
@@ -159,10 +159,10 @@ class Language(Modality):
 
   def more_losses(self, output):
     if output.early_loss is None:
-      return 0.0, {}
+      return [], {}
     total, weight = output.early_loss
-    mean = total / jnp.maximum(weight, 1e-9)
-    return self.config.model.early_loss * mean, {'early_loss': (total, weight)}
+    scaled = self.config.model.early_loss * total, weight
+    return [scaled], {'early_loss': (total, weight)}
 
   @functools.cached_property
   def _token_bytes_V(self):
@@ -186,6 +186,8 @@ class Language(Modality):
 
   def token_weights(self, batch):
     _, kwargs = self.inputs(batch, train=False)
+    if kwargs['valid_BL'] is None:
+      return jnp.ones(batch['tokens'].shape, jnp.float32)
     return kwargs['valid_BL'].astype(jnp.float32)
 
   # Evaluation.

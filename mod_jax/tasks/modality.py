@@ -10,6 +10,7 @@ from typing import Any
 from mod_jax import viz
 from mod_jax.layers.mode import Mode
 from mod_jax.losses.sums import MetricSums
+from mod_jax.losses.sums import Pair
 from mod_jax.tasks import warm_start
 from mod_jax.train.task import Study
 
@@ -89,10 +90,10 @@ class Modality(abc.ABC):
   def loss(self, output, batch) -> tuple[Any, Any]:
     """Returns the loss of a training batch: (total, weight)."""
 
-  def more_losses(self, output) -> tuple[Any, MetricSums]:
-    """Returns what is added to that loss's mean, and the sums to report."""
+  def more_losses(self, output) -> tuple[list[Pair], MetricSums]:
+    """Returns losses to add to that one, and the sums to report."""
     del output
-    return 0.0, {}
+    return [], {}
 
   @abc.abstractmethod
   def eval_sums(self, output, batch, mode: Mode) -> MetricSums:

@@ -18,6 +18,7 @@ from mod_jax.layers.routed import Routing
 from mod_jax.layers.routed import RoutingConfig
 from mod_jax.losses import sums
 from mod_jax.losses.sums import MetricSums
+from mod_jax.losses.sums import Pair
 from mod_jax.tasks import capacity_warmup
 from mod_jax.tasks import warm_start
 from mod_jax.tasks.modality import Modality
@@ -40,6 +41,7 @@ class Plain(task_lib.Task):
     self.config = config
     self.modality = modality
     self.unit = modality.unit
+    self.dtype = config.model.stack.layers[0].block.dtype  # As of all blocks.
 
   # Data.
 
@@ -149,32 +151,34 @@ class Plain(task_lib.Task):
       mutable=list(model_state),
     )
 
-  def loss(self, params, model_state, batch, rng, static_args, teacher=None):
+  def losses(self, params, model_state, batch, rng, static_args, teacher=None):
     model = capacity_warmup.at_floor(self.config.model, static_args)
     output, model_state = self.forward(model, params, model_state, batch, rng)
     total, weight = self.modality.loss(output, batch)
     metric_sums = {'loss': (total, weight)}
     extra, more = self.modality.more_losses(output)
-    loss = total / jnp.maximum(weight, 1e-9) + extra
+    pairs = [(total, weight), *extra]
     metric_sums |= more
     if teacher is not None:
       extra, more = self.taught(output, batch, teacher)
-      loss += extra
+      pairs += extra
       metric_sums |= more
     extra, more = self.choice_losses(output, batch, model)
-    return loss + extra, (metric_sums | more, model_state)
+    return [*pairs, *extra], (metric_sums | more, model_state)
 
-  def choice_losses(self, output, batch, model) -> tuple[jax.Array, MetricSums]:
-    """Returns what routers and experts add to the loss, and sums to report.
+  def choice_losses(
+    self, output, batch, model
+  ) -> tuple[list[Pair], MetricSums]:
+    """Returns losses of routers and experts, and sums to report.
 
     `model` is the config that the output is of, whose capacities a warm-up may
     have raised.
     """
-    loss, metric_sums = jnp.zeros(()), {}
+    pairs, metric_sums = [], {}
     if output.experts:
-      loss, metric_sums = expert_losses(model.experts, output.experts)
+      pairs, metric_sums = expert_losses(model.experts, output.experts)
     if not output.routing:
-      return loss, metric_sums
+      return pairs, metric_sums
     _, kwargs = self.modality.inputs(batch, train=True)
     # While a warm-up lets a block process every token, there is no choice to
     # foresee: the loss would only raise all scores alike.
@@ -191,10 +195,10 @@ class Plain(task_lib.Task):
     extra, more = routing_losses(
       self.config.model.routing, telling, kwargs.get('valid_BL')
     )
-    return loss + extra, metric_sums | more
+    return pairs + extra, metric_sums | more
 
-  def taught(self, output, batch, teacher) -> tuple[jax.Array, MetricSums]:
-    """Returns what a teacher adds to the loss, and the sums to report.
+  def taught(self, output, batch, teacher) -> tuple[list[Pair], MetricSums]:
+    """Returns losses that a teacher adds, and the sums to report.
 
     For methods that have one; a plain run has none, and never comes here.
     """
@@ -281,15 +285,14 @@ def _routed_capacities(config) -> list[float]:
 
 def routing_losses(
   config: RoutingConfig, layers: Sequence[Routing], valid_BL
-) -> tuple[jax.Array, MetricSums]:
-  """Returns what is added to the loss, and the sums to report.
+) -> tuple[list[Pair], MetricSums]:
+  """Returns losses to add to the main one, and the sums to report.
 
   The auxiliary BCE on the router enters with `router_loss`, and the balance of
   tokens that decide for themselves with `balance_loss`; the predictor's BCE
   with 1, since it has parameters of its own.
   """
-  loss = jnp.zeros(())
-  metric_sums = {}
+  pairs, metric_sums = [], {}
   for routed in layers:
     for rule, weight, logit_BL in (
       ('router', config.router_loss, routed.score_BL),
@@ -298,7 +301,7 @@ def routing_losses(
       if rule not in config.causal_rules:
         continue
       total, count = losses.choice_bce(logit_BL, routed.top_k_BL, valid_BL)
-      loss += weight * total / jnp.maximum(count, 1) / len(layers)
+      pairs.append((weight * total / len(layers), count))
       agreement = losses.choice_agreement(
         logit_BL > 0, routed.top_k_BL, valid_BL
       )
@@ -309,9 +312,7 @@ def routing_losses(
       balance, count = losses.path_balance(
         routed.score_BL, routed.capacity, valid_BL
       )
-      loss += (
-        config.balance_loss * balance / jnp.maximum(count, 1) / len(layers)
-      )
+      pairs.append((config.balance_loss * balance / len(layers), count))
       dropped = routed.overflow_B.sum()
       chosen = routed.chosen_BL.sum()
       found = {
@@ -320,32 +321,31 @@ def routing_losses(
         'router/dropped': (dropped, count),
       }
       metric_sums = sums.add(metric_sums, found)
-  return loss, metric_sums
+  return pairs, metric_sums
 
 
 def expert_losses(
   config: ExpertsConfig, layers: Sequence[Assigned]
-) -> tuple[jax.Array, MetricSums]:
-  """Returns what is added to the loss, and the sums to report.
+) -> tuple[list[Pair], MetricSums]:
+  """Returns losses to add to the main one, and the sums to report.
 
   Each layer has a loss of its own, of which the mean is taken: were the loads
   added up first, one layer's imbalance would make up for another's.
   """
-  loss = jnp.zeros(())
-  metric_sums = expert_loads(layers)
+  pairs, metric_sums = [], expert_loads(layers)
   for assigned in layers:
     total, count = losses.experts.z_loss(assigned.logits_BLX, assigned.valid_BL)
-    loss += config.z_loss * total / jnp.maximum(count, 1) / len(layers)
+    pairs.append((config.z_loss * total / len(layers), count))
     found = {'experts/z': (total, count)}
     if config.choice == 'token':
       balance = losses.experts.balance_loss(
         *(assigned.logits_BLX, assigned.wanted_BLX, assigned.valid_BL),
         config.targets,
       )
-      loss += config.balance_loss * balance / len(layers)
+      pairs.append((config.balance_loss * balance * count / len(layers), count))
       found['experts/balance'] = (balance, jnp.float32(1))
     metric_sums = sums.add(metric_sums, found)
-  return loss, metric_sums
+  return pairs, metric_sums
 
 
 def expert_loads(

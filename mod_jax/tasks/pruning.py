@@ -46,7 +46,7 @@ class Pruning(Plain):
   def static_args(self, step):
     return 0.0
 
-  def loss(self, params, model_state, batch, rng, static_args, teacher=None):
+  def losses(self, params, model_state, batch, rng, static_args, teacher=None):
     model, objective = self.config.model, self.objective
     output, model_state = self.forward(model, params, model_state, batch, rng)
     metric_sums = {'loss': self.modality.loss(output, batch)}
@@ -67,15 +67,15 @@ class Pruning(Plain):
           output, taught
         )
         weights['token_distillation'] = objective.token_distillation
-    loss = sum(
-      weights[name] * total / jnp.maximum(count, 1)
+    pairs = [
+      (weights[name] * total, count)
       for name, (total, count) in metric_sums.items()
-    )
+    ]
     for s, keep_BN in enumerate(output.keep_SBN):
       keep_BN = jax.lax.stop_gradient(keep_BN)
       metric_sums[f'kept_{s}'] = (keep_BN.sum(), jnp.float32(keep_BN.size))
     extra, more = self.choice_losses(output, batch, model)
-    return loss + extra, (metric_sums | more, model_state)
+    return [*pairs, *extra], (metric_sums | more, model_state)
 
   def _token_distillation(self, output, taught):
     prefix = self.config.model.backbone.num_prefix

@@ -212,9 +212,7 @@ class _Run:
           num_steps,
           start,
           tokens_per_step=self.task.tokens_per_step,
-          flops_per_step=self.task.flops_per_step(
-            self.task.static_args(num_steps)
-          ),
+          flops_of_step=self._flops_of_step(),
           peak=self._peak(),
           unit=self.task.unit,
           enabled=self.first,
@@ -240,8 +238,13 @@ class _Run:
       self._stop(step, state)
       return Result(step, step - start, False, {}, state)
 
+  def _flops_of_step(self):
+    flops = functools.cache(self.task.flops_per_step)
+    return lambda step: flops(self.task.static_args(step - 1))
+
   def _peak(self):
-    of_each = [peaks.of(device) for device in self.mesh.devices.flat]
+    devices = self.mesh.devices.flat
+    of_each = [peaks.of(device, self.task.dtype) for device in devices]
     return None if None in of_each else sum(of_each)
 
   def _note_start(self, step):

@@ -29,7 +29,7 @@ class Progress:
     start_step: int = 0,
     *,
     tokens_per_step: float | None = None,
-    flops_per_step: float | None = None,
+    flops_of_step: Callable[[int], float] | None = None,
     peak: float | None = None,
     unit: str = 'tokens',
     stream=None,
@@ -44,8 +44,8 @@ class Progress:
       start_step: steps taken already, when resuming.
       tokens_per_step: tokens (or what `unit` says) in a batch over all devices;
         None hides the rate.
-      flops_per_step: the model's FLOPs of one training step, multiply-add
-        counted as 2; None hides the rate.
+      flops_of_step: the model's FLOPs of the step of a number, from 1 on,
+        multiply-add counted as 2; None hides the rate.
       peak: FLOP/s that all devices together reach at most; None hides the part
         of it that the model's FLOPs are (MFU, Chowdhery et al. 2022).
       unit: what a batch is counted in, such as `images`.
@@ -57,7 +57,7 @@ class Progress:
     """
     self._total_steps = total_steps
     self._tokens_per_step = tokens_per_step
-    self._flops_per_step = flops_per_step
+    self._flops_of_step = flops_of_step
     self._peak = peak
     self._unit = unit
     self._stream = sys.stderr if stream is None else stream
@@ -69,6 +69,7 @@ class Progress:
     self._pending = None
     self._shown = None  # Step and time of what was shown last.
     self._rate = None  # Steps per second.
+    self._flops = None  # FLOPs per second.
     self._bar = None
     if enabled and terminal:
       self._bar = tqdm.tqdm(
@@ -129,21 +130,22 @@ class Progress:
     parts = [f'{name} {_text(value)}' for name, value in values.items()]
     now = max(now, self._clock())
     if self._shown is not None and now > self._shown[1]:
-      rate = (step - self._shown[0]) / (now - self._shown[1])
-      if self._rate is not None:
-        rate = _SMOOTHING * rate + (1 - _SMOOTHING) * self._rate
-      self._rate = rate
+      seconds = now - self._shown[1]
+      steps = range(self._shown[0] + 1, step + 1)
+      self._rate = _smooth(self._rate, len(steps) / seconds)
+      if self._flops_of_step:
+        flops = sum(map(self._flops_of_step, steps))
+        self._flops = _smooth(self._flops, flops / seconds)
     self._shown = (step, now)
     if self._rate:
       if self._tokens_per_step:
         number, prefix = _scaled(self._rate * self._tokens_per_step)
         parts.append(f'{number}{prefix} {self._unit}/s')
-      if self._flops_per_step:
-        number, prefix = _scaled(self._rate * self._flops_per_step)
+      if self._flops:
+        number, prefix = _scaled(self._flops)
         parts.append(f'{number} {prefix}FLOP/s')
         if self._peak:
-          share = self._rate * self._flops_per_step / self._peak
-          parts.append(f'{share:.1%} MFU')
+          parts.append(f'{self._flops / self._peak:.1%} MFU')
       left = max(0, self._total_steps - step) / self._rate
       parts.append(f'left {datetime.timedelta(seconds=round(left))}')
     if self._bar is None:
@@ -166,6 +168,12 @@ def _is_terminal(stream) -> bool:
     return all(os.get_terminal_size(stream.fileno()))
   except (OSError, AttributeError):
     return True
+
+
+def _smooth(before: float | None, now: float) -> float:
+  if before is None:
+    return now
+  return _SMOOTHING * now + (1 - _SMOOTHING) * before
 
 
 def _text(value) -> str:

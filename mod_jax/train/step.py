@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from mod_jax.losses import sums
 from mod_jax.train.run_config import TrainConfig
 from mod_jax.train.state import TrainState
 
@@ -36,28 +37,36 @@ def train_step(
   """
   rng = jax.random.fold_in(state.rng, state.step)
 
-  def gradients(params, model_state, batch, rng):
-    """Gradients of the mean, times the weight that the mean was over."""
-    grad_fn = jax.value_and_grad(task.loss, has_aux=True)
-    (_, (metric_sums, model_state)), grads = grad_fn(
-      params, model_state, batch, rng, static_args, teacher
-    )
-    weight = metric_sums['loss'][1]
-    return jax.tree.map(lambda g: g * weight, grads), metric_sums, model_state
+  def gradients(model_state, batch, rng, weights=None):
+    def loss(params):
+      losses, told = task.losses(
+        params, model_state, batch, rng, static_args, teacher
+      )
+      return sums.sum_of_means(losses, weights), told
+
+    return jax.grad(loss, has_aux=True)(state.params)
 
   if grad_accum_steps == 1:
-    grads, metric_sums, model_state = gradients(
-      state.params, state.model_state, batch, rng
-    )
+    grads, (metric_sums, model_state) = gradients(state.model_state, batch, rng)
   else:
     micro = jax.tree.map(lambda x: _split(x, grad_accum_steps), batch)
     rngs = jax.random.split(rng, grad_accum_steps)
 
+    def weigh(model_state, inputs):
+      losses, (_, model_state) = task.losses(
+        *(state.params, model_state, *inputs, static_args, teacher)
+      )
+      return model_state, [weight for _, weight in losses]
+
+    # Of the whole batch, for a mean of means is another loss. The compiler
+    # leaves out what the weights do not need: mostly the whole model.
+    _, weights = jax.lax.scan(weigh, state.model_state, (micro, rngs))
+    weights = [weight.sum(axis=0) for weight in weights]
+
     def add(carry, inputs):
       grads, model_state = carry
-      batch, rng = inputs
-      more, metric_sums, model_state = gradients(
-        state.params, model_state, batch, rng
+      more, (metric_sums, model_state) = gradients(
+        model_state, *inputs, weights
       )
       return (jax.tree.map(jnp.add, grads, more), model_state), metric_sums
 
@@ -66,8 +75,6 @@ def train_step(
       add, (zeros, state.model_state), (micro, rngs)
     )
     metric_sums = jax.tree.map(lambda x: x.sum(axis=0), metric_sums)
-  weight = jnp.maximum(metric_sums['loss'][1], 1e-9)
-  grads = jax.tree.map(lambda g: g / weight, grads)
 
   updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
   metric_sums['grad_norm'] = (optax.tree.norm(grads), jnp.ones(()))

@@ -5,13 +5,16 @@ from collections.abc import Callable
 from collections.abc import Hashable
 from collections.abc import Iterable
 from collections.abc import Mapping
+from collections.abc import Sequence
 import dataclasses
 import typing
 from typing import Any
 
 from mod_jax import viz
 from mod_jax.errors import UserError
+from mod_jax.losses import sums
 from mod_jax.losses.sums import MetricSums
+from mod_jax.losses.sums import Pair
 
 if typing.TYPE_CHECKING:  # It takes long to import.
   from matplotlib.figure import Figure
@@ -42,6 +45,8 @@ class Task(abc.ABC):
 
   # What a batch is counted in.
   unit: str = 'tokens'
+  # Of the matrix products, on which it depends how many a device can do.
+  dtype: str = 'float32'
 
   # Not abstract, because many tasks have nothing to look at.
   def check(self) -> None:  # noqa: B027
@@ -130,15 +135,23 @@ class Task(abc.ABC):
     """Returns the static choices of a step: each compiles its own program."""
 
   @abc.abstractmethod
-  def loss(
+  def losses(
     self, params, model_state, batch, rng, static_args, teacher=None
-  ) -> tuple[Any, Any]:
-    """Returns (scalar, (metric_sums, model_state)): a pure function.
+  ) -> tuple[Sequence[Pair], Any]:
+    """Returns (losses, (metric_sums, model_state)): a pure function.
 
-    `metric_sums['loss']` is the main loss; its weight is the number of things
-    that the scalar is a mean over, by which microbatches are added. `teacher`
-    is what the method of that name returned.
+    What is trained is the sum of all `total / weight`. No gradient passes the
+    weights, the numbers of things that the losses are means over: of a batch
+    that is processed in parts they are added up before anything else, which is
+    another forward pass where they depend on more than the batch.
+    `metric_sums['loss']` is the main loss. `teacher` is what the method of that
+    name returned.
     """
+
+  def loss(self, *args, **kwargs) -> tuple[Any, Any]:
+    """Returns what `losses` does, with the losses' sum of a whole batch."""
+    losses, told = self.losses(*args, **kwargs)
+    return sums.sum_of_means(losses), told
 
   @abc.abstractmethod
   def eval_batches(

@@ -64,10 +64,12 @@ def rows_of(batches, key='tokens'):
   return [bytes(r.astype(np.uint8)) for b in batches for r in b[key]]
 
 
-def check_format(batch, batch_size, length, segments):
+def check_format(batch, batch_size, length, segments, held_out=False):
   kinds = {'tokens': np.int32, 'targets': np.int32, 'weights': np.float32}
   if segments:
     kinds['segments'] = np.int32
+  elif held_out:
+    kinds['valid'] = np.bool_
   assert set(batch) == set(kinds)
   for key, dtype in kinds.items():
     assert isinstance(batch[key], np.ndarray)
@@ -290,7 +292,7 @@ def test_eval_counts_each_target_once(root, segments, count):
   assert {len(s) for s in shards} == {math.ceil(22 / (4 * count))}
   for shard in shards:
     for batch in shard:
-      check_format(batch, 4, 8, segments)
+      check_format(batch, 4, 8, segments, held_out=True)
   weights = sum(b['weights'].sum() for s in shards for b in s)
   assert weights == (174 if segments else 175)
   pairs = [
@@ -513,7 +515,7 @@ def test_tfds_eval_without_segments(tfds_dir, count):
   ]
   assert len({len(s) for s in shards}) == 1
   for batch in itertools.chain(*shards):
-    check_format(batch, 3, 16, False)
+    check_format(batch, 3, 16, False, held_out=True)
   rows = [
     {k: v[j : j + 1] for k, v in s[i].items()}
     for i in range(len(shards[0]))

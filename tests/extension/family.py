@@ -173,9 +173,9 @@ class SeriesTask(Task):
     error_B = (guess_B - series_BL[:, -1]) ** 2
     return error_B.sum(), jnp.float32(len(error_B))
 
-  def loss(self, params, model_state, batch, rng, static_args, teacher=None):
+  def losses(self, params, model_state, batch, rng, static_args, teacher=None):
     total, count = self._error(params, batch)
-    return total / count, ({'loss': (total, count)}, model_state)
+    return [(total, count)], ({'loss': (total, count)}, model_state)
 
   def eval_step(self, params, model_state, batch, key, mode):
     return {'loss': self._error(params, batch)}

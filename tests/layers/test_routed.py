@@ -14,6 +14,7 @@ import pytest
 from mod_jax import errors
 from mod_jax import losses
 from mod_jax import routing
+from mod_jax.layers import rules as rules_lib
 from mod_jax.layers.block import Block
 from mod_jax.layers.cache import EMPTY
 from mod_jax.layers.cache import KVCache
@@ -28,6 +29,7 @@ from mod_jax.layers.routed import Routing
 from mod_jax.layers.scores import Attention
 from mod_jax.layers.scores import Learned
 from mod_jax.layers.scores import Router
+from mod_jax.losses import sums
 from mod_jax.models.lm import LMConfig
 from mod_jax.tasks import plain
 
@@ -621,12 +623,13 @@ class TestTokenChoice:
           capacity=jnp.float32(0.25),
           top_k_BL=score_BL > 0,
         )
-        return plain.routing_losses(config, [told], None)
+        pairs, found = plain.routing_losses(config, [told], None)
+        return sums.sum_of_means(pairs), found
 
       def step(params, _):
-        grads, sums = jax.grad(loss, has_aux=True)(params)
+        grads, found = jax.grad(loss, has_aux=True)(params)
         params = jax.tree.map(lambda p, g: p - 0.3 * g, params, grads)
-        return params, sums['router/wanted'][0] / sums['router/wanted'][1]
+        return params, found['router/wanted'][0] / found['router/wanted'][1]
 
       return jax.lax.scan(step, params, length=300)[1]
 
@@ -653,7 +656,10 @@ class TestTokenChoice:
     mode = {'rule': 'router', 'overflow': 'drop', 'slack': 1.0}
     _, told = apply(module(config, 0.2, **mode), params, x_BLD, padded)
     assert told.overflow_B.sum() > 0
-    loss, found = plain.routing_losses(config, [told], padded.valid_BL)
+    ((total, count),), found = plain.routing_losses(
+      config, [told], padded.valid_BL
+    )
+    loss = total / count
     wanted_BL = (np.asarray(told.score_BL) > 0) & VALID_BL
     assert found['router/wanted'] == (wanted_BL.sum(), VALID_BL.sum())
     assert found['router/dropped'] == (told.overflow_B.sum(), VALID_BL.sum())
@@ -764,7 +770,7 @@ class TestPerSequence:
       extra, _ = plain.routing_losses(
         self.CONFIG, [done.aux['router']], info.valid_BL
       )
-      return jnp.sum(done.x_BLD**2) + extra
+      return jnp.sum(done.x_BLD**2) + sums.sum_of_means(extra)
 
     grads = jax.jit(jax.grad(loss))(params)
     assert all(jnp.isfinite(x).all() for x in jax.tree.leaves(grads))
@@ -880,10 +886,24 @@ class TestConfigs:
       ({'threshold_decay': 0.9}, ('router', 'threshold')),
       ({'score': 'stride', 'predictor_width': 3}, ('fixed',)),
       ({'score': 'gaussian'}, ('fixed',)),
+      # The one that training chooses by comes first: a model generates by it.
+      (
+        {'threshold_decay': 0.9, 'train_rule': 'threshold'},
+        ('threshold', 'router'),
+      ),
+      ({'train_rule': rules_lib.Positive()}, ('positive', 'router')),
+      (
+        {'score': 'stride', 'train_rule': rules_lib.Never()},
+        ('never', 'fixed'),
+      ),
     ],
   )
   def test_rules_are_those_trained_for(self, config, rules):
-    assert MoDConfig(**config).causal_rules == rules
+    config = MoDConfig(**config)
+    assert config.causal_rules == rules
+    if config.train_rule != 'top_k':
+      mode = LMConfig(routing=config).decoding_mode
+      assert mode.rule == config.train_rule
 
   @pytest.mark.parametrize(
     ('config', 'capacities'),

@@ -542,20 +542,6 @@ class TestLanguage:
     for chosen_BL, told in zip(chosen_RBL, full.routing, strict=True):
       np.testing.assert_array_equal(chosen_BL, told.chosen_BL)
 
-  def test_a_suffix_changes_nothing_before_it(self, forward):
-    mode = RoutingMode(rule='router', chunk=1)
-    changed_BL = TOKENS_BL.at[:, 3:].set(10 - TOKENS_BL[:, 3:])
-    one, other = (
-      forward(FOUR, {'params': drawn(FOUR)}, tokens_BL, mode=mode)
-      for tokens_BL in (TOKENS_BL, changed_BL)
-    )
-    apart_BL = jnp.abs(one.logits_BLV - other.logits_BLV).max(axis=-1)
-    assert apart_BL[:, :3].max() < 1e-5
-    assert apart_BL[:, 3:].max() > 1e-2
-    (name,) = (n for n in choices(one) if n.startswith('block_1/mlp'))
-    ran = (choices(x)[name].learners_BL for x in (one, other))
-    assert (np.not_equal(*ran)).any()  # The gates of a routed block see it.
-
   def test_learners_that_it_lacks_are_refused(self):
     with pytest.raises(UserError, match=f'{N + 1} learners asked for'):
       jax.eval_shape(

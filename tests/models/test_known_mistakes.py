@@ -1,7 +1,7 @@
 """Mistakes that implementations of Mixture-of-Depths are known to make.
 
-Each test fails if its mistake is made here. Three more are in `test_lm.py`:
-that what is called causal is not (`TestCausality`), top-k of a single token
+Each test fails if its mistake is made here. Others are in `test_causality.py`,
+that what is called causal is not; and in `test_lm.py`: top-k of a single token
 (`test_one_token_cannot_be_chosen_by_top_k`), and one threshold for the prompt
 and another one for decoding (`TestDecoding`).
 """

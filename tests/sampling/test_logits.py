@@ -93,7 +93,9 @@ def test_top_k_keeps_exactly_k_among_ties():
 
 
 @pytest.mark.parametrize(
-  ('top_p', 'kept'), [(0.2, 1), (0.25, 1), (0.26, 2), (0.5, 2), (0.51, 3)]
+  ('top_p', 'kept'),
+  # The first one is 0 as a float32.
+  [(1e-50, 1), (0.2, 1), (0.25, 1), (0.26, 2), (0.5, 2), (0.51, 3)],
 )
 def test_top_p_stops_at_the_token_that_reaches_it(top_p, kept):
   # Four equal tokens: probabilities of exactly 1/4, whose sums are exact.
@@ -161,6 +163,7 @@ def test_bfloat16_logits_are_filtered_in_float32():
     ((float('nan'), 0, 1.0), 'temperature=nan'),
     ((float('inf'), 0, 1.0), 'temperature=inf'),
     ((1.0, -1, 1.0), 'top_k=-1'),
+    ((1.0, 2**31, 1.0), 'top_k=2147483648'),
     ((1.0, 0, 0.0), 'top_p=0.0'),
     ((1.0, 0, 1.1), 'top_p=1.1'),
   ],

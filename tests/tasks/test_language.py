@@ -24,6 +24,7 @@ from mod_jax import parallel
 from mod_jax.data import text
 from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
+from mod_jax.layers.mode import Mode
 from mod_jax.layers.mode import RoutingMode
 from mod_jax.layers.routed import MoDConfig
 from mod_jax.models.lm import LMConfig
@@ -290,6 +291,25 @@ def test_controls_evaluate_and_sample(make, routing):
   assert set(figures) == {'routing', 'router_weights'}
   for figure in figures.values():
     plt.close(figure)
+
+
+def test_what_is_not_learnt_is_read(make):
+  """A weight of 0 takes a target from the loss, and no token from the text."""
+  task, params, model_state = make(None)
+  (batch,) = task.eval_batches(batch_size=2, num_batches=1)
+  prompt_BL = np.arange(batch['tokens'].shape[1]) < 5
+  masked = {**batch, 'weights': batch['weights'] * ~prompt_BL}
+  look = jax.jit(functools.partial(task.apply, mode=Mode()))
+  # Without targets there are logits.
+  one, other = (
+    look(
+      *(params, model_state),
+      {k: v for k, v in b.items() if k != 'targets'},
+      jax.random.key(0),
+    )
+    for b in (batch, masked)
+  )
+  np.testing.assert_array_equal(one.logits_BLV, other.logits_BLV)
 
 
 class TestSegments:

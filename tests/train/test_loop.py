@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 import types
+from unittest import mock
 
 from flax import linen as nn
 import jax
@@ -194,6 +195,8 @@ class TestCapacityWarmup:
       return max(1 - step // 2 / 2, 0.0)
 
     monkeypatch.setattr(Tiny, 'static_args', static_args)
+    monkeypatch.setattr(Tiny, 'flops_per_step', lambda self, args: 1 + args)
+    shown = mock.patch.object(loop, 'Progress', wraps=loop.Progress)
     stages, used = [], []
     make_step = loop._Run._make_step
 
@@ -208,7 +211,10 @@ class TestCapacityWarmup:
       return call
 
     monkeypatch.setattr(loop._Run, '_make_step', spy)
-    train(tiny_config(), tmp_path)
+    with shown as progress:
+      train(tiny_config(), tmp_path)
+    flops = progress.call_args.kwargs['flops_of_step']
+    assert [flops(step) for step in range(1, 6)] == [2, 2, 1.5, 1.5, 1]
     assert stages == [1.0, 0.5, 0.0]
     assert used == [1.0] * 2 + [0.5] * 2 + [0.0] * 4
 
@@ -367,15 +373,15 @@ class TestDivergence:
     assert checkpoint_steps(tmp_path / 'stop') == []
 
   def test_infinite_gradient_of_a_finite_loss(self, tmp_path, monkeypatch):
-    honest = Tiny.loss
+    honest = Tiny.losses
 
-    def loss(self, params, *args):
-      value, told = honest(self, params, *args)
+    def losses(self, params, *args):
+      pairs, told = honest(self, params, *args)
       x = jnp.sum(params['head']['bias'])
       # 0, and its derivative is infinite.
-      return value + jnp.sqrt(x - jax.lax.stop_gradient(x)), told
+      return [*pairs, (jnp.sqrt(x - jax.lax.stop_gradient(x)), 1.0)], told
 
-    monkeypatch.setattr(Tiny, 'loss', loss)
+    monkeypatch.setattr(Tiny, 'losses', losses)
     with pytest.raises(TrainingDiverged, match='grad_norm is inf at step 1'):
       train(tiny_config(), tmp_path)
     (line,) = metrics_lib.read(tmp_path)
@@ -653,10 +659,10 @@ class TestRefused:
     train(tiny_config(), tmp_path / 'good')
     assert len(traced) == 1  # Not once to see, and again to train.
 
-    def loss(*args, **kwargs):
+    def losses(*args, **kwargs):
       raise UserError('not with these rows')
 
-    monkeypatch.setattr(Tiny, 'loss', loss)
+    monkeypatch.setattr(Tiny, 'losses', losses)
     with pytest.raises(UserError, match='not with these rows'):
       train(tiny_config(), tmp_path / 'bad')
     assert not workdir_lib.holds_run(tmp_path / 'bad')

@@ -33,7 +33,8 @@ def test_plain_lines():
   progress = Progress(
     1000,
     tokens_per_step=2048,
-    flops_per_step=3e9,
+    # The mean of these 50 steps is 3e9.
+    flops_of_step=lambda step: 5e9 if step <= 26 else 1e9,
     peak=4e10,
     stream=stream,
     interval=5,
@@ -122,7 +123,7 @@ def test_message_is_a_plain_line():
 def test_units(flops, text):
   stream, clock = io.StringIO(), Clock()
   progress = Progress(
-    9, flops_per_step=flops, stream=stream, interval=0, clock=clock
+    9, flops_of_step=lambda _: flops, stream=stream, interval=0, clock=clock
   )
   progress.update(1)
   clock.now += 1
@@ -137,7 +138,7 @@ def test_bar_on_a_terminal(monkeypatch):
     100,
     20,
     tokens_per_step=1000,
-    flops_per_step=2e12,
+    flops_of_step=lambda _: 2e12,
     stream=stream,
     clock=clock,
   )

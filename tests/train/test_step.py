@@ -87,7 +87,7 @@ class Average:
   def init(self, key):
     return {'params': {'w': jnp.float32(2.0)}, 'count': {'n': jnp.int32(0)}}
 
-  def loss(self, params, model_state, batch, rng, static_args, teacher=None):
+  def losses(self, params, model_state, batch, rng, static_args, teacher=None):
     total = jnp.sum(params['w'] * batch['x'] * batch['weights'])
     weight = jnp.sum(batch['weights'])
     metric_sums = {
@@ -95,7 +95,7 @@ class Average:
       'draw': (jax.random.uniform(rng), jnp.ones(())),
     }
     model_state = {'count': {'n': model_state['count']['n'] + 1}}
-    return total / jnp.maximum(weight, 1e-9), (metric_sums, model_state)
+    return [(total, weight)], (metric_sums, model_state)
 
 
 class TestAverage:
@@ -196,9 +196,11 @@ class TestAverages:
 class Taught(Average):
   """Its loss is a frozen number times that of `Average`."""
 
-  def loss(self, params, model_state, batch, rng, static_args, teacher=None):
-    loss, told = super().loss(params, model_state, batch, rng, static_args)
-    return teacher['factor'] * loss, told
+  def losses(self, params, model_state, batch, rng, static_args, teacher=None):
+    ((total, weight),), told = super().losses(
+      params, model_state, batch, rng, static_args
+    )
+    return [(teacher['factor'] * total, weight)], told
 
 
 @pytest.mark.parametrize('grad_accum_steps', [1, 2])
@@ -239,11 +241,14 @@ def test_accumulation_equals_one_batch():
 
 
 def test_accumulation_of_the_auxiliary_losses():
-  # All rows count alike, so the means of the auxiliary losses add up too.
   task = make_task(FULL)
   state = make_state(task)
-  whole, whole_sums = run_step(task, state, make_batch())
-  parts, metric_sums = run_step(task, state, make_batch(), grad_accum_steps=4)
+  batch = make_batch()
+  # As many real tokens in all rows, of which unlike many are learnt, as where
+  # prompts are left out: the auxiliary losses are means over the former.
+  batch['weights'] *= np.arange(16) < np.array([[16], [1], [2], [9]] * 2)
+  whole, whole_sums = run_step(task, state, batch)
+  parts, metric_sums = run_step(task, state, batch, grad_accum_steps=4)
   chex.assert_trees_all_close(parts.params, whole.params, atol=2e-6)
   assert {'router/bce', 'predictor/bce', 'router/accuracy'} < metric_sums.keys()
   assert (
@@ -251,6 +256,19 @@ def test_accumulation_of_the_auxiliary_losses():
   )  # Once, after the microbatches.
   for name, pair in metric_sums.items():
     assert value(pair) == pytest.approx(value(whole_sums[name]), rel=1e-5)
+
+
+def test_weights_are_added_up_without_the_model():
+  state, batch = make_state(make_task(FULL)), make_batch()
+  products = [
+    compiled_step(make_task(FULL), SGD, parts)
+    .lower(state, batch)
+    .compile()
+    .as_text()
+    .count(' dot(')
+    for parts in (1, 2)
+  ]
+  assert products[0] == products[1] > 0
 
 
 def test_pure():

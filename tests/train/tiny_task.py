@@ -55,7 +55,7 @@ class Tiny(task_lib.Task):
   def static_args(self, step):
     return 0
 
-  def loss(self, params, model_state, batch, rng, static_args, teacher=None):
+  def losses(self, params, model_state, batch, rng, static_args, teacher=None):
     kernel = params['block_0']['kernel']
     total = jnp.sum((kernel - batch['x']) ** 2) + jnp.sum(
       (params['head']['bias'] - 1) ** 2
@@ -64,7 +64,7 @@ class Tiny(task_lib.Task):
       total += jnp.sum((kernel - teacher['kernel']) ** 2)
     weight = jnp.float32(len(batch['x']))
     model_state = {'statistics': {'sum': model_state['statistics']['sum'] + 1}}
-    return total / weight, ({'loss': (total, weight)}, model_state)
+    return [(total, weight)], ({'loss': (total, weight)}, model_state)
 
   def start(self, params, model_state, init):
     return warm_start.from_ours(
