@@ -3,6 +3,7 @@
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+LM_EVAL := $(VENV)/.lm_eval_installed
 WORKDIR ?= runs/mod
 # Two workers. The tests of a file stay together, since they share compiled
 # programs. Files keep their order: xdist would leave those with few tests, which
@@ -13,7 +14,7 @@ PYTEST_ARGS ?= -n 2 --dist=loadfile --no-loadscope-reorder
 # and call train.py). Unsaid, JAX would look for a TPU, at length.
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: train twins test test-fast lint format docs clean
+.PHONY: train twins test test-fast test-slow lint format docs clean
 
 # XLA takes fresh memory for every result, and a CPU spends much time on the
 # first touch of its pages. So take them large, where Linux and glibc can.
@@ -28,6 +29,7 @@ help:
 	@echo 'make twins      trains dense models with as many training FLOPs'
 	@echo 'make test       runs all tests, in 13 to 19 minutes on two cores'
 	@echo 'make test-fast  runs the tests of layers, routing, losses and configs'
+	@echo 'make test-slow  runs those that need packages which nothing else needs'
 	@echo 'make lint       checks the style'
 	@echo 'make format     corrects what it can of the style'
 	@echo 'make docs       builds the site in build/docs'
@@ -55,6 +57,10 @@ FAST := tests/routing tests/losses tests/layers tests/test_config.py \
 test-fast: $(STAMP)
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m 'not slow' $(FAST)
 
+# With lm-evaluation-harness, of whose packages three are built from source.
+test-slow: $(LM_EVAL)
+	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/serving/test_lm_eval.py
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -69,7 +75,7 @@ format: $(STAMP)
 
 # Leaves the downloads in .venv; the next make only looks them through.
 clean:
-	rm -rf $(STAMP) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(STAMP) $(LM_EVAL) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find mod_jax kernels configs tests -name __pycache__ -prune -exec rm -rf {} +
 
 # A Python that is too old is found out here, not by an installer's backtrace.
@@ -95,9 +101,14 @@ $(STAMP): requirements.txt requirements-no-deps.txt setup.cfg pyproject.toml .py
 	  $(BIN)/python -m ensurepip --upgrade >/dev/null; \
 	fi
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
-	  -r requirements.txt
+	  --require-hashes -r requirements.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
-	  --no-deps -r requirements-no-deps.txt
+	  --require-hashes --no-deps -r requirements-no-deps.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	  --no-deps --no-build-isolation -e .
+	@touch $@
+
+$(LM_EVAL): requirements-lm-eval.txt $(STAMP)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	  --require-hashes -r requirements-lm-eval.txt
 	@touch $@

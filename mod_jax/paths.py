@@ -69,11 +69,13 @@ def missing(path, field='') -> UserError:
     field: such as `init`, where a config's field was given it.
   """
   name, folder = os.fspath(path), expand(path)
-  siblings = folder.parent.iterdir() if folder.parent.is_dir() else ()
+  beside = folder.parent.is_dir()
+  siblings = folder.parent.iterdir() if beside else ()
   if near := config_lib.nearest(folder, siblings):
     way_out = near
   else:
-    hub = name if _HUB.fullmatch(name) else 'google/vit-base-patch16-224'
+    on_hub = _HUB.fullmatch(name) and not beside
+    hub = name if on_hub else 'google/vit-base-patch16-224'
     local = hub.rpartition('/')[2]
     use = f'`--config.{field}={local}`' if field else f'give {local!r}'
     way_out = f' Try `hf download {hub} --local-dir {local}`, then {use}.'

@@ -124,7 +124,7 @@ def attempt(folder, draw, seconds: float, size: int) -> str:
   return 'stopped when asked' if asked else 'came to its end'
 
 
-def run(runs: int, seed: int, folder) -> tuple[str, int]:
+def run(numbers: range, seed: int, folder) -> tuple[str, int]:
   """Does what the module says; returns a line of it, and how many failed."""
   chaos.environment(folder / 'compiled')
   chaos.undisturbed(KIND, folder / 'warm', SAVES)  # It also compiles.
@@ -136,7 +136,7 @@ def run(runs: int, seed: int, folder) -> tuple[str, int]:
   needed = sum(-(-p.stat().st_size // PAGE) * PAGE for p in files)
   print(f'undisturbed: {seconds:.0f} s, {needed:,} bytes', flush=True)
   ends, failures = collections.Counter(), 0
-  for i in range(runs):
+  for i in numbers:
     draw = random.Random(f'{seed} {i}')
     size = ROOM if i % 2 else int(draw.uniform(0.01, 1.1) * needed)
     place = folder / f'disk_{i}'
@@ -155,19 +155,21 @@ def run(runs: int, seed: int, folder) -> tuple[str, int]:
     ends[end.partition(':')[0]] += 1
     print(f'{what}: {end}', flush=True)
   told = ', '.join(f'{n} {end}' for end, n in sorted(ends.items()))
-  return f'{runs} disks: {told}', failures
+  return f'{len(numbers)} disks: {told}', failures
 
 
 def main():
   parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
   parser.add_argument('--runs', type=int, default=100)
+  parser.add_argument('--first', type=int, default=0, help='To repeat one.')
   parser.add_argument('--seed', type=int, default=0)
   args = parser.parse_args()
   sys.path[:0] = [str(chaos.ROOT), str(chaos.ROOT / 'kernels')]
   logging.set_verbosity(logging.WARNING)
   signal.signal(signal.SIGTERM, signal.SIG_DFL)
   with tempfile.TemporaryDirectory() as folder:
-    line, failures = run(args.runs, args.seed, pathlib.Path(folder))
+    numbers = range(args.first, args.first + args.runs)
+    line, failures = run(numbers, args.seed, pathlib.Path(folder))
   print(f'seed {args.seed}: {line}')
   sys.exit(failures > 0)
 

@@ -14,8 +14,8 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 # lower layers, itself, and mod_jax_kernels.
 LAYERS = (
   ('errors', 'last_words', 'peaks', 'timing'),
-  ('config', 'trees', 'paths'),
-  ('parallel', 'config_docs'),
+  ('config', 'trees'),
+  ('parallel', 'config_docs', 'paths'),
   ('losses', 'data'),
   ('routing',),
   ('layers',),

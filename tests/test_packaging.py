@@ -61,7 +61,8 @@ def wheel_file(tmp_path_factory):
   pytest.importorskip('wheel')
   source = tmp_path_factory.mktemp('source')
   dockerfile = (ROOT / 'Dockerfile').read_text(encoding='utf-8')
-  for copied in re.findall(r'^COPY (.+) \S+$', dockerfile, re.MULTILINE):
+  copies = re.findall(r'^COPY --chown=user (.+) \S+$', dockerfile, re.MULTILINE)
+  for copied in copies:
     for name in copied.split():
       if (ROOT / name).is_dir():
         ignored = shutil.ignore_patterns('__pycache__')
@@ -156,26 +157,49 @@ def test_version_agrees_with_the_changelog(setup_cfg):
 
 
 def test_pins_meet_what_setup_asks_for(setup_cfg):
-  pins = {}
-  for file in ('requirements.txt', 'requirements-no-deps.txt'):
-    for line in (ROOT / file).read_text(encoding='utf-8').splitlines():
-      if line and not line.startswith('#'):
-        name, version = line.split('==')
-        pins[canonical(name)] = version
-  assert pins['jax-cuda13-plugin'] == pins['jax']
-  asked = (
-    setup_cfg['options']['install_requires']
-    + setup_cfg['options.extras_require']['dev']
-  )
-  for line in filter(None, asked.splitlines()):
-    if line.startswith('#'):
-      continue
-    name, relation, bound = re.fullmatch(r'([\w.-]+)(>=|==)(.+)', line).groups()
-    pinned = numbers(pins[canonical(name)])
-    if relation == '==':
-      assert pinned == numbers(bound), line
-    else:
-      assert pinned >= numbers(bound), line
+  base = pins_of('requirements.txt')
+  gpu, lm_eval = (pins_of(f'requirements-{n}.txt') for n in ('gpu', 'lm-eval'))
+  no_deps = pins_of('requirements-no-deps.txt')
+  assert no_deps == {'jax-cuda13-plugin': base['jax']}
+  # Nothing is built from source that was not written down.
+  assert not base.keys() & lm_eval.keys()
+  assert {n: gpu[n] for n in gpu if n in base} == {
+    n: base[n] for n in base if n in gpu
+  }
+  extras = setup_cfg['options.extras_require']
+  required = setup_cfg['options']['install_requires']
+  for pins, asked in (
+    (base | no_deps, required + extras['dev']),
+    (base | lm_eval, extras['lm_eval']),
+    (gpu, required + extras['gpu']),
+  ):
+    for line in filter(None, asked.splitlines()):
+      if line.startswith('#'):
+        continue
+      name, relation, bound = re.fullmatch(
+        r'([\w.-]+)(?:\[\w+\])?(>=|==)(.+)', line
+      ).groups()
+      pinned = numbers(pins[canonical(name)])
+      if relation == '==':
+        assert pinned == numbers(bound), line
+      else:
+        assert pinned >= numbers(bound), line
+
+
+def pins_of(file):
+  """Returns the versions in a file of pins, each of which has its hashes."""
+  text = (ROOT / file).read_text(encoding='utf-8')
+  assert '://' not in text
+  lines = [line for line in text.splitlines() if not line.startswith('#')]
+  found = {}
+  for pin in '\n'.join(lines).replace('\\\n', ' ').splitlines():
+    version, *hashes = pin.split()
+    name, version = version.split('==')
+    for one in hashes:
+      assert re.fullmatch('--hash=sha256:[0-9a-f]{64}', one)
+    assert hashes, pin
+    found[canonical(name)] = version
+  return found
 
 
 def canonical(name):

@@ -1,5 +1,6 @@
 """train.py and eval.py with vision models: what they print and refuse."""
 
+import csv
 import importlib.util
 import json
 import pathlib
@@ -144,6 +145,32 @@ def test_predict(pruned, tmp_path):
   assert lines_again == [*lines, lines[0]]
   ended = scripts.run(*predict, f'--predict={tmp_path}/a.png', '--step=1')
   scripts.assert_refused(ended, r'no checkpoint at step 1 .*\[3\]')
+  # One that cannot be read keeps nobody from the answers to the others.
+  whole = (tmp_path / 'b.png').read_bytes()
+  (tmp_path / 'b.png').write_bytes(whole[:-20])
+  predict += (f'--predict={tmp_path}/*.png',)
+  for name in ('out.csv', 'out.json'):
+    ended = scripts.run(*predict, f'--predictions={tmp_path}/{name}')
+    assert ended.status == 2
+    assert re.search(r'1 of the files cannot be read \(.*b\.png', ended.err)
+    good, bad = ended.out.splitlines()
+    assert good == lines[0]
+    assert re.search(r'b\.png  image .* cannot be decoded \(', bad)
+    assert 'unreadable=' not in bad
+  good, bad = json.loads((tmp_path / 'out.json').read_text())
+  assert good['file'] == f'{tmp_path}/a.png'
+  assert bad == {'file': f'{tmp_path}/b.png', 'error': bad['error']}
+  with open(tmp_path / 'out.csv', newline='') as file:
+    table = list(csv.DictReader(file))
+  assert [row['file'] for row in table] == [good['file'], bad['file']]
+  assert table[1]['error'] == bad['error']
+  best, share = next(iter(good['probabilities'].items()))
+  assert (table[0]['class_1'], float(table[0]['probability_1'])) == (
+    best,
+    share,
+  )
+  ended = scripts.run(*predict, '--predictions=out.txt')
+  scripts.assert_refused(ended, 'expected a .csv or .json file')
 
 
 def test_export(dense, pruned, tmp_path):

@@ -35,6 +35,7 @@ from mod_jax.data import images as images_lib
 from mod_jax.data.augment import AugmentConfig
 from mod_jax.data.images import ImageDataConfig
 from mod_jax.layers.acm import AdaptiveConfig
+from mod_jax.layers.routed import LIKE_DENSE
 from mod_jax.layers.routed import VisionRoutingConfig
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.vit import ViTConfig
@@ -63,7 +64,7 @@ BACKBONE = ViTConfig(
   width=128,
   num_heads=4,
 )
-MOD = VisionRoutingConfig(capacity=0.5, score='learned', gate='sigmoid')
+MOD = VisionRoutingConfig(capacity=0.5, score='learned', **LIKE_DENSE)
 OPTIMIZER = OptimizerConfig(
   learning_rate=RATE, warmup_steps=0.1, beta2=0.999, weight_decay=0.05
 )

@@ -80,6 +80,21 @@ def jit(**options):
   return decorate
 
 
+def is_concrete(*args) -> bool:
+  """Returns whether the shapes of arrays are numbers, and not symbols.
+
+  `jax.export` traces a program for all batches at once with symbols in their
+  place, of which nothing can be asked. None is no array.
+  """
+  shapes = [arg.shape for arg in args if arg is not None]
+  return all(isinstance(n, int) for shape in shapes for n in shape)
+
+
+def at_most(size, most: int) -> int:
+  """Returns the smaller of a dimension and `most`, which a symbol may reach."""
+  return min(size, most) if isinstance(size, int) else most
+
+
 @functools.cache
 def missing(backend: str) -> str | None:
   """Returns what must be installed before a backend can be traced, or None."""
@@ -154,6 +169,8 @@ class Op:
         name
         for name, backend in named.items()
         if backend.default_on != ()
+        # Kernels are cut to the shapes that they are traced with.
+        and (backend.platform is None or is_concrete(*args))
         and missing(name) is None
         and backend.lacks(*args) is None
         and backend.suits(*args)

@@ -7,6 +7,7 @@ import numbers
 import os
 import pathlib
 import re
+from typing import Any
 
 from PIL import Image
 
@@ -26,21 +27,18 @@ class Beside:
     norm_epsilon: of the layer norms.
     activation: of the MLPs, in Hugging Face's word.
     classes: the names of the classes, in the order of the logits.
-    mean: of the pixels that training saw, by channel, of values in [0, 1].
-    std: their standard deviation.
-    crop_fraction: side of the centred square that evaluation looks at, over
-      the picture's shorter side.
-    resample: how pictures are resized.
+    image_size: pixels a side that the model gets.
+    pictures: other fields of `Preprocess`, as far as they are told.
+    unfollowed: what is told about pictures and done otherwise here, in words.
   """
 
   num_heads: int | None = None
   norm_epsilon: float | None = None
   activation: str | None = None
   classes: tuple[str, ...] | None = None
-  mean: tuple[float, float, float] | None = None
-  std: tuple[float, float, float] | None = None
-  crop_fraction: float | None = None
-  resample: Image.Resampling | None = None
+  image_size: int | None = None
+  pictures: dict[str, Any] = dataclasses.field(default_factory=dict)
+  unfollowed: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,27 +70,22 @@ def read(path: str | os.PathLike) -> Beside:
     values = fields.get(group)
     fields = {**(values if isinstance(values, dict) else {}), **fields}
   told = config_lib.from_known(_Fields, fields, f'{folder}/config.json')
-  pictures = paths.read_object(folder / 'preprocessor_config.json')
   heads = told.num_attention_heads or told.num_heads
   architecture = re.match(
     r'(?:vit|deit3?)_(?P<size>[a-z]+)_', told.architecture or ''
   )
   if heads is None and architecture:
     heads = _HEADS.get(architecture['size'])
-  normalized = pictures.get('do_normalize', True)
+  processor = paths.read_object(folder / 'preprocessor_config.json')
+  reads = _pretrained_cfg(fields)
+  if processor:
+    reads = _processor(processor, fields.get('model_type'))
   return Beside(
     num_heads=heads,
     norm_epsilon=told.layer_norm_eps,
     activation=told.hidden_act,
     classes=_classes(fields),
-    mean=_channels(pictures.get('image_mean', fields.get('mean')))
-    if normalized
-    else (0.0, 0.0, 0.0),
-    std=_channels(pictures.get('image_std', fields.get('std')))
-    if normalized
-    else (1.0, 1.0, 1.0),
-    crop_fraction=_crop(pictures, fields),
-    resample=_resample(pictures, fields),
+    **reads,
   )
 
 
@@ -111,6 +104,8 @@ def _classes(fields) -> tuple[str, ...] | None:
 
 
 def _channels(values) -> tuple[float, float, float] | None:
+  if isinstance(values, numbers.Real):
+    values = [values] * 3
   if (
     isinstance(values, list)
     and len(values) == 3
@@ -120,24 +115,133 @@ def _channels(values) -> tuple[float, float, float] | None:
   return None
 
 
-def _crop(pictures, fields) -> float | None:
-  if not pictures:
-    return fields.get('crop_pct')
-  if not pictures.get('do_center_crop', False):
-    return 1.0  # It resizes all of the picture.
-  whole, part = (_side(pictures.get(n)) for n in ('size', 'crop_size'))
-  return None if None in (whole, part) else min(1.0, part / whole)
+# What image processors do where a file does not say it; sizes as by `_size`.
+_VIT = {
+  'do_resize': True,
+  'size': ('squash', 224),
+  'resample': Image.Resampling.BILINEAR,
+  'do_center_crop': False,
+  'crop_size': ('squash', 224),
+  'do_rescale': True,
+  'rescale_factor': 1 / 255,
+  'do_normalize': True,
+  'image_mean': (0.5, 0.5, 0.5),
+  'image_std': (0.5, 0.5, 0.5),
+}
+_PROCESSORS = {
+  'ViT': _VIT,
+  'DeiT': _VIT
+  | {
+    'size': ('squash', 256),
+    'resample': Image.Resampling.BICUBIC,
+    'do_center_crop': True,
+  },
+}
+# Pictures are RGB here in any case, and the labels are the data's.
+_HARMLESS = ('do_convert_rgb', 'do_reduce_labels')
 
 
-def _resample(pictures, fields) -> Image.Resampling | None:
+def _processor(fields, model_type) -> dict[str, Any]:
+  """Returns fields of `Beside` that a `preprocessor_config.json` tells."""
+  unfollowed = []
+  kinds = map(fields.get, ('image_processor_type', 'feature_extractor_type'))
+  usual_kind = 'DeiT' if model_type == 'deit' else 'ViT'
+  kind = str(next(filter(None, kinds), usual_kind))
+  family = re.sub('(ImageProcessor|FeatureExtractor)(Fast|Pil)?$', '', kind)
+  if family not in _PROCESSORS:
+    unfollowed.append(f'image_processor_type={kind}')
+  usual = _PROCESSORS.get(family, _VIT)
+
+  def get(name, read):
+    if (value := fields.get(name)) is None:
+      return usual[name]
+    if (result := read(value)) is None:
+      unfollowed.append(f'{name}={value}')
+      return usual[name]
+    return result
+
+  resizes, crops, rescales, normalizes = (
+    get(f'do_{name}', bool)
+    for name in ('resize', 'center_crop', 'rescale', 'normalize')
+  )
+  unfollowed += [
+    f'{name}={value}'
+    for name, value in fields.items()
+    if name.startswith('do_') and value and name not in (*usual, *_HARMLESS)
+  ]
+  # Values are divided by 255 here, before they are normalised.
+  scale = 255 * get('rescale_factor', _number) if rescales else 255.0
+  mean, std = (0.0,) * 3, (1.0,) * 3
+  if normalizes:
+    mean, std = get('image_mean', _channels), get('image_std', _channels)
+  (resize, whole), resample = get('size', _size), get('resample', _filter)
+  size, fraction = whole, 1.0
+  if crops:
+    _, size = get('crop_size', _size)
+    resize, fraction = (resize, size / whole) if resizes else ('none', 1.0)
+  elif not resizes or resize != 'squash':
+    # The model refuses all pictures but those of its own shape there.
+    unfollowed.append(f'size={fields.get("size")}, do_resize={resizes}')
+    resize, size = (resize, whole) if resizes else ('squash', None)
+  return {
+    'image_size': size,
+    'unfollowed': tuple(unfollowed),
+    'pictures': {
+      'mean': tuple(x / scale for x in mean),
+      'std': tuple(x / scale for x in std),
+      'resample': resample,
+      'resize': resize,
+      'crop_fraction': fraction,
+    },
+  }
+
+
+def _pretrained_cfg(fields) -> dict[str, Any]:
+  """Returns fields of `Beside` that timm's `config.json` tells."""
+  modes = {'center': 'shorter_side', 'squash': 'squash'}
+  mode, fraction = fields.get('crop_mode'), fields.get('crop_pct')
+  size = fields.get('input_size')
+  size = _number(size[-1]) if isinstance(size, list) and size else None
+  if size and _number(fraction):
+    # timm rounds what it resizes to down to whole pixels.
+    fraction = size / max(1, math.floor(size / fraction))
+  pictures = {
+    'mean': _channels(fields.get('mean')),
+    'std': _channels(fields.get('std')),
+    'resample': _filter(fields.get('interpolation')),
+    'resize': modes.get(mode),
+    'crop_fraction': _number(fraction),
+  }
+  odd = mode is not None and mode not in modes
+  return {
+    'image_size': size,
+    'unfollowed': (f'crop_mode={mode}',) if odd else (),
+    'pictures': {k: v for k, v in pictures.items() if v is not None},
+  }
+
+
+def _number(value) -> float | None:
+  return value if isinstance(value, numbers.Real) and 0 < value < 1e9 else None
+
+
+def _filter(value) -> Image.Resampling | None:
   with contextlib.suppress(KeyError, ValueError):
-    if 'resample' in pictures:
-      return Image.Resampling(pictures['resample'])
-    return Image.Resampling[str(fields.get('interpolation')).upper()]
+    if isinstance(value, str):
+      return Image.Resampling[value.upper()]
+    return Image.Resampling(value)
   return None
 
 
-def _side(size) -> float | None:
-  if isinstance(size, dict):
-    size = size.get('shortest_edge', size.get('height'))
-  return size if isinstance(size, numbers.Real) and size > 0 else None
+def _size(value) -> tuple[str, int] | None:
+  """Returns what is resized, as by `augment.Resize`, and to how many pixels."""
+  resize, sides = 'squash', [value]
+  if isinstance(value, dict):
+    sides = list(value.values())
+    if set(value) == {'shortest_edge'}:
+      resize = 'shorter_side'
+    elif set(value) != {'height', 'width'}:
+      return None
+  side = sides[0]
+  if any(other != side for other in sides) or not (_number(side) or 0) >= 1:
+    return None
+  return resize, int(side)

@@ -123,8 +123,7 @@ def read(path: pathlib.Path) -> dict[str, np.ndarray]:
 
   Raises:
     UserError: the file asks for anything but tensors and plain values, or is
-      not what `torch.save` writes.
-    OSError: it cannot be opened.
+      not what `torch.save` writes, or cannot be opened.
   """
   try:
     with path.open('rb') as file:
@@ -135,7 +134,7 @@ def read(path: pathlib.Path) -> dict[str, np.ndarray]:
       file.seek(0)
       tensors, data, big = _read_legacy(file, path)
       return _arrays(tensors, data, big, path)
-  except (OSError, UserError):
+  except UserError:
     raise
   # What a damaged pickle runs into is of any kind.
   except Exception as error:

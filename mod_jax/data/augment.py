@@ -22,6 +22,9 @@ from PIL import ImageOps
 from mod_jax import config as config_lib
 
 Color = tuple[int, int, int]
+# What is resized to a number of pixels: the shorter side, and the longer one by
+# as much; each side, so that the aspect changes; or nothing.
+Resize = Literal['shorter_side', 'squash', 'none']
 
 _MAX_MAGNITUDE = 10.0
 _Magnitude = Annotated[float, config_lib.Range(ge=0, le=_MAX_MAGNITUDE)]
@@ -30,6 +33,8 @@ _SKIPPED_OPERATIONS = 0.5
 # Attempts at a rectangle that fits, before giving up.
 _ATTEMPTS = 10
 _CROP_ASPECT = (3 / 4, 4 / 3)
+# Shorter sides of a picture that its longer side may have before it is cut.
+_LONGEST = 32
 _ERASED_AREA = (0.02, 1 / 3)
 _ERASED_ASPECT = (0.3, 1 / 0.3)
 
@@ -39,9 +44,10 @@ class AugmentConfig:
   """What happens to training pictures; all off by default.
 
   Attributes:
-    crop: 'none' is the largest centred square; 'pad' moves that square by up
-      to `padding` pixels; 'random_resized' takes a random part of the picture
-      (Szegedy et al., 2015).
+    crop: 'none' is the largest centred square, or all of a picture that is
+      squashed; 'pad' moves that square by up to `padding` pixels;
+      'random_resized' takes a random part of the picture (Szegedy et al.,
+      2015).
     min_scale: smallest part of the picture's area, for 'random_resized'.
     padding: pixels on each side after resizing, for 'pad'.
     flip: probability of a horizontal flip.
@@ -91,23 +97,35 @@ def center_crop(
   *,
   fraction: float = 1.0,
   resample: Image.Resampling = Image.Resampling.BICUBIC,
+  resize: Resize = 'shorter_side',
 ) -> Image.Image:
-  """Returns the centred square as a picture of `size` pixels a side.
+  """Returns the middle of a resized picture, `size` pixels a side.
 
-  The same as resizing the shorter side to `size / fraction` and cutting
-  `size` pixels from the middle, without rounding between the two.
+  The picture is resized to `size / fraction` pixels, and a square of `size`
+  cut from its middle, with the very pixels that transformers gets. What lies
+  outside of the picture is black.
 
   Args:
-    image: to be cropped.
+    image: RGB.
     size: of the result.
-    fraction: side of the square over the picture's shorter side, in (0, 1].
+    fraction: side of the square over that of the resized picture.
     resample: Pillow's filter.
+    resize: see `Resize`.
   """
-  width, height = image.size
-  side = min(width, height) * fraction
-  left, top = (width - side) / 2, (height - side) / 2
-  box = (left, top, left + side, top + side)
-  return image.resize((size, size), resample, box=box)
+  whole = max(1, round(size / fraction))
+  if resize == 'squash':
+    image = image.resize((whole, whole), resample)
+  elif resize == 'shorter_side':
+    shorter = min(image.size)
+    # All of a very long picture would fill the memory once it is resized.
+    image = _middle(image, *(min(n, _LONGEST * shorter) for n in image.size))
+    image = image.resize([whole * n // shorter for n in image.size], resample)
+  return _middle(image, size, size)
+
+
+def _middle(image: Image.Image, width: int, height: int) -> Image.Image:
+  left, top = (image.width - width) // 2, (image.height - height) // 2
+  return image.crop((left, top, left + width, top + height))
 
 
 def random_resized_crop(
@@ -318,6 +336,7 @@ def augment(
   mean: tuple[float, float, float],
   std: tuple[float, float, float],
   resample: Image.Resampling = Image.Resampling.BICUBIC,
+  resize: Resize = 'shorter_side',
 ) -> np.ndarray:
   """Returns a training picture: crop, flip, operations, normalise, erase.
 
@@ -330,6 +349,7 @@ def augment(
       colour.
     std: of each channel, likewise.
     resample: Pillow's filter of the crop.
+    resize: what is resized where the crop is not random.
 
   Returns:
     float32 [S, S, 3].
@@ -340,7 +360,7 @@ def augment(
       image, size, rng, min_scale=config.min_scale, resample=resample
     )
   else:
-    image = center_crop(image, size, resample=resample)
+    image = center_crop(image, size, resample=resample, resize=resize)
     if config.crop == 'pad':
       image = shift(image, rng, padding=config.padding, fill=fill)
   if rng.random() < config.flip:

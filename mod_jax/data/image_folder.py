@@ -111,8 +111,7 @@ def decode(source: str | bytes, what: str) -> Image.Image:
   except Exception as e:
     # Pillow's readers let through many kinds for damaged files.
     raise UnreadableImageError(
-      f'{what} cannot be decoded ({_reason(e)}): repair or remove it, or, in '
-      "training, set unreadable='skip'"
+      f'{what} cannot be decoded ({_reason(e)}): repair or remove it'
     ) from e
 
 

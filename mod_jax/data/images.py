@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from collections.abc import Iterator
 import contextlib
 import dataclasses
+import functools
 import os
 import signal
 from typing import Annotated
@@ -45,11 +46,13 @@ _THREADS = 4
 _WORKER_BUFFER = 2
 # Each worker process reads in a single thread, and makes one batch at a time.
 _WORKER_OPTIONS = {'num_threads': 1, 'prefetch_buffer_size': 1}
-# How many of the pictures that cannot be decoded a message names.
-_WARNINGS = 10
 # Mean and standard deviation of channels whose values lie in [0, 1].
 _Mean = Annotated[float, config_lib.Range(ge=-1e3, le=1e3)]
-_Std = Annotated[float, config_lib.Range(ge=1e-3, le=1e3)]
+_Std = Annotated[float, config_lib.Range(ge=1e-6, le=1e3)]
+_Crop = Annotated[float, config_lib.Range(ge=0.01, le=10)]
+Resample = Literal[
+  'nearest', 'lanczos', 'bilinear', 'bicubic', 'box', 'hamming'
+]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,10 +61,11 @@ class Preprocess:
 
   Attributes:
     image_size: pixels a side.
-    crop_fraction: as of `ImageDataConfig`, and so are mean and std.
+    crop_fraction: as of `ImageDataConfig`, and so are all others.
     mean: see there.
     std: see there.
     resample: Pillow's filter.
+    resize: see there.
   """
 
   image_size: int
@@ -69,6 +73,12 @@ class Preprocess:
   mean: tuple[float, float, float]
   std: tuple[float, float, float]
   resample: Image.Resampling = Image.Resampling.BICUBIC
+  resize: augment_lib.Resize = 'shorter_side'
+
+  def apply_to(self, data: 'ImageDataConfig') -> 'ImageDataConfig':
+    """Returns the config of data that are evaluated so."""
+    fields = vars(self) | {'resample': self.resample.name.lower()}
+    return dataclasses.replace(data, **fields)
 
   def one(self, image: Image.Image) -> np.ndarray:
     """Returns [S, S, 3], float32, of a picture in RGB."""
@@ -77,6 +87,7 @@ class Preprocess:
       self.image_size,
       fraction=self.crop_fraction,
       resample=self.resample,
+      resize=self.resize,
     )
     return augment_lib.normalize(image, self.mean, self.std)
 
@@ -129,7 +140,12 @@ class ImageDataConfig:
     eval_split: split for evaluation, for 'tfds'.
     image_size: pixels a side that the model gets.
     crop_fraction: side of the centred square that evaluation looks at, over the
-      picture's shorter side; None is 1 for digits and 0.875 for the rest.
+      resized picture's shorter side; above 1 it has a black border. None is 1
+      for digits and 0.875 for the rest.
+    resize: 'shorter_side' keeps a picture's aspect; 'squash' makes it a square;
+      'none' takes its pixels as they are.
+    resample: the filter that resizes; None is 'bilinear' for digits and
+      'bicubic' for the rest.
     unreadable: 'refuse' stops at files that cannot be read; 'skip' leaves them
       out with a warning. One that is found only at decoding is replaced in
       training by the next example, and gets weight 0 in evaluation.
@@ -148,7 +164,9 @@ class ImageDataConfig:
   train_split: str = 'train'
   eval_split: str = 'validation'
   image_size: config_lib.Pixels = 32
-  crop_fraction: Annotated[float, config_lib.Range(ge=0.01, le=1)] | None = None
+  crop_fraction: _Crop | None = None
+  resize: augment_lib.Resize = 'shorter_side'
+  resample: Resample | None = None
   unreadable: Literal['refuse', 'skip'] = 'refuse'
   mean: tuple[_Mean, _Mean, _Mean] = (0.5, 0.5, 0.5)
   std: tuple[_Std, _Std, _Std] = (0.5, 0.5, 0.5)
@@ -180,6 +198,7 @@ class ImageDataConfig:
       mean=self.mean,
       std=self.std,
       resample=_resample(self),
+      resize=self.resize,
     )
 
 
@@ -371,14 +390,22 @@ def _open(config: ImageDataConfig, split: str) -> _Source:
 
 def _resample(config: ImageDataConfig) -> Image.Resampling:
   # Bicubic overshoots visibly where 8 pixels become many.
-  digital = config.source == 'digits'
-  return Image.Resampling.BILINEAR if digital else Image.Resampling.BICUBIC
+  usual = 'bilinear' if config.source == 'digits' else 'bicubic'
+  return Image.Resampling[(config.resample or usual).upper()]
 
 
-def _left_out(error: errors.UserError):
-  logging.log_first_n(
-    logging.WARNING, 'left out at decoding: %s', _WARNINGS, error
-  )
+@functools.cache  # A file is met again in every epoch, and named once.
+def _warn(fault: str):
+  logging.warning('left out: %s', fault)
+
+
+def _leave_out(error: image_folder.UnreadableImageError, config):
+  """Names a picture that cannot be decoded; raises unless these are skipped."""
+  if config.unreadable == 'refuse':
+    raise image_folder.UnreadableImageError(
+      f"{error}, or set unreadable='skip'"
+    ) from error
+  _warn(str(error))
 
 
 class _Readable:
@@ -386,7 +413,7 @@ class _Readable:
 
   def __init__(self, source: _Source, config: ImageDataConfig):
     self._source = source
-    self._skip = config.unreadable == 'skip'
+    self._config = config
 
   def __len__(self) -> int:
     return len(self._source)
@@ -397,9 +424,7 @@ class _Readable:
       try:
         return self._source.load((int(index) + step) % count)
       except image_folder.UnreadableImageError as e:
-        if not self._skip:
-          raise
-        _left_out(e)
+        _leave_out(e, self._config)
     raise errors.UserError(
       f'none of the {count} pictures to train on can be decoded: repair them '
       'or choose other data'
@@ -426,6 +451,7 @@ class _Augment(grain.transforms.RandomMap):
       mean=config.mean,
       std=config.std,
       resample=_resample(config),
+      resize=config.resize,
     )
     target = augment_lib.soft_target(
       label, self._classes, config.augment.label_smoothing
@@ -488,9 +514,7 @@ class _Evaluate(grain.transforms.Map):
     try:
       image, label = self._source.load(int(element))
     except image_folder.UnreadableImageError as e:
-      if config.unreadable == 'refuse':
-        raise
-      _left_out(e)
+      _leave_out(e, config)
       return empty
     return {
       'image': self._preprocess.one(image),
@@ -534,8 +558,23 @@ def _outlive_signals(worker: int, workers: int) -> None:
 
 
 def _finite(dataset: grain.MapDataset, workers: int) -> Iterator[Batch]:
-  with contextlib.closing(_start(dataset, workers)) as iterator:
+  with contextlib.closing(_start(dataset, workers)) as iterator, _reading():
     yield from iterator
+
+
+@contextlib.contextmanager
+def _reading() -> Iterator[None]:
+  """Says in a sentence that a worker process was killed."""
+  try:
+    yield
+  except RuntimeError as e:
+    if 'was terminated unexpectedly' not in str(e):
+      raise
+    raise errors.UserError(
+      'a process that reads pictures was killed, as the system does where '
+      'memory is short: give fewer data.workers, or more memory; the same '
+      'command continues'
+    ) from e
 
 
 class _Batches(grain.DatasetIterator):
@@ -557,7 +596,8 @@ class _Batches(grain.DatasetIterator):
   def __next__(self) -> Batch:
     if self._iterator is None:
       self._iterator = _start(self._dataset[self._next_batch :], self._workers)
-    batch = next(self._iterator)
+    with _reading():
+      batch = next(self._iterator)
     self._next_batch += 1
     return batch
 

@@ -195,22 +195,21 @@ class SentencePieceTokenizer(Tokenizer):
     data = _read(file)
     try:
       sp = sentencepiece.SentencePieceProcessor(model_proto=data)
-      size = sp.get_piece_size()
+      pieces = [sp.id_to_piece(i) for i in range(sp.get_piece_size())]
+      surfaces, names = [], {}
+      for i, piece in enumerate(pieces):
+        if sp.is_byte(i):
+          surface = bytes([int(piece[3:-1], 16)])
+        elif sp.is_control(i) or sp.is_unknown(i) or sp.is_unused(i):
+          surface, names[i] = b'', piece
+        else:
+          surface = piece.replace('\u2581', ' ').encode()
+        surfaces.append(surface)
     except Exception as e:
       raise _not_a_model(file, 'SentencePiece model', e) from e
-    if not size:
+    if not surfaces:
       raise _not_a_model(file, 'SentencePiece model', 'it holds no pieces')
     self._sp = sp
-    surfaces, names = [], {}
-    for i in range(size):
-      piece = sp.id_to_piece(i)
-      if sp.is_byte(i):
-        surface = bytes([int(piece[3:-1], 16)])
-      elif sp.is_control(i) or sp.is_unknown(i) or sp.is_unused(i):
-        surface, names[i] = b'', piece
-      else:
-        surface = piece.replace('\u2581', ' ').encode()
-      surfaces.append(surface)
     super().__init__(
       surfaces=surfaces,
       names=names,
@@ -242,15 +241,15 @@ class HuggingFaceTokenizer(Tokenizer):
     data = _read(file)
     try:
       tok = tokenizers.Tokenizer.from_buffer(data)
+      # A file saved for fine-tuning may cut every text at 512 tokens.
+      tok.no_truncation()
+      tok.no_padding()
       spec = json.loads(tok.to_str())
+      # For chats one of its own, since threads share a tokenizer.
+      self._of_chats = tokenizers.Tokenizer.from_str(tok.to_str())
     except Exception as e:
       raise _not_a_model(file, 'Hugging Face tokenizer.json', e) from e
-    # A file saved for fine-tuning may cut every text at 512 tokens; and text
-    # that happens to spell a special token must not become one.
-    tok.no_truncation()
-    tok.no_padding()
-    # For chats one of its own, since threads share a tokenizer.
-    self._of_chats = tokenizers.Tokenizer.from_str(tok.to_str())
+    # Text that happens to spell a special token must not become one.
     tok.encode_special_tokens = True
     self._tok = tok
     vocab = tok.get_vocab(with_added_tokens=True)

@@ -2,6 +2,8 @@
 
   python eval.py --workdir=runs/mod
   python eval.py --workdir=runs/amod --noevaluate --predict='photos/*.{jpg,png}'
+  python eval.py --workdir=runs/amod --noevaluate --predict='photos/*.jpg' \\
+    --predictions=photos.csv
   python eval.py --workdir=runs/mod --noevaluate --sample='Once upon' \\
     --rule=threshold --temperature=0
   python eval.py --workdir=runs/vit --noevaluate --export=out \\
@@ -19,21 +21,29 @@ Where the package is installed, `mod-jax-eval` is the same command.
 The config is the one that the run was trained with.
 """
 
+import csv
 import dataclasses
+import io
+import itertools
+import json
 import typing
 
 from absl import flags
 import jax
+import numpy as np
 
 from mod_jax import cli
 from mod_jax import paths
 from mod_jax import tasks
+from mod_jax.data import image_folder
 from mod_jax.errors import UserError
 from mod_jax.serving import export as export_lib
 from mod_jax.serving import run as run_lib
 from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train import evaluation
 from mod_jax.train import workdir as workdir_lib
+
+_BATCH = 32  # Pictures that are predicted at a time.
 
 
 def define_flags() -> None:
@@ -56,6 +66,11 @@ def define_flags() -> None:
     [],
     'Pictures to classify: a file, or globs in quotes, separated by commas, as'
     " in 'photos/*.{jpg,png}'",
+  )
+  flags.DEFINE_string(
+    'predictions',
+    None,
+    'File for the answers to --predict, ending in .csv or .json.',
   )
   flags.DEFINE_string(
     'export', None, 'Directory to write the model to, for use elsewhere.'
@@ -139,7 +154,11 @@ def _export(run):
   print(f'exported: {given.export}')
 
 
-def _predict(run):
+def _predict(run) -> list[str]:
+  """Prints the classes of pictures; returns those that cannot be read."""
+  path = flags.FLAGS.predictions
+  if path is not None and not path.endswith(('.csv', '.json')):
+    raise UserError(f'--predictions={path}: expected a .csv or .json file.')
   if run.preprocess is None:
     raise UserError(
       '--predict classifies pictures: this run is a language model; take'
@@ -153,9 +172,44 @@ def _predict(run):
         raise UserError(f'--predict={pattern}: there is no such file.')
       files += found
   width = max(map(len, files))
-  for file, classes in zip(files, run.predict(files), strict=True):
-    told = ', '.join(f'{name} {p:.1%}' for name, p in classes.items())
-    print(f'{file:{width}}  {told}')
+  rows = []
+  for some in itertools.batched(files, _BATCH):
+    images, batch = [], [{'file': file} for file in some]
+    for row in batch:
+      try:
+        images.append(run.preprocess([row['file']]))
+      except image_folder.UnreadableImageError as error:
+        row['error'] = str(error)
+    answers = iter(run.classify(np.concatenate(images)) if images else ())
+    for row in batch:
+      shown = row.get('error')
+      if shown is None:
+        row['probabilities'] = next(answers)
+        shares = row['probabilities'].items()
+        shown = ', '.join(f'{name} {share:.1%}' for name, share in shares)
+      print(f'{row["file"]:{width}}  {shown}')
+    rows += batch
+  if path is not None:
+    _write_predictions(path, rows)
+  return [row['file'] for row in rows if 'error' in row]
+
+
+def _write_predictions(path, rows):
+  """Writes JSON, or CSV with the classes side by side, the likeliest first."""
+  if path.endswith('.json'):
+    text = json.dumps(rows, indent=1, ensure_ascii=False) + '\n'
+  else:
+    table = io.StringIO()
+    writer = csv.writer(table)
+    most = max(len(row.get('probabilities', ())) for row in rows)
+    ranks = [(f'class_{i}', f'probability_{i}') for i in range(1, most + 1)]
+    writer.writerow(['file', 'error', *itertools.chain(*ranks)])
+    for row in rows:
+      pairs = row.get('probabilities', {}).items()
+      error = row.get('error', '')
+      writer.writerow([row['file'], error, *itertools.chain(*pairs)])
+    text = table.getvalue()
+  paths.write_bytes(path, text.encode('utf-8', 'backslashreplace'))
 
 
 def _list_studies(workdir):
@@ -176,14 +230,25 @@ def main(_) -> None:
     _list_studies(given.workdir)
     return
   cli.start_backend()
+  unreadable = []
   if given.predict or given.export:
     run = _load(given.workdir, given.step)
     if given.predict:
-      _predict(run)
+      unreadable = _predict(run)
     if given.export:
       _export(run)
-    if not given.evaluate and not given.study and not given.sample:
-      return
+  if given.evaluate or given.study or given.sample:
+    _evaluate(given)
+  if unreadable:
+    more = ', …' if len(unreadable) > 3 else ''
+    raise UserError(
+      f'--predict: {len(unreadable)} of the files cannot be read'
+      f' ({", ".join(unreadable[:3])}{more}): repair or remove them; the others'
+      ' are classified.'
+    )
+
+
+def _evaluate(given):
   trained = tasks.load(given.workdir, step=given.step)
   evaluation.find_studies(trained.task, given.study)
   if given.sample:  # First: what is refused is refused at once.

@@ -54,8 +54,6 @@ def main(_) -> None:
     ) from error
   run = run_lib.load(values.model)
   engine = Engine(run, slots=values.slots, max_length=values.max_length)
-  print('compiling…', flush=True)
-  engine.warm_up()
   hosts = values.allowed_hosts
   if hosts is None:
     local = values.host in ('localhost', '127.0.0.1', '::1')
@@ -67,6 +65,9 @@ def main(_) -> None:
     queue=values.queue,
     hosts=hosts,
   )
+  print('compiling…', flush=True)
+  # From here on the tokenizer runs in a process of its own.
+  engine.warm_up()
   uvicorn.run(
     application,
     host=values.host,

@@ -49,14 +49,7 @@ def images(
     of_our_classes = found.num_classes == len(classes)
     if known is not None:
       of_our_classes = known == classes
-    preprocess = fields['preprocess']
-    data = dataclasses.replace(
-      data,
-      image_size=preprocess.image_size,
-      crop_fraction=preprocess.crop_fraction,
-      mean=preprocess.mean,
-      std=preprocess.std,
-    )
+    data = fields['preprocess'].apply_to(data)
     own = (*_OWN, 'stochastic_depth')
     backbone = _with_own(found, backbone, own)
   size = image_size or data.image_size

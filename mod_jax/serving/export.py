@@ -28,6 +28,8 @@ from mod_jax.train import workdir
 
 # What a routed language model has beside its dense part.
 ROUTERS = 'routers.safetensors'
+# Of the layer norms of timm's vision transformers, whose files name no other.
+_TIMM_EPSILON = 1e-6
 Format = Literal['safetensors', 'huggingface', 'timm']
 # Who reads the formats of other libraries.
 _READERS = {'huggingface': 'transformers', 'timm': 'timm'}
@@ -240,17 +242,17 @@ def _huggingface(run, folder):
   )
   reads = run.preprocess
   whole = round(reads.image_size / reads.crop_fraction)
-  side = {'height': reads.image_size, 'width': reads.image_size}
+  squashes = reads.resize == 'squash'
   _json(
     folder / 'preprocessor_config.json',
     {
-      # The one that crops; ViT's own squeezes a picture into the square.
+      # Unlike ViT's own, it crops in all versions of the library.
       'image_processor_type': 'DeiTImageProcessor',
-      'do_resize': True,
-      'size': {'shortest_edge': whole},
+      'do_resize': reads.resize != 'none',
+      'size': _square(whole) if squashes else {'shortest_edge': whole},
       'resample': int(reads.resample),
-      'do_center_crop': True,
-      'crop_size': side,
+      'do_center_crop': not squashes or whole != reads.image_size,
+      'crop_size': _square(reads.image_size),
       'do_rescale': True,
       'rescale_factor': 1 / 255,
       'do_normalize': True,
@@ -261,15 +263,38 @@ def _huggingface(run, folder):
   return set()
 
 
+def _square(side: int) -> dict[str, int]:
+  return {'height': side, 'width': side}
+
+
 def _ratio(hidden: int, width: int) -> float:
   """Returns what `int` of its product with the width gives the MLP's."""
   ratio = hidden / width
   return ratio if int(width * ratio) == hidden else math.nextafter(ratio, 99)
 
 
+def _crop_pct(reads) -> float:
+  """Returns what timm's rounding down makes our number of pixels of."""
+  whole = round(reads.image_size / reads.crop_fraction)
+  fraction = reads.image_size / whole
+  exact = math.floor(reads.image_size / fraction) == whole
+  return fraction if exact else math.nextafter(fraction, 0)
+
+
 def _timm(run, folder):
-  _dense_weights(run, folder, 'timm')
   dense, reads = run.config.dense_twin(), run.preprocess
+  if dense.norm_epsilon != _TIMM_EPSILON:
+    raise UserError(
+      f"format='timm' has norm_epsilon={_TIMM_EPSILON:g} alone, and this model"
+      f' {dense.norm_epsilon:g}, so it would compute something else there: use'
+      " 'huggingface' or 'safetensors'."
+    )
+  if reads.resize == 'none':
+    raise UserError(
+      "format='timm' has no preprocessing that leaves the size of pictures as"
+      " it is: use 'huggingface' or 'safetensors'."
+    )
+  _dense_weights(run, folder, 'timm')
   kind = 'vit_base_patch16_224'
   if dense.distilled:
     kind = 'deit_base_distilled_patch16_224'
@@ -295,7 +320,8 @@ def _timm(run, folder):
         'num_classes': dense.num_classes,
         'input_size': size,
         'fixed_input_size': True,
-        'crop_pct': reads.crop_fraction,
+        'crop_pct': _crop_pct(reads),
+        'crop_mode': 'squash' if reads.resize == 'squash' else 'center',
         'interpolation': reads.resample.name.lower(),
         'mean': list(reads.mean),
         'std': list(reads.std),

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import os
 from typing import Any
@@ -178,10 +179,7 @@ class Run:
   def _task_on(self, data):
     """Returns a task that reads other data as the model wants them."""
     if self.preprocess is not None:
-      fields = ('image_size', 'crop_fraction', 'mean', 'std')
-      data = dataclasses.replace(
-        data, **{name: getattr(self.preprocess, name) for name in fields}
-      )
+      data = self.preprocess.apply_to(data)
     elif self.task is not None and data.source != 'prepared':
       kind, path = self.task.modality.tokenizer_source
       data = dataclasses.replace(data, tokenizer=kind, tokenizer_path=path)
@@ -209,7 +207,14 @@ class Run:
       )
     ]
 
-  def _classify(self, pictures, *, top: int = 5):
+  def _classify(self, pictures, **kwargs):
+    found = []
+    for some in itertools.batched(pictures, _BATCH):
+      found += self.classify(self.preprocess(some), **kwargs)
+    return found
+
+  def classify(self, images_BHWC, *, top: int = 5) -> list[dict[str, float]]:
+    """Returns what `predict` does, of pictures that `preprocess` made."""
     if top < 1:
       raise UserError(f'top={top}: expected at least 1.')
     names = self.classes or tuple(map(str, range(self._num_classes)))
@@ -217,14 +222,12 @@ class Run:
     shared = {name for name, n in collections.Counter(names).items() if n > 1}
     names = [f'{x} ({v})' if x in shared else x for v, x in enumerate(names)]
     rngs = {'routing': jax.random.key(0)}
+    logits_BV = self.apply(images_BHWC, rngs=rngs).logits_BV
+    probability_BV = jax.nn.softmax(logits_BV.astype(jnp.float32))
     found = []
-    for i in range(0, len(pictures), _BATCH):
-      images_BHWC = self.preprocess(pictures[i : i + _BATCH])
-      logits_BV = self.apply(images_BHWC, rngs=rngs).logits_BV
-      probability_BV = jax.nn.softmax(logits_BV.astype(jnp.float32))
-      for probability_V in np.asarray(probability_BV):
-        best = np.argsort(-probability_V, kind='stable')[:top]
-        found.append({names[v]: float(probability_V[v]) for v in best})
+    for probability_V in np.asarray(probability_BV):
+      best = np.argsort(-probability_V, kind='stable')[:top]
+      found.append({names[v]: float(probability_V[v]) for v in best})
     return found
 
   @property
@@ -371,20 +374,27 @@ def _of_file(file, known) -> dict[str, Any]:
   classes = told.classes
   if classes is not None and len(classes) != config.dense_twin().num_classes:
     classes = None
-  assumed = {k: v for k, v in _IMAGENET.items() if getattr(told, k) is None}
+  assumed = {k: v for k, v in _IMAGENET.items() if k not in told.pictures}
   if assumed:
     logging.warning(
       'Assumed for pictures, as is usual with ImageNet, since nothing beside %s'
       ' tells: %s; if the model was trained with others, see `run.preprocess`.',
       *(file, ', '.join(f'{name}={value}' for name, value in assumed.items())),
     )
-  pictures = {name: getattr(told, name) for name in _IMAGENET} | assumed
-  if told.resample is not None:
-    pictures['resample'] = told.resample
+  size, unfollowed = config.dense_twin().image_size, [*told.unfollowed]
+  if told.image_size not in (None, size):
+    unfollowed.append(
+      f'pictures of {told.image_size} pixels a side, where the model has {size}'
+    )
+  preprocess = images_lib.Preprocess(image_size=size, **told.pictures | assumed)
+  if unfollowed:
+    logging.warning(
+      'Of the preprocessing that is told beside %s, this is not followed: %s;'
+      ' pictures are read by %s.',
+      *(file, '; '.join(unfollowed), preprocess),
+    )
   return {
     'config': config,
-    'preprocess': images_lib.Preprocess(
-      image_size=config.dense_twin().image_size, **pictures
-    ),
+    'preprocess': preprocess,
     'classes': classes,
   }

@@ -112,7 +112,16 @@ def read_with_hash(workdir) -> tuple[list[Entry], str]:
 
 def _check_begun(workdir, found):
   path = workdir_lib.expand(workdir) / _BEGUN
-  if path.exists() and json.loads(path.read_text())[_HASH] != found:
+  if not path.exists():
+    return
+  try:
+    begun = json.loads(path.read_text())[_HASH]
+  except (ValueError, KeyError, TypeError) as error:
+    raise UserError(
+      f'{path} is damaged: delete it, if the runs in that directory are of the'
+      f' {FILE} that is there.'
+    ) from error
+  if begun != found:
     raise UserError(
       f'{path.parent} holds runs of another manifest: name another --workdir,'
       ' or restore the manifest that they were begun with.'

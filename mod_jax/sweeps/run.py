@@ -91,9 +91,9 @@ def results(workdir) -> list[tuple[Entry, dict[str, Any]]]:
   found = []
   for entry in entries:
     path = result_path(workdir, entry)
-    if not path.is_file():
+    result = _read(path)
+    if result is None:
       continue
-    result = json.loads(path.read_text())
     if result['manifest'] != digest:
       raise UserError(
         f'{path} is of another manifest than {workdir} holds: restore the'
@@ -121,8 +121,26 @@ def result_path(workdir, entry: Entry):
   return workdir_lib.expand(workdir) / 'results' / f'{entry.id}.json'
 
 
+def _read(path) -> dict[str, Any] | None:
+  """Returns what a run came to; None without, or where the file is damaged."""
+  if not path.is_file():
+    return None
+  try:
+    result = json.loads(path.read_text())
+    if {'id', 'manifest', 'diverged', 'loss', 'metrics'} <= result.keys():
+      return result
+  except (ValueError, AttributeError):
+    pass
+  logging.warning(
+    '%s is damaged, so that its run counts as one without a result: `python -m'
+    ' mod_jax.sweeps run` writes it again.',
+    path,
+  )
+  return None
+
+
 def _done(workdir, entry) -> bool:
-  return parallel.first_says(result_path(workdir, entry).is_file())
+  return parallel.first_says(_read(result_path(workdir, entry)) is not None)
 
 
 def _train(workdir, entry, digest, allow_changed_data) -> None:

@@ -374,8 +374,11 @@ class Adaptive(Plain):
   # What people look at.
 
   def pictures(self, params, model_state):
-    figures = self._error_map(params)
-    model = self.config.model
+    figures, model = {}, self.config.model
+    if self.objective.phase in ('learners', 'gates'):
+      # Trained end to end, learners serve the loss, and are no longer to be as
+      # the dense module.
+      figures = self._error_map(params)
     # Which tokens reach the modules at all.
     if acm.without(model) != model.dense_twin():
       figures |= self.modality.pictures(self, params, model_state)

@@ -210,7 +210,7 @@ class Images(Modality):
     labels = [
       self.classes[label]
       if label == guess
-      else f'{self.classes[label]}, taken for {self.classes[guess]}'
+      else f'true {self.classes[label]} → predicted {self.classes[guess]}'
       for label, guess in zip(batch['label'], guess_B, strict=True)
     ]
     shown_BHWC = images_lib.denormalize(self.config.data, batch['image'])

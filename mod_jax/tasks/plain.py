@@ -96,7 +96,11 @@ class Plain(task_lib.Task):
   def beginning(self, params, model_state, mesh):
     """Compares the model of the first step with the dense one."""
     config = self.config
-    if config.model.routing is None or warm_start.is_routed(config.init):
+    if (
+      config.model.routing is None
+      or config.model.adaptive is not None
+      or warm_start.is_routed(config.init)
+    ):
       return ''
     first = capacity_warmup.at_floor(config.model, self.static_args(0))
     dense = _with_all_tokens(config.model)

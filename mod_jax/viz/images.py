@@ -13,6 +13,7 @@ from matplotlib import colormaps
 from matplotlib import font_manager
 from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
+from matplotlib.collections import PolyCollection
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -22,7 +23,8 @@ from mod_jax.errors import UserError
 from mod_jax.viz import glyphs
 from mod_jax.viz import style
 
-VEIL = 0.85  # How white a skipped patch becomes.
+VEIL = 0.85  # How white or grey a skipped patch becomes.
+_GREY = 150  # Which grey.
 HEAT = colormaps['viridis']  # Perceptually uniform.
 OVERLAY = 0.72  # Opacity of colours that lie on a picture.
 SLACK = 1e-5  # A float32 share of all learners may exceed 1.
@@ -62,7 +64,7 @@ def patch_maps(
   """Draws the patches that each routed block processed, a row per image.
 
   The image stands at the left; then, for each routed block, the image with the
-  skipped patches whitened and the processed ones outlined.
+  skipped patches hatched in grey and the processed ones outlined.
 
   Args:
     images_BHWC: uint8 RGB images.
@@ -101,7 +103,7 @@ def _patch_summary(processed_RBL, num_layers) -> str:
     f' {"is" if routed == 1 else "are"} routed and'
     f' process{"es" if routed == 1 else ""}'
     f' {processed_RBL.mean():.1%} of the patches. Outlined: processed by the'
-    ' block. Whitened: the patch passes by. Below: how many are processed.'
+    ' block. Hatched grey: the patch passes by. Below: how many are processed.'
   )
 
 
@@ -132,7 +134,7 @@ def token_stages(
   blocks = block_numbers('blocks', blocks)
   summary = (
     'Patches are removed just before the named blocks, for good. Outlined:'
-    ' still there. Whitened: removed. Below: how many are left.'
+    ' still there. Hatched grey: removed. Below: how many are left.'
   )
   if not blocks:
     summary = 'There is no pruning stage: every patch is kept.'
@@ -381,8 +383,8 @@ def greyed(image_HWC) -> np.ndarray:
   return np.repeat(grey_HW[..., None], 3, axis=-1)
 
 
-def whitened(image_HWC, seen_L, grid: tuple[int, int]) -> np.ndarray:
-  """Returns an image under a white veil but for some patches.
+def veiled(image_HWC, seen_L, grid: tuple[int, int]) -> np.ndarray:
+  """Returns an image under a grey veil but for some patches.
 
   Args:
     image_HWC: a uint8 image, its sides multiples of the grid's.
@@ -396,7 +398,7 @@ def whitened(image_HWC, seen_L, grid: tuple[int, int]) -> np.ndarray:
     np.asarray(seen_L, bool).reshape(grid),
     np.ones((height // rows, width // columns), bool),
   )
-  veiled_HWC = 255 - (1 - VEIL) * (255.0 - image_HWC)
+  veiled_HWC = VEIL * _GREY + (1 - VEIL) * image_HWC
   veiled_HWC = veiled_HWC.round().astype(np.uint8)
   return np.where(seen_HW[..., None], image_HWC, veiled_HWC)
 
@@ -413,8 +415,19 @@ def _masked_pictures(
 
   def draw(axes, c, b, **how):
     seen_L = seen_CBL[c, b]
-    show(axes, 'map', whitened(images_BHWC[b], seen_L, grid), grid, **how)
-    # On a white image a white veil alone would not be seen.
+    show(axes, 'map', veiled(images_BHWC[b], seen_L, grid), grid, **how)
+    # On an image that is as grey as the veil, this would not be seen alone.
+    axes.add_collection(
+      PolyCollection(
+        _corners(~seen_L.reshape(grid)),
+        facecolors='none',
+        edgecolors='white',
+        linewidths=0,
+        hatch='////',
+        gid='hatch',
+      ),
+      autolim=False,
+    )
     axes.add_collection(
       LineCollection(
         _outline(seen_L.reshape(grid)),
@@ -491,6 +504,13 @@ def pictures_by_block(
       above = '' if b else headings[c]
       draw(axes, c, b, above=above, below=captions_CB[c][b])
   return figure, bars
+
+
+def _corners(patch_YX) -> np.ndarray:
+  """Returns the four corners [N, 4, 2] (x, y) of each patch that is True."""
+  y, x = np.nonzero(patch_YX)
+  place_N12 = np.stack([x, y], axis=-1)[:, None]
+  return place_N12 + np.array([(0, 0), (1, 0), (1, 1), (0, 1)])
 
 
 def _outline(seen_YX) -> np.ndarray:
@@ -729,7 +749,7 @@ def _sheet(
 
 def _inches(text: str, size: float) -> float:
   """Returns the width of a line of text, `size` in points."""
-  font = font_manager.get_font(glyphs.SANS)
+  font = font_manager.get_font(glyphs.sans(text))
   font.set_size(size, 72)
   font.set_text(text)
   # With some room: at another resolution hinting makes it a little wider.

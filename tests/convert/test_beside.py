@@ -1,13 +1,22 @@
 """What the files beside weights say, and what they do not."""
 
 import json
+import pathlib
 
+import numpy as np
 from PIL import Image
 import pytest
 
 from mod_jax.convert import beside
 from mod_jax.convert.beside import Beside
+from mod_jax.data.images import Preprocess
 from mod_jax.errors import UserError
+
+GOLDEN = pathlib.Path(__file__).parents[1] / 'golden'
+# Made by transformers itself; see `make_pictures.py`.
+with np.load(GOLDEN / 'pictures.npz') as file:
+  EXPECTED = dict(file)
+CASES = [n.split('/')[0] for n in EXPECTED if n.endswith('/config')]
 
 
 def read(folder, config=None, pictures=None):
@@ -41,9 +50,14 @@ def test_of_hugging_face(tmp_path):
     norm_epsilon=1e-9,
     activation='relu',
     classes=('a', 'b', 'c'),
-    mean=(0.1, 0.2, 0.3),
-    std=(0.4, 0.5, 0.6),
-    crop_fraction=1.0,
+    image_size=224,
+    pictures={
+      'mean': (0.1, 0.2, 0.3),
+      'std': (0.4, 0.5, 0.6),
+      'resample': Image.Resampling.BILINEAR,
+      'resize': 'squash',
+      'crop_fraction': 1.0,
+    },
   )
 
 
@@ -66,7 +80,9 @@ def test_of_timm(tmp_path):
       'pretrained_cfg': {
         'mean': [0.1, 0.2, 0.3],
         'std': [0.4, 0.5, 0.6],
+        'input_size': [3, 224, 224],
         'crop_pct': 0.9,
+        'crop_mode': 'squash',
         'interpolation': 'bilinear',
       },
     },
@@ -74,38 +90,56 @@ def test_of_timm(tmp_path):
   assert told == Beside(
     num_heads=6,
     classes=('a', 'b'),
-    mean=(0.1, 0.2, 0.3),
-    std=(0.4, 0.5, 0.6),
-    crop_fraction=0.9,
-    resample=Image.Resampling.BILINEAR,
+    image_size=224,
+    pictures={
+      'mean': (0.1, 0.2, 0.3),
+      'std': (0.4, 0.5, 0.6),
+      'resample': Image.Resampling.BILINEAR,
+      'resize': 'squash',
+      'crop_fraction': 224 / 248,
+    },
   )
 
 
-@pytest.mark.parametrize(('code', 'filter'), [(2, 'BILINEAR'), (99, None)])
-def test_how_pictures_are_resized(tmp_path, code, filter):
-  found = read(tmp_path, {}, {'resample': code}).resample
-  assert found == (filter and Image.Resampling[filter])
+@pytest.mark.parametrize('case', CASES)
+def test_pictures_are_read_as_by_the_library(tmp_path, case):
+  told = read(tmp_path, {}, json.loads(str(EXPECTED[f'{case}/config'])))
+  assert (told.image_size, told.unfollowed) == (8, ())
+  preprocess = Preprocess(image_size=8, **told.pictures)
+  for name in ('wide', 'tall'):
+    np.testing.assert_allclose(
+      preprocess.one(Image.fromarray(EXPECTED[name])),
+      EXPECTED[f'{case}/{name}'],
+      rtol=1e-5,
+      atol=1e-5,
+    )
 
 
 @pytest.mark.parametrize(
-  ('pictures', 'fraction'),
+  ('fields', 'named'),
   [
-    ({'do_center_crop': True, 'size': 256, 'crop_size': 224}, 0.875),
-    (
-      {
-        'do_center_crop': True,
-        'size': {'shortest_edge': 100},
-        'crop_size': {'height': 80, 'width': 80},
-      },
-      0.8,
-    ),
-    ({'do_center_crop': True, 'size': 64, 'crop_size': 80}, 1.0),
-    ({'do_center_crop': True}, None),
-    ({'do_center_crop': False, 'size': 256, 'crop_size': 224}, 1.0),
+    ({'size': {'shortest_edge': 8}}, "size={'shortest_edge': 8}"),
+    ({'size': {'height': 8, 'width': 9}}, "size={'height': 8, 'width': 9}"),
+    ({'size': {'longest_edge': 8}}, "size={'longest_edge': 8}"),
+    ({'size': {'height': [8], 'width': [8]}}, "size={'height': [8]"),
+    ({'size': 0.5}, 'size=0.5'),
+    ({'do_resize': False}, 'do_resize=False'),
+    ({'do_pad': True}, 'do_pad=True'),
+    ({'resample': 99}, 'resample=99'),
+    ({'image_mean': [1, 1]}, 'image_mean=[1, 1]'),
+    ({'rescale_factor': '1/255'}, 'rescale_factor=1/255'),
+    ({'image_processor_type': 'NewImageProcessor'}, 'NewImageProcessor'),
   ],
 )
-def test_how_much_of_a_picture_is_seen(tmp_path, pictures, fraction):
-  assert read(tmp_path, {'crop_pct': 0.3}, pictures).crop_fraction == fraction
+def test_what_cannot_be_followed_is_named(tmp_path, fields, named):
+  told = read(tmp_path, {}, fields)
+  assert any(named in what for what in told.unfollowed)
+  assert Preprocess(image_size=8, **told.pictures)
+
+
+def test_unfollowed_of_timm(tmp_path):
+  fields = {'crop_mode': 'border', 'crop_pct': 0.9, 'input_size': [3, 8, 8]}
+  assert read(tmp_path, fields).unfollowed == ('crop_mode=border',)
 
 
 def test_names_that_nobody_gave(tmp_path):
@@ -113,9 +147,3 @@ def test_names_that_nobody_gave(tmp_path):
   assert read(tmp_path, {'id2label': labels}).classes is None
   assert read(tmp_path, {'id2label': {'a': 'b'}}).classes is None
   assert read(tmp_path, {'label_names': [1, 2]}).classes is None
-
-
-def test_pictures_that_are_not_normalised(tmp_path):
-  told = read(tmp_path, None, {'do_normalize': False, 'image_mean': [1, 1, 1]})
-  assert (told.mean, told.std) == ((0.0,) * 3, (1.0,) * 3)
-  assert read(tmp_path, None, {'image_mean': [1, 1]}).mean is None

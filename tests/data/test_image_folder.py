@@ -239,7 +239,7 @@ def test_pictures_of_too_many_pixels_are_not_decoded():
     image_folder.decode(bytes(header), 'x')
 
 
-def test_a_file_that_fails_at_decoding_is_left_out_by_option(truncated):
+def test_a_file_that_fails_at_decoding_is_left_out_by_option(truncated, caplog):
   skip = config(truncated, unreadable='skip')
   batches = list(images.eval_batches(skip, batch_size=5))
   assert [b['weight'].tolist() for b in batches] == [[1, 1, 1, 1, 0]]
@@ -256,6 +256,10 @@ def test_a_file_that_fails_at_decoding_is_left_out_by_option(truncated):
     blue = batch['image'][:, 0, 0, 2] > 0
     np.testing.assert_array_equal(batch['target'], np.stack([red, blue], 1))
     assert red.sum() == 3
+  # Each file once, however often it was met, and without the advice.
+  for split in ('train', 'val'):
+    assert caplog.text.count(f"{split}/b/cut.png' cannot be decoded") == 1
+  assert 'unreadable=' not in caplog.text
 
 
 def test_nothing_that_decodes(tmp_path):

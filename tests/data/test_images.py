@@ -203,6 +203,9 @@ def test_workers_change_nothing():
   batches += take(iterator, 1)
   assert worker.is_alive()
   state = iterator.get_state()
+  worker.kill()
+  with pytest.raises(errors.UserError, match='was killed, as the system does'):
+    take(iterator, 99)
   iterator.close()
   assert_same(batches, expected[2:4])
   alone.set_state(json.loads(json.dumps(state)))
@@ -485,7 +488,7 @@ def test_tfds_features_of_others_are_not_imported(
     ({'source': 'tfds', 'name': 'a', 'eval_split': ''}, 'needs eval_split'),
     ({'image_size': 0}, 'image_size=0'),
     ({'crop_fraction': 0.0}, 'crop_fraction=0.0'),
-    ({'crop_fraction': 1.1}, 'crop_fraction=1.1'),
+    ({'crop_fraction': 11.0}, 'crop_fraction=11.0'),
     ({'eval_fraction': 1.0}, 'eval_fraction=1.0'),
     ({'unreadable': 'ignore'}, 'unreadable'),
     ({'mean': (0.5, 0.5)}, 'mean'),

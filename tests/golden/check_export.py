@@ -4,8 +4,9 @@
   golden/bin/python tests/golden/check_export.py check /tmp/exported
 
 The first writes folders of tiny models with random weights, and their logits of
-a random input. The second, in the environment of `make_vit.py`, has
-transformers and timm load the folders, and compares the logits.
+a random input, and of a random picture what preprocessing makes. The second, in
+the environment of `make_vit.py`, has transformers and timm load the folders,
+and compares.
 """
 
 import pathlib
@@ -77,7 +78,9 @@ def _write_vision(folder):
   from mod_jax.serving.run import Run
 
   rng = np.random.default_rng(0)
-  for name, changes in MODELS.items():
+  picture_HWC = rng.integers(0, 256, (37, 50, 3), np.uint8)
+  resizes = ('shorter_side', 'squash', 'none')
+  for (name, changes), resize in zip(MODELS.items(), resizes, strict=True):
     config = ViTConfig(
       image_size=32,
       patch_size=8,
@@ -102,6 +105,7 @@ def _write_vision(folder):
         crop_fraction=0.875,
         mean=(0.4, 0.5, 0.6),
         std=(0.2, 0.3, 0.4),
+        resize=resize,
       ),
     )
     image_BHWC = rng.normal(size=(2, 32, 32, 3)).astype(np.float32)
@@ -113,6 +117,8 @@ def _write_vision(folder):
         folder / f'{name}_{format}' / 'expected.npz',
         image=image_BHWC,
         logits=run.apply(image_BHWC).logits_BV,
+        picture=picture_HWC,
+        pixels=run.preprocess([picture_HWC])[0],
       )
 
 
@@ -137,6 +143,11 @@ def check(folder):
       auto = transformers.AutoModelForImageClassification
       model = auto.from_pretrained(path)
     expected = np.load(path / 'expected.npz')
+    if path.name.endswith('_huggingface'):
+      auto = transformers.AutoImageProcessor
+      processor = auto.from_pretrained(path, backend='pil')
+      (pixels,) = processor(expected['picture'])['pixel_values']
+      _compare(path, processor, pixels.transpose(1, 2, 0), expected['pixels'])
     image = torch.tensor(expected['image'].transpose(0, 3, 1, 2))
     with torch.no_grad():
       logits = model.eval()(image)

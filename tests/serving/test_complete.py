@@ -82,6 +82,8 @@ def test_a_folder_of_hugging_face_needs_no_sizes(name, hugging_face, photos):
   assert model.num_classes == 3
   assert model.routing.capacity == 0.5
   assert (data.mean, data.crop_fraction) == ((0.1, 0.2, 0.3), 1.0)
+  assert (data.resize, data.resample) == ('squash', 'bilinear')
+  assert data.preprocess == mod_jax.load(folder).preprocess
   assert config.dense is None
   task = make_task(config)
   fresh = nn.unbox(jax.jit(task.init)(jax.random.key(0)))

@@ -12,6 +12,9 @@ import mod_jax
 from mod_jax.errors import UserError
 from mod_jax.serving.engine import Engine
 
+# `make test-slow` installs it.
+pytest.importorskip('lm_eval')
+
 GOLDEN = pathlib.Path(__file__).parents[1] / 'golden'
 
 

@@ -108,6 +108,40 @@ def test_a_finished_run_without_a_result_gets_one(trained, tmp_path):
   assert files(tmp_path) == before
 
 
+def test_a_damaged_result_is_none(trained, tmp_path, caplog):
+  runs = entries(1, 2)
+  manifest.write(tmp_path, runs)
+  run.run(tmp_path)
+  before = files(tmp_path)
+  for text in ('', '{"id": 1}', '[]'):
+    run.result_path(tmp_path, runs[0]).write_text(text)
+    assert [entry.id for entry, _ in run.results(tmp_path)] == ['run_2']
+    assert 'run_1.json is damaged' in caplog.text
+    assert run.run(tmp_path) == []
+    assert files(tmp_path) == before
+  (tmp_path / 'begun.json').write_text('')
+  with pytest.raises(UserError, match='begun.json is damaged: delete it'):
+    run.run(tmp_path)
+
+
+def test_who_lost_a_run_goes_on_with_the_next(
+  trained, tmp_path, monkeypatch, capsys
+):
+  manifest.write(tmp_path, entries(1, 2))
+  complete = phases.complete
+
+  def lose(config, folder, **kwargs):
+    if folder.name == 'run_1':  # Another takes it over.
+      (folder / lock.FILE).write_text('another')
+      raise FileNotFoundError('what the other cleared away')
+    return complete(config, folder, **kwargs)
+
+  monkeypatch.setattr(phases, 'complete', lose)
+  assert run.run(tmp_path) == ['run_1']
+  assert trained == [2]
+  assert 'run_1: the lock' in capsys.readouterr().err
+
+
 def test_what_another_worker_has_just_finished_is_not_trained(
   trained, tmp_path, monkeypatch
 ):
@@ -167,7 +201,11 @@ def test_what_another_worker_finished_meanwhile_is_not_left(
       raise lock.InUse('by another worker')
     result = run.result_path(tmp_path, entries(1)[0])
     result.parent.mkdir(exist_ok=True)
-    result.write_text('{}')
+    result.write_text(
+      json.dumps(
+        dict.fromkeys(('id', 'manifest', 'diverged', 'loss', 'metrics'))
+      )
+    )
     return held(folder)
 
   monkeypatch.setattr(lock, 'held', by_another_at_first)

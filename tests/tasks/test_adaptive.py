@@ -504,9 +504,12 @@ class TestPictures:
 
   @pytest.mark.usefixtures('teacher_at_hand')
   def test_all_are_drawn(self):
-    assert self.draw(make()) == {
+    assert self.draw(make('gates')) == {
       *('error_by_learners', 'load', 'compute', 'extremes')
     }
+
+  def test_learners_trained_end_to_end_imitate_nothing(self):
+    assert self.draw(make()) == {'load', 'compute', 'extremes'}
 
   @pytest.mark.usefixtures('teacher_at_hand')
   def test_before_there_are_gates(self):

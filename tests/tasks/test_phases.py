@@ -380,7 +380,7 @@ class TestRefused:
         {'init': None, 'objective.phase': 'gates'},
         "'gates' starts from the run of phase 'learners'",
       ),
-      ({'init': '/no/such/run'}, 'init=/no/such/run: there is no such'),
+      ({'init': '/no/such/run'}, 'init=/no/such/run: no such file'),
       (
         {'objective.phase': 'gates'},
         "no run of phase 'learners'.*objective.learners.num_steps=0",

@@ -1,9 +1,14 @@
 """Pictures show what the arrays hold, whatever the text, without a warning."""
 
+import functools
 import os
 import threading
 
+from fontTools.fontBuilder import FontBuilder
+from fontTools.pens.ttGlyphPen import TTGlyphPen
+import matplotlib
 from matplotlib import colors
+from matplotlib import font_manager
 from matplotlib.figure import Figure
 import numpy as np
 from PIL import Image
@@ -13,6 +18,7 @@ from mod_jax import viz
 from mod_jax.errors import UserError
 from mod_jax.viz import curves
 from mod_jax.viz import glyphs
+from mod_jax.viz import images
 from mod_jax.viz import style
 
 pytestmark = pytest.mark.filterwarnings('error')
@@ -410,12 +416,13 @@ class TestLossCurves:
     assert '3' in labels
     assert len(set(labels)) == len(labels)
 
-  def test_reads_an_iterator_and_unknown_rules(self, seen):
+  def test_reads_an_iterator_and_unknown_rules(self, seen, monkeypatch):
+    monkeypatch.setattr(glyphs, 'installed', lambda letter: None)
     figure = viz.loss_curves(
       iter([{'step': 1, 'kind': 'eval', 'a_new_漢_rule/loss': 2.0}])
     )
     draw(figure)
-    assert 'held-out, a-new-□-rule' in seen.said(figure)
+    assert r'held-out, a-new-\u6f22-rule' in seen.said(figure)
 
 
 class TestSave:
@@ -527,6 +534,34 @@ def test_long_names_are_cut_to_what_can_be_drawn(text, expected):
 )
 def test_pieces_of_text_are_seen(piece, expected):
   assert glyphs.display_piece(piece) == expected
+
+
+def test_letters_of_a_font_that_is_installed(tmp_path, monkeypatch, caplog):
+  builder = FontBuilder(1000, isTTF=True)
+  builder.setupGlyphOrder(['.notdef', 'han'])
+  builder.setupCharacterMap({ord('漢'): 'han'})
+  empty = TTGlyphPen(None).glyph()
+  builder.setupGlyf({'.notdef': empty, 'han': empty})
+  builder.setupHorizontalMetrics({'.notdef': (500, 0), 'han': (3000, 0)})
+  builder.setupHorizontalHeader(ascent=800, descent=-200)
+  builder.setupNameTable({'familyName': 'Tiny Han', 'styleName': 'Regular'})
+  builder.setupOS2()
+  builder.setupPost()
+  builder.save(tmp_path / 'han.ttf')
+  manager = font_manager.fontManager
+  own = [f for f in manager.ttflist if f.name == 'DejaVu Sans']
+  monkeypatch.setattr(manager, 'ttflist', own)
+  monkeypatch.setitem(matplotlib.rcParams, 'font.family', ['sans-serif'])
+  monkeypatch.setattr(
+    glyphs, 'installed', functools.cache(glyphs.installed.__wrapped__)
+  )
+  assert glyphs.plain('漢字\u200b') == r'\u6f22\u5b57□'
+  glyphs.installed.cache_clear()
+  manager.addfont(tmp_path / 'han.ttf')
+  assert glyphs.plain('漢字') == r'漢\u5b57'
+  draw(style.new_figure(3, 1, '漢')[0])
+  assert not caplog.records
+  assert images._inches('漢漢', 10) > 2 * images._inches('WW', 10)
 
 
 def test_a_count_that_rounds_up_gets_the_next_unit():

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from mod_jax_kernels import dispatch
 from mod_jax_kernels.acm_mlp import order as order_lib
 
 # Tokens that a product takes together. Smaller tiles follow k more closely,
@@ -29,13 +30,13 @@ def forward(x_TD, w1_NDF, b1_NF, w2_NFD, order, *, activation, tile=TILE):
   tile of zeros does nothing.
   """
   tokens, outputs = x_TD.shape[0], w2_NFD.shape[-1]
-  tile = min(tile, tokens)
-  token_S = _padded(order.token_T, tile)
+  tile = dispatch.at_most(tokens, tile)
+  token_IP = _in_tiles(order.token_T, tile)
   count_N = order.count_N
 
   def one_tile(i, y_TD):
     start = i * tile
-    token_P = jax.lax.dynamic_slice(token_S, (start,), (tile,))
+    token_P = token_IP[i]
     x_PD = x_TD.at[token_P].get(mode='clip')
 
     def one_learner(n, sum_PD):
@@ -64,13 +65,13 @@ def backward(
 
   Tiles and learners as in `forward`; the hidden units are computed again.
   """
-  tile = min(tile, x_TD.shape[0])
-  token_S = _padded(order.token_T, tile)
+  tile = dispatch.at_most(x_TD.shape[0], tile)
+  token_IP = _in_tiles(order.token_T, tile)
   count_N = order.count_N
 
   def one_tile(i, carry):
     start = i * tile
-    token_P = jax.lax.dynamic_slice(token_S, (start,), (tile,))
+    token_P = token_IP[i]
     x_PD, g_PD = (a.at[token_P].get(mode='clip') for a in (x_TD, g_TD))
 
     def one_learner(n, carry):
@@ -122,10 +123,13 @@ def act_and_slope(before, activation):
   return before * phi, phi + before * density
 
 
-def _padded(token_T, tile):
+def _in_tiles(token_T, tile):
   # Slots past the end are out of range: read clipped, written nowhere.
   tokens = token_T.size
-  return jnp.pad(token_T, (0, -tokens % tile), constant_values=tokens)
+  tiles = -(-tokens // tile)
+  padding = (0, tiles * tile - tokens)
+  token_S = jnp.pad(token_T, padding, constant_values=tokens)
+  return token_S.reshape(tiles, tile)
 
 
 def _runs(start, tile, count):

@@ -7,6 +7,8 @@ comes after it and writes them again.
 import jax
 import jax.numpy as jnp
 
+from mod_jax_kernels import dispatch
+
 # Rows of a block at most. A block reads its group's matrix, which takes longer
 # than the product where the rows are few.
 _BLOCK = 256
@@ -48,8 +50,8 @@ def weight_gradient(x_TD, dy_TF, size_E):
 
 def _rows(tokens, groups):
   """Returns the rows of a block: about a group's share, as a power of two."""
-  share = max(1, tokens // groups)
-  return min(_BLOCK, 1 << (share - 1).bit_length())
+  share = dispatch.at_most(tokens // groups, _BLOCK)
+  return 1 << (max(1, share) - 1).bit_length()
 
 
 def _for_each_block(step, start, size_E, rows):

@@ -26,7 +26,7 @@ OP = dispatch.Op(
     name='xla',
     module=reference,
     default_on=('cpu',),
-    suits=lambda key_BL: key_BL.size >= _MANY,
+    suits=lambda key_BL: dispatch.at_most(key_BL.size, _MANY) == _MANY,
   ),
   dispatch.Backend(name='sort', module=sort),
 )

@@ -1,0 +1,81 @@
+"""Every model becomes one program for all batches (`jax.export`)."""
+
+import dataclasses
+
+from flax import linen as nn
+import jax
+from jax import export
+import numpy as np
+import pytest
+
+from mod_jax.layers.acm import AdaptiveConfig
+from mod_jax.layers.experts import ExpertsConfig
+from mod_jax.layers.routed import MoDConfig
+from mod_jax.layers.routed import VisionRoutingConfig
+from mod_jax.models.dynamic_vit import DynamicViTConfig
+from mod_jax.models.lm import LMConfig
+from mod_jax.models.vit import ViTConfig
+
+VIT = ViTConfig(
+  **{'image_size': 16, 'patch_size': 4, 'num_layers': 2, 'num_classes': 3},
+  **{'width': 12, 'num_heads': 2},
+)
+LEARNED = VisionRoutingConfig(capacity=0.5, score='learned', gate='sigmoid')
+CAUSAL = MoDConfig(capacity=0.5, threshold_decay=0.9)
+# The last has more tokens than a tile of the kernels' references.
+BATCHES = (1, 3, 40)
+
+
+def vit(**changes):
+  return lambda: dataclasses.replace(VIT, **changes)
+
+
+def lm(**changes):
+  sizes = {'vocab_size': 30, 'num_layers': 2, 'width': 12, 'num_heads': 2}
+  return lambda: LMConfig(**sizes | {'routing': None} | changes)
+
+
+MODELS = {
+  'vit': vit(distilled=True),
+  'amod': vit(routing=VisionRoutingConfig(capacity=0.5)),
+  'vit_mod': vit(routing=LEARNED),
+  'vit_acm': vit(adaptive=AdaptiveConfig()),
+  'vit_experts': vit(experts=ExpertsConfig(num_experts=2)),
+  'dynamic_vit': lambda: DynamicViTConfig(backbone=VIT, stages=(1,)),
+  'lm': lm(),
+  'mod': lm(routing=CAUSAL),
+  'threshold': lm(routing=CAUSAL),
+  'lm_acm': lm(adaptive=AdaptiveConfig()),
+  'experts': lm(experts=ExpertsConfig(num_experts=2)),
+  'experts_choose': lm(experts=ExpertsConfig(num_experts=2, choice='expert')),
+}
+
+
+@pytest.mark.parametrize('name', MODELS)
+def test_one_program_takes_all_batches(name):
+  config, rng = MODELS[name](), np.random.default_rng(0)
+  model = config.build()
+  if name == 'threshold':
+    model = config.build(routing=config.routing_mode('threshold'))
+  if isinstance(config, LMConfig):
+    inputs = [rng.integers(0, 30, (n, 16), np.int32) for n in BATCHES]
+  else:
+    shape = config.example().shape[1:]
+    inputs = [rng.normal(size=(n, *shape)).astype('f') for n in BATCHES]
+  keys = dict.fromkeys(('params', 'routing'), jax.random.key(0))
+  variables = nn.unbox(jax.jit(model.init)(keys, inputs[0]))
+
+  @jax.jit
+  def logits(variables, inputs):
+    output = model.apply(variables, inputs)
+    return getattr(output, 'logits_BV', getattr(output, 'logits_BLV', None))
+
+  (batch,) = export.symbolic_shape('batch')
+  symbols = jax.ShapeDtypeStruct((batch, *inputs[0].shape[1:]), inputs[0].dtype)
+  # Also where the program is made on another machine than it will run on.
+  exported = export.export(logits, platforms=('cpu', 'tpu', 'cuda'))
+  program = exported(variables, symbols)
+  for values in inputs:
+    np.testing.assert_allclose(
+      program.call(variables, values), logits(variables, values), atol=2e-5
+    )

@@ -1,0 +1,30 @@
+"""The first of the cases that `python tests/fuzz_files.py` goes on with."""
+
+import importlib.util
+import pathlib
+import random
+import shutil
+
+import pytest
+
+pytestmark = pytest.mark.usefixtures('compilation_cache')
+SCRIPT = pathlib.Path(__file__).with_name('fuzz_files.py')
+_SPEC = importlib.util.spec_from_file_location('fuzz_files', SCRIPT)
+fuzz_files = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(fuzz_files)
+
+
+@pytest.mark.parametrize('name', fuzz_files.KINDS)
+def test_flipped_bits_neither_crash_nor_deceive(name, tmp_path):
+  kind = fuzz_files.KINDS[name]
+  source = tmp_path / 'whole'
+  source.mkdir()
+  kind.make(source)
+  whole = kind.read(source)
+  for i in range(6):
+    folder = tmp_path / str(i)
+    shutil.copytree(source, folder)
+    path, data = fuzz_files.draw(source, kind, random.Random(i))
+    (folder / path.name).write_bytes(data)
+    end = fuzz_files.attempt(kind, folder, whole)
+    assert end in ('refused', 'accepted'), f'{path.name}: {end}'
