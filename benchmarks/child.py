@@ -6,8 +6,10 @@ import subprocess
 
 
 @contextlib.contextmanager
-def steps(python: str, script: str, *arguments: int):
+def steps(python: str, script: str, *arguments: int | str):
   """Yields a function that has the script do one step, and what it is.
+
+  The function takes what the step is asked for, and returns what it answers.
 
   Args:
     python: an interpreter that has what the script imports.
@@ -23,10 +25,10 @@ def steps(python: str, script: str, *arguments: int):
   ) as child:
     about = child.stdout.readline().strip()
     if not about:
-      raise SystemExit(f'--torch={python} did not start; see above.')
+      raise SystemExit(f'{script} by {python} did not start; see above.')
 
-    def step():
-      print(file=child.stdin, flush=True)
-      child.stdout.readline()
+    def step(request=''):
+      print(request, file=child.stdin, flush=True)
+      return child.stdout.readline()
 
     yield step, about

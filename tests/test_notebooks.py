@@ -141,10 +141,15 @@ def test_its_stored_output_is_whole_and_current(path, runner):
   for cell in cells:
     # Only the cell of sizes has nothing to show.
     assert cell.outputs or cell is runner.parameters(notebook), cell.source
+    # What is logged on the way comes before the results.
+    names = [output.get('name') for output in cell.outputs]
+    assert 'stderr' not in names[1:], cell.source
   assert not [o for o in outputs(notebook) if o.output_type == 'error']
   assert pictures(notebook)
   assert path.stat().st_size < _MOST_BYTES
   for output in outputs(notebook):
+    # A temporary folder is gone when somebody reads of it.
+    assert '/tmp' not in output.get('text', '')
     told = output.get('data', {})
     # A figure by its name is one that was not drawn.
     assert '<Figure' not in told.get('text/plain', '') or 'image/png' in told

@@ -1,6 +1,8 @@
 """What the README and the pages of the site promise holds, line by line."""
 
+import ast
 import importlib.util
+import operator
 import os
 import pathlib
 import re
@@ -20,12 +22,15 @@ import pytest
 import mod_jax
 from mod_jax import cli
 from mod_jax import config as config_lib
+from mod_jax.data.images import ImageDataConfig
 from mod_jax.data.images import Preprocess
 from mod_jax.data.text import TextDataConfig
 from mod_jax.layers.routed import VisionRoutingConfig
+from mod_jax.models.lm import LMConfig
 from mod_jax.models.vit import ViTConfig
 from mod_jax.sweeps import grid
 from mod_jax.tasks import make_task
+from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.tasks.studies import adaptive
 from mod_jax.tasks.studies import conversion
 from mod_jax.tasks.studies import images
@@ -42,10 +47,18 @@ TEXTS = {
 PAGES = pytest.mark.parametrize('page', TEXTS)
 FENCED = re.compile(r'^```([^\n]*)\n(.*?)^```', re.MULTILINE | re.DOTALL)
 
+FILE = re.compile(r'# (\w+\.py)\n')  # The first line of what is a file.
+
 
 def blocks(page, kind):
   """Returns the code of a page's fenced blocks of a kind."""
   return [code for k, code in FENCED.findall(TEXTS[page]) if k == kind]
+
+
+def files(page):
+  """Returns the blocks of a page that are files, by their names."""
+  code = [FILE.match(code) for code in blocks(page, 'python')]
+  return {match[1]: match.string for match in code if match}
 
 
 @pytest.fixture(scope='module')
@@ -100,10 +113,12 @@ def _fresh(config):
 def test_snippets_run_and_print_what_they_say(
   page, desk, monkeypatch, tmp_path, capsys
 ):
-  """The snippets of a page are one program."""
+  """The snippets of a page are one program, but for those that are files."""
   shutil.copytree(desk, tmp_path, dirs_exist_ok=True)
   monkeypatch.chdir(tmp_path)
-  code = '\n'.join(blocks(page, 'python'))
+  _write_files(page, tmp_path, monkeypatch)
+  snippets = blocks(page, 'python')
+  code = '\n'.join(x for x in snippets if x not in files(page).values())
   # Classes that a snippet defines look their module up.
   monkeypatch.setitem(sys.modules, 'snippet', type(sys)('snippet'))
   # The code is ours.
@@ -115,6 +130,14 @@ def test_snippets_run_and_print_what_they_say(
     if promise[0] in '([':
       value = promise.partition(':')[0]
     assert value in printed, promise
+
+
+def _write_files(page, folder, monkeypatch):
+  """Writes the files of a page, where Python and its commands find them."""
+  for name, text in files(page).items():
+    (folder / name).write_text(text)
+    monkeypatch.delitem(sys.modules, name.removesuffix('.py'), raising=False)
+  monkeypatch.syspath_prepend(folder)
 
 
 def commands(page):
@@ -135,11 +158,14 @@ def commands(page):
 
 
 @pytest.mark.parametrize('page', [p for p in TEXTS if any(commands(p))])
-def test_commands_are_understood(page, monkeypatch):
+def test_commands_are_understood(page, monkeypatch, tmp_path):
   """Up to where they would begin: flags, files, variants, fields, values."""
   monkeypatch.chdir(ROOT)
+  _write_files(page, tmp_path, monkeypatch)
   targets = re.findall(r'^([\w-]+):', (ROOT / 'Makefile').read_text(), re.M)
   for words in commands(page):
+    for name in files(page):
+      words = [w.replace(f'={name}', f'={tmp_path / name}') for w in words]
     match words:
       case ['make', *named]:
         assert set(named) <= set(targets), words
@@ -214,8 +240,29 @@ def test_files_that_are_named_exist(page):
   assert [n for n in names if not (ROOT / n).exists()] == []
   # What measures keeps its result; what tunes prints it.
   for script in set(re.findall(r'benchmarks/(\w+)\.py', TEXTS[page])):
-    if script not in ('tune', 'import_time'):
+    if script not in ('tune', 'import_time', 'decode_real'):
       assert list((ROOT / 'benchmarks').glob(f'{script}.json*'))
+
+
+def test_fields_beside_the_names_of_others_exist():
+  rows = TEXTS['docs/training.md'].partition('## Names elsewhere')[2]
+  names = re.findall(r'`([^`]+)`', ' '.join(re.findall(r'.*\| (.*) \|', rows)))
+  assert len(names) > 20
+  experiments = [
+    ExperimentConfig(model=ViTConfig(), data=ImageDataConfig(image_size=224)),
+    ExperimentConfig(model=LMConfig(), data=TextDataConfig()),
+  ]
+  for name in set(names) - {'--config.'}:
+    get = operator.attrgetter(name)
+    assert any(_has(get, experiment) for experiment in experiments), name
+
+
+def _has(get, experiment):
+  try:
+    get(experiment)
+  except AttributeError:
+    return False
+  return True
 
 
 @PAGES
@@ -243,8 +290,10 @@ def test_links(page):
   """Those within the tree; Sphinx checks again what it builds."""
   text = FENCED.sub('', TEXTS[page])
   for target in re.findall(r'\]\(([^)\s]+)\)', text):
-    if re.match(r'https?:|mailto:', target) or '_generated/' in target:
+    if re.match(r'https?:|mailto:', target):
       continue
+    # Made with the site: not there where a repository shows the Markdown.
+    assert '_generated/' not in target
     name, _, anchor = target.partition('#')
     path = ROOT / page
     if name:
@@ -252,6 +301,24 @@ def test_links(page):
     assert path.exists(), target
     if anchor:
       assert anchor in anchors(path.read_text()), target
+
+
+def test_extension_points_are_shown_as_they_are_tested():
+  """In the Markdown itself, which other viewers than Sphinx show, too."""
+  shown, tested = (
+    {
+      node.name: ast.unparse(node)
+      for node in ast.parse(code).body
+      if isinstance(node, ast.ClassDef)
+    }
+    for code in (
+      '\n'.join(blocks('docs/extend.md', 'python')),
+      (ROOT / 'tests/extension/family.py').read_text(),
+    )
+  )
+  shown = {name: code for name, code in shown.items() if name in tested}
+  assert {'ExpertThreshold', 'Above', 'Squared', 'SeriesTask'} <= set(shown)
+  assert shown == {name: tested[name] for name in shown}
 
 
 @PAGES

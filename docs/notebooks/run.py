@@ -10,6 +10,7 @@ place of those in the cell that is tagged `parameters`.
 import hashlib
 import os
 import pathlib
+import re
 import sys
 import tempfile
 
@@ -87,6 +88,20 @@ def execute(notebook, folder: str | os.PathLike) -> None:
   language = {'name': 'python', 'pygments_lexer': 'ipython3'}
   notebook.metadata['language_info'] = language
   notebook.metadata[_EXECUTED] = fingerprint(notebook)
+  tidy(notebook)
+
+
+def tidy(notebook) -> None:
+  """Puts a cell's log before its results, and shortens temporary paths.
+
+  The kernel tells of its two streams one after the other, in no fixed order.
+  Temporary folders are gone when somebody reads of them.
+  """
+  for cell in code_cells(notebook):
+    cell.outputs.sort(key=lambda output: output.get('name') != 'stderr')
+    for output in cell.outputs:
+      if 'text' in output:
+        output.text = re.sub(r'/tmp/(tmp\w+/)+', '', output.text)
 
 
 def main(names: list[str]) -> None:

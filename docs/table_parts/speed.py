@@ -11,6 +11,9 @@ def between(low: float, high: float, digits: int = 3) -> str:
   return f'{low:.{digits}f}–{high:.{digits}f}'
 
 
+_REAL = ROOT / 'benchmarks' / 'decode_real.json'
+
+
 @table
 def speed():
   """The most important times, for the README."""
@@ -178,8 +181,9 @@ def decode():
 
 
 def decode_words() -> str:
-  """How fast decoding is, in a sentence."""
-  cells = [x for x in measured('decode')['cells'] if x['context'] == 512]
+  """How fast decoding is, of which shapes and where."""
+  found = measured('decode')
+  cells = [x for x in found['cells'] if x['context'] == 512]
   speedups = [x['speedup'] for x in cells]
   over_torch = [1 / x['dense_over_torch'] for x in cells]
   batches = [x['batch'] for x in cells]
@@ -188,9 +192,48 @@ def decode_words() -> str:
     ' 512 tokens, Mixture-of-Depths (12.5% of the tokens in every other block)'
     f' is {min(speedups):.2f} to {max(speedups):.2f} times as fast as the dense'
     f' twin, which is {min(over_torch):.1f} to {max(over_torch):.1f} times as'
-    " fast as the same model by PyTorch's `transformers`"
-    ' (`benchmarks/decode.py`).'
+    f" fast as the same model by PyTorch's `transformers`: {found['layers']}"
+    f' blocks of width {found["width"]}, a vocabulary of'
+    f' {found["vocab_size"]}, {found["torch"].split(", ")[2]} on'
+    f' {found["environment"]["processor"]} (`benchmarks/decode.py`).'
+    f'{_real_words()}'
   )
+
+
+def _real_words() -> str:
+  """The same of a real model, once that has been measured."""
+  if not _REAL.exists():
+    return ''
+  found = measured('decode_real')
+  ratios = ', '.join(
+    f'{cell["speedup"]:.2f} with {cell["batch"]}' for cell in found['cells']
+  )
+  return (
+    f' Of {found["model"]}, dense, it is as many times as fast as PyTorch as'
+    f' follows: {ratios} sequences ({found["threads"]} threads, the same kind'
+    ' of machine; `benchmarks/decode_real.py`).'
+  )
+
+
+@table
+def decode_real():
+  """A real model's text, its first calls and its memory, beside PyTorch's."""
+  if not _REAL.exists():
+    return 'Not measured yet on a machine that had nothing else to do.'
+  rows = []
+  for cell in measured('decode_real')['cells']:
+    for library, name in (('mod_jax', 'mod_jax'), ('torch', 'PyTorch')):
+      if library in cell:
+        one = cell[library]
+        rows.append(
+          [
+            *(str(cell['batch']), name, f'{one["steps_per_second"]:.1f}'),
+            *(f'{one["first_call_seconds"]:.1f}', f'{one["resident_mib"]:,}'),
+            f'{one["peak_mib"]:,}',
+          ]
+        )
+  header = ['sequences', 'library', 'steps/s', 'first call, s']
+  return markdown([*header, 'memory, MiB', 'at most'], rows)
 
 
 @table

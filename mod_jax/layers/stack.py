@@ -232,6 +232,15 @@ class StackOutput:
   caches: Any = None
 
 
+def _run(block, *args) -> LayerOutput:
+  return block(*args)
+
+
+# Traces layers of one config and shape once: most of the time before the
+# compiler begins. Generation alone takes it, which compiles for many shapes.
+_run_alike = nn.jit(_run)
+
+
 class Group(nn.Module):
   """Consecutive layers, `block_0` and so on: the body of a scan over layers."""
 
@@ -254,7 +263,8 @@ class Group(nn.Module):
     router: RouterWeights | None = None,
   ) -> LayerOutput:
     """Runs one layer; see `Layer`."""
-    done = self.block[layer](x_BLD, info, cache, score_BL, router)
+    run = _run if cache is None else _run_alike
+    done = run(self.block[layer], x_BLD, info, cache, score_BL, router)
     return done.replace(
       x_BLD=parallel.constrain(done.x_BLD, 'batch', 'length', 'act_embed')
     )

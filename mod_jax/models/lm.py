@@ -37,6 +37,8 @@ from mod_jax.losses.sums import Pair
 from mod_jax.models.protocol import StackedConfig
 from mod_jax.models.protocol import StackedOutput
 
+_TOKENS = 64  # Of a prompt, whose logits are there at a time.
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LMConfig(StackedConfig):
@@ -297,6 +299,8 @@ class LMOutput(StackedOutput):
       where they are not given.
     early_loss: likewise, of what the head makes of the features after the first
       `early_exit` blocks; None unless the model is trained.
+    log_prob_BL: float32 log-probability of each token of a prompt given those
+      before it; 0 for the first and for padding. None unless asked for.
   """
 
   logits_BLV: jax.Array | None
@@ -304,6 +308,7 @@ class LMOutput(StackedOutput):
   cache: LMCache | None = None
   loss: Pair | None = None
   early_loss: Pair | None = None
+  log_prob_BL: jax.Array | None = None
 
 
 class LanguageModel(nn.Module):
@@ -330,6 +335,7 @@ class LanguageModel(nn.Module):
     targets_BL: jax.Array | None = None,
     weights_BL: jax.Array | None = None,
     depth: int | None = None,
+    prompt: bool = False,
   ) -> LMOutput:
     """Returns logits or loss, routing and cache.
 
@@ -346,6 +352,9 @@ class LanguageModel(nn.Module):
       weights_BL: how much each target counts; None for 1.
       depth: leaves the model after so many blocks, for the head; None after
         all.
+      prompt: whether the tokens are to be continued: logits are of each row's
+        last real token alone, since those of a long prompt take more memory
+        than the model, and `log_prob_BL` tells of the others.
 
     Raises:
       UserError: what `check_tokens` refuses; a causal rule that the model was
@@ -382,7 +391,10 @@ class LanguageModel(nn.Module):
       kernel_DV = embedding_VD.T
     else:
       kernel_DV = _Head((config.width, config.vocab_size), name='head')()
-    logits_BLV = loss = early_loss = None
+    logits_BLV = log_prob_BL = loss = early_loss = None
+    if prompt:
+      log_prob_BL = _log_prob(x_BLD, kernel_DV, tokens_BL, valid_BL)
+      x_BLD = _last(x_BLD, valid_BL)
     if targets_BL is None:
       logits_BLV = dense.einsum('BLD,DV->BLV', x_BLD, kernel_DV, 'float32')
       logits_BLV = parallel.constrain(
@@ -401,7 +413,7 @@ class LanguageModel(nn.Module):
       if valid_BL is not None:
         seen_B = valid_BL.sum(axis=-1, dtype=jnp.int32)
       cache = LMCache(done.caches, cache.length_B + seen_B)
-    return LMOutput(logits_BLV, done.aux, cache, loss, early_loss)
+    return LMOutput(logits_BLV, done.aux, cache, loss, early_loss, log_prob_BL)
 
   def _token_info(self, tokens_BL, valid_BL, segment_BL, cache):
     if valid_BL is None:
@@ -413,6 +425,32 @@ class LanguageModel(nn.Module):
     return token_info.TokenInfo(
       jnp.broadcast_to(position_BL, tokens_BL.shape), valid_BL, segment_BL
     )
+
+
+def _last(x_BLD, valid_BL):
+  """Returns each row's features at its last real token, with L = 1."""
+  if valid_BL is None:
+    return x_BLD[:, -1:]
+  last_B = valid_BL.shape[1] - 1 - valid_BL[:, ::-1].argmax(axis=-1)
+  return jnp.take_along_axis(x_BLD, last_B[:, None, None], axis=1)
+
+
+def _log_prob(x_BLD, kernel_DV, tokens_BL, valid_BL):
+  """Returns `LMOutput.log_prob_BL`, by logits of a few tokens at a time."""
+
+  def one(features_and_token):
+    x_D, token = features_and_token
+    logits_V = dense.einsum('D,DV->V', x_D, kernel_DV, 'float32')
+    return logits_V[token] - jax.nn.logsumexp(logits_V)
+
+  x_TD = x_BLD[:, :-1].reshape(-1, x_BLD.shape[-1])
+  log_prob_T = jax.lax.map(
+    one, (x_TD, tokens_BL[:, 1:].flatten()), batch_size=_TOKENS
+  )
+  log_prob_BL = log_prob_T.reshape(len(x_BLD), -1)
+  if valid_BL is not None:
+    log_prob_BL *= valid_BL[:, 1:] & valid_BL[:, :-1]
+  return jnp.pad(log_prob_BL, ((0, 0), (1, 0)))
 
 
 class _Head(nn.Module):

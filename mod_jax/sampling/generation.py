@@ -252,17 +252,33 @@ def read(model, variables, tokens_BL, valid_BL, cache, mode, key, depth=None):
   The last is int32: pairs of token and routed layer that the rule chose and
   that found no slot.
   """
+  args = (model, variables, tokens_BL, valid_BL, cache, mode, key)
+  output, overflow = _apply(*args, depth=depth)
+  return output.logits_BLV, output.cache, overflow
+
+
+def read_prompts(*args):
+  """Returns logits_BV after each prompt, log_prob_BP, cache and overflow.
+
+  Arguments, and the last two, are those of `read`; the log-probabilities are
+  `LMOutput.log_prob_BL`.
+  """
+  output, overflow = _apply(*args, prompt=True)
+  logits_BV = output.logits_BLV[:, 0]
+  return logits_BV, output.log_prob_BL, output.cache, overflow
+
+
+def _apply(model, variables, tokens_BL, valid_BL, cache, mode, key, **kwargs):
   output = model.apply(
     variables,
     tokens_BL,
     valid_BL=valid_BL,
     mode=mode,
     cache=cache,
-    depth=depth,
     rngs={'routing': key},
+    **kwargs,
   )
-  overflow = sum(r.overflow_B.sum() for r in output.routing)
-  return output.logits_BLV, output.cache, jnp.int32(overflow)
+  return output, jnp.int32(sum(r.overflow_B.sum() for r in output.routing))
 
 
 def filtered(logits_BV, settings: Settings) -> jax.Array:
@@ -283,12 +299,6 @@ def draw(logits_BV, key_B, settings: Settings) -> tuple[jax.Array, jax.Array]:
   return token_B, _log_prob(logits_BV, token_B)
 
 
-def last_logits(logits_BPV, valid_BP) -> jax.Array:
-  """Returns logits_BV of each row's last real token."""
-  last_B = valid_BP.shape[1] - 1 - valid_BP[:, ::-1].argmax(axis=-1)
-  return jnp.take_along_axis(logits_BPV, last_B[:, None, None], axis=1)[:, 0]
-
-
 @functools.partial(jax.jit, static_argnames=('config', 'options'))
 def _generate(
   config, options, variables, tokens_BP, valid_BP, key, settings, num_tokens
@@ -306,12 +316,12 @@ def _generate(
   cache = lm.LMCache.empty(
     config, batch, options.room, options.mode, start_B + num_tokens
   )
-  logits_BPV, cache, overflow = read(
+  logits_BV, prompt_log_prob_BP, cache, overflow = read_prompts(
     *(model, variables, tokens_BP, valid_BP, cache, options.prefill),
     prefill_key,
   )
   text = _Text.empty(tokens_BP, valid_BP, options.new)
-  first = writer.draw(last_logits(logits_BPV, valid_BP), text)
+  first = writer.draw(logits_BV, text)
   text = text.add(*first, options.end_token, num_tokens)
 
   def advance(carry):
@@ -346,7 +356,7 @@ def _generate(
     tokens_BN=tokens_BN,
     length_B=length_B,
     log_prob_BN=text.log_prob_BN,
-    prompt_log_prob_BP=_prompt_log_prob(logits_BPV, tokens_BP, valid_BP),
+    prompt_log_prob_BP=prompt_log_prob_BP,
     causal_prompt=options.prefill.rule != 'top_k' or not config.num_routed,
     routed=jnp.float32(chosen) / jnp.maximum(read_B, 1),
     overflow=overflow,
@@ -536,10 +546,3 @@ def _log_prob(logits, token):
   """Returns the log-probability of each token by the logits for its place."""
   log_prob = jax.nn.log_softmax(logits, axis=-1)
   return jnp.take_along_axis(log_prob, token[..., None], axis=-1)[..., 0]
-
-
-def _prompt_log_prob(logits_BPV, tokens_BP, valid_BP):
-  """Log-probability of each prompt token given the one before; else 0."""
-  log_prob_BP = _log_prob(logits_BPV[:, :-1], tokens_BP[:, 1:])
-  both_BP = valid_BP[:, 1:] & valid_BP[:, :-1]
-  return jnp.pad(jnp.where(both_BP, log_prob_BP, 0.0), ((0, 0), (1, 0)))

@@ -60,11 +60,10 @@ class Program:
     # Its own length, so that its slots do not depend on its neighbours.
     length_1 = valid_1P.sum(axis=-1) + rows.limit_B
     key = _key(rows.seed_B[0], _ROUTING)
-    logits_1PV, cache, _ = generation.read(
+    logits_1V, _, cache, _ = generation.read_prompts(
       *(lm.LanguageModel(self.config), variables, tokens_1P, valid_1P),
       *(self.empty(1, length_1), self.mode, key),
     )
-    logits_1V = generation.last_logits(logits_1PV, valid_1P)
     rows, log_prob_1 = self._draw(rows, logits_1V)
     return cache, rows, log_prob_1
 

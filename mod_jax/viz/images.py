@@ -758,7 +758,7 @@ def _inches(text: str, size: float) -> float:
 
 def _fitting(text: str, room: float) -> str:
   """Returns as much of a label as stands on so many inches."""
-  for most in range(len(text), 0, -1):
+  for most in range(len(glyphs.plain(text)), 0, -1):
     shown = style.shortened(text, most)
     if _inches(shown, _LABEL['fontsize']) <= room:
       return shown

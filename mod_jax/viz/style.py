@@ -232,8 +232,12 @@ def quantity(count: float) -> str:
 def shortened(text: str, most: int = 40) -> str:
   """Returns one line of at most `most` characters."""
   text = ' '.join(str(text).split())
-  # Shortened first: what is made drawable holds escapes that are not to be cut.
-  return glyphs.plain(text if len(text) <= most else text[: most - 1] + '…')
+  # Whole letters are cut: one that no font has is an escape of several.
+  for end in range(min(len(text), most), -1, -1):
+    shown = glyphs.plain(text[:end] + ('…' if end < len(text) else ''))
+    if len(shown.replace(r'\$', '$')) <= most:
+      return shown
+  return ''
 
 
 def say(axes, text: str) -> None:

@@ -258,7 +258,7 @@ class TestExport:
 
   @pytest.mark.parametrize('format', ['huggingface', 'timm'])
   def test_the_dense_model_for_others(self, run, folder, tmp_path, format):
-    with pytest.raises(UserError, match='has no routed blocks.*dense=True'):
+    with pytest.raises(UserError, match='cannot run routed blocks.*dense=True'):
       mod_jax.export(run, tmp_path / 'out', format)
     assert not (tmp_path / 'out').exists()
     mod_jax.export(run, tmp_path / 'out', format, dense=True)

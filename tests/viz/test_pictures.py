@@ -515,6 +515,7 @@ def test_each_rule_has_its_own_look():
     ('a  line\nand more', 'a line and more'),
     ('x' * 50, 'x' * 39 + '…'),
     ('x' * 38 + '$y$', 'x' * 38 + r'\$…'),
+    ('🙂' * 40, r'\U0001f642' * 3 + '…'),
   ],
 )
 def test_long_names_are_cut_to_what_can_be_drawn(text, expected):

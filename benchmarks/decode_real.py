@@ -1,0 +1,92 @@
+"""Text of a real model, by this library and by PyTorch's transformers.
+
+    python benchmarks/decode_real.py --model=FOLDER --torch=python3.11
+
+FOLDER is a language model of Hugging Face, such as SmolLM2-135M. Each library
+has a process of its own, loads the model in float32, and continues batches of
+random prompts greedily. The first call of each shape, in which mod_jax
+compiles, is told apart; then the two take turns. Steps per second are new
+tokens of a row over the time of the whole call, so the reading of the prompt
+counts. Memory is that of the process: what it holds after the batch sizes so
+far, and what it held at most. Without `--torch`, mod_jax alone is measured. The
+result stands beside this file as JSON.
+"""
+
+import contextlib
+import functools
+import json
+import pathlib
+import statistics
+import sys
+
+from absl import app
+from absl import flags
+import child
+import machine
+
+from mod_jax import timing
+import results as results_lib
+
+_MODEL = flags.DEFINE_string('model', None, 'The folder.', required=True)
+_BATCHES = flags.DEFINE_list('batches', [1, 8, 32], 'Prompts at a time.')
+_THREADS = flags.DEFINE_integer('threads', 2, 'Cores of each process.')
+_PROMPT = flags.DEFINE_integer('prompt', 32, 'Tokens of a prompt.')
+_NEW = flags.DEFINE_integer('new', 64, 'Tokens that are added.')
+_ROUNDS = flags.DEFINE_integer('rounds', 10, 'Timed calls of each.')
+_TORCH = flags.DEFINE_string(
+  'torch', None, 'A Python with torch and transformers; None goes without.'
+)
+
+
+def measure(processes, batch: int) -> dict:
+  """Returns each library's figures for so many prompts, and their ratio."""
+  told = {name: [] for name in processes}
+
+  def call(name):
+    told[name].append(json.loads(processes[name](batch)))
+
+  calls = {name: functools.partial(call, name) for name in processes}
+  timing.interleaved(calls, rounds=_ROUNDS.value)
+  cell = {'batch': batch}
+  for name, (first, *later) in told.items():
+    seconds = statistics.median(x['seconds'] for x in later)
+    cell[name] = {
+      'first_call_seconds': first['seconds'],
+      'median_seconds': seconds,
+      'steps_per_second': _NEW.value / seconds,
+      'resident_mib': later[-1]['resident'],
+      'peak_mib': later[-1]['peak'],
+    }
+  if 'torch' in told:
+    seconds = {k: [x['seconds'] for x in v[1:]] for k, v in told.items()}
+    middle, low, high = timing.ratio_spread(seconds, 'torch', 'mod_jax')
+    cell |= {'speedup': middle, 'quartiles': [low, high]}
+  return cell
+
+
+def main(_):
+  machine.with_malloc(machine.KEPT)
+  pythons = {'mod_jax': sys.executable, 'torch': _TORCH.value}
+  about, cells = {}, []
+  with contextlib.ExitStack() as stack:
+    processes = {}
+    for name, python in pythons.items():
+      if python:
+        sizes = (_MODEL.value, _THREADS.value, _PROMPT.value, _NEW.value)
+        processes[name], about[name] = stack.enter_context(
+          child.steps(python, 'real_steps.py', name, *sizes)
+        )
+    for batch in map(int, _BATCHES.value):
+      cells.append(measure(processes, batch))
+      print(cells[-1], flush=True)
+  results = {
+    **results_lib.settings('threads', 'prompt', 'new', 'rounds'),
+    'model': pathlib.Path(_MODEL.value).name,
+    'about': about,
+    'cells': cells,
+  }
+  results_lib.save(__file__, results)
+
+
+if __name__ == '__main__':
+  app.run(main)

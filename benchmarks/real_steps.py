@@ -1,0 +1,90 @@
+"""Greedy continuations by one library, a batch of them at each request.
+
+For `decode_real.py`, which runs this once for each library, so that each has
+memory of its own. A line in is a number of prompts, a line out is JSON with the
+seconds that they took, and the memory of the process in MiB. Arguments: library
+(`mod_jax` or `torch`), folder of the model, threads, tokens of a prompt, new
+tokens.
+"""
+
+import json
+import os
+import re
+import sys
+import time
+
+
+def mod_jax_generate(folder, new):
+  """Returns a function that continues prompts, and what it is."""
+  import jax
+
+  import mod_jax
+  from mod_jax import sampling
+
+  run = mod_jax.load(folder)
+
+  def generate(tokens_BP):
+    generated = sampling.generate(
+      *(run.model, run.variables, tokens_BP),
+      max_new_tokens=new,
+      temperature=0.0,
+    )
+    generated.tokens_BN.block_until_ready()
+
+  return generate, run.config.vocab_size, f'jax {jax.__version__}'
+
+
+def torch_generate(folder, new):
+  """As `mod_jax_generate`; without `transformers.generate`, which is slower."""
+  import torch
+  import transformers
+
+  torch.set_num_threads(len(os.sched_getaffinity(0)))
+  model = transformers.AutoModelForCausalLM.from_pretrained(
+    folder, dtype=torch.float32
+  ).eval()
+
+  @torch.inference_mode()
+  def generate(tokens_BP):
+    tokens, cache = torch.from_numpy(tokens_BP), None
+    for _ in range(new):
+      output = model(
+        tokens, past_key_values=cache, use_cache=True, logits_to_keep=1
+      )
+      tokens = output.logits[:, -1:].argmax(dim=-1)
+      cache = output.past_key_values
+
+  about = f'torch {torch.__version__}, transformers {transformers.__version__}'
+  return generate, model.config.vocab_size, about
+
+
+def memory() -> dict[str, int]:
+  """Returns the MiB that this process holds now, and held at most."""
+  with open('/proc/self/status') as file:
+    status = file.read()
+  return {
+    name: int(re.search(rf'{key}:\s+(\d+) kB', status)[1]) // 1024
+    for name, key in (('resident', 'VmRSS'), ('peak', 'VmHWM'))
+  }
+
+
+def main():
+  library, folder, threads, prompt, new = sys.argv[1:]
+  cores = sorted(os.sched_getaffinity(0))[: int(threads)]
+  os.sched_setaffinity(0, cores)  # Before either library counts them.
+  make = {'mod_jax': mod_jax_generate, 'torch': torch_generate}[library]
+  generate, vocab_size, about = make(folder, int(new))
+  print(f'{about}, {len(cores)} threads', flush=True)
+  import numpy as np
+
+  rng = np.random.default_rng(0)
+  for line in sys.stdin:
+    tokens_BP = rng.integers(0, vocab_size, (int(line), int(prompt)))
+    start = time.perf_counter()
+    generate(tokens_BP)
+    seconds = time.perf_counter() - start
+    print(json.dumps({'seconds': seconds} | memory()), flush=True)
+
+
+if __name__ == '__main__':
+  main()
