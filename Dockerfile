@@ -11,18 +11,21 @@ ARG USER_ID=1000
 RUN useradd --create-home --uid "$USER_ID" user \
   && mkdir /data && chown user /data
 USER user
+# Else it would be root's.
+RUN mkdir /home/user/mod_jax
 ENV PATH=/home/user/env/bin:$PATH
 
-COPY --chown=user requirements-gpu.txt /home/user/
-RUN python -m venv /home/user/env && pip install --no-cache-dir \
-  --require-hashes -r /home/user/requirements-gpu.txt
-
 COPY --chown=user setup.cfg pyproject.toml README.md LICENSE /home/user/mod_jax/
+COPY --chown=user requirements.txt /home/user/mod_jax/
 COPY --chown=user mod_jax /home/user/mod_jax/mod_jax
 COPY --chown=user kernels /home/user/mod_jax/kernels
 COPY --chown=user configs /home/user/mod_jax/configs
-RUN pip install --no-cache-dir --no-deps --no-build-isolation \
-  /home/user/mod_jax && rm -r /home/user/mod_jax
+# The versions that are pinned, also of what builds the package. pip refuses the
+# hashes beside them, since the libraries of CUDA are not pinned.
+RUN cd /home/user && python -m venv env \
+  && sed -n 's/ .*//; /==/p' mod_jax/requirements.txt > pins \
+  && PIP_CONSTRAINT=/home/user/pins pip install --no-cache-dir './mod_jax[gpu]' \
+  && rm -r mod_jax pins
 
 WORKDIR /data
 CMD ["mod-jax-train", "--help"]

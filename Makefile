@@ -110,5 +110,5 @@ $(STAMP): requirements.txt requirements-no-deps.txt setup.cfg pyproject.toml .py
 
 $(LM_EVAL): requirements-lm-eval.txt $(STAMP)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
-	  --require-hashes -r requirements-lm-eval.txt
+	  --require-hashes --no-deps -r requirements-lm-eval.txt
 	@touch $@

@@ -231,8 +231,13 @@ def check(config: ExperimentConfig) -> None:
   assert not re.search('Infinity|NaN', text), text
   again = config_lib.from_json(ExperimentConfig, text)
   assert (again, hash(again)) == (config, hash(config))
-  # Phases are runs of their own; what they would start from is not there.
-  start = dataclasses.replace(config, init=config.init or '/no/run')
+  # Phases are runs of their own; what they would start from is not there, and
+  # epochs are of data that would have to be read.
+  start = dataclasses.replace(
+    config,
+    init=config.init or '/no/run',
+    train=dataclasses.replace(config.train, num_epochs=None),
+  )
   for _, run in phases.expand(start, '/no/run'):
     _check_run(run)
 
@@ -241,9 +246,8 @@ def _check_run(config):
   steps = config.train.num_steps
   optimizer_lib.make_optimizer(config.optimizer, steps)
   rate = optimizer_lib.schedule(config.optimizer, steps)
-  rates = [
-    float(rate(step)) for step in (0, config.optimizer.warmup_steps, steps)
-  ]
+  warmup_steps = config_lib.steps_of(config.optimizer.warmup_steps, steps)
+  rates = [float(rate(step)) for step in (0, warmup_steps, steps)]
   assert all(0 <= r < math.inf for r in rates), rates
   assert rates[1] > 0, rates
   model = config.model

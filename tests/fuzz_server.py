@@ -6,8 +6,9 @@ Starts `mod-jax-serve` on a tiny model that it makes, at an address of this
 machine alone, and sends it malformed and oversize requests, clients that leave,
 and floods of ten times what it may hold; then does the same to servers of ten
 folders whose tokenizer or template means harm. Meanwhile another process asks
-for /health all the time. What must hold is in `Checks`; the script prints what
-it measured and ends with 1 where something did not hold.
+for /health all the time. No answer may be a 500, no look at /health take long,
+no memory stay behind, and SIGTERM must end each server in time. The script
+prints what it measured, and ends with 1 where something did not hold.
 
 It is a script, and not a test, since it takes minutes.
 """
@@ -302,10 +303,12 @@ async def ask(port, request: bytes, leave_after=None, timeout=120):
     async with asyncio.timeout(timeout):
       head = await reader.readuntil(b'\r\n\r\n')
       size = re.search(rb'content-length: (\d+)', head)
-      if size:
-        await reader.readexactly(int(size[1]))
-      else:
-        await reader.readuntil(b'\r\n0\r\n\r\n')  # The last chunk.
+      # An answer to what is no HTTP ends with its connection.
+      with contextlib.suppress(asyncio.IncompleteReadError):
+        if size:
+          await reader.readexactly(int(size[1]))
+        else:
+          await reader.readuntil(b'\r\n0\r\n\r\n')  # The last chunk.
     return int(head.split(b' ', 2)[1])
   except TimeoutError:
     return 'hangs'
@@ -413,7 +416,8 @@ def attack(server, checks, rng, scale):
   def wrong(n):
     return [(malformed(rng), {}) for _ in range(count(n))]
 
-  refused = {200, 307, 400, 404, 405, 413, 415}
+  # 200, since chance may leave a request as it was, or change what is ignored.
+  refused = {200, 400, 404, 405, 413, 415}
   good = _request(body(rng, PATHS[0], prompt='[1, 2]'))
   long = _request(body(rng, PATHS[0], prompt='[1, 2]', max_tokens='200'))
   # What a first request of each kind loads stays.
@@ -421,7 +425,7 @@ def attack(server, checks, rng, scale):
   asyncio.run(flood(server.port, [(oversize(rng), {}) for _ in range(9)], 4))
   asyncio.run(flood(server.port, [leaving(rng) for _ in range(50)], 16))
   before = server.mebibytes()
-  phase('malformed', wrong(5000), 16, refused | {429, 'none'})
+  phase('malformed', wrong(5000), 16, refused | {429})
   phase(
     'oversize',
     [(oversize(rng), {}) for _ in range(count(200))],

@@ -158,26 +158,21 @@ def test_version_agrees_with_the_changelog(setup_cfg):
 
 def test_pins_meet_what_setup_asks_for(setup_cfg):
   base = pins_of('requirements.txt')
-  gpu, lm_eval = (pins_of(f'requirements-{n}.txt') for n in ('gpu', 'lm-eval'))
+  lm_eval = pins_of('requirements-lm-eval.txt')
   no_deps = pins_of('requirements-no-deps.txt')
   assert no_deps == {'jax-cuda13-plugin': base['jax']}
-  # Nothing is built from source that was not written down.
   assert not base.keys() & lm_eval.keys()
-  assert {n: gpu[n] for n in gpu if n in base} == {
-    n: base[n] for n in base if n in gpu
-  }
   extras = setup_cfg['options.extras_require']
   required = setup_cfg['options']['install_requires']
   for pins, asked in (
     (base | no_deps, required + extras['dev']),
     (base | lm_eval, extras['lm_eval']),
-    (gpu, required + extras['gpu']),
   ):
     for line in filter(None, asked.splitlines()):
       if line.startswith('#'):
         continue
       name, relation, bound = re.fullmatch(
-        r'([\w.-]+)(?:\[\w+\])?(>=|==)(.+)', line
+        r'([\w.-]+)(>=|==)(.+)', line
       ).groups()
       pinned = numbers(pins[canonical(name)])
       if relation == '==':

@@ -236,7 +236,10 @@ class TestTrain:
         "num_layer.*Did you mean 'model.num_layers'",
       ),
       (['--config.model.width=0x' + 'f' * 5000], 'model.width=.*from 1'),
-      (['--config.train.num_steps =3'], r"no field 'num_steps '.*'num_steps'"),
+      (
+        ['--config.train.num_steps =3'],
+        r"no field 'num_steps '.*'train.num_steps'",
+      ),
       (['--config.model.routing.capacity=1.5'], r'capacity=1\.5.*\(0, 1\]'),
       (['--config.model.vocab_size=100'], "vocab_size=100 .*tokenizer's 256"),
       # Devices.

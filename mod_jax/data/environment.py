@@ -1,7 +1,7 @@
 """The source text of this environment: Python's own, and the pinned packages'.
 
-About eight times the standard library, on any machine that `make` has set up:
-253 MB in 16,900 files without copies. Only the packages that the project pins
+About six times the standard library, on any machine that `make` has set up:
+201 MB in 14,100 files without copies. Only the packages that the project pins
 are taken, so what else a person installs changes nothing; a new pin does, which
 the fingerprint of the data tells.
 

@@ -63,7 +63,7 @@ class TextDataConfig:
   Attributes:
     source: 'stdlib' is the Python standard library's own source text on this
       machine, 'environment' that and the source text of the packages that the
-      project pins, eight times as much; 'files' are local files; 'tfds' a
+      project pins, six times as much; 'files' are local files; 'tfds' a
       prepared TFDS data set; 'prepared' the tokens that `mod_jax.data.prepare`
       made of any of them. That also reads 'huggingface', local files of
       `datasets` in Arrow or Parquet, whose rows are documents.

@@ -588,11 +588,11 @@ class Layer(nn.Module):
     if cache is None:
       selection, count_B = top, None
       if mode.causal_rule is not None:
-        count_B = jnp.full(len(x_BLD), length)
+        slots = mode.slots(capacity, length)
+        count_B = jnp.full(len(x_BLD), slots)
         if info.valid_BL is not None:
           count_B = info.valid_BL.sum(axis=-1)
-        count_B = mode.row_slots(capacity, length, count_B)
-        slots = mode.slots(capacity, length)
+          count_B = mode.row_slots(capacity, length, count_B)
         selection = routing.select_decided(wanted_BL, slots, count_B)
         selection = checkpoint_name(selection, SELECTION_NAME)
       chosen_BL = routing.mark_tokens(selection, length)

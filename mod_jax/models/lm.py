@@ -393,7 +393,11 @@ class LanguageModel(nn.Module):
       kernel_DV = _Head((config.width, config.vocab_size), name='head')()
     logits_BLV = log_prob_BL = loss = early_loss = None
     if prompt:
-      log_prob_BL = _log_prob(x_BLD, kernel_DV, tokens_BL, valid_BL)
+      # A transposed table would be copied for the loop that is in there.
+      head = ('D,DV->V', kernel_DV)
+      if config.tied_head:
+        head = ('D,VD->V', embedding_VD)
+      log_prob_BL = _log_prob(x_BLD, *head, tokens_BL, valid_BL)
       x_BLD = _last(x_BLD, valid_BL)
     if targets_BL is None:
       logits_BLV = dense.einsum('BLD,DV->BLV', x_BLD, kernel_DV, 'float32')
@@ -435,12 +439,12 @@ def _last(x_BLD, valid_BL):
   return jnp.take_along_axis(x_BLD, last_B[:, None, None], axis=1)
 
 
-def _log_prob(x_BLD, kernel_DV, tokens_BL, valid_BL):
+def _log_prob(x_BLD, spec, kernel, tokens_BL, valid_BL):
   """Returns `LMOutput.log_prob_BL`, by logits of a few tokens at a time."""
 
   def one(features_and_token):
     x_D, token = features_and_token
-    logits_V = dense.einsum('D,DV->V', x_D, kernel_DV, 'float32')
+    logits_V = dense.einsum(spec, x_D, kernel, 'float32')
     return logits_V[token] - jax.nn.logsumexp(logits_V)
 
   x_TD = x_BLD[:, :-1].reshape(-1, x_BLD.shape[-1])

@@ -136,9 +136,12 @@ def _ours(run, folder):
   }
   files.write(folder / WEIGHTS, flat)
   files.remove_others(folder, {WEIGHTS})
+  experiment = run.experiment
+  if experiment is None and run.task is not None:
+    experiment = run.task.config
   fields: dict[str, Any] = {
     'model': _config(run.config),
-    'experiment': run.experiment and _local(_config(run.experiment)),
+    'experiment': experiment and _local(_config(experiment)),
     'preprocess': run.preprocess and dataclasses.asdict(run.preprocess),
     'classes': run.classes and list(run.classes),
     'foreign': run.foreign,

@@ -628,6 +628,27 @@ def _equations(jaxpr, inside=False):
         yield from _equations(inner, within)
 
 
+def test_the_first_call_takes_no_more_than_it_must():
+  """Layers alike are traced once, and a prompt's logits never all exist."""
+  config = dataclasses.replace(DENSE, num_layers=3, vocab_size=2048)
+  tokens_BP = np.zeros((2, 128), np.int32)
+
+  def call(variables):
+    return generate(
+      *(config.build(), variables, tokens_BP), max_new_tokens=2, temperature=0.0
+    )
+
+  jaxpr = jax.make_jaxpr(call)(make_variables(config)).jaxpr
+  layers, sizes = [], []
+  for equation, _ in _equations(jaxpr):
+    if equation.params.get('name') == '_run':
+      layers.append(id(equation.params['jaxpr']))
+    sizes += [x.aval.size for x in equation.outvars]
+  assert len(layers) == 6
+  assert len(set(layers)) == 2  # Of the prompt, and of a token.
+  assert max(sizes) < tokens_BP.size * config.vocab_size
+
+
 class TestNoWork:
   """Where no row is routed, a decoding step does not run the routed block."""
 
