@@ -165,7 +165,7 @@ class _Server:
     self._text = None
     if engine.tokenizer is not None:
       self._text = engine.tokenizer = TextProcess(
-        *run.task.modality.tokenizer_source, pretrained=run.origin is not None
+        *run.task.modality.tokenizer_source, pretrained=run.foreign
       )
     self._readers = concurrent.futures.ThreadPoolExecutor(_TEXTS)
 
