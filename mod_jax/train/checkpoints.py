@@ -40,7 +40,6 @@ from jax.experimental import multihost_utils
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
-from orbax.checkpoint._src import asyncio_utils
 
 from mod_jax import config as config_lib
 from mod_jax import paths
@@ -103,8 +102,12 @@ def _run_to_the_end(coroutine):
     loop.close()
 
 
-# Orbax has no public place for this.
-asyncio_utils._run_sync_via_new_loop = _run_to_the_end
+# Orbax has no public place for this. Where a version of it has moved its own,
+# only the tracebacks come back.
+with contextlib.suppress(ImportError):
+  from orbax.checkpoint._src import asyncio_utils
+
+  asyncio_utils._run_sync_via_new_loop = _run_to_the_end
 
 
 class _HashingHandler(ocp.PyTreeCheckpointHandler):

@@ -580,6 +580,7 @@ class TestApplyWithCache:
   def test_pieces_of_any_length_equal_the_whole(self, room, short, monkeypatch):
     monkeypatch.setattr(attention, '_SHORT', 2)
     monkeypatch.setattr(routed, '_SHORT', short)
+    jax.clear_caches()  # Blocks that were traced before are not short.
     model, variables = BASE.build(), make_variables(BASE)
     mode = RoutingMode(rule='threshold', chunk=2)
 
@@ -746,6 +747,7 @@ class TestNoWork:
       return append(cache, key_RTGC, value_RTGC, position_RT, valid_RT, rows_R)
 
     monkeypatch.setattr(cache_lib.KVCache, 'append', counting)
+    jax.clear_caches()  # Blocks that were traced before do not count.
     step, (params, _, _) = self._step(chunk)
     # The first block is routed: a token's embedding alone decides.
     params = jax.tree.map(lambda x: x, params)
