@@ -8,76 +8,26 @@ functions is first asked for, since matplotlib takes long to import.
 
 import importlib
 
-# In which module each public name is.
-_MODULES = {
-  'compute_extremes': 'adaptive',
-  'compute_histogram': 'adaptive',
-  'error_by_learners': 'adaptive',
-  'loss_effects': 'adaptive',
-  'compared_curves': 'curves',
-  'expert_curves': 'curves',
-  'loss_curves': 'curves',
+_NAMES = {
+  'adaptive': 'compute_extremes compute_histogram error_by_learners'
+  ' loss_effects',
+  'curves': 'compared_curves corruption_curves expert_curves loss_curves',
   'engagement': 'engagement',
-  'NOT_THERE': 'experts',
-  'NO_EXPERT': 'experts',
-  'expert_load': 'experts',
-  'expert_map': 'experts',
-  'expert_patches': 'experts',
-  'save': 'files',
-  'display_piece': 'glyphs',
-  'score_histogram': 'histograms',
-  'attention_maps': 'images',
-  'keep_probability': 'images',
-  'load_map': 'images',
-  'patch_maps': 'images',
-  'token_stages': 'images',
+  'experts': 'NOT_THERE NO_EXPERT expert_load expert_map expert_patches',
+  'files': 'save',
+  'glyphs': 'display_piece',
+  'histograms': 'score_histogram',
+  'images': 'attention_maps keep_probability load_map patch_maps token_stages',
   'isoflop': 'isoflop',
-  'routing_map': 'maps',
-  'attention_ranks': 'ranks',
-  'corruption_curves': 'robustness',
-  'accuracy_flops': 'scatter',
-  'importance_scatter': 'scatter',
-  'seed_dots': 'seeds',
-  'RULES': 'style',
-  'RuleStyle': 'style',
-  'rule_style': 'style',
-  'token_load': 'token_load',
+  'maps': 'routing_map token_load',
+  'ranks': 'attention_ranks',
+  'scatter': 'accuracy_flops importance_scatter seed_dots',
+  'style': 'RULES RuleStyle rule_style',
 }
-
-__all__ = (
-  'corruption_curves',
-  'NOT_THERE',
-  'NO_EXPERT',
-  'RULES',
-  'RuleStyle',
-  'accuracy_flops',
-  'attention_maps',
-  'attention_ranks',
-  'compared_curves',
-  'compute_extremes',
-  'compute_histogram',
-  'display_piece',
-  'engagement',
-  'error_by_learners',
-  'expert_curves',
-  'expert_load',
-  'expert_map',
-  'expert_patches',
-  'importance_scatter',
-  'isoflop',
-  'keep_probability',
-  'load_map',
-  'loss_curves',
-  'loss_effects',
-  'patch_maps',
-  'routing_map',
-  'rule_style',
-  'save',
-  'score_histogram',
-  'seed_dots',
-  'token_load',
-  'token_stages',
-)
+_MODULES = {
+  name: module for module, names in _NAMES.items() for name in names.split()
+}
+__all__ = sorted(_MODULES)
 
 
 def __getattr__(name):
@@ -91,4 +41,4 @@ def __getattr__(name):
 
 
 def __dir__():
-  return sorted([*globals(), *_MODULES])
+  return sorted({*globals(), *_MODULES})

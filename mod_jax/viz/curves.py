@@ -1,8 +1,8 @@
-"""Losses over a run, and how well the causal rules agree with top-k."""
+"""Numbers over the steps of a run, and over how corrupted images are."""
 
 from collections.abc import Iterable
 from collections.abc import Mapping
-import dataclasses
+from collections.abc import Sequence
 import numbers
 
 from matplotlib.figure import Figure
@@ -13,21 +13,8 @@ import numpy as np
 from mod_jax.viz import style
 
 _TRAIN = '#8A8A8A'
+_SMOOTH = {'color': _TRAIN, 'lw': 1.6}
 _FEW = 10  # Fewer training losses than this are all shown.
-
-
-@dataclasses.dataclass(frozen=True)
-class _Words:
-  """What the axes and series of a figure are called."""
-
-  unit: str
-  accuracy: str
-  rules: bool  # Whether series are causal rules.
-
-
-_TOKENS = _Words('nats per token', 'decisions that agree with top-k', True)
-_IMAGES = _Words('nats per image', 'held-out accuracy', False)
-_WITHOUT = {'never': 'routed blocks left out'}
 
 
 def loss_curves(
@@ -36,7 +23,7 @@ def loss_curves(
   """Draws training and held-out losses over the steps of a run.
 
   A second panel shows how often each causal rule decides as top-k would, with
-  the trivial baseline of never routing, where the records tell.
+  the trivial baseline of never routing, where the records hold it.
 
   Args:
     records: one mapping for each line of `metrics.jsonl`. Those of kind
@@ -50,25 +37,34 @@ def loss_curves(
       accuracies (plain `accuracy` among them) those of a classifier rather than
       a rule's agreement with top-k.
   """
-  train, held_out, accuracy, never = _read(records, classifier)
-  words = _IMAGES if classifier else _TOKENS
-  title = title or 'Training and held-out loss'
-  panels = 2 if accuracy else 1
-  width = 10.5 if panels == 2 else 7.5
-  series = max(1 + len(held_out), len(accuracy) + len(never))
+  series = _read(records)
+  train, held_out = series.get(('train', 'loss')), _by_rule(series, 'loss')
+  accuracy = _by_rule(series, 'accuracy')
+  never = _by_rule(series, 'never_route')
+  if not classifier:
+    accuracy.pop('', None)  # No rule's.
+    never.pop('', None)
+  lines = max(1 + len(held_out), len(accuracy) + len(never))
   figure, body = style.new_figure(
-    width,
-    4.2 + 0.1 * series,  # With room for the legends, two series on a line.
-    title,
-    _summary(train, held_out, words),
+    10.5 if accuracy else 7.5,
+    4.2 + 0.1 * lines,  # With room for the legends, two series on a line.
+    title or 'Training and held-out loss',
+    'Grey: training batches, smoothed. Markers: held-out data. Numbers: the'
+    ' last values.',
   )
-  axes = body.subplots(
-    1, panels, squeeze=False, width_ratios=(1.35, 1)[:panels], sharex=True
+  panels = body.subplots(
+    *(1, 1 + bool(accuracy)),
+    squeeze=False,
+    width_ratios=(1.35, 1)[: 1 + bool(accuracy)],
+    sharex=True,
   )[0]
-  _draw_losses(axes[0], train, held_out, words)
+  if train is None and not held_out:
+    style.say(panels[0], 'No losses recorded yet')
+  else:
+    _draw_losses(panels[0], train, held_out, classifier)
   if accuracy:
-    _draw_accuracy(axes[1], accuracy, never, words)
-  _widen(axes[0])
+    _draw_accuracy(panels[1], accuracy, never, classifier)
+  _widen(panels[0])
   return figure
 
 
@@ -77,66 +73,54 @@ def compared_curves(runs: Iterable[Mapping], *, title: str = '') -> Figure:
 
   Args:
     runs: of each `name`; `records`, as in `loss_curves`; `flops_S`, training
-      FLOPs up to each step; and `seconds_per_step`, None where nobody knows.
-      Lines are training losses, smoothed; markers are held-out losses, those of
-      top-k where there are rules.
+      FLOPs up to each step; and `seconds_per_step`, None where it is not
+      recorded. Lines are training losses, smoothed; markers are held-out
+      losses, those of top-k where there are rules.
     title: says what is seen; a general one if empty.
   """
   runs = list(runs)
   figure, body = style.new_figure(
-    12,
-    4.6,
-    title or 'Losses of several runs',
+    *(12, 4.6, title or 'Losses of several runs'),
     'Lines: training loss, smoothed. Markers: held-out loss. Time: at the mean'
-    ' rate of the run, which the legend tells.',
+    ' rate of the run, which the legend has.',
   )
   panels = body.subplots(1, 3, sharey=True)
-  scales = {
-    'step': lambda run, step_S: step_S,
-    'training FLOPs': lambda run, step_S: run['flops_S'][step_S.astype(int)],
-    'hours': lambda run, step_S: (
-      step_S * (run['seconds_per_step'] or np.nan) / 3600
-    ),
-  }
   handles, lows, highs = [], [], []
   for i, run in enumerate(runs):
-    train, held_out, _, _ = _read(run['records'], False)
+    look, seconds = style.series_look(i), run['seconds_per_step']
+    series = _read(run['records'])
+    train, held_out = series.get(('train', 'loss')), _by_rule(series, 'loss')
     held_out = held_out.get('top_k', held_out.get(''))
-    color = style.SERIES_COLORS[i % len(style.SERIES_COLORS)]
-    marker = style.SERIES_MARKERS[i % len(style.SERIES_MARKERS)]
-    look = {'color': color, 'marker': marker, 'markerfacecolor': 'white'}
-    for axes, scale in zip(panels, scales.values(), strict=True):
-      if train is not None:
-        axes.plot(
-          scale(run, train[0]),
-          _smooth(train[1]),
-          color=color,
-          lw=1.1,
-          alpha=0.8,
-          gid='train',
-        )
-      if held_out is not None:
-        axes.plot(
-          scale(run, held_out[0]),
-          held_out[1],
-          ls='',
-          ms=5,
-          gid='held-out',
-          **look,
-        )
-    series = [_smooth(s[1]) for s in (train, held_out) if s is not None]
-    lows += [values.min() for values in series]
-    # The first steps fall so far that nothing else would be seen.
-    highs += [np.quantile(values, 0.85) for values in series]
-    rate = run['seconds_per_step']
-    said = f', {1 / rate:.3g} steps/s' if rate else ''
-    name = f'{style.shortened(run["name"])}{said}'
+    for numbers_2S, gid, how in (
+      (train, 'train', {'color': look['color'], 'lw': 1.1, 'alpha': 0.8}),
+      (held_out, 'held-out', look | {'ls': '', 'ms': 5}),
+    ):
+      if numbers_2S is None:
+        continue
+      step_S, value_S = numbers_2S
+      smooth_S = _smooth(value_S)
+      shown_S = smooth_S if gid == 'train' else value_S
+      for axes, x_S in zip(
+        panels,
+        (
+          step_S,
+          run['flops_S'][step_S.astype(int)],
+          step_S * (seconds or np.nan) / 3600,
+        ),
+        strict=True,
+      ):
+        axes.plot(x_S, shown_S, gid=gid, **how)
+      lows.append(smooth_S.min())
+      # The first steps fall so far that nothing else would be seen.
+      highs.append(np.quantile(smooth_S, 0.85))
+    rate = f', {1 / seconds:.3g} steps/s' if seconds else ''
+    name = f'{style.shortened(run["name"])}{rate}'
     handles.append(Line2D([], [], lw=1.4, ms=5, label=name, **look))
-  for axes, name in zip(panels, scales, strict=True):
-    style.clean(axes)
+  for axes, name in zip(
+    panels, ('step', 'training FLOPs', 'hours'), strict=True
+  ):
+    style.clean(axes, 'both')
     axes.set_xlabel(name)
-    axes.grid(color='#EEEEEE', lw=0.8)
-    axes.set_axisbelow(True)
     axes.xaxis.set_major_locator(MaxNLocator(5))
     axes.xaxis.get_offset_text().set(size=8, color=style.MUTED)
   if not any(run['seconds_per_step'] for run in runs):
@@ -147,7 +131,8 @@ def compared_curves(runs: Iterable[Mapping], *, title: str = '') -> Figure:
     return figure
   margin = 0.05 * (max(highs) - min(lows)) or 0.1
   panels[0].set_ylim(min(lows) - margin, max(highs) + margin)
-  style.key(body, handles, ncols=min(3, len(handles)))
+  longest = max(len(handle.get_label()) for handle in handles)
+  style.key(body, handles, ncols=min(3, 150 // longest, len(handles)))
   return figure
 
 
@@ -155,7 +140,7 @@ def compared_curves(runs: Iterable[Mapping], *, title: str = '') -> Figure:
 _OF_EXPERTS = {
   'busiest': ('Busiest expert', 'its tokens over the mean of all', 1.0),
   'null': ('No-ops', 'choices that do nothing', None),
-  'dropped': ('Dropped', 'choices of experts that found no slot', None),
+  'dropped': ('Dropped', 'choices of experts without a free slot', None),
   'balance': ('Balance loss', '1: choices are as they should be', 1.0),
 }
 _SHARES = ('null', 'dropped')
@@ -180,62 +165,49 @@ def expert_curves(
       there are no such choices.
     title: says what is seen; a general one if empty.
   """
-  train, held_out = _read_experts(records)
-  references = {name: value for name, (_, _, value) in _OF_EXPERTS.items()}
-  references['null'] = null_target
-  series = {
-    name: [s for s in (train.get(name), *held_out[name].values()) if s]
-    for name in _OF_EXPERTS
-  }
-  shown = [
-    name
-    for name in _OF_EXPERTS
-    if any(max(values) > 0 for _, values in series[name])
-  ]
-  idle = [
-    _OF_EXPERTS[name][0].lower()
-    for name in _OF_EXPERTS
-    if series[name] and name not in shown
-  ]
+  series = _read(records)
+  panels, zero, rules = {}, [], {}
+  for name in _OF_EXPERTS:
+    train = series.get(('train', f'experts/{name}'))
+    held_out = _by_rule(series, f'experts/{name}')
+    held_out.pop('never', None)  # Without routed blocks nothing is judged.
+    drawn = [*held_out.values()] + ([] if train is None else [train])
+    if any(value_S.max() > 0 for _, value_S in drawn):
+      panels[name] = train, held_out
+    elif drawn:
+      zero.append(_OF_EXPERTS[name][0].lower())
   subtitle = 'Grey: training batches, smoothed. Markers: held-out data.'
-  if idle:
-    subtitle += f' Not drawn, since 0 throughout: {", ".join(idle)}.'
+  if zero:
+    subtitle += f' Not drawn, since 0 throughout: {", ".join(zero)}.'
   figure, body = style.new_figure(
-    max(7.5, 3.2 * len(shown)),
-    3.4,
+    *(max(7.5, 3.2 * len(panels)), 3.4),
     title or 'How evenly experts are chosen, over training',
     subtitle,
   )
-  if not shown:
+  if not panels:
     style.say(body.subplots(), 'Nothing recorded yet')
     return figure
-  rules = {}
-  panels = body.subplots(1, len(shown), squeeze=False, sharex=True)[0]
-  for axes, name in zip(panels, shown, strict=True):
-    if (reference := references[name]) is not None:
+  grid = body.subplots(1, len(panels), squeeze=False, sharex=True)[0]
+  for axes, (name, (train, held_out)) in zip(grid, panels.items(), strict=True):
+    heading, facts, reference = _OF_EXPERTS[name]
+    reference = null_target if name == 'null' else reference
+    if reference is not None:
       axes.axhline(reference, color=style.INK, ls='--', lw=1, gid='reference')
-    if name in train:
-      steps, values = train[name]
-      look = {'marker': 'o' if len(steps) == 1 else None, 'gid': 'train'}
-      axes.plot(steps, values, color=_TRAIN, lw=0.7, alpha=0.45, **look)
-      smooth = _smooth(np.array(values))
-      axes.plot(steps, smooth, lw=1.6, color=_TRAIN, gid='train_smooth')
-    for rule, (steps, values) in held_out[name].items():
-      label = _label(rule, _TOKENS) if rule else 'held-out'
-      _draw_rule(axes, rule, steps, values, label, name)
+    if train is not None:
+      _draw_train(axes, *train)
+    for rule, (step_S, value_S) in held_out.items():
+      label = _label(rule, False) if rule else 'held-out'
+      _draw_rule(axes, rule, step_S, value_S, label, name)
       rules[rule] = axes.lines[-1]
-    style.clean(axes)
-    _steps(axes)
-    heading, facts, _ = _OF_EXPERTS[name]
+    _steps(axes, 4)
     style.heading(axes, heading, facts)
-    axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
     if name in _SHARES:
       # With room for a marker at 0.
       axes.set_ylim(bottom=-0.03 * axes.get_ylim()[1])
       axes.yaxis.set_major_formatter(style.percent)
-  _widen(panels[0])
+  _widen(grid[0])
   handles = [
-    Line2D([], [], color=_TRAIN, lw=1.6, label='training'),
+    Line2D([], [], label='training', **_SMOOTH),
     *(rules[rule] for rule in sorted(rules, key=_order)),
     Line2D([], [], color=style.INK, ls='--', lw=1, label='as it should be'),
   ]
@@ -243,108 +215,98 @@ def expert_curves(
   return figure
 
 
-def _read_experts(records):
-  """Returns (steps, values) by metric; of held-out data by metric and rule."""
-  train, held_out = {}, {name: {} for name in _OF_EXPERTS}
-  for record in records:
-    step = _number(record.get('step'))
-    if step is None:
-      continue
-    for key, value in record.items():
-      prefix, found, name = str(key).rpartition('experts/')
-      rule = prefix.rstrip('/')
-      # Without routed blocks there is nothing to judge.
-      if not found or name not in _OF_EXPERTS or rule == 'never':
-        continue
-      if record.get('kind') == 'train':
-        _put(train, name, step, value)
-      elif record.get('kind') == 'eval':
-        _put(held_out[name], rule, step, value)
+def corruption_curves(
+  curves: Mapping[str, Mapping[str, Sequence[float]]],
+  *,
+  budget: float,
+  title: str = '',
+) -> Figure:
+  """Draws, for each corruption, accuracy above and mean compute below.
 
-  def ordered(points):
-    return tuple(zip(*sorted(points.items()), strict=True))
-
-  return (
-    {name: ordered(points) for name, points in train.items()},
-    {
-      name: {rule: ordered(rules[rule]) for rule in sorted(rules, key=_order)}
-      for name, rules in held_out.items()
-    },
+  Args:
+    curves: by the corruption's name `adaptive` and `dense`, accuracies, and
+      `load`, the mean share of all learners' cost; one number for each
+      severity, the first of them of clean images; all from 0 to 1.
+    budget: the share that the model was trained for.
+    title: says what is seen; a general one if empty.
+  """
+  columns = max(1, len(curves))
+  figure, body = style.new_figure(
+    *(max(6.0, 0.9 + 2.1 * columns), 4.2),
+    title or 'How corrupted images are classified',
+    'Severity 0 is the clean image. Compute is the share of all learners; the'
+    ' dotted line is the budget.',
   )
+  if not curves:
+    style.say(body.subplots(), 'No corruption measured yet')
+    return figure
+  grid = body.subplots(2, columns, sharex=True, sharey='row', squeeze=False)
+  for (above, below), (kind, curve) in zip(grid.T, curves.items(), strict=True):
+    for axes, name, label, color, marker, ls in (
+      (above, 'adaptive', 'adaptive model', style.CHOSEN, 'o', '-'),
+      (above, 'dense', 'dense model', '#000000', 's', '--'),
+      (below, 'load', 'compute', '#E69F00', 'D', '-'),
+    ):
+      look = {'label': label, 'color': color, 'marker': marker, 'ls': ls}
+      severities = range(len(curve[name]))
+      axes.plot(severities, curve[name], ms=4, gid=name, **look)
+    dotted = {'color': style.MUTED, 'ls': ':', 'lw': 1}
+    below.axhline(budget, label='budget', gid='budget', **dotted)
+    style.clean(above)
+    style.clean(below)
+    style.heading(above, style.shortened(kind, 24))
+    below.set_xlabel('severity')
+    below.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+  above, below = grid[:, 0]
+  above.set(ylabel='accuracy', ylim=(0, 1.04))
+  below.set(ylabel='compute')
+  below.margins(y=0.15)
+  _widen(below)
+  for axes in (above, below):
+    axes.yaxis.set_major_formatter(style.percent)
+  style.key(body, above.lines + below.lines)
+  return figure
 
 
-def _read(records, classifier):
-  """Sorts the numbers of the records into series of (steps, values)."""
-  train, held_out, accuracy, never = {}, {}, {}, {}
+def _read(records) -> dict[tuple[str, str], np.ndarray]:
+  """Returns steps and values, [2, S], by kind of record and name of number.
+
+  What is not finite is left out; of two records of a step the later counts.
+  """
+  points = {}
   for record in records:
-    step = _number(record.get('step'))
-    if step is None:
-      continue
-    if record.get('kind') == 'train':
-      _put(train, '', step, record.get('loss'))
-    elif record.get('kind') == 'eval':
-      for key, value in record.items():
-        rule, _, name = str(key).rpartition('/')
-        for series, wanted in (
-          (held_out, 'loss'),
-          (accuracy, 'accuracy'),
-          (never, 'never_route'),
-        ):
-          # A plain accuracy is a classifier's, not a rule's.
-          if name == wanted and (rule or classifier or wanted == 'loss'):
-            _put(series, rule, step, value)
-  arrays = [
-    {
-      rule: np.array(sorted(points.items())).T
-      for rule, points in sorted(series.items(), key=lambda i: _order(i[0]))
+    numbers_ = {
+      str(name): float(value)
+      for name, value in record.items()
+      if isinstance(value, numbers.Real) and np.isfinite(value)
     }
-    for series in (train, held_out, accuracy, never)
-  ]
-  return arrays[0].get(''), *arrays[1:]
+    step = numbers_.pop('step', None)
+    for name, value in numbers_.items() if step is not None else ():
+      points.setdefault((record.get('kind'), name), {})[step] = value
+  return {key: np.array(sorted(p.items())).T for key, p in points.items()}
 
 
-def _put(series, rule, step, value):
-  value = _number(value)
-  if value is not None:
-    series.setdefault(rule, {})[step] = value
-
-
-def _number(value):
-  """Returns a finite float, or None for anything else."""
-  if not isinstance(value, numbers.Real) or not np.isfinite(value):
-    return None
-  return float(value)
+def _by_rule(series, name) -> dict[str, np.ndarray]:
+  """Returns held-out series of a name by rule, in the order of the table."""
+  rules = {
+    key.removesuffix(name).rstrip('/'): value_2S
+    for (kind, key), value_2S in series.items()
+    if kind == 'eval' and f'/{key}'.endswith(f'/{name}')
+  }
+  return {rule: rules[rule] for rule in sorted(rules, key=_order)}
 
 
 def _order(rule):
-  if not rule:
-    return -1, rule
-  known = list(style.RULES)
-  return (known.index(rule) if rule in known else len(known), rule)
+  rules = ['', *style.RULES]
+  return rules.index(rule) if rule in rules else len(rules), rule
 
 
-def _label(rule, words) -> str:
-  """Returns what a series is called, `held-out` included."""
-  if not words.rules:
-    return 'held-out' if not rule else _WITHOUT.get(rule, f'held-out, {rule}')
-  return f'held-out, {style.rule_style(rule).label}'
-
-
-def _summary(train, held_out, words) -> str:
-  if train is None and not held_out:
-    return 'No losses have been recorded yet.'
-  parts = []
-  if train is not None:
-    steps, losses = train
-    parts.append(
-      f'training loss {_smooth(losses)[-1]:.3f} at step {steps[-1]:,.0f}'
-    )
-  if held_out:
-    rule, (steps, values) = next(iter(held_out.items()))
-    of = f' ({style.rule_style(rule).label})' if words.rules else ''
-    parts.append(f'held-out loss {values[-1]:.3f}{of} at step {steps[-1]:,.0f}')
-  text = '; '.join(parts) + f' ({words.unit}).'
-  return text[0].upper() + text[1:]
+def _label(rule, classifier) -> str:
+  if not classifier:
+    return f'held-out, {style.rule_style(rule).label}'
+  if rule == 'never':
+    return 'routed blocks left out'
+  return f'held-out, {rule}' if rule else 'held-out'
 
 
 def _smooth(value_T):
@@ -361,48 +323,41 @@ def _smooth(value_T):
   return (total[high + 1] - total[low]) / (high + 1 - low)
 
 
-def _draw_losses(axes, train, held_out, words):
-  axes.set_ylabel(f'loss ({words.unit})')
-  if train is None and not held_out:
-    style.say(axes, 'No losses recorded yet')
-    return
+def _draw_train(axes, step_S, value_S):
+  """Draws all values, and over them their average; one alone as a point."""
+  marker = 'o' if len(step_S) == 1 else None
+  look = {'color': _TRAIN, 'lw': 0.7, 'alpha': 0.45, 'marker': marker}
+  axes.plot(step_S, value_S, gid='train', **look)
+  smooth_S = _smooth(value_S)
+  label = f'training  {smooth_S[-1]:.3f}'
+  axes.plot(step_S, smooth_S, label=label, gid='train_smooth', **_SMOOTH)
+
+
+def _draw_rule(axes, rule, step_S, value_S, label, name):
+  look = style.rule_style(rule)
+  look = {'color': look.color, 'marker': look.marker, 'lw': 1.3, 'ms': 4.5}
+  look |= {'markerfacecolor': 'white', 'markeredgewidth': 1.2}
+  axes.plot(step_S, value_S, label=label, gid=f'{rule}/{name}', **look)
+
+
+def _draw_losses(axes, train, held_out, classifier):
   if train is not None:
-    steps, losses = train
-    alone = len(steps) == 1
-    axes.plot(
-      steps,
-      losses,
-      color=_TRAIN,
-      lw=0.7,
-      alpha=0.45,
-      marker='o' if alone else None,
-      gid='train',
-    )
-    smooth = _smooth(losses)
-    axes.plot(
-      steps,
-      smooth,
-      color=_TRAIN,
-      lw=1.6,
-      label=f'training  {smooth[-1]:.3f}',
-      gid='train_smooth',
-    )
-  for rule, (steps, losses) in held_out.items():
-    name = f'{_label(rule, words)}  {losses[-1]:.3f}'
-    _draw_rule(axes, rule, steps, losses, name, 'loss')
-  style.clean(axes)
+    _draw_train(axes, *train)
+  for rule, (step_S, loss_S) in held_out.items():
+    label = f'{_label(rule, classifier)}  {loss_S[-1]:.3f}'
+    _draw_rule(axes, rule, step_S, loss_S, label, 'loss')
+  axes.set_ylabel(f'loss (nats per {"image" if classifier else "token"})')
   _steps(axes)
-  series = [s for s in (train, *held_out.values()) if s is not None]
-  low, high, most = _limits(train, held_out)
+  low, high = _limits(train, held_out)
   axes.set_ylim(low, high)
-  if most > high:
+  series = [*held_out.values()] + ([] if train is None else [train])
+  step_S, loss_S = max(series, key=lambda step_value: step_value[1].max())
+  if loss_S.max() > high:
     # Beside the line that leaves the frame there, not over it.
-    steps, losses = next(s for s in series if s[1].max() == most)
-    peak = losses.argmax()
-    back = peak + np.argmax(losses[peak:] <= high)
+    peak = loss_S.argmax()
     axes.annotate(
-      f'↑ up to {most:.2f}',
-      (steps[back], 1),
+      f'↑ up to {loss_S.max():.2f}',
+      (step_S[peak + np.argmax(loss_S[peak:] <= high)], 1),
       xycoords=axes.get_xaxis_transform(),
       xytext=(6, -3),
       textcoords='offset points',
@@ -412,86 +367,50 @@ def _draw_losses(axes, train, held_out, words):
       gid='beyond',
     )
   _legend(axes)
-  if sum(len(steps) for steps, _ in series) == 1:
-    axes.text(
-      0.5,
-      0.06,
-      'Only one record so far',
-      transform=axes.transAxes,
-      ha='center',
-      color=style.MUTED,
-      fontsize=9,
-      gid='note',
-    )
-
-
-def _draw_rule(axes, rule, steps, values, label, gid):
-  look = style.rule_style(rule)
-  axes.plot(
-    steps,
-    values,
-    color=look.color,
-    marker=look.marker,
-    ms=4.5,
-    lw=1.3,
-    markerfacecolor='white',
-    markeredgewidth=1.2,
-    label=label,
-    gid=f'{rule}/{gid}',
-  )
 
 
 def _limits(train, held_out):
-  """Returns y-limits that the first steps do not stretch, and the maximum."""
-  series = ([] if train is None else [train]) + list(held_out.values())
-  first = min(steps[0] for steps, _ in series)
-  last = max(steps[-1] for steps, _ in series)
-  settled = []
-  for i, (steps, values) in enumerate(series):
-    late = values[steps >= first + 0.08 * (last - first)]
-    if i == 0 and train is not None:
-      if len(values) < _FEW:
-        late = values
-      elif late.size:
-        # One odd batch is no reason to shrink everything else. No interpolation
-        # towards it either.
-        high = np.quantile(late, 0.99, method='lower')
-        late = late[late <= high]
-    settled.append(late)
-  settled = np.concatenate(settled)
+  """Returns y-limits that neither the first steps nor odd batches stretch."""
+  series = [*held_out.values()] + ([] if train is None else [train])
+  all_2N = np.concatenate(series, axis=1)
+  start = all_2N[0].min() + 0.08 * np.ptp(all_2N[0])
+  settled = [value_S[step_S >= start] for step_S, value_S in series]
+  if train is not None and len(train[1]) < _FEW:
+    settled[-1] = train[1]
+  elif train is not None and settled[-1].size:
+    # Not interpolated, which would be towards the odd one.
+    high = np.quantile(settled[-1], 0.99, method='lower')
+    settled[-1] = settled[-1][settled[-1] <= high]
+  settled, most = np.concatenate(settled), all_2N[1].max()
   low, high = settled.min(), settled.max()
   pad = 0.06 * (high - low) or 0.05 * abs(high) or 0.5
-  most = max(values.max() for _, values in series)
-  if most < high + 0.5 * (high - low):
-    high = most  # Too little to leave anything out.
-  return low - pad, high + pad, most
+  # Too little to leave anything out.
+  high = most if most < high + 0.5 * (high - low) else high
+  return low - pad, high + pad
 
 
-def _draw_accuracy(axes, accuracy, never, words):
-  for rule, (steps, values) in accuracy.items():
-    name = style.rule_style(rule).label if words.rules else _label(rule, words)
-    name = f'{name}  {values[-1]:.1%}'
-    _draw_rule(axes, rule, steps, values, name, 'accuracy')
-  # The baseline is a property of what top-k chose: usually one for all rules.
+def _draw_accuracy(axes, accuracy, never, classifier):
+  for rule, (step_S, value_S) in accuracy.items():
+    name = _label(rule, True) if classifier else style.rule_style(rule).label
+    label = f'{name}  {value_S[-1]:.1%}'
+    _draw_rule(axes, rule, step_S, value_S, label, 'accuracy')
+  # The baseline depends on what top-k chose: usually it is one for all rules.
   same = len({baseline.tobytes() for baseline in never.values()}) == 1
-  for rule, (steps, values) in never.items():
-    alone = len(steps) == 1
+  for rule, (step_S, value_S) in list(never.items())[: 1 if same else None]:
     label = 'never route' if same else f'never route, {rule}'
     axes.plot(
-      steps,
-      values,
+      *(step_S, value_S),
       color=style.MUTED if same else style.rule_style(rule).color,
       ls='--',
       lw=1.2,
-      marker='_' if alone else None,
+      marker='_' if len(step_S) == 1 else None,
       ms=14,
-      label=f'{label}  {values[-1]:.1%}',
+      label=f'{label}  {value_S[-1]:.1%}',
       gid=f'{rule}/never_route',
     )
-    if same:
-      break
-  axes.set_ylabel(words.accuracy)
-  style.clean(axes)
+  axes.set_ylabel(
+    'held-out accuracy' if classifier else 'decisions that agree with top-k'
+  )
   _steps(axes)
   shown = np.concatenate([v for _, v in (*accuracy.values(), *never.values())])
   room = 0.1 * (1 - shown.min()) or 0.05
@@ -513,9 +432,8 @@ def _widen(axes):
     axes.set_xlim((low + high) / 2 - 1, (low + high) / 2 + 1)
 
 
-def _steps(axes):
+def _steps(axes, ticks=6):
+  style.clean(axes, 'y')
   axes.set_xlabel('training step')
-  axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+  axes.xaxis.set_major_locator(MaxNLocator(ticks, integer=True))
   axes.xaxis.set_major_formatter('{x:,.0f}')
-  axes.grid(axis='y', color='#EEEEEE', lw=0.8)
-  axes.set_axisbelow(True)

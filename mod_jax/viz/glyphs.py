@@ -75,12 +75,6 @@ def installed(letter: str) -> font_manager.FontEntry | None:
   return None
 
 
-def sans(text: str) -> list[str]:
-  """Returns the paths of the fonts that draw a text, by preference."""
-  entries = map(installed, filter(_is_foreign, text))
-  return list(dict.fromkeys([SANS, *(e.fname for e in entries if e)]))
-
-
 @functools.cache
 def _own() -> frozenset[int]:
   return _drawable(SANS) & _drawable(_SANS_BOLD)

@@ -8,7 +8,6 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 import numpy as np
 
-from mod_jax.errors import UserError
 from mod_jax.viz import style
 
 _BINS = 48
@@ -38,28 +37,7 @@ def score_histogram(
     title: says what is seen; a general one if empty.
     thresholds: R moving thresholds; None, or one that is not finite, is not
       drawn.
-
-  Raises:
-    UserError: shapes that do not fit together.
   """
-  score_RBL = np.asarray(score_RBL, float)
-  chosen_RBL = np.asarray(chosen_RBL).astype(bool)
-  routed = len(layers)
-  if score_RBL.shape != chosen_RBL.shape or score_RBL.shape[:1] != (routed,):
-    raise UserError(
-      f'scores of shape {score_RBL.shape} and decisions of shape'
-      f' {chosen_RBL.shape} for {routed} routed blocks: expected one shape that'
-      f' starts with {routed}.'
-    )
-  if thresholds is None:
-    thresholds = np.full(routed, np.nan)
-  thresholds = np.asarray(thresholds, float)
-  if thresholds.shape != (routed,):
-    raise UserError(
-      f'thresholds of shape {thresholds.shape}: expected ({routed},), one for'
-      ' each routed block.'
-    )
-
   body, panels = style.small_multiples(
     layers,
     title or 'Router scores of the chosen tokens and of the rest',
@@ -68,10 +46,12 @@ def score_histogram(
     xlabel='router score',
     ylabel='tokens',
   )
+  if thresholds is None:
+    thresholds = np.full(len(layers), np.nan)
   for axes, layer, score, chosen, threshold in zip(
     panels, layers, score_RBL, chosen_RBL, thresholds, strict=True
   ):
-    _draw(axes, layer, score.ravel(), chosen.ravel(), threshold)
+    _draw(axes, layer, np.ravel(score), np.ravel(chosen) > 0, threshold)
   if panels:
     handles = [
       Patch(color=style.CHOSEN, label='chosen'),
@@ -88,10 +68,9 @@ def score_histogram(
 def _draw(axes, layer, score_N, chosen_N, threshold):
   finite_N = np.isfinite(score_N)
   score_N, chosen_N = score_N[finite_N], chosen_N[finite_N]
-  name = f'Block {int(layer)}'
   if not score_N.size:
-    style.heading(axes, name)
-    style.say(axes, 'No finite weights.')
+    style.heading(axes, f'Block {layer}')
+    style.say(axes, 'No finite scores.')
     return
   low, high = np.quantile(score_N, (0.001, 0.999))
   if low == high:
@@ -105,12 +84,12 @@ def _draw(axes, layer, score_N, chosen_N, threshold):
     histtype='stepfilled',
     color=[style.CHOSEN, style.PASSED],
   )
-  facts = [f'chosen {chosen_N.mean():.1%}', f'> 0: {np.mean(score_N > 0):.1%}']
+  facts = f'chosen {chosen_N.mean():.1%} · > 0: {np.mean(score_N > 0):.1%}'
   axes.axvline(0, **_ROUTER, gid='router')
   if np.isfinite(threshold):
     axes.axvline(threshold, **_THRESHOLD, gid='threshold')
-    facts.append(f'≥ threshold: {np.mean(score_N >= threshold):.1%}')
-  style.heading(axes, name, ' · '.join(facts))
+    facts += f' · ≥ threshold: {np.mean(score_N >= threshold):.1%}'
+  style.heading(axes, f'Block {layer}', facts)
   axes.margins(x=0.02)
   axes.xaxis.set_major_locator(MaxNLocator(5))
   axes.yaxis.set_major_locator(MaxNLocator(4, integer=True))

@@ -1,54 +1,35 @@
 """Where a vision model spends its compute: pictures over pictures.
 
 Patches are numbered row by row from the top left, without a class token.
-Shapes: B images, H x W pixels, R routed blocks, S pruning stages, L patches.
+Shapes: B images, at most eight, of H x W pixels, R routed blocks, S pruning
+stages, L patches.
 """
 
-from collections.abc import Callable
 from collections.abc import Sequence
+import itertools
 import math
 import textwrap
 
 from matplotlib import colormaps
-from matplotlib import font_manager
 from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
-from matplotlib.collections import PolyCollection
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.figure import SubFigure
+from matplotlib.patches import PathPatch
+from matplotlib.patches import Rectangle
+from matplotlib.path import Path
 import numpy as np
 
 from mod_jax.errors import UserError
 from mod_jax.viz import glyphs
 from mod_jax.viz import style
 
-VEIL = 0.85  # How white or grey a skipped patch becomes.
-_GREY = 150  # Which grey.
+VEIL = 0.85  # Opacity of what covers a patch that passes by.
+_GREY = 150  # And its grey.
 HEAT = colormaps['viridis']  # Perceptually uniform.
 OVERLAY = 0.72  # Opacity of colours that lie on a picture.
-SLACK = 1e-5  # A float32 share of all learners may exceed 1.
-
-# Inches.
-_GAP, _GROUP_GAP, _HEAD, _BELOW = 0.09, 0.22, 0.24, 0.2
-_LEAST_WIDTH, _WIDTH = 5.5, 11.0
-_LEAST_CELL, _MOST_CELL, _HIGHEST = 0.75, 1.7, 2.4
-_LEAST_SCALE = 0.7  # For its label.
-
-# The space of a GridSpec: everything, and none between its cells.
-_WHOLE = {
-  'left': 0,
-  'right': 1,
-  'bottom': 0,
-  'top': 1,
-  'wspace': 0,
-  'hspace': 0,
-}
-
-_SIDE = 18  # Characters of a label beside a row.
-_HEADING = {'fontsize': 9, 'color': style.INK, 'pad': 6}
-_CAPTION = {'fontsize': 7.5, 'color': style.MUTED}
-_LABEL = {'fontsize': 8, 'color': style.INK}
+_MOST_IMAGES = 8
 
 
 def patch_maps(
@@ -74,36 +55,21 @@ def patch_maps(
     grid: rows and columns of patches, L in all.
     title: says what is seen; a general one if empty.
     labels: a text for each image, such as its class.
-    num_layers: blocks of the model, if it is to be told.
-
-  Raises:
-    UserError: shapes or numbers that do not fit together, or more than one
-      picture can hold.
+    num_layers: blocks of the model, if it is to be written.
   """
-  layers = block_numbers('layers', layers, num_layers)
+  subtitle = 'No block is routed: every block processes every patch.'
+  if len(layers):
+    of = '' if num_layers is None else f' of {num_layers}'
+    subtitle = (
+      f'Routed blocks: {len(layers)}{of}, with {np.mean(processed_RBL):.1%} of'
+      ' the patches. Outlined: processed. Grey: the patch passes by.'
+    )
   return _masked_pictures(
-    images_BHWC,
-    processed_RBL,
-    grid,
+    *(images_BHWC, processed_RBL, grid),
     [f'block {layer}' for layer in layers],
     title or 'The patches that each routed block processes',
-    lambda processed_RBL: _patch_summary(processed_RBL, num_layers),
+    subtitle,
     labels,
-  )
-
-
-def _patch_summary(processed_RBL, num_layers) -> str:
-  routed = len(processed_RBL)
-  if not routed:
-    return 'No block is routed: every block processes every patch.'
-  of = '' if num_layers is None else f' of {num_layers}'
-  one = routed == 1 and num_layers is None
-  return (
-    f'{routed}{of} block{"" if one else "s"}'
-    f' {"is" if routed == 1 else "are"} routed and'
-    f' process{"es" if routed == 1 else ""}'
-    f' {processed_RBL.mean():.1%} of the patches. Outlined: processed by the'
-    ' block. Hatched grey: the patch passes by. Below: how many are processed.'
   )
 
 
@@ -126,25 +92,13 @@ def token_stages(
       stages prune.
     title: says what is seen; a general one if empty.
     labels: a text for each image, such as its class.
-
-  Raises:
-    UserError: shapes or numbers that do not fit together, or more than one
-      picture can hold.
   """
-  blocks = block_numbers('blocks', blocks)
-  summary = (
-    'Patches are removed just before the named blocks, for good. Outlined:'
-    ' still there. Hatched grey: removed. Below: how many are left.'
-  )
-  if not blocks:
-    summary = 'There is no pruning stage: every patch is kept.'
   return _masked_pictures(
-    images_BHWC,
-    kept_SBL,
-    grid,
+    *(images_BHWC, kept_SBL, grid),
     [f'before block {block}' for block in blocks],
     title or 'The patches that are left after each pruning stage',
-    lambda _: summary,
+    'Patches are removed just before the named blocks, for good. Outlined:'
+    ' still there. Grey: removed.',
     labels,
   )
 
@@ -170,49 +124,31 @@ def attention_maps(
     layers: the R block numbers, counted from 0.
     grid: rows and columns of patches, L in all.
     title: says what is seen; a general one if empty.
-
-  Raises:
-    UserError: shapes or numbers that do not fit together, values that are not
-      finite, or more than one picture can hold.
   """
-  image_HWC = np.asarray(image_HWC)
-  images_BHWC = checked_images(image_HWC[None], one=True)
-  layers = block_numbers('layers', layers)
-  grid = checked_grid(grid, images_BHWC)
-  maps_RHL = finite('attention', maps_RHL)
-  length = math.prod(grid)
-  if (
-    maps_RHL.ndim != 3
-    or maps_RHL.shape[::2] != (len(layers), length)
-    or not maps_RHL.size
-  ):
-    raise UserError(
-      f'attention of shape {maps_RHL.shape} for {len(layers)} blocks and a grid'
-      f' of {grid[0]} x {grid[1]} patches: expected shape ({len(layers)},'
-      f' heads, {length}), with one block and one head at least.'
-    )
-  heads = [f'head {h}' for h in range(maps_RHL.shape[1])]
-  figure, panels, scales = _sheet(
-    title or 'The attention that each patch receives',
-    'A row per block, a column per head; the brighter, the more attention. The'
-    ' heads of a block share the scale at its right.',
-    rows=len(layers),
-    columns=1 + len(heads),
-    aspect=_aspect(images_BHWC),
-    headings=heads,
+  image_HWC, maps_RHL = np.asarray(image_HWC), np.asarray(maps_RHL, float)
+  norms = [_heat_norm(map_HL) for map_HL in maps_RHL]
+  body, axes_R, _ = image_grid(
+    [
+      [[(image_HWC, {})]]
+      + [
+        [(map_L.reshape(grid), {'cmap': HEAT, 'norm': norm})]
+        for map_L in map_HL
+      ]
+      for map_HL, (norm, _) in zip(maps_RHL, norms, strict=True)
+    ],
+    grid,
+    title=title or 'The attention that each patch receives',
+    subtitle='A row per block, a column per head; the brighter, the more'
+    ' attention. The heads of a block share the scale at its right.',
+    above=[['image', *(f'head {h}' for h in range(maps_RHL.shape[1]))]],
     labels=[f'block {layer}' for layer in layers],
-    scales=len(layers),
+    aspect=patch_aspect(image_HWC, grid),
+    scale=True,
   )
-  for r, ((first, *others), map_HL) in enumerate(
-    zip(panels, maps_RHL, strict=True)
-  ):
-    show(first, 'image', images_BHWC[0], grid, above='' if r else 'image')
-    norm, clipped = _heat_norm(map_HL)
-    for axes, map_L, head in zip(others, map_HL, heads, strict=True):
-      heat = {'above': '' if r else head, 'cmap': HEAT, 'norm': norm}
-      show(axes, 'map', map_L.reshape(grid), grid, images_BHWC, **heat)
-    draw_scale(scales[r], norm, extend='max' if clipped else 'neither')
-  return figure
+  for axes, (norm, clipped) in zip(axes_R, norms, strict=True):
+    extend = 'max' if clipped else 'neither'
+    style.scale(body, [axes], norm, HEAT, extend=extend)
+  return body.get_figure(root=True)
 
 
 def keep_probability(
@@ -234,57 +170,21 @@ def keep_probability(
       stages prune.
     count: images over which was averaged.
     title: says what is seen; a general one if empty.
-
-  Raises:
-    UserError: shapes or numbers that do not fit together, or values that are
-      no probabilities.
   """
-  blocks = block_numbers('blocks', blocks)
-  grid = checked_grid(grid)
-  mean_SL = finite('probabilities', mean_SL)
-  expected = (len(blocks), math.prod(grid))
-  if mean_SL.shape != expected or not blocks:
-    raise UserError(
-      f'probabilities of shape {mean_SL.shape} for {len(blocks)} stages and a'
-      f' grid of {grid[0]} x {grid[1]} patches: expected shape {expected}, with'
-      ' one stage at least.'
-    )
-  slack = 1e-5  # A float32 mean of ones may exceed 1.
-  if mean_SL.min() < -slack or mean_SL.max() > 1 + slack:
-    odd = mean_SL.min() if mean_SL.min() < -slack else mean_SL.max()
-    raise UserError(
-      f'a probability of {odd:.6g}: expected means of keep decisions, from 0 to'
-      ' 1.'
-    )
-  if count < 1:
-    raise UserError(f'count={count}: expected one image or more.')
-  mean_SL = mean_SL.clip(0, 1)
-  columns = min(len(blocks), 4)
-  headings = [f'before block {block}' for block in blocks]
-  captions = [f'{mean:.1%} on average' for mean in mean_SL.mean(axis=1)]
-  figure, panels, (scale,) = _sheet(
-    title or 'How probably each patch is kept',
-    f'Share of {count:,} image{"" if count == 1 else "s"} in which the patch at'
-    ' this place is still there after pruning just before the named block.',
-    rows=math.ceil(len(blocks) / columns),
-    columns=columns,
-    aspect=grid[0] / grid[1],
-    headings=headings,
-    between=_HEAD,
-    captions=captions,
-    scales=1,
-  )
   norm = Normalize(0, 1)
-  for axes, mean_L, above, below in zip(
-    panels.flat, mean_SL, headings, captions, strict=False
-  ):
-    values = mean_L.reshape(grid)
-    look = {'cmap': HEAT, 'norm': norm}
-    show(axes, 'map', values, grid, above=above, below=below, **look)
-  draw_scale(scale, norm, label='probability of being kept')
-  for axes in panels.flat[len(blocks) :]:
-    axes.remove()
-  return figure
+  heat = {'cmap': HEAT, 'norm': norm}
+  body, axes_R, _ = image_grid(
+    _rows([[(mean_L, heat)] for mean_L in np.reshape(mean_SL, (-1, *grid))], 4),
+    grid,
+    title=title or 'How probably each patch is kept',
+    subtitle=f'Share of the images ({count:,}) in which the patch at this place'
+    ' is still there after pruning just before the named block.',
+    above=_rows([f'before block {block}' for block in blocks], 4),
+    below=_rows([f'{np.mean(mean_L):.1%} on average' for mean_L in mean_SL], 4),
+    scale=True,
+  )
+  style.scale(body, axes_R, norm, HEAT, 'probability of being kept')
+  return body.get_figure(root=True)
 
 
 def load_map(
@@ -307,70 +207,137 @@ def load_map(
     unit: of the load; labels the colour scale, which starts at 0.
     maximum: where the colour scale ends; None: at the largest load.
     labels: a text for each image, such as its class.
-
-  Raises:
-    UserError: shapes or numbers that do not fit together, loads that are
-      negative, above the maximum or not finite, or more than one picture can
-      hold.
   """
-  images_BHWC = checked_images(images_BHWC)
-  labels = image_labels(labels, len(images_BHWC))
-  grid = checked_grid(grid, images_BHWC)
-  load_BL = finite('loads', load_BL)
-  expected = (len(images_BHWC), math.prod(grid))
-  if load_BL.shape != expected:
-    raise UserError(
-      f'loads of shape {load_BL.shape} for {expected[0]} images and a grid of'
-      f' {grid[0]} x {grid[1]} patches: expected shape {expected}.'
-    )
-  if load_BL.min() < 0:
-    raise UserError(f'a load of {load_BL.min():.6g}: expected 0 or more.')
-  if maximum is None:
-    maximum = float(load_BL.max()) or 1.0
-  elif not 0 < maximum < math.inf:
-    raise UserError(
-      f'maximum={maximum}: expected a finite number above 0, or None for the'
-      ' largest load.'
-    )
-  elif load_BL.max() > maximum * (1 + 1e-6):
-    raise UserError(
-      f'a load of {load_BL.max():.6g} is over maximum={maximum}: raise it, or'
-      ' leave it out.'
-    )
-  pairs = min(len(images_BHWC), 4)
-  captions = [f'{mean:.3g} on average' for mean in load_BL.mean(axis=1)]
-  figure, panels, (scale,) = _sheet(
-    title or 'The compute that each patch takes',
-    f'Each image, and beside it the {unit}. Below: the mean over its patches.',
-    rows=math.ceil(len(images_BHWC) / pairs),
-    columns=2 * pairs,
+  images_BHWC, load_BL = checked(images_BHWC), np.asarray(load_BL)
+  norm = Normalize(0, maximum or float(load_BL.max()) or 1.0)
+  heat = {'cmap': HEAT, 'norm': norm, 'alpha': OVERLAY}
+  pairs = []
+  for image_HWC, load_L in zip(images_BHWC, load_BL, strict=True):
+    load = load_L.reshape(grid), heat
+    pairs += [[(image_HWC, {})], [(greyed(image_HWC), {}), load]]
+  # Over the pair, which is as wide as two lines of it.
+  names = [
+    textwrap.fill(glyphs.plain(label), 22, max_lines=2, placeholder='…')
+    for label in labels or [''] * len(load_BL)
+  ]
+  means = [f'{mean:.3g} on average' for mean in load_BL.mean(axis=1)]
+  body, axes_R, _ = image_grid(
+    _rows(pairs, 8),
+    grid,
+    title=title or 'The compute that each patch takes',
+    subtitle=f'Each image, and beside it the {unit}, with the mean below.',
+    above=_rows([text for name in names for text in (name, '')], 8),
+    below=_rows([text for mean in means for text in ('', mean)], 8),
+    aspect=patch_aspect(images_BHWC[0], grid),
     group=2,
-    aspect=_aspect(images_BHWC),
-    over=_HEAD if labels else _GAP,
-    between=_HEAD if labels else _GAP,
-    captions=captions,
-    scales=1,
+    scale=True,
   )
-  panels = panels.reshape(-1, 2)
-  norm = Normalize(0, maximum)
-  for b, (image_HWC, load_L) in enumerate(
-    zip(images_BHWC, load_BL, strict=True)
-  ):
-    left, right = panels[b]
-    show(left, 'image', image_HWC, grid)
+  style.scale(body, axes_R, norm, HEAT, unit, alpha=OVERLAY)
+  return body.get_figure(root=True)
+
+
+def image_grid(
+  tiles: Sequence[Sequence[Sequence]],
+  grid: tuple[int, int],
+  *,
+  title: str,
+  subtitle: str,
+  above: Sequence[Sequence[str]],
+  below: Sequence[Sequence[str]] = (),
+  labels: Sequence[str] | None = None,
+  aspect: float = 1.0,
+  group: int = 1000,
+  scale: bool = False,
+) -> tuple[SubFigure, list[Axes], np.ndarray]:
+  """Draws rows of pictures, each row in axes of its own, in units of patches.
+
+  Axes for each picture would take constrained layout many seconds.
+
+  Args:
+    tiles: of each row and column the layers of a picture, pixels or a number
+      for each patch, and how `imshow` draws them.
+    grid: rows and columns of patches.
+    title: of the figure.
+    subtitle: of the figure.
+    above: by row and column texts over the pictures; rows may lack.
+    below: the same under them.
+    labels: a text at the left of each row.
+    aspect: height of a patch over its width.
+    group: after so many columns the gap is wider.
+    scale: whether there will be a colour scale.
+
+  Returns:
+    A part of the figure, the axes of each row, and where each column begins.
+  """
+  rows, columns = len(tiles), max(map(len, tiles))
+  high, wide = grid
+  start_C = np.arange(columns) * 1.07 + np.arange(columns) // group * 0.1
+  start_C = start_C * wide
+  # Inches; so wide is a letter.
+  texts = [text for row in (*above, *below) for text in row]
+  longest = max(len(line) for text in texts for line in text.split('\n'))
+  least = max(0.75, 0.064 * longest) if group > columns else 0.75
+  cell = max(least, min(10 / columns, 1.7 if rows > 1 else 2.4))
+  width = cell * (start_C[-1] + wide) / wide + 0.2 + 0.7 * scale
+  width += 0.075 * min(18, max(map(len, labels or ['']))) + 0.1 * bool(labels)
+  over, under = (
+    max(text.count('\n') + 1 for row in texts for text in row) if texts else 0
+    for texts in (above, below)
+  )
+  picture = max(cell * aspect * high / wide, 0.3)
+  height = rows * (picture + 0.08 + 0.14 * under)
+  height += 0.16 * over * (rows if len(above) > 1 else 1)
+  figure, body = style.new_figure(max(4.0, width), height, title, subtitle)
+  figure.get_layout_engine().set(h_pad=0.03, hspace=0)
+  axes_R = list(body.subplots(rows, squeeze=False)[:, 0])
+  for r, (axes, row) in enumerate(zip(axes_R, tiles, strict=True)):
+    for start, layers in zip(start_C, row, strict=False):
+      for values, how in layers:
+        axes.imshow(
+          values,
+          extent=(start, start + wide, high, 0),
+          # Patches have hard edges; a photograph is made smaller without moiré.
+          interpolation='nearest' if 'cmap' in how else 'auto',
+          **how,
+        )
+      frame = {'fill': False, 'ec': style.FAINT, 'lw': 0.6, 'clip_on': False}
+      axes.add_patch(Rectangle((start, 0), wide, high, **frame))
+    for texts, y, va, look in (
+      (above[r : r + 1], 0, 'bottom', {'fontsize': 8, 'color': style.INK}),
+      (below[r : r + 1], high, 'top', {'fontsize': 7.5, 'color': style.MUTED}),
+    ):
+      for start, text in zip(start_C, itertools.chain(*texts), strict=False):
+        points = {'xytext': (0, 3 if y == 0 else -3), 'va': va}
+        points['textcoords'] = 'offset points'
+        axes.annotate(text, (start, y), gid=va, **points, **look)
+    axes.set(xlim=(0, start_C[-1] + wide), ylim=(high, 0), aspect=aspect)
+    axes.set(xticks=[], yticks=[], label='row')
+    axes.spines[:].set_visible(False)
     if labels:
-      # Over the pair: a label is no longer than both are wide.
-      room = 2 * left.get_window_extent().width / figure.dpi
-      left.set_title(_fitting(labels[b], room), loc='left', **_LABEL)
-    show(right, 'map', greyed(image_HWC), grid)
-    heat = {'cmap': HEAT, 'norm': norm, 'alpha': OVERLAY}
-    load_YX = load_L.reshape(grid)
-    show(right, 'map', load_YX, grid, images_BHWC, below=captions[b], **heat)
-  whole = np.array_equal(load_BL, np.round(load_BL)) and maximum <= 64
-  draw_scale(scale, norm, label=unit, whole=whole, alpha=OVERLAY)
-  for axes in panels[len(images_BHWC) :].flat:
-    axes.remove()
-  return figure
+      text = textwrap.fill(
+        *(glyphs.plain(labels[r]), 18),
+        max_lines=int(picture / 0.14),
+        placeholder='…',
+      )
+      axes.set_yticks([high / 2], [text], fontsize=8, color=style.INK)
+      axes.tick_params(length=0)
+  return body, axes_R, start_C
+
+
+def checked(images_BHWC) -> np.ndarray:
+  """Returns images, or raises UserError for what is none or too many."""
+  images_BHWC = np.asarray(images_BHWC)
+  if (
+    images_BHWC.dtype != np.uint8
+    or images_BHWC.shape[3:] != (3,)
+    or not 1 <= len(images_BHWC) <= _MOST_IMAGES
+  ):
+    raise UserError(
+      f'images of shape {images_BHWC.shape} and type {images_BHWC.dtype}:'
+      f' expected shape [images, height, width, 3], at most {_MOST_IMAGES} of'
+      ' them, and type uint8, the pixels from 0 to 255 as before normalisation.'
+    )
+  return images_BHWC
 
 
 def greyed(image_HWC) -> np.ndarray:
@@ -383,6 +350,18 @@ def greyed(image_HWC) -> np.ndarray:
   return np.repeat(grey_HW[..., None], 3, axis=-1)
 
 
+def over_pixels(value_L, grid: tuple[int, int], image_HWC) -> np.ndarray:
+  """Returns the value of the patch of each pixel, [H, W, 1]."""
+  (rows, columns), (high, wide) = grid, image_HWC.shape[:2]
+  if high % rows or wide % columns:
+    raise UserError(
+      f'images of {high} x {wide} pixels do not divide into {rows} x {columns}'
+      ' patches: pass them at the resolution that the model saw.'
+    )
+  patch = np.ones((high // rows, wide // columns), int)
+  return np.kron(np.reshape(value_L, grid), patch)[..., None]
+
+
 def veiled(image_HWC, seen_L, grid: tuple[int, int]) -> np.ndarray:
   """Returns an image under a grey veil but for some patches.
 
@@ -391,136 +370,84 @@ def veiled(image_HWC, seen_L, grid: tuple[int, int]) -> np.ndarray:
     seen_L: whether each patch stays as it is.
     grid: rows and columns of patches.
   """
-  image_HWC = np.asarray(image_HWC)
-  rows, columns = grid
-  height, width = image_HWC.shape[:2]
-  seen_HW = np.kron(
-    np.asarray(seen_L, bool).reshape(grid),
-    np.ones((height // rows, width // columns), bool),
-  )
-  veiled_HWC = VEIL * _GREY + (1 - VEIL) * image_HWC
-  veiled_HWC = veiled_HWC.round().astype(np.uint8)
-  return np.where(seen_HW[..., None], image_HWC, veiled_HWC)
+  veiled_HWC = (1 - VEIL) * image_HWC + VEIL * _GREY
+  seen_HW1 = over_pixels(seen_L, grid, image_HWC) > 0
+  return np.where(seen_HW1, image_HWC, veiled_HWC.round().astype(np.uint8))
 
 
 def _masked_pictures(
-  images_BHWC, seen_CBL, grid, headings, title, summary, labels
+  images_BHWC, seen_CBL, grid, headings, title, subtitle, labels
 ) -> Figure:
   """Draws a row per image: as it is, then with each of C masks."""
-  images_BHWC = checked_images(images_BHWC)
-  grid = checked_grid(grid, images_BHWC)
+  images_BHWC = checked(images_BHWC)
+  seen_BCL = np.moveaxis(np.asarray(seen_CBL) > 0, 0, 1)
   length = math.prod(grid)
-  seen_CBL = by_patch('decisions', seen_CBL, len(headings), images_BHWC, grid)
-  seen_CBL = decisions(seen_CBL, 'patch')
-
-  def draw(axes, c, b, **how):
-    seen_L = seen_CBL[c, b]
-    show(axes, 'map', veiled(images_BHWC[b], seen_L, grid), grid, **how)
-    # On an image that is as grey as the veil, this would not be seen alone.
-    axes.add_collection(
-      PolyCollection(
-        _corners(~seen_L.reshape(grid)),
-        facecolors='none',
-        edgecolors='white',
-        linewidths=0,
-        hatch='////',
-        gid='hatch',
-      ),
-      autolim=False,
-    )
-    axes.add_collection(
-      LineCollection(
-        _outline(seen_L.reshape(grid)),
-        colors=style.CHOSEN,
-        linewidths=float(np.clip(6 / grid[1], 0.7, 1.5)),
-        capstyle='projecting',
-        # Over the frame, also where the patch is at the image's edge.
-        clip_on=False,
-        zorder=2.6,
-        gid='outline',
-      ),
-      autolim=False,
-    )
-
-  figure, _ = pictures_by_block(
-    images_BHWC,
-    grid=grid,
-    headings=headings,
-    captions_CB=[
-      [f'{count} of {length} ({count / length:.0%})' for count in count_B]
-      for count_B in seen_CBL.sum(axis=-1)
+  body, axes_B, start_C = image_grid(
+    [
+      [[(image, {})], *([(veiled(image, seen_L, grid), {})] for seen_L in seen)]
+      for image, seen in zip(images_BHWC, seen_BCL, strict=True)
     ],
+    grid,
     title=title,
-    summary=summary(seen_CBL),
+    subtitle=subtitle,
+    above=[['image', *headings]],
+    below=[
+      ['', *(f'{n} of {length} ({n / length:.0%})' for n in count_C)]
+      for count_C in seen_BCL.sum(axis=-1)
+    ],
     labels=labels,
-    draw=draw,
+    aspect=patch_aspect(images_BHWC[0], grid),
   )
-  return figure
+  for axes, seen_CL in zip(axes_B, seen_BCL, strict=True):
+    for start, seen_L in zip(start_C[1:], seen_CL, strict=True):
+      _outline(axes, start, seen_L.reshape(grid))
+      if patch_inches(len(start_C), grid) > 0.1:
+        _hatch(axes, start, ~seen_L.reshape(grid))
+  return body.get_figure(root=True)
 
 
-def pictures_by_block(
-  images_BHWC,
-  *,
-  grid: tuple[int, int],
-  headings: Sequence[str],
-  captions_CB: Sequence[Sequence[str]],
-  title: str,
-  summary: str,
-  labels: Sequence[str] | None,
-  draw: Callable[..., None],
-  scales: int = 0,
-) -> tuple[Figure, list[Axes]]:
-  """Draws a row per image: as it is, then a picture for each of C blocks.
+def _hatch(axes, start, hidden_YX):
+  """Hatches patches: on an image as grey as the veil, this is not seen alone.
 
-  Args:
-    images_BHWC: checked images.
-    grid: rows and columns of patches.
-    headings: over the C columns.
-    captions_CB: under each picture.
-    title: of the figure.
-    summary: under the title.
-    labels: a text for each image, or None.
-    draw: is called with axes, the number of the block among the C, that of the
-      image, and texts for `show`.
-    scales: 1 to leave room for a colour scale at the right.
-
-  Returns:
-    The figure, and the axes for scales.
+  On small ones the lines would be all that is seen.
   """
-  figure, panels, bars = _sheet(
-    title,
-    summary,
-    rows=len(images_BHWC),
-    columns=1 + len(headings),
-    aspect=_aspect(images_BHWC),
-    headings=headings,
-    captions=[text for captions_B in captions_CB for text in captions_B],
-    labels=image_labels(labels, len(images_BHWC)),
-    scales=scales,
+  y_N, x_N = np.nonzero(hidden_YX)
+  corners_N12 = np.stack([start + x_N, y_N], axis=-1)[:, None]
+  corners_N42 = corners_N12 + np.array([(0, 0), (1, 0), (1, 1), (0, 1)])
+  axes.add_patch(
+    PathPatch(
+      Path.make_compound_path_from_polys(corners_N42),
+      fill=False,
+      edgecolor='white',
+      linewidth=0,
+      hatch='////',
+      hatch_linewidth=0.5,
+      gid='hatch',
+    )
   )
-  for b, (first, *others) in enumerate(panels):
-    show(first, 'image', images_BHWC[b], grid, above='' if b else 'image')
-    for c, axes in enumerate(others):
-      above = '' if b else headings[c]
-      draw(axes, c, b, above=above, below=captions_CB[c][b])
-  return figure, bars
 
 
-def _corners(patch_YX) -> np.ndarray:
-  """Returns the four corners [N, 4, 2] (x, y) of each patch that is True."""
-  y, x = np.nonzero(patch_YX)
-  place_N12 = np.stack([x, y], axis=-1)[:, None]
-  return place_N12 + np.array([(0, 0), (1, 0), (1, 1), (0, 1)])
-
-
-def _outline(seen_YX) -> np.ndarray:
-  """Returns segments [N, 2, 2] (x, y) between seen patches and all else."""
+def _outline(axes, start, seen_YX):
+  """Draws a line between seen patches and all else."""
   padded_YX = np.pad(seen_YX, 1)
-  y, x = np.nonzero(np.diff(padded_YX, axis=0)[:, 1:-1])
-  across = np.stack([x, y, x + 1, y], axis=-1)
-  y, x = np.nonzero(np.diff(padded_YX, axis=1)[1:-1])
-  down = np.stack([x, y, x, y + 1], axis=-1)
-  return np.concatenate([across, down]).reshape(-1, 2, 2)
+  y_M, x_M = np.nonzero(np.diff(padded_YX, axis=0)[:, 1:-1])
+  across_M4 = np.stack([x_M, y_M, x_M + 1, y_M], axis=-1)
+  y_M, x_M = np.nonzero(np.diff(padded_YX, axis=1)[1:-1])
+  down_M4 = np.stack([x_M, y_M, x_M, y_M + 1], axis=-1)
+  lines_M22 = np.concatenate([across_M4, down_M4]).reshape(-1, 2, 2)
+  axes.add_collection(
+    LineCollection(
+      lines_M22 + (start, 0),
+      colors=style.CHOSEN,
+      linewidths=float(np.clip(6 / seen_YX.shape[1], 0.7, 1.5)),
+      capstyle='projecting',
+      # Over the frame, also where the patch is at the image's edge.
+      clip_on=False,
+      zorder=2.6,
+      gid='outline',
+    ),
+    autolim=False,
+  )
 
 
 def _heat_norm(value_HL):
@@ -533,283 +460,15 @@ def _heat_norm(value_HL):
   return Normalize(low, high if high > low else low + 1), clipped
 
 
-# Checks.
+def patch_inches(columns: int, grid: tuple[int, int]) -> float:
+  """Returns about how wide a patch is on a sheet of so many columns."""
+  return min(10 / columns, 1.7) / max(grid)
 
 
-def block_numbers(
-  name: str, numbers: Sequence[int], num_layers: int | None = None
-) -> list[int]:
-  """Returns block numbers as ints, or raises UserError."""
-  given_R = np.asarray(numbers)
-  given = given_R.tolist()
-  most = math.inf if num_layers is None else num_layers - 1
-  if (
-    given_R.ndim != 1
-    or (given_R.size and given_R.dtype.kind not in 'iu')
-    or len(set(given)) < len(given)
-    or not all(0 <= number <= most for number in given)
-  ):
-    end = ' on' if num_layers is None else f' to {most}'
-    raise UserError(
-      f'{name}={given}: expected different block numbers from 0{end}.'
-    )
-  return given
+def patch_aspect(image_HWC, grid) -> float:
+  """Returns the height of a patch over its width."""
+  return image_HWC.shape[0] / grid[0] * grid[1] / image_HWC.shape[1]
 
 
-def finite(name: str, values) -> np.ndarray:
-  """Returns values as floats, or raises UserError if one is not finite."""
-  values = np.asarray(values, float)
-  bad = np.argwhere(~np.isfinite(values))
-  if len(bad):
-    where = tuple(bad[0].tolist())
-    raise UserError(
-      f'{name} hold {values[where]} at {where} and {len(bad)} such value'
-      f'{"" if len(bad) == 1 else "s"} in all: expected finite numbers only.'
-    )
-  return values
-
-
-def shares(name: str, values) -> np.ndarray:
-  """Returns values from 0 to 1, or raises UserError if one lies outside."""
-  values = finite(name, values)
-  odd = values[(values < -SLACK) | (values > 1 + SLACK)]
-  if odd.size:
-    raise UserError(
-      f'{name}: {odd[0]:.6g} is no share; expected numbers from 0 to 1.'
-    )
-  return values.clip(0, 1)
-
-
-def decisions(chosen, what: str) -> np.ndarray:
-  """Returns decisions about tokens as booleans, or raises UserError."""
-  chosen = np.asarray(chosen)
-  odd = chosen[~np.isin(chosen, (0, 1))]
-  if odd.size:
-    raise UserError(
-      f'decisions such as {odd[0]}: expected True or False for each {what}, not'
-      ' the positions of the chosen ones.'
-    )
-  return chosen.astype(bool)
-
-
-def checked_images(images_BHWC, *, one: bool = False) -> np.ndarray:
-  """Returns images, or raises UserError; `one` if the caller gave a single."""
-  images_BHWC = np.asarray(images_BHWC)
-  if (
-    images_BHWC.dtype != np.uint8
-    or images_BHWC.ndim != 4
-    or images_BHWC.shape[-1] != 3
-    or not images_BHWC.size
-  ):
-    shape = images_BHWC.shape[1:] if one else images_BHWC.shape
-    expected = '(height, width, 3)' if one else '(images, height, width, 3)'
-    raise UserError(
-      f'images of shape {shape} and type {images_BHWC.dtype}: expected shape'
-      f' {expected}, none of them 0, and type uint8, the pixels from 0 to 255'
-      ' as before normalisation.'
-    )
-  return images_BHWC
-
-
-def checked_grid(grid, images_BHWC=None) -> tuple[int, int]:
-  """Returns rows and columns of patches, or raises UserError."""
-  sides = np.asarray(grid)
-  if sides.shape != (2,) or sides.dtype.kind not in 'iu' or sides.min() < 1:
-    raise UserError(
-      f'grid={grid}: expected two whole numbers above 0, the rows and columns'
-      ' of patches.'
-    )
-  rows, columns = sides.tolist()
-  if images_BHWC is not None:
-    height, width = images_BHWC.shape[1:3]
-    if height % rows or width % columns:
-      raise UserError(
-        f'images of {height} x {width} pixels do not divide into {rows} x'
-        f' {columns} patches: pass them at the resolution that the model saw.'
-      )
-  return rows, columns
-
-
-def by_patch(name: str, values, blocks: int, images_BHWC, grid) -> np.ndarray:
-  """Returns values for each block, image and patch, or raises UserError."""
-  values = np.asarray(values)
-  expected = (blocks, len(images_BHWC), math.prod(grid))
-  if values.shape != expected:
-    raise UserError(
-      f'{name} of shape {values.shape} for {expected[0]} blocks,'
-      f' {expected[1]} images and {expected[2]} patches: expected shape'
-      f' {expected}, without a class token.'
-    )
-  return values
-
-
-def image_labels(labels, count: int) -> list[str] | None:
-  """Returns a text for each image, or raises UserError."""
-  if labels is None:
-    return None
-  if isinstance(labels, str) or len(labels) != count:
-    raise UserError(
-      f'{labels!r:.60} as labels of {count} images: expected one text for each.'
-    )
-  return [str(label) for label in labels]
-
-
-# Layout.
-
-
-def _sheet(
-  title,
-  summary,
-  *,
-  rows,
-  columns,
-  aspect,
-  headings=(),
-  captions=(),
-  labels=None,
-  over=_HEAD,
-  between=_GAP,
-  group=1_000_000,
-  scales=0,
-) -> tuple[Figure, np.ndarray, list[Axes]]:
-  """Returns a figure, rows of panels, and places for colour scales.
-
-  Everything has a size in inches, which a GridSpec takes as it is: for some
-  hundred panels constrained layout would need seconds.
-
-  Args:
-    title: of the figure.
-    summary: under the title.
-    rows: of panels.
-    columns: of panels.
-    aspect: a panel's height over its width.
-    headings: what will stand over panels, which are wide enough for it.
-    captions: what will stand under panels, which are wide enough for it.
-    labels: a text at the left of each row.
-    over: inches over the first row.
-    between: inches over each other row.
-    group: after so many columns the gap is wider.
-    scales: 0; 1: at the right of the first rows; or one for each row.
-  """
-  labels = [glyphs.plain(label) for label in labels or ()]
-  lines = [line for label in labels for line in textwrap.wrap(label, _SIDE)]
-  left = style.MARGIN
-  if lines:
-    left += 0.12 + max(_inches(line, _LABEL['fontsize']) for line in lines)
-  right = [0.14 - _GAP, 0.11, 0.8] if scales else [style.MARGIN - _GAP]
-  texts = [(text, _HEADING['fontsize']) for text in set(headings)]
-  texts += [(text, _CAPTION['fontsize']) for text in set(captions)]
-  least = max((_inches(*text) for text in texts), default=0.0)
-  # A single row may be larger.
-  most = _MOST_CELL if rows > 1 else _HIGHEST
-  cell = (_WIDTH - left - sum(right)) / columns - _GAP
-  cell = max(least, _LEAST_CELL, min(cell, most))
-  high = min(max(cell * aspect, 0.3), _HIGHEST)
-  widths = [left]
-  for column in range(1, columns + 1):
-    widths += [cell, _GAP if column % group else _GROUP_GAP]
-  widths += right
-  widths[-1] += max(0, _LEAST_WIDTH - sum(widths))
-  heights = [over]
-  for _ in range(rows):
-    heights += [high, _BELOW if captions else 0.0, between]
-  heights[-1] = max(0.12, _LEAST_SCALE - high if scales else 0.0)
-
-  figure, body = style.new_figure(
-    sum(widths),
-    sum(heights),
-    title,
-    summary,
-    what=f'{rows} rows of {columns} pictures',
-    layout=None,
-  )
-  spec = body.add_gridspec(
-    len(heights),
-    len(widths),
-    height_ratios=heights,
-    width_ratios=widths,
-    **_WHOLE,
-  )
-  panels = [
-    [body.add_subplot(spec[3 * r + 1, 2 * c + 1]) for c in range(columns)]
-    for r in range(rows)
-  ]
-  most = max(1, int(high * 72 / 10))  # Lines beside a panel.
-  for (first, *_), label in zip(panels, labels, strict=False):
-    text = textwrap.fill(label, _SIDE, max_lines=most, placeholder='…')
-    first.set_ylabel(text, rotation=0, ha='right', va='center', **_LABEL)
-  # A single scale is as high as two rows.
-  more = 3 if scales == 1 and rows > 1 else 0
-  bars = [
-    body.add_subplot(spec[3 * r + 1 : 3 * r + 2 + more, -2], label='bar')
-    for r in range(scales)
-  ]
-  return figure, np.array(panels), bars
-
-
-def _inches(text: str, size: float) -> float:
-  """Returns the width of a line of text, `size` in points."""
-  font = font_manager.get_font(glyphs.sans(text))
-  font.set_size(size, 72)
-  font.set_text(text)
-  # With some room: at another resolution hinting makes it a little wider.
-  return font.get_width_height()[0] / 64 / 72 + 0.04
-
-
-def _fitting(text: str, room: float) -> str:
-  """Returns as much of a label as stands on so many inches."""
-  for most in range(len(glyphs.plain(text)), 0, -1):
-    shown = style.shortened(text, most)
-    if _inches(shown, _LABEL['fontsize']) <= room:
-      return shown
-  return ''
-
-
-def _aspect(images_BHWC) -> float:
-  return images_BHWC.shape[1] / images_BHWC.shape[2]
-
-
-def show(
-  axes, kind, values, grid, images_BHWC=None, *, above='', below='', **how
-):
-  """Shows pixels or one value per patch, in units of patches.
-
-  Args:
-    axes: where.
-    kind: the axes' label, for who looks for them.
-    values: pixels, or a number for each patch.
-    grid: rows and columns of patches.
-    images_BHWC: what has the aspect of the patches; None: the values have.
-    above: the panel's heading.
-    below: its caption.
-    **how: as in `Axes.imshow`.
-  """
-  rows, columns = grid
-  shape = values.shape if images_BHWC is None else images_BHWC.shape[1:]
-  axes.imshow(
-    values,
-    extent=(0, columns, rows, 0),
-    aspect=(shape[0] / rows) / (shape[1] / columns),
-    # Patches have hard edges; a photograph is made smaller without moiré.
-    interpolation='nearest' if 'cmap' in how else 'auto',
-    **how,
-  )
-  axes.set(label=kind, xticks=[], yticks=[])
-  axes.spines[:].set(color=style.FAINT, linewidth=0.6)
-  if above:
-    axes.set_title(above, **_HEADING)
-  if below:
-    axes.set_xlabel(below, labelpad=3, **_CAPTION)
-
-
-def draw_scale(axes, norm, *, cmap=HEAT, label='', whole=False, **how):
-  """Draws a colour scale; `how` is as in `Figure.colorbar`."""
-  high = axes.get_window_extent().height / axes.get_figure(root=True).dpi
-  few = max(2, min(5, int(high / 0.3)))
-  ticks = MaxNLocator(few, integer=whole, steps=[1, 2, 2.5, 5, 10])
-  part = axes.get_figure()
-  style.scale(part, norm, cmap, cax=axes, ticks=ticks, format='{x:.3g}', **how)
-  text = textwrap.fill(
-    style.shortened(label, 60), max(12, int(high / 0.065)), max_lines=2
-  )
-  axes.set_ylabel(text, linespacing=1.1, **_LABEL)
+def _rows(values, columns) -> list[list]:
+  return [list(row) for row in itertools.batched(values, columns)]

@@ -1,12 +1,11 @@
-"""How much the attention of each block has to tell."""
+"""How much the attention of each block mixes tokens."""
 
 from collections.abc import Sequence
 
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+import numpy as np
 
-from mod_jax.errors import UserError
-from mod_jax.viz import images
 from mod_jax.viz import style
 
 
@@ -26,53 +25,32 @@ def attention_ranks(
     suggested: blocks whose share is lowest.
     facts: what stands above the panel.
     title: says what is seen; a general one if empty.
-
-  Raises:
-    UserError: what are no shares, or blocks that there are not.
   """
-  shares = images.shares('shares', shares)
-  if not len(shares):
-    raise UserError('there are no blocks to draw: expected at least one.')
-  suggested = images.block_numbers('suggested', suggested, len(shares))
+  blocks, suggested = np.arange(len(shares)), list(suggested)
   _, body = style.new_figure(
-    max(6.0, 1.5 + 0.35 * len(shares)),
-    3.2,
+    *(max(6.0, 1.5 + 0.35 * len(shares)), 3.2),
     title or 'Rank of the attention maps',
     'The lower, the less a block mixes tokens. Diamonds: the lowest, which are'
     ' suggested for routing (γ-MoD).',
   )
   axes = body.subplots()
-  colors = [
-    style.CHOSEN if i in routed else style.FAINT for i in range(len(shares))
-  ]
-  for i, (share, color) in enumerate(zip(shares, colors, strict=True)):
-    axes.bar(i, share, width=0.7, color=color, gid='share')
-  axes.plot(
-    suggested,
-    [shares[i] for i in suggested],
-    marker='D',
-    ls='',
-    ms=6,
-    mfc='white',
-    mec=style.INK,
-    gid='suggested',
-    clip_on=False,
-  )
+  colors = [style.CHOSEN if i in routed else style.FAINT for i in blocks]
+  axes.bar(blocks, shares, width=0.7, color=colors, gid='share')
+  look = {'marker': 'D', 'ls': '', 'ms': 6, 'mfc': 'white', 'mec': style.INK}
+  look |= {'gid': 'suggested', 'clip_on': False}
+  axes.plot(suggested, np.asarray(shares)[suggested], **look)
   style.clean(axes)
-  axes.set_ylim(0, 1.05)
+  axes.set(xlim=(-0.6, len(shares) - 0.4), ylim=(0, 1.05))
   axes.yaxis.set_major_formatter(style.percent)
-  axes.set_xlim(-0.6, len(shares) - 0.4)
   # Every block has its number, as long as they find room.
-  step = -(-len(shares) // 48)
-  axes.set_xticks(range(0, len(shares), step))
-  axes.set_xlabel('block')
-  axes.set_ylabel('rank / largest possible')
+  axes.set_xticks(range(0, len(shares), -(-len(shares) // 48)))
+  axes.set(xlabel='block', ylabel='rank / largest possible')
   style.heading(axes, 'Mean over heads and samples', facts)
   style.key(
     body,
     [
-      Patch(color=color, label=label)
-      for color, label in ((style.CHOSEN, 'routed'), (style.FAINT, 'dense'))
+      Patch(color=style.CHOSEN, label='routed'),
+      Patch(color=style.FAINT, label='dense'),
     ],
   )
   return body.get_figure(root=True)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import dataclasses
 import math
 import textwrap
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -16,8 +17,8 @@ from matplotlib.colors import Colormap
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.figure import SubFigure
+from matplotlib.ticker import MaxNLocator
 
-from mod_jax.errors import UserError
 from mod_jax.viz import glyphs
 
 CHOSEN = '#0072B2'  # Tokens that a routed block processed.
@@ -35,18 +36,6 @@ SERIES_COLORS = (
 )
 # As many as have no divisor in common with the colours: 63 different looks.
 SERIES_MARKERS = ('o', 's', 'D', '^', 'v', 'P', 'X', '<', '>')
-
-MARGIN = 0.15  # Inches around the header.
-_KEY = {
-  'frameon': False,
-  'fontsize': 8.5,
-  'labelcolor': INK,
-  'borderpad': 0.2,
-  'columnspacing': 1.4,
-}
-
-PAD = 0.08  # Inches around whatever is drawn below it.
-MAX_INCHES = 200  # Agg draws up to 2**16 pixels on a side.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,61 +74,43 @@ def rule_style(rule: str) -> RuleStyle:
   return RuleStyle(label=label, color=color, marker='P')
 
 
+def series_look(index: int) -> dict[str, Any]:
+  """Returns colour and marker, by number, of a line of hollow markers."""
+  return {
+    'color': SERIES_COLORS[index % len(SERIES_COLORS)],
+    'marker': SERIES_MARKERS[index % len(SERIES_MARKERS)],
+    'markerfacecolor': 'white',
+  }
+
+
 def new_figure(
-  width: float,
-  height: float,
-  title: str,
-  subtitle: str = '',
-  *,
-  what: str = '',
-  layout: str | None = 'constrained',
+  width: float, height: float, title: str, subtitle: str = ''
 ) -> tuple[Figure, SubFigure]:
   """Returns a white figure that pyplot never sees, and the part to draw in.
 
-  The other part is the header above it: a title and what explains it.
-
   Args:
     width: of the figure, in inches.
-    height: of the part below the header.
+    height: of that part; the texts above it make the figure higher.
     title: says what is seen.
     subtitle: what a stranger must know to read the picture.
-    what: what fills the figure, for the error.
-    layout: matplotlib's layout engine for the part below; None: whoever draws
-      there knows where everything stands.
-
-  Raises:
-    UserError: the figure is larger than a picture can be.
   """
-  if max(width, height) > MAX_INCHES:
-    raise UserError(
-      f'{what} make a picture of {width:.0f} x {height:.0f} inches, over the'
-      f' limit of {MAX_INCHES}: draw fewer.'
-    )
-  room = width - 2 * MARGIN
-  # So many letters of running text stand on an inch.
-  texts = [
-    (_wrapped(title, 9.2 * room), {'size': 12, 'weight': 'bold', 'color': INK}),
-    (_wrapped(subtitle, 14.5 * room), {'size': 9, 'color': MUTED}),
-  ]
-  tops = [MARGIN]
-  for lines, look in texts:
-    tops.append(tops[-1] + len(lines) * 1.4 * look['size'] / 72)
-  header = tops[-1] + MARGIN / 2
-  figure = Figure((width, header + height), facecolor='white', layout=layout)
+  figure = Figure((width, height), facecolor='white', layout='constrained')
   FigureCanvasAgg(figure)
-  if layout:
-    figure.get_layout_engine().set(w_pad=PAD, h_pad=PAD)
-  above, below = figure.subfigures(2, height_ratios=(header, height))
-  for (lines, look), top in zip(texts, tops, strict=False):
-    x, y = MARGIN / width, 1 - top / header
-    above.text(x, y, '\n'.join(lines), va='top', linespacing=1.15, **look)
-  return figure, below
-
-
-def _wrapped(text: str, columns: float) -> list[str]:
-  """Returns the lines of a text, each of at most so many characters."""
-  parts = glyphs.plain(text).split('\n')
-  return [line for p in parts for line in textwrap.wrap(p, int(columns))]
+  figure.get_layout_engine().set(w_pad=0.08, h_pad=0.06)
+  # Of several things above one part, constrained layout knows the highest only.
+  part = figure
+  for text, look in (
+    (title, {'size': 12, 'weight': 'bold', 'color': INK}),
+    (subtitle, {'size': 9, 'color': MUTED}),
+  ):
+    if text:
+      above = part.suptitle(
+        glyphs.plain(text), x=0.15 / width, ha='left', wrap=True, **look
+      )
+      height += above.get_window_extent().height / figure.dpi + 0.12
+    part = part.subfigures()
+  figure.set_figheight(height)
+  return figure, part
 
 
 def small_multiples(
@@ -166,18 +137,19 @@ def small_multiples(
   _, body = new_figure(
     max(7.0, 3.1 * columns), rows * height + 0.3, title, subtitle
   )
-  grid = body.subplots(rows, columns, squeeze=False)
-  for axes in grid.flat[len(layers) :]:
-    axes.remove()
+  panels = list(body.subplots(rows, columns, squeeze=False).flat)
   if not layers:
-    say(body.subplots(), 'No block is routed.')
-  for i, axes in enumerate(grid.flat[: len(layers)]):
+    say(panels.pop(), 'No block is routed.')
+  for axes in panels[len(layers) :]:
+    axes.remove()
+  panels = panels[: len(layers)]
+  for i, axes in enumerate(panels):
     clean(axes)
     if i % columns == 0:
       axes.set_ylabel(ylabel)
     if i + columns >= len(layers):
       axes.set_xlabel(xlabel)
-  return body, list(grid.flat[: len(layers)])
+  return body, panels
 
 
 def heading(axes: Axes, text: str, facts: str = '') -> None:
@@ -186,33 +158,62 @@ def heading(axes: Axes, text: str, facts: str = '') -> None:
   axes.set_title(
     glyphs.plain(text), loc='left', fontsize=10, color=INK, pad=6 + 11 * lines
   )
-  axes.annotate(
-    facts,
-    (0, 1),
-    xycoords='axes fraction',
-    xytext=(0, 4),
-    textcoords='offset points',
-    fontsize=7.5,
-    color=MUTED,
-    gid='facts',
-  )
+  if facts:
+    axes.annotate(
+      facts,
+      (0, 1),
+      xycoords='axes fraction',
+      xytext=(0, 4),
+      textcoords='offset points',
+      fontsize=7.5,
+      color=MUTED,
+      gid='facts',
+    )
 
 
 def key(
   part: Axes | SubFigure, handles: Sequence, loc='outside upper left', **how
 ) -> None:
-  """Explains what is drawn, in one row above it or in a column beside it."""
-  look = {'ncols': 1 if 'right' in loc else len(handles)} | _KEY | how
-  part.legend(handles=handles, loc=loc, **look)
+  """Explains what is drawn, in rows above it or in a column beside it."""
+  look = {'ncols': 1 if 'right' in loc else len(handles), 'borderpad': 0.2}
+  look |= {'frameon': False, 'fontsize': 8.5, 'columnspacing': 1.4}
+  part.legend(handles=handles, loc=loc, labelcolor=INK, **look | how)
 
 
-def scale(part: SubFigure, norm: Normalize, cmap: Colormap, **how) -> Axes:
-  """Returns the axes of a colour scale; `how` is as in `Figure.colorbar`."""
-  bar = part.colorbar(ScalarMappable(norm, cmap), **how)
+def scale(
+  part: SubFigure,
+  panels: Sequence[Axes],
+  norm: Normalize,
+  cmap: Colormap,
+  label: str = '',
+  *,
+  name: str = 'bar',
+  **how,
+) -> None:
+  """Draws a colour scale beside panels, of a high figure at its top.
+
+  Args:
+    part: where.
+    panels: what stands beside it.
+    norm: of the colours.
+    cmap: the colours.
+    label: at its side.
+    name: the label of its axes, by which others find them.
+    **how: as in `Figure.colorbar`.
+  """
+  ticks = MaxNLocator(4, steps=[1, 2, 2.5, 5, 10])
+  high = part.get_figure(root=True).get_figheight()
+  shrink = min(1, 2.2 / high) if len(panels) > 1 else 1
+  place = {'shrink': shrink, 'anchor': (0, 1), 'pad': 0.015}
+  how = {'format': '{x:.3g}', 'ticks': ticks, 'aspect': 20, **place} | how
+  bar = part.colorbar(ScalarMappable(norm, cmap), ax=panels, **how)
   bar.ax.tick_params(length=2, pad=2, labelsize=7, colors=MUTED)
   bar.ax.minorticks_off()
   bar.outline.set(edgecolor=FAINT, linewidth=0.5)
-  return bar.ax
+  bar.ax.set_ylabel(
+    textwrap.fill(shortened(label, 60), 21), fontsize=8, color=INK
+  )
+  bar.ax.set_label(name)
 
 
 def percent(value: float, _=None) -> str:
@@ -240,13 +241,11 @@ def shortened(text: str, most: int = 40) -> str:
   return ''
 
 
-def say(axes, text: str) -> None:
+def say(axes: Axes, text: str) -> None:
   """Writes a sentence where there is nothing to draw."""
   axes.set_axis_off()
   axes.text(
-    0.5,
-    0.5,
-    text,
+    *(0.5, 0.5, text),
     ha='center',
     va='center',
     transform=axes.transAxes,
@@ -256,10 +255,18 @@ def say(axes, text: str) -> None:
   )
 
 
-def clean(axes) -> None:
-  """Takes away the frame's upper and right side and quietens the rest."""
+def clean(axes: Axes, grid: str = '') -> None:
+  """Takes away the frame's upper and right side and quietens the rest.
+
+  Args:
+    axes: the panel.
+    grid: of which axis there are lines: x, y, both or none.
+  """
   axes.spines[['top', 'right']].set_visible(False)
   axes.spines[['left', 'bottom']].set_color(FAINT)
   axes.tick_params(colors=MUTED, labelsize=8, color=FAINT)
   for axis in (axes.xaxis, axes.yaxis):
     axis.label.set(color=INK, fontsize=9)
+  if grid:
+    axes.grid(axis=grid, color='#EEEEEE', lw=0.8)
+    axes.set_axisbelow(True)

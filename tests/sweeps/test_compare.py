@@ -3,6 +3,7 @@
 import csv
 import json
 
+from matplotlib.legend import Legend
 import numpy as np
 import pytest
 
@@ -111,7 +112,7 @@ def test_picture(runs):
 
   assert end(spent) == [4 * 2 * flops.train(ROUTED.model, 16)]
   assert end(hours) == pytest.approx([4 * 6 / 3600])
-  told = [text.get_text() for text in figure.subfigs[1].legends[0].get_texts()]
+  told = [text.get_text() for text in figure.findobj(Legend)[0].get_texts()]
   assert told == ['run', 'run, 0.167 steps/s']
   assert viz.compared_curves([]).axes
 

@@ -25,60 +25,48 @@ class Seen:
 
   @staticmethod
   def mark(where, gid):
-    (found,) = Seen.marks(where, gid)
-    return found
+    (mark,) = Seen.marks(where, gid)
+    return mark
 
   @staticmethod
   def texts(where, gid):
     return [text.get_text() for text in Seen.marks(where, gid)]
 
   @staticmethod
-  def titles(figure, loc='center'):
-    titles = [axes.get_title(loc=loc) for axes in figure.axes]
-    return [title for title in titles if title]
+  def ticks(axis):
+    return [label.get_text() for label in axis.get_ticklabels()]
 
   @staticmethod
-  def said(figure):
+  def words(figure):
     """Returns all texts in one, as a reader sees them."""
-    found = figure.findobj(lambda artist: hasattr(artist, 'get_text'))
-    joined = ' '.join(artist.get_text() for artist in found)
+    artists = figure.findobj(lambda artist: hasattr(artist, 'get_text'))
+    joined = ' '.join(artist.get_text() for artist in artists)
     return joined.replace('\n', ' ').replace('\\$', '$')
 
   @staticmethod
-  def shown_texts(figure):
-    """Returns the texts that are drawn; ticks beyond the limits are not."""
-    found = [t for part in figure.findobj(FigureBase) for t in part.texts]
-    for legend in figure.findobj(Legend):
-      found += legend.get_texts()
-    for axes in figure.axes:
-      found += [*axes.texts, axes.title, axes._left_title]
-      for axis in (axes.xaxis, axes.yaxis) if axes.axison else ():
-        found.append(axis.label)
-        for tick in axis._update_ticks():
-          found += [t for t in (tick.label1, tick.label2) if t.get_visible()]
-    return [t for t in dict.fromkeys(found) if t.get_text().strip()]
-
-  @staticmethod
-  def assert_legible(figure, panels=False):
-    """No text meets another and none leaves the figure.
-
-    Args:
-      figure: what was drawn.
-      panels: whether nothing may meet the panels either.
-    """
+  def assert_legible(figure):
+    """No text meets another, none leaves the figure."""
     figure.draw_without_rendering()
-    found = Seen.shown_texts(figure)
-    assert found
-    boxes = [text.get_window_extent() for text in found]
+    texts = [t for part in figure.findobj(FigureBase) for t in part.texts]
+    texts += [
+      part._suptitle for part in figure.findobj(FigureBase) if part._suptitle
+    ]
+    for legend in figure.findobj(Legend):
+      texts += legend.get_texts()
+    for axes in figure.axes:
+      texts += [*axes.texts, axes.title, axes._left_title]
+      for axis in (axes.xaxis, axes.yaxis) if axes.axison else ():
+        texts.append(axis.label)
+        # Ticks beyond the limits are not drawn.
+        for tick in axis._update_ticks():
+          texts += [t for t in (tick.label1, tick.label2) if t.get_visible()]
+    texts = [t for t in dict.fromkeys(texts) if t.get_text().strip()]
+    assert texts
+    boxes = [text.get_window_extent() for text in texts]
     for i, box in enumerate(boxes):
-      assert figure.bbox.x0 <= box.x0 < box.x1 <= figure.bbox.x1, found[i]
-      assert figure.bbox.y0 <= box.y0 < box.y1 <= figure.bbox.y1, found[i]
-      assert box.count_overlaps(boxes[:i]) == 0, found[i]
-    if panels:
-      frames = [axes.get_window_extent() for axes in figure.axes]
-      for i, frame in enumerate(frames):
-        assert frame.count_overlaps(frames[:i]) == 0
-        assert frame.count_overlaps(boxes) == 0
+      assert figure.bbox.x0 <= box.x0 < box.x1 <= figure.bbox.x1, texts[i]
+      assert figure.bbox.y0 <= box.y0 < box.y1 <= figure.bbox.y1, texts[i]
+      assert box.count_overlaps(boxes[:i]) == 0, texts[i]
 
 
 @pytest.fixture(scope='session')

@@ -1,5 +1,6 @@
 """No text of a picture meets another or leaves it, with awkward data either."""
 
+import math
 import subprocess
 import sys
 
@@ -103,7 +104,7 @@ def seeds():
 
 def isoflop(groups, budgets):
   x = np.array([1e5, 3e5, 1e6])
-  found = [
+  curves_ = [
     {
       'group': f'a group ${i}$ ' * 3,
       'budget': 10.0 ** (12 + j),
@@ -120,7 +121,7 @@ def isoflop(groups, budgets):
     for i in range(groups)
     for j in range(budgets)
   ]
-  return viz.isoflop(found, title=TITLE)
+  return viz.isoflop(curves_, title=TITLE)
 
 
 def compared(count):
@@ -202,8 +203,7 @@ def expert_curves():
   return viz.expert_curves(records, null_target=0.5, title=TITLE)
 
 
-# In these no text may meet a panel either.
-OVER_IMAGES = {
+DRAWN = {
   'one patch map': lambda rng: patches(rng, 1, 1, (8, 8)),
   'many blocks, narrow': lambda rng: patches(rng, 2, 12, (32, 4)),
   'many images': lambda rng: patches(rng, 8, 3, (8, 8)),
@@ -216,8 +216,6 @@ OVER_IMAGES = {
   'six loads': lambda rng: load(rng, 6, maximum=4),
   'extremes': extremes,
   'patches of experts': lambda rng: expert_patches(rng, 64),
-}
-OTHERS = {
   'one block': lambda rng: scores(rng, 1),
   'five blocks': lambda rng: scores(rng, 5),
   'importance': lambda rng: importance(rng, 1),
@@ -230,7 +228,9 @@ OTHERS = {
   'effects': lambda _: viz.loss_effects(
     [{'name': n, **EFFECT} for n in ('short', ODD, 'W' * 60)]
   ),
-  'no effect': lambda _: viz.loss_effects([dict.fromkeys(EFFECT, 0)] * 12),
+  'no effect': lambda _: viz.loss_effects(
+    [{'name': 'x', **dict.fromkeys(EFFECT, 0)}] * 12
+  ),
   'curves': lambda _: curves(list(viz.RULES)[:4]),
   'seeds': lambda _: seeds(),
   'robustness': lambda _: viz.corruption_curves(
@@ -251,10 +251,75 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize('name', [*OVER_IMAGES, *OTHERS])
+@pytest.mark.parametrize('name', DRAWN)
 def test_nothing_overlaps(rng, seen, name):
-  figure = (OVER_IMAGES | OTHERS)[name](rng)
-  seen.assert_legible(figure, panels=name in OVER_IMAGES)
+  seen.assert_legible(DRAWN[name](rng))
+
+
+NOTHING = np.zeros((0, 4))
+
+
+@pytest.mark.parametrize(
+  ('name', 'args', 'options', 'words'),
+  [
+    (
+      'patch_maps',
+      [np.zeros((2, 8, 8, 3), np.uint8), np.zeros((0, 2, 16))],
+      {'layers': [], 'grid': (4, 4)},
+      'No block is routed',
+    ),
+    (
+      'routing_map',
+      [np.zeros((0, 8)), 'x' * 8],
+      {'layers': [], 'num_layers': 7},
+      'No block is routed',
+    ),
+    (
+      'score_histogram',
+      [NOTHING, NOTHING],
+      {'layers': []},
+      'No block is routed',
+    ),
+    (
+      'score_histogram',
+      [np.full((1, 4), np.nan), np.zeros((1, 4))],
+      {'layers': [1]},
+      'No finite scores',
+    ),
+    (
+      'importance_scatter',
+      [NOTHING, NOTHING],
+      {'layers': [], 'correlations': []},
+      'No block is routed',
+    ),
+    (
+      'importance_scatter',
+      [NOTHING.T[:1], NOTHING.T[:1]],
+      {'layers': [1], 'correlations': [dict.fromkeys(CORRELATION, math.nan)]},
+      'No tokens',
+    ),
+    ('accuracy_flops', [iter([])], {'pareto': True}, 'No models measured yet'),
+    ('compute_histogram', [[]], {'budget': 0.5}, 'No images measured yet'),
+    ('error_by_learners', [np.ones((3, 0))], {}, 'No tokens measured'),
+    ('error_by_learners', [np.zeros((3, 2))], {}, 'No token has an error'),
+    ('loss_effects', [[]], {}, 'No runs measured yet'),
+    ('corruption_curves', [{}], {'budget': 0.5}, 'No corruption measured yet'),
+    ('engagement', [{}, {'a': 0.5}], {'blocks': 1, 'listed': 2}, 'No tokens'),
+    ('engagement', [{0: [1.0]}, {}], {'blocks': 1, 'listed': 2}, 'No token co'),
+    (
+      'seed_dots',
+      [{'group': {'a': []}}],
+      {'xlabel': 'x'},
+      'No run is finished',
+    ),
+    ('expert_curves', [[]], {}, 'Nothing recorded yet'),
+    ('loss_curves', [[]], {}, 'No losses recorded yet'),
+  ],
+)
+def test_says_that_there_is_nothing(seen, name, args, options, words):
+  figure = getattr(viz, name)(*args, **options)
+  seen.assert_legible(figure)
+  assert words in seen.words(figure)
 
 
 def test_pyplot_is_never_imported():

@@ -1,9 +1,11 @@
-"""Pictures of adaptive compute show the arrays' numbers, legibly."""
+"""Bars and histograms show the arrays' numbers."""
 
+from matplotlib import colors
 import numpy as np
 import pytest
 
 from mod_jax import viz
+from mod_jax.viz import style
 
 pytestmark = pytest.mark.filterwarnings('error')
 
@@ -20,10 +22,10 @@ class TestComputeHistogram:
     load_B = rng.normal(0.4, 0.05, 300).clip(0, 1)
     figure = viz.compute_histogram(load_B, budget=0.35, unit='of all')
     (axes,) = seen.axes(figure, 'plot')
-    found = marks(seen, figure)
-    assert found['mean'].get_xdata()[0] == pytest.approx(load_B.mean())
-    assert found['budget'].get_xdata()[0] == 0.35
-    band = found['spread']
+    drawn = marks(seen, figure)
+    assert drawn['mean'].get_xdata()[0] == pytest.approx(load_B.mean())
+    assert drawn['budget'].get_xdata()[0] == 0.35
+    band = drawn['spread']
     assert band.get_x() == pytest.approx(load_B.mean() - load_B.std())
     assert band.get_width() == pytest.approx(2 * load_B.std())
     bars = [bar for bar in axes.patches if bar.get_gid() == 'bars']
@@ -34,14 +36,15 @@ class TestComputeHistogram:
       assert bar.get_height() == ((load_B >= start) & (load_B < end)).sum()
     assert sum(bar.get_height() for bar in bars) == 300
     mean, std = f'{load_B.mean():.1%}', f'{load_B.std():.1%}'
-    assert f'300 images: {mean} of all on average' in seen.said(figure)
-    assert f'standard deviation {std}' in seen.said(figure)
-    assert 'The budget is 35.0%' in seen.said(figure)
+    assert f'Images: 300. Mean {mean} of all, budget 35.0%' in seen.words(
+      figure
+    )
+    assert f'standard deviation {std}' in seen.words(figure)
 
   def test_no_budget(self, rng, seen):
     figure = viz.compute_histogram(rng.random(9))
     assert 'budget' not in marks(seen, figure)
-    assert 'budget' not in seen.said(figure)
+    assert 'budget' not in seen.words(figure)
 
   @pytest.mark.parametrize('load', [0.0, 1.0, 0.3, 1 + 1e-7])
   @pytest.mark.parametrize('count', [1, 5])
@@ -63,58 +66,6 @@ class TestComputeHistogram:
     assert len(seen.axes(figure, 'plot')[0].patches) < 70
 
 
-class TestComputeExtremes:
-  def photos(self, rng, count):
-    return rng.integers(0, 255, (count, 8, 8, 3), dtype=np.uint8)
-
-  def test_draws_the_cheapest_and_the_dearest(self, rng, seen):
-    pictures = self.photos(rng, 9)
-    load_B = np.array([0.5, 0.2, 0.9, 0.4, 0.2, 0.6, 0.8, 0.3, 0.7])
-    load_BL = rng.random((9, 4))
-    figure = viz.compute_extremes(
-      pictures,
-      load_B,
-      load_BL,
-      grid=(2, 2),
-      count=2,
-      labels=list('abcdefghi'),
-    )
-    expected = [1, 4, 2, 6]
-    shown = [a.images[-1].get_array() for a in seen.axes(figure, 'image')]
-    np.testing.assert_array_equal(np.stack(shown), pictures[expected])
-    heat = seen.axes(figure, 'map')
-    for axes, b in zip(heat, expected, strict=True):
-      image = axes.images[-1]
-      np.testing.assert_array_equal(image.get_array().ravel(), load_BL[b])
-      assert image.get_clim() == (0, load_BL[expected].max())
-    labels = [a.get_title(loc='left') for a in seen.axes(figure, 'image')]
-    assert labels == [
-      'cheapest 1: 0.2 · b',
-      'cheapest 2: 0.2 · e',
-      'dearest 1: 0.9 · c',
-      'dearest 2: 0.8 · g',
-    ]
-    assert 'The 2 cheapest and the 2 dearest of 9 images' in seen.said(figure)
-    assert len(seen.axes(figure, 'bar')) == 1
-    # Shares throughout: the labels, the captions and the scale.
-    assert f'{load_BL[1].mean():.3g} on average' in seen.said(figure)
-    assert '%' not in seen.said(figure)
-
-  @pytest.mark.parametrize(('images', 'drawn'), [(2, 1), (5, 2), (8, 4)])
-  def test_never_an_image_twice(self, rng, seen, images, drawn):
-    load_B = rng.random(images)
-    figure = viz.compute_extremes(
-      self.photos(rng, images), load_B, rng.random((images, 4)), grid=(2, 2)
-    )
-    assert len(seen.axes(figure, 'image')) == 2 * drawn
-
-  def test_maximum_ends_the_scale(self, rng, seen):
-    figure = viz.compute_extremes(
-      self.photos(rng, 4), np.ones(4), np.ones((4, 4)), grid=(2, 2), maximum=4
-    )
-    assert seen.axes(figure, 'map')[0].images[-1].get_clim() == (0, 4)
-
-
 class TestErrorByLearners:
   def test_columns_are_sorted_by_how_fast_the_error_falls(self, seen):
     # Slow, fast, medium; of different sizes.
@@ -130,12 +81,15 @@ class TestErrorByLearners:
     (means,) = seen.axes(figure, 'means')
     widths = [bar.get_width() for bar in means.patches]
     np.testing.assert_allclose(widths, distance_KT.mean(axis=1))
-    assert seen.texts(means, 'value') == ['4.33', '0.967 (22%)', '0.733 (17%)']
+    assert seen.texts(means, 'value') == [
+      '4.33 (100%)',
+      '0.967 (22%)',
+      '0.733 (17%)',
+    ]
     # The same rows at the same heights.
     assert means.get_ylim() == axes.get_ylim()
-    assert 'block_1/mlp' in seen.said(figure)
-    assert 'left out' not in seen.said(figure)
-    assert 'add error' not in seen.said(figure)
+    assert 'block_1/mlp' in seen.words(figure)
+    assert 'Left out' not in seen.words(figure)
 
   def test_axes_after_the_first_are_tokens(self, rng, seen):
     distance_KBL = rng.random((4, 2, 3))
@@ -149,14 +103,15 @@ class TestErrorByLearners:
     figure = viz.error_by_learners([[0, 1, 0], [0, 0.5, 1]])
     (axes,) = seen.axes(figure, 'map')
     np.testing.assert_array_equal(axes.images[0].get_array(), [[1], [0.5]])
-    assert '2 tokens without an error at k = 0 left out' in seen.said(figure)
+    assert 'without an error at k = 0: 2.' in seen.words(figure)
     (means,) = seen.axes(figure, 'means')
     widths = [bar.get_width() for bar in means.patches]
     np.testing.assert_allclose(widths, [1 / 3, 0.5])
 
   def test_learners_may_add_error(self, seen):
     figure = viz.error_by_learners([[1, 1, 1e-300], [0.5, 3, 1e300]])
-    assert 'At 66.7% of the places learners add error' in seen.said(figure)
+    (bar,) = seen.axes(figure, 'bar')
+    assert bar._colorbar.extend == 'max'
     figure.canvas.draw()
 
   def test_neighbours_of_many_are_averaged(self, rng, seen):
@@ -196,7 +151,82 @@ class TestLossEffects:
       assert axes.get_xlim()[0] == 0
       assert seen.texts(axes, 'value') == [f'{value:.1%}' for value in values]
       assert max(axes.get_xticks()) <= max(values)
-    names = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    names = seen.ticks(figure.axes[0].yaxis)
     assert names[:2] == ['budget only', 'all three']
-    assert len(names[2].replace(r'\$', '$')) == 40
-    assert not any(t.get_text() for t in figure.axes[1].get_yticklabels())
+    assert names[2].endswith('…')
+
+
+class TestScoreHistogram:
+  def histogram(self, axes):
+    """Returns the area of chosen and passed bars, in tokens."""
+    by_color = {
+      colors.to_hex(patch.get_facecolor()).upper(): patch.get_path().vertices
+      for patch in axes.patches
+    }
+    chosen, passed = by_color[style.CHOSEN], by_color[style.PASSED]
+    edges = np.unique(chosen[:, 0])
+    width = np.diff(edges).mean()
+    return area(chosen) / width, area(passed) / width
+
+  def test_counts_all_tokens_in_two_colours(self, rng):
+    score_RBL = rng.normal(size=(2, 3, 40))
+    chosen_RBL = score_RBL > [[[0.9]], [[0.2]]]
+    # Far beyond the frame: counted in the last bin, not lost.
+    score_RBL[0, 0, 0], chosen_RBL[0, 0, 0] = 50, True
+    figure = viz.score_histogram(score_RBL, chosen_RBL, layers=(1, 3))
+    figure.canvas.draw()
+    assert [a.get_title(loc='left') for a in figure.axes] == [
+      'Block 1',
+      'Block 3',
+    ]
+    for axes, chosen_BL in zip(figure.axes, chosen_RBL, strict=True):
+      counted = self.histogram(axes)
+      assert counted == pytest.approx((chosen_BL.sum(), (~chosen_BL).sum()))
+
+  def test_marks_zero_and_the_thresholds(self, rng, seen):
+    score_RBL = rng.normal(size=(2, 3, 40)) + 5  # Zero lies far outside.
+    chosen_RBL = score_RBL > 6
+    figure = viz.score_histogram(
+      score_RBL, chosen_RBL, layers=(1, 3), thresholds=[6.5, np.inf]
+    )
+    figure.canvas.draw()
+    for axes in figure.axes:
+      (router,) = seen.marks(axes, 'router')
+      assert set(router.get_xdata()) == {0}
+      assert router.get_color() == viz.RULES['router'].color
+      assert axes.get_xlim()[0] < 0
+    (threshold,) = seen.marks(figure.axes[0], 'threshold')
+    assert set(threshold.get_xdata()) == {6.5}
+    assert threshold.get_color() == viz.RULES['threshold'].color
+    assert not seen.marks(figure.axes[1], 'threshold')
+    share = (score_RBL[0] >= 6.5).mean()
+    assert f'≥ threshold: {share:.1%}' in seen.texts(figure.axes[0], 'facts')[0]
+    assert (
+      f'chosen {chosen_RBL[1].mean():.1%} · > 0: 100.0%'
+      in (seen.texts(figure.axes[1], 'facts')[0])
+    )
+
+  def test_leaves_out_padding(self, rng):
+    score_RBL = rng.normal(size=(1, 2, 30))
+    score_RBL[0, 1, 10:] = -np.inf
+    figure = viz.score_histogram(score_RBL, score_RBL > 1, layers=[2])
+    figure.canvas.draw()
+    assert sum(self.histogram(figure.axes[0])) == pytest.approx(40)
+
+
+def area(vertices):
+  """The shoelace formula."""
+  x, y = vertices.T
+  return abs(np.dot(x, np.roll(y, -1)) - np.dot(y, np.roll(x, -1))) / 2
+
+
+def test_ranks_are_bars_and_the_suggested_have_diamonds(seen):
+  shares = [1.0, 0.25, 0.5, 0.75]
+  figure = viz.attention_ranks(shares, routed=[1, 3], suggested=[1, 2])
+  bars = seen.marks(figure, 'share')
+  assert [bar.get_height() for bar in bars] == shares
+  assert [bar.get_x() + bar.get_width() / 2 for bar in bars] == [0, 1, 2, 3]
+  filled = [colors.to_hex(bar.get_facecolor()).upper() for bar in bars]
+  assert filled == [style.FAINT, style.CHOSEN] * 2
+  diamonds = seen.mark(figure, 'suggested').get_xydata().tolist()
+  assert diamonds == [[1, 0.25], [2, 0.5]]

@@ -1,0 +1,209 @@
+"""Curves hold the records of a run, whatever these are."""
+
+import numpy as np
+import pytest
+
+from mod_jax import viz
+from mod_jax.viz import curves
+from mod_jax.viz import glyphs
+
+pytestmark = pytest.mark.filterwarnings('error')
+
+
+def run_records(steps=1000, every=5):
+  records = []
+  for i in range(0, steps + 1, every):
+    loss = 1.5 + 4 * np.exp(-i / 30) + 0.02 * (-1) ** i
+    records.append({'step': i, 'kind': 'train', 'loss': loss, 'rate': 3.0})
+    if i and i % 200 == 0:
+      records.append(
+        {
+          'step': i,
+          'kind': 'eval',
+          'top_k/loss': 1.6,
+          'router/loss': 1.61,
+          'router/accuracy': 0.97 + i / 1e5,
+          'router/never_route': 0.875,
+          'predictor/loss': 1.62,
+          'predictor/accuracy': 0.96,
+          'predictor/never_route': 0.875,
+        }
+      )
+  return records
+
+
+class TestLossCurves:
+  def test_lines_hold_the_records(self, seen):
+    records = run_records()
+    figure = viz.loss_curves(records)
+    figure.canvas.draw()
+    losses, accuracy = figure.axes
+    train = [(r['step'], r['loss']) for r in records if r['kind'] == 'train']
+    np.testing.assert_allclose(seen.mark(losses, 'train').get_xydata(), train)
+    for gid, axes in (
+      ('top_k/loss', losses),
+      ('router/loss', losses),
+      ('predictor/loss', losses),
+      ('router/accuracy', accuracy),
+      ('predictor/accuracy', accuracy),
+      ('router/never_route', accuracy),
+    ):
+      expected = [(r['step'], r[gid]) for r in records if gid in r]
+      assert len(expected) == 5
+      np.testing.assert_allclose(seen.mark(axes, gid).get_xydata(), expected)
+      if 'never' not in gid:
+        look = viz.RULES[gid.split('/')[0]]
+        assert seen.mark(axes, gid).get_color() == look.color
+        assert seen.mark(axes, gid).get_marker() == look.marker
+    assert seen.mark(accuracy, 'router/never_route').get_linestyle() == '--'
+    # The same for both rules: one line says it.
+    assert not seen.marks(accuracy, 'predictor/never_route')
+    assert 'nats per token' in losses.get_ylabel()
+    assert 'step' in losses.get_xlabel()
+
+  def test_baselines_that_differ_are_all_drawn(self, seen):
+    records = run_records()
+    for record in records:
+      if 'predictor/never_route' in record:
+        record['predictor/never_route'] = 0.9
+    accuracy = viz.loss_curves(records).axes[1]
+    assert set(seen.mark(accuracy, 'predictor/never_route').get_ydata()) == {
+      0.9
+    }
+    assert set(seen.mark(accuracy, 'router/never_route').get_ydata()) == {0.875}
+    assert accuracy.get_ylim()[0] < 0.875
+
+  def test_the_first_steps_do_not_flatten_the_rest(self, seen):
+    figure = viz.loss_curves(run_records())
+    axes = figure.axes[0]
+    low, high = axes.get_ylim()
+    assert low < 1.5 < 1.7 < high < 2.5
+    assert seen.texts(axes, 'beyond') == ['↑ up to 5.52']
+    (note,) = seen.marks(axes, 'beyond')
+    train = seen.mark(axes, 'train')
+    assert note.xy[0] == train.get_xdata()[train.get_ydata() <= high][0] > 0
+
+  def test_a_few_records_are_shown_whole(self):
+    records = [
+      {'step': i, 'kind': 'train', 'loss': v} for i, v in enumerate((9, 3, 2))
+    ]
+    axes = viz.loss_curves(records).axes[0]
+    assert axes.get_ylim()[1] > 9
+
+  def test_a_spike_does_not_flatten_the_rest(self, seen):
+    records = run_records()
+    records[-40]['loss'] = 30.0
+    axes = viz.loss_curves(records).axes[0]
+    assert axes.get_ylim()[1] < 2.5
+    assert seen.texts(axes, 'beyond') == ['↑ up to 30.00']
+    (note,) = seen.marks(axes, 'beyond')
+    assert note.xy[0] > records[-40]['step']
+
+  def test_smoothing_lowers_noise_and_keeps_a_slope(self, rng):
+    slope_T = np.linspace(5, 1, 600)
+    noise_T = rng.normal(size=600)
+    inner = slice(20, -20)
+    np.testing.assert_allclose(curves._smooth(slope_T)[inner], slope_T[inner])
+    assert np.std(curves._smooth(noise_T)[inner]) < 0.3
+    assert abs(curves._smooth(noise_T)[-1]) < 1
+    np.testing.assert_allclose(curves._smooth(np.full(7, 2.5)), 2.5)
+
+  def test_skips_what_is_no_number(self, seen):
+    records = [
+      {'step': 1, 'kind': 'train', 'loss': 2.0},
+      {'step': 2, 'kind': 'train', 'loss': float('nan')},
+      {'step': 3, 'kind': 'train', 'loss': float('inf')},
+      {'step': 4, 'kind': 'train', 'loss': None},
+      {'step': 5, 'kind': 'train'},
+      {'step': 6, 'kind': 'train', 'loss': 'NaN'},
+      {'kind': 'train', 'loss': 9.0},
+      {'step': 7, 'kind': 'train', 'loss': np.float32(1.0)},
+      {'step': 7, 'kind': 'sample', 'loss': 9.0},
+      {'step': 7, 'kind': 'eval', 'loss': 1.5, 'x/loss': float('nan')},
+      {'step': 7, 'kind': 'eval', 'accuracy': 0.5, 'never_route': 0.5},
+    ]
+    figure = viz.loss_curves(records)
+    figure.canvas.draw()
+    (axes,) = figure.axes
+    points = seen.mark(axes, 'train').get_xydata()
+    np.testing.assert_array_equal(points, [(1, 2.0), (7, 1.0)])
+    np.testing.assert_array_equal(
+      seen.mark(axes, '/loss').get_xydata(), [(7, 1.5)]
+    )
+    assert not seen.marks(axes, 'x/loss')
+
+  def test_a_step_done_again_counts_once_and_in_order(self, seen):
+    records = [
+      {'step': s, 'kind': 'train', 'loss': v}
+      for s, v in ((1, 5.0), (4, 9.0), (2, 4.5), (4, 4.2))
+    ]
+    axes = viz.loss_curves(records).axes[0]
+    points = seen.mark(axes, 'train').get_xydata()
+    np.testing.assert_array_equal(points, [(1, 5.0), (2, 4.5), (4, 4.2)])
+
+  @pytest.mark.parametrize(
+    ('record', 'gid'),
+    [
+      ({'step': 3, 'kind': 'train', 'loss': 5.5}, 'train'),
+      ({'step': 3, 'kind': 'eval', 'router/loss': 5.5}, 'router/loss'),
+    ],
+  )
+  def test_one_record_is_a_visible_point(self, seen, record, gid):
+    figure = viz.loss_curves([record])
+    figure.canvas.draw()
+    (axes,) = figure.axes
+    assert seen.mark(axes, gid).get_marker() not in (None, 'None', '')
+    labels = [label.get_text() for label in axes.get_xticklabels()]
+    assert '3' in labels
+    assert len(set(labels)) == len(labels)
+
+  def test_reads_an_iterator_and_unknown_rules(self, seen, monkeypatch):
+    monkeypatch.setattr(glyphs, 'installed', lambda letter: None)
+    figure = viz.loss_curves(
+      iter([{'step': 1, 'kind': 'eval', 'a_new_漢_rule/loss': 2.0}])
+    )
+    figure.canvas.draw()
+    assert r'held-out, a-new-\u6f22-rule' in seen.words(figure)
+
+
+class TestExpertCurves:
+  def records(self, **more):
+    records = [
+      {'step': s, 'kind': 'train', 'experts/busiest': 3 - s / 100, 'loss': 1.0}
+      for s in range(20)
+    ]
+    for step in (10, 19):
+      held_out = {'top_k/experts/busiest': 1.5, 'never/experts/busiest': 9.0}
+      records.append({'step': step, 'kind': 'eval', **held_out})
+    return [record | more for record in records]
+
+  def test_lines_hold_the_records(self, seen):
+    records = self.records(**{'experts/null': 0.25})
+    figure = viz.expert_curves(records, null_target=0.5)
+    busiest, null = figure.axes
+    assert seen.mark(busiest, 'train').get_xydata().tolist() == [
+      [s, 3 - s / 100] for s in range(20)
+    ]
+    held_out = seen.mark(busiest, 'top_k/busiest')
+    assert held_out.get_xydata().tolist() == [[10, 1.5], [19, 1.5]]
+    assert not seen.marks(busiest, 'never/busiest')
+    for axes, reference in ((busiest, 1.0), (null, 0.5)):
+      assert set(seen.mark(axes, 'reference').get_ydata()) == {reference}
+
+  def test_leaves_out_what_is_always_0(self, seen):
+    records = self.records(**{'experts/null': 0.0, 'experts/dropped': 0.0})
+    figure = viz.expert_curves(records)
+    assert len(figure.axes) == 1
+    assert '0 throughout: no-ops, dropped.' in seen.words(figure)
+
+
+def test_every_number_of_corruptions_is_drawn(seen):
+  curve = {'adaptive': [0.9, 0.2], 'dense': [0.95, 0.3], 'load': [0.4, 0.5]}
+  other = curve | {'dense': [0.9, 0.7]}
+  figure = viz.corruption_curves({'noise': curve, 'blur': other}, budget=0.4)
+  for gid in ('adaptive', 'dense', 'load'):
+    drawn = [line.get_xydata().T.tolist() for line in seen.marks(figure, gid)]
+    assert drawn == [[[0, 1], curve[gid]], [[0, 1], other[gid]]]
+  assert set(seen.marks(figure, 'budget')[0].get_ydata()) == {0.4}
+  titles = [axes.get_title(loc='left') for axes in figure.axes]
+  assert titles == ['noise', 'blur', '', '']

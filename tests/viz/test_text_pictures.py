@@ -1,0 +1,236 @@
+"""Pictures over a text show the arrays' numbers, whatever the text."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from mod_jax import viz
+from mod_jax.viz import experts
+from mod_jax.viz import maps
+
+pytestmark = pytest.mark.filterwarnings('error')
+
+LAYERS = (1, 3, 5)
+# A math sign, a glyph that no font of ours has, controls, a combining mark, an
+# emoji, a half surrogate, a soft hyphen, a no-break space, a replacement.
+ODD = ('$', '$', '\\', '漢', '\x00', '\x1b', '\r', '\u0301', '🙂', '\udc80')
+ODD += ('\xad', '\xa0', '\ufffd', ' ', '\n', '\t', 'é', 'a')
+NONE, AWAY = viz.NO_EXPERT, viz.NOT_THERE
+
+
+def panels(seen, figure):
+  return seen.axes(figure, 'panel')
+
+
+def cells(collection):
+  """Returns the colour of each cell by its place."""
+  collection.update_scalarmappable()
+  colors = collection.get_facecolor()
+  middles = [p.vertices[:4].mean(axis=0) for p in collection.get_paths()]
+  return {
+    tuple(middle.round(6).tolist()): tuple(color[:3].tolist())
+    # One colour may stand for all.
+    for middle, color in zip(middles, itertools.cycle(colors), strict=False)
+  }
+
+
+def places(mask_RL):
+  return {(float(c), float(LAYERS[r])) for r, c in np.argwhere(mask_RL)}
+
+
+class TestRoutingMap:
+  @pytest.mark.parametrize('weighted', [False, True])
+  def test_fills_exactly_the_chosen_cells(self, rng, seen, weighted):
+    score_RL = rng.normal(size=(3, 50))
+    score_RL[0, :4] = np.nan, 9, 9, 0
+    chosen_RL = ~(score_RL < 0.5)
+    figure = viz.routing_map(
+      chosen_RL,
+      'x' * 50,
+      layers=LAYERS,
+      num_layers=7,
+      weights_RL=score_RL if weighted else None,
+      columns=16,
+    )
+    assert len(panels(seen, figure)) == 4
+    drawn, weights = {}, []
+    for axes in panels(seen, figure):
+      chosen = seen.mark(axes, 'chosen')
+      drawn |= cells(chosen)
+      weights += [] if not weighted else chosen.get_array().tolist()
+    assert drawn.keys() == places(chosen_RL)
+    if weighted:
+      # A weight that is no number is black, not lost.
+      assert drawn[0.0, 1.0] == (0, 0, 0)
+      assert sum(w is None for w in weights) == 1
+      assert chosen.norm.vmin == -chosen.norm.vmax < 0
+
+  def test_rows_are_blocks_with_numbers(self, rng, seen):
+    chosen_RL = rng.random((3, 20)) < 0.5
+    figure = viz.routing_map(chosen_RL, 'x' * 20, layers=LAYERS, num_layers=7)
+    (axes,) = panels(seen, figure)
+    for gid, blocks in (('dense', [0, 2, 4, 6]), ('routed', [*LAYERS])):
+      rows = seen.marks(axes, gid)
+      middles = [row.get_y() + row.get_height() / 2 for row in rows]
+      assert middles == pytest.approx(blocks)
+    assert seen.ticks(axes.yaxis) == ['sum', *'0123456']
+    # The first is at the bottom.
+    assert axes.get_ylim()[0] < axes.get_ylim()[1]
+    deep = viz.routing_map(chosen_RL.T, 'xyz', layers=range(1, 40, 2))
+    (axes,) = panels(seen, deep)
+    # Routed ones have numbers, where not all have.
+    assert list(axes.get_yticks())[1:] == list(range(1, 40, 2))
+
+  def test_every_character_stands_under_its_column(self, rng, seen):
+    chosen_RL = rng.random((3, len(ODD))) < 0.5
+    figure = viz.routing_map(chosen_RL, ODD, layers=LAYERS, columns=10)
+    figure.canvas.draw()
+    shown = [
+      (x, text)
+      for axes in panels(seen, figure)
+      for x, text in zip(axes.get_xticks(), seen.ticks(axes.xaxis), strict=True)
+    ]
+    assert shown == list(enumerate('$$\\' + '□' * 8 + '·\ufffd·⏎→éa'))
+    first, second = panels(seen, figure)
+    assert first.get_xticks(minor=True).tolist() == [0, 8]
+    assert second.get_xticks(minor=True).tolist() == [16]
+    boxes = [t.get_window_extent() for t in first.get_xticklabels()]
+    # As mathematics the dollars would vanish.
+    assert all(box.width > 3 for box in boxes)
+    assert all(a.x1 < b.x0 for a, b in itertools.pairwise(boxes))
+
+  def test_turns_and_shortens_subwords(self, rng, seen):
+    pieces = ['a', ' the', '\n' * 30, '']
+    figure = viz.routing_map(np.ones((3, 4)), pieces, layers=LAYERS)
+    (axes,) = panels(seen, figure)
+    shown = seen.ticks(axes.xaxis)
+    assert shown == ['a', '·the', '⏎' * 9 + '…', '□']
+    assert {t.get_rotation() for t in axes.get_xticklabels()} == {90}
+
+  def test_counts_the_routed_blocks_of_a_token(self, seen):
+    chosen_RL = np.array([[1, 1, 0, 0], [1, 0, 0, 0], [1, 1, 0, 1]])
+    figure = viz.routing_map(chosen_RL, 'abcd', layers=LAYERS)
+    load = seen.mark(panels(seen, figure)[0], 'load')
+    assert list(load.get_array()) == [3, 2, 0, 1]
+    drawn = cells(load)
+    shades = [sum(drawn[x, maps.COUNT_ROW]) for x in range(4)]
+    assert shades[0] < shades[1] < shades[3] < shades[2] == 3
+    (bar,) = seen.axes(figure, 'load_bar')
+    assert seen.ticks(bar.yaxis) == ['0', '1', '2', '3']
+    text = seen.words(figure)
+    assert 'Routed blocks: 3 of 6, with 50.0% of these tokens' in text
+    assert 'Passed by all of them: 25%' in text
+
+
+def test_shares_stand_over_their_tokens(seen):
+  share_RL = np.linspace(0, 1, 160).reshape(2, 80)
+  figure = viz.token_load(
+    *(share_RL, [f'$w{i}$' for i in range(80)]),
+    layers=[1, 4],
+    unit='share of all',
+  )
+  drawn = [axes.images[0] for axes in panels(seen, figure)]
+  # The first block at the bottom, each token once.
+  joined = np.concatenate([image.get_array() for image in drawn], axis=1)
+  np.testing.assert_array_equal(joined, share_RL)
+  assert [image.get_extent()[:2] for image in drawn] == [
+    [-0.5, 63.5],
+    [63.5, 79.5],
+  ]
+  assert {image.get_clim() for image in drawn} == {(0, 1)}
+  # All panels have room for as many tokens.
+  widths = [np.ptp(axes.get_xlim()) for axes in panels(seen, figure)]
+  assert widths == [64, 64]
+  assert {image.origin for image in drawn} == {'lower'}
+  assert seen.ticks(panels(seen, figure)[0].yaxis) == ['1', '4']
+
+
+@pytest.mark.parametrize('num_experts', [8, 64])
+def test_each_cell_is_what_becomes_of_the_token(rng, seen, num_experts):
+  expert_RL = rng.integers(AWAY, num_experts, (3, 40))
+  expert_RL[0, :5], expert_RL[1, :5] = AWAY, NONE
+  more_RL = (expert_RL >= 0) & (rng.random((3, 40)) < 0.5)
+  figure = viz.expert_map(
+    expert_RL,
+    'x' * 40,
+    layers=LAYERS,
+    num_experts=num_experts,
+    more_RL=more_RL,
+    dropped_RL=expert_RL == NONE,
+    num_layers=7,
+    columns=16,
+  )
+  taken, empty, marked, numbered = {}, {}, {'more': [], 'dropped': []}, {}
+  for axes in panels(seen, figure):
+    taken |= cells(seen.mark(axes, 'taken'))
+    empty |= cells(seen.mark(axes, 'empty'))
+    for name, offsets in marked.items():
+      offsets += seen.mark(axes, name).get_offsets().round().tolist()
+    for e in range(num_experts):
+      for numbers in seen.marks(axes, f'number {e}'):
+        numbered |= dict.fromkeys(map(tuple, numbers.get_offsets()), e)
+  colors = experts.expert_colors(num_experts)
+  wanted = {
+    (float(c), float(LAYERS[r])): expert_RL[r, c]
+    for r, c in np.argwhere(expert_RL >= 0)
+  }
+  assert taken == {place: tuple(colors[e]) for place, e in wanted.items()}
+  # White, and nothing at all where the block passes the token by.
+  assert empty == dict.fromkeys(places(expert_RL == NONE), (1.0, 1.0, 1.0))
+  assert set(map(tuple, marked['more'])) == places(more_RL)
+  assert set(map(tuple, marked['dropped'])) == places(expert_RL == NONE)
+  # Colours alone tell eight experts apart, no more.
+  assert numbered == (wanted if num_experts > 8 else {})
+
+
+def test_the_key_of_experts_has_what_there_is_and_nothing_else(seen):
+  expert_RL = np.array([[0, 1, NONE, AWAY], [0, NONE, AWAY, AWAY]])
+  options = {'layers': (1, 3), 'num_experts': 2, 'num_layers': 4}
+  some = viz.expert_map(expert_RL, 'abcd', **options)
+  text = seen.words(some)
+  assert 'Blocks with 2 experts: 2 of 4. On average 62.5%' in text
+  assert 'experts take 60.0%' in text
+  (load,) = seen.marks(some, 'load')
+  assert load.get_array().tolist() == [2, 1, 0, 0]
+  labels = ('no expert takes it', 'does not reach', 'without experts')
+  assert all(label in text for label in labels)
+  assert 'slot' not in text
+  every = viz.expert_map(expert_RL * 0, 'abcd', **options)
+  # A row of one colour would say nothing.
+  assert not seen.marks(every, 'load')
+  assert not any(label in seen.words(every) for label in labels[:2])
+
+
+@pytest.mark.parametrize('num_experts', [2, 8, 9, 64])
+def test_no_two_experts_share_a_colour(num_experts):
+  colors = experts.expert_colors(num_experts)
+  pairs = itertools.combinations(colors.tolist(), 2)
+  least = min(np.abs(np.subtract(*pair)).max() for pair in pairs)
+  assert least > (0.15 if num_experts <= 8 else 0.01)
+
+
+def test_bars_are_the_shares(rng, seen):
+  share_RX = rng.random((2, 6))
+  figure = viz.expert_load(
+    share_RX,
+    layers=(1, 3),
+    num_experts=4,
+    targets_X=[0.125] * 4 + [0.25] * 2,
+    none_R=[0.5, 0.25],
+  )
+  for r, axes in enumerate(figure.axes):
+    bars = seen.marks(axes, 'expert'), seen.marks(axes, 'no-op')
+    heights = [[bar.get_height() for bar in group] for group in bars]
+    assert heights[0] == share_RX[r, :4].tolist()
+    # Both targets are one line.
+    assert np.multiply(heights[1], 2) == pytest.approx(share_RX[r, 4:])
+    assert set(seen.mark(axes, 'target').get_ydata()) == {0.125}
+    # No-ops stand apart.
+    assert bars[1][0].get_x() > bars[0][-1].get_x() + 1.5
+  busiest = share_RX[0, :4].max() / share_RX[0, :4].mean()
+  assert seen.texts(figure, 'facts')[0].splitlines() == [
+    f'busiest: {busiest:.2f} x the mean',
+    '50.0% without any expert',
+    f'no-ops: {share_RX[0, 4:].sum():.1%} of the tokens, target 50.0%',
+  ]
