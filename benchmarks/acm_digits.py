@@ -16,18 +16,13 @@ and of which seeds they are.
 import pathlib
 import sys
 
-from absl import app
-from absl import flags
+from absl import app, flags
 import machine
-from machine import cell
-from machine import point
-from machine import spread
+from machine import cell, point, spread
 
 from mod_jax import config as config_lib
-from mod_jax import flops
-from mod_jax import viz
-from mod_jax.tasks import make_task
-from mod_jax.tasks import phases
+from mod_jax import flops, viz
+from mod_jax.tasks import make_task, phases
 from mod_jax.tasks.experiment import ExperimentConfig
 import results as results_lib
 

@@ -14,8 +14,7 @@ multiplies everything), and `--peak_tflops --bandwidth_tb` for the floor.
 
 import functools
 
-from absl import app
-from absl import flags
+from absl import app, flags
 from flax import linen as nn
 import jax
 import jax.numpy as jnp
@@ -24,8 +23,7 @@ import numpy as np
 
 from mod_jax import timing
 from mod_jax.layers import acm
-from mod_jax.layers.mlp import MLP
-from mod_jax.layers.mlp import MLPConfig
+from mod_jax.layers.mlp import MLP, MLPConfig
 import mod_jax_kernels
 import results as results_lib
 

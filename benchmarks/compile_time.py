@@ -9,13 +9,11 @@ scanned and unrolled, in turn. The result stands beside this file as JSON.
 import dataclasses
 import time
 
-from absl import app
-from absl import flags
+from absl import app, flags
 import jax
 import jax.numpy as jnp
 
-from mod_jax import losses
-from mod_jax import timing
+from mod_jax import losses, timing
 from mod_jax.layers.routed import MoDConfig
 from mod_jax.models.lm import LMConfig
 import results as results_lib

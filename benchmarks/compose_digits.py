@@ -14,17 +14,14 @@ gates. Each run is one line of `compose_digits.jsonl` beside this file; see
 import pathlib
 import sys
 
-from absl import app
-from absl import flags
+from absl import app, flags
 import machine
-from machine import point
-from machine import spread
+from machine import point, spread
 import study
 import study_tables
 
 from mod_jax import config as config_lib
-from mod_jax import flops
-from mod_jax import viz
+from mod_jax import flops, viz
 from mod_jax.tasks.experiment import ExperimentConfig
 
 _WORKDIR = flags.DEFINE_string(

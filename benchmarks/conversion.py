@@ -17,19 +17,16 @@ Each run is one line of `conversion.jsonl` beside this file; see `study.py`.
 import dataclasses
 import pathlib
 
-from absl import app
-from absl import logging
+from absl import app, logging
 import machine
 import study
 import study_tables
-from study_tables import PARENT
-from study_tables import PRUNED
+from study_tables import PARENT, PRUNED
 
 from mod_jax import config as config_lib
 from mod_jax import flops
 from mod_jax.layers import rules
-from mod_jax.tasks.experiment import ConversionObjective
-from mod_jax.tasks.experiment import ExperimentConfig
+from mod_jax.tasks.experiment import ConversionObjective, ExperimentConfig
 
 _WORKDIR, _RUNS, _TABLE, _TINY = study.define_flags('runs/conversion')
 

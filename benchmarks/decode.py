@@ -15,8 +15,7 @@ stands beside this file as JSON.
 import contextlib
 import functools
 
-from absl import app
-from absl import flags
+from absl import app, flags
 import child
 from flax import linen as nn
 import jax

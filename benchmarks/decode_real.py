@@ -19,8 +19,7 @@ import pathlib
 import statistics
 import sys
 
-from absl import app
-from absl import flags
+from absl import app, flags
 import child
 import machine
 

@@ -14,8 +14,7 @@ The result stands beside this file as JSON.
 
 import dataclasses
 
-from absl import app
-from absl import flags
+from absl import app, flags
 import decode
 import jax
 import jax.numpy as jnp

@@ -13,21 +13,18 @@ result stands beside this file as JSON.
 
 import dataclasses
 
-from absl import app
-from absl import flags
+from absl import app, flags
 from flax import linen as nn
 import jax
 import machine
 
-from mod_jax import flops
-from mod_jax import timing
+from mod_jax import flops, timing
 from mod_jax.data.text import TextDataConfig
 from mod_jax.layers.experts import ExpertsConfig
 from mod_jax.layers.routed import MoDConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.parallel import MeshConfig
-from mod_jax.sweeps import prove
-from mod_jax.sweeps import slices
+from mod_jax.sweeps import prove, slices
 from mod_jax.tasks import make_task
 from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train.optimizer import make_optimizer

@@ -15,8 +15,7 @@ is `experts_recipe.png`; see `study.py`.
 
 import pathlib
 
-from absl import app
-from absl import logging
+from absl import app, logging
 import machine
 import study
 import study_tables

@@ -7,14 +7,12 @@ with all logits at once, and as `losses.head_loss` computes them. The result
 stands beside this file as JSON.
 """
 
-from absl import app
-from absl import flags
+from absl import app, flags
 import jax
 import jax.numpy as jnp
 import machine
 
-from mod_jax import losses
-from mod_jax import timing
+from mod_jax import losses, timing
 import results as results_lib
 
 _TOKENS = flags.DEFINE_integer('tokens', 4096, 'Tokens of a step.')

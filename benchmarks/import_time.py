@@ -13,8 +13,7 @@ import os
 import subprocess
 import sys
 
-from absl import app
-from absl import flags
+from absl import app, flags
 
 from mod_jax import timing
 import results as results_lib

@@ -13,8 +13,7 @@ stands beside this file as JSON.
 
 import functools
 
-from absl import app
-from absl import flags
+from absl import app, flags
 import jax
 import jax.numpy as jnp
 

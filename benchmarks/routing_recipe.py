@@ -18,27 +18,21 @@ import pathlib
 import re
 import time
 
-from absl import app
-from absl import flags
-from absl import logging
+from absl import app, flags, logging
 import machine
-from machine import cell
-from machine import spread
+from machine import cell, spread
 import study
 import study_tables
 
 from mod_jax import config as config_lib
-from mod_jax import flops
-from mod_jax import viz
+from mod_jax import flops, viz
 from mod_jax.data.text import TextDataConfig
 from mod_jax.layers.routed import MoDConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train.checkpoints import CheckpointConfig
 from mod_jax.train.optimizer import OptimizerConfig
-from mod_jax.train.run_config import EvaluationConfig
-from mod_jax.train.run_config import LogConfig
-from mod_jax.train.run_config import TrainConfig
+from mod_jax.train.run_config import EvaluationConfig, LogConfig, TrainConfig
 
 _WORKDIR, _RUNS, _TABLE, _TINY = study.define_flags('runs/routing_recipe')
 _LATEST = flags.DEFINE_float(

@@ -14,9 +14,7 @@ beside this file as JSON.
 import itertools
 import pathlib
 
-from absl import app
-from absl import flags
-from absl import logging
+from absl import app, flags, logging
 from flax import linen as nn
 import jax
 import machine
@@ -26,8 +24,7 @@ import mod_jax
 from mod_jax import config as config_lib
 from mod_jax import timing
 from mod_jax.errors import UserError
-from mod_jax.sampling import Draft
-from mod_jax.sampling import generate
+from mod_jax.sampling import Draft, generate
 from mod_jax.tasks import phases
 import results as results_lib
 

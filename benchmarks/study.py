@@ -4,8 +4,7 @@ A run that has its line is not trained again, one that was stopped continues in
 its workdir, and several processes may share the work.
 """
 
-from collections.abc import Callable
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 import fcntl
 import json
 import pathlib

@@ -6,9 +6,7 @@ returns them, and makes Markdown of those models that have any.
 
 from collections.abc import Mapping
 
-from machine import cell
-from machine import markdown
-from machine import spread
+from machine import cell, markdown, spread
 
 # Runs of `conversion.py` that others are compared with, or judged otherwise.
 PARENT, PRUNED = 'dense, at first', 'without the block'

@@ -12,20 +12,16 @@ measure that wait. The result stands beside this file as JSON. On a GPU or TPU
 the defaults are D = 1024 and S = 2048 in bfloat16; on a CPU they are smaller.
 """
 
-from absl import app
-from absl import flags
+from absl import app, flags
 from flax import linen as nn
 import jax
 import jax.numpy as jnp
 
-from mod_jax import routing
-from mod_jax import timing
+from mod_jax import routing, timing
 from mod_jax.layers.attention import AttentionConfig
 from mod_jax.layers.block import BlockConfig
 from mod_jax.layers.mlp import MLPConfig
-from mod_jax.layers.routed import Layer
-from mod_jax.layers.routed import LayerConfig
-from mod_jax.layers.routed import MoDConfig
+from mod_jax.layers.routed import Layer, LayerConfig, MoDConfig
 from mod_jax.layers.token_info import TokenInfo
 from mod_jax_kernels.token_select import token_select
 import results as results_lib

@@ -12,8 +12,7 @@ result stands beside this file as JSON.
 import contextlib
 import dataclasses
 
-from absl import app
-from absl import flags
+from absl import app, flags
 import child
 from flax import linen as nn
 import jax
@@ -21,9 +20,7 @@ import machine
 import optax
 import parts
 
-from mod_jax import flops
-from mod_jax import losses
-from mod_jax import timing
+from mod_jax import flops, losses, timing
 from mod_jax.layers.routed import MoDConfig
 from mod_jax.models.lm import LMConfig
 import results as results_lib

@@ -11,15 +11,13 @@ out, at tiny sizes, on a CPU.
 
 import importlib
 
-from absl import app
-from absl import flags
+from absl import app, flags
 import jax
 import jax.numpy as jnp
 
 from mod_jax import timing
 import mod_jax_kernels
-from mod_jax_kernels import dispatch
-from mod_jax_kernels import tiles
+from mod_jax_kernels import dispatch, tiles
 
 _OP = flags.DEFINE_enum(
   'op', 'acm_mlp', ['acm_mlp', 'route_scores', 'token_select'], 'What to tune.'

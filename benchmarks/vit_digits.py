@@ -12,16 +12,12 @@ two cores; started again, it continues.
 import pathlib
 import re
 
-from absl import app
-from absl import flags
+from absl import app, flags
 import machine
-from machine import cell
-from machine import point
-from machine import spread
+from machine import cell, point, spread
 
 from mod_jax import config as config_lib
-from mod_jax import flops
-from mod_jax import viz
+from mod_jax import flops, viz
 from mod_jax.tasks import phases
 from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train import metrics as metrics_lib

@@ -8,13 +8,11 @@ in one run; the time ratio stands beside the FLOP ratio. The result stands
 beside this file as JSON. On a GPU: `--dtype=bfloat16 --batches=1,32,256`.
 """
 
-from absl import app
-from absl import flags
+from absl import app, flags
 from flax import linen as nn
 import jax
 
-from mod_jax import flops
-from mod_jax import timing
+from mod_jax import flops, timing
 from mod_jax.layers.routed import VisionRoutingConfig
 from mod_jax.models import vit
 from mod_jax.models.dynamic_vit import DynamicViTConfig

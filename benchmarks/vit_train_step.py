@@ -7,16 +7,13 @@ eighth of the tokens in every other block; in turn in one run, the time ratio
 beside the FLOP ratio. The result stands beside this file as JSON.
 """
 
-from absl import app
-from absl import flags
+from absl import app, flags
 from flax import linen as nn
 import jax
 import machine
 import optax
 
-from mod_jax import flops
-from mod_jax import losses
-from mod_jax import timing
+from mod_jax import flops, losses, timing
 from mod_jax.layers.routed import VisionRoutingConfig
 from mod_jax.models import vit
 import results as results_lib

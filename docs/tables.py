@@ -18,8 +18,7 @@ import pathlib
 import re
 import sys
 
-from table_parts.common import ROOT
-from table_parts.common import TABLES
+from table_parts.common import ROOT, TABLES
 
 from mod_jax.errors import UserError
 

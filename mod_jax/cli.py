@@ -13,14 +13,11 @@ import platform
 import re
 import sys
 
-from absl import app
-from absl import flags
-from absl import logging
+from absl import app, flags, logging
 import jax
 
 from mod_jax import config as config_lib
-from mod_jax import last_words
-from mod_jax import paths
+from mod_jax import last_words, paths
 from mod_jax.errors import UserError
 
 # What absl's parsers say, and what a person should read instead.

@@ -13,8 +13,7 @@ import itertools
 import json
 import pathlib
 
-from absl import flags
-from absl import logging
+from absl import flags, logging
 import jax
 import jax.numpy as jnp
 import lm_eval.api.model

@@ -11,10 +11,8 @@ from typing import Annotated
 
 from flax import linen as nn
 import jax
-from jax.experimental import mesh_utils
-from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec
+from jax.experimental import mesh_utils, multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
 import numpy as np
 
 from mod_jax import config as config_lib

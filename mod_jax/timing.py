@@ -1,7 +1,6 @@
 """Times that can be compared: interleaved, so that slow spells hit alike."""
 
-from collections.abc import Callable
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 import statistics
 import time
 

@@ -1,8 +1,6 @@
 """Parameters by name, and parameters that are put where others were."""
 
-from collections.abc import Iterable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 import itertools
 import re
 from typing import Any

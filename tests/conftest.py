@@ -158,8 +158,7 @@ def equations():
 
 def lower_for_hopper(function, *args) -> str:
   """Returns what JAX hands to an H200: Triton kernels are compiled in it."""
-  from jax.sharding import AbstractDevice
-  from jax.sharding import AbstractMesh
+  from jax.sharding import AbstractDevice, AbstractMesh
 
   device = AbstractDevice(
     device_kind='NVIDIA H200', num_cores=132, platform='cuda'

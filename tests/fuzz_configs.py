@@ -42,8 +42,10 @@ import jax  # noqa: E402
 from mod_jax import cli  # noqa: E402
 from mod_jax import config as config_lib  # noqa: E402
 from mod_jax.sweeps import grid  # noqa: E402
-from mod_jax.tasks import make_task  # noqa: E402
-from mod_jax.tasks import phases  # noqa: E402
+from mod_jax.tasks import (
+  make_task,  # noqa: E402
+  phases,  # noqa: E402
+)
 from mod_jax.tasks.experiment import ExperimentConfig  # noqa: E402
 from mod_jax.train import optimizer as optimizer_lib  # noqa: E402
 

@@ -41,13 +41,17 @@ from mod_jax import config as config_lib  # noqa: E402
 from mod_jax.convert import files  # noqa: E402
 from mod_jax.convert import lm as convert_lm  # noqa: E402
 from mod_jax.convert import vit as convert_vit  # noqa: E402
-from mod_jax.data import image_folder  # noqa: E402
-from mod_jax.data import tokenizers  # noqa: E402
+from mod_jax.data import (
+  image_folder,  # noqa: E402
+  tokenizers,  # noqa: E402
+)
 from mod_jax.data.images import Preprocess  # noqa: E402
 from mod_jax.data.text import TextDataConfig  # noqa: E402
 from mod_jax.errors import UserError  # noqa: E402
-from mod_jax.layers.routed import MoDConfig  # noqa: E402
-from mod_jax.layers.routed import VisionRoutingConfig  # noqa: E402
+from mod_jax.layers.routed import (
+  MoDConfig,  # noqa: E402
+  VisionRoutingConfig,  # noqa: E402
+)
 from mod_jax.models.lm import LMConfig  # noqa: E402
 from mod_jax.models.vit import ViTConfig  # noqa: E402
 from mod_jax.serving import chat  # noqa: E402

@@ -1,8 +1,7 @@
 import dataclasses
 import json
 import math
-from typing import Annotated
-from typing import Literal
+from typing import Annotated, Literal
 
 import hypothesis
 from hypothesis import strategies as st

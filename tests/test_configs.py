@@ -17,8 +17,7 @@ import numpy as np
 import pytest
 
 from mod_jax import config as config_lib
-from mod_jax import flops
-from mod_jax import parallel
+from mod_jax import flops, parallel
 from mod_jax.errors import UserError
 from mod_jax.layers.acm import ACMConfig
 from mod_jax.layers.mlp import MLPConfig

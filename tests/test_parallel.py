@@ -5,16 +5,14 @@ import re
 from flax import linen as nn
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 import numpy as np
 import pytest
 
 from mod_jax import parallel
 from mod_jax.errors import UserError
 from mod_jax.layers import acm
-from mod_jax.layers.attention import Attention
-from mod_jax.layers.attention import AttentionConfig
+from mod_jax.layers.attention import Attention, AttentionConfig
 from mod_jax.layers.routed import MoDConfig
 from mod_jax.layers.token_info import TokenInfo
 from mod_jax.models.lm import LMConfig

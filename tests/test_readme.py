@@ -22,8 +22,7 @@ import pytest
 import mod_jax
 from mod_jax import cli
 from mod_jax import config as config_lib
-from mod_jax.data.images import ImageDataConfig
-from mod_jax.data.images import Preprocess
+from mod_jax.data.images import ImageDataConfig, Preprocess
 from mod_jax.data.text import TextDataConfig
 from mod_jax.layers.routed import VisionRoutingConfig
 from mod_jax.models.lm import LMConfig
@@ -31,10 +30,7 @@ from mod_jax.models.vit import ViTConfig
 from mod_jax.sweeps import grid
 from mod_jax.tasks import make_task
 from mod_jax.tasks.experiment import ExperimentConfig
-from mod_jax.tasks.studies import adaptive
-from mod_jax.tasks.studies import conversion
-from mod_jax.tasks.studies import images
-from mod_jax.tasks.studies import language
+from mod_jax.tasks.studies import adaptive, conversion, images, language
 
 pytestmark = pytest.mark.usefixtures('compilation_cache')
 

@@ -13,19 +13,15 @@ import numpy as np
 import pytest
 
 from mod_jax import config as config_lib
-from mod_jax import flops
-from mod_jax import parallel
+from mod_jax import flops, parallel
 from mod_jax.errors import UserError
-from mod_jax.layers.acm import FFNS
-from mod_jax.layers.acm import AdaptiveConfig
+from mod_jax.layers.acm import FFNS, AdaptiveConfig
 from mod_jax.layers.mode import RoutingMode
 from mod_jax.layers.routed import VisionRoutingConfig
 from mod_jax.models import lm
 from mod_jax.models.vit import ViTConfig
 from mod_jax.parallel import MeshConfig
-from mod_jax.sweeps import hlo
-from mod_jax.sweeps import prove
-from mod_jax.sweeps import slices
+from mod_jax.sweeps import hlo, prove, slices
 
 pytestmark = [
   pytest.mark.slow,

@@ -13,11 +13,8 @@ for tests.
 import dataclasses
 
 from mod_jax import config as config_lib
-from mod_jax.layers.acm import FFNS
-from mod_jax.layers.acm import AdaptiveConfig
-from mod_jax.tasks.experiment import ACMObjective
-from mod_jax.tasks.experiment import ExperimentConfig
-from mod_jax.tasks.experiment import PhaseConfig
+from mod_jax.layers.acm import FFNS, AdaptiveConfig
+from mod_jax.tasks.experiment import ACMObjective, ExperimentConfig, PhaseConfig
 
 dense = config_lib.sibling(__file__, '../lm/dense')
 mod = config_lib.sibling(__file__, '../lm/mod')

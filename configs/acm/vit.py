@@ -19,12 +19,9 @@ import dataclasses
 
 from mod_jax import config as config_lib
 from mod_jax.data.augment import AugmentConfig
-from mod_jax.layers.acm import FFNS
-from mod_jax.layers.acm import AdaptiveConfig
+from mod_jax.layers.acm import FFNS, AdaptiveConfig
 from mod_jax.models import vit
-from mod_jax.tasks.experiment import ACMObjective
-from mod_jax.tasks.experiment import ExperimentConfig
-from mod_jax.tasks.experiment import PhaseConfig
+from mod_jax.tasks.experiment import ACMObjective, ExperimentConfig, PhaseConfig
 from mod_jax.train.optimizer import OptimizerConfig
 
 recipe = config_lib.sibling(__file__, '../vit/imagenet')

@@ -29,8 +29,7 @@ from mod_jax.layers.routed import MoDConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train.optimizer import OptimizerConfig
-from mod_jax.train.run_config import EvaluationConfig
-from mod_jax.train.run_config import TrainConfig
+from mod_jax.train.run_config import EvaluationConfig, TrainConfig
 
 BUDGET = 2.32e13  # FLOPs of a whole run, the same for its dense twins.
 # Of a whole run; one of other steps takes the same fraction of them.

@@ -40,9 +40,7 @@ from mod_jax.parallel import MeshConfig
 from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train.checkpoints import CheckpointConfig
 from mod_jax.train.optimizer import OptimizerConfig
-from mod_jax.train.run_config import EvaluationConfig
-from mod_jax.train.run_config import LogConfig
-from mod_jax.train.run_config import TrainConfig
+from mod_jax.train.run_config import EvaluationConfig, LogConfig, TrainConfig
 
 # Blocks, width, heads, devices along fsdp; and the one of the paper's budgets,
 # in training FLOPs, whose best model is nearest to this size.

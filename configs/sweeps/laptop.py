@@ -23,13 +23,10 @@ from mod_jax import config as config_lib
 from mod_jax.data.text import TextDataConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.sweeps import plan
-from mod_jax.sweeps.plan import Group
-from mod_jax.sweeps.plan import SweepConfig
+from mod_jax.sweeps.plan import Group, SweepConfig
 from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train.checkpoints import CheckpointConfig
-from mod_jax.train.run_config import EvaluationConfig
-from mod_jax.train.run_config import LogConfig
-from mod_jax.train.run_config import TrainConfig
+from mod_jax.train.run_config import EvaluationConfig, LogConfig, TrainConfig
 
 ROUTING = config_lib.sibling(__file__, '../lm/mod').ROUTING
 # By many small heads, models learn sooner to copy from their context, and the

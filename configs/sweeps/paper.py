@@ -18,8 +18,7 @@ from mod_jax import peaks
 from mod_jax.data.text import TextDataConfig
 from mod_jax.parallel import MeshConfig
 from mod_jax.sweeps import plan
-from mod_jax.sweeps.plan import Group
-from mod_jax.sweeps.plan import SweepConfig
+from mod_jax.sweeps.plan import Group, SweepConfig
 from mod_jax.train.run_config import EvaluationConfig
 
 lm = config_lib.sibling(__file__, '../lm/paper')

@@ -23,8 +23,7 @@ import dataclasses
 from mod_jax import config as config_lib
 from mod_jax.layers.acm import AdaptiveConfig
 from mod_jax.models.dynamic_vit import DynamicViTConfig
-from mod_jax.tasks.experiment import ExperimentConfig
-from mod_jax.tasks.experiment import PruningObjective
+from mod_jax.tasks.experiment import ExperimentConfig, PruningObjective
 
 acm = config_lib.sibling(__file__, '../acm/vit')
 digits = acm.digits_recipe

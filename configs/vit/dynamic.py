@@ -24,8 +24,7 @@ import functools
 from mod_jax import config as config_lib
 from mod_jax.models import vit
 from mod_jax.models.dynamic_vit import DynamicViTConfig
-from mod_jax.tasks.experiment import ExperimentConfig
-from mod_jax.tasks.experiment import PruningObjective
+from mod_jax.tasks.experiment import ExperimentConfig, PruningObjective
 from mod_jax.train.optimizer import OptimizerConfig
 from mod_jax.train.run_config import TrainConfig
 

@@ -26,8 +26,7 @@ from mod_jax.layers.routed import VisionRoutingConfig
 from mod_jax.models import vit
 from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train.optimizer import OptimizerConfig
-from mod_jax.train.run_config import EvaluationConfig
-from mod_jax.train.run_config import TrainConfig
+from mod_jax.train.run_config import EvaluationConfig, TrainConfig
 
 digits = config_lib.sibling(__file__, 'digits')
 

@@ -4,9 +4,7 @@ import json
 
 from machine import markdown
 
-from table_parts.common import ROOT
-from table_parts.common import read_csv
-from table_parts.common import table
+from table_parts.common import ROOT, read_csv, table
 
 FOLDER = 'isoflop_laptop'
 

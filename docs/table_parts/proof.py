@@ -4,8 +4,7 @@ import math
 
 from machine import markdown
 
-from table_parts.common import read_csv
-from table_parts.common import table
+from table_parts.common import read_csv, table
 
 
 def proofs(name: str) -> list[dict[str, str]]:

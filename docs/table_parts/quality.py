@@ -6,9 +6,7 @@ import machine
 from machine import markdown
 import study_tables
 
-from table_parts.common import measured
-from table_parts.common import studied
-from table_parts.common import table
+from table_parts.common import measured, studied, table
 from table_parts.laptop import laptop_fit
 
 

@@ -2,9 +2,7 @@
 
 from machine import markdown
 
-from table_parts.common import ROOT
-from table_parts.common import measured
-from table_parts.common import table
+from table_parts.common import ROOT, measured, table
 
 
 def between(low: float, high: float, digits: int = 3) -> str:

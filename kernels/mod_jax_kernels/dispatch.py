@@ -5,8 +5,7 @@ platform if need be. Those with kernels are chosen where a program is lowered,
 so that a program for a TPU, made on a laptop, has the TPU's kernel.
 """
 
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import contextlib
 import contextvars
 import dataclasses
@@ -17,8 +16,7 @@ from typing import Any
 
 import jax
 from jax.extend import core
-from jax.interpreters import batching
-from jax.interpreters import mlir
+from jax.interpreters import batching, mlir
 
 # Backend -> the platform that its kernels are compiled for, and tuned on.
 PLATFORMS = {'pallas': 'tpu', 'triton': 'cuda'}

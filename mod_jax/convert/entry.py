@@ -1,7 +1,6 @@
 """One array of another library, and ours: names and layouts."""
 
-from collections.abc import Callable
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 import dataclasses
 import math
 from typing import Literal

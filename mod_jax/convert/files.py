@@ -1,7 +1,6 @@
 """Files of named arrays: safetensors, NumPy's `.npz` and PyTorch's `.pth`."""
 
-from collections.abc import Container
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 import dataclasses
 import io
 import os

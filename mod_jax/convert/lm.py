@@ -13,8 +13,7 @@ import json
 import os
 import pathlib
 import re
-from typing import Any
-from typing import Literal
+from typing import Any, Literal
 
 from flax import linen as nn
 import jax
@@ -22,11 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from mod_jax import config as config_lib
-from mod_jax import paths
-from mod_jax import trees
+from mod_jax import paths, trees
 from mod_jax.convert import files
-from mod_jax.convert.entry import Entry
-from mod_jax.convert.entry import Lazy
+from mod_jax.convert.entry import Entry, Lazy
 from mod_jax.data.tokenizers import Tokenizer
 from mod_jax.errors import UserError
 from mod_jax.layers.rope import RopeScaling

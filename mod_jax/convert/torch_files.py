@@ -6,8 +6,7 @@ a function is only a name, and a name is refused unless it stands in a short
 list of what tensors and dictionaries are made of.
 """
 
-from collections.abc import Callable
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 import dataclasses
 import io
 import math
@@ -15,8 +14,7 @@ import os
 import pathlib
 import pickletools
 import struct
-from typing import Any
-from typing import BinaryIO
+from typing import Any, BinaryIO
 import zipfile
 
 import jax.numpy as jnp

@@ -13,8 +13,7 @@ import math
 import os
 import pathlib
 import re
-from typing import Any
-from typing import Literal
+from typing import Any, Literal
 
 from absl import logging
 from flax import linen as nn
@@ -24,14 +23,12 @@ import numpy as np
 
 from mod_jax import config as config_lib
 from mod_jax import trees
-from mod_jax.convert import beside
-from mod_jax.convert import files
+from mod_jax.convert import beside, files
 from mod_jax.convert.entry import Entry
 from mod_jax.errors import UserError
 from mod_jax.layers.stem import ConvStemConfig
 from mod_jax.models import vit
-from mod_jax.models.dynamic_vit import DynamicViTConfig
-from mod_jax.models.dynamic_vit import equal_stages
+from mod_jax.models.dynamic_vit import DynamicViTConfig, equal_stages
 from mod_jax.models.vit import ViTConfig
 
 Config = ViTConfig | DynamicViTConfig

@@ -10,14 +10,10 @@ picture or batch, so the same generator state gives the same bytes. A batch has
 from collections.abc import Callable
 import dataclasses
 import math
-from typing import Annotated
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
-from PIL import Image
-from PIL import ImageEnhance
-from PIL import ImageFilter
-from PIL import ImageOps
+from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 
 from mod_jax import config as config_lib
 

@@ -1,13 +1,11 @@
 """A subword tokeniser that a run makes itself, from its own training files."""
 
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 import pathlib
 
 import tokenizers as hf_tokenizers
 
-from mod_jax import errors
-from mod_jax import paths
+from mod_jax import errors, paths
 from mod_jax.data import corpus
 
 END_OF_TEXT = '<|endoftext|>'

@@ -1,7 +1,6 @@
 """What pipelines of text and of pictures share: checks, and who gets what."""
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import grain

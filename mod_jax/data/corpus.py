@@ -7,10 +7,7 @@ stream, and with it every batch, is the same wherever the tree is mounted.
 import array
 import codecs
 import collections
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 import contextlib
 import dataclasses
 import functools
@@ -20,15 +17,12 @@ import os
 import struct
 import sysconfig
 import time
-from typing import Any
-from typing import BinaryIO
-from typing import Protocol
+from typing import Any, BinaryIO, Protocol
 
 from absl import logging
 import numpy as np
 
-from mod_jax import errors
-from mod_jax import paths
+from mod_jax import errors, paths
 from mod_jax.data import tokenizers
 
 _SKIPPED_DIRS = frozenset(('site-packages', 'dist-packages', '__pycache__'))

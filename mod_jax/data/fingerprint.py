@@ -5,8 +5,7 @@ and hashes of the content. Of large data a sample is read, always the same one,
 so a change that keeps all sizes and touches nothing of the sample stays unseen.
 """
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent import futures
 import hashlib
 import json

@@ -20,12 +20,10 @@ from typing import Any
 
 from absl import logging
 import numpy as np
-from PIL import Image
-from PIL import ImageOps
+from PIL import Image, ImageOps
 
 from mod_jax import config as config_lib
-from mod_jax import errors
-from mod_jax import paths
+from mod_jax import errors, paths
 from mod_jax.data import fingerprint as fingerprints
 
 _EVAL_FOLDERS = ('eval', 'val', 'validation', 'test')

@@ -11,20 +11,15 @@ batch is a dict of arrays (S is `config.image_size`, V the number of classes):
 Decoding and augmentation run inside Grain, in threads or worker processes.
 """
 
-from collections.abc import Iterable
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 import contextlib
 import dataclasses
 import functools
 import os
 import signal
-from typing import Annotated
-from typing import Any
-from typing import Literal
-from typing import Protocol
+from typing import Annotated, Any, Literal, Protocol
 
-from absl import flags
-from absl import logging
+from absl import flags, logging
 import grain
 import numpy as np
 from PIL import Image
@@ -32,10 +27,7 @@ from PIL import Image
 from mod_jax import config as config_lib
 from mod_jax import errors
 from mod_jax.data import augment as augment_lib
-from mod_jax.data import common
-from mod_jax.data import digits
-from mod_jax.data import image_folder
-from mod_jax.data import tfds_images
+from mod_jax.data import common, digits, image_folder, tfds_images
 
 Batch = dict[str, np.ndarray]
 

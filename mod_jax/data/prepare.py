@@ -9,10 +9,7 @@ all, so the same command goes on after a kill. Runs read the result by
 `--config.data.source=prepared --config.data.path=corpus`.
 """
 
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent import futures
 import dataclasses
 import functools
@@ -26,17 +23,10 @@ from typing import Any
 from absl import flags
 import tqdm
 
-from mod_jax import cli
+from mod_jax import cli, errors, paths
 from mod_jax import config as config_lib
-from mod_jax import errors
-from mod_jax import paths
-from mod_jax.data import corpus
+from mod_jax.data import corpus, prepared, tables, text, tfds_text, tokenizers
 from mod_jax.data import fingerprint as fingerprints
-from mod_jax.data import prepared
-from mod_jax.data import tables
-from mod_jax.data import text
-from mod_jax.data import tfds_text
-from mod_jax.data import tokenizers
 
 # A part is called for its documents, each of which is text in pieces.
 Part = Callable[[], Iterable[Iterable[str]]]

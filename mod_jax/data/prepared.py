@@ -21,11 +21,9 @@ import pathlib
 import threading
 from typing import Any
 
-from mod_jax import errors
-from mod_jax import paths
-from mod_jax.data import corpus
+from mod_jax import errors, paths
+from mod_jax.data import corpus, tokenizers
 from mod_jax.data import fingerprint as fingerprints
-from mod_jax.data import tokenizers
 
 GROUPS = ('train', 'held_out')
 _INDEX = 'index.json'

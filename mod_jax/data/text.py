@@ -17,34 +17,31 @@ TensorFlow Datasets are packed by Grain. With segments, a target that begins
 another document has weight 0.
 """
 
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 import dataclasses
 import itertools
 import math
 import os
 import pathlib
 import platform
-from typing import Annotated
-from typing import Any
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 from absl import logging
 import grain
 import numpy as np
 
 from mod_jax import config as config_lib
-from mod_jax import errors
-from mod_jax import paths
-from mod_jax.data import bpe
-from mod_jax.data import common
-from mod_jax.data import corpus
-from mod_jax.data import environment
+from mod_jax import errors, paths
+from mod_jax.data import (
+  bpe,
+  common,
+  corpus,
+  environment,
+  prepared,
+  tfds_text,
+  tokenizers,
+)
 from mod_jax.data import fingerprint as fingerprints
-from mod_jax.data import prepared
-from mod_jax.data import tfds_text
-from mod_jax.data import tokenizers
 
 Batch = dict[str, np.ndarray]
 

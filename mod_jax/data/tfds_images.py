@@ -7,8 +7,7 @@ from PIL import Image
 
 from mod_jax import errors
 from mod_jax.data import fingerprint as fingerprints
-from mod_jax.data import image_folder
-from mod_jax.data import tfds_builder
+from mod_jax.data import image_folder, tfds_builder
 
 _IMAGE = 'image'
 _LABEL = 'label'

@@ -17,8 +17,7 @@ import numpy as np
 import sentencepiece
 import tokenizers
 
-from mod_jax import errors
-from mod_jax import paths
+from mod_jax import errors, paths
 
 REPLACEMENT = '\N{REPLACEMENT CHARACTER}'
 

@@ -17,8 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mod_jax import config as config_lib
-from mod_jax import errors
-from mod_jax import parallel
+from mod_jax import errors, parallel
 from mod_jax.layers import dense
 from mod_jax.layers.block import BlockConfig
 from mod_jax.layers.experts import ExpertMLPConfig

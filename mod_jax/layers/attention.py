@@ -2,8 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any
-from typing import Literal
+from typing import Any, Literal
 
 from flax import linen as nn
 import flax.struct
@@ -11,15 +10,12 @@ import jax
 import jax.numpy as jnp
 
 from mod_jax import config as config_lib
-from mod_jax import errors
-from mod_jax import parallel
-from mod_jax.layers import dense
-from mod_jax.layers import rope
+from mod_jax import errors, parallel
+from mod_jax.layers import dense, rope
 from mod_jax.layers.cache import KVCache
 from mod_jax.layers.mode import Mode
 from mod_jax.layers.slots import Slot
-from mod_jax.layers.token_info import Source
-from mod_jax.layers.token_info import TokenInfo
+from mod_jax.layers.token_info import Source, TokenInfo
 import mod_jax_kernels
 
 

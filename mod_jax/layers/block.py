@@ -11,11 +11,13 @@ import jax.numpy as jnp
 from mod_jax import config as config_lib
 from mod_jax import errors
 from mod_jax.layers import dense
-from mod_jax.layers.attention import Attention
-from mod_jax.layers.attention import AttentionConfig
-from mod_jax.layers.attention import BlockOutput
-from mod_jax.layers.attention import Score
-from mod_jax.layers.attention import add_aux
+from mod_jax.layers.attention import (
+  Attention,
+  AttentionConfig,
+  BlockOutput,
+  Score,
+  add_aux,
+)
 from mod_jax.layers.cache import KVCache
 from mod_jax.layers.mode import Mode
 from mod_jax.layers.slots import Slot

@@ -19,13 +19,10 @@ from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
 from mod_jax import config as config_lib
-from mod_jax import errors
-from mod_jax import parallel
-from mod_jax import routing
+from mod_jax import errors, parallel, routing
 from mod_jax.layers import dense
 from mod_jax.layers.block import BlockConfig
-from mod_jax.layers.mlp import MLPConfig
-from mod_jax.layers.mlp import hidden_units
+from mod_jax.layers.mlp import MLPConfig, hidden_units
 from mod_jax.layers.mode import Mode
 from mod_jax.layers.routed import SELECTION_NAME
 from mod_jax.layers.slots import Slot

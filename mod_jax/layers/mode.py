@@ -2,16 +2,13 @@
 
 import dataclasses
 import math
-from typing import Annotated
-from typing import Literal
+from typing import Annotated, Literal
 
 import jax
 
 from mod_jax import config as config_lib
-from mod_jax import errors
-from mod_jax import routing
-from mod_jax.layers.rules import RULES
-from mod_jax.layers.rules import Rule
+from mod_jax import errors, routing
+from mod_jax.layers.rules import RULES, Rule
 
 RuleName = Literal[
   'top_k', 'router', 'predictor', 'threshold', 'fixed', 'never'

@@ -7,9 +7,7 @@ largest r, `x' = x` for the rest.
 from collections import Counter
 import dataclasses
 import functools
-from typing import Annotated
-from typing import Any
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 from flax import linen as nn
 import flax.struct
@@ -18,20 +16,14 @@ from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
 from mod_jax import config as config_lib
-from mod_jax import errors
-from mod_jax import routing
-from mod_jax.layers import rules
-from mod_jax.layers import scores
+from mod_jax import errors, routing
+from mod_jax.layers import rules, scores
 from mod_jax.layers.attention import Score as AttentionScore
-from mod_jax.layers.block import Block
-from mod_jax.layers.block import BlockConfig
+from mod_jax.layers.block import Block, BlockConfig
 from mod_jax.layers.cache import KVCache
-from mod_jax.layers.mode import Mode
-from mod_jax.layers.mode import RoutingMode
-from mod_jax.layers.mode import RuleName
+from mod_jax.layers.mode import Mode, RoutingMode, RuleName
 from mod_jax.layers.rules import Rule
-from mod_jax.layers.scores import RouterWeights
-from mod_jax.layers.scores import Score
+from mod_jax.layers.scores import RouterWeights, Score
 from mod_jax.layers.token_info import TokenInfo
 
 # When generating, pieces of up to so many tokens are processed row by row, and

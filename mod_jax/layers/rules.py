@@ -2,8 +2,7 @@
 
 import abc
 import dataclasses
-from typing import TYPE_CHECKING
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import jax
 import jax.numpy as jnp

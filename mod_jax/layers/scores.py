@@ -2,9 +2,7 @@
 
 import abc
 import dataclasses
-from typing import Annotated
-from typing import ClassVar
-from typing import Literal
+from typing import Annotated, ClassVar, Literal
 
 from flax import linen as nn
 import flax.struct

@@ -2,8 +2,7 @@
 
 import abc
 import dataclasses
-from typing import Any
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 

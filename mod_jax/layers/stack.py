@@ -1,33 +1,24 @@
 """A stack of layers: which ones are routed, and how they are run."""
 
-from collections.abc import Iterable
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 import dataclasses
 import functools
-from typing import Any
-from typing import Literal
+from typing import Any, Literal
 
 from flax import linen as nn
 import flax.struct
 import jax
 import jax.numpy as jnp
 
-from mod_jax import errors
-from mod_jax import parallel
+from mod_jax import errors, parallel
 from mod_jax.layers import routed
 from mod_jax.layers.acm import AdaptiveConfig
 from mod_jax.layers.block import BlockConfig
 from mod_jax.layers.cache import KVCache
 from mod_jax.layers.experts import ExpertsConfig
-from mod_jax.layers.mode import Mode
-from mod_jax.layers.mode import RoutingMode
-from mod_jax.layers.routed import Layer
-from mod_jax.layers.routed import LayerConfig
-from mod_jax.layers.routed import LayerOutput
-from mod_jax.layers.routed import RoutingConfig
-from mod_jax.layers.scores import Learned
-from mod_jax.layers.scores import Router
-from mod_jax.layers.scores import RouterWeights
+from mod_jax.layers.mode import Mode, RoutingMode
+from mod_jax.layers.routed import Layer, LayerConfig, LayerOutput, RoutingConfig
+from mod_jax.layers.scores import Learned, Router, RouterWeights
 from mod_jax.layers.token_info import TokenInfo
 from mod_jax_kernels.attention import RESIDUALS
 

@@ -4,18 +4,16 @@ A pair is a sum and the number of things summed. Pairs of microbatches and
 hosts are added, and divided once.
 """
 
-from mod_jax.losses import acm
-from mod_jax.losses import experts
-from mod_jax.losses.language import head_loss
-from mod_jax.losses.language import next_token_loss
-from mod_jax.losses.routing import choice_agreement
-from mod_jax.losses.routing import choice_bce
-from mod_jax.losses.routing import path_balance
-from mod_jax.losses.vision import classification_loss
-from mod_jax.losses.vision import logit_distillation
-from mod_jax.losses.vision import ratio_loss
-from mod_jax.losses.vision import token_distillation
-from mod_jax.losses.vision import top_k_accuracy
+from mod_jax.losses import acm, experts
+from mod_jax.losses.language import head_loss, next_token_loss
+from mod_jax.losses.routing import choice_agreement, choice_bce, path_balance
+from mod_jax.losses.vision import (
+  classification_loss,
+  logit_distillation,
+  ratio_loss,
+  token_distillation,
+  top_k_accuracy,
+)
 
 __all__ = (
   'acm',

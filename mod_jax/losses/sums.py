@@ -1,7 +1,6 @@
 """What losses and metrics are: sums that are divided once, at the end."""
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp

@@ -4,8 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mod_jax.losses.sums import Pair
-from mod_jax.losses.sums import weighted_sum
+from mod_jax.losses.sums import Pair, weighted_sum
 
 
 def classification_loss(

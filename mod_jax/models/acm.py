@@ -15,8 +15,7 @@ import jax
 from mod_jax import config as config_lib
 from mod_jax import trees
 from mod_jax.layers import stack as stack_lib
-from mod_jax.layers.acm import ACMConfig
-from mod_jax.layers.acm import AdaptiveConfig
+from mod_jax.layers.acm import ACMConfig, AdaptiveConfig
 from mod_jax.layers.mode import Mode
 from mod_jax.layers.slots import Slot
 from mod_jax.models.lm import LMConfig

@@ -7,8 +7,7 @@ the tokens that are left.
 import dataclasses
 import functools
 import math
-from typing import Any
-from typing import Literal
+from typing import Any, Literal
 
 from flax import linen as nn
 import flax.struct
@@ -16,8 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from mod_jax import config as config_lib
-from mod_jax import errors
-from mod_jax import routing
+from mod_jax import errors, routing
 from mod_jax.layers import dense
 from mod_jax.layers.mode import Mode
 from mod_jax.models import vit

@@ -3,9 +3,7 @@
 import dataclasses
 import functools
 import math
-from typing import Annotated
-from typing import Any
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 from flax import linen as nn
 import flax.struct
@@ -14,28 +12,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from mod_jax import config as config_lib
-from mod_jax import errors
-from mod_jax import losses
-from mod_jax import parallel
-from mod_jax import trees
-from mod_jax.layers import dense
+from mod_jax import errors, losses, parallel, trees
+from mod_jax.layers import dense, token_info
 from mod_jax.layers import stack as stack_lib
-from mod_jax.layers import token_info
 from mod_jax.layers.acm import AdaptiveConfig
 from mod_jax.layers.attention import AttentionConfig
 from mod_jax.layers.block import BlockConfig
 from mod_jax.layers.experts import ExpertsConfig
 from mod_jax.layers.mlp import MLPConfig
-from mod_jax.layers.mode import Mode
-from mod_jax.layers.mode import RoutingMode
+from mod_jax.layers.mode import Mode, RoutingMode
 from mod_jax.layers.rope import RopeScaling
 from mod_jax.layers.routed import MoDConfig
 from mod_jax.layers.slots import Slot
-from mod_jax.layers.stack import Stack
-from mod_jax.layers.stack import StackConfig
+from mod_jax.layers.stack import Stack, StackConfig
 from mod_jax.losses.sums import Pair
-from mod_jax.models.protocol import StackedConfig
-from mod_jax.models.protocol import StackedOutput
+from mod_jax.models.protocol import StackedConfig, StackedOutput
 
 _TOKENS = 64  # Of a prompt, whose logits are there at a time.
 

@@ -1,18 +1,14 @@
 """What every model's config offers, whatever the model."""
 
 import dataclasses
-from typing import Any
-from typing import Protocol
-from typing import runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from flax import linen as nn
 
 from mod_jax.layers import stack
 from mod_jax.layers.acm import AdaptiveConfig
-from mod_jax.layers.experts import Assigned
-from mod_jax.layers.experts import ExpertsConfig
-from mod_jax.layers.routed import Routing
-from mod_jax.layers.routed import RoutingConfig
+from mod_jax.layers.experts import Assigned, ExpertsConfig
+from mod_jax.layers.routed import Routing, RoutingConfig
 
 
 @runtime_checkable

@@ -4,8 +4,7 @@ from collections import Counter
 import dataclasses
 import functools
 import math
-from typing import Any
-from typing import Literal
+from typing import Any, Literal
 
 from flax import linen as nn
 import flax.struct
@@ -13,8 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from mod_jax import config as config_lib
-from mod_jax import errors
-from mod_jax import parallel
+from mod_jax import errors, parallel
 from mod_jax.layers import dense
 from mod_jax.layers import stack as stack_lib
 from mod_jax.layers.acm import AdaptiveConfig
@@ -23,16 +21,12 @@ from mod_jax.layers.block import BlockConfig
 from mod_jax.layers.experts import ExpertsConfig
 from mod_jax.layers.mlp import MLPConfig
 from mod_jax.layers.mode import Mode
-from mod_jax.layers.routed import LayerOutput
-from mod_jax.layers.routed import VisionRoutingConfig
+from mod_jax.layers.routed import LayerOutput, VisionRoutingConfig
 from mod_jax.layers.slots import Slot
-from mod_jax.layers.stack import Stack
-from mod_jax.layers.stack import StackConfig
-from mod_jax.layers.stem import ConvStem
-from mod_jax.layers.stem import ConvStemConfig
+from mod_jax.layers.stack import Stack, StackConfig
+from mod_jax.layers.stem import ConvStem, ConvStemConfig
 from mod_jax.layers.token_info import TokenInfo
-from mod_jax.models.protocol import StackedConfig
-from mod_jax.models.protocol import StackedOutput
+from mod_jax.models.protocol import StackedConfig, StackedOutput
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

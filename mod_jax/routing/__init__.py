@@ -10,28 +10,30 @@ Everything in this package works on `[B, L]` scores and static counts:
 * `thresholds`: the moving average of the k-th score.
 """
 
-from mod_jax.routing.controls import gaussian_scores
-from mod_jax.routing.controls import gaussian_threshold
-from mod_jax.routing.controls import stride_scores
-from mod_jax.routing.dispatch import give_slots
-from mod_jax.routing.dispatch import inverse
-from mod_jax.routing.dispatch import take
-from mod_jax.routing.gates import GATES
-from mod_jax.routing.gates import gate
-from mod_jax.routing.schedules import capacity_floor
-from mod_jax.routing.schedules import layer_capacities
-from mod_jax.routing.schedules import shifted_cosine
-from mod_jax.routing.selection import Selection
-from mod_jax.routing.selection import for_lengths
-from mod_jax.routing.selection import gather_tokens
-from mod_jax.routing.selection import mark_tokens
-from mod_jax.routing.selection import num_chosen
-from mod_jax.routing.selection import scatter_add_tokens
-from mod_jax.routing.selection import select_decided
-from mod_jax.routing.selection import select_tokens
-from mod_jax.routing.selection import select_top_k
-from mod_jax.routing.thresholds import MovingThreshold
-from mod_jax.routing.thresholds import mean_of_rows
+from mod_jax.routing.controls import (
+  gaussian_scores,
+  gaussian_threshold,
+  stride_scores,
+)
+from mod_jax.routing.dispatch import give_slots, inverse, take
+from mod_jax.routing.gates import GATES, gate
+from mod_jax.routing.schedules import (
+  capacity_floor,
+  layer_capacities,
+  shifted_cosine,
+)
+from mod_jax.routing.selection import (
+  Selection,
+  for_lengths,
+  gather_tokens,
+  mark_tokens,
+  num_chosen,
+  scatter_add_tokens,
+  select_decided,
+  select_tokens,
+  select_top_k,
+)
+from mod_jax.routing.thresholds import MovingThreshold, mean_of_rows
 
 __all__ = (
   'GATES',

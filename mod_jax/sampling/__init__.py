@@ -1,8 +1,6 @@
 """Generation with per-layer caches and causal routing."""
 
-from mod_jax.sampling.generation import Generated
-from mod_jax.sampling.generation import generate
-from mod_jax.sampling.generation import pad_prompts
+from mod_jax.sampling.generation import Generated, generate, pad_prompts
 from mod_jax.sampling.logits import filter_logits
 from mod_jax.sampling.speculation import Draft
 

@@ -32,9 +32,7 @@ from absl import flags
 import jax
 import numpy as np
 
-from mod_jax import cli
-from mod_jax import paths
-from mod_jax import tasks
+from mod_jax import cli, paths, tasks
 from mod_jax.data import image_folder
 from mod_jax.errors import UserError
 from mod_jax.serving import export as export_lib

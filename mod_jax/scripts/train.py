@@ -22,13 +22,10 @@ The same command continues a run that was interrupted.
 from absl import flags
 import jax
 
-from mod_jax import cli
-from mod_jax import config_docs
+from mod_jax import cli, config_docs
 from mod_jax.errors import UserError
-from mod_jax.sweeps import grid
-from mod_jax.sweeps import prove
-from mod_jax.tasks import make_task
-from mod_jax.tasks import phases
+from mod_jax.sweeps import grid, prove
+from mod_jax.tasks import make_task, phases
 from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train import profile as profile_lib
 from mod_jax.train import stop

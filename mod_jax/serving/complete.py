@@ -10,8 +10,7 @@ from typing import Any
 from mod_jax.data import images as images_lib
 from mod_jax.data import text
 from mod_jax.errors import UserError
-from mod_jax.models.dynamic_vit import DynamicViTConfig
-from mod_jax.models.dynamic_vit import equal_stages
+from mod_jax.models.dynamic_vit import DynamicViTConfig, equal_stages
 from mod_jax.models.lm import LMConfig
 from mod_jax.serving.run import about
 from mod_jax.tasks.experiment import ExperimentConfig

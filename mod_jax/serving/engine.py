@@ -14,14 +14,11 @@ released by the host.
 """
 
 import collections
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 import dataclasses
 import itertools
 import operator
-from typing import Any
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import numpy as np

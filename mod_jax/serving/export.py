@@ -6,14 +6,12 @@ import math
 import os
 import pathlib
 import re
-from typing import Any
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from mod_jax import config as config_lib
-from mod_jax import paths
-from mod_jax import trees
+from mod_jax import paths, trees
 from mod_jax.convert import files
 from mod_jax.convert import lm as convert_lm
 from mod_jax.convert import vit as convert_vit
@@ -22,8 +20,7 @@ from mod_jax.errors import UserError
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.serving.run import Run
-from mod_jax.tasks.warm_start import FOLDER
-from mod_jax.tasks.warm_start import WEIGHTS
+from mod_jax.tasks.warm_start import FOLDER, WEIGHTS
 from mod_jax.train import workdir
 
 # What a routed language model has beside its dense part.

@@ -6,9 +6,7 @@ does not exist here is refused unless it asks for nothing.
 
 import reprlib
 import time
-from typing import Annotated
-from typing import Any
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 import pydantic
 from pydantic import Field

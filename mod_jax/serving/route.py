@@ -3,8 +3,7 @@
 import dataclasses
 import functools
 import os
-from typing import Any
-from typing import Literal
+from typing import Any, Literal
 
 from flax import linen as nn
 import jax
@@ -12,16 +11,11 @@ import jax
 from mod_jax import config as config_lib
 from mod_jax import trees
 from mod_jax.errors import UserError
-from mod_jax.layers.routed import LIKE_DENSE
-from mod_jax.layers.routed import MoDConfig
-from mod_jax.layers.routed import VisionRoutingConfig
-from mod_jax.models import acm
-from mod_jax.models import lm
-from mod_jax.models.dynamic_vit import DynamicViTConfig
-from mod_jax.models.dynamic_vit import equal_stages
+from mod_jax.layers.routed import LIKE_DENSE, MoDConfig, VisionRoutingConfig
+from mod_jax.models import acm, lm
+from mod_jax.models.dynamic_vit import DynamicViTConfig, equal_stages
 from mod_jax.models.lm import LMConfig
-from mod_jax.serving.run import Run
-from mod_jax.serving.run import load
+from mod_jax.serving.run import Run, load
 from mod_jax.tasks import make_task
 from mod_jax.tasks.images import Images
 from mod_jax.tasks.language import Language

@@ -1,8 +1,7 @@
 """A model with its weights, to be used: from a run of ours or a file."""
 
 import collections
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import contextlib
 import dataclasses
 import functools
@@ -20,16 +19,14 @@ from PIL import Image
 
 from mod_jax import config as config_lib
 from mod_jax import parallel
-from mod_jax.convert import beside
-from mod_jax.convert import files
+from mod_jax.convert import beside, files
 from mod_jax.convert import lm as convert_lm
 from mod_jax.convert import vit as convert_vit
 from mod_jax.data import images as images_lib
 from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
 from mod_jax.models.lm import LMConfig
-from mod_jax.tasks import make_task
-from mod_jax.tasks import warm_start
+from mod_jax.tasks import make_task, warm_start
 from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.tasks.images import CLASSES
 from mod_jax.train import evaluation

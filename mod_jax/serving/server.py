@@ -8,8 +8,7 @@ the engine's own steps can hold anybody up. What a client leaves is cancelled.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 import concurrent.futures
 import contextlib
 import functools
@@ -22,11 +21,8 @@ from typing import Any
 from absl import logging
 from starlette.applications import Starlette
 from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.requests import ClientDisconnect
-from starlette.requests import Request
-from starlette.responses import JSONResponse
-from starlette.responses import Response
-from starlette.responses import StreamingResponse
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp
 

@@ -16,8 +16,7 @@ from absl import flags
 import numpy as np
 
 from mod_jax import config as config_lib
-from mod_jax import flops
-from mod_jax import viz
+from mod_jax import flops, viz
 from mod_jax.errors import UserError
 from mod_jax.sweeps import tables
 from mod_jax.tasks import make_task

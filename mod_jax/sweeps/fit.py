@@ -6,8 +6,7 @@ that are at one budget only, and `curves.png`, the losses of each group's best
 run at the highest budget over steps, training FLOPs and time.
 """
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 from typing import Any
 
@@ -16,11 +15,8 @@ import numpy as np
 
 from mod_jax import viz
 from mod_jax.errors import UserError
-from mod_jax.sweeps import compare
-from mod_jax.sweeps import manifest
-from mod_jax.sweeps import optimum
+from mod_jax.sweeps import compare, manifest, optimum, tables
 from mod_jax.sweeps import run as run_lib
-from mod_jax.sweeps import tables
 from mod_jax.sweeps.manifest import Entry
 from mod_jax.sweeps.optimum import NoMinimumError
 from mod_jax.train import metrics as metrics_lib

@@ -1,7 +1,6 @@
 """Runs over the product of some fields' values, and their table."""
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 import itertools
 import sys
@@ -14,8 +13,7 @@ from mod_jax import config as config_lib
 from mod_jax import viz
 from mod_jax.errors import UserError
 from mod_jax.sweeps import tables
-from mod_jax.tasks import make_task
-from mod_jax.tasks import phases
+from mod_jax.tasks import make_task, phases
 from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train import lock as lock_lib
 from mod_jax.train import metrics as metrics_lib

@@ -7,8 +7,7 @@ the loops around it run.
 """
 
 import collections
-from collections.abc import Iterator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 import dataclasses
 import functools
 import itertools

@@ -12,20 +12,17 @@ import dataclasses
 import functools
 import math
 import re
-from typing import Annotated
-from typing import Any
+from typing import Annotated, Any
 
 from absl import flags
 
-from mod_jax import cli
+from mod_jax import cli, flops
 from mod_jax import config as config_lib
-from mod_jax import flops
 from mod_jax.data import text
 from mod_jax.errors import UserError
 from mod_jax.layers.routed import MoDConfig
 from mod_jax.models.lm import LMConfig
-from mod_jax.sweeps import manifest
-from mod_jax.sweeps import tables
+from mod_jax.sweeps import manifest, tables
 from mod_jax.sweeps.manifest import Entry
 from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train import workdir as workdir_lib

@@ -6,9 +6,7 @@ communication of each chip.
 """
 
 import collections
-from collections.abc import Iterable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
 import functools
 import hashlib
@@ -24,14 +22,9 @@ from absl import flags
 import jax
 
 from mod_jax import config as config_lib
-from mod_jax import parallel
-from mod_jax import paths
-from mod_jax import peaks
+from mod_jax import parallel, paths, peaks
 from mod_jax.errors import UserError
-from mod_jax.sweeps import hlo
-from mod_jax.sweeps import manifest
-from mod_jax.sweeps import slices
-from mod_jax.sweeps import tables
+from mod_jax.sweeps import hlo, manifest, slices, tables
 from mod_jax.tasks import make_task
 from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.tasks.plain import Plain

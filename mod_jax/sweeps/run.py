@@ -12,18 +12,15 @@ import re
 import sys
 from typing import Any
 
-from absl import flags
-from absl import logging
+from absl import flags, logging
 import jax
 
-from mod_jax import cli
-from mod_jax import parallel
+from mod_jax import cli, parallel
 from mod_jax.data import fingerprint
 from mod_jax.errors import UserError
 from mod_jax.sweeps import manifest
 from mod_jax.sweeps.manifest import Entry
-from mod_jax.tasks import make_task
-from mod_jax.tasks import phases
+from mod_jax.tasks import make_task, phases
 from mod_jax.train import lock as lock_lib
 from mod_jax.train import metrics as metrics_lib
 from mod_jax.train import stop as stop_lib

@@ -1,7 +1,6 @@
 """Tables, for people and for programs."""
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import csv
 import io
 import itertools

@@ -4,8 +4,7 @@ from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.tasks.adaptive import Adaptive
 from mod_jax.tasks.distilled import Distilled
-from mod_jax.tasks.experiment import ConversionObjective
-from mod_jax.tasks.experiment import ExperimentConfig
+from mod_jax.tasks.experiment import ConversionObjective, ExperimentConfig
 from mod_jax.tasks.images import Images
 from mod_jax.tasks.language import Language
 from mod_jax.tasks.plain import Plain

@@ -7,16 +7,12 @@ import math
 import jax
 import jax.numpy as jnp
 
-from mod_jax import errors
-from mod_jax import flops
-from mod_jax import routing
-from mod_jax import viz
+from mod_jax import errors, flops, routing, viz
 from mod_jax.layers import stack as stack_lib
 from mod_jax.layers.acm import ACM
 from mod_jax.layers.mode import Mode
 from mod_jax.losses import acm as acm_losses
-from mod_jax.losses.sums import sum_of_means
-from mod_jax.losses.sums import weighted_sum
+from mod_jax.losses.sums import sum_of_means, weighted_sum
 from mod_jax.models import acm
 from mod_jax.tasks import warm_start
 from mod_jax.tasks.experiment import ACMObjective

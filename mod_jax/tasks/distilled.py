@@ -1,8 +1,6 @@
 """Training of a routed language model beside the dense one it is made of."""
 
-from mod_jax import errors
-from mod_jax import flops
-from mod_jax import losses
+from mod_jax import errors, flops, losses
 from mod_jax.tasks.plain import Plain
 
 

@@ -1,8 +1,7 @@
 """The whole description of a run: what `configs/*.py` build."""
 
 import dataclasses
-from typing import Annotated
-from typing import Literal
+from typing import Annotated, Literal
 
 from mod_jax import config as config_lib
 from mod_jax import errors

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mod_jax import viz
-from mod_jax.layers.experts import Assigned
-from mod_jax.layers.experts import ExpertMLPConfig
+from mod_jax.layers.experts import Assigned, ExpertMLPConfig
 from mod_jax.layers.mode import Mode
 
 

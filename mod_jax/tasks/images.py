@@ -8,18 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mod_jax import errors
-from mod_jax import flops
-from mod_jax import losses
-from mod_jax import viz
+from mod_jax import errors, flops, losses, viz
 from mod_jax.data import images as images_lib
 from mod_jax.layers import stack as stack_lib
 from mod_jax.layers.attention import attention_map
-from mod_jax.layers.mode import Mode
-from mod_jax.layers.mode import RoutingMode
+from mod_jax.layers.mode import Mode, RoutingMode
 from mod_jax.models.dynamic_vit import DynamicViTConfig
-from mod_jax.tasks import expert_pictures
-from mod_jax.tasks import warm_start
+from mod_jax.tasks import expert_pictures, warm_start
 from mod_jax.tasks.modality import Modality
 from mod_jax.tasks.studies import devices
 from mod_jax.tasks.studies import images as studies

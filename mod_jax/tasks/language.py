@@ -8,22 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mod_jax import errors
-from mod_jax import losses
-from mod_jax import trees
-from mod_jax import viz
+from mod_jax import errors, losses, trees, viz
 from mod_jax.convert import lm as convert_lm
-from mod_jax.data import text
-from mod_jax.data import tokenizers
+from mod_jax.data import text, tokenizers
 from mod_jax.layers import stack as stack_lib
-from mod_jax.layers.mode import Mode
-from mod_jax.layers.mode import RoutingMode
+from mod_jax.layers.mode import Mode, RoutingMode
 from mod_jax.losses import sums
-from mod_jax.sampling import Generated
-from mod_jax.sampling import generate
-from mod_jax.sampling import pad_prompts
-from mod_jax.tasks import expert_pictures
-from mod_jax.tasks import warm_start
+from mod_jax.sampling import Generated, generate, pad_prompts
+from mod_jax.tasks import expert_pictures, warm_start
 from mod_jax.tasks.modality import Modality
 from mod_jax.tasks.studies import language as studies
 from mod_jax.tasks.studies.conversion import conversion

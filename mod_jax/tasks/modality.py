@@ -1,16 +1,13 @@
 """What a model reads and is evaluated by, whatever method trains it."""
 
 import abc
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 import typing
 from typing import Any
 
 from mod_jax import viz
 from mod_jax.layers.mode import Mode
-from mod_jax.losses.sums import MetricSums
-from mod_jax.losses.sums import Pair
+from mod_jax.losses.sums import MetricSums, Pair
 from mod_jax.tasks import warm_start
 from mod_jax.train.task import Study
 

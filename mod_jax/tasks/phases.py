@@ -17,8 +17,7 @@ from mod_jax.errors import UserError
 from mod_jax.models import acm
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.tasks import make_task
-from mod_jax.tasks.experiment import ACMObjective
-from mod_jax.tasks.experiment import ExperimentConfig
+from mod_jax.tasks.experiment import ACMObjective, ExperimentConfig
 from mod_jax.train import checkpoints as checkpoints_lib
 from mod_jax.train import evaluation as evaluation_lib
 from mod_jax.train import lock as lock_lib

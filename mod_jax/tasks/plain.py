@@ -8,19 +8,13 @@ from absl import logging
 import jax
 import jax.numpy as jnp
 
-from mod_jax import flops
-from mod_jax import losses
-from mod_jax import viz
-from mod_jax.layers.experts import Assigned
-from mod_jax.layers.experts import ExpertsConfig
+from mod_jax import flops, losses, viz
+from mod_jax.layers.experts import Assigned, ExpertsConfig
 from mod_jax.layers.mode import Mode
-from mod_jax.layers.routed import Routing
-from mod_jax.layers.routed import RoutingConfig
+from mod_jax.layers.routed import Routing, RoutingConfig
 from mod_jax.losses import sums
-from mod_jax.losses.sums import MetricSums
-from mod_jax.losses.sums import Pair
-from mod_jax.tasks import capacity_warmup
-from mod_jax.tasks import warm_start
+from mod_jax.losses.sums import MetricSums, Pair
+from mod_jax.tasks import capacity_warmup, warm_start
 from mod_jax.tasks.modality import Modality
 from mod_jax.train import evaluation
 from mod_jax.train import task as task_lib

@@ -3,10 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from mod_jax import errors
-from mod_jax import flops
-from mod_jax import losses
-from mod_jax import routing
+from mod_jax import errors, flops, losses, routing
 from mod_jax.tasks.experiment import PruningObjective
 from mod_jax.tasks.plain import Plain
 

@@ -9,8 +9,7 @@ import dataclasses
 import functools
 import math
 import re
-from typing import Any
-from typing import Literal
+from typing import Any, Literal
 
 from absl import logging
 from flax import linen as nn
@@ -18,17 +17,14 @@ import jax
 import jax.numpy as jnp
 
 from mod_jax import config as config_lib
-from mod_jax import errors
-from mod_jax import paths
-from mod_jax import trees
+from mod_jax import errors, paths, trees
 from mod_jax.convert import files
 from mod_jax.convert import vit as convert_vit
 from mod_jax.convert.entry import Lazy
 from mod_jax.models import lm
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.lm import LMConfig
-from mod_jax.models.vit import ViTConfig
-from mod_jax.models.vit import resize_positions
+from mod_jax.models.vit import ViTConfig, resize_positions
 from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train import origin as origin_lib
 from mod_jax.train import workdir as workdir_lib

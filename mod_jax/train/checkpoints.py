@@ -25,8 +25,7 @@ of ours before the commit, when the manifest must be written.
 """
 
 import asyncio
-from collections.abc import Callable
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 import contextlib
 import dataclasses
 import functools
@@ -42,8 +41,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from mod_jax import config as config_lib
-from mod_jax import paths
-from mod_jax import trees
+from mod_jax import paths, trees
 from mod_jax.errors import UserError
 from mod_jax.train import checksums
 

@@ -11,8 +11,7 @@ from absl import logging
 import jax
 
 from mod_jax import config as config_lib
-from mod_jax import parallel
-from mod_jax import viz
+from mod_jax import parallel, viz
 from mod_jax.errors import UserError
 from mod_jax.losses import sums as sums_lib
 from mod_jax.train import metrics as metrics_lib

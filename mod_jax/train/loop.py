@@ -10,13 +10,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from mod_jax import config as config_lib
-from mod_jax import parallel
-from mod_jax import peaks
-from mod_jax import trees
+from mod_jax import parallel, peaks, trees
 from mod_jax.errors import UserError
 from mod_jax.train import checkpoints as checkpoints_lib
 from mod_jax.train import evaluation

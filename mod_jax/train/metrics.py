@@ -5,8 +5,7 @@ hosts, and only the finished sum is divided: the mean over tokens does not
 depend on how the tokens were batched.
 """
 
-from collections.abc import Iterator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 import contextlib
 import importlib.util
 import json
@@ -323,8 +322,7 @@ class _TensorBoard:
 
   def __init__(self, folder, resume_step, config_json):
     # Slow to import.
-    from tensorboardX import event_file_writer
-    from tensorboardX import summary
+    from tensorboardX import event_file_writer, summary
     from tensorboardX.proto import event_pb2
 
     self._summary, self._event = summary, event_pb2.Event

@@ -8,9 +8,7 @@ from collections.abc import Iterable
 import dataclasses
 import difflib
 import re
-from typing import Annotated
-from typing import Literal
-from typing import NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp

@@ -1,7 +1,6 @@
 """Progress: a bar on a terminal, plain lines in a log file."""
 
-from collections.abc import Callable
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 import datetime
 import os
 import sys

@@ -3,8 +3,7 @@
 import dataclasses
 
 from mod_jax import config as config_lib
-from mod_jax import errors
-from mod_jax import parallel
+from mod_jax import errors, parallel
 from mod_jax.train.checkpoints import CheckpointConfig
 from mod_jax.train.optimizer import OptimizerConfig
 

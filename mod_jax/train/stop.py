@@ -10,8 +10,7 @@ Python runs a signal's handler between two of its own instructions: a signal
 that comes during a long compilation is noted when that is over.
 """
 
-from collections.abc import Iterable
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 import contextlib
 import os
 import signal

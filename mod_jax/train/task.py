@@ -1,11 +1,7 @@
 """What the training loop needs to know of what is trained."""
 
 import abc
-from collections.abc import Callable
-from collections.abc import Hashable
-from collections.abc import Iterable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 import dataclasses
 import typing
 from typing import Any
@@ -13,8 +9,7 @@ from typing import Any
 from mod_jax import viz
 from mod_jax.errors import UserError
 from mod_jax.losses import sums
-from mod_jax.losses.sums import MetricSums
-from mod_jax.losses.sums import Pair
+from mod_jax.losses.sums import MetricSums, Pair
 
 if typing.TYPE_CHECKING:  # It takes long to import.
   from matplotlib.figure import Figure

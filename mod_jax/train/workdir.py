@@ -10,9 +10,7 @@ from etils import epath
 from mod_jax import config as config_lib
 from mod_jax import paths
 from mod_jax.errors import UserError
-from mod_jax.train.run_config import CHANGEABLE
-from mod_jax.train.run_config import RESUMABLE
-from mod_jax.train.run_config import RunConfig
+from mod_jax.train.run_config import CHANGEABLE, RESUMABLE, RunConfig
 
 PHASE = 'phase_'  # How the directories of a run's earlier phases begin.
 _CONFIG = 'config.json'

@@ -4,9 +4,7 @@ Shares are of the cost of all learners, from 0 to 1. Shapes: B images, L
 patches, K = N + 1 numbers of learners from 0 to N, T tokens.
 """
 
-from collections.abc import Iterable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
@@ -16,8 +14,7 @@ from matplotlib.ticker import MaxNLocator
 import numpy as np
 
 from mod_jax.errors import UserError
-from mod_jax.viz import images
-from mod_jax.viz import style
+from mod_jax.viz import images, style
 
 _BUDGET = {'color': '#D55E00', 'lw': 1.8, 'ls': '--', 'label': 'budget'}
 _MEAN = {'color': style.CHOSEN, 'lw': 1.8, 'label': 'mean'}

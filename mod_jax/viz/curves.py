@@ -1,8 +1,6 @@
 """Numbers over the steps of a run, and over how corrupted images are."""
 
-from collections.abc import Iterable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 import numbers
 
 from matplotlib.figure import Figure

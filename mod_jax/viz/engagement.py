@@ -1,12 +1,10 @@
 """Which tokens engage more blocks, and how uncertain the model is there."""
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from matplotlib.figure import Figure
 
-from mod_jax.viz import glyphs
-from mod_jax.viz import style
+from mod_jax.viz import glyphs, style
 
 
 def engagement(

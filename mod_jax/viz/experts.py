@@ -8,18 +8,14 @@ from collections.abc import Sequence
 
 from matplotlib import colormaps
 from matplotlib.collections import LineCollection
-from matplotlib.colors import BoundaryNorm
-from matplotlib.colors import ListedColormap
-from matplotlib.colors import to_rgb
+from matplotlib.colors import BoundaryNorm, ListedColormap, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 import numpy as np
 
-from mod_jax.viz import images
-from mod_jax.viz import maps
-from mod_jax.viz import style
+from mod_jax.viz import images, maps, style
 
 NO_EXPERT = -1  # The token is in the block, and no expert takes it.
 NOT_THERE = -2  # The block is routed, and passes the token by.

@@ -14,16 +14,13 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
 from matplotlib.colors import Normalize
-from matplotlib.figure import Figure
-from matplotlib.figure import SubFigure
-from matplotlib.patches import PathPatch
-from matplotlib.patches import Rectangle
+from matplotlib.figure import Figure, SubFigure
+from matplotlib.patches import PathPatch, Rectangle
 from matplotlib.path import Path
 import numpy as np
 
 from mod_jax.errors import UserError
-from mod_jax.viz import glyphs
-from mod_jax.viz import style
+from mod_jax.viz import glyphs, style
 
 VEIL = 0.85  # Opacity of what covers a patch that passes by.
 _GREY = 150  # And its grey.

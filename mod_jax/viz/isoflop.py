@@ -1,14 +1,11 @@
 """Losses at equal training FLOPs: Figure 4 of Raposo et al. 2024."""
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import LogLocator
-from matplotlib.ticker import MaxNLocator
-from matplotlib.ticker import NullLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 from mod_jax.viz import style
 

@@ -6,16 +6,12 @@ from typing import NamedTuple
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
-from matplotlib.colors import BoundaryNorm
-from matplotlib.colors import ListedColormap
-from matplotlib.colors import Normalize
-from matplotlib.figure import Figure
-from matplotlib.figure import SubFigure
+from matplotlib.colors import BoundaryNorm, ListedColormap, Normalize
+from matplotlib.figure import Figure, SubFigure
 from matplotlib.patches import Patch
 import numpy as np
 
-from mod_jax.viz import glyphs
-from mod_jax.viz import style
+from mod_jax.viz import glyphs, style
 
 TRACK = '#F6F6F6'  # A block's row, where nothing is drawn.
 COUNT_ROW = -1.25  # Where the cells stand that count over blocks.

@@ -1,8 +1,6 @@
 """Numbers against numbers: importance and scores, accuracy and compute."""
 
-from collections.abc import Iterable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 import itertools
 import math
 import statistics
@@ -13,8 +11,7 @@ from matplotlib.text import Text
 from matplotlib.transforms import Bbox
 import numpy as np
 
-from mod_jax.viz import glyphs
-from mod_jax.viz import style
+from mod_jax.viz import glyphs, style
 
 _TREND = '#D55E00'
 _NAMED = 24  # More points than this are not named in the plot.

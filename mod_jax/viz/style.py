@@ -13,10 +13,8 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.cm import ScalarMappable
-from matplotlib.colors import Colormap
-from matplotlib.colors import Normalize
-from matplotlib.figure import Figure
-from matplotlib.figure import SubFigure
+from matplotlib.colors import Colormap, Normalize
+from matplotlib.figure import Figure, SubFigure
 from matplotlib.ticker import MaxNLocator
 
 from mod_jax.viz import glyphs

@@ -19,8 +19,7 @@ import math
 import pathlib
 import shutil
 
-from absl import app
-from absl import flags
+from absl import app, flags
 
 from mod_jax import config as config_lib
 from mod_jax.sweeps import prove

@@ -14,8 +14,7 @@ import zipfile
 import numpy as np
 import pytest
 
-from mod_jax.convert import files
-from mod_jax.convert import torch_files
+from mod_jax.convert import files, torch_files
 from mod_jax.errors import UserError
 
 GOLDEN = pathlib.Path(__file__).parents[1] / 'golden'

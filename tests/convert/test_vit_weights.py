@@ -14,8 +14,7 @@ import jax
 import numpy as np
 import pytest
 
-from mod_jax import flops
-from mod_jax import trees
+from mod_jax import flops, trees
 from mod_jax.convert import files
 from mod_jax.convert import vit as convert
 from mod_jax.errors import UserError

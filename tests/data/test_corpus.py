@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from mod_jax import errors
-from mod_jax.data import corpus
-from mod_jax.data import tokenizers
+from mod_jax.data import corpus, tokenizers
 
 
 class Words(tokenizers.Tokenizer):

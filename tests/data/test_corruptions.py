@@ -5,8 +5,7 @@ from PIL import Image
 import pytest
 from scipy import ndimage
 
-from mod_jax.data import corruptions
-from mod_jax.data import digits
+from mod_jax.data import corruptions, digits
 from mod_jax.errors import UserError
 
 KINDS = corruptions.CORRUPTIONS

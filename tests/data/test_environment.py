@@ -5,10 +5,7 @@ import json
 import pytest
 
 from mod_jax import errors
-from mod_jax.data import corpus
-from mod_jax.data import environment
-from mod_jax.data import fingerprint
-from mod_jax.data import text
+from mod_jax.data import corpus, environment, fingerprint, text
 
 
 def install(root, name, version, files):

@@ -8,8 +8,7 @@ from PIL import Image
 import pytest
 
 from mod_jax import errors
-from mod_jax.data import image_folder
-from mod_jax.data import images
+from mod_jax.data import image_folder, images
 
 
 def encoded(color=(10, 20, 30), kind='PNG', mode='RGB', size=(6, 4), **kwargs):

@@ -10,19 +10,13 @@ import pickle
 import shutil
 import signal
 
-from batch_checks import assert_same
-from batch_checks import joined
-from batch_checks import take
+from batch_checks import assert_same, joined, take
 import numpy as np
 from PIL import Image
 import pytest
 
 from mod_jax import errors
-from mod_jax.data import augment
-from mod_jax.data import digits
-from mod_jax.data import fingerprint
-from mod_jax.data import images
-from mod_jax.data import tfds_images
+from mod_jax.data import augment, digits, fingerprint, images, tfds_images
 
 AUGMENTED = augment.AugmentConfig(
   crop='random_resized',

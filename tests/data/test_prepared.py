@@ -7,22 +7,23 @@ import pickle
 import time
 
 from absl import flags as absl_flags
-from batch_checks import assert_same
-from batch_checks import take
+from batch_checks import assert_same, take
 import numpy as np
 import pyarrow as pa
 from pyarrow import parquet
 import pytest
 
 from mod_jax import errors
-from mod_jax.data import bpe
-from mod_jax.data import corpus
-from mod_jax.data import fingerprint
-from mod_jax.data import prepare
-from mod_jax.data import prepared
-from mod_jax.data import tables
-from mod_jax.data import text
-from mod_jax.data import tokenizers
+from mod_jax.data import (
+  bpe,
+  corpus,
+  fingerprint,
+  prepare,
+  prepared,
+  tables,
+  text,
+  tokenizers,
+)
 
 KIB = 2**10
 

@@ -8,22 +8,15 @@ import math
 import pathlib
 import tempfile
 
-from batch_checks import assert_same
-from batch_checks import joined
-from batch_checks import take
-from hypothesis import given
-from hypothesis import settings
+from batch_checks import assert_same, joined, take
+from hypothesis import given, settings
 from hypothesis import strategies as st
 import numpy as np
 import pytest
 import sentencepiece
 
 from mod_jax import errors
-from mod_jax.data import corpus
-from mod_jax.data import fingerprint
-from mod_jax.data import prepare
-from mod_jax.data import text
-from mod_jax.data import tfds_text
+from mod_jax.data import corpus, fingerprint, prepare, text, tfds_text
 
 
 def write(root, texts):

@@ -9,10 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mod_jax import cli
+from mod_jax import cli, flops, tasks
 from mod_jax import config as config_lib
-from mod_jax import flops
-from mod_jax import tasks
 from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
 from mod_jax.layers import stack
@@ -20,8 +18,7 @@ from mod_jax.layers.routed import MoDConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.tasks import phases
 from mod_jax.tasks.experiment import ExperimentConfig
-from mod_jax.train import evaluation
-from mod_jax.train import loop
+from mod_jax.train import evaluation, loop
 from mod_jax.train import metrics as metrics_lib
 import mod_jax_kernels
 from mod_jax_kernels import dispatch

@@ -41,9 +41,11 @@ sys.modules[_META] = types.ModuleType(_META)
 
 from timm.layers import resample_abs_pos_embed  # noqa: E402
 from timm.models.deit import VisionTransformerDistilled  # noqa: E402
-from timm.models.vision_transformer import Attention  # noqa: E402
-from timm.models.vision_transformer import Mlp  # noqa: E402
-from timm.models.vision_transformer import VisionTransformer  # noqa: E402
+from timm.models.vision_transformer import (  # noqa: E402
+  Attention,
+  Mlp,
+  VisionTransformer,
+)
 import torchvision  # noqa: E402
 import transformers  # noqa: E402
 

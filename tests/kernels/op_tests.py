@@ -17,8 +17,7 @@ import numpy as np
 import pytest
 
 import mod_jax_kernels
-from mod_jax_kernels import dispatch
-from mod_jax_kernels import tiles
+from mod_jax_kernels import dispatch, tiles
 
 # Backends whose kernels can be interpreted on a CPU.
 INTERPRETED = ('pallas', 'splash', 'triton')

@@ -7,17 +7,12 @@ import types
 import jax
 import jax.numpy as jnp
 import numpy as np
-from op_tests import Case
-from op_tests import OpTests
-from op_tests import Target
+from op_tests import Case, OpTests, Target
 import pytest
 
-from mod_jax_kernels import dispatch
-from mod_jax_kernels import tiles
-from mod_jax_kernels.acm_mlp import OP
-from mod_jax_kernels.acm_mlp import acm_mlp
+from mod_jax_kernels import dispatch, tiles
+from mod_jax_kernels.acm_mlp import OP, acm_mlp, reference
 from mod_jax_kernels.acm_mlp import order as order_lib
-from mod_jax_kernels.acm_mlp import reference
 from mod_jax_kernels.acm_mlp.tiles import TILES
 
 # Nothing is a multiple of a block, and kernels have tiles of 16 tokens.

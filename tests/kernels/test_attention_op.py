@@ -3,15 +3,11 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from op_tests import Case
-from op_tests import OpTests
-from op_tests import Target
+from op_tests import Case, OpTests, Target
 import pytest
 
 import mod_jax_kernels
-from mod_jax_kernels.attention import OP
-from mod_jax_kernels.attention import choice
-from mod_jax_kernels.attention import reference
+from mod_jax_kernels.attention import OP, choice, reference
 
 XLA = ('xla',)
 SPLASH = ('splash',)

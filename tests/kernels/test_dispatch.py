@@ -10,9 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mod_jax_kernels import dispatch
-from mod_jax_kernels import tiles
-from mod_jax_kernels import triton_call
+from mod_jax_kernels import dispatch, tiles, triton_call
 
 X = np.arange(1024, dtype=np.float32).reshape(8, 128)
 TILES = {
@@ -213,8 +211,7 @@ class TestTiles:
     assert tiles.choose(TILES, 'triton')['rows'] == 1
 
   def test_the_device_that_is_meant(self):
-    from jax.sharding import AbstractDevice
-    from jax.sharding import AbstractMesh
+    from jax.sharding import AbstractDevice, AbstractMesh
 
     assert tiles.device_kind('cuda') == ''
     assert tiles.device_kind('cpu') == jax.devices()[0].device_kind

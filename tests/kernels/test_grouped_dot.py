@@ -3,8 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from op_tests import Case
-from op_tests import OpTests
+from op_tests import Case, OpTests
 import pytest
 
 from mod_jax_kernels import grouped_dot

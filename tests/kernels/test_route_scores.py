@@ -5,9 +5,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
-from op_tests import Case
-from op_tests import OpTests
-from op_tests import Target
+from op_tests import Case, OpTests, Target
 import pytest
 
 from mod_jax_kernels import route_scores

@@ -3,15 +3,12 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from op_tests import Case
-from op_tests import OpTests
-from op_tests import Target
+from op_tests import Case, OpTests, Target
 import pytest
 
 from mod_jax import routing
 from mod_jax_kernels import dispatch
-from mod_jax_kernels.token_select import pallas_tpu
-from mod_jax_kernels.token_select import token_select
+from mod_jax_kernels.token_select import pallas_tpu, token_select
 
 
 def draw(seed=0, rows=2, length=17, k=5, kind='ties', dtype='float32'):

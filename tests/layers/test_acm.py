@@ -12,10 +12,8 @@ import scipy.special
 
 from mod_jax.errors import UserError
 from mod_jax.layers import acm
-from mod_jax.layers.acm import ACM
-from mod_jax.layers.acm import ACMConfig
-from mod_jax.layers.mlp import MLP
-from mod_jax.layers.mlp import MLPConfig
+from mod_jax.layers.acm import ACM, ACMConfig
+from mod_jax.layers.mlp import MLP, MLPConfig
 
 B, L, N = 2, 7, 3
 FFN = ACMConfig(

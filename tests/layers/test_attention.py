@@ -10,13 +10,10 @@ import numpy as np
 import pytest
 
 from mod_jax import errors
-from mod_jax.layers import rope
-from mod_jax.layers import token_info
-from mod_jax.layers.attention import Attention
-from mod_jax.layers.attention import AttentionConfig
+from mod_jax.layers import rope, token_info
+from mod_jax.layers.attention import Attention, AttentionConfig
 from mod_jax.layers.block import Block
-from mod_jax.layers.mlp import MLP
-from mod_jax.layers.mlp import MLPConfig
+from mod_jax.layers.mlp import MLP, MLPConfig
 
 B, L, D = 2, 7, 8
 

@@ -10,8 +10,7 @@ import pytest
 
 from mod_jax import errors
 from mod_jax.layers import stack
-from mod_jax.layers.mode import Mode
-from mod_jax.layers.mode import RoutingMode
+from mod_jax.layers.mode import Mode, RoutingMode
 from mod_jax.layers.routed import MoDConfig
 from mod_jax.layers.token_info import Source
 

@@ -12,17 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mod_jax import errors
-from mod_jax import losses
-from mod_jax import parallel
-from mod_jax import routing
-from mod_jax.layers.experts import ExpertMLP
-from mod_jax.layers.experts import ExpertMLPConfig
-from mod_jax.layers.experts import ExpertsConfig
-from mod_jax.layers.mlp import MLP
-from mod_jax.layers.mlp import MLPConfig
-from mod_jax.layers.mode import Mode
-from mod_jax.layers.mode import RoutingMode
+from mod_jax import errors, losses, parallel, routing
+from mod_jax.layers.experts import ExpertMLP, ExpertMLPConfig, ExpertsConfig
+from mod_jax.layers.mlp import MLP, MLPConfig
+from mod_jax.layers.mode import Mode, RoutingMode
 from mod_jax.layers.token_info import TokenInfo
 
 B, L, D, F = 3, 9, 6, 10

@@ -11,24 +11,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mod_jax import errors
-from mod_jax import losses
-from mod_jax import routing
+from mod_jax import errors, losses, routing
 from mod_jax.layers import rules as rules_lib
 from mod_jax.layers.block import Block
-from mod_jax.layers.cache import EMPTY
-from mod_jax.layers.cache import KVCache
+from mod_jax.layers.cache import EMPTY, KVCache
 from mod_jax.layers.experts import ExpertsConfig
-from mod_jax.layers.mode import Mode
-from mod_jax.layers.mode import RoutingMode
-from mod_jax.layers.routed import Layer
-from mod_jax.layers.routed import LayerConfig
-from mod_jax.layers.routed import MoDConfig
-from mod_jax.layers.routed import Predictor
-from mod_jax.layers.routed import Routing
-from mod_jax.layers.scores import Attention
-from mod_jax.layers.scores import Learned
-from mod_jax.layers.scores import Router
+from mod_jax.layers.mode import Mode, RoutingMode
+from mod_jax.layers.routed import (
+  Layer,
+  LayerConfig,
+  MoDConfig,
+  Predictor,
+  Routing,
+)
+from mod_jax.layers.scores import Attention, Learned, Router
 from mod_jax.losses import sums
 from mod_jax.models.lm import LMConfig
 from mod_jax.tasks import plain

@@ -11,15 +11,16 @@ import numpy as np
 import pytest
 
 from mod_jax import errors
-from mod_jax.layers import acm
-from mod_jax.layers import stack
+from mod_jax.layers import acm, stack
 from mod_jax.layers.dense import LinearConfig
 from mod_jax.layers.mlp import MLPConfig
 from mod_jax.layers.mode import Mode
-from mod_jax.layers.routed import Layer
-from mod_jax.layers.routed import LayerConfig
-from mod_jax.layers.routed import MoDConfig
-from mod_jax.layers.routed import VisionRoutingConfig
+from mod_jax.layers.routed import (
+  Layer,
+  LayerConfig,
+  MoDConfig,
+  VisionRoutingConfig,
+)
 from mod_jax.layers.slots import Slot
 from mod_jax.layers.token_info import TokenInfo
 

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from mod_jax import errors
-from mod_jax.layers.stem import ConvStem
-from mod_jax.layers.stem import ConvStemConfig
+from mod_jax.layers.stem import ConvStem, ConvStemConfig
 
 CONFIG = ConvStemConfig(width=4, depth=3)
 SIZE = 10

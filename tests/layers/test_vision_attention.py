@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 from scipy import special
 
-from mod_jax.layers.attention import Attention
-from mod_jax.layers.attention import AttentionConfig
-from mod_jax.layers.attention import attention_map
-from mod_jax.layers.attention import masked_attention
-from mod_jax.layers.block import Block
-from mod_jax.layers.block import BlockConfig
+from mod_jax.layers.attention import (
+  Attention,
+  AttentionConfig,
+  attention_map,
+  masked_attention,
+)
+from mod_jax.layers.block import Block, BlockConfig
 from mod_jax.layers.mlp import MLPConfig
 from mod_jax.layers.mode import Mode
 from mod_jax.layers.token_info import TokenInfo

@@ -11,15 +11,15 @@ import pytest
 
 from mod_jax import errors
 from mod_jax.layers.attention import AttentionConfig
-from mod_jax.layers.block import Block
-from mod_jax.layers.block import BlockConfig
+from mod_jax.layers.block import Block, BlockConfig
 from mod_jax.layers.mlp import MLPConfig
-from mod_jax.layers.mode import Mode
-from mod_jax.layers.mode import RoutingMode
-from mod_jax.layers.routed import Layer
-from mod_jax.layers.routed import LayerConfig
-from mod_jax.layers.routed import MoDConfig
-from mod_jax.layers.routed import VisionRoutingConfig
+from mod_jax.layers.mode import Mode, RoutingMode
+from mod_jax.layers.routed import (
+  Layer,
+  LayerConfig,
+  MoDConfig,
+  VisionRoutingConfig,
+)
 from mod_jax.layers.token_info import TokenInfo
 
 B, L, D = 3, 10, 8

@@ -9,8 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from mod_jax.layers.acm import ACM
-from mod_jax.layers.acm import ACMConfig
+from mod_jax.layers.acm import ACM, ACMConfig
 from mod_jax.losses import acm as losses
 from mod_jax.losses.acm import Learners
 

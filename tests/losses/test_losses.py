@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mod_jax import losses
-from mod_jax import parallel
+from mod_jax import losses, parallel
 from mod_jax.layers import dense
 
 

@@ -11,9 +11,7 @@ from mod_jax import routing
 from mod_jax.layers import stack
 from mod_jax.layers.mode import RoutingMode
 from mod_jax.layers.routed import MoDConfig
-from mod_jax.models.lm import LanguageModel
-from mod_jax.models.lm import LMCache
-from mod_jax.models.lm import LMConfig
+from mod_jax.models.lm import LanguageModel, LMCache, LMConfig
 
 SIZES = {
   'vocab_size': 11,

@@ -12,20 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mod_jax import flops
-from mod_jax import trees
+from mod_jax import flops, trees
 from mod_jax.errors import UserError
 from mod_jax.layers import stack
-from mod_jax.layers.acm import ACM
-from mod_jax.layers.acm import FFNS
-from mod_jax.layers.acm import AdaptiveConfig
-from mod_jax.layers.mode import Mode
-from mod_jax.layers.mode import RoutingMode
-from mod_jax.layers.routed import MoDConfig
-from mod_jax.layers.routed import VisionRoutingConfig
-from mod_jax.models import acm
-from mod_jax.models import lm
-from mod_jax.models import vit
+from mod_jax.layers.acm import ACM, FFNS, AdaptiveConfig
+from mod_jax.layers.mode import Mode, RoutingMode
+from mod_jax.layers.routed import MoDConfig, VisionRoutingConfig
+from mod_jax.models import acm, lm, vit
 from mod_jax.models.acm import acmize
 from mod_jax.models.lm import LMConfig
 from mod_jax.models.vit import ViTConfig

@@ -13,12 +13,9 @@ import numpy as np
 import pytest
 
 from mod_jax import losses
-from mod_jax.layers import acm
-from mod_jax.layers import dense
-from mod_jax.layers.routed import MoDConfig
-from mod_jax.layers.routed import VisionRoutingConfig
-from mod_jax.models import dynamic_vit
-from mod_jax.models import vit
+from mod_jax.layers import acm, dense
+from mod_jax.layers.routed import MoDConfig, VisionRoutingConfig
+from mod_jax.models import dynamic_vit, vit
 from mod_jax.models.lm import LMConfig
 
 SIZES = {'num_layers': 2, 'width': 16, 'num_heads': 2}

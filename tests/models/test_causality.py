@@ -17,8 +17,7 @@ import numpy as np
 import pytest
 
 from mod_jax import errors
-from mod_jax.layers import acm
-from mod_jax.layers import rules
+from mod_jax.layers import acm, rules
 from mod_jax.layers.acm import AdaptiveConfig
 from mod_jax.layers.experts import ExpertsConfig
 from mod_jax.layers.mode import RoutingMode

@@ -9,12 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mod_jax import flops
-from mod_jax import routing
+from mod_jax import flops, routing
 from mod_jax.errors import UserError
 from mod_jax.layers import stack
-from mod_jax.layers.acm import FFNS
-from mod_jax.layers.acm import AdaptiveConfig
+from mod_jax.layers.acm import FFNS, AdaptiveConfig
 from mod_jax.layers.experts import ExpertsConfig
 from mod_jax.layers.routed import VisionRoutingConfig
 from mod_jax.models import acm

@@ -12,14 +12,11 @@ import numpy as np
 import pytest
 from scipy import special
 
-from mod_jax import errors
-from mod_jax import losses
+from mod_jax import errors, losses
 from mod_jax.layers.attention import attention_map
 from mod_jax.layers.stem import ConvStemConfig
-from mod_jax.models import dynamic_vit
-from mod_jax.models import vit
-from mod_jax.models.dynamic_vit import DynamicViTConfig
-from mod_jax.models.dynamic_vit import PredictionHead
+from mod_jax.models import dynamic_vit, vit
+from mod_jax.models.dynamic_vit import DynamicViTConfig, PredictionHead
 from mod_jax.models.vit import ViTConfig
 
 B, N, V, D = 3, 16, 5, 8

@@ -9,15 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mod_jax import flops
-from mod_jax import losses
+from mod_jax import flops, losses
 from mod_jax.errors import UserError
 from mod_jax.layers.mode import RoutingMode
 from mod_jax.layers.routed import MoDConfig
 from mod_jax.models import lm
 from mod_jax.tasks import make_task
-from mod_jax.tasks.experiment import ConversionObjective
-from mod_jax.tasks.experiment import ExperimentConfig
+from mod_jax.tasks.experiment import ConversionObjective, ExperimentConfig
 
 CONFIG = lm.LMConfig(
   vocab_size=20,

@@ -15,10 +15,8 @@ import numpy as np
 import pytest
 
 from mod_jax import routing
-from mod_jax.layers.mode import Mode
-from mod_jax.layers.mode import RoutingMode
-from mod_jax.layers.routed import Layer
-from mod_jax.layers.routed import LayerConfig
+from mod_jax.layers.mode import Mode, RoutingMode
+from mod_jax.layers.routed import Layer, LayerConfig
 from mod_jax.layers.token_info import TokenInfo
 
 # Sizes of `test_lm.py`, whose compiled programs serve here too.

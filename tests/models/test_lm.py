@@ -11,17 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mod_jax import errors
-from mod_jax import losses
-from mod_jax import sampling
+from mod_jax import errors, losses, sampling
 from mod_jax.layers import stack
 from mod_jax.layers.block import Block
 from mod_jax.layers.mode import RoutingMode
 from mod_jax.layers.routed import MoDConfig
 from mod_jax.models import lm
-from mod_jax.models.lm import LanguageModel
-from mod_jax.models.lm import LMCache
-from mod_jax.models.lm import LMConfig
+from mod_jax.models.lm import LanguageModel, LMCache, LMConfig
 
 B, L = 3, 10
 RULES = ('router', 'predictor', 'threshold', 'fixed')

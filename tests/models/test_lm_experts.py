@@ -8,19 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mod_jax import flops
-from mod_jax import routing
+from mod_jax import flops, routing
 from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
 from mod_jax.layers.acm import AdaptiveConfig
-from mod_jax.layers.experts import Assigned
-from mod_jax.layers.experts import ExpertsConfig
+from mod_jax.layers.experts import Assigned, ExpertsConfig
 from mod_jax.layers.mode import RoutingMode
 from mod_jax.layers.routed import MoDConfig
 from mod_jax.losses import sums
 from mod_jax.models.lm import LMConfig
-from mod_jax.tasks import make_task
-from mod_jax.tasks import plain
+from mod_jax.tasks import make_task, plain
 from mod_jax.tasks.experiment import ExperimentConfig
 
 B, L, VOCAB = 2, 8, 11

@@ -10,9 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mod_jax import errors
-from mod_jax import flops
-from mod_jax import losses
+from mod_jax import errors, flops, losses
 from mod_jax.layers.mode import RoutingMode
 from mod_jax.layers.routed import VisionRoutingConfig
 from mod_jax.layers.stem import ConvStemConfig

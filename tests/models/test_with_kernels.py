@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from mod_jax.layers import stack
-from mod_jax.layers.acm import FFNS
-from mod_jax.layers.acm import AdaptiveConfig
+from mod_jax.layers.acm import FFNS, AdaptiveConfig
 from mod_jax.layers.routed import VisionRoutingConfig
 from mod_jax.models import acm
 from mod_jax.models.vit import ViTConfig

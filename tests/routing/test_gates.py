@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mod_jax import errors
-from mod_jax import routing
+from mod_jax import errors, routing
 
 SCORE = np.linspace(-3, 3, 13, dtype=np.float32)
 

@@ -4,8 +4,7 @@ import hypothesis
 from hypothesis import strategies as st
 import pytest
 
-from mod_jax import errors
-from mod_jax import routing
+from mod_jax import errors, routing
 
 
 class TestLayerCapacities:

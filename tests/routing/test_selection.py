@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mod_jax import errors
-from mod_jax import routing
+from mod_jax import errors, routing
 
 LENGTH = 7
 INF = float('inf')

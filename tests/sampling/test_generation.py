@@ -17,19 +17,14 @@ import pytest
 
 from mod_jax import parallel
 from mod_jax.errors import UserError
-from mod_jax.layers import attention
+from mod_jax.layers import attention, routed, stack
 from mod_jax.layers import cache as cache_lib
-from mod_jax.layers import routed
-from mod_jax.layers import stack
 from mod_jax.layers.experts import ExpertsConfig
 from mod_jax.layers.mode import RoutingMode
 from mod_jax.layers.routed import MoDConfig
 from mod_jax.models import lm
 from mod_jax.routing import MovingThreshold
-from mod_jax.sampling import filter_logits
-from mod_jax.sampling import generate
-from mod_jax.sampling import generation
-from mod_jax.sampling import pad_prompts
+from mod_jax.sampling import filter_logits, generate, generation, pad_prompts
 
 PROMPT, NEW, VOCAB = 6, 6, 20
 TOTAL = PROMPT + NEW

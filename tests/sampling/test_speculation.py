@@ -15,10 +15,7 @@ from mod_jax.errors import UserError
 from mod_jax.layers.mode import RoutingMode
 from mod_jax.layers.routed import MoDConfig
 from mod_jax.models import lm
-from mod_jax.sampling import Draft
-from mod_jax.sampling import filter_logits
-from mod_jax.sampling import generate
-from mod_jax.sampling import speculation
+from mod_jax.sampling import Draft, filter_logits, generate, speculation
 
 VOCAB, NEW = 16, 24
 MOD = lm.LMConfig(

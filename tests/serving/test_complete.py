@@ -17,8 +17,7 @@ from mod_jax import trees
 from mod_jax.convert import files
 from mod_jax.data import text
 from mod_jax.errors import UserError
-from mod_jax.tasks import make_task
-from mod_jax.tasks import phases
+from mod_jax.tasks import make_task, phases
 from mod_jax.train import evaluation
 
 ROOT = pathlib.Path(__file__).parents[2]

@@ -9,8 +9,7 @@ import pytest
 
 from mod_jax.data import tokenizers
 from mod_jax.errors import UserError
-from mod_jax.layers.acm import FFNS
-from mod_jax.layers.acm import AdaptiveConfig
+from mod_jax.layers.acm import FFNS, AdaptiveConfig
 from mod_jax.layers.experts import ExpertsConfig
 from mod_jax.layers.mode import RoutingMode
 from mod_jax.layers.routed import MoDConfig

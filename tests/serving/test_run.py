@@ -19,19 +19,15 @@ from mod_jax.data import prepare
 from mod_jax.data.images import ImageDataConfig
 from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
-from mod_jax.layers.routed import MoDConfig
-from mod_jax.layers.routed import VisionRoutingConfig
+from mod_jax.layers.routed import MoDConfig, VisionRoutingConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.models.vit import ViTConfig
 from mod_jax.serving.run import Run
-from mod_jax.tasks import make_task
-from mod_jax.tasks import phases
+from mod_jax.tasks import make_task, phases
 from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train import evaluation
 from mod_jax.train.optimizer import OptimizerConfig
-from mod_jax.train.run_config import EvaluationConfig
-from mod_jax.train.run_config import LogConfig
-from mod_jax.train.run_config import TrainConfig
+from mod_jax.train.run_config import EvaluationConfig, LogConfig, TrainConfig
 
 GOLDEN = pathlib.Path(__file__).parents[1] / 'golden'
 CLASSES = ('blue', 'red')

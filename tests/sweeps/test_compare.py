@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from mod_jax import config as config_lib
-from mod_jax import flops
-from mod_jax import viz
+from mod_jax import flops, viz
 from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
 from mod_jax.layers.routed import MoDConfig

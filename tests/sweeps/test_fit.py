@@ -8,9 +8,7 @@ import pytest
 
 from mod_jax.layers.routed import MoDConfig
 from mod_jax.models.lm import LMConfig
-from mod_jax.sweeps import fit
-from mod_jax.sweeps import manifest
-from mod_jax.sweeps import run
+from mod_jax.sweeps import fit, manifest, run
 from mod_jax.sweeps.manifest import Entry
 from mod_jax.tasks.experiment import ExperimentConfig
 

@@ -14,13 +14,13 @@ from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
 from mod_jax.layers.routed import MoDConfig
 from mod_jax.models.lm import LMConfig
-from mod_jax.sweeps import manifest
-from mod_jax.sweeps import plan
-from mod_jax.sweeps.plan import Group
-from mod_jax.sweeps.plan import SweepConfig
-from mod_jax.tasks.experiment import ConversionObjective
-from mod_jax.tasks.experiment import ExperimentConfig
-from mod_jax.tasks.experiment import PhaseConfig
+from mod_jax.sweeps import manifest, plan
+from mod_jax.sweeps.plan import Group, SweepConfig
+from mod_jax.tasks.experiment import (
+  ConversionObjective,
+  ExperimentConfig,
+  PhaseConfig,
+)
 from mod_jax.train.optimizer import OptimizerConfig
 from mod_jax.train.run_config import TrainConfig
 

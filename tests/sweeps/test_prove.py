@@ -9,13 +9,9 @@ import shutil
 import pytest
 
 from mod_jax import config as config_lib
-from mod_jax import flops
-from mod_jax import parallel
+from mod_jax import flops, parallel
 from mod_jax.errors import UserError
-from mod_jax.sweeps import hlo
-from mod_jax.sweeps import manifest
-from mod_jax.sweeps import prove
-from mod_jax.sweeps import slices
+from mod_jax.sweeps import hlo, manifest, prove, slices
 from mod_jax.tasks import make_task
 
 needs_libtpu = pytest.mark.skipif(

@@ -15,17 +15,14 @@ import numpy as np
 import pytest
 
 from mod_jax import config as config_lib
-from mod_jax import flops
-from mod_jax import parallel
-from mod_jax import trees
+from mod_jax import flops, parallel, trees
 from mod_jax.convert import vit as convert_vit
 from mod_jax.convert.entry import Lazy
 from mod_jax.data.images import ImageDataConfig
 from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
 from mod_jax.layers import stack
-from mod_jax.layers.acm import FFNS
-from mod_jax.layers.acm import AdaptiveConfig
+from mod_jax.layers.acm import FFNS, AdaptiveConfig
 from mod_jax.layers.routed import VisionRoutingConfig
 from mod_jax.losses import acm as acm_losses
 from mod_jax.models import acm
@@ -33,10 +30,12 @@ from mod_jax.models.lm import LMConfig
 from mod_jax.models.vit import ViTConfig
 from mod_jax.tasks import make_task
 from mod_jax.tasks.adaptive import Adaptive
-from mod_jax.tasks.experiment import ACMObjective
-from mod_jax.tasks.experiment import ExperimentConfig
-from mod_jax.tasks.experiment import PhaseConfig
-from mod_jax.tasks.experiment import PruningObjective
+from mod_jax.tasks.experiment import (
+  ACMObjective,
+  ExperimentConfig,
+  PhaseConfig,
+  PruningObjective,
+)
 from mod_jax.tasks.studies import adaptive as adaptive_studies
 from mod_jax.train import evaluation
 from mod_jax.train import workdir as workdir_lib

@@ -11,36 +11,32 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 
-from mod_jax import flops
-from mod_jax import parallel
-from mod_jax import trees
+from mod_jax import flops, parallel, trees
 from mod_jax.data.images import ImageDataConfig
 from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
 from mod_jax.layers import stack
-from mod_jax.layers.acm import FFNS
-from mod_jax.layers.acm import AdaptiveConfig
-from mod_jax.layers.routed import MoDConfig
-from mod_jax.layers.routed import VisionRoutingConfig
+from mod_jax.layers.acm import FFNS, AdaptiveConfig
+from mod_jax.layers.routed import MoDConfig, VisionRoutingConfig
 from mod_jax.models import acm
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.models.vit import ViTConfig
 from mod_jax.serving import export
 from mod_jax.serving import run as run_lib
-from mod_jax.tasks import make_task
-from mod_jax.tasks import phases
+from mod_jax.tasks import make_task, phases
 from mod_jax.tasks.adaptive import Adaptive
-from mod_jax.tasks.experiment import ACMObjective
-from mod_jax.tasks.experiment import ExperimentConfig
-from mod_jax.tasks.experiment import PhaseConfig
-from mod_jax.tasks.experiment import PruningObjective
+from mod_jax.tasks.experiment import (
+  ACMObjective,
+  ExperimentConfig,
+  PhaseConfig,
+  PruningObjective,
+)
 from mod_jax.tasks.pruning import Pruning
 from mod_jax.train import evaluation
 from mod_jax.train import workdir as workdir_lib
 from mod_jax.train.checkpoints import Checkpointer
-from mod_jax.train.run_config import EvaluationConfig
-from mod_jax.train.run_config import TrainConfig
+from mod_jax.train.run_config import EvaluationConfig, TrainConfig
 
 ADAPTIVE = AdaptiveConfig(num_learners=2, replace=(FFNS,))
 ROUTED = ViTConfig(

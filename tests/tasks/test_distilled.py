@@ -14,14 +14,11 @@ import pytest
 
 import mod_jax
 from mod_jax import config as config_lib
-from mod_jax import flops
-from mod_jax import parallel
-from mod_jax import trees
+from mod_jax import flops, parallel, trees
 from mod_jax.data import text
 from mod_jax.errors import UserError
 from mod_jax.layers.mode import Mode
-from mod_jax.tasks import make_task
-from mod_jax.tasks import phases
+from mod_jax.tasks import make_task, phases
 from mod_jax.tasks.distilled import Distilled
 from mod_jax.tasks.experiment import ConversionObjective
 from mod_jax.tasks.studies import conversion

@@ -17,9 +17,7 @@ from PIL import Image
 import pytest
 
 from mod_jax import config as config_lib
-from mod_jax import flops
-from mod_jax import parallel
-from mod_jax import trees
+from mod_jax import flops, parallel, trees
 from mod_jax.convert import files
 from mod_jax.convert import vit as convert_vit
 from mod_jax.data import images as images_lib
@@ -31,22 +29,19 @@ from mod_jax.layers.routed import VisionRoutingConfig
 from mod_jax.layers.stem import ConvStemConfig
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.lm import LMConfig
-from mod_jax.models.vit import ViTConfig
-from mod_jax.models.vit import resize_positions
-from mod_jax.tasks import make_task
-from mod_jax.tasks import phases
-from mod_jax.tasks import warm_start
-from mod_jax.tasks.experiment import ACMObjective
-from mod_jax.tasks.experiment import ExperimentConfig
-from mod_jax.tasks.experiment import PruningObjective
+from mod_jax.models.vit import ViTConfig, resize_positions
+from mod_jax.tasks import make_task, phases, warm_start
+from mod_jax.tasks.experiment import (
+  ACMObjective,
+  ExperimentConfig,
+  PruningObjective,
+)
 from mod_jax.tasks.plain import Plain
 from mod_jax.tasks.pruning import Pruning
-from mod_jax.train import evaluation
-from mod_jax.train import loop
+from mod_jax.train import evaluation, loop
 from mod_jax.train import metrics as metrics_lib
 from mod_jax.train.optimizer import OptimizerConfig
-from mod_jax.train.run_config import EvaluationConfig
-from mod_jax.train.run_config import TrainConfig
+from mod_jax.train.run_config import EvaluationConfig, TrainConfig
 
 GOLDEN = pathlib.Path(__file__).parents[1] / 'golden'
 DENSE = ViTConfig(

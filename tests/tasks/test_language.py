@@ -24,12 +24,10 @@ from mod_jax import parallel
 from mod_jax.data import text
 from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
-from mod_jax.layers.mode import Mode
-from mod_jax.layers.mode import RoutingMode
+from mod_jax.layers.mode import Mode, RoutingMode
 from mod_jax.layers.routed import MoDConfig
 from mod_jax.models.lm import LMConfig
-from mod_jax.tasks import language
-from mod_jax.tasks import make_task
+from mod_jax.tasks import language, make_task
 from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train import evaluation
 from mod_jax.train import state as state_lib

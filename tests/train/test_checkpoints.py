@@ -16,18 +16,15 @@ import flax.struct
 import grain
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 import pytest
 
 from mod_jax.errors import UserError
-from mod_jax.train import checkpoints
-from mod_jax.train import checksums
-from mod_jax.train.checkpoints import CheckpointConfig
-from mod_jax.train.checkpoints import Checkpointer
+from mod_jax.train import checkpoints, checksums
+from mod_jax.train.checkpoints import CheckpointConfig, Checkpointer
 
 
 @flax.struct.dataclass

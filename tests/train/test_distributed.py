@@ -14,9 +14,7 @@ import pytest
 
 from mod_jax import config as config_lib
 from mod_jax.tasks import phases
-from mod_jax.train import checkpoints
-from mod_jax.train import evaluation
-from mod_jax.train import metrics
+from mod_jax.train import checkpoints, evaluation, metrics
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 STEPS = 3

@@ -5,14 +5,11 @@ import itertools
 import chex
 import jax
 import pytest
-from tiny_task import load
-from tiny_task import make_config
-from tiny_task import train
+from tiny_task import load, make_config, train
 
 from mod_jax import config as config_lib
 from mod_jax.errors import UserError
-from mod_jax.train import history
-from mod_jax.train import profile
+from mod_jax.train import history, profile
 from mod_jax.train import workdir as workdir_lib
 
 pytestmark = pytest.mark.usefixtures('one_device')

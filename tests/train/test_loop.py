@@ -21,26 +21,19 @@ from matplotlib.figure import Figure
 import numpy as np
 import pytest
 import tiny_task
-from tiny_task import Tiny
-from tiny_task import train
+from tiny_task import Tiny, train
 
 from mod_jax import config as config_lib
-from mod_jax import flops
-from mod_jax import parallel
+from mod_jax import flops, parallel
 from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
 from mod_jax.layers.routed import MoDConfig
 from mod_jax.models.lm import LMConfig
-from mod_jax.tasks import capacity_warmup
-from mod_jax.tasks import make_task
-from mod_jax.tasks import phases
+from mod_jax.tasks import capacity_warmup, make_task, phases
 from mod_jax.tasks.experiment import ExperimentConfig
-from mod_jax.train import evaluation
-from mod_jax.train import lock
-from mod_jax.train import loop
+from mod_jax.train import evaluation, lock, loop, stop
 from mod_jax.train import metrics as metrics_lib
 from mod_jax.train import step as step_lib
-from mod_jax.train import stop
 from mod_jax.train import workdir as workdir_lib
 from mod_jax.train.checkpoints import CheckpointConfig
 from mod_jax.train.loop import TrainingDiverged

@@ -8,10 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_task import Tiny
-from tiny_task import load
-from tiny_task import make_config
-from tiny_task import train
+from tiny_task import Tiny, load, make_config, train
 
 from mod_jax import config as config_lib
 from mod_jax import parallel
@@ -19,17 +16,14 @@ from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
 from mod_jax.layers.routed import MoDConfig
 from mod_jax.models.lm import LMConfig
-from mod_jax.tasks import make_task
-from mod_jax.tasks import warm_start
+from mod_jax.tasks import make_task, warm_start
 from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train import checkpoints as checkpoints_lib
-from mod_jax.train import evaluation
-from mod_jax.train import loop
+from mod_jax.train import evaluation, loop
 from mod_jax.train import metrics as metrics_lib
 from mod_jax.train import task as task_lib
 from mod_jax.train import workdir as workdir_lib
-from mod_jax.train.run_config import RunConfig
-from mod_jax.train.run_config import TrainConfig
+from mod_jax.train.run_config import RunConfig, TrainConfig
 
 
 @pytest.fixture(autouse=True, scope='module')

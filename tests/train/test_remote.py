@@ -25,20 +25,15 @@ from orbax.checkpoint._src.path import gcs_utils
 import pytest
 
 from mod_jax import config as config_lib
-from mod_jax import paths
-from mod_jax import tasks
-from mod_jax.data import corpus
-from mod_jax.data import image_folder
+from mod_jax import paths, tasks
+from mod_jax.data import corpus, image_folder
 from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
 from mod_jax.models.lm import LMConfig
 from mod_jax.sweeps import grid
-from mod_jax.tasks import phases
-from mod_jax.tasks import warm_start
+from mod_jax.tasks import phases, warm_start
 from mod_jax.tasks.experiment import ExperimentConfig
-from mod_jax.train import evaluation
-from mod_jax.train import lock
-from mod_jax.train import loop
+from mod_jax.train import evaluation, lock, loop
 from mod_jax.train import metrics as metrics_lib
 from mod_jax.train import workdir as workdir_lib
 from mod_jax.train.optimizer import OptimizerConfig

@@ -20,12 +20,10 @@ from mod_jax.errors import UserError
 from mod_jax.layers.routed import MoDConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.parallel import MeshConfig
-from mod_jax.tasks import phases
-from mod_jax.tasks import warm_start
+from mod_jax.tasks import phases, warm_start
 from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.tasks.plain import Plain
-from mod_jax.train import evaluation
-from mod_jax.train import loop
+from mod_jax.train import evaluation, loop
 from mod_jax.train import metrics as metrics_lib
 from mod_jax.train import workdir as workdir_lib
 from mod_jax.train.optimizer import OptimizerConfig

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from mod_jax import config as config_lib
-from mod_jax import parallel
-from mod_jax import tasks
+from mod_jax import parallel, tasks
 from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
 from mod_jax.layers.routed import MoDConfig

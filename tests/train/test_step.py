@@ -10,8 +10,7 @@ import numpy as np
 import optax
 import pytest
 
-from mod_jax import parallel
-from mod_jax import tasks
+from mod_jax import parallel, tasks
 from mod_jax.layers.routed import MoDConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.tasks.experiment import ExperimentConfig

@@ -13,8 +13,7 @@ import numpy as np
 from mod_jax import config as config_lib
 from mod_jax.tasks import warm_start
 from mod_jax.tasks.experiment import ExperimentConfig
-from mod_jax.train import evaluation
-from mod_jax.train import loop
+from mod_jax.train import evaluation, loop
 from mod_jax.train import task as task_lib
 from mod_jax.train import workdir as workdir_lib
 

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from mod_jax import viz
-from mod_jax.viz import curves
-from mod_jax.viz import glyphs
+from mod_jax.viz import curves, glyphs
 
 pytestmark = pytest.mark.filterwarnings('error')
 

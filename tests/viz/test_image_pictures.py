@@ -7,8 +7,7 @@ import pytest
 
 from mod_jax import viz
 from mod_jax.errors import UserError
-from mod_jax.viz import experts
-from mod_jax.viz import images
+from mod_jax.viz import experts, images
 
 pytestmark = pytest.mark.filterwarnings('error')
 

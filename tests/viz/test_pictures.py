@@ -13,8 +13,7 @@ import pytest
 
 from mod_jax import viz
 from mod_jax.errors import UserError
-from mod_jax.viz import glyphs
-from mod_jax.viz import style
+from mod_jax.viz import glyphs, style
 
 pytestmark = pytest.mark.filterwarnings('error')
 

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from mod_jax import viz
-from mod_jax.viz import experts
-from mod_jax.viz import maps
+from mod_jax.viz import experts, maps
 
 pytestmark = pytest.mark.filterwarnings('error')
 

@@ -19,9 +19,7 @@ from mod_jax_kernels import dispatch
 from mod_jax_kernels import tiles as tiles_lib
 from mod_jax_kernels.acm_mlp import reference
 from mod_jax_kernels.acm_mlp.tiles import TILES
-from mod_jax_kernels.pallas_parts import block_of
-from mod_jax_kernels.pallas_parts import interpret
-from mod_jax_kernels.pallas_parts import product
+from mod_jax_kernels.pallas_parts import block_of, interpret, product
 
 # More than the default, for weights are held in large blocks; less than what
 # any TPU of these days has.

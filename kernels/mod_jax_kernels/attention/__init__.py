@@ -12,8 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from mod_jax_kernels import dispatch
-from mod_jax_kernels.attention import choice
-from mod_jax_kernels.attention import reference
+from mod_jax_kernels.attention import choice, reference
 
 Implementation = Literal['xla', 'cudnn', 'splash']
 # What `splash` needs for its gradient has this name, so that a `jax.checkpoint`

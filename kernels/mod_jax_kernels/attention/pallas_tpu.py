@@ -9,12 +9,10 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 )
 import jax.numpy as jnp
 
-from mod_jax_kernels import dispatch
-from mod_jax_kernels import tiles
+from mod_jax_kernels import dispatch, tiles
 from mod_jax_kernels.attention import RESIDUALS
 from mod_jax_kernels.attention.tiles import TILES
-from mod_jax_kernels.pallas_parts import LANES
-from mod_jax_kernels.pallas_parts import block_of
+from mod_jax_kernels.pallas_parts import LANES, block_of
 
 
 def attention(q_BQHC, k_BSGC, v_BSGC, segment_BL=None, causal=False):

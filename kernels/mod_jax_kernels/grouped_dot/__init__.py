@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from mod_jax_kernels import dispatch
-from mod_jax_kernels.grouped_dot import loop
-from mod_jax_kernels.grouped_dot import reference
+from mod_jax_kernels.grouped_dot import loop, reference
 
 Implementation = Literal['xla', 'loop']
 OP = dispatch.Op(

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from mod_jax_kernels import dispatch
-from mod_jax_kernels import tiles
+from mod_jax_kernels import dispatch, tiles
 from mod_jax_kernels.route_scores.tiles import TILES
 from mod_jax_kernels.triton_call import triton_call
 

@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from mod_jax_kernels import dispatch
-from mod_jax_kernels.token_select import reference
-from mod_jax_kernels.token_select import sort
+from mod_jax_kernels.token_select import reference, sort
 
 Implementation = Literal['xla', 'sort', 'pallas', 'triton']
 # Scores, over all rows, from which a CPU takes a half to a fifth of the time of

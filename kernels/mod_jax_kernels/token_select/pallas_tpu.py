@@ -11,10 +11,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
-from mod_jax_kernels import dispatch
-from mod_jax_kernels import tiles
-from mod_jax_kernels.pallas_parts import LANES
-from mod_jax_kernels.pallas_parts import interpret
+from mod_jax_kernels import dispatch, tiles
+from mod_jax_kernels.pallas_parts import LANES, interpret
 from mod_jax_kernels.token_select import reference
 from mod_jax_kernels.token_select.tiles import TILES
 

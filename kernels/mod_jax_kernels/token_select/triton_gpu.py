@@ -5,9 +5,7 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from mod_jax_kernels import dispatch
-from mod_jax_kernels import tiles
-from mod_jax_kernels import triton_call
+from mod_jax_kernels import dispatch, tiles, triton_call
 from mod_jax_kernels.token_select.tiles import TILES
 
 

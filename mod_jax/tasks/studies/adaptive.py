@@ -4,8 +4,7 @@ import jax
 import numpy as np
 
 from mod_jax import viz
-from mod_jax.data import augment
-from mod_jax.data import corruptions
+from mod_jax.data import augment, corruptions
 from mod_jax.data import images as images_lib
 from mod_jax.layers import stack as stack_lib
 from mod_jax.models import acm

@@ -5,8 +5,7 @@ import math
 
 import jax
 
-from mod_jax import flops
-from mod_jax import timing
+from mod_jax import flops, timing
 from mod_jax.layers.mode import Mode
 from mod_jax.losses import sums as sums_lib
 from mod_jax.sampling import generate

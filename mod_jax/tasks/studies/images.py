@@ -6,10 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import scipy
 
-from mod_jax import flops
-from mod_jax import losses
-from mod_jax import timing
-from mod_jax import viz
+from mod_jax import flops, losses, timing, viz
 from mod_jax.models import vit
 from mod_jax.tasks.studies import devices
 from mod_jax.train.task import Study

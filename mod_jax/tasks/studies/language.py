@@ -10,8 +10,7 @@ import numpy as np
 import optax
 import scipy
 
-from mod_jax import errors
-from mod_jax import viz
+from mod_jax import errors, viz
 from mod_jax.models import lm
 from mod_jax.tasks.studies import devices
 from mod_jax.train.task import Study

@@ -11,15 +11,13 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from mod_jax import flops
-from mod_jax import timing
+from mod_jax import flops, timing
 from mod_jax.data.images import ImageDataConfig
 from mod_jax.layers.routed import VisionRoutingConfig
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.vit import ViTConfig
 from mod_jax.tasks import make_task
-from mod_jax.tasks.experiment import ExperimentConfig
-from mod_jax.tasks.experiment import PruningObjective
+from mod_jax.tasks.experiment import ExperimentConfig, PruningObjective
 from mod_jax.tasks.studies import images as image_studies
 
 DENSE = ViTConfig(
