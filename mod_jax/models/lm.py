@@ -444,7 +444,8 @@ def _log_prob(x_BLD, spec, kernel, tokens_BL, valid_BL):
   )
   log_prob_BL = log_prob_T.reshape(len(x_BLD), -1)
   if valid_BL is not None:
-    log_prob_BL *= valid_BL[:, 1:] & valid_BL[:, :-1]
+    both_BL = valid_BL[:, 1:] & valid_BL[:, :-1]
+    log_prob_BL = jnp.where(both_BL, log_prob_BL, 0.0)
   return jnp.pad(log_prob_BL, ((0, 0), (1, 0)))
 
 
