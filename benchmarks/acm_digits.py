@@ -4,13 +4,13 @@
 
 For each seed a dense model is trained (`configs/vit/digits.py`) and converted
 by `configs/acm/vit.py:digits`: learners and gates once, then end to end for
-each budget; with the auxiliary losses left out; and, beside it, static models
-of the same cost, whose modules all run the same number of learners and that
-train end to end for as long. For one seed also with other numbers of learners.
-Accuracies are those of all 355 held-out images. The result stands beside this
-file as JSON and as pictures. About an hour on two cores; started again, it
-continues. `--report` trains nothing, and tells of the runs that are finished,
-and of which seeds they are.
+each budget. For comparison there are models without the auxiliary losses, and
+static models of the same cost, whose modules all run the same number of
+learners and which train end to end for as long. One seed is also converted with
+other numbers of learners. Accuracies are those of all 355 held-out images. The
+result is written beside this file as JSON and as pictures. About an hour on two
+cores; started again, it continues. `--report` trains nothing and reports the
+finished runs and their seeds.
 """
 
 import pathlib
@@ -38,11 +38,11 @@ _ABLATED = ('.4', {'entropy_weight': 0.0, 'diversity_weight': 0.0})
 
 
 class _MissingError(Exception):
-  """A run that is not finished, where none is to be trained."""
+  """With `--report`, a run that is not finished."""
 
 
 def load(path: str, variant: str, seed: str) -> ExperimentConfig:
-  """Returns what a config file has by this name."""
+  """Returns a variant of a config file, or its variant for trials."""
   root = pathlib.Path(__file__).resolve().parents[1] / 'configs'
   module = config_lib.load(root / path)
   config = module.get_config('tiny' if _TINY.value else variant)
@@ -50,7 +50,7 @@ def load(path: str, variant: str, seed: str) -> ExperimentConfig:
 
 
 def finish(config: ExperimentConfig, name: str) -> tuple[str, dict]:
-  """Trains, or finds that it is done; returns the workdir and the metrics."""
+  """Trains a run unless it is finished; returns its workdir and metrics."""
   workdir = f'{_WORKDIR.value}/{name}'
   directory, last = phases.expand(config, workdir)[-1]
   metrics = phases.finished(directory, last)
@@ -62,7 +62,7 @@ def finish(config: ExperimentConfig, name: str) -> tuple[str, dict]:
 
 
 class Conversion:
-  """A dense model and what is made of it, for one seed."""
+  """A dense model and its conversions, for one seed."""
 
   def __init__(self, seed: str):
     self.seed = seed
@@ -70,7 +70,7 @@ class Conversion:
     self.dense, self.metrics = finish(self.config, f'dense_{seed}')
 
   def gates(self, learners: int) -> tuple[ExperimentConfig, str, str]:
-    """Returns the config, and the runs of the learners and of the gates."""
+    """Returns the config, and the workdirs of the first two phases."""
     config = load('acm/vit.py', 'digits', self.seed)
     config = config_lib.replace(
       config,
@@ -90,7 +90,7 @@ class Conversion:
     return config, first, second
 
   def adaptive(self, budget: str, learners: int = 4, **objective) -> dict:
-    """Returns what comes of a budget."""
+    """Returns the metrics of the conversion at a budget."""
     config, _, gates = self.gates(learners)
     changes = {f'objective.{name}': x for name, x in objective.items()}
     config = config_lib.replace(
@@ -108,14 +108,14 @@ class Conversion:
     return {name: metrics[name] for name in names}
 
   def static(self, k: int) -> dict:
-    """Returns what comes of k learners everywhere, trained as long."""
+    """Returns the metrics with k learners everywhere, trained as long."""
     config, learners, _ = self.gates(4)
     config = config_lib.replace(
       config,
       {
         'objective.phase': 'end_to_end',
         'objective.static_learners': k,
-        # Their phase is skipped: it starts from the learners.
+        # Skip the gates' phase; start from the learners.
         'objective.gates.num_steps': 0,
         'init': learners,
       },
@@ -126,21 +126,23 @@ class Conversion:
 
 
 def each(run, of) -> dict:
-  """Returns what `run` makes of each, without those that are missing."""
-  found = {}
+  """Returns the result of `run` for each, without those that are missing."""
+  results = {}
   for x in of:
     try:
-      found[x] = run(x)
+      results[x] = run(x)
     except _MissingError:
       continue
-  return found
+  return results
 
 
 def gathered(runs: dict) -> dict:
-  """Returns mean and range over seeds, for each number, and the seeds."""
+  """Returns the spread over seeds of each number, and the seeds."""
   first, *_ = runs.values()
-  found = {name: spread([run[name] for run in runs.values()]) for name in first}
-  return found | {'seeds': [conversion.seed for conversion in runs]}
+  spreads = {
+    name: spread([run[name] for run in runs.values()]) for name in first
+  }
+  return spreads | {'seeds': [conversion.seed for conversion in runs]}
 
 
 def drawn(name, group, row) -> dict:
@@ -165,7 +167,8 @@ def main(_):
   def add(name, group, label, runs):
     if runs:
       table[name] = gathered(runs)
-    if len(runs) == len(seeds):  # Means of other seeds are no point beside it.
+    # Draw complete rows only: means over different seeds are not comparable.
+    if len(runs) == len(seeds):
       points.append(drawn(label, group, table[name]))
 
   dense = {
@@ -182,13 +185,13 @@ def main(_):
   for k in range(1, 5):
     runs = each(lambda seed, k=k: seed.static(k), seeds)
     add(f'static, k = {k}', 'static', f'k={k}', runs)
-  budget, without = _ABLATED
+  budget, changes = _ABLATED
   everything = table.get(f'adaptive, β = {budget}')
-  ablated = each(lambda seed: seed.adaptive(budget, **without), seeds)
+  ablated = each(lambda seed: seed.adaptive(budget, **changes), seeds)
   if ablated:
     ablated = gathered(ablated)
     table[f'adaptive, β = {budget}, L_b alone'] = ablated
-  # Of one seed: how many learners.
+  # Numbers of learners, with one seed.
   sweep = {}
   for n in _LEARNERS.value:
     if runs := each(lambda b, n=int(n): seeds[0].adaptive(b, n), swept):
@@ -221,7 +224,7 @@ def main(_):
 
 
 def draw_learners(sweep, seed, xlabel):
-  """Draws what becomes of one seed with each number of learners."""
+  """Draws accuracy against compute by number of learners, for one seed."""
   points = [
     drawn(f'β={b}', f'{n} learners', gathered({seed: run}))
     for n, runs in sorted(sweep.items(), key=lambda item: int(item[0]))
@@ -239,7 +242,7 @@ def draw_learners(sweep, seed, xlabel):
 
 
 def draw_losses(everything, ablated, budget):
-  """Draws a model trained with all losses beside one with the budget's."""
+  """Compares training with all losses and with the budget's alone."""
   draw(
     viz.loss_effects(
       [

@@ -3,13 +3,13 @@
     python benchmarks/acm_layer.py
 
 An FFN of ViT-B, 768 -> 3072 -> 768, on 128 images of 197 tokens, four learners.
-The gate runs, and then choices drawn at random with a given mean take the place
-of its own, since untrained gates choose as they like. In one run and in turn,
-beside the static FFN and beside all learners run densely. The result stands
-beside this file as JSON. On a CPU memory comes in large pages, for all alike;
-`--nohuge_pages` leaves it as it is. On a GPU: `--dtype=bfloat16 --ragged`,
-which adds the same products through `jax.lax.ragged_dot` (on CPUs that
-multiplies everything), and `--peak_tflops --bandwidth_tb` for the floor.
+The gate runs, but its choices are replaced by random ones with a given mean,
+since those of an untrained gate are arbitrary. The layer is timed in turn with
+the static FFN and with all learners run densely. The result is written beside
+this file as JSON. On a CPU, all of them use huge pages of memory, unless
+`--nohuge_pages`. On a GPU give `--dtype=bfloat16 --ragged`, which adds the same
+products by `jax.lax.ragged_dot` (on CPUs that multiplies everything), and
+`--peak_tflops --bandwidth_tb` for a lower bound of the time.
 """
 
 import functools
@@ -44,9 +44,9 @@ _ROUNDS = flags.DEFINE_integer('rounds', 7, 'Timed calls of each.')
 
 
 def draw(key, mean: float, shape) -> jax.Array:
-  """Draws numbers of learners with this mean; 0 and N are then all the same.
+  """Draws numbers of learners with this mean, from a binomial distribution.
 
-  Binomial: every number in 0..N occurs, as under a gate.
+  Unless the mean is 0 or N, all numbers in 0..N occur, as with a real gate.
   """
   draws = jax.random.bernoulli(
     key, mean / _LEARNERS.value, (_LEARNERS.value, *shape)
@@ -58,7 +58,7 @@ def ragged(x_TD, up_NDF, bias_NF, down_NFD, chosen_T):
   """The same as `acm_mlp` by XLA's grouped products: a row for each pair."""
   tokens, learners = x_TD.shape[0], up_NDF.shape[0]
   order_T = jnp.argsort(-chosen_T)
-  # Learner n runs on the first so many of the ordered tokens.
+  # Learner n runs on the first `count_N[n]` of the ordered tokens.
   count_N = jnp.sum(chosen_T[None] > jnp.arange(learners)[:, None], axis=1)
   end_N = jnp.cumsum(count_N)
   row_R = jnp.arange(tokens * learners)
@@ -73,7 +73,7 @@ def ragged(x_TD, up_NDF, bias_NF, down_NFD, chosen_T):
 
 
 def floor(config, mean: float) -> float | None:
-  """Returns the seconds that no program can beat, where the flags tell."""
+  """Returns a lower bound of the seconds; None without the device's flags."""
   if not (_PEAK.value and _BANDWIDTH.value):
     return None
   tokens = _IMAGES.value * _TOKENS.value
@@ -106,7 +106,7 @@ def main(_):
   @functools.partial(jax.jit, static_argnames='run')
   def adaptive(params, z_BLD, drawn_BL, run=mod_jax_kernels.acm_mlp):
     logits_BLM = module.apply({'params': params}, z_BLD, method=_gate)
-    # The gate's work is done, and its choice not taken.
+    # Depends on the gate's output, so XLA keeps it, but takes the drawn choice.
     chosen_BL = jnp.where(jnp.isnan(logits_BLM.sum(axis=-1)), 0, drawn_BL)
     return run(
       z_BLD.reshape(-1, _WIDTH.value),
@@ -117,14 +117,14 @@ def main(_):
     )
 
   run_static = jax.jit(static.apply)
-  every = jax.jit(
+  all_learners = jax.jit(
     lambda params, z: acm.ACM(config, _LEARNERS.value, dtype=dtype).apply(
       {'params': params}, z
     )[0]
   )
   functions = {
     'static': lambda: run_static(static_params, z_BLD).block_until_ready(),
-    'all_dense': lambda: every(params, z_BLD).block_until_ready(),
+    'all_dense': lambda: all_learners(params, z_BLD).block_until_ready(),
   }
   means = [
     _LEARNERS.value * i / _POINTS.value for i in range(_POINTS.value + 1)

@@ -1,4 +1,4 @@
-"""A script that another Python runs step by step, such as PyTorch's."""
+"""Runs a script step by step under another Python, such as one with PyTorch."""
 
 import contextlib
 import pathlib
@@ -7,14 +7,15 @@ import subprocess
 
 @contextlib.contextmanager
 def steps(python: str, script: str, *arguments: int | str):
-  """Yields a function that has the script do one step, and what it is.
+  """Starts a script; yields a function that runs a step, and a description.
 
-  The function takes what the step is asked for, and returns what it answers.
+  The function writes its argument to the script as a line, and returns the line
+  with which the script answers.
 
   Args:
-    python: an interpreter that has what the script imports.
+    python: an interpreter that has the script's dependencies.
     script: name of the file, beside this one.
-    *arguments: of the script.
+    *arguments: arguments of the script.
   """
   path = pathlib.Path(__file__).with_name(script)
   with subprocess.Popen(

@@ -1,9 +1,9 @@
-"""Compile time of a scanned model by depth: it should hardly grow.
+"""Compile time by depth; that of a scanned model should hardly grow.
 
     python benchmarks/compile_time.py
 
 Compiles the gradient of a Mixture-of-Depths model of 8 and of 24 layers,
-scanned and unrolled, in turn. The result stands beside this file as JSON.
+scanned and unrolled, in turn. The result is written beside this file as JSON.
 """
 
 import dataclasses

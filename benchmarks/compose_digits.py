@@ -2,13 +2,14 @@
 
     python benchmarks/compose_digits.py --workdir=runs/compose_digits
 
-For each seed one dense model is trained (`configs/vit/digits.py`), and from it
-each part alone, by its own config: A-MoD, DynamicViT, ACM; and A-MoD, then
-DynamicViT, then ACM, each from the checkpoint of the last
-(`configs/vit/compose.py`). Batches have half the configs' images. Accuracies
-are those of all 355 held-out images, and GFLOPs of a forward pass under the
-gates. Each run is one line of `compose_digits.jsonl` beside this file; see
-`study.py`. The table and the picture are of the seeds that have all runs.
+For each seed one dense model is trained (`configs/vit/digits.py`). From it,
+A-MoD, DynamicViT and ACM are trained alone, each by its own config, and one
+after another, each from the checkpoint of the previous one
+(`configs/vit/compose.py`). Batches are half as large as in the configs.
+Accuracies are those of all 355 held-out images, and FLOPs those of a forward
+pass with the learners that the gates choose. Each run is one line of
+`compose_digits.jsonl` beside this file; see `study.py`. The table and the
+picture show the seeds that have all runs.
 """
 
 import pathlib
@@ -32,8 +33,8 @@ _BATCH = flags.DEFINE_integer('batch', 32, 'Images of a step.')
 _TINY = flags.DEFINE_bool('tiny', False, 'Small models and few steps: a trial.')
 _TABLE = flags.DEFINE_bool('table', False, 'Train nothing; tell of what is.')
 
-# Each run: its name, config file, variant, the variant of a trial, and what it
-# starts from. The first is the dense model.
+# Name, config file, variant, variant for trials, and the run whose weights it
+# starts from.
 RUNS = (
   ('dense', 'vit/digits.py', '', 'tiny', None),
   ('A-MoD', 'vit/digits.py', 'amod', 'amod_tiny', 'dense'),
@@ -48,7 +49,7 @@ RUNS = (
 
 
 def load(path: str, variant: str) -> ExperimentConfig:
-  """Returns what a config file has by this name, with other batches."""
+  """Returns a variant of a config file, with another batch size."""
   root = pathlib.Path(__file__).resolve().parents[1] / 'configs'
   config = config_lib.load(root / path).get_config(variant)
   rows = {'train.batch_size': _BATCH.value}
@@ -59,16 +60,16 @@ def load(path: str, variant: str) -> ExperimentConfig:
 
 
 def forward(config: ExperimentConfig, load: float | None) -> float:
-  """Returns the FLOPs of an image; `load` is the learners' share that runs."""
-  every = flops.forward(config.model)
+  """Returns the FLOPs of an image if the share `load` of learners runs."""
+  total = flops.forward(config.model)
   if load is None:
-    return every
+    return total
   table = config.model.flops_table()
-  return every - (1 - load) * sum(x.get('learners', 0) for _, x in table)
+  return total - (1 - load) * sum(x.get('learners', 0) for _, x in table)
 
 
 def tell(config: ExperimentConfig, metrics: dict) -> dict:
-  """Returns what a run came to."""
+  """Returns the result of a run."""
   return {
     'accuracy': metrics['accuracy'],
     'loss': metrics['loss'],
@@ -117,11 +118,11 @@ def main(_):
         study.train(
           f'{name}/{seed}', config, _WORKDIR.value, result_path('.jsonl'), tell
         )
-  found = study.read(result_path('.jsonl'))
-  runs = study_tables.of_whole_seeds(found)
+  results = study.read(result_path('.jsonl'))
+  runs = study_tables.of_whole_seeds(results)
   if not runs.get('dense'):
     sys.exit('No seed has all of its runs yet.')
-  print(study_tables.composition(found))
+  print(study_tables.composition(results))
   viz.save(draw(runs), result_path('.png'))
 
 

@@ -1,15 +1,15 @@
-"""What a dense language model is worth, made routed, by recipe and seed.
+"""Converting a dense language model to a routed one, by recipe and seed.
 
     python benchmarks/conversion.py --workdir=runs/conversion
 
-For each seed a dense model of four blocks is trained on the embedded text. Then
-it is trained on for half as many steps again, each time from the same weights:
-as it is; converted by the recipe of `configs/lm/convert.py`, at capacities of
-12.5% and 50%; with the routers alone, or the dense model's predictions, as
-what is learnt; by random scores; and without the block that would be routed.
-Beside them stand a routed and a dense model that began from nothing, and took
-as many training FLOPs in one go. Held-out losses are those of top-k routing on
-the same rows, without the block where it was left out.
+For each seed a dense model of four blocks is trained on the embedded text. From
+its weights, several models are trained for half as many steps again: the dense
+model itself; models converted by `configs/lm/convert.py`, at capacities of
+12.5% and 50%; one that trains the routers alone; one that also distils from the
+dense model; one with random scores; and one without the block that would be
+routed. For comparison, a routed and a dense model are trained from scratch with
+as many training FLOPs. Held-out losses are those of top-k routing on the same
+rows, or of the model without the block if that was removed.
 
 Each run is one line of `conversion.jsonl` beside this file; see `study.py`.
 """
@@ -34,12 +34,12 @@ _CONFIGS = pathlib.Path(__file__).parents[1] / 'configs' / 'lm'
 convert = config_lib.load(_CONFIGS / 'convert.py')
 SEEDS = (0, 1, 2)
 STEPS, MORE = 600, 300
-# A quarter of what the dense model was trained at; routers at ten times this.
+# A quarter of the dense model's learning rate; routers have ten times this.
 RATE = 1e-3
 _RULES = ((convert.ROUTERS, 10.0, 0), ('.*', 1.0, 0))
 ON = 'dense, trained on'
 SCRATCH, DENSE_SCRATCH = 'routed from nothing, 12.5%', 'dense from nothing'
-# What is converted: changes of the recipe's config.
+# Conversions: changes to the recipe's config.
 CONVERTED = {
   'converted, 12.5%': {},
   'converted, 50%': {'model.routing.capacity': 0.5},
@@ -63,7 +63,7 @@ CONVERTED = {
 
 
 def parent() -> ExperimentConfig:
-  """Returns the dense model's run."""
+  """Returns the run of the dense model that is converted."""
   return config_lib.replace(
     convert.files.files('dense', None),
     {
@@ -85,12 +85,12 @@ def parent() -> ExperimentConfig:
 
 def runs() -> dict[str, ExperimentConfig]:
   """Returns all runs by name, `run/seed`, in order."""
-  found = {}
+  configs = {}
   for seed in SEEDS:
     first = config_lib.replace(_small(parent()), {'seed': seed})
-    found[f'{PARENT}/{seed}'] = first
+    configs[f'{PARENT}/{seed}'] = first
     init = str(study.workdir(_WORKDIR.value, f'{PARENT}/{seed}'))
-    on = config_lib.replace(
+    dense_again = config_lib.replace(
       first,
       {
         'init': init,
@@ -99,18 +99,18 @@ def runs() -> dict[str, ExperimentConfig]:
         'optimizer.warmup_steps': 0.05,
       },
     )
-    found[f'{ON}/{seed}'] = on
-    # The results are of routers that began so.
+    configs[f'{ON}/{seed}'] = dense_again
+    # The initial values of routers with which the recorded results were made.
     routing = dataclasses.replace(
       convert.ROUTING, router_norm=False, router_std=0.02
     )
     routed = dataclasses.replace(
-      on, model=dataclasses.replace(on.model, routing=routing)
+      dense_again, model=dataclasses.replace(dense_again.model, routing=routing)
     )
     routed = config_lib.replace(
       routed,
       {
-        'model.routing.first': on.model.num_layers // 2,
+        'model.routing.first': dense_again.model.num_layers // 2,
         'optimizer.rules': _RULES,
         'train.capacity_warmup_steps': 0.2,
       },
@@ -119,14 +119,18 @@ def runs() -> dict[str, ExperimentConfig]:
       objective = changes.get('objective')
       fields = {k: v for k, v in changes.items() if k != 'objective'}
       config = config_lib.replace(routed, fields)
-      found[f'{name}/{seed}'] = dataclasses.replace(config, objective=objective)
-    found[f'{SCRATCH}/{seed}'] = _from_nothing(first, routed, routed.model)
-    found[f'{DENSE_SCRATCH}/{seed}'] = _from_nothing(first, routed, first.model)
-  return found
+      configs[f'{name}/{seed}'] = dataclasses.replace(
+        config, objective=objective
+      )
+    configs[f'{SCRATCH}/{seed}'] = _from_nothing(first, routed, routed.model)
+    configs[f'{DENSE_SCRATCH}/{seed}'] = _from_nothing(
+      first, routed, first.model
+    )
+  return configs
 
 
 def _from_nothing(first, routed, model) -> ExperimentConfig:
-  """Returns a run of the FLOPs that the dense and the converted one took."""
+  """Returns a run from scratch with the FLOPs of both phases together."""
   rows, length = first.train.batch_size, first.data.length
   budget = rows * first.train.num_steps * flops.train(first.model, length)
   budget += rows * routed.train.num_steps * flops.train(routed.model, length)
@@ -164,7 +168,7 @@ def result_path(suffix: str) -> pathlib.Path:
 
 
 def main(_):
-  logging.set_verbosity(logging.WARNING)  # Orbax tells of every save.
+  logging.set_verbosity(logging.WARNING)  # Orbax logs every save.
   planned = runs()
   if not _TABLE.value:
     study.train_all(planned, _RUNS.value, _WORKDIR.value, result_path('.jsonl'))

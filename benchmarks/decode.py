@@ -2,14 +2,14 @@
 
     python benchmarks/decode.py --torch=python3.11
 
-Times, in one run and in turn, one token of every sequence after a context that
-fills the caches: the dense twin; Mixture-of-Depths (12.5% of the tokens in
-every other block), with the routed rows in turns, and with all rows and a mask;
-and, where `--torch` names a Python that has torch and transformers, PyTorch's
-Llama of the dense twin's shape. Scores are Gaussian draws, so that each row
-routes with probability `capacity`, independent of the others. Beside each ratio
-stands the one that reading weights and caches alone would give. The result
-stands beside this file as JSON.
+Times, in turn, steps that decode one token of every sequence after a context
+that fills the caches, with the dense twin; with Mixture-of-Depths (12.5% of the
+tokens in every other block), either a few routed rows at a time or all rows
+with a mask; and, if `--torch` names a Python that has torch and transformers,
+with PyTorch's Llama of the dense twin's shape. Scores are Gaussian draws, so
+that each row is routed with probability `capacity`, independently of the
+others. `ideal_speedup` is the speedup if a step took only the time to read
+weights and caches. The result is written beside this file as JSON.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ _WARMUP = 3
 
 def filled(config: lm.LMConfig, batch: int, context: int, mode: RoutingMode):
   """Returns caches after `context` tokens, with room for the timed steps."""
-  # `drop` has room for the share of the whole length that is routed.
+  # With `drop`, a routed block's cache has slots for `capacity` of the length.
   room = _ROOM.value * context + 2 * (_ROUNDS.value + _WARMUP)
   cache = lm.LMCache.empty(config, batch, room, mode)
   blocks = []
@@ -109,10 +109,11 @@ def step_function(config: lm.LMConfig, batch, context, mode: RoutingMode):
 
 
 def ideal(config: lm.LMConfig, batch: int, context: int) -> float:
-  """Returns the dense twin's bytes over MoD's: weights, caches, head.
+  """Returns the dense twin's bytes read in a step, over those of MoD.
 
-  A routed block's weights are read where any row is routed, and its caches of
-  the routed rows alone, of which each holds `capacity` of the context.
+  Bytes are those of weights, caches and head. A routed block reads its weights
+  if any row is routed, and caches of the routed rows only, each of which holds
+  the fraction `capacity` of the context.
   """
   attention = config.block.attention
   weights = (
@@ -127,14 +128,14 @@ def ideal(config: lm.LMConfig, batch: int, context: int) -> float:
   head = 4 * config.width * config.vocab_size
   dense = weights + batch * context * cache
   any_row = 1 - (1 - _CAPACITY) ** batch
-  rows, kept = batch * _CAPACITY, context * _CAPACITY
-  routed = any_row * weights + rows * kept * cache
+  rows, cached = batch * _CAPACITY, context * _CAPACITY
+  routed = any_row * weights + rows * cached * cache
   half = config.num_layers / 2
   return (2 * half * dense + head) / (half * (dense + routed) + head)
 
 
 def measure(mod: lm.LMConfig, batch: int, context: int) -> tuple[dict, str]:
-  """Returns times and ratios of a batch, and what PyTorch is."""
+  """Returns times and ratios for a batch size, and PyTorch's description."""
   dense = mod.dense_twin()
   in_turns = RoutingMode(rule='fixed', overflow='drop')
   masked = RoutingMode(rule='fixed', overflow='drop', chunk=0)
@@ -153,7 +154,7 @@ def measure(mod: lm.LMConfig, batch: int, context: int) -> tuple[dict, str]:
         child.steps(_TORCH.value, 'torch_decode.py', *sizes)
       )
     seconds = timing.interleaved(steps, rounds=_ROUNDS.value, warmup=_WARMUP)
-  # Means: a step's time depends on how many rows it routes.
+  # Means, not medians: a step's time depends on the number of routed rows.
   mean = {name: sum(x) / len(x) for name, x in seconds.items()}
   result = {
     'batch': batch,

@@ -1,15 +1,15 @@
-"""Text of a real model, by this library and by PyTorch's transformers.
+"""Generation by a real model, with mod_jax and with PyTorch's transformers.
 
     python benchmarks/decode_real.py --model=FOLDER --torch=python3.11
 
 FOLDER is a language model of Hugging Face, such as SmolLM2-135M. Each library
-has a process of its own, loads the model in float32, and continues batches of
-random prompts greedily. The first call of each shape, in which mod_jax
-compiles, is told apart; then the two take turns. Steps per second are new
-tokens of a row over the time of the whole call, so the reading of the prompt
-counts. Memory is that of the process: what it holds after the batch sizes so
-far, and what it held at most. Without `--torch`, mod_jax alone is measured. The
-result stands beside this file as JSON.
+runs in its own process, loads the model in float32, and continues batches of
+random prompts greedily. The two take turns. The first call of each shape, in
+which mod_jax compiles, is reported separately. Steps per second are new tokens
+of a row over the time of the whole call, including the prompt. Memory is that
+of the process, current and peak, after the batch sizes so far. Without
+`--torch`, mod_jax alone is measured. The result is written beside this file as
+JSON.
 """
 
 import contextlib
@@ -38,16 +38,16 @@ _TORCH = flags.DEFINE_string(
 
 
 def measure(processes, batch: int) -> dict:
-  """Returns each library's figures for so many prompts, and their ratio."""
-  told = {name: [] for name in processes}
+  """Returns each library's figures for a batch size, and their ratio."""
+  measurements = {name: [] for name in processes}
 
   def call(name):
-    told[name].append(json.loads(processes[name](batch)))
+    measurements[name].append(json.loads(processes[name](batch)))
 
   calls = {name: functools.partial(call, name) for name in processes}
   timing.interleaved(calls, rounds=_ROUNDS.value)
   cell = {'batch': batch}
-  for name, (first, *later) in told.items():
+  for name, (first, *later) in measurements.items():
     seconds = statistics.median(x['seconds'] for x in later)
     cell[name] = {
       'first_call_seconds': first['seconds'],
@@ -56,8 +56,10 @@ def measure(processes, batch: int) -> dict:
       'resident_mib': later[-1]['resident'],
       'peak_mib': later[-1]['peak'],
     }
-  if 'torch' in told:
-    seconds = {k: [x['seconds'] for x in v[1:]] for k, v in told.items()}
+  if 'torch' in measurements:
+    seconds = {
+      k: [x['seconds'] for x in v[1:]] for k, v in measurements.items()
+    }
     middle, low, high = timing.ratio_spread(seconds, 'torch', 'mod_jax')
     cell |= {'speedup': middle, 'quartiles': [low, high]}
   return cell

@@ -1,15 +1,15 @@
-"""What was tried to make decoding of several sequences cheaper still.
+"""Two ideas to make decoding of several sequences cheaper still.
 
     python benchmarks/decode_tries.py
 
-Grouping: were sequences held back until others are routed through the same
-block, its weights would be read once for all of them. Timed is the most that
-this could save: steps in which all sequences are routed together, one step in
-eight and in one chunk, by scores of a stride, beside independent scores of the
-same capacity. Caches of 8-bit integers, with a scale for each token and head:
-attention over such a cache, beside one in float32. Sizes are those of
-`decode.py`, whose steps these are.
-The result stands beside this file as JSON.
+Grouping: if sequences waited until others are routed through the same block,
+its weights would be read once for all of them. The upper bound of the gain is
+measured: with scores of a stride, all sequences are routed together in one step
+of eight and in one chunk, and the time is compared with that of independent
+scores of the same capacity. 8-bit caches: attention over a cache of 8-bit
+integers, with a scale for each token and head, is compared with a float32
+cache. Steps and sizes are those of `decode.py`. The result is written beside
+this file as JSON.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ _CAPACITY = 0.125
 
 
 def grouping(batch: int) -> dict[str, float]:
-  """Returns the mean seconds of a step, by how rows are routed."""
+  """Returns the mean seconds of a step with each kind of routing."""
   mode = RoutingMode(rule='fixed', overflow='drop')
   base = lm.LMConfig(
     num_layers=12,
@@ -49,13 +49,13 @@ def grouping(batch: int) -> dict[str, float]:
       together, batch, _CONTEXT.value, dataclasses.replace(mode, chunk=batch)
     ),
   }
-  # As many steps as make whole rounds of the stride.
+  # `rounds` and `warmup` are multiples of the stride, eight steps.
   seconds = timing.interleaved(steps, rounds=flags.FLAGS.rounds, warmup=8)
   return {name: sum(x) / len(x) for name, x in seconds.items()}
 
 
 def int8_cache(batch: int) -> dict[str, float]:
-  """Returns the median seconds of attention over a cache, by its type."""
+  """Returns the median seconds of attention over a cache, by dtype."""
   key = jax.random.key(0)
   q_B1HC = jax.random.normal(key, (batch, 1, 8, 64))
   float_BHSC = jax.random.normal(key, (batch, 8, _CONTEXT.value, 64))

@@ -2,13 +2,13 @@
 
     python benchmarks/experts.py
 
-Times, in one run and in turn, a training step of a dense language model, with
-Mixture-of-Depths, with experts (eight, a token runs one, whose active FLOPs are
-the dense model's), with half of their slots, and with both kinds of
-Mixture-of-Depths-and-Experts. FLOPs are counted by slots, filled or not. Then
-it compiles the steps of a larger model for a slice of TPUs, with experts on
-chips of their own, and tells what each chip holds, computes and sends. The
-result stands beside this file as JSON.
+Times, in turn, training steps of a dense language model and of models with
+Mixture-of-Depths, with experts (eight, of which a token runs one, so that
+active FLOPs are the dense model's), with half of the experts' slots, and with
+both kinds of Mixture-of-Depths-and-Experts. All slots count as FLOPs, filled or
+not. Then the steps of a larger model are compiled for a slice of TPUs, with the
+experts spread over chips, to report what each chip holds, computes and sends.
+The result is written beside this file as JSON.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ MOD = MoDConfig(capacity=0.125)
 EXPERTS = ExpertsConfig(num_experts=8, capacity_factor=1.25)
 REDUCED = dataclasses.replace(EXPERTS, capacity_factor=0.5)
 NULLS = dataclasses.replace(EXPERTS, num_nulls=1, compute_share=0.5)
-# Without a no-op, and as many slots as that leaves.
+# Without a no-op, but with as many slots as NULLS leaves to experts.
 SAME_SLOTS = dataclasses.replace(
   EXPERTS, capacity_factor=EXPERTS.capacity_factor * NULLS.share
 )
@@ -73,8 +73,8 @@ def experiments(base: LMConfig, batch: int, length: int, parts=PARTS, **more):
 def step_function(config: ExperimentConfig):
   """Returns a function that takes one training step and blocks.
 
-  Gradients are clipped by their norm, as in any run: were they not, XLA would
-  copy the parameters at every step, to change them while others are read.
+  Gradients are clipped by their norm, as in any run. Without that, XLA would
+  copy the parameters in every step, to update some while others are read.
   """
   task = make_task(config)
   key = jax.random.key(0)
@@ -95,7 +95,7 @@ def step_function(config: ExperimentConfig):
 
 
 def on_a_slice(topology: str) -> dict[str, dict]:
-  """Returns what a chip does in a step of a larger model, by name."""
+  """Returns the proofs of a larger model's steps on a slice, by name."""
   base = LMConfig(
     vocab_size=32_768,
     num_layers=8,
@@ -104,14 +104,14 @@ def on_a_slice(topology: str) -> dict[str, dict]:
     dtype='bfloat16',
     attention='splash',
   )
-  (found,) = slices.parse(topology)
-  chips = found.num_chips
+  (topology_slice,) = slices.parse(topology)
+  chips = topology_slice.num_chips
   rows = {}
   for name, config in experiments(base, 4 * chips, 2048).items():
     experts = 1 if config.model.experts is None else 8
     mesh = MeshConfig(data=1, fsdp=chips // experts, expert=experts)
     config = dataclasses.replace(config, mesh=mesh)
-    rows[name] = dataclasses.asdict(prove.prove(config, found))
+    rows[name] = dataclasses.asdict(prove.prove(config, topology_slice))
     print(name, rows[name], flush=True)
   return rows
 
@@ -133,8 +133,8 @@ def main(_):
     name: flops.train(config.model, _LENGTH.value)
     for name, config in configs.items()
   }
-  # What no-ops leave out, they should leave out of the time as well: like the
-  # model that has no more slots than they leave.
+  # No-ops should save time as well as FLOPs: compare with a model without them
+  # that has the same number of slots.
   no_ops = {
     name: results_lib.over(seconds, counts, 'integrated', name)
     for name in ('experts', same)

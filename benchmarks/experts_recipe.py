@@ -1,13 +1,13 @@
-"""What experts are worth in a language model, at equal FLOPs, by seed.
+"""The effect of experts in a language model at equal FLOPs, by seed.
 
     python benchmarks/experts_recipe.py --workdir=runs/experts_recipe
 
 Trains the models of `configs/lm/experts.py` on the embedded text: dense, with
 Mixture-of-Depths, with experts, with half of their slots, with both kinds of
-Mixture-of-Depths-and-Experts, and with two smaller experts for each token. Each
-takes as many training FLOPs, where experts count by their slots, filled or not.
-Held-out losses are those of evaluation: top-k where blocks are routed, and no
-choice dropped.
+Mixture-of-Depths-and-Experts, and with two smaller experts for each token. All
+take the same training FLOPs, where all slots of experts count, filled or not.
+Held-out losses are those of evaluation: top-k routing, and no choice of experts
+is dropped.
 
 Each run is one line of `experts_recipe.jsonl` beside this file, and the picture
 is `experts_recipe.png`; see `study.py`.
@@ -43,11 +43,11 @@ MODELS = {
 
 def runs() -> dict[str, ExperimentConfig]:
   """Returns all runs by name, `model/seed`, one seed after another."""
-  found = {}
+  configs = {}
   for seed in SEEDS:
     for name, make in MODELS.items():
       config = experts.mod.tiny(make()) if _TINY.value else make()
-      found[f'{name}/{seed}'] = config_lib.replace(
+      configs[f'{name}/{seed}'] = config_lib.replace(
         config,
         {
           'seed': seed,
@@ -58,7 +58,7 @@ def runs() -> dict[str, ExperimentConfig]:
           'log.tensorboard': False,
         },
       )
-  return found
+  return configs
 
 
 def result_path(suffix: str) -> pathlib.Path:
@@ -67,15 +67,15 @@ def result_path(suffix: str) -> pathlib.Path:
 
 
 def main(_):
-  logging.set_verbosity(logging.WARNING)  # Orbax tells of every save.
+  logging.set_verbosity(logging.WARNING)  # Orbax logs every save.
   planned = runs()
   if not _TABLE.value:
     study.train_all(planned, _RUNS.value, _WORKDIR.value, result_path('.jsonl'))
-  found = study.read(result_path('.jsonl'))
-  print(study_tables.experts(found))
+  results = study.read(result_path('.jsonl'))
+  print(study_tables.experts(results))
   losses = {
     name: [run['loss'] for run in of_seed.values()]
-    for name, of_seed in study_tables.by_model(found).items()
+    for name, of_seed in study_tables.by_model(results).items()
   }
   figure = viz.seed_dots(
     {'': losses},

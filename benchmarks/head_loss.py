@@ -1,10 +1,10 @@
-"""The loss that takes tokens in chunks, against the plain one.
+"""Time of the chunked loss of the head against that of the plain loss.
 
     python benchmarks/head_loss.py
 
-Value and gradients of the head's loss, in one run and in turn, by vocabulary:
-with all logits at once, and as `losses.head_loss` computes them. The result
-stands beside this file as JSON.
+For each vocabulary size, value and gradients of the head's loss are computed in
+turn from all logits at once and by `losses.head_loss`. The result is written
+beside this file as JSON.
 """
 
 from absl import app, flags

@@ -1,10 +1,10 @@
-"""What `import mod_jax` costs beyond `import jax`, and what it loads.
+"""Time of `import mod_jax` beyond that of `import jax`, and what it loads.
 
     python benchmarks/import_time.py
 
-Each statement runs in fresh processes of its own, in turn, after `import jax`,
-which is timed by itself: `import mod_jax`; the models; and `mod_jax.load`,
-which imports all that a run may need. The result stands beside this file as
+Each statement runs in fresh processes after `import jax`, which is timed
+separately. The statements import `mod_jax`, the models, and `mod_jax.load`,
+which imports all that a run may need. The result is written beside this file as
 JSON.
 """
 
@@ -19,7 +19,7 @@ from mod_jax import timing
 import results as results_lib
 
 _ROUNDS = flags.DEFINE_integer('rounds', 9, 'Processes of each.')
-# Libraries that take long to import, and that most programs do not need.
+# Libraries that are slow to import and that most programs do not need.
 _HEAVY = (
   *('grain', 'matplotlib', 'orbax', 'pyarrow', 'scipy.stats', 'sklearn'),
   *('tensorboardX', 'tensorflow', 'tensorflow_datasets', 'torch'),
@@ -66,9 +66,9 @@ def main(_):
       seconds['jax'].append(jax_seconds)
       seconds[name].append(more_seconds)
   results = {
-    # Processes that wanted a core in the last minute, these included.
+    # Mean number of running processes in the last minute, including these.
     'load_average': os.getloadavg()[0],
-    # JAX's own, and what each of the others takes beyond it.
+    # Of `import jax`, and what each statement adds to it.
     'median_seconds': timing.medians(seconds),
     'heavy_loaded': loaded,
     'seconds': seconds,

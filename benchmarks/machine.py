@@ -1,4 +1,4 @@
-"""What is timed and where, and what is told of numbers by seed."""
+"""Helpers of benchmarks: training steps, memory, environment, spreads."""
 
 import datetime
 import os
@@ -18,10 +18,9 @@ def result_path(
   """Returns the path of a result: beside its script, or in a trial's folder.
 
   Args:
-    script: its path.
-    suffix: what stands in place of `.py`.
-    trial: the directory of a trial, whose results are nobody's; None for runs
-      that count.
+    script: path of the script.
+    suffix: replaces `.py`.
+    trial: directory of a trial, whose results are not kept; None for real runs.
   """
   path = pathlib.Path(script)
   return pathlib.Path(trial or path.parent, path.stem + suffix)
@@ -31,10 +30,10 @@ def train_step(loss, params, optimizer: optax.GradientTransformation, batch):
   """Returns a function that takes one training step and waits for it.
 
   Args:
-    loss: of parameters and a batch.
-    params: to begin with.
-    optimizer: turns gradients into updates.
-    batch: of every step.
+    loss: function of parameters and a batch.
+    params: initial parameters.
+    optimizer: the optimiser.
+    batch: the batch of every step.
 
   Returns:
     The function; its attribute `program` is the compiled program's text.
@@ -58,7 +57,7 @@ def train_step(loss, params, optimizer: optax.GradientTransformation, batch):
 
 
 def spread(values: list[float]) -> dict:
-  """Returns what a table says of a number that differs between seeds."""
+  """Returns mean, range and values of a number that differs between seeds."""
   return {
     'mean': statistics.mean(values),
     'low': min(values),
@@ -72,7 +71,7 @@ def cell(found: dict | None, scale: float = 1.0, digits: int = 3) -> str:
   if found is None:
     return ''
   mean, low, high = (scale * found[x] for x in ('mean', 'low', 'high'))
-  if low == high:  # One run, or all alike.
+  if low == high:
     return f'{mean:.{digits}f}'
   return f'{mean:.{digits}f} ({low:.{digits}f}–{high:.{digits}f})'
 
@@ -84,13 +83,13 @@ def markdown(header: list[str], rows: list[list[str]]) -> str:
 
 
 def point(name: str, group: str, mega: float, accuracy: dict) -> dict:
-  """Returns what `viz.accuracy_flops` draws of a `spread` of accuracies.
+  """Returns a point of `viz.accuracy_flops` for a `spread` of accuracies.
 
   Args:
-    name: of the model.
-    group: whose points are joined.
+    name: name of the model.
+    group: group of the model, whose points are joined by a line.
     mega: millions of FLOPs, or of multiply-accumulates.
-    accuracy: as of `spread`; the bar is from the lowest to the highest.
+    accuracy: result of `spread`; the bar is from the lowest to the highest.
   """
   return {
     'name': name,
@@ -104,9 +103,10 @@ def point(name: str, group: str, mega: float, accuracy: dict) -> dict:
   }
 
 
-# Memory in large pages; and besides, never given back to the system, as by
-# `mod_jax.cli.keep_freed_memory`, but from the environment: so the process of
-# PyTorch has it too, and GLIBC_TUNABLES= measures without it.
+# HUGE_PAGES: memory in huge pages. KEPT: also, freed memory is not returned to
+# the system, as with `mod_jax.cli.keep_freed_memory`. An environment variable
+# sets them, so that they hold for PyTorch's process as well, and an empty
+# GLIBC_TUNABLES turns them off.
 HUGE_PAGES = 'glibc.malloc.hugetlb=1'
 KEPT = ':'.join(
   (
@@ -119,15 +119,15 @@ KEPT = ':'.join(
 
 
 def with_malloc(tunables: str) -> None:
-  """Starts the script again with these settings of malloc, where it is glibc's.
+  """Restarts the script with these settings of glibc's malloc, on Linux.
 
-  XLA takes every result's memory anew, and a CPU spends longer on the faults of
-  small pages, .4 ms for each MB, than on many a layer. What one step gives back
-  to the system the next one has to fault in again, the slower the more other
-  processes want memory.
+  XLA allocates the memory of every result anew, and page faults of small pages,
+  .4 ms for each MB, can take longer than a layer's computation. Memory that one
+  step returns to the system has to be faulted in again by the next one, which
+  is slower the more memory other processes use.
 
   Args:
-    tunables: such as `HUGE_PAGES` or `KEPT`.
+    tunables: the settings, such as `HUGE_PAGES` or `KEPT`.
   """
   name = 'GLIBC_TUNABLES'
   if sys.platform == 'linux' and name not in os.environ:
@@ -136,7 +136,7 @@ def with_malloc(tunables: str) -> None:
 
 
 def environment() -> dict[str, str]:
-  """Returns device and versions, to stand beside every number."""
+  """Returns device and versions, to be recorded with every result."""
   device = jax.devices()[0]
   return {
     'date': datetime.date.today().isoformat(),

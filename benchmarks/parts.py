@@ -1,4 +1,4 @@
-"""Where the time of a compiled program goes, by the names of its operations."""
+"""Profiles a compiled program: time by parts, from names of its operations."""
 
 from collections.abc import Callable
 import pathlib
@@ -7,12 +7,12 @@ import tempfile
 
 import jax
 
-# Operations that move numbers and compute none.
+# Operations that only move data.
 _MOVES = {
   *('bitcast', 'broadcast', 'concatenate', 'constant', 'copy', 'iota'),
   *('pad', 'parameter', 'reshape', 'slice', 'transpose', 'tuple'),
 }
-# Their time is that of the operations inside, which are listed themselves.
+# Skipped: their time is that of the operations inside, which are listed, too.
 _OUTER = {'while', 'call', 'conditional'}
 _OPERATION = re.compile(r'\s+(?:ROOT )?%?([\w.-]+) = .*?[\])}] ([a-z][\w-]*)\(')
 _COMPUTATION = re.compile(r'(?:ENTRY )?%?([\w.-]+) \(.*\{$')
@@ -25,10 +25,10 @@ def seconds(
 
   Args:
     program: the compiled program's text.
-    run: runs it once and waits for it.
-    part_of: from an operation's name, such as `jit(f)/transpose/block_0/mul`,
+    run: runs the program once and waits for it.
+    part_of: maps an operation's name, such as `jit(f)/transpose/block_0/mul`,
       and whether it multiplies matrices, to the name of its part. Operations
-      that only move numbers make a part of their own, `copies`.
+      that only move data are in the part `copies`.
   """
   names = _parts(program, part_of)
   with tempfile.TemporaryDirectory() as folder:
@@ -36,17 +36,19 @@ def seconds(
       run()
     (path,) = pathlib.Path(folder).rglob('*.xplane.pb')
     profile = jax.profiler.ProfileData.from_file(str(path))
-  found = {}
+  part_seconds = {}
   for plane in profile.planes:
     for line in plane.lines:
       for event in line.events:
         if part := names.get(event.name):
-          found[part] = found.get(part, 0) + event.duration_ns / 1e9
-  return dict(sorted(found.items(), key=lambda item: -item[1]))
+          part_seconds[part] = (
+            part_seconds.get(part, 0) + event.duration_ns / 1e9
+          )
+  return dict(sorted(part_seconds.items(), key=lambda item: -item[1]))
 
 
 def _parts(program, part_of) -> dict[str, str]:
-  """Returns the part of each operation that runs by itself, by its id."""
+  """Returns the part of each operation that is not inside a fusion, by id."""
   inside, lines, computation = {}, [], None
   for line in program.splitlines():
     if start := _COMPUTATION.match(line):

@@ -1,8 +1,8 @@
-"""Greedy continuations by one library, a batch of them at each request.
+"""Continues batches of prompts greedily with one library, on request.
 
-For `decode_real.py`, which runs this once for each library, so that each has
-memory of its own. A line in is a number of prompts, a line out is JSON with the
-seconds that they took, and the memory of the process in MiB. Arguments: library
+`decode_real.py` runs this script once for each library, to measure the memory
+of each. Input lines are numbers of prompts; output lines are JSON with the
+seconds that they took and the memory of the process in MiB. Arguments: library
 (`mod_jax` or `torch`), folder of the model, threads, tokens of a prompt, new
 tokens.
 """
@@ -15,7 +15,7 @@ import time
 
 
 def mod_jax_generate(folder, new):
-  """Returns a function that continues prompts, and what it is."""
+  """Returns a function that continues prompts, vocab size and versions."""
   import jax
 
   import mod_jax
@@ -35,7 +35,7 @@ def mod_jax_generate(folder, new):
 
 
 def torch_generate(folder, new):
-  """As `mod_jax_generate`; without `transformers.generate`, which is slower."""
+  """As `mod_jax_generate`; its own loop, as `model.generate` is slower."""
   import torch
   import transformers
 
@@ -59,7 +59,7 @@ def torch_generate(folder, new):
 
 
 def memory() -> dict[str, int]:
-  """Returns the MiB that this process holds now, and held at most."""
+  """Returns the current and the peak memory of this process, in MiB."""
   with open('/proc/self/status') as file:
     status = file.read()
   return {
@@ -71,7 +71,7 @@ def memory() -> dict[str, int]:
 def main():
   library, folder, threads, prompt, new = sys.argv[1:]
   cores = sorted(os.sched_getaffinity(0))[: int(threads)]
-  os.sched_setaffinity(0, cores)  # Before either library counts them.
+  os.sched_setaffinity(0, cores)  # Before the library counts its cores.
   make = {'mod_jax': mod_jax_generate, 'torch': torch_generate}[library]
   generate, vocab_size, about = make(folder, int(new))
   print(f'{about}, {len(cores)} threads', flush=True)

@@ -1,4 +1,4 @@
-"""What a benchmark tells: its settings, ratios to a dense model, and a file."""
+"""Results of benchmarks: settings, ratios to a dense model, and their file."""
 
 import json
 
@@ -14,8 +14,8 @@ def save(script: str, results: dict, trial: str | None = None) -> None:
   """Prints results, and writes them as JSON, unless --nosave.
 
   Args:
-    script: its path; the file stands beside it.
-    results: what is written.
+    script: path of the script; the file is written beside it.
+    results: the results.
     trial: as in `machine.result_path`.
   """
   if not _SAVE.value:
@@ -33,13 +33,13 @@ def settings(*names: str) -> dict:
 
 
 def over(seconds: dict, flops: dict, name: str, base: str) -> dict:
-  """Returns a model's time over that of another, beside its FLOPs'.
+  """Compares a model's time with another's, and with the ratio of FLOPs.
 
   Args:
-    seconds: of every round, by model, as `timing.interleaved` returns them.
-    flops: of a round, by model.
-    name: of the model.
-    base: of the other.
+    seconds: seconds of each round by model, from `timing.interleaved`.
+    flops: FLOPs of a round, by model.
+    name: name of the model.
+    base: name of the model to compare with.
   """
   middle, low, high = timing.ratio_spread(seconds, name, base)
   ratio = flops[name] / flops[base]

@@ -2,13 +2,14 @@
 
     python benchmarks/route_scores.py --lengths=1024,2048,4096
 
-In turn, in one run: `route_scores` as this platform gets it, its XLA reference,
-attention without scores (cuDNN's flash attention on a GPU, XLA elsewhere), and
-the whole attention map followed by its mean. Forward, and forward and backward
-from the gradient of attention's output: scores that rank tokens have none,
-unless `--score_gradient`. With `--peak_tflops` and `--bandwidth` of the device,
-the least times for the products and for the bytes stand beside. The result
-stands beside this file as JSON.
+Times, in turn, this platform's implementation of `route_scores`, its XLA
+reference, attention without scores (cuDNN's flash attention on a GPU, XLA
+elsewhere), and the mean of the whole attention map; each forward, and forward
+and backward. The backward pass begins at attention's output alone, since scores
+that only rank tokens have no gradient; with `--score_gradient`, at the scores
+as well. With `--peak_tflops` and `--bandwidth` of the device, lower bounds of
+the time for products and for memory traffic are reported. The result is written
+beside this file as JSON.
 """
 
 import functools
@@ -37,13 +38,13 @@ _BANDWIDTH = flags.DEFINE_float('bandwidth', None, "Its memory's, in GB/s.")
 _ROUNDS = flags.DEFINE_integer('rounds', 15, 'Timed calls of each.')
 
 # Products of L x L x C for each head: with scores, and without. A backward pass
-# computes the map again and then four products, and one pass more over queries
-# and keys if scores have gradients.
+# recomputes the map, and then has four products. Gradients of scores take one
+# more product of queries and keys.
 _PRODUCTS = {'forward': (3, 2), 'forward_backward': (8, 7)}
 
 
 def materialised(q_BLHC, k_BLHC, v_BLHC, causal):
-  """Returns out and score by way of the map."""
+  """Returns out and score, computed from the whole attention map."""
   logit_BHLS = jnp.einsum(
     'BLHC,BSHC->BHLS', q_BLHC, k_BLHC, preferred_element_type=jnp.float32
   )
@@ -100,13 +101,14 @@ def with_gradients(function, scored: bool):
 
 
 def floors(direction: str, shape, itemsize: int) -> dict[str, float]:
-  """Returns the least seconds for products and bytes that flags allow for."""
+  """Returns lower bounds of the seconds, given the device's flags."""
   batch, length, heads, channels = shape
   pairs = length * (length + 1) // 2 if _CAUSAL.value else length**2
   product = 2 * batch * heads * channels * pairs
   scores, alone = _PRODUCTS[direction]
   scores += _SCORE_GRADIENT.value and direction != 'forward'
-  # q, k, v and out; q, k, v, out and its gradient, and three gradients.
+  # Forward: q, k, v and out. Backward, in addition: q, k, v, out and its
+  # gradient, and three gradients.
   arrays = 4 if direction == 'forward' else 12
   moved = arrays * batch * length * heads * channels * itemsize
   result = {}

@@ -1,17 +1,16 @@
-"""What routed blocks are worth in a small language model, by recipe and seed.
+"""The effect of routed blocks in a small language model, by recipe and seed.
 
     python benchmarks/routing_recipe.py --workdir=runs/routing_recipe
 
-Trains many small models on the embedded text, first at equal steps, where a
-model with two routed blocks stands between its twins with and without these
-blocks, then at equal training FLOPs. Held-out losses are those of top-k routing
-on the same rows for all.
+Trains many small models on the embedded text. At equal steps, models with two
+routed blocks of four are compared with dense models of four and of two blocks;
+further groups compare models at equal training FLOPs. Held-out losses are those
+of top-k routing, on the same rows for all models.
 
-Each run is one line of `routing_recipe.jsonl` beside this file; a run that is
-there is not trained again, one that was stopped continues in its workdir, and
-several processes may share the work. Without `--table`, the runs that are
-missing are trained, those of the first groups first. A table is printed, and a
-picture drawn beside this file, of what is there.
+Each run is one line of `routing_recipe.jsonl` beside this file. Runs that are
+missing there are trained in the order of the groups, unless `--table`; one that
+was stopped continues in its workdir, and several processes may share the work.
+Then a table of all results is printed, and a picture drawn beside this file.
 """
 
 import pathlib
@@ -74,7 +73,7 @@ def _subwords(size):
 
 
 def _length(length):
-  # As many tokens in a batch, so that steps stay comparable.
+  # Batches keep their number of tokens, so that steps stay comparable.
   return {'data.length': length, 'train.batch_size': 16 * 256 // length}
 
 
@@ -156,15 +155,15 @@ GROUPS = {
 
 def runs() -> dict[str, ExperimentConfig]:
   """Returns all runs by name, `group/run/seed`, in order."""
-  found = {}
+  configs = {}
   for group, (base, seeds, table) in GROUPS.items():
     for seed in seeds:
       for name, changes in table.items():
         config = config_lib.replace(base, {**changes, 'seed': seed})
         if group == 'equal FLOPs':
           config = _within_budget(config)
-        found[f'{group}/{name}/{seed}'] = _small(config)
-  return found
+        configs[f'{group}/{name}/{seed}'] = _small(config)
+  return configs
 
 
 def _within_budget(config: ExperimentConfig) -> ExperimentConfig:
@@ -251,7 +250,7 @@ def draw(groups: dict[str, dict[str, list[dict]]]) -> None:
 
 
 def main(_):
-  logging.set_verbosity(logging.WARNING)  # Orbax tells of every save.
+  logging.set_verbosity(logging.WARNING)  # Orbax logs every save.
   if not _TABLE.value:
     end = time.monotonic() + _LATEST.value
     for name, config in runs().items():

@@ -1,14 +1,13 @@
-"""Tokens per second with a draft, beside plain decoding and the dense twin's.
+"""Speed of speculative decoding, against plain decoding and the dense twin's.
 
     python benchmarks/speculation.py --workdir=runs/speculation
 
-Trains a Mixture-of-Depths model on the embedded text, with an early loss, or
-goes on where it was stopped; then has it continue held-out texts with every
-kind of draft, all in turn, greedily and at temperature 1. The dense twin's
-weights are random, which does not change the time that it takes. Tokens of a
-pass are what one verification adds to a sequence, on average over passes; where
-several sequences are decoded, all wait for the slowest. The result stands
-beside this file as JSON.
+Trains a Mixture-of-Depths model with an early-exit loss on the embedded text,
+or resumes its training. Then it continues held-out texts with every kind of
+draft, in turn, greedily and at temperature 1. The dense twin's weights are
+random, which does not change its time. `tokens_of_a_pass` is the mean number of
+tokens that a verification adds to a sequence; in a batch, all sequences wait
+for the slowest. The result is written beside this file as JSON.
 """
 
 import itertools
@@ -43,12 +42,12 @@ mod = config_lib.load(pathlib.Path(__file__).parents[1] / 'configs/lm/mod.py')
 
 
 def drafts() -> dict[str, Draft]:
-  """Returns what is tried, by kind and number of proposals."""
+  """Returns the drafts to measure, by name."""
   trained, half = _EXIT.value, _LAYERS.value // 2
   return {
     'early, 2': Draft(kind='early', layers=trained, tokens=2),
     'early, 4': Draft(kind='early', layers=trained, tokens=4),
-    # No loss has trained the head to read this deep a block.
+    # The early-exit loss has not trained the head at this depth.
     f'first {half} blocks, 2': Draft(kind='early', layers=half, tokens=2),
     'never, 2': Draft(kind='never', tokens=2),
     'lookup, 2': Draft(kind='lookup', tokens=2),
@@ -57,7 +56,7 @@ def drafts() -> dict[str, Draft]:
 
 
 def trained():
-  """Returns the model, trained if it is not yet, and its held-out losses."""
+  """Trains the model if necessary; returns it and its held-out losses."""
   name = f'early{_EXIT.value}'
   config = config_lib.replace(
     mod.experiment(mod.ROUTING, name, num_layers=_LAYERS.value),
@@ -86,11 +85,11 @@ def trained():
 
 
 def prompts(run, batch: int):
-  """Yields tokens_BP of held-out texts, always others, and then again."""
+  """Yields tokens_BP of held-out texts, cycling through them."""
   rows = [
     row
-    for found in run.task.eval_batches(batch_size=16, num_batches=4)
-    for row, weight in zip(found['tokens'], found['weights'], strict=True)
+    for chunk in run.task.eval_batches(batch_size=16, num_batches=4)
+    for row, weight in zip(chunk['tokens'], chunk['weights'], strict=True)
     if weight.all()
   ]
   rows = np.array(rows)[:, : _PROMPT.value]
@@ -99,7 +98,7 @@ def prompts(run, batch: int):
 
 
 class Decoder:
-  """Continues texts, and remembers how many passes that took."""
+  """Continues texts, and records the number of passes of each call."""
 
   def __init__(self, run, model, variables, batch, temperature, draft):
     self._model, self._variables = model, variables
@@ -120,7 +119,7 @@ class Decoder:
       draft=self._draft,
     )
     generated.tokens_BN.block_until_ready()
-    # The first token is the prompt's.
+    # Without the pass over the prompt, which yields the first token.
     self.passes.append(int(generated.passes) - 1)
     self.routed = float(generated.routed)
 
@@ -140,10 +139,10 @@ def measure(run, batch: int, temperature: float) -> dict:
     )
   seconds = timing.interleaved(cases, rounds=_ROUNDS.value)
   mean = {name: sum(x) / len(x) for name, x in seconds.items()}
-  found = {}
+  kinds = {}
   for name, case in cases.items():
     passes = case.passes[-_ROUNDS.value :]
-    found[name] = {
+    kinds[name] = {
       'tokens_per_second': batch * _NEW.value / mean[name],
       'over_dense': mean['dense'] / mean[name],
       'over_plain': mean['plain'] / mean[name],
@@ -153,12 +152,12 @@ def measure(run, batch: int, temperature: float) -> dict:
     'batch': batch,
     'temperature': temperature,
     'routed': cases['plain'].routed,
-    'kinds': found,
+    'kinds': kinds,
   }
 
 
 def main(_):
-  logging.set_verbosity(logging.WARNING)  # Orbax tells of every save.
+  logging.set_verbosity(logging.WARNING)  # Orbax logs every save.
   run, losses = trained()
   cells = []
   for temperature in map(float, _TEMPERATURES.value):

@@ -1,6 +1,6 @@
-"""Many small runs, each a line of one file.
+"""Studies of many small runs, whose results are lines of one file.
 
-A run that has its line is not trained again, one that was stopped continues in
+A run that has a line is not trained again, one that was stopped continues in
 its workdir, and several processes may share the work.
 """
 
@@ -20,12 +20,12 @@ from mod_jax.errors import UserError
 from mod_jax.tasks import phases
 from mod_jax.tasks.experiment import ExperimentConfig
 
-# Flags that are defined here are those of the script that asks for them.
+# Absl then attributes flags defined here to the calling script.
 flags.disclaim_key_flags()
 
 
 def define_flags(workdir: str) -> tuple[flags.FlagHolder, ...]:
-  """Returns the flags of a study: `workdir`, `runs`, `table` and `tiny`."""
+  """Defines and returns flags: `workdir`, `runs`, `table` and `tiny`."""
   return (
     flags.DEFINE_string('workdir', workdir, 'For the runs.'),
     flags.DEFINE_string('runs', '', 'Regular expression; only these runs.'),
@@ -35,7 +35,7 @@ def define_flags(workdir: str) -> tuple[flags.FlagHolder, ...]:
 
 
 def read(path: pathlib.Path) -> dict[str, dict]:
-  """Returns what the finished runs came to, by name."""
+  """Returns the results of the finished runs, by name."""
   if not path.exists():
     return {}
   lines = map(json.loads, path.read_text().splitlines())
@@ -48,9 +48,9 @@ def workdir(root, name: str) -> pathlib.Path:
 
 
 def of_language(config: ExperimentConfig, metrics: dict) -> dict:
-  """Returns what a run of a language model came to."""
+  """Returns the result of a language model's run."""
 
-  def held_out(name):  # A dense model has no rule.
+  def held_out(name):  # Metrics of dense models have no rule as prefix.
     return metrics.get(f'top_k/{name}', metrics.get(name))
 
   length = config.data.length
@@ -75,14 +75,14 @@ def train(
   path: pathlib.Path,
   tell: Callable[[ExperimentConfig, dict], dict] = of_language,
 ) -> None:
-  """Trains a run, unless another process is at it, and notes the result.
+  """Trains a run, unless another process trains it, and records the result.
 
   Args:
-    name: of the run.
-    config: what is trained.
-    root: directory that the runs lie in.
+    name: name of the run.
+    config: config of the run.
+    root: parent directory of the runs.
     path: file of the results.
-    tell: says what a run came to, of its config and its held-out metrics.
+    tell: returns a run's result, given its config and held-out metrics.
 
   Raises:
     UserError: a signal stopped it.
@@ -116,14 +116,14 @@ def train_all(
   root,
   path: pathlib.Path,
 ) -> None:
-  """Trains the runs whose name has a regular expression; see `train`."""
+  """Trains the runs whose names match a regular expression; see `train`."""
   for name, config in planned.items():
     if re.search(pattern, name):
       train(name, config, root, path)
 
 
 def _of_experts(metrics: dict[str, float]) -> dict[str, float]:
-  """Returns what became of the choices of experts, by name; see `losses`."""
+  """Returns the metrics of experts without their prefix; see `losses`."""
   return {
     name.split('experts/')[1]: value
     for name, value in metrics.items()

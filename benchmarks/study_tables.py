@@ -1,19 +1,20 @@
 """Tables of studies with seeds, for the scripts that train and for the docs.
 
-Each function takes the runs of a study by name, `model/seed`, as `study.read`
-returns them, and makes Markdown of those models that have any.
+The functions that return Markdown take the results of a study by name,
+`model/seed`, as `study.read` returns them.
 """
 
 from collections.abc import Mapping
 
 from machine import cell, markdown, spread
 
-# Runs of `conversion.py` that others are compared with, or judged otherwise.
+# Runs of `conversion.py` that the table treats specially: the baseline of all
+# others, and the one without routed blocks.
 PARENT, PRUNED = 'dense, at first', 'without the block'
 
 
 def by_model(found: Mapping[str, dict]) -> dict[str, dict[str, dict]]:
-  """Returns the runs by model and seed, in the order of their making."""
+  """Returns the results by model and seed, in the order of the file."""
   models = {}
   for run, line in found.items():
     model, seed = run.rsplit('/', 1)
@@ -22,22 +23,24 @@ def by_model(found: Mapping[str, dict]) -> dict[str, dict[str, dict]]:
 
 
 def of_whole_seeds(found: Mapping[str, dict]) -> dict[str, list[dict]]:
-  """Returns the runs by model, of those seeds that every model has."""
+  """Returns the results by model, for the seeds that all models have."""
   models = by_model(found)
-  whole = set.intersection(*map(set, models.values())) if models else set()
+  common_seeds = (
+    set.intersection(*map(set, models.values())) if models else set()
+  )
   return {
-    model: [of_seed[seed] for seed in sorted(whole)]
+    model: [of_seed[seed] for seed in sorted(common_seeds)]
     for model, of_seed in models.items()
   }
 
 
 def over_seeds(runs: list[dict], key: str, *scale_and_digits) -> str:
-  """Returns mean (lowest–highest) of a number, or '' where runs lack it."""
+  """Returns mean (lowest–highest) of a number, or '' if no run has it."""
   values = [run[key] for run in runs if run.get(key) is not None]
   return cell(spread(values), *scale_and_digits) if values else ''
 
 
-# Of `routing_recipe.py`: what is compared, by groups and names of its runs.
+# Comparisons in `routing_recipe.py`: label by group and name of its runs.
 _RECIPES = {
   'equal steps': {
     ('gate', 'dense, 4 blocks'): 'dense, 4 blocks',
@@ -62,9 +65,9 @@ _RECIPES = {
 
 
 def recipes(groups) -> dict[str, dict[str, list[dict]]]:
-  """Returns runs by what is equal, and by what they are.
+  """Returns the results by comparison and label.
 
-  `groups` are the runs of the study by group, name and seed.
+  `groups` are those of the study by group, name and seed.
   """
   return {
     equal: {text: groups[g][name] for (g, name), text in names.items()}
@@ -73,21 +76,23 @@ def recipes(groups) -> dict[str, dict[str, list[dict]]]:
 
 
 def conversion(found: Mapping[str, dict]) -> str:
-  """Language models made routed: losses, and costs over the dense model's."""
+  """Table of converted language models: losses, and costs over dense ones."""
   models = by_model(found)
   rows = []
   for name, of_seed in models.items():
-    # Where the block was left out, that is the model that the run is about.
+    # The pruned model is evaluated without the routed blocks.
     key = 'without_routed_blocks' if name == PRUNED else 'loss'
     losses = {seed: line[key] for seed, line in of_seed.items()}
-    more = [x - models[PARENT][seed]['loss'] for seed, x in losses.items()]
+    differences = [
+      x - models[PARENT][seed]['loss'] for seed, x in losses.items()
+    ]
     line = next(iter(of_seed.values()))
     dense = next(iter(models[PARENT].values()))
     ratio = line['forward_flops'] / dense['forward_flops']
     rows.append(
       [
         *(name, str(len(losses)), cell(spread(list(losses.values())))),
-        *(cell(spread(more)), '' if name == PRUNED else f'{ratio:.3f}'),
+        *(cell(spread(differences)), '' if name == PRUNED else f'{ratio:.3f}'),
       ]
     )
   header = ['model', 'seeds', 'nats per token', 'over the dense model at first']
@@ -95,7 +100,7 @@ def conversion(found: Mapping[str, dict]) -> str:
 
 
 def experts(found: Mapping[str, dict]) -> str:
-  """Language models with experts: losses, sizes, and who took the tokens."""
+  """Table of language models with experts: losses, sizes and expert loads."""
   rows = []
   for name, of_seed in by_model(found).items():
     runs = list(of_seed.values())
@@ -116,7 +121,7 @@ def experts(found: Mapping[str, dict]) -> str:
 
 
 def composition(found: Mapping[str, dict]) -> str:
-  """Pruning, routing and adaptive width on pictures: costs and accuracies."""
+  """Table of pruning, routing and adaptive width: costs and accuracies."""
   models = of_whole_seeds(found)
   dense = spread([run['forward_flops'] for run in models['dense']])['mean']
   rows = [

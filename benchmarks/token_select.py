@@ -2,14 +2,14 @@
 
     python benchmarks/token_select.py
 
-Top-k of a routed block's scores by each backend that runs here, the gather of
-the chosen tokens and the scatter-add of their updates, in turn in one run.
-Moves are timed with their gradients, as in a training step, and stand
-beside a forward and backward pass of the whole block; and everything beside the
-least time for the bytes that have to be read and written, at the speed of a
-copy in the same run. A call of any function waits for the device, so small ones
-measure that wait. The result stands beside this file as JSON. On a GPU or TPU
-the defaults are D = 1024 and S = 2048 in bfloat16; on a CPU they are smaller.
+Times, in turn, top-k of a routed block's scores by each available backend, the
+gather of the chosen tokens, and the scatter-add of their updates. Gather and
+scatter-add include their gradients, as in a training step. Times are given as
+shares of a forward and backward pass of the whole block, and together with a
+lower bound: the time to move the bytes at the speed of a copy in the same run.
+Each call waits for the device, so very short times measure mainly that wait.
+The result is written beside this file as JSON. On a GPU or TPU the defaults are
+D = 1024 and S = 2048 in bfloat16; on a CPU they are smaller.
 """
 
 from absl import app, flags
@@ -40,23 +40,25 @@ _KERNELS = {'tpu': ('pallas',), 'gpu': ('triton',)}
 
 
 def sizes() -> dict:
-  """Returns the settings, where none is given those of the platform."""
+  """Returns the settings, with the platform's defaults if none are given."""
   small = jax.default_backend() == 'cpu'
   defaults = (
     {'batch': 2, 'length': 512, 'width': 256, 'dtype': 'float32'}
     if small
     else {'batch': 8, 'length': 2048, 'width': 1024, 'dtype': 'bfloat16'}
   )
-  given = results_lib.settings(*defaults)
+  settings = results_lib.settings(*defaults)
   return {
-    **{n: x if given[n] is None else given[n] for n, x in defaults.items()},
+    **{
+      n: x if settings[n] is None else settings[n] for n, x in defaults.items()
+    },
     'capacity': _CAPACITY.value,
     'rounds': _ROUNDS.value,
   }
 
 
 def routed_block(x_BLD, dy_BLD):
-  """Returns a function that runs a routed block forwards and backwards."""
+  """Returns a function that runs a forward and backward pass of a block."""
   batch, length, width = x_BLD.shape
   dtype = x_BLD.dtype.name
   heads = width // 64
@@ -87,7 +89,7 @@ def routed_block(x_BLD, dy_BLD):
 
 
 def with_gradients(function):
-  """Returns a compiled function that also pulls back its last argument."""
+  """Compiles a function and its VJP; the last argument is the cotangent."""
 
   @jax.jit
   def run(*args):
@@ -99,7 +101,7 @@ def with_gradients(function):
 
 
 def calls(setting, k: int) -> dict:
-  """Returns what is timed, by name, and the bytes that each has to move."""
+  """Returns, by name, the functions to time and the bytes that each moves."""
   batch, length, width = (setting[n] for n in ('batch', 'length', 'width'))
   dtype = setting['dtype']
   keys = iter(jax.random.split(jax.random.key(0), 6))
@@ -129,9 +131,10 @@ def calls(setting, k: int) -> dict:
   )
   functions['gather'] = lambda: gather(x_BLD, dy_BKD)
   functions['scatter_add'] = lambda: scatter(x_BLD, update_BKD, dy_BLD)
-  # Rows there and, in the gradient, back into zeros.
+  # Forward: read and write k rows. Backward: read k rows, write all, mostly 0.
   num_bytes['gather'] = row * (2 * k + k + length)
-  # Forwards to a new array; backwards the gradient of x is there already.
+  # Forward: read x and the update, write a new array. Backward: read and write
+  # k rows; the gradient of x is dy itself.
   num_bytes['scatter_add'] = row * (2 * length + k + 2 * k)
 
   copy = jax.jit(lambda x: x + 1)

@@ -1,9 +1,9 @@
-"""Decoding steps of `transformers`' Llama on PyTorch, one at each request.
+"""Runs decoding steps of `transformers`' Llama on PyTorch, on request.
 
-For `decode.py --torch`, which runs this under an interpreter that has torch and
-transformers: a line in asks for a token of every sequence, a line out says that
-it is done. Arguments: batch, context, vocabulary, width, blocks, heads, hidden
-units.
+`decode.py --torch` runs this script under an interpreter that has torch and
+transformers. Each input line requests a step that decodes one token of every
+sequence; an output line says that it is done. Arguments: batch, context,
+vocabulary, width, blocks, heads, hidden units.
 """
 
 import sys

@@ -1,8 +1,8 @@
-"""A training step of PyTorch's eager `LlamaForCausalLM`, one at each request.
+"""Runs training steps of PyTorch's eager `LlamaForCausalLM`, on request.
 
-For `train_step.py --torch`, which runs this under an interpreter that has torch
-and transformers: a line in asks for a step, a line out says that it is done.
-Arguments: batch, length, vocabulary, width, blocks, heads, hidden units.
+`train_step.py --torch` runs this script under an interpreter that has torch and
+transformers. Each input line requests a step; an output line says that it is
+done. Arguments: batch, length, vocabulary, width, blocks, heads, hidden units.
 """
 
 import sys

@@ -2,11 +2,11 @@
 
     python benchmarks/train_step.py --torch=python3.11
 
-Times, in one run and in turn: a MoD step (12.5% of the tokens in every other
-block), the dense twin's step, a plain large matrix product and, where `--torch`
-names a Python that has torch and transformers, a step of PyTorch's eager Llama
-of the dense twin's shape. Then it tells where our steps spend their time. The
-result stands beside this file as JSON.
+Times, in turn, a MoD step (12.5% of the tokens in every other block), the dense
+twin's step, a plain large matrix product and, if `--torch` names a Python that
+has torch and transformers, a step of PyTorch's eager Llama of the dense twin's
+shape. Then it profiles where mod_jax's steps spend their time. The result is
+written beside this file as JSON.
 """
 
 import contextlib
@@ -59,7 +59,7 @@ def step_function(config: LMConfig, batch: int, length: int):
 
 
 def part_of(name: str, is_product: bool) -> str:
-  """Returns what part of the step an operation belongs to."""
+  """Returns the part of the step that an operation belongs to."""
   if 'LanguageModel' not in name:
     return 'optimiser'
   if 'block_' not in name:

@@ -2,11 +2,11 @@
 
     python benchmarks/tune.py --op=acm_mlp
 
-Starting from the table's entry (`kernels/mod_jax_kernels/<op>/tiles.py`), each
-size in turn is halved and doubled, forward and backward together, and the
-fastest stays; twice over. Prints an entry for the table. Candidates that do not
-compile are passed over. Needs a GPU or a TPU; `--interpret` tries the script
-out, at tiny sizes, on a CPU.
+Starts from the table's entry (`kernels/mod_jax_kernels/<op>/tiles.py`). Each
+size in turn is halved and doubled, and the fastest is kept, by the time of a
+forward and backward pass; this is repeated `--passes` times. Candidates that do
+not compile are skipped. Prints an entry for the table. Needs a GPU or a TPU;
+`--interpret` runs the script at tiny sizes on a CPU, to try it out.
 """
 
 import importlib
@@ -28,11 +28,11 @@ _NAMES = flags.DEFINE_list('names', [], 'Sizes to vary; all by default.')
 _INTERPRET = flags.DEFINE_enum(
   'interpret', None, ['pallas', 'triton'], 'A trial of this backend on a CPU.'
 )
-_LEAST = 1e-2  # A gain below this is taken for noise.
+_LEAST = 1e-2  # Smaller gains count as noise.
 
 
 def case(op: str, backend: str):
-  """Returns a function of no arguments to be compiled, and its operands."""
+  """Returns the function to be compiled, and its operands."""
   small = _INTERPRET.value is not None
   key = jax.random.key(0)
   dtype = jnp.float32 if small else jnp.bfloat16
@@ -57,8 +57,8 @@ def case(op: str, backend: str):
       normal(i, *shape) for i in range(3)
     )
   tokens, width, hidden = (20, 16, 16) if small else (128 * 197, 768, 768)
-  most = 4
-  chosen = jax.random.randint(key, (tokens,), 0, most + 1)
+  learners = 4
+  chosen = jax.random.randint(key, (tokens,), 0, learners + 1)
 
   def adaptive(*args):
     y = mod_jax_kernels.acm_mlp(*args, chosen, implementation=backend)
@@ -66,27 +66,27 @@ def case(op: str, backend: str):
 
   return jax.value_and_grad(adaptive, (0, 1, 2, 3)), (
     normal(0, tokens, width),
-    normal(1, most, width, hidden),
-    normal(2, most, hidden),
-    normal(3, most, hidden, width),
+    normal(1, learners, width, hidden),
+    normal(2, learners, hidden),
+    normal(3, learners, hidden, width),
   )
 
 
 def compiled(op, backend, sizes):
-  """Returns a function to time for these sizes, or None: they do not run."""
+  """Returns a function to time with these sizes, or None if they fail."""
   function, operands = case(op, backend)
   with tiles.trying(**sizes):
     try:
       run = jax.jit(function).lower(*operands).compile()
       jax.block_until_ready(run(*operands))
-    except Exception as error:  # Of many kinds, and any of them means: no.
+    except Exception as error:  # Compilers raise errors of many types.
       print(f'  {sizes}: {str(error).splitlines()[0][:120]}')
       return None
   return lambda: jax.block_until_ready(run(*operands))
 
 
 def tune(op: str, backend: str) -> dict[str, int]:
-  """Returns the fastest sizes found; says what each step gained."""
+  """Returns the fastest sizes found; prints the gain of each candidate."""
   table = importlib.import_module(f'mod_jax_kernels.{op}.tiles').TILES
   best = dict(tiles.choose(table, backend))
   if unknown := set(_NAMES.value or ()) - set(best):

@@ -5,7 +5,7 @@
 For each seed a dense model is trained (`configs/vit/digits.py`), then adapted
 by variants of that file and fine-tuned. Accuracies are those of all 355
 held-out images: after adaptation without any training, and after fine-tuning.
-The result stands beside this file as JSON, and as a picture. Half an hour on
+The result is written beside this file as JSON and as a picture. Half an hour on
 two cores; started again, it continues.
 """
 
@@ -27,8 +27,8 @@ _WORKDIR = flags.DEFINE_string('workdir', 'runs/vit_digits', 'For the runs.')
 _SEEDS = flags.DEFINE_list('seeds', ['0', '1', '2'], 'A dense run for each.')
 _TINY = flags.DEFINE_bool('tiny', False, 'Small models and few steps: a trial.')
 
-# What the table calls each variant of the config file. The others start from
-# the first one's parameters.
+# The table's name of each variant of the config file. All others start from the
+# weights of the first.
 _NAMES = {
   '': 'dense',
   'amod': 'A-MoD 50%',
@@ -40,7 +40,7 @@ _NAMES = {
 
 
 def load(variant: str) -> ExperimentConfig | None:
-  """Returns the experiment of the config file; None if a trial has none."""
+  """Returns a variant of the config file; None if it has none for trials."""
   root = pathlib.Path(__file__).resolve().parents[1]
   module = config_lib.load(root / 'configs/vit/digits.py')
   if _TINY.value:
@@ -51,7 +51,7 @@ def load(variant: str) -> ExperimentConfig | None:
 def run(
   variant: str, config: ExperimentConfig, seed: str, init: str | None = None
 ) -> dict:
-  """Trains, or finds that it is done; returns accuracies before and after."""
+  """Trains unless finished; returns accuracies before and after, and costs."""
   workdir = f'{_WORKDIR.value}/{variant or "dense"}_{seed}'
   config = config_lib.replace(config, {'seed': int(seed), 'init': init})
   result = phases.train(config, workdir)
@@ -77,13 +77,13 @@ def main(_):
       runs[_NAMES[variant]].append(done)
       dense = dense or done['workdir']
   table = {}
-  for name, found in runs.items():
-    before = [r['before'] for r in found if r['before'] is not None]
+  for name, seed_runs in runs.items():
+    before = [r['before'] for r in seed_runs if r['before'] is not None]
     table[name] = {
-      'gmacs': found[0]['gmacs'],
-      'parameters': found[0]['parameters'],
+      'gmacs': seed_runs[0]['gmacs'],
+      'parameters': seed_runs[0]['parameters'],
       'before': spread(before) if before else None,
-      'after': spread([r['after'] for r in found]),
+      'after': spread([r['after'] for r in seed_runs]),
     }
   trial = _WORKDIR.value if _TINY.value else None
   results_lib.save(__file__, {'seeds': _SEEDS.value, 'models': table}, trial)

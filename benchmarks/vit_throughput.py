@@ -1,11 +1,12 @@
-"""Inference of routed and pruned vision models over their dense twin's.
+"""Inference time of routed and pruned vision models over their dense twin's.
 
     python benchmarks/vit_throughput.py
 
 DeiT-S at 224 pixels: dense; A-MoD on half of the tokens in every other block;
-DynamicViT keeping 70% at each of three stages. Batches of 1 and of 32, in turn
-in one run; the time ratio stands beside the FLOP ratio. The result stands
-beside this file as JSON. On a GPU: `--dtype=bfloat16 --batches=1,32,256`.
+DynamicViT keeping 70% at each of three stages. Models are timed in turn, in
+batches of 1 and of 32; the time ratio is reported with the FLOP ratio. The
+result is written beside this file as JSON. On a GPU give
+`--dtype=bfloat16 --batches=1,32,256`.
 """
 
 from absl import app, flags

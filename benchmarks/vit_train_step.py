@@ -1,10 +1,10 @@
-"""Training steps of routed vision models over their dense twin's.
+"""Time of routed vision models' training steps over their dense twin's.
 
     python benchmarks/vit_train_step.py
 
 DeiT-S at 224 pixels, batch 16, AdamW: dense, A-MoD and MoD on half and on an
-eighth of the tokens in every other block; in turn in one run, the time ratio
-beside the FLOP ratio. The result stands beside this file as JSON.
+eighth of the tokens in every other block, timed in turn. The time ratio is
+reported with the FLOP ratio. The result is written beside this file as JSON.
 """
 
 from absl import app, flags

@@ -1,4 +1,4 @@
-"""What the scripts share: flags and errors for people, not for debuggers."""
+"""Common to all scripts: flags, and error messages for users."""
 
 import contextlib
 import ctypes
@@ -20,13 +20,13 @@ from mod_jax import config as config_lib
 from mod_jax import last_words, paths
 from mod_jax.errors import UserError
 
-# What absl's parsers say, and what a person should read instead.
+# Parts of absl's error messages, and the text to show instead.
 _PLAIN_WORDS = (
   ('invalid literal for int', 'expected an integer'),
   ('could not convert string to float', 'expected a number'),
   ('Non-boolean argument', 'expected true or false'),
 )
-# What the system may refuse anywhere and nobody can foresee; and the way out.
+# System errors that may occur anywhere, and the remedies to suggest.
 _OF_THE_SYSTEM = {
   errno.ENOSPC: 'free some space',
   errno.EDQUOT: 'free some space, or have the quota raised',
@@ -42,10 +42,10 @@ _OF_THE_SYSTEM = {
   errno.ESTALE: 'look after the network file system',
 }
 
-# How TensorStore, which writes the checkpoints, tells of such an error.
+# The errno in messages of TensorStore, which writes the checkpoints.
 _IN_TENSORSTORE = re.compile(r"\[os_error_code='(\d+)'\]")
 _OVERRIDE = re.compile(r'--?(no)?config\.([^=]+)(?:=(.*))?', re.DOTALL)
-_overrides = []  # The command line's (path, text), in order.
+_overrides = []  # (path, text) of --config.PATH=TEXT, in order.
 
 _DISTRIBUTED = flags.DEFINE_bool(
   'distributed',
@@ -77,10 +77,10 @@ _TRUST = flags.DEFINE_multi_string(
   'Module, as in package.module, whose classes a saved config may name. Nothing'
   ' that such a config names is imported otherwise.',
 )
-# M_ARENA_MAX, M_MMAP_MAX and M_TRIM_THRESHOLD of glibc's malloc.h: all memory
-# from one heap, none from mappings of its own, and the heap never shrinks.
+# M_ARENA_MAX, M_MMAP_MAX and M_TRIM_THRESHOLD of glibc's malloc.h: one heap for
+# all memory, no separate mappings, and the heap never shrinks.
 _MALLOPT = ((-8, 1), (-4, 0), (-1, -1))
-# How a collective fails whose other side is gone.
+# Error messages of collectives when another host is gone.
 _LOST_HOST = re.compile(
   'Gloo|NCCL|UNAVAILABLE|DEADLINE_EXCEEDED|[Cc]oordination service|heartbeat'
 )
@@ -91,34 +91,33 @@ _LOST = (
 
 
 def start_backend():
-  """Joins the other hosts of --distributed; on CPUs, has freed memory kept.
+  """Joins the other hosts of --distributed; on CPUs, keeps freed memory.
 
-  On TPU pods and under Slurm, JAX finds them by itself; elsewhere it reads
+  On TPU pods and under Slurm, JAX finds the hosts by itself; elsewhere it reads
   JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID.
 
-  When one of them dies, the others end with one sentence and a status that is
-  not 0: at once where JAX notices the broken connection, else within
-  --host_timeout seconds and a few more.
+  When a host dies, the others end with one sentence and a nonzero status: at
+  once if JAX notices the broken connection, else a few seconds after
+  --host_timeout.
 
   Raises:
     UserError: the hosts cannot be found.
   """
   if _DISTRIBUTED.value:
     _join_hosts()
-  # Where JAX_PLATFORMS names the CPU, this is before JAX starts its threads.
+  # If JAX_PLATFORMS names the CPU, JAX has not started its threads yet.
   if (jax.config.jax_platforms or jax.default_backend()) == 'cpu':
     keep_freed_memory()
 
 
 def keep_freed_memory():
-  """Keeps what this process frees until it ends, where malloc is glibc's.
+  """Stops glibc's malloc from returning freed memory to the system.
 
-  XLA takes the memory of every result anew. By default glibc returns what is
-  freed to the system, and on a CPU the next step spends much of its time on
-  having it mapped again, page by page.
+  XLA allocates every result anew. By default glibc returns freed memory to the
+  system, and on a CPU the next step spends much of its time on page faults.
 
-  Call it before JAX starts its threads, which its first computation does: those
-  that run by then go on with heaps of their own, which hold no large arrays.
+  Call it before JAX starts its threads in its first computation: threads that
+  run already keep heaps of their own, though these hold no large arrays.
   """
   if platform.libc_ver()[0] != 'glibc':
     return
@@ -129,8 +128,8 @@ def keep_freed_memory():
 
 def _join_hosts():
   variables = ('JAX_NUM_PROCESSES', 'JAX_PROCESS_ID')
-  # When another host dies, JAX aborts this process from native code, where no
-  # Python runs any more: only another process can put that in words.
+  # When another host dies, JAX aborts this process from native code. No Python
+  # runs any more, so another process has to print the message.
   last_words.replace(f'error: {_LOST}')
   try:
     count, index = (
@@ -155,22 +154,22 @@ def _join_hosts():
 def run(main, argv=None, *, positional=False):
   """Parses the flags, calls `main(argv)` and exits with its status.
 
-  Whatever the user got wrong (`UserError` from anywhere, a bad flag, an unknown
-  or mistyped field of a config, a config file that is not there) becomes one
-  line `error: …` on stderr and status 2; so does what the system refuses, such
-  as a full disk. Ctrl-C becomes one line and status 130, after the save if
-  something was trained. Any other exception is a bug and keeps its traceback.
+  User errors (`UserError` from anywhere, a bad flag, an unknown or invalid
+  field of a config, a missing config file) become one line `error: …` on stderr
+  and status 2; so do system errors such as a full disk. Ctrl-C becomes one line
+  and status 130; training saves first. Any other exception is a bug and keeps
+  its traceback.
 
-  A reader that is gone, as after `| head` or with a closed terminal, ends
-  nothing: what is printed from then on is lost, and all files are written.
+  If stdout or stderr is closed, as by `| head` or with a terminal, the program
+  goes on and writes all files; its further output is lost.
 
-  --help tells the flags of the module of `main`, beside the docstring of the
-  file that was started, or of that module where the file has none.
+  --help shows the flags of the module of `main`, and the docstring of the
+  started file, or of that module if the file has none.
 
   Args:
-    main: a function of the program's name and what absl left over, a list.
-    argv: the command line with the program's name first, else `sys.argv`.
-    positional: whether arguments that are no flags are passed on, not refused.
+    main: takes the program's name and the positional arguments, as a list.
+    argv: the command line with the program's name first; by default `sys.argv`.
+    positional: whether positional arguments are allowed.
   """
 
   def prepared(rest):
@@ -181,13 +180,13 @@ def run(main, argv=None, *, positional=False):
     return main(rest)
 
   _prepare_help(sys.modules[main.__module__])
-  # Orbax tells at length, at this level, how each save went.
+  # Orbax logs details of each save at INFO.
   logging.set_verbosity(logging.WARNING)
-  # What goes wrong in Orbax is raised; its threads, and asyncio, also tell of
-  # it, and of each of several writes that failed, with a traceback.
+  # Errors in Orbax are raised; its threads and asyncio would also log each
+  # failed write with a traceback.
   logging.get_absl_logger().addFilter(_is_no_error_of_orbax)
   python_logging.getLogger('asyncio').setLevel(python_logging.CRITICAL)
-  # Before stderr is wrapped: absl finds the handlers that it replaces by it.
+  # Before stderr is wrapped, since absl replaces the handlers that write to it.
   logging.use_absl_handler()
   with (
     contextlib.redirect_stdout(_Unbroken(sys.stdout)),
@@ -202,21 +201,20 @@ def run(main, argv=None, *, positional=False):
       print('interrupted', file=sys.stderr)
       sys.exit(130)
     except Exception as error:
-      refused = _refused_by_system(error)
+      message = _refused_by_system(error)
       if jax.distributed.is_initialized() and _LOST_HOST.search(str(error)):
-        refused = _LOST
-      if refused is None:
+        message = _LOST
+      if message is None:
         raise
-      _exit_with(refused)
+      _exit_with(message)
     finally:
       sys.stdout.flush()
 
 
 def _prepare_help(module):
-  """Has absl's --help tell the flags of a module, and what it is for.
+  """Makes absl's --help show the flags and the docstring of a module.
 
-  absl tells those of the file that was started, which may be a few lines that
-  call the module.
+  By default it shows those of the started file, which may only call the module.
   """
   started = sys.modules['__main__']
   started.__doc__ = started.__doc__ or module.__doc__
@@ -233,7 +231,7 @@ def _is_no_error_of_orbax(record):
 def _exit_with(sentence):
   print(f'error: {sentence}', file=sys.stderr)
   if sentence == _LOST:
-    # The usual end would wait for the other hosts.
+    # `sys.exit` would wait for the other hosts.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(2)
@@ -241,11 +239,11 @@ def _exit_with(sentence):
 
 
 def _refused_by_system(error) -> str | None:
-  """Says in a sentence what the system refused, and the way out, if it did."""
+  """Returns a message for a system error and its remedy; None for others."""
   while error is not None:
     number, where = getattr(error, 'errno', None), ''
-    if number is None and (found := _IN_TENSORSTORE.search(str(error))):
-      number = int(found[1])
+    if number is None and (match := _IN_TENSORSTORE.search(str(error))):
+      number = int(match[1])
     if number in _OF_THE_SYSTEM:
       if getattr(error, 'filename', None):
         where = f' ({error.filename})'
@@ -258,10 +256,10 @@ def _refused_by_system(error) -> str | None:
 
 
 class _Unbroken:
-  """A stream that becomes a sink when it cannot be written any more."""
+  """Wraps a stream; discards output once writing has failed."""
 
   def __init__(self, stream):
-    # Python has none where the descriptor was closed before it began.
+    # Python's stream is None if the descriptor was closed at the start.
     self._stream = io.StringIO() if stream is None else stream
 
   def write(self, text):
@@ -277,9 +275,9 @@ class _Unbroken:
   def _or_sink(self):
     try:
       yield
-    except OSError:  # BrokenPipeError, or EIO from a terminal that was closed.
+    except OSError:  # BrokenPipeError, or EIO from a closed terminal.
       sink = os.open(os.devnull, os.O_WRONLY)
-      # Also for what Python holds back, and writes as it exits.
+      # Also discards buffered output, which Python writes at exit.
       os.dup2(sink, self._stream.fileno())
       os.close(sink)
 
@@ -290,17 +288,17 @@ class _Unbroken:
 def load_config(file, cls, *, complete=True):
   """Returns the experiment of --config, changed by --config.FIELD=VALUE.
 
-  A config file may define `complete(config)`, which fills in what depends on
-  fields of the command line, such as the classes of a folder. It is given the
-  changed config, and what the command line says outlasts it.
+  A config file may define `complete(config)`, which sets fields that depend on
+  others, such as the number of classes of a folder of images. It is called with
+  the changed config; the command line's values are then set again.
 
   Args:
     file: the value of --config, FILE.py[:variant]; None if it was not given.
     cls: the dataclass that the config file builds, e.g. ExperimentConfig.
-    complete: whether to call that function: it reads what the config names.
+    complete: whether to call `complete`, which may read data.
 
   Raises:
-    UserError: there is no config file, or a field of it is wrong.
+    UserError: there is no config file, or a field is invalid.
   """
   if file is None:
     if _overrides:
@@ -337,7 +335,7 @@ def load_config(file, cls, *, complete=True):
 
 
 def config_file(file) -> pathlib.Path:
-  """Returns the path of a config file: as given, or the installed copy of it.
+  """Returns the path of a config file: that given, or the installed one.
 
   Args:
     file: the value of --config, FILE.py[:variant].
@@ -350,11 +348,11 @@ def config_file(file) -> pathlib.Path:
   if path.is_file():
     return path
   package = pathlib.Path(__file__).parent
-  # A wheel has the config files in the package, the repository beside it.
+  # Config files are inside the package in a wheel, beside it in the repository.
   root = package if (package / 'configs').is_dir() else package.parent
   installed = {
-    str(found.relative_to(root)): found
-    for found in sorted(root.glob('configs/**/*.py'))
+    str(config_path.relative_to(root)): config_path
+    for config_path in sorted(root.glob('configs/**/*.py'))
   }
   if name in installed:
     return installed[name]
@@ -369,7 +367,7 @@ def changed(config):
   """Returns a config changed by the command line's --config.FIELD=VALUE.
 
   Raises:
-    UserError: there is no such field, or its value is wrong.
+    UserError: a field does not exist, or its value is invalid.
   """
   return config_lib.override(config, _overrides)
 
@@ -379,7 +377,7 @@ def _one_line(error):
 
 
 def _parse_flags(argv, *, positional=False):
-  """Parses as absl does, but raises UserError for what the user got wrong."""
+  """Parses flags as absl does, but raises UserError for user errors."""
   try:
     rest = flags.FLAGS(_take_overrides(argv))
   except flags.Error as error:
@@ -393,14 +391,14 @@ def _parse_flags(argv, *, positional=False):
 
 
 def _take_overrides(argv):
-  """Keeps what changes a field of the config; returns the other arguments."""
+  """Moves --config.FIELD=VALUE to `_overrides`; returns the other arguments."""
   _overrides.clear()
-  left = []
+  remaining = []
   arguments = iter(argv)
   for argument in arguments:
     match = _OVERRIDE.fullmatch(argument)
     if match is None:
-      left.append(argument)
+      remaining.append(argument)
       continue
     negated, path, text = match.groups()
     if negated:
@@ -410,15 +408,15 @@ def _take_overrides(argv):
     if text is None:
       raise UserError(f'{argument}: expected a value, as in {argument}=VALUE.')
     _overrides.append((path, text))
-  return left
+  return remaining
 
 
 def _in_plain_words(error):
-  """Returns absl's message with what was expected instead of how it failed."""
+  """Rewrites absl's message to say what was expected."""
   message = _one_line(error)
-  required = re.search(r'Flag --(\S+) must have a value other', message)
-  if required:
-    return f'--{required[1]} is missing: give --{required[1]}=VALUE.'
+  missing = re.search(r'Flag --(\S+) must have a value other', message)
+  if missing:
+    return f'--{missing[1]} is missing: give --{missing[1]}=VALUE.'
   if bare := re.fullmatch(r'Missing value for flag --?(\S+)', message):
     return (
       f'--{bare[1]} is given without a value: write --{bare[1]}=VALUE; --help'

@@ -1,10 +1,10 @@
-"""Frozen dataclasses from command lines, to JSON and back; knows no model.
+"""Configs: frozen dataclasses, set on command lines, saved as JSON.
 
 A config is a frozen, keyword-only dataclass whose `__post_init__` calls
 `validate(self)`. Its fields are bool, int, float, str, `Literal` choices,
 tuples of these, other such dataclasses, and `X | None` or wider unions of them.
-Numbers say within which `Range` they lie by `Annotated`, as in the aliases
-below; what depends on several fields is for `__post_init__` to check.
+`Annotated` gives the `Range` of a number, as in the aliases below; conditions
+on several fields are checked in `__post_init__`.
 """
 
 import ast
@@ -35,19 +35,19 @@ _NAMES = {
   str: ('a string', 'strings'),
   _NoneType: ('None', 'None'),
 }
-# The key that tells which class of a union of dataclasses is meant.
+# The JSON key that names the class, in a union of dataclasses.
 _TYPE_KEY = 'type'
-# Sizes of numbers that float32 holds, in which models compute: what is larger
-# is infinite there, and what is smaller is 0.
+# Smallest and largest positive normal number of float32, in which models
+# compute: larger ones overflow to infinity, smaller ones may be flushed to 0.
 _FLOAT32 = (2.0**-126, (1 - 2.0**-24) * 2.0**128)
-# Begins the names of modules that are config files.
+# Prefix of the module names of config files.
 _CONFIG_FILE = 'config file '
-_SHOWN = 200  # Characters of a refused value.
+_SHOWN = 200  # Characters of an invalid value to show in a message.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Range:
-  """Within which bounds a number lies; they are named as in `operator`."""
+  """Bounds of a number, named as the functions of `operator`."""
 
   gt: float | None = None
   ge: float | None = None
@@ -61,7 +61,7 @@ class Range:
     )
 
   def __str__(self):
-    """Says which numbers are in it, as in `from 1 to 1,000`."""
+    """Describes the range in words, as in `from 1 to 1,000`."""
     low = self.ge if self.gt is None else self.gt
     high = self.le if self.lt is None else self.lt
     low, high = (
@@ -76,13 +76,12 @@ class Range:
     return f'in {opening}{low}, {high}{closing}'
 
 
-# Sizes are generous, but nothing that is made of so many takes for ever, and
-# products of a few of them fit 64 bits.
-Size = Annotated[int, Range(ge=1, le=2**20)]  # The size of an array's axis.
-Width = Annotated[int, Range(ge=1, le=2**17)]  # Features, which FFNs multiply.
-Count = Annotated[int, Range(ge=0, le=10**9)]  # Such as steps; fits int32.
+# Generous limits; products of a few fit in int64.
+Size = Annotated[int, Range(ge=1, le=2**20)]  # Of an array's axis.
+Width = Annotated[int, Range(ge=1, le=2**17)]  # Features, before FFNs expand.
+Count = Annotated[int, Range(ge=0, le=10**9)]  # Such as steps; fits in int32.
 PositiveCount = Annotated[int, Range(ge=1, le=10**9)]
-# What is traced or compiled one by one, such as blocks; and one of these.
+# A number of blocks or the like, which are traced one by one; and an index.
 Unrolled = Annotated[int, Range(ge=1, le=1000)]
 Layer = Annotated[int, Range(ge=0, le=999)]
 Pixels = Annotated[int, Range(ge=1, le=2**14)]  # Along a side.
@@ -91,22 +90,22 @@ Workers = Annotated[int, Range(ge=0, le=1024)]  # Threads or processes.
 Positive = Annotated[float, Range(gt=0)]
 Factor = Annotated[float, Range(gt=0, le=1000)]  # On activations.
 Weight = Annotated[float, Range(ge=0, le=10**6)]  # Of a loss.
-Fraction = Annotated[float, Range(gt=0, le=1)]  # A part that is never nothing.
-Proper = Annotated[float, Range(gt=0, lt=1)]  # Nor everything.
+Fraction = Annotated[float, Range(gt=0, le=1)]  # A part, not empty.
+Proper = Annotated[float, Range(gt=0, lt=1)]  # A part, not the whole.
 Probability = Annotated[float, Range(ge=0, le=1)]
 BelowOne = Annotated[float, Range(ge=0, lt=1)]
-# The decay of a moving average. A larger one soon rounds to 1 in float32, with
-# which an average never moves.
+# The decay of a moving average. Larger ones may round to 1 in float32, and then
+# the average never moves.
 Decay = Annotated[float, Range(ge=0, le=0.999999)]
-# Added to what is divided by; its square root and inverse are finite.
+# Added to a divisor; its square root and inverse are finite.
 Epsilon = Annotated[float, Range(ge=1e-30)]
-Temperature = Annotated[float, Range(ge=1e-4, le=1e4)]  # Logits are divided.
-# A part of a run: a number of steps, or a fraction of all of them.
+Temperature = Annotated[float, Range(ge=1e-4, le=1e4)]  # Divides logits.
+# A part of a run: a number of steps, or a fraction of all steps.
 Steps = Count | Proper
 
 
 def steps_of(part, num_steps):
-  """Returns the steps of a part of a run, a fraction of which is never all."""
+  """Converts `Steps` to a number of steps; a fraction never gives all."""
   if isinstance(part, int):
     return part
   return min(round(part * num_steps), num_steps - 1)
@@ -123,7 +122,7 @@ def choose(name, table, what='variant'):
   """Returns `table[name]`; for the variants of a config file and the like.
 
   Raises:
-    UserError: if `name` is not in `table`; says `what` the names stand for.
+    UserError: if `name` is not in `table`; the message calls it a `what`.
   """
   if name in table:
     return table[name]
@@ -155,7 +154,7 @@ def _bare(hint):
 def classes_of(hint):
   """Returns the dataclasses that an annotation allows.
 
-  An abstract one stands for all its subclasses that are there.
+  An abstract one stands for all its subclasses that are imported.
   """
   classes = []
   for member in filter(dataclasses.is_dataclass, _members(hint)):
@@ -171,15 +170,15 @@ def _concrete(cls):
 
 
 def _is_open(hint):
-  """Whether an annotation allows classes that nobody has heard of yet."""
+  """Whether an annotation allows subclasses of other packages."""
   members = filter(dataclasses.is_dataclass, _members(hint))
   return any(map(inspect.isabstract, members))
 
 
 def _tag_of(cls, hint):
-  """Returns what a class is called in saved configs.
+  """Returns the name of a class in saved configs.
 
-  Its name; and its module as well, if it is somebody else's.
+  Classes of other packages are qualified by their module.
   """
   if _is_open(hint) and cls.__module__.split('.')[0] != __name__.split('.')[0]:
     return f'{cls.__module__}:{cls.__qualname__}'
@@ -187,16 +186,16 @@ def _tag_of(cls, hint):
 
 
 def trust(modules):
-  """Imports modules whose classes the configs that are read next may name.
+  """Imports modules whose classes saved configs may then name.
 
-  Reading a config imports nothing, since whoever wrote it could name any module
-  and so have its code run; what it names must be imported before.
+  Reading a config imports nothing, since its author could name any module and
+  so run code; the modules of its classes must be imported before.
 
   Args:
     modules: dotted names.
 
   Raises:
-    UserError: one cannot be imported.
+    UserError: a module cannot be imported.
   """
   for name in modules:
     try:
@@ -209,7 +208,7 @@ def trust(modules):
 
 
 def _no_class(path, kind, hint):
-  """Returns the UserError for a `type` that names no class that is there."""
+  """Returns the UserError for a `type` that names no imported class."""
   module, colon, _ = kind.partition(':') if isinstance(kind, str) else 3 * ('',)
   if not colon or not _is_open(hint) or module in sys.modules:
     names = tuple(_tag_of(c, hint) for c in classes_of(hint))
@@ -227,7 +226,7 @@ def _unsupported(hint):
 
 
 def describe(hint, plural=False):
-  """Says in words what an annotation accepts."""
+  """Describes in words the values that an annotation allows."""
   if hint in _NAMES:
     return _NAMES[hint][plural]
   if dataclasses.is_dataclass(hint):
@@ -240,10 +239,10 @@ def describe(hint, plural=False):
     return f'one of {choices}'
   if origin is tuple:
     if args[-1] is Ellipsis:
-      what = describe(args[0], plural=True)
+      elements = describe(args[0], plural=True)
     else:
-      what = '(' + ', '.join(describe(arg) for arg in args) + ')'
-    return f'tuples of {what}' if plural else f'a tuple of {what}'
+      elements = '(' + ', '.join(describe(arg) for arg in args) + ')'
+    return f'tuples of {elements}' if plural else f'a tuple of {elements}'
   if len(_members(hint)) > 1:
     return ' or '.join(describe(arg, plural) for arg in args)
   raise _unsupported(hint)
@@ -267,7 +266,7 @@ def _arguments(hint, value):
 
 
 def _matches(value, hint):
-  """Tells whether a value is what the annotation says."""
+  """Whether a value has the type, and lies in the range, of an annotation."""
   if hint is _NoneType:
     return value is None
   if hint is int:
@@ -292,13 +291,13 @@ def _matches(value, hint):
 
 
 def _refusal(path, value, hint, shown=None):
-  """Returns the UserError for a field's value that its annotation refuses.
+  """Returns the UserError for a value that the annotation does not allow.
 
-  `shown` is what a person wrote for the value.
+  `shown` is the value as the user wrote it.
   """
   for member in _members(hint) if shown is None else ():
     if typing.get_origin(member) is tuple and isinstance(value, tuple):
-      # The first element that is wrong tells more than all together.
+      # Naming the first wrong element is clearer than showing all.
       for i, arg in enumerate(_arguments(member, value)):
         if not _matches(value[i], arg):
           return _refusal(f'{path}[{i}]', value[i], arg)
@@ -313,10 +312,10 @@ def _refusal(path, value, hint, shown=None):
     near = ' Models compute in float32, where it must be finite and not 0.'
   try:
     shown = repr(value) if shown is None else shown
-  except ValueError:  # Python prints no integer of thousands of digits.
+  except ValueError:  # Python refuses to print huge integers.
     shown = f'<{type(value).__name__}>'
   if dataclasses.is_dataclass(value):
-    # Its fields would bury the sentence.
+    # All its fields would be too long.
     shown = f'{type(value).__name__}(...)'
   elif len(shown) > _SHOWN:
     shown = f'{shown[:_SHOWN]}...'
@@ -326,15 +325,15 @@ def _refusal(path, value, hint, shown=None):
 def validate(instance):
   """Checks every field of a dataclass instance against its annotation.
 
-  An int is accepted where a float is declared; a bool is no int, and what
-  float32 cannot hold, such as nan and infinity, is no float. What depends on
-  several fields is for the dataclass itself to check, after this call.
+  An int is accepted where a float is declared; a bool is no int, and a float
+  must be finite and not too small or large for float32. Conditions on several
+  fields are for the dataclass itself to check, after this call.
 
   Args:
     instance: of a dataclass; usually `self` in its `__post_init__`.
 
   Raises:
-    UserError: naming class, field, value and what was expected.
+    UserError: names class, field, value and what was expected.
   """
   cls = type(instance)
   for name, hint in annotations(cls).items():
@@ -344,7 +343,7 @@ def validate(instance):
 
 
 def _tag(instance, hint):
-  """Returns what tells a dataclass apart from the others of its union."""
+  """Returns `{'type': name}` for a member of a union of dataclasses."""
   if len(classes_of(hint)) < 2 and not _is_open(hint):
     return {}
   cls = type(instance)
@@ -364,7 +363,7 @@ def _tag(instance, hint):
 
 
 def _encode(value, hint):
-  """Returns the value as dicts, tuples and scalars, floats being floats."""
+  """Returns the value as dicts, tuples and scalars; converts ints to float."""
   if dataclasses.is_dataclass(value):
     fields = {
       name: _encode(getattr(value, name), sub_hint)
@@ -373,8 +372,7 @@ def _encode(value, hint):
     return _tag(value, hint) | fields
   member = _bare(next(m for m in _members(hint) if _matches(value, m)))
   if member is float:
-    # Equal configs must give equal text, and an int here would keep
-    # `--config.x=0.5` from overriding it.
+    # Equal configs must give equal text, though float fields accept ints.
     return float(value)
   if typing.get_origin(member) is tuple:
     return tuple(map(_encode, value, _arguments(member, value)))
@@ -382,9 +380,9 @@ def _encode(value, hint):
 
 
 def read_literal(text):
-  """Returns the value that a Python literal spells, lists as tuples.
+  """Evaluates a Python literal; lists become tuples.
 
-  Text that is no literal, or one that Python refuses, is returned as it is.
+  Text that cannot be evaluated is returned unchanged.
   """
 
   def tuples(value):
@@ -394,22 +392,21 @@ def read_literal(text):
 
   try:
     value = ast.literal_eval(text)
-    repr(value)  # Python reads longer hexadecimal integers than it writes.
+    repr(value)  # Fails for hexadecimal integers too long to print.
     return tuples(value)
   except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
     return text
 
 
 def parse(text, hint):
-  """Returns the value that a text spells for a field of this annotation.
+  """Parses text from a command line as a value of a field.
 
-  As on a command line: strings without quotes, tuples with or without
-  brackets, groups of fields as `{'name': value}`. What is no such value is
-  returned as it is, for `_decode` to refuse.
+  Strings have no quotes, tuples may lack brackets, groups of fields are
+  `{'name': value}`. The value is not validated: that is left to `_decode`.
 
   Args:
-    text: what was given.
-    hint: the annotation.
+    text: the text.
+    hint: the annotation of the field.
   """
   text = text.strip()
   kinds = {_kind(member) for member in _members(hint)}
@@ -435,7 +432,7 @@ def parse(text, hint):
 
 
 def _kind(member):
-  """Returns the type of what an annotation without alternatives allows."""
+  """Returns the type of values of an annotation that is no union."""
   member = _bare(member)
   if dataclasses.is_dataclass(member):
     return dict
@@ -450,73 +447,78 @@ def field(instance, path, where='', given=types.MappingProxyType({})):
   Args:
     instance: of a dataclass.
     path: such as `model.num_layers`.
-    where: what stands before the path in messages, such as `--config.`.
-    given: by dotted path, groups of fields that take the instance's place.
+    where: prefix of the path in messages, such as `--config.`.
+    given: by dotted path, dataclasses that replace those of the instance.
 
   Raises:
     UserError: there is no such field.
   """
-  holder, seen, hint = instance, where.strip('-.'), None
+  holder, parent, hint = instance, where.strip('-.'), None
   parts = path.split('.')
   for i, part in enumerate(parts):
     if not dataclasses.is_dataclass(holder):
       raise UserError(
-        f'{where}{path}: {seen} is {holder!r} and has no {part!r}.'
+        f'{where}{path}: {parent} is {holder!r} and has no {part!r}.'
       )
     hints = annotations(type(holder))
     if part not in hints:
-      before = '.'.join(parts[:i])
-      meant = _meant(instance, before, '.'.join(parts[i:]))
+      group = '.'.join(parts[:i])
+      similar = _meant(instance, group, '.'.join(parts[i:]))
       near = f' Its fields are {", ".join(hints)}.'
-      if meant:
-        near = f' Did you mean {" or ".join(map(repr, meant))}?'
+      if similar:
+        near = f' Did you mean {" or ".join(map(repr, similar))}?'
       raise UserError(
-        f'{where}{path}: {seen or type(holder).__name__} has no field'
+        f'{where}{path}: {parent or type(holder).__name__} has no field'
         f' {part!r}.{near}'
       )
-    held = getattr(holder, part)
-    hint, holder = hints[part], given.get('.'.join(parts[: i + 1]), held)
-    seen = _join(seen, part)
+    value = getattr(holder, part)
+    hint, holder = hints[part], given.get('.'.join(parts[: i + 1]), value)
+    parent = _join(parent, part)
   return hint
 
 
 def _paths(instance, group=''):
   """Yields the dotted paths of all fields of a nested dataclass."""
   for name in annotations(type(instance)):
-    path, held = _join(group, name), getattr(instance, name)
+    path, value = _join(group, name), getattr(instance, name)
     yield path
-    if dataclasses.is_dataclass(held):
-      yield from _paths(held, path)
+    if dataclasses.is_dataclass(value):
+      yield from _paths(value, path)
 
 
 def _meant(instance, group, path):
-  """Returns the paths of which a missing one may be a mistake, 3 at most.
+  """Returns at most 3 paths that may be meant by one that does not exist.
 
-  A field of that name in another group; or the nearest name in its own; or one
-  that it abbreviates, as `lr` does; or the nearest of all.
+  Fields of that name in other groups; or the most similar name in its group; or
+  names that it abbreviates by initials, as `lr`; or the most similar of all.
 
   Args:
     instance: of a nested dataclass.
-    group: dotted path of the group that was looked in.
-    path: what it has not got.
+    group: dotted path of the innermost group that exists.
+    path: the rest of the path, which does not exist.
   """
   name = path.rpartition('.')[2]
   names = {
     p: p.rpartition('.')[2] for p in sorted(_paths(instance), key=_depth)
   }
-  own = [n for p, n in names.items() if p == _join(group, n)]
+  siblings = [n for p, n in names.items() if p == _join(group, n)]
 
   def initials(name):
     return ''.join(word[0] for word in name.split('_'))
 
-  def near(names):
+  def most_similar(names):
     return difflib.get_close_matches(name.lower(), names, n=1)
 
-  same = [p for p, n in names.items() if n == name]
-  short = [p for p, n in names.items() if initials(n) == name]
-  nearest_of_all = [p for p, n in names.items() if n in near(names.values())]
+  same_name = [p for p, n in names.items() if n == name]
+  abbreviated = [p for p, n in names.items() if initials(n) == name]
+  nearest_of_all = [
+    p for p, n in names.items() if n in most_similar(names.values())
+  ]
   return (
-    same or [_join(group, n) for n in near(own)] or short or nearest_of_all
+    same_name
+    or [_join(group, n) for n in most_similar(siblings)]
+    or abbreviated
+    or nearest_of_all
   )[:3]
 
 
@@ -525,19 +527,18 @@ def _depth(path):
 
 
 def override(instance, texts, where='--config.'):
-  """Returns a copy of a nested dataclass with fields as texts say.
+  """Returns a copy of a nested dataclass with fields parsed from texts.
 
-  All are set at once, so that they need only fit each other in the end; fields
-  of a group that is given as a whole, before or after them, are set in it.
+  All fields are set at once, so that only the final combination must be valid.
+  Whole groups are set first, whatever the order, and single fields in them.
 
   Args:
-    instance: of a dataclass; stays as it is.
-    texts: pairs of a dotted path and what to set the field to, as `parse` reads
-      it.
-    where: what stands before the paths in messages.
+    instance: of a dataclass; not modified.
+    texts: pairs of a dotted path and the text of its value, for `parse`.
+    where: prefix of the paths in messages.
 
   Raises:
-    UserError: there is no such field, or a value that it does not allow.
+    UserError: a field does not exist, or does not allow its value.
   """
   changes = {}
 
@@ -564,7 +565,7 @@ def override(instance, texts, where='--config.'):
 
 
 def _decode_group(value, hint, path):
-  """Decodes a group of fields, which says which class it is of if it must."""
+  """Decodes a group of fields; the key `type` is required in a union."""
   classes = classes_of(hint)
   if (len(classes) > 1 or _is_open(hint)) and _TYPE_KEY not in value:
     names = typing.Literal[tuple(c.__name__ for c in classes)]
@@ -581,7 +582,7 @@ def _join(path, name):
 
 @contextlib.contextmanager
 def _inside(path):
-  """Prefixes a UserError with the path, which the raising class cannot know."""
+  """Prefixes UserErrors with the path, which the class does not know."""
   try:
     yield
   except UserError as error:
@@ -615,20 +616,20 @@ def _decode_dataclass(cls, mapping, path):
 
 
 def _decode(value, hint, path):
-  """The inverse of `_encode`, which also takes lists."""
+  """The inverse of `_encode`; also accepts lists for tuples."""
   members, classes = _members(hint), classes_of(hint)
   by_name = {_tag_of(c, hint): c for c in classes}
   several = len(classes) > 1 or _is_open(hint)
   if isinstance(value, list):
     value = tuple(value)
   if isinstance(value, collections.abc.Mapping) and classes:
-    # The first class if none is named: then a field can become a union without
-    # spoiling configs that were saved before.
+    # Defaults to the first class, so that a field can become a union without
+    # breaking saved configs.
     cls = classes[0]
     if several and _TYPE_KEY in value:
       value = dict(value)
       kind = value.pop(_TYPE_KEY)
-      if kind not in tuple(by_name):  # What is asked for may have no hash.
+      if kind not in tuple(by_name):  # Not the dict: `kind` may be unhashable.
         raise _no_class(_join(path, _TYPE_KEY), kind, hint)
       cls = by_name[kind]
     return _decode_dataclass(cls, value, path)
@@ -656,8 +657,8 @@ def _decode(value, hint, path):
 def from_dict(cls, mapping):
   """Returns an instance of dataclass `cls` with the values of a mapping.
 
-  Fields that are absent take the default of their dataclass. Lists are taken
-  for tuples, and integers for floats. A field that may hold one of several
+  Absent fields take the default of their dataclass. Lists are accepted for
+  tuples, and integers for floats. A field that may hold one of several
   dataclasses has a key `type`, the class name.
 
   Args:
@@ -665,8 +666,8 @@ def from_dict(cls, mapping):
     mapping: values by name, those of nested dataclasses being mappings too.
 
   Raises:
-    UserError: for an unknown or missing field, a wrong type, a bad choice, or
-      whatever the dataclass itself refuses; it names the dotted path.
+    UserError: for an unknown or missing field, a wrong type or choice, or if
+      the dataclass itself raises it; the message names the dotted path.
   """
   if not isinstance(mapping, collections.abc.Mapping):
     raise UserError(
@@ -677,38 +678,37 @@ def from_dict(cls, mapping):
 
 
 def from_known(cls, mapping, where):
-  """Returns an instance of `cls` from those of a mapping's keys that it has.
+  """Returns an instance of `cls` as `from_dict`; ignores unknown keys.
 
-  For a file of another program, of which `cls` lists all that is read, with the
-  types and the defaults that it has there; otherwise as `from_dict`.
+  For files of other programs: `cls` declares the keys that are used.
 
   Args:
     cls: the dataclass.
     mapping: values by name.
-    where: what is read, for messages.
+    where: name of the source, for messages.
   """
-  known = {k: mapping[k] for k in annotations(cls) if k in mapping}
+  fields = {k: mapping[k] for k in annotations(cls) if k in mapping}
   try:
-    return from_dict(cls, known)
+    return from_dict(cls, fields)
   except (UserError, OverflowError, RecursionError) as error:
     raise UserError(f'{where}: {error}') from error
 
 
 def to_json(instance):
-  """Returns a dataclass instance as indented JSON, fields as declared."""
+  """Returns a dataclass instance as indented JSON, in order of declaration."""
   return json.dumps(_encode(instance, type(instance)), indent=2) + '\n'
 
 
 def from_json(cls, text):
-  """Returns an instance of dataclass `cls` from what `to_json` wrote.
+  """Returns an instance of dataclass `cls` from the output of `to_json`.
 
   Raises:
-    UserError: if the text is no JSON object, or as in `from_dict`.
+    UserError: if the text is no JSON object, or does not fit `cls`.
   """
   expected = f'expected what mod_jax.config.to_json writes for a {cls.__name__}'
   try:
     decoded = json.loads(text)
-  # ValueError also stands for integers of thousands of digits.
+  # ValueError is also raised for huge integers.
   except (ValueError, RecursionError) as error:
     raise UserError(
       f'the saved config is not JSON ({error}): {expected}.'
@@ -725,8 +725,7 @@ def config_getter(variants):
   """Returns the `get_config` of a config file, from its table of variants.
 
   Args:
-    variants: functions that build the experiments, by name; '' is the one that
-      a command line without a name means.
+    variants: functions that build the experiments, by name; '' is the default.
   """
 
   def get_config(variant=''):
@@ -736,29 +735,29 @@ def config_getter(variants):
 
 
 def sibling(file, name):
-  """Returns the module of a config file beside another: they are no package.
+  """Loads a config file beside another; they are in no package.
 
   Args:
-    file: `__file__` of the one that asks.
-    name: path of the other from there, without suffix.
+    file: `__file__` of the calling config file.
+    name: path of the other, relative to its directory, without suffix.
   """
   return load(pathlib.Path(file).parent / f'{name}.py')
 
 
 def load(path):
-  """Returns the module of a config file, executed anew.
+  """Loads a config file as a module, without caching it.
 
   Raises:
-    UserError: it is no Python file.
+    UserError: it is not a Python file.
   """
   path = pathlib.Path(path).resolve()
   spec = importlib.util.spec_from_file_location(f'{_CONFIG_FILE}{path}', path)
   if spec is None:
     raise UserError(f'{path} is no config file: expected Python, FILE.py.')
   module = importlib.util.module_from_spec(spec)
-  # Dataclasses and `inspect` look up the module of a class there.
+  # Dataclasses and `inspect` look up the modules of classes in it.
   sys.modules[spec.name] = module
-  # As of a script: what lies beside it can be imported.
+  # As for scripts, modules in its directory can be imported.
   sys.path.append(str(path.parent))
   try:
     spec.loader.exec_module(module)
@@ -768,7 +767,7 @@ def load(path):
 
 
 def diff(a, b):
-  """Returns one line, `model.width: 128 -> 256`, per field that differs."""
+  """Returns a line such as `model.width: 128 -> 256` per differing field."""
   if type(a) is not type(b):
     return [f'{_TYPE_KEY}: {type(a).__name__} -> {type(b).__name__}']
   lines = []
@@ -785,29 +784,29 @@ def replace(instance, changes):
   """Returns a copy of a nested dataclass with some fields changed.
 
   Args:
-    instance: of a dataclass; stays as it is.
+    instance: of a dataclass; not modified.
     changes: values by dotted path, `{'model.num_layers': 2}`.
 
   Raises:
-    UserError: for an unknown field or a value that the dataclass refuses.
+    UserError: for an unknown field or an invalid value.
   """
   return _replace(instance, changes, '')
 
 
 def _replace(instance, changes, where):
-  own, nested = {}, {}
+  values, nested = {}, {}
   for path, value in changes.items():
     first, _, rest = path.partition('.')
     if not dataclasses.is_dataclass(instance) or (
       first not in annotations(type(instance))
     ):
-      field(instance, path, f'{where}.' if where else '')  # Says so.
+      field(instance, path, f'{where}.' if where else '')  # Raises UserError.
     if rest:
       nested.setdefault(first, {})[rest] = value
     else:
-      own[first] = value
+      values[first] = value
   for name, inner in nested.items():
-    held = own.get(name, getattr(instance, name))
-    own[name] = _replace(held, inner, _join(where, name))
+    old = values.get(name, getattr(instance, name))
+    values[name] = _replace(old, inner, _join(where, name))
   with _inside(where):
-    return dataclasses.replace(instance, **own)
+    return dataclasses.replace(instance, **values)

@@ -1,7 +1,7 @@
-"""What the fields of configs mean, read from where they are declared.
+"""Documentation of config fields, extracted from the source of their classes.
 
-A field's meaning is the comment above it or behind it, or what the class's
-docstring says of it under `Attributes:`.
+The documentation of a field is the comment above or behind it, or its entry
+under `Attributes:` in the docstring of its class.
 """
 
 import ast
@@ -18,13 +18,13 @@ from mod_jax import config as config_lib
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Field:
-  """A field of a config, for people.
+  """Documentation of a config field.
 
   Attributes:
     path: its dotted name, as in `model.num_layers`.
-    value: as it would be written on a command line.
-    accepts: what it may be, in words.
-    meaning: what it is for; '' where nothing is said.
+    value: its value, as written on a command line.
+    accepts: description of the values that it allows.
+    meaning: its documentation; '' if there is none.
   """
 
   path: str
@@ -34,36 +34,36 @@ class Field:
 
 
 def fields(config, prefix: str = '') -> list[Field]:
-  """Returns all fields of a config, at any depth, in the order declared.
+  """Returns all fields of a config, at any depth, in order of declaration.
 
-  A field that holds a config of its own comes first, and then its fields; one
-  that is None is a single field, whatever it could hold.
+  A field that holds a config is followed by the fields of that config; a field
+  that is None has no fields.
   """
-  found = []
+  result = []
   hints = config_lib.annotations(type(config))
-  said = meanings(type(config))
+  documentation = meanings(type(config))
   for name, hint in hints.items():
     value = getattr(config, name)
     nested = dataclasses.is_dataclass(value)
-    found.append(
+    result.append(
       Field(
         path=f'{prefix}{name}',
         value=type(value).__name__ if nested else f'{value}',
         accepts=config_lib.describe(hint),
-        meaning=said.get(name, ''),
+        meaning=documentation.get(name, ''),
       )
     )
     if nested:
-      found += fields(value, f'{prefix}{name}.')
-  return found
+      result += fields(value, f'{prefix}{name}.')
+  return result
 
 
 def page(file, config) -> str:
-  """Returns what a config file is for, its variants, and the config's fields.
+  """Returns the docstring and variants of a config file, and a config's fields.
 
   Args:
     file: path of the file.
-    config: what it built, perhaps changed.
+    config: the config that it built, perhaps changed.
   """
   module = config_lib.load(file)
   variants = ', '.join(filter(None, getattr(module, 'VARIANTS', ())))
@@ -76,33 +76,33 @@ def page(file, config) -> str:
 
 
 def listing(config, width: int = 80) -> str:
-  """Returns the fields as text, as they are given on a command line."""
+  """Returns the fields as text, in the syntax of a command line."""
   lines = []
   for field in fields(config):
     lines.append(f'--config.{field.path}={field.value}')
-    said = (
+    description = (
       f'{field.meaning} ({field.accepts})'
       if field.meaning
       else (f'({field.accepts})')
     )
     lines += textwrap.wrap(
-      said, width, initial_indent='    ', subsequent_indent='    '
+      description, width, initial_indent='    ', subsequent_indent='    '
     )
   return '\n'.join(lines)
 
 
 @functools.cache
 def meanings(cls: type) -> dict[str, str]:
-  """Returns what each field of a dataclass means, by name.
+  """Returns the documentation of each field of a dataclass, by name.
 
-  A field of a base class means what is said there, unless it is said anew.
+  That of inherited fields comes from the base class, unless overridden.
   """
-  found = {}
+  result = {}
   for base in reversed(cls.__mro__):
     if dataclasses.is_dataclass(base):
-      found |= _own_meanings(base)
+      result |= _own_meanings(base)
   return {
-    name: found[name] for name in config_lib.annotations(cls) if name in found
+    name: result[name] for name in config_lib.annotations(cls) if name in result
   }
 
 
@@ -110,7 +110,7 @@ def _own_meanings(cls) -> dict[str, str]:
   source = textwrap.dedent(inspect.getsource(cls))
   (tree,) = ast.parse(source).body
   behind, alone = _comments(source)
-  found = _attributes(inspect.cleandoc(cls.__doc__ or ''))
+  result = _attributes(inspect.cleandoc(cls.__doc__ or ''))
   for node in tree.body:
     if not isinstance(node, ast.AnnAssign):
       continue
@@ -123,15 +123,15 @@ def _own_meanings(cls) -> dict[str, str]:
       behind[i] for i in range(node.lineno, node.end_lineno + 1) if i in behind
     ]
     if lines:
-      found[node.target.id] = ' '.join(lines)
-  return found
+      result[node.target.id] = ' '.join(lines)
+  return result
 
 
 def _comments(source: str) -> tuple[dict[int, str], dict[int, str]]:
   """Returns the comments behind code, and those alone on a line, by line."""
   behind, alone = {}, {}
   for token in tokenize.generate_tokens(io.StringIO(source).readline):
-    # A note to the linter tells nobody what a field means.
+    # Comments for the linter are no documentation.
     if token.type == tokenize.COMMENT and 'noqa' not in token.string:
       kind = behind if token.line[: token.start[1]].strip() else alone
       kind[token.start[0]] = token.string.lstrip('# ')
@@ -139,10 +139,10 @@ def _comments(source: str) -> tuple[dict[int, str], dict[int, str]]:
 
 
 def _attributes(doc: str) -> dict[str, str]:
-  """Returns what a docstring says under `Attributes:`, by name."""
+  """Returns the entries under `Attributes:` in a docstring, by name."""
   _, _, section = doc.partition('Attributes:\n')
   section = section.partition('\n\n')[0]
-  found = re.findall(
+  entries = re.findall(
     r'^  (\w+): (.*(?:\n {4,}.*)*)', section, flags=re.MULTILINE
   )
-  return {name: ' '.join(text.split()) for name, text in found}
+  return {name: ' '.join(text.split()) for name, text in entries}

@@ -1,18 +1,18 @@
-"""The one exception that means: the input is at fault, not the program."""
+"""The exception for errors of the user, not of the program."""
 
 import re
 
 
 class UserError(ValueError):
-  """Bad input, told in one sentence to the person who gave it.
+  """Invalid input, explained to the user in one sentence.
 
-  The message names the offending value, the limit and the way out. Scripts
-  print it without a traceback and exit with a non-zero status.
+  The message names the offending value, the limit and a remedy. Scripts print
+  it without a traceback and exit with a nonzero status.
   """
 
 
 def require_pattern(pattern: str, where: str) -> None:
-  """Raises UserError where a text is no regular expression."""
+  """Raises UserError if a text is not a valid regular expression."""
   try:
     re.compile(pattern)
   except (re.error, OverflowError, RecursionError) as error:

@@ -1,15 +1,15 @@
-"""How much arithmetic a model does, added up from its layers' own counts.
+"""FLOPs of models, summed over their layers' `flops_table`.
 
-One convention for all models: matrix products only, a multiply-add is 2 FLOPs.
-Causal query-key pairs are counted exactly, and a routed block on the k tokens
-that it processes. Training is three forward passes.
+All models are counted alike: matrix products only, a multiply-add is 2 FLOPs.
+Causal query-key pairs are counted exactly, and routed blocks on the k tokens
+that they process. Training is three forward passes.
 
-Beside it stands `published_macs`, what tables of vision transformers call
-FLOPs: multiply-accumulates of the same products, and 5 for each element that a
-layer norm reads.
+`published_macs` counts as published tables of vision transformers do, which
+call it FLOPs: multiply-accumulates of the same products, and 5 for each element
+that a layer norm reads.
 
-A `config` is that of a model, whose `flops_table` is summed; `length` is the
-tokens of a sequence, for language models.
+`config` is the config of a model; `length` is the tokens of a sequence, for
+language models.
 """
 
 from collections.abc import Mapping
@@ -25,18 +25,18 @@ def forward(config, length: int | None = None) -> int:
   """Returns the FLOPs of a forward pass over one sequence or image.
 
   Raises:
-    UserError: a language model without a length.
+    UserError: the config is of a language model, and `length` is None.
   """
   return sum(map(products, _table(config, length)))
 
 
 def products(parts: Mapping[str, int]) -> int:
-  """Returns the FLOPs of a layer, from its parts: without its norms."""
+  """Returns the FLOPs of a layer from its parts, excluding norms."""
   return sum(count for name, count in parts.items() if name != 'norm')
 
 
 def published_macs(config, length: int | None = None) -> int:
-  """Returns what published tables have for a forward pass, norms included."""
+  """Returns MACs of a forward pass as in published tables, norms included."""
   return sum(sum(parts.values()) for parts in _table(config, length)) // 2
 
 
@@ -51,7 +51,7 @@ def _named(config, length):
 def train(config, length: int | None = None) -> int:
   """Returns the FLOPs of a training step on one sequence: three forwards.
 
-  An early exit of a language model has the head compute a second time.
+  An early exit of a language model runs the head a second time.
   """
   total = forward(config, length)
   if isinstance(config, LMConfig) and config.early_exit:
@@ -62,7 +62,7 @@ def train(config, length: int | None = None) -> int:
 def steps_within(
   budget: float, config, batch_size: int, length: int | None = None
 ) -> int:
-  """Returns how many training steps come nearest to a budget of FLOPs."""
+  """Returns the number of training steps closest to a budget of FLOPs."""
   return max(1, round(budget / (batch_size * train(config, length))))
 
 
@@ -76,7 +76,7 @@ def num_params(config) -> int:
 def _arguments(config, length):
   if length is not None:
     return (length,)
-  if isinstance(config, LMConfig):  # An image's size stands in the config.
+  if isinstance(config, LMConfig):  # The config of a vision model has the size.
     raise UserError(
       f'{type(config).__name__} without a length: the cost of a language model'
       ' depends on how many tokens it reads; pass length=….'
@@ -86,9 +86,9 @@ def _arguments(config, length):
 
 def report(config, length: int | None = None) -> str:
   """Returns a table of FLOPs per layer and in total, for people."""
-  given = _arguments(config, length)
-  table = config.flops_table(*given)
-  dense = dict(config.dense_twin().flops_table(*given))
+  args = _arguments(config, length)
+  table = config.flops_table(*args)
+  dense = dict(config.dense_twin().flops_table(*args))
   total = forward(config, length)
   dense_total = forward(config.dense_twin(), length)
   params = num_params(config)
@@ -101,11 +101,11 @@ def report(config, length: int | None = None) -> str:
     cells = (f'{count / 1e6:,.2f}'.rjust(12) for count in counts)
     return layer.ljust(18) + ''.join(cells)
 
-  one = 'image' if length is None else 'sequence'
-  of = config.num_tokens if length is None else length
+  row_name = 'image' if length is None else 'sequence'
+  num_tokens = config.num_tokens if length is None else length
   header = (name.rjust(12) for name in (*names, 'total', 'dense'))
   lines = [
-    f'FLOPs of a forward pass over one {one} of {of} tokens'
+    f'FLOPs of a forward pass over one {row_name} of {num_tokens} tokens'
     ' (matrix products, multiply-add = 2), in MFLOPs',
     'layer'.ljust(18) + ''.join(header),
   ]
@@ -115,18 +115,18 @@ def report(config, length: int | None = None) -> str:
   lines.append(line('total', sums, dense_total))
   chosen = [
     f'block {i}: {count}'
-    for i, count in enumerate(config.tokens_per_block(*given))
-    if count != of
+    for i, count in enumerate(config.tokens_per_block(*args))
+    if count != num_tokens
   ]
   lines += [
     '',
-    f'tokens processed    {", ".join(chosen) or "all"} of {of}',
-    *_expert_lines(config, of),
+    f'tokens processed    {", ".join(chosen) or "all"} of {num_tokens}',
+    *_expert_lines(config, num_tokens),
     f'parameters          {params:,}',
     f'forward             {total:.4e} FLOPs = {total / 2:.4e} MACs',
     f'dense twin forward  {dense_total:.4e} FLOPs = {dense_total / 2:.4e} MACs',
     f'ratio to dense      {total / dense_total:.4f}',
-    f'training step       {train(config, length):.4e} FLOPs per {one}'
+    f'training step       {train(config, length):.4e} FLOPs per {row_name}'
     f' (dense twin {train(config.dense_twin(), length):.4e})',
   ]
   if length is None:
@@ -143,7 +143,7 @@ def report(config, length: int | None = None) -> str:
 
 
 def _expert_lines(config, tokens: int) -> list[str]:
-  """Returns how many slots experts have, in a block that all tokens reach."""
+  """Describes the experts' slots in a block that all tokens reach."""
   experts = config.experts
   if experts is None:
     return []

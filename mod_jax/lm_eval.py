@@ -3,9 +3,9 @@
   python -m mod_jax.lm_eval --model=runs/mod --tasks=lambada_openai,hellaswag
   python -m mod_jax.lm_eval --model=FOLDER --tasks=my_task --include_path=tasks
 
---model is a run, a folder that was exported, or one of Hugging Face. A routed
-model is scored under a causal rule, since under top-k it would see the answers;
---rule chooses it. The harness is not installed with mod_jax: pip install
+--model is a run, an exported folder, or a folder of Hugging Face. A routed
+model is scored under a causal rule, since top-k would see the answers; --rule
+chooses it. The harness is not installed with mod_jax: pip install
 'mod_jax[lm_eval]'.
 """
 
@@ -31,13 +31,13 @@ from mod_jax.serving.engine import Engine
 
 
 class ModJax(lm_eval.api.model.TemplateLM):
-  """A language model of ours, as the harness wants it.
+  """A language model of mod_jax, with the interface of the harness.
 
   Args:
-    run: what `mod_jax.load` returned.
-    rule: the causal rule that routes; None for the first that was trained.
-    batch_size: texts that are scored, or continued, at a time.
-    max_length: tokens that the model reads at most; None for as in training.
+    run: a model loaded by `mod_jax.load`.
+    rule: the causal rule of routing; None for the first that was trained.
+    batch_size: number of texts to score, or continue, at a time.
+    max_length: maximum tokens of a text; None for the length of training.
   """
 
   def __init__(
@@ -49,7 +49,7 @@ class ModJax(lm_eval.api.model.TemplateLM):
     max_length: int | None = None,
   ):
     super().__init__()
-    # It chooses and checks the rule.
+    # The engine chooses and checks the rule.
     self._engine = Engine(
       run, slots=batch_size, max_length=max_length, mode=rule
     )
@@ -68,7 +68,7 @@ class ModJax(lm_eval.api.model.TemplateLM):
 
   @property
   def prefix_token_id(self) -> int:
-    """What stands before a text without a context: its begin, or an end."""
+    """The token before a text without context: its begin token, or an end."""
     begin = self.tokenizer.bos_id
     return self.eot_token_id if begin is None else begin
 
@@ -81,14 +81,14 @@ class ModJax(lm_eval.api.model.TemplateLM):
     return self.tokenizer.fingerprint
 
   def tok_encode(self, string, add_special_tokens=None, **kwargs) -> list[int]:
-    """Returns the tokens of a text, begun as the model's texts are."""
+    """Returns the tokens of a text, by default with the model's begin token."""
     del kwargs
     if add_special_tokens is False:
       return self.tokenizer.encode(string)
     return self._run.encode(string)
 
   def _scores(self, variables, tokens_BL, valid_BL):
-    """Returns each token's log-probability, and whether it is the likeliest."""
+    """Returns each token's log-probability, and whether it is the argmax."""
     output = lm.LanguageModel(self._run.config).apply(
       variables,
       tokens_BL[:, :-1],
@@ -109,14 +109,14 @@ class ModJax(lm_eval.api.model.TemplateLM):
     for _, context, continuation in requests:
       tokens = (context + continuation)[-(self.max_length + 1) :]
       rows.append((tokens, min(len(continuation), len(tokens) - 1)))
-    # Texts of like lengths together, since a batch is as long as its longest.
+    # Batch texts of similar lengths, since batches are padded to the longest.
     order = sorted(range(len(rows)), key=lambda i: len(rows[i][0]))
-    found = [None] * len(rows)
+    results = [None] * len(rows)
     for start in range(0, len(order), self._batch_size):
       batch = order[start : start + self._batch_size]
-      # The last token is not read.
+      # The last token is only a target.
       length = generation.bucket(max(len(rows[i][0]) for i in batch) - 1)
-      # Always as many rows, so that few shapes are compiled.
+      # A fixed number of rows, so that few shapes are compiled.
       tokens_BL = np.zeros((self._batch_size, length + 1), np.int32)
       valid_BL = np.zeros(tokens_BL.shape, bool)
       valid_BL[:, 0] = True
@@ -130,17 +130,17 @@ class ModJax(lm_eval.api.model.TemplateLM):
       for b, i in enumerate(batch):
         tokens, count = rows[i]
         scored = slice(len(tokens) - 1 - count, len(tokens) - 1)
-        found[i] = (
+        results[i] = (
           float(log_prob_BL[b, scored].sum()),
           bool(likeliest_BL[b, scored].all()),
         )
-    for (texts, _, _), result in zip(requests, found, strict=True):
+    for (texts, _, _), result in zip(requests, results, strict=True):
       if texts is not None:
         self.cache_hook.add_partial('loglikelihood', texts, result)
-    return found
+    return results
 
   def loglikelihood_rolling(self, requests, disable_tqdm=False):
-    """Returns the log-likelihood of whole texts, in windows."""
+    """Returns the log-likelihoods of whole texts, computed in windows."""
     del disable_tqdm
     pairs, ends = [], []
     for request in requests:
@@ -156,42 +156,42 @@ class ModJax(lm_eval.api.model.TemplateLM):
       ]
       ends.append(len(pairs))
     scores = [score for score, _ in self._loglikelihood_tokens(pairs)]
-    found = [sum(scores[i:j]) for i, j in itertools.pairwise([0, *ends])]
-    for request, total in zip(requests, found, strict=True):
+    totals = [sum(scores[i:j]) for i, j in itertools.pairwise([0, *ends])]
+    for request, total in zip(requests, totals, strict=True):
       self.cache_hook.add_partial('loglikelihood_rolling', request.args, total)
-    return found
+    return totals
 
   def generate_until(self, requests, disable_tqdm=False):
-    """Returns how texts go on, up to the first of some stop texts."""
+    """Returns continuations of texts, up to the first of some stop strings."""
     del disable_tqdm
-    ids, found = [], {}
+    ids, generated = [], {}
     for request in requests:
-      context, asked = request.args
-      settings = lm_eval.models.utils.normalize_gen_kwargs(asked)
+      context, gen_kwargs = request.args
+      settings = lm_eval.models.utils.normalize_gen_kwargs(gen_kwargs)
       tokens = self.tok_encode(context) or [self.prefix_token_id]
-      # Half of what it reads may be new; more where the context is shorter.
+      # New tokens may take half of the length, more after a short context.
       room = max(self.max_length - len(tokens), self.max_length // 2, 1)
-      new = min(settings['max_gen_toks'], room)
+      num_new = min(settings['max_gen_toks'], room)
       if len(tokens) + settings['max_gen_toks'] > self.max_length:
         logging.log_first_n(
           logging.WARNING,
           '%d tokens and %d new ones do not fit max_length=%d: they are cut.',
           *(1, len(tokens), settings['max_gen_toks'], self.max_length),
         )
-      tokens = tokens[-(self.max_length - new) :]
+      tokens = tokens[-(self.max_length - num_new) :]
       id = self._engine.submit(
         tokens,
-        max_new_tokens=new,
+        max_new_tokens=num_new,
         temperature=settings.get('temperature') or 0.0,
         top_p=settings.get('top_p') or 1.0,
         top_k=settings.get('top_k') or 0,
         stop=[text for text in settings['until'] if text],
       )
       ids.append(id)
-      found[id] = ''
+      generated[id] = ''
     for event in self._engine.run():
-      found[event.id] += event.text
-    texts = [found[id] for id in ids]
+      generated[event.id] += event.text
+    texts = [generated[id] for id in ids]
     for request, text in zip(requests, texts, strict=True):
       self.cache_hook.add_partial('generate_until', request.args, text)
     return texts
@@ -217,7 +217,7 @@ def define_flags() -> None:
 
 
 def main(_) -> None:
-  """Runs the tasks, and prints the harness's table."""
+  """Runs the tasks, and prints the table of the harness."""
   values = flags.FLAGS
   if not values.model or not values.tasks:
     raise UserError(

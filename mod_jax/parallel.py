@@ -1,8 +1,8 @@
-"""The mesh, and the one table from logical axis names to mesh axes.
+"""The device mesh, and the table of logical axis names to mesh axes.
 
-Modules name the axes of their arrays; only this file knows which mesh axes
-these names stand for. Meshes are made with automatic axes and entered by
-`jax.set_mesh`: the older `with mesh:` would drop the constraints silently.
+Modules name the axes of their arrays; only this file maps the names to mesh
+axes. Meshes have automatic axes and are entered by `jax.set_mesh`: the older
+`with mesh:` would silently drop the constraints.
 """
 
 import dataclasses
@@ -20,11 +20,11 @@ from mod_jax.errors import UserError
 
 MESH_AXES = ('data', 'fsdp', 'expert', 'tensor')
 
-# Logical name -> mesh axes. A name that is not here is a mistake.
+# Logical name -> mesh axes. Other names are errors.
 RULES = {
   # Activations.
   'batch': ('data', 'fsdp', 'expert'),
-  # Where experts lie on devices of their own, the rows that they share.
+  # Rows, where the axis `expert` splits the experts instead.
   'expert_batch': ('data', 'fsdp'),
   'length': (),
   'act_embed': (),
@@ -39,12 +39,12 @@ RULES = {
   'mlp': ('tensor',),
   'vocab': ('tensor',),
   'layers': (),
-  # Norms, routers and predictors: so small that every device keeps a copy,
-  # and routing needs no communication.
+  # Norms, routers and predictors are small, so every device keeps a copy, and
+  # routing needs no communication.
   'replicated': (),
 }
 
-# Names of axes over rows: an initialisation has but one.
+# Names of axes over rows. An initialisation has one row, which cannot be split.
 _BATCHES = ('batch', 'expert_batch')
 
 _Devices = Annotated[int, config_lib.Range(ge=-1, le=2**20)]
@@ -52,14 +52,14 @@ _Devices = Annotated[int, config_lib.Range(ge=-1, le=2**20)]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-  """How many devices each mesh axis spans; one of them may be -1: the rest."""
+  """Number of devices along each mesh axis; one may be -1, for the rest."""
 
-  # Copies of the parameters, each with a part of the batch.
+  # Replicas of the parameters, each with a part of the batch.
   data: _Devices = -1
-  # Parameters split, gathered when used; also splits the batch.
+  # Splits parameters, which are gathered for use; also splits the batch.
   fsdp: _Devices = 1
-  expert: _Devices = 1  # Experts split; also splits the batch.
-  tensor: _Devices = 1  # Heads, hidden units and vocabulary split.
+  expert: _Devices = 1  # Splits experts; also splits the batch.
+  tensor: _Devices = 1  # Splits heads, hidden units and vocabulary.
 
   def __post_init__(self):
     config_lib.validate(self)
@@ -75,15 +75,15 @@ class MeshConfig:
     return tuple(getattr(self, axis) for axis in MESH_AXES)
 
   def sizes(self, num_devices: int) -> tuple[int, ...]:
-    """Returns the sizes of MESH_AXES for so many devices, -1 resolved.
+    """Returns the sizes of MESH_AXES for `num_devices`, with -1 resolved.
 
     Raises:
       UserError: the mesh does not fit the devices.
     """
     sizes = list(self._sizes)
-    known = math.prod(n for n in sizes if n > 0)
-    if -1 in sizes and num_devices % known == 0:
-      sizes[sizes.index(-1)] = num_devices // known
+    product = math.prod(n for n in sizes if n > 0)
+    if -1 in sizes and num_devices % product == 0:
+      sizes[sizes.index(-1)] = num_devices // product
     if math.prod(sizes) != num_devices:
       raise UserError(
         f'mesh={dict(zip(MESH_AXES, sizes, strict=True))} does not fit'
@@ -96,9 +96,9 @@ class MeshConfig:
 def make_mesh(config: MeshConfig, devices=None) -> jax.sharding.Mesh:
   """Returns a mesh with the axes MESH_AXES over the devices.
 
-  Where the devices are of several slices, which only the slower network of the
-  data centre joins, the axis `data` goes over the slices, so that nothing but
-  the sum of gradients crosses that network.
+  If the devices belong to several slices, connected by the slower data centre
+  network, the axis `data` spans the slices, so that only the sum of gradients
+  crosses that network.
 
   Raises:
     UserError: the mesh does not fit the devices, or their hosts.
@@ -111,7 +111,7 @@ def make_mesh(config: MeshConfig, devices=None) -> jax.sharding.Mesh:
     grid = mesh_utils.create_device_mesh(
       (data, *others),
       devices,
-      # An axis of 8 in a cube of 4 x 4 x 4 chips, say.
+      # Such as an axis of 8 in a cube of 4 x 4 x 4 chips.
       allow_split_physical_axes=True,
     )
   elif data % slices:
@@ -140,16 +140,16 @@ def make_mesh(config: MeshConfig, devices=None) -> jax.sharding.Mesh:
 
 
 def fit_mesh(config: MeshConfig, num_devices: int, rows: int) -> MeshConfig:
-  """Returns the mesh of a config, changed as little as a slice needs.
+  """Adapts the mesh of a config to a number of devices.
 
-  Where `data` is left open, `tensor` is doubled until the other axes divide the
-  rows, and `fsdp` is at most what is left. Nothing says that the result
-  fits: `make_mesh`, `check_batch` and `shardings` do.
+  If `data` is -1, `tensor` is doubled until the other axes divide the rows, and
+  `fsdp` is reduced to a divisor of the remaining devices. The result need not
+  be valid: `make_mesh`, `check_batch` and `shardings` check that.
 
   Args:
     config: the mesh of the run.
-    num_devices: of the slice.
-    rows: of a batch, or microbatch.
+    num_devices: number of devices.
+    rows: rows of a batch, or microbatch.
   """
   if config.data != -1 or min(config._sizes[1:]) < 1:
     return config
@@ -166,7 +166,7 @@ def spec(names: tuple[str | None, ...]) -> PartitionSpec:
   """Returns the partition spec of an array with these logical axes.
 
   Raises:
-    ValueError: an unknown name, or one mesh axis used for two array axes.
+    ValueError: a name is unknown, or a mesh axis is used for two array axes.
   """
   axes = []
   for name in names:
@@ -191,24 +191,24 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
 def per_device(function, inputs, outputs):
   """Returns a function that runs on each device's part of its arrays.
 
-  For kernels, which XLA cannot split: it would gather everything first. Without
-  a mesh, or on one device, it is the function itself. A batch that the devices
-  do not divide, such as the one of an initialisation, runs whole on each; if
-  they do not divide another axis, which `shardings` refuses of parameters, the
+  For kernels, which XLA cannot partition: it would gather all arrays. Without a
+  mesh, or on one device, it is `function` itself. If the batch does not divide
+  over the devices, as at initialisation, each device processes all of it; if
+  another axis does not divide, which `shardings` refuses for parameters, the
   function is left to the compiler.
 
   Args:
-    function: of arrays, or None where there is none; returns a tuple. What it
-      sums over a sharded axis is a part: see `mean_over`.
+    function: takes arrays, or None for absent ones; returns a tuple. Its sums
+      over a sharded axis are partial: use `sum_over` or `mean_over`.
     inputs: for each argument the logical names of its axes.
-    outputs: the same for each result.
+    outputs: for each result the logical names of its axes.
   """
   mesh = jax.sharding.get_abstract_mesh()
   if mesh.empty or mesh.size == 1:
     return function
 
   def run(*args):
-    given = [x is not None for x in args]
+    is_present = [x is not None for x in args]
     sizes = [
       (name, size)
       for x, names in zip(args, inputs, strict=True)
@@ -231,7 +231,9 @@ def per_device(function, inputs, outputs):
 
     def call(*arrays):
       arrays = iter(arrays)
-      return function(*(next(arrays) if here else None for here in given))
+      return function(
+        *(next(arrays) if present else None for present in is_present)
+      )
 
     return jax.shard_map(
       call,
@@ -241,7 +243,7 @@ def per_device(function, inputs, outputs):
         if x is not None
       ),
       out_specs=tuple(map(part, outputs)),
-      # Kernels do not say over which axes their results vary.
+      # Kernels do not declare the axes over which their results vary.
       check_vma=False,
     )(*(x for x in args if x is not None))
 
@@ -259,18 +261,18 @@ def sum_over(x: jax.Array, name: str) -> jax.Array:
 
 
 def max_over(x: jax.Array, name: str) -> jax.Array:
-  """Returns the maximum over the devices that share an axis, likewise."""
+  """Returns the maximum over devices that share an axis, in `per_device`."""
   return _over(jax.lax.pmax, x, name)
 
 
 def index_of(name: str) -> jax.Array:
-  """Returns which part of an axis this device has, counted from 0, likewise."""
+  """Returns the index of this device's part of an axis, in `per_device`."""
   return _over(lambda x, axes: x + jax.lax.axis_index(axes), 0, name)
 
 
 def _over(reduce, x, name):
   if not jax.sharding.get_abstract_mesh().manual_axes:
-    return x  # Every device sees the whole.
+    return x  # Not in `per_device`: arrays are global.
   return reduce(x, RULES[name])
 
 
@@ -283,7 +285,7 @@ def shardings(boxed, mesh: jax.sharding.Mesh):
     mesh: the device mesh.
 
   Returns:
-    The tree without boxes, a NamedSharding in place of each array.
+    The tree without boxes, with a NamedSharding in place of each array.
 
   Raises:
     UserError: an axis of a parameter does not divide by its mesh axes.
@@ -309,18 +311,18 @@ def shardings(boxed, mesh: jax.sharding.Mesh):
 
 
 def batch_sharding(mesh: jax.sharding.Mesh) -> NamedSharding:
-  """Returns the sharding of a batch: its first axis over all but tensor."""
+  """Returns the sharding of a batch: rows over all mesh axes but tensor."""
   return NamedSharding(mesh, spec(('batch',)))
 
 
 def abstract_batch(shapes, mesh: jax.sharding.Mesh):
-  """Returns the shapes of a batch as `put_batch` places it."""
+  """Returns the shapes of a batch with the sharding of `put_batch`."""
   sharding = batch_sharding(mesh)
   return jax.tree.map(lambda x: x.update(sharding=sharding), shapes)
 
 
 def check_batch(batch_size: int, mesh: jax.sharding.Mesh, what: str) -> None:
-  """Raises UserError where a batch does not divide over the mesh."""
+  """Raises UserError if a batch does not divide over the mesh."""
   parts = math.prod(mesh.shape[axis] for axis in RULES['batch'])
   if batch_size % parts:
     raise UserError(
@@ -330,26 +332,26 @@ def check_batch(batch_size: int, mesh: jax.sharding.Mesh, what: str) -> None:
 
 
 def place(x, sharding: NamedSharding, dtype=None) -> jax.Array:
-  """Returns an array, of which every host has the whole, spread over a mesh.
+  """Shards an array of which every host has a complete copy.
 
-  Each host places its own part only: it cannot write to the others' devices.
+  Each host only places the parts of its own devices.
   """
   x = np.asarray(x, dtype)
   return jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
 
 
 def first_says(answer: bool) -> bool:
-  """Returns the first host's answer on all hosts, which must all ask."""
+  """Returns the first host's answer on all hosts; all must call this."""
   if jax.process_count() == 1:
     return answer
   return bool(multihost_utils.broadcast_one_to_all(np.array(answer)))
 
 
 def row_shard(mesh: jax.sharding.Mesh) -> tuple[int, int]:
-  """Returns which part of each batch's rows this host reads, and of how many.
+  """Returns the index of this host's part of batches, and the number of parts.
 
-  There are as many parts as hosts, unless `tensor` spans hosts: these have the
-  same rows on their devices, so they read the same part.
+  There are as many parts as hosts, unless `tensor` spans hosts: such hosts need
+  the same rows, so they read the same part.
   """
   by_host = _rows_of_hosts(mesh)
   parts = sorted(set(by_host.values()))
@@ -357,19 +359,19 @@ def row_shard(mesh: jax.sharding.Mesh) -> tuple[int, int]:
 
 
 def _rows_of_hosts(mesh):
-  """Returns by host which places along a batch its devices have."""
-  found = {}
+  """Returns, by host, the indices of its devices' parts of a batch."""
+  by_host = {}
   # Rows are split along all axes but `tensor`, the last one.
-  for place, devices in enumerate(
+  for part, devices in enumerate(
     mesh.devices.reshape(-1, mesh.devices.shape[-1])
   ):
     for device in devices:
-      found.setdefault(device.process_index, set()).add(place)
-  return {host: tuple(sorted(places)) for host, places in found.items()}
+      by_host.setdefault(device.process_index, set()).add(part)
+  return {host: tuple(sorted(parts)) for host, parts in by_host.items()}
 
 
 def put_batch(batch, mesh: jax.sharding.Mesh):
-  """Places this host's part of a batch, as `row_shard` says, by rows."""
+  """Places this host's part of a batch, by `row_shard`, on its devices."""
   sharding = batch_sharding(mesh)
   return jax.tree.map(
     lambda x: jax.make_array_from_process_local_data(sharding, np.asarray(x)),

@@ -1,8 +1,8 @@
 """Paths of runs: on this machine, or in an object store (`gs://…`).
 
-One library, etils.epath, knows both; it is what Orbax goes through, too. An
-object store has no directories, no renaming and no appending, and an object
-appears whole when its writer closes it.
+etils.epath, which Orbax uses as well, handles both. An object store has no
+directories, no renaming and no appending, and an object becomes visible when
+its writer closes it.
 """
 
 from collections.abc import Iterator
@@ -23,20 +23,20 @@ from mod_jax.errors import UserError
 
 # The innermost braces with a comma in them.
 _BRACES = re.compile(r'\{([^{}]*,[^{}]*)\}')
-# A part of a path, or several, that stands for any number of directories.
+# `**`, or several in a row, which match any number of directories.
 _CROSSING = re.compile(r'(?:\A|(?<=/))(?:\*\*/+)*\*\*(?:/+|\Z)')
-# Where Orbax can write arrays. Others may be mounted as file systems.
+# Stores to which Orbax can write. Others may be mounted as file systems.
 _STORES = ('gs://',)
-# A name on the Hugging Face Hub, which a path may look like.
+# A path that may be a name on the Hugging Face Hub.
 _HUB = re.compile(r'[\w-][\w.-]*/[\w.-]+')
 
 
 def expand(path) -> epath.Path:
-  """Returns a path with `~` resolved, as a shell may not have done.
+  """Returns a path with `~` expanded.
 
   Raises:
-    UserError: a URL of a kind that runs cannot live in, or of a bucket, and
-      what reads buckets is not installed.
+    UserError: the path is a URL of an unsupported store, or of a bucket, for
+      which packages are not installed.
   """
   text = os.fspath(path)
   if '://' in text and not text.startswith(_STORES):
@@ -56,25 +56,25 @@ def expand(path) -> epath.Path:
 
 
 def absolute(path) -> epath.Path:
-  """Returns a path as `expand` does, and from the root on."""
+  """Returns an absolute path, with `~` expanded."""
   path = expand(path)
   return path if is_remote(path) else path.absolute()
 
 
 def missing(path, field='') -> UserError:
-  """Returns the error for weights to read that are not there.
+  """Returns the error for a path of weights that does not exist.
 
   Args:
-    path: what was given for them.
-    field: such as `init`, where a config's field was given it.
+    path: the path, as given by the user.
+    field: the config field that holds it, such as `init`; '' for none.
   """
   name, folder = os.fspath(path), expand(path)
-  beside = folder.parent.is_dir()
-  siblings = folder.parent.iterdir() if beside else ()
+  parent_exists = folder.parent.is_dir()
+  siblings = folder.parent.iterdir() if parent_exists else ()
   if near := config_lib.nearest(folder, siblings):
     way_out = near
   else:
-    on_hub = _HUB.fullmatch(name) and not beside
+    on_hub = _HUB.fullmatch(name) and not parent_exists
     hub = name if on_hub else 'google/vit-base-patch16-224'
     local = hub.rpartition('/')[2]
     use = f'`--config.{field}={local}`' if field else f'give {local!r}'
@@ -86,12 +86,12 @@ def missing(path, field='') -> UserError:
 
 
 def is_remote(path) -> bool:
-  """Whether a path is of an object store."""
+  """Whether a path is in an object store."""
   return os.fspath(path).startswith(_STORES)
 
 
 def require_local(path: str, field: str) -> None:
-  """Raises UserError for a setting's URL where only local files are read."""
+  """Raises UserError if a field that needs a local path holds a URL."""
   if '://' in path:
     raise UserError(
       f'{field}={path!r} is a URL, and files are read from file systems: mount'
@@ -100,11 +100,11 @@ def require_local(path: str, field: str) -> None:
 
 
 def split_globs(text: str) -> list[str]:
-  """Returns the globs in a text, which are separated by commas.
+  """Splits a text of globs at commas.
 
   Commas within braces or brackets do not separate. A text that matches files as
-  it stands is a single glob, since names of files may hold commas, too; beside
-  others, such a comma is written `[,]`.
+  a whole is a single glob, since file names may hold commas; in a list of
+  several globs, such a comma is written `[,]`.
   """
   parts, depth = [''], 0
   for letter in text:
@@ -119,19 +119,19 @@ def split_globs(text: str) -> list[str]:
 
 
 def is_glob(path: str) -> bool:
-  """Whether a path has wildcards or alternatives that `glob` understands."""
+  """Whether a path has wildcards or alternatives that `glob` expands."""
   return glob_lib.has_magic(path) or bool(_BRACES.search(path))
 
 
 def glob(pattern: str) -> list[str]:
-  """Returns the paths that a glob matches, in no order, each once.
+  """Returns the paths that a glob matches, without duplicates, in no order.
 
-  As `glob.glob`, where `**` crosses directories, each once, also where links
-  lead to it again and again; and `{jpg,png}` stands for either, as in a shell.
+  As `glob.glob`, but `**` crosses directories, visiting each once even if links
+  form cycles; and `{jpg,png}` matches either, as in a shell.
   """
   pattern = os.path.expanduser(pattern)
-  if found := _crossing_glob(pattern):
-    return found  # Names of files may hold braces.
+  if matches := _crossing_glob(pattern):
+    return matches  # Braces may be part of a file name.
   braces = _BRACES.search(pattern)
   if not braces:
     return []
@@ -149,35 +149,35 @@ def _crossing_glob(pattern: str) -> list[str]:
   if not crossing:
     return glob_lib.glob(pattern)
   before, after = pattern[: crossing.start()], pattern[crossing.end() :]
-  found = [
+  matches = [
     path
     for top in (glob_lib.glob(before) if before else [''])
     for folder in _folders(top)
     for path in _crossing_glob(glob_lib.escape(folder) + (after or '*'))
   ]
-  return list(dict.fromkeys(found))
+  return list(dict.fromkeys(matches))
 
 
 def _folders(top: str) -> Iterator[str]:
-  """Yields a folder and all below it that are not hidden, each with its `/`."""
+  """Yields a folder and all below it that are not hidden, with trailing `/`."""
   real = pathlib.Path(os.path.realpath(top))
-  seen = {real, *real.parents}
+  visited = {real, *real.parents}
   for folder, inner, _ in os.walk(top or os.curdir, followlinks=True):
     yield os.path.join(folder, '') if top else f'{folder}/'[2:]
-    found = sorted(name for name in inner if not name.startswith('.'))
+    names = sorted(name for name in inner if not name.startswith('.'))
     inner.clear()
-    for name in found:
+    for name in names:
       real = pathlib.Path(os.path.realpath(os.path.join(folder, name)))
-      if real not in seen:
-        seen.add(real)
+      if real not in visited:
+        visited.add(real)
         inner.append(name)
 
 
 def read_object(path) -> dict[str, Any]:
-  """Returns the object that a file of JSON holds; {} where there is none.
+  """Returns the object in a JSON file, or {} if it cannot be read.
 
-  For files that need not be there, and of which nothing is known: what cannot
-  be read, or is no object, counts as none.
+  For optional files of unknown content: a missing file, invalid JSON, or JSON
+  that is no object gives {}, too.
   """
   fields = {}
   with contextlib.suppress(OSError, ValueError, RecursionError):
@@ -186,7 +186,7 @@ def read_object(path) -> dict[str, Any]:
 
 
 def write_bytes(path, data: bytes) -> None:
-  """Writes a file whole or not at all; makes missing directories."""
+  """Writes a file atomically; creates missing directories."""
   path = expand(path)
   if is_remote(path):
     path.write_bytes(data)
@@ -197,18 +197,19 @@ def write_bytes(path, data: bytes) -> None:
 
 @contextlib.contextmanager
 def replacing(path):
-  """Opens a file of this machine that appears whole, or not at all.
+  """Opens a local file for atomic writing.
 
   Args:
-    path: of the file; missing directories are made.
+    path: of the file; missing directories are created.
 
   Yields:
-    A binary file to write to. What was at the path stays if writing fails.
+    A binary file to write to. It replaces the file at `path` when complete; if
+    writing fails, that file is unchanged.
   """
   path = pathlib.Path(path)
   path.parent.mkdir(parents=True, exist_ok=True)
-  # In the same directory, so that the replacement is one rename; a plain open
-  # leaves the permissions to the umask, as tempfile does not.
+  # In the same directory, so that a rename replaces the file. Unlike tempfile,
+  # `open` sets permissions by the umask.
   partial = path.with_name(f'.{path.name}.{uuid.uuid4().hex}.tmp')
   try:
     with open(partial, 'wb') as file:

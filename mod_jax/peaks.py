@@ -1,13 +1,13 @@
-"""How much arithmetic devices can do at most, as their makers say."""
+"""Peak FLOP/s of devices, as published by their makers."""
 
 import re
 
 import jax
 
-# FLOP/s of dense matrix products in bfloat16, by a pattern of the name that JAX
-# has for the device, matched whole. Of TPUs by
-# https://docs.cloud.google.com/tpu/docs/v4, and /v5e, /v5p and /v6e there; of
-# GPUs by NVIDIA's data sheets, whose figures with sparsity are twice these.
+# FLOP/s of dense matrix products in bfloat16, by a pattern that matches all of
+# JAX's `device_kind`. Sources: for TPUs https://docs.cloud.google.com/tpu/docs/v4
+# and likewise v5e, v5p and v6e; for GPUs NVIDIA's data sheets, whose figures
+# with sparsity are twice these.
 BFLOAT16 = {
   'TPU v4': 275e12,
   'TPU v5 lite': 197e12,
@@ -21,12 +21,12 @@ BFLOAT16 = {
 
 
 def of(device: jax.Device, dtype: str = 'bfloat16') -> float | None:
-  """Returns the FLOP/s that a device reaches at most; None if nobody said.
+  """Returns the peak FLOP/s of a device, or None if unknown.
 
   Args:
     device: of any kind.
-    dtype: of the factors. JAX rounds those in float32: on a TPU to bfloat16,
-      and on a GPU to TF32, at half the speed.
+    dtype: of the factors of matrix products. JAX rounds float32 factors to
+      bfloat16 on TPUs, and to TF32 on GPUs, at half the speed.
   """
   for pattern, peak in BFLOAT16.items():
     if re.fullmatch(pattern, device.device_kind):

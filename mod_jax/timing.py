@@ -1,4 +1,4 @@
-"""Times that can be compared: interleaved, so that slow spells hit alike."""
+"""Comparable timings of functions, by interleaved calls."""
 
 from collections.abc import Callable, Mapping
 import statistics
@@ -10,13 +10,13 @@ import numpy as np
 def interleaved(
   functions: Mapping[str, Callable], *, rounds: int, warmup: int = 1
 ) -> dict[str, list[float]]:
-  """Times functions in turn, so that a slow spell hits them all alike.
+  """Times functions in turn, so that a slow phase affects all alike.
 
   Args:
     functions: by name; each is called without arguments and must block until
       its work is done.
     rounds: timed calls of each.
-    warmup: calls before these.
+    warmup: untimed calls of each before these.
 
   Returns:
     Seconds of every call, by name.

@@ -1,4 +1,4 @@
-"""Parameters by name, and parameters that are put where others were."""
+"""Parameters by name, and their replacement by those of another source."""
 
 from collections.abc import Iterable, Mapping, Sequence
 import itertools
@@ -25,9 +25,9 @@ def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def by_path(tree) -> dict[str, Any]:
-  """Returns the leaves of any tree by path, structs counting as dictionaries.
+  """Returns the leaves of any tree by path, in the order of the tree.
 
-  In the tree's order.
+  Structs are treated as dictionaries.
   """
   leaves = jax.tree_util.tree_leaves_with_path(tree)
   return {
@@ -44,22 +44,21 @@ def merge(
   dropped: Sequence[str] = (),
   describe: str = 'the source',
 ):
-  """Returns `fresh` with the values of `source` wherever it has the name.
+  """Returns `fresh` with the values of `source` for the names that it has.
 
   Args:
-    fresh: nested dictionary of parameters as they are initialised. Leaves that
-      the source replaces may be `jax.ShapeDtypeStruct`s.
-    source: nested dictionary of parameters by the same names; values are cast
-      to the type of the fresh ones.
+    fresh: nested dictionary of initialised parameters. Leaves that the source
+      replaces may be `jax.ShapeDtypeStruct`s.
+    source: nested dictionary of parameters with the same names; values are cast
+      to the dtype of the fresh ones.
     new: regular expressions of paths, matched whole, that may be missing from
-      the source, and then stay fresh.
+      the source, and then keep their values.
     dropped: regular expressions of paths, matched whole, that only the source
       may have.
-    describe: what the source is, for the message.
+    describe: name of the source, for messages.
 
   Raises:
-    UserError: anything else differs; names all that is missing, unexpected or
-      of another shape.
+    UserError: other names or shapes differ; lists all differences.
   """
   fresh, source = flatten(fresh), flatten(source)
   compare(
@@ -72,8 +71,7 @@ def merge(
   merged = {}
   for path, leaf in fresh.items():
     value = source.get(path, leaf)
-    # What is of the right type already stays where it is: on the host, or in
-    # the file that it is still to be read from.
+    # Without a cast, the value stays on the host, or unread in its file.
     if value.dtype != leaf.dtype:
       value = jnp.asarray(value, leaf.dtype)
     merged[path] = value
@@ -88,17 +86,17 @@ def compare(
   dropped: Sequence[str] = (),
   describe: str = 'the source',
 ) -> None:
-  """Checks that names and shapes agree, but for those that need not.
+  """Checks that names and shapes agree, with exceptions.
 
   Args:
     expected: shapes by name.
     found: shapes by name.
-    new: as in `merge`, of names that need not be found.
-    dropped: as in `merge`, of names that need not be expected.
-    describe: what was found, for the message.
+    new: regular expressions of names that may be missing from `found`.
+    dropped: regular expressions of names that may be missing from `expected`.
+    describe: name of the source of `found`, for messages.
 
   Raises:
-    UserError: they do not; lists every difference.
+    UserError: names or shapes differ; lists every difference.
   """
   missing = [
     (name, '')
@@ -134,16 +132,16 @@ def compare(
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
-  # One pattern alone is a sequence too, of letters that match nothing.
+  # Accept a single pattern, which would be taken for a sequence of letters.
   patterns = (patterns,) if isinstance(patterns, str) else patterns
   return any(re.fullmatch(pattern, name) for pattern in patterns)
 
 
 def _grouped(named: Iterable[tuple[str, str]]) -> list[str]:
-  """Returns one line for names alike but for their first number.
+  """Returns one line for all names that differ only in their first number.
 
   Args:
-    named: names, and what is to be said of each.
+    named: pairs of a name and a remark on it.
   """
   groups: dict[tuple[str, str, str], list[int]] = {}
   for name, remark in named:
@@ -160,10 +158,10 @@ def _grouped(named: Iterable[tuple[str, str]]) -> list[str]:
 
 
 def _runs(numbers: Iterable[int]) -> str:
-  """Returns `3`, or `{0..2,5}` for several numbers, or nothing for none."""
+  """Formats numbers as `3`, or `{0..2,5}` for several; '' for none."""
   runs = []
   ordered = enumerate(sorted(numbers))
-  # What rises by one keeps its distance from the count.
+  # Consecutive numbers have a constant difference from their index.
   for _, run in itertools.groupby(ordered, lambda pair: pair[1] - pair[0]):
     run = [number for _, number in run]
     runs.append(str(run[0]) if len(run) == 1 else f'{run[0]}..{run[-1]}')

@@ -24,7 +24,7 @@ digits = config_lib.sibling(__file__, 'vit').digits
 def convert(
   base: ExperimentConfig, name: str, adaptive: AdaptiveConfig, **phase
 ) -> ExperimentConfig:
-  """Returns the conversion of a run; keywords are of all its phases."""
+  """Returns the conversion of a run; keywords are fields of all its phases."""
   objective = digits().objective
   settings = {'batch_size': base.train.batch_size, **phase}
   return dataclasses.replace(

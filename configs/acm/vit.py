@@ -3,12 +3,13 @@
     python train.py --config=configs/acm/vit.py:digits --workdir=runs/acm \\
       --config.init=runs/digits --config.objective.budget=0.4
 
-Learners imitate the modules that they replace, gates learn from labels, and the
-whole is trained for the task at the budget (Wójcik et al. 2023). Phases lie in
-`phase_learners` and `phase_gates` below the workdir; the same command
-continues.
-One alone: `--config.objective.phase=gates --config.init=RUN_OF_THE_ONE_BEFORE`;
-skipped: `--config.objective.gates.num_steps=0`.
+In the first phase learners imitate the modules that they replace, in the second
+gates learn from labels, and in the third the whole model is trained for the
+task at the budget (Wójcik et al. 2023). The first two phases are runs in
+`phase_learners` and `phase_gates` below the workdir; the same command resumes
+all of them. To run a phase alone, give
+`--config.objective.phase=gates --config.init=RUN_OF_THE_PHASE_BEFORE`; to skip
+one, `--config.objective.gates.num_steps=0`.
 
 Variants: '' is ViT-B on ImageNet, the paper's recipe; `ffn` its FFNs only;
 `digits` the model of `configs/vit/digits.py`, in minutes; `digits_ffn`; `tiny`
@@ -27,7 +28,7 @@ from mod_jax.train.optimizer import OptimizerConfig
 recipe = config_lib.sibling(__file__, '../vit/imagenet')
 digits_recipe = recipe.digits
 
-# Adam: the weight decay is 0. Each phase has a learning rate of its own.
+# Plain Adam, without weight decay. The phases set the learning rates.
 ADAM = OptimizerConfig(
   warmup_steps=0, beta2=0.999, weight_decay=0.0, clip_norm=1.0
 )
@@ -77,12 +78,12 @@ def digits() -> ExperimentConfig:
     optimizer=ADAM,
     objective=ACMObjective(
       budget=0.4,
-      # In so few steps the gates must move faster, heed the budget more, and
-      # train as they will be used.
+      # For so few steps, the gates get a higher rate, a larger weight on the
+      # budget, and train without noise in the second half.
       budget_weight=2.0,
       gate_rate=10.0,
       noise_until=0.5,
-      # At 3e-3 the error that is left after so few steps is twice as large.
+      # At 3e-3, the remaining error after so few steps is twice as large.
       learners=PhaseConfig(num_steps=200, batch_size=64, learning_rate=1e-2),
       gates=PhaseConfig(num_steps=60, batch_size=64, learning_rate=1e-2),
       end_to_end=PhaseConfig(
@@ -102,7 +103,7 @@ def ffn(experiment: ExperimentConfig) -> ExperimentConfig:
 
 
 def tiny() -> ExperimentConfig:
-  """Seconds: the phases in eight steps each."""
+  """Returns a version that takes seconds: eight steps in each phase."""
   small = digits_recipe.tiny(dataclasses.replace(digits(), objective=None))
   phase = PhaseConfig(num_steps=8, batch_size=16, learning_rate=1e-3)
   return dataclasses.replace(

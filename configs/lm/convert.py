@@ -1,24 +1,24 @@
-"""A dense language model made Mixture-of-Depths, and trained on.
+"""Converts a dense language model to Mixture-of-Depths, and trains it further.
 
     python train.py --config=configs/lm/convert.py --workdir=runs/routed \\
       --config.init=FOLDER --config.data.files='texts/**/*.txt'
 
-`init` is a run of ours, or a folder of Hugging Face with a Llama, Mistral,
-Qwen2 or Qwen3; sizes and tokenizer are its own. Every other block of the deeper
-half becomes routed, with a gate that is 1 at first, and the capacity comes down
-from 1 over the first fifth of the steps, so that the model begins as the dense
-one. Variants:
+`init` is a mod_jax run, or a Hugging Face folder with a Llama, Mistral, Qwen2
+or Qwen3 model, which also determines sizes and tokenizer. Every other block of
+the deeper half becomes routed. The training starts from the function of the
+dense model: gates are 1 at first, and the capacity falls from 1 over the first
+fifth of the steps. Variants:
 
 * `eighth`, the default: routed blocks process 12.5% of the tokens;
 * `half`: 50%;
-* `routers`: as the default, and nothing but the routers is trained;
+* `routers`: as the default, but only the routers are trained;
 * `distilled`: as the default, with the divergence from the dense model's
   predictions added to the loss;
-* `gaussian`: as the default, by random scores, a control;
+* `gaussian`: as the default, with random scores, a control;
 * `every_other`: every other block of all depths;
 * `tiny`: on the embedded text in seconds, for tests.
 
-The routers learn at a hundred times the rate of the other weights, which is
+The learning rate of the routers is a hundred times that of the other weights,
 `--config.optimizer.learning_rate`.
 """
 
@@ -36,19 +36,19 @@ ROUTERS = r'(^|/)(router|predictor)/'
 ROUTING = MoDConfig(
   capacity=0.125,
   **LIKE_DENSE,
-  first=1,  # Half of the blocks, which `complete` knows the number of.
+  first=1,  # `complete` replaces it by half of the model's blocks.
   router_loss=0.01,
   threshold_decay=0.99,
 )
 
 
 def convert(name: str, *, objective=None, rest=1.0, **routing):
-  """Returns a conversion.
+  """Returns the config of a conversion.
 
   Args:
-    name: of the run.
-    objective: what is learnt beside the next token.
-    rest: factor on the rate of what is no router, 0 to freeze it.
+    name: suffix of the run's name.
+    objective: an additional objective; None for the next token alone.
+    rest: factor on the learning rate of all but the routers; 0 freezes them.
     **routing: fields of `MoDConfig`.
   """
   learned = routing.get('score', 'learned') == 'learned'

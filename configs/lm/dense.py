@@ -1,9 +1,9 @@
-"""The dense twins of `configs/lm/mod.py`, trained for as many FLOPs.
+"""Dense baselines of `configs/lm/mod.py`, trained for as many FLOPs.
 
-Between them they tell what the routed blocks are worth. Variants:
+They show what the routed blocks are worth. Variants:
 
-* the plain one has as many blocks, all of them dense, and so takes fewer steps;
-* `shallow` has the dense blocks only, and takes more steps;
+* the default has as many blocks, all of them dense, and so takes fewer steps;
+* `shallow` has only the dense blocks, and takes more steps;
 * `tiny`: seconds, for tests.
 """
 

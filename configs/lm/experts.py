@@ -1,16 +1,16 @@
-"""Experts in place of the feed-forwards of `configs/lm/mod.py`'s model.
+"""The model of `configs/lm/mod.py` with experts in place of feed-forwards.
 
-Eight experts, each as large as the feed-forward that it stands for, of which a
-token runs one; no block is routed. All variants train for as many FLOPs as
-`mod.py`, counted by the slots that experts have, filled or not:
+Eight experts, each as large as the feed-forward that it replaces; a token runs
+one of them. No block is routed. All variants train for as many FLOPs as
+`mod.py`, where all slots of experts count, filled or not:
 
-* `reduced`: half of the slots that balanced experts would fill; the tokens that
-  find none pass by: the baseline of `integrated`;
-* `integrated`: a ninth choice that does nothing, and should get half of all
+* `reduced`: half of the slots that balanced experts would fill; tokens without
+  a slot skip the experts. The baseline of `integrated`;
+* `integrated`: a ninth choice is a no-op, which should get half of all tokens
   (Mixture-of-Depths-and-Experts);
 * `staged`: the blocks are routed as in `mod.py`, around attention and experts;
 * `two`: each token runs two experts, each half as large;
-* `expert_choice`: the experts choose, as many tokens as at two choices each;
+* `expert_choice`: the experts choose tokens, two experts a token on average;
 * `tiny`: seconds, for tests; `tiny_staged` and `tiny_expert_choice` likewise.
 """
 
@@ -23,8 +23,8 @@ from mod_jax.tasks.experiment import ExperimentConfig
 
 mod = config_lib.sibling(__file__, 'mod')
 EXPERTS = ExpertsConfig(num_experts=8, capacity_factor=1.25)
-HIDDEN = 512  # Units of the feed-forward that an expert stands for.
-SHARE = 0.5  # Of the choices that experts get, in `reduced` and `integrated`.
+HIDDEN = 512  # Units of the feed-forward that an expert replaces.
+SHARE = 0.5  # Share of choices that experts get in `reduced` and `integrated`.
 CHANGES = {
   '': {},
   'reduced': {'capacity_factor': SHARE},

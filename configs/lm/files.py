@@ -1,13 +1,13 @@
-"""My texts: a language model on files of one's own.
+"""A language model on your own text files.
 
     python train.py --config=configs/lm/files.py --workdir=runs/texts \\
       --config.data.files='texts/**/*.txt'
 
-Whole files are held out, chosen by a hash of their names. Subwords are learned
-from the rest, unless there is a tokenizer: `--config.data.tokenizer=huggingface
---config.data.tokenizer_path=FILE` (or `sentencepiece`), whose vocabulary the
-model takes. With `--config.init=RUN`, sizes, weights and tokenizer are that
-run's. Variants:
+Whole files are held out, chosen by a hash of their names. A subword tokenizer
+is trained on the rest, unless one is given by
+`--config.data.tokenizer=huggingface --config.data.tokenizer_path=FILE` (or
+`sentencepiece`). With `--config.init=RUN`, sizes, weights and tokenizer are
+that run's. Variants:
 
 * `mod`, the default: four blocks, every other one on 12.5% of the tokens;
 * `dense`: the same without routing;
@@ -16,8 +16,7 @@ run's. Variants:
   first, by the same command, in WORKDIR/phase_dense;
 * `tiny`: the default on the embedded text in seconds, for tests.
 
-A run sees its texts five times at most; it takes 600 steps, or fewer where
-there are too few texts for that.
+A run takes 600 steps, or fewer if it would read its texts more than five times.
 """
 
 import dataclasses
@@ -40,7 +39,7 @@ OPTIMIZER = OptimizerConfig(learning_rate=4e-3, warmup_steps=0.1)
 
 
 def files(name: str, routing) -> ExperimentConfig:
-  """Returns a run; what depends on the texts is left to `complete`."""
+  """Returns a run; `complete` sets what depends on the texts."""
   return ExperimentConfig(
     name=f'files_{name}',
     model=LMConfig(
@@ -74,13 +73,13 @@ def adaptive() -> ExperimentConfig:
 
 
 def complete(config: ExperimentConfig) -> ExperimentConfig:
-  """Fills in vocabulary, sizes, and steps from the number of tokens."""
+  """Sets vocabulary and sizes, and the steps by the number of tokens."""
   if config.data.source == 'stdlib' and config.init is None:
     return config
   config = complete_lib.language(config)
-  there = text.num_train_tokens(config.data) * config.data.max_epochs
-  most = int(there) // (config.train.batch_size * config.data.length)
-  steps = max(1, min(STEPS, most))
+  num_tokens = text.num_train_tokens(config.data) * config.data.max_epochs
+  max_steps = int(num_tokens) // (config.train.batch_size * config.data.length)
+  steps = max(1, min(STEPS, max_steps))
   changes = {'train.num_steps': steps}
   if config.init is not None:
     changes['optimizer.learning_rate'] = OPTIMIZER.learning_rate / 4

@@ -1,21 +1,21 @@
 """A small Mixture-of-Depths language model on the standard library's source.
 
-Every other block processes 12.5% of the tokens: subwords, which the run learns
-from its own training files. Of the shapes that `benchmarks/routing_recipe.py`
-has tried at its budget of training FLOPs, some minutes on two CPU cores, this
-is the best, and the sigmoid the better gate. Variants:
+Every other block processes 12.5% of the tokens. The tokens are subwords, which
+the run learns from its own training files. At this budget of training FLOPs,
+some minutes on two CPU cores, the shape and the sigmoid gate were the best that
+`benchmarks/routing_recipe.py` tried. Variants:
 
 * `tiny`: seconds, for tests, on bytes;
-* `raw`: the router's output is the weight, Eq. 1 of the paper to the letter;
+* `raw`: the router's output itself is the weight, exactly Eq. 1 of the paper;
 * `predictor`: sampling by a predictor instead of the auxiliary loss;
-* `gaussian`, `stride`: the controls, which do not look at the tokens;
-* `token_choice`: tokens decide for themselves, by scores above 0, and slots are
-  given out in order; a loss pulls their share towards the capacity;
+* `gaussian`, `stride`: controls that route without looking at the tokens;
+* `token_choice`: each token with a score above 0 is routed, in order while
+  there are slots; a loss pulls their share towards the capacity;
 * `every_block`: all blocks routed;
 * `decay`: four blocks, whose capacity falls with depth, from 20% to 5%;
-* `warmup`: capacity comes down from 1 over the first quarter of the run;
-* `packed`: documents of a row do not see each other;
-* `bytes`: no subwords.
+* `warmup`: the capacity falls from 1 over the first quarter of the run;
+* `packed`: attention does not cross the documents of a row;
+* `bytes`: bytes instead of subwords.
 """
 
 import dataclasses
@@ -31,8 +31,8 @@ from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train.optimizer import OptimizerConfig
 from mod_jax.train.run_config import EvaluationConfig, TrainConfig
 
-BUDGET = 2.32e13  # FLOPs of a whole run, the same for its dense twins.
-# Of a whole run; one of other steps takes the same fraction of them.
+BUDGET = 2.32e13  # Training FLOPs of a run, the same for its dense baselines.
+# Warm-up of a full run. It becomes a fraction, so it scales with `num_steps`.
 WARMUP_STEPS = 100
 ROUTING = MoDConfig(
   capacity=0.125, gate='sigmoid', router_loss=0.01, threshold_decay=0.99
@@ -46,7 +46,7 @@ def experiment(
   num_layers: int = 2,
   experts: ExpertsConfig | None = None,
 ) -> ExperimentConfig:
-  """The run, with or without routing, for as many steps as the budget has."""
+  """Returns a run for as many steps as the budget allows."""
   model = LMConfig(
     vocab_size=2048,
     num_layers=num_layers,
@@ -72,7 +72,7 @@ def experiment(
 
 
 def tiny(experiment: ExperimentConfig) -> ExperimentConfig:
-  """The same in seconds: for tests, and to see that everything works."""
+  """Returns a small version that takes seconds, for tests."""
   return config_lib.replace(
     experiment,
     {
@@ -98,7 +98,7 @@ def tiny(experiment: ExperimentConfig) -> ExperimentConfig:
 
 
 def variant(name: str, changes, **model) -> ExperimentConfig:
-  """Returns the recipe with some fields changed, under a name of its own."""
+  """Returns the recipe under another name, with some fields changed."""
   base = experiment(ROUTING, f'mod_{name}', **model)
   return config_lib.replace(base, changes)
 
@@ -130,7 +130,7 @@ VARIANTS = {
     name: functools.partial(variant, name, changes)
     for name, changes in CHANGES.items()
   },
-  # Two blocks have a single routed one, whose capacity cannot fall.
+  # Four blocks, since of two only one is routed: nothing could fall.
   'decay': lambda: experiment(
     dataclasses.replace(ROUTING, capacity_decay=0.25), 'mod_decay', num_layers=4
   ),

@@ -1,31 +1,31 @@
 """Mixture-of-Depths at the sizes of Raposo et al. 2024, for accelerators.
 
-Capacity 12.5% in every other block, length 2048, batch 128, cosine over exactly
-the run's steps, of which there are as many as its budget of training FLOPs has;
-the warm-up is a fraction of them. The peak learning rate falls with the width
-by one rule, the same for dense and routed models. The paper's Eq. 1 weighs
-updates by the router's output itself, and its Figure 5 shows weights as only a
-sigmoid gives them; the gate here is the sigmoid, which does better in
-`benchmarks/routing_recipe.py`. Causal sampling is trained by the auxiliary
-loss.
+Capacity 12.5% in every other block, length 2048, batch 128. The number of steps
+follows from a budget of training FLOPs; the cosine schedule ends at the last
+step, and the warm-up is a fraction of the steps. The peak learning rate falls
+with the width, by the same rule for dense and routed models. The paper is not
+clear about the gate: its Eq. 1 weighs updates by the router's output itself,
+but the weights in its Figure 5 look like those of a sigmoid. The gate here is a
+sigmoid, which does better in `benchmarks/routing_recipe.py`. Causal sampling is
+trained by the auxiliary loss.
 
 Variants: `60m`, `220m` (the default), `480m`, `670m`, `1b`, `3b`, each also as
 `…_dense`; and of `220m`
 
 * `predictor`: the paper's alternative to the auxiliary loss;
 * `no_causal_rule`: neither of them;
-* `raw`: the gate of Eq. 1 to the letter;
-* `gaussian`, `stride`: the controls, which do not look at the tokens;
+* `raw`: the gate exactly as in Eq. 1;
+* `gaussian`, `stride`: controls that route without looking at the tokens;
 * `capacity_25` to `capacity_95`, `every_block`, `every_block_50`: Figure 3;
 * `tiny`: seconds, for tests.
 
-The text is that of a corpus in the directory `corpus`, which `python -m
-mod_jax.data.prepare` makes with a tokenizer of up to 32,768 ids; a run of 6e18
-FLOPs reads 2 to 28 billion tokens, more than `lm1b` has.
+The text is a corpus in the directory `corpus`, made by `python -m
+mod_jax.data.prepare` with a tokenizer of up to 32,768 ids. A run of 6e18 FLOPs
+reads 2 to 28 billion tokens, more than `lm1b` has.
 
-The mesh fits 16 and 64 chips; on 256 the 128 rows of a batch do not divide, so
-give `--config.mesh.tensor=2` there. `configs/sweeps/paper.py` has the whole
-Figure 4.
+The mesh is for 16 or 64 chips. The 128 rows of a batch do not divide by 256
+chips, so give `--config.mesh.tensor=2` there. `configs/sweeps/paper.py` has the
+whole of Figure 4.
 """
 
 import dataclasses
@@ -42,8 +42,8 @@ from mod_jax.train.checkpoints import CheckpointConfig
 from mod_jax.train.optimizer import OptimizerConfig
 from mod_jax.train.run_config import EvaluationConfig, LogConfig, TrainConfig
 
-# Blocks, width, heads, devices along fsdp; and the one of the paper's budgets,
-# in training FLOPs, whose best model is nearest to this size.
+# Blocks, width, heads, devices along fsdp, and training FLOPs: that of the
+# paper's budgets whose best model is nearest to this size.
 SIZES = {
   '60m': (8, 512, 8, 1, 6e18),
   '220m': (12, 1024, 8, 4, 6e18),
@@ -53,28 +53,28 @@ SIZES = {
   '3b': (28, 2816, 22, 16, 1e20),
 }
 ROUTING = MoDConfig(capacity=0.125, gate='sigmoid', router_loss=0.01)
-# The peak learning rate at a width, and the power of the width by which it
-# falls: between published ones for models of these sizes. To be tuned on dense
-# models, and then taken for all.
+# The peak learning rate at a width, and the exponent by which it falls with the
+# width; within the range of published ones for these sizes. To be tuned on
+# dense models, and then used for all.
 RATE, RATE_WIDTH, RATE_POWER = 1e-3, 1024, 0.75
 WARMUP = 0.02  # As a fraction of the steps.
 
 
 def least_remat(model: LMConfig) -> str:
-  """Returns what of `remat` costs least of what fits 16 chips of 16 GiB.
+  """Returns the cheapest `remat` with which a model fits 16 chips of 16 GiB.
 
-  The bounds are from compilations for v5e:4x4 (memory analysis): `none` takes
-  10.5 GiB for the routed 220M model and 15.7 for the dense one, too near to the
-  limit; `dots` 6.7 for that, and 10.7 for the routed 670M model; `attention`
-  13.3 for the dense 3B model.
+  The bounds are from memory analyses of programs compiled for v5e:4x4. `none`
+  takes 10.5 GiB for the routed 220M model, and 15.7 for the dense one, too near
+  to the limit; `dots` takes 6.7 for the latter, and 10.7 for the routed 670M
+  model; `attention` takes 13.3 for the dense 3B model.
   """
-  whole = sum(1.0 if c is None else c for c in model.capacities)
-  features = whole * model.width
+  full_blocks = sum(1.0 if c is None else c for c in model.capacities)
+  features = full_blocks * model.width
   return 'none' if features < 1e4 else 'dots' if features < 2e4 else 'attention'
 
 
 def base() -> ExperimentConfig:
-  """Returns what all runs share, but for the model's size and the steps."""
+  """Returns what all runs share; size and steps are set for each."""
   return ExperimentConfig(
     name='mod',
     model=LMConfig(
@@ -97,7 +97,7 @@ def base() -> ExperimentConfig:
 def experiment(
   size: str, name: str = 'mod', *, routing: MoDConfig | None = ROUTING
 ) -> ExperimentConfig:
-  """Returns the run of a size, for as many steps as its budget has."""
+  """Returns the run of a size, for as many steps as its budget allows."""
   num_layers, width, num_heads, fsdp, budget = SIZES[size]
   shared = base()
   model = dataclasses.replace(
@@ -128,7 +128,7 @@ def variant(name: str) -> ExperimentConfig:
 
 
 def tiny() -> ExperimentConfig:
-  """Everything as in the full size but small, on the embedded text."""
+  """Returns a small version with all features, on the embedded text."""
   return config_lib.replace(
     experiment('60m'),
     {

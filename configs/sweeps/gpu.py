@@ -1,9 +1,9 @@
-"""An isoFLOP sweep in about a day on one GPU of the H100's kind.
+"""An isoFLOP sweep in about a day on one GPU such as an H100.
 
 Three budgets below the paper's, from 1e17 to 1e18 training FLOPs: dense models
-and Mixture-of-Depths at 12.5% in every other block, with two seeds at the
-lowest, where the raw gate and the controls that do not look at the tokens stand
-beside them. `tune` is the search for the learning rate. `tiny` is for tests.
+and Mixture-of-Depths at 12.5% in every other block. The lowest budget has two
+seeds, and includes the raw gate and the controls that route without looking at
+the tokens. `tune` is the search for the learning rate. `tiny` is for tests.
 """
 
 import dataclasses
@@ -34,17 +34,17 @@ SHAPES = (
   (20, 1024, 8),
   (20, 1152, 18),
 )
-# Parameters of the best models at 1e17 FLOPs: the paper's, carried down to it.
+# Parameters of the best models at 1e17 FLOPs, extrapolated from the paper's.
 OPTIMA = {'dense': 37e6, 'mod': 70e6}
 
 
 def sweep() -> SweepConfig:
   full = paper.sweep()
-  kept = ('dense', 'mod', 'gaussian', 'stride', 'raw')
+  names = ('dense', 'mod', 'gaussian', 'stride', 'raw')
   groups = tuple(
     dataclasses.replace(group, optimum=OPTIMA.get(group.name, OPTIMA['mod']))
     for group in full.groups
-    if group.name in kept
+    if group.name in names
   )
   return config_lib.replace(
     full,

@@ -1,19 +1,19 @@
 """An isoFLOP sweep in hours on two CPU cores: dense against Mixture-of-Depths.
 
-The paper's Figure 4 in miniature: three budgets of training FLOPs, at least
-five sizes around each curve's own minimum, the recipe of `configs/lm/mod.py`.
-Dense models have four blocks, and routed ones four full and four routed blocks,
-since each kind learns best so at these budgets. Beside them, at the lowest
-budget: dense models of two and of eight blocks, the raw gate, the stride that
-does not look at the tokens, and the routed models' full blocks alone for as
-many steps.
+Figure 4 of Raposo et al. 2024 in miniature: three budgets of training FLOPs, at
+least five sizes around the minimum of each curve, and the recipe of
+`configs/lm/mod.py`. Dense models have four blocks, and routed ones four full
+and four routed blocks: the depths at which each kind learns best at these
+budgets. The lowest budget also has dense models of two and of eight blocks, the
+raw gate, the stride (which routes without looking at the tokens), and the full
+blocks of the routed models alone, trained for as many steps.
 
-Rows are short, and there are many in a batch: with rows of 256 tokens, sixteen
-in a batch, it was chance whether a model learnt to copy from its context, which
-is worth more than what is measured: results/isoflop_laptop/REPRODUCTION.md.
+Rows are short and batches large. With 16 rows of 256 tokens, chance decided
+whether a model learnt to copy from its context, and that changed the loss more
+than routing does: see results/isoflop_laptop/REPRODUCTION.md.
 
 The learning rate falls with the width, and is the same for dense and routed
-models. The variant `tune` finds it, on dense models of two sizes.
+models. The variant `tune` is the search for it, on dense models of two sizes.
 `tiny` is for tests: seconds, on bytes.
 """
 
@@ -29,18 +29,18 @@ from mod_jax.train.checkpoints import CheckpointConfig
 from mod_jax.train.run_config import EvaluationConfig, LogConfig, TrainConfig
 
 ROUTING = config_lib.sibling(__file__, '../lm/mod').ROUTING
-# By many small heads, models learn sooner to copy from their context, and the
-# routed ones by more blocks: results/isoflop_laptop/REPRODUCTION.md.
+# Models with many small heads learn sooner to copy from their context, as do
+# routed models with more blocks: results/isoflop_laptop/REPRODUCTION.md.
 _CHANNELS = 16
 
 
 def shapes(num_layers: int, *widths: int):
-  """Returns blocks, width and heads of some models."""
+  """Returns (blocks, width, heads) for each width."""
   return tuple((num_layers, w, w // _CHANNELS) for w in widths)
 
 
-# Multiples of the heads' channels: other widths have attention that is wider
-# than they are, and the losses of such models lie above the others' curve.
+# Multiples of the channels of a head. With other widths the heads together are
+# wider than the model, and such models lie above the curve of the others.
 WIDTHS = (32, 48, 64, 80, 96, 112, 128, 144, 160, 192)
 DENSE = Group(name='dense', optimum=2.9e5, shapes=shapes(4, *WIDTHS))
 MOD = Group(name='mod', optimum=4.6e5, routing=ROUTING)
@@ -101,13 +101,13 @@ def sweep() -> SweepConfig:
     ),
     shapes=shapes(8, *WIDTHS),
     num_sizes=(5,),
-    # Of five rates, each twice the one before, parabolas through the best three
-    # have their minima at 2.0e-2 for width 48, and at 1.04e-2 for width 96 (one
-    # seed: results/isoflop_laptop/tune.csv).
+    # From `tune`: parabolas through the best three of five rates, each twice
+    # the previous one, have their minima at 2.0e-2 for width 48 and at 1.04e-2
+    # for width 96 (one seed; results/isoflop_laptop/tune.csv).
     learning_rate=1.5e-2,
     rate_width=64,
     rate_power=0.9,
-    # A product of large matrices in float32, and what training makes of it.
+    # Measured: a product of large float32 matrices, and training's share of it.
     peak_flops=2.5e11,
     utilization=0.48,
   )
@@ -123,7 +123,7 @@ def tune() -> SweepConfig:
 
 
 def tiny() -> SweepConfig:
-  """Everything as in the full size but small, on bytes."""
+  """Returns a small version of the sweep, on bytes."""
   return config_lib.replace(
     sweep(),
     {

@@ -1,14 +1,14 @@
 """Figures 3 and 4 of Raposo et al. 2024: isoFLOP sweeps for TPU slices.
 
 Dense models and Mixture-of-Depths at 12.5% in every other block, at 6e18, 2e19
-and 1e20 training FLOPs; at the lowest, the variants of Figure 3 as well:
-capacities from 12.5% to 95%, every block routed, and stochastic routing. Beside
-them the raw gate, the stride, the predictor in place of the auxiliary loss, and
-neither of these, which tells what the auxiliary loss costs. All else is that of
-`configs/lm/paper.py`.
+and 1e20 training FLOPs. The lowest budget also has the variants of Figure 3:
+capacities from 12.5% to 95%, every block routed, and stochastic routing; and
+further the raw gate, the stride, the predictor in place of the auxiliary loss,
+and neither of the two, which shows what the auxiliary loss costs. Everything
+else is as in `configs/lm/paper.py`.
 
-`tune` is the search for the learning rate, which has not been run: its result
-belongs into `configs/lm/paper.py`. `tiny` is for tests.
+`tune` is the search for the learning rate. It has not been run; its result
+belongs in `configs/lm/paper.py`. `tiny` is for tests.
 """
 
 import dataclasses
@@ -50,7 +50,7 @@ SHAPES = (
 # Parameters of the best models at 6e18 FLOPs, as read from Figure 4.
 DENSE = Group(name='dense', optimum=231e6)
 MOD = Group(name='mod', optimum=483e6, routing=lm.ROUTING)
-# Of the variants, the best sizes that are expected there.
+# Expected parameters of the best models of other variants, at 6e18 FLOPs.
 OPTIMA = {
   'capacity_25': 420e6,
   'capacity_50': 330e6,
@@ -94,7 +94,7 @@ def sweep() -> SweepConfig:
     ),
     shapes=SHAPES,
     num_sizes=(7,),
-    # Between those of the two curves of Figure 4, .41 and .49.
+    # Between the exponents of the two curves of Figure 4, .41 and .49.
     growth=0.45,
     learning_rate=lm.RATE,
     rate_width=lm.RATE_WIDTH,
@@ -112,13 +112,13 @@ def tune() -> SweepConfig:
 
 
 def tiny(sweep: SweepConfig) -> SweepConfig:
-  """Everything as in the full size but small, on the embedded text."""
+  """Returns a small version of a sweep, on the embedded text."""
   shapes = ((2, 8, 1), (2, 16, 1), (2, 24, 1), (2, 32, 1))
   groups = [
     dataclasses.replace(
       group,
       optimum=12e3,
-      # Of the variants one size is enough to see that they work.
+      # One size of each variant is enough to see that it works.
       num_sizes=1 if group.budgets else 0,
       shapes=shapes[:1] if group.budgets else (),
     )

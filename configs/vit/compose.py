@@ -8,10 +8,10 @@
     python train.py --config=configs/vit/compose.py --workdir=runs/composed \\
       --config.init=runs/pruned
 
-Each run adds one part to the model of the run before, outermost last but for
-the adaptive modules: a dense ViT is routed (A-MoD), then patches are dropped
-before some of its blocks (DynamicViT, beside the routed model), and then all
-modules of the pruned routed model become adaptive (ACM, in three phases).
+Each run adds one part to the model of the previous run: a dense ViT is routed
+(A-MoD); then patches are dropped before some of its blocks (DynamicViT, which
+distils from the routed model); then all modules of the pruned routed model
+become adaptive (ACM, in three phases).
 
 Variants: '' adds the adaptive modules; `pruned` the pruning; `routed_acm` is
 the routed model with adaptive modules, without pruning, from `runs/amod`;
@@ -29,8 +29,8 @@ acm = config_lib.sibling(__file__, '../acm/vit')
 digits = acm.digits_recipe
 
 ROUTED = dataclasses.replace(digits.BACKBONE, routing=digits.AMOD)
-# Patches are dropped before blocks that are not routed: those that are have the
-# attention of the block before to choose by, which must be of the same tokens.
+# Patches are dropped only before dense blocks: a routed block chooses tokens by
+# the attention of the previous block, which must be of the same tokens.
 PRUNED = DynamicViTConfig(backbone=ROUTED, stages=(2, 4, 6), keep=0.7)
 
 
@@ -48,7 +48,7 @@ def adaptive(name: str, model) -> ExperimentConfig:
 
 
 def tiny(experiment: ExperimentConfig, objective) -> ExperimentConfig:
-  """The same in seconds."""
+  """Returns a small version that takes seconds, for tests."""
   model = experiment.model
   small = digits.tiny(
     dataclasses.replace(experiment, model=model.backbone, objective=None)
@@ -57,7 +57,7 @@ def tiny(experiment: ExperimentConfig, objective) -> ExperimentConfig:
   return dataclasses.replace(small, model=model, objective=objective)
 
 
-# Nobody to learn from.
+# Without distillation, since tests have no teacher.
 ALONE = PruningObjective(token_distillation=0.0, logit_distillation=0.0)
 
 VARIANTS = {

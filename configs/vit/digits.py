@@ -10,17 +10,17 @@ trains a small dense ViT, and adapts it. Variants:
 * `amod_multiplied`: the score is multiplied onto the update, an ablation;
 * `amod_late`: the first half of the blocks stays dense;
 * `mod`, `mod_sigmoid`: a learnt router, raw or through a sigmoid;
-* `dynamic`: prediction heads drop 30% of the patches three times, beside the
-  frozen dense model;
+* `dynamic`: prediction heads drop 30% of the patches three times; the frozen
+  dense model is the teacher;
 * `experts`: four experts in place of each feed-forward, of which a patch runs
-  one; from nothing, as the dense model;
-* `isoflop`: the dense model's first blocks, of about A-MoD's FLOPs;
+  one; trained from scratch, as the dense model;
+* `isoflop`: as many of the dense model's first blocks as cost what A-MoD does;
 * `tiny`: the dense model in seconds, for tests; also `amod_tiny`, `mod_tiny`,
   `dynamic_tiny`, `experts_tiny`.
 
-All but the dense one and `experts` want `--config.init`, the dense run or a
-checkpoint; without it they train from scratch (and `dynamic` needs its
-distillations set to 0).
+All but the dense model and `experts` start from `--config.init`, the dense run
+or a checkpoint; without it they train from scratch (and `dynamic` needs its
+distillation weights set to 0).
 """
 
 import dataclasses
@@ -53,7 +53,7 @@ SIGMOID = dataclasses.replace(MOD, gate='sigmoid')
 
 
 def experiment(name: str, model, **changes) -> ExperimentConfig:
-  """A fine-tuning run on the digits; `changes` are fields of the experiment."""
+  """Returns a fine-tuning run; `changes` are fields of the experiment."""
   base = ExperimentConfig(
     name=name,
     model=model,
@@ -115,7 +115,7 @@ def isoflop() -> ExperimentConfig:
 
 
 def tiny(experiment: ExperimentConfig) -> ExperimentConfig:
-  """The same on small digits in seconds: for tests, and to see it work."""
+  """Returns a small version on small digits, in seconds, for tests."""
   model = experiment.model
   small = {
     'image_size': 16,
@@ -140,10 +140,10 @@ def tiny(experiment: ExperimentConfig) -> ExperimentConfig:
     if routing is not None:
       routing = dataclasses.replace(routing, first=0, layers=None)
     model = dataclasses.replace(model, **small, routing=routing)
-  # Photographs' sources give way to the digits; their augmentation stays.
+  # Always the digits as data, but with the experiment's augmentation.
   data = ImageDataConfig(image_size=16, augment=experiment.data.augment)
   if experiment.init is None and experiment.objective is not None:
-    # Nobody to learn from.
+    # Without a dense model there is no teacher, so no distillation.
     experiment = config_lib.replace(
       experiment,
       {

@@ -1,14 +1,14 @@
-"""DynamicViT on ImageNet: 30 epochs beside the frozen dense model.
+"""DynamicViT on ImageNet: 30 epochs, distilling from the frozen dense model.
 
 Rao et al. 2021: AdamW, batch 1024; heads at 1e-3 · batch / 1024, the backbone
 at a hundredth of that and frozen for five epochs; cosine to 1e-6; weight decay
 .05; the rest as DeiT, with five epochs of warm-up and averaged parameters.
 
-What else the authors' code does, and this recipe does not: it freezes class
-token and positions; trains ViT-B with stochastic depth of .2 and a weight of 5
+The authors' code differs from this recipe in that it freezes class token and
+position embeddings; trains ViT-B with stochastic depth of .2 and a weight of 5
 on the ratio (`--config.model.backbone.stochastic_depth`,
-`--config.objective.ratio`); and of LV-ViT's tokens distils the classes that the
-second head gives, not the features.
+`--config.objective.ratio`); and for LV-ViT distils the per-token predictions of
+the second head instead of the features.
 
     python train.py --config=configs/vit/dynamic.py:deit_small \\
       --workdir=runs/dynamic --config.init=deit_small_patch16_224.safetensors
@@ -16,7 +16,7 @@ second head gives, not the features.
 Variants: `deit_small` (the default), `vit_base`, `lvvit_small`,
 `lvvit_medium`. The ablations of its Table 4, on DeiT-S: `random`,
 `class_attention`, `static`, `structural`; `one_stage`, `two_stages`. `tiny` is
-for tests. How much is kept is `--config.model.keep`.
+for tests. `--config.model.keep` is the fraction of tokens that a stage keeps.
 """
 
 import functools
@@ -47,11 +47,13 @@ def dynamic(backbone: str, **changes) -> ExperimentConfig:
   model = DynamicViTConfig(
     backbone=vit.BACKBONES[backbone](dtype='bfloat16'), **model
   )
-  # Only learnt scores have parameters of their own.
-  own = {'predicted': '^prediction_', 'static': '^pattern_'}.get(model.score)
-  rules = (('.*', 0.01, FROZEN / EPOCHS if own else 0),)
-  if own:
-    rules = ((own, 1.0, 0), *rules)
+  # Learnt scores have parameters, which get the full rate.
+  score_params = {'predicted': '^prediction_', 'static': '^pattern_'}.get(
+    model.score
+  )
+  rules = (('.*', 0.01, FROZEN / EPOCHS if score_params else 0),)
+  if score_params:
+    rules = ((score_params, 1.0, 0), *rules)
   return ExperimentConfig(
     name=f'dynamic_{backbone}',
     model=model,
@@ -82,10 +84,11 @@ VARIANTS = {
   'random': ablation(score='random'),
   'class_attention': ablation(score='class_attention'),
   'static': ablation(score='static'),
-  # A quarter of the patches is left, once.
+  # One stage, which keeps a quarter of the patches.
   'structural': ablation(score='structural', stages=(6,)),
-  # At the cost of three stages of .7, 2.9 GMACs. Place and ratio of the two
-  # stages are ours: at thirds of the depth, as three are at quarters.
+  # The same cost as three stages with keep=.7: 2.9 GMACs. Place and ratio of
+  # the two stages are our choice: at thirds of the depth, as three are at
+  # quarters.
   'one_stage': ablation(stages=(6,), keep=0.25),
   'two_stages': ablation(stages=(4, 8), keep=0.56),
   'tiny': lambda: imagenet.digits.tiny(dynamic('deit_small')),

@@ -1,15 +1,15 @@
-"""My pictures, my checkpoint: a vision transformer on a folder of pictures.
+"""A vision transformer on your own folder of pictures.
 
     python train.py --config=configs/vit/folder.py:amod --workdir=runs/photos \\
       --config.data.path=photos --config.init=DIR
 
-The folder has a folder of pictures for each class (`photos/cat/1.jpg`), of
-which a tenth is held out, or such folders in `train` and `eval`. `init` is a
-run of ours, a folder from Hugging Face or timm, or a file of weights; sizes and
-preprocessing are what that says. Without `init` a small model is trained from
-nothing, on pictures of 64 pixels a side. Variants:
+The folder has a subfolder of pictures for each class (`photos/cat/1.jpg`), of
+which a tenth is held out, or such subfolders in `train` and `eval`. `init` is a
+mod_jax run, a folder from Hugging Face or timm, or a file of weights, which
+also determines sizes and preprocessing. Without `init` a small model is trained
+from scratch, on pictures of 64 pixels a side. Variants:
 
-* `dense`, the default: nothing is left out;
+* `dense`, the default: no conditional computation;
 * `amod`: every other block on the half of the tokens that got most attention;
 * `mod`: likewise, by a learned router;
 * `dynamic`: prediction heads drop 30% of the patches three times (DynamicViT);
@@ -17,14 +17,14 @@ nothing, on pictures of 64 pixels a side. Variants:
   needs, at `--config.objective.budget`;
 * `tiny`: the dense model on small digits in seconds, for tests.
 
-All but `dense` start from a dense model of these classes. Where `init` is none
-(for `amod` and `mod`: where there is no `init`), the dense model is trained
-first, by the same command, in WORKDIR/phase_dense. The number of steps follows
-the number of pictures, 20 epochs of each run and at least 200 steps, unless
-`--config.train.num_steps` says otherwise, or `--config.dense.num_steps` for the
-dense model that is trained first; that of the phases of `acm` is fixed, in
-`--config.objective`. Another size of pictures is given by both
-`--config.data.image_size` and `--config.model.image_size` (of `dynamic`,
+All but `dense` start from a dense model. `dynamic` and `acm` need one with the
+classes of the pictures. If `init` is not such a model (for `amod` and `mod`: if
+there is no `init`), the same command trains one first, in WORKDIR/phase_dense.
+Each run takes 20 epochs and at least 200 steps, unless
+`--config.train.num_steps`, or `--config.dense.num_steps` for the dense model
+that is trained first, says otherwise; the phases of `acm` have fixed numbers of
+steps, in `--config.objective`. For another size of pictures, set both
+`--config.data.image_size` and `--config.model.image_size` (for `dynamic`,
 `--config.model.backbone.image_size`).
 """
 
@@ -50,11 +50,11 @@ from mod_jax.train.run_config import EvaluationConfig, TrainConfig
 digits = config_lib.sibling(__file__, 'digits')
 acm = config_lib.sibling(__file__, '../acm/vit')
 
-SIZE = 64  # Pixels a side, where no weights say it.
+SIZE = 64  # Pixels a side, without pretrained weights.
 EPOCHS, LEAST_STEPS, BATCH = 20, 200, 32
-# A model that starts from nothing needs more of them.
+# Factor on the steps of a model that is trained from scratch.
 SCRATCH = 3
-# Of a model that starts from weights, and of one that starts from nothing.
+# Learning rates with pretrained weights, and from scratch.
 RATE, SCRATCH_RATE = 1e-4, 1e-3
 BACKBONE = ViTConfig(
   image_size=SIZE,
@@ -71,7 +71,7 @@ OPTIMIZER = OptimizerConfig(
 
 
 def folder(name: str, model, **changes) -> ExperimentConfig:
-  """Returns a run; what depends on the pictures is left to `complete`."""
+  """Returns a run; `complete` sets what depends on the pictures."""
   dense = None
   if model != model.dense_twin():
     dense = PhaseConfig(
@@ -105,7 +105,7 @@ def routed(name: str, routing: VisionRoutingConfig) -> ExperimentConfig:
 
 
 def dynamic() -> ExperimentConfig:
-  """Heads at ten times the rate of the backbone, which is frozen at first."""
+  """Returns a pruning run, with the backbone at a tenth of the heads' rate."""
   return folder(
     'dynamic',
     DynamicViTConfig(backbone=BACKBONE, stages=(2, 4, 6), keep=0.7),
@@ -134,7 +134,7 @@ def adaptive() -> ExperimentConfig:
 
 
 def complete(config: ExperimentConfig) -> ExperimentConfig:
-  """Fills in classes, sizes, and steps from the number of pictures."""
+  """Sets classes and sizes, and the steps by the number of pictures."""
   if config.data.source != 'folder':
     return config
   size = config.data.image_size

@@ -1,19 +1,20 @@
-"""What the ImageNet recipes share: the data, backbones, and steps from epochs.
+"""A pretrained ViT adapted to A-MoD and fine-tuned on ImageNet.
 
-Also a recipe itself: a pretrained ViT adapted and fine-tuned on ImageNet,
-AdamW, 100 epochs of batch 128 at 1e-5, cutmix .8 (A-MoD, Gadhikar et al. 2024).
-The length of the warm-up and the last rate are ours.
+AdamW, 100 epochs of batch 128 at 1e-5, cutmix .8 (Gadhikar et al. 2024); the
+length of the warm-up and the last rate are our choice. Other ImageNet recipes
+use the data and helpers of this file.
 
     python train.py --config=configs/vit/imagenet.py:deit_small \\
       --workdir=runs/amod --config.init=deit_small_patch16_224.safetensors
 
 Variants: `deit_tiny`, `deit_small` (the default), `vit_base`, `vit_large`, each
-with A-MoD on half of the tokens; with `_mod` for a learnt router, `_late` for
-four dense blocks first, `_multiplied` for scores multiplied onto the updates,
-`_dense` for none; `_isoflop` for the first blocks of the dense model, as many
-as cost what A-MoD does, and `_isoflop_eighth` likewise for a capacity of 12.5%;
-`tiny` for tests. The capacity is `--config.model.routing.capacity`. ImageNet is
-read by TFDS (`--config.data.*`).
+with A-MoD on half of the tokens. Suffixes change the routing: `_mod` takes a
+learnt router; `_late` keeps the first four blocks dense; `_multiplied`
+multiplies the scores onto the updates; `_dense` has none; `_isoflop` has as
+many of the dense model's first blocks as cost what A-MoD does, and
+`_isoflop_eighth` likewise for a capacity of 12.5%. `tiny` is for tests. The
+capacity is `--config.model.routing.capacity`. ImageNet is read by TFDS
+(`--config.data.*`).
 """
 
 import dataclasses
@@ -32,7 +33,7 @@ digits = config_lib.sibling(__file__, 'digits')
 
 NUM_TRAIN = 1_281_167
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-# DeiT's (Touvron et al. 2021).
+# The augmentation of DeiT (Touvron et al. 2021).
 AUGMENT = AugmentConfig(
   crop='random_resized',
   flip=0.5,
@@ -45,7 +46,7 @@ AUGMENT = AugmentConfig(
   label_smoothing=0.1,
 )
 
-# Likewise, but for cutmix: what A-MoD was trained with.
+# The augmentation of A-MoD: that of DeiT with another cutmix.
 AMOD_AUGMENT = dataclasses.replace(AUGMENT, cutmix=0.8)
 
 AMOD = VisionRoutingConfig(capacity=0.5)
@@ -58,8 +59,8 @@ ROUTINGS = {
   '_dense': None,
 }
 BACKBONES = ('deit_tiny', 'deit_small', 'vit_base', 'vit_large')
-# Blocks as the paper has them. For DeiT-S and ViT-B at 12.5% seven blocks would
-# be nearer in FLOPs (`ViTConfig.isoflop_twin`), and the paper prints six.
+# Numbers of blocks in the paper. For DeiT-S and ViT-B at 12.5%, it has six, but
+# seven would be nearer in FLOPs (`ViTConfig.isoflop_twin`).
 ISOFLOP = {
   '_isoflop': dict(zip(BACKBONES, (9, 9, 9, 18), strict=True)),
   '_isoflop_eighth': dict(zip(BACKBONES, (7, 6, 6, 13), strict=True)),
@@ -67,7 +68,7 @@ ISOFLOP = {
 
 
 def data(augment: AugmentConfig) -> ImageDataConfig:
-  """ImageNet at 224 pixels, decoded and augmented by worker processes."""
+  """Returns ImageNet at 224 pixels, decoded and augmented by processes."""
   return ImageDataConfig(
     source='tfds',
     name='imagenet2012',
@@ -80,19 +81,19 @@ def data(augment: AugmentConfig) -> ImageDataConfig:
 
 
 def num_steps(epochs: int, batch_size: int, num_train: int = NUM_TRAIN) -> int:
-  """Returns the steps of so many epochs."""
+  """Returns the number of steps in `epochs`."""
   return epochs * num_train // batch_size
 
 
 def evaluation(every: float, batch_size: int = 256) -> EvaluationConfig:
-  """All held-out images, as often as `EvaluationConfig.every` says."""
+  """Returns evaluation on all held-out images; see `EvaluationConfig.every`."""
   return EvaluationConfig(
     every=every, batches=0, batch_size=batch_size, final_batches=0
   )
 
 
 def finetune(backbone: str, suffix: str) -> ExperimentConfig:
-  """The recipe that A-MoD is fine-tuned by."""
+  """Returns the fine-tuning run of a backbone with a routing suffix."""
   steps = num_steps(100, 128)
   model = vit.BACKBONES[backbone](dtype='bfloat16')
   if suffix in ISOFLOP:

@@ -2,9 +2,9 @@
 
 DeiT's recipe (Touvron et al. 2021): AdamW, 300 epochs of batch 1024 at 1e-3,
 RandAugment, random erasing, mixup, cutmix, label smoothing, stochastic depth,
-averaged parameters. As A-MoD (Gadhikar et al. 2024) has it: ViT-B for 160
-epochs, and cutmix .8. Without DeiT's repeated augmentation, which shows three
-versions of a picture in each batch and a third of the pictures in each epoch.
+averaged parameters. As in A-MoD (Gadhikar et al. 2024), ViT-B trains for 160
+epochs, and cutmix is .8. DeiT's repeated augmentation, with three versions of a
+picture in each batch and a third of the pictures in each epoch, is left out.
 
     python train.py --config=configs/vit/scratch.py:deit_small --workdir=runs/s
 

@@ -15,7 +15,7 @@ EPOCHS = 10
 
 
 def shortened(experiment: ExperimentConfig) -> ExperimentConfig:
-  """The same in a tenth of the epochs, evaluated at the end only."""
+  """Returns a run with a tenth of the epochs, evaluated at the end only."""
   steps = imagenet.num_steps(EPOCHS, experiment.train.batch_size)
   return config_lib.replace(
     experiment,

@@ -9,9 +9,9 @@ Variants: `cars` (196 classes), `pets` (37), `flowers` (102, the default), each
 of DeiT-S, or with `_deit_tiny`, `_vit_base` or `_vit_large` of that backbone;
 each with A-MoD on half of the tokens, with `_mod` for a learnt router and
 `_dense` for none, such as `cars_vit_base_mod`; `tiny` for tests. The head is
-made new, since the classes differ. On Cars, DeiT-S and ViT-B keep their first
-four blocks dense, as in the paper. The augmentation, crops and flips alone, is
-ours.
+initialised anew, since the classes differ. On Cars, DeiT-S and ViT-B keep their
+first four blocks dense, as in the paper. The augmentation, crops and flips
+only, is our choice.
 """
 
 import dataclasses

@@ -1,8 +1,8 @@
-"""Array operations with hardware backends. Knows nothing of `mod_jax`.
+"""Array operations with hardware backends, independent of `mod_jax`.
 
-Each operation has a folder: the public function validates and dispatches, a
-reference in plain JAX is the truth, and other files hold its backends. `OPS`
-has their lists of backends by name, to which others may be added.
+Each operation has a folder: a public function that validates and dispatches, a
+reference in plain JAX that defines the results, and a file for each backend.
+`OPS` maps names to operations, to which backends can be added.
 """
 
 from mod_jax_kernels.acm_mlp import OP as _ACM_MLP

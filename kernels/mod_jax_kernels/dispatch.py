@@ -1,8 +1,8 @@
-"""Which backend of an operation runs: chosen in one place.
+"""Choice of the backend that runs an operation.
 
-An operation is an `Op`: an ordered list of backends, several of them for one
-platform if need be. Those with kernels are chosen where a program is lowered,
-so that a program for a TPU, made on a laptop, has the TPU's kernel.
+An operation is an `Op`: an ordered list of backends, with possibly several per
+platform. Backends with kernels are chosen when a program is lowered, so that a
+program lowered for a TPU on a laptop has the TPU's kernel.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,19 +18,19 @@ import jax
 from jax.extend import core
 from jax.interpreters import batching, mlir
 
-# Backend -> the platform that its kernels are compiled for, and tuned on.
+# Backend -> platform for which its kernels are compiled and tuned.
 PLATFORMS = {'pallas': 'tpu', 'triton': 'cuda'}
 _DEVICES = {'tpu': 'a TPU', 'cuda': 'an NVIDIA GPU'}
 
-# Whether kernels are interpreted, and which of them where none is named.
+# Whether kernels are interpreted; and the backend to use if none is named.
 _INTERPRET = contextvars.ContextVar('interpret', default=(False, None))
-# Block sizes to try, as items; see `tiles`.
+# Block sizes to try, as (name, size) pairs; see `tiles`.
 TRIED = contextvars.ContextVar('tried', default=())
 
 
 @contextlib.contextmanager
 def setting(variable: contextvars.ContextVar, value):
-  """Gives a variable another value for a while."""
+  """Returns a context in which a variable has another value."""
   token = variable.set(value)
   try:
     yield
@@ -39,12 +39,14 @@ def setting(variable: contextvars.ContextVar, value):
 
 
 def interpret(backend: str | None = None):
-  """Returns a context in which kernels asked for by name are interpreted.
+  """Returns a context in which kernels requested by name are interpreted.
 
-  For tests: slow, but on any machine. It counts while a program is traced.
+  For tests: slow, but works on any machine. It applies while programs are
+  traced.
 
   Args:
-    backend: runs, interpreted, where no backend is asked for as well.
+    backend: backend to interpret where none is requested; None leaves those
+      cases unchanged.
   """
   return setting(_INTERPRET, (True, backend))
 
@@ -55,16 +57,15 @@ def interpreting() -> bool:
 
 
 def jit(**options):
-  """Returns a decorator as `jax.jit`, for functions that call kernels.
+  """Returns a decorator like `jax.jit`, for functions that call kernels.
 
-  They are traced once for each shape, and apart for other settings of this
-  module's variables.
+  It traces separately for each setting of this module's context variables.
   """
 
   def decorate(function):
     @functools.cache
     def compiled(*settings):
-      # Another function each time, for jit would find the first one's trace.
+      # A new function for each setting, or jit would reuse the first trace.
       return jax.jit(
         functools.wraps(function)(lambda *a, **k: function(*a, **k)), **options
       )
@@ -79,17 +80,17 @@ def jit(**options):
 
 
 def is_concrete(*args) -> bool:
-  """Returns whether the shapes of arrays are numbers, and not symbols.
+  """Returns whether the arrays' shapes are numbers and not symbols.
 
-  `jax.export` traces a program for all batches at once with symbols in their
-  place, of which nothing can be asked. None is no array.
+  `jax.export` can trace a program for any batch size, with symbolic dimensions
+  that do not support comparisons. Arguments that are None are ignored.
   """
   shapes = [arg.shape for arg in args if arg is not None]
   return all(isinstance(n, int) for shape in shapes for n in shape)
 
 
 def at_most(size, most: int) -> int:
-  """Returns the smaller of a dimension and `most`, which a symbol may reach."""
+  """Returns the minimum of a dimension and `most`; `most` for a symbol."""
   return min(size, most) if isinstance(size, int) else most
 
 
@@ -108,17 +109,21 @@ class Backend:
   """One way to compute an operation.
 
   Attributes:
-    name: by which it is asked for.
-    module: has the operation's functions by name, all backends' of one
-      signature; or the dotted name of a module, imported when it is needed.
-      They are not differentiated: an operation with gradients is a `custom_vjp`
-      whose two sides are each run. Those with kernels are decorated by `jit`.
-    platform: that its kernels are compiled for; None if it runs anywhere.
-    default_on: platforms on which it is taken where none is named, if none
-      before it in the list is; None for all that it runs on, () for none.
-    lacks: takes the operation's arguments; returns why the backend cannot
-      compute them, as the end of a sentence that also names a way out, or None.
-    suits: likewise; returns whether it is worth taking where none is named.
+    name: name by which the backend is requested.
+    module: module with the operation's functions, of equal names and signatures
+      in all backends; or its dotted name, to import it when needed. The
+      functions need no gradients: a differentiable operation is a `custom_vjp`
+      that runs one of them in each direction. Those with kernels are decorated
+      by `jit`.
+    platform: platform for which the kernels are compiled; None if it runs
+      anywhere.
+    default_on: platforms on which the backend may be chosen if none is
+      requested, by order in the list; None for all on which it runs, () for
+      none.
+    lacks: takes the operation's arguments; returns why the backend does not
+      support them, as the end of a sentence that also names a remedy, or None.
+    suits: takes the operation's arguments; returns whether the backend is
+      efficient for them. Only asked if no backend is requested.
   """
 
   name: str
@@ -139,93 +144,94 @@ class Backend:
 class Op:
   """An operation: its backends in order of preference.
 
-  The last one runs anywhere, and takes all arguments: the reference.
+  The last one is the reference, which runs anywhere and supports all arguments.
   """
 
   def __init__(self, *backends: Backend):
     self.backends = list(backends)
 
   def register(self, backend: Backend) -> None:
-    """Adds a backend, preferred to those that are there."""
+    """Adds a backend, which is preferred to the existing ones."""
     self.backends.insert(0, backend)
 
   def choose(self, implementation: str | None, *args) -> tuple[str, ...]:
     """Returns the names of the backends that may run, in order.
 
     Args:
-      implementation: the only one that may; None leaves the choice.
+      implementation: name of the requested backend; None for any.
       *args: the operation's arguments, for `Backend.lacks` and `suits`.
 
     Raises:
-      ValueError: there is no backend of this name, or it cannot take the
+      ValueError: the requested backend does not exist or does not support the
         arguments.
-      RuntimeError: something that it needs is not installed.
+      RuntimeError: a package that the backend needs is not installed.
     """
-    named = {backend.name: backend for backend in self.backends}
+    by_name = {backend.name: backend for backend in self.backends}
     if implementation is None:
       return tuple(
         name
-        for name, backend in named.items()
+        for name, backend in by_name.items()
         if backend.default_on != ()
-        # Kernels are cut to the shapes that they are traced with.
+        # Kernels need concrete shapes.
         and (backend.platform is None or is_concrete(*args))
         and missing(name) is None
         and backend.lacks(*args) is None
         and backend.suits(*args)
       )
-    if implementation not in named:
-      names = ', '.join(map(repr, named))
+    if implementation not in by_name:
+      names = ', '.join(map(repr, by_name))
       raise ValueError(
         f'implementation={implementation!r}: expected {names} or None.'
       )
-    if (lacking := missing(implementation)) is not None:
+    if (package := missing(implementation)) is not None:
       raise RuntimeError(
-        f'implementation={implementation!r} needs {lacking}, which is not'
+        f'implementation={implementation!r} needs {package}, which is not'
         ' installed.'
       )
-    if (reason := named[implementation].lacks(*args)) is not None:
+    if (reason := by_name[implementation].lacks(*args)) is not None:
       raise ValueError(f'implementation={implementation!r} {reason}.')
     return (implementation,)
 
   def run(self, function: str, chosen: Sequence[str], *arrays, **static):
-    """Returns what one of the backends makes of the arrays.
+    """Runs a function of one of the backends.
 
     Args:
       function: its name in the backends' modules.
-      chosen: what `choose` returned. One alone was asked for by name, and runs
-        or raises; of several, the first for the platform that the program is
-        lowered for.
-      *arrays: arguments; None stands for an absent one.
-      **static: those that are no arrays.
+      chosen: result of `choose`. A single backend runs or raises; of several,
+        the first one for the platform of lowering runs.
+      *arrays: array arguments; None for an absent one.
+      **static: arguments that are not arrays.
 
     Raises:
-      RuntimeError: the program is lowered for another platform than that of a
-        backend that was asked for by name.
+      RuntimeError: the program is lowered for a platform on which the single
+        chosen backend does not run.
     """
-    named = {backend.name: backend for backend in self.backends}
+    by_name = {backend.name: backend for backend in self.backends}
     interpreted = _INTERPRET.get()[1]
     if len(chosen) > 1 and interpreted in chosen:
       chosen = (interpreted,)
 
     def load(name):
-      return functools.partial(named[name].function(function), **static)
+      return functools.partial(by_name[name].function(function), **static)
 
     def lazily(name):
       return lambda *arrays: load(name)(*arrays)
 
     if len(chosen) == 1:
-      backend = named[chosen[0]]
+      backend = by_name[chosen[0]]
       compute = load(backend.name)
       if backend.platform is not None and not interpreting():
         first, *rest = arrays
         arrays = only_on(first, backend.platform, backend.name), *rest
       return compute(*arrays)
-    *_, default = (n for n in chosen if named[n].platform is None)
+    *_, default = (n for n in chosen if by_name[n].platform is None)
     platforms = {}
     for name in chosen:
-      backend = named[name]
-      own = () if backend.platform is None else (backend.platform,)
-      for platform in own if backend.default_on is None else backend.default_on:
+      backend = by_name[name]
+      supported = () if backend.platform is None else (backend.platform,)
+      for platform in (
+        supported if backend.default_on is None else backend.default_on
+      ):
         platforms.setdefault(platform, lazily(name))
     return jax.lax.platform_dependent(
       *arrays, **platforms, default=lazily(default)
@@ -234,17 +240,17 @@ class Op:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def only_on(x, platform: str, implementation: str):
-  """Returns an array, and refuses to be lowered for other platforms than one.
+  """Returns x, but raises when lowered for a platform other than `platform`.
 
-  Tracing is harmless, since a program may yet be lowered for the right one.
+  Tracing does not raise, since it does not determine the platform.
 
   Args:
-    x: an operand of the kernel, which is thus lowered later than this.
-    platform: that the kernel is compiled for.
-    implementation: the backend's name, for the message.
+    x: an operand of the kernel, so that the check comes before the kernel.
+    platform: platform for which the kernel is compiled.
+    implementation: name of the backend, for the message.
 
   Raises:
-    RuntimeError: when lowered for any other platform.
+    RuntimeError: lowered for another platform.
   """
   return _only_on_p.bind(x, platform=platform, implementation=implementation)
 

@@ -1,4 +1,4 @@
-"""What the Pallas kernels of several operations share."""
+"""Helpers that the Pallas kernels of several operations share."""
 
 import jax
 from jax.experimental.pallas import tpu as pltpu
@@ -6,12 +6,12 @@ import jax.numpy as jnp
 
 from mod_jax_kernels import dispatch
 
-LANES = 128  # Of a TPU's vectors.
+LANES = 128  # Lanes of a TPU's vector registers.
 
 
 def product(a, b, contract=(1, 0)):
-  """Returns a matrix product in float32, summed over an axis of each."""
-  # Float32 in full: by default it would be rounded to bfloat16.
+  """Returns a matrix product in float32; `contract` names the summed axes."""
+  # By default float32 operands would be rounded to bfloat16.
   exact = a.dtype == jnp.float32
   return jax.lax.dot_general(
     a,
@@ -23,13 +23,16 @@ def product(a, b, contract=(1, 0)):
 
 
 def block_of(length: int, most: int) -> int:
-  """Returns the largest block of whole lanes that divides a length, or it."""
-  fitting = range(LANES, min(length, most) + 1, LANES)
-  return max((b for b in fitting if not length % b), default=length)
+  """Returns the largest divisor of `length` that fills whole lanes.
+
+  It is at most `most`; if there is none, the result is `length`.
+  """
+  sizes = range(LANES, min(length, most) + 1, LANES)
+  return max((b for b in sizes if not length % b), default=length)
 
 
 def interpret():
-  """Returns `pallas_call`'s argument: whether memory is modelled on a CPU."""
+  """Returns the argument `interpret` of `pallas_call`."""
   if dispatch.interpreting():
     return pltpu.InterpretParams(uninitialized_memory='nan')
   return False

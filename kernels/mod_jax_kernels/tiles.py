@@ -1,9 +1,9 @@
 """Block sizes of kernels: a small table per device, and a way to try others.
 
-An operation's `TILES` maps a backend to a dictionary from the start of a
-device's kind, such as `NVIDIA H200` or `TPU v5`, to sizes by name; the entry of
-the longest start that fits is taken, and '' fits all. `benchmarks/tune.py`
-measures candidates on the device at hand and prints entries.
+An operation's `TILES` maps a backend to a dictionary from prefixes of device
+kinds, such as `NVIDIA H200` or `TPU v5`, to sizes by name. The longest matching
+prefix applies; '' matches all. `benchmarks/tune.py` measures candidates on the
+current device and prints entries.
 """
 
 from collections.abc import Mapping
@@ -16,25 +16,25 @@ Sizes = Mapping[str, int]
 
 
 def choose(table: Mapping[str, Mapping[str, Sizes]], backend: str) -> Sizes:
-  """Returns the sizes for the device that a program is traced for.
+  """Returns the sizes for the device for which a program is traced.
 
   Args:
     table: an operation's `TILES`.
-    backend: such as `triton`.
+    backend: name of the backend, such as `triton`.
   """
   rows = table[backend]
   kind = device_kind(dispatch.PLATFORMS[backend])
-  found = rows[max((r for r in rows if kind.startswith(r)), key=len)]
-  return {**found, **dict(dispatch.TRIED.get())}
+  sizes = rows[max((r for r in rows if kind.startswith(r)), key=len)]
+  return {**sizes, **dict(dispatch.TRIED.get())}
 
 
 def trying(**sizes: int):
-  """Returns a context in which programs are traced with other sizes."""
+  """Returns a context in which programs are traced with these sizes."""
   return dispatch.setting(dispatch.TRIED, tuple(sizes.items()))
 
 
 def device_kind(platform: str) -> str:
-  """Returns the kind of device that is meant, or '' if nobody says."""
+  """Returns the kind of device for which programs are traced, '' if unknown."""
   abstract = jax.sharding.get_abstract_mesh().abstract_device
   if abstract is not None:
     return abstract.device_kind

@@ -1,4 +1,4 @@
-"""Calls of Triton kernels: through jax-triton, or interpreted on a CPU."""
+"""Calls of Triton kernels through jax-triton, or interpreted on a CPU."""
 
 import functools
 import types
@@ -19,18 +19,19 @@ def triton_call(
   num_stages: int,
   **meta,
 ):
-  """Returns what a kernel writes; see `jax_triton.triton_call`.
+  """Calls a kernel and returns its outputs; see `jax_triton.triton_call`.
 
-  Under `jax.vmap` there is one call after another: jax-triton knows none, and
-  would refuse even a program for another platform, which has its kernels too.
+  `jax.vmap` makes sequential calls, because jax-triton has no batching rule and
+  would raise even in programs for other platforms, where the kernels are traced
+  too.
 
   Args:
     kernel: a `triton.jit` function. Its parameters are the arguments, then a
-      pointer for each result, then the constants.
+      pointer for each output, then the constants.
     *args: arrays and Python numbers, in order.
     out_type: a `jax.ShapeDtypeStruct` or a tuple of them.
     grid: up to three numbers of programs.
-    num_warps: warps of a program.
+    num_warps: warps per program.
     num_stages: depth of software pipelining.
     **meta: the kernel's constants.
   """
@@ -49,7 +50,7 @@ def triton_call(
     def run(*arrays):
       return jax.pure_callback(interpret, out_type, *arrays)
   else:
-    import jax_triton  # Only where a GPU is meant.
+    import jax_triton  # Only installed for GPUs.
 
     def run(*arrays):
       return jax_triton.triton_call(
@@ -68,7 +69,7 @@ def triton_call(
 
 
 class _Tensor:
-  """A NumPy array as what Triton's interpreter takes for a tensor on a CPU."""
+  """A NumPy array with what the interpreter uses of PyTorch's tensors."""
 
   def __init__(self, array: np.ndarray):
     self.array = array
@@ -96,15 +97,15 @@ class _Tensor:
     return ()
 
   def set_(self, *_):
-    """The storage is the same already."""
+    """Does nothing: the storage is already shared."""
 
   def copy_(self, _):
-    """The interpreter wrote into the array itself."""
+    """Does nothing: the interpreter wrote into the array itself."""
 
 
 def _interpret(kernel, values, out_type, grid, meta):
   out_types = jax.tree.leaves(out_type)
-  # Poisoned, so that an element that no program writes is seen.
+  # Filled with NaN or -1, so that tests notice elements that are not written.
   outputs = [_poisoned(x.shape, np.dtype(x.dtype)) for x in out_types]
   tensors = [_Tensor(np.array(x)) if hasattr(x, 'shape') else x for x in values]
   interpreted(kernel)[grid](*tensors, *map(_Tensor, outputs), **meta)
@@ -119,15 +120,15 @@ def _poisoned(shape, dtype):
 
 @functools.cache
 def interpreted(kernel):
-  """Returns a `triton.jit` function as one that Triton interprets."""
+  """Returns an interpreted version of a `triton.jit` function."""
   from triton.runtime.interpreter import InterpretedFunction
   from triton.runtime.jit import JITFunction
 
   _mend_dot()
   function = kernel.fn
   names = dict(function.__globals__)
-  # Those that it calls as well; in a copy, for the compiler needs them as
-  # they are.
+  # Replace the functions that it calls too, in a copy of its globals, because
+  # the compiler needs the originals.
   for name in function.__code__.co_names:
     if isinstance(names.get(name), JITFunction):
       names[name] = interpreted(names[name])
@@ -140,20 +141,20 @@ def interpreted(kernel):
 
 @functools.cache
 def _mend_dot():
-  """Lets the interpreter multiply bfloat16: it would multiply the bits."""
+  """Fixes bfloat16 products in the interpreter, which multiplies the bits."""
   import triton.language as tl
   from triton.runtime import interpreter
 
   builder = interpreter.interpreter_builder
   create_dot = builder.create_dot
 
-  def widened(handle):
+  def to_float32(handle):
     if handle.dtype.scalar != tl.bfloat16:
       return handle
-    wide = (handle.data.astype(np.uint32) << 16).view(np.float32)
-    return interpreter.TensorHandle(wide, tl.float32)
+    values = (handle.data.astype(np.uint32) << 16).view(np.float32)
+    return interpreter.TensorHandle(values, tl.float32)
 
-  def mended(a, b, *rest):
-    return create_dot(widened(a), widened(b), *rest)
+  def create_dot_float32(a, b, *rest):
+    return create_dot(to_float32(a), to_float32(b), *rest)
 
-  builder.create_dot = mended
+  builder.create_dot = create_dot_float32

@@ -1,1 +1,1 @@
-"""Weights from elsewhere: of other libraries, and of other models of ours."""
+"""Reads and writes weights in the formats of other libraries."""

@@ -1,4 +1,4 @@
-"""What stands beside weights: the JSON files of Hugging Face and timm."""
+"""Reads the JSON files that Hugging Face and timm store with the weights."""
 
 import contextlib
 import dataclasses
@@ -14,22 +14,23 @@ from PIL import Image
 from mod_jax import config as config_lib
 from mod_jax import paths
 
-# Heads by the size in timm's names of architectures.
+# Numbers of heads by the size in timm's names of architectures.
 _HEADS = {'tiny': 3, 'small': 6, 'base': 12, 'large': 16, 'huge': 16}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Beside:
-  """What no array tells; None where nothing is said.
+  """Metadata from the JSON files beside the weights; None if absent.
 
   Attributes:
     num_heads: of the attention.
     norm_epsilon: of the layer norms.
-    activation: of the MLPs, in Hugging Face's word.
-    classes: the names of the classes, in the order of the logits.
-    image_size: pixels a side that the model gets.
-    pictures: other fields of `Preprocess`, as far as they are told.
-    unfollowed: what is told about pictures and done otherwise here, in words.
+    activation: of the MLPs, by its name in Hugging Face.
+    classes: names of the classes, in the order of the logits.
+    image_size: height and width of the model's input in pixels.
+    pictures: other fields of `Preprocess`, as far as the files have them.
+    unfollowed: settings of image preprocessing that are not supported, as
+      'name=value'.
   """
 
   num_heads: int | None = None
@@ -43,10 +44,10 @@ class Beside:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Fields:
-  """What is read of a `config.json`, but for the names of classes."""
+  """The fields of a `config.json` that are read, except the class names."""
 
   num_attention_heads: config_lib.Size | None = None
-  num_heads: config_lib.Size | None = None  # In timm's words.
+  num_heads: config_lib.Size | None = None  # timm's name.
   architecture: str | None = None
   layer_norm_eps: config_lib.Epsilon | None = None
   hidden_act: str | None = None
@@ -54,38 +55,41 @@ class _Fields:
 
 
 def read(path: str | os.PathLike) -> Beside:
-  """Returns what the files in the directory of a file of weights say.
+  """Returns the metadata in the directory of a file of weights.
 
-  `config.json` of Hugging Face tells the model, and its
-  `preprocessor_config.json` what to do with pictures. timm's `config.json`
-  names the architecture, there or in its `pretrained_cfg`, which has the rest.
-  A file that is missing or no JSON says nothing.
+  Hugging Face describes the model in `config.json` and image preprocessing in
+  `preprocessor_config.json`. timm has only a `config.json`, with the
+  architecture's name at the top level or in `pretrained_cfg`, and all else in
+  `pretrained_cfg`. Files that are missing or not JSON are ignored.
+
+  Args:
+    path: of the file of weights.
 
   Raises:
-    UserError: a field is not of its type.
+    UserError: a field has a value of another type.
   """
   folder = pathlib.Path(path).parent
   fields = paths.read_object(folder / 'config.json')
   for group in ('model_args', 'pretrained_cfg'):
     values = fields.get(group)
     fields = {**(values if isinstance(values, dict) else {}), **fields}
-  told = config_lib.from_known(_Fields, fields, f'{folder}/config.json')
-  heads = told.num_attention_heads or told.num_heads
+  config = config_lib.from_known(_Fields, fields, f'{folder}/config.json')
+  heads = config.num_attention_heads or config.num_heads
   architecture = re.match(
-    r'(?:vit|deit3?)_(?P<size>[a-z]+)_', told.architecture or ''
+    r'(?:vit|deit3?)_(?P<size>[a-z]+)_', config.architecture or ''
   )
   if heads is None and architecture:
     heads = _HEADS.get(architecture['size'])
   processor = paths.read_object(folder / 'preprocessor_config.json')
-  reads = _pretrained_cfg(fields)
+  preprocessing = _pretrained_cfg(fields)
   if processor:
-    reads = _processor(processor, fields.get('model_type'))
+    preprocessing = _processor(processor, fields.get('model_type'))
   return Beside(
     num_heads=heads,
-    norm_epsilon=told.layer_norm_eps,
-    activation=told.hidden_act,
+    norm_epsilon=config.layer_norm_eps,
+    activation=config.hidden_act,
     classes=_classes(fields),
-    **reads,
+    **preprocessing,
   )
 
 
@@ -97,7 +101,7 @@ def _classes(fields) -> tuple[str, ...] | None:
       names = [by_id[i] for i in sorted(by_id, key=int)]
   if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
     return None
-  # What Hugging Face writes where nobody named them.
+  # Hugging Face's default names.
   if all(re.fullmatch(r'LABEL_\d+', name) for name in names):
     return None
   return tuple(names)
@@ -115,7 +119,7 @@ def _channels(values) -> tuple[float, float, float] | None:
   return None
 
 
-# What image processors do where a file does not say it; sizes as by `_size`.
+# Defaults of Hugging Face's image processors; sizes as returned by `_size`.
 _VIT = {
   'do_resize': True,
   'size': ('squash', 224),
@@ -137,27 +141,27 @@ _PROCESSORS = {
     'do_center_crop': True,
   },
 }
-# Pictures are RGB here in any case, and the labels are the data's.
+# Settings to ignore: our images are always RGB, and labels come from the data.
 _HARMLESS = ('do_convert_rgb', 'do_reduce_labels')
 
 
 def _processor(fields, model_type) -> dict[str, Any]:
-  """Returns fields of `Beside` that a `preprocessor_config.json` tells."""
+  """Returns fields of `Beside` from a `preprocessor_config.json`."""
   unfollowed = []
   kinds = map(fields.get, ('image_processor_type', 'feature_extractor_type'))
-  usual_kind = 'DeiT' if model_type == 'deit' else 'ViT'
-  kind = str(next(filter(None, kinds), usual_kind))
+  default_kind = 'DeiT' if model_type == 'deit' else 'ViT'
+  kind = str(next(filter(None, kinds), default_kind))
   family = re.sub('(ImageProcessor|FeatureExtractor)(Fast|Pil)?$', '', kind)
   if family not in _PROCESSORS:
     unfollowed.append(f'image_processor_type={kind}')
-  usual = _PROCESSORS.get(family, _VIT)
+  defaults = _PROCESSORS.get(family, _VIT)
 
   def get(name, read):
     if (value := fields.get(name)) is None:
-      return usual[name]
+      return defaults[name]
     if (result := read(value)) is None:
       unfollowed.append(f'{name}={value}')
-      return usual[name]
+      return defaults[name]
     return result
 
   resizes, crops, rescales, normalizes = (
@@ -167,22 +171,23 @@ def _processor(fields, model_type) -> dict[str, Any]:
   unfollowed += [
     f'{name}={value}'
     for name, value in fields.items()
-    if name.startswith('do_') and value and name not in (*usual, *_HARMLESS)
+    if name.startswith('do_') and value and name not in (*defaults, *_HARMLESS)
   ]
-  # Values are divided by 255 here, before they are normalised.
+  # Our `normalize` divides by 255 first, so adapt the mean and std.
   scale = 255 * get('rescale_factor', _number) if rescales else 255.0
   mean, std = (0.0,) * 3, (1.0,) * 3
   if normalizes:
     mean, std = get('image_mean', _channels), get('image_std', _channels)
-  (resize, whole), resample = get('size', _size), get('resample', _filter)
-  size, fraction = whole, 1.0
+  (resize, full), resample = get('size', _size), get('resample', _filter)
+  size, fraction = full, 1.0
   if crops:
     _, size = get('crop_size', _size)
-    resize, fraction = (resize, size / whole) if resizes else ('none', 1.0)
+    resize, fraction = (resize, size / full) if resizes else ('none', 1.0)
   elif not resizes or resize != 'squash':
-    # The model refuses all pictures but those of its own shape there.
+    # Without a crop, images would not have the model's input size, so that
+    # transformers refuses them.
     unfollowed.append(f'size={fields.get("size")}, do_resize={resizes}')
-    resize, size = (resize, whole) if resizes else ('squash', None)
+    resize, size = (resize, full) if resizes else ('squash', None)
   return {
     'image_size': size,
     'unfollowed': tuple(unfollowed),
@@ -197,13 +202,13 @@ def _processor(fields, model_type) -> dict[str, Any]:
 
 
 def _pretrained_cfg(fields) -> dict[str, Any]:
-  """Returns fields of `Beside` that timm's `config.json` tells."""
+  """Returns fields of `Beside` from timm's `config.json`."""
   modes = {'center': 'shorter_side', 'squash': 'squash'}
   mode, fraction = fields.get('crop_mode'), fields.get('crop_pct')
   size = fields.get('input_size')
   size = _number(size[-1]) if isinstance(size, list) and size else None
   if size and _number(fraction):
-    # timm rounds what it resizes to down to whole pixels.
+    # timm rounds the size after resizing down to whole pixels.
     fraction = size / max(1, math.floor(size / fraction))
   pictures = {
     'mean': _channels(fields.get('mean')),
@@ -212,10 +217,10 @@ def _pretrained_cfg(fields) -> dict[str, Any]:
     'resize': modes.get(mode),
     'crop_fraction': _number(fraction),
   }
-  odd = mode is not None and mode not in modes
+  unsupported = mode is not None and mode not in modes
   return {
     'image_size': size,
-    'unfollowed': (f'crop_mode={mode}',) if odd else (),
+    'unfollowed': (f'crop_mode={mode}',) if unsupported else (),
     'pictures': {k: v for k, v in pictures.items() if v is not None},
   }
 
@@ -233,7 +238,7 @@ def _filter(value) -> Image.Resampling | None:
 
 
 def _size(value) -> tuple[str, int] | None:
-  """Returns what is resized, as by `augment.Resize`, and to how many pixels."""
+  """Returns the mode of resizing, an `augment.Resize`, and the pixels."""
   resize, sides = 'squash', [value]
   if isinstance(value, dict):
     sides = list(value.values())

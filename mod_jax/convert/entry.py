@@ -1,4 +1,4 @@
-"""One array of another library, and ours: names and layouts."""
+"""Names and layouts of arrays in another library and here."""
 
 from collections.abc import Callable, Mapping
 import dataclasses
@@ -12,17 +12,18 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-  """One array of another library, and ours.
+  """Maps one array of another library to our parameters.
 
   Attributes:
-    theirs: its name there.
-    ours: path of our parameter, or of several that are one there, joined along
-      the first axis.
-    layout: how it lies there: `same`; `vector`, flat; `token` and `position`
-      with leading axes of length 1; `inward`, our [D, ...] as [..., D];
-      `outward`, our [..., D] as [D, ...]; `patch`, our [P·P·C, D] as
-      [D, C, P, P]; `convolution`, our [P, P, C, D] likewise.
-    channels: C of patches.
+    theirs: the array's name in the other library.
+    ours: name of our parameter; several if the other library concatenates them
+      along the first axis.
+    layout: the other library's layout: `same` as ours; `vector`, flattened;
+      `token` and `position`, with two or one leading axes of length 1;
+      `inward`, our [D, ...] as [..., D], flattened to a matrix; `outward`, our
+      [..., D] as [D, ...], flattened to a matrix; `patch`, our [P·P·C, D] as
+      [D, C, P, P]; `convolution`, our [P, P, C, D] as [D, C, P, P].
+    channels: C of `patch`.
   """
 
   theirs: str
@@ -41,8 +42,8 @@ class Entry:
 
   def to_theirs(self, *arrays):
     """Returns their array from ours."""
-    given = [self._to_theirs(array) for array in arrays]
-    return given[0] if len(given) == 1 else np.concatenate(given)
+    converted = [self._to_theirs(array) for array in arrays]
+    return converted[0] if len(converted) == 1 else np.concatenate(converted)
 
   def _to_theirs(self, x):
     match self.layout:
@@ -66,7 +67,7 @@ class Entry:
         return x.transpose(3, 2, 0, 1)
 
   def to_ours(self, x, shape: tuple[int, ...]):
-    """Returns our arrays, as many as `ours`, each of a `shape`, from theirs."""
+    """Returns our arrays, each of the given shape, from their array."""
     return [self._to_ours(part, shape) for part in np.split(x, len(self.ours))]
 
   def _to_ours(self, x, shape):
@@ -79,7 +80,7 @@ class Entry:
         return x.transpose(2, 3, 1, 0).reshape(shape)
 
   def shape(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-    """Returns the shape of their array from the shapes of ours."""
+    """Returns the shape of their array, given all shapes of ours by name."""
     abstract = jax.ShapeDtypeStruct(shapes[self.ours[0]], jnp.float32)
     first, *rest = jax.eval_shape(self._to_theirs, abstract).shape
     return (first * len(self.ours), *rest)
@@ -87,13 +88,14 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Lazy:
-  """A float32 parameter of ours that is read whenever NumPy asks for it.
+  """A float32 parameter that is read when it is converted to a NumPy array.
 
-  So a model is placed array by array, and never is on the host as a whole.
+  Thus a model can be moved to devices array by array, without ever being in the
+  host's memory as a whole.
 
   Attributes:
-    shape: its shape.
-    read: returns it.
+    shape: shape of the array.
+    read: reads and returns the array.
   """
 
   shape: tuple[int, ...]

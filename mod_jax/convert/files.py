@@ -18,11 +18,11 @@ from mod_jax.convert import torch_files
 from mod_jax.errors import UserError
 
 SUFFIXES = ('.safetensors', '.npz', '.pth')
-# Other endings of what `torch.save` wrote: read, and not written.
+# Suffixes of files of `torch.save`; all are read, but only `.pth` is written.
 _PYTORCH = ('.pth', '.pt', '.bin', '.ckpt', '.tar')
-# As Hugging Face and timm name the file in a model's directory, now and before.
+# Present and former file name in model directories of Hugging Face and timm.
 _IN_DIRECTORY = ('model.safetensors', 'pytorch_model.bin')
-# By what safetensors calls them; it finds bfloat16 once ml_dtypes is imported.
+# By name in safetensors, which supports bfloat16 if ml_dtypes is imported.
 DTYPES = {
   'F64': np.float64,
   'F32': np.float32,
@@ -35,17 +35,17 @@ DTYPES = {
   'U8': np.uint8,
   'BOOL': np.bool_,
 }
-# How an `.npz` is packed, and how many times larger its contents are at most.
+# Compression of an `.npz`, and the largest ratio of contents to file size.
 _PACKINGS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 _MOST_PACKED = 16
-INDEX = 'model.safetensors.index.json'  # Of a model in several files.
+INDEX = 'model.safetensors.index.json'  # Lists the files of a sharded model.
 
 
 def find(path: str | os.PathLike) -> pathlib.Path:
-  """Returns the file that a path means: itself, or the one in a directory.
+  """Returns the file of weights at a path: itself, or one in a directory.
 
   Raises:
-    UserError: there is none, or none of a kind that `read` reads.
+    UserError: there is no file, or none of a kind that `read` supports.
   """
   path = pathlib.Path(path).expanduser()
   if path.is_dir():
@@ -64,11 +64,11 @@ def find(path: str | os.PathLike) -> pathlib.Path:
 
 
 def remove_others(folder: pathlib.Path, written: Container[str]) -> None:
-  """Removes the weights of a model that was in a directory before.
+  """Removes the files of an earlier model from a directory.
 
   Args:
     folder: directory.
-    written: names of the files that the model has that is there now.
+    written: names of the present model's files, which are kept.
   """
   shards = folder.glob('model-?????-of-?????.safetensors')
   for file in (folder / _IN_DIRECTORY[0], folder / INDEX, *shards):
@@ -77,7 +77,7 @@ def remove_others(folder: pathlib.Path, written: Container[str]) -> None:
 
 
 def check_suffix(path: pathlib.Path) -> None:
-  """Raises UserError where a path's ending is not among `SUFFIXES`."""
+  """Raises UserError if a path's suffix is not in `SUFFIXES`."""
   if path.suffix not in SUFFIXES:
     raise UserError(
       f'{path} ends in {path.suffix or "nothing"!r}: weights are read and'
@@ -86,13 +86,13 @@ def check_suffix(path: pathlib.Path) -> None:
 
 
 def read(path: str | os.PathLike) -> dict[str, np.ndarray]:
-  """Returns arrays by name, those of any floating type as float32.
+  """Returns arrays by name, with floating-point ones as float32.
 
   Args:
-    path: as `find` takes it.
+    path: of a file of weights, or of a model's directory.
 
   Raises:
-    UserError: there is no such file, it cannot be read, or holds what is not
+    UserError: there is no such file, it cannot be read, or values are not
       finite.
   """
   path = find(path)
@@ -109,9 +109,9 @@ def _read_npz(path) -> dict[str, np.ndarray]:
   try:
     with zipfile.ZipFile(path) as archive:
       infos = archive.infolist()
-      # A small file must not become large in memory.
-      packed = os.path.getsize(path)
-      if sum(info.file_size for info in infos) > _MOST_PACKED * packed:
+      # Protect against decompression bombs.
+      size = os.path.getsize(path)
+      if sum(info.file_size for info in infos) > _MOST_PACKED * size:
         raise UserError(
           f'{path} says that it holds more than {_MOST_PACKED} times its own'
           ' size, which weights never do: fetch it from where it was published.'
@@ -120,16 +120,16 @@ def _read_npz(path) -> dict[str, np.ndarray]:
         raise ValueError('packed otherwise than NumPy does')
       arrays = {}
       for info in infos:
-        whole = io.BytesIO()
+        buffer = io.BytesIO()
         with archive.open(info) as file:
-          shutil.copyfileobj(file, whole)  # To its end, where its hash is.
-        whole.seek(0)
+          shutil.copyfileobj(file, buffer)  # Reading all verifies the CRC.
+        buffer.seek(0)
         name = info.filename.removesuffix('.npy')
-        arrays[name] = np.lib.format.read_array(whole, allow_pickle=False)
+        arrays[name] = np.lib.format.read_array(buffer, allow_pickle=False)
       return arrays
   except UserError:
     raise
-  # What a damaged archive, or the header of an array, runs into is of any kind.
+  # Damaged archives and array headers raise many types of exceptions.
   except Exception as error:
     raise _damaged(path, error) from error
 
@@ -143,13 +143,13 @@ def _damaged(path, error) -> UserError:
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-  """An array in a file, which is read when it is needed.
+  """An array in a file that `read` reads.
 
   Attributes:
-    path: of the `.safetensors`.
-    name: of the array in it.
-    shape: its shape.
-    dtype: its type as safetensors calls it, such as BF16.
+    path: of the `.safetensors` file.
+    name: of the array in the file.
+    shape: shape of the array.
+    dtype: name of its type in safetensors, such as BF16.
   """
 
   path: pathlib.Path
@@ -158,10 +158,10 @@ class Stored:
   dtype: str
 
   def read(self) -> np.ndarray:
-    """Returns the array, as float32 if it is of any floating type.
+    """Returns the array, as float32 if it is floating-point.
 
     Raises:
-      UserError: the file is gone or damaged, or its numbers are not finite.
+      UserError: the file is missing or damaged, or values are not finite.
     """
     try:
       with safetensors.safe_open(self.path, 'numpy') as file:
@@ -172,13 +172,14 @@ class Stored:
 
 
 def stored(folder: str | os.PathLike) -> dict[str, Stored]:
-  """Returns what the safetensors of a directory hold, by name, and reads none.
+  """Returns the arrays in a directory's safetensors by name, without reading.
 
-  One file `model.safetensors`, or several that an index names.
+  The directory has either one file, `model.safetensors`, or an index that names
+  several.
 
   Raises:
-    UserError: there are none, a file of the index is missing or lies elsewhere,
-      or one cannot be read.
+    UserError: there are no such files, one that the index names is missing or
+      outside of the directory, or one cannot be read.
   """
   folder = pathlib.Path(folder).expanduser()
   index = folder / INDEX
@@ -190,38 +191,38 @@ def stored(folder: str | os.PathLike) -> dict[str, Stored]:
         ' directory of a model in safetensors.'
       )
     return _headers(single)
-  wanted = paths.read_object(index).get('weight_map')
-  if not isinstance(wanted, dict) or not all(
-    isinstance(name, str) for name in wanted.values()
+  weight_map = paths.read_object(index).get('weight_map')
+  if not isinstance(weight_map, dict) or not all(
+    isinstance(name, str) for name in weight_map.values()
   ):
     raise UserError(f'{index} is no index of safetensors: fetch it again.')
-  names = sorted(set(wanted.values()))
+  names = sorted(set(weight_map.values()))
   outside = [name for name in names if pathlib.PurePath(name).name != name]
   if outside:
     raise UserError(
       f'{index} names {outside[0]!r}, which is not a file of that directory: it'
       ' may be meant to read what it should not, so it is refused.'
     )
-  found = {}
+  arrays = {}
   for name in names:
     if not (folder / name).is_file():
       raise UserError(
         f'{folder} lacks {name}, which {INDEX} names: fetch it, too.'
       )
-    found |= _headers(folder / name)
-  lacking = sorted(set(wanted) - set(found))
-  if lacking:
+    arrays |= _headers(folder / name)
+  missing = sorted(set(weight_map) - set(arrays))
+  if missing:
     raise UserError(
-      f'{folder}: {lacking[0]} is in none of its files, although {INDEX} says'
-      f' so ({len(lacking)} in all): fetch them again.'
+      f'{folder}: {missing[0]} is in none of its files, although {INDEX} says'
+      f' so ({len(missing)} in all): fetch them again.'
     )
-  return {name: array for name, array in found.items() if name in wanted}
+  return {name: array for name, array in arrays.items() if name in weight_map}
 
 
 def _headers(path) -> dict[str, Stored]:
   try:
     with safetensors.safe_open(path, 'numpy') as file:
-      names = file.keys()  # The file itself cannot be iterated over.
+      names = file.keys()  # The file object itself is not iterable.
       slices = {name: file.get_slice(name) for name in names}
       arrays = {
         name: Stored(path, name, tuple(x.get_shape()), x.get_dtype())
@@ -241,7 +242,7 @@ def _headers(path) -> dict[str, Stored]:
 
 def _float32(array, path, name) -> np.ndarray:
   array = np.asarray(array)
-  # bfloat16 is no floating type to NumPy.
+  # NumPy does not count bfloat16 among the floating types.
   if array.dtype.kind == 'f' or array.dtype.name == 'bfloat16':
     array = array.astype(np.float32, copy=False)
     check_finite(array, path, name)
@@ -249,7 +250,7 @@ def _float32(array, path, name) -> np.ndarray:
 
 
 def check_finite(array, path: str | os.PathLike, name: str) -> None:
-  """Raises UserError where an array of weights holds a NaN or infinity."""
+  """Raises UserError if an array of weights has a NaN or infinity."""
   if not np.isfinite(array).all():
     raise UserError(
       f'{path}: {name} holds numbers that are not finite, of which a model'
@@ -263,20 +264,20 @@ def write(
   *,
   torch_key: str | None = None,
 ) -> None:
-  """Writes arrays by name, whole or not at all; makes missing directories.
+  """Writes a file of arrays atomically; creates missing directories.
 
   Args:
-    path: of the file, ending in one of `SUFFIXES`.
-    arrays: by name; in a `.pth` float32 or int64.
-    torch_key: under which they are one entry of a dictionary in a `.pth`, for
-      code that looks for them there.
+    path: of the file, with one of `SUFFIXES`.
+    arrays: by name; float32 or int64 for `.pth`.
+    torch_key: for `.pth`, key of a dictionary under which the arrays are
+      stored, as some libraries expect; None stores them at the top level.
 
   Raises:
-    UserError: the ending is another one, or the file cannot be written.
+    UserError: the suffix is not supported, or the file cannot be written.
   """
   path = pathlib.Path(path).expanduser()
   check_suffix(path)
-  # Safetensors writes memory as it lies, and does not look at strides.
+  # Safetensors ignores strides when it writes an array's memory.
   arrays = {name: np.asarray(a, order='C') for name, a in arrays.items()}
   try:
     with paths.replacing(path) as file:
@@ -285,7 +286,7 @@ def write(
       elif path.suffix == '.pth':
         torch_files.write(file, arrays, torch_key)
       else:
-        # Without this note, Hugging Face does not load it.
+        # Hugging Face does not load files without this metadata.
         file.write(safetensors.numpy.save(arrays, {'format': 'pt'}))
   except OSError as error:
     raise UserError(

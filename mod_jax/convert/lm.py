@@ -1,9 +1,10 @@
 """Language models of Hugging Face: Llama, Mistral, Qwen2 and Qwen3.
 
-A directory as `transformers` writes it: `config.json`, the weights in
-safetensors, one file or several, and the tokenizer's files. `derive` reads the
-first, `read` the second; `save` writes both. Rotary channels lie in halves
-there as here, so nothing is permuted.
+Reads and writes directories in the format of `transformers`: `config.json`, the
+weights in one or several safetensors files, and the tokenizer's files. `derive`
+reads the config, `read` and `load` read the weights, and `save` writes both.
+The order of rotary channels (two halves) is the same as ours, so nothing is
+permuted.
 """
 
 from collections.abc import Mapping
@@ -30,7 +31,8 @@ from mod_jax.layers.rope import RopeScaling
 from mod_jax.models import lm
 from mod_jax.models.lm import LMConfig
 
-# Keys that would change what the model computes, and what they must be.
+# Keys that would change the function, and the values that are supported. Keys
+# without supported values must be absent or null.
 _MUST_BE = {
   'hidden_act': ('silu',),
   'attention_bias': (False,),
@@ -46,11 +48,11 @@ _MUST_BE = {
   'num_local_experts': (),
   'num_experts': (),
 }
-# Tensors of old files that can be computed.
+# Constant tensors in old files.
 _USELESS = r'.*\.rotary_emb\.inv_freq'
-# Bytes of a file of weights that are written at most, as Hugging Face does.
+# Most bytes per file of weights, as in Hugging Face.
 _SHARD = 5 * 10**9
-# What of a directory belongs to its tokenizer and to how one generates.
+# Files of the tokenizer and of the generation settings.
 BESIDE = (
   'tokenizer.json',
   'tokenizer.model',
@@ -67,7 +69,7 @@ BESIDE = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Rope:
-  """What `rope_parameters` tells, or `rope_scaling` of older files."""
+  """Fields of `rope_parameters`, or `rope_scaling` in older files."""
 
   rope_type: Literal['default', 'linear', 'llama3'] = 'default'
   rope_theta: float = 10_000.0
@@ -92,10 +94,10 @@ class _Rope:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Llama:
-  """All that is read of a `config.json`, but for `_Rope` and `_MUST_BE`.
+  """The fields of a `config.json` that are read, except `_Rope` and `_MUST_BE`.
 
-  What a file need not tell has the default of the family's class in
-  transformers, such as `LlamaConfig`.
+  Defaults are those of the family's class in transformers, such as
+  `LlamaConfig`.
   """
 
   vocab_size: config_lib.Size
@@ -103,15 +105,17 @@ class _Llama:
   intermediate_size: config_lib.Size
   num_hidden_layers: config_lib.Unrolled
   num_attention_heads: config_lib.Size
-  num_key_value_heads: config_lib.Size | None = None  # None: of attention.
-  head_dim: config_lib.Size | None = None  # None: hidden_size / heads.
+  # None: num_attention_heads.
+  num_key_value_heads: config_lib.Size | None = None
+  # None: hidden_size / num_attention_heads.
+  head_dim: config_lib.Size | None = None
   max_position_embeddings: config_lib.PositiveCount = 2048
   rms_norm_eps: config_lib.Epsilon = 1e-6
   tie_word_embeddings: bool = False
 
   @property
   def windows(self) -> set[int | None]:
-    """The sliding windows of the layers."""
+    """The different sliding windows of all layers; None is full attention."""
     return {None}
 
 
@@ -132,7 +136,7 @@ class _Qwen2(_Llama):
   max_position_embeddings: config_lib.PositiveCount = 32768
   use_sliding_window: bool = False
   sliding_window: config_lib.Size | None = 4096
-  max_window_layers: config_lib.Count = 28  # Those before have none.
+  max_window_layers: config_lib.Count = 28  # First layer with a window.
   layer_types: (
     tuple[Literal['full_attention', 'sliding_attention'], ...] | None
   ) = None
@@ -176,7 +180,7 @@ def _fields(folder: str | os.PathLike) -> dict[str, Any]:
 
 
 def _told(path: str | os.PathLike) -> tuple[_Llama, _Rope]:
-  """Returns what the `config.json` in a directory tells; errors of `derive`."""
+  """Returns the fields of the `config.json` in a directory."""
   fields = _fields(path)
   family = fields.get('model_type')
   where = f'{path}/config.json'
@@ -188,10 +192,10 @@ def _told(path: str | os.PathLike) -> tuple[_Llama, _Rope]:
   for key, allowed in _MUST_BE.items():
     value = fields.get(key)
     if value is not None and value not in allowed:
-      wanted = ' or '.join(map(repr, allowed[:1])) or 'no such key'
+      expected = ' or '.join(map(repr, allowed[:1])) or 'no such key'
       raise UserError(
         f'{where}: {key}={value!r} changes what the model computes, and is not'
-        f' supported; expected {wanted}.'
+        f' supported; expected {expected}.'
       )
   rope = fields.get('rope_parameters') or fields.get('rope_scaling') or {}
   if not isinstance(rope, dict):
@@ -199,7 +203,7 @@ def _told(path: str | os.PathLike) -> tuple[_Llama, _Rope]:
       f'{where}: the scaling of rotary positions is {rope!r}; expected an'
       ' object, such as {"rope_type": "linear", "factor": 2}.'
     )
-  # The names of older files first.
+  # Names of older files, overridden by the present ones.
   old = {'rope_theta': fields.get('rope_theta'), 'rope_type': rope.get('type')}
   rope = {name: x for name, x in old.items() if x is not None} | rope
   return (
@@ -212,33 +216,33 @@ def derive(path: str | os.PathLike) -> LMConfig:
   """Returns the config of the dense model in a directory of Hugging Face.
 
   Raises:
-    UserError: there is no `config.json`, or it asks for what is not here: an
-      unknown architecture, or a setting that changes the function.
+    UserError: there is no `config.json`, or its architecture or a setting is
+      not supported.
   """
-  told, rope = _told(path)
+  saved, rope = _told(path)
   family = _fields(path)['model_type']
-  if len(told.windows) > 1:
+  if len(saved.windows) > 1:
     raise UserError(
       f'{path}/config.json: some layers have a sliding window and some have'
       ' none, which is not supported; expected the same for all.'
     )
   try:
     return LMConfig(
-      vocab_size=told.vocab_size,
-      num_layers=told.num_hidden_layers,
-      width=told.hidden_size,
-      num_heads=told.num_attention_heads,
-      num_kv_heads=told.num_key_value_heads or told.num_attention_heads,
-      head_dim=told.head_dim or told.hidden_size // told.num_attention_heads,
+      vocab_size=saved.vocab_size,
+      num_layers=saved.num_hidden_layers,
+      width=saved.hidden_size,
+      num_heads=saved.num_attention_heads,
+      num_kv_heads=saved.num_key_value_heads or saved.num_attention_heads,
+      head_dim=saved.head_dim or saved.hidden_size // saved.num_attention_heads,
       mlp='swiglu',
-      mlp_dim=told.intermediate_size,
-      tied_head=told.tie_word_embeddings,
+      mlp_dim=saved.intermediate_size,
+      tied_head=saved.tie_word_embeddings,
       rope_theta=rope.rope_theta,
       rope_scaling=rope.scaling,
-      window=next(iter(told.windows)),
+      window=next(iter(saved.windows)),
       qkv_bias=family == 'qwen2',
       qk_norm=family == 'qwen3',
-      norm_epsilon=told.rms_norm_eps,
+      norm_epsilon=saved.rms_norm_eps,
       routing=None,
     )
   except UserError as error:
@@ -246,7 +250,7 @@ def derive(path: str | os.PathLike) -> LMConfig:
 
 
 def names(config: LMConfig) -> tuple[Entry, ...]:
-  """Returns which of their arrays is which of ours, layers not scanned."""
+  """Returns the mapping of their arrays to ours, for unscanned layers."""
   entries = [Entry('model.embed_tokens.weight', ('embedding',), 'same')]
 
   def add(theirs, ours, layout, kind='kernel'):
@@ -292,7 +296,7 @@ def _check_ours(config: LMConfig) -> None:
 
 @functools.lru_cache(maxsize=4)
 def _shapes(config: LMConfig) -> dict[str, tuple[int, ...]]:
-  """Returns the shapes of our dense parameters, layers not scanned."""
+  """Returns the shapes of our dense parameters, for unscanned layers."""
   config = dataclasses.replace(config.dense_twin(), scan_layers=False)
   boxed = jax.eval_shape(
     config.build().init, jax.random.key(0), config.example()
@@ -302,15 +306,16 @@ def _shapes(config: LMConfig) -> dict[str, tuple[int, ...]]:
 
 
 def read(path: str | os.PathLike, config: LMConfig) -> dict[str, Lazy]:
-  """Returns the dense parameters of a model by name; each is read when needed.
+  """Returns the dense parameters of a model by name, read lazily.
 
   Args:
     path: directory of a model of Hugging Face.
-    config: of ours; routing changes nothing, and scanned layers are stacked.
+    config: of our model; routing is ignored, and parameters of scanned layers
+      are stacked.
 
   Raises:
-    UserError: files are missing, or they hold another model: tells every array
-      that is missing, unexpected or of another shape.
+    UserError: files are missing, or they hold another model: the message lists
+      all arrays that are missing, unexpected or of another shape.
   """
   _check_ours(config)
   stored = files.stored(path)
@@ -335,12 +340,12 @@ def read(path: str | os.PathLike, config: LMConfig) -> dict[str, Lazy]:
 
     return Lazy(shape, array)
 
-  found = {entry.ours[0]: lazy(entry) for entry in entries}
-  return _scanned(config, found) if config.scan_layers else found
+  params = {entry.ours[0]: lazy(entry) for entry in entries}
+  return _scanned(config, params) if config.scan_layers else params
 
 
 def _scanned(config: LMConfig, found: Mapping[str, Lazy]) -> dict[str, Lazy]:
-  """Returns lazy parameters by the names of scanned layers."""
+  """Stacks the parameters of unscanned layers `found` for scanned layers."""
   period = config.stack.period
   groups, rest = {}, {}
   for name, array in found.items():
@@ -360,7 +365,7 @@ def _scanned(config: LMConfig, found: Mapping[str, Lazy]) -> dict[str, Lazy]:
 
 
 def load(path: str | os.PathLike, config: LMConfig) -> dict[str, Any]:
-  """Returns the parameters of a dense model; arguments are those of `read`."""
+  """Returns the parameters of a dense model; arguments as for `read`."""
   flat = read(path, config)
   return trees.unflatten(
     {n: jnp.asarray(np.asarray(x)) for n, x in flat.items()}
@@ -376,20 +381,21 @@ def save(
   length: int = 2048,
   tokenizer: Tokenizer | None = None,
 ) -> None:
-  """Writes the dense part of a model as Hugging Face has it.
+  """Writes the dense part of a model in the format of Hugging Face.
 
   Args:
-    folder: directory, which is made; files in it are replaced.
+    folder: directory, created if missing; files in it are replaced.
     params: nested dictionary of arrays; routers are left out.
     config: of the model.
-    like: directory of the model that this one was made from, whose
-      `config.json`, types of arrays and tokenizer are taken over; None for a
-      `config.json` of our own, and float32.
-    length: tokens that it was trained to read, for a `config.json` of our own.
-    tokenizer: whose first and last token stand there.
+    like: directory of the model that this one was made from. If its
+      architecture and sizes are the same, its `config.json`, types of arrays
+      and tokenizer are used. Otherwise, or with None, writes a new
+      `config.json`, and float32 arrays.
+    length: longest input in training, in tokens, for a new `config.json`.
+    tokenizer: its begin and end tokens are written to a new `config.json`.
 
   Raises:
-    UserError: no known architecture computes what the model does; or the
+    UserError: no supported architecture computes the same function, or the
       parameters are not those of the config.
   """
   dense = config.dense_twin()
@@ -418,8 +424,8 @@ def save(
   )
 
   def array(entry):
-    found = entry.to_theirs(np.asarray(flat[entry.ours[0]], np.float32))
-    return np.asarray(found, files.DTYPES[types.get(entry.theirs, 'F32')])
+    converted = entry.to_theirs(np.asarray(flat[entry.ours[0]], np.float32))
+    return np.asarray(converted, files.DTYPES[types.get(entry.theirs, 'F32')])
 
   sizes = {
     entry.theirs: np.dtype(
@@ -434,7 +440,7 @@ def save(
 
 
 def _comparable(dense: LMConfig) -> LMConfig:
-  """Returns what a `config.json` can say of a model."""
+  """Returns a config with only the fields that a `config.json` has."""
   block = dense.block
   return LMConfig(
     vocab_size=dense.vocab_size,
@@ -457,7 +463,7 @@ def _comparable(dense: LMConfig) -> LMConfig:
 
 
 def _write(folder, entries, array, sizes):
-  """Writes one file, or several and their index."""
+  """Writes the weights to one file, or to several and an index."""
   shards = [[]]
   size = 0
   for entry in entries:
@@ -487,7 +493,7 @@ def _write(folder, entries, array, sizes):
 
 
 def _config_json(dense: LMConfig, length: int) -> dict[str, Any]:
-  """Returns the fields of a `config.json`, of the family that has them."""
+  """Returns the fields of a `config.json` of the first family that fits."""
   config = _comparable(dense)
   family, model = 'llama', 'LlamaForCausalLM'
   if config.qk_norm:
@@ -537,5 +543,5 @@ def _config_json(dense: LMConfig, length: int) -> dict[str, Any]:
 
 
 def max_length(path: str | os.PathLike) -> int:
-  """Returns how many tokens a model of Hugging Face was made to read."""
+  """Returns the longest input, in tokens, of a model of Hugging Face."""
   return _told(path)[0].max_position_embeddings

@@ -1,9 +1,9 @@
-"""PyTorch's files of weights, without PyTorch, and without running anything.
+"""Reads and writes PyTorch's files of weights, safely and without PyTorch.
 
-What `torch.save` writes is a pickle, which is a program, and loading it runs
-whatever somebody has put in. Here its instructions are read and never obeyed:
-a function is only a name, and a name is refused unless it stands in a short
-list of what tensors and dictionaries are made of.
+`torch.save` writes a pickle, and unpickling can run arbitrary code. Here the
+pickle's instructions are interpreted without importing or calling anything that
+they name: names are only compared with a short list of those that tensors and
+dictionaries need, and all others are refused.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,11 +22,11 @@ import numpy as np
 
 from mod_jax.errors import UserError
 
-# Where training scripts keep the weights among the rest of their state.
+# Keys under which checkpoints of training scripts store the weights.
 _WEIGHTS = ('model', 'state_dict')
-# Far above what names and shapes need: of ViT-L, it is 60 kB.
+# Limit for the pickle of names and shapes; that of ViT-L has 60 kB.
 _PICKLE_BYTES = 64 << 20
-# How PyTorch's files began before its version 1.6, and some releases since.
+# Start of files in PyTorch's format before 1.6, which some releases still use.
 _MAGIC, _PROTOCOL = 0x1950A86A20F9469CFC6C, 1001
 
 _TYPES = {
@@ -45,14 +45,14 @@ _TYPES = {
 
 @dataclasses.dataclass(frozen=True)
 class _Name:
-  """A function or type that the file names."""
+  """A function or type that the pickle names."""
 
   name: str
 
 
 @dataclasses.dataclass(frozen=True)
 class _Storage:
-  """Numbers that lie in the file under a key."""
+  """A flat array in the file, by its key."""
 
   key: str
   dtype: np.dtype
@@ -78,7 +78,7 @@ class _Tensor:
 
 
 def _tensor(storage, offset, shape, strides, *_) -> _Tensor:
-  """Returns a tensor, without the flags and hooks of its training."""
+  """Returns a tensor, ignoring the arguments for gradients and hooks."""
   numbers = (offset, *shape, *strides)
   if not isinstance(storage, _Storage) or len(shape) != len(strides):
     raise ValueError('a tensor without numbers')
@@ -92,20 +92,20 @@ def _tensor(storage, offset, shape, strides, *_) -> _Tensor:
 
 
 def _dictionary(pairs=()) -> dict:
-  # Hashing a tuple of tuples of tuples can take for ever.
+  # Hashing deeply nested tuples could take exponential time.
   if not all(isinstance(key, str | int) for key, _ in pairs):
     raise ValueError('a key that is neither a name nor a number')
   return dict(pairs)
 
 
-# What a call of a name would have made, from its arguments.
+# Replacements for the functions that a pickle may call.
 _CALLS = {
   'collections.OrderedDict': _dictionary,
   'torch.Size': tuple,
   'torch._utils._rebuild_tensor': _tensor,
   'torch._utils._rebuild_tensor_v2': _tensor,
   'torch._utils._rebuild_parameter': lambda tensor, *_: tensor,
-  # The settings of a run, which are of no use here.
+  # Settings of a training run, which are not needed.
   'argparse.Namespace': lambda *_: {},
 }
 
@@ -113,15 +113,15 @@ _CALLS = {
 def read(path: pathlib.Path) -> dict[str, np.ndarray]:
   """Returns the tensors of a file that `torch.save` wrote, by name.
 
-  The file holds a dictionary of tensors, or one that has it as `model` or
-  `state_dict`. A prefix `module.` of all names is taken off.
+  The file has a dictionary of tensors, at the top level or under the key
+  `model` or `state_dict`. A prefix `module.` that all names have is removed.
 
   Args:
     path: of the file, a zip archive or in the format before PyTorch 1.6.
 
   Raises:
-    UserError: the file asks for anything but tensors and plain values, or is
-      not what `torch.save` writes, or cannot be opened.
+    UserError: the file has anything but tensors and plain values, is not in the
+      format of `torch.save`, or cannot be opened.
   """
   try:
     with path.open('rb') as file:
@@ -134,7 +134,7 @@ def read(path: pathlib.Path) -> dict[str, np.ndarray]:
       return _arrays(tensors, data, big, path)
   except UserError:
     raise
-  # What a damaged pickle runs into is of any kind.
+  # Damaged pickles raise many types of exceptions.
   except Exception as error:
     raise UserError(
       f'{path} cannot be read as PyTorch writes weights'
@@ -144,7 +144,7 @@ def read(path: pathlib.Path) -> dict[str, np.ndarray]:
 
 
 def _read_zip(archive: zipfile.ZipFile, path: pathlib.Path):
-  """Returns tensors by name, where their bytes are, and whether big-endian."""
+  """Returns tensors by name, a reader of storages, and if it is big-endian."""
   infos = {info.filename: info for info in archive.infolist()}
   pickles = [name for name in infos if name.split('/')[1:] == ['data.pkl']]
   if len(pickles) != 1:
@@ -159,7 +159,7 @@ def _read_zip(archive: zipfile.ZipFile, path: pathlib.Path):
 
   def entry(name):
     info = infos[name]
-    # A small file must not become large in memory.
+    # Protect against decompression bombs.
     if info.compress_type != zipfile.ZIP_STORED or info.file_size > size:
       raise UserError(
         f'{path} has the compressed entry {name!r}, which torch.save never'
@@ -183,28 +183,28 @@ def _read_zip(archive: zipfile.ZipFile, path: pathlib.Path):
 
 
 def _read_legacy(file: BinaryIO, path: pathlib.Path):
-  """Returns tensors by name, where their bytes are, and whether big-endian."""
+  """Returns tensors by name, a reader of storages, and if it is big-endian."""
   beginning = [_value(file, path)[0] for _ in range(2)]
   if beginning != [_MAGIC, _PROTOCOL]:
     raise ValueError('neither a zip archive nor the format before it')
   machine, _ = _value(file, path)
   value, storages = _value(file, path)
   keys, _ = _value(file, path)
-  places = {}
+  offsets = {}
   for key in keys:
-    file.seek(8, os.SEEK_CUR)  # The count, which the list of tensors tells.
-    places[key] = file.tell()
+    file.seek(8, os.SEEK_CUR)  # Skip the size, which the pickle also has.
+    offsets[key] = file.tell()
     file.seek(storages[key].num_bytes, os.SEEK_CUR)
 
   def data(storage):
-    file.seek(places[storage.key])
+    file.seek(offsets[storage.key])
     return file.read(storage.num_bytes)
 
   return _weights(value, path), data, not machine['little_endian']
 
 
 def _weights(value: Any, path: pathlib.Path) -> dict[str, _Tensor]:
-  """Returns the tensors among a file's contents, by name."""
+  """Returns the tensors by name from the contents of a file."""
   for key in _WEIGHTS:
     if isinstance(value, dict) and isinstance(value.get(key), dict):
       value = value[key]
@@ -231,7 +231,8 @@ def _arrays(
   big_endian: bool,
   path: pathlib.Path,
 ) -> dict[str, np.ndarray]:
-  # Views can repeat few numbers without end, and entries of an archive overlap.
+  # Limit the memory: with strides of 0, a small storage can be a huge tensor,
+  # and entries of an archive can overlap.
   size = os.path.getsize(path)
   storages = {tensor.storage for tensor in tensors.values()}
   if (
@@ -257,7 +258,7 @@ def _arrays(
   return arrays
 
 
-# Instructions whose argument is a value.
+# Instructions that push their argument.
 _LITERALS = frozenset(
   (
     *('BININT', 'BININT1', 'BININT2', 'LONG1', 'LONG4', 'BINFLOAT'),
@@ -272,24 +273,21 @@ _TUPLES = {'TUPLE1': 1, 'TUPLE2': 2, 'TUPLE3': 3}
 def _value(
   file: BinaryIO, path: pathlib.Path
 ) -> tuple[Any, dict[str, _Storage]]:
-  """Returns what a pickle describes, and its storages by key; runs nothing.
+  """Interprets a pickle; returns its value, and its storages by key.
 
   Args:
-    file: at the pickle's beginning, and afterwards at its end.
+    file: positioned at the pickle's start, and afterwards at its end.
     path: for messages.
-
-  Raises:
-    UserError: it names anything that is not in the lists above.
   """
   stack, marks, memo, storages = [], [], {}, {}
 
-  def last(count):
+  def pop(count):
     items = stack[len(stack) - count :]
     del stack[len(stack) - count :]
     return items
 
-  def since_mark():
-    return last(len(stack) - marks.pop())
+  def pop_to_mark():
+    return pop(len(stack) - marks.pop())
 
   for opcode, arg, _ in pickletools.genops(file):
     name = opcode.name
@@ -306,18 +304,18 @@ def _value(
     elif name in _EMPTY:
       stack.append(_EMPTY[name]())
     elif name == 'TUPLE':
-      stack.append(tuple(since_mark()))
+      stack.append(tuple(pop_to_mark()))
     elif name in _TUPLES:
-      stack.append(tuple(last(_TUPLES[name])))
+      stack.append(tuple(pop(_TUPLES[name])))
     elif name == 'APPEND':
       stack[-2].append(stack.pop())
     elif name == 'APPENDS':
-      items = since_mark()
+      items = pop_to_mark()
       stack[-1].extend(items)
     elif name == 'SETITEM':
-      stack[-3].update(_dictionary([last(2)]))
+      stack[-3].update(_dictionary([pop(2)]))
     elif name == 'SETITEMS':
-      items = since_mark()
+      items = pop_to_mark()
       pairs = zip(items[::2], items[1::2], strict=True)
       stack[-1].update(_dictionary(list(pairs)))
     elif name in ('BINPUT', 'LONG_BINPUT'):
@@ -330,10 +328,10 @@ def _value(
       storage = _storage(*stack.pop())
       stack.append(storages.setdefault(storage.key, storage))
     elif name in ('REDUCE', 'NEWOBJ'):
-      called, args = last(2)
+      called, args = pop(2)
       stack.append(_CALLS[called.name](*args))
     elif name == 'BUILD':
-      stack.pop()  # Attributes of a dictionary: versions of modules.
+      stack.pop()  # Ignore a dictionary's attributes: versions of modules.
     else:
       raise ValueError(f'the instruction {name}')
   raise EOFError('no end')
@@ -362,9 +360,13 @@ def write(
 ) -> None:
   """Writes float32 or int64 arrays for `torch.load`, as tensors by name.
 
-  With a `key` they are one entry of a dictionary.
+  Args:
+    file: an empty file.
+    arrays: by name.
+    key: of a dictionary under which the tensors are stored; None stores them at
+      the top level.
   """
-  # Protocol 2, instruction by instruction: see `pickletools`.
+  # Opcodes of pickle protocol 2, which `pickletools` documents.
   ordered = b'ccollections\nOrderedDict\n)R'
   contents = [b'\x80\x02', *([b'}', _text(key)] if key else ()), ordered, b'(']
   entries = {}
@@ -387,7 +389,7 @@ def write(
   }
   with zipfile.ZipFile(file, 'w') as archive:
     for name, data in entries.items():
-      # A fixed time, so that the same weights always make the same file.
+      # ZipInfo has a fixed time stamp, so that equal weights give equal files.
       archive.writestr(zipfile.ZipInfo(f'archive/{name}'), data)
 
 

@@ -1,9 +1,9 @@
 """Vision transformers in the naming of other libraries.
 
-Those of timm, which the DeiT releases have, Hugging Face and torchvision, and
-of the authors' code of LV-ViT and DynamicViT. One table, `names`, says which of
-their arrays is which of ours, and how it is laid out; `load` and `save` follow
-it in either direction.
+Supports timm (also used by DeiT's releases), Hugging Face, torchvision, and the
+original code of LV-ViT and DynamicViT. `names` returns a table that maps their
+arrays to ours, with the layout of each; `load` and `save` use it to convert in
+either direction.
 """
 
 from collections.abc import Mapping
@@ -34,9 +34,9 @@ from mod_jax.models.vit import ViTConfig
 Config = ViTConfig | DynamicViTConfig
 Naming = Literal['timm', 'huggingface', 'torchvision', 'lvvit', 'dynamicvit']
 
-# Before the names of what is no parameter.
+# Prefix of names that are batch statistics and not parameters.
 _STATISTICS = 'batch_stats/'
-# What our models have beside those of their dense twins.
+# Parameters that our models have in addition to those of their dense twins.
 ROUTING = (
   r'(block_\d+/)?(router|predictor)/.*',
   r'(prediction|pattern)_\d+(/.*)?',
@@ -48,27 +48,27 @@ class _Library:
   """Names of one library: prefixes, to which `weight` or `bias` is appended."""
 
   label: str
-  trunk: str = ''  # Before all names but those of the heads.
+  trunk: str = ''  # Prefix of all names except those of the heads.
   class_token: str
-  distillation_token: str | None  # None where there is no such model.
+  distillation_token: str | None  # None without such models.
   position: str
   patch: str
   block: str
   attention_norm: str
-  query_key_value: tuple[str, ...]  # One, or one each.
+  query_key_value: tuple[str, ...]  # One name for all, or three names.
   out: str
   mlp_norm: str
   up: str
   down: str
   norm: str
   head: str
-  head_distilled: str | None  # None where a second token has no head.
+  head_distilled: str | None  # None if the distillation token has no head.
   head_tokens: str | None = None
   # The stem's convolutions and norms are numbered from 1.
   stem: tuple[str, str] | None = None
-  prediction: str | None = None  # Of DynamicViT's heads, by number from 0.
-  qkv_bias: bool | None = None  # What all models have; None = either.
-  unused: tuple[str, ...] = ()  # What its files may hold beside.
+  prediction: str | None = None  # DynamicViT's heads, numbered from 0.
+  qkv_bias: bool | None = None  # Of all models; None if they differ.
+  unused: tuple[str, ...] = ()  # Patterns of other arrays, to ignore.
 
 
 _TIMM = _Library(
@@ -137,8 +137,8 @@ _TORCHVISION = _Library(
   head_distilled=None,
   qkv_bias=True,
 )
-# The code of Jiang et al. 2021, in the naming of timm but for the stem and the
-# head of the tokens.
+# The code of Jiang et al. 2021, in timm's naming except for the stem and the
+# head of the patch tokens.
 _LV_VIT = dataclasses.replace(
   _TIMM,
   label='LV-ViT',
@@ -146,10 +146,11 @@ _LV_VIT = dataclasses.replace(
   head_distilled=None,
   head_tokens='aux_head.',
   stem=('patch_embed.conv{}.', 'patch_embed.bn{}.'),
-  # How many batches the statistics are of: for training there, and not here.
+  # PyTorch's counter of batches, which we do not need.
   unused=(r'patch_embed\.bn\d+\.num_batches_tracked',),
 )
-# The code of Rao et al. 2021, on a ViT; on an LV-ViT, with all of the above.
+# The code of Rao et al. 2021 with a ViT backbone. With an LV-ViT backbone, the
+# names are those of `_LV_VIT` and of the prediction heads.
 _DYNAMIC_VIT = dataclasses.replace(
   _TIMM,
   label='DynamicViT',
@@ -164,14 +165,14 @@ _LIBRARIES = {
   'lvvit': _LV_VIT,
   'dynamicvit': _DYNAMIC_VIT,
 }
-# The modules of a prediction head there, and here.
+# Modules of DynamicViT's prediction heads and of ours.
 _PREDICTION = {
   'in_conv.1.': 'linear_0',
   'out_conv.0.': 'linear_1',
   'out_conv.2.': 'linear_2',
   'out_conv.4.': 'linear_3',
 }
-# Hugging Face's names in memory since transformers 5, and on disk.
+# Patterns of Hugging Face's names in transformers 5, and its names on disk.
 _IN_MEMORY = (
   (r'^layers\.', 'encoder.layer.'),
   (r'\.attention\.q_proj\.', '.attention.attention.query.'),
@@ -184,18 +185,18 @@ _IN_MEMORY = (
 
 
 def names(config: Config, naming: Naming) -> tuple[Entry, ...]:
-  """Returns which of a library's arrays is which of ours.
+  """Returns the table that maps a library's arrays to ours.
 
-  All of the dense model's, and with naming 'dynamicvit' the prediction heads of
-  a `DynamicViTConfig`. Names of ours that begin with `batch_stats/` are of that
-  collection, and the others are parameters.
+  It has all arrays of the dense model and, with naming 'dynamicvit', the
+  prediction heads of a `DynamicViTConfig`. Those of our names that begin with
+  `batch_stats/` belong to that collection; the others are parameters.
 
   Args:
-    config: of our model; routing adds nothing.
+    config: of our model; routing is ignored.
     naming: the library.
 
   Raises:
-    UserError: the library has no such naming or no such model.
+    UserError: the naming is unknown, or the library has no such model.
   """
   dense = config.dense_twin()
   library = _library(dense, naming)
@@ -225,11 +226,11 @@ def names(config: Config, naming: Naming) -> tuple[Entry, ...]:
   if dense.stem is not None:
     channels = dense.stem.width
     for i in range(dense.stem.depth):
-      convolution, normed = (name.format(i + 1) for name in library.stem)
+      convolution, batch_norm = (name.format(i + 1) for name in library.stem)
       linear(convolution, 'convolution', f'stem/conv_{i}', bias=False)
-      norm(normed, f'stem/norm_{i}')
+      norm(batch_norm, f'stem/norm_{i}')
       for theirs, ours in (('running_mean', 'mean'), ('running_var', 'var')):
-        add(normed + theirs, 'vector', f'batch_stats/stem/norm_{i}/{ours}')
+        add(batch_norm + theirs, 'vector', f'batch_stats/stem/norm_{i}/{ours}')
   linear(trunk + library.patch, 'patch', 'patch', channels=channels)
   for i in range(dense.num_layers):
     theirs, ours = trunk + library.block.format(i), f'block_{i}'
@@ -239,8 +240,8 @@ def names(config: Config, naming: Naming) -> tuple[Entry, ...]:
       inputs = [inputs]
     else:
       inputs = [[name] for name in inputs]
-    for name, those in zip(library.query_key_value, inputs, strict=True):
-      linear(theirs + name, 'inward', *those, bias=dense.qkv_bias)
+    for name, parts in zip(library.query_key_value, inputs, strict=True):
+      linear(theirs + name, 'inward', *parts, bias=dense.qkv_bias)
     linear(theirs + library.out, 'outward', f'{ours}/attention/out')
     norm(theirs + library.mlp_norm, f'{ours}/mlp_norm')
     linear(theirs + library.up, 'inward', f'{ours}/mlp/up')
@@ -254,13 +255,13 @@ def names(config: Config, naming: Naming) -> tuple[Entry, ...]:
   for i in range(_num_predictions(config, library)):
     theirs, ours = library.prediction.format(i), f'prediction_{i}'
     norm(f'{theirs}in_conv.0.', f'{ours}/norm')
-    for name, mine in _PREDICTION.items():
-      linear(theirs + name, 'inward', f'{ours}/{mine}')
+    for name, our_name in _PREDICTION.items():
+      linear(theirs + name, 'inward', f'{ours}/{our_name}')
   return tuple(entries)
 
 
 def _num_predictions(config: Config, library: _Library) -> int:
-  """Returns how many prediction heads the library's files have of ours."""
+  """Returns how many of our prediction heads the library's files contain."""
   if library.prediction is None or not isinstance(config, DynamicViTConfig):
     return 0
   return len(config.stages) if config.score == 'predicted' else 0
@@ -273,15 +274,15 @@ def _library(dense: ViTConfig, naming: Naming) -> _Library:
       _LV_VIT, label=library.label, prediction=library.prediction
     )
   if library.stem is None:
-    for field, usual in (
+    for field, required in (
       ('stem', None),
       ('residual_scale', 1.0),
       ('token_head', False),
     ):
-      if (value := getattr(dense, field)) != usual:
+      if (value := getattr(dense, field)) != required:
         raise UserError(
           f'{field}={value}: {library.label} has no such vision transformer, so'
-          f' its weights fit models with {field}={usual} only; of LV-ViT,'
+          f' its weights fit models with {field}={required} only; of LV-ViT,'
           " naming 'lvvit' has them."
         )
   elif dense.stem is None or dense.stem.depth != 3:
@@ -311,25 +312,26 @@ def _library(dense: ViTConfig, naming: Naming) -> _Library:
   return library
 
 
-# Heads of the usual widths, in all ViTs and DeiTs that were published.
+# Numbers of heads by width, in all published ViTs and DeiTs.
 _USUAL_HEADS = {192: 3, 384: 6, 512: 8, 768: 12, 1024: 16, 1280: 16}
-# What the libraries' models have that are not told in a file.
+# Epsilons of the layer norms where no file has one; 1e-6 for other namings.
 _EPSILON = {'huggingface': 1e-12, 'lvvit': 1e-5}
 
 
 def derive(path: str | os.PathLike, **known) -> Config:
-  """Returns the config of the model that a file of weights is of.
+  """Returns the config of the model in a file of weights.
 
-  Sizes are those of the arrays. What these do not tell is read in the JSON
-  files beside them, or else is as usual at this width, which the log says.
+  Sizes are taken from the arrays' shapes, and other fields from the JSON files
+  beside the weights. Without these files, the number of heads is the usual one
+  for the width, with a warning.
 
   Args:
-    path: as of `load`.
-    **known: fields of a `ViTConfig` that are what the caller says.
+    path: of a file of weights or a model's directory, as for `load`.
+    **known: fields of a `ViTConfig` that override those of the files.
 
   Raises:
-    UserError: there is no such file, or it holds no vision transformer of
-      these libraries; or nothing tells the number of heads.
+    UserError: there is no such file, it has no vision transformer of these
+      libraries, or the number of heads is unknown.
   """
   path = files.find(path)
   arrays = files.read(path)
@@ -344,13 +346,13 @@ def derive(path: str | os.PathLike, **known) -> Config:
     one_head = f'{library.head_distilled}bias' not in arrays
   sizes = _sizes(arrays, library)
   stages = sizes.pop('stages', 0)
-  lacking = {'width', 'image_size', 'mlp_dim'} - sizes.keys()
-  if lacking:
+  missing = {'width', 'image_size', 'mlp_dim'} - sizes.keys()
+  if missing:
     raise UserError(
-      f'{path} lacks the arrays that tell {" and ".join(sorted(lacking))}: it'
+      f'{path} lacks the arrays that tell {" and ".join(sorted(missing))}: it'
       ' may be cut short, so fetch it again.'
     )
-  told = beside.read(path)
+  metadata = beside.read(path)
   width = sizes['width']
   first = library.trunk + library.block.format(0)
   fields = {
@@ -358,11 +360,11 @@ def derive(path: str | os.PathLike, **known) -> Config:
     'mlp_dim': None if sizes['mlp_dim'] == 4 * width else sizes['mlp_dim'],
     'qkv_bias': f'{first}{library.query_key_value[0]}bias' in arrays,
     'distillation_head': not one_head,
-    'norm_epsilon': told.norm_epsilon
+    'norm_epsilon': metadata.norm_epsilon
     or _EPSILON.get('lvvit' if lv_vit else naming, 1e-6),
   }
-  if told.num_heads is not None:
-    fields['num_heads'] = told.num_heads
+  if metadata.num_heads is not None:
+    fields['num_heads'] = metadata.num_heads
   elif 'num_heads' not in known:
     if width not in _USUAL_HEADS:
       raise UserError(
@@ -385,9 +387,9 @@ def derive(path: str | os.PathLike, **known) -> Config:
   dense = ViTConfig(**fields | known)
   if not stages:
     return dense
-  # The file tells how many there are, not where.
-  places = equal_stages(dense.num_layers, stages)
-  return DynamicViTConfig(backbone=dense, stages=places)
+  # The file has the number of stages, but not their positions.
+  positions = equal_stages(dense.num_layers, stages)
+  return DynamicViTConfig(backbone=dense, stages=positions)
 
 
 def load(
@@ -397,31 +399,33 @@ def load(
   key: jax.Array | None = None,
   truncate: bool = False,
 ) -> dict[str, Any]:
-  """Returns parameters of a model from weights of timm and others.
+  """Returns parameters of a model from weights of another library.
 
-  Position embeddings are resampled where the image size differs. A head for
-  another number of classes, or that is not there, is made new, and the log says
-  so. What routing needs beside the weights of the dense twin is new too, but
-  for the prediction heads that files of DynamicViT have.
+  Position embeddings are resampled if the image size differs. A head that is
+  missing or for another number of classes is newly initialised, with a warning.
+  So are routing parameters, which the dense twin does not have, except for
+  prediction heads in files of DynamicViT.
 
   Args:
-    path: of a `.safetensors`, `.npz` or `.pth` file in a naming of `Naming`,
-      which is found out; or of a directory with `model.safetensors` or
+    path: of a `.safetensors`, `.npz` or `.pth` file in any `Naming`, which is
+      detected; or of a directory with `model.safetensors` or
       `pytorch_model.bin`.
     config: of the model.
-    key: for what is made new. None is for `jax.random.key(0)`, and zeros in
-      place of a new head.
-    truncate: whether weights of a deeper model will do, of which the first
-      blocks are taken (`config.isoflop_twin()`).
+    key: to initialise new parameters. With None, heads are zero, and other
+      parameters use `jax.random.key(0)`.
+    truncate: whether to accept weights of a deeper model, and take its first
+      blocks (`config.isoflop_twin()`).
 
   Returns:
-    Nested dictionary of float32 arrays, as `config.build().init` makes it.
+    Nested dictionary of float32 arrays, structured like the 'params' of
+    `config.build().init`.
 
   Raises:
-    UserError: there is no such file; it holds no vision transformer of these
-      libraries; or one of another architecture: tells its sizes, and every
-      array that is missing, unexpected or of another shape. Or the model has
-      more than parameters: `load_variables` returns them all.
+    UserError: there is no such file; it has no vision transformer of these
+      libraries; or its architecture is another one, in which case the message
+      has its sizes and all arrays that are missing, unexpected or of another
+      shape. Also if the model has variables other than parameters, which need
+      `load_variables`.
   """
   if config.dense_twin().stem is not None:
     raise UserError(
@@ -438,17 +442,17 @@ def load_variables(
   key: jax.Array | None = None,
   truncate: bool = False,
 ) -> dict[str, dict[str, Any]]:
-  """Returns all of a model's variables by collection; otherwise as `load`."""
+  """Returns all of a model's variables by collection; otherwise like `load`."""
   _check_dense(config)
   source = read(path, config, truncate=truncate)
   shapes = _shapes(config)
-  made = set(shapes) - set(source)
+  new = set(shapes) - set(source)
   zeros = set()
   if key is None:
     key = jax.random.key(0)
-    zeros = {name for name in made if name.startswith('head')}
+    zeros = {name for name in new if name.startswith('head')}
   fresh = {name: jnp.zeros(shapes[name]) for name in zeros}
-  if drawn := tuple(sorted(made - zeros)):
+  if drawn := tuple(sorted(new - zeros)):
     fresh |= _fresh(config, drawn, key)
   flat = {name: jnp.asarray(array) for name, array in (source | fresh).items()}
   statistics = {n: x for n, x in flat.items() if n.startswith(_STATISTICS)}
@@ -459,11 +463,11 @@ def load_variables(
 def read(
   path: str | os.PathLike, config: Config, *, truncate: bool = False
 ) -> dict[str, np.ndarray]:
-  """Returns what of a model's variables a file holds, by name, as `load` finds.
+  """Returns those of a model's variables that a file contains, by name.
 
-  Heads that are not there, or are for other classes, are left out, and the log
-  says so; and so is what routing needs beside the dense twin's weights. Names
-  of statistics begin with `batch_stats/`.
+  Heads that are missing or for another number of classes are left out, with a
+  warning, and so are routing parameters. Names of batch statistics begin with
+  `batch_stats/`. Arguments and errors are those of `load`, without `key`.
   """
   path = files.find(path)
   arrays = files.read(path)
@@ -479,14 +483,14 @@ def read(
   by_path = {name: entry for entry in entries for name in entry.ours}
   _resize(arrays, by_path['position'].theirs, dense)
   heads = _new_heads(path, arrays, by_path, shapes, library)
-  dropped = library.unused
+  ignored = library.unused
   if library.prediction and not _num_predictions(config, library):
-    dropped += (re.escape(library.prediction).replace(r'\{\}', r'\d+') + '.*',)
+    ignored += (re.escape(library.prediction).replace(r'\{\}', r'\d+') + '.*',)
   if truncate and sizes.get('num_layers', 0) > dense.num_layers:
     deeper = dataclasses.replace(dense, num_layers=sizes['num_layers'])
-    beyond = {entry.theirs for entry in names(deeper, naming)}
-    beyond -= {entry.theirs for entry in entries}
-    dropped += tuple(map(re.escape, beyond))
+    extra = {entry.theirs for entry in names(deeper, naming)}
+    extra -= {entry.theirs for entry in entries}
+    ignored += tuple(map(re.escape, extra))
   replaced = {
     entry.theirs for entry in entries if entry.ours[0].split('/')[0] in heads
   }
@@ -494,14 +498,14 @@ def read(
     {entry.theirs: entry.shape(shapes) for entry in entries},
     {name: a.shape for name, a in arrays.items() if name not in replaced},
     new=tuple(map(re.escape, replaced)),
-    dropped=dropped,
+    dropped=ignored,
     describe=f'{path}, a vision transformer of {library.label} with '
     + ', '.join(f'{field}={value}' for field, value in sizes.items())
     + ',',
   )
 
   for name, classes in heads.items():
-    # Told loudly: until it is trained, such a model knows no classes.
+    # A warning, since the model cannot classify until the head is trained.
     logging.warning(
       '%s: %s is made new, for num_classes=%d; %s in these weights.',
       *(path, name, dense.num_classes, f'{classes or "there is none"}'),
@@ -523,19 +527,19 @@ def save(
   naming: Naming = 'timm',
   batch_stats=None,
 ) -> None:
-  """Writes the weights of a model's dense twin as another library names them.
+  """Writes the weights of a model's dense twin in another library's naming.
 
-  Routers and prediction heads are left out, but for those that naming
-  'dynamicvit' has. The library's own model of the same sizes loads the file;
-  Hugging Face wants its `config.json` beside.
+  Routers and prediction heads are left out, except prediction heads with naming
+  'dynamicvit'. The library's own model of the same sizes can load the file;
+  Hugging Face also needs a `config.json` in the same directory.
 
   Args:
-    path: of the file, ending in `.safetensors`, `.npz` or `.pth`; what stood
-      there is replaced, once all is written.
+    path: of the file, ending in `.safetensors`, `.npz` or `.pth`; an existing
+      file is replaced atomically.
     params: nested dictionary of arrays, as `load` returns it.
     config: of the model.
     naming: the library.
-    batch_stats: the collection of that name, where there is a convolutional
+    batch_stats: the collection of that name, for a model with a convolutional
       stem.
 
   Raises:
@@ -560,10 +564,10 @@ def save(
     ours = [np.asarray(flat[name], np.float32) for name in entry.ours]
     arrays[entry.theirs] = entry.to_theirs(*ours)
     if entry.theirs.endswith('running_var'):
-      # PyTorch's layers look for it, and use it in training alone.
-      counted = entry.theirs.replace('running_var', 'num_batches_tracked')
-      arrays[counted] = np.int64(0)
-  # Where DynamicViT's code looks for it.
+      # PyTorch's layers require it, but use it only in training.
+      counter = entry.theirs.replace('running_var', 'num_batches_tracked')
+      arrays[counter] = np.int64(0)
+  # DynamicViT's code reads the weights from the key 'model'.
   files.write(
     path, arrays, torch_key='model' if naming == 'dynamicvit' else None
   )
@@ -592,18 +596,18 @@ def _shapes(config: Config) -> dict[str, tuple[int, ...]]:
   return {name: leaf.shape for name, leaf in abstract.items()}
 
 
-# Compiled, so that nothing but what is wanted is computed.
+# Compiled, so that XLA removes the computation of all other parameters.
 @functools.partial(jax.jit, static_argnames=('config', 'wanted'))
 def _fresh(
   config: Config, wanted: tuple[str, ...], key: jax.Array
 ) -> dict[str, jax.Array]:
-  """Returns some parameters as they are initialised."""
+  """Returns newly initialised variables with the names `wanted`."""
   flat = _init(config, key)
   return {name: flat[name] for name in wanted}
 
 
 def _recognise(path: pathlib.Path, arrays: Mapping[str, Any]) -> Naming:
-  """Returns whose names these are, by that of the patch embedding."""
+  """Returns the naming of the arrays, mainly by that of the patch embedding."""
   if any(name.startswith('score_predictor.') for name in arrays):
     return 'dynamicvit'
   if any(name.startswith(_LV_VIT.stem[0].format(1)) for name in arrays):
@@ -614,21 +618,21 @@ def _recognise(path: pathlib.Path, arrays: Mapping[str, Any]) -> Naming:
       pattern = r'(vit\.|deit\.)?' + pattern
     if any(re.fullmatch(pattern, name) for name in arrays):
       return naming
-  shown = ', '.join(sorted(arrays)[:3]) or 'nothing'
-  known = ' or '.join(
+  first_names = ', '.join(sorted(arrays)[:3]) or 'nothing'
+  choices = ' or '.join(
     f'{library.label} ({library.trunk}{library.patch}weight)'
     for library in (_TIMM, _HUGGING_FACE, _TORCHVISION)
   )
   raise UserError(
-    f'{path} holds no vision transformer as {known} name it; its first names'
-    f' are {shown}: convert it to one of these.'
+    f'{path} holds no vision transformer as {choices} name it; its first names'
+    f' are {first_names}: convert it to one of these.'
   )
 
 
 def _by_table(arrays, naming: Naming, library: _Library):
-  """Returns arrays under the names that the table has for them.
+  """Returns arrays by their names in the table of `names`.
 
-  Those of Hugging Face differ with the class that wrote them.
+  In Hugging Face, names differ between the classes that saved the weights.
   """
   if naming != 'huggingface':
     return dict(arrays)
@@ -647,11 +651,14 @@ def _by_table(arrays, naming: Naming, library: _Library):
 
 
 def _sizes(arrays, library: _Library) -> dict[str, Any]:
-  """Returns what of a config the weights tell, by field."""
+  """Returns the fields of a config that the arrays' shapes determine.
+
+  For DynamicViT also `stages`, the number of its prediction heads.
+  """
 
   def shape(name, rank):
-    found = arrays.get(name)
-    return found.shape if found is not None and found.ndim == rank else None
+    array = arrays.get(name)
+    return array.shape if array is not None and array.ndim == rank else None
 
   sizes = {}
   trunk = library.trunk
@@ -659,7 +666,7 @@ def _sizes(arrays, library: _Library) -> dict[str, Any]:
     trunk + library.distillation_token in arrays
   )
   if patch := shape(trunk + library.patch + 'weight', 4):
-    # The stem halves the image first.
+    # The stem halves the resolution before the patch embedding.
     side = patch[2] * (1 if library.stem is None else 2)
     sizes |= {'width': patch[0], 'patch_size': side}
   block = re.escape(trunk + library.block).replace(r'\{\}', r'(\d+)')
@@ -683,14 +690,14 @@ def _sizes(arrays, library: _Library) -> dict[str, Any]:
 
 
 def _check_beside(path: pathlib.Path, dense: ViTConfig) -> None:
-  """Checks what no array tells, where the files beside the weights do."""
-  told = beside.read(path)
-  if told.num_heads not in (None, dense.num_heads):
+  """Compares a config with the JSON files beside the weights, if any."""
+  saved = beside.read(path)
+  if saved.num_heads not in (None, dense.num_heads):
     raise UserError(
-      f'num_heads={dense.num_heads}: the model in {path} has {told.num_heads},'
-      f' as the config.json beside it says; set num_heads={told.num_heads}.'
+      f'num_heads={dense.num_heads}: the model in {path} has {saved.num_heads},'
+      f' as the config.json beside it says; set num_heads={saved.num_heads}.'
     )
-  if told.num_heads is None:
+  if saved.num_heads is None:
     assumed = {'num_heads': dense.num_heads}
     if dense.stem is not None:
       assumed['residual_scale'] = dense.residual_scale
@@ -698,25 +705,25 @@ def _check_beside(path: pathlib.Path, dense: ViTConfig) -> None:
       'Assumed as in the config, since nothing in or beside %s tells: %s.',
       *(path, ', '.join(f'{name}={value}' for name, value in assumed.items())),
     )
-  if told.activation not in (None, 'gelu'):
+  if saved.activation not in (None, 'gelu'):
     raise UserError(
-      f'{path} was trained with hidden_act={told.activation!r}, as the'
+      f'{path} was trained with hidden_act={saved.activation!r}, as the'
       " config.json beside it says; only 'gelu' is supported, so use other"
       ' weights.'
     )
-  if told.norm_epsilon not in (None, dense.norm_epsilon):
+  if saved.norm_epsilon not in (None, dense.norm_epsilon):
     logging.warning(
       '%s was trained with norm_epsilon=%g, and the config has %g.',
-      *(path, told.norm_epsilon, dense.norm_epsilon),
+      *(path, saved.norm_epsilon, dense.norm_epsilon),
     )
 
 
 def _resize(arrays, name: str, dense: ViTConfig) -> None:
-  """Resamples position embeddings where the grid alone is another."""
+  """Resamples position embeddings in place if only the grid differs."""
   position = arrays.get(name)
   if position is None or position.ndim != 3 or len(position) != 1:
     return
-  # With another number of tokens before the patches, these make no square.
+  # Not a square if the numbers of prefix tokens differ; an error comes later.
   patches = position.shape[1] - dense.num_prefix
   square = patches > 0 and math.isqrt(patches) ** 2 == patches
   if square and position.shape[2] == dense.width:
@@ -727,12 +734,11 @@ def _resize(arrays, name: str, dense: ViTConfig) -> None:
 def _new_heads(
   path, arrays, by_path, shapes, library: _Library
 ) -> dict[str, int | None]:
-  """Returns heads to make new, with the classes that the weights have.
+  """Returns heads that need a new initialisation.
 
-  Those are heads for other classes, and, with None, heads that are not there.
-
-  Raises:
-    UserError: of two heads, there is one: half of the logits would be none.
+  The values are the number of classes in the weights, or None if the head is
+  missing. It is an error if only the second head of a distilled model is
+  missing, since the logits are the mean of both.
   """
   new = {}
   for head in ('head', 'head_distilled', 'head_tokens'):
@@ -740,11 +746,11 @@ def _new_heads(
       continue
     kernel = by_path[f'{head}/kernel']
     bias = by_path[f'{head}/bias']
-    found = [arrays.get(entry.theirs) for entry in (kernel, bias)]
-    if all(array is None for array in found):
+    pair = [arrays.get(entry.theirs) for entry in (kernel, bias)]
+    if all(array is None for array in pair):
       if head != 'head_distilled':
         new[head] = None
-      # Without its token, it is not the head alone that is missing.
+      # If the token is missing too, `read` reports a different architecture.
       elif library.trunk + library.distillation_token in arrays:
         if 'head' not in new or new['head'] is not None:
           raise UserError(
@@ -752,9 +758,9 @@ def _new_heads(
             " Face's DeiTForImageClassification: set distillation_head=False."
           )
         new[head] = None
-    elif all(array is not None for array in found):
+    elif all(array is not None for array in pair):
       classes, width = kernel.shape(shapes)
-      (others,) = found[1].shape if found[1].ndim == 1 else (classes,)
-      if others != classes and found[0].shape == (others, width):
-        new[head] = others
+      (theirs,) = pair[1].shape if pair[1].ndim == 1 else (classes,)
+      if theirs != classes and pair[0].shape == (theirs, width):
+        new[head] = theirs
   return new

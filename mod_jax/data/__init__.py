@@ -1,1 +1,1 @@
-"""Input pipelines: text for language models, labelled pictures."""
+"""Input pipelines: text for language models, and labelled images."""

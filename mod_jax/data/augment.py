@@ -1,10 +1,10 @@
-"""From decoded pictures to arrays: crops, augmentation and mixing.
+"""From decoded images to arrays: crops, augmentation and mixing.
 
-Pictures are RGB `PIL.Image`s of any size until they are cropped to `size`, S,
-pixels a side, by Pillow's filter `resample`, and then normalised. Every random
-choice comes from the numpy generator `rng` that is passed in, one for each
-picture or batch, so the same generator state gives the same bytes. A batch has
-'image', float32 [B, S, S, 3], and 'target', float32 [B, V].
+Images are RGB `PIL.Image`s of any size until they are cropped to S x S pixels
+(`size`), with Pillow's filter `resample`, and then normalised. All randomness
+comes from the NumPy generator `rng` that is passed in, one for each image or
+batch, so the same generator state gives the same bytes. A batch has 'image',
+float32 [B, S, S, 3], and 'target', float32 [B, V].
 """
 
 from collections.abc import Callable
@@ -18,18 +18,18 @@ from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 from mod_jax import config as config_lib
 
 Color = tuple[int, int, int]
-# What is resized to a number of pixels: the shorter side, and the longer one by
-# as much; each side, so that the aspect changes; or nothing.
+# 'shorter_side' resizes the shorter side to a number of pixels and keeps the
+# aspect ratio; 'squash' resizes both sides to it; 'none' does not resize.
 Resize = Literal['shorter_side', 'squash', 'none']
 
 _MAX_MAGNITUDE = 10.0
 _Magnitude = Annotated[float, config_lib.Range(ge=0, le=_MAX_MAGNITUDE)]
-# A drawn operation is left out this often, as in timm and so in DeiT's recipe.
+# Probability of skipping a drawn operation, as in timm and so DeiT's recipe.
 _SKIPPED_OPERATIONS = 0.5
-# Attempts at a rectangle that fits, before giving up.
+# Draws of a random rectangle until one fits into the image.
 _ATTEMPTS = 10
 _CROP_ASPECT = (3 / 4, 4 / 3)
-# Shorter sides of a picture that its longer side may have before it is cut.
+# Larger aspect ratios are cropped before resizing.
 _LONGEST = 32
 _ERASED_AREA = (0.02, 1 / 3)
 _ERASED_ASPECT = (0.3, 1 / 0.3)
@@ -37,30 +37,29 @@ _ERASED_ASPECT = (0.3, 1 / 0.3)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AugmentConfig:
-  """What happens to training pictures; all off by default.
+  """Augmentation of training images; all off by default.
 
   Attributes:
-    crop: 'none' is the largest centred square, or all of a picture that is
-      squashed; 'pad' moves that square by up to `padding` pixels;
-      'random_resized' takes a random part of the picture (Szegedy et al.,
-      2015).
-    min_scale: smallest part of the picture's area, for 'random_resized'.
+    crop: 'none' is the largest centred square, or the whole image if it is
+      squashed; 'pad' shifts that square by up to `padding` pixels;
+      'random_resized' takes a random part of the image (Szegedy et al., 2015).
+    min_scale: smallest part of the image's area, for 'random_resized'.
     padding: pixels on each side after resizing, for 'pad'.
     flip: probability of a horizontal flip.
-    randaugment_ops: operations per picture (Cubuk et al., 2020); each drawn one
-      is applied with probability 1/2.
-    randaugment_magnitude: their strength, of 10.
+    randaugment_ops: operations drawn per image (Cubuk et al., 2020); each is
+      applied with probability 1/2.
+    randaugment_magnitude: strength of the operations, from 0 to 10.
     randaugment_noise: standard deviation of that strength.
-    three_augment: whether each picture is made grey, solarised or blurred, one
-      of these at random (DeiT III, Touvron et al., 2022).
-    color_jitter: largest change of brightness, contrast and saturation, each as
-      a part of what they are.
+    three_augment: whether to make each image grey, solarised or blurred, one of
+      these at random (DeiT III, Touvron et al., 2022).
+    color_jitter: largest relative change of brightness, contrast and
+      saturation.
     erase: probability of erasing a random rectangle (Zhong et al., 2020).
-    mixup: alpha of the Beta distribution of the weight of a picture against
-      another of its batch (Zhang et al., 2018); 0 is off.
-    cutmix: alpha of that of the area kept, the rest being a rectangle of
-      another picture (Yun et al., 2019); 0 is off.
-    switch: probability that a batch gets cutmix, if both are on.
+    mixup: alpha of the Beta distribution from which the weights of two mixed
+      images are drawn (Zhang et al., 2018); 0 is off.
+    cutmix: alpha of the Beta distribution of the part of an image's area that
+      is kept; another image fills the rest (Yun et al., 2019); 0 is off.
+    switch: probability that a batch gets cutmix and not mixup, if both are on.
     label_smoothing: part of the target that is spread over all classes.
   """
 
@@ -84,7 +83,7 @@ class AugmentConfig:
     config_lib.validate(self)
 
 
-# One picture.
+# Single images.
 
 
 def center_crop(
@@ -95,27 +94,27 @@ def center_crop(
   resample: Image.Resampling = Image.Resampling.BICUBIC,
   resize: Resize = 'shorter_side',
 ) -> Image.Image:
-  """Returns the middle of a resized picture, `size` pixels a side.
+  """Returns a centred square crop of a resized image, `size` pixels a side.
 
-  The picture is resized to `size / fraction` pixels, and a square of `size`
-  cut from its middle, with the very pixels that transformers gets. What lies
-  outside of the picture is black.
+  The image is resized to `size / fraction` pixels and cropped to `size`, with
+  the same pixels as image processors of Hugging Face transformers. Pixels
+  outside of the image are black.
 
   Args:
     image: RGB.
-    size: of the result.
-    fraction: side of the square over that of the resized picture.
+    size: side of the result.
+    fraction: side of the crop over that of the resized image.
     resample: Pillow's filter.
     resize: see `Resize`.
   """
-  whole = max(1, round(size / fraction))
+  full = max(1, round(size / fraction))
   if resize == 'squash':
-    image = image.resize((whole, whole), resample)
+    image = image.resize((full, full), resample)
   elif resize == 'shorter_side':
     shorter = min(image.size)
-    # All of a very long picture would fill the memory once it is resized.
+    # Resizing an image of extreme aspect ratio could exhaust the memory.
     image = _middle(image, *(min(n, _LONGEST * shorter) for n in image.size))
-    image = image.resize([whole * n // shorter for n in image.size], resample)
+    image = image.resize([full * n // shorter for n in image.size], resample)
   return _middle(image, size, size)
 
 
@@ -132,10 +131,10 @@ def random_resized_crop(
   min_scale: float,
   resample: Image.Resampling = Image.Resampling.BICUBIC,
 ) -> Image.Image:
-  """Returns a random part of the picture, of aspect 3:4 to 4:3, as S by S.
+  """Returns a random crop of aspect ratio 3:4 to 4:3, resized to S by S.
 
-  Its area is from `min_scale` to 1 of the whole. Where no such part fits, the
-  centred square (Szegedy et al., 2015).
+  Its area is drawn between `min_scale` and 1 of the image's. If no draw fits,
+  returns the centred square crop (Szegedy et al., 2015).
   """
   width, height = image.size
   for _ in range(_ATTEMPTS):
@@ -153,7 +152,7 @@ def random_resized_crop(
 def shift(
   image: Image.Image, rng: np.random.Generator, *, padding: int, fill: Color
 ) -> Image.Image:
-  """Pads the picture and cuts its size out again at a random place."""
+  """Pads the image and crops it to its original size at a random place."""
   width, height = image.size
   padded = ImageOps.expand(image, border=padding, fill=fill)
   left, top = (int(n) for n in rng.integers(2 * padding + 1, size=2))
@@ -185,7 +184,7 @@ def _equalize(image, level, fill):
 
 
 def _posterize(image, level, fill):
-  # Zero bits would be a black picture, which Pillow can make and nobody learn.
+  # At least one bit: with none, the image would be black.
   return ImageOps.posterize(image, max(1, 4 - int(4 * level)))
 
 
@@ -215,8 +214,9 @@ def _translate_y(image, level, fill):
   return _affine(image, (1, 0, 0, 0, 1, 0.45 * level * image.height), fill)
 
 
-# Name -> (operation, whether its level has a random sign). The level is the
-# magnitude over 10; all grow stronger with it, as timm's "increasing" set.
+# Name -> (operation, whether its level gets a random sign). The level is the
+# magnitude over 10; every operation grows stronger with it, as in timm's
+# "increasing" set.
 OPERATIONS: dict[
   str, tuple[Callable[[Image.Image, float, Color], Image.Image], bool]
 ] = {
@@ -245,15 +245,16 @@ def rand_augment(
   noise: float = 0.0,
   fill: Color = (128, 128, 128),
 ) -> Image.Image:
-  """Applies random operations in a row (Cubuk et al., 2020).
+  """Applies a sequence of random operations (Cubuk et al., 2020).
 
   Args:
     image: RGB.
-    rng: makes the choices.
-    ops: operations drawn, with replacement, each applied with probability 1/2.
-    magnitude: strength, of 10.
-    noise: standard deviation of the strength, which stays within 0 and 10.
-    fill: colour of what comes in from outside.
+    rng: source of randomness.
+    ops: number of operations, drawn with replacement; each is applied with
+      probability 1/2.
+    magnitude: mean strength, from 0 to 10.
+    noise: standard deviation of the strength, which is clipped to 0 to 10.
+    fill: colour of pixels from outside of the image.
   """
   names = list(OPERATIONS)
   for _ in range(ops):
@@ -268,7 +269,7 @@ def rand_augment(
 
 
 def three_augment(image: Image.Image, rng: np.random.Generator) -> Image.Image:
-  """Returns the picture grey, solarised or blurred (Touvron et al., 2022)."""
+  """Makes the image grey, solarised or blurred (Touvron et al., 2022)."""
   match int(rng.integers(3)):
     case 0:
       return ImageOps.grayscale(image).convert('RGB')
@@ -295,17 +296,17 @@ def normalize(
   mean: tuple[float, float, float],
   std: tuple[float, float, float],
 ) -> np.ndarray:
-  """Returns bytes [..., 3] as float32, `(value / 255 - mean) / std`."""
+  """Returns `(image / 255 - mean) / std` as float32 [..., 3]."""
   scaled = np.asarray(image, np.float32) / np.float32(255)
   return (scaled - np.float32(mean)) / np.float32(std)
 
 
 def erase(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-  """Returns a copy in which one rectangle is normal noise.
+  """Returns a copy in which one rectangle is Gaussian noise.
 
-  Its area is 2% to 1/3 of the picture's and its aspect 0.3 to 1/0.3 (Zhong et
-  al., 2020); in the rare case that none of ten draws fits, nothing is erased.
-  The image is normalised, float32 [S, S, 3].
+  Its area is 2% to 1/3 of the image's and its aspect ratio 0.3 to 1/0.3 (Zhong
+  et al., 2020). In the rare case that none of ten draws fits, nothing is
+  erased. The image is normalised, float32 [S, S, 3].
   """
   height, width, channels = image.shape
   for _ in range(_ATTEMPTS):
@@ -334,18 +335,19 @@ def augment(
   resample: Image.Resampling = Image.Resampling.BICUBIC,
   resize: Resize = 'shorter_side',
 ) -> np.ndarray:
-  """Returns a training picture: crop, flip, operations, normalise, erase.
+  """Returns an augmented and normalised training image.
 
   Args:
     image: RGB, any size.
-    rng: of this picture.
-    config: what to do; mixing and smoothing are for whole batches.
+    rng: source of randomness, for this image alone.
+    config: the augmentation, of which mixing and label smoothing are applied
+      elsewhere.
     size: S.
-    mean: of each channel, in [0, 1]; what comes in from outside has this
+    mean: of each channel, in [0, 1]; pixels from outside of the image get this
       colour.
-    std: of each channel, likewise.
-    resample: Pillow's filter of the crop.
-    resize: what is resized where the crop is not random.
+    std: standard deviation of each channel, with values in [0, 1].
+    resample: Pillow's filter for the crop.
+    resize: how to resize, unless the crop is 'random_resized'.
 
   Returns:
     float32 [S, S, 3].
@@ -383,20 +385,20 @@ def augment(
 
 
 def soft_target(label: int, classes: int, smoothing: float = 0.0) -> np.ndarray:
-  """Returns float32 [V] that sums to 1: one-hot, a part of it spread evenly."""
+  """Returns a smoothed one-hot target, float32 [V], that sums to 1."""
   target = np.full(classes, smoothing / classes, np.float32)
   target[label] += 1 - smoothing
   return target
 
 
 def mixup(batch: dict[str, np.ndarray], weight: float) -> dict[str, np.ndarray]:
-  """Returns every picture blended with the one before it in the batch.
+  """Blends every image with the preceding one in the batch.
 
-  The weight, in [0, 1], is that of the picture itself and of its target.
+  The weight, in [0, 1], is that of the image itself and of its target.
   """
-  own, other = np.float32(weight), np.float32(1 - weight)
+  kept, added = np.float32(weight), np.float32(1 - weight)
   return {
-    key: own * batch[key] + other * np.roll(batch[key], 1, axis=0)
+    key: kept * batch[key] + added * np.roll(batch[key], 1, axis=0)
     for key in ('image', 'target')
   }
 
@@ -404,11 +406,10 @@ def mixup(batch: dict[str, np.ndarray], weight: float) -> dict[str, np.ndarray]:
 def cutmix(
   batch: dict[str, np.ndarray], weight: float, rng: np.random.Generator
 ) -> dict[str, np.ndarray]:
-  """Returns every picture with a rectangle of the one before it in the batch.
+  """Pastes into every image a rectangle of the preceding one in the batch.
 
-  The weight, in [0, 1], is the part of the area that a picture would keep.
-  Targets are weighted by the area that the rectangle really has: it is cut off
-  at the border.
+  The weight, in [0, 1], is the intended part of the area to keep. Targets are
+  weighted by the actual area, since the rectangle is clipped at the border.
   """
   image, target = batch['image'], batch['target']
   height, width = image.shape[1:3]
@@ -422,20 +423,17 @@ def cutmix(
   mixed[:, top:bottom, left:right] = np.roll(image, 1, axis=0)[
     :, top:bottom, left:right
   ]
-  other = np.float32((bottom - top) * (right - left) / (height * width))
+  pasted = np.float32((bottom - top) * (right - left) / (height * width))
   return {
     'image': mixed,
-    'target': (1 - other) * target + other * np.roll(target, 1, axis=0),
+    'target': (1 - pasted) * target + pasted * np.roll(target, 1, axis=0),
   }
 
 
 def mix(
   batch: dict[str, np.ndarray], rng: np.random.Generator, config: AugmentConfig
 ) -> dict[str, np.ndarray]:
-  """Returns the batch after mixup or cutmix, if either is on.
-
-  One weight holds for a whole batch.
-  """
+  """Applies mixup or cutmix to a batch, with one weight, if either is on."""
   if not (config.mixup or config.cutmix):
     return batch
   both = config.mixup and config.cutmix

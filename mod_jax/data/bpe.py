@@ -1,4 +1,4 @@
-"""A subword tokeniser that a run makes itself, from its own training files."""
+"""Learns a byte-level BPE tokeniser from training files."""
 
 from collections.abc import Iterator, Sequence
 import pathlib
@@ -9,24 +9,24 @@ from mod_jax import errors, paths
 from mod_jax.data import corpus
 
 END_OF_TEXT = '<|endoftext|>'
-# Bytes of text that merges are learned from. More would hardly change them,
-# and would let a large corpus hold up the start of a run.
+# Bytes of text that merges are learned from. More would hardly change them and
+# would delay the start of a run.
 _MAX_BYTES = 2**26
 
 
 def open_tokenizer(
   files: Sequence[corpus.TextFile], vocab_size: int, cache_dir: str
 ) -> pathlib.Path:
-  """Returns a `tokenizer.json` learned from files, now or in an earlier run.
+  """Returns a `tokenizer.json` learned from files, learning it if not cached.
 
-  A byte-level BPE (Sennrich et al. 2016; Radford et al. 2019), so that any text
-  has tokens and comes back unchanged. It is a function of the files and the
-  size alone; the cache is keyed by the files' names, sizes and times of change.
+  It is a byte-level BPE (Sennrich et al. 2016; Radford et al. 2019), which
+  encodes any text without loss. It depends only on the files and the size; the
+  cache is keyed by the files' paths, names, sizes and modification times.
 
   Args:
-    files: training files only: what is held out must not shape the vocabulary.
-    vocab_size: ids, the 256 bytes and the end of a text among them.
-    cache_dir: directory for the result; made if missing.
+    files: training files only: held-out text must not affect the vocabulary.
+    vocab_size: number of ids, with the 256 bytes and the end-of-text token.
+    cache_dir: directory for the result; created if missing.
 
   Raises:
     errors.UserError: the files are too few for so many subwords, or a file or
@@ -46,7 +46,7 @@ def open_tokenizer(
     hf_tokenizers.trainers.BpeTrainer(
       vocab_size=vocab_size,
       special_tokens=[END_OF_TEXT],
-      # All bytes, so that no text is without tokens.
+      # All bytes, so that any text can be encoded.
       initial_alphabet=hf_tokenizers.pre_tokenizers.ByteLevel.alphabet(),
       show_progress=False,
     ),
@@ -68,11 +68,11 @@ def open_tokenizer(
 
 
 def _sample(files: Sequence[corpus.TextFile]) -> Iterator[str]:
-  """Yields the text of files, drawn by a hash of their names, up to a limit."""
-  left = _MAX_BYTES
+  """Yields `_MAX_BYTES` of text of files, in the order of hashed names."""
+  remaining = _MAX_BYTES
   for file in sorted(files, key=lambda f: corpus.draw(f.name)):
     for text in corpus.text_chunks(file.path):
       yield text
-      left -= len(text.encode())
-      if left < 0:
+      remaining -= len(text.encode())
+      if remaining < 0:
         return

@@ -1,4 +1,4 @@
-"""What pipelines of text and of pictures share: checks, and who gets what."""
+"""Checks and transforms for both text and image pipelines."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,8 +19,8 @@ def check_source(
 
   Args:
     config: of a data set.
-    needed: fields without which a source cannot be read, by source.
-    own: sources that read a field, by field, where others do not.
+    needed: for each source, the fields that it requires.
+    own: for each field that only some sources read, these sources.
 
   Raises:
     errors.UserError: a field is missing, or would silently do nothing.
@@ -48,7 +48,7 @@ def check_request(
   seed: int = 0,
   num_batches: int | None = None,
 ) -> None:
-  """Raises errors.UserError where no such batches can be asked for."""
+  """Raises errors.UserError if arguments of a batch iterator are invalid."""
   if batch_size < 1:
     raise errors.UserError(f'batch_size={batch_size}: expected at least 1')
   if not 0 <= shard_index < shard_count:
@@ -65,10 +65,10 @@ def check_request(
 
 
 class Rows(grain.transforms.Map):
-  """A batch to some of its rows."""
+  """Selects rows of a batch."""
 
   def __init__(self, start: int, stop: int | None = None):
-    """Takes the rows from `start` to before `stop`; None is the end."""
+    """Selects rows [start, stop); None is the end."""
     self._rows = slice(start, stop)
 
   def map(self, element: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

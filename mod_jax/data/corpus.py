@@ -1,7 +1,7 @@
-"""Files as one long stream of tokens, read in place and never held in memory.
+"""Files as one long stream of tokens, read from disk on access.
 
-A document is a file. Files stand in the order of their relative names, so the
-stream, and with it every batch, is the same wherever the tree is mounted.
+A document is a file. Files are ordered by their relative names, so that the
+stream, and thus every batch, is the same wherever the directory is mounted.
 """
 
 import array
@@ -30,13 +30,13 @@ _SKIPPED_DIRS = frozenset(('site-packages', 'dist-packages', '__pycache__'))
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextFile:
-  """A regular, non-empty file, as it was when listed.
+  """A file with its size and modification time when it was listed.
 
   Attributes:
     name: path relative to the root of the search, '/' between the parts.
     path: where to open it.
     size: bytes.
-    mtime_ns: time of the last change, nanoseconds.
+    mtime_ns: time of the last modification, nanoseconds.
   """
 
   name: str
@@ -49,15 +49,15 @@ def list_files(patterns: str, field: str = 'files') -> list[TextFile]:
   """Returns the non-empty files that match, sorted by relative name.
 
   Args:
-    patterns: globs separated by commas, as `paths.split_globs` and `paths.glob`
-      read them. Names are relative to the part of each glob before its first
-      wildcard or brace.
-    field: which setting to name in errors.
+    patterns: globs separated by commas, in the syntax of `paths.split_globs`
+      and `paths.glob`. Names are relative to the directory of each glob before
+      its first wildcard or brace.
+    field: name of the setting, for error messages.
 
   Raises:
     errors.UserError: a glob matches no file, or all that match are empty.
   """
-  found = {}
+  by_real_path = {}
   paths.require_local(patterns, field)
   for pattern in paths.split_globs(patterns):
     full = os.path.abspath(os.path.expanduser(pattern))
@@ -75,11 +75,11 @@ def list_files(patterns: str, field: str = 'files') -> list[TextFile]:
       )
       raise errors.UserError(f'{field}={pattern!r} matches no file: {hint}')
     for path in sorted(matched):
-      # Two names of one file would put the same text in twice, and perhaps on
-      # both sides of the split.
+      # A file under two names (links) would appear twice, perhaps both in the
+      # training and in the held-out files.
       file = text_file(path, _relative(path, root))
-      found.setdefault(os.path.realpath(path), file)
-  files = sorted_non_empty(found.values())
+      by_real_path.setdefault(os.path.realpath(path), file)
+  files = sorted_non_empty(by_real_path.values())
   if not files:
     raise errors.UserError(
       f'{field}={patterns!r} matches only empty files: point it at files with '
@@ -89,7 +89,7 @@ def list_files(patterns: str, field: str = 'files') -> list[TextFile]:
 
 
 def list_stdlib() -> list[TextFile]:
-  """Returns the Python standard library's own source files on this machine.
+  """Returns the Python standard library's source files on this machine.
 
   Raises:
     errors.UserError: this Python was installed without its sources.
@@ -116,7 +116,7 @@ def _relative(path: str, root: str) -> str:
 
 
 def text_file(path: str, name: str) -> TextFile:
-  """Returns the file at a path, as it is now."""
+  """Returns the file at a path with its present size and modification time."""
   stat = os.stat(path)
   return TextFile(
     name=name, path=path, size=stat.st_size, mtime_ns=stat.st_mtime_ns
@@ -124,14 +124,14 @@ def text_file(path: str, name: str) -> TextFile:
 
 
 def sorted_non_empty(files: Iterable[TextFile]) -> list[TextFile]:
-  """Returns the files that hold something, in the order of their names."""
+  """Returns the non-empty files, sorted by name."""
   return sorted(
     (f for f in files if f.size), key=lambda f: (os.fsencode(f.name), f.path)
   )
 
 
 def draw(name: str | bytes) -> float:
-  """Returns a number in [0, 1) that depends on the name alone."""
+  """Returns a hash of the name as a number in [0, 1)."""
   digest = hashlib.sha256(os.fsencode(name)).digest()
   return int.from_bytes(digest[:8], 'big') / 2**64
 
@@ -141,8 +141,9 @@ def hold_out(
 ) -> tuple[list[TextFile], list[TextFile]]:
   """Splits whole files into (training, held-out) by a hash of their names.
 
-  A file's side does not change when others come or go, except that of two or
-  more files at least one is on each side. A single file is for training.
+  Adding or removing other files does not move a file to the other side, unless
+  one side would be empty: of two or more files, at least one is on each side. A
+  single file is for training.
   """
   draw_N = np.array([draw(f.name) for f in files])
   held_N = draw_N < fraction
@@ -161,8 +162,8 @@ def without_copies(
 ) -> list[TextFile]:
   """Returns the training files whose content is not also held out.
 
-  Only files of equal size are read, and of those only the first 64 KiB unless
-  these agree.
+  Only files of equal size are read, and beyond the first 64 KiB only if those
+  are equal.
   """
   by_size = collections.defaultdict(list)
   for f in held_out:
@@ -174,9 +175,10 @@ def without_copies(
 
 
 def distinct(files: Sequence[TextFile]) -> list[TextFile]:
-  """Returns the files without those whose content an earlier one has.
+  """Returns the files except copies of earlier ones.
 
-  As little is read as by `without_copies`.
+  Only files of equal size are read, and beyond the first 64 KiB only if those
+  are equal.
   """
   kept = collections.defaultdict(list)
   same = _same_content()
@@ -188,7 +190,7 @@ def distinct(files: Sequence[TextFile]) -> list[TextFile]:
 
 
 def _same_content() -> Callable[[TextFile, TextFile], bool]:
-  """Returns whether two files of equal size are equal, reading each once."""
+  """Returns a function that compares files of equal size by cached hashes."""
   digest = functools.cache(_digest)
 
   def same(f: TextFile, g: TextFile) -> bool:
@@ -222,7 +224,8 @@ class TokenStream(Protocol):
   """Tokens of all documents, one after another, with random access.
 
   Attributes:
-    starts: int64 [documents], strictly increasing from 0: where each begins.
+    starts: int64 [documents], the index of each document's first token,
+      strictly increasing from 0.
   """
 
   starts: np.ndarray
@@ -235,30 +238,30 @@ class TokenStream(Protocol):
 
 
 class _OpenFile:
-  """A file to read pieces of, from any thread; closed with its last user.
+  """A file to read ranges of, from any thread; closed when garbage-collected.
 
-  Reading, and not mapping: a mapped file that is truncated ends the process by
-  SIGBUS, where a read comes back short and can be told.
+  Not memory-mapped: if a mapped file is truncated, access kills the process by
+  SIGBUS, whereas a short read can be reported.
   """
 
   def __init__(self, path: str, size: int):
-    """Opens a file that has `size` bytes; raises UserError where it cannot."""
+    """Opens a file of `size` bytes; raises UserError if that fails."""
     self._path = path
     self._size = size
-    self._descriptor = -1  # What __del__ sees if opening fails.
-    self._close = os.close  # When Python ends, `os` may be gone before us.
+    self._descriptor = -1  # For __del__, if opening fails.
+    self._close = os.close  # `os` may be unloaded before __del__ at exit.
     try:
       self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as e:
       raise _cannot_read(path, e) from e
 
   def __del__(self):
-    """Closes it: nobody can be reading any more, in whichever thread."""
+    """Closes the file; no thread can be reading it without a reference."""
     if self._descriptor >= 0:
       self._close(self._descriptor)
 
   def read(self, begin: int, count: int) -> bytes:
-    """Returns bytes [begin, begin + count); raises UserError if some lack."""
+    """Returns bytes [begin, begin + count); UserError if there are fewer."""
     parts = []
     while count:
       try:
@@ -271,7 +274,7 @@ class _OpenFile:
           'shorter now; restore it or start a new run'
         )
       if len(part) == count and not parts:
-        return part  # Nearly always: no copy.
+        return part  # The usual case, without a copy.
       parts.append(part)
       begin += len(part)
       count -= len(part)
@@ -279,13 +282,13 @@ class _OpenFile:
 
 
 class _Joined:
-  """Pieces, one after another; each is opened when it is needed."""
+  """A stream that concatenates pieces, each opened on first access."""
 
-  # By default a process may have 1024 files open.
+  # The usual limit for a process is 1024 open files.
   MAX_OPEN = 128
 
   def __init__(self, lengths: Sequence[int], open_piece: Callable[[int], Any]):
-    """Lays out pieces of these lengths; `open_piece(i)` opens the i-th."""
+    """Takes the pieces' lengths in tokens; `open_piece(i)` opens the i-th."""
     self._ends = np.cumsum(lengths, dtype=np.int64)
     self._begins = np.concatenate([np.zeros(1, np.int64), self._ends[:-1]])
     self._piece = functools.lru_cache(self.MAX_OPEN)(open_piece)
@@ -311,7 +314,7 @@ class ByteStream(_Joined):
   """The bytes of files, concatenated."""
 
   def __init__(self, files: Sequence[TextFile]):
-    """Lays out `files` without opening any."""
+    """Takes the files in stream order; opens none."""
     self._files = files = tuple(files)
     super().__init__(
       [f.size for f in files], lambda i: _OpenFile(files[i].path, files[i].size)
@@ -319,16 +322,16 @@ class ByteStream(_Joined):
     self.starts = self._begins
 
   def __reduce__(self):
-    """Leaves the open files behind, for worker processes."""
+    """Pickles without the open files, for worker processes."""
     return type(self), (self._files,)
 
   def _read(self, i: int, begin: int, count: int) -> np.ndarray:
-    read = self._piece(i).read(begin, count)
-    return np.frombuffer(read, np.uint8).astype(np.int32)
+    data = self._piece(i).read(begin, count)
+    return np.frombuffer(data, np.uint8).astype(np.int32)
 
 
-# A token cache is one file, so that one rename puts all of it in place:
-# header, tokens (padded to 8 bytes), document starts.
+# A token cache is a single file, so that one rename replaces all of it. Its
+# parts: header, tokens (padded to a multiple of 8 bytes), document starts.
 _MAGIC = b'MODJAXT1'
 _HEADER = struct.Struct('<8sQQQ')  # magic, bytes per token, tokens, documents
 _DTYPES = {1: np.uint8, 2: np.uint16, 4: np.uint32}  # By bytes per token.
@@ -336,10 +339,10 @@ _CHUNK = 2**20
 
 
 class CachedStream:
-  """Tokens that were written by `write_cache`, read as they are needed.
+  """Tokens that were written by `write_cache`, read on access.
 
   Attributes:
-    documents: how many there are.
+    documents: number of documents.
   """
 
   def __init__(self, path: str, vocab_size: int):
@@ -368,12 +371,12 @@ class CachedStream:
 
   @functools.cached_property
   def starts(self) -> np.ndarray:
-    """int64 [documents], see `TokenStream`; read when first asked for."""
-    read = self._file.read(self._starts_at, 8 * self.documents)
-    return np.frombuffer(read, np.int64)
+    """int64 [documents], index of each document's first token."""
+    data = self._file.read(self._starts_at, 8 * self.documents)
+    return np.frombuffer(data, np.int64)
 
   def __reduce__(self):
-    """Opens the file again, in a worker process."""
+    """Pickles the path alone; a worker process opens the file again."""
     return type(self), (self._path, self._vocab_size)
 
   def __len__(self) -> int:
@@ -381,10 +384,15 @@ class CachedStream:
     return self._tokens
 
   def read(self, start: int, stop: int) -> np.ndarray:
-    """Returns tokens [start, stop) as int32; UserError if one is none."""
+    """Returns tokens [start, stop) as int32.
+
+    Raises:
+      errors.UserError: the file was truncated, or holds ids outside of the
+        vocabulary.
+    """
     width = self._dtype.itemsize
-    read = self._file.read(_HEADER.size + start * width, (stop - start) * width)
-    ids = np.frombuffer(read, self._dtype)
+    data = self._file.read(_HEADER.size + start * width, (stop - start) * width)
+    ids = np.frombuffer(data, self._dtype)
     if ids.size and ids.max() >= self._vocab_size:
       raise errors.UserError(
         f'{self._path!r} is damaged: it holds the token {ids.max()}, and its '
@@ -395,9 +403,9 @@ class CachedStream:
 
 
 class ShardStream(_Joined):
-  """The tokens of several caches, one after another.
+  """The tokens of several caches, concatenated.
 
-  Only rows with segments need `starts`, and only then are they read.
+  `starts` are read on first access: only rows with segments need them.
   """
 
   def __init__(
@@ -406,12 +414,12 @@ class ShardStream(_Joined):
     vocab_size: int,
     check: Callable[[], None] = lambda: None,
   ):
-    """Lays out the (path, tokens) of caches without opening any.
+    """Takes caches in stream order; opens none.
 
     Args:
-      shards: of the caches.
-      vocab_size: all tokens are below it.
-      check: called before each read; raises where a cache is damaged.
+      shards: (path, number of tokens) of each cache.
+      vocab_size: all tokens must be smaller.
+      check: called before each read; should raise if a cache is damaged.
     """
     self._shards, self._vocab_size = tuple(shards), vocab_size
     self._check = check
@@ -421,12 +429,12 @@ class ShardStream(_Joined):
     )
 
   def __reduce__(self):
-    """Opens the files again, in a worker process."""
+    """Pickles the paths alone; a worker process opens the files again."""
     return type(self), (self._shards, self._vocab_size)
 
   @functools.cached_property
   def starts(self) -> np.ndarray:
-    """int64 [documents], see `TokenStream`."""
+    """int64 [documents], index of each document's first token."""
     return np.concatenate(
       [
         self._piece(i).starts + self._begins[i]
@@ -458,11 +466,11 @@ def _open_shard(
 
 
 def listing_digest(files: Sequence[TextFile], salt: str = '') -> str:
-  """Returns a hash of the files' paths, names, sizes and times of change.
+  """Returns a hash of the files' paths, names, sizes and modification times.
 
   Args:
     files: in stream order.
-    salt: whatever else what is cached depends on.
+    salt: anything else that the cached result depends on.
   """
   listing = hashlib.sha256(salt.encode())
   for f in files:
@@ -478,17 +486,18 @@ def _padded(size: int) -> int:
 def open_cache(
   files: Sequence[TextFile], tokenizer: tokenizers.Tokenizer, cache_dir: str
 ) -> CachedStream:
-  """Returns the tokens of `files`, tokenised now unless that was done before.
+  """Returns the tokens of `files`, tokenising them if they are not cached.
 
-  The cache is keyed by the files' names, sizes and times of change and by the
-  tokeniser; it is built under another name and renamed when complete, so a
-  kill leaves no half cache behind and two builders do not disturb each other.
-  Every document ends with the tokeniser's end token, if it has one.
+  The cache is keyed by the files' paths, names, sizes and modification times
+  and by the tokeniser. It is written to a temporary file and renamed when
+  complete, so that an interruption leaves no partial cache and two processes
+  can build it at once. Every document ends with the tokeniser's end token, if
+  it has one.
 
   Args:
     files: in stream order.
     tokenizer: a subword tokeniser.
-    cache_dir: directory for caches; made if missing.
+    cache_dir: directory for caches; created if missing.
 
   Raises:
     errors.UserError: a file or the directory cannot be used, or the files
@@ -520,7 +529,7 @@ def open_cache(
 
 @contextlib.contextmanager
 def replacing(path: str) -> Iterator[BinaryIO]:
-  """As `paths.replacing`; removes what was left by builders killed long ago."""
+  """Like `paths.replacing`, but first removes old temporary files of `path`."""
   folder, name = os.path.split(path)
   remove_leftovers(folder, glob.escape(name))
   with paths.replacing(path) as out:
@@ -528,21 +537,25 @@ def replacing(path: str) -> Iterator[BinaryIO]:
 
 
 def remove_leftovers(folder: str, name: str, max_age_s: float = 24 * 3600):
-  """Deletes what builders that were killed left behind of files by a glob.
+  """Deletes temporary files that interrupted writers of `replacing` left.
 
-  What somebody wrote to more lately than `max_age_s` may be under way.
+  Args:
+    folder: directory of the files.
+    name: glob for the names of the final files.
+    max_age_s: files modified more recently than this many seconds are kept,
+      since they may still be being written.
   """
   partial = os.path.join(glob.escape(folder), f'.{name}.*.tmp')
   for leftover in glob.glob(partial):
     try:
       if time.time() - os.path.getmtime(leftover) > max_age_s:
         os.unlink(leftover)
-    except FileNotFoundError:  # Another builder was quicker.
+    except FileNotFoundError:  # Another process deleted it.
       pass
 
 
 def _documents(files: Sequence[TextFile]) -> Iterator[Iterator[str]]:
-  """Yields each file as a document, and tells how far it is."""
+  """Yields the text of each file in pieces, and logs the progress."""
   done = reported = 0
   total = sum(f.size for f in files)
   for f in files:
@@ -562,10 +575,10 @@ def write_cache(
   """Writes a whole token cache; returns its number of tokens.
 
   Args:
-    out: a file that is empty.
-    documents: texts, each in pieces between which no subword lies.
+    out: an empty file.
+    documents: texts, each in pieces that are tokenised separately.
     tokenizer: its end token, if it has one, ends every document.
-    separator: what ends them if it has none.
+    separator: tokens that end each document if there is no end token.
   """
   dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
   if tokenizer.eos_id is not None:
@@ -592,13 +605,13 @@ def write_cache(
 
 
 def text_chunks(path: str) -> Iterator[str]:
-  """Yields a file's text in pieces of 1 to 2 MiB that end with a line."""
+  """Yields a file's text in pieces of 1 to 2 MiB that end at a line's end."""
   decoder = codecs.getincrementaldecoder('utf-8')('replace')
   try:
     with open(path, 'rb') as f:
       while chunk := f.read(_CHUNK):
-        # A subword must not be cut in two, so go on to the end of the line,
-        # unless the file has no lines.
+        # Read to the end of the line, so that no subword is cut in two. The
+        # limit is for files without line ends.
         yield decoder.decode(chunk + f.readline(_CHUNK))
   except OSError as e:
     raise _cannot_read(path, e) from e

@@ -1,28 +1,25 @@
-"""Corrupted pictures: how a model bears images that are worse than usual.
+"""Image corruptions, to measure a model's robustness.
 
-The model is ImageNet-C (Hendrycks & Dietterich, 2019): kinds of corruption at
-severities 1 to 5. Its strengths are pixels of 224 x 224 images, and the
-authors' CIFAR-10-C has others for 32 x 32. Here one table holds for all sizes,
-with strengths relative to the picture, so that a small and a large version of
-it are hurt alike. What differs from ImageNet-C:
+Modelled on ImageNet-C (Hendrycks & Dietterich, 2019): kinds of corruption at
+severities 1 to 5. ImageNet-C's strengths are for 224 x 224 images, and the
+authors' CIFAR-10-C has others for 32 x 32. Here strengths are relative to the
+image size, so that one table fits all sizes. Differences from ImageNet-C:
 
-  noise       its Gaussian noise, with a standard deviation that grows with the
-              square root of the side: the same at 224 pixels. The same
-              noise in each pixel would average out in the patches of a large
-              picture, the same in each patch would hardly be seen in a small
-              one; this is midway, and .03 to .14 at 32 pixels, where
-              CIFAR-10-C has .04 to .1.
-  blur        its Gaussian blur, with a width that is a share of the side: 2.8
-              to 9 pixels of 224, where ImageNet-C has 1 to 6, and .4 to 1.3 of
-              32, where CIFAR-10-C has .4 to 1.
-  contrast    the same.
-  pixelation  into a number of cells that is the same at any size from 32
-              pixels on; ImageNet-C's blocks of 2 to 4 pixels of 224 would be
-              less than a pixel of 32. Large pictures thus have blocks
-              of 8 to 19 pixels of 224. A pixel across two cells shows both, by
-              area.
+  noise       Gaussian, equal to ImageNet-C's at 224 pixels. The standard
+              deviation grows with the square root of the side. A constant one
+              would average out within the larger patches of large images; one
+              proportional to the side would hardly be visible in small images.
+              At 32 pixels it is 0.03 to 0.14; CIFAR-10-C has 0.04 to 0.1.
+  blur        Gaussian, with a width proportional to the side: 2.8 to 9 pixels
+              at 224 (ImageNet-C: 1 to 6), and 0.4 to 1.3 at 32 (CIFAR-10-C:
+              0.4 to 1).
+  contrast    no difference.
+  pixelation  into the same number of cells at all sizes from 32 pixels up;
+              ImageNet-C's blocks of 2 to 4 pixels at 224 would be less than a
+              pixel at 32. At 224 pixels, blocks have 8 to 19 pixels. A pixel
+              that overlaps two cells is averaged by area.
 
-And the pictures are not compressed again as JPEG, which hurts by itself.
+Images are not compressed again as JPEG, which would be another corruption.
 """
 
 import math
@@ -37,12 +34,12 @@ from mod_jax import errors
 SEVERITIES = 5
 
 # One entry for each severity, from 1 to 5.
-_NOISE = (0.08, 0.12, 0.18, 0.26, 0.38)  # Standard deviation, at _SIDE pixels.
-_BLUR = (0.0125, 0.0175, 0.0225, 0.03, 0.04)  # Over the side.
-_CONTRAST = (0.4, 0.3, 0.2, 0.1, 0.05)  # Share of the contrast that is left.
-_CELLS = (0.875, 0.75, 0.625, 0.5, 0.375)  # Over the side, _SMALL at most.
+_NOISE = (0.08, 0.12, 0.18, 0.26, 0.38)  # Standard deviation at _SIDE pixels.
+_BLUR = (0.0125, 0.0175, 0.0225, 0.03, 0.04)  # Standard deviation / side.
+_CONTRAST = (0.4, 0.3, 0.2, 0.1, 0.05)  # Part of the contrast that remains.
+_CELLS = (0.875, 0.75, 0.625, 0.5, 0.375)  # Cells / min(side, _SMALL).
 
-_SIDE = 224  # Of ImageNet-C's pictures.
+_SIDE = 224  # Of ImageNet-C's images, in pixels.
 _SMALL = 32
 
 
@@ -54,19 +51,18 @@ def corrupt(
   seed: int = 0,
   first: int = 0,
 ) -> np.ndarray:
-  """Returns images that are corrupted; those given stay as they are.
+  """Returns corrupted copies of images.
 
-  An image's noise depends on the seed and on its number alone, and is the same
-  field at every severity, only stronger. Relative strengths count from the
-  shorter side.
+  An image's noise depends only on the seed and the image's index; higher
+  severities scale the same noise. Relative strengths refer to the shorter side.
 
   Args:
-    images_BHWC: uint8 RGB images, as before normalisation.
+    images_BHWC: uint8 RGB images, before normalisation.
     kind: one of `CORRUPTIONS`.
     severity: from 1 to 5; 0 returns the input.
     seed: of the noise, 0 or more; the other kinds are not random.
-    first: the number of the first image, so that a data set that is corrupted
-      batch by batch is the same whatever the batches.
+    first: index of the first image, so that corrupting a data set in batches
+      gives the same result for any batch size.
 
   Returns:
     uint8 images of the same shape.
@@ -108,8 +104,8 @@ def corrupt(
 
 
 def _is_count(value) -> bool:
-  whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-  return whole and value >= 0
+  integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+  return integer and value >= 0
 
 
 def _noise(image_HWC, level, key):
@@ -121,9 +117,8 @@ def _noise(image_HWC, level, key):
 def _blur(image_HWC, level, key):
   del key
   width = _BLUR[level] * _shorter(image_HWC)
-  # The discrete analogue of the Gaussian (Lindeberg, 1990): a sampled one has
-  # the wrong width where that is less than a pixel, so small pictures would be
-  # blurred too little.
+  # The discrete analogue of the Gaussian (Lindeberg, 1990). A sampled Gaussian
+  # has the wrong width below a pixel and would blur small images too little.
   reach = math.ceil(4 * width) + 1
   kernel = scipy.special.ive(np.arange(-reach, reach + 1), width**2)
   kernel /= kernel.sum()
@@ -155,14 +150,14 @@ def _pixelation(image_HWC, level, key):
 
 def _averaging(side: int, cells: int) -> np.ndarray:
   """Returns the matrix [side, side] that averages a line of pixels in cells."""
-  # Not Pillow's box filter: it gives a pixel to one cell or the other, and the
-  # picture is shifted more or less, whatever the severity.
+  # Pillow's box filter would assign each pixel to a single cell, which also
+  # shifts the image, by an amount unrelated to the severity.
   pixel_S1 = np.arange(side)[:, None]
   cell_N = np.arange(cells) * side / cells
   overlap_SN = np.minimum(pixel_S1 + 1, cell_N + side / cells)
   overlap_SN = (overlap_SN - np.maximum(pixel_S1, cell_N)).clip(0)
   mean_SN = overlap_SN / overlap_SN.sum(axis=0)
-  # A pixel's overlaps are its area, 1.
+  # A pixel's overlaps sum to its area, 1, so the rows sum to 1.
   return (overlap_SN @ mean_SN.T).astype(np.float32)
 
 

@@ -1,4 +1,4 @@
-"""Scikit-learn's bundled handwritten digits: pictures without any download."""
+"""Scikit-learn's bundled handwritten digits: images without a download."""
 
 import functools
 from typing import Any
@@ -9,7 +9,7 @@ from PIL import Image
 from mod_jax.data import fingerprint as fingerprints
 
 CLASSES = tuple(str(digit) for digit in range(10))
-# Every fifth image of each digit, in the data's order, is held out.
+# Every fifth image of each digit is held out.
 _HELD_OUT_EVERY = 5
 
 
@@ -23,10 +23,10 @@ class DigitImages:
   class_names = CLASSES
 
   def __init__(self, split: str):
-    """Reads the pictures.
+    """Reads the images.
 
     Args:
-      split: 'eval' is a fixed fifth of every digit, 'train' the rest.
+      split: 'eval' for a fixed fifth of every digit, 'train' for the rest.
     """
     images, labels, held_out = _read()
     chosen = held_out if split == 'eval' else ~held_out
@@ -34,23 +34,23 @@ class DigitImages:
     self._labels = labels[chosen]
 
   def __len__(self) -> int:
-    """Returns the number of pictures."""
+    """Returns the number of images."""
     return len(self._labels)
 
   def fingerprint(self) -> dict[str, Any]:
-    """Returns what identifies the pictures."""
+    """Returns a fingerprint of the images."""
     return {'content': fingerprints.of_value([self._images, self._labels])}
 
   def load(self, index: int) -> tuple[Image.Image, int]:
-    """Returns an RGB picture of 8 by 8 pixels, white on black, and a label."""
+    """Returns an 8x8 RGB image, white on black, and its label."""
     image = Image.fromarray(self._images[index]).convert('RGB')
     return image, int(self._labels[index])
 
 
 @functools.cache
 def _read() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-  """Returns images uint8 [N, 8, 8], labels [N], and what is held out [N]."""
-  # Imported late: it takes a second, and other data need it not.
+  """Returns images uint8 [N, 8, 8], labels [N] and the held-out mask [N]."""
+  # Imported here, since it takes a second and other data do not need it.
   from sklearn import datasets
 
   data = datasets.load_digits()
@@ -59,6 +59,6 @@ def _read() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
   labels = data.target.astype(np.int32)
   held_out = np.zeros(len(labels), bool)
   for digit in range(len(CLASSES)):
-    places = np.flatnonzero(labels == digit)
-    held_out[places[_HELD_OUT_EVERY - 1 :: _HELD_OUT_EVERY]] = True
+    indices = np.flatnonzero(labels == digit)
+    held_out[indices[_HELD_OUT_EVERY - 1 :: _HELD_OUT_EVERY]] = True
   return images, labels, held_out

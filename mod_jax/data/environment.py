@@ -1,21 +1,20 @@
-"""The source text of this environment: Python's own, and the pinned packages'.
+"""Source code of this environment: the standard library and pinned packages.
 
-About six times the standard library, on any machine that `make` has set up:
-201 MB in 14,100 files without copies. Only the packages that the project pins
-are taken, so what else a person installs changes nothing; a new pin does, which
-the fingerprint of the data tells.
+About six times as much text as the standard library, on any machine that `make`
+has set up: 201 MB in 14,100 files without copies. Other installed packages do
+not matter; a changed pin does, and changes the fingerprint of the data.
 
-All of it is kept but copies. Looked at, one by one:
+Nothing but copies is filtered out:
 
-* No file is a giant. The largest are generated dialects of MLIR (1.0, .8 and
-  .5 MB) and the help texts of `pydoc` (.8 MB); tables of numbers reach .3 MB.
-  A bound on the size would first cut good modules of .4 MB.
-* Four files, 510 bytes in all, are not UTF-8. They are read as any such text
-  (`corpus.text_chunks`); finding them means reading everything at each start.
+* A limit on the size would not help. The largest files are generated MLIR
+  dialects (1.0, 0.8 and 0.5 MB) and the help texts of `pydoc` (0.8 MB); tables
+  of numbers have up to 0.3 MB, whereas good modules have 0.4 MB.
+* Four files, 510 bytes in all, are not UTF-8; `corpus.text_chunks` replaces
+  their invalid bytes. Finding them would mean reading everything at each start.
 * Scripts outside of the packages' folder (`../../../bin/…`) are left out: pip
   writes the path of this machine's interpreter into them.
-* Packages of equal or similar origin (`setuptools/_vendor`) hold equal files,
-  of which one stays, and similar ones, which may be on both sides of the split.
+* Vendored packages (`setuptools/_vendor`) contain equal files, of which one is
+  kept, and similar files, which may be on both sides of the split.
 """
 
 from collections.abc import Mapping
@@ -29,7 +28,7 @@ import re
 from mod_jax import errors
 from mod_jax.data import corpus
 
-# Beside the package, in a checkout of the project.
+# Directory of the requirements files in a checkout of the project.
 _ROOT = pathlib.Path(__file__).parents[2]
 _PINS = ('requirements.txt', 'requirements-no-deps.txt')
 _PIN = re.compile(r'([\w.-]+)==')
@@ -39,9 +38,9 @@ _PIN = re.compile(r'([\w.-]+)==')
 def list_files() -> tuple[corpus.TextFile, ...]:
   """Returns the source files without copies, sorted by name.
 
-  A package's file is called as below its folder ('jax/_src/core.py'), one of
-  the standard library 'python/…'. Of equal files the first is kept. The files
-  of a process are listed once.
+  Names are relative to site-packages ('jax/_src/core.py') or, with the prefix
+  'python/', to the standard library. Of equal files the first is kept. The
+  result is cached for the process.
 
   Raises:
     errors.UserError: this is no checkout, or Python was installed without its
@@ -59,7 +58,7 @@ def list_files() -> tuple[corpus.TextFile, ...]:
 
 
 def versions() -> dict[str, str]:
-  """Returns the version of Python and of each package that is listed."""
+  """Returns the versions of Python and of the packages of `list_files`."""
   packages = {name: d.version for name, d in _pinned().items()}
   return {'python': platform.python_version()} | packages
 
@@ -67,10 +66,10 @@ def versions() -> dict[str, str]:
 def _pinned() -> Mapping[str, metadata.Distribution]:
   """Returns the pinned packages that are installed, by name.
 
-  One that is not (there are systems without a wheel of it) is left out, and
-  one of another version is taken: `versions` tells.
+  Packages that are missing (some systems have no wheel of them) are left out.
+  Those of another version are included; `versions` returns the actual one.
   """
-  found = {}
+  distributions = {}
   for name in _PINS:
     try:
       text = (_ROOT / name).read_text('utf-8')
@@ -82,7 +81,7 @@ def _pinned() -> Mapping[str, metadata.Distribution]:
       ) from error
     for pin in filter(None, map(_PIN.match, text.splitlines())):
       try:
-        found[pin[1]] = metadata.distribution(pin[1])
+        distributions[pin[1]] = metadata.distribution(pin[1])
       except metadata.PackageNotFoundError:
         continue
-  return found
+  return distributions

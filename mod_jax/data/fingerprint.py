@@ -1,8 +1,8 @@
-"""Fingerprints of data, so that no run goes on over other data unawares.
+"""Fingerprints of data, to notice that a run would resume with other data.
 
-A fingerprint is a small JSON object, equal wherever the data are: names, sizes,
-and hashes of the content. Of large data a sample is read, always the same one,
-so a change that keeps all sizes and touches nothing of the sample stays unseen.
+A fingerprint is a small JSON object that does not depend on where the data are
+stored: names, sizes and hashes of the content. Of large data a fixed sample is
+read; a change outside of the sample that keeps all sizes is not detected.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,12 +16,12 @@ import numpy as np
 
 from mod_jax import errors
 
-_FILES = 2000  # Files that are listed one by one and whose content is read.
-_BYTES = 2**26  # Bytes read from all of them, in blocks spread over each.
+_FILES = 2000  # Most files that are read and listed individually.
+_BYTES = 2**26  # Most bytes read in all, in blocks spread over each file.
 _BLOCK = 2**16
 _RECORDS = 16  # Records that are read from a data set.
-_THREADS = 16  # Network file systems answer late, but many at once.
-_NAMED = 3  # Files that a message names; it counts the rest.
+_THREADS = 16  # Hides the latency of network file systems.
+_NAMED = 3  # Files that a message names; it only counts the rest.
 _GROUPS = {'train': 'training', 'held_out': 'held-out'}
 
 
@@ -29,13 +29,13 @@ def of_files(files: Sequence[tuple[str, str]]) -> dict[str, Any]:
   """Returns the fingerprint of files.
 
   Args:
-    files: (name, path) of each, in order; only the names are part of it.
+    files: (name, path) of each, in order; the fingerprint has only the names.
 
   Raises:
     errors.UserError: a file cannot be read.
   """
   names = [os.fsencode(name) for name, _ in files]
-  # Where there are more, those whose names have the smallest hashes.
+  # Of more than `_FILES`, those whose names have the smallest hashes.
   chosen = sorted(range(len(files)), key=lambda i: _digest(names[i]))[:_FILES]
   limit = _BYTES // max(1, len(chosen))
   with futures.ThreadPoolExecutor(_THREADS) as pool:
@@ -43,7 +43,8 @@ def of_files(files: Sequence[tuple[str, str]]) -> dict[str, Any]:
     samples = dict(zip(chosen, samples, strict=True))
   listed = {}
   for i in sorted(chosen):
-    # Names that are no UTF-8 stay legal JSON; files of two roots may share one.
+    # Escape names that are not UTF-8, for JSON, and make equal names from two
+    # directories distinct.
     name = names[i].decode('utf-8', 'backslashreplace')
     while name in listed:
       name += ', another'
@@ -58,58 +59,60 @@ def of_files(files: Sequence[tuple[str, str]]) -> dict[str, Any]:
 def of_records(records: Sequence[Any]) -> dict[str, Any]:
   """Returns the fingerprint of records with random access."""
   count = len(records)
-  places = sorted({i * (count - 1) // _RECORDS for i in range(1, _RECORDS + 1)})
+  indices = sorted(
+    {i * (count - 1) // _RECORDS for i in range(1, _RECORDS + 1)}
+  )
   hashed = hashlib.sha256()
-  for i in places if count else ():
+  for i in indices if count else ():
     _add(hashed, records[i])
   return {'count': count, 'sampled_records': hashed.hexdigest()[:16]}
 
 
 def of_value(value: Any) -> str:
-  """Returns a hash of an array, or of nested lists and dictionaries of them."""
+  """Returns a hash of an array or of nested lists and dicts of arrays."""
   hashed = hashlib.sha256()
   _add(hashed, value)
   return hashed.hexdigest()[:16]
 
 
 def digest(fingerprint: Mapping[str, Any]) -> str:
-  """Returns a fingerprint of a fingerprint, to compare hosts by."""
+  """Returns a hash of a fingerprint, to compare between hosts."""
   return _digest(json.dumps(fingerprint, sort_keys=True).encode())
 
 
 def differences(
   before: Mapping[str, Any], now: Mapping[str, Any], where: str = ''
 ) -> list[str]:
-  """Says in a few words each how two fingerprints of data differ."""
-  said = []
+  """Returns short descriptions of the differences of two fingerprints."""
+  messages = []
   for key in [*before, *(key for key in now if key not in before)]:
     old, new = before.get(key), now.get(key)
     if old == new:
       continue
     if isinstance(old, Mapping) and isinstance(new, Mapping):
       if 'files' in old and 'files' in new:
-        said += _changed_files(old, new, _GROUPS.get(key, key))
+        messages += _changed_files(old, new, _GROUPS.get(key, key))
       else:
-        said += differences(old, new, f'{_GROUPS.get(key, key)} ')
+        messages += differences(old, new, f'{_GROUPS.get(key, key)} ')
     else:
-      said.append(f'{where}{key}: {old} -> {new}')
-  return said
+      messages.append(f'{where}{key}: {old} -> {new}')
+  return messages
 
 
 def _changed_files(old, new, group) -> list[str]:
   before, now = old['files'], new['files']
-  said = []
+  messages = []
   if old['count'] == len(before) and new['count'] == len(now):
-    gone = [name for name in before if name not in now]
+    removed = [name for name in before if name not in now]
     added = [name for name in now if name not in before]
-    said += _told(gone, group, 'gone') + _told(added, group, 'new')
+    messages += _told(removed, group, 'gone') + _told(added, group, 'new')
   elif old['count'] != new['count']:
-    said.append(f'{old["count"]} {group} files are {new["count"]} now')
+    messages.append(f'{old["count"]} {group} files are {new["count"]} now')
   elif old['names'] != new['names']:
-    said.append(f'{group} files have other names or another order')
+    messages.append(f'{group} files have other names or another order')
   changed = [n for n in before if n in now and before[n] != now[n]]
-  said += _told(changed, group, 'changed')
-  return said or [f'{group} files stand in another order']
+  messages += _told(changed, group, 'changed')
+  return messages or [f'{group} files stand in another order']
 
 
 def _told(names, group, what) -> list[str]:
@@ -145,7 +148,7 @@ def _sample(path: str, limit: int) -> list[Any]:
 
 
 def _add(hashed, value):
-  """Adds a record to a hash: what it holds, in which type and shape."""
+  """Updates a hash with the values, types and shapes of a record."""
   if isinstance(value, Mapping):
     for key in sorted(value):
       hashed.update(f'{key}:'.encode())

@@ -1,11 +1,11 @@
-"""Folders of pictures, one subfolder per class, and decoding by Pillow.
+"""Folders of images, one subfolder per class, and decoding by Pillow.
 
-Either `train/CLASS/...` beside `eval/CLASS/...` (or val, validation, test), or
-`CLASS/...` directly, of which a part of each class is held out: at least one
-picture where there are two, those whose names have the smallest hashes.
-Files whose names begin with a dot or end otherwise than a picture's are not
-looked at. Pictures are not compared: of two copies under different names, one
-may be held out and the other trained on, so remove copies before.
+A folder has either `train/CLASS/...` and `eval/CLASS/...` (or val, validation,
+test), or `CLASS/...` directly. In the latter case a part of each class is held
+out, the files whose names have the smallest hashes; at least one image, if the
+class has two or more. Hidden files and files without an image's extension are
+ignored. Images are not compared: of two copies under different names, one may
+be held out and the other trained on, so remove copies first.
 """
 
 from concurrent import futures
@@ -34,28 +34,27 @@ _EXTENSIONS = frozenset(
     *('.tif', '.tiff', '.ppm', '.pgm', '.pbm', '.pnm'),
   )
 )
-# Only these, whatever a file claims to be: some of Pillow's other readers start
-# programs.
+# For security: some of Pillow's readers for other formats run programs.
 _FORMATS = ('JPEG', 'PNG', 'WEBP', 'BMP', 'GIF', 'TIFF', 'PPM')
-MAX_PIXELS = 100_000_000  # Of a picture, which take 300 MB once decoded.
-_NAMED = 3  # Bad files that a message names; it counts the rest.
+MAX_PIXELS = 100_000_000  # Of one image; decoded, these take 300 MB.
+_NAMED = 3  # Items that a message names; it only counts the rest.
 _CHECK_THREADS = 16
 _CHECK_CHUNK = 256
 
 
 class UnreadableImageError(errors.UserError):
-  """A picture that cannot be decoded."""
+  """An image cannot be decoded."""
 
 
 @dataclasses.dataclass(frozen=True)
 class FolderImages:
-  """Some files of a folder, with random access.
+  """Images of a folder, with random access.
 
   Attributes:
     root: directory that the names are relative to.
-    class_names: names of the class folders, sorted; labels count in this order.
+    class_names: sorted names of the class folders, indexed by labels.
     names: of the files, '/' between the parts.
-    labels: int32, as many.
+    labels: int32 [files].
   """
 
   root: str
@@ -68,13 +67,13 @@ class FolderImages:
     return len(self.names)
 
   def fingerprint(self) -> dict[str, Any]:
-    """Returns what identifies the files."""
+    """Returns a fingerprint of the files."""
     return fingerprints.of_files(
       [(name, os.path.join(self.root, name)) for name in self.names]
     )
 
   def load(self, index: int) -> tuple[Image.Image, int]:
-    """Returns a decoded RGB picture and its label.
+    """Returns a decoded RGB image and its label.
 
     Raises:
       UnreadableImageError: the file cannot be decoded.
@@ -84,18 +83,18 @@ class FolderImages:
 
 
 def decode(source: str | bytes, what: str) -> Image.Image:
-  """Returns a picture as RGB, upright as its EXIF data says.
+  """Returns an image as RGB, rotated as its EXIF data says.
 
-  Of an animation it is the first frame. Transparency is dropped; values of 16
-  bits keep their upper 8; floating-point ones run from 0 to 1.
+  Animations give their first frame. Transparency is dropped; of 16-bit values
+  the upper 8 bits are kept; floating-point values must lie between 0 and 1.
 
   Args:
     source: a path, or the bytes of a file.
-    what: the picture's name in errors, such as "image 'a.png'".
+    what: the image's name in errors, such as "image 'a.png'".
 
   Raises:
-    UnreadableImageError: it cannot be decoded, or nothing says which of its
-      values is white.
+    UnreadableImageError: the image cannot be decoded, or it has a mode without
+      a defined value for white.
   """
   file = io.BytesIO(source) if isinstance(source, bytes) else source
   try:
@@ -107,7 +106,7 @@ def decode(source: str | bytes, what: str) -> Image.Image:
   except MemoryError:
     raise
   except Exception as e:
-    # Pillow's readers let through many kinds for damaged files.
+    # For damaged files, Pillow raises many types of exceptions.
     raise UnreadableImageError(
       f'{what} cannot be decoded ({_reason(e)}): repair or remove it'
     ) from e
@@ -128,26 +127,26 @@ def open_split(
 ) -> FolderImages:
   """Returns the files for training or evaluation.
 
-  Every file is looked at once per process: that it is not empty, and that it
-  begins as a picture does.
+  Checks once per process that files are not empty and begin with a valid header
+  of an image.
 
   Args:
-    path: the folder, see the module.
+    path: the folder, with a layout as described at the top of this module.
     split: 'train' or 'eval'.
-    eval_fraction: part held out where the folder has no split of its own.
-    unreadable: 'refuse' raises for bad files, 'skip' leaves them out and logs a
+    eval_fraction: part to hold out if the folder has no evaluation split.
+    unreadable: 'refuse' raises for bad files; 'skip' leaves them out with a
       warning.
 
   Raises:
     errors.UserError: there is no such directory, fewer than two classes, a
-      class without training pictures, a class in the evaluation that training
-      lacks, nothing to evaluate, or bad files.
+      class without training images, an evaluation class without a training
+      class, nothing to evaluate, or bad files.
   """
   root, eval_root = _layout(path)
   classes = _class_folders(path, root)
   if split == 'eval' and eval_root is not None:
-    found = _subfolders(eval_root)
-    if unknown := sorted(set(found) - set(classes)):
+    eval_classes = _subfolders(eval_root)
+    if unknown := sorted(set(eval_classes) - set(classes)):
       raise errors.UserError(
         f'path={path!r}: {eval_root!r} has {_some(unknown)}, which '
         f'{root!r} lacks: classes to evaluate must be among those trained on'
@@ -163,10 +162,10 @@ def open_split(
   names, labels = _list_images(root, classes, unreadable)
   counts = np.bincount(labels, minlength=len(classes))
   if not counts.all():
-    without = [c for c, n in zip(classes, counts, strict=True) if not n]
+    empty = [c for c, n in zip(classes, counts, strict=True) if not n]
     raise errors.UserError(
-      f'path={path!r}: of {len(classes)} classes, {len(without)} have no '
-      f'pictures to train on ({_some(without)}): add some or remove the folders'
+      f'path={path!r}: of {len(classes)} classes, {len(empty)} have no '
+      f'pictures to train on ({_some(empty)}): add some or remove the folders'
     )
   if eval_root is not None:
     return FolderImages(root, classes, names, labels)
@@ -181,7 +180,7 @@ def open_split(
 
 
 def _layout(path: str) -> tuple[str, str | None]:
-  """Returns the folder of the training classes and, if any, of the others."""
+  """Returns the folders of the training and, if any, evaluation classes."""
   paths.require_local(path, 'path')
   root = os.path.abspath(os.path.expanduser(path))
   if not os.path.isdir(root):
@@ -237,10 +236,10 @@ def _some(names, show=repr) -> str:
 def _list_images(
   root: str, classes: tuple[str, ...], unreadable: str
 ) -> tuple[list[str], np.ndarray]:
-  """Returns the good files' names and labels, in the order of classes.
+  """Returns names and labels of the readable files, in the order of classes.
 
-  Cached, since every evaluation asks again and an answer can take a minute; a
-  file that changes later is found out when it is decoded.
+  Cached, since every evaluation calls it and it can take a minute. Files that
+  are damaged later are detected when they are decoded.
   """
   names, labels = [], []
   seen = set()
@@ -248,9 +247,9 @@ def _list_images(
     real = pathlib.Path(os.path.realpath(folder))
     seen |= {real, *real.parents}
   for label, name in enumerate(classes):
-    found = sorted(_walk(os.path.join(root, name), name, seen))
-    names += found
-    labels += [label] * len(found)
+    files = sorted(_walk(os.path.join(root, name), name, seen))
+    names += files
+    labels += [label] * len(files)
   chunks = itertools.batched(names, _CHECK_CHUNK)
   with futures.ThreadPoolExecutor(_CHECK_THREADS) as pool:
     faults = pool.map(
@@ -275,22 +274,21 @@ def _list_images(
 
 
 def _walk(directory: str, name: str, seen: set[pathlib.Path]):
-  """Yields the names of pictures below a directory, '/' between the parts.
+  """Yields the names of images below a directory, '/' between the parts.
 
   Args:
     directory: of a class.
     name: of the class.
-    seen: directories, links resolved, whose pictures are not looked for again;
-      those that are walked are added. So a link back to a class or above it
-      does not multiply pictures, of which some would be held out and others
-      trained on.
+    seen: real paths of directories not to descend into; those that are visited
+      are added. Otherwise links to a class or its parent would duplicate
+      images, of which some would be held out and others trained on.
   """
   if not os.path.isdir(directory):
     return
   for folder, inner, files in os.walk(directory, followlinks=True):
-    found = sorted(d for d in inner if not d.startswith('.'))
+    children = sorted(d for d in inner if not d.startswith('.'))
     inner.clear()
-    for child in found:
+    for child in children:
       path = os.path.join(folder, child)
       real = pathlib.Path(os.path.realpath(path))
       if real in seen:
@@ -314,7 +312,7 @@ def _fault(path: str) -> str:
   try:
     if not os.path.getsize(path):
       return 'empty'
-    # Reads the header alone.
+    # This reads only the header.
     with Image.open(path, formats=_FORMATS) as image:
       return _refused(image)
   except MemoryError:
@@ -326,22 +324,22 @@ def _fault(path: str) -> str:
 def _reason(error: Exception) -> str:
   if isinstance(error, Image.UnidentifiedImageError):
     return 'no picture in a format that is read here'
-  # The path that some messages end in stands in the sentence already.
-  why = getattr(error, 'strerror', None) or str(error) or type(error).__name__
-  return ' '.join(why.split())[:100]
+  # `strerror` without the path, which the message names already.
+  text = getattr(error, 'strerror', None) or str(error) or type(error).__name__
+  return ' '.join(text.split())[:100]
 
 
 def _held_out(names: list[str], labels: np.ndarray, fraction: float):
-  """Returns a mask of the files to hold out, as large a part of each class.
+  """Returns a mask of the files to hold out, the same fraction of each class.
 
-  A file goes to the other side only where its class grows or shrinks.
+  Adding or removing files affects the split of their own class only.
   """
   draws = np.array([_draw(name) for name in names])
   held_out = np.zeros(len(names), bool)
   for label in np.unique(labels):
-    places = np.flatnonzero(labels == label)
-    count = min(max(1, round(fraction * len(places))), len(places) - 1)
-    held_out[places[np.argsort(draws[places])[:count]]] = True
+    indices = np.flatnonzero(labels == label)
+    count = min(max(1, round(fraction * len(indices))), len(indices) - 1)
+    held_out[indices[np.argsort(draws[indices])[:count]]] = True
   return held_out
 
 
@@ -356,12 +354,12 @@ def _upright(image: Image.Image) -> Image.Image:
   except MemoryError:
     raise
   except Exception:
-    # Damaged EXIF data do not make the pixels unreadable.
+    # Ignore damaged EXIF data; the pixels can still be read.
     return image
 
 
 def _refused(image: Image.Image) -> str:
-  """Returns why a picture, of which the header is read, is not read, or ''."""
+  """Returns why an opened image is refused, or ''; needs only its header."""
   if image.width * image.height > MAX_PIXELS:
     return (
       f'it has {image.width:,} x {image.height:,} pixels, and at most'
@@ -371,9 +369,12 @@ def _refused(image: Image.Image) -> str:
 
 
 def without_white(image: Image.Image) -> str:
-  """Returns why a picture, of which the header is read, has no scale, or ''."""
-  # Measurements, such as counts or heights; Pillow would clip them at 255.
-  # Of the formats that are read, PGM alone has 16 bits in this mode.
+  """Returns why an opened image has no defined white, or ''.
+
+  Needs only the header.
+  """
+  # Such integers are measurements, for example heights, which Pillow would clip
+  # at 255. Of our formats, only PGM stores 16-bit images in mode I.
   if image.mode == 'I' and image.format != 'PPM':
     return (
       'nothing says which of its 32-bit or signed integers is white: convert it'
@@ -383,17 +384,17 @@ def without_white(image: Image.Image) -> str:
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-  """Returns a picture in RGB; see `decode`.
+  """Converts an image to RGB as `decode` does.
 
   Raises:
-    ValueError: it has floating-point values beyond 0 to 1.
+    ValueError: floating-point values are not between 0 and 1.
   """
-  # Pillow would clip these at 255 instead. Mode I is PGM's 16 bits.
+  # Keep the upper 8 bits; Pillow would clip at 255. Mode I is a 16-bit PGM.
   if image.mode == 'I' or image.mode.startswith('I;16'):
     image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
   elif image.mode == 'F':
     values = np.asarray(image)
-    # So written that a NaN is refused.
+    # Written such that NaN is refused.
     if not (values.min() >= 0 and values.max() <= 1):
       raise ValueError(
         f'its floating-point values, {values.min():g} to {values.max():g}, go'

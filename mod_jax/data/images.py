@@ -1,7 +1,7 @@
-"""Batches of labelled pictures, from digits, folders or TensorFlow Datasets.
+"""Batches of labelled images from digits, folders or TensorFlow Datasets.
 
-Everything here is numpy; placing a batch on devices is the training loop's. A
-batch is a dict of arrays (S is `config.image_size`, V the number of classes):
+Everything here is NumPy; the training loop places batches on devices. A batch
+is a dict of arrays (S is `config.image_size`, V the number of classes):
 
   image   float32 [B, S, S, 3]  `(value / 255 - mean) / std`
   target  float32 [B, V]        training: soft labels, each row sums to 1
@@ -31,12 +31,12 @@ from mod_jax.data import common, digits, image_folder, tfds_images
 
 Batch = dict[str, np.ndarray]
 
-# Threads, and batches kept ready, without worker processes. Pillow lets other
-# threads run while it decodes.
+# Threads and prefetched batches without worker processes. Pillow releases the
+# GIL while it decodes.
 _THREADS = 4
 # Batches that each worker process keeps ready.
 _WORKER_BUFFER = 2
-# Each worker process reads in a single thread, and makes one batch at a time.
+# Each worker process uses a single thread and makes one batch at a time.
 _WORKER_OPTIONS = {'num_threads': 1, 'prefetch_buffer_size': 1}
 # Mean and standard deviation of channels whose values lie in [0, 1].
 _Mean = Annotated[float, config_lib.Range(ge=-1e3, le=1e3)]
@@ -49,15 +49,16 @@ Resample = Literal[
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Preprocess:
-  """What turns pictures into a model's input, as evaluation does.
+  """Converts images to a model's input as in evaluation.
 
   Attributes:
-    image_size: pixels a side.
-    crop_fraction: as of `ImageDataConfig`, and so are all others.
-    mean: see there.
-    std: see there.
+    image_size: height and width of the input in pixels.
+    crop_fraction: side of the centred square crop over the resized image's
+      shorter side; above 1, the image gets a black border.
+    mean: subtracted from values in [0, 1], per channel.
+    std: divided by, per channel.
     resample: Pillow's filter.
-    resize: see there.
+    resize: 'shorter_side', 'squash' or 'none', as in `augment.Resize`.
   """
 
   image_size: int
@@ -68,12 +69,12 @@ class Preprocess:
   resize: augment_lib.Resize = 'shorter_side'
 
   def apply_to(self, data: 'ImageDataConfig') -> 'ImageDataConfig':
-    """Returns the config of data that are evaluated so."""
+    """Returns a copy of the config whose evaluation preprocesses this way."""
     fields = vars(self) | {'resample': self.resample.name.lower()}
     return dataclasses.replace(data, **fields)
 
   def one(self, image: Image.Image) -> np.ndarray:
-    """Returns [S, S, 3], float32, of a picture in RGB."""
+    """Returns the input of one RGB image, float32 [S, S, 3]."""
     image = augment_lib.center_crop(
       image,
       self.image_size,
@@ -84,13 +85,13 @@ class Preprocess:
     return augment_lib.normalize(image, self.mean, self.std)
 
   def __call__(self, pictures: Iterable[Any]) -> np.ndarray:
-    """Returns [B, S, S, 3], float32.
+    """Returns the input of a batch, float32 [B, S, S, 3].
 
     Args:
-      pictures: paths, Pillow images, or arrays [height, width, 3] of bytes.
+      pictures: paths, Pillow images, or arrays uint8 [height, width, 3].
 
     Raises:
-      errors.UserError: a picture is none of these, or cannot be decoded.
+      errors.UserError: an image is none of these or cannot be decoded.
     """
     return np.stack([self.one(_as_image(picture)) for picture in pictures])
 
@@ -116,35 +117,35 @@ def _as_image(picture) -> Image.Image:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ImageDataConfig:
-  """Where pictures come from and how they become arrays.
+  """Where images come from and how they become arrays.
 
   Attributes:
-    source: 'digits' are scikit-learn's bundled handwritten digits; 'folder' a
-      directory with a folder per class; 'tfds' a prepared TFDS data set.
+    source: 'digits' are scikit-learn's bundled handwritten digits; 'folder' is
+      a directory with a folder per class; 'tfds' is a prepared TFDS data set.
     path: the directory, for 'folder': train/ and eval/ (or val, validation,
       test) with a folder per class in each, or the folders of the classes
       directly.
-    eval_fraction: part of each class that is held out, by a hash of each
-      file's name, of a folder that has no split of its own; at least a picture.
+    eval_fraction: part of each class that is held out, chosen by a hash of the
+      file names, if the folder has no evaluation split; at least one image.
     name: data set name, or the directory of a prepared one, for 'tfds'.
     data_dir: where TFDS keeps data; None is its own default.
     train_split: split for training, for 'tfds'.
     eval_split: split for evaluation, for 'tfds'.
-    image_size: pixels a side that the model gets.
-    crop_fraction: side of the centred square that evaluation looks at, over the
-      resized picture's shorter side; above 1 it has a black border. None is 1
-      for digits and 0.875 for the rest.
-    resize: 'shorter_side' keeps a picture's aspect; 'squash' makes it a square;
-      'none' takes its pixels as they are.
-    resample: the filter that resizes; None is 'bilinear' for digits and
-      'bicubic' for the rest.
+    image_size: height and width of the model's input in pixels.
+    crop_fraction: for evaluation, side of the centred square crop over the
+      resized image's shorter side; above 1, the image gets a black border. None
+      is 1 for digits and 0.875 for other sources.
+    resize: 'shorter_side' keeps an image's aspect ratio; 'squash' makes it
+      square; 'none' does not resize.
+    resample: the filter for resizing; None is 'bilinear' for digits and
+      'bicubic' for other sources.
     unreadable: 'refuse' stops at files that cannot be read; 'skip' leaves them
-      out with a warning. One that is found only at decoding is replaced in
-      training by the next example, and gets weight 0 in evaluation.
+      out with a warning. A file that fails only when it is decoded is replaced
+      by the next example in training, and gets weight 0 in evaluation.
     mean: subtracted from values in [0, 1], per channel.
     std: divided by, per channel.
-    augment: of the training pictures.
-    workers: processes that decode and augment; 0 is threads in this process.
+    augment: augmentation of the training images.
+    workers: processes that decode and augment; 0 uses threads in this process.
       The batches do not depend on it.
   """
 
@@ -179,7 +180,7 @@ class ImageDataConfig:
 
   @property
   def preprocess(self) -> Preprocess:
-    """What evaluation does with pictures."""
+    """Preprocessing of images for evaluation."""
     digital = self.source == 'digits'
     fraction = self.crop_fraction
     if fraction is None:
@@ -195,10 +196,10 @@ class ImageDataConfig:
 
 
 def class_names(config: ImageDataConfig) -> tuple[str, ...]:
-  """Returns the names of the classes, in the order of labels; reads no picture.
+  """Returns the names of the classes, in the order of labels; reads no images.
 
   Raises:
-    errors.UserError: the data are not there, or have fewer than two classes.
+    errors.UserError: the data are missing or have fewer than two classes.
   """
   if config.source == 'digits':
     return digits.CLASSES
@@ -210,19 +211,19 @@ def class_names(config: ImageDataConfig) -> tuple[str, ...]:
 def num_examples(
   config: ImageDataConfig, split: Literal['train', 'eval'] = 'train'
 ) -> int:
-  """Returns the number of pictures to train on, or of those held out.
+  """Returns the number of training images or of held-out images.
 
   Raises:
-    errors.UserError: they cannot be read.
+    errors.UserError: the data cannot be read.
   """
   return len(_open(config, split))
 
 
 def fingerprint(config: ImageDataConfig) -> dict[str, Any]:
-  """Returns what identifies the data.
+  """Returns a fingerprint of the data.
 
   Raises:
-    errors.UserError: they cannot be read.
+    errors.UserError: the data cannot be read.
   """
   return {
     'source': config.source,
@@ -241,22 +242,29 @@ def train_iterator(
 ) -> grain.DatasetIterator:
   """Returns an endless iterator over this shard's training batches.
 
-  The order is shuffled anew in every epoch, and the shards together see each
-  picture once per epoch. Everything is a function of the data, the config, the
-  seed and the position alone, and not of `config.workers`. A global batch is
-  the same however many shards share it, mixup and cutmix included: each takes
-  equally many rows, the first shard the first. Arguments are as of
-  `text.train_iterator`; the seed is of the augmentation, too.
+  Images are reshuffled in every epoch, and the shards together see each image
+  once per epoch. The batches depend only on the data, the config except
+  `workers`, the seed and the position. A global batch is the same for any
+  number of shards, mixup and cutmix included: it is split evenly, and the first
+  shard gets the first rows.
+
+  Args:
+    config: what to read.
+    batch_size: rows per batch of one shard.
+    seed: of the shuffle and the augmentation, in [0, 2**31).
+    shard_index: which shard (host) this is.
+    shard_count: number of shards.
 
   Returns:
-    A Grain iterator of batches with 'image' and 'target' (see the module).
-    `get_state()` is a small JSON-ready dict, the same on all shards, and
-    `set_state()` goes on with the batch after it, also with another number of
-    shards or workers. `close()` ends its threads and processes.
+    A Grain iterator of batches with 'image' and 'target', described at the top
+    of this module. `get_state()` is a small JSON-ready dict that is the same on
+    all shards; after `set_state()` the iterator continues with the next batch,
+    also with another number of shards or workers. `close()` ends its threads
+    and processes.
 
   Raises:
     errors.UserError: the data cannot be read or are less than a global batch;
-      while iterating, a picture cannot be decoded.
+      while iterating, an image cannot be decoded.
   """
   common.check_request(batch_size, shard_index, shard_count, seed=seed)
   mixes = config.augment.mixup or config.augment.cutmix
@@ -273,20 +281,21 @@ def train_iterator(
       f'one batch ({batch_size} on each of {shard_count} shards): add some or '
       'lower the batch size'
     )
-  # Shards are cut from the endless sequence, not from an epoch: parts of
-  # unequal size would drift apart and see different epochs in one global batch.
-  # Augmentation is drawn before the cut, by a picture's place in the sequence.
+  # Shards are cut from the endless sequence and not from an epoch: shards of
+  # unequal size would drift apart, and a global batch would mix epochs. Augment
+  # before the cut, so that the random numbers depend on an image's position in
+  # the global sequence.
   dataset = grain.MapDataset.source(_Readable(source, config)).seed(seed)
   dataset = dataset.shuffle().repeat()
   dataset = dataset.random_map(_Augment(config, len(source.class_names)))
-  # Each picture is mixed with the one before it in the global batch, so a shard
-  # reads the last of the shard before it, too.
+  # Each image is mixed with the preceding one in the global batch, so a shard
+  # also reads the last image of the preceding shard.
   extra = int(bool(mixes) and shard_count > 1)
   start = shard_index * batch_size
   dataset = _Rows(dataset, rows, start - extra, batch_size + extra)
   dataset = dataset.batch(batch_size + extra, drop_remainder=True)
   if mixes:
-    # It has a seed of its own, lest its draws repeat those of the augmentation.
+    # Another seed, so that the random numbers differ from the augmentation's.
     mix_seed = np.random.SeedSequence((seed, 0)).generate_state(1)
     dataset = dataset.random_map(_Mix(config.augment), seed=int(mix_seed[0]))
   if extra:
@@ -304,16 +313,25 @@ def eval_batches(
 ) -> Iterator[Batch]:
   """Returns this shard's held-out batches, always the same in the same order.
 
-  Shards, padding and arguments are as of `text.eval_batches`: without a limit
-  every held-out picture counts exactly once over all batches of all shards.
+  All shards get the same number of batches; the last is padded with rows of
+  weight 0. Without a limit, every held-out image counts exactly once over all
+  batches of all shards.
+
+  Args:
+    config: what to read.
+    batch_size: rows per batch of one shard.
+    num_batches: most batches to return, their images spread evenly over the
+      held-out data; None for all.
+    shard_index: which shard (host) this is.
+    shard_count: number of shards.
 
   Returns:
-    A finite iterator of batches with 'image', 'label' and 'weight' (see the
-    module).
+    A finite iterator of batches with 'image', 'label' and 'weight', described
+    at the top of this module.
 
   Raises:
     errors.UserError: nothing is held out, or it cannot be read; while
-      iterating, a picture cannot be decoded.
+      iterating, an image cannot be decoded.
   """
   common.check_request(
     batch_size, shard_index, shard_count, num_batches=num_batches
@@ -324,22 +342,22 @@ def eval_batches(
   if num_batches is not None:
     count = min(count, num_batches * rows)
   batches = -(-count // rows)
-  places = np.full(batches * rows, _PADDING)
-  places[:count] = np.arange(count) * len(source) // count
-  # Equally many on every shard: a host with one batch fewer would leave the
-  # others waiting in a collective.
-  places = places.reshape(batches, shard_count, batch_size)[:, shard_index]
-  dataset = grain.MapDataset.source(places.ravel())
+  indices = np.full(batches * rows, _PADDING)
+  indices[:count] = np.arange(count) * len(source) // count
+  # All shards need the same number of batches: the other hosts would wait
+  # forever for one that has fewer.
+  indices = indices.reshape(batches, shard_count, batch_size)[:, shard_index]
+  dataset = grain.MapDataset.source(indices.ravel())
   dataset = dataset.map(_Evaluate(source, config)).batch(batch_size)
   return _finite(dataset, min(config.workers, batches))
 
 
 def denormalize(config: ImageDataConfig, image: Any) -> np.ndarray:
-  """Returns pictures as uint8, to look at.
+  """Returns images as uint8, for display.
 
   Args:
-    config: its mean and std.
-    image: [..., 3], as the model gets them.
+    config: has the mean and standard deviation.
+    image: [..., 3], the model's input.
   """
   scaled = np.asarray(image, np.float32) * np.float32(config.std)
   scaled = 255 * (scaled + np.float32(config.mean))
@@ -347,7 +365,7 @@ def denormalize(config: ImageDataConfig, image: Any) -> np.ndarray:
 
 
 class _Source(Protocol):
-  """Labelled pictures with random access."""
+  """Labelled images with random access."""
 
   class_names: tuple[str, ...]
 
@@ -358,7 +376,7 @@ class _Source(Protocol):
   def load(self, index: int) -> tuple[Image.Image, int]: ...
 
 
-_PADDING = -1  # Instead of an index: a row that only fills a batch.
+_PADDING = -1  # The index of rows that only fill a batch.
 
 
 def _open(config: ImageDataConfig, split: str) -> _Source:
@@ -381,18 +399,18 @@ def _open(config: ImageDataConfig, split: str) -> _Source:
 
 
 def _resample(config: ImageDataConfig) -> Image.Resampling:
-  # Bicubic overshoots visibly where 8 pixels become many.
-  usual = 'bilinear' if config.source == 'digits' else 'bicubic'
-  return Image.Resampling[(config.resample or usual).upper()]
+  # Bicubic filters overshoot visibly when 8x8 digits are enlarged.
+  default = 'bilinear' if config.source == 'digits' else 'bicubic'
+  return Image.Resampling[(config.resample or default).upper()]
 
 
-@functools.cache  # A file is met again in every epoch, and named once.
+@functools.cache  # Warn once per file, not in every epoch.
 def _warn(fault: str):
   logging.warning('left out: %s', fault)
 
 
 def _leave_out(error: image_folder.UnreadableImageError, config):
-  """Names a picture that cannot be decoded; raises unless these are skipped."""
+  """Warns of an image that cannot be decoded, or raises with 'refuse'."""
   if config.unreadable == 'refuse':
     raise image_folder.UnreadableImageError(
       f"{error}, or set unreadable='skip'"
@@ -401,7 +419,10 @@ def _leave_out(error: image_folder.UnreadableImageError, config):
 
 
 class _Readable:
-  """The pictures of a source for Grain, without those that do not decode."""
+  """A source for Grain that replaces images that cannot be decoded.
+
+  The replacement is the next image that can.
+  """
 
   def __init__(self, source: _Source, config: ImageDataConfig):
     self._source = source
@@ -424,7 +445,7 @@ class _Readable:
 
 
 class _Augment(grain.transforms.RandomMap):
-  """A decoded picture and its label to a training row."""
+  """Maps a decoded image and its label to a training row."""
 
   def __init__(self, config: ImageDataConfig, classes: int):
     self._config = config
@@ -452,7 +473,7 @@ class _Augment(grain.transforms.RandomMap):
 
 
 class _Mix(grain.transforms.RandomMap):
-  """Mixup and cutmix of a batch."""
+  """Applies mixup or cutmix to a batch."""
 
   def __init__(self, config: augment_lib.AugmentConfig):
     self._config = config
@@ -462,14 +483,18 @@ class _Mix(grain.transforms.RandomMap):
 
 
 class _Rows(grain.MapDataset):
-  """Some rows of every global batch, one batch after another."""
+  """Selects the same rows of every global batch."""
 
   def __init__(
     self, parent: grain.MapDataset, batch: int, start: int, count: int
   ):
-    """Takes `count` rows of each `batch` of an endless parent.
+    """Selects `count` rows of each batch of an endless parent.
 
-    The first is row `start`; -1 is the last.
+    Args:
+      parent: rows of all batches.
+      batch: rows per global batch.
+      start: first row to select; -1 is the last row of the batch.
+      count: rows to select.
     """
     super().__init__(parent)
     self._batch, self._start, self._count = batch, start, count
@@ -486,7 +511,7 @@ class _Rows(grain.MapDataset):
 
 
 class _Evaluate(grain.transforms.Map):
-  """A place in the held-out pictures to a row of evaluation."""
+  """Maps an index of a held-out image to a row of an evaluation batch."""
 
   def __init__(self, source: _Source, config: ImageDataConfig):
     self._source = source
@@ -523,7 +548,7 @@ def _start(dataset: grain.MapDataset, workers: int) -> grain.DatasetIterator:
     )
     return iter(dataset.to_iter_dataset(options))
   if not flags.FLAGS.is_parsed():
-    # Grain reads flags of its own, also in a program without `absl.app`.
+    # Grain reads absl flags, which are unparsed in programs without `absl.app`.
     flags.FLAGS.mark_as_parsed()
   iterable = dataset.to_iter_dataset(grain.ReadOptions(**_WORKER_OPTIONS))
   options = grain.MultiprocessingOptions(
@@ -533,11 +558,11 @@ def _start(dataset: grain.MapDataset, workers: int) -> grain.DatasetIterator:
 
 
 def _outlive_signals(worker: int, workers: int) -> None:
-  """Lets the main process decide when a worker ends.
+  """Makes a worker process ignore signals to stop.
 
-  Ctrl-C, a terminal that closes, and a scheduler's signals may reach all
-  processes of a run at once; the main one still needs batches until all hosts
-  have agreed to stop. Grain ends its workers by an event, not by a signal.
+  Ctrl-C, a closed terminal, and schedulers signal all processes of a run at
+  once, but the main process needs batches until all hosts have agreed to stop.
+  Grain stops its workers by an event, not by a signal.
   """
   del worker, workers
   for number in (
@@ -556,7 +581,7 @@ def _finite(dataset: grain.MapDataset, workers: int) -> Iterator[Batch]:
 
 @contextlib.contextmanager
 def _reading() -> Iterator[None]:
-  """Says in a sentence that a worker process was killed."""
+  """Turns Grain's error about a killed worker process into a UserError."""
   try:
     yield
   except RuntimeError as e:
@@ -570,11 +595,11 @@ def _reading() -> Iterator[None]:
 
 
 class _Batches(grain.DatasetIterator):
-  """Batches in order, with a state that is only how many there have been.
+  """Iterates over batches; the state is only the index of the next batch.
 
-  The state of Grain's own iterator holds one part per worker process, so a run
-  could not go on with another number of them. Each batch is a function of its
-  place alone; to go on is to start from there.
+  The state of Grain's own iterator has a part for each worker process, so a run
+  could not resume with another number of workers. Here each batch depends only
+  on its index, so resuming means starting from that index.
   """
 
   def __init__(self, dataset: grain.MapDataset, workers: int):
@@ -582,7 +607,8 @@ class _Batches(grain.DatasetIterator):
     self._dataset = dataset
     self._workers = workers
     self._next_batch = 0
-    # Started when first asked: whoever restores a state would start it twice.
+    # Started on the first `next`, so that restoring a state does not start the
+    # workers twice.
     self._iterator = None
 
   def __next__(self) -> Batch:

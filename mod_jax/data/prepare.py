@@ -4,9 +4,9 @@
     --config.source=files --config.files='text/**/*.txt'
 
 `--config.FIELD=VALUE` sets a field of a `text.TextDataConfig`. A corpus is cut
-into parts, by its size alone; each becomes a shard that appears whole or not at
-all, so the same command goes on after a kill. Runs read the result by
-`--config.data.source=prepared --config.data.path=corpus`.
+into parts, whose number depends on its size only; each becomes a shard that is
+written atomically, so the same command continues after an interruption. Runs
+read the result by `--config.data.source=prepared --config.data.path=corpus`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,11 +28,11 @@ from mod_jax import config as config_lib
 from mod_jax.data import corpus, prepared, tables, text, tfds_text, tokenizers
 from mod_jax.data import fingerprint as fingerprints
 
-# A part is called for its documents, each of which is text in pieces.
+# Calling a part returns its documents, each an iterable of pieces of text.
 Part = Callable[[], Iterable[Iterable[str]]]
 
-# Fields that say how tokens are read, and not which. Of a tokenizer, what it
-# does is compared, and not where it lies.
+# Fields that do not change the prepared tokens. The tokeniser's fingerprint is
+# compared instead of its path.
 _OF_READING = (
   'length',
   'segments',
@@ -44,9 +44,9 @@ _OF_READING = (
   'tokenizer_path',
   'tokenizer_vocab_size',
 )
-_SAMPLED = 64  # Records by which the size of a TFDS document is estimated.
-_DEAD_S = 600  # A shard that nobody wrote to for so long is a killed worker's.
-_CHUNK = 2**22  # Tokens that are read at a time to count their bytes.
+_SAMPLED = 64  # TFDS records read to estimate the mean size of a document.
+_DEAD_S = 600  # Older temporary files were left by killed workers.
+_CHUNK = 2**22  # Tokens read at a time to count their bytes.
 
 
 def prepare(
@@ -56,21 +56,22 @@ def prepare(
   workers: int = 1,
   shard_bytes: int = 2**27,
 ) -> dict[str, Any]:
-  """Makes a prepared corpus, or goes on with one; see `prepared`.
+  """Makes a prepared corpus, or completes one that was begun; see `prepared`.
 
   Args:
     config: what to read, and the tokenizer.
     out: directory of the corpus.
     workers: processes that tokenise.
-    shard_bytes: of text in a shard, about: documents, and files, are whole.
+    shard_bytes: approximate bytes of text per shard; documents and files are
+      not cut.
 
   Returns:
-    Its index: for 'train' and 'held_out' the numbers of `tokens`, `documents`
-    and `bytes` (of text), and `shards`.
+    The corpus's index: for 'train' and 'held_out' the numbers of `tokens`,
+    `documents` and `bytes` (of text), and `shards`.
 
   Raises:
-    errors.UserError: the corpus cannot be read, or `out` cannot be written or
-      holds another.
+    errors.UserError: the data cannot be read, `out` cannot be written, or it
+      holds another corpus.
   """
   if config.source == 'prepared':
     raise errors.UserError(
@@ -79,7 +80,7 @@ def prepare(
     )
   paths.require_local(out, 'out')
   out = os.path.expanduser(out)
-  if config.learns_tokenizer:  # From now on, a file as any other.
+  if config.learns_tokenizer:  # From here on, like any tokeniser in a file.
     learned = str(text.learn_tokenizer(config))
     config = dataclasses.replace(
       config, tokenizer='huggingface', tokenizer_path=learned
@@ -117,7 +118,10 @@ def prepare(
 
 
 def _begin(config, out, shard_bytes) -> dict[str, Any]:
-  """Returns the index that is there, or a new one; refuses another corpus."""
+  """Returns the index in `out`, writing a new one if there is none.
+
+  An index of another corpus is refused.
+  """
   tokenizer = text.make_tokenizer(config)
   settings = json.loads(config_lib.to_json(config))
   made_of = {
@@ -129,11 +133,12 @@ def _begin(config, out, shard_bytes) -> dict[str, Any]:
   }
   index = prepared.read_index(out)
   if index is not None:
-    said = fingerprints.differences(index['made_of'], made_of)
-    if said:
+    changes = fingerprints.differences(index['made_of'], made_of)
+    if changes:
       raise errors.UserError(
         f'--out={out} holds a corpus that was made otherwise '
-        f'({"; ".join(said[:5])}): give another directory, or delete that one'
+        f'({"; ".join(changes[:5])}): give another directory, or delete '
+        'that one'
       )
     return index
   index = {
@@ -169,7 +174,10 @@ class _Files:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Tables:
-  """Files of tables, each row a document; of `side`, if a hash chooses."""
+  """Files of tables, each row a document.
+
+  With a `held_out_fraction`, only the documents that a hash assigns to `side`.
+  """
 
   files: Sequence[corpus.TextFile]
   column: str
@@ -185,14 +193,14 @@ class _Tables:
   def _takes(self, document: str) -> bool:
     if self.held_out_fraction is None:
       return True
-    # By the text, so that copies are on one side.
+    # Hash the text, so that all copies of a document are on the same side.
     draw = corpus.draw(document.encode('utf-8', 'replace'))
     return (draw < self.held_out_fraction) == (self.side == 'held_out')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Records:
-  """Some of a TFDS split's records, each a document."""
+  """Records of a TFDS split with the given numbers, each a document."""
 
   config: text.TextDataConfig
   split: str
@@ -215,12 +223,12 @@ def _open_tfds(config, split):
 
 
 def _text_of(config, record) -> str:
-  found = record[config.tfds_text_key]
-  return found if isinstance(found, str) else found.decode('utf-8', 'replace')
+  text = record[config.tfds_text_key]
+  return text if isinstance(text, str) else text.decode('utf-8', 'replace')
 
 
 def _parts(config, shard_bytes) -> dict[str, list[Part]]:
-  """Returns the parts of each side, a function of the corpus alone."""
+  """Returns the parts of each group; depends on the corpus only."""
   if config.source == 'tfds':
     splits = (config.tfds_split, config.tfds_eval_split)
     return {
@@ -230,7 +238,7 @@ def _parts(config, shard_bytes) -> dict[str, list[Part]]:
   sides = dict(zip(prepared.GROUPS, text.split_files(config), strict=True))
   if config.source != 'huggingface':
     return {
-      group: [_Files(files=some) for some in _cut_files(files, shard_bytes)]
+      group: [_Files(files=part) for part in _cut_files(files, shard_bytes)]
       for group, files in sides.items()
     }
   fraction = None
@@ -240,19 +248,19 @@ def _parts(config, shard_bytes) -> dict[str, list[Part]]:
   return {
     group: [
       _Tables(
-        files=some,
+        files=part,
         column=config.text_column,
         held_out_fraction=fraction,
         side=group,
       )
-      for some in _cut_files(files, shard_bytes)
+      for part in _cut_files(files, shard_bytes)
     ]
     for group, files in sides.items()
   }
 
 
 def _cut_files(files, shard_bytes) -> list[list[corpus.TextFile]]:
-  """Cuts a list of files where their sizes pass multiples of the limit."""
+  """Groups consecutive files; a part ends once it has `shard_bytes`."""
   parts, size = [], shard_bytes
   for file in files:
     if size >= shard_bytes:
@@ -264,7 +272,7 @@ def _cut_files(files, shard_bytes) -> list[list[corpus.TextFile]]:
 
 
 def _cut_records(config, split, shard_bytes) -> list[_Records]:
-  """Cuts a split into equal parts of about so many bytes."""
+  """Cuts a split into parts of equal length and about `shard_bytes` each."""
   records = _open_tfds(config, split)
   total = len(records)
   count = min(total, _SAMPLED)
@@ -289,20 +297,20 @@ def _tokenizer(kind: str, path: str) -> tokenizers.Tokenizer:
 
 
 def _write_shard(config, job: tuple[str, Part]) -> dict[str, Any]:
-  """Writes a shard, unless it is there; returns what it holds."""
+  """Writes a shard unless it exists; returns its counts and hash."""
   path, part = job
   tokenizer = _tokenizer(config.tokenizer, os.path.dirname(path))
   try:
     stream = corpus.CachedStream(path, tokenizer.vocab_size)
   except (FileNotFoundError, ValueError):
-    # Files end as they do; rows of a table mostly have no end of line.
+    # Rows of a table, unlike files, mostly do not end with a newline.
     separator = () if isinstance(part, _Files) else tokenizer.encode('\n')[-1:]
     with corpus.replacing(path) as out:
       corpus.write_cache(out, part(), tokenizer, separator)
     stream = corpus.CachedStream(path, tokenizer.vocab_size)
-  num_bytes = 0  # By which nats per token become bits per byte.
-  for at in range(0, len(stream), _CHUNK):
-    ids = stream.read(at, min(at + _CHUNK, len(stream)))
+  num_bytes = 0  # To convert nats per token to bits per byte.
+  for start in range(0, len(stream), _CHUNK):
+    ids = stream.read(start, min(start + _CHUNK, len(stream)))
     num_bytes += int(tokenizer.token_bytes[ids].sum())
   return {
     'tokens': len(stream),
@@ -313,7 +321,7 @@ def _write_shard(config, job: tuple[str, Part]) -> dict[str, Any]:
 
 
 def _map(function, jobs, workers) -> Iterator[Any]:
-  """Calls the function with each job, in so many processes; tells how far."""
+  """Yields the function's result for each job, with a progress bar."""
   progress = functools.partial(
     tqdm.tqdm, total=len(jobs), unit='shard', disable=None
   )
@@ -333,13 +341,13 @@ def _map(function, jobs, workers) -> Iterator[Any]:
         'goes on, with fewer by --workers'
       ) from e
     except BaseException:
-      # Shards that are under way are finished: they need not be made again.
+      # Let workers finish the current shards, which a later run can use.
       pool.shutdown(cancel_futures=True)
       raise
 
 
 def _end_with_parent():
-  """Lets a worker end when the command was killed, and not before it."""
+  """Makes a worker ignore Ctrl-C and exit when its parent process is gone."""
   signal.signal(signal.SIGINT, signal.SIG_IGN)
 
   def wait():
@@ -350,7 +358,7 @@ def _end_with_parent():
 
 
 def main(argv: Sequence[str] | None = None):
-  """Runs the command line, that of the process unless one is given."""
+  """Runs the command line `argv`, by default that of the process."""
   out = flags.DEFINE_string('out', None, 'Directory of the corpus.')
   workers = flags.DEFINE_integer(
     'workers', os.cpu_count(), 'Processes that tokenise.', lower_bound=1

@@ -1,15 +1,16 @@
-"""A corpus that was tokenised once, by `prepare`, as runs read it.
+"""Reads a corpus that `prepare` tokenised.
 
-A directory with these files, each written whole or not at all:
+A directory with these files, each written atomically:
 
-  index.json              what it was made of; last, the tokens of each side,
+  index.json              settings and data of the corpus; once it is complete,
+                          also the tokens of each group ('train', 'held_out')
                           and the SHA-256 of each shard
   tokenizer.json          (or .model) the tokenizer, unless tokens are bytes
   train-00000.tokens …    shards: token caches of whole documents, see `corpus`
   held_out-00000.tokens …
 
-The stream of a side is its shards, one after another, so that no batch depends
-on how the corpus was cut into them.
+The stream of a group is the concatenation of its shards, so that batches do not
+depend on how the corpus was cut into shards.
 """
 
 from collections.abc import Iterable
@@ -31,21 +32,21 @@ _FORMAT = 1
 
 
 def shard_path(path: str, group: str, number: int) -> str:
-  """Returns where a shard stands in the corpus at `path`."""
+  """Returns the path of a shard of the corpus at `path`."""
   return os.path.join(path, f'{group}-{number:05}.tokens')
 
 
 def write_index(path: str, index: dict[str, Any]) -> None:
-  """Writes the index of a corpus, complete or begun."""
+  """Writes the index of a complete or incomplete corpus."""
   text = json.dumps({'format': _FORMAT} | index, indent=2)
   paths.write_bytes(pathlib.Path(path) / _INDEX, f'{text}\n'.encode())
 
 
 def read_index(path: str) -> dict[str, Any] | None:
-  """Returns the index of a corpus, complete or begun, or None without one.
+  """Returns the index of a complete or incomplete corpus; None if absent.
 
   Raises:
-    errors.UserError: it cannot be read.
+    errors.UserError: the index cannot be read.
   """
   file = pathlib.Path(path).expanduser() / _INDEX
   try:
@@ -94,21 +95,21 @@ def make_tokenizer(path: str) -> tokenizers.Tokenizer:
   """Returns the tokenizer that a corpus was made with.
 
   Raises:
-    errors.UserError: there is no corpus, or its tokenizer is another now.
+    errors.UserError: there is no corpus, or its tokenizer has changed.
   """
   saved = _complete_index(path)['tokenizer']
   folder = os.path.expanduser(path)
-  found = tokenizers.make(saved['kind'], folder)
-  if found.fingerprint != saved['fingerprint']:
+  tokenizer = tokenizers.make(saved['kind'], folder)
+  if tokenizer.fingerprint != saved['fingerprint']:
     raise errors.UserError(
       f'the tokenizer in path={path!r} is not the one that the corpus was '
       'prepared with: restore it, or prepare the corpus again'
     )
-  return found
+  return tokenizer
 
 
 def of_shards(path: str, shards: Iterable[str]) -> dict[str, Any]:
-  """Returns the fingerprint of shards, by name: their sizes, and samples."""
+  """Returns the fingerprint of shards: sizes and hashed samples, by name."""
   folder = os.path.expanduser(path)
   return fingerprints.of_files(
     [(name, os.path.join(folder, name)) for name in shards]
@@ -116,49 +117,50 @@ def of_shards(path: str, shards: Iterable[str]) -> dict[str, Any]:
 
 
 def fingerprint(path: str, group: str) -> dict[str, Any]:
-  """Returns what identifies a side, and checks that it is as it was made.
+  """Returns a group's fingerprint, after comparing it with the index.
 
-  At most 64 MiB are read.
+  Reads at most 64 MiB.
 
   Raises:
-    errors.UserError: there is no complete corpus, or a shard of it is missing,
-      shorter, or another.
+    errors.UserError: there is no complete corpus, or a shard is missing or has
+      changed.
   """
   side = _complete_index(path)[group]
-  found = of_shards(path, side['shards'])
-  said = fingerprints.differences({group: side['files']}, {group: found})
-  if said:
+  current = of_shards(path, side['shards'])
+  changes = fingerprints.differences({group: side['files']}, {group: current})
+  if changes:
     raise errors.UserError(
-      f'path={path!r} is not as it was prepared ({"; ".join(said)}): restore '
-      'it from a copy, or prepare it again'
+      f'path={path!r} is not as it was prepared ({"; ".join(changes)}): '
+      'restore it from a copy, or prepare it again'
     )
-  return found
+  return current
 
 
 def whole_hash(path: str) -> str:
   """Returns the SHA-256 of a file.
 
   Raises:
-    OSError: it cannot be read.
+    OSError: the file cannot be read.
   """
   with open(path, 'rb') as file:
     return hashlib.file_digest(file, 'sha256').hexdigest()
 
 
 def check(path: str, group: str) -> None:
-  """Reads all of a side, and checks that it is as it was made.
+  """Reads all shards of a group and compares them with their hashes.
 
   Raises:
-    errors.UserError: as `fingerprint`, or a shard is damaged.
+    errors.UserError: there is no complete corpus, or a shard is missing or
+      damaged.
   """
   fingerprint(path, group)
-  whole = _WholeCheck(_hashes(path, group))
-  whole.run()
-  whole.check()
+  verification = _WholeCheck(_hashes(path, group))
+  verification.run()
+  verification.check()
 
 
 def _hashes(path: str, group: str) -> tuple[tuple[str, str], ...]:
-  """Returns the path and the hash of each shard; older corpora have none."""
+  """Returns (path, SHA-256) of the shards; older corpora have no hashes."""
   folder = os.path.expanduser(path)
   shards = _complete_index(path)[group]['shards']
   return tuple(
@@ -169,64 +171,65 @@ def _hashes(path: str, group: str) -> tuple[tuple[str, str], ...]:
 
 
 class _WholeCheck(threading.Thread):
-  """Compares whole shards with their hashes, beside what goes on meanwhile."""
+  """A background thread that compares whole shards with their hashes."""
 
   def __init__(self, hashes: Iterable[tuple[str, str]]):
     super().__init__(daemon=True)
     self._hashes = hashes
-    self._damage = ''  # A sentence, as soon as it is seen.
+    self._damage = ''  # The error message, once damage is found.
 
   def run(self):
     for path, digest in self._hashes:
       try:
         if whole_hash(path) == digest:
           continue
-        said = 'its SHA-256 is not the one in the index'
+        reason = 'its SHA-256 is not the one in the index'
       except OSError as e:
-        said = str(e.strerror)
+        reason = str(e.strerror)
       self._damage = (
-        f'{path!r} is not as it was prepared ({said}): restore it from a copy, '
-        'or prepare the corpus again'
+        f'{path!r} is not as it was prepared ({reason}): restore it from a '
+        'copy, or prepare the corpus again'
       )
       return
 
   def check(self) -> None:
-    """Raises errors.UserError if damage was seen so far."""
+    """Raises errors.UserError if damage was found so far."""
     if self._damage:
       raise errors.UserError(self._damage)
 
 
 @functools.cache
 def _begin_check(hashes: tuple[tuple[str, str], ...]) -> _WholeCheck:
-  """Begins to check shards, once in each process."""
-  begun = _WholeCheck(hashes)
-  begun.start()
-  return begun
+  """Starts a check of shards, once per process."""
+  thread = _WholeCheck(hashes)
+  thread.start()
+  return thread
 
 
 @functools.cache
 def _vocab_size(path: str, fingerprint: str) -> int:
-  del fingerprint  # Of the tokenizer: another one has another size.
+  del fingerprint  # Only a cache key: the size changes with the tokenizer.
   return make_tokenizer(path).vocab_size
 
 
 def open_stream(
   path: str, group: str, *, shard_index: int = 0, shard_count: int = 1
 ) -> corpus.ShardStream:
-  """Returns the tokens of a side, which is checked as by `fingerprint`.
+  """Returns the tokens of a group, after comparing samples with the index.
 
-  Its shards are also read as a whole, once in each process, in a thread of its
-  own, a part by each of the hosts: where one turns out to be damaged, the next
-  read raises errors.UserError.
+  A background thread also compares whole shards with their hashes, once per
+  process, each host a part of them. After it has found damage, reads raise
+  errors.UserError.
 
   Args:
     path: directory of the corpus.
-    group: the side.
-    shard_index: of the host among those that read it together.
-    shard_count: how many they are.
+    group: 'train' or 'held_out'.
+    shard_index: index of this host.
+    shard_count: number of hosts.
 
   Raises:
-    errors.UserError: as `fingerprint`, or the side is empty.
+    errors.UserError: there is no complete corpus, a shard is missing or has
+      changed, or the group is empty.
   """
   index = _complete_index(path)
   shards = index[group]['shards']
@@ -235,10 +238,10 @@ def open_stream(
       f'path={path!r} has nothing held out: prepare it with eval_files'
     )
   fingerprint(path, group)
-  begun = _begin_check(_hashes(path, group)[shard_index::shard_count])
+  verification = _begin_check(_hashes(path, group)[shard_index::shard_count])
   folder = os.path.expanduser(path)
   return corpus.ShardStream(
     [(os.path.join(folder, n), s['tokens']) for n, s in shards.items()],
     _vocab_size(path, index['tokenizer']['fingerprint']),
-    begun.check,
+    verification.check,
   )

@@ -1,8 +1,8 @@
-"""Documents of Hugging Face `datasets` on disk: Arrow and Parquet files.
+"""Reads text from Arrow and Parquet files of Hugging Face `datasets`.
 
-Arrow files are what `Dataset.save_to_disk` and the library's cache write, as
-streams; Parquet files are what the hub holds. Both are read from beginning to
-end, a batch of rows at a time; `datasets` itself is not needed.
+`Dataset.save_to_disk` and the library's cache write Arrow files; the hub has
+Parquet files. Both are read sequentially in batches of rows; `datasets` itself
+is not needed.
 """
 
 from collections.abc import Iterator
@@ -13,14 +13,15 @@ from pyarrow import parquet
 
 from mod_jax import errors
 
-_ROWS = 1024  # Of a batch.
+_ROWS = 1024  # Per batch.
 
 
 def read_column(path: str, column: str) -> Iterator[str]:
-  """Yields the texts of a file's column, without those that are empty.
+  """Yields the non-empty texts of a file's column.
 
   Raises:
-    errors.UserError: the file is of neither kind, or has no such text.
+    errors.UserError: the file is neither Arrow nor Parquet, or has no such
+      column of text.
   """
   try:
     with contextlib.ExitStack() as stack:
@@ -38,38 +39,39 @@ def read_column(path: str, column: str) -> Iterator[str]:
         )
       for batch in batches:
         texts = batch.column(column)
-        # Places in a damaged file may lie outside of it: read as they are, they
-        # would end the process.
+        # Offsets in a damaged file may be out of bounds; using them unchecked
+        # would crash the process.
         texts.validate(full=True)
-        # One at a time: few bytes of a file may stand for many long texts.
+        # Convert one at a time: with compression, a small batch may hold many
+        # long texts.
         yield from filter(None, (text.as_py() for text in texts))
   except (OSError, UnicodeDecodeError, pa.ArrowException) as e:
-    why = ' '.join(str(e).split())[:200]
+    reason = ' '.join(str(e).split())[:200]
     raise errors.UserError(
-      f'{path!r} cannot be read as Arrow or Parquet ({why}): restore it, or '
+      f'{path!r} cannot be read as Arrow or Parquet ({reason}): restore it, or '
       'leave it out of the glob'
     ) from e
 
 
 def _open(path, column, stack):
-  """Returns schema and record batches of a file that `stack` closes."""
+  """Returns a file's schema and record batches; `stack` closes the file."""
   if path.endswith('.parquet'):
     schema = parquet.read_schema(path)
-    known = [column] if column in schema.names else []
+    columns = [column] if column in schema.names else []
     file = parquet.ParquetFile(
       path,
-      # Texts that recur stay indices, so a batch is no larger than the file.
-      read_dictionary=known,
+      # Keep repeated texts dictionary-encoded, to bound the memory of a batch.
+      read_dictionary=columns,
       page_checksum_verification=True,
     )
     stack.enter_context(file)
-    return schema, file.iter_batches(_ROWS, columns=known)
-  # Not mapped: a file that another truncates would end the process.
+    return schema, file.iter_batches(_ROWS, columns=columns)
+  # Not memory-mapped: truncating a mapped file would kill the process.
   source = stack.enter_context(pa.OSFile(path))
   try:
     file = stack.enter_context(pa.ipc.open_file(source))
     batches = map(file.get_batch, range(file.num_record_batches))
-  except pa.ArrowInvalid:  # It is no file of Arrow, which ends with an index.
+  except pa.ArrowInvalid:  # Not the file format: try the stream format.
     source.seek(0)
     file = batches = stack.enter_context(pa.ipc.open_stream(source))
   return file.schema, batches

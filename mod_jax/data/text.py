@@ -1,17 +1,17 @@
 """Batches of text for language models: files, prepared tokens, or TFDS.
 
-Everything here is numpy; placing a batch on devices is the training loop's.
-A batch is a dict of arrays:
+Everything here is NumPy; the training loop places batches on devices. A batch
+is a dict of arrays:
 
   tokens    int32 [B, L]
   targets   int32 [B, L]    the token after each of `tokens`
   weights   float32 [B, L]  1 where the target counts, else 0
   segments  int32 [B, L]    only if `config.segments`: 1 for the first document
                             of a row, 2 for the next, ...; 0 is padding
-  valid     bool [B, L]     only of held-out batches without segments: False is
+  valid     bool [B, L]     only in held-out batches without segments: False is
                             padding
 
-Files, or what was prepared, are one stream of tokens, cut into windows of L + 1
+Files and prepared corpora are one stream of tokens, cut into windows of L + 1
 tokens at stride L, so that each token is a target exactly once. Documents of
 TensorFlow Datasets are packed by Grain. With segments, a target that begins
 another document has weight 0.
@@ -45,11 +45,12 @@ from mod_jax.data import fingerprint as fingerprints
 
 Batch = dict[str, np.ndarray]
 
-# Rows that first-fit packing fills side by side. More leave less padding and
-# mix more documents; 64 leave about 1% for sentences in rows of 256.
+# Rows that first-fit packing fills at the same time. More rows mean less
+# padding but mix more documents; 64 leave about 1% padding for sentences in
+# rows of 256.
 _PACKING_BINS = 64
 _OWN_FILES = ('files', 'huggingface')  # Sources that read files by glob.
-# Documents of TFDS by which their tokens are estimated.
+# TFDS documents tokenised to estimate the size of a split.
 _SAMPLED = 1000
 
 
@@ -58,39 +59,42 @@ class TextDataConfig:
   """Where text comes from and how it becomes rows of tokens.
 
   Attributes:
-    source: 'stdlib' is the Python standard library's own source text on this
-      machine, 'environment' that and the source text of the packages that the
-      project pins, six times as much; 'files' are local files; 'tfds' a
-      prepared TFDS data set; 'prepared' the tokens that `mod_jax.data.prepare`
-      made of any of them. That also reads 'huggingface', local files of
-      `datasets` in Arrow or Parquet, whose rows are documents.
+    source: 'stdlib' is the source code of the Python standard library on this
+      machine. 'environment' adds the source code of the packages that the
+      project pins, about six times as much text in all. 'files' are local text
+      files. 'tfds' is a prepared TFDS data set. 'prepared' is a corpus
+      tokenised by `mod_jax.data.prepare` from any other source. 'huggingface',
+      which only `prepare` reads, are local Arrow or Parquet files of
+      `datasets`, where each row is a document.
     path: directory of a prepared corpus.
     files: globs of training files, separated by commas; `**` crosses
       directories, and `{txt,md}` stands for either.
     eval_files: globs of held-out files; '' holds out whole files of `files`,
       chosen by a hash of their relative names, or documents of 'huggingface',
       chosen by a hash of their text.
-    eval_fraction: fraction that is held out where a hash chooses.
+    eval_fraction: fraction to hold out where a hash chooses.
     text_column: the column of 'huggingface' with the text.
     tfds_name: data set name, or the directory of a prepared one.
     tfds_split: split for training.
     tfds_eval_split: split for evaluation.
     tfds_dir: where TFDS keeps data; '' is its own default.
     tfds_text_key: the feature with the text.
-    tokenizer: 'bytes' needs nothing; 'bpe' is learned from the training files
-      and cached; the others read `tokenizer_path`. A prepared corpus has its
-      own, whatever is said here.
+    tokenizer: 'bytes' needs no file; 'bpe' is learned from the training files
+      and cached; the others read `tokenizer_path`. Ignored for a prepared
+      corpus, which has its own tokeniser.
     tokenizer_path: local tokeniser file, or the directory that holds it.
-    tokenizer_vocab_size: ids of the tokenizer 'bpe'.
+    tokenizer_vocab_size: number of ids of the tokeniser 'bpe': the 256 bytes,
+      the end-of-text token, and at least one merge.
     length: tokens per row.
-    segments: mark the documents of a row, so that they need not see each other.
-    cache_dir: tokens of files, and tokenisers learned from them; '' is
-      ~/.cache/mod_jax.
-    read_threads: threads that read ahead (and tokenise documents of TFDS) while
-      training; 0 reads in step.
+    segments: mark the documents of a row, so that attention can be kept within
+      each document.
+    cache_dir: directory for the tokens of files and for learned tokenisers; ''
+      is ~/.cache/mod_jax.
+    read_threads: threads that read ahead (and tokenise TFDS documents) during
+      training; 0 reads without threads.
     prefetch: batches kept ready.
-    max_epochs: how often a run may see its training text; it is refused if it
-      would see it more often.
+    max_epochs: most epochs over the training text; runs that would take more
+      are refused.
   """
 
   source: Literal[
@@ -108,7 +112,6 @@ class TextDataConfig:
   tfds_text_key: str = 'text'
   tokenizer: Literal['bytes', 'bpe', 'sentencepiece', 'huggingface'] = 'bytes'
   tokenizer_path: str = ''
-  # The 256 bytes, the end of a text, and at least one merge.
   tokenizer_vocab_size: Annotated[int, config_lib.Range(ge=258, le=2**20)] = (
     2048
   )
@@ -190,7 +193,7 @@ def make_tokenizer(config: TextDataConfig) -> tokenizers.Tokenizer:
 
 
 def tokenizer_source(config: TextDataConfig) -> tuple[str, str]:
-  """Returns kind and path of a config's tokenizer, as of `tokenizers.make`.
+  """Returns kind and path of a config's tokenizer, for `tokenizers.make`.
 
   Raises:
     errors.UserError: there are no training files to learn one from, or no
@@ -204,7 +207,7 @@ def tokenizer_source(config: TextDataConfig) -> tuple[str, str]:
 
 
 def learn_tokenizer(config: TextDataConfig) -> pathlib.Path:
-  """Returns the file of the tokenizer 'bpe', learned now or found in the cache.
+  """Returns the file of the tokenizer 'bpe', learning it if it is not cached.
 
   Raises:
     errors.UserError: the training files cannot be read, or are too few.
@@ -216,36 +219,36 @@ def learn_tokenizer(config: TextDataConfig) -> pathlib.Path:
 
 
 def fingerprint(config: TextDataConfig) -> dict[str, Any]:
-  """Returns what identifies the data, tokeniser included.
+  """Returns a fingerprint of the data and the tokeniser.
 
   Raises:
-    errors.UserError: they cannot be read.
+    errors.UserError: the data cannot be read.
   """
-  found = {
+  result = {
     'source': config.source,
     'tokenizer': fingerprints.of_value(make_tokenizer(config).fingerprint),
   }
   if config.source == 'tfds':
     splits = {'train': config.tfds_split, 'held_out': config.tfds_eval_split}
-    return found | {
+    return result | {
       group: tfds_text.fingerprint(
         config.tfds_name, split, data_dir=config.tfds_dir
       )
       for group, split in splits.items()
     }
   if config.source == 'prepared':
-    return found | {
+    return result | {
       group: prepared.fingerprint(config.path, group)
       for group in prepared.GROUPS
     }
   if config.source == 'stdlib':
-    found['python'] = platform.python_version()
+    result['python'] = platform.python_version()
   if config.source == 'environment':
-    found['versions'] = environment.versions()
+    result['versions'] = environment.versions()
   train, held_out = split_files(config)
   for group, files in (('train', train), ('held_out', held_out)):
-    found[group] = fingerprints.of_files([(f.name, f.path) for f in files])
-  return found
+    result[group] = fingerprints.of_files([(f.name, f.path) for f in files])
+  return result
 
 
 def train_iterator(
@@ -259,27 +262,28 @@ def train_iterator(
 ) -> grain.DatasetIterator:
   """Returns an endless iterator over this shard's training batches.
 
-  The order is a function of the data, the seed and the position alone, and a
-  global batch is the same however many shards share it: each takes equally many
-  rows, the first shard the first. Rows from files are shuffled anew in every
-  epoch, and all are seen once per epoch. Documents of TFDS are shuffled the
-  same way. Every shard then packs all of them, because where a row begins
-  depends on all documents before it.
+  The order depends only on the data, the seed and the position. A global batch
+  is the same for any number of shards: it is split evenly, and the first shard
+  gets the first rows. Rows from files are reshuffled in every epoch, and each
+  is seen once per epoch. TFDS documents are shuffled the same way. Every shard
+  then packs all documents, because where a row begins depends on all documents
+  before it.
 
   Args:
     config: what to read.
     batch_size: rows per batch of one shard.
     seed: of the shuffle, in [0, 2**31).
     shard_index: which shard (host) this is.
-    shard_count: how many there are.
-    num_batches: global batches that a run will take, None if nobody knows:
-      more than `config.max_epochs` allows are refused, and more than an epoch
-      are told.
+    shard_count: number of shards.
+    num_batches: global batches that the run will take, None if unknown. More
+      than `config.max_epochs` allows are refused; more than one epoch logs a
+      warning.
 
   Returns:
-    A Grain iterator of batches (see the module). `get_state()` is a small
-    JSON-ready dict, the same on all shards and for any number of them, and
-    `set_state()` goes on with the batch after it.
+    A Grain iterator of batches, described at the top of this module.
+    `get_state()` is a small JSON-ready dict that is the same on all shards and
+    for any number of shards; after `set_state()` the iterator continues with
+    the next batch.
 
   Raises:
     errors.UserError: the data cannot be read, is less than a global batch, or
@@ -323,11 +327,11 @@ def train_iterator(
       f'{config.length}, more than the 2**32 that can be shuffled: raise length'
     )
   if num_batches is not None:
-    there = len(windows) * config.length
-    _check_epochs(config, there, num_batches, rows_needed)
+    available = len(windows) * config.length
+    _check_epochs(config, available, num_batches, rows_needed)
   dataset = _shuffled(grain.MapDataset.source(windows), seed)
-  # Cut the rows into batches of one shard and take every `shard_count`-th, so
-  # that each shard reads only its own rows.
+  # Take every `shard_count`-th local batch, so that a shard reads only its own
+  # rows.
   dataset = dataset.batch(batch_size, drop_remainder=True)
   dataset = dataset[shard_index::shard_count]
   options = grain.ReadOptions(
@@ -346,20 +350,20 @@ def eval_batches(
 ) -> Iterator[Batch]:
   """Returns this shard's held-out batches, always the same in the same order.
 
-  All shards get equally many batches; what is missing in the last is padded by
-  rows of weight 0. Without a limit every held-out target counts exactly once
-  over all batches of all shards.
+  All shards get the same number of batches; the last is padded with rows of
+  weight 0. Without a limit, every held-out target counts exactly once over all
+  batches of all shards.
 
   Args:
     config: what to read.
     batch_size: rows per batch of one shard.
-    num_batches: None for all, or at most so many; then their rows are spread
-      evenly over the held-out data.
+    num_batches: most batches to return, their rows spread evenly over the
+      held-out data; None for all.
     shard_index: which shard (host) this is.
-    shard_count: how many there are.
+    shard_count: number of shards.
 
   Returns:
-    A finite iterator of batches (see the module).
+    A finite iterator of batches, described at the top of this module.
 
   Raises:
     errors.UserError: nothing is held out, or it cannot be read.
@@ -403,10 +407,10 @@ def eval_batches(
 
 
 def num_train_tokens(config: TextDataConfig) -> int:
-  """Returns the training targets of an epoch: tokens that stand in full rows.
+  """Returns the number of training targets per epoch: tokens in full rows.
 
-  Files are tokenised for it, unless that was done before. Those of TFDS are an
-  estimate, by 1,000 of its documents.
+  Files are tokenised for this unless their tokens are cached. For TFDS the
+  number is estimated from 1,000 documents.
 
   Raises:
     errors.UserError: the data cannot be read.
@@ -420,22 +424,29 @@ def num_train_tokens(config: TextDataConfig) -> int:
 def _check_epochs(
   config: TextDataConfig, there: int, num_batches: int, rows: int
 ):
-  """Raises if so many batches are more than the epochs that are allowed."""
+  """Raises if the batches need more than `config.max_epochs` of the data.
+
+  Args:
+    config: has the limit.
+    there: training targets per epoch.
+    num_batches: global batches that the run will take.
+    rows: rows per global batch.
+  """
   needed = num_batches * rows * config.length
   epochs = needed / max(1, there)
-  said = (
+  usage = (
     f'{num_batches:,} steps of {rows} rows of length={config.length} take '
     f'{needed:,} tokens, and the training text has {there:,}'
   )
   if epochs > config.max_epochs:
-    most = int(config.max_epochs * there / (rows * config.length))
+    limit = int(config.max_epochs * there / (rows * config.length))
     raise errors.UserError(
-      f'{said}, which would be seen {epochs:.3g} times, more than max_epochs='
-      f'{config.max_epochs:g}: add text, take at most {most:,} steps, or raise '
-      'max_epochs'
+      f'{usage}, which would be seen {epochs:.3g} times, more than max_epochs='
+      f'{config.max_epochs:g}: add text, take at most {limit:,} steps, or '
+      'raise max_epochs'
     )
   if epochs > 1:
-    logging.warning('%s: it is seen %.3g times.', said, epochs)
+    logging.warning('%s: it is seen %.3g times.', usage, epochs)
 
 
 def split_files(
@@ -449,7 +460,7 @@ def split_files(
   """
   if config.source in ('tfds', 'prepared'):
     raise errors.UserError(f'source={config.source!r} has no files of text')
-  if config.source == 'environment':  # It has no copies.
+  if config.source == 'environment':  # Its listing has no copies.
     return corpus.hold_out(environment.list_files(), config.eval_fraction)
   if config.source == 'stdlib':
     train, held_out = corpus.hold_out(
@@ -476,7 +487,7 @@ def split_files(
 class Windows:
   """Rows cut from a token stream: row i has targets [i*L + 1, i*L + L + 1).
 
-  A random-access source for Grain; a row is read when it is asked for.
+  A random-access source for Grain; rows are read on access.
   """
 
   def __init__(
@@ -487,15 +498,15 @@ class Windows:
     segments: bool = False,
     partial: bool = False,
   ):
-    """Lays windows over a stream.
+    """Initializes the windows; reads nothing.
 
     Args:
       stream: tokens and where documents start.
       length: L, tokens per row.
       segments: whether rows have `segments`, and weight 0 where a target
         begins another document.
-      partial: whether the targets after the last full row (fewer than L) make
-        a padded row of their own; they are left out otherwise.
+      partial: whether the targets after the last full row (fewer than L) form
+        a padded row; otherwise they are left out.
     """
     self._stream = stream
     self._length = length
@@ -508,7 +519,7 @@ class Windows:
     return self._rows
 
   def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-    """Returns row `index`: arrays [L], see the module."""
+    """Returns row `index`: a batch's arrays without the batch axis, [L]."""
     if not 0 <= index < self._rows:
       raise IndexError(index)
     start = index * self._length
@@ -531,10 +542,10 @@ class Windows:
 
 
 class _Spread:
-  """Another order of a source, in which any beginning is spread over it all.
+  """Reorders a source so that any prefix is spread over the whole source.
 
-  Steps of the golden ratio: every next element falls into one of the largest
-  gaps, so a limited evaluation sees the whole split.
+  Steps by the golden ratio, so that each element falls into one of the largest
+  gaps so far: an evaluation of a few batches samples the whole split.
   """
 
   def __init__(self, source: grain.MapDataset):
@@ -562,13 +573,13 @@ def open_stream(
 
   Args:
     config: what to read.
-    group: the side.
-    shard_index: which host this is; each checks its part of prepared files.
-    shard_count: how many there are.
+    group: training or held-out tokens.
+    shard_index: which host this is; each verifies its part of prepared files.
+    shard_count: number of hosts.
 
   Raises:
-    errors.UserError: they cannot be read, nothing is held out, or the source
-      has documents instead of a stream.
+    errors.UserError: the data cannot be read, nothing is held out, or the
+      source has documents instead of a stream.
   """
   if config.source in ('tfds', 'huggingface'):
     raise errors.UserError(
@@ -598,10 +609,10 @@ def _cache_dir(config: TextDataConfig) -> str:
 
 
 def _shuffled(dataset: grain.MapDataset, seed: int) -> grain.MapDataset:
-  """Shuffles anew in every epoch, without end.
+  """Repeats a data set endlessly, reshuffled in every epoch.
 
-  Shards are cut from the endless sequence, not from an epoch: parts of unequal
-  size would drift apart and see different epochs in one global batch.
+  Shards are cut from this endless sequence and not from an epoch: shards of
+  unequal size would drift apart, and a global batch would mix epochs.
   """
   return dataset.seed(seed).shuffle().repeat()
 
@@ -627,8 +638,8 @@ def _padded_batches(
 ) -> Iterator[Batch]:
   """Yields a shard's batches of the rows `load(item)`.
 
-  The items are the same on every shard, so all yield equally many batches: a
-  host with one fewer would leave the others waiting in a collective.
+  `items` must be the same on every shard, so that all yield the same number of
+  batches: the other hosts would wait forever for one that has fewer.
   """
   items = iter(items)
   while group := list(itertools.islice(items, batch_size * shard_count)):
@@ -637,7 +648,7 @@ def _padded_batches(
     empty = _empty_row(config.length, config.segments)
     rows += [empty] * (batch_size - len(rows))
     batch = {k: np.stack([row[k] for row in rows]) for k in empty}
-    if not config.segments:  # Then nothing but padding is without weight.
+    if not config.segments:  # Then only padding has weight 0.
       batch['valid'] = batch['weights'] > 0
     yield batch
 
@@ -646,11 +657,7 @@ def _padded_batches(
 
 
 def _open_tfds(config: TextDataConfig, split: str):
-  """Returns a split as pairs of arrays, and the function that packs them.
-
-  Raises:
-    errors.UserError: the split cannot be read.
-  """
+  """Returns a split as (tokens, targets) arrays and a function to pack them."""
   tokenizer = make_tokenizer(config)
   records = tfds_text.open_documents(
     config.tfds_name,
@@ -663,15 +670,16 @@ def _open_tfds(config: TextDataConfig, split: str):
   lengths = {'tokens': config.length, 'targets': config.length}
 
   def pack(dataset, *, seed: int | None = None) -> grain.IterDataset:
-    # One thread prefetches at the pipeline's end; two or more tokenise here.
+    # A single thread prefetches at the pipeline's end instead; more tokenise in
+    # parallel here.
     threads = config.read_threads if config.read_threads > 1 else 0
     dataset = dataset.filter(lambda pair: len(pair['targets']) > 0)
     dataset = dataset.to_iter_dataset(
       grain.ReadOptions(num_threads=threads, prefetch_buffer_size=8 * threads)
     )
     if config.segments:
-      # First-fit leaves short documents whole, where cutting the stream
-      # would take the context from a part of every row.
+      # First-fit keeps short documents whole; cutting the stream at row ends
+      # would separate tokens from the beginning of their document.
       dataset = grain.experimental.FlatMapIterDataset(
         dataset, _Pieces(config.length)
       )
@@ -700,10 +708,10 @@ def _open_tfds(config: TextDataConfig, split: str):
 
 
 def _estimate(documents: grain.MapDataset) -> int:
-  """Returns about how many targets all documents of a split have."""
+  """Returns an estimate of the number of targets in a split."""
   count = min(_SAMPLED, len(documents))
-  places = [i * len(documents) // count for i in range(count)]
-  sampled = sum(len(documents[i]['targets']) for i in places)
+  indices = [i * len(documents) // count for i in range(count)]
+  sampled = sum(len(documents[i]['targets']) for i in indices)
   return sampled * len(documents) // count
 
 
@@ -724,11 +732,11 @@ def _check_enough(
 
 
 class _DocumentPair(grain.transforms.Map):
-  """A record to its document's tokens and targets.
+  """Maps a record to the tokens and targets of its document.
 
-  The separator stands before the document's tokens and after its targets.
-  Since the same separator ends the document before, the concatenated pairs are
-  the concatenated documents and the same shifted by one.
+  The separator precedes the document's tokens and follows its targets. It is
+  also the last target of the preceding document, so the concatenated targets
+  are the concatenated tokens shifted by one.
   """
 
   def __init__(self, tokenizer: tokenizers.Tokenizer, key: str):
@@ -752,9 +760,9 @@ class _DocumentPair(grain.transforms.Map):
 
 
 class _Pieces(grain.experimental.FlatMapTransform):
-  """Cuts a document that is longer than a row."""
+  """Cuts documents that are longer than a row."""
 
-  # Only datasets with random access need a bound on the pieces.
+  # Unused: only data sets with random access need a bound.
   max_fan_out = 1
 
   def __init__(self, length: int):
@@ -770,8 +778,8 @@ class _Pieces(grain.experimental.FlatMapTransform):
 class _TupleState(grain.IterDataset):
   """Lets a concat-then-split parent resume from a state that was JSON.
 
-  It marks "no piece of a document left over" by a tuple, and does not know the
-  list that comes back from a checkpoint: it would drop the next document.
+  The parent marks "no remainder of a document" by a tuple, which JSON turns
+  into a list. It does not recognise the list and would drop the next document.
   """
 
   def __iter__(self) -> grain.DatasetIterator:

@@ -1,7 +1,7 @@
-"""Prepared TensorFlow Datasets, found by name and read without TensorFlow.
+"""Finds prepared TensorFlow Datasets by name and reads them without TensorFlow.
 
-Only data that is already prepared on disk, in a format with random access
-(ArrayRecord), is read; nothing is downloaded.
+Data must already be prepared on disk in a format with random access
+(ArrayRecord); nothing is downloaded.
 """
 
 from collections.abc import Sequence
@@ -18,15 +18,15 @@ from mod_jax import errors
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Location:
-  """Where a data set stands, and by which fields a config says so.
+  """Name and directory of a data set, and the config fields that set them.
 
   Attributes:
-    name: a TFDS name, or a directory that holds a prepared data set (its
-      dataset_info.json).
-    data_dir: where prepared data sets stand; None for TFDS's own default.
+    name: a TFDS name, or the directory of a prepared data set, which contains
+      its dataset_info.json.
+    data_dir: directory of all prepared data sets; None for TFDS's own default.
     name_field: the config's field for `name`, for messages.
-    data_dir_field: likewise for `data_dir`.
-    example: such a directory, for messages.
+    data_dir_field: the config's field for `data_dir`, for messages.
+    example: an example of a prepared data set's directory, for messages.
   """
 
   name: str
@@ -36,7 +36,7 @@ class Location:
   example: str
 
   def __str__(self) -> str:
-    """Returns how messages name the data set."""
+    """Returns the data set's name for messages."""
     return f'{self.name_field}={self.name!r}'
 
 
@@ -47,7 +47,7 @@ def load(at: Location) -> Any:
     errors.UserError: an unknown name, config or version; a directory without a
       prepared data set.
   """
-  # Imported late: it is slow, and other data need it not.
+  # Imported here, since it is slow and other data do not need it.
   import tensorflow_datasets as tfds
 
   directory = os.path.expanduser(at.name)
@@ -60,7 +60,7 @@ def load(at: Location) -> Any:
         f'{at} is a directory without a prepared data set: give the one with '
         f'dataset_info.json in it, such as {at.example}'
       ) from None
-  # 'namespace:name' would ask a server; 'name:1.2.3' is a version.
+  # 'namespace:name' would use the network; 'name:1.2.3' is a version.
   if re.match(r'\w+:(?!\d|experimental_latest)', at.name):
     raise errors.UserError(
       f'{at} is a community data set, which TFDS looks up on the network: '
@@ -73,37 +73,37 @@ def load(at: Location) -> Any:
   try:
     return tfds.builder(at.name, data_dir=data_dir)
   except tfds.core.DatasetNotFoundError:
-    # Community names would be fetched, by a function that needs TensorFlow.
-    known = tfds.list_builders(with_community_datasets=False)
+    # Listing community data sets would need the network and TensorFlow.
+    names = tfds.list_builders(with_community_datasets=False)
     base = at.name.split('/')[0].split(':')[0].lower()
-    near = difflib.get_close_matches(base, known, n=1, cutoff=0)
+    nearest = difflib.get_close_matches(base, names, n=1, cutoff=0)
     raise errors.UserError(
-      f'{at} is neither known to TFDS (the nearest name is {near[0]!r}) nor '
+      f'{at} is neither known to TFDS (the nearest name is {nearest[0]!r}) nor '
       f'prepared under {at.data_dir_field}: correct it, or give the directory '
       'of a prepared data set'
     ) from None
   except Exception as e:
-    # TFDS has many exception types for a bad config or version in the name.
-    # The rest of a long message lists what there is.
-    why = ' '.join(str(e).partition('. Here are')[0].split())[:200]
+    # TFDS raises many types for a bad config or version in the name. Drop the
+    # list of available ones from the message.
+    reason = ' '.join(str(e).partition('. Here are')[0].split())[:200]
     raise errors.UserError(
-      f'{at} cannot be loaded ({why}); check its config and version'
+      f'{at} cannot be loaded ({reason}); check its config and version'
     ) from e
 
 
 def _check_features(at: Location, directory: str) -> None:
-  """Refuses a data set that names features which TFDS would import.
+  """Refuses data sets with features that are neither registered nor of TFDS.
 
-  It imports any module that is named there, and so would run code that somebody
-  has laid beside the data.
+  TFDS imports any module that features.json names, and so would run code that
+  somebody has put there.
   """
   from tensorflow_datasets.core import features
 
   def check(fields):
     for key in ('pythonClassName', 'type'):
       name = str(fields.get(key, 'tensorflow_datasets.'))
-      known = features.FeatureConnector._registered_features
-      if not (name in known or name.startswith('tensorflow_datasets.')):
+      registered = features.FeatureConnector._registered_features
+      if not (name in registered or name.startswith('tensorflow_datasets.')):
         raise errors.UserError(
           f'{at} is of the feature {name!r}, which is not of TFDS: reading it'
           ' would run its code. If you trust it, import its module before'
@@ -128,13 +128,14 @@ def open_split(
   """Returns the records of a split, with random access.
 
   Args:
-    at: what `builder` was loaded from.
-    builder: from `load`.
+    at: location that `builder` was loaded from.
+    builder: result of `load`.
     split: for example 'train' or 'train[:1%]'.
     decoders: how to decode features, by name; None for TFDS's own way.
 
   Raises:
-    errors.UserError: not prepared; no random access; an unknown split.
+    errors.UserError: the data set is not prepared or has no random access, or
+      the split is unknown.
   """
   splits = builder.info.splits
   if not splits:
@@ -153,8 +154,8 @@ def open_split(
       "random access: prepare it again with file_format='array_record'"
     ) from None
   except (ValueError, KeyError) as e:
-    why = str(e).partition('\n')[0].strip()
+    reason = str(e).partition('\n')[0].strip()
     raise errors.UserError(
-      f'split {split!r} of {at} cannot be read ({why}): choose from '
+      f'split {split!r} of {at} cannot be read ({reason}): choose from '
       f'{", ".join(sorted(splits))}, or a part such as {min(splits)}[:10%]'
     ) from None

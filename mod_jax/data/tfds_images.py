@@ -1,4 +1,4 @@
-"""Pictures of TensorFlow Datasets, see `tfds_builder`."""
+"""Labelled images of prepared TensorFlow Datasets."""
 
 from typing import Any
 
@@ -27,30 +27,30 @@ class TfdsImages:
     uint8 array.
 
     Args:
-      name: as of a `tfds_builder.Location`.
+      name: a TFDS name, or the directory of a prepared data set.
       split: for example 'train' or 'train[:1%]'.
-      data_dir: as of a `tfds_builder.Location`.
+      data_dir: directory of all prepared data sets; None for TFDS's default.
 
     Raises:
-      errors.UserError: unknown name or split; not prepared; no random access;
-        no image or label.
+      errors.UserError: the name or split is unknown, or the data set is not
+        prepared, lacks random access, or has no image or label.
     """
-    # Imported late: it is slow, and other data need it not.
+    # Imported here, since it is slow and other data do not need it.
     import tensorflow_datasets as tfds
 
-    at = _location(name, data_dir)
-    builder = tfds_builder.load(at)
+    location = _location(name, data_dir)
+    builder = tfds_builder.load(location)
     self.class_names = _label_names(tfds, builder, name)
-    self._what = f'of split {split!r} of {at}'
+    self._what = f'of split {split!r} of {location}'
     self._version = {'version': builder.info.full_name, 'split': split}
-    # Masks, too: there is no use in decoding them.
+    # Decode no image while reading: `load` decodes the one that is needed.
     encoded = {
       key: tfds.decode.SkipDecoding()
       for key, feature in builder.info.features.items()
       if isinstance(feature, tfds.features.Image)
     }
     self._records = tfds_builder.open_split(
-      at, builder, split, decoders=encoded or None
+      location, builder, split, decoders=encoded or None
     )
     image = self._records[0][_IMAGE]
     if not (
@@ -71,15 +71,15 @@ class TfdsImages:
     return len(self._records)
 
   def fingerprint(self) -> dict[str, Any]:
-    """Returns what identifies the split."""
+    """Returns a fingerprint of the split."""
     return {**self._version, **fingerprints.of_records(self._records)}
 
   def load(self, index: int) -> tuple[Image.Image, int]:
-    """Returns a decoded RGB picture and its label.
+    """Returns a decoded RGB image and its label.
 
     Raises:
-      image_folder.UnreadableImageError: it cannot be decoded.
-      errors.UserError: its label is out of range, as where a split has none.
+      image_folder.UnreadableImageError: the image cannot be decoded.
+      errors.UserError: the label is out of range; unlabelled splits have -1.
     """
     record = self._records[index]
     label = int(record[_LABEL])
@@ -95,7 +95,7 @@ def class_names(name: str, *, data_dir: str | None = None) -> tuple[str, ...]:
   """Returns the names of a data set's labels; reads no record.
 
   Raises:
-    errors.UserError: unknown name, or no image or label.
+    errors.UserError: the name is unknown, or records have no image or label.
   """
   import tensorflow_datasets as tfds
 

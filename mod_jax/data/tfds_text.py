@@ -1,4 +1,4 @@
-"""Documents of TensorFlow Datasets, see `tfds_builder`."""
+"""Text documents of prepared TensorFlow Datasets."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,17 +14,19 @@ def open_documents(
   """Returns the records of a split, with random access.
 
   Args:
-    name: as of a `tfds_builder.Location`.
+    name: a TFDS name, or the directory of a prepared data set.
     split: for example 'train' or 'train[:1%]'.
-    data_dir: as of a `tfds_builder.Location`, or ''.
-    text_key: the feature that holds the text; it must be in every record.
+    data_dir: directory of all prepared data sets; '' for TFDS's own default.
+    text_key: the feature with the text, in every record.
 
   Raises:
-    errors.UserError: unknown name, split or key; not prepared; no random
-      access.
+    errors.UserError: the name, split or key is unknown, or the data set is not
+      prepared or has no random access.
   """
-  at = _location(name, data_dir)
-  documents = tfds_builder.open_split(at, tfds_builder.load(at), split)
+  location = _location(name, data_dir)
+  documents = tfds_builder.open_split(
+    location, tfds_builder.load(location), split
+  )
   first = documents[0]
   if text_key not in first:
     raise errors.UserError(
@@ -41,10 +43,10 @@ def open_documents(
 
 
 def fingerprint(name: str, split: str, *, data_dir: str = '') -> dict[str, Any]:
-  """Returns what identifies a split; see `open_documents`."""
-  at = _location(name, data_dir)
-  builder = tfds_builder.load(at)
-  records = tfds_builder.open_split(at, builder, split)
+  """Returns a fingerprint of a split; arguments as for `open_documents`."""
+  location = _location(name, data_dir)
+  builder = tfds_builder.load(location)
+  records = tfds_builder.open_split(location, builder, split)
   version = {'version': builder.info.full_name, 'split': split}
   return version | fingerprints.of_records(records)
 

@@ -1,7 +1,6 @@
-"""Tokenisers behind one small interface: bytes, SentencePiece, Hugging Face.
+"""Tokenisers with a common interface: bytes, SentencePiece, Hugging Face.
 
-The two subword kinds read a local file and nothing else, so a run never
-depends on a download.
+The two subword kinds read local files only; nothing is downloaded.
 """
 
 import abc
@@ -21,16 +20,16 @@ from mod_jax import errors, paths
 
 REPLACEMENT = '\N{REPLACEMENT CHARACTER}'
 
-# Drawn in place of white space, which a picture could not show. All three are
-# in the font that matplotlib ships.
+# Shown instead of white space in figures. All three characters are in
+# matplotlib's default font.
 _VISIBLE = {
   ' ': '\N{OPEN BOX}',
   '\n': '\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}',
   '\t': '\N{RIGHTWARDS ARROW TO BAR}',
 }
 
-# A `tokenizer.json` does not say which of its special tokens ends or begins a
-# text; the files beside it do, and without them these names are customary.
+# A `tokenizer.json` does not say which special tokens end or begin a text. The
+# files in `_DECLARING` do; without them, we look for these customary names.
 _EOS_NAMES = (
   '</s>',
   '<|endoftext|>',
@@ -50,13 +49,13 @@ _BOS_NAMES = (
 
 
 _FILES = {'sentencepiece': 'tokenizer.model', 'huggingface': 'tokenizer.json'}
-# Files beside a `tokenizer.json`; the later one has the last word.
+# Files in the directory of a `tokenizer.json`; the later one takes precedence.
 _DECLARING = ('special_tokens_map.json', 'tokenizer_config.json')
-# Ids lie below it, as in all models: each takes memory, used or not.
+# Larger ids are refused: memory grows with the largest id, used or not.
 _MAX_VOCAB = 2**20
 CHAT_TEMPLATE = 'chat_template.jinja'
-# Tokens that tell how a text before a new one ends: as many as one character
-# may take, in UTF-8.
+# Preceding tokens that `decode_after` decodes: one character takes at most 4
+# bytes of UTF-8, and thus at most 4 tokens.
 CONTEXT = 4
 
 
@@ -78,8 +77,8 @@ class Tokenizer(abc.ABC):
     bos_id: the id that begins a document, or None.
     fingerprint: changes whenever the same text could get other ids.
     token_bytes: int32 [vocab_size], the number of UTF-8 bytes of text that each
-      token stands for (0 for special tokens): what nats per token are divided
-      by to get bits per byte.
+      token stands for (0 for special tokens), to convert nats per token to bits
+      per byte.
   """
 
   def __init__(
@@ -91,14 +90,15 @@ class Tokenizer(abc.ABC):
     bos_id: int | None,
     fingerprint: str,
   ):
-    """Keeps what all kinds share.
+    """Sets the attributes that all kinds share.
 
     Args:
-      surfaces: for each id the bytes that it stands for; empty for specials.
-      names: for ids without a surface, what to call them in pictures.
+      surfaces: for each id, the bytes that it stands for; empty for special
+        tokens.
+      names: for ids without a surface, the text that figures show.
       eos_id: id that ends a document, or None.
       bos_id: id that begins a document, or None.
-      fingerprint: hash of everything that decides the ids.
+      fingerprint: hash of everything that determines the ids.
     """
     self._surfaces = tuple(surfaces)
     self._names = names
@@ -118,7 +118,7 @@ class Tokenizer(abc.ABC):
     """Returns the text of ids that are all in the vocabulary."""
 
   def encode_bytes(self, data: bytes) -> np.ndarray:
-    """Returns the ids (int32) of UTF-8 bytes; what is not UTF-8 is replaced."""
+    """Returns the ids (int32) of UTF-8 bytes; invalid bytes become U+FFFD."""
     return np.array(self.encode(data.decode('utf-8', 'replace')), np.int32)
 
   def decode(self, ids: Sequence[int]) -> str:
@@ -137,14 +137,14 @@ class Tokenizer(abc.ABC):
     return ''.join(pieces) + (self._decode(run) if run else '')
 
   def decode_after(self, before: Sequence[int], ids: Sequence[int]) -> str:
-    """Returns what `ids` add to the text of the tokens before them.
+    """Returns the text that `ids` add to the text of the tokens before them.
 
-    On their own they may be another text: SentencePiece leaves out the space
-    before a text's first word.
+    Decoded on their own, they may give a different text: SentencePiece drops
+    the space before the first word.
     """
     before = [*before][-CONTEXT:]
     text, whole = self.decode(before), self.decode([*before, *ids])
-    # Half a character may have become a whole one.
+    # `before` may end within a character that `ids` complete.
     return whole[len(text) :] if whole.startswith(text) else self.decode(ids)
 
   def pieces(self, ids: Sequence[int]) -> list[str]:
@@ -164,7 +164,7 @@ class ByteTokenizer(Tokenizer):
   """One token per byte: 256 ids, no special tokens, lossless."""
 
   def __init__(self):
-    """Builds the one byte tokeniser there is."""
+    """Initializes the tokeniser; it has no settings."""
     super().__init__(
       surfaces=[bytes([i]) for i in range(256)],
       names={},
@@ -219,7 +219,7 @@ class SentencePieceTokenizer(Tokenizer):
 
   def encode(self, text: str) -> list[int]:
     """Returns the model's most likely segmentation of `text`."""
-    # The library refuses lone surrogates, which other kinds survive.
+    # The library raises on lone surrogates; replace them with '?'.
     return self._sp.encode(text.encode('utf-8', 'replace').decode())
 
   def _decode(self, ids: list[int]) -> str:
@@ -232,23 +232,24 @@ class HuggingFaceTokenizer(Tokenizer):
   def __init__(self, path: str):
     """Loads the file at `path`, or `tokenizer.json` in that directory.
 
-    The end and begin tokens are taken from `tokenizer_config.json` or
-    `special_tokens_map.json` beside it; without those, a special token with a
-    customary name (such as '</s>' or '<|endoftext|>') is used.
+    The begin and end tokens are those in `tokenizer_config.json` or
+    `special_tokens_map.json` in the same directory; without these files,
+    special tokens with customary names (such as '</s>' or '<|endoftext|>').
     """
     file = _find(path, _FILES['huggingface'])
     data = _read(file)
     try:
       tok = tokenizers.Tokenizer.from_buffer(data)
-      # A file saved for fine-tuning may cut every text at 512 tokens.
+      # Files saved for fine-tuning may truncate texts, for example at 512.
       tok.no_truncation()
       tok.no_padding()
       spec = json.loads(tok.to_str())
-      # For chats one of its own, since threads share a tokenizer.
+      # Chats need another setting of `encode_special_tokens`. Changing it for
+      # each call would not be thread-safe, so keep a second tokeniser.
       self._of_chats = tokenizers.Tokenizer.from_str(tok.to_str())
     except Exception as e:
       raise _not_a_model(file, 'Hugging Face tokenizer.json', e) from e
-    # Text that happens to spell a special token must not become one.
+    # Text that spells a special token must not be encoded as one.
     tok.encode_special_tokens = True
     self._tok = tok
     vocab = tok.get_vocab(with_added_tokens=True)
@@ -297,17 +298,18 @@ class HuggingFaceTokenizer(Tokenizer):
     return self._tok.encode(text, add_special_tokens=False).ids
 
   def encode_prompt(self, text: str) -> list[int]:
-    """Returns the ids of a text that a pretrained model is to continue.
+    """Returns the ids of a prompt for a pretrained model to continue.
 
-    They begin as its own texts do, with a BOS where the tokenizer says so.
+    They begin with the special tokens that the tokeniser's template adds, such
+    as BOS.
     """
     text = text.encode('utf-8', 'replace').decode()
     ids = self._tok.encode(text, add_special_tokens=True).ids
-    # Some also end each text, which is not to be continued then.
+    # Some templates also add EOS, after which the model would not continue.
     return ids[:-1] if ids[-1:] == [self.eos_id] else ids
 
   def encode_chat(self, text: str) -> list[int]:
-    """Returns the ids of a rendered chat, in which special tokens are meant."""
+    """Returns the ids of a rendered chat; special tokens in it are encoded."""
     text = text.encode('utf-8', 'replace').decode()
     return self._of_chats.encode(text, add_special_tokens=False).ids
 
@@ -337,12 +339,12 @@ def make(kind: str, path: str = '') -> Tokenizer:
 
 
 def files(kind: str, path: str) -> dict[str, bytes]:
-  """Returns what a tokenizer is made of, by name.
+  """Returns the contents of a tokenizer's files, by file name.
 
-  Of a directory with these files, `make(kind, directory)` gives it again.
+  In a directory with these files, `make(kind, directory)` restores it.
 
   Raises:
-    errors.UserError: its file is missing or cannot be read.
+    errors.UserError: the tokenizer's file is missing or cannot be read.
   """
   if kind == 'bytes':
     return {}
@@ -356,13 +358,14 @@ def files(kind: str, path: str) -> dict[str, bytes]:
 
 
 def copy(kind: str, path: str, directory: str) -> None:
-  """Copies a tokenizer, so that `make(kind, directory)` gives it again.
+  """Copies a tokenizer's files, so that `make(kind, directory)` restores it.
 
   Raises:
-    errors.UserError: its file is missing or is not such a tokenizer.
+    errors.UserError: the tokenizer's file is missing or is of another kind.
     OSError: the directory cannot be written.
   """
-  # A config may name any file, which would be published with the copy.
+  # Check that it is a tokeniser: a config may name any file, even a private
+  # one, and the copy may be published.
   make(kind, path)
   for name, data in files(kind, path).items():
     paths.write_bytes(epath.Path(directory) / name, data)
@@ -399,8 +402,11 @@ def _not_a_model(file, what, why) -> errors.UserError:
 
 
 def declared_specials(directory: os.PathLike) -> dict[str, str]:
-  """Returns eos_token and bos_token where files beside the tokeniser say."""
-  found = {}
+  """Returns eos_token and bos_token as declared in a tokeniser's directory.
+
+  Roles that no file declares are absent.
+  """
+  specials = {}
   for name in _DECLARING:
     fields = paths.read_object(epath.Path(directory) / name)
     for role in ('eos_token', 'bos_token'):
@@ -408,16 +414,16 @@ def declared_specials(directory: os.PathLike) -> dict[str, str]:
       if isinstance(value, dict):
         value = value.get('content')
       if isinstance(value, str):
-        found[role] = value
-  return found
+        specials[role] = value
+  return specials
 
 
 @functools.cache
 def _byte_level_table() -> dict[str, int]:
   """Returns the byte that each character of a byte-level BPE stands for.
 
-  Bytes that print in Latin-1 stand for themselves, and the others, in order,
-  for the characters from U+0100 (Radford et al., 2019).
+  Printable Latin-1 characters stand for themselves; the characters from U+0100
+  stand for the remaining bytes, in order (Radford et al., 2019).
   """
   table = {
     chr(b): b

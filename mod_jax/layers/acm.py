@@ -1,4 +1,4 @@
-"""Adaptive computation modules: a sum of learners, as many as a token needs.
+"""Adaptive computation modules: each token runs as many learners as it needs.
 
 Wójcik et al. 2023: `h(z, k) = Σ_{n≤k} s_n(z)`. Each learner s_n is a small
 two-layer network; a gate chooses k for each token.
@@ -27,22 +27,22 @@ import mod_jax_kernels
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ACMConfig(Slot):
-  """Sizes of an adaptive module that takes the place of a dense one."""
+  """Sizes of an adaptive module that replaces a dense one."""
 
-  inputs: config_lib.Size  # D, features in, heads taken together.
-  outputs: config_lib.Size  # Features out, likewise.
+  inputs: config_lib.Size  # D, input features, heads flattened.
+  outputs: config_lib.Size  # Output features, heads flattened.
   hidden: config_lib.Size  # F, hidden units of each learner.
-  num_learners: config_lib.Unrolled = 4  # N
-  min_learners: Literal[0, 1] = 0  # The fewest that the gate may choose.
+  num_learners: config_lib.Unrolled = 4  # Learners of each module (N).
+  min_learners: Literal[0, 1] = 0  # Fewest learners that the gate may choose.
   gate_hidden: config_lib.Size = 8  # Hidden units of the gate.
-  activation: Literal['gelu', 'linear'] = 'gelu'  # Inside each learner.
+  activation: Literal['gelu', 'linear'] = 'gelu'  # Activation of learners.
   # Temperature of the gate's softmax and Gumbel-softmax.
   temperature: config_lib.Temperature = 0.8
-  # Sizes of the output axes; () stands for one axis.
+  # Sizes of the output axes; () = the single axis `outputs`.
   output_shape: tuple[config_lib.Size, ...] = ()
 
   def run(self, x, info, *, name, dtype, mode):
-    # A name of its own, so that a dense checkpoint does not fit it by chance.
+    # A distinct name, so that no dense checkpoint loads here by accident.
     module = ACM(
       *(self, mode.learners, mode.noise), dtype=dtype, name=f'{name}_acm'
     )
@@ -65,7 +65,7 @@ class ACMConfig(Slot):
 
   @property
   def num_choices(self) -> int:
-    """How many numbers of learners the gate chooses among."""
+    """M, the number of learner counts that the gate chooses among."""
     return self.num_learners + 1 - self.min_learners
 
   @property
@@ -80,12 +80,12 @@ class ACMConfig(Slot):
 
 
 def ffn_config(width: int, hidden: int, **kwargs) -> ACMConfig:
-  """Returns an adaptive FFN of the dense one's cost; it may choose none.
+  """Returns an adaptive FFN of the dense one's cost; may run no learners.
 
-  `hidden` are the dense FFN's hidden units; keywords are fields of `ACMConfig`.
+  `hidden` is the dense FFN's hidden units; keywords are fields of `ACMConfig`.
 
   Raises:
-    UserError: the hidden units do not divide among the learners.
+    UserError: the number of learners does not divide the hidden units.
   """
   learners = kwargs.get('num_learners', ACMConfig.num_learners)
   if hidden % learners:
@@ -103,11 +103,11 @@ def projection_config(inputs: int, outputs: int, **kwargs) -> ACMConfig:
   Keywords are fields of `ACMConfig`.
 
   Raises:
-    UserError: so many learners that each would have no hidden unit.
+    UserError: too many learners for one hidden unit each.
   """
   learners = kwargs.get('num_learners', ACMConfig.num_learners)
-  # A dense map has inputs · outputs + outputs parameters; a learner
-  # F · (inputs + outputs) + F.
+  # Match the parameters: the dense map has inputs · outputs + outputs, and a
+  # learner F · (inputs + outputs) + F.
   hidden = round(
     (inputs * outputs + outputs) / ((inputs + outputs + 1) * learners)
   )
@@ -121,26 +121,26 @@ def projection_config(inputs: int, outputs: int, **kwargs) -> ACMConfig:
 
 
 def _with_gate(config: ACMConfig) -> ACMConfig:
-  """Sizes the gate by about one percent of what all learners cost."""
+  """Sizes the gate to about one percent of the cost of all learners."""
   cost = config.num_learners * config.learner_flops / 100
   hidden = int(cost / (2 * (config.inputs + config.num_choices)))
-  # At least two, because one unit can hardly tell the choices apart.
+  # A single unit could hardly distinguish the choices.
   return dataclasses.replace(config, gate_hidden=max(2, hidden))
 
 
 @flax.struct.dataclass
 class Choice:
-  """What a gate chose. M choices: `min_learners`, …, N.
+  """Choices of a gate, out of M learner counts: `min_learners`, …, N.
 
   Attributes:
     learners_BL: int32 number of learners of each token.
     logits_BLM: float32 logits of the choices; None for a fixed number.
     one_hot_BLM: the choice, with gradients of the soft one (straight-through);
-      None but in training.
-    valid_BL: False for what is no token, or was dropped, and counts for
-      nothing; None where all count.
-    index_BL: int32 places of these tokens in the row that the model was called
-      with; None where all of its tokens are there, in order.
+      None outside of training.
+    valid_BL: False for padding, empty slots and dropped tokens; None if all
+      tokens are valid.
+    index_BL: int32 positions of these tokens in the row that the model was
+      called with; None if all of its tokens are present, in order.
   """
 
   learners_BL: jax.Array
@@ -153,22 +153,22 @@ class Choice:
 FFNS = r'block_\d+/mlp'
 PROJECTIONS = r'block_\d+/attention/(query|key|value|out)'
 
-# How a module runs: `gated` runs what its gate says; `train` all learners,
-# weighed by a drawn choice that gradients reach; an integer k runs the first k;
-# `all` returns h(z, k) for every k.
+# How a module runs: `gated` runs as many learners as its gate says; `train`
+# runs all, weighted by a differentiable sample of the gate's choice; an integer
+# k runs the first k; `all` returns h(z, k) for every k.
 Learners = Literal['gated', 'train', 'all'] | int
 
 
 class ACM(nn.Module):
   """Learners and their gate.
 
-  Rng streams: `params`; `gumbel` in mode `train` with noise.
+  Rng streams: `params`; `gumbel` in mode `train` with `noise`.
   """
 
   config: ACMConfig
   dtype: str = dataclasses.field(default='float32', kw_only=True)
   mode: Learners = 'gated'
-  noise: bool = True  # Whether `train` draws its choices, or takes the best.
+  noise: bool = True  # Whether `train` samples its choices or takes the best.
 
   def setup(self):
     config = self.config
@@ -188,7 +188,7 @@ class ACM(nn.Module):
     self.up_NDF = stacked(
       'up', config.inputs, hidden, ('replicated', 'embed', 'mlp'), 1.0
     )
-    # The learners' sum has the variance of one dense layer's output.
+    # Scaled so that the sum over learners has a dense layer's variance.
     self.down_NFD = stacked(
       *('down', hidden, config.outputs, ('replicated', 'mlp', 'embed')),
       1.0 / learners,
@@ -222,7 +222,7 @@ class ACM(nn.Module):
     choice = Choice(chosen_BL.astype(jnp.int32), logits_BLM)
     match mode:
       case 'all':
-        # A loop, because `cumsum` takes forty times as long on a CPU.
+        # `cumsum` takes forty times as long on CPUs.
         sums = [jnp.zeros((*z_BLD.shape[:2], config.outputs), self.dtype)]
         for y_BLD in self._each(z_BLD):
           sums.append(sums[-1] + y_BLD)
@@ -234,7 +234,7 @@ class ACM(nn.Module):
           drawn_BLM += jax.random.gumbel(key, logits_BLM.shape)
         soft_BLM = jax.nn.softmax(drawn_BLM / config.temperature)
         hard_BLM = jax.nn.one_hot(soft_BLM.argmax(axis=-1), config.num_choices)
-        # Added in this order, so that the sum is exactly 0 or 1.
+        # The parentheses make the sum exactly 0 or 1.
         one_hot_BLM = hard_BLM + (soft_BLM - jax.lax.stop_gradient(soft_BLM))
         choice = choice.replace(
           learners_BL=config.min_learners
@@ -245,7 +245,7 @@ class ACM(nn.Module):
     return self._chosen(z_BLD, choice.learners_BL), choice
 
   def _chosen(self, z_BLD, learners_BL):
-    """Returns what the chosen learners add, and runs no others."""
+    """Returns the sum of the chosen learners; runs only those."""
     config = self.config
 
     def run(z_BLD, up_NDF, bias_NF, down_NFD, learners_BL):
@@ -259,48 +259,48 @@ class ACM(nn.Module):
         activation=config.activation,
       )
       y_BLD = y_TD.reshape(batch, length, config.outputs)
-      return (parallel.sum_over(y_BLD, 'mlp'),)  # Hidden units are split.
+      return (parallel.sum_over(y_BLD, 'mlp'),)  # Hidden units are sharded.
 
-    weights = (
+    weight_axes = (
       (None, None, 'mlp'),
       (None, 'mlp'),
       (None, 'mlp', None),
     )
-    tokens = ('batch', 'length', None)
+    token_axes = ('batch', 'length', None)
     (y_BLD,) = parallel.per_device(
-      run, (tokens, *weights, ('batch', 'length')), (tokens,)
+      run, (token_axes, *weight_axes, ('batch', 'length')), (token_axes,)
     )(
       z_BLD.astype(self.dtype),
-      # The kernel casts them, so that devices add float32 gradients.
+      # Not cast here but in the kernel, so that devices sum float32 gradients.
       *(self.up_NDF, self.bias_NF, self.down_NFD),
       learners_BL,
     )
     return y_BLD
 
   def _each(self, z_BLD):
-    """Returns what each learner adds, y_NBLD."""
+    """Returns y_NBLD, the output of each learner."""
     hidden_NBLF = self._hidden(
       'BLD,NDF->NBLF', z_BLD, self.up_NDF, self.bias_NF[:, None, None]
     )
     return dense.einsum('NBLF,NFD->NBLD', hidden_NBLF, self.down_NFD)
 
   def _sum(self, z_BLD, *, learners=None, runs_BLN=None):
-    """Returns the sum of the first learners, weighed by `runs_BLN` if given."""
+    """Returns the sum of the first `learners`, weighted by `runs_BLN`."""
     if learners == 0:
       return jnp.zeros((*z_BLD.shape[:2], self.config.outputs), self.dtype)
     hidden_BLNF = self._hidden(
       'BLD,NDF->BLNF', z_BLD, self.up_NDF[:learners], self.bias_NF[:learners]
     )
     if runs_BLN is not None:
-      # Weigh before the second product, which also sums over learners. Weighing
-      # after it would need every learner's separate output.
+      # Weight before the second product, which also sums over learners: doing
+      # it afterwards would need every learner's separate output.
       hidden_BLNF = hidden_BLNF * runs_BLN[..., None]
       hidden_BLNF = hidden_BLNF.astype(self.dtype)
     return dense.einsum('BLNF,NFD->BLD', hidden_BLNF, self.down_NFD[:learners])
 
   def _hidden(self, spec, z_BLD, up_NDF, bias):
     hidden = dense.einsum(spec, z_BLD.astype(self.dtype), up_NDF)
-    # Cast after the sum, as in `dense.Linear`.
+    # Cast after adding, so that the bias gets a float32 gradient.
     hidden = (hidden + bias).astype(self.dtype)
     if self.config.activation == 'gelu':
       hidden = nn.gelu(hidden, approximate=False)
@@ -308,7 +308,7 @@ class ACM(nn.Module):
 
 
 class Gate(nn.Module):
-  """Logits of how many learners a token needs; two layers, in float32."""
+  """Two-layer network in float32: logits of a token's number of learners."""
 
   config: ACMConfig
 
@@ -330,15 +330,18 @@ class Gate(nn.Module):
 class AdaptiveConfig:
   """Which modules of a dense model are adaptive, and how."""
 
-  # Names of the modules to replace: regular expressions, matched whole.
+  # Regular expressions of the modules to replace; must match a full name.
   replace: tuple[str, ...] = (FFNS, PROJECTIONS)
-  num_learners: config_lib.Unrolled = 4  # N
-  # It may be 0, for the residual carries a token that no learner touches.
+  num_learners: config_lib.Unrolled = 4  # Learners of each module (N).
+  # Fewest learners of an FFN that a token runs. 0 is safe: the residual
+  # connection carries the token.
   ffn_min_learners: Literal[0, 1] = 0
-  projection_min_learners: Literal[0, 1] = 1  # The least that a token runs.
-  # Between the two linear maps of a projection's learner.
+  # Fewest learners of a projection that a token runs.
+  projection_min_learners: Literal[0, 1] = 1
+  # Activation between the two linear maps of a projection's learner.
   projection_activation: Literal['gelu', 'linear'] = 'gelu'
-  temperature: config_lib.Temperature = 0.8  # See `ACMConfig`.
+  # Temperature of the gate's softmax and Gumbel-softmax.
+  temperature: config_lib.Temperature = 0.8
 
   def __post_init__(self):
     config_lib.validate(self)
@@ -350,20 +353,20 @@ class AdaptiveConfig:
       errors.require_pattern(pattern, 'replace')
 
   def check(self, block: BlockConfig, num_layers: int) -> None:
-    """Raises UserError where a rule matches none of a model's modules."""
+    """Raises UserError if a pattern matches no module of the model."""
     layers = range(num_layers)
     names = [f'block_{i}/{name}' for i in layers for name in block.slots]
     for pattern in self.replace:
       if not any(re.fullmatch(pattern, name) for name in names):
-        near = difflib.get_close_matches(pattern, names, n=1, cutoff=0.0)
+        nearest = difflib.get_close_matches(pattern, names, n=1, cutoff=0.0)
         raise errors.UserError(
           f'replace={pattern!r} matches no module: the names are'
           ' block_0/mlp, block_0/attention/query and so on; the nearest is'
-          f' {near[0]}.'
+          f' {nearest[0]}.'
         )
 
   def adapt(self, layer: int, block: BlockConfig) -> BlockConfig:
-    """Returns the block of a layer with adaptive modules in its slots."""
+    """Returns the block of this layer with adaptive modules in its slots."""
     return block.with_slots(
       {
         name: self._module(name, slot)
@@ -387,8 +390,8 @@ class AdaptiveConfig:
           ' either experts or learners; let replace name projections alone,'
           f' such as {(PROJECTIONS,)}, or set experts to None.'
         )
-      # The hidden units that a feed-forward of two kernels would have at this
-      # cost: a gated one has three.
+      # Hidden units of a feed-forward with two kernels at the same cost, since
+      # a gated one has three.
       hidden = sum(slot.flops(1).values()) // (4 * slot.width)
       return ffn_config(
         slot.width, hidden, min_learners=self.ffn_min_learners, **common
@@ -404,9 +407,9 @@ class AdaptiveConfig:
 
 
 def runs(choice_BLM: jax.Array, config: ACMConfig) -> jax.Array:
-  """Returns runs_BLN: the weight of each learner, Σ_{k≥n} ν_k.
+  """Returns runs_BLN, the weight of each learner: Σ_{k≥n} ν_k.
 
-  `choice_BLM` are the weights of the choices, one-hot or soft.
+  `choice_BLM` holds the weights ν of the choices, one-hot or soft.
   """
   # Learner n, counted from 1, runs wherever k >= n.
   k_M = np.arange(config.min_learners, config.num_learners + 1)

@@ -26,21 +26,20 @@ class AttentionConfig:
   num_kv_heads: config_lib.Size  # Key and value heads G, a divisor of H.
   head_dim: config_lib.Size  # Channels per head C.
   causal: bool = True
-  # Base of the rotary embedding's wavelengths; None for no such embedding.
+  # Base of the rotary embedding's wavelengths; None for no rotary embedding.
   rope_theta: float | None = None
-  rope_scaling: rope.RopeScaling | None = None  # Of those wavelengths.
-  # Tokens that each one sees at most, itself and those right before it; None
-  # for all. Distances are those in the text, also where a block is routed.
+  rope_scaling: rope.RopeScaling | None = None  # Scaling of wavelengths.
+  # Most tokens that each token sees: itself and those right before it; None for
+  # all. Distances are those in the text, even if the block is routed.
   window: config_lib.Size | None = None
-  # An RMS norm of each head's channels, of queries and keys, before they are
-  # rotated; its epsilon. None for no norm.
+  # Epsilon of an RMS norm of each head's queries and keys before the rotation;
+  # None for no norm.
   qk_norm: config_lib.Epsilon | None = None
-  bias: bool = False  # On all projections.
-  qkv_bias: bool | None = None  # On query, key and value; None = as `bias`.
-  out_scale: float = 1.0  # On the standard deviation of the last kernel.
+  bias: bool = False  # Biases of all projections.
+  qkv_bias: bool | None = None  # Of query, key, value; None = `bias`.
+  out_scale: float = 1.0  # Factor on the initial std of the `out` kernel.
   implementation: str | None = None  # See mod_jax_kernels.attention.
-  # What replaces a dense projection, under its name: `query`, `key`, `value` or
-  # `out`.
+  # Replacements of dense projections by name: `query`, `key`, `value`, `out`.
   slots: tuple[tuple[str, Slot], ...] = ()
 
   def __post_init__(self):
@@ -90,31 +89,35 @@ class AttentionConfig:
     source_tokens: int | None = None,
     of: int | None = None,
   ) -> dict[str, int]:
-    """Returns forward FLOPs by part, over one sequence of tokens.
+    """Returns forward FLOPs by part for one sequence.
 
     Args:
-      tokens: tokens processed.
-      full_pairs: count every query-key pair, as an implementation that masks
-        afterwards executes, instead of the exact causal ones.
-      source_tokens: tokens of the source, if keys and values are its.
-      of: tokens of the text that those processed are chosen from; None for no
-        others. Within a window the pairs are then the expected ones, were all
-        choices alike.
+      tokens: number of tokens processed.
+      full_pairs: whether to count every query-key pair, as computed by an
+        implementation that masks afterwards, instead of the causal pairs only.
+      source_tokens: number of source tokens in cross-attention.
+      of: length of the text from which the processed tokens are chosen; None =
+        `tokens`. Only matters with a window, where pairs are the expected
+        number for a uniformly random choice.
     """
     keys = tokens if source_tokens is None else source_tokens
     pairs = tokens * keys
     if source_tokens is None and self.causal and not full_pairs:
       of = tokens if of is None else of
-      seen = min(of, self.window or of)
-      # Of two tokens of the text, both are chosen with the probability
-      # k (k - 1) / L (L - 1). Beside these pairs each token sees itself.
-      within = seen * (seen - 1) // 2 + (of - seen) * (seen - 1)
-      both = tokens * (tokens - 1)
-      pairs = tokens + round(within * both / max(1, of * (of - 1)))
+      visible = min(of, self.window or of)
+      # Two different tokens of the text are both chosen with probability
+      # k (k - 1) / (L (L - 1)). Each token also sees itself.
+      pairs_in_window = visible * (visible - 1) // 2 + (of - visible) * (
+        visible - 1
+      )
+      ordered_pairs = tokens * (tokens - 1)
+      pairs = tokens + round(
+        pairs_in_window * ordered_pairs / max(1, of * (of - 1))
+      )
     parts = {'attention': 4 * self.num_heads * self.head_dim * pairs}
     for name, slot in self.projections.items():
-      count_of = keys if name in ('key', 'value') else tokens
-      for part, count in slot.flops(count_of).items():
+      slot_tokens = keys if name in ('key', 'value') else tokens
+      for part, count in slot.flops(slot_tokens).items():
         part = 'attention' if part == 'linear' else part
         parts[part] = parts.get(part, 0) + count
     return parts
@@ -126,10 +129,10 @@ class BlockOutput:
 
   Attributes:
     update_BLD: what the caller adds to the residual stream.
-    cache: the cache with the tokens added; None without one.
-    aux: further results, by kind. `attention`: float32 score_BL, the attention
-      that each token received, if it was asked for; each row adds up to 1. The
-      other kinds come from the slots: a dictionary by the slot's name.
+    cache: the cache with the tokens added; None without a cache.
+    aux: further results by kind. `attention`, if requested, is float32
+      score_BL, the attention that each token received; each row sums to 1. The
+      other kinds come from the slots, as dictionaries by slot name.
   """
 
   update_BLD: jax.Array
@@ -137,23 +140,22 @@ class BlockOutput:
   aux: dict[str, Any] = flax.struct.field(default_factory=dict)
 
 
-# A token's score is the mean over heads of the attention that it receives: from
-# all tokens (A-MoD's routing score), or from the first one, the class token.
+# A token's score is the attention that it receives, averaged over heads: `mean`
+# from all tokens (A-MoD's routing score), `first` from the class token only.
 Score = Literal['mean', 'first']
 
 
 class Attention(nn.Module):
-  """Attention; with a cache, over the cached tokens and the new ones.
+  """Self-attention, also over cached tokens; or cross-attention to a source.
 
-  Keys and values are those of the tokens themselves or, if a source is given,
-  of the source: then every token sees all of it, without rotation.
+  In cross-attention every token sees the whole source, without rotation.
 
   Queries and keys are sown as intermediates, for pictures of attention.
   """
 
   config: AttentionConfig
   dtype: str = dataclasses.field(default='float32', kw_only=True)
-  score: Score | None = None  # What `aux['attention']` holds.
+  score: Score | None = None  # Content of `aux['attention']`; None to omit it.
   mode: Mode = Mode()
 
   @nn.compact
@@ -170,10 +172,10 @@ class Attention(nn.Module):
     Args:
       x_BLD: normalised features.
       info: facts about the tokens, in ascending position.
-      cache: what came before; None for a whole sequence at once.
-      rows_B: rows of the cache that the batch stands for; None for all.
-      source: what cross-attention reads; None for self-attention. Its keys and
-        values are computed in each call, so there is nothing to cache.
+      cache: keys and values of earlier tokens; None for whole sequences.
+      rows_B: cache row of each row in the batch; None if they are the same.
+      source: tokens that cross-attention reads; None for self-attention. Its
+        keys and values are computed anew in each call and not cached.
     """
     config = self.config
     aux = {}
@@ -183,13 +185,15 @@ class Attention(nn.Module):
 
     def project(name, x, info):
       slot = config.projections[name]
-      y, more = slot.run(x, info, name=name, dtype=self.dtype, mode=self.mode)
-      add_aux(aux, name, more)
+      y, slot_aux = slot.run(
+        x, info, name=name, dtype=self.dtype, mode=self.mode
+      )
+      add_aux(aux, name, slot_aux)
       return y
 
     q_BLHC, k_BLGC, v_BLGC = (
-      project(name, *of)
-      for name, of in (
+      project(name, *inputs)
+      for name, inputs in (
         ('query', (x_BLD, info)),
         ('key', (source_BSD, source_info)),
         ('value', (source_BSD, source_info)),
@@ -201,8 +205,8 @@ class Attention(nn.Module):
         for name, x in (('query_norm', q_BLHC), ('key_norm', k_BLGC))
       )
     if source is None and config.rope_theta is not None:
-      # Computed of the positions here, and not handed on from block to block: a
-      # routed block gathers K numbers instead of K rows of L.
+      # Computed here and not once per model: a routed block then gathers only
+      # positions instead of rotations.
       rotation_BLC = rope.rotation(
         info.position_BL,
         config.head_dim,
@@ -217,7 +221,7 @@ class Attention(nn.Module):
     )
     self.sow('intermediates', 'queries', q_BLHC)
     self.sow('intermediates', 'keys', k_BLGC)
-    with jax.named_scope('attend'):  # A name for profiles.
+    with jax.named_scope('attend'):  # For profiles.
       if source is not None:
         out_BLHC = _attended_over(source, config, q_BLHC, k_BLGC, v_BLGC)
       elif info.keep_BL is not None:
@@ -229,15 +233,15 @@ class Attention(nn.Module):
       elif cache is None:
         out_BLHC = _attended(config, q_BLHC, k_BLGC, v_BLGC, info)
       else:
-        append_to = jnp.arange(x_BLD.shape[0]) if rows_B is None else rows_B
+        cache_rows_B = jnp.arange(x_BLD.shape[0]) if rows_B is None else rows_B
         cache = cache.append(
-          k_BLGC, v_BLGC, info.position_BL, info.valid_BL, append_to
+          k_BLGC, v_BLGC, info.position_BL, info.valid_BL, cache_rows_B
         )
         out_BLHC = _over_cache(config, q_BLHC, cache, rows_B, info.position_BL)
     update_BLD = project('out', out_BLHC, info)
     if self.score == 'first':
-      # Computed again for the first query alone, which is L products per head,
-      # so that the attention itself may use a backend that returns no weights.
+      # Recomputed for the first query, which is cheap, so that the attention
+      # can use backends that return no weights.
       weight_BH1S = attention_map(q_BLHC[:, :1], k_BLGC, info.keep_BL)
       aux['attention'] = weight_BH1S.mean(axis=(1, 2))
     update_BLD = parallel.constrain(update_BLD, 'batch', 'length', 'act_embed')
@@ -245,7 +249,7 @@ class Attention(nn.Module):
 
 
 def add_aux(aux: dict[str, Any], name: str, more: dict[str, Any]) -> None:
-  """Adds the aux of the slot of this name to `aux`, by kind and name."""
+  """Adds a slot's aux to `aux`, by kind and slot name."""
   for kind, value in more.items():
     aux.setdefault(kind, {})[name] = value
 
@@ -253,13 +257,13 @@ def add_aux(aux: dict[str, Any], name: str, more: dict[str, Any]) -> None:
 def attention_map(
   q_BQHC: jax.Array, k_BSHC: jax.Array, keep_BS: jax.Array | None = None
 ) -> jax.Array:
-  """Returns weight_BHQS, float32: how each query's attention is spread.
+  """Returns weight_BHQS, float32: each query's attention weights.
 
   Args:
     q_BQHC: queries.
-    k_BSHC: keys of as many heads.
-    keep_BS: 1 for tokens that every query may see, 0 for those that none may;
-      None if all may be seen.
+    k_BSHC: keys, with as many heads as the queries.
+    keep_BS: 1 for tokens that all queries see, 0 for those that none sees; None
+      if all are seen.
   """
   logit_BHQS = jnp.einsum(
     'BQHC,BSHC->BHQS', q_BQHC, k_BSHC, preferred_element_type=jnp.float32
@@ -283,15 +287,15 @@ def masked_attention(
   """Returns attention to kept tokens, differentiable in what is kept.
 
   `(e · mask + ε/N) / (Σ e · mask + ε)` in float32, where every token also sees
-  itself: DynamicViT (Rao et al. 2021), section 3.3; ε is of the authors' code.
-  What a kept token gets is, up to ε, what it would get were the dropped ones
+  itself: DynamicViT (Rao et al. 2021), section 3.3; ε is from the authors'
+  code. Up to ε, kept tokens get the same result as if the dropped ones were
   removed.
 
   Args:
     q_BLHC: queries.
-    k_BLHC: keys of as many heads.
+    k_BLHC: keys, with as many heads as the queries.
     v_BLHC: values.
-    keep_BL: 1 for kept tokens and 0 for dropped ones; gradients pass.
+    keep_BL: 1 for kept tokens and 0 for dropped ones; differentiable.
     epsilon: ε.
   """
   out_BLHC = jnp.einsum(
@@ -312,11 +316,11 @@ def _masked_map(q_BLHC, k_BLHC, keep_BL, epsilon=1e-6):
   logit_BHQS *= q_BLHC.shape[-1] ** -0.5
   keep_B1LS = keep_BL[:, None, None].astype(jnp.float32)
   keep_B1QS = keep_B1LS + (1 - keep_B1LS) * jnp.eye(length)
-  # Subtract the largest logit among the keys that are seen, so that ε stays
-  # small beside the sum. Logits of dropped keys may lie far above it: they are
-  # bounded, for inf · 0 would make the gradient NaN.
-  seen_BHQS = jnp.where(keep_B1QS > 0, logit_BHQS, _LOWEST)
-  top_BHQ1 = jax.lax.stop_gradient(seen_BHQS.max(axis=-1, keepdims=True))
+  # Subtract the largest logit among visible keys, so that ε stays small
+  # relative to the sum. Logits of dropped keys may be far larger; bound them,
+  # because exp could overflow, and inf · 0 is NaN.
+  visible_BHQS = jnp.where(keep_B1QS > 0, logit_BHQS, _LOWEST)
+  top_BHQ1 = jax.lax.stop_gradient(visible_BHQS.max(axis=-1, keepdims=True))
   weight_BHQS = jnp.exp(jnp.minimum(logit_BHQS - top_BHQ1, 20.0)) * keep_B1QS
   total_BHQ1 = weight_BHQS.sum(axis=-1, keepdims=True)
   return (weight_BHQS + epsilon / length) / (total_BHQ1 + epsilon)
@@ -325,12 +329,12 @@ def _masked_map(q_BLHC, k_BLHC, keep_BL, epsilon=1e-6):
 def _masked_score(q_BLHC, k_BLHC, keep_BL):
   """Returns score_BL: the attention that kept tokens give each other.
 
-  What `mod_jax_kernels.route_scores` would return, were the others removed.
+  Equals `mod_jax_kernels.route_scores` with the dropped tokens removed.
   """
   keep_BL = keep_BL.astype(jnp.float32)
-  # The compiler finds the map, which `masked_attention` also makes, only once.
+  # XLA merges this with the same map in `masked_attention`.
   weight_BHQS = _masked_map(q_BLHC, k_BLHC, keep_BL)
-  # Exactly: accelerators would round both factors, and tie what is near.
+  # In full precision: rounded factors would make nearby scores tie.
   column_BS = keep_BL * jnp.einsum(
     'BHQS,BQ->BS', weight_BHQS, keep_BL, precision='highest'
   )
@@ -338,16 +342,15 @@ def _masked_score(q_BLHC, k_BLHC, keep_BL):
   return column_BS / jnp.where(total_B1 > 0, total_B1, 1)
 
 
-# Slots of a cache below which reading all of them costs next to nothing.
+# Caches with fewer slots than this are cheap enough to read whole.
 _SHORT = 64
 
 
 def _over_cache(config, q_BLHC, cache: KVCache, rows_B, position_BL):
   """Returns out_BLHC of queries that see the cached tokens before them.
 
-  Decoding spends its time on reading caches. So of one that has room for a long
-  text, no more is read than an eighth, a quarter or a half, while no sequence
-  fills more.
+  Reading caches dominates the time of decoding, so only the first eighth,
+  quarter or half of a large cache is read while all sequences fit into it.
   """
 
   def attend(slots):
@@ -356,8 +359,8 @@ def _over_cache(config, q_BLHC, cache: KVCache, rows_B, position_BL):
       q_BLHC, key_BSGC, value_BSGC, _seen(config, position_BL, position_BS)
     )
 
-  parts = [cache.slots // n for n in (8, 4, 2)]
-  sizes = [n for n in parts if n >= _SHORT] + [cache.slots]
+  fractions = [cache.slots // n for n in (8, 4, 2)]
+  sizes = [n for n in fractions if n >= _SHORT] + [cache.slots]
   if len(sizes) == 1:
     return attend(cache.slots)
   longest = cache.length_B.max()
@@ -368,22 +371,22 @@ def _over_cache(config, q_BLHC, cache: KVCache, rows_B, position_BL):
 
 
 def _seen(config: AttentionConfig, position_BL, position_BS):
-  """Returns seen_BLS: which keys a query may see by their positions."""
+  """Returns seen_BLS: which keys each query may see, by position."""
   position_BL1, position_B1S = position_BL[:, :, None], position_BS[:, None]
-  seen_BLS = position_BL1 >= position_B1S
+  visible_BLS = position_BL1 >= position_B1S
   if config.window is not None:
-    seen_BLS &= position_BL1 - position_B1S < config.window
-  return seen_BLS
+    visible_BLS &= position_BL1 - position_B1S < config.window
+  return visible_BLS
 
 
-# Batch and heads may be split over devices; tokens are not.
+# Batch and heads may be sharded over devices, but not tokens.
 _HEADS = ('batch', 'length', 'act_heads', None)
 
 
 def _scored(q_BLHC, k_BLHC, v_BLHC, info: TokenInfo):
-  """Returns out_BLHC and how much attention each token got."""
-  # The kernels take a mask of real tokens [B, L]; any other mask [B, L, L] is
-  # left to plain XLA.
+  """Returns out_BLHC and the attention that each token received."""
+  # The kernels support only a mask of real tokens [B, L]; other masks [B, L, L]
+  # use plain XLA.
   mask = info.valid_BL
   if info.segment_BL is not None:
     mask = info.segment_BL[:, :, None] == info.segment_BL[:, None, :]
@@ -402,9 +405,9 @@ def _scored(q_BLHC, k_BLHC, v_BLHC, info: TokenInfo):
 
 def _attended(config: AttentionConfig, q_BLHC, k_BLGC, v_BLGC, info: TokenInfo):
   """Returns out_BLHC of whole sequences."""
-  # The kernels take document numbers and no L x L mask. Padding becomes a
-  # document of its own, so that no real token sees it. Its number is the least
-  # one, and a document that has this number gets the next.
+  # The kernels take document numbers, not an L x L mask. Padding becomes a
+  # separate document, so that no real token sees it. It gets the lowest int32;
+  # a document with that number gets the next one.
   segment_BL = info.segment_BL
   if info.valid_BL is not None:
     padding = jnp.iinfo(jnp.int32).min
@@ -412,17 +415,17 @@ def _attended(config: AttentionConfig, q_BLHC, k_BLGC, v_BLGC, info: TokenInfo):
     number_BL = jnp.maximum(number_BL, padding + 1)
     segment_BL = jnp.where(info.valid_BL, number_BL, padding)
 
-  seen_BLS = None
+  visible_BLS = None
   if config.window is not None:
-    seen_BLS = _seen(config, info.position_BL, info.position_BL)
+    visible_BLS = _seen(config, info.position_BL, info.position_BL)
 
-  def run(q_BLHC, k_BLGC, v_BLGC, segment_BL, seen_BLS):
+  def run(q_BLHC, k_BLGC, v_BLGC, segment_BL, visible_BLS):
     return (
       mod_jax_kernels.attention(
         q_BLHC,
         k_BLGC,
         v_BLGC,
-        seen_BLS,
+        visible_BLS,
         causal=config.causal,
         segment_BL=segment_BL,
         implementation=config.implementation,
@@ -433,14 +436,14 @@ def _attended(config: AttentionConfig, q_BLHC, k_BLGC, v_BLGC, info: TokenInfo):
     run,
     (_HEADS, _HEADS, _HEADS, ('batch', 'length'), ('batch', None, None)),
     (_HEADS,),
-  )(q_BLHC, k_BLGC, v_BLGC, segment_BL, seen_BLS)
+  )(q_BLHC, k_BLGC, v_BLGC, segment_BL, visible_BLS)
   return out_BLHC
 
 
 def _attended_over(
   source: Source, config: AttentionConfig, q_BLHC, k_BSGC, v_BSGC
 ):
-  """Returns out_BLHC of queries that see all real tokens of a source."""
+  """Returns out_BLHC of queries that see all real tokens of the source."""
   mask_B1S = None if source.valid_BS is None else source.valid_BS[:, None]
 
   def run(*args):

@@ -27,7 +27,8 @@ from mod_jax.layers.token_info import TokenInfo
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockConfig:
   attention: AttentionConfig
-  # Between attention and feed-forward, over `TokenInfo.source`; None for none.
+  # Cross-attention to `TokenInfo.source`, between attention and feed-forward;
+  # None for none.
   cross_attention: AttentionConfig | None = None
   mlp: Slot  # The feed-forward.
   norm: Literal['rms', 'layer'] = 'rms'
@@ -40,7 +41,7 @@ class BlockConfig:
 
   @property
   def slots(self) -> dict[str, Slot]:
-    """What stands in the block, by name: `mlp`, `attention/query` and so on."""
+    """The block's slots by name: `mlp`, `attention/query` and so on."""
     return {'mlp': self.mlp} | {
       f'{kind}/{name}': slot
       for kind in self._attentions
@@ -54,7 +55,7 @@ class BlockConfig:
     return ('attention', 'cross_attention')
 
   def with_slots(self, slots: dict[str, Slot]) -> 'BlockConfig':
-    """Returns the block with other slots in some places, by name."""
+    """Returns the block with the named slots replaced."""
     changed = {'mlp': slots.get('mlp', self.mlp)}
     for kind in self._attentions:
       attention = getattr(self, kind)
@@ -71,7 +72,7 @@ class BlockConfig:
   def flops(
     self, tokens: int, *, source_tokens: int | None = None, **kwargs
   ) -> dict[str, int]:
-    """Returns forward FLOPs by part, for one sequence of so many tokens.
+    """Returns forward FLOPs by part for one sequence.
 
     Args:
       tokens: tokens of the sequence.
@@ -92,7 +93,7 @@ class BlockConfig:
 
 
 class Block(nn.Module):
-  """Attention, then feed-forward. Callers add: the output is `x + update`.
+  """Attention, then feed-forward; returns the update that the caller adds to x.
 
   With `config.cross_attention` the tokens attend to `info.source` in between.
 
@@ -100,9 +101,9 @@ class Block(nn.Module):
   """
 
   config: BlockConfig
-  score: Score | None = None  # What `aux['attention']` holds.
-  # Probability that a sequence goes without the attention, and without the
-  # feed-forward, of this block when training (Huang et al. 2016).
+  score: Score | None = None  # Content of `aux['attention']`; None to omit it.
+  # Probability in training that a sequence skips the attention, and
+  # independently the feed-forward, of this block (Huang et al. 2016).
   drop_rate: float = 0.0
   mode: Mode = Mode()
 
@@ -114,7 +115,7 @@ class Block(nn.Module):
     cache: KVCache | None = None,
     rows_B: jax.Array | None = None,
   ) -> BlockOutput:
-    """Returns the update, the cache and the aux; arguments as Attention's.
+    """Returns the update, the cache and the aux; arguments as in `Attention`.
 
     Raises:
       UserError: cross-attention without `info.source`.
@@ -131,14 +132,14 @@ class Block(nn.Module):
         dtype=config.dtype,
         name=name,
       )
-      done = attention(norm(f'{name}_norm')(x_BLD), info, *args, **kwargs)
-      for kind, value in done.aux.items():
-        if isinstance(value, dict):  # It comes from slots, by their names.
+      output = attention(norm(f'{name}_norm')(x_BLD), info, *args, **kwargs)
+      for kind, value in output.aux.items():
+        if isinstance(value, dict):  # By the names of slots.
           by_slot = {f'{name}/{slot}': x for slot, x in value.items()}
           aux.setdefault(kind, {}).update(by_slot)
         else:
           aux[kind] = value
-      return self._residual(done.update_BLD), done.cache
+      return self._residual(output.update_BLD), output.cache
 
     attended_BLD, cache = attend('attention', x_BLD, self.score, cache, rows_B)
     if config.cross_attention is not None:
@@ -147,33 +148,33 @@ class Block(nn.Module):
           'a block with cross-attention has nothing to read: pass it as'
           ' TokenInfo(source=…).'
         )
-      read_BLD, _ = attend(
+      cross_BLD, _ = attend(
         'cross_attention', x_BLD + attended_BLD, None, source=info.source
       )
-      attended_BLD = attended_BLD + read_BLD
-    mixed_BLD, more = config.mlp.run(
+      attended_BLD = attended_BLD + cross_BLD
+    mlp_BLD, mlp_aux = config.mlp.run(
       norm('mlp_norm')(x_BLD + attended_BLD),
       info,
       name='mlp',
       dtype=config.dtype,
       mode=self.mode,
     )
-    add_aux(aux, 'mlp', more)
-    update_BLD = attended_BLD + self._residual(mixed_BLD)
+    add_aux(aux, 'mlp', mlp_aux)
+    update_BLD = attended_BLD + self._residual(mlp_BLD)
     return BlockOutput(update_BLD, cache, aux)
 
   def _residual(self, update_BLD):
-    """Scales an update, and leaves it out for some sequences."""
+    """Scales an update, and drops it for some sequences (stochastic depth)."""
     if self.config.residual_scale != 1:
       update_BLD = update_BLD * self.config.residual_scale
     if not (self.drop_rate and self.mode.train):
       return update_BLD
-    stays_B = jax.random.bernoulli(
+    kept_B = jax.random.bernoulli(
       self.make_rng('stochastic_depth'),
       1 - self.drop_rate,
       update_BLD.shape[:1],
     )
-    factor_B = stays_B / (1 - self.drop_rate)
+    factor_B = kept_B / (1 - self.drop_rate)
     return update_BLD * jnp.expand_dims(factor_B, (1, 2)).astype(
       update_BLD.dtype
     )

@@ -1,15 +1,15 @@
 """Keys and values of the tokens that a layer has processed.
 
-A dense layer keeps all tokens. A routed layer keeps only those it was given:
-each sequence has its own length, and the positions tell what came when.
+A dense layer caches all tokens, a routed layer only those that it processed: so
+each sequence has its own length, and the cache stores the tokens' positions.
 """
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 
-# The position of an empty slot. It is later than that of any query, so that the
-# causal mask alone hides it.
+# Position of an empty slot: later than any query, so that the causal mask hides
+# it.
 EMPTY = jnp.iinfo(jnp.int32).max
 
 
@@ -18,13 +18,13 @@ class KVCache:
   """Slots for S tokens of each of B sequences.
 
   Attributes:
-    key_BGSC: rotated keys. Heads come before slots, so that attention's
-      products read a cache as it lies.
+    key_BGSC: rotated keys. Heads come before slots, so that attention reads
+      the cache without transposing it.
     value_BGSC: values.
-    position_BS: int32 position of each token; EMPTY where there is none.
-    length_B: int32 slots in use.
-    limit_B: int32 slots that `room` gives out: all, or what a sequence shorter
-      than the longest may fill.
+    position_BS: int32 position of each token; EMPTY for empty slots.
+    length_B: int32 number of slots in use.
+    limit_B: int32 number of slots that `room` assigns: all, or fewer for
+      sequences shorter than the longest.
   """
 
   key_BGSC: jax.Array
@@ -43,7 +43,7 @@ class KVCache:
     dtype,
     limit_B: jax.Array | None = None,
   ) -> 'KVCache':
-    """Returns a cache without tokens; `limit_B=None` gives out all slots."""
+    """Returns a cache without tokens; `limit_B=None` allows all slots."""
     if limit_B is None:
       limit_B = jnp.full(batch, slots, jnp.int32)
     shape = (batch, groups, slots, channels)
@@ -67,25 +67,25 @@ class KVCache:
     valid_RT: jax.Array | None,
     rows_R: jax.Array,
   ) -> 'KVCache':
-    """Returns the cache with the valid tokens of some sequences added.
+    """Returns the cache with the valid tokens of rows `rows_R` added.
 
-    Tokens beyond the last slot, and rows beyond the batch, are dropped. Callers
-    avoid the former by asking `room` first.
+    Tokens beyond the last slot and rows beyond the batch are dropped. Call
+    `room` first to know which tokens fit.
     """
     if valid_RT is None:
       valid_RT = jnp.ones(position_RT.shape, bool)
     length_R = self.length_B.at[rows_R].get(mode='clip')
     slot_RT = length_R[:, None] + jnp.cumsum(valid_RT, axis=-1) - 1
     slot_RT = jnp.where(valid_RT, slot_RT, self.slots)
-    at = (rows_R[:, None], slot_RT)
-    # Every axis but the last is indexed, in order: XLA would transpose the
-    # whole cache to scatter into one that stands behind another.
+    index = (rows_R[:, None], slot_RT)
+    # Index every axis but the last: if axes were skipped, XLA would transpose
+    # the whole cache for the scatter.
     group_G = jnp.arange(self.key_BGSC.shape[1])
-    all_at = (rows_R[:, None, None], group_G, slot_RT[:, :, None])
+    head_index = (rows_R[:, None, None], group_G, slot_RT[:, :, None])
     return KVCache(
-      self.key_BGSC.at[all_at].set(key_RTGC, mode='drop'),
-      self.value_BGSC.at[all_at].set(value_RTGC, mode='drop'),
-      self.position_BS.at[at].set(position_RT, mode='drop'),
+      self.key_BGSC.at[head_index].set(key_RTGC, mode='drop'),
+      self.value_BGSC.at[head_index].set(value_RTGC, mode='drop'),
+      self.position_BS.at[index].set(position_RT, mode='drop'),
       self.length_B.at[rows_R].add(
         valid_RT.sum(axis=-1, dtype=jnp.int32), mode='drop'
       ),
@@ -95,7 +95,7 @@ class KVCache:
   def read(
     self, rows_R: jax.Array | None
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns key_RSGC, value_RSGC, position_RS of sequences; None is all."""
+    """Returns key_RSGC, value_RSGC, position_RS; of all rows if None."""
     arrays = (self.key_BGSC, self.value_BGSC, self.position_BS)
     if rows_R is not None:
       arrays = (x.at[rows_R].get(mode='clip') for x in arrays)
@@ -107,7 +107,7 @@ class KVCache:
     )
 
   def prefix(self, count: int) -> 'KVCache':
-    """Returns the first slots alone, in which all tokens are to lie."""
+    """Returns the first `count` slots, which must hold all tokens."""
     return self.replace(
       key_BGSC=self.key_BGSC[:, :, :count],
       value_BGSC=self.value_BGSC[:, :, :count],
@@ -117,7 +117,7 @@ class KVCache:
   def before(self, position_B: jax.Array) -> 'KVCache':
     """Returns the cache without each sequence's tokens from a position on.
 
-    Their slots are given out again; what they hold is not cleared.
+    Their slots become free; their keys and values are not cleared.
     """
     kept_BS = self.position_BS < position_B[:, None]
     return self.replace(
@@ -126,6 +126,6 @@ class KVCache:
     )
 
   def room(self, wanted_BT: jax.Array) -> jax.Array:
-    """Returns which of the wanted tokens still find a slot, in order."""
+    """Returns which of the wanted tokens get a slot, in order."""
     slot_BT = self.length_B[:, None] + jnp.cumsum(wanted_BT, axis=-1) - 1
     return wanted_BT & (slot_BT < self.limit_B[:, None])

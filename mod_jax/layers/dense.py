@@ -1,4 +1,4 @@
-"""Linear maps and norms as the other layers want them: named axes, dtypes."""
+"""Linear maps and norms with named axes and float32 gradients."""
 
 import dataclasses
 import math
@@ -20,34 +20,34 @@ def einsum(
 ) -> jax.Array:
   """Returns the product of features and a parameter, in the features' dtype.
 
-  The parameter's gradient is a float32 sum, also where the features are
-  bfloat16. Had the parameter been cast before, its gradient would come out in
-  bfloat16, and devices that share it would add their parts in bfloat16 too.
+  The parameter's gradient is a float32 sum even if the features are bfloat16.
+  Casting the parameter first would make its gradient bfloat16, and so the
+  gradient's sum over devices.
 
   Args:
     spec: for `jnp.einsum`; each letter is in exactly two of x, kernel, result.
     x: features.
     kernel: the parameter, in float32.
-    out_dtype: dtype of the result, not first rounded to that of x; None = that
-      of x.
-    axes: the kernel's logical axes, where devices share `embed`: they gather it
-      once, in x's dtype, and keep that for the gradient, if anything is kept.
+    out_dtype: dtype of the result, without rounding to x's dtype first; None =
+      x's dtype.
+    axes: logical axes of the kernel. If `embed` is sharded, the kernel is
+      gathered once, in x's dtype, and may be saved for the backward pass.
   """
   out_dtype = out_dtype or x.dtype
-  if x.dtype == kernel.dtype:  # The plain product has float32 gradients then.
+  if x.dtype == kernel.dtype:  # Then the plain product is enough.
     return jnp.einsum(spec, x, kernel, preferred_element_type=out_dtype)
   return _mixed_einsum(spec, out_dtype, axes, x, kernel)
 
 
 def _gathered(x, kernel, axes):
-  """Returns the kernel in the dtype of x, its axis `embed` whole."""
+  """Returns the kernel in the dtype of x, its axis `embed` not sharded."""
   kernel = kernel.astype(x.dtype)
   if 'embed' not in axes or jax.sharding.get_abstract_mesh().empty:
     return kernel
   free = jax.sharding.PartitionSpec.UNCONSTRAINED
-  whole = (None if name == 'embed' else free for name in axes)
+  spec = (None if name == 'embed' else free for name in axes)
   return jax.lax.with_sharding_constraint(
-    kernel, jax.sharding.PartitionSpec(*whole)
+    kernel, jax.sharding.PartitionSpec(*spec)
   )
 
 
@@ -56,8 +56,8 @@ def _product(spec, out_dtype, axes, x, kernel):
 
 
 def _forward(spec, out_dtype, axes, x, kernel):
-  # Call the product itself and not `_mixed_einsum`: rematerialisation policies
-  # do not see the products inside a custom_vjp, and so would not keep them.
+  # Not `_mixed_einsum`: rematerialisation policies do not see the products
+  # inside a custom_vjp, and so would not save them.
   kernel = _gathered(x, kernel, axes)
   y = jnp.einsum(spec, x, kernel, preferred_element_type=out_dtype)
   return y, (x, kernel)
@@ -91,17 +91,18 @@ class Linear(nn.Module):
   """A linear map over the last `contract` axes, with named axes.
 
   The kernel starts as a truncated normal of standard deviation
-  `scale / sqrt(fan_in)`. Parameters are float32 whatever the compute dtype, and
-  so are the sums over tokens that make their gradients.
+  `scale / sqrt(fan_in)`. Parameters and their gradients are float32 whatever
+  the compute dtype.
 
   Attributes:
     features: sizes of the output axes.
     axes: logical names of the kernel's axes, inputs first.
-    contract: how many trailing input axes are contracted.
-    bias: whether to add one.
+    contract: number of trailing input axes to contract.
+    bias: whether to add a bias.
     scale: factor on the initial standard deviation.
     dtype: compute dtype.
-    out_dtype: dtype of the result, not first rounded to `dtype`; None = that.
+    out_dtype: dtype of the result, without rounding to `dtype` first; None =
+      `dtype`.
   """
 
   features: tuple[int, ...]
@@ -128,12 +129,12 @@ class Linear(nn.Module):
       nn.with_logical_partitioning(init, self.axes),
       (*x.shape[-inputs:], *self.features),
     )
-    # A product of matrices: contracting several axes, as the kernel's gradient
-    # would, makes XLA transpose the tokens of all arrays before.
+    # Flatten to a product of matrices: for the gradient of a kernel with
+    # several input axes, XLA would transpose all features first.
     batch = x.shape[: x.ndim - inputs]
     x_TI = x.reshape(math.prod(batch), -1)
     kernel_IO = kernel.reshape(x_TI.shape[1], -1)
-    # Two axes that become one are those of heads.
+    # Flattened axes (heads and channels) have no single name.
     axes = tuple(
       names[0] if len(names) == 1 else None
       for names in (self.axes[:inputs], self.axes[inputs:])
@@ -146,8 +147,8 @@ class Linear(nn.Module):
         nn.with_logical_partitioning(nn.initializers.zeros, self.axes[inputs:]),
         self.features,
       )
-      # Add in float32 and cast after: the bias's gradient, a sum over tokens,
-      # is float32 then.
+      # Add in float32 and cast afterwards, so that the bias gets a float32
+      # gradient.
       y = (y + bias).astype(y.dtype)
     return y
 
@@ -160,7 +161,7 @@ class LinearConfig(Slot):
     inputs: sizes of the axes that are contracted.
     outputs: sizes of the output axes.
     axes: logical names of the kernel's axes, inputs first.
-    bias: whether to add one.
+    bias: whether to add a bias.
     scale: factor on the initial standard deviation.
   """
 
@@ -208,7 +209,7 @@ def layer_norm(epsilon: float, dtype: str, name: str) -> nn.LayerNorm:
     dtype=dtype,
     scale_init=_replicated('ones'),
     bias_init=_replicated('zeros'),
-    # Variance around the mean, as other libraries do: checkpoints fit.
+    # Two-pass variance, as in the libraries that checkpoints come from.
     use_fast_variance=False,
     name=name,
   )

@@ -1,11 +1,12 @@
-"""Experts: several feed-forwards in place of one; a token runs a few of them.
+"""Mixture of experts: each token runs a few of several feed-forwards.
 
 Token choice (Shazeer et al. 2017; Fedus et al. 2021): each token takes the K
-experts of the largest logits. Expert choice (Zhou et al. 2022): each expert
-takes the tokens that it has the largest probability for. Experts that do
-nothing, the no-ops, make it an integrated Mixture-of-Depths-and-Experts
-(Raposo et al. 2024, section 4.3): the tokens that prefer them leave before
-anything is computed. Experts in a routed block make it a staged one.
+experts with the largest logits. Expert choice (Zhou et al. 2022): each expert
+takes the tokens with the largest probabilities for it.
+
+No-op experts make it an integrated Mixture-of-Depths-and-Experts (Raposo et al.
+2024, section 4.3): tokens that choose them skip the feed-forward. Experts in a
+routed block make it a staged one.
 """
 
 import dataclasses
@@ -34,32 +35,34 @@ import mod_jax_kernels
 class ExpertsConfig:
   """Which blocks have experts, how many, and who chooses whom."""
 
-  num_experts: config_lib.Unrolled = 8  # E
-  # K, the choices of each token; where experts choose, the mean of them is
-  # `capacity_factor` times the share.
+  num_experts: config_lib.Unrolled = 8  # Number of experts (E).
+  # K, choices of each token. Must be 1 for expert choice, where each token has
+  # `capacity_factor` times `compute_share` experts on average.
   per_token: config_lib.Unrolled = 1
-  # Who chooses. Experts see the whole sequence; see `threshold_decay`.
+  # Who chooses. Experts choose among all tokens of a sequence, which is not
+  # causal; see `threshold_decay`.
   choice: Literal['token', 'expert'] = 'token'
-  # Z, further choices that do nothing: more than 0 is an integrated
+  # Z, no-op choices beside the experts; more than 0 is an integrated
   # Mixture-of-Depths-and-Experts.
   num_nulls: config_lib.Count = 0
-  # Part of the choices that should be experts; None = E / (E + Z).
+  # Target fraction of the choices that are experts; None = E / (E + Z).
   compute_share: config_lib.Proper | None = None
-  # Slots of each expert in a sequence, over what it would fill at balance, in
-  # training; tokens that find none pass by. None has a slot for every token.
-  # Nothing is dropped after training, where tokens choose.
+  # Slots of each expert in a sequence, relative to the tokens it would have at
+  # perfect balance. For token choice it applies in training only, where tokens
+  # without a slot are dropped; None = a slot for every token.
   capacity_factor: config_lib.Positive | None = 1.25
   # Hidden units of each expert; None = those of the dense feed-forward.
   hidden: config_lib.Size | None = None
-  period: config_lib.Unrolled = 1  # One block in so many has experts.
-  offset: config_lib.Layer = 0  # The first one, counted from 0.
-  router_std: config_lib.Weight = 0.02  # Of the router's initial weights.
-  # Weight of the balance loss (Fedus et al. 2021, Eq. 4), where tokens choose.
+  period: config_lib.Unrolled = 1  # One block in every `period` has experts.
+  offset: config_lib.Layer = 0  # Index of that block within a period.
+  # Standard deviation of the router's initial weights.
+  router_std: config_lib.Weight = 0.02
+  # Weight of the balance loss (Fedus et al. 2021, Eq. 4), for token choice.
   balance_loss: config_lib.Weight = 0.01
   # Weight of the mean of squared log-sum-exps (Zoph et al. 2022, Eq. 5).
   z_loss: config_lib.Weight = 0.001
-  # Where experts choose, decay of the moving average of the least probability
-  # that each chose: the threshold of the causal rule. 0 disables it.
+  # For expert choice: decay of the moving average of the lowest probability
+  # that each expert chose, the threshold of the causal rule; 0 disables it.
   threshold_decay: config_lib.Decay = 0.0
 
   def __post_init__(self):
@@ -99,14 +102,14 @@ class ExpertsConfig:
 
   @property
   def share(self) -> float:
-    """ρ, the part of the choices that should be experts."""
+    """ρ, the target fraction of the choices that are experts."""
     if self.compute_share is not None:
       return self.compute_share
     return self.num_experts / (self.num_experts + self.num_nulls)
 
   @property
   def targets(self) -> tuple[float, ...]:
-    """The part of the choices that each expert, then each no-op, should get."""
+    """Target fraction of the choices: of each expert, then of each no-op."""
     nulls = self.num_nulls
     return (self.share / self.num_experts,) * self.num_experts + (
       (1 - self.share) / max(nulls, 1),
@@ -114,24 +117,26 @@ class ExpertsConfig:
 
   @property
   def causal(self) -> bool:
-    """Whether there is a rule by which no choice depends on later tokens."""
+    """Whether the experts can be run without choices seeing later tokens."""
     return self.choice == 'token' or self.threshold_decay > 0
 
   def slots(self, tokens: int) -> int:
-    """Returns the slots of each expert for a sequence of so many tokens.
+    """Returns the slots of each expert for a sequence of `tokens` tokens.
 
-    Rounded up where tokens choose. Where experts do, it is the number that each
-    chooses: rounded down, and at least 1.
+    Rounded up for token choice. For expert choice it is the number of tokens
+    that each expert chooses: rounded down, and at least 1.
     """
     if self.capacity_factor is None:
       return tokens
     factor = self.capacity_factor * self.share * self.per_token
-    exact = round(factor * tokens / self.num_experts, 9)
-    slots = math.ceil(exact) if self.choice == 'token' else max(1, int(exact))
+    balanced = round(factor * tokens / self.num_experts, 9)
+    slots = (
+      math.ceil(balanced) if self.choice == 'token' else max(1, int(balanced))
+    )
     return min(slots, tokens)
 
   def check(self, block: BlockConfig, num_layers: int) -> None:
-    """Raises UserError where no block of a model can have experts."""
+    """Raises UserError if no block of the model can have experts."""
     if not isinstance(block.mlp, MLPConfig):
       raise errors.UserError(
         f'experts and feed_forward={type(block.mlp).__name__}: experts are'
@@ -144,7 +149,7 @@ class ExpertsConfig:
       )
 
   def adapt(self, layer: int, block: BlockConfig) -> BlockConfig:
-    """Returns the block of a layer, with experts if it should have them."""
+    """Returns the block of this layer, with experts if the layer has them."""
     if layer % self.period != self.offset:
       return block
     mlp = block.mlp
@@ -161,15 +166,15 @@ class ExpertMLPConfig(Slot):
   experts: ExpertsConfig
 
   def run(self, x, info, *, name, dtype, mode):
-    # A name of its own, so that a dense checkpoint does not fit it by chance.
+    # A distinct name, so that no dense checkpoint loads here by accident.
     module = ExpertMLP(self, mode, dtype=dtype, name=f'{name}_experts')
     y_BLD, assigned = module(x, info)
     return y_BLD, {'experts': assigned}
 
   def flops(self, tokens):
-    """See `Slot`: of all slots, filled or not, and of the router."""
+    """Returns forward FLOPs by part; empty slots count too."""
     config = self.experts
-    # Without slots, what chooses nothing costs nothing.
+    # Without a slot limit, no-op choices cost nothing.
     run = round(tokens * config.per_token * config.share)
     if config.capacity_factor is not None:
       run = config.num_experts * config.slots(tokens)
@@ -183,21 +188,21 @@ class ExpertMLPConfig(Slot):
 
   @property
   def num_choices(self) -> int:
-    """Of a token: experts and no-ops."""
+    """Choices of a token: experts and no-ops."""
     return self.experts.num_experts + self.experts.num_nulls
 
 
 @flax.struct.dataclass
 class Assigned:
-  """What a layer of experts tells. X = E + Z choices, experts first.
+  """Routing decisions of a layer of experts. X = E + Z choices, experts first.
 
   Attributes:
     logits_BLX: float32 logits of the choices.
-    wanted_BLX: the choices that were made; none of tokens that do not count.
-    ran_BLE: those that found a slot.
-    valid_BL: the tokens that count.
-    index_BL: int32 places of these tokens in the row that the model was called
-      with; None where all of its tokens are there, in order.
+    wanted_BLX: whether the choice was made; False for invalid tokens.
+    ran_BLE: whether the chosen expert had a slot for the token.
+    valid_BL: False for padding and empty slots.
+    index_BL: int32 positions of these tokens in the row that the model was
+      called with; None if all of its tokens are present, in order.
   """
 
   logits_BLX: jax.Array
@@ -208,10 +213,10 @@ class Assigned:
 
 
 class ExpertMLP(nn.Module):
-  """A router, and the experts among which it divides the tokens.
+  """A router and its experts.
 
-  Collections: `params`; and `moving`, the moving averages of the least
-  probabilities that experts chose, where `threshold_decay` asks for them.
+  Collections: `params`; with `threshold_decay` also `moving`, the moving
+  averages of the lowest probabilities that the experts chose.
   """
 
   config: ExpertMLPConfig
@@ -222,10 +227,9 @@ class ExpertMLP(nn.Module):
   def __call__(
     self, x_BLD: jax.Array, info: TokenInfo
   ) -> tuple[jax.Array, Assigned]:
-    """Returns the update, and what was assigned.
+    """Returns the update and the routing decisions.
 
-    Tokens that do not count, by `info.valid_BL`, fill no slot, and have no
-    update.
+    Tokens that `info.valid_BL` excludes take no slot and get a zero update.
     """
     config = self.config.experts
     experts, length = config.num_experts, x_BLD.shape[1]
@@ -288,15 +292,16 @@ class ExpertMLP(nn.Module):
     return {**gate, 'up': up, 'down': down}
 
   def _limit(self, length, count_B) -> jax.Array:
-    """Returns the slots by the tokens that each row counts for, in limit_B.
+    """Returns limit_B: slots of each expert in each row, by `count_B`.
 
-    By the length of all, a row's padding would have a part in its choices; and
-    by the tokens that a routed block chose, later ones in those before them.
+    Not by the padded length, or padding would influence a row's choices; nor by
+    the number of tokens that a routed block chose, which may depend on later
+    tokens.
     """
     return routing.for_lengths(self.config.experts.slots, length, count_B)
 
   def _slots(self, length) -> int | None:
-    """Returns the slots of each expert at this call; None for no limit."""
+    """Returns the slots of each expert in this call; None for no limit."""
     config = self.config.experts
     if config.choice == 'expert':
       return None if self.mode.routing.causal_rule else config.slots(length)
@@ -305,9 +310,9 @@ class ExpertMLP(nn.Module):
     return config.slots(length)
 
   def _tokens_choose(self, logits_BLX):
-    """Returns chosen_BLKX: each token's choices, the best first."""
+    """Returns chosen_BLKX: each token's choices as one-hots, best first."""
     logits_BLX, chosen = jax.lax.stop_gradient(logits_BLX), []
-    # One after another, since top-k of so few takes a CPU many times as long.
+    # Repeated argmax: for few choices top_k is many times slower on CPUs.
     for _ in range(self.config.experts.per_token):
       index_BL = checkpoint_name(logits_BLX.argmax(axis=-1), SELECTION_NAME)
       chosen.append(jax.nn.one_hot(index_BL, logits_BLX.shape[-1], dtype=bool))
@@ -315,11 +320,10 @@ class ExpertMLP(nn.Module):
     return jnp.stack(chosen, axis=2)
 
   def _shared(self, weight_BLX, wanted_BLX):
-    """Returns the weights of several choices, which add up to 1.
+    """Returns the weights, normalised so that a token's choices sum to 1.
 
-    With no-ops they stay as they are: it would take the no-ops' probability
-    away, and with it their gradient. And so does a single one, whose gradient
-    would be 0.
+    Not with no-ops, whose probability would cancel and so get no gradient; nor
+    with a single choice, whose weight would be the constant 1.
     """
     config = self.config.experts
     if config.per_token == 1 or config.num_nulls:
@@ -333,10 +337,10 @@ class ExpertMLP(nn.Module):
     batch, length, choices = weight_BLX.shape
     experts = config.num_experts
     weight_BLE = weight_BLX[..., :experts]
-    trains = self.is_mutable_collection('moving')
+    updates = self.is_mutable_collection('moving')
     moving = None
     if config.threshold_decay and (
-      trains or self.has_variable('moving', 'threshold')
+      updates or self.has_variable('moving', 'threshold')
     ):
       moving = self.variable(
         'moving', 'threshold', routing.MovingThreshold.zeros, (experts,)
@@ -349,8 +353,8 @@ class ExpertMLP(nn.Module):
           " experts.threshold_decay above 0, and pass the 'moving' collection"
           " beside 'params'."
         )
-      # NaN is chosen: see `rules.Rule`.
-      wanted_BLE = ~(weight_BLE < moving.value.value())
+      # Written so that NaN is chosen and shows in the output.
+      chosen_BLE = ~(weight_BLE < moving.value.value())
     else:
       score_QL = jnp.moveaxis(weight_BLE, -1, 1).reshape(-1, length)
       selection = routing.select_top_k(
@@ -360,25 +364,25 @@ class ExpertMLP(nn.Module):
         jnp.repeat(self._limit(length, count_B), experts),
       )
       selection = checkpoint_name(selection, SELECTION_NAME)
-      wanted_QL = routing.mark_tokens(selection, length)
-      wanted_BLE = jnp.moveaxis(wanted_QL.reshape(batch, -1, length), 1, -1)
-      if trains and moving is not None and not self.is_initializing():
-        least_BE = jnp.where(wanted_BLE, weight_BLE, jnp.inf).min(axis=1)
-        least_E = routing.mean_of_rows(least_BE)
-        moving.value = moving.value.update(least_E, config.threshold_decay)
-    wanted_BLE &= valid_BL[..., None]
+      chosen_QL = routing.mark_tokens(selection, length)
+      chosen_BLE = jnp.moveaxis(chosen_QL.reshape(batch, -1, length), 1, -1)
+      if updates and moving is not None and not self.is_initializing():
+        lowest_BE = jnp.where(chosen_BLE, weight_BLE, jnp.inf).min(axis=1)
+        lowest_E = routing.mean_of_rows(lowest_BE)
+        moving.value = moving.value.update(lowest_E, config.threshold_decay)
+    chosen_BLE &= valid_BL[..., None]
     nulls = ((0, 0), (0, 0), (0, choices - experts))
-    return jnp.pad(wanted_BLE, nulls)
+    return jnp.pad(chosen_BLE, nulls)
 
   def _in_slots(self, x_BLD, slot_BLJ, slots, weight_BLJ, weights):
-    """Returns the update by one product over all experts' slots."""
+    """Returns the update, by one batched product over all experts' slots."""
     batch, length, width = x_BLD.shape
-    experts, each = self.config.experts.num_experts, slot_BLJ.shape[-1]
+    experts, per_token = self.config.experts.num_experts, slot_BLJ.shape[-1]
     slot_BA = slot_BLJ.reshape(batch, -1)
     assignment_BS = routing.inverse(slot_BA, experts * slots)
-    x_BSD = routing.take(x_BLD, assignment_BS // each, slot_BLJ)
+    x_BSD = routing.take(x_BLD, assignment_BS // per_token, slot_BLJ)
     x_EBCD = jnp.swapaxes(x_BSD.reshape(batch, experts, slots, width), 0, 1)
-    # With experts on devices of their own, this is where tokens go to them.
+    # All-to-all: if experts are sharded, tokens are sent to their devices here.
     to_experts = ('experts', 'expert_batch', None, 'act_embed')
     x_EBCD = parallel.constrain(x_EBCD, *to_experts)
 
@@ -390,18 +394,20 @@ class ExpertMLP(nn.Module):
       )
       if bias_EF is not None:
         y_EBCF = (y_EBCF + bias_EF[:, None, None]).astype(y_EBCF.dtype)
-      last = f'act_{axes[-1]}'
-      return parallel.constrain(y_EBCF, 'experts', 'expert_batch', None, last)
+      out_axis = f'act_{axes[-1]}'
+      return parallel.constrain(
+        y_EBCF, 'experts', 'expert_batch', None, out_axis
+      )
 
     y_EBCD = self._run(product, x_EBCD)
     y_BSD = jnp.swapaxes(y_EBCD, 0, 1).reshape(batch, -1, width)
     y_BSD = parallel.constrain(y_BSD, 'batch', None, 'act_embed')
     y_BAD = routing.take(y_BSD, slot_BA, assignment_BS[..., None])
-    y_BLJD = y_BAD.reshape(batch, length, each, width)
+    y_BLJD = y_BAD.reshape(batch, length, per_token, width)
     return _weighted(y_BLJD, weight_BLJ).astype(x_BLD.dtype)
 
   def _all(self, x_BLD, expert_BLJ, weight_BLJ, weights):
-    """Returns the update where every assignment runs; E is that of nobody."""
+    """Returns the update without slot limits; index E stands for no expert."""
     kernels = {name: kernel for name, (kernel, _) in weights.items()}
     biases = {name: bias for name, (_, bias) in weights.items()}
     names = tuple(weights)
@@ -409,23 +415,28 @@ class ExpertMLP(nn.Module):
     def run(x_BLD, expert_BLJ, weight_BLJ, *arrays):
       kernels = dict(zip(names, arrays[: len(names)], strict=True))
       biases = dict(zip(names, arrays[len(names) :], strict=True))
-      # A device has some of the experts, and the tokens of all who share them.
-      own = kernels['down'].shape[0]
-      group_BLJ = expert_BLJ - own * parallel.index_of('experts')
-      is_own_BLJ = (group_BLJ >= 0) & (group_BLJ < own)
-      group_A = jnp.where(is_own_BLJ, group_BLJ, own).reshape(-1)
-      each = group_BLJ.shape[-1]
+      # Each device holds some experts, and the tokens of all devices among
+      # which the experts are split.
+      num_local = kernels['down'].shape[0]
+      local_BLJ = expert_BLJ - num_local * parallel.index_of('experts')
+      is_local_BLJ = (local_BLJ >= 0) & (local_BLJ < num_local)
+      group_A = jnp.where(is_local_BLJ, local_BLJ, num_local).reshape(-1)
+      per_token = local_BLJ.shape[-1]
       order_A = jnp.argsort(group_A, stable=True)
-      place_TJ = jnp.argsort(order_A).astype(jnp.int32).reshape(-1, each)
-      size_E = jnp.bincount(group_A, length=own + 1)[:own].astype(jnp.int32)
+      place_TJ = jnp.argsort(order_A).astype(jnp.int32).reshape(-1, per_token)
+      size_E = jnp.bincount(group_A, length=num_local + 1)[:num_local].astype(
+        jnp.int32
+      )
       x_TD = x_BLD.reshape(-1, x_BLD.shape[-1])
-      x_AD = routing.take(x_TD[None], order_A[None] // each, place_TJ[None])[0]
+      x_AD = routing.take(
+        x_TD[None], order_A[None] // per_token, place_TJ[None]
+      )[0]
 
       def product(name, x_AD):
         y_AF = mod_jax_kernels.grouped_dot(x_AD, kernels[name], size_E)
         if (bias_EF := biases[name]) is None:
           return y_AF
-        if name == 'down':  # The parts of the hidden units are summed below.
+        if name == 'down':  # Add it once: `sum_over` below adds the shards.
           bias_EF = jnp.where(parallel.index_of('mlp') == 0, bias_EF, 0)
         bias_AF = bias_EF.at[group_A[order_A]].get(mode='fill', fill_value=0)
         return (y_AF + bias_AF).astype(y_AF.dtype)
@@ -438,7 +449,7 @@ class ExpertMLP(nn.Module):
       y_TD = parallel.sum_over(parallel.sum_over(y_TD, 'mlp'), 'experts')
       return (y_TD.reshape(x_BLD.shape).astype(x_BLD.dtype),)
 
-    tokens = ('expert_batch', 'length', None)
+    token_axes = ('expert_batch', 'length', None)
     axes = {
       name: tuple(axis if axis == 'mlp' else None for axis in linear[2])
       for name, linear in self._linears.items()
@@ -446,31 +457,31 @@ class ExpertMLP(nn.Module):
     (y_BLD,) = parallel.per_device(
       run,
       (
-        *(tokens, tokens, tokens),
+        *(token_axes, token_axes, token_axes),
         *(('experts', *axes[name]) for name in names),
         *(('experts', axes[name][-1]) for name in names),
       ),
-      (tokens,),
+      (token_axes,),
     )(x_BLD, expert_BLJ, weight_BLJ, *kernels.values(), *biases.values())
     return parallel.constrain(y_BLD, 'batch', 'length', 'act_embed')
 
   def _run(self, product, x):
-    """Returns what experts make of features, given their products by name."""
+    """Returns the experts' outputs; `product` applies a linear map by name."""
     x = x.astype(self.dtype)
     hidden = hidden_units(self.config.mlp.kind, lambda name: product(name, x))
     return product('down', hidden)
 
 
 def _of_choices(value_BLE, chosen_BLKX, nobody):
-  """Returns a value of each token and expert by the token's J assignments.
+  """Returns a value per token and expert as a value per token and assignment.
 
   Args:
-    value_BLE: the value, `nobody` where the expert does not run.
-    chosen_BLKX: the token's K choices; None where a token may have any experts.
-    nobody: the value of a choice that does nothing.
+    value_BLE: the value; `nobody` if the expert does not run.
+    chosen_BLKX: the token's K choices; None if it may have any number.
+    nobody: the value of a no-op choice.
 
   Returns:
-    value_BLJ: J = K, or E where `chosen_BLKX` is None.
+    value_BLJ: J = K assignments, or J = E if `chosen_BLKX` is None.
   """
   if chosen_BLKX is None:
     return value_BLE
@@ -484,14 +495,14 @@ def _of_choices(value_BLE, chosen_BLKX, nobody):
 def _weighted(y, weight):
   """Returns the sum over assignments, the last axis of `weight`, in float32.
 
-  Not an einsum: those of so few terms are slow on a CPU, and rounded to
-  bfloat16 on accelerators.
+  Not an einsum, which is slow on CPUs for so few terms, and which accelerators
+  round to bfloat16.
   """
   return (y * weight[..., None]).sum(axis=-2)
 
 
 class Weights(nn.Module):
-  """One linear map of each expert: kernel_EDF, and bias_EF or None."""
+  """One linear map per expert: kernel_EDF, and bias_EF or None."""
 
   experts: int
   inputs: int

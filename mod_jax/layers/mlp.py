@@ -21,9 +21,9 @@ class MLPConfig(Slot):
 
   width: config_lib.Size  # Features in and out.
   hidden: config_lib.Size  # Hidden units.
-  kind: Literal['swiglu', 'gelu', 'gelu_tanh'] = 'swiglu'  # Of hidden units.
-  bias: bool = False  # On both linear maps.
-  out_scale: float = 1.0  # Factor on the last kernel's initial deviation.
+  kind: Literal['swiglu', 'gelu', 'gelu_tanh'] = 'swiglu'  # Activation.
+  bias: bool = False  # Biases of the linear maps.
+  out_scale: float = 1.0  # Factor on the last kernel's initial std.
 
   def run(self, x, info, *, name, dtype, mode):
     del info, mode
@@ -46,9 +46,9 @@ def hidden_units(kind: str, up: Callable[[str], jax.Array]) -> jax.Array:
   """Returns the hidden units of a feed-forward.
 
   Args:
-    kind: as of `MLPConfig`.
-    up: returns what the linear map of a name makes of the features: `up`, and
-      for `swiglu` also `gate`.
+    kind: see `MLPConfig`.
+    up: applies a linear map, by name, to the input: `up`, and for `swiglu` also
+      `gate`.
   """
   if kind == 'swiglu':
     return nn.silu(up('gate')) * up('up')

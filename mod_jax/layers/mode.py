@@ -1,4 +1,4 @@
-"""How a model runs at one call: static choices, each a program of its own."""
+"""How a model runs in one call: static arguments, so each compiles anew."""
 
 import dataclasses
 import math
@@ -17,21 +17,19 @@ RuleName = Literal[
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RoutingMode:
-  """How a routed block chooses at this call: a static argument.
+  """How a routed block chooses tokens in this call; a static argument.
 
   Attributes:
     rule: `top_k`, which sees the whole sequence; or a causal rule, by its name
       in `rules.RULES` or as an object.
-    overflow: under a causal rule, `exact` has a slot for every token; `drop`
-      has slots for `slack · capacity` of the length, gives them out in order of
-      position, and skips the tokens that get none. The length is a row's own,
-      without padding; when generating, that of its prompt and of all new tokens
-      together.
+    overflow: for causal rules. `exact` has a slot for every token; `drop` has
+      slots for `slack · capacity` of the length, assigns them in order of
+      position, and skips the tokens that get none. The length excludes padding;
+      in generation it is that of the prompt and all new tokens together.
     slack: number of slots divided by the expected number, for `drop`.
-    chunk: when decoding, and where sequences enter as a whole outside of
-      training, how many of the routed rows are processed at a time;
-      None for what suits the batch, see `rows_at_a_time`; 0 processes all rows
-      and masks: the reference.
+    chunk: number of routed rows processed at a time in decoding, and in
+      inference with `per_sequence` routing. None chooses by the batch, see
+      `rows_at_a_time`; 0 processes all rows and masks, as a reference.
   """
 
   rule: RuleName | Rule = 'top_k'
@@ -50,7 +48,7 @@ class RoutingMode:
     return RULES.get(self.rule)
 
   def slots(self, capacity: float, length: int) -> int:
-    """Returns how many tokens of a sequence a routed block has room for."""
+    """Returns a routed block's slots for a sequence of this length."""
     rule = self.causal_rule
     if rule is None:
       return routing.num_chosen(capacity, length)
@@ -63,20 +61,20 @@ class RoutingMode:
   def rows_at_a_time(self, capacity: float, batch: int) -> int:
     """Returns how many routed rows of a batch are processed at a time.
 
-    By default as many as rarely need a second turn, which would read the
-    block's weights again: the expected number and two standard deviations, as
-    a power of two.
+    The default is the expected number of rows plus two standard deviations,
+    rounded up to a power of two. More rows need a second iteration, which reads
+    the block's weights again.
     """
     if self.chunk is not None:
       return min(self.chunk, batch)
     mean = capacity * batch
-    enough = math.ceil(mean + 2 * math.sqrt(mean))
-    return min(1 << (enough - 1).bit_length(), batch)
+    rows = math.ceil(mean + 2 * math.sqrt(mean))
+    return min(1 << (rows - 1).bit_length(), batch)
 
   def row_slots(
     self, capacity: float, length: int, length_B: jax.Array
   ) -> jax.Array:
-    """Returns `slots` for rows of `length_B` tokens each, at most `length`."""
+    """Returns `slots` of rows with `length_B` tokens, each at most `length`."""
     return routing.for_lengths(
       lambda n: self.slots(capacity, n), length, length_B
     )
@@ -87,14 +85,16 @@ class Mode:
   """How all parts of a model run.
 
   Attributes:
-    routing: how routed blocks choose.
+    routing: how routed blocks choose tokens.
     learners: how adaptive modules run: `gated` runs as many learners as the
-      gate says; `train` runs all, weighed by a choice that gradients reach; an
+      gate says; `train` runs all, weighted by a differentiable choice; an
       integer k runs the first k.
-    noise: whether `train` draws its choice at random, or takes the best.
-    train: whether sequences go without some blocks (stochastic depth).
-    masks: whether training masks the tokens that learnt scores drop, so that
-      gradients reach the scores; or removes them, as inference does.
+    noise: whether `learners='train'` samples its choice or takes the best.
+    train: whether this is a training step. Only then are there stochastic
+      depth, batch statistics, slot limits of experts that tokens choose, and
+      features for an early exit.
+    masks: whether training masks the tokens that learned scores drop, so that
+      gradients reach the scores, or removes them as inference does.
   """
 
   routing: RoutingMode = RoutingMode()

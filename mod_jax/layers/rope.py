@@ -13,18 +13,20 @@ from mod_jax import errors
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-  """Longer wavelengths, so that a model reads more than it was trained on.
+  """Longer wavelengths, for texts longer than those of the original training.
 
-  They apply whatever the length of the text.
+  They apply to texts of any length.
   """
 
-  # `linear` divides all frequencies (Chen et al. 2023); `llama3` those alone
-  # whose wavelength is long beside the original length (Llama 3.1).
+  # `linear` divides all frequencies (Chen et al. 2023); `llama3` only those
+  # whose wavelength is long relative to `original_length` (Llama 3.1).
   kind: Literal['linear', 'llama3'] = 'llama3'
-  factor: config_lib.Positive = 8.0  # By which frequencies are divided.
-  # Wavelengths over the original length divided by this are scaled in full, ...
+  factor: config_lib.Positive = 8.0  # Divisor of the frequencies.
+  # For `llama3`: wavelengths above `original_length / low_frequency` are scaled
+  # in full.
   low_frequency: config_lib.Positive = 1.0
-  # ... and those below it divided by this stay as they are.
+  # For `llama3`: wavelengths below `original_length / high_frequency` are not
+  # scaled.
   high_frequency: config_lib.Positive = 4.0
   original_length: config_lib.Size = 8192  # Tokens of the original training.
 
@@ -37,16 +39,16 @@ class RopeScaling:
       )
 
   def scaled(self, frequency_C: jax.Array) -> jax.Array:
-    """Returns frequencies, in radians a token, from those of the base."""
+    """Returns the scaled frequencies, in radians per token."""
     slow_C = frequency_C / self.factor
     if self.kind == 'linear':
       return slow_C
     turns_C = self.original_length * frequency_C / (2 * math.pi)
-    share_C = (turns_C - self.low_frequency) / (
+    weight_C = (turns_C - self.low_frequency) / (
       self.high_frequency - self.low_frequency
     )
-    share_C = jnp.clip(share_C, 0, 1)
-    return (1 - share_C) * slow_C + share_C * frequency_C
+    weight_C = jnp.clip(weight_C, 0, 1)
+    return (1 - weight_C) * slow_C + weight_C * frequency_C
 
 
 def rotation(
@@ -61,7 +63,7 @@ def rotation(
     position_BL: integer positions.
     head_dim: channels per head C, even.
     theta: base of the geometric progression of wavelengths.
-    scaling: changes them; None for none.
+    scaling: of the wavelengths; None for none.
   """
   exponent = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
   frequency_C = theta**-exponent

@@ -26,19 +26,19 @@ from mod_jax.layers.rules import Rule
 from mod_jax.layers.scores import RouterWeights, Score
 from mod_jax.layers.token_info import TokenInfo
 
-# When generating, pieces of up to so many tokens are processed row by row, and
-# a row is passed by if none of them is chosen; of longer ones hardly any is.
+# In generation, inputs of at most this length skip rows without a chosen token.
+# In longer inputs nearly every row has one.
 _SHORT = 16
 
-# Chosen indices carry this name, so that rematerialisation can keep them: a
-# top-k computed again may choose other tokens.
+# Checkpoint name of the chosen indices. Rematerialisation saves them, because a
+# recomputed top-k may choose other tokens.
 SELECTION_NAME = 'mod_selection'
 
-# Fields of a routing whose model begins as the dense one with whose weights it
-# starts, for as long as all tokens are processed: scores near 0, whatever the
-# norm of the features is, which in pretrained models is large, and a gate that
-# is 1 there. They are not 0 exactly, which would have every token tie, and the
-# first of a sequence chosen.
+# `RoutingConfig` fields with which a model that starts from dense weights
+# computes what the dense one does while all tokens are processed: the gate is 1
+# at score 0, and the scores are near 0. The norm keeps them so although
+# pretrained features are large; the nonzero std avoids ties, which top-k would
+# break in favour of early tokens.
 LIKE_DENSE = {
   'gate': 'one_plus_tanh',
   'router_norm': True,
@@ -50,54 +50,56 @@ LIKE_DENSE = {
 class RoutingConfig:
   """Which blocks are routed, on how many tokens, and how they are chosen."""
 
-  # Fraction of tokens that a routed block processes: one for all blocks, or one
-  # for each, in the order of `layers` or else of depth.
+  # Fraction of tokens that a routed block processes: one number for all routed
+  # blocks, or a list in the order of `layers` (by depth if that is None).
   capacity: config_lib.Fraction | tuple[config_lib.Fraction, ...] = 0.125
   # Capacity of the last routed layer, as a fraction of the first one's.
   capacity_decay: Annotated[float, config_lib.Range(ge=1e-3, le=1e3)] = 1.0
-  # `shifted_cosine` lets the capacity fall with depth along half a cosine, in
-  # place of `capacity`, and leaves blocks dense where it is high: p-MoD.
+  # `shifted_cosine` replaces `capacity` by half a cosine that falls with depth,
+  # and keeps blocks dense where it is high (p-MoD).
   capacity_schedule: Literal['constant', 'shifted_cosine'] = 'constant'
-  # No routed layer goes below this capacity; a warm-up lowers it in stages.
+  # Lower bound of each routed block's capacity; a warm-up lowers it in stages.
   capacity_floor: config_lib.Probability = 0.0
-  period: config_lib.Unrolled = 2  # One block in so many is routed.
-  offset: config_lib.Layer = 1  # The first routed block, counted from 0.
+  period: config_lib.Unrolled = 2  # One block in every `period` is routed.
+  offset: config_lib.Layer = 1  # Index of the routed block within a period.
   first: config_lib.Layer = 0  # No block before this one is routed.
-  # The routed blocks, counted from 0; None leaves it to the three above.
+  # Indices of the routed blocks, counted from 0; None = those that `period`,
+  # `offset` and `first` select.
   layers: tuple[config_lib.Layer, ...] | None = None
-  # What tokens are chosen by: a learned router, or a control that does not look
-  # at them; any other by its config.
+  # Score by which tokens are chosen: a learned router, a control that ignores
+  # the tokens (`gaussian`, `stride`), or the config of another score.
   score: Literal['learned', 'gaussian', 'stride'] | Score = 'learned'
-  # How a score weighs the update; None leaves it to the score. Scores that do
-  # not look at the tokens never weigh it.
+  # Function of the score that multiplies the update; None = the default of the
+  # score. Scores that ignore the tokens never multiply it.
   gate: (
     Literal['raw', 'sigmoid', 'alpha_sigmoid', 'one_plus_tanh', 'none'] | None
   ) = None
-  gate_alpha: config_lib.Factor = 2.0  # The factor of the gate alpha_sigmoid.
-  # Standard deviation of the initial weights of the score `learned`; with 0 all
-  # tokens begin with the same score.
+  gate_alpha: config_lib.Factor = 2.0  # Factor of the gate `alpha_sigmoid`.
+  # Standard deviation of the learned router's initial weights; at 0 all tokens
+  # start with the same score.
   router_std: config_lib.Weight = 0.02
-  # Whether that router sees features scaled to a mean square of 1.
+  # Whether the learned router sees features scaled to a mean square of 1.
   router_norm: bool = False
-  router_bias: bool = False  # Whether it has biases; the paper's has none.
-  # Units of its hidden layer; 0 = none, a linear map.
+  router_bias: bool = False  # Biases in the learned router; the paper has none.
+  # Units of the learned router's hidden layer; 0 = a linear router.
   router_width: Annotated[int, config_lib.Range(ge=0, le=2**20)] = 0
-  router_activation: scores.Activation = 'gelu'  # Of that layer.
-  # Whether all routed blocks have one router in common: γ-MoD.
+  # Activation of that hidden layer.
+  router_activation: scores.Activation = 'gelu'
+  # Whether all routed blocks share one router (γ-MoD).
   shared_router: bool = False
-  # What becomes of a token x with weight w and update f: `add` gives x + w·f to
-  # the chosen ones, and x to others; `weigh_bypass` gives others (1 - w)·x;
-  # `replace` gives w·(x + f) to the chosen ones.
+  # Output for a token x with weight w and update f. `add`: x + w·f if chosen,
+  # else x. `weigh_bypass`: x + w·f if chosen, else (1 - w)·x. `replace`:
+  # w·(x + f) if chosen, else x.
   combine: Literal['add', 'weigh_bypass', 'replace'] = 'add'
-  # Whether a sequence enters as a whole: where the mean score of its tokens is
-  # above 0. It cannot sample, since the choice depends on the whole text;
-  # gradients need the module that `build(train=True)` returns.
+  # Whether a block processes all tokens of a sequence or none, by whether their
+  # mean score is above 0. Such a model cannot sample, since the choice depends
+  # on the whole text; gradients need the module from `build(train=True)`.
   per_sequence: bool = False
-  # Weight of the loss that pulls the share that wants in towards the capacity,
-  # where tokens or sequences decide for themselves; 0 = none.
+  # Weight of the loss that pulls the fraction of tokens or sequences that want
+  # to be processed towards the capacity; 0 = none. Not for top-k.
   balance_loss: config_lib.Weight = 0.0
 
-  # Constants here; `MoDConfig` or `VisionRoutingConfig` makes fields of them.
+  # Class constants, not fields; subclasses turn some of them into fields.
   router_loss = 0.0
   predictor_width = 0
   threshold_decay = 0.0
@@ -161,20 +163,20 @@ class RoutingConfig:
       )
 
   def _check_per_sequence(self):
-    wrong = [
+    clash = [
       f'{name}={getattr(self, name)!r}'
-      for name, only in (
+      for name, required in (
         ('train_rule', 'top_k'),
         ('router_loss', 0),
         ('predictor_width', 0),
         ('threshold_decay', 0),
         ('keep_class_token', False),
       )
-      if getattr(self, name) != only
+      if getattr(self, name) != required
     ]
-    if wrong:
+    if clash:
       raise errors.UserError(
-        f'per_sequence=True and {", ".join(wrong)}: that is for choices among'
+        f'per_sequence=True and {", ".join(clash)}: that is for choices among'
         ' the tokens of a sequence; set numbers to 0, and the others to their'
         ' defaults.'
       )
@@ -204,12 +206,12 @@ class RoutingConfig:
 
   @property
   def has_predictor(self) -> bool:
-    """Whether there is a predictor; scores that ignore tokens need none."""
+    """Whether there is a predictor; scores without a gate need none."""
     return self.predictor_width > 0 and self.scorer.gates
 
   @property
   def gate_kind(self) -> str:
-    """The gate, that of the score where none is named."""
+    """Name of the gate: `gate`, or the score's default if that is None."""
     if not self.scorer.gates:
       return 'none'
     return self.scorer.gate if self.gate is None else self.gate
@@ -221,7 +223,7 @@ class RoutingConfig:
 
   @property
   def cannot_sample(self) -> str:
-    """Why a model without causal rules cannot sample: a sentence."""
+    """Error message for sampling from a model without causal rules."""
     if self.per_sequence:
       return (
         'per_sequence=True decides by the whole text whether a sequence enters'
@@ -235,7 +237,7 @@ class RoutingConfig:
 
   @property
   def train_mode(self) -> RoutingMode:
-    """How training chooses."""
+    """Routing mode of training."""
     return RoutingMode(
       rule=self.train_rule, overflow='drop', slack=self.train_slack
     )
@@ -249,8 +251,8 @@ class RoutingConfig:
     """Returns each block's capacity; None for a block that is not routed.
 
     Raises:
-      UserError: a block that the model does not have or that is named twice,
-        or none routed.
+      UserError: `layers` names a block twice or one that the model does not
+        have, or no block is routed.
     """
     if self.layers is not None and len(set(self.layers)) < len(self.layers):
       raise errors.UserError(
@@ -273,39 +275,39 @@ class RoutingConfig:
     values = routing.layer_capacities(
       self.capacity, len(routed), decay=self.capacity_decay
     )
-    # A decay follows depth, but a list of capacities the order of `layers`.
-    given = isinstance(self.capacity, tuple) and self.layers is not None
-    named = dict(zip(self.layers if given else routed, values, strict=True))
+    # A list follows the order of `layers`, `capacity_decay` the depth.
+    listed = isinstance(self.capacity, tuple) and self.layers is not None
+    by_layer = dict(zip(self.layers if listed else routed, values, strict=True))
     if self.capacity_schedule == 'shifted_cosine':
       ratios = routing.shifted_cosine(num_layers)
-      named = {i: ratios[i] for i in routed if ratios[i] is not None}
-      if not named:
+      by_layer = {i: ratios[i] for i in routed if ratios[i] is not None}
+      if not by_layer:
         raise errors.UserError(
           "capacity_schedule='shifted_cosine' leaves the routed blocks of"
           f' num_layers={num_layers} dense: route deeper ones, or all'
           ' (period=1, offset=0).'
         )
     return tuple(
-      max(named[i], self.capacity_floor) if i in named else None
+      max(by_layer[i], self.capacity_floor) if i in by_layer else None
       for i in range(num_layers)
     )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MoDConfig(RoutingConfig):
-  """Mixture-of-Depths in a language model, with what makes it causal."""
+  """Mixture-of-Depths in a language model, with options for causal rules."""
 
-  # What a causal rule needs at training; see `causal_rules`.
-  # Weight of the auxiliary BCE; 0 = none.
+  # Weight of the auxiliary BCE loss that trains the rule `router`; 0 = none.
   router_loss: config_lib.Weight = 0.01
-  # Hidden units of the predictor; 0 = none.
+  # Hidden units of the predictor, for the rule `predictor`; 0 = no predictor.
   predictor_width: Annotated[int, config_lib.Range(ge=0, le=2**20)] = 0
-  # Decay of the moving threshold, applied once per microbatch; 0 disables it.
+  # Decay, per microbatch, of the moving threshold, for the rule `threshold`; 0
+  # disables it.
   threshold_decay: config_lib.Decay = 0.0
-  # How training chooses: by top-k, or by the causal rule that will be used
-  # after it.
+  # Rule that chooses tokens in training: top-k, or the causal rule that will be
+  # used afterwards.
   train_rule: RuleName | Rule = 'top_k'
-  # Slots of a block that is trained by a causal rule, over its capacity.
+  # Slots of a block trained by a causal rule, as a multiple of its capacity.
   train_slack: Annotated[float, config_lib.Range(ge=1)] = 1.25
 
   def __post_init__(self):
@@ -331,10 +333,10 @@ class MoDConfig(RoutingConfig):
   def causal_rules(self) -> tuple[str, ...]:
     """Names of the causal rules that this config's training makes usable.
 
-    `router`: score above 0 (what the auxiliary loss trains, or the balance
-    loss); `predictor`: its logit above 0; `threshold`: score at least the
-    moving average of the k-th best; `fixed`: for scores that do not look at the
-    tokens. The first one is that which training chose by, if any.
+    `router`: score above 0, as trained by the auxiliary or the balance loss;
+    `predictor`: the predictor's logit above 0; `threshold`: score at least the
+    moving average of the k-th best; `fixed`: for scores that ignore the tokens.
+    The rule that chose tokens in training, if any, comes first.
     """
     if self.per_sequence:
       return ()
@@ -345,18 +347,18 @@ class MoDConfig(RoutingConfig):
     }
     if not self.scorer.gates:
       trained = {'fixed': True}
-    own = self.train_rule
-    if isinstance(own, Rule):
-      own = own.name
-      trained[own] = True
-    usable = [rule for rule, yes in trained.items() if yes]
-    return tuple(sorted(usable, key=lambda rule: rule != own))
+    train_rule = self.train_rule
+    if isinstance(train_rule, Rule):
+      train_rule = train_rule.name
+      trained[train_rule] = True
+    usable = [rule for rule, is_trained in trained.items() if is_trained]
+    return tuple(sorted(usable, key=lambda rule: rule != train_rule))
 
   def mode(self, rule: str, **kwargs) -> RoutingMode:
     """Returns the mode of a rule by name; keywords are other fields of it."""
-    own = self.train_rule
-    if isinstance(own, Rule) and own.name == rule:
-      return RoutingMode(rule=own, **kwargs)
+    train_rule = self.train_rule
+    if isinstance(train_rule, Rule) and train_rule.name == rule:
+      return RoutingMode(rule=train_rule, **kwargs)
     return RoutingMode(rule=rule, **kwargs)
 
 
@@ -364,23 +366,23 @@ class MoDConfig(RoutingConfig):
 class VisionRoutingConfig(RoutingConfig):
   """Routing in a vision transformer: MoD, or A-MoD by attention.
 
-  The score `attention` is the mean attention that a token receives in the block
-  before (A-MoD, Gadhikar et al. 2024): no parameters, and no factor on the
-  update. `gate='raw'` multiplies the update by the score, for the ablation.
+  The score `attention` is the mean attention that a token receives in the
+  previous block (A-MoD, Gadhikar et al. 2024). It has no parameters and does
+  not multiply the update; `gate='raw'` does so, for the paper's ablation.
   """
 
   capacity: config_lib.Fraction | tuple[config_lib.Fraction, ...] = 0.5
   score: Literal['attention', 'learned', 'gaussian', 'stride'] | Score = (
     'attention'
   )
-  keep_class_token: bool = False  # It is always one of the k.
+  keep_class_token: bool = False  # Always choose the class token.
 
   def capacities(self, num_layers: int) -> tuple[float | None, ...]:
-    """As `RoutingConfig.capacities`.
+    """Returns each block's capacity; None for a block that is not routed.
 
     Raises:
-      UserError: also for a block routed by an attention map that the block
-        before does not have.
+      UserError: as in `RoutingConfig.capacities`; or a block is routed by
+        attention and the previous block has no attention map of all tokens.
     """
     capacities = super().capacities(num_layers)
     if self.scorer.needs_attention:
@@ -403,19 +405,19 @@ class VisionRoutingConfig(RoutingConfig):
 
 @flax.struct.dataclass
 class Routing:
-  """What a routed block tells: for losses, metrics and pictures.
+  """Routing decisions of one block, for losses, metrics and pictures.
 
   Attributes:
     score_BL: float32 scores.
-    weight_BL: float32 factors on the update, were the token chosen.
-    chosen_BL: the tokens that were processed.
-    overflow_B: int32 tokens that the rule chose and that found no slot.
-    capacity: scalar, the fraction of tokens that the block is to process.
+    weight_BL: float32 factors on the update of a token if it is chosen.
+    chosen_BL: whether the token was processed.
+    overflow_B: int32 number of tokens that the rule chose but that got no slot.
+    capacity: scalar, the fraction of tokens that the block should process.
     predictor_BL: float32 logits of the predictor, or None.
-    threshold_B: float32, the moving average of the k-th best score before this
-      call, the same for all rows; None where there is none.
-    top_k_BL: what top-k chooses by these scores; None when decoding.
-    kth_B: float32, the lowest score among `top_k_BL`; None when decoding.
+    threshold_B: float32 moving average of the k-th best score before this call,
+      the same for all rows; None if the block keeps no average.
+    top_k_BL: whether top-k chooses the token; None when decoding.
+    kth_B: float32 lowest score among `top_k_BL`; None when decoding.
   """
 
   score_BL: jax.Array
@@ -431,16 +433,16 @@ class Routing:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerConfig:
-  """One layer of a stack: a block, and how it is routed if it is.
+  """One layer of a stack: a block and, optionally, its routing.
 
   Attributes:
-    block: what is run.
-    routing: says how tokens are chosen; None for a dense layer.
+    block: config of the block.
+    routing: how tokens are chosen; None for a dense layer.
     capacity: fraction of tokens that a routed layer processes.
-    attention_score: which attention score goes to `aux['attention']`; or None.
-    drop_rate: of stochastic depth, when training.
-    tells_features: whether the features after it go to `aux['features']` when
-      training.
+    attention_score: attention score to put into `aux['attention']`; or None.
+    drop_rate: rate of stochastic depth in training.
+    tells_features: whether training puts the layer's output into
+      `aux['features']`.
   """
 
   block: BlockConfig
@@ -451,17 +453,17 @@ class LayerConfig:
   tells_features: bool = False
 
   def tokens(self, length: int) -> int:
-    """Returns how many of a sequence's tokens the block has slots for.
+    """Returns the block's slots in training for a sequence of this length.
 
-    In training, where all slots are computed. By top-k they are filled; where
-    tokens or sequences decide for themselves, some stay empty.
+    All of them are computed. Top-k fills them all; if tokens or sequences
+    decide for themselves, some stay empty.
     """
     if self.routing is None or self.routing.per_sequence:
       return length
     return self.routing.train_mode.slots(self.capacity, length)
 
   def flops(self, length: int, **kwargs) -> dict[str, int]:
-    """Returns forward FLOPs by part: routing on all tokens, the rest on k."""
+    """Returns forward FLOPs by part: router on all tokens, block on k."""
     parts = self.block.flops(self.tokens(length), of=length, **kwargs)
     if self.routing is None:
       return parts
@@ -469,7 +471,7 @@ class LayerConfig:
     routing_parts = {'router': self.routing.scorer.flops(length, width)}
     if self.routing.has_predictor:
       routing_parts['predictor'] = 2 * length * hidden * (width + 1)
-    # Added, since what stands in the block may have parts of the same names.
+    # Sum: parts of the block may have the same names, such as `router`.
     return dict(Counter(parts) + Counter(routing_parts))
 
 
@@ -478,9 +480,9 @@ class LayerOutput:
   """What a layer returns.
 
   Attributes:
-    x_BLD: the features after it.
-    cache: the cache with the tokens added; None without one.
-    aux: as of `BlockOutput`; and `router`, a `Routing`, of a routed layer.
+    x_BLD: output features.
+    cache: the cache with the tokens added; None without a cache.
+    aux: that of `BlockOutput`; a routed layer adds `router`, a `Routing`.
   """
 
   x_BLD: jax.Array
@@ -489,10 +491,10 @@ class LayerOutput:
 
 
 class Predictor(nn.Module):
-  """Guesses from one token alone whether top-k will choose it.
+  """Predicts from one token alone whether top-k will choose it.
 
-  It reads a copy of the features that no gradient passes, so training it
-  leaves the language model untouched (Raposo et al. 2024, section 3.5).
+  It stops gradients to its input, so training it does not change the language
+  model (Raposo et al. 2024, section 3.5).
   """
 
   hidden: int
@@ -523,15 +525,14 @@ class Predictor(nn.Module):
 
 
 class Layer(nn.Module):
-  """A block and its residual connection; routed, where its config says so.
+  """A block with its residual connection, routed if the config says so.
 
-  A routed one: score, select, process, combine. Its parameters are those of
-  the dense block and, beside them, what routes: a dense checkpoint fits as it
-  is.
+  A routed layer scores, selects, processes and combines. Its parameters are
+  those of the dense block plus the router's, so dense checkpoints load.
 
-  Collections: `params`; and `moving`, the moving average of the k-th best
-  score, where `routing.threshold_decay` asks for it (make it mutable to train
-  it). Rng streams: `routing` for Gaussian scores; those of the block.
+  Collections: `params`; with `routing.threshold_decay` also `moving`, the
+  moving average of the k-th best score (make it mutable to train it).
+  Rng streams: `routing` for Gaussian scores; those of the block.
   """
 
   config: LayerConfig
@@ -548,10 +549,10 @@ class Layer(nn.Module):
   ) -> LayerOutput:
     """Returns the features after the layer, the cache and the aux.
 
-    `cache` holds this block's keys and values, when generating. `score_BL` is
-    the attention that the tokens received in the block before, for scores that
-    need it. `router` is what all routed layers of a stack have in common; None
-    where each has its own.
+    `cache` holds this block's keys and values in generation. `score_BL` is the
+    attention that the tokens received in the previous block, for scores that
+    need it. `router` is the router that all routed layers of a stack share;
+    None if each has its own.
     """
     config = self.config
     block = Block(
@@ -560,8 +561,8 @@ class Layer(nn.Module):
     )
     nn.share_scope(self, block)
     if config.routing is None:
-      done = block(x_BLD, info, cache)
-      return LayerOutput(x_BLD + done.update_BLD, done.cache, done.aux)
+      output = block(x_BLD, info, cache)
+      return LayerOutput(x_BLD + output.update_BLD, output.cache, output.aux)
 
     length = x_BLD.shape[1]
     mode, capacity = self.mode.routing, config.capacity
@@ -575,7 +576,7 @@ class Layer(nn.Module):
         kth_B=_last_score(routed.score_BL, top),
       )
     routed = routed.replace(threshold_B=self._threshold(routed))
-    wanted_BL = self._decide(routed, top, info)
+    requested_BL = self._decide(routed, top, info)
 
     if cache is None:
       selection, count_B = top, None
@@ -585,38 +586,40 @@ class Layer(nn.Module):
         if info.valid_BL is not None:
           count_B = info.valid_BL.sum(axis=-1)
           count_B = mode.row_slots(capacity, length, count_B)
-        selection = routing.select_decided(wanted_BL, slots, count_B)
+        selection = routing.select_decided(requested_BL, slots, count_B)
         selection = checkpoint_name(selection, SELECTION_NAME)
       chosen_BL = routing.mark_tokens(selection, length)
-      # The loop over rows passes no gradient back, makes no parameters, and
-      # keeps nothing of what experts and adaptive modules tell.
-      hides = self.mode.train or self.is_initializing() or mode.chunk == 0
-      hides |= any(slot.tells for slot in config.block.slots.values())
-      if config.routing.per_sequence and not hides:
-        done = self._run_rows(block, x_BLD, info, routed, chosen_BL, None)
+      # The loop over rows is not differentiable, cannot create parameters and
+      # drops the aux of experts and adaptive modules.
+      needs_full_pass = (
+        self.mode.train or self.is_initializing() or mode.chunk == 0
+      )
+      needs_full_pass |= any(slot.tells for slot in config.block.slots.values())
+      if config.routing.per_sequence and not needs_full_pass:
+        output = self._run_rows(block, x_BLD, info, routed, chosen_BL, None)
       else:
-        done = self._run(block, x_BLD, info, routed, selection, None, count_B)
+        output = self._run(block, x_BLD, info, routed, selection, None, count_B)
     else:
-      chosen_BL = cache.room(wanted_BL)
+      chosen_BL = cache.room(requested_BL)
       if length <= _SHORT and mode.chunk != 0:
-        done = self._run_rows(block, x_BLD, info, routed, chosen_BL, cache)
+        output = self._run_rows(block, x_BLD, info, routed, chosen_BL, cache)
       else:
         selection = routing.select_decided(chosen_BL, cache.slots)
-        done = self._run(block, x_BLD, info, routed, selection, cache)
-    overflow_B = (wanted_BL & ~chosen_BL).sum(axis=-1, dtype=jnp.int32)
+        output = self._run(block, x_BLD, info, routed, selection, cache)
+    overflow_B = (requested_BL & ~chosen_BL).sum(axis=-1, dtype=jnp.int32)
     routed = routed.replace(chosen_BL=chosen_BL, overflow_B=overflow_B)
-    done = done.replace(aux=done.aux | {'router': routed})
+    output = output.replace(aux=output.aux | {'router': routed})
     if config.routing.combine == 'weigh_bypass':
-      left_BL = jnp.where(chosen_BL, 1, 1 - routed.weight_BL)
-      y_BLD = (done.x_BLD * left_BL[..., None]).astype(x_BLD.dtype)
-      done = done.replace(x_BLD=y_BLD)
-    return done
+      factor_BL = jnp.where(chosen_BL, 1, 1 - routed.weight_BL)
+      y_BLD = (output.x_BLD * factor_BL[..., None]).astype(x_BLD.dtype)
+      output = output.replace(x_BLD=y_BLD)
+    return output
 
   def _threshold(self, routed: Routing) -> jax.Array | None:
-    """Returns the moving average before this call, and then moves it on."""
+    """Returns the moving average before this call, and updates it."""
     decay = self.config.routing.threshold_decay
-    kept = self.has_variable('moving', 'threshold')
-    if not decay or not (kept or self.is_mutable_collection('moving')):
+    stored = self.has_variable('moving', 'threshold')
+    if not decay or not (stored or self.is_mutable_collection('moving')):
       if isinstance(self.mode.routing.causal_rule, rules.Threshold):
         raise errors.UserError(
           "rule='threshold' needs the moving averages of training: pass the"
@@ -624,11 +627,13 @@ class Layer(nn.Module):
         )
       return None
     moving = self.variable('moving', 'threshold', routing.MovingThreshold.zeros)
-    before = moving.value
-    trains = self.is_mutable_collection('moving') and not self.is_initializing()
-    if trains and routed.kth_B is not None:
-      moving.value = before.update(routing.mean_of_rows(routed.kth_B), decay)
-    return jnp.broadcast_to(before.value(), routed.score_BL.shape[:1])
+    previous = moving.value
+    updates = (
+      self.is_mutable_collection('moving') and not self.is_initializing()
+    )
+    if updates and routed.kth_B is not None:
+      moving.value = previous.update(routing.mean_of_rows(routed.kth_B), decay)
+    return jnp.broadcast_to(previous.value(), routed.score_BL.shape[:1])
 
   def _score(self, x_BLD, info, attention_BL, router) -> Routing:
     config, capacity = self.config.routing, self.config.capacity
@@ -653,12 +658,12 @@ class Layer(nn.Module):
     )
 
   def _top_k(self, score_BL, info) -> routing.Selection:
-    """Chooses with all tokens in sight."""
+    """Selects tokens by scores of the whole sequence, without a causal rule."""
     capacity = self.config.capacity
     if self.config.routing.per_sequence:
-      # Their share only comes to the capacity by the balance loss. But 1, with
-      # which a warm-up begins, means all of them.
-      enters_BL = ~(score_BL <= 0) | (capacity >= 1)  # NaN: see `rules.Rule`.
+      # Only the balance loss ties their fraction to the capacity. A capacity of
+      # 1, with which a warm-up begins, must still mean all sequences.
+      enters_BL = ~(score_BL <= 0) | (capacity >= 1)  # NaN enters.
       if info.valid_BL is not None:
         enters_BL &= info.valid_BL
       selection = routing.select_decided(enters_BL, score_BL.shape[1])
@@ -682,47 +687,49 @@ class Layer(nn.Module):
     if rule is None:
       return routing.mark_tokens(top, routed.score_BL.shape[1])
     config = self.config
-    wanted_BL = rule.wants(routed, config.routing.scorer, config.capacity)
-    if self.mode.train and config.capacity >= 1:  # As in `_top_k`.
-      wanted_BL = jnp.ones_like(wanted_BL)
-    return wanted_BL if info.valid_BL is None else wanted_BL & info.valid_BL
+    requested_BL = rule.wants(routed, config.routing.scorer, config.capacity)
+    if self.mode.train and config.capacity >= 1:  # Warm-up.
+      requested_BL = jnp.ones_like(requested_BL)
+    return (
+      requested_BL if info.valid_BL is None else requested_BL & info.valid_BL
+    )
 
   def _run(
     self, block, x_BLD, info, routed, selection, cache, count_B=None
   ) -> LayerOutput:
-    """Gathers the selected tokens, processes them, adds the update."""
+    """Gathers the selected tokens, processes them and adds their updates."""
     index_BK, valid_BK = selection.index_BK, selection.valid_BK
     x_BKD = routing.gather_tokens(x_BLD, index_BK)
-    done = block(x_BKD, info.gather(selection, count_B), cache)
+    output = block(x_BKD, info.gather(selection, count_B), cache)
     weight_BK = routing.gather_tokens(routed.weight_BL, index_BK)
-    update_BKD = self._weigh(x_BKD, done.update_BLD, weight_BK, valid_BK)
+    update_BKD = self._weigh(x_BKD, output.update_BLD, weight_BK, valid_BK)
     x_BLD = routing.scatter_add_tokens(x_BLD, index_BK, update_BKD)
-    return LayerOutput(x_BLD, done.cache, done.aux)
+    return LayerOutput(x_BLD, output.cache, output.aux)
 
   def _run_rows(
     self, block, x_BLD, info, routed, chosen_BL, cache
   ) -> LayerOutput:
     """Processes the rows that have chosen tokens, a few rows at a time.
 
-    Static shapes, any number of routed rows, and no work where there are
-    none: the rows with a chosen token come first, and a loop takes chunks of
-    them. Their other tokens are computed along, and leave no trace. For a few
-    tokens of each row, and for sequences that enter as a whole.
+    Keeps shapes static and skips rows without a chosen token: rows are sorted
+    so that those with one come first, and a loop processes chunks of them.
+    Their other tokens are computed too, and their updates discarded. For short
+    inputs, and for routing of whole sequences.
     """
     batch, length, _ = x_BLD.shape
-    share = self.config.capacity
+    fraction = self.config.capacity
     if not self.config.routing.per_sequence:
-      share = 1 - (1 - share) ** length
-    chunk = self.mode.routing.rows_at_a_time(share, batch)
+      fraction = 1 - (1 - fraction) ** length
+    chunk = self.mode.routing.rows_at_a_time(fraction, batch)
     routed_B = chosen_BL.any(axis=-1)
     first_B = jnp.argsort(~routed_B, stable=True)
     count = routed_B.sum(dtype=jnp.int32)
-    # The last chunk is filled up with a row number beyond the batch, which is
-    # clipped in reading and dropped in writing.
+    # The last chunk is padded with a row index beyond the batch; gathers clip
+    # it, and scatters drop it.
     rows_P = jnp.pad(first_B, (0, -batch % chunk), constant_values=batch)
     weight_BL = routed.weight_BL
 
-    def more(_, carry):
+    def has_rows_left(_, carry):
       return carry[0] < count
 
     def step(block, carry):
@@ -731,27 +738,28 @@ class Layer(nn.Module):
       valid_RL = (start + jnp.arange(chunk) < count)[:, None]
       valid_RL &= chosen_BL.at[rows_R].get(mode='clip')
       x_RLD = x_BLD.at[rows_R].get(mode='clip')
-      done = block(x_RLD, info.rows(rows_R, valid_RL), cache, rows_R)
+      output = block(x_RLD, info.rows(rows_R, valid_RL), cache, rows_R)
       weight_RL = weight_BL.at[rows_R].get(mode='clip')
-      update_RLD = self._weigh(x_RLD, done.update_BLD, weight_RL, valid_RL)
+      update_RLD = self._weigh(x_RLD, output.update_BLD, weight_RL, valid_RL)
       x_BLD = x_BLD.at[rows_R].add(update_RLD.astype(x_BLD.dtype), mode='drop')
-      return start + chunk, x_BLD, done.cache
+      return start + chunk, x_BLD, output.cache
 
     carry = (jnp.zeros((), jnp.int32), x_BLD, cache)
     _, x_BLD, cache = nn.while_loop(
-      more, step, block, carry, broadcast_variables=('params', 'moving')
+      has_rows_left,
+      step,
+      block,
+      carry,
+      broadcast_variables=('params', 'moving'),
     )
     return LayerOutput(x_BLD, cache)
 
   def _weigh(self, x_BKD, update_BKD, weight_BK, valid_BK):
-    """Returns what is added to the chosen tokens, in float32.
-
-    Updates are scaled by the gate, and empty slots get exact zeros.
-    """
+    """Returns the gated updates in float32, with exact zeros in empty slots."""
     weight_BK1 = weight_BK[..., None]
     update_BKD = update_BKD * weight_BK1
     if self.config.routing.combine == 'replace':
-      # To x is added what makes it w·(x + f).
+      # x + update = w·(x + f).
       update_BKD += (weight_BK1 - 1) * x_BKD
     if valid_BK is not None:
       update_BKD = jnp.where(valid_BK[..., None], update_BKD, 0)
@@ -759,9 +767,9 @@ class Layer(nn.Module):
 
 
 def _mean_of_row(score_BL, valid_BL):
-  """Returns each row's mean over real tokens, at all of them; 0 if it has none.
+  """Returns each row's mean over real tokens, broadcast to all of its tokens.
 
-  No float of a padded row may be NaN, or the gradient of all would be.
+  It is 0 in rows without real tokens: NaN would spread to all gradients.
   """
   if valid_BL is None:
     valid_BL = jnp.ones(score_BL.shape, bool)
@@ -771,7 +779,7 @@ def _mean_of_row(score_BL, valid_BL):
 
 
 def _last_score(score_BL, top: routing.Selection):
-  """Returns the least score of each row's chosen tokens; inf if it has none."""
+  """Returns the lowest score of each row's chosen tokens; inf without any."""
   score_BK = jnp.take_along_axis(score_BL, top.index_BK, axis=-1)
   if top.valid_BK is not None:
     score_BK = jnp.where(top.valid_BK, score_BK, jnp.inf)

@@ -16,15 +16,14 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rule(abc.ABC):
-  """A causal choice: each token's depends on none that comes later.
+  """A causal rule: the choice of a token does not depend on later tokens.
 
-  A subclass is a frozen dataclass, and may live anywhere. The rules here choose
-  tokens whose number is NaN: it then shows in the output, where a block that is
-  passed by would leave no trace.
+  Subclasses must be frozen dataclasses and may live in any module. The rules
+  here choose tokens whose score is NaN, so that it shows in the output;
+  skipping the block would hide it.
 
   Attributes:
-    num_slots: how many slots a sequence has at most; None for as many as the
-      mode says.
+    num_slots: most slots of a sequence; None for what the mode says.
   """
 
   num_slots: ClassVar[int | None] = None
@@ -41,18 +40,18 @@ class Rule(abc.ABC):
   def wants(
     self, routed: 'Routing', score: 'Score', capacity: float
   ) -> jax.Array:
-    """Returns mask_BL: the tokens that are to be processed, padding or not.
+    """Returns mask_BL: the tokens to process, with any value at padding.
 
     Args:
-      routed: the scores, and what else is known of the tokens.
-      score: what they were scored by.
+      routed: scores, predictor logits and thresholds of the tokens.
+      score: config of the score.
       capacity: fraction of the tokens that the layer processes.
     """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Positive(Rule):
-  """Chooses by a score above 0, which is what the auxiliary loss trains."""
+  """Chooses scores above 0, as trained by the auxiliary or balance loss."""
 
   def wants(self, routed, score, capacity):
     return ~(routed.score_BL <= 0)
@@ -60,7 +59,7 @@ class Positive(Rule):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Predicted(Rule):
-  """Chooses by a logit of the predictor above 0."""
+  """Chooses tokens whose predictor logit is above 0."""
 
   def wants(self, routed, score, capacity):
     return ~(routed.predictor_BL <= 0)
@@ -68,7 +67,7 @@ class Predicted(Rule):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Threshold(Rule):
-  """Chooses by a score of at least the moving average of the k-th best."""
+  """Chooses scores of at least the moving average of the k-th best."""
 
   def wants(self, routed, score, capacity):
     return ~(routed.score_BL < routed.threshold_B[:, None])
@@ -76,7 +75,7 @@ class Threshold(Rule):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fixed(Rule):
-  """Chooses by a fixed threshold; for scores that do not look at the tokens."""
+  """Chooses by a fixed threshold, for scores that ignore the tokens."""
 
   def wants(self, routed, score, capacity):
     return score.fixed(routed.score_BL, capacity)
@@ -84,7 +83,7 @@ class Fixed(Rule):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Never(Rule):
-  """Chooses no token, which shows what the routed blocks are worth."""
+  """Chooses no token; an ablation of the routed blocks."""
 
   num_slots = 1
 
@@ -92,8 +91,8 @@ class Never(Rule):
     return jnp.zeros(routed.score_BL.shape, bool)
 
 
-# Rules under the names that modes and command lines use. `top_k` is not among
-# them: it sees the whole sequence, and cannot choose one token after another.
+# Rules by the names that modes and command lines use. `top_k` is missing
+# because it is not causal.
 RULES = {
   'router': Positive(),
   'predictor': Predicted(),

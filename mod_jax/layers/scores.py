@@ -1,4 +1,4 @@
-"""A number per token, by which a routed block chooses."""
+"""Scores per token, by which a routed block chooses."""
 
 import abc
 import dataclasses
@@ -18,14 +18,14 @@ from mod_jax.layers.token_info import TokenInfo
 class Score(abc.ABC):
   """How the tokens of a routed block are scored.
 
-  A subclass is a frozen dataclass. It may live anywhere: configs that are saved
-  name its module, which must be imported before they are read.
+  Subclasses must be frozen dataclasses. They may live in any module, but saved
+  configs refer to it, so import it before reading them.
 
   Attributes:
-    gate: how the score weighs the update where the config names no gate.
-    gates: whether it can weigh the update at all.
-    needs_attention: whether it is made of the attention that the tokens
-      received in the block before, which then has to be dense.
+    gate: gate to use if the config names none; see `routing.gate`.
+    gates: whether the score can multiply the update at all.
+    needs_attention: whether `run` needs the attention that the tokens received
+      in the previous block, which then must be dense.
   """
 
   gate: ClassVar[str] = 'none'
@@ -47,30 +47,28 @@ class Score(abc.ABC):
     """Returns float32 score_BL.
 
     Args:
-      module: the routed layer, within whose compact method this is called: for
-        its random stream `routing`, its submodules, and its variables of the
-        collection `moving`, which training keeps, one for each scanned layer.
-        Change those only where `module.is_mutable_collection('moving')` and
-        not `module.is_initializing()`.
+      module: the routed layer, within whose compact method this is called. It
+        gives access to the random stream `routing`, to submodules, and to
+        variables of the collection `moving`, which training keeps for each
+        layer. Update these only if `module.is_mutable_collection('moving')`
+        and not `module.is_initializing()`.
       x_BLD: features.
       info: facts about the tokens.
       capacity: fraction of the tokens that the layer processes.
-      attention_BL: attention received in the block before; None if unknown.
+      attention_BL: attention received in the previous block; None if unknown.
     """
 
   @abc.abstractmethod
   def flops(self, length: int, width: int) -> int:
-    """Returns the FLOPs of scoring a sequence of so many tokens.
+    """Returns the FLOPs of scoring a sequence of `length` tokens.
 
-    Products of matrices and vectors count, 2 for each multiply-add; a score
-    without any has 0.
+    Counts matrix and vector products only, 2 FLOPs per multiply-add.
     """
 
   def fixed(self, score_BL: jax.Array, capacity: float) -> jax.Array | None:
-    """Returns which tokens a fixed threshold chooses, one by one.
+    """Returns which tokens a fixed threshold chooses.
 
-    For scores that do not look at the tokens, and are causal by themselves;
-    None for the others.
+    Only for scores that ignore the tokens, and so are causal; else None.
     """
     del score_BL, capacity
     return None
@@ -81,14 +79,14 @@ Activation = Literal['gelu', 'relu', 'silu', 'tanh']
 
 @flax.struct.dataclass
 class RouterWeights:
-  """A router's parameters, which any number of blocks may be given.
+  """A router's parameters, which blocks may share.
 
   Attributes:
-    kernel: [D], or [F] of a router with a hidden layer.
-    bias: scalar; None for none.
-    hidden_kernel: [D, F] of the hidden layer; None for no such layer.
-    hidden_bias: [F]; None for none.
-    activation: of the hidden layer.
+    kernel: [D]; or [F] for a router with a hidden layer.
+    bias: scalar; None for no bias.
+    hidden_kernel: [D, F]; None for no hidden layer.
+    hidden_bias: [F]; None for no bias.
+    activation: activation of the hidden layer.
     normalized: whether each token's features are scaled to a mean square of 1.
   """
 
@@ -111,7 +109,7 @@ class RouterWeights:
       if self.hidden_bias is not None:
         x += self.hidden_bias
       x = getattr(nn, self.activation)(x)
-    # Not an einsum, which accelerators round to bfloat16: a router must not.
+    # Not an einsum, which accelerators would round to bfloat16.
     score_BL = jnp.sum(x * self.kernel, axis=-1)
     return score_BL if self.bias is None else score_BL + self.bias
 
@@ -120,12 +118,12 @@ class Router(nn.Module):
   """A score per token, in float32: a linear map, or one with a hidden layer.
 
   Attributes:
-    std: of the initial weights of the last map.
-    normalized: whether it sees each token's features scaled to a mean square of
-      1; in the paper it sees them as they are.
-    bias: whether the maps have biases; the paper's has none.
-    hidden: units of a hidden layer; 0 for none.
-    activation: of that layer.
+    std: standard deviation of the last map's initial weights.
+    normalized: whether each token's features are first scaled to a mean square
+      of 1; not so in the paper.
+    bias: whether the maps have biases; the paper has none.
+    hidden: units of the hidden layer; 0 for a linear map.
+    activation: activation of the hidden layer.
   """
 
   std: float
@@ -163,7 +161,7 @@ class Router(nn.Module):
 
 
 def scale_to_unit(x_BLD: jax.Array) -> jax.Array:
-  """Returns each token's features at a mean square of 1, without parameters."""
+  """Scales each token's features to a mean square of 1."""
   return x_BLD * jax.lax.rsqrt(
     jnp.mean(x_BLD**2, axis=-1, keepdims=True) + 1e-6
   )
@@ -175,20 +173,21 @@ class Learned(Score):
 
   gate = 'raw'
 
-  # Standard deviation of the initial weights; with 0 all tokens begin with the
+  # Standard deviation of the initial weights; at 0 all tokens start with the
   # same score.
   std: config_lib.Weight = 0.02
-  normalized: bool = False  # See `Router`.
-  bias: bool = False  # See `Router`, also for the next two.
-  # Units of a hidden layer; 0 = none.
+  # Whether each token's features are first scaled to a mean square of 1.
+  normalized: bool = False
+  bias: bool = False  # Biases of the maps; the paper has none.
+  # Units of the hidden layer; 0 = a linear router.
   hidden: Annotated[int, config_lib.Range(ge=0, le=2**20)] = 0
-  activation: Activation = 'gelu'  # Of that layer.
-  # Whether all routed blocks have one router in common (γ-MoD, Luo et al.
-  # 2024), whose gradients add up. A `Stack` makes it, and hands it to them.
+  activation: Activation = 'gelu'  # Activation of the hidden layer.
+  # Whether all routed blocks share one router (γ-MoD, Luo et al. 2024). The
+  # `Stack` creates it and passes it to its layers.
   shared: bool = False
 
   def router(self, name: str | None = None) -> Router:
-    """Returns the module; in a linen `setup` it needs no name."""
+    """Returns the module; it needs no name within a linen `setup`."""
     return Router(
       *(self.std, self.normalized, self.bias, self.hidden, self.activation),
       name=name,
@@ -204,7 +203,7 @@ class Learned(Score):
 
 
 class _Free(Score):
-  """A score that takes no products."""
+  """A score that costs no FLOPs."""
 
   def flops(self, length, width):
     return 0
@@ -212,7 +211,7 @@ class _Free(Score):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gaussian(_Free):
-  """Draws from N(0, 1): the paper's stochastic routing, a control."""
+  """Samples from N(0, 1): the paper's stochastic routing, a control."""
 
   gates = False
 
@@ -239,10 +238,10 @@ class Stride(_Free):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Attention(_Free):
-  """The attention that a token received in the block before.
+  """The attention that a token received in the previous block.
 
-  A-MoD (Gadhikar et al. 2024, Eq. 4): no parameters, and no factor on the
-  update unless a gate is named.
+  A-MoD (Gadhikar et al. 2024, Eq. 4): it has no parameters, and does not
+  multiply the update unless the config names a gate.
   """
 
   needs_attention = True
@@ -251,7 +250,7 @@ class Attention(_Free):
     return attention_BL
 
 
-# Scores under the names that configs and command lines use.
+# Scores by the names that configs and command lines use.
 SCORES = {
   'learned': Learned,
   'gaussian': Gaussian,

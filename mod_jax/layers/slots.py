@@ -1,4 +1,4 @@
-"""What may stand in a place of a block: a feed-forward, a projection."""
+"""Interface of the replaceable parts of a block: feed-forward, projections."""
 
 import abc
 import dataclasses
@@ -13,13 +13,13 @@ from mod_jax.layers.token_info import TokenInfo
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Slot(abc.ABC):
-  """Features of each token in, features out: its sizes, and how it is run.
+  """Config of a module that maps each token's features to features.
 
-  A subclass is a frozen dataclass. It may live anywhere: configs that are saved
-  name its module, which must be imported before they are read.
+  Subclasses must be frozen dataclasses. They may live in any module, but saved
+  configs refer to it, so import it before reading them.
 
   Attributes:
-    tells: whether `run` returns further results than the features.
+    tells: whether `run` returns aux besides the features.
   """
 
   tells: ClassVar[bool] = True
@@ -37,28 +37,27 @@ class Slot(abc.ABC):
     dtype: str,
     mode: Mode,
   ) -> tuple[jax.Array, dict[str, Any]]:
-    """Makes the module within the calling compact one, and calls it.
+    """Creates the module within the calling compact method, and calls it.
 
     Args:
       x: features [B, L, …].
       info: facts about these tokens.
-      name: of the module, and so of its parameters.
-      dtype: of the computation.
+      name: name of the module and so of its parameters.
+      dtype: compute dtype.
       mode: how the model runs.
 
     Returns:
-      y [B, L, …], and further results by kind, for losses, metrics and pictures
-      to read by `stack.collect`. The kinds `router`, `attention`, `adaptive`,
-      `experts`, `features` and `captured` are taken. A task decides what its
-      loss does with any other kind: see `Task.loss`, and `tasks/adaptive.py`
-      for one that reads aux.
+      y [B, L, …], and aux by kind, which losses, metrics and pictures read by
+      `stack.collect`. The kinds `router`, `attention`, `adaptive`, `experts`,
+      `features` and `captured` are reserved. Other kinds are up to the task's
+      loss: see `Task.loss`, and `tasks/adaptive.py` for one that reads aux.
     """
 
   @abc.abstractmethod
   def flops(self, tokens: int) -> dict[str, int]:
-    """Returns forward FLOPs by part, over so many tokens."""
+    """Returns forward FLOPs by part for this number of tokens."""
 
   @property
   @abc.abstractmethod
   def num_params(self) -> int:
-    """How many parameters it has."""
+    """Number of parameters."""

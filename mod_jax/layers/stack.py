@@ -1,4 +1,4 @@
-"""A stack of layers: which ones are routed, and how they are run."""
+"""A stack of layers: which are routed, how they are scanned, and remat."""
 
 from collections.abc import Iterable, Mapping
 import dataclasses
@@ -22,9 +22,10 @@ from mod_jax.layers.scores import Learned, Router, RouterWeights
 from mod_jax.layers.token_info import TokenInfo
 from mod_jax_kernels.attention import RESIDUALS
 
-# What is kept for the backward pass, from most memory to least: everything; the
-# results of matmuls and of TPUs' attention kernel; each layer's input and what
-# that kernel returned; the input alone. Routing choices are always kept.
+# What is saved for the backward pass, from most memory to least. `none`:
+# everything; `dots`: results of matmuls and of TPUs' attention kernel;
+# `attention`: each layer's input and that kernel's results; `full`: each
+# layer's input. Routing choices are always saved.
 Remat = Literal['none', 'dots', 'attention', 'full']
 
 
@@ -33,10 +34,10 @@ class StackConfig:
   """The layers of a model, first to last, and how they are run.
 
   Attributes:
-    layers: each one's config.
-    remat: what is kept for the backward pass.
-    period: with `scan`, layers of the group that repeats.
-    scan: whether one group is compiled and looped over.
+    layers: configs of the layers.
+    remat: what is saved for the backward pass.
+    period: number of layers in the repeating group, for `scan`.
+    scan: whether to compile one group and loop over the groups.
   """
 
   layers: tuple[LayerConfig, ...]
@@ -69,7 +70,7 @@ class StackConfig:
 
   @property
   def shared_router(self) -> Router | None:
-    """The router that all routed layers have in common; None for none."""
+    """The router that all routed layers share; None if each has its own."""
     for layer in self.layers:
       scorer = None if layer.routing is None else layer.routing.scorer
       if isinstance(scorer, Learned) and scorer.shared:
@@ -83,7 +84,7 @@ class StackConfig:
   def flops_table(
     self, length: int, **kwargs
   ) -> list[tuple[str, dict[str, int]]]:
-    """Returns (layer, FLOPs by part) for one sequence, forward.
+    """Returns (layer, forward FLOPs by part) for one sequence.
 
     Args:
       length: tokens of the sequence.
@@ -104,17 +105,17 @@ class StackConfig:
     mode: RoutingMode,
     length_B: jax.Array | None = None,
   ) -> Any:
-    """Returns room for `length` tokens per sequence, less in routed layers.
+    """Returns empty caches for `length` tokens, fewer in routed layers.
 
     Args:
       batch: number of sequences.
-      length: tokens that there is room for.
+      length: maximum number of tokens of a sequence.
       mode: how routed blocks choose.
-      length_B: tokens that each sequence will have in the end, by which
-        `overflow='drop'` counts its slots; None = `length`.
+      length_B: final number of tokens of each sequence, which determines its
+        slots under `overflow='drop'`; None = `length`.
     """
 
-    def one(layer):
+    def layer_cache(layer):
       attention = layer.block.attention
       slots, limit_B = length, None
       if layer.routing is not None:
@@ -130,7 +131,7 @@ class StackConfig:
         limit_B,
       )
 
-    caches = tuple(map(one, self.layers))
+    caches = tuple(map(layer_cache, self.layers))
     return _stacked(caches, self.period) if self.scan else caches
 
 
@@ -143,19 +144,19 @@ def layer_configs(
   adaptive: AdaptiveConfig | None = None,
   stochastic_depth: float = 0.0,
 ) -> tuple[LayerConfig, ...]:
-  """Returns the layers of a model whose blocks are alike.
+  """Returns the layers of a model that uses one block config throughout.
 
   Args:
-    block: each layer's.
-    num_layers: how many.
-    routing: says which are routed, on how many tokens; None for none.
-    experts: says which blocks have experts; None for none.
-    adaptive: says which modules are split into learners; None for none.
+    block: config of the block in each layer.
+    num_layers: number of layers.
+    routing: which layers are routed, and how; None for none.
+    experts: which layers have experts; None for none.
+    adaptive: which modules are split into learners; None for none.
     stochastic_depth: drop rate of the last layer; it rises linearly from 0 at
       the first.
 
   Raises:
-    UserError: routing, experts or adaptive modules that do not fit the layers.
+    UserError: routing, experts or adaptive modules do not fit the layers.
   """
   blocks = [block] * num_layers
   if experts is not None:
@@ -173,7 +174,7 @@ def layer_configs(
       block=blocks[i],
       routing=None if capacity is None else routing,
       capacity=capacity,
-      # The score of the next layer is the attention in this one.
+      # The next layer is scored by the attention in this one.
       attention_score='mean'
       if by_attention and next_capacity is not None
       else None,
@@ -189,10 +190,10 @@ def remat(module: type[nn.Module], kind: Remat, *, scanned: bool = False):
   """Returns the module class, rematerialised for the backward pass.
 
   Args:
-    module: a layer's class.
-    kind: what is kept. Routing choices are always kept, since a top-k that is
-      computed again may choose other tokens.
-    scanned: whether it is the body of a scan.
+    module: class of a layer.
+    kind: what is saved. Routing choices always are, since a recomputed top-k
+      may choose other tokens.
+    scanned: whether the module is the body of a scan.
   """
   if kind == 'none':
     return module
@@ -214,8 +215,8 @@ class StackOutput:
 
   Attributes:
     x_BLD: the features after the last layer.
-    aux: each layer's, as of `LayerOutput`.
-    caches: with the tokens added; None without any.
+    aux: `LayerOutput.aux` of each layer.
+    caches: the caches with the tokens added; None without caches.
   """
 
   x_BLD: jax.Array
@@ -227,13 +228,13 @@ def _run(block, *args) -> LayerOutput:
   return block(*args)
 
 
-# Traces layers of one config and shape once: most of the time before the
-# compiler begins. Generation alone takes it, which compiles for many shapes.
+# Traces layers of equal config and shapes only once; tracing takes most of the
+# time before XLA starts. Only for generation, which compiles for many shapes.
 _run_alike = nn.jit(_run)
 
 
 class Group(nn.Module):
-  """Consecutive layers, `block_0` and so on: the body of a scan over layers."""
+  """Consecutive layers `block_0`, `block_1`, …; the body of a scan."""
 
   layers: tuple[LayerConfig, ...]
   remat: Remat
@@ -255,27 +256,27 @@ class Group(nn.Module):
   ) -> LayerOutput:
     """Runs one layer; see `Layer`."""
     run = _run if cache is None else _run_alike
-    done = run(self.block[layer], x_BLD, info, cache, score_BL, router)
-    return done.replace(
-      x_BLD=parallel.constrain(done.x_BLD, 'batch', 'length', 'act_embed')
+    output = run(self.block[layer], x_BLD, info, cache, score_BL, router)
+    return output.replace(
+      x_BLD=parallel.constrain(output.x_BLD, 'batch', 'length', 'act_embed')
     )
 
   def __call__(self, x_BLD, caches, info, router, depth=None):
     """Returns x_BLD and (each layer's aux, the new caches or None).
 
-    With a `depth` so many layers are run, and the caches of the others stay.
+    With `depth`, runs the first layers only; the other caches stay unchanged.
     """
     depth = len(self.layers) if depth is None else depth
     auxes, new_caches, score_BL = [], [], None
     for i in range(depth):
       cache = None if caches is None else caches[i]
-      done = self.step(i, x_BLD, info, score_BL, cache, router)
-      x_BLD, score_BL = done.x_BLD, done.aux.get('attention')
-      aux = done.aux
+      output = self.step(i, x_BLD, info, score_BL, cache, router)
+      x_BLD, score_BL = output.x_BLD, output.aux.get('attention')
+      aux = output.aux
       if self.mode.train and self.layers[i].tells_features:
         aux = aux | {'features': x_BLD}
       auxes.append(aux)
-      new_caches.append(done.cache)
+      new_caches.append(output.cache)
     if caches is not None:
       caches = (*new_caches, *caches[depth:])
     return x_BLD, (tuple(auxes), caches)
@@ -284,9 +285,9 @@ class Group(nn.Module):
 class Stack(nn.Module):
   """Runs the layers, named `block_<i>` in a model that shares its scope.
 
-  Where the layers are scanned, their parameters lie in `layers/block_<j>`, one
-  for each place in the period, with a leading axis over the groups. A router
-  that all routed layers have in common lies in `router`.
+  Scanned layers have their parameters in `layers/block_<j>`, one for each
+  position in the period, with a leading axis over the groups. A router that all
+  routed layers share has its parameters in `router`.
   """
 
   config: StackConfig
@@ -326,12 +327,12 @@ class Stack(nn.Module):
     Args:
       x_BLD: features.
       info: facts about the tokens.
-      caches: what came before, as of `StackConfig.caches`; None for whole
+      caches: from `StackConfig.caches`, with the tokens so far; None for whole
         sequences.
-      depth: how many layers to run, where they are not scanned; None for all.
+      depth: number of layers to run, only if not scanned; None for all.
 
     Raises:
-      UserError: layers that are scanned, and a depth.
+      UserError: `depth` was given and the layers are scanned.
     """
     router = self._shared(x_BLD)
     if not self.config.scan:
@@ -352,34 +353,34 @@ class Stack(nn.Module):
     return StackOutput(x_BLD, auxes, caches)
 
   def step(self, layer: int, x_BLD, *args, **kwargs) -> LayerOutput:
-    """Runs one layer, where they are not scanned; arguments as `Group.step`."""
+    """Runs one layer of an unscanned stack; arguments as in `Group.step`."""
     router = self._shared(x_BLD)
     return self.group.step(layer, x_BLD, *args, router=router, **kwargs)
 
   def _shared(self, x_BLD) -> RouterWeights | None:
-    """Returns the router that all routed layers have in common, if they do."""
+    """Returns the router that all routed layers share, if any."""
     return self.router and self.router.weights(x_BLD.shape[-1])
 
 
 def collect(auxes: Iterable[Mapping[str, Any]], kind: str) -> dict[str, Any]:
-  """Returns all aux of one kind by name: `block_1`, or `block_1/mlp` of slots.
+  """Returns all aux of one kind by name: `block_1`, or `block_1/mlp` of a slot.
 
   Args:
-    auxes: each layer's.
-    kind: `router`, `attention`, or a kind of the slots.
+    auxes: the aux of each layer.
+    kind: `router`, `attention`, or a kind of aux that slots return.
   """
-  found = {}
+  by_name = {}
   for i, aux in enumerate(auxes):
     value = aux.get(kind)
     if isinstance(value, Mapping):
-      found |= {f'block_{i}/{name}': x for name, x in value.items()}
+      by_name |= {f'block_{i}/{name}': x for name, x in value.items()}
     elif value is not None:
-      found[f'block_{i}'] = value
-  return found
+      by_name[f'block_{i}'] = value
+  return by_name
 
 
 def _stacked(trees: tuple, period: int) -> tuple:
-  """Stacks per-layer trees into one tree for each place in the period."""
+  """Stacks per-layer trees into one tree per position in the period."""
   return tuple(
     jax.tree.map(lambda *x: jnp.stack(x), *trees[j::period])
     for j in range(period)
@@ -387,11 +388,12 @@ def _stacked(trees: tuple, period: int) -> tuple:
 
 
 def unrolled(config: StackConfig, variables):
-  """Returns a collection of scanned layers as that of unrolled ones.
+  """Converts a collection from scanned to unrolled layers.
 
   Args:
-    config: of the stack.
-    variables: a collection of the model, without boxes; what is no layer stays.
+    config: config of the stack.
+    variables: an unboxed collection of the model; entries that belong to no
+      layer are kept.
   """
   if 'layers' not in variables:
     return variables
@@ -413,7 +415,7 @@ def _layer(x, i):
 
 
 def scanned(config: StackConfig, variables):
-  """Returns a collection of unrolled layers as that of scanned ones."""
+  """Converts a collection from unrolled to scanned layers."""
   if 'layers' in variables:
     return variables
   variables = dict(variables)

@@ -19,7 +19,7 @@ class ConvStemConfig:
     config_lib.validate(self)
 
   def flops(self, image_size: int, features: int) -> dict[str, int]:
-    """Returns the FLOPs of stem and patch embedding, BatchNorm folded in."""
+    """Returns FLOPs of stem and patch embedding; BatchNorm is folded in."""
     side = image_size // 2
     first = 2 * side**2 * 7**2 * 3 * self.width
     others = 2 * side**2 * 3**2 * self.width**2 * (self.depth - 1)
@@ -32,7 +32,7 @@ class ConvStem(nn.Module):
   """image_BHWC -> x_BHWC at half the resolution."""
 
   config: ConvStemConfig
-  train: bool = False  # Whether BatchNorm uses, and notes, the batch's moments.
+  train: bool = False  # Whether BatchNorm uses and tracks batch statistics.
   dtype: str = dataclasses.field(default='float32', kw_only=True)
 
   @nn.compact

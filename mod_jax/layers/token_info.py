@@ -1,4 +1,4 @@
-"""What a layer needs to know of its tokens besides their features."""
+"""What a layer needs to know about its tokens besides their features."""
 
 import flax.struct
 import jax
@@ -9,10 +9,10 @@ from mod_jax import routing
 
 @flax.struct.dataclass
 class Source:
-  """What cross-attention reads, such as the output of an encoder.
+  """Tokens that cross-attention reads, such as the output of an encoder.
 
   Attributes:
-    x_BSD: features of S tokens, of the same width as those that read them.
+    x_BSD: features of S tokens, as wide as those of the tokens that read them.
     valid_BS: False for padding; None if every token is real.
   """
 
@@ -21,7 +21,7 @@ class Source:
 
   @property
   def info(self) -> 'TokenInfo':
-    """Facts about these tokens, which stand in order."""
+    """Facts about these tokens, with consecutive positions."""
     position_S = jnp.arange(self.x_BSD.shape[1], dtype=jnp.int32)
     position_BS = jnp.broadcast_to(position_S, self.x_BSD.shape[:2])
     return TokenInfo(position_BS, self.valid_BS)
@@ -29,21 +29,21 @@ class Source:
 
 @flax.struct.dataclass
 class TokenInfo:
-  """Facts about tokens that travel with them when a few are gathered.
+  """Facts about tokens, which are gathered together with their features.
 
   Attributes:
-    position_BL: int32 place in the sequence, padding not counted.
+    position_BL: int32 position in the sequence, padding not counted.
     valid_BL: False for padding and empty slots; None if every token is real.
-    segment_BL: document number of packed rows; None for one document a row.
-    keep_BL: 1 for tokens that others may attend to, 0 for dropped ones, where
-      gradients reach that choice; None if nothing is dropped. See
+    segment_BL: document numbers of packed rows; None for one document per row.
+    keep_BL: 1 for tokens that others may attend to and 0 for dropped ones,
+      differentiable; None if nothing is dropped. See
       `attention.masked_attention`. Dropped tokens are not valid either.
-    index_BL: int32 place of each token in the row that the model was called
-      with; None where all of its tokens are there, in order.
-    count_B: int32 tokens that each row counts for where slots of experts are
-      given out; None for those that are valid.
-    source: what blocks with cross-attention read, the same for all tokens of a
-      sequence; None if there is none.
+    index_BL: int32 position of each token in the row that the model was called
+      with; None if all of its tokens are present, in order.
+    count_B: int32 number of tokens by which each row gets slots of experts;
+      None for its number of valid tokens.
+    source: what cross-attention reads, the same for all tokens of a sequence;
+      None without cross-attention.
   """
 
   position_BL: jax.Array
@@ -61,8 +61,8 @@ class TokenInfo:
 
     Args:
       selection: the chosen tokens.
-      count_B: how many each row is known to have room for before any is chosen:
-        how many it has may depend on later tokens. None counts them.
+      count_B: the new `count_B`: each row's slots, which unlike the number of
+        chosen tokens do not depend on later tokens. None = the valid tokens.
     """
     gathered = jax.tree.map(
       lambda x: routing.gather_tokens(x, selection.index_BK),
@@ -74,7 +74,7 @@ class TokenInfo:
       keep_BK = jnp.where(selection.valid_BK, keep_BK, 0)
     index_BK = gathered.index_BL
     return gathered.replace(
-      # A slot is valid only if its token is real, so our own mask adds nothing.
+      # A valid slot always holds a real token, so self.valid_BL adds nothing.
       valid_BL=selection.valid_BK,
       keep_BL=keep_BK,
       index_BL=selection.index_BK if index_BK is None else index_BK,
@@ -83,18 +83,18 @@ class TokenInfo:
     )
 
   def dropped(self, keep_BL: jax.Array) -> 'TokenInfo':
-    """Returns the facts once more tokens count as dropped, by `keep_BL`."""
+    """Returns the facts after tokens with `keep_BL` of 0 have been dropped."""
     kept_BL = keep_BL > 0
     if self.valid_BL is not None:
       kept_BL &= self.valid_BL
     return self.replace(keep_BL=keep_BL, valid_BL=kept_BL)
 
   def rows(self, rows_R: jax.Array, valid_RL: jax.Array) -> 'TokenInfo':
-    """Returns the facts of some sequences, those past the batch clipped."""
+    """Returns the facts of some rows; indices past the batch are clipped."""
     taken = jax.tree.map(lambda x: x.at[rows_R].get(mode='clip'), self)
     return taken.replace(valid_BL=valid_RL)
 
 
 def count_positions(valid_BL: jax.Array) -> jax.Array:
-  """Returns each real token's place in its row, padding not counted."""
+  """Returns each real token's position in its row, padding not counted."""
   return jnp.maximum(jnp.cumsum(valid_BL, axis=-1, dtype=jnp.int32) - 1, 0)

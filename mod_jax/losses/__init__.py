@@ -1,7 +1,7 @@
-"""Losses and metrics: arrays in, (total, weight) pairs out; no models.
+"""Losses and metrics: functions of arrays that return (total, weight) pairs.
 
-A pair is a sum and the number of things summed. Pairs of microbatches and
-hosts are added, and divided once.
+A pair is a sum and the number of things summed. Pairs of microbatches and hosts
+are added and then divided once.
 """
 
 from mod_jax.losses import acm, experts

@@ -1,11 +1,11 @@
 """Losses of adaptive computation modules (Wójcik et al. 2023, section 3.2).
 
-Choices are a dictionary from a module's name to one-hot choices ν̂ of the number
-of learners, with straight-through gradients, `[batch, length, choices]`. A row
-is an image or a sequence. `valid_BL` is False for padding and for what was
-dropped, which count for nothing, and None where all tokens count; every other
-token counts the same. Modules may see different tokens: `valid` is a dictionary
-from their names to the `valid_BL` of each, and None stands for None of all.
+Choices are a dictionary from module names to one-hot choices ν̂ of the number of
+learners, with straight-through gradients, `[batch, length, choices]`. A row is
+an image or a sequence. `valid_BL` is False for padding and dropped tokens,
+which are ignored; None if all tokens are valid. All valid tokens have equal
+weight. Modules may see different tokens: `valid` is a dictionary from their
+names to `valid_BL`, and None if that is None for all.
 """
 
 from collections.abc import Mapping
@@ -17,18 +17,18 @@ import optax
 
 from mod_jax.losses.sums import Pair
 
-# See the module.
+# `valid_BL` of each module, by name.
 Valid = Mapping[str, jax.Array | None]
 
 
 @dataclasses.dataclass(frozen=True)
 class Learners:
-  """What the losses need to know of a module.
+  """What the losses need to know about a module.
 
   Attributes:
-    min: the smallest number of learners that the gate chooses among.
-    max: N, the largest.
-    cost: of one learner on one token.
+    min: smallest number of learners that the gate may choose.
+    max: N, the largest number.
+    cost: cost of one learner on one token.
   """
 
   min: int
@@ -41,16 +41,16 @@ def distillation(
   target_BLD: jax.Array,
   valid_BL: jax.Array | None = None,
 ) -> Pair:
-  """Returns the squared error of h(z, k), averaged over all k at once: Eq. 3.
+  """Returns the squared error of h(z, k), averaged over k: Eq. 3.
 
   Args:
-    sums_KBLD: h(z, k) for k = 0, …, N; k = 0 has no learner and is left out.
-    target_BLD: what the dense module returns; no gradient passes.
-    valid_BL: see the module.
+    sums_KBLD: h(z, k) for k = 0, …, N; k = 0 has no learner and is ignored.
+    target_BLD: output of the dense module; no gradient passes.
+    valid_BL: False for padding and dropped tokens; None if all are valid.
 
   Returns:
-    (sum over rows of the mean over k, tokens and features; rows). A row that is
-    partly padding counts for the part that is not.
+    (sum over rows of the mean over k, tokens and features; number of rows). A
+    row counts as the fraction of its tokens that are valid.
   """
   target_BLD = jax.lax.stop_gradient(target_BLD).astype(jnp.float32)
   error_NBLD = jnp.square(sums_KBLD[1:].astype(jnp.float32) - target_BLD)
@@ -61,7 +61,7 @@ def distillation(
 
 
 def row_weights(valid_BL: jax.Array | None) -> jax.Array | None:
-  """Returns weight_B: the fraction of each row that is not padding, or None."""
+  """Returns weight_B: the fraction of each row that is valid, or None."""
   if valid_BL is None:
     return None
   return valid_BL.mean(axis=-1, dtype=jnp.float32)
@@ -76,28 +76,28 @@ def _count_rows(x_B, valid_BL):
 def distances(sums_KBLD: jax.Array, target_BLD: jax.Array) -> jax.Array:
   """Returns distance_KBL: the norm ‖h(z, k) - target‖₂ over features, Eq. 4.
 
-  Not its square: what `gate_labels` compares with τ is a ratio of norms.
+  Not squared: `gate_labels` compares the ratio of norms with τ.
   """
   return jnp.linalg.norm(sums_KBLD.astype(jnp.float32) - target_BLD, axis=-1)
 
 
 def gate_labels(distance_KBL: jax.Array, tau: float) -> jax.Array:
-  """Returns label_BL: the least n >= 2 whose n-th learner gains little.
+  """Returns label_BL: the smallest n >= 2 whose n-th learner gains little.
 
-  `min{ n in 2..N : d(n-1) / d(n) < τ }`, and N if there is none. Eq. 5, whose
-  ratio is printed upside down; labels are never 0 or 1.
+  `min{ n in 2..N : d(n-1) / d(n) < τ }`, or N if there is none: Eq. 5, where
+  the printed ratio is inverted. Labels are never 0 or 1, except for N < 2.
 
   Args:
-    distance_KBL: d(k) for k = 0, …, N, as of `distances`.
+    distance_KBL: d(k) for k = 0, …, N, from `distances`.
     tau: τ > 1.
   """
   num_learners = distance_KBL.shape[0] - 1
   if num_learners < 2:
     return jnp.full(distance_KBL.shape[1:], num_learners, jnp.int32)
-  # A product in place of the quotient, because d(n) may be 0: then n is worth
-  # it, unless d(n-1) is 0, which nothing improves.
-  before_NBL, after_NBL = distance_KBL[1:-1], distance_KBL[2:]
-  small_NBL = (before_NBL < tau * after_NBL) | (before_NBL == 0)
+  # Compare products, because d(n) may be 0. Then learner n is worth its cost,
+  # unless d(n-1) is 0 already.
+  previous_NBL, current_NBL = distance_KBL[1:-1], distance_KBL[2:]
+  small_NBL = (previous_NBL < tau * current_NBL) | (previous_NBL == 0)
   first_BL = jnp.argmax(small_NBL, axis=0)
   label_BL = jnp.where(small_NBL.any(axis=0), first_BL + 2, num_learners)
   return label_BL.astype(jnp.int32)
@@ -110,18 +110,18 @@ def gate_loss(
   temperature: float,
   valid_BL: jax.Array | None = None,
 ) -> Pair:
-  """Returns cross-entropy of the soft choices ν against labels: Eq. 6.
+  """Returns the cross-entropy of soft choices ν against labels: Eq. 6.
 
   Args:
-    logits_BLM: of the choices `min_learners`, …, N.
-    label_BL: numbers of learners; those below `min_learners` count as it.
-    min_learners: the smallest number to choose.
-    temperature: of the softmax.
-    valid_BL: see the module.
+    logits_BLM: logits of the choices `min_learners`, …, N.
+    label_BL: numbers of learners, raised to at least `min_learners`.
+    min_learners: smallest number of learners.
+    temperature: temperature of the softmax.
+    valid_BL: False for padding and dropped tokens; None if all are valid.
 
   Returns:
-    (sum over rows of the mean over tokens, in nats; rows), padding as in
-    `distillation`.
+    (sum over rows of the mean over tokens, in nats; number of rows). A row
+    counts as the fraction of its tokens that are valid.
   """
   nats_BL = optax.softmax_cross_entropy_with_integer_labels(
     logits_BLM / temperature, jnp.maximum(label_BL - min_learners, 0)
@@ -140,22 +140,22 @@ def load_per_image(
   modules: Mapping[str, Learners],
   valid: Valid | None = None,
 ) -> jax.Array:
-  """Returns load_B: the fraction of all learners' cost that a row takes.
+  """Returns load_B: each row's fraction of the cost of running all learners.
 
-  Of the tokens that reach each module; 0 for a row that is nothing but padding.
+  Over valid tokens; 0 for rows without any.
   """
-  spent_B, whole = 0.0, 0.0
+  cost_B, total_cost = 0.0, 0.0
   for name, one_hot_BLM in choices.items():
     module, valid_BL = modules[name], _of(valid, name)
     count_M = jnp.arange(module.min, module.max + 1, dtype=jnp.float32)
     learners_BL = one_hot_BLM.astype(jnp.float32) @ count_M
-    spent_B += module.cost * learners_BL.sum(axis=-1, where=valid_BL)
+    cost_B += module.cost * learners_BL.sum(axis=-1, where=valid_BL)
     if valid_BL is None:
       tokens = learners_BL.shape[-1]
     else:
       tokens = valid_BL.sum(axis=-1)
-    whole += module.cost * module.max * tokens
-  return spent_B / jnp.where(whole > 0, whole, 1)
+    total_cost += module.cost * module.max * tokens
+  return cost_B / jnp.where(total_cost > 0, total_cost, 1)
 
 
 def learners_per_image(
@@ -163,7 +163,7 @@ def learners_per_image(
   modules: Mapping[str, Learners],
   valid: Valid | None = None,
 ) -> jax.Array:
-  """Returns the fraction of learners that each row runs, costs ignored."""
+  """Returns the fraction of learners that each row runs, ignoring costs."""
   equal = {
     name: dataclasses.replace(m, cost=1.0) for name, m in modules.items()
   }
@@ -173,10 +173,10 @@ def learners_per_image(
 def budget_loss(
   load_B: jax.Array, budget: float, weight_B: jax.Array | None = None
 ) -> jax.Array:
-  """Returns `|mean load - β|`, Eq. 7: over the batch, so that rows may differ.
+  """Returns `|mean load - β|`, Eq. 7.
 
-  `load_B` is from `load_per_image`, β is the budget, and `weight_B` from
-  `row_weights`.
+  The mean is over the batch, so that rows may differ. `load_B` is from
+  `load_per_image`, `weight_B` from `row_weights`, and β is the budget.
   """
   return jnp.abs(jnp.average(load_B, weights=weight_B) - budget)
 
@@ -184,26 +184,26 @@ def budget_loss(
 def entropy_loss(
   choices: Mapping[str, jax.Array], valid: Valid | None = None
 ) -> jax.Array:
-  """Returns minus the entropy of the choices over a row's tokens: Eq. 8.
+  """Returns the negative entropy of the choices over a row's tokens: Eq. 8.
 
-  Normalised by the log of the number of choices that each module has; the mean
-  over modules and rows. Minimising it spreads choices over tokens.
+  Each module's is divided by the log of its number of choices; the result is
+  the mean over modules and rows. Minimising it spreads a row's choices.
   """
   total = jnp.float32(0.0)
   for name, one_hot_BLM in choices.items():
     if one_hot_BLM.shape[-1] == 1:
-      continue  # There is no choice, and log 1 is 0.
+      continue  # log 1 = 0: there is no choice.
     valid_BL, where_BL1 = _of(valid, name), None
     weight_B = row_weights(valid_BL)
     if valid_BL is not None:
-      # A row of padding alone has weight 0, but a mean of nothing would be NaN.
+      # Rows of padding only have weight 0; use all tokens to avoid a NaN mean.
       where_BL1 = (valid_BL | ~valid_BL.any(axis=-1, keepdims=True))[..., None]
-    share_BM = one_hot_BLM.astype(jnp.float32).mean(axis=1, where=where_BL1)
-    # The small number bounds the slope at 0, where a choice is never made.
-    nats_B = -jnp.sum(share_BM * jnp.log(share_BM + 1e-6), axis=-1)
+    mean_BM = one_hot_BLM.astype(jnp.float32).mean(axis=1, where=where_BL1)
+    # The constant bounds the gradient for choices that are never made.
+    nats_B = -jnp.sum(mean_BM * jnp.log(mean_BM + 1e-6), axis=-1)
     if weight_B is None:
       mean = nats_B.mean()
-    else:  # A module that no token reaches has nothing to spread.
+    else:  # The result is 0 for a module that no token reaches.
       mean = jnp.sum(nats_B * weight_B) / jnp.maximum(weight_B.sum(), 1e-9)
     total -= mean / jnp.log(one_hot_BLM.shape[-1])
   return total / len(choices)
@@ -212,13 +212,11 @@ def entropy_loss(
 def diversity_loss(
   fraction_B: jax.Array, weight_B: jax.Array | None = None
 ) -> jax.Array:
-  """Returns minus the mean difference of compute between two rows: Eq. 10.
+  """Returns the negative mean difference of compute between rows: Eq. 10.
 
-  The paper prints the opposite sign, which would make images alike.
-
-  `fraction_B` is from `learners_per_image`: unlike the budget, Eq. 10 counts
-  learners, and a cheap one as much as a dear one. `weight_B` is from
-  `row_weights`.
+  The paper prints the opposite sign, which would make rows alike. `fraction_B`
+  is from `learners_per_image`, since Eq. 10 counts learners whatever their
+  cost, and `weight_B` from `row_weights`.
   """
   weight_BB = None if weight_B is None else jnp.outer(weight_B, weight_B)
   return -jnp.average(

@@ -1,7 +1,7 @@
-"""Losses that keep experts busy, and what became of the tokens' choices.
+"""Losses and metrics of mixtures of experts.
 
-X choices of each token: E experts, then those that do nothing. Only tokens that
-count have any, by `valid_BL`.
+Each token has X choices: E experts, then no-ops. `valid_BL` is False for tokens
+to ignore, which make no choices.
 """
 
 from collections.abc import Sequence
@@ -18,32 +18,32 @@ def balance_loss(
   valid_BL: jax.Array,
   targets: Sequence[float] | jax.Array,
 ) -> jax.Array:
-  """Returns Σ_x f_x · P_x / t_x: 1 where the choices are as they should be.
+  """Returns Σ_x f_x · P_x / t_x, which is 1 if the choices match the targets.
 
-  Fedus et al. 2021, Eq. 4, there with equal targets 1/E. f is the part of all
-  choices that were x, before any was dropped, without a gradient; P the mean
-  probability of x. A product of two means over tokens is no mean over tokens:
-  of a batch that is processed in parts, each part is balanced by itself.
+  Fedus et al. 2021, Eq. 4, with targets in place of 1/E. f is the fraction of
+  choices that were x, before any was dropped, without a gradient; P is the mean
+  probability of x. The product is not a mean over tokens: if a batch is
+  processed in parts, each part is balanced separately.
 
   Args:
-    logits_BLX: of the choices.
-    wanted_BLX: the choices that were made.
-    valid_BL: the tokens that count.
-    targets: t, the part of all choices that each x should get.
+    logits_BLX: logits of the choices.
+    wanted_BLX: whether the choice was made.
+    valid_BL: False for tokens to ignore.
+    targets: t, the target fraction of all choices for each x.
   """
   count_X = wanted_BLX.sum(axis=(0, 1), dtype=jnp.float32)
-  part_X = count_X / jnp.maximum(count_X.sum(), 1)
+  fraction_X = count_X / jnp.maximum(count_X.sum(), 1)
   probability_BLX = jnp.where(
     valid_BL[..., None], jax.nn.softmax(logits_BLX), 0
   )
   mean_X = probability_BLX.sum(axis=(0, 1)) / jnp.maximum(valid_BL.sum(), 1)
-  return jnp.sum(part_X * mean_X / jnp.asarray(targets))
+  return jnp.sum(fraction_X * mean_X / jnp.asarray(targets))
 
 
 def z_loss(logits_BLX: jax.Array, valid_BL: jax.Array) -> Pair:
-  """Returns the squared log-sum-exps of the logits, and the tokens.
+  """Returns the sum of squared log-sum-exps, and the number of tokens.
 
-  Zoph et al. 2022, Eq. 5: it keeps logits from growing.
+  Zoph et al. 2022, Eq. 5: it keeps the logits from growing.
   """
   square_BL = jax.nn.logsumexp(logits_BLX, axis=-1) ** 2
   return (
@@ -53,13 +53,13 @@ def z_loss(logits_BLX: jax.Array, valid_BL: jax.Array) -> Pair:
 
 
 def load(wanted_BLX: jax.Array, ran_BLE: jax.Array) -> dict[str, Pair]:
-  """Returns what became of the choices.
+  """Returns metrics of how the choices were distributed.
 
   Returns:
     Pairs named
-      `dropped`: of the choices of experts, those that found no slot;
-      `null`: of all choices, those that do nothing;
-      `busiest`: the choices of the most wanted expert, over the mean of all.
+      `dropped`: fraction of the choices of experts that got no slot;
+      `null`: fraction of all choices that are no-ops;
+      `busiest`: choices of the most popular expert, relative to the mean.
   """
   experts = ran_BLE.shape[-1]
   count_X = wanted_BLX.sum(axis=(0, 1), dtype=jnp.float32)

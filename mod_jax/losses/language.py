@@ -1,4 +1,4 @@
-"""The language-model loss: of logits, or of what the head makes them from."""
+"""The language-model loss, from logits or from features and the head."""
 
 import functools
 
@@ -9,9 +9,9 @@ import optax
 from mod_jax import parallel
 from mod_jax.losses.sums import Pair
 
-# `head_loss` takes as many tokens at a time as have 4M logits, the quickest on
-# a CPU, but at least 1,024: each chunk reads and writes the whole gradient of
-# the kernel, and it takes so many products to keep an accelerator busy.
+# `head_loss` processes chunks with 4M logits, the fastest on a CPU, but at
+# least 1,024 tokens: each chunk reads and writes the kernel's whole gradient,
+# which takes that many products to amortise on accelerators.
 _LOGITS, _TOKENS = 2**22, 1024
 
 
@@ -23,7 +23,7 @@ def next_token_loss(
   Args:
     logits_BLV: unnormalised log-probabilities.
     targets_BL: int token ids.
-    weights_BL: how much each target counts; 0 for padding.
+    weights_BL: weight of each target; 0 for padding.
   """
   nats_BL = optax.softmax_cross_entropy_with_integer_labels(
     logits_BLV.astype(jnp.float32), targets_BL
@@ -39,19 +39,19 @@ def head_loss(
   *,
   chunk: int | None = None,
 ) -> Pair:
-  """Returns `next_token_loss` of the logits x · kernel, which never all exist.
+  """Returns `next_token_loss` of the logits x · kernel, computed in chunks.
 
-  Together they would be the largest array of a training step. So the tokens are
-  taken in chunks, and a chunk's part of the gradients is computed while its
-  logits are there: no product is computed twice (as in the fused loss of Hsu
-  et al. 2024, Liger Kernel). Tokens and vocabulary may be split over devices.
+  All logits together would be the largest array of a training step. Each chunk
+  of tokens computes its part of the gradients along with its logits, so that no
+  product is computed twice (as in the fused loss of Hsu et al. 2024, Liger
+  Kernel). Tokens and vocabulary may be sharded.
 
   Args:
-    x_BLD: features; the products are in their dtype, the sums in float32.
+    x_BLD: features; products are in their dtype, sums in float32.
     kernel_DV: the head's parameter, float32.
     targets_BL: int token ids.
-    weights_BL: how much each target counts; 0 for padding.
-    chunk: tokens of a device to take at a time; None chooses.
+    weights_BL: weight of each target; 0 for padding.
+    chunk: tokens per chunk on each device; None chooses.
   """
   total = _head_loss(chunk, x_BLD, kernel_DV, targets_BL, weights_BL)
   return total, jnp.sum(weights_BL)
@@ -65,7 +65,7 @@ def _head_loss(chunk, *args):
 
 def _forward(chunk, *args):
   nats_BL, dx_BLD, dkernel_NDV = _per_device(chunk, True, *args)
-  # Sum over the devices here, once, and into the parts that they keep.
+  # Reduce over devices once, directly into the kernel's sharding.
   dkernel_DV = parallel.constrain(dkernel_NDV.sum(axis=0), 'embed', 'vocab')
   total = jnp.sum(nats_BL * args[-1])
   return total, (dx_BLD, dkernel_DV, nats_BL)
@@ -84,33 +84,35 @@ _head_loss.defvjp(_forward, _backward)
 def _per_device(
   chunk, with_gradients, x_BLD, kernel_DV, targets_BL, weights_BL
 ):
-  """Returns nats_BL, and the gradients of their weighted sum if asked for.
+  """Returns nats_BL and, optionally, gradients of their weighted sum.
 
-  Those are dx_BLD, and dkernel_NDV: of each of N devices that share the batch
-  its own tokens' part.
+  These are dx_BLD, and dkernel_NDV with the part of each of the N devices among
+  which the batch is split.
   """
-  tokens = ('batch', 'length')
-  features = (*tokens, 'act_embed')
-  kernel = ('act_embed', 'act_vocab')
-  gradients = (features, ('batch', *kernel)) if with_gradients else ()
+  token_axes = ('batch', 'length')
+  feature_axes = (*token_axes, 'act_embed')
+  kernel_axes = ('act_embed', 'act_vocab')
+  gradient_axes = (
+    (feature_axes, ('batch', *kernel_axes)) if with_gradients else ()
+  )
   return parallel.per_device(
     functools.partial(_chunked, chunk, with_gradients),
-    (features, kernel, tokens, tokens),
-    (tokens, *gradients),
+    (feature_axes, kernel_axes, token_axes, token_axes),
+    (token_axes, *gradient_axes),
   )(x_BLD, kernel_DV.astype(x_BLD.dtype), targets_BL, weights_BL)
 
 
 def _chunked(chunk, with_gradients, x_BLD, kernel_DV, targets_BL, weights_BL):
-  """As `_per_device`, of one device's tokens and part of the vocabulary."""
+  """Does the work of `_per_device` on one device's tokens and vocabulary."""
   tokens, vocab = targets_BL.size, kernel_DV.shape[1]
   size = min(chunk or max(_LOGITS // vocab, _TOKENS), tokens)
-  size = -(-tokens // -(-tokens // size))  # Chunks of about one size.
+  size = -(-tokens // -(-tokens // size))  # Equalise the chunks.
   # The first token id of this device's part of the vocabulary.
   first = vocab * parallel.index_of('act_vocab')
 
   def split(x_BL):
     x_T = x_BL.reshape(tokens, *x_BL.shape[2:])
-    # The weights of what fills the last chunk up are 0.
+    # Padding of the last chunk gets weight 0.
     widths = ((0, -tokens % size), *((0, 0) for _ in x_T.shape[1:]))
     return jnp.pad(x_T, widths).reshape(-1, size, *x_T.shape[1:])
 
@@ -128,10 +130,14 @@ def _chunked(chunk, with_gradients, x_BLD, kernel_DV, targets_BL, weights_BL):
     total_K1 = exp_KV.sum(axis=-1, keepdims=True)
     total_K1 = parallel.sum_over(total_K1, 'act_vocab')
     target_K1 = target_K[:, None] - first
-    own_K1 = jnp.take_along_axis(logit_KV, target_K1, axis=-1, mode='clip')
-    here_K1 = (target_K1 >= 0) & (target_K1 < vocab)
-    own_K1 = parallel.sum_over(jnp.where(here_K1, own_K1, 0), 'act_vocab')
-    nats_K = (jnp.log(total_K1) + top_K1 - own_K1)[:, 0]
+    target_logit_K1 = jnp.take_along_axis(
+      logit_KV, target_K1, axis=-1, mode='clip'
+    )
+    is_local_K1 = (target_K1 >= 0) & (target_K1 < vocab)
+    target_logit_K1 = parallel.sum_over(
+      jnp.where(is_local_K1, target_logit_K1, 0), 'act_vocab'
+    )
+    nats_K = (jnp.log(total_K1) + top_K1 - target_logit_K1)[:, 0]
     if not with_gradients:
       return None, (nats_K,)
     is_target_KV = target_K1 == jnp.arange(vocab)
@@ -141,10 +147,10 @@ def _chunked(chunk, with_gradients, x_BLD, kernel_DV, targets_BL, weights_BL):
     return dkernel_DV, (nats_K, dx_KD)
 
   start = jnp.zeros(kernel_DV.shape, jnp.float32) if with_gradients else None
-  dkernel_DV, found = jax.lax.scan(
+  dkernel_DV, outputs = jax.lax.scan(
     step, start, tuple(map(split, (x_BLD, targets_BL, weights_BL)))
   )
-  nats_BL, *dx_BLD = map(join, found)
+  nats_BL, *dx_BLD = map(join, outputs)
   if not with_gradients:
     return (nats_BL,)
   dx_BLD = parallel.sum_over(dx_BLD[0], 'act_vocab').astype(x_BLD.dtype)

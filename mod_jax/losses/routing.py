@@ -1,4 +1,4 @@
-"""Learning to foresee top-k, and how well it is foreseen."""
+"""Losses and metrics of causal rules that approximate top-k."""
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +14,11 @@ def choice_bce(
   """Returns the binary cross-entropy of logits against top-k's choice.
 
   The auxiliary loss on the router and the loss of the predictor (Raposo et al.
-  2024, section 3.5); no gradient passes the targets.
+  2024, section 3.5). The targets get no gradient.
 
   Args:
-    logit_BL: a token's logit of being chosen.
-    chosen_BL: what top-k chose.
+    logit_BL: each token's logit of being chosen.
+    chosen_BL: whether top-k chose the token.
     valid_BL: False for padding.
 
   Returns:
@@ -35,16 +35,17 @@ def path_balance(
   capacity: jax.Array,
   valid_BL: jax.Array | None = None,
 ) -> Pair:
-  """Returns how far the share of tokens that want in is from the capacity.
+  """Returns the balance loss of the fraction of tokens that enter a block.
 
-  Two paths, into the block and past it, with the targets t = (c, 1 - c):
-  `Σ f · P / t`, f the share of tokens that want a path, before any is dropped
-  and without a gradient, P the mean probability of it: 1 where f = P = t. The
-  balance loss of experts (Fedus et al. 2021, section 2.2) with unequal targets;
-  where all tokens want in, and where none does, its gradient leads back.
+  There are two paths, through the block and around it, with the targets
+  t = (c, 1 - c). The loss is `Σ f · P / t`, where f is the fraction of tokens
+  that want a path, before any is dropped and without a gradient, and P its mean
+  probability: 1 if f = P = t. It is the balance loss of experts (Fedus et al.
+  2021, section 2.2) with unequal targets; if all tokens want to enter, or none,
+  its gradient still leads towards the capacity.
 
   Args:
-    logit_BL: a token's logit of entering; above 0 it wants in.
+    logit_BL: each token's logit of entering; above 0 it wants to enter.
     capacity: c, scalar.
     valid_BL: False for padding.
 
@@ -54,12 +55,12 @@ def path_balance(
   if valid_BL is None:
     valid_BL = jnp.ones(logit_BL.shape, bool)
   enters_BL = logit_BL > 0
-  # The softmax of a logit and 0 is its sigmoid, and what is left of 1.
+  # The softmax of (logit, 0) is (sigmoid, 1 - sigmoid) of the logit.
   loss = experts.balance_loss(
     jnp.stack([logit_BL, jnp.zeros_like(logit_BL)], axis=-1),
     jnp.stack([enters_BL, ~enters_BL], axis=-1) & valid_BL[..., None],
     valid_BL,
-    # No target is 0, by which a share would be divided.
+    # Avoid division by a target of 0.
     jnp.maximum(jnp.stack([capacity, 1 - capacity]), 1e-3),
   )
   count = valid_BL.sum(dtype=jnp.float32)
@@ -73,28 +74,29 @@ def choice_agreement(
 ) -> dict[str, Pair]:
   """Compares a causal rule's decisions with what top-k chose.
 
-  Accuracy alone flatters: a rule that never routes already scores 1 - c.
+  Accuracy alone is misleading: a rule that never routes already has 1 - c.
 
   Returns:
     Pairs named
-      `accuracy`: decisions that agree;
-      `precision`: of the tokens decided for, those that top-k chose;
-      `recall`: of the tokens that top-k chose, those decided for;
-      `count_error`: `|decided - chosen|` of each sequence, over its chosen;
-      `routed`: fraction of tokens decided for;
-      `never_route`: the accuracy of never routing, the trivial baseline.
+      `accuracy`: fraction of decisions that agree;
+      `precision`: fraction of the decided tokens that top-k chose;
+      `recall`: fraction of the tokens chosen by top-k that were decided;
+      `count_error`: sum over sequences of `|decided - chosen|`, relative to the
+        number of chosen tokens;
+      `routed`: fraction of tokens that were decided;
+      `never_route`: accuracy of never routing, a trivial baseline.
   """
   weight_BL = _weights(decided_BL, valid_BL)
   decided_BL = decided_BL * weight_BL
   chosen_BL = chosen_BL * weight_BL
-  both = jnp.sum(decided_BL * chosen_BL)
+  agreed = jnp.sum(decided_BL * chosen_BL)
   decided, chosen = jnp.sum(decided_BL), jnp.sum(chosen_BL)
   total = jnp.sum(weight_BL)
   count_error = jnp.abs(decided_BL.sum(axis=-1) - chosen_BL.sum(axis=-1)).sum()
   return {
-    'accuracy': (total - decided - chosen + 2 * both, total),
-    'precision': (both, decided),
-    'recall': (both, chosen),
+    'accuracy': (total - decided - chosen + 2 * agreed, total),
+    'precision': (agreed, decided),
+    'recall': (agreed, chosen),
     'count_error': (count_error, chosen),
     'routed': (decided, total),
     'never_route': (total - chosen, total),

@@ -1,4 +1,4 @@
-"""What losses and metrics are: sums that are divided once, at the end."""
+"""Losses and metrics as sums that are divided once, at the end."""
 
 from collections.abc import Mapping, Sequence
 
@@ -10,7 +10,7 @@ MetricSums = dict[str, Pair]  # Keyed by the metric's name.
 
 
 def add(a: Mapping[str, Pair], b: Mapping[str, Pair]) -> MetricSums:
-  """Returns the sums of both; a name that only one side has is kept."""
+  """Returns the sums of both; names that only one has are kept."""
   sums = dict(a)
   for name, (total, weight) in b.items():
     if name in sums:
@@ -22,11 +22,11 @@ def add(a: Mapping[str, Pair], b: Mapping[str, Pair]) -> MetricSums:
 def sum_of_means(
   pairs: Sequence[Pair], weights: Sequence[jax.Array] | None = None
 ) -> jax.Array:
-  """Returns Σ total / weight: a loss of several, each a mean of its own.
+  """Returns Σ total / weight, the sum of several mean losses.
 
   Args:
-    pairs: of each loss.
-    weights: in place of those of the pairs, where these are parts of a batch.
+    pairs: (total, weight) of each loss.
+    weights: replace the pairs' weights if the pairs are of a part of a batch.
   """
   if weights is None:
     weights = [weight for _, weight in pairs]
@@ -37,7 +37,7 @@ def sum_of_means(
 
 
 def weighted_sum(value_B: jax.Array, weight_B: jax.Array | None = None) -> Pair:
-  """Returns the sum over rows, of which some may count less, and the weight."""
+  """Returns the weighted sum over rows, and the sum of the weights."""
   if weight_B is None:
     return jnp.sum(value_B), jnp.float32(value_B.shape[0])
   return jnp.sum(value_B * weight_B), jnp.sum(weight_B)

@@ -31,15 +31,19 @@ def top_k_accuracy(
 ) -> Pair:
   """Returns how many images have their class among the k likeliest.
 
-  The class counts as likelier than those it ties with only where its number is
-  lower, so that constant logits score no better than chance.
+  Of classes that tie, the lower index counts as likelier, so that constant
+  logits score no better than chance.
   """
-  own_B1 = jnp.take_along_axis(logits_BV, label_B[:, None], axis=-1)
-  lower_BV = jnp.arange(logits_BV.shape[-1]) < label_B[:, None]
-  before_BV = (logits_BV > own_B1) | ((logits_BV == own_B1) & lower_BV)
-  # No class counts as likelier than a NaN, yet a NaN is never right.
-  right_B = (before_BV.sum(axis=-1) < k) & ~jnp.isnan(own_B1[:, 0])
-  return weighted_sum(right_B.astype(jnp.float32), weight_B)
+  label_logit_B1 = jnp.take_along_axis(logits_BV, label_B[:, None], axis=-1)
+  is_lower_BV = jnp.arange(logits_BV.shape[-1]) < label_B[:, None]
+  is_better_BV = (logits_BV > label_logit_B1) | (
+    (logits_BV == label_logit_B1) & is_lower_BV
+  )
+  # Comparisons with NaN are False, but a NaN must not count as correct.
+  is_correct_B = (is_better_BV.sum(axis=-1) < k) & ~jnp.isnan(
+    label_logit_B1[:, 0]
+  )
+  return weighted_sum(is_correct_B.astype(jnp.float32), weight_B)
 
 
 def logit_distillation(
@@ -48,9 +52,9 @@ def logit_distillation(
   """Returns KL(teacher ‖ student) in nats, summed, and the sum of the weights.
 
   Args:
-    logits_BV: the student's; of texts [B, L, V].
-    teacher_BV: the teacher's, which get no gradient.
-    weight_B: how much each image, or token, counts; None for 1.
+    logits_BV: the student's logits; [B, L, V] for texts.
+    teacher_BV: the teacher's logits, which get no gradient.
+    weight_B: weight of each image or token; None for 1.
   """
   teacher_BV = jax.lax.stop_gradient(teacher_BV).astype(jnp.float32)
   teacher_BV = jax.nn.log_softmax(teacher_BV)
@@ -65,12 +69,12 @@ def token_distillation(
   """Returns squared distances of kept patches to the teacher's, and a count.
 
   Rao et al. 2021, section 3.4, Eq. 13 as published: a mean over kept patches
-  and channels. No gradient passes to the decision of what is kept.
+  and channels. The decision of what is kept gets no gradient.
 
   Args:
     features_BND: the student's patches after its last norm.
-    teacher_BND: the teacher's.
-    keep_BN: 1 for patches that are left.
+    teacher_BND: the teacher's patches after its last norm.
+    keep_BN: 1 for kept patches.
 
   Returns:
     (sum over kept patches of the mean over channels, number kept).
@@ -85,12 +89,12 @@ def token_distillation(
 def ratio_loss(keep_SBN: jax.Array, targets: tuple[float, ...]) -> Pair:
   """Returns squared errors of the fractions kept, and the number of images.
 
-  Rao et al. 2021, section 3.4, Eq. 15 as published: for each image, the mean
-  over stages.
+  Rao et al. 2021, section 3.4, Eq. 15 as published: each image's mean over
+  stages.
 
   Args:
-    keep_SBN: decisions after each stage; gradients pass.
-    targets: the fraction of all patches that each stage is to leave.
+    keep_SBN: 1 for patches kept after each stage; differentiable.
+    targets: target fraction of all patches that remain after each stage.
   """
   kept_SB = keep_SBN.mean(axis=-1)
   error_SB = jnp.square(kept_SB - jnp.asarray(targets)[:, None])

@@ -1,7 +1,8 @@
-"""Dense transformers turned into adaptive ones, module by module.
+"""Conversion of dense transformers to adaptive ones, module by module.
 
-Any of our transformers will do: `adaptive` of its config says by rules which
-FFNs and projections are split into learners (Wójcik et al. 2023, section 3.3).
+It works for all models here: `adaptive` in a model's config says by patterns
+which FFNs and projections are split into learners (Wójcik et al. 2023, section
+3.3).
 """
 
 import dataclasses
@@ -20,13 +21,14 @@ from mod_jax.layers.mode import Mode
 from mod_jax.layers.slots import Slot
 from mod_jax.models.lm import LMConfig
 
-# Names of what only an adaptive model has: its learners, and its gates.
+# Patterns of the parameters that only adaptive models have; GATES is the subset
+# of the gates.
 PARAMETERS = r'.*_acm/.*'
 GATES = r'.*_acm/gate/.*'
 
 
 def slots(config) -> dict[str, Slot]:
-  """Returns all slots of a model, by name: `block_0/mlp` and so on."""
+  """Returns all slots of a model by name: `block_0/mlp` and so on."""
   return {
     f'block_{i}/{name}': slot
     for i, layer in enumerate(config.stack.layers)
@@ -35,7 +37,7 @@ def slots(config) -> dict[str, Slot]:
 
 
 def modules(config) -> dict[str, ACMConfig]:
-  """Returns a model's adaptive modules, by the name of the slot of each."""
+  """Returns the configs of a model's adaptive modules, by slot name."""
   return {
     name: slot
     for name, slot in slots(config).items()
@@ -44,26 +46,25 @@ def modules(config) -> dict[str, ACMConfig]:
 
 
 def subtree(params, name: str):
-  """Returns the parameters of an adaptive module."""
+  """Returns the parameters of the adaptive module in the named slot."""
   for part in f'{name}_acm'.split('/'):
     params = params[part]
   return params
 
 
 def replaced(config) -> tuple[str, ...]:
-  """Returns rules for the dense parameters that an adaptive model lacks."""
+  """Returns patterns of the dense parameters that adaptive modules replace."""
   return tuple(f'(layers/)?{re.escape(name)}/.*' for name in modules(config))
 
 
 @flax.struct.dataclass
 class Captured:
-  """What a module that is to be replaced sees and says.
+  """Input and output of a dense module that an ACM will replace.
 
   Attributes:
-    z_BLD: its input, heads flattened.
-    y_BLD: its output, likewise.
-    valid_BL: False for what is no token, and counts for nothing; None where all
-      count.
+    z_BLD: input, heads flattened.
+    y_BLD: output, heads flattened.
+    valid_BL: False for padding and empty slots; None if all tokens are valid.
   """
 
   z_BLD: jax.Array
@@ -73,7 +74,7 @@ class Captured:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Watched(Slot):
-  """Runs what it holds, and tells what that saw and said."""
+  """Runs a slot, and adds its input and output to the aux."""
 
   slot: Slot
 
@@ -91,35 +92,35 @@ class _Watched(Slot):
 
 
 class _Watching(AdaptiveConfig):
-  """Watches the modules that it would replace."""
+  """Captures input and output of modules instead of replacing them."""
 
   def _module(self, name, slot):
     return _Watched(slot=slot)
 
 
 def without(config):
-  """Returns the model before it was converted: the teacher of the learners."""
+  """Returns the config without adaptive modules: the teacher's."""
   return config.with_parts(adaptive=None)
 
 
 def capture(
   config, variables, *inputs, mode: Mode | None = None, rngs=None, **kwargs
 ) -> dict[str, Captured]:
-  """Runs the model without adaptive modules, and watches what they replace.
+  """Runs the dense modules that an adaptive model replaces, and captures them.
 
-  A routed or pruned model runs as at inference, so that only those tokens are
-  captured that a module would process.
+  A routed or pruned model runs as in inference, so that only the tokens that a
+  module would process are captured.
 
   Args:
-    config: of the adaptive model.
-    variables: of the model without adaptive modules.
-    *inputs: what it is called with.
-    mode: how it runs; None for `Mode()`.
-    rngs: its random streams, where scores are drawn.
-    **kwargs: what else it is called with.
+    config: config of the adaptive model.
+    variables: variables of the model without adaptive modules.
+    *inputs: positional arguments of the model.
+    mode: how the model runs; None for `Mode()`.
+    rngs: random streams, needed for random scores.
+    **kwargs: keyword arguments of the model.
 
   Returns:
-    By slot, what it saw and said.
+    Input and output of each replaced module, by slot name.
   """
   mode = Mode() if mode is None else mode
   watching = _Watching(**vars(config.adaptive))
@@ -131,22 +132,21 @@ def capture(
 def acmize(
   config, params, *, key: jax.Array | None = None, **options
 ) -> tuple[Any, Any, str]:
-  """Gives a model adaptive modules, freshly initialised.
+  """Replaces modules of a model by freshly initialised adaptive ones.
 
   Args:
-    config: of the model; it may be routed or pruned.
-    params: its parameters.
+    config: config of the model; it may be routed or pruned.
+    params: parameters of the model.
     key: for the new modules; None is `jax.random.key(0)`.
     **options: fields of `AdaptiveConfig`.
 
   Returns:
-    Config and parameters of the adaptive model, and a report of what was
-    replaced by what.
+    Config and parameters of the adaptive model, and a `report`.
 
   Raises:
-    UserError: an unknown field, parameters that do not fit the config, no
-      module matched by a rule, or a number of learners that does not divide a
-      module's units.
+    UserError: an unknown field, parameters that do not fit the config, a
+      pattern that matches no module, or a number of learners that does not
+      divide a module's hidden units.
   """
   adaptive = config_lib.replace(AdaptiveConfig(), options)
   model = config.with_parts(adaptive=adaptive)
@@ -164,12 +164,13 @@ def acmize(
 
 
 def report(config, *length: int) -> str:
-  """Returns what is replaced by what, with parameters and FLOPs, for people.
+  """Returns a table of the replaced modules, with parameters and FLOPs.
 
-  `length` are a sequence's tokens, for language models; one by default.
+  `length` is the number of tokens of a sequence, for language models; 1 by
+  default.
   """
-  before = without(config)
-  dense = slots(before)
+  original = without(config)
+  dense = slots(original)
   if isinstance(config, LMConfig) and not length:
     length = (1,)
   groups = {}
@@ -181,15 +182,15 @@ def report(config, *length: int) -> str:
     f'{titles[0]:<24}{titles[1]:>5}{titles[2]:>14}{titles[3]:>22}'
     f'{titles[4]:>9}{"parameters":>22}{"MFLOPs a token":>22}'
   ]
-  for (label, plain, after), names in groups.items():
-    hidden = getattr(plain, 'hidden', after.outputs)
+  for (label, dense_module, after), names in groups.items():
+    hidden = getattr(dense_module, 'hidden', after.outputs)
     cost = sum(after.flops(1).values())
-    cost_before = sum(plain.flops(1).values())
+    cost_before = sum(dense_module.flops(1).values())
     lines.append(
       f'{label:<24}{len(names):>5}{f"{after.inputs}->{hidden}":>14}'
       f'{f"{after.num_learners} x {after.inputs}->{after.hidden}":>22}'
       f'{f"{after.min_learners}..{after.num_learners}":>9}'
-      f'{f"{plain.num_params:,} -> {after.num_params:,}":>22}'
+      f'{f"{dense_module.num_params:,} -> {after.num_params:,}":>22}'
       f'{f"{cost_before / 1e6:.3f} -> {cost / 1e6:.3f}":>22}'
     )
 
@@ -201,9 +202,9 @@ def report(config, *length: int) -> str:
       if part != 'norm'
     )
 
-  total_before = total(before.flops_table(*length))
+  total_before = total(original.flops_table(*length))
   after = total(config.flops_table(*length))
-  title = 'dense' if before == config.dense_twin() else 'before'
+  title = 'dense' if original == config.dense_twin() else 'before'
   gate = sum(parts.get('gate', 0) for _, parts in config.flops_table(*length))
   lines.append(
     f'FLOPs, forward: {title} {total_before:.4e}; with all learners {after:.4e}'

@@ -1,7 +1,7 @@
 """DynamicViT (Rao et al. 2021): image tokens are dropped stage by stage.
 
-The backbone may be routed, and its modules adaptive: then these choose among
-the tokens that are left.
+If the backbone is routed or has adaptive modules, these choose among the
+remaining tokens.
 """
 
 import dataclasses
@@ -25,17 +25,18 @@ from mod_jax.models.vit import ViTConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DynamicViTConfig:
-  """A backbone, and where and how much of its image is dropped."""
+  """A backbone, and where and how many of its patches are dropped."""
 
   backbone: ViTConfig = ViTConfig()  # The model without dropping.
   # Blocks before which patches are dropped.
   stages: tuple[config_lib.Layer, ...] = (3, 6, 9)
-  # ρ: the fraction that each stage keeps of the patches that it finds; or, for
-  # each stage, the fraction of all patches that is left after it.
+  # ρ: the fraction of the remaining patches that each stage keeps; or, for each
+  # stage, the fraction of all patches that remain after it.
   keep: config_lib.Fraction | tuple[config_lib.Fraction, ...] = 0.7
-  # What decides: prediction heads; or, for ablations (the paper's Table 4), one
-  # learnt pattern for all images, chance, the class token's attention in the
-  # block before, or none: `structural` averages squares of 2×2 patches.
+  # How patches are scored. `predicted`: by prediction heads. For ablations (the
+  # paper's Table 4), `static`: by one learned pattern for all images; `random`;
+  # `class_attention`: by the class token's attention in the previous block;
+  # `structural`: no score, but averages of 2×2 patches.
   score: Literal[
     'predicted', 'static', 'random', 'class_attention', 'structural'
   ] = 'predicted'
@@ -77,7 +78,7 @@ class DynamicViTConfig:
       )
 
   def _check_routing(self):
-    """Refuses attention maps of other tokens than those that they are for."""
+    """Checks that attention scores are of the same tokens that they choose."""
     routing, capacities = self.routing, self.capacities
     for stage in self.stages:
       if capacities[stage] is not None and routing.scorer.needs_attention:
@@ -99,17 +100,17 @@ class DynamicViTConfig:
 
   @property
   def experts(self):
-    """Which of the backbone's blocks have experts; None where none has."""
+    """Which of the backbone's blocks have experts; None for none."""
     return self.backbone.experts
 
   @property
   def routing(self):
-    """How the backbone's blocks are routed; None where none is."""
+    """How the backbone's blocks are routed; None for none."""
     return self.backbone.routing
 
   @property
   def adaptive(self):
-    """Which of the backbone's modules are adaptive; None where none is."""
+    """Which of the backbone's modules are adaptive; None for none."""
     return self.backbone.adaptive
 
   @property
@@ -119,17 +120,20 @@ class DynamicViTConfig:
 
   @property
   def capacities(self) -> tuple[float | None, ...]:
-    """Each block's, of the tokens left; None where it is not routed."""
+    """Each block's capacity, as a fraction of the remaining tokens.
+
+    None for a block that is not routed.
+    """
     return self.backbone.capacities
 
   @property
   def learned(self) -> bool:
-    """Whether the score is learnt: then training masks in place of dropping."""
+    """Whether the score is learned; then training masks instead of dropping."""
     return self.score in ('predicted', 'static')
 
   @property
   def targets(self) -> tuple[float, ...]:
-    """Fraction of all patches that is to be left after each stage."""
+    """Target fraction of all patches that remain after each stage."""
     if self.score == 'structural':
       return tuple(n / self.backbone.num_patches for n in self.kept)
     if isinstance(self.keep, tuple):
@@ -138,7 +142,7 @@ class DynamicViTConfig:
 
   @functools.cached_property
   def kept(self) -> tuple[int, ...]:
-    """Patches left after each stage, at inference."""
+    """Number of patches that remain after each stage, in inference."""
     if self.score == 'structural':
       sides = [self.backbone.grid]
       for _ in self.stages:
@@ -167,23 +171,25 @@ class DynamicViTConfig:
     return DynamicViT(self, Mode(**kwargs))
 
   def dense_twin(self) -> ViTConfig:
-    """Returns the backbone's, which drops nothing."""
+    """Returns the dense backbone, which drops nothing."""
     return self.backbone.dense_twin()
 
   def with_parts(self, **parts: Any) -> 'DynamicViTConfig':
-    """Returns the model with another routing or adaptive of its backbone."""
+    """Returns the model with `routing` and so on of its backbone replaced."""
     return dataclasses.replace(self, backbone=self.backbone.with_parts(**parts))
 
   def example(self) -> jax.Array:
-    """Returns the least input that the model can be initialised with."""
+    """Returns a minimal input to initialise the model with."""
     return self.backbone.example()
 
   def _patches(self, layer: int) -> int:
-    """Returns how many patches reach a block, before any are dropped at it."""
-    before = [
-      n for n, at in zip(self.kept, self.stages, strict=True) if at < layer
+    """Returns how many patches reach a block, before it drops any."""
+    counts = [
+      n
+      for n, stage in zip(self.kept, self.stages, strict=True)
+      if stage < layer
     ]
-    return before[-1] if before else self.backbone.num_patches
+    return counts[-1] if counts else self.backbone.num_patches
 
   def _tokens_left(self) -> tuple[int, ...]:
     """Returns how many of an image's tokens reach each block."""
@@ -193,16 +199,16 @@ class DynamicViTConfig:
   def tokens_per_block(self) -> tuple[int, ...]:
     """Returns how many of an image's tokens each block processes."""
     return tuple(
-      layer.tokens(left)
-      for layer, left in zip(
+      layer.tokens(tokens)
+      for layer, tokens in zip(
         self.stack.layers, self._tokens_left(), strict=True
       )
     )
 
   def flops_table(self) -> list[tuple[str, dict[str, int]]]:
-    """Returns (layer, FLOPs by part) for one image, forward, at inference.
+    """Returns (layer, forward FLOPs by part) for one image in inference.
 
-    The parts `norm` are counted in published tables only: see `flops`.
+    The parts `norm` count only in published tables: see `flops`.
     """
     backbone = self.backbone
     rows = [('embed', backbone.embed_flops())]
@@ -220,13 +226,13 @@ class DynamicViTConfig:
     return rows
 
   def prediction_flops(self, patches: int) -> int:
-    """Returns FLOPs of one prediction head, forward, on so many patches."""
+    """Returns the forward FLOPs of one prediction head."""
     sizes = PredictionHead.sizes(self.backbone.width)
     return 2 * patches * sum(a * b for a, b in sizes)
 
 
 def equal_stages(num_layers: int, count: int = 3) -> tuple[int, ...]:
-  """Returns so many stages at equal distances, as the paper places them."""
+  """Returns `count` equally spaced stages, as in the paper."""
   return tuple(i * num_layers // (count + 1) for i in range(1, count + 1))
 
 
@@ -236,13 +242,14 @@ class DynamicViTOutput(StackedOutput):
 
   Attributes:
     logits_BV: float32 logits of the classes.
-    features_BLD: the tokens that are left, after the last norm, prefix first;
-      when masks train, all of them.
-    keep_SBN: float32, 1 for patches kept after each stage; when masks train,
-      gradients pass through them (straight-through). Empty for `structural`.
-    probability_SBN: float32 probability of keeping each patch that was left,
-      by a learnt score; 0 for those dropped before. None for other scores.
-    aux: what each layer tells of the tokens that reached it, by kind; see
+    features_BLD: the remaining tokens after the last norm, prefix first; all
+      tokens if dropped ones are only masked.
+    keep_SBN: float32, 1 for patches kept after each stage; differentiable
+      (straight-through) if dropped ones are only masked. Empty for
+      `structural`.
+    probability_SBN: float32 probability of keeping each remaining patch, by a
+      learned score; 0 for those already dropped. None for other scores.
+    aux: aux of each layer, about the tokens that reached it, by kind; see
       `stack.collect`.
   """
 
@@ -256,15 +263,15 @@ class DynamicViTOutput(StackedOutput):
 class PredictionHead(nn.Module):
   """Log-probabilities of keeping and dropping each patch.
 
-  Local features of the patch beside the mean of those of all kept patches: Rao
-  et al. 2021, section 3.2.
+  From local features of the patch and the mean over all kept patches (Rao et
+  al. 2021, section 3.2).
   """
 
   dtype: str = dataclasses.field(default='float32', kw_only=True)
 
   @staticmethod
   def sizes(width: int) -> tuple[tuple[int, int], ...]:
-    """Returns inputs and outputs of the linear maps."""
+    """Returns the input and output widths of the linear maps."""
     return (
       (width, width),
       (width, width // 2),
@@ -294,10 +301,10 @@ class PredictionHead(nn.Module):
     local_BNF, global_BNF = jnp.split(x_BND, [width // 2], axis=-1)
     keep_BN1 = keep_BN[..., None].astype(jnp.float32)
     total_B1F = (global_BNF * keep_BN1).sum(axis=1, keepdims=True)
-    # Where no patch is kept, the mean is 0, and not NaN.
+    # If no patch is kept, the mean is 0 instead of NaN.
     count_B11 = jnp.maximum(keep_BN1.sum(axis=1, keepdims=True), 1e-6)
     mean_BNF = jnp.broadcast_to(total_B1F / count_B11, global_BNF.shape)
-    # Cast last, so that the mean's gradient, a sum over patches, is float32.
+    # Cast only here, so that the gradient of the mean is a float32 sum.
     x_BND = jnp.concatenate(
       [local_BNF, mean_BNF.astype(local_BNF.dtype)], axis=-1
     )
@@ -308,16 +315,16 @@ class PredictionHead(nn.Module):
 
 
 class DynamicViT(nn.Module):
-  """Images in, class logits out, from ever fewer patches.
+  """Maps images to class logits, dropping patches stage by stage.
 
-  The parameters are the backbone's and, beside them, `prediction_<stage>`: a
-  dense checkpoint fits as it is. In training, learnt scores decide by hard
-  Gumbel-softmax and dropped patches are masked, so that gradients reach the
-  decision. At inference, with `Mode(masks=False)`, and always with other
-  scores, they are removed.
+  The parameters are the backbone's plus `prediction_<stage>` or
+  `pattern_<stage>`, so dense checkpoints load. In training, learned scores
+  decide by hard Gumbel-softmax and dropped patches are masked, so that
+  gradients reach the decision. In inference, with `Mode(masks=False)` and with
+  other scores, dropped patches are removed.
 
-  Rng streams: `params`; `gumbel` where masks are drawn; `routing` for random
-  scores; `stochastic_depth` as in `ViT`.
+  Rng streams: `params`; `gumbel` to sample masks; `routing` for random scores;
+  `stochastic_depth` as in `ViT`.
   """
 
   config: DynamicViTConfig
@@ -335,7 +342,7 @@ class DynamicViT(nn.Module):
         PredictionHead(dtype=config.backbone.dtype) for _ in config.stages
       ]
     elif config.score == 'static':
-      # The odds begin near even, so that Gumbel noise explores.
+      # Start near even odds, so that the Gumbel noise explores.
       init = nn.with_logical_partitioning(
         nn.initializers.normal(0.01), ('length', 'replicated')
       )
@@ -348,16 +355,16 @@ class DynamicViT(nn.Module):
   def __call__(
     self, images_BHWC: jax.Array, decisions_SBN: jax.Array | None = None
   ) -> DynamicViTOutput:
-    """Returns logits, features and what was kept.
+    """Returns logits, features and the kept patches.
 
     Args:
       images_BHWC: normalised images of the config's size, three channels.
-      decisions_SBN: 1 for patches to keep after each stage, in place of drawn
+      decisions_SBN: 1 for patches to keep after each stage, replacing sampled
         decisions; dropped ones are masked, as in training.
 
     Raises:
-      UserError: images or decisions of another shape; decisions where the score
-        makes none.
+      UserError: wrong shape of images or decisions; decisions were passed, but
+        the score is `structural`.
     """
     config = self.config
     if decisions_SBN is not None:
@@ -370,7 +377,7 @@ class DynamicViT(nn.Module):
     batch, length, _ = x_BLD.shape
     patches = length - prefix
     info = vit.token_info(x_BLD)
-    # Which patches x holds, and which of them count.
+    # Original index of each patch in x, and whether it is kept.
     index_BN = jnp.broadcast_to(jnp.arange(patches), (batch, patches))
     keep_BN = jnp.ones((batch, patches), jnp.float32)
     kept, probabilities, auxes, score_BL = [], [], [], None
@@ -400,15 +407,15 @@ class DynamicViT(nn.Module):
           prefix_BP = jnp.broadcast_to(
             jnp.arange(prefix, dtype=index_BK.dtype), (batch, prefix)
           )
-          left_BK = jnp.concatenate([prefix_BP, prefix + index_BK], axis=1)
-          x_BLD = routing.gather_tokens(x_BLD, left_BK)
-          info = info.gather(routing.Selection(left_BK))
+          tokens_BK = jnp.concatenate([prefix_BP, prefix + index_BK], axis=1)
+          x_BLD = routing.gather_tokens(x_BLD, tokens_BK)
+          info = info.gather(routing.Selection(tokens_BK))
           index_BN = jnp.take_along_axis(index_BN, index_BK, axis=1)
           keep_BN = jnp.ones(index_BN.shape, jnp.float32)
         kept.append(_spread(keep_BN, index_BN, patches))
-      done = self.backbone.step(i, x_BLD, score_BL, info)
-      x_BLD, score_BL = done.x_BLD, done.aux.get('attention')
-      auxes.append(done.aux)
+      output = self.backbone.step(i, x_BLD, score_BL, info)
+      x_BLD, score_BL = output.x_BLD, output.aux.get('attention')
+      auxes.append(output.aux)
     logits_BV, x_BLD = self.backbone.classify(
       x_BLD, keep_BN if masked else None
     )
@@ -435,7 +442,7 @@ class DynamicViT(nn.Module):
       )
 
   def _log_probability(self, stage, x_BND, keep_BN, index_BN):
-    """Returns log-probabilities of keeping and dropping, where learnt."""
+    """Returns log-probabilities of keep and drop; None if not learned."""
     match self.config.score:
       case 'predicted':
         return self.prediction[stage](x_BND, keep_BN)
@@ -445,27 +452,27 @@ class DynamicViT(nn.Module):
     return None
 
   def _draw(self, log_BN2):
-    """Draws hard decisions, gradients as of soft ones (Jang et al. 2017)."""
+    """Samples hard decisions with soft gradients (Jang et al. 2017)."""
     noise = jax.random.gumbel(self.make_rng('gumbel'), log_BN2.shape)
     soft_BN2 = jax.nn.softmax((log_BN2 + noise) / self.config.temperature)
     soft_BN = soft_BN2[..., 0]
     hard_BN = (soft_BN >= 0.5).astype(jnp.float32)
-    # Added in this order, so that the sum is exactly 0 or 1.
+    # The parentheses make the sum exactly 0 or 1.
     return hard_BN + (soft_BN - jax.lax.stop_gradient(soft_BN))
 
   def _score(self, log_BN2, score_BL, index_BN):
-    """Returns the score whose largest stay."""
+    """Returns the scores; the patches with the largest are kept."""
     match self.config.score:
       case 'random':
         return routing.gaussian_scores(self.make_rng('routing'), index_BN.shape)
       case 'class_attention':
         return score_BL[:, self.config.backbone.num_prefix :]
-    # The log-odds, because probabilities near 1 would tie in float32.
+    # Log-odds, because probabilities near 1 would tie in float32.
     return log_BN2[..., 0] - log_BN2[..., 1]
 
 
 def _pool(x_BND: jax.Array) -> jax.Array:
-  """Returns the means of squares of 2×2 patches, smaller at an odd edge."""
+  """Returns the means of 2×2 patches; fewer at the edges of an odd grid."""
   batch, patches, width = x_BND.shape
   side = math.isqrt(patches)
   x_BHWD = x_BND.reshape(batch, side, side, width)
@@ -480,6 +487,6 @@ def _pool(x_BND: jax.Array) -> jax.Array:
 
 
 def _spread(value_BK, index_BK, length):
-  """Returns value_BN: values at their patches, 0 elsewhere."""
+  """Returns value_BN: values scattered to their patches, 0 elsewhere."""
   zeros_BN = jnp.zeros((value_BK.shape[0], length), value_BK.dtype)
   return routing.scatter_add_tokens(zeros_BN, index_BK, value_BK)

@@ -28,12 +28,12 @@ from mod_jax.layers.stack import Stack, StackConfig
 from mod_jax.losses.sums import Pair
 from mod_jax.models.protocol import StackedConfig, StackedOutput
 
-_TOKENS = 64  # Of a prompt, whose logits are there at a time.
+_TOKENS = 64  # Tokens of a prompt whose logits are computed at a time.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LMConfig(StackedConfig):
-  """Sizes and choices of a `LanguageModel`. `routing=None` is a dense one."""
+  """Sizes and options of a `LanguageModel`; dense if `routing` is None."""
 
   vocab_size: config_lib.Size = 256  # Ids of the tokenizer (V).
   num_layers: config_lib.Unrolled = 4  # Blocks.
@@ -47,28 +47,28 @@ class LMConfig(StackedConfig):
   mlp: Literal['swiglu', 'gelu', 'gelu_tanh'] = 'swiglu'
   # Hidden width of the MLPs (F); None = 4D, or 8D/3 rounded up to 32.
   mlp_dim: config_lib.Size | None = None
-  feed_forward: Slot | None = None  # In place of the MLP.
+  feed_forward: Slot | None = None  # Replaces the MLP.
   tied_head: bool = True  # Whether the output head is the embedding.
   # Base of the wavelengths of the rotary embedding.
   rope_theta: Annotated[float, config_lib.Range(gt=1)] = 10_000.0
-  rope_scaling: RopeScaling | None = None  # Of those wavelengths.
-  # Tokens that each one sees at most, itself included; None = all before it.
+  rope_scaling: RopeScaling | None = None  # Scaling of wavelengths.
+  # Most tokens that each token sees, itself included; None = all before it.
   window: config_lib.Size | None = None
-  qkv_bias: bool = False  # On query, key and value.
-  # Whether each head's queries and keys pass an RMS norm before they rotate.
+  qkv_bias: bool = False  # Biases of query, key and value.
+  # Whether each head's queries and keys are RMS-normalised before the rotation.
   qk_norm: bool = False
-  norm_epsilon: config_lib.Epsilon = 1e-6  # Of the RMS norms.
-  routing: MoDConfig | None = MoDConfig()  # None = dense.
-  experts: ExpertsConfig | None = None  # In place of feed-forwards.
-  adaptive: AdaptiveConfig | None = None  # Layers split into learners.
-  # Blocks after which the head is trained to predict as well, so that they can
-  # draft a text for the whole model; 0 = none.
+  norm_epsilon: config_lib.Epsilon = 1e-6  # Epsilon of the RMS norms.
+  routing: MoDConfig | None = MoDConfig()  # None = no routed blocks.
+  experts: ExpertsConfig | None = None  # Mixtures of experts; None = none.
+  adaptive: AdaptiveConfig | None = None  # Adaptive modules; None = none.
+  # Number of blocks after which the head is also trained to predict, so that
+  # these blocks can draft text for the whole model; 0 = none.
   early_exit: config_lib.Count = 0
-  early_loss: config_lib.Weight = 0.3  # Weight of that loss.
+  early_loss: config_lib.Weight = 0.3  # Weight of the loss of the early exit.
   dtype: Literal['float32', 'bfloat16'] = 'float32'  # Compute dtype.
-  scan_layers: bool = False  # Compiles one group of blocks, and loops.
-  remat: stack_lib.Remat = 'none'  # What is kept for the backward pass.
-  # Backend for whole sequences; None chooses by platform.
+  scan_layers: bool = False  # Compile one group of blocks and loop over it.
+  remat: stack_lib.Remat = 'none'  # What is saved for the backward pass.
+  # Attention backend for whole sequences; None chooses by platform.
   attention: Literal['xla', 'cudnn', 'splash'] | None = None
 
   def __post_init__(self):
@@ -119,7 +119,7 @@ class LMConfig(StackedConfig):
         " under a causal rule are learnt under top-k; set train_rule='top_k',"
         " or choice='token'."
       )
-    _ = self.stack  # Refuses what does not fit the layers.
+    _ = self.stack  # Raises if routing and so on do not fit the layers.
 
   @functools.cached_property
   def block(self) -> BlockConfig:
@@ -177,10 +177,10 @@ class LMConfig(StackedConfig):
 
   @property
   def rules(self) -> tuple[str, ...]:
-    """Names of the rules that may be asked for, `top_k` first.
+    """Names of the usable routing rules, `top_k` first.
 
-    None where no choice depends on other tokens, so that there is nothing to
-    ask for; `top_k` alone where no causal rule was trained.
+    Empty if no choice depends on other tokens, where rules have no effect; only
+    `top_k` if no causal rule was trained.
     """
     if self.num_routed:
       causal = self.routing.causal_rules
@@ -194,12 +194,12 @@ class LMConfig(StackedConfig):
 
   @property
   def decoding_mode(self) -> RoutingMode:
-    """The mode to generate by: of the first causal rule, if one is needed.
+    """The mode for generation: that of the first causal rule, if any is needed.
 
-    It is the rule that training chose by, unless that was top-k.
+    It is the rule that chose tokens in training, unless that was top-k.
 
     Raises:
-      UserError: one is needed, and the model was trained for none.
+      UserError: a causal rule is needed, but none was trained.
     """
     if not self.rules:
       return RoutingMode()
@@ -209,7 +209,7 @@ class LMConfig(StackedConfig):
 
   @property
   def cannot_sample(self) -> str:
-    """Why a model without causal rules cannot sample: a sentence."""
+    """Error message for sampling from a model without causal rules."""
     if self.num_routed and not self.routing.causal_rules:
       return self.routing.cannot_sample
     return (
@@ -219,7 +219,7 @@ class LMConfig(StackedConfig):
     )
 
   def routing_mode(self, rule: str, **kwargs) -> RoutingMode:
-    """Returns the mode of a rule by name; keywords are other fields of it."""
+    """Returns a `RoutingMode` with the named rule; keywords are its fields."""
     if self.routing is None:
       return RoutingMode(rule=rule, **kwargs)
     return self.routing.mode(rule, **kwargs)
@@ -229,7 +229,7 @@ class LMConfig(StackedConfig):
     return LanguageModel(self, Mode(**kwargs))
 
   def example(self) -> jax.Array:
-    """Returns the least input that the model can be initialised with."""
+    """Returns a minimal input to initialise the model with."""
     return jnp.zeros((1, 2), jnp.int32)
 
   def tokens_per_block(self, length: int) -> tuple[int, ...]:
@@ -239,7 +239,7 @@ class LMConfig(StackedConfig):
   def flops_table(
     self, length: int, **kwargs
   ) -> list[tuple[str, dict[str, int]]]:
-    """As `StackConfig.flops_table`, with a row for the head."""
+    """Returns (layer, forward FLOPs by part) for one sequence and the head."""
     return [
       *self.stack.flops_table(length, **kwargs),
       ('head', {'head': 2 * length * self.width * self.vocab_size}),
@@ -248,18 +248,18 @@ class LMConfig(StackedConfig):
 
 @flax.struct.dataclass
 class LMCache:
-  """What generation carries from token to token.
+  """State of generation between calls of the model.
 
   Attributes:
-    blocks: a KVCache per block, stacked where the layers are scanned.
-    length_B: int32 tokens seen so far, padding not counted.
+    blocks: a KVCache per block, stacked if the layers are scanned.
+    length_B: int32 number of tokens so far, padding not counted.
   """
 
   blocks: Any
   length_B: jax.Array
 
   def before(self, length_B: jax.Array) -> 'LMCache':
-    """Returns the cache of each row's first tokens, as if no more had come."""
+    """Returns the cache after only each row's first `length_B` tokens."""
     blocks = tuple(block.before(length_B) for block in self.blocks)
     return LMCache(blocks, length_B)
 
@@ -272,7 +272,7 @@ class LMCache:
     mode: RoutingMode,
     length_B: jax.Array | None = None,
   ) -> 'LMCache':
-    """Returns a cache without tokens; arguments as of `StackConfig.caches`."""
+    """Returns a cache without tokens; arguments as in `StackConfig.caches`."""
     caches = config.stack.caches(batch, length, mode, length_B)
     return cls(caches, jnp.zeros(batch, jnp.int32))
 
@@ -282,16 +282,16 @@ class LMOutput(StackedOutput):
   """What a forward pass returns.
 
   Attributes:
-    logits_BLV: float32 logits of the next token; None where the targets are
-      given, since all logits at once are more than anything else takes.
-    aux: what each layer tells, by kind; see `stack.collect`.
-    cache: the cache with the tokens added; None without one.
-    loss: cross-entropy of the targets, as of `losses.next_token_loss`; None
-      where they are not given.
-    early_loss: likewise, of what the head makes of the features after the first
-      `early_exit` blocks; None unless the model is trained.
-    log_prob_BL: float32 log-probability of each token of a prompt given those
-      before it; 0 for the first and for padding. None unless asked for.
+    logits_BLV: float32 logits of the next token; None if targets were passed,
+      to save the memory of all logits at once.
+    aux: aux of each layer, by kind; see `stack.collect`.
+    cache: the cache with the tokens added; None without a cache.
+    loss: cross-entropy of the targets, as in `losses.next_token_loss`; None
+      without targets.
+    early_loss: `loss` of the head after the first `early_exit` blocks; None
+      unless in training.
+    log_prob_BL: float32 log-probability of each prompt token given those before
+      it; 0 for the first and for padding. None unless `prompt` was set.
   """
 
   logits_BLV: jax.Array | None
@@ -303,12 +303,12 @@ class LMOutput(StackedOutput):
 
 
 class LanguageModel(nn.Module):
-  """Tokens in, next-token logits out, or the loss where they are known.
+  """Maps tokens to next-token logits or, given targets, to the loss.
 
-  Collections: `params`; and `moving`, the moving-average thresholds, where
-  `routing.threshold_decay` asks for them (make it mutable to train them).
-  Rng streams: `params`; `routing` for Gaussian scores; `gumbel` where choices
-  of learners are drawn.
+  Collections: `params`; with `threshold_decay` also `moving`, the moving
+  averages of thresholds (make it mutable to train them).
+  Rng streams: `params`; `routing` for Gaussian scores; `gumbel` to sample
+  choices of learners.
   """
 
   config: LMConfig
@@ -333,23 +333,23 @@ class LanguageModel(nn.Module):
     Args:
       tokens_BL: int token ids.
       valid_BL: False for padding, left or right; None if there is none.
-      segment_BL: document numbers of packed rows; tokens see their own only.
-      mode: how routed blocks choose; a string is a rule's name, None what the
-        module's own mode says. It is static:
+      segment_BL: document numbers of packed rows; tokens see only their own
+        document.
+      mode: how routed blocks choose; a string is a rule's name, and None the
+        mode of the module. Static:
         `jax.jit(model.apply, static_argnames='mode')`.
-      cache: what came before the tokens; None for whole sequences.
-      targets_BL: int token ids to predict; with them the output has the loss
-        and no logits.
-      weights_BL: how much each target counts; None for 1.
-      depth: leaves the model after so many blocks, for the head; None after
-        all.
-      prompt: whether the tokens are to be continued: logits are of each row's
-        last real token alone, since those of a long prompt take more memory
-        than the model, and `log_prob_BL` tells of the others.
+      cache: keys and values of earlier tokens; None for whole sequences.
+      targets_BL: int token ids to predict; if given, the output has the loss
+        instead of logits.
+      weights_BL: weight of each target; None for 1.
+      depth: number of blocks to run before the head; None for all.
+      prompt: whether the tokens are a prompt. Then logits are only those of
+        each row's last real token, since all of them can take more memory than
+        the model; and the output has `log_prob_BL`.
 
     Raises:
-      UserError: what `check_tokens` refuses; a causal rule that the model was
-        not trained for.
+      UserError: invalid arrays, see `check_tokens`; a causal rule that the
+        model was not trained for.
     """
     config = self.config
     mode = RoutingMode(rule=mode) if isinstance(mode, str) else mode
@@ -365,26 +365,26 @@ class LanguageModel(nn.Module):
       ),
       (config.vocab_size, config.width),
     )
-    # Cast after the look-up: otherwise the table's gradient, a sum over tokens,
-    # would be in bfloat16, where that of the commonest token stops growing.
+    # Cast after the look-up, so that the table's gradient is a float32 sum over
+    # tokens; a bfloat16 sum would stop growing for the most common tokens.
     x_BLD = embedding_VD[tokens_BL].astype(config.dtype)
     x_BLD = parallel.constrain(x_BLD, 'batch', 'length', 'act_embed')
     info = self._token_info(tokens_BL, valid_BL, segment_BL, cache)
 
     stack = Stack(config.stack, dataclasses.replace(self.mode, routing=mode))
     nn.share_scope(self, stack)
-    done = stack(x_BLD, info, None if cache is None else cache.blocks, depth)
+    output = stack(x_BLD, info, None if cache is None else cache.blocks, depth)
 
     norm = dense.rms_norm(config.norm_epsilon, config.dtype, 'norm')
-    x_BLD = norm(done.x_BLD)
-    features = stack_lib.collect(done.aux, 'features')
+    x_BLD = norm(output.x_BLD)
+    early_features = stack_lib.collect(output.aux, 'features')
     if config.tied_head:
       kernel_DV = embedding_VD.T
     else:
       kernel_DV = _Head((config.width, config.vocab_size), name='head')()
     logits_BLV = log_prob_BL = loss = early_loss = None
     if prompt:
-      # A transposed table would be copied for the loop that is in there.
+      # Not `kernel_DV`: the loop within would copy the transposed table.
       head = ('D,DV->V', kernel_DV)
       if config.tied_head:
         head = ('D,VD->V', embedding_VD)
@@ -399,16 +399,18 @@ class LanguageModel(nn.Module):
       if weights_BL is None:
         weights_BL = jnp.ones(targets_BL.shape, jnp.float32)
       loss = losses.head_loss(x_BLD, kernel_DV, targets_BL, weights_BL)
-      for early_BLD in features.values():
+      for early_BLD in early_features.values():
         early_loss = losses.head_loss(
           norm(early_BLD), kernel_DV, targets_BL, weights_BL
         )
     if cache is not None:
-      seen_B = tokens_BL.shape[1]
+      count_B = tokens_BL.shape[1]
       if valid_BL is not None:
-        seen_B = valid_BL.sum(axis=-1, dtype=jnp.int32)
-      cache = LMCache(done.caches, cache.length_B + seen_B)
-    return LMOutput(logits_BLV, done.aux, cache, loss, early_loss, log_prob_BL)
+        count_B = valid_BL.sum(axis=-1, dtype=jnp.int32)
+      cache = LMCache(output.caches, cache.length_B + count_B)
+    return LMOutput(
+      logits_BLV, output.aux, cache, loss, early_loss, log_prob_BL
+    )
 
   def _token_info(self, tokens_BL, valid_BL, segment_BL, cache):
     if valid_BL is None:
@@ -431,16 +433,16 @@ def _last(x_BLD, valid_BL):
 
 
 def _log_prob(x_BLD, spec, kernel, tokens_BL, valid_BL):
-  """Returns `LMOutput.log_prob_BL`, by logits of a few tokens at a time."""
+  """Returns `LMOutput.log_prob_BL`, with logits of few tokens at a time."""
 
-  def one(features_and_token):
+  def token_log_prob(features_and_token):
     x_D, token = features_and_token
     logits_V = dense.einsum(spec, x_D, kernel, 'float32')
     return logits_V[token] - jax.nn.logsumexp(logits_V)
 
   x_TD = x_BLD[:, :-1].reshape(-1, x_BLD.shape[-1])
   log_prob_T = jax.lax.map(
-    one, (x_TD, tokens_BL[:, 1:].flatten()), batch_size=_TOKENS
+    token_log_prob, (x_TD, tokens_BL[:, 1:].flatten()), batch_size=_TOKENS
   )
   log_prob_BL = log_prob_T.reshape(len(x_BLD), -1)
   if valid_BL is not None:
@@ -450,7 +452,7 @@ def _log_prob(x_BLD, spec, kernel, tokens_BL, valid_BL):
 
 
 class _Head(nn.Module):
-  """The parameter of a head that is not tied, called like a linear map's."""
+  """Parameter of an untied head, named like that of a linear map."""
 
   shape: tuple[int, int]
 
@@ -469,18 +471,22 @@ def check_tokens(
   targets_BL=None,
   weights_BL=None,
 ) -> None:
-  """Refuses arrays that the language model cannot read.
+  """Checks the input arrays of the language model.
 
-  The range of the ids is checked outside of `jax.jit` only, since inside they
-  are not known yet.
+  The range of the ids is checked outside of `jax.jit` only, since traced values
+  are unknown.
 
   Raises:
-    UserError: no array, another shape than [B, L], no token at all, ids that
-      are no integers or beyond the vocabulary.
+    UserError: not an array, a shape other than [B, L], no tokens, ids that are
+      not integers or not in the vocabulary.
   """
-  given = {'tokens': tokens_BL, 'valid': valid_BL, 'segment': segment_BL}
-  given |= {'targets': targets_BL, 'weights': weights_BL}
-  for name, x in given.items():
+  arrays_by_name = {
+    'tokens': tokens_BL,
+    'valid': valid_BL,
+    'segment': segment_BL,
+  }
+  arrays_by_name |= {'targets': targets_BL, 'weights': weights_BL}
+  for name, x in arrays_by_name.items():
     if x is None and name != 'tokens':
       continue
     if not isinstance(x, (jax.Array, np.ndarray)):
@@ -554,13 +560,13 @@ def _check_mode(config, mode, tokens_BL, segment_BL, cache):
 
 
 def unrolled(config: LMConfig, params):
-  """Returns config and parameters of the model without scanned layers."""
+  """Converts config and parameters to unrolled layers."""
   unscanned = dataclasses.replace(config, scan_layers=False)
   return unscanned, stack_lib.unrolled(config.stack, params)
 
 
 def unrolled_variables(config: LMConfig, variables):
-  """As `unrolled`, with all collections of the model by name."""
+  """Converts config and all collections, by name, to unrolled layers."""
   unscanned = dataclasses.replace(config, scan_layers=False)
   return unscanned, {
     name: stack_lib.unrolled(config.stack, collection)
@@ -577,41 +583,41 @@ def merge(
   collections: bool = False,
   **kwargs,
 ):
-  """Does what `trees.merge` does where other layers may be scanned.
+  """Calls `trees.merge` for models that may differ in how layers are scanned.
 
-  A dense model's groups are single blocks, and a routed one's are not.
+  A dense and a routed model, for example, have groups of different size.
 
   Args:
-    config: of the model that `fresh` is of.
-    of: of the model that `source` is of.
+    config: config of the model that `fresh` belongs to.
+    of: config of the model that `source` belongs to.
     fresh: a collection of the model.
-    source: likewise, on the host.
-    collections: whether both are several collections by name.
-    **kwargs: of `trees.merge`.
+    source: a collection to take values from, on the host.
+    collections: whether both are dictionaries of collections by name.
+    **kwargs: passed to `trees.merge`.
   """
 
   def layout(config):
     return config.scan_layers and config.stack.period
 
-  def change(how, stack, tree):
+  def convert(how, stack, tree):
     if collections:
-      return {name: how(stack, each) for name, each in tree.items()}
+      return {name: how(stack, collection) for name, collection in tree.items()}
     return how(stack, tree)
 
   if layout(config) == layout(of):
     return trees.merge(fresh, source, **kwargs)
   merged = trees.merge(
-    change(stack_lib.unrolled, config.stack, fresh),
-    # Each stack of layers is read once.
-    change(stack_lib.unrolled, of.stack, jax.tree.map(np.asarray, source)),
+    convert(stack_lib.unrolled, config.stack, fresh),
+    # To NumPy first, so that each stacked array is read only once.
+    convert(stack_lib.unrolled, of.stack, jax.tree.map(np.asarray, source)),
     **kwargs,
   )
   if config.scan_layers:
-    merged = change(stack_lib.scanned, config.stack, merged)
+    merged = convert(stack_lib.scanned, config.stack, merged)
   return merged
 
 
 def scanned(config: LMConfig, params):
-  """The inverse of `unrolled`: config and parameters with scanned layers."""
+  """Converts config and parameters to scanned layers; inverts `unrolled`."""
   config = dataclasses.replace(config, scan_layers=True)
   return config, stack_lib.scanned(config.stack, params)

@@ -1,4 +1,4 @@
-"""What every model's config offers, whatever the model."""
+"""Interfaces that the configs and outputs of all models share."""
 
 import dataclasses
 from typing import Any, Protocol, runtime_checkable
@@ -13,14 +13,13 @@ from mod_jax.layers.routed import Routing, RoutingConfig
 
 @runtime_checkable
 class ModelConfig(Protocol):
-  """A frozen dataclass that builds a model, and counts what it costs.
+  """A frozen dataclass that builds a model and counts its FLOPs.
 
-  Methods with `*length` are called with the tokens of a sequence by language
-  models, and with nothing by models of images, which know their size.
+  `*length` is the number of tokens of a sequence for language models, and empty
+  for models of images, whose size is in the config.
 
-  A model's parts stand within each other: pruning says which tokens there are,
-  routing which of them a block processes, adaptive modules how much each of
-  those costs.
+  The parts are nested: pruning decides which tokens remain, routing which of
+  them a block processes, and adaptive modules how much each of those costs.
 
   Attributes:
     routing: how blocks are routed; None for a model without routed blocks.
@@ -38,23 +37,23 @@ class ModelConfig(Protocol):
     """Returns the module; keywords are fields of `layers.mode.Mode`."""
 
   def dense_twin(self) -> 'ModelConfig':
-    """Returns the same model with nothing conditional."""
+    """Returns the same model without conditional computation."""
 
   def with_parts(self, **parts: Any) -> 'ModelConfig':
-    """Returns the model with another `routing` or `adaptive`, or without."""
+    """Returns the model with `routing` and so on replaced, or None."""
 
   def example(self) -> Any:
-    """Returns the least input that the model can be initialised with."""
+    """Returns a minimal input to initialise the model with."""
 
   def tokens_per_block(self, *length: int) -> tuple[int, ...]:
     """Returns how many of a sequence's tokens each block processes."""
 
   def flops_table(self, *length: int) -> list[tuple[str, dict[str, int]]]:
-    """Returns (layer, FLOPs by part) for one sequence or image, forward."""
+    """Returns (layer, forward FLOPs by part) for one sequence or image."""
 
 
 class StackedConfig:
-  """What configs share whose model is a stack of layers, `stack`."""
+  """Base of configs whose model is a `stack` of layers."""
 
   @property
   def capacities(self) -> tuple[float | None, ...]:
@@ -66,23 +65,23 @@ class StackedConfig:
     return sum(capacity is not None for capacity in self.capacities)
 
   def dense_twin(self):
-    """Returns the same model with every token in every plain block."""
+    """Returns the same model without routing, experts or adaptive modules."""
     return self.with_parts(routing=None, experts=None, adaptive=None)
 
   def with_parts(self, **parts):
-    """Returns the model with other parts, or without: `routing` and so on."""
+    """Returns the model with `routing` and so on replaced, or None."""
     return dataclasses.replace(self, **parts)
 
 
 class StackedOutput:
-  """What the outputs of such models share; `aux` is each layer's."""
+  """Base of outputs of such models; `aux` holds the aux of each layer."""
 
   @property
   def routing(self) -> tuple[Routing, ...]:
-    """For each routed layer, first to last, what it chose."""
+    """Routing decisions of each routed layer, first to last."""
     return tuple(stack.collect(self.aux, 'router').values())
 
   @property
   def experts(self) -> tuple[Assigned, ...]:
-    """For each layer of experts, first to last, what they were assigned."""
+    """Routing decisions of each layer of experts, first to last."""
     return tuple(stack.collect(self.aux, 'experts').values())

@@ -31,48 +31,49 @@ from mod_jax.models.protocol import StackedConfig, StackedOutput
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ViTConfig(StackedConfig):
-  """Sizes and choices of a `ViT`: a dense DeiT-S unless said otherwise."""
+  """Sizes and options of a `ViT`; the defaults are a dense DeiT-S."""
 
-  image_size: config_lib.Pixels = 224  # Pixels a side.
-  patch_size: config_lib.Pixels = 16  # Pixels a side.
+  image_size: config_lib.Pixels = 224  # Side in pixels.
+  patch_size: config_lib.Pixels = 16  # Side in pixels.
   num_classes: config_lib.Size = 1000  # Logits of the head.
   num_layers: config_lib.Unrolled = 12  # Blocks.
   width: config_lib.Width = 384  # Width of the features (D).
   num_heads: config_lib.Size = 6  # Attention heads (H).
   # Hidden width of the MLPs (F); None = 4D.
   mlp_dim: config_lib.Size | None = None
-  feed_forward: Slot | None = None  # In place of the MLP.
-  qkv_bias: bool = True  # On query, key and value.
-  norm_epsilon: config_lib.Epsilon = 1e-6  # Of the layer norms.
-  # A second token and head, whose logits are averaged with the class token's
-  # (DeiT's distilled models, Touvron et al. 2021).
+  feed_forward: Slot | None = None  # Replaces the MLP.
+  qkv_bias: bool = True  # Biases of query, key and value.
+  norm_epsilon: config_lib.Epsilon = 1e-6  # Epsilon of the layer norms.
+  # Whether there is a distillation token with a second head, whose logits are
+  # averaged with the class token's (DeiT, Touvron et al. 2021).
   distilled: bool = False
-  # Whether that second token has its head; without, as in Hugging Face's
-  # DeiTForImageClassification, the logits are the class token's alone.
+  # Whether the distillation token has a head. Without, as in Hugging Face's
+  # DeiTForImageClassification, the logits are only the class token's.
   distillation_head: bool = True
-  # A convolutional stem before the patches, as of LV-ViT (Jiang et al. 2021).
+  # Convolutional stem before the patches, as in LV-ViT (Jiang et al. 2021).
   stem: ConvStemConfig | None = None
-  residual_scale: config_lib.Factor = 1.0  # On updates; LV-ViT's is .5.
-  # LV-ViT's second head, whose largest logits over the patches count for half.
+  residual_scale: config_lib.Factor = 1.0  # Factor on updates; .5 in LV-ViT.
+  # Whether there is LV-ViT's second head on the patches: half of the maximum of
+  # its logits over the patches is added to the class token's.
   token_head: bool = False
-  # Probability that an image goes without the last block's update in training;
-  # it rises linearly from 0 at the first.
+  # Probability in training that an image skips the last block's updates; it
+  # rises linearly from 0 at the first block.
   stochastic_depth: config_lib.BelowOne = 0.0
-  routing: VisionRoutingConfig | None = None  # None = dense.
-  experts: ExpertsConfig | None = None  # In place of feed-forwards.
-  adaptive: AdaptiveConfig | None = None  # Layers split into learners.
+  routing: VisionRoutingConfig | None = None  # None = no routed blocks.
+  experts: ExpertsConfig | None = None  # Mixtures of experts; None = none.
+  adaptive: AdaptiveConfig | None = None  # Adaptive modules; None = none.
   dtype: Literal['float32', 'bfloat16'] = 'float32'  # Compute dtype.
-  remat: stack_lib.Remat = 'none'  # What is kept for the backward pass.
+  remat: stack_lib.Remat = 'none'  # What is saved for the backward pass.
 
   def __post_init__(self):
     config_lib.validate(self)
     if self.image_size % self.patch_size:
-      below = self.image_size // self.patch_size * self.patch_size
-      sizes = [n for n in (below, below + self.patch_size) if n]
-      fitting = ' or '.join(map(str, sizes))
+      floor = self.image_size // self.patch_size * self.patch_size
+      sizes = [n for n in (floor, floor + self.patch_size) if n]
+      alternatives = ' or '.join(map(str, sizes))
       raise errors.UserError(
         f'image_size={self.image_size} is not a multiple of'
-        f' patch_size={self.patch_size}: use {fitting}.'
+        f' patch_size={self.patch_size}: use {alternatives}.'
       )
     if self.width % self.num_heads:
       raise errors.UserError(
@@ -84,7 +85,7 @@ class ViTConfig(StackedConfig):
         f'patch_size={self.patch_size}: the convolutional stem halves the'
         ' image first, so it needs an even number.'
       )
-    _ = self.stack  # Refuses what does not fit the layers.
+    _ = self.stack  # Raises if routing and so on do not fit the layers.
 
   @functools.cached_property
   def block(self) -> BlockConfig:
@@ -137,7 +138,7 @@ class ViTConfig(StackedConfig):
 
   @property
   def num_prefix(self) -> int:
-    """Tokens before the patches: the class token, a distillation token."""
+    """Number of tokens before the patches: class and distillation token."""
     return 1 + self.distilled
 
   @property
@@ -153,10 +154,10 @@ class ViTConfig(StackedConfig):
     return ViT(self, Mode(**kwargs))
 
   def isoflop_twin(self, num_layers: int | None = None) -> 'ViTConfig':
-    """Returns a dense model of about the same FLOPs: its first layers alone.
+    """Returns a shallower dense model of about the same FLOPs.
 
     Args:
-      num_layers: its depth; None for the one whose FLOPs are nearest.
+      num_layers: its depth; None for the depth with the nearest FLOPs.
     """
     if num_layers is not None:
       return dataclasses.replace(self.dense_twin(), num_layers=num_layers)
@@ -165,7 +166,7 @@ class ViTConfig(StackedConfig):
     return min(twins, key=lambda twin: abs(_total(twin) - _total(self)))
 
   def example(self) -> jax.Array:
-    """Returns the least input that the model can be initialised with."""
+    """Returns a minimal input to initialise the model with."""
     return jnp.zeros((1, self.image_size, self.image_size, 3))
 
   def tokens_per_block(self) -> tuple[int, ...]:
@@ -173,20 +174,20 @@ class ViTConfig(StackedConfig):
     return self.stack.tokens_per_block(self.num_tokens)
 
   def block_flops(self, layer: int, tokens: int) -> dict[str, int]:
-    """Returns the FLOPs of a block, by part, norms included."""
+    """Returns a block's forward FLOPs by part, norms included."""
     block = self.stack.layers[layer]
     norms = 2 * norm_flops(block.tokens(tokens), self.width)
     return dict(Counter(block.flops(tokens)) + Counter(norm=norms))
 
   def embed_flops(self) -> dict[str, int]:
-    """Returns the FLOPs of what turns an image into tokens."""
+    """Returns the FLOPs, by part, of embedding an image as tokens."""
     if self.stem is not None:
       return self.stem.flops(self.image_size, self.width)
     pixels = 3 * self.patch_size**2
     return {'embed': 2 * self.num_patches * pixels * self.width}
 
   def head_flops(self, patches: int) -> dict[str, int]:
-    """Returns the FLOPs of what turns tokens into logits."""
+    """Returns the FLOPs, by part, of the last norm and the heads."""
     heads = 1 + self.has_distillation_head
     heads += patches if self.token_head else 0
     return {
@@ -195,9 +196,9 @@ class ViTConfig(StackedConfig):
     }
 
   def flops_table(self) -> list[tuple[str, dict[str, int]]]:
-    """Returns (layer, FLOPs by part) for one image, forward.
+    """Returns (layer, forward FLOPs by part) for one image.
 
-    The parts `norm` are counted in published tables only: see `flops`.
+    The parts `norm` count only in published tables: see `flops`.
     """
     blocks = self.stack.flops_table(self.num_tokens)
     return [
@@ -211,7 +212,7 @@ class ViTConfig(StackedConfig):
 
 
 def norm_flops(tokens: int, width: int) -> int:
-  """Returns a layer norm's FLOPs: twice the MACs of published tables."""
+  """Returns a layer norm's FLOPs: 2 per MAC of published tables."""
   return 2 * 5 * tokens * width
 
 
@@ -226,7 +227,7 @@ class ViTOutput(StackedOutput):
   Attributes:
     logits_BV: float32 logits of the classes.
     features_BLD: all tokens after the last norm, the class token first.
-    aux: what each layer tells, by kind; see `stack.collect`.
+    aux: aux of each layer, by kind; see `stack.collect`.
   """
 
   logits_BV: jax.Array
@@ -235,17 +236,17 @@ class ViTOutput(StackedOutput):
 
 
 class ViT(nn.Module):
-  """Images in, class logits out.
+  """Maps images to class logits.
 
-  Collections: `params`; `batch_stats` where there is a convolutional stem (make
-  it mutable to train). Rng streams: `params`; when training,
-  `stochastic_depth` if there is any; `routing` for Gaussian scores; `gumbel`
-  where choices of learners are drawn.
+  Collections: `params`; with a convolutional stem also `batch_stats` (make it
+  mutable to train). Rng streams: `params`; `stochastic_depth` in training, if
+  configured; `routing` for Gaussian scores; `gumbel` to sample choices of
+  learners.
   """
 
   config: ViTConfig
-  mode: Mode = Mode()  # Its routing rule is `top_k` or `never`.
-  # Blocks whose aux holds how much the class token attends to each token.
+  mode: Mode = Mode()  # The routing rule must be `top_k` or `never`.
+  # Blocks that put the class token's attention to each token into their aux.
   scored: tuple[int, ...] = ()
 
   def setup(self):
@@ -304,18 +305,18 @@ class ViT(nn.Module):
     return dataclasses.replace(stack, layers=tuple(layers))
 
   def __call__(self, images_BHWC: jax.Array) -> ViTOutput:
-    """Returns logits, features and what each layer tells.
+    """Returns logits, features and each layer's aux.
 
     Args:
       images_BHWC: normalised images of the config's size, three channels.
 
     Raises:
-      UserError: images of another shape.
+      UserError: wrong shape of images.
     """
     x_BLD = self.embed(images_BHWC)
-    done = self.stack(x_BLD, token_info(x_BLD))
-    logits_BV, x_BLD = self.classify(done.x_BLD)
-    return ViTOutput(logits_BV, x_BLD, done.aux)
+    output = self.stack(x_BLD, token_info(x_BLD))
+    logits_BV, x_BLD = self.classify(output.x_BLD)
+    return ViTOutput(logits_BV, x_BLD, output.aux)
 
   def step(
     self,
@@ -324,9 +325,9 @@ class ViT(nn.Module):
     score_BL: jax.Array | None = None,
     info: TokenInfo | None = None,
   ) -> LayerOutput:
-    """Runs the layer of a number; arguments as of `Layer`.
+    """Runs one layer; arguments as in `Layer`.
 
-    `info=None` stands for an image's tokens in order.
+    `info=None` means all tokens of an image, in order.
     """
     info = token_info(x_BLD) if info is None else info
     return self.stack.step(layer, x_BLD, info, score_BL)
@@ -348,7 +349,7 @@ class ViT(nn.Module):
     prefix_BPD = jnp.broadcast_to(
       jnp.stack(self.prefix_PD), (batch, config.num_prefix, width)
     )
-    # Cast last, so that the gradients, sums over the batch, are float32.
+    # Cast last, so that gradients of the prefix and positions are float32 sums.
     x_BLD = jnp.concatenate([prefix_BPD, patches_BND], axis=1)
     x_BLD = (x_BLD + self.position_LD).astype(config.dtype)
     return parallel.constrain(x_BLD, 'batch', 'length', 'act_embed')
@@ -360,7 +361,7 @@ class ViT(nn.Module):
 
     Args:
       x_BLD: tokens after the last block, prefix first, any number of patches.
-      keep_BN: 0 for patches that count as dropped.
+      keep_BN: 0 for patches to ignore as dropped; None to ignore none.
     """
     config = self.config
     x_BLD = self.norm(x_BLD)
@@ -370,23 +371,23 @@ class ViT(nn.Module):
     if config.token_head and x_BLD.shape[1] > config.num_prefix:
       logits_BNV = self.head_tokens(x_BLD[:, config.num_prefix :])
       if keep_BN is None:
-        most_BV = logits_BNV.max(axis=1)
+        max_BV = logits_BNV.max(axis=1)
       else:
         kept_BN1 = keep_BN[..., None] > 0
-        most_BV = jnp.where(kept_BN1, logits_BNV, -jnp.inf).max(axis=1)
-        most_BV = jnp.where(kept_BN1.any(axis=1), most_BV, 0.0)
-      logits_BV += 0.5 * most_BV
+        max_BV = jnp.where(kept_BN1, logits_BNV, -jnp.inf).max(axis=1)
+        max_BV = jnp.where(kept_BN1.any(axis=1), max_BV, 0.0)
+      logits_BV += 0.5 * max_BV
     return logits_BV, x_BLD
 
 
 def token_info(x_BLD: jax.Array) -> TokenInfo:
-  """Returns what blocks need to know of an image's tokens."""
+  """Returns the `TokenInfo` of all tokens of an image, in order."""
   position_L = jnp.arange(x_BLD.shape[1], dtype=jnp.int32)
   return TokenInfo(jnp.broadcast_to(position_L, x_BLD.shape[:2]))
 
 
 def split_patches(image_BHWC: jax.Array, size: int) -> jax.Array:
-  """Returns patches_BNP: pixels of each patch by row, column, channel."""
+  """Returns patches_BNP: pixels of each patch, by row, column and channel."""
   batch, height, width, channels = image_BHWC.shape
   rows, columns = height // size, width // size
   x = image_BHWC.reshape(batch, rows, size, columns, size, channels)
@@ -397,26 +398,26 @@ def split_patches(image_BHWC: jax.Array, size: int) -> jax.Array:
 def resize_positions(
   position_LD: jax.Array, prefix: int, grid: int
 ) -> jax.Array:
-  """Returns position embeddings for another resolution, bicubic, antialiased.
+  """Resizes position embeddings to another resolution, bicubic, antialiased.
 
   Args:
-    position_LD: embeddings of `prefix` tokens and of a square of patches.
-    prefix: tokens before the patches, which stay as they are.
-    grid: patches along a side of the new square.
+    position_LD: embeddings of `prefix` tokens and of a square grid of patches.
+    prefix: number of tokens before the patches; their embeddings stay.
+    grid: patches along a side of the new grid.
 
   Raises:
-    UserError: the patches make no square.
+    UserError: the number of patches is not a square.
   """
   patches = position_LD.shape[0] - prefix
-  before = math.isqrt(max(patches, 0))
-  if before < 1 or before**2 != patches:
+  old_grid = math.isqrt(max(patches, 0))
+  if old_grid < 1 or old_grid**2 != patches:
     raise errors.UserError(
       f'{position_LD.shape[0]} position embeddings, {prefix} of them before the'
       ' patches: expected a square number of patches.'
     )
-  if before == grid:
+  if old_grid == grid:
     return position_LD
-  square = position_LD[prefix:].reshape(before, before, -1)
+  square = position_LD[prefix:].reshape(old_grid, old_grid, -1)
   square = jax.image.resize(
     square, (grid, grid, square.shape[-1]), 'cubic', antialias=True
   )
@@ -425,9 +426,9 @@ def resize_positions(
   )
 
 
-# Sizes under the names that papers, configs and command lines use: ViT
+# Sizes by the names that papers, configs and command lines use: ViT
 # (Dosovitskiy et al. 2021), DeiT (Touvron et al. 2021) and LV-ViT (Jiang et al.
-# 2021), of patches of 16 pixels. Keywords override any field.
+# 2021), with patches of 16 pixels. Keywords override any field.
 deit_tiny = functools.partial(ViTConfig, width=192, num_heads=3)
 deit_small = functools.partial(ViTConfig, width=384, num_heads=6)
 vit_base = functools.partial(ViTConfig, width=768, num_heads=12)

@@ -1,11 +1,11 @@
-"""Pure array functions that choose tokens and put them back. No Flax here.
+"""Pure array functions that choose tokens and put them back, without Flax.
 
-Everything in this package works on `[B, L]` scores and static counts:
+They work on `[B, L]` scores and static counts:
 
 * `selection`: top-k and causal choices with static shapes, gather, scatter;
-* `gates`: how a score weighs the update of a chosen token;
+* `gates`: factor on the update of a chosen token, by its score;
 * `dispatch`: moves of tokens to the experts that they chose, and back;
-* `controls`: scores that do not look at the tokens;
+* `controls`: scores that ignore the tokens;
 * `schedules`: capacity over depth and over training;
 * `thresholds`: the moving average of the k-th score.
 """

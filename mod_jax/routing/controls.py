@@ -1,4 +1,4 @@
-"""Scores that do not look at the tokens: the controls of an experiment."""
+"""Scores that ignore the tokens, as controls of experiments."""
 
 import fractions
 import statistics
@@ -13,7 +13,7 @@ def gaussian_scores(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def gaussian_threshold(capacity: float) -> float:
-  """Returns the score that a fraction `capacity` of N(0, 1) draws exceeds."""
+  """Returns the score that a fraction `capacity` of N(0, 1) samples exceeds."""
   if capacity >= 1:
     return -float('inf')
   return statistics.NormalDist().inv_cdf(1 - capacity)
@@ -22,14 +22,14 @@ def gaussian_threshold(capacity: float) -> float:
 def stride_scores(position_BL: jax.Array, capacity: float) -> jax.Array:
   """Returns 1 at a fraction `capacity` of the positions, evenly spread, else 0.
 
-  Where 1 / capacity is a whole number, those are its multiples; elsewhere two
-  strides alternate, so that the fraction still holds. A fixed pattern, hence
-  causal by itself: a token is chosen where the score exceeds 0.5.
+  If 1 / capacity is a whole number, the chosen positions are its multiples;
+  else two strides alternate to give the right fraction. The pattern is fixed
+  and so causal: a token is chosen if its score exceeds 0.5.
   """
-  # Integers, because float32 would misplace late positions, and small ones, so
-  # that their product below fits an int32.
-  most = 2**15
-  ratio = fractions.Fraction(capacity).limit_denominator(most)
-  ratio = max(ratio, fractions.Fraction(1, most))
-  chosen, of = ratio.numerator, ratio.denominator
-  return ((position_BL % of) * chosen % of < chosen).astype(jnp.float32)
+  # Integers, because float32 is inexact at late positions; small, so that the
+  # product below fits in int32.
+  max_denominator = 2**15
+  ratio = fractions.Fraction(capacity).limit_denominator(max_denominator)
+  ratio = max(ratio, fractions.Fraction(1, max_denominator))
+  chosen, period = ratio.numerator, ratio.denominator
+  return ((position_BL % period) * chosen % period < chosen).astype(jnp.float32)

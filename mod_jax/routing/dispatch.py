@@ -1,7 +1,7 @@
 """Moves of tokens to the experts that they chose, and back.
 
-An assignment is a pair of a token and an expert. A token has J of them at
-most, and the J of a token come before those of the next.
+An assignment is a pair of a token and an expert. Each token has up to J
+assignments, which are ordered by token.
 """
 
 import jax
@@ -13,15 +13,14 @@ def give_slots(
 ) -> jax.Array:
   """Returns slot_BLE, int32: each assignment's slot among all experts' slots.
 
-  Expert e has the slots `e · slots` and following. They are given out in order
-  of position, so that no token takes a slot from one before it, whichever of
-  its choices it is. An assignment that finds no slot, and one that nobody
-  wants, has the number `E · slots`.
+  Expert e has the slots from `e · slots` on. They are assigned in order of
+  position, so that no token takes the slot of an earlier one. Assignments that
+  are not wanted or get no slot have the index `E · slots`.
 
   Args:
     wanted_BLE: which tokens want which expert.
-    slots: of each expert.
-    limit_B: how many of them each row may fill; None for all.
+    slots: number of slots of each expert.
+    limit_B: number of slots of each expert that a row may fill; None for all.
   """
   experts = wanted_BLE.shape[-1]
   rank_BLE = jnp.cumsum(wanted_BLE, axis=1, dtype=jnp.int32) - 1
@@ -33,24 +32,21 @@ def give_slots(
 
 
 def inverse(index_BM: jax.Array, size: int) -> jax.Array:
-  """Returns inverse_BN of N = `size`: which entry of `index` is n.
+  """Returns inverse_BN, int32: the m for which `index[m]` is n, or M if none.
 
   Args:
-    index_BM: numbers below `size`, each at most once in a row; those that are
-      not below are nobody's.
+    index_BM: indices, each value below `size` at most once per row; others are
+      ignored.
     size: N.
-
-  Returns:
-    int32, M where no entry is n.
   """
   count = index_BM.shape[1]
   entry_M = jnp.arange(count, dtype=jnp.int32)
 
-  def one(index_M):
-    nobody_N = jnp.full(size, count, jnp.int32)
-    return nobody_N.at[index_M].set(entry_M, mode='drop', unique_indices=True)
+  def invert_row(index_M):
+    empty_N = jnp.full(size, count, jnp.int32)
+    return empty_N.at[index_M].set(entry_M, mode='drop', unique_indices=True)
 
-  return jax.vmap(one)(index_BM)
+  return jax.vmap(invert_row)(index_BM)
 
 
 @jax.custom_vjp
@@ -59,12 +55,12 @@ def take(
 ) -> jax.Array:
   """Returns y_BMD, `y[m] = x[index[m]]`; zeros where the index is N.
 
-  Its gradient gathers too: a scatter would add row by row.
+  Its gradient is a gather too, because a scatter would add row by row.
 
   Args:
-    x_BND: rows.
-    index_BM: which row each result is, 0 to N.
-    inverse_BNJ: which results each row becomes, at most J of them; M for none.
+    x_BND: rows to take from.
+    index_BM: row to take for each result, 0 to N.
+    inverse_BNJ: the results, up to J, for which each row is taken; M for none.
   """
   del inverse_BNJ
   return _gather(x_BND, index_BM)
@@ -75,9 +71,9 @@ def _take_forward(x_BND, index_BM, inverse_BNJ):
 
 
 def _take_backward(inverse_BNJ, dy_BMD):
-  batch, rows, each = inverse_BNJ.shape
+  batch, rows, per_row = inverse_BNJ.shape
   dx_BQD = _gather(dy_BMD, inverse_BNJ.reshape(batch, -1))
-  dx_BNJD = dx_BQD.reshape(batch, rows, each, -1)
+  dx_BNJD = dx_BQD.reshape(batch, rows, per_row, -1)
   dx_BND = dx_BNJD.sum(axis=2, dtype=jnp.float32).astype(dy_BMD.dtype)
   return dx_BND, None, None
 

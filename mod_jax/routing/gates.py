@@ -1,4 +1,4 @@
-"""How a router's score weighs the update of a chosen token."""
+"""Factor on the update of a chosen token, by its router score."""
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +14,10 @@ def gate(kind: str, score: jax.Array, alpha: float = 2.0) -> jax.Array:
   Args:
     kind: `raw` is the score itself (Raposo et al. 2024, Eq. 1); `sigmoid`;
       `alpha_sigmoid` is alpha · sigmoid, which for alpha = 2 is 1 at score 0;
-      `one_plus_tanh` is near the identity for small scores, which suits
-      pretrained weights; `none` is 1.
+      `one_plus_tanh` is near 1 for small scores, which suits pretrained
+      weights; `none` is 1.
     score: router scores of any shape.
-    alpha: the factor of `alpha_sigmoid`.
+    alpha: factor of `alpha_sigmoid`.
 
   Raises:
     UserError: the kind is unknown.

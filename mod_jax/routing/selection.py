@@ -1,7 +1,7 @@
-"""Static-shape choices of tokens, and the moves that go with them.
+"""Choices of tokens with static shapes, gather and scatter.
 
-Chosen positions are always ascending. Then causal-by-slot equals
-causal-by-position, and a stock causal attention works on the gathered tokens.
+Chosen positions are always ascending, so that ordinary causal attention works
+on the gathered tokens.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ class Selection:
 
   Attributes:
     index_BK: int32 positions, ascending and unique in each row.
-    valid_BK: False for a slot that holds no chosen token; None if all do.
+    valid_BK: False for empty slots; None if all hold a chosen token.
   """
 
   index_BK: jax.Array
@@ -28,10 +28,9 @@ class Selection:
 
 
 def num_chosen(capacity: float, length: int) -> int:
-  """Returns how many of `length` tokens a fraction `capacity` stands for.
+  """Returns k = max(1, floor(capacity · L)) for L = `length`.
 
-  `k = max(1, floor(capacity · L))`. The product is rounded to nine decimals
-  first, so that 0.29 · 100 is 29 and not 28.
+  The product is first rounded to nine decimals, so that 0.29 · 100 gives 29.
   """
   return max(1, int(round(capacity * length, 9)))
 
@@ -39,10 +38,10 @@ def num_chosen(capacity: float, length: int) -> int:
 def for_lengths(
   count: Callable[[int], int], length: int, length_B: jax.Array
 ) -> jax.Array:
-  """Returns count(n) for each row's own number of tokens, at most `length`.
+  """Returns count(n) for each row's number of tokens n, at most `length`.
 
-  From a table of Python's numbers, so that no rounding of float32 makes a
-  padded row choose otherwise than the same row alone.
+  It looks up a table computed in Python, so that float32 rounding cannot make a
+  padded row differ from the same row without padding.
   """
   return jnp.array([count(n) for n in range(length + 1)])[length_B]
 
@@ -50,18 +49,18 @@ def for_lengths(
 def select_tokens(score_BL: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
   """Returns the k best positions in sequence order, and their scores.
 
-  The choice of Mixture-of-Depths (Raposo et al. 2024, Eq. 1): exact top-k, the
-  lowest position first among equals.
+  The choice of Mixture-of-Depths (Raposo et al. 2024, Eq. 1): exact top-k, with
+  ties broken in favour of the lowest position.
 
   Args:
     score_BL: scores; any leading shape.
-    k: tokens to choose, 1 <= k <= L.
+    k: number of tokens to choose, 1 <= k <= L.
 
   Returns:
-    idx_BK int32, ascending, and score_BK. No gradient passes the indices.
+    idx_BK int32, ascending, and score_BK. The indices have no gradient.
 
   Raises:
-    UserError: k does not lie in 1..L.
+    UserError: k is not in 1..L.
   """
   selection = select_top_k(score_BL, k)
   score_BK = jnp.take_along_axis(score_BL, selection.index_BK, axis=-1)
@@ -77,18 +76,19 @@ def select_top_k(
   """Chooses the best tokens of each row; padding is never a candidate.
 
   Args:
-    score_BL: scores. NaN and -inf count as the least finite number, so that
-      they come last of all real tokens, but before any padding.
+    score_BL: scores. NaN and -inf count as the lowest finite number: last among
+      real tokens, but before padding.
     k: slots per row, 1 <= k <= L.
     valid_BL: False for padding.
-    count_B: how many of the k slots each row may fill; the best ones are kept.
+    count_B: number of the k slots that each row may fill, with its best tokens;
+      None for all.
 
   Returns:
-    A Selection of k slots. A row with fewer than k candidates, or with
-    `count < k`, leaves slots empty: `valid_BK` says which.
+    A Selection of k slots. Rows with fewer than k candidates or `count < k`
+    have empty slots, marked in `valid_BK`.
 
   Raises:
-    UserError: k does not lie in 1..L.
+    UserError: k is not in 1..L.
   """
   length = score_BL.shape[-1]
   if not 1 <= k <= length:
@@ -97,19 +97,19 @@ def select_top_k(
       f' 1 <= k <= {length}; lower the capacity or lengthen the sequence.'
     )
   score_BL = jax.lax.stop_gradient(score_BL).astype(jnp.float32)
-  least = jnp.finfo(jnp.float32).min
-  # NaN becomes the least number, too: any comparison with it is False.
-  score_BL = jnp.where(score_BL > least, score_BL, least)
+  lowest = jnp.finfo(jnp.float32).min
+  # NaN becomes the lowest number too, as comparisons with it are False.
+  score_BL = jnp.where(score_BL > lowest, score_BL, lowest)
   if valid_BL is not None:
     score_BL = jnp.where(valid_BL, score_BL, -jnp.inf)
   if count_B is None:
     index_BK = mod_jax_kernels.token_select(score_BL, k)
     if valid_BL is None:
       return Selection(index_BK)
-    # Rows with few candidates are filled up with padding.
+    # Rows with too few candidates also select padding.
     return Selection(index_BK, jnp.take_along_axis(valid_BL, index_BK, axis=-1))
-  # Sort by score, since each row keeps its own number of tokens. `top_k` puts
-  # -0 below 0, though as equals they must tie.
+  # Sort by score, since each row keeps a different number of tokens. Make -0
+  # equal to 0, because `top_k` would put it below.
   score_BL = jnp.where(score_BL == 0, 0, score_BL)
   index_BK = jax.lax.top_k(score_BL, k)[1].astype(jnp.int32)
   keep_BK = jnp.broadcast_to(jnp.arange(k) < count_B[..., None], index_BK.shape)
@@ -121,13 +121,13 @@ def select_top_k(
 def select_decided(
   decided_BL: jax.Array, slots: int, count_B: jax.Array | None = None
 ) -> Selection:
-  """Turns yes/no decisions into slots, first come by position.
+  """Assigns slots to the tokens with True, in order of position.
 
   Args:
     decided_BL: True for each token that wants to be processed.
-    slots: slots per row. Tokens beyond that are left out, the latest first,
-      which keeps the choice causal; `slots = L` leaves out none.
-    count_B: how many of the slots each row may fill; None for all.
+    slots: slots per row. Later tokens that find none are left out, which keeps
+      the choice causal; `slots = L` leaves out none.
+    count_B: number of slots that each row may fill; None for all.
 
   Returns:
     A Selection whose empty slots are marked in `valid_BK`.
@@ -135,8 +135,8 @@ def select_decided(
   length = decided_BL.shape[-1]
   if count_B is not None:
     decided_BL &= jnp.cumsum(decided_BL, axis=-1) <= count_B[..., None]
-  # Decided tokens first, each group in sequence order: the ranks are exact
-  # small integers, so top-k has no ties to break.
+  # Rank decided tokens first, each group in sequence order. The ranks are
+  # distinct integers, exact in float32.
   order_L = length - jnp.arange(length, dtype=jnp.float32)
   selection = select_top_k(decided_BL * length + order_L, min(slots, length))
   valid_BK = jnp.take_along_axis(decided_BL, selection.index_BK, axis=-1)
@@ -144,7 +144,7 @@ def select_decided(
 
 
 def mark_tokens(selection: Selection, length: int) -> jax.Array:
-  """Returns a mask_BL that is True at the chosen positions."""
+  """Returns mask_BL, True at the chosen positions."""
   index_BK, valid_BK = selection.index_BK, selection.valid_BK
   if valid_BK is None:
     valid_BK = jnp.ones_like(index_BK, bool)
@@ -156,8 +156,8 @@ def mark_tokens(selection: Selection, length: int) -> jax.Array:
   return jax.vmap(mark)(index_BK, valid_BK)
 
 
-# Promises that let XLA use a plain loop, with no sort and no bounds check, and
-# that keep gather and scatter local to a device under a batch sharding.
+# With these promises XLA needs no sort and no bounds checks, and gather and
+# scatter stay local to a device if the batch is sharded.
 _SCATTER = {
   'unique_indices': True,
   'indices_are_sorted': True,

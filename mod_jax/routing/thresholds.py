@@ -1,4 +1,4 @@
-"""A causal rule without a loss: the moving average of the k-th score."""
+"""Moving average of the k-th best score, the threshold of a causal rule."""
 
 import flax.struct
 import jax
@@ -9,12 +9,12 @@ import jax.numpy as jnp
 class MovingThreshold:
   """A bias-corrected exponential moving average.
 
-  A token is chosen where its score is at least the average of what the k-th
-  best score of a sequence used to be.
+  A token is chosen if its score is at least the average of past sequences' k-th
+  best scores.
 
   Attributes:
-    total: float32, the weighted sum of k-th scores: a scalar, or one for each
-      of several that choose.
+    total: float32 weighted sum of k-th best scores: a scalar, or one per
+      expert.
     weight: float32 scalar, the sum of the weights.
   """
 
@@ -28,29 +28,29 @@ class MovingThreshold:
   def update(self, kth: jax.Array, decay: float) -> 'MovingThreshold':
     """Returns the average after one more observation.
 
-    One of +inf, as of a batch of padding alone, changes nothing.
+    An observation of +inf, as from a batch of padding only, changes nothing.
     """
     kth = jax.lax.stop_gradient(kth)
-    seen = jnp.all(kth < jnp.inf)
+    is_finite = jnp.all(kth < jnp.inf)
     return MovingThreshold(
-      jnp.where(seen, decay * self.total + (1 - decay) * kth, self.total),
-      jnp.where(seen, decay * self.weight + (1 - decay), self.weight),
+      jnp.where(is_finite, decay * self.total + (1 - decay) * kth, self.total),
+      jnp.where(is_finite, decay * self.weight + (1 - decay), self.weight),
     )
 
   def value(self) -> jax.Array:
     """Returns the threshold; +inf (nothing chosen) before any update."""
-    seen = self.weight > 0
+    has_value = self.weight > 0
     return jnp.where(
-      seen, self.total / jnp.where(seen, self.weight, 1), jnp.inf
+      has_value, self.total / jnp.where(has_value, self.weight, 1), jnp.inf
     )
 
 
 def mean_of_rows(kth_B: jax.Array) -> jax.Array:
-  """Returns the mean over the rows that hold a real token: not +inf.
+  """Returns the mean over rows with real tokens, which are not +inf.
 
-  Without such a row it is +inf.
+  It is +inf if there are none.
   """
-  seen_B = kth_B < jnp.inf
-  count = seen_B.sum(axis=0)
-  mean = jnp.where(seen_B, kth_B, 0).sum(axis=0) / jnp.maximum(count, 1)
+  is_finite_B = kth_B < jnp.inf
+  count = is_finite_B.sum(axis=0)
+  mean = jnp.where(is_finite_B, kth_B, 0).sum(axis=0) / jnp.maximum(count, 1)
   return jnp.where(count > 0, mean, jnp.inf)

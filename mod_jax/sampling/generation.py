@@ -1,4 +1,4 @@
-"""Generation: one prefill, then one token of every sequence at a time."""
+"""Generation: a prefill, then one token per sequence at a time."""
 
 import dataclasses
 import functools
@@ -22,19 +22,19 @@ class Generated:
 
   Attributes:
     tokens_BN: int32 new tokens; after the end token, repetitions of it.
-    length_B: int32 how many of them count, the end token not included.
-    log_prob_BN: float32 log-probability of each under the model's own
+    length_B: int32 number of new tokens, without the end token.
+    log_prob_BN: float32 log-probability of each new token under the model's own
       distribution (before temperature and filters); 0 after the end.
     prompt_log_prob_BP: float32 log-probability of each prompt token given
       those before it; 0 for the first and for padding. Causal only if
       `causal_prompt`.
-    causal_prompt: False where the prompt was read under top-k, which sees the
-      future: its log-probabilities are then not a model's.
+    causal_prompt: False if the prompt was read under top-k, which sees the
+      future: then its log-probabilities are not those of a causal model.
     routed: fraction of (token, routed layer) pairs that were processed.
-    overflow: number of such pairs that the rule chose and that had no slot; it
-      counts those of a draft's tokens that the model has rejected, too.
-    passes: int32, how often the model has read all rows, the prompts included;
-      one for each new token, or fewer with a draft.
+    overflow: number of such pairs that the rule chose but that got no slot,
+      including those of rejected draft tokens.
+    passes: int32 number of forward passes of the model, including the prefill:
+      one per new token, or fewer with a draft.
   """
 
   tokens_BN: jax.Array
@@ -53,7 +53,7 @@ def pad_prompts(
   """Pads token lists to one length: (tokens_BP int32, valid_BP).
 
   Raises:
-    UserError: no prompt, or an empty one.
+    UserError: there is no prompt, or one is empty.
   """
   if not prompts or not all(len(prompt) for prompt in prompts):
     raise UserError(
@@ -88,35 +88,33 @@ def generate(
   max_length: int | None = None,
   draft: Draft | None = None,
 ) -> Generated:
-  """Continues prompts, every sequence by its own routing.
+  """Continues prompts; each sequence is routed independently of the others.
 
   Args:
-    model: the language model; scanned layers are unrolled on the way.
-    variables: `params`, and `moving` for the threshold rule.
+    model: the language model; scanned layers are unrolled.
+    variables: `params`, and `moving` for the rule `threshold`.
     tokens_BP: int prompts.
-    valid_BP: False for padding, left or right, rows of any length; None if
-      there is none.
-    max_new_tokens: tokens to add to each sequence.
-    mode: the causal rule that routes, and how; a string is a rule's name. A
-      dense model ignores it.
-    prefill: `causal` reads the prompt by the same rule, which equals reading
-      it token by token; `top_k` reads it as in training, which sees ahead
-      within the prompt.
-    temperature: of sampling, as are top_k and top_p; see `filter_logits`.
-    top_k: not that of routing.
-    top_p: of sampling.
-    end_token: a sequence stops after drawing it.
+    valid_BP: False for padding, left or right; None if there is none.
+    max_new_tokens: number of tokens to add to each sequence.
+    mode: the causal rule and its options; a string is a rule's name. Dense
+      models ignore it.
+    prefill: `causal` reads the prompt by the same rule, with the same result as
+      reading it token by token; `top_k` reads it as in training, where routing
+      sees later tokens of the prompt.
+    temperature: temperature of sampling; see `filter_logits`.
+    top_k: of sampling, not of routing; see `filter_logits`.
+    top_p: of sampling; see `filter_logits`.
+    end_token: id of the token after which a sequence stops.
     key: random key; may be None at temperature 0.
-    max_length: tokens that the caches have room for; prompt and new tokens by
+    max_length: number of tokens that the caches hold; prompt and new tokens by
       default.
-    draft: proposes tokens that the model verifies several at a time, which
-      changes the time that they take, and neither the greedy text nor the
-      distribution of those that are drawn.
+    draft: proposes tokens that the model verifies several at a time. It changes
+      the speed, but neither the greedy text nor the distribution of samples.
 
   Raises:
-    UserError: prompts that `lm.check_tokens` refuses, without a token, or
-      longer than the cache; a rule that the model was not trained for;
-      variables without parameters; settings out of range.
+    UserError: prompts that `lm.check_tokens` rejects, that are empty, or longer
+      than the cache; a rule that the model was not trained for; variables
+      without parameters; settings out of range.
   """
   mode = RoutingMode(rule=mode) if isinstance(mode, str) else mode
   logits_lib.check(temperature, top_k, top_p)
@@ -150,7 +148,7 @@ def generate(
   prefill_mode = mode
   if prefill == 'top_k' and model.config.num_routed and prompt > 1:
     prefill_mode = dataclasses.replace(mode, rule='top_k')
-  # A program for each power of two, whatever is asked for within it.
+  # Pad lengths to powers of two, so that few programs are compiled.
   padding, new = bucket(prompt) - prompt, bucket(max_new_tokens)
   options = _Options(
     new=new,
@@ -165,7 +163,7 @@ def generate(
     top_k_B=jnp.full(batch, top_k, jnp.int32),
     top_p_B=jnp.full(batch, top_p, jnp.float32),
   )
-  found = _generate(
+  generated = _generate(
     model.config,
     options,
     variables,
@@ -175,21 +173,21 @@ def generate(
     settings,
     max_new_tokens,
   )
-  return found.replace(
-    tokens_BN=found.tokens_BN[:, :max_new_tokens],
-    log_prob_BN=found.log_prob_BN[:, :max_new_tokens],
-    prompt_log_prob_BP=found.prompt_log_prob_BP[:, padding:],
+  return generated.replace(
+    tokens_BN=generated.tokens_BN[:, :max_new_tokens],
+    log_prob_BN=generated.log_prob_BN[:, :max_new_tokens],
+    prompt_log_prob_BP=generated.prompt_log_prob_BP[:, padding:],
   )
 
 
 def bucket(count: int, least: int = 8) -> int:
-  """Returns the power of two that a length is filled up to."""
+  """Returns the power of two to which a length is padded."""
   return max(least, 1 << (count - 1).bit_length())
 
 
 @flax.struct.dataclass
 class Settings:
-  """How each row draws its tokens; see `filter_logits`."""
+  """How each row samples its tokens; see `filter_logits`."""
 
   temperature_B: jax.Array
   top_k_B: jax.Array
@@ -198,10 +196,10 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Options:
-  """What a program is compiled for; see `generate`."""
+  """Static arguments of the compiled program; see `generate`."""
 
-  new: int  # Room for new tokens in the result.
-  room: int  # And in the caches, for all.
+  new: int  # Maximum number of new tokens in the result.
+  room: int  # Maximum number of tokens in the caches, prompt included.
   mode: RoutingMode
   prefill: RoutingMode
   end_token: int | None
@@ -236,21 +234,21 @@ def _check(
 
 
 def check_rule(config: lm.LMConfig, mode: RoutingMode) -> None:
-  """Raises UserError for a rule that a model cannot generate by."""
-  rule, known = mode.rule, config.rules
-  if known and isinstance(rule, str) and rule not in known[1:]:
-    if len(known) == 1:
+  """Raises UserError if the model cannot generate with the rule of `mode`."""
+  rule, rules = mode.rule, config.rules
+  if rules and isinstance(rule, str) and rule not in rules[1:]:
+    if len(rules) == 1:
       raise UserError(config.cannot_sample)
     raise UserError(
-      f'rule={rule!r} cannot generate: this model was trained for {known[1:]}.'
+      f'rule={rule!r} cannot generate: this model was trained for {rules[1:]}.'
     )
 
 
 def read(model, variables, tokens_BL, valid_BL, cache, mode, key, depth=None):
   """Returns logits_BLV, the cache with the tokens, and the overflow.
 
-  The last is int32: pairs of token and routed layer that the rule chose and
-  that found no slot.
+  The overflow is the int32 number of (token, routed layer) pairs that the rule
+  chose but that got no slot.
   """
   args = (model, variables, tokens_BL, valid_BL, cache, mode, key)
   output, overflow = _apply(*args, depth=depth)
@@ -260,7 +258,7 @@ def read(model, variables, tokens_BL, valid_BL, cache, mode, key, depth=None):
 def read_prompts(*args):
   """Returns logits_BV after each prompt, log_prob_BP, cache and overflow.
 
-  Arguments, and the last two, are those of `read`; the log-probabilities are
+  Arguments, cache and overflow are those of `read`; log_prob_BP is
   `LMOutput.log_prob_BL`.
   """
   output, overflow = _apply(*args, prompt=True)
@@ -282,7 +280,7 @@ def _apply(model, variables, tokens_BL, valid_BL, cache, mode, key, **kwargs):
 
 
 def filtered(logits_BV, settings: Settings) -> jax.Array:
-  """Returns logits of the distribution that each row draws from."""
+  """Returns logits of the distribution that each row samples from."""
   return logits_lib.filter_logits(
     logits_BV,
     temperature=settings.temperature_B,
@@ -292,7 +290,7 @@ def filtered(logits_BV, settings: Settings) -> jax.Array:
 
 
 def draw(logits_BV, key_B, settings: Settings) -> tuple[jax.Array, jax.Array]:
-  """Returns a token for each row, by its own key, and its log-probability."""
+  """Samples a token per row, with the row's key; returns log-probs as well."""
   filtered_BV = filtered(logits_BV, settings)
   token_B = jax.vmap(jax.random.categorical)(key_B, filtered_BV)
   token_B = token_B.astype(jnp.int32)
@@ -311,7 +309,7 @@ def _generate(
   writer = _Writer(
     *(model, variables, options, settings, num_tokens, key, row_key_B)
   )
-  # Each row's own length, so that its text does not depend on its neighbours.
+  # Each row's own length, so that its text does not depend on other rows.
   start_B = valid_BP.sum(axis=-1)
   cache = lm.LMCache.empty(
     config, batch, options.room, options.mode, start_B + num_tokens
@@ -321,17 +319,17 @@ def _generate(
     prefill_key,
   )
   text = _Text.empty(tokens_BP, valid_BP, options.new)
-  first = writer.draw(logits_BV, text)
-  text = text.add(*first, options.end_token, num_tokens)
+  first_token = writer.draw(logits_BV, text)
+  text = text.add(*first_token, options.end_token, num_tokens)
 
   def advance(carry):
     cache, text, overflow = carry
-    more = writer.one_more if options.draft is None else writer.some_more
-    cache, new, more_overflow = more(cache, text)
+    read_more = writer.one_more if options.draft is None else writer.some_more
+    cache, new_tokens, more_overflow = read_more(cache, text)
     text = text.replace(passes=text.passes + 1)
     return (
       cache,
-      text.add(*new, options.end_token, num_tokens),
+      text.add(*new_tokens, options.end_token, num_tokens),
       overflow + more_overflow,
     )
 
@@ -366,16 +364,16 @@ def _generate(
 
 @dataclasses.dataclass(frozen=True)
 class _Writer:
-  """Adds tokens to texts, one or several at a pass of the model.
+  """Adds tokens to texts, one or several per forward pass.
 
   Attributes:
-    model: with unrolled layers.
-    variables: its own.
-    options: what is known when this is compiled.
-    settings: how each row draws.
-    num_tokens: that a row is to have.
-    key: of the passes.
-    row_key_B: of the rows' draws.
+    model: the model, with unrolled layers.
+    variables: variables of the model.
+    options: static options.
+    settings: how each row samples.
+    num_tokens: number of new tokens that each row should get.
+    key: key of the forward passes.
+    row_key_B: keys with which the rows sample.
   """
 
   model: lm.LanguageModel
@@ -387,16 +385,13 @@ class _Writer:
   row_key_B: jax.Array
 
   def draw(self, logits_BV, text: '_Text'):
-    """Returns the next tokens, their log-probabilities, and how many count."""
+    """Returns the next tokens, their log-probabilities, and counts of 1."""
     token_B, log_prob_B = draw(logits_BV, self._keys(text), self.settings)
     count_B = jnp.ones(token_B.shape, jnp.int32)
     return token_B[:, None], log_prob_B[:, None], count_B
 
   def one_more(self, cache, text: '_Text'):
-    """Returns the cache with the last token, what is new, and the overflow.
-
-    What is new is as of `draw`.
-    """
+    """Reads the last token; returns the cache, `draw`'s result and overflow."""
     logits_B1V, cache, overflow = self._read(
       *(text.last_B[:, None], text.active_B[:, None]),
       *(cache, self.options.mode, self._pass_key(text)),
@@ -404,14 +399,14 @@ class _Writer:
     return cache, self.draw(logits_B1V[:, 0], text), overflow
 
   def some_more(self, cache, text: '_Text'):
-    """As `one_more`, with what the model makes of a draft."""
+    """Reads the last token and a draft; returns the same as `one_more`."""
     draft, mode = self.options.draft, self.options.mode
     vocab_size = self.model.config.vocab_size
     draft_key_B, accept_key_B = jax.vmap(jax.random.split)(self._keys(text)).T
     pass_key = self._pass_key(text)
-    before_B, missing_B = cache.length_B, self.num_tokens - text.count_B
-    # The last token that a row is to have is drawn, and not read.
-    valid_BL = jnp.arange(draft.tokens + 1) < missing_B[:, None]
+    read_count_B, remaining_B = cache.length_B, self.num_tokens - text.count_B
+    # The last of a row's tokens is sampled but never read.
+    valid_BL = jnp.arange(draft.tokens + 1) < remaining_B[:, None]
     valid_BL &= text.active_B[:, None]
     if draft.kind == 'lookup':
       proposed_BD = speculation.look_up(
@@ -423,12 +418,12 @@ class _Writer:
         functools.partial(self._read_draft, pass_key),
         *(cache, text.last_B, valid_BL[:, :-1], draft_key_B),
       )
-      cache = cache.before(before_B)
+      cache = cache.before(read_count_B)
     read_BL = jnp.concatenate([text.last_B[:, None], proposed_BD], axis=1)
     logits_BLV, cache, overflow = self._read(
       *(read_BL, valid_BL, cache, mode, pass_key)
     )
-    own_TV = filtered(
+    model_TV = filtered(
       logits_BLV.reshape(-1, vocab_size),
       jax.tree.map(
         lambda x_B: jnp.repeat(x_B, draft.tokens + 1), self.settings
@@ -437,16 +432,16 @@ class _Writer:
     tokens_BL, new_B = speculation.accept(
       proposed_BD,
       draft_BDV,
-      jax.nn.softmax(own_TV).reshape(logits_BLV.shape),
+      jax.nn.softmax(model_TV).reshape(logits_BLV.shape),
       valid_BL[:, 1:],
       accept_key_B,
     )
     if (end_token := self.options.end_token) is not None:
-      # Nothing follows an end token.
+      # Discard what follows an end token.
       ends_BL = tokens_BL == end_token
       first_B = jnp.where(ends_BL.any(-1), ends_BL.argmax(-1), draft.tokens)
       new_B = jnp.minimum(new_B, first_B + 1)
-    cache = cache.before(before_B + jnp.where(text.active_B, new_B, 0))
+    cache = cache.before(read_count_B + jnp.where(text.active_B, new_B, 0))
     return cache, (tokens_BL, _log_prob(logits_BLV, tokens_BL), new_B), overflow
 
   def _read_draft(self, key, cache, token_B, valid_B, number):
@@ -462,7 +457,7 @@ class _Writer:
     return read(self.model, self.variables, *args)
 
   def _keys(self, text: '_Text'):
-    """Returns a key for the next token of each row."""
+    """Returns each row's key for its next token."""
     return jax.vmap(jax.random.fold_in)(self.row_key_B, text.count_B)
 
   def _pass_key(self, text: '_Text'):
@@ -471,17 +466,16 @@ class _Writer:
 
 @flax.struct.dataclass
 class _Text:
-  """What is written so far.
+  """The texts so far.
 
   Attributes:
-    tokens_BT: each row's prompt without its padding, what was added, and
-      garbage.
-    start_B: int32 tokens of the prompt.
-    count_B: int32 tokens that were added.
-    log_prob_BN: of these.
-    ended_B: whether the last of them is an end token.
-    active_B: whether more are to come.
-    passes: int32, of the model over what was added.
+    tokens_BT: each row's prompt without padding, its new tokens, then garbage.
+    start_B: int32 number of tokens of the prompt.
+    count_B: int32 number of new tokens.
+    log_prob_BN: log-probabilities of the new tokens.
+    ended_B: whether the last new token is the end token.
+    active_B: whether the row still needs more tokens.
+    passes: int32 number of forward passes, including the prefill.
   """
 
   tokens_BT: jax.Array
@@ -494,7 +488,7 @@ class _Text:
 
   @classmethod
   def empty(cls, tokens_BP, valid_BP, room: int) -> '_Text':
-    """Returns prompts, and room for so many tokens after each."""
+    """Returns texts of the prompts, with room for new tokens after each."""
     batch = tokens_BP.shape[0]
     order_BP = jnp.argsort(~valid_BP, axis=-1, stable=True)
     tokens_BP = jnp.take_along_axis(tokens_BP, order_BP, axis=-1)
@@ -515,9 +509,9 @@ class _Text:
     return jnp.take_along_axis(self.tokens_BT, last_B1, axis=-1)[:, 0]
 
   def add(self, tokens_BL, log_prob_BL, new_B, end_token, most) -> '_Text':
-    """Returns the text with the first `new_B` tokens of each active row added.
+    """Returns the text with the first `new_B` tokens added to each active row.
 
-    A row is active until it has drawn the end token, or `most` tokens.
+    A row is active until it has the end token or `most` new tokens.
     """
     new_B = jnp.where(self.active_B, new_B, 0)
     place_L = jnp.arange(tokens_BL.shape[1])
@@ -543,6 +537,6 @@ class _Text:
 
 
 def _log_prob(logits, token):
-  """Returns the log-probability of each token by the logits for its place."""
+  """Returns each token's log-probability under the logits at its position."""
   log_prob = jax.nn.log_softmax(logits, axis=-1)
   return jnp.take_along_axis(log_prob, token[..., None], axis=-1)[..., 0]

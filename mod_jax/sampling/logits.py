@@ -1,4 +1,4 @@
-"""From logits to the distribution that a token is drawn from."""
+"""Temperature, top-k and nucleus filters of logits for sampling."""
 
 import math
 
@@ -9,7 +9,7 @@ from mod_jax.errors import UserError
 
 
 def check(temperature: float, top_k: int, top_p: float) -> None:
-  """Raises UserError where a sampling parameter is out of range."""
+  """Raises UserError if a sampling parameter is out of range."""
   if not 0 <= temperature < math.inf:
     raise UserError(
       f'temperature={temperature}: expected 0 (the likeliest token) or a'
@@ -28,17 +28,16 @@ def filter_logits(
   top_k: jax.Array | int = 0,
   top_p: jax.Array | float = 1.0,
 ) -> jax.Array:
-  """Returns logits of the distribution to draw from, -inf where excluded.
+  """Returns logits of the distribution to sample from, -inf for excluded ones.
 
-  The settings are numbers, or arrays [B] with one for each row.
+  The settings are numbers, or arrays [B] with one per row.
 
   Args:
     logits_BV: the model's logits.
-    temperature: divides the logits; 0 leaves the likeliest token only.
-    top_k: how many of the likeliest tokens may be drawn; 0 = all.
-    top_p: the likeliest tokens may be drawn whose probabilities, added from
-      the top, first reach this (nucleus sampling, Holtzman et al. 2020). At
-      least one is always left.
+    temperature: divisor of the logits; 0 keeps only the likeliest token.
+    top_k: number of the likeliest tokens to keep; 0 = all.
+    top_p: keeps the smallest set of likeliest tokens whose total probability
+      reaches this, and at least one (nucleus sampling, Holtzman et al. 2020).
   """
   logits_BV = logits_BV.astype(jnp.float32)
   batch, size = logits_BV.shape
@@ -49,7 +48,7 @@ def filter_logits(
   best_BV = jnp.where(jnp.arange(size) == best_B1, 0.0, -jnp.inf)
   divided_BV = logits_BV / jnp.where(temperature_B1 == 0, 1.0, temperature_B1)
   limited_B1 = (top_k_B1 > 0) & (top_k_B1 < size)
-  # Sorting a vocabulary takes longer than all else here.
+  # Skip the sort if possible: it dominates the time.
   filtered_BV = jax.lax.cond(
     (limited_B1 | (top_p_B1 < 1)).any(),
     _filtered,
@@ -65,11 +64,11 @@ def _filtered(logits_BV, top_k_B1, top_p_B1):
   sorted_BV = jnp.take_along_axis(logits_BV, order_BV, axis=-1)
   sorted_BV = jnp.where(jnp.arange(size) < top_k_B1, sorted_BV, -jnp.inf)
   probability_BV = jax.nn.softmax(sorted_BV, axis=-1)
-  before_BV = jnp.cumsum(probability_BV, axis=-1) - probability_BV
-  # The sum before may round to 1 where nothing is to be left out, and a tiny
-  # limit to 0.
-  kept_BV = (before_BV < top_p_B1) | (top_p_B1 >= 1)
+  preceding_BV = jnp.cumsum(probability_BV, axis=-1) - probability_BV
+  # Rounding: with top_p = 1 the sum may reach 1 too early, and a tiny top_p may
+  # round to 0.
+  kept_BV = (preceding_BV < top_p_B1) | (top_p_B1 >= 1)
   kept_BV |= jnp.arange(size) == 0
   sorted_BV = jnp.where(kept_BV, sorted_BV, -jnp.inf)
-  back_BV = jnp.argsort(order_BV, axis=-1)
-  return jnp.take_along_axis(sorted_BV, back_BV, axis=-1)
+  inverse_BV = jnp.argsort(order_BV, axis=-1)
+  return jnp.take_along_axis(sorted_BV, inverse_BV, axis=-1)

@@ -1,9 +1,9 @@
 """Drafts: cheap proposals of tokens that the model verifies several at a time.
 
-Decoding reads all weights for each token of a sequence; verifying a few tokens
-reads them once. Rejection sampling makes the result the model's own, whatever
-was proposed: Leviathan et al. 2023, "Fast Inference from Transformers via
-Speculative Decoding", Algorithm 1.
+Decoding reads all weights for each token; verifying several tokens reads them
+only once. Rejection sampling makes the result follow the model's distribution
+whatever the draft proposes: Leviathan et al. 2023, "Fast Inference from
+Transformers via Speculative Decoding", Algorithm 1.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from mod_jax.errors import UserError
 from mod_jax.layers.mode import RoutingMode
 from mod_jax.models import lm
 
-# Tokens at the end of a text that are looked up in it, at most.
+# Longest suffix of a text to search for in it, in tokens.
 _LOOKED_UP = 3
 
 
@@ -29,11 +29,11 @@ class Draft:
   Attributes:
     kind: `early`, the first blocks of the model and its head (LayerSkip,
       Elhoushi et al. 2024); `never`, the model without its routed blocks;
-      `lookup`, what followed when the text's last tokens came before (prompt
-      lookup, Saxena 2023), which takes no model.
-    tokens: proposals for each verification.
-    layers: blocks that `early` runs; None for the `early_exit` that the model
-      was trained with.
+      `lookup`, the tokens after an earlier occurrence of the text's last tokens
+      (prompt lookup, Saxena 2023), which runs no model.
+    tokens: number of proposals per verification.
+    layers: number of blocks that `early` runs; None for the model's
+      `early_exit`.
   """
 
   kind: Literal['early', 'never', 'lookup'] = 'early'
@@ -44,16 +44,16 @@ class Draft:
     config_lib.validate(self)
 
   def mode(self, mode: RoutingMode) -> RoutingMode:
-    """Returns how the draft's routed blocks choose, from how the model's do."""
+    """Returns the draft's routing mode, given the model's."""
     if self.kind == 'never':
       return dataclasses.replace(mode, rule='never')
     return mode
 
   def complete(self, config: lm.LMConfig) -> 'Draft':
-    """Returns the draft with its number of blocks.
+    """Returns the draft with `layers` set for this model.
 
     Raises:
-      UserError: the model has no such draft.
+      UserError: the model does not support this draft.
     """
     if self.kind == 'never' and not config.num_routed:
       raise UserError(
@@ -79,19 +79,19 @@ def propose(
   valid_BD: jax.Array,
   key_B: jax.Array,
 ) -> tuple[jax.Array, jax.Array, lm.LMCache]:
-  """Returns proposals of a part of the model, and what they were drawn from.
+  """Samples proposals from a part of the model.
 
   Args:
-    read: from cache, token_B, valid_B and the number of the proposal, returns
-      logits_BV of the distribution to draw from, and the cache with the token.
-    cache: what came before.
-    token_B: the last token, which is not in the cache.
-    valid_BD: whether a row still reads the token before each proposal.
-    key_B: of each row.
+    read: maps cache, token_B, valid_B and the index of the proposal to
+      logits_BV of the distribution to sample from and the cache with the token.
+    cache: keys and values of earlier tokens.
+    token_B: each row's last token, which is not in the cache.
+    valid_BD: whether the row needs the proposal, and so reads the token before.
+    key_B: random key of each row.
 
   Returns:
-    tokens_BD; their distributions, probability_BDV; and the cache, in which the
-    draft's own keys and values stand for what it has read.
+    tokens_BD; the distributions that they were sampled from, probability_BDV;
+    and the cache with the draft's keys and values of the tokens that it read.
   """
 
   def step(carry, inputs):
@@ -110,33 +110,34 @@ def propose(
 
 
 def look_up(text_BT: jax.Array, length_B: jax.Array, count: int) -> jax.Array:
-  """Returns `count` tokens that may follow texts, as they did before.
+  """Returns `count` tokens that followed the text's last tokens earlier on.
 
-  They followed the latest of the places that agree with the text's end in most
-  of its last three tokens. Where a text is its own continuation, they go round.
+  Takes the earlier position that matches the longest suffix, up to three
+  tokens, and the latest of several. Proposals that would run past the end of
+  the text repeat periodically.
 
   Args:
-    text_BT: tokens of each row, and garbage behind them.
-    length_B: how many are the row's, at least 1.
-    count: tokens to propose.
+    text_BT: tokens of each row, followed by garbage.
+    length_B: number of tokens of each row, at least 1.
+    count: number of tokens to propose.
   """
   place_T = jnp.arange(text_BT.shape[1])
   last_B1 = length_B[:, None] - 1
-  agrees_BT = place_T < last_B1
-  agreeing_BT = jnp.zeros(text_BT.shape, jnp.int32)
+  is_match_BT = place_T < last_B1
+  matches_BT = jnp.zeros(text_BT.shape, jnp.int32)
   for back in range(_LOOKED_UP):
     end_B1 = jnp.take_along_axis(text_BT, jnp.maximum(last_B1 - back, 0), -1)
-    agrees_BT &= jnp.roll(text_BT, back, axis=-1) == end_B1
-    agrees_BT &= place_T >= back  # What is rolled round the start is not.
-    agreeing_BT += agrees_BT
+    is_match_BT &= jnp.roll(text_BT, back, axis=-1) == end_B1
+    is_match_BT &= place_T >= back  # Exclude tokens that wrapped around.
+    matches_BT += is_match_BT
   best_B1 = jnp.argmax(
-    agreeing_BT * len(place_T) + place_T * (agreeing_BT > 0),
+    matches_BT * len(place_T) + place_T * (matches_BT > 0),
     axis=-1,
     keepdims=True,
   )
   period_B1 = jnp.maximum(last_B1 - best_B1, 1)
-  after_BD = best_B1 + 1 + jnp.arange(count) % period_B1
-  return jnp.take_along_axis(text_BT, after_BD, axis=-1, mode='clip')
+  proposal_BD = best_B1 + 1 + jnp.arange(count) % period_B1
+  return jnp.take_along_axis(text_BT, proposal_BD, axis=-1, mode='clip')
 
 
 def accept(
@@ -146,21 +147,21 @@ def accept(
   wanted_BD: jax.Array,
   key_B: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns what the model makes of proposals: tokens_BL and count_B.
+  """Verifies proposals; returns tokens_BL and count_B.
 
-  Of each row the first `count_B` tokens count, 1 to L = D + 1: the proposals
-  that were accepted, and one that the model has drawn. They are distributed as
-  if the model had drawn all of them, one after another.
+  The first `count_B` tokens of each row, 1 to L = D + 1, are the accepted
+  proposals and one token sampled from the model. They are distributed as if the
+  model had sampled all of them one by one.
 
   Args:
-    proposed_BD: tokens.
-    draft_BDV: probabilities that each was drawn from.
-    model_BLV: the model's own, for each of these places and the one after.
-    wanted_BD: False where a row is to have no more tokens: from there on,
-      proposals are neither accepted nor rejected.
-    key_B: of each row.
+    proposed_BD: proposed tokens.
+    draft_BDV: probabilities that they were sampled from.
+    model_BLV: the model's probabilities at these positions and the next one.
+    wanted_BD: False from where a row needs no more tokens; those proposals are
+      neither accepted nor rejected.
+    key_B: random key of each row.
   """
-  of_draft_BD, of_model_BD = (
+  draft_BD, model_BD = (
     jnp.take_along_axis(x, proposed_BD[..., None], axis=-1)[..., 0]
     for x in (draft_BDV, model_BLV[:, :-1])
   )
@@ -168,24 +169,27 @@ def accept(
   uniform_BD = jax.vmap(
     lambda key: jax.random.uniform(jax.random.fold_in(key, 0), (count,))
   )(key_B)
-  accepted_BD = wanted_BD & (uniform_BD * of_draft_BD < of_model_BD)
+  accepted_BD = wanted_BD & (uniform_BD * draft_BD < model_BD)
   accepted_B = jnp.cumprod(accepted_BD, axis=-1).sum(axis=-1)
-  # What follows is drawn from what the draft has left of the distribution; all
-  # is left where it has proposed nothing.
+  # Sample the next token from the residual max(model - draft, 0), or from the
+  # model's distribution where there was no proposal.
   draft_BDV = jnp.where(wanted_BD[..., None], draft_BDV, 0)
   draft_BLV = jnp.pad(draft_BDV, ((0, 0), (0, 1), (0, 0)))
-  at_B11 = accepted_B[:, None, None]
+  place_B11 = accepted_B[:, None, None]
   model_BV, draft_BV = (
-    jnp.take_along_axis(x, at_B11, axis=1)[:, 0] for x in (model_BLV, draft_BLV)
+    jnp.take_along_axis(x, place_B11, axis=1)[:, 0]
+    for x in (model_BLV, draft_BLV)
   )
-  left_BV = jnp.maximum(model_BV - draft_BV, 0)
-  # Two distributions that are the same but for rounding leave nothing.
-  left_BV = jnp.where(left_BV.any(axis=-1, keepdims=True), left_BV, model_BV)
+  residual_BV = jnp.maximum(model_BV - draft_BV, 0)
+  # The residual of equal distributions is 0.
+  residual_BV = jnp.where(
+    residual_BV.any(axis=-1, keepdims=True), residual_BV, model_BV
+  )
   next_B = jax.vmap(
-    lambda key, left_V: jax.random.categorical(
-      jax.random.fold_in(key, 1), jnp.log(left_V)
+    lambda key, residual_V: jax.random.categorical(
+      jax.random.fold_in(key, 1), jnp.log(residual_V)
     )
-  )(key_B, left_BV)
+  )(key_B, residual_BV)
   tokens_BL = jnp.pad(proposed_BD, ((0, 0), (0, 1)))
   is_next_BL = jnp.arange(count + 1) == accepted_B[:, None]
   tokens_BL = jnp.where(is_next_BL, next_B[:, None], tokens_BL)

@@ -1,1 +1,1 @@
-"""What `train.py` and `eval.py` do; installed as two console commands."""
+"""The console commands `mod-jax-train`, `mod-jax-eval` and `mod-jax-serve`."""

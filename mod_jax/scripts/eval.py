@@ -104,38 +104,38 @@ def define_flags() -> None:
 
 
 def _sample(task, trained):
-  given, language = flags.FLAGS, task.modality
+  args, language = flags.FLAGS, task.modality
   if not hasattr(language, 'sample'):
     raise UserError('--sample continues text: this run is no language model.')
   kwargs = {}
   rules = language.rules[1:]
-  if given.rule is not None and given.rule not in rules:
+  if args.rule is not None and args.rule not in rules:
     raise UserError(
-      f'--rule={given.rule}: this model was trained for'
+      f'--rule={args.rule}: this model was trained for'
       f' {", ".join(rules) or "no causal rule; leave --rule out"}.'
     )
   if rules:
     kwargs['mode'] = language.config.model.routing_mode(
-      given.rule or rules[0], overflow=given.overflow
+      args.rule or rules[0], overflow=args.overflow
     )
   texts = language.sample(
     trained.params,
     trained.model_state,
-    given.sample,
-    num_tokens=given.sample_tokens,
-    max_length=given.max_length,
-    temperature=given.temperature,
-    top_k=given.top_k,
-    top_p=given.top_p,
-    key=jax.random.key(given.seed),
+    args.sample,
+    num_tokens=args.sample_tokens,
+    max_length=args.max_length,
+    temperature=args.temperature,
+    top_k=args.top_k,
+    top_p=args.top_p,
+    key=jax.random.key(args.seed),
     **kwargs,
   )
-  for prompt, text in zip(given.sample, texts, strict=True):
+  for prompt, text in zip(args.sample, texts, strict=True):
     print(f'\nsample:\n{prompt}{text}')
 
 
 def _load(workdir, step):
-  """Returns the run to use, with the weights of a step if one was asked for."""
+  """Loads the run, with the weights of another step if one is given."""
   run = run_lib.load(workdir)
   if step is None:
     return run
@@ -145,11 +145,11 @@ def _load(workdir, step):
 
 
 def _export(run):
-  given = flags.FLAGS
+  args = flags.FLAGS
   export_lib.export(
-    run, given.export, given.export_format, dense=given.export_dense
+    run, args.export, args.export_format, dense=args.export_dense
   )
-  print(f'exported: {given.export}')
+  print(f'exported: {args.export}')
 
 
 def _predict(run) -> list[str]:
@@ -165,14 +165,14 @@ def _predict(run) -> list[str]:
   files = []
   for patterns in flags.FLAGS.predict:
     for pattern in paths.split_globs(patterns) or [patterns]:
-      found = sorted(paths.glob(pattern))
-      if not found:
+      matches = sorted(paths.glob(pattern))
+      if not matches:
         raise UserError(f'--predict={pattern}: there is no such file.')
-      files += found
+      files += matches
   width = max(map(len, files))
   rows = []
-  for some in itertools.batched(files, _BATCH):
-    images, batch = [], [{'file': file} for file in some]
+  for chunk in itertools.batched(files, _BATCH):
+    images, batch = [], [{'file': file} for file in chunk]
     for row in batch:
       try:
         images.append(run.preprocess([row['file']]))
@@ -180,12 +180,15 @@ def _predict(run) -> list[str]:
         row['error'] = str(error)
     answers = iter(run.classify(np.concatenate(images)) if images else ())
     for row in batch:
-      shown = row.get('error')
-      if shown is None:
+      answer = row.get('error')
+      if answer is None:
         row['probabilities'] = next(answers)
-        shares = row['probabilities'].items()
-        shown = ', '.join(f'{name} {share:.1%}' for name, share in shares)
-      print(f'{row["file"]:{width}}  {shown}')
+        class_probabilities = row['probabilities'].items()
+        answer = ', '.join(
+          f'{name} {probability:.1%}'
+          for name, probability in class_probabilities
+        )
+      print(f'{row["file"]:{width}}  {answer}')
     rows += batch
   if path is not None:
     _write_predictions(path, rows)
@@ -199,8 +202,10 @@ def _write_predictions(path, rows):
   else:
     table = io.StringIO()
     writer = csv.writer(table)
-    most = max(len(row.get('probabilities', ())) for row in rows)
-    ranks = [(f'class_{i}', f'probability_{i}') for i in range(1, most + 1)]
+    num_ranks = max(len(row.get('probabilities', ())) for row in rows)
+    ranks = [
+      (f'class_{i}', f'probability_{i}') for i in range(1, num_ranks + 1)
+    ]
     writer.writerow(['file', 'error', *itertools.chain(*ranks)])
     for row in rows:
       pairs = row.get('probabilities', {}).items()
@@ -220,23 +225,23 @@ def _list_studies(workdir):
 
 
 def main(_) -> None:
-  """Does what the flags say with a run."""
-  given = flags.FLAGS
-  if not given.workdir:
+  """Evaluates, samples, predicts or exports, as the flags say."""
+  args = flags.FLAGS
+  if not args.workdir:
     raise UserError('--workdir is missing: give the directory of a run.')
-  if 'list' in given.study:
-    _list_studies(given.workdir)
+  if 'list' in args.study:
+    _list_studies(args.workdir)
     return
   cli.start_backend()
   unreadable = []
-  if given.predict or given.export:
-    run = _load(given.workdir, given.step)
-    if given.predict:
+  if args.predict or args.export:
+    run = _load(args.workdir, args.step)
+    if args.predict:
       unreadable = _predict(run)
-    if given.export:
+    if args.export:
       _export(run)
-  if given.evaluate or given.study or given.sample:
-    _evaluate(given)
+  if args.evaluate or args.study or args.sample:
+    _evaluate(args)
   if unreadable:
     more = ', …' if len(unreadable) > 3 else ''
     raise UserError(
@@ -249,7 +254,7 @@ def main(_) -> None:
 def _evaluate(given):
   trained = tasks.load(given.workdir, step=given.step)
   evaluation.find_studies(trained.task, given.study)
-  if given.sample:  # First: what is refused is refused at once.
+  if given.sample:  # Before the slow evaluation, since bad flags are refused.
     _sample(trained.task, trained)
   if given.evaluate:
     evaluation.evaluate(trained, given.workdir, batches=given.batches)
@@ -257,6 +262,6 @@ def _evaluate(given):
 
 
 def run() -> None:
-  """The console command: reads the flags, and ends with a status."""
+  """Entry point of the console command."""
   define_flags()
   cli.run(main)

@@ -40,9 +40,9 @@ def define_flags() -> None:
 
 
 def main(_) -> None:
-  """Compiles all that requests need, and serves until it is stopped."""
-  values = flags.FLAGS
-  if not values.model:
+  """Compiles everything that requests need, and serves until stopped."""
+  args = flags.FLAGS
+  if not args.model:
     raise UserError('--model is missing: give the directory of a model.')
   try:
     import uvicorn
@@ -52,32 +52,32 @@ def main(_) -> None:
     raise UserError(
       f"the server needs {error.name}: pip install 'mod_jax[server]'."
     ) from error
-  run = run_lib.load(values.model)
-  engine = Engine(run, slots=values.slots, max_length=values.max_length)
-  hosts = values.allowed_hosts
+  run = run_lib.load(args.model)
+  engine = Engine(run, slots=args.slots, max_length=args.max_length)
+  hosts = args.allowed_hosts
   if hosts is None:
-    local = values.host in ('localhost', '127.0.0.1', '::1')
+    local = args.host in ('localhost', '127.0.0.1', '::1')
     hosts = server.LOOPBACK if local else ['*']
   application = server.app(
     engine,
     run,
-    name=os.path.basename(os.path.normpath(values.model)),
-    queue=values.queue,
+    name=os.path.basename(os.path.normpath(args.model)),
+    queue=args.queue,
     hosts=hosts,
   )
   print('compiling…', flush=True)
-  # From here on the tokenizer runs in a process of its own.
+  # `server.app` has moved the tokenizer into a process of its own.
   engine.warm_up()
   uvicorn.run(
     application,
-    host=values.host,
-    port=values.port,
+    host=args.host,
+    port=args.port,
     timeout_graceful_shutdown=server.STOP_LIMIT,
   )
 
 
 def run() -> None:
-  """The console command."""
+  """Entry point of the console command."""
   define_flags()
   cli.run(main)
 

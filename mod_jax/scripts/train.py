@@ -81,46 +81,46 @@ def define_flags() -> None:
 
 
 def main(_) -> None:
-  """Trains what the flags say, or tells of it."""
-  given = flags.FLAGS
+  """Trains, or prints a description of the run, as the flags say."""
+  args = flags.FLAGS
   config = cli.load_config(
-    given.config, ExperimentConfig, complete=not given.describe
+    args.config, ExperimentConfig, complete=not args.describe
   )
-  if given.describe:
-    print(config_docs.page(cli.config_file(given.config), config))
+  if args.describe:
+    print(config_docs.page(cli.config_file(args.config), config))
     return
-  if given.flops:
+  if args.flops:
     print(make_task(config).flops_report())
     return
-  if given.compile_for:
-    cache = given.workdir and f'{given.workdir}/prove'
-    print(prove.report(config, given.compile_for, cache))
+  if args.compile_for:
+    cache = args.workdir and f'{args.workdir}/prove'
+    print(prove.report(config, args.compile_for, cache))
     return
-  if not given.workdir:
+  if not args.workdir:
     raise UserError('--workdir is missing: give the directory of the run.')
-  axes = grid.parse(config, given.sweep)
-  single = {}  # What only makes sense for a single run.
-  if given.profile is not None:
-    single['profile'] = profile_lib.parse(given.profile)
-  if given.allow_changed_config:
-    single['allow_changed_config'] = True
-  if axes and single:
+  axes = grid.parse(config, args.sweep)
+  single_run_kwargs = {}  # Settings that a sweep does not support.
+  if args.profile is not None:
+    single_run_kwargs['profile'] = profile_lib.parse(args.profile)
+  if args.allow_changed_config:
+    single_run_kwargs['allow_changed_config'] = True
+  if axes and single_run_kwargs:
     raise UserError(
-      f'--{next(iter(single))} and --sweep: the first is for a single run, so'
-      ' leave one out.'
+      f'--{next(iter(single_run_kwargs))} and --sweep: the first is for a'
+      ' single run, so leave one out.'
     )
   cli.start_backend()
-  kwargs = {'allow_changed_data': given.allow_changed_data}
+  kwargs = {'allow_changed_data': args.allow_changed_data}
   with stop.listening():
     if axes:
-      points = grid.run(config, axes, given.workdir, **kwargs)
+      points = grid.run(config, axes, args.workdir, **kwargs)
       if jax.process_index() == 0:
         print(grid.table(points))
     else:
-      phases.train(config, given.workdir, **single, **kwargs)
+      phases.train(config, args.workdir, **single_run_kwargs, **kwargs)
 
 
 def run() -> None:
-  """The console command: reads the flags, and ends with a status."""
+  """Entry point of the console command."""
   define_flags()
   cli.run(main)

@@ -1,1 +1,1 @@
-"""From a directory or a file to a model that reads pictures or texts."""
+"""Loads, uses, converts, exports and serves models."""

@@ -1,8 +1,7 @@
-"""Chat templates: what makes the text of a prompt from messages.
+"""Chat templates, which render a list of messages as the text of a prompt.
 
-They are programs in Jinja that lie beside a tokenizer. What they may call is
-what Hugging Face's `apply_chat_template` gives them, since they are written for
-that.
+They are Jinja templates that lie beside a tokenizer. They get the functions and
+filters of Hugging Face's `apply_chat_template`, for which they are written.
 """
 
 import contextlib
@@ -20,7 +19,7 @@ from mod_jax.data import tokenizers
 
 
 class _Generation(jinja2.ext.Extension):
-  """Takes `{% generation %}`, which marks a template's answers, for nothing."""
+  """Ignores `{% generation %}`, which marks the model's answers."""
 
   tags = frozenset({'generation'})
 
@@ -32,12 +31,12 @@ class _Generation(jinja2.ext.Extension):
 def read_template(path: str | os.PathLike) -> jinja2.Template | None:
   """Returns the template that lies beside a tokenizer, if there is one.
 
-  One that cannot be read is logged, and counts as none. It may be a stranger's,
-  and both to read and to render it may take any time and memory, since Jinja
-  computes what is constant as it reads: see `text_process`.
+  A template that cannot be parsed is logged and counts as none. Templates are
+  untrusted: both parsing (Jinja folds constants) and rendering one may take any
+  time and memory, which `text_process` limits.
 
   Args:
-    path: of the tokenizer: its file, or the directory of that.
+    path: the tokenizer's file or directory.
   """
   folder = pathlib.Path(path).expanduser()
   folder = folder if folder.is_dir() else folder.parent
@@ -47,8 +46,8 @@ def read_template(path: str | os.PathLike) -> jinja2.Template | None:
     text = (folder / tokenizers.CHAT_TEMPLATE).read_text('utf-8')
   if not isinstance(text, str):
     return None
-  names = tokenizers.declared_specials(folder)
-  # It came with weights of somebody's, so it may do nothing but render.
+  special_tokens = tokenizers.declared_specials(folder)
+  # A sandbox, since the template is untrusted.
   environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
     trim_blocks=True,
     lstrip_blocks=True,
@@ -57,12 +56,11 @@ def read_template(path: str | os.PathLike) -> jinja2.Template | None:
   environment.globals |= {
     'raise_exception': _refuse,
     'strftime_now': lambda form: datetime.datetime.now().strftime(form),
-  } | names
+  } | special_tokens
   environment.filters['tojson'] = _to_json
   try:
     return environment.from_string(text)
-  # Also errors of Python itself, as for what is nested too deeply.
-  except Exception as error:
+  except Exception as error:  # Also RecursionError, for deep nesting.
     logging.warning('%s: no chat, for its template: %s', folder, error)
     return None
 
@@ -72,5 +70,5 @@ def _refuse(message):
 
 
 def _to_json(value, ensure_ascii=False, **kwargs) -> str:
-  """Returns JSON as it is: Jinja's own filter writes it for HTML."""
+  """Returns plain JSON; Jinja's own filter escapes it for HTML."""
   return json.dumps(value, ensure_ascii=ensure_ascii, **kwargs)

@@ -1,7 +1,6 @@
-"""What a config leaves to the files that it names: sizes, classes, words.
+"""Completes configs from the files that they name: sizes, classes, vocabulary.
 
-The functions here are for the `complete` of a config file; see
-`cli.load_config`.
+Config files call these functions in their `complete`; see `cli.load_config`.
 """
 
 import dataclasses
@@ -15,24 +14,24 @@ from mod_jax.models.lm import LMConfig
 from mod_jax.serving.run import about
 from mod_jax.tasks.experiment import ExperimentConfig
 
-# Fields of a model that are not about the weights that it starts from.
+# Fields of a model that are kept when it takes over pretrained weights.
 _OWN = ('routing', 'experts', 'adaptive', 'dtype', 'remat')
 
 
 def images(
   config: ExperimentConfig, *, image_size: int | None = None
 ) -> ExperimentConfig:
-  """Returns the config of a vision run over the pictures that it names.
+  """Completes the config of a vision run from its pictures and weights.
 
-  The model has as many classes as the data. Its sizes, and what becomes of the
-  pictures, are those of the weights at `config.init`, if it names any. A dense
-  model is trained first, if `config.dense` says how, where there are no such
-  weights, or where the method learns from a dense model of the same classes and
-  they are of others.
+  The model gets as many classes as the data have; its sizes and preprocessing
+  come from the weights at `config.init`, if given. `config.dense`, the phase
+  that trains a dense model first, is kept only if it is needed: without `init`,
+  or if the method distils from a dense model of the same classes and that at
+  `init` has others.
 
   Args:
     config: the experiment.
-    image_size: pixels a side; None for what the weights were trained with.
+    image_size: pixels a side; None for the size in the weights' config.
 
   Raises:
     UserError: there are no such pictures or weights.
@@ -40,17 +39,17 @@ def images(
   classes = images_lib.class_names(config.data)
   model, data, dense = config.model, config.data, config.dense
   backbone = getattr(model, 'backbone', model)
-  of_our_classes = False
+  same_classes = False
   if config.init is not None:
     fields = _about(config.init, of_text=False)
-    found = fields['config'].dense_twin()
-    known = fields.get('classes')
-    of_our_classes = found.num_classes == len(classes)
-    if known is not None:
-      of_our_classes = known == classes
+    pretrained = fields['config'].dense_twin()
+    pretrained_classes = fields.get('classes')
+    same_classes = pretrained.num_classes == len(classes)
+    if pretrained_classes is not None:
+      same_classes = pretrained_classes == classes
     data = fields['preprocess'].apply_to(data)
-    own = (*_OWN, 'stochastic_depth')
-    backbone = _with_own(found, backbone, own)
+    kept_fields = (*_OWN, 'stochastic_depth')
+    backbone = _with_own(pretrained, backbone, kept_fields)
   size = image_size or data.image_size
   data = dataclasses.replace(data, image_size=size)
   backbone = dataclasses.replace(
@@ -60,23 +59,23 @@ def images(
     depth = backbone.num_layers
     stages = equal_stages(depth, min(len(model.stages), depth - 1))
     model = dataclasses.replace(model, backbone=backbone, stages=stages)
-    taught = True
+    needs_teacher = True
   else:
     model = _with_own(backbone, model, _OWN)
-    taught = model.adaptive is not None
-  if config.init is not None and not (taught and not of_our_classes):
+    needs_teacher = model.adaptive is not None
+  if config.init is not None and not (needs_teacher and not same_classes):
     dense = None
   return dataclasses.replace(config, model=model, data=data, dense=dense)
 
 
 def language(config: ExperimentConfig) -> ExperimentConfig:
-  """Returns the config of a language run over the texts that it names.
+  """Completes the config of a language run from its tokenizer and weights.
 
-  Its vocabulary is the tokenizer's. With weights at `config.init`, sizes and
-  tokenizer are theirs, and no dense model is trained first.
+  The vocabulary is that of the tokenizer. With weights at `config.init`, sizes
+  and tokenizer are theirs, and no dense model is trained first.
 
   Raises:
-    UserError: there is no such tokenizer or corpus, or there are no weights.
+    UserError: the tokenizer, corpus or weights do not exist.
   """
   model, data = config.model, config.data
   if config.init is not None:
@@ -86,7 +85,7 @@ def language(config: ExperimentConfig) -> ExperimentConfig:
       data = dataclasses.replace(data, tokenizer=kind, tokenizer_path=path)
     model = _with_own(fields['config'], model, (*_OWN, 'attention'))
     return dataclasses.replace(config, model=model, data=data, dense=None)
-  # One that is learned is not learned yet, and has as many as it shall have.
+  # A tokenizer that is yet to be learned will have `tokenizer_vocab_size`.
   size = data.tokenizer_vocab_size
   if not data.learns_tokenizer:
     size = text.make_tokenizer(data).vocab_size

@@ -1,16 +1,15 @@
 """Continuous batching: many requests share the slots of one decoding state.
 
-A request is read as a whole into a cache of its own (`slots.Program.prefill`,
-compiled for each power of two of prompt lengths), which is then copied into a
-free slot (`insert`); `step` adds a token to every slot that is in use. The
-state is donated to the last two, so that caches are written in place. What a
-request asks for (temperature, limits, seed) are arrays with a number for each
-slot, so that nothing compiles after `warm_up`. The host reads the tokens of one
-step while the next one runs.
+`slots.Program.prefill`, compiled for each power of two of prompt lengths, reads
+a whole prompt into its own cache, and `insert` copies that into a free slot;
+`step` adds a token to every active slot. `insert` and `step` donate the state,
+so caches are updated in place. Settings of requests (temperature, limits, seed)
+are arrays with an entry per slot, so nothing compiles after `warm_up`. The host
+reads the tokens of one step while the next one runs.
 
-A slot that ends frees itself on the device; the host learns of it a step later,
-and fills it again. Cancelled requests, and those that meet a stop text, are
-released by the host.
+A finished slot becomes inactive on the device; the host learns of it a step
+later and refills the slot. The host itself releases the slots of requests that
+are cancelled or meet a stop text.
 """
 
 import collections
@@ -40,12 +39,13 @@ class Event:
   """A new token of a request, or its end.
 
   Attributes:
-    id: of the request.
-    text: what is new and cannot change any more: characters whose bytes are
-      complete, and that cannot become a stop text.
-    token: the token; None where the event only ends the request, as an end
-      token does.
-    log_prob: of the token, in nats, by the model's own distribution.
+    id: the request's number.
+    text: new text that is final: complete characters that cannot be the
+      beginning of a stop text.
+    token: the token; None if the event only ends the request, as an end token
+      does.
+    log_prob: the token's log-probability, in nats, under the model's own
+      distribution.
     reason: why the request has ended: `stop` at its end token or a stop text,
       `length` at its limit, `cancelled`, `failed` where the tokenizer cannot
       turn its tokens into text; None while it goes on.
@@ -60,13 +60,13 @@ class Event:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Completion:
-  """All of a request's new text.
+  """The whole continuation of a request.
 
   Attributes:
-    text: without the stop text.
-    tokens: without the end token; those of a stop text are among them.
-    log_probs: of these tokens, in nats.
-    reason: as of `Event`.
+    text: the continuation, without the stop text.
+    tokens: its tokens, including those of a stop text but not the end token.
+    log_probs: log-probabilities of these tokens, in nats.
+    reason: why the request ended, as in `Event`.
   """
 
   text: str
@@ -75,13 +75,13 @@ class Completion:
   reason: Reason
 
 
-# The settings of a slot that nobody has used.
+# Settings of slots that have not been used yet.
 _GREEDY = {'temperature': 0.0, 'top_k': 0, 'top_p': 1.0}
 
 
 @dataclasses.dataclass
 class _Request:
-  """What the host knows of a request."""
+  """The host's record of a request."""
 
   id: int
   tokens: list[int]
@@ -100,26 +100,27 @@ class Engine:
       for event in engine.run():
         print(event.id, event.text)
 
-  A request's tokens depend on its own prompt, settings and seed, and not on
-  its neighbours or its slot (but for rounding, where a matrix product of
-  several rows is computed in another order). The control whose routing scores
-  are drawn at random draws them for each step of all slots.
+  A request's tokens depend only on its own prompt, settings and seed, up to
+  rounding: matrix products of several rows may sum in another order. Models
+  with random routing scores (a control) are an exception: the scores are drawn
+  in each step for all slots together.
 
   Args:
-    run: what `mod_jax.load` returned, of a language model.
-    slots: requests that are decoded at a time.
-    max_length: tokens of a prompt and its continuation together; None for the
-      length that the model was trained at.
-    mode: how routed blocks choose; None for the first causal rule that the
-      model was trained for.
+    run: a language model, as `mod_jax.load` returns it.
+    slots: number of requests that are decoded at a time.
+    max_length: most tokens of a prompt and its continuation together; None for
+      the length that the model was trained at.
+    mode: how routed blocks choose tokens; None for the first causal rule that
+      the model was trained for.
 
   Attributes:
-    slots: as above, as is max_length.
-    mode: the rule that routes.
-    tokenizer: what turns tokens into text; None where there is none.
+    slots: number of requests that are decoded at a time.
+    max_length: most tokens of a prompt and its continuation together.
+    mode: how routed blocks choose tokens.
+    tokenizer: the model's tokenizer; None if it has none.
 
   Raises:
-    UserError: the run is no language model, or it has no causal rule.
+    UserError: the run is not a language model, or has no causal rule.
   """
 
   def __init__(
@@ -154,10 +155,10 @@ class Engine:
     self._waiting: collections.deque[_Request] = collections.deque()
     self._in_slot: list[_Request | None] = [None] * slots
     self._requests: dict[int, _Request] = {}
-    # What has happened to others while `generate` ran.
+    # Events of other requests that occurred while `generate` ran.
     self._untold: list[Event] = []
-    # What the device has been asked for and the host has not read: for each
-    # call, which request's row is which, and the arrays.
+    # Calls whose output the host has not read yet: (the request of each row,
+    # output arrays).
     self._pending: collections.deque[Any] = collections.deque()
     self._state = slots_lib.State(
       self._program.empty(slots),
@@ -179,21 +180,20 @@ class Engine:
     stop: str | list[str] | tuple[str, ...] = (),
     seed: int = 0,
   ) -> int:
-    """Takes a request, and returns its number.
+    """Queues a request, and returns its number.
 
     Args:
       prompt: a text, or its tokens.
-      max_new_tokens: tokens to add at most; None for all that there is room
-        for.
-      temperature: of sampling, as are top_k and top_p; see `filter_logits`.
-      top_k: of sampling.
-      top_p: of sampling.
-      stop: texts before which the continuation ends.
-      seed: of what is drawn.
+      max_new_tokens: most tokens to add; None for as many as fit.
+      temperature: of sampling; 0 takes the likeliest token.
+      top_k: sample among this many likeliest tokens; 0 for all.
+      top_p: sample from the nucleus of this probability.
+      stop: the continuation ends before the first of these texts.
+      seed: of the sampling.
 
     Raises:
-      UserError: a prompt without tokens, or beyond the vocabulary; more tokens
-        than a slot holds; a setting out of range.
+      UserError: the prompt is empty or has tokens outside the vocabulary; it
+        does not fit a slot; or a setting is out of range.
     """
     stops = (stop,) if not isinstance(stop, list | tuple) else tuple(stop)
     if not all(isinstance(text, str) and text for text in stops):
@@ -229,10 +229,10 @@ class Engine:
     return request.id
 
   def encode(self, prompt: str | Sequence[int]) -> list[int]:
-    """Returns the tokens of a prompt, or those that it is, checked.
+    """Returns the prompt's tokens, checked against the vocabulary.
 
     Raises:
-      UserError: there are none, or some are no tokens of the model.
+      UserError: the prompt is empty or has tokens outside the vocabulary.
     """
     if isinstance(prompt, str):
       if self.tokenizer is None:
@@ -255,28 +255,28 @@ class Engine:
     return tokens
 
   def cancel(self, id: int) -> None:
-    """Ends a request; one that is unknown, or has ended, is left alone."""
+    """Ends a request; does nothing if it is unknown or has ended."""
     request = self._requests.get(id)
     if request is not None:
       request.finished = 'cancelled'
 
   @property
   def idle(self) -> bool:
-    """Whether nothing is left to do, or to tell."""
+    """Whether no request is unfinished and no event undelivered."""
     return not self._requests and not self._untold
 
   # Work.
 
   def run(self) -> Iterator[Event]:
-    """Yields what happens until nothing is left to do.
+    """Yields events until the engine is idle.
 
-    Requests may come, and be cancelled, meanwhile.
+    Requests may be submitted and cancelled meanwhile.
     """
     while not self.idle:
       yield from self.advance()
 
   def advance(self) -> list[Event]:
-    """Does one step, and returns what has happened."""
+    """Runs one step, and returns the new events."""
     events = self._untold + self._drop_cancelled()
     self._untold = []
     for slot, request in enumerate(self._in_slot):
@@ -284,9 +284,11 @@ class Engine:
         self._insert(self._waiting.popleft(), slot)
     if any(request is not None for request in self._in_slot):
       key = jax.random.key(next(self._steps) % 2**31)
-      self._state, told = self._program.step(self._variables, self._state, key)
-      self._remember(tuple(self._in_slot), told)
-    # The newest call runs on while what the earlier ones told is read.
+      self._state, outputs = self._program.step(
+        self._variables, self._state, key
+      )
+      self._remember(tuple(self._in_slot), outputs)
+    # Read the output of earlier calls while the newest one still runs.
     while len(self._pending) > 1:
       events += self._read()
     if self._pending and all(r is None for r in self._in_slot):
@@ -296,30 +298,30 @@ class Engine:
   def generate(
     self, prompts: Iterable[str | Sequence[int]], **kwargs
   ) -> list[Completion]:
-    """Returns how prompts go on; keywords are those of `submit`."""
-    found: dict[int, list[Event]] = {}
+    """Returns the prompts' continuations; keywords are those of `submit`."""
+    events_by_id: dict[int, list[Event]] = {}
     others = []
 
-    def sort(events):
+    def collect(events):
       for event in events:
-        found.get(event.id, others).append(event)
+        events_by_id.get(event.id, others).append(event)
 
     try:
       for prompt in prompts:
-        found[self.submit(prompt, **kwargs)] = []
-      while not found.keys().isdisjoint(self._requests):
-        sort(self.advance())
+        events_by_id[self.submit(prompt, **kwargs)] = []
+      while not events_by_id.keys().isdisjoint(self._requests):
+        collect(self.advance())
     except BaseException:
-      for id in found:
+      for id in events_by_id:
         self.cancel(id)
-      sort(self._drop_cancelled())
+      collect(self._drop_cancelled())
       raise
     finally:
       self._untold += others
-    return [completion(events) for events in found.values()]
+    return [completion(events) for events in events_by_id.values()]
 
   def warm_up(self) -> None:
-    """Compiles all that any request needs, before the first one comes."""
+    """Compiles everything that requests need, before the first one arrives."""
     lengths = []
     while not lengths or lengths[-1] < self.max_length - 1:
       lengths.append(generation.bucket(lengths[-1] + 1 if lengths else 1))
@@ -375,7 +377,7 @@ class Engine:
     token_B, log_prob_B, active_B = map(np.asarray, arrays)
     events = []
     for b, request in enumerate(requests):
-      # One that has ended since the step was begun is not told of it.
+      # Skip requests that have ended since the step was dispatched.
       if request is None or request.id not in self._requests:
         continue
       if request.finished is None and active_B[b]:
@@ -410,17 +412,17 @@ class Engine:
 
 
 def completion(events: Sequence[Event]) -> Completion:
-  """Returns what a request's events, first to last, come to.
+  """Joins all events of a request, in order, into a completion.
 
   Raises:
     UserError: the request has not ended.
   """
   if not events or events[-1].reason is None:
     raise UserError('the request has not ended: run the engine until it has.')
-  told = [event for event in events if event.token is not None]
+  token_events = [event for event in events if event.token is not None]
   return Completion(
     text=''.join(event.text for event in events),
-    tokens=tuple(event.token for event in told),
-    log_probs=tuple(event.log_prob for event in told),
+    tokens=tuple(event.token for event in token_events),
+    log_probs=tuple(event.log_prob for event in token_events),
     reason=events[-1].reason,
   )

@@ -1,4 +1,4 @@
-"""Whole folders of a model: for Hugging Face, for timm, and our own."""
+"""Exports models as folders for mod_jax, Hugging Face transformers or timm."""
 
 import dataclasses
 import json
@@ -23,19 +23,19 @@ from mod_jax.serving.run import Run
 from mod_jax.tasks.warm_start import FOLDER, WEIGHTS
 from mod_jax.train import workdir
 
-# What a routed language model has beside its dense part.
+# The routers of a routed language model, beside its dense weights.
 ROUTERS = 'routers.safetensors'
-# Of the layer norms of timm's vision transformers, whose files name no other.
+# The only epsilon of timm's layer norms: its configs have no field for it.
 _TIMM_EPSILON = 1e-6
 Format = Literal['safetensors', 'huggingface', 'timm']
-# Who reads the formats of other libraries.
+# The library that reads each format.
 _READERS = {'huggingface': 'transformers', 'timm': 'timm'}
-# What of a model no other library has, and how it is called.
+# Fields of configs for features that other libraries lack, with descriptions.
 _OURS = (
   ('routing', 'routed blocks'),
   ('feed_forward', 'feed-forward slots of its own'),
 )
-# What stands in the place of dense weights.
+# Fields for layers without dense weights, with descriptions.
 _REPLACED = (('adaptive', 'learners'), ('experts', 'experts'))
 
 
@@ -46,29 +46,30 @@ def export(
   *,
   dense: bool = False,
 ) -> None:
-  """Writes a folder that has all of a model: weights, sizes, what it reads.
+  """Writes a model to a folder: weights, config, tokenizer or preprocessing.
 
-  `safetensors` is our own format, of any model, which `load` reads anywhere.
-  `huggingface` writes what `transformers` reads as ViTForImageClassification,
-  or a DeiT where there is a distillation token, or as the language model of
-  `convert.lm.FAMILIES` that computes the same; and `timm` what
-  `timm.create_model('local-dir:FOLDER')` does. These two hold dense models.
+  * `safetensors` is mod_jax's own format. It holds any model; `load` reads it.
+  * `huggingface` is read by `transformers`, as ViTForImageClassification, as a
+    DeiT if the model has a distillation token, or as the equivalent language
+    model of `convert.lm.FAMILIES`. Dense models only.
+  * `timm` is read by `timm.create_model('local-dir:FOLDER')`. Dense vision
+    models only.
 
-  No absolute path is written: of those in the run's config, such as that of its
-  data, the last part stays.
+  Absolute paths in the run's config, such as that of its data, are reduced to
+  their last part.
 
   Args:
-    run: what `load` returned.
-    path: of the folder, which is made; files in it are replaced.
-    format: for whom.
-    dense: of a routed or pruned model, write the dense model that its weights
-      would be without: the library then computes something else. Learners and
-      experts leave none. A routed language model's routers lie beside, in
-      `routers.safetensors`.
+    run: the model, as `load` returns it.
+    path: the folder, created if necessary; files in it are replaced.
+    format: the format.
+    dense: of a routed or pruned model, export the dense model that has the same
+      weights, although it computes something else. Impossible for learners and
+      experts, which have no dense weights. The routers of a language model are
+      written to `routers.safetensors` as well.
 
   Raises:
-    UserError: the format cannot say what the model does; or the folder is that
-      of a run, or cannot be written.
+    UserError: the format cannot represent the model; or the folder holds a run,
+      or cannot be written.
   """
   writers = {'safetensors': _ours, 'huggingface': _huggingface, 'timm': _timm}
   write = config_lib.choose(format, writers, 'format')
@@ -82,7 +83,7 @@ def export(
     )
   try:
     written = write(run, folder)
-    # What an earlier model has left there would be taken for this one's.
+    # Delete files of an earlier export, which would be read as this model's.
     for name in {FOLDER, ROUTERS} - written:
       (folder / name).unlink(missing_ok=True)
   except OSError as error:
@@ -99,20 +100,20 @@ def _check_dense(run, format, dense):
       " 'safetensors' for a language model."
     )
 
-  def has(parts):
-    return [said for name, said in parts if getattr(config, name, None)]
+  def descriptions(parts):
+    return [text for name, text in parts if getattr(config, name, None)]
 
-  if gone := has(_REPLACED):
+  if replaced := descriptions(_REPLACED):
     raise UserError(
-      f'format={format!r} has no {" and no ".join(gone)}, of which no dense'
+      f'format={format!r} has no {" and no ".join(replaced)}, of which no dense'
       " model is left: use 'safetensors'."
     )
-  lost = has(_OURS)
+  unsupported = descriptions(_OURS)
   if isinstance(config, DynamicViTConfig):
-    lost.append('the dropping of patches')
-  if lost and not dense:
+    unsupported.append('the dropping of patches')
+  if unsupported and not dense:
     raise UserError(
-      f'{_READERS[format]} cannot run {" or ".join(lost)}. Export as'
+      f'{_READERS[format]} cannot run {" or ".join(unsupported)}. Export as'
       " 'safetensors' (for mod_jax), or with dense=True (--export_dense): the"
       ' same weights, every block dense, other outputs.'
     )
@@ -123,7 +124,7 @@ def _json(path, fields):
   paths.write_bytes(path, text.encode())
 
 
-# Each of the following returns which of FOLDER and ROUTERS it has written.
+# Writers by format; each returns which of FOLDER and ROUTERS it has written.
 
 
 def _ours(run, folder):
@@ -157,10 +158,7 @@ def _config(instance) -> dict[str, Any]:
 
 
 def _local(value):
-  """Returns JSON in which absolute paths have their last part alone.
-
-  The rest tells of the machine that they are of, and of nothing elsewhere.
-  """
+  """Returns JSON with absolute paths reduced to their last part."""
   if isinstance(value, dict):
     return {name: _local(x) for name, x in value.items()}
   if isinstance(value, list):
@@ -240,24 +238,24 @@ def _huggingface(run, folder):
       'label2id': {name: i for i, name in enumerate(names)},
     },
   )
-  reads = run.preprocess
-  whole = round(reads.image_size / reads.crop_fraction)
-  squashes = reads.resize == 'squash'
+  preprocess = run.preprocess
+  side = round(preprocess.image_size / preprocess.crop_fraction)
+  squashes = preprocess.resize == 'squash'
   _json(
     folder / 'preprocessor_config.json',
     {
-      # Unlike ViT's own, it crops in all versions of the library.
+      # ViTImageProcessor ignores the crop in some versions of transformers.
       'image_processor_type': 'DeiTImageProcessor',
-      'do_resize': reads.resize != 'none',
-      'size': _square(whole) if squashes else {'shortest_edge': whole},
-      'resample': int(reads.resample),
-      'do_center_crop': not squashes or whole != reads.image_size,
-      'crop_size': _square(reads.image_size),
+      'do_resize': preprocess.resize != 'none',
+      'size': _square(side) if squashes else {'shortest_edge': side},
+      'resample': int(preprocess.resample),
+      'do_center_crop': not squashes or side != preprocess.image_size,
+      'crop_size': _square(preprocess.image_size),
       'do_rescale': True,
       'rescale_factor': 1 / 255,
       'do_normalize': True,
-      'image_mean': list(reads.mean),
-      'image_std': list(reads.std),
+      'image_mean': list(preprocess.mean),
+      'image_std': list(preprocess.std),
     },
   )
   return set()
@@ -268,28 +266,28 @@ def _square(side: int) -> dict[str, int]:
 
 
 def _ratio(hidden: int, width: int) -> float:
-  """Returns what `int` of its product with the width gives the MLP's."""
+  """Returns the ratio for which timm's `int(width * ratio)` is `hidden`."""
   ratio = hidden / width
   return ratio if int(width * ratio) == hidden else math.nextafter(ratio, 99)
 
 
 def _crop_pct(reads) -> float:
-  """Returns what timm's rounding down makes our number of pixels of."""
-  whole = round(reads.image_size / reads.crop_fraction)
-  fraction = reads.image_size / whole
-  exact = math.floor(reads.image_size / fraction) == whole
+  """Returns the fraction for which timm, rounding down, resizes as we do."""
+  side = round(reads.image_size / reads.crop_fraction)
+  fraction = reads.image_size / side
+  exact = math.floor(reads.image_size / fraction) == side
   return fraction if exact else math.nextafter(fraction, 0)
 
 
 def _timm(run, folder):
-  dense, reads = run.config.dense_twin(), run.preprocess
+  dense, preprocess = run.config.dense_twin(), run.preprocess
   if dense.norm_epsilon != _TIMM_EPSILON:
     raise UserError(
       f"format='timm' has norm_epsilon={_TIMM_EPSILON:g} alone, and this model"
       f' {dense.norm_epsilon:g}, so it would compute something else there: use'
       " 'huggingface' or 'safetensors'."
     )
-  if reads.resize == 'none':
+  if preprocess.resize == 'none':
     raise UserError(
       "format='timm' has no preprocessing that leaves the size of pictures as"
       " it is: use 'huggingface' or 'safetensors'."
@@ -302,7 +300,7 @@ def _timm(run, folder):
   _json(
     folder / 'config.json',
     {
-      # Its sizes are those of the arguments.
+      # `model_args` override the sizes that the name implies.
       'architecture': kind,
       'num_classes': dense.num_classes,
       'num_features': dense.width,
@@ -320,11 +318,11 @@ def _timm(run, folder):
         'num_classes': dense.num_classes,
         'input_size': size,
         'fixed_input_size': True,
-        'crop_pct': _crop_pct(reads),
-        'crop_mode': 'squash' if reads.resize == 'squash' else 'center',
-        'interpolation': reads.resample.name.lower(),
-        'mean': list(reads.mean),
-        'std': list(reads.std),
+        'crop_pct': _crop_pct(preprocess),
+        'crop_mode': 'squash' if preprocess.resize == 'squash' else 'center',
+        'interpolation': preprocess.resample.name.lower(),
+        'mean': list(preprocess.mean),
+        'std': list(preprocess.std),
         'first_conv': 'patch_embed.proj',
         'classifier': ['head', 'head_dist'] if dense.distilled else 'head',
       },

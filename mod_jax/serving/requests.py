@@ -1,7 +1,7 @@
-"""What clients of OpenAI's API may ask for.
+"""Schemas of the OpenAI API's requests, as far as the server supports them.
 
-The names are OpenAI's. What changes nothing here is taken as it comes; what
-does not exist here is refused unless it asks for nothing.
+Fields without any effect here (`user`, `metadata`) accept any value. Fields of
+unsupported features accept only the value that turns the feature off.
 """
 
 import reprlib
@@ -20,7 +20,7 @@ MAX_STOP_LENGTH = 128
 
 
 def _expected(what: str) -> pydantic.WrapValidator:
-  """Says in one sentence what none of several shapes fits."""
+  """Replaces the errors of all alternatives of a union by one sentence."""
 
   def check(value, validate):
     try:
@@ -31,7 +31,7 @@ def _expected(what: str) -> pydantic.WrapValidator:
   return pydantic.WrapValidator(check)
 
 
-# A list of a million wrong values is refused at the first.
+# `fail_fast`: a list of a million wrong values must not yield a million errors.
 def _list(of, **limits):
   return Annotated[list[of], Field(fail_fast=True, **limits)]
 
@@ -57,10 +57,10 @@ _Zero = Annotated[float, Field(ge=0, le=0)]
 
 
 class _Fields(pydantic.BaseModel):
-  """An object whose fields are all here."""
+  """An object without unknown fields."""
 
-  # Those that are not here are taken first, so that one of them is refused and
-  # not a million.
+  # Unknown fields are allowed at first, and `_knows_all` refuses the first one:
+  # `forbid` would report an error for each of them.
   model_config = pydantic.ConfigDict(
     extra='allow', strict=True, allow_inf_nan=False
   )
@@ -85,7 +85,7 @@ class _ResponseFormat(_Fields):
 
 
 class _Request(_Fields):
-  """What completions and chats have in common."""
+  """Fields that completions and chats have in common."""
 
   max_tokens: int | None = None
   temperature: float | None = None
@@ -144,10 +144,10 @@ class Completion(_Request):
 
   @property
   def prompts(self) -> list[str] | list[list[int]]:
-    one = isinstance(self.prompt, str) or (
+    is_single = isinstance(self.prompt, str) or (
       self.prompt and isinstance(self.prompt[0], int)
     )
-    return [self.prompt] if one else self.prompt
+    return [self.prompt] if is_single else self.prompt
 
   def settings(self) -> dict[str, Any]:
     """Returns keywords of `Engine.submit`; OpenAI's default is 16 tokens."""
@@ -169,7 +169,7 @@ def _joined(content):
 
 
 class _Message(pydantic.BaseModel):
-  """A message; a template may read fields that nobody else knows."""
+  """A message; unknown fields are passed on to the chat template."""
 
   model_config = pydantic.ConfigDict(extra='allow', strict=True)
 
@@ -201,10 +201,10 @@ class Chat(_Request):
 
 
 def parse[Body: _Request](kind: type[Body], data: bytes) -> Body:
-  """Returns what a request's body asks for.
+  """Parses and validates the JSON body of a request.
 
   Raises:
-    UserError: it is no JSON, or asks for what there is not.
+    UserError: it is not JSON, or a field is wrong or not supported.
   """
   try:
     return kind.model_validate_json(data)

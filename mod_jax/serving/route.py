@@ -1,4 +1,4 @@
-"""A dense model in, a routed model with its weights out."""
+"""Makes a routed model from a pretrained dense one."""
 
 import dataclasses
 import functools
@@ -33,9 +33,9 @@ def route(
 ) -> Run:
   """Returns a routed model with the weights of a dense one.
 
-  What the method adds (routers, prediction heads, learners) is initialised
-  afresh, so that all but A-MoD should be trained before they are used: export
-  the result, and give that folder as `init`.
+  Added parameters (routers, prediction heads, learners) are newly initialised.
+  So the model should be trained before use, except with A-MoD, which adds none:
+  export the result, and give that folder as `init` of a run.
 
   Args:
     pretrained: the dense model, or a path as `load` takes it.
@@ -43,16 +43,16 @@ def route(
       `mod` by a learned router, also in language models; `dynamic` drops
       patches by prediction heads (DynamicViT); `acm` splits layers into
       learners.
-    capacity: fraction of the tokens that a routed block processes or, of
+    capacity: fraction of the tokens that a routed block processes or, with
       `dynamic`, that each stage keeps; None for the method's default. `acm` has
-      none: a budget is what it is trained for.
-    key: for what is new; None is `jax.random.key(0)`.
-    **fields: of the method's config: `VisionRoutingConfig` or `MoDConfig`,
-      `DynamicViTConfig`, `AdaptiveConfig`.
+      no capacity: it is trained for a budget.
+    key: initialises the new parameters; None for `jax.random.key(0)`.
+    **fields: fields of the method's config: `VisionRoutingConfig` or
+      `MoDConfig`, `DynamicViTConfig`, `AdaptiveConfig`.
 
   Raises:
-    UserError: the model is not dense, the method is not for it, or a field is
-      wrong.
+    UserError: the model is not dense, does not support the method, or a field
+      is wrong.
   """
   run = pretrained if isinstance(pretrained, Run) else load(pretrained)
   if run.config != run.config.dense_twin():
@@ -96,7 +96,7 @@ def _mod(config, variables, capacity, key, fields):
 
 def _dynamic(config, variables, capacity, key, fields):
   _check_vision(config, 'dynamic')
-  # The usual ones would be refused of a backbone of two blocks.
+  # The default stages do not fit backbones of few blocks.
   stages = fields.pop('stages', None) or equal_stages(config.num_layers)
   model = config_lib.replace(
     DynamicViTConfig(backbone=config, stages=stages),
@@ -128,7 +128,7 @@ def _check_vision(config, method):
 
 
 def _completed(config, of, source, key):
-  """Returns the variables of a model, fresh where a dense one has none."""
+  """Returns a model's variables: the dense ones, and new ones for the rest."""
   keys = dict(zip(('params', 'routing'), jax.random.split(key), strict=True))
   fresh = dict(nn.unbox(jax.jit(config.build().init)(keys, config.example())))
   modality, merge = Images, trees.merge

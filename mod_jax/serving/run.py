@@ -1,4 +1,4 @@
-"""A model with its weights, to be used: from a run of ours or a file."""
+"""A model with its weights, ready for use; loads runs and pretrained models."""
 
 import collections
 from collections.abc import Mapping, Sequence
@@ -32,9 +32,9 @@ from mod_jax.tasks.images import CLASSES
 from mod_jax.train import evaluation
 from mod_jax.train import workdir as workdir_lib
 
-_LENGTH = 2048  # Tokens of a text of somebody else's model, unless it has less.
+_LENGTH = 2048  # Longest texts of pretrained language models, in tokens.
 _BATCH = 32  # Pictures that are predicted at a time.
-# What pictures had to become for most published models, where nothing tells.
+# Preprocessing of most published models, for weights without such metadata.
 _IMAGENET = {
   'mean': (0.485, 0.456, 0.406),
   'std': (0.229, 0.224, 0.225),
@@ -44,11 +44,12 @@ _IMAGENET = {
 
 @dataclasses.dataclass(frozen=True)
 class Continuation:
-  """What a language model adds to a text.
+  """A language model's continuation of a text.
 
   Attributes:
     text: the new part alone.
-    log_probs: of its tokens, in nats, by the model's own distribution.
+    log_probs: log-probabilities of its tokens, in nats, under the model's own
+      distribution.
   """
 
   text: str
@@ -57,20 +58,22 @@ class Continuation:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-  """A model, its weights, and what turns pictures or texts into its input.
+  """A model, its weights, and its preprocessing or tokenizer.
 
   Attributes:
-    config: of the model.
-    variables: of the model; `params`, and perhaps other collections.
-    experiment: the run that trained it; None of a file of somebody else's.
-    preprocess: of a vision model, turns pictures into its input, as in
-      evaluation; None of a language model.
-    classes: names of a vision model's classes, where they are known.
-    task: of a run of ours, or of a language model; None otherwise.
-    origin: directory of Hugging Face that a language model was loaded from, or
+    config: the model's config.
+    variables: the model's variables: `params`, and perhaps other collections.
+    experiment: config of the run that trained it, or one made up to describe a
+      pretrained language model; None for pretrained vision models.
+    preprocess: turns pictures into a vision model's input, as in evaluation;
+      None for a language model.
+    classes: names of a vision model's classes; None if unknown.
+    task: the task of a mod_jax run or of a language model; None otherwise.
+    origin: Hugging Face directory that a language model was loaded from, or
       None; it need not exist any more.
-    foreign: whether a language model is, or was made from, somebody else's,
-      without any training of ours: its prompts begin as its own texts do.
+    foreign: whether the weights are those of a pretrained language model, not
+      trained further by mod_jax: prompts then begin with the special tokens of
+      its tokenizer.
   """
 
   config: Any
@@ -92,15 +95,15 @@ class Run:
     return jax.jit(self.model.apply, static_argnames=('mode', 'mutable'))
 
   def apply(self, *args, **kwargs):
-    """Returns the compiled model's output; arguments as of the module.
+    """Returns the compiled model's output; arguments are those of the module.
 
-    Scores that are drawn need `rngs={'routing': key}`.
+    Random routing scores need `rngs={'routing': key}`.
     """
     return self._jitted(self.variables, *args, **kwargs)
 
   @property
   def tokenizer(self):
-    """The tokenizer of a language model's data; None where there is none."""
+    """The language model's tokenizer; None if it has none."""
     if isinstance(self.config, LMConfig) and self.task is not None:
       return self.task.modality.tokenizer
     return None
@@ -112,21 +115,22 @@ class Run:
     return self.tokenizer.encode(text)
 
   def predict(self, inputs, **kwargs) -> list:
-    """Returns what the model makes of pictures, or how it continues texts.
+    """Classifies pictures, or continues texts.
 
     Args:
-      inputs: one, or a list: pictures are paths, Pillow images or arrays
-        [height, width, 3] of bytes; texts are strings.
-      **kwargs: `top`, of how many classes to tell the probability (5); or what
-        `Language.continued` takes, such as num_tokens and temperature, which
-        is 0 unless given.
+      inputs: one input or a list of them: paths of pictures, Pillow images or
+        uint8 arrays [height, width, 3]; for language models, strings.
+      **kwargs: for pictures `top`, the number of classes to return (5); for
+        texts the keywords of `Language.continued`, such as num_tokens and
+        temperature (0 by default).
 
     Returns:
       For each picture a dictionary from class names, the likeliest first, to
       probabilities; for each text a `Continuation`.
 
     Raises:
-      UserError: an input is not what the model reads, or a setting is wrong.
+      UserError: an input is not of the model's modality, or a setting is out of
+        range.
     """
     single = not isinstance(inputs, Sequence) or isinstance(inputs, str)
     inputs = [inputs] if single else list(inputs)
@@ -144,15 +148,17 @@ class Run:
   ) -> dict[str, float]:
     """Returns held-out metrics, such as `loss` and `accuracy`.
 
-    A routed language model has them for each rule, as in `top_k/loss`.
+    For a routed language model there is one set per routing rule, such as
+    `top_k/loss`.
 
     Args:
-      data: what to evaluate on, for which the model's own preprocessing or
-        tokenizer is taken; None for what the run was trained on.
-      batches: how many; 0 for all that is held out.
+      data: data to evaluate on, read with the model's own preprocessing or
+        tokenizer; None for the data that the run was trained on.
+      batches: number of batches; 0 for all held-out data.
 
     Raises:
-      UserError: nobody says on what, or the data cannot be read or do not fit.
+      UserError: the model has no data and none are given, or the data cannot be
+        read or do not fit the model.
     """
     task = self.task
     if data is not None:
@@ -174,7 +180,7 @@ class Run:
       return evaluation.held_out(task, params, state, mesh, batches=batches)
 
   def _task_on(self, data):
-    """Returns a task that reads other data as the model wants them."""
+    """Returns a task on other data, with the model's own preprocessing."""
     if self.preprocess is not None:
       data = self.preprocess.apply_to(data)
     elif self.task is not None and data.source != 'prepared':
@@ -205,27 +211,27 @@ class Run:
     ]
 
   def _classify(self, pictures, **kwargs):
-    found = []
-    for some in itertools.batched(pictures, _BATCH):
-      found += self.classify(self.preprocess(some), **kwargs)
-    return found
+    predictions = []
+    for batch in itertools.batched(pictures, _BATCH):
+      predictions += self.classify(self.preprocess(batch), **kwargs)
+    return predictions
 
   def classify(self, images_BHWC, *, top: int = 5) -> list[dict[str, float]]:
-    """Returns what `predict` does, of pictures that `preprocess` made."""
+    """Classifies pictures that `preprocess` has prepared; see `predict`."""
     if top < 1:
       raise UserError(f'top={top}: expected at least 1.')
     names = self.classes or tuple(map(str, range(self._num_classes)))
-    # ImageNet has two kinds of crane.
+    # Class names need not be unique: ImageNet has two classes named crane.
     shared = {name for name, n in collections.Counter(names).items() if n > 1}
     names = [f'{x} ({v})' if x in shared else x for v, x in enumerate(names)]
     rngs = {'routing': jax.random.key(0)}
     logits_BV = self.apply(images_BHWC, rngs=rngs).logits_BV
     probability_BV = jax.nn.softmax(logits_BV.astype(jnp.float32))
-    found = []
+    predictions = []
     for probability_V in np.asarray(probability_BV):
       best = np.argsort(-probability_V, kind='stable')[:top]
-      found.append({names[v]: float(probability_V[v]) for v in best})
-    return found
+      predictions.append({names[v]: float(probability_V[v]) for v in best})
+    return predictions
 
   @property
   def _num_classes(self) -> int:
@@ -233,21 +239,20 @@ class Run:
 
 
 def load(path: str | os.PathLike, *, trust: Sequence[str] = (), **known) -> Run:
-  """Returns a model with its weights.
+  """Loads a model with its weights.
 
-  No code that lies in a folder is run: a config may name classes of mod_jax and
-  of modules that are imported already, and all others are refused.
+  No code in the folder is run: a config may name classes of mod_jax and of
+  modules that are already imported; all others are refused.
 
   Args:
-    path: directory of a run of ours, of which the newest checkpoint is read;
-      a folder that `export` wrote; a folder of Hugging Face with a language
-      model of a kind in `convert.lm.FAMILIES`; or a vision transformer of
-      somebody else's: a folder from Hugging Face or timm, or a file as
-      `convert.vit.load` reads it.
-    trust: modules to import before, such as `['package.module']`, of which the
-      config may name classes.
-    **known: of such a file, fields of `ViTConfig` that it does not tell, as
-      `convert.vit.derive` takes them.
+    path: directory of a mod_jax run, of which the newest checkpoint is read; a
+      folder that `export` wrote; a Hugging Face folder with a language model of
+      `convert.lm.FAMILIES`; or a pretrained vision transformer, either a folder
+      from Hugging Face or timm or a file that `convert.vit.load` reads.
+    trust: modules to import first, such as `['package.module']`, whose classes
+      the config may name.
+    **known: fields of `ViTConfig` that cannot be derived from the file of a
+      pretrained vision transformer; see `convert.vit.derive`.
 
   Raises:
     UserError: there is nothing at that path, or it holds no model.
@@ -269,9 +274,14 @@ def load(path: str | os.PathLike, *, trust: Sequence[str] = (), **known) -> Run:
 
 
 def about(path: str | os.PathLike, **known) -> dict[str, Any]:
-  """Returns the fields of the `Run` that `load` would return, but no weights.
+  """Returns the fields of `load`'s `Run`, without reading any weights.
 
-  Arguments, but for `trust`, and errors are those of `load`.
+  Args:
+    path: as for `load`.
+    **known: as for `load`.
+
+  Raises:
+    UserError: there is nothing at that path, or it holds no model.
   """
   ours, language = warm_start.is_ours(path), convert_lm.holds_model(path)
   if not ours and not language:
@@ -283,37 +293,37 @@ def about(path: str | os.PathLike, **known) -> dict[str, Any]:
     )
   if not ours:
     return _of_language(path)
-  told = _of_workdir if warm_start.is_workdir(path) else _of_folder
-  return {'config': warm_start.model_config(path), **told(path)}
+  read_fields = _of_workdir if warm_start.is_workdir(path) else _of_folder
+  return {'config': warm_start.model_config(path), **read_fields(path)}
 
 
 def _of_folder(path) -> dict[str, Any]:
-  """Returns what is known of a model that `export` wrote in our own format."""
-  told, pictures = warm_start.read_folder(path)
+  """Returns the `Run` fields of a folder that `export` wrote."""
+  exported, pictures = warm_start.read_folder(path)
   task = preprocess = None
-  if told.experiment is not None:
-    task = make_task(told.experiment)
-  if told.tokenizer is not None:
-    task.modality.use_tokenizer(told.tokenizer, os.fspath(path))
+  if exported.experiment is not None:
+    task = make_task(exported.experiment)
+  if exported.tokenizer is not None:
+    task.modality.use_tokenizer(exported.tokenizer, os.fspath(path))
   else:
     preprocess = _preprocess(pictures, f'{path}/{warm_start.FOLDER}')
   return {
-    'experiment': told.experiment,
+    'experiment': exported.experiment,
     'preprocess': preprocess,
-    'classes': told.classes,
+    'classes': exported.classes,
     'task': task,
-    'foreign': told.foreign,
+    'foreign': exported.foreign,
   }
 
 
 def _preprocess(fields, where) -> images_lib.Preprocess:
-  """Returns what turns pictures into input, from its own fields."""
+  """Builds the preprocessing from the fields of an exported folder."""
   try:
     resample = Image.Resampling(fields.get('resample'))
   except ValueError as error:
     raise UserError(f'{where}: preprocess.resample: {error}.') from error
   fields = {k: fields[k] for k in fields if k != 'resample'}
-  # A config of data has all the others, and their types.
+  # `ImageDataConfig` has the remaining fields, and so checks their types.
   data = config_lib.from_known(
     images_lib.ImageDataConfig, fields, f'{where}: preprocess'
   )
@@ -329,26 +339,28 @@ def _shapes(config) -> dict[str, Any]:
 
 
 def _of_workdir(path) -> dict[str, Any]:
-  """Returns what is known of the model of a run."""
+  """Returns the `Run` fields of a mod_jax run."""
   experiment = workdir_lib.read_config(path, ExperimentConfig)
-  found = {'experiment': experiment, 'task': make_task(experiment, path)}
+  fields = {'experiment': experiment, 'task': make_task(experiment, path)}
   if isinstance(experiment.model, LMConfig):
-    return found
-  kept = workdir_lib.expand(path) / CLASSES
-  if kept.is_file():
+    return fields
+  classes_file = workdir_lib.expand(path) / CLASSES
+  if classes_file.is_file():
     names = None
     with contextlib.suppress(OSError, ValueError, RecursionError):
-      names = json.loads(kept.read_text(encoding='utf-8'))
+      names = json.loads(classes_file.read_text(encoding='utf-8'))
     if not isinstance(names, list) or any(type(n) is not str for n in names):
-      raise UserError(f'{kept} is no list of names: delete or restore it.')
-    found['classes'] = tuple(names)
-  return found | {'preprocess': experiment.data.preprocess}
+      raise UserError(
+        f'{classes_file} is no list of names: delete or restore it.'
+      )
+    fields['classes'] = tuple(names)
+  return fields | {'preprocess': experiment.data.preprocess}
 
 
 def _of_language(path) -> dict[str, Any]:
-  """Returns what is known of a language model of Hugging Face."""
+  """Returns the `Run` fields of a Hugging Face language model."""
   config = convert_lm.derive(path)
-  # Its text is unknown; the rest of an experiment tells how to read it.
+  # Its training data are unknown: the config only names the tokenizer.
   data = TextDataConfig(
     tokenizer='huggingface',
     tokenizer_path=os.fspath(path),
@@ -365,25 +377,25 @@ def _of_language(path) -> dict[str, Any]:
 
 
 def _of_file(file, known) -> dict[str, Any]:
-  """Returns what is known of a model of somebody else's."""
+  """Returns the `Run` fields of a pretrained vision transformer."""
   config = convert_vit.derive(file, **known)
-  told = beside.read(file)
-  classes = told.classes
+  info = beside.read(file)
+  classes = info.classes
   if classes is not None and len(classes) != config.dense_twin().num_classes:
     classes = None
-  assumed = {k: v for k, v in _IMAGENET.items() if k not in told.pictures}
+  assumed = {k: v for k, v in _IMAGENET.items() if k not in info.pictures}
   if assumed:
     logging.warning(
       'Assumed for pictures, as is usual with ImageNet, since nothing beside %s'
       ' tells: %s; if the model was trained with others, see `run.preprocess`.',
       *(file, ', '.join(f'{name}={value}' for name, value in assumed.items())),
     )
-  size, unfollowed = config.dense_twin().image_size, [*told.unfollowed]
-  if told.image_size not in (None, size):
+  size, unfollowed = config.dense_twin().image_size, [*info.unfollowed]
+  if info.image_size not in (None, size):
     unfollowed.append(
-      f'pictures of {told.image_size} pixels a side, where the model has {size}'
+      f'pictures of {info.image_size} pixels a side, where the model has {size}'
     )
-  preprocess = images_lib.Preprocess(image_size=size, **told.pictures | assumed)
+  preprocess = images_lib.Preprocess(image_size=size, **info.pictures | assumed)
   if unfollowed:
     logging.warning(
       'Of the preprocessing that is told beside %s, this is not followed: %s;'

@@ -1,10 +1,10 @@
 """A server of one language model, for clients of OpenAI's API.
 
-A thin front of the `Engine`: it reads requests, hands them to the one thread
-that runs the engine, and writes what comes out, all at once or as a stream.
-Texts become tokens, and tokens texts, in a `TextProcess`, so that nothing but
-the engine's own steps can hold anybody up. What a client leaves is cancelled.
-`scripts/serve.py` starts it.
+A thin HTTP front end of the `Engine`: it parses requests, passes them to the
+single thread that runs the engine, and returns the output, whole or as a
+stream. A `TextProcess` tokenises and detokenises, so that a slow tokenizer or
+template blocks neither the event loop nor the engine. Requests of clients that
+disconnect are cancelled. `scripts/serve.py` starts the server.
 """
 
 import asyncio
@@ -33,17 +33,17 @@ from mod_jax.serving.run import Run
 from mod_jax.serving.text_process import TextProcess
 
 LOOPBACK = ('localhost', '127.0.0.1', '[::1]')
-MAX_BYTES = 2**20  # Of a request's body.
-# Texts that are tokenised, and chats that are rendered, at a time.
+MAX_BYTES = 2**20  # Largest body of a request.
+# Threads that wait for the text process, and so its concurrent jobs.
 _TEXTS = 4
-# Seconds after which a step of the engine counts as one that never ends.
+# Seconds after which a running step of the engine is reported as stuck.
 _STEP_LIMIT = 60.0
-# Seconds that what runs may take to end once the server is told to stop.
+# Seconds that running requests get to finish when the server is stopped.
 STOP_LIMIT = 10
 
 
 class _Refused(Exception):
-  """A request that is answered by an error, with its status."""
+  """Answers a request with an error of this HTTP status."""
 
   def __init__(self, message: str, status: int = 400):
     super().__init__(message)
@@ -51,9 +51,10 @@ class _Refused(Exception):
 
 
 class Worker:
-  """The thread that runs the engine, and how other threads talk to it.
+  """The thread that runs the engine, and its interface for other threads.
 
-  Whatever touches the engine is put into the inbox and done by that thread.
+  The engine is not thread-safe: other threads put functions into the inbox, and
+  this thread calls them.
   """
 
   def __init__(self, engine: Engine):
@@ -73,7 +74,7 @@ class Worker:
 
   @property
   def trouble(self) -> str | None:
-    """Why no request can be served; None where all is well."""
+    """Why no request can be served; None if the engine is healthy."""
     if self._failed is not None:
       return 'the engine has failed; restart the server.'
     since = self._busy_since
@@ -82,27 +83,27 @@ class Worker:
     return None
 
   def submit(self, prompts: list[list[int]], settings, put) -> list[int]:
-    """Has prompts taken, all or none.
+    """Submits all prompts to the engine, or none of them.
 
     Args:
-      prompts: tokens.
+      prompts: tokens of each prompt.
       settings: keywords of `Engine.submit`.
-      put: is called in the engine's thread: with None once the prompts are
-        taken, and with (index of the prompt, event) for each event; or with the
-        exception that ends them all.
+      put: callback, called in the engine's thread: with None once the prompts
+        are accepted, then with (index of the prompt, event) for each event; or
+        with the exception that ends all of them.
 
     Returns:
-      The requests' numbers, in a list that is empty until they are taken.
+      The requests' numbers, in a list that the engine's thread fills later.
     """
     ids: list[int] = []
 
-    def do():
+    def job():
       try:
         if self._failed is not None:
           raise _Refused(self.trouble, 503)
         for tokens in prompts:
           ids.append(self._engine.submit(tokens, **settings))
-      except BaseException as error:  # Others' requests go on in any case.
+      except BaseException as error:  # Must not end other clients' requests.
         for id in ids:
           self._engine.cancel(id)
         put(error)
@@ -111,7 +112,7 @@ class Worker:
       for i, id in enumerate(ids):
         self._listeners[id] = functools.partial(_put_at, put, i)
 
-    self._inbox.put(do)
+    self._inbox.put(job)
     return ids
 
   def cancel(self, ids: list[int]) -> None:
@@ -125,23 +126,24 @@ class Worker:
       self._failed = error
       for put in self._listeners.values():
         put(_Refused(self.trouble, 503))
-      # Nobody may wait for an engine that is gone.
-      while (do := self._inbox.get()) is not None:
-        do()
+      # Keep answering: jobs submitted from now on report the failure.
+      while (job := self._inbox.get()) is not None:
+        job()
 
   def _work(self):
     while True:
-      # Waits only when there is nothing else to do.
+      # `get` blocks, but only while the engine is idle.
       while self._engine.idle or not self._inbox.empty():
         self._busy_since = None
-        do = self._inbox.get()
-        if do is None:
+        job = self._inbox.get()
+        if job is None:
           return
         self._busy_since = time.monotonic()
-        do()
+        job()
       self._busy_since = time.monotonic()
       for event in self._engine.advance():
-        # Of prompts that were refused together, some may have been taken.
+        # Prompts cancelled by a failed `submit` still have events, but no
+        # listener.
         put = self._listeners.get(event.id, lambda _: None)
         if event.reason is not None:
           self._listeners.pop(event.id, None)
@@ -207,8 +209,8 @@ class _Server:
 
   async def _serve(self, request, kind) -> Response:
     try:
-      asked = requests.parse(kind, await _body(request))
-      return await _while_connected(request, self._answer(asked))
+      api_request = requests.parse(kind, await _body(request))
+      return await _while_connected(request, self._answer(api_request))
     except UserError as error:
       raise _Refused(str(error)) from error
     except asyncio.CancelledError as error:
@@ -240,10 +242,9 @@ class _Server:
 
   @contextlib.contextmanager
   def _place(self, count: int) -> Iterator[None]:
-    """Counts prompts against those that may run and wait.
+    """Reserves places among the prompts that may run and wait.
 
-    Raises:
-      _Refused: there is no place for them, or nobody who would serve them.
+    Refuses them if there are too few places or the engine has failed.
     """
     if self._trouble is not None:
       raise _Refused(self._trouble, 503)
@@ -265,7 +266,7 @@ class _Server:
       self._taken -= count
 
   async def _read(self, job, texts) -> list[list[int]]:
-    """Returns the tokens of texts, or of a chat, as a list of prompts."""
+    """Tokenises texts, or a chat, in the text process; returns the prompts."""
     if self._text is None:
       raise UserError('this model has no tokenizer: give tokens.')
     loop = asyncio.get_running_loop()
@@ -279,14 +280,14 @@ class _Server:
       ) from error
 
   async def _submit(self, prompts, settings, stack) -> asyncio.Queue:
-    """Returns the queue that the events of prompts come to.
+    """Submits prompts, and returns the queue of their events.
 
-    Where the stack ends, what has not ended is cancelled.
+    Closing the stack cancels those that have not ended.
     """
     loop, events = asyncio.get_running_loop(), asyncio.Queue()
 
-    def put(found):
-      loop.call_soon_threadsafe(events.put_nowait, found)
+    def put(message):
+      loop.call_soon_threadsafe(events.put_nowait, message)
 
     ids = self.worker.submit(prompts, settings, put)
     stack.callback(self.worker.cancel, ids)
@@ -296,18 +297,18 @@ class _Server:
 
 async def _next(events: asyncio.Queue):
   """Returns (index of the prompt, event) of the next event."""
-  found = await events.get()
-  if isinstance(found, UserError | _Refused):
-    raise found
-  if isinstance(found, BaseException):
-    raise _Refused(f'the request cannot be taken: {found!r:.200}', 500)
-  if found is not None and found[1].reason == 'failed':
+  message = await events.get()
+  if isinstance(message, UserError | _Refused):
+    raise message
+  if isinstance(message, BaseException):
+    raise _Refused(f'the request cannot be taken: {message!r:.200}', 500)
+  if message is not None and message[1].reason == 'failed':
     raise _Refused("the model's tokenizer cannot turn its tokens to text.", 503)
-  return found
+  return message
 
 
 async def _until_ended(events, count) -> AsyncIterator[tuple[int, Any]]:
-  """Yields what happens until so many prompts have ended."""
+  """Yields (index of the prompt, event) until `count` prompts have ended."""
   while count:
     index, event = await _next(events)
     count -= event.reason is not None
@@ -315,29 +316,33 @@ async def _until_ended(events, count) -> AsyncIterator[tuple[int, Any]]:
 
 
 async def _whole(head, prompts, events, asked) -> JSONResponse:
-  answers = [[] for _ in prompts]
+  events_by_prompt = [[] for _ in prompts]
   async for i, event in _until_ended(events, len(prompts)):
-    answers[i].append(event)
+    events_by_prompt[i].append(event)
   choices = []
-  for i, answer in enumerate(answers):
-    text = ''.join(event.text for event in answer)
-    choice = _choice(i, text, answer[-1].reason, asked, 'message')
-    told = [event for event in answer if event.token is not None]
+  for i, prompt_events in enumerate(events_by_prompt):
+    text = ''.join(event.text for event in prompt_events)
+    choice = _choice(i, text, prompt_events[-1].reason, asked, 'message')
+    token_events = [event for event in prompt_events if event.token is not None]
     if asked.logprobs:
       choice['logprobs'] = {
-        'tokens': [event.token for event in told],
-        'token_logprobs': [event.log_prob for event in told],
+        'tokens': [event.token for event in token_events],
+        'token_logprobs': [event.log_prob for event in token_events],
       }
     choices.append(choice)
-  count = sum(event.token is not None for answer in answers for event in answer)
+  count = sum(
+    event.token is not None
+    for prompt_events in events_by_prompt
+    for event in prompt_events
+  )
   usage = _usage(prompts, count)
   return JSONResponse({**head, 'choices': choices, 'usage': usage})
 
 
 async def _chunks(head, prompts, events, asked) -> AsyncIterator[str]:
-  """Yields server-sent events; the client may leave between any two."""
+  """Yields server-sent events; a disconnect may cancel it between any two."""
 
-  def sent(**fields):
+  def encode_event(**fields):
     return f'data: {json.dumps(fields)}\n\n'
 
   count = 0
@@ -346,18 +351,18 @@ async def _chunks(head, prompts, events, asked) -> AsyncIterator[str]:
       count += event.token is not None
       if event.text or event.reason is not None:
         choice = _choice(i, event.text, event.reason, asked, 'delta')
-        yield sent(**head, choices=[choice])
+        yield encode_event(**head, choices=[choice])
   except _Refused as error:
-    # The status is sent long ago.
-    yield sent(**_error(error))
+    # The HTTP status has been sent already, so the error becomes an event.
+    yield encode_event(**_error(error))
     return
   if asked.usage_wanted:
-    yield sent(**head, choices=[], usage=_usage(prompts, count))
+    yield encode_event(**head, choices=[], usage=_usage(prompts, count))
   yield 'data: [DONE]\n\n'
 
 
 class _Stream(StreamingResponse):
-  """A stream that ends what it holds, also where it never begins."""
+  """A stream that closes its stack at its end, even if it never starts."""
 
   def __init__(self, chunks, stack: contextlib.ExitStack):
     super().__init__(chunks, media_type='text/event-stream')
@@ -389,11 +394,10 @@ def _plain(messages) -> list[dict[str, Any]]:
 
 
 async def _body(request: Request) -> bytes:
-  """Returns the body of a request.
+  """Returns the body of a request; refuses long ones and other content types.
 
-  Raises:
-    _Refused: it is too long, or not called JSON. A page of another site can
-      have a browser send all but that without asking us.
+  Insisting on JSON guards against cross-site requests: browsers send other
+  content types without a CORS preflight.
   """
   kind = request.headers.get('content-type', '').partition(';')[0].strip()
   if kind.lower() != 'application/json':
@@ -407,15 +411,15 @@ async def _body(request: Request) -> bytes:
 
 
 async def _while_connected(request: Request, answer) -> Response:
-  """Returns what comes of a coroutine; cancels it when the client leaves."""
-  work = asyncio.ensure_future(answer)
-  left = asyncio.ensure_future(_left(request))
+  """Awaits a coroutine; cancels it if the client disconnects."""
+  task = asyncio.ensure_future(answer)
+  disconnect = asyncio.ensure_future(_left(request))
   try:
-    await asyncio.wait({work, left}, return_when=asyncio.FIRST_COMPLETED)
-    return work.result() if work.done() else Response(status_code=499)
+    await asyncio.wait({task, disconnect}, return_when=asyncio.FIRST_COMPLETED)
+    return task.result() if task.done() else Response(status_code=499)
   finally:
-    work.cancel()
-    left.cancel()
+    task.cancel()
+    disconnect.cancel()
 
 
 async def _left(request: Request) -> None:
@@ -425,7 +429,7 @@ async def _left(request: Request) -> None:
 
 def _error(error: _Refused) -> dict[str, Any]:
   kind = 'invalid_request_error' if error.status < 500 else 'server_error'
-  # What a template raises may hold what is no character.
+  # Messages from a chat template may contain lone surrogates.
   message = str(error).encode('utf-8', 'replace').decode()
   return {'error': {'message': message, 'type': kind}}
 
@@ -433,25 +437,25 @@ def _error(error: _Refused) -> dict[str, Any]:
 def app(
   engine: Engine, run: Run, *, name: str, queue: int = 64, hosts=LOOPBACK
 ) -> ASGIApp:
-  """Returns the application, which any ASGI server runs.
+  """Returns the ASGI application.
 
   Args:
-    engine: which from then on is the server's alone.
-    run: that the engine serves.
-    name: of the model.
-    queue: prompts that may wait for a slot.
-    hosts: names that requests may be sent to, as `*.example.com`, or `*` for
-      any. A page whose name is made to point to this machine is not among them.
+    engine: the engine, which only the server may use from now on.
+    run: the model that the engine serves.
+    name: the model's name in the API.
+    queue: number of prompts that may wait for a slot.
+    hosts: allowed values of the Host header, such as `*.example.com`, or `*`
+      for any. The check prevents DNS rebinding.
 
   Raises:
-    UserError: the tokenizer cannot be loaded; a name of a host is no name.
+    UserError: the tokenizer cannot be loaded, or a host pattern is invalid.
   """
   server = _Server(engine, run, name, queue)
 
-  def refused(_, error):
+  def handle_refused(_, error):
     return JSONResponse(_error(error), error.status)
 
-  served = Starlette(
+  application = Starlette(
     routes=[
       Route('/health', server.health),
       Route('/v1/models', server.models),
@@ -459,12 +463,12 @@ def app(
       Route('/v1/chat/completions', server.chat, methods=['POST']),
     ],
     exception_handlers={
-      _Refused: refused,
+      _Refused: handle_refused,
       ClientDisconnect: lambda *_: Response(status_code=499),
     },
     lifespan=server.lifespan,
   )
   try:
-    return TrustedHostMiddleware(served, hosts, www_redirect=False)
+    return TrustedHostMiddleware(application, hosts, www_redirect=False)
   except AssertionError as error:
     raise UserError(f'allowed_hosts={",".join(hosts)}: {error}') from error

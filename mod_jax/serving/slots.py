@@ -1,4 +1,4 @@
-"""The slots of the engine on the device, and what is compiled for them."""
+"""The engine's slots on the device, and the compiled functions on them."""
 
 import dataclasses
 import functools
@@ -11,21 +11,21 @@ from mod_jax.layers.mode import RoutingMode
 from mod_jax.models import lm
 from mod_jax.sampling import generation
 
-# In place of a token's number, for what the routing of a prompt draws.
+# Stands for a token's index in `_key`, for the routing scores of the prompt.
 _ROUTING = 2**31 - 1
 
 
 @flax.struct.dataclass
 class Rows:
-  """What each slot is doing.
+  """The state of each slot, besides its cache.
 
   Attributes:
-    token_B: its last token, which is not read yet.
-    active_B: whether it goes on.
-    count_B: tokens that it has drawn.
-    limit_B: tokens that it may draw.
-    seed_B: uint32, of what it draws.
-    settings: how it draws.
+    token_B: the last token, which the model has not read yet.
+    active_B: whether the slot is generating.
+    count_B: number of tokens sampled so far.
+    limit_B: most tokens to sample.
+    seed_B: uint32, seed of the sampling.
+    settings: temperature, top-k and top-p.
   """
 
   token_B: jax.Array
@@ -44,9 +44,9 @@ class State:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-  """What the compiled functions depend on."""
+  """The compiled functions, and the static values that they depend on."""
 
-  config: lm.LMConfig  # Layers not scanned.
+  config: lm.LMConfig  # With unrolled layers.
   mode: RoutingMode
   room: int  # Tokens that a slot holds.
   end_token: int | None
@@ -56,8 +56,9 @@ class Program:
 
   @functools.partial(jax.jit, static_argnums=0)
   def prefill(self, variables, tokens_1P, valid_1P, rows: Rows):
-    """Returns a cache of one row with a prompt, and its row."""
-    # Its own length, so that its slots do not depend on its neighbours.
+    """Returns the cache of a prompt, its row, and the log-probability."""
+    # The request's own length, so that the room in the caches of routed blocks
+    # does not depend on other requests.
     length_1 = valid_1P.sum(axis=-1) + rows.limit_B
     key = _key(rows.seed_B[0], _ROUTING)
     logits_1V, _, cache, _ = generation.read_prompts(
@@ -69,23 +70,24 @@ class Program:
 
   @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
   def insert(self, state: State, cache, rows: Rows, slot):
-    """Returns the state with a row in a slot."""
-    one = State(cache, rows)
+    """Returns the state with a request's cache and row put into a slot."""
+    request_state = State(cache, rows)
     return jax.tree.map(
-      lambda all_B, one_1: all_B.at[slot].set(one_1[0]), state, one
+      lambda all_B, one_1: all_B.at[slot].set(one_1[0]), state, request_state
     )
 
   @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
   def release(self, state: State, slot):
-    """Returns the state with a slot that stands still."""
+    """Returns the state with a slot made inactive."""
     active_B = state.rows.active_B.at[slot].set(False)
     return state.replace(rows=state.rows.replace(active_B=active_B))
 
   @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
   def step(self, variables, state: State, key):
-    """Returns the state after one more token of each active row, and these.
+    """Samples one more token for each active row.
 
-    The last are token_B, log_prob_B, and whether the row was active.
+    Returns:
+      The new state, and (token_B, log_prob_B, active_B before the step).
     """
     rows = state.rows
     logits_B1V, cache, _ = generation.read(
@@ -95,12 +97,11 @@ class Program:
       *(state.cache, self.mode, key),
     )
     drawn, log_prob_B = self._draw(rows, logits_B1V[:, 0])
-    told = (drawn.token_B, log_prob_B, rows.active_B)
-    # A row that stands still keeps its numbers until it is replaced.
-    return State(cache, drawn), told
+    outputs = (drawn.token_B, log_prob_B, rows.active_B)
+    return State(cache, drawn), outputs
 
   def _draw(self, rows: Rows, logits_BV) -> tuple[Rows, jax.Array]:
-    """Returns the rows with a token more, and its log-probability."""
+    """Samples a token for each row; returns rows and log-probabilities."""
     key_B = jax.vmap(_key)(rows.seed_B, rows.count_B)
     token_B, log_prob_B = generation.draw(logits_BV, key_B, rows.settings)
     count_B = rows.count_B + rows.active_B
@@ -112,7 +113,7 @@ class Program:
 
 
 def _key(seed, number) -> jax.Array:
-  """Returns the key of a request's token, whatever its slot."""
+  """Returns the random key of a token, which does not depend on the slot."""
   return jax.random.fold_in(jax.random.key(seed), number)
 
 

@@ -1,15 +1,15 @@
 """A model's tokenizer and chat template, in processes of their own.
 
-Both come with the model's folder, which may be a stranger's, and both are
-programs: a pattern may backtrack for hours, and a template loop, or ask for all
-memory there is. Python cannot interrupt them. Rust holds its lock for as long
-as it tokenises, so that in a server's own process no other thread would run
-meanwhile, and no signal be heard.
+Both come with the model's folder, which may be untrusted, and both are
+programs: a regular expression may backtrack for hours, and a template may loop
+or exhaust the memory. Python cannot interrupt them: the tokenizer's Rust code
+holds the GIL while it runs, so in the server's own process no other thread
+would run and no signal be handled.
 
-So a process loads the tokenizer once and forks for each connection. The kernel
-ends a fork that computes for too long or takes too much memory; the others, and
-the server, go on. The module is both sides: `TextProcess` is the server's, and
-as a script it is the process.
+So a separate process loads the tokenizer once and forks for each connection.
+The kernel kills a fork that exceeds its CPU time or memory; the other forks and
+the server go on. This module has both sides: `TextProcess` is the server's, and
+run as a script, the module is the separate process.
 """
 
 import contextlib
@@ -31,44 +31,46 @@ from mod_jax.data import tokenizers
 from mod_jax.errors import UserError
 from mod_jax.serving import chat
 
-# Seconds of computing that a job may take. Prompts have as many bytes as a
-# request at most; what is decoded at a time is a few tokens.
+# CPU seconds that a job may take. Prompts are limited by the size of a request;
+# `decode_after` gets only a few tokens at a time.
 _SECONDS = {'encode': 2.0, 'encode_chat': 2.0, 'decode_after': 0.25}
-_MEMORY = 2**30  # Bytes that a fork may take beyond what it begins with.
-_MOST_REPLY = 2**22  # Bytes of an answer.
+_MEMORY = 2**30  # Bytes that a fork may allocate beyond its initial size.
+_MOST_REPLY = 2**22  # Largest reply, in bytes.
 
 
 class TextProcess:
-  """The server's side: jobs of `_Texts`, each done by a fork.
+  """The server's side: has methods of `_Texts` run in forks.
 
-  Threads may share it, but for `decode_after`, which is for one of them.
+  Threads may share it, except that only one of them may call `decode_after`.
   """
 
   def __init__(self, kind: str, path: str, *, pretrained: bool):
-    """Starts the process, and waits until it has loaded.
+    """Starts the process, and waits until it has loaded the tokenizer.
 
     Args:
-      kind: of the tokenizer, as is path; see `tokenizers.make`.
-      path: beside which a chat template may lie.
-      pretrained: whether prompts begin as the tokenizer says that texts do.
+      kind: kind of the tokenizer, as in `tokenizers.make`.
+      path: path of the tokenizer; a chat template may lie beside it.
+      pretrained: whether prompts begin with the special tokens that the
+        tokenizer puts before texts.
 
     Raises:
-      UserError: it cannot load them.
+      UserError: the tokenizer cannot be loaded.
     """
-    # A directory that is ours alone: who can connect can have texts read.
+    # A private directory, so that other users cannot connect to the socket.
     self._folder = tempfile.TemporaryDirectory(prefix='mod_jax-')
     self._address = os.path.join(self._folder.name, 'socket')
     module = 'mod_jax.serving.text_process'
-    told = json.dumps([self._address, kind, path, pretrained])
+    arguments = json.dumps([self._address, kind, path, pretrained])
     self._process = subprocess.Popen(
-      [sys.executable, '-P', '-m', module, told],
+      [sys.executable, '-P', '-m', module, arguments],
       stdin=subprocess.DEVNULL,
       stdout=subprocess.PIPE,
-      # Forks can only be made where there is a single thread.
+      # Forking is only safe while the process has a single thread.
       env=os.environ
       | {'OPENBLAS_NUM_THREADS': '1', 'TOKENIZERS_PARALLELISM': 'false'}
       | {'RUST_BACKTRACE': '0'},
-      # A group of its own, to be ended with all forks, and not by Ctrl-C.
+      # Its own process group, so that `stop` kills all forks as well, and
+      # Ctrl-C in the terminal does not.
       start_new_session=True,
     )
     self._kept = None  # The connection of `decode_after`.
@@ -86,27 +88,29 @@ class TextProcess:
     return self._process.poll() is None
 
   def stop(self) -> None:
-    """Ends all jobs, whatever they do."""
+    """Kills the process and all its forks."""
     with contextlib.suppress(ProcessLookupError):
       os.killpg(self._process.pid, signal.SIGKILL)
     self._process.wait()
     self._folder.cleanup()
 
   def call(self, name: str, *args) -> Any:
-    """Returns what a method of `_Texts` does, run by a fork of its own.
+    """Calls a method of `_Texts` in a new fork, and returns its result.
 
     Raises:
-      UserError: it refuses, fails, or takes more than it may.
+      UserError: it refuses the arguments, fails, or exceeds its CPU time or
+        memory.
       OSError: the process has ended.
     """
     with self._connect() as stream:
       return _ask(stream, name, args)
 
   def decode_after(self, before: list[int], ids: list[int]) -> str:
-    """Returns what `Tokenizer.decode_after` does, by a fork that is kept.
+    """Calls `Tokenizer.decode_after` in a fork that is kept between calls.
 
     Raises:
-      UserError: as `call`, as OSError.
+      UserError: it fails, or exceeds its CPU time or memory.
+      OSError: the process has ended.
     """
     if self._kept is None:
       self._kept = self._connect()
@@ -126,7 +130,7 @@ class TextProcess:
 
 def _ask(stream, name, args):
   reply = b''
-  with contextlib.suppress(OSError):  # It may be ended before it has read all.
+  with contextlib.suppress(OSError):  # The fork may be killed meanwhile.
     stream.write(json.dumps([name, args]).encode() + b'\n')
     stream.flush()
     reply = stream.readline()
@@ -143,7 +147,7 @@ def _ask(stream, name, args):
 
 
 class _Texts:
-  """The jobs."""
+  """The jobs that forks run."""
 
   def __init__(self, kind: str, path: str, pretrained: bool):
     self._tokenizer = tokenizers.make(kind, path)
@@ -153,11 +157,11 @@ class _Texts:
     self._path = pathlib.Path(path) if kind == 'huggingface' else None
 
   def encode(self, texts: list[str], most: int) -> list[list[int]]:
-    """Returns the tokens of prompts, of `most` tokens each at most."""
+    """Returns the tokens of each prompt; refuses more than `most`."""
     return [self._tokens(self._encode, text, most) for text in texts]
 
   def encode_chat(self, messages: list[dict], most: int) -> list[list[int]]:
-    """Returns the tokens of a chat, as those of a single prompt."""
+    """Returns the tokens of a rendered chat, as a list of one prompt."""
     template = self._path and chat.read_template(self._path)
     if template is None:
       raise UserError(
@@ -173,7 +177,7 @@ class _Texts:
     return self._tokenizer.decode_after(before, ids)
 
   def _tokens(self, encode, text, most):
-    # No tokenizer is asked about what cannot fit.
+    # Texts that are too long for any tokenisation are not tokenised at all.
     size = len(text.encode('utf-8', 'replace'))
     if size > most * int(self._tokenizer.token_bytes.max()):
       raise UserError(
@@ -190,28 +194,28 @@ class _Texts:
 
 
 class _Handler(socketserver.StreamRequestHandler):
-  """A fork: does the jobs of one connection until that is closed."""
+  """A fork: runs the jobs of one connection until it is closed."""
 
   def handle(self):
     _limit_memory()
-    with contextlib.suppress(OSError):  # Whoever asked may have left.
+    with contextlib.suppress(OSError):  # The caller may have disconnected.
       for line in self.rfile:
         self.wfile.write(self._done(*json.loads(line)))
 
   def _done(self, name, args):
     result = refusal = None
-    # At its end comes a signal, which ends the process unless it is handled.
+    # When the time is up, SIGPROF kills the process.
     signal.setitimer(signal.ITIMER_PROF, _SECONDS[name])
     try:
       result = getattr(self.server.texts, name)(*args)
     except UserError as error:
       refusal = f'{error!s:.500}'
-    except BaseException as error:  # Of Rust, PanicException is one.
+    except BaseException as error:  # Rust's PanicException is no Exception.
       refusal = f"the model's tokenizer or template failed: {error!r:.500}"
     reply = json.dumps([result, refusal]).encode() + b'\n'
     signal.setitimer(signal.ITIMER_PROF, 0)
     if len(reply) > _MOST_REPLY:
-      sys.exit()  # As if it had taken too much memory.
+      sys.exit()  # To the caller, this is the same as too much memory.
     return reply
 
 
@@ -229,11 +233,11 @@ class _Server(socketserver.ForkingUnixStreamServer):
 
 def _limit_memory():
   resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-  # Elsewhere than in Linux, systems do not hold to such a limit.
+  # Only Linux has /proc, and enforces RLIMIT_AS reliably.
   with contextlib.suppress(FileNotFoundError):
     pages = pathlib.Path('/proc/self/statm').read_text().split()[0]
-    most = int(pages) * resource.getpagesize() + _MEMORY
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    limit = int(pages) * resource.getpagesize() + _MEMORY
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 def main() -> None:

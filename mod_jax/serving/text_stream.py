@@ -1,4 +1,4 @@
-"""The text of tokens that come one by one."""
+"""Incremental detokenisation: the text of tokens that arrive one by one."""
 
 from absl import logging
 
@@ -6,49 +6,50 @@ from mod_jax.data import tokenizers
 
 
 class TextStream:
-  """Tells what is certain of a text: no half characters, no stop texts.
+  """Releases text once it is final: no partial characters, no stop texts.
 
   Attributes:
-    stopped: whether a stop text was met, after which nothing is added.
-    failed: whether the tokenizer has failed, after which it is not asked again.
+    stopped: whether a stop text was met; the text ends before it.
+    failed: whether the tokenizer has failed; it is not called again.
   """
 
   def __init__(self, tokenizer, prompt: list[int], stop: tuple[str, ...]):
     """Begins after a prompt.
 
     Args:
-      tokenizer: of the model; None for one without, whose texts are empty.
-      prompt: tokens before.
-      stop: texts before which the text ends.
+      tokenizer: the model's tokenizer; with None, all text is empty.
+      prompt: the prompt's tokens.
+      stop: the text ends before the first of these.
     """
     self._tokenizer = tokenizer
     self._stop = stop
-    self._tokens = []  # Of which the text is not told yet.
-    self._before = prompt[-tokenizers.CONTEXT :]  # Of which it is.
-    self._held = ''
+    self._tokens = []  # Not decoded yet.
+    self._before = prompt[-tokenizers.CONTEXT :]  # Decoded already.
+    self._held = ''  # May be the beginning of a stop text.
     self.stopped = self.failed = False
 
   def add(self, token: int) -> str:
-    """Returns what has become certain with a token."""
+    """Returns the text that has become final with this token."""
     if self._tokenizer is None:
       return ''
     self._tokens.append(token)
-    found = ''
+    new_text = ''
     while self._tokens:
       count = len(self._tokens)
       text = self._decoded(count)
       if text.endswith(tokenizers.REPLACEMENT):
         if count < tokenizers.CONTEXT:
-          break  # A character of which bytes are missing.
-        count = 1  # The first byte is astray; others may begin a character.
+          break  # Wait for the missing bytes of a character.
+        # The first byte is invalid; the next ones may begin a character.
+        count = 1
         text = self._decoded(count)
       self._before = self._tokens[:count][-tokenizers.CONTEXT :]
       del self._tokens[:count]
-      found += text
-    return self._release(found)
+      new_text += text
+    return self._release(new_text)
 
   def end(self) -> str:
-    """Returns what was held back."""
+    """Returns the remaining text."""
     if self._tokenizer is None or self.stopped:
       return ''
     text = self._release(self._decoded(len(self._tokens)))
@@ -61,18 +62,18 @@ class TextStream:
       return ''
     try:
       return self._tokenizer.decode_after(self._before, self._tokens[:count])
-    except Exception as error:  # It may be a stranger's.
+    except Exception as error:  # The tokenizer may be untrusted.
       logging.warning('tokens cannot be turned into text: %s', error)
       self.failed = True
       return ''
 
   def _release(self, new: str) -> str:
     text = self._held + new
-    at = [text.find(stop) for stop in self._stop]
-    found = [i for i in at if i >= 0]
-    if found:
+    positions = [text.find(stop) for stop in self._stop]
+    matches = [i for i in positions if i >= 0]
+    if matches:
       self.stopped, self._held = True, ''
-      return text[: min(found)]
+      return text[: min(matches)]
     keep = max(
       (
         n

@@ -1,11 +1,11 @@
-"""Sweeps: many runs of one experiment, and what comes of them.
+"""Sweeps: many runs of one experiment, and their evaluation.
 
-* `grid`: the product of the values of some fields, one run after another.
-* `plan`: models of several sizes at equal training FLOPs, kept in a `manifest`;
-  `tables` shows it.
-* `prove`: what the steps of a sweep's runs take on slices of TPUs (`slices`),
-  read from programs compiled for them (`hlo`).
-* `run`: trains them, by any number of workers.
-* `fit`: the least losses at equal FLOPs (`optimum`), and their pictures.
-* `compare`: any runs beside each other.
+* `grid`: all combinations of some fields' values, one run after another.
+* `plan`: plans models of several sizes at equal training FLOPs, and writes them
+  to a `manifest`.
+* `prove`: compiles their training steps for slices of TPUs (`slices`), and
+  analyses memory, FLOPs and communication of the programs (`hlo`).
+* `run`: trains them, with any number of workers.
+* `fit`: the minima of the loss at equal FLOPs (`optimum`), and their pictures.
+* `compare`: a table and a picture of any runs.
 """

@@ -1,4 +1,4 @@
-"""Sweeps on the command line: plan them, run them, see what came of them.
+"""Sweeps on the command line: plan, prove, run, fit and compare.
 
     python -m mod_jax.sweeps plan --config=FILE.py[:variant] --workdir=W
     python -m mod_jax.sweeps prove --workdir=W --topology=v5e:4x4,v5p
@@ -15,13 +15,13 @@ import sys
 from mod_jax import cli
 from mod_jax import config as config_lib
 
-# Each is a module of this package, with functions `define_flags` and `main`.
-# They are imported when they are asked for: one does not need what others need.
+# Each is a module of this package with functions `define_flags` and `main`. It
+# is only imported when used, since each has its own dependencies.
 _COMMANDS = ('plan', 'prove', 'run', 'fit', 'compare')
 
 
 def main(argv: list[str]) -> None:
-  """Does what `python -m mod_jax.sweeps` was asked for, and exits.
+  """Runs a command of `python -m mod_jax.sweeps`, and exits.
 
   Args:
     argv: the program's name, the command, and its flags.

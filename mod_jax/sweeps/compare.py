@@ -1,8 +1,8 @@
-"""Any two or more runs side by side: one table, one picture.
+"""Compares two or more runs: one table, one picture.
 
 The picture shows their losses over steps, training FLOPs and time. Time is
-that of training at a run's own mean rate, evaluations and saves included, as
-its `history.jsonl` tells it; what restarts took is left out.
+computed from a run's mean seconds per step, including evaluations and saves but
+not restarts, according to its `history.jsonl`.
 """
 
 from collections.abc import Sequence
@@ -28,15 +28,15 @@ from mod_jax.train import workdir as workdir_lib
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-  """What the files of a run tell.
+  """A run, as read from its files.
 
   Attributes:
-    name: what it is called here.
-    config: its config.
-    records: the lines of its metrics.
-    step: the last step that they tell of.
-    flops_S: of training, up to each step; 0 before the first.
-    seconds_per_step: on the mean; None where nobody knows.
+    name: name in the table and the picture.
+    config: the run's config.
+    records: the lines of its metrics file.
+    step: the last step in `records`.
+    flops_S: training FLOPs up to each step, beginning with 0 for step 0.
+    seconds_per_step: mean time of a step; None if unknown.
   """
 
   name: str
@@ -47,7 +47,7 @@ class Run:
   seconds_per_step: float | None
 
   def last(self, kind: str) -> float | None:
-    """Returns the newest loss of a kind, 'train' or 'eval'; None without."""
+    """Returns the newest loss of a kind, 'train' or 'eval'; None if absent."""
     for line in reversed(self.records):
       if line['kind'] == kind:
         loss = line.get('top_k/loss', line.get('loss'))
@@ -57,10 +57,10 @@ class Run:
 
 
 def read(workdir, name: str | None = None) -> Run:
-  """Returns the run in a directory.
+  """Reads the run in a directory.
 
   Raises:
-    UserError: there is none, or it has taken no step.
+    UserError: there is no run, or it has no metrics yet.
   """
   config = workdir_lib.read_config(workdir, ExperimentConfig)
   records = metrics_lib.read(workdir)
@@ -84,11 +84,14 @@ def read(workdir, name: str | None = None) -> Run:
 
 
 def _seconds_per_step(events) -> float | None:
-  """Returns the mean over the times from a first step to an orderly end."""
+  """Returns the mean over all sessions that ended orderly, or None.
+
+  A session is timed from the end of its first step, so without compilation.
+  """
   steps, seconds, first = 0, 0.0, None
   for event in events:
     if event['event'] == 'start':
-      first = None  # What came before was killed.
+      first = None  # The previous session was killed: its end is unknown.
     elif event['event'] == 'first_step':
       first = event
     elif event['event'] == 'end' and first is not None:
@@ -99,13 +102,13 @@ def _seconds_per_step(events) -> float | None:
 
 
 def rows(runs: Sequence[Run]) -> list[dict[str, Any]]:
-  """Returns what the table and `compare.csv` have of each run, by column."""
-  found = []
+  """Returns a row of the table and of `compare.csv` for each run."""
+  table_rows = []
   for run in runs:
     loss, rate = run.last('eval'), run.seconds_per_step
     first = runs[0].last('eval')
-    known = loss is not None and first is not None
-    found.append(
+    comparable = loss is not None and first is not None
+    table_rows.append(
       {
         'run': run.name,
         'params': flops.num_params(run.config.model),
@@ -115,14 +118,14 @@ def rows(runs: Sequence[Run]) -> list[dict[str, Any]]:
         'hours': rate and rate * run.step / 3600,
         'train_loss': run.last('train'),
         'held_out_loss': loss,
-        'difference': loss - first if known else None,
+        'difference': loss - first if comparable else None,
       }
     )
-  return found
+  return table_rows
 
 
 def table(runs: Sequence[Run]) -> str:
-  """Returns the rows for people, and how the configs differ from the first."""
+  """Returns the rows as text, and how configs differ from the first run's."""
   forms = {
     'params': ',d',
     'steps': ',d',
@@ -174,7 +177,7 @@ def picture(runs: Sequence[Run], *, title: str = ''):
 
 
 def names(workdirs: Sequence[str]) -> list[str]:
-  """Returns as few last parts of the paths as tell them apart."""
+  """Returns names for runs: the fewest last path parts that are unique."""
   paths = [pathlib.PurePath(str(workdir)).parts for workdir in workdirs]
   for count in range(1, max(map(len, paths)) + 1):
     short = ['/'.join(parts[-count:]) for parts in paths]
@@ -185,13 +188,13 @@ def names(workdirs: Sequence[str]) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-  """Some runs side by side; `str()` is the table for people."""
+  """A comparison of runs; `str()` returns the table as text."""
 
   runs: Sequence[Run]
 
   @property
   def rows(self) -> list[dict[str, Any]]:
-    """What the table has of each run, by column."""
+    """A row of the table for each run, by column."""
     return rows(self.runs)
 
   def __str__(self) -> str:
@@ -203,10 +206,13 @@ class Comparison:
 
 
 def compare(workdirs: Sequence[str]) -> Comparison:
-  """Returns runs side by side, the first being what others differ from.
+  """Compares runs with the first one.
+
+  Args:
+    workdirs: directories of two or more runs.
 
   Raises:
-    UserError: fewer than two, one of them twice, or no run in a directory.
+    UserError: fewer than two runs, one of them twice, or no run in a directory.
   """
   if isinstance(workdirs, str | os.PathLike):
     workdirs = [workdirs]
@@ -229,8 +235,8 @@ def define_flags() -> None:
 
 def main(argv: list[str]) -> None:
   """`python -m mod_jax.sweeps compare RUN…`."""
-  found = compare(argv[1:])
+  comparison = compare(argv[1:])
   out = workdir_lib.expand(flags.FLAGS.out)
-  workdir_lib.write_text(out / 'compare.csv', tables.csv_text(found.rows))
-  viz.save(found.figure(), out / 'compare.png')
-  print(found)
+  workdir_lib.write_text(out / 'compare.csv', tables.csv_text(comparison.rows))
+  viz.save(comparison.figure(), out / 'compare.png')
+  print(comparison)

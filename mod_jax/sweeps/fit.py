@@ -1,9 +1,9 @@
-"""What a sweep came to: the best models at each budget, with their errors.
+"""Evaluates a sweep: the best model at each budget, with error bars.
 
 Writes `fit.json`, `isoflop.csv` (a line per run), and the pictures
-`isoflop.png` (the paper's Figure 4), `variants.png`, where there are groups
-that are at one budget only, and `curves.png`, the losses of each group's best
-run at the highest budget over steps, training FLOPs and time.
+`isoflop.png` (Figure 4 of Raposo et al. 2024), `variants.png` (if some groups
+have one budget only) and `curves.png` (the losses of each group's best run at
+the highest budget over steps, training FLOPs and time).
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,24 +22,24 @@ from mod_jax.sweeps.optimum import NoMinimumError
 from mod_jax.train import metrics as metrics_lib
 from mod_jax.train import workdir as workdir_lib
 
-# Runs of a budget, besides those that its parabolas need, from which its noise
-# is told.
+# Degrees of freedom needed to estimate the noise from the runs of one budget
+# alone.
 _FREEDOM = 10
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Curve:
-  """The runs of a group at a budget, those that diverged left out.
+  """The runs of a group at a budget, without those that diverged.
 
   Attributes:
-    group: its name.
+    group: the group's name.
     budget: training FLOPs of each run.
-    params_I: parameters of each run's model, by which the runs are ordered.
-    tokens_I: tokens that each was trained on.
+    params_I: parameters of each run's model, in ascending order.
+    tokens_I: training tokens of each run.
     forward_I: FLOPs of a forward pass over one sequence.
-    loss_I: held-out, at the end.
-    diverged: how many did.
-    equal: whether all have spent their budget.
+    loss_I: held-out loss at the end of each run.
+    diverged: number of runs that diverged.
+    equal: whether all runs have spent the budget.
   """
 
   group: str
@@ -59,7 +59,7 @@ class Curve:
     ]
 
   def forward_at(self, log_params):
-    """Returns the FLOPs of a forward pass of a model between the sizes."""
+    """Interpolates the FLOPs of a forward pass at a logarithm of parameters."""
     x_I = np.log(self.params_I)
     power = min(2, len(set(x_I.tolist())) - 1)
     line = np.polyfit(x_I, np.log(self.forward_I), power)
@@ -68,7 +68,7 @@ class Curve:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fitted:
-  """What is known of a curve; a sentence stands for what the data refuse."""
+  """A curve and its minima; a string says why there is no minimum."""
 
   curve: Curve
   parabola: optimum.Minimum | str
@@ -81,55 +81,60 @@ def curves(results: Sequence[tuple[Entry, Mapping[str, Any]]]) -> list[Curve]:
   for entry, result in results:
     key = (entry.group, entry.budget)
     by_curve.setdefault(key, []).append((entry, result))
-  found = []
+  all_curves = []
   for (group, budget), runs in by_curve.items():
-    good = [(e.facts, r['loss']) for e, r in runs if not r['diverged']]
-    good.sort(key=lambda run: run[0]['params'])
+    finished = [(e.facts, r['loss']) for e, r in runs if not r['diverged']]
+    finished.sort(key=lambda run: run[0]['params'])
 
-    def column(name, good=good):
-      return np.array([known[name] for known, _ in good], float)
+    def column(name, finished=finished):
+      return np.array([run_facts[name] for run_facts, _ in finished], float)
 
-    found.append(
+    all_curves.append(
       Curve(
         group=group,
         budget=budget,
         params_I=column('params'),
         tokens_I=column('tokens'),
         forward_I=column('forward_flops'),
-        loss_I=np.array([loss for _, loss in good], float),
-        diverged=len(runs) - len(good),
+        loss_I=np.array([loss for _, loss in finished], float),
+        diverged=len(runs) - len(finished),
         equal=all(entry.facts['equal_flops'] for entry, _ in runs),
       )
     )
-  return found
+  return all_curves
 
 
 def fit(
   found: Sequence[Curve],
 ) -> tuple[list[Fitted], dict[str, optimum.Surface | str]]:
-  """Returns what is known of each curve, and the surface of each group."""
+  """Fits each curve, and the surface of each group.
+
+  Returns:
+    The fitted curves in the given order; and the surfaces by group, where a
+    string says why there is none.
+  """
   equal = [curve for curve in found if curve.equal and len(curve.loss_I)]
   noise = {curve.budget: _noise(equal, curve.budget) for curve in equal}
   surfaces = {}
   for group in dict.fromkeys(curve.group for curve in found):
-    own = [curve for curve in equal if curve.group == group]
-    if len(own) < 2:
+    group_curves = [curve for curve in equal if curve.group == group]
+    if len(group_curves) < 2:
       surfaces[group] = 'fewer than 2 budgets of equal FLOPs'
       continue
     columns = (
-      np.concatenate([getattr(curve, name) for curve in own])
+      np.concatenate([getattr(curve, name) for curve in group_curves])
       for name in ('params_I', 'tokens_I', 'loss_I')
     )
     surfaces[group] = _or_why(optimum.surface, *columns)
   fitted = []
   for i, curve in enumerate(found):
     if not curve.equal or not len(curve.loss_I):
-      why = 'its runs do not spend the budget'
+      reason = 'its runs do not spend the budget'
       if curve.equal:
-        why = 'no run has a loss'
-      fitted.append(Fitted(curve=curve, parabola=why, joint=why))
+        reason = 'no run has a loss'
+      fitted.append(Fitted(curve=curve, parabola=reason, joint=reason))
       continue
-    # Each curve has draws of its own: the runs of one tell nothing of another.
+    # Another seed for each curve, so that their draws are independent.
     parabola = _or_why(
       optimum.of_curve,
       curve.params_I,
@@ -147,18 +152,18 @@ def fit(
 def _noise(equal: Sequence[Curve], budget: float) -> optimum.Noise | None:
   """Returns the noise of the runs at a budget, or of all if these are few.
 
-  Runs of one budget may differ more than those of another, as where some of
-  them have learned by then what others learn later.
+  Noise may depend on the budget, for instance if it is just enough for some of
+  the runs to learn something.
   """
-  own, every = (
+  alone, pooled = (
     optimum.noise([(c.params_I, c.loss_I) for c in curves])
     for curves in ([c for c in equal if c.budget == budget], equal)
   )
-  return own if own is not None and own.freedom >= _FREEDOM else every
+  return alone if alone is not None and alone.freedom >= _FREEDOM else pooled
 
 
 def _or_why(function, *args, **kwargs):
-  """Returns what a function does, or why there is no minimum."""
+  """Returns the function's result, or the message of a NoMinimumError."""
   try:
     return function(*args, **kwargs)
   except NoMinimumError as error:
@@ -168,33 +173,35 @@ def _or_why(function, *args, **kwargs):
 def comparisons(
   fitted: Sequence[Fitted], reference: str
 ) -> list[dict[str, Any]]:
-  """Returns how the minima differ from the reference group's, by budget.
+  """Compares the minima with those of the reference group at each budget.
 
-  A row has `group`, `budget`, `method` ('parabola' or 'joint'), and estimates:
-  `params_ratio`, `flops_ratio` (of a forward pass) and `loss_difference`.
+  Returns:
+    Rows with `group`, `budget`, `method` ('parabola' or 'joint') and the
+    estimates `params_ratio`, `flops_ratio` (of a forward pass) and
+    `loss_difference`.
   """
   rows = []
-  base = {f.curve.budget: f for f in fitted if f.curve.group == reference}
-  for own in fitted:
-    other = base.get(own.curve.budget)
-    if own.curve.group == reference or other is None:
+  baselines = {f.curve.budget: f for f in fitted if f.curve.group == reference}
+  for this in fitted:
+    other = baselines.get(this.curve.budget)
+    if this.curve.group == reference or other is None:
       continue
     for method in ('parabola', 'joint'):
-      ours, theirs = getattr(own, method), getattr(other, method)
+      ours, theirs = getattr(this, method), getattr(other, method)
       if isinstance(ours, str) or isinstance(theirs, str):
         continue
       forwards = (
-        minimum.log_params.map(lambda x, c=of.curve: np.log(c.forward_at(x)))
-        for minimum, of in ((ours, own), (theirs, other))
+        minimum.log_params.map(lambda x, c=side.curve: np.log(c.forward_at(x)))
+        for minimum, side in ((ours, this), (theirs, other))
       )
-      mine, others = forwards
+      our_flops, their_flops = forwards
       rows.append(
         {
-          'group': own.curve.group,
-          'budget': own.curve.budget,
+          'group': this.curve.group,
+          'budget': this.curve.budget,
           'method': method,
           'params_ratio': ours.log_params.minus(theirs.log_params).map(np.exp),
-          'flops_ratio': mine.minus(others).map(np.exp),
+          'flops_ratio': our_flops.minus(their_flops).map(np.exp),
           'loss_difference': ours.loss.minus(theirs.loss),
         }
       )
@@ -204,27 +211,31 @@ def comparisons(
 def at_equal_steps(
   results: Sequence[tuple[Entry, Mapping[str, Any]]],
 ) -> list[dict[str, Any]]:
-  """Returns what groups gain on those that do not spend their budget.
+  """Compares groups with the control whose routed blocks are removed.
 
-  That is the control whose routed blocks are removed: a run of it is compared
-  with that of the same budget, width, seed and number of steps. The interval is
-  Student's, over all such pairs.
+  Runs of the control, which do not spend their budget, are paired with runs of
+  the same budget, width, seed and number of steps. The interval of the mean
+  difference is Student's, over all pairs.
   """
   by_group = {}
   for entry, result in results:
     if result['diverged']:
       continue
-    known, width = entry.facts, entry.config.model.width
-    key = (entry.group, entry.budget, known['equal_flops'])
+    run_facts, width = entry.facts, entry.config.model.width
+    key = (entry.group, entry.budget, run_facts['equal_flops'])
     runs = by_group.setdefault(key, {})
-    runs[width, known['steps'], entry.seed] = result['loss']
+    runs[width, run_facts['steps'], entry.seed] = result['loss']
   rows, rng = [], np.random.default_rng(0)
-  for (control, budget, spent), low in by_group.items():
-    if spent:
+  for (control, budget, control_equal), control_losses in by_group.items():
+    if control_equal:
       continue
-    for (group, other, whole), high in by_group.items():
-      pairs = [high[run] - low[run] for run in low if run in high]
-      if other != budget or not whole or len(pairs) < 2:
+    for (group, other_budget, group_equal), group_losses in by_group.items():
+      pairs = [
+        group_losses[run] - control_losses[run]
+        for run in control_losses
+        if run in group_losses
+      ]
+      if other_budget != budget or not group_equal or len(pairs) < 2:
         continue
       error = np.std(pairs, ddof=1) / np.sqrt(len(pairs))
       mean = float(np.mean(pairs))
@@ -244,11 +255,13 @@ def at_equal_steps(
 def causal(
   results: Sequence[tuple[Entry, Mapping[str, Any]]],
 ) -> list[dict[str, Any]]:
-  """Returns what routed models lose where no token sees later ones.
+  """Returns how much higher losses are under causal routing rules.
 
-  The loss of a run is that of top-k, which looks at whole sequences. A row has
-  `group`, `budget`, `rule`, and `loss_difference`, the mean over the runs of
-  how much higher the loss is under a causal rule.
+  The loss of a run is that under top-k, which looks at whole sequences.
+
+  Returns:
+    Rows with `group`, `budget`, `rule` and `loss_difference`: the loss under
+    the rule minus that under top-k, averaged over the runs.
   """
   differences = {}
   for entry, result in results:
@@ -260,19 +273,19 @@ def causal(
       'group': group,
       'budget': budget,
       'rule': rule,
-      'loss_difference': float(np.mean(found)),
+      'loss_difference': float(np.mean(values)),
     }
-    for (group, budget, rule), found in differences.items()
+    for (group, budget, rule), values in differences.items()
   ]
 
 
 def _causal_losses(result) -> dict[str, float]:
-  """Returns the losses under other rules than top-k, by rule."""
+  """Returns the losses by routing rule, except top-k."""
   names = {name: name.partition('/') for name in result['metrics']}
   return {
     rule: result['metrics'][name]
-    for name, (rule, _, what) in names.items()
-    if what == 'loss' and rule != 'top_k'
+    for name, (rule, _, metric) in names.items()
+    if metric == 'loss' and rule != 'top_k'
   }
 
 
@@ -283,34 +296,40 @@ def record(
   equal_steps: Sequence[Mapping[str, Any]] = (),
   under_rules: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
-  """Returns what `fit.json` holds; refusals are `{'refused': WHY}`."""
+  """Returns the content of `fit.json`; failed fits are `{'refused': WHY}`."""
 
-  def minimum(found):
-    if isinstance(found, str):
-      return {'refused': found}
+  def minimum(outcome):
+    if isinstance(outcome, str):
+      return {'refused': outcome}
     return {
-      'params': _told(found.log_params.map(np.exp)),
-      'loss': _told(found.loss),
+      'params': _told(outcome.log_params.map(np.exp)),
+      'loss': _told(outcome.loss),
     }
 
-  def surface(found):
-    if isinstance(found, str):
-      return {'refused': found}
-    # In plain units: A over parameters to the power a, and so on.
-    scale_R2 = np.exp(found.exponent_R2 * found.log_units)
-    scale_2 = np.exp(found.exponents * found.log_units)
+  def surface(outcome):
+    if isinstance(outcome, str):
+      return {'refused': outcome}
+    # Rescale A and B, which are in units of the geometric means.
+    scale_R2 = np.exp(outcome.exponent_R2 * outcome.log_units)
+    scale_2 = np.exp(outcome.exponents * outcome.log_units)
     numbers = {
-      'E': (found.terms[0], found.term_R3[:, 0]),
-      'A': (found.terms[1] * scale_2[0], found.term_R3[:, 1] * scale_R2[:, 0]),
-      'B': (found.terms[2] * scale_2[1], found.term_R3[:, 2] * scale_R2[:, 1]),
-      'a': (found.exponents[0], found.exponent_R2[:, 0]),
-      'b': (found.exponents[1], found.exponent_R2[:, 1]),
+      'E': (outcome.terms[0], outcome.term_R3[:, 0]),
+      'A': (
+        outcome.terms[1] * scale_2[0],
+        outcome.term_R3[:, 1] * scale_R2[:, 0],
+      ),
+      'B': (
+        outcome.terms[2] * scale_2[1],
+        outcome.term_R3[:, 2] * scale_R2[:, 1],
+      ),
+      'a': (outcome.exponents[0], outcome.exponent_R2[:, 0]),
+      'b': (outcome.exponents[1], outcome.exponent_R2[:, 1]),
     }
-    told = {
+    coefficients = {
       name: _told(optimum.Estimate(float(value), draw_R))
       for name, (value, draw_R) in numbers.items()
     }
-    return told | {'spread': found.spread}
+    return coefficients | {'spread': outcome.spread}
 
   def plain(row):
     return {
@@ -335,7 +354,7 @@ def record(
       }
       for f in fitted
     ],
-    'surfaces': {name: surface(found) for name, found in surfaces.items()},
+    'surfaces': {name: surface(outcome) for name, outcome in surfaces.items()},
     'comparisons': [plain(row) for row in rows],
     'equal_steps': [plain(row) for row in equal_steps],
     'causal': list(under_rules),
@@ -348,29 +367,29 @@ def _told(estimate) -> dict[str, float]:
 
 
 def table(told: Mapping[str, Any]) -> str:
-  """Returns what `fit.json` holds for people."""
+  """Returns the content of `fit.json` as text."""
   lines = [
     f'Minima at equal training FLOPs, with {told["interval"]:.0%} intervals'
   ]
   for curve in told['curves']:
-    head = (
+    title = (
       f'{curve["group"]} at {curve["budget"]:g} FLOPs, {curve["runs"]} runs'
     )
     if curve['diverged']:
-      head += f' and {curve["diverged"]} that diverged'
+      title += f' and {curve["diverged"]} that diverged'
     means = (
       f'{mean["loss"]:.4f} ({mean["params"]:.3g})'
       for mean in curve['mean_losses']
     )
-    lines += [head, f'  mean losses, by parameters: {", ".join(means)}']
+    lines += [title, f'  mean losses, by parameters: {", ".join(means)}']
     for method in ('parabola', 'joint'):
-      found = curve[method]
-      if 'refused' in found:
-        lines.append(f'  {method:9} no minimum: {found["refused"]}')
+      minimum = curve[method]
+      if 'refused' in minimum:
+        lines.append(f'  {method:9} no minimum: {minimum["refused"]}')
         continue
       lines.append(
-        f'  {method:9} {_written(found["params"], ".3g")} parameters, loss'
-        f' {_written(found["loss"], ".4f")}'
+        f'  {method:9} {_written(minimum["params"], ".3g")} parameters, loss'
+        f' {_written(minimum["loss"], ".4f")}'
       )
   if told['comparisons']:
     lines.append('Against the dense models')
@@ -409,16 +428,16 @@ def rows(
   """Returns the lines of `isoflop.csv`, by column.
 
   Args:
-    results: of the runs.
-    dense_flops: by budget, FLOPs of a forward pass of the best dense model.
+    results: runs and their results.
+    dense_flops: FLOPs of a forward pass of the best dense model, by budget.
   """
-  found = []
+  lines = []
   rules = {rule: None for _, r in results for rule in _causal_losses(r)}
   for entry, result in results:
-    known, model = entry.facts, entry.config.model
+    run_facts, model = entry.facts, entry.config.model
     best = dense_flops.get(entry.budget)
-    under = _causal_losses(result)
-    found.append(
+    causal_losses = _causal_losses(result)
+    lines.append(
       {
         'id': entry.id,
         'group': entry.group,
@@ -426,40 +445,42 @@ def rows(
         'seed': entry.seed,
         'num_layers': model.num_layers,
         'width': model.width,
-        'params': known['params'],
-        'embedding_params': known['embedding_params'],
-        'forward_flops': known['forward_flops'],
-        'relative_flops': best and known['forward_flops'] / best,
+        'params': run_facts['params'],
+        'embedding_params': run_facts['embedding_params'],
+        'forward_flops': run_facts['forward_flops'],
+        'relative_flops': best and run_facts['forward_flops'] / best,
         'learning_rate': entry.config.optimizer.learning_rate,
-        'steps': known['steps'],
-        'tokens': known['tokens'],
-        'train_flops': known['train_flops'],
+        'steps': run_facts['steps'],
+        'tokens': run_facts['tokens'],
+        'train_flops': run_facts['train_flops'],
         'loss': result['loss'],
-        **{f'{rule}_loss': under.get(rule) for rule in rules},
+        **{f'{rule}_loss': causal_losses.get(rule) for rule in rules},
         'diverged': result['diverged'],
       }
     )
-  return found
+  return lines
 
 
 def best_dense(fitted: Sequence[Fitted], reference: str) -> dict[float, float]:
-  """Returns a forward pass's FLOPs of the best dense model, by budget.
+  """Returns the FLOPs of a forward pass of the best dense model, by budget.
 
-  Where there is no minimum, it is that of the size with the least mean loss.
+  Without a fitted minimum, that is the size with the lowest mean loss.
   """
-  found = {}
-  for own in fitted:
-    curve = own.curve
+  flops_by_budget = {}
+  for f in fitted:
+    curve = f.curve
     if curve.group != reference or not len(curve.loss_I):
       continue
-    if isinstance(own.parabola, str):
+    if isinstance(f.parabola, str):
       size, _ = min(curve.means(), key=lambda mean: mean[1])
-      found[curve.budget] = float(curve.forward_I[curve.params_I == size][0])
-    else:
-      found[curve.budget] = float(
-        curve.forward_at(own.parabola.log_params.value)
+      flops_by_budget[curve.budget] = float(
+        curve.forward_I[curve.params_I == size][0]
       )
-  return found
+    else:
+      flops_by_budget[curve.budget] = float(
+        curve.forward_at(f.parabola.log_params.value)
+      )
+  return flops_by_budget
 
 
 def main(_) -> None:
@@ -471,7 +492,7 @@ def main(_) -> None:
 
 
 def write(workdir) -> str:
-  """Fits what a sweep's runs came to, and writes it; returns the table.
+  """Fits the results of a sweep and writes the files; returns the table.
 
   Raises:
     UserError: there is no sweep, or no run of it is finished.
@@ -492,11 +513,11 @@ def write(workdir) -> str:
     '',
   )
   fitted, surfaces = fit(curves(results))
-  compared = comparisons(fitted, reference)
-  told = record(
-    fitted, surfaces, compared, at_equal_steps(results), causal(results)
+  differences = comparisons(fitted, reference)
+  fit_record = record(
+    fitted, surfaces, differences, at_equal_steps(results), causal(results)
   )
-  text = metrics_lib.to_json(told, indent=2) + '\n'
+  text = metrics_lib.to_json(fit_record, indent=2) + '\n'
   workdir_lib.write_text(workdir / 'fit.json', text)
   dense_flops = best_dense(fitted, reference)
   lines = rows(results, dense_flops)
@@ -511,18 +532,18 @@ def write(workdir) -> str:
     viz.save(compare.picture(best, title=title), workdir / 'curves.png')
   planned = len(manifest.read(workdir))
   if len(results) == planned:
-    return table(told)
-  return f'{len(results)} of {planned} runs are over.\n{table(told)}'
+    return table(fit_record)
+  return f'{len(results)} of {planned} runs are over.\n{table(fit_record)}'
 
 
 def _best_runs(workdir, results, budget) -> list[compare.Run]:
-  """Returns each group's best run at a budget, where its files are here."""
+  """Returns each group's best run at a budget, if its files are present."""
   best = {}
   for entry, result in results:
     if entry.budget != budget or result['diverged']:
       continue
-    held = best.setdefault(entry.group, (entry, result))
-    if result['loss'] < held[1]['loss']:
+    best_so_far = best.setdefault(entry.group, (entry, result))
+    if result['loss'] < best_so_far[1]['loss']:
       best[entry.group] = (entry, result)
   folders = {e.id: run_lib.directory(workdir, e) for e, _ in best.values()}
   return [
@@ -533,40 +554,44 @@ def _best_runs(workdir, results, budget) -> list[compare.Run]:
 
 
 def _pictures(fitted: Sequence[Fitted]) -> dict[str, list[Fitted]]:
-  """Returns which curves stand in which picture.
+  """Returns the curves of each picture.
 
-  Groups that are at several budgets are what the sweep is about. The others
-  are compared with them where they are.
+  `isoflop` shows the groups that have several budgets. `variants` shows all
+  groups at the budgets of the others.
   """
   budgets = {}
-  for own in fitted:
-    budgets.setdefault(own.curve.group, set()).add(own.curve.budget)
-  whole = {group for group, own in budgets.items() if len(own) > 1}
-  whole = whole or set(budgets)
-  found = {'isoflop': [f for f in fitted if f.curve.group in whole]}
-  if whole != set(budgets):
-    beside = set().union(*(budgets[g] for g in set(budgets) - whole))
-    found['variants'] = [f for f in fitted if f.curve.budget in beside]
-  return found
+  for item in fitted:
+    budgets.setdefault(item.curve.group, set()).add(item.curve.budget)
+  main_groups = {group for group, item in budgets.items() if len(item) > 1}
+  main_groups = main_groups or set(budgets)
+  pictures = {'isoflop': [f for f in fitted if f.curve.group in main_groups]}
+  if main_groups != set(budgets):
+    variant_budgets = set().union(
+      *(budgets[g] for g in set(budgets) - main_groups)
+    )
+    pictures['variants'] = [
+      f for f in fitted if f.curve.budget in variant_budgets
+    ]
+  return pictures
 
 
 def _drawn(own: Fitted, dense_flops) -> dict[str, Any]:
-  """Returns what `viz.isoflop` draws of a curve."""
+  """Returns the input of `viz.isoflop` for a curve."""
   curve = own.curve
-  drawn = {
+  fields = {
     'group': curve.group,
     'budget': curve.budget,
     'params': curve.params_I,
     'loss': curve.loss_I,
   }
   if curve.budget in dense_flops:
-    drawn['flops'] = curve.forward_I / dense_flops[curve.budget]
+    fields['flops'] = curve.forward_I / dense_flops[curve.budget]
   if isinstance(own.parabola, str):
-    return drawn
+    return fields
   line = optimum.parabola(curve.params_I, curve.loss_I)
   grid_G = np.geomspace(curve.params_I.min(), curve.params_I.max(), 100)
   minimum = own.parabola
-  drawn |= {
+  fields |= {
     'line': (grid_G, np.polyval(line, np.log(grid_G))),
     'minimum': (np.exp(minimum.log_params.value), minimum.loss.value),
     'interval': (
@@ -576,13 +601,13 @@ def _drawn(own: Fitted, dense_flops) -> dict[str, Any]:
   }
   if curve.budget in dense_flops:
     best = dense_flops[curve.budget]
-    drawn |= {
+    fields |= {
       'flops_line': curve.forward_at(np.log(grid_G)) / best,
       'flops_minimum': curve.forward_at(minimum.log_params.value) / best,
       'flops_interval': curve.forward_at(np.array(minimum.log_params.interval))
       / best,
     }
-  return drawn
+  return fields
 
 
 def define_flags() -> None:

@@ -1,4 +1,4 @@
-"""Runs over the product of some fields' values, and their table."""
+"""Grid sweeps: runs for all combinations of some fields' values."""
 
 from collections.abc import Mapping, Sequence
 import dataclasses
@@ -28,14 +28,14 @@ Axes = Mapping[str, Sequence[Any]]  # Values by dotted field.
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Point:
-  """One run of a sweep, when it is over.
+  """A finished run of a sweep.
 
   Attributes:
     name: its directory's name below the sweep's.
-    values: of the fields that differ, by dotted name.
+    values: values of the fields that are swept over, by dotted name.
     metrics: all held-out metrics at its end; empty if it diverged.
-    main: the few of them that a table shows.
-    diverged: what it said when it diverged, or ''.
+    main: the main metrics, which a table shows.
+    diverged: the message with which it diverged, or ''.
   """
 
   name: str
@@ -48,13 +48,13 @@ class Point:
 def parse(
   config: ExperimentConfig, texts: Sequence[str]
 ) -> dict[str, tuple[Any, ...]]:
-  """Returns the axes that texts such as `seed=0,1,2` describe.
+  """Parses axes such as `seed=0,1,2`.
 
   Values are written as on the command line. Commas within brackets or quotes
   do not separate them.
 
   Args:
-    config: what is swept over, which knows the types of its fields.
+    config: the config to sweep over, for the types of its fields.
     texts: one for each field.
 
   Raises:
@@ -83,8 +83,8 @@ def points(
   """Returns name and config of each point, the last axis varying fastest.
 
   Raises:
-    UserError: an unknown field, a value that it does not allow, or one point
-      twice.
+    UserError: a field is unknown, a value is not allowed, or two points have
+      the same name.
   """
   return [(name, changed) for name, _, changed in _points(config, axes)]
 
@@ -95,25 +95,25 @@ def _points(config, axes):
     config_lib.field(config, path, '--sweep=')
     if not values:
       raise UserError(f'{path} has no values: give at least one.')
-  result, seen = [], set()
+  all_points, names = [], set()
   for combination in itertools.product(*axes.values()):
     values = dict(zip(axes, combination, strict=True))
     name = ','.join(f'{path}={_text(v)}' for path, v in values.items())
-    # A directory of its own: no separators, and nothing above.
+    # The name becomes a directory, so it must not contain separators.
     name = name.replace('/', '_').replace('\\', '_')
-    if name in seen:
+    if name in names:
       raise UserError(
         f'two points of the sweep would lie in {name}: list each value once,'
         ' and none that differs from another by slashes alone.'
       )
-    seen.add(name)
-    label = {} if 'name' in values else {'name': f'{config.name} {name}'}
+    names.add(name)
+    run_name = {} if 'name' in values else {'name': f'{config.name} {name}'}
     try:
-      changed = config_lib.replace(config, label | values)
+      changed = config_lib.replace(config, run_name | values)
     except UserError as error:
       raise UserError(f'the point {name} of the sweep: {error}') from error
-    result.append((name, values, changed))
-  return result
+    all_points.append((name, values, changed))
+  return all_points
 
 
 def run(
@@ -123,15 +123,15 @@ def run(
   *,
   allow_changed_data: bool = False,
 ) -> list[Point]:
-  """Trains all points, one after another, and keeps a table of them.
+  """Trains all points, one after another, and records their metrics.
 
-  Each lies in `WORKDIR/<field>=<value>,…` and is resumed as any run is; those
-  that are finished are only read. One that diverges is noted, and the others
-  go on. `WORKDIR/sweep.json` holds what is known after each; where accuracy and
-  compute are, `WORKDIR/pareto.png` shows them.
+  Each point has the directory `WORKDIR/<field>=<value>,…` and is resumed like
+  any run; finished points are only read. A point that diverges does not stop
+  the others. `WORKDIR/sweep.json` is rewritten after each point, and
+  `WORKDIR/pareto.png` shows accuracy against compute if both are measured.
 
   Args:
-    config: what all points have in common.
+    config: the config of which the points are variants.
     axes: values by dotted field.
     workdir: directory of the sweep.
     allow_changed_data: as for `loop.train`.
@@ -140,8 +140,8 @@ def run(
     The points in order; fewer if a signal stopped the sweep.
 
   Raises:
-    UserError: as `points` and `train.loop.train`; what can be seen from the
-      configs alone is refused before anything runs.
+    UserError: as `points` and `train.loop.train`; problems of the configs are
+      found before anything runs.
   """
   workdir = workdir_lib.expand(workdir)
   if workdir_lib.holds_run(workdir):
@@ -175,13 +175,13 @@ def _run(axes, todo, workdir, allow_changed_data):
       return done
     if outcome.diverged and jax.process_index() == 0:
       print(f'{name} diverged: {outcome.diverged}')
-    _, last = phases.expand(changed, workdir / name)[-1]
+    _, last_phase = phases.expand(changed, workdir / name)[-1]
     done.append(
       Point(
         name=name,
         values=values,
         metrics=outcome.metrics,
-        main=make_task(last).main_metrics(outcome.metrics),
+        main=make_task(last_phase).main_metrics(outcome.metrics),
         diverged=outcome.diverged,
       )
     )
@@ -213,11 +213,11 @@ def table(points: Sequence[Point]) -> str:
 
 
 def picture(points: Sequence[Point]) -> 'Figure | None':
-  """Draws accuracy against compute, where the points tell both, or None.
+  """Draws accuracy against compute; None if no point has both metrics.
 
   A line joins the points that differ in the last field only.
   """
-  drawn = []
+  drawn_points = []
   for point in points:
     if not {'accuracy', 'gmacs'} <= set(point.main):
       continue
@@ -225,7 +225,7 @@ def picture(points: Sequence[Point]) -> 'Figure | None':
       f'{path.rpartition(".")[2]}={_text(value)}'
       for path, value in point.values.items()
     )
-    drawn.append(
+    drawn_points.append(
       {
         'name': last,
         'group': ' '.join(others),
@@ -233,9 +233,11 @@ def picture(points: Sequence[Point]) -> 'Figure | None':
         'accuracy': point.main['accuracy'],
       }
     )
-  if not drawn:
+  if not drawn_points:
     return None
-  return viz.accuracy_flops(drawn, title='What the sweep found', pareto=True)
+  return viz.accuracy_flops(
+    drawn_points, title='What the sweep found', pareto=True
+  )
 
 
 def _write(workdir, axes, done):
@@ -248,7 +250,7 @@ def _write(workdir, axes, done):
 
 
 def _split(text):
-  """Splits at commas that are in no brackets and no quotes."""
+  """Splits at commas outside of brackets and quotes."""
   parts, depth, quote = [''], 0, None
   for character in text:
     if quote:

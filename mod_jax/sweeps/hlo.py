@@ -1,9 +1,9 @@
-"""What a compiled program does: its matrix products and communication.
+"""The cost of a compiled program: its matrix products and communication.
 
 XLA's own `cost_analysis` counts the body of a loop once, however often it runs,
-so a scanned model looks many times cheaper than it is. Here the text of the
-compiled program is read: each product and each communication counts as often as
-the loops around it run.
+so a scanned model looks many times cheaper than it is. This module parses the
+text of the compiled program, and multiplies products and communication by the
+trip counts of the loops around them.
 """
 
 import collections
@@ -16,7 +16,7 @@ import re
 
 import numpy as np
 
-# Names under which JAX traces what a backward pass computes again.
+# Part of the names of operations that a backward pass recomputes.
 _AGAIN = 'rematted_computation'
 _COLLECTIVES = (
   'all-gather',
@@ -27,7 +27,7 @@ _COLLECTIVES = (
   'collective-broadcast',
   'collective-permute',
 )
-# What hands on its first operand.
+# Opcodes whose result is their first operand.
 _COPIES = ('bitcast', 'convert', 'copy', 'copy-start', 'copy-done')
 _COMPUTATION = re.compile(r'(ENTRY )?%?([\w.-]+) \(.*\{$')
 _INSTRUCTION = re.compile(r'  (ROOT )?%?([\w.-]+) = ')
@@ -36,16 +36,16 @@ _SHAPE = re.compile(r'([a-z]\w*)\[([\d,]*)\]')
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-  """A communication, as often as a step runs it.
+  """A collective operation.
 
   Attributes:
-    kind: such as `all-gather`. An all-reduce of which each device keeps its
-      part only, which TPUs run as one operation, is a `reduce-scatter`.
+    kind: such as `all-gather`. An all-reduce of which each device keeps only
+      its part, which TPUs run as one operation, is a `reduce-scatter`.
     payload: bytes of the whole array: what each device has after a gather, or
       before a reduction.
-    group: numbers of the devices that take part, of one group of several alike.
-    source: where the program asked for it, as JAX names it; may be empty.
-    count: how often it runs.
+    group: numbers of the devices of the first group; all groups are alike.
+    source: JAX's name of the operation; may be empty.
+    count: number of executions in a run of the program.
   """
 
   kind: str
@@ -56,7 +56,7 @@ class Collective:
 
   @property
   def sent(self) -> float:
-    """Bytes that each device sends, all times together, around a ring."""
+    """Bytes that each device sends in all executions, around a ring."""
     size = len(self.group)
     factor = {
       'all-reduce': 2 * (size - 1) / size,
@@ -70,12 +70,12 @@ class Product:
   """A matrix product or convolution outside of kernels.
 
   Attributes:
-    shapes: of both operands and the result.
-    flops: of one, a multiply-add being 2.
-    source: where the program asked for it, as JAX names it. Where the compiler
-      lost that, the name of something that was fused with it, or ''.
-    own: whether `source` is its own name.
-    count: how often it runs.
+    shapes: shapes of both operands and the result.
+    flops: FLOPs of one execution; a multiply-add counts as 2.
+    source: JAX's name of the operation. If the compiler lost it, the name of
+      an operation that was fused with it, or ''.
+    own: whether `source` is the operation's own name.
+    count: number of executions in a run of the program.
   """
 
   shapes: tuple[tuple[int, ...], ...]
@@ -87,12 +87,12 @@ class Product:
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-  """A call of a kernel that is no product of XLA's, such as Pallas's.
+  """A call of a custom kernel, such as those written in Pallas.
 
   Attributes:
-    name: the kernel's.
+    name: the kernel's name.
     operands: dtype and shape of each argument.
-    count: how often it runs.
+    count: number of executions in a run of the program.
   """
 
   name: str
@@ -102,14 +102,13 @@ class Kernel:
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-  """What one device does in a run of a program.
+  """The work of one device in a run of a program.
 
   Attributes:
-    products: the matrix products and convolutions.
-    collectives: the communications.
-    kernels: the kernels.
-    endless: loops of which the text does not say how often they run; these are
-      counted once.
+    products: matrix products and convolutions.
+    collectives: collective operations.
+    kernels: custom kernels.
+    endless: names of loops with an unknown trip count; they are counted once.
   """
 
   products: tuple[Product, ...] = ()
@@ -126,7 +125,7 @@ class Cost:
     )
 
   def times(self, count: int) -> 'Cost':
-    """Returns the cost of running this so many times."""
+    """Returns the cost of running this `count` times."""
 
     def repeated(parts):
       return tuple(
@@ -142,12 +141,12 @@ class Cost:
 
   @property
   def flops(self) -> int:
-    """FLOPs of all products; those in kernels are not among them."""
+    """FLOPs of all products, without those in custom kernels."""
     return sum(part.count * part.flops for part in self.products)
 
   @property
   def again(self) -> int:
-    """How many of these are computed a second time for a backward pass."""
+    """The part of `flops` that a backward pass recomputes."""
     total, first, second = 0, collections.Counter(), collections.Counter()
     for part in self.products:
       repeated = _AGAIN in part.source
@@ -156,8 +155,9 @@ class Cost:
       else:
         counts = second if repeated else first
         counts[part.shapes, part.flops] += part.count
-    # Beside something that is computed again stand also products of gradients.
-    # Without names, what is like a product of the forward pass is that product.
+    # A borrowed name is no proof: operations fused with recomputed ones may be
+    # products of gradients. They only count as recomputed if a product of the
+    # forward pass has the same shapes.
     both = first & second
     return total + sum(both[shapes, flops] * flops for shapes, flops in both)
 
@@ -166,7 +166,7 @@ def cost(text: str) -> Cost:
   """Returns the cost of a program.
 
   Args:
-    text: of the compiled program, as `jax.stages.Compiled.as_text` returns it.
+    text: the compiled program, as returned by `jax.stages.Compiled.as_text`.
   """
   return _Program(text).cost
 
@@ -174,20 +174,20 @@ def cost(text: str) -> Cost:
 @dataclasses.dataclass(frozen=True)
 class _Instruction:
   name: str
-  type: str  # Of its result; tuples in parentheses.
+  type: str  # The result's type; tuples are in parentheses.
   opcode: str
-  operands: tuple[str, ...]  # Names; of a constant, its value.
+  operands: tuple[str, ...]  # Their names; for a constant, its value.
   attributes: str  # The rest of the line.
 
   @property
   def arrays(self) -> list[tuple[str, tuple[int, ...]]]:
-    """The dtypes and shapes of its results."""
-    found = _SHAPE.findall(self.type)
-    return [(dtype, _dimensions(dims)) for dtype, dims in found]
+    """The dtypes and shapes of the results."""
+    matches = _SHAPE.findall(self.type)
+    return [(dtype, _dimensions(dims)) for dtype, dims in matches]
 
   @property
   def shape(self) -> tuple[int, ...]:
-    """That of its only result."""
+    """The shape of the only result."""
     ((_, shape),) = self.arrays
     return shape
 
@@ -199,27 +199,27 @@ class _Instruction:
 
   @property
   def source(self) -> str:
-    found = re.search(r'op_name="([^"]*)"', self.attributes)
-    return found[1] if found else ''
+    match = re.search(r'op_name="([^"]*)"', self.attributes)
+    return match[1] if match else ''
 
   def attribute(self, name: str) -> str:
     """Returns the value of an attribute without braces, or ''."""
-    found = re.search(rf'\b{name}=\{{?([^ ,}}]*)', self.attributes)
-    return found[1] if found else ''
+    match = re.search(rf'\b{name}=\{{?([^ ,}}]*)', self.attributes)
+    return match[1] if match else ''
 
   def dimensions(self, name: str) -> tuple[int, ...]:
     """Returns an attribute that is a list of numbers."""
-    found = re.search(rf'\b{name}=\{{([\d,]*)\}}', self.attributes)
-    return _dimensions(found[1]) if found else ()
+    match = re.search(rf'\b{name}=\{{([\d,]*)\}}', self.attributes)
+    return _dimensions(match[1]) if match else ()
 
   def computations(self, name: str) -> list[str]:
     """Returns the names of the computations that an attribute lists."""
-    found = re.search(rf'\b{name}=(\{{[^}}]*\}}|%?[\w.-]+)', self.attributes)
-    return re.findall(r'[\w.-]+', found[1]) if found else []
+    match = re.search(rf'\b{name}=(\{{[^}}]*\}}|%?[\w.-]+)', self.attributes)
+    return re.findall(r'[\w.-]+', match[1]) if match else []
 
 
 class _Computation(dict):
-  """Instructions by name; `root` is the one that it returns."""
+  """Instructions by name; the computation returns that of `root`."""
 
   root: _Instruction
 
@@ -228,7 +228,7 @@ class _Computation(dict):
 
 
 class _Program:
-  """The computations of a program by name, and what they cost."""
+  """A parsed program, whose cost is summed over its computations."""
 
   def __init__(self, text: str):
     self._computations: dict[str, _Computation] = {}
@@ -241,10 +241,10 @@ class _Program:
       self._computations[name] = computation
       if entry:
         self._entry = name
-    # Groups of devices that are not listed are all of them.
-    found = re.search(r'num_partitions=(\d+)', text[: text.find('\n')])
-    self._devices = int(found[1]) if found else 1
-    # Computations are called from several places.
+    # A collective that lists no groups runs on all devices.
+    match = re.search(r'num_partitions=(\d+)', text[: text.find('\n')])
+    self._devices = int(match[1]) if match else 1
+    # Cached: a computation may be called from several places.
     self._cost = functools.cache(self._of_computation)
 
   @property
@@ -276,12 +276,14 @@ class _Program:
       (body,), (condition,) = (
         instruction.computations(name) for name in ('body', 'condition')
       )
-      inside = self._cost(body) + self._cost(condition)
+      per_iteration = self._cost(body) + self._cost(condition)
       trips = self._trips(computation, instruction, body, condition)
       if trips is None:
-        nothing = inside == Cost()
-        return inside + Cost(endless=() if nothing else (instruction.name,))
-      return inside.times(trips)
+        is_free = per_iteration == Cost()
+        return per_iteration + Cost(
+          endless=() if is_free else (instruction.name,)
+        )
+      return per_iteration.times(trips)
     if opcode == 'fusion':
       (called,) = instruction.computations('calls')
       return self._fused(instruction, self._cost(called))
@@ -291,10 +293,10 @@ class _Program:
     if opcode == 'conditional':
       branches = instruction.computations('branch_computations') or [
         name
-        for which in ('true_computation', 'false_computation')
-        for name in instruction.computations(which)
+        for attribute in ('true_computation', 'false_computation')
+        for name in instruction.computations(attribute)
       ]
-      # One of them runs, and which is not known here.
+      # Which branch runs is unknown: assume the one with the most FLOPs.
       return max(map(self._cost, branches), key=lambda cost: cost.flops)
     if 'tpu_custom_call' in instruction.attributes:
       arrays = tuple(x.arrays[0] for x in operands())
@@ -309,7 +311,7 @@ class _Program:
     return Collective(kind, payload, group, instruction.source)
 
   def _fused(self, instruction, cost: Cost) -> Cost:
-    """Returns the cost of a fusion, whose parts have no names of their own."""
+    """Returns the cost of a fusion, with names for parts that lack them."""
     (called,) = instruction.computations('calls')
     scatters = called.startswith('all-reduce-scatter')
     return dataclasses.replace(
@@ -333,7 +335,7 @@ class _Program:
     )
 
   def _source(self, name: str) -> str:
-    """Returns a name from within a fusion, of what is computed again if any."""
+    """Returns a name from within a fusion, preferably of a recomputation."""
     names = ['']
     for instruction in self._computations[name].values():
       names.append(instruction.source)
@@ -342,14 +344,14 @@ class _Program:
     return max(names, key=lambda name: (_AGAIN in name, name))
 
   def _trips(self, computation, instruction, body, condition) -> int | None:
-    """Returns how often a loop runs, or None where that is not known."""
-    known = re.search(
+    """Returns the trip count of a loop, or None if it is unknown."""
+    match = re.search(
       r'known_trip_count"?[=:]\{"n":"(\d+)"\}', instruction.attributes
     )
-    if known:
-      return int(known[1])
-    # Otherwise it must be a loop that counts: `i < end`, with i = start at
-    # first, and i + step after each round.
+    if match:
+      return int(match[1])
+    # Otherwise it must be a counting loop: i starts at `start`, grows by `step`
+    # in each iteration, and is compared with `end`.
     condition, body = self._computations[condition], self._computations[body]
     test = condition.root
     (state,) = computation.operands(instruction)
@@ -373,7 +375,10 @@ class _Program:
 def _computations(
   text: str,
 ) -> Iterator[tuple[bool, str, list[tuple[bool, _Instruction]]]]:
-  """Yields of each computation whether it is the entry, its name, its lines."""
+  """Yields (is it the entry, name, instructions) of each computation.
+
+  With each instruction comes whether it is the root.
+  """
   header, lines = None, []
   for line in text.splitlines():
     if header is None:
@@ -383,7 +388,7 @@ def _computations(
       header = None
     elif _INSTRUCTION.match(line):
       lines.append(line)
-    else:  # What kernels say of themselves goes over several lines.
+    else:  # Attributes of custom kernels may span several lines.
       lines[-1] += line
 
 
@@ -394,7 +399,7 @@ def _instruction(line: str) -> tuple[bool, _Instruction]:
   end = _closing(line, start) if line[start] == '(' else line.index(' ', start)
   opening = line.index('(', end)
   closing = _closing(line, opening)
-  # Operands are separated by commas, which also stand within shapes.
+  # Operands are separated by commas, but shapes contain commas, too.
   operands = re.split(r', (?![^\[{]*[\]}])', line[opening + 1 : closing - 1])
   return bool(head[1]), _Instruction(
     head[2],
@@ -406,7 +411,7 @@ def _instruction(line: str) -> tuple[bool, _Instruction]:
 
 
 def _closing(line: str, opening: int) -> int:
-  """Returns the place after the parenthesis that closes one."""
+  """Returns the index after the parenthesis that matches the one given."""
   depth = 0
   for i in range(opening, len(line)):
     depth += (line[i] == '(') - (line[i] == ')')
@@ -422,9 +427,9 @@ def _dimensions(text: str) -> tuple[int, ...]:
 
 
 def _bits(dtype: str) -> int:
-  """Returns the bits of a number; of what is none, such as a token, 0."""
-  found = re.search(r'\d+', dtype)
-  return 8 if dtype == 'pred' else int(found[0]) if found else 0
+  """Returns the bits of a dtype; 0 for types without data, such as tokens."""
+  match = re.search(r'\d+', dtype)
+  return 8 if dtype == 'pred' else int(match[0]) if match else 0
 
 
 def _dot(instruction, lhs, rhs) -> int:
@@ -436,9 +441,10 @@ def _dot(instruction, lhs, rhs) -> int:
 
 
 def _convolution(instruction, lhs, rhs) -> int:
-  """Returns the FLOPs of a convolution, which matrix products become on TPUs.
+  """Returns the FLOPs of a convolution.
 
-  Padding is not counted: head axes of products lie in windows full of it.
+  The TPU compiler turns matrix products into convolutions, with the head axis
+  as a window that is mostly padding; so products with padding do not count.
   """
   labels = re.search(r'dim_labels=(\w+)_(\w+)->(\w+)', instruction.attributes)
   of_lhs, of_rhs, of_out = labels.groups()
@@ -459,33 +465,33 @@ def _convolution(instruction, lhs, rhs) -> int:
   spacings = sizes('rhs_dilate', '1')
   pairs = 1
   for i, axis in enumerate(spatial):
-    place = (
+    position = (
       np.arange(out[of_out.index(axis)])[:, None] * strides[i][0]
       - paddings[i][0]
       + np.arange(rhs[of_rhs.index(axis)]) * spacings[i][0]
     )
     size = lhs[of_lhs.index(axis)]
-    there = (place >= 0) & (place % dilations[i][0] == 0)
-    pairs *= int((there & (place // dilations[i][0] < size)).sum())
+    inside = (position >= 0) & (position % dilations[i][0] == 0)
+    pairs *= int((inside & (position // dilations[i][0] < size)).sum())
   groups = int(instruction.attribute('batch_group_count') or 1)
   return (
     2
     * pairs
     * lhs[of_lhs.index('b')]
     // groups
-    # The input features of a kernel are those of one of its groups.
+    # The kernel has the input features of one group only.
     * rhs[of_rhs.index('i')]
     * out[of_out.index('f')]
   )
 
 
 def _kernel_name(instruction) -> str:
-  """Returns the name of a kernel, without the number that makes it unique."""
+  """Returns the name of a kernel without its unique suffix."""
   return re.sub(r'(\.\w+)*$', '', instruction.name)
 
 
 def _group(attributes: str, devices: int) -> tuple[int, ...]:
-  """Returns the first group of devices of a communication."""
+  """Returns the first group of devices of a collective operation."""
   if pairs := re.search(r'source_target_pairs=\{\{([\d,]*)\}', attributes):
     return _dimensions(pairs[1])
   if listed := re.search(r'replica_groups=\{\{([\d,]+)\}', attributes):
@@ -515,14 +521,14 @@ def _mesh_group(axes: Mapping[str, int], text: str) -> tuple[int, ...]:
   """Returns the first group along some axes of a mesh, or parts of axes."""
   ids = np.arange(math.prod(axes.values())).reshape(tuple(axes.values()))
   names = list(axes)
-  taken = [np.zeros(1, int) for _ in axes]
+  indices = [np.zeros(1, int) for _ in axes]
   for name, before, size in re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", text):
     places = np.arange(axes[name])
     if before:  # The axis split into (before, size, rest).
       places = places.reshape(int(before), int(size), -1)[0, :, 0]
     i = names.index(name)
-    taken[i] = (taken[i][:, None] + places).ravel()
-  return tuple(ids[np.ix_(*taken)].ravel().tolist())
+    indices[i] = (indices[i][:, None] + places).ravel()
+  return tuple(ids[np.ix_(*indices)].ravel().tolist())
 
 
 def _origin(computation, instruction) -> _Instruction:
@@ -533,7 +539,7 @@ def _origin(computation, instruction) -> _Instruction:
 
 
 def _constant(computation, instruction) -> int | None:
-  """Returns an integer constant; None if it is none."""
+  """Returns the value of an integer constant; None for other instructions."""
   instruction = _origin(computation, instruction)
   if instruction.opcode != 'constant':
     return None
@@ -542,7 +548,7 @@ def _constant(computation, instruction) -> int | None:
 
 
 def _place(computation, instruction) -> int | None:
-  """Returns which part of a loop's state an instruction is; None if none."""
+  """Returns the index of the loop state that an instruction reads, or None."""
   instruction = _origin(computation, instruction)
   if instruction.opcode != 'get-tuple-element':
     return None
@@ -550,7 +556,7 @@ def _place(computation, instruction) -> int | None:
 
 
 def _step(body, index: int) -> int | None:
-  """Returns what a loop adds to a counter in a round, or None."""
+  """Returns the increment of a loop's counter per iteration, or None."""
   after = _origin(body, body.operands(body.root)[index])
   if after.opcode not in ('add', 'subtract'):
     return None

@@ -1,9 +1,9 @@
-"""The list of a sweep's runs: written once by `plan`, read by all that follows.
+"""The manifest of a sweep: the list of its runs, written by `plan`.
 
 `manifest.jsonl` has a line per run. Every line also holds the hash of all
-lines, so that one that was edited, added or lost is noticed. The first run that
-begins notes this hash beside the manifest: from then on, another manifest in
-the same directory is refused.
+lines, so that edited, added or missing lines are noticed. The first run to
+begin records this hash in `begun.json`: from then on, another manifest in the
+same directory is refused.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train import workdir as workdir_lib
 
 FILE = 'manifest.jsonl'
-_BEGUN = 'begun.json'  # Which manifest the runs here are of.
+_BEGUN = 'begun.json'  # Holds the hash of the manifest that the runs are from.
 _HASH = 'manifest'  # The key of the hash over all lines, in each line.
 
 
@@ -27,12 +27,12 @@ class Entry:
   """One run of a sweep.
 
   Attributes:
-    id: its name in the sweep, and that of its directory.
-    group: the curve that it is a point of, such as 'dense' or 'mod'.
+    id: the run's name in the sweep, and that of its directory.
+    group: name of the curve that it belongs to, such as 'dense' or 'mod'.
     budget: training FLOPs that the run is planned for.
     seed: the run's seed.
-    config: the whole run.
-    facts: what is known of it beforehand, by name; see `plan.facts`.
+    config: the run's config.
+    facts: numbers computed before the run, by name; see `plan.facts`.
   """
 
   id: str
@@ -47,13 +47,13 @@ def write(workdir, entries: Sequence[Entry]) -> str:
   """Writes the manifest of a sweep; returns the hash over all its lines.
 
   Raises:
-    UserError: runs were begun here by another manifest, or the directory cannot
+    UserError: runs of another manifest were begun here, or the directory cannot
       be written.
   """
   lines = [_encode(entry) for entry in entries]
-  found = _digest(lines)
-  _check_begun(workdir, found)
-  text = ''.join(json.dumps(line | {_HASH: found}) + '\n' for line in lines)
+  digest = _digest(lines)
+  _check_begun(workdir, digest)
+  text = ''.join(json.dumps(line | {_HASH: digest}) + '\n' for line in lines)
   path = workdir_lib.expand(workdir) / FILE
   try:
     workdir_lib.write_text(path, text)
@@ -62,38 +62,38 @@ def write(workdir, entries: Sequence[Entry]) -> str:
       f'--workdir={workdir} cannot be written ({error.strerror}): name a'
       ' directory that can.'
     ) from error
-  return found
+  return digest
 
 
 def read(workdir) -> list[Entry]:
   """Returns the runs of the sweep in a directory, in the order of the plan.
 
   Raises:
-    UserError: there is no manifest, or it is not as it was written.
+    UserError: there is no manifest, or it was changed after it was written.
   """
   return read_with_hash(workdir)[0]
 
 
 def begin(workdir) -> tuple[list[Entry], str]:
-  """Notes that runs are begun by the manifest that is here.
+  """Records that runs of the manifest have begun.
 
   Returns:
-    What `read_with_hash` does.
+    The runs, and the hash over all lines, as from `read_with_hash`.
 
   Raises:
-    UserError: as `read`; or runs were begun here by another manifest.
+    UserError: as `read`; or runs of another manifest were begun here.
   """
-  entries, found = read_with_hash(workdir)
-  _check_begun(workdir, found)
+  entries, digest = read_with_hash(workdir)
+  _check_begun(workdir, digest)
   path = workdir_lib.expand(workdir) / _BEGUN
   if not path.exists():
-    # Several workers may do this at once: they all write the same.
-    workdir_lib.write_text(path, json.dumps({_HASH: found}) + '\n')
-  return entries, found
+    # Workers may race here, but they all write the same content.
+    workdir_lib.write_text(path, json.dumps({_HASH: digest}) + '\n')
+  return entries, digest
 
 
 def read_with_hash(workdir) -> tuple[list[Entry], str]:
-  """Returns what `read` does, and the hash over all lines."""
+  """Returns the runs, as `read` does, and the hash over all lines."""
   path = workdir_lib.expand(workdir) / FILE
   if not path.is_file():
     raise UserError(

@@ -1,18 +1,19 @@
-"""Where the loss is least at equal training FLOPs, and how sure that is.
+"""The minimum of the loss at equal training FLOPs, with its uncertainty.
 
-Two ways, side by side. A parabola through the losses of one budget, in the
-logarithm of the parameters (Hoffmann et al. 2022, approach 2); and one surface
-`E + A/N^a + B/D^b` through those of all budgets (their approach 3), of N
-parameters and D tokens, by variable projection.
+There are two methods. The first fits a parabola to the losses of one budget, in
+the logarithm of the parameters (Hoffmann et al. 2022, approach 2). The second
+fits one surface `E + A/N^a + B/D^b` of N parameters and D tokens to the losses
+of all budgets (their approach 3), by variable projection.
 
-Losses at equal FLOPs are no parabola, and its minimum is off by more, the wider
-the sizes reach and the further they lie to one side (arXiv 2603.22339). So the
-interval of a minimum covers two doubts: noise, and the shape of the curve. It
-joins draws of the parabola and of curves `E + u/N^a + v·N^b`, whose exponents
-are as far apart as those that have been published.
+Losses at equal FLOPs are not exactly a parabola, and the error of its minimum
+grows with the range of the sizes and their asymmetry about the minimum (arXiv
+2603.22339). So the interval of a minimum covers both noise and the shape of the
+curve: it pools draws of the parabola with draws of curves `E + u/N^a + v·N^b`,
+whose exponents cover the range of published ones.
 
-Noise is that of a run: normal, and of the same size in all runs of a budget.
-Intervals are 90% wide. Suffixes: I runs, R draws, G points of a grid.
+The noise of a run's loss is assumed to be normal, with the same variance in all
+runs of a budget. Intervals have a level of 90%. Suffixes: I runs, R draws, G
+points of a grid.
 """
 
 from collections.abc import Sequence
@@ -22,30 +23,30 @@ import numpy as np
 import scipy.optimize
 
 LEVEL = 0.9
-_DRAWS = 4000  # Over all shapes of a curve.
+_DRAWS = 4000  # In total over all shapes of a curve.
 _JOINT_DRAWS = 400
-# More draws than these without a minimum, and there is none to report.
+# If more than this fraction of draws lack a minimum, none is reported.
 _LOST = 0.05
 _MIN_SIZES = 4
-# Exponents of a curve's sides, besides the parabola. Those of parameters and
-# tokens are .34 and .28 in Hoffmann et al. 2022, and .35 and .37 in the
-# correction by Besiroglu et al. 2024.
+# Shapes of curves: None is the parabola, the others are exponents (a, b). Those
+# of parameters and tokens are .34 and .28 in Hoffmann et al. 2022, and .35 and
+# .37 in the correction by Besiroglu et al. 2024.
 _SHAPES = (None, (0.3, 0.3), (0.5, 0.25), (0.25, 0.5))
-_EXPONENTS = (0.05, 1.5)  # Where the surface's may lie.
-_STEPS = 61  # Of an exponent's grid.
+_EXPONENTS = (0.05, 1.5)  # Bounds of the surface's exponents.
+_STEPS = 61  # Grid points for each exponent.
 
 
 class NoMinimumError(Exception):
-  """The data support no minimum; the message says why, for people."""
+  """The data do not determine a minimum; the message says why."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-  """A number and what is known of it.
+  """A number with its uncertainty.
 
   Attributes:
-    value: the best guess.
-    draw_R: what else it may be.
+    value: the best estimate.
+    draw_R: draws from its distribution.
   """
 
   value: float
@@ -53,7 +54,7 @@ class Estimate:
 
   @property
   def interval(self) -> tuple[float, float]:
-    """The bounds of its interval, which holds the value."""
+    """Lower and upper bound at `LEVEL`; widened to contain the value."""
     tail = (1 - LEVEL) / 2
     low, high = np.quantile(self.draw_R, (tail, 1 - tail))
     return min(low, self.value), max(high, self.value)
@@ -63,9 +64,9 @@ class Estimate:
     return Estimate(float(function(self.value)), function(self.draw_R))
 
   def minus(self, other: 'Estimate') -> 'Estimate':
-    """Returns the difference to a number of which other runs tell."""
+    """Returns the difference from an estimate of independent runs."""
     count = min(len(self.draw_R), len(other.draw_R))
-    # Draws stand in the order of their shapes, which are no pairs.
+    # Draws are ordered by shape; shuffle them, so as not to pair equal shapes.
     mixed_R = np.random.default_rng(1).permutation(other.draw_R)
     own_R = np.random.default_rng(2).permutation(self.draw_R)
     return Estimate(self.value - other.value, own_R[:count] - mixed_R[:count])
@@ -73,7 +74,7 @@ class Estimate:
 
 @dataclasses.dataclass(frozen=True)
 class Minimum:
-  """The least loss at a budget, and the logarithm of its model's parameters."""
+  """The lowest loss at a budget, and the log of the best model's parameters."""
 
   log_params: Estimate
   loss: Estimate
@@ -81,22 +82,25 @@ class Minimum:
 
 @dataclasses.dataclass(frozen=True)
 class Noise:
-  """The variance of a run's loss, and the degrees of freedom that tell it."""
+  """The variance of a run's loss, and its estimate's degrees of freedom."""
 
   variance: float
   freedom: int
 
   def draw(self, rng, count: int) -> np.ndarray:
-    """Returns standard deviations that are as likely as the data make them."""
+    """Draws standard deviations, given the estimated variance."""
     chi_R = rng.chisquare(self.freedom, count) / self.freedom
     return np.sqrt(self.variance / np.maximum(chi_R, 1e-12))
 
 
 def noise(curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> Noise | None:
-  """Returns what the parabolas of all curves leave over; None if nothing is.
+  """Estimates noise from the residuals of the parabolas of all curves.
 
   Args:
-    curves: parameters [I] and losses [I] of each.
+    curves: parameters [I] and losses [I] of each curve.
+
+  Returns:
+    The noise; None if no degrees of freedom are left.
   """
   squares, freedom = 0.0, 0
   for params_I, loss_I in curves:
@@ -111,7 +115,7 @@ def noise(curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> Noise | None:
 
 
 def parabola(params_I, loss_I) -> np.ndarray:
-  """Returns the three coefficients in log N, the highest power first."""
+  """Fits a parabola in log N; returns coefficients, the highest power first."""
   return np.polyfit(np.log(params_I), loss_I, 2)
 
 
@@ -119,14 +123,14 @@ def of_curve(params_I, loss_I, noise: Noise | None, seed: int = 0) -> Minimum:
   """Returns the minimum of the parabola through the losses of one budget.
 
   Args:
-    params_I: of each run's model.
-    loss_I: of each run.
-    noise: of a run's loss.
-    seed: of the draws.
+    params_I: parameters of each run's model.
+    loss_I: loss of each run.
+    noise: noise of a run's loss; None if it could not be estimated.
+    seed: seed of the draws.
 
   Raises:
-    NoMinimumError: there are too few sizes, they do not enclose a minimum, or
-      it is lost in the noise.
+    NoMinimumError: there are too few sizes or runs, they do not enclose a
+      minimum, or it is lost in the noise.
   """
   params_I, loss_I = map(np.asarray, (params_I, loss_I))
   sizes = len(set(params_I.tolist()))
@@ -137,14 +141,14 @@ def of_curve(params_I, loss_I, noise: Noise | None, seed: int = 0) -> Minimum:
   x_I = np.log(params_I)
   middle = x_I.mean()
   rng = np.random.default_rng(seed)
-  found, log_R, loss_R = None, [], []
+  minimum, log_R, loss_R = None, [], []
   for shape in _SHAPES:
     basis_I3 = _basis(x_I - middle, shape)
     inverse_33 = np.linalg.inv(basis_I3.T @ basis_I3)
     best_3 = inverse_33 @ basis_I3.T @ loss_I
     if shape is None:
-      found = _least(best_3[None], None)
-      _check_inside(found[0][0] + middle, x_I)
+      minimum = _least(best_3[None], None)
+      _check_inside(minimum[0][0] + middle, x_I)
     count = _DRAWS // len(_SHAPES)
     normal_R3 = rng.normal(size=(count, 3)) @ np.linalg.cholesky(inverse_33).T
     draw_R3 = best_3 + noise.draw(rng, count)[:, None] * normal_R3
@@ -153,17 +157,17 @@ def of_curve(params_I, loss_I, noise: Noise | None, seed: int = 0) -> Minimum:
     ):
       draws.append(values)
   log_R, loss_R = np.concatenate(log_R) + middle, np.concatenate(loss_R)
-  there_R = np.isfinite(log_R)
-  _check_not_lost(~there_R)
-  (log_params,), (loss,) = found
+  finite_R = np.isfinite(log_R)
+  _check_not_lost(~finite_R)
+  (log_params,), (loss,) = minimum
   return Minimum(
-    Estimate(float(log_params + middle), log_R[there_R]),
-    Estimate(float(loss), loss_R[there_R]),
+    Estimate(float(log_params + middle), log_R[finite_R]),
+    Estimate(float(loss), loss_R[finite_R]),
   )
 
 
 def _basis(x_I, shape):
-  """Returns what a curve is a sum of, [I, 3]: constant, left and right side."""
+  """Returns a curve's basis functions [I, 3]: constant, left and right side."""
   if shape is None:
     return np.stack([np.ones_like(x_I), x_I, x_I**2], axis=-1)
   left, right = shape
@@ -173,7 +177,7 @@ def _basis(x_I, shape):
 
 
 def _least(coefficient_R3, shape):
-  """Returns where curves are least and how low, [R] each; nan if nowhere."""
+  """Returns location and value of curves' minima, [R] each; nan if none."""
   constant_R, u_R, v_R = coefficient_R3.T
   with np.errstate(invalid='ignore', divide='ignore'):
     if shape is None:
@@ -212,8 +216,8 @@ class Surface:
     exponents: (a, b).
     term_R3: draws of the terms.
     exponent_R2: draws of the exponents.
-    log_units: logarithms of the two units.
-    spread: the standard deviation of what it leaves over.
+    log_units: logarithms of the units of N and D.
+    spread: standard deviation of the residuals.
   """
 
   terms: np.ndarray
@@ -224,15 +228,15 @@ class Surface:
   spread: float
 
   def minimum(self, params_I, tokens_I) -> Minimum:
-    """Returns the least loss along the sizes of one budget.
+    """Returns the lowest loss along the sizes of one budget.
 
     Args:
-      params_I: parameters of its runs.
-      tokens_I: tokens that they were trained on; between the sizes a parabola
-        in the logarithms tells it.
+      params_I: parameters of the budget's runs.
+      tokens_I: their training tokens, which are interpolated by a parabola in
+        the logarithms.
 
     Raises:
-      NoMinimumError: it does not lie between the sizes.
+      NoMinimumError: the minimum does not lie between the sizes.
     """
     log_I = np.log(params_I)
     power = min(2, len(set(log_I.tolist())) - 1)
@@ -255,14 +259,14 @@ class Surface:
 
 
 def surface(params_I, tokens_I, loss_I, seed: int = 0) -> Surface:
-  """Returns the surface through the losses of all budgets of a group.
+  """Fits the surface to the losses of all budgets of a group.
 
   For each pair of exponents the terms are a linear least-squares fit (Golub and
   Pereyra 1973, variable projection), so only the exponents are searched for.
-  Draws are fits to the surface with new noise on it.
+  Draws are a parametric bootstrap: fits to the surface with new noise.
 
   Raises:
-    NoMinimumError: the data do not tell the exponents.
+    NoMinimumError: the data do not determine the exponents.
   """
   log_I2 = np.log(np.stack([params_I, tokens_I], axis=-1))
   loss_I = np.asarray(loss_I)
@@ -271,10 +275,10 @@ def surface(params_I, tokens_I, loss_I, seed: int = 0) -> Surface:
   units_2 = log_I2.mean(axis=0)
   log_I2 = log_I2 - units_2
   low, high = _EXPONENTS
-  (pair_2,), _, (found,) = _best(
+  (pair_2,), _, (exists,) = _best(
     log_I2, loss_I[:, None], np.linspace([low, low], [high, high], _STEPS)
   )
-  if not found:
+  if not exists:
     raise NoMinimumError('the losses fall with parameters or tokens alone')
   pair_2, terms_3, rest = _refined(log_I2, loss_I, pair_2)
   if not (low < pair_2).all() or not (pair_2 < high).all():
@@ -285,7 +289,7 @@ def surface(params_I, tokens_I, loss_I, seed: int = 0) -> Surface:
   fitted_I = _terms(log_I2, pair_2[None])[0] @ terms_3
   normal_IR = rng.normal(size=(len(loss_I), _JOINT_DRAWS))
   sigma_R = spread.draw(rng, _JOINT_DRAWS)
-  # The grid of the draws is as fine as they are close to each other.
+  # The grid for the draws spans six standard errors of the exponents.
   error_2 = np.sqrt(spread.variance) * _sensitivity(log_I2, pair_2, terms_3)
   pair_R2, term_R3, found_R = _best(
     log_I2,
@@ -311,20 +315,21 @@ def _best(log_I2, loss_IR, grid_G2):
   """Returns the best pair of exponents, and its terms, for each of R data sets.
 
   Args:
-    log_I2: parameters and tokens.
-    loss_IR: of each data set.
+    log_I2: logarithms of parameters and tokens.
+    loss_IR: losses of each data set.
     grid_G2: values of each of the two exponents; all pairs are tried.
 
   Returns:
-    Pairs [R, 2], terms [R, 3], and where there is one at all [R].
+    Pairs [R, 2], terms [R, 3], and whether a valid pair exists [R].
   """
   pair_P2 = np.stack(np.meshgrid(*grid_G2.T), axis=-1).reshape(-1, 2)
-  # An orthonormal basis of each pair's terms tells how much they explain.
+  # In an orthonormal basis, the explained sum of squares is that of the
+  # coefficients.
   q_PI3, r_P33 = np.linalg.qr(_terms(log_I2, pair_P2))
   inner_P3R = np.swapaxes(q_PI3, 1, 2) @ loss_IR
   term_P3R = np.linalg.inv(r_P33) @ inner_P3R
   explained_PR = (inner_P3R**2).sum(axis=1)
-  # Losses fall with parameters and with tokens.
+  # Valid surfaces fall with parameters and with tokens.
   falls_PR = (term_P3R[:, 1:] > 0).all(axis=1)
   explained_PR = np.where(falls_PR, explained_PR, -np.inf)
   best_R = explained_PR.argmax(axis=0)
@@ -334,7 +339,7 @@ def _best(log_I2, loss_IR, grid_G2):
 
 
 def _sensitivity(log_I2, pair_2, terms_3):
-  """Returns the exponents' standard errors where losses have one of 1."""
+  """Returns the exponents' standard errors for losses with unit variance."""
   basis_I3 = _terms(log_I2, pair_2[None])[0]
   slope_I2 = -log_I2 * basis_I3[:, 1:] * terms_3[1:]
   jacobian_I5 = np.concatenate([slope_I2, basis_I3], axis=1)
@@ -343,14 +348,18 @@ def _sensitivity(log_I2, pair_2, terms_3):
 
 
 def _terms(log_I2, pair_P2):
-  """Returns what the surface is a sum of, for pairs of exponents: [P, I, 3]."""
+  """Returns the surface's basis functions for pairs of exponents, [P, I, 3]."""
   sides_PI2 = np.exp(-pair_P2[:, None] * log_I2)
   ones_PI1 = np.ones((*sides_PI2.shape[:2], 1))
   return np.concatenate([ones_PI1, sides_PI2], axis=-1)
 
 
 def _refined(log_I2, loss_I, pair_2):
-  """Returns exponents, terms and squares left over, from the grid's best."""
+  """Refines the grid's best exponents.
+
+  Returns:
+    Exponents, terms and the residual sum of squares.
+  """
 
   def solve(pair_2):
     basis_I3 = _terms(log_I2, pair_2[None])[0]

@@ -1,9 +1,9 @@
-"""Which runs make up a sweep at equal training FLOPs, and what they will cost.
+"""Plans a sweep at equal training FLOPs: its runs, and what they will cost.
 
-Several budgets of training FLOPs; at each, models of several sizes around the
-best that is expected there, each for as many steps as its budget has; all that
-for each group of models, such as dense and routed ones. Hoffmann et al. 2022,
-approach 2; Raposo et al. 2024, Figures 3 and 4.
+A sweep has several budgets of training FLOPs. For each budget and each group of
+models, such as dense and routed ones, it trains models of several sizes around
+the expected optimum, each for as many steps as the budget allows. Hoffmann et
+al. 2022, approach 2; Raposo et al. 2024, Figures 3 and 4.
 """
 
 import collections
@@ -29,11 +29,11 @@ from mod_jax.train import workdir as workdir_lib
 from mod_jax.viz import style
 
 FILE = 'plan.txt'  # The table, with the price.
-_TOLERANCE = 0.01  # By which a run may miss its budget, as a fraction of it.
+_TOLERANCE = 0.01  # A run may miss its budget by this fraction of it.
 _HOUR = 3600.0
 
-# The same model stands in the runs of several budgets, groups and seeds, and
-# its parameters are found by tracing it.
+# Cached: counting traces the model, and the same model occurs at several
+# budgets, in several groups and with several seeds.
 num_params = functools.cache(flops.num_params)
 
 # Blocks, width and heads of a model.
@@ -44,20 +44,23 @@ Shape = tuple[config_lib.Unrolled, config_lib.Width, config_lib.Size]
 class Group:
   """Models that make up one curve: loss against size, at each budget."""
 
-  name: str  # Of the curve, in tables and pictures.
-  # How their blocks are routed; None is a dense model.
+  name: str  # The curve's name in tables and pictures.
+  # How their blocks are routed; None for dense models.
   routing: MoDConfig | None = None
   # Parameters, embedding and head included, of the model that is expected to be
   # best at the sweep's `optimum_budget`.
   optimum: config_lib.Positive = 1e6
-  shapes: tuple[Shape, ...] = ()  # What there is to choose from; () = all.
-  num_sizes: config_lib.Count = 0  # At each budget; 0 = as many as the sweep.
+  # Shapes to choose from; () = those of the sweep.
+  shapes: tuple[Shape, ...] = ()
+  # Number of sizes at each budget; 0 = as the sweep says.
+  num_sizes: config_lib.Count = 0
   # Which of the sweep's budgets, counted from 0; () = all.
   budgets: tuple[config_lib.Count, ...] = ()
-  rate_factor: config_lib.Factor = 1.0  # On the rule's learning rate.
-  # The control 'routed blocks removed': models of the dense blocks alone, each
-  # for as many steps as its routed twin takes. They see the same tokens for
-  # fewer FLOPs, so this group stays below its budget.
+  # Multiplies the learning rate that follows from the sweep's rule.
+  rate_factor: config_lib.Factor = 1.0
+  # The control 'routed blocks removed': models that have the dense blocks only,
+  # each trained for as many steps as its routed counterpart. They see the same
+  # tokens at fewer FLOPs, so this group stays below its budget.
   without_routed_blocks: bool = False
 
   def __post_init__(self):
@@ -76,47 +79,46 @@ class Group:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SweepConfig:
-  """A sweep: what `configs/sweeps/*.py` build."""
+  """A sweep, as built by `configs/sweeps/*.py`."""
 
   name: str = 'sweep'  # For people; nothing depends on it.
-  # What all runs share: data, batch, optimiser, evaluation, mesh. Of the model
-  # the shape and the routing are set for each run, and the number of steps, the
-  # warm-up, the learning rate and the seed as well.
+  # What all runs share: data, batch, optimiser, evaluation, mesh. Set for each
+  # run: the model's shape and routing, the number of steps, the warm-up, the
+  # learning rate and the seed.
   base: ExperimentConfig = ExperimentConfig()
   budgets: tuple[config_lib.Positive, ...] = (1e13,)  # Training FLOPs of a run.
   # Seeds of each run, 0 first: one number for all budgets, or one for each.
   num_seeds: tuple[config_lib.PositiveCount, ...] = (1,)
-  # Which models there are, a curve of each.
+  # The groups of models, a curve for each.
   groups: tuple[Group, ...] = (Group(name='dense'),)
-  # The family of shapes, of which each group and budget takes those nearest to
-  # the expected optimum.
+  # All shapes; each group and budget takes those nearest to the expected
+  # optimum.
   shapes: tuple[Shape, ...] = ((4, 64, 2), (4, 96, 3), (4, 128, 4))
-  # How many of them: one number for all budgets, or one for each.
+  # How many sizes to take: one number for all budgets, or one for each.
   num_sizes: tuple[config_lib.PositiveCount, ...] = (5,)
-  # No size is further from the expected optimum than this factor.
+  # Sizes may differ from the expected optimum by this factor at most.
   spread: Annotated[float, config_lib.Range(gt=1, le=1000)] = 4.0
   # The budget that the groups' optima are for; None for the lowest one.
   optimum_budget: config_lib.Positive | None = None
-  # The optimum grows with the budget to this power.
+  # The exponent by which the optimum grows with the budget.
   growth: config_lib.Probability = 0.5
-  # The peak learning rate of a model as wide as `rate_width`; the same for all
-  # groups.
+  # The peak learning rate of models of width `rate_width`, in all groups.
   learning_rate: config_lib.Positive = 1e-3
   rate_width: config_lib.Width = 192  # The width that has `learning_rate`.
-  # The power of the width by which the learning rate of wider models falls.
+  # The exponent by which the learning rate falls with the width.
   rate_power: Annotated[float, config_lib.Range(ge=0, le=2)] = 0.5
   warmup: config_lib.BelowOne = 0.1  # As a fraction of the steps.
-  # Held-out losses along a run, for its curve, besides that at its end.
+  # Evaluations during a run, besides that at its end.
   evaluations: config_lib.Count = 4
-  # Training tokens of the corpus; None asks the data where that is possible.
+  # Training tokens of the corpus; None to count them in the data if possible.
   corpus_tokens: config_lib.Positive | None = None
-  # FLOP/s of a chip at its peak, by which the price is computed.
+  # Peak FLOP/s of a chip, for the chip-hours in the plan.
   peak_flops: config_lib.Positive = 1e14
-  # The part of that peak which training is expected to reach.
+  # The fraction of that peak which training is expected to reach.
   utilization: config_lib.Fraction = 0.4
 
   def __post_init__(self):
-    """Refuses what does not fit together."""
+    """Validates the fields and their combinations."""
     config_lib.validate(self)
     if not isinstance(self.base.model, LMConfig):
       raise UserError(
@@ -154,7 +156,7 @@ class SweepConfig:
         )
 
   def at(self, numbers: tuple[int, ...], budget: float) -> int:
-    """Returns a budget's number, of one for all or one for each of them."""
+    """Returns the budget's entry of `numbers`: one for all, or one for each."""
     return numbers[self.budgets.index(budget) % len(numbers)]
 
 
@@ -163,12 +165,12 @@ def rate_search(
 ) -> SweepConfig:
   """Returns the search for a sweep's learning rate, on its dense models.
 
-  Five rates, each twice the one before, at the lowest budget, with one seed.
+  Five rates, each twice the previous one, at the lowest budget with one seed.
 
   Args:
-    sweep: what the rate is for.
-    shapes: two or more sizes that tell how it should fall with the width.
-    rate: the one in the middle, at the width that has `learning_rate`.
+    sweep: the sweep.
+    shapes: two or more sizes, to find how the rate should fall with the width.
+    rate: the middle rate, for models of width `rate_width`.
   """
   (dense, *_) = (group for group in sweep.groups if group.routing is None)
   return dataclasses.replace(
@@ -182,7 +184,7 @@ def rate_search(
         dense,
         name=f'rate_x{factor:g}',
         rate_factor=factor,
-        # Not the group's own choice from the sweep's, but these.
+        # Use the shapes of the search, at its one budget.
         shapes=(),
         num_sizes=0,
         budgets=(),
@@ -201,7 +203,7 @@ def entries(sweep: SweepConfig) -> list[Entry]:
     UserError: a budget or a corpus is too small, or there are not enough sizes
       around an expected optimum.
   """
-  found = []
+  planned = []
   for i, budget in enumerate(sweep.budgets):
     reference = _reference(sweep, budget)
     for group in sweep.groups:
@@ -209,21 +211,21 @@ def entries(sweep: SweepConfig) -> list[Entry]:
         continue
       for shape in choose_shapes(sweep, group, budget):
         run = _run(sweep, group, budget, shape)
-        known = facts(run, budget, reference)
-        # Whether it is a point of a curve of equal FLOPs.
-        known['equal_flops'] = not group.without_routed_blocks
-        if known['equal_flops']:
-          _check_steps(group, budget, shape, known)
-        found += [(run, group, budget, shape, known)]
+        run_facts = facts(run, budget, reference)
+        # Whether the run lies on a curve of equal FLOPs.
+        run_facts['equal_flops'] = not group.without_routed_blocks
+        if run_facts['equal_flops']:
+          _check_steps(group, budget, shape, run_facts)
+        planned += [(run, group, budget, shape, run_facts)]
   corpus = _corpus_tokens(sweep)
-  longest = max(found, key=lambda each: each[-1]['tokens'])
+  longest = max(planned, key=lambda each: each[-1]['tokens'])
   _check_corpus(sweep, corpus, longest)
   result = []
-  for run, group, budget, (num_layers, width, _), known in found:
+  for run, group, budget, (num_layers, width, _), run_facts in planned:
     if corpus is not None:
-      known = known | {
+      run_facts = run_facts | {
         'corpus_tokens': corpus,
-        'epochs': known['tokens'] / corpus,
+        'epochs': run_facts['tokens'] / corpus,
       }
     size = f'{group.name}_{_written(budget)}_{num_layers}x{width}'
     for seed in range(sweep.at(sweep.num_seeds, budget)):
@@ -236,7 +238,7 @@ def entries(sweep: SweepConfig) -> list[Entry]:
           budget=budget,
           seed=seed,
           config=config,
-          facts=known,
+          facts=run_facts,
         )
       )
   counts = collections.Counter(entry.id for entry in result)
@@ -246,7 +248,7 @@ def entries(sweep: SweepConfig) -> list[Entry]:
       f'{times} runs would be called {name}: leave out one of the shapes of the'
       ' same depth and width, or take budgets further apart.'
     )
-  # So that a sweep which is stopped early has something at every budget.
+  # Sort by seed: a sweep that is stopped early then has runs at every budget.
   return sorted(result, key=lambda entry: entry.seed)
 
 
@@ -256,58 +258,60 @@ def choose_shapes(
   """Returns the shapes around a group's expected optimum, the smallest first.
 
   Raises:
-    UserError: there are fewer in range than are asked for, or of three or
-      more, none on one of the sides of the optimum.
+    UserError: too few shapes are in range, or three or more were asked for and
+      all lie on one side of the optimum.
   """
   expected = _expected(sweep, group, budget)
-  wanted = group.num_sizes or sweep.at(sweep.num_sizes, budget)
+  num_sizes = group.num_sizes or sweep.at(sweep.num_sizes, budget)
   distance = {}
   sizes = {}
   for shape in group.shapes or sweep.shapes:
     if group.routing is not None and not any(
       group.routing.is_routed(layer) for layer in range(shape[0])
     ):
-      continue  # It has no block that would be routed.
+      continue  # Too shallow to have a routed block.
     sizes[shape] = num_params(_model(sweep, group.routing, shape))
     distance[shape] = abs(math.log(sizes[shape] / expected))
-  near = sorted(
+  chosen = sorted(
     (shape for shape in distance if distance[shape] <= math.log(sweep.spread)),
     key=distance.get,
-  )[:wanted]
-  if len(near) < wanted:
-    have = _listed(sorted(sizes.values())) or 'none'
+  )[:num_sizes]
+  if len(chosen) < num_sizes:
+    available = _listed(sorted(sizes.values())) or 'none'
     raise UserError(
-      f'the group {group.name} at {budget:g} FLOPs has {len(near)} sizes within'
-      f' a factor of {sweep.spread:g} of the expected optimum,'
-      f' {style.quantity(expected)} parameters, and num_sizes={wanted}: add'
-      f' shapes there (the sizes are {have}), raise spread, or ask for fewer.'
+      f'the group {group.name} at {budget:g} FLOPs has {len(chosen)} sizes'
+      f' within a factor of {sweep.spread:g} of the expected optimum,'
+      f' {style.quantity(expected)} parameters, and num_sizes={num_sizes}: add'
+      f' shapes there (the sizes are {available}), raise spread, or ask for'
+      ' fewer.'
     )
-  near.sort(key=sizes.get)
-  smallest, largest = sizes[near[0]], sizes[near[-1]]
-  if wanted > 2 and not smallest < expected < largest:
+  chosen.sort(key=sizes.get)
+  smallest, largest = sizes[chosen[0]], sizes[chosen[-1]]
+  if num_sizes > 2 and not smallest < expected < largest:
     raise UserError(
       f'the group {group.name} at {budget:g} FLOPs would have sizes from'
       f' {style.quantity(smallest)} to {style.quantity(largest)} parameters,'
       ' all on one side of the expected optimum,'
       f' {style.quantity(expected)}: add shapes on the other side.'
     )
-  return near
+  return chosen
 
 
 def facts(
   run: ExperimentConfig, budget: float, reference: int | None = None
 ) -> dict[str, Any]:
-  """Returns what is known of a run before it begins, by name.
+  """Returns what can be computed about a run before it starts.
 
-  * `params`: of them `embedding_params` are those of the embedding and the
-    head, which are one where they are tied.
-  * `forward_flops`: of one sequence; of them `head_flops` are the head's.
-  * `relative_flops`: those of a forward pass, by the expected dense optimum's.
-  * `steps`, `tokens`: of training; `train_flops`, and `of_budget`, the part of
-    the budget that they are.
+  * `params`: parameters of the model, and `embedding_params`, those of the
+    embedding and the head (counted once if they are tied).
+  * `forward_flops`: FLOPs of a forward pass over one sequence, and
+    `head_flops`, the head's part of them.
+  * `relative_flops`: `forward_flops` over `reference`.
+  * `steps`, `tokens`, `train_flops`: steps, tokens and FLOPs of the training,
+    and `of_budget`, the FLOPs as a fraction of the budget.
 
   Args:
-    run: its config.
+    run: the run's config.
     budget: training FLOPs that it is planned for.
     reference: FLOPs of a forward pass of the dense model that is expected to be
       best at this budget.
@@ -319,10 +323,10 @@ def facts(
   train = (
     run.train.num_steps * run.train.batch_size * flops.train(model, length)
   )
-  tables = 1 if model.tied_head else 2
-  known = {
+  num_tables = 1 if model.tied_head else 2
+  values = {
     'params': num_params(model),
-    'embedding_params': tables * model.vocab_size * model.width,
+    'embedding_params': num_tables * model.vocab_size * model.width,
     'forward_flops': forward,
     'head_flops': flops.products(table['head']),
     'steps': run.train.num_steps,
@@ -331,32 +335,32 @@ def facts(
     'of_budget': train / budget,
   }
   if reference is not None:
-    known['relative_flops'] = forward / reference
-  return known
+    values['relative_flops'] = forward / reference
+  return values
 
 
 def table(sweep: SweepConfig, runs: Sequence[Entry]) -> str:
-  """Returns the plan for people: a row for each size, then what it costs."""
+  """Returns the plan as text: a row for each size, then the chip-hours."""
   header = (
     *('group', 'budget', 'shape', 'params', 'embedding', 'head FLOPs'),
     *('rel. FLOPs', 'steps', 'tokens', 'epochs', 'rate', 'seeds', 'chip-hours'),
   )
   rows = []
   for size in _by_size(runs):
-    entry, known = size[0], size[0].facts
+    entry, run_facts = size[0], size[0].facts
     model = entry.config.model
-    relative, epochs = known.get('relative_flops'), known.get('epochs')
+    relative, epochs = run_facts.get('relative_flops'), run_facts.get('epochs')
     rows.append(
       (
         entry.group,
         f'{entry.budget:g}',
         f'{model.num_layers} x {model.width}',
-        style.quantity(known['params']),
-        f'{known["embedding_params"] / known["params"]:.2f}',
-        f'{known["head_flops"] / known["forward_flops"]:.2f}',
+        style.quantity(run_facts['params']),
+        f'{run_facts["embedding_params"] / run_facts["params"]:.2f}',
+        f'{run_facts["head_flops"] / run_facts["forward_flops"]:.2f}',
         '-' if relative is None else f'{relative:.2f}',
-        f'{known["steps"]:,}',
-        style.quantity(known['tokens']),
+        f'{run_facts["steps"]:,}',
+        style.quantity(run_facts['tokens']),
         '-' if epochs is None else f'{epochs:.2f}',
         f'{entry.config.optimizer.learning_rate:.2e}',
         str(len(size)),
@@ -366,20 +370,22 @@ def table(sweep: SweepConfig, runs: Sequence[Entry]) -> str:
   lines = tables.aligned([header, *rows])
   lines += ['', f'{len(runs)} runs; chip-hours at {_price(sweep)}:']
   for budget in sweep.budgets:
-    of = [entry for entry in runs if entry.budget == budget]
+    at_budget = [entry for entry in runs if entry.budget == budget]
     by_group = ', '.join(
-      f'{group.name} {_hours(sweep, [e for e in of if e.group == group.name])}'
+      f'{group.name}'
+      f' {_hours(sweep, [e for e in at_budget if e.group == group.name])}'
       for group in sweep.groups
-      if any(e.group == group.name for e in of)
+      if any(e.group == group.name for e in at_budget)
     )
-    lines.append(f'  {budget:g}: {_hours(sweep, of)} ({by_group})')
+    lines.append(f'  {budget:g}: {_hours(sweep, at_budget)} ({by_group})')
   total = sum(entry.facts['train_flops'] for entry in runs)
   lines.append(f'  in all: {_hours(sweep, runs)} ({total:.3g} FLOPs)')
   if 'epochs' not in runs[0].facts:
-    most = max(entry.facts['tokens'] for entry in runs)
+    longest = max(entry.facts['tokens'] for entry in runs)
     lines.append(
-      f'The longest run reads {style.quantity(most)} tokens; nobody has checked'
-      ' that the corpus holds them: say what it has by --config.corpus_tokens.'
+      f'The longest run reads {style.quantity(longest)} tokens; nobody has'
+      ' checked that the corpus holds them: say what it has by'
+      ' --config.corpus_tokens.'
     )
   return '\n'.join(lines)
 
@@ -415,7 +421,7 @@ def _model(sweep, routing, shape) -> LMConfig:
 
 
 def _run(sweep, group, budget, shape) -> ExperimentConfig:
-  """Returns the run of a size, but for its name and its seed."""
+  """Returns the config of a run, without its name and seed."""
   base = sweep.base
   model = _model(sweep, group.routing, shape)
   steps = flops.steps_within(
@@ -437,25 +443,25 @@ def _run(sweep, group, budget, shape) -> ExperimentConfig:
       'train.num_steps': steps,
       'optimizer.warmup_steps': int(sweep.warmup * steps),
       'evaluation.every': _every(sweep.evaluations, steps),
-      # Digits beyond these tell nobody anything.
+      # Rounded, for readable configs.
       'optimizer.learning_rate': float(f'{rate * group.rate_factor:.4g}'),
     },
   )
 
 
 def _every(times, steps) -> int:
-  """Returns the steps between evaluations, the last being the run's end."""
+  """Returns the steps between evaluations."""
   return math.ceil(steps / (times + 1)) if times else 0
 
 
 def _expected(sweep, group, budget) -> float:
-  """Returns the parameters of the model that should be best."""
-  known_at = sweep.optimum_budget or sweep.budgets[0]
-  return group.optimum * (budget / known_at) ** sweep.growth
+  """Returns the parameters of the model that is expected to be best."""
+  optimum_budget = sweep.optimum_budget or sweep.budgets[0]
+  return group.optimum * (budget / optimum_budget) ** sweep.growth
 
 
 def _reference(sweep, budget) -> int | None:
-  """Returns a forward pass's FLOPs of the dense model that should be best."""
+  """Returns forward FLOPs of the dense model that is expected to be best."""
   for group in sweep.groups:
     if group.routing is None:
       expected = _expected(sweep, group, budget)
@@ -484,35 +490,35 @@ def _check_steps(group, budget, shape, known):
 
 
 def _corpus_tokens(sweep) -> float | None:
-  """Returns how many tokens there are to train on; None if nobody knows."""
+  """Returns the number of training tokens; None if it is unknown."""
   if sweep.corpus_tokens is not None:
     return sweep.corpus_tokens
   data = sweep.base.data
   try:
     return text.num_train_tokens(data)
   except UserError:
-    # A sweep for other machines can be planned where its corpus is not.
+    # A sweep can be planned on a machine that lacks its corpus.
     if data.source in ('tfds', 'prepared'):
       return None
     raise
 
 
 def _check_corpus(sweep, corpus, longest):
-  *_, group, budget, (num_layers, width, _), known = longest
-  most = sweep.base.data.max_epochs
-  if corpus is None or known['tokens'] <= most * corpus:
+  *_, group, budget, (num_layers, width, _), run_facts = longest
+  max_epochs = sweep.base.data.max_epochs
+  if corpus is None or run_facts['tokens'] <= max_epochs * corpus:
     return
   raise UserError(
     f'{num_layers} x {width} of the group {group.name} reads'
-    f' {style.quantity(known["tokens"])} tokens at {budget:g} FLOPs, and the'
-    f' corpus has {style.quantity(corpus)}, which may be seen'
-    f' base.data.max_epochs={most:g} times: take larger models or a larger'
-    ' corpus, or raise that.'
+    f' {style.quantity(run_facts["tokens"])} tokens at {budget:g} FLOPs, and'
+    f' the corpus has {style.quantity(corpus)}, which may be seen'
+    f' base.data.max_epochs={max_epochs:g} times: take larger models or a'
+    ' larger corpus, or raise that.'
   )
 
 
 def _by_size(runs):
-  """Returns the runs in groups that differ in the seed alone."""
+  """Groups runs that differ only in the seed."""
   sizes = {}
   for entry in runs:
     sizes.setdefault(entry.id.rpartition('_s')[0], []).append(entry)

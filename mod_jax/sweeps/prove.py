@@ -1,8 +1,8 @@
-"""Proves that runs compile and fit on slices of TPUs, before any is paid for.
+"""Proves that runs compile and fit on slices of TPUs, before renting them.
 
-The real training step, sharded as in the run, is compiled for a slice that need
-not be here. The compiled program tells the memory, the arithmetic and the
-communication of each chip.
+The real training step, sharded as in the run, is compiled ahead of time for a
+slice that need not be present. The compiled program shows the memory, the
+arithmetic and the communication of each chip.
 """
 
 import collections
@@ -34,38 +34,39 @@ from mod_jax.train.step import jit_step
 import mod_jax_kernels
 from mod_jax_kernels.attention import choice
 
-# What a slice's memory error says; the compiler keeps some memory to itself.
+# Matches the compiler's out-of-memory error, which says how much was needed.
 _TOO_LARGE = re.compile(r'Used ([\d.]+)([KMG]) of')
 _GIB = 2**30
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Proof:
-  """What one chip does in a training step of a run, and how long that takes.
+  """The work of one chip in a training step, and how long that takes.
 
-  Where the step does not fit, all but the first lines is 0.
+  If the step does not fit, the fields with defaults keep them.
 
   Attributes:
-    topology: the slice.
-    chips: how many it has.
-    data: size of the mesh's axis, and so are the next three.
-    fsdp: see there.
-    expert: see there.
-    tensor: see there.
-    parameters: of the model.
-    memory: bytes that the step needs; at least these, where it is not known.
-    available: bytes that the chip has.
-    fits: whether the program could be made.
-    model_flops: what `mod_jax.flops` counts for a step.
-    products: the same as found in the program: what is computed a second time
-      for the backward pass is left out, and attention is counted as there.
-    again: FLOPs besides these: what rematerialisation computes once more, and
-      what the attention kernel does with masked pairs or once more.
-    collectives: by kind, how often in a step, and the bytes that are sent.
-    sent: bytes sent in a step, of all kinds.
-    compute_seconds: all products at the chip's peak rate.
-    network_seconds: all communication, one after another, each at the full rate
-      of its links.
+    topology: name of the slice.
+    chips: number of its chips.
+    data: size of the mesh axis `data`.
+    fsdp: size of the mesh axis `fsdp`.
+    expert: size of the mesh axis `expert`.
+    tensor: size of the mesh axis `tensor`.
+    parameters: number of the model's parameters.
+    memory: bytes that the step needs on each chip; a lower bound, that of the
+      state alone, if the step was not compiled or the compiler did not say.
+    available: bytes of the chip's memory.
+    fits: whether the step compiled within that memory.
+    model_flops: FLOPs of a step on all chips, as counted by `mod_jax.flops`.
+    products: FLOPs that a chip's program spends on what `model_flops` counts:
+      without recomputation, and attention over causal pairs only.
+    again: the chip's other FLOPs: rematerialisation, and recomputation and
+      masked pairs in the attention kernel.
+    collectives: executions in a step and bytes sent, by kind of collective.
+    sent: bytes that a chip sends in a step, in total.
+    compute_seconds: time of all products at the chip's peak rate.
+    network_seconds: time of all communication, one operation after another,
+      each at the full rate of its links.
     uncounted: kernels and loops that the other figures leave out.
   """
 
@@ -92,15 +93,16 @@ class Proof:
 
   @property
   def step_seconds(self) -> float:
-    """The larger of the two, as if they overlapped and nothing else took time.
+    """Predicted time of a step: compute or network, whichever takes longer.
 
-    Less is possible where communications over different links overlap.
+    This assumes that the two overlap and nothing else takes time. The step may
+    be faster if communication over different links overlaps.
     """
     return max(self.compute_seconds, self.network_seconds)
 
   @property
   def bound(self) -> str:
-    """What takes longer."""
+    """What limits the step: 'compute', 'network', or 'memory' if too large."""
     if not self.fits:
       return 'memory'
     network = self.network_seconds > self.compute_seconds
@@ -112,14 +114,14 @@ class Proof:
 
 
 def check(config: ExperimentConfig, topology: slices.Slice) -> Proof:
-  """Returns what is known of a run on a slice before anything is compiled.
+  """Checks a run's mesh on a slice, and sizes its state, without compiling.
 
-  The memory is that of the state alone, so a run may not fit even if it seems
-  to.
+  The memory is that of the training state alone, a lower bound; `fits` is
+  always False.
 
   Raises:
     UserError: the mesh does not divide the slice, the batch or the parameters;
-      the run trains in a way that is not compiled ahead.
+      or the run's kind of training is not supported.
   """
   task = make_task(config)
   if type(task) is not Plain:
@@ -164,15 +166,15 @@ def check(config: ExperimentConfig, topology: slices.Slice) -> Proof:
 def prove(
   config: ExperimentConfig, topology: slices.Slice, cache=None
 ) -> Proof:
-  """Compiles a run's training step for a slice, and reads what it does.
+  """Compiles a run's training step for a slice, and analyses the program.
 
   Args:
-    config: the run; its mesh is taken as it is.
+    config: the run; its mesh must suit the slice.
     topology: the slice.
-    cache: a directory of what was found before; None keeps nothing.
+    cache: directory with the proofs of earlier calls; None for no cache.
 
   Raises:
-    UserError: as of `check`, or libtpu is missing.
+    UserError: as `check`; or libtpu is missing.
   """
   path = None
   if cache is not None:
@@ -181,49 +183,50 @@ def prove(
     if path.is_file():
       record = json.loads(path.read_text())
       return Proof(**record | {'uncounted': tuple(record['uncounted'])})
-  found = check(config, topology)
-  if found.memory <= found.available:
-    found = _compiled(found, config, topology)
+  proof = check(config, topology)
+  if proof.memory <= proof.available:
+    proof = _compiled(proof, config, topology)
   if path is not None:
-    paths.write_bytes(path, json.dumps(dataclasses.asdict(found)).encode())
-  return found
+    paths.write_bytes(path, json.dumps(dataclasses.asdict(proof)).encode())
+  return proof
 
 
 def smallest(
   config: ExperimentConfig, topologies: Sequence[slices.Slice], cache=None
 ) -> Proof:
-  """Returns the proof of the first of some slices that a run fits on.
+  """Returns the proof for the smallest slice that a run fits on.
 
-  Where it fits on none, that is the last one that it can be divided over.
+  If it fits on none, the proof is that for the largest slice that its mesh can
+  be adapted to.
 
   Args:
-    config: the run; its mesh is changed as `fitted` says.
-    topologies: from the smallest.
-    cache: as of `prove`.
+    config: the run; its mesh is adapted to each slice by `fitted`.
+    topologies: slices, in ascending order.
+    cache: as for `prove`.
 
   Raises:
-    UserError: it cannot be divided over any.
+    UserError: the run cannot be divided over any of the slices.
   """
-  found, refusal = None, None
+  proof, refusal = None, None
   for topology in topologies:
     try:
-      found = prove(fitted(config, topology.num_chips), topology, cache)
+      proof = prove(fitted(config, topology.num_chips), topology, cache)
     except UserError as error:
       refusal = error
       continue
-    if found.fits:
+    if proof.fits:
       break
-  if found is None:
+  if proof is None:
     raise refusal
-  return found
+  return proof
 
 
 def lower(config: ExperimentConfig, devices: Sequence[jax.Device]):
-  """Returns the training step of a run as it is handed to the compiler.
+  """Returns the lowered training step of a run.
 
   Args:
     config: the run.
-    devices: all that it runs on.
+    devices: all devices of the run's mesh.
   """
   task = make_task(config)
   mesh = parallel.make_mesh(config.mesh, devices)
@@ -245,35 +248,35 @@ def run(
   topologies: Sequence[str],
   workdir,
 ) -> list[dict]:
-  """Proves runs on slices, each beside its dense twin; prints what it finds.
+  """Proves runs on slices, each with its dense twin, and prints the results.
 
-  `WORKDIR/prove.csv` has a line for each; it is written anew after every one.
-  What was compiled before is not compiled again, so an interrupted call goes on
-  where it stopped, and runs that differ in their seeds cost one compilation.
+  `WORKDIR/prove.csv`, with a line per run and slice, is rewritten after each.
+  Proofs are cached in `WORKDIR/prove`, so an interrupted call can be repeated,
+  and runs that differ only in their seeds are compiled once.
 
   Args:
-    runs: names and configs. Their meshes are changed as `fitted` says.
-    topologies: names of slices; that of a kind of chip stands for the smallest
-      one that a run fits on.
+    runs: names and configs; their meshes are adapted by `fitted`.
+    topologies: names of slices; a kind of chip alone stands for the smallest
+      slice that a run fits on.
     workdir: directory of the sweep.
 
   Returns:
     The lines, by column: all runs on the first slice, then on the next.
 
   Raises:
-    UserError: an unknown slice; a run that does not divide over one, before
-      anything is compiled; when all is written, some that do not fit.
+    UserError: a slice is unknown, or a run does not divide over one, both
+      before anything is compiled; or, at the end, some runs do not fit.
   """
   runs = list(runs)
   chosen = [slices.parse(topology) for topology in topologies]
-  for found, (_, config) in itertools.product(chosen, runs):
-    if len(found) == 1:
-      check(fitted(config, found[0].num_chips), found[0])
+  for candidates, (_, config) in itertools.product(chosen, runs):
+    if len(candidates) == 1:
+      check(fitted(config, candidates[0].num_chips), candidates[0])
   workdir = paths.expand(workdir)
   prove_one = functools.partial(_prove_pair, cache=workdir / 'prove')
   rows = []
-  for found, (name, config) in itertools.product(chosen, runs):
-    rows.append({'id': name} | prove_one(config, found))
+  for candidates, (name, config) in itertools.product(chosen, runs):
+    rows.append({'id': name} | prove_one(config, candidates))
     print(_line(rows[-1], heading=len(rows) == 1), flush=True)
     paths.write_bytes(workdir / 'prove.csv', tables.csv_text(rows).encode())
   large = [row for row in rows if not row['fits']]
@@ -290,22 +293,22 @@ def run(
 
 
 def report(config: ExperimentConfig, topology: str, cache=None) -> str:
-  """Returns what compiling a run for a slice tells, for people.
+  """Returns the proof of a run on a slice as text.
 
   Args:
-    config: the run. Its mesh must fit the slice.
-    topology: the slice; a kind of chip stands for the smallest one that the run
-      fits on, with the mesh that `fitted` gives.
-    cache: as of `prove`.
+    config: the run. Its mesh must suit the slice.
+    topology: name of the slice; a kind of chip alone stands for the smallest
+      slice that the run fits on, with the mesh adapted by `fitted`.
+    cache: as for `prove`.
 
   Raises:
-    UserError: as of `prove` and `smallest`.
+    UserError: as `prove` and `smallest`.
   """
-  found = slices.parse(topology)
-  if len(found) == 1:
-    proof = prove(config, found[0], cache)
+  candidates = slices.parse(topology)
+  if len(candidates) == 1:
+    proof = prove(config, candidates[0], cache)
   else:
-    proof = smallest(config, found, cache)
+    proof = smallest(config, candidates, cache)
   mesh = ', '.join(
     f'{name} {getattr(proof, name)}' for name in parallel.MESH_AXES
   )
@@ -374,7 +377,7 @@ def main(_) -> None:
 
 
 def _prove_pair(config, found, cache) -> dict:
-  """Returns a line of the table: a run on a slice, with its dense twin's."""
+  """Returns a row of the table: the proofs of a run and of its dense twin."""
   if len(found) > 1:
     proof = smallest(config, found, cache)
     (found,) = (x for x in found if x.name == proof.topology)
@@ -390,18 +393,18 @@ def _prove_pair(config, found, cache) -> dict:
     'products_ratio': _ratio(proof) if proof.fits else 0.0,
   }
   twin = _twin(config)
-  beside = None
+  dense_proof = None
   if twin:
-    beside = prove(fitted(twin, found.num_chips), found, cache)
-  row['dense_fits'] = beside.fits if beside else ''
+    dense_proof = prove(fitted(twin, found.num_chips), found, cache)
+  row['dense_fits'] = dense_proof.fits if dense_proof else ''
   for name in ('products', 'again', 'sent', 'step_seconds'):
-    known = beside and beside.fits
-    row[f'dense_{name}'] = getattr(beside, name) if known else ''
+    dense_fits = dense_proof and dense_proof.fits
+    row[f'dense_{name}'] = getattr(dense_proof, name) if dense_fits else ''
   return row
 
 
 def _twin(config) -> ExperimentConfig | None:
-  """Returns the dense twin of a routed run, or None of a dense one."""
+  """Returns the dense twin of a routed run, or None for a dense run."""
   model = config.model.dense_twin()
   if model == config.model:
     return None
@@ -413,26 +416,27 @@ def _ratio(proof: Proof) -> float:
 
 
 def _key(config: ExperimentConfig, topology: slices.Slice) -> str:
-  """Returns a name of all that a program's cost depends on."""
+  """Returns the cache key: a hash of all that the program depends on."""
   irrelevant = (
     *('name', 'seed', 'init', 'evaluation', 'checkpoint', 'log'),
-    # Constants of the program.
+    # Only constants in the program; they do not change its cost.
     *('optimizer.warmup_steps', 'optimizer.learning_rate'),
-    # So is this, unless it says whether a warm-up of the capacity ends.
+    # So is the number of steps, unless `_static_args` compares it with the
+    # length of the capacity warm-up.
     *(() if config.train.capacity_warmup_steps else ('train.num_steps',)),
   )
-  told = json.loads(config_lib.to_json(config))
+  fields = json.loads(config_lib.to_json(config))
   for path in irrelevant:
     *parents, name = path.split('.')
-    functools.reduce(operator.getitem, parents, told).pop(name)
+    functools.reduce(operator.getitem, parents, fields).pop(name)
   versions = map(importlib.metadata.version, ('jax', 'libtpu'))
-  text = json.dumps([told, topology.name, *versions, _code()])
+  text = json.dumps([fields, topology.name, *versions, _code()])
   return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @functools.cache
 def _code() -> str:
-  """Returns a digest of the code that makes programs and reads them."""
+  """Returns a digest of the source code of both packages."""
   digest = hashlib.sha256()
   kernels = pathlib.Path(mod_jax_kernels.__file__).parent
   for folder in (pathlib.Path(__file__).parents[1], kernels):
@@ -442,12 +446,12 @@ def _code() -> str:
 
 
 def _static_args(config, task):
-  """Returns those of the program that runs longest, the last one of a run."""
+  """Returns the static arguments at the end of the run, after any warm-up."""
   return task.static_args(config.train.num_steps)
 
 
 def _compiled(proof: Proof, config, topology) -> Proof:
-  """Compiles the step, and adds to a proof what it does if it fits."""
+  """Compiles the step, and completes the proof."""
   devices = topology.devices()
   try:
     with slices.quick_compiler():
@@ -455,10 +459,10 @@ def _compiled(proof: Proof, config, topology) -> Proof:
   except jax.errors.JaxRuntimeError as error:
     if 'RESOURCE_EXHAUSTED' not in str(error):
       raise
-    found = _TOO_LARGE.search(str(error))
-    if found is None:
+    match = _TOO_LARGE.search(str(error))
+    if match is None:
       return proof
-    used = float(found[1]) * 2 ** {'K': 10, 'M': 20, 'G': 30}[found[2]]
+    used = float(match[1]) * 2 ** {'K': 10, 'M': 20, 'G': 30}[match[2]]
     return dataclasses.replace(proof, memory=int(used))
   memory = compiled.memory_analysis()
   used = (
@@ -474,7 +478,7 @@ def _compiled(proof: Proof, config, topology) -> Proof:
 
 
 def _read(proof: Proof, cost: hlo.Cost, topology, mesh) -> Proof:
-  """Adds what a program does to a proof."""
+  """Adds the cost of a program to a proof."""
   useful, again, uncounted = kernel_flops(cost.kernels)
   products = cost.flops - cost.again + useful
   again += cost.again
@@ -498,9 +502,9 @@ def _read(proof: Proof, cost: hlo.Cost, topology, mesh) -> Proof:
   )
 
 
-# The parts of splash attention: how many of its matrix products a model's count
-# has, and how many are computed. Both backward parts compute the weights once
-# more, and the second one their gradient.
+# The kernels of splash attention: the number of matrix products that a model's
+# FLOPs count, and the number that the kernel computes. Both backward kernels
+# recompute the attention weights, and `dkv` recomputes their gradient as well.
 _SPLASH = {
   'splash_mha_fwd': (2, 2),
   'splash_mha_dq': (2, 3),
@@ -514,11 +518,12 @@ _FLOATS = ('bf16', 'f32')
 def kernel_flops(
   kernels: Iterable[hlo.Kernel],
 ) -> tuple[int, int, tuple[str, ...]]:
-  """Returns the FLOPs of attention kernels, by formula.
+  """Computes the FLOPs of attention kernels by formula.
 
   Returns:
-    Those that a model's count has, exact causal pairs and each product once;
-    what is computed besides; and the names of kernels that are not attention.
+    The FLOPs that a model's count includes (causal pairs only, each product
+    once); the FLOPs computed beyond these; and the names of kernels that are
+    not attention.
   """
   counts, others = collections.Counter(), {}
   for kernel in kernels:
@@ -528,29 +533,29 @@ def kernel_flops(
     else:
       counts[part, *_product_flops(kernel)] += kernel.count
   useful, total = 0, 0
-  for (part, seen, visited), count in counts.items():
-    once, computed = _SPLASH[part]
-    total += count * computed * visited
+  for (part, needed, computed), count in counts.items():
+    useful_products, all_products = _SPLASH[part]
+    total += count * all_products * computed
     if part == 'splash_mha_fwd':
       # A rematerialised forward pass runs the same kernel again.
-      count = min(count, counts['splash_mha_dq', seen, visited] or count)
-    useful += count * once * seen
+      count = min(count, counts['splash_mha_dq', needed, computed] or count)
+    useful += count * useful_products * needed
   return useful, total - useful, tuple(others)
 
 
 def _product_flops(kernel: hlo.Kernel) -> tuple[int, int]:
   """Returns the FLOPs of one product of attention: needed, and computed."""
-  # Integers say which blocks a causal mask leaves; then come q, k and the rest.
+  # int8 operands are block masks of a causal mask; then come q, k and others.
   mask = [shape for dtype, shape in kernel.operands if dtype == 's8']
   q, k, *_ = (shape for dtype, shape in kernel.operands if dtype in _FLOATS)
   *batch, queries, channels = q
   keys = k[-2]
-  seen = visited = queries * keys
+  needed = computed = queries * keys
   if mask:
     _, rows, columns = mask[0]
     block_q, block_k = queries // rows, keys // columns
-    seen = queries * (queries + 1) // 2
-    visited = (
+    needed = queries * (queries + 1) // 2
+    computed = (
       block_q
       * block_k
       * sum(
@@ -558,8 +563,8 @@ def _product_flops(kernel: hlo.Kernel) -> tuple[int, int]:
         for i, j in itertools.product(range(rows), range(columns))
       )
     )
-  one = 2 * math.prod(batch) * channels
-  return one * seen, one * visited
+  per_pair = 2 * math.prod(batch) * channels
+  return per_pair * needed, per_pair * computed
 
 
 _COLUMNS = {
@@ -589,7 +594,7 @@ def _milliseconds(seconds) -> str:
 
 
 def _line(row: Mapping, *, heading: bool) -> str:
-  """Returns a row for people, under the names of the columns if it is first."""
+  """Returns a row as text, below the names of the columns if `heading`."""
   cells = {name: cell(row) for name, cell in _COLUMNS.items()}
   lines = [dict(zip(cells, cells, strict=True)), cells][not heading :]
   return '\n'.join(

@@ -1,9 +1,9 @@
-"""Trains the runs of a sweep: as many workers as like share its directory.
+"""Trains the runs of a sweep; any number of workers may share its directory.
 
-A run lies in `runs/ID/`. Whoever trains it holds the lock there, which a dead
-worker loses; see `train/lock.py`. When it is finished, or has diverged, what it
-came to is written to `results/ID.json`, whole or not at all. A run that has a
-result is never trained again, and one that was stopped goes on where it was.
+A run lies in `runs/ID/`. The worker that trains it holds the lock there, which
+is released if the worker dies; see `train/lock.py`. When the run has finished
+or diverged, its result is written to `results/ID.json`, atomically. A run that
+has a result is never trained again, and one that was stopped is resumed.
 """
 
 from collections.abc import Sequence
@@ -31,20 +31,20 @@ from mod_jax.train.run_config import fitted
 def run(
   workdir, chosen: slice = slice(None), *, allow_changed_data: bool = False
 ) -> list[str]:
-  """Trains what is not finished and not with another worker.
+  """Trains the runs that have no result and that no other worker trains.
 
   Args:
     workdir: directory of the sweep.
-    chosen: which of the manifest's lines; all by default.
+    chosen: lines of the manifest to train; all by default.
     allow_changed_data: as for `loop.train`.
 
   Returns:
-    The ids of the chosen runs that have no result yet: a signal came, or other
-    workers are at them.
+    The ids of the chosen runs that have no result yet, because a signal stopped
+    this worker or other workers train them.
 
   Raises:
-    UserError: there is no manifest, or it is another than the runs were begun
-      with; no run is chosen; whatever `loop.train` refuses.
+    UserError: there is no manifest, or runs of another one were begun here; no
+      run is chosen; or as `loop.train`.
   """
   workdir = workdir_lib.expand(workdir)
   number = len(manifest.read(workdir))
@@ -61,31 +61,32 @@ def run(
       if _done(workdir, entry):
         continue
       _train(workdir, entry, digest, allow_changed_data)
-      # Compiled programs of runs that are over would fill the memory.
+      # Free the compiled programs of this run.
       jax.clear_caches()
-  # Another worker may have finished meanwhile what it held when we came by.
-  left = [entry.id for entry in todo if not _done(workdir, entry)]
-  if left and jax.process_index() == 0:
+  # Check again: other workers may have finished their runs meanwhile.
+  unfinished = [entry.id for entry in todo if not _done(workdir, entry)]
+  if unfinished and jax.process_index() == 0:
     print(
-      f'{len(left)} of {len(todo)} runs have no result yet, being stopped or'
-      ' with other workers; the same command continues.',
+      f'{len(unfinished)} of {len(todo)} runs have no result yet, being stopped'
+      ' or with other workers; the same command continues.',
       file=sys.stderr,
     )
-  return left
+  return unfinished
 
 
 def results(workdir) -> list[tuple[Entry, dict[str, Any]]]:
-  """Returns the runs that are over, in the order of the plan, and what came.
+  """Returns the finished runs with their results, in the order of the plan.
 
-  That is a dict of `diverged`, a sentence that is empty otherwise; `metrics`,
-  all held-out ones at its end; `loss`, the one of them that is trained for,
-  None if it diverged; and `data`, a digest of the data's fingerprint.
+  A result is a dict of `diverged`, a message, or '' if the run did not diverge;
+  `metrics`, all held-out metrics at the end; `loss`, that of them which the run
+  was trained for, None if it diverged; and `data`, a digest of the data's
+  fingerprint.
 
   Raises:
     UserError: as `manifest.read`; or a result is of another manifest.
   """
   entries, digest = manifest.read_with_hash(workdir)
-  found = []
+  finished = []
   for entry in entries:
     path = result_path(workdir, entry)
     result = _read(path)
@@ -96,30 +97,30 @@ def results(workdir) -> list[tuple[Entry, dict[str, Any]]]:
         f'{path} is of another manifest than {workdir} holds: restore the'
         ' manifest that the runs were begun with, or move the results away.'
       )
-    found.append((entry, result))
-  # Results of older versions do not tell.
-  data = {r['data'] for _, r in found if 'data' in r}
+    finished.append((entry, result))
+  # Results of older versions have no such digest.
+  data = {r['data'] for _, r in finished if 'data' in r}
   if len(data) > 1:
     logging.warning(
       'The runs in %s saw %d different sets of data, so that their losses are'
       ' not comparable: see `data` in their results.',
       *(workdir, len(data)),
     )
-  return found
+  return finished
 
 
 def directory(workdir, entry: Entry):
-  """Returns where a run lies."""
+  """Returns the directory of a run."""
   return workdir_lib.expand(workdir) / 'runs' / entry.id
 
 
 def result_path(workdir, entry: Entry):
-  """Returns where it is noted what a run came to."""
+  """Returns the path of a run's result."""
   return workdir_lib.expand(workdir) / 'results' / f'{entry.id}.json'
 
 
 def _read(path) -> dict[str, Any] | None:
-  """Returns what a run came to; None without, or where the file is damaged."""
+  """Reads a result; None if the file is missing or damaged."""
   if not path.is_file():
     return None
   try:
@@ -141,16 +142,17 @@ def _done(workdir, entry) -> bool:
 
 
 def _train(workdir, entry, digest, allow_changed_data) -> None:
-  """Trains a run, unless another worker is at it.
+  """Trains a run, unless another worker holds its lock.
 
-  The lock is held until the result is written, so that there is only one.
+  The lock is held until the result is written, so no other worker trains the
+  run again in between.
   """
   folder = directory(workdir, entry)
   try:
     with lock_lib.held(folder):
-      if _done(workdir, entry):  # By another worker, a moment ago.
+      if _done(workdir, entry):  # Another worker may have just finished it.
         return
-      # The mesh changes the numbers by no more than rounding.
+      # Another mesh changes results by rounding only.
       config = fitted(entry.config, jax.device_count())
       outcome = phases.complete(
         config, folder, allow_changed_data=allow_changed_data
@@ -165,8 +167,8 @@ def _train(workdir, entry, digest, allow_changed_data) -> None:
 def _write(workdir, entry, digest, outcome):
   metrics = outcome.metrics
   task = make_task(entry.config, directory(workdir, entry))
-  # Where the last checkpoint before a divergence lies depends on what stopped
-  # the run before; what diverged, and when, does not.
+  # Keep only what diverged and when. The rest of the message names the last
+  # checkpoint, which depends on earlier interruptions of the run.
   diverged = outcome.diverged.partition(';')[0]
   result = {
     'id': entry.id,
@@ -174,13 +176,15 @@ def _write(workdir, entry, digest, outcome):
     'data': fingerprint.digest(task.data_fingerprint()),
     'diverged': diverged,
     'loss': metrics.get('top_k/loss', metrics.get('loss')),
-    # A run that is only looked at has them in another order.
+    # Sorted, since the order differs if a finished run is only read again.
     'metrics': dict(sorted(metrics.items())),
   }
   text = metrics_lib.to_json(result, indent=2) + '\n'
   workdir_lib.write_text(result_path(workdir, entry), text)
-  said = f'diverged: {diverged}' if diverged else f'loss {result["loss"]:.4f}'
-  print(f'{entry.id}: {said}', flush=True)
+  message = (
+    f'diverged: {diverged}' if diverged else f'loss {result["loss"]:.4f}'
+  )
+  print(f'{entry.id}: {message}', flush=True)
 
 
 def define_flags() -> None:
@@ -196,12 +200,12 @@ def define_flags() -> None:
 
 def main(_: Sequence[str]) -> None:
   """`python -m mod_jax.sweeps run`."""
-  given = flags.FLAGS
-  if not given.workdir:
+  args = flags.FLAGS
+  if not args.workdir:
     raise UserError('--workdir is missing: give the directory of the sweep.')
-  chosen = _slice(given.index, given.range)
+  chosen = _slice(args.index, args.range)
   cli.start_backend()
-  run(given.workdir, chosen, allow_changed_data=given.allow_changed_data)
+  run(args.workdir, chosen, allow_changed_data=args.allow_changed_data)
 
 
 def _slice(index, text) -> slice:

@@ -1,4 +1,4 @@
-"""Slices of TPUs to compile for, which need not be here: libtpu alone does it.
+"""Slices of TPUs to compile for; this takes libtpu, but no TPU.
 
 A slice is named as in Google Cloud, `v5e:4x4` or `v5p:4x4x4`.
 """
@@ -19,15 +19,15 @@ from mod_jax.errors import UserError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chip:
-  """A kind of TPU, as its maker describes it; its FLOP/s stand in `peaks`.
+  """Specification of a kind of TPU; its FLOP/s are in `peaks`.
 
   Attributes:
     memory: bytes of HBM.
-    link: bytes/s that a chip sends to one neighbour; as many come back.
+    link: bytes/s from a chip to a neighbour, in each direction.
     ring: an axis of the slice whose size is a multiple of this is a ring, and
       any other one a line.
-    slices: those on offer, from the smallest to the largest.
-    options: what libtpu wants to know besides to see one device per chip.
+    slices: the slices on offer, from the smallest to the largest.
+    options: further options with which libtpu shows one device per chip.
   """
 
   memory: int
@@ -39,12 +39,13 @@ class Chip:
 
 _PLANES = ('1x1', '2x2', '2x4', '4x4', '4x8', '8x8', '8x16', '16x16')
 _CUBES = ('4x4x4', '4x4x8', '4x8x8', '8x8x8', '8x8x16', '8x16x16', '16x16x16')
-# Memory and slices: https://docs.cloud.google.com/tpu/docs/v5e, and /v5p, /v6e
-# and /v4 there, read in 2026. So is the bandwidth but for v4: 400, 1200 and 800
-# GB/s for all ports of a chip (4 in a plane, 6 in space), both directions
-# together. That v4 has six links of 50 GB/s each way: Jouppi et al. 2023, arXiv
-# 2304.01433. Which axes are rings: Austin et al. 2025, How to scale your model,
-# chapter 2 (https://jax-ml.github.io/scaling-book/tpus).
+# Memory and slices: https://docs.cloud.google.com/tpu/docs/v5e (also /v5p, /v6e
+# and /v4), read in 2026. The bandwidth of v5e, v5p and v6e is from the same
+# pages: 400, 1200 and 800 GB/s for all ports of a chip (4 in 2D, 6 in 3D), both
+# directions together. That v4 has six links of 50 GB/s in each direction:
+# Jouppi et al. 2023, arXiv 2304.01433. Which axes are rings: Austin et al.
+# 2025, How to scale your model, chapter 2
+# (https://jax-ml.github.io/scaling-book/tpus).
 CHIPS = {
   'v4': Chip(
     memory=32 * 2**30,
@@ -92,7 +93,7 @@ class Slice:
       )
 
   def devices(self) -> list[jax.Device]:
-    """Returns the chips, to compile for.
+    """Returns the slice's chips as devices to compile for.
 
     Raises:
       UserError: libtpu is not installed, or knows no such slice.
@@ -115,14 +116,14 @@ class Slice:
     return list(topology.devices)
 
   def bandwidth(self, coordinates: Sequence[Sequence[int]]) -> float:
-    """Returns how many bytes/s each of some chips sends around a ring of them.
+    """Returns the bytes/s that each chip of a group sends around their ring.
 
-    They use the links along the axes that they span: both directions of an
-    axis that is a ring and theirs as a whole, and one direction of any other.
-    That others may use the same links at the same time is left out.
+    The group uses the links along the axes that it spans: both directions of an
+    axis that is a ring and that it spans completely, one direction of the
+    others. Contention with other groups is ignored.
 
     Args:
-      coordinates: of each chip, in the grid.
+      coordinates: coordinates in the grid of each chip of the group.
     """
     spans = [len(set(axis)) for axis in zip(*coordinates, strict=True)]
     links = sum(
@@ -134,28 +135,28 @@ class Slice:
 
 
 def parse(topology: str) -> list[Slice]:
-  """Returns the slice of this name, or all that a kind of chip is offered in.
+  """Returns the slice of this name, or all slices of a kind of chip.
 
   Args:
-    topology: such as `v5e:4x4`, or `v5e` for all, from the smallest.
+    topology: such as `v5e:4x4`, or `v5e` for all its slices, from the smallest.
 
   Raises:
-    UserError: there is no such slice; names those that there are.
+    UserError: there is no such slice.
   """
-  found = re.fullmatch(r'(\w+)(?::(\d+(?:x\d+)*))?', topology)
-  if not found or found[1] not in CHIPS:
+  match = re.fullmatch(r'(\w+)(?::(\d+(?:x\d+)*))?', topology)
+  if not match or match[1] not in CHIPS:
     raise _unknown(topology)
-  kind, grid = found.groups()
+  kind, grid = match.groups()
   if grid is None:
     return [_slice(kind, grid) for grid in CHIPS[kind].slices]
-  given, largest = _slice(kind, grid), _slice(kind, CHIPS[kind].slices[-1])
+  requested, largest = _slice(kind, grid), _slice(kind, CHIPS[kind].slices[-1])
   if (
-    len(given.sizes) != len(largest.sizes)
-    or given.num_chips > largest.num_chips
-    or not given.num_chips
+    len(requested.sizes) != len(largest.sizes)
+    or requested.num_chips > largest.num_chips
+    or not requested.num_chips
   ):
     raise _unknown(topology)
-  return [given]
+  return [requested]
 
 
 def _slice(kind: str, grid: str) -> Slice:
@@ -164,9 +165,9 @@ def _slice(kind: str, grid: str) -> Slice:
 
 def _unknown(topology: str) -> UserError:
   kind = topology.partition(':')[0]
-  known = CHIPS[kind].slices if kind in CHIPS else CHIPS
+  choices = CHIPS[kind].slices if kind in CHIPS else CHIPS
   prefix = f'{kind}:' if kind in CHIPS else ''
-  names = [prefix + name for name in known]
+  names = [prefix + name for name in choices]
   shape = '' if prefix else ', with a shape as in v5e:4x4 or v5p:4x4x4'
   return UserError(
     f'topology {topology!r} is unknown: expected one of {", ".join(names)}'
@@ -176,11 +177,11 @@ def _unknown(topology: str) -> UserError:
 
 @contextlib.contextmanager
 def quick_compiler():
-  """Lets libtpu search less: a third of the time, for nearly the same program.
+  """Lowers libtpu's optimisation level, to a third of the compile time.
 
-  Its full search for the training step of a model of 220M parameters does not
-  end within minutes. Nothing is kept in JAX's own cache of programs, which
-  cannot read again what is compiled for chips that are not here.
+  The program is nearly the same, and at the default level the training step of
+  a model of 220M parameters takes many minutes. The persistent compilation
+  cache is off, since it cannot load programs for devices that are not present.
   """
   settings = {
     'jax_optimization_level': 'O1',

@@ -1,4 +1,4 @@
-"""Tables, for people and for programs."""
+"""Tables as CSV and as aligned text."""
 
 from collections.abc import Mapping, Sequence
 import csv
@@ -19,8 +19,8 @@ def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
   """Returns a line per row, with the columns one below another.
 
   Args:
-    rows: of cells; the last columns may be missing in some.
-    left: so many columns are aligned at their left, the others at their right.
+    rows: rows of cells; short ones lack their last cells.
+    left: number of left-aligned columns; the others are right-aligned.
   """
   columns = itertools.zip_longest(*rows, fillvalue='')
   widths = [max(map(len, column)) for column in columns]

@@ -1,4 +1,4 @@
-"""What is trained: a modality and a method, chosen by the experiment."""
+"""Tasks: a modality and a training method, chosen by the experiment."""
 
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.lm import LMConfig
@@ -19,14 +19,14 @@ def make_task(config: ExperimentConfig, workdir=None) -> Task:
 
   Args:
     config: the experiment.
-    workdir: directory of its run, where `Task.files` of an earlier call may
-      lie; None for a task that belongs to no run.
+    workdir: directory of its run, which may hold `Task.files` already; None for
+      a task without a run.
   """
   if isinstance(config.model, LMConfig):
     modality = Language(config, workdir)
   else:
     modality = Images(config)
-  # What is outermost is trained first, and adaptive modules last.
+  # Adaptive modules are trained last, from a pruned or routed model.
   if config.model.adaptive is not None:
     method = Adaptive
   elif isinstance(config.model, DynamicViTConfig):
@@ -39,14 +39,15 @@ def make_task(config: ExperimentConfig, workdir=None) -> Task:
 
 
 def load(workdir, *, step: int | None = None) -> evaluation.Trained:
-  """Returns what a run has learnt; changes nothing on disk.
+  """Returns the task and the parameters of a run; changes nothing on disk.
 
   Args:
     workdir: the run's directory.
     step: the checkpoint to read; the newest usable one by default.
 
   Raises:
-    UserError: no run there, or as of `evaluation.load`.
+    UserError: there is no run, or no such checkpoint, or it does not fit the
+      run's config.
   """
   config = workdir_lib.read_config(workdir, ExperimentConfig)
   return evaluation.load(make_task(config, workdir), workdir, step=step)

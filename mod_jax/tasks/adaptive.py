@@ -1,4 +1,4 @@
-"""Adaptive computation: learners, gates, and both for the task at a budget."""
+"""Adaptive computation modules: training of learners, of gates, and of both."""
 
 import collections
 import functools
@@ -24,10 +24,11 @@ from mod_jax.tasks.studies.devices import one_device
 class Adaptive(Plain):
   """Converts a transformer; see `experiment.ACMObjective`.
 
-  A task is one phase. The first two train module by module, all of them from
-  one forward pass of the frozen model that is converted; the last trains the
-  whole. That model may be routed, and pruned: then it drops tokens as it does
-  at inference, and adaptive modules learn from those that reach them.
+  A task is one phase. The first two train each module separately, on inputs and
+  outputs from one forward pass of the frozen model that is converted; the last
+  trains the whole model. The converted model may be routed or pruned: then it
+  drops tokens as at inference, and adaptive modules learn from the tokens that
+  reach them.
   """
 
   def __init__(self, config, modality):
@@ -65,10 +66,10 @@ class Adaptive(Plain):
     return None if self.objective.phase == 'end_to_end' else self.load_teacher()
 
   def load_teacher(self):
-    """Returns the variables of the model that all began with.
+    """Returns the variables of the model that is converted.
 
     Raises:
-      UserError: the config does not say where it is, or it is not there.
+      UserError: the config does not name it, or it does not exist.
     """
     teacher = self.objective.teacher or self.config.init
     if teacher is None:
@@ -79,7 +80,7 @@ class Adaptive(Plain):
     return self.modality.load_teacher(teacher, acm.without(self.config.model))
 
   def static_args(self, step):
-    """Whether the gates' choices are drawn at random in this step."""
+    """Returns whether the gates sample their choices in this step."""
     objective = self.objective
     drawn = objective.noise_until * self.config.train.num_steps
     return (
@@ -95,21 +96,21 @@ class Adaptive(Plain):
       )
     captured = self._capture(teacher, batch, rng, train=True)
     params = stack_lib.unrolled(self.config.model.stack, params)
-    of_module = {'learners': self._learners_loss, 'gates': self._gates_loss}
+    loss_of_phase = {'learners': self._learners_loss, 'gates': self._gates_loss}
     metric_sums = [
-      of_module[self.objective.phase](
+      loss_of_phase[self.objective.phase](
         module, acm.subtree(params, name), captured[name]
       )
       for name, module in self.modules.items()
     ]
-    # Eq. 3 and 6 are means over the modules. It matters although Adam does not
-    # care for the scale: gradients are clipped by their norm over all modules.
+    # Eq. 3 and 6 are means over the modules. Adam is invariant to this scale,
+    # but clipping by the global norm is not.
     pairs = [(total / len(metric_sums), count) for total, count in metric_sums]
     loss, count = sum_of_means(pairs), metric_sums[0][1]
     return pairs, ({'loss': (loss * count, count)}, model_state)
 
   def _capture(self, teacher, batch, rng, *, train):
-    """Returns what the modules of the model that is converted see and say."""
+    """Returns the inputs and outputs of the converted model's modules."""
     model, mode = self.config.model, Mode()
     if train and model.routing is not None:
       mode = Mode(routing=model.routing.train_mode)
@@ -118,7 +119,7 @@ class Adaptive(Plain):
     return acm.capture(model, teacher, *args, mode=mode, rngs=rngs, **kwargs)
 
   def _run_all(self, module, params, z_BLD):
-    """Returns h(z, k) for every k, and what the gate of a module chooses."""
+    """Returns h(z, k) of a module for every k, and the choice of its gate."""
     module = ACM(module, mode='all', dtype=self.dtype)
     return module.apply({'params': params}, z_BLD)
 
@@ -146,11 +147,11 @@ class Adaptive(Plain):
       masks=False,
     )
     total, count = self.modality.loss(output, batch)
-    extra, more = self.choice_losses(output, batch, self.config.model)
+    extra, extra_sums = self.choice_losses(output, batch, self.config.model)
     pairs = [(total, count), *extra]
-    metric_sums = {'loss': (total, count)} | more
-    extra, more = self.modality.more_losses(output)
-    pairs, metric_sums = [*pairs, *extra], metric_sums | more
+    metric_sums = {'loss': (total, count)} | extra_sums
+    extra, extra_sums = self.modality.more_losses(output)
+    pairs, metric_sums = [*pairs, *extra], metric_sums | extra_sums
     if objective.static_learners:
       return pairs, (metric_sums, model_state)
     choices = stack_lib.collect(output.aux, 'adaptive')
@@ -185,7 +186,7 @@ class Adaptive(Plain):
     return pairs, (metric_sums, model_state)
 
   def flops_per_step(self, static_args):
-    """A forward pass of the teacher and three of what is trained."""
+    """Counts a pass of the teacher, and three of the trained modules."""
     model, batch = self.config.model, self.config.train.batch_size
     if self.objective.phase in ('end_to_end', 'all'):
       if static := self.objective.static_learners:
@@ -207,14 +208,14 @@ class Adaptive(Plain):
     return self.config.model.adaptive.num_learners
 
   def eval_modes(self, *, more=False):
-    """Each fixed number of learners, and the gates once they are trained.
+    """Returns modes for each number of learners, and for trained gates.
 
-    `k2/…` are metrics with two learners in every module. The gates also have
-    `load`, the mean share of the learners' cost, of the tokens that reach them;
-    `load_std` and `token_std`, its standard deviations over rows and over all
-    tokens; `budget_error`; and `gmacs` of an image or sequence, in billions of
-    multiply-accumulates. A routed model is evaluated under top-k, and with its
-    gates under the other rules, too: `never/…` and so on.
+    `k2/…` are metrics with two learners in every module. With gates there are
+    also `load`, the mean share of the learners' cost that is spent on tokens
+    that reach them; `load_std` and `token_std`, its standard deviations over
+    rows and over tokens; `budget_error`; and `gmacs` of an image or sequence,
+    in billions of multiply-accumulates. A routed model with gates is evaluated
+    under top-k and under the other rules, as `never/…` and so on.
     """
     if more:
       return {}
@@ -235,9 +236,9 @@ class Adaptive(Plain):
     spent_BL, whole_BL = (x * real_B1 for x in self._compute(choices))
     whole_B = whole_BL.sum(axis=-1)
     count = jnp.sum(whole_B > 0)
-    # The load of a row that only fills the batch is 0.
+    # The load of a row of padding is 0.
     load_B = _ratio(spent_BL.sum(axis=-1), whole_B)
-    # A token that reaches more modules counts for more.
+    # Tokens are weighted by the modules that they reach.
     token_square = jnp.sum(spent_BL * _ratio(spent_BL, whole_BL))
     whole = self._whole(choices)
     tokens = whole_B.sum() / whole
@@ -249,15 +250,15 @@ class Adaptive(Plain):
     }
 
   def _whole(self, choices) -> float:
-    """Returns what all learners of these modules cost, on one token."""
-    of = [self.learners[name] for name in choices]
-    return sum(learners.cost * learners.max for learners in of)
+    """Returns the cost of all learners of these modules, on one token."""
+    reached = [self.learners[name] for name in choices]
+    return sum(learners.cost * learners.max for learners in reached)
 
   def _compute(self, choices) -> tuple[jax.Array, jax.Array]:
-    """Returns spent_BL and whole_BL of all tokens of a row.
+    """Returns spent_BL and whole_BL, of all tokens of a row.
 
-    The cost of the learners that a token ran, and of all learners of the
-    modules that it reached: 0 where it was dropped or reached none.
+    These are the cost of the learners that a token ran, and of all learners of
+    the modules that it reached; both are 0 for a token that reached none.
     """
     (length,) = self.modality.length or (self.config.model.num_tokens,)
     total_BL2 = 0.0
@@ -276,17 +277,17 @@ class Adaptive(Plain):
     return total_BL2[..., 0], total_BL2[..., 1]
 
   def share_per_token(self, choices) -> jax.Array:
-    """Returns share_BL: what a token took of the cost of all learners.
+    """Returns share_BL: a token's share of the cost of all learners.
 
-    Of a token that reaches every module; others take less. `choices` are those
-    of some adaptive modules or all, by name.
+    The cost is of all modules in `choices`, also those that the token does not
+    reach. `choices` are those of some or all adaptive modules, by name.
     """
     return self._compute(choices)[0] / self._whole(choices)
 
   def load_per_row(self, choices) -> jax.Array:
-    """Returns load_B: what a row took of the cost of all learners.
+    """Returns load_B: a row's share of the cost of all learners.
 
-    Of those that its tokens reach, which is what a budget is for.
+    The cost is of the modules that its tokens reach, as for the budget.
     """
     spent_BL, whole_BL = self._compute(choices)
     return _ratio(spent_BL.sum(axis=-1), whole_BL.sum(axis=-1))
@@ -295,7 +296,7 @@ class Adaptive(Plain):
     metrics = super().finish_metrics(metrics)
     if 'load' in metrics:
       metrics['gmacs'] = self.macs(metrics['load']) / 1e9
-      # The mean over tokens is not that over rows, whose lengths differ.
+      # Rows differ in length, so means over rows and tokens differ.
       means = {'load': metrics['load'], 'token': metrics.pop('token')}
       for name, mean in means.items():
         square = metrics.pop(f'{name}_square')
@@ -306,8 +307,8 @@ class Adaptive(Plain):
   def macs(self, load: float = 1.0, learners: int | None = None) -> float:
     """Returns multiply-accumulates of an image or sequence.
 
-    `load` is the mean share of the learners' cost under the gates, on those
-    tokens that reach them; a fixed number of `learners` needs no gates.
+    `load` is the mean share of the learners' cost under the gates, on tokens
+    that reach them. With a fixed number of `learners`, gates do not count.
     """
     parts = self._flops_by_part()
     if learners is not None:
@@ -348,7 +349,7 @@ class Adaptive(Plain):
         macs = self.macs(load, learners)
         cells += [f'{load:.4f}', f'{macs / 1e9:.4f}', f'{macs / dense:.3f}']
         title = f'k = {learners}' if learners else title
-      else:  # How many tokens another rule processes is not known beforehand.
+      else:  # Other rules process a number of tokens that is not known.
         cells += ['-'] * 3
       lines.append(title.ljust(12) + ''.join(c.rjust(14) for c in cells))
     if 'load' in metrics:
@@ -362,20 +363,21 @@ class Adaptive(Plain):
     return '\n'.join(lines)
 
   def studies(self):
-    found = self.modality.studies(self)
+    studies = self.modality.studies(self)
     if self.modality.unit == 'images':
-      found['robustness'] = functools.partial(adaptive_studies.robustness, self)
-    return found
+      studies['robustness'] = functools.partial(
+        adaptive_studies.robustness, self
+      )
+    return studies
 
-  # What people look at.
+  # Reports.
 
   def pictures(self, params, model_state):
     figures, model = {}, self.config.model
     if self.objective.phase in ('learners', 'gates'):
-      # Trained end to end, learners serve the loss, and are no longer to be as
-      # the dense module.
+      # In the end-to-end phase learners no longer imitate the dense module.
       figures = self._error_map(params)
-    # Which tokens reach the modules at all.
+    # Which tokens reach the modules, if not all do.
     if acm.without(model) != model.dense_twin():
       figures |= self.modality.pictures(self, params, model_state)
     if self.objective.phase == 'learners' or self.objective.static_learners:
@@ -383,24 +385,24 @@ class Adaptive(Plain):
     return figures | self.modality.load_pictures(self, params, model_state)
 
   def _error_map(self, params):
-    """Draws how the first FFN's error falls with each learner: Figure 5."""
+    """Plots the error of the first FFN by number of learners, as Figure 5."""
     name = next(
       (n for n in self.modules if n.endswith('/mlp')), next(iter(self.modules))
     )
     try:
       teacher = self.load_teacher()
     except errors.UserError:
-      return {}  # The model that was converted is no longer there.
+      return {}  # The converted model no longer exists.
     (batch,) = self.eval_batches(batch_size=16, num_batches=1)
     model, key = self.config.model, jax.random.key(self.config.seed)
 
     @jax.jit
     def measure(params, teacher, batch):
-      seen = self._capture(teacher, batch, key, train=False)[name]
+      captured = self._capture(teacher, batch, key, train=False)[name]
       params = acm.subtree(stack_lib.unrolled(model.stack, params), name)
-      sums_KBLD, _ = self._run_all(self.modules[name], params, seen.z_BLD)
-      distance_KBL = acm_losses.distances(sums_KBLD, seen.y_BLD)
-      valid_BL = seen.valid_BL
+      sums_KBLD, _ = self._run_all(self.modules[name], params, captured.z_BLD)
+      distance_KBL = acm_losses.distances(sums_KBLD, captured.y_BLD)
+      valid_BL = captured.valid_BL
       if valid_BL is None:
         valid_BL = jnp.ones(distance_KBL.shape[1:], bool)
       return distance_KBL, valid_BL
@@ -416,5 +418,5 @@ class Adaptive(Plain):
 
 
 def _ratio(part, whole):
-  """Returns part / whole, and 0 where there is nothing."""
+  """Returns part / whole, and 0 where whole is 0."""
   return part / jnp.where(whole > 0, whole, 1)

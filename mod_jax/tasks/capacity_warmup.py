@@ -1,4 +1,4 @@
-"""The warm-up of routed models: capacity comes down from 1."""
+"""The warm-up of routed models, in which the capacity falls from 1."""
 
 import dataclasses
 
@@ -8,7 +8,7 @@ from mod_jax.train.run_config import TrainConfig
 
 
 def floor(model_config, train: TrainConfig, step: int) -> float:
-  """Returns the least capacity of a routed layer after `step` steps."""
+  """Returns the minimum capacity of routed layers after `step` steps."""
   if model_config.routing is None:
     return 0.0
   return routing.capacity_floor(

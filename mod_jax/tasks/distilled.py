@@ -1,13 +1,13 @@
-"""Training of a routed language model beside the dense one it is made of."""
+"""Training of a routed language model with its dense original as teacher."""
 
 from mod_jax import errors, flops, losses
 from mod_jax.tasks.plain import Plain
 
 
 class Distilled(Plain):
-  """Plain training, and the divergence from a dense model's predictions.
+  """Plain training plus the divergence from a dense model's predictions.
 
-  See `experiment.ConversionObjective`.
+  Settings are in `experiment.ConversionObjective`.
   """
 
   def check(self):
@@ -37,15 +37,15 @@ class Distilled(Plain):
   def taught(self, output, batch, teacher):
     args, kwargs = self.modality.inputs(_without_targets(batch), train=True)
     model = self.config.model.dense_twin().build()
-    taught = model.apply(teacher, *args, **kwargs)
+    teacher_output = model.apply(teacher, *args, **kwargs)
     total, count = losses.logit_distillation(
-      output.logits_BLV, taught.logits_BLV, batch['weights']
+      output.logits_BLV, teacher_output.logits_BLV, batch['weights']
     )
     scaled = self.config.objective.distillation * total, count
     return [scaled], {'distillation': (total, count)}
 
   def flops_per_step(self, static_args):
-    """The student's three passes, and one of the teacher."""
+    """Counts three passes of the student, and one of the teacher."""
     dense = self.config.model.dense_twin()
     teacher = flops.forward(dense, *self.modality.length)
     rows = self.config.train.batch_size
@@ -53,5 +53,5 @@ class Distilled(Plain):
 
 
 def _without_targets(batch):
-  """Returns a batch for which a model gives its logits, and not the loss."""
+  """Returns the batch without targets, so that models return logits."""
   return {name: x for name, x in batch.items() if name != 'targets'}

@@ -1,4 +1,4 @@
-"""The whole description of a run: what `configs/*.py` build."""
+"""The complete config of a run, as built by `configs/*.py`."""
 
 import dataclasses
 from typing import Annotated, Literal
@@ -17,18 +17,17 @@ from mod_jax.train.run_config import RunConfig
 class PruningObjective:
   """The weights of DynamicViT's losses.
 
-  Rao et al. 2021, section 3.4, Eq. 16 as published. The ratio loss counts only
-  where training masks patches: with the scores `predicted` and `static`. The
-  distillations need a teacher: the backbone with the weights that it has
-  without dropping.
+  Rao et al. 2021, section 3.4, Eq. 16 as published. The ratio loss only applies
+  if training masks patches: with the scores `predicted` and `static`. The
+  distillations need a teacher: the backbone, trained without dropping.
   """
 
   classification: config_lib.Weight = 1.0  # Weight of the cross-entropy.
-  # Of the squared distance between the fractions kept and those aimed at.
+  # Weight of the squared error of the fractions of patches kept.
   ratio: config_lib.Weight = 2.0
-  # Of the squared distance to the teacher's features, on the kept tokens.
+  # Weight of the squared distance to the teacher's features, on kept tokens.
   token_distillation: config_lib.Weight = 0.5
-  # Of the divergence from the teacher's predictions.
+  # Weight of the divergence from the teacher's predictions.
   logit_distillation: config_lib.Weight = 0.5
   teacher: str | None = None  # A run or checkpoint; None = that of `init`.
 
@@ -42,13 +41,13 @@ class PruningObjective:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PhaseConfig:
-  """One phase of a run: what it takes in place of the run's settings."""
+  """One phase of a run: settings that replace those of the run."""
 
   num_steps: config_lib.Count  # 0 skips the phase.
   batch_size: config_lib.Size  # Rows of a step.
   # Peak learning rate; the other settings are those of the optimiser.
   learning_rate: config_lib.Positive
-  # The rate rises linearly from 0 over so many steps, or a fraction of them.
+  # The rate rises linearly from 0 over this many steps, or a fraction of all.
   warmup_steps: config_lib.Steps = 0
 
   def __post_init__(self):
@@ -69,26 +68,28 @@ class ACMObjective:
   `end_to_end` trains everything for the task at the budget.
   """
 
-  # Which to train: one alone, or all, one after another.
+  # The phase to train, or all in turn.
   phase: Literal['all', 'learners', 'gates', 'end_to_end'] = 'all'
   budget: config_lib.Proper = 0.5  # β: mean share of all learners' cost.
   # τ: a further learner is worth it if it divides the error by this.
   tau: Annotated[float, config_lib.Range(gt=1)] = 1.2
-  budget_weight: config_lib.Weight = 0.1  # α_b
-  entropy_weight: config_lib.Weight = 0.05  # α_e
-  diversity_weight: config_lib.Weight = 0.05  # α_d
+  budget_weight: config_lib.Weight = 0.1  # α_b: weight of the budget loss.
+  # α_e: weight of the entropy loss.
+  entropy_weight: config_lib.Weight = 0.05
+  # α_d: weight of the diversity loss.
+  diversity_weight: config_lib.Weight = 0.05
   # Factor on the learning rate of the gates, end to end; 1 in the paper. Short
-  # runs need more: a gate moves no further than its rate times the steps.
+  # runs need more: gates move at most by the rate times the number of steps.
   gate_rate: config_lib.Weight = 1.0
-  # Share of the end-to-end steps that draw choices at random; 1 in the paper.
-  # Later steps take the best choice, so that inference then meets the budget.
+  # Fraction of the end-to-end steps in which gates sample; 1 in the paper.
+  # Later steps take the most likely choice, as inference does, which then meets
+  # the budget.
   noise_until: config_lib.Probability = 1.0
-  # How many learners every token runs, end to end; 0 = as many as the gates
-  # choose. This is a control: the static model of the same cost.
+  # Learners that every token runs, end to end; 0 = as the gates choose. This is
+  # a control: a static model of the same cost.
   static_learners: config_lib.Count = 0
-  # The model that the first two phases learn from, which is the same without
-  # adaptive modules; None = the weights at `init`, or the teacher of the run
-  # that lies there.
+  # Weights of the model without adaptive modules, which the first two phases
+  # learn from; None = those at `init`, or the teacher of an adaptive run there.
   teacher: str | None = None
   learners: PhaseConfig = PhaseConfig(
     num_steps=2000, batch_size=64, learning_rate=1e-3
@@ -116,21 +117,22 @@ class ACMObjective:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ConversionObjective:
-  """What a routed language model learns that is made of a dense one.
+  """Distillation of a dense language model into the routed one made of it.
 
-  Beside the next token, the dense model's predictions: the divergence from them
-  is added to the loss. It takes a forward pass of the dense model, and all
-  logits of a step at once, so that it needs more memory.
+  The divergence from the dense model's predictions is added to the loss. Each
+  step takes a forward pass of the dense model, and holds all logits at once,
+  which needs more memory.
   """
 
-  distillation: config_lib.Positive = 1.0  # Weight of that divergence.
+  # Weight of the divergence from the dense model's predictions.
+  distillation: config_lib.Positive = 1.0
   teacher: str | None = None  # A run or checkpoint; None = that of `init`.
 
   def __post_init__(self):
     config_lib.validate(self)
 
 
-# What each kind of model learns from.
+# The data of each kind of model.
 _DATA = {
   LMConfig: TextDataConfig,
   ViTConfig: ImageDataConfig,
@@ -140,7 +142,7 @@ _DATA = {
 
 def _objective_of(model) -> type | None:
   """Returns the kind of objective that a model may have; None for none."""
-  # What is outermost is trained first, and adaptive modules last.
+  # Adaptive modules are trained last, so their objective comes first.
   if model.adaptive is not None:
     return ACMObjective
   if isinstance(model, DynamicViTConfig):
@@ -151,7 +153,7 @@ def _objective_of(model) -> type | None:
 
 
 def _parts(model) -> list[str]:
-  """Returns the fields by which a model is conditional, outermost first."""
+  """Returns the fields of conditional computation in use, outermost first."""
   inner, parts = 'model.', []
   if isinstance(model, DynamicViTConfig):
     inner, parts = 'model.backbone.', ['model.stages']
@@ -166,30 +168,30 @@ def _parts(model) -> list[str]:
 class ExperimentConfig(RunConfig):
   """One run. Saved as `config.json` beside its checkpoints."""
 
-  # What is trained: a language model, or a vision transformer.
+  # A language model, or a vision transformer.
   model: LMConfig | ViTConfig | DynamicViTConfig = LMConfig()
-  # What it reads, which must fit the model.
+  # The data, which must fit the model.
   data: TextDataConfig | ImageDataConfig = TextDataConfig()
-  # What is minimised, where the model leaves a choice; None = its defaults.
+  # Settings of the objective, for models that have some; None = defaults.
   objective: PruningObjective | ACMObjective | ConversionObjective | None = None
-  # The dense model is trained first, from `init`, as a run of its own in
-  # WORKDIR/phase_dense, and the rest begins with its weights. None = it is not.
+  # Trains the dense model first, from `init`, as a separate run in
+  # WORKDIR/phase_dense, from which this run then starts. None = does not.
   dense: PhaseConfig | None = None
 
   def __post_init__(self):
-    """Refuses parts that do not fit each other."""
+    """Checks that the parts fit each other."""
     super().__post_init__()
     model, data, objective = self.model, self.data, self.objective
     kind = type(model)
-    wanted, minimised = _DATA[kind], _objective_of(model)
-    if not isinstance(data, wanted):
+    data_class, expected = _DATA[kind], _objective_of(model)
+    if not isinstance(data, data_class):
       raise errors.UserError(
         f'data={type(data).__name__} and model={kind.__name__}: this model'
-        f' needs the data of {wanted.__name__}, so change one of them.'
+        f' needs the data of {data_class.__name__}, so change one of them.'
       )
     adaptive, parts = model.adaptive, _parts(model)
-    if objective is not None and type(objective) is not minimised:
-      way_out = 'None' if minimised is None else f'{minimised.__name__} or None'
+    if objective is not None and type(objective) is not expected:
+      way_out = 'None' if expected is None else f'{expected.__name__} or None'
       raise errors.UserError(
         f'objective={type(objective).__name__} and model={kind.__name__}: this'
         f' model needs objective={way_out}.'

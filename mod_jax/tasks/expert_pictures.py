@@ -1,4 +1,4 @@
-"""What pictures of experts need of a model: who takes whom, and how many."""
+"""Data for the pictures of experts: assignments of tokens, and loads."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ from mod_jax.layers.mode import Mode
 
 
 def blocks(model) -> list[int]:
-  """Returns the numbers of the blocks with experts, given a model's config."""
+  """Returns the indices of the blocks with experts, from a model's config."""
   slots = [layer.block.mlp for layer in model.stack.layers]
   return [i for i, s in enumerate(slots) if isinstance(s, ExpertMLPConfig)]
 
@@ -20,16 +20,19 @@ def blocks(model) -> list[int]:
 def takers(
   layers: Sequence[Assigned], length: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-  """Returns who takes each token, over all tokens of the sequences.
+  """Returns the experts that process each token of the sequences.
 
   Args:
-    layers: what R blocks with experts tell; routed ones of their own tokens.
+    layers: assignments in R blocks with experts; those of routed blocks cover
+      the tokens that they process.
     length: L, the tokens of a sequence.
 
   Returns:
-    expert_RBL, more_RBL and dropped_RBL, as of `viz.expert_map`.
+    expert_RBL, the expert with the largest logit of those that ran on each
+    token; more_RBL, whether others ran, too; and dropped_RBL, whether a chosen
+    expert had no room for it.
   """
-  found = []
+  blocks_maps = []
   for assigned in jax.device_get(list(layers)):
     ran_BKE = np.asarray(assigned.ran_BLE)
     experts = ran_BKE.shape[-1]
@@ -41,8 +44,8 @@ def takers(
     if assigned.index_BL is not None:
       place_N = assigned.index_BL[b_N, k_N]
     place = b_N, place_N
-    of_block = []
-    for value_BK, elsewhere in (
+    block_maps = []
+    for value_BK, default in (
       (
         np.where(ran_BKE.any(axis=-1), first_BK, viz.NO_EXPERT),
         viz.NOT_THERE,
@@ -50,11 +53,11 @@ def takers(
       (ran_BKE.sum(axis=-1) > 1, False),
       ((wanted_BKE & ~ran_BKE).any(axis=-1), False),
     ):
-      value_BL = np.full((len(ran_BKE), length), elsewhere)
+      value_BL = np.full((len(ran_BKE), length), default)
       value_BL[place] = value_BK[b_N, k_N]
-      of_block.append(value_BL)
-    found.append(of_block)
-  return tuple(np.stack(values) for values in zip(*found, strict=True))
+      block_maps.append(value_BL)
+    blocks_maps.append(block_maps)
+  return tuple(np.stack(values) for values in zip(*blocks_maps, strict=True))
 
 
 def load_picture(task, params, model_state, mode: Mode, title: str):
@@ -64,7 +67,7 @@ def load_picture(task, params, model_state, mode: Mode, title: str):
     task: a `plain.Plain` of a model with experts.
     params: parameters.
     model_state: other collections.
-    mode: how routed blocks and experts choose.
+    mode: the mode of routed blocks and experts.
     title: of the picture.
   """
   key = jax.random.key(task.config.seed)
@@ -74,18 +77,18 @@ def load_picture(task, params, model_state, mode: Mode, title: str):
   def count(params, model_state, batch):
     """Returns counts of choices, of tokens without any expert, of tokens."""
     output = task.apply(params, model_state, batch, key, mode)
-    # Rows that only fill the batch do not count.
+    # Rows of padding do not count.
     real_B11 = task.modality.token_weights(batch).any(axis=-1)[:, None, None]
     counts = []
     for assigned in output.experts:
       ran_BLE = assigned.ran_BLE & real_B11
       null_BLZ = assigned.wanted_BLX[..., ran_BLE.shape[-1] :] & real_B11
-      there_BL = assigned.valid_BL & real_B11[..., 0]
+      present_BL = assigned.valid_BL & real_B11[..., 0]
       counts.append(
         (
           jnp.concatenate([ran_BLE, null_BLZ], axis=-1).sum(axis=(0, 1)),
-          jnp.sum(there_BL & ~ran_BLE.any(axis=-1)),
-          there_BL.sum(),
+          jnp.sum(present_BL & ~ran_BLE.any(axis=-1)),
+          present_BL.sum(),
         )
       )
     return counts
@@ -95,15 +98,15 @@ def load_picture(task, params, model_state, mode: Mode, title: str):
     batch_size=settings.batch_size, num_batches=settings.final_batches or None
   ):
     counts = jax.device_get(count(params, model_state, batch))
-    # As integers of Python's size, which cannot overflow.
+    # Sums of int32 might overflow.
     counts = jax.tree.map(lambda x: np.asarray(x, np.int64), counts)
     total = counts if total is None else jax.tree.map(np.add, total, counts)
   count_RX, none_R, tokens_R = (np.stack(x) for x in zip(*total, strict=True))
   tokens_R = np.maximum(tokens_R, 1)
   targets_X = experts.per_token * np.array(experts.targets)
-  if experts.choice == 'expert':  # Which choose tokens, and no token a no-op.
-    of_tokens = experts.capacity_factor * experts.share / experts.num_experts
-    targets_X = np.full(experts.num_experts, min(of_tokens, 1.0))
+  if experts.choice == 'expert':  # Then there are no no-ops.
+    per_token = experts.capacity_factor * experts.share / experts.num_experts
+    targets_X = np.full(experts.num_experts, min(per_token, 1.0))
     count_RX = count_RX[:, : experts.num_experts]
   return viz.expert_load(
     count_RX / tokens_R[:, None],

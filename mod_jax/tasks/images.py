@@ -19,20 +19,20 @@ from mod_jax.tasks.modality import Modality
 from mod_jax.tasks.studies import devices
 from mod_jax.tasks.studies import images as studies
 
-# The file of a run's directory that has the names of the classes.
+# The file of the class names in a run's directory.
 CLASSES = 'classes.json'
-_PICTURED = 6  # Held-out images in the pictures.
-_NAMED = 10  # Classes that are named where training starts.
+_PICTURED = 6  # Number of held-out images in the pictures.
+_NAMED = 10  # Number of classes to list when training starts.
 
 
 class Images(Modality):
-  """Pictures in, one of several classes out."""
+  """Classification of images into one of several classes."""
 
   unit = 'images'
   row = 'images'
   columns = ('accuracy', 'top5', 'loss')
   main = ('loss', 'accuracy', 'top5')
-  # A dense checkpoint fits a routed or pruned model, and the other way round.
+  # A dense checkpoint fits a routed or pruned model, and vice versa.
   may_be_new = (
     r'(block_\d+/)?router/.*',
     r'prediction_\d+/.*',
@@ -43,7 +43,7 @@ class Images(Modality):
 
   @functools.cached_property
   def classes(self) -> tuple[str, ...]:
-    """The names of the data's classes, looked up when first asked for."""
+    """The class names of the data, looked up on first use."""
     return images_lib.class_names(self.config.data)
 
   def check(self):
@@ -57,7 +57,7 @@ class Images(Modality):
       )
 
   def files(self):
-    # Where the model is used, the pictures that it learnt from may be gone.
+    # The training images may be missing where the model is used later.
     return {CLASSES: json.dumps(self.classes, indent=1)}
 
   def train_iterator(self, *, shard_index, shard_count):
@@ -113,7 +113,7 @@ class Images(Modality):
       'loss': losses.classification_loss(logits_BV, target_BV, weight_B)
     }
     for name, k in (('accuracy', 1), ('top5', 5)):
-      # Of few classes, the five likeliest are all or nearly.
+      # With few classes, top-5 accuracy would be trivial.
       if 2 * k <= logits_BV.shape[-1]:
         metric_sums[name] = losses.top_k_accuracy(
           logits_BV, label_B, k, weight_B
@@ -124,9 +124,10 @@ class Images(Modality):
     return batch['weight'][:, None]
 
   def modes(self, *, more=False):
-    """The model as it is; a routed one also without its routed blocks.
+    """Returns the plain mode, and for routed models one that skips blocks.
 
-    But not where experts choose: a rule without later tokens changes theirs.
+    Not if experts choose their tokens: then the rule `never` would also change
+    their choices.
     """
     if more:
       return {}
@@ -141,7 +142,7 @@ class Images(Modality):
       init, model, params, model_state, **kwargs
     )
 
-  # What people look at.
+  # Reports.
 
   def summary(self, task, metrics):
     columns = [c for c in self.columns if c in metrics]
@@ -171,17 +172,17 @@ class Images(Modality):
     )
 
   def studies(self, task):
-    found = {'throughput': functools.partial(studies.throughput, task)}
+    by_name = {'throughput': functools.partial(studies.throughput, task)}
     model = self.config.model
-    # It leaves tokens out of the dense model of the same weights.
+    # The study runs the dense model with the same weights.
     if model.routing is not None and model == dataclasses.replace(
       model.dense_twin(), routing=model.routing
     ):
-      found['importance'] = functools.partial(studies.importance, task)
-    return found
+      by_name['importance'] = functools.partial(studies.importance, task)
+    return by_name
 
   def examples(self, count: int) -> dict[str, np.ndarray]:
-    """Returns a batch of held-out images, spread over all, without padding."""
+    """Returns held-out images, spread over all of them, without padding."""
     batch = next(iter(self.eval_batches(batch_size=count, num_batches=1)))
     real_B = batch['weight'] > 0
     return {name: value[real_B] for name, value in batch.items()}
@@ -239,10 +240,10 @@ class Images(Modality):
     backbone = getattr(model, 'backbone', model)
     routed = [i for i, c in enumerate(model.capacities) if c is not None]
     chosen = []
-    for i, told in zip(routed, output.routing, strict=True):
-      # Every image has as many tokens left, in order.
+    for i, routed_block in zip(routed, output.routing, strict=True):
+      # All images have equally many tokens left, in order.
       chosen_BL = np.zeros((len(labels), model.num_tokens), bool)
-      chosen_BL[self._left(output, i)] = np.ravel(told.chosen_BL)
+      chosen_BL[self._left(output, i)] = np.ravel(routed_block.chosen_BL)
       chosen.append(chosen_BL)
     return viz.patch_maps(
       shown_BHWC,
@@ -274,7 +275,7 @@ class Images(Modality):
     )
 
   def _left(self, output, block):
-    """Returns mask_BL: an image's tokens that reach a block."""
+    """Returns mask_BL: the tokens of each image that reach a block."""
     model = self.config.model
     left_BL = np.ones((len(output.logits_BV), model.num_tokens), bool)
     for s, stage in enumerate(getattr(model, 'stages', ())):
@@ -283,7 +284,7 @@ class Images(Modality):
     return left_BL
 
   def _draw_stages(self, shown_BHWC, labels, output, seen, kept_SN, count):
-    """Draws what each stage of pruning leaves of an image, and how often."""
+    """Draws the patches left after each stage, and their frequency."""
     del seen
     model = self.config.model
     kwargs = {'grid': (model.backbone.grid,) * 2, 'blocks': model.stages}
@@ -304,7 +305,7 @@ class Images(Modality):
     }
 
   def _kept(self, task, params, model_state):
-    """Returns how often each patch is kept, and of how many images."""
+    """Returns the fraction of images that keep each patch, and their number."""
     key = jax.random.key(self.config.seed)
 
     @jax.jit
@@ -326,8 +327,8 @@ class Images(Modality):
     model = self.config.model
     grid, prefix = (model.grid, model.grid), model.num_prefix
     routed = [i for i, c in enumerate(model.capacities) if c is not None]
-    # Draw the maps of dense blocks just before routed ones, by which these are
-    # routed, or else of some dense blocks. A routed block maps its tokens only.
+    # Draw the maps of dense blocks just before routed ones, which may be routed
+    # by them, or else of some dense blocks. Routed blocks lack most tokens.
     dense = [i for i in range(model.num_layers) if i not in routed]
     layers = [i for i in dense if i + 1 in routed]
     if not layers:
@@ -356,11 +357,11 @@ class Images(Modality):
     backbone = getattr(model, 'backbone', model)
     grid, prefix = (backbone.grid,) * 2, backbone.num_prefix
     with self.one_device(params, model_state) as variables:
-      seen = self.gated(task, *variables, max_images=512)
-    shown_BHWC = images_lib.denormalize(self.config.data, seen['image'])
-    patches_BN = seen['share_BL'][:, prefix:]
-    load_B = seen['load_B']
-    labels = [self.classes[label] for label in seen['label']]
+      gated = self.gated(task, *variables, max_images=512)
+    shown_BHWC = images_lib.denormalize(self.config.data, gated['image'])
+    patches_BN = gated['share_BL'][:, prefix:]
+    load_B = gated['load_B']
+    labels = [self.classes[label] for label in gated['label']]
     spread = np.linspace(0, len(load_B) - 1, min(8, len(load_B))).astype(int)
     return {
       'load': viz.load_map(
@@ -389,9 +390,10 @@ class Images(Modality):
   def gated(self, task, params, model_state, *, max_images: int = 0):
     """Runs the gates on held-out images, all or about `max_images` of them.
 
-    Returns arrays by name: `image`, normalised, `label`, `right`; `share_BL`,
-    of all learners, that each token runs, and `load_B`, of those of the tokens
-    that reach them.
+    Returns arrays by name: `image`, normalised; `label`; `right`, whether the
+    prediction is correct; `share_BL`, each token's share of the cost of all
+    learners; and `load_B`, each image's share of the cost of all learners that
+    its tokens reach.
     """
     key = jax.random.key(self.config.seed)
 
@@ -405,14 +407,14 @@ class Images(Modality):
       return right_B, task.share_per_token(choices), task.load_per_row(choices)
 
     names = ('image', 'label', 'right', 'share_BL', 'load_B')
-    found = {name: [] for name in names}
+    collected = {name: [] for name in names}
     size = self.config.evaluation.batch_size
     for batch in self.eval_batches(
       batch_size=size, num_batches=-(-max_images // size) or None
     ):
-      told = jax.device_get(run(params, model_state, batch))
+      gate_outputs = jax.device_get(run(params, model_state, batch))
       real_B = batch['weight'] > 0
-      values = batch | dict(zip(names[2:], told, strict=True))
-      for name, parts in found.items():
+      values = batch | dict(zip(names[2:], gate_outputs, strict=True))
+      for name, parts in collected.items():
         parts.append(np.asarray(values[name])[real_B])
-    return {name: np.concatenate(parts) for name, parts in found.items()}
+    return {name: np.concatenate(parts) for name, parts in collected.items()}

@@ -1,4 +1,4 @@
-"""Language modelling: text in, the next token out."""
+"""Language modelling."""
 
 import dataclasses
 import functools
@@ -21,31 +21,31 @@ from mod_jax.tasks.studies import language as studies
 from mod_jax.tasks.studies.conversion import conversion
 from mod_jax.train import workdir as workdir_lib
 
-# The name of a learned tokenizer's file in the directory of its run.
+# The file of a learned tokenizer in the directory of its run.
 _TOKENIZER = 'tokenizer.json'
-# The prefix of metrics that were measured under `overflow='drop'`.
+# The prefix of metrics measured with `overflow='drop'`.
 _DROP = 'drop_'
 
 
 class Language(Modality):
-  """Next-token prediction with what Mixture-of-Depths adds to it."""
+  """Next-token prediction, and metrics of Mixture-of-Depths."""
 
   unit = 'tokens'
   row = 'sequences'
   columns = ('loss', 'perplexity', 'bits_per_byte')
-  main = ('loss',)  # An accuracy only says how well a rule agrees with top-k.
-  # A dense checkpoint fits a routed model, and the other way round.
+  main = ('loss',)  # `accuracy` is that of routing rules.
+  # A dense checkpoint fits a routed model, and vice versa.
   may_be_new = (r'(.*/)?(router|predictor)/.*', r'moving/.*')
   may_be_dropped = may_be_new
 
   def __init__(self, config, workdir=None):
-    """Keeps the config; reads nothing.
+    """Keeps the config; reads no data.
 
     Args:
       config: the experiment.
-      workdir: directory of the run. A tokenizer that was learned is read from
-        there, or else from the run that it starts from: the files that it was
-        learned from may have changed since.
+      workdir: directory of the run. A learned tokenizer is read from there, or
+        else from the run at `config.init`: the files that it was learned from
+        may have changed since.
     """
     super().__init__(config)
     self.length = (config.data.length,)
@@ -53,14 +53,16 @@ class Language(Modality):
 
   @functools.cached_property
   def _data(self) -> text.TextDataConfig:
-    """The config of the data, with the file of a tokenizer that was learned."""
+    """The config of the data, with the path of a learned tokenizer."""
     data = self.config.data
     if not data.learns_tokenizer:
       return data
-    # Weights to start from know the tokens of their own run.
-    places = (self._workdir, self.config.init)
-    kept = (workdir_lib.expand(p) / _TOKENIZER for p in places if p is not None)
-    path = next((path for path in kept if path.is_file()), None)
+    # Weights to start from need the tokenizer of their own run.
+    directories = (self._workdir, self.config.init)
+    candidates = (
+      workdir_lib.expand(p) / _TOKENIZER for p in directories if p is not None
+    )
+    path = next((path for path in candidates if path.is_file()), None)
     if path is None:
       path = text.learn_tokenizer(data)
     return dataclasses.replace(
@@ -69,17 +71,17 @@ class Language(Modality):
 
   @functools.cached_property
   def tokenizer_source(self) -> tuple[str, str]:
-    """Kind and path of the tokenizer, as of `tokenizers.make`."""
+    """Kind and path of the tokenizer, for `tokenizers.make`."""
     return text.tokenizer_source(self._data)
 
   @functools.cached_property
   def tokenizer(self):
-    """The tokenizer of the data, read or learned when first asked for."""
+    """The tokenizer of the data, read or learned on first use."""
     return text.make_tokenizer(self._data)
 
   def use_tokenizer(self, kind: str, path: str) -> None:
-    """Takes a tokenizer that lies elsewhere than the data say."""
-    # Bytes need no file, and the fields of data allow them none.
+    """Sets a tokenizer other than that of the config."""
+    # Bytes need no file, and the data config does not allow one.
     self.tokenizer_source = (kind, '' if kind == 'bytes' else path)
     self.tokenizer = tokenizers.make(kind, path)
 
@@ -94,8 +96,8 @@ class Language(Modality):
   def files(self):
     if not self.config.data.learns_tokenizer:
       return {}
-    found = tokenizers.files(*self.tokenizer_source)
-    return {name: data.decode() for name, data in found.items()}
+    contents = tokenizers.files(*self.tokenizer_source)
+    return {name: data.decode() for name, data in contents.items()}
 
   def train_iterator(self, *, shard_index, shard_count):
     return text.train_iterator(
@@ -129,21 +131,21 @@ class Language(Modality):
 
   def inputs(self, batch, *, train):
     del train
-    # Padding has segment 0. Training rows without segments have no padding. A
-    # weight of 0 says nothing of it: a prompt that no loss is taken of has it.
+    # Padding has segment 0; training rows without segments have no padding. A
+    # weight of 0 does not mean padding: prompts may be without loss, too.
     segment_BL, valid_BL = batch.get('segments'), batch.get('valid')
     if segment_BL is not None:
       valid_BL = segment_BL > 0
     return (batch['tokens'],), {
       'valid_BL': valid_BL,
       'segment_BL': segment_BL,
-      # Without targets there are logits, and no loss.
+      # Without targets the model returns logits, and no loss.
       'targets_BL': batch.get('targets'),
       'weights_BL': batch.get('weights'),
     }
 
   def loss(self, output, batch):
-    if output.loss is None:  # The model has not been given the targets.
+    if output.loss is None:  # The model was called without targets.
       return losses.next_token_loss(
         output.logits_BLV, batch['targets'], batch['weights']
       )
@@ -186,21 +188,21 @@ class Language(Modality):
 
   @property
   def _shown(self) -> tuple[str, ...]:
-    """The rules of `rules`, and `never` where that can be computed."""
+    """The rules to show: `rules`, and `never` if that can be computed."""
     model = self.config.model
     skips = model.num_routed and (model.experts is None or model.experts.causal)
     return (*self.rules, 'never') if skips else self.rules
 
   @property
   def rules(self) -> tuple[str, ...]:
-    """The rules to evaluate this model under; see `LMConfig.rules`."""
+    """The routing rules to evaluate, as `LMConfig.rules`."""
     return self.config.model.rules
 
   def modes(self, *, more=False):
-    """Top-k and each causal rule by name, and `never`, the trivial baseline.
+    """Returns a mode per rule: top-k, the causal ones, and `never`, a baseline.
 
-    A dense model's metrics have plain names. `more` evaluates the causal rules
-    with `overflow='drop'`; their losses are called `<rule>/drop_loss`.
+    A dense model's metrics have no prefix. `more` evaluates the causal rules
+    with `overflow='drop'`; their losses are named `<rule>/drop_loss`.
     """
     model = self.config.model
     if more:
@@ -217,11 +219,11 @@ class Language(Modality):
     return {prefix: Mode(routing=mode) for prefix, mode in named.items()}
 
   def finish_metrics(self, metrics):
-    """Adds `perplexity`, and turns `bits_per_byte` from nats into bits."""
+    """Adds `perplexity`, and converts `bits_per_byte` from nats to bits."""
     finished = dict(metrics)
     for name, value in metrics.items():
-      prefix, found, _ = name.rpartition('bits_per_byte')
-      if found:
+      prefix, is_bits, _ = name.rpartition('bits_per_byte')
+      if is_bits:
         nats = min(metrics[f'{prefix}loss'], 700.0)
         finished[f'{prefix}perplexity'] = math.exp(nats)
         finished[name] = value / math.log(2)
@@ -230,7 +232,7 @@ class Language(Modality):
   def load_weights(
     self, init, model, params, model_state, *, whole=False, **kwargs
   ):
-    del whole  # Not needed: the head must be found in any case.
+    del whole  # A language model's head must be present in any case.
     if convert_lm.holds_model(init):
       source = trees.unflatten(convert_lm.read(init, model))
       kwargs['describe'] = f'init={init}'
@@ -238,7 +240,7 @@ class Language(Modality):
     kwargs['model'] = model
     return warm_start.from_ours(params, model_state, init, **kwargs)
 
-  # What people look at.
+  # Reports.
 
   def summary(self, task, metrics):
     columns, rows, notes = self.columns, [('model', '')], []
@@ -276,7 +278,7 @@ class Language(Modality):
     lines = [title.ljust(12) + ''.join(c.rjust(w) for c, w in cells)]
     for title, prefix in rows:
       cells = [metrics.get(prefix + c) for c in columns]
-      # A rule that decided for no token has no precision.
+      # Precision is undefined for a rule that chose no token.
       shown = ('-' if x is None else f'{x:.4f}' for x in cells)
       cells = zip(shown, widths, strict=True)
       lines.append(title.ljust(12) + ''.join(c.rjust(w) for c, w in cells))
@@ -285,7 +287,7 @@ class Language(Modality):
   def sample(
     self, params, model_state, prompts: list[str], **kwargs
   ) -> list[str]:
-    """Returns how texts go on; keywords as of `continued`."""
+    """Returns continuations of texts; keywords as for `continued`."""
     prompts = [self.tokenizer.encode(prompt) for prompt in prompts]
     generated = self.continued(params, model_state, prompts, **kwargs)
     return self.decoded(prompts, generated)
@@ -293,7 +295,7 @@ class Language(Modality):
   def decoded(
     self, prompts: list[list[int]], generated: Generated
   ) -> list[str]:
-    """Returns the texts after prompts, without what follows an end token."""
+    """Returns the texts generated after prompts, up to an end token."""
     arrays = map(np.asarray, (generated.tokens_BN, generated.length_B))
     return [
       self.tokenizer.decode_after(prompt, tokens_N[:length].tolist())
@@ -309,19 +311,19 @@ class Language(Modality):
     num_tokens: int | None = None,
     **kwargs,
   ) -> Generated:
-    """Continues texts, by the best causal rule that the model has.
+    """Continues texts, by default with the best causal rule of the model.
 
     Args:
       params: parameters.
       model_state: other collections.
-      prompts: tokens of texts, any lengths.
-      num_tokens: tokens to add to each; None for what the length that the
-        model was trained at leaves room for.
+      prompts: tokens of texts, of any lengths.
+      num_tokens: tokens to add to each; by default up to the length that the
+        model was trained with.
       **kwargs: passed to `sampling.generate`.
 
     Raises:
-      UserError: routed layers, but no causal rule was trained; a prompt that
-        leaves no room.
+      UserError: the model is routed, but no causal rule was trained; or a
+        prompt fills the training length.
     """
     if 'mode' not in kwargs:
       kwargs['mode'] = self.config.model.decoding_mode
@@ -362,10 +364,10 @@ class Language(Modality):
       yield prompt + continuation
 
   def _held_out_words(self) -> str:
-    """Returns the first words of a held-out row: whatever its language is."""
+    """Returns the first words of a held-out row, as a prompt."""
     (batch,) = self.eval_batches(batch_size=1, num_batches=1)
     words = self.tokenizer.decode(batch['tokens'][0].tolist()).split()
-    # Leave most of the length to what the model adds.
+    # Leave most of the length to the continuation.
     room = max(1, self.config.data.length // 4)
     return ' '.join(words[:3])[:room] or '.'
 
@@ -426,11 +428,11 @@ class Language(Modality):
       output.experts, self.config.data.length
     )
     row = np.s_[:, 0, : len(pieces)]
-    mode, by = Mode(), ''
+    mode, suffix = Mode(), ''
     if len(self.rules) > 1:
-      # As it generates: by top-k, experts that choose all take equally many.
+      # As in generation: under top-k, experts that choose have equal loads.
       mode = Mode(routing=config.routing_mode(self.rules[1]))
-      by = f", by the rule '{self.rules[1]}'"
+      suffix = f", by the rule '{self.rules[1]}'"
     return {
       'expert_map': viz.expert_map(
         expert_RBL[row],
@@ -444,25 +446,25 @@ class Language(Modality):
       ),
       'expert_load': expert_pictures.load_picture(
         *(task, params, model_state, mode),
-        f'Held-out text: how many tokens each expert takes{by}',
+        f'Held-out text: how many tokens each expert takes{suffix}',
       ),
     }
 
   def studies(self, task):
-    found = {
+    by_name = {
       'arank': functools.partial(studies.arank, task),
       'copying': functools.partial(studies.copying, task),
     }
     model = self.config.model
     if model.num_routed:
-      found['engagement'] = functools.partial(studies.engagement, task)
-      # Experts and learners are not in the dense model.
+      by_name['engagement'] = functools.partial(studies.engagement, task)
+      # The dense model has neither experts nor learners.
       if self.config.init and model.experts is None and model.adaptive is None:
-        found['conversion'] = functools.partial(conversion, task)
-    return found
+        by_name['conversion'] = functools.partial(conversion, task)
+    return by_name
 
   def load_pictures(self, task, params, model_state):
-    """Draws how many learners each token of a held-out text runs, by block."""
+    """Draws the learners that each token of a held-out text runs, by block."""
     batch, output = self._look(task, params, model_state)
     choices = stack_lib.collect(output.aux, 'adaptive')
     layers = sorted({int(name.split('/')[0][6:]) for name in choices})

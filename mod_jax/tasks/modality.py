@@ -1,4 +1,4 @@
-"""What a model reads and is evaluated by, whatever method trains it."""
+"""Data, losses, metrics and pictures of one kind of input."""
 
 import abc
 from collections.abc import Callable, Iterable, Mapping
@@ -11,27 +11,27 @@ from mod_jax.losses.sums import MetricSums, Pair
 from mod_jax.tasks import warm_start
 from mod_jax.train.task import Study
 
-if typing.TYPE_CHECKING:  # It takes long to import.
+if typing.TYPE_CHECKING:  # Slow to import.
   from matplotlib.figure import Figure
 
 
 class Modality(abc.ABC):
   """Data, head, metrics and pictures of one kind of input.
 
-  Methods without a docstring are those of `train.task.Task`. A `task` that they
-  are given is the `plain.Plain` that uses them.
+  Methods without a docstring are documented in `train.task.Task`. The argument
+  `task` is the `plain.Plain` that uses the modality.
 
   Attributes:
     config: the experiment.
-    unit: what a batch is counted in.
-    row: what a row of a batch is, in the plural.
-    length: what a model's `flops_table` is called with: tokens of a sequence,
-      or nothing where the model itself knows.
-    columns: held-out metrics that a table shows.
-    main: held-out metrics that fit on one line.
+    unit: the unit of `tokens_per_step`.
+    row: name of the rows of a batch, in the plural.
+    length: arguments of a model's `flops_table`: the tokens of a sequence, or
+      none if the model's config determines them.
+    columns: held-out metrics in the summary table.
+    main: held-out metrics to show on one line.
     may_be_new: names, as regular expressions matched whole, that may be missing
       from weights to start from.
-    may_be_dropped: names that may be left over from them.
+    may_be_dropped: names that only those weights may have.
   """
 
   unit: str
@@ -43,7 +43,7 @@ class Modality(abc.ABC):
   may_be_dropped: tuple[str, ...] = ()
 
   def __init__(self, config):
-    """Keeps the config; reads nothing."""
+    """Keeps the config; reads no data."""
     self.config = config
 
   # Data.
@@ -62,7 +62,7 @@ class Modality(abc.ABC):
 
   @abc.abstractmethod
   def rows_per_epoch(self) -> int:
-    """Returns how many rows of a batch the training data are."""
+    """Returns the number of rows in the training data."""
 
   @abc.abstractmethod
   def batch_shapes(self) -> dict[str, Any]: ...
@@ -77,34 +77,34 @@ class Modality(abc.ABC):
   @abc.abstractmethod
   def tokens_per_step(self) -> int: ...
 
-  # Between a batch and a model.
+  # Model inputs, losses and metrics of a batch.
 
   @abc.abstractmethod
   def inputs(self, batch, *, train: bool) -> tuple[tuple, dict[str, Any]]:
-    """Returns what a model is called with: arguments and keywords."""
+    """Returns the arguments and keyword arguments of the model."""
 
   @abc.abstractmethod
   def loss(self, output, batch) -> tuple[Any, Any]:
     """Returns the loss of a training batch: (total, weight)."""
 
   def more_losses(self, output) -> tuple[list[Pair], MetricSums]:
-    """Returns losses to add to that one, and the sums to report."""
+    """Returns losses to add to `loss`, and sums to report."""
     del output
     return [], {}
 
   @abc.abstractmethod
   def eval_sums(self, output, batch, mode: Mode) -> MetricSums:
-    """Returns the sums of a held-out batch, `loss` among them."""
+    """Returns the metric sums of a held-out batch, including `loss`."""
 
   @abc.abstractmethod
   def token_weights(self, batch):
     """Returns weight_BL: 1 for tokens of a held-out batch, 0 for padding.
 
-    L is 1 where all tokens of a row are alike.
+    L is 1 if all tokens of a row have the same weight.
     """
 
   def modes(self, *, more: bool = False) -> dict[str, Mode]:
-    """Returns how a model is evaluated, by prefix; see `Task.eval_modes`."""
+    """Returns the modes of evaluation, by prefix, as `Task.eval_modes`."""
     return {} if more else {'': Mode()}
 
   def finish_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
@@ -116,25 +116,29 @@ class Modality(abc.ABC):
   def load_weights(
     self, init: str, model, params, model_state, *, whole=False, **kwargs
   ) -> tuple[Any, Any]:
-    """Returns fresh variables with somebody's weights in them.
+    """Returns a model's variables with values from the weights at `init`.
 
     Args:
-      init: where they lie.
-      model: config of the model that they are for.
-      params: its fresh parameters; shapes will do for those that are found.
-      model_state: its other fresh collections, likewise.
-      whole: whether the model is not trained further, so that nothing of it
-        may stay fresh that only training could use.
-      **kwargs: `new` and `dropped`, as of `trees.merge`.
+      init: path of the weights.
+      model: config of the model.
+      params: its initialised parameters; shapes suffice for those to replace.
+      model_state: its other initialised collections, or shapes.
+      whole: whether all weights must come from `init`, as for a teacher, which
+        is not trained.
+      **kwargs: `new` and `dropped`, names that may be missing from the weights,
+        and that only they may have, as in `trees.merge`.
     """
 
   def load_teacher(self, init: str, dense, **kwargs) -> dict[str, Any]:
-    """Returns the variables of a dense model that is not trained further.
+    """Returns the variables of a dense model that is not trained.
 
-    Arguments are as of `load_weights`; `dense` is the model's config.
+    Args:
+      init: path of the weights.
+      dense: config of the model.
+      **kwargs: `new` and `dropped`, as for `load_weights`.
 
     Raises:
-      UserError: no such weights, or not all of the model's.
+      UserError: there are no such weights, or some are missing.
     """
     fresh = warm_start.variable_shapes(dense)
     params, model_state = self.load_weights(
@@ -142,7 +146,7 @@ class Modality(abc.ABC):
     )
     return {'params': params, **model_state}
 
-  # What people look at.
+  # Reports.
 
   @abc.abstractmethod
   def summary(self, task, metrics: Mapping[str, float]) -> str: ...
@@ -151,16 +155,16 @@ class Modality(abc.ABC):
     return {k: v for k, v in metrics.items() if k.split('/')[-1] in self.main}
 
   def curves(self, records) -> 'Figure':
-    """Returns the picture of the losses in a run's records."""
+    """Returns the figure of the losses in a run's records."""
     return viz.loss_curves(records, title='Loss over training')
 
   @abc.abstractmethod
   def pictures(self, task, params, model_state) -> dict[str, 'Figure']:
-    """Returns pictures of a model that is dense, routed or has experts."""
+    """Returns pictures of the trained model, routing and experts included."""
 
   @abc.abstractmethod
   def load_pictures(self, task, params, model_state) -> dict[str, 'Figure']:
-    """Returns pictures of where an adaptive model's compute goes."""
+    """Returns pictures of an adaptive model's compute by token and row."""
 
   def studies(self, task) -> dict[str, Callable[..., Study]]:
     return {}

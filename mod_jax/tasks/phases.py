@@ -1,7 +1,7 @@
-"""Runs that are made of several: each phase is a run that starts from the last.
+"""Experiments of several phases: each is a run that starts from the one before.
 
-So each has the loop, the checkpoints and the metrics of any run, stops and
-resumes anywhere, and can be skipped or run alone.
+Each phase has its own loop, checkpoints and metrics, can be stopped and resumed
+anywhere, and can be skipped or run alone.
 """
 
 import dataclasses
@@ -32,9 +32,9 @@ _FINAL_RATE = 1e-6  # Learning rate at the end of every phase.
 
 
 def _rules(config: ExperimentConfig, phase: str):
-  """Returns what trains in a phase, and at which rate; the rest is frozen."""
-  # What decides which patches are dropped has no gradient where they really
-  # are, and weight decay alone must not move it.
+  """Returns the optimiser's rules of a phase: what it trains and freezes."""
+  # The prediction of which patches to drop gets no gradient when they are
+  # really dropped, so freeze it: weight decay alone must not change it.
   pruning = ()
   if isinstance(config.model, DynamicViTConfig) and config.model.learned:
     pruning = (('^(prediction|pattern)_', 0.0, 0),)
@@ -55,11 +55,11 @@ def _rules(config: ExperimentConfig, phase: str):
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-  """What an experiment came to.
+  """The outcome of an experiment.
 
   Attributes:
     metrics: the last held-out metrics; empty if it diverged.
-    diverged: what it said when it diverged, or ''.
+    diverged: the message of the divergence, or ''.
   """
 
   metrics: dict[str, float]
@@ -69,10 +69,13 @@ class Outcome:
 def complete(
   config: ExperimentConfig, workdir, *, allow_changed_data: bool = False
 ) -> Outcome | None:
-  """Trains what is not finished; for one experiment of many.
+  """Trains an experiment unless it is finished; for sweeps.
 
-  Arguments and errors are those of `train`, but that a divergence is noted in
-  what is returned. None stands for one that a signal stopped.
+  Arguments and errors are those of `train`, except that a divergence is
+  returned as an `Outcome`.
+
+  Returns:
+    The outcome, or None if a signal stopped the experiment.
   """
   directory, last = expand(config, workdir)[-1]
   data = {'allow_changed_data': allow_changed_data}
@@ -89,23 +92,24 @@ def complete(
 def expand(
   config: ExperimentConfig, workdir
 ) -> list[tuple[epath.Path, ExperimentConfig]]:
-  """Returns directory and config of each run that an experiment is made of.
+  """Returns directory and config of each run of an experiment.
 
-  The last lies in `workdir` itself, the phases before it in `phase_<name>`
-  below. An experiment without phases is one run.
+  The last run is in `workdir` itself, the phases before it are in its
+  subdirectories `phase_<name>`. An experiment without phases is one run.
 
   Raises:
-    UserError: no phase is left, or none to start from.
+    UserError: all phases are skipped, or the run to start from is missing or is
+      not of the previous phase.
   """
   config = _in_steps(config, workdir)
-  # The configs name directories below it, and must not change when a run is
-  # continued from elsewhere.
+  # The configs hold directories below `workdir`, which must not depend on the
+  # current directory, so that a run can be continued from another one.
   workdir = paths.absolute(workdir)
   objective = config.objective
   if config.dense is not None and config.dense.num_steps:
-    first = workdir / f'{workdir_lib.PHASE}dense'
-    rest = dataclasses.replace(config, dense=None, init=str(first))
-    return [(first, _dense(config)), *expand(rest, workdir)]
+    dense_dir = workdir / f'{workdir_lib.PHASE}dense'
+    remaining = dataclasses.replace(config, dense=None, init=str(dense_dir))
+    return [(dense_dir, _dense(config)), *expand(remaining, workdir)]
   if not isinstance(objective, ACMObjective):
     return [(workdir, config)]
   phases = objective.phases
@@ -121,10 +125,10 @@ def expand(
       ' pruned; give its workdir or checkpoint by --config.init.'
     )
   runs, init = [], config.init
-  last = list(phases)[-1]
+  last_phase = list(phases)[-1]
   for name in phases:
     directory = workdir
-    if name != last:
+    if name != last_phase:
       directory = workdir / f'{workdir_lib.PHASE}{name}'
     runs.append((directory, _phase(config, name, init)))
     init = str(directory)
@@ -132,7 +136,7 @@ def expand(
 
 
 def _in_steps(config: ExperimentConfig, workdir) -> ExperimentConfig:
-  """Returns the config with steps in place of epochs, as runs are saved."""
+  """Returns the config with `num_epochs` converted to `num_steps`."""
   epochs, data = config.train.num_epochs, config.data
   if epochs is None:
     return config
@@ -147,11 +151,7 @@ def _in_steps(config: ExperimentConfig, workdir) -> ExperimentConfig:
 
 
 def _alone(config: ExperimentConfig) -> str:
-  """Returns what a phase by itself starts from, which must be its predecessor.
-
-  Raises:
-    UserError: it is not.
-  """
+  """Returns `init` of a single phase; raises if it is not its predecessor."""
   objective = config.objective
   if objective.phase not in objective.phases:
     raise UserError(
@@ -170,8 +170,8 @@ def _alone(config: ExperimentConfig) -> str:
       )
     )
   if before:
-    found = _objective_at(config.init)
-    if found is None or found.phase != before[-1]:
+    previous = _objective_at(config.init)
+    if previous is None or previous.phase != before[-1]:
       raise UserError(
         f'init={config.init} is no run of phase {before[-1]!r}, which phase'
         f' {objective.phase!r} starts from: train that first, or skip it by'
@@ -181,7 +181,7 @@ def _alone(config: ExperimentConfig) -> str:
 
 
 def _dense(config: ExperimentConfig) -> ExperimentConfig:
-  """Returns the run that trains the dense model."""
+  """Returns the config of the run that trains the dense model."""
   changes = {
     'name': f'{config.name} dense',
     'model': config.model.dense_twin(),
@@ -204,7 +204,7 @@ def _dense(config: ExperimentConfig) -> ExperimentConfig:
 
 
 def _phase(config: ExperimentConfig, name: str, init: str) -> ExperimentConfig:
-  """Returns the run of one phase."""
+  """Returns the config of the run of one phase."""
   phase = getattr(config.objective, name)
   optimizer = dataclasses.replace(
     config.optimizer,
@@ -230,17 +230,17 @@ def _phase(config: ExperimentConfig, name: str, init: str) -> ExperimentConfig:
 
 
 def _objective_at(init: str) -> ACMObjective | None:
-  """Returns what the run at a path minimised, if there is an adaptive one."""
+  """Returns the objective of the adaptive run at a path, or None."""
   if not workdir_lib.holds_run(init):
     return None
-  found = workdir_lib.read_config(init, ExperimentConfig).objective
-  return found if isinstance(found, ACMObjective) else None
+  objective = workdir_lib.read_config(init, ExperimentConfig).objective
+  return objective if isinstance(objective, ACMObjective) else None
 
 
 def _teacher(config: ExperimentConfig) -> str:
-  """Returns where the weights lie that a conversion began with."""
-  found = _objective_at(config.init)
-  return (found and found.teacher) or config.init
+  """Returns the path of the weights that a conversion began with."""
+  objective = _objective_at(config.init)
+  return (objective and objective.teacher) or config.init
 
 
 def train(
@@ -251,17 +251,18 @@ def train(
   allow_changed_data: bool = False,
   **kwargs,
 ) -> loop.Result:
-  """Trains, or continues, all phases; see `loop.train`.
+  """Trains, or continues, all phases by `loop.train`.
 
   Args:
     config: the experiment.
     workdir: directory of its last run.
     max_steps: stop after so many steps of this call, over all phases.
-    allow_changed_data: as for `loop.train`.
-    **kwargs: what else `loop.train` takes, for each phase.
+    allow_changed_data: only warn if the data differ from those so far.
+    **kwargs: further arguments of `loop.train`, for each phase.
 
   Returns:
-    How the last run ended, or else the phase during or after which it stopped.
+    The result of the last run, or of the phase during or after which it was
+    stopped.
   """
   *before, last = expand(config, workdir)
   with stop_lib.listening(), lock_lib.held(last[0]):
@@ -272,7 +273,7 @@ def _train(before, last, max_steps, allow_changed_data, kwargs):
   data = {'allow_changed_data': allow_changed_data}
   before = [phase for phase in before if finished(*phase, **data) is None]
   for directory, run in (*before, last):
-    # Refuses steps that a later phase does not have, before any is trained.
+    # Checks the traced steps of all phases before any is trained.
     Profiler(directory, kwargs.get('profile'), run.train.num_steps)
 
   def train_one(directory, run):
@@ -302,18 +303,18 @@ def _train(before, last, max_steps, allow_changed_data, kwargs):
 def finished(
   workdir, config: ExperimentConfig, *, allow_changed_data: bool = False
 ) -> dict[str, float] | None:
-  """Returns the last held-out metrics of a run that needs nothing more.
+  """Returns the final held-out metrics of a finished run.
 
-  None stands for a run that is missing, not finished, or of another config.
+  Returns None if the run is missing, not finished, or has another config.
 
   Raises:
-    UserError: it was finished over other data than are there now.
+    UserError: the data have changed since it was finished.
   """
   if not workdir_lib.holds_run(workdir):
     return None
   last = config.train.num_steps
   if (
-    # The settings of the evaluation may have changed since.
+    # For instance, settings of the evaluation may have changed since.
     workdir_lib.read_config(workdir, ExperimentConfig) != config
     or last not in checkpoints_lib.steps(workdir_lib.checkpoints(workdir))
     # This is the last file that a run writes.

@@ -1,4 +1,4 @@
-"""Training by the loss of the modality, with what routing adds to it."""
+"""Training by the loss of the modality, plus losses of routers and experts."""
 
 from collections.abc import Sequence
 import copy
@@ -19,23 +19,23 @@ from mod_jax.tasks.modality import Modality
 from mod_jax.train import evaluation
 from mod_jax.train import task as task_lib
 
-_COMPARED = 16  # Held-out batches by which a routed and a dense model compare.
-_ALIKE = 0.01  # How far their losses may be apart, relatively.
+_COMPARED = 16  # Held-out batches to compare a routed model with the dense one.
+_ALIKE = 0.01  # Tolerated relative difference of their losses.
 _STREAMS = ('stochastic_depth', 'routing', 'gumbel')
 
 
 class Plain(task_lib.Task):
-  """A modality, and the method by which a dense or routed model is trained.
+  """The task of training a dense or routed model on a modality.
 
-  Other methods override what differs: the loss, the teacher, how the model is
-  evaluated, and what is drawn of it.
+  Subclasses override what differs: losses, teacher, evaluation and pictures.
   """
 
   def __init__(self, config, modality: Modality):
     self.config = config
     self.modality = modality
     self.unit = modality.unit
-    self.dtype = config.model.stack.layers[0].block.dtype  # As of all blocks.
+    # All blocks have the same dtype.
+    self.dtype = config.model.stack.layers[0].block.dtype
 
   # Data.
 
@@ -46,8 +46,7 @@ class Plain(task_lib.Task):
     return self.modality.files()
 
   def train_iterator(self, *, shard_index=0, shard_count=1):
-    # Refuses a run without held-out data now, and not when it has trained to
-    # its first evaluation.
+    # Raises if held-out data are missing: now, not at the first evaluation.
     self.eval_batches(batch_size=1, num_batches=1)
     return self.modality.train_iterator(
       shard_index=shard_index, shard_count=shard_count
@@ -88,7 +87,7 @@ class Plain(task_lib.Task):
     )
 
   def beginning(self, params, model_state, mesh):
-    """Compares the model of the first step with the dense one."""
+    """Compares the held-out losses of the initial and the dense model."""
     config = self.config
     if (
       config.model.routing is None
@@ -96,29 +95,29 @@ class Plain(task_lib.Task):
       or warm_start.is_routed(config.init)
     ):
       return ''
-    first = capacity_warmup.at_floor(config.model, self.static_args(0))
+    routed = capacity_warmup.at_floor(config.model, self.static_args(0))
     dense = _with_all_tokens(config.model)
-    now, before = (
+    routed_loss, dense_loss = (
       self._held_out_loss(model, params, model_state, mesh)
-      for model in (first, dense)
+      for model in (routed, dense)
     )
-    said = (
-      f'begins with a held-out loss of {now:.4f}; the dense model has'
-      f' {before:.4f}'
+    message = (
+      f'begins with a held-out loss of {routed_loss:.4f}; the dense model has'
+      f' {dense_loss:.4f}'
     )
-    if not abs(now - before) < _ALIKE * max(1.0, before):
-      partly = min(_routed_capacities(first)) < 1
+    if not abs(routed_loss - dense_loss) < _ALIKE * max(1.0, dense_loss):
+      partly = min(_routed_capacities(routed)) < 1
       logging.warning(
         'The routed model does not begin as the dense one, %.4f and not %.4f:'
         ' %s.',
-        *(now, before),
+        *(routed_loss, dense_loss),
         'its blocks skip tokens from the first step on;'
         ' train.capacity_warmup_steps=0.2 has their capacity come down from 1'
         if partly
         else 'its router weighs what blocks add; set model.routing.gate='
         "'one_plus_tanh', router_norm=True and a small router_std",
       )
-    return said
+    return message
 
   def _held_out_loss(self, model, params, model_state, mesh) -> float:
     task = copy.copy(self)
@@ -129,13 +128,13 @@ class Plain(task_lib.Task):
     )['loss']
 
   def static_args(self, step: int) -> float:
-    """The least capacity of a routed layer in this step, as of a warm-up."""
+    """Returns the minimum capacity of routed layers, by the warm-up."""
     return capacity_warmup.floor(self.config.model, self.config.train, step)
 
   def forward(self, model, params, model_state, batch, rng, **mode):
-    """Returns the output of a training pass, and the model state after it.
+    """Returns the output of a training pass, and the updated model state.
 
-    `model` is the model's config, and keywords are fields of `Mode`.
+    `model` is the config of the model, and `**mode` are fields of `Mode`.
     """
     args, kwargs = self.modality.inputs(batch, train=True)
     rngs = jax.random.split(rng, len(_STREAMS))
@@ -154,23 +153,23 @@ class Plain(task_lib.Task):
     output, model_state = self.forward(model, params, model_state, batch, rng)
     total, weight = self.modality.loss(output, batch)
     metric_sums = {'loss': (total, weight)}
-    extra, more = self.modality.more_losses(output)
+    extra, extra_sums = self.modality.more_losses(output)
     pairs = [(total, weight), *extra]
-    metric_sums |= more
+    metric_sums |= extra_sums
     if teacher is not None:
-      extra, more = self.taught(output, batch, teacher)
+      extra, extra_sums = self.taught(output, batch, teacher)
       pairs += extra
-      metric_sums |= more
-    extra, more = self.choice_losses(output, batch, model)
-    return [*pairs, *extra], (metric_sums | more, model_state)
+      metric_sums |= extra_sums
+    extra, extra_sums = self.choice_losses(output, batch, model)
+    return [*pairs, *extra], (metric_sums | extra_sums, model_state)
 
   def choice_losses(
     self, output, batch, model
   ) -> tuple[list[Pair], MetricSums]:
     """Returns losses of routers and experts, and sums to report.
 
-    `model` is the config that the output is of, whose capacities a warm-up may
-    have raised.
+    `model` is the config that gave the output; its capacities may be raised by
+    a warm-up.
     """
     pairs, metric_sums = [], {}
     if output.experts:
@@ -178,27 +177,27 @@ class Plain(task_lib.Task):
     if not output.routing:
       return pairs, metric_sums
     _, kwargs = self.modality.inputs(batch, train=True)
-    # While a warm-up lets a block process every token, there is no choice to
-    # foresee: the loss would only raise all scores alike.
-    telling = [
+    # While the warm-up has a block process every token, there is no choice to
+    # predict: the loss would only raise all scores.
+    choosing = [
       routed
-      for routed, now, later in zip(
+      for routed, capacity, final_capacity in zip(
         output.routing,
         _routed_capacities(model),
         _routed_capacities(self.config.model),
         strict=True,
       )
-      if now < 1 or later == 1
+      if capacity < 1 or final_capacity == 1
     ]
-    extra, more = routing_losses(
-      self.config.model.routing, telling, kwargs.get('valid_BL')
+    extra, extra_sums = routing_losses(
+      self.config.model.routing, choosing, kwargs.get('valid_BL')
     )
-    return pairs + extra, metric_sums | more
+    return pairs + extra, metric_sums | extra_sums
 
   def taught(self, output, batch, teacher) -> tuple[list[Pair], MetricSums]:
-    """Returns losses that a teacher adds, and the sums to report.
+    """Returns losses by a teacher's output, and sums to report.
 
-    For methods that have one; a plain run has none, and never comes here.
+    To be overridden by subclasses with a teacher.
     """
     raise NotImplementedError
 
@@ -226,20 +225,20 @@ class Plain(task_lib.Task):
   def eval_step(self, params, model_state, batch, key, mode):
     output = self.apply(params, model_state, batch, key, mode)
     metric_sums = self.modality.eval_sums(output, batch, mode)
-    # Rows that only fill a batch have a weight of 0 everywhere.
+    # Rows of padding have a weight of 0 everywhere.
     real_B = self.modality.token_weights(batch).any(axis=-1)
     metric_sums |= expert_loads(output.experts, real_B)
     return metric_sums | self.more_sums(output, batch, mode)
 
   def more_sums(self, output, batch, mode) -> MetricSums:
-    """Returns the sums of the method; arguments as of `Modality.eval_sums`."""
+    """Returns further sums of a held-out batch, for subclasses."""
     del output, batch, mode
     return {}
 
   def finish_metrics(self, metrics):
     return self.modality.finish_metrics(metrics)
 
-  # What people look at.
+  # Reports.
 
   def main_metrics(self, metrics):
     return self.modality.main_metrics(metrics)
@@ -267,10 +266,10 @@ class Plain(task_lib.Task):
 
 
 def _with_all_tokens(model):
-  """Returns the config of the dense model in the layout of a routed one's."""
-  placed = ('period', 'offset', 'first', 'layers', 'capacity_schedule')
+  """Returns the config with capacity 1, which computes the dense model."""
+  placement = ('period', 'offset', 'first', 'layers', 'capacity_schedule')
   routing = type(model.routing)(
-    **{name: getattr(model.routing, name) for name in placed},
+    **{name: getattr(model.routing, name) for name in placement},
     score='stride',
     capacity_floor=1.0,
   )
@@ -286,9 +285,9 @@ def routing_losses(
 ) -> tuple[list[Pair], MetricSums]:
   """Returns losses to add to the main one, and the sums to report.
 
-  The auxiliary BCE on the router enters with `router_loss`, and the balance of
-  tokens that decide for themselves with `balance_loss`; the predictor's BCE
-  with 1, since it has parameters of its own.
+  `router_loss` weighs the auxiliary BCE of the router, and `balance_loss` the
+  balance of path shares; the predictor's BCE has weight 1, since it has its own
+  parameters.
   """
   pairs, metric_sums = [], {}
   for routed in layers:
@@ -303,9 +302,9 @@ def routing_losses(
       agreement = losses.choice_agreement(
         logit_BL > 0, routed.top_k_BL, valid_BL
       )
-      found = {'bce': (total, count), 'accuracy': agreement['accuracy']}
-      found = {f'{rule}/{name}': pair for name, pair in found.items()}
-      metric_sums = sums.add(metric_sums, found)
+      layer_sums = {'bce': (total, count), 'accuracy': agreement['accuracy']}
+      layer_sums = {f'{rule}/{name}': pair for name, pair in layer_sums.items()}
+      metric_sums = sums.add(metric_sums, layer_sums)
     if config.balance_loss:
       balance, count = losses.path_balance(
         routed.score_BL, routed.capacity, valid_BL
@@ -313,12 +312,12 @@ def routing_losses(
       pairs.append((config.balance_loss * balance / len(layers), count))
       dropped = routed.overflow_B.sum()
       chosen = routed.chosen_BL.sum()
-      found = {
+      layer_sums = {
         'router/balance': (balance, count),
         'router/wanted': (chosen + dropped, count),
         'router/dropped': (dropped, count),
       }
-      metric_sums = sums.add(metric_sums, found)
+      metric_sums = sums.add(metric_sums, layer_sums)
   return pairs, metric_sums
 
 
@@ -327,22 +326,22 @@ def expert_losses(
 ) -> tuple[list[Pair], MetricSums]:
   """Returns losses to add to the main one, and the sums to report.
 
-  Each layer has a loss of its own, of which the mean is taken: were the loads
-  added up first, one layer's imbalance would make up for another's.
+  Losses are computed per layer and averaged: in summed loads, imbalances of
+  different layers could cancel.
   """
   pairs, metric_sums = [], expert_loads(layers)
   for assigned in layers:
     total, count = losses.experts.z_loss(assigned.logits_BLX, assigned.valid_BL)
     pairs.append((config.z_loss * total / len(layers), count))
-    found = {'experts/z': (total, count)}
+    layer_sums = {'experts/z': (total, count)}
     if config.choice == 'token':
       balance = losses.experts.balance_loss(
         *(assigned.logits_BLX, assigned.wanted_BLX, assigned.valid_BL),
         config.targets,
       )
       pairs.append((config.balance_loss * balance * count / len(layers), count))
-      found['experts/balance'] = (balance, jnp.float32(1))
-    metric_sums = sums.add(metric_sums, found)
+      layer_sums['experts/balance'] = (balance, jnp.float32(1))
+    metric_sums = sums.add(metric_sums, layer_sums)
   return pairs, metric_sums
 
 
@@ -352,8 +351,8 @@ def expert_loads(
   """Returns the sums of `losses.experts.load` over layers of experts.
 
   Args:
-    layers: what each of them told.
-    real_B: the rows that count; None for all.
+    layers: the assignments in each layer.
+    real_B: whether rows count, that is, are not padding; None for all.
   """
   metric_sums = {}
   for assigned in layers:
@@ -362,6 +361,6 @@ def expert_loads(
       wanted_BLX &= real_B[:, None, None]
       ran_BLE &= real_B[:, None, None]
     load = losses.experts.load(wanted_BLX, ran_BLE)
-    found = {f'experts/{name}': pair for name, pair in load.items()}
-    metric_sums = sums.add(metric_sums, found)
+    layer_sums = {f'experts/{name}': pair for name, pair in load.items()}
+    metric_sums = sums.add(metric_sums, layer_sums)
   return metric_sums

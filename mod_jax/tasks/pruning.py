@@ -1,4 +1,4 @@
-"""Token pruning beside a teacher that drops nothing: DynamicViT."""
+"""Token pruning with a teacher that drops nothing: DynamicViT."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from mod_jax.tasks.plain import Plain
 
 
 class Pruning(Plain):
-  """Learns to drop image tokens, beside its frozen backbone as a teacher.
+  """Learns to drop image tokens, with the frozen backbone as teacher.
 
   The loss is Rao et al. 2021, section 3.4, Eq. 16 as published; its weights are
   in `experiment.PruningObjective`.
@@ -52,16 +52,16 @@ class Pruning(Plain):
       metric_sums['ratio'] = losses.ratio_loss(output.keep_SBN, model.targets)
       weights['ratio'] = objective.ratio
     if teacher is not None:
-      taught = model.backbone.build().apply(
+      teacher_output = model.backbone.build().apply(
         teacher, batch['image'], rngs={'routing': rng}
       )
       metric_sums['logit_distillation'] = losses.logit_distillation(
-        output.logits_BV, taught.logits_BV
+        output.logits_BV, teacher_output.logits_BV
       )
       weights['logit_distillation'] = objective.logit_distillation
-      if model.score != 'structural':  # Pooled patches match no teacher's.
+      if model.score != 'structural':  # The teacher has no pooled patches.
         metric_sums['token_distillation'] = self._token_distillation(
-          output, taught
+          output, teacher_output
         )
         weights['token_distillation'] = objective.token_distillation
     pairs = [
@@ -71,29 +71,29 @@ class Pruning(Plain):
     for s, keep_BN in enumerate(output.keep_SBN):
       keep_BN = jax.lax.stop_gradient(keep_BN)
       metric_sums[f'kept_{s}'] = (keep_BN.sum(), jnp.float32(keep_BN.size))
-    extra, more = self.choice_losses(output, batch, model)
-    return [*pairs, *extra], (metric_sums | more, model_state)
+    extra, extra_sums = self.choice_losses(output, batch, model)
+    return [*pairs, *extra], (metric_sums | extra_sums, model_state)
 
   def _token_distillation(self, output, taught):
     prefix = self.config.model.backbone.num_prefix
     features_BKD = output.features_BLD[:, prefix:]
     teacher_BND = taught.features_BLD[:, prefix:]
     keep_BN = output.keep_SBN[-1]
-    left = features_BKD.shape[1]
-    if left < teacher_BND.shape[1]:  # They were dropped, not masked.
-      selection = routing.select_decided(keep_BN > 0, left)
+    num_left = features_BKD.shape[1]
+    if num_left < teacher_BND.shape[1]:  # Patches were dropped, not masked.
+      selection = routing.select_decided(keep_BN > 0, num_left)
       teacher_BND = routing.gather_tokens(teacher_BND, selection.index_BK)
       keep_BN = jnp.ones(selection.index_BK.shape)
     return losses.token_distillation(features_BKD, teacher_BND, keep_BN)
 
   def flops_per_step(self, static_args):
-    """The student's three passes, and one of the teacher."""
+    """Counts three passes of the student, and one of the teacher."""
     model = self.config.model
     teacher = flops.forward(model.backbone)
     student = flops.forward(model)
     if model.learned:
-      # Masked patches are processed like the others, by every head, too; a
-      # routed block has as many slots as if none were dropped.
+      # Blocks and heads process masked patches like the others, and a routed
+      # block has as many slots as if none were dropped.
       heads = len(model.stages) * model.prediction_flops(
         model.backbone.num_patches
       )

@@ -1,7 +1,7 @@
-"""Weights to start from: what a run of ours has learnt, without its task.
+"""Weights to start from: those of another run, or of checkpoint files.
 
-Nothing of the other run is needed but its directory: neither its data nor its
-tokenizer, and its model may be another one than is about to be trained.
+Only the directory of the other run is needed, neither its data nor its
+tokenizer, and its model may differ from the one to be trained.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ from mod_jax.train import origin as origin_lib
 from mod_jax.train import workdir as workdir_lib
 from mod_jax.train.checkpoints import restore_named
 
-# The files of a folder in our own format, which `mod_jax.export` writes.
+# The files of a folder that `mod_jax.export` writes in our own format.
 FOLDER, WEIGHTS = 'mod_jax.json', 'model.safetensors'
 
 
@@ -45,21 +45,22 @@ def is_folder(path) -> bool:
 
 
 def is_ours(path) -> bool:
-  """Whether a path holds a model of ours: a run, or a folder of its own."""
+  """Whether a path is the directory of a run, or a folder in our format."""
   return is_workdir(path) or is_folder(path)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Folder:
-  """What the folder of an exported model says of it, pictures aside.
+  """Metadata of an exported model, except the preprocessing of images.
 
   Attributes:
-    model: its config.
-    experiment: the run that trained it, or of a language model how it reads;
-      None of a vision model of somebody else's.
-    classes: as of a `Run`.
+    model: config of the model.
+    experiment: config of the run that trained it; for foreign language models
+      it says how text is read, for foreign vision models it is None.
+    classes: names of the classes, of a vision model; None if unknown.
     tokenizer: kind of the one that lies in the folder, of a language model.
-    foreign: as of a `Run`.
+    foreign: whether a language model was published by others and not trained
+      further, so that prompts begin as its own tokenizer begins texts.
   """
 
   model: LMConfig | ViTConfig | DynamicViTConfig
@@ -70,10 +71,10 @@ class Folder:
 
 
 def read_folder(path) -> tuple[Folder, Any]:
-  """Returns what the folder of an exported model says, and of its pictures.
+  """Returns the metadata of an exported model, and its image preprocessing.
 
   Raises:
-    UserError: it is not what `mod_jax.export` writes.
+    UserError: the folder is not what `mod_jax.export` writes.
   """
   file = workdir_lib.expand(path) / FOLDER
   fields = paths.read_object(file)
@@ -95,21 +96,21 @@ def read_folder(path) -> tuple[Folder, Any]:
 
 
 def model_config(path) -> LMConfig | ViTConfig | DynamicViTConfig:
-  """Returns the config of the model of ours that a path holds."""
+  """Returns the config of the model in a run's directory or our folder."""
   if is_workdir(path):
     return workdir_lib.read_config(path, ExperimentConfig).model
   return read_folder(path)[0].model
 
 
 def read(path) -> tuple[Any, Any]:
-  """Returns parameters and model_state of the model of ours at a path.
+  """Returns parameters and model_state in a run's directory or our folder.
 
   Raises:
-    UserError: as of `read_workdir`, or the file of weights cannot be read.
+    UserError: there are no usable weights.
   """
   if is_workdir(path):
     return read_workdir(path)[1:]
-  # Read when they are placed, one after another.
+  # Lazily, so that arrays are read one by one when they are placed.
   stored = files.stored(workdir_lib.expand(path))
   arrays = {name: Lazy(x.shape, x.read) for name, x in stored.items()}
   variables = trees.unflatten(arrays)
@@ -117,11 +118,11 @@ def read(path) -> tuple[Any, Any]:
 
 
 def read_workdir(path) -> tuple[ExperimentConfig, Any, Any]:
-  """Returns config, parameters and model_state of a run, and changes nothing.
+  """Returns config, parameters and model_state of a run; writes nothing.
 
   Both trees are nested dictionaries of arrays, from the newest checkpoint of a
-  run that may still be going on. The parameters are those that it would be
-  evaluated with: averages, if it keeps any.
+  run that may still be training. The parameters are those that are evaluated:
+  moving averages, if the run keeps any.
 
   Raises:
     UserError: there is no run, or no usable checkpoint, or weights that are not
@@ -147,13 +148,13 @@ def read_workdir(path) -> tuple[ExperimentConfig, Any, Any]:
 
 
 def is_adaptive(init: str) -> bool:
-  """Whether `init` is a model of ours that is adaptive already."""
+  """Whether `init` is a run or a folder of ours with an adaptive model."""
   path = workdir_lib.find(init)
   return is_ours(path) and model_config(path).adaptive is not None
 
 
 def is_routed(init: str) -> bool:
-  """Whether `init` is a model of ours that is routed already."""
+  """Whether `init` is a run or a folder of ours with a routed model."""
   path = workdir_lib.find(init)
   return is_ours(path) and model_config(path).routing is not None
 
@@ -167,19 +168,20 @@ def from_ours(
   new: Sequence[str] = (),
   dropped: Sequence[str] = (),
 ) -> tuple[Any, Any]:
-  """Returns fresh variables with a model's arrays in place of their own.
+  """Returns variables with values from a run or an exported model.
 
   Args:
-    params: fresh parameters.
-    model_state: other fresh collections.
-    init: directory of a run of ours, or of a model that was exported.
-    model: of a language model, its config: other layers may be scanned in it.
-    new: as of `trees.merge`; names in model_state begin with their collection.
-    dropped: likewise.
+    params: initialised parameters.
+    model_state: other initialised collections.
+    init: directory of the run, or of the exported model.
+    model: config of a language model, in which other layers may be scanned than
+      in the source; None for other models.
+    new: regular expressions of names that may be missing from the source, as in
+      `trees.merge`; in model_state, names begin with their collection.
+    dropped: regular expressions of names that only the source may have.
 
   Raises:
-    UserError: there is no model of ours at that path, or its names or shapes
-      do not fit.
+    UserError: there is no such model, or its names or shapes do not fit.
   """
   path = workdir_lib.find(init)
   if not is_ours(path):
@@ -215,17 +217,24 @@ def load_image_weights(
   dropped: tuple[str, ...] = (),
   whole: bool = False,
 ) -> tuple[Any, Any]:
-  """Returns fresh variables with the weights of a run or checkpoint in them.
+  """Returns variables of a vision model with values from a run or checkpoint.
 
   Position embeddings of another resolution are interpolated. Blocks that a
   shallower model does not have are left out, and heads for other classes, or
-  that a file lacks, stay fresh; with `whole` both are refused. `init` is the
-  workdir of a run, a folder that `mod_jax.export` wrote, or a checkpoint file
-  that `convert.vit` reads. The other arguments are those of
-  `modality.Modality.load_weights`.
+  missing from a file, keep their initial values; with `whole` both are errors.
+
+  Args:
+    init: the workdir of a run, a folder that `mod_jax.export` wrote, or a
+      checkpoint file that `convert.vit` reads.
+    model: config of the model.
+    params: its initialised parameters.
+    model_state: its other initialised collections.
+    new: regular expressions of names that may be missing from the source.
+    dropped: regular expressions of names that only the source may have.
+    whole: whether all weights must come from the source.
 
   Raises:
-    UserError: no such weights, or they do not fit.
+    UserError: there are no such weights, or they do not fit.
   """
   path = workdir_lib.find(init)
   dense = model.dense_twin()
@@ -236,9 +245,9 @@ def load_image_weights(
       trees.flatten(source), fresh, dense, init, truncate=not whole
     )
   else:
-    # Prediction heads are all that a file may hold beside the dense model.
-    of_file = model.with_parts(routing=None, adaptive=None)
-    source = convert_vit.read(path, of_file, truncate=not whole)
+    # Files hold the dense model, and perhaps prediction heads of DynamicViT.
+    file_model = model.with_parts(routing=None, adaptive=None)
+    source = convert_vit.read(path, file_model, truncate=not whole)
     statistics = trees.unflatten(
       {n: source.pop(n) for n in list(source) if n.startswith('batch_stats/')}
     )
@@ -270,15 +279,15 @@ def variable_shapes(model) -> tuple[Any, Any]:
 def _fit(
   source, fresh, dense: ViTConfig, init: str, *, truncate: bool
 ) -> tuple[dict[str, Any], set[str]]:
-  """Returns the weights of a run that another model can use, by name.
+  """Returns the weights of a run that fit another model, by name.
 
-  Beside them the names of the heads that are left out, being for other classes.
+  Also returns the names of heads for other classes, which are left out.
   """
   source = dict(source)
   if 'position' in source:
     patches = source['position'].shape[0] - dense.num_prefix
-    # A number that is no square belongs to another kind of model, which the
-    # comparison of all shapes will say.
+    # A number that is no square belongs to another kind of model, which is
+    # reported when all shapes are compared.
     if patches > 0 and math.isqrt(patches) ** 2 == patches:
       source['position'] = resize_positions(
         jnp.asarray(source['position']), dense.num_prefix, dense.grid
@@ -294,7 +303,7 @@ def _fit(
       continue
     *width, classes = source[name].shape
     if [*width, dense.num_classes] != list(fresh[name].shape):
-      continue  # Of another width, which the comparison will say, too.
+      continue  # Another width, also reported when shapes are compared.
     if classes == dense.num_classes:
       continue
     logging.warning(

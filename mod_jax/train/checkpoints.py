@@ -5,23 +5,23 @@ A checkpoint is one directory named by its step, written by Orbax: the items
 what the caller adds), and beside them `manifest.json`, the size and SHA-256 of
 every file of the items. Orbax writes into a temporary directory and renames it
 when all hosts are done; the manifest is written just before that renaming, so
-that what is visible is whole and can be checked for damage later. (Object
-stores cannot rename: there Orbax writes in place, and what is not finished
-lacks its file `commit_success.txt`.)
+every visible checkpoint is complete and can be checked for damage later.
+(Object stores cannot rename: there Orbax writes in place, and an unfinished
+checkpoint lacks the file `commit_success.txt`.)
 
 Nothing in a checkpoint depends on the number of hosts: position and arrays are
 those of the whole run.
 
-A checkpoint without a manifest was not left so by a kill; somebody took the
-manifest away. Nothing vouches for it, so it is used only where no other is
-usable, and then with a warning.
+A killed save never leaves a checkpoint without a manifest; somebody must have
+deleted it. Such a checkpoint cannot be verified, so it is used only if no other
+is usable, and with a warning.
 
-This is written against Orbax's stable API. The `Checkpointer` of its v1, still
-experimental in orbax-checkpoint 0.12.8, deletes old checkpoints in place, so
-that a kill leaves a torso under a valid name. One damaged metadata file can
-stop it from opening; `lightweight_initialize` prevents that, but then it cannot
-save where an earlier checkpoint exists. The plain functions of v1 run no code
-of ours before the commit, when the manifest must be written.
+This uses Orbax's stable API. The `Checkpointer` of its v1, still experimental
+in orbax-checkpoint 0.12.8, deletes old checkpoints in place, so that a kill
+leaves an incomplete one under a valid name. One damaged metadata file can stop
+it from opening; `lightweight_initialize` prevents that, but then it cannot save
+where an earlier checkpoint exists. The functions of v1 offer no hook before the
+commit, when the manifest must be written.
 """
 
 import asyncio
@@ -46,20 +46,20 @@ from mod_jax.errors import UserError
 from mod_jax.train import checksums
 
 _STATE, _METADATA = 'state', 'metadata'
-# What the item `metadata` holds.
+# Keys of the item `metadata`.
 _STEP, _POSITION, _CALLERS = 'step', 'data_position', 'metadata'
-_DELETED = 'deleted'  # Directory of checkpoints that are on their way out.
-_CORRUPT = '.corrupt'  # Suffix of checkpoints that could not be used.
+_DELETED = 'deleted'  # Directory of checkpoints that are to be deleted.
+_CORRUPT = '.corrupt'  # Suffix of unusable checkpoints.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-  """How often to save, and how much of it to keep."""
+  """How often to save, and how many checkpoints to keep."""
 
-  # Steps between checkpoints; 0 saves at none but the last.
+  # Steps between checkpoints; 0 saves only at the last step.
   every: config_lib.Count = 1000
-  # Minutes between checkpoints, looked at between two steps (with several
-  # hosts, at the steps of `log.every`); 0 saves by steps alone.
+  # Minutes between checkpoints, checked after each step (with several hosts,
+  # every `log.every` steps); 0 saves by steps alone.
   every_minutes: config_lib.Weight = 3.0
   keep: config_lib.PositiveCount = 3  # Newest checkpoints that stay on disk.
   asynchronous: bool = True  # Write while training goes on.
@@ -70,11 +70,11 @@ class CheckpointConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Restored:
-  """What a checkpoint held.
+  """The contents of a checkpoint.
 
   Attributes:
     step: the step it was saved at.
-    state: arrays in the structure that was asked for.
+    state: arrays in the requested structure; None if they were not read.
     metadata: the JSON object that was saved with it.
   """
 
@@ -84,24 +84,24 @@ class Restored:
 
 
 def _run_to_the_end(coroutine):
-  """Runs a coroutine, and what it leaves behind when it fails.
+  """Runs a coroutine, and the tasks that are still pending if it fails.
 
-  Of several writes the first that fails ends the coroutine. Orbax then closes
-  the event loop under the others, each of which tells of that by a traceback.
+  The first write that fails ends the coroutine. Orbax's own function then
+  closes the event loop under the other writes, and each prints a traceback.
   """
   loop = asyncio.new_event_loop()
   try:
     asyncio.set_event_loop(loop)
     return loop.run_until_complete(coroutine)
   finally:
-    left = asyncio.gather(*asyncio.all_tasks(loop), return_exceptions=True)
-    loop.run_until_complete(left)
+    pending = asyncio.gather(*asyncio.all_tasks(loop), return_exceptions=True)
+    loop.run_until_complete(pending)
     asyncio.set_event_loop(None)
     loop.close()
 
 
-# Orbax has no public place for this. Where a version of it has moved its own,
-# only the tracebacks come back.
+# A private function of Orbax. In a version that has moved it, only these
+# tracebacks come back.
 with contextlib.suppress(ImportError):
   from orbax.checkpoint._src import asyncio_utils
 
@@ -116,7 +116,7 @@ class _HashingHandler(ocp.PyTreeCheckpointHandler):
   """
 
   async def async_save(self, directory, *args, **kwargs):
-    """Returns what to wait for; the hashing is the last part of it."""
+    """Returns futures of the writes and of the hashing that follows them."""
     written = await super().async_save(directory, *args, **kwargs)
     hash_own = functools.partial(checksums.hash_own_files, directory)
     return [ocp.future.ChainedFuture(written, hash_own)]
@@ -125,12 +125,12 @@ class _HashingHandler(ocp.PyTreeCheckpointHandler):
 class Checkpointer:
   """Saves and restores training; the only writer of its directory.
 
-  To read beside a training run that is still going, use `restore_subtree`: a
-  second Checkpointer would clean away what the first is writing.
+  To read while a run is training, use `restore_subtree`: a second Checkpointer
+  would delete the temporary files of the first.
   """
 
   def __init__(self, directory, config: CheckpointConfig):
-    """Opens `directory`, creating it, and clears what a killed save left.
+    """Creates or opens `directory`, and clears what a killed save left.
 
     Args:
       directory: where the checkpoints lie, one folder per step. All hosts must
@@ -153,20 +153,20 @@ class Checkpointer:
       options=ocp.CheckpointManagerOptions(
         max_to_keep=self.config.keep,
         cleanup_tmp_directories=True,
-        # Deleting in place is not atomic: killed half-way, it would leave a
-        # torso under a valid name. Orbax renames into here instead, and
-        # `_purge` deletes.
+        # Deleting in place is not atomic: a kill would leave an incomplete
+        # checkpoint under a valid name. So Orbax renames into this directory,
+        # and `_purge` deletes.
         todelete_subdir=_DELETED,
-        # Otherwise one damaged metadata file stops the manager from opening.
+        # Otherwise one damaged metadata file prevents opening the manager.
         lightweight_initialize=True,
         async_options=ocp.AsyncOptions(
           post_finalization_callback=self._write_manifest
         ),
       ),
     )
-    # Orbax would ask JAX's preemption service with step numbers of this run.
-    # The loop asks it with numbers that grow over all runs of the process
-    # (`stop.after_step`), and with both in use, the service can miss a stop.
+    # Orbax would query JAX's preemption service with the steps of this run. The
+    # loop queries it with numbers that grow over all runs of the process
+    # (`stop.after_step`); mixing both, the service can miss a stop.
     manager.reached_preemption = lambda step: False
     return manager
 
@@ -181,7 +181,7 @@ class Checkpointer:
     return bool(self.config.every) and step % self.config.every == 0
 
   def steps(self) -> list[int]:
-    """Returns the steps of the whole checkpoints on disk, ascending."""
+    """Returns the steps of the complete checkpoints on disk, ascending."""
     return steps(self._directory)
 
   def save(self, step: int, state, iterator=None, metadata=None) -> None:
@@ -231,13 +231,13 @@ class Checkpointer:
 
     Args:
       abstract_state: the state, with `jax.ShapeDtypeStruct` (or arrays) for
-        leaves. Leaves with a sharding are placed so directly, whatever mesh
+        leaves. Leaves with a sharding are placed accordingly, whatever mesh
         they were saved from; the others come uncommitted on one device.
       iterator: the iterator whose position to restore by `set_state`.
-      check: is shown a checkpoint, without arrays, before they are read; it
-        raises where that must not be used.
-      report: is told in one sentence of each checkpoint passed over, and of one
-        that is used though nothing vouches for it.
+      check: is called with the checkpoint before its arrays are read (`state`
+        is None), and raises if it must not be used.
+      report: is called with one sentence for each checkpoint passed over, and
+        for one that is used without a manifest.
 
     Returns:
       The checkpoint, or None where there is none yet.
@@ -257,7 +257,7 @@ class Checkpointer:
       report,
     )
     if unusable:
-      # Moved only now: had none been usable, all should stay for the next try.
+      # Not before one was restored: if none is usable, all stay in place.
       if jax.process_index() == 0:
         for step in unusable:
           _move_aside(self._directory / str(step))
@@ -272,14 +272,14 @@ class Checkpointer:
     self._purge()
 
   def close(self) -> None:
-    """Waits, then lets go of threads and files."""
+    """Waits for saves, then releases threads and files."""
     try:
       self.wait()
     finally:
       self._manager.close()
 
   def _write_manifest(self):
-    """Runs on the first host after all items are written, before the commit."""
+    """Called on the first host after all items are written, before commit."""
     directory = self._directory / f'{self._saving}{ocp.utils.TMP_DIR_SUFFIX}'
     if not directory.exists():
       # Where a file system cannot rename, Orbax writes in place.
@@ -287,7 +287,7 @@ class Checkpointer:
     checksums.write(directory, _STATE)
 
   def _purge(self):
-    """Deletes the checkpoints that `keep` has pushed out."""
+    """Deletes the checkpoints that exceed `keep`."""
     if jax.process_index() == 0 and (self._directory / _DELETED).exists():
       (self._directory / _DELETED).rmtree()
 
@@ -302,16 +302,17 @@ def restore_subtree(
 ) -> Restored | None:
   """Restores some of a checkpoint's arrays, and changes nothing on disk.
 
-  Leaves are found by their path, so give the tree that was saved with what is
-  not wanted replaced by None (`state.replace(opt_state=None)`), or a
-  dictionary by name (`{'params': ...}`).
+  Leaves are found by their path: pass the saved tree with the unwanted parts
+  replaced by None (`state.replace(opt_state=None)`), or a dictionary by name
+  (`{'params': ...}`).
 
   Args:
-    directory: as for `Checkpointer`, which may be writing to it meanwhile.
-    abstract: as `abstract_state` in `Checkpointer.restore`, with fewer leaves.
+    directory: of the checkpoints; a run may be writing to it meanwhile.
+    abstract: `jax.ShapeDtypeStruct` leaves of the wanted arrays; those with a
+      sharding are placed accordingly.
     step: the checkpoint to read; by default the newest usable one.
     check: as for `Checkpointer.restore`.
-    report: is told in one sentence of each checkpoint passed over.
+    report: is called with one sentence for each checkpoint passed over.
 
   Returns:
     The checkpoint with the wanted arrays, or None where there is none yet.
@@ -338,15 +339,15 @@ def restore_named(
   """Restores parts of the newest checkpoint without knowing their shapes.
 
   Args:
-    directory: as for `restore_subtree`.
+    directory: of the checkpoints; a run may be writing to it meanwhile.
     names: of the parts, such as `params`.
     check: as for `Checkpointer.restore`.
-    report: is told in one sentence of each checkpoint passed over.
+    report: is called with one sentence for each checkpoint passed over.
 
   Returns:
-    The checkpoint, its state nested dictionaries by name, with arrays on one
-    device; or None where there is none yet. A part that was not saved, as
-    happens to empty ones, is an empty dictionary.
+    The checkpoint, its state as nested dictionaries with arrays on one device;
+    None if there is none yet. A part that was not saved, such as an empty one,
+    is an empty dictionary.
 
   Raises:
     UserError: no checkpoint is usable.
@@ -366,10 +367,10 @@ def restore_named(
 
 
 def steps(directory) -> list[int]:
-  """Returns the steps of the whole checkpoints in a directory, ascending.
+  """Returns the steps of the complete checkpoints in a directory, ascending.
 
   Args:
-    directory: as for `Checkpointer`; may be missing.
+    directory: of the checkpoints; may be missing.
   """
   directory = paths.absolute(directory)
   with _reading_directory(directory):
@@ -377,27 +378,27 @@ def steps(directory) -> list[int]:
       entries = list(directory.iterdir())
     except FileNotFoundError:
       return []
-    found = {
+    complete = {
       step
       for step in ocp.utils.checkpoint_steps(directory)
       if (directory / str(step)).exists()
     }
-    if paths.is_remote(directory):  # There a name does not mean finished.
-      return sorted(found)
-    # What has a step's name and is no directory is a damaged checkpoint.
+    if paths.is_remote(directory):  # Unfinished ones have their final name.
+      return sorted(complete)
+    # A file with the name of a step is a damaged checkpoint.
     files = {path.name for path in entries if not path.is_dir()}
-    return sorted(found | {int(name) for name in files if name.isdecimal()})
+    return sorted(complete | {int(name) for name in files if name.isdecimal()})
 
 
 def peek(directory, step: int) -> Restored | None:
-  """Returns what was saved beside a checkpoint's arrays, without checking it.
+  """Returns a checkpoint's step and metadata, without verifying its files.
 
   Args:
-    directory: as for `Checkpointer`.
+    directory: of the checkpoints.
     step: of the checkpoint.
 
   Returns:
-    The checkpoint without arrays, or None where that cannot be read.
+    The checkpoint without arrays, or None if its metadata cannot be read.
   """
   try:
     saved = _read_metadata(paths.absolute(directory) / str(step))
@@ -407,13 +408,12 @@ def peek(directory, step: int) -> Restored | None:
 
 
 def _read_metadata(checkpoint) -> dict[str, Any]:
-  # As Orbax's handler wrote it, without the waiting for other hosts that its
-  # reader takes.
+  # Orbax's own reader waits for the other hosts.
   return json.loads((checkpoint / _METADATA / 'metadata').read_text())
 
 
 class _Unusable(Exception):
-  """A checkpoint is damaged: told in a few words, to use the one before."""
+  """A checkpoint is damaged; the one before it is used instead."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -421,17 +421,17 @@ class _Source:
   """A checkpoint on disk in which `_open` found no damage."""
 
   directory: epath.Path
-  verified: bool  # Whether a manifest vouches for its files.
-  saved: dict[str, Any]  # What was saved beside the arrays.
+  verified: bool  # Whether its files agree with a manifest.
+  saved: dict[str, Any]  # The item `metadata`.
 
   def load(self, abstract, iterator=None, *, whole=False, check) -> Restored:
-    """Reads arrays, iterator and metadata; see `Checkpointer.restore`.
+    """Reads the wanted arrays and the metadata, and positions the iterator.
 
     Args:
-      abstract: pytree of the arrays that are wanted.
+      abstract: pytree of the wanted arrays.
       iterator: Grain iterator or None.
-      whole: whether the checkpoint may hold no other arrays than these.
-      check: see `Checkpointer.restore`.
+      whole: whether any other array in the checkpoint is an error.
+      check: as for `Checkpointer.restore`.
     """
     step, metadata = self.saved[_STEP], self.saved[_CALLERS]
     check(Restored(step=step, state=None, metadata=metadata))
@@ -457,7 +457,7 @@ class _Source:
 
   @functools.cached_property
   def stored(self) -> dict[str, Any]:
-    """Shape and dtype of all its arrays, by path."""
+    """Shape and dtype of all arrays in the checkpoint, by path."""
     with _reading('its list of arrays', self.verified):
       handler = ocp.PyTreeCheckpointHandler()
       return trees.by_path(handler.metadata(self.directory / _STATE).tree)
@@ -474,7 +474,7 @@ class _Source:
       ) from e
 
   def _check(self, wanted, whole):
-    """Raises UserError for the first leaf that differs."""
+    """Raises UserError for the first missing, differing or extra leaf."""
     way_out = (
       'use the config that the checkpoint was made with, or another workdir'
     )
@@ -486,13 +486,13 @@ class _Source:
           f'needs with shape {leaf.shape}: {way_out}'
         )
       stored = self.stored[path]
-      for what, there, here in (
+      for what, saved, here in (
         ('shape', tuple(stored.shape), leaf.shape),
         ('dtype', np.dtype(stored.dtype), leaf.dtype),
       ):
-        if there != here:
+        if saved != here:
           raise UserError(
-            f'{path} has {what} {there} in the checkpoint {self.directory} but '
+            f'{path} has {what} {saved} in the checkpoint {self.directory} but '
             f'{here} in this model: {way_out}'
           )
     extra = [path for path in self.stored if path not in wanted]
@@ -506,10 +506,10 @@ class _Source:
 
 @contextlib.contextmanager
 def _reading(what, verified):
-  """Treats an error as damage, unless a manifest vouches for the files.
+  """Turns errors into `_Unusable`, unless the files were verified.
 
-  Verified files hold what was written, so the error has another cause, and
-  another checkpoint would fail in the same way.
+  Verified files are undamaged, so the error has another cause, and another
+  checkpoint would fail in the same way.
   """
   try:
     yield
@@ -522,31 +522,31 @@ def _reading(what, verified):
 
 
 def _restore_beside(directory, load, report, *, step=None):
-  """Loads a checkpoint where a run may be saving and deleting others.
+  """Loads a checkpoint while a run may be saving and deleting others.
 
   Args:
-    directory: where they lie.
-    load: as of `_restore_newest`.
-    report: as of `_restore_newest`.
-    step: which; None for the newest usable one.
+    directory: of the checkpoints.
+    load: reads a `_Source`; raises _Unusable.
+    report: as for `Checkpointer.restore`.
+    step: which checkpoint; None for the newest usable one.
 
   Returns:
-    What `load` returned, or None where there is none yet.
+    The result of `load`, or None if there is no checkpoint yet.
   """
   while True:
-    found = steps(directory)
-    if step is not None and step not in found:
+    available = steps(directory)
+    if step is not None and step not in available:
       raise UserError(
         f'no checkpoint at step {step} in {directory}: expected one of '
-        f'{found or "none, there is nothing there"}'
+        f'{available or "none, there is nothing there"}'
       )
-    tried = found if step is None else [step]
+    candidates = available if step is None else [step]
     try:
-      return _restore_newest(directory, tried, load, report)[0]
+      return _restore_newest(directory, candidates, load, report)[0]
     except Exception:
-      # The run deletes its oldest ones, and so perhaps the one that was being
-      # read. There is a newer one then.
-      if not tried or tried[-1] in steps(directory):
+      # The run may have deleted the one that was being read; then there is a
+      # newer one.
+      if not candidates or candidates[-1] in steps(directory):
         raise
 
 
@@ -554,18 +554,18 @@ def _restore_newest(directory, steps, load, report):
   """Loads the newest usable checkpoint.
 
   Args:
-    directory: where they lie.
+    directory: of the checkpoints.
     steps: which to try, ascending.
     load: reads a `_Source`; raises _Unusable.
-    report: see `Checkpointer.restore`.
+    report: as for `Checkpointer.restore`.
 
   Returns:
-    What `load` returned, or None without any steps; and the unusable steps.
+    The result of `load` (None without any steps) and the unusable steps.
   """
   unusable, doubtful = {}, {}
 
   def sources():
-    """Yields the verified ones, newest first; then those without a manifest."""
+    """Yields verified sources, then those without manifest; newest first."""
     for step in reversed(steps):
       try:
         source = _open(directory / str(step))
@@ -595,14 +595,16 @@ def _restore_newest(directory, steps, load, report):
         f'for its {checksums.MANIFEST} is missing: using it, since there is no '
         'better one'
       )
-    for bad, why in unusable.items():
+    for failed, why in unusable.items():
       report(
-        f'the checkpoint at step {bad} in {directory} is unusable ({why}): '
+        f'the checkpoint at step {failed} in {directory} is unusable ({why}): '
         f'using the one at step {used} instead'
       )
     return restored, list(unusable)
   if unusable:
-    reasons = '; '.join(f'step {bad}: {why}' for bad, why in unusable.items())
+    reasons = '; '.join(
+      f'step {failed}: {why}' for failed, why in unusable.items()
+    )
     raise UserError(
       f'no checkpoint in {directory} is usable ({reasons}): restore them from '
       'a copy, or delete the directory to start afresh'
@@ -611,12 +613,7 @@ def _restore_newest(directory, steps, load, report):
 
 
 def _open(directory) -> _Source:
-  """Verifies a checkpoint, and reads what was saved beside its arrays.
-
-  Raises:
-    UserError: it is of an older version.
-    _Unusable: it is damaged, or of another step.
-  """
+  """Verifies a checkpoint and reads its metadata; raises _Unusable."""
   verified = _verify(directory)
   with _reading('its metadata', verified):
     saved = _read_metadata(directory)
@@ -633,13 +630,10 @@ def _open(directory) -> _Source:
 
 
 def _verify(directory) -> bool:
-  """Compares a checkpoint's files with its manifest; says whether it has one.
+  """Checks a checkpoint's files; returns whether it has a manifest.
 
-  Each host reads its part of the files, and all decide alike: otherwise they
-  would resume from different steps.
-
-  Raises:
-    _Unusable: a file is not as it was written.
+  Each host reads a part of the files, and all come to the same result:
+  otherwise they would resume from different steps. Raises _Unusable.
   """
   problem, verified = None, False
   try:
@@ -651,9 +645,9 @@ def _verify(directory) -> bool:
     problems = multihost_utils.process_allgather(
       np.array([problem is not None, not verified])
     )
-    bad, missing = np.any(problems, axis=0)
-    verified = not missing
-    if bad and problem is None:
+    any_damaged, any_missing = np.any(problems, axis=0)
+    verified = not any_missing
+    if any_damaged and problem is None:
       problem = 'another host found it damaged'
   if problem:
     raise _Unusable(problem)
@@ -662,7 +656,7 @@ def _verify(directory) -> bool:
 
 @contextlib.contextmanager
 def _reading_directory(directory):
-  """Tells in one sentence of a directory that cannot be used."""
+  """Turns OSError into a UserError about the directory."""
   try:
     yield
   except OSError as e:
@@ -686,9 +680,9 @@ def _one_line(error) -> str:
   return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
 
 
-# The state is stored as nested dictionaries of plain arrays, whatever classes
-# it is made of: a leaf is known by its path alone. So optimiser classes may be
-# renamed, and any Orbax reads the files without importing this library.
+# The state is stored as nested dictionaries of plain arrays, and leaves are
+# identified by their path. So optimiser classes may be renamed, and the files
+# can be read without importing this library.
 
 
 def _is_key(leaf) -> bool:
@@ -696,7 +690,7 @@ def _is_key(leaf) -> bool:
 
 
 def _stored_arrays(state):
-  """Returns the state's leaves by path, PRNG keys as their integers."""
+  """Returns the state's leaves by path, PRNG keys as integer arrays."""
 
   def stored(leaf):
     if not isinstance(leaf, jax.Array):
@@ -707,7 +701,7 @@ def _stored_arrays(state):
 
 
 def _stored_type(leaf) -> jax.ShapeDtypeStruct:
-  """Returns how a wanted leaf lies on disk."""
+  """Returns shape and dtype of a leaf as stored: PRNG keys are integers."""
   sharding = getattr(leaf, 'sharding', None)
   leaf = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
   if _is_key(leaf):

@@ -1,7 +1,7 @@
 """The manifest of a checkpoint: size and SHA-256 of every file of its items.
 
-Each host hashes the files that it wrote itself, and an equal part of all when
-they are checked.
+When saving, each host hashes the files that it wrote itself; when checking,
+each hashes an equal share of all files.
 """
 
 from concurrent import futures
@@ -11,15 +11,15 @@ import json
 import jax
 
 MANIFEST = 'manifest.json'
-# Orbax puts the arrays below a directory for each process that wrote them.
+# The directory of the arrays that a process wrote, as Orbax names it.
 _OWN_FILES = 'ocdbt.process_{}'
-_OWN_DIGESTS = 'sha256.process_{}.json'  # Until they stand in the manifest.
+_OWN_DIGESTS = 'sha256.process_{}.json'  # Until the manifest is written.
 
 
 def hash_own_files(item) -> None:
-  """Notes, in an item's directory, the digests of this process's files."""
-  own = item / _OWN_FILES.format(jax.process_index())
-  names = _files(own, f'{own.name}/') if own.exists() else []
+  """Writes the digests of this process's files into the item's directory."""
+  directory = item / _OWN_FILES.format(jax.process_index())
+  names = _files(directory, f'{directory.name}/') if directory.exists() else []
   path = item / _OWN_DIGESTS.format(jax.process_index())
   path.write_text(json.dumps(_digests(item, names)))
 
@@ -29,7 +29,7 @@ def write(checkpoint, item: str) -> None:
 
   Args:
     checkpoint: its directory, with all items.
-    item: the name of the one of which the processes hashed their own files.
+    item: name of the item for which `hash_own_files` was called.
   """
   manifest = _own_digests(checkpoint / item)
   rest = [name for name in _item_files(checkpoint) if name not in manifest]
@@ -46,10 +46,10 @@ def write(checkpoint, item: str) -> None:
 
 
 def damage(directory) -> str | None:
-  """Says what is wrong with this host's part of the files, or returns None.
+  """Describes the damage in this host's share of the files; None if none.
 
   Raises:
-    OSError: they cannot be read.
+    OSError: the files cannot be read.
   """
   try:
     manifest = {
@@ -65,8 +65,8 @@ def damage(directory) -> str | None:
   for name in sorted(present):
     if name not in manifest:
       return f'{name} is not in {MANIFEST}'
-  mine = sorted(manifest)[jax.process_index() :: jax.process_count()]
-  for name, (size, digest) in _digests(directory, mine).items():
+  share = sorted(manifest)[jax.process_index() :: jax.process_count()]
+  for name, (size, digest) in _digests(directory, share).items():
     if size != manifest[name][0]:
       return f'{name} has {size} bytes instead of {manifest[name][0]}'
     if digest != manifest[name][1]:
@@ -75,14 +75,14 @@ def damage(directory) -> str | None:
 
 
 def _own_digests(state) -> dict[str, tuple[int, str]]:
-  """Collects, and takes away, what each process noted of its own files."""
-  found = {}
+  """Reads and deletes the digests that each process wrote for its files."""
+  digests = {}
   for i in range(jax.process_count()):
     path = state / _OWN_DIGESTS.format(i)
     for name, entry in json.loads(path.read_text()).items():
-      found[f'{state.name}/{name}'] = tuple(entry)
+      digests[f'{state.name}/{name}'] = tuple(entry)
     path.unlink()
-  return found
+  return digests
 
 
 def _digests(directory, names) -> dict[str, tuple[int, str]]:
@@ -103,7 +103,7 @@ def _digests(directory, names) -> dict[str, tuple[int, str]]:
 def _item_files(directory) -> list[str]:
   """Returns the paths of all files of a checkpoint's items.
 
-  Files beside the items are left out: Orbax still changes them at the commit.
+  Files beside the items are left out: Orbax changes them at the commit.
   """
   return [
     name

@@ -1,4 +1,4 @@
-"""Evaluating a run that was trained, or is still training."""
+"""Evaluates a run, finished or still training."""
 
 from collections.abc import Iterable
 import contextlib
@@ -34,7 +34,7 @@ class Trained:
     task: says how to evaluate, sample and draw.
     params: the parameters to use: averages, if the run keeps any.
     model_state: other collections of the model.
-    mesh: where they lie.
+    mesh: the device mesh that holds them.
   """
 
   step: int
@@ -45,7 +45,7 @@ class Trained:
 
 
 def load(task: Task, workdir, *, step: int | None = None) -> Trained:
-  """Returns what a run has learnt; changes nothing on disk.
+  """Returns the parameters of a run's checkpoint; changes nothing on disk.
 
   Args:
     task: of the run.
@@ -53,8 +53,8 @@ def load(task: Task, workdir, *, step: int | None = None) -> Trained:
     step: the checkpoint to read; the newest usable one by default.
 
   Raises:
-    UserError: no such checkpoint, or one that does not fit the run's config, as
-      where that was edited since.
+    UserError: there is no such checkpoint, or it does not fit the run's config,
+      which may have been edited since.
   """
   workdir, config = workdir_lib.expand(workdir), task.config
   task.check()
@@ -75,10 +75,11 @@ def load(task: Task, workdir, *, step: int | None = None) -> Trained:
     raise UserError(
       f'--workdir={workdir} holds no checkpoint yet: train it for longer.'
     )
-  # Sampling needs no data, and an evaluation says by itself what is missing.
+  # Missing data are no error here: sampling needs none, and an evaluation
+  # reports them itself.
   with contextlib.suppress(UserError):
-    if said := origin_lib.changed_data(restored, task.data_fingerprint()):
-      logging.warning('%s: judging by what is there now.', said)
+    if changes := origin_lib.changed_data(restored, task.data_fingerprint()):
+      logging.warning('%s: judging by what is there now.', changes)
   return Trained(
     restored.step,
     task,
@@ -100,12 +101,11 @@ def held_out(
   """Returns a task's held-out metrics, by prefix of the mode and name.
 
   Args:
-    task: says which batches, and what one step returns.
+    task: defines the batches, and the metrics of each.
     params: the parameters, on the mesh.
-    model_state: likewise.
+    model_state: other collections of the model, on the mesh.
     mesh: the device mesh.
-    batches: how many; 0 for all, None for what the config says of evaluations
-      during training.
+    batches: how many; 0 for all, None for `config.evaluation.batches`.
     more: whether to use the modes that only `eval.py` reports.
   """
   modes = task.eval_modes(more=more)
@@ -134,15 +134,15 @@ def held_out(
   return task.finish_metrics(
     {
       prefix + name: value
-      for prefix, of_mode in sums.items()
-      for name, value in metrics_lib.finalize(of_mode).items()
+      for prefix, mode_sums in sums.items()
+      for name, value in metrics_lib.finalize(mode_sums).items()
     }
   )
 
 
 @functools.lru_cache(maxsize=8)
 def _eval_step(task: Task):
-  """Returns the compiled step: a run evaluates often, and compiles once."""
+  """Returns the jitted step, cached so that evaluations share it."""
   return jax.jit(task.eval_step, static_argnames='mode')
 
 
@@ -151,7 +151,8 @@ def evaluate(
 ) -> dict[str, float]:
   """Evaluates, prints the table, draws the pictures, writes `eval.json`.
 
-  `batches` are how many held-out batches; 0 for all, None for the config's.
+  `batches` is the number of held-out batches; 0 for all, None for
+  `config.evaluation.final_batches`.
   """
   with jax.set_mesh(trained.mesh):
     if batches is None:
@@ -165,11 +166,11 @@ def evaluate(
 
 
 def report(trained: Trained, metrics: dict[str, float], workdir) -> None:
-  """Draws the pictures, keeps held-out metrics in `eval.json`, prints them.
+  """Draws the pictures, writes metrics to `eval.json`, then prints them.
 
-  In this order, since `eval.json` says that all is there, and printing may
+  In this order, since `eval.json` marks a run as complete, and printing may
   fail. Pictures of the model are drawn by one host alone, so they are left out
-  where its parameters are spread over several.
+  if its parameters are spread over several.
   """
   workdir = workdir_lib.expand(workdir)
   figures = {}
@@ -184,7 +185,7 @@ def report(trained: Trained, metrics: dict[str, float], workdir) -> None:
 
 
 def last_step(workdir) -> int | None:
-  """Returns the step at which a run was evaluated last, None if never."""
+  """Returns the step of the last report in `eval.json`, or None."""
   path = workdir_lib.expand(workdir) / _METRICS
   try:
     return json.loads(path.read_text())['step']
@@ -209,26 +210,26 @@ def find_studies(task: Task, names: Iterable[str]) -> dict[str, Any]:
 
 
 def study(trained: Trained, names: Iterable[str], workdir) -> None:
-  """Runs studies of `task.studies()`, by name; prints what they found.
+  """Runs studies of `task.studies()`, by name; prints and saves their results.
 
-  That is also kept in the run's directory, as `study_NAME.json` and pictures.
+  Metrics go to `study_NAME.json` in the run's directory, beside the pictures.
 
   Raises:
-    UserError: there is no study of a name; then none is run.
+    UserError: a study does not exist; then none is run.
   """
   workdir = workdir_lib.expand(workdir)
   for name, run in find_studies(trained.task, names).items():
     with jax.set_mesh(trained.mesh):
-      found = run(trained.params, trained.model_state, trained.mesh)
+      result = run(trained.params, trained.model_state, trained.mesh)
     if jax.process_index() != 0:
       continue
     _write_json(
-      workdir / f'study_{name}.json', {'step': trained.step, **found.metrics}
+      workdir / f'study_{name}.json', {'step': trained.step, **result.metrics}
     )
-    figures = {f'study_{name}_{k}': v for k, v in found.figures.items()}
+    figures = {f'study_{name}_{k}': v for k, v in result.figures.items()}
     _save_pictures(figures, workdir)
     print(f'{name}, at step {trained.step}:')
-    print(found.text)
+    print(result.text)
     _print_pictures(figures, workdir)
 
 

@@ -1,4 +1,4 @@
-"""How often a run was begun and continued, and the time that this took."""
+"""The starts, restarts and ends of a run, and the time that restarts cost."""
 
 from collections.abc import Callable
 import json
@@ -11,13 +11,14 @@ _FILE = 'history.jsonl'
 
 
 class History:
-  """Keeps `WORKDIR/history.jsonl`: a line for each event in the run's life.
+  """Writes `WORKDIR/history.jsonl`: a line for each event of a run.
 
-  `{"event": "start", "time": …, "step": 120, "lost_steps": 7, …}`, where
-  training begins or continues, with what else describes it; `"first_step"` when
-  the first step is done, and programs are loaded and compiled; `"end"`; and
-  `"changed"`, with the `fields`, where it goes on with another config. A
-  process that is killed leaves no `end`. Times are seconds since 1970.
+  A line is `{"event": "start", "time": …, "step": 120, "lost_steps": 7, …}`.
+  Events are `start`, where training begins or continues, with details of the
+  process; `first_step`, when the first step after it is done and all is
+  compiled; `end`, which a killed process does not write; and `changed`, with
+  the `fields`, where a run continues with another config. Times are seconds
+  since 1970.
   """
 
   def __init__(
@@ -27,12 +28,12 @@ class History:
     enabled: bool = True,
     clock: Callable[[], float] = time.time,
   ):
-    """Reads what is there.
+    """Reads the events so far.
 
     Args:
       workdir: directory of the run.
-      enabled: False keeps nothing, as on all hosts but the first.
-      clock: returns seconds; tests give their own.
+      enabled: False neither reads nor writes, as on all hosts but the first.
+      clock: returns seconds.
     """
     self._path = paths.expand(workdir) / _FILE
     self._clock = clock
@@ -40,12 +41,12 @@ class History:
     self._events = read(workdir) if enabled else []
 
   def add(self, event: str, step: int, **more) -> None:
-    """Notes an event, and when it was.
+    """Adds an event.
 
     Args:
       event: its kind.
       step: steps taken.
-      **more: what else to note, as JSON; `time` if it was not now.
+      **more: further fields, as JSON; `time` overrides the current time.
     """
     if not self._enabled:
       return
@@ -55,10 +56,10 @@ class History:
     paths.write_bytes(self._path, text.encode())
 
   def report(self) -> str | None:
-    """Returns what restarts have cost so far in a sentence; None without any.
+    """Returns a sentence on the cost of restarts so far; None without any.
 
     The cost of a restart is the time from its start to the end of its first
-    step, and the steps that were taken before it and were not saved.
+    step, and the time of the unsaved steps that were taken again.
     """
     lives = []
     for event in self._events:
@@ -91,10 +92,10 @@ def changed_at(workdir) -> int:
 
 
 def read(workdir) -> list[dict]:
-  """Returns the events of a run, oldest first; empty where there are none.
+  """Returns the events of a run, oldest first; empty if there are none.
 
   Raises:
-    UserError: the file holds something else.
+    UserError: the file is not what `History` writes.
   """
   path = paths.expand(workdir) / _FILE
   if not path.exists():

@@ -1,22 +1,23 @@
-"""One writer for a directory: a lock file that outlives no owner.
+"""A lock file that gives a directory one writer, and is not left stale.
 
-`lock.json` in the directory names process, host and time. It is made by a hard
-link to a finished file: only one of any number of processes succeeds, and none
-sees the file half written, on NFS too.
+`lock.json` in the directory names process, host and time. It is created by a
+hard link to a complete file: only one of any number of processes succeeds, and
+none sees the file half written, also on NFS.
 
-A lock whose owner is dead may be taken over. On the same machine that is
-certain: no process has its number, or one that started at another time has. An
-owner on another machine, or before this one was started anew, renews the file's
-time every quarter of a minute: we watch for two minutes, by our own clock,
-whether it does, and compare its times with no others, since clocks go wrong. A
-file that lacks its end, as after a loss of power, is watched in the same way.
-That is safe if the file system shows one client's changes to the others within
-that time (NFS does after at most one minute, by default) and if the owner never
-sleeps for longer. An owner that did, such as a suspended machine, finds its
-lock gone before its next save, and stops. Object stores (`gs://…`) have no such
-link: there two processes that start within the same second may both believe
-that they came first. Nor can a file's time be renewed there: the owner rewrites
-`lock.beat` instead.
+A lock whose owner is dead may be taken over. On the same machine that can be
+decided at once: no process has its pid, or a process with that pid started at
+another time. Owners touch the file every 15 seconds. If the owner is on another
+machine, or the machine was rebooted, we wait two minutes by our own clock and
+see whether the modification time changes; it is never compared with our clock,
+since clocks differ. A truncated file, as after a loss of power, is treated in
+the same way. This is safe if the file system shows one client's changes to the
+others within that time (NFS does after at most one minute, by default) and if
+the owner never sleeps for longer. An owner that did, such as a suspended
+machine, finds its lock gone before its next save, and stops.
+
+Object stores (`gs://…`) have no hard links: two processes that start within the
+same second may both acquire the lock. Nor can a file be touched there: the
+owner rewrites `lock.beat` instead.
 """
 
 from collections.abc import Iterator
@@ -44,9 +45,9 @@ from mod_jax.train import stop as stop_lib
 from mod_jax.train import workdir as workdir_lib
 
 FILE = 'lock.json'
-_BEAT = 15.0  # Seconds between two renewals of the file's time.
-_DEAD = 120.0  # Seconds without one, after which an owner elsewhere is dead.
-# Of a lock whose end is missing.
+_BEAT = 15.0  # Seconds between two heartbeats.
+_DEAD = 120.0  # Seconds without one after which a remote owner counts as dead.
+# The owner of a truncated lock file.
 _UNKNOWN = {'pid': '(unknown)', 'host': '(unknown)', 'time': '(unknown)'}
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
@@ -54,25 +55,25 @@ _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 class InUse(UserError):
   """Another process, or another thread, holds the lock of a directory.
 
-  Also where a signal to stop came before it was known whether it still does.
+  Also raised if a stop is requested while waiting to see whether it does.
   """
 
 
 class Lock:
-  """What one process holds; see `held`."""
+  """The lock of one process on a directory; acquired by `held`."""
 
   def __init__(self, path: pathlib.Path):
     self.path = path
     self.thread = threading.get_ident()
     self.depth = 0
-    self.text = None  # Of the file; None where another host holds it.
+    self.text = None  # Content of the file; None if another host holds it.
     self._done = threading.Event()
-    self._made = []  # Directories that were not there before.
+    self._made = []  # Directories that `acquire` creates.
 
   def acquire(self) -> None:
-    """Makes the file; raises InUse where somebody else holds it."""
+    """Creates the file; raises InUse if another process holds the lock."""
     directory = self.path.parent
-    if not paths.is_remote(directory):  # There are no directories in stores.
+    if not paths.is_remote(directory):  # Stores have no directories.
       parents = (directory, *directory.parents)
       self._made = [p for p in parents if not p.exists()]
     try:
@@ -93,16 +94,16 @@ class Lock:
     threading.Thread(target=self._beat, daemon=True).start()
 
   def release(self) -> None:
-    """Removes the file, and the directories that were made for it alone."""
+    """Removes the file, and directories created for it that are still empty."""
     self._done.set()
     with contextlib.suppress(OSError):
       if self.text is not None and _read(self.path) == self.text:
         self.path.unlink()
-        # Only ours: another's says that its owner is alive.
+        # Not that of another owner, which shows that it is alive.
         if paths.is_remote(self.path):
           _beat_of(self.path).unlink(missing_ok=True)
-      for made in self._made:
-        os.rmdir(made)  # Fails where something was written.
+      for created in self._made:
+        os.rmdir(created)  # Fails if it is not empty.
     self.text = None
 
   def _create(self, text) -> bool:
@@ -119,7 +120,7 @@ class Lock:
     except OSError as error:
       if error.errno not in _NO_LINKS:
         raise
-      # Without hard links, others may see the file half written, and wait.
+      # Without hard links, others may see a half written file; then they wait.
       try:
         _write(self.path, text)
       except FileExistsError:
@@ -136,7 +137,7 @@ class Lock:
         if paths.is_remote(self.path):
           _beat_of(self.path).write_text(uuid.uuid4().hex)
         else:
-          # Without a time given, it is the file server's, which all share.
+          # Without an explicit time, this uses the file server's clock.
           os.utime(self.path)
 
 
@@ -145,10 +146,10 @@ _held: dict[str, Lock] = {}
 
 @contextlib.contextmanager
 def held(directory) -> Iterator[Lock]:
-  """Keeps other processes from writing to a directory, which is made.
+  """Keeps other processes from writing to a directory; creates it if missing.
 
-  A thread may hold a lock several times over: a sweep holds that of a run that
-  lies in its own directory. With several hosts the first one holds it for all.
+  The lock is reentrant within a thread: a sweep may hold that of a run in its
+  own directory. With several hosts the first one holds it for all.
 
   Raises:
     InUse: another process, or another thread, holds it.
@@ -167,7 +168,7 @@ def held(directory) -> Iterator[Lock]:
   try:
     yield lock
   except Exception:
-    # Another that took the lock over also clears away what this one writes.
+    # A process that took over the lock may also have caused the error.
     check(directory)
     raise
   finally:
@@ -178,7 +179,7 @@ def held(directory) -> Iterator[Lock]:
 
 
 def check(directory) -> None:
-  """Raises InUse if another process took over what this one held."""
+  """Raises InUse if another process took over a lock that this one held."""
   lock = _held.get(str(_path(directory)))
   if lock is None or lock.text is None or _read(lock.path) == lock.text:
     return
@@ -201,7 +202,7 @@ def _acquire_on_first_host(lock):
     except UserError as refusal:
       error = refusal
   if jax.process_count() > 1:
-    # All hosts must raise the same, since all shall go on in the same way.
+    # All hosts must raise the same type, so that all go on in the same way.
     kinds = (type(None), UserError, InUse)
     kind = multihost_utils.broadcast_one_to_all(
       np.array(kinds.index(type(error)))
@@ -215,7 +216,7 @@ def _acquire_on_first_host(lock):
 
 
 def _identity() -> dict[str, Any]:
-  """Returns what tells this process from all others, and when it began."""
+  """Returns what identifies this process, and the time."""
   return {
     'pid': os.getpid(),
     'host': socket.gethostname(),
@@ -227,40 +228,35 @@ def _identity() -> dict[str, Any]:
 
 
 def _machine() -> str:
-  """Returns an id of the machine and namespace that number the processes."""
+  """Returns an id of the machine and the namespace of its pids."""
   try:
     boot = pathlib.Path('/proc/sys/kernel/random/boot_id').read_text().strip()
-    # Containers of one machine number their processes each for itself.
+    # Each container on a machine has its own pids.
     return f'{boot} {os.readlink("/proc/self/ns/pid")}'
   except OSError:  # The system is not Linux.
     return f'{socket.gethostname()} {uuid.getnode():x}'
 
 
 def _started(pid: int) -> str | None:
-  """Returns when a process began, in whatever unit; None if it is not known.
+  """Returns an opaque start time of a process, or None if it is unknown.
 
-  Raises:
-    ProcessLookupError: there is no such process.
+  Raises ProcessLookupError if there is no such process.
   """
   try:
     stat = pathlib.Path(f'/proc/{pid}/stat').read_text()
   except OSError:
-    with contextlib.suppress(PermissionError):  # It is another user's.
+    with contextlib.suppress(PermissionError):  # Another user's process.
       os.kill(pid, 0)  # Raises if there is no process.
     return None
-  # The name, in parentheses, may hold any character; the state follows it.
+  # The name, in parentheses, may hold any characters; the state follows it.
   fields = stat.rpartition(')')[2].split()
-  if fields[0] in 'ZX':  # It is dead, but its parent has not noticed.
+  if fields[0] in 'ZX':  # A zombie, or dead.
     raise ProcessLookupError(pid)
   return fields[19]
 
 
 def _bury(path) -> None:
-  """Takes a dead owner's lock away.
-
-  Raises:
-    InUse: the owner lives.
-  """
+  """Removes the lock of a dead owner; raises InUse if the owner is alive."""
   text = _read(path)
   if text is None:
     return  # It was released meanwhile.
@@ -277,13 +273,13 @@ def _bury(path) -> None:
     owner, same_machine = _UNKNOWN, False
   if same_machine:
     with contextlib.suppress(ProcessLookupError):
-      # Where a system hides other users' processes, they count as alive.
+      # Processes of other users may be hidden, and count as alive.
       if _started(pid) in (None, started):
         raise InUse(_refusal(path, owner))
   else:
     _watch(path, owner, text)
   with _alone(path.parent):
-    # A quicker process may have removed it, and put its own here.
+    # Another process may have removed it, and created its own.
     if _read(path) == text:
       path.unlink()
       print(
@@ -295,11 +291,12 @@ def _bury(path) -> None:
 
 @contextlib.contextmanager
 def _alone(directory):
-  """Lets one process at a time into its body, where the file system can.
+  """Admits one process at a time, where the file system supports it.
 
-  It takes the kernel's lock on the directory, which dies with its owner. Many
-  network file systems have none on directories: there two processes that find
-  the same dead owner in the same few milliseconds may both go on.
+  It holds a `flock` on the directory, which the kernel releases when the
+  process ends. Many network file systems do not support it on directories:
+  there two processes that find the same dead owner within a few milliseconds
+  may both take over the lock.
   """
   if paths.is_remote(directory):
     yield
@@ -314,10 +311,10 @@ def _alone(directory):
 
 
 def _watch(path, owner, text):
-  """Waits until a lock was not renewed for `_DEAD` seconds, or is another one.
+  """Waits until a lock was not renewed for `_DEAD` seconds, or has changed.
 
-  Raises:
-    InUse: it was renewed, so its owner lives; or a stop was asked for.
+  Raises InUse if it was renewed, so that its owner is alive, or if a stop is
+  requested.
   """
   print(
     f'{path} is held by process {owner["pid"]} on {owner["host"]}: waiting'
@@ -334,7 +331,7 @@ def _watch(path, owner, text):
 
 
 def _pause(path):
-  """Waits for a second; raises InUse where a stop was asked for."""
+  """Waits for a second; raises InUse if a stop is requested."""
   if stop_lib.requested():
     raise InUse(f'stopped while waiting for {path}: nothing was begun.')
   time.sleep(min(1.0, _DEAD))
@@ -345,11 +342,11 @@ def _beat_of(path):
 
 
 def _renewed(path) -> float | str | None:
-  """Returns what the owner changes to show its life; None if it is gone."""
+  """Returns the last heartbeat: changes while the owner lives; None if gone."""
   if paths.is_remote(path):
     return _read(_beat_of(path))
   try:
-    # Opening the file makes NFS forget an older time.
+    # Opening the file makes NFS refresh its cached attributes.
     with open(path, 'rb') as file:
       return os.fstat(file.fileno()).st_mtime
   except FileNotFoundError:
@@ -357,7 +354,7 @@ def _renewed(path) -> float | str | None:
 
 
 def _write(path, text):
-  """Writes a new file, or none, so that it outlasts a loss of power."""
+  """Writes a new file and syncs it to disk; removes it if that fails."""
   with open(path, 'x') as file:
     try:
       file.write(text)

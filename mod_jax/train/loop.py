@@ -1,4 +1,4 @@
-"""The one training loop: it knows no model, and has all the side effects."""
+"""The training loop, for any `Task`: restores, steps, evaluates and saves."""
 
 import contextlib
 import dataclasses
@@ -53,7 +53,7 @@ class Result:
   steps: int
   finished: bool
   metrics: dict[str, float]
-  # All arrays of a run would be shown at the end of a notebook's cell.
+  # Otherwise a notebook prints all arrays when a cell ends with a Result.
   state: Any = dataclasses.field(repr=False)
 
 
@@ -69,23 +69,23 @@ def train(
 ) -> Result:
   """Trains, or continues the run in `workdir`, to the end or to a signal.
 
-  SIGTERM, SIGHUP and SIGUSR1 save and return; so does Ctrl-C, which then is a
-  KeyboardInterrupt; see `stop.listening`.
+  SIGTERM, SIGHUP and SIGUSR1 save and return; Ctrl-C saves and then raises
+  KeyboardInterrupt (`stop.listening`).
 
   Args:
     task: what is trained.
     config: the run.
     workdir: its directory: config, checkpoints, metrics and pictures.
-    max_steps: stop after so many steps of this call, as a signal would.
-    allow_changed_data: go on, with a warning, over other data than before.
-    allow_changed_config: go on from where the run is, its optimiser's state
+    max_steps: stop after this many steps of this call, as a signal would.
+    allow_changed_data: only warn if the data differ from those so far.
+    allow_changed_config: continue from the last checkpoint, optimiser state
       included, with other steps, learning rates or capacities.
-    profile: steps to trace; see `profile.Profiler`.
+    profile: steps to trace (`profile.Profiler`).
 
   Raises:
     UserError: bad input of any kind, or another process writes to `workdir`;
       nothing written before is lost.
-    TrainingDiverged: the loss, a gradient, what would be saved or the last
+    TrainingDiverged: the loss, a gradient, a value to be saved or the final
       held-out loss is NaN or infinite.
   """
   with stop_lib.listening(), lock_lib.held(workdir):
@@ -100,7 +100,7 @@ def train(
 
 
 class _Run:
-  """One call of `train`: what it is made of, and the loop."""
+  """The parts and the state of one call of `train`."""
 
   def __init__(
     self, task, config, workdir, *, allow_changed_config=False, profile=None
@@ -115,7 +115,7 @@ class _Run:
     self.workdir = workdir_lib.expand(workdir)
     self.task = task
     self.mesh = parallel.make_mesh(config.mesh)
-    # Everything that can be refused is refused before anything is written.
+    # All checks come before the first write.
     self.task.check()
     parallel.check_batch(
       config.train.rows, self.mesh, 'train.batch_size / grad_accum_steps'
@@ -155,16 +155,16 @@ class _Run:
     self._jitted = {}
     shapes = self.task.batch_shapes()
     if shapes is not None and not saved:
-      # Some things are only refused where the step is traced. The first call
-      # finds this trace and makes none of its own.
+      # Some errors only show when the step is traced. The trace is cached, so
+      # that the first step does not repeat it.
       batch = parallel.abstract_batch(shapes, self.mesh)
       with jax.set_mesh(self.mesh):
         first = self._step(self.task.static_args(0))
         first.trace(self.abstract, batch, self.teacher)
     self.changed = bool(changes)
     if changes:
-      # Before the config is replaced: whoever reads the older checkpoints later
-      # must know why theirs differs.
+      # Before the config is replaced, since it explains to later readers why
+      # older checkpoints have another config.
       self.history.add('changed', reached, fields=changes)
     if self.first:
       workdir_lib.claim(self.workdir, config)
@@ -218,8 +218,8 @@ class _Run:
       self.progress.message(self._opening(start, state))
       if summary := self.task.data_summary():
         self.progress.message(summary)
-      if said := self.profiler.begin(start):
-        self.progress.message(said)
+      if message := self.profiler.begin(start):
+        self.progress.message(message)
       step, end = start, num_steps
       if max_steps is not None:
         end = min(end, start + max_steps)
@@ -231,7 +231,7 @@ class _Run:
           metrics = self._finish(step, state)
           return Result(step, step - start, True, metrics, state)
       except stop_lib.Stopped:
-        pass  # The rest is done when the run continues.
+        pass  # A continued run catches up on the rest.
       self._stop(step, state)
       return Result(step, step - start, False, {}, state)
 
@@ -265,7 +265,7 @@ class _Run:
       saved = 'saved'
     self.checkpointer.wait()
     self.history.add('end', step)
-    self.progress.close()  # Its last line belongs before this one.
+    self.progress.close()  # Prints its last line, before ours.
     if self.first:
       print(
         f'stopped at step {step} of {self.config.train.num_steps}, {saved}; the'
@@ -274,20 +274,20 @@ class _Run:
       )
 
   def _evaluate_first(self, start, state, *, fresh):
-    """Evaluates weights to start from, or what an earlier stop cut short."""
+    """Evaluates initial weights, or catches up on an interrupted evaluation."""
     settings = self.config.evaluation
     if fresh and self.config.init is not None:
       weights = (state.eval_params, state.model_state)
       if beginning := self.task.beginning(*weights, self.mesh):
         self.progress.message(beginning)
-      # The same held-out data as at the end, so that both can be compared.
+      # On as much held-out data as the final evaluation, for comparison.
       self._evaluate(0, state, batches=settings.final_batches)
     elif not fresh and self._evaluation_due(start):
-      owed = not any(
+      missing = not any(
         line['step'] == start and line['kind'] == 'eval'
         for line in metrics_lib.read(self.workdir)
       )
-      if parallel.first_says(owed):
+      if parallel.first_says(missing):
         self._evaluate(start, state)
 
   def _evaluation_due(self, step):
@@ -309,8 +309,8 @@ class _Run:
     )
 
   def _adapted_state(self, init):
-    """Returns a fresh state that starts from somebody's weights."""
-    workdir_lib.find(init)  # Before a fresh state is made, which takes a while.
+    """Returns the initial state with the weights that `init` names."""
+    workdir_lib.find(init)  # Fails early: a fresh state takes a while.
     state = self._fresh_state()
     params, model_state = self.task.start(state.params, state.model_state, init)
     return state_lib.with_weights(state, self.abstract, params, model_state)
@@ -321,7 +321,7 @@ class _Run:
     return self._fresh_state() if state is None else state
 
   def _place_teacher(self):
-    """Returns the teacher's arrays, in their place on the mesh."""
+    """Returns the teacher's arrays, replicated over the mesh."""
     everywhere = NamedSharding(self.mesh, PartitionSpec())
 
     def place(x):
@@ -335,9 +335,9 @@ class _Run:
   def _opening(self, start, state):
     params = sum(x.size for x in jax.tree.leaves(state.params))
     shape = ', '.join(f'{k} {v}' for k, v in self.mesh.shape.items())
-    did = f'continues at step {start}' if start else 'starts'
+    action = f'continues at step {start}' if start else 'starts'
     return (
-      f'{self.config.name} {did}: {params:,} parameters on'
+      f'{self.config.name} {action}: {params:,} parameters on'
       f' {self.mesh.size} {jax.default_backend()} device(s) ({shape}),'
       f' {self.config.train.num_steps} steps, in {self.workdir}'
     )
@@ -371,7 +371,7 @@ class _Run:
         self.history.add('first_step', step)
       if self._evaluation_due(step):
         self._flush()
-        with contextlib.suppress(stop_lib.Stopped):  # `after_step` obeys it.
+        with contextlib.suppress(stop_lib.Stopped):  # `after_step` stops.
           self._evaluate(step, state)
       if self._save_due(step):
         self._save(step, state)
@@ -380,7 +380,7 @@ class _Run:
     return state, end if end > start else start
 
   def _step(self, static_args):
-    """Returns the step of these static arguments, always the same."""
+    """Returns the compiled step of these static arguments, from a cache."""
     if static_args not in self._jitted:
       self._jitted[static_args] = self._make_step(static_args)
     return self._jitted[static_args]
@@ -395,13 +395,13 @@ class _Run:
     )
 
   def _flush(self):
-    """Writes the metrics of the steps since the last time, and checks them."""
+    """Writes and checks the metrics of the steps since the last flush."""
     for step, metric_sums in self.pending:
       values = metrics_lib.finalize(metric_sums)
       self.writer.write(step, 'train', values)
       self._check_numbers(
         step,
-        # The loss is missing where a batch was nothing but padding.
+        # A batch of padding alone has no loss.
         {k: values[k] for k in ('loss', 'grad_norm') if k in values},
       )
     if self.pending:
@@ -416,17 +416,17 @@ class _Run:
         raise self._diverged(step, f'{prefix}{name} is {value}')
 
   def _diverged(self, step, what):
-    """Returns the error that names the last checkpoint before the damage."""
+    """Returns the error, which names the last checkpoint before this step."""
     self.checkpointer.wait()  # The newest checkpoint may be half written.
-    # A checkpoint of this very step would lead to the same.
+    # A checkpoint of this step would diverge again.
     steps = [s for s in self.checkpointer.steps() if s < step]
-    good = (
+    last_good = (
       f'the last good checkpoint is step {steps[-1]}'
       if steps
       else 'there is no checkpoint yet'
     )
     return TrainingDiverged(
-      f'{what} at step {step}; {good} in'
+      f'{what} at step {step}; {last_good} in'
       f' {workdir_lib.checkpoints(self.workdir)}. Try a lower'
       ' optimizer.learning_rate, a longer warmup_steps, a smaller clip_norm, or'
       ' model.dtype=float32, in a new workdir.'
@@ -436,8 +436,8 @@ class _Run:
     if self.checkpointer.due(step):
       return True
     minutes = self.config.checkpoint.every_minutes
-    # Hosts have clocks of their own, so the first one decides. Asking it takes
-    # time, so that is not done at every step.
+    # Clocks of hosts differ, so the first host decides. That takes
+    # communication, so it is not done at every step.
     several = jax.process_count() > 1
     if not minutes or (several and step % self.config.log.every):
       return False
@@ -445,7 +445,7 @@ class _Run:
     return parallel.first_says(late)
 
   def _save(self, step, state):
-    self._flush()  # A state after a NaN is never saved.
+    self._flush()  # Raises for NaN, so that no such state is saved.
     if step == self.last_saved:
       return
     self._check_finite(step, state)
@@ -456,10 +456,10 @@ class _Run:
     self.saved_at = time.monotonic()
 
   def _check_finite(self, step, state):
-    """Raises TrainingDiverged for what would spoil a checkpoint.
+    """Raises TrainingDiverged if the state holds NaN or infinite values.
 
-    A step's loss is that of the parameters before its update, so it says
-    nothing of the state that the step leaves behind.
+    A step's loss is computed before its update, so a finite loss does not mean
+    that the updated state is finite.
     """
     names = ('params', 'ema', 'opt_state', 'model_state')
     saved = {name: getattr(state, name) for name in names}
@@ -469,8 +469,8 @@ class _Run:
       if jnp.issubdtype(leaf.dtype, jnp.inexact)
     }
     finite = jax.device_get(_all_finite(list(leaves.values())))
-    for name, good in zip(leaves, finite, strict=True):
-      if not good:
+    for name, is_finite in zip(leaves, finite, strict=True):
+      if not is_finite:
         raise self._diverged(step, f'{name} is not finite')
 
   def _evaluate(self, step, state, batches=None):
@@ -478,7 +478,7 @@ class _Run:
       *(self.task, state.eval_params, state.model_state, self.mesh),
       batches=batches,
     )
-    # A finished run that is run again has this line already.
+    # Running a finished run again must not repeat its line.
     if step < self.config.train.num_steps or not metrics_lib.holds(
       self.workdir, step, 'eval', metrics
     ):
@@ -502,8 +502,8 @@ class _Run:
     self.progress.close()
     if self.first:
       stop_lib.check()
-      # All files are written before the first print, which may fail where
-      # nobody reads any more.
+      # All files are written before the first print, which fails if stdout is
+      # closed.
       texts = self._write_texts(state)
       trained = evaluation.Trained(
         step, self.task, state.eval_params, state.model_state, self.mesh
@@ -514,13 +514,13 @@ class _Run:
     return metrics
 
   def _write_texts(self, state):
-    """Writes the task's texts; returns them by path."""
-    if jax.process_count() > 1:  # For the reason in `evaluation.report`.
+    """Writes the sample texts of the task; returns them by path."""
+    if jax.process_count() > 1:  # The parameters are spread over the hosts.
       return {}
-    found = self.task.finish(state.eval_params, state.model_state)
+    samples = self.task.finish(state.eval_params, state.model_state)
     texts = {
       f'{self.workdir}/sample_{i}.txt': text
-      for i, text in enumerate(stop_lib.each(found))
+      for i, text in enumerate(stop_lib.each(samples))
     }
     for path, text in texts.items():
       workdir_lib.write_text(path, text)

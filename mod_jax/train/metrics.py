@@ -1,4 +1,4 @@
-"""Metrics: sums that are divided once, and the files they end up in.
+"""Metrics: sums that are divided once, and the files they are written to.
 
 A metric is a pair `(total, weight)`. Pairs add over microbatches, batches and
 hosts, and only the finished sum is divided: the mean over tokens does not
@@ -26,14 +26,14 @@ from mod_jax.losses.sums import MetricSums
 
 _FILE = 'metrics.jsonl'
 _WANDB_ID = 'wandb_id.txt'
-_REWRITE_SECS = 30.0  # Between rewrites of a file that cannot be added to.
-_EVENTS_SECS = 10.0  # After which TensorBoard sees what was added to its file.
+_REWRITE_SECS = 30.0  # Between rewrites of a file that cannot be appended to.
+_EVENTS_SECS = 10.0  # Between flushes of TensorBoard's file.
 
 
 def finalize(metric_sums: MetricSums) -> dict[str, float]:
   """Divides each total by its weight, on the host and in double precision.
 
-  Metrics of weight 0, for which nothing was measured, are left out.
+  Metrics of weight 0, which were not measured, are left out.
   """
   return {
     name: float(total) / float(weight)
@@ -46,12 +46,11 @@ class MetricWriter:
   """Writes metrics to `metrics.jsonl`, TensorBoard and Weights & Biases.
 
   `metrics.jsonl` holds one object per line, `{"step": 10, "kind": "train",
-  "loss": 2.5}`, flushed line by line. Numbers read back bit for bit; nan and
-  infinities, for which JSON has no word, are null. Only the first process
-  writes anything.
+  "loss": 2.5}`, flushed line by line. Numbers read back bit for bit; NaN and
+  infinities, which JSON lacks, are null. Only the first process writes.
 
-  To an object of an object store nothing can be added, so there the file is
-  written anew, at most every half minute and wherever `flush` is called.
+  Object stores cannot append to a file, so there it is rewritten, at most every
+  30 seconds and whenever `flush` is called.
   """
 
   def __init__(
@@ -64,18 +63,17 @@ class MetricWriter:
     config_json: str | None = None,
     name: str | None = None,
   ):
-    """Opens the files, and makes them look as they did at `resume_step`.
+    """Opens the files, and rewinds them to `resume_step`.
 
     Args:
       workdir: directory of the run; created if missing.
       tensorboard: whether to write events into `workdir/tensorboard`.
       wandb: whether to log to Weights & Biases.
-      resume_step: the step of the restored checkpoint: what was written for
-        later steps, which are about to come again, is removed. None for a run
-        that starts afresh: whatever is there is replaced.
-      config_json: the run's config, kept beside the curves.
-      name: what to call the run in Weights & Biases; by default the name of
-        the directory.
+      resume_step: the step of the restored checkpoint: lines of later steps,
+        which will be taken again, are removed. None for a new run: existing
+        files are replaced.
+      config_json: the run's config, logged with the curves.
+      name: of the run in Weights & Biases; by default that of the directory.
 
     Raises:
       UserError: wandb is wanted but not installed, or `metrics.jsonl` is not
@@ -117,8 +115,8 @@ class MetricWriter:
 
     Args:
       step: number of steps taken.
-      kind: what was measured, such as `train` or `eval`; TensorBoard and
-        Weights & Biases know the value as `kind/name`.
+      kind: such as `train` or `eval`; TensorBoard and Weights & Biases show
+        the values as `kind/name`.
       values: numbers by name; NumPy's and JAX's scalars are fine.
     """
     if self._file is None:
@@ -128,7 +126,7 @@ class MetricWriter:
     values = {name: _number(value) for name, value in values.items()}
     self._file.write(_line(step, kind, values) + '\n')
     self._file.flush()
-    if kind != 'train':  # It is rare, and wanted at once.
+    if kind != 'train':  # Rare, and should be visible at once.
       self.flush()
     if self._tensorboard is not None:
       with self._giving_up_tensorboard():
@@ -141,7 +139,7 @@ class MetricWriter:
       )
 
   def flush(self) -> None:
-    """Writes out all lines, as is done before each checkpoint."""
+    """Makes all lines durable; to be called before each checkpoint."""
     if isinstance(self._file, _RewrittenFile):
       self._file.rewrite()
 
@@ -152,13 +150,13 @@ class MetricWriter:
         self._tensorboard.close()
     if self._wandb is not None:
       self._wandb.finish()
-    if self._file is not None:  # Last, as it raises where a disk is full.
+    if self._file is not None:  # Last, since it raises if the disk is full.
       self._file.close()
     self._file = self._tensorboard = self._wandb = None
 
   @contextlib.contextmanager
   def _giving_up_tensorboard(self) -> Iterator[None]:
-    """Goes on without TensorBoard where its file cannot be written."""
+    """Disables TensorBoard if its file cannot be written."""
     try:
       yield
     except OSError as error:
@@ -171,7 +169,7 @@ class MetricWriter:
 
 
 def to_json(value, *, indent: int | None = None) -> str:
-  """Returns JSON that any program reads: null for nan and infinities."""
+  """Returns strict JSON, with null for NaN and infinities."""
   return json.dumps(_strict(value), indent=indent, allow_nan=False)
 
 
@@ -200,13 +198,13 @@ def check_wandb(wanted: bool) -> None:
 
 
 def read(workdir) -> list[dict[str, Any]]:
-  """Reads `metrics.jsonl` back, also of a run that is still going on.
+  """Reads `metrics.jsonl`, also while the run is training.
 
   Returns:
-    One dictionary per line, with `step`, `kind` and the values, nan for what
-    was no finite number. Empty where nothing was written. A last line that a
-    kill cut short is left out. Of several evaluations at one step, as of a
-    finished run that is run again in other settings, the last one counts.
+    One dictionary per line, with `step`, `kind` and the values, NaN for those
+    that were not finite. Empty if nothing was written. A last line that a kill
+    cut short is left out. Of several evaluations at one step, as of a finished
+    run that is run again with other settings, the last one counts.
 
   Raises:
     UserError: a line is not what `MetricWriter` writes, or the file cannot be
@@ -229,25 +227,25 @@ def _read(path) -> bytes:
 
 
 def holds(workdir, step: int, kind: str, values: Mapping[str, Any]) -> bool:
-  """Whether `metrics.jsonl` has the very line that `write` would add."""
+  """Whether `metrics.jsonl` holds the exact line that `write` would add."""
   path = paths.expand(workdir) / _FILE
   line = _line(step, kind, values).encode()
   return line in _read(path).split(b'\n')[:-1]
 
 
 def _parse(path, data: bytes) -> list[tuple[bytes, dict[str, Any]]]:
-  """Returns the whole lines with what they say."""
-  # Each line is written at once, so what is cut short has no newline.
+  """Returns the complete lines, each with its parsed record."""
+  # A line that a kill cut short has no newline.
   *lines, _ = data.split(b'\n')
   result = []
   for number, line in enumerate(lines, start=1):
     try:
       record = json.loads(line)
-      known = isinstance(record['step'], int) and 'kind' in record
+      valid = isinstance(record['step'], int) and 'kind' in record
       record = {k: math.nan if v is None else v for k, v in record.items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-      known = False
-    if not known:
+      valid = False
+    if not valid:
       raise UserError(
         f'line {number} of {path} is not a metrics line ({line[:40]!r}): '
         'delete that line, or move the file away'
@@ -257,10 +255,10 @@ def _parse(path, data: bytes) -> list[tuple[bytes, dict[str, Any]]]:
 
 
 def _rewind(path, last_step):
-  """Removes lines after `last_step` and a torn last line, atomically.
+  """Removes lines after `last_step` and a truncated last line, atomically.
 
-  Warns where lines are missing that must have been there: a checkpoint is only
-  written after the lines of the steps before it.
+  Warns if lines before `last_step` are missing: all were written before the
+  checkpoint was.
   """
   before = _read(path)
   if last_step == -math.inf:
@@ -291,7 +289,7 @@ def _rewind(path, last_step):
 
 
 class _RewrittenFile:
-  """A file that grows in an object store, where it must be rewritten."""
+  """A file in an object store, which is rewritten as a whole."""
 
   def __init__(self, path):
     self._path = path
@@ -314,10 +312,10 @@ class _RewrittenFile:
 
 
 class _TensorBoard:
-  """A file of TensorBoard's events.
+  """A TensorBoard event file.
 
-  It is written in the calling thread: that of tensorboardX's SummaryWriter dies
-  of a full disk, and whoever adds to its queue then waits for ever.
+  It is written in the calling thread: the thread of tensorboardX's
+  SummaryWriter dies if the disk is full, and then its queue blocks for ever.
   """
 
   def __init__(self, folder, resume_step, config_json):
@@ -327,11 +325,11 @@ class _TensorBoard:
 
     self._summary, self._event = summary, event_pb2.Event
     folder.mkdir(exist_ok=True)
-    # Files are named by the second, and a second writer in the same second
-    # would overwrite the first one's.
+    # File names have a resolution of one second; without the suffix, a second
+    # writer within the same second would overwrite the first file.
     suffix = f'.{time.time_ns()}'
     self._file = event_file_writer.EventsWriter(str(folder / 'events'), suffix)
-    # Hides events of this step and later ones in older files.
+    # Hides events in older files from this step on.
     self._add(
       0 if resume_step is None else resume_step + 1,
       session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START),
@@ -378,7 +376,7 @@ def _open_wandb(workdir, resume_step, config_json, name):
     name=name or workdir.name,
     id=path.read_text().strip(),
     resume='allow',
-    # It first writes to this machine what it then sends.
+    # Weights & Biases writes to a local directory before it uploads.
     dir=tempfile.mkdtemp() if paths.is_remote(workdir) else str(workdir),
     config=None if config_json is None else json.loads(config_json),
   )

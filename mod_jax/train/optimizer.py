@@ -1,7 +1,7 @@
-"""The optimiser, its learning rate over a run, and the rules by parameter.
+"""The optimiser, its learning rate over a run, and rules for parameters.
 
-A parameter is known by its name, such as `block_0/mlp/up/kernel`. `scale_of`
-alone says at what part of the rate, and from which step on, it trains.
+Parameters are selected by name, such as `block_0/mlp/up/kernel`. `scale_of`
+decides the factor on the learning rate of each, and its first step.
 """
 
 from collections.abc import Iterable
@@ -18,43 +18,43 @@ from mod_jax import config as config_lib
 from mod_jax import errors
 
 _BLOCK = re.compile(r'(?:^|/)block_(\d+)(?:/|$)')
-# Parameters before the blocks; all others without a number stand behind them.
+# Parameters before the blocks; others without a number come after them.
 _STEM = re.compile(r'(?:^|/)(?:patch|position|class_token|embedding|stem)')
-# Parameters that are matrices, learners' and hidden layers' among them: norms
-# and biases do not decay, and routers, which are vectors, neither.
+# Parameters with weight decay: matrices, including those of learners and hidden
+# layers. Norms, biases and routers, which are vectors, do not decay.
 _MATRICES = ('kernel', 'embedding', 'hidden_kernel', 'up', 'down')
-# Blocks stacked by `nn.scan`: one name for several depths.
+# Blocks stacked by `nn.scan`: one name stands for several blocks.
 _STACKED = re.compile(r'(?:^|/)layers/block_\d+/')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-  """How parameters are changed, and which of them.
+  """The optimiser, its learning rate, and which parameters are trained.
 
   `rules` are triples of a regular expression that is searched for in a
   parameter's name, a factor on its learning rate, and the first step, counted
   from 0, at which it trains, or the fraction of all steps before that. The
-  first rule that matches counts, and with any rules every parameter must be
-  matched; see `check_rules`. A factor of 0 freezes for ever. A frozen parameter
-  does not change at all.
+  first matching rule applies; if there are rules, every parameter must match
+  one (`check_rules`). A factor of 0 freezes permanently; a frozen parameter
+  does not change at all, not even by weight decay.
   """
 
-  kind: Literal['adamw', 'sgd'] = 'adamw'  # The rule of the updates.
+  kind: Literal['adamw', 'sgd'] = 'adamw'  # The algorithm.
   learning_rate: config_lib.Positive = 3e-3  # Peak, after the warm-up.
-  # The rate rises linearly from 0 over so many steps, or a fraction of all.
+  # The rate rises linearly from 0 over this many steps, or a fraction of all.
   warmup_steps: config_lib.Steps = 100
   # Learning rate after the last step, as a fraction of the peak.
   final_fraction: config_lib.Probability = 0.1
   # Applies to kernels and embeddings, but not to those of routers.
   weight_decay: config_lib.Weight = 0.1
-  momentum: config_lib.Decay = 0.9  # SGD alone has it.
+  momentum: config_lib.Decay = 0.9  # For SGD only.
   beta1: config_lib.Decay = 0.9  # AdamW's decay of the mean gradient.
-  beta2: config_lib.Decay = 0.95  # AdamW's decay of its square.
-  epsilon: config_lib.Epsilon = 1e-8  # AdamW's, added to what it divides by.
+  beta2: config_lib.Decay = 0.95  # AdamW's decay of the mean square.
+  epsilon: config_lib.Epsilon = 1e-8  # AdamW's, added to its divisor.
   clip_norm: config_lib.Weight = 1.0  # Global norm; 0 = no clipping.
   # (regular expression, factor on the rate, first step) for parameters.
   rules: tuple[tuple[str, config_lib.Weight, config_lib.Steps], ...] = ()
-  # Factor on the learning rate for each further block from the head; 1 = none.
+  # Factor on the learning rate per block of distance from the head; 1 = none.
   layer_decay: Annotated[float, config_lib.Range(ge=0.1, le=1)] = 1.0
 
   def __post_init__(self):
@@ -65,7 +65,7 @@ class OptimizerConfig:
 
   @property
   def switches(self) -> dict[str, bool]:
-    """Returns which fields add a part to the state, and whether they do."""
+    """Returns, by field, whether it adds a part to the optimiser's state."""
     return {
       'optimizer.clip_norm': self.clip_norm > 0,
       'optimizer.layer_decay': bool(self.rules) or self.layer_decay != 1,
@@ -100,8 +100,8 @@ def make_optimizer(
 
   AdamW decouples its weight decay from the gradient (Loshchilov & Hutter 2019).
   SGD adds it to the gradient, and its momentum is not Nesterov's. Parameters
-  that are frozen for a while gather moments meanwhile, so that they do not
-  start with a leap. Those frozen for ever do not count in the clipped norm.
+  with a later first step accumulate moments until then, which avoids large
+  first updates. Permanently frozen ones do not count in the clipped norm.
 
   Raises:
     UserError: the warm-up, or a rule's first step, lies beyond the run's end.
@@ -118,7 +118,7 @@ def make_optimizer(
         f' run of {num_steps} steps: start earlier, or freeze it for ever by a'
         ' factor of 0.'
       )
-  # Checkpoints know the optimiser's arrays by their place in this list.
+  # Checkpoints identify the optimiser's arrays by their index in this list.
   steps = []
   if any(factor == 0 for _, factor, _ in rules):
     steps.append(
@@ -132,8 +132,8 @@ def make_optimizer(
   switches = config.switches
   if switches['optimizer.clip_norm']:
     clip = optax.clip_by_global_norm(config.clip_norm)
-    # Two norms, because a predictor must not change the language model: in one
-    # norm, its gradients would scale the others.
+    # Predictors are clipped apart: they must not affect the language model, and
+    # in a common norm their gradients would scale the others.
     steps += [
       optax.masked(clip, lambda tree: _where(tree, lambda n: not _predicts(n))),
       optax.masked(clip, lambda tree: _where(tree, _predicts)),
@@ -148,27 +148,28 @@ def make_optimizer(
     steps += [decay, optax.trace(config.momentum)]
   steps.append(optax.scale_by_learning_rate(schedule(config, num_steps)))
   if switches['optimizer.layer_decay']:
-    # Last, where a factor of 0 stops everything, weight decay included.
+    # Last, so that a factor of 0 also stops weight decay.
     steps.append(_scale_by_name(config))
   return optax.chain(*steps)
 
 
 @dataclasses.dataclass(frozen=True)
 class Scale:
-  """How a parameter trains: at which part of the rate, and from which step."""
+  """Factor on the learning rate of a parameter, and its first step."""
 
   factor: float
-  first_step: float  # A fraction of all steps where the rules say one.
+  first_step: float  # Or a fraction of all steps, as in the rules.
 
 
 def scale_of(
   config: OptimizerConfig, name: str, num_blocks: int
 ) -> Scale | None:
-  """Returns how the parameter of a name trains; None if no rule covers it.
+  """Returns the `Scale` of a parameter by name; None if no rule matches.
 
   The factors of the first matching rule and of the layer-wise decay (Clark et
-  al. 2020; as in BEiT, Bao et al. 2022) multiply. With n blocks, what stands
-  before them is n + 1 steps from the head, block i is n - i, and all else 0.
+  al. 2020; as in BEiT, Bao et al. 2022) multiply. With n blocks, the distance
+  from the head is n + 1 for the parameters before the blocks, n - i for block
+  i, and 0 for all others.
   """
   factor, first_step = 1.0, 0
   if config.rules:
@@ -184,12 +185,12 @@ def scale_of(
 
 
 def check_rules(config: OptimizerConfig, params) -> None:
-  """Checks that the rules and a model's parameters, or shapes, fit each other.
+  """Checks that the rules fit a model's parameters (arrays or shapes).
 
   Raises:
-    UserError: a parameter that no rule covers, a rule that matches no
-      parameter, rules by which none trains, or a decay by layers of a model
-      whose blocks have no numbers.
+    UserError: a parameter matches no rule, a rule matches no parameter, the
+      rules freeze all parameters, or `layer_decay` is set for a model whose
+      blocks have no numbers.
   """
   names = _names(params)
   if config.layer_decay != 1:
@@ -236,12 +237,12 @@ def _first_rule(config, name) -> int | None:
 
 
 def _num_blocks(names: Iterable[str]) -> int:
-  found = (_BLOCK.search(name) for name in names)
-  return max((int(match[1]) + 1 for match in found if match), default=0)
+  matches = (_BLOCK.search(name) for name in names)
+  return max((int(match[1]) + 1 for match in matches if match), default=0)
 
 
 def _nearest(pattern, names) -> str:
-  # A rule may name a part of a path, so parts are compared, too.
+  # A rule may name a prefix of a path, so compare with prefixes, too.
   parts = dict.fromkeys(
     name.rsplit('/', depth)[0] for name in names for depth in range(9)
   )
@@ -265,11 +266,7 @@ def _names(tree) -> list[str]:
 
 
 def _scales(config, tree):
-  """Returns the tree with each parameter's `Scale`.
-
-  Raises:
-    UserError: as `check_rules`.
-  """
+  """Returns the tree with each parameter's `Scale`; raises as `check_rules`."""
   num_blocks = _num_blocks(_names(tree))
 
   def one(path, _):
@@ -286,7 +283,7 @@ class _ScaleByNameState(NamedTuple):
 
 
 def _scale_by_name(config) -> optax.GradientTransformation:
-  """Multiplies the updates of each parameter by its factor, or by 0."""
+  """Scales the updates of each parameter by the `Scale` of its name."""
 
   def init(params):
     del params
@@ -299,7 +296,7 @@ def _scale_by_name(config) -> optax.GradientTransformation:
       if not scale.factor:
         return jnp.zeros_like(update)
       if scale.first_step:
-        # Not a product, which would let NaN and infinity through.
+        # Not a product: 0 times NaN or infinity is NaN.
         trains = state.count >= scale.first_step
         update = jnp.where(trains, update, 0)
       return update if scale.factor == 1 else scale.factor * update
@@ -311,7 +308,7 @@ def _scale_by_name(config) -> optax.GradientTransformation:
 
 
 def _where(tree, predicate):
-  """Returns a tree of booleans by the names along each leaf's path."""
+  """Returns the predicate of the names along each leaf's path, as a tree."""
   return jax.tree_util.tree_map_with_path(
     lambda path, _: predicate(_name(path).split('/')), tree
   )

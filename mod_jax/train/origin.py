@@ -1,4 +1,4 @@
-"""What a checkpoint was made of, and whether a run goes on with the same."""
+"""Compares config and data of a checkpoint with those of its run."""
 
 import json
 from typing import Any
@@ -26,8 +26,8 @@ def describe(config: RunConfig, task) -> dict[str, Any]:
   """
   data = task.data_fingerprint()
   if jax.process_count() > 1:
-    mine = np.frombuffer(fingerprint.digest(data).encode(), np.uint8)
-    digests = multihost_utils.process_allgather(mine)
+    digest = np.frombuffer(fingerprint.digest(data).encode(), np.uint8)
+    digests = multihost_utils.process_allgather(digest)
     other = np.flatnonzero(np.any(digests != digests[0], axis=1))
     if other.size:
       raise UserError(
@@ -42,19 +42,19 @@ def check_config(
 ) -> None:
   """Checks that a checkpoint of a run in `workdir` was saved with this config.
 
-  The run's `config.json` may have been edited since; or the run itself was
-  told to go on with other settings: `changed` says that it is told so now, and
-  its history whether it was before.
+  They may differ in `CHANGEABLE` fields if the user has allowed that, either
+  now (`changed`) or, as the run's history tells, after the checkpoint.
 
   Raises:
-    UserError: another field differs than those that a continuation may change.
+    UserError: the configs differ in other fields, as where `config.json` was
+      edited.
   """
-  held = saved.metadata.get(_CONFIG)
-  if held is None:
+  saved_config = saved.metadata.get(_CONFIG)
+  if saved_config is None:
     return
-  held = config_lib.from_json(type(config), json.dumps(held))
+  saved_config = config_lib.from_json(type(config), json.dumps(saved_config))
   refuse_differences(
-    held,
+    saved_config,
     config,
     f'the checkpoint at step {saved.step} in {workdir} was saved with a'
     ' different config',
@@ -65,26 +65,26 @@ def check_config(
 
 
 def check_data(saved, data: dict[str, Any], *, allow: bool) -> None:
-  """Checks that a run goes on over the data that it began with.
+  """Checks that a run continues on the data that it began with.
 
-  `data` is the fingerprint of what is there now; with `allow` other data only
-  cause a warning.
+  `data` is the fingerprint of the present data; with `allow`, a difference only
+  causes a warning.
 
   Raises:
-    UserError: the data are others.
+    UserError: the data differ.
   """
-  said = changed_data(saved, data)
-  if said and not allow:
+  diff = changed_data(saved, data)
+  if diff and not allow:
     raise UserError(
-      f'{said}: put them back, use another workdir, or go on with what is there'
+      f'{diff}: put them back, use another workdir, or go on with what is there'
       ' by --allow_changed_data.'
     )
-  if said:
-    logging.warning('%s: going on with what is there now.', said)
+  if diff:
+    logging.warning('%s: going on with what is there now.', diff)
 
 
 def changed_data(saved, data: dict[str, Any]) -> str:
-  """Returns how data differ from those that a checkpoint has seen, or ''."""
+  """Returns how data differ from those of a checkpoint, or ''."""
   before = saved.metadata.get(_DATA)
   differences = [] if before is None else fingerprint.differences(before, data)
   if not differences:

@@ -1,4 +1,4 @@
-"""A trace of some steps: what each device and the host did, and when."""
+"""Traces some steps of a run with the JAX profiler."""
 
 import re
 
@@ -9,10 +9,10 @@ from mod_jax.errors import UserError
 
 
 def parse(text: str) -> range:
-  """Returns the steps that `FROM:TO` means, both included.
+  """Returns the steps of `FROM:TO`, both inclusive.
 
   Raises:
-    UserError: it means none.
+    UserError: the text is not of that form, or the range is empty.
   """
   match = re.fullmatch(r'(\d+):(\d+)', text.strip())
   first, last = map(int, match.groups()) if match else (0, 0)
@@ -25,15 +25,15 @@ def parse(text: str) -> range:
 
 
 class Profiler:
-  """Traces a run's steps of a range, on each host, into `WORKDIR/profile`.
+  """Traces a range of a run's steps, on each host, into `WORKDIR/profile`.
 
   TensorBoard's profile plugin opens the directory, and https://ui.perfetto.dev
-  the file `perfetto_trace.json.gz` in it. The first step of a call compiles:
-  begin later, unless that is what you want to see.
+  the file `perfetto_trace.json.gz` in it. The first step of a call includes
+  compilation.
   """
 
   def __init__(self, workdir, steps: range | None, num_steps: int):
-    """Traces nothing yet.
+    """Checks the range; tracing begins with its first step.
 
     Args:
       workdir: directory of the run.
@@ -67,10 +67,10 @@ class Profiler:
     self._stop()
 
   def begin(self, start: int) -> str | None:
-    """Called with the number of steps that were taken before.
+    """To be called before training, with the number of steps taken so far.
 
     Returns:
-      A sentence that nothing will be traced, if all were wanted of those.
+      A message if all steps to trace are among those, else None.
     """
     if not self._steps or start < self._steps[-1]:
       return None
@@ -80,16 +80,16 @@ class Profiler:
     )
 
   def before(self, step: int) -> None:
-    """Called before a step is begun."""
+    """To be called before each step."""
     if step in self._steps and not self._tracing:
       jax.profiler.start_trace(self._folder, create_perfetto_trace=True)
       self._tracing = True
 
   def after(self, step: int, result) -> str | None:
-    """Called when a step was begun; waits for its result if it is the last.
+    """To be called after each step; waits for the last traced step's `result`.
 
     Returns:
-      A sentence on where the trace lies, once it is written.
+      A message with the path of the trace once it is written, else None.
     """
     if not self._tracing or step != self._steps[-1]:
       return None

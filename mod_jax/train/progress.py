@@ -1,4 +1,4 @@
-"""Progress: a bar on a terminal, plain lines in a log file."""
+"""Progress: a bar on a terminal, plain lines elsewhere."""
 
 from collections.abc import Callable, Mapping
 import datetime
@@ -14,12 +14,12 @@ _SMOOTHING = 0.3  # Weight of the newest measurement in the rate.
 
 
 class Progress:
-  """Shows how far a run is, how fast it goes, and how long it will take.
+  """Shows a run's steps, speed and remaining time.
 
-  On a terminal it is one bar that stays at the bottom; elsewhere a line now
-  and then, without carriage returns. It shows tokens/s (or images/s), the
-  model's FLOP/s and the time left from its second update on, so that compiling
-  the first step does not count.
+  On a terminal it is one bar that stays at the bottom; elsewhere a line every
+  few seconds, without carriage returns. Tokens/s (or images/s), the model's
+  FLOP/s and the time left are shown from the second update on, so that they
+  exclude the compilation of the first step.
   """
 
   def __init__(
@@ -36,22 +36,22 @@ class Progress:
     clock: Callable[[], float] = time.monotonic,
     enabled: bool = True,
   ):
-    """Shows nothing yet, but for an empty bar.
+    """Shows an empty bar, if on a terminal.
 
     Args:
       total_steps: steps of the whole run.
       start_step: steps taken already, when resuming.
       tokens_per_step: tokens (or what `unit` says) in a batch over all devices;
         None hides the rate.
-      flops_of_step: the model's FLOPs of the step of a number, from 1 on,
-        multiply-add counted as 2; None hides the rate.
-      peak: FLOP/s that all devices together reach at most; None hides the part
-        of it that the model's FLOPs are (MFU, Chowdhery et al. 2022).
+      flops_of_step: maps a step's number, from 1 on, to the model's FLOPs in
+        it, multiply-add counted as 2; None hides the rate.
+      peak: peak FLOP/s of all devices together; None hides the model FLOPs
+        utilization (MFU, Chowdhery et al. 2022).
       unit: what a batch is counted in, such as `images`.
       stream: where to write; by default standard error.
-      interval: least seconds between two updates of what is shown, but for the
-        first and the last; by default 0.5 on a terminal and 5 elsewhere.
-      clock: returns seconds; tests give their own.
+      interval: minimum seconds between two displayed updates, except the first
+        and the last; by default 0.5 on a terminal and 5 elsewhere.
+      clock: returns seconds.
       enabled: False shows nothing, as on all hosts but the first.
     """
     self._total_steps = total_steps
@@ -66,7 +66,7 @@ class Progress:
     default = 0.5 if terminal else 5.0
     self._interval = default if interval is None else interval
     self._pending = None
-    self._shown = None  # Step and time of what was shown last.
+    self._shown = None  # Step and time of the last displayed update.
     self._rate = None  # Steps per second.
     self._flops = None  # FLOPs per second.
     self._bar = None
@@ -86,12 +86,12 @@ class Progress:
     self.close()
 
   def update(self, step: int, values: Mapping[str, Any] | None = None) -> None:
-    """Notes that `step` steps are taken, and shows it if it is time to.
+    """Records the number of steps taken; shows it if `interval` has passed.
 
     Args:
       step: number of steps taken.
-      values: numbers to show by name, such as the loss. They are only looked
-        at when shown, so that arrays still being computed hold nothing up.
+      values: numbers to show by name, such as the loss. They are only read when
+        shown, so that arrays may still be computing.
     """
     if not self._enabled:
       return
@@ -114,7 +114,7 @@ class Progress:
       tqdm.tqdm.write(text, file=self._stream)
 
   def close(self) -> None:
-    """Shows what is still unseen and leaves the bar where it is."""
+    """Shows the last update, and leaves the bar on the terminal."""
     if self._enabled and self._pending is not None:
       self._show(self._clock())
     if self._bar is not None:
@@ -125,7 +125,7 @@ class Progress:
   def _show(self, now):
     step, values = self._pending
     self._pending = None
-    # Reading the values waits for the device, so the step ended only now.
+    # Reading the values waits for the device, so read the clock after it.
     parts = [f'{name} {_text(value)}' for name, value in values.items()]
     now = max(now, self._clock())
     if self._shown is not None and now > self._shown[1]:
@@ -145,8 +145,8 @@ class Progress:
         parts.append(f'{number} {prefix}FLOP/s')
         if self._peak:
           parts.append(f'{self._flops / self._peak:.1%} MFU')
-      left = max(0, self._total_steps - step) / self._rate
-      parts.append(f'left {datetime.timedelta(seconds=round(left))}')
+      seconds_left = max(0, self._total_steps - step) / self._rate
+      parts.append(f'left {datetime.timedelta(seconds=round(seconds_left))}')
     if self._bar is None:
       self._print('  '.join([f'step {step}/{self._total_steps}', *parts]))
     else:
@@ -163,7 +163,7 @@ def _is_terminal(stream) -> bool:
   if not getattr(stream, 'isatty', lambda: False)():
     return False
   try:
-    # Terminals in containers may have no size, and tqdm draws nothing there.
+    # Terminals in containers may have size 0, where tqdm draws nothing.
     return all(os.get_terminal_size(stream.fileno()))
   except (OSError, AttributeError):
     return True

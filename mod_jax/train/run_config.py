@@ -1,4 +1,4 @@
-"""What any run is made of, whatever it trains."""
+"""Configs that all runs share, whatever they train."""
 
 import dataclasses
 
@@ -10,20 +10,20 @@ from mod_jax.train.optimizer import OptimizerConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-  """How long training lasts, and on how many rows at a time."""
+  """Length of the training, batch size, capacity warm-up and averaging."""
 
   num_steps: config_lib.PositiveCount = 1000  # Updates of the parameters.
-  # Passes over the training data, of which the number of steps follows; None
-  # leaves it to num_steps.
+  # Passes over the training data, which set the number of steps; None uses
+  # num_steps.
   num_epochs: config_lib.Positive | None = None
   # Rows of a step, on all devices together.
   batch_size: config_lib.Size = 16
   # Microbatches of a step, whose gradients are added.
   grad_accum_steps: config_lib.Size = 1
-  # The capacity of routed layers falls from 1 over the first so many steps, or
-  # such a fraction of all.
+  # The capacity of routed layers falls from 1 over this many first steps, or
+  # this fraction of all.
   capacity_warmup_steps: config_lib.Steps = 0
-  # How many values it takes on the way; each compiles its own program.
+  # Number of capacities during the warm-up; each compiles its own program.
   capacity_warmup_stages: config_lib.Unrolled = 4
   # EMA decay of the parameters; the averages are evaluated in their place. 0
   # keeps none.
@@ -45,7 +45,7 @@ class TrainConfig:
 
   @property
   def rows(self) -> int:
-    """Of a microbatch."""
+    """Rows of a microbatch."""
     return self.batch_size // self.grad_accum_steps
 
 
@@ -56,12 +56,12 @@ class EvaluationConfig:
   # Steps between evaluations, or a fraction of all; 0 evaluates at the end
   # only.
   every: config_lib.Steps = 500
-  # Batches of each, spread over the held-out data; 0 takes all of it.
+  # Batches per evaluation, spread over the held-out data; 0 uses all of it.
   batches: config_lib.Count = 16
-  batch_size: config_lib.Size = 16  # Rows of each, on all devices together.
+  batch_size: config_lib.Size = 16  # Rows of a batch, on all devices together.
   final_batches: config_lib.Count = 64  # Batches at the run's end; 0 = all.
-  prompt: str = ''  # Start of the final sample; '' = some held-out words.
-  # Tokens of that sample, within the length of training; 0 draws none.
+  prompt: str = ''  # Start of the final sample; '' = held-out text.
+  # Tokens of that sample, at most the sequence length; 0 draws none.
   sample_tokens: config_lib.Count = 256
 
   def __post_init__(self):
@@ -70,11 +70,11 @@ class EvaluationConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LogConfig:
-  """How often progress is told, and where it goes."""
+  """How often progress is shown, and where metrics are logged."""
 
   every: config_lib.PositiveCount = 10  # Steps between lines of progress.
-  tensorboard: bool = True  # Whether curves go to TensorBoard's files, too.
-  wandb: bool = False  # Whether they go to Weights & Biases.
+  tensorboard: bool = True  # Whether to log to TensorBoard, too.
+  wandb: bool = False  # Whether to log to Weights & Biases.
 
   def __post_init__(self):
     config_lib.validate(self)
@@ -82,13 +82,13 @@ class LogConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig:
-  """A run. Subclasses add what it trains, and on what."""
+  """A run. Subclasses add the model and the data."""
 
-  name: str = 'run'  # What the run is called in logs.
-  # Of the first parameters, the order of the data, and all else by chance.
+  name: str = 'run'  # Name of the run in logs.
+  # Seeds the initial parameters, the order of the data, and all other draws.
   seed: config_lib.Seed = 0
-  # Weights to start from: a workdir of ours, a checkpoint file, or a folder as
-  # this library, Hugging Face or timm write it.
+  # Weights to start from: the workdir of a run, a checkpoint file, or a folder
+  # as written by this library, Hugging Face or timm.
   init: str | None = None
   optimizer: OptimizerConfig = OptimizerConfig()
   train: TrainConfig = TrainConfig()
@@ -102,13 +102,13 @@ class RunConfig:
 
 
 def fitted(config: RunConfig, num_devices: int) -> RunConfig:
-  """Returns a run with the mesh that it needs; see `parallel.fit_mesh`."""
+  """Returns the config with its mesh fitted to the number of devices."""
   mesh = parallel.fit_mesh(config.mesh, num_devices, config.train.rows)
   return dataclasses.replace(config, mesh=mesh)
 
 
-# Fields in which a run and its continuation may differ, because they change
-# what is learnt by no more than rounding, or not at all.
+# Fields in which a run and its continuation may differ, because they affect
+# training by no more than rounding, or not at all.
 RESUMABLE = (
   'name',
   'evaluation',
@@ -117,12 +117,12 @@ RESUMABLE = (
   'log',
   *('data.max_epochs', 'data.workers', 'data.read_threads'),
   *('data.prefetch', 'data.cache_dir'),
-  # Where the data lie: that they are the same ones, their fingerprint says.
+  # Paths of the data; their fingerprint ensures that the data are the same.
   *('data.path', 'data.files', 'data.eval_files', 'data.tokenizer_path'),
   *('data.data_dir', 'data.tfds_dir'),
 )
-# Those that a run may change on its way if that is asked for: they change what
-# is learnt from then on, but not what a state consists of.
+# Fields that may change in a continuation with --allow_changed_config: they
+# affect training from then on, but not the structure of the state.
 CHANGEABLE = (
   'train.num_steps',
   'train.capacity_warmup_steps',

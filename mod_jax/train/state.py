@@ -1,4 +1,4 @@
-"""What training carries from step to step."""
+"""The state that each training step updates."""
 
 from typing import Any
 
@@ -14,15 +14,15 @@ from mod_jax.train import optimizer as optimizer_lib
 
 @flax.struct.dataclass
 class TrainState:
-  """Step, parameters, optimiser state, rng, and what else changes.
+  """Step, parameters, optimiser state, random key and other collections.
 
   Attributes:
     step: int32 number of steps taken.
     params: the parameters, without partitioning boxes.
     opt_state: the optimiser's state.
-    rng: the one key; each step folds its number into it.
+    rng: the run's PRNG key; each step folds its number into it.
     model_state: other collections of the model, by name.
-    ema: moving averages of the parameters, or None where none are kept.
+    ema: moving averages of the parameters, or None if none are kept.
   """
 
   step: jax.Array
@@ -34,7 +34,7 @@ class TrainState:
 
   @property
   def eval_params(self):
-    """The parameters to evaluate and to use: the averages if there are any."""
+    """The parameters to evaluate: the moving averages if there are any."""
     return self.params if self.ema is None else self.ema
 
 
@@ -66,8 +66,8 @@ def abstract_state(
   Raises:
     UserError: a parameter does not divide over the mesh.
   """
-  # With the key made inside, nothing runs, so the mesh may be one of devices
-  # that this machine does not have.
+  # With the key created inside, nothing is computed, so the mesh may consist of
+  # devices that this machine does not have.
   boxed = jax.eval_shape(
     lambda: _create(jax.random.key(0), task, optimizer, ema)
   )
@@ -81,7 +81,7 @@ def abstract_state(
 
 
 def of_run(task, mesh: jax.sharding.Mesh):
-  """Returns a run's optimiser, and its state as `abstract_state` does."""
+  """Returns a run's optimiser and its `abstract_state`."""
   config = task.config
   optimizer = optimizer_lib.make_optimizer(
     config.optimizer, config.train.num_steps
@@ -93,7 +93,7 @@ def of_run(task, mesh: jax.sharding.Mesh):
 def create_state(
   seed: int, task, optimizer: optax.GradientTransformation, abstract: TrainState
 ) -> TrainState:
-  """Returns a fresh state, each array created in its place on the mesh."""
+  """Returns an initial state, each array created with its sharding."""
   ema = abstract.ema is not None
   create = jax.jit(
     lambda key: nn.unbox(_create(key, task, optimizer, ema)),
@@ -105,10 +105,10 @@ def create_state(
 def with_weights(
   state: TrainState, abstract: TrainState, params, model_state
 ) -> TrainState:
-  """Returns a fresh state that begins with other parameters and model_state.
+  """Returns an initial state with other parameters and model_state.
 
-  These have the structures of the state's, and may lie on the host or anywhere;
-  `abstract` says where each array is to lie.
+  Both must have the structure of those in `state`, and may be on the host or on
+  any devices; `abstract` gives the sharding and dtype of the result.
   """
 
   def place(x, like):

@@ -27,22 +27,22 @@ def train_step(
   Args:
     state: the state before.
     batch: arrays of B rows; `grad_accum_steps` divides B.
-    teacher: arrays that the task uses and no step changes; see `Task.teacher`.
-    task: says how a batch becomes a loss; see `task.Task`.
+    teacher: constant arrays that the task needs (`Task.teacher`).
+    task: computes the losses of a batch (`task.Task`).
     optimizer: turns gradients into updates.
     static_args: static choices of this step, as `task.static_args` returns.
     grad_accum_steps: microbatches whose gradients are added before the update.
-    ema_decay: how much of the parameters' averages stays, where the state has
-      any; see `ema_rate`.
+    ema_decay: decay of the parameters' moving averages, if the state has any
+      (`ema_rate`).
   """
   rng = jax.random.fold_in(state.rng, state.step)
 
   def gradients(model_state, batch, rng, weights=None):
     def loss(params):
-      losses, told = task.losses(
+      losses, aux = task.losses(
         params, model_state, batch, rng, static_args, teacher
       )
-      return sums.sum_of_means(losses, weights), told
+      return sums.sum_of_means(losses, weights), aux
 
     return jax.grad(loss, has_aux=True)(state.params)
 
@@ -58,17 +58,20 @@ def train_step(
       )
       return model_state, [weight for _, weight in losses]
 
-    # Of the whole batch, for a mean of means is another loss. The compiler
-    # leaves out what the weights do not need: mostly the whole model.
+    # Losses are means over the whole batch, not over microbatches' means.
+    # The compiler drops what the weights do not need, mostly the whole model.
     _, weights = jax.lax.scan(weigh, state.model_state, (micro, rngs))
     weights = [weight.sum(axis=0) for weight in weights]
 
     def add(carry, inputs):
       grads, model_state = carry
-      more, (metric_sums, model_state) = gradients(
+      term, (metric_sums, model_state) = gradients(
         model_state, *inputs, weights
       )
-      return (jax.tree.map(jnp.add, grads, more), model_state), metric_sums
+      return (
+        jax.tree.map(jnp.add, grads, term),
+        model_state,
+      ), metric_sums
 
     zeros = jax.tree.map(jnp.zeros_like, state.params)
     (grads, model_state), metric_sums = jax.lax.scan(
@@ -82,7 +85,7 @@ def train_step(
   ema = state.ema
   if ema is not None:
     rate = ema_rate(ema_decay, state.step)
-    # Written in this way, the average of a constant stays exactly the same.
+    # In this form, the average of a constant stays exactly the same.
     ema = jax.tree.map(lambda e, p: e + (rate * (p - e)), ema, params)
   return state.replace(
     step=state.step + 1,
@@ -101,16 +104,17 @@ def jit_step(
   static_args,
   config: TrainConfig,
 ):
-  """Returns `train_step` for a run, to be called or compiled.
+  """Returns the jitted `train_step` of a run.
 
-  It takes the state, which it uses up, a batch and the teacher.
+  Its arguments are the state, whose buffers are donated, a batch and the
+  teacher.
 
   Args:
     abstract: the state's shapes and shardings.
-    task: as of `train_step`, and so are the next two.
-    optimizer: see there.
-    static_args: see there.
-    config: how a step of the run is taken.
+    task: computes the losses.
+    optimizer: turns gradients into updates.
+    static_args: static choices of the step.
+    config: gradient accumulation and averaging.
   """
   return jax.jit(
     functools.partial(
@@ -127,10 +131,10 @@ def jit_step(
 
 
 def ema_rate(decay: float, step: jax.Array) -> jax.Array:
-  """Returns how much of the new parameters enters their averages.
+  """Returns the weight of the new parameters in their moving averages.
 
-  That is 1 - min(decay, (1 + t) / (10 + t)) with t the steps taken before:
-  early averages follow quickly, so that where they started does not linger.
+  It is 1 - min(decay, (1 + t) / (10 + t)), with t the steps taken before: early
+  averages follow quickly, so that the initial parameters do not dominate.
   """
   t = jnp.asarray(step, jnp.float32)
   return 1 - jnp.minimum(decay, (1 + t) / (10 + t))

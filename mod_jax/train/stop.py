@@ -1,13 +1,13 @@
-"""A stop that was asked for: noted at once, obeyed where nothing is lost.
+"""Stops on signals: recorded at once, acted upon where nothing is lost.
 
 SIGTERM, SIGINT (Ctrl-C), SIGHUP and SIGUSR1 (which Slurm can send as an early
-warning) only set a mark. The loop looks at it after each step, evaluations
-look at it after each batch; then the state is saved and training returns. A
-signal that was ignored when the process began stays ignored, as `nohup` and
-the background jobs of a shell want it.
+warning) only set a flag. The loop checks it after each step, evaluations check
+it after each batch; then the state is saved and training returns. A signal that
+was ignored when the process began stays ignored, as `nohup` and background jobs
+of a shell require.
 
-Python runs a signal's handler between two of its own instructions: a signal
-that comes during a long compilation is noted when that is over.
+Python runs signal handlers between bytecode instructions: a signal during a
+long compilation is only handled when that is over.
 """
 
 from collections.abc import Iterable, Iterator
@@ -20,19 +20,19 @@ import jax
 from jax.experimental import multihost_utils
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-_PATIENCE = 3  # This many Ctrl-C end the process without waiting for the save.
+_PATIENCE = 3  # The Ctrl-C that ends the process without waiting for the save.
 
 
 class Stopped(Exception):
-  """Ends work that is begun anew when the run continues."""
+  """Aborts work that is repeated when the run continues."""
 
 
 class _Asked:
-  """What this process was asked for; one for all runs, see `listening`."""
+  """The requests to this process; one instance serves all runs."""
 
-  depth = 0  # How many `listening` are open.
+  depth = 0  # Number of nested `listening` contexts.
   requested = False
-  interrupts = 0  # How often Ctrl-C was pressed.
+  interrupts = 0  # Number of Ctrl-C.
   hosts = 1
   steps = 0  # Calls of `after_step`, over all runs of the process.
 
@@ -42,19 +42,17 @@ _asked = _Asked()
 
 @contextlib.contextmanager
 def listening() -> Iterator[None]:
-  """Notes the signals that ask for a stop, instead of dying of them.
+  """Turns the signals that stop a run into a request, instead of dying.
 
-  Listenings may enclose each other: a stop holds until the outermost one ends,
-  so that one that comes between two runs of a sweep is not forgotten. When the
-  outermost ends, Ctrl-C becomes the `KeyboardInterrupt` that it always is; by
-  then everything is saved. A third Ctrl-C does not wait for that. Other signals
-  end in a normal return.
+  Contexts may be nested: a request holds until the outermost one ends, so that
+  a signal between two runs of a sweep is not lost. When the outermost ends, and
+  so everything is saved, Ctrl-C raises the usual `KeyboardInterrupt`; a third
+  Ctrl-C raises it at once. Other signals end in a normal return.
 
   With several hosts a signal on any of them stops all after the same step, by
   JAX's preemption service.
 
-  Outside the main thread, where Python allows no signal handlers, nothing is
-  noted.
+  Does nothing outside the main thread, where Python allows no signal handlers.
   """
   in_main_thread = threading.current_thread() is threading.main_thread()
   if _asked.depth or not in_main_thread:
@@ -70,13 +68,13 @@ def listening() -> Iterator[None]:
   try:
     for number in SIGNALS:
       # With several hosts, JAX itself listens for SIGTERM.
-      theirs = number == signal.SIGTERM and _asked.hosts > 1
-      if not theirs and signal.getsignal(number) != signal.SIG_IGN:
+      handled_by_jax = number == signal.SIGTERM and _asked.hosts > 1
+      if not handled_by_jax and signal.getsignal(number) != signal.SIG_IGN:
         before[number] = signal.signal(number, _note)
     yield
   finally:
     for number, handler in before.items():
-      # None stands for a handler that Python did not install.
+      # None is a handler that Python did not install.
       signal.signal(number, signal.SIG_DFL if handler is None else handler)
     interrupted = _asked.interrupts > 0
     _asked.depth = _asked.interrupts = 0
@@ -86,10 +84,10 @@ def listening() -> Iterator[None]:
 
 
 def requested() -> bool:
-  """Whether a stop was asked for.
+  """Whether a stop is requested.
 
-  With several hosts it is the same on all of them: False until `after_step` has
-  found a step after which all can stop.
+  With several hosts it is the same on all of them: False until `after_step`
+  reaches the step after which all stop.
   """
   return _asked.requested
 
@@ -100,7 +98,7 @@ def after_step() -> bool:
   With several hosts, all must call this after each step; all get the same.
   """
   if _asked.hosts > 1:
-    # The service wants a number that grows over all runs of the process: the
+    # The service needs a number that grows over all runs of the process: the
     # step at which it stops may belong to the next run.
     _asked.steps += 1
     if multihost_utils.reached_preemption_sync_point(_asked.steps):
@@ -109,9 +107,9 @@ def after_step() -> bool:
 
 
 def check() -> None:
-  """Raises Stopped where a stop was asked for and one host is all there is.
+  """Raises Stopped if a stop is requested and there is only one host.
 
-  Several hosts cannot leave work that they share at different moments.
+  Several hosts share work, which they cannot abort at different moments.
   """
   if _asked.requested and _asked.hosts == 1:
     raise Stopped
@@ -120,8 +118,8 @@ def check() -> None:
 def each[T](items: Iterable[T]) -> Iterator[T]:
   """Yields items, such as batches, and calls `check` before each.
 
-  A signal to all processes of a run may end those that read data before this
-  one sees it. Where a stop was asked for, what they fail with does not matter.
+  A signal to all processes of a run may end its data workers before this
+  process handles it. If a stop is requested, their errors do not matter.
   """
   iterator = iter(items)
   while True:
@@ -150,6 +148,7 @@ def _note(number, _):
 
 
 def _say(text):
-  # The signal may have interrupted a print, and its stream refuses another.
+  # Not `print`: the signal may have interrupted one, and streams are not
+  # reentrant.
   with contextlib.suppress(OSError):
     os.write(2, f'\n{text}\n'.encode())

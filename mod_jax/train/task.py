@@ -1,4 +1,4 @@
-"""What the training loop needs to know of what is trained."""
+"""The interface between the training loop and what it trains."""
 
 import abc
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -11,13 +11,13 @@ from mod_jax.errors import UserError
 from mod_jax.losses import sums
 from mod_jax.losses.sums import MetricSums, Pair
 
-if typing.TYPE_CHECKING:  # It takes long to import.
+if typing.TYPE_CHECKING:  # Slow to import.
   from matplotlib.figure import Figure
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Study:
-  """What a study of a trained model found.
+  """The results of a study of a trained model.
 
   Attributes:
     text: a table or a few sentences for people.
@@ -33,43 +33,43 @@ class Study:
 class Task(abc.ABC):
   """How a batch becomes a loss, metrics and pictures.
 
-  The loop gives every task the rest: sharding, gradient accumulation, averages,
+  The loop does the rest: sharding, gradient accumulation, averages,
   checkpoints, resuming, the stop at a NaN, progress, logs. A task is hashable
   by identity and holds no arrays that training changes.
   """
 
-  # What a batch is counted in.
+  # The unit of `tokens_per_step`.
   unit: str = 'tokens'
-  # Of the matrix products, on which it depends how many a device can do.
+  # Of the matrix products, which determines a device's peak FLOP/s.
   dtype: str = 'float32'
 
-  # Not abstract, because many tasks have nothing to look at.
+  # Not abstract, because many tasks have nothing to check.
   def check(self) -> None:  # noqa: B027
-    """Looks at what the data are; called before a run is begun or read.
+    """Checks the data; called before a run is begun or loaded.
 
-    Making a task looks at nothing but its config.
+    The constructor of a task must not depend on more than its config.
 
     Raises:
-      UserError: the data are not there, or the model does not fit them.
+      UserError: data are missing, or the model does not fit them.
     """
 
   @abc.abstractmethod
   def init(self, key) -> dict[str, Any]:
-    """Returns the variables of the model, boxed by logical axes, by name."""
+    """Returns the model's variables by collection, boxed with logical axes."""
 
   def start(self, params, model_state, init: str) -> tuple[Any, Any]:
-    """Returns what a fresh run starts from instead of random weights.
+    """Returns the weights that a new run starts from, by `config.init`.
 
     Args:
-      params: the fresh parameters.
-      model_state: the other fresh collections.
-      init: where the weights lie, `config.init`.
+      params: randomly initialised parameters.
+      model_state: the other initialised collections.
+      init: path of the weights.
 
     Returns:
-      Both again, in the same structures.
+      Parameters and model state, in the same structures.
 
     Raises:
-      UserError: there are no weights, or they do not fit.
+      UserError: there are no weights at `init`, or they do not fit.
     """
     raise UserError(
       f'init={init}: this task starts from nothing but fresh weights; set init'
@@ -77,19 +77,19 @@ class Task(abc.ABC):
     )
 
   def teacher(self, mesh) -> Any:
-    """Returns arrays that training uses and never changes, or None.
+    """Returns constant arrays that the losses need, or None.
 
-    Such as a teacher's parameters. The loop asks once and puts a copy on every
-    device, unless they are placed on the mesh already. They are part of no
-    checkpoint.
+    Such as the parameters of a teacher. The loop calls this once and replicates
+    the arrays over the devices, unless they are placed on the mesh already.
+    They are not part of checkpoints.
     """
     del mesh
 
   def files(self) -> Mapping[str, str]:
-    """Returns what the run made for itself and needs again, by file name.
+    """Returns texts to keep in the run's directory, by file name.
 
-    Such as a tokenizer that was learned from the training files. The loop
-    keeps the texts in the run's directory, for continuations and evaluation.
+    Such as a tokenizer learned from the training files, which continuations and
+    evaluations need.
     """
     return {}
 
@@ -98,55 +98,56 @@ class Task(abc.ABC):
     """Returns this host's endless iterator over its part of the batches.
 
     `get_state()` returns a JSON object, the same on every host, and
-    `set_state()` goes on from it, with any number of hosts.
+    `set_state()` continues from it, with any number of hosts.
     """
 
   def data_summary(self) -> str:
-    """Returns a line on how many data there are and of what, or ''."""
+    """Returns a line on kind and amount of the data, or ''."""
     return ''
 
   def beginning(self, params, model_state, mesh) -> str:
-    """Returns a line on what a run from `config.init` begins with, or ''."""
+    """Returns a line on the quality of the weights of `config.init`, or ''."""
     del params, model_state, mesh
     return ''
 
   def batch_shapes(self) -> dict[str, Any] | None:
     """Returns shapes and dtypes of a training batch, without reading any data.
 
-    None if this task does not tell: then its step cannot be compiled ahead, and
-    what only the first step shows to be wrong is refused when a run has begun.
+    None if unknown: then the step cannot be compiled ahead, and errors in it
+    only show after a run has begun.
     """
     return None
 
   @abc.abstractmethod
   def data_fingerprint(self) -> dict[str, Any]:
-    """Returns what identifies the data, as `data.fingerprint` makes it.
+    """Returns the fingerprint of the data, as made by `data.fingerprint`.
 
-    It is kept with every checkpoint: a run does not go on over other data.
+    It is saved with every checkpoint, and a run refuses to continue on other
+    data.
     """
 
   @abc.abstractmethod
   def static_args(self, step: int) -> Hashable:
-    """Returns the static choices of a step: each compiles its own program."""
+    """Returns the static choices of a step: each value compiles a program."""
 
   @abc.abstractmethod
   def losses(
     self, params, model_state, batch, rng, static_args, teacher=None
   ) -> tuple[Sequence[Pair], Any]:
-    """Returns (losses, (metric_sums, model_state)): a pure function.
+    """Returns (losses, (metric_sums, model_state)); a pure function.
 
-    What is trained is the sum of all `total / weight`. No gradient passes the
-    weights, the numbers of things that the losses are means over: of a batch
-    that is processed in parts they are added up before anything else, which is
-    another forward pass where they depend on more than the batch.
-    `metric_sums['loss']` is the main loss. `teacher` is what the method of that
-    name returned.
+    The objective is the sum of `total / weight` over all losses. A weight is
+    the number of items that the loss is a mean over, and passes no gradient.
+    With gradient accumulation, the weights of all microbatches are summed
+    first; if they depend on more than the batch, that takes another forward
+    pass. `metric_sums['loss']` is the main loss. `teacher` is the result of
+    `teacher()`.
     """
 
   def loss(self, *args, **kwargs) -> tuple[Any, Any]:
-    """Returns what `losses` does, with the losses' sum of a whole batch."""
-    losses, told = self.losses(*args, **kwargs)
-    return sums.sum_of_means(losses), told
+    """Returns the objective of a whole batch, and the auxiliary of `losses`."""
+    losses, aux = self.losses(*args, **kwargs)
+    return sums.sum_of_means(losses), aux
 
   @abc.abstractmethod
   def eval_batches(
@@ -161,16 +162,16 @@ class Task(abc.ABC):
 
     Args:
       batch_size: rows of this host's part.
-      num_batches: how many, spread over all; None for all.
-      shard_index: number of this host.
-      shard_count: of hosts.
+      num_batches: how many, spread over the held-out data; None for all.
+      shard_index: index of this host.
+      shard_count: number of hosts.
     """
 
   def eval_modes(self, *, more: bool = False) -> Mapping[str, Hashable]:
-    """Returns how held-out batches are gone through, by prefix of the metrics.
+    """Returns the modes of evaluation, by prefix of their metrics.
 
     Args:
-      more: returns instead the modes that only `eval.py` reports.
+      more: whether to return instead those that only `eval.py` reports.
     """
     return {} if more else {'': None}
 
@@ -178,18 +179,18 @@ class Task(abc.ABC):
   def eval_step(
     self, params, model_state, batch, key, mode: Hashable
   ) -> MetricSums:
-    """Returns the sums of a held-out batch: a pure function, compiled by mode.
+    """Returns the sums of a held-out batch; a pure function, compiled by mode.
 
     Args:
       params: parameters.
       model_state: other collections.
       batch: of `eval_batches`.
-      key: for what is random in a forward pass; another one for each batch.
+      key: for randomness in the forward pass; differs between batches.
       mode: one of `eval_modes`, static.
     """
 
   def finish_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
-    """Returns held-out metrics with what follows from them, by full name."""
+    """Returns held-out metrics with derived ones added, by full name."""
     return metrics
 
   def main_metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
@@ -199,7 +200,7 @@ class Task(abc.ABC):
 
   @abc.abstractmethod
   def pictures(self, params, model_state) -> dict[str, 'Figure']:
-    """Returns figures of what the model does, by file name without suffix."""
+    """Returns figures of the trained model, by file name without suffix."""
 
   def curves(self, records: Iterable[Mapping[str, Any]]) -> dict[str, 'Figure']:
     """Returns figures of a run's metrics, by file name without suffix."""
@@ -210,14 +211,14 @@ class Task(abc.ABC):
     """Returns held-out metrics as a table for people."""
 
   def studies(self) -> dict[str, Callable[..., Study]]:
-    """Returns longer looks at a trained model, by name.
+    """Returns the studies of a trained model, by name.
 
-    Each is called with (params, model_state, mesh), on demand only.
+    Each is called with (params, model_state, mesh), only on request.
     """
     return {}
 
   def finish(self, params, model_state) -> Iterable[str]:
-    """Yields texts to show, and to keep, at the end of a run."""
+    """Returns texts to print and save at the end of a run."""
     return ()
 
   @abc.abstractmethod
@@ -225,11 +226,11 @@ class Task(abc.ABC):
     """Returns the model's FLOPs of a training step on the whole batch."""
 
   def flops_report(self) -> str:
-    """Returns what the model costs, as a table for people."""
+    """Returns the cost of the model, as a table for people."""
     flops = self.flops_per_step(self.static_args(0))
     return f'FLOPs of the first training step: {flops:.6g}'
 
   @property
   @abc.abstractmethod
   def tokens_per_step(self) -> int:
-    """How many tokens (or images) a step consumes on all hosts together."""
+    """Tokens (or images) of a step on all hosts together."""

@@ -1,4 +1,4 @@
-"""What lies where in a run's directory."""
+"""The files of a run's directory, and checks of its config."""
 
 import contextlib
 import functools
@@ -12,11 +12,11 @@ from mod_jax import paths
 from mod_jax.errors import UserError
 from mod_jax.train.run_config import CHANGEABLE, RESUMABLE, RunConfig
 
-PHASE = 'phase_'  # How the directories of a run's earlier phases begin.
+PHASE = 'phase_'  # Prefix of the directories of a run's earlier phases.
 _CONFIG = 'config.json'
 # Fields of a config that name runs or files of weights.
 _WEIGHTS = ('init', 'objective.teacher')
-# What the file of this name has where Hugging Face or timm wrote it.
+# Keys of a config.json that Hugging Face or timm wrote.
 _THEIRS = {'architecture', 'architectures', 'model_type', 'num_attention_heads'}
 
 expand = paths.expand
@@ -38,7 +38,7 @@ def holds_run(path) -> bool:
   fields = {}
   with contextlib.suppress(OSError, ValueError, RecursionError):
     fields = json.loads(path.read_text(encoding='utf-8'))
-  # A file that cannot be read may be a damaged one of ours.
+  # A file that cannot be parsed may be a damaged one of ours.
   return not (isinstance(fields, dict) and _THEIRS & fields.keys())
 
 
@@ -46,7 +46,7 @@ def find(init: str) -> epath.Path:
   """Returns the path that `config.init` names.
 
   Raises:
-    UserError: there is nothing there.
+    UserError: nothing exists there, or it is a remote file of weights.
   """
   path = expand(init)
   if path.exists():
@@ -60,7 +60,7 @@ def find(init: str) -> epath.Path:
 
 
 def read_config(workdir, cls: type[RunConfig]) -> RunConfig:
-  """Returns the config, of class `cls`, of the run in a directory.
+  """Returns the config of the run in a directory, as an instance of `cls`.
 
   Raises:
     UserError: there is no run, or its config cannot be read.
@@ -92,11 +92,11 @@ def check(
 
   Args:
     workdir: the directory.
-    config: of the run that is to be there.
-    allow_changes: whether the fields that are `CHANGEABLE` may differ.
+    config: of the run to begin or continue there.
+    allow_changes: whether `CHANGEABLE` fields may differ.
 
   Returns:
-    Which of them do, and how.
+    A line for each `CHANGEABLE` field that differs.
 
   Raises:
     UserError: the directory holds a run with another config.
@@ -122,14 +122,17 @@ def refuse_differences(
   *,
   allow_changes: bool = False,
 ) -> list[str]:
-  """Raises UserError where `config` cannot continue the run that is there.
+  """Raises UserError if `config` cannot continue the existing run.
 
   Args:
-    held: config of the run that is there.
+    held: config of the existing run.
     config: of the run that is to continue it.
-    what: how the message begins, before it names the differences.
-    way_out: how it ends.
-    allow_changes: as of `check`, and so is what is returned.
+    what: start of the message, before the differences.
+    way_out: end of the message.
+    allow_changes: whether `CHANGEABLE` fields may differ.
+
+  Returns:
+    A line for each `CHANGEABLE` field that differs.
   """
   differences = []
   for line in config_lib.diff(held, config):
@@ -144,7 +147,7 @@ def refuse_differences(
   allowed = []
   if allow_changes:
     before, after = held.optimizer.switches, config.optimizer.switches
-    # What is switched on or off makes another state, which would not load.
+    # Switching a part on or off changes the state's structure.
     changeable = {f for f in CHANGEABLE if before.get(f) == after.get(f)}
     allowed = [d for d in differences if d.split(':')[0] in changeable]
     differences = [d for d in differences if d not in allowed]
@@ -157,7 +160,7 @@ def refuse_differences(
 
 
 def _same_weights(held: str | None, now: str | None) -> bool:
-  """Whether two paths are one, or of a run's phase before and after a move."""
+  """Whether paths are equal, or of one phase before and after a move."""
   if not held or not now:
     return False
   before, after = paths.absolute(held), paths.absolute(now)
@@ -170,7 +173,7 @@ def _same_weights(held: str | None, now: str | None) -> bool:
 
 
 def claim(workdir, config: RunConfig) -> None:
-  """Makes a directory the home of a run that passes `check` there.
+  """Writes the config of a run that passed `check` into its directory.
 
   Raises:
     UserError: the directory cannot be written.
@@ -190,5 +193,5 @@ def claim(workdir, config: RunConfig) -> None:
 
 
 def write_text(path, text: str) -> None:
-  """Writes a file whole or not at all."""
+  """Writes a text file atomically."""
   paths.write_bytes(path, text.encode())

@@ -1,4 +1,4 @@
-"""Adaptive computation: each token runs through the learners that it needs."""
+"""Adaptive computation: each token runs as many learners as it needs."""
 
 import functools
 from typing import Literal
@@ -29,29 +29,29 @@ def acm_mlp(
   """Returns y_TD: the sum of the first `num_learners` learners of each token.
 
   `y_t = Σ_{n < k_t} act(x_t · W1_n + b1_n) · W2_n` (Wójcik et al. 2023, Eq. 1).
-  Only the chosen products are computed, up to tiles of tokens of equal or
-  nearly equal k, and so are those of the gradients of x, w1, b1 and w2; hidden
-  units are computed again rather than kept. Sums are in float32.
+  Only the chosen products are computed, up to tiles of tokens with similar k,
+  also for the gradients of x, w1, b1 and w2. The backward pass recomputes the
+  hidden units. Sums are in float32.
 
-  The number of learners has no gradient. Results have the dtype of x, and the
-  weights take part in it. A learner with weights that are not finite may spoil
-  tokens that share a tile with one of its own.
+  The number of learners has no gradient. The computation and the result are in
+  the dtype of x, to which weights are cast. Non-finite weights of a learner may
+  affect tokens that do not run it but share a tile with one that does.
 
   Args:
     x_TD: tokens, in any order.
     w1_NDF: first kernel of each of N learners.
     b1_NF: bias of their F hidden units.
-    w2_NFD: second kernel; its outputs may be other than D.
-    num_learners_T: integers in 0..N; others count as the nearest.
+    w2_NFD: second kernel; its output width may differ from D.
+    num_learners_T: integers, clipped to 0..N.
     implementation: `xla`; `pallas` (TPU); `triton` (NVIDIA GPU); or None for
-      the one of the platform that the program is lowered for.
+      the one of the platform for which the program is lowered.
     activation: between the two products; exact GELU by default.
 
   Raises:
-    ValueError: shapes that do not fit, numbers of learners that are no
-      integers, dtypes that a backend asked for by name lacks, or an unknown
-      backend or activation.
-    RuntimeError: a backend asked for by name that cannot run.
+    ValueError: shapes do not match, numbers of learners are not integers, the
+      activation is unknown, or the requested backend is unknown or does not
+      support the dtype.
+    RuntimeError: the requested backend cannot run here.
   """
   x_TD, w1_NDF, b1_NF, w2_NFD, num_learners_T = map(
     jnp.asarray, (x_TD, w1_NDF, b1_NF, w2_NFD, num_learners_T)
@@ -82,7 +82,7 @@ def acm_mlp(
   if 0 in (tokens, *w2_NFD.shape):
     return jnp.zeros((tokens, w2_NFD.shape[-1]), x_TD.dtype)
   if not width:
-    chosen = ('xla',)  # The biases remain, and no block is that small.
+    chosen = ('xla',)  # Kernels need D > 0; the biases still add.
   return _acm_mlp(
     x_TD,
     *(w.astype(x_TD.dtype) for w in (w1_NDF, b1_NF, w2_NFD)),

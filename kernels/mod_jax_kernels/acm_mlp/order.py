@@ -1,4 +1,4 @@
-"""Order of the tokens: by their number of learners, most first."""
+"""Order of the tokens by their number of learners, most first."""
 
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ class Order(NamedTuple):
   Attributes:
     token_T: int32 token at each slot.
     slot_T: int32 slot of each token, the inverse.
-    count_N: int32 number of tokens that run each learner; it never rises.
+    count_N: int32 number of tokens that run each learner; never increasing.
   """
 
   token_T: jax.Array
@@ -24,12 +24,12 @@ def order(num_learners_T: jax.Array, learners: int) -> Order:
   """Returns the order of at least one token.
 
   Args:
-    num_learners_T: integers; those outside 0..N count as the nearest.
+    num_learners_T: integers, clipped to 0..N.
     learners: N.
   """
   k_T = jnp.clip(num_learners_T.astype(jnp.int32), 0, learners)
-  # A counting sort: there are N + 1 different keys only. Slots are linear in
-  # the tokens and stable, so that equal keys read memory in order.
+  # A counting sort, as there are only N + 1 different keys. It is stable, so
+  # that tokens with equal keys are read from memory in order.
   levels_K = jnp.arange(learners, -1, -1, dtype=jnp.int32)
   same_KT = (k_T == levels_K[:, None]).astype(jnp.int32)
   rank_KT = jnp.cumsum(same_KT, axis=1)

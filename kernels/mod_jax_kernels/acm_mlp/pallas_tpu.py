@@ -1,11 +1,10 @@
 """Learners on TPUs.
 
-Tokens are gathered into their order by XLA before the kernel, and its results
-gathered back after it: two copies of [T, D], small beside products of N · F
-hidden units a token, where a copy of each row by the kernel itself would be
-far shorter than TPUs read well. From there a tile of tokens is contiguous.
-Hidden units stay on the chip, in the gradients' kernels too, where both compute
-them again.
+XLA gathers the tokens in order before the kernel, and its results back after
+it, so that tiles of tokens are contiguous. These two copies of [T, D] are cheap
+relative to the products with N · F hidden units per token; rows copied within
+the kernel would be too short for TPUs to read efficiently. Hidden units stay on
+the chip, and both kernels of the gradient recompute them.
 """
 
 import functools
@@ -21,14 +20,14 @@ from mod_jax_kernels.acm_mlp import reference
 from mod_jax_kernels.acm_mlp.tiles import TILES
 from mod_jax_kernels.pallas_parts import block_of, interpret, product
 
-# More than the default, for weights are held in large blocks; less than what
-# any TPU of these days has.
+# More than the default, because weights are held in large blocks; less than any
+# current TPU has.
 _VMEM_BYTES = 60 * 2**20
 
 
 @dispatch.jit(static_argnames='activation')
 def forward(x_TD, w1_NDF, b1_NF, w2_NFD, order, *, activation):
-  """As `reference.forward`."""
+  """See `reference.forward`."""
   plan = _Plan(x_TD, w2_NFD, order.count_N)
   y_SD = plan.call(
     functools.partial(_outputs, activation=activation),
@@ -41,7 +40,7 @@ def forward(x_TD, w1_NDF, b1_NF, w2_NFD, order, *, activation):
 
 @dispatch.jit(static_argnames='activation')
 def backward(x_TD, w1_NDF, b1_NF, w2_NFD, g_TD, order, *, activation):
-  """As `reference.backward`."""
+  """See `reference.backward`."""
   plan = _Plan(x_TD, w2_NFD, order.count_N)
   arrays = (
     plan.ordered(x_TD, order.token_T),
@@ -71,7 +70,7 @@ class _Plan:
     sizes = tiles_lib.choose(TILES, 'pallas')
     tokens, self._width = x_TD.shape
     self._learners, hidden, self._outputs = w2_NFD.shape
-    # Tiles of memory have eight rows of float32, or sixteen of bfloat16.
+    # Memory tiles have 8 rows of float32 or 16 of bfloat16.
     self._rows = min(sizes['rows'], -(-tokens // 16) * 16)
     self._tiles = -(-tokens // self._rows)
     self._hidden = block_of(hidden, sizes['hidden'])
@@ -83,23 +82,23 @@ class _Plan:
     )
 
   def ordered(self, x_TD, token_T):
-    """Returns the tokens in order, and some again up to a whole tile."""
+    """Returns the tokens in order, padded to whole tiles with any token."""
     tokens = token_T.size
     return x_TD[jnp.pad(token_T, (0, self._tiles * self._rows - tokens))]
 
   def call(self, learner, kinds, arrays, *, width):
-    """Sums over learners and hidden units, for a tile.
+    """Runs a kernel that sums over learners and hidden units, per tile.
 
     Args:
-      learner: takes blocks of the arrays; returns what a learner adds.
-      kinds: of blocks, one for each array.
+      learner: maps blocks of the arrays to the contribution of a learner.
+      kinds: kind of block of each array.
       arrays: operands.
-      width: of the result.
+      width: width of the result.
     """
 
     def last(i, largest_I):
-      # Nothing is read for learners that do not run: while the index stays,
-      # the block does.
+      # An unchanged index reads no new block, so learners that do not run keep
+      # the last one's.
       return jnp.maximum(largest_I[i] - 1, 0)
 
     def running(i, n, largest_I):
@@ -139,7 +138,7 @@ class _Plan:
     return call(self._count_N, self._largest_I, *arrays)
 
   def call_weights(self, kernel, arrays):
-    """Runs the kernel that sums over the tokens of a learner."""
+    """Runs a kernel that sums over the tokens of each learner."""
 
     def tile(n, f, i, count_N):
       return jnp.minimum(i, self._last_tile(count_N[n])), 0
@@ -173,7 +172,7 @@ class _Plan:
     return call(self._count_N, *arrays)
 
   def _last_tile(self, count):
-    """Returns the last tile with any of the first tokens, or 0."""
+    """Returns the last tile that holds any of the first `count` tokens."""
     return jax.lax.div(jnp.maximum(count - 1, 0), self._rows)
 
   def _block(self, kind, array):
@@ -186,7 +185,7 @@ class _Plan:
 
 
 def _tile_kernel(count_N, largest_I, *refs, rows, learner):
-  """Sums what a learner gives to the tokens of a tile, over those that run."""
+  """Sums contributions of learners over the tokens of a tile that run them."""
   *inputs, out, sum_PD = refs
   i, n, f = (pl.program_id(axis) for axis in range(3))
 
@@ -196,8 +195,8 @@ def _tile_kernel(count_N, largest_I, *refs, rows, learner):
 
   @pl.when(n < largest_I[i])
   def _():
-    more_PD = learner(*inputs)
-    sum_PD[:] += jnp.where(_runs(i, rows, count_N[n]), more_PD, 0.0)
+    learner_PD = learner(*inputs)
+    sum_PD[:] += jnp.where(_runs(i, rows, count_N[n]), learner_PD, 0.0)
 
   @pl.when((n == pl.num_programs(1) - 1) & (f == pl.num_programs(2) - 1))
   def _():
@@ -205,14 +204,14 @@ def _tile_kernel(count_N, largest_I, *refs, rows, learner):
 
 
 def _outputs(x, w1, b1, w2, *, activation):
-  before_PF = product(x[:], w1[0]) + b1[0]
-  hidden_PF, _ = reference.act_and_slope(before_PF, activation)
+  preactivation_PF = product(x[:], w1[0]) + b1[0]
+  hidden_PF, _ = reference.act_and_slope(preactivation_PF, activation)
   return product(hidden_PF.astype(x.dtype), w2[0])
 
 
 def _input_gradients(x, g, w1, b1, w2, *, activation):
-  before_PF = product(x[:], w1[0]) + b1[0]
-  _, slope_PF = reference.act_and_slope(before_PF, activation)
+  preactivation_PF = product(x[:], w1[0]) + b1[0]
+  _, slope_PF = reference.act_and_slope(preactivation_PF, activation)
   delta_PF = slope_PF * product(g[:], w2[0], (1, 1))
   return product(delta_PF.astype(x.dtype), w1[0], (1, 1))
 
@@ -230,15 +229,15 @@ def _weights_kernel(count_N, x, g, w1, b1, w2, *refs, rows, activation):
   @pl.when(i * rows < count_N[n])
   def _():
     runs_P1 = _runs(i, rows, count_N[n])
-    # Both are zero where the learner does not run, so that such tokens add
-    # nothing, be they finite or not. In float32, for not every TPU selects
-    # bfloat16.
+    # Zero both for tokens that do not run the learner, so that these add
+    # nothing even if not finite. In float32, because not all TPUs support
+    # selects of bfloat16.
     x_PD, g_PD = (
       jnp.where(runs_P1, ref[:].astype(jnp.float32), 0.0).astype(ref.dtype)
       for ref in (x, g)
     )
-    before_PF = product(x_PD, w1[0]) + b1[0]
-    hidden_PF, slope_PF = reference.act_and_slope(before_PF, activation)
+    preactivation_PF = product(x_PD, w1[0]) + b1[0]
+    hidden_PF, slope_PF = reference.act_and_slope(preactivation_PF, activation)
     delta_PF = slope_PF * product(g_PD, w2[0], (1, 1))
     dw1_DF[:] += product(x_PD, delta_PF.astype(x.dtype), (0, 0))
     db1_1F[:] += jnp.sum(delta_PF, axis=0, keepdims=True)
@@ -256,7 +255,7 @@ def _runs(i, rows, count):
 
 
 def _bias(b1_NF):
-  # A dimension between, so that a block has one row and that is all of them.
+  # Add a dimension, so that blocks of one row span a whole dimension.
   return b1_NF.astype(jnp.float32)[:, None]
 
 

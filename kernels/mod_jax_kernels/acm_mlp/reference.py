@@ -1,4 +1,4 @@
-"""Learners in plain JAX: the truth, and what CPUs run."""
+"""Learners in plain JAX: the reference, and the backend for CPUs."""
 
 import jax
 import jax.numpy as jnp
@@ -6,15 +6,15 @@ import jax.numpy as jnp
 from mod_jax_kernels import dispatch
 from mod_jax_kernels.acm_mlp import order as order_lib
 
-# Tokens that a product takes together. Smaller tiles follow k more closely,
-# larger ones use the matrix units better.
+# Tokens of a product. Smaller tiles waste less on tokens with smaller k, larger
+# ones use the matrix units better.
 TILE = 256
 
 
 def acm_mlp(
   x_TD, w1_NDF, b1_NF, w2_NFD, num_learners_T, activation='gelu', tile=TILE
 ):
-  """As `mod_jax_kernels.acm_mlp`; sums in float32."""
+  """See `mod_jax_kernels.acm_mlp`; sums are in float32."""
   if not x_TD.shape[0]:
     return jnp.zeros((0, w2_NFD.shape[-1]), x_TD.dtype)
   order = order_lib.order(num_learners_T, w1_NDF.shape[0])
@@ -24,10 +24,10 @@ def acm_mlp(
 
 
 def forward(x_TD, w1_NDF, b1_NF, w2_NFD, order, *, activation, tile=TILE):
-  """Returns y_TD for tokens in this order.
+  """Returns y_TD.
 
-  A tile of tokens loops over the learners up to the largest number in it; a
-  tile of zeros does nothing.
+  Each tile of tokens, taken in `order`, loops over as many learners as its
+  largest number; tiles without any learner are skipped.
   """
   tokens, outputs = x_TD.shape[0], w2_NFD.shape[-1]
   tile = dispatch.at_most(tokens, tile)
@@ -51,7 +51,7 @@ def forward(x_TD, w1_NDF, b1_NF, w2_NFD, order, *, activation, tile=TILE):
       sum_PD.astype(y_TD.dtype), mode='drop', unique_indices=True
     )
 
-  # Only tiles with any work: the rest of the result is zero already.
+  # Skip tiles without learners: their results are already zero.
   return jax.lax.fori_loop(
     *(0, -(-count_N[0] // tile), one_tile),
     jnp.zeros((tokens, outputs), x_TD.dtype),
@@ -61,9 +61,9 @@ def forward(x_TD, w1_NDF, b1_NF, w2_NFD, order, *, activation, tile=TILE):
 def backward(
   x_TD, w1_NDF, b1_NF, w2_NFD, g_TD, order, *, activation, tile=TILE
 ):
-  """Returns gradients of x, w1, b1 and w2, for g that of y.
+  """Returns gradients of x, w1, b1 and w2, given the gradient g of y.
 
-  Tiles and learners as in `forward`; the hidden units are computed again.
+  It loops over tiles and learners as `forward`, and recomputes hidden units.
   """
   tile = dispatch.at_most(x_TD.shape[0], tile)
   token_IP = _in_tiles(order.token_T, tile)
@@ -77,18 +77,22 @@ def backward(
     def one_learner(n, carry):
       dx_PD, dw1_NDF, db1_NF, dw2_NFD = carry
       runs_P1 = _runs(start, tile, count_N[n])
-      # Both are zero where the learner does not run, so that such tokens add
-      # nothing to the weights, be they finite or not.
-      own_PD, above_PD = (jnp.where(runs_P1, a, 0) for a in (x_PD, g_PD))
-      before_PF = _product(own_PD, w1_NDF[n]) + b1_NF[n]
-      hidden_PF, slope_PF = act_and_slope(before_PF, activation)
-      delta_PF = slope_PF * _product(above_PD, w2_NFD[n].T)
+      # Zero both for tokens that do not run the learner, so that these add
+      # nothing to the weights' gradients even if they are not finite.
+      masked_x_PD, masked_g_PD = (
+        jnp.where(runs_P1, a, 0) for a in (x_PD, g_PD)
+      )
+      preactivation_PF = _product(masked_x_PD, w1_NDF[n]) + b1_NF[n]
+      hidden_PF, slope_PF = act_and_slope(preactivation_PF, activation)
+      delta_PF = slope_PF * _product(masked_g_PD, w2_NFD[n].T)
       rounded_PF = delta_PF.astype(x_TD.dtype)
       return (
         dx_PD + _product(rounded_PF, w1_NDF[n].T),
-        dw1_NDF.at[n].add(_product(own_PD.T, rounded_PF)),
+        dw1_NDF.at[n].add(_product(masked_x_PD.T, rounded_PF)),
         db1_NF.at[n].add(delta_PF.sum(axis=0)),
-        dw2_NFD.at[n].add(_product(hidden_PF.astype(x_TD.dtype).T, above_PD)),
+        dw2_NFD.at[n].add(
+          _product(hidden_PF.astype(x_TD.dtype).T, masked_g_PD)
+        ),
       )
 
     dx_TD, *weights = carry
@@ -124,7 +128,7 @@ def act_and_slope(before, activation):
 
 
 def _in_tiles(token_T, tile):
-  # Slots past the end are out of range: read clipped, written nowhere.
+  # Slots past the end hold an index out of range: reads clip, writes drop.
   tokens = token_T.size
   tiles = -(-tokens // tile)
   padding = (0, tiles * tile - tokens)

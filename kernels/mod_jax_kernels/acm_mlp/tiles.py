@@ -1,10 +1,11 @@
-"""Block sizes, see `mod_jax_kernels.tiles`; larger than a dimension is cut."""
+"""Block sizes, see `mod_jax_kernels.tiles`; at most the array's dimension."""
 
-# Two products of [rows, *_columns] over steps of `inner`. The first has so many
-# programs that wide blocks pay; in the second two programs share a
-# multiprocessor, which evens out the last wave. The gradient's first kernel
-# holds two accumulators. Gradients of weights: [weight_rows, weight_columns]
-# over steps of `inner` tokens, small for there are few of them.
+# The two products compute blocks of [rows, *_columns] in steps of `inner`. `up`
+# has enough programs for wide blocks; in `down` two programs share a
+# multiprocessor, which balances the last wave. `slope`, the first kernel of the
+# gradient, has two accumulators. Gradients of weights compute blocks of
+# [weight_rows, weight_columns] in steps of `inner` tokens; larger blocks would
+# leave too few programs.
 _TRITON = {
   'rows': 128,
   'inner': 64,
@@ -22,14 +23,14 @@ _TRITON = {
   'weight_warps': 4,
   'weight_stages': 4,
 }
-# A fourth stage of the first product needs 144 KiB of shared memory or more,
-# and cards for graphics and inference have 99.
+# A fourth stage of `up` needs at least 144 KiB of shared memory; GPUs for
+# graphics and inference have 99.
 _LARGE = {**_TRITON, 'up_stages': 4}
 
 TILES = {
   'triton': {'': _TRITON, 'NVIDIA A100': _LARGE, 'NVIDIA H': _LARGE},
-  # Tokens of a tile and hidden units of a step. With 512 tokens the products
-  # take longer than reading the weights of the next step, on v5e and v5p.
-  # Larger steps compile for half a minute: products are written out in full.
+  # Tokens of a tile and hidden units of a step. With 512 tokens, the products
+  # take longer than reading the next step's weights, on v5e and v5p. Larger
+  # steps take half a minute to compile, because products are unrolled.
   'pallas': {'': {'rows': 512, 'hidden': 256}},
 }

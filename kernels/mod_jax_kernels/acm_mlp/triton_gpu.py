@@ -1,22 +1,22 @@
 """Learners on NVIDIA GPUs.
 
-Two kernels, as two matrix products are. The first multiplies by W1, adds the
-bias, applies the activation, and writes the hidden units of the chosen (token,
-learner) pairs, one row for each token in order; the second multiplies by W2,
-where a tile of tokens only reads as many columns, n · F, as it has learners.
-Nothing is computed, written or read for learners above a tile's largest k, and
-tokens stay where they are: both address them through the order.
+There is a kernel for each matrix product. The first multiplies by W1, adds the
+bias, applies the activation and writes the hidden units of the chosen (token,
+learner) pairs, one row per token in order. The second multiplies by W2; a tile
+of tokens reads only n · F columns for its n learners. Nothing is computed,
+written or read for learners above a tile's largest k. Tokens are not moved:
+both kernels address them through the order.
 
-One kernel would keep the hidden units on the chip, but a program could not hold
-what it needs: 128 tokens by 768 outputs in float32 are 384 KB, more than a
-multiprocessor's registers. Fewer tokens would starve the matrix units, and
-outputs in parts would compute the hidden units again for each part. Writing
-them is what a static MLP does too, so this way equals it where all learners
+A single kernel would keep the hidden units on the chip, but a program could not
+hold its accumulators: 128 tokens by 768 outputs in float32 take 384 KB, more
+than a multiprocessor's registers. Fewer tokens would starve the matrix units,
+and splitting the outputs would recompute the hidden units for each part. A
+static MLP writes its hidden units too, so the cost is the same if all learners
 run.
 
-The gradient follows the same plan: `_slopes` computes the hidden units again
-and their gradients, `_down` turns these into that of x, and `_weights` sums
-over the tokens of each learner, which the order makes a prefix.
+The gradient works alike: `_slopes` recomputes the hidden units and computes
+their gradients, `_down` turns these into the gradient of x, and `_weights` sums
+over the tokens of each learner, which are a prefix of the order.
 """
 
 import functools
@@ -34,7 +34,7 @@ from mod_jax_kernels.triton_call import triton_call
 
 @dispatch.jit(static_argnames='activation')
 def forward(x_TD, w1_NDF, b1_NF, w2_NFD, order, *, activation):
-  """As `reference.forward`."""
+  """See `reference.forward`."""
   blocks = _Blocks(x_TD)
   tokens, width = x_TD.shape
   learners, hidden, _ = w2_NFD.shape
@@ -53,7 +53,7 @@ def forward(x_TD, w1_NDF, b1_NF, w2_NFD, order, *, activation):
 
 @dispatch.jit(static_argnames='activation')
 def backward(x_TD, w1_NDF, b1_NF, w2_NFD, g_TD, order, *, activation):
-  """As `reference.backward`."""
+  """See `reference.backward`."""
   blocks = _Blocks(x_TD)
   tokens, width = x_TD.shape
   learners, hidden, outputs = w2_NFD.shape
@@ -74,7 +74,7 @@ def backward(x_TD, w1_NDF, b1_NF, w2_NFD, g_TD, order, *, activation):
     **dict(BK=blocks('inner', width), BO=blocks('inner', outputs)),
     GELU=activation == 'gelu',
   )
-  # Transposed once, so that all learners are rows of one matrix, as in W2.
+  # Transpose, so that all learners' units are rows of one matrix, as in W2.
   w1_NFD = jnp.swapaxes(w1_NDF, 1, 2)
   dx_TD = _second_product(delta_SH, w1_NFD, order, blocks)
   in_order = functools.partial(_sum_over_tokens, order=order, blocks=blocks)
@@ -87,12 +87,12 @@ def backward(x_TD, w1_NDF, b1_NF, w2_NFD, g_TD, order, *, activation):
 
 
 class _Blocks:
-  """Block sizes, cut to what an array needs."""
+  """Block sizes, limited to the arrays' dimensions."""
 
   def __init__(self, x_TD):
     self._sizes = tiles_lib.choose(TILES, 'triton')
-    # In float32 the products run outside the matrix units, element by element:
-    # large blocks would only spill.
+    # Float32 products do not use the matrix units, and large blocks would spill
+    # registers.
     self._most = 64 if x_TD.dtype.itemsize > 2 else 256
     self.rows = self('rows', x_TD.shape[0])
 
@@ -123,10 +123,10 @@ def _second_product(hidden_SH, w_NFO, order, blocks):
 
 
 def _sum_over_tokens(left, right, w_NIJ, *, ordered, order, blocks):
-  """Returns leftᵀ · right for each learner, as its weights are laid out.
+  """Returns leftᵀ · right for each learner, in the layout of `w_NIJ`.
 
-  The side that is `ordered` has a row for each slot and the learners side by
-  side; the other is shared by them, and addressed through the order.
+  The side named by `ordered` has a row per slot, with the learners' columns
+  side by side; the other has a row per token, for all learners.
   """
   learners, i, j = w_NIJ.shape
   rows, columns = blocks('weight_rows', i), blocks('weight_columns', j)
@@ -141,9 +141,9 @@ def _sum_over_tokens(left, right, w_NIJ, *, ordered, order, blocks):
 
 
 # Kernels. Sizes are constants: N learners, D inputs, F hidden units of a
-# learner, OUT outputs, P tokens of a tile; a block is B and its dimension, BK
-# one that is summed over. H is N · F. Rows of long arrays are 64-bit, for
-# T · N · F may pass 2³¹.
+# learner, OUT outputs, P tokens of a tile. Block sizes are B and the dimension;
+# BK is that of a summed dimension. H is N · F. Row indices are 64-bit, because
+# T · N · F may exceed 2³¹.
 
 
 @triton.jit
@@ -161,8 +161,10 @@ def _first_product(
   BF: tl.constexpr,
   BK: tl.constexpr,
 ):
-  """Hidden units of learner n before the activation, with zeros for x where it
-  does not run."""
+  """Returns hidden units of learner n before the activation.
+
+  x counts as 0 for tokens that do not run the learner.
+  """
   inside_1B = (f_B < F)[None, :]
   k_B = tl.arange(0, BK)
   sum_PB = tl.full((P, BF), 0.0, tl.float32)
@@ -181,17 +183,17 @@ def _first_product(
   return sum_PB + bias_B.to(tl.float32)[None, :]
 
 
-# By the combining function, since Triton's interpreter does not know `tl.sum`
-# and `tl.zeros` unless it was chosen when Triton was imported.
+# With `tl.reduce`, because Triton interprets `tl.sum` only if the whole process
+# is interpreted.
 @triton.jit
 def _sum(x):
-  """The sum over the first axis."""
+  """Returns the sum over the first axis."""
   return tl.reduce(x, 0, tl.standard._sum_combine)
 
 
 @triton.jit
 def _gaussian(before):
-  """Share of the standard normal distribution below, Φ."""
+  """Returns Φ, the standard normal distribution function."""
   return 0.5 + 0.5 * tl.math.erf(before * 0.7071067811865476)
 
 
@@ -212,8 +214,8 @@ def _up(
   BK: tl.constexpr,
   GELU: tl.constexpr,
 ):
-  """Hidden units of the chosen pairs; a program for tile, learner and block."""
-  # Programs of a tile are neighbours: they share its tokens in the cache.
+  """Writes hidden units; one program per tile, learner and block of units."""
+  # Programs of a tile are neighbours, so that they share its tokens in cache.
   blocks: tl.constexpr = (F + BF - 1) // BF
   pid = tl.program_id(0)
   n = pid // blocks % N
@@ -229,8 +231,8 @@ def _up(
     )
     if GELU:
       value_PB = value_PB * _gaussian(value_PB)
-    # A token of fewer learners than its tile has zeros, for the second product
-    # reads the tile's.
+    # Write zeros for tokens that do not run the learner, because the second
+    # product reads the whole tile.
     value_PB = tl.where(runs_P1, value_PB, 0.0)
     at_PB = slot_P.to(tl.int64)[:, None] * (N * F) + n * F + f_B[None, :]
     tl.store(
@@ -256,7 +258,7 @@ def _down(
   BK: tl.constexpr,
   LEARNERS: tl.constexpr,
 ):
-  """The chosen part of hidden · w, to the tokens' own rows."""
+  """Writes hidden · w over the chosen learners to the tokens' rows."""
   blocks: tl.constexpr = (OUT + BO - 1) // BO
   pid = tl.program_id(0)
   start = pid // blocks * P
@@ -270,7 +272,7 @@ def _down(
   slot_P1 = slot_P.to(tl.int64)[:, None]
   k_B = tl.arange(0, BK)
   sum_PB = tl.full((P, BO), 0.0, tl.float32)
-  # Learners are rows of one matrix: no step but the last crosses an end.
+  # The learners' units are rows of one matrix: only the last step is partial.
   for k in range(0, columns, BK):
     f_B = k + k_B
     hidden_PK = tl.load(
@@ -315,8 +317,10 @@ def _slopes(
   BO: tl.constexpr,
   GELU: tl.constexpr,
 ):
-  """Hidden units of the chosen pairs, gradients of what is before their
-  activation, and the latter's sums over the tile."""
+  """Writes hidden units, gradients before the activation, and their tile sums.
+
+  The sums over tiles are the gradient of the bias.
+  """
   blocks: tl.constexpr = (F + BF - 1) // BF
   pid = tl.program_id(0)
   n = pid // blocks % N
@@ -330,7 +334,7 @@ def _slopes(
     runs_P1 = (slot_P < last)[:, None]
     row_P = tl.load(token + slot_P, slot_P < last, 0).to(tl.int64)
     row_P1 = row_P[:, None]
-    before_PB = _first_product(
+    preactivation_PB = _first_product(
       x, w1, b1, row_P1, runs_P1, n, f_B, D, F, P, BF, BK
     )
     k_B = tl.arange(0, BO)
@@ -346,12 +350,14 @@ def _slopes(
         0.0,
       )
       delta_PB = tl.dot(g_PK, w_KB, delta_PB, input_precision='ieee')
-    value_PB = before_PB
+    value_PB = preactivation_PB
     if GELU:
-      share_PB = _gaussian(before_PB)
-      density_PB = tl.exp(-0.5 * before_PB * before_PB) * 0.3989422804014327
-      value_PB = before_PB * share_PB
-      delta_PB *= share_PB + before_PB * density_PB
+      phi_PB = _gaussian(preactivation_PB)
+      density_PB = (
+        tl.exp(-0.5 * preactivation_PB * preactivation_PB) * 0.3989422804014327
+      )
+      value_PB = preactivation_PB * phi_PB
+      delta_PB *= phi_PB + preactivation_PB * density_PB
     value_PB = tl.where(runs_P1, value_PB, 0.0)
     delta_PB = tl.where(runs_P1, delta_PB, 0.0)
     at_PB = slot_P.to(tl.int64)[:, None] * (N * F) + n * F + f_B[None, :]
@@ -378,11 +384,11 @@ def _weights(
   BJ: tl.constexpr,
   BT: tl.constexpr,
 ):
-  """The sum of leftᵀ · right over the tokens of a learner, which come first."""
+  """Writes leftᵀ · right over the tokens of a learner, the first in order."""
   across: tl.constexpr = (RIGHT + BJ - 1) // BJ
   blocks: tl.constexpr = (LEFT + BI - 1) // BI * across
   pid = tl.program_id(0)
-  # The first learner has the most tokens: its programs start first.
+  # The first learner has the most tokens, so its programs start first.
   n = pid // blocks
   i_B = pid % blocks // across * BI + tl.arange(0, BI)
   j_B = pid % across * BJ + tl.arange(0, BJ)

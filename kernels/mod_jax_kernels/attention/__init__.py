@@ -1,9 +1,8 @@
 """Softmax attention: plain XLA anywhere, else the libraries' flash attention.
 
-cuDNN on GPUs and splash on TPUs bring gradients with residuals of their own.
-`jax.lax.platform_dependent` would carry the residuals of every backend through
-a program, so here the first backend that suits the process is taken while a
-program is traced.
+cuDNN on GPUs and splash on TPUs have their own gradients and residuals.
+`jax.lax.platform_dependent` would keep the residuals of all backends, so the
+backend is chosen when a program is traced: the first that suits the process.
 """
 
 from typing import Literal
@@ -15,8 +14,8 @@ from mod_jax_kernels import dispatch
 from mod_jax_kernels.attention import choice, reference
 
 Implementation = Literal['xla', 'cudnn', 'splash']
-# What `splash` needs for its gradient has this name, so that a `jax.checkpoint`
-# policy can keep it; else the whole kernel runs twice.
+# Checkpoint name of the residuals of `splash`. A `jax.checkpoint` policy should
+# save them, else the whole kernel runs twice.
 RESIDUALS = 'attention_residuals'
 _HERE = 'mod_jax_kernels.attention'
 OP = dispatch.Op(
@@ -54,25 +53,24 @@ def attention(
     q_BQHC: queries of H heads.
     k_BSGC: keys of G heads; G divides H, and each serves H/G query heads.
     v_BSGC: values.
-    mask_BQS: True where a query may see a key; batch and queries may be 1,
-      which stands for all of them. A query that may see no key gets finite,
-      meaningless numbers.
+    mask_BQS: True where a query may see a key; batch and queries may be 1, to
+      broadcast. A query that may see no key gets finite, meaningless numbers.
     causal: whether slot i sees slots 0..i only; needs Q = S.
-    segment_BL: integers; a query sees the keys of its own segment only, such
-      as a packed document. Needs Q = S.
+    segment_BL: integers; queries see only keys of their own segment, such as a
+      packed document. Needs Q = S.
     implementation: `xla`; `cudnn` (GPU; 16-bit floats); `splash` (TPU; no
-      mask_BQS, bfloat16 or float32); or None for the one that fits the process
-      that traces: on a GPU `cudnn` and on a TPU `splash` where types and mask
-      allow and lengths fill their tiles, else `xla`. A program that is lowered
-      for another platform names its backend. Under a mesh of several devices
-      None is `xla` outside of a `shard_map`: `splash` cannot be split by the
-      compiler, and `cudnn` only where q, k and v are split alike.
+      mask_BQS, bfloat16 or float32); or None to choose by the process that
+      traces: on a GPU `cudnn` and on a TPU `splash` if they support types and
+      mask and the lengths fill their tiles, else `xla`. To lower a program for
+      another platform, name the backend. Under a mesh of several devices, None
+      is `xla` outside of `shard_map`: the compiler cannot shard `splash`, and
+      `cudnn` only if q, k and v are sharded alike.
 
   Raises:
-    ValueError: shapes that do not fit; an unknown backend, or one that was
-      asked for by name and cannot take these arrays.
-    RuntimeError: a backend that was asked for by name and is on a platform that
-      it does not run on: `cudnn` when traced, `splash` when lowered.
+    ValueError: shapes do not match; the requested backend is unknown or does
+      not support the arrays.
+    RuntimeError: the requested backend does not run on this platform: raised in
+      tracing for `cudnn`, in lowering for `splash`.
   """
   batch, queries, heads, channels = q_BQHC.shape
   keys, groups = k_BSGC.shape[1:3]
@@ -125,7 +123,7 @@ def attention(
     )
 
   if implementation == 'splash':
-    # Pallas is only imported where it is used.
+    # Import Pallas only where it is used.
     from mod_jax_kernels.attention import pallas_tpu
 
     return pallas_tpu.attention(
@@ -136,7 +134,7 @@ def attention(
       causal,
     )
   if mask_BQS is not None:
-    # cuDNN takes a row for each query.
+    # cuDNN does not broadcast over queries.
     mask_BQS = jnp.broadcast_to(mask_BQS, (len(mask_BQS), queries, keys))
   if segment_BL is not None:
     same_BQS = segment_BL[:, :, None] == segment_BL[:, None, :]

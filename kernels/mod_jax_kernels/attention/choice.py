@@ -1,4 +1,4 @@
-"""Which library's attention fits a process and its arrays."""
+"""Which attention backend suits a process and its arrays."""
 
 import contextvars
 
@@ -13,22 +13,22 @@ _MADE_FOR = contextvars.ContextVar('made_for', default=None)
 def made_for(platform: str):
   """Returns a context in which programs are traced for another platform.
 
-  For compiling ahead: where no backend is named, the one is taken that suits a
-  process of that platform.
+  For compiling ahead of time: if no backend is named, the choice is that of a
+  process on that platform.
   """
   return dispatch.setting(_MADE_FOR, platform)
 
 
 def splash_suits(q_BQHC, k_BSGC, *_) -> bool:
-  """Returns whether this is for a TPU, and in whole tiles."""
-  # Other lengths would be filled up, and what that costs is not measured.
-  whole = q_BQHC.shape[1] % 128 == k_BSGC.shape[1] % 128 == 0
-  return platform() == 'tpu' and whole and not _split_by_compiler()
+  """Returns whether tracing is for a TPU, and lengths are whole tiles."""
+  # Other lengths need padding, whose cost has not been measured.
+  is_tiled = q_BQHC.shape[1] % 128 == k_BSGC.shape[1] % 128 == 0
+  return platform() == 'tpu' and is_tiled and not _split_by_compiler()
 
 
 def cudnn_suits(q_BQHC, k_BSGC, _, mask_BQS, segment_BL) -> bool:
-  """Returns whether this process computes on a GPU, with fitting lengths."""
-  # With a mask, its gradients want even lengths.
+  """Returns whether tracing is for a GPU, and lengths are supported."""
+  # With a mask, cuDNN's gradients need even lengths.
   masked = segment_BL is not None or mask_BQS is not None
   even = q_BQHC.shape[1] % 2 == k_BSGC.shape[1] % 2 == 0
   suits = even or not masked
@@ -36,10 +36,9 @@ def cudnn_suits(q_BQHC, k_BSGC, _, mask_BQS, segment_BL) -> bool:
 
 
 def _split_by_compiler() -> bool:
-  """Returns whether arrays lie on several devices as the compiler likes.
+  """Returns whether the compiler shards arrays over several devices.
 
-  Neither backend can be split by it for sure: cuDNN wants q, k and v split
-  alike.
+  It cannot shard splash at all, and cuDNN only if q, k and v are sharded alike.
   """
   mesh = jax.sharding.get_abstract_mesh()
   return any(
@@ -49,43 +48,43 @@ def _split_by_compiler() -> bool:
 
 
 def splash_lacks(q_BQHC, k_BSGC, v_BSGC, mask_BQS, _) -> str | None:
-  """Returns why splash attention cannot take the arrays, and a way out."""
+  """Returns why splash does not support the arrays, with a remedy, or None."""
   if mask_BQS is not None:
     return "takes no mask_BQS: use causal=True and segment_BL, or use 'xla'"
   return _wrong_types((q_BQHC, k_BSGC, v_BSGC), ('bfloat16', 'float32'))
 
 
 def cudnn_lacks(q_BQHC, k_BSGC, v_BSGC, *_) -> str | None:
-  """Returns why cuDNN cannot take the arrays, and a way out."""
+  """Returns why cuDNN does not support the arrays, with a remedy, or None."""
   channels, version = q_BQHC.shape[-1], capability()
   if version < 8:
     return (
       f'needs a GPU of compute capability 8.0, and this one has {version}:'
       " use None, or use 'xla'"
     )
-  most = 256 if version >= 9 else 128
-  if channels % 8 or channels > most:
+  limit = 256 if version >= 9 else 128
+  if channels % 8 or channels > limit:
     return (
-      f'takes heads of a multiple of 8 channels up to {most}, not {channels}:'
+      f'takes heads of a multiple of 8 channels up to {limit}, not {channels}:'
       " use other heads, or use 'xla'"
     )
   return _wrong_types((q_BQHC, k_BSGC, v_BSGC), ('bfloat16', 'float16'))
 
 
 def _wrong_types(arrays, types) -> str | None:
-  given = [x.dtype.name for x in arrays]
-  if given[0] in types and len(set(given)) == 1:
+  names = [x.dtype.name for x in arrays]
+  if names[0] in types and len(set(names)) == 1:
     return None
   return (
-    f'takes q, k and v all {" or ".join(types)}, not {", ".join(given)}: cast'
+    f'takes q, k and v all {" or ".join(types)}, not {", ".join(names)}: cast'
     " them, or use 'xla'"
   )
 
 
 def platform() -> str:
-  """Returns what programs are traced for: `cpu`, `cuda`, `tpu`, …
+  """Returns the platform for which programs are traced: `cpu`, `cuda`, …
 
-  That is what this process computes on, unless `made_for` says otherwise.
+  It is that of this process unless `made_for` sets another.
   """
   if (platform := _MADE_FOR.get()) is not None:
     return platform
@@ -94,7 +93,7 @@ def platform() -> str:
 
 
 def capability() -> float:
-  """Returns this GPU's compute capability; without one, the best."""
+  """Returns this GPU's compute capability; infinity without a GPU."""
   if platform() != 'cuda':
     return float('inf')
   return float(jax.devices()[0].compute_capability)

@@ -16,10 +16,10 @@ from mod_jax_kernels.pallas_parts import LANES, block_of
 
 
 def attention(q_BQHC, k_BSGC, v_BSGC, segment_BL=None, causal=False):
-  """As `mod_jax_kernels.attention`, with gradients; any lengths are filled up.
+  """See `mod_jax_kernels.attention`; pads any lengths; differentiable.
 
-  Slots that fill up belong to a segment of their own, which a causal call does
-  not need: no real query looks that far.
+  Padding gets its own segment. A causal call needs none, because no real query
+  sees the padding after it.
   """
   if not dispatch.interpreting():
     q_BQHC = dispatch.only_on(q_BQHC, 'tpu', 'splash')
@@ -27,7 +27,7 @@ def attention(q_BQHC, k_BSGC, v_BSGC, segment_BL=None, causal=False):
   padding_q, padding_k = -queries % LANES, -keys % LANES
   segment_BQ = segment_BS = segment_BL
   if segment_BL is not None:
-    # Filling queries see keys of the last segment: a query has to see some.
+    # Padded queries join the last segment: each query must see some key.
     segment_BQ = jnp.pad(segment_BL, ((0, 0), (0, padding_q)), mode='edge')
     segment_BS = _fill(segment_BL, padding_k, segment_BL.max() + 1)
   elif padding_k and not causal:
@@ -35,7 +35,7 @@ def attention(q_BQHC, k_BSGC, v_BSGC, segment_BL=None, causal=False):
     segment_BQ = jnp.zeros((batch, queries + padding_q), jnp.int32)
     segment_BS = _fill(jnp.zeros((batch, keys), jnp.int32), padding_k, 1)
 
-  # Splash leaves scaling to its caller.
+  # Splash does not scale the logits.
   scale = q_BQHC.shape[-1] ** -0.5
   q_BQHC = (q_BQHC.astype(jnp.float32) * scale).astype(q_BQHC.dtype)
   q_BHQC, k_BGSC, v_BGSC = (

@@ -1,16 +1,16 @@
-"""Attention in plain JAX: the truth, and what CPUs run."""
+"""Attention in plain JAX: the reference, and the backend for CPUs."""
 
 import jax
 import jax.numpy as jnp
 
-# A causal call takes its queries in so many blocks, of at least so many: each
-# multiplies only the keys that it can see, which saves 3/8 of the products and
-# of the softmax. More blocks would save little more and compile for longer.
+# Number of blocks of queries in a causal call, and their minimum size. Each
+# block multiplies only the keys that it can see, which saves 3/8 of the work.
+# More blocks would save little more and take longer to compile.
 _BLOCKS, _LEAST = 4, 64
 
 
 def attention(q_BQHC, k_BSGC, v_BSGC, mask_BQS=None, causal=False):
-  """As `mod_jax_kernels.attention`; softmax in float32."""
+  """See `mod_jax_kernels.attention`; the softmax is in float32."""
   batch, queries, heads, channels = q_BQHC.shape
   keys, groups = k_BSGC.shape[1:3]
   q_BQGRC = q_BQHC.reshape(batch, queries, groups, heads // groups, channels)
@@ -21,16 +21,16 @@ def attention(q_BQHC, k_BSGC, v_BSGC, mask_BQS=None, causal=False):
   out = []
   for start in range(0, queries, size):
     end = min(start + size, queries)
-    seen = end if causal else keys
-    mask_BQK = None if mask_BQS is None else mask_BQS[:, start:end, :seen]
+    visible = end if causal else keys
+    mask_BQK = None if mask_BQS is None else mask_BQS[:, start:end, :visible]
     if causal:
-      causal_QK = jnp.arange(start, end)[:, None] >= jnp.arange(seen)
+      causal_QK = jnp.arange(start, end)[:, None] >= jnp.arange(visible)
       mask_BQK = causal_QK[None] if mask_BQK is None else mask_BQK & causal_QK
     out.append(
       _attend(
         q_BGRQC[:, :, :, start:end],
-        k_BGSC[:, :, :seen],
-        v_BGSC[:, :, :seen],
+        k_BGSC[:, :, :visible],
+        v_BGSC[:, :, :visible],
         mask_BQK,
       )
     )
@@ -44,12 +44,12 @@ def _attend(q_BGRQC, k_BGSC, v_BGSC, mask_BQS):
   )
   score_BGRQS *= q_BGRQC.shape[-1] ** -0.5
   if mask_BQS is not None:
-    # Finite, so that a query without any key gives no NaN, even in gradients.
+    # Finite, so that queries without any key give no NaN, even in gradients.
     lowest = jnp.finfo(jnp.float32).min / 2
     score_BGRQS = jnp.where(mask_BQS[:, None, None], score_BGRQS, lowest)
   top_BGRQ1 = jax.lax.stop_gradient(score_BGRQS.max(axis=-1, keepdims=True))
   weight_BGRQS = jnp.exp(score_BGRQS - top_BGRQ1)
-  # Divided after the product: C numbers per query instead of S.
+  # Divide after the product: C numbers per query instead of S.
   total_BGRQ1 = weight_BGRQS.sum(axis=-1, keepdims=True)
   out_BGRQC = jnp.einsum(
     'BGRQS,BGSC->BGRQC',

@@ -1,4 +1,4 @@
-"""A matrix product for each group of rows: what experts are made of."""
+"""A matrix product per group of rows, as mixtures of experts need."""
 
 import functools
 from typing import Literal
@@ -11,8 +11,8 @@ from mod_jax_kernels.grouped_dot import loop, reference
 
 Implementation = Literal['xla', 'loop']
 OP = dispatch.Op(
-  # XLA makes a product over all groups of a ragged one on a CPU: with eight
-  # groups it is eight times the work.
+  # On CPUs XLA multiplies all rows with the matrices of all groups: eight times
+  # the work with eight groups.
   dispatch.Backend(name='loop', module=loop, default_on=('cpu',)),
   dispatch.Backend(name='xla', module=reference),
 )
@@ -26,20 +26,20 @@ def grouped_dot(
 ) -> jax.Array:
   """Returns y_TF: each row's product with the matrix of its group.
 
-  The first `size_E[0]` rows belong to the first group, and so on. Rows beyond
-  the last group's are 0, have no gradient, and cost nothing where it is known
-  how many they are.
+  The first `size_E[0]` rows belong to the first group, and so on. The results
+  of rows after the last group are 0, without a gradient; backends may skip
+  their products.
 
   Args:
     x_TD: rows, sorted by group; the products are in their dtype.
     w_EDF: a matrix for each group, float32 or in the dtype of x. Its gradient
       is a float32 sum.
-    size_E: int32 numbers of rows; together at most T.
+    size_E: int32 numbers of rows of the groups; their sum is at most T.
     implementation: `xla`, which is `jax.lax.ragged_dot`; `loop`, over blocks of
-      rows of one group; or None: the loop on a CPU, and XLA's elsewhere.
+      rows of one group; or None for `loop` on CPUs and `xla` elsewhere.
 
   Raises:
-    ValueError: shapes that do not fit, or an unknown backend.
+    ValueError: shapes do not match, or the backend is unknown.
   """
   if (
     x_TD.ndim != 2

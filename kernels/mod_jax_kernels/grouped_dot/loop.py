@@ -1,7 +1,7 @@
-"""A loop over blocks of rows, each of one group: no product is in vain.
+"""Grouped products by a loop over blocks of rows, each of one group.
 
-A group's last block goes on into the rows of the next group, whose own block
-comes after it and writes them again.
+A group's last block may extend into rows of the next group, whose own blocks
+come later and overwrite them.
 """
 
 import jax
@@ -9,13 +9,13 @@ import jax.numpy as jnp
 
 from mod_jax_kernels import dispatch
 
-# Rows of a block at most. A block reads its group's matrix, which takes longer
-# than the product where the rows are few.
+# Most rows of a block. Each block reads its group's matrix, which takes longer
+# than the product if the rows are few.
 _BLOCK = 256
 
 
 def product(x_TD, w_EDF, size_E):
-  """As `mod_jax_kernels.grouped_dot`."""
+  """See `mod_jax_kernels.grouped_dot`."""
   tokens, groups = x_TD.shape[0], w_EDF.shape[0]
   rows = _rows(tokens, groups)
   x_SD = jnp.pad(x_TD, ((0, rows), (0, 0)))
@@ -27,12 +27,12 @@ def product(x_TD, w_EDF, size_E):
 
   y_SF = jnp.zeros((tokens + rows, w_EDF.shape[2]), x_TD.dtype)
   y_TF = _for_each_block(step, y_SF, size_E, rows)[:tokens]
-  # The last block of all may have gone on into rows of no group.
+  # The very last block may extend into rows of no group.
   return jnp.where((jnp.arange(tokens) < size_E.sum())[:, None], y_TF, 0)
 
 
 def weight_gradient(x_TD, dy_TF, size_E):
-  """As `reference.weight_gradient`."""
+  """See `reference.weight_gradient`."""
   rows = _rows(x_TD.shape[0], size_E.shape[0])
   x_SD, dy_SF = (jnp.pad(x, ((0, rows), (0, 0))) for x in (x_TD, dy_TF))
 
@@ -49,21 +49,21 @@ def weight_gradient(x_TD, dy_TF, size_E):
 
 
 def _rows(tokens, groups):
-  """Returns the rows of a block: about a group's share, as a power of two."""
-  share = dispatch.at_most(tokens // groups, _BLOCK)
-  return 1 << (max(1, share) - 1).bit_length()
+  """Returns the rows of a block: about the mean group size, a power of two."""
+  mean_size = dispatch.at_most(tokens // groups, _BLOCK)
+  return 1 << (max(1, mean_size) - 1).bit_length()
 
 
 def _for_each_block(step, start, size_E, rows):
-  """Returns what `step(carry, group, first row, rows of the group)` leaves."""
+  """Folds `step(carry, group, first row, remaining rows of the group)`."""
   end_E = jnp.cumsum(size_E)
   blocks_E = -(-size_E // rows)
-  last_E = jnp.cumsum(blocks_E)
+  end_block_E = jnp.cumsum(blocks_E)
 
   def body(i, carry):
-    group = jnp.searchsorted(last_E, i, side='right')
-    done = (i - (last_E - blocks_E)[group]) * rows
-    first = (end_E - size_E)[group] + done
-    return step(carry, group, first, size_E[group] - done)
+    group = jnp.searchsorted(end_block_E, i, side='right')
+    offset = (i - (end_block_E - blocks_E)[group]) * rows
+    first = (end_E - size_E)[group] + offset
+    return step(carry, group, first, size_E[group] - offset)
 
-  return jax.lax.fori_loop(0, last_E[-1], body, start)
+  return jax.lax.fori_loop(0, end_block_E[-1], body, start)

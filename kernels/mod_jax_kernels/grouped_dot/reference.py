@@ -1,4 +1,4 @@
-"""XLA's ragged products: the truth, and what accelerators run."""
+"""XLA's ragged products: the reference, and the backend for accelerators."""
 
 import jax
 import jax.numpy as jnp
@@ -11,14 +11,14 @@ _ROWS_ARE_SUMMED = jax.lax.RaggedDotDimensionNumbers(
 
 
 def product(x_TD, w_EDF, size_E):
-  """As `mod_jax_kernels.grouped_dot`."""
+  """See `mod_jax_kernels.grouped_dot`."""
   return jax.lax.ragged_dot(
     x_TD, w_EDF, size_E, preferred_element_type=x_TD.dtype
   )
 
 
 def weight_gradient(x_TD, dy_TF, size_E):
-  """Returns dw_EDF, float32: for each group the sum of its rows' products."""
+  """Returns dw_EDF, float32: the sum of xᵀ · dy over each group's rows."""
   return jax.lax.ragged_dot_general(
     *(x_TD, dy_TF, size_E, _ROWS_ARE_SUMMED),
     preferred_element_type=jnp.float32,

@@ -1,4 +1,4 @@
-"""Attention that also tells how much attention each token received."""
+"""Attention that also returns how much attention each token received."""
 
 import functools
 from typing import Literal
@@ -28,27 +28,27 @@ def route_scores(
 ) -> tuple[jax.Array, jax.Array]:
   """Returns out_BLHC, in the dtype of q, and score_BL, in float32.
 
-  `score_j = 1/(H·N) Σ_h Σ_i a_h[i, j]`, the means of the attention map's
-  columns over heads and queries; they add up to 1 (A-MoD, Gadhikar et al.
-  2024, Eq. 4). Kernels never hold the map: flash attention (Dao 2023) that
-  returns the log-sum-exp of each query, and then a second pass over queries
-  and keys. Gradients pass through both results.
+  `score_j = 1/(H·N) Σ_h Σ_i a_h[i, j]` is the mean of column j of the attention
+  map over heads and queries; the scores sum to 1 (A-MoD, Gadhikar et al. 2024,
+  Eq. 4). Kernels never store the map: they run flash attention (Dao 2023), with
+  the log-sum-exp of each query as a further result, and then a second pass over
+  queries and keys. Both results are differentiable.
 
   Args:
     q_BLHC: queries.
-    k_BLHC: keys of as many heads.
+    k_BLHC: keys, with as many heads as the queries.
     v_BLHC: values.
-    mask: None; valid_BL, True for real tokens, which alone see and are seen;
-      or mask_BQS, True where a query may see a key, which only XLA takes. A
-      query that sees no key gets zeros and takes no part in the scores.
-    implementation: `xla`; `pallas`, on a TPU; `triton`, on an NVIDIA GPU; None
-      for the fitting one.
-    causal: whether a token sees only itself and those before.
+    mask: None; valid_BL, False for tokens that neither see nor are seen; or
+      mask_BQS, True where a query may see a key, which only `xla` supports. A
+      query that sees no key gets zeros and is excluded from the scores.
+    implementation: `xla`; `pallas` (TPU); `triton` (NVIDIA GPU); None chooses
+      by platform.
+    causal: whether tokens see only themselves and earlier ones.
 
   Raises:
-    ValueError: shapes that do not fit, an unknown backend, or arguments that a
-      backend asked for by name does not take.
-    RuntimeError: a backend asked for by name cannot run here.
+    ValueError: shapes do not match; the requested backend is unknown or does
+      not support the arguments.
+    RuntimeError: the requested backend cannot run here.
   """
   if (
     not q_BLHC.shape == k_BLHC.shape == v_BLHC.shape
@@ -74,7 +74,7 @@ def route_scores(
 
 
 def _lacks(q_BLHC, k_BLHC, v_BLHC, mask) -> str | None:
-  """Returns which of the arguments no kernel takes, or None."""
+  """Returns why the kernels do not support the arguments, or None."""
   if mask is not None and mask.ndim == 3:
     return (
       'takes no mask of queries and keys: pass one of tokens, or causal=True,'
@@ -118,15 +118,15 @@ def _forward(q_BLHC, k_BLHC, v_BLHC, mask, causal, chosen):
   out_BLHC, column_BL, lse_BHL = OP.run(
     'forward', chosen, *arrays, causal=causal
   )
-  # They add up to H times the queries that see a key, but for rounding, which
-  # is large where logits are.
+  # The total is H times the number of queries that see a key, up to rounding,
+  # which can be large for large logits.
   total_B1 = column_BL.sum(axis=-1, keepdims=True)
   score_BL = column_BL / jnp.where(total_B1 > 0, total_B1, 1)
   return (out_BLHC, score_BL), (*arrays, out_BLHC, lse_BHL)
 
 
 def _forward_of_primals(q_BLHC, k_BLHC, v_BLHC, mask, causal, chosen):
-  # What JAX says of each: its value, and whether a gradient is wanted.
+  # With symbolic zeros, JAX wraps each argument with a flag `perturbed`.
   values = jax.tree.map(
     lambda x: x.value,
     (q_BLHC, k_BLHC, v_BLHC, mask),
@@ -138,7 +138,7 @@ def _forward_of_primals(q_BLHC, k_BLHC, v_BLHC, mask, causal, chosen):
 def _backward(causal, chosen, residuals, gradients):
   q_BLHC, _, _, mask, *_ = residuals
   dout_BLHC, dscore_BL = gradients
-  # Scores that only rank tokens have no gradient, and save the kernels a pass.
+  # Scores that only rank tokens have no gradient, which saves a pass.
   dcolumn_BL = None
   if not isinstance(dscore_BL, SymbolicZero):
     dcolumn_BL = dscore_BL * _share(q_BLHC, mask, causal)
@@ -148,12 +148,12 @@ def _backward(causal, chosen, residuals, gradients):
   return *OP.run('backward', chosen, *arrays, causal=causal), None
 
 
-# Symbolic, to know the scores' gradient for zero.
+# Symbolic zeros, to detect that the scores have no gradient.
 _route_scores.defvjp(_forward_of_primals, _backward, symbolic_zeros=True)
 
 
 def _share(q_BLHC, mask, causal):
-  """Returns what one query and head weighs in the mean: [B, 1] or a number."""
+  """Returns the weight of a query and head in the mean: [B, 1] or a number."""
   _, length, heads, _ = q_BLHC.shape
   if mask is None:
     return 1 / (heads * length)

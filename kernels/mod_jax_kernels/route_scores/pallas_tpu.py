@@ -1,10 +1,10 @@
 """Attention and its column means in Pallas, for TPUs.
 
-Arrays are turned to [batch, heads, channels, length], so that lanes are full
-whatever the width of a head, and a logit is [keys, queries], so that what
-belongs to a query lies along lanes, as it does in memory. A query that sees no
-key has a log-sum-exp so large (`reference.BLIND`) that its weights are 0 in
-every later pass; so have those that fill the last block.
+Arrays are transposed to [batch, heads, channels, length], so that lanes are
+full whatever the width of a head, and logits are [keys, queries], so that
+values per query lie along lanes, as in memory. A query that sees no key has a
+log-sum-exp so large (`reference.BLIND`) that its weights are 0 in all later
+passes; so have the queries that pad the last block.
 """
 
 import functools
@@ -24,7 +24,7 @@ _LOWEST = -1e30
 
 @dispatch.jit(static_argnames='causal')
 def forward(q_BLHC, k_BLHC, v_BLHC, mask_BL, *, causal):
-  """As `reference.forward`, for a mask of tokens."""
+  """See `reference.forward`; the mask is valid_BL."""
   batch, length, heads, channels = q_BLHC.shape
   block, padded = _block(length)
   q_BHCL, k_BHCL, v_BHCL = (
@@ -32,7 +32,7 @@ def forward(q_BLHC, k_BLHC, v_BLHC, mask_BL, *, causal):
   )
   valid_B1L = _valid(mask_BL, batch, length, padded)
   grid = batch, heads, padded // block, padded // block
-  # A key block that is not seen is not fetched either: the last one stays.
+  # Repeating the previous index avoids fetching key blocks that are not seen.
   along = _along(block, lambda b, h, i, j: i)
   beside = _along(block, lambda b, h, i, j: jnp.minimum(i, j) if causal else j)
   out_BHCL, lse_BH1L = _call(
@@ -81,7 +81,7 @@ def forward(q_BLHC, k_BLHC, v_BLHC, mask_BL, *, causal):
 
 @dispatch.jit(static_argnames='causal')
 def backward(dout_BLHC, dcolumn_BL, residuals, *, causal):
-  """As `reference.backward`, for a mask of tokens."""
+  """See `reference.backward`; the mask is valid_BL."""
   q_BLHC, k_BLHC, v_BLHC, mask_BL, out_BLHC, lse_BHL = residuals
   batch, length, heads, channels = q_BLHC.shape
   block, padded = _block(length)
@@ -94,8 +94,8 @@ def backward(dout_BLHC, dcolumn_BL, residuals, *, causal):
   valid_B1L = _valid(mask_BL, batch, length, padded)
   scored = dcolumn_BL is not None
   dcolumn_B1L = _pad(dcolumn_BL[:, None], padded) if scored else None
-  # Over the keys once for the whole mean, and once more for the gradient: a
-  # difference of sums would lose digits.
+  # One pass over the keys for the mean and one for the gradient: accumulating
+  # both at once would subtract large sums and lose digits.
   passes = 2 if scored else 1
   along = _along(block, lambda b, h, i, j: i)
   beside = _along(
@@ -145,10 +145,10 @@ def backward(dout_BLHC, dcolumn_BL, residuals, *, causal):
 
 
 def _block(length):
-  """Returns the size of blocks, and the length that they make whole."""
-  most = tiles.choose(TILES, 'pallas')['block']
-  sizes = range(LANES, most + 1, LANES)
-  # Least to fill, then fewest blocks.
+  """Returns the block size, and the length padded to whole blocks."""
+  largest = tiles.choose(TILES, 'pallas')['block']
+  sizes = range(LANES, largest + 1, LANES)
+  # Least padding, then fewest blocks.
   block = min(sizes, key=lambda size: (-length % size, -size))
   return block, length + -length % block
 
@@ -167,7 +167,7 @@ def _pad(x, length, value=0):
 
 
 def _valid(mask_BL, batch, length, padded):
-  """Returns valid_B1L of 1 and 0, or None if nothing is hidden."""
+  """Returns valid_B1L, 1 or 0 for hidden tokens; None if none is hidden."""
   if mask_BL is None:
     if length == padded:
       return None
@@ -176,12 +176,12 @@ def _valid(mask_BL, batch, length, padded):
 
 
 def _along(block, index, heads=lambda b, h, *_: h):
-  """Returns a function from an array's shape to the blocks that programs get.
+  """Returns a function from an array's shape to its `BlockSpec`.
 
   Args:
-    block: tokens.
-    index: the block of tokens, of a program's indices.
-    heads: the head, of a program's indices.
+    block: tokens of a block.
+    index: maps a program's indices to its block of tokens.
+    heads: maps a program's indices to its head.
   """
 
   def spec(shape):
@@ -198,15 +198,17 @@ def _along(block, index, heads=lambda b, h, *_: h):
 
 
 def _call(kernel, grid, inputs, outputs, *, scratch, parallel=3):
-  """Returns what a kernel writes; an input that is None is None to it."""
+  """Calls a kernel; absent inputs are passed to it as None."""
   present = [(x, spec) for x, spec in inputs if x is not None]
 
-  def with_absent(*refs):
-    given = iter(refs)
-    kernel(*(None if x is None else next(given) for x, _ in inputs), *given)
+  def kernel_of_present(*refs):
+    remaining = iter(refs)
+    kernel(
+      *(None if x is None else next(remaining) for x, _ in inputs), *remaining
+    )
 
   return pl.pallas_call(
-    with_absent,
+    kernel_of_present,
     grid=grid,
     in_specs=[spec(x.shape) for x, spec in present],
     out_specs=[spec(shape) for shape, _, spec in outputs],
@@ -216,20 +218,20 @@ def _call(kernel, grid, inputs, outputs, *, scratch, parallel=3):
       dimension_semantics=('parallel',) * parallel
       + ('arbitrary',) * (len(grid) - parallel)
     ),
-    # The plain interpreter poisons outputs too, and takes less time than the
-    # one that models memory.
+    # The plain interpreter also fills outputs with NaN, and is faster than
+    # `InterpretParams`.
     interpret=dispatch.interpreting(),
   )(*(x for x, _ in present))
 
 
 def _column(row_1N):
-  """Returns lanes as rows: [N, 1], for Mosaic turns whole tiles only."""
-  wide = jnp.broadcast_to(row_1N, (LANES, row_1N.shape[1]))
-  return wide.T[:, :1]
+  """Transposes [1, N] to [N, 1]; Mosaic can only transpose whole tiles."""
+  tile = jnp.broadcast_to(row_1N, (LANES, row_1N.shape[1]))
+  return tile.T[:, :1]
 
 
 def _logits(q, k, query_block, key_block, causal):
-  """Returns logit_KQ, very low where a key is later than a query."""
+  """Returns logit_KQ; in causal calls very low for keys after the query."""
   logit_KQ = product(k[...], q[...], (0, 0)) * q.shape[0] ** -0.5
   if causal:
     size = logit_KQ.shape[0]
@@ -241,7 +243,7 @@ def _logits(q, k, query_block, key_block, causal):
 
 
 def _hide(logit_KQ, valid):
-  """Returns logits, very low for keys that are hidden."""
+  """Returns the logits, very low for hidden keys."""
   if valid is None:
     return logit_KQ
   return jnp.where(_column(valid[...]) > 0, logit_KQ, _LOWEST)
@@ -261,27 +263,27 @@ def _forward_kernel(
   @pl.when(j <= i if causal else True)
   def _():
     logit_KQ = _hide(_logits(q, k, i, j, causal), valid)
-    # A query that has seen no key yet weighs the hidden ones by 1, until one
-    # that it sees makes nothing of them: old weights are times exp(-1e30).
+    # Until a query sees a key, hidden keys have weight exp(0) = 1. The first
+    # visible key then scales these by exp(-1e30) = 0.
     top_1Q = top[...]
-    higher_1Q = jnp.maximum(top_1Q, logit_KQ.max(axis=0, keepdims=True))
-    weight_KQ = jnp.exp(logit_KQ - higher_1Q)
-    older_1Q = jnp.exp(top_1Q - higher_1Q)
-    total[...] = total[...] * older_1Q + weight_KQ.sum(axis=0, keepdims=True)
-    acc[...] = acc[...] * older_1Q + product(
+    new_top_1Q = jnp.maximum(top_1Q, logit_KQ.max(axis=0, keepdims=True))
+    weight_KQ = jnp.exp(logit_KQ - new_top_1Q)
+    decay_1Q = jnp.exp(top_1Q - new_top_1Q)
+    total[...] = total[...] * decay_1Q + weight_KQ.sum(axis=0, keepdims=True)
+    acc[...] = acc[...] * decay_1Q + product(
       v[...], weight_KQ.astype(v.dtype), (1, 0)
     )
-    top[...] = higher_1Q
+    top[...] = new_top_1Q
 
   @pl.when(j == pl.num_programs(3) - 1)
   def _():
-    seeing_1Q = top[...] > _LOWEST / 10
+    sees_any_1Q = top[...] > _LOWEST / 10
     if seeing is not None:
-      seeing_1Q &= seeing[...] > 0
-    out_CQ = jnp.where(seeing_1Q, acc[...] / total[...], 0)
+      sees_any_1Q &= seeing[...] > 0
+    out_CQ = jnp.where(sees_any_1Q, acc[...] / total[...], 0)
     out[...] = out_CQ.astype(out.dtype)
     lse_1Q = top[...] + jnp.log(total[...])
-    lse[...] = jnp.where(seeing_1Q, lse_1Q, reference.BLIND)
+    lse[...] = jnp.where(sees_any_1Q, lse_1Q, reference.BLIND)
 
 
 def _score_kernel(q, k, lse, valid, column, acc, *, causal):
@@ -294,7 +296,7 @@ def _score_kernel(q, k, lse, valid, column, acc, *, causal):
   @pl.when(j >= i if causal else True)
   def _():
     weight_KQ = jnp.exp(_logits(q, k, j, i, causal) - lse[...])
-    # Lanes are added up at the end, once.
+    # Reduce over lanes only once, at the end.
     for start in range(0, weight_KQ.shape[1], LANES):
       acc[...] += weight_KQ[:, start : start + LANES]
 
@@ -302,14 +304,16 @@ def _score_kernel(q, k, lse, valid, column, acc, *, causal):
   def _():
     column_1K = acc[...].T.sum(axis=0, keepdims=True)
     if valid is not None:
-      # Afterwards, for a key's row is no other's business.
+      # Hidden keys can be masked at the end: each has its own row.
       column_1K = jnp.where(valid[...] > 0, column_1K, 0)
     column[...] = column_1K
 
 
 def _dq_kernel(*refs, causal, blocks):
   """Gradients of queries, and each query's mean of dP under P."""
-  q, k, v, dout, lse, given, valid, dcolumn, dq, mean, mean_acc, acc = refs
+  q, k, v, dout, lse, initial_mean, valid, dcolumn, dq, mean, mean_acc, acc = (
+    refs
+  )
   i, j = pl.program_id(2), pl.program_id(3)
   key_block = j % blocks
   inside = key_block <= i if causal else True
@@ -317,7 +321,7 @@ def _dq_kernel(*refs, causal, blocks):
 
   @pl.when(j == 0)
   def _():
-    mean_acc[...] = given[...]
+    mean_acc[...] = initial_mean[...]
     acc[...] = jnp.zeros_like(acc)
 
   def weights():
@@ -377,7 +381,7 @@ def _dkv_kernel(*refs, causal):
     dk_CK = dk_acc[...] * q.shape[0] ** -0.5
     dv_CK = dv_acc[...]
     if valid is not None:
-      # A hidden key's weights may even be infinite; its row is no other's.
+      # Weights of hidden keys may be infinite, but affect only their own rows.
       dk_CK = jnp.where(valid[...] > 0, dk_CK, 0)
       dv_CK = jnp.where(valid[...] > 0, dv_CK, 0)
     dk[...] = dk_CK.astype(dk.dtype)

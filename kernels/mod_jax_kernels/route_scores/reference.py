@@ -1,40 +1,40 @@
-"""Attention and its column means in plain JAX: the truth, and what CPUs run."""
+"""Attention and its column means in plain JAX: reference, and CPU backend."""
 
 import jax.numpy as jnp
 
-# The log-sum-exp of a query that sees no key: its weights come out as 0.
+# Log-sum-exp of a query that sees no key: it makes all its weights 0.
 BLIND = 1e30
 
 
 def forward(q_BLHC, k_BLHC, v_BLHC, mask, *, causal):
   """Returns out_BLHC, and in float32 column_BL and lse_BHL.
 
-  That is what attention gives, zeros for a query that sees no key; the sums of
-  its map's columns over heads and queries; and each query's log-sum-exp. The
-  mask is None, valid_BL or mask_BQS.
+  They are the output of attention, with zeros for queries that see no key; the
+  column sums of the attention map over heads and queries; and each query's
+  log-sum-exp. The mask is None, valid_BL or mask_BQS.
   """
-  seen_BQS = seen(mask, causal, q_BLHC.shape[1])
-  logit_BHQS = _logits(q_BLHC, k_BLHC, seen_BQS)
+  visible_BQS = seen(mask, causal, q_BLHC.shape[1])
+  logit_BHQS = _logits(q_BLHC, k_BLHC, visible_BQS)
   top_BHQ = logit_BHQS.max(axis=-1)
   weight_BHQS = jnp.exp(logit_BHQS - top_BHQ[..., None])
   total_BHQ = weight_BHQS.sum(axis=-1)
   lse_BHQ = top_BHQ + jnp.log(total_BHQ)
-  # Both results divide afterwards: fewer numbers than the map has.
-  share_BHQ = 1 / total_BHQ
+  # Divide the results instead of the map, which has more numbers.
+  inverse_total_BHQ = 1 / total_BHQ
   if mask is not None:
-    seeing_B1Q = seen_BQS.any(axis=-1)[:, None]
-    lse_BHQ = jnp.where(seeing_B1Q, lse_BHQ, BLIND)
-    share_BHQ *= seeing_B1Q
+    sees_any_B1Q = visible_BQS.any(axis=-1)[:, None]
+    lse_BHQ = jnp.where(sees_any_B1Q, lse_BHQ, BLIND)
+    inverse_total_BHQ *= sees_any_B1Q
   out_BQHC = jnp.einsum(
     'BHQS,BSHC->BQHC',
     weight_BHQS.astype(v_BLHC.dtype),
     v_BLHC,
     preferred_element_type=jnp.float32,
   )
-  out_BQHC *= jnp.swapaxes(share_BHQ, 1, 2)[..., None]
-  # Exactly: accelerators would round both factors, and tie what is near.
+  out_BQHC *= jnp.swapaxes(inverse_total_BHQ, 1, 2)[..., None]
+  # In full precision: rounded factors would make nearby scores tie.
   column_BS = jnp.einsum(
-    'BHQS,BHQ->BS', weight_BHQS, share_BHQ, precision='highest'
+    'BHQS,BHQ->BS', weight_BHQS, inverse_total_BHQ, precision='highest'
   )
   return out_BQHC.astype(q_BLHC.dtype), column_BS, lse_BHQ
 
@@ -43,15 +43,14 @@ def backward(dout_BLHC, dcolumn_BL, residuals, *, causal):
   """Returns the gradients of q, k and v.
 
   With P the attention map: `dP_ij = dO_i·v_j + dcolumn_j`,
-  `dS_ij = P_ij (dP_ij - Σ_j P_ij dP_ij)`. P is computed again, from the
-  log-sum-exp: one product more than if it were kept, but then every layer of a
-  network would keep its map.
+  `dS_ij = P_ij (dP_ij - Σ_j P_ij dP_ij)`. P is recomputed from the log-sum-exp,
+  which takes one more product but saves the memory of every layer's map.
 
   Args:
     dout_BLHC: gradient of `out_BLHC`.
-    dcolumn_BL: gradient of `column_BL` in float32; None if that is zero.
+    dcolumn_BL: gradient of `column_BL` in float32; None if it is zero.
     residuals: the arguments of `forward`, and its `out_BLHC` and `lse_BHL`.
-    causal: as for `forward`.
+    causal: see `forward`.
   """
   q_BLHC, k_BLHC, v_BLHC, mask, out_BLHC, lse_BHL = residuals
   logit_BHQS = _logits(q_BLHC, k_BLHC, seen(mask, causal, q_BLHC.shape[1]))
@@ -65,7 +64,7 @@ def backward(dout_BLHC, dcolumn_BL, residuals, *, causal):
   dweight_BHQS = jnp.einsum(
     'BQHC,BSHC->BHQS', dout_BLHC, v_BLHC, preferred_element_type=jnp.float32
   )
-  # Σ_j P_ij dO_i·v_j = dO_i·O_i: fewer numbers than the map has.
+  # Σ_j P_ij dO_i·v_j = dO_i·O_i, which needs no map.
   mean_BHQ = dot(dout_BLHC, out_BLHC)
   if dcolumn_BL is not None:
     dweight_BHQS += dcolumn_BL[:, None, None]
@@ -88,7 +87,7 @@ def backward(dout_BLHC, dcolumn_BL, residuals, *, causal):
 
 
 def seen(mask, causal, length):
-  """Returns seen_BQS, True where a query sees a key; None if it is always."""
+  """Returns seen_BQS, True where a query sees a key; None if all are seen."""
   if mask is not None and mask.ndim == 2:
     mask = mask[:, :, None] & mask[:, None, :]
   if causal:
@@ -98,7 +97,7 @@ def seen(mask, causal, length):
 
 
 def dot(x_BLHC, y_BLHC):
-  """Returns the products of vectors, float32 [B, H, L]."""
+  """Returns dot products over channels, float32 [B, H, L]."""
   return jnp.einsum(
     'BLHC,BLHC->BHL',
     x_BLHC.astype(jnp.float32),
@@ -113,7 +112,7 @@ def _logits(q_BQHC, k_BSHC, seen_BQS):
   )
   logit_BHQS *= q_BQHC.shape[-1] ** -0.5
   if seen_BQS is not None:
-    # Finite, so that a query without any key gives no NaN.
+    # Finite, so that queries without any key give no NaN.
     lowest = jnp.finfo(jnp.float32).min / 2
     logit_BHQS = jnp.where(seen_BQS[:, None], logit_BHQS, lowest)
   return logit_BHQS

@@ -1,8 +1,8 @@
 """Block sizes, by device; see `mod_jax_kernels.tiles`."""
 
-# For 16-bit floats; float32, whose products no tensor core takes exactly, gets
-# smaller blocks from these. Names: a pass, then what the number is of. A block
-# of the first is held by a program, those of the other go by.
+# For 16-bit floats. For float32, whose exact products cannot use tensor cores,
+# smaller blocks are derived. The names of sizes begin with the kernel, of which
+# a program holds a block of the first kind and loops over those of the second.
 TILES = {
   'pallas': {'': {'block': 512}},
   'triton': {

@@ -1,9 +1,9 @@
 """Attention and its column means in Triton, for NVIDIA GPUs.
 
 Arrays stay [batch, length, heads, channels]: a program reads the rows of its
-head where they lie. A query that sees no key has a log-sum-exp so large
-(`reference.BLIND`) that its weights are 0 in every later pass; so have those
-beyond the end, which is why passes that hold keys need no mask for queries.
+head in place. A query that sees no key has a log-sum-exp so large
+(`reference.BLIND`) that its weights are 0 in all later passes. So have queries
+beyond the end, so that kernels that hold keys need no mask for queries.
 """
 
 import jax
@@ -18,7 +18,7 @@ from mod_jax_kernels.triton_call import triton_call
 
 @dispatch.jit(static_argnames='causal')
 def forward(q_BLHC, k_BLHC, v_BLHC, mask_BL, *, causal):
-  """As `reference.forward`, for a mask of tokens."""
+  """See `reference.forward`; the mask is valid_BL."""
   batch, length, heads, _ = q_BLHC.shape
   per_query = jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)
   valid_BL = _or_any(mask_BL, q_BLHC)
@@ -38,16 +38,16 @@ def forward(q_BLHC, k_BLHC, v_BLHC, mask_BL, *, causal):
     **meta,
     **_sizes('score', q_BLHC, 'keys'),
   )
-  # Added up here and not atomically: the same sum every time.
+  # Not summed atomically in the kernel, to be deterministic.
   return out_BLHC, column_BHL.sum(axis=1), lse_BHL
 
 
 @dispatch.jit(static_argnames='causal')
 def backward(dout_BLHC, dcolumn_BL, residuals, *, causal):
-  """As `reference.backward`, for a mask of tokens."""
+  """See `reference.backward`; the mask is valid_BL."""
   q_BLHC, k_BLHC, v_BLHC, mask_BL, out_BLHC, lse_BHL = residuals
   valid_BL = _or_any(mask_BL, q_BLHC)
-  like = jax.ShapeDtypeStruct(q_BLHC.shape, q_BLHC.dtype)
+  like_q = jax.ShapeDtypeStruct(q_BLHC.shape, q_BLHC.dtype)
   meta = {
     **_meta(q_BLHC, mask_BL, causal),
     'SCORED': dcolumn_BL is not None,
@@ -58,7 +58,7 @@ def backward(dout_BLHC, dcolumn_BL, residuals, *, causal):
     _dq_kernel,
     *(q_BLHC, k_BLHC, v_BLHC, valid_BL, out_BLHC, lse_BHL),
     *(dout_BLHC, dcolumn_BL),
-    out_type=(like, jax.ShapeDtypeStruct(lse_BHL.shape, jnp.float32)),
+    out_type=(like_q, jax.ShapeDtypeStruct(lse_BHL.shape, jnp.float32)),
     **meta,
     **_sizes('dq', q_BLHC, 'queries'),
   )
@@ -66,7 +66,7 @@ def backward(dout_BLHC, dcolumn_BL, residuals, *, causal):
     _dkv_kernel,
     *(q_BLHC, k_BLHC, v_BLHC, valid_BL, lse_BHL, mean_BHL),
     *(dout_BLHC, dcolumn_BL),
-    out_type=(like, like),
+    out_type=(like_q, like_q),
     **meta,
     **_sizes('dkv', q_BLHC, 'keys'),
   )
@@ -74,7 +74,7 @@ def backward(dout_BLHC, dcolumn_BL, residuals, *, causal):
 
 
 def _or_any(mask_BL, instead):
-  """Returns the mask in bytes; a kernel that has none reads nothing of it."""
+  """Returns the mask as int8, or an array that the kernel will not read."""
   return instead if mask_BL is None else mask_BL.astype(jnp.int8)
 
 
@@ -92,31 +92,31 @@ def _meta(q_BLHC, mask_BL, causal):
 
 
 def _sizes(name, q_BLHC, held):
-  """Returns grid, block sizes and warps of a pass, by what a program holds."""
+  """Returns grid, block sizes and warps of a kernel that holds `held`."""
   batch, length, heads, _ = q_BLHC.shape
   table = tiles.choose(TILES, 'triton')
-  # No longer than the sequence; and float32 products are unrolled.
-  most = max(16, triton.next_power_of_2(length))
+  # Not longer than the sequence; smaller for float32, whose products unroll.
+  max_block = max(16, triton.next_power_of_2(length))
   if q_BLHC.dtype.itemsize > 2:
-    most = min(most, 32)
-  queries = min(table[f'{name}_queries'], most)
-  keys = min(table[f'{name}_keys'], most)
+    max_block = min(max_block, 32)
+  queries = min(table[f'{name}_queries'], max_block)
+  keys = min(table[f'{name}_keys'], max_block)
   blocks = triton.cdiv(length, queries if held == 'queries' else keys)
   return {
-    # Blocks of one head first: they read the same rows. One number, for CUDA
-    # counts the others to 65535 only.
+    # Blocks of a head are neighbours, since they read the same rows. The grid
+    # is flat, because CUDA limits its other dimensions to 65535.
     'grid': (blocks * heads * batch,),
     'num_warps': table[f'{name}_warps'],
     'num_stages': table[f'{name}_stages'],
     'BLOCK_Q': queries,
     'BLOCK_K': keys,
-    # Whether every block of rows is whole.
+    # Whether all blocks of rows are full.
     'EVEN': length % queries == 0 and length % keys == 0,
   }
 
 
-# By `tl.reduce`: `tl.sum` and `tl.max` are compiled functions themselves, which
-# the interpreter takes only where a whole process interprets.
+# With `tl.reduce`, because `tl.sum` and `tl.max` are themselves `triton.jit`
+# functions, which are interpreted only if the whole process is.
 @triton.jit
 def _sum(x):
   return tl.reduce(x, 1, tl.standard._sum_combine)
@@ -134,7 +134,7 @@ def _place(LENGTH: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr):
   pid = tl.program_id(0)
   first = pid % blocks * BLOCK
   head = pid // blocks % HEADS
-  # 64 bits: a batch may have more elements than 32 count.
+  # 64 bits, because arrays may have more than 2³¹ elements.
   row = (pid // (blocks * HEADS)).to(tl.int64)
   return first, head, row
 
@@ -187,7 +187,7 @@ def _hide(
   CAUSAL: tl.constexpr,
   EVEN: tl.constexpr,
 ):
-  """Returns logits [queries, keys], very low where a key is not to be seen."""
+  """Returns logits [queries, keys], very low for keys that are not seen."""
   if MASKED:
     valid = tl.load(valid_ptr + key, mask=key < LENGTH, other=0)
     logit = tl.where(valid[None, :] != 0, logit, -1e30)
@@ -222,8 +222,8 @@ def _forward_kernel(
   valid_ptr += row * LENGTH
   query = first + tl.arange(0, BLOCK_Q)
   q = _load_rows(q_ptr + base, query, LENGTH, HEADS, CHANNELS, BLOCK_C, EVEN)
-  # Of logits in powers of two, which the hardware has. Below any logit and far
-  # above a hidden one, whose weight is thus 0 from the start.
+  # Maximum of logits in units of log 2, since the hardware has exp2. It starts
+  # below any real logit and far above hidden ones, so that their weights are 0.
   top = tl.full([BLOCK_Q], -1e20, tl.float32)
   total = tl.full([BLOCK_Q], 0.0, tl.float32)
   acc = tl.full([BLOCK_Q, BLOCK_C], 0.0, tl.float32)
@@ -276,7 +276,7 @@ def _score_kernel(
   BLOCK_K: tl.constexpr,
   EVEN: tl.constexpr,
 ):
-  """Sums a block of the map's columns, of one head, over queries."""
+  """Sums a block of columns of one head's attention map over queries."""
   first, head, row = _place(LENGTH, HEADS, BLOCK_K)
   base = (row * LENGTH * HEADS + head) * CHANNELS
   lse_ptr += (row * HEADS + head) * LENGTH
@@ -297,7 +297,7 @@ def _score_kernel(
       logit = tl.where(query[None, :] >= key[:, None], logit, -1e30)
     column += _sum(tl.exp2(logit))
   if MASKED:
-    # Afterwards, for a key's row is no other's business.
+    # Hidden keys can be masked at the end: each has its own row.
     valid = tl.load(valid_ptr + row * LENGTH + key, mask=key < LENGTH, other=0)
     column = tl.where(valid != 0, column, 0.0)
   tl.store(
@@ -352,7 +352,7 @@ def _dq_kernel(
     end = tl.minimum(first + BLOCK_Q, LENGTH)
   if SCORED:
     dcolumn_ptr += row * LENGTH
-    # First the whole mean: a difference of sums would lose digits.
+    # Complete the mean first: subtracting large sums would lose digits.
     for start in range(0, end, BLOCK_K):
       key = start + tl.arange(0, BLOCK_K)
       k = _load_rows(k_ptr + base, key, LENGTH, HEADS, CHANNELS, BLOCK_C, EVEN)
@@ -444,7 +444,7 @@ def _dkv_kernel(
     dk = tl.dot(dlogit.to(q.dtype), q, dk, input_precision='ieee')
   dk *= SCALE
   if MASKED:
-    # A hidden key's weights may even be infinite; its row is no other's.
+    # Weights of hidden keys may be infinite, but affect only their own rows.
     valid = tl.load(valid_ptr + row * LENGTH + key, mask=key < LENGTH, other=0)
     dk = tl.where(valid[:, None] != 0, dk, 0.0)
     dv = tl.where(valid[:, None] != 0, dv, 0.0)

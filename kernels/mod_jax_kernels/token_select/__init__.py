@@ -9,12 +9,12 @@ from mod_jax_kernels import dispatch
 from mod_jax_kernels.token_select import reference, sort
 
 Implementation = Literal['xla', 'sort', 'pallas', 'triton']
-# Scores, over all rows, from which a CPU takes a half to a fifth of the time of
-# a sort; below, both take some ten microseconds.
+# From this many scores in all rows, bisection on CPUs takes a half to a fifth
+# of the time of a sort; below, both take some ten microseconds.
 _MANY = 2**13
 _HERE = 'mod_jax_kernels.token_select'
 OP = dispatch.Op(
-  # These two run only if they are asked for, until they are measured.
+  # Not measured yet, so these two run only if requested.
   dispatch.Backend(
     name='pallas', module=f'{_HERE}.pallas_tpu', platform='tpu', default_on=()
   ),
@@ -36,24 +36,23 @@ def token_select(
 ) -> jax.Array:
   """Returns index_BK, int32: the positions of the k best, ascending.
 
-  The choice of Mixture-of-Depths (Raposo et al. 2024, Eq. 1): exact top-k, the
-  lowest position first among equals. The k-th best is found by bisection on
-  the 32 bits of the scores, and a running count gives each chosen token its
-  slot. No gradient passes.
+  The choice of Mixture-of-Depths (Raposo et al. 2024, Eq. 1): exact top-k, with
+  ties broken in favour of the lowest position. The k-th best is found by
+  bisection on the 32 bits of the scores, and a running count gives each chosen
+  token its slot. The result has no gradient.
 
   Args:
     score_BL: scores, compared in float32; any leading shape. -0.0 equals 0.0,
       and NaN counts as -inf.
-    k: tokens to choose in each row, 1 <= k <= L.
+    k: number of tokens to choose in each row, 1 <= k <= L.
     implementation: `xla`; `sort`, which is XLA's top-k and a sort; `pallas`
-      (TPU); `triton` (GPU); or None, which is `xla` on a CPU for the many
-      scores with which it was measured to win, and `sort` else: on other
-      devices, until the kernels are measured.
+      (TPU); `triton` (GPU); or None, which is `xla` on CPUs if there are enough
+      scores for it to be faster, and else `sort`.
 
   Raises:
-    ValueError: scores that are no floats or no rows, k outside of 1..L, an
-      unknown backend, or rows too long for it.
-    RuntimeError: a backend that was asked for by name and cannot run.
+    ValueError: scores are not rows of floats, k is not in 1..L, or the
+      requested backend is unknown or does not support rows this long.
+    RuntimeError: the requested backend cannot run here.
   """
   score_BL = jnp.asarray(score_BL)
   if not score_BL.ndim or not jnp.issubdtype(score_BL.dtype, jnp.floating):
@@ -77,12 +76,12 @@ def token_select(
 
 
 def _order(score_BL):
-  """Returns int32 keys that compare as the scores do, ties included."""
+  """Returns int32 keys with the same order and ties as the scores."""
   bits_BL = jax.lax.bitcast_convert_type(score_BL, jnp.int32)
-  # Compared as bits, since hardware may take tiny numbers for 0.
-  size_BL = bits_BL & 0x7FFFFFFF
+  # Compare bits, since hardware may treat denormal numbers as 0.
+  magnitude_BL = bits_BL & 0x7FFFFFFF
   infinite = 0x7F800000
-  bits_BL = jnp.where(size_BL == 0, 0, bits_BL)
-  bits_BL = jnp.where(size_BL > infinite, infinite - 2**31, bits_BL)
-  # The bits of negative numbers grow away from zero: all but the sign turned.
+  bits_BL = jnp.where(magnitude_BL == 0, 0, bits_BL)
+  bits_BL = jnp.where(magnitude_BL > infinite, infinite - 2**31, bits_BL)
+  # Flip all bits but the sign of negative numbers, whose order is reversed.
   return jnp.where(bits_BL < 0, bits_BL ^ 0x7FFFFFFF, bits_BL)

@@ -1,7 +1,7 @@
-"""Selection on a TPU: eight rows a step, counted by the vector unit.
+"""Selection on TPUs, eight rows per step.
 
-Running counts are products with a triangle, exact in float32; slots are filled
-by counting the positions that come before each: nothing is scattered.
+Running counts are products with a triangular matrix, exact in float32. Instead
+of a scatter, each slot counts the positions before its own.
 """
 
 import functools
@@ -22,7 +22,7 @@ LONGEST = 2**17
 
 @dispatch.jit(static_argnames='k')
 def token_select(key_BL, k):
-  """As `reference.token_select`.
+  """See `reference.token_select`.
 
   Raises:
     ValueError: rows longer than `LONGEST`.
@@ -62,7 +62,7 @@ def _kernel(key_ref, index_ref, *, k, block_l, block_k):
   blocks = length // block_l
 
   def count(compare, with_R1):
-    """Returns how many keys of each row compare so, [R, 1]."""
+    """Returns for how many keys of each row `compare` holds, [R, 1]."""
 
     def add(block, sum_RP):
       start = pl.multiple_of(block * block_l, block_l)
@@ -71,18 +71,18 @@ def _kernel(key_ref, index_ref, *, k, block_l, block_k):
 
     zero_RP = jnp.zeros((rows, block_l), jnp.int32)
     sum_RP = jax.lax.fori_loop(0, blocks, add, zero_RP)
-    # Float sums of lanes are what the hardware has, exact below 2**24.
+    # The hardware sums lanes only as floats, which is exact below 2**24.
     sum_R1 = sum_RP.astype(jnp.float32).sum(axis=-1, keepdims=True)
     return sum_R1.astype(jnp.int32)
 
   def bisect(step, kth_R1):
     higher_R1 = kth_R1 ^ (jnp.int32(1) << (31 - step))
-    enough_R1 = count(jnp.greater_equal, higher_R1) >= k
-    return jnp.where(enough_R1, higher_R1, kth_R1)
+    is_reached_R1 = count(jnp.greater_equal, higher_R1) >= k
+    return jnp.where(is_reached_R1, higher_R1, kth_R1)
 
   kth_R1 = jnp.full((rows, 1), reference.LOWEST, jnp.int32)
   kth_R1 = jax.lax.fori_loop(0, 32, bisect, kth_R1)
-  wanted_R1 = (k - count(jnp.greater, kth_R1)).astype(jnp.float32)
+  num_ties_R1 = (k - count(jnp.greater, kth_R1)).astype(jnp.float32)
   index_ref[...] = jnp.zeros(index_ref.shape, jnp.int32)
   triangle_PP = (
     jax.lax.broadcasted_iota(jnp.int32, (LANES, LANES), 0)
@@ -90,7 +90,7 @@ def _kernel(key_ref, index_ref, *, k, block_l, block_k):
   ).astype(jnp.float32)
 
   def running(mask_RP, contract):
-    """Returns inclusive counts: over lanes, or turned, over sublanes."""
+    """Returns inclusive counts over lanes; for contract=0, transposed."""
     operands = (
       (triangle_PP, mask_RP) if contract == 0 else (mask_RP, triangle_PP)
     )
@@ -105,7 +105,7 @@ def _kernel(key_ref, index_ref, *, k, block_l, block_k):
     key_RP = key_ref[:, pl.ds(start, LANES)]
     tied_RP = (key_RP == kth_R1).astype(jnp.float32)
     rank_RP = equal_R1 + running(tied_RP, 1)
-    tie_RP = (key_RP == kth_R1) & (rank_RP <= wanted_R1)
+    tie_RP = (key_RP == kth_R1) & (rank_RP <= num_ties_R1)
     chosen_RP = ((key_RP > kth_R1) | tie_RP).astype(jnp.float32)
     total_PR = total_1R + running(chosen_RP, 0)
 
@@ -114,11 +114,11 @@ def _kernel(key_ref, index_ref, *, k, block_l, block_k):
       slot_1K = jax.lax.broadcasted_iota(jnp.int32, (1, block_k), 1) + first
       slot_1K = slot_1K.astype(jnp.float32)
       for row in range(rows):
-        # Slot n is at the position that n + 1 chosen ones reach first, which
-        # is the number of positions that at most n reach.
+        # Slot n holds the first position where the running count exceeds n,
+        # which is the number of positions where it is at most n.
         before_PK = total_PR[:, row : row + 1] <= slot_1K
-        more_1K = before_PK.astype(jnp.int32).sum(axis=0, keepdims=True)
-        index_ref[pl.ds(row, 1), pl.ds(first, block_k)] += more_1K
+        count_1K = before_PK.astype(jnp.int32).sum(axis=0, keepdims=True)
+        index_ref[pl.ds(row, 1), pl.ds(first, block_k)] += count_1K
       return 0
 
     jax.lax.fori_loop(0, index_ref.shape[1] // block_k, fill, 0)

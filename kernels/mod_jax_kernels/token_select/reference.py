@@ -1,23 +1,23 @@
-"""Selection in plain JAX: the truth, and what CPUs run.
+"""Selection in plain JAX: the reference, and the backend for CPUs.
 
-All backends take int32 keys, which compare as the scores do.
+All backends take int32 keys with the same order as the scores.
 """
 
 import jax
 import jax.numpy as jnp
 
-# Below the key of any score, -inf included: fills rows up.
+# Padding key: below the key of any score, even of -inf.
 LOWEST = -(2**31)
 
 
 def token_select(key_BL, k):
-  """As `mod_jax_kernels.token_select`, of keys."""
+  """See `mod_jax_kernels.token_select`; takes keys instead of scores."""
 
   def count(mask_BL):
     return mask_BL.sum(axis=-1, keepdims=True, dtype=jnp.int32)
 
   def bisect(step, kth_B1):
-    # Exclusive or: the first step is the sign, the others add a bit.
+    # XOR: the first step clears the sign bit, the others set a bit.
     higher_B1 = kth_B1 ^ (jnp.int32(1) << (31 - step))
     return jnp.where(count(key_BL >= higher_B1) >= k, higher_B1, kth_B1)
 

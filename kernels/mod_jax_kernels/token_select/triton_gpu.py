@@ -1,4 +1,4 @@
-"""Selection on a GPU: a program for each row, which it keeps in registers."""
+"""Selection on GPUs: each program holds one row in registers."""
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +9,8 @@ from mod_jax_kernels import dispatch, tiles, triton_call
 from mod_jax_kernels.token_select.tiles import TILES
 
 
-# By their combining function, since Triton's interpreter does not know `tl.sum`
-# and `tl.cumsum` unless all of Triton was imported for it.
+# With `tl.reduce` and `tl.associative_scan`, because Triton interprets `tl.sum`
+# and `tl.cumsum` only if the whole process is interpreted.
 @triton.jit
 def _count(mask):
   return tl.reduce(mask.to(tl.int32), 0, tl.standard._sum_combine)
@@ -35,38 +35,38 @@ def _select(
   lane = tl.arange(0, BLOCK)
   lowest = -2147483648
   first = tl.load(key_ptr + lane, mask=lane < LENGTH, other=lowest)
-  # Bisection from the sign down: the largest key that k of them reach.
+  # Bisect, from the sign bit down, for the largest key that k keys reach.
   kth = tl.full((), lowest, tl.int32)
   for step in range(32):
     higher = kth ^ (tl.full((), 1, tl.int32) << (31 - step))
     count = _count(first >= higher)
-    # Only rows longer than a block are read again, from a cache.
+    # Rows longer than a block are read again, from the cache.
     for start in range(BLOCK, LENGTH, BLOCK):
-      at = start + lane
-      key = tl.load(key_ptr + at, mask=at < LENGTH, other=lowest)
+      index = start + lane
+      key = tl.load(key_ptr + index, mask=index < LENGTH, other=lowest)
       count += _count(key >= higher)
     kth = tl.where(count >= k, higher, kth)
   above = _count(first > kth)
   for start in range(BLOCK, LENGTH, BLOCK):
-    at = start + lane
-    key = tl.load(key_ptr + at, mask=at < LENGTH, other=lowest)
+    index = start + lane
+    key = tl.load(key_ptr + index, mask=index < LENGTH, other=lowest)
     above += _count(key > kth)
-  # What is left for those equal to the k-th best, and the slots given away.
-  wanted = k - above
-  given = tl.full((), 0, tl.int32)
+  # Remaining number of ties to choose, and number of slots filled so far.
+  ties_left = k - above
+  filled = tl.full((), 0, tl.int32)
   for start in range(0, LENGTH, BLOCK):
-    at = start + lane
-    key = tl.load(key_ptr + at, mask=at < LENGTH, other=lowest)
+    index = start + lane
+    key = tl.load(key_ptr + index, mask=index < LENGTH, other=lowest)
     equal = key == kth
-    chosen = (key > kth) | equal & (_running(equal) <= wanted)
-    tl.store(index_ptr + given + _running(chosen) - 1, at, mask=chosen)
-    given += _count(chosen)
-    wanted -= _count(equal)
+    chosen = (key > kth) | equal & (_running(equal) <= ties_left)
+    tl.store(index_ptr + filled + _running(chosen) - 1, index, mask=chosen)
+    filled += _count(chosen)
+    ties_left -= _count(equal)
 
 
 @dispatch.jit(static_argnames='k')
 def token_select(key_BL, k):
-  """As `reference.token_select`."""
+  """See `reference.token_select`."""
   rows, length = key_BL.shape
   sizes = tiles.choose(TILES, 'triton')
   block = min(triton.next_power_of_2(length), sizes['block'])
@@ -76,7 +76,7 @@ def token_select(key_BL, k):
     k,
     out_type=jax.ShapeDtypeStruct((rows, k), jnp.int32),
     grid=(rows,),
-    # A warp has no use for less than a few lanes each.
+    # At least four keys per thread.
     num_warps=max(1, min(sizes['num_warps'], block // 128)),
     num_stages=1,
     LENGTH=length,

@@ -1,4 +1,4 @@
-"""Longer looks at an adaptive model: how it bears corrupted images."""
+"""Studies of an adaptive model: robustness to corrupted images."""
 
 import jax
 import numpy as np
@@ -19,13 +19,13 @@ _SEVERITIES = range(6)  # 0 is the clean image.
 def robustness(task, params, model_state) -> Study:
   """Measures accuracy and load under corruptions of five severities.
 
-  The model that was converted is measured beside it. Both see up to 512
-  held-out images, under the corruptions of `data.corruptions`.
+  The converted model is measured for comparison. Both classify up to 512
+  held-out images with the corruptions of `data.corruptions`.
   """
   model = task.config.model
   batch = task.modality.examples(_IMAGES)
   shown_BHWC = images_lib.denormalize(task.config.data, batch['image'])
-  # A teacher's arrays may be read only now; see `convert.entry.Lazy`.
+  # Reads the teacher's arrays, which may be `convert.entry.Lazy`.
   teacher = jax.tree.map(np.asarray, task.load_teacher())
   key = jax.random.key(task.config.seed)
 
@@ -33,9 +33,13 @@ def robustness(task, params, model_state) -> Study:
   def guess(params, model_state, teacher, images_BHWC):
     variables, rngs = {'params': params, **model_state}, {'routing': key}
     output = model.build().apply(variables, images_BHWC, rngs=rngs)
-    before = acm.without(model).build().apply(teacher, images_BHWC, rngs=rngs)
+    teacher_output = (
+      acm.without(model).build().apply(teacher, images_BHWC, rngs=rngs)
+    )
     load_B = task.load_per_row(stack_lib.collect(output.aux, 'adaptive'))
-    return *(x.logits_BV.argmax(axis=-1) for x in (output, before)), load_B
+    return *(
+      x.logits_BV.argmax(axis=-1) for x in (output, teacher_output)
+    ), load_B
 
   data = task.config.data
   lines = [
@@ -44,22 +48,22 @@ def robustness(task, params, model_state) -> Study:
   metrics = {}
   for kind in corruptions.CORRUPTIONS:
     for severity in _SEVERITIES:
-      changed = corruptions.corrupt(
+      corrupted_BHWC = corruptions.corrupt(
         shown_BHWC, kind, severity, seed=task.config.seed
       )
-      images_BHWC = augment.normalize(changed, data.mean, data.std)
+      images_BHWC = augment.normalize(corrupted_BHWC, data.mean, data.std)
       adaptive_B, dense_B, load_B = jax.device_get(
         guess(params, model_state, teacher, images_BHWC)
       )
-      found = {
+      measured = {
         'adaptive': float(np.mean(adaptive_B == batch['label'])),
         'dense': float(np.mean(dense_B == batch['label'])),
         'load': float(load_B.mean()),
       }
-      metrics[f'{kind}/{severity}'] = found
+      metrics[f'{kind}/{severity}'] = measured
       lines.append(
-        f'{kind:<12}{severity:>9}{found["adaptive"]:>10.4f}'
-        f'{found["dense"]:>8.4f}{found["load"]:>8.4f}'
+        f'{kind:<12}{severity:>9}{measured["adaptive"]:>10.4f}'
+        f'{measured["dense"]:>8.4f}{measured["load"]:>8.4f}'
       )
   lines.append(
     f'{len(batch["label"])} held-out images; severity 0 is none. Dense: the'

@@ -1,4 +1,4 @@
-"""A routed language model beside the dense one that it was made of."""
+"""Study of a routed language model against the dense one it was made of."""
 
 import dataclasses
 import math
@@ -15,18 +15,18 @@ from mod_jax.train.task import Study
 
 _BATCHES = 16
 _ROUNDS = 9
-_NEW = 32  # Tokens of a timed continuation; half of a row, if that is less.
+_NEW = 32  # Tokens of a timed continuation; at most half of a row.
 _COLUMNS = ('loss', 'bits_per_byte', 'flops', 'tokens_per_second')
 
 
 @devices.on_one_device
 def conversion(task, params, model_state) -> Study:
-  """Tells what routing has cost in quality, and what it saves.
+  """Measures the loss in quality by routing, and its savings.
 
-  Held-out losses of the dense model at `init`, of the routed one while all of
-  its blocks process all tokens, and by each rule; FLOPs of a forward pass over
-  the dense model's; and by each rule that can decode, tokens per second of one
-  row, timed in turn.
+  These are held-out losses of the dense model at `init`, of the routed one when
+  all blocks process all tokens, and under each rule; FLOPs of a forward pass
+  relative to the dense model; and for rules that can decode, tokens per second
+  of one row, timed in turn.
   """
   model, modality = task.config.model, task.modality
   dense = model.dense_twin()
@@ -34,27 +34,29 @@ def conversion(task, params, model_state) -> Study:
     task.config.init, dense, dropped=modality.may_be_dropped
   )
   variables = {'params': params, **model_state}
-  every = dataclasses.replace(model.routing, capacity_floor=1.0)
-  # What is compared: a model, its variables, and how it is run.
+  all_tokens = dataclasses.replace(model.routing, capacity_floor=1.0)
+  # Cases to compare: config, variables and mode of a model.
   with devices.one_device(source) as (source,):
     cases = {
       'dense': (dense, source, Mode()),
-      'all tokens': (model.with_parts(routing=every), variables, Mode()),
+      'all tokens': (model.with_parts(routing=all_tokens), variables, Mode()),
     }
     for prefix, mode in modality.modes().items():
       cases[prefix.removesuffix('/')] = (model, variables, mode)
-    found = {name: _held_out(task, *case) for name, case in cases.items()}
+    results = {name: _held_out(task, *case) for name, case in cases.items()}
     decoding = ('dense', *modality.rules[1:])
     seconds, new = _continuations(task, {n: cases[n] for n in decoding})
   of_dense = flops.forward(dense, *modality.length)
   for name, (config, _, mode) in cases.items():
-    # What a pass without the routed blocks takes is counted nowhere.
+    # FLOPs without the routed blocks are not counted by `flops`.
     if mode.routing.rule != 'never':
-      found[name]['flops'] = flops.forward(config, *modality.length) / of_dense
+      results[name]['flops'] = (
+        flops.forward(config, *modality.length) / of_dense
+      )
     if name in seconds:
-      found[name]['tokens_per_second'] = new / seconds[name]
+      results[name]['tokens_per_second'] = new / seconds[name]
   lines = [' ' * 12 + ''.join(column.rjust(19) for column in _COLUMNS)]
-  for name, row in found.items():
+  for name, row in results.items():
     cells = (row.get(column, math.nan) for column in _COLUMNS)
     shown = ('-' if math.isnan(x) else f'{x:.4f}' for x in cells)
     lines.append(name.ljust(12) + ''.join(cell.rjust(19) for cell in shown))
@@ -64,7 +66,7 @@ def conversion(task, params, model_state) -> Study:
     f' leave room, medians of {_ROUNDS} rounds in turn on'
     f' {jax.devices()[0].device_kind}.'
   )
-  return Study(text='\n'.join(lines), metrics=found)
+  return Study(text='\n'.join(lines), metrics=results)
 
 
 def _held_out(task, config, variables, mode) -> dict[str, float]:
@@ -88,17 +90,17 @@ def _held_out(task, config, variables, mode) -> dict[str, float]:
 
 
 def _continuations(task, cases) -> tuple[dict[str, float], int]:
-  """Returns the median seconds of greedy continuations, and their tokens."""
+  """Returns median seconds of greedy continuations, and their length."""
   (length,) = task.modality.length
-  new = min(_NEW, length // 2)
+  num_new = min(_NEW, length // 2)
   (batch,) = task.eval_batches(batch_size=1, num_batches=1)
-  tokens_BP = batch['tokens'][:, : length - new]
+  tokens_BP = batch['tokens'][:, : length - num_new]
 
   def continuation(config, variables, mode):
     def run():
       generated = generate(
         *(config.build(), variables, tokens_BP),
-        max_new_tokens=new,
+        max_new_tokens=num_new,
         mode=mode.routing,
         temperature=0.0,
       )
@@ -109,4 +111,4 @@ def _continuations(task, cases) -> tuple[dict[str, float], int]:
   seconds = timing.interleaved(
     {name: continuation(*case) for name, case in cases.items()}, rounds=_ROUNDS
   )
-  return timing.medians(seconds), new
+  return timing.medians(seconds), num_new

@@ -1,4 +1,4 @@
-"""Studies of a few rows, which need not divide over a mesh, on one device."""
+"""Runs studies of a few rows on one device, since these may not fit a mesh."""
 
 import contextlib
 import functools
@@ -13,7 +13,7 @@ from mod_jax.train.task import Study
 
 @contextlib.contextmanager
 def one_device(*trees):
-  """Leaves the mesh for a while, since a few images need not divide over it.
+  """Leaves the mesh temporarily: a few rows may not divide over it.
 
   Yields:
     The trees of arrays, on the first device of this host.
@@ -22,7 +22,7 @@ def one_device(*trees):
   def whole(x):
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
       return multihost_utils.process_allgather(x, tiled=True)
-    # A teacher's arrays may be read only now; see `convert.entry.Lazy`.
+    # Reads the arrays of a teacher, which may be `convert.entry.Lazy`.
     return x if isinstance(x, jax.Array) else np.asarray(x)
 
   trees = jax.tree.map(whole, trees)
@@ -33,7 +33,7 @@ def one_device(*trees):
 
 
 def on_one_device(study):
-  """Turns a function that knows no mesh into a study; see `one_device`."""
+  """Decorates a function without a mesh as a study, in `one_device`."""
 
   @functools.wraps(study)
   def run(task, params, model_state, mesh) -> Study:

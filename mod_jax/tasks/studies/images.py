@@ -1,4 +1,4 @@
-"""Longer looks at a trained vision model: its speed, and what it attends to."""
+"""Studies of a vision model: its speed, and the importance of tokens."""
 
 from flax import linen as nn
 import jax
@@ -13,7 +13,7 @@ from mod_jax.train.task import Study
 
 _BATCHES = (1, 8, 32)
 _ROUNDS = 9
-_IMAGES = 16  # Images in which the importance of tokens is measured.
+_IMAGES = 16  # Images in which to measure the importance of tokens.
 
 
 @devices.on_one_device
@@ -44,7 +44,7 @@ def throughput(task, params, model_state) -> Study:
     }
     seconds = timing.interleaved(functions, rounds=_ROUNDS)
     median = timing.medians(seconds)
-    # Of the medians that stand beside it, not the median of the ratios.
+    # The ratio of the medians in the table, not the median of the ratios.
     ratio_of_medians = median['model'] / median['dense twin']
     _, low, high = timing.ratio_spread(seconds, 'model', 'dense twin')
     metrics['batches'][str(batch)] = {
@@ -82,13 +82,12 @@ def _inference(config, variables, images_BHWC, key):
 
 @devices.on_one_device
 def importance(task, params, model_state) -> Study:
-  """Compares routing scores with what leaving a token out does to the loss.
+  """Correlates routing scores with the importance of tokens.
 
-  For each routed layer and each token: how much the loss of an image rises when
-  that layer processes all tokens but this one, over when it processes all. That
-  is measured in the vanilla transformer of the same weights, where every layer
-  processes all tokens, and correlated over tokens and images with the scores
-  that the routed model chose by (A-MoD, Gadhikar et al. 2024, section 4.4).
+  The importance of a token to a routed layer is the rise of the image's loss
+  when that layer processes all tokens but this one. It is measured in the dense
+  model with the same weights, and correlated over tokens and images with the
+  scores of the routed model (A-MoD, Gadhikar et al. 2024, section 4.4).
   """
   model = task.config.model
   batch = task.modality.examples(_IMAGES)
@@ -115,17 +114,19 @@ def importance(task, params, model_state) -> Study:
   correlations = []
   for layer, (importance_BL, score_BL) in zip(layers, pairs, strict=True):
     both = importance_BL.ravel(), score_BL.ravel()
-    found = {}
+    correlation = {}
     for name, test in (
       ('pearson', scipy.stats.pearsonr),
       ('spearman', scipy.stats.spearmanr),
     ):
-      # Nothing correlates with a constant.
+      # Correlation with a constant is undefined.
       constant = any(np.ptp(x) == 0 for x in both)
       r, p = (np.nan, np.nan) if constant else test(*both)
-      found |= {name: float(r), f'{name}_p': float(p)}
-    correlations.append(found)
-    rows.append(f'{layer:6d}' + ''.join(f'{x:10.3g}' for x in found.values()))
+      correlation |= {name: float(r), f'{name}_p': float(p)}
+    correlations.append(correlation)
+    rows.append(
+      f'{layer:6d}' + ''.join(f'{x:10.3g}' for x in correlation.values())
+    )
   rows.append(
     'Routing score against the rise of the dense loss without the token:'
     f' {len(batch["label"])} held-out images of {model.num_tokens} tokens.'
@@ -173,8 +174,8 @@ def leave_one_out(
     )
     return per_image(logits_BV, target_BV)
 
-  # A loop over the tokens takes the memory of a single pass. The pass in which
-  # none is left out belongs to it, so that its rounding is the same.
+  # A loop over the tokens needs the memory of one pass only. It includes the
+  # pass with all tokens, so that this is rounded in the same way.
   left_NL = jnp.concatenate(
     [jnp.ones((1, length), bool), ~jnp.eye(length, dtype=bool)]
   )

@@ -1,4 +1,4 @@
-"""Longer looks at a language model: at what it uses, and where it works."""
+"""Studies of a language model: attention ranks, routing and copying."""
 
 import collections
 import dataclasses
@@ -15,28 +15,28 @@ from mod_jax.models import lm
 from mod_jax.tasks.studies import devices
 from mod_jax.train.task import Study
 
-# Of the attention maps: rows of held-out text, and tokens of each.
+# Rows of held-out text for attention maps, and tokens of each.
 _SAMPLES = 16
 _TOKENS = 256
 _BATCHES = 16
-_ROWS = 8  # At a time, where logits are needed.
-_PARTS = 8  # Of the context, by which losses are told.
-_DRAWS = 1000  # Of the bootstrap.
-_OFTEN = 40  # A piece of text that comes less often is not listed.
-_LISTED = 12  # Pieces at either end.
+_ROWS = 8  # Rows of a batch, where logits are needed.
+_PARTS = 8  # Parts of the context by which to report losses.
+_DRAWS = 1000  # Resamples of the bootstrap.
+_OFTEN = 40  # Minimum occurrences of a piece of text to be listed.
+_LISTED = 12  # Pieces to list at either end.
 
 
 @devices.on_one_device
 def arank(task, params, model_state) -> Study:
-  """Asks of each block how much its attention tells: which ones to route.
+  """Measures the rank of attention maps, and suggests which blocks to route.
 
-  The ARank of γ-MoD (Luo et al. 2024): the rank of the causal attention map
-  with its diagonal set to 0, a mean over heads and samples. Singular values
-  count from n · 1.2e-7 of the largest on, for n tokens: what float32 resolves.
-  Blocks of low rank mix their tokens least, and are suggested for routing: as
-  many as are routed, or half of a dense model's. A routed block's map is that
-  of the tokens that it processes under top-k, so that blocks are compared by
-  rank over the largest possible one, n - 1.
+  This is the ARank of γ-MoD (Luo et al. 2024): the rank of the causal attention
+  map with its diagonal set to 0, averaged over heads and samples. With n
+  tokens, singular values count if they exceed n · 1.2e-7 of the largest, the
+  resolution of float32. Blocks of low rank mix their tokens least, and are
+  suggested for routing: as many as are routed now, or half of a dense model's.
+  A routed block's map covers the n tokens that it processes under top-k, so
+  blocks are compared by their rank divided by its maximum, n - 1.
   """
   config = task.config.model
   model, variables = lm.unrolled_variables(
@@ -53,9 +53,12 @@ def arank(task, params, model_state) -> Study:
       rngs={'routing': jax.random.key(task.config.seed)},
       mutable=['intermediates'],
     )
-    found = state['intermediates']
+    intermediates = state['intermediates']
     return [
-      {name: found[f'block_{i}']['attention'][name][0][0] for name in _SOWN}
+      {
+        name: intermediates[f'block_{i}']['attention'][name][0][0]
+        for name in _SOWN
+      }
       | ({'chosen': aux['router'].chosen_BL[0]} if 'router' in aux else {})
       for i, aux in enumerate(output.aux)
     ]
@@ -69,8 +72,8 @@ def arank(task, params, model_state) -> Study:
       segment_L = np.asarray(sample['segment_BL'][0])
     counts_R2 = []
     for layer in layers:
-      here = layer.get('chosen', np.ones(len(position_L), bool))
-      at_K, of_K = position_L[here], segment_L[here]
+      is_processed = layer.get('chosen', np.ones(len(position_L), bool))
+      at_K, of_K = position_L[is_processed], segment_L[is_processed]
       distance_KS = at_K[:, None] - at_K
       seen_KS = (distance_KS >= 0) & (of_K[:, None] == of_K)
       if config.window is not None:
@@ -125,7 +128,7 @@ def mean_rank(q_LHC, k_LGC, seen_LS) -> float:
   Args:
     q_LHC: queries, G divides H.
     k_LGC: keys.
-    seen_LS: which keys a query sees; its own among them.
+    seen_LS: which keys each query attends to, including its own.
   """
   length, heads, channels = q_LHC.shape
   if length < 2:
@@ -139,21 +142,21 @@ def mean_rank(q_LHC, k_LGC, seen_LS) -> float:
 
 
 def _full_rows(task):
-  """Yields what the model is called with, of single rows without padding."""
-  found = 0
+  """Yields keyword arguments of the model for single rows without padding."""
+  count = 0
   for batch in task.eval_batches(
     batch_size=task.config.evaluation.batch_size, num_batches=_BATCHES
   ):
     full_B = np.asarray(task.modality.token_weights(batch) > 0).all(axis=1)
-    for row in np.flatnonzero(full_B)[: _SAMPLES - found]:
-      found += 1
+    for row in np.flatnonzero(full_B)[: _SAMPLES - count]:
+      count += 1
       names = {'tokens': 'tokens_BL', 'segments': 'segment_BL'}
       yield {
-        given: batch[name][row, :_TOKENS][None]
-        for name, given in names.items()
+        argument: batch[name][row, :_TOKENS][None]
+        for name, argument in names.items()
         if name in batch
       }
-  if not found:
+  if not count:
     raise errors.UserError(
       'the study arank looks at held-out rows without padding, and there are'
       f' none: set data.length={task.config.data.length} lower, or give more'
@@ -163,12 +166,12 @@ def _full_rows(task):
 
 @devices.on_one_device
 def engagement(task, params, model_state) -> Study:
-  """Asks whether tokens that engage more blocks are harder to go on from.
+  """Correlates the routed blocks that process a token with its entropy.
 
-  For each held-out token: by how many of the routed blocks top-k has it
-  processed, and the entropy of the model's prediction of the next token
-  (Raposo et al. 2024, section 4.1, who find that they go together). Spearman's
-  correlation comes with a 95% interval, bootstrapped over sequences.
+  Measures for each held-out token the number of routed blocks that process it
+  under top-k, and the entropy of the model's prediction of the next token
+  (Raposo et al. 2024, section 4.1, find a positive correlation). Spearman's
+  correlation is given with a 95% interval, bootstrapped over sequences.
   """
   mode = task.modality.modes()['top_k/']
 
@@ -182,15 +185,15 @@ def engagement(task, params, model_state) -> Study:
     )
     return count_BL, entropy_BL
 
-  found = []
+  batches = []
   key = jax.random.key(task.config.seed)
   for batch in _few_rows(task, _BATCHES):
     count_BL, entropy_BL = look(params, model_state, batch, key)
     valid_BL = task.modality.token_weights(batch) > 0
     arrays = (count_BL, entropy_BL, valid_BL, batch['tokens'])
-    found.append([np.asarray(jax.device_get(x)) for x in arrays])
+    batches.append([np.asarray(jax.device_get(x)) for x in arrays])
   count_RL, entropy_RL, valid_RL, token_RL = map(
-    np.concatenate, zip(*found, strict=True)
+    np.concatenate, zip(*batches, strict=True)
   )
   blocks = sum(c is not None for c in task.config.model.capacities)
   count_N, entropy_N = count_RL[valid_RL], entropy_RL[valid_RL]
@@ -241,18 +244,18 @@ def engagement(task, params, model_state) -> Study:
 
 @devices.on_one_device
 def copying(task, params, model_state) -> Study:
-  """Asks whether a language model goes on as its context did before.
+  """Measures whether a language model copies from its context.
 
-  Small models learn to do so late, and within a few hundred steps, by heads
-  that look for what has followed the same token (induction heads, Olsson et al.
-  2022). Of two runs that differ in nothing but the seed or the number of heads,
-  one may end with such heads and far ahead of the other, so that a comparison
-  tells of luck. Three looks: at the held-out loss by position, which falls
-  along the context as far as that is used; at the held-out loss after tokens
-  that are new in their context, of which such heads know nothing, and after
-  those that came before; and at random tokens that come twice, of which nothing
-  but copying foretells the second time. The held-out rows are those of the
-  evaluation at the end of training. Routed models choose their tokens by top-k.
+  Small models learn this late, and within a few hundred steps, by heads that
+  look for what followed the same token before (induction heads, Olsson et al.
+  2022). Of two runs that differ only in the seed or the number of heads, one
+  may end with such heads and with a much lower loss, so that their comparison
+  shows luck. The study reports the held-out loss by position, which falls as
+  far as context is used; the held-out loss after tokens that are new in their
+  context, where such heads do not help, and after repeated ones; and the loss
+  of random tokens that come twice, where only copying predicts the second time.
+  The held-out rows are those of the final evaluation. Routed models choose
+  their tokens by top-k.
   """
   mode = next(iter(task.modality.modes().values()))
   look = jax.jit(functools.partial(_token_losses, task, mode))
@@ -289,7 +292,7 @@ def copying(task, params, model_state) -> Study:
     },
     key,
   )
-  # The last prediction of the first time is of the token that begins anew.
+  # The last prediction of the first pass is of the first repeated token.
   first = float(loss_BL[:, : once - 1].mean())
   second = float(loss_BL[:, once : 2 * once - 1].mean())
   lines = [
@@ -313,9 +316,9 @@ def copying(task, params, model_state) -> Study:
 
 
 def _few_rows(task, batches: int):
-  """Returns so many held-out batches (0 = all), cut into smaller ones.
+  """Returns the rows of `batches` held-out batches (0 = all), in smaller ones.
 
-  All logits of a large batch do not fit on one device.
+  The logits of a large batch may not fit on one device.
   """
   size = task.config.evaluation.batch_size
   rows = min(size, _ROWS)
@@ -325,7 +328,7 @@ def _few_rows(task, batches: int):
 
 
 def _new_in_context(token_BL, segment_BL=None):
-  """Returns whether no token before, of the same document, is the same."""
+  """Returns whether each token is the first of its kind in its document."""
   new_BL = np.zeros(token_BL.shape, bool)
   for row, token_L in enumerate(token_BL):
     # Pairs of document and token, as one number each.
@@ -344,7 +347,7 @@ def _token_losses(task, mode, params, model_state, batch, key):
 
 
 def _logits(task, mode, params, model_state, batch, key):
-  """Returns the output without the targets, which would leave no logits."""
+  """Returns the output with logits, which need a call without targets."""
   batch = {name: x for name, x in batch.items() if name != 'targets'}
   return task.apply(params, model_state, batch, key, mode)
 
@@ -352,9 +355,9 @@ def _logits(task, mode, params, model_state, batch, key):
 def correlation(x_RL, y_RL, valid_RL, seed: int = 0):
   """Returns Spearman's correlation over all tokens, and its 95% interval.
 
-  The interval is a percentile bootstrap over rows, whose tokens are not
-  independent; ranks stay those of all tokens. All three are nan where x or y
-  is constant.
+  The interval is a percentile bootstrap over rows, since tokens of a row are
+  not independent; ranks are computed once, over all tokens. All three are NaN
+  if x or y is constant.
   """
   ranks = np.zeros((2, *x_RL.shape))
   for rank_RL, values_RL in zip(ranks, (x_RL, y_RL), strict=True):
@@ -372,7 +375,7 @@ def correlation(x_RL, y_RL, valid_RL, seed: int = 0):
   rng = np.random.default_rng(seed)
   rows = len(sums_R6)
   times_DR = rng.multinomial(rows, np.full(rows, 1 / rows), _DRAWS)
-  # The first draw is the data themselves.
+  # The first row is the original sample.
   times_DR = np.vstack([np.ones(rows), times_DR])
   n, a, b, aa, bb, ab = (times_DR @ sums_R6).T
   with np.errstate(invalid='ignore', divide='ignore'):
@@ -382,11 +385,13 @@ def correlation(x_RL, y_RL, valid_RL, seed: int = 0):
 
 
 def _pieces(token_N, share_N, tokenizer) -> dict[str, float]:
-  """Returns the mean share of the blocks by piece, of frequent ones."""
-  seen = np.unique(token_N)
+  """Returns the mean share of blocks by piece, for frequent pieces."""
+  tokens = np.unique(token_N)
   sums = collections.defaultdict(lambda: np.zeros(2))
-  # Several tokens may look alike, such as parts of a character.
-  for token, piece in zip(seen, tokenizer.pieces(seen.tolist()), strict=True):
+  # Several tokens may have the same text, such as parts of a character.
+  for token, piece in zip(
+    tokens, tokenizer.pieces(tokens.tolist()), strict=True
+  ):
     of_token_N = share_N[token_N == token]
     sums[piece] += len(of_token_N), of_token_N.sum()
   shares = {
