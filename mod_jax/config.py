@@ -453,7 +453,10 @@ def field(instance, path, where='', given=types.MappingProxyType({})):
   Raises:
     UserError: there is no such field.
   """
-  holder, parent, hint = instance, where.strip('-.'), None
+  # Messages name the outermost config as flags do: `config`.
+  holder, parent, hint = instance, '', None
+  if where.endswith('.'):
+    parent = where.strip('-.')
   parts = path.split('.')
   for i, part in enumerate(parts):
     if not dataclasses.is_dataclass(holder):

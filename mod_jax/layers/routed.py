@@ -582,7 +582,7 @@ class Layer(nn.Module):
       selection, count_B = top, None
       if mode.causal_rule is not None:
         slots = mode.slots(capacity, length)
-        count_B = jnp.full(len(x_BLD), slots)
+        count_B = jnp.full(x_BLD.shape[0], slots)
         if info.valid_BL is not None:
           count_B = info.valid_BL.sum(axis=-1)
           count_B = mode.row_slots(capacity, length, count_B)

@@ -444,7 +444,7 @@ def _log_prob(x_BLD, spec, kernel, tokens_BL, valid_BL):
   log_prob_T = jax.lax.map(
     token_log_prob, (x_TD, tokens_BL[:, 1:].flatten()), batch_size=_TOKENS
   )
-  log_prob_BL = log_prob_T.reshape(len(x_BLD), -1)
+  log_prob_BL = log_prob_T.reshape(x_BLD.shape[0], -1)
   if valid_BL is not None:
     both_BL = valid_BL[:, 1:] & valid_BL[:, :-1]
     log_prob_BL = jnp.where(both_BL, log_prob_BL, 0.0)

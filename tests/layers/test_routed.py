@@ -652,7 +652,7 @@ class TestTokenChoice:
     mode = {'rule': 'router', 'overflow': 'drop', 'slack': 1.0}
     _, told = apply(module(config, 0.2, **mode), params, x_BLD, padded)
     assert told.overflow_B.sum() > 0
-    ((total, count),), found = plain.routing_losses(
+    (_, (total, count)), found = plain.routing_losses(
       config, [told], padded.valid_BL
     )
     loss = total / count

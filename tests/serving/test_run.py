@@ -293,7 +293,9 @@ class TestExport:
       **{'resize': resize, 'crop_fraction': fraction},
       resample=Image.Resampling.LANCZOS,
     )
-    odd = dataclasses.replace(run, config=dense, preprocess=preprocess)
+    odd = dataclasses.replace(
+      run, config=dense, experiment=None, task=None, preprocess=preprocess
+    )
     if (format, resize) == ('timm', 'none'):
       with pytest.raises(UserError, match='leaves the size of pictures'):
         mod_jax.export(odd, tmp_path, format)
@@ -371,7 +373,7 @@ def test_a_language_model_goes_elsewhere(tmp_path, tokenizer):
   )
   with pytest.raises(UserError, match="'safetensors' for a language"):
     mod_jax.export(run, tmp_path / 'out', 'timm')
-  with pytest.raises(UserError, match='no routed blocks'):
+  with pytest.raises(UserError, match='cannot run routed blocks'):
     mod_jax.export(run, tmp_path / 'out', 'huggingface')
   mod_jax.export(run, tmp_path / 'out')
   expected = run.predict(['def main', 'x'], num_tokens=5)

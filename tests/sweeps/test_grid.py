@@ -78,8 +78,14 @@ class TestPoints:
   @pytest.mark.parametrize(
     ('text', 'message'),
     [
-      ('optimizer.learning_rat=1', "no field 'learning_rat'.*'learning_rate'"),
-      ('optimiser.learning_rate=1', "no field 'optimiser'.*'optimizer'"),
+      (
+        'optimizer.learning_rat=1',
+        "optimizer has no field 'learning_rat'.*'optimizer.learning_rate'",
+      ),
+      (
+        'optimiser.learning_rate=1',
+        "no field 'optimiser'.*'optimizer.learning_rate'",
+      ),
       ('seed.x=1', 'seed is 0 and has no'),
       ('seed', 'expected a field and its values'),
       ('seed=', 'expected a field and its values'),
