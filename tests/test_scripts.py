@@ -179,7 +179,7 @@ class TestTrain:
     assert (ended.status, ended.err) == (0, '')
     assert ended.out.startswith('A small Mixture-of-Depths language model')
     assert re.search('^variants: raw, .*, tiny$', ended.out, re.MULTILINE)
-    assert '\n--config.seed=3\n    Of the first parameters' in ended.out
+    assert '\n--config.seed=3\n    Seeds the initial parameters' in ended.out
     assert '\n--config.model.routing.capacity=0.125\n' in ended.out
 
   @pytest.mark.parametrize(

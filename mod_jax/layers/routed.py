@@ -688,7 +688,9 @@ class Layer(nn.Module):
       return routing.mark_tokens(top, routed.score_BL.shape[1])
     config = self.config
     requested_BL = rule.wants(routed, config.routing.scorer, config.capacity)
-    if self.mode.train and config.capacity >= 1:  # Warm-up.
+    # All tokens, whatever scores say that are not trained yet: a model that was
+    # just routed, or whose warm-up begins, computes what its dense twin does.
+    if config.capacity >= 1 and not isinstance(rule, rules.Never):
       requested_BL = jnp.ones_like(requested_BL)
     return (
       requested_BL if info.valid_BL is None else requested_BL & info.valid_BL

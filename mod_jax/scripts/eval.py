@@ -209,6 +209,7 @@ def _write_predictions(path, rows):
     writer.writerow(['file', 'error', *itertools.chain(*ranks)])
     for row in rows:
       pairs = row.get('probabilities', {}).items()
+      pairs = [*pairs, *[('', '')] * (num_ranks - len(pairs))]
       error = row.get('error', '')
       writer.writerow([row['file'], error, *itertools.chain(*pairs)])
     text = table.getvalue()
@@ -240,7 +241,13 @@ def main(_) -> None:
       unreadable = _predict(run)
     if args.export:
       _export(run)
-  if args.evaluate or args.study or args.sample:
+  # With nothing to do, the run is at least looked at.
+  if (
+    args.evaluate
+    or args.study
+    or args.sample
+    or not (args.predict or args.export)
+  ):
     _evaluate(args)
   if unreadable:
     more = ', …' if len(unreadable) > 3 else ''

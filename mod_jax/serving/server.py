@@ -171,10 +171,12 @@ class _Server:
   async def lifespan(self, _):
     self.worker.start()
     yield
+    # The engine first: it would take the end of the tokenizer's process for a
+    # fault of the tokenizer.
+    self.worker.stop()
     if self._text is not None:
       self._text.stop()
     self._readers.shutdown(wait=False, cancel_futures=True)
-    self.worker.stop()
 
   @property
   def _trouble(self) -> str | None:

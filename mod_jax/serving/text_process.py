@@ -165,7 +165,9 @@ class _Texts:
     template = self._path and chat.read_template(self._path)
     if template is None:
       raise UserError(
-        'this model has no chat template: use /v1/completions with a prompt.'
+        'this model has no chat template (chat_template.jinja, or in'
+        ' tokenizer_config.json, beside its tokenizer): use /v1/completions'
+        ' with a prompt.'
       )
     try:
       text = template.render(messages=messages, add_generation_prompt=True)

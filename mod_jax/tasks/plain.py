@@ -102,8 +102,8 @@ class Plain(task_lib.Task):
       for model in (routed, dense)
     )
     message = (
-      f'begins with a held-out loss of {routed_loss:.4f}; the dense model has'
-      f' {dense_loss:.4f}'
+      f'begins with a held-out loss of {routed_loss:.4f} (at the capacity of'
+      f' the first step); the dense model has {dense_loss:.4f}'
     )
     if not abs(routed_loss - dense_loss) < _ALIKE * max(1.0, dense_loss):
       partly = min(_routed_capacities(routed)) < 1

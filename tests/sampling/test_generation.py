@@ -455,8 +455,12 @@ class TestTopKPrefill:
     )
 
   def test_a_dense_model_reads_causally_in_any_case(self):
-    # The label is known before anything is computed.
-    got = jax.eval_shape(lambda: run(DENSE, self.mode, prefill='top_k'))
+    # The label is known before anything is computed. The variables are made
+    # outside, since others are given the same ones.
+    variables = make_variables(DENSE)
+    got = jax.eval_shape(
+      lambda: run(DENSE, self.mode, variables=variables, prefill='top_k')
+    )
     assert got.causal_prompt
 
 
