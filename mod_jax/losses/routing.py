@@ -77,14 +77,15 @@ def choice_agreement(
   Accuracy alone is misleading: a rule that never routes already has 1 - c.
 
   Returns:
-    Pairs named
-      `accuracy`: fraction of decisions that agree;
-      `precision`: fraction of the decided tokens that top-k chose;
-      `recall`: fraction of the tokens chosen by top-k that were decided;
-      `count_error`: sum over sequences of `|decided - chosen|`, relative to the
-        number of chosen tokens;
-      `routed`: fraction of tokens that were decided;
-      `never_route`: accuracy of never routing, a trivial baseline.
+    Pairs by name:
+
+    * `accuracy`: fraction of decisions that agree;
+    * `precision`: fraction of the decided tokens that top-k chose;
+    * `recall`: fraction of the tokens chosen by top-k that were decided;
+    * `count_error`: sum over sequences of `|decided - chosen|`, relative to the
+      number of chosen tokens;
+    * `routed`: fraction of tokens that were decided;
+    * `never_route`: accuracy of never routing, a trivial baseline.
   """
   weight_BL = _weights(decided_BL, valid_BL)
   decided_BL = decided_BL * weight_BL
