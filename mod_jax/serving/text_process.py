@@ -199,6 +199,10 @@ class _Handler(socketserver.StreamRequestHandler):
   """A fork: runs the jobs of one connection until it is closed."""
 
   def handle(self):
+    # The time limit's signal would do nothing if whoever started the server had
+    # it ignored or blocked, since children inherit that.
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
     _limit_memory()
     with contextlib.suppress(OSError):  # The caller may have disconnected.
       for line in self.rfile:

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import signal
 import socket
 import threading
 import time
@@ -334,6 +335,22 @@ def test_a_strangers_template_ends_alone(client):
       client.chat.completions.create(**asked, messages=messages)
   messages = [{'role': 'user', 'content': 'how'}]
   assert client.chat.completions.create(**asked, messages=messages).choices
+
+
+def test_the_time_limit_needs_no_signal_of_the_server(run):
+  handler = signal.signal(signal.SIGPROF, signal.SIG_IGN)
+  mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPROF})
+  try:
+    source = run.task.modality.tokenizer_source
+    process = text_process.TextProcess(*source, pretrained=False)
+  finally:
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    signal.signal(signal.SIGPROF, handler)
+  try:
+    with pytest.raises(UserError, match='took more than 2.0 seconds'):
+      process.call('encode_chat', [{'role': 'user', 'content': 'loop'}], 9)
+  finally:
+    process.stop()
 
 
 def test_tokens_are_decoded_after_a_fork_has_ended(run):
