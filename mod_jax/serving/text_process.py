@@ -34,6 +34,7 @@ from mod_jax.serving import chat
 # CPU seconds that a job may take. Prompts are limited by the size of a request;
 # `decode_after` gets only a few tokens at a time.
 _SECONDS = {'encode': 2.0, 'encode_chat': 2.0, 'decode_after': 0.25}
+_WALL = 10  # Times as many seconds may pass.
 _MEMORY = 2**30  # Bytes that a fork may allocate beyond its initial size.
 _MOST_REPLY = 2**22  # Largest reply, in bytes.
 
@@ -199,10 +200,11 @@ class _Handler(socketserver.StreamRequestHandler):
   """A fork: runs the jobs of one connection until it is closed."""
 
   def handle(self):
-    # The time limit's signal would do nothing if whoever started the server had
-    # it ignored or blocked, since children inherit that.
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
+    # The signals of the time limits would do nothing if whoever started the
+    # server had them ignored or blocked, since children inherit that.
+    for number in (signal.SIGPROF, signal.SIGALRM):
+      signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF, signal.SIGALRM])
     _limit_memory()
     with contextlib.suppress(OSError):  # The caller may have disconnected.
       for line in self.rfile:
@@ -210,8 +212,10 @@ class _Handler(socketserver.StreamRequestHandler):
 
   def _done(self, name, args):
     result = refusal = None
-    # When the time is up, SIGPROF kills the process.
+    # When the time of computing is up, SIGPROF kills the process; SIGALRM does
+    # if it waits for something, or the machine is too busy.
     signal.setitimer(signal.ITIMER_PROF, _SECONDS[name])
+    signal.setitimer(signal.ITIMER_REAL, _WALL * _SECONDS[name])
     try:
       result = getattr(self.server.texts, name)(*args)
     except UserError as error:
@@ -220,6 +224,7 @@ class _Handler(socketserver.StreamRequestHandler):
       refusal = f"the model's tokenizer or template failed: {error!r:.500}"
     reply = json.dumps([result, refusal]).encode() + b'\n'
     signal.setitimer(signal.ITIMER_PROF, 0)
+    signal.setitimer(signal.ITIMER_REAL, 0)
     if len(reply) > _MOST_REPLY:
       sys.exit()  # To the caller, this is the same as too much memory.
     return reply
