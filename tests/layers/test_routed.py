@@ -677,6 +677,20 @@ def test_a_warm_up_begins_with_all_tokens(kind, block_config, params, padded):
   np.testing.assert_array_equal(told.chosen_BL, VALID_BL)
 
 
+@pytest.mark.parametrize('rule', ['router', 'never'])
+def test_at_capacity_1_an_untrained_router_skips_nothing(
+  rule, block_config, params, padded
+):
+  """So a model that was just routed generates as its dense twin does."""
+  layer = LayerConfig(block=block_config, routing=MoDConfig(), capacity=1.0)
+  x_BLD = jnp.broadcast_to(-params['router']['kernel'], (B, L, D))
+  module = Layer(layer, Mode(routing=RoutingMode(rule=rule)))
+  _, routed = apply(module, params, x_BLD, padded)
+  assert (np.asarray(routed.score_BL) < 0).all()
+  expected_BL = VALID_BL if rule == 'router' else np.zeros_like(VALID_BL)
+  np.testing.assert_array_equal(routed.chosen_BL, expected_BL)
+
+
 class TestPerSequence:
   CONFIG = MoDConfig(
     capacity=CAPACITY,
