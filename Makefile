@@ -27,7 +27,7 @@ help:
 	@echo 'make setup      sets up .venv; the other goals do it when it is needed'
 	@echo 'make train      trains a small language model, in minutes on two cores'
 	@echo 'make twins      trains dense models with as many training FLOPs'
-	@echo 'make test       runs all tests, in 13 to 19 minutes on two cores'
+	@echo 'make test       runs the tests, in 16 to 26 minutes on two cores'
 	@echo 'make test-fast  runs the tests of layers, routing, losses and configs'
 	@echo 'make test-slow  runs those that need packages which nothing else needs'
 	@echo 'make lint       checks the style'
