@@ -41,7 +41,8 @@ _WORKER_OPTIONS = {'num_threads': 1, 'prefetch_buffer_size': 1}
 # Mean and standard deviation of channels whose values lie in [0, 1].
 _Mean = Annotated[float, config_lib.Range(ge=-1e3, le=1e3)]
 _Std = Annotated[float, config_lib.Range(ge=1e-6, le=1e3)]
-_Crop = Annotated[float, config_lib.Range(ge=0.01, le=10)]
+# Below, a huge image would be made of which almost all is cropped away.
+_Crop = Annotated[float, config_lib.Range(ge=0.1, le=10)]
 Resample = Literal[
   'nearest', 'lanczos', 'bilinear', 'bicubic', 'box', 'hamming'
 ]

@@ -396,6 +396,11 @@ def _of_file(file, known) -> dict[str, Any]:
       f'pictures of {info.image_size} pixels a side, where the model has {size}'
     )
   preprocess = images_lib.Preprocess(image_size=size, **info.pictures | assumed)
+  try:
+    # Its fields have the ranges.
+    preprocess.apply_to(images_lib.ImageDataConfig())
+  except UserError as error:
+    raise UserError(f'the preprocessing beside {file}: {error}') from error
   if unfollowed:
     logging.warning(
       'Of the preprocessing that is told beside %s, this is not followed: %s;'

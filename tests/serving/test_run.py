@@ -303,6 +303,21 @@ class TestExport:
     mod_jax.export(odd, tmp_path, format)
     assert mod_jax.load(tmp_path).preprocess == preprocess
 
+  @pytest.mark.parametrize(
+    ('name', 'value', 'field'),
+    [
+      ('image_std', [0.0, 1.0, 1.0], 'std'),
+      # 10 TB of pixels, of which 16 x 16 would be kept.
+      ('size', {'shortest_edge': 2 * 10**6}, 'crop_fraction'),
+    ],
+  )
+  def test_preprocessing_out_of_range(self, run, tmp_path, name, value, field):
+    mod_jax.export(run, tmp_path, 'huggingface', dense=True)
+    path = tmp_path / 'preprocessor_config.json'
+    path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
+    with pytest.raises(UserError, match=f'beside .*{field}.*expected'):
+      mod_jax.load(tmp_path)
+
   def test_timm_has_one_epsilon(self, run, tmp_path):
     dense = dataclasses.replace(run.config.dense_twin(), norm_epsilon=1e-12)
     other = dataclasses.replace(run, config=dense)
