@@ -5,7 +5,7 @@ directories, no renaming and no appending, and an object becomes visible when
 its writer closes it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 import contextlib
 import glob as glob_lib
 import json
@@ -159,18 +159,40 @@ def _crossing_glob(pattern: str) -> list[str]:
 
 
 def _folders(top: str) -> Iterator[str]:
-  """Yields a folder and all below it that are not hidden, with trailing `/`."""
+  """Yields a folder and all below it that are not hidden, each with its `/`."""
   real = pathlib.Path(os.path.realpath(top))
-  visited = {real, *real.parents}
-  for folder, inner, _ in os.walk(top or os.curdir, followlinks=True):
+  for folder, _ in walk(top or os.curdir, {real, *real.parents}):
     yield os.path.join(folder, '') if top else f'{folder}/'[2:]
-    names = sorted(name for name in inner if not name.startswith('.'))
+
+
+def walk(
+  top: str,
+  seen: set[pathlib.Path],
+  repeated: Callable[[str, pathlib.Path], None] = lambda path, real: None,
+) -> Iterator[tuple[str, list[str]]]:
+  """Yields folders and the names of their files, hidden folders left out.
+
+  Links are followed, and each folder is entered once, however many lead to it.
+
+  Args:
+    top: the first folder.
+    seen: real paths of folders not to descend into; those that are visited are
+      added.
+    repeated: called with the path and the real path of each folder that is left
+      out because it is in `seen`.
+  """
+  for folder, inner, files in os.walk(top, followlinks=True):
+    children = sorted(name for name in inner if not name.startswith('.'))
     inner.clear()
-    for name in names:
-      real = pathlib.Path(os.path.realpath(os.path.join(folder, name)))
-      if real not in visited:
-        visited.add(real)
-        inner.append(name)
+    for child in children:
+      path = os.path.join(folder, child)
+      real = pathlib.Path(os.path.realpath(path))
+      if real in seen:
+        repeated(path, real)
+      else:
+        seen.add(real)
+        inner.append(child)
+    yield folder, files
 
 
 def read_object(path) -> dict[str, Any]:

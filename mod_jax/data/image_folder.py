@@ -285,20 +285,14 @@ def _walk(directory: str, name: str, seen: set[pathlib.Path]):
   """
   if not os.path.isdir(directory):
     return
-  for folder, inner, files in os.walk(directory, followlinks=True):
-    children = sorted(d for d in inner if not d.startswith('.'))
-    inner.clear()
-    for child in children:
-      path = os.path.join(folder, child)
-      real = pathlib.Path(os.path.realpath(path))
-      if real in seen:
-        logging.warning(
-          '%r leads to %r, whose pictures are counted already; left out',
-          *(path, str(real)),
-        )
-      else:
-        seen.add(real)
-        inner.append(child)
+
+  def left_out(path, real):
+    logging.warning(
+      '%r leads to %r, whose pictures are counted already; left out',
+      *(path, str(real)),
+    )
+
+  for folder, files in paths.walk(directory, seen, left_out):
     relative = os.path.relpath(folder, directory)
     parts = [] if relative == os.curdir else relative.split(os.sep)
     for file in files:
