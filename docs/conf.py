@@ -8,6 +8,7 @@ DOCS = pathlib.Path(__file__).parent
 ROOT = DOCS.parent
 sys.path[:0] = [str(DOCS), str(ROOT), str(ROOT / 'kernels')]
 
+# After the path above, on which some of these lie.
 from docutils import nodes  # noqa: E402
 import generate  # noqa: E402
 from latex2mathml import converter  # noqa: E402
