@@ -700,6 +700,16 @@ class TestPerSequence:
     gate='sigmoid',
   )
 
+  def test_a_router_of_nan_is_not_passed_by(
+    self, module, params, x_BLD, padded
+  ):
+    broken = params | {
+      'router': {'kernel': params['router']['kernel'] * np.nan}
+    }
+    y_BLD, routed = apply(module(self.CONFIG), broken, x_BLD, padded)
+    np.testing.assert_array_equal(routed.chosen_BL, VALID_BL)
+    assert np.isnan(y_BLD)[VALID_BL].all()
+
   def test_a_sequence_enters_where_its_mean_score_is_above_zero(
     self, module, params, block_config, block_oracle, x_BLD, padded
   ):

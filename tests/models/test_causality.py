@@ -225,18 +225,23 @@ def test_padding_takes_no_experts_slots():
 
 
 @pytest.mark.parametrize(
-  ('routing', 'rule'),
-  [('top-k', 'router'), ('top-k', 'predictor'), ('top-k', 'threshold')],
+  ('routing', 'block', 'rule'),
+  [
+    ('top-k', 'plain', 'router'),
+    ('top-k', 'plain', 'predictor'),
+    ('top-k', 'plain', 'threshold'),
+    ('none', 'experts choose', 'threshold'),
+  ],
 )
-def test_a_router_of_nan_is_not_passed_by(routing, rule):
-  variables = variables_of(routing, 'plain')
+def test_a_router_of_nan_is_not_passed_by(routing, block, rule):
+  variables = variables_of(routing, block)
   part = 'predictor' if rule == 'predictor' else 'router'
   broken = jax.tree_util.tree_map_with_path(
     lambda path, x: x * jnp.nan if part in str(path) else x,
     variables['params'],
   )
   output = (
-    config_of(routing, 'plain')
+    config_of(routing, block)
     .build()
     .apply(
       variables | {'params': broken}, jnp.asarray(TOKENS_BL[:2]), mode=rule
