@@ -7,8 +7,11 @@ LM_EVAL := $(VENV)/.lm_eval_installed
 WORKDIR ?= runs/mod
 # Two workers. The tests of a file stay together, since they share compiled
 # programs. Files keep their order: xdist would leave those with few tests, which
-# are the slow ones, for the end, when one worker has nothing left to do.
-PYTEST_ARGS ?= -n 2 --dist=loadfile --no-loadscope-reorder
+# are the slow ones, for the end, when one worker has nothing left to do. A worker
+# that dies ends the run: xdist would replace it, and then wait for ever for the
+# tests of the file that it left unfinished.
+PYTEST_ARGS ?= -n 2 --dist=loadfile --no-loadscope-reorder \
+  --max-worker-restart=0
 
 # The environment below is for CPUs (README: on a GPU or TPU, install the extra
 # and call train.py). Unsaid, JAX would look for a TPU, at length.
