@@ -240,7 +240,7 @@ def test_files_that_are_named_exist(page):
   assert [n for n in names if not (ROOT / n).exists()] == []
   # What measures keeps its result; what tunes prints it.
   for script in set(re.findall(r'benchmarks/(\w+)\.py', TEXTS[page])):
-    if script not in ('tune', 'import_time', 'decode_real'):
+    if script not in ('tune', 'import_time'):
       assert list((ROOT / 'benchmarks').glob(f'{script}.json*'))
 
 
