@@ -6,10 +6,9 @@ FOLDER is a language model of Hugging Face, such as SmolLM2-135M. Each library
 runs in its own process, loads the model in float32, and continues batches of
 random prompts greedily. The two take turns. The first call of each shape, in
 which mod_jax compiles, is reported separately. Steps per second are new tokens
-of a row over the time of the whole call, including the prompt. Memory is that
-of the process, current and peak, after the batch sizes so far. Without
-`--torch`, mod_jax alone is measured. The result is written beside this file as
-JSON.
+of a row over the time of the whole call, including the prompt. Memory is the
+peak of the process after the batch sizes so far. The result is written beside
+this file as JSON.
 """
 
 import contextlib
@@ -33,7 +32,7 @@ _PROMPT = flags.DEFINE_integer('prompt', 32, 'Tokens of a prompt.')
 _NEW = flags.DEFINE_integer('new', 64, 'Tokens that are added.')
 _ROUNDS = flags.DEFINE_integer('rounds', 10, 'Timed calls of each.')
 _TORCH = flags.DEFINE_string(
-  'torch', None, 'A Python with torch and transformers; None goes without.'
+  'torch', None, 'A Python with torch and transformers.', required=True
 )
 
 
@@ -53,16 +52,11 @@ def measure(processes, batch: int) -> dict:
       'first_call_seconds': first['seconds'],
       'median_seconds': seconds,
       'steps_per_second': _NEW.value / seconds,
-      'resident_mib': later[-1]['resident'],
       'peak_mib': later[-1]['peak'],
     }
-  if 'torch' in measurements:
-    seconds = {
-      k: [x['seconds'] for x in v[1:]] for k, v in measurements.items()
-    }
-    middle, low, high = timing.ratio_spread(seconds, 'torch', 'mod_jax')
-    cell |= {'speedup': middle, 'quartiles': [low, high]}
-  return cell
+  seconds = {k: [x['seconds'] for x in v[1:]] for k, v in measurements.items()}
+  middle, low, high = timing.ratio_spread(seconds, 'torch', 'mod_jax')
+  return cell | {'speedup': middle, 'quartiles': [low, high]}
 
 
 def main(_):
@@ -72,11 +66,10 @@ def main(_):
   with contextlib.ExitStack() as stack:
     processes = {}
     for name, python in pythons.items():
-      if python:
-        sizes = (_MODEL.value, _THREADS.value, _PROMPT.value, _NEW.value)
-        processes[name], about[name] = stack.enter_context(
-          child.steps(python, 'real_steps.py', name, *sizes)
-        )
+      sizes = (_MODEL.value, _THREADS.value, _PROMPT.value, _NEW.value)
+      processes[name], about[name] = stack.enter_context(
+        child.steps(python, 'real_steps.py', name, *sizes)
+      )
     for batch in map(int, _BATCHES.value):
       cells.append(measure(processes, batch))
       print(cells[-1], flush=True)

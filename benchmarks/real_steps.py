@@ -2,14 +2,14 @@
 
 `decode_real.py` runs this script once for each library, to measure the memory
 of each. Input lines are numbers of prompts; output lines are JSON with the
-seconds that they took and the memory of the process in MiB. Arguments: library
-(`mod_jax` or `torch`), folder of the model, threads, tokens of a prompt, new
-tokens.
+seconds that they took and the peak memory of the process in MiB. Arguments:
+library (`mod_jax` or `torch`), folder of the model, threads, tokens of a
+prompt, new tokens.
 """
 
 import json
 import os
-import re
+import resource
 import sys
 import time
 
@@ -58,16 +58,6 @@ def torch_generate(folder, new):
   return generate, model.config.vocab_size, about
 
 
-def memory() -> dict[str, int]:
-  """Returns the current and the peak memory of this process, in MiB."""
-  with open('/proc/self/status') as file:
-    status = file.read()
-  return {
-    name: int(re.search(rf'{key}:\s+(\d+) kB', status)[1]) // 1024
-    for name, key in (('resident', 'VmRSS'), ('peak', 'VmHWM'))
-  }
-
-
 def main():
   library, folder, threads, prompt, new = sys.argv[1:]
   cores = sorted(os.sched_getaffinity(0))[: int(threads)]
@@ -83,7 +73,8 @@ def main():
     start = time.perf_counter()
     generate(tokens_BP)
     seconds = time.perf_counter() - start
-    print(json.dumps({'seconds': seconds} | memory()), flush=True)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+    print(json.dumps({'seconds': seconds, 'peak': peak}), flush=True)
 
 
 if __name__ == '__main__':
