@@ -156,7 +156,7 @@ def main():
       path = folder / 'tables' / file
       wrong += fuzz(path, read_table, hashed, args.flips, args.seed)
     prepare(folder)
-    for path in sorted((folder / 'corpus').glob('train-*.tokens'))[:2]:
+    for path in sorted((folder / 'corpus').glob('train-*.npy'))[:2]:
       wrong += fuzz(path, read_corpus, True, args.flips, args.seed)
   print(f'seed {args.seed}: {wrong} crashes, tracebacks and wrong texts')
   sys.exit(wrong > 0)

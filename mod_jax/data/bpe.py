@@ -8,7 +8,6 @@ import tokenizers as hf_tokenizers
 from mod_jax import errors, paths
 from mod_jax.data import corpus
 
-END_OF_TEXT = '<|endoftext|>'
 # Bytes of text that merges are learned from. More would hardly change them and
 # would delay the start of a run.
 _MAX_BYTES = 2**26
@@ -22,15 +21,6 @@ def open_tokenizer(
   It is a byte-level BPE (Sennrich et al. 2016; Radford et al. 2019), which
   encodes any text without loss. It depends only on the files and the size; the
   cache is keyed by the files' paths, names, sizes and modification times.
-
-  Args:
-    files: training files only: held-out text must not affect the vocabulary.
-    vocab_size: number of ids, with the 256 bytes and the end-of-text token.
-    cache_dir: directory for the result; created if missing.
-
-  Raises:
-    errors.UserError: the files are too few for so many subwords, or a file or
-      the directory cannot be used.
   """
   key = f'bpe-1-{vocab_size}-{corpus.listing_digest(files)}'
   path = pathlib.Path(cache_dir) / f'{key[:40]}.tokenizer.json'
@@ -45,7 +35,7 @@ def open_tokenizer(
     _sample(files),
     hf_tokenizers.trainers.BpeTrainer(
       vocab_size=vocab_size,
-      special_tokens=[END_OF_TEXT],
+      special_tokens=['<|endoftext|>'],
       # All bytes, so that any text can be encoded.
       initial_alphabet=hf_tokenizers.pre_tokenizers.ByteLevel.alphabet(),
       show_progress=False,
@@ -71,8 +61,8 @@ def _sample(files: Sequence[corpus.TextFile]) -> Iterator[str]:
   """Yields `_MAX_BYTES` of text of files, in the order of hashed names."""
   remaining = _MAX_BYTES
   for file in sorted(files, key=lambda f: corpus.draw(f.name)):
-    for text in corpus.text_chunks(file.path):
-      yield text
-      remaining -= len(text.encode())
+    for chunk in corpus.chunks(file.path):
+      yield chunk.decode('utf-8', 'replace')
+      remaining -= len(chunk)
       if remaining < 0:
         return

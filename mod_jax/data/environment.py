@@ -1,20 +1,11 @@
 """Source code of this environment: the standard library and pinned packages.
 
-About six times as much text as the standard library, on any machine that `make`
-has set up: 201 MB in 14,100 files without copies. Other installed packages do
-not matter; a changed pin does, and changes the fingerprint of the data.
-
-Nothing but copies is filtered out:
-
-* A limit on the size would not help. The largest files are generated MLIR
-  dialects (1.0, 0.8 and 0.5 MB) and the help texts of `pydoc` (0.8 MB); tables
-  of numbers have up to 0.3 MB, whereas good modules have 0.4 MB.
-* Four files, 510 bytes in all, are not UTF-8; `corpus.text_chunks` replaces
-  their invalid bytes. Finding them would mean reading everything at each start.
-* Scripts outside of the packages' folder (`../../../bin/…`) are left out: pip
-  writes the path of this machine's interpreter into them.
-* Vendored packages (`setuptools/_vendor`) contain equal files, of which one is
-  kept, and similar files, which may be on both sides of the split.
+About six times as much text as the standard library, on any machine that
+`make` has set up: 201 MB in 14,100 files. Only copies are filtered out:
+generated files and tables are no larger than good modules, and four files that
+are not UTF-8 have 510 bytes in all. Scripts outside of the packages' folder
+(`../../../bin/…`) are left out: pip writes the path of this machine's
+interpreter into them.
 """
 
 from collections.abc import Mapping
@@ -39,12 +30,7 @@ def list_files() -> tuple[corpus.TextFile, ...]:
   """Returns the source files without copies, sorted by name.
 
   Names are relative to site-packages ('jax/_src/core.py') or, with the prefix
-  'python/', to the standard library. Of equal files the first is kept. The
-  result is cached for the process.
-
-  Raises:
-    errors.UserError: this is no checkout, or Python was installed without its
-      sources.
+  'python/', to the standard library. Of equal files the first is kept.
   """
   files = [
     corpus.text_file(f.path, f'python/{f.name}') for f in corpus.list_stdlib()
@@ -54,7 +40,7 @@ def list_files() -> tuple[corpus.TextFile, ...]:
       if file.suffix == '.py' and '..' not in file.parts:
         path = os.fspath(distribution.locate_file(file))
         files.append(corpus.text_file(path, str(file)))
-  return tuple(corpus.distinct(corpus.sorted_non_empty(files)))
+  return tuple(corpus.without_copies(corpus.sorted_non_empty(files)))
 
 
 def versions() -> dict[str, str]:

@@ -21,19 +21,12 @@ _BYTES = 2**26  # Most bytes read in all, in blocks spread over each file.
 _BLOCK = 2**16
 _RECORDS = 16  # Records that are read from a data set.
 _THREADS = 16  # Hides the latency of network file systems.
-_NAMED = 3  # Files that a message names; it only counts the rest.
+_MAX_NAMED = 3  # Files that a message names; it only counts the rest.
 _GROUPS = {'train': 'training', 'held_out': 'held-out'}
 
 
 def of_files(files: Sequence[tuple[str, str]]) -> dict[str, Any]:
-  """Returns the fingerprint of files.
-
-  Args:
-    files: (name, path) of each, in order; the fingerprint has only the names.
-
-  Raises:
-    errors.UserError: a file cannot be read.
-  """
+  """Returns the fingerprint of files, each a name and a path, in order."""
   names = [os.fsencode(name) for name, _ in files]
   # Of more than `_FILES`, those whose names have the smallest hashes.
   chosen = sorted(range(len(files)), key=lambda i: _digest(names[i]))[:_FILES]
@@ -105,24 +98,21 @@ def _changed_files(old, new, group) -> list[str]:
   if old['count'] == len(before) and new['count'] == len(now):
     removed = [name for name in before if name not in now]
     added = [name for name in now if name not in before]
-    messages += _told(removed, group, 'gone') + _told(added, group, 'new')
+    messages += _named(removed, group, 'gone') + _named(added, group, 'new')
   elif old['count'] != new['count']:
     messages.append(f'{old["count"]} {group} files are {new["count"]} now')
   elif old['names'] != new['names']:
     messages.append(f'{group} files have other names or another order')
   changed = [n for n in before if n in now and before[n] != now[n]]
-  messages += _told(changed, group, 'changed')
+  messages += _named(changed, group, 'changed')
   return messages or [f'{group} files stand in another order']
 
 
-def _told(names, group, what) -> list[str]:
-  if not names:
-    return []
-  if len(names) == 1:
-    return [f'the {group} file {names[0]} is {what}']
-  shown = ', '.join(names[:_NAMED])
-  if len(names) > _NAMED:
-    shown += ', …'
+def _named(names, group, what) -> list[str]:
+  if len(names) < 2:
+    return [f'the {group} file {name} is {what}' for name in names]
+  more = ', …' if len(names) > _MAX_NAMED else ''
+  shown = ', '.join(names[:_MAX_NAMED]) + more
   return [f'{len(names)} {group} files are {what} ({shown})']
 
 
@@ -157,9 +147,10 @@ def _add(hashed, value):
     hashed.update(f'[{len(value)}]'.encode())
     for item in value:
       _add(hashed, item)
-  elif isinstance(value, str | bytes):
-    data = value.encode('utf-8', 'replace') if isinstance(value, str) else value
-    hashed.update(f'{len(data)}:'.encode() + data)
+  elif isinstance(value, str):
+    _add(hashed, value.encode('utf-8', 'replace'))
+  elif isinstance(value, bytes):
+    hashed.update(f'{len(value)}:'.encode() + value)
   else:
     array = np.asarray(value)
     if array.dtype.hasobject:

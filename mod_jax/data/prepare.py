@@ -25,27 +25,27 @@ import tqdm
 
 from mod_jax import cli, errors, paths
 from mod_jax import config as config_lib
-from mod_jax.data import corpus, prepared, tables, text, tfds_text, tokenizers
+from mod_jax.data import (
+  corpus,
+  prepared,
+  shards,
+  tables,
+  text,
+  tfds_text,
+  tokenizers,
+)
 from mod_jax.data import fingerprint as fingerprints
 
-# Calling a part returns its documents, each an iterable of pieces of text.
-Part = Callable[[], Iterable[Iterable[str]]]
+# Calling a part returns its documents, each in pieces of UTF-8.
+Part = Callable[[], Iterable[Iterable[bytes]]]
 
 # Fields that do not change the prepared tokens. The tokeniser's fingerprint is
 # compared instead of its path.
 _OF_READING = (
-  'length',
-  'segments',
-  'cache_dir',
-  'read_threads',
-  'prefetch',
-  'max_epochs',
-  'path',
-  'tokenizer_path',
-  'tokenizer_vocab_size',
+  *('length', 'segments', 'cache_dir', 'read_threads', 'prefetch'),
+  *('max_epochs', 'path', 'tokenizer_path', 'tokenizer_vocab_size'),
 )
 _SAMPLED = 64  # TFDS records read to estimate the mean size of a document.
-_DEAD_S = 600  # Older temporary files were left by killed workers.
 _CHUNK = 2**22  # Tokens read at a time to count their bytes.
 
 
@@ -99,21 +99,21 @@ def prepare(
   counted = zip(jobs, _map(write, jobs, workers), strict=True)
   counted = {os.path.basename(path): counts for (path, _), counts in counted}
   for group in prepared.GROUPS:
-    shards = {n: c for n, c in counted.items() if n.startswith(f'{group}-')}
+    mine = {n: c for n, c in counted.items() if n.startswith(f'{group}-')}
     index[group] = {
       **{
-        key: sum(counts[key] for counts in shards.values())
+        key: sum(counts[key] for counts in mine.values())
         for key in ('tokens', 'documents', 'bytes')
       },
-      'shards': shards,
-      'files': prepared.of_shards(out, shards),
+      'shards': mine,
+      'files': prepared.of_shards(out, mine),
     }
   if not index['train']['tokens']:
     raise errors.UserError(
       f'source={config.source!r} has no text to train on: give other files'
     )
   prepared.write_index(out, index)
-  corpus.remove_leftovers(out, '*', max_age_s=_DEAD_S)
+  shards.remove_leftovers(out, '*')
   return index
 
 
@@ -122,14 +122,13 @@ def _begin(config, out, shard_bytes) -> dict[str, Any]:
 
   An index of another corpus is refused.
   """
-  tokenizer = text.make_tokenizer(config)
   settings = json.loads(config_lib.to_json(config))
   made_of = {
     'settings': {
       f'config.{k}': v for k, v in settings.items() if k not in _OF_READING
     },
     'shard_bytes': shard_bytes,
-    'data': text.fingerprint(config),
+    'data': _fingerprint(config),
   }
   index = prepared.read_index(out)
   if index is not None:
@@ -145,7 +144,7 @@ def _begin(config, out, shard_bytes) -> dict[str, Any]:
     'made_of': made_of,
     'tokenizer': {
       'kind': config.tokenizer,
-      'fingerprint': tokenizer.fingerprint,
+      'fingerprint': text.make_tokenizer(config).fingerprint,
     },
   }
   try:
@@ -159,104 +158,76 @@ def _begin(config, out, shard_bytes) -> dict[str, Any]:
   return index
 
 
-# Parts of a corpus.
+def _fingerprint(config) -> dict[str, Any]:
+  if config.source != 'tfds':
+    return text.fingerprint(config)
+  tokenizer = text.make_tokenizer(config).fingerprint
+  splits = {
+    group: tfds_text.fingerprint(config, split)
+    for group, split in _splits(config).items()
+  }
+  return {'tokenizer': fingerprints.of_value(tokenizer)} | splits
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Files:
-  """Files of text, each a document."""
-
-  files: Sequence[corpus.TextFile]
-
-  def __call__(self) -> Iterator[Iterator[str]]:
-    return (corpus.text_chunks(f.path) for f in self.files)
+def _splits(config) -> dict[str, str]:
+  return {'train': config.tfds_split, 'held_out': config.tfds_eval_split}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Tables:
-  """Files of tables, each row a document.
-
-  With a `held_out_fraction`, only the documents that a hash assigns to `side`.
-  """
-
-  files: Sequence[corpus.TextFile]
-  column: str
-  held_out_fraction: float | None = None
-  side: str = ''
-
-  def __call__(self) -> Iterator[list[str]]:
-    for file in self.files:
-      for document in tables.read_column(file.path, self.column):
-        if self._takes(document):
-          yield [document]
-
-  def _takes(self, document: str) -> bool:
-    if self.held_out_fraction is None:
-      return True
-    # Hash the text, so that all copies of a document are on the same side.
-    draw = corpus.draw(document.encode('utf-8', 'replace'))
-    return (draw < self.held_out_fraction) == (self.side == 'held_out')
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Records:
-  """Records of a TFDS split with the given numbers, each a document."""
-
-  config: text.TextDataConfig
-  split: str
-  numbers: range
-
-  def __call__(self) -> Iterator[list[str]]:
-    records = _open_tfds(self.config, self.split)
-    for i in self.numbers:
-      if document := _text_of(self.config, records[i]):
-        yield [document]
-
-
-def _open_tfds(config, split):
-  return tfds_text.open_documents(
-    config.tfds_name,
-    split,
-    data_dir=config.tfds_dir,
-    text_key=config.tfds_text_key,
-  )
-
-
-def _text_of(config, record) -> str:
-  text = record[config.tfds_text_key]
-  return text if isinstance(text, str) else text.decode('utf-8', 'replace')
+# Parts of a corpus, and their documents.
 
 
 def _parts(config, shard_bytes) -> dict[str, list[Part]]:
   """Returns the parts of each group; depends on the corpus only."""
   if config.source == 'tfds':
-    splits = (config.tfds_split, config.tfds_eval_split)
     return {
-      group: _cut_records(config, split, shard_bytes)
-      for group, split in zip(prepared.GROUPS, splits, strict=True)
+      group: [
+        functools.partial(_records, config, split, numbers)
+        for numbers in _cut_records(config, split, shard_bytes)
+      ]
+      for group, split in _splits(config).items()
     }
-  sides = dict(zip(prepared.GROUPS, text.split_files(config), strict=True))
-  if config.source != 'huggingface':
-    return {
-      group: [_Files(files=part) for part in _cut_files(files, shard_bytes)]
-      for group, files in sides.items()
-    }
-  fraction = None
-  if not config.eval_files:
-    fraction = config.eval_fraction
-    sides['held_out'] = sides['train']
+  train, held_out = text.split_files(config)
+  if drawn := config.source == 'huggingface' and not config.eval_files:
+    held_out = train
+
+  def part(files, group) -> Part:
+    if config.source == 'huggingface':
+      return functools.partial(_rows, config, files, group if drawn else None)
+    return functools.partial(_files, files)
+
   return {
-    group: [
-      _Tables(
-        files=part,
-        column=config.text_column,
-        held_out_fraction=fraction,
-        side=group,
-      )
-      for part in _cut_files(files, shard_bytes)
-    ]
-    for group, files in sides.items()
+    group: [part(files, group) for files in _cut_files(side, shard_bytes)]
+    for group, side in (('train', train), ('held_out', held_out))
   }
+
+
+def _files(files: Sequence[corpus.TextFile]) -> Iterator[Iterator[bytes]]:
+  """Yields files as documents."""
+  return (corpus.chunks(f.path) for f in files)
+
+
+def _rows(config, files, group: str | None) -> Iterator[list[bytes]]:
+  """Yields rows of tables as documents; those of a group, unless it is None."""
+  for file in files:
+    for row in tables.read_column(file.path, config.text_column):
+      document = row.encode('utf-8', 'replace')
+      # A hash of the text, so that all copies of it are in one group.
+      held_out = corpus.draw(document) < config.eval_fraction
+      if group is None or held_out == (group == 'held_out'):
+        yield [document]
+
+
+def _records(config, split: str, numbers: range) -> Iterator[list[bytes]]:
+  """Yields records of a TFDS split with these numbers as documents."""
+  records = tfds_text.open_documents(config, split)
+  for i in numbers:
+    if document := _text_of(config, records[i]):
+      yield [document]
+
+
+def _text_of(config, record) -> bytes:
+  value = record[config.tfds_text_key]
+  return value.encode('utf-8', 'replace') if isinstance(value, str) else value
 
 
 def _cut_files(files, shard_bytes) -> list[list[corpus.TextFile]]:
@@ -271,50 +242,42 @@ def _cut_files(files, shard_bytes) -> list[list[corpus.TextFile]]:
   return parts
 
 
-def _cut_records(config, split, shard_bytes) -> list[_Records]:
+def _cut_records(config, split, shard_bytes) -> list[range]:
   """Cuts a split into parts of equal length and about `shard_bytes` each."""
-  records = _open_tfds(config, split)
+  records = tfds_text.open_documents(config, split)
   total = len(records)
   count = min(total, _SAMPLED)
-  sampled = (
-    _text_of(config, records[i * total // count]) for i in range(count)
+  size = sum(
+    len(_text_of(config, records[i * total // count])) for i in range(count)
   )
-  size = sum(len(t.encode('utf-8', 'replace')) for t in sampled) * total / count
-  parts = max(1, round(size / shard_bytes))
-  ends = [i * total // parts for i in range(parts + 1)]
+  parts = max(1, round(size * total / count / shard_bytes))
   return [
-    _Records(config=config, split=split, numbers=range(begin, end))
-    for begin, end in zip(ends[:-1], ends[1:], strict=True)
+    range(i * total // parts, (i + 1) * total // parts) for i in range(parts)
   ]
 
 
 # Shards.
 
 
-@functools.cache
-def _tokenizer(kind: str, path: str) -> tokenizers.Tokenizer:
-  return tokenizers.make(kind, path)
+_tokenizer = functools.cache(tokenizers.make)
 
 
 def _write_shard(config, job: tuple[str, Part]) -> dict[str, Any]:
   """Writes a shard unless it exists; returns its counts and hash."""
   path, part = job
   tokenizer = _tokenizer(config.tokenizer, os.path.dirname(path))
-  try:
-    stream = corpus.CachedStream(path, tokenizer.vocab_size)
-  except (FileNotFoundError, ValueError):
-    # Rows of a table, unlike files, mostly do not end with a newline.
-    separator = () if isinstance(part, _Files) else tokenizer.encode('\n')[-1:]
-    with corpus.replacing(path) as out:
-      corpus.write_cache(out, part(), tokenizer, separator)
-    stream = corpus.CachedStream(path, tokenizer.vocab_size)
+  separator = ()
+  if config.source in ('tfds', 'huggingface'):
+    # Their texts, unlike files, mostly do not end with a newline.
+    separator = tokenizer.encode('\n')[-1:]
+  shard = shards.open_or_write(path, part(), tokenizer, separator)
   num_bytes = 0  # To convert nats per token to bits per byte.
-  for start in range(0, len(stream), _CHUNK):
-    ids = stream.read(start, min(start + _CHUNK, len(stream)))
+  for start in range(0, shard.tokens, _CHUNK):
+    ids = shard.read(start, min(_CHUNK, shard.tokens - start))
     num_bytes += int(tokenizer.token_bytes[ids].sum())
   return {
-    'tokens': len(stream),
-    'documents': stream.documents,
+    'tokens': shard.tokens,
+    'documents': shard.documents,
     'bytes': num_bytes,
     'sha256': prepared.whole_hash(path),
   }

@@ -6,8 +6,8 @@ A directory with these files, each written atomically:
                           also the tokens of each group ('train', 'held_out')
                           and the SHA-256 of each shard
   tokenizer.json          (or .model) the tokenizer, unless tokens are bytes
-  train-00000.tokens …    shards: token caches of whole documents, see `corpus`
-  held_out-00000.tokens …
+  train-00000.npy …       shards of whole documents, see `shards`
+  held_out-00000.npy …
 
 The stream of a group is the concatenation of its shards, so that batches do not
 depend on how the corpus was cut into shards.
@@ -23,17 +23,17 @@ import threading
 from typing import Any
 
 from mod_jax import errors, paths
-from mod_jax.data import corpus, tokenizers
 from mod_jax.data import fingerprint as fingerprints
+from mod_jax.data import shards, tokenizers
 
 GROUPS = ('train', 'held_out')
 _INDEX = 'index.json'
-_FORMAT = 1
+_FORMAT = 2  # 1 had shards that only this library could read.
 
 
 def shard_path(path: str, group: str, number: int) -> str:
   """Returns the path of a shard of the corpus at `path`."""
-  return os.path.join(path, f'{group}-{number:05}.tokens')
+  return os.path.join(path, f'{group}-{number:05}.npy')
 
 
 def write_index(path: str, index: dict[str, Any]) -> None:
@@ -43,11 +43,7 @@ def write_index(path: str, index: dict[str, Any]) -> None:
 
 
 def read_index(path: str) -> dict[str, Any] | None:
-  """Returns the index of a complete or incomplete corpus; None if absent.
-
-  Raises:
-    errors.UserError: the index cannot be read.
-  """
+  """Returns the index of a complete or incomplete corpus; None if absent."""
   file = pathlib.Path(path).expanduser() / _INDEX
   try:
     index = json.loads(file.read_bytes())
@@ -57,12 +53,12 @@ def read_index(path: str) -> dict[str, Any] | None:
     raise errors.UserError(
       f'{str(file)!r} cannot be read: {e.strerror}; check its permissions'
     ) from e
-  except ValueError:
+  except (ValueError, RecursionError):
     index = None
   if not isinstance(index, dict) or index.get('format') != _FORMAT:
     raise errors.UserError(
       f'{str(file)!r} is no index of a prepared corpus that this version can '
-      'read: prepare it again, in another directory'
+      'read: prepare it again, by the same command with another --out'
     )
   return index
 
@@ -83,23 +79,14 @@ def _complete_index(path: str) -> dict[str, Any]:
 
 
 def tokenizer_kind(path: str) -> str:
-  """Returns the kind of tokenizer that a corpus was made with.
-
-  Raises:
-    errors.UserError: there is no corpus.
-  """
+  """Returns the kind of tokenizer that a corpus was made with."""
   return _complete_index(path)['tokenizer']['kind']
 
 
 def make_tokenizer(path: str) -> tokenizers.Tokenizer:
-  """Returns the tokenizer that a corpus was made with.
-
-  Raises:
-    errors.UserError: there is no corpus, or its tokenizer has changed.
-  """
+  """Returns the tokenizer that a corpus was made with; refuses another one."""
   saved = _complete_index(path)['tokenizer']
-  folder = os.path.expanduser(path)
-  tokenizer = tokenizers.make(saved['kind'], folder)
+  tokenizer = tokenizers.make(saved['kind'], os.path.expanduser(path))
   if tokenizer.fingerprint != saved['fingerprint']:
     raise errors.UserError(
       f'the tokenizer in path={path!r} is not the one that the corpus was '
@@ -108,23 +95,14 @@ def make_tokenizer(path: str) -> tokenizers.Tokenizer:
   return tokenizer
 
 
-def of_shards(path: str, shards: Iterable[str]) -> dict[str, Any]:
+def of_shards(path: str, names: Iterable[str]) -> dict[str, Any]:
   """Returns the fingerprint of shards: sizes and hashed samples, by name."""
   folder = os.path.expanduser(path)
-  return fingerprints.of_files(
-    [(name, os.path.join(folder, name)) for name in shards]
-  )
+  return fingerprints.of_files([(n, os.path.join(folder, n)) for n in names])
 
 
 def fingerprint(path: str, group: str) -> dict[str, Any]:
-  """Returns a group's fingerprint, after comparing it with the index.
-
-  Reads at most 64 MiB.
-
-  Raises:
-    errors.UserError: there is no complete corpus, or a shard is missing or has
-      changed.
-  """
+  """Returns a group's fingerprint, after comparing it with the index."""
   side = _complete_index(path)[group]
   current = of_shards(path, side['shards'])
   changes = fingerprints.differences({group: side['files']}, {group: current})
@@ -137,22 +115,13 @@ def fingerprint(path: str, group: str) -> dict[str, Any]:
 
 
 def whole_hash(path: str) -> str:
-  """Returns the SHA-256 of a file.
-
-  Raises:
-    OSError: the file cannot be read.
-  """
+  """Returns the SHA-256 of a file."""
   with open(path, 'rb') as file:
     return hashlib.file_digest(file, 'sha256').hexdigest()
 
 
 def check(path: str, group: str) -> None:
-  """Reads all shards of a group and compares them with their hashes.
-
-  Raises:
-    errors.UserError: there is no complete corpus, or a shard is missing or
-      damaged.
-  """
+  """Compares all shards of a group with their hashes, byte for byte."""
   fingerprint(path, group)
   verification = _WholeCheck(_hashes(path, group))
   verification.run()
@@ -160,13 +129,11 @@ def check(path: str, group: str) -> None:
 
 
 def _hashes(path: str, group: str) -> tuple[tuple[str, str], ...]:
-  """Returns (path, SHA-256) of the shards; older corpora have no hashes."""
+  """Returns (path, SHA-256) of the shards."""
   folder = os.path.expanduser(path)
-  shards = _complete_index(path)[group]['shards']
   return tuple(
     (os.path.join(folder, name), shard['sha256'])
-    for name, shard in shards.items()
-    if 'sha256' in shard
+    for name, shard in _complete_index(path)[group]['shards'].items()
   )
 
 
@@ -176,7 +143,7 @@ class _WholeCheck(threading.Thread):
   def __init__(self, hashes: Iterable[tuple[str, str]]):
     super().__init__(daemon=True)
     self._hashes = hashes
-    self._damage = ''  # The error message, once damage is found.
+    self._damage = ''  # The error message, once there is damage.
 
   def run(self):
     for path, digest in self._hashes:
@@ -193,7 +160,7 @@ class _WholeCheck(threading.Thread):
       return
 
   def check(self) -> None:
-    """Raises errors.UserError if damage was found so far."""
+    """Raises errors.UserError if there is damage so far."""
     if self._damage:
       raise errors.UserError(self._damage)
 
@@ -214,34 +181,24 @@ def _vocab_size(path: str, fingerprint: str) -> int:
 
 def open_stream(
   path: str, group: str, *, shard_index: int = 0, shard_count: int = 1
-) -> corpus.ShardStream:
+) -> shards.Tokens:
   """Returns the tokens of a group, after comparing samples with the index.
 
   A background thread also compares whole shards with their hashes, once per
-  process, each host a part of them. After it has found damage, reads raise
-  errors.UserError.
-
-  Args:
-    path: directory of the corpus.
-    group: 'train' or 'held_out'.
-    shard_index: index of this host.
-    shard_count: number of hosts.
-
-  Raises:
-    errors.UserError: there is no complete corpus, a shard is missing or has
-      changed, or the group is empty.
+  process, each of `shard_count` hosts a part of them. After it has found
+  damage, reads raise errors.UserError.
   """
   index = _complete_index(path)
-  shards = index[group]['shards']
-  if not shards:
+  counts = {n: s['tokens'] for n, s in index[group]['shards'].items()}
+  if not counts:
     raise errors.UserError(
       f'path={path!r} has nothing held out: prepare it with eval_files'
     )
   fingerprint(path, group)
   verification = _begin_check(_hashes(path, group)[shard_index::shard_count])
   folder = os.path.expanduser(path)
-  return corpus.ShardStream(
-    [(os.path.join(folder, n), s['tokens']) for n, s in shards.items()],
+  return shards.Tokens(
+    {os.path.join(folder, name): count for name, count in counts.items()},
     _vocab_size(path, index['tokenizer']['fingerprint']),
     verification.check,
   )

@@ -17,12 +17,7 @@ _ROWS = 1024  # Per batch.
 
 
 def read_column(path: str, column: str) -> Iterator[str]:
-  """Yields the non-empty texts of a file's column.
-
-  Raises:
-    errors.UserError: the file is neither Arrow nor Parquet, or has no such
-      column of text.
-  """
+  """Yields the non-empty texts of a file's column."""
   try:
     with contextlib.ExitStack() as stack:
       schema, batches = _open(path, column, stack)

@@ -1,4 +1,4 @@
-"""Batches of text for language models: files, prepared tokens, or TFDS.
+"""Batches of text for language models, from shards of tokens.
 
 Everything here is NumPy; the training loop places batches on devices. A batch
 is a dict of arrays:
@@ -11,16 +11,13 @@ is a dict of arrays:
   valid     bool [B, L]     only in held-out batches without segments: False is
                             padding
 
-Files and prepared corpora are one stream of tokens, cut into windows of L + 1
-tokens at stride L, so that each token is a target exactly once. Documents of
-TensorFlow Datasets are packed by Grain. With segments, a target that begins
-another document has weight 0.
+The tokens of all documents are one stream, cut into windows of L + 1 tokens at
+stride L, so that each token is a target exactly once. With segments, a target
+that begins another document has weight 0.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator, Sequence
 import dataclasses
-import itertools
-import math
 import os
 import pathlib
 import platform
@@ -38,20 +35,14 @@ from mod_jax.data import (
   corpus,
   environment,
   prepared,
-  tfds_text,
+  shards,
   tokenizers,
 )
 from mod_jax.data import fingerprint as fingerprints
 
 Batch = dict[str, np.ndarray]
 
-# Rows that first-fit packing fills at the same time. More rows mean less
-# padding but mix more documents; 64 leave about 1% padding for sentences in
-# rows of 256.
-_PACKING_BINS = 64
 _OWN_FILES = ('files', 'huggingface')  # Sources that read files by glob.
-# TFDS documents tokenised to estimate the size of a split.
-_SAMPLED = 1000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,9 +53,9 @@ class TextDataConfig:
     source: 'stdlib' is the source code of the Python standard library on this
       machine. 'environment' adds the source code of the packages that the
       project pins, about six times as much text in all. 'files' are local text
-      files. 'tfds' is a prepared TFDS data set. 'prepared' is a corpus
-      tokenised by `mod_jax.data.prepare` from any other source. 'huggingface',
-      which only `prepare` reads, are local Arrow or Parquet files of
+      files. 'prepared' is a corpus tokenised by `mod_jax.data.prepare` from any
+      other source. Two sources are read by `prepare` alone: 'tfds', a prepared
+      TFDS data set, and 'huggingface', local Arrow or Parquet files of
       `datasets`, where each row is a document.
     path: directory of a prepared corpus.
     files: globs of training files, separated by commas; `**` crosses
@@ -90,8 +81,8 @@ class TextDataConfig:
       each document.
     cache_dir: directory for the tokens of files and for learned tokenisers; ''
       is ~/.cache/mod_jax.
-    read_threads: threads that read ahead (and tokenise TFDS documents) during
-      training; 0 reads without threads.
+    read_threads: threads that read ahead during training; 0 reads without
+      threads.
     prefetch: batches kept ready.
     max_epochs: most epochs over the training text; runs that would take more
       are refused.
@@ -181,24 +172,14 @@ class TextDataConfig:
 
 
 def make_tokenizer(config: TextDataConfig) -> tokenizers.Tokenizer:
-  """Returns the tokeniser that the config names.
-
-  Raises:
-    errors.UserError: its file is missing or is not such a tokeniser; or there
-      are no training files to learn one from.
-  """
+  """Returns the tokeniser that the config names."""
   if config.source == 'prepared':
     return prepared.make_tokenizer(config.path)
   return tokenizers.make(*tokenizer_source(config))
 
 
 def tokenizer_source(config: TextDataConfig) -> tuple[str, str]:
-  """Returns kind and path of a config's tokenizer, for `tokenizers.make`.
-
-  Raises:
-    errors.UserError: there are no training files to learn one from, or no
-      prepared corpus.
-  """
+  """Returns kind and path of a config's tokenizer, for `tokenizers.make`."""
   if config.source == 'prepared':
     return prepared.tokenizer_kind(config.path), config.path
   if config.learns_tokenizer:
@@ -207,11 +188,7 @@ def tokenizer_source(config: TextDataConfig) -> tuple[str, str]:
 
 
 def learn_tokenizer(config: TextDataConfig) -> pathlib.Path:
-  """Returns the file of the tokenizer 'bpe', learning it if it is not cached.
-
-  Raises:
-    errors.UserError: the training files cannot be read, or are too few.
-  """
+  """Returns the file of the tokenizer 'bpe', learned if it is not cached."""
   train, _ = split_files(config)
   return bpe.open_tokenizer(
     train, config.tokenizer_vocab_size, _cache_dir(config)
@@ -219,23 +196,11 @@ def learn_tokenizer(config: TextDataConfig) -> pathlib.Path:
 
 
 def fingerprint(config: TextDataConfig) -> dict[str, Any]:
-  """Returns a fingerprint of the data and the tokeniser.
-
-  Raises:
-    errors.UserError: the data cannot be read.
-  """
+  """Returns a fingerprint of the data and the tokeniser."""
   result = {
     'source': config.source,
     'tokenizer': fingerprints.of_value(make_tokenizer(config).fingerprint),
   }
-  if config.source == 'tfds':
-    splits = {'train': config.tfds_split, 'held_out': config.tfds_eval_split}
-    return result | {
-      group: tfds_text.fingerprint(
-        config.tfds_name, split, data_dir=config.tfds_dir
-      )
-      for group, split in splits.items()
-    }
   if config.source == 'prepared':
     return result | {
       group: prepared.fingerprint(config.path, group)
@@ -264,10 +229,8 @@ def train_iterator(
 
   The order depends only on the data, the seed and the position. A global batch
   is the same for any number of shards: it is split evenly, and the first shard
-  gets the first rows. Rows from files are reshuffled in every epoch, and each
-  is seen once per epoch. TFDS documents are shuffled the same way. Every shard
-  then packs all documents, because where a row begins depends on all documents
-  before it.
+  gets the first rows. Rows are reshuffled in every epoch, and each is seen once
+  per epoch.
 
   Args:
     config: what to read.
@@ -291,35 +254,16 @@ def train_iterator(
   """
   common.check_request(batch_size, shard_index, shard_count, seed=seed)
   rows_needed = batch_size * shard_count
-  if config.source == 'tfds':
-    documents, pack = _open_tfds(config, config.tfds_split)
-    _check_enough(documents, config, rows_needed)
-    if num_batches is not None:
-      _check_epochs(config, _estimate(documents), num_batches, rows_needed)
-    dataset = pack(_shuffled(documents, seed), seed=seed)
-    dataset = dataset.batch(rows_needed, drop_remainder=True)
-    start = batch_size * shard_index
-    dataset = dataset.map(common.Rows(start, start + batch_size))
-    if config.read_threads:
-      dataset = grain.experimental.ThreadPrefetchIterDataset(
-        dataset, prefetch_buffer_size=config.prefetch
-      )
-    return iter(dataset)
-
   stream = open_stream(
     config, 'train', shard_index=shard_index, shard_count=shard_count
   )
   windows = Windows(stream, config.length, segments=config.segments)
-  if not len(windows):
-    raise errors.UserError(
-      f'the training text holds {len(stream)} tokens, too few for one row of '
-      f'length + 1 = {config.length + 1}: add text or lower length'
-    )
   if len(windows) < rows_needed:
     raise errors.UserError(
-      f'the training text holds {len(windows)} rows of length={config.length}, '
-      f'fewer than the {rows_needed} of one batch ({batch_size} rows on each '
-      f'of {shard_count} shards): add text or lower length or the batch size'
+      f'the training text holds {len(stream)} tokens, {len(windows)} rows of '
+      f'length={config.length}, fewer than the {rows_needed} of one batch '
+      f'({batch_size} rows on each of {shard_count} shards): add text or lower '
+      'length or the batch size'
     )
   if len(windows) > 2**32:
     raise errors.UserError(
@@ -329,7 +273,9 @@ def train_iterator(
   if num_batches is not None:
     available = len(windows) * config.length
     _check_epochs(config, available, num_batches, rows_needed)
-  dataset = _shuffled(grain.MapDataset.source(windows), seed)
+  # Shards are cut from this endless sequence and not from an epoch: shards of
+  # unequal size would drift apart, and a global batch would mix epochs.
+  dataset = grain.MapDataset.source(windows).seed(seed).shuffle().repeat()
   # Take every `shard_count`-th local batch, so that a shard reads only its own
   # rows.
   dataset = dataset.batch(batch_size, drop_remainder=True)
@@ -371,23 +317,6 @@ def eval_batches(
   common.check_request(
     batch_size, shard_index, shard_count, num_batches=num_batches
   )
-  limit = num_batches and num_batches * batch_size * shard_count
-  if config.source == 'tfds':
-    documents, pack = _open_tfds(config, config.tfds_eval_split)
-    if limit is not None:
-      documents = grain.MapDataset.source(_Spread(documents))
-    rows = iter(pack(documents))
-    first = next(rows, None)
-    if first is None:
-      raise errors.UserError(
-        f'split {config.tfds_eval_split!r} of tfds_name={config.tfds_name!r} '
-        'holds no text: choose another tfds_eval_split'
-      )
-    rows = itertools.islice(itertools.chain([first], rows), limit)
-    return _padded_batches(
-      rows, lambda row: row, config, batch_size, shard_index, shard_count
-    )
-
   stream = open_stream(
     config, 'held_out', shard_index=shard_index, shard_count=shard_count
   )
@@ -399,24 +328,15 @@ def eval_batches(
       f'the held-out text holds {len(stream)} tokens, too few for one target: '
       'hold out more by eval_files or eval_fraction'
     )
-  count = len(windows) if limit is None else min(limit, len(windows))
-  indices = (i * len(windows) // count for i in range(count))
-  return _padded_batches(
-    indices, windows.__getitem__, config, batch_size, shard_index, shard_count
-  )
+  count = len(windows)
+  if num_batches is not None:
+    count = min(count, num_batches * batch_size * shard_count)
+  indices = [i * len(windows) // count for i in range(count)]
+  return _padded_batches(windows, indices, batch_size, shard_index, shard_count)
 
 
 def num_train_tokens(config: TextDataConfig) -> int:
-  """Returns the number of training targets per epoch: tokens in full rows.
-
-  Files are tokenised for this unless their tokens are cached. For TFDS the
-  number is estimated from 1,000 documents.
-
-  Raises:
-    errors.UserError: the data cannot be read.
-  """
-  if config.source == 'tfds':
-    return _estimate(_open_tfds(config, config.tfds_split)[0])
+  """Returns the number of training targets per epoch: tokens in full rows."""
   stream = open_stream(config, 'train')
   return len(Windows(stream, config.length)) * config.length
 
@@ -424,14 +344,7 @@ def num_train_tokens(config: TextDataConfig) -> int:
 def _check_epochs(
   config: TextDataConfig, there: int, num_batches: int, rows: int
 ):
-  """Raises if the batches need more than `config.max_epochs` of the data.
-
-  Args:
-    config: has the limit.
-    there: training targets per epoch.
-    num_batches: global batches that the run will take.
-    rows: rows per global batch.
-  """
+  """Refuses to take more batches than `config.max_epochs` of `there` tokens."""
   needed = num_batches * rows * config.length
   epochs = needed / max(1, there)
   usage = (
@@ -449,17 +362,19 @@ def _check_epochs(
     logging.warning('%s: it is seen %.3g times.', usage, epochs)
 
 
+def _only_prepared(config: TextDataConfig) -> errors.UserError:
+  return errors.UserError(
+    f'source={config.source!r} is not read in training: make a corpus of it by '
+    "`python -m mod_jax.data.prepare`, and read that by source='prepared'"
+  )
+
+
 def split_files(
   config: TextDataConfig,
 ) -> tuple[list[corpus.TextFile], list[corpus.TextFile]]:
-  """Returns the (training, held-out) files; no content is in both.
-
-  Raises:
-    errors.UserError: a glob matches nothing usable, nothing is left to train
-      on, or the source has no files of text.
-  """
-  if config.source in ('tfds', 'prepared'):
-    raise errors.UserError(f'source={config.source!r} has no files of text')
+  """Returns the (training, held-out) files; no content is in both."""
+  if config.source == 'tfds':
+    raise _only_prepared(config)
   if config.source == 'environment':  # Its listing has no copies.
     return corpus.hold_out(environment.list_files(), config.eval_fraction)
   if config.source == 'stdlib':
@@ -492,21 +407,16 @@ class Windows:
 
   def __init__(
     self,
-    stream: corpus.TokenStream,
+    stream: shards.Tokens,
     length: int,
     *,
     segments: bool = False,
     partial: bool = False,
   ):
-    """Initializes the windows; reads nothing.
+    """Takes tokens and L; reads nothing.
 
-    Args:
-      stream: tokens and where documents start.
-      length: L, tokens per row.
-      segments: whether rows have `segments`, and weight 0 where a target
-        begins another document.
-      partial: whether the targets after the last full row (fewer than L) form
-        a padded row; otherwise they are left out.
+    With `partial`, the targets after the last full row form a padded row, and
+    are left out otherwise.
     """
     self._stream = stream
     self._length = length
@@ -518,15 +428,22 @@ class Windows:
     """Returns the number of rows."""
     return self._rows
 
+  def empty_row(self) -> dict[str, np.ndarray]:
+    """Returns a row of padding: arrays of a batch without its axis, [L]."""
+    dtypes = {'tokens': np.int32, 'targets': np.int32, 'weights': np.float32}
+    if self._segments:
+      dtypes['segments'] = np.int32
+    return {key: np.zeros(self._length, dtype) for key, dtype in dtypes.items()}
+
   def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-    """Returns row `index`: a batch's arrays without the batch axis, [L]."""
+    """Returns row `index`."""
     if not 0 <= index < self._rows:
       raise IndexError(index)
     start = index * self._length
     stop = min(start + self._length + 1, len(self._stream))
     chunk = self._stream.read(start, stop)
     n = len(chunk) - 1
-    row = _empty_row(self._length, self._segments)
+    row = self.empty_row()
     row['tokens'][:n] = chunk[:-1]
     row['targets'][:n] = chunk[1:]
     row['weights'][:n] = 1
@@ -541,51 +458,19 @@ class Windows:
     return row
 
 
-class _Spread:
-  """Reorders a source so that any prefix is spread over the whole source.
-
-  Steps by the golden ratio, so that each element falls into one of the largest
-  gaps so far: an evaluation of a few batches samples the whole split.
-  """
-
-  def __init__(self, source: grain.MapDataset):
-    self._source = source
-    step = max(1, round(len(source) * (math.sqrt(5) - 1) / 2))
-    while math.gcd(step, len(source)) != 1:
-      step += 1
-    self._step = step
-
-  def __len__(self) -> int:
-    return len(self._source)
-
-  def __getitem__(self, index: int) -> Any:
-    return self._source[index * self._step % len(self._source)]
-
-
 def open_stream(
   config: TextDataConfig,
   group: Literal['train', 'held_out'],
   *,
   shard_index: int = 0,
   shard_count: int = 1,
-) -> corpus.TokenStream:
+) -> shards.Tokens:
   """Returns all tokens to train on, or those held out.
 
-  Args:
-    config: what to read.
-    group: training or held-out tokens.
-    shard_index: which host this is; each verifies its part of prepared files.
-    shard_count: number of hosts.
-
-  Raises:
-    errors.UserError: the data cannot be read, nothing is held out, or the
-      source has documents instead of a stream.
+  Each of `shard_count` hosts verifies its part of prepared files.
   """
-  if config.source in ('tfds', 'huggingface'):
-    raise errors.UserError(
-      f'source={config.source!r} is no stream of tokens: make one by `python '
-      "-m mod_jax.data.prepare`, and read it by source='prepared'"
-    )
+  if config.source == 'huggingface':
+    raise _only_prepared(config)
   if config.source == 'prepared':
     return prepared.open_stream(
       config.path, group, shard_index=shard_index, shard_count=shard_count
@@ -597,9 +482,7 @@ def open_stream(
       'no file is held out, because only one matches and it is trained on: set '
       'eval_files, or give more files'
     )
-  if config.tokenizer == 'bytes':
-    return corpus.ByteStream(files)
-  return corpus.open_cache(files, make_tokenizer(config), _cache_dir(config))
+  return shards.open_cache(files, make_tokenizer(config), _cache_dir(config))
 
 
 def _cache_dir(config: TextDataConfig) -> str:
@@ -608,191 +491,19 @@ def _cache_dir(config: TextDataConfig) -> str:
   )
 
 
-def _shuffled(dataset: grain.MapDataset, seed: int) -> grain.MapDataset:
-  """Repeats a data set endlessly, reshuffled in every epoch.
-
-  Shards are cut from this endless sequence and not from an epoch: shards of
-  unequal size would drift apart, and a global batch would mix epochs.
-  """
-  return dataset.seed(seed).shuffle().repeat()
-
-
-def _empty_row(length: int, segments: bool) -> dict[str, np.ndarray]:
-  row = {
-    'tokens': np.zeros(length, np.int32),
-    'targets': np.zeros(length, np.int32),
-    'weights': np.zeros(length, np.float32),
-  }
-  if segments:
-    row['segments'] = np.zeros(length, np.int32)
-  return row
-
-
 def _padded_batches(
-  items: Iterable[Any],
-  load: Callable[[Any], dict[str, np.ndarray]],
-  config: TextDataConfig,
+  windows: Windows,
+  indices: Sequence[int],
   batch_size: int,
   shard_index: int,
   shard_count: int,
 ) -> Iterator[Batch]:
-  """Yields a shard's batches of the rows `load(item)`.
-
-  `items` must be the same on every shard, so that all yield the same number of
-  batches: the other hosts would wait forever for one that has fewer.
-  """
-  items = iter(items)
-  while group := list(itertools.islice(items, batch_size * shard_count)):
-    start = batch_size * shard_index
-    rows = [load(item) for item in group[start : start + batch_size]]
-    empty = _empty_row(config.length, config.segments)
-    rows += [empty] * (batch_size - len(rows))
-    batch = {k: np.stack([row[k] for row in rows]) for k in empty}
-    if not config.segments:  # Then only padding has weight 0.
+  """Yields a shard's batches of rows; all shards yield the same number."""
+  for start in range(0, len(indices), batch_size * shard_count):
+    start += batch_size * shard_index
+    rows = [windows[i] for i in indices[start : start + batch_size]]
+    rows += [windows.empty_row()] * (batch_size - len(rows))
+    batch = {key: np.stack([row[key] for row in rows]) for key in rows[0]}
+    if 'segments' not in batch:  # Then only padding has weight 0.
       batch['valid'] = batch['weights'] > 0
     yield batch
-
-
-# Documents of a data set.
-
-
-def _open_tfds(config: TextDataConfig, split: str):
-  """Returns a split as (tokens, targets) arrays and a function to pack them."""
-  tokenizer = make_tokenizer(config)
-  records = tfds_text.open_documents(
-    config.tfds_name,
-    split,
-    data_dir=config.tfds_dir,
-    text_key=config.tfds_text_key,
-  )
-  to_pair = _DocumentPair(tokenizer, config.tfds_text_key)
-  documents = grain.MapDataset.source(records).map(to_pair)
-  lengths = {'tokens': config.length, 'targets': config.length}
-
-  def pack(dataset, *, seed: int | None = None) -> grain.IterDataset:
-    # A single thread prefetches at the pipeline's end instead; more tokenise in
-    # parallel here.
-    threads = config.read_threads if config.read_threads > 1 else 0
-    dataset = dataset.filter(lambda pair: len(pair['targets']) > 0)
-    dataset = dataset.to_iter_dataset(
-      grain.ReadOptions(num_threads=threads, prefetch_buffer_size=8 * threads)
-    )
-    if config.segments:
-      # First-fit keeps short documents whole; cutting the stream at row ends
-      # would separate tokens from the beginning of their document.
-      dataset = grain.experimental.FlatMapIterDataset(
-        dataset, _Pieces(config.length)
-      )
-      dataset = grain.experimental.FirstFitPackIterDataset(
-        dataset,
-        length_struct=lengths,
-        num_packing_bins=_PACKING_BINS,
-        seed=seed or 0,
-        shuffle_bins=seed is not None,
-      )
-    else:
-      dataset = _TupleState(
-        grain.experimental.ConcatThenSplitIterDataset(
-          dataset, length_struct=lengths
-        )
-      )
-    return dataset.map(to_row)
-
-  def to_row(packed):
-    ids = packed['tokens_segment_ids']
-    row = {key: packed[key] for key in lengths}
-    row['weights'] = (ids > 0).astype(np.float32)
-    return row | ({'segments': ids} if config.segments else {})
-
-  return documents, pack
-
-
-def _estimate(documents: grain.MapDataset) -> int:
-  """Returns an estimate of the number of targets in a split."""
-  count = min(_SAMPLED, len(documents))
-  indices = [i * len(documents) // count for i in range(count)]
-  sampled = sum(len(documents[i]['targets']) for i in indices)
-  return sampled * len(documents) // count
-
-
-def _check_enough(
-  documents: grain.MapDataset, config: TextDataConfig, rows: int
-):
-  """Raises if a split has fewer targets than one global batch of rows."""
-  targets = 0
-  for i in range(len(documents)):
-    targets += len(documents[i]['targets'])
-    if targets >= rows * config.length:
-      return
-  raise errors.UserError(
-    f'split {config.tfds_split!r} of tfds_name={config.tfds_name!r} holds '
-    f'{targets} tokens, fewer than the {rows} rows of length={config.length} '
-    'of one batch: choose a larger split or lower length or the batch size'
-  )
-
-
-class _DocumentPair(grain.transforms.Map):
-  """Maps a record to the tokens and targets of its document.
-
-  The separator precedes the document's tokens and follows its targets. It is
-  also the last target of the preceding document, so the concatenated targets
-  are the concatenated tokens shifted by one.
-  """
-
-  def __init__(self, tokenizer: tokenizers.Tokenizer, key: str):
-    self._tokenizer = tokenizer
-    self._key = key
-    if tokenizer.eos_id is not None:
-      self._separator = [tokenizer.eos_id]
-    else:
-      self._separator = tokenizer.encode('\n')
-
-  def map(self, element: dict[str, Any]) -> dict[str, np.ndarray]:
-    text = element[self._key]
-    if isinstance(text, str):
-      text = text.encode('utf-8', 'replace')
-    ids = self._tokenizer.encode_bytes(text)
-    if not len(ids):
-      return {'tokens': ids, 'targets': ids}
-    ids = np.concatenate([self._separator[-1:], ids, self._separator])
-    ids = ids.astype(np.int32)
-    return {'tokens': ids[:-1], 'targets': ids[1:]}
-
-
-class _Pieces(grain.experimental.FlatMapTransform):
-  """Cuts documents that are longer than a row."""
-
-  # Unused: only data sets with random access need a bound.
-  max_fan_out = 1
-
-  def __init__(self, length: int):
-    self._length = length
-
-  def flat_map(self, element: dict[str, np.ndarray]) -> list[Any]:
-    return [
-      {k: v[i : i + self._length] for k, v in element.items()}
-      for i in range(0, len(element['tokens']), self._length)
-    ]
-
-
-class _TupleState(grain.IterDataset):
-  """Lets a concat-then-split parent resume from a state that was JSON.
-
-  The parent marks "no remainder of a document" by a tuple, which JSON turns
-  into a list. It does not recognise the list and would drop the next document.
-  """
-
-  def __iter__(self) -> grain.DatasetIterator:
-    return _TupleStateIterator(iter(self._parent))
-
-
-class _TupleStateIterator(grain.DatasetIterator):
-  def __next__(self) -> dict[str, np.ndarray]:
-    return next(self._parent)
-
-  def get_state(self) -> dict[str, Any]:
-    return self._parent.get_state()
-
-  def set_state(self, state: dict[str, Any]):
-    slices = {k: tuple(v) for k, v in state['remainder_slices'].items()}
-    self._parent.set_state({**state, 'remainder_slices': slices})

@@ -30,24 +30,10 @@ _VISIBLE = {
 
 # A `tokenizer.json` does not say which special tokens end or begin a text. The
 # files in `_DECLARING` do; without them, we look for these customary names.
-_EOS_NAMES = (
-  '</s>',
-  '<|endoftext|>',
-  '<|end_of_text|>',
-  '<eos>',
-  '[EOS]',
-  '[SEP]',
-)
-_BOS_NAMES = (
-  '<s>',
-  '<|begin_of_text|>',
-  '<|startoftext|>',
-  '<bos>',
-  '[BOS]',
-  '[CLS]',
-)
-
-
+_CUSTOMARY = {
+  'eos_token': '</s> <|endoftext|> <|end_of_text|> <eos> [EOS] [SEP]',
+  'bos_token': '<s> <|begin_of_text|> <|startoftext|> <bos> [BOS] [CLS]',
+}
 _FILES = {'sentencepiece': 'tokenizer.model', 'huggingface': 'tokenizer.json'}
 # Files in the directory of a `tokenizer.json`; the later one takes precedence.
 _DECLARING = ('special_tokens_map.json', 'tokenizer_config.json')
@@ -92,13 +78,8 @@ class Tokenizer(abc.ABC):
   ):
     """Sets the attributes that all kinds share.
 
-    Args:
-      surfaces: for each id, the bytes that it stands for; empty for special
-        tokens.
-      names: for ids without a surface, the text that figures show.
-      eos_id: id that ends a document, or None.
-      bos_id: id that begins a document, or None.
-      fingerprint: hash of everything that determines the ids.
+    `surfaces` are the bytes of each id, empty for special tokens; `names` are
+    what figures show for ids without.
     """
     self._surfaces = tuple(surfaces)
     self._names = names
@@ -230,12 +211,7 @@ class HuggingFaceTokenizer(Tokenizer):
   """A `tokenizer.json` of the Hugging Face `tokenizers` library."""
 
   def __init__(self, path: str):
-    """Loads the file at `path`, or `tokenizer.json` in that directory.
-
-    The begin and end tokens are those in `tokenizer_config.json` or
-    `special_tokens_map.json` in the same directory; without these files,
-    special tokens with customary names (such as '</s>' or '<|endoftext|>').
-    """
+    """Loads the file at `path`, or `tokenizer.json` in that directory."""
     file = _find(path, _FILES['huggingface'])
     data = _read(file)
     try:
@@ -253,19 +229,14 @@ class HuggingFaceTokenizer(Tokenizer):
     tok.encode_special_tokens = True
     self._tok = tok
     vocab = tok.get_vocab(with_added_tokens=True)
-    if not vocab:
-      raise _not_a_model(
-        file, 'Hugging Face tokenizer.json', 'its vocabulary is empty'
-      )
-    if max(vocab.values()) >= _MAX_VOCAB:
-      raise _not_a_model(
-        file,
-        'Hugging Face tokenizer.json',
-        f'it has the id {max(vocab.values())}; expected less than {_MAX_VOCAB}',
-      )
+    largest = max(vocab.values(), default=-1)
+    if not 0 <= largest < _MAX_VOCAB:
+      why = f'it has the id {largest}; expected less than {_MAX_VOCAB}'
+      why = why if vocab else 'its vocabulary is empty'
+      raise _not_a_model(file, 'Hugging Face tokenizer.json', why)
     added = tok.get_added_tokens_decoder()
     surface_of = _surface_function(spec.get('decoder'))
-    surfaces = [b''] * (max(vocab.values()) + 1)
+    surfaces = [b''] * (largest + 1)
     names = {}
     for token, i in vocab.items():
       if i in added:
@@ -278,18 +249,18 @@ class HuggingFaceTokenizer(Tokenizer):
     special = {t.content for t in added.values() if t.special}
     declared = declared_specials(file.parent)
     ids = {}
-    for role, customary in (('eos', _EOS_NAMES), ('bos', _BOS_NAMES)):
-      name = declared.get(f'{role}_token') or next(
-        (n for n in customary if n in special), None
+    for role, customary in _CUSTOMARY.items():
+      name = declared.get(role) or next(
+        (n for n in customary.split() if n in special), None
       )
       ids[role] = tok.token_to_id(name) if name else None
     digest = hashlib.sha256(data).hexdigest()
     super().__init__(
       surfaces=surfaces,
       names=names,
-      eos_id=ids['eos'],
-      bos_id=ids['bos'],
-      fingerprint=f'huggingface-{digest}-{ids["eos"]}',
+      eos_id=ids['eos_token'],
+      bos_id=ids['bos_token'],
+      fingerprint=f'huggingface-{digest}-{ids["eos_token"]}',
     )
 
   def encode(self, text: str) -> list[int]:
@@ -318,11 +289,11 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 def make(kind: str, path: str = '') -> Tokenizer:
-  """Returns the tokeniser of a kind.
+  """Returns the tokeniser of a kind; the subword kinds read a file.
 
   Args:
     kind: 'bytes', 'sentencepiece' or 'huggingface'.
-    path: local file (or the directory that holds it) of the subword kinds.
+    path: local file of the subword kinds, or the directory that holds it.
 
   Raises:
     errors.UserError: the file is missing or is not such a tokeniser.
@@ -342,9 +313,6 @@ def files(kind: str, path: str) -> dict[str, bytes]:
   """Returns the contents of a tokenizer's files, by file name.
 
   In a directory with these files, `make(kind, directory)` restores it.
-
-  Raises:
-    errors.UserError: the tokenizer's file is missing or cannot be read.
   """
   if kind == 'bytes':
     return {}
@@ -358,12 +326,7 @@ def files(kind: str, path: str) -> dict[str, bytes]:
 
 
 def copy(kind: str, path: str, directory: str) -> None:
-  """Copies a tokenizer's files, so that `make(kind, directory)` restores it.
-
-  Raises:
-    errors.UserError: the tokenizer's file is missing or is of another kind.
-    OSError: the directory cannot be written.
-  """
+  """Copies a tokenizer's files, so that `make(kind, directory)` restores it."""
   # Check that it is a tokeniser: a config may name any file, even a private
   # one, and the copy may be published.
   make(kind, path)
@@ -402,14 +365,11 @@ def _not_a_model(file, what, why) -> errors.UserError:
 
 
 def declared_specials(directory: os.PathLike) -> dict[str, str]:
-  """Returns eos_token and bos_token as declared in a tokeniser's directory.
-
-  Roles that no file declares are absent.
-  """
+  """Returns the eos_token and bos_token that files in a directory declare."""
   specials = {}
   for name in _DECLARING:
     fields = paths.read_object(epath.Path(directory) / name)
-    for role in ('eos_token', 'bos_token'):
+    for role in _CUSTOMARY:
       value = fields.get(role)
       if isinstance(value, dict):
         value = value.get('content')

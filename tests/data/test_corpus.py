@@ -1,37 +1,11 @@
-"""Files as token streams: listing, holding out, reading, caching."""
+"""Files of text: listing, holding out, copies, pieces."""
 
 import os
-import pathlib
-import pickle
-import subprocess
-import sys
 
-import numpy as np
 import pytest
 
 from mod_jax import errors
-from mod_jax.data import corpus, tokenizers
-
-
-class Words(tokenizers.Tokenizer):
-  """One token per character, and an end token: enough to see the seams."""
-
-  def __init__(self, eos_id=None, fingerprint='words', vocab_size=300):
-    self.calls = 0
-    super().__init__(
-      surfaces=[b'x'] * vocab_size,
-      names={},
-      eos_id=eos_id,
-      bos_id=None,
-      fingerprint=fingerprint,
-    )
-
-  def encode(self, text):
-    self.calls += 1
-    return [ord(c) % 256 for c in text]
-
-  def _decode(self, ids):
-    return ''.join(map(chr, ids))
+from mod_jax.data import corpus
 
 
 def write(root, texts):
@@ -159,201 +133,18 @@ def test_copies_of_held_out_files_are_not_trained_on(tmp_path):
   held_out = corpus.list_files(f'{tmp_path}/h/*')
   assert names(corpus.without_copies(train, held_out)) == ['long', 'size']
   assert corpus.without_copies(held_out, held_out) == []
-  every = corpus.distinct([*train, *held_out])
+  every = corpus.without_copies([*train, *held_out])
   assert names(every) == ['copy', 'long', 'longcopy', 'size']
 
 
-def test_byte_stream_reads_across_files(tmp_path, monkeypatch):
-  monkeypatch.setattr(corpus.ByteStream, 'MAX_OPEN', 2)
-  texts = {f'{i}': bytes([i]) * (i + 1) for i in range(6)}
-  write(tmp_path, texts)
-  whole = b''.join(texts.values())
-  stream = corpus.ByteStream(corpus.list_files(f'{tmp_path}/*'))
-  assert len(stream) == len(whole)
-  assert stream.starts.tolist() == [0, 1, 3, 6, 10, 15]
-  for start in range(len(whole)):
-    for stop in range(start, len(whole) + 1):
-      assert stream.read(start, stop).tolist() == list(whole[start:stop])
-  assert stream._piece.cache_info().currsize == 2
-  again = pickle.loads(pickle.dumps(stream))
-  np.testing.assert_array_equal(again.read(2, 9), stream.read(2, 9))
-
-
-def test_a_file_that_shrank_is_reported(tmp_path):
-  write(tmp_path, {'a': 'abcdef'})
-  stream = corpus.ByteStream(corpus.list_files(f'{tmp_path}/a'))
-  write(tmp_path, {'a': 'ab'})
-  with pytest.raises(errors.UserError, match='had 6 bytes'):
-    stream.read(0, 3)
-
-
-_TRUNCATED = """
-import os, sys
-from mod_jax import errors
-from mod_jax.data import corpus
-from mod_jax.data import tokenizers
-
-file, cache = sys.argv[1:]
-files = corpus.list_files(file)
-tokenizer = tokenizers.make('bytes', '')
-streams = [
-  corpus.ByteStream(files), corpus.open_cache(files, tokenizer, cache)
-]
-for stream in streams:
-  stream.read(0, len(stream))
-for path in (file, os.path.join(cache, os.listdir(cache)[0])):
-  os.truncate(path, 4096)
-for stream in streams:
-  try:
-    stream.read(len(stream) - 9, len(stream))
-  except errors.UserError as e:
-    print(e)
-"""
-
-
-def test_a_file_that_is_truncated_while_open_is_one_sentence(tmp_path):
-  # In a process of its own: a mapped file would end it by SIGBUS.
-  write(tmp_path, {'a': 'x' * 100_000})
-  command = [sys.executable, '-c', _TRUNCATED]
-  result = subprocess.run(
-    [*command, str(tmp_path / 'a'), str(tmp_path / 'cache')],
-    cwd=pathlib.Path(__file__).parents[2],
-    capture_output=True,
-    text=True,
-    check=False,
-  )
-  assert result.returncode == 0, result.stderr
-  first, second = result.stdout.splitlines()
-  assert "a' had 100000 bytes when the run began and is shorter now" in first
-  assert ".tokens' had 100040 bytes when the run began" in second
-
-
-def test_files_that_were_put_aside_can_still_be_read(tmp_path, monkeypatch):
-  monkeypatch.setattr(corpus.ByteStream, 'MAX_OPEN', 1)
-  write(tmp_path, {'a': 'abc', 'b': 'def'})
-  stream = corpus.ByteStream(corpus.list_files(f'{tmp_path}/*'))
-  first = stream._piece(0)  # As another thread would hold it.
-  number = first._descriptor
-  stream.read(3, 6)
-  assert first.read(0, 3) == b'abc'
-  del first
-  with pytest.raises(OSError, match='Bad file descriptor'):
-    os.fstat(number)
-
-
-@pytest.mark.parametrize(('vocab_size', 'width'), [(300, 2), (70000, 4)])
-@pytest.mark.parametrize('eos_id', [None, 299])
-def test_cache_holds_the_documents(tmp_path, vocab_size, width, eos_id):
-  write(tmp_path, {'a': 'abc', 'b': 'de'})
-  files = corpus.list_files(f'{tmp_path}/*')
-  tok = Words(eos_id, vocab_size=vocab_size)
-  stream = corpus.open_cache(files, tok, str(tmp_path / 'cache'))
-  end = [] if eos_id is None else [eos_id]
-  expected = [*b'abc', *end, *b'de', *end]
-  assert stream.read(0, len(stream)).tolist() == expected
-  assert stream.starts.tolist() == [0, 3 + len(end)]
-  (path,) = (tmp_path / 'cache').iterdir()
-  size = 32 + -(-len(expected) * width // 8) * 8 + 2 * 8
-  assert path.stat().st_size == size
-
-
-def test_cache_is_reused_until_something_changes(tmp_path):
-  write(tmp_path, {'a': 'abc', 'b': 'de'})
-  cache = tmp_path / 'cache'
-
-  def read(fingerprint='words'):
-    tok = Words(fingerprint=fingerprint)
-    files = corpus.list_files(f'{tmp_path}/?')
-    stream = corpus.open_cache(files, tok, str(cache))
-    return bytes(stream.read(0, len(stream)).tolist()), tok.calls
-
-  assert read() == (b'abcde', 2)
-  assert read() == (b'abcde', 0)
-  write(tmp_path, {'a': 'xyz'})
-  os.utime(tmp_path / 'a', ns=(1, 1))
-  assert read() == (b'xyzde', 2)
-  assert read('other') == (b'xyzde', 2)
-  write(tmp_path, {'c': 'f'})
-  assert read() == (b'xyzdef', 3)
-  assert read() == (b'xyzdef', 0)
-
-
-def test_cache_survives_a_kill_and_a_truncation(tmp_path):
-  write(tmp_path, {'a': 'abc'})
-  cache = tmp_path / 'cache'
-  files = corpus.list_files(f'{tmp_path}/a')
-
-  class Killed(Words):
-    def encode(self, text):
-      raise KeyboardInterrupt
-
-  with pytest.raises(KeyboardInterrupt):
-    corpus.open_cache(files, Killed(), str(cache))
-  assert list(cache.iterdir()) == []
-
-  corpus.open_cache(files, Words(), str(cache))
-  (path,) = cache.iterdir()
-  whole = path.read_bytes()
-  for size in (0, 10, len(whole) - 1):
-    path.write_bytes(whole[:size])
-    stream = corpus.open_cache(files, Words(), str(cache))
-    assert stream.read(0, 3).tolist() == [*b'abc']
-    assert path.read_bytes() == whole
-
-  # What a killed builder left is not taken for a cache, and goes in time.
-  leftover = cache / f'.{path.name}.zzz.tmp'
-  leftover.write_bytes(whole[:10])
-  os.utime(leftover, (0, 0))
-  path.unlink()
-  assert len(corpus.open_cache(files, Words(), str(cache))) == 3
-  assert not leftover.exists()
-
-
-def test_two_builders_at_once(tmp_path):
-  write(tmp_path, {'a': 'abc'})
-  cache = str(tmp_path / 'cache')
-  files = corpus.list_files(f'{tmp_path}/a')
-
-  class Nested(Words):
-    """Another process finishes the same cache while this one builds."""
-
-    def encode(self, text):
-      other = corpus.open_cache(files, Words(), cache)
-      assert other.read(0, 3).tolist() == [*b'abc']
-      return super().encode(text)
-
-  stream = corpus.open_cache(files, Nested(), cache)
-  assert stream.read(0, 3).tolist() == [*b'abc']
-  assert len(os.listdir(cache)) == 1
-
-
-def test_long_files_are_tokenised_in_pieces_at_line_ends(tmp_path, monkeypatch):
+def test_long_files_are_read_in_pieces_that_end_with_a_line(
+  tmp_path, monkeypatch
+):
   monkeypatch.setattr(corpus, '_CHUNK', 8)
   text = 'abcdé\n' * 5 + 'é' * 21 + '\nend'
   write(tmp_path, {'a': text.encode() + b'\xc3'})
-  chunks = list(corpus.text_chunks(str(tmp_path / 'a')))
-  assert ''.join(chunks) == text + '\ufffd'
-  assert len(chunks) > 4
-  assert all(len(c) <= 16 for c in chunks)
-  assert chunks[0].endswith('\n')
-
-
-def test_cache_errors(tmp_path):
-  write(tmp_path, {'a': 'abc', 'not_a_dir': 'x'})
-  files = corpus.list_files(f'{tmp_path}/a')
-  with pytest.raises(errors.UserError, match='cannot hold the token cache'):
-    corpus.open_cache(files, Words(), str(tmp_path / 'not_a_dir'))
-
-  class Nothing(Words):
-    def encode(self, text):
-      return []
-
-  with pytest.raises(errors.UserError, match='no token at all'):
-    corpus.open_cache(files, Nothing(), str(tmp_path / 'cache'))
-  gone = [
-    corpus.TextFile(name='g', path=str(tmp_path / 'g'), size=1, mtime_ns=0)
-  ]
-  with pytest.raises(errors.UserError, match='cannot be read'):
-    corpus.open_cache(gone, Words(), str(tmp_path / 'cache'))
-  with pytest.raises(errors.UserError, match='cannot be read'):
-    corpus.ByteStream(gone).read(0, 1)
+  *chunks, last = corpus.chunks(str(tmp_path / 'a'))
+  assert b''.join([*chunks, last]) == text.encode() + b'\xc3'
+  assert len(chunks) > 3
+  assert all(len(c) <= 19 and c.decode() for c in chunks)
+  assert chunks[0].endswith(b'\n')

@@ -16,7 +16,14 @@ import pytest
 import sentencepiece
 
 from mod_jax import errors
-from mod_jax.data import corpus, fingerprint, prepare, text, tfds_text
+from mod_jax.data import (
+  fingerprint,
+  prepare,
+  shards,
+  text,
+  tfds_text,
+  tokenizers,
+)
 
 
 def write(root, texts):
@@ -38,6 +45,7 @@ def files_config(root, **kwargs):
     'files': f'{root}/train/**',
     'eval_files': f'{root}/eval/**',
     'length': 8,
+    'cache_dir': f'{root}/cache',
     **kwargs,
   }
   return text.TextDataConfig(**kwargs)
@@ -83,8 +91,11 @@ def test_each_token_is_a_target_exactly_once(sizes, length, segments):
   with tempfile.TemporaryDirectory() as directory:
     root = pathlib.Path(directory)
     documents = [bytes([i] * size) for i, size in enumerate(sizes)]
-    write(root, {f'{i}': d for i, d in enumerate(documents)})
-    stream = corpus.ByteStream(corpus.list_files(f'{root}/*'))
+    path = str(root / 'tokens.npy')
+    shard = shards.open_or_write(
+      path, [[d] for d in documents], tokenizers.make('bytes')
+    )
+    stream = shards.Tokens({path: shard.tokens}, 256)
     whole = np.frombuffer(b''.join(documents), np.uint8)
 
     full = text.Windows(stream, length, segments=segments)
@@ -98,7 +109,7 @@ def test_each_token_is_a_target_exactly_once(sizes, length, segments):
 
     flat = {
       k: np.concatenate([r[k] for r in rows]) if rows else np.zeros(0)
-      for k in text._empty_row(length, segments)
+      for k in padded.empty_row()
     }
     count = len(whole) - 1
     np.testing.assert_array_equal(flat['tokens'][:count], whole[:-1])
@@ -117,23 +128,6 @@ def test_each_token_is_a_target_exactly_once(sizes, length, segments):
         np.testing.assert_array_equal(
           np.diff(ids), np.diff(row['tokens'][valid]) != 0
         )
-
-
-def test_windows_of_a_sparse_8_gib_file_cost_nothing(tmp_path):
-  for name, size in (('train/big', 2**33), ('eval/small', 2**20)):
-    path = tmp_path / name
-    path.parent.mkdir()
-    with open(path, 'wb') as f:
-      f.truncate(size)
-      f.seek(size - 1)
-      f.write(b'\x07')
-  config = files_config(tmp_path, length=256)
-  iterator = text.train_iterator(config, batch_size=4, seed=0)
-  check_format(next(iterator), 4, 256, False)
-  stream = corpus.ByteStream(text.split_files(config)[0])
-  windows = text.Windows(stream, 256, partial=True)
-  assert len(windows) == 2**25
-  assert windows[2**25 - 1]['targets'][254] == 7
 
 
 # Training batches.
@@ -373,7 +367,6 @@ def test_subword_files(tmp_path, sp_path):
     tmp_path,
     tokenizer='sentencepiece',
     tokenizer_path=sp_path,
-    cache_dir=str(tmp_path / 'cache'),
     segments=True,
   )
   tok = text.make_tokenizer(config)
@@ -419,7 +412,6 @@ def tfds_dir(tmp_path_factory):
       return {
         'train': self._generate_examples(90),
         'test': self._generate_examples(17),
-        'few': self._generate_examples(1),
         'blank': self._generate_examples(-3),
       }
 
@@ -435,24 +427,9 @@ def tfds_dir(tmp_path_factory):
   return str(builder.data_path)
 
 
-def documents_of(count):
-  return {
-    (f'<{i:03d}>' + 'é' * (i % 7)).encode() for i in range(count) if i != 5
-  }
-
-
 def tfds_config(directory, **kwargs):
   kwargs = {'source': 'tfds', 'tfds_name': directory, 'length': 16, **kwargs}
   return text.TextDataConfig(**kwargs)
-
-
-def counted_targets(batches):
-  """Returns the targets of weight 1, row by row, as bytes."""
-  return b''.join(
-    bytes(t[w > 0].astype(np.uint8))
-    for b in batches
-    for t, w in zip(b['targets'], b['weights'], strict=True)
-  )
 
 
 def test_tfds_prepared(tfds_dir, tmp_path):
@@ -461,28 +438,27 @@ def test_tfds_prepared(tfds_dir, tmp_path):
   assert len(list(tmp_path.glob('train-*'))) > 1
   config = text.TextDataConfig(source='prepared', path=str(tmp_path), length=16)
   for group, split in (('train', 'train'), ('held_out', 'test')):
-    records = tfds_text.open_documents(tfds_dir, split)
+    records = tfds_text.open_documents(source, split)
     documents = [records[i]['text'] for i in range(len(records))]
+    assert len(records) > 16
     expected = b''.join(t + b'\n' for t in documents if t)
     stream = text.open_stream(config, group)
     assert bytes(stream.read(0, len(stream)).tolist()) == expected
-  # All documents are few enough to be counted.
-  tokens = len(text.open_stream(config, 'train'))
-  assert text.num_train_tokens(source) == tokens
+  for read in (text.fingerprint, text.num_train_tokens):
+    with pytest.raises(errors.UserError, match='make a corpus .*data.prepare'):
+      read(source)
 
 
 def test_tfds_fingerprint(tfds_dir):
-  told = text.fingerprint(tfds_config(tfds_dir))
-  assert json.loads(json.dumps(told)) == told
-  assert told == text.fingerprint(tfds_config(tfds_dir, length=32))
-  assert told['train']['version'] == 'tiny_documents/1.0.0'
-  assert told['train']['count'] == 90
-  part = text.fingerprint(tfds_config(tfds_dir, tfds_split='train[1:]'))
-  assert fingerprint.differences(told, part)[0] == (
-    'training split: train -> train[1:]'
+  whole, part = (
+    tfds_text.fingerprint(tfds_config(tfds_dir), split)
+    for split in ('train', 'train[1:]')
   )
-  assert part['train']['sampled_records'] != told['train']['sampled_records']
-  assert part['held_out'] == told['held_out']
+  assert json.loads(json.dumps(whole)) == whole
+  assert whole['version'] == 'tiny_documents/1.0.0'
+  assert whole['count'] == 90
+  assert fingerprint.differences(whole, part)[0] == 'split: train -> train[1:]'
+  assert part['sampled_records'] != whole['sampled_records']
 
 
 def test_fingerprint_of_files(root):
@@ -495,105 +471,6 @@ def test_fingerprint_of_files(root):
   # Whatever makes other ids of the same text.
   stdlib = text.fingerprint(text.TextDataConfig())
   assert {'python', 'tokenizer'} < stdlib.keys()
-
-
-@pytest.mark.parametrize('count', [1, 2])
-def test_tfds_eval_without_segments(tfds_dir, count):
-  config = tfds_config(tfds_dir)
-  shards = [
-    list(
-      text.eval_batches(config, batch_size=3, shard_index=i, shard_count=count)
-    )
-    for i in range(count)
-  ]
-  assert len({len(s) for s in shards}) == 1
-  for batch in itertools.chain(*shards):
-    check_format(batch, 3, 16, False, held_out=True)
-  rows = [
-    {k: v[j : j + 1] for k, v in s[i].items()}
-    for i in range(len(shards[0]))
-    for s in shards
-    for j in range(3)
-  ]
-  # All documents, each with its separator: as one stream.
-  stream = counted_targets(rows)
-  assert sorted(stream.split(b'\n')[:-1]) == sorted(documents_of(17))
-  # The tokens are that stream one step earlier.
-  tokens = np.concatenate([r['tokens'][r['weights'] > 0] for r in rows])
-  assert bytes(tokens.astype(np.uint8)) == (b'\n' + stream)[:-1]
-
-
-@pytest.mark.parametrize('length', [16, 6])
-def test_tfds_eval_with_segments(tfds_dir, length):
-  config = tfds_config(tfds_dir, segments=True, length=length)
-  batches = list(text.eval_batches(config, batch_size=3))
-  total = 0
-  whole = []
-  for batch in batches:
-    check_format(batch, 3, length, True)
-    np.testing.assert_array_equal(batch['weights'] > 0, batch['segments'] > 0)
-    total += int(batch['weights'].sum())
-    for tokens, targets, ids in zip(
-      batch['tokens'], batch['targets'], batch['segments'], strict=True
-    ):
-      assert not targets[ids == 0].any()
-      for i in range(1, ids.max(initial=0) + 1):
-        t, n = tokens[ids == i], targets[ids == i]
-        np.testing.assert_array_equal(t[1:], n[:-1])
-        whole.append(bytes(n.astype(np.uint8)))
-  assert total == sum(len(d) + 1 for d in documents_of(17))
-  if length == 16:  # Then documents of at most 15 bytes are not cut.
-    complete = {w.removesuffix(b'\n') for w in whole}
-    assert {d for d in documents_of(17) if len(d) < 16} <= complete
-
-
-def test_tfds_limited_eval_is_spread(tfds_dir):
-  config = tfds_config(tfds_dir, tfds_eval_split='train')
-  limited = list(text.eval_batches(config, batch_size=2, num_batches=2))
-  assert len(limited) == 2
-  beginning = counted_targets(take(text.eval_batches(config, batch_size=2), 2))
-  assert counted_targets(limited) != beginning
-  everything = list(text.eval_batches(config, batch_size=2, num_batches=999))
-  documents = counted_targets(everything).split(b'\n')[:-1]
-  assert sorted(documents) == sorted(documents_of(90))
-
-
-@pytest.mark.parametrize('size', [1, 2, 3, 17, 100])
-def test_spread_is_a_permutation_with_even_beginnings(size):
-  order = [text._Spread(range(size))[i] for i in range(size)]
-  assert sorted(order) == list(range(size))
-  if size == 100:
-    gaps = np.diff(sorted([*order[:10], 100 + order[0]]))
-    assert gaps.max() <= 20
-
-
-@pytest.mark.parametrize('segments', [False, True])
-@pytest.mark.parametrize('read_threads', [0, 1, 2])
-def test_tfds_training_resumes_anywhere(tfds_dir, segments, read_threads):
-  config = tfds_config(tfds_dir, segments=segments, read_threads=read_threads)
-  iterator = text.train_iterator(config, batch_size=3, seed=1)
-  states, batches = [], []
-  for _ in range(60):
-    states.append(json.dumps(iterator.get_state()))
-    batches.append(next(iterator))
-  for batch in batches:
-    check_format(batch, 3, 16, segments)
-  assert_same(
-    batches, take(text.train_iterator(config, batch_size=3, seed=1), 60)
-  )
-  other = take(text.train_iterator(config, batch_size=3, seed=2), 60)
-  assert rows_of(batches) != rows_of(other)
-  for start in range(0, 57, 1 if read_threads == 0 else 8):
-    resumed = text.train_iterator(config, batch_size=3, seed=1)
-    resumed.set_state(json.loads(states[start]))
-    assert_same(take(resumed, 3), batches[start : start + 3])
-
-
-@pytest.mark.parametrize('segments', [False, True])
-def test_tfds_batches_do_not_depend_on_the_number_of_shards(tfds_dir, segments):
-  config = tfds_config(tfds_dir, segments=segments)
-  # An epoch of the split is about 1100 tokens, 6 batches of 12 rows.
-  check_shards(config, 14)
 
 
 # Errors.
@@ -652,7 +529,7 @@ def test_file_errors(root):
 
   with pytest.raises(errors.UserError, match='matches no file'):
     train(files=f'{root}/none/*')
-  with pytest.raises(errors.UserError, match='holds 880 tokens, too few'):
+  with pytest.raises(errors.UserError, match='holds 880 tokens, 0 rows'):
     train(length=880)
   next(train(length=879))
   with pytest.raises(errors.UserError, match='109 rows.*fewer than the 110'):
@@ -693,22 +570,15 @@ def test_eval_errors_come_before_the_first_batch(root):
     ({'tfds_name': '.'}, 'directory without a prepared data set'),
     ({'tfds_name': 'lm1b/nope'}, 'cannot be loaded'),
     ({'tfds_name': 'huggingface:lm1b'}, 'community data set'),
-    ({'tfds_split': 'nope'}, "'nope' of.*choose from blank, few, test, train"),
+    ({'tfds_split': 'nope'}, "'nope' of.*choose from blank, test, train"),
     ({'tfds_split': 'train[:0]'}, 'cannot be read'),
     ({'tfds_text_key': 'body'}, "'body' is not in.*have n, text"),
     ({'tfds_text_key': 'n'}, 'not text'),
-    ({'tfds_split': 'few'}, 'holds 6 tokens, fewer than the 1 rows'),
-    ({'tfds_split': 'blank'}, 'holds 0 tokens'),
+    ({'tfds_split': 'blank'}, 'has no text to train on'),
   ],
 )
 def test_tfds_errors(tfds_dir, tmp_path, kwargs, message):
   config = tfds_config(tfds_dir, **{'tfds_dir': str(tmp_path), **kwargs})
   with pytest.raises(errors.UserError, match=message) as e:
-    text.train_iterator(config, batch_size=1, seed=0)
+    prepare.prepare(config, str(tmp_path / 'out'))
   assert '\n' not in str(e.value)
-
-
-def test_tfds_blank_eval_split(tfds_dir):
-  config = tfds_config(tfds_dir, tfds_eval_split='blank')
-  with pytest.raises(errors.UserError, match='holds no text'):
-    text.eval_batches(config, batch_size=1)
