@@ -15,9 +15,10 @@ from mod_jax.layers.attention import attention_map
 from mod_jax.layers.mode import Mode, RoutingMode
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.tasks import expert_pictures, warm_start
-from mod_jax.tasks.modality import Modality
-from mod_jax.tasks.studies import devices
+from mod_jax.tasks.modality import Modality, table
+from mod_jax.tasks.studies import adaptive as adaptive_studies
 from mod_jax.tasks.studies import images as studies
+from mod_jax.tasks.studies.devices import one_device
 
 # The file of the class names in a run's directory.
 CLASSES = 'classes.json'
@@ -33,13 +34,7 @@ class Images(Modality):
   columns = ('accuracy', 'top5', 'loss')
   main = ('loss', 'accuracy', 'top5')
   # A dense checkpoint fits a routed or pruned model, and vice versa.
-  may_be_new = (
-    r'(block_\d+/)?router/.*',
-    r'prediction_\d+/.*',
-    r'pattern_\d+',
-  )
-  may_be_dropped = may_be_new
-  one_device = staticmethod(devices.one_device)
+  optional = (r'(block_\d+/)?router/.*', r'prediction_\d+/.*', r'pattern_\d+')
 
   @functools.cached_property
   def classes(self) -> tuple[str, ...]:
@@ -60,7 +55,7 @@ class Images(Modality):
     # The training images may be missing where the model is used later.
     return {CLASSES: json.dumps(self.classes, indent=1)}
 
-  def train_iterator(self, *, shard_index, shard_count):
+  def train_iterator(self, *, shard_index=0, shard_count=1):
     return images_lib.train_iterator(
       self.config.data,
       batch_size=self.config.train.batch_size // shard_count,
@@ -146,18 +141,18 @@ class Images(Modality):
 
   def summary(self, task, metrics):
     columns = [c for c in self.columns if c in metrics]
-    rows = [('model', '', self.config.model)]
+
+    def row(title, prefix):
+      return [title, *(f'{metrics[prefix + c]:.4f}' for c in columns)]
+
+    model = self.config.model
+    costs = [flops.published_macs(model), flops.forward(model)]
+    shown = [f'{cost / 1e9:.4f}' for cost in costs]
+    rows = [[*row('model', ''), *shown, f'{flops.num_params(model):,}']]
     if 'never/loss' in metrics:
-      rows.append(('never', 'never/', None))
-    titles = (*columns, 'GMACs', 'GFLOPs', 'parameters')
-    lines = [''.ljust(8) + ''.join(t.rjust(12) for t in titles)]
-    for title, prefix, model in rows:
-      cells = [f'{metrics[prefix + c]:.4f}' for c in columns]
-      if model is not None:
-        macs = flops.published_macs(model)
-        cells += [f'{macs / 1e9:.4f}', f'{flops.forward(model) / 1e9:.4f}']
-        cells.append(f'{flops.num_params(model):,}')
-      lines.append(title.ljust(8) + ''.join(c.rjust(12) for c in cells))
+      rows.append(row('never', 'never/'))
+    titles = ['', *columns, 'GMACs', 'GFLOPs', 'parameters']
+    lines = table(titles, rows, first=8, width=12)
     lines.append(
       'GMACs: what published tables call GFLOPs; a multiply-add counts once,'
       ' and norms count too.'
@@ -174,6 +169,9 @@ class Images(Modality):
   def studies(self, task):
     by_name = {'throughput': functools.partial(studies.throughput, task)}
     model = self.config.model
+    if model.adaptive is not None:
+      run = functools.partial(adaptive_studies.robustness, task)
+      by_name['robustness'] = run
     # The study runs the dense model with the same weights.
     if model.routing is not None and model == dataclasses.replace(
       model.dense_twin(), routing=model.routing
@@ -216,7 +214,7 @@ class Images(Modality):
     model = self.config.model
     if isinstance(model, DynamicViTConfig) and model.score == 'structural':
       return {}
-    with self.one_device(params, model_state) as variables:
+    with one_device(params, model_state) as variables:
       looked = self.look(task, *variables)
       if model.experts is not None:
         load = expert_pictures.load_picture(
@@ -356,7 +354,7 @@ class Images(Modality):
     model = self.config.model
     backbone = getattr(model, 'backbone', model)
     grid, prefix = (backbone.grid,) * 2, backbone.num_prefix
-    with self.one_device(params, model_state) as variables:
+    with one_device(params, model_state) as variables:
       gated = self.gated(task, *variables, max_images=512)
     shown_BHWC = images_lib.denormalize(self.config.data, gated['image'])
     patches_BN = gated['share_BL'][:, prefix:]

@@ -16,7 +16,7 @@ from mod_jax.layers.mode import Mode, RoutingMode
 from mod_jax.losses import sums
 from mod_jax.sampling import Generated, generate, pad_prompts
 from mod_jax.tasks import expert_pictures, warm_start
-from mod_jax.tasks.modality import Modality
+from mod_jax.tasks.modality import Modality, table
 from mod_jax.tasks.studies import language as studies
 from mod_jax.tasks.studies.conversion import conversion
 from mod_jax.train import workdir as workdir_lib
@@ -35,8 +35,7 @@ class Language(Modality):
   columns = ('loss', 'perplexity', 'bits_per_byte')
   main = ('loss',)  # `accuracy` is that of routing rules.
   # A dense checkpoint fits a routed model, and vice versa.
-  may_be_new = (r'(.*/)?(router|predictor)/.*', r'moving/.*')
-  may_be_dropped = may_be_new
+  optional = (r'(.*/)?(router|predictor)/.*', r'moving/.*')
 
   def __init__(self, config, workdir=None):
     """Keeps the config; reads no data.
@@ -99,7 +98,7 @@ class Language(Modality):
     contents = tokenizers.files(*self.tokenizer_source)
     return {name: data.decode() for name, data in contents.items()}
 
-  def train_iterator(self, *, shard_index, shard_count):
+  def train_iterator(self, *, shard_index=0, shard_count=1):
     return text.train_iterator(
       self._data,
       batch_size=self.config.train.batch_size // shard_count,
@@ -272,17 +271,14 @@ class Language(Modality):
         ' mean of all; 1 where they are wanted alike, and at most'
         f' {experts.num_experts}'
       )
-    title = 'rule' if self.rules else ''
-    widths = [max(14, len(column) + 2) for column in columns]
-    cells = zip(columns, widths, strict=True)
-    lines = [title.ljust(12) + ''.join(c.rjust(w) for c, w in cells)]
-    for title, prefix in rows:
-      cells = [metrics.get(prefix + c) for c in columns]
-      # Precision is undefined for a rule that chose no token.
-      shown = ('-' if x is None else f'{x:.4f}' for x in cells)
-      cells = zip(shown, widths, strict=True)
-      lines.append(title.ljust(12) + ''.join(c.rjust(w) for c, w in cells))
-    return '\n'.join([*lines, *notes])
+    # Precision is undefined for a rule that chose no token.
+    cells = [
+      [f'{metrics[p + c]:.4f}' if p + c in metrics else '-' for c in columns]
+      for _, p in rows
+    ]
+    titles = ['rule' if self.rules else '', *columns]
+    named = [[title, *c] for (title, _), c in zip(rows, cells, strict=True)]
+    return '\n'.join([*table(titles, named), *notes])
 
   def sample(
     self, params, model_state, prompts: list[str], **kwargs

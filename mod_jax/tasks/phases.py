@@ -17,16 +17,20 @@ from mod_jax.errors import UserError
 from mod_jax.models import acm
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.tasks import make_task
-from mod_jax.tasks.experiment import ACMObjective, ExperimentConfig
+from mod_jax.tasks.experiment import (
+  ACMObjective,
+  ExperimentConfig,
+  PhaseConfig,
+)
 from mod_jax.train import checkpoints as checkpoints_lib
 from mod_jax.train import evaluation as evaluation_lib
 from mod_jax.train import lock as lock_lib
 from mod_jax.train import loop
 from mod_jax.train import metrics as metrics_lib
 from mod_jax.train import origin as origin_lib
+from mod_jax.train import profile as profile_lib
 from mod_jax.train import stop as stop_lib
 from mod_jax.train import workdir as workdir_lib
-from mod_jax.train.profile import Profiler
 
 _FINAL_RATE = 1e-6  # Learning rate at the end of every phase.
 
@@ -71,11 +75,8 @@ def complete(
 ) -> Outcome | None:
   """Trains an experiment unless it is finished; for sweeps.
 
-  Arguments and errors are those of `train`, except that a divergence is
-  returned as an `Outcome`.
-
-  Returns:
-    The outcome, or None if a signal stopped the experiment.
+  Returns the outcome, also of a run that diverges, or None if a signal stopped
+  the experiment. Arguments and other errors are those of `train`.
   """
   directory, last = expand(config, workdir)[-1]
   data = {'allow_changed_data': allow_changed_data}
@@ -180,53 +181,42 @@ def _alone(config: ExperimentConfig) -> str:
   return config.init
 
 
+def _run_of(config, name: str, phase: PhaseConfig, changes):
+  """Returns the config of the run of one phase, with some changes more."""
+  changes = {
+    'name': f'{config.name} {name}',
+    'train.num_steps': phase.num_steps,
+    'train.batch_size': phase.batch_size,
+    'optimizer.learning_rate': phase.learning_rate,
+    'optimizer.warmup_steps': phase.warmup_steps,
+    **changes,
+  }
+  return config_lib.replace(config, changes)
+
+
 def _dense(config: ExperimentConfig) -> ExperimentConfig:
   """Returns the config of the run that trains the dense model."""
   changes = {
-    'name': f'{config.name} dense',
     'model': config.model.dense_twin(),
     'objective': None,
     'dense': None,
-    'optimizer': dataclasses.replace(
-      config.optimizer,
-      learning_rate=config.dense.learning_rate,
-      warmup_steps=config.dense.warmup_steps,
-      rules=(),
-    ),
-    'train': dataclasses.replace(
-      config.train,
-      num_steps=config.dense.num_steps,
-      batch_size=config.dense.batch_size,
-      capacity_warmup_steps=0,
-    ),
+    'optimizer.rules': (),
+    'train.capacity_warmup_steps': 0,
   }
-  return dataclasses.replace(config, **changes)
+  return _run_of(config, 'dense', config.dense, changes)
 
 
 def _phase(config: ExperimentConfig, name: str, init: str) -> ExperimentConfig:
   """Returns the config of the run of one phase."""
   phase = getattr(config.objective, name)
-  optimizer = dataclasses.replace(
-    config.optimizer,
-    learning_rate=phase.learning_rate,
-    warmup_steps=phase.warmup_steps,
-    final_fraction=min(1.0, _FINAL_RATE / phase.learning_rate),
-    rules=_rules(config, name),
-  )
-  return dataclasses.replace(
-    config_lib.replace(
-      config,
-      {
-        'name': f'{config.name} {name}',
-        'objective.phase': name,
-        'objective.teacher': config.objective.teacher or _teacher(config),
-        'train.num_steps': phase.num_steps,
-        'train.batch_size': phase.batch_size,
-      },
-    ),
-    init=init,
-    optimizer=optimizer,
-  )
+  changes = {
+    'init': init,
+    'objective.phase': name,
+    'objective.teacher': config.objective.teacher or _teacher(config),
+    'optimizer.final_fraction': min(1.0, _FINAL_RATE / phase.learning_rate),
+    'optimizer.rules': _rules(config, name),
+  }
+  return _run_of(config, name, phase, changes)
 
 
 def _objective_at(init: str) -> ACMObjective | None:
@@ -274,7 +264,7 @@ def _train(before, last, max_steps, allow_changed_data, kwargs):
   before = [phase for phase in before if finished(*phase, **data) is None]
   for directory, run in (*before, last):
     # Checks the traced steps of all phases before any is trained.
-    Profiler(directory, kwargs.get('profile'), run.train.num_steps)
+    profile_lib.check(directory, kwargs.get('profile'), run.train.num_steps)
 
   def train_one(directory, run):
     task = make_task(run, directory)
@@ -324,7 +314,7 @@ def finished(
   saved = checkpoints_lib.peek(workdir_lib.checkpoints(workdir), last)
   if saved is None:
     return None
-  data = make_task(config, workdir).data_fingerprint()
+  data = make_task(config, workdir).modality.data_fingerprint()
   origin_lib.check_data(saved, data, allow=allow_changed_data)
   for line in reversed(metrics_lib.read(workdir)):
     if line['kind'] == 'eval' and line['step'] == last:

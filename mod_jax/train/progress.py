@@ -5,7 +5,6 @@ import datetime
 import os
 import sys
 import time
-from typing import Any
 
 import tqdm
 
@@ -17,9 +16,8 @@ class Progress:
   """Shows a run's steps, speed and remaining time.
 
   On a terminal it is one bar that stays at the bottom; elsewhere a line every
-  few seconds, without carriage returns. Tokens/s (or images/s), the model's
-  FLOP/s and the time left are shown from the second update on, so that they
-  exclude the compilation of the first step.
+  few seconds, without carriage returns. Speed and the time left are shown from
+  the second update on, so that they exclude the compilation of the first step.
   """
 
   def __init__(
@@ -65,7 +63,7 @@ class Progress:
     terminal = _is_terminal(self._stream)
     default = 0.5 if terminal else 5.0
     self._interval = default if interval is None else interval
-    self._pending = None
+    self._pending = None  # Step and values of an update that is not shown.
     self._shown = None  # Step and time of the last displayed update.
     self._rate = None  # Steps per second.
     self._flops = None  # FLOPs per second.
@@ -85,17 +83,11 @@ class Progress:
   def __exit__(self, *exc_info):
     self.close()
 
-  def update(self, step: int, values: Mapping[str, Any] | None = None) -> None:
-    """Records the number of steps taken; shows it if `interval` has passed.
-
-    Args:
-      step: number of steps taken.
-      values: numbers to show by name, such as the loss. They are only read when
-        shown, so that arrays may still be computing.
-    """
+  def update(self, step: int, values: Mapping[str, float]) -> None:
+    """Records the steps taken and numbers to show beside them, by name."""
     if not self._enabled:
       return
-    self._pending = (step, values or {})
+    self._pending = (step, values)
     now = self._clock()
     if (
       self._shown is None
@@ -106,11 +98,9 @@ class Progress:
 
   def message(self, text: str) -> None:
     """Prints a line of its own, above the bar."""
-    if not self._enabled:
-      return
-    if self._bar is None:
-      self._print(text)
-    else:
+    if self._enabled and self._bar is None:
+      print(text, file=self._stream, flush=True)
+    elif self._enabled:
       tqdm.tqdm.write(text, file=self._stream)
 
   def close(self) -> None:
@@ -125,9 +115,7 @@ class Progress:
   def _show(self, now):
     step, values = self._pending
     self._pending = None
-    # Reading the values waits for the device, so read the clock after it.
-    parts = [f'{name} {_text(value)}' for name, value in values.items()]
-    now = max(now, self._clock())
+    parts = [f'{name} {value:.4g}' for name, value in values.items()]
     if self._shown is not None and now > self._shown[1]:
       seconds = now - self._shown[1]
       steps = range(self._shown[0] + 1, step + 1)
@@ -148,15 +136,11 @@ class Progress:
       seconds_left = max(0, self._total_steps - step) / self._rate
       parts.append(f'left {datetime.timedelta(seconds=round(seconds_left))}')
     if self._bar is None:
-      self._print('  '.join([f'step {step}/{self._total_steps}', *parts]))
+      self.message('  '.join([f'step {step}/{self._total_steps}', *parts]))
     else:
       self._bar.n = step
       self._bar.set_postfix_str(', '.join(parts), refresh=False)
       self._bar.refresh()
-
-  def _print(self, text):
-    self._stream.write(f'{text}\n')
-    self._stream.flush()
 
 
 def _is_terminal(stream) -> bool:
@@ -170,19 +154,12 @@ def _is_terminal(stream) -> bool:
 
 
 def _smooth(before: float | None, now: float) -> float:
-  if before is None:
-    return now
-  return _SMOOTHING * now + (1 - _SMOOTHING) * before
-
-
-def _text(value) -> str:
-  return str(value) if isinstance(value, (int, str)) else f'{float(value):.4g}'
+  return now if before is None else before + _SMOOTHING * (now - before)
 
 
 def _scaled(value) -> tuple[str, str]:
   """Returns three digits and their SI prefix."""
-  for prefix in ('', 'k', 'M', 'G', 'T'):
-    if value < 999.5:
+  for prefix in ('', 'k', 'M', 'G', 'T', 'P'):
+    if value < 999.5 or prefix == 'P':
       return f'{value:.3g}', prefix
     value /= 1000
-  return f'{value:.3g}', 'P'

@@ -432,7 +432,7 @@ class TestWeights:
       config_lib.replace(
         task.config, {'objective.teacher': str(path), 'init': 'elsewhere'}
       )
-    ).load_teacher()
+    ).converted()
     for name, value in trees.flatten(loaded['params']).items():
       np.testing.assert_array_equal(value, dense[name], err_msg=name)
 
@@ -489,7 +489,7 @@ def teacher_at_hand(monkeypatch):
   teacher = jax.tree.map(
     lambda x: Lazy(x.shape, functools.partial(np.asarray, x)), TEACHER
   )
-  monkeypatch.setattr(Adaptive, 'load_teacher', lambda self: teacher)
+  monkeypatch.setattr(Adaptive, 'converted', lambda self: teacher)
 
 
 class TestPictures:
@@ -622,7 +622,7 @@ class TestLanguage:
 
   def test_end_to_end_trains_everything(self, make, params):
     task = make('end_to_end')
-    batch = next(task.train_iterator())
+    batch = next(task.modality.train_iterator())
 
     def loss(params):
       return task.loss(params, {}, batch, jax.random.key(0), True)
@@ -662,7 +662,7 @@ class TestLanguage:
 
   def test_an_early_exit_is_trained(self, make):
     task = make('end_to_end', early_exit=1, scan_layers=False, remat='none')
-    batch = next(task.train_iterator())
+    batch = next(task.modality.train_iterator())
 
     def loss(key):
       params = task.init(key)['params']
@@ -690,12 +690,12 @@ class TestLanguage:
     converted = config_lib.replace(task.config, {'init': str(tmp_path)})
     jax.tree.map(
       np.testing.assert_array_equal,
-      make_task(converted).load_teacher(),
+      make_task(converted).converted(),
       teacher,
     )
 
   def test_is_evaluated_and_drawn(self, make, params, monkeypatch, teacher):
-    monkeypatch.setattr(Adaptive, 'load_teacher', lambda self: teacher)
+    monkeypatch.setattr(Adaptive, 'converted', lambda self: teacher)
     task, (flat, scanned) = make('end_to_end'), params
     metrics = evaluation.held_out(task, scanned, {}, mesh())
     per_mode = {'loss', 'perplexity', 'bits_per_byte'}
@@ -709,7 +709,7 @@ class TestLanguage:
         np.exp(metrics[f'{prefix}loss'])
       )
     # Of each row alone, without the padding of the last one.
-    (batch,) = task.eval_batches(batch_size=8, num_batches=None)
+    (batch,) = task.modality.eval_batches(batch_size=8, num_batches=None)
     apply = jax.jit(flat.build().apply)
     variables = {'params': stack.unrolled(self.MODEL.stack, scanned)}
     rows = []

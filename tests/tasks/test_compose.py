@@ -107,7 +107,7 @@ def held_out():
 @pytest.fixture(scope='module')
 def output():
   """Returns what the model says of the held-out images."""
-  (batch,) = make().eval_batches(batch_size=50, num_batches=1)
+  (batch,) = make().modality.eval_batches(batch_size=50, num_batches=1)
   return jax.jit(MODEL.build().apply)({'params': PARAMS}, batch['image'])
 
 

@@ -95,7 +95,7 @@ def _make(folder, routing, segments=False):
   state = state_lib.create_state(0, task, optimizer, abstract)
   if routing is None or not routing.threshold_decay:
     return task, state.params, state.model_state
-  batch = next(task.train_iterator())
+  batch = next(task.modality.train_iterator())
   step = functools.partial(
     train_step, task=task, optimizer=optimizer, static_args=0.0
   )
@@ -294,7 +294,7 @@ def test_controls_evaluate_and_sample(make, routing):
 def test_what_is_not_learnt_is_read(make):
   """A weight of 0 takes a target from the loss, and no token from the text."""
   task, params, model_state = make(None)
-  (batch,) = task.eval_batches(batch_size=2, num_batches=1)
+  (batch,) = task.modality.eval_batches(batch_size=2, num_batches=1)
   prompt_BL = np.arange(batch['tokens'].shape[1]) < 5
   masked = {**batch, 'weights': batch['weights'] * ~prompt_BL}
   look = jax.jit(functools.partial(task.apply, mode=Mode()))
@@ -313,7 +313,7 @@ def test_what_is_not_learnt_is_read(make):
 class TestSegments:
   def test_documents_do_not_see_each_other(self, make):
     task, params, model_state = make(ROUTER, segments=True)
-    batch = next(task.train_iterator())
+    batch = next(task.modality.train_iterator())
     assert 'segments' in batch
     batch = _with_two_documents(batch)
     loss = _loss(task, params, model_state, batch)
@@ -326,7 +326,7 @@ class TestSegments:
 
   def test_padding_does_not_count(self, make):
     task, params, model_state = make(ROUTER, segments=True)
-    batch = _with_two_documents(next(task.train_iterator()))
+    batch = _with_two_documents(next(task.modality.train_iterator()))
     loss = _loss(task, params, model_state, batch)
     # Whatever stands in the padding changes nothing.
     padding = batch['segments'] == 0
@@ -378,7 +378,7 @@ class TestWarmUp:
     task = make_task(
       config_lib.replace(task.config, {'model.routing.capacity': capacity})
     )
-    batch = next(task.train_iterator())
+    batch = next(task.modality.train_iterator())
 
     @functools.partial(jax.jit, static_argnames='static_args')
     def run(params, static_args):
@@ -512,14 +512,14 @@ class TestVocabulary:
     data = self.tokenizer(tmp_path, 300)
     config = ExperimentConfig(model=LMConfig(vocab_size=size), data=data)
     if size == 300:
-      make_task(config).check()
+      make_task(config).modality.check()
       assert make_task(config).modality.tokenizer.vocab_size == 300
       return
     with pytest.raises(UserError, match=r'vocab_size=299 .* 300: set it'):
-      make_task(config).check()
+      make_task(config).modality.check()
 
   def test_padded_is_fine(self):
-    make_task(ExperimentConfig(model=LMConfig(vocab_size=512))).check()
+    make_task(ExperimentConfig(model=LMConfig(vocab_size=512))).modality.check()
 
 
 def test_a_run_keeps_the_tokenizer_that_it_learned(texts, tmp_path):
@@ -545,7 +545,7 @@ def test_a_run_keeps_the_tokenizer_that_it_learned(texts, tmp_path):
   sample = (texts / 'b.txt').read_text()
   ids = task.modality.tokenizer.encode(sample)
   task_eos = task.modality.tokenizer.eos_id
-  files = task.files()
+  files = task.modality.files()
   for name, content in files.items():
     (tmp_path / 'run' / name).write_text(content)
   # The text changes, and what was cached of it is gone.
