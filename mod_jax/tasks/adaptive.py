@@ -86,11 +86,8 @@ class Adaptive(Plain):
       )
     captured = self._capture(teacher, batch, rng, train=True)
     params = stack_lib.unrolled(self.config.model.stack, params)
-    loss_of_phase = {'learners': self._learners_loss, 'gates': self._gates_loss}
     metric_sums = [
-      loss_of_phase[self.objective.phase](
-        module, acm.subtree(params, name), captured[name]
-      )
+      self._module_loss(module, acm.subtree(params, name), captured[name])
       for name, module in self.modules.items()
     ]
     # Eq. 3 and 6 are means over the modules. Adam is invariant to this scale,
@@ -113,12 +110,11 @@ class Adaptive(Plain):
     module = ACM(module, mode='all', dtype=self.dtype)
     return module.apply({'params': params}, z_BLD)
 
-  def _learners_loss(self, module, params, seen):
-    sums_KBLD, _ = self._run_all(module, params, seen.z_BLD)
-    return acm_losses.distillation(sums_KBLD, seen.y_BLD, seen.valid_BL)
-
-  def _gates_loss(self, module, params, seen):
+  def _module_loss(self, module, params, seen):
+    """Returns the loss of a module on the input and output of the dense one."""
     sums_KBLD, choice = self._run_all(module, params, seen.z_BLD)
+    if self.objective.phase == 'learners':
+      return acm_losses.distillation(sums_KBLD, seen.y_BLD, seen.valid_BL)
     distance_KBL = acm_losses.distances(sums_KBLD, seen.y_BLD)
     label_BL = acm_losses.gate_labels(
       jax.lax.stop_gradient(distance_KBL), self.objective.tau
@@ -151,28 +147,27 @@ class Adaptive(Plain):
     weight_B = acm_losses.row_weights(
       self.modality.inputs(batch, train=True)[1].get('valid_BL')
     )
-    terms = {
-      'budget': (
+    share_B = acm_losses.learners_per_image(chosen, self.learners, valid)
+    metric_sums['load'] = weighted_sum(load_B, weight_B)
+    for name, weight, term in (
+      (
+        'budget',
         objective.budget_weight,
         acm_losses.budget_loss(load_B, objective.budget, weight_B),
       ),
-      'entropy': (
+      (
+        'entropy',
         objective.entropy_weight,
         acm_losses.entropy_loss(chosen, valid),
       ),
-      'diversity': (
+      (
+        'diversity',
         objective.diversity_weight,
-        acm_losses.diversity_loss(
-          acm_losses.learners_per_image(chosen, self.learners, valid),
-          weight_B,
-        ),
+        acm_losses.diversity_loss(share_B, weight_B),
       ),
-    }
-    pairs += [(w * term * count, count) for w, term in terms.values()]
-    metric_sums['load'] = weighted_sum(load_B, weight_B)
-    metric_sums |= {
-      name: (term * count, count) for name, (_, term) in terms.items()
-    }
+    ):
+      pairs.append((weight * term * count, count))
+      metric_sums[name] = (term * count, count)
     return pairs, (metric_sums, model_state)
 
   def flops_per_step(self, static_args):

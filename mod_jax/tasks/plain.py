@@ -205,6 +205,24 @@ class Plain(Method):
       {'params': params, **model_state}, *args, **kwargs, rngs={'routing': key}
     )
 
+  def over_held_out(self, function, params, model_state, num_batches: int):
+    """Yields held-out batches, 0 for all, each with `function(output, batch)`.
+
+    The function is compiled.
+    """
+    key = jax.random.key(self.config.seed)
+
+    @jax.jit
+    def run(params, model_state, batch):
+      output = self.apply(params, model_state, batch, key, Mode())
+      return function(output, batch)
+
+    for batch in self.modality.eval_batches(
+      batch_size=self.config.evaluation.batch_size,
+      num_batches=num_batches or None,
+    ):
+      yield batch, jax.device_get(run(params, model_state, batch))
+
   def eval_step(self, params, model_state, batch, key, mode):
     output = self.apply(params, model_state, batch, key, mode)
     return self.eval_sums(output, batch, mode)

@@ -355,16 +355,6 @@ class TestEvaluate:
       acm_losses.load_per_image(one_hot, task.learners), load_B, atol=1e-5
     )
 
-  def test_gated_runs_on_held_out_images(self):
-    task = make()
-    found = task.modality.gated(task, PARAMS, {}, max_images=60)
-    assert len(found['label']) == 100  # Whole batches.
-    assert found['share_BL'].shape == (100, DENSE.num_tokens)
-    np.testing.assert_allclose(
-      found['load_B'], found['share_BL'].mean(axis=1), rtol=1e-5
-    )
-    assert found['right'].dtype == bool
-
 
 class TestCosts:
   def test_macs(self):
@@ -590,7 +580,7 @@ class TestLanguage:
   @pytest.mark.parametrize('phase', ['learners', 'gates'])
   def test_phases_look_into_the_loop(self, make, params, teacher, phase):
     flat, scanned = params
-    batch = next(make(phase).train_iterator())
+    batch = next(make(phase).modality.train_iterator())
 
     def step(task, params, teacher):
       def loss(params):

@@ -559,7 +559,7 @@ def test_a_run_keeps_the_tokenizer_that_it_learned(texts, tmp_path):
   other = dataclasses.replace(config, init=str(tmp_path / 'run'))
   started = make_task(other, tmp_path / 'other')
   assert started.modality.tokenizer.encode(sample) == ids
-  assert started.files() == files
+  assert started.modality.files() == files
   # Weights of others have more than one file of it.
   foreign = tmp_path / 'foreign'
   foreign.mkdir()
