@@ -159,12 +159,11 @@ class TestLoss:
     loss, _, grads = gradients(task, True)
     image_BHWC = np.random.default_rng(0).normal(size=(4, 8, 8, 3))
     captured = acm.capture(MODEL, TEACHER, image_BHWC.astype(np.float32))
-    of_module = {'learners': task._learners_loss, 'gates': task._gates_loss}
     each = []
     for name, module in MODULES.items():
 
       def alone(params, module=module, seen=captured[name]):
-        total, count = of_module[phase](module, params, seen)
+        total, count = task._module_loss(module, params, seen)
         return total / count
 
       value, grad = jax.jit(jax.value_and_grad(alone))(
@@ -196,7 +195,7 @@ class TestLoss:
     z_BLD = jnp.ones((2, 5, 8))
     for name, module in MODULES.items():
       params = jax.tree.map(jnp.zeros_like, acm.subtree(PARAMS, name))
-      run = jax.jit(functools.partial(task._gates_loss, module))
+      run = jax.jit(functools.partial(task._module_loss, module))
       for y_BLD in (jnp.zeros((2, 5, 8)), 1e6 * jnp.ones((2, 5, 8))):
         loss, _ = run(params, acm.Captured(z_BLD, y_BLD))
         want = 2 * np.log(module.num_choices)

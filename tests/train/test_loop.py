@@ -34,7 +34,6 @@ from mod_jax.train import evaluation, hooks, lock, loop, stop
 from mod_jax.train import metrics as metrics_lib
 from mod_jax.train import step as step_lib
 from mod_jax.train import workdir as workdir_lib
-from mod_jax.train.checkpoints import CheckpointConfig
 from mod_jax.train.loop import TrainingDiverged
 
 pytestmark = pytest.mark.usefixtures('compilation_cache', 'one_device')
@@ -557,11 +556,6 @@ class TestStop:
       assert seen == [usual]
     finally:
       signal.signal(signal.SIGHUP, before)
-
-  @pytest.mark.parametrize('minutes', [-1.0, math.inf])
-  def test_times_that_are_none(self, minutes):
-    with pytest.raises(UserError, match=f'every_minutes={minutes}: expected'):
-      CheckpointConfig(every_minutes=minutes)
 
   def test_saves_by_time(self, tmp_path, monkeypatch, quiet):
     clock = [0.0]
