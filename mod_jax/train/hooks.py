@@ -14,15 +14,15 @@ import jax.numpy as jnp
 from mod_jax import config as config_lib
 from mod_jax import parallel, trees
 from mod_jax.errors import UserError
+from mod_jax.runs import lock as lock_lib
+from mod_jax.runs import metrics as metrics_lib
+from mod_jax.runs import stop as stop_lib
+from mod_jax.runs import workdir as workdir_lib
+from mod_jax.runs.checkpoints import Checkpointer
+from mod_jax.runs.history import History
+from mod_jax.runs.run_config import RunConfig
 from mod_jax.train import evaluation
-from mod_jax.train import lock as lock_lib
-from mod_jax.train import metrics as metrics_lib
-from mod_jax.train import stop as stop_lib
-from mod_jax.train import workdir as workdir_lib
-from mod_jax.train.checkpoints import Checkpointer
-from mod_jax.train.history import History
 from mod_jax.train.progress import Progress
-from mod_jax.train.run_config import RunConfig
 from mod_jax.train.task import Method
 
 
