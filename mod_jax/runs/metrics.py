@@ -65,15 +65,9 @@ class MetricWriter:
   ):
     """Opens the files, and rewinds them to `resume_step`.
 
-    Args:
-      workdir: directory of the run; created if missing.
-      tensorboard: whether to write events into `workdir/tensorboard`.
-      wandb: whether to log to Weights & Biases, which must be installed.
-      resume_step: the step of the restored checkpoint: lines of later steps,
-        which will be taken again, are removed. None for a new run: existing
-        files are replaced.
-      config_json: the run's config, logged with the curves.
-      name: of the run in Weights & Biases; by default that of the directory.
+    That is the step of the restored checkpoint: lines of later steps, which
+    will be taken again, are removed; None replaces what is there. The config is
+    logged with the curves; `name` is that of the run in Weights & Biases.
 
     Raises:
       UserError: `metrics.jsonl` is not what this class writes.
@@ -109,13 +103,9 @@ class MetricWriter:
     self.close()
 
   def write(self, step: int, kind: str, values: Mapping[str, Any]) -> None:
-    """Writes one line.
+    """Writes one line after `step` steps.
 
-    Args:
-      step: number of steps taken.
-      kind: such as `train` or `eval`; TensorBoard and Weights & Biases show
-        the values as `kind/name`.
-      values: numbers by name; NumPy's and JAX's scalars are fine.
+    TensorBoard and Weights & Biases show the values as `kind/name`.
     """
     if self._file is None:
       return

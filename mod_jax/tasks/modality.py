@@ -83,17 +83,12 @@ class Modality(Data):
   def load_weights(
     self, init: str, model, params, model_state, *, whole=False, **kwargs
   ) -> tuple[Any, Any]:
-    """Returns a model's variables with values from the weights at `init`.
+    """Returns variables of `model` with values from the weights at `init`.
 
-    Args:
-      init: path of the weights.
-      model: config of the model.
-      params: its initialised parameters; shapes suffice for those to replace.
-      model_state: its other initialised collections, or shapes.
-      whole: whether all weights must come from `init`, as for a teacher, which
-        is not trained.
-      **kwargs: `new` and `dropped`, names that may be missing from the weights,
-        and that only they may have, as in `trees.merge`.
+    Of `params` and `model_state`, which are initialised, shapes suffice for
+    those to replace. With `whole`, as for a teacher, all must come from `init`.
+    `kwargs` are `new` and `dropped` of `trees.merge`: names that may be missing
+    there, and that may be there alone.
     """
 
   def load_teacher(self, init: str, dense, **kwargs) -> dict[str, Any]:

@@ -27,21 +27,13 @@ _METRICS = 'eval.json'
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-  """A task with the parameters that a run has reached.
-
-  Attributes:
-    step: of the checkpoint.
-    task: says how to evaluate, sample and draw.
-    params: the parameters to use: averages, if the run keeps any.
-    model_state: other collections of the model.
-    mesh: the device mesh that holds them.
-  """
+  """A task with the parameters that a run has reached."""
 
   step: int
   task: Method
-  params: Any
+  params: Any  # Those to use: averages, if the run keeps any.
   model_state: Any
-  mesh: jax.sharding.Mesh
+  mesh: jax.sharding.Mesh  # Holds the arrays.
 
 
 def load(task: Method, workdir, *, step: int | None = None) -> Trained:

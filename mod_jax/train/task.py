@@ -78,11 +78,8 @@ class Data(abc.ABC):
   ):
     """Returns this host's iterable over its part of held-out batches.
 
-    Args:
-      batch_size: rows of this host's part.
-      num_batches: how many, spread over the held-out data; None for all.
-      shard_index: index of this host.
-      shard_count: number of hosts.
+    `batch_size` are the rows of this part; `num_batches` batches are spread
+    over the held-out data, None for all.
     """
 
   @abc.abstractmethod
@@ -133,15 +130,9 @@ class Method(abc.ABC):
     """Returns the model's variables by collection, boxed with logical axes."""
 
   def start(self, params, model_state, init: str) -> tuple[Any, Any]:
-    """Returns the weights that a new run starts from, by `config.init`.
+    """Returns params and model_state with the weights at `config.init`.
 
-    Args:
-      params: randomly initialised parameters.
-      model_state: the other initialised collections.
-      init: path of the weights.
-
-    Returns:
-      Parameters and model state, in the same structures.
+    In the structures of those given, which are initialised.
 
     Raises:
       UserError: there are no weights at `init`, or they do not fit.

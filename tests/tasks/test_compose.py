@@ -185,31 +185,6 @@ class TestOrder:
     )[0][1].optimizer.rules
     assert rules[0] == ('^(prediction|pattern)_', 0.0, 0)
 
-  @pytest.mark.parametrize(
-    ('changes', 'message'),
-    [
-      (
-        {'objective': PruningObjective()},
-        'PruningObjective and model=DynamicViTConfig: .*ACMObjective',
-      ),
-      (
-        {
-          'dense': PhaseConfig(num_steps=1, batch_size=1, learning_rate=1e-3),
-          'init': None,
-        },
-        'dense and model.stages and model.backbone.routing and'
-        ' model.backbone.adaptive',
-      ),
-      (
-        {'train': TrainConfig(capacity_warmup_steps=3)},
-        'train.capacity_warmup_steps=3 and model.stages and',
-      ),
-    ],
-  )
-  def test_what_does_not_fit(self, changes, message):
-    with pytest.raises(UserError, match=message):
-      dataclasses.replace(make().config, **changes)
-
 
 class TestEndToEnd:
   @pytest.fixture(scope='class')
@@ -341,7 +316,7 @@ class TestLanguage:
     )
     return make_task(config)
 
-  @pytest.mark.parametrize('phase', ['gates', 'end_to_end'])
+  @pytest.mark.parametrize('phase', ['learners', 'gates', 'end_to_end'])
   def test_padding_counts_for_nothing(self, phase):
     task = self.task(phase)
     rng = np.random.default_rng(0)
