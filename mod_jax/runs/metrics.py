@@ -65,20 +65,28 @@ class MetricWriter:
   ):
     """Opens the files, and rewinds them to `resume_step`.
 
-    That is the step of the restored checkpoint: lines of later steps, which
-    will be taken again, are removed; None replaces what is there. The config is
-    logged with the curves; `name` is that of the run in Weights & Biases.
+    Args:
+      workdir: directory of the run; created if missing.
+      tensorboard: whether to write events into `workdir/tensorboard`.
+      wandb: whether to log to Weights & Biases.
+      resume_step: the step of the restored checkpoint: lines of later steps,
+        which will be taken again, are removed. None for a new run: existing
+        files are replaced.
+      config_json: the run's config, logged with the curves.
+      name: of the run in Weights & Biases; by default that of the directory.
 
     Raises:
-      UserError: `metrics.jsonl` is not what this class writes.
+      UserError: wandb is wanted but not installed, or `metrics.jsonl` is not
+        what this class writes.
     """
+    check_wandb(wandb)
     self._file = self._tensorboard = self._wandb = None
     if jax.process_index() != 0:
       return
     workdir = paths.expand(workdir)
     workdir.mkdir(parents=True, exist_ok=True)
     path = workdir / _FILE
-    _rewind(path, resume_step)
+    _rewind(path, -math.inf if resume_step is None else resume_step)
     self._file = (
       _RewrittenFile(path) if paths.is_remote(path) else path.open('a')
     )
@@ -103,23 +111,32 @@ class MetricWriter:
     self.close()
 
   def write(self, step: int, kind: str, values: Mapping[str, Any]) -> None:
-    """Writes one line after `step` steps.
+    """Writes one line.
 
-    TensorBoard and Weights & Biases show the values as `kind/name`.
+    Args:
+      step: number of steps taken.
+      kind: such as `train` or `eval`; TensorBoard and Weights & Biases show
+        the values as `kind/name`.
+      values: numbers by name; NumPy's and JAX's scalars are fine.
     """
     if self._file is None:
       return
+    if reserved := {'step', 'kind'} & set(values):
+      raise ValueError(f'values named {sorted(reserved)} are reserved')
+    values = {name: _number(value) for name, value in values.items()}
     self._file.write(_line(step, kind, values) + '\n')
     self._file.flush()
     if kind != 'train':  # Rare, and should be visible at once.
       self.flush()
-    named = {f'{kind}/{name}': _number(x) for name, x in values.items()}
     if self._tensorboard is not None:
       with self._giving_up_tensorboard():
-        self._tensorboard.write(step, named)
+        self._tensorboard.write(int(step), kind, values)
     if self._wandb is not None:
       # W&B ignores steps it already has; resuming repeats them bit for bit.
-      self._wandb.log(named, step=step)
+      self._wandb.log(
+        {f'{kind}/{name}': value for name, value in values.items()},
+        step=int(step),
+      )
 
   def flush(self) -> None:
     """Makes all lines durable; to be called before each checkpoint."""
@@ -168,7 +185,7 @@ def _strict(value):
 
 def _line(step, kind, values) -> str:
   values = {name: _number(value) for name, value in values.items()}
-  return to_json({'step': step, 'kind': kind, **values})
+  return to_json({'step': int(step), 'kind': kind, **values})
 
 
 def check_wandb(wanted: bool) -> None:
@@ -211,15 +228,16 @@ def _read(path) -> bytes:
 
 def holds(workdir, step: int, kind: str, values: Mapping[str, Any]) -> bool:
   """Whether `metrics.jsonl` holds the exact line that `write` would add."""
+  path = paths.expand(workdir) / _FILE
   line = _line(step, kind, values).encode()
-  return line in _read(paths.expand(workdir) / _FILE).split(b'\n')[:-1]
+  return line in _read(path).split(b'\n')[:-1]
 
 
 def _parse(path, data: bytes) -> list[tuple[bytes, dict[str, Any]]]:
   """Returns the complete lines, each with its parsed record."""
   # A line that a kill cut short has no newline.
   *lines, _ = data.split(b'\n')
-  records = []
+  result = []
   for number, line in enumerate(lines, start=1):
     try:
       record = json.loads(line)
@@ -232,24 +250,26 @@ def _parse(path, data: bytes) -> list[tuple[bytes, dict[str, Any]]]:
         f'line {number} of {path} is not a metrics line ({line[:40]!r}): '
         'delete that line, or move the file away'
       )
-    records.append((line, record))
-  return records
+    result.append((line, record))
+  return result
 
 
 def _rewind(path, last_step):
   """Removes lines after `last_step` and a truncated last line, atomically.
 
-  Without a last step, all. All lines up to it were written before the
-  checkpoint was, so it warns if some are missing.
+  Warns if lines before `last_step` are missing: all were written before the
+  checkpoint was.
   """
-  before, after = _read(path), b''
-  if last_step is None and before:
-    logging.warning(
-      '%s is of an earlier start of which there is no checkpoint: it is'
-      ' replaced.',
-      path,
-    )
-  elif last_step is not None:
+  before = _read(path)
+  if last_step == -math.inf:
+    lines = []
+    if before:
+      logging.warning(
+        '%s is of an earlier start of which there is no checkpoint: it is'
+        ' replaced.',
+        path,
+      )
+  else:
     lines = _parse(path, before)
     if not before.endswith(b'\n') and before:
       logging.warning('%s ended within a line, which is removed.', path)
@@ -260,11 +280,12 @@ def _rewind(path, last_step):
         ' is lost.',
         *(path, reached, last_step),
       )
-    after = b''.join(
-      line + b'\n' for line, record in lines if record['step'] <= last_step
-    )
-  if after != before:
-    paths.write_bytes(path, after)
+  after = b''.join(
+    line + b'\n' for line, record in lines if record['step'] <= last_step
+  )
+  if after == before:
+    return
+  paths.write_bytes(path, after)
 
 
 class _RewrittenFile:
@@ -318,9 +339,9 @@ class _TensorBoard:
       self._add(None, summary=summary.text('config', text))
     self._flush()
 
-  def write(self, step: int, values: Mapping[str, float]) -> None:
+  def write(self, step: int, kind: str, values: Mapping[str, float]) -> None:
     for name, value in values.items():
-      self._add(step, summary=self._summary.scalar(name, value))
+      self._add(step, summary=self._summary.scalar(f'{kind}/{name}', value))
     if time.monotonic() - self._flushed > _EVENTS_SECS:
       self._flush()
 

@@ -59,15 +59,10 @@ def _rules(config: ExperimentConfig, phase: str):
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-  """The outcome of an experiment.
+  """The outcome of an experiment."""
 
-  Attributes:
-    metrics: the last held-out metrics; empty if it diverged.
-    diverged: the message of the divergence, or ''.
-  """
-
-  metrics: dict[str, float]
-  diverged: str = ''
+  metrics: dict[str, float]  # The last held-out ones; empty if it diverged.
+  diverged: str = ''  # The message of the divergence.
 
 
 def complete(
@@ -113,9 +108,7 @@ def expand(
     return [(dense_dir, _dense(config)), *expand(remaining, workdir)]
   if not isinstance(objective, ACMObjective):
     return [(workdir, config)]
-  phases = objective.phases
-  if objective.phase != 'all':
-    return [(workdir, _phase(config, objective.phase, _alone(config)))]
+  phases = list(objective.phases)
   if not phases:
     raise UserError(
       'objective: all phases have num_steps=0, so there is nothing to train.'
@@ -123,13 +116,16 @@ def expand(
   if config.init is None:
     raise UserError(
       'init is missing: an adaptive model is made of another, dense, routed or'
-      ' pruned; give its workdir or checkpoint by --config.init.'
+      ' pruned, and a phase alone starts from the run of the one before; give'
+      ' its workdir or checkpoint by --config.init.'
     )
+  if objective.phase != 'all':
+    _check_alone(config)
+    phases = [objective.phase]
   runs, init = [], config.init
-  last_phase = list(phases)[-1]
   for name in phases:
     directory = workdir
-    if name != last_phase:
+    if name != phases[-1]:
       directory = workdir / f'{workdir_lib.PHASE}{name}'
     runs.append((directory, _phase(config, name, init)))
     init = str(directory)
@@ -151,34 +147,24 @@ def _in_steps(config: ExperimentConfig, workdir) -> ExperimentConfig:
   return config_lib.replace(config, changes)
 
 
-def _alone(config: ExperimentConfig) -> str:
-  """Returns `init` of a single phase; raises if it is not its predecessor."""
-  objective = config.objective
-  if objective.phase not in objective.phases:
+def _check_alone(config: ExperimentConfig) -> None:
+  """Raises UserError if a single phase does not start from the one before."""
+  phase, phases = config.objective.phase, list(config.objective.phases)
+  if phase not in phases:
     raise UserError(
-      f'objective.{objective.phase}.num_steps=0 skips the phase that'
-      f' objective.phase={objective.phase!r} asks for.'
+      f'objective.{phase}.num_steps=0 skips the phase that objective.phase='
+      f'{phase!r} asks for.'
     )
-  before = list(objective.phases)
-  before = before[: before.index(objective.phase)]
-  if config.init is None:
+  if phase == phases[0]:
+    return
+  before = phases[phases.index(phase) - 1]
+  previous = _objective_at(config.init)
+  if previous is None or previous.phase != before:
     raise UserError(
-      f'init is missing: phase {objective.phase!r} starts from'
-      + (
-        f' the run of phase {before[-1]!r}.'
-        if before
-        else ' the model that is converted.'
-      )
+      f'init={config.init} is no run of phase {before!r}, which phase'
+      f' {phase!r} starts from: train that first, or skip it by'
+      f' objective.{before}.num_steps=0.'
     )
-  if before:
-    previous = _objective_at(config.init)
-    if previous is None or previous.phase != before[-1]:
-      raise UserError(
-        f'init={config.init} is no run of phase {before[-1]!r}, which phase'
-        f' {objective.phase!r} starts from: train that first, or skip it by'
-        f' objective.{before[-1]}.num_steps=0.'
-      )
-  return config.init
 
 
 def _run_of(config, name: str, phase: PhaseConfig, changes):
@@ -255,39 +241,30 @@ def train(
     stopped.
   """
   *before, last = expand(config, workdir)
-  with stop_lib.listening(), lock_lib.held(last[0]):
-    return _train(before, last, max_steps, allow_changed_data, kwargs)
-
-
-def _train(before, last, max_steps, allow_changed_data, kwargs):
   data = {'allow_changed_data': allow_changed_data}
-  before = [phase for phase in before if finished(*phase, **data) is None]
-  for directory, run in (*before, last):
-    # Checks the traced steps of all phases before any is trained.
-    profile_lib.check(directory, kwargs.get('profile'), run.train.num_steps)
-
-  def train_one(directory, run):
-    task = make_task(run, directory)
-    return loop.train(
-      task, run, directory, max_steps=max_steps, **data, **kwargs
-    )
-
-  for directory, run in before:
-    result = train_one(directory, run)
-    if not result.finished:
-      return result
-    if stop_lib.requested():
-      if jax.process_index() == 0:
-        print(
-          f'stopped after {directory.name.replace("_", " ")}, saved; the same'
-          ' command continues.',
-          file=sys.stderr,
-        )
-      return dataclasses.replace(result, finished=False, metrics={})
-    if max_steps is not None:
-      max_steps -= result.steps
-    del result  # The next phase needs the memory of its state.
-  return train_one(*last)
+  with stop_lib.listening(), lock_lib.held(last[0]):
+    before = [phase for phase in before if finished(*phase, **data) is None]
+    for directory, run in (*before, last):
+      # Checks the traced steps of all phases before any is trained.
+      profile_lib.check(directory, kwargs.get('profile'), run.train.num_steps)
+    for directory, run in (*before, last):
+      result = None  # The next phase needs the memory of the last state.
+      task = make_task(run, directory)
+      result = loop.train(
+        task, run, directory, max_steps=max_steps, **data, **kwargs
+      )
+      if not result.finished or directory == last[0]:
+        return result
+      if stop_lib.requested():
+        if jax.process_index() == 0:
+          print(
+            f'stopped after {directory.name.replace("_", " ")}, saved; the same'
+            ' command continues.',
+            file=sys.stderr,
+          )
+        return dataclasses.replace(result, finished=False, metrics={})
+      if max_steps is not None:
+        max_steps -= result.steps
 
 
 def finished(

@@ -181,6 +181,14 @@ def test_foreign_line_is_named(tmp_path, line):
     run(tmp_path, [2], resume_step=1)
 
 
+def test_reserved_names(tmp_path):
+  with (
+    MetricWriter(tmp_path, tensorboard=False) as writer,
+    pytest.raises(ValueError, match='kind'),
+  ):
+    writer.write(1, 'train', {'kind': 1})
+
+
 def events(workdir):
   """Returns all TensorBoard events, file by file."""
   result = []
@@ -246,7 +254,7 @@ def test_tensorboard_ends_where_its_file_cannot_grow(tmp_path, caplog):
   assert len(metrics.read(tmp_path)) == 50
 
 
-def test_wandb_asked_for_but_missing(monkeypatch):
+def test_wandb_asked_for_but_missing(tmp_path, monkeypatch):
   find = importlib.util.find_spec
   monkeypatch.setattr(
     importlib.util,
@@ -254,7 +262,8 @@ def test_wandb_asked_for_but_missing(monkeypatch):
     lambda name, *args: None if name == 'wandb' else find(name, *args),
   )
   with pytest.raises(UserError, match='pip install wandb'):
-    metrics.check_wandb(True)
+    MetricWriter(tmp_path / 'run', wandb=True)
+  assert not (tmp_path / 'run').exists()
 
 
 def test_wandb_gets_the_same_and_continues_its_run(tmp_path, monkeypatch):

@@ -369,10 +369,9 @@ class TestRefused:
     ('changes', 'message'),
     [
       ({'init': None}, 'init is missing.*dense.*--config.init'),
-      ({'init': None, 'objective.phase': 'learners'}, 'starts from the model'),
       (
         {'init': None, 'objective.phase': 'gates'},
-        "'gates' starts from the run of phase 'learners'",
+        'init is missing.*starts from the run of the one before',
       ),
       ({'init': '/no/such/run'}, 'init=/no/such/run: no such file'),
       (
