@@ -318,15 +318,10 @@ class Adaptive(Plain):
     return {name: metrics[name] for name in names if name in metrics}
 
   def summary(self, metrics):
-    columns, rows = self.modality.columns, []
-    twin = self.config.model.dense_twin()
+    rows, twin = [], self.config.model.dense_twin()
     dense = flops.published_macs(twin, *self.modality.length)
     for prefix, mode in self.eval_modes().items():
       title = prefix.rstrip('/') or 'gated'
-      cells = [
-        f'{metrics[prefix + c]:.4f}' if prefix + c in metrics else '-'
-        for c in columns
-      ]
       # Other rules process a number of tokens that is not known.
       cost = ['-'] * 3
       if mode == Mode() or mode.learners != 'gated':
@@ -335,8 +330,9 @@ class Adaptive(Plain):
         macs = self.macs(load, learners)
         cost = [f'{load:.4f}', f'{macs / 1e9:.4f}', f'{macs / dense:.3f}']
         title = f'k = {learners}' if learners else title
-      rows.append([title, *cells, *cost])
-    lines = table(['', *columns, 'load', 'GMACs', 'of dense'], rows)
+      rows.append((title, prefix, *cost))
+    more = ('load', 'GMACs', 'of dense')
+    lines = table(metrics, self.modality.columns, rows, more=more)
     if 'load' in metrics:
       spread = metrics['load_std'] * self._flops_by_part()['learners'] / 2e9
       lines.append(

@@ -142,18 +142,14 @@ class Images(Modality):
 
   def summary(self, task, metrics):
     columns = [c for c in self.columns if c in metrics]
-
-    def row(title, prefix):
-      return [title, *(f'{metrics[prefix + c]:.4f}' for c in columns)]
-
     model = self.config.model
     costs = [flops.published_macs(model), flops.forward(model)]
-    shown = [f'{cost / 1e9:.4f}' for cost in costs]
-    rows = [[*row('model', ''), *shown, f'{flops.num_params(model):,}']]
+    cells = [f'{cost / 1e9:.4f}' for cost in costs]
+    rows = [('model', '', *cells, f'{flops.num_params(model):,}')]
     if 'never/loss' in metrics:
-      rows.append(row('never', 'never/'))
-    titles = ['', *columns, 'GMACs', 'GFLOPs', 'parameters']
-    lines = table(titles, rows, first=8, width=12)
+      rows.append(('never', 'never/'))
+    more = ('GMACs', 'GFLOPs', 'parameters')
+    lines = table(metrics, columns, rows, more=more, first=8, width=12)
     lines.append(
       'GMACs: what published tables call GFLOPs; a multiply-add counts once,'
       ' and norms count too.'

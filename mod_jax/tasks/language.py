@@ -268,14 +268,8 @@ class Language(Modality):
         ' mean of all; 1 where they are wanted alike, and at most'
         f' {experts.num_experts}'
       )
-    # Precision is undefined for a rule that chose no token.
-    cells = [
-      [f'{metrics[p + c]:.4f}' if p + c in metrics else '-' for c in columns]
-      for _, p in rows
-    ]
-    titles = ['rule' if self.rules else '', *columns]
-    named = [[title, *c] for (title, _), c in zip(rows, cells, strict=True)]
-    return '\n'.join([*table(titles, named), *notes])
+    title = 'rule' if self.rules else ''
+    return '\n'.join([*table(metrics, columns, rows, title=title), *notes])
 
   def sample(
     self, params, model_state, prompts: list[str], **kwargs

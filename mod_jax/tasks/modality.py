@@ -129,14 +129,22 @@ class Modality(Data):
     return ()
 
 
-def table(titles, rows, *, first: int = 12, width: int = 14) -> list[str]:
-  """Returns the lines of a table, its columns aligned at the right.
+def table(
+  metrics, columns, rows, *, title='', more=(), first: int = 12, width: int = 14
+) -> list[str]:
+  """Returns the lines of a table of metrics, aligned at the right.
 
-  `first` is the width of the leftmost column, which is aligned at the left, and
-  `width` the least of the others.
+  A row is its title, the prefix of its metrics, and further cells, whose titles
+  are `more`; `title` is that of the first column. `first` is the width of that
+  column, and `width` the least of the others.
   """
-  widths = [max(width, len(title) + 2) for title in titles[1:]]
+  lines = [[title, *columns, *more]]
+  for name, prefix, *cells in rows:
+    values = (metrics.get(prefix + column) for column in columns)
+    shown = ('-' if x is None else f'{x:.4f}' for x in values)
+    lines.append([name, *shown, *cells])
+  widths = [max(width, len(column) + 2) for column in lines[0][1:]]
   return [
     name.ljust(first) + ''.join(map(str.rjust, cells, widths))
-    for name, *cells in (titles, *rows)
+    for name, *cells in lines
   ]
