@@ -18,13 +18,13 @@ from mod_jax.runs.workdir import refuse_differences
 _CONFIG, _DATA = 'config', 'data'  # Keys of a checkpoint's metadata.
 
 
-def describe(config: RunConfig, task) -> dict[str, Any]:
+def describe(config: RunConfig, modality) -> dict[str, Any]:
   """Returns the metadata of each checkpoint: config and data fingerprint.
 
   Raises:
     UserError: the hosts of a run do not see the same data.
   """
-  data = task.data_fingerprint()
+  data = modality.data_fingerprint()
   if jax.process_count() > 1:
     digest = np.frombuffer(fingerprint.digest(data).encode(), np.uint8)
     digests = multihost_utils.process_allgather(digest)

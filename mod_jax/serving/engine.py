@@ -156,7 +156,7 @@ class Engine:
     self._in_slot: list[_Request | None] = [None] * slots
     self._requests: dict[int, _Request] = {}
     # Events of other requests that occurred while `generate` ran.
-    self._untold: list[Event] = []
+    self._held_events: list[Event] = []
     # Calls whose output the host has not read yet: (the request of each row,
     # output arrays).
     self._pending: collections.deque[Any] = collections.deque()
@@ -263,7 +263,7 @@ class Engine:
   @property
   def idle(self) -> bool:
     """Whether no request is unfinished and no event undelivered."""
-    return not self._requests and not self._untold
+    return not self._requests and not self._held_events
 
   # Work.
 
@@ -277,8 +277,8 @@ class Engine:
 
   def advance(self) -> list[Event]:
     """Runs one step, and returns the new events."""
-    events = self._untold + self._drop_cancelled()
-    self._untold = []
+    events = self._held_events + self._drop_cancelled()
+    self._held_events = []
     for slot, request in enumerate(self._in_slot):
       if request is None and self._waiting:
         self._insert(self._waiting.popleft(), slot)
@@ -317,7 +317,7 @@ class Engine:
       collect(self._drop_cancelled())
       raise
     finally:
-      self._untold += others
+      self._held_events += others
     return [completion(events) for events in events_by_id.values()]
 
   def warm_up(self) -> None:

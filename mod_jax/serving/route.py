@@ -137,7 +137,7 @@ def _completed(config, of, source, key):
   params = merge(
     fresh['params'],
     source['params'],
-    new=modality.may_be_new,
+    new=modality.optional,
     describe='the dense model',
   )
   return fresh | source | {'params': params}

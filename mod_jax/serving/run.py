@@ -171,7 +171,7 @@ class Run:
         'evaluate: this model is not from a run of ours, so it has no data: say'
         f' on which, as in data={example}.'
       )
-    task.check()
+    task.modality.check()
     mesh = parallel.make_mesh(parallel.MeshConfig())
     everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     state = dict(jax.device_put(dict(self.variables), everywhere))

@@ -26,7 +26,7 @@ def robustness(task, params, model_state) -> Study:
   batch = task.modality.examples(_IMAGES)
   shown_BHWC = images_lib.denormalize(task.config.data, batch['image'])
   # Reads the teacher's arrays, which may be `convert.entry.Lazy`.
-  teacher = jax.tree.map(np.asarray, task.load_teacher())
+  teacher = jax.tree.map(np.asarray, task.converted())
   key = jax.random.key(task.config.seed)
 
   @jax.jit

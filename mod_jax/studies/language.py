@@ -144,7 +144,7 @@ def mean_rank(q_LHC, k_LGC, seen_LS) -> float:
 def _full_rows(task):
   """Yields keyword arguments of the model for single rows without padding."""
   count = 0
-  for batch in task.eval_batches(
+  for batch in task.modality.eval_batches(
     batch_size=task.config.evaluation.batch_size, num_batches=_BATCHES
   ):
     full_B = np.asarray(task.modality.token_weights(batch) > 0).all(axis=1)
@@ -322,7 +322,7 @@ def _few_rows(task, batches: int):
   """
   size = task.config.evaluation.batch_size
   rows = min(size, _ROWS)
-  return task.eval_batches(
+  return task.modality.eval_batches(
     batch_size=rows, num_batches=batches * size // rows or None
   )
 

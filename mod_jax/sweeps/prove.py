@@ -232,7 +232,7 @@ def lower(config: ExperimentConfig, devices: Sequence[jax.Device]):
   mesh = parallel.make_mesh(config.mesh, devices)
   with jax.set_mesh(mesh), choice.made_for('tpu'):
     optimizer, abstract = state_lib.of_run(task, mesh)
-    batch = parallel.abstract_batch(task.batch_shapes(), mesh)
+    batch = parallel.abstract_batch(task.modality.batch_shapes(), mesh)
     step = jit_step(
       abstract,
       task=task,

@@ -173,7 +173,7 @@ def _write(workdir, entry, digest, outcome):
   result = {
     'id': entry.id,
     'manifest': digest,
-    'data': fingerprint.digest(task.data_fingerprint()),
+    'data': fingerprint.digest(task.modality.data_fingerprint()),
     'diverged': diverged,
     'loss': metrics.get('top_k/loss', metrics.get('loss')),
     # Sorted, since the order differs if a finished run is only read again.

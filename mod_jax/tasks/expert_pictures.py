@@ -94,7 +94,7 @@ def load_picture(task, params, model_state, mode: Mode, title: str):
     return counts
 
   settings, total = task.config.evaluation, None
-  for batch in task.eval_batches(
+  for batch in task.modality.eval_batches(
     batch_size=settings.batch_size, num_batches=settings.final_batches or None
   ):
     counts = jax.device_get(count(params, model_state, batch))

@@ -123,18 +123,17 @@ class TestTeacher:
     teacher = {'kernel': np.full(8, 5.125, np.float32)}
     monkeypatch.setattr(Tiny, 'held', teacher)
     config = make_config()
-    run = loop._Run(Tiny(config), config, tmp_path)
-    kernel = run.teacher['kernel']
-    assert kernel.sharding.is_fully_replicated
-    assert kernel.sharding.mesh == run.mesh
+    with loop.build(Tiny(config), config, tmp_path) as run:
+      kernel = run.teacher['kernel']
+      assert kernel.sharding.is_fully_replicated
+      assert kernel.sharding.mesh == run.mesh
+      batch = parallel.put_batch(next(run.iterator), run.mesh)
+      run.compiled_step(static_args=0)(run.state, batch, run.teacher)
+    assert not kernel.is_deleted()
     # What lies there stays.
     monkeypatch.setattr(Tiny, 'held', run.teacher)
-    assert run._place_teacher()['kernel'] is kernel
-    batch = parallel.put_batch(next(run.iterator), run.mesh)
-    with jax.set_mesh(run.mesh):
-      state = run._fresh_state()
-      run._step(0)(state, batch, run.teacher)
-    assert not kernel.is_deleted()
+    with loop.build(Tiny(config), config, tmp_path) as again:
+      assert again.teacher['kernel'] is kernel
 
 
 @pytest.fixture(scope='module')
@@ -162,10 +161,10 @@ class TestStart:
     workdir, state = source
     workdir = shutil.copytree(workdir, tmp_path / 'source')
     config = make_config(init=str(workdir), seed=1, **{'train.ema_decay': 0.9})
-    run = loop._Run(Tiny(config), config, tmp_path / 'look')
-    assert_equal(run.adapted.params, state.ema)
-    assert_equal(run.adapted.ema, state.ema)
-    assert float(run.adapted.model_state['statistics']['sum']) == 6
+    with loop.build(Tiny(config), config, tmp_path / 'look') as run:
+      assert_equal(run.state.params, state.ema)
+      assert_equal(run.state.ema, state.ema)
+      assert float(run.state.model_state['statistics']['sum']) == 6
 
     result = train(config, tmp_path / 'run', max_steps=2)
     assert float(result.state.model_state['statistics']['sum']) == 8
@@ -215,14 +214,15 @@ class TestStart:
     monkeypatch.setattr(Tiny, 'init', other)
     config = make_config(init=str(source[0]))
     with pytest.raises(UserError) as info:
-      loop._Run(Tiny(config), config, tmp_path / 'run')
+      train(config, tmp_path / 'run')
     for name in ('router/kernel', 'head/kernel', 'head/bias'):
       assert name in str(info.value)
     assert not (tmp_path / 'run').exists()
     monkeypatch.setattr(Tiny, 'may_be_new', (r'router/.*', 'head/kernel'))
     monkeypatch.setattr(Tiny, 'may_be_dropped', ('head/bias',))
-    run = loop._Run(Tiny(config), config, tmp_path / 'run')
-    np.testing.assert_array_equal(run.adapted.params['router']['kernel'], 1.0)
+    with loop.build(Tiny(config), config, tmp_path / 'run') as run:
+      kernel = run.state.params['router']['kernel']
+      np.testing.assert_array_equal(kernel, 1.0)
 
   def test_a_dense_language_model_becomes_a_routed_one(self, tmp_path):
     shape = {'num_layers': 2, 'width': 8, 'num_heads': 2, 'mlp_dim': 8}
@@ -276,7 +276,8 @@ def test_rules_are_checked_before_anything_is_written(tmp_path):
   assert not (tmp_path / 'run').exists()
   rules = (('block_', 0.0, 0), ('.', 1.0, 2))
   config = make_config(**{'optimizer.rules': rules})
-  fresh = loop._Run(Tiny(config), config, tmp_path / 'run')._fresh_state()
+  with loop.build(Tiny(config), config, tmp_path / 'run') as run:
+    fresh = run.state
   state = train(config, tmp_path / 'run', max_steps=2).state
   assert_equal(state.params, fresh.params)
   state = train(config, tmp_path / 'run').state

@@ -90,7 +90,7 @@ def run(workdir):
 
 def test_a_picture_is_predicted_as_it_was_evaluated(run, folder):
   task = make_task(run.experiment)
-  (batch,) = task.eval_batches(batch_size=6, num_batches=1)
+  (batch,) = task.modality.eval_batches(batch_size=6, num_batches=1)
   output = jax.jit(run.model.apply)(run.variables, batch['image'])
   expected_BV = np.asarray(jax.nn.softmax(output.logits_BV))
   files = sorted((folder / 'eval').rglob('*.jpg'))

@@ -154,8 +154,8 @@ class TestRefusals:
 def test_batches_have_the_shapes_that_are_told(tiny):
   config = config_lib.replace(tiny, {'data.segments': True})
   task = make_task(config)
-  batch = next(task.train_iterator(shard_index=0, shard_count=1))
-  told = task.batch_shapes()
+  batch = next(task.modality.train_iterator(shard_index=0, shard_count=1))
+  told = task.modality.batch_shapes()
   assert {k: (x.shape, x.dtype) for k, x in batch.items()} == {
     k: (x.shape, x.dtype) for k, x in told.items()
   }

@@ -68,7 +68,7 @@ def test_trains_what_has_no_result(trained, tmp_path, capsys):
   found = run.results(tmp_path)
   assert [entry for entry, _ in found] == runs
   assert [result['loss'] for _, result in found] == [0.1, None, 0.2]
-  data = make_task(runs[0].config).data_fingerprint()
+  data = make_task(runs[0].config).modality.data_fingerprint()
   assert found[0][1] == {
     'id': 'run_1',
     'manifest': digest,

@@ -107,7 +107,7 @@ def held_out():
 @pytest.fixture(scope='module')
 def output():
   """Returns what the model says of the held-out images."""
-  (batch,) = make().eval_batches(batch_size=50, num_batches=1)
+  (batch,) = make().modality.eval_batches(batch_size=50, num_batches=1)
   return jax.jit(MODEL.build().apply)({'params': PARAMS}, batch['image'])
 
 
@@ -184,31 +184,6 @@ class TestOrder:
       'runs/none',
     )[0][1].optimizer.rules
     assert rules[0] == ('^(prediction|pattern)_', 0.0, 0)
-
-  @pytest.mark.parametrize(
-    ('changes', 'message'),
-    [
-      (
-        {'objective': PruningObjective()},
-        'PruningObjective and model=DynamicViTConfig: .*ACMObjective',
-      ),
-      (
-        {
-          'dense': PhaseConfig(num_steps=1, batch_size=1, learning_rate=1e-3),
-          'init': None,
-        },
-        'dense and model.stages and model.backbone.routing and'
-        ' model.backbone.adaptive',
-      ),
-      (
-        {'train': TrainConfig(capacity_warmup_steps=3)},
-        'train.capacity_warmup_steps=3 and model.stages and',
-      ),
-    ],
-  )
-  def test_what_does_not_fit(self, changes, message):
-    with pytest.raises(UserError, match=message):
-      dataclasses.replace(make().config, **changes)
 
 
 class TestEndToEnd:
@@ -341,7 +316,7 @@ class TestLanguage:
     )
     return make_task(config)
 
-  @pytest.mark.parametrize('phase', ['gates', 'end_to_end'])
+  @pytest.mark.parametrize('phase', ['learners', 'gates', 'end_to_end'])
   def test_padding_counts_for_nothing(self, phase):
     task = self.task(phase)
     rng = np.random.default_rng(0)
