@@ -24,7 +24,7 @@ from mod_jax.layers.experts import ExpertsConfig
 from mod_jax.layers.routed import MoDConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.parallel import MeshConfig
-from mod_jax.sweeps import prove, slices
+from mod_jax.prove import prove, slices
 from mod_jax.tasks import make_task
 from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train.optimizer import make_optimizer

@@ -24,7 +24,8 @@ import jax
 from mod_jax import config as config_lib
 from mod_jax import parallel, paths, peaks
 from mod_jax.errors import UserError
-from mod_jax.sweeps import hlo, manifest, slices, tables
+from mod_jax.prove import hlo, slices
+from mod_jax.sweeps import manifest, tables
 from mod_jax.tasks import make_task
 from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.tasks.plain import Plain

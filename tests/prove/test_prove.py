@@ -11,7 +11,8 @@ import pytest
 from mod_jax import config as config_lib
 from mod_jax import flops, parallel
 from mod_jax.errors import UserError
-from mod_jax.sweeps import hlo, manifest, prove, slices
+from mod_jax.prove import hlo, prove, slices
+from mod_jax.sweeps import manifest
 from mod_jax.tasks import make_task
 
 needs_libtpu = pytest.mark.skipif(

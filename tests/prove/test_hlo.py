@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mod_jax import parallel
-from mod_jax.sweeps import hlo
+from mod_jax.prove import hlo
 
 
 def cost_of(function, *args):
