@@ -479,7 +479,8 @@ def write(workdir) -> str:
   best = _best_runs(workdir, results, budget)
   if best:
     title = f'The best run of each group at {budget:g} FLOPs'
-    viz.save(compare.picture(best, title=title), workdir / 'curves.png')
+    figure = compare.Comparison(best).figure(title)
+    viz.save(figure, workdir / 'curves.png')
   planned = len(manifest.read(workdir))
   if len(results) == planned:
     return table(fit_record)
