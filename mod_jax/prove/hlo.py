@@ -90,10 +90,10 @@ class Kernel:
 class Cost:
   """The work of one device in a run of a program."""
 
-  products: list[Product]
-  collectives: list[Collective]
-  kernels: list[Kernel]
-  endless: list[str]  # Loops with an unknown trip count, which count once.
+  products: tuple[Product, ...]
+  collectives: tuple[Collective, ...]
+  kernels: tuple[Kernel, ...]
+  endless: tuple[str, ...]  # Loops with an unknown trip count, counted once.
 
   @property
   def flops(self) -> int:
@@ -122,7 +122,7 @@ def cost(text: str) -> Cost:
   """Returns the cost of a program, given as `jax.stages.Compiled.as_text`."""
   parts = list(_Program(text).parts())
   kinds = (Product, Collective, Kernel, str)
-  return Cost(*([x for x in parts if isinstance(x, kind)] for kind in kinds))
+  return Cost(*(tuple(x for x in parts if isinstance(x, k)) for k in kinds))
 
 
 def _flops(parts) -> int:

@@ -110,9 +110,6 @@ class Proof:
 def check(config: ExperimentConfig, topology: slices.Slice) -> Proof:
   """Checks a run's mesh on a slice, and sizes its state, without compiling.
 
-  The memory is that of the training state alone, a lower bound; `fits` is
-  always False.
-
   Raises:
     UserError: the mesh does not divide the slice, the batch or the parameters;
       or the run's kind of training is not supported.
@@ -123,24 +120,13 @@ def check(config: ExperimentConfig, topology: slices.Slice) -> Proof:
       f'{config.name}: pruned and adaptive models, which need a teacher or'
       ' several phases, are not compiled ahead; take a dense or routed one.'
     )
-  *others, tensor = sizes = config.mesh.sizes(topology.num_chips)
-  if config.train.rows % (parts := math.prod(others)):
-    fitting = fitted(config, topology.num_chips).mesh
-    way_out = f'use a multiple of {parts}'
-    if fitting != config.mesh:
-      way_out += (
-        f', or config.mesh.tensor={fitting.tensor} and'
-        f' config.mesh.fsdp={fitting.fsdp}'
-      )
-    raise UserError(
-      f'train.batch_size / grad_accum_steps={config.train.rows} does not divide'
-      f' by the {parts} chips of {topology.name} along data and fsdp with'
-      f' config.mesh.tensor={tensor}: {way_out}.'
-    )
+  sizes = config.mesh.sizes(topology.num_chips)
   mesh = jax.sharding.AbstractMesh(sizes, parallel.MESH_AXES)
-  parallel.check_batch(
-    config.evaluation.batch_size, mesh, 'evaluation.batch_size'
-  )
+  for name, rows in (
+    ('train.batch_size / grad_accum_steps', config.train.rows),
+    ('evaluation.batch_size', config.evaluation.batch_size),
+  ):
+    parallel.check_batch(rows, mesh, name)
   _, abstract = state_lib.of_run(task, mesh)
   return Proof(
     topology=topology.name,
@@ -385,26 +371,21 @@ def report(config: ExperimentConfig, topology: str, cache=None) -> str:
 
 
 def define_flags() -> None:
-  flags.DEFINE_string('workdir', None, 'Directory of the sweep.')
+  flags.DEFINE_string('workdir', None, 'Directory of the sweep.', required=True)
   flags.DEFINE_list(
     'topology',
-    [],
+    None,
     'Slices of TPUs such as v5e:4x4,v5p:4x4x4; v5e alone stands for the'
     ' smallest of its slices that a run fits on.',
+    required=True,
   )
 
 
 def main(_) -> None:
   """`python -m mod_jax.sweeps prove`."""
-  workdir, topologies = flags.FLAGS.workdir, flags.FLAGS.topology
-  for name, value in (('workdir', workdir), ('topology', topologies)):
-    if not value:
-      raise UserError(
-        f'--{name} is missing: give the directory of the sweep and slices, as'
-        ' in --workdir=W --topology=v5e:4x4.'
-      )
-  entries = manifest.read(workdir)
-  run([(entry.id, entry.config) for entry in entries], topologies, workdir)
+  workdir = flags.FLAGS.workdir
+  runs = [(entry.id, entry.config) for entry in manifest.read(workdir)]
+  run(runs, flags.FLAGS.topology, workdir)
 
 
 def _key(config: ExperimentConfig, topology: slices.Slice) -> str:
@@ -496,10 +477,8 @@ def kernel_flops(
 ) -> tuple[int, int, tuple[str, ...]]:
   """Computes the FLOPs of attention kernels by formula.
 
-  Returns:
-    The FLOPs that a model's count includes (causal pairs only, each product
-    once); the FLOPs computed beyond these; and the names of kernels that are
-    not attention.
+  Returns those that a model's count includes (causal pairs only, each product
+  once), those beyond them, and the names of kernels that are not attention.
   """
   counts, others = collections.Counter(), {}
   for kernel in kernels:

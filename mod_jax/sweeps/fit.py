@@ -96,12 +96,7 @@ def _curve(group, budget, runs) -> Curve:
 def fit(
   all_curves: Sequence[Curve],
 ) -> tuple[list[Fitted], dict[str, optimum.Surface | str]]:
-  """Fits each curve, and the surface of each group.
-
-  Returns:
-    The fitted curves in the given order; and the surfaces by group, where a
-    string says why there is none.
-  """
+  """Returns each curve fitted, and each group's surface or why it has none."""
   equal = [curve for curve in all_curves if curve.equal and len(curve.loss_I)]
   noise = {curve.budget: _noise(equal, curve.budget) for curve in equal}
   surfaces = {}
@@ -135,11 +130,9 @@ def fit(
 
 
 def _noise(equal: Sequence[Curve], budget: float) -> optimum.Noise | None:
-  """Returns the noise of the runs at a budget, or of all if these are few.
-
-  Noise may depend on the budget, for instance if it is just enough for some of
-  the runs to learn something.
-  """
+  """Returns the noise of the runs at a budget, or of all if these are few."""
+  # Noise may depend on the budget, for instance if it is just enough for some
+  # of the runs to learn something.
   alone, pooled = (
     optimum.noise([(c.params_I, c.loss_I) for c in curves])
     for curves in ([c for c in equal if c.budget == budget], equal)
@@ -158,13 +151,7 @@ def _or_why(function, *args):
 def comparisons(
   fitted: Sequence[Fitted], reference: str
 ) -> list[dict[str, Any]]:
-  """Compares the minima with those of the reference group at each budget.
-
-  Returns:
-    Rows with `group`, `budget`, `method` ('parabola' or 'joint') and the
-    estimates `params_ratio`, `flops_ratio` (of a forward pass) and
-    `loss_difference`.
-  """
+  """Compares the minima with the reference group's; a row for each method."""
   rows = []
   baselines = {f.curve.budget: f for f in fitted if f.curve.group == reference}
   for this in fitted:
@@ -195,9 +182,8 @@ def comparisons(
 def at_equal_steps(results: Results) -> list[dict[str, Any]]:
   """Compares groups with the control whose routed blocks are removed.
 
-  Runs of the control, which do not spend their budget, are paired with runs of
-  the same budget, width, seed and number of steps. The interval of the mean
-  difference is Student's, over all pairs.
+  Runs are paired by budget, width, seed and number of steps. The interval of
+  the mean difference is Student's, over all pairs.
   """
   by_group = {}
   for entry, result in results:
@@ -235,14 +221,7 @@ def at_equal_steps(results: Results) -> list[dict[str, Any]]:
 
 
 def causal(results: Results) -> list[dict[str, Any]]:
-  """Returns how much higher losses are under causal routing rules.
-
-  The loss of a run is that under top-k, which looks at whole sequences.
-
-  Returns:
-    Rows with `group`, `budget`, `rule` and `loss_difference`: the loss under
-    the rule minus that under top-k, averaged over the runs.
-  """
+  """Returns mean losses under causal rules, minus those under top-k."""
   differences = {}
   for entry, result in results:
     for rule, loss in _causal_losses(result).items():
@@ -266,13 +245,7 @@ def _causal_losses(result) -> dict[str, float]:
   return losses
 
 
-def record(
-  fitted: Sequence[Fitted],
-  surfaces: Mapping[str, optimum.Surface | str],
-  rows: Sequence[Mapping[str, Any]],
-  equal_steps: Sequence[Mapping[str, Any]],
-  under_rules: Sequence[Mapping[str, Any]],
-) -> dict[str, Any]:
+def record(results: Results, fitted, surfaces, reference) -> dict[str, Any]:
   """Returns the content of `fit.json`; failed fits are `{'refused': WHY}`."""
 
   def plain(value):
@@ -314,9 +287,9 @@ def record(
       for f in fitted
     ],
     'surfaces': {name: plain(outcome) for name, outcome in surfaces.items()},
-    'comparisons': [plain_row(row) for row in rows],
-    'equal_steps': [plain_row(row) for row in equal_steps],
-    'causal': list(under_rules),
+    'comparisons': [plain_row(row) for row in comparisons(fitted, reference)],
+    'equal_steps': [plain_row(row) for row in at_equal_steps(results)],
+    'causal': causal(results),
   }
 
 
@@ -380,12 +353,7 @@ def _written(estimate, form) -> str:
 def rows(
   results: Results, dense_flops: Mapping[float, float]
 ) -> list[dict[str, Any]]:
-  """Returns the lines of `isoflop.csv`, by column.
-
-  Args:
-    results: runs and their results.
-    dense_flops: FLOPs of a forward pass of the best dense model, by budget.
-  """
+  """Returns the lines of `isoflop.csv`, by column."""
   lines = []
   rules = {rule: None for _, r in results for rule in _causal_losses(r)}
   for entry, result in results:
@@ -432,15 +400,12 @@ def best_dense(fitted: Sequence[Fitted], reference: str) -> dict[float, float]:
 
 
 def define_flags() -> None:
-  flags.DEFINE_string('workdir', None, 'Directory of the sweep.')
+  flags.DEFINE_string('workdir', None, 'Directory of the sweep.', required=True)
 
 
 def main(_) -> None:
   """`python -m mod_jax.sweeps fit`."""
-  workdir = flags.FLAGS.workdir
-  if not workdir:
-    raise UserError('--workdir is missing: give the directory of the sweep.')
-  print(write(workdir))
+  print(write(flags.FLAGS.workdir))
 
 
 def write(workdir) -> str:
@@ -461,12 +426,9 @@ def write(workdir) -> str:
     for entry, _ in results
     if entry.config.model.routing is None and entry.facts['equal_flops']
   )
-  reference = next(dense, '')
+  reference = next(dense, None)
   fitted, surfaces = fit(curves(results))
-  differences = comparisons(fitted, reference)
-  fit_record = record(
-    fitted, surfaces, differences, at_equal_steps(results), causal(results)
-  )
+  fit_record = record(results, fitted, surfaces, reference)
   text = metrics_lib.to_json(fit_record, indent=2) + '\n'
   workdir_lib.write_text(workdir / 'fit.json', text)
   dense_flops = best_dense(fitted, reference)
@@ -503,10 +465,10 @@ def _best_runs(workdir, results, budget) -> list[compare.Run]:
 
 
 def _pictures(fitted: Sequence[Fitted]) -> dict[str, list[Fitted]]:
-  """Returns the curves of each picture.
+  """Returns the curves of each picture, by name.
 
-  `isoflop` shows the groups that have several budgets. `variants` shows all
-  groups at the budgets of the others.
+  `isoflop` shows the groups that have several budgets, `variants` all groups at
+  the budgets of the others.
   """
   budgets = {}
   for f in fitted:

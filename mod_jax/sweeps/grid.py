@@ -27,34 +27,22 @@ Axes = Mapping[str, Sequence[Any]]  # Values by dotted field.
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Point:
-  """A finished run of a sweep.
+  """A finished run of a sweep."""
 
-  Attributes:
-    name: its directory's name below the sweep's.
-    values: values of the fields that are swept over, by dotted name.
-    metrics: all held-out metrics at its end; empty if it diverged.
-    main: the main metrics, which a table shows.
-    diverged: the message with which it diverged, or ''.
-  """
-
-  name: str
-  values: dict[str, Any]
-  metrics: dict[str, float]
-  main: dict[str, float]
-  diverged: str = ''
+  name: str  # Its directory's name below the sweep's.
+  values: dict[str, Any]  # Of the fields that are swept over, by dotted name.
+  metrics: dict[str, float]  # All held-out metrics; empty if it diverged.
+  main: dict[str, float]  # The main metrics, which a table shows.
+  diverged: str = ''  # The message with which it diverged.
 
 
 def parse(
   config: ExperimentConfig, texts: Sequence[str]
 ) -> dict[str, tuple[Any, ...]]:
-  """Parses axes such as `seed=0,1,2`.
+  """Parses axes such as `seed=0,1,2`, whose fields are those of a config.
 
   Values are written as on the command line. Commas within brackets or quotes
   do not separate them.
-
-  Args:
-    config: the config to sweep over, for the types of its fields.
-    texts: one for each field.
 
   Raises:
     UserError: there is no such field, or there are no values.
@@ -127,12 +115,6 @@ def run(
   the same config is not trained again. A point that diverges does not stop the
   others. `WORKDIR/sweep.json` is rewritten after each point, and
   `WORKDIR/pareto.png` shows accuracy against compute if both are measured.
-
-  Args:
-    config: the config of which the points are variants.
-    axes: values by dotted field.
-    workdir: directory of the sweep; several workers may share it.
-    allow_changed_data: as for `loop.train`.
 
   Returns:
     The finished points in order: fewer than all if a signal stopped the sweep

@@ -35,11 +35,7 @@ class Entry:
 
 
 def write(workdir, entries: Sequence[Entry]) -> str:
-  """Writes the manifest of a sweep; returns the hash over all its lines.
-
-  Raises:
-    UserError: runs of another manifest were begun here.
-  """
+  """Writes the manifest of a sweep; returns the hash over all its lines."""
   lines = [
     vars(entry) | {'config': json.loads(config_lib.to_json(entry.config))}
     for entry in entries
@@ -61,11 +57,7 @@ def read(workdir) -> list[Entry]:
 
 
 def begin(workdir, digest: str) -> None:
-  """Records that runs of the manifest with this hash have begun.
-
-  Raises:
-    UserError: runs of another manifest were begun here.
-  """
+  """Records that runs of the manifest with this hash have begun."""
   _check_begun(workdir, digest)
   path = workdir_lib.expand(workdir) / _BEGUN
   if not path.exists():

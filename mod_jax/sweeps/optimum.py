@@ -91,11 +91,8 @@ class Noise:
 def noise(curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> Noise | None:
   """Estimates noise from the residuals of the parabolas of all curves.
 
-  Args:
-    curves: parameters [I] and losses [I] of each curve.
-
-  Returns:
-    The noise; None if no degrees of freedom are left.
+  Curves are pairs of parameters [I] and losses [I]; the result is None if they
+  leave no degrees of freedom.
   """
   squares, freedom = 0.0, 0
   for params_I, loss_I in curves:
@@ -122,12 +119,6 @@ def parabola(params_I, loss_I) -> np.ndarray:
 
 def of_curve(params_I, loss_I, noise: Noise | None, seed: int = 0) -> Minimum:
   """Returns the minimum of the parabola through the losses of one budget.
-
-  Args:
-    params_I: parameters of each run's model.
-    loss_I: loss of each run.
-    noise: noise of a run's loss; None if it could not be estimated.
-    seed: seed of the draws.
 
   Raises:
     NoMinimumError: there are too few sizes or runs, they do not enclose a
@@ -231,10 +222,7 @@ class Surface:
   def minimum(self, params_I, tokens_I) -> Minimum:
     """Returns the lowest loss along the sizes of one budget.
 
-    Args:
-      params_I: parameters of the budget's runs.
-      tokens_I: their training tokens, which are interpolated by a parabola in
-        the logarithms.
+    Tokens are interpolated by a parabola in the logarithms.
 
     Raises:
       NoMinimumError: the minimum does not lie between the sizes.

@@ -249,12 +249,7 @@ def entries(sweep: SweepConfig) -> list[Entry]:
 def choose_shapes(
   sweep: SweepConfig, group: Group, budget: float
 ) -> list[Shape]:
-  """Returns the shapes around a group's expected optimum, the smallest first.
-
-  Raises:
-    UserError: too few shapes are in range, or three or more were asked for and
-      all lie on one side of the optimum.
-  """
+  """Returns shapes around a group's expected optimum, the smallest first."""
   expected = _expected(sweep, group, budget)
   num_sizes = group.num_sizes or sweep.at(sweep.num_sizes, budget)
   shapes, routing = group.shapes or sweep.shapes, group.routing
@@ -297,11 +292,8 @@ def facts(
   * `steps`, `tokens`, `train_flops`: steps, tokens and FLOPs of the training,
     and `of_budget`, the FLOPs as a fraction of the budget.
 
-  Args:
-    run: the run's config.
-    budget: training FLOPs that it is planned for.
-    reference: FLOPs of a forward pass of the dense model that is expected to be
-      best at this budget; None if the sweep has no dense models.
+  `reference` is the FLOPs of a forward pass of the dense model that is expected
+  to be best at the budget; None if the sweep has no dense models.
   """
   model, length = run.model, run.data.length
   forward = flops.forward(model, length)
@@ -389,16 +381,13 @@ def _hours(sweep, runs) -> str:
 
 def define_flags() -> None:
   flags.DEFINE_string('config', None, 'File that builds the sweep.')
-  flags.DEFINE_string('workdir', None, 'Directory of the sweep.')
+  flags.DEFINE_string('workdir', None, 'Directory of the sweep.', required=True)
 
 
 def main(_) -> None:
   """`python -m mod_jax.sweeps plan`."""
   sweep = cli.load_config(flags.FLAGS.config, SweepConfig)
-  workdir = flags.FLAGS.workdir
-  if not workdir:
-    raise UserError('--workdir is missing: give the directory of the sweep.')
-  runs = entries(sweep)
+  workdir, runs = flags.FLAGS.workdir, entries(sweep)
   digest = manifest.write(workdir, runs)
   text = table(sweep, runs)
   workdir_lib.write_text(workdir_lib.expand(workdir) / FILE, text + '\n')

@@ -164,10 +164,9 @@ def _write(job, outcome) -> None:
 def results(workdir) -> list[tuple[Entry, dict[str, Any]]]:
   """Returns the finished runs with their results, in the order of the plan.
 
-  A result is a dict of `diverged`, a message, or '' if the run did not diverge;
-  `metrics`, all held-out metrics at the end; `loss`, that of them which the run
-  was trained for, None if it diverged; and `data`, a digest of the data's
-  fingerprint.
+  A result is a dict of `diverged`, a message or ''; `metrics`, all held-out
+  metrics at the end; `loss`, that of them which the run was trained for, None
+  if it diverged; and `data`, a digest of the data's fingerprint.
 
   Raises:
     UserError: as `manifest.read`; or a result is of another manifest.
@@ -225,7 +224,7 @@ def _read(path) -> dict[str, Any] | None:
 
 
 def define_flags() -> None:
-  flags.DEFINE_string('workdir', None, 'Directory of the sweep.')
+  flags.DEFINE_string('workdir', None, 'Directory of the sweep.', required=True)
   flags.DEFINE_integer(
     'index', None, 'Only this line of the manifest, from 0.', lower_bound=0
   )
@@ -240,8 +239,6 @@ def define_flags() -> None:
 def main(_: Sequence[str]) -> None:
   """`python -m mod_jax.sweeps run`."""
   args = flags.FLAGS
-  if not args.workdir:
-    raise UserError('--workdir is missing: give the directory of the sweep.')
   chosen = _slice(args.index, args.range)
   cli.start_backend()
   run(args.workdir, chosen, allow_changed_data=args.allow_changed_data)
