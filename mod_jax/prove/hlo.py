@@ -291,26 +291,27 @@ class _Program:
     )
     if match:
       return int(match[1])
-    # Otherwise it must be a counting loop: i starts at `start`, grows by `step`
-    # in each iteration, and is compared with `end`.
+    # Otherwise it must be a counting loop, which compares an integer of its
+    # state with a limit: look at the first two iterations.
     condition, body = self._computations[condition], self._computations[body]
-    test = condition.root
+    test, after = condition.root, body.root
     (state,) = computation.operands(instruction)
-    if test.opcode != 'compare' or {state.opcode, body.root.opcode} != {
-      'tuple'
-    }:
+    opcodes = test.opcode, state.opcode, after.opcode
+    if opcodes != ('compare', 'tuple', 'tuple'):
       return None
-    counter, end = condition.operands(test)
-    index, end = _place(condition, counter), _constant(condition, end)
-    if index is None or end is None:
-      return None
-    start = _constant(computation, computation.operands(state)[index])
-    step = _step(body, index)
+    first = [_integer(computation, name) for name in state.operands]
+    second = [_integer(body, name, first) for name in after.operands]
+    (start, end), (following, same) = (
+      [_integer(condition, name, values) for name in test.operands]
+      for values in (first, second)
+    )
     direction = test.attribute('direction')
-    if start is None or not step or direction == 'EQ':
+    if None in (start, end, following) or same != end or direction == 'EQ':
+      return None
+    if following == start:
       return None
     distance = end - start + (direction == 'LE') - (direction == 'GE')
-    return max(0, math.ceil(distance / step))
+    return max(0, math.ceil(distance / (following - start)))
 
 
 def _computations(text: str) -> Iterator[tuple[bool, str, list[str]]]:
@@ -443,39 +444,25 @@ def _mesh_group(mesh: str, text: str) -> tuple[int, ...]:
   return tuple(ids[np.ix_(*indices)].ravel().tolist())
 
 
-def _origin(computation, instruction) -> _Instruction:
-  """Returns what an instruction copies, or itself."""
-  while instruction.opcode in _COPIES:
-    instruction = computation[instruction.operands[0]]
-  return instruction
+def _integer(computation, name: str, state=()) -> int | None:
+  """Returns the value of an instruction, given the loop's state.
 
-
-def _constant(computation, instruction) -> int | None:
-  """Returns the value of an integer constant; None for other instructions."""
-  instruction = _origin(computation, instruction)
-  if instruction.opcode != 'constant':
+  It is None for what is no scalar integer, or not made of constants and of the
+  state by additions.
+  """
+  instruction = computation[name]
+  if not re.match(r'\(?[su]\d+\[\]', instruction.type):
     return None
-  value = instruction.operands[0]
-  return int(value) if re.fullmatch(r'-?\d+', value) else None
-
-
-def _place(computation, instruction) -> int | None:
-  """Returns the index of the loop state that an instruction reads, or None."""
-  instruction = _origin(computation, instruction)
-  if instruction.opcode != 'get-tuple-element':
-    return None
-  return int(instruction.attribute('index'))
-
-
-def _step(body, index: int) -> int | None:
-  """Returns the increment of a loop's counter per iteration, or None."""
-  after = _origin(body, body.operands(body.root)[index])
-  if after.opcode not in ('add', 'subtract'):
-    return None
-  counter, step = body.operands(after)
-  if after.opcode == 'add' and _place(body, counter) != index:
-    counter, step = step, counter
-  step = _constant(body, step)
-  if step is None or _place(body, counter) != index:
-    return None
-  return step if after.opcode == 'add' else -step
+  opcode, operands = instruction.opcode, instruction.operands
+  if opcode == 'constant':
+    return int(operands[0])
+  if opcode in _COPIES:
+    return _integer(computation, operands[0], state)
+  if opcode == 'get-tuple-element':
+    of_state = computation[operands[0]].opcode == 'parameter' and state
+    return state[int(instruction.attribute('index'))] if of_state else None
+  if opcode in ('add', 'subtract'):
+    values = [_integer(computation, operand, state) for operand in operands]
+    if None not in values:
+      return values[0] + (1 if opcode == 'add' else -1) * values[1]
+  return None
