@@ -1,7 +1,7 @@
 """Trains the runs of a sweep; any number of workers may share its directory.
 
 A worker that trains a run holds the lock of its directory, which is released if
-the worker dies; see `train/lock.py`. When the run has finished or diverged, its
+the worker dies; see `runs/lock.py`. When the run has finished or diverged, its
 result is written to `results/ID.json`, atomically and under the lock. A run
 that has a result is never trained again, and one that was stopped is resumed.
 """
@@ -20,15 +20,15 @@ import jax
 from mod_jax import cli, parallel
 from mod_jax.data import fingerprint
 from mod_jax.errors import UserError
+from mod_jax.runs import lock as lock_lib
+from mod_jax.runs import metrics as metrics_lib
+from mod_jax.runs import stop as stop_lib
+from mod_jax.runs import workdir as workdir_lib
+from mod_jax.runs.run_config import fitted
 from mod_jax.sweeps import manifest
 from mod_jax.sweeps.manifest import Entry
 from mod_jax.tasks import make_task, phases
 from mod_jax.tasks.experiment import ExperimentConfig
-from mod_jax.train import lock as lock_lib
-from mod_jax.train import metrics as metrics_lib
-from mod_jax.train import stop as stop_lib
-from mod_jax.train import workdir as workdir_lib
-from mod_jax.train.run_config import fitted
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

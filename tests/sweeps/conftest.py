@@ -5,9 +5,9 @@ import types
 
 import pytest
 
+from mod_jax.runs import workdir as workdir_lib
+from mod_jax.runs.metrics import MetricWriter
 from mod_jax.train import loop
-from mod_jax.train import workdir as workdir_lib
-from mod_jax.train.metrics import MetricWriter
 
 
 @pytest.fixture
