@@ -148,9 +148,13 @@ def run(
     phases.finished(*phase_runs[-1], allow_changed_data=allow_changed_data)
 
   def finish() -> list[Point]:
-    finished = _finished(jobs, axes)
-    if jax.process_index() == 0:
-      _write(workdir, axes, finished)
+    results = None
+    # Repeat, in case that another worker adds a result while this one writes.
+    while (latest := [job.result() for job in jobs]) != results:
+      results = latest
+      finished = _finished(jobs, results, axes)
+      if jax.process_index() == 0:
+        _write(workdir, axes, finished)
     return finished
 
   run_lib.train(jobs, allow_changed_data=allow_changed_data, after=finish)
@@ -161,7 +165,7 @@ def run(
   return finished
 
 
-def _finished(jobs, axes) -> list[Point]:
+def _finished(jobs, results, axes) -> list[Point]:
   return [
     Point(
       name=job.id,
@@ -170,8 +174,10 @@ def _finished(jobs, axes) -> list[Point]:
       main=_main(job, result['metrics']),
       diverged=result['diverged'],
     )
-    for job, values in zip(jobs, _combinations(axes), strict=True)
-    if (result := job.result()) is not None
+    for job, result, values in zip(
+      jobs, results, _combinations(axes), strict=True
+    )
+    if result is not None
   ]
 
 
