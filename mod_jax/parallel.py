@@ -327,7 +327,8 @@ def check_batch(batch_size: int, mesh: jax.sharding.Mesh, what: str) -> None:
   if batch_size % parts:
     raise UserError(
       f'{what}={batch_size} does not divide by the {parts} devices along the'
-      f" mesh's data, fsdp and expert axes: use a multiple of {parts}."
+      f" mesh's data, fsdp and expert axes: use a multiple of {parts}, or a"
+      ' larger mesh.tensor.'
     )
 
 

@@ -28,6 +28,7 @@ LAYERS = (
   ('serving',),
   ('cli',),
   ('sweeps',),
+  ('prove',),
   ('scripts', 'lm_eval'),
 )
 # Also command lines, by `python -m`: they may import whatever scripts may.

@@ -189,7 +189,7 @@ def test_what_another_worker_holds_is_left_to_it(
 def test_what_another_worker_finished_meanwhile_is_not_left(
   trained, tmp_path, monkeypatch, capsys
 ):
-  manifest.write(tmp_path, entries(1, 2))
+  digest = manifest.write(tmp_path, entries(1, 2))
   held = lock.held
 
   def by_another_at_first(folder):
@@ -197,11 +197,8 @@ def test_what_another_worker_finished_meanwhile_is_not_left(
       raise lock.InUse('by another worker')
     result = run.result_path(tmp_path, entries(1)[0])
     result.parent.mkdir(exist_ok=True)
-    result.write_text(
-      json.dumps(
-        dict.fromkeys(('id', 'manifest', 'diverged', 'loss', 'metrics'))
-      )
-    )
+    names = ('id', 'diverged', 'loss', 'metrics')
+    result.write_text(json.dumps(dict.fromkeys(names) | {'manifest': digest}))
     return held(folder)
 
   monkeypatch.setattr(lock, 'held', by_another_at_first)
@@ -242,7 +239,7 @@ def test_refused(trained, tmp_path, command):
     run.results(tmp_path)
   for arguments, message in (
     ([], '--workdir is missing'),
-    (['--workdir=x', '--index=-1'], 'expected 0 or more'),
+    (['--workdir=x', '--index=-1'], 'non-negative integer'),
     (['--workdir=x', '--range=1-2'], 'expected A:B'),
     (['--workdir=x', '--range=1:2', '--index=1'], 'give one of them'),
     ([f'--workdir={tmp_path}/c'], 'holds no sweep'),
