@@ -144,14 +144,6 @@ def _load(workdir, step):
   return dataclasses.replace(run, variables=jax.device_get(variables))
 
 
-def _export(run):
-  args = flags.FLAGS
-  export_lib.export(
-    run, args.export, args.export_format, dense=args.export_dense
-  )
-  print(f'exported: {args.export}')
-
-
 def _predict(run) -> list[str]:
   """Prints the classes of pictures; returns those that cannot be read."""
   path = flags.FLAGS.predictions
@@ -183,10 +175,8 @@ def _predict(run) -> list[str]:
       answer = row.get('error')
       if answer is None:
         row['probabilities'] = next(answers)
-        class_probabilities = row['probabilities'].items()
         answer = ', '.join(
-          f'{name} {probability:.1%}'
-          for name, probability in class_probabilities
+          f'{name} {p:.1%}' for name, p in row['probabilities'].items()
         )
       print(f'{row["file"]:{width}}  {answer}')
     rows += batch
@@ -240,14 +230,13 @@ def main(_) -> None:
     if args.predict:
       unreadable = _predict(run)
     if args.export:
-      _export(run)
+      export_lib.export(
+        run, args.export, args.export_format, dense=args.export_dense
+      )
+      print(f'exported: {args.export}')
+  in_training = args.evaluate or args.study or args.sample
   # With nothing to do, the run is at least looked at.
-  if (
-    args.evaluate
-    or args.study
-    or args.sample
-    or not (args.predict or args.export)
-  ):
+  if in_training or not (args.predict or args.export):
     _evaluate(args)
   if unreadable:
     more = ', …' if len(unreadable) > 3 else ''
@@ -258,14 +247,14 @@ def main(_) -> None:
     )
 
 
-def _evaluate(given):
-  trained = tasks.load(given.workdir, step=given.step)
-  evaluation.find_studies(trained.task, given.study)
-  if given.sample:  # Before the slow evaluation, since bad flags are refused.
+def _evaluate(args):
+  trained = tasks.load(args.workdir, step=args.step)
+  evaluation.find_studies(trained.task, args.study)
+  if args.sample:  # Before the slow evaluation, since bad flags are refused.
     _sample(trained.task, trained)
-  if given.evaluate:
-    evaluation.evaluate(trained, given.workdir, batches=given.batches)
-  evaluation.study(trained, given.study, given.workdir)
+  if args.evaluate:
+    evaluation.evaluate(trained, args.workdir, batches=args.batches)
+  evaluation.study(trained, args.study, args.workdir)
 
 
 def run() -> None:
