@@ -136,7 +136,6 @@ class _Run:
       self.workdir, profile, config.train.num_steps
     )
     self.first = jax.process_index() == 0
-    self.history = history_lib.History(self.workdir, enabled=self.first)
     changes = workdir_lib.check(
       self.workdir, config, allow_changes=allow_changed_config
     )
@@ -162,10 +161,10 @@ class _Run:
         first = self._step(self.task.static_args(0))
         first.trace(self.abstract, batch, self.teacher)
     self.changed = bool(changes)
-    if changes:
+    if changes and self.first:
       # Before the config is replaced, since it explains to later readers why
       # older checkpoints have another config.
-      self.history.add('changed', reached, fields=changes)
+      metrics_lib.add_event(self.workdir, 'changed', reached, fields=changes)
     if self.first:
       workdir_lib.claim(self.workdir, config)
       for name, text in self.task.files().items():
@@ -192,7 +191,8 @@ class _Run:
       else:
         state, start = restored.state, restored.step
         self.last_saved = start
-      self._note_start(start)
+      records = metrics_lib.read(self.workdir)
+      reached = max((record['step'] for record in records), default=0)
       stack.enter_context(self.profiler)
       self.writer = stack.enter_context(
         metrics_lib.MetricWriter(
@@ -203,6 +203,15 @@ class _Run:
           config_json=config_lib.to_json(config),
           name=config.name,
         )
+      )
+      self.writer.event(
+        'start',
+        start,
+        time=self.began,
+        lost_steps=max(0, reached - start),
+        devices=f'{self.mesh.size} {jax.devices()[0].device_kind}',
+        processes=jax.process_count(),
+        jax=jax.__version__,
       )
       self.progress = stack.enter_context(
         Progress(
@@ -244,27 +253,13 @@ class _Run:
     of_each = [peaks.of(device, self.task.dtype) for device in devices]
     return None if None in of_each else sum(of_each)
 
-  def _note_start(self, step):
-    reached = max(
-      (x['step'] for x in metrics_lib.read(self.workdir)), default=0
-    )
-    self.history.add(
-      'start',
-      step,
-      time=self.began,
-      lost_steps=max(0, reached - step),
-      devices=f'{self.mesh.size} {jax.devices()[0].device_kind}',
-      processes=jax.process_count(),
-      jax=jax.__version__,
-    )
-
   def _stop(self, step, state):
     saved = 'nothing to save'
     if step:
       self._save(step, state)
       saved = 'saved'
     self.checkpointer.wait()
-    self.history.add('end', step)
+    self.writer.event('end', step)
     self.progress.close()  # Prints its last line, before ours.
     if self.first:
       print(
@@ -368,7 +363,7 @@ class _Run:
       if step == start + 1 or step % config.log.every == 0 or last:
         self._flush()
       if step == start + 1:
-        self.history.add('first_step', step)
+        self.writer.event('first_step', step)
       if self._evaluation_due(step):
         self._flush()
         with contextlib.suppress(stop_lib.Stopped):  # `after_step` stops.
@@ -496,8 +491,9 @@ class _Run:
       step, state, batches=self.config.evaluation.final_batches
     )
     self._check_numbers(step, self.task.main_metrics(metrics), 'held-out ')
-    self.history.add('end', step)
-    if restarts := self.history.report():
+    self.writer.event('end', step)
+    events = history_lib.read(self.workdir)
+    if restarts := history_lib.cost_of_restarts(events):
       self.progress.message(restarts)
     self.progress.close()
     if self.first:
