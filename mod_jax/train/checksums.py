@@ -19,10 +19,9 @@ _OWN_DIGESTS = 'sha256.process_{}.json'  # Until the manifest is written.
 def hash_own_files(item) -> None:
   """Writes the digests of this process's files into the item's directory."""
   directory = item / _OWN_FILES.format(jax.process_index())
-  names = _files(directory, f'{item.name}/') if directory.exists() else []
-  digests = _digests(item.parent, names)
+  names = _files(directory) if directory.exists() else []
   path = item / _OWN_DIGESTS.format(jax.process_index())
-  path.write_text(json.dumps(digests))
+  path.write_text(json.dumps(_digests(item, names)))
 
 
 def write(checkpoint, item: str) -> None:
@@ -33,7 +32,8 @@ def write(checkpoint, item: str) -> None:
   manifest = {}
   for i in range(jax.process_count()):
     path = checkpoint / item / _OWN_DIGESTS.format(i)
-    manifest |= json.loads(path.read_text())
+    for name, digest in json.loads(path.read_text()).items():
+      manifest[f'{item}/{name}'] = digest
     path.unlink()
   rest = [name for name in _item_files(checkpoint) if name not in manifest]
   manifest |= _digests(checkpoint, rest)
@@ -83,13 +83,12 @@ def _item_files(directory) -> list[str]:
   Files beside the items are left out: Orbax changes them at the commit.
   """
   items = [path for path in directory.iterdir() if path.is_dir()]
-  return [name for item in items for name in _files(item, '')]
+  return [name for item in items for name in _files(item)]
 
 
-def _files(directory, prefix) -> list[str]:
-  """Returns the paths of all files below a directory, its own name included."""
-  prefix = f'{prefix}{directory.name}/'
+def _files(directory) -> list[str]:
+  """Returns the paths of all files below a directory, with its own name."""
   names = []
   for path in directory.iterdir():
-    names += _files(path, prefix) if path.is_dir() else [prefix + path.name]
-  return names
+    names += _files(path) if path.is_dir() else [path.name]
+  return [f'{directory.name}/{name}' for name in names]

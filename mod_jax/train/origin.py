@@ -45,10 +45,12 @@ def check_config(
   or, according to the run's history, after the checkpoint was saved. Other
   differences come from an edited `config.json`.
   """
-  saved_config = saved.metadata.get(_CONFIG)
-  if saved_config is None:
+  if _CONFIG not in saved.metadata:
     return
-  saved_config = config_lib.from_json(type(config), json.dumps(saved_config))
+  text = json.dumps(saved.metadata[_CONFIG])
+  saved_config = config_lib.from_json(type(config), text)
+  if saved_config == config:
+    return  # The history may be long, and is no longer needed.
   refuse_differences(
     saved_config,
     config,

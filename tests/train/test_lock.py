@@ -22,10 +22,10 @@ with lock.held(sys.argv[1]):
 FOREIGN = {'pid': 7, 'host': 'there', 'time': 'yesterday', 'machine': 'another'}
 
 
-def leave(directory, text=json.dumps(FOREIGN)):
+def leave(directory, text=None, **changes):
   """Puts down a lock, by default as another machine does; returns its path."""
   path = directory / lock.FILE
-  path.write_text(text)
+  path.write_text(json.dumps(FOREIGN | changes) if text is None else text)
   return path
 
 
@@ -69,7 +69,10 @@ def test_leaves_nothing_behind(tmp_path):
 
 
 def test_a_full_disk_leaves_no_half_of_a_lock(tmp_path, monkeypatch):
-  monkeypatch.setattr(lock, 'open', lambda *_: open('/dev/full', 'w'), False)
+  def full(*_):
+    return os.fdopen(os.open('/dev/full', os.O_WRONLY), 'w')
+
+  monkeypatch.setattr(lock, 'open', full, raising=False)
   with pytest.raises(UserError, match='No space'), lock.held(tmp_path / 'run'):
     pass
   assert names(tmp_path) == []
@@ -120,7 +123,7 @@ class TestThisMachine:
         owner.acquire()
         machine = owner._machine if dead == 'here' else 'another'
         owner.release()
-        leave(tmp_path, json.dumps(FOREIGN | {'machine': machine}))
+        leave(tmp_path, machine=machine)
       locks = [lock.Lock(tmp_path / lock.FILE) for _ in range(8)]
       start = threading.Barrier(len(locks))
       refused = []
@@ -169,7 +172,7 @@ class TestAnotherMachine:
 
     def write_first(path, data):
       write(path, data)
-      leave(tmp_path, json.dumps(FOREIGN | {'pid': 8}))
+      leave(tmp_path, pid=8)
 
     monkeypatch.setattr(lock.paths, 'write_bytes', write_first)
     with pytest.raises(lock.InUse, match='in use by process 8'):
@@ -181,9 +184,9 @@ class TestAnotherMachine:
       raise OSError(38, 'Function not implemented')
 
     monkeypatch.setattr(lock.fcntl, 'flock', unsupported)
-    with lock.held(tmp_path):
-      with pytest.raises(lock.InUse, match=f'by process {os.getpid()}'):
-        lock.Lock(tmp_path / lock.FILE).acquire()
+    refused = pytest.raises(lock.InUse, match=f'by process {os.getpid()}')
+    with lock.held(tmp_path), refused:
+      lock.Lock(tmp_path / lock.FILE).acquire()
     leave(tmp_path)
     with lock.held(tmp_path):
       pass
