@@ -1,0 +1,71 @@
+"""The starts, restarts and ends of a run, and the time that restarts cost.
+
+They stand in `metrics.jsonl`, each as a line `{"step": 120, "kind": "event",
+"event": "start", "time": …}`. Events are `start`, where training begins or
+continues, with details of the process; `first_step`, when the first step after
+it is done and all is compiled; `end`, which a killed process does not write;
+and `changed`, with the `fields`, where a run continues with another config.
+Times are seconds since 1970.
+"""
+
+import json
+
+from mod_jax import paths
+from mod_jax.errors import UserError
+from mod_jax.runs import metrics
+
+_FORMER_FILE = 'history.jsonl'  # Earlier versions wrote the events there.
+
+
+def read(workdir) -> list[dict]:
+  """Returns the events of a run, oldest first; empty if there are none."""
+  path = paths.expand(workdir) / _FORMER_FILE
+  events = []
+  if path.exists():
+    try:
+      events = [json.loads(line) for line in path.read_text().splitlines()]
+      if not all({'event', 'time', 'step'} <= set(event) for event in events):
+        raise ValueError
+    except (ValueError, TypeError) as error:
+      raise UserError(
+        f'{path} is not what a run writes: move it away; only the record of'
+        ' restarts and of changed settings is lost, and a run with such goes on'
+        ' by --allow_changed_config.'
+      ) from error
+  return events + metrics.read_events(workdir)
+
+
+def changed_at(workdir) -> int:
+  """Returns the last step at which a run's config was changed, or -1."""
+  changes = [e['step'] for e in read(workdir) if e['event'] == 'changed']
+  return max(changes, default=-1)
+
+
+def cost_of_restarts(events: list[dict]) -> str | None:
+  """Returns a sentence on what restarts have cost; None without any.
+
+  The cost of a restart is the time from its start to the end of its first step,
+  and the time of the unsaved steps that were taken again.
+  """
+  lives = []
+  for event in events:
+    if event['event'] == 'start':
+      lives.append({})
+    if lives:
+      lives[-1][event['event']] = event
+  restarts = [life for life in lives[1:] if 'first_step' in life]
+  if not restarts:
+    return None
+  starting = sum(
+    life['first_step']['time'] - life['start']['time'] for life in restarts
+  )
+  again = sum(life['start']['lost_steps'] for life in restarts)
+  timed = [life for life in lives if {'first_step', 'end'} <= life.keys()]
+  steps = sum(x['end']['step'] - x['first_step']['step'] for x in timed)
+  seconds = sum(x['end']['time'] - x['first_step']['time'] for x in timed)
+  lost = starting + again * seconds / max(1, steps)
+  times = 'once' if len(restarts) == 1 else f'{len(restarts)} times'
+  return (
+    f'continued {times}, which cost about {lost:.0f} s: {starting:.0f} s to'
+    f' start, and {again} step(s) done again'
+  )

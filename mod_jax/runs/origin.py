@@ -1,0 +1,83 @@
+"""Compares config and data of a checkpoint with those of its run."""
+
+import json
+from typing import Any
+
+from absl import logging
+import jax
+from jax.experimental import multihost_utils
+import numpy as np
+
+from mod_jax import config as config_lib
+from mod_jax.data import fingerprint
+from mod_jax.errors import UserError
+from mod_jax.runs import history
+from mod_jax.runs.run_config import RunConfig
+from mod_jax.runs.workdir import listed, refuse_differences
+
+_CONFIG, _DATA = 'config', 'data'  # Keys of a checkpoint's metadata.
+
+
+def describe(config: RunConfig, task) -> dict[str, Any]:
+  """Returns the metadata of each checkpoint: config and data fingerprint.
+
+  Raises UserError if the hosts of a run do not see the same data.
+  """
+  data = task.data_fingerprint()
+  if jax.process_count() > 1:
+    digest = np.frombuffer(fingerprint.digest(data).encode(), np.uint8)
+    digests = multihost_utils.process_allgather(digest)
+    other = np.flatnonzero(np.any(digests != digests[0], axis=1))
+    if other.size:
+      raise UserError(
+        f'host {other[0]} does not see the same data as host 0: give all hosts'
+        ' the same files.'
+      )
+  return {_CONFIG: json.loads(config_lib.to_json(config)), _DATA: data}
+
+
+def check_config(
+  workdir, config: RunConfig, saved, *, changed: bool = False
+) -> None:
+  """Raises UserError if a checkpoint was saved with another config.
+
+  `CHANGEABLE` fields may differ if the user has allowed that, now (`changed`)
+  or, according to the run's history, after the checkpoint was saved. Other
+  differences come from an edited `config.json`.
+  """
+  if _CONFIG not in saved.metadata:
+    return
+  text = json.dumps(saved.metadata[_CONFIG])
+  saved_config = config_lib.from_json(type(config), text)
+  if saved_config == config:
+    return  # The history may be long, and is no longer needed.
+  refuse_differences(
+    saved_config,
+    config,
+    f'the checkpoint at step {saved.step} in {workdir} was saved with a'
+    ' different config',
+    'undo what was changed in config.json or on the command line, or use'
+    ' another workdir',
+    allow_changes=changed or saved.step <= history.changed_at(workdir),
+  )
+
+
+def check_data(saved, data: dict[str, Any], *, allow: bool) -> None:
+  """Raises UserError if the data differ from a checkpoint's; `allow` warns."""
+  changes = changed_data(saved, data)
+  if changes and not allow:
+    raise UserError(
+      f'{changes}: put them back, use another workdir, or go on with what is'
+      ' there by --allow_changed_data.'
+    )
+  if changes:
+    logging.warning('%s: going on with what is there now.', changes)
+
+
+def changed_data(saved, data: dict[str, Any]) -> str:
+  """Returns how data differ from those of a checkpoint, or ''."""
+  before = saved.metadata.get(_DATA)
+  differences = [] if before is None else fingerprint.differences(before, data)
+  if not differences:
+    return ''
+  return f'the data changed since step {saved.step} ({listed(differences)})'
