@@ -308,7 +308,8 @@ def steps(directory) -> list[int]:
       return []
     if paths.is_remote(directory):  # Unfinished ones have their final name.
       names &= {str(step) for step in ocp.utils.checkpoint_steps(directory)}
-  return sorted(int(name) for name in names if name.isdecimal())
+  numbers = (int(name) for name in names if name.isdecimal())
+  return sorted(number for number in numbers if str(number) in names)
 
 
 def peek(directory, step: int) -> Restored | None:
