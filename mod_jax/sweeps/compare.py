@@ -2,7 +2,7 @@
 
 The picture shows their losses over steps, training FLOPs and time. Time is
 computed from a run's mean seconds per step, including evaluations and saves but
-not restarts, according to its `history.jsonl`.
+not restarts, according to its history.
 """
 
 from collections.abc import Sequence

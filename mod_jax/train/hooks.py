@@ -14,12 +14,12 @@ import jax.numpy as jnp
 from mod_jax import config as config_lib
 from mod_jax import parallel, trees
 from mod_jax.errors import UserError
+from mod_jax.runs import history as history_lib
 from mod_jax.runs import lock as lock_lib
 from mod_jax.runs import metrics as metrics_lib
 from mod_jax.runs import stop as stop_lib
 from mod_jax.runs import workdir as workdir_lib
 from mod_jax.runs.checkpoints import Checkpointer
-from mod_jax.runs.history import History
 from mod_jax.runs.run_config import RunConfig
 from mod_jax.train import evaluation
 from mod_jax.train.progress import Progress
@@ -46,7 +46,6 @@ class Run:
   restored: bool  # Whether the state is that of a checkpoint.
   compiled_step: Callable[..., Any]  # Returns `jit_step` of `static_args`.
   first: bool  # Whether this is the first host.
-  history: History
   checkpointer: Checkpointer
   writer: metrics_lib.MetricWriter
   progress: Progress
@@ -97,7 +96,7 @@ class Log(Hook):
     if first or last or step % config.log.every == 0:
       self.flush()
     if first:
-      self.run.history.add('first_step', step)
+      self.run.writer.event('first_step', step)
 
   def flush(self) -> None:
     """Writes and checks the metrics of the steps since the last flush."""
@@ -233,8 +232,9 @@ class Report(Hook):
 
   def finish(self, step, state):
     run = self.run
-    run.history.add('end', step)
-    if restarts := run.history.report():
+    run.writer.event('end', step)
+    events = history_lib.read(run.workdir)
+    if restarts := history_lib.cost_of_restarts(events):
       run.progress.message(restarts)
     run.progress.close()
     if not run.first:

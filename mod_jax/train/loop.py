@@ -16,7 +16,6 @@ from mod_jax import optimizer as optimizer_lib
 from mod_jax import parallel, peaks
 from mod_jax.errors import UserError
 from mod_jax.runs import checkpoints as checkpoints_lib
-from mod_jax.runs import history as history_lib
 from mod_jax.runs import lock as lock_lib
 from mod_jax.runs import metrics as metrics_lib
 from mod_jax.runs import origin as origin_lib
@@ -134,7 +133,7 @@ def train(
     if step:
       save.now(step, state)
     run.checkpointer.wait()
-    run.history.add('end', step)
+    run.writer.event('end', step)
     run.progress.close()  # Prints its last line, before ours.
     if run.first:
       print(
@@ -183,7 +182,6 @@ def build(
   iterator = modality.train_iterator(shard_index=index, shard_count=count)
   origin = origin_lib.describe(config, modality)
   first = jax.process_index() == 0
-  history = history_lib.History(workdir, enabled=first)
   changed = workdir_lib.check(
     workdir, config, allow_changes=allow_changed_config
   )
@@ -215,10 +213,10 @@ def build(
       first_step.trace(abstract, parallel.abstract_batch(shapes, mesh), teacher)
     if not saved:
       state = _new_state(task, config, optimizer, abstract)
-    if changed:
+    if changed and first:
       # Before the config is replaced, since it explains to later readers why
       # older checkpoints have another config.
-      history.add('changed', start, fields=changed)
+      metrics_lib.add_event(workdir, 'changed', start, fields=changed)
     if first:
       workdir_lib.claim(workdir, config)
       for name, text in modality.files().items():
@@ -236,7 +234,9 @@ def build(
       if saved:
         restored = checkpointer.restore(abstract, iterator, check=check)
         state, start = restored.state, restored.step
-      _note_start(history, workdir, began, start, mesh)
+      # The writer removes lines of steps that were not saved.
+      records = metrics_lib.read(workdir)
+      reached = max((record['step'] for record in records), default=0)
       flops_of = functools.cache(task.flops_per_step)
       with (
         metrics_lib.MetricWriter(
@@ -257,6 +257,15 @@ def build(
           enabled=first,
         ) as progress,
       ):
+        writer.event(
+          'start',
+          start,
+          time=began,
+          lost_steps=max(0, reached - start),
+          devices=f'{mesh.size} {jax.devices()[0].device_kind}',
+          processes=jax.process_count(),
+          jax=jax.__version__,
+        )
         yield hooks_lib.Run(
           task=task,
           config=config,
@@ -264,7 +273,6 @@ def build(
           mesh=mesh,
           iterator=iterator,
           origin=origin,
-          history=history,
           checkpointer=checkpointer,
           writer=writer,
           progress=progress,
@@ -286,20 +294,6 @@ def _new_state(task, config, optimizer, abstract):
     return state
   weights = task.start(state.params, state.model_state, config.init)
   return state_lib.with_weights(state, abstract, *weights)
-
-
-def _note_start(history, workdir, began, step, mesh):
-  lines = metrics_lib.read(workdir)
-  reached = max((line['step'] for line in lines), default=0)
-  history.add(
-    'start',
-    step,
-    time=began,
-    lost_steps=max(0, reached - step),
-    devices=f'{mesh.size} {jax.devices()[0].device_kind}',
-    processes=jax.process_count(),
-    jax=jax.__version__,
-  )
 
 
 def _greet(run):

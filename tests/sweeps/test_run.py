@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import json
-import os
 import signal
 
 import pytest
@@ -170,18 +169,12 @@ def test_what_another_worker_holds_is_left_to_it(
   runs = entries(1, 2)
   manifest.write(tmp_path, runs)
   folder = run.directory(tmp_path, runs[0])
-  folder.mkdir(parents=True)
-  held = folder / lock.FILE
-  # Of a process that lives: our parent.
-  owner = lock._identity() | {
-    'pid': os.getppid(),
-    'started': lock._started(os.getppid()),
-  }
-  held.write_text(json.dumps(owner))
+  owner = lock.Lock(folder / lock.FILE)
+  owner.acquire()
   assert run.run(tmp_path) == ['run_1']
   assert trained == [2]
   assert '1 of 2 runs have no result yet' in capsys.readouterr().err
-  held.write_text(json.dumps(owner | {'started': '0'}))  # It is dead.
+  owner.release()
   assert run.run(tmp_path) == []
   assert trained == [2, 1]
 
