@@ -38,7 +38,7 @@ from mod_jax.layers.acm import AdaptiveConfig
 from mod_jax.layers.routed import LIKE_DENSE, VisionRoutingConfig
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.vit import ViTConfig
-from mod_jax.serving import complete as complete_lib
+from mod_jax.pretrained import complete as complete_lib
 from mod_jax.tasks.experiment import (
   ExperimentConfig,
   PhaseConfig,

@@ -27,9 +27,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from mod_jax.errors import UserError
+from mod_jax.pretrained.load import Run
 from mod_jax.serving import requests
 from mod_jax.serving.engine import Engine
-from mod_jax.serving.run import Run
 from mod_jax.serving.text_process import TextProcess
 
 LOOPBACK = ('localhost', '127.0.0.1', '[::1]')

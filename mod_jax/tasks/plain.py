@@ -14,7 +14,8 @@ from mod_jax.layers.mode import Mode
 from mod_jax.layers.routed import Routing, RoutingConfig
 from mod_jax.losses import sums
 from mod_jax.losses.sums import MetricSums, Pair
-from mod_jax.tasks import capacity_warmup, warm_start
+from mod_jax.pretrained import source as source_lib
+from mod_jax.tasks import capacity_warmup
 from mod_jax.tasks.modality import Modality
 from mod_jax.train import evaluation
 from mod_jax.train import task as task_lib
@@ -89,11 +90,10 @@ class Plain(task_lib.Task):
   def beginning(self, params, model_state, mesh):
     """Compares the held-out losses of the initial and the dense model."""
     config = self.config
-    if (
-      config.model.routing is None
-      or config.model.adaptive is not None
-      or warm_start.is_routed(config.init)
-    ):
+    if config.model.routing is None or config.model.adaptive is not None:
+      return ''
+    source = source_lib.Source.open(config.init)
+    if source.ours and source.config.routing is not None:
       return ''
     routed = capacity_warmup.at_floor(config.model, self.static_args(0))
     dense = _with_all_tokens(config.model)

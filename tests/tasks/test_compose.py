@@ -22,8 +22,8 @@ from mod_jax.models import acm
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.models.vit import ViTConfig
-from mod_jax.serving import export
-from mod_jax.serving import run as run_lib
+from mod_jax.pretrained import export
+from mod_jax.pretrained import load as load_lib
 from mod_jax.tasks import make_task, phases
 from mod_jax.tasks.adaptive import Adaptive
 from mod_jax.tasks.experiment import (
@@ -308,9 +308,9 @@ class TestEvaluation:
 
   def test_loads_predicts_and_exports_itself_alone(self, tmp_path):
     flat = saved(tmp_path / 'run', MODEL, 0)
-    run = run_lib.load(tmp_path / 'run')
+    run = load_lib.load(tmp_path / 'run')
     export.export(run, tmp_path / 'ours')
-    again = run_lib.load(tmp_path / 'ours')
+    again = load_lib.load(tmp_path / 'ours')
     assert again.config == MODEL
     loaded = trees.flatten(dict(again.variables)['params'])
     assert loaded.keys() == flat.keys()

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import logging
 import pathlib
+import types
 from types import SimpleNamespace
 
 from absl import logging as absl_logging
@@ -30,6 +31,7 @@ from mod_jax.layers.stem import ConvStemConfig
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.models.vit import ViTConfig, resize_positions
+from mod_jax.pretrained import source as source_lib
 from mod_jax.tasks import make_task, phases, warm_start
 from mod_jax.tasks.experiment import (
   ACMObjective,
@@ -638,10 +640,8 @@ class TestStart:
 
   def test_a_routed_run_becomes_dense(self, dense_run, tmp_path, monkeypatch):
     routed, _ = init(make(MOD))
-    monkeypatch.setattr(warm_start, 'is_workdir', lambda path: True)
-    monkeypatch.setattr(
-      warm_start, 'read_workdir', lambda path: (None, routed, {})
-    )
+    run = types.SimpleNamespace(ours=True, read=lambda: {'params': routed})
+    monkeypatch.setattr(source_lib.Source, 'open', lambda path: run)
     _, params, _ = adapt(make(), tmp_path)
     expected = trees.flatten(routed)
     del expected['block_1/router/kernel']

@@ -16,7 +16,8 @@ from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
 from mod_jax.layers.routed import MoDConfig
 from mod_jax.models.lm import LMConfig
-from mod_jax.tasks import make_task, warm_start
+from mod_jax.pretrained.source import Source
+from mod_jax.tasks import make_task
 from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train import checkpoints as checkpoints_lib
 from mod_jax.train import evaluation, loop
@@ -150,11 +151,13 @@ def source(tmp_path_factory):
 class TestStart:
   def test_reads_a_run_without_its_task(self, source):
     workdir, state = source
-    config, params, model_state = warm_start.read_workdir(workdir)
-    assert config == workdir_lib.read_config(workdir, ExperimentConfig)
-    assert_equal(params, state.ema)
-    assert params.keys() == {'block_0', 'head'}
-    assert float(model_state['statistics']['sum']) == 6
+    source = Source.open(workdir)
+    config = workdir_lib.read_config(workdir, ExperimentConfig)
+    assert source.experiment == config
+    variables = source.read()
+    assert_equal(variables['params'], state.ema)
+    assert variables['params'].keys() == {'block_0', 'head'}
+    assert float(variables['statistics']['sum']) == 6
 
   def test_a_fresh_run_starts_from_it_and_says_how_good_it_is(
     self, source, tmp_path

@@ -15,7 +15,7 @@ from mod_jax.layers.routed import LIKE_DENSE, MoDConfig, VisionRoutingConfig
 from mod_jax.models import acm, lm
 from mod_jax.models.dynamic_vit import DynamicViTConfig, equal_stages
 from mod_jax.models.lm import LMConfig
-from mod_jax.serving.run import Run, load
+from mod_jax.pretrained.load import Run, load
 from mod_jax.tasks import make_task
 from mod_jax.tasks.images import Images
 from mod_jax.tasks.language import Language
