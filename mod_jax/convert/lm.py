@@ -17,6 +17,7 @@ import re
 from typing import Any, Literal
 
 from flax import linen as nn
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -49,7 +50,16 @@ _MUST_BE = {
   'num_local_experts': (),
   'num_experts': (),
 }
-# Their names by ours, as `entry.entries` takes them.
+# Names in a `config.json` of the fields of an `LMConfig` that mean the same.
+_FIELDS = {
+  'vocab_size': 'vocab_size',
+  'num_layers': 'num_hidden_layers',
+  'width': 'hidden_size',
+  'num_heads': 'num_attention_heads',
+  'tied_head': 'tie_word_embeddings',
+  'norm_epsilon': 'rms_norm_eps',
+}
+# Names of their modules and arrays by ours, for `entry.entries`.
 _TABLE = {
   'embedding': 'model.embed_tokens.weight',
   'block_{}/attention_norm': 'model.layers.{}.input_layernorm.',
@@ -72,16 +82,9 @@ _USELESS = r'.*\.rotary_emb\.inv_freq'
 _SHARD = 5 * 10**9
 # Files of the tokenizer and of the generation settings.
 BESIDE = (
-  'tokenizer.json',
-  'tokenizer.model',
-  'tokenizer_config.json',
-  'special_tokens_map.json',
-  'added_tokens.json',
-  'vocab.json',
-  'merges.txt',
-  'chat_template.jinja',
-  'chat_template.json',
-  'generation_config.json',
+  *('tokenizer.json', 'tokenizer.model', 'tokenizer_config.json'),
+  *('special_tokens_map.json', 'added_tokens.json', 'vocab.json', 'merges.txt'),
+  *('chat_template.jinja', 'chat_template.json', 'generation_config.json'),
 )
 
 
@@ -111,11 +114,11 @@ class _Rope:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Llama:
-  """The fields of a `config.json` that are read, except `_Rope` and `_MUST_BE`.
+class _Fields:
+  """The fields of a `config.json` that are read, except `_Rope`, `_MUST_BE`.
 
-  Defaults are those of the family's class in transformers, such as
-  `LlamaConfig`.
+  Where a family's class in transformers has another default, it is in
+  `_DEFAULTS`.
   """
 
   vocab_size: config_lib.Size
@@ -130,37 +133,16 @@ class _Llama:
   max_position_embeddings: config_lib.PositiveCount = 2048
   rms_norm_eps: config_lib.Epsilon = 1e-6
   tie_word_embeddings: bool = False
-
-  @property
-  def windows(self) -> set[int | None]:
-    """The different sliding windows of all layers; None is full attention."""
-    return {None}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Mistral(_Llama):
-  num_key_value_heads: config_lib.Size | None = 8
-  max_position_embeddings: config_lib.PositiveCount = 32 * 4096
-  sliding_window: config_lib.Size | None = 4096
-
-  @property
-  def windows(self) -> set[int | None]:
-    return {self.sliding_window}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Qwen2(_Llama):
-  num_key_value_heads: config_lib.Size | None = 32
-  max_position_embeddings: config_lib.PositiveCount = 32768
-  use_sliding_window: bool = False
-  sliding_window: config_lib.Size | None = 4096
-  max_window_layers: config_lib.Count = 28  # First layer with a window.
+  sliding_window: config_lib.Size | None = None
+  use_sliding_window: bool = True
+  max_window_layers: config_lib.Count = 0  # First layer with a window.
   layer_types: (
     tuple[Literal['full_attention', 'sliding_attention'], ...] | None
   ) = None
 
   @property
   def windows(self) -> set[int | None]:
+    """The different sliding windows of all layers; None is full attention."""
     if not self.use_sliding_window:
       return {None}
     slides = [
@@ -171,18 +153,30 @@ class _Qwen2(_Llama):
     return {self.sliding_window if slide else None for slide in slides}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Qwen3(_Qwen2):
-  head_dim: config_lib.Size = 128
-
-
-_CLASSES = {
-  'llama': _Llama,
-  'mistral': _Mistral,
-  'qwen2': _Qwen2,
-  'qwen3': _Qwen3,
+_QWEN = {
+  'num_key_value_heads': 32,
+  'max_position_embeddings': 32768,
+  'sliding_window': 4096,
+  'use_sliding_window': False,
+  'max_window_layers': 28,
+  'layer_types': None,
 }
-FAMILIES = tuple(_CLASSES)
+_DEFAULTS = {
+  'llama': {},
+  'mistral': {
+    'num_key_value_heads': 8,
+    'max_position_embeddings': 32 * 4096,
+    'sliding_window': 4096,
+  },
+  'qwen2': _QWEN,
+  'qwen3': _QWEN | {'head_dim': 128},
+}
+FAMILIES = tuple(_DEFAULTS)
+# Fields that only families that have a default for them read.
+_WINDOW = {
+  *('sliding_window', 'use_sliding_window', 'max_window_layers'),
+  'layer_types',
+}
 
 
 def holds_model(path: str | os.PathLike) -> bool:
@@ -197,7 +191,9 @@ def _fields(folder: str | os.PathLike) -> dict[str, Any]:
   return paths.read_object(pathlib.Path(folder) / 'config.json')
 
 
-def _read_config(fields: Mapping[str, Any], where: str) -> tuple[_Llama, _Rope]:
+def _read_config(
+  fields: Mapping[str, Any], where: str
+) -> tuple[_Fields, _Rope]:
   """Returns what is used of a `config.json`."""
   family = fields.get('model_type')
   if family not in FAMILIES:
@@ -222,8 +218,11 @@ def _read_config(fields: Mapping[str, Any], where: str) -> tuple[_Llama, _Rope]:
   # Names of older files, overridden by the present ones.
   old = {'rope_theta': fields.get('rope_theta'), 'rope_type': rope.get('type')}
   rope = {name: x for name, x in old.items() if x is not None} | rope
+  defaults = _DEFAULTS[family]
+  unread = _WINDOW - defaults.keys()
+  fields = defaults | {k: x for k, x in fields.items() if k not in unread}
   return (
-    config_lib.from_known(_CLASSES[family], fields, where),
+    config_lib.from_known(_Fields, fields, where),
     config_lib.from_known(_Rope, rope, f'{where}: rope_parameters'),
   )
 
@@ -247,21 +246,16 @@ def _derive(fields: Mapping[str, Any], where: str) -> LMConfig:
     )
   try:
     return LMConfig(
-      vocab_size=saved.vocab_size,
-      num_layers=saved.num_hidden_layers,
-      width=saved.hidden_size,
-      num_heads=saved.num_attention_heads,
+      **{ours: getattr(saved, theirs) for ours, theirs in _FIELDS.items()},
       num_kv_heads=saved.num_key_value_heads or saved.num_attention_heads,
       head_dim=saved.head_dim or saved.hidden_size // saved.num_attention_heads,
       mlp='swiglu',
       mlp_dim=saved.intermediate_size,
-      tied_head=saved.tie_word_embeddings,
       rope_theta=rope.rope_theta,
       rope_scaling=rope.scaling,
       window=next(iter(saved.windows)),
       qkv_bias=fields['model_type'] == 'qwen2',
       qk_norm=fields['model_type'] == 'qwen3',
-      norm_epsilon=saved.rms_norm_eps,
       routing=None,
     )
   except UserError as error:
@@ -319,44 +313,39 @@ def read(path: str | os.PathLike, config: LMConfig) -> dict[str, Lazy]:
     describe=f'{path}, a language model,',
   )
 
-  def lazy(entry):
-    shape = shapes[entry.ours[0]]
+  def lazy(theirs, shape, to_ours):
+    return Lazy(shape, lambda: to_ours(np.asarray(stored[theirs]), shape)[0])
 
-    def read_one():
-      return entry.to_ours(np.asarray(stored[entry.theirs]), shape)[0]
-
-    return Lazy(shape, read_one)
-
-  params = {entry.ours[0]: lazy(entry) for entry in entries}
+  params = {
+    entry.ours[0]: lazy(entry.theirs, shapes[entry.ours[0]], entry.to_ours)
+    for entry in entries
+  }
   return _scanned(config, params) if config.scan_layers else params
 
 
 def _scanned(config: LMConfig, params: Mapping[str, Lazy]) -> dict[str, Lazy]:
   """Stacks the parameters of unscanned layers for scanned layers."""
-  period = config.stack.period
-  groups, rest = {}, {}
-  for name, array in params.items():
-    block = re.match(r'block_(\d+)/(.*)', name)
-    if block is None:
-      rest[name] = array
-      continue
-    group, j = divmod(int(block[1]), period)
-    groups.setdefault(f'layers/block_{j}/{block[2]}', {})[group] = array
 
-  def stacked(parts):
-    arrays = [parts[i] for i in range(len(parts))]
+  def stacked(arrays):
     shape = (len(arrays), *arrays[0].shape)
     return Lazy(shape, lambda: np.stack([np.asarray(x) for x in arrays]))
 
-  return rest | {name: stacked(parts) for name, parts in groups.items()}
+  period, scanned = config.stack.period, {}
+  for name, array in params.items():
+    block = re.match(r'block_(\d+)/(.*)', name)
+    if block is None:
+      scanned[name] = array
+    elif int(block[1]) < period:
+      numbers = range(int(block[1]), config.num_layers, period)
+      scanned[f'layers/{name}'] = stacked(
+        [params[f'block_{i}/{block[2]}'] for i in numbers]
+      )
+  return scanned
 
 
 def load(path: str | os.PathLike, config: LMConfig) -> dict[str, Any]:
   """Returns the parameters of a dense model; arguments as for `read`."""
-  flat = read(path, config)
-  return trees.unflatten(
-    {n: jnp.asarray(np.asarray(x)) for n, x in flat.items()}
-  )
+  return jax.tree.map(jnp.asarray, trees.unflatten(read(path, config)))
 
 
 def save(
@@ -455,28 +444,22 @@ def _write(folder, arrays) -> None:
 
 def _config_json(dense: LMConfig, length: int) -> dict[str, Any]:
   """Returns the fields of a `config.json` of the first family that fits."""
-  block = dense.block
-  family, model = 'llama', 'LlamaForCausalLM'
+  family = 'llama'
   if dense.qk_norm:
-    family, model = 'qwen3', 'Qwen3ForCausalLM'
+    family = 'qwen3'
   elif dense.qkv_bias:
-    family, model = 'qwen2', 'Qwen2ForCausalLM'
+    family = 'qwen2'
   elif dense.window is not None:
-    family, model = 'mistral', 'MistralForCausalLM'
+    family = 'mistral'
   fields = {
-    'architectures': [model],
+    'architectures': [f'{family.capitalize()}ForCausalLM'],
     'model_type': family,
-    'vocab_size': dense.vocab_size,
-    'hidden_size': dense.width,
-    'num_hidden_layers': dense.num_layers,
-    'num_attention_heads': dense.num_heads,
-    'num_key_value_heads': block.attention.num_kv_heads,
-    'head_dim': block.attention.head_dim,
-    'intermediate_size': block.mlp.hidden,
+    **{theirs: getattr(dense, ours) for ours, theirs in _FIELDS.items()},
+    'num_key_value_heads': dense.block.attention.num_kv_heads,
+    'head_dim': dense.block.attention.head_dim,
+    'intermediate_size': dense.block.mlp.hidden,
     'hidden_act': 'silu',
-    'rms_norm_eps': dense.norm_epsilon,
     'rope_theta': dense.rope_theta,
-    'tie_word_embeddings': dense.tied_head,
     'max_position_embeddings': length,
     'torch_dtype': 'float32',
   }

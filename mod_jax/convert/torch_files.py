@@ -6,7 +6,6 @@ name have stand-ins; all others are refused by name.
 """
 
 from collections.abc import Mapping
-import dataclasses
 import io
 import math
 import os
@@ -29,45 +28,22 @@ _PICKLE_BYTES = 64 << 20
 _MAGIC, _PROTOCOL = 0x1950A86A20F9469CFC6C, 1001
 
 
-@dataclasses.dataclass(frozen=True)
-class _Storage:
-  """A flat array in the file, by its key."""
-
-  key: str
-  dtype: np.dtype
-  count: int
-
-  @property
-  def num_bytes(self) -> int:
-    return self.count * self.dtype.itemsize
-
-
-@dataclasses.dataclass(frozen=True)
-class _Tensor:
-  """A view of a storage; offset and strides count elements."""
-
-  storage: _Storage
-  offset: int
-  shape: tuple[int, ...]
-  strides: tuple[int, ...]
-
-  @property
-  def size(self) -> int:
-    return math.prod(self.shape)
-
-
-def _tensor(storage, offset, shape, strides, *_) -> _Tensor:
-  """Returns a tensor, ignoring the arguments for gradients and hooks."""
+def _tensor(storage, offset, shape, strides, *_) -> np.ndarray:
+  """Returns a view of a storage; offset and strides count elements."""
   numbers = (offset, *shape, *strides)
-  if not isinstance(storage, _Storage) or len(shape) != len(strides):
+  if not isinstance(storage, np.ndarray) or storage.ndim != 1:
     raise ValueError('a tensor without numbers')
   if not all(isinstance(n, int) and n >= 0 for n in numbers):
     raise ValueError('a tensor whose shape is none')
-  tensor = _Tensor(storage, offset, tuple(shape), tuple(strides))
   last = offset + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
-  if tensor.size and last >= storage.count:
+  if math.prod(shape) and last >= len(storage):
     raise ValueError('a tensor beyond its storage')
-  return tensor
+  return np.lib.stride_tricks.as_strided(
+    storage[offset:],
+    tuple(shape),
+    [n * storage.itemsize for n in strides],
+    writeable=False,
+  )
 
 
 class _Dictionary(dict):
@@ -116,13 +92,11 @@ _INSTRUCTIONS = (
 # The reader in Python, since that in C allocates as many places as the largest
 # index of an object in the file.
 class _Unpickler(pickle._Unpickler):
-  """Reads a pickle, with the stand-ins alone."""
+  """Reads a pickle; its storages, by key, are zeros to be filled."""
 
   dispatch = {
-    getattr(pickle, name)[0]: pickle._Unpickler.dispatch[
-      getattr(pickle, name)[0]
-    ]
-    for name in _INSTRUCTIONS
+    code: pickle._Unpickler.dispatch[code]
+    for code in (getattr(pickle, name)[0] for name in _INSTRUCTIONS)
   } | {
     pickle.EMPTY_DICT[0]: lambda self: self.append(_Dictionary()),
     # Ignores a dictionary's attributes: versions of modules.
@@ -131,8 +105,7 @@ class _Unpickler(pickle._Unpickler):
 
   def __init__(self, file: BinaryIO, path: pathlib.Path):
     super().__init__(file, encoding='latin1')
-    self.path = path
-    self.storages = {}
+    self.path, self.room, self.storages = path, os.path.getsize(path), {}
 
   def find_class(self, module, name):
     name = f'{module}.{name}'
@@ -147,14 +120,25 @@ class _Unpickler(pickle._Unpickler):
   def persistent_load(self, pid):
     kind, dtype, key, _, count, *view = pid
     if (
-      kind != 'storage' or not isinstance(key, str) or view not in ([], [None])
+      (kind, view) not in (('storage', []), ('storage', [None]))
+      or not isinstance(key, str)
+      or not isinstance(dtype, np.dtype)
+      or not isinstance(count, int)
     ):
       raise ValueError('something other than a storage')
-    if not isinstance(count, int) or count < 0:
-      raise ValueError('a storage without a size')
-    if not isinstance(dtype, np.dtype):
-      raise ValueError('a storage without a type')
-    return self.storages.setdefault(key, _Storage(key, dtype, count))
+    if key not in self.storages:
+      self.room -= count * dtype.itemsize
+      if self.room < 0:
+        raise _too_large(self.path)
+      self.storages[key] = np.zeros(count, dtype)
+    return self.storages[key]
+
+
+def _too_large(path) -> UserError:
+  return UserError(
+    f'{path} has tensors of more numbers than it holds bytes: in PyTorch, save'
+    ' them as they are, not expanded.'
+  )
 
 
 def read(path: pathlib.Path) -> dict[str, np.ndarray]:
@@ -173,12 +157,12 @@ def read(path: pathlib.Path) -> dict[str, np.ndarray]:
   with path.open('rb') as file:
     if zipfile.is_zipfile(file):
       with zipfile.ZipFile(file) as archive:
-        return _read_zip(archive, path)
+        return _weights(_read_zip(archive, path), path)
     file.seek(0)
-    return _read_legacy(file, path)
+    return _weights(_read_legacy(file, path), path)
 
 
-def _read_zip(archive: zipfile.ZipFile, path) -> dict[str, np.ndarray]:
+def _read_zip(archive: zipfile.ZipFile, path: pathlib.Path) -> Any:
   infos = {info.filename: info for info in archive.infolist()}
   pickles = [name for name in infos if name.split('/')[1:] == ['data.pkl']]
   if len(pickles) != 1:
@@ -189,56 +173,50 @@ def _read_zip(archive: zipfile.ZipFile, path) -> dict[str, np.ndarray]:
       f'{path} is a program of TorchScript: in PyTorch, save the state_dict()'
       ' of torch.jit.load(path), and give that file.'
     )
-  size = os.path.getsize(path)
 
-  def entry(name):
-    info = infos[name]
+  def entry(name, most):
+    info = infos[f'{folder}/{name}']
     # Protect against decompression bombs.
-    if info.compress_type != zipfile.ZIP_STORED or info.file_size > size:
+    if info.compress_type != zipfile.ZIP_STORED:
       raise UserError(
-        f'{path} has the compressed entry {name!r}, which torch.save never'
-        ' writes: fetch the file from where it was published.'
+        f'{path} has the compressed entry {info.filename!r}, which torch.save'
+        ' never writes: fetch the file from where it was published.'
       )
+    if info.file_size > most:
+      raise ValueError(f'{info.filename} is longer than expected')
     return archive.read(info)
 
-  if infos[pickles[0]].file_size > _PICKLE_BYTES:
-    raise ValueError('the list of tensors is longer than 64 MiB')
-  order = f'{folder}/byteorder'
-  big_endian = order in infos and entry(order) == b'big'
-  value = _Unpickler(io.BytesIO(entry(pickles[0])), path).load()
-
-  def data(storage):
-    name = f'{folder}/data/{storage.key}'
-    if infos[name].file_size != storage.num_bytes:
-      raise ValueError('a storage of another length')
-    return entry(name)
-
-  return _arrays(_weights(value, path), data, big_endian, path)
+  order = '<'
+  if f'{folder}/byteorder' in infos and entry('byteorder', 9) == b'big':
+    order = '>'
+  unpickler = _Unpickler(io.BytesIO(entry('data.pkl', _PICKLE_BYTES)), path)
+  value = unpickler.load()
+  for key, storage in unpickler.storages.items():
+    _fill(storage, entry(f'data/{key}', storage.nbytes), order)
+  return value
 
 
-def _read_legacy(file: BinaryIO, path) -> dict[str, np.ndarray]:
-  def value():
-    return _Unpickler(file, path).load()
-
-  if [value(), value()] != [_MAGIC, _PROTOCOL]:
+def _read_legacy(file: BinaryIO, path: pathlib.Path) -> Any:
+  if [_Unpickler(file, path).load() for _ in range(2)] != [_MAGIC, _PROTOCOL]:
     raise ValueError('neither a zip archive nor the format before it')
-  machine = value()
-  weights = _Unpickler(file, path)
-  tensors = _weights(weights.load(), path)
-  offsets = {}
-  for key in map(str, value()):
+  machine = _Unpickler(file, path).load()
+  order = '<' if machine['little_endian'] else '>'
+  unpickler = _Unpickler(file, path)
+  value = unpickler.load()
+  for key in map(str, _Unpickler(file, path).load()):
+    storage = unpickler.storages[key]
     file.seek(8, os.SEEK_CUR)  # Skip the size, which the pickle also has.
-    offsets[key] = file.tell()
-    file.seek(weights.storages[key].num_bytes, os.SEEK_CUR)
-
-  def data(storage):
-    file.seek(offsets[storage.key])
-    return file.read(storage.num_bytes)
-
-  return _arrays(tensors, data, not machine['little_endian'], path)
+    _fill(storage, file.read(storage.nbytes), order)
+  return value
 
 
-def _weights(value: Any, path) -> dict[str, _Tensor]:
+def _fill(storage: np.ndarray, data: bytes, order: str) -> None:
+  if len(data) != storage.nbytes:
+    raise ValueError('a storage of another length')
+  storage[:] = np.frombuffer(data, storage.dtype.newbyteorder(order))
+
+
+def _weights(value: Any, path: pathlib.Path) -> dict[str, np.ndarray]:
   """Returns the tensors by name from the contents of a file."""
   for key in _WEIGHTS:
     if isinstance(value, dict) and isinstance(value.get(key), dict):
@@ -250,45 +228,17 @@ def _weights(value: Any, path) -> dict[str, _Tensor]:
       f' {" or ".join(_WEIGHTS)}: in PyTorch, save model.state_dict().'
     )
   for name, tensor in value.items():
-    if not isinstance(name, str) or not isinstance(tensor, _Tensor):
+    if not isinstance(name, str) or not isinstance(tensor, np.ndarray):
       raise UserError(
         f'{path} holds {name!r} among its weights, which is no tensor: in'
         ' PyTorch, save model.state_dict() alone.'
       )
+  # With strides of 0, a small storage can be a huge tensor.
+  if sum(tensor.size for tensor in value.values()) > os.path.getsize(path):
+    raise _too_large(path)
   if all(name.startswith('module.') for name in value):
     value = {k.removeprefix('module.'): v for k, v in value.items()}
   return value
-
-
-def _arrays(
-  tensors, data, big_endian: bool, path: pathlib.Path
-) -> dict[str, np.ndarray]:
-  """Returns arrays from tensors; `data` returns the bytes of a storage."""
-  # Limit the memory: with strides of 0, a small storage can be a huge tensor,
-  # and entries of an archive can overlap.
-  size = os.path.getsize(path)
-  storages = {tensor.storage for tensor in tensors.values()}
-  if (
-    sum(tensor.size for tensor in tensors.values()) > size
-    or sum(storage.num_bytes for storage in storages) > size
-  ):
-    raise UserError(
-      f'{path} has tensors of more numbers than it holds bytes: in PyTorch,'
-      ' save them as they are, not expanded.'
-    )
-  flat = {}
-  arrays = {}
-  for name, tensor in tensors.items():
-    storage = tensor.storage
-    if storage.key not in flat:
-      dtype = storage.dtype.newbyteorder('>' if big_endian else '<')
-      numbers = np.frombuffer(data(storage), dtype, storage.count)
-      flat[storage.key] = numbers.astype(storage.dtype, copy=False)
-    strides = [n * storage.dtype.itemsize for n in tensor.strides]
-    arrays[name] = np.lib.stride_tricks.as_strided(
-      flat[storage.key][tensor.offset :], tensor.shape, strides, writeable=False
-    )
-  return arrays
 
 
 def write(

@@ -4,7 +4,6 @@
 """
 
 import collections
-import dataclasses
 import io
 import os
 import pathlib
@@ -160,21 +159,23 @@ def test_views_within_their_numbers(tmp_path):
     read(0, (10**12,), (0,))
 
 
-def test_entries_that_overlap_are_not_all_read(tmp_path):
-  storage = torch_files._Storage('0', np.dtype('f4'), 100)
-  tensors = {
-    str(i): torch_files._Tensor(
-      dataclasses.replace(storage, key=str(i)), 0, (1,), (1,)
+def test_storages_are_no_larger_than_the_file(tmp_path):
+  """Nor are entries that overlap, or are longer than their storage, read."""
+  storages = [
+    b''.join(
+      (
+        *(plain(str(i)), b'(', plain('storage'), b'ctorch\nFloatStorage\n'),
+        *(plain(str(i)), plain('cpu'), plain(100), b'tQs'),
+      )
     )
     for i in range(9)
-  }
-  path = archive(tmp_path / 'w.pth', bytes(1000))
+  ]
+  path = archive(tmp_path / 'w.pth', b'\x80\x02}' + b''.join(storages) + b'.')
   with pytest.raises(UserError, match='more numbers than it holds bytes'):
-    torch_files._arrays(tensors, lambda _: bytes(400), False, path)
-  # Nor what is longer than its tensor says.
+    files.read(path)
   data = {'data/0': bytes(100)}
   archive(path, tensor(0, (4,), (1,)), **data)
-  with pytest.raises(UserError, match='a storage of another length'):
+  with pytest.raises(UserError, match='data/0 is longer'):
     files.read(path)
 
 
