@@ -50,8 +50,9 @@ def find(path: str | os.PathLike) -> pathlib.Path:
       if (path / name).is_file():
         return path / name
     raise UserError(
-      f'{path} holds no {" or ".join(_IN_DIRECTORY)}: give the file of weights'
-      f' itself, one of {" or ".join(SUFFIXES)}.'
+      f'{path} holds no {" or ".join(_IN_DIRECTORY)}, and no run: give the'
+      ' directory that holds config.json, or the file of weights itself, one of'
+      f' {" or ".join(SUFFIXES)}.'
     )
   if not path.is_file():
     raise paths.missing(path)

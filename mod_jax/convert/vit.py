@@ -467,7 +467,9 @@ def read(
   arrays, sizes = file.arrays, file.sizes()
   _check_beside(file.path, dense)
 
-  _resize(arrays, library.table['position'], dense)
+  if (position := file.array('position', rank=3)) is not None:
+    name = library.table['position']
+    arrays[name] = np.stack([resampled(x, dense) for x in position])
   heads = _new_heads(file, entries, shapes)
   ignored = list(library.unused)
   if not any(entry.ours[0].startswith('prediction_') for entry in entries):
@@ -630,17 +632,19 @@ def _check_beside(path: pathlib.Path, dense: ViTConfig) -> None:
     )
 
 
-def _resize(arrays, name: str, dense: ViTConfig) -> None:
-  """Resamples position embeddings in place if only the grid differs."""
-  position = arrays.get(name)
-  if position is None or position.ndim != 3 or len(position) != 1:
-    return
-  # Not a square if the numbers of prefix tokens differ; an error comes later.
-  patches = position.shape[1] - dense.num_prefix
-  square = patches > 0 and math.isqrt(patches) ** 2 == patches
-  if square and position.shape[2] == dense.width:
-    resized = vit.resize_positions(position[0], dense.num_prefix, dense.grid)
-    arrays[name] = np.asarray(resized)[None]
+def resampled(position_LD, dense: ViTConfig) -> jax.Array | np.ndarray:
+  """Returns position embeddings of the model's resolution.
+
+  Those that are not of a square, or have another width, are of another kind of
+  model, and remain as they are.
+  """
+  length, width = position_LD.shape
+  patches = max(length - dense.num_prefix, 0)
+  if width != dense.width or math.isqrt(patches) ** 2 != patches or not patches:
+    return position_LD
+  return vit.resize_positions(
+    jnp.asarray(position_LD), dense.num_prefix, dense.grid
+  )
 
 
 def _new_heads(

@@ -101,6 +101,11 @@ class Source(abc.ABC):
       )
     return source
 
+  @staticmethod
+  def of_init(init: str) -> 'Source':
+    """Returns what `config.init` names."""
+    return Source.open(workdir_lib.find(init))
+
   @property
   def ours(self) -> bool:
     return self.kind in ('run', 'export')

@@ -46,7 +46,7 @@ class Adaptive(Plain):
   # Training.
 
   def start(self, params, model_state, init):
-    source = source_lib.Source.open(init)
+    source = source_lib.Source.of_init(init)
     if source.ours and source.config.adaptive is not None:
       return warm_start.from_ours(params, model_state, init)
     return self.modality.load_weights(

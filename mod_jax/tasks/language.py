@@ -234,7 +234,7 @@ class Language(Modality):
     self, init, model, params, model_state, *, whole=False, **kwargs
   ):
     del whole  # A language model's head must be present in any case.
-    if source_lib.Source.open(init).kind == 'language':
+    if source_lib.Source.of_init(init).kind == 'language':
       source = trees.unflatten(convert_lm.read(init, model))
       kwargs['describe'] = f'init={init}'
       return trees.merge(params, source, **kwargs), model_state

@@ -92,7 +92,7 @@ class Plain(task_lib.Task):
     config = self.config
     if config.model.routing is None or config.model.adaptive is not None:
       return ''
-    source = source_lib.Source.open(config.init)
+    source = source_lib.Source.of_init(config.init)
     if source.ours and source.config.routing is not None:
       return ''
     routed = capacity_warmup.at_floor(config.model, self.static_args(0))

@@ -6,20 +6,18 @@ tokenizer, and its model may differ from the one to be trained.
 
 from collections.abc import Sequence
 import functools
-import math
 import re
 from typing import Any
 
 from absl import logging
 import jax
-import jax.numpy as jnp
 
 from mod_jax import trees
 from mod_jax.convert import vit as convert_vit
 from mod_jax.errors import UserError
 from mod_jax.models import lm
 from mod_jax.models.lm import LMConfig
-from mod_jax.models.vit import ViTConfig, resize_positions
+from mod_jax.models.vit import ViTConfig
 from mod_jax.pretrained import source as source_lib
 
 
@@ -47,25 +45,23 @@ def from_ours(
   Raises:
     UserError: there is no such model, or its names or shapes do not fit.
   """
-  source = source_lib.Source.open(init)
+  source = source_lib.Source.of_init(init)
   if not source.ours:
     raise UserError(
       f'init={init} is neither the workdir of a run nor a file of weights that'
       ' this task can read: give the directory that holds config.json.'
     )
-  source_state = source.read()
-  source_params = source_state.pop('params')
+  variables = source.read()
+  source_params = variables.pop('params')
   kwargs = {'new': new, 'dropped': dropped, 'describe': f'init={init}'}
+  merge = merge_state = trees.merge
+  if model is not None:
+    merge = functools.partial(lm.merge, model, source.config)
+    merge_state = functools.partial(merge, collections=True)
+  params = merge(params, source_params, **kwargs)
   # Collections may hold structs, which are dictionaries on disk.
   flat = trees.by_path(model_state)
-  fresh_state = trees.unflatten(flat)
-  if model is None:
-    params = trees.merge(params, source_params, **kwargs)
-    merged = trees.merge(fresh_state, source_state, **kwargs)
-  else:
-    merge = functools.partial(lm.merge, model, source.config)
-    params = merge(params, source_params, **kwargs)
-    merged = merge(fresh_state, source_state, collections=True, **kwargs)
+  merged = merge_state(trees.unflatten(flat), variables, **kwargs)
   merged = trees.flatten(merged)
   structure = jax.tree.structure(model_state)
   model_state = jax.tree.unflatten(structure, [merged[name] for name in flat])
@@ -101,23 +97,23 @@ def load_image_weights(
   Raises:
     UserError: there are no such weights, or they do not fit.
   """
-  source = source_lib.Source.open(init)
+  source = source_lib.Source.of_init(init)
   fresh, dense = trees.flatten(params), model.dense_twin()
   if source.ours:
-    statistics = source.read()
-    weights = trees.flatten(statistics.pop('params'))
-    weights, heads = _fit(weights, fresh, dense, init, truncate=not whole)
+    variables = source.read()
+    weights = trees.flatten(variables.pop('params'))
+    weights = _fit(weights, fresh, dense, init, truncate=not whole)
   else:
     # Files hold the dense model, and perhaps prediction heads of DynamicViT.
     file_model = model.with_parts(routing=None, adaptive=None)
     weights = convert_vit.read(source.path, file_model, truncate=not whole)
-    statistics = convert_vit.unflatten(weights)
-    weights = trees.flatten(statistics.pop('params'))
-    heads = {
-      name.split('/')[0]
-      for name in fresh
-      if name.startswith('head') and name not in weights
-    }
+    variables = convert_vit.unflatten(weights)
+    weights = trees.flatten(variables.pop('params'))
+  heads = {
+    name.split('/')[0]
+    for name in fresh
+    if name.startswith('head') and name not in weights
+  }
   if heads and whole:
     raise UserError(
       f'init={init} has no {" and no ".join(sorted(heads))} for'
@@ -127,44 +123,29 @@ def load_image_weights(
   new = (*new, *(f'{head}/.*' for head in heads))
   kwargs = {'new': new, 'dropped': dropped, 'describe': f'init={init}'}
   merged = trees.merge(params, trees.unflatten(weights), **kwargs)
-  return merged, trees.merge(model_state, statistics, **kwargs)
+  return merged, trees.merge(model_state, variables, **kwargs)
 
 
 def _fit(
-  source, fresh, dense: ViTConfig, init: str, *, truncate: bool
-) -> tuple[dict[str, Any], set[str]]:
-  """Returns the weights of a run that fit another model, by name.
-
-  Also returns the names of heads for other classes, which are left out.
-  """
-  source = dict(source)
-  if 'position' in source:
-    patches = source['position'].shape[0] - dense.num_prefix
-    # A number that is no square belongs to another kind of model, which is
-    # reported when all shapes are compared.
-    if patches > 0 and math.isqrt(patches) ** 2 == patches:
-      source['position'] = resize_positions(
-        jnp.asarray(source['position']), dense.num_prefix, dense.grid
-      )
-  for name in list(source):
+  weights, fresh, dense: ViTConfig, init: str, *, truncate: bool
+) -> dict[str, Any]:
+  """Returns the weights of a run that another model has, by name."""
+  fitted = {}
+  for name, array in weights.items():
     block = re.match(r'block_(\d+)/', name)
     if truncate and block and int(block[1]) >= dense.num_layers:
-      del source[name]
-  heads = set()
-  for name in list(source):
-    head = re.fullmatch(r'(head\w*)/kernel', name)
-    if not head or name not in fresh:
       continue
-    *width, classes = source[name].shape
-    if [*width, dense.num_classes] != list(fresh[name].shape):
-      continue  # Another width, also reported when shapes are compared.
-    if classes == dense.num_classes:
+    head = re.fullmatch(r'(head\w*)/(kernel|bias)', name)
+    classes = array.shape[-1:]
+    # Another width, too, is reported when all shapes are compared.
+    if head and name in fresh and classes != fresh[name].shape[-1:]:
+      if head[2] == 'kernel':
+        logging.warning(
+          '%s: %s is made new, for num_classes=%d; the run had %d.',
+          *(init, head[1], dense.num_classes, *classes),
+        )
       continue
-    logging.warning(
-      '%s: %s is made new, for num_classes=%d; the run had %d.',
-      *(init, head[1], dense.num_classes, classes),
-    )
-    heads.add(head[1])
-    for part in (name, f'{head[1]}/bias'):
-      del source[part]
-  return source, heads
+    if name == 'position':
+      array = convert_vit.resampled(array, dense)
+    fitted[name] = array
+  return fitted

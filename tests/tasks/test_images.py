@@ -641,7 +641,7 @@ class TestStart:
   def test_a_routed_run_becomes_dense(self, dense_run, tmp_path, monkeypatch):
     routed, _ = init(make(MOD))
     run = types.SimpleNamespace(ours=True, read=lambda: {'params': routed})
-    monkeypatch.setattr(source_lib.Source, 'open', lambda path: run)
+    monkeypatch.setattr(source_lib.Source, 'of_init', lambda init: run)
     _, params, _ = adapt(make(), tmp_path)
     expected = trees.flatten(routed)
     del expected['block_1/router/kernel']

@@ -191,8 +191,8 @@ class TestStart:
     ('name', 'message'),
     [
       ('sourcee', "no such file.*Did you mean '.*/source'"),
-      ('source/metrics.jsonl', 'neither the workdir of a run nor a file'),
-      ('', 'neither the workdir of a run nor a file'),
+      ('source/metrics.jsonl', "ends in '.jsonl'"),
+      ('', 'holds no model.safetensors.*and no run'),
       ('begun', 'holds no checkpoint yet'),
     ],
   )
