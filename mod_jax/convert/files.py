@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import functools
 import io
+import json
 import os
 import pathlib
 import zipfile
@@ -274,3 +275,9 @@ def write(
       f'{path} cannot be written ({error.strerror}): name a file in a directory'
       ' that can.'
     ) from error
+
+
+def write_json(path: str | os.PathLike, fields: Mapping, **kwargs) -> None:
+  """Writes a JSON file atomically."""
+  text = json.dumps(fields, indent=2, ensure_ascii=False, **kwargs) + '\n'
+  paths.write_bytes(path, text.encode())

@@ -9,7 +9,6 @@ permuted.
 
 from collections.abc import Mapping
 import dataclasses
-import json
 import math
 import os
 import pathlib
@@ -409,12 +408,7 @@ def save(
     size = math.prod(shapes[entry.ours[0]]) * dtype.itemsize
     arrays.append((entry.theirs, size, read_one))
   _write(folder, arrays)
-  _write_json(folder / 'config.json', fields)
-
-
-def _write_json(path, fields, **kwargs) -> None:
-  text = json.dumps(fields, indent=2, ensure_ascii=False, **kwargs) + '\n'
-  paths.write_bytes(path, text.encode())
+  files.write_json(folder / 'config.json', fields)
 
 
 def _write(folder, arrays) -> None:
@@ -437,7 +431,7 @@ def _write(folder, arrays) -> None:
   if len(shards) > 1:
     total = {'total_size': sum(size for _, size, _ in arrays)}
     index = {'metadata': total, 'weight_map': weight_map}
-    _write_json(folder / files.INDEX, index, sort_keys=True)
+    files.write_json(folder / files.INDEX, index, sort_keys=True)
     written.add(files.INDEX)
   files.remove_others(folder, written)
 
