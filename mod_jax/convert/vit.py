@@ -5,7 +5,7 @@ original code of LV-ViT and DynamicViT. A table for each library maps its arrays
 to ours; `load` and `save` use it to convert in either direction.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 import dataclasses
 import functools
 import math
@@ -176,11 +176,7 @@ def names(config: Config, naming: Naming) -> tuple[Entry, ...]:
   It has all arrays of the dense model and, with naming 'dynamicvit', the
   prediction heads of a `DynamicViTConfig`. Those of our names that begin with
   `batch_stats/` belong to that collection; the others are parameters. Names of
-  Hugging Face lack the prefix of the class.
-
-  Args:
-    config: of our model; routing is ignored.
-    naming: the library.
+  Hugging Face lack the prefix of the class. Routing is ignored.
 
   Raises:
     UserError: the naming is unknown, or the library has no such model.
@@ -336,14 +332,13 @@ def derive(path: str | os.PathLike, **known) -> Config:
     )
   metadata = beside.read(file.path)
   width = sizes['width']
-  inputs = 'block_{}/attention/' + (
-    'query' if file.naming == 'huggingface' else 'qkv'
-  )
+  inputs = 'query' if file.naming == 'huggingface' else 'qkv'
   naming = 'lvvit' if file.has_stem else file.naming
   fields = {
     **sizes,
     'mlp_dim': None if sizes['mlp_dim'] == 4 * width else sizes['mlp_dim'],
-    'qkv_bias': file.array(inputs, 'bias') is not None,
+    'qkv_bias': file.array(f'block_{{}}/attention/{inputs}', 'bias')
+    is not None,
     'norm_epsilon': metadata.norm_epsilon or _EPSILON.get(naming, 1e-6),
   }
   if sizes['distilled'] and file.naming == 'huggingface':
@@ -407,10 +402,9 @@ def load(
 
   Raises:
     UserError: there is no such file; it has no vision transformer of these
-      libraries; or its architecture is another one, in which case the message
-      has its sizes and all arrays that are missing, unexpected or of another
-      shape. Also if the model has variables other than parameters, which need
-      `load_variables`.
+      libraries; or another architecture, in which case the message has its
+      sizes and all arrays that are missing, unexpected or of another shape.
+      Also if the model has batch statistics, which `load_variables` returns.
   """
   if config.dense_twin().stem is not None:
     raise UserError(
@@ -470,7 +464,8 @@ def read(
   if (position := file.array('position', rank=3)) is not None:
     name = library.table['position']
     arrays[name] = np.stack([resampled(x, dense) for x in position])
-  heads = _new_heads(file, entries, shapes)
+  expected = {entry.theirs: entry.shape(shapes) for entry in entries}
+  heads = _new_heads(file, expected)
   ignored = list(library.unused)
   if not any(entry.ours[0].startswith('prediction_') for entry in entries):
     ignored.append(r'score_predictor\..*')
@@ -484,7 +479,7 @@ def read(
     entry.theirs for entry in entries if entry.ours[0].split('/')[0] in heads
   }
   trees.compare(
-    {entry.theirs: entry.shape(shapes) for entry in entries},
+    expected,
     {name: a.shape for name, a in arrays.items() if name not in replaced},
     new=tuple(map(re.escape, replaced)),
     dropped=ignored,
@@ -538,7 +533,7 @@ def save(
   _check_dense(config)
   entries = names(config, naming)
   files.check_suffix(pathlib.Path(path))
-  flat = _flat(nn.unbox(params), nn.unbox(batch_stats))
+  flat = _flat(nn.unbox({'params': params, 'batch_stats': batch_stats}))
   shapes = _shapes(config)
   trees.compare(
     {name: shapes[name] for entry in entries for name in entry.ours},
@@ -581,14 +576,14 @@ def _check_dense(config: Config) -> None:
     )
 
 
-def _flat(params, batch_stats) -> dict[str, Any]:
-  return trees.flatten({**params, 'batch_stats': batch_stats or {}})
+def _flat(variables) -> dict[str, Any]:
+  statistics = variables.get('batch_stats') or {}
+  return trees.flatten({**variables['params'], 'batch_stats': statistics})
 
 
 @functools.lru_cache(maxsize=4)
 def _shapes(config: Config) -> dict[str, tuple[int, ...]]:
-  shapes = protocol.shapes(config)
-  flat = _flat(shapes['params'], shapes.get('batch_stats'))
+  flat = _flat(protocol.shapes(config))
   return {name: leaf.shape for name, leaf in flat.items()}
 
 
@@ -598,8 +593,7 @@ def _fresh(
   config: Config, wanted: tuple[str, ...], key: jax.Array
 ) -> dict[str, jax.Array]:
   """Returns newly initialised variables with the names `wanted`."""
-  variables = nn.unbox(config.build().init(key, config.example()))
-  flat = _flat(variables['params'], variables.get('batch_stats'))
+  flat = _flat(nn.unbox(config.build().init(key, config.example())))
   return {name: flat[name] for name in wanted}
 
 
@@ -647,36 +641,31 @@ def resampled(position_LD, dense: ViTConfig) -> jax.Array | np.ndarray:
   )
 
 
-def _new_heads(
-  file: _File, entries: Iterable[Entry], shapes
-) -> dict[str, int | None]:
+def _new_heads(file: _File, expected: Mapping) -> dict[str, int | None]:
   """Returns heads that need a new initialisation.
 
   The values are the number of classes in the weights, or None if the head is
   missing. It is an error if only the second head of a distilled model is
   missing, since the logits are the mean of both.
   """
-  ours = {name: entry for entry in entries for name in entry.ours}
   new = {}
   for head in ('head', 'head_distilled', 'head_tokens'):
-    if f'{head}/kernel' not in ours:
+    names = [file.library.table.get(head, '') + x for x in ('weight', 'bias')]
+    if names[0] not in expected:
       continue
-    weight, bias = file.array(head, 'weight'), file.array(head, 'bias')
-    if weight is None and bias is None:
-      if head != 'head_distilled':
-        new[head] = None
-      # If the token is missing too, `read` reports a different architecture.
-      elif file.array('distillation_token') is not None:
-        if new.get('head', 0) is not None:
-          raise UserError(
-            f'{file.path} has a distillation token and no head of it, as'
-            " Hugging Face's DeiTForImageClassification: set"
-            ' distillation_head=False.'
-          )
-        new[head] = None
-    elif weight is not None and bias is not None:
-      classes, width = ours[f'{head}/kernel'].shape(shapes)
-      (theirs,) = bias.shape if bias.ndim == 1 else (classes,)
-      if theirs != classes and weight.shape == (theirs, width):
-        new[head] = theirs
+    shapes = [file.arrays[n].shape for n in names if n in file.arrays]
+    if shapes:
+      count, width = shapes[0][:1], expected[names[0]][1]
+      if shapes == [(*count, width), count] and count != expected[names[1]]:
+        new[head] = count[0]
+    elif head != 'head_distilled':
+      new[head] = None
+    # If the token is missing too, `read` reports a different architecture.
+    elif file.array('distillation_token') is not None:
+      if new.get('head', 0) is not None:
+        raise UserError(
+          f'{file.path} has a distillation token and no head of it, as Hugging'
+          " Face's DeiTForImageClassification: set distillation_head=False."
+        )
+      new[head] = None
   return new

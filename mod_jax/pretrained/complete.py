@@ -42,10 +42,10 @@ def images(
   if config.init is not None:
     run = _about(config.init, of_text=False)
     pretrained = run.config.dense_twin()
-    same_classes = pretrained.num_classes == len(classes)
-    if run.classes is not None:
-      same_classes = run.classes == classes
-    data = run.preprocess.apply_to(data)
+    same_classes = run.classes == classes
+    if run.classes is None:
+      same_classes = pretrained.num_classes == len(classes)
+    data = run.reading_as_trained(data)
     kept_fields = (*_OWN, 'stochastic_depth')
     backbone = _with_own(pretrained, backbone, kept_fields)
   size = image_size or data.image_size
@@ -78,9 +78,7 @@ def language(config: ExperimentConfig) -> ExperimentConfig:
   model, data = config.model, config.data
   if config.init is not None:
     run = _about(config.init, of_text=True)
-    if data.source != 'prepared':
-      kind, path = run.task.modality.tokenizer_source
-      data = dataclasses.replace(data, tokenizer=kind, tokenizer_path=path)
+    data = run.reading_as_trained(data)
     model = _with_own(run.config, model, (*_OWN, 'attention'))
     return dataclasses.replace(config, model=model, data=data, dense=None)
   # A tokenizer that is yet to be learned will have `tokenizer_vocab_size`.

@@ -123,7 +123,10 @@ class Run:
       return []
     if self.preprocess is None:
       return self._continue(inputs, **kwargs)
-    return self._classify(inputs, **kwargs)
+    predictions = []
+    for batch in itertools.batched(inputs, _BATCH):
+      predictions += self.classify(self.preprocess(batch), **kwargs)
+    return predictions
 
   def evaluate(
     self,
@@ -147,7 +150,8 @@ class Run:
     """
     task = self.task
     if data is not None:
-      task = self._task_on(data)
+      data = self.reading_as_trained(data)
+      task = make_task(ExperimentConfig(model=self.config, data=data))
     elif task is None or self.foreign:
       example = 'ImageDataConfig(source="folder", path="photos")'
       if isinstance(self.config, LMConfig):
@@ -164,14 +168,14 @@ class Run:
     with jax.set_mesh(mesh):
       return evaluation.held_out(task, params, state, mesh, batches=batches)
 
-  def _task_on(self, data):
-    """Returns a task on other data, with the model's own preprocessing."""
+  def reading_as_trained(self, data):
+    """Returns a config of data with the model's preprocessing or tokenizer."""
     if self.preprocess is not None:
-      data = self.preprocess.apply_to(data)
-    elif self.task is not None and data.source != 'prepared':
-      kind, path = self.task.modality.tokenizer_source
-      data = dataclasses.replace(data, tokenizer=kind, tokenizer_path=path)
-    return make_task(ExperimentConfig(model=self.config, data=data))
+      return self.preprocess.apply_to(data)
+    if self.task is None or data.source == 'prepared':
+      return data
+    kind, path = self.task.modality.tokenizer_source
+    return dataclasses.replace(data, tokenizer=kind, tokenizer_path=path)
 
   def _continue(self, texts, **kwargs):
     if wrong := [text for text in texts if not isinstance(text, str)]:
@@ -195,17 +199,13 @@ class Run:
       )
     ]
 
-  def _classify(self, pictures, **kwargs):
-    predictions = []
-    for batch in itertools.batched(pictures, _BATCH):
-      predictions += self.classify(self.preprocess(batch), **kwargs)
-    return predictions
-
   def classify(self, images_BHWC, *, top: int = 5) -> list[dict[str, float]]:
     """Classifies pictures that `preprocess` has prepared; see `predict`."""
     if top < 1:
       raise UserError(f'top={top}: expected at least 1.')
-    names = self.classes or tuple(map(str, range(self._num_classes)))
+    names = self.classes or tuple(
+      map(str, range(self.config.dense_twin().num_classes))
+    )
     # Class names need not be unique: ImageNet has two classes named crane.
     shared = {name for name, n in collections.Counter(names).items() if n > 1}
     names = [f'{x} ({v})' if x in shared else x for v, x in enumerate(names)]
@@ -217,10 +217,6 @@ class Run:
       best = np.argsort(-probability_V, kind='stable')[:top]
       predictions.append({names[v]: float(probability_V[v]) for v in best})
     return predictions
-
-  @property
-  def _num_classes(self) -> int:
-    return self.config.dense_twin().num_classes
 
 
 def load(path: str | os.PathLike, *, trust: Sequence[str] = (), **known) -> Run:
