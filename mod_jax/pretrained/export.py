@@ -19,7 +19,7 @@ from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.pretrained.load import Run
 from mod_jax.pretrained.source import FOLDER, WEIGHTS
-from mod_jax.train import workdir
+from mod_jax.runs import workdir
 
 # The routers of a routed language model, beside its dense weights.
 ROUTERS = 'routers.safetensors'

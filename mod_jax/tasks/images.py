@@ -15,10 +15,10 @@ from mod_jax.layers.attention import attention_map
 from mod_jax.layers.mode import Mode, RoutingMode
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.pretrained import source as source_lib
+from mod_jax.studies import devices
+from mod_jax.studies import images as studies
 from mod_jax.tasks import expert_pictures, warm_start
 from mod_jax.tasks.modality import Modality
-from mod_jax.tasks.studies import devices
-from mod_jax.tasks.studies import images as studies
 
 _PICTURED = 6  # Number of held-out images in the pictures.
 _NAMED = 10  # Number of classes to list when training starts.
