@@ -58,6 +58,16 @@ _FIELDS = {
   'tied_head': 'tie_word_embeddings',
   'norm_epsilon': 'rms_norm_eps',
 }
+# The same of a `RopeScaling`, by its kind.
+_ROPE = {
+  'linear': {'factor': 'factor'},
+  'llama3': {
+    'factor': 'factor',
+    'low_frequency': 'low_freq_factor',
+    'high_frequency': 'high_freq_factor',
+    'original_length': 'original_max_position_embeddings',
+  },
+}
 # Names of their modules and arrays by ours, for `entry.entries`.
 _TABLE = {
   'embedding': 'model.embed_tokens.weight',
@@ -102,14 +112,9 @@ class _Rope:
   def scaling(self) -> RopeScaling | None:
     if self.rope_type == 'default':
       return None
-    if self.rope_type == 'linear':
-      return RopeScaling(kind='linear', factor=self.factor)
-    return RopeScaling(
-      factor=self.factor,
-      low_frequency=self.low_freq_factor,
-      high_frequency=self.high_freq_factor,
-      original_length=self.original_max_position_embeddings,
-    )
+    names = _ROPE[self.rope_type].items()
+    values = {ours: getattr(self, theirs) for ours, theirs in names}
+    return RopeScaling(kind=self.rope_type, **values)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -467,16 +472,9 @@ def _config_json(dense: LMConfig, length: int) -> dict[str, Any]:
     if family != 'mistral':
       fields |= {'use_sliding_window': True, 'max_window_layers': 0}
   if (scaling := dense.rope_scaling) is not None:
-    fields['rope_scaling'] = {
-      'rope_type': scaling.kind,
-      'factor': scaling.factor,
-    }
-    if scaling.kind == 'llama3':
-      fields['rope_scaling'] |= {
-        'low_freq_factor': scaling.low_frequency,
-        'high_freq_factor': scaling.high_frequency,
-        'original_max_position_embeddings': scaling.original_length,
-      }
+    names = _ROPE[scaling.kind].items()
+    values = {theirs: getattr(scaling, ours) for ours, theirs in names}
+    fields['rope_scaling'] = {'rope_type': scaling.kind} | values
   return fields
 
 

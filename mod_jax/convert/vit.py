@@ -424,17 +424,20 @@ def load_variables(
   """Returns all of a model's variables by collection; otherwise like `load`."""
   _check_dense(config)
   source = read(path, config, truncate=truncate)
-  shapes = _shapes(config)
-  new = set(shapes) - set(source)
-  zeros = set()
-  if key is None:
-    key = jax.random.key(0)
-    zeros = {name for name in new if name.startswith('head')}
-  fresh = {name: jnp.zeros(shapes[name]) for name in zeros}
-  if drawn := tuple(sorted(new - zeros)):
-    fresh |= _fresh(config, drawn, key)
-  flat = {name: jnp.asarray(array) for name, array in (source | fresh).items()}
-  return unflatten(flat)
+  new = set(_shapes(config)) - set(source)
+
+  @jax.jit  # So that XLA removes the computation of all other parameters.
+  def fresh(new_key):
+    flat = _flat(nn.unbox(config.build().init(new_key, config.example())))
+    arrays = {name: flat[name] for name in new}
+    if key is None:
+      heads = {n: x for n, x in arrays.items() if n.startswith('head')}
+      arrays |= jax.tree.map(jnp.zeros_like, heads)
+    return arrays
+
+  if new:
+    source |= fresh(jax.random.key(0) if key is None else key)
+  return unflatten({n: jnp.asarray(array) for n, array in source.items()})
 
 
 def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
@@ -456,9 +459,7 @@ def read(
   """
   file, dense = _read(path), config.dense_twin()
   entries, shapes = names(config, file.naming), _shapes(config)
-  library = _library(file.naming, dense.stem is not None)
-  file = dataclasses.replace(file, library=library)
-  arrays, sizes = file.arrays, file.sizes()
+  arrays, library, sizes = file.arrays, file.library, file.sizes()
   _check_beside(file.path, dense)
 
   if (position := file.array('position', rank=3)) is not None:
@@ -470,11 +471,9 @@ def read(
   if not any(entry.ours[0].startswith('prediction_') for entry in entries):
     ignored.append(r'score_predictor\..*')
   if truncate:
-    prefix = library.table['block_{}/mlp/up'].partition('{}')[0]
-    ignored += [
-      re.escape(f'{prefix}{i}.') + '.*'
-      for i in range(dense.num_layers, sizes['num_layers'])
-    ]
+    block = library.table['block_{}/mlp/up'].partition('{}')[0]
+    deeper = range(dense.num_layers, sizes['num_layers'])
+    ignored += [re.escape(f'{block}{i}.') + '.*' for i in deeper]
   replaced = {
     entry.theirs for entry in entries if entry.ours[0].split('/')[0] in heads
   }
@@ -585,16 +584,6 @@ def _flat(variables) -> dict[str, Any]:
 def _shapes(config: Config) -> dict[str, tuple[int, ...]]:
   flat = _flat(protocol.shapes(config))
   return {name: leaf.shape for name, leaf in flat.items()}
-
-
-# Compiled, so that XLA removes the computation of all other parameters.
-@functools.partial(jax.jit, static_argnames=('config', 'wanted'))
-def _fresh(
-  config: Config, wanted: tuple[str, ...], key: jax.Array
-) -> dict[str, jax.Array]:
-  """Returns newly initialised variables with the names `wanted`."""
-  flat = _flat(nn.unbox(config.build().init(key, config.example())))
-  return {name: flat[name] for name in wanted}
 
 
 def _check_beside(path: pathlib.Path, dense: ViTConfig) -> None:

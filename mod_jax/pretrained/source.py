@@ -267,18 +267,13 @@ class _Vision(Source):
   @functools.cached_property
   def preprocess(self):
     metadata, size = self._metadata, self.config.dense_twin().image_size
-    pictures = _IMAGENET | metadata.pictures
-    assumed = [
-      f'{name}={value}'
-      for name, value in _IMAGENET.items()
-      if name not in metadata.pictures
-    ]
+    assumed = {k: x for k, x in _IMAGENET.items() if k not in metadata.pictures}
     if assumed:
       logging.warning(
         'Assumed for pictures, as is usual with ImageNet, since nothing beside'
         ' %s tells: %s; if the model was trained with others, see'
         ' `run.preprocess`.',
-        *(self.path, ', '.join(assumed)),
+        *(self.path, ', '.join(f'{k}={x}' for k, x in assumed.items())),
       )
     unfollowed = [*metadata.unfollowed]
     if metadata.image_size not in (None, size):
@@ -286,7 +281,7 @@ class _Vision(Source):
         f'pictures of {metadata.image_size} pixels a side, where the model has'
         f' {size}'
       )
-    preprocess = Preprocess(image_size=size, **pictures)
+    preprocess = Preprocess(image_size=size, **metadata.pictures | assumed)
     try:
       # Its fields have the ranges.
       preprocess.apply_to(ImageDataConfig())
