@@ -25,8 +25,8 @@ import numpy as np
 from mod_jax import cli
 from mod_jax.errors import UserError
 from mod_jax.models import lm
+from mod_jax.pretrained import load as load_lib
 from mod_jax.sampling import generation
-from mod_jax.serving import run as run_lib
 from mod_jax.serving.engine import Engine
 
 
@@ -40,7 +40,7 @@ class ModJax(lm_eval.api.model.TemplateLM):
 
   def __init__(
     self,
-    run: run_lib.Run,
+    run: load_lib.Run,
     *,
     rule: str | None = None,
     batch_size: int = 8,
@@ -225,7 +225,7 @@ def main(_) -> None:
       f'--out={values.out}: there is no such directory; make it first.'
     )
   model = ModJax(
-    run_lib.load(values.model),
+    load_lib.load(values.model),
     rule=values.rule,
     batch_size=values.batch_size,
     max_length=values.max_length,

@@ -35,9 +35,9 @@ import numpy as np
 from mod_jax import cli, paths, tasks
 from mod_jax.data import image_folder
 from mod_jax.errors import UserError
+from mod_jax.pretrained import export as export_lib
+from mod_jax.pretrained import load as load_lib
 from mod_jax.runs import workdir as workdir_lib
-from mod_jax.serving import export as export_lib
-from mod_jax.serving import run as run_lib
 from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train import evaluation
 
@@ -136,7 +136,7 @@ def _sample(task, trained):
 
 def _load(workdir, step):
   """Loads the run, with the weights of another step if one is given."""
-  run = run_lib.load(workdir)
+  run = load_lib.load(workdir)
   if step is None:
     return run
   trained = tasks.load(workdir, step=step)

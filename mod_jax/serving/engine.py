@@ -25,10 +25,10 @@ import numpy as np
 from mod_jax.errors import UserError
 from mod_jax.layers.mode import RoutingMode
 from mod_jax.models import lm
+from mod_jax.pretrained.load import Run
 from mod_jax.sampling import generation
 from mod_jax.sampling import logits as logits_lib
 from mod_jax.serving import slots as slots_lib
-from mod_jax.serving.run import Run
 from mod_jax.serving.text_stream import TextStream
 
 Reason = Literal['stop', 'length', 'cancelled', 'failed']

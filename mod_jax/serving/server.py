@@ -26,10 +26,10 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from mod_jax.errors import UserError
+from mod_jax.pretrained.load import Run
 from mod_jax.serving import engine as engine_lib
 from mod_jax.serving import requests
 from mod_jax.serving.engine import Engine
-from mod_jax.serving.run import Run
 from mod_jax.serving.text_process import TextProcess
 
 LOOPBACK = ('localhost', '127.0.0.1', '[::1]')

@@ -13,6 +13,7 @@ from mod_jax.layers.mode import Mode
 from mod_jax.losses import acm as acm_losses
 from mod_jax.losses.sums import sum_of_means, weighted_sum
 from mod_jax.models import acm
+from mod_jax.pretrained import source as source_lib
 from mod_jax.studies.devices import one_device
 from mod_jax.tasks import warm_start
 from mod_jax.tasks.experiment import ACMObjective
@@ -44,7 +45,8 @@ class Adaptive(Plain):
   # Training.
 
   def start(self, params, model_state, init):
-    if warm_start.is_adaptive(init):
+    source = source_lib.Source.of_init(init)
+    if source.ours and source.config.adaptive is not None:
       return warm_start.from_ours(params, model_state, init)
     return self.modality.load_weights(
       *(init, self.config.model, params, model_state),

@@ -14,14 +14,13 @@ from mod_jax.layers import stack as stack_lib
 from mod_jax.layers.attention import attention_map
 from mod_jax.layers.mode import Mode, RoutingMode
 from mod_jax.models.dynamic_vit import DynamicViTConfig
+from mod_jax.pretrained import source as source_lib
 from mod_jax.studies import adaptive as adaptive_studies
 from mod_jax.studies import images as studies
 from mod_jax.studies.devices import one_device
 from mod_jax.tasks import expert_pictures, warm_start
 from mod_jax.tasks.modality import Modality, table
 
-# The file of the class names in a run's directory.
-CLASSES = 'classes.json'
 _PICTURED = 6  # Number of held-out images in the pictures.
 _LOADED = 512  # About so many images whose compute is drawn.
 _NAMED = 10  # Number of classes to list when training starts.
@@ -54,7 +53,7 @@ class Images(Modality):
 
   def files(self):
     # The training images may be missing where the model is used later.
-    return {CLASSES: json.dumps(self.classes, indent=1)}
+    return {source_lib.CLASSES: json.dumps(self.classes, indent=1)}
 
   def train_iterator(self, *, shard_index=0, shard_count=1):
     return images_lib.train_iterator(

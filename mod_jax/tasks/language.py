@@ -14,6 +14,7 @@ from mod_jax.data import text, tokenizers
 from mod_jax.layers import stack as stack_lib
 from mod_jax.layers.mode import Mode, RoutingMode
 from mod_jax.losses import sums
+from mod_jax.pretrained import source as source_lib
 from mod_jax.runs import workdir as workdir_lib
 from mod_jax.sampling import Generated, generate, pad_prompts
 from mod_jax.studies import language as studies
@@ -229,7 +230,7 @@ class Language(Modality):
     self, init, model, params, model_state, *, whole=False, **kwargs
   ):
     del whole  # A language model's head must be present in any case.
-    if convert_lm.holds_model(init):
+    if source_lib.Source.of_init(init).kind == 'language':
       source = trees.unflatten(convert_lm.read(init, model))
       kwargs['describe'] = f'init={init}'
       return trees.merge(params, source, **kwargs), model_state

@@ -8,7 +8,7 @@ from typing import Any
 from mod_jax import viz
 from mod_jax.layers.mode import Mode
 from mod_jax.losses.sums import MetricSums, Pair
-from mod_jax.tasks import warm_start
+from mod_jax.models import protocol
 from mod_jax.train.task import Data, Study
 
 if typing.TYPE_CHECKING:  # Slow to import.
@@ -96,9 +96,9 @@ class Modality(Data):
 
     `kwargs` are `new` and `dropped`, as for `load_weights`.
     """
-    fresh = warm_start.variable_shapes(dense)
+    state = protocol.shapes(dense)
     params, model_state = self.load_weights(
-      init, dense, *fresh, whole=True, **kwargs
+      init, dense, state.pop('params'), state, whole=True, **kwargs
     )
     return {'params': params, **model_state}
 

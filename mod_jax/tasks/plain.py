@@ -15,7 +15,7 @@ from mod_jax.layers.mode import Mode
 from mod_jax.layers.routed import Routing, RoutingConfig
 from mod_jax.losses import sums
 from mod_jax.losses.sums import MetricSums, Pair
-from mod_jax.tasks import warm_start
+from mod_jax.pretrained import source as source_lib
 from mod_jax.tasks.modality import Modality
 from mod_jax.train import evaluation
 from mod_jax.train.task import Method
@@ -69,11 +69,10 @@ class Plain(Method):
   def beginning(self, params, model_state, mesh):
     """Compares the held-out losses of the initial and the dense model."""
     config = self.config
-    if (
-      config.model.routing is None
-      or config.model.adaptive is not None
-      or warm_start.is_routed(config.init)
-    ):
+    if config.model.routing is None or config.model.adaptive is not None:
+      return ''
+    source = source_lib.Source.of_init(config.init)
+    if source.ours and source.config.routing is not None:
       return ''
     routed = at_floor(config.model, self.static_args(0))
     routed_loss, dense_loss = (

@@ -16,11 +16,12 @@ from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
 from mod_jax.layers.routed import MoDConfig
 from mod_jax.models.lm import LMConfig
+from mod_jax.pretrained.source import Source
 from mod_jax.runs import checkpoints as checkpoints_lib
 from mod_jax.runs import metrics as metrics_lib
 from mod_jax.runs import workdir as workdir_lib
 from mod_jax.runs.run_config import RunConfig, TrainConfig
-from mod_jax.tasks import make_task, warm_start
+from mod_jax.tasks import make_task
 from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train import evaluation, loop
 from mod_jax.train import task as task_lib
@@ -149,11 +150,13 @@ def source(tmp_path_factory):
 class TestStart:
   def test_reads_a_run_without_its_task(self, source):
     workdir, state = source
-    config, params, model_state = warm_start.read_workdir(workdir)
-    assert config == workdir_lib.read_config(workdir, ExperimentConfig)
-    assert_equal(params, state.ema)
-    assert params.keys() == {'block_0', 'head'}
-    assert float(model_state['statistics']['sum']) == 6
+    source = Source.open(workdir)
+    config = workdir_lib.read_config(workdir, ExperimentConfig)
+    assert source.experiment == config
+    variables = source.read()
+    assert_equal(variables['params'], state.ema)
+    assert variables['params'].keys() == {'block_0', 'head'}
+    assert float(variables['statistics']['sum']) == 6
 
   def test_a_fresh_run_starts_from_it_and_says_how_good_it_is(
     self, source, tmp_path
@@ -187,8 +190,8 @@ class TestStart:
     ('name', 'message'),
     [
       ('sourcee', "no such file.*Did you mean '.*/source'"),
-      ('source/metrics.jsonl', 'neither the workdir of a run nor a file'),
-      ('', 'neither the workdir of a run nor a file'),
+      ('source/metrics.jsonl', "ends in '.jsonl'"),
+      ('', 'holds no model.safetensors.*and no run'),
       ('begun', 'holds no checkpoint yet'),
     ],
   )

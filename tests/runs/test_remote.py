@@ -31,11 +31,12 @@ from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
 from mod_jax.models.lm import LMConfig
 from mod_jax.optimizer import OptimizerConfig
+from mod_jax.pretrained.source import Source
 from mod_jax.runs import history, lock
 from mod_jax.runs import metrics as metrics_lib
 from mod_jax.runs import workdir as workdir_lib
 from mod_jax.sweeps import grid
-from mod_jax.tasks import phases, warm_start
+from mod_jax.tasks import phases
 from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train import evaluation, loop
 
@@ -277,7 +278,7 @@ def test_a_run_in_a_store(
   trained = tasks.load(workdir)
   assert trained.step == 4
   assert evaluation.evaluate(trained, workdir) == here.metrics
-  _, params, _ = warm_start.read_workdir(workdir)
+  params = Source.open(workdir).read()['params']
   chex.assert_trees_all_equal(params, jax.device_get(result.state.params))
 
   # Damage is found there as it is here.

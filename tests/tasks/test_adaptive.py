@@ -16,7 +16,7 @@ import pytest
 from mod_jax import config as config_lib
 from mod_jax import flops, parallel, trees
 from mod_jax.convert import vit as convert_vit
-from mod_jax.convert.entry import Lazy
+from mod_jax.convert.files import Lazy
 from mod_jax.data.images import ImageDataConfig
 from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import logging
 import pathlib
+import types
 from types import SimpleNamespace
 
 from absl import logging as absl_logging
@@ -31,6 +32,7 @@ from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.models.vit import ViTConfig, resize_positions
 from mod_jax.optimizer import OptimizerConfig
+from mod_jax.pretrained import source as source_lib
 from mod_jax.runs import metrics as metrics_lib
 from mod_jax.runs.run_config import EvaluationConfig, TrainConfig
 from mod_jax.tasks import make_task, phases, warm_start
@@ -618,6 +620,15 @@ class TestStart:
       if not own:
         assert not np.array_equal(value, fresh[name]), name
     assert seen == new
+
+  def test_a_routed_run_becomes_dense(self, dense_run, tmp_path, monkeypatch):
+    routed, _ = init(make(MOD))
+    run = types.SimpleNamespace(ours=True, read=lambda: {'params': routed})
+    monkeypatch.setattr(source_lib.Source, 'of_init', lambda init: run)
+    _, params, _ = adapt(make(), tmp_path)
+    expected = trees.flatten(routed)
+    del expected['block_1/router/kernel']
+    assert params.keys() == expected.keys()
 
   def test_at_capacity_1_it_is_the_dense_model(self, dense_run):
     workdir, metrics, _ = dense_run

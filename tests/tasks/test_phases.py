@@ -18,11 +18,12 @@ from mod_jax.errors import UserError
 from mod_jax.layers.acm import FFNS
 from mod_jax.layers.mode import Mode
 from mod_jax.models import acm
+from mod_jax.pretrained.source import Source
 from mod_jax.runs import lock
 from mod_jax.runs import workdir as workdir_lib
 from mod_jax.runs.checkpoints import Checkpointer
 from mod_jax.sweeps import grid
-from mod_jax.tasks import make_task, phases, warm_start
+from mod_jax.tasks import make_task, phases
 from mod_jax.tasks.adaptive import Adaptive
 from mod_jax.tasks.experiment import ACMObjective, ExperimentConfig, PhaseConfig
 from mod_jax.train import loop
@@ -104,7 +105,7 @@ def whole(config, tmp_path_factory):
 
 
 def weights(workdir):
-  return trees.flatten(warm_start.read_workdir(workdir)[1])
+  return trees.flatten(Source.open(workdir).read()['params'])
 
 
 def kind(name):

@@ -23,8 +23,8 @@ from mod_jax.layers.routed import MoDConfig, VisionRoutingConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.models.vit import ViTConfig
 from mod_jax.optimizer import OptimizerConfig
+from mod_jax.pretrained.load import Run
 from mod_jax.runs.run_config import EvaluationConfig, LogConfig, TrainConfig
-from mod_jax.serving.run import Run
 from mod_jax.tasks import make_task, phases
 from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train import evaluation
