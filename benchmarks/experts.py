@@ -25,8 +25,8 @@ from mod_jax.layers.routed import MoDConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.optimizer import make_optimizer
 from mod_jax.parallel import MeshConfig
+from mod_jax.prove import prove, slices
 from mod_jax.runs.run_config import TrainConfig
-from mod_jax.sweeps import prove, slices
 from mod_jax.tasks import make_task
 from mod_jax.tasks.experiment import ExperimentConfig
 import results as results_lib

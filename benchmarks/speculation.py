@@ -88,7 +88,7 @@ def prompts(run, batch: int):
   """Yields tokens_BP of held-out texts, cycling through them."""
   rows = [
     row
-    for chunk in run.task.eval_batches(batch_size=16, num_batches=4)
+    for chunk in run.task.modality.eval_batches(batch_size=16, num_batches=4)
     for row, weight in zip(chunk['tokens'], chunk['weights'], strict=True)
     if weight.all()
   ]

@@ -10,11 +10,11 @@ __version__ = '0.1.0'
 
 # Where what people need is found.
 _PUBLIC = {
-  'Run': 'mod_jax.serving.run',
+  'Run': 'mod_jax.pretrained.load',
   'compare': 'mod_jax.sweeps.compare',
-  'export': 'mod_jax.serving.export',
-  'load': 'mod_jax.serving.run',
-  'route': 'mod_jax.serving.route',
+  'export': 'mod_jax.pretrained.export',
+  'load': 'mod_jax.pretrained.load',
+  'route': 'mod_jax.pretrained.route',
 }
 
 __all__ = ('Run', 'compare', 'export', 'load', 'route')

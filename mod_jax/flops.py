@@ -18,6 +18,7 @@ import math
 import jax
 
 from mod_jax.errors import UserError
+from mod_jax.models import protocol
 from mod_jax.models.lm import LMConfig
 
 
@@ -68,9 +69,8 @@ def steps_within(
 
 def num_params(config) -> int:
   """Returns the number of parameters of a model."""
-  init = config.build().init
-  shapes = jax.eval_shape(lambda: init(jax.random.key(0), config.example()))
-  return sum(math.prod(x.shape) for x in jax.tree.leaves(shapes['params']))
+  params = protocol.shapes(config)['params']
+  return sum(math.prod(x.shape) for x in jax.tree.leaves(params))
 
 
 def _arguments(config, length):

@@ -25,24 +25,22 @@ import numpy as np
 from mod_jax import cli
 from mod_jax.errors import UserError
 from mod_jax.models import lm
+from mod_jax.pretrained import load as load_lib
 from mod_jax.sampling import generation
-from mod_jax.serving import run as run_lib
 from mod_jax.serving.engine import Engine
 
 
 class ModJax(lm_eval.api.model.TemplateLM):
   """A language model of mod_jax, with the interface of the harness.
 
-  Args:
-    run: a model loaded by `mod_jax.load`.
-    rule: the causal rule of routing; None for the first that was trained.
-    batch_size: number of texts to score, or continue, at a time.
-    max_length: maximum tokens of a text; None for the length of training.
+  By default `rule`, the causal rule of routing, is the first that was trained,
+  and `max_length`, of a text, that of training. So many texts as `batch_size`
+  says are scored, or continued, at a time.
   """
 
   def __init__(
     self,
-    run: run_lib.Run,
+    run: load_lib.Run,
     *,
     rule: str | None = None,
     batch_size: int = 8,
@@ -164,7 +162,7 @@ class ModJax(lm_eval.api.model.TemplateLM):
   def generate_until(self, requests, disable_tqdm=False):
     """Returns continuations of texts, up to the first of some stop strings."""
     del disable_tqdm
-    ids, generated = [], {}
+    generated = {}
     for request in requests:
       context, gen_kwargs = request.args
       settings = lm_eval.models.utils.normalize_gen_kwargs(gen_kwargs)
@@ -187,11 +185,10 @@ class ModJax(lm_eval.api.model.TemplateLM):
         top_k=settings.get('top_k') or 0,
         stop=[text for text in settings['until'] if text],
       )
-      ids.append(id)
       generated[id] = ''
     for event in self._engine.run():
       generated[event.id] += event.text
-    texts = [generated[id] for id in ids]
+    texts = list(generated.values())
     for request, text in zip(requests, texts, strict=True):
       self.cache_hook.add_partial('generate_until', request.args, text)
     return texts
@@ -221,15 +218,14 @@ def main(_) -> None:
   values = flags.FLAGS
   if not values.model or not values.tasks:
     raise UserError(
-      '--model and --tasks are both needed: give a model and the'
-      ' names of tasks.'
+      '--model and --tasks are both needed: give a model and names of tasks.'
     )
   if values.out and not pathlib.Path(values.out).parent.is_dir():
     raise UserError(
       f'--out={values.out}: there is no such directory; make it first.'
     )
   model = ModJax(
-    run_lib.load(values.model),
+    load_lib.load(values.model),
     rule=values.rule,
     batch_size=values.batch_size,
     max_length=values.max_length,

@@ -327,15 +327,19 @@ def check_batch(batch_size: int, mesh: jax.sharding.Mesh, what: str) -> None:
   if batch_size % parts:
     raise UserError(
       f'{what}={batch_size} does not divide by the {parts} devices along the'
-      f" mesh's data, fsdp and expert axes: use a multiple of {parts}."
+      f" mesh's data, fsdp and expert axes: use a multiple of {parts}, or a"
+      ' larger mesh.tensor.'
     )
 
 
 def place(x, sharding: NamedSharding, dtype=None) -> jax.Array:
   """Shards an array of which every host has a complete copy.
 
-  Each host only places the parts of its own devices.
+  Each host only places the parts of its own devices. An array that is sharded
+  so already is returned as it is.
   """
+  if isinstance(x, jax.Array) and x.sharding == sharding:
+    return x
   x = np.asarray(x, dtype)
   return jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
 

@@ -8,6 +8,7 @@ its writer closes it.
 from collections.abc import Callable, Iterator
 import contextlib
 import glob as glob_lib
+import itertools
 import json
 import os
 import pathlib
@@ -32,12 +33,7 @@ _HUB = re.compile(r'[\w-][\w.-]*/[\w.-]+')
 
 
 def expand(path) -> epath.Path:
-  """Returns a path with `~` expanded.
-
-  Raises:
-    UserError: the path is a URL of an unsupported store, or of a bucket, for
-      which packages are not installed.
-  """
+  """Returns a path with `~` expanded; refuses URLs that cannot be read."""
   text = os.fspath(path)
   if '://' in text and not text.startswith(_STORES):
     raise UserError(
@@ -62,12 +58,7 @@ def absolute(path) -> epath.Path:
 
 
 def missing(path, field='') -> UserError:
-  """Returns the error for a path of weights that does not exist.
-
-  Args:
-    path: the path, as given by the user.
-    field: the config field that holds it, such as `init`; '' for none.
-  """
+  """Returns the error for a path of weights, in a config field, if any."""
   name, folder = os.fspath(path), expand(path)
   parent_exists = folder.parent.is_dir()
   siblings = folder.parent.iterdir() if parent_exists else ()
@@ -136,12 +127,8 @@ def glob(pattern: str) -> list[str]:
   if not braces:
     return []
   before, after = pattern[: braces.start()], pattern[braces.end() :]
-  choices = braces[1].split(',')
-  return list(
-    dict.fromkeys(
-      path for choice in choices for path in glob(before + choice + after)
-    )
-  )
+  matches = [glob(before + choice + after) for choice in braces[1].split(',')]
+  return list(dict.fromkeys(itertools.chain(*matches)))
 
 
 def _crossing_glob(pattern: str) -> list[str]:
@@ -172,14 +159,9 @@ def walk(
 ) -> Iterator[tuple[str, list[str]]]:
   """Yields folders and the names of their files, hidden folders left out.
 
-  Links are followed, and each folder is entered once, however many lead to it.
-
-  Args:
-    top: the first folder.
-    seen: real paths of folders not to descend into; those that are visited are
-      added.
-    repeated: called with the path and the real path of each folder that is left
-      out because it is in `seen`.
+  Links are followed, and each folder is entered once, however many lead to it:
+  none whose real path is in `seen`, to which those that are visited are added.
+  `repeated` is called with the path and the real path of each that is left out.
   """
   for folder, inner, files in os.walk(top, followlinks=True):
     children = sorted(name for name in inner if not name.startswith('.'))
@@ -196,11 +178,7 @@ def walk(
 
 
 def read_object(path) -> dict[str, Any]:
-  """Returns the object in a JSON file, or {} if it cannot be read.
-
-  For optional files of unknown content: a missing file, invalid JSON, or JSON
-  that is no object gives {}, too.
-  """
+  """Returns the object in a JSON file; {} if it is missing or holds none."""
   fields = {}
   with contextlib.suppress(OSError, ValueError, RecursionError):
     fields = json.loads(expand(path).read_text('utf-8'))
@@ -219,14 +197,10 @@ def write_bytes(path, data: bytes) -> None:
 
 @contextlib.contextmanager
 def replacing(path):
-  """Opens a local file for atomic writing.
+  """Yields a binary file that replaces a local one when it is complete.
 
-  Args:
-    path: of the file; missing directories are created.
-
-  Yields:
-    A binary file to write to. It replaces the file at `path` when complete; if
-    writing fails, that file is unchanged.
+  If writing fails, the file at `path` is unchanged. Missing directories are
+  created.
   """
   path = pathlib.Path(path)
   path.parent.mkdir(parents=True, exist_ok=True)

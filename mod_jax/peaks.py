@@ -33,3 +33,9 @@ def of(device: jax.Device, dtype: str = 'bfloat16') -> float | None:
       slower = dtype == 'float32' and pattern.startswith('NVIDIA')
       return peak / 2 if slower else peak
   return None
+
+
+def total(devices, dtype: str) -> float | None:
+  """Returns the peak FLOP/s of devices together; None if one is unknown."""
+  of_each = [of(device, dtype) for device in devices]
+  return None if None in of_each else sum(of_each)

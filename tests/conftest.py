@@ -30,7 +30,7 @@ os.environ['XLA_FLAGS'] = ' '.join(
 )
 
 # After the environment above, which JAX reads once, as it is imported.
-from absl import app  # noqa: E402
+from absl import app, flags  # noqa: E402
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
@@ -153,6 +153,28 @@ def equations():
   return equations
 
 
+@pytest.fixture
+def command(capsys):
+  """Returns `mod_jax.sweeps` as a function: status, output and errors."""
+  from mod_jax.sweeps import __main__ as sweeps
+
+  known = set(flags.FLAGS)
+
+  def call(*arguments):
+    capsys.readouterr()
+    try:
+      with pytest.raises(SystemExit) as ended:
+        sweeps.main(['mod_jax.sweeps', *map(str, arguments)])
+    finally:
+      # Each call defines the flags of its own command.
+      for name in set(flags.FLAGS) - known:
+        delattr(flags.FLAGS, name)
+    captured = capsys.readouterr()
+    return ended.value.code or 0, captured.out, captured.err
+
+  return call
+
+
 # Compilers for accelerators that are not here.
 
 
@@ -179,7 +201,7 @@ def lower_for_hopper(function, *args) -> str:
 
 @pytest.fixture(scope='module')
 def quick_tpu():
-  from mod_jax.sweeps import slices
+  from mod_jax.prove import slices
 
   with slices.quick_compiler():
     yield
@@ -187,7 +209,7 @@ def quick_tpu():
 
 def compile_for_tpu(topology: str, function, *args):
   """Returns the program for one chip of `v5e:2x2`, `v5p:2x2x1`, …, compiled."""
-  from mod_jax.sweeps import slices
+  from mod_jax.prove import slices
 
   (found,) = slices.parse(topology)
   sharding = jax.sharding.SingleDeviceSharding(found.devices()[0])

@@ -1,4 +1,4 @@
-"""The kernels' benchmarks run, at sizes that measure nothing."""
+"""Benchmarks run, at sizes that measure nothing."""
 
 import json
 import os
@@ -25,6 +25,11 @@ CASES = {
     ('batch=1', 'length=64', 'width=64'),
     (),
     ('select_xla', 'select_sort', "'gather'", "'scatter_add'"),
+  ),
+  'image_input': (
+    ('pictures=16', 'pixels=9000', 'batch=4', 'steps=2'),
+    (),
+    ("'images_per_second'", "'decoded'", "'memory'", "'disk'"),
   ),
 }
 

@@ -10,8 +10,9 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
-# A unit is a module or subpackage of mod_jax. It may import units of strictly
-# lower layers, itself, and mod_jax_kernels.
+# A unit is a module or subpackage of mod_jax, or a module of a subpackage, with
+# a dot, that has a place of its own. It may import units of strictly lower
+# layers, itself, and mod_jax_kernels.
 LAYERS = (
   ('errors', 'last_words', 'peaks', 'timing'),
   ('config', 'trees'),
@@ -24,10 +25,14 @@ LAYERS = (
   ('runs',),
   ('train',),
   ('studies',),
+  ('tasks.experiment',),
+  ('pretrained.source',),
   ('tasks',),
+  ('pretrained',),
   ('serving',),
   ('cli',),
   ('sweeps',),
+  ('prove',),
   ('scripts', 'lm_eval'),
 )
 # Also command lines, by `python -m`: they may import whatever scripts may.
@@ -59,6 +64,12 @@ def is_under(module, top):
   return module == top or module.startswith(f'{top}.')
 
 
+def unit_of(names):
+  """Returns the unit of a module, by its names below mod_jax."""
+  module = '.'.join(names[:2])
+  return module if module in RANK else (*names, '')[0]
+
+
 def library_faults(path, source):
   """Returns the imports of a mod_jax source that go the wrong way.
 
@@ -67,14 +78,14 @@ def library_faults(path, source):
     source: its text.
   """
   # The unit of mod_jax/__init__.py is mod_jax itself, below everything.
-  unit = path.with_suffix('').parts[1].replace('__init__', '')
+  unit = unit_of(path.with_suffix('').parts[1:]).replace('__init__', '')
   if unit and unit not in RANK:
     return [f'{path}: {unit} has no place in LAYERS; give it one']
   faults = []
   for module in imported_modules(source, '.'.join(path.parent.parts)):
     if not is_under(module, 'mod_jax'):
       continue
-    target = (module.split('.') + [''])[1]
+    target = unit_of(module.split('.')[1:])
     if target == unit or target == '__version__':
       continue
     if target not in RANK:
@@ -182,6 +193,9 @@ def test_kernels_is_no_package():
     ('mod_jax/train/loop.py', 'from mod_jax import cli'),
     ('mod_jax/train/loop.py', 'from mod_jax import tasks'),
     ('mod_jax/tasks/plain.py', 'from mod_jax.sweeps import grid'),
+    ('mod_jax/tasks/plain.py', 'from mod_jax.pretrained import load'),
+    ('mod_jax/pretrained/source.py', 'from mod_jax.tasks import make_task'),
+    ('mod_jax/tasks/experiment.py', 'from mod_jax.pretrained import source'),
     ('mod_jax/sweeps/run.py', 'from mod_jax.scripts import train'),
     ('mod_jax/train/loop.py', 'from mod_jax import nowhere'),
     ('mod_jax/train/loop.py', 'import mod_jax'),
@@ -200,6 +214,8 @@ def test_the_check_sees_a_wrong_import(path, source):
     ('mod_jax/routing/__init__.py', 'from mod_jax.routing import gates'),
     ('mod_jax/train/loop.py', 'from mod_jax.models.lm import LMConfig'),
     ('mod_jax/tasks/plain.py', 'from mod_jax.train import loop'),
+    ('mod_jax/tasks/plain.py', 'from mod_jax.pretrained import source'),
+    ('mod_jax/tasks/plain.py', 'from mod_jax.tasks import experiment'),
     ('mod_jax/train/loop.py', 'from mod_jax import __version__'),
     ('mod_jax/layers/mlp.py', 'import mod_jax_kernels.attention'),
   ],

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import importlib.util
 import io
 import json
 import os
@@ -228,59 +227,23 @@ class TestTrain:
 
   @pytest.mark.parametrize(
     ('args', 'pattern'),
-    # One of each kind: what a config, a model or data refuse for themselves is
-    # in the tests of those.
+    # What a config, a mesh, a model or data refuse for themselves is in the
+    # tests of those.
     [
-      (
-        ['--config.model.num_layer=2'],
-        "num_layer.*Did you mean 'model.num_layers'",
-      ),
-      (['--config.model.width=0x' + 'f' * 5000], 'model.width=.*from 1'),
       (
         ['--config.train.num_steps =3'],
         r"no field 'num_steps '.*'train.num_steps'",
       ),
-      (['--config.model.routing.capacity=1.5'], r'capacity=1\.5.*\(0, 1\]'),
       (['--config.model.vocab_size=100'], "vocab_size=100 .*tokenizer's 256"),
-      # Devices.
-      (['--config.mesh.data=3'], "'data': 3.*does not fit 8 device"),
-      (['--config.train.batch_size=12'], '=12 does not divide by the 8 dev'),
-      (
-        ['--config.train.grad_accum_steps=3'],
-        'batch_size=8 .*grad_accum_steps=3',
-      ),
       (['--config.evaluation.batch_size=3'], 'evaluation.batch_size=3'),
       (
         ['--config.mesh.data=2', '--config.mesh.tensor=4'],
         "Axis 'heads'.* size 2, which 4 devices",
       ),
-      # The run.
       (['--config.optimizer.warmup_steps=20'], 'warmup_steps=20 .*20 steps'),
       (['--config.train.capacity_warmup_steps=20'], 'capacity_warmup_steps=20'),
-      (['--config.log.wandb=true'], 'pip install wandb'),
       (["--config.optimizer.rules=(('x',1,0),)"], 'matches no parameter'),
       (['--config.init=/no/run'], 'init=/no/run: no such file.*hf download'),
-      # Data.
-      (
-        ['--config.train.num_steps=1000000'],
-        '1,000,000 steps of 8 rows .* more than max_epochs=1: .* at most',
-      ),
-      (
-        ['--config.data.source=files', '--config.data.files=/no/*.txt'],
-        "'/no/\\*.txt' matches no file",
-      ),
-      (
-        ['--config.data.source=files', '--config.data.files=ONE'],
-        'no file is held out',
-      ),
-      (
-        [
-          '--config.data.source=files',
-          '--config.data.files=ONE',
-          '--config.data.eval_files=/no/*.txt',
-        ],
-        'eval_files=.*matches no file',
-      ),
       (
         [
           '--config.data.tokenizer=huggingface',
@@ -292,26 +255,16 @@ class TestTrain:
         ['--compile_for=v9:4x4'],
         "'v9:4x4' is unknown: expected one of v4, v5e",
       ),
-      (
-        ['--compile_for=v5e:2x2', '--config.mesh.fsdp=3'],
-        r'does not fit 4 device\(s\)',
-      ),
     ],
     ids=lambda x: (
       x[-1].removeprefix('--config.')[:60] if isinstance(x, list) else ''
     ),
   )
   def test_bad_input(self, args, pattern, tmp_path):
-    if importlib.util.find_spec('wandb') and '--config.log.wandb=true' in args:
-      pytest.skip('wandb is installed')
-    (tmp_path / 'one.txt').write_text('some text, ' * 1000)
-    args = [arg.replace('ONE', f'{tmp_path}/one.txt') for arg in args]
-    before = snapshot(tmp_path)
     ended = run('train.py', CONFIG, f'--workdir={tmp_path}/run', *args)
     assert_refused(ended, pattern)
     assert ended.out == ''
-    assert snapshot(tmp_path) == before
-    assert not (tmp_path / 'run').exists()
+    assert not list(tmp_path.iterdir())
 
   @pytest.mark.parametrize(
     ('args', 'pattern'),

@@ -21,7 +21,7 @@ from mod_jax.layers.routed import VisionRoutingConfig
 from mod_jax.models import lm
 from mod_jax.models.vit import ViTConfig
 from mod_jax.parallel import MeshConfig
-from mod_jax.sweeps import hlo, prove, slices
+from mod_jax.prove import hlo, prove, slices
 
 pytestmark = [
   pytest.mark.slow,

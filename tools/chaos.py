@@ -203,6 +203,12 @@ def saved_steps(run) -> list[int]:
   return sorted(int(name) for name in names if name.isdigit())
 
 
+def without_events(metrics: bytes) -> bytes:
+  """Leaves out the lines that tell when a run was started, and how often."""
+  lines = metrics.splitlines(keepends=True)
+  return b''.join(x for x in lines if json.loads(x)['kind'] != 'event')
+
+
 def contents(workdir, kind: Kind) -> dict[str, bytes]:
   """Returns what a finished command leaves, by name: files, and arrays."""
   import jax
@@ -214,10 +220,10 @@ def contents(workdir, kind: Kind) -> dict[str, bytes]:
   found = {}
   for path in sorted(workdir.rglob('*')):
     name = str(path.relative_to(workdir))
-    if path.name == 'history.jsonl':  # It tells when, and how often.
-      continue
     if path.is_file() and 'checkpoints' not in path.parts:
       text = path.read_bytes()
+      if path.name == 'metrics.jsonl':
+        text = without_events(text)
       if path.name == 'config.json':  # The rounds differ in when they save.
         text = json.dumps(json.loads(text) | {'checkpoint': None}).encode()
       # What names the directory names another one.

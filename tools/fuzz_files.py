@@ -54,9 +54,9 @@ from mod_jax.layers.routed import (
 )
 from mod_jax.models.lm import LMConfig  # noqa: E402
 from mod_jax.models.vit import ViTConfig  # noqa: E402
+from mod_jax.pretrained import load as load_lib  # noqa: E402
 from mod_jax.runs import workdir as workdir_lib  # noqa: E402
 from mod_jax.serving import chat  # noqa: E402
-from mod_jax.serving import run as run_lib  # noqa: E402
 from mod_jax.tasks import make_task  # noqa: E402
 from mod_jax.tasks.experiment import ExperimentConfig  # noqa: E402
 
@@ -133,7 +133,7 @@ def _make_writer(folder):
 
 
 def _read_writer(folder):
-  run_lib.about(folder)['task'].modality.tokenizer.encode(TEXT)
+  load_lib.about(folder).task.modality.tokenizer.encode(TEXT)
   return {}
 
 
@@ -192,7 +192,7 @@ def _make_foreign(folder):
 
 
 def _read_foreign(folder):
-  run_lib.about(folder)['preprocess']([np.zeros((8, 9, 3), np.uint8)])
+  load_lib.about(folder).preprocess([np.zeros((8, 9, 3), np.uint8)])
   return {}
 
 

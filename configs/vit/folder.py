@@ -39,8 +39,8 @@ from mod_jax.layers.routed import LIKE_DENSE, VisionRoutingConfig
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.vit import ViTConfig
 from mod_jax.optimizer import OptimizerConfig
+from mod_jax.pretrained import complete as complete_lib
 from mod_jax.runs.run_config import EvaluationConfig, TrainConfig
-from mod_jax.serving import complete as complete_lib
 from mod_jax.tasks.experiment import (
   ExperimentConfig,
   PhaseConfig,

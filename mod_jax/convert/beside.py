@@ -52,6 +52,7 @@ class _Fields:
   layer_norm_eps: config_lib.Epsilon | None = None
   hidden_act: str | None = None
   crop_pct: config_lib.Fraction | None = None
+  crop_mode: str | None = None
 
 
 def read(path: str | os.PathLike) -> Beside:
@@ -62,9 +63,6 @@ def read(path: str | os.PathLike) -> Beside:
   architecture's name at the top level or in `pretrained_cfg`, and all else in
   `pretrained_cfg`. Files that are missing or not JSON are ignored.
 
-  Args:
-    path: of the file of weights.
-
   Raises:
     UserError: a field has a value of another type.
   """
@@ -74,22 +72,20 @@ def read(path: str | os.PathLike) -> Beside:
     values = fields.get(group)
     fields = {**(values if isinstance(values, dict) else {}), **fields}
   config = config_lib.from_known(_Fields, fields, f'{folder}/config.json')
-  heads = config.num_attention_heads or config.num_heads
-  architecture = re.match(
-    r'(?:vit|deit3?)_(?P<size>[a-z]+)_', config.architecture or ''
-  )
-  if heads is None and architecture:
-    heads = _HEADS.get(architecture['size'])
+  size = re.match(r'(?:vit|deit3?)_([a-z]+)_', config.architecture or '')
   processor = paths.read_object(folder / 'preprocessor_config.json')
-  preprocessing = _pretrained_cfg(fields)
-  if processor:
-    preprocessing = _processor(processor, fields.get('model_type'))
   return Beside(
-    num_heads=heads,
+    num_heads=config.num_attention_heads
+    or config.num_heads
+    or _HEADS.get(size and size[1]),
     norm_epsilon=config.layer_norm_eps,
     activation=config.hidden_act,
     classes=_classes(fields),
-    **preprocessing,
+    **(
+      _processor(processor, fields.get('model_type'))
+      if processor
+      else _pretrained_cfg(fields)
+    ),
   )
 
 
@@ -102,21 +98,8 @@ def _classes(fields) -> tuple[str, ...] | None:
   if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
     return None
   # Hugging Face's default names.
-  if all(re.fullmatch(r'LABEL_\d+', name) for name in names):
-    return None
-  return tuple(names)
-
-
-def _channels(values) -> tuple[float, float, float] | None:
-  if isinstance(values, numbers.Real):
-    values = [values] * 3
-  if (
-    isinstance(values, list)
-    and len(values) == 3
-    and all(isinstance(x, numbers.Real) and math.isfinite(x) for x in values)
-  ):
-    return tuple(map(float, values))
-  return None
+  default = all(re.fullmatch(r'LABEL_\d+', name) for name in names)
+  return None if default else tuple(names)
 
 
 # Defaults of Hugging Face's image processors; sizes as returned by `_size`.
@@ -132,15 +115,12 @@ _VIT = {
   'image_mean': (0.5, 0.5, 0.5),
   'image_std': (0.5, 0.5, 0.5),
 }
-_PROCESSORS = {
-  'ViT': _VIT,
-  'DeiT': _VIT
-  | {
-    'size': ('squash', 256),
-    'resample': Image.Resampling.BICUBIC,
-    'do_center_crop': True,
-  },
+_DEIT = {
+  'size': ('squash', 256),
+  'resample': Image.Resampling.BICUBIC,
+  'do_center_crop': True,
 }
+_PROCESSORS = {'ViT': _VIT, 'DeiT': _VIT | _DEIT}
 # Settings to ignore: our images are always RGB, and labels come from the data.
 _HARMLESS = ('do_convert_rgb', 'do_reduce_labels')
 
@@ -164,23 +144,22 @@ def _processor(fields, model_type) -> dict[str, Any]:
       return defaults[name]
     return result
 
-  resizes, crops, rescales, normalizes = (
-    get(f'do_{name}', bool)
-    for name in ('resize', 'center_crop', 'rescale', 'normalize')
-  )
   unfollowed += [
     f'{name}={value}'
     for name, value in fields.items()
     if name.startswith('do_') and value and name not in (*defaults, *_HARMLESS)
   ]
   # Our `normalize` divides by 255 first, so adapt the mean and std.
-  scale = 255 * get('rescale_factor', _number) if rescales else 255.0
+  scale = 255.0
+  if get('do_rescale', bool):
+    scale *= get('rescale_factor', _number)
   mean, std = (0.0,) * 3, (1.0,) * 3
-  if normalizes:
+  if get('do_normalize', bool):
     mean, std = get('image_mean', _channels), get('image_std', _channels)
+  resizes = get('do_resize', bool)
   (resize, full), resample = get('size', _size), get('resample', _filter)
   size, fraction = full, 1.0
-  if crops:
+  if get('do_center_crop', bool):
     _, size = get('crop_size', _size)
     resize, fraction = (resize, size / full) if resizes else ('none', 1.0)
   elif not resizes or resize != 'squash':
@@ -225,8 +204,19 @@ def _pretrained_cfg(fields) -> dict[str, Any]:
   }
 
 
+# These return None for values of another type or out of range.
+
+
 def _number(value) -> float | None:
   return value if isinstance(value, numbers.Real) and 0 < value < 1e9 else None
+
+
+def _channels(values) -> tuple[float, float, float] | None:
+  values = [values] * 3 if isinstance(values, numbers.Real) else values
+  if not isinstance(values, list) or len(values) != 3:
+    return None
+  finite = (isinstance(x, numbers.Real) and math.isfinite(x) for x in values)
+  return tuple(map(float, values)) if all(finite) else None
 
 
 def _filter(value) -> Image.Resampling | None:

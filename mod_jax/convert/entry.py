@@ -1,13 +1,26 @@
 """Names and layouts of arrays in another library and here."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 import dataclasses
 import math
-from typing import Literal
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from mod_jax.errors import UserError
+
+# PyTorch's names of a module's arrays, by ours.
+_SUFFIXES = {
+  'kernel': 'weight',
+  'scale': 'weight',
+  'bias': 'bias',
+  'mean': 'running_mean',
+  'var': 'running_var',
+}
+# In the order in which other libraries concatenate them.
+_QUERY_KEY_VALUE = ('query', 'key', 'value')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,26 +31,11 @@ class Entry:
     theirs: the array's name in the other library.
     ours: name of our parameter; several if the other library concatenates them
       along the first axis.
-    layout: the other library's layout: `same` as ours; `vector`, flattened;
-      `token` and `position`, with two or one leading axes of length 1;
-      `inward`, our [D, ...] as [..., D], flattened to a matrix; `outward`, our
-      [..., D] as [D, ...], flattened to a matrix; `patch`, our [P·P·C, D] as
-      [D, C, P, P]; `convolution`, our [P, P, C, D] as [D, C, P, P].
-    channels: C of `patch`.
+    channels: channels of the patch embedding's input.
   """
 
   theirs: str
   ours: tuple[str, ...]
-  layout: Literal[
-    'same',
-    'vector',
-    'token',
-    'position',
-    'inward',
-    'outward',
-    'patch',
-    'convolution',
-  ]
   channels: int = 3
 
   def to_theirs(self, *arrays):
@@ -46,38 +44,31 @@ class Entry:
     return converted[0] if len(converted) == 1 else np.concatenate(converted)
 
   def _to_theirs(self, x):
-    match self.layout:
-      case 'same':
-        return x
-      case 'vector':
-        return x.reshape(-1)
-      case 'token':
-        return x[None, None]
-      case 'position':
-        return x[None]
-      case 'inward':
-        return x.reshape(x.shape[0], -1).T
-      case 'outward':
-        return x.reshape(-1, x.shape[-1]).T
-      case 'patch':
-        side = math.isqrt(x.shape[0] // self.channels)
-        x = x.reshape(side, side, self.channels, -1)
-        return x.transpose(3, 2, 0, 1)
-      case 'convolution':
-        return x.transpose(3, 2, 0, 1)
+    name = self.ours[0]
+    if name == 'embedding':
+      return x
+    if name == 'position':
+      return x[None]
+    if name.endswith('_token'):
+      return x[None, None]
+    if not name.endswith('kernel'):
+      return x.reshape(-1)
+    if name == 'patch/kernel':
+      side = math.isqrt(len(x) // self.channels)
+      x = x.reshape(side, side, self.channels, -1)
+    if x.ndim == 4:
+      return x.transpose(3, 2, 0, 1)
+    if name.endswith('/out/kernel'):  # [H, C, D]
+      return x.reshape(-1, x.shape[-1]).T
+    return x.reshape(len(x), -1).T
 
   def to_ours(self, x, shape: tuple[int, ...]):
     """Returns our arrays, each of the given shape, from their array."""
-    return [self._to_ours(part, shape) for part in np.split(x, len(self.ours))]
-
-  def _to_ours(self, x, shape):
-    match self.layout:
-      case 'same' | 'vector' | 'token' | 'position':
-        return x.reshape(shape)
-      case 'inward' | 'outward':
-        return x.T.reshape(shape)
-      case 'patch' | 'convolution':
-        return x.transpose(2, 3, 1, 0).reshape(shape)
+    parts = np.split(x, len(self.ours))
+    if self.ours[0].endswith('kernel'):
+      axes = (2, 3, 1, 0) if x.ndim == 4 else (1, 0)
+      parts = [part.transpose(axes) for part in parts]
+    return [part.reshape(shape) for part in parts]
 
   def shape(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
     """Returns the shape of their array, given all shapes of ours by name."""
@@ -86,21 +77,41 @@ class Entry:
     return (first * len(self.ours), *rest)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Lazy:
-  """A float32 parameter that is read when it is converted to a NumPy array.
+def entries(
+  ours: Iterable[str],
+  table: Mapping[str, str],
+  label: str,
+  channels: int = 3,
+) -> tuple[Entry, ...]:
+  """Returns the entries of our parameters.
 
-  Thus a model can be moved to devices array by array, without ever being in the
-  host's memory as a whole.
-
-  Attributes:
-    shape: shape of the array.
-    read: reads and returns the array.
+  Args:
+    ours: names of our parameters.
+    table: names of modules, to which `weight` or `bias` is appended, or of
+      arrays in the other library by ours, with `{}` for the number of the
+      block. The module `qkv` stands for query, key and value together.
+    label: name of the other library, for messages.
+    channels: channels of the patch embedding's input.
   """
-
-  shape: tuple[int, ...]
-  read: Callable[[], np.ndarray]
-  dtype = np.dtype(np.float32)
-
-  def __array__(self, dtype=None, copy=None):
-    return np.array(self.read(), dtype, copy=copy)
+  by_theirs = {}
+  for name in ours:
+    module, _, leaf = name.removeprefix('batch_stats/').rpartition('/')
+    number = ''
+    if match := re.match(r'(?:block|prediction)_(\d+)/', module + '/'):
+      number = match[1]
+      module = module.replace(number, '{}', 1)
+    fused = re.sub('/(query|key|value)$', '/qkv', module)
+    theirs = table.get(module or leaf, table.get(fused))
+    if theirs is None:
+      raise UserError(
+        f'{name}: {label} has no such parameter, so its weights do not fit this'
+        ' model; use another naming, or change the config.'
+      )
+    theirs = theirs.format(number) + (_SUFFIXES[leaf] if module else '')
+    by_theirs.setdefault(theirs, []).append(name)
+  for names in by_theirs.values():
+    if len(names) > 1:
+      names.sort(key=lambda x: _QUERY_KEY_VALUE.index(x.split('/')[-2]))
+  return tuple(
+    Entry(theirs, tuple(names), channels) for theirs, names in by_theirs.items()
+  )

@@ -1,11 +1,13 @@
 """Files of named arrays: safetensors, NumPy's `.npz` and PyTorch's `.pth`."""
 
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
+import contextlib
 import dataclasses
+import functools
 import io
+import json
 import os
 import pathlib
-import shutil
 import zipfile
 
 import ml_dtypes
@@ -42,19 +44,16 @@ INDEX = 'model.safetensors.index.json'  # Lists the files of a sharded model.
 
 
 def find(path: str | os.PathLike) -> pathlib.Path:
-  """Returns the file of weights at a path: itself, or one in a directory.
-
-  Raises:
-    UserError: there is no file, or none of a kind that `read` supports.
-  """
+  """Returns the file of weights at a path: itself, or one in a directory."""
   path = pathlib.Path(path).expanduser()
   if path.is_dir():
     for name in _IN_DIRECTORY:
       if (path / name).is_file():
         return path / name
     raise UserError(
-      f'{path} holds no {" or ".join(_IN_DIRECTORY)}: give the file of weights'
-      f' itself, one of {" or ".join(SUFFIXES)}.'
+      f'{path} holds no {" or ".join(_IN_DIRECTORY)}, and no run: give the'
+      ' directory that holds config.json, or the file of weights itself, one of'
+      f' {" or ".join(SUFFIXES)}.'
     )
   if not path.is_file():
     raise paths.missing(path)
@@ -64,12 +63,7 @@ def find(path: str | os.PathLike) -> pathlib.Path:
 
 
 def remove_others(folder: pathlib.Path, written: Container[str]) -> None:
-  """Removes the files of an earlier model from a directory.
-
-  Args:
-    folder: directory.
-    written: names of the present model's files, which are kept.
-  """
+  """Removes an earlier model's files, except those with `written` names."""
   shards = folder.glob('model-?????-of-?????.safetensors')
   for file in (folder / _IN_DIRECTORY[0], folder / INDEX, *shards):
     if file.name not in written:
@@ -96,90 +90,75 @@ def read(path: str | os.PathLike) -> dict[str, np.ndarray]:
       finite.
   """
   path = find(path)
-  if path.suffix == '.npz':
-    arrays = _read_npz(path)
-  elif path.suffix in _PYTORCH:
-    arrays = torch_files.read(path)
-  else:
-    return {name: array.read() for name, array in _headers(path).items()}
+  if path.suffix == '.safetensors':
+    return {name: x.read() for name, x in _headers(path).items()}
+  with _damage(path):
+    read_all = _read_npz if path.suffix == '.npz' else torch_files.read
+    arrays = read_all(path)
   return {name: _float32(x, path, name) for name, x in arrays.items()}
 
 
-def _read_npz(path) -> dict[str, np.ndarray]:
+@contextlib.contextmanager
+def _damage(path):
+  """Turns what damaged files raise, of many types, into a UserError."""
   try:
-    with zipfile.ZipFile(path) as archive:
-      infos = archive.infolist()
-      # Protect against decompression bombs.
-      size = os.path.getsize(path)
-      if sum(info.file_size for info in infos) > _MOST_PACKED * size:
-        raise UserError(
-          f'{path} says that it holds more than {_MOST_PACKED} times its own'
-          ' size, which weights never do: fetch it from where it was published.'
-        )
-      if {info.compress_type for info in infos} - set(_PACKINGS):
-        raise ValueError('packed otherwise than NumPy does')
-      arrays = {}
-      for info in infos:
-        buffer = io.BytesIO()
-        with archive.open(info) as file:
-          shutil.copyfileobj(file, buffer)  # Reading all verifies the CRC.
-        buffer.seek(0)
-        name = info.filename.removesuffix('.npy')
-        arrays[name] = np.lib.format.read_array(buffer, allow_pickle=False)
-      return arrays
+    yield
   except UserError:
     raise
-  # Damaged archives and array headers raise many types of exceptions.
   except Exception as error:
-    raise _damaged(path, error) from error
+    raise UserError(
+      f'{path} cannot be read as {path.suffix[1:]} ({type(error).__name__}:'
+      f' {error}): it may be damaged or cut short, so fetch or write it again.'
+    ) from error
 
 
-def _damaged(path, error) -> UserError:
-  return UserError(
-    f'{path} cannot be read as {path.suffix[1:]} ({error}): it may be damaged'
-    ' or cut short, so fetch or write it again.'
-  )
+def _read_npz(path) -> dict[str, np.ndarray]:
+  with zipfile.ZipFile(path) as archive:
+    infos = archive.infolist()
+    # Protect against decompression bombs.
+    size = os.path.getsize(path)
+    if sum(info.file_size for info in infos) > _MOST_PACKED * size:
+      raise UserError(
+        f'{path} says that it holds more than {_MOST_PACKED} times its own'
+        ' size, which weights never do: fetch it from where it was published.'
+      )
+    if {info.compress_type for info in infos} - set(_PACKINGS):
+      raise ValueError('packed otherwise than NumPy does')
+    arrays = {}
+    for info in infos:
+      buffer = io.BytesIO(archive.read(info))  # Reading all verifies the CRC.
+      name = info.filename.removesuffix('.npy')
+      arrays[name] = np.lib.format.read_array(buffer, allow_pickle=False)
+    return arrays
 
 
-@dataclasses.dataclass(frozen=True)
-class Stored:
-  """An array in a file that `read` reads.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Lazy:
+  """A parameter that is read when it is converted to a NumPy array.
+
+  Thus a model can be moved to devices array by array, without ever being in the
+  host's memory as a whole.
 
   Attributes:
-    path: of the `.safetensors` file.
-    name: of the array in the file.
     shape: shape of the array.
-    dtype: name of its type in safetensors, such as BF16.
+    read: reads and returns the array.
+    stored: type in the file, as a key of `DTYPES`.
   """
 
-  path: pathlib.Path
-  name: str
   shape: tuple[int, ...]
-  dtype: str
+  read: Callable[[], np.ndarray]
+  stored: str = 'F32'
+  dtype = np.dtype(np.float32)
 
-  def read(self) -> np.ndarray:
-    """Returns the array, as float32 if it is floating-point.
-
-    Raises:
-      UserError: the file is missing or damaged, or values are not finite.
-    """
-    try:
-      with safetensors.safe_open(self.path, 'numpy') as file:
-        array = file.get_tensor(self.name)
-    except (OSError, ValueError, safetensors.SafetensorError) as error:
-      raise _damaged(self.path, error) from error
-    return _float32(array, self.path, self.name)
+  def __array__(self, dtype=None, copy=None):
+    return np.array(self.read(), dtype, copy=copy)
 
 
-def stored(folder: str | os.PathLike) -> dict[str, Stored]:
+def stored(folder: str | os.PathLike) -> dict[str, Lazy]:
   """Returns the arrays in a directory's safetensors by name, without reading.
 
   The directory has either one file, `model.safetensors`, or an index that names
   several.
-
-  Raises:
-    UserError: there are no such files, one that the index names is missing or
-      outside of the directory, or one cannot be read.
   """
   folder = pathlib.Path(folder).expanduser()
   index = folder / INDEX
@@ -219,23 +198,29 @@ def stored(folder: str | os.PathLike) -> dict[str, Stored]:
   return {name: array for name, array in arrays.items() if name in weight_map}
 
 
-def _headers(path) -> dict[str, Stored]:
-  try:
-    with safetensors.safe_open(path, 'numpy') as file:
-      names = file.keys()  # The file object itself is not iterable.
-      slices = {name: file.get_slice(name) for name in names}
-      arrays = {
-        name: Stored(path, name, tuple(x.get_shape()), x.get_dtype())
-        for name, x in slices.items()
-      }
-  except (OSError, ValueError, safetensors.SafetensorError) as error:
-    raise _damaged(path, error) from error
-  for array in arrays.values():
-    if array.dtype not in DTYPES:
+def _headers(path) -> dict[str, Lazy]:
+  """Returns the arrays of a file of safetensors by name, without reading."""
+
+  def read(name):
+    with _damage(path), safetensors.safe_open(path, 'numpy') as file:
+      return _float32(file.get_tensor(name), path, name)
+
+  arrays = {}
+  with _damage(path), safetensors.safe_open(path, 'numpy') as file:
+    names = file.keys()  # The file object itself is not iterable.
+    for name in names:
+      part = file.get_slice(name)
+      arrays[name] = Lazy(
+        tuple(part.get_shape()),
+        functools.partial(read, name),
+        part.get_dtype(),
+      )
+  for name, array in arrays.items():
+    if array.stored not in DTYPES:
       raise UserError(
-        f'{path}: {array.name} is of type {array.dtype}, and quantised weights'
-        f' are not read; expected {", ".join(DTYPES)}: fetch the model in one'
-        ' of these.'
+        f'{path}: {name} is of type {array.stored}, and quantised weights are'
+        f' not read; expected {", ".join(DTYPES)}: fetch the model in one of'
+        ' these.'
       )
   return arrays
 
@@ -271,9 +256,6 @@ def write(
     arrays: by name; float32 or int64 for `.pth`.
     torch_key: for `.pth`, key of a dictionary under which the arrays are
       stored, as some libraries expect; None stores them at the top level.
-
-  Raises:
-    UserError: the suffix is not supported, or the file cannot be written.
   """
   path = pathlib.Path(path).expanduser()
   check_suffix(path)
@@ -293,3 +275,9 @@ def write(
       f'{path} cannot be written ({error.strerror}): name a file in a directory'
       ' that can.'
     ) from error
+
+
+def write_json(path: str | os.PathLike, fields: Mapping, **kwargs) -> None:
+  """Writes a JSON file atomically."""
+  text = json.dumps(fields, indent=2, ensure_ascii=False, **kwargs) + '\n'
+  paths.write_bytes(path, text.encode())

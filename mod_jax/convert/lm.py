@@ -9,8 +9,7 @@ permuted.
 
 from collections.abc import Mapping
 import dataclasses
-import functools
-import json
+import math
 import os
 import pathlib
 import re
@@ -23,12 +22,14 @@ import numpy as np
 
 from mod_jax import config as config_lib
 from mod_jax import paths, trees
+from mod_jax.convert import entry as entry_lib
 from mod_jax.convert import files
-from mod_jax.convert.entry import Entry, Lazy
+from mod_jax.convert.entry import Entry
+from mod_jax.convert.files import Lazy
 from mod_jax.data.tokenizers import Tokenizer
 from mod_jax.errors import UserError
 from mod_jax.layers.rope import RopeScaling
-from mod_jax.models import lm
+from mod_jax.models import lm, protocol
 from mod_jax.models.lm import LMConfig
 
 # Keys that would change the function, and the values that are supported. Keys
@@ -48,22 +49,51 @@ _MUST_BE = {
   'num_local_experts': (),
   'num_experts': (),
 }
+# Names in a `config.json` of the fields of an `LMConfig` that mean the same.
+_FIELDS = {
+  'vocab_size': 'vocab_size',
+  'num_layers': 'num_hidden_layers',
+  'width': 'hidden_size',
+  'num_heads': 'num_attention_heads',
+  'tied_head': 'tie_word_embeddings',
+  'norm_epsilon': 'rms_norm_eps',
+}
+# The same of a `RopeScaling`, by its kind.
+_ROPE = {
+  'linear': {'factor': 'factor'},
+  'llama3': {
+    'factor': 'factor',
+    'low_frequency': 'low_freq_factor',
+    'high_frequency': 'high_freq_factor',
+    'original_length': 'original_max_position_embeddings',
+  },
+}
+# Names of their modules and arrays by ours, for `entry.entries`.
+_TABLE = {
+  'embedding': 'model.embed_tokens.weight',
+  'block_{}/attention_norm': 'model.layers.{}.input_layernorm.',
+  'block_{}/attention/query': 'model.layers.{}.self_attn.q_proj.',
+  'block_{}/attention/query_norm': 'model.layers.{}.self_attn.q_norm.',
+  'block_{}/attention/key': 'model.layers.{}.self_attn.k_proj.',
+  'block_{}/attention/key_norm': 'model.layers.{}.self_attn.k_norm.',
+  'block_{}/attention/value': 'model.layers.{}.self_attn.v_proj.',
+  'block_{}/attention/out': 'model.layers.{}.self_attn.o_proj.',
+  'block_{}/mlp_norm': 'model.layers.{}.post_attention_layernorm.',
+  'block_{}/mlp/gate': 'model.layers.{}.mlp.gate_proj.',
+  'block_{}/mlp/up': 'model.layers.{}.mlp.up_proj.',
+  'block_{}/mlp/down': 'model.layers.{}.mlp.down_proj.',
+  'norm': 'model.norm.',
+  'head': 'lm_head.',
+}
 # Constant tensors in old files.
 _USELESS = r'.*\.rotary_emb\.inv_freq'
 # Most bytes per file of weights, as in Hugging Face.
 _SHARD = 5 * 10**9
 # Files of the tokenizer and of the generation settings.
 BESIDE = (
-  'tokenizer.json',
-  'tokenizer.model',
-  'tokenizer_config.json',
-  'special_tokens_map.json',
-  'added_tokens.json',
-  'vocab.json',
-  'merges.txt',
-  'chat_template.jinja',
-  'chat_template.json',
-  'generation_config.json',
+  *('tokenizer.json', 'tokenizer.model', 'tokenizer_config.json'),
+  *('special_tokens_map.json', 'added_tokens.json', 'vocab.json', 'merges.txt'),
+  *('chat_template.jinja', 'chat_template.json', 'generation_config.json'),
 )
 
 
@@ -82,22 +112,17 @@ class _Rope:
   def scaling(self) -> RopeScaling | None:
     if self.rope_type == 'default':
       return None
-    if self.rope_type == 'linear':
-      return RopeScaling(kind='linear', factor=self.factor)
-    return RopeScaling(
-      factor=self.factor,
-      low_frequency=self.low_freq_factor,
-      high_frequency=self.high_freq_factor,
-      original_length=self.original_max_position_embeddings,
-    )
+    names = _ROPE[self.rope_type].items()
+    values = {ours: getattr(self, theirs) for ours, theirs in names}
+    return RopeScaling(kind=self.rope_type, **values)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Llama:
-  """The fields of a `config.json` that are read, except `_Rope` and `_MUST_BE`.
+class _Fields:
+  """The fields of a `config.json` that are read, except `_Rope`, `_MUST_BE`.
 
-  Defaults are those of the family's class in transformers, such as
-  `LlamaConfig`.
+  Where a family's class in transformers has another default, it is in
+  `_DEFAULTS`.
   """
 
   vocab_size: config_lib.Size
@@ -112,37 +137,16 @@ class _Llama:
   max_position_embeddings: config_lib.PositiveCount = 2048
   rms_norm_eps: config_lib.Epsilon = 1e-6
   tie_word_embeddings: bool = False
-
-  @property
-  def windows(self) -> set[int | None]:
-    """The different sliding windows of all layers; None is full attention."""
-    return {None}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Mistral(_Llama):
-  num_key_value_heads: config_lib.Size | None = 8
-  max_position_embeddings: config_lib.PositiveCount = 32 * 4096
-  sliding_window: config_lib.Size | None = 4096
-
-  @property
-  def windows(self) -> set[int | None]:
-    return {self.sliding_window}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Qwen2(_Llama):
-  num_key_value_heads: config_lib.Size | None = 32
-  max_position_embeddings: config_lib.PositiveCount = 32768
-  use_sliding_window: bool = False
-  sliding_window: config_lib.Size | None = 4096
-  max_window_layers: config_lib.Count = 28  # First layer with a window.
+  sliding_window: config_lib.Size | None = None
+  use_sliding_window: bool = True
+  max_window_layers: config_lib.Count = 0  # First layer with a window.
   layer_types: (
     tuple[Literal['full_attention', 'sliding_attention'], ...] | None
   ) = None
 
   @property
   def windows(self) -> set[int | None]:
+    """The different sliding windows of all layers; None is full attention."""
     if not self.use_sliding_window:
       return {None}
     slides = [
@@ -153,18 +157,30 @@ class _Qwen2(_Llama):
     return {self.sliding_window if slide else None for slide in slides}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Qwen3(_Qwen2):
-  head_dim: config_lib.Size = 128
-
-
-_CLASSES = {
-  'llama': _Llama,
-  'mistral': _Mistral,
-  'qwen2': _Qwen2,
-  'qwen3': _Qwen3,
+_QWEN = {
+  'num_key_value_heads': 32,
+  'max_position_embeddings': 32768,
+  'sliding_window': 4096,
+  'use_sliding_window': False,
+  'max_window_layers': 28,
+  'layer_types': None,
 }
-FAMILIES = tuple(_CLASSES)
+_DEFAULTS = {
+  'llama': {},
+  'mistral': {
+    'num_key_value_heads': 8,
+    'max_position_embeddings': 32 * 4096,
+    'sliding_window': 4096,
+  },
+  'qwen2': _QWEN,
+  'qwen3': _QWEN | {'head_dim': 128},
+}
+FAMILIES = tuple(_DEFAULTS)
+# Fields that only families that have a default for them read.
+_WINDOW = {
+  *('sliding_window', 'use_sliding_window', 'max_window_layers'),
+  'layer_types',
+}
 
 
 def holds_model(path: str | os.PathLike) -> bool:
@@ -179,11 +195,11 @@ def _fields(folder: str | os.PathLike) -> dict[str, Any]:
   return paths.read_object(pathlib.Path(folder) / 'config.json')
 
 
-def _told(path: str | os.PathLike) -> tuple[_Llama, _Rope]:
-  """Returns the fields of the `config.json` in a directory."""
-  fields = _fields(path)
+def _read_config(
+  fields: Mapping[str, Any], where: str
+) -> tuple[_Fields, _Rope]:
+  """Returns what is used of a `config.json`."""
   family = fields.get('model_type')
-  where = f'{path}/config.json'
   if family not in FAMILIES:
     raise UserError(
       f'{where}: model_type={family!r} is no architecture that is known here;'
@@ -206,8 +222,11 @@ def _told(path: str | os.PathLike) -> tuple[_Llama, _Rope]:
   # Names of older files, overridden by the present ones.
   old = {'rope_theta': fields.get('rope_theta'), 'rope_type': rope.get('type')}
   rope = {name: x for name, x in old.items() if x is not None} | rope
+  defaults = _DEFAULTS[family]
+  unread = _WINDOW - defaults.keys()
+  fields = defaults | {k: x for k, x in fields.items() if k not in unread}
   return (
-    config_lib.from_known(_CLASSES[family], fields, where),
+    config_lib.from_known(_Fields, fields, where),
     config_lib.from_known(_Rope, rope, f'{where}: rope_parameters'),
   )
 
@@ -219,66 +238,36 @@ def derive(path: str | os.PathLike) -> LMConfig:
     UserError: there is no `config.json`, or its architecture or a setting is
       not supported.
   """
-  saved, rope = _told(path)
-  family = _fields(path)['model_type']
+  return _derive(_fields(path), f'{path}/config.json')
+
+
+def _derive(fields: Mapping[str, Any], where: str) -> LMConfig:
+  saved, rope = _read_config(fields, where)
   if len(saved.windows) > 1:
     raise UserError(
-      f'{path}/config.json: some layers have a sliding window and some have'
-      ' none, which is not supported; expected the same for all.'
+      f'{where}: some layers have a sliding window and some have none, which is'
+      ' not supported; expected the same for all.'
     )
   try:
     return LMConfig(
-      vocab_size=saved.vocab_size,
-      num_layers=saved.num_hidden_layers,
-      width=saved.hidden_size,
-      num_heads=saved.num_attention_heads,
+      **{ours: getattr(saved, theirs) for ours, theirs in _FIELDS.items()},
       num_kv_heads=saved.num_key_value_heads or saved.num_attention_heads,
       head_dim=saved.head_dim or saved.hidden_size // saved.num_attention_heads,
       mlp='swiglu',
       mlp_dim=saved.intermediate_size,
-      tied_head=saved.tie_word_embeddings,
       rope_theta=rope.rope_theta,
       rope_scaling=rope.scaling,
       window=next(iter(saved.windows)),
-      qkv_bias=family == 'qwen2',
-      qk_norm=family == 'qwen3',
-      norm_epsilon=saved.rms_norm_eps,
+      qkv_bias=fields['model_type'] == 'qwen2',
+      qk_norm=fields['model_type'] == 'qwen3',
       routing=None,
     )
   except UserError as error:
-    raise UserError(f'{path}/config.json: {error}') from error
+    raise UserError(f'{where}: {error}') from error
 
 
-def names(config: LMConfig) -> tuple[Entry, ...]:
-  """Returns the mapping of their arrays to ours, for unscanned layers."""
-  entries = [Entry('model.embed_tokens.weight', ('embedding',), 'same')]
-
-  def add(theirs, ours, layout, kind='kernel'):
-    theirs += '.bias' if kind == 'bias' else '.weight'
-    entries.append(Entry(theirs, (f'{ours}/{kind}',), layout))
-
-  for i in range(config.num_layers):
-    theirs, ours = f'model.layers.{i}', f'block_{i}'
-    for name, short in (('query', 'q'), ('key', 'k'), ('value', 'v')):
-      projection = f'{theirs}.self_attn.{short}_proj'
-      add(projection, f'{ours}/attention/{name}', 'inward')
-      if config.qkv_bias:
-        add(projection, f'{ours}/attention/{name}', 'vector', 'bias')
-      if config.qk_norm and name != 'value':
-        norm = f'{theirs}.self_attn.{short}_norm'
-        add(norm, f'{ours}/attention/{name}_norm', 'vector', 'scale')
-    add(f'{theirs}.self_attn.o_proj', f'{ours}/attention/out', 'outward')
-    for name in ('gate', 'up', 'down'):
-      add(f'{theirs}.mlp.{name}_proj', f'{ours}/mlp/{name}', 'inward')
-    for norm, mine in (
-      ('input_layernorm', 'attention_norm'),
-      ('post_attention_layernorm', 'mlp_norm'),
-    ):
-      add(f'{theirs}.{norm}', f'{ours}/{mine}', 'vector', 'scale')
-  add('model.norm', 'norm', 'vector', 'scale')
-  if not config.tied_head:
-    add('lm_head', 'head', 'inward')
-  return tuple(entries)
+def _entries(shapes) -> tuple[Entry, ...]:
+  return entry_lib.entries(shapes, _TABLE, 'Hugging Face')
 
 
 def _check_ours(config: LMConfig) -> None:
@@ -294,15 +283,11 @@ def _check_ours(config: LMConfig) -> None:
     )
 
 
-@functools.lru_cache(maxsize=4)
 def _shapes(config: LMConfig) -> dict[str, tuple[int, ...]]:
   """Returns the shapes of our dense parameters, for unscanned layers."""
-  config = dataclasses.replace(config.dense_twin(), scan_layers=False)
-  boxed = jax.eval_shape(
-    config.build().init, jax.random.key(0), config.example()
-  )
-  flat = trees.flatten(nn.unbox(boxed)['params'])
-  return {name: leaf.shape for name, leaf in flat.items()}
+  dense = dataclasses.replace(config.dense_twin(), scan_layers=False)
+  params = trees.flatten(protocol.shapes(dense)['params'])
+  return {name: leaf.shape for name, leaf in params.items()}
 
 
 def read(path: str | os.PathLike, config: LMConfig) -> dict[str, Lazy]:
@@ -318,12 +303,12 @@ def read(path: str | os.PathLike, config: LMConfig) -> dict[str, Lazy]:
       all arrays that are missing, unexpected or of another shape.
   """
   _check_ours(config)
-  stored = files.stored(path)
-  entries, shapes = names(config), _shapes(config)
+  stored, shapes = files.stored(path), _shapes(config)
+  entries = _entries(shapes)
   dropped = [_USELESS]
   if config.tied_head and 'lm_head.weight' in stored:
     embedding = stored['model.embed_tokens.weight']
-    if np.array_equal(stored['lm_head.weight'].read(), embedding.read()):
+    if np.array_equal(stored['lm_head.weight'], embedding):
       dropped.append(r'lm_head\.weight')
   trees.compare(
     {entry.theirs: entry.shape(shapes) for entry in entries},
@@ -332,44 +317,39 @@ def read(path: str | os.PathLike, config: LMConfig) -> dict[str, Lazy]:
     describe=f'{path}, a language model,',
   )
 
-  def lazy(entry):
-    shape = shapes[entry.ours[0]]
+  def lazy(theirs, shape, to_ours):
+    return Lazy(shape, lambda: to_ours(np.asarray(stored[theirs]), shape)[0])
 
-    def array():
-      return entry.to_ours(stored[entry.theirs].read(), shape)[0]
-
-    return Lazy(shape, array)
-
-  params = {entry.ours[0]: lazy(entry) for entry in entries}
+  params = {
+    entry.ours[0]: lazy(entry.theirs, shapes[entry.ours[0]], entry.to_ours)
+    for entry in entries
+  }
   return _scanned(config, params) if config.scan_layers else params
 
 
-def _scanned(config: LMConfig, found: Mapping[str, Lazy]) -> dict[str, Lazy]:
-  """Stacks the parameters of unscanned layers `found` for scanned layers."""
-  period = config.stack.period
-  groups, rest = {}, {}
-  for name, array in found.items():
-    block = re.match(r'block_(\d+)/(.*)', name)
-    if block is None:
-      rest[name] = array
-      continue
-    group, j = divmod(int(block[1]), period)
-    groups.setdefault(f'layers/block_{j}/{block[2]}', {})[group] = array
+def _scanned(config: LMConfig, params: Mapping[str, Lazy]) -> dict[str, Lazy]:
+  """Stacks the parameters of unscanned layers for scanned layers."""
 
-  def stacked(parts):
-    arrays = [parts[i] for i in range(len(parts))]
+  def stacked(arrays):
     shape = (len(arrays), *arrays[0].shape)
     return Lazy(shape, lambda: np.stack([np.asarray(x) for x in arrays]))
 
-  return rest | {name: stacked(parts) for name, parts in groups.items()}
+  period, scanned = config.stack.period, {}
+  for name, array in params.items():
+    block = re.match(r'block_(\d+)/(.*)', name)
+    if block is None:
+      scanned[name] = array
+    elif int(block[1]) < period:
+      numbers = range(int(block[1]), config.num_layers, period)
+      scanned[f'layers/{name}'] = stacked(
+        [params[f'block_{i}/{block[2]}'] for i in numbers]
+      )
+  return scanned
 
 
 def load(path: str | os.PathLike, config: LMConfig) -> dict[str, Any]:
   """Returns the parameters of a dense model; arguments as for `read`."""
-  flat = read(path, config)
-  return trees.unflatten(
-    {n: jnp.asarray(np.asarray(x)) for n, x in flat.items()}
-  )
+  return jax.tree.map(jnp.asarray, trees.unflatten(read(path, config)))
 
 
 def save(
@@ -401,147 +381,104 @@ def save(
   dense = config.dense_twin()
   _check_ours(dense)
   folder = pathlib.Path(folder).expanduser()
-  like = None if like is None else pathlib.Path(like).expanduser()
   types = {}
   fields = _config_json(dense, length) | {
     f'{name}_token_id': getattr(tokenizer, f'{name}_id', None)
     for name in ('bos', 'eos')
   }
-  if like is not None and derive(like) == _comparable(dense):
+  if like is not None and derive(like) == _derive(fields, 'config.json'):
+    like = pathlib.Path(like).expanduser()
     fields = _fields(like)
-    types = {name: x.dtype for name, x in files.stored(like).items()}
+    types = {name: x.stored for name, x in files.stored(like).items()}
     for name in BESIDE:
       if (like / name).is_file():
         paths.write_bytes(folder / name, (like / name).read_bytes())
   _, unrolled = lm.unrolled(config, params)
   flat = trees.flatten(nn.unbox(unrolled))
-  entries, shapes = names(dense), _shapes(dense)
+  shapes = _shapes(dense)
   trees.compare(
     shapes,
     {name: array.shape for name, array in flat.items()},
     dropped=(r'(block_\d+/)?(router|predictor)/.*',),
     describe='params',
   )
+  arrays = []
+  for entry in _entries(shapes):
+    dtype = np.dtype(files.DTYPES[types.get(entry.theirs, 'F32')])
 
-  def array(entry):
-    converted = entry.to_theirs(np.asarray(flat[entry.ours[0]], np.float32))
-    return np.asarray(converted, files.DTYPES[types.get(entry.theirs, 'F32')])
+    def read_one(entry=entry, dtype=dtype):
+      array = np.asarray(flat[entry.ours[0]], np.float32)
+      return np.asarray(entry.to_theirs(array), dtype)
 
-  sizes = {
-    entry.theirs: np.dtype(
-      files.DTYPES[types.get(entry.theirs, 'F32')]
-    ).itemsize
-    * int(np.prod(shapes[entry.ours[0]]))
-    for entry in entries
-  }
-  _write(folder, entries, array, sizes)
-  text = json.dumps(fields, indent=2, ensure_ascii=False) + '\n'
-  paths.write_bytes(folder / 'config.json', text.encode())
+    size = math.prod(shapes[entry.ours[0]]) * dtype.itemsize
+    arrays.append((entry.theirs, size, read_one))
+  _write(folder, arrays)
+  files.write_json(folder / 'config.json', fields)
 
 
-def _comparable(dense: LMConfig) -> LMConfig:
-  """Returns a config with only the fields that a `config.json` has."""
-  block = dense.block
-  return LMConfig(
-    vocab_size=dense.vocab_size,
-    num_layers=dense.num_layers,
-    width=dense.width,
-    num_heads=dense.num_heads,
-    num_kv_heads=block.attention.num_kv_heads,
-    head_dim=block.attention.head_dim,
-    mlp=dense.mlp,
-    mlp_dim=block.mlp.hidden,
-    tied_head=dense.tied_head,
-    rope_theta=dense.rope_theta,
-    rope_scaling=dense.rope_scaling,
-    window=dense.window,
-    qkv_bias=dense.qkv_bias,
-    qk_norm=dense.qk_norm,
-    norm_epsilon=dense.norm_epsilon,
-    routing=None,
-  )
-
-
-def _write(folder, entries, array, sizes):
-  """Writes the weights to one file, or to several and an index."""
-  shards = [[]]
-  size = 0
-  for entry in entries:
-    if shards[-1] and size + sizes[entry.theirs] > _SHARD:
-      shards.append([])
-      size = 0
-    shards[-1].append(entry)
-    size += sizes[entry.theirs]
-  weight_map, written = {}, set()
-  for i, shard in enumerate(shards):
-    name = 'model.safetensors'
+def _write(folder, arrays) -> None:
+  """Writes (name, bytes, function that returns the array) to files."""
+  shards, room = [], 0
+  for name, size, read_one in arrays:
+    if not shards or size > room:
+      shards.append({})
+      room = _SHARD
+    shards[-1][name] = read_one
+    room -= size
+  weight_map = {}
+  for i, shard in enumerate(shards, 1):
+    file = 'model.safetensors'
     if len(shards) > 1:
-      name = f'model-{i + 1:05d}-of-{len(shards):05d}.safetensors'
-    arrays = {entry.theirs: array(entry) for entry in shard}
-    files.write(folder / name, arrays)
-    weight_map |= dict.fromkeys(arrays, name)
-    written.add(name)
+      file = f'model-{i:05d}-of-{len(shards):05d}.safetensors'
+    files.write(folder / file, {name: read() for name, read in shard.items()})
+    weight_map |= dict.fromkeys(shard, file)
+  written = set(weight_map.values())
   if len(shards) > 1:
-    index = {
-      'metadata': {'total_size': sum(sizes.values())},
-      'weight_map': weight_map,
-    }
-    text = json.dumps(index, indent=2, sort_keys=True) + '\n'
-    paths.write_bytes(folder / files.INDEX, text.encode())
+    total = {'total_size': sum(size for _, size, _ in arrays)}
+    index = {'metadata': total, 'weight_map': weight_map}
+    files.write_json(folder / files.INDEX, index, sort_keys=True)
     written.add(files.INDEX)
   files.remove_others(folder, written)
 
 
 def _config_json(dense: LMConfig, length: int) -> dict[str, Any]:
   """Returns the fields of a `config.json` of the first family that fits."""
-  config = _comparable(dense)
-  family, model = 'llama', 'LlamaForCausalLM'
-  if config.qk_norm:
-    family, model = 'qwen3', 'Qwen3ForCausalLM'
-  elif config.qkv_bias:
-    family, model = 'qwen2', 'Qwen2ForCausalLM'
-  elif config.window is not None:
-    family, model = 'mistral', 'MistralForCausalLM'
+  family = 'llama'
+  if dense.qk_norm:
+    family = 'qwen3'
+  elif dense.qkv_bias:
+    family = 'qwen2'
+  elif dense.window is not None:
+    family = 'mistral'
   fields = {
-    'architectures': [model],
+    'architectures': [f'{family.capitalize()}ForCausalLM'],
     'model_type': family,
-    'vocab_size': config.vocab_size,
-    'hidden_size': config.width,
-    'num_hidden_layers': config.num_layers,
-    'num_attention_heads': config.num_heads,
-    'num_key_value_heads': config.num_kv_heads,
-    'head_dim': config.head_dim,
-    'intermediate_size': config.mlp_dim,
+    **{theirs: getattr(dense, ours) for ours, theirs in _FIELDS.items()},
+    'num_key_value_heads': dense.block.attention.num_kv_heads,
+    'head_dim': dense.block.attention.head_dim,
+    'intermediate_size': dense.block.mlp.hidden,
     'hidden_act': 'silu',
-    'rms_norm_eps': config.norm_epsilon,
-    'rope_theta': config.rope_theta,
-    'tie_word_embeddings': config.tied_head,
+    'rope_theta': dense.rope_theta,
     'max_position_embeddings': length,
     'torch_dtype': 'float32',
   }
-  if family == 'qwen2' and config.head_dim * config.num_heads != config.width:
+  if family == 'qwen2' and fields['head_dim'] * dense.num_heads != dense.width:
     raise UserError(
-      f'head_dim={config.head_dim}: in a Qwen2, the only architecture known'
+      f'head_dim={fields["head_dim"]}: in a Qwen2, the only architecture known'
       ' here with qkv_bias, it is width / num_heads.'
     )
-  if config.window is not None:
-    fields['sliding_window'] = config.window
+  if dense.window is not None:
+    fields['sliding_window'] = dense.window
     if family != 'mistral':
       fields |= {'use_sliding_window': True, 'max_window_layers': 0}
-  if (scaling := config.rope_scaling) is not None:
-    fields['rope_scaling'] = {
-      'rope_type': scaling.kind,
-      'factor': scaling.factor,
-    }
-    if scaling.kind == 'llama3':
-      fields['rope_scaling'] |= {
-        'low_freq_factor': scaling.low_frequency,
-        'high_freq_factor': scaling.high_frequency,
-        'original_max_position_embeddings': scaling.original_length,
-      }
+  if (scaling := dense.rope_scaling) is not None:
+    names = _ROPE[scaling.kind].items()
+    values = {theirs: getattr(scaling, ours) for ours, theirs in names}
+    fields['rope_scaling'] = {'rope_type': scaling.kind} | values
   return fields
 
 
 def max_length(path: str | os.PathLike) -> int:
   """Returns the longest input, in tokens, of a model of Hugging Face."""
-  return _told(path)[0].max_position_embeddings
+  saved, _ = _read_config(_fields(path), f'{path}/config.json')
+  return saved.max_position_embeddings

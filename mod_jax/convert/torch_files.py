@@ -1,18 +1,16 @@
 """Reads and writes PyTorch's files of weights, safely and without PyTorch.
 
-`torch.save` writes a pickle, and unpickling can run arbitrary code. Here the
-pickle's instructions are interpreted without importing or calling anything that
-they name: names are only compared with a short list of those that tensors and
-dictionaries need, and all others are refused.
+`torch.save` writes a pickle, and unpickling can run arbitrary code. Here only
+the instructions that weights need are run, and the few functions that they may
+name have stand-ins; all others are refused by name.
 """
 
-from collections.abc import Callable, Mapping
-import dataclasses
+from collections.abc import Mapping
 import io
 import math
 import os
 import pathlib
-import pickletools
+import pickle
 import struct
 from typing import Any, BinaryIO
 import zipfile
@@ -29,7 +27,47 @@ _PICKLE_BYTES = 64 << 20
 # Start of files in PyTorch's format before 1.6, which some releases still use.
 _MAGIC, _PROTOCOL = 0x1950A86A20F9469CFC6C, 1001
 
-_TYPES = {
+
+def _tensor(storage, offset, shape, strides, *_) -> np.ndarray:
+  """Returns a view of a storage; offset and strides count elements."""
+  numbers = (offset, *shape, *strides)
+  if not isinstance(storage, np.ndarray) or storage.ndim != 1:
+    raise ValueError('a tensor without numbers')
+  if not all(isinstance(n, int) and n >= 0 for n in numbers):
+    raise ValueError('a tensor whose shape is none')
+  last = offset + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+  if math.prod(shape) and last >= len(storage):
+    raise ValueError('a tensor beyond its storage')
+  return np.lib.stride_tricks.as_strided(
+    storage[offset:],
+    tuple(shape),
+    [n * storage.itemsize for n in strides],
+    writeable=False,
+  )
+
+
+class _Dictionary(dict):
+  """Hashing a key of deeply nested tuples could take exponential time."""
+
+  def __init__(self, pairs=()):
+    super().__init__()
+    for key, value in pairs:
+      self[key] = value
+
+  def __setitem__(self, key, value):
+    if not isinstance(key, str | int):
+      raise ValueError('a key that is neither a name nor a number')
+    super().__setitem__(key, value)
+
+
+# Stand-ins for what a pickle may name.
+_GLOBALS = {
+  'collections.OrderedDict': _Dictionary,
+  'argparse.Namespace': _Dictionary,  # Settings of a training run, ignored.
+  'torch.Size': tuple,
+  'torch._utils._rebuild_tensor': _tensor,
+  'torch._utils._rebuild_tensor_v2': _tensor,
+  'torch._utils._rebuild_parameter': lambda tensor, *_: tensor,
   'torch.FloatStorage': np.dtype('f4'),
   'torch.DoubleStorage': np.dtype('f8'),
   'torch.HalfStorage': np.dtype('f2'),
@@ -41,73 +79,66 @@ _TYPES = {
   'torch.ByteStorage': np.dtype('u1'),
   'torch.BoolStorage': np.dtype('?'),
 }
+_INSTRUCTIONS = (
+  *('PROTO', 'STOP', 'MARK', 'NONE', 'NEWTRUE', 'NEWFALSE', 'BINFLOAT'),
+  *('BININT', 'BININT1', 'BININT2', 'LONG1', 'LONG4', 'BINSTRING'),
+  *('SHORT_BINSTRING', 'BINUNICODE', 'SHORT_BINUNICODE', 'EMPTY_LIST'),
+  *('EMPTY_TUPLE', 'TUPLE', 'TUPLE1', 'TUPLE2', 'TUPLE3', 'APPEND', 'APPENDS'),
+  *('SETITEM', 'SETITEMS', 'BINPUT', 'LONG_BINPUT', 'BINGET', 'LONG_BINGET'),
+  *('GLOBAL', 'BINPERSID', 'REDUCE', 'NEWOBJ'),
+)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Name:
-  """A function or type that the pickle names."""
+# The reader in Python, since that in C allocates as many places as the largest
+# index of an object in the file.
+class _Unpickler(pickle._Unpickler):
+  """Reads a pickle; its storages, by key, are zeros to be filled."""
 
-  name: str
+  dispatch = {
+    code: pickle._Unpickler.dispatch[code]
+    for code in (getattr(pickle, name)[0] for name in _INSTRUCTIONS)
+  } | {
+    pickle.EMPTY_DICT[0]: lambda self: self.append(_Dictionary()),
+    # Ignores a dictionary's attributes: versions of modules.
+    pickle.BUILD[0]: lambda self: self.stack.pop(),
+  }
 
+  def __init__(self, file: BinaryIO, path: pathlib.Path):
+    super().__init__(file, encoding='latin1')
+    self.path, self.room, self.storages = path, os.path.getsize(path), {}
 
-@dataclasses.dataclass(frozen=True)
-class _Storage:
-  """A flat array in the file, by its key."""
+  def find_class(self, module, name):
+    name = f'{module}.{name}'
+    if name not in _GLOBALS:
+      raise UserError(
+        f'{self.path} asks for {name}, and nothing is run here that a file asks'
+        ' for: in PyTorch, save model.state_dict() alone, or take a file of'
+        ' tensors.'
+      )
+    return _GLOBALS[name]
 
-  key: str
-  dtype: np.dtype
-  count: int
-
-  @property
-  def num_bytes(self) -> int:
-    return self.count * self.dtype.itemsize
-
-
-@dataclasses.dataclass(frozen=True)
-class _Tensor:
-  """A view of a storage; offset and strides count elements."""
-
-  storage: _Storage
-  offset: int
-  shape: tuple[int, ...]
-  strides: tuple[int, ...]
-
-  @property
-  def size(self) -> int:
-    return math.prod(self.shape)
-
-
-def _tensor(storage, offset, shape, strides, *_) -> _Tensor:
-  """Returns a tensor, ignoring the arguments for gradients and hooks."""
-  numbers = (offset, *shape, *strides)
-  if not isinstance(storage, _Storage) or len(shape) != len(strides):
-    raise ValueError('a tensor without numbers')
-  if not all(isinstance(n, int) and n >= 0 for n in numbers):
-    raise ValueError('a tensor whose shape is none')
-  tensor = _Tensor(storage, offset, tuple(shape), tuple(strides))
-  last = offset + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
-  if tensor.size and last >= storage.count:
-    raise ValueError('a tensor beyond its storage')
-  return tensor
+  def persistent_load(self, pid):
+    kind, dtype, key, _, count, *view = pid
+    if (
+      (kind, view) not in (('storage', []), ('storage', [None]))
+      or not isinstance(key, str)
+      or not isinstance(dtype, np.dtype)
+      or not isinstance(count, int)
+    ):
+      raise ValueError('something other than a storage')
+    if key not in self.storages:
+      self.room -= count * dtype.itemsize
+      if self.room < 0:
+        raise _too_large(self.path)
+      self.storages[key] = np.zeros(count, dtype)
+    return self.storages[key]
 
 
-def _dictionary(pairs=()) -> dict:
-  # Hashing deeply nested tuples could take exponential time.
-  if not all(isinstance(key, str | int) for key, _ in pairs):
-    raise ValueError('a key that is neither a name nor a number')
-  return dict(pairs)
-
-
-# Replacements for the functions that a pickle may call.
-_CALLS = {
-  'collections.OrderedDict': _dictionary,
-  'torch.Size': tuple,
-  'torch._utils._rebuild_tensor': _tensor,
-  'torch._utils._rebuild_tensor_v2': _tensor,
-  'torch._utils._rebuild_parameter': lambda tensor, *_: tensor,
-  # Settings of a training run, which are not needed.
-  'argparse.Namespace': lambda *_: {},
-}
+def _too_large(path) -> UserError:
+  return UserError(
+    f'{path} has tensors of more numbers than it holds bytes: in PyTorch, save'
+    ' them as they are, not expanded.'
+  )
 
 
 def read(path: pathlib.Path) -> dict[str, np.ndarray]:
@@ -115,36 +146,23 @@ def read(path: pathlib.Path) -> dict[str, np.ndarray]:
 
   The file has a dictionary of tensors, at the top level or under the key
   `model` or `state_dict`. A prefix `module.` that all names have is removed.
+  Damaged files raise exceptions of many types.
 
   Args:
     path: of the file, a zip archive or in the format before PyTorch 1.6.
 
   Raises:
-    UserError: the file has anything but tensors and plain values, is not in the
-      format of `torch.save`, or cannot be opened.
+    UserError: the file has anything but tensors and plain values.
   """
-  try:
-    with path.open('rb') as file:
-      if zipfile.is_zipfile(file):
-        with zipfile.ZipFile(file) as archive:
-          tensors, data, big = _read_zip(archive, path)
-          return _arrays(tensors, data, big, path)
-      file.seek(0)
-      tensors, data, big = _read_legacy(file, path)
-      return _arrays(tensors, data, big, path)
-  except UserError:
-    raise
-  # Damaged pickles raise many types of exceptions.
-  except Exception as error:
-    raise UserError(
-      f'{path} cannot be read as PyTorch writes weights'
-      f' ({type(error).__name__}: {error}): it may be damaged or cut short, so'
-      ' fetch or write it again.'
-    ) from error
+  with path.open('rb') as file:
+    if zipfile.is_zipfile(file):
+      with zipfile.ZipFile(file) as archive:
+        return _weights(_read_zip(archive, path), path)
+    file.seek(0)
+    return _weights(_read_legacy(file, path), path)
 
 
-def _read_zip(archive: zipfile.ZipFile, path: pathlib.Path):
-  """Returns tensors by name, a reader of storages, and if it is big-endian."""
+def _read_zip(archive: zipfile.ZipFile, path: pathlib.Path) -> Any:
   infos = {info.filename: info for info in archive.infolist()}
   pickles = [name for name in infos if name.split('/')[1:] == ['data.pkl']]
   if len(pickles) != 1:
@@ -155,55 +173,50 @@ def _read_zip(archive: zipfile.ZipFile, path: pathlib.Path):
       f'{path} is a program of TorchScript: in PyTorch, save the state_dict()'
       ' of torch.jit.load(path), and give that file.'
     )
-  size = os.path.getsize(path)
 
-  def entry(name):
-    info = infos[name]
+  def entry(name, most):
+    info = infos[f'{folder}/{name}']
     # Protect against decompression bombs.
-    if info.compress_type != zipfile.ZIP_STORED or info.file_size > size:
+    if info.compress_type != zipfile.ZIP_STORED:
       raise UserError(
-        f'{path} has the compressed entry {name!r}, which torch.save never'
-        ' writes: fetch the file from where it was published.'
+        f'{path} has the compressed entry {info.filename!r}, which torch.save'
+        ' never writes: fetch the file from where it was published.'
       )
+    if info.file_size > most:
+      raise ValueError(f'{info.filename} is longer than expected')
     return archive.read(info)
 
-  if infos[pickles[0]].file_size > _PICKLE_BYTES:
-    raise ValueError('the list of tensors is longer than 64 MiB')
-  order = f'{folder}/byteorder'
-  big = order in infos and entry(order) == b'big'
-  value, _ = _value(io.BytesIO(entry(pickles[0])), path)
-
-  def data(storage):
-    name = f'{folder}/data/{storage.key}'
-    if infos[name].file_size != storage.num_bytes:
-      raise ValueError('a storage of another length')
-    return entry(name)
-
-  return _weights(value, path), data, big
+  order = '<'
+  if f'{folder}/byteorder' in infos and entry('byteorder', 9) == b'big':
+    order = '>'
+  unpickler = _Unpickler(io.BytesIO(entry('data.pkl', _PICKLE_BYTES)), path)
+  value = unpickler.load()
+  for key, storage in unpickler.storages.items():
+    _fill(storage, entry(f'data/{key}', storage.nbytes), order)
+  return value
 
 
-def _read_legacy(file: BinaryIO, path: pathlib.Path):
-  """Returns tensors by name, a reader of storages, and if it is big-endian."""
-  beginning = [_value(file, path)[0] for _ in range(2)]
-  if beginning != [_MAGIC, _PROTOCOL]:
+def _read_legacy(file: BinaryIO, path: pathlib.Path) -> Any:
+  if [_Unpickler(file, path).load() for _ in range(2)] != [_MAGIC, _PROTOCOL]:
     raise ValueError('neither a zip archive nor the format before it')
-  machine, _ = _value(file, path)
-  value, storages = _value(file, path)
-  keys, _ = _value(file, path)
-  offsets = {}
-  for key in keys:
+  machine = _Unpickler(file, path).load()
+  order = '<' if machine['little_endian'] else '>'
+  unpickler = _Unpickler(file, path)
+  value = unpickler.load()
+  for key in map(str, _Unpickler(file, path).load()):
+    storage = unpickler.storages[key]
     file.seek(8, os.SEEK_CUR)  # Skip the size, which the pickle also has.
-    offsets[key] = file.tell()
-    file.seek(storages[key].num_bytes, os.SEEK_CUR)
-
-  def data(storage):
-    file.seek(offsets[storage.key])
-    return file.read(storage.num_bytes)
-
-  return _weights(value, path), data, not machine['little_endian']
+    _fill(storage, file.read(storage.nbytes), order)
+  return value
 
 
-def _weights(value: Any, path: pathlib.Path) -> dict[str, _Tensor]:
+def _fill(storage: np.ndarray, data: bytes, order: str) -> None:
+  if len(data) != storage.nbytes:
+    raise ValueError('a storage of another length')
+  storage[:] = np.frombuffer(data, storage.dtype.newbyteorder(order))
+
+
+def _weights(value: Any, path: pathlib.Path) -> dict[str, np.ndarray]:
   """Returns the tensors by name from the contents of a file."""
   for key in _WEIGHTS:
     if isinstance(value, dict) and isinstance(value.get(key), dict):
@@ -215,144 +228,17 @@ def _weights(value: Any, path: pathlib.Path) -> dict[str, _Tensor]:
       f' {" or ".join(_WEIGHTS)}: in PyTorch, save model.state_dict().'
     )
   for name, tensor in value.items():
-    if not isinstance(name, str) or not isinstance(tensor, _Tensor):
+    if not isinstance(name, str) or not isinstance(tensor, np.ndarray):
       raise UserError(
         f'{path} holds {name!r} among its weights, which is no tensor: in'
         ' PyTorch, save model.state_dict() alone.'
       )
+  # With strides of 0, a small storage can be a huge tensor.
+  if sum(tensor.size for tensor in value.values()) > os.path.getsize(path):
+    raise _too_large(path)
   if all(name.startswith('module.') for name in value):
     value = {k.removeprefix('module.'): v for k, v in value.items()}
   return value
-
-
-def _arrays(
-  tensors: Mapping[str, _Tensor],
-  data: Callable[[_Storage], bytes],
-  big_endian: bool,
-  path: pathlib.Path,
-) -> dict[str, np.ndarray]:
-  # Limit the memory: with strides of 0, a small storage can be a huge tensor,
-  # and entries of an archive can overlap.
-  size = os.path.getsize(path)
-  storages = {tensor.storage for tensor in tensors.values()}
-  if (
-    sum(tensor.size for tensor in tensors.values()) > size
-    or sum(storage.num_bytes for storage in storages) > size
-  ):
-    raise UserError(
-      f'{path} has tensors of more numbers than it holds bytes: in PyTorch,'
-      ' save them as they are, not expanded.'
-    )
-  flat = {}
-  arrays = {}
-  for name, tensor in tensors.items():
-    storage = tensor.storage
-    if storage.key not in flat:
-      dtype = storage.dtype.newbyteorder('>' if big_endian else '<')
-      numbers = np.frombuffer(data(storage), dtype, storage.count)
-      flat[storage.key] = numbers.astype(storage.dtype, copy=False)
-    strides = [n * storage.dtype.itemsize for n in tensor.strides]
-    arrays[name] = np.lib.stride_tricks.as_strided(
-      flat[storage.key][tensor.offset :], tensor.shape, strides, writeable=False
-    )
-  return arrays
-
-
-# Instructions that push their argument.
-_LITERALS = frozenset(
-  (
-    *('BININT', 'BININT1', 'BININT2', 'LONG1', 'LONG4', 'BINFLOAT'),
-    *('BINUNICODE', 'SHORT_BINUNICODE', 'BINSTRING', 'SHORT_BINSTRING'),
-  )
-)
-_EMPTY = {'EMPTY_DICT': dict, 'EMPTY_LIST': list, 'EMPTY_TUPLE': tuple}
-_CONSTANTS = {'NONE': None, 'NEWTRUE': True, 'NEWFALSE': False}
-_TUPLES = {'TUPLE1': 1, 'TUPLE2': 2, 'TUPLE3': 3}
-
-
-def _value(
-  file: BinaryIO, path: pathlib.Path
-) -> tuple[Any, dict[str, _Storage]]:
-  """Interprets a pickle; returns its value, and its storages by key.
-
-  Args:
-    file: positioned at the pickle's start, and afterwards at its end.
-    path: for messages.
-  """
-  stack, marks, memo, storages = [], [], {}, {}
-
-  def pop(count):
-    items = stack[len(stack) - count :]
-    del stack[len(stack) - count :]
-    return items
-
-  def pop_to_mark():
-    return pop(len(stack) - marks.pop())
-
-  for opcode, arg, _ in pickletools.genops(file):
-    name = opcode.name
-    if name == 'PROTO':
-      pass
-    elif name == 'STOP':
-      return stack.pop(), storages
-    elif name == 'MARK':
-      marks.append(len(stack))
-    elif name in _LITERALS:
-      stack.append(arg)
-    elif name in _CONSTANTS:
-      stack.append(_CONSTANTS[name])
-    elif name in _EMPTY:
-      stack.append(_EMPTY[name]())
-    elif name == 'TUPLE':
-      stack.append(tuple(pop_to_mark()))
-    elif name in _TUPLES:
-      stack.append(tuple(pop(_TUPLES[name])))
-    elif name == 'APPEND':
-      stack[-2].append(stack.pop())
-    elif name == 'APPENDS':
-      items = pop_to_mark()
-      stack[-1].extend(items)
-    elif name == 'SETITEM':
-      stack[-3].update(_dictionary([pop(2)]))
-    elif name == 'SETITEMS':
-      items = pop_to_mark()
-      pairs = zip(items[::2], items[1::2], strict=True)
-      stack[-1].update(_dictionary(list(pairs)))
-    elif name in ('BINPUT', 'LONG_BINPUT'):
-      memo[arg] = stack[-1]
-    elif name in ('BINGET', 'LONG_BINGET'):
-      stack.append(memo[arg])
-    elif name == 'GLOBAL':
-      stack.append(_known(arg.replace(' ', '.'), path))
-    elif name == 'BINPERSID':
-      storage = _storage(*stack.pop())
-      stack.append(storages.setdefault(storage.key, storage))
-    elif name in ('REDUCE', 'NEWOBJ'):
-      called, args = pop(2)
-      stack.append(_CALLS[called.name](*args))
-    elif name == 'BUILD':
-      stack.pop()  # Ignore a dictionary's attributes: versions of modules.
-    else:
-      raise ValueError(f'the instruction {name}')
-  raise EOFError('no end')
-
-
-def _known(name: str, path: pathlib.Path) -> _Name:
-  if name not in _CALLS and name not in _TYPES:
-    raise UserError(
-      f'{path} asks for {name}, and nothing is run here that a file asks for:'
-      ' in PyTorch, save model.state_dict() alone, or take a file of tensors.'
-    )
-  return _Name(name)
-
-
-def _storage(kind, of_type, key, device, count, view=None) -> _Storage:
-  del device
-  if kind != 'storage' or not isinstance(key, str) or view is not None:
-    raise ValueError('something other than a storage')
-  if not isinstance(count, int) or count < 0:
-    raise ValueError('a storage without a size')
-  return _Storage(key, _TYPES[of_type.name], count)
 
 
 def write(
@@ -360,11 +246,7 @@ def write(
 ) -> None:
   """Writes float32 or int64 arrays for `torch.load`, as tensors by name.
 
-  Args:
-    file: an empty file.
-    arrays: by name.
-    key: of a dictionary under which the tensors are stored; None stores them at
-      the top level.
+  With a `key`, the tensors are stored in a dictionary under this key.
   """
   # Opcodes of pickle protocol 2, which `pickletools` documents.
   ordered = b'ccollections\nOrderedDict\n)R'

@@ -1,9 +1,8 @@
 """Vision transformers in the naming of other libraries.
 
 Supports timm (also used by DeiT's releases), Hugging Face, torchvision, and the
-original code of LV-ViT and DynamicViT. `names` returns a table that maps their
-arrays to ours, with the layout of each; `load` and `save` use it to convert in
-either direction.
+original code of LV-ViT and DynamicViT. A table for each library maps its arrays
+to ours; `load` and `save` use it to convert in either direction.
 """
 
 from collections.abc import Mapping
@@ -24,18 +23,17 @@ import numpy as np
 from mod_jax import config as config_lib
 from mod_jax import trees
 from mod_jax.convert import beside, files
+from mod_jax.convert import entry as entry_lib
 from mod_jax.convert.entry import Entry
 from mod_jax.errors import UserError
 from mod_jax.layers.stem import ConvStemConfig
-from mod_jax.models import vit
+from mod_jax.models import protocol, vit
 from mod_jax.models.dynamic_vit import DynamicViTConfig, equal_stages
 from mod_jax.models.vit import ViTConfig
 
 Config = ViTConfig | DynamicViTConfig
 Naming = Literal['timm', 'huggingface', 'torchvision', 'lvvit', 'dynamicvit']
 
-# Prefix of names that are batch statistics and not parameters.
-_STATISTICS = 'batch_stats/'
 # Parameters that our models have in addition to those of their dense twins.
 ROUTING = (
   r'(block_\d+/)?(router|predictor)/.*',
@@ -45,135 +43,123 @@ ROUTING = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Library:
-  """Names of one library: prefixes, to which `weight` or `bias` is appended."""
+  """How a library names its models.
+
+  Attributes:
+    label: name of the library, for messages.
+    table: its names of modules and arrays by ours, as `entry.entries` takes it.
+    required: fields that all its models have in common.
+    unused: patterns of arrays to ignore.
+  """
 
   label: str
-  trunk: str = ''  # Prefix of all names except those of the heads.
-  class_token: str
-  distillation_token: str | None  # None without such models.
-  position: str
-  patch: str
-  block: str
-  attention_norm: str
-  query_key_value: tuple[str, ...]  # One name for all, or three names.
-  out: str
-  mlp_norm: str
-  up: str
-  down: str
-  norm: str
-  head: str
-  head_distilled: str | None  # None if the distillation token has no head.
-  head_tokens: str | None = None
-  # The stem's convolutions and norms are numbered from 1.
-  stem: tuple[str, str] | None = None
-  prediction: str | None = None  # DynamicViT's heads, numbered from 0.
-  qkv_bias: bool | None = None  # Of all models; None if they differ.
-  unused: tuple[str, ...] = ()  # Patterns of other arrays, to ignore.
+  table: Mapping[str, str]
+  required: Mapping[str, Any]
+  unused: tuple[str, ...] = ()
 
 
 _TIMM = _Library(
   label='timm',
-  class_token='cls_token',
-  distillation_token='dist_token',
-  position='pos_embed',
-  patch='patch_embed.proj.',
-  block='blocks.{}.',
-  attention_norm='norm1.',
-  query_key_value=('attn.qkv.',),
-  out='attn.proj.',
-  mlp_norm='norm2.',
-  up='mlp.fc1.',
-  down='mlp.fc2.',
-  norm='norm.',
-  head='head.',
-  head_distilled='head_dist.',
+  table={
+    'class_token': 'cls_token',
+    'distillation_token': 'dist_token',
+    'position': 'pos_embed',
+    'patch': 'patch_embed.proj.',
+    'block_{}/attention_norm': 'blocks.{}.norm1.',
+    'block_{}/attention/qkv': 'blocks.{}.attn.qkv.',
+    'block_{}/attention/out': 'blocks.{}.attn.proj.',
+    'block_{}/mlp_norm': 'blocks.{}.norm2.',
+    'block_{}/mlp/up': 'blocks.{}.mlp.fc1.',
+    'block_{}/mlp/down': 'blocks.{}.mlp.fc2.',
+    'norm': 'norm.',
+    'head': 'head.',
+    'head_distilled': 'head_dist.',
+  },
+  required={'residual_scale': 1.0, 'stem': None, 'distillation_head': True},
 )
+# Without the prefix `vit.` or `deit.`, which only some of its classes have.
 _HUGGING_FACE = _Library(
   label='Hugging Face',
-  trunk='vit.',
-  class_token='embeddings.cls_token',
-  distillation_token='embeddings.distillation_token',
-  position='embeddings.position_embeddings',
-  patch='embeddings.patch_embeddings.projection.',
-  block='encoder.layer.{}.',
-  attention_norm='layernorm_before.',
-  query_key_value=(
-    'attention.attention.query.',
-    'attention.attention.key.',
-    'attention.attention.value.',
-  ),
-  out='attention.output.dense.',
-  mlp_norm='layernorm_after.',
-  up='intermediate.dense.',
-  down='output.dense.',
-  norm='layernorm.',
-  head='classifier.',
-  head_distilled='distillation_classifier.',
+  table={
+    'class_token': 'embeddings.cls_token',
+    'distillation_token': 'embeddings.distillation_token',
+    'position': 'embeddings.position_embeddings',
+    'patch': 'embeddings.patch_embeddings.projection.',
+    'block_{}/attention_norm': 'encoder.layer.{}.layernorm_before.',
+    'block_{}/attention/query': 'encoder.layer.{}.attention.attention.query.',
+    'block_{}/attention/key': 'encoder.layer.{}.attention.attention.key.',
+    'block_{}/attention/value': 'encoder.layer.{}.attention.attention.value.',
+    'block_{}/attention/out': 'encoder.layer.{}.attention.output.dense.',
+    'block_{}/mlp_norm': 'encoder.layer.{}.layernorm_after.',
+    'block_{}/mlp/up': 'encoder.layer.{}.intermediate.dense.',
+    'block_{}/mlp/down': 'encoder.layer.{}.output.dense.',
+    'norm': 'layernorm.',
+    'head': 'classifier.',
+    'head_distilled': 'distillation_classifier.',
+  },
+  required={'residual_scale': 1.0, 'stem': None},
   # The heads of other tasks than classification.
-  unused=(r'\w+\.pooler\..*', r'\w+\.embeddings\.mask_token'),
-)
-# DeiTForImageClassificationWithTeacher, and DeiTForImageClassification.
-_HUGGING_FACE_DISTILLED = dataclasses.replace(
-  _HUGGING_FACE, trunk='deit.', head='cls_classifier.'
-)
-_HUGGING_FACE_ONE_HEAD = dataclasses.replace(
-  _HUGGING_FACE, trunk='deit.', head_distilled=None
+  unused=(r'pooler\..*', r'embeddings\.mask_token'),
 )
 _TORCHVISION = _Library(
   label='torchvision',
-  class_token='class_token',
-  distillation_token=None,
-  position='encoder.pos_embedding',
-  patch='conv_proj.',
-  block='encoder.layers.encoder_layer_{}.',
-  attention_norm='ln_1.',
-  query_key_value=('self_attention.in_proj_',),
-  out='self_attention.out_proj.',
-  mlp_norm='ln_2.',
-  up='mlp.0.',
-  down='mlp.3.',
-  norm='encoder.ln.',
-  head='heads.head.',
-  head_distilled=None,
-  qkv_bias=True,
+  table={
+    'class_token': 'class_token',
+    'position': 'encoder.pos_embedding',
+    'patch': 'conv_proj.',
+    'block_{}/attention_norm': 'encoder.layers.encoder_layer_{}.ln_1.',
+    'block_{}/attention/qkv': (
+      'encoder.layers.encoder_layer_{}.self_attention.in_proj_'
+    ),
+    'block_{}/attention/out': (
+      'encoder.layers.encoder_layer_{}.self_attention.out_proj.'
+    ),
+    'block_{}/mlp_norm': 'encoder.layers.encoder_layer_{}.ln_2.',
+    'block_{}/mlp/up': 'encoder.layers.encoder_layer_{}.mlp.0.',
+    'block_{}/mlp/down': 'encoder.layers.encoder_layer_{}.mlp.3.',
+    'norm': 'encoder.ln.',
+    'head': 'heads.head.',
+  },
+  required={'residual_scale': 1.0, 'stem': None, 'qkv_bias': True},
 )
 # The code of Jiang et al. 2021, in timm's naming except for the stem and the
 # head of the patch tokens.
-_LV_VIT = dataclasses.replace(
-  _TIMM,
+_LV_VIT = _Library(
   label='LV-ViT',
-  distillation_token=None,
-  head_distilled=None,
-  head_tokens='aux_head.',
-  stem=('patch_embed.conv{}.', 'patch_embed.bn{}.'),
+  table={k: v for k, v in _TIMM.table.items() if 'distill' not in k}
+  | {
+    'head_tokens': 'aux_head.',
+    'stem/conv_0': 'patch_embed.conv1.',
+    'stem/conv_1': 'patch_embed.conv2.',
+    'stem/conv_2': 'patch_embed.conv3.',
+    'stem/norm_0': 'patch_embed.bn1.',
+    'stem/norm_1': 'patch_embed.bn2.',
+    'stem/norm_2': 'patch_embed.bn3.',
+  },
+  required={},
   # PyTorch's counter of batches, which we do not need.
   unused=(r'patch_embed\.bn\d+\.num_batches_tracked',),
-)
-# The code of Rao et al. 2021 with a ViT backbone. With an LV-ViT backbone, the
-# names are those of `_LV_VIT` and of the prediction heads.
-_DYNAMIC_VIT = dataclasses.replace(
-  _TIMM,
-  label='DynamicViT',
-  distillation_token=None,
-  head_distilled=None,
-  prediction='score_predictor.{}.',
 )
 _LIBRARIES = {
   'timm': _TIMM,
   'huggingface': _HUGGING_FACE,
   'torchvision': _TORCHVISION,
   'lvvit': _LV_VIT,
-  'dynamicvit': _DYNAMIC_VIT,
 }
-# Modules of DynamicViT's prediction heads and of ours.
-_PREDICTION = {
-  'in_conv.1.': 'linear_0',
-  'out_conv.0.': 'linear_1',
-  'out_conv.2.': 'linear_2',
-  'out_conv.4.': 'linear_3',
+# The prediction heads of Rao et al. 2021, beside the names of timm or, with an
+# LV-ViT backbone, of LV-ViT.
+_PREDICTIONS = {
+  'prediction_{}/norm': 'score_predictor.{}.in_conv.0.',
+  'prediction_{}/linear_0': 'score_predictor.{}.in_conv.1.',
+  'prediction_{}/linear_1': 'score_predictor.{}.out_conv.0.',
+  'prediction_{}/linear_2': 'score_predictor.{}.out_conv.2.',
+  'prediction_{}/linear_3': 'score_predictor.{}.out_conv.4.',
 }
-# Patterns of Hugging Face's names in transformers 5, and its names on disk.
-_IN_MEMORY = (
+# Patterns of Hugging Face's names that depend on the class that saved them, or
+# are those of transformers 5 in memory, and its names on disk.
+_RENAMED = (
+  (r'^cls_classifier\.', 'classifier.'),
+  (r'^(vit|deit)\.', ''),
   (r'^layers\.', 'encoder.layer.'),
   (r'\.attention\.q_proj\.', '.attention.attention.query.'),
   (r'\.attention\.k_proj\.', '.attention.attention.key.'),
@@ -189,133 +175,135 @@ def names(config: Config, naming: Naming) -> tuple[Entry, ...]:
 
   It has all arrays of the dense model and, with naming 'dynamicvit', the
   prediction heads of a `DynamicViTConfig`. Those of our names that begin with
-  `batch_stats/` belong to that collection; the others are parameters.
-
-  Args:
-    config: of our model; routing is ignored.
-    naming: the library.
+  `batch_stats/` belong to that collection; the others are parameters. Names of
+  Hugging Face lack the prefix of the class. Routing is ignored.
 
   Raises:
     UserError: the naming is unknown, or the library has no such model.
   """
   dense = config.dense_twin()
-  library = _library(dense, naming)
-  trunk = library.trunk
-  entries = []
-
-  def add(theirs, layout, *ours, **kwargs):
-    entries.append(Entry(theirs, ours, layout, **kwargs))
-
-  def norm(theirs, ours):
-    add(f'{theirs}weight', 'vector', f'{ours}/scale')
-    add(f'{theirs}bias', 'vector', f'{ours}/bias')
-
-  def linear(theirs, layout, *ours, bias=True, **kwargs):
-    add(
-      f'{theirs}weight', layout, *(f'{name}/kernel' for name in ours), **kwargs
-    )
-    if bias:
-      add(f'{theirs}bias', 'vector', *(f'{name}/bias' for name in ours))
-
-  add(trunk + library.class_token, 'token', 'class_token')
-  if dense.distilled:
-    theirs = trunk + library.distillation_token
-    add(theirs, 'token', 'distillation_token')
-  add(trunk + library.position, 'position', 'position')
-  channels = 3
-  if dense.stem is not None:
-    channels = dense.stem.width
-    for i in range(dense.stem.depth):
-      convolution, batch_norm = (name.format(i + 1) for name in library.stem)
-      linear(convolution, 'convolution', f'stem/conv_{i}', bias=False)
-      norm(batch_norm, f'stem/norm_{i}')
-      for theirs, ours in (('running_mean', 'mean'), ('running_var', 'var')):
-        add(batch_norm + theirs, 'vector', f'batch_stats/stem/norm_{i}/{ours}')
-  linear(trunk + library.patch, 'patch', 'patch', channels=channels)
-  for i in range(dense.num_layers):
-    theirs, ours = trunk + library.block.format(i), f'block_{i}'
-    norm(theirs + library.attention_norm, f'{ours}/attention_norm')
-    inputs = [f'{ours}/attention/{name}' for name in ('query', 'key', 'value')]
-    if len(library.query_key_value) == 1:
-      inputs = [inputs]
-    else:
-      inputs = [[name] for name in inputs]
-    for name, parts in zip(library.query_key_value, inputs, strict=True):
-      linear(theirs + name, 'inward', *parts, bias=dense.qkv_bias)
-    linear(theirs + library.out, 'outward', f'{ours}/attention/out')
-    norm(theirs + library.mlp_norm, f'{ours}/mlp_norm')
-    linear(theirs + library.up, 'inward', f'{ours}/mlp/up')
-    linear(theirs + library.down, 'inward', f'{ours}/mlp/down')
-  norm(trunk + library.norm, 'norm')
-  linear(library.head, 'inward', 'head')
-  if dense.has_distillation_head:
-    linear(library.head_distilled, 'inward', 'head_distilled')
-  if dense.token_head:
-    linear(library.head_tokens, 'inward', 'head_tokens')
-  for i in range(_num_predictions(config, library)):
-    theirs, ours = library.prediction.format(i), f'prediction_{i}'
-    norm(f'{theirs}in_conv.0.', f'{ours}/norm')
-    for name, our_name in _PREDICTION.items():
-      linear(theirs + name, 'inward', f'{ours}/{our_name}')
-  return tuple(entries)
-
-
-def _num_predictions(config: Config, library: _Library) -> int:
-  """Returns how many of our prediction heads the library's files contain."""
-  if library.prediction is None or not isinstance(config, DynamicViTConfig):
-    return 0
-  return len(config.stages) if config.score == 'predicted' else 0
-
-
-def _library(dense: ViTConfig, naming: Naming) -> _Library:
-  library = config_lib.choose(naming, _LIBRARIES, 'naming')
-  if naming == 'dynamicvit' and dense.stem is not None:
-    library = dataclasses.replace(
-      _LV_VIT, label=library.label, prediction=library.prediction
-    )
-  if library.stem is None:
-    for field, required in (
-      ('stem', None),
-      ('residual_scale', 1.0),
-      ('token_head', False),
-    ):
-      if (value := getattr(dense, field)) != required:
-        raise UserError(
-          f'{field}={value}: {library.label} has no such vision transformer, so'
-          f' its weights fit models with {field}={required} only; of LV-ViT,'
-          " naming 'lvvit' has them."
-        )
-  elif dense.stem is None or dense.stem.depth != 3:
+  library = _library(naming, dense.stem is not None)
+  for field, required in library.required.items():
+    if (value := getattr(dense, field)) != required:
+      raise UserError(
+        f'{field}={value}: vision transformers of {library.label} have'
+        f' {field}={required}; use another naming.'
+      )
+  if 'stem/conv_0' in library.table and getattr(dense.stem, 'depth', 0) != 3:
     raise UserError(
       f'stem={dense.stem}: the stem of an LV-ViT has three convolutions; for a'
       " model without a stem, use naming 'timm'."
     )
-  if dense.distilled and library.distillation_token is None:
-    raise UserError(
-      f'distilled=True: {library.label} has no distilled vision transformer;'
-      " use naming 'timm' or 'huggingface'."
-    )
-  if library.qkv_bias not in (None, dense.qkv_bias):
-    raise UserError(
-      f'qkv_bias={dense.qkv_bias}: vision transformers of {library.label} have'
-      f' qkv_bias={library.qkv_bias}; use another naming.'
-    )
-  if library is _HUGGING_FACE and dense.distilled:
-    if dense.distillation_head:
-      return _HUGGING_FACE_DISTILLED
-    return _HUGGING_FACE_ONE_HEAD
-  if dense.distilled and not dense.distillation_head:
-    raise UserError(
-      f'distillation_head=False: distilled models of {library.label} have two'
-      " heads; use naming 'huggingface'."
-    )
-  return library
+  ours = [*_shapes(dense)]
+  if naming == 'dynamicvit':
+    ours += [name for name in _shapes(config) if name.startswith('prediction_')]
+  channels = 3 if dense.stem is None else dense.stem.width
+  return entry_lib.entries(ours, library.table, library.label, channels)
+
+
+def _library(naming: Naming, stem: bool) -> _Library:
+  if naming != 'dynamicvit':
+    return config_lib.choose(naming, _LIBRARIES, 'naming')
+  library = _LV_VIT if stem else _TIMM
+  table = {k: v for k, v in library.table.items() if 'distill' not in k}
+  return dataclasses.replace(
+    library, label='DynamicViT', table=table | _PREDICTIONS
+  )
 
 
 # Numbers of heads by width, in all published ViTs and DeiTs.
 _USUAL_HEADS = {192: 3, 384: 6, 512: 8, 768: 12, 1024: 16, 1280: 16}
 # Epsilons of the layer norms where no file has one; 1e-6 for other namings.
 _EPSILON = {'huggingface': 1e-12, 'lvvit': 1e-5}
+
+
+@dataclasses.dataclass(frozen=True)
+class _File:
+  """The contents of a file of weights; names lack Hugging Face's prefixes."""
+
+  path: pathlib.Path
+  naming: Naming
+  library: _Library
+  arrays: dict[str, np.ndarray]
+
+  @property
+  def has_stem(self) -> bool:
+    return _STEM in self.arrays
+
+  def array(self, module: str, suffix: str = '', rank: int | None = None):
+    """Returns the array of a module of ours, of block 0; None for none."""
+    name = self.library.table.get(module, '').format(0) + suffix
+    array = self.arrays.get(name)
+    return None if rank and getattr(array, 'ndim', 0) != rank else array
+
+  def numbers(self, module: str) -> set[int]:
+    """Returns the numbers of blocks, or of prediction heads."""
+    prefix = self.library.table.get(module, '{}').partition('{}')[0]
+    pattern = re.compile(re.escape(prefix) + r'(\d+)\.')
+    return {int(m[1]) for m in map(pattern.match, self.arrays) if m}
+
+  def sizes(self) -> dict[str, Any]:
+    """Returns the fields of a config that the arrays' shapes determine.
+
+    For DynamicViT also `stages`, the number of its prediction heads.
+    """
+    sizes = {}
+    distilled = self.array('distillation_token') is not None
+    patch = self.array('patch', 'weight', 4)
+    if patch is not None:
+      # The stem halves the resolution before the patch embedding.
+      side = patch.shape[2] * (1 + self.has_stem)
+      sizes |= {'width': len(patch), 'patch_size': side}
+    sizes['num_layers'] = len(self.numbers('block_{}/mlp/up'))
+    if (up := self.array('block_{}/mlp/up', 'weight', 2)) is not None:
+      sizes['mlp_dim'] = len(up)
+    if (head := self.array('head', 'bias', 1)) is not None:
+      sizes['num_classes'] = len(head)
+    position = self.array('position', rank=3)
+    if patch is not None and position is not None:
+      patches = max(position.shape[1] - 1 - distilled, 0)
+      if math.isqrt(patches) ** 2 == patches:
+        sizes['image_size'] = math.isqrt(patches) * side
+    sizes['distilled'] = distilled
+    if self.naming == 'dynamicvit':
+      sizes['stages'] = len(self.numbers('prediction_{}/norm'))
+    return sizes
+
+
+_STEM = _LV_VIT.table['stem/conv_0'] + 'weight'
+
+
+def _read(path: str | os.PathLike) -> _File:
+  """Reads a file, and recognises the naming of its arrays."""
+  path = files.find(path)
+  arrays = files.read(path)
+  if any(name.startswith('score_predictor.') for name in arrays):
+    naming = 'dynamicvit'
+  elif _STEM in arrays:
+    naming = 'lvvit'
+  else:
+    bare = {re.sub(r'^(vit|deit)\.', '', name) for name in arrays}
+    naming = next(
+      (n for n, x in _LIBRARIES.items() if x.table['patch'] + 'weight' in bare),
+      None,
+    )
+    if naming is None:
+      first_names = ', '.join(sorted(arrays)[:3]) or 'nothing'
+      raise UserError(
+        f'{path} holds no vision transformer as timm, Hugging Face or'
+        f' torchvision name it; its first names are {first_names}: convert it'
+        ' to one of these.'
+      )
+  if naming == 'huggingface':
+    arrays = {_on_disk(name): array for name, array in arrays.items()}
+  return _File(path, naming, _library(naming, _STEM in arrays), arrays)
+
+
+def _on_disk(name: str) -> str:
+  """Returns a name of Hugging Face as in `_HUGGING_FACE`."""
+  for old, new in _RENAMED:
+    name = re.sub(old, new, name)
+  return name
 
 
 def derive(path: str | os.PathLike, **known) -> Config:
@@ -333,54 +321,46 @@ def derive(path: str | os.PathLike, **known) -> Config:
     UserError: there is no such file, it has no vision transformer of these
       libraries, or the number of heads is unknown.
   """
-  path = files.find(path)
-  arrays = files.read(path)
-  naming = _recognise(path, arrays)
-  library = _LIBRARIES[naming]
-  lv_vit = any(name.startswith(_LV_VIT.stem[0].format(1)) for name in arrays)
-  if naming == 'dynamicvit' and lv_vit:
-    library = dataclasses.replace(_LV_VIT, prediction=library.prediction)
-  arrays = _by_table(arrays, naming, library)
-  one_head = False
-  if naming == 'huggingface' and 'vit.embeddings.distillation_token' in arrays:
-    one_head = f'{library.head_distilled}bias' not in arrays
-  sizes = _sizes(arrays, library)
+  file = _read(path)
+  sizes = file.sizes()
   stages = sizes.pop('stages', 0)
   missing = {'width', 'image_size', 'mlp_dim'} - sizes.keys()
   if missing:
     raise UserError(
-      f'{path} lacks the arrays that tell {" and ".join(sorted(missing))}: it'
-      ' may be cut short, so fetch it again.'
+      f'{file.path} lacks the arrays that tell {" and ".join(sorted(missing))}:'
+      ' it may be cut short, so fetch it again.'
     )
-  metadata = beside.read(path)
+  metadata = beside.read(file.path)
   width = sizes['width']
-  first = library.trunk + library.block.format(0)
+  inputs = 'query' if file.naming == 'huggingface' else 'qkv'
+  naming = 'lvvit' if file.has_stem else file.naming
   fields = {
     **sizes,
     'mlp_dim': None if sizes['mlp_dim'] == 4 * width else sizes['mlp_dim'],
-    'qkv_bias': f'{first}{library.query_key_value[0]}bias' in arrays,
-    'distillation_head': not one_head,
-    'norm_epsilon': metadata.norm_epsilon
-    or _EPSILON.get('lvvit' if lv_vit else naming, 1e-6),
+    'qkv_bias': file.array(f'block_{{}}/attention/{inputs}', 'bias')
+    is not None,
+    'norm_epsilon': metadata.norm_epsilon or _EPSILON.get(naming, 1e-6),
   }
+  if sizes['distilled'] and file.naming == 'huggingface':
+    second_head = file.array('head_distilled', 'bias')
+    fields['distillation_head'] = second_head is not None
   if metadata.num_heads is not None:
     fields['num_heads'] = metadata.num_heads
   elif 'num_heads' not in known:
     if width not in _USUAL_HEADS:
       raise UserError(
-        f'{path} does not tell the number of attention heads, and {width} is no'
-        ' usual width: say it by num_heads=….'
+        f'{file.path} does not tell the number of attention heads, and {width}'
+        ' is no usual width: say it by num_heads=….'
       )
     fields['num_heads'] = _USUAL_HEADS[width]
     logging.warning(
       'Assumed num_heads=%d, as is usual with width=%d, since nothing in or'
       ' beside %s tells.',
-      *(fields['num_heads'], width, path),
+      *(fields['num_heads'], width, file.path),
     )
-  if lv_vit:
-    convolution = library.stem[0].format(1) + 'weight'
+  if (stem := file.array('stem/conv_0', 'weight', 4)) is not None:
     fields |= {
-      'stem': ConvStemConfig(width=len(arrays[convolution])),
+      'stem': ConvStemConfig(width=len(stem)),
       'residual_scale': 0.5,
       'token_head': True,
     }
@@ -422,10 +402,9 @@ def load(
 
   Raises:
     UserError: there is no such file; it has no vision transformer of these
-      libraries; or its architecture is another one, in which case the message
-      has its sizes and all arrays that are missing, unexpected or of another
-      shape. Also if the model has variables other than parameters, which need
-      `load_variables`.
+      libraries; or another architecture, in which case the message has its
+      sizes and all arrays that are missing, unexpected or of another shape.
+      Also if the model has batch statistics, which `load_variables` returns.
   """
   if config.dense_twin().stem is not None:
     raise UserError(
@@ -445,19 +424,28 @@ def load_variables(
   """Returns all of a model's variables by collection; otherwise like `load`."""
   _check_dense(config)
   source = read(path, config, truncate=truncate)
-  shapes = _shapes(config)
-  new = set(shapes) - set(source)
-  zeros = set()
-  if key is None:
-    key = jax.random.key(0)
-    zeros = {name for name in new if name.startswith('head')}
-  fresh = {name: jnp.zeros(shapes[name]) for name in zeros}
-  if drawn := tuple(sorted(new - zeros)):
-    fresh |= _fresh(config, drawn, key)
-  flat = {name: jnp.asarray(array) for name, array in (source | fresh).items()}
-  statistics = {n: x for n, x in flat.items() if n.startswith(_STATISTICS)}
-  params = {n: x for n, x in flat.items() if n not in statistics}
-  return {'params': trees.unflatten(params), **trees.unflatten(statistics)}
+  new = set(_shapes(config)) - set(source)
+
+  @jax.jit  # So that XLA removes the computation of all other parameters.
+  def fresh(new_key):
+    flat = _flat(nn.unbox(config.build().init(new_key, config.example())))
+    arrays = {name: flat[name] for name in new}
+    if key is None:
+      heads = {n: x for n, x in arrays.items() if n.startswith('head')}
+      arrays |= jax.tree.map(jnp.zeros_like, heads)
+    return arrays
+
+  if new:
+    source |= fresh(jax.random.key(0) if key is None else key)
+  return unflatten({n: jnp.asarray(array) for n, array in source.items()})
+
+
+def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns variables by collection from what `read` returns."""
+  params = trees.unflatten(flat)
+  statistics = params.pop('batch_stats', None)
+  variables = {'params': params, 'batch_stats': statistics}
+  return {name: x for name, x in variables.items() if x is not None}
 
 
 def read(
@@ -469,37 +457,32 @@ def read(
   warning, and so are routing parameters. Names of batch statistics begin with
   `batch_stats/`. Arguments and errors are those of `load`, without `key`.
   """
-  path = files.find(path)
-  arrays = files.read(path)
-  naming = _recognise(path, arrays)
-  dense = config.dense_twin()
-  library = _library(dense, naming)
-  entries = names(config, naming)
-  arrays = _by_table(arrays, naming, library)
-  sizes = _sizes(arrays, library)
-  _check_beside(path, dense)
+  file, dense = _read(path), config.dense_twin()
+  entries, shapes = names(config, file.naming), _shapes(config)
+  arrays, library, sizes = file.arrays, file.library, file.sizes()
+  _check_beside(file.path, dense)
 
-  shapes = _shapes(config)
-  by_path = {name: entry for entry in entries for name in entry.ours}
-  _resize(arrays, by_path['position'].theirs, dense)
-  heads = _new_heads(path, arrays, by_path, shapes, library)
-  ignored = library.unused
-  if library.prediction and not _num_predictions(config, library):
-    ignored += (re.escape(library.prediction).replace(r'\{\}', r'\d+') + '.*',)
-  if truncate and sizes.get('num_layers', 0) > dense.num_layers:
-    deeper = dataclasses.replace(dense, num_layers=sizes['num_layers'])
-    extra = {entry.theirs for entry in names(deeper, naming)}
-    extra -= {entry.theirs for entry in entries}
-    ignored += tuple(map(re.escape, extra))
+  if (position := file.array('position', rank=3)) is not None:
+    name = library.table['position']
+    arrays[name] = np.stack([resampled(x, dense) for x in position])
+  expected = {entry.theirs: entry.shape(shapes) for entry in entries}
+  heads = _new_heads(file, expected)
+  ignored = list(library.unused)
+  if not any(entry.ours[0].startswith('prediction_') for entry in entries):
+    ignored.append(r'score_predictor\..*')
+  if truncate:
+    block = library.table['block_{}/mlp/up'].partition('{}')[0]
+    deeper = range(dense.num_layers, sizes['num_layers'])
+    ignored += [re.escape(f'{block}{i}.') + '.*' for i in deeper]
   replaced = {
     entry.theirs for entry in entries if entry.ours[0].split('/')[0] in heads
   }
   trees.compare(
-    {entry.theirs: entry.shape(shapes) for entry in entries},
+    expected,
     {name: a.shape for name, a in arrays.items() if name not in replaced},
     new=tuple(map(re.escape, replaced)),
     dropped=ignored,
-    describe=f'{path}, a vision transformer of {library.label} with '
+    describe=f'{file.path}, a vision transformer of {library.label} with '
     + ', '.join(f'{field}={value}' for field, value in sizes.items())
     + ',',
   )
@@ -508,7 +491,7 @@ def read(
     # A warning, since the model cannot classify until the head is trained.
     logging.warning(
       '%s: %s is made new, for num_classes=%d; %s in these weights.',
-      *(path, name, dense.num_classes, f'{classes or "there is none"}'),
+      *(file.path, name, dense.num_classes, f'{classes or "there is none"}'),
     )
   source = {}
   for entry in entries:
@@ -549,9 +532,7 @@ def save(
   _check_dense(config)
   entries = names(config, naming)
   files.check_suffix(pathlib.Path(path))
-  flat = trees.flatten(nn.unbox(params))
-  for name, array in trees.flatten(nn.unbox(batch_stats or {})).items():
-    flat[_STATISTICS + name] = array
+  flat = _flat(nn.unbox({'params': params, 'batch_stats': batch_stats}))
   shapes = _shapes(config)
   trees.compare(
     {name: shapes[name] for entry in entries for name in entry.ours},
@@ -559,10 +540,22 @@ def save(
     dropped=ROUTING,
     describe='params',
   )
+  dense = config.dense_twin()
+
+  def spelled(name):
+    if naming != 'huggingface':
+      return name
+    if name.startswith('classifier.'):
+      two_heads = dense.distilled and dense.distillation_head
+      return f'cls_{name}' if two_heads else name
+    if name.startswith('distillation_classifier.'):
+      return name
+    return ('deit.' if dense.distilled else 'vit.') + name
+
   arrays = {}
   for entry in entries:
     ours = [np.asarray(flat[name], np.float32) for name in entry.ours]
-    arrays[entry.theirs] = entry.to_theirs(*ours)
+    arrays[spelled(entry.theirs)] = entry.to_theirs(*ours)
     if entry.theirs.endswith('running_var'):
       # PyTorch's layers require it, but use it only in training.
       counter = entry.theirs.replace('running_var', 'num_batches_tracked')
@@ -582,111 +575,15 @@ def _check_dense(config: Config) -> None:
     )
 
 
-def _init(config: Config, key: jax.Array) -> dict[str, jax.Array]:
-  variables = nn.unbox(config.build().init(key, config.example()))
-  statistics = trees.flatten(variables.get('batch_stats', {}))
-  return trees.flatten(variables['params']) | {
-    _STATISTICS + name: array for name, array in statistics.items()
-  }
+def _flat(variables) -> dict[str, Any]:
+  statistics = variables.get('batch_stats') or {}
+  return trees.flatten({**variables['params'], 'batch_stats': statistics})
 
 
 @functools.lru_cache(maxsize=4)
 def _shapes(config: Config) -> dict[str, tuple[int, ...]]:
-  abstract = jax.eval_shape(functools.partial(_init, config), jax.random.key(0))
-  return {name: leaf.shape for name, leaf in abstract.items()}
-
-
-# Compiled, so that XLA removes the computation of all other parameters.
-@functools.partial(jax.jit, static_argnames=('config', 'wanted'))
-def _fresh(
-  config: Config, wanted: tuple[str, ...], key: jax.Array
-) -> dict[str, jax.Array]:
-  """Returns newly initialised variables with the names `wanted`."""
-  flat = _init(config, key)
-  return {name: flat[name] for name in wanted}
-
-
-def _recognise(path: pathlib.Path, arrays: Mapping[str, Any]) -> Naming:
-  """Returns the naming of the arrays, mainly by that of the patch embedding."""
-  if any(name.startswith('score_predictor.') for name in arrays):
-    return 'dynamicvit'
-  if any(name.startswith(_LV_VIT.stem[0].format(1)) for name in arrays):
-    return 'lvvit'
-  for naming, library in _LIBRARIES.items():
-    pattern = re.escape(library.patch + 'weight')
-    if library.trunk:
-      pattern = r'(vit\.|deit\.)?' + pattern
-    if any(re.fullmatch(pattern, name) for name in arrays):
-      return naming
-  first_names = ', '.join(sorted(arrays)[:3]) or 'nothing'
-  choices = ' or '.join(
-    f'{library.label} ({library.trunk}{library.patch}weight)'
-    for library in (_TIMM, _HUGGING_FACE, _TORCHVISION)
-  )
-  raise UserError(
-    f'{path} holds no vision transformer as {choices} name it; its first names'
-    f' are {first_names}: convert it to one of these.'
-  )
-
-
-def _by_table(arrays, naming: Naming, library: _Library):
-  """Returns arrays by their names in the table of `names`.
-
-  In Hugging Face, names differ between the classes that saved the weights.
-  """
-  if naming != 'huggingface':
-    return dict(arrays)
-
-  def rename(name):
-    if match := re.fullmatch(r'(?:cls_)?classifier\.(.*)', name):
-      return library.head + match[1]
-    if name.startswith(_HUGGING_FACE.head_distilled):
-      return name
-    name = re.sub(r'^(vit|deit)\.', '', name)
-    for old, new in _IN_MEMORY:
-      name = re.sub(old, new, name)
-    return library.trunk + name
-
-  return {rename(name): array for name, array in arrays.items()}
-
-
-def _sizes(arrays, library: _Library) -> dict[str, Any]:
-  """Returns the fields of a config that the arrays' shapes determine.
-
-  For DynamicViT also `stages`, the number of its prediction heads.
-  """
-
-  def shape(name, rank):
-    array = arrays.get(name)
-    return array.shape if array is not None and array.ndim == rank else None
-
-  sizes = {}
-  trunk = library.trunk
-  distilled = library.distillation_token is not None and (
-    trunk + library.distillation_token in arrays
-  )
-  if patch := shape(trunk + library.patch + 'weight', 4):
-    # The stem halves the resolution before the patch embedding.
-    side = patch[2] * (1 if library.stem is None else 2)
-    sizes |= {'width': patch[0], 'patch_size': side}
-  block = re.escape(trunk + library.block).replace(r'\{\}', r'(\d+)')
-  layers = {int(m[1]) for m in map(re.compile(block).match, arrays) if m}
-  sizes['num_layers'] = len(layers)
-  if up := shape(trunk + library.block.format(0) + library.up + 'weight', 2):
-    sizes['mlp_dim'] = up[0]
-  if head := shape(library.head + 'bias', 1):
-    sizes['num_classes'] = head[0]
-  position = shape(trunk + library.position, 3)
-  if patch and position:
-    patches = max(position[1] - 1 - distilled, 0)
-    if math.isqrt(patches) ** 2 == patches:
-      sizes['image_size'] = math.isqrt(patches) * side
-  sizes['distilled'] = distilled
-  if library.prediction is not None:
-    first = library.prediction.replace('{}', r'(\d+)')
-    heads = {int(m[1]) for m in map(re.compile(first).match, arrays) if m}
-    sizes['stages'] = len(heads)
-  return sizes
+  flat = _flat(protocol.shapes(config))
+  return {name: leaf.shape for name, leaf in flat.items()}
 
 
 def _check_beside(path: pathlib.Path, dense: ViTConfig) -> None:
@@ -718,22 +615,22 @@ def _check_beside(path: pathlib.Path, dense: ViTConfig) -> None:
     )
 
 
-def _resize(arrays, name: str, dense: ViTConfig) -> None:
-  """Resamples position embeddings in place if only the grid differs."""
-  position = arrays.get(name)
-  if position is None or position.ndim != 3 or len(position) != 1:
-    return
-  # Not a square if the numbers of prefix tokens differ; an error comes later.
-  patches = position.shape[1] - dense.num_prefix
-  square = patches > 0 and math.isqrt(patches) ** 2 == patches
-  if square and position.shape[2] == dense.width:
-    resized = vit.resize_positions(position[0], dense.num_prefix, dense.grid)
-    arrays[name] = np.asarray(resized)[None]
+def resampled(position_LD, dense: ViTConfig) -> jax.Array | np.ndarray:
+  """Returns position embeddings of the model's resolution.
+
+  Those that are not of a square, or have another width, are of another kind of
+  model, and remain as they are.
+  """
+  length, width = position_LD.shape
+  patches = max(length - dense.num_prefix, 0)
+  if width != dense.width or math.isqrt(patches) ** 2 != patches or not patches:
+    return position_LD
+  return vit.resize_positions(
+    jnp.asarray(position_LD), dense.num_prefix, dense.grid
+  )
 
 
-def _new_heads(
-  path, arrays, by_path, shapes, library: _Library
-) -> dict[str, int | None]:
+def _new_heads(file: _File, expected: Mapping) -> dict[str, int | None]:
   """Returns heads that need a new initialisation.
 
   The values are the number of classes in the weights, or None if the head is
@@ -742,25 +639,22 @@ def _new_heads(
   """
   new = {}
   for head in ('head', 'head_distilled', 'head_tokens'):
-    if f'{head}/kernel' not in by_path:
+    names = [file.library.table.get(head, '') + x for x in ('weight', 'bias')]
+    if names[0] not in expected:
       continue
-    kernel = by_path[f'{head}/kernel']
-    bias = by_path[f'{head}/bias']
-    pair = [arrays.get(entry.theirs) for entry in (kernel, bias)]
-    if all(array is None for array in pair):
-      if head != 'head_distilled':
-        new[head] = None
-      # If the token is missing too, `read` reports a different architecture.
-      elif library.trunk + library.distillation_token in arrays:
-        if 'head' not in new or new['head'] is not None:
-          raise UserError(
-            f'{path} has a distillation token and no head of it, as Hugging'
-            " Face's DeiTForImageClassification: set distillation_head=False."
-          )
-        new[head] = None
-    elif all(array is not None for array in pair):
-      classes, width = kernel.shape(shapes)
-      (theirs,) = pair[1].shape if pair[1].ndim == 1 else (classes,)
-      if theirs != classes and pair[0].shape == (theirs, width):
-        new[head] = theirs
+    shapes = [file.arrays[n].shape for n in names if n in file.arrays]
+    if shapes:
+      count, width = shapes[0][:1], expected[names[0]][1]
+      if shapes == [(*count, width), count] and count != expected[names[1]]:
+        new[head] = count[0]
+    elif head != 'head_distilled':
+      new[head] = None
+    # If the token is missing too, `read` reports a different architecture.
+    elif file.array('distillation_token') is not None:
+      if new.get('head', 0) is not None:
+        raise UserError(
+          f'{file.path} has a distillation token and no head of it, as Hugging'
+          " Face's DeiTForImageClassification: set distillation_head=False."
+        )
+      new[head] = None
   return new

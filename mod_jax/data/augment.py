@@ -1,13 +1,12 @@
 """From decoded images to arrays: crops, augmentation and mixing.
 
 Images are RGB `PIL.Image`s of any size until they are cropped to S x S pixels
-(`size`), with Pillow's filter `resample`, and then normalised. All randomness
-comes from the NumPy generator `rng` that is passed in, one for each image or
-batch, so the same generator state gives the same bytes. A batch has 'image',
-float32 [B, S, S, 3], and 'target', float32 [B, V].
+(`size`), with Pillow's filter `resample`, and then normalised. What is the same
+in every epoch (`center_crop`, `reduce`) comes first. All randomness comes from
+the NumPy generator `rng` that is passed in, one for each image or batch. A
+batch has 'image', float32 [B, S, S, 3], and 'target', float32 [B, V].
 """
 
-from collections.abc import Callable
 import dataclasses
 import math
 from typing import Annotated, Literal
@@ -99,13 +98,6 @@ def center_crop(
   The image is resized to `size / fraction` pixels and cropped to `size`, with
   the same pixels as image processors of Hugging Face transformers. Pixels
   outside of the image are black.
-
-  Args:
-    image: RGB.
-    size: side of the result.
-    fraction: side of the crop over that of the resized image.
-    resample: Pillow's filter.
-    resize: see `Resize`.
   """
   full = max(1, round(size / fraction))
   if resize == 'squash':
@@ -123,6 +115,30 @@ def _middle(image: Image.Image, width: int, height: int) -> Image.Image:
   return image.crop((left, top, left + width, top + height))
 
 
+def reduce(image: Image.Image, size: int, *, min_scale: float) -> Image.Image:
+  """Reduces an image by the largest whole number that costs no resolution.
+
+  The smallest part that `random_resized_crop` may take keeps `size` pixels a
+  side. Blocks of pixels are averaged.
+  """
+  smallest = math.sqrt(min_scale * _CROP_ASPECT[0] * image.width * image.height)
+  factor = int(min(smallest, *image.size) / size)
+  return image.reduce(factor) if factor > 1 else image
+
+
+def _rectangle(rng, sides, scale, aspect, margin=0):
+  """Draws (start, start, length, length) along two sides; None if none fits."""
+  for _ in range(_ATTEMPTS):
+    area = math.prod(sides) * rng.uniform(*scale)
+    ratio = math.exp(rng.uniform(*map(math.log, aspect)))
+    drawn = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+    pairs = list(zip(drawn, sides, strict=True))
+    if all(0 < length <= side - margin for length, side in pairs):
+      starts = [int(rng.integers(side - length + 1)) for length, side in pairs]
+      return *starts, *drawn
+  return None
+
+
 def random_resized_crop(
   image: Image.Image,
   size: int,
@@ -136,17 +152,12 @@ def random_resized_crop(
   Its area is drawn between `min_scale` and 1 of the image's. If no draw fits,
   returns the centred square crop (Szegedy et al., 2015).
   """
-  width, height = image.size
-  for _ in range(_ATTEMPTS):
-    area = width * height * rng.uniform(min_scale, 1)
-    aspect = math.exp(rng.uniform(*map(math.log, _CROP_ASPECT)))
-    w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
-    if 0 < w <= width and 0 < h <= height:
-      left = int(rng.integers(width - w + 1))
-      top = int(rng.integers(height - h + 1))
-      box = (left, top, left + w, top + h)
-      return image.resize((size, size), resample, box=box)
-  return center_crop(image, size, resample=resample)
+  part = _rectangle(rng, image.size, (min_scale, 1), _CROP_ASPECT)
+  if part is None:
+    return center_crop(image, size, resample=resample)
+  left, top, width, height = part
+  box = (left, top, left + width, top + height)
+  return image.resize((size, size), resample, box=box)
 
 
 def shift(
@@ -159,11 +170,12 @@ def shift(
   return padded.crop((left, top, left + width, top + height))
 
 
-def _affine(image: Image.Image, matrix, fill: Color) -> Image.Image:
-  return image.transform(
+def _affine(matrix):
+  """Returns an operation that moves pixels by a matrix of level and size."""
+  return lambda image, level, fill: image.transform(
     image.size,
     Image.Transform.AFFINE,
-    matrix,
+    matrix(level, *image.size),
     resample=Image.Resampling.BICUBIC,
     fillcolor=fill,
   )
@@ -175,92 +187,64 @@ def _enhance(kind):
   )
 
 
-def _auto_contrast(image, level, fill):
-  return ImageOps.autocontrast(image)
-
-
-def _equalize(image, level, fill):
-  return ImageOps.equalize(image)
-
-
-def _posterize(image, level, fill):
-  # At least one bit: with none, the image would be black.
-  return ImageOps.posterize(image, max(1, 4 - int(4 * level)))
-
-
-def _solarize(image, level, fill):
-  return ImageOps.solarize(image, 256 - int(256 * level))
-
-
-def _rotate(image, level, fill):
-  return image.rotate(
-    30 * level, resample=Image.Resampling.BICUBIC, fillcolor=fill
-  )
-
-
-def _shear_x(image, level, fill):
-  return _affine(image, (1, 0.3 * level, 0, 0, 1, 0), fill)
-
-
-def _shear_y(image, level, fill):
-  return _affine(image, (1, 0, 0, 0.3 * level, 1, 0), fill)
-
-
-def _translate_x(image, level, fill):
-  return _affine(image, (1, 0, 0.45 * level * image.width, 0, 1, 0), fill)
-
-
-def _translate_y(image, level, fill):
-  return _affine(image, (1, 0, 0, 0, 1, 0.45 * level * image.height), fill)
-
-
-# Name -> (operation, whether its level gets a random sign). The level is the
-# magnitude over 10; every operation grows stronger with it, as in timm's
-# "increasing" set.
-OPERATIONS: dict[
-  str, tuple[Callable[[Image.Image, float, Color], Image.Image], bool]
-] = {
-  'auto_contrast': (_auto_contrast, False),
-  'equalize': (_equalize, False),
-  'posterize': (_posterize, False),
-  'solarize': (_solarize, False),
+# Name -> (operation of image, level and fill colour; whether the level gets a
+# random sign). The level is the magnitude over 10; every operation grows
+# stronger with it, as in timm's "increasing" set.
+OPERATIONS = {
+  'auto_contrast': (
+    lambda image, level, fill: ImageOps.autocontrast(image),
+    False,
+  ),
+  'equalize': (lambda image, level, fill: ImageOps.equalize(image), False),
+  'posterize': (
+    # At least one bit: with none, the image would be black.
+    lambda image, level, fill: ImageOps.posterize(
+      image, max(1, 4 - int(4 * level))
+    ),
+    False,
+  ),
+  'solarize': (
+    lambda image, level, fill: ImageOps.solarize(image, 256 - int(256 * level)),
+    False,
+  ),
   'color': (_enhance(ImageEnhance.Color), True),
   'contrast': (_enhance(ImageEnhance.Contrast), True),
   'brightness': (_enhance(ImageEnhance.Brightness), True),
   'sharpness': (_enhance(ImageEnhance.Sharpness), True),
-  'rotate': (_rotate, True),
-  'shear_x': (_shear_x, True),
-  'shear_y': (_shear_y, True),
-  'translate_x': (_translate_x, True),
-  'translate_y': (_translate_y, True),
+  'rotate': (
+    lambda image, level, fill: image.rotate(
+      30 * level, resample=Image.Resampling.BICUBIC, fillcolor=fill
+    ),
+    True,
+  ),
+  'shear_x': (_affine(lambda x, width, height: (1, 0.3 * x, 0, 0, 1, 0)), True),
+  'shear_y': (_affine(lambda x, width, height: (1, 0, 0, 0.3 * x, 1, 0)), True),
+  'translate_x': (
+    _affine(lambda x, width, height: (1, 0, 0.45 * x * width, 0, 1, 0)),
+    True,
+  ),
+  'translate_y': (
+    _affine(lambda x, width, height: (1, 0, 0, 0, 1, 0.45 * x * height)),
+    True,
+  ),
 }
 
 
 def rand_augment(
   image: Image.Image,
   rng: np.random.Generator,
-  *,
-  ops: int,
-  magnitude: float,
-  noise: float = 0.0,
-  fill: Color = (128, 128, 128),
+  config: AugmentConfig,
+  fill: Color,
 ) -> Image.Image:
   """Applies a sequence of random operations (Cubuk et al., 2020).
 
-  Args:
-    image: RGB.
-    rng: source of randomness.
-    ops: number of operations, drawn with replacement; each is applied with
-      probability 1/2.
-    magnitude: mean strength, from 0 to 10.
-    noise: standard deviation of the strength, which is clipped to 0 to 10.
-    fill: colour of pixels from outside of the image.
+  They are drawn with replacement, and each is applied with probability 1/2.
   """
   names = list(OPERATIONS)
-  for _ in range(ops):
+  for _ in range(config.randaugment_ops):
     operation, signed = OPERATIONS[names[int(rng.integers(len(names)))]]
-    level = np.clip(rng.normal(magnitude, noise), 0, _MAX_MAGNITUDE)
-    level = float(level / _MAX_MAGNITUDE)
+    level = rng.normal(config.randaugment_magnitude, config.randaugment_noise)
+    level = float(np.clip(level, 0, _MAX_MAGNITUDE) / _MAX_MAGNITUDE)
     if signed and rng.random() < 0.5:
       level = -level
     if rng.random() >= _SKIPPED_OPERATIONS:
@@ -308,19 +292,15 @@ def erase(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
   et al., 2020). In the rare case that none of ten draws fits, nothing is
   erased. The image is normalised, float32 [S, S, 3].
   """
-  height, width, channels = image.shape
-  for _ in range(_ATTEMPTS):
-    area = height * width * rng.uniform(*_ERASED_AREA)
-    aspect = math.exp(rng.uniform(*map(math.log, _ERASED_ASPECT)))
-    h, w = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
-    if 0 < h < height and 0 < w < width:
-      top = int(rng.integers(height - h + 1))
-      left = int(rng.integers(width - w + 1))
-      image = image.copy()
-      image[top : top + h, left : left + w] = rng.standard_normal(
-        (h, w, channels), np.float32
-      )
-      return image
+  sides = image.shape[:2]
+  part = _rectangle(rng, sides, _ERASED_AREA, _ERASED_ASPECT, margin=1)
+  if part is None:
+    return image
+  top, left, height, width = part
+  image = image.copy()
+  image[top : top + height, left : left + width] = rng.standard_normal(
+    (height, width, image.shape[-1]), np.float32
+  )
   return image
 
 
@@ -333,44 +313,23 @@ def augment(
   mean: tuple[float, float, float],
   std: tuple[float, float, float],
   resample: Image.Resampling = Image.Resampling.BICUBIC,
-  resize: Resize = 'shorter_side',
 ) -> np.ndarray:
-  """Returns an augmented and normalised training image.
+  """Returns a randomly augmented and normalised image, float32 [S, S, 3].
 
-  Args:
-    image: RGB, any size.
-    rng: source of randomness, for this image alone.
-    config: the augmentation, of which mixing and label smoothing are applied
-      elsewhere.
-    size: S.
-    mean: of each channel, in [0, 1]; pixels from outside of the image get this
-      colour.
-    std: standard deviation of each channel, with values in [0, 1].
-    resample: Pillow's filter for the crop.
-    resize: how to resize, unless the crop is 'random_resized'.
-
-  Returns:
-    float32 [S, S, 3].
+  The image has been through `center_crop`, or `reduce` for 'random_resized'.
+  Pixels from outside of it get the colour `mean`. Mixing and label smoothing
+  are applied elsewhere.
   """
   fill = tuple(min(255, max(0, round(255 * m))) for m in mean)
   if config.crop == 'random_resized':
     image = random_resized_crop(
       image, size, rng, min_scale=config.min_scale, resample=resample
     )
-  else:
-    image = center_crop(image, size, resample=resample, resize=resize)
-    if config.crop == 'pad':
-      image = shift(image, rng, padding=config.padding, fill=fill)
+  elif config.crop == 'pad':
+    image = shift(image, rng, padding=config.padding, fill=fill)
   if rng.random() < config.flip:
     image = ImageOps.mirror(image)
-  image = rand_augment(
-    image,
-    rng,
-    ops=config.randaugment_ops,
-    magnitude=config.randaugment_magnitude,
-    noise=config.randaugment_noise,
-    fill=fill,
-  )
+  image = rand_augment(image, rng, config, fill)
   if config.three_augment:
     image = three_augment(image, rng)
   if config.color_jitter:

@@ -23,15 +23,9 @@ Images are not compressed again as JPEG, which would be another corruption.
 """
 
 import math
-import numbers
 
 import numpy as np
 import scipy
-
-from mod_jax import config as config_lib
-from mod_jax import errors
-
-SEVERITIES = 5
 
 # One entry for each severity, from 1 to 5.
 _NOISE = (0.08, 0.12, 0.18, 0.26, 0.38)  # Standard deviation at _SIDE pixels.
@@ -44,68 +38,21 @@ _SMALL = 32
 
 
 def corrupt(
-  images_BHWC: np.ndarray,
-  kind: str,
-  severity: int,
-  *,
-  seed: int = 0,
-  first: int = 0,
+  images_BHWC: np.ndarray, kind: str, severity: int, *, seed: int = 0
 ) -> np.ndarray:
-  """Returns corrupted copies of images.
+  """Returns corrupted copies of uint8 RGB images of any size.
 
   An image's noise depends only on the seed and the image's index; higher
-  severities scale the same noise. Relative strengths refer to the shorter side.
-
-  Args:
-    images_BHWC: uint8 RGB images, before normalisation.
-    kind: one of `CORRUPTIONS`.
-    severity: from 1 to 5; 0 returns the input.
-    seed: of the noise, 0 or more; the other kinds are not random.
-    first: index of the first image, so that corrupting a data set in batches
-      gives the same result for any batch size.
-
-  Returns:
-    uint8 images of the same shape.
-
-  Raises:
-    UserError: an unknown kind or severity, a negative seed or number, or images
-      of another type or shape.
+  severities, up to 5, scale the same noise, and 0 returns the input. Relative
+  strengths refer to the shorter side.
   """
-  images_BHWC = np.asarray(images_BHWC)
-  if (
-    images_BHWC.dtype != np.uint8
-    or images_BHWC.ndim != 4
-    or images_BHWC.shape[-1] != 3
-    or 0 in images_BHWC.shape[1:]
-  ):
-    raise errors.UserError(
-      f'images of shape {images_BHWC.shape} and type {images_BHWC.dtype}:'
-      ' expected shape (images, height, width, 3) and type uint8, the pixels'
-      ' from 0 to 255 as before normalisation.'
-    )
-  change = config_lib.choose(kind, _KINDS, 'corruption')
-  if not _is_count(severity) or severity > SEVERITIES:
-    raise errors.UserError(
-      f'severity={severity!r:.40}: expected a whole number from 1 to'
-      f' {SEVERITIES}, or 0 for the images as they are.'
-    )
-  for name, value in (('seed', seed), ('first', first)):
-    if not _is_count(value):
-      raise errors.UserError(
-        f'{name}={value!r:.40}: expected a whole number, 0 or more.'
-      )
   if severity == 0:
     return images_BHWC
   changed_BHWC = np.empty_like(images_BHWC)
   for b, image_HWC in enumerate(images_BHWC):
-    value_HWC = change(image_HWC, severity - 1, (int(seed), int(first) + b))
+    value_HWC = _KINDS[kind](image_HWC, severity - 1, (seed, b))
     changed_BHWC[b] = np.rint(value_HWC).clip(0, 255)
   return changed_BHWC
-
-
-def _is_count(value) -> bool:
-  integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-  return integer and value >= 0
 
 
 def _noise(image_HWC, level, key):
@@ -114,8 +61,7 @@ def _noise(image_HWC, level, key):
   return image_HWC + strength * rng.standard_normal(image_HWC.shape, np.float32)
 
 
-def _blur(image_HWC, level, key):
-  del key
+def _blur(image_HWC, level, _):
   width = _BLUR[level] * _shorter(image_HWC)
   # The discrete analogue of the Gaussian (Lindeberg, 1990). A sampled Gaussian
   # has the wrong width below a pixel and would blur small images too little.
@@ -130,14 +76,12 @@ def _blur(image_HWC, level, key):
   return blurred_HWC
 
 
-def _contrast(image_HWC, level, key):
-  del key
+def _contrast(image_HWC, level, _):
   mean_C = image_HWC.mean(axis=(0, 1))
   return mean_C + _CONTRAST[level] * (image_HWC - mean_C)
 
 
-def _pixelation(image_HWC, level, key):
-  del key
+def _pixelation(image_HWC, level, _):
   shorter = _shorter(image_HWC)
   cells = math.floor(_CELLS[level] * min(shorter, _SMALL) + 0.5)
   rows, columns = (

@@ -1,5 +1,6 @@
 """Scikit-learn's bundled handwritten digits: images without a download."""
 
+from collections.abc import Callable
 import functools
 from typing import Any
 
@@ -41,10 +42,10 @@ class DigitImages:
     """Returns a fingerprint of the images."""
     return {'content': fingerprints.of_value([self._images, self._labels])}
 
-  def load(self, index: int) -> tuple[Image.Image, int]:
-    """Returns an 8x8 RGB image, white on black, and its label."""
-    image = Image.fromarray(self._images[index]).convert('RGB')
-    return image, int(self._labels[index])
+  def entry(self, index: int) -> tuple[None, Callable[[], Image.Image], int]:
+    """Returns no key, a function for the image, white on black, and a label."""
+    image = Image.fromarray(self._images[index])
+    return None, lambda: image.convert('RGB'), int(self._labels[index])
 
 
 @functools.cache

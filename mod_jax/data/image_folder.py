@@ -8,7 +8,9 @@ ignored. Images are not compared: of two copies under different names, one may
 be held out and the other trained on, so remove copies first.
 """
 
+from collections.abc import Callable
 from concurrent import futures
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -29,9 +31,10 @@ from mod_jax.data import fingerprint as fingerprints
 _EVAL_FOLDERS = ('eval', 'val', 'validation', 'test')
 _SPLIT_FOLDERS = ('train', *_EVAL_FOLDERS)
 _EXTENSIONS = frozenset(
-  (
-    *('.jpg', '.jpeg', '.jpe', '.jfif', '.png', '.webp', '.bmp', '.gif'),
-    *('.tif', '.tiff', '.ppm', '.pgm', '.pbm', '.pnm'),
+  f'.{name}'
+  for name in (
+    *('jpg', 'jpeg', 'jpe', 'jfif', 'png', 'webp', 'bmp', 'gif'),
+    *('tif', 'tiff', 'ppm', 'pgm', 'pbm', 'pnm'),
   )
 )
 # For security: some of Pillow's readers for other formats run programs.
@@ -48,38 +51,30 @@ class UnreadableImageError(errors.UserError):
 
 @dataclasses.dataclass(frozen=True)
 class FolderImages:
-  """Images of a folder, with random access.
+  """Images of a folder, with random access."""
 
-  Attributes:
-    root: directory that the names are relative to.
-    class_names: sorted names of the class folders, indexed by labels.
-    names: of the files, '/' between the parts.
-    labels: int32 [files].
-  """
-
-  root: str
+  root: str  # What the names are relative to.
   class_names: tuple[str, ...]
-  names: list[str]
-  labels: np.ndarray
+  names: list[str]  # '/' between the parts.
+  labels: np.ndarray  # int32 [files], indices of `class_names`.
 
   def __len__(self) -> int:
-    """Returns the number of files."""
     return len(self.names)
 
   def fingerprint(self) -> dict[str, Any]:
-    """Returns a fingerprint of the files."""
     return fingerprints.of_files(
       [(name, os.path.join(self.root, name)) for name in self.names]
     )
 
-  def load(self, index: int) -> tuple[Image.Image, int]:
-    """Returns a decoded RGB image and its label.
-
-    Raises:
-      UnreadableImageError: the file cannot be decoded.
-    """
-    path = os.path.join(self.root, self.names[index])
-    return decode(path, f'image {path!r}'), int(self.labels[index])
+  def entry(self, index: int) -> tuple[Any, Callable[[], Image.Image], int]:
+    """Returns the file's key, a function that decodes it, and its label."""
+    path, key = os.path.join(self.root, self.names[index]), None
+    # A missing file has no key, and is refused when it is decoded.
+    with contextlib.suppress(OSError):
+      status = os.stat(path)
+      key = (os.fsencode(path), status.st_size, status.st_mtime_ns)
+    decoding = functools.partial(decode, path, f'image {path!r}')
+    return key, decoding, int(self.labels[index])
 
 
 def decode(source: str | bytes, what: str) -> Image.Image:
@@ -99,8 +94,7 @@ def decode(source: str | bytes, what: str) -> Image.Image:
   file = io.BytesIO(source) if isinstance(source, bytes) else source
   try:
     with Image.open(file, formats=_FORMATS) as image:
-      if reason := _refused(image):
-        raise ValueError(reason)
+      _require_readable(image)
       image.load()
       return to_rgb(_upright(image))
   except MemoryError:
@@ -113,40 +107,21 @@ def decode(source: str | bytes, what: str) -> Image.Image:
 
 
 def class_names(path: str) -> tuple[str, ...]:
-  """Returns the sorted names of the class folders; opens no file.
-
-  Raises:
-    errors.UserError: there is no such directory, or fewer than two classes.
-  """
-  root, _ = _layout(path)
-  return _class_folders(path, root)
+  """Returns the sorted names of the class folders; opens no file."""
+  return _layout(path)[2]
 
 
 def open_split(
   path: str, split: str, *, eval_fraction: float, unreadable: str
 ) -> FolderImages:
-  """Returns the files for training or evaluation.
+  """Returns the files of the split 'train' or 'eval'.
 
   Checks once per process that files are not empty and begin with a valid header
-  of an image.
-
-  Args:
-    path: the folder, with a layout as described at the top of this module.
-    split: 'train' or 'eval'.
-    eval_fraction: part to hold out if the folder has no evaluation split.
-    unreadable: 'refuse' raises for bad files; 'skip' leaves them out with a
-      warning.
-
-  Raises:
-    errors.UserError: there is no such directory, fewer than two classes, a
-      class without training images, an evaluation class without a training
-      class, nothing to evaluate, or bad files.
+  of an image: 'refuse' raises for bad files, 'skip' leaves them out.
   """
-  root, eval_root = _layout(path)
-  classes = _class_folders(path, root)
+  root, eval_root, classes = _layout(path)
   if split == 'eval' and eval_root is not None:
-    eval_classes = _subfolders(eval_root)
-    if unknown := sorted(set(eval_classes) - set(classes)):
+    if unknown := sorted(set(_subfolders(eval_root)) - set(classes)):
       raise errors.UserError(
         f'path={path!r}: {eval_root!r} has {_some(unknown)}, which '
         f'{root!r} lacks: classes to evaluate must be among those trained on'
@@ -161,8 +136,7 @@ def open_split(
     return FolderImages(eval_root, classes, names, labels)
   names, labels = _list_images(root, classes, unreadable)
   counts = np.bincount(labels, minlength=len(classes))
-  if not counts.all():
-    empty = [c for c, n in zip(classes, counts, strict=True) if not n]
+  if empty := [c for c, n in zip(classes, counts, strict=True) if not n]:
     raise errors.UserError(
       f'path={path!r}: of {len(classes)} classes, {len(empty)} have no '
       f'pictures to train on ({_some(empty)}): add some or remove the folders'
@@ -179,8 +153,8 @@ def open_split(
   return FolderImages(root, classes, [names[i] for i in chosen], labels[chosen])
 
 
-def _layout(path: str) -> tuple[str, str | None]:
-  """Returns the folders of the training and, if any, evaluation classes."""
+def _layout(path: str) -> tuple[str, str | None, tuple[str, ...]]:
+  """Returns the training folder, an evaluation folder if any, and classes."""
   paths.require_local(path, 'path')
   root = os.path.abspath(os.path.expanduser(path))
   if not os.path.isdir(root):
@@ -188,42 +162,28 @@ def _layout(path: str) -> tuple[str, str | None]:
       f'path={path!r} is no directory: give one that holds train/ and eval/, '
       'or a folder per class'
     )
-  train = os.path.join(root, 'train')
+  train, eval_root = os.path.join(root, 'train'), None
   if os.path.isdir(train) and _subfolders(train):
-    for name in _EVAL_FOLDERS:
-      if os.path.isdir(os.path.join(root, name)):
-        return train, os.path.join(root, name)
-    return train, None
-  folders = _subfolders(root)
-  if folders and set(folders) <= set(_SPLIT_FOLDERS):
+    candidates = [os.path.join(root, name) for name in _EVAL_FOLDERS]
+    root, eval_root = train, next(filter(os.path.isdir, candidates), None)
+  classes = _subfolders(root)
+  if classes and root != train and set(classes) <= set(_SPLIT_FOLDERS):
     raise errors.UserError(
-      f'path={path!r} has {_some(folders)} but no train/ with a folder per '
+      f'path={path!r} has {_some(classes)} but no train/ with a folder per '
       'class: add it, or give the folder of the classes itself'
     )
-  return root, None
+  if len(classes) < 2:
+    raise errors.UserError(
+      f'path={path!r}: expected a folder for each of two classes or more in '
+      f'{root!r}, which has {_some(classes) or "none"}'
+    )
+  return root, eval_root, classes
 
 
 def _subfolders(root: str) -> tuple[str, ...]:
   with os.scandir(root) as entries:
-    return tuple(
-      sorted(
-        e.name for e in entries if e.is_dir() and not e.name.startswith('.')
-      )
-    )
-
-
-def _class_folders(path: str, root: str) -> tuple[str, ...]:
-  classes = _subfolders(root)
-  if not classes:
-    raise errors.UserError(
-      f'path={path!r}: {root!r} has no folders: expected one per class'
-    )
-  if len(classes) == 1:
-    raise errors.UserError(
-      f'path={path!r} has a single class, {classes[0]!r}, and there is nothing '
-      'to tell apart: expected a folder for each of at least two'
-    )
-  return classes
+    names = (e.name for e in entries if e.is_dir())
+    return tuple(sorted(name for name in names if not name.startswith('.')))
 
 
 def _some(names, show=repr) -> str:
@@ -241,19 +201,21 @@ def _list_images(
   Cached, since every evaluation calls it and it can take a minute. Files that
   are damaged later are detected when they are decoded.
   """
-  names, labels = [], []
+  # Real paths of folders not to enter: links to a class or to what is above it
+  # would count pictures twice, once as held out and once as trained on.
   seen = set()
   for folder in (root, *(os.path.join(root, name) for name in classes)):
     real = pathlib.Path(os.path.realpath(folder))
     seen |= {real, *real.parents}
+  names, labels = [], []
   for label, name in enumerate(classes):
-    files = sorted(_walk(os.path.join(root, name), name, seen))
+    files = sorted(_walk(root, name, seen))
     names += files
     labels += [label] * len(files)
   chunks = itertools.batched(names, _CHECK_CHUNK)
   with futures.ThreadPoolExecutor(_CHECK_THREADS) as pool:
     faults = pool.map(
-      lambda c: [_fault(os.path.join(root, n)) for n in c], chunks
+      lambda chunk: [_fault(os.path.join(root, n)) for n in chunk], chunks
     )
     faults = [*itertools.chain.from_iterable(faults)]
   bad = [f'{n} ({f})' for n, f in zip(names, faults, strict=True) if f]
@@ -269,22 +231,12 @@ def _list_images(
       f"{report}; repair or remove them, or set unreadable='skip'"
     )
   logging.warning('%s; left out', report)
-  good = np.array([not fault for fault in faults])
-  return [names[i] for i in np.flatnonzero(good)], labels[good]
+  good = [i for i, fault in enumerate(faults) if not fault]
+  return [names[i] for i in good], labels[good]
 
 
-def _walk(directory: str, name: str, seen: set[pathlib.Path]):
-  """Yields the names of images below a directory, '/' between the parts.
-
-  Args:
-    directory: of a class.
-    name: of the class.
-    seen: real paths of directories not to descend into; those that are visited
-      are added. Otherwise links to a class or its parent would duplicate
-      images, of which some would be held out and others trained on.
-  """
-  if not os.path.isdir(directory):
-    return
+def _walk(root: str, name: str, seen: set[pathlib.Path]):
+  """Yields the names of a class's images; adds to the folders `seen`."""
 
   def left_out(path, real):
     logging.warning(
@@ -292,13 +244,12 @@ def _walk(directory: str, name: str, seen: set[pathlib.Path]):
       *(path, str(real)),
     )
 
-  for folder, files in paths.walk(directory, seen, left_out):
-    relative = os.path.relpath(folder, directory)
-    parts = [] if relative == os.curdir else relative.split(os.sep)
+  for folder, files in paths.walk(os.path.join(root, name), seen, left_out):
+    parts = os.path.relpath(folder, root).split(os.sep)
     for file in files:
       extension = os.path.splitext(file)[1].lower()
       if extension in _EXTENSIONS and not file.startswith('.'):
-        yield '/'.join([name, *parts, file])
+        yield '/'.join([*parts, file])
 
 
 def _fault(path: str) -> str:
@@ -308,11 +259,12 @@ def _fault(path: str) -> str:
       return 'empty'
     # This reads only the header.
     with Image.open(path, formats=_FORMATS) as image:
-      return _refused(image)
+      _require_readable(image)
   except MemoryError:
     raise
   except Exception as e:
     return _reason(e)
+  return ''
 
 
 def _reason(error: Exception) -> str:
@@ -328,18 +280,15 @@ def _held_out(names: list[str], labels: np.ndarray, fraction: float):
 
   Adding or removing files affects the split of their own class only.
   """
-  draws = np.array([_draw(name) for name in names])
+  encoded = (name.encode('utf-8', 'surrogateescape') for name in names)
+  hashes = (hashlib.blake2b(e, digest_size=8).digest() for e in encoded)
+  draws = np.array([int.from_bytes(digest, 'big') for digest in hashes])
   held_out = np.zeros(len(names), bool)
   for label in np.unique(labels):
     indices = np.flatnonzero(labels == label)
     count = min(max(1, round(fraction * len(indices))), len(indices) - 1)
     held_out[indices[np.argsort(draws[indices])[:count]]] = True
   return held_out
-
-
-def _draw(name: str) -> int:
-  encoded = name.encode('utf-8', 'surrogateescape')
-  return int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), 'big')
 
 
 def _upright(image: Image.Image) -> Image.Image:
@@ -352,37 +301,28 @@ def _upright(image: Image.Image) -> Image.Image:
     return image
 
 
-def _refused(image: Image.Image) -> str:
-  """Returns why an opened image is refused, or ''; needs only its header."""
+def _require_readable(image: Image.Image) -> None:
   if image.width * image.height > MAX_PIXELS:
-    return (
+    raise ValueError(
       f'it has {image.width:,} x {image.height:,} pixels, and at most'
       f' {MAX_PIXELS:,} are read'
     )
-  return without_white(image)
+  require_white(image)
 
 
-def without_white(image: Image.Image) -> str:
-  """Returns why an opened image has no defined white, or ''.
-
-  Needs only the header.
-  """
+def require_white(image: Image.Image) -> None:
+  """Raises ValueError if nothing says which value is white."""
   # Such integers are measurements, for example heights, which Pillow would clip
   # at 255. Of our formats, only PGM stores 16-bit images in mode I.
   if image.mode == 'I' and image.format != 'PPM':
-    return (
+    raise ValueError(
       'nothing says which of its 32-bit or signed integers is white: convert it'
       ' to 8 or 16 bits'
     )
-  return ''
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-  """Converts an image to RGB as `decode` does.
-
-  Raises:
-    ValueError: floating-point values are not between 0 and 1.
-  """
+  """Converts as `decode`; ValueError if floats are not between 0 and 1."""
   # Keep the upper 8 bits; Pillow would clip at 255. Mode I is a 16-bit PGM.
   if image.mode == 'I' or image.mode.startswith('I;16'):
     image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))

@@ -17,7 +17,7 @@ import dataclasses
 import functools
 import os
 import signal
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal
 
 from absl import flags, logging
 import grain
@@ -25,9 +25,15 @@ import numpy as np
 from PIL import Image
 
 from mod_jax import config as config_lib
-from mod_jax import errors
+from mod_jax import errors, paths
 from mod_jax.data import augment as augment_lib
-from mod_jax.data import common, digits, image_folder, tfds_images
+from mod_jax.data import (
+  common,
+  digits,
+  image_cache,
+  image_folder,
+  tfds_images,
+)
 
 Batch = dict[str, np.ndarray]
 
@@ -36,8 +42,6 @@ Batch = dict[str, np.ndarray]
 _THREADS = 4
 # Batches that each worker process keeps ready.
 _WORKER_BUFFER = 2
-# Each worker process uses a single thread and makes one batch at a time.
-_WORKER_OPTIONS = {'num_threads': 1, 'prefetch_buffer_size': 1}
 # Mean and standard deviation of channels whose values lie in [0, 1].
 _Mean = Annotated[float, config_lib.Range(ge=-1e3, le=1e3)]
 _Std = Annotated[float, config_lib.Range(ge=1e-6, le=1e3)]
@@ -74,16 +78,16 @@ class Preprocess:
     fields = vars(self) | {'resample': self.resample.name.lower()}
     return dataclasses.replace(data, **fields)
 
-  def one(self, image: Image.Image) -> np.ndarray:
-    """Returns the input of one RGB image, float32 [S, S, 3]."""
-    image = augment_lib.center_crop(
-      image,
-      self.image_size,
+  @property
+  def fit(self) -> functools.partial:
+    """The function that resizes and crops an RGB image."""
+    return functools.partial(
+      augment_lib.center_crop,
+      size=self.image_size,
       fraction=self.crop_fraction,
       resample=self.resample,
       resize=self.resize,
     )
-    return augment_lib.normalize(image, self.mean, self.std)
 
   def __call__(self, pictures: Iterable[Any]) -> np.ndarray:
     """Returns the input of a batch, float32 [B, S, S, 3].
@@ -94,7 +98,8 @@ class Preprocess:
     Raises:
       errors.UserError: an image is none of these or cannot be decoded.
     """
-    return np.stack([self.one(_as_image(picture)) for picture in pictures])
+    fitted = [np.asarray(self.fit(_as_image(picture))) for picture in pictures]
+    return augment_lib.normalize(np.stack(fitted), self.mean, self.std)
 
 
 def _as_image(picture) -> Image.Image:
@@ -102,8 +107,7 @@ def _as_image(picture) -> Image.Image:
     return image_folder.decode(os.fspath(picture), f'image {str(picture)!r}')
   if isinstance(picture, Image.Image):
     try:
-      if reason := image_folder.without_white(picture):
-        raise ValueError(reason)
+      image_folder.require_white(picture)
       return image_folder.to_rgb(picture)
     except ValueError as error:
       raise errors.UserError(f'a picture cannot be read: {error}.') from error
@@ -148,6 +152,13 @@ class ImageDataConfig:
     augment: augmentation of the training images.
     workers: processes that decode and augment; 0 uses threads in this process.
       The batches do not depend on it.
+    cache: keeps decoded pictures for later epochs, resized as far as no
+      augmentation needs more; the batches do not depend on it. 'memory' takes
+      at most 2 GB for pictures to train on and 2 GB for held-out ones, shared
+      out among the workers, and decodes the others anew; 'disk' takes files in
+      `cache_dir`, for all workers and runs; 'none' decodes in every epoch.
+    cache_dir: directory for 'disk', which may be emptied at any time; '' is
+      ~/.cache/mod_jax/pictures.
   """
 
   source: Literal['digits', 'folder', 'tfds'] = 'digits'
@@ -166,10 +177,18 @@ class ImageDataConfig:
   std: tuple[_Std, _Std, _Std] = (0.5, 0.5, 0.5)
   augment: augment_lib.AugmentConfig = augment_lib.AugmentConfig()
   workers: config_lib.Workers = 0
+  cache: image_cache.Kind = 'memory'
+  cache_dir: str = ''
 
   def __post_init__(self):
     """Refuses settings that cannot work or would silently do nothing."""
     config_lib.validate(self)
+    paths.require_local(self.cache_dir, 'cache_dir')
+    if self.cache_dir and self.cache != 'disk':
+      raise errors.UserError(
+        f"cache_dir={self.cache_dir!r} is read only with cache='disk', but "
+        f'cache={self.cache!r}: set cache or drop cache_dir'
+      )
     common.check_source(
       self,
       needed={
@@ -182,26 +201,24 @@ class ImageDataConfig:
   @property
   def preprocess(self) -> Preprocess:
     """Preprocessing of images for evaluation."""
-    digital = self.source == 'digits'
-    fraction = self.crop_fraction
-    if fraction is None:
-      fraction = 1.0 if digital else 0.875
+    # Bicubic filters overshoot visibly when 8x8 digits are enlarged.
+    fraction, resample = 0.875, 'bicubic'
+    if self.source == 'digits':
+      fraction, resample = 1.0, 'bilinear'
+    if self.crop_fraction is not None:
+      fraction = self.crop_fraction
     return Preprocess(
       image_size=self.image_size,
       crop_fraction=fraction,
       mean=self.mean,
       std=self.std,
-      resample=_resample(self),
+      resample=Image.Resampling[(self.resample or resample).upper()],
       resize=self.resize,
     )
 
 
 def class_names(config: ImageDataConfig) -> tuple[str, ...]:
-  """Returns the names of the classes, in the order of labels; reads no images.
-
-  Raises:
-    errors.UserError: the data are missing or have fewer than two classes.
-  """
+  """Returns the names of the classes in the order of labels."""
   if config.source == 'digits':
     return digits.CLASSES
   if config.source == 'folder':
@@ -212,20 +229,12 @@ def class_names(config: ImageDataConfig) -> tuple[str, ...]:
 def num_examples(
   config: ImageDataConfig, split: Literal['train', 'eval'] = 'train'
 ) -> int:
-  """Returns the number of training images or of held-out images.
-
-  Raises:
-    errors.UserError: the data cannot be read.
-  """
+  """Returns the number of training images or of held-out images."""
   return len(_open(config, split))
 
 
 def fingerprint(config: ImageDataConfig) -> dict[str, Any]:
-  """Returns a fingerprint of the data.
-
-  Raises:
-    errors.UserError: the data cannot be read.
-  """
+  """Returns a fingerprint of the data."""
   return {
     'source': config.source,
     'train': _open(config, 'train').fingerprint(),
@@ -245,29 +254,14 @@ def train_iterator(
 
   Images are reshuffled in every epoch, and the shards together see each image
   once per epoch. The batches depend only on the data, the config except
-  `workers`, the seed and the position. A global batch is the same for any
-  number of shards, mixup and cutmix included: it is split evenly, and the first
-  shard gets the first rows.
+  `workers` and the cache, the seed and the position. A global batch is the same
+  for any number of shards, mixup and cutmix included: it is split evenly, and
+  the first shard gets the first rows.
 
-  Args:
-    config: what to read.
-    batch_size: rows per batch of one shard.
-    seed: of the shuffle and the augmentation, in [0, 2**31).
-    shard_index: which shard (host) this is.
-    shard_count: number of shards.
-
-  Returns:
-    A Grain iterator of batches with 'image' and 'target', described at the top
-    of this module. `get_state()` is a small JSON-ready dict that is the same on
-    all shards; after `set_state()` the iterator continues with the next batch,
-    also with another number of shards or workers. `close()` ends its threads
-    and processes.
-
-  Raises:
-    errors.UserError: the data cannot be read or are less than a global batch;
-      while iterating, an image cannot be decoded.
+  `get_state()` is a small JSON-ready dict that is the same on all shards; after
+  `set_state()` the iterator continues with the next batch, also with another
+  number of shards or workers. `close()` ends its threads and processes.
   """
-  common.check_request(batch_size, shard_index, shard_count, seed=seed)
   mixes = config.augment.mixup or config.augment.cutmix
   rows = batch_size * shard_count
   if mixes and rows < 2:
@@ -275,20 +269,21 @@ def train_iterator(
       f'batch_size={batch_size}: mixup and cutmix need at least 2 pictures; '
       'raise it or set both to 0'
     )
-  source = _open(config, 'train')
-  if len(source) < rows:
+  pictures = _Pictures(config, 'train')
+  if len(pictures) < rows:
     raise errors.UserError(
-      f'there are {len(source)} pictures to train on, fewer than the {rows} of '
-      f'one batch ({batch_size} on each of {shard_count} shards): add some or '
-      'lower the batch size'
+      f'there are {len(pictures)} pictures to train on, fewer than the {rows} '
+      f'of one batch ({batch_size} on each of {shard_count} shards): add some '
+      'or lower the batch size'
     )
   # Shards are cut from the endless sequence and not from an epoch: shards of
   # unequal size would drift apart, and a global batch would mix epochs. Augment
   # before the cut, so that the random numbers depend on an image's position in
   # the global sequence.
-  dataset = grain.MapDataset.source(_Readable(source, config)).seed(seed)
-  dataset = dataset.shuffle().repeat()
-  dataset = dataset.random_map(_Augment(config, len(source.class_names)))
+  dataset = grain.MapDataset.source(pictures).seed(seed).shuffle().repeat()
+  dataset = dataset.random_map(
+    functools.partial(_train_row, config, len(pictures.source.class_names))
+  )
   # Each image is mixed with the preceding one in the global batch, so a shard
   # also reads the last image of the preceding shard.
   extra = int(bool(mixes) and shard_count > 1)
@@ -298,7 +293,10 @@ def train_iterator(
   if mixes:
     # Another seed, so that the random numbers differ from the augmentation's.
     mix_seed = np.random.SeedSequence((seed, 0)).generate_state(1)
-    dataset = dataset.random_map(_Mix(config.augment), seed=int(mix_seed[0]))
+    dataset = dataset.random_map(
+      functools.partial(augment_lib.mix, config=config.augment),
+      seed=int(mix_seed[0]),
+    )
   if extra:
     dataset = dataset.map(common.Rows(extra))
   return _Batches(dataset, config.workers)
@@ -315,74 +313,41 @@ def eval_batches(
   """Returns this shard's held-out batches, always the same in the same order.
 
   All shards get the same number of batches; the last is padded with rows of
-  weight 0. Without a limit, every held-out image counts exactly once over all
-  batches of all shards.
-
-  Args:
-    config: what to read.
-    batch_size: rows per batch of one shard.
-    num_batches: most batches to return, their images spread evenly over the
-      held-out data; None for all.
-    shard_index: which shard (host) this is.
-    shard_count: number of shards.
-
-  Returns:
-    A finite iterator of batches with 'image', 'label' and 'weight', described
-    at the top of this module.
-
-  Raises:
-    errors.UserError: nothing is held out, or it cannot be read; while
-      iterating, an image cannot be decoded.
+  weight 0. Every held-out image counts exactly once over all batches of all
+  shards, or `num_batches` limits them, spread evenly over the held-out data.
   """
-  common.check_request(
-    batch_size, shard_index, shard_count, num_batches=num_batches
-  )
-  source = _open(config, 'eval')
+  pictures = _Pictures(config, 'eval')
   rows = batch_size * shard_count
-  count = len(source)
+  count = len(pictures)
   if num_batches is not None:
     count = min(count, num_batches * rows)
   batches = -(-count // rows)
   indices = np.full(batches * rows, _PADDING)
-  indices[:count] = np.arange(count) * len(source) // count
+  indices[:count] = np.arange(count) * len(pictures) // count
   # All shards need the same number of batches: the other hosts would wait
   # forever for one that has fewer.
   indices = indices.reshape(batches, shard_count, batch_size)[:, shard_index]
   dataset = grain.MapDataset.source(indices.ravel())
-  dataset = dataset.map(_Evaluate(source, config)).batch(batch_size)
-  return _finite(dataset, min(config.workers, batches))
+  dataset = dataset.map(functools.partial(_eval_row, config, pictures))
+  return _finite(dataset.batch(batch_size), min(config.workers, batches))
 
 
 def denormalize(config: ImageDataConfig, image: Any) -> np.ndarray:
-  """Returns images as uint8, for display.
-
-  Args:
-    config: has the mean and standard deviation.
-    image: [..., 3], the model's input.
-  """
+  """Returns images of a batch, [..., 3], as uint8 for display."""
   scaled = np.asarray(image, np.float32) * np.float32(config.std)
   scaled = 255 * (scaled + np.float32(config.mean))
   return np.clip(np.round(scaled), 0, 255).astype(np.uint8)
 
 
-class _Source(Protocol):
-  """Labelled images with random access."""
-
-  class_names: tuple[str, ...]
-
-  def __len__(self) -> int: ...
-
-  def fingerprint(self) -> dict[str, Any]: ...
-
-  def load(self, index: int) -> tuple[Image.Image, int]: ...
-
-
 _PADDING = -1  # The index of rows that only fill a batch.
 
 
-def _open(config: ImageDataConfig, split: str) -> _Source:
-  if split not in ('train', 'eval'):
-    raise errors.UserError(f"split={split!r}: expected 'train' or 'eval'")
+def _open(config: ImageDataConfig, split: Literal['train', 'eval']):
+  """Returns the source of a split.
+
+  It has `class_names`, a length, `fingerprint()`, and `entry(index)`: the key
+  of a picture in a cache or None, a function that decodes it, and its label.
+  """
   if config.source == 'digits':
     return digits.DigitImages(split)
   if config.source == 'folder':
@@ -399,10 +364,55 @@ def _open(config: ImageDataConfig, split: str) -> _Source:
   )
 
 
-def _resample(config: ImageDataConfig) -> Image.Resampling:
-  # Bicubic filters overshoot visibly when 8x8 digits are enlarged.
-  default = 'bilinear' if config.source == 'digits' else 'bicubic'
-  return Image.Resampling[(config.resample or default).upper()]
+class _Pictures:
+  """The pictures of a split, of any source, fitted and through the cache."""
+
+  def __init__(self, config: ImageDataConfig, split: Literal['train', 'eval']):
+    self.source = _open(config, split)
+    self._skip = config.unreadable == 'skip'
+    fit = config.preprocess.fit
+    if split == 'train':
+      fit = functools.partial(fit, fraction=1.0)
+    if split == 'train' and config.augment.crop == 'random_resized':
+      fit = functools.partial(
+        augment_lib.reduce,
+        size=config.image_size,
+        min_scale=config.augment.min_scale,
+      )
+    directory = config.cache_dir or '~/.cache/mod_jax/pictures'
+    self._cache = image_cache.Cache(
+      fit=fit,
+      kind=config.cache,
+      directory=os.path.expanduser(directory),
+      owner=(config, split),
+      processes=max(1, config.workers),
+    )
+
+  def __len__(self) -> int:
+    return len(self.source)
+
+  def load(self, index: int) -> tuple[Image.Image, int] | None:
+    """Returns a picture and its label, or None if it is left out."""
+    try:
+      key, decode, label = self.source.entry(index)
+      return self._cache.load(key, decode), label
+    except image_folder.UnreadableImageError as e:
+      if not self._skip:
+        raise image_folder.UnreadableImageError(
+          f"{e}, or set unreadable='skip'"
+        ) from e
+      _warn(str(e))
+
+  def __getitem__(self, index: int) -> tuple[Image.Image, int]:
+    """Returns a picture to train on, or the next that is not left out."""
+    for step in range(len(self)):
+      loaded = self.load((int(index) + step) % len(self))
+      if loaded is not None:
+        return loaded
+    raise errors.UserError(
+      f'none of the {len(self)} pictures to train on can be decoded: repair '
+      'them or choose other data'
+    )
 
 
 @functools.cache  # Warn once per file, not in every epoch.
@@ -410,93 +420,53 @@ def _warn(fault: str):
   logging.warning('left out: %s', fault)
 
 
-def _leave_out(error: image_folder.UnreadableImageError, config):
-  """Warns of an image that cannot be decoded, or raises with 'refuse'."""
-  if config.unreadable == 'refuse':
-    raise image_folder.UnreadableImageError(
-      f"{error}, or set unreadable='skip'"
-    ) from error
-  _warn(str(error))
+def _train_row(
+  config: ImageDataConfig,
+  classes: int,
+  element: tuple[Image.Image, int],
+  rng: np.random.Generator,
+) -> dict[str, np.ndarray]:
+  image, label = element
+  array = augment_lib.augment(
+    image,
+    rng,
+    config.augment,
+    size=config.image_size,
+    mean=config.mean,
+    std=config.std,
+    resample=config.preprocess.resample,
+  )
+  target = augment_lib.soft_target(
+    label, classes, config.augment.label_smoothing
+  )
+  return {'image': array, 'target': target}
 
 
-class _Readable:
-  """A source for Grain that replaces images that cannot be decoded.
-
-  The replacement is the next image that can.
-  """
-
-  def __init__(self, source: _Source, config: ImageDataConfig):
-    self._source = source
-    self._config = config
-
-  def __len__(self) -> int:
-    return len(self._source)
-
-  def __getitem__(self, index: int) -> tuple[Image.Image, int]:
-    count = len(self._source)
-    for step in range(count):
-      try:
-        return self._source.load((int(index) + step) % count)
-      except image_folder.UnreadableImageError as e:
-        _leave_out(e, self._config)
-    raise errors.UserError(
-      f'none of the {count} pictures to train on can be decoded: repair them '
-      'or choose other data'
-    )
-
-
-class _Augment(grain.transforms.RandomMap):
-  """Maps a decoded image and its label to a training row."""
-
-  def __init__(self, config: ImageDataConfig, classes: int):
-    self._config = config
-    self._classes = classes
-
-  def random_map(
-    self, element: tuple[Image.Image, int], rng: np.random.Generator
-  ) -> dict[str, np.ndarray]:
-    image, label = element
-    config = self._config
-    array = augment_lib.augment(
-      image,
-      rng,
-      config.augment,
-      size=config.image_size,
-      mean=config.mean,
-      std=config.std,
-      resample=_resample(config),
-      resize=config.resize,
-    )
-    target = augment_lib.soft_target(
-      label, self._classes, config.augment.label_smoothing
-    )
-    return {'image': array, 'target': target}
-
-
-class _Mix(grain.transforms.RandomMap):
-  """Applies mixup or cutmix to a batch."""
-
-  def __init__(self, config: augment_lib.AugmentConfig):
-    self._config = config
-
-  def random_map(self, element: Batch, rng: np.random.Generator) -> Batch:
-    return augment_lib.mix(element, rng, self._config)
+def _eval_row(
+  config: ImageDataConfig, pictures: _Pictures, index: np.integer
+) -> dict[str, np.ndarray]:
+  loaded = None if index == _PADDING else pictures.load(int(index))
+  array = np.zeros((config.image_size, config.image_size, 3), np.float32)
+  label = 0
+  if loaded is not None:
+    image, label = loaded
+    array = augment_lib.normalize(image, config.mean, config.std)
+  return {
+    'image': array,
+    'label': np.int32(label),
+    'weight': np.float32(loaded is not None),
+  }
 
 
 class _Rows(grain.MapDataset):
-  """Selects the same rows of every global batch."""
+  """Selects the same `count` rows of every global batch of an endless parent.
+
+  A global batch has `batch` rows; a `start` of -1 is the last of them.
+  """
 
   def __init__(
     self, parent: grain.MapDataset, batch: int, start: int, count: int
   ):
-    """Selects `count` rows of each batch of an endless parent.
-
-    Args:
-      parent: rows of all batches.
-      batch: rows per global batch.
-      start: first row to select; -1 is the last row of the batch.
-      count: rows to select.
-    """
     super().__init__(parent)
     self._batch, self._start, self._count = batch, start, count
 
@@ -511,36 +481,6 @@ class _Rows(grain.MapDataset):
     return self._parent[batch * self._batch + row]
 
 
-class _Evaluate(grain.transforms.Map):
-  """Maps an index of a held-out image to a row of an evaluation batch."""
-
-  def __init__(self, source: _Source, config: ImageDataConfig):
-    self._source = source
-    self._config = config
-    self._preprocess = config.preprocess
-
-  def map(self, element: np.integer) -> dict[str, np.ndarray]:
-    config = self._config
-    size = config.image_size
-    empty = {
-      'image': np.zeros((size, size, 3), np.float32),
-      'label': np.int32(0),
-      'weight': np.float32(0),
-    }
-    if element == _PADDING:
-      return empty
-    try:
-      image, label = self._source.load(int(element))
-    except image_folder.UnreadableImageError as e:
-      _leave_out(e, config)
-      return empty
-    return {
-      'image': self._preprocess.one(image),
-      'label': np.int32(label),
-      'weight': np.float32(1),
-    }
-
-
 def _start(dataset: grain.MapDataset, workers: int) -> grain.DatasetIterator:
   """Returns an iterator that reads ahead, in threads or processes."""
   if not workers:
@@ -551,7 +491,10 @@ def _start(dataset: grain.MapDataset, workers: int) -> grain.DatasetIterator:
   if not flags.FLAGS.is_parsed():
     # Grain reads absl flags, which are unparsed in programs without `absl.app`.
     flags.FLAGS.mark_as_parsed()
-  iterable = dataset.to_iter_dataset(grain.ReadOptions(**_WORKER_OPTIONS))
+  # A worker process makes one batch at a time, in a single thread.
+  iterable = dataset.to_iter_dataset(
+    grain.ReadOptions(num_threads=1, prefetch_buffer_size=1)
+  )
   options = grain.MultiprocessingOptions(
     num_workers=workers, per_worker_buffer_size=_WORKER_BUFFER
   )
@@ -566,13 +509,8 @@ def _outlive_signals(worker: int, workers: int) -> None:
   Grain stops its workers by an event, not by a signal.
   """
   del worker, workers
-  for number in (
-    signal.SIGTERM,
-    signal.SIGINT,
-    signal.SIGHUP,
-    signal.SIGUSR1,
-  ):
-    signal.signal(number, signal.SIG_IGN)
+  for name in ('SIGTERM', 'SIGINT', 'SIGHUP', 'SIGUSR1'):
+    signal.signal(getattr(signal, name), signal.SIG_IGN)
 
 
 def _finite(dataset: grain.MapDataset, workers: int) -> Iterator[Batch]:

@@ -18,11 +18,10 @@ from mod_jax import errors
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Location:
-  """Name and directory of a data set, and the config fields that set them.
+  """Where a data set is: the values of config fields, and their names.
 
   Attributes:
-    name: a TFDS name, or the directory of a prepared data set, which contains
-      its dataset_info.json.
+    name: a TFDS name, or the directory of a prepared data set.
     data_dir: directory of all prepared data sets; None for TFDS's own default.
     name_field: the config's field for `name`, for messages.
     data_dir_field: the config's field for `data_dir`, for messages.
@@ -36,19 +35,12 @@ class Location:
   example: str
 
   def __str__(self) -> str:
-    """Returns the data set's name for messages."""
     return f'{self.name_field}={self.name!r}'
 
 
 def load(at: Location) -> Any:
-  """Returns the builder of a data set; reads no record.
-
-  Raises:
-    errors.UserError: an unknown name, config or version; a directory without a
-      prepared data set.
-  """
-  # Imported here, since it is slow and other data do not need it.
-  import tensorflow_datasets as tfds
+  """Returns the builder of a data set; reads no record."""
+  import tensorflow_datasets as tfds  # Slow, and other data do not need it.
 
   directory = os.path.expanduser(at.name)
   if os.path.isdir(directory):
@@ -125,18 +117,7 @@ def _check_features(at: Location, directory: str) -> None:
 def open_split(
   at: Location, builder: Any, split: str, *, decoders: Any = None
 ) -> Sequence[dict[str, Any]]:
-  """Returns the records of a split, with random access.
-
-  Args:
-    at: location that `builder` was loaded from.
-    builder: result of `load`.
-    split: for example 'train' or 'train[:1%]'.
-    decoders: how to decode features, by name; None for TFDS's own way.
-
-  Raises:
-    errors.UserError: the data set is not prepared or has no random access, or
-      the split is unknown.
-  """
+  """Returns the records of a split, with random access."""
   splits = builder.info.splits
   if not splits:
     raise errors.UserError(

@@ -1,5 +1,7 @@
 """Labelled images of prepared TensorFlow Datasets."""
 
+from collections.abc import Callable
+import functools
 from typing import Any
 
 import numpy as np
@@ -16,34 +18,19 @@ _LABEL = 'label'
 class TfdsImages:
   """A split of a prepared data set, with random access.
 
-  Attributes:
-    class_names: names of the labels.
+  Its records have a `label`, and an `image` that is an encoded file or a uint8
+  array.
   """
 
   def __init__(self, name: str, split: str, *, data_dir: str | None = None):
-    """Opens the split.
+    """Opens a split such as 'train' or 'train[:1%]'; UserError if it cannot."""
+    import tensorflow_datasets as tfds  # Slow, and other data do not need it.
 
-    Its records have a `label`, and an `image` that is an encoded file or a
-    uint8 array.
-
-    Args:
-      name: a TFDS name, or the directory of a prepared data set.
-      split: for example 'train' or 'train[:1%]'.
-      data_dir: directory of all prepared data sets; None for TFDS's default.
-
-    Raises:
-      errors.UserError: the name or split is unknown, or the data set is not
-        prepared, lacks random access, or has no image or label.
-    """
-    # Imported here, since it is slow and other data do not need it.
-    import tensorflow_datasets as tfds
-
-    location = _location(name, data_dir)
-    builder = tfds_builder.load(location)
-    self.class_names = _label_names(tfds, builder, name)
+    location, builder = _open(name, data_dir)
+    self.class_names = _label_names(builder, name)
     self._what = f'of split {split!r} of {location}'
     self._version = {'version': builder.info.full_name, 'split': split}
-    # Decode no image while reading: `load` decodes the one that is needed.
+    # Decode no image while reading: `entry` decodes the one that is needed.
     encoded = {
       key: tfds.decode.SkipDecoding()
       for key, feature in builder.info.features.items()
@@ -67,18 +54,15 @@ class TfdsImages:
       )
 
   def __len__(self) -> int:
-    """Returns the number of records."""
     return len(self._records)
 
   def fingerprint(self) -> dict[str, Any]:
-    """Returns a fingerprint of the split."""
     return {**self._version, **fingerprints.of_records(self._records)}
 
-  def load(self, index: int) -> tuple[Image.Image, int]:
-    """Returns a decoded RGB image and its label.
+  def entry(self, index: int) -> tuple[Any, Callable[[], Image.Image], int]:
+    """Returns the image's key, a function that decodes it, and its label.
 
     Raises:
-      image_folder.UnreadableImageError: the image cannot be decoded.
       errors.UserError: the label is out of range; unlabelled splits have -1.
     """
     record = self._records[index]
@@ -88,25 +72,22 @@ class TfdsImages:
         f'record {index} {self._what} has the label {label}, outside of '
         f'0..{len(self.class_names) - 1}: choose a split with labels'
       )
-    return _to_image(record[_IMAGE], f'record {index} {self._what}'), label
+    # Of the content, since a record has no time of modification.
+    key = fingerprints.of_value(record[_IMAGE])
+    what = f'record {index} {self._what}'
+    return key, functools.partial(_to_image, record[_IMAGE], what), label
 
 
 def class_names(name: str, *, data_dir: str | None = None) -> tuple[str, ...]:
-  """Returns the names of a data set's labels; reads no record.
-
-  Raises:
-    errors.UserError: the name is unknown, or records have no image or label.
-  """
-  import tensorflow_datasets as tfds
-
-  builder = tfds_builder.load(_location(name, data_dir))
-  return _label_names(tfds, builder, name)
+  """Returns the names of a data set's labels; reads no record."""
+  return _label_names(_open(name, data_dir)[1], name)
 
 
-def _location(name: str, data_dir: str | None) -> tfds_builder.Location:
-  return tfds_builder.Location(
+def _open(name: str, data_dir: str | None):
+  location = tfds_builder.Location(
     name=name, data_dir=data_dir, example='…/cars196/2.1.0'
   )
+  return location, tfds_builder.load(location)
 
 
 def _to_image(value: Any, what: str) -> Image.Image:
@@ -119,7 +100,9 @@ def _to_image(value: Any, what: str) -> Image.Image:
   return image_folder.decode(value, what)
 
 
-def _label_names(tfds, builder, name: str) -> tuple[str, ...]:
+def _label_names(builder, name: str) -> tuple[str, ...]:
+  import tensorflow_datasets as tfds
+
   features = builder.info.features
   for key in (_IMAGE, _LABEL):
     if key not in features:

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any, Protocol, runtime_checkable
 
 from flax import linen as nn
+import jax
 
 from mod_jax.layers import stack
 from mod_jax.layers.acm import AdaptiveConfig
@@ -50,6 +51,17 @@ class ModelConfig(Protocol):
 
   def flops_table(self, *length: int) -> list[tuple[str, dict[str, int]]]:
     """Returns (layer, forward FLOPs by part) for one sequence or image."""
+
+
+def shapes(config: ModelConfig) -> dict[str, Any]:
+  """Returns the shapes of a model's variables, by collection."""
+
+  def init():
+    key = jax.random.key(0)
+    rngs = {'params': key, 'routing': key}
+    return config.build().init(rngs, config.example())
+
+  return dict(nn.unbox(jax.eval_shape(init)))
 
 
 class StackedConfig:

@@ -7,10 +7,8 @@ every file of the items. Orbax writes into a temporary directory and renames it
 when all hosts are done; the manifest is written just before that renaming, so
 every visible checkpoint is complete and can be checked for damage later.
 (Object stores cannot rename: there Orbax writes in place, and an unfinished
-checkpoint lacks the file `commit_success.txt`.)
-
-Nothing in a checkpoint depends on the number of hosts: position and arrays are
-those of the whole run.
+checkpoint lacks the file `commit_success.txt`.) Nothing in it depends on the
+number of hosts: position and arrays are those of the whole run.
 
 A killed save never leaves a checkpoint without a manifest; somebody must have
 deleted it. Such a checkpoint cannot be verified, so it is used only if no other
@@ -18,9 +16,7 @@ is usable, and with a warning.
 
 This uses Orbax's stable API. The `Checkpointer` of its v1, still experimental
 in orbax-checkpoint 0.12.8, deletes old checkpoints in place, so that a kill
-leaves an incomplete one under a valid name. One damaged metadata file can stop
-it from opening; `lightweight_initialize` prevents that, but then it cannot save
-where an earlier checkpoint exists. The functions of v1 offer no hook before the
+leaves an incomplete one under a valid name, and offers no hook before the
 commit, when the manifest must be written.
 """
 
@@ -70,24 +66,18 @@ class CheckpointConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Restored:
-  """The contents of a checkpoint.
+  """The contents of a checkpoint."""
 
-  Attributes:
-    step: the step it was saved at.
-    state: arrays in the requested structure; None if they were not read.
-    metadata: the JSON object that was saved with it.
-  """
-
-  step: int
-  state: Any
-  metadata: dict[str, Any]
+  step: int  # It was saved at.
+  state: Any  # Arrays in the requested structure; None if they were not read.
+  metadata: dict[str, Any]  # The JSON object that was saved with it.
 
 
 def _run_to_the_end(coroutine):
   """Runs a coroutine, and the tasks that are still pending if it fails.
 
-  The first write that fails ends the coroutine. Orbax's own function then
-  closes the event loop under the other writes, and each prints a traceback.
+  Orbax's own function closes the event loop as soon as one write fails, under
+  the other writes, and each prints a traceback.
   """
   loop = asyncio.new_event_loop()
   try:
@@ -125,18 +115,11 @@ class _HashingHandler(ocp.PyTreeCheckpointHandler):
 class Checkpointer:
   """Saves and restores training; the only writer of its directory.
 
-  To read while a run is training, use `restore_subtree`: a second Checkpointer
-  would delete the temporary files of the first.
+  It clears what a killed save left, so to read while a run is training, use
+  `restore_subtree`.
   """
 
   def __init__(self, directory, config: CheckpointConfig):
-    """Creates or opens `directory`, and clears what a killed save left.
-
-    Args:
-      directory: where the checkpoints lie, one folder per step. All hosts must
-        see the same files.
-      config: see `CheckpointConfig`.
-    """
     self.config = config
     self._directory = paths.absolute(directory)
     self._saving = -1
@@ -164,9 +147,9 @@ class Checkpointer:
         ),
       ),
     )
-    # Orbax would query JAX's preemption service with the steps of this run. The
-    # loop queries it with numbers that grow over all runs of the process
-    # (`stop.after_step`); mixing both, the service can miss a stop.
+    # Orbax would query JAX's preemption service with the steps of this run, the
+    # loop does with those of all runs (`stop.after_step`); mixing both, the
+    # service can miss a stop.
     manager.reached_preemption = lambda step: False
     return manager
 
@@ -187,17 +170,10 @@ class Checkpointer:
   def save(self, step: int, state, iterator=None, metadata=None) -> None:
     """Saves a checkpoint, unless there is one at this step.
 
-    The arrays are copied and the iterator's position is noted before this
-    returns, so both may move on, and the arrays may be donated. With
-    `asynchronous` the rest happens in the background; an error there is raised
-    by the next `save`, `wait` or `close`.
-
-    Args:
-      step: number of steps taken.
-      state: pytree of arrays, sharded or not, typed PRNG keys included.
-      iterator: feeds the training, if anything does. Its `get_state()` is a
-        JSON object, and the same on all hosts.
-      metadata: a JSON object to keep with it, such as the config.
+    The arrays are copied and the iterator's position (`get_state()`, the same
+    JSON object on all hosts) is noted before this returns, so both may move on,
+    and the arrays may be donated. With `asynchronous` the rest happens in the
+    background; an error there is raised by the next `save`, `wait` or `close`.
     """
     self._manager.wait_until_finished()  # Before `_saving` changes.
     self._purge()
@@ -222,39 +198,24 @@ class Checkpointer:
     iterator=None,
     *,
     check: Callable[[Restored], None] = lambda saved: None,
-    report: Callable[[str], None] = logging.warning,
   ) -> Restored | None:
     """Restores the newest usable checkpoint, bit for bit as it was saved.
 
-    A checkpoint that is damaged or incomplete is reported, moved aside to
-    `<step>.corrupt`, and the one before it is used.
+    Returns None where there is none yet. One that is damaged or incomplete is
+    reported, moved aside to `<step>.corrupt`, and the one before it is used.
+    Raises UserError if none is usable, or if one is whole but holds other
+    arrays, or another data position, than this run needs.
 
-    Args:
-      abstract_state: the state, with `jax.ShapeDtypeStruct` (or arrays) for
-        leaves. Leaves with a sharding are placed accordingly, whatever mesh
-        they were saved from; the others come uncommitted on one device.
-      iterator: the iterator whose position to restore by `set_state`.
-      check: is called with the checkpoint before its arrays are read (`state`
-        is None), and raises if it must not be used.
-      report: is called with one sentence for each checkpoint passed over, and
-        for one that is used without a manifest.
-
-    Returns:
-      The checkpoint, or None where there is none yet.
-
-    Raises:
-      UserError: there are checkpoints, but none is usable; or one is whole but
-        holds other arrays, or another data position, than this run needs, or
-        is of an older version of this library.
+    Leaves of `abstract_state` with a sharding are placed accordingly, whatever
+    mesh they were saved from; the others come uncommitted on one device.
+    `check` is called with the checkpoint before its arrays are read (`state` is
+    None), and raises if it must not be used.
     """
     self.wait()
     restored, unusable = _restore_newest(
       self._directory,
       self.steps(),
-      lambda source: source.load(
-        abstract_state, iterator, whole=True, check=check
-      ),
-      report,
+      lambda saved: saved.load(abstract_state, check, iterator, whole=True),
     )
     if unusable:
       # Not before one was restored: if none is usable, all stay in place.
@@ -298,34 +259,17 @@ def restore_subtree(
   *,
   step: int | None = None,
   check: Callable[[Restored], None] = lambda saved: None,
-  report: Callable[[str], None] = logging.warning,
 ) -> Restored | None:
   """Restores some of a checkpoint's arrays, and changes nothing on disk.
 
-  Leaves are found by their path: pass the saved tree with the unwanted parts
-  replaced by None (`state.replace(opt_state=None)`), or a dictionary by name
-  (`{'params': ...}`).
-
-  Args:
-    directory: of the checkpoints; a run may be writing to it meanwhile.
-    abstract: `jax.ShapeDtypeStruct` leaves of the wanted arrays; those with a
-      sharding are placed accordingly.
-    step: the checkpoint to read; by default the newest usable one.
-    check: as for `Checkpointer.restore`.
-    report: is called with one sentence for each checkpoint passed over.
-
-  Returns:
-    The checkpoint with the wanted arrays, or None where there is none yet.
-
-  Raises:
-    UserError: there is no such step, no checkpoint is usable, or a leaf is not
-      in the checkpoint as wanted.
+  A run may be writing to the directory meanwhile. Leaves are found by their
+  path: pass the saved tree with the unwanted parts replaced by None
+  (`state.replace(opt_state=None)`), or a dictionary by name (`{'params': …}`).
+  Without `step` the newest usable checkpoint is read; None is returned where
+  there is none yet. Otherwise as `Checkpointer.restore`.
   """
   return _restore_beside(
-    paths.absolute(directory),
-    lambda source: source.load(abstract, check=check),
-    report,
-    step=step,
+    directory, lambda saved: saved.load(abstract, check), step
   )
 
 
@@ -334,82 +278,48 @@ def restore_named(
   names: Collection[str],
   *,
   check: Callable[[Restored], None] = lambda saved: None,
-  report: Callable[[str], None] = logging.warning,
 ) -> Restored | None:
-  """Restores parts of the newest checkpoint without knowing their shapes.
+  """Like `restore_subtree`, for parts such as `params`, of unknown shapes.
 
-  Args:
-    directory: of the checkpoints; a run may be writing to it meanwhile.
-    names: of the parts, such as `params`.
-    check: as for `Checkpointer.restore`.
-    report: is called with one sentence for each checkpoint passed over.
-
-  Returns:
-    The checkpoint, its state as nested dictionaries with arrays on one device;
-    None if there is none yet. A part that was not saved, such as an empty one,
-    is an empty dictionary.
-
-  Raises:
-    UserError: no checkpoint is usable.
+  The state is of nested dictionaries with arrays on one device. A part that was
+  not saved, such as an empty one, is an empty dictionary.
   """
 
-  def load(source):
+  def load(saved):
     wanted = {
       path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-      for path, leaf in source.stored.items()
+      for path, leaf in saved.stored.items()
       if path.split('/')[0] in names
     }
-    restored = source.load(trees.unflatten(wanted), check=check)
+    restored = saved.load(trees.unflatten(wanted), check)
     state = {name: restored.state.get(name, {}) for name in names}
     return dataclasses.replace(restored, state=state)
 
-  return _restore_beside(paths.absolute(directory), load, report)
+  return _restore_beside(directory, load)
 
 
 def steps(directory) -> list[int]:
-  """Returns the steps of the complete checkpoints in a directory, ascending.
-
-  Args:
-    directory: of the checkpoints; may be missing.
-  """
+  """Returns the steps of the complete checkpoints in a directory, ascending."""
   directory = paths.absolute(directory)
   with _reading_directory(directory):
     try:
-      entries = list(directory.iterdir())
+      names = {path.name for path in directory.iterdir()}
     except FileNotFoundError:
       return []
-    complete = {
-      step
-      for step in ocp.utils.checkpoint_steps(directory)
-      if (directory / str(step)).exists()
-    }
     if paths.is_remote(directory):  # Unfinished ones have their final name.
-      return sorted(complete)
-    # A file with the name of a step is a damaged checkpoint.
-    files = {path.name for path in entries if not path.is_dir()}
-    return sorted(complete | {int(name) for name in files if name.isdecimal()})
+      names &= {str(step) for step in ocp.utils.checkpoint_steps(directory)}
+  numbers = (int(name) for name in names if name.isdecimal())
+  return sorted(number for number in numbers if str(number) in names)
 
 
 def peek(directory, step: int) -> Restored | None:
-  """Returns a checkpoint's step and metadata, without verifying its files.
-
-  Args:
-    directory: of the checkpoints.
-    step: of the checkpoint.
-
-  Returns:
-    The checkpoint without arrays, or None if its metadata cannot be read.
-  """
+  """Returns a checkpoint without arrays, unverified; None if unreadable."""
   try:
-    saved = _read_metadata(paths.absolute(directory) / str(step))
-    return Restored(step=saved[_STEP], state=None, metadata=saved[_CALLERS])
+    return _Saved(
+      paths.absolute(directory) / str(step), has_manifest=False
+    ).header
   except (OSError, ValueError, KeyError, TypeError):
     return None
-
-
-def _read_metadata(checkpoint) -> dict[str, Any]:
-  # Orbax's own reader waits for the other hosts.
-  return json.loads((checkpoint / _METADATA / 'metadata').read_text())
 
 
 class _Unusable(Exception):
@@ -417,122 +327,94 @@ class _Unusable(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Source:
-  """A checkpoint on disk in which `_open` found no damage."""
+class _Saved:
+  """A checkpoint on disk."""
 
   directory: epath.Path
-  verified: bool  # Whether its files agree with a manifest.
-  saved: dict[str, Any]  # The item `metadata`.
+  has_manifest: bool
 
-  def load(self, abstract, iterator=None, *, whole=False, check) -> Restored:
-    """Reads the wanted arrays and the metadata, and positions the iterator.
+  @functools.cached_property
+  def metadata(self) -> dict[str, Any]:
+    # Orbax's own reader waits for the other hosts.
+    return json.loads((self.directory / _METADATA / 'metadata').read_text())
 
-    Args:
-      abstract: pytree of the wanted arrays.
-      iterator: Grain iterator or None.
-      whole: whether any other array in the checkpoint is an error.
-      check: as for `Checkpointer.restore`.
+  @property
+  def header(self) -> Restored:
+    return Restored(self.metadata[_STEP], None, self.metadata[_CALLERS])
+
+  @functools.cached_property
+  def stored(self) -> dict[str, Any]:
+    """Shape and dtype of all arrays in the checkpoint, by path."""
+    handler = ocp.PyTreeCheckpointHandler()
+    return trees.by_path(handler.metadata(self.directory / _STATE).tree)
+
+  def verify(self) -> None:
+    """Checks the files, and that they are of this step."""
+    if self.has_manifest and (problem := _damage(self.directory)):
+      raise _Unusable(problem)
+    if (step := self.metadata.get(_STEP)) != int(self.directory.name):
+      raise _Unusable(f'it was saved at step {step}')
+
+  def load(self, abstract, check, iterator=None, *, whole=False) -> Restored:
+    """Reads the wanted arrays, and positions the iterator.
+
+    With `whole`, any other array in the checkpoint is an error.
     """
-    step, metadata = self.saved[_STEP], self.saved[_CALLERS]
-    check(Restored(step=step, state=None, metadata=metadata))
+    check(self.header)
     wanted = trees.by_path(abstract)
-    self._check(wanted, whole)
-    with _reading('its arrays', self.verified):
-      tree = {path: _stored_type(leaf) for path, leaf in wanted.items()}
-      args = {path: _restore_args(leaf) for path, leaf in tree.items()}
-      arrays = ocp.PyTreeCheckpointHandler().restore(
-        self.directory / _STATE,
-        args=ocp.args.PyTreeRestore(
-          item=trees.unflatten(tree),
-          restore_args=trees.unflatten(args),
-          partial_restore=True,
-        ),
-      )
+    tree = {path: _stored_type(leaf) for path, leaf in wanted.items()}
+    self._compare(tree, whole)
+    args = {path: _restore_args(leaf) for path, leaf in tree.items()}
+    arrays = ocp.PyTreeCheckpointHandler().restore(
+      self.directory / _STATE,
+      args=ocp.args.PyTreeRestore(
+        item=trees.unflatten(tree),
+        restore_args=trees.unflatten(args),
+        partial_restore=True,
+      ),
+    )
     arrays = trees.by_path(arrays)
     leaves = [_as_wanted(arrays[path], leaf) for path, leaf in wanted.items()]
     if iterator is not None:
       self._restore_iterator(iterator)
     state = jax.tree.unflatten(jax.tree.structure(abstract), leaves)
-    return Restored(step=step, state=state, metadata=metadata)
-
-  @functools.cached_property
-  def stored(self) -> dict[str, Any]:
-    """Shape and dtype of all arrays in the checkpoint, by path."""
-    with _reading('its list of arrays', self.verified):
-      handler = ocp.PyTreeCheckpointHandler()
-      return trees.by_path(handler.metadata(self.directory / _STATE).tree)
+    return dataclasses.replace(self.header, state=state)
 
   def _restore_iterator(self, iterator):
     try:
-      iterator.set_state(self.saved[_POSITION])
+      iterator.set_state(self.metadata[_POSITION])
     except Exception as e:
-      why = 'it has none' if _POSITION not in self.saved else _one_line(e)
+      why = 'it has none' if _POSITION not in self.metadata else _one_line(e)
       raise UserError(
         f'the checkpoint {self.directory} holds no data position that fits '
         f'this run ({why}): resume with the data that it was saved with, or '
         'start in another workdir'
       ) from e
 
-  def _check(self, wanted, whole):
-    """Raises UserError for the first missing, differing or extra leaf."""
-    way_out = (
-      'use the config that the checkpoint was made with, or another workdir'
-    )
-    for path, leaf in wanted.items():
-      leaf = _stored_type(leaf)
-      if path not in self.stored:
+  def _compare(self, wanted, whole):
+    """Raises UserError for the first missing, differing or extra array."""
+    stored = _types(self.stored)
+    wanted = _types(wanted)
+    for path in [*wanted, *(stored if whole else ())]:
+      if stored.get(path) != wanted.get(path):
         raise UserError(
-          f'the checkpoint {self.directory} has no {path}, which this model '
-          f'needs with shape {leaf.shape}: {way_out}'
+          f'{path} is {stored.get(path, "missing")} in the checkpoint'
+          f' {self.directory} and {wanted.get(path, "missing")} in this model:'
+          ' use the config that the checkpoint was made with, or another'
+          ' workdir'
         )
-      stored = self.stored[path]
-      for what, saved, here in (
-        ('shape', tuple(stored.shape), leaf.shape),
-        ('dtype', np.dtype(stored.dtype), leaf.dtype),
-      ):
-        if saved != here:
-          raise UserError(
-            f'{path} has {what} {saved} in the checkpoint {self.directory} but '
-            f'{here} in this model: {way_out}'
-          )
-    extra = [path for path in self.stored if path not in wanted]
-    if whole and extra:
-      raise UserError(
-        f'the checkpoint {self.directory} has {extra[0]} with shape '
-        f'{tuple(self.stored[extra[0]].shape)}, which this model lacks: '
-        f'{way_out}'
-      )
 
 
-@contextlib.contextmanager
-def _reading(what, verified):
-  """Turns errors into `_Unusable`, unless the files were verified.
-
-  Verified files are undamaged, so the error has another cause, and another
-  checkpoint would fail in the same way.
-  """
-  try:
-    yield
-  except (MemoryError, _Unusable):
-    raise
-  except Exception as e:
-    if verified:
-      raise
-    raise _Unusable(f'{what} cannot be read: {_one_line(e)}') from e
+def _types(tree) -> dict[str, str]:
+  return {
+    path: f'{np.dtype(leaf.dtype)}{tuple(leaf.shape)}'
+    for path, leaf in tree.items()
+  }
 
 
-def _restore_beside(directory, load, report, *, step=None):
-  """Loads a checkpoint while a run may be saving and deleting others.
-
-  Args:
-    directory: of the checkpoints.
-    load: reads a `_Source`; raises _Unusable.
-    report: as for `Checkpointer.restore`.
-    step: which checkpoint; None for the newest usable one.
-
-  Returns:
-    The result of `load`, or None if there is no checkpoint yet.
-  """
+def _restore_beside(directory, load, step=None):
+  """Loads a checkpoint while a run may be saving and deleting others."""
+  directory = paths.absolute(directory)
   while True:
     available = steps(directory)
     if step is not None and step not in available:
@@ -542,7 +424,7 @@ def _restore_beside(directory, load, report, *, step=None):
       )
     candidates = available if step is None else [step]
     try:
-      return _restore_newest(directory, candidates, load, report)[0]
+      return _restore_newest(directory, candidates, load)[0]
     except Exception:
       # The run may have deleted the one that was being read; then there is a
       # newer one.
@@ -550,108 +432,78 @@ def _restore_beside(directory, load, report, *, step=None):
         raise
 
 
-def _restore_newest(directory, steps, load, report):
-  """Loads the newest usable checkpoint.
+def _restore_newest(directory, steps, load):
+  """Loads the newest usable checkpoint; those without manifest come last.
 
-  Args:
-    directory: of the checkpoints.
-    steps: which to try, ascending.
-    load: reads a `_Source`; raises _Unusable.
-    report: as for `Checkpointer.restore`.
-
-  Returns:
-    The result of `load` (None without any steps) and the unusable steps.
+  Returns the result of `load`, None without any steps, and the unusable steps.
   """
-  unusable, doubtful = {}, {}
-
-  def sources():
-    """Yields verified sources, then those without manifest; newest first."""
-    for step in reversed(steps):
-      try:
-        source = _open(directory / str(step))
-      except _Unusable as e:
-        unusable[step] = str(e)
-        continue
-      if source.verified:
-        yield step, source
-      else:
-        doubtful[step] = source
-    yield from doubtful.items()
-
-  for used, source in sources():
+  manifests = _on_all_hosts(
+    [(directory / str(step) / checksums.MANIFEST).exists() for step in steps]
+  )
+  unusable = {}
+  for has_manifest, step in sorted(zip(manifests, steps, strict=True))[::-1]:
+    saved = _Saved(directory / str(step), has_manifest)
     try:
-      restored = load(source)
+      saved.verify()
+      restored = load(saved)
+      break
     except _Unusable as e:
-      unusable[used] = str(e)
-      continue
-    if source.verified:
-      missing = (
-        f'its {checksums.MANIFEST} is missing, so nothing vouches for it'
-      )
-      unusable |= dict.fromkeys(doubtful, missing)
-    else:
-      report(
-        f'nothing vouches for the checkpoint at step {used} in {directory}, '
-        f'for its {checksums.MANIFEST} is missing: using it, since there is no '
-        'better one'
-      )
-    for failed, why in unusable.items():
-      report(
-        f'the checkpoint at step {failed} in {directory} is unusable ({why}): '
-        f'using the one at step {used} instead'
-      )
-    return restored, list(unusable)
-  if unusable:
-    reasons = '; '.join(
-      f'step {failed}: {why}' for failed, why in unusable.items()
-    )
+      unusable[step] = str(e)
+    except (UserError, MemoryError):
+      raise
+    except Exception as e:
+      if has_manifest:
+        # Its files are undamaged: another checkpoint would fail, too.
+        raise
+      unusable[step] = f'it cannot be read: {_one_line(e)}'
+  else:
+    if not unusable:
+      return None, []
+    reasons = '; '.join(f'step {step}: {why}' for step, why in unusable.items())
     raise UserError(
       f'no checkpoint in {directory} is usable ({reasons}): restore them from '
       'a copy, or delete the directory to start afresh'
     )
-  return None, []
-
-
-def _open(directory) -> _Source:
-  """Verifies a checkpoint and reads its metadata; raises _Unusable."""
-  verified = _verify(directory)
-  with _reading('its metadata', verified):
-    saved = _read_metadata(directory)
-    step = int(directory.name)
-    if saved.get(_STEP, step) != step:
-      raise _Unusable(f'it was saved at step {saved[_STEP]}')
-  if _STEP not in saved:
-    raise UserError(
-      f'the checkpoint {directory} was saved by an older version of mod_jax, '
-      'with a data position for each host: go on with that version, or start '
-      'in another workdir'
+  missing = f'its {checksums.MANIFEST} is missing, so nothing vouches for it'
+  if not has_manifest:
+    logging.warning(
+      'the checkpoint at step %d in %s is used, since there is no better one:'
+      ' %s.',
+      *(step, directory, missing),
     )
-  return _Source(directory, verified, saved)
+  for newer in steps:
+    if newer > step:
+      unusable.setdefault(newer, missing)
+  for failed, why in unusable.items():
+    logging.warning(
+      'the checkpoint at step %d in %s is unusable (%s): using the one at step'
+      ' %d instead.',
+      *(failed, directory, why, step),
+    )
+  return restored, list(unusable)
 
 
-def _verify(directory) -> bool:
-  """Checks a checkpoint's files; returns whether it has a manifest.
+def _damage(directory) -> str | None:
+  """Describes the damage to a checkpoint's files; None if none.
 
   Each host reads a part of the files, and all come to the same result:
-  otherwise they would resume from different steps. Raises _Unusable.
+  otherwise they would resume from different steps.
   """
-  problem, verified = None, False
   try:
-    verified = (directory / checksums.MANIFEST).exists()
-    problem = checksums.damage(directory) if verified else None
+    problem = checksums.damage(directory)
   except OSError as e:
     problem = _one_line(e)
-  if jax.process_count() > 1:
-    problems = multihost_utils.process_allgather(
-      np.array([problem is not None, not verified])
-    )
-    any_damaged, any_missing = np.any(problems, axis=0)
-    verified = not any_missing
-    if any_damaged and problem is None:
-      problem = 'another host found it damaged'
-  if problem:
-    raise _Unusable(problem)
-  return verified
+  if not _on_all_hosts([problem is None])[0]:
+    return problem or 'another host found it damaged'
+  return None
+
+
+def _on_all_hosts(answers: list[bool]) -> list[bool]:
+  """Returns which answers are yes on all hosts."""
+  if jax.process_count() == 1:
+    return answers
+  of_hosts = multihost_utils.process_allgather(np.array(answers, bool))
+  return of_hosts.all(axis=0).tolist()
 
 
 @contextlib.contextmanager

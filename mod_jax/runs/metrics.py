@@ -25,6 +25,7 @@ from mod_jax.errors import UserError
 from mod_jax.losses.sums import MetricSums
 
 _FILE = 'metrics.jsonl'
+_EVENT = 'event'  # Kind of the lines about the run itself (see history.py).
 _WANDB_ID = 'wandb_id.txt'
 _REWRITE_SECS = 30.0  # Between rewrites of a file that cannot be appended to.
 _EVENTS_SECS = 10.0  # Between flushes of TensorBoard's file.
@@ -71,7 +72,7 @@ class MetricWriter:
       wandb: whether to log to Weights & Biases.
       resume_step: the step of the restored checkpoint: lines of later steps,
         which will be taken again, are removed. None for a new run: existing
-        files are replaced.
+        files are replaced. Events stay.
       config_json: the run's config, logged with the curves.
       name: of the run in Weights & Biases; by default that of the directory.
 
@@ -124,7 +125,7 @@ class MetricWriter:
     if reserved := {'step', 'kind'} & set(values):
       raise ValueError(f'values named {sorted(reserved)} are reserved')
     values = {name: _number(value) for name, value in values.items()}
-    self._file.write(_line(step, kind, values) + '\n')
+    self._file.write(_line(step, kind, values))
     self._file.flush()
     if kind != 'train':  # Rare, and should be visible at once.
       self.flush()
@@ -137,6 +138,13 @@ class MetricWriter:
         {f'{kind}/{name}': value for name, value in values.items()},
         step=int(step),
       )
+
+  def event(self, event: str, step: int, **fields) -> None:
+    """Writes an event; `time` among the fields overrides the present one."""
+    if self._file is not None:
+      self._file.write(_event_line(event, step, fields))
+      self._file.flush()
+      self.flush()
 
   def flush(self) -> None:
     """Makes all lines durable; to be called before each checkpoint."""
@@ -185,7 +193,12 @@ def _strict(value):
 
 def _line(step, kind, values) -> str:
   values = {name: _number(value) for name, value in values.items()}
-  return to_json({'step': int(step), 'kind': kind, **values})
+  return to_json({'step': int(step), 'kind': kind, **values}) + '\n'
+
+
+def _event_line(event, step, fields) -> str:
+  line = {'step': step, 'kind': _EVENT, _EVENT: event, 'time': time.time()}
+  return to_json(line | fields) + '\n'
 
 
 def check_wandb(wanted: bool) -> None:
@@ -202,14 +215,31 @@ def read(workdir) -> list[dict[str, Any]]:
 
   Returns:
     One dictionary per line, with `step`, `kind` and the values, NaN for those
-    that were not finite. Empty if nothing was written. A last line that a kill
-    cut short is left out. Of several evaluations at one step, as of a finished
-    run that is run again with other settings, the last one counts.
+    that were not finite. Empty if nothing was written. Events are left out, and
+    a last line that a kill cut short. Of several evaluations at one step, as of
+    a finished run that is run again with other settings, the last one counts.
 
   Raises:
     UserError: a line is not what `MetricWriter` writes, or the file cannot be
       read.
   """
+  return [x for x in _read_all(workdir) if x['kind'] != _EVENT]
+
+
+def read_events(workdir) -> list[dict[str, Any]]:
+  """Reads the events in `metrics.jsonl`, the lines that `read` leaves out."""
+  return [x for x in _read_all(workdir) if x['kind'] == _EVENT]
+
+
+def add_event(workdir, event: str, step: int, **fields) -> None:
+  """Adds an event to `metrics.jsonl` while no writer has the file open."""
+  path = paths.expand(workdir) / _FILE
+  *lines, _ = _read(path).split(b'\n')  # A kill may have cut the last one.
+  lines.append(_event_line(event, step, fields).encode())
+  paths.write_bytes(path, b'\n'.join(lines))
+
+
+def _read_all(workdir):
   path = paths.expand(workdir) / _FILE
   return [record for _, record in _parse(path, _read(path))]
 
@@ -230,7 +260,7 @@ def holds(workdir, step: int, kind: str, values: Mapping[str, Any]) -> bool:
   """Whether `metrics.jsonl` holds the exact line that `write` would add."""
   path = paths.expand(workdir) / _FILE
   line = _line(step, kind, values).encode()
-  return line in _read(path).split(b'\n')[:-1]
+  return line in _read(path).splitlines(keepends=True)
 
 
 def _parse(path, data: bytes) -> list[tuple[bytes, dict[str, Any]]]:
@@ -257,35 +287,35 @@ def _parse(path, data: bytes) -> list[tuple[bytes, dict[str, Any]]]:
 def _rewind(path, last_step):
   """Removes lines after `last_step` and a truncated last line, atomically.
 
-  Warns if lines before `last_step` are missing: all were written before the
-  checkpoint was.
+  Events stay. Warns if lines before `last_step` are missing: all were written
+  before the checkpoint was.
   """
   before = _read(path)
+  lines = _parse(path, before)
+  steps = [x['step'] for _, x in lines if x['kind'] != _EVENT]
+  reached = max(steps, default=0)
   if last_step == -math.inf:
-    lines = []
-    if before:
+    if steps:
       logging.warning(
         '%s is of an earlier start of which there is no checkpoint: it is'
         ' replaced.',
         path,
       )
-  else:
-    lines = _parse(path, before)
-    if not before.endswith(b'\n') and before:
-      logging.warning('%s ended within a line, which is removed.', path)
-    reached = max((record['step'] for _, record in lines), default=0)
-    if reached < last_step:
-      logging.warning(
-        '%s ends at step %d, before the checkpoint at step %d: what lay between'
-        ' is lost.',
-        *(path, reached, last_step),
-      )
+  elif before and not before.endswith(b'\n'):
+    logging.warning('%s ended within a line, which is removed.', path)
+  if reached < last_step:
+    logging.warning(
+      '%s ends at step %d, before the checkpoint at step %d: what lay between'
+      ' is lost.',
+      *(path, reached, last_step),
+    )
   after = b''.join(
-    line + b'\n' for line, record in lines if record['step'] <= last_step
+    line + b'\n'
+    for line, x in lines
+    if x['kind'] == _EVENT or x['step'] <= last_step
   )
-  if after == before:
-    return
-  paths.write_bytes(path, after)
+  if after != before:
+    paths.write_bytes(path, after)
 
 
 class _RewrittenFile:

@@ -13,18 +13,17 @@ from mod_jax.data import fingerprint
 from mod_jax.errors import UserError
 from mod_jax.runs import history
 from mod_jax.runs.run_config import RunConfig
-from mod_jax.runs.workdir import refuse_differences
+from mod_jax.runs.workdir import listed, refuse_differences
 
 _CONFIG, _DATA = 'config', 'data'  # Keys of a checkpoint's metadata.
 
 
-def describe(config: RunConfig, task) -> dict[str, Any]:
+def describe(config: RunConfig, modality) -> dict[str, Any]:
   """Returns the metadata of each checkpoint: config and data fingerprint.
 
-  Raises:
-    UserError: the hosts of a run do not see the same data.
+  Raises UserError if the hosts of a run do not see the same data.
   """
-  data = task.data_fingerprint()
+  data = modality.data_fingerprint()
   if jax.process_count() > 1:
     digest = np.frombuffer(fingerprint.digest(data).encode(), np.uint8)
     digests = multihost_utils.process_allgather(digest)
@@ -40,19 +39,18 @@ def describe(config: RunConfig, task) -> dict[str, Any]:
 def check_config(
   workdir, config: RunConfig, saved, *, changed: bool = False
 ) -> None:
-  """Checks that a checkpoint of a run in `workdir` was saved with this config.
+  """Raises UserError if a checkpoint was saved with another config.
 
-  They may differ in `CHANGEABLE` fields if the user has allowed that, either
-  now (`changed`) or, as the run's history tells, after the checkpoint.
-
-  Raises:
-    UserError: the configs differ in other fields, as where `config.json` was
-      edited.
+  `CHANGEABLE` fields may differ if the user has allowed that, now (`changed`)
+  or, according to the run's history, after the checkpoint was saved. Other
+  differences come from an edited `config.json`.
   """
-  saved_config = saved.metadata.get(_CONFIG)
-  if saved_config is None:
+  if _CONFIG not in saved.metadata:
     return
-  saved_config = config_lib.from_json(type(config), json.dumps(saved_config))
+  text = json.dumps(saved.metadata[_CONFIG])
+  saved_config = config_lib.from_json(type(config), text)
+  if saved_config == config:
+    return  # The history may be long, and is no longer needed.
   refuse_differences(
     saved_config,
     config,
@@ -65,22 +63,15 @@ def check_config(
 
 
 def check_data(saved, data: dict[str, Any], *, allow: bool) -> None:
-  """Checks that a run continues on the data that it began with.
-
-  `data` is the fingerprint of the present data; with `allow`, a difference only
-  causes a warning.
-
-  Raises:
-    UserError: the data differ.
-  """
-  diff = changed_data(saved, data)
-  if diff and not allow:
+  """Raises UserError if the data differ from a checkpoint's; `allow` warns."""
+  changes = changed_data(saved, data)
+  if changes and not allow:
     raise UserError(
-      f'{diff}: put them back, use another workdir, or go on with what is there'
-      ' by --allow_changed_data.'
+      f'{changes}: put them back, use another workdir, or go on with what is'
+      ' there by --allow_changed_data.'
     )
-  if diff:
-    logging.warning('%s: going on with what is there now.', diff)
+  if changes:
+    logging.warning('%s: going on with what is there now.', changes)
 
 
 def changed_data(saved, data: dict[str, Any]) -> str:
@@ -89,7 +80,4 @@ def changed_data(saved, data: dict[str, Any]) -> str:
   differences = [] if before is None else fingerprint.differences(before, data)
   if not differences:
     return ''
-  shown = '; '.join(differences[:5])
-  if len(differences) > 5:
-    shown += f'; and {len(differences) - 5} more'
-  return f'the data changed since step {saved.step} ({shown})'
+  return f'the data changed since step {saved.step} ({listed(differences)})'

@@ -116,7 +116,7 @@ RESUMABLE = (
   'checkpoint',
   'log',
   *('data.max_epochs', 'data.workers', 'data.read_threads'),
-  *('data.prefetch', 'data.cache_dir'),
+  *('data.prefetch', 'data.cache', 'data.cache_dir'),
   # Paths of the data; their fingerprint ensures that the data are the same.
   *('data.path', 'data.files', 'data.eval_files', 'data.tokenizer_path'),
   *('data.data_dir', 'data.tfds_dir'),

@@ -21,6 +21,7 @@ from jax.experimental import multihost_utils
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 _PATIENCE = 3  # The Ctrl-C that ends the process without waiting for the save.
+_STOPPING = b'\nstopping, with a save; a third Ctrl-C ends at once, without.\n'
 
 
 class Stopped(Exception):
@@ -28,9 +29,9 @@ class Stopped(Exception):
 
 
 class _Asked:
-  """The requests to this process; one instance serves all runs."""
+  """The requests to this process, for all its runs."""
 
-  depth = 0  # Number of nested `listening` contexts.
+  listening = False
   requested = False
   interrupts = 0  # Number of Ctrl-C.
   hosts = 1
@@ -45,25 +46,20 @@ def listening() -> Iterator[None]:
   """Turns the signals that stop a run into a request, instead of dying.
 
   Contexts may be nested: a request holds until the outermost one ends, so that
-  a signal between two runs of a sweep is not lost. When the outermost ends, and
-  so everything is saved, Ctrl-C raises the usual `KeyboardInterrupt`; a third
-  Ctrl-C raises it at once. Other signals end in a normal return.
-
-  With several hosts a signal on any of them stops all after the same step, by
-  JAX's preemption service.
-
-  Does nothing outside the main thread, where Python allows no signal handlers.
+  a signal between two runs of a sweep is not lost. Then, as everything is
+  saved, Ctrl-C raises the usual `KeyboardInterrupt`; a third Ctrl-C raises it
+  at once. With several hosts a signal on any of them stops all after the same
+  step, by JAX's preemption service. Outside the main thread, where Python
+  allows no signal handlers, this does nothing.
   """
-  in_main_thread = threading.current_thread() is threading.main_thread()
-  if _asked.depth or not in_main_thread:
-    _asked.depth += in_main_thread
-    try:
-      yield
-    finally:
-      _asked.depth -= in_main_thread
+  if (
+    _asked.listening
+    or threading.current_thread() is not threading.main_thread()
+  ):
+    yield
     return
   _asked.hosts = jax.process_count()
-  _asked.depth = 1
+  _asked.listening = True
   before = {}
   try:
     for number in SIGNALS:
@@ -77,8 +73,8 @@ def listening() -> Iterator[None]:
       # None is a handler that Python did not install.
       signal.signal(number, signal.SIG_DFL if handler is None else handler)
     interrupted = _asked.interrupts > 0
-    _asked.depth = _asked.interrupts = 0
-    _asked.requested = False
+    _asked.interrupts = 0
+    _asked.listening = _asked.requested = False
   if interrupted:
     raise KeyboardInterrupt
 
@@ -98,8 +94,7 @@ def after_step() -> bool:
   With several hosts, all must call this after each step; all get the same.
   """
   if _asked.hosts > 1:
-    # The service needs a number that grows over all runs of the process: the
-    # step at which it stops may belong to the next run.
+    # The step at which JAX's service stops may belong to the next run.
     _asked.steps += 1
     if multihost_utils.reached_preemption_sync_point(_asked.steps):
       _asked.requested = True
@@ -118,8 +113,7 @@ def check() -> None:
 def each[T](items: Iterable[T]) -> Iterator[T]:
   """Yields items, such as batches, and calls `check` before each.
 
-  A signal to all processes of a run may end its data workers before this
-  process handles it. If a stop is requested, their errors do not matter.
+  A signal may end data workers, too: if it came, their errors do not matter.
   """
   iterator = iter(items)
   while True:
@@ -140,15 +134,11 @@ def _note(number, _):
     if _asked.interrupts >= _PATIENCE:
       raise KeyboardInterrupt
     if _asked.interrupts == 1:
-      _say('stopping, with a save; a third Ctrl-C ends at once, without.')
+      # Not `print`: the signal may have interrupted one, and streams are not
+      # reentrant.
+      with contextlib.suppress(OSError):
+        os.write(2, _STOPPING)
   if _asked.hosts == 1:
     _asked.requested = True
   else:
     signal.raise_signal(signal.SIGTERM)  # JAX tells the other hosts.
-
-
-def _say(text):
-  # Not `print`: the signal may have interrupted one, and streams are not
-  # reentrant.
-  with contextlib.suppress(OSError):
-    os.write(2, f'\n{text}\n'.encode())

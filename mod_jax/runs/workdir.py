@@ -1,8 +1,6 @@
 """The files of a run's directory, and checks of its config."""
 
-import contextlib
 import functools
-import json
 
 from absl import logging
 from etils import epath
@@ -33,37 +31,27 @@ def pictures(workdir) -> epath.Path:
 def holds_run(path) -> bool:
   """Whether a run was begun in this directory."""
   path = expand(path) / _CONFIG
-  if not path.is_file():
-    return False
-  fields = {}
-  with contextlib.suppress(OSError, ValueError, RecursionError):
-    fields = json.loads(path.read_text(encoding='utf-8'))
   # A file that cannot be parsed may be a damaged one of ours.
-  return not (isinstance(fields, dict) and _THEIRS & fields.keys())
+  return path.is_file() and not _THEIRS & paths.read_object(path).keys()
 
 
 def find(init: str) -> epath.Path:
-  """Returns the path that `config.init` names.
-
-  Raises:
-    UserError: nothing exists there, or it is a remote file of weights.
-  """
+  """Returns the path that `config.init` names; raises UserError without one."""
   path = expand(init)
-  if path.exists():
-    if paths.is_remote(path) and not holds_run(path):
-      raise UserError(
-        f'init={init} is not the workdir of a run, and files of weights are'
-        ' read on this machine only: copy it here first.'
-      )
-    return path
-  raise paths.missing(init, 'init')
+  if not path.exists():
+    raise paths.missing(init, 'init')
+  if paths.is_remote(path) and not holds_run(path):
+    raise UserError(
+      f'init={init} is not the workdir of a run, and files of weights are'
+      ' read on this machine only: copy it here first.'
+    )
+  return path
 
 
 def read_config(workdir, cls: type[RunConfig]) -> RunConfig:
   """Returns the config of the run in a directory, as an instance of `cls`.
 
-  Raises:
-    UserError: there is no run, or its config cannot be read.
+  Raises UserError if there is no run, or its config cannot be read.
   """
   path = expand(workdir) / _CONFIG
   if not path.is_file():
@@ -90,16 +78,8 @@ def check(
 ) -> list[str]:
   """Checks that a directory holds no run, or one that `config` continues.
 
-  Args:
-    workdir: the directory.
-    config: of the run to begin or continue there.
-    allow_changes: whether `CHANGEABLE` fields may differ.
-
-  Returns:
-    A line for each `CHANGEABLE` field that differs.
-
-  Raises:
-    UserError: the directory holds a run with another config.
+  Returns a line for each `CHANGEABLE` field that differs, which
+  `allow_changes` permits. Raises UserError if other fields differ.
   """
   if not holds_run(workdir):
     return []
@@ -122,48 +102,45 @@ def refuse_differences(
   *,
   allow_changes: bool = False,
 ) -> list[str]:
-  """Raises UserError if `config` cannot continue the existing run.
+  """Raises UserError if `config` cannot continue the run with config `held`.
 
-  Args:
-    held: config of the existing run.
-    config: of the run that is to continue it.
-    what: start of the message, before the differences.
-    way_out: end of the message.
-    allow_changes: whether `CHANGEABLE` fields may differ.
-
-  Returns:
-    A line for each `CHANGEABLE` field that differs.
+  `what` and `way_out` begin and end the message. Returns a line for each
+  `CHANGEABLE` field that differs, which `allow_changes` permits.
   """
-  differences = []
-  for line in config_lib.diff(held, config):
-    field = line.split(':')[0]
-    if field in RESUMABLE or field.split('.')[0] in RESUMABLE:
-      continue
-    if field in _WEIGHTS and _same_weights(
-      *(functools.reduce(getattr, field.split('.'), c) for c in (held, config))
-    ):
-      continue
-    differences.append(line)
-  allowed = []
+  allowed, refused = [], []
+  changeable = set()
   if allow_changes:
     before, after = held.optimizer.switches, config.optimizer.switches
     # Switching a part on or off changes the state's structure.
     changeable = {f for f in CHANGEABLE if before.get(f) == after.get(f)}
-    allowed = [d for d in differences if d.split(':')[0] in changeable]
-    differences = [d for d in differences if d not in allowed]
-  if differences:
-    shown = '; '.join(differences[:5])
-    if len(differences) > 5:
-      shown += f'; and {len(differences) - 5} more'
-    raise UserError(f'{what} ({shown}): {way_out}')
+  for line in config_lib.diff(held, config):
+    field = line.split(':')[0]
+    if field in changeable:
+      allowed.append(line)
+    elif not (
+      {field, field.split('.')[0]} & set(RESUMABLE)
+      or (field in _WEIGHTS and _same_weights(field, held, config))
+    ):
+      refused.append(line)
+  if refused:
+    raise UserError(f'{what} ({listed(refused)}): {way_out}')
   return allowed
 
 
-def _same_weights(held: str | None, now: str | None) -> bool:
+def listed(differences: list[str]) -> str:
+  """Returns the first differences in one line."""
+  more = len(differences) - 5
+  return '; '.join(differences[:5]) + (f'; and {more} more' if more > 0 else '')
+
+
+def _same_weights(field, held, config) -> bool:
   """Whether paths are equal, or of one phase before and after a move."""
-  if not held or not now:
+  paths_of_both = [
+    functools.reduce(getattr, field.split('.'), c) for c in (held, config)
+  ]
+  if not all(paths_of_both):
     return False
-  before, after = paths.absolute(held), paths.absolute(now)
+  before, after = map(paths.absolute, paths_of_both)
   moved = (
     before.name == after.name
     and before.name.startswith(PHASE)
@@ -173,11 +150,7 @@ def _same_weights(held: str | None, now: str | None) -> bool:
 
 
 def claim(workdir, config: RunConfig) -> None:
-  """Writes the config of a run that passed `check` into its directory.
-
-  Raises:
-    UserError: the directory cannot be written.
-  """
+  """Writes the config of a run that passed `check` into its directory."""
   if not holds_run(workdir) and checkpoints(workdir).exists():
     logging.warning(
       '%s was missing in %s, where there are checkpoints: it is written anew.',

@@ -35,9 +35,9 @@ import numpy as np
 from mod_jax import cli, paths, tasks
 from mod_jax.data import image_folder
 from mod_jax.errors import UserError
+from mod_jax.pretrained import export as export_lib
+from mod_jax.pretrained import load as load_lib
 from mod_jax.runs import workdir as workdir_lib
-from mod_jax.serving import export as export_lib
-from mod_jax.serving import run as run_lib
 from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train import evaluation
 
@@ -136,20 +136,12 @@ def _sample(task, trained):
 
 def _load(workdir, step):
   """Loads the run, with the weights of another step if one is given."""
-  run = run_lib.load(workdir)
+  run = load_lib.load(workdir)
   if step is None:
     return run
   trained = tasks.load(workdir, step=step)
   variables = {'params': trained.params, **trained.model_state}
   return dataclasses.replace(run, variables=jax.device_get(variables))
-
-
-def _export(run):
-  args = flags.FLAGS
-  export_lib.export(
-    run, args.export, args.export_format, dense=args.export_dense
-  )
-  print(f'exported: {args.export}')
 
 
 def _predict(run) -> list[str]:
@@ -183,10 +175,8 @@ def _predict(run) -> list[str]:
       answer = row.get('error')
       if answer is None:
         row['probabilities'] = next(answers)
-        class_probabilities = row['probabilities'].items()
         answer = ', '.join(
-          f'{name} {probability:.1%}'
-          for name, probability in class_probabilities
+          f'{name} {p:.1%}' for name, p in row['probabilities'].items()
         )
       print(f'{row["file"]:{width}}  {answer}')
     rows += batch
@@ -240,14 +230,13 @@ def main(_) -> None:
     if args.predict:
       unreadable = _predict(run)
     if args.export:
-      _export(run)
+      export_lib.export(
+        run, args.export, args.export_format, dense=args.export_dense
+      )
+      print(f'exported: {args.export}')
+  in_training = args.evaluate or args.study or args.sample
   # With nothing to do, the run is at least looked at.
-  if (
-    args.evaluate
-    or args.study
-    or args.sample
-    or not (args.predict or args.export)
-  ):
+  if in_training or not (args.predict or args.export):
     _evaluate(args)
   if unreadable:
     more = ', …' if len(unreadable) > 3 else ''
@@ -258,14 +247,14 @@ def main(_) -> None:
     )
 
 
-def _evaluate(given):
-  trained = tasks.load(given.workdir, step=given.step)
-  evaluation.find_studies(trained.task, given.study)
-  if given.sample:  # Before the slow evaluation, since bad flags are refused.
+def _evaluate(args):
+  trained = tasks.load(args.workdir, step=args.step)
+  evaluation.find_studies(trained.task, args.study)
+  if args.sample:  # Before the slow evaluation, since bad flags are refused.
     _sample(trained.task, trained)
-  if given.evaluate:
-    evaluation.evaluate(trained, given.workdir, batches=given.batches)
-  evaluation.study(trained, given.study, given.workdir)
+  if args.evaluate:
+    evaluation.evaluate(trained, args.workdir, batches=args.batches)
+  evaluation.study(trained, args.study, args.workdir)
 
 
 def run() -> None:

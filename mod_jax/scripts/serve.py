@@ -14,7 +14,7 @@ from absl import flags
 
 from mod_jax import cli
 from mod_jax.errors import UserError
-from mod_jax.serving import run as run_lib
+from mod_jax.pretrained import load as load_lib
 from mod_jax.serving.engine import Engine
 
 
@@ -52,7 +52,7 @@ def main(_) -> None:
     raise UserError(
       f"the server needs {error.name}: pip install 'mod_jax[server]'."
     ) from error
-  run = run_lib.load(args.model)
+  run = load_lib.load(args.model)
   engine = Engine(run, slots=args.slots, max_length=args.max_length)
   hosts = args.allowed_hosts
   if hosts is None:

@@ -1,1 +1,1 @@
-"""Loads, uses, converts, exports and serves models."""
+"""Serves language models: slots, engine, HTTP."""

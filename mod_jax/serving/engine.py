@@ -25,10 +25,10 @@ import numpy as np
 from mod_jax.errors import UserError
 from mod_jax.layers.mode import RoutingMode
 from mod_jax.models import lm
+from mod_jax.pretrained.load import Run
 from mod_jax.sampling import generation
 from mod_jax.sampling import logits as logits_lib
 from mod_jax.serving import slots as slots_lib
-from mod_jax.serving.run import Run
 from mod_jax.serving.text_stream import TextStream
 
 Reason = Literal['stop', 'length', 'cancelled', 'failed']
@@ -36,43 +36,28 @@ Reason = Literal['stop', 'length', 'cancelled', 'failed']
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-  """A new token of a request, or its end.
+  """A new token of a request, or its end."""
 
-  Attributes:
-    id: the request's number.
-    text: new text that is final: complete characters that cannot be the
-      beginning of a stop text.
-    token: the token; None if the event only ends the request, as an end token
-      does.
-    log_prob: the token's log-probability, in nats, under the model's own
-      distribution.
-    reason: why the request has ended: `stop` at its end token or a stop text,
-      `length` at its limit, `cancelled`, `failed` where the tokenizer cannot
-      turn its tokens into text; None while it goes on.
-  """
-
-  id: int
+  id: int  # The request's number.
+  # New text that is final: complete characters that cannot be the beginning of
+  # a stop text.
   text: str
-  token: int | None = None
-  log_prob: float | None = None
+  token: int | None = None  # None if the event only ends the request.
+  log_prob: float | None = None  # In nats, under the model's own distribution.
+  # None while the request goes on. It ends with `stop` at its end token or a
+  # stop text, with `length` at its limit, and has `failed` where the tokenizer
+  # cannot turn its tokens into text.
   reason: Reason | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Completion:
-  """The whole continuation of a request.
+  """The whole continuation of a request."""
 
-  Attributes:
-    text: the continuation, without the stop text.
-    tokens: its tokens, including those of a stop text but not the end token.
-    log_probs: log-probabilities of these tokens, in nats.
-    reason: why the request ended, as in `Event`.
-  """
-
-  text: str
-  tokens: tuple[int, ...]
-  log_probs: tuple[float, ...]
-  reason: Reason
+  text: str  # Without the stop text.
+  tokens: tuple[int, ...]  # With those of a stop text, without the end token.
+  log_probs: tuple[float, ...]  # Of these tokens, in nats.
+  reason: Reason  # As in `Event`.
 
 
 # Settings of slots that have not been used yet.
@@ -89,7 +74,7 @@ class _Request:
   settings: dict[str, float]
   seed: int
   text: TextStream
-  finished: Reason | None = None
+  cancelled: bool = False
 
 
 class Engine:
@@ -112,12 +97,6 @@ class Engine:
       the length that the model was trained at.
     mode: how routed blocks choose tokens; None for the first causal rule that
       the model was trained for.
-
-  Attributes:
-    slots: number of requests that are decoded at a time.
-    max_length: most tokens of a prompt and its continuation together.
-    mode: how routed blocks choose tokens.
-    tokenizer: the model's tokenizer; None if it has none.
 
   Raises:
     UserError: the run is not a language model, or has no causal rule.
@@ -156,7 +135,7 @@ class Engine:
     self._in_slot: list[_Request | None] = [None] * slots
     self._requests: dict[int, _Request] = {}
     # Events of other requests that occurred while `generate` ran.
-    self._untold: list[Event] = []
+    self._held_events: list[Event] = []
     # Calls whose output the host has not read yet: (the request of each row,
     # output arrays).
     self._pending: collections.deque[Any] = collections.deque()
@@ -229,11 +208,7 @@ class Engine:
     return request.id
 
   def encode(self, prompt: str | Sequence[int]) -> list[int]:
-    """Returns the prompt's tokens, checked against the vocabulary.
-
-    Raises:
-      UserError: the prompt is empty or has tokens outside the vocabulary.
-    """
+    """Returns the prompt's tokens, checked against the vocabulary."""
     if isinstance(prompt, str):
       if self.tokenizer is None:
         raise UserError('this model has no tokenizer: give tokens.')
@@ -258,12 +233,12 @@ class Engine:
     """Ends a request; does nothing if it is unknown or has ended."""
     request = self._requests.get(id)
     if request is not None:
-      request.finished = 'cancelled'
+      request.cancelled = True
 
   @property
   def idle(self) -> bool:
     """Whether no request is unfinished and no event undelivered."""
-    return not self._requests and not self._untold
+    return not self._requests and not self._held_events
 
   # Work.
 
@@ -277,8 +252,8 @@ class Engine:
 
   def advance(self) -> list[Event]:
     """Runs one step, and returns the new events."""
-    events = self._untold + self._drop_cancelled()
-    self._untold = []
+    events = self._held_events + self._drop_cancelled()
+    self._held_events = []
     for slot, request in enumerate(self._in_slot):
       if request is None and self._waiting:
         self._insert(self._waiting.popleft(), slot)
@@ -317,34 +292,30 @@ class Engine:
       collect(self._drop_cancelled())
       raise
     finally:
-      self._untold += others
+      self._held_events += others
     return [completion(events) for events in events_by_id.values()]
 
   def warm_up(self) -> None:
     """Compiles everything that requests need, before the first one arrives."""
-    lengths = []
-    while not lengths or lengths[-1] < self.max_length - 1:
-      lengths.append(generation.bucket(lengths[-1] + 1 if lengths else 1))
-    for length in lengths:
-      length = min(length, self.max_length - 1)
-      if length < 1:
-        continue
+    length = 0
+    while length < self.max_length - 1:
+      length = min(generation.bucket(length + 1), self.max_length - 1)
       self.generate([[0] * length], max_new_tokens=1)
 
   def _drop_cancelled(self) -> list[Event]:
     events = []
     for request in list(self._requests.values()):
-      if request.finished != 'cancelled':
+      if not request.cancelled:
         continue
       if request in self._waiting:
         self._waiting.remove(request)
-      self._free(request)
-      del self._requests[request.id]
+      self._remove(request)
       events.append(Event(request.id, request.text.end(), reason='cancelled'))
     return events
 
-  def _free(self, request: _Request) -> None:
-    """Empties the slot of a request, if it has one."""
+  def _remove(self, request: _Request) -> None:
+    """Forgets a request, and empties its slot if it has one."""
+    del self._requests[request.id]
     if request in self._in_slot:
       slot = self._in_slot.index(request)
       self._in_slot[slot] = None
@@ -380,13 +351,13 @@ class Engine:
       # Skip requests that have ended since the step was dispatched.
       if request is None or request.id not in self._requests:
         continue
-      if request.finished is None and active_B[b]:
+      if not request.cancelled and active_B[b]:
         events.append(
-          self._told(request, int(token_B[b]), float(log_prob_B[b]))
+          self._event(request, int(token_B[b]), float(log_prob_B[b]))
         )
     return events
 
-  def _told(self, request, token, log_prob) -> Event:
+  def _event(self, request, token, log_prob) -> Event:
     """Returns the event of a token, which may be the request's last."""
     request.limit -= 1
     ends = token == self._program.end_token
@@ -403,22 +374,14 @@ class Engine:
     if request.text.failed:
       reason = 'failed'
     if reason is not None:
-      request.finished = reason
-      self._free(request)
-      del self._requests[request.id]
+      self._remove(request)
     if ends:
       token = log_prob = None
     return Event(request.id, text, token, log_prob, reason)
 
 
 def completion(events: Sequence[Event]) -> Completion:
-  """Joins all events of a request, in order, into a completion.
-
-  Raises:
-    UserError: the request has not ended.
-  """
-  if not events or events[-1].reason is None:
-    raise UserError('the request has not ended: run the engine until it has.')
+  """Joins all events of a request that has ended into a completion."""
   token_events = [event for event in events if event.token is not None]
   return Completion(
     text=''.join(event.text for event in events),

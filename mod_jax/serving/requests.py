@@ -150,11 +150,9 @@ class Completion(_Request):
     return [self.prompt] if is_single else self.prompt
 
   def settings(self) -> dict[str, Any]:
-    """Returns keywords of `Engine.submit`; OpenAI's default is 16 tokens."""
-    settings = super().settings()
-    if self.max_tokens is None:
-      settings['max_new_tokens'] = 16
-    return settings
+    # OpenAI's default is 16 tokens.
+    most = 16 if self.max_tokens is None else self.max_tokens
+    return super().settings() | {'max_new_tokens': most}
 
 
 class _Part(pydantic.BaseModel):
@@ -193,7 +191,6 @@ class Chat(_Request):
   response_format: _ResponseFormat | None = None
 
   def settings(self) -> dict[str, Any]:
-    """Returns keywords of `Engine.submit`."""
     settings = super().settings()
     if self.max_completion_tokens is not None:
       settings['max_new_tokens'] = self.max_completion_tokens
@@ -201,11 +198,7 @@ class Chat(_Request):
 
 
 def parse[Body: _Request](kind: type[Body], data: bytes) -> Body:
-  """Parses and validates the JSON body of a request.
-
-  Raises:
-    UserError: it is not JSON, or a field is wrong or not supported.
-  """
+  """Parses and validates the JSON body of a request."""
   try:
     return kind.model_validate_json(data)
   except pydantic.ValidationError as error:

@@ -11,7 +11,6 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 import concurrent.futures
 import contextlib
-import functools
 import json
 import queue
 import threading
@@ -27,9 +26,10 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from mod_jax.errors import UserError
+from mod_jax.pretrained.load import Run
+from mod_jax.serving import engine as engine_lib
 from mod_jax.serving import requests
 from mod_jax.serving.engine import Engine
-from mod_jax.serving.run import Run
 from mod_jax.serving.text_process import TextProcess
 
 LOOPBACK = ('localhost', '127.0.0.1', '[::1]')
@@ -85,15 +85,10 @@ class Worker:
   def submit(self, prompts: list[list[int]], settings, put) -> list[int]:
     """Submits all prompts to the engine, or none of them.
 
-    Args:
-      prompts: tokens of each prompt.
-      settings: keywords of `Engine.submit`.
-      put: callback, called in the engine's thread: with None once the prompts
-        are accepted, then with (index of the prompt, event) for each event; or
-        with the exception that ends all of them.
-
-    Returns:
-      The requests' numbers, in a list that the engine's thread fills later.
+    The engine's thread calls `put` with None once the prompts are accepted,
+    then with (index of the prompt, event) for each event; or with the exception
+    that ends all of them. It fills the list that is returned with the requests'
+    numbers later.
     """
     ids: list[int] = []
 
@@ -110,7 +105,7 @@ class Worker:
         return
       put(None)
       for i, id in enumerate(ids):
-        self._listeners[id] = functools.partial(_put_at, put, i)
+        self._listeners[id] = put, i
 
     self._inbox.put(job)
     return ids
@@ -124,7 +119,7 @@ class Worker:
     except BaseException as error:
       logging.exception('the engine has failed.')
       self._failed = error
-      for put in self._listeners.values():
+      for put, _ in self._listeners.values():
         put(_Refused(self.trouble, 503))
       # Keep answering: jobs submitted from now on report the failure.
       while (job := self._inbox.get()) is not None:
@@ -144,14 +139,11 @@ class Worker:
       for event in self._engine.advance():
         # Prompts cancelled by a failed `submit` still have events, but no
         # listener.
-        put = self._listeners.get(event.id, lambda _: None)
-        if event.reason is not None:
-          self._listeners.pop(event.id, None)
-        put(event)
-
-
-def _put_at(put, index, found):
-  put(found if isinstance(found, BaseException) else (index, found))
+        if event.id in self._listeners:
+          put, index = self._listeners[event.id]
+          put((index, event))
+          if event.reason is not None:
+            del self._listeners[event.id]
 
 
 class _Server:
@@ -223,7 +215,8 @@ class _Server:
     with contextlib.ExitStack() as stack:
       stack.enter_context(self._place(1 if chat else len(asked.prompts)))
       if chat:
-        prompts = await self._read('encode_chat', _plain(asked.messages))
+        messages = [m.model_dump(exclude_unset=True) for m in asked.messages]
+        prompts = await self._read('encode_chat', messages)
       elif isinstance(asked.prompts[0], str):
         prompts = await self._read('encode', asked.prompts)
       else:
@@ -321,22 +314,16 @@ async def _whole(head, prompts, events, asked) -> JSONResponse:
   events_by_prompt = [[] for _ in prompts]
   async for i, event in _until_ended(events, len(prompts)):
     events_by_prompt[i].append(event)
-  choices = []
-  for i, prompt_events in enumerate(events_by_prompt):
-    text = ''.join(event.text for event in prompt_events)
-    choice = _choice(i, text, prompt_events[-1].reason, asked, 'message')
-    token_events = [event for event in prompt_events if event.token is not None]
+  choices, count = [], 0
+  for i, whole in enumerate(map(engine_lib.completion, events_by_prompt)):
+    choice = _choice(i, whole.text, whole.reason, asked, 'message')
     if asked.logprobs:
       choice['logprobs'] = {
-        'tokens': [event.token for event in token_events],
-        'token_logprobs': [event.log_prob for event in token_events],
+        'tokens': whole.tokens,
+        'token_logprobs': whole.log_probs,
       }
     choices.append(choice)
-  count = sum(
-    event.token is not None
-    for prompt_events in events_by_prompt
-    for event in prompt_events
-  )
+    count += len(whole.tokens)
   usage = _usage(prompts, count)
   return JSONResponse({**head, 'choices': choices, 'usage': usage})
 
@@ -391,10 +378,6 @@ def _choice(index, text, reason, asked, key) -> dict[str, Any]:
   return {**choice, key: {'role': 'assistant', 'content': text}}
 
 
-def _plain(messages) -> list[dict[str, Any]]:
-  return [message.model_dump(exclude_unset=True) for message in messages]
-
-
 async def _body(request: Request) -> bytes:
   """Returns the body of a request; refuses long ones and other content types.
 
@@ -414,19 +397,19 @@ async def _body(request: Request) -> bytes:
 
 async def _while_connected(request: Request, answer) -> Response:
   """Awaits a coroutine; cancels it if the client disconnects."""
+
+  async def until_disconnect():
+    while (await request.receive())['type'] != 'http.disconnect':
+      pass
+
   task = asyncio.ensure_future(answer)
-  disconnect = asyncio.ensure_future(_left(request))
+  disconnect = asyncio.ensure_future(until_disconnect())
   try:
     await asyncio.wait({task, disconnect}, return_when=asyncio.FIRST_COMPLETED)
     return task.result() if task.done() else Response(status_code=499)
   finally:
     task.cancel()
     disconnect.cancel()
-
-
-async def _left(request: Request) -> None:
-  while (await request.receive())['type'] != 'http.disconnect':
-    pass
 
 
 def _error(error: _Refused) -> dict[str, Any]:
@@ -441,16 +424,10 @@ def app(
 ) -> ASGIApp:
   """Returns the ASGI application.
 
-  Args:
-    engine: the engine, which only the server may use from now on.
-    run: the model that the engine serves.
-    name: the model's name in the API.
-    queue: number of prompts that may wait for a slot.
-    hosts: allowed values of the Host header, such as `*.example.com`, or `*`
-      for any. The check prevents DNS rebinding.
-
-  Raises:
-    UserError: the tokenizer cannot be loaded, or a host pattern is invalid.
+  Only the server may use the engine from now on. `name` is the model's in the
+  API, and `queue` the number of prompts that may wait for a slot. `hosts` are
+  allowed values of the Host header, such as `*.example.com`, or `*` for any;
+  the check prevents DNS rebinding.
   """
   server = _Server(engine, run, name, queue)
 

@@ -17,21 +17,12 @@ _ROUTING = 2**31 - 1
 
 @flax.struct.dataclass
 class Rows:
-  """The state of each slot, besides its cache.
+  """The state of each slot, besides its cache."""
 
-  Attributes:
-    token_B: the last token, which the model has not read yet.
-    active_B: whether the slot is generating.
-    count_B: number of tokens sampled so far.
-    limit_B: most tokens to sample.
-    seed_B: uint32, seed of the sampling.
-    settings: temperature, top-k and top-p.
-  """
-
-  token_B: jax.Array
-  active_B: jax.Array
-  count_B: jax.Array
-  limit_B: jax.Array
+  token_B: jax.Array  # The last token, which the model has not read yet.
+  active_B: jax.Array  # Whether the slot is generating.
+  count_B: jax.Array  # Tokens sampled so far.
+  limit_B: jax.Array  # Most tokens to sample.
   seed_B: jax.Array
   settings: generation.Settings
 
@@ -84,11 +75,7 @@ class Program:
 
   @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
   def step(self, variables, state: State, key):
-    """Samples one more token for each active row.
-
-    Returns:
-      The new state, and (token_B, log_prob_B, active_B before the step).
-    """
+    """Returns the state, and (token_B, log_prob_B, active_B before it)."""
     rows = state.rows
     logits_B1V, cache, _ = generation.read(
       lm.LanguageModel(self.config),

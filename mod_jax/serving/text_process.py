@@ -48,14 +48,8 @@ class TextProcess:
   def __init__(self, kind: str, path: str, *, pretrained: bool):
     """Starts the process, and waits until it has loaded the tokenizer.
 
-    Args:
-      kind: kind of the tokenizer, as in `tokenizers.make`.
-      path: path of the tokenizer; a chat template may lie beside it.
-      pretrained: whether prompts begin with the special tokens that the
-        tokenizer puts before texts.
-
-    Raises:
-      UserError: the tokenizer cannot be loaded.
+    A chat template may lie beside it. If `pretrained`, prompts begin with the
+    special tokens that the tokenizer puts before texts.
     """
     # A private directory, so that other users cannot connect to the socket.
     self._folder = tempfile.TemporaryDirectory(prefix='mod_jax-')
@@ -98,21 +92,14 @@ class TextProcess:
   def call(self, name: str, *args) -> Any:
     """Calls a method of `_Texts` in a new fork, and returns its result.
 
-    Raises:
-      UserError: it refuses the arguments, fails, or exceeds its CPU time or
-        memory.
-      OSError: the process has ended.
+    Raises UserError where it refuses the arguments, fails, or exceeds its CPU
+    time or memory, and OSError where the process has ended.
     """
     with self._connect() as stream:
       return _ask(stream, name, args)
 
   def decode_after(self, before: list[int], ids: list[int]) -> str:
-    """Calls `Tokenizer.decode_after` in a fork that is kept between calls.
-
-    Raises:
-      UserError: it fails, or exceeds its CPU time or memory.
-      OSError: the process has ended.
-    """
+    """Calls `_Texts.decode_after` in a fork that is kept between calls."""
     if self._kept is None:
       self._kept = self._connect()
     try:

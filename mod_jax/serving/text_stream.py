@@ -8,25 +8,17 @@ from mod_jax.data import tokenizers
 class TextStream:
   """Releases text once it is final: no partial characters, no stop texts.
 
-  Attributes:
-    stopped: whether a stop text was met; the text ends before it.
-    failed: whether the tokenizer has failed; it is not called again.
+  The text ends before the first of `stop`; without a tokenizer it is empty.
   """
 
   def __init__(self, tokenizer, prompt: list[int], stop: tuple[str, ...]):
-    """Begins after a prompt.
-
-    Args:
-      tokenizer: the model's tokenizer; with None, all text is empty.
-      prompt: the prompt's tokens.
-      stop: the text ends before the first of these.
-    """
     self._tokenizer = tokenizer
     self._stop = stop
     self._tokens = []  # Not decoded yet.
     self._before = prompt[-tokenizers.CONTEXT :]  # Decoded already.
     self._held = ''  # May be the beginning of a stop text.
-    self.stopped = self.failed = False
+    self.stopped = False  # Whether a stop text was met.
+    self.failed = False  # Whether the tokenizer has; it is not called again.
 
   def add(self, token: int) -> str:
     """Returns the text that has become final with this token."""
@@ -74,15 +66,10 @@ class TextStream:
     if matches:
       self.stopped, self._held = True, ''
       return text[: min(matches)]
-    keep = max(
-      (
-        n
-        for stop in self._stop
-        for n in range(1, min(len(stop), len(text) + 1))
-        if text.endswith(stop[:n])
-      ),
-      default=0,
-    )
-    cut = len(text) - keep
+    cut = len(text)
+    for stop in self._stop:
+      for count in range(1, len(stop)):
+        if text.endswith(stop[:count]):
+          cut = min(cut, len(text) - count)
     self._held = text[cut:]
     return text[:cut]

@@ -26,7 +26,7 @@ def robustness(task, params, model_state) -> Study:
   batch = task.modality.examples(_IMAGES)
   shown_BHWC = images_lib.denormalize(task.config.data, batch['image'])
   # Reads the teacher's arrays, which may be `convert.entry.Lazy`.
-  teacher = jax.tree.map(np.asarray, task.load_teacher())
+  teacher = jax.tree.map(np.asarray, task.converted())
   key = jax.random.key(task.config.seed)
 
   @jax.jit
@@ -37,16 +37,16 @@ def robustness(task, params, model_state) -> Study:
       acm.without(model).build().apply(teacher, images_BHWC, rngs=rngs)
     )
     load_B = task.load_per_row(stack_lib.collect(output.aux, 'adaptive'))
-    return *(
-      x.logits_BV.argmax(axis=-1) for x in (output, teacher_output)
-    ), load_B
+    both = output, teacher_output
+    return *(x.logits_BV.argmax(axis=-1) for x in both), load_B
 
   data = task.config.data
   lines = [
     f'{"corruption":<12}{"severity":>9}{"adaptive":>10}{"dense":>8}{"load":>8}'
   ]
-  metrics = {}
+  metrics, curves = {}, {}
   for kind in corruptions.CORRUPTIONS:
+    curves[kind] = {'adaptive': [], 'dense': [], 'load': []}
     for severity in _SEVERITIES:
       corrupted_BHWC = corruptions.corrupt(
         shown_BHWC, kind, severity, seed=task.config.seed
@@ -61,6 +61,8 @@ def robustness(task, params, model_state) -> Study:
         'load': float(load_B.mean()),
       }
       metrics[f'{kind}/{severity}'] = measured
+      for name, value in measured.items():
+        curves[kind][name].append(value)
       lines.append(
         f'{kind:<12}{severity:>9}{measured["adaptive"]:>10.4f}'
         f'{measured["dense"]:>8.4f}{measured["load"]:>8.4f}'
@@ -69,13 +71,6 @@ def robustness(task, params, model_state) -> Study:
     f'{len(batch["label"])} held-out images; severity 0 is none. Dense: the'
     ' model that was converted.'
   )
-  curves = {
-    kind: {
-      name: [metrics[f'{kind}/{severity}'][name] for severity in _SEVERITIES]
-      for name in ('adaptive', 'dense', 'load')
-    }
-    for kind in corruptions.CORRUPTIONS
-  }
   figure = viz.corruption_curves(curves, budget=task.objective.budget)
   return Study(
     text='\n'.join(lines), metrics=metrics, figures={'curves': figure}

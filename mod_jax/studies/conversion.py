@@ -31,7 +31,7 @@ def conversion(task, params, model_state) -> Study:
   model, modality = task.config.model, task.modality
   dense = model.dense_twin()
   source = modality.load_teacher(
-    task.config.init, dense, dropped=modality.may_be_dropped
+    task.config.init, dense, dropped=modality.optional
   )
   variables = {'params': params, **model_state}
   all_tokens = dataclasses.replace(model.routing, capacity_floor=1.0)
@@ -81,7 +81,7 @@ def _held_out(task, config, variables, mode) -> dict[str, float]:
     return task.modality.eval_sums(output, batch, mode)
 
   sums = {}
-  for batch in task.eval_batches(
+  for batch in task.modality.eval_batches(
     batch_size=task.config.evaluation.batch_size, num_batches=_BATCHES
   ):
     sums = sums_lib.add(sums, look(variables, batch))
@@ -93,7 +93,7 @@ def _continuations(task, cases) -> tuple[dict[str, float], int]:
   """Returns median seconds of greedy continuations, and their length."""
   (length,) = task.modality.length
   num_new = min(_NEW, length // 2)
-  (batch,) = task.eval_batches(batch_size=1, num_batches=1)
+  (batch,) = task.modality.eval_batches(batch_size=1, num_batches=1)
   tokens_BP = batch['tokens'][:, : length - num_new]
 
   def continuation(config, variables, mode):

@@ -13,11 +13,7 @@ from mod_jax.train.task import Study
 
 @contextlib.contextmanager
 def one_device(*trees):
-  """Leaves the mesh temporarily: a few rows may not divide over it.
-
-  Yields:
-    The trees of arrays, on the first device of this host.
-  """
+  """Leaves the mesh, and yields the trees on this host's first device."""
 
   def whole(x):
     if isinstance(x, jax.Array) and not x.is_fully_addressable:

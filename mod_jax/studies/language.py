@@ -125,10 +125,7 @@ _SOWN = ('queries', 'keys')
 def mean_rank(q_LHC, k_LGC, seen_LS) -> float:
   """Returns the rank of attention maps without their diagonals, over heads.
 
-  Args:
-    q_LHC: queries, G divides H.
-    k_LGC: keys.
-    seen_LS: which keys each query attends to, including its own.
+  `seen_LS` are the keys that each query attends to, including its own.
   """
   length, heads, channels = q_LHC.shape
   if length < 2:
@@ -144,7 +141,7 @@ def mean_rank(q_LHC, k_LGC, seen_LS) -> float:
 def _full_rows(task):
   """Yields keyword arguments of the model for single rows without padding."""
   count = 0
-  for batch in task.eval_batches(
+  for batch in task.modality.eval_batches(
     batch_size=task.config.evaluation.batch_size, num_batches=_BATCHES
   ):
     full_B = np.asarray(task.modality.token_weights(batch) > 0).all(axis=1)
@@ -203,12 +200,15 @@ def engagement(task, params, model_state) -> Study:
   pieces = _pieces(
     token_RL[valid_RL], count_N / blocks, task.modality.tokenizer
   )
+  by_blocks = {
+    str(k): {'share': len(x) / len(count_N), 'entropy': float(x.mean())}
+    for k, x in groups.items()
+  }
   lines = [f'{"routed blocks":>13}{"tokens":>10}{"entropy":>10}{"median":>10}']
   for k, values in groups.items():
-    lines.append(
-      f'{k:13d}{len(values) / len(count_N):10.2%}{values.mean():10.4f}'
-      f'{np.median(values):10.4f}'
-    )
+    share, entropy = by_blocks[str(k)].values()
+    median = np.median(values)
+    lines.append(f'{k:13d}{share:10.2%}{entropy:10.4f}{median:10.4f}')
   lines.append(
     f"Entropy of the prediction in nats. Spearman's correlation {spearman:.4f}"
     f' (95%: {low:.4f} to {high:.4f}), {len(count_N):,} held-out tokens of'
@@ -220,13 +220,7 @@ def engagement(task, params, model_state) -> Study:
       'spearman': spearman,
       'interval': [low, high],
       'tokens': len(count_N),
-      'blocks': {
-        str(k): {
-          'share': len(values) / len(count_N),
-          'entropy': float(values.mean()),
-        }
-        for k, values in groups.items()
-      },
+      'blocks': by_blocks,
       'pieces': pieces,
     },
     figures={
@@ -322,7 +316,7 @@ def _few_rows(task, batches: int):
   """
   size = task.config.evaluation.batch_size
   rows = min(size, _ROWS)
-  return task.eval_batches(
+  return task.modality.eval_batches(
     batch_size=rows, num_batches=batches * size // rows or None
   )
 
@@ -365,13 +359,8 @@ def correlation(x_RL, y_RL, valid_RL, seed: int = 0):
     rank_RL[valid_RL] = rank_N - rank_N.mean()
   a_RL, b_RL = ranks
   # Of each row: count, sums, and sums of products.
-  sums_R6 = np.stack(
-    [
-      x.sum(axis=1)
-      for x in (valid_RL, a_RL, b_RL, a_RL**2, b_RL**2, a_RL * b_RL)
-    ],
-    axis=1,
-  )
+  terms = (valid_RL, a_RL, b_RL, a_RL**2, b_RL**2, a_RL * b_RL)
+  sums_R6 = np.stack([x.sum(axis=1) for x in terms], axis=1)
   rng = np.random.default_rng(seed)
   rows = len(sums_R6)
   times_DR = rng.multinomial(rows, np.full(rows, 1 / rows), _DRAWS)
@@ -388,10 +377,9 @@ def _pieces(token_N, share_N, tokenizer) -> dict[str, float]:
   """Returns the mean share of blocks by piece, for frequent pieces."""
   tokens = np.unique(token_N)
   sums = collections.defaultdict(lambda: np.zeros(2))
+  texts = tokenizer.pieces(tokens.tolist())
   # Several tokens may have the same text, such as parts of a character.
-  for token, piece in zip(
-    tokens, tokenizer.pieces(tokens.tolist()), strict=True
-  ):
+  for token, piece in zip(tokens, texts, strict=True):
     of_token_N = share_N[token_N == token]
     sums[piece] += len(of_token_N), of_token_N.sum()
   shares = {

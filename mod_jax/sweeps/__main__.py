@@ -15,25 +15,19 @@ import sys
 from mod_jax import cli
 from mod_jax import config as config_lib
 
-# Each is a module of this package with functions `define_flags` and `main`. It
-# is only imported when used, since each has its own dependencies.
-_COMMANDS = ('plan', 'prove', 'run', 'fit', 'compare')
+# Each has functions `define_flags` and `main`, and is imported when it is used,
+# since each has its own dependencies.
+_COMMANDS = {
+  name: f'mod_jax.sweeps.{name}' for name in ('plan', 'run', 'fit', 'compare')
+} | {'prove': 'mod_jax.prove.prove'}
 
 
 def main(argv: list[str]) -> None:
-  """Runs a command of `python -m mod_jax.sweeps`, and exits.
-
-  Args:
-    argv: the program's name, the command, and its flags.
-  """
+  """Runs a command, given as [program, command, flags…], and exits."""
   name = argv[1] if len(argv) > 1 else ''
-
-  def choose(_):
-    config_lib.choose(name, dict.fromkeys(_COMMANDS), 'command')
-
   if name not in _COMMANDS:
-    cli.run(choose, argv[:1])
-  command = importlib.import_module(f'mod_jax.sweeps.{name}')
+    cli.run(lambda _: config_lib.choose(name, _COMMANDS, 'command'), argv[:1])
+  command = importlib.import_module(_COMMANDS[name])
   command.define_flags()
   arguments = [argv[0], *argv[2:]]
   cli.run(command.main, arguments, positional=name == 'compare')

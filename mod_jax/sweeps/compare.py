@@ -2,7 +2,7 @@
 
 The picture shows their losses over steps, training FLOPs and time. Time is
 computed from a run's mean seconds per step, including evaluations and saves but
-not restarts, according to its `history.jsonl`.
+not restarts, according to its history.
 """
 
 from collections.abc import Sequence
@@ -28,23 +28,14 @@ from mod_jax.tasks.experiment import ExperimentConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-  """A run, as read from its files.
+  """A run, as read from its files."""
 
-  Attributes:
-    name: name in the table and the picture.
-    config: the run's config.
-    records: the lines of its metrics file.
-    step: the last step in `records`.
-    flops_S: training FLOPs up to each step, beginning with 0 for step 0.
-    seconds_per_step: mean time of a step; None if unknown.
-  """
-
-  name: str
+  name: str  # In the table and the picture.
   config: ExperimentConfig
-  records: Sequence[dict[str, Any]]
-  step: int
-  flops_S: np.ndarray
-  seconds_per_step: float | None
+  records: Sequence[dict[str, Any]]  # The lines of its metrics file.
+  step: int  # The last step in `records`.
+  flops_S: np.ndarray  # Training FLOPs up to each step, 0 for step 0.
+  seconds_per_step: float | None  # Mean time of a step; None if unknown.
 
   def last(self, kind: str) -> float | None:
     """Returns the newest loss of a kind, 'train' or 'eval'; None if absent."""
@@ -101,89 +92,16 @@ def _seconds_per_step(events) -> float | None:
   return seconds / steps if steps > 0 else None
 
 
-def rows(runs: Sequence[Run]) -> list[dict[str, Any]]:
-  """Returns a row of the table and of `compare.csv` for each run."""
-  table_rows = []
-  for run in runs:
-    loss, rate = run.last('eval'), run.seconds_per_step
-    first = runs[0].last('eval')
-    comparable = loss is not None and first is not None
-    table_rows.append(
-      {
-        'run': run.name,
-        'params': flops.num_params(run.config.model),
-        'steps': run.step,
-        'train_flops': run.flops_S[run.step],
-        'steps_per_second': rate and 1 / rate,
-        'hours': rate and rate * run.step / 3600,
-        'train_loss': run.last('train'),
-        'held_out_loss': loss,
-        'difference': loss - first if comparable else None,
-      }
-    )
-  return table_rows
-
-
-def table(runs: Sequence[Run]) -> str:
-  """Returns the rows as text, and how configs differ from the first run's."""
-  forms = {
-    'params': ',d',
-    'steps': ',d',
-    'train_flops': '.3g',
-    'steps_per_second': '.3g',
-    'hours': '.3g',
-    'train_loss': '.4f',
-    'held_out_loss': '.4f',
-    'difference': '+.4f',
-  }
-  names = ['run', *forms]
-  lines = [[name.replace('_', ' ') for name in names]]
-  for row in rows(runs):
-    lines.append(
-      [
-        row['run'],
-        *(
-          '-' if row[name] is None else format(row[name], form)
-          for name, form in forms.items()
-        ),
-      ]
-    )
-  text = tables.aligned(lines)
-  for run in runs[1:]:
-    differences = [
-      line
-      for line in config_lib.diff(runs[0].config, run.config)
-      if not line.startswith('name:')
-    ]
-    text += ['', f'{run.name} differs from {runs[0].name} in']
-    text += [f'  {line}' for line in differences] or ['  nothing']
-  return '\n'.join(text)
-
-
-def picture(runs: Sequence[Run], *, title: str = ''):
-  """Returns the runs' losses over steps, training FLOPs and time."""
-  return viz.compared_curves(
-    [
-      {
-        'name': run.name,
-        'records': run.records,
-        'flops_S': run.flops_S,
-        'seconds_per_step': run.seconds_per_step,
-      }
-      for run in runs
-    ],
-    title=title,
-  )
-
-
-def names(workdirs: Sequence[str]) -> list[str]:
-  """Returns names for runs: the fewest last path parts that are unique."""
-  paths = [pathlib.PurePath(str(workdir)).parts for workdir in workdirs]
-  for count in range(1, max(map(len, paths)) + 1):
-    short = ['/'.join(parts[-count:]) for parts in paths]
-    if len(set(short)) == len(short):
-      return short
-  raise UserError(f'{", ".join(workdirs)}: a run is named twice.')
+_FORMS = {
+  'params': ',d',
+  'steps': ',d',
+  'train_flops': '.3g',
+  'steps_per_second': '.3g',
+  'hours': '.3g',
+  'train_loss': '.4f',
+  'held_out_loss': '.4f',
+  'difference': '+.4f',
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,15 +112,60 @@ class Comparison:
 
   @property
   def rows(self) -> list[dict[str, Any]]:
-    """A row of the table for each run, by column."""
-    return rows(self.runs)
+    """A row of the table and of `compare.csv` for each run, by column."""
+    return list(map(self._row, self.runs))
+
+  def _row(self, run: Run) -> dict[str, Any]:
+    first, loss = self.runs[0].last('eval'), run.last('eval')
+    rate = run.seconds_per_step
+    return {
+      'run': run.name,
+      'params': flops.num_params(run.config.model),
+      'steps': run.step,
+      'train_flops': run.flops_S[run.step],
+      'steps_per_second': rate and 1 / rate,
+      'hours': rate and rate * run.step / 3600,
+      'train_loss': run.last('train'),
+      'held_out_loss': loss,
+      'difference': None if None in (first, loss) else loss - first,
+    }
 
   def __str__(self) -> str:
-    return table(self.runs)
+    """Returns the rows, and how configs differ from the first run's."""
+    lines = [[name.replace('_', ' ') for name in ('run', *_FORMS)]]
+    for row in self.rows:
+      cells = (
+        '-' if row[name] is None else format(row[name], form)
+        for name, form in _FORMS.items()
+      )
+      lines.append([row['run'], *cells])
+    text = tables.aligned(lines)
+    first, *others = self.runs
+    for run in others:
+      differences = [
+        f'  {line}'
+        for line in config_lib.diff(first.config, run.config)
+        if not line.startswith('name:')
+      ]
+      text += ['', f'{run.name} differs from {first.name} in']
+      text += differences or ['  nothing']
+    return '\n'.join(text)
 
   def figure(self, title: str = ''):
     """Returns the runs' losses over steps, training FLOPs and time."""
-    return picture(self.runs, title=title)
+    names = ('name', 'records', 'flops_S', 'seconds_per_step')
+    runs = [{name: getattr(run, name) for name in names} for run in self.runs]
+    return viz.compared_curves(runs, title=title)
+
+
+def names(workdirs: Sequence[str]) -> list[str]:
+  """Returns names for runs: the fewest last path parts that are unique."""
+  paths = [pathlib.PurePath(str(workdir)).parts for workdir in workdirs]
+  for count in range(1, max(map(len, paths)) + 1):
+    short = ['/'.join(parts[-count:]) for parts in paths]
+    if len(set(short)) == len(short):
+      return short
+  raise UserError(f'{", ".join(workdirs)}: a run is named twice.')
 
 
 def compare(workdirs: Sequence[str]) -> Comparison:

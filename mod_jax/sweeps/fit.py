@@ -26,30 +26,21 @@ from mod_jax.sweeps.optimum import NoMinimumError
 # alone.
 _FREEDOM = 10
 
+Results = Sequence[tuple[Entry, Mapping[str, Any]]]  # As from `run.results`.
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Curve:
-  """The runs of a group at a budget, without those that diverged.
-
-  Attributes:
-    group: the group's name.
-    budget: training FLOPs of each run.
-    params_I: parameters of each run's model, in ascending order.
-    tokens_I: training tokens of each run.
-    forward_I: FLOPs of a forward pass over one sequence.
-    loss_I: held-out loss at the end of each run.
-    diverged: number of runs that diverged.
-    equal: whether all runs have spent the budget.
-  """
+  """The I runs of a group at a budget, without those that diverged."""
 
   group: str
-  budget: float
-  params_I: np.ndarray
-  tokens_I: np.ndarray
-  forward_I: np.ndarray
-  loss_I: np.ndarray
-  diverged: int = 0
-  equal: bool = True
+  budget: float  # Training FLOPs of each run.
+  params_I: np.ndarray  # Parameters of each run's model, in ascending order.
+  tokens_I: np.ndarray  # Training tokens of each run.
+  forward_I: np.ndarray  # FLOPs of a forward pass over one sequence.
+  loss_I: np.ndarray  # Held-out loss at the end of each run.
+  diverged: int = 0  # Number of runs that diverged.
+  equal: bool = True  # Whether all runs have spent the budget.
 
   def means(self) -> list[tuple[float, float]]:
     """Returns parameters and mean loss of each size, the smallest first."""
@@ -61,7 +52,7 @@ class Curve:
   def forward_at(self, log_params):
     """Interpolates the FLOPs of a forward pass at a logarithm of parameters."""
     x_I = np.log(self.params_I)
-    power = min(2, len(set(x_I.tolist())) - 1)
+    power = min(2, len(np.unique(x_I)) - 1)
     line = np.polyfit(x_I, np.log(self.forward_I), power)
     return np.exp(np.polyval(line, log_params))
 
@@ -75,48 +66,41 @@ class Fitted:
   joint: optimum.Minimum | str
 
 
-def curves(results: Sequence[tuple[Entry, Mapping[str, Any]]]) -> list[Curve]:
+def curves(results: Results) -> list[Curve]:
   """Returns the curves of a sweep's results, in the order of the plan."""
   by_curve = {}
   for entry, result in results:
-    key = (entry.group, entry.budget)
-    by_curve.setdefault(key, []).append((entry, result))
-  all_curves = []
-  for (group, budget), runs in by_curve.items():
-    finished = [(e.facts, r['loss']) for e, r in runs if not r['diverged']]
-    finished.sort(key=lambda run: run[0]['params'])
+    by_curve.setdefault((entry.group, entry.budget), []).append((entry, result))
+  return [_curve(*key, runs) for key, runs in by_curve.items()]
 
-    def column(name, finished=finished):
-      return np.array([run_facts[name] for run_facts, _ in finished], float)
 
-    all_curves.append(
-      Curve(
-        group=group,
-        budget=budget,
-        params_I=column('params'),
-        tokens_I=column('tokens'),
-        forward_I=column('forward_flops'),
-        loss_I=np.array([loss for _, loss in finished], float),
-        diverged=len(runs) - len(finished),
-        equal=all(entry.facts['equal_flops'] for entry, _ in runs),
-      )
-    )
-  return all_curves
+def _curve(group, budget, runs) -> Curve:
+  finished = [(e.facts, r['loss']) for e, r in runs if not r['diverged']]
+  finished.sort(key=lambda run: run[0]['params'])
+
+  def column(name):
+    return np.array([run_facts[name] for run_facts, _ in finished], float)
+
+  return Curve(
+    group=group,
+    budget=budget,
+    params_I=column('params'),
+    tokens_I=column('tokens'),
+    forward_I=column('forward_flops'),
+    loss_I=np.array([loss for _, loss in finished], float),
+    diverged=len(runs) - len(finished),
+    equal=all(entry.facts['equal_flops'] for entry, _ in runs),
+  )
 
 
 def fit(
-  found: Sequence[Curve],
+  all_curves: Sequence[Curve],
 ) -> tuple[list[Fitted], dict[str, optimum.Surface | str]]:
-  """Fits each curve, and the surface of each group.
-
-  Returns:
-    The fitted curves in the given order; and the surfaces by group, where a
-    string says why there is none.
-  """
-  equal = [curve for curve in found if curve.equal and len(curve.loss_I)]
+  """Returns each curve fitted, and each group's surface or why it has none."""
+  equal = [curve for curve in all_curves if curve.equal and len(curve.loss_I)]
   noise = {curve.budget: _noise(equal, curve.budget) for curve in equal}
   surfaces = {}
-  for group in dict.fromkeys(curve.group for curve in found):
+  for group in dict.fromkeys(curve.group for curve in all_curves):
     group_curves = [curve for curve in equal if curve.group == group]
     if len(group_curves) < 2:
       surfaces[group] = 'fewer than 2 budgets of equal FLOPs'
@@ -127,34 +111,28 @@ def fit(
     )
     surfaces[group] = _or_why(optimum.surface, *columns)
   fitted = []
-  for i, curve in enumerate(found):
-    if not curve.equal or not len(curve.loss_I):
-      reason = 'its runs do not spend the budget'
-      if curve.equal:
-        reason = 'no run has a loss'
-      fitted.append(Fitted(curve=curve, parabola=reason, joint=reason))
-      continue
-    # Another seed for each curve, so that their draws are independent.
-    parabola = _or_why(
-      optimum.of_curve,
-      curve.params_I,
-      curve.loss_I,
-      noise[curve.budget],
-      seed=i,
-    )
-    joint = surfaces[curve.group]
-    if not isinstance(joint, str):
-      joint = _or_why(joint.minimum, curve.params_I, curve.tokens_I)
+  for i, curve in enumerate(all_curves):
+    if not curve.equal:
+      parabola = joint = 'its runs do not spend the budget'
+    elif not len(curve.loss_I):
+      parabola = joint = 'no run has a loss'
+    else:
+      # Another seed for each curve, so that their draws are independent.
+      parabola = _or_why(
+        *(optimum.of_curve, curve.params_I, curve.loss_I),
+        *(noise[curve.budget], i),
+      )
+      joint = surfaces[curve.group]
+      if not isinstance(joint, str):
+        joint = _or_why(joint.minimum, curve.params_I, curve.tokens_I)
     fitted.append(Fitted(curve=curve, parabola=parabola, joint=joint))
   return fitted, surfaces
 
 
 def _noise(equal: Sequence[Curve], budget: float) -> optimum.Noise | None:
-  """Returns the noise of the runs at a budget, or of all if these are few.
-
-  Noise may depend on the budget, for instance if it is just enough for some of
-  the runs to learn something.
-  """
+  """Returns the noise of the runs at a budget, or of all if these are few."""
+  # Noise may depend on the budget, for instance if it is just enough for some
+  # of the runs to learn something.
   alone, pooled = (
     optimum.noise([(c.params_I, c.loss_I) for c in curves])
     for curves in ([c for c in equal if c.budget == budget], equal)
@@ -162,10 +140,10 @@ def _noise(equal: Sequence[Curve], budget: float) -> optimum.Noise | None:
   return alone if alone is not None and alone.freedom >= _FREEDOM else pooled
 
 
-def _or_why(function, *args, **kwargs):
+def _or_why(function, *args):
   """Returns the function's result, or the message of a NoMinimumError."""
   try:
-    return function(*args, **kwargs)
+    return function(*args)
   except NoMinimumError as error:
     return str(error)
 
@@ -173,13 +151,7 @@ def _or_why(function, *args, **kwargs):
 def comparisons(
   fitted: Sequence[Fitted], reference: str
 ) -> list[dict[str, Any]]:
-  """Compares the minima with those of the reference group at each budget.
-
-  Returns:
-    Rows with `group`, `budget`, `method` ('parabola' or 'joint') and the
-    estimates `params_ratio`, `flops_ratio` (of a forward pass) and
-    `loss_difference`.
-  """
+  """Compares the minima with the reference group's; a row for each method."""
   rows = []
   baselines = {f.curve.budget: f for f in fitted if f.curve.group == reference}
   for this in fitted:
@@ -190,11 +162,10 @@ def comparisons(
       ours, theirs = getattr(this, method), getattr(other, method)
       if isinstance(ours, str) or isinstance(theirs, str):
         continue
-      forwards = (
+      our_flops, their_flops = (
         minimum.log_params.map(lambda x, c=side.curve: np.log(c.forward_at(x)))
         for minimum, side in ((ours, this), (theirs, other))
       )
-      our_flops, their_flops = forwards
       rows.append(
         {
           'group': this.curve.group,
@@ -208,14 +179,11 @@ def comparisons(
   return rows
 
 
-def at_equal_steps(
-  results: Sequence[tuple[Entry, Mapping[str, Any]]],
-) -> list[dict[str, Any]]:
+def at_equal_steps(results: Results) -> list[dict[str, Any]]:
   """Compares groups with the control whose routed blocks are removed.
 
-  Runs of the control, which do not spend their budget, are paired with runs of
-  the same budget, width, seed and number of steps. The interval of the mean
-  difference is Student's, over all pairs.
+  Runs are paired by budget, width, seed and number of steps. The interval of
+  the mean difference is Student's, over all pairs.
   """
   by_group = {}
   for entry, result in results:
@@ -252,88 +220,52 @@ def at_equal_steps(
   return rows
 
 
-def causal(
-  results: Sequence[tuple[Entry, Mapping[str, Any]]],
-) -> list[dict[str, Any]]:
-  """Returns how much higher losses are under causal routing rules.
-
-  The loss of a run is that under top-k, which looks at whole sequences.
-
-  Returns:
-    Rows with `group`, `budget`, `rule` and `loss_difference`: the loss under
-    the rule minus that under top-k, averaged over the runs.
-  """
+def causal(results: Results) -> list[dict[str, Any]]:
+  """Returns mean losses under causal rules, minus those under top-k."""
   differences = {}
   for entry, result in results:
     for rule, loss in _causal_losses(result).items():
       key = (entry.group, entry.budget, rule)
       differences.setdefault(key, []).append(loss - result['loss'])
+  names = ('group', 'budget', 'rule')
   return [
-    {
-      'group': group,
-      'budget': budget,
-      'rule': rule,
-      'loss_difference': float(np.mean(values)),
-    }
-    for (group, budget, rule), values in differences.items()
+    dict(zip(names, key, strict=True))
+    | {'loss_difference': float(np.mean(values))}
+    for key, values in differences.items()
   ]
 
 
 def _causal_losses(result) -> dict[str, float]:
   """Returns the losses by routing rule, except top-k."""
-  names = {name: name.partition('/') for name in result['metrics']}
-  return {
-    rule: result['metrics'][name]
-    for name, (rule, _, metric) in names.items()
-    if metric == 'loss' and rule != 'top_k'
-  }
+  losses = {}
+  for name, value in result['metrics'].items():
+    rule, _, metric = name.partition('/')
+    if metric == 'loss' and rule != 'top_k':
+      losses[rule] = value
+  return losses
 
 
-def record(
-  fitted: Sequence[Fitted],
-  surfaces: Mapping[str, optimum.Surface | str],
-  rows: Sequence[Mapping[str, Any]],
-  equal_steps: Sequence[Mapping[str, Any]] = (),
-  under_rules: Sequence[Mapping[str, Any]] = (),
-) -> dict[str, Any]:
+def record(results: Results, fitted, surfaces, reference) -> dict[str, Any]:
   """Returns the content of `fit.json`; failed fits are `{'refused': WHY}`."""
 
-  def minimum(outcome):
-    if isinstance(outcome, str):
-      return {'refused': outcome}
-    return {
-      'params': _told(outcome.log_params.map(np.exp)),
-      'loss': _told(outcome.loss),
-    }
+  def plain(value):
+    match value:
+      case str():
+        return {'refused': value}
+      case optimum.Estimate():
+        low, high = map(float, value.interval)
+        return {'value': value.value, 'low': low, 'high': high}
+      case optimum.Minimum():
+        size = value.log_params.map(np.exp)
+        return {'params': plain(size), 'loss': plain(value.loss)}
+      case optimum.Surface():
+        coefficients = value.coefficients()
+        estimates = {name: plain(x) for name, x in coefficients.items()}
+        return estimates | {'spread': value.spread}
 
-  def surface(outcome):
-    if isinstance(outcome, str):
-      return {'refused': outcome}
-    # Rescale A and B, which are in units of the geometric means.
-    scale_R2 = np.exp(outcome.exponent_R2 * outcome.log_units)
-    scale_2 = np.exp(outcome.exponents * outcome.log_units)
-    numbers = {
-      'E': (outcome.terms[0], outcome.term_R3[:, 0]),
-      'A': (
-        outcome.terms[1] * scale_2[0],
-        outcome.term_R3[:, 1] * scale_R2[:, 0],
-      ),
-      'B': (
-        outcome.terms[2] * scale_2[1],
-        outcome.term_R3[:, 2] * scale_R2[:, 1],
-      ),
-      'a': (outcome.exponents[0], outcome.exponent_R2[:, 0]),
-      'b': (outcome.exponents[1], outcome.exponent_R2[:, 1]),
-    }
-    coefficients = {
-      name: _told(optimum.Estimate(float(value), draw_R))
-      for name, (value, draw_R) in numbers.items()
-    }
-    return coefficients | {'spread': outcome.spread}
-
-  def plain(row):
+  def plain_row(row):
     return {
-      name: _told(value) if isinstance(value, optimum.Estimate) else value
+      name: plain(value) if isinstance(value, optimum.Estimate) else value
       for name, value in row.items()
     }
 
@@ -344,34 +276,28 @@ def record(
         'group': f.curve.group,
         'budget': f.curve.budget,
         'runs': len(f.curve.loss_I),
-        'sizes': len(set(f.curve.params_I.tolist())),
+        'sizes': len(np.unique(f.curve.params_I)),
         'diverged': f.curve.diverged,
         'mean_losses': [
           {'params': size, 'loss': loss} for size, loss in f.curve.means()
         ],
-        'parabola': minimum(f.parabola),
-        'joint': minimum(f.joint),
+        'parabola': plain(f.parabola),
+        'joint': plain(f.joint),
       }
       for f in fitted
     ],
-    'surfaces': {name: surface(outcome) for name, outcome in surfaces.items()},
-    'comparisons': [plain(row) for row in rows],
-    'equal_steps': [plain(row) for row in equal_steps],
-    'causal': list(under_rules),
+    'surfaces': {name: plain(outcome) for name, outcome in surfaces.items()},
+    'comparisons': [plain_row(row) for row in comparisons(fitted, reference)],
+    'equal_steps': [plain_row(row) for row in at_equal_steps(results)],
+    'causal': causal(results),
   }
 
 
-def _told(estimate) -> dict[str, float]:
-  low, high = map(float, estimate.interval)
-  return {'value': estimate.value, 'low': low, 'high': high}
-
-
-def table(told: Mapping[str, Any]) -> str:
+def table(fit_record: Mapping[str, Any]) -> str:
   """Returns the content of `fit.json` as text."""
-  lines = [
-    f'Minima at equal training FLOPs, with {told["interval"]:.0%} intervals'
-  ]
-  for curve in told['curves']:
+  level = fit_record['interval']
+  lines = [f'Minima at equal training FLOPs, with {level:.0%} intervals']
+  for curve in fit_record['curves']:
     title = (
       f'{curve["group"]} at {curve["budget"]:g} FLOPs, {curve["runs"]} runs'
     )
@@ -385,30 +311,31 @@ def table(told: Mapping[str, Any]) -> str:
     for method in ('parabola', 'joint'):
       minimum = curve[method]
       if 'refused' in minimum:
-        lines.append(f'  {method:9} no minimum: {minimum["refused"]}')
-        continue
-      lines.append(
-        f'  {method:9} {_written(minimum["params"], ".3g")} parameters, loss'
-        f' {_written(minimum["loss"], ".4f")}'
-      )
-  if told['comparisons']:
+        text = f'no minimum: {minimum["refused"]}'
+      else:
+        text = (
+          f'{_written(minimum["params"], ".3g")} parameters, loss'
+          f' {_written(minimum["loss"], ".4f")}'
+        )
+      lines.append(f'  {method:9} {text}')
+  if fit_record['comparisons']:
     lines.append('Against the dense models')
-  for row in told['comparisons']:
+  for row in fit_record['comparisons']:
     lines.append(
       f'  {row["group"]} at {row["budget"]:g}, {row["method"]}: parameters x'
       f' {_written(row["params_ratio"], ".2f")}, FLOPs of a forward pass x'
       f' {_written(row["flops_ratio"], ".2f")}, loss'
       f' {_written(row["loss_difference"], "+.4f")}'
     )
-  for row in told['equal_steps']:
+  for row in fit_record['equal_steps']:
     lines.append(
       f'  {row["group"]} against {row["against"]} at {row["budget"]:g}, the'
       f' same steps, {row["pairs"]} pairs: loss'
       f' {_written(row["loss_difference"], "+.4f")}'
     )
-  if told['causal']:
+  if fit_record['causal']:
     lines.append('Under other rules than top-k, which looks at whole sequences')
-  for row in told['causal']:
+  for row in fit_record['causal']:
     lines.append(
       f'  {row["group"]} at {row["budget"]:g}, {row["rule"]}: loss'
       f' {row["loss_difference"]:+.4f}'
@@ -416,45 +343,37 @@ def table(told: Mapping[str, Any]) -> str:
   return '\n'.join(lines)
 
 
-def _written(told, form) -> str:
-  low, high = format(told['low'], form), format(told['high'], form)
-  return f'{told["value"]:{form}} [{low}, {high}]'
+def _written(estimate, form) -> str:
+  value, low, high = (
+    format(estimate[n], form) for n in ('value', 'low', 'high')
+  )
+  return f'{value} [{low}, {high}]'
 
 
 def rows(
-  results: Sequence[tuple[Entry, Mapping[str, Any]]],
-  dense_flops: Mapping[float, float],
+  results: Results, dense_flops: Mapping[float, float]
 ) -> list[dict[str, Any]]:
-  """Returns the lines of `isoflop.csv`, by column.
-
-  Args:
-    results: runs and their results.
-    dense_flops: FLOPs of a forward pass of the best dense model, by budget.
-  """
+  """Returns the lines of `isoflop.csv`, by column."""
   lines = []
   rules = {rule: None for _, r in results for rule in _causal_losses(r)}
   for entry, result in results:
     run_facts, model = entry.facts, entry.config.model
     best = dense_flops.get(entry.budget)
-    causal_losses = _causal_losses(result)
+    losses = _causal_losses(result)
+    of_entry = ('id', 'group', 'budget', 'seed')
+    sizes = ('params', 'embedding_params', 'forward_flops')
+    spent = ('steps', 'tokens', 'train_flops')
     lines.append(
       {
-        'id': entry.id,
-        'group': entry.group,
-        'budget': entry.budget,
-        'seed': entry.seed,
+        **{name: getattr(entry, name) for name in of_entry},
         'num_layers': model.num_layers,
         'width': model.width,
-        'params': run_facts['params'],
-        'embedding_params': run_facts['embedding_params'],
-        'forward_flops': run_facts['forward_flops'],
+        **{name: run_facts[name] for name in sizes},
         'relative_flops': best and run_facts['forward_flops'] / best,
         'learning_rate': entry.config.optimizer.learning_rate,
-        'steps': run_facts['steps'],
-        'tokens': run_facts['tokens'],
-        'train_flops': run_facts['train_flops'],
+        **{name: run_facts[name] for name in spent},
         'loss': result['loss'],
-        **{f'{rule}_loss': causal_losses.get(rule) for rule in rules},
+        **{f'{rule}_loss': losses.get(rule) for rule in rules},
         'diverged': result['diverged'],
       }
     )
@@ -473,22 +392,20 @@ def best_dense(fitted: Sequence[Fitted], reference: str) -> dict[float, float]:
       continue
     if isinstance(f.parabola, str):
       size, _ = min(curve.means(), key=lambda mean: mean[1])
-      flops_by_budget[curve.budget] = float(
-        curve.forward_I[curve.params_I == size][0]
-      )
+      forward = curve.forward_I[curve.params_I == size][0]
     else:
-      flops_by_budget[curve.budget] = float(
-        curve.forward_at(f.parabola.log_params.value)
-      )
+      forward = curve.forward_at(f.parabola.log_params.value)
+    flops_by_budget[curve.budget] = float(forward)
   return flops_by_budget
+
+
+def define_flags() -> None:
+  flags.DEFINE_string('workdir', None, 'Directory of the sweep.', required=True)
 
 
 def main(_) -> None:
   """`python -m mod_jax.sweeps fit`."""
-  workdir = flags.FLAGS.workdir
-  if not workdir:
-    raise UserError('--workdir is missing: give the directory of the sweep.')
-  print(write(workdir))
+  print(write(flags.FLAGS.workdir))
 
 
 def write(workdir) -> str:
@@ -504,19 +421,14 @@ def write(workdir) -> str:
       f'no run in {workdir} has a loss yet ({len(results)} diverged): run the'
       ' sweep by `python -m mod_jax.sweeps run`.'
     )
-  reference = next(
-    (
-      entry.group
-      for entry, _ in results
-      if entry.config.model.routing is None and entry.facts['equal_flops']
-    ),
-    '',
+  dense = (
+    entry.group
+    for entry, _ in results
+    if entry.config.model.routing is None and entry.facts['equal_flops']
   )
+  reference = next(dense, None)
   fitted, surfaces = fit(curves(results))
-  differences = comparisons(fitted, reference)
-  fit_record = record(
-    fitted, surfaces, differences, at_equal_steps(results), causal(results)
-  )
+  fit_record = record(results, fitted, surfaces, reference)
   text = metrics_lib.to_json(fit_record, indent=2) + '\n'
   workdir_lib.write_text(workdir / 'fit.json', text)
   dense_flops = best_dense(fitted, reference)
@@ -529,7 +441,8 @@ def write(workdir) -> str:
   best = _best_runs(workdir, results, budget)
   if best:
     title = f'The best run of each group at {budget:g} FLOPs'
-    viz.save(compare.picture(best, title=title), workdir / 'curves.png')
+    figure = compare.Comparison(best).figure(title)
+    viz.save(figure, workdir / 'curves.png')
   planned = len(manifest.read(workdir))
   if len(results) == planned:
     return table(fit_record)
@@ -538,14 +451,12 @@ def write(workdir) -> str:
 
 def _best_runs(workdir, results, budget) -> list[compare.Run]:
   """Returns each group's best run at a budget, if its files are present."""
-  best = {}
+  by_group = {}
   for entry, result in results:
-    if entry.budget != budget or result['diverged']:
-      continue
-    best_so_far = best.setdefault(entry.group, (entry, result))
-    if result['loss'] < best_so_far[1]['loss']:
-      best[entry.group] = (entry, result)
-  folders = {e.id: run_lib.directory(workdir, e) for e, _ in best.values()}
+    if entry.budget == budget and not result['diverged']:
+      by_group.setdefault(entry.group, []).append((result['loss'], entry))
+  best = [min(runs, key=lambda run: run[0])[1] for runs in by_group.values()]
+  folders = {entry.id: run_lib.directory(workdir, entry) for entry in best}
   return [
     compare.read(folder, name)
     for name, folder in folders.items()
@@ -554,61 +465,49 @@ def _best_runs(workdir, results, budget) -> list[compare.Run]:
 
 
 def _pictures(fitted: Sequence[Fitted]) -> dict[str, list[Fitted]]:
-  """Returns the curves of each picture.
+  """Returns the curves of each picture, by name.
 
-  `isoflop` shows the groups that have several budgets. `variants` shows all
-  groups at the budgets of the others.
+  `isoflop` shows the groups that have several budgets, `variants` all groups at
+  the budgets of the others.
   """
   budgets = {}
-  for item in fitted:
-    budgets.setdefault(item.curve.group, set()).add(item.curve.budget)
-  main_groups = {group for group, item in budgets.items() if len(item) > 1}
-  main_groups = main_groups or set(budgets)
-  pictures = {'isoflop': [f for f in fitted if f.curve.group in main_groups]}
-  if main_groups != set(budgets):
-    variant_budgets = set().union(
-      *(budgets[g] for g in set(budgets) - main_groups)
-    )
-    pictures['variants'] = [
-      f for f in fitted if f.curve.budget in variant_budgets
-    ]
+  for f in fitted:
+    budgets.setdefault(f.curve.group, set()).add(f.curve.budget)
+  several = {group for group, of_group in budgets.items() if len(of_group) > 1}
+  several = several or set(budgets)
+  pictures = {'isoflop': [f for f in fitted if f.curve.group in several]}
+  others = set().union(*(budgets[group] for group in set(budgets) - several))
+  if others:
+    pictures['variants'] = [f for f in fitted if f.curve.budget in others]
   return pictures
 
 
 def _drawn(own: Fitted, dense_flops) -> dict[str, Any]:
   """Returns the input of `viz.isoflop` for a curve."""
-  curve = own.curve
+  curve, minimum = own.curve, own.parabola
+  best = dense_flops.get(curve.budget)
   fields = {
     'group': curve.group,
     'budget': curve.budget,
     'params': curve.params_I,
     'loss': curve.loss_I,
   }
-  if curve.budget in dense_flops:
-    fields['flops'] = curve.forward_I / dense_flops[curve.budget]
-  if isinstance(own.parabola, str):
+  if best is not None:
+    fields['flops'] = curve.forward_I / best
+  if isinstance(minimum, str):
     return fields
   line = optimum.parabola(curve.params_I, curve.loss_I)
   grid_G = np.geomspace(curve.params_I.min(), curve.params_I.max(), 100)
-  minimum = own.parabola
+  at, interval = minimum.log_params.value, minimum.log_params.interval
   fields |= {
     'line': (grid_G, np.polyval(line, np.log(grid_G))),
-    'minimum': (np.exp(minimum.log_params.value), minimum.loss.value),
-    'interval': (
-      np.exp(minimum.log_params.interval),
-      minimum.loss.interval,
-    ),
+    'minimum': (np.exp(at), minimum.loss.value),
+    'interval': (np.exp(interval), minimum.loss.interval),
   }
-  if curve.budget in dense_flops:
-    best = dense_flops[curve.budget]
+  if best is not None:
     fields |= {
       'flops_line': curve.forward_at(np.log(grid_G)) / best,
-      'flops_minimum': curve.forward_at(minimum.log_params.value) / best,
-      'flops_interval': curve.forward_at(np.array(minimum.log_params.interval))
-      / best,
+      'flops_minimum': curve.forward_at(at) / best,
+      'flops_interval': curve.forward_at(np.array(interval)) / best,
     }
   return fields
-
-
-def define_flags() -> None:
-  flags.DEFINE_string('workdir', None, 'Directory of the sweep.')

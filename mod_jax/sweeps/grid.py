@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 import dataclasses
+import hashlib
 import itertools
-import sys
 import typing
 from typing import Any
 
@@ -12,10 +12,9 @@ import jax
 from mod_jax import config as config_lib
 from mod_jax import viz
 from mod_jax.errors import UserError
-from mod_jax.runs import lock as lock_lib
 from mod_jax.runs import metrics as metrics_lib
-from mod_jax.runs import stop as stop_lib
 from mod_jax.runs import workdir as workdir_lib
+from mod_jax.sweeps import run as run_lib
 from mod_jax.sweeps import tables
 from mod_jax.tasks import make_task, phases
 from mod_jax.tasks.experiment import ExperimentConfig
@@ -28,34 +27,22 @@ Axes = Mapping[str, Sequence[Any]]  # Values by dotted field.
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Point:
-  """A finished run of a sweep.
+  """A finished run of a sweep."""
 
-  Attributes:
-    name: its directory's name below the sweep's.
-    values: values of the fields that are swept over, by dotted name.
-    metrics: all held-out metrics at its end; empty if it diverged.
-    main: the main metrics, which a table shows.
-    diverged: the message with which it diverged, or ''.
-  """
-
-  name: str
-  values: dict[str, Any]
-  metrics: dict[str, float]
-  main: dict[str, float]
-  diverged: str = ''
+  name: str  # Its directory's name below the sweep's.
+  values: dict[str, Any]  # Of the fields that are swept over, by dotted name.
+  metrics: dict[str, float]  # All held-out metrics; empty if it diverged.
+  main: dict[str, float]  # The main metrics, which a table shows.
+  diverged: str = ''  # The message with which it diverged.
 
 
 def parse(
   config: ExperimentConfig, texts: Sequence[str]
 ) -> dict[str, tuple[Any, ...]]:
-  """Parses axes such as `seed=0,1,2`.
+  """Parses axes such as `seed=0,1,2`, whose fields are those of a config.
 
   Values are written as on the command line. Commas within brackets or quotes
   do not separate them.
-
-  Args:
-    config: the config to sweep over, for the types of its fields.
-    texts: one for each field.
 
   Raises:
     UserError: there is no such field, or there are no values.
@@ -86,34 +73,32 @@ def points(
     UserError: a field is unknown, a value is not allowed, or two points have
       the same name.
   """
-  return [(name, changed) for name, _, changed in _points(config, axes)]
-
-
-def _points(config, axes):
-  """Returns (name, values by field, config) of each point."""
   for path, values in axes.items():
     config_lib.field(config, path, '--sweep=')
     if not values:
       raise UserError(f'{path} has no values: give at least one.')
-  all_points, names = [], set()
-  for combination in itertools.product(*axes.values()):
-    values = dict(zip(axes, combination, strict=True))
-    name = ','.join(f'{path}={_text(v)}' for path, v in values.items())
+  configs = {}
+  for values in _combinations(axes):
     # The name becomes a directory, so it must not contain separators.
+    name = ','.join(f'{path}={_text(v)}' for path, v in values.items())
     name = name.replace('/', '_').replace('\\', '_')
-    if name in names:
+    if name in configs:
       raise UserError(
         f'two points of the sweep would lie in {name}: list each value once,'
         ' and none that differs from another by slashes alone.'
       )
-    names.add(name)
-    run_name = {} if 'name' in values else {'name': f'{config.name} {name}'}
     try:
-      changed = config_lib.replace(config, run_name | values)
+      configs[name] = config_lib.replace(
+        config, {'name': f'{config.name} {name}'} | values
+      )
     except UserError as error:
       raise UserError(f'the point {name} of the sweep: {error}') from error
-    all_points.append((name, values, changed))
-  return all_points
+  return list(configs.items())
+
+
+def _combinations(axes):
+  for combination in itertools.product(*axes.values()):
+    yield dict(zip(axes, combination, strict=True))
 
 
 def run(
@@ -123,21 +108,17 @@ def run(
   *,
   allow_changed_data: bool = False,
 ) -> list[Point]:
-  """Trains all points, one after another, and records their metrics.
+  """Trains all points that no other worker trains, and records their metrics.
 
   Each point has the directory `WORKDIR/<field>=<value>,…` and is resumed like
-  any run; finished points are only read. A point that diverges does not stop
-  the others. `WORKDIR/sweep.json` is rewritten after each point, and
+  any run; its result lies in `WORKDIR/results`, and a point that has one for
+  the same config is not trained again. A point that diverges does not stop the
+  others. `WORKDIR/sweep.json` is rewritten after each point, and
   `WORKDIR/pareto.png` shows accuracy against compute if both are measured.
 
-  Args:
-    config: the config of which the points are variants.
-    axes: values by dotted field.
-    workdir: directory of the sweep.
-    allow_changed_data: as for `loop.train`.
-
   Returns:
-    The points in order; fewer if a signal stopped the sweep.
+    The finished points in order: fewer than all if a signal stopped the sweep
+    or other workers still train some.
 
   Raises:
     UserError: as `points` and `train.loop.train`; problems of the configs are
@@ -149,48 +130,68 @@ def run(
       f'--workdir={workdir} holds a single run: give a sweep a directory of its'
       ' own.'
     )
-  todo = _points(config, axes)
-  for name, _, changed in todo:
-    for directory, part in phases.expand(changed, workdir / name):
-      workdir_lib.check(directory, part)
-  with stop_lib.listening(), lock_lib.held(workdir):
-    return _run(axes, todo, workdir, allow_changed_data)
+  jobs = [
+    run_lib.Job(
+      id=name,
+      config=changed,
+      folder=workdir / name,
+      path=workdir / 'results' / f'{name}.json',
+      origin=hashlib.sha256(config_lib.to_json(changed).encode()).hexdigest(),
+    )
+    for name, changed in points(config, axes)
+  ]
+  for job in jobs:
+    phase_runs = phases.expand(job.config, job.folder)
+    for phase_run in phase_runs:
+      workdir_lib.check(*phase_run)
+    # Refuses a point that was finished over other data.
+    phases.finished(*phase_runs[-1], allow_changed_data=allow_changed_data)
 
-
-def _run(axes, todo, workdir, allow_changed_data):
-  done = []
-  for name, values, changed in todo:
-    if stop_lib.requested():
+  def finish() -> list[Point]:
+    results = None
+    # Repeat, in case that another worker adds a result while this one writes.
+    while (latest := [job.result() for job in jobs]) != results:
+      results = latest
+      finished = _finished(jobs, results, axes)
       if jax.process_index() == 0:
-        print(
-          f'stopped after {len(done)} of {len(todo)} points; the same command'
-          ' continues.',
-          file=sys.stderr,
-        )
-      return done
-    outcome = phases.complete(
-      changed, workdir / name, allow_changed_data=allow_changed_data
-    )
-    if outcome is None:
-      return done
-    if outcome.diverged and jax.process_index() == 0:
-      print(f'{name} diverged: {outcome.diverged}')
-    _, last_phase = phases.expand(changed, workdir / name)[-1]
-    done.append(
-      Point(
-        name=name,
-        values=values,
-        metrics=outcome.metrics,
-        main=make_task(last_phase).main_metrics(outcome.metrics),
-        diverged=outcome.diverged,
-      )
-    )
-    if jax.process_index() == 0:
-      _write(workdir, axes, done)
-  figure = picture(done) if jax.process_index() == 0 else None
+        _write(workdir, axes, finished)
+    return finished
+
+  run_lib.train(jobs, allow_changed_data=allow_changed_data, after=finish)
+  finished = finish()
+  figure = picture(finished) if jax.process_index() == 0 else None
   if figure is not None:
     viz.save(figure, workdir / 'pareto.png')
-  return done
+  return finished
+
+
+def _finished(jobs, results, axes) -> list[Point]:
+  return [
+    Point(
+      name=job.id,
+      values=values,
+      metrics=result['metrics'],
+      main=_main(job, result['metrics']),
+      diverged=result['diverged'],
+    )
+    for job, result, values in zip(
+      jobs, results, _combinations(axes), strict=True
+    )
+    if result is not None
+  ]
+
+
+def _main(job, metrics) -> dict[str, float]:
+  """Returns the main metrics in the order of the modes of evaluation."""
+  _, last_phase = phases.expand(job.config, job.folder)[-1]
+  task = make_task(last_phase)
+  order = {prefix: i for i, prefix in enumerate(task.eval_modes())}
+
+  def position(name):
+    return order.get(name[: name.rfind('/') + 1], len(order))
+
+  main = task.main_metrics(metrics)
+  return {name: main[name] for name in sorted(main, key=position)}
 
 
 def table(points: Sequence[Point]) -> str:
@@ -201,14 +202,12 @@ def table(points: Sequence[Point]) -> str:
   names = list(dict.fromkeys(name for p in points for name in p.main))
   rows = [[*fields, *names]]
   for point in points:
-    cells = [_text(value) for value in point.values.values()]
-    for name in names:
-      value = point.main.get(name)
-      missing = 'diverged' if point.diverged else '-'
-      cells.append(missing if value is None else f'{value:.4f}')
+    missing = 'diverged' if point.diverged else '-'
+    values = map(point.main.get, names)
+    cells = [missing if value is None else f'{value:.4f}' for value in values]
     if point.diverged and not names:
-      cells.append('diverged')
-    rows.append(cells)
+      cells = ['diverged']
+    rows.append([*map(_text, point.values.values()), *cells])
   return '\n'.join(tables.aligned(rows, left=len(fields)))
 
 
@@ -240,10 +239,10 @@ def picture(points: Sequence[Point]) -> 'Figure | None':
   )
 
 
-def _write(workdir, axes, done):
+def _write(workdir, axes, finished):
   record = {
     'axes': {path: list(values) for path, values in axes.items()},
-    'points': [dataclasses.asdict(point) for point in done],
+    'points': [vars(point) for point in finished],
   }
   text = metrics_lib.to_json(record, indent=2) + '\n'
   workdir_lib.write_text(workdir / 'sweep.json', text)

@@ -24,44 +24,26 @@ _HASH = 'manifest'  # The key of the hash over all lines, in each line.
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Entry:
-  """One run of a sweep.
+  """One run of a sweep."""
 
-  Attributes:
-    id: the run's name in the sweep, and that of its directory.
-    group: name of the curve that it belongs to, such as 'dense' or 'mod'.
-    budget: training FLOPs that the run is planned for.
-    seed: the run's seed.
-    config: the run's config.
-    facts: numbers computed before the run, by name; see `plan.facts`.
-  """
-
-  id: str
-  group: str
-  budget: float
+  id: str  # Its name in the sweep, and that of its directory.
+  group: str  # The curve that it belongs to, such as 'dense' or 'mod'.
+  budget: float  # Training FLOPs that it is planned for.
   seed: int
   config: ExperimentConfig
-  facts: dict[str, Any]
+  facts: dict[str, Any]  # Numbers computed beforehand; see `plan.facts`.
 
 
 def write(workdir, entries: Sequence[Entry]) -> str:
-  """Writes the manifest of a sweep; returns the hash over all its lines.
-
-  Raises:
-    UserError: runs of another manifest were begun here, or the directory cannot
-      be written.
-  """
-  lines = [_encode(entry) for entry in entries]
+  """Writes the manifest of a sweep; returns the hash over all its lines."""
+  lines = [
+    vars(entry) | {'config': json.loads(config_lib.to_json(entry.config))}
+    for entry in entries
+  ]
   digest = _digest(lines)
   _check_begun(workdir, digest)
   text = ''.join(json.dumps(line | {_HASH: digest}) + '\n' for line in lines)
-  path = workdir_lib.expand(workdir) / FILE
-  try:
-    workdir_lib.write_text(path, text)
-  except OSError as error:
-    raise UserError(
-      f'--workdir={workdir} cannot be written ({error.strerror}): name a'
-      ' directory that can.'
-    ) from error
+  workdir_lib.write_text(workdir_lib.expand(workdir) / FILE, text)
   return digest
 
 
@@ -74,22 +56,13 @@ def read(workdir) -> list[Entry]:
   return read_with_hash(workdir)[0]
 
 
-def begin(workdir) -> tuple[list[Entry], str]:
-  """Records that runs of the manifest have begun.
-
-  Returns:
-    The runs, and the hash over all lines, as from `read_with_hash`.
-
-  Raises:
-    UserError: as `read`; or runs of another manifest were begun here.
-  """
-  entries, digest = read_with_hash(workdir)
+def begin(workdir, digest: str) -> None:
+  """Records that runs of the manifest with this hash have begun."""
   _check_begun(workdir, digest)
   path = workdir_lib.expand(workdir) / _BEGUN
   if not path.exists():
     # Workers may race here, but they all write the same content.
     workdir_lib.write_text(path, json.dumps({_HASH: digest}) + '\n')
-  return entries, digest
 
 
 def read_with_hash(workdir) -> tuple[list[Entry], str]:
@@ -102,15 +75,18 @@ def read_with_hash(workdir) -> tuple[list[Entry], str]:
     )
   try:
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    hashes = {line.pop(_HASH) for line in lines}
+    (digest,) = {line.pop(_HASH) for line in lines}
+    if digest != _digest(lines):
+      raise ValueError
   except (ValueError, KeyError, AttributeError, TypeError) as error:
-    raise _edited(path) from error
-  if hashes != {_digest(lines)}:
-    raise _edited(path)
-  return [_decode(path, line) for line in lines], hashes.pop()
+    raise UserError(
+      f'{path} is not as it was planned: plan the sweep again, in another'
+      ' directory if runs were begun in this one.'
+    ) from error
+  return [_decoded(path, line) for line in lines], digest
 
 
-def _check_begun(workdir, found):
+def _check_begun(workdir, digest):
   path = workdir_lib.expand(workdir) / _BEGUN
   if not path.exists():
     return
@@ -121,18 +97,11 @@ def _check_begun(workdir, found):
       f'{path} is damaged: delete it, if the runs in that directory are of the'
       f' {FILE} that is there.'
     ) from error
-  if begun != found:
+  if begun != digest:
     raise UserError(
       f'{path.parent} holds runs of another manifest: name another --workdir,'
       ' or restore the manifest that they were begun with.'
     )
-
-
-def _edited(path):
-  return UserError(
-    f'{path} is not as it was planned: plan the sweep again, in another'
-    ' directory if runs were begun in this one.'
-  )
 
 
 def _digest(lines) -> str:
@@ -140,12 +109,7 @@ def _digest(lines) -> str:
   return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _encode(entry):
-  fields = {f.name: getattr(entry, f.name) for f in dataclasses.fields(entry)}
-  return fields | {'config': json.loads(config_lib.to_json(entry.config))}
-
-
-def _decode(path, line):
+def _decoded(path, line) -> Entry:
   try:
     config = config_lib.from_dict(ExperimentConfig, line['config'])
   except UserError as error:

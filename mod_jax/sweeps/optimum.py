@@ -42,12 +42,7 @@ class NoMinimumError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-  """A number with its uncertainty.
-
-  Attributes:
-    value: the best estimate.
-    draw_R: draws from its distribution.
-  """
+  """A number with its uncertainty: the best estimate, and R draws."""
 
   value: float
   draw_R: np.ndarray
@@ -96,22 +91,25 @@ class Noise:
 def noise(curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> Noise | None:
   """Estimates noise from the residuals of the parabolas of all curves.
 
-  Args:
-    curves: parameters [I] and losses [I] of each curve.
-
-  Returns:
-    The noise; None if no degrees of freedom are left.
+  Curves are pairs of parameters [I] and losses [I]; the result is None if they
+  leave no degrees of freedom.
   """
   squares, freedom = 0.0, 0
   for params_I, loss_I in curves:
-    if len(set(params_I)) < 3:
+    if len(np.unique(params_I)) < 3:
       continue
     x_I = np.log(params_I)
-    basis_I3 = _basis(x_I - x_I.mean(), None)
-    rest_I = loss_I - basis_I3 @ np.linalg.lstsq(basis_I3, loss_I)[0]
-    squares += float(rest_I @ rest_I)
+    _, rest = _least_squares(_basis(x_I - x_I.mean(), None), loss_I)
+    squares += rest
     freedom += len(loss_I) - 3
   return Noise(squares / freedom, freedom) if freedom > 0 else None
+
+
+def _least_squares(basis_I3, loss_I) -> tuple[np.ndarray, float]:
+  """Returns coefficients [3], and the residual sum of squares."""
+  best_3 = np.linalg.lstsq(basis_I3, loss_I)[0]
+  rest_I = loss_I - basis_I3 @ best_3
+  return best_3, float(rest_I @ rest_I)
 
 
 def parabola(params_I, loss_I) -> np.ndarray:
@@ -122,18 +120,11 @@ def parabola(params_I, loss_I) -> np.ndarray:
 def of_curve(params_I, loss_I, noise: Noise | None, seed: int = 0) -> Minimum:
   """Returns the minimum of the parabola through the losses of one budget.
 
-  Args:
-    params_I: parameters of each run's model.
-    loss_I: loss of each run.
-    noise: noise of a run's loss; None if it could not be estimated.
-    seed: seed of the draws.
-
   Raises:
     NoMinimumError: there are too few sizes or runs, they do not enclose a
       minimum, or it is lost in the noise.
   """
-  params_I, loss_I = map(np.asarray, (params_I, loss_I))
-  sizes = len(set(params_I.tolist()))
+  sizes = len(np.unique(params_I))
   if sizes < _MIN_SIZES:
     raise NoMinimumError(f'{sizes} sizes, of at least {_MIN_SIZES} needed')
   if noise is None:
@@ -141,27 +132,23 @@ def of_curve(params_I, loss_I, noise: Noise | None, seed: int = 0) -> Minimum:
   x_I = np.log(params_I)
   middle = x_I.mean()
   rng = np.random.default_rng(seed)
-  minimum, log_R, loss_R = None, [], []
+  count = _DRAWS // len(_SHAPES)
+  minima = []
   for shape in _SHAPES:
     basis_I3 = _basis(x_I - middle, shape)
     inverse_33 = np.linalg.inv(basis_I3.T @ basis_I3)
     best_3 = inverse_33 @ basis_I3.T @ loss_I
     if shape is None:
-      minimum = _least(best_3[None], None)
-      _check_inside(minimum[0][0] + middle, x_I)
-    count = _DRAWS // len(_SHAPES)
+      (log_params,), (loss,) = _least(best_3[None], None)
+      _check_inside(log_params + middle, x_I)
     normal_R3 = rng.normal(size=(count, 3)) @ np.linalg.cholesky(inverse_33).T
     draw_R3 = best_3 + noise.draw(rng, count)[:, None] * normal_R3
-    for draws, values in zip(
-      (log_R, loss_R), _least(draw_R3, shape), strict=True
-    ):
-      draws.append(values)
-  log_R, loss_R = np.concatenate(log_R) + middle, np.concatenate(loss_R)
+    minima.append(_least(draw_R3, shape))
+  log_R, loss_R = np.concatenate(minima, axis=1)
   finite_R = np.isfinite(log_R)
   _check_not_lost(~finite_R)
-  (log_params,), (loss,) = minimum
   return Minimum(
-    Estimate(float(log_params + middle), log_R[finite_R]),
+    Estimate(float(log_params + middle), log_R[finite_R] + middle),
     Estimate(float(loss), loss_R[finite_R]),
   )
 
@@ -209,37 +196,39 @@ def _check_not_lost(lost_R):
 
 @dataclasses.dataclass(frozen=True)
 class Surface:
-  """`E + A/N^a + B/D^b`, with N and D in units of their geometric means.
+  """`E + A/N^a + B/D^b`, with N and D in units of their geometric means."""
 
-  Attributes:
-    terms: (E, A, B).
-    exponents: (a, b).
-    term_R3: draws of the terms.
-    exponent_R2: draws of the exponents.
-    log_units: logarithms of the units of N and D.
-    spread: standard deviation of the residuals.
-  """
+  terms: np.ndarray  # (E, A, B).
+  exponents: np.ndarray  # (a, b).
+  term_R3: np.ndarray  # Draws of the terms.
+  exponent_R2: np.ndarray  # Draws of the exponents.
+  log_units: np.ndarray  # Logarithms of the units of N and D.
+  spread: float  # Standard deviation of the residuals.
 
-  terms: np.ndarray
-  exponents: np.ndarray
-  term_R3: np.ndarray
-  exponent_R2: np.ndarray
-  log_units: np.ndarray
-  spread: float
+  def coefficients(self) -> dict[str, Estimate]:
+    """Returns E, A, B, a and b for N and D in parameters and tokens."""
+    scale_2 = np.exp(self.exponents * self.log_units)
+    scale_R2 = np.exp(self.exponent_R2 * self.log_units)
+    term_3, term_R3 = self.terms.copy(), self.term_R3.copy()
+    term_3[1:] *= scale_2
+    term_R3[:, 1:] *= scale_R2
+    values = *term_3, *self.exponents
+    draws = *term_R3.T, *self.exponent_R2.T
+    return {
+      name: Estimate(float(value), draw_R)
+      for name, value, draw_R in zip('EABab', values, draws, strict=True)
+    }
 
   def minimum(self, params_I, tokens_I) -> Minimum:
     """Returns the lowest loss along the sizes of one budget.
 
-    Args:
-      params_I: parameters of the budget's runs.
-      tokens_I: their training tokens, which are interpolated by a parabola in
-        the logarithms.
+    Tokens are interpolated by a parabola in the logarithms.
 
     Raises:
       NoMinimumError: the minimum does not lie between the sizes.
     """
     log_I = np.log(params_I)
-    power = min(2, len(set(log_I.tolist())) - 1)
+    power = min(2, len(np.unique(log_I)) - 1)
     x_G = np.linspace(log_I.min(), log_I.max(), 2000)
     tokens_G = np.polyval(np.polyfit(log_I, np.log(tokens_I), power), x_G)
 
@@ -258,7 +247,7 @@ class Surface:
     return Minimum(Estimate(float(x), x_R), Estimate(float(loss), loss_R))
 
 
-def surface(params_I, tokens_I, loss_I, seed: int = 0) -> Surface:
+def surface(params_I, tokens_I, loss_I) -> Surface:
   """Fits the surface to the losses of all budgets of a group.
 
   For each pair of exponents the terms are a linear least-squares fit (Golub and
@@ -269,7 +258,6 @@ def surface(params_I, tokens_I, loss_I, seed: int = 0) -> Surface:
     NoMinimumError: the data do not determine the exponents.
   """
   log_I2 = np.log(np.stack([params_I, tokens_I], axis=-1))
-  loss_I = np.asarray(loss_I)
   if len(np.unique(log_I2, axis=0)) < 6:
     raise NoMinimumError('fewer than 6 points for 5 numbers')
   units_2 = log_I2.mean(axis=0)
@@ -285,42 +273,34 @@ def surface(params_I, tokens_I, loss_I, seed: int = 0) -> Surface:
     raise NoMinimumError('the losses do not tell the exponents')
   freedom = max(1, len(loss_I) - 5)
   spread = Noise(rest / freedom, freedom)
-  rng = np.random.default_rng(seed)
+  rng = np.random.default_rng(0)
   fitted_I = _terms(log_I2, pair_2[None])[0] @ terms_3
   normal_IR = rng.normal(size=(len(loss_I), _JOINT_DRAWS))
   sigma_R = spread.draw(rng, _JOINT_DRAWS)
   # The grid for the draws spans six standard errors of the exponents.
   error_2 = np.sqrt(spread.variance) * _sensitivity(log_I2, pair_2, terms_3)
-  pair_R2, term_R3, found_R = _best(
+  ends = np.clip([pair_2 - 6 * error_2, pair_2 + 6 * error_2], low, high)
+  pair_R2, term_R3, exists_R = _best(
     log_I2,
     fitted_I[:, None] + sigma_R * normal_IR,
-    np.linspace(
-      np.maximum(pair_2 - 6 * error_2, low),
-      np.minimum(pair_2 + 6 * error_2, high),
-      _STEPS,
-    ),
+    np.linspace(*ends, _STEPS),
   )
-  _check_not_lost(~found_R)
+  _check_not_lost(~exists_R)
   return Surface(
     terms=terms_3,
     exponents=pair_2,
-    term_R3=term_R3[found_R],
-    exponent_R2=pair_R2[found_R],
+    term_R3=term_R3[exists_R],
+    exponent_R2=pair_R2[exists_R],
     log_units=units_2,
     spread=float(np.sqrt(spread.variance)),
   )
 
 
 def _best(log_I2, loss_IR, grid_G2):
-  """Returns the best pair of exponents, and its terms, for each of R data sets.
+  """Returns the best pair of exponents for each of R data sets.
 
-  Args:
-    log_I2: logarithms of parameters and tokens.
-    loss_IR: losses of each data set.
-    grid_G2: values of each of the two exponents; all pairs are tried.
-
-  Returns:
-    Pairs [R, 2], terms [R, 3], and whether a valid pair exists [R].
+  All pairs of the two columns of `grid_G2` are tried. The result is pairs
+  [R, 2], terms [R, 3], and whether a valid pair exists [R].
   """
   pair_P2 = np.stack(np.meshgrid(*grid_G2.T), axis=-1).reshape(-1, 2)
   # In an orthonormal basis, the explained sum of squares is that of the
@@ -334,8 +314,8 @@ def _best(log_I2, loss_IR, grid_G2):
   explained_PR = np.where(falls_PR, explained_PR, -np.inf)
   best_R = explained_PR.argmax(axis=0)
   columns = np.arange(loss_IR.shape[1])
-  found_R = np.isfinite(explained_PR[best_R, columns])
-  return pair_P2[best_R], term_P3R[best_R, :, columns], found_R
+  exists_R = np.isfinite(explained_PR[best_R, columns])
+  return pair_P2[best_R], term_P3R[best_R, :, columns], exists_R
 
 
 def _sensitivity(log_I2, pair_2, terms_3):
@@ -355,23 +335,16 @@ def _terms(log_I2, pair_P2):
 
 
 def _refined(log_I2, loss_I, pair_2):
-  """Refines the grid's best exponents.
+  """Refines the grid's best pair; returns it, its terms and sum of squares."""
 
-  Returns:
-    Exponents, terms and the residual sum of squares.
-  """
-
-  def solve(pair_2):
-    basis_I3 = _terms(log_I2, pair_2[None])[0]
-    terms_3 = np.linalg.lstsq(basis_I3, loss_I)[0]
-    rest_I = loss_I - basis_I3 @ terms_3
-    return terms_3, float(rest_I @ rest_I)
+  def solve(log_2):
+    return _least_squares(_terms(log_I2, np.exp(log_2)[None])[0], loss_I)
 
   def squares(log_2):
-    terms_3, rest = solve(np.exp(log_2))
+    terms_3, rest = solve(log_2)
     return rest if (terms_3[1:] > 0).all() else np.inf
 
   log_2 = scipy.optimize.minimize(
     squares, np.log(pair_2), method='Nelder-Mead'
   ).x
-  return np.exp(log_2), *solve(np.exp(log_2))
+  return np.exp(log_2), *solve(log_2)

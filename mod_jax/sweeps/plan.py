@@ -10,7 +10,9 @@ import collections
 from collections.abc import Sequence
 import dataclasses
 import functools
+import itertools
 import math
+import operator
 import re
 from typing import Annotated, Any
 
@@ -126,8 +128,7 @@ class SweepConfig:
         ' are of language models, so expected LMConfig.'
       )
     for name in ('objective', 'dense', 'train.capacity_warmup_steps'):
-      value = functools.reduce(getattr, name.split('.'), self.base)
-      if value:
+      if value := operator.attrgetter(name)(self.base):
         raise UserError(
           f'base.{name}={value}: its FLOPs are not planned for; leave it at'
           ' its default in a sweep at equal FLOPs.'
@@ -172,7 +173,7 @@ def rate_search(
     shapes: two or more sizes, to find how the rate should fall with the width.
     rate: the middle rate, for models of width `rate_width`.
   """
-  (dense, *_) = (group for group in sweep.groups if group.routing is None)
+  dense = next(group for group in sweep.groups if group.routing is None)
   return dataclasses.replace(
     sweep,
     name=f'{sweep.name}_tune',
@@ -180,15 +181,7 @@ def rate_search(
     budgets=sweep.budgets[:1],
     num_seeds=(1,),
     groups=tuple(
-      dataclasses.replace(
-        dense,
-        name=f'rate_x{factor:g}',
-        rate_factor=factor,
-        # Use the shapes of the search, at its one budget.
-        shapes=(),
-        num_sizes=0,
-        budgets=(),
-      )
+      Group(name=f'rate_x{factor:g}', optimum=dense.optimum, rate_factor=factor)
       for factor in (0.25, 0.5, 1.0, 2.0, 4.0)
     ),
     shapes=tuple(shapes),
@@ -210,38 +203,39 @@ def entries(sweep: SweepConfig) -> list[Entry]:
       if group.budgets and i not in group.budgets:
         continue
       for shape in choose_shapes(sweep, group, budget):
-        run = _run(sweep, group, budget, shape)
-        run_facts = facts(run, budget, reference)
+        config = _run(sweep, group, budget, shape)
+        run_facts = facts(config, budget, reference)
         # Whether the run lies on a curve of equal FLOPs.
         run_facts['equal_flops'] = not group.without_routed_blocks
+        num_layers, width, _ = shape
+        size = f'{num_layers} x {width} of the group {group.name}'
         if run_facts['equal_flops']:
-          _check_steps(group, budget, shape, run_facts)
-        planned += [(run, group, budget, shape, run_facts)]
-  corpus = _corpus_tokens(sweep)
-  longest = max(planned, key=lambda each: each[-1]['tokens'])
-  _check_corpus(sweep, corpus, longest)
-  result = []
-  for run, group, budget, (num_layers, width, _), run_facts in planned:
-    if corpus is not None:
-      run_facts = run_facts | {
-        'corpus_tokens': corpus,
-        'epochs': run_facts['tokens'] / corpus,
-      }
-    size = f'{group.name}_{_written(budget)}_{num_layers}x{width}'
-    for seed in range(sweep.at(sweep.num_seeds, budget)):
-      name = f'{size}_s{seed}'
-      config = config_lib.replace(run, {'name': name, 'seed': seed})
-      result.append(
-        Entry(
+          _check_steps(size, budget, run_facts)
+        name = f'{group.name}_{budget:g}_{num_layers}x{width}'.replace('+', '')
+        entry = Entry(
           id=name,
           group=group.name,
           budget=budget,
-          seed=seed,
+          seed=0,
           config=config,
           facts=run_facts,
         )
-      )
-  counts = collections.Counter(entry.id for entry in result)
+        planned.append((size, entry))
+  corpus = _corpus_tokens(sweep)
+  if corpus is not None:
+    _check_corpus(sweep, corpus, planned)
+  seeded = []
+  for _, entry in planned:
+    run_facts = entry.facts
+    if corpus is not None:
+      epochs = run_facts['tokens'] / corpus
+      run_facts = run_facts | {'corpus_tokens': corpus, 'epochs': epochs}
+    for seed in range(sweep.at(sweep.num_seeds, entry.budget)):
+      name = f'{entry.id}_s{seed}'
+      config = config_lib.replace(entry.config, {'name': name, 'seed': seed})
+      changes = {'id': name, 'seed': seed, 'config': config, 'facts': run_facts}
+      seeded.append(dataclasses.replace(entry, **changes))
+  counts = collections.Counter(entry.id for entry in seeded)
   name, times = counts.most_common(1)[0]
   if times > 1:
     raise UserError(
@@ -249,50 +243,38 @@ def entries(sweep: SweepConfig) -> list[Entry]:
       ' same depth and width, or take budgets further apart.'
     )
   # Sort by seed: a sweep that is stopped early then has runs at every budget.
-  return sorted(result, key=lambda entry: entry.seed)
+  return sorted(seeded, key=lambda entry: entry.seed)
 
 
 def choose_shapes(
   sweep: SweepConfig, group: Group, budget: float
 ) -> list[Shape]:
-  """Returns the shapes around a group's expected optimum, the smallest first.
-
-  Raises:
-    UserError: too few shapes are in range, or three or more were asked for and
-      all lie on one side of the optimum.
-  """
+  """Returns shapes around a group's expected optimum, the smallest first."""
   expected = _expected(sweep, group, budget)
   num_sizes = group.num_sizes or sweep.at(sweep.num_sizes, budget)
-  distance = {}
-  sizes = {}
-  for shape in group.shapes or sweep.shapes:
-    if group.routing is not None and not any(
-      group.routing.is_routed(layer) for layer in range(shape[0])
-    ):
-      continue  # Too shallow to have a routed block.
-    sizes[shape] = num_params(_model(sweep, group.routing, shape))
-    distance[shape] = abs(math.log(sizes[shape] / expected))
-  chosen = sorted(
-    (shape for shape in distance if distance[shape] <= math.log(sweep.spread)),
-    key=distance.get,
-  )[:num_sizes]
+  shapes, routing = group.shapes or sweep.shapes, group.routing
+  if routing is not None:  # Leave out what is too shallow to be routed.
+    shapes = [s for s in shapes if any(map(routing.is_routed, range(s[0])))]
+  sizes = {s: num_params(_model(sweep, routing, s)) for s in shapes}
+  distance = {s: abs(math.log(size / expected)) for s, size in sizes.items()}
+  chosen = [s for s in sizes if distance[s] <= math.log(sweep.spread)]
+  chosen = sorted(chosen, key=distance.get)[:num_sizes]
+  at = f'the group {group.name} at {budget:g} FLOPs'
   if len(chosen) < num_sizes:
-    available = _listed(sorted(sizes.values())) or 'none'
+    available = ', '.join(f'{size:g}' for size in sorted(sizes.values()))
     raise UserError(
-      f'the group {group.name} at {budget:g} FLOPs has {len(chosen)} sizes'
-      f' within a factor of {sweep.spread:g} of the expected optimum,'
-      f' {style.quantity(expected)} parameters, and num_sizes={num_sizes}: add'
-      f' shapes there (the sizes are {available}), raise spread, or ask for'
-      ' fewer.'
+      f'{at} has {len(chosen)} sizes within a factor of {sweep.spread:g} of the'
+      f' expected optimum, {style.quantity(expected)} parameters, and'
+      f' num_sizes={num_sizes}: add shapes there (the sizes are'
+      f' {available or "none"}), raise spread, or ask for fewer.'
     )
   chosen.sort(key=sizes.get)
   smallest, largest = sizes[chosen[0]], sizes[chosen[-1]]
   if num_sizes > 2 and not smallest < expected < largest:
     raise UserError(
-      f'the group {group.name} at {budget:g} FLOPs would have sizes from'
-      f' {style.quantity(smallest)} to {style.quantity(largest)} parameters,'
-      ' all on one side of the expected optimum,'
-      f' {style.quantity(expected)}: add shapes on the other side.'
+      f'{at} would have sizes from {style.quantity(smallest)} to'
+      f' {style.quantity(largest)} parameters, all on one side of the expected'
+      f' optimum, {style.quantity(expected)}: add shapes on the other side.'
     )
   return chosen
 
@@ -310,27 +292,21 @@ def facts(
   * `steps`, `tokens`, `train_flops`: steps, tokens and FLOPs of the training,
     and `of_budget`, the FLOPs as a fraction of the budget.
 
-  Args:
-    run: the run's config.
-    budget: training FLOPs that it is planned for.
-    reference: FLOPs of a forward pass of the dense model that is expected to be
-      best at this budget.
+  `reference` is the FLOPs of a forward pass of the dense model that is expected
+  to be best at the budget; None if the sweep has no dense models.
   """
   model, length = run.model, run.data.length
-  table = dict(model.flops_table(length))
   forward = flops.forward(model, length)
-  tokens = run.train.num_steps * run.train.batch_size * length
-  train = (
-    run.train.num_steps * run.train.batch_size * flops.train(model, length)
-  )
+  rows = run.train.num_steps * run.train.batch_size
+  train = rows * flops.train(model, length)
   num_tables = 1 if model.tied_head else 2
   values = {
     'params': num_params(model),
     'embedding_params': num_tables * model.vocab_size * model.width,
     'forward_flops': forward,
-    'head_flops': flops.products(table['head']),
+    'head_flops': flops.products(dict(model.flops_table(length))['head']),
     'steps': run.train.num_steps,
-    'tokens': tokens,
+    'tokens': rows * length,
     'train_flops': train,
     'of_budget': train / budget,
   }
@@ -341,43 +317,25 @@ def facts(
 
 def table(sweep: SweepConfig, runs: Sequence[Entry]) -> str:
   """Returns the plan as text: a row for each size, then the chip-hours."""
-  header = (
-    *('group', 'budget', 'shape', 'params', 'embedding', 'head FLOPs'),
-    *('rel. FLOPs', 'steps', 'tokens', 'epochs', 'rate', 'seeds', 'chip-hours'),
-  )
-  rows = []
-  for size in _by_size(runs):
-    entry, run_facts = size[0], size[0].facts
-    model = entry.config.model
-    relative, epochs = run_facts.get('relative_flops'), run_facts.get('epochs')
-    rows.append(
-      (
-        entry.group,
-        f'{entry.budget:g}',
-        f'{model.num_layers} x {model.width}',
-        style.quantity(run_facts['params']),
-        f'{run_facts["embedding_params"] / run_facts["params"]:.2f}',
-        f'{run_facts["head_flops"] / run_facts["forward_flops"]:.2f}',
-        '-' if relative is None else f'{relative:.2f}',
-        f'{run_facts["steps"]:,}',
-        style.quantity(run_facts['tokens']),
-        '-' if epochs is None else f'{epochs:.2f}',
-        f'{entry.config.optimizer.learning_rate:.2e}',
-        str(len(size)),
-        _hours(sweep, size),
-      )
-    )
-  lines = tables.aligned([header, *rows])
-  lines += ['', f'{len(runs)} runs; chip-hours at {_price(sweep)}:']
+  sizes = {}
+  for entry in runs:
+    sizes.setdefault(entry.id.rpartition('_s')[0], []).append(entry)
+  rows = [_row(sweep, seeds) for seeds in sizes.values()]
+  lines = tables.aligned([list(rows[0]), *(row.values() for row in rows)])
+  price = f'{sweep.utilization:.0%} of {sweep.peak_flops:.3g} FLOP/s'
+  lines += ['', f'{len(runs)} runs; chip-hours at {price}:']
   for budget in sweep.budgets:
-    at_budget = [entry for entry in runs if entry.budget == budget]
-    by_group = ', '.join(
-      f'{group.name}'
-      f' {_hours(sweep, [e for e in at_budget if e.group == group.name])}'
+    by_group = {}
+    for entry in runs:
+      if entry.budget == budget:
+        by_group.setdefault(entry.group, []).append(entry)
+    in_groups = ', '.join(
+      f'{group.name} {_hours(sweep, by_group[group.name])}'
       for group in sweep.groups
-      if any(e.group == group.name for e in at_budget)
+      if group.name in by_group
     )
-    lines.append(f'  {budget:g}: {_hours(sweep, at_budget)} ({by_group})')
+    hours = _hours(sweep, itertools.chain(*by_group.values()))
+    lines.append(f'  {budget:g}: {hours} ({in_groups})')
   total = sum(entry.facts['train_flops'] for entry in runs)
   lines.append(f'  in all: {_hours(sweep, runs)} ({total:.3g} FLOPs)')
   if 'epochs' not in runs[0].facts:
@@ -390,18 +348,46 @@ def table(sweep: SweepConfig, runs: Sequence[Entry]) -> str:
   return '\n'.join(lines)
 
 
+def _row(sweep, seeds) -> dict[str, str]:
+  """Returns the cells of a size, by column."""
+  entry, run_facts = seeds[0], seeds[0].facts
+  model = entry.config.model
+  relative, epochs = (
+    f'{run_facts[name]:.2f}' if name in run_facts else '-'
+    for name in ('relative_flops', 'epochs')
+  )
+  return {
+    'group': entry.group,
+    'budget': f'{entry.budget:g}',
+    'shape': f'{model.num_layers} x {model.width}',
+    'params': style.quantity(run_facts['params']),
+    'embedding': f'{run_facts["embedding_params"] / run_facts["params"]:.2f}',
+    'head FLOPs': f'{run_facts["head_flops"] / run_facts["forward_flops"]:.2f}',
+    'rel. FLOPs': relative,
+    'steps': f'{run_facts["steps"]:,}',
+    'tokens': style.quantity(run_facts['tokens']),
+    'epochs': epochs,
+    'rate': f'{entry.config.optimizer.learning_rate:.2e}',
+    'seeds': str(len(seeds)),
+    'chip-hours': _hours(sweep, seeds),
+  }
+
+
+def _hours(sweep, runs) -> str:
+  total = sum(entry.facts['train_flops'] for entry in runs)
+  hours = total / (sweep.peak_flops * sweep.utilization) / _HOUR
+  return f'{hours:,.2f}' if hours < 100 else f'{hours:,.0f}'
+
+
 def define_flags() -> None:
   flags.DEFINE_string('config', None, 'File that builds the sweep.')
-  flags.DEFINE_string('workdir', None, 'Directory of the sweep.')
+  flags.DEFINE_string('workdir', None, 'Directory of the sweep.', required=True)
 
 
 def main(_) -> None:
   """`python -m mod_jax.sweeps plan`."""
   sweep = cli.load_config(flags.FLAGS.config, SweepConfig)
-  if not flags.FLAGS.workdir:
-    raise UserError('--workdir is missing: give the directory of the sweep.')
-  workdir = flags.FLAGS.workdir
-  runs = entries(sweep)
+  workdir, runs = flags.FLAGS.workdir, entries(sweep)
   digest = manifest.write(workdir, runs)
   text = table(sweep, runs)
   workdir_lib.write_text(workdir_lib.expand(workdir) / FILE, text + '\n')
@@ -428,30 +414,26 @@ def _run(sweep, group, budget, shape) -> ExperimentConfig:
     budget, model, base.train.batch_size, base.data.length
   )
   if group.without_routed_blocks:
-    dense = sum(capacity is None for capacity in model.capacities)
-    if not dense:
+    num_dense = model.capacities.count(None)
+    if not num_dense:
       raise UserError(
         f'the group {group.name} is without_routed_blocks, but all'
         f' {shape[0]} blocks are routed: leave the group out.'
       )
-    model = _model(sweep, None, (dense, *shape[1:]))
+    model = _model(sweep, None, (num_dense, *shape[1:]))
   rate = sweep.learning_rate * (sweep.rate_width / shape[1]) ** sweep.rate_power
+  times = sweep.evaluations
   return config_lib.replace(
     base,
     {
       'model': model,
       'train.num_steps': steps,
       'optimizer.warmup_steps': int(sweep.warmup * steps),
-      'evaluation.every': _every(sweep.evaluations, steps),
+      'evaluation.every': math.ceil(steps / (times + 1)) if times else 0,
       # Rounded, for readable configs.
       'optimizer.learning_rate': float(f'{rate * group.rate_factor:.4g}'),
     },
   )
-
-
-def _every(times, steps) -> int:
-  """Returns the steps between evaluations."""
-  return math.ceil(steps / (times + 1)) if times else 0
 
 
 def _expected(sweep, group, budget) -> float:
@@ -462,30 +444,24 @@ def _expected(sweep, group, budget) -> float:
 
 def _reference(sweep, budget) -> int | None:
   """Returns forward FLOPs of the dense model that is expected to be best."""
-  for group in sweep.groups:
-    if group.routing is None:
-      expected = _expected(sweep, group, budget)
-      shape = min(
-        group.shapes or sweep.shapes,
-        key=lambda shape: abs(
-          math.log(num_params(_model(sweep, None, shape)) / expected)
-        ),
-      )
-      length = sweep.base.data.length
-      return flops.forward(_model(sweep, None, shape), length)
-  return None
+  group = next((g for g in sweep.groups if g.routing is None), None)
+  if group is None:
+    return None
+  models = [_model(sweep, None, s) for s in group.shapes or sweep.shapes]
+  expected = _expected(sweep, group, budget)
+  best = min(models, key=lambda m: abs(math.log(num_params(m) / expected)))
+  return flops.forward(best, sweep.base.data.length)
 
 
-def _check_steps(group, budget, shape, known):
-  if abs(known['of_budget'] - 1) <= _TOLERANCE:
+def _check_steps(size, budget, run_facts):
+  if abs(run_facts['of_budget'] - 1) <= _TOLERANCE:
     return
-  step = known['train_flops'] / known['steps']
-  num_layers, width, _ = shape
+  steps = run_facts['steps']
   raise UserError(
-    f'the budget {budget:g} is too small for {num_layers} x {width} of the'
-    f' group {group.name}: {known["steps"]} step(s) of {step:.3g} FLOPs miss it'
-    f' by more than {_TOLERANCE:.0%}. Raise the budget, or lower'
-    ' base.train.batch_size, base.data.length or the sizes.'
+    f'the budget {budget:g} is too small for {size}: {steps} step(s) of'
+    f' {run_facts["train_flops"] / steps:.3g} FLOPs miss it by more than'
+    f' {_TOLERANCE:.0%}. Raise the budget, or lower base.train.batch_size,'
+    ' base.data.length or the sizes.'
   )
 
 
@@ -493,51 +469,22 @@ def _corpus_tokens(sweep) -> float | None:
   """Returns the number of training tokens; None if it is unknown."""
   if sweep.corpus_tokens is not None:
     return sweep.corpus_tokens
-  data = sweep.base.data
   try:
-    return text.num_train_tokens(data)
+    return text.num_train_tokens(sweep.base.data)
   except UserError:
     # A sweep can be planned on a machine that lacks its corpus.
-    if data.source in ('tfds', 'prepared'):
+    if sweep.base.data.source in ('tfds', 'prepared'):
       return None
     raise
 
 
-def _check_corpus(sweep, corpus, longest):
-  *_, group, budget, (num_layers, width, _), run_facts = longest
-  max_epochs = sweep.base.data.max_epochs
-  if corpus is None or run_facts['tokens'] <= max_epochs * corpus:
-    return
-  raise UserError(
-    f'{num_layers} x {width} of the group {group.name} reads'
-    f' {style.quantity(run_facts["tokens"])} tokens at {budget:g} FLOPs, and'
-    f' the corpus has {style.quantity(corpus)}, which may be seen'
-    f' base.data.max_epochs={max_epochs:g} times: take larger models or a'
-    ' larger corpus, or raise that.'
-  )
-
-
-def _by_size(runs):
-  """Groups runs that differ only in the seed."""
-  sizes = {}
-  for entry in runs:
-    sizes.setdefault(entry.id.rpartition('_s')[0], []).append(entry)
-  return sizes.values()
-
-
-def _hours(sweep, runs) -> str:
-  total = sum(entry.facts['train_flops'] for entry in runs)
-  hours = total / (sweep.peak_flops * sweep.utilization) / _HOUR
-  return f'{hours:,.2f}' if hours < 100 else f'{hours:,.0f}'
-
-
-def _price(sweep) -> str:
-  return f'{sweep.utilization:.0%} of {sweep.peak_flops:.3g} FLOP/s'
-
-
-def _written(budget: float) -> str:
-  return f'{budget:g}'.replace('+', '')
-
-
-def _listed(numbers) -> str:
-  return ', '.join(f'{number:g}' for number in numbers)
+def _check_corpus(sweep, corpus, planned):
+  size, longest = max(planned, key=lambda each: each[1].facts['tokens'])
+  tokens, max_epochs = longest.facts['tokens'], sweep.base.data.max_epochs
+  if tokens > max_epochs * corpus:
+    raise UserError(
+      f'{size} reads {style.quantity(tokens)} tokens at {longest.budget:g}'
+      f' FLOPs, and the corpus has {style.quantity(corpus)}, which may be seen'
+      f' base.data.max_epochs={max_epochs:g} times: take larger models or a'
+      ' larger corpus, or raise that.'
+    )

@@ -1,18 +1,20 @@
 """Trains the runs of a sweep; any number of workers may share its directory.
 
-A run lies in `runs/ID/`. The worker that trains it holds the lock there, which
-is released if the worker dies; see `runs/lock.py`. When the run has finished
-or diverged, its result is written to `results/ID.json`, atomically. A run that
-has a result is never trained again, and one that was stopped is resumed.
+A worker that trains a run holds the lock of its directory, which is released if
+the worker dies; see `runs/lock.py`. When the run has finished or diverged, its
+result is written to `results/ID.json`, atomically and under the lock. A run
+that has a result is never trained again, and one that was stopped is resumed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+import dataclasses
 import json
 import re
 import sys
 from typing import Any
 
 from absl import flags, logging
+from etils import epath
 import jax
 
 from mod_jax import cli, parallel
@@ -26,6 +28,28 @@ from mod_jax.runs.run_config import fitted
 from mod_jax.sweeps import manifest
 from mod_jax.sweeps.manifest import Entry
 from mod_jax.tasks import make_task, phases
+from mod_jax.tasks.experiment import ExperimentConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+  """A run that one of several workers trains."""
+
+  id: str
+  config: ExperimentConfig
+  folder: epath.Path  # Directory of the run.
+  path: epath.Path  # Of its result.
+  origin: str  # Hash of what the run was planned in; its result repeats it.
+
+  def result(self) -> dict[str, Any] | None:
+    """Returns the result; None if there is none of the same origin."""
+    result = _read(self.path)
+    same = result is not None and result['manifest'] == self.origin
+    return result if same else None
+
+  def done(self) -> bool:
+    """Whether there is a result, as the first host sees it."""
+    return parallel.first_says(self.result() is not None)
 
 
 def run(
@@ -47,40 +71,102 @@ def run(
       run is chosen; or as `loop.train`.
   """
   workdir = workdir_lib.expand(workdir)
-  number = len(manifest.read(workdir))
-  if not range(number)[chosen]:
+  entries, digest = manifest.read_with_hash(workdir)
+  if not entries[chosen]:
     raise UserError(
-      f'no run is chosen: {workdir} has {number} of them, counted from 0.'
+      f'no run is chosen: {workdir} has {len(entries)} of them, counted from 0.'
     )
-  entries, digest = manifest.begin(workdir)
-  todo = entries[chosen]
+  manifest.begin(workdir, digest)
+  jobs = [
+    Job(
+      id=entry.id,
+      # Another mesh changes results by rounding only.
+      config=fitted(entry.config, jax.device_count()),
+      folder=directory(workdir, entry),
+      path=result_path(workdir, entry),
+      origin=digest,
+    )
+    for entry in entries[chosen]
+  ]
+  return [job.id for job in train(jobs, allow_changed_data=allow_changed_data)]
+
+
+def train(
+  jobs: Sequence[Job],
+  *,
+  allow_changed_data: bool = False,
+  after: Callable[[], None] = lambda: None,
+) -> list[Job]:
+  """Trains jobs in order, beside other workers, and writes their results.
+
+  `after` is called when a job was tried. Returns the jobs without a result.
+  """
   with stop_lib.listening():
-    for entry in todo:
+    for job in jobs:
       if stop_lib.requested():
         break
-      if _done(workdir, entry):
+      if job.done():
         continue
-      _train(workdir, entry, digest, allow_changed_data)
+      _train(job, allow_changed_data)
+      after()
       # Free the compiled programs of this run.
       jax.clear_caches()
   # Check again: other workers may have finished their runs meanwhile.
-  unfinished = [entry.id for entry in todo if not _done(workdir, entry)]
+  unfinished = [job for job in jobs if not job.done()]
   if unfinished and jax.process_index() == 0:
     print(
-      f'{len(unfinished)} of {len(todo)} runs have no result yet, being stopped'
+      f'{len(unfinished)} of {len(jobs)} runs have no result yet, being stopped'
       ' or with other workers; the same command continues.',
       file=sys.stderr,
     )
   return unfinished
 
 
+def _train(job, allow_changed_data) -> None:
+  """Trains a job, unless another worker holds its lock."""
+  try:
+    with lock_lib.held(job.folder):
+      if job.done():  # Another worker may have just finished it.
+        return
+      outcome = phases.complete(
+        job.config, job.folder, allow_changed_data=allow_changed_data
+      )
+      if outcome is not None and jax.process_index() == 0:
+        _write(job, outcome)
+  except lock_lib.InUse as refusal:
+    if jax.process_index() == 0:
+      print(f'{job.id}: {refusal}', file=sys.stderr)
+
+
+def _write(job, outcome) -> None:
+  metrics = outcome.metrics
+  data = make_task(job.config, job.folder).modality.data_fingerprint()
+  # Keep only what diverged and when. The rest of the message names the last
+  # checkpoint, which depends on earlier interruptions of the run.
+  diverged = outcome.diverged.partition(';')[0]
+  result = {
+    'id': job.id,
+    'manifest': job.origin,
+    'data': fingerprint.digest(data),
+    'diverged': diverged,
+    'loss': metrics.get('top_k/loss', metrics.get('loss')),
+    # Sorted, since the order differs if a finished run is only read again.
+    'metrics': dict(sorted(metrics.items())),
+  }
+  workdir_lib.write_text(job.path, metrics_lib.to_json(result, indent=2) + '\n')
+  message = f'diverged: {diverged}'
+  if not diverged:
+    loss = result['loss']
+    message = 'finished' if loss is None else f'loss {loss:.4f}'
+  print(f'{job.id}: {message}', flush=True)
+
+
 def results(workdir) -> list[tuple[Entry, dict[str, Any]]]:
   """Returns the finished runs with their results, in the order of the plan.
 
-  A result is a dict of `diverged`, a message, or '' if the run did not diverge;
-  `metrics`, all held-out metrics at the end; `loss`, that of them which the run
-  was trained for, None if it diverged; and `data`, a digest of the data's
-  fingerprint.
+  A result is a dict of `diverged`, a message or ''; `metrics`, all held-out
+  metrics at the end; `loss`, that of them which the run was trained for, None
+  if it diverged; and `data`, a digest of the data's fingerprint.
 
   Raises:
     UserError: as `manifest.read`; or a result is of another manifest.
@@ -130,66 +216,18 @@ def _read(path) -> dict[str, Any] | None:
   except (ValueError, AttributeError):
     pass
   logging.warning(
-    '%s is damaged, so that its run counts as one without a result: `python -m'
-    ' mod_jax.sweeps run` writes it again.',
+    '%s is damaged, so that its run counts as one without a result: the command'
+    ' that trains the sweep writes it again.',
     path,
   )
   return None
 
 
-def _done(workdir, entry) -> bool:
-  return parallel.first_says(_read(result_path(workdir, entry)) is not None)
-
-
-def _train(workdir, entry, digest, allow_changed_data) -> None:
-  """Trains a run, unless another worker holds its lock.
-
-  The lock is held until the result is written, so no other worker trains the
-  run again in between.
-  """
-  folder = directory(workdir, entry)
-  try:
-    with lock_lib.held(folder):
-      if _done(workdir, entry):  # Another worker may have just finished it.
-        return
-      # Another mesh changes results by rounding only.
-      config = fitted(entry.config, jax.device_count())
-      outcome = phases.complete(
-        config, folder, allow_changed_data=allow_changed_data
-      )
-      if outcome is not None and jax.process_index() == 0:
-        _write(workdir, entry, digest, outcome)
-  except lock_lib.InUse as refusal:
-    if jax.process_index() == 0:
-      print(f'{entry.id}: {refusal}', file=sys.stderr)
-
-
-def _write(workdir, entry, digest, outcome):
-  metrics = outcome.metrics
-  task = make_task(entry.config, directory(workdir, entry))
-  # Keep only what diverged and when. The rest of the message names the last
-  # checkpoint, which depends on earlier interruptions of the run.
-  diverged = outcome.diverged.partition(';')[0]
-  result = {
-    'id': entry.id,
-    'manifest': digest,
-    'data': fingerprint.digest(task.data_fingerprint()),
-    'diverged': diverged,
-    'loss': metrics.get('top_k/loss', metrics.get('loss')),
-    # Sorted, since the order differs if a finished run is only read again.
-    'metrics': dict(sorted(metrics.items())),
-  }
-  text = metrics_lib.to_json(result, indent=2) + '\n'
-  workdir_lib.write_text(result_path(workdir, entry), text)
-  message = (
-    f'diverged: {diverged}' if diverged else f'loss {result["loss"]:.4f}'
-  )
-  print(f'{entry.id}: {message}', flush=True)
-
-
 def define_flags() -> None:
-  flags.DEFINE_string('workdir', None, 'Directory of the sweep.')
-  flags.DEFINE_integer('index', None, 'Only this line of the manifest, from 0.')
+  flags.DEFINE_string('workdir', None, 'Directory of the sweep.', required=True)
+  flags.DEFINE_integer(
+    'index', None, 'Only this line of the manifest, from 0.', lower_bound=0
+  )
   flags.DEFINE_string('range', None, 'Only the lines A:B, B not included.')
   flags.DEFINE_bool(
     'allow_changed_data',
@@ -201,8 +239,6 @@ def define_flags() -> None:
 def main(_: Sequence[str]) -> None:
   """`python -m mod_jax.sweeps run`."""
   args = flags.FLAGS
-  if not args.workdir:
-    raise UserError('--workdir is missing: give the directory of the sweep.')
   chosen = _slice(args.index, args.range)
   cli.start_backend()
   run(args.workdir, chosen, allow_changed_data=args.allow_changed_data)
@@ -213,12 +249,8 @@ def _slice(index, text) -> slice:
   if index is not None and text is not None:
     raise UserError('--index and --range: give one of them.')
   if index is not None:
-    if index < 0:
-      raise UserError(f'--index={index}: expected 0 or more.')
     return slice(index, index + 1)
-  if text is None:
-    return slice(None)
-  match = re.fullmatch(r'(\d*):(\d*)', text)
+  match = re.fullmatch(r'(\d*):(\d*)', ':' if text is None else text)
   if not match:
     raise UserError(f'--range={text}: expected A:B, as in 0:10.')
   return slice(*(int(end) if end else None for end in match.groups()))

@@ -16,12 +16,7 @@ def csv_text(rows: Sequence[Mapping]) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
-  """Returns a line per row, with the columns one below another.
-
-  Args:
-    rows: rows of cells; short ones lack their last cells.
-    left: number of left-aligned columns; the others are right-aligned.
-  """
+  """Returns a line per row; only the first `left` columns are left-aligned."""
   columns = itertools.zip_longest(*rows, fillvalue='')
   widths = [max(map(len, column)) for column in columns]
   return [

@@ -11,16 +11,13 @@ from mod_jax.tasks.language import Language
 from mod_jax.tasks.plain import Plain
 from mod_jax.tasks.pruning import Pruning
 from mod_jax.train import evaluation
-from mod_jax.train.task import Task
 
 
-def make_task(config: ExperimentConfig, workdir=None) -> Task:
+def make_task(config: ExperimentConfig, workdir=None) -> Plain:
   """Returns the task that an experiment describes.
 
-  Args:
-    config: the experiment.
-    workdir: directory of its run, which may hold `Task.files` already; None for
-      a task without a run.
+  `workdir` is the directory of its run, which may hold `Data.files` already, or
+  None for a task without a run.
   """
   if isinstance(config.model, LMConfig):
     modality = Language(config, workdir)
@@ -41,9 +38,7 @@ def make_task(config: ExperimentConfig, workdir=None) -> Task:
 def load(workdir, *, step: int | None = None) -> evaluation.Trained:
   """Returns the task and the parameters of a run; changes nothing on disk.
 
-  Args:
-    workdir: the run's directory.
-    step: the checkpoint to read; the newest usable one by default.
+  `step` is that of the checkpoint; by default it is the newest usable one.
 
   Raises:
     UserError: there is no run, or no such checkpoint, or it does not fit the

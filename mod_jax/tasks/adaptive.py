@@ -1,7 +1,6 @@
 """Adaptive computation modules: training of learners, of gates, and of both."""
 
 import collections
-import functools
 import math
 
 import jax
@@ -14,11 +13,12 @@ from mod_jax.layers.mode import Mode
 from mod_jax.losses import acm as acm_losses
 from mod_jax.losses.sums import sum_of_means, weighted_sum
 from mod_jax.models import acm
-from mod_jax.studies import adaptive as adaptive_studies
+from mod_jax.pretrained import source as source_lib
 from mod_jax.studies.devices import one_device
 from mod_jax.tasks import warm_start
 from mod_jax.tasks.experiment import ACMObjective
-from mod_jax.tasks.plain import Plain
+from mod_jax.tasks.modality import table
+from mod_jax.tasks.plain import Plain, joined
 
 
 class Adaptive(Plain):
@@ -45,13 +45,11 @@ class Adaptive(Plain):
   # Training.
 
   def start(self, params, model_state, init):
-    if warm_start.is_adaptive(init):
+    source = source_lib.Source.of_init(init)
+    if source.ours and source.config.adaptive is not None:
       return warm_start.from_ours(params, model_state, init)
     return self.modality.load_weights(
-      init,
-      self.config.model,
-      params,
-      model_state,
+      *(init, self.config.model, params, model_state),
       new=(acm.PARAMETERS,),
       dropped=acm.replaced(self.config.model),
     )
@@ -63,21 +61,15 @@ class Adaptive(Plain):
         "objective.phase='all' is several runs: train them by train.py or"
         " phases.train, or choose one, such as 'learners'."
       )
-    return None if self.objective.phase == 'end_to_end' else self.load_teacher()
+    return None if self.objective.phase == 'end_to_end' else self.converted()
 
-  def load_teacher(self):
-    """Returns the variables of the model that is converted.
-
-    Raises:
-      UserError: the config does not name it, or it does not exist.
-    """
-    teacher = self.objective.teacher or self.config.init
-    if teacher is None:
-      raise errors.UserError(
-        'init is missing: learners and gates learn from the model that is'
-        ' converted; give its workdir or checkpoint by --config.init.'
-      )
-    return self.modality.load_teacher(teacher, acm.without(self.config.model))
+  def converted(self):
+    """Returns the variables of the model that is converted."""
+    return self.load_teacher(
+      acm.without(self.config.model),
+      'init is missing: learners and gates learn from the model that is'
+      ' converted; give its workdir or checkpoint by --config.init.',
+    )
 
   def static_args(self, step):
     """Returns whether the gates sample their choices in this step."""
@@ -96,11 +88,8 @@ class Adaptive(Plain):
       )
     captured = self._capture(teacher, batch, rng, train=True)
     params = stack_lib.unrolled(self.config.model.stack, params)
-    loss_of_phase = {'learners': self._learners_loss, 'gates': self._gates_loss}
     metric_sums = [
-      loss_of_phase[self.objective.phase](
-        module, acm.subtree(params, name), captured[name]
-      )
+      self._module_loss(module, acm.subtree(params, name), captured[name])
       for name, module in self.modules.items()
     ]
     # Eq. 3 and 6 are means over the modules. Adam is invariant to this scale,
@@ -123,12 +112,11 @@ class Adaptive(Plain):
     module = ACM(module, mode='all', dtype=self.dtype)
     return module.apply({'params': params}, z_BLD)
 
-  def _learners_loss(self, module, params, seen):
-    sums_KBLD, _ = self._run_all(module, params, seen.z_BLD)
-    return acm_losses.distillation(sums_KBLD, seen.y_BLD, seen.valid_BL)
-
-  def _gates_loss(self, module, params, seen):
+  def _module_loss(self, module, params, seen):
+    """Returns the loss of a module on the input and output of the dense one."""
     sums_KBLD, choice = self._run_all(module, params, seen.z_BLD)
+    if self.objective.phase == 'learners':
+      return acm_losses.distillation(sums_KBLD, seen.y_BLD, seen.valid_BL)
     distance_KBL = acm_losses.distances(sums_KBLD, seen.y_BLD)
     label_BL = acm_losses.gate_labels(
       jax.lax.stop_gradient(distance_KBL), self.objective.tau
@@ -146,14 +134,14 @@ class Adaptive(Plain):
       noise=noise,
       masks=False,
     )
-    total, count = self.modality.loss(output, batch)
-    extra, extra_sums = self.choice_losses(output, batch, self.config.model)
-    pairs = [(total, count), *extra]
-    metric_sums = {'loss': (total, count)} | extra_sums
-    extra, extra_sums = self.modality.more_losses(output)
-    pairs, metric_sums = [*pairs, *extra], metric_sums | extra_sums
+    pairs, metric_sums = joined(
+      self.main_loss(output, batch),
+      self.choice_losses(output, batch, self.config.model),
+      self.modality.more_losses(output),
+    )
     if objective.static_learners:
       return pairs, (metric_sums, model_state)
+    _, count = pairs[0]
     choices = stack_lib.collect(output.aux, 'adaptive')
     chosen = {name: choice.one_hot_BLM for name, choice in choices.items()}
     valid = {name: choice.valid_BL for name, choice in choices.items()}
@@ -161,28 +149,27 @@ class Adaptive(Plain):
     weight_B = acm_losses.row_weights(
       self.modality.inputs(batch, train=True)[1].get('valid_BL')
     )
-    terms = {
-      'budget': (
+    share_B = acm_losses.learners_per_image(chosen, self.learners, valid)
+    metric_sums['load'] = weighted_sum(load_B, weight_B)
+    for name, weight, term in (
+      (
+        'budget',
         objective.budget_weight,
         acm_losses.budget_loss(load_B, objective.budget, weight_B),
       ),
-      'entropy': (
+      (
+        'entropy',
         objective.entropy_weight,
         acm_losses.entropy_loss(chosen, valid),
       ),
-      'diversity': (
+      (
+        'diversity',
         objective.diversity_weight,
-        acm_losses.diversity_loss(
-          acm_losses.learners_per_image(chosen, self.learners, valid),
-          weight_B,
-        ),
+        acm_losses.diversity_loss(share_B, weight_B),
       ),
-    }
-    pairs += [(w * term * count, count) for w, term in terms.values()]
-    metric_sums['load'] = weighted_sum(load_B, weight_B)
-    metric_sums |= {
-      name: (term * count, count) for name, (_, term) in terms.items()
-    }
+    ):
+      pairs.append((weight * term * count, count))
+      metric_sums[name] = (term * count, count)
     return pairs, (metric_sums, model_state)
 
   def flops_per_step(self, static_args):
@@ -228,9 +215,10 @@ class Adaptive(Plain):
     _, *others = self.modality.modes().items()  # The first is top-k.
     return {'': Mode(), **dict(others), **fixed}
 
-  def more_sums(self, output, batch, mode):
+  def eval_sums(self, output, batch, mode):
+    metric_sums = super().eval_sums(output, batch, mode)
     if mode != Mode():
-      return {}
+      return metric_sums
     choices = stack_lib.collect(output.aux, 'adaptive')
     real_B1 = self.modality.token_weights(batch)
     spent_BL, whole_BL = (x * real_B1 for x in self._compute(choices))
@@ -242,7 +230,7 @@ class Adaptive(Plain):
     token_square = jnp.sum(spent_BL * _ratio(spent_BL, whole_BL))
     whole = self._whole(choices)
     tokens = whole_B.sum() / whole
-    return {
+    return metric_sums | {
       'load': (load_B.sum(), count),
       'load_square': (jnp.sum(load_B**2), count),
       'token': (spent_BL.sum() / whole, tokens),
@@ -332,26 +320,21 @@ class Adaptive(Plain):
     return {name: metrics[name] for name in names if name in metrics}
 
   def summary(self, metrics):
-    columns = self.modality.columns
-    titles = (*columns, 'load', 'GMACs', 'of dense')
-    lines = [''.ljust(12) + ''.join(t.rjust(14) for t in titles)]
-    twin = self.config.model.dense_twin()
+    rows, twin = [], self.config.model.dense_twin()
     dense = flops.published_macs(twin, *self.modality.length)
     for prefix, mode in self.eval_modes().items():
-      cells = [
-        f'{metrics[prefix + c]:.4f}' if prefix + c in metrics else '-'
-        for c in columns
-      ]
       title = prefix.rstrip('/') or 'gated'
+      # Other rules process a number of tokens that is not known.
+      cost = ['-'] * 3
       if mode == Mode() or mode.learners != 'gated':
         learners = None if mode == Mode() else mode.learners
         load = learners / self.num_learners if learners else metrics['load']
         macs = self.macs(load, learners)
-        cells += [f'{load:.4f}', f'{macs / 1e9:.4f}', f'{macs / dense:.3f}']
+        cost = [f'{load:.4f}', f'{macs / 1e9:.4f}', f'{macs / dense:.3f}']
         title = f'k = {learners}' if learners else title
-      else:  # Other rules process a number of tokens that is not known.
-        cells += ['-'] * 3
-      lines.append(title.ljust(12) + ''.join(c.rjust(14) for c in cells))
+      rows.append((title, prefix, *cost))
+    more = ('load', 'GMACs', 'of dense')
+    lines = table(metrics, self.modality.columns, rows, more=more)
     if 'load' in metrics:
       spread = metrics['load_std'] * self._flops_by_part()['learners'] / 2e9
       lines.append(
@@ -361,14 +344,6 @@ class Adaptive(Plain):
         f' over tokens {metrics["token_std"]:.4f}'
       )
     return '\n'.join(lines)
-
-  def studies(self):
-    studies = self.modality.studies(self)
-    if self.modality.unit == 'images':
-      studies['robustness'] = functools.partial(
-        adaptive_studies.robustness, self
-      )
-    return studies
 
   # Reports.
 
@@ -390,10 +365,10 @@ class Adaptive(Plain):
       (n for n in self.modules if n.endswith('/mlp')), next(iter(self.modules))
     )
     try:
-      teacher = self.load_teacher()
+      teacher = self.converted()
     except errors.UserError:
       return {}  # The converted model no longer exists.
-    (batch,) = self.eval_batches(batch_size=16, num_batches=1)
+    (batch,) = self.modality.eval_batches(batch_size=16, num_batches=1)
     model, key = self.config.model, jax.random.key(self.config.seed)
 
     @jax.jit

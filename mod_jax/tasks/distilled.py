@@ -1,6 +1,6 @@
 """Training of a routed language model with its dense original as teacher."""
 
-from mod_jax import errors, flops, losses
+from mod_jax import flops, losses
 from mod_jax.tasks.plain import Plain
 
 
@@ -10,24 +10,13 @@ class Distilled(Plain):
   Settings are in `experiment.ConversionObjective`.
   """
 
-  def check(self):
-    super().check()
-    if not self._teacher_path:
-      raise errors.UserError(
-        'a conversion learns from a dense model: give its run or directory as'
-        ' init (or objective.teacher), or set objective to None.'
-      )
-
-  @property
-  def _teacher_path(self) -> str | None:
-    return self.config.objective.teacher or self.config.init
-
   def teacher(self, mesh):
     del mesh
-    return self.modality.load_teacher(
-      self._teacher_path,
+    return self.load_teacher(
       self.config.model.dense_twin(),
-      dropped=self.modality.may_be_dropped,
+      'a conversion learns from a dense model: give its run or directory as'
+      ' init (or objective.teacher), or set objective to None.',
+      dropped=self.modality.optional,
     )
 
   def forward(self, model, params, model_state, batch, rng, **mode):

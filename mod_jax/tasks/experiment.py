@@ -1,5 +1,6 @@
 """The complete config of a run, as built by `configs/*.py`."""
 
+from collections.abc import Iterator
 import dataclasses
 from typing import Annotated, Literal
 
@@ -107,12 +108,9 @@ class ACMObjective:
   @property
   def phases(self) -> dict[str, PhaseConfig]:
     """The phases in order, by name, without those skipped."""
-    named = {
-      'learners': self.learners,
-      'gates': self.gates,
-      'end_to_end': self.end_to_end,
-    }
-    return {name: p for name, p in named.items() if p.num_steps}
+    names = ('learners', 'gates', 'end_to_end')
+    named = {name: getattr(self, name) for name in names}
+    return {name: phase for name, phase in named.items() if phase.num_steps}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -179,76 +177,75 @@ class ExperimentConfig(RunConfig):
   dense: PhaseConfig | None = None
 
   def __post_init__(self):
-    """Checks that the parts fit each other."""
     super().__post_init__()
+    for problem in self._problems():
+      raise errors.UserError(problem)
+
+  def _problems(self) -> Iterator[str]:
+    """Yields what does not fit between the parts."""
     model, data, objective = self.model, self.data, self.objective
-    kind = type(model)
-    data_class, expected = _DATA[kind], _objective_of(model)
+    kind, adaptive, parts = type(model).__name__, model.adaptive, _parts(model)
+    data_class, expected = _DATA[type(model)], _objective_of(model)
     if not isinstance(data, data_class):
-      raise errors.UserError(
-        f'data={type(data).__name__} and model={kind.__name__}: this model'
-        f' needs the data of {data_class.__name__}, so change one of them.'
+      yield (
+        f'data={type(data).__name__} and model={kind}: this model needs the'
+        f' data of {data_class.__name__}, so change one of them.'
       )
-    adaptive, parts = model.adaptive, _parts(model)
     if objective is not None and type(objective) is not expected:
       way_out = 'None' if expected is None else f'{expected.__name__} or None'
-      raise errors.UserError(
-        f'objective={type(objective).__name__} and model={kind.__name__}: this'
-        f' model needs objective={way_out}.'
+      yield (
+        f'objective={type(objective).__name__} and model={kind}: this model'
+        f' needs objective={way_out}.'
       )
     if self.dense is not None and model == model.dense_twin():
-      raise errors.UserError(
-        'dense and model: this model is dense itself, so set dense to None.'
-      )
+      yield 'dense and model: this model is dense itself, so set dense to None.'
     if self.dense is not None and len(parts) > 1:
-      raise errors.UserError(
+      yield (
         f'dense and {" and ".join(parts)}: each of these is trained by a run of'
         ' its own, from the last; set dense to None, and give the run before'
         ' as init.'
       )
     if isinstance(objective, ACMObjective):
       if self.train.num_epochs is not None:
-        raise errors.UserError(
+        yield (
           f'train.num_epochs={self.train.num_epochs} and objective='
           'ACMObjective: each phase has steps of its own, so leave the epochs'
           ' out.'
         )
       if objective.phase == 'all' and self.optimizer.rules:
-        raise errors.UserError(
+        yield (
           "objective.phase='all' and optimizer.rules: each phase says by itself"
           ' what it trains, so leave the rules out.'
         )
-      most = adaptive.num_learners
-      if objective.static_learners > most:
-        raise errors.UserError(
-          f'objective.static_learners={objective.static_learners} and'
-          f' model.adaptive.num_learners={most}: there are not so many, so'
-          f' expected at most {most}.'
+      if objective.static_learners > adaptive.num_learners:
+        yield (
+          f'objective.static_learners={objective.static_learners}: expected at'
+          f' most model.adaptive.num_learners={adaptive.num_learners}.'
         )
     if (
       isinstance(data, ImageDataConfig) and model.image_size != data.image_size
     ):
       inner = 'backbone.' if hasattr(model, 'backbone') else ''
-      raise errors.UserError(
+      yield (
         f'model.{inner}image_size={model.image_size} and data.image_size='
         f'{data.image_size}: a model takes images of one size, so set both to'
         ' the same.'
       )
     if isinstance(objective, ConversionObjective) and model.early_exit:
-      raise errors.UserError(
+      yield (
         f'model.early_exit={model.early_exit} and objective='
         'ConversionObjective: an early exit learns from the next token alone,'
         ' so set one of them to 0 or None.'
       )
     steps = self.train.capacity_warmup_steps
     if steps and model.routing is None:
-      raise errors.UserError(
-        f'train.capacity_warmup_steps={steps} and model={kind.__name__} without'
-        ' routing: there is no capacity to come down, so set the steps to 0, or'
-        ' route some blocks.'
+      yield (
+        f'train.capacity_warmup_steps={steps} and model={kind} without routing:'
+        ' there is no capacity to come down, so set the steps to 0, or route'
+        ' some blocks.'
       )
     if steps and len(parts) > 1:
-      raise errors.UserError(
+      yield (
         f'train.capacity_warmup_steps={steps} and {" and ".join(parts)}: the'
         ' capacity comes down in a run that trains the routed model alone, from'
         ' which this one starts; set the steps to 0.'

@@ -20,17 +20,11 @@ def blocks(model) -> list[int]:
 def takers(
   layers: Sequence[Assigned], length: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-  """Returns the experts that process each token of the sequences.
+  """Returns expert_RBL, more_RBL and dropped_RBL of sequences of L tokens.
 
-  Args:
-    layers: assignments in R blocks with experts; those of routed blocks cover
-      the tokens that they process.
-    length: L, the tokens of a sequence.
-
-  Returns:
-    expert_RBL, the expert with the largest logit of those that ran on each
-    token; more_RBL, whether others ran, too; and dropped_RBL, whether a chosen
-    expert had no room for it.
+  These are the expert with the largest logit of those that ran on each token;
+  whether others ran, too; and whether a chosen expert had no room for it.
+  Assignments in routed blocks cover the tokens that these process.
   """
   blocks_maps = []
   for assigned in jax.device_get(list(layers)):
@@ -39,37 +33,26 @@ def takers(
     logits_BKE = assigned.logits_BLX[..., :experts]
     first_BK = np.where(ran_BKE, logits_BKE, -np.inf).argmax(axis=-1)
     wanted_BKE = assigned.wanted_BLX[..., :experts]
+    expert_BK = np.where(ran_BKE.any(axis=-1), first_BK, viz.NO_EXPERT)
+    more_BK = ran_BKE.sum(axis=-1) > 1
+    dropped_BK = (wanted_BKE & ~ran_BKE).any(axis=-1)
     b_N, k_N = np.nonzero(assigned.valid_BL)
-    place_N = k_N
-    if assigned.index_BL is not None:
-      place_N = assigned.index_BL[b_N, k_N]
-    place = b_N, place_N
+    l_N = k_N if assigned.index_BL is None else assigned.index_BL[b_N, k_N]
     block_maps = []
     for value_BK, default in (
-      (
-        np.where(ran_BKE.any(axis=-1), first_BK, viz.NO_EXPERT),
-        viz.NOT_THERE,
-      ),
-      (ran_BKE.sum(axis=-1) > 1, False),
-      ((wanted_BKE & ~ran_BKE).any(axis=-1), False),
+      (expert_BK, viz.NOT_THERE),
+      (more_BK, False),
+      (dropped_BK, False),
     ):
       value_BL = np.full((len(ran_BKE), length), default)
-      value_BL[place] = value_BK[b_N, k_N]
+      value_BL[b_N, l_N] = value_BK[b_N, k_N]
       block_maps.append(value_BL)
     blocks_maps.append(block_maps)
   return tuple(np.stack(values) for values in zip(*blocks_maps, strict=True))
 
 
 def load_picture(task, params, model_state, mode: Mode, title: str):
-  """Draws how many held-out tokens each expert takes.
-
-  Args:
-    task: a `plain.Plain` of a model with experts.
-    params: parameters.
-    model_state: other collections.
-    mode: the mode of routed blocks and experts.
-    title: of the picture.
-  """
+  """Draws how many held-out tokens each expert takes."""
   key = jax.random.key(task.config.seed)
   experts = task.config.model.experts
 
@@ -94,7 +77,7 @@ def load_picture(task, params, model_state, mode: Mode, title: str):
     return counts
 
   settings, total = task.config.evaluation, None
-  for batch in task.eval_batches(
+  for batch in task.modality.eval_batches(
     batch_size=settings.batch_size, num_batches=settings.final_batches or None
   ):
     counts = jax.device_get(count(params, model_state, batch))

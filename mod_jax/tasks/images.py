@@ -14,14 +14,15 @@ from mod_jax.layers import stack as stack_lib
 from mod_jax.layers.attention import attention_map
 from mod_jax.layers.mode import Mode, RoutingMode
 from mod_jax.models.dynamic_vit import DynamicViTConfig
-from mod_jax.studies import devices
+from mod_jax.pretrained import source as source_lib
+from mod_jax.studies import adaptive as adaptive_studies
 from mod_jax.studies import images as studies
+from mod_jax.studies.devices import one_device
 from mod_jax.tasks import expert_pictures, warm_start
-from mod_jax.tasks.modality import Modality
+from mod_jax.tasks.modality import Modality, table
 
-# The file of the class names in a run's directory.
-CLASSES = 'classes.json'
 _PICTURED = 6  # Number of held-out images in the pictures.
+_LOADED = 512  # About so many images whose compute is drawn.
 _NAMED = 10  # Number of classes to list when training starts.
 
 
@@ -33,13 +34,7 @@ class Images(Modality):
   columns = ('accuracy', 'top5', 'loss')
   main = ('loss', 'accuracy', 'top5')
   # A dense checkpoint fits a routed or pruned model, and vice versa.
-  may_be_new = (
-    r'(block_\d+/)?router/.*',
-    r'prediction_\d+/.*',
-    r'pattern_\d+',
-  )
-  may_be_dropped = may_be_new
-  one_device = staticmethod(devices.one_device)
+  optional = (r'(block_\d+/)?router/.*', r'prediction_\d+/.*', r'pattern_\d+')
 
   @functools.cached_property
   def classes(self) -> tuple[str, ...]:
@@ -58,9 +53,9 @@ class Images(Modality):
 
   def files(self):
     # The training images may be missing where the model is used later.
-    return {CLASSES: json.dumps(self.classes, indent=1)}
+    return {source_lib.CLASSES: json.dumps(self.classes, indent=1)}
 
-  def train_iterator(self, *, shard_index, shard_count):
+  def train_iterator(self, *, shard_index=0, shard_count=1):
     return images_lib.train_iterator(
       self.config.data,
       batch_size=self.config.train.batch_size // shard_count,
@@ -146,18 +141,14 @@ class Images(Modality):
 
   def summary(self, task, metrics):
     columns = [c for c in self.columns if c in metrics]
-    rows = [('model', '', self.config.model)]
+    model = self.config.model
+    costs = [flops.published_macs(model), flops.forward(model)]
+    cells = [f'{cost / 1e9:.4f}' for cost in costs]
+    rows = [('model', '', *cells, f'{flops.num_params(model):,}')]
     if 'never/loss' in metrics:
-      rows.append(('never', 'never/', None))
-    titles = (*columns, 'GMACs', 'GFLOPs', 'parameters')
-    lines = [''.ljust(8) + ''.join(t.rjust(12) for t in titles)]
-    for title, prefix, model in rows:
-      cells = [f'{metrics[prefix + c]:.4f}' for c in columns]
-      if model is not None:
-        macs = flops.published_macs(model)
-        cells += [f'{macs / 1e9:.4f}', f'{flops.forward(model) / 1e9:.4f}']
-        cells.append(f'{flops.num_params(model):,}')
-      lines.append(title.ljust(8) + ''.join(c.rjust(12) for c in cells))
+      rows.append(('never', 'never/'))
+    more = ('GMACs', 'GFLOPs', 'parameters')
+    lines = table(metrics, columns, rows, more=more, first=8, width=12)
     lines.append(
       'GMACs: what published tables call GFLOPs; a multiply-add counts once,'
       ' and norms count too.'
@@ -174,6 +165,9 @@ class Images(Modality):
   def studies(self, task):
     by_name = {'throughput': functools.partial(studies.throughput, task)}
     model = self.config.model
+    if model.adaptive is not None:
+      run = functools.partial(adaptive_studies.robustness, task)
+      by_name['robustness'] = run
     # The study runs the dense model with the same weights.
     if model.routing is not None and model == dataclasses.replace(
       model.dense_twin(), routing=model.routing
@@ -187,21 +181,28 @@ class Images(Modality):
     real_B = batch['weight'] > 0
     return {name: value[real_B] for name, value in batch.items()}
 
-  def look(self, task, params, model_state):
+  @property
+  def _backbone(self):
+    """The config of the vision transformer, also within a pruned model."""
+    return getattr(self.config.model, 'backbone', self.config.model)
+
+  @property
+  def _grid(self) -> tuple[int, int]:
+    """Rows and columns of patches."""
+    return (self._backbone.grid,) * 2
+
+  def look(self, params, model_state):
     """Returns images, labels, the model's output, and its intermediates."""
     batch = self.examples(_PICTURED)
     key = jax.random.key(self.config.seed)
-
-    @jax.jit
-    def look(params, model_state, images_BHWC):
-      return self.config.model.build().apply(
-        {'params': params, **model_state},
-        images_BHWC,
-        rngs={'routing': key},
-        mutable='intermediates',
-      )
-
-    output, state = jax.device_get(look(params, model_state, batch['image']))
+    apply = functools.partial(
+      self.config.model.build().apply,
+      rngs={'routing': key},
+      mutable='intermediates',
+    )
+    output, state = jax.device_get(
+      jax.jit(apply)({'params': params, **model_state}, batch['image'])
+    )
     guess_B = output.logits_BV.argmax(axis=-1)
     labels = [
       self.classes[label]
@@ -213,31 +214,28 @@ class Images(Modality):
     return shown_BHWC, labels, output, state['intermediates']
 
   def pictures(self, task, params, model_state):
-    model = self.config.model
-    if isinstance(model, DynamicViTConfig) and model.score == 'structural':
+    model, figures = self.config.model, {}
+    pruned = isinstance(model, DynamicViTConfig)
+    if pruned and model.score == 'structural':
       return {}
-    with self.one_device(params, model_state) as variables:
-      looked = self.look(task, *variables)
+    with one_device(params, model_state) as variables:
+      shown_BHWC, labels, output, intermediates = self.look(*variables)
+      examples = shown_BHWC, labels, output
       if model.experts is not None:
-        load = expert_pictures.load_picture(
+        figures['expert_load'] = expert_pictures.load_picture(
           *(task, *variables, Mode()),
           'Held-out images: how many tokens each expert takes',
         )
-      if isinstance(model, DynamicViTConfig):
+        figures['expert_map'] = self._draw_experts(*examples)
+      if model.routing is not None:
+        figures['routing'] = self._draw_routing(*examples)
+      if pruned:
         kept_SN, count = self._kept(task, *variables)
-    figures = {}
-    if model.experts is not None:
-      figures = {'expert_load': load, 'expert_map': self._draw_experts(*looked)}
-    if model.routing is not None:
-      figures['routing'] = self._draw_routing(*looked)
-    if isinstance(model, DynamicViTConfig):
-      return figures | self._draw_stages(*looked, kept_SN, count)
-    return figures | self._draw_attention(*looked)
+        return figures | self._draw_stages(*examples, kept_SN, count)
+      return figures | self._draw_attention(shown_BHWC[0], intermediates)
 
-  def _draw_routing(self, shown_BHWC, labels, output, seen):
-    del seen
+  def _draw_routing(self, shown_BHWC, labels, output):
     model = self.config.model
-    backbone = getattr(model, 'backbone', model)
     routed = [i for i, c in enumerate(model.capacities) if c is not None]
     chosen = []
     for i, routed_block in zip(routed, output.routing, strict=True):
@@ -247,31 +245,12 @@ class Images(Modality):
       chosen.append(chosen_BL)
     return viz.patch_maps(
       shown_BHWC,
-      np.stack(chosen)[:, :, backbone.num_prefix :],
+      np.stack(chosen)[:, :, self._backbone.num_prefix :],
       layers=routed,
-      grid=(backbone.grid,) * 2,
-      num_layers=backbone.num_layers,
+      grid=self._grid,
+      num_layers=self._backbone.num_layers,
       labels=labels,
       title='Which patches each routed block processes',
-    )
-
-  def _draw_experts(self, shown_BHWC, labels, output, seen):
-    del seen
-    model = self.config.model
-    backbone = getattr(model, 'backbone', model)
-    expert_RBL, more_RBL, _ = expert_pictures.takers(
-      output.experts, model.num_tokens
-    )
-    return viz.expert_patches(
-      shown_BHWC,
-      expert_RBL[..., backbone.num_prefix :],
-      layers=expert_pictures.blocks(model),
-      grid=(backbone.grid,) * 2,
-      num_experts=model.experts.num_experts,
-      more_RBL=more_RBL[..., backbone.num_prefix :],
-      num_layers=backbone.num_layers,
-      labels=labels,
-      title='Which expert takes which patch',
     )
 
   def _left(self, output, block):
@@ -280,14 +259,43 @@ class Images(Modality):
     left_BL = np.ones((len(output.logits_BV), model.num_tokens), bool)
     for s, stage in enumerate(getattr(model, 'stages', ())):
       if stage <= block:
-        left_BL[:, model.backbone.num_prefix :] = output.keep_SBN[s] > 0
+        left_BL[:, self._backbone.num_prefix :] = output.keep_SBN[s] > 0
     return left_BL
 
-  def _draw_stages(self, shown_BHWC, labels, output, seen, kept_SN, count):
-    """Draws the patches left after each stage, and their frequency."""
-    del seen
+  def _draw_experts(self, shown_BHWC, labels, output):
     model = self.config.model
-    kwargs = {'grid': (model.backbone.grid,) * 2, 'blocks': model.stages}
+    expert_RBL, more_RBL, _ = expert_pictures.takers(
+      output.experts, model.num_tokens
+    )
+    patches = np.s_[..., self._backbone.num_prefix :]
+    return viz.expert_patches(
+      shown_BHWC,
+      expert_RBL[patches],
+      layers=expert_pictures.blocks(model),
+      grid=self._grid,
+      num_experts=model.experts.num_experts,
+      more_RBL=more_RBL[patches],
+      num_layers=self._backbone.num_layers,
+      labels=labels,
+      title='Which expert takes which patch',
+    )
+
+  def _kept(self, task, params, model_state):
+    """Returns the fraction of images that keep each patch, and their number."""
+    total_SN, count = 0.0, 0
+    for batch, kept_SN in task.over_held_out(
+      lambda output, batch: jnp.einsum(
+        'SBN,B->SN', output.keep_SBN, batch['weight']
+      ),
+      *(params, model_state, self.config.evaluation.final_batches),
+    ):
+      total_SN += kept_SN
+      count += int(batch['weight'].sum())
+    return total_SN / max(count, 1), count
+
+  def _draw_stages(self, shown_BHWC, labels, output, kept_SN, count):
+    """Draws the patches left after each stage, and their frequency."""
+    kwargs = {'grid': self._grid, 'blocks': self.config.model.stages}
     return {
       'stages': viz.token_stages(
         shown_BHWC,
@@ -304,28 +312,8 @@ class Images(Modality):
       ),
     }
 
-  def _kept(self, task, params, model_state):
-    """Returns the fraction of images that keep each patch, and their number."""
-    key = jax.random.key(self.config.seed)
-
-    @jax.jit
-    def kept(params, model_state, batch):
-      output = task.apply(params, model_state, batch, key, Mode())
-      return jnp.einsum('SBN,B->SN', output.keep_SBN, batch['weight'])
-
-    total_SN, count = 0.0, 0
-    settings = self.config.evaluation
-    for batch in self.eval_batches(
-      batch_size=settings.batch_size, num_batches=settings.final_batches or None
-    ):
-      total_SN += np.asarray(kept(params, model_state, batch))
-      count += int(batch['weight'].sum())
-    return total_SN / max(count, 1), count
-
-  def _draw_attention(self, shown_BHWC, labels, output, seen):
-    del labels, output
+  def _draw_attention(self, image_HWC, intermediates):
     model = self.config.model
-    grid, prefix = (model.grid, model.grid), model.num_prefix
     routed = [i for i, c in enumerate(model.capacities) if c is not None]
     # Draw the maps of dense blocks just before routed ones, which may be routed
     # by them, or else of some dense blocks. Routed blocks lack most tokens.
@@ -338,36 +326,44 @@ class Images(Modality):
       return {}
     maps_RHL = []
     for layer in layers:
-      attention = seen[f'block_{layer}']['attention']
+      attention = intermediates[f'block_{layer}']['attention']
       weight_BHQS = attention_map(
         attention['queries'][0][:1], attention['keys'][0][:1]
       )
       maps_RHL.append(np.asarray(weight_BHQS[0].mean(axis=1)))
     figure = viz.attention_maps(
-      shown_BHWC[0],
-      np.stack(maps_RHL)[:, :, prefix:],
+      image_HWC,
+      np.stack(maps_RHL)[:, :, model.num_prefix :],
       layers=layers,
-      grid=grid,
+      grid=self._grid,
       title='Attention that each patch receives, by block and head',
     )
     return {'attention': figure}
 
   def load_pictures(self, task, params, model_state):
-    model = self.config.model
-    backbone = getattr(model, 'backbone', model)
-    grid, prefix = (backbone.grid,) * 2, backbone.num_prefix
-    with self.one_device(params, model_state) as variables:
-      gated = self.gated(task, *variables, max_images=512)
-    shown_BHWC = images_lib.denormalize(self.config.data, gated['image'])
-    patches_BN = gated['share_BL'][:, prefix:]
-    load_B = gated['load_B']
-    labels = [self.classes[label] for label in gated['label']]
+    def loads(output, batch):
+      choices = stack_lib.collect(output.aux, 'adaptive')
+      return task.share_per_token(choices), task.load_per_row(choices)
+
+    batches = -(-_LOADED // self.config.evaluation.batch_size)
+    columns = []
+    with one_device(params, model_state) as variables:
+      for batch, values in task.over_held_out(loads, *variables, batches):
+        real_B = batch['weight'] > 0
+        values = (batch['image'], batch['label'], *values)
+        columns.append([x[real_B] for x in values])
+    image_BHWC, label_B, share_BL, load_B = map(
+      np.concatenate, zip(*columns, strict=True)
+    )
+    shown_BHWC = images_lib.denormalize(self.config.data, image_BHWC)
+    patches_BN = share_BL[:, self._backbone.num_prefix :]
+    labels = [self.classes[label] for label in label_B]
     spread = np.linspace(0, len(load_B) - 1, min(8, len(load_B))).astype(int)
     return {
       'load': viz.load_map(
         shown_BHWC[spread],
         patches_BN[spread],
-        grid=grid,
+        grid=self._grid,
         labels=[labels[i] for i in spread],
         unit='share of all learners',
         title='Where the compute goes',
@@ -381,40 +377,8 @@ class Images(Modality):
         shown_BHWC,
         load_B,
         patches_BN,
-        grid=grid,
+        grid=self._grid,
         labels=labels,
         title='The cheapest and the dearest images, by all of their tokens',
       ),
     }
-
-  def gated(self, task, params, model_state, *, max_images: int = 0):
-    """Runs the gates on held-out images, all or about `max_images` of them.
-
-    Returns arrays by name: `image`, normalised; `label`; `right`, whether the
-    prediction is correct; `share_BL`, each token's share of the cost of all
-    learners; and `load_B`, each image's share of the cost of all learners that
-    its tokens reach.
-    """
-    key = jax.random.key(self.config.seed)
-
-    @jax.jit
-    def run(params, model_state, batch):
-      output = self.config.model.build().apply(
-        {'params': params, **model_state}, batch['image'], rngs={'routing': key}
-      )
-      right_B = output.logits_BV.argmax(axis=-1) == batch['label']
-      choices = stack_lib.collect(output.aux, 'adaptive')
-      return right_B, task.share_per_token(choices), task.load_per_row(choices)
-
-    names = ('image', 'label', 'right', 'share_BL', 'load_B')
-    collected = {name: [] for name in names}
-    size = self.config.evaluation.batch_size
-    for batch in self.eval_batches(
-      batch_size=size, num_batches=-(-max_images // size) or None
-    ):
-      gate_outputs = jax.device_get(run(params, model_state, batch))
-      real_B = batch['weight'] > 0
-      values = batch | dict(zip(names[2:], gate_outputs, strict=True))
-      for name, parts in collected.items():
-        parts.append(np.asarray(values[name])[real_B])
-    return {name: np.concatenate(parts) for name, parts in collected.items()}

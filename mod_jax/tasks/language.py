@@ -14,12 +14,13 @@ from mod_jax.data import text, tokenizers
 from mod_jax.layers import stack as stack_lib
 from mod_jax.layers.mode import Mode, RoutingMode
 from mod_jax.losses import sums
+from mod_jax.pretrained import source as source_lib
 from mod_jax.runs import workdir as workdir_lib
 from mod_jax.sampling import Generated, generate, pad_prompts
 from mod_jax.studies import language as studies
 from mod_jax.studies.conversion import conversion
 from mod_jax.tasks import expert_pictures, warm_start
-from mod_jax.tasks.modality import Modality
+from mod_jax.tasks.modality import Modality, table
 
 # The file of a learned tokenizer in the directory of its run.
 _TOKENIZER = 'tokenizer.json'
@@ -35,17 +36,13 @@ class Language(Modality):
   columns = ('loss', 'perplexity', 'bits_per_byte')
   main = ('loss',)  # `accuracy` is that of routing rules.
   # A dense checkpoint fits a routed model, and vice versa.
-  may_be_new = (r'(.*/)?(router|predictor)/.*', r'moving/.*')
-  may_be_dropped = may_be_new
+  optional = (r'(.*/)?(router|predictor)/.*', r'moving/.*')
 
   def __init__(self, config, workdir=None):
     """Keeps the config; reads no data.
 
-    Args:
-      config: the experiment.
-      workdir: directory of the run. A learned tokenizer is read from there, or
-        else from the run at `config.init`: the files that it was learned from
-        may have changed since.
+    A learned tokenizer is read from the run's directory, or else from the run
+    at `config.init`: the files that it was learned from may have changed since.
     """
     super().__init__(config)
     self.length = (config.data.length,)
@@ -99,7 +96,7 @@ class Language(Modality):
     contents = tokenizers.files(*self.tokenizer_source)
     return {name: data.decode() for name, data in contents.items()}
 
-  def train_iterator(self, *, shard_index, shard_count):
+  def train_iterator(self, *, shard_index=0, shard_count=1):
     return text.train_iterator(
       self._data,
       batch_size=self.config.train.batch_size // shard_count,
@@ -187,16 +184,16 @@ class Language(Modality):
   # Evaluation.
 
   @property
+  def rules(self) -> tuple[str, ...]:
+    """The routing rules to evaluate, as `LMConfig.rules`."""
+    return self.config.model.rules
+
+  @property
   def _shown(self) -> tuple[str, ...]:
     """The rules to show: `rules`, and `never` if that can be computed."""
     model = self.config.model
     skips = model.num_routed and (model.experts is None or model.experts.causal)
     return (*self.rules, 'never') if skips else self.rules
-
-  @property
-  def rules(self) -> tuple[str, ...]:
-    """The routing rules to evaluate, as `LMConfig.rules`."""
-    return self.config.model.rules
 
   def modes(self, *, more=False):
     """Returns a mode per rule: top-k, the causal ones, and `never`, a baseline.
@@ -233,7 +230,7 @@ class Language(Modality):
     self, init, model, params, model_state, *, whole=False, **kwargs
   ):
     del whole  # A language model's head must be present in any case.
-    if convert_lm.holds_model(init):
+    if source_lib.Source.of_init(init).kind == 'language':
       source = trees.unflatten(convert_lm.read(init, model))
       kwargs['describe'] = f'init={init}'
       return trees.merge(params, source, **kwargs), model_state
@@ -273,16 +270,7 @@ class Language(Modality):
         f' {experts.num_experts}'
       )
     title = 'rule' if self.rules else ''
-    widths = [max(14, len(column) + 2) for column in columns]
-    cells = zip(columns, widths, strict=True)
-    lines = [title.ljust(12) + ''.join(c.rjust(w) for c, w in cells)]
-    for title, prefix in rows:
-      cells = [metrics.get(prefix + c) for c in columns]
-      # Precision is undefined for a rule that chose no token.
-      shown = ('-' if x is None else f'{x:.4f}' for x in cells)
-      cells = zip(shown, widths, strict=True)
-      lines.append(title.ljust(12) + ''.join(c.rjust(w) for c, w in cells))
-    return '\n'.join([*lines, *notes])
+    return '\n'.join([*table(metrics, columns, rows, title=title), *notes])
 
   def sample(
     self, params, model_state, prompts: list[str], **kwargs
@@ -311,15 +299,10 @@ class Language(Modality):
     num_tokens: int | None = None,
     **kwargs,
   ) -> Generated:
-    """Continues texts, by default with the best causal rule of the model.
+    """Continues tokens of texts; `kwargs` are those of `sampling.generate`.
 
-    Args:
-      params: parameters.
-      model_state: other collections.
-      prompts: tokens of texts, of any lengths.
-      num_tokens: tokens to add to each; by default up to the length that the
-        model was trained with.
-      **kwargs: passed to `sampling.generate`.
+    By default with the best causal rule of the model, up to the length that it
+    was trained with.
 
     Raises:
       UserError: the model is routed, but no causal rule was trained; or a
@@ -348,14 +331,12 @@ class Language(Modality):
 
   def texts(self, task, params, model_state):
     settings = self.config.evaluation
-    can_sample = len(self.rules) != 1
-    if settings.sample_tokens and can_sample:
+    # A routed model without a causal rule cannot generate.
+    if settings.sample_tokens and len(self.rules) != 1:
       prompt = settings.prompt or self._held_out_words()
       room = self.config.data.length - len(self.tokenizer.encode(prompt))
       (continuation,) = self.sample(
-        params,
-        model_state,
-        [prompt],
+        *(params, model_state, [prompt]),
         num_tokens=max(1, min(settings.sample_tokens, room)),
         temperature=0.7,
         top_p=0.95,
@@ -372,23 +353,19 @@ class Language(Modality):
     return ' '.join(words[:3])[:room] or '.'
 
   def _look(self, task, params, model_state):
-    """Returns some held-out rows, and the model's output on them."""
-    (batch,) = self.eval_batches(
-      batch_size=self.config.evaluation.batch_size, num_batches=1
+    """Returns the output on held-out rows, and what stands in the first."""
+    ((batch, output),) = task.over_held_out(
+      lambda output, _: output, params, model_state, 1
     )
-    key = jax.random.key(self.config.seed)
-    apply = jax.jit(task.apply, static_argnames='mode')
-    output = apply(params, model_state, batch, key, mode=Mode())
-    return batch, jax.device_get(output)
+    length = int(self.token_weights(batch)[0].sum())
+    pieces = self.tokenizer.pieces(batch['tokens'][0, :length].tolist())
+    return output, pieces
 
   def pictures(self, task, params, model_state):
     config = self.config.model
     if not config.num_routed and config.experts is None:
       return {}
-    batch, output = self._look(task, params, model_state)
-    _, kwargs = self.inputs(batch, train=False)
-    length = int(np.sum(kwargs['valid_BL'][0]))
-    pieces = self.tokenizer.pieces(batch['tokens'][0, :length].tolist())
+    output, pieces = self._look(task, params, model_state)
     figures = {}
     if config.num_routed:
       figures |= self._routing_pictures(output, pieces)
@@ -465,23 +442,21 @@ class Language(Modality):
 
   def load_pictures(self, task, params, model_state):
     """Draws the learners that each token of a held-out text runs, by block."""
-    batch, output = self._look(task, params, model_state)
+    output, pieces = self._look(task, params, model_state)
     choices = stack_lib.collect(output.aux, 'adaptive')
     layers = sorted({int(name.split('/')[0][6:]) for name in choices})
-    _, kwargs = self.inputs(batch, train=False)
-    length = int(np.sum(kwargs['valid_BL'][0]))
     share_RL = np.stack(
       [
         task.share_per_token(
           {n: c for n, c in choices.items() if n.startswith(f'block_{i}/')}
-        )[0, :length]
+        )[0, : len(pieces)]
         for i in layers
       ]
     )
     return {
       'load': viz.token_load(
         share_RL,
-        self.tokenizer.pieces(batch['tokens'][0, :length].tolist()),
+        pieces,
         layers=layers,
         unit='share of the learners',
         title='Held-out text: where the compute goes',

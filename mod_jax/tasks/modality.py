@@ -8,74 +8,40 @@ from typing import Any
 from mod_jax import viz
 from mod_jax.layers.mode import Mode
 from mod_jax.losses.sums import MetricSums, Pair
-from mod_jax.tasks import warm_start
-from mod_jax.train.task import Study
+from mod_jax.models import protocol
+from mod_jax.train.task import Data, Study
 
 if typing.TYPE_CHECKING:  # Slow to import.
   from matplotlib.figure import Figure
 
 
-class Modality(abc.ABC):
+class Modality(Data):
   """Data, head, metrics and pictures of one kind of input.
 
-  Methods without a docstring are documented in `train.task.Task`. The argument
-  `task` is the `plain.Plain` that uses the modality.
+  The argument `task` is the `plain.Plain` that uses the modality.
 
   Attributes:
     config: the experiment.
-    unit: the unit of `tokens_per_step`.
     row: name of the rows of a batch, in the plural.
     length: arguments of a model's `flops_table`: the tokens of a sequence, or
       none if the model's config determines them.
     columns: held-out metrics in the summary table.
-    main: held-out metrics to show on one line.
-    may_be_new: names, as regular expressions matched whole, that may be missing
-      from weights to start from.
-    may_be_dropped: names that only those weights may have.
+    optional: names, as regular expressions matched whole, that only one of a
+      model and the weights that it starts from may have.
   """
 
-  unit: str
   row: str
   columns: tuple[str, ...]
-  main: tuple[str, ...] = ('loss', 'accuracy')
   length: tuple[int, ...] = ()
-  may_be_new: tuple[str, ...] = ()
-  may_be_dropped: tuple[str, ...] = ()
+  optional: tuple[str, ...] = ()
 
   def __init__(self, config):
     """Keeps the config; reads no data."""
     self.config = config
 
-  # Data.
-
-  @abc.abstractmethod
-  def check(self) -> None: ...
-
-  def files(self) -> Mapping[str, str]:
-    return {}
-
-  @abc.abstractmethod
-  def train_iterator(self, *, shard_index: int, shard_count: int): ...
-
-  def data_summary(self) -> str:
-    return ''
-
   @abc.abstractmethod
   def rows_per_epoch(self) -> int:
     """Returns the number of rows in the training data."""
-
-  @abc.abstractmethod
-  def batch_shapes(self) -> dict[str, Any]: ...
-
-  @abc.abstractmethod
-  def eval_batches(self, **kwargs): ...
-
-  @abc.abstractmethod
-  def data_fingerprint(self) -> dict[str, Any]: ...
-
-  @property
-  @abc.abstractmethod
-  def tokens_per_step(self) -> int: ...
 
   # Model inputs, losses and metrics of a batch.
 
@@ -103,11 +69,12 @@ class Modality(abc.ABC):
     L is 1 if all tokens of a row have the same weight.
     """
 
+  @abc.abstractmethod
   def modes(self, *, more: bool = False) -> dict[str, Mode]:
-    """Returns the modes of evaluation, by prefix, as `Task.eval_modes`."""
-    return {} if more else {'': Mode()}
+    """Returns the modes of evaluation, by prefix, as `Method.eval_modes`."""
 
   def finish_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
+    """Returns held-out metrics with derived ones added."""
     return metrics
 
   # Weights to start from.
@@ -116,43 +83,30 @@ class Modality(abc.ABC):
   def load_weights(
     self, init: str, model, params, model_state, *, whole=False, **kwargs
   ) -> tuple[Any, Any]:
-    """Returns a model's variables with values from the weights at `init`.
+    """Returns variables of `model` with values from the weights at `init`.
 
-    Args:
-      init: path of the weights.
-      model: config of the model.
-      params: its initialised parameters; shapes suffice for those to replace.
-      model_state: its other initialised collections, or shapes.
-      whole: whether all weights must come from `init`, as for a teacher, which
-        is not trained.
-      **kwargs: `new` and `dropped`, names that may be missing from the weights,
-        and that only they may have, as in `trees.merge`.
+    Of `params` and `model_state`, which are initialised, shapes suffice for
+    those to replace. With `whole`, as for a teacher, all must come from `init`.
+    `kwargs` are `new` and `dropped` of `trees.merge`: names that may be missing
+    there, and that may be there alone.
     """
 
   def load_teacher(self, init: str, dense, **kwargs) -> dict[str, Any]:
-    """Returns the variables of a dense model that is not trained.
+    """Returns the variables of a dense model, all from the weights at `init`.
 
-    Args:
-      init: path of the weights.
-      dense: config of the model.
-      **kwargs: `new` and `dropped`, as for `load_weights`.
-
-    Raises:
-      UserError: there are no such weights, or some are missing.
+    `kwargs` are `new` and `dropped`, as for `load_weights`.
     """
-    fresh = warm_start.variable_shapes(dense)
+    state = protocol.shapes(dense)
     params, model_state = self.load_weights(
-      init, dense, *fresh, whole=True, **kwargs
+      init, dense, state.pop('params'), state, whole=True, **kwargs
     )
     return {'params': params, **model_state}
 
   # Reports.
 
   @abc.abstractmethod
-  def summary(self, task, metrics: Mapping[str, float]) -> str: ...
-
-  def main_metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
-    return {k: v for k, v in metrics.items() if k.split('/')[-1] in self.main}
+  def summary(self, task, metrics: Mapping[str, float]) -> str:
+    """Returns held-out metrics as a table for people."""
 
   def curves(self, records) -> 'Figure':
     """Returns the figure of the losses in a run's records."""
@@ -166,9 +120,31 @@ class Modality(abc.ABC):
   def load_pictures(self, task, params, model_state) -> dict[str, 'Figure']:
     """Returns pictures of an adaptive model's compute by token and row."""
 
+  @abc.abstractmethod
   def studies(self, task) -> dict[str, Callable[..., Study]]:
-    return {}
+    """Returns the studies of a trained model, by name."""
 
   def texts(self, task, params, model_state) -> Iterable[str]:
     """Yields texts to show at the end of a run."""
     return ()
+
+
+def table(
+  metrics, columns, rows, *, title='', more=(), first: int = 12, width: int = 14
+) -> list[str]:
+  """Returns the lines of a table of metrics, aligned at the right.
+
+  A row is its title, the prefix of its metrics, and further cells, whose titles
+  are `more`; `title` is that of the first column. `first` is the width of that
+  column, and `width` the least of the others.
+  """
+  lines = [[title, *columns, *more]]
+  for name, prefix, *cells in rows:
+    values = (metrics.get(prefix + column) for column in columns)
+    shown = ('-' if x is None else f'{x:.4f}' for x in values)
+    lines.append([name, *shown, *cells])
+  widths = [max(width, len(column) + 2) for column in lines[0][1:]]
+  return [
+    name.ljust(first) + ''.join(map(str.rjust, cells, widths))
+    for name, *cells in lines
+  ]

@@ -23,10 +23,14 @@ from mod_jax.runs import origin as origin_lib
 from mod_jax.runs import stop as stop_lib
 from mod_jax.runs import workdir as workdir_lib
 from mod_jax.tasks import make_task
-from mod_jax.tasks.experiment import ACMObjective, ExperimentConfig
+from mod_jax.tasks.experiment import (
+  ACMObjective,
+  ExperimentConfig,
+  PhaseConfig,
+)
 from mod_jax.train import evaluation as evaluation_lib
 from mod_jax.train import loop
-from mod_jax.train.profile import Profiler
+from mod_jax.train import profile as profile_lib
 
 _FINAL_RATE = 1e-6  # Learning rate at the end of every phase.
 
@@ -55,15 +59,10 @@ def _rules(config: ExperimentConfig, phase: str):
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-  """The outcome of an experiment.
+  """The outcome of an experiment."""
 
-  Attributes:
-    metrics: the last held-out metrics; empty if it diverged.
-    diverged: the message of the divergence, or ''.
-  """
-
-  metrics: dict[str, float]
-  diverged: str = ''
+  metrics: dict[str, float]  # The last held-out ones; empty if it diverged.
+  diverged: str = ''  # The message of the divergence.
 
 
 def complete(
@@ -71,11 +70,8 @@ def complete(
 ) -> Outcome | None:
   """Trains an experiment unless it is finished; for sweeps.
 
-  Arguments and errors are those of `train`, except that a divergence is
-  returned as an `Outcome`.
-
-  Returns:
-    The outcome, or None if a signal stopped the experiment.
+  Returns the outcome, also of a run that diverges, or None if a signal stopped
+  the experiment. Arguments and other errors are those of `train`.
   """
   directory, last = expand(config, workdir)[-1]
   data = {'allow_changed_data': allow_changed_data}
@@ -112,9 +108,7 @@ def expand(
     return [(dense_dir, _dense(config)), *expand(remaining, workdir)]
   if not isinstance(objective, ACMObjective):
     return [(workdir, config)]
-  phases = objective.phases
-  if objective.phase != 'all':
-    return [(workdir, _phase(config, objective.phase, _alone(config)))]
+  phases = list(objective.phases)
   if not phases:
     raise UserError(
       'objective: all phases have num_steps=0, so there is nothing to train.'
@@ -122,13 +116,16 @@ def expand(
   if config.init is None:
     raise UserError(
       'init is missing: an adaptive model is made of another, dense, routed or'
-      ' pruned; give its workdir or checkpoint by --config.init.'
+      ' pruned, and a phase alone starts from the run of the one before; give'
+      ' its workdir or checkpoint by --config.init.'
     )
+  if objective.phase != 'all':
+    _check_alone(config)
+    phases = [objective.phase]
   runs, init = [], config.init
-  last_phase = list(phases)[-1]
   for name in phases:
     directory = workdir
-    if name != last_phase:
+    if name != phases[-1]:
       directory = workdir / f'{workdir_lib.PHASE}{name}'
     runs.append((directory, _phase(config, name, init)))
     init = str(directory)
@@ -150,83 +147,62 @@ def _in_steps(config: ExperimentConfig, workdir) -> ExperimentConfig:
   return config_lib.replace(config, changes)
 
 
-def _alone(config: ExperimentConfig) -> str:
-  """Returns `init` of a single phase; raises if it is not its predecessor."""
-  objective = config.objective
-  if objective.phase not in objective.phases:
+def _check_alone(config: ExperimentConfig) -> None:
+  """Raises UserError if a single phase does not start from the one before."""
+  phase, phases = config.objective.phase, list(config.objective.phases)
+  if phase not in phases:
     raise UserError(
-      f'objective.{objective.phase}.num_steps=0 skips the phase that'
-      f' objective.phase={objective.phase!r} asks for.'
+      f'objective.{phase}.num_steps=0 skips the phase that objective.phase='
+      f'{phase!r} asks for.'
     )
-  before = list(objective.phases)
-  before = before[: before.index(objective.phase)]
-  if config.init is None:
+  if phase == phases[0]:
+    return
+  before = phases[phases.index(phase) - 1]
+  previous = _objective_at(config.init)
+  if previous is None or previous.phase != before:
     raise UserError(
-      f'init is missing: phase {objective.phase!r} starts from'
-      + (
-        f' the run of phase {before[-1]!r}.'
-        if before
-        else ' the model that is converted.'
-      )
+      f'init={config.init} is no run of phase {before!r}, which phase'
+      f' {phase!r} starts from: train that first, or skip it by'
+      f' objective.{before}.num_steps=0.'
     )
-  if before:
-    previous = _objective_at(config.init)
-    if previous is None or previous.phase != before[-1]:
-      raise UserError(
-        f'init={config.init} is no run of phase {before[-1]!r}, which phase'
-        f' {objective.phase!r} starts from: train that first, or skip it by'
-        f' objective.{before[-1]}.num_steps=0.'
-      )
-  return config.init
+
+
+def _run_of(config, name: str, phase: PhaseConfig, changes):
+  """Returns the config of the run of one phase, with some changes more."""
+  changes = {
+    'name': f'{config.name} {name}',
+    'train.num_steps': phase.num_steps,
+    'train.batch_size': phase.batch_size,
+    'optimizer.learning_rate': phase.learning_rate,
+    'optimizer.warmup_steps': phase.warmup_steps,
+    **changes,
+  }
+  return config_lib.replace(config, changes)
 
 
 def _dense(config: ExperimentConfig) -> ExperimentConfig:
   """Returns the config of the run that trains the dense model."""
   changes = {
-    'name': f'{config.name} dense',
     'model': config.model.dense_twin(),
     'objective': None,
     'dense': None,
-    'optimizer': dataclasses.replace(
-      config.optimizer,
-      learning_rate=config.dense.learning_rate,
-      warmup_steps=config.dense.warmup_steps,
-      rules=(),
-    ),
-    'train': dataclasses.replace(
-      config.train,
-      num_steps=config.dense.num_steps,
-      batch_size=config.dense.batch_size,
-      capacity_warmup_steps=0,
-    ),
+    'optimizer.rules': (),
+    'train.capacity_warmup_steps': 0,
   }
-  return dataclasses.replace(config, **changes)
+  return _run_of(config, 'dense', config.dense, changes)
 
 
 def _phase(config: ExperimentConfig, name: str, init: str) -> ExperimentConfig:
   """Returns the config of the run of one phase."""
   phase = getattr(config.objective, name)
-  optimizer = dataclasses.replace(
-    config.optimizer,
-    learning_rate=phase.learning_rate,
-    warmup_steps=phase.warmup_steps,
-    final_fraction=min(1.0, _FINAL_RATE / phase.learning_rate),
-    rules=_rules(config, name),
-  )
-  return dataclasses.replace(
-    config_lib.replace(
-      config,
-      {
-        'name': f'{config.name} {name}',
-        'objective.phase': name,
-        'objective.teacher': config.objective.teacher or _teacher(config),
-        'train.num_steps': phase.num_steps,
-        'train.batch_size': phase.batch_size,
-      },
-    ),
-    init=init,
-    optimizer=optimizer,
-  )
+  changes = {
+    'init': init,
+    'objective.phase': name,
+    'objective.teacher': config.objective.teacher or _teacher(config),
+    'optimizer.final_fraction': min(1.0, _FINAL_RATE / phase.learning_rate),
+    'optimizer.rules': _rules(config, name),
+  }
+  return _run_of(config, name, phase, changes)
 
 
 def _objective_at(init: str) -> ACMObjective | None:
@@ -265,39 +241,30 @@ def train(
     stopped.
   """
   *before, last = expand(config, workdir)
-  with stop_lib.listening(), lock_lib.held(last[0]):
-    return _train(before, last, max_steps, allow_changed_data, kwargs)
-
-
-def _train(before, last, max_steps, allow_changed_data, kwargs):
   data = {'allow_changed_data': allow_changed_data}
-  before = [phase for phase in before if finished(*phase, **data) is None]
-  for directory, run in (*before, last):
-    # Checks the traced steps of all phases before any is trained.
-    Profiler(directory, kwargs.get('profile'), run.train.num_steps)
-
-  def train_one(directory, run):
-    task = make_task(run, directory)
-    return loop.train(
-      task, run, directory, max_steps=max_steps, **data, **kwargs
-    )
-
-  for directory, run in before:
-    result = train_one(directory, run)
-    if not result.finished:
-      return result
-    if stop_lib.requested():
-      if jax.process_index() == 0:
-        print(
-          f'stopped after {directory.name.replace("_", " ")}, saved; the same'
-          ' command continues.',
-          file=sys.stderr,
-        )
-      return dataclasses.replace(result, finished=False, metrics={})
-    if max_steps is not None:
-      max_steps -= result.steps
-    del result  # The next phase needs the memory of its state.
-  return train_one(*last)
+  with stop_lib.listening(), lock_lib.held(last[0]):
+    before = [phase for phase in before if finished(*phase, **data) is None]
+    for directory, run in (*before, last):
+      # Checks the traced steps of all phases before any is trained.
+      profile_lib.check(directory, kwargs.get('profile'), run.train.num_steps)
+    for directory, run in (*before, last):
+      result = None  # The next phase needs the memory of the last state.
+      task = make_task(run, directory)
+      result = loop.train(
+        task, run, directory, max_steps=max_steps, **data, **kwargs
+      )
+      if not result.finished or directory == last[0]:
+        return result
+      if stop_lib.requested():
+        if jax.process_index() == 0:
+          print(
+            f'stopped after {directory.name.replace("_", " ")}, saved; the same'
+            ' command continues.',
+            file=sys.stderr,
+          )
+        return dataclasses.replace(result, finished=False, metrics={})
+      if max_steps is not None:
+        max_steps -= result.steps
 
 
 def finished(
@@ -324,7 +291,7 @@ def finished(
   saved = checkpoints_lib.peek(workdir_lib.checkpoints(workdir), last)
   if saved is None:
     return None
-  data = make_task(config, workdir).data_fingerprint()
+  data = make_task(config, workdir).modality.data_fingerprint()
   origin_lib.check_data(saved, data, allow=allow_changed_data)
   for line in reversed(metrics_lib.read(workdir)):
     if line['kind'] == 'eval' and line['step'] == last:

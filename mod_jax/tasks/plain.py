@@ -8,23 +8,26 @@ from absl import logging
 import jax
 import jax.numpy as jnp
 
-from mod_jax import flops, losses, viz
+from mod_jax import config as config_lib
+from mod_jax import errors, flops, losses, routing, viz
 from mod_jax.layers.experts import Assigned, ExpertsConfig
 from mod_jax.layers.mode import Mode
 from mod_jax.layers.routed import Routing, RoutingConfig
 from mod_jax.losses import sums
 from mod_jax.losses.sums import MetricSums, Pair
-from mod_jax.tasks import capacity_warmup, warm_start
+from mod_jax.pretrained import source as source_lib
 from mod_jax.tasks.modality import Modality
 from mod_jax.train import evaluation
-from mod_jax.train import task as task_lib
+from mod_jax.train.task import Method
+
+Losses = tuple[list[Pair], MetricSums]  # To add to the loss, and to report.
 
 _COMPARED = 16  # Held-out batches to compare a routed model with the dense one.
 _ALIKE = 0.01  # Tolerated relative difference of their losses.
 _STREAMS = ('stochastic_depth', 'routing', 'gumbel')
 
 
-class Plain(task_lib.Task):
+class Plain(Method):
   """The task of training a dense or routed model on a modality.
 
   Subclasses override what differs: losses, teacher, evaluation and pictures.
@@ -33,40 +36,8 @@ class Plain(task_lib.Task):
   def __init__(self, config, modality: Modality):
     self.config = config
     self.modality = modality
-    self.unit = modality.unit
     # All blocks have the same dtype.
     self.dtype = config.model.stack.layers[0].block.dtype
-
-  # Data.
-
-  def check(self):
-    self.modality.check()
-
-  def files(self):
-    return self.modality.files()
-
-  def train_iterator(self, *, shard_index=0, shard_count=1):
-    # Raises if held-out data are missing: now, not at the first evaluation.
-    self.eval_batches(batch_size=1, num_batches=1)
-    return self.modality.train_iterator(
-      shard_index=shard_index, shard_count=shard_count
-    )
-
-  def data_summary(self):
-    return self.modality.data_summary()
-
-  def batch_shapes(self):
-    return self.modality.batch_shapes()
-
-  def eval_batches(self, **kwargs):
-    return self.modality.eval_batches(**kwargs)
-
-  def data_fingerprint(self):
-    return self.modality.data_fingerprint()
-
-  @property
-  def tokens_per_step(self):
-    return self.modality.tokens_per_step
 
   # Training.
 
@@ -77,29 +48,36 @@ class Plain(task_lib.Task):
     return model.build().init(rngs, model.example())
 
   def start(self, params, model_state, init):
+    optional = self.modality.optional
     return self.modality.load_weights(
-      init,
-      self.config.model,
-      params,
-      model_state,
-      new=self.modality.may_be_new,
-      dropped=self.modality.may_be_dropped,
+      *(init, self.config.model, params, model_state),
+      new=optional,
+      dropped=optional,
     )
+
+  def load_teacher(self, model, way_out: str, **kwargs):
+    """Returns the variables of a frozen model to learn from.
+
+    Without a path of its weights, `way_out` is the error.
+    """
+    path = self.config.objective and self.config.objective.teacher
+    path = path or self.config.init
+    if not path:
+      raise errors.UserError(way_out)
+    return self.modality.load_teacher(path, model, **kwargs)
 
   def beginning(self, params, model_state, mesh):
     """Compares the held-out losses of the initial and the dense model."""
     config = self.config
-    if (
-      config.model.routing is None
-      or config.model.adaptive is not None
-      or warm_start.is_routed(config.init)
-    ):
+    if config.model.routing is None or config.model.adaptive is not None:
       return ''
-    routed = capacity_warmup.at_floor(config.model, self.static_args(0))
-    dense = _with_all_tokens(config.model)
+    source = source_lib.Source.of_init(config.init)
+    if source.ours and source.config.routing is not None:
+      return ''
+    routed = at_floor(config.model, self.static_args(0))
     routed_loss, dense_loss = (
       self._held_out_loss(model, params, model_state, mesh)
-      for model in (routed, dense)
+      for model in (routed, _with_all_tokens(config.model))
     )
     message = (
       f'begins with a held-out loss of {routed_loss:.4f} (at the capacity of'
@@ -128,8 +106,17 @@ class Plain(task_lib.Task):
     )['loss']
 
   def static_args(self, step: int) -> float:
-    """Returns the minimum capacity of routed layers, by the warm-up."""
-    return capacity_warmup.floor(self.config.model, self.config.train, step)
+    """Returns the minimum capacity of routed layers, by the warm-up from 1."""
+    train = self.config.train
+    if self.config.model.routing is None:
+      return 0.0
+    return routing.capacity_floor(
+      step,
+      warmup_steps=config_lib.steps_of(
+        train.capacity_warmup_steps, train.num_steps
+      ),
+      stages=train.capacity_warmup_stages,
+    )
 
   def forward(self, model, params, model_state, batch, rng, **mode):
     """Returns the output of a training pass, and the updated model state.
@@ -149,60 +136,55 @@ class Plain(task_lib.Task):
     )
 
   def losses(self, params, model_state, batch, rng, static_args, teacher=None):
-    model = capacity_warmup.at_floor(self.config.model, static_args)
+    model = at_floor(self.config.model, static_args)
     output, model_state = self.forward(model, params, model_state, batch, rng)
-    total, weight = self.modality.loss(output, batch)
-    metric_sums = {'loss': (total, weight)}
-    extra, extra_sums = self.modality.more_losses(output)
-    pairs = [(total, weight), *extra]
-    metric_sums |= extra_sums
-    if teacher is not None:
-      extra, extra_sums = self.taught(output, batch, teacher)
-      pairs += extra
-      metric_sums |= extra_sums
-    extra, extra_sums = self.choice_losses(output, batch, model)
-    return [*pairs, *extra], (metric_sums | extra_sums, model_state)
+    pairs, metric_sums = joined(
+      self.main_loss(output, batch),
+      self.modality.more_losses(output),
+      self.taught(output, batch, teacher),
+      self.choice_losses(output, batch, model),
+    )
+    return pairs, (metric_sums, model_state)
 
-  def choice_losses(
-    self, output, batch, model
-  ) -> tuple[list[Pair], MetricSums]:
-    """Returns losses of routers and experts, and sums to report.
+  def main_loss(self, output, batch) -> Losses:
+    pair = self.modality.loss(output, batch)
+    return [pair], {'loss': pair}
+
+  def taught(self, output, batch, teacher) -> Losses:
+    """Returns the losses by a teacher's output, in subclasses that have one."""
+    del output, batch, teacher
+    return [], {}
+
+  def choice_losses(self, output, batch, model) -> Losses:
+    """Returns the losses of routers and experts.
 
     `model` is the config that gave the output; its capacities may be raised by
     a warm-up.
     """
-    pairs, metric_sums = [], {}
+    experts, routed = ([], {}), ([], {})
     if output.experts:
-      pairs, metric_sums = expert_losses(model.experts, output.experts)
-    if not output.routing:
-      return pairs, metric_sums
-    _, kwargs = self.modality.inputs(batch, train=True)
-    # While the warm-up has a block process every token, there is no choice to
-    # predict: the loss would only raise all scores.
-    choosing = [
-      routed
-      for routed, capacity, final_capacity in zip(
-        output.routing,
-        _routed_capacities(model),
-        _routed_capacities(self.config.model),
-        strict=True,
+      experts = expert_losses(model.experts, output.experts)
+    if output.routing:
+      _, kwargs = self.modality.inputs(batch, train=True)
+      # While the warm-up has a block process every token, there is no choice to
+      # predict: the loss would only raise all scores.
+      choosing = [
+        layer
+        for layer, capacity, final_capacity in zip(
+          output.routing,
+          _routed_capacities(model),
+          _routed_capacities(self.config.model),
+          strict=True,
+        )
+        if capacity < 1 or final_capacity == 1
+      ]
+      routed = routing_losses(
+        self.config.model.routing, choosing, kwargs.get('valid_BL')
       )
-      if capacity < 1 or final_capacity == 1
-    ]
-    extra, extra_sums = routing_losses(
-      self.config.model.routing, choosing, kwargs.get('valid_BL')
-    )
-    return pairs + extra, metric_sums | extra_sums
-
-  def taught(self, output, batch, teacher) -> tuple[list[Pair], MetricSums]:
-    """Returns losses by a teacher's output, and sums to report.
-
-    To be overridden by subclasses with a teacher.
-    """
-    raise NotImplementedError
+    return joined(experts, routed)
 
   def flops_per_step(self, static_args):
-    model = capacity_warmup.at_floor(self.config.model, static_args)
+    model = at_floor(self.config.model, static_args)
     rows = self.config.train.batch_size
     return rows * flops.train(model, *self.modality.length)
 
@@ -222,26 +204,39 @@ class Plain(task_lib.Task):
       {'params': params, **model_state}, *args, **kwargs, rngs={'routing': key}
     )
 
+  def over_held_out(self, function, params, model_state, num_batches: int):
+    """Yields held-out batches, 0 for all, each with `function(output, batch)`.
+
+    The function is compiled.
+    """
+    key = jax.random.key(self.config.seed)
+
+    @jax.jit
+    def run(params, model_state, batch):
+      output = self.apply(params, model_state, batch, key, Mode())
+      return function(output, batch)
+
+    for batch in self.modality.eval_batches(
+      batch_size=self.config.evaluation.batch_size,
+      num_batches=num_batches or None,
+    ):
+      yield batch, jax.device_get(run(params, model_state, batch))
+
   def eval_step(self, params, model_state, batch, key, mode):
     output = self.apply(params, model_state, batch, key, mode)
-    metric_sums = self.modality.eval_sums(output, batch, mode)
+    return self.eval_sums(output, batch, mode)
+
+  def eval_sums(self, output, batch, mode) -> MetricSums:
+    """Returns the metric sums of a held-out batch."""
     # Rows of padding have a weight of 0 everywhere.
     real_B = self.modality.token_weights(batch).any(axis=-1)
-    metric_sums |= expert_loads(output.experts, real_B)
-    return metric_sums | self.more_sums(output, batch, mode)
-
-  def more_sums(self, output, batch, mode) -> MetricSums:
-    """Returns further sums of a held-out batch, for subclasses."""
-    del output, batch, mode
-    return {}
+    loads = expert_loads(output.experts, real_B)
+    return self.modality.eval_sums(output, batch, mode) | loads
 
   def finish_metrics(self, metrics):
     return self.modality.finish_metrics(metrics)
 
   # Reports.
-
-  def main_metrics(self, metrics):
-    return self.modality.main_metrics(metrics)
 
   def summary(self, metrics):
     return self.modality.summary(self, metrics)
@@ -265,15 +260,32 @@ class Plain(task_lib.Task):
     return self.modality.texts(self, params, model_state)
 
 
+def joined(*terms: Losses) -> Losses:
+  """Returns the losses of several terms together, in their order."""
+  pairs, metric_sums = [], {}
+  for more_pairs, more_sums in terms:
+    pairs += more_pairs
+    metric_sums |= more_sums
+  return pairs, metric_sums
+
+
+def at_floor(model, floor: float):
+  """Returns the model's config with no capacity lower than `floor`."""
+  if not floor:
+    return model
+  routed = dataclasses.replace(model.routing, capacity_floor=floor)
+  return model.with_parts(routing=routed)
+
+
 def _with_all_tokens(model):
   """Returns the config with capacity 1, which computes the dense model."""
   placement = ('period', 'offset', 'first', 'layers', 'capacity_schedule')
-  routing = type(model.routing)(
+  all_tokens = type(model.routing)(
     **{name: getattr(model.routing, name) for name in placement},
     score='stride',
     capacity_floor=1.0,
   )
-  return model.with_parts(routing=routing)
+  return model.with_parts(routing=all_tokens)
 
 
 def _routed_capacities(config) -> list[float]:
@@ -282,8 +294,8 @@ def _routed_capacities(config) -> list[float]:
 
 def routing_losses(
   config: RoutingConfig, layers: Sequence[Routing], valid_BL
-) -> tuple[list[Pair], MetricSums]:
-  """Returns losses to add to the main one, and the sums to report.
+) -> Losses:
+  """Returns the losses of routed layers, and their sums.
 
   `router_loss` weighs the auxiliary BCE of the router, and `balance_loss` the
   balance of path shares; the predictor's BCE has weight 1, since it has its own
@@ -321,13 +333,10 @@ def routing_losses(
   return pairs, metric_sums
 
 
-def expert_losses(
-  config: ExpertsConfig, layers: Sequence[Assigned]
-) -> tuple[list[Pair], MetricSums]:
-  """Returns losses to add to the main one, and the sums to report.
+def expert_losses(config: ExpertsConfig, layers: Sequence[Assigned]) -> Losses:
+  """Returns the losses of experts, computed per layer and averaged.
 
-  Losses are computed per layer and averaged: in summed loads, imbalances of
-  different layers could cancel.
+  In summed loads, imbalances of different layers could cancel.
   """
   pairs, metric_sums = [], expert_loads(layers)
   for assigned in layers:
@@ -350,9 +359,7 @@ def expert_loads(
 ) -> MetricSums:
   """Returns the sums of `losses.experts.load` over layers of experts.
 
-  Args:
-    layers: the assignments in each layer.
-    real_B: whether rows count, that is, are not padding; None for all.
+  `real_B` is False for rows of padding; None if there are none.
   """
   metric_sums = {}
   for assigned in layers:

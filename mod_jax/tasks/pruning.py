@@ -3,9 +3,9 @@
 import jax
 import jax.numpy as jnp
 
-from mod_jax import errors, flops, losses, routing
+from mod_jax import flops, losses, routing
 from mod_jax.tasks.experiment import PruningObjective
-from mod_jax.tasks.plain import Plain
+from mod_jax.tasks.plain import Plain, joined
 
 
 class Pruning(Plain):
@@ -19,25 +19,16 @@ class Pruning(Plain):
     super().__init__(config, modality)
     self.objective = config.objective or PruningObjective()
 
-  def check(self):
-    super().check()
-    if self.objective.needs_teacher and not (
-      self.objective.teacher or self.config.init
-    ):
-      raise errors.UserError(
-        'DynamicViT learns beside a teacher that drops nothing: give its'
-        ' workdir or checkpoint as init (or objective.teacher), or set'
-        ' objective.token_distillation=0 and objective.logit_distillation=0.'
-      )
-
   def teacher(self, mesh):
     del mesh
     if not self.objective.needs_teacher:
       return None
-    return self.modality.load_teacher(
-      self.objective.teacher or self.config.init,
+    return self.load_teacher(
       self.config.model.backbone,
-      dropped=self.modality.may_be_dropped,
+      'DynamicViT learns beside a teacher that drops nothing: give its workdir'
+      ' or checkpoint as init (or objective.teacher), or set'
+      ' objective.token_distillation=0 and objective.logit_distillation=0.',
+      dropped=self.modality.optional,
     )
 
   def static_args(self, step):
@@ -46,33 +37,34 @@ class Pruning(Plain):
   def losses(self, params, model_state, batch, rng, static_args, teacher=None):
     model, objective = self.config.model, self.objective
     output, model_state = self.forward(model, params, model_state, batch, rng)
-    metric_sums = {'loss': self.modality.loss(output, batch)}
-    weights = {'loss': objective.classification}
+    weighted = {
+      'loss': (objective.classification, self.modality.loss(output, batch))
+    }
     if model.learned:
-      metric_sums['ratio'] = losses.ratio_loss(output.keep_SBN, model.targets)
-      weights['ratio'] = objective.ratio
+      ratio = losses.ratio_loss(output.keep_SBN, model.targets)
+      weighted['ratio'] = (objective.ratio, ratio)
     if teacher is not None:
       teacher_output = model.backbone.build().apply(
         teacher, batch['image'], rngs={'routing': rng}
       )
-      metric_sums['logit_distillation'] = losses.logit_distillation(
-        output.logits_BV, teacher_output.logits_BV
+      weighted['logit_distillation'] = (
+        objective.logit_distillation,
+        losses.logit_distillation(output.logits_BV, teacher_output.logits_BV),
       )
-      weights['logit_distillation'] = objective.logit_distillation
       if model.score != 'structural':  # The teacher has no pooled patches.
-        metric_sums['token_distillation'] = self._token_distillation(
-          output, teacher_output
+        weighted['token_distillation'] = (
+          objective.token_distillation,
+          self._token_distillation(output, teacher_output),
         )
-        weights['token_distillation'] = objective.token_distillation
-    pairs = [
-      (weights[name] * total, count)
-      for name, (total, count) in metric_sums.items()
-    ]
+    pairs = [(w * total, count) for w, (total, count) in weighted.values()]
+    metric_sums = {name: pair for name, (_, pair) in weighted.items()}
     for s, keep_BN in enumerate(output.keep_SBN):
       keep_BN = jax.lax.stop_gradient(keep_BN)
       metric_sums[f'kept_{s}'] = (keep_BN.sum(), jnp.float32(keep_BN.size))
-    extra, extra_sums = self.choice_losses(output, batch, model)
-    return [*pairs, *extra], (metric_sums | extra_sums, model_state)
+    pairs, metric_sums = joined(
+      (pairs, metric_sums), self.choice_losses(output, batch, model)
+    )
+    return pairs, (metric_sums, model_state)
 
   def _token_distillation(self, output, taught):
     prefix = self.config.model.backbone.num_prefix

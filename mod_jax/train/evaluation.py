@@ -1,6 +1,6 @@
 """Evaluates a run, finished or still training."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 import contextlib
 import dataclasses
 import functools
@@ -20,44 +20,33 @@ from mod_jax.runs import stop as stop_lib
 from mod_jax.runs import workdir as workdir_lib
 from mod_jax.runs.checkpoints import restore_subtree
 from mod_jax.train import state as state_lib
-from mod_jax.train.task import Task
+from mod_jax.train.task import Method, Study
 
 _METRICS = 'eval.json'
 
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-  """A task with the parameters that a run has reached.
-
-  Attributes:
-    step: of the checkpoint.
-    task: says how to evaluate, sample and draw.
-    params: the parameters to use: averages, if the run keeps any.
-    model_state: other collections of the model.
-    mesh: the device mesh that holds them.
-  """
+  """A task with the parameters that a run has reached."""
 
   step: int
-  task: Task
-  params: Any
+  task: Method
+  params: Any  # Those to use: averages, if the run keeps any.
   model_state: Any
-  mesh: jax.sharding.Mesh
+  mesh: jax.sharding.Mesh  # Holds the arrays.
 
 
-def load(task: Task, workdir, *, step: int | None = None) -> Trained:
+def load(task: Method, workdir, *, step: int | None = None) -> Trained:
   """Returns the parameters of a run's checkpoint; changes nothing on disk.
 
-  Args:
-    task: of the run.
-    workdir: the run's directory.
-    step: the checkpoint to read; the newest usable one by default.
+  `step` is that of the checkpoint; by default it is the newest usable one.
 
   Raises:
     UserError: there is no such checkpoint, or it does not fit the run's config,
       which may have been edited since.
   """
   workdir, config = workdir_lib.expand(workdir), task.config
-  task.check()
+  task.modality.check()
   try:
     mesh = parallel.make_mesh(config.mesh)
   except UserError:  # It was trained on other devices.
@@ -78,7 +67,8 @@ def load(task: Task, workdir, *, step: int | None = None) -> Trained:
   # Missing data are no error here: sampling needs none, and an evaluation
   # reports them itself.
   with contextlib.suppress(UserError):
-    if changes := origin_lib.changed_data(restored, task.data_fingerprint()):
+    data = task.modality.data_fingerprint()
+    if changes := origin_lib.changed_data(restored, data):
       logging.warning('%s: judging by what is there now.', changes)
   return Trained(
     restored.step,
@@ -90,7 +80,7 @@ def load(task: Task, workdir, *, step: int | None = None) -> Trained:
 
 
 def held_out(
-  task: Task,
+  task: Method,
   params,
   model_state,
   mesh,
@@ -100,48 +90,44 @@ def held_out(
 ) -> dict[str, float]:
   """Returns a task's held-out metrics, by prefix of the mode and name.
 
-  Args:
-    task: defines the batches, and the metrics of each.
-    params: the parameters, on the mesh.
-    model_state: other collections of the model, on the mesh.
-    mesh: the device mesh.
-    batches: how many; 0 for all, None for `config.evaluation.batches`.
-    more: whether to use the modes that only `eval.py` reports.
+  The arrays are on the mesh. `batches` is how many; 0 for all, None for
+  `config.evaluation.batches`. With `more`, in the modes that only `eval.py`
+  reports.
   """
   modes = task.eval_modes(more=more)
   if not modes:
     return {}
   settings = task.config.evaluation
   batches = settings.batches if batches is None else batches
-  batch_size = settings.batch_size
-  parallel.check_batch(batch_size, mesh, 'evaluation.batch_size')
+  parallel.check_batch(settings.batch_size, mesh, 'evaluation.batch_size')
   index, count = parallel.row_shard(mesh)
-  held_out_batches = task.eval_batches(
-    batch_size=batch_size // count,
+  held_out_batches = task.modality.eval_batches(
+    batch_size=settings.batch_size // count,
     num_batches=batches or None,
     shard_index=index,
     shard_count=count,
   )
-  sums = {}
+  sums = {prefix: {} for prefix in modes}
   key = jax.random.key(task.config.seed)
   for i, batch in enumerate(stop_lib.each(held_out_batches)):
     batch = parallel.put_batch(batch, mesh)
+    key_of_batch = jax.random.fold_in(key, i)
     for prefix, mode in modes.items():
-      more_sums = _eval_step(task)(
-        params, model_state, batch, jax.random.fold_in(key, i), mode=mode
+      batch_sums = _eval_step(task)(
+        params, model_state, batch, key_of_batch, mode=mode
       )
-      sums[prefix] = sums_lib.add(sums.get(prefix, {}), more_sums)
+      sums[prefix] = sums_lib.add(sums[prefix], batch_sums)
   return task.finish_metrics(
     {
       prefix + name: value
-      for prefix, mode_sums in sums.items()
-      for name, value in metrics_lib.finalize(mode_sums).items()
+      for prefix, sums_of_mode in sums.items()
+      for name, value in metrics_lib.finalize(sums_of_mode).items()
     }
   )
 
 
 @functools.lru_cache(maxsize=8)
-def _eval_step(task: Task):
+def _eval_step(task: Method):
   """Returns the jitted step, cached so that evaluations share it."""
   return jax.jit(task.eval_step, static_argnames='mode')
 
@@ -168,20 +154,16 @@ def evaluate(
 def report(trained: Trained, metrics: dict[str, float], workdir) -> None:
   """Draws the pictures, writes metrics to `eval.json`, then prints them.
 
-  In this order, since `eval.json` marks a run as complete, and printing may
-  fail. Pictures of the model are drawn by one host alone, so they are left out
-  if its parameters are spread over several.
+  Pictures of the model are drawn by one host alone, so they are left out if its
+  parameters are spread over several.
   """
-  workdir = workdir_lib.expand(workdir)
   figures = {}
   if jax.process_count() == 1:
     figures = trained.task.pictures(trained.params, trained.model_state)
   figures |= trained.task.curves(metrics_lib.read(workdir))
-  _save_pictures(figures, workdir)
-  _write_json(workdir / _METRICS, {'step': trained.step, **metrics})
-  print(f'held-out, at step {trained.step}:')
-  print(trained.task.summary(metrics))
-  _print_pictures(figures, workdir)
+  text = trained.task.summary(metrics)
+  record = {'step': trained.step, **metrics}
+  _publish(workdir, _METRICS, record, figures, 'held-out', text)
 
 
 def last_step(workdir) -> int | None:
@@ -193,7 +175,9 @@ def last_step(workdir) -> int | None:
     return None
 
 
-def find_studies(task: Task, names: Iterable[str]) -> dict[str, Any]:
+def find_studies(
+  task: Method, names: Iterable[str]
+) -> dict[str, Callable[..., Study]]:
   """Returns the studies of these names.
 
   Raises:
@@ -217,31 +201,29 @@ def study(trained: Trained, names: Iterable[str], workdir) -> None:
   Raises:
     UserError: a study does not exist; then none is run.
   """
-  workdir = workdir_lib.expand(workdir)
   for name, run in find_studies(trained.task, names).items():
     with jax.set_mesh(trained.mesh):
       result = run(trained.params, trained.model_state, trained.mesh)
-    if jax.process_index() != 0:
-      continue
-    _write_json(
-      workdir / f'study_{name}.json', {'step': trained.step, **result.metrics}
-    )
-    figures = {f'study_{name}_{k}': v for k, v in result.figures.items()}
-    _save_pictures(figures, workdir)
-    print(f'{name}, at step {trained.step}:')
-    print(result.text)
-    _print_pictures(figures, workdir)
+    if jax.process_index() == 0:
+      record = {'step': trained.step, **result.metrics}
+      figures = {f'study_{name}_{k}': v for k, v in result.figures.items()}
+      file = f'study_{name}.json'
+      _publish(workdir, file, record, figures, name, result.text)
 
 
-def _write_json(path, value):
-  workdir_lib.write_text(path, metrics_lib.to_json(value, indent=2) + '\n')
+def _publish(workdir, file, record, figures, title, text):
+  """Saves pictures, then a record, then prints the text.
 
-
-def _save_pictures(figures, workdir):
-  for name, figure in stop_lib.each(figures.items()):
-    viz.save(figure, workdir_lib.pictures(workdir) / f'{name}.png')
-
-
-def _print_pictures(figures, workdir):
-  for name in figures:
-    print(f'picture: {workdir_lib.pictures(workdir)}/{name}.png')
+  In this order, since `eval.json` marks a run as complete, and printing may
+  fail.
+  """
+  workdir = workdir_lib.expand(workdir)
+  paths = [workdir_lib.pictures(workdir) / f'{name}.png' for name in figures]
+  for path, figure in stop_lib.each(zip(paths, figures.values(), strict=True)):
+    viz.save(figure, path)
+  contents = metrics_lib.to_json(record, indent=2) + '\n'
+  workdir_lib.write_text(workdir / file, contents)
+  print(f'{title}, at step {record["step"]}:')
+  print(text)
+  for path in paths:
+    print(f'picture: {path}')

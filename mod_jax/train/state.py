@@ -111,15 +111,15 @@ def with_weights(
   any devices; `abstract` gives the sharding and dtype of the result.
   """
 
-  def place(x, like):
-    if isinstance(x, jax.Array) and x.sharding == like.sharding:
-      return x
-    return parallel.place(x, like.sharding, like.dtype)
+  def place(tree, like):
+    return jax.tree.map(
+      lambda x, y: parallel.place(x, y.sharding, y.dtype), tree, like
+    )
 
-  params = jax.tree.map(place, params, abstract.params)
+  params = place(params, abstract.params)
   return state.replace(
     params=params,
-    model_state=jax.tree.map(place, model_state, abstract.model_state),
+    model_state=place(model_state, abstract.model_state),
     # Copies, since a step donates both.
     ema=None if state.ema is None else jax.tree.map(jnp.copy, params),
   )

@@ -27,13 +27,12 @@ def train_step(
   Args:
     state: the state before.
     batch: arrays of B rows; `grad_accum_steps` divides B.
-    teacher: constant arrays that the task needs (`Task.teacher`).
-    task: computes the losses of a batch (`task.Task`).
+    teacher: constant arrays that the losses need (`Method.teacher`).
+    task: computes the losses of a batch (`task.Method`).
     optimizer: turns gradients into updates.
     static_args: static choices of this step, as `task.static_args` returns.
     grad_accum_steps: microbatches whose gradients are added before the update.
-    ema_decay: decay of the parameters' moving averages, if the state has any
-      (`ema_rate`).
+    ema_decay: of the parameters' moving averages, if the state has any.
   """
   rng = jax.random.fold_in(state.rng, state.step)
 
@@ -68,10 +67,8 @@ def train_step(
       term, (metric_sums, model_state) = gradients(
         model_state, *inputs, weights
       )
-      return (
-        jax.tree.map(jnp.add, grads, term),
-        model_state,
-      ), metric_sums
+      grads = jax.tree.map(jnp.add, grads, term)
+      return (grads, model_state), metric_sums
 
     zeros = jax.tree.map(jnp.zeros_like, state.params)
     (grads, model_state), metric_sums = jax.lax.scan(
@@ -104,17 +101,10 @@ def jit_step(
   static_args,
   config: TrainConfig,
 ):
-  """Returns the jitted `train_step` of a run.
+  """Returns the jitted `train_step` of a run, which donates the state.
 
-  Its arguments are the state, whose buffers are donated, a batch and the
-  teacher.
-
-  Args:
-    abstract: the state's shapes and shardings.
-    task: computes the losses.
-    optimizer: turns gradients into updates.
-    static_args: static choices of the step.
-    config: gradient accumulation and averaging.
+  Its arguments are the state, of the shapes and shardings of `abstract`, a
+  batch and the teacher.
   """
   return jax.jit(
     functools.partial(

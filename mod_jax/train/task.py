@@ -30,60 +30,26 @@ class Study:
   figures: dict[str, 'Figure'] = dataclasses.field(default_factory=dict)
 
 
-class Task(abc.ABC):
-  """How a batch becomes a loss, metrics and pictures.
+class Data(abc.ABC):
+  """The batches of a task, and what the loop asks about them.
 
-  The loop does the rest: sharding, gradient accumulation, averages,
-  checkpoints, resuming, the stop at a NaN, progress, logs. A task is hashable
-  by identity and holds no arrays that training changes.
+  Attributes:
+    unit: of `tokens_per_step`.
+    main: names of the held-out metrics that are shown on one line.
   """
 
-  # The unit of `tokens_per_step`.
   unit: str = 'tokens'
-  # Of the matrix products, which determines a device's peak FLOP/s.
-  dtype: str = 'float32'
+  main: tuple[str, ...] = ('loss', 'accuracy', 'top1', 'top5')
 
   # Not abstract, because many tasks have nothing to check.
   def check(self) -> None:  # noqa: B027
     """Checks the data; called before a run is begun or loaded.
 
-    The constructor of a task must not depend on more than its config.
+    A constructor must not depend on more than the config.
 
     Raises:
       UserError: data are missing, or the model does not fit them.
     """
-
-  @abc.abstractmethod
-  def init(self, key) -> dict[str, Any]:
-    """Returns the model's variables by collection, boxed with logical axes."""
-
-  def start(self, params, model_state, init: str) -> tuple[Any, Any]:
-    """Returns the weights that a new run starts from, by `config.init`.
-
-    Args:
-      params: randomly initialised parameters.
-      model_state: the other initialised collections.
-      init: path of the weights.
-
-    Returns:
-      Parameters and model state, in the same structures.
-
-    Raises:
-      UserError: there are no weights at `init`, or they do not fit.
-    """
-    raise UserError(
-      f'init={init}: this task starts from nothing but fresh weights; set init'
-      ' to None.'
-    )
-
-  def teacher(self, mesh) -> Any:
-    """Returns constant arrays that the losses need, or None.
-
-    Such as the parameters of a teacher. The loop calls this once and replicates
-    the arrays over the devices, unless they are placed on the mesh already.
-    They are not part of checkpoints.
-    """
-    del mesh
 
   def files(self) -> Mapping[str, str]:
     """Returns texts to keep in the run's directory, by file name.
@@ -101,13 +67,31 @@ class Task(abc.ABC):
     `set_state()` continues from it, with any number of hosts.
     """
 
+  @abc.abstractmethod
+  def eval_batches(
+    self,
+    *,
+    batch_size: int,
+    num_batches: int | None,
+    shard_index: int = 0,
+    shard_count: int = 1,
+  ):
+    """Returns this host's iterable over its part of held-out batches.
+
+    `batch_size` are the rows of this part; `num_batches` batches are spread
+    over the held-out data, None for all.
+    """
+
+  @abc.abstractmethod
+  def data_fingerprint(self) -> dict[str, Any]:
+    """Returns the fingerprint of the data, as made by `data.fingerprint`.
+
+    It is saved with every checkpoint, and a run refuses to continue on other
+    data.
+    """
+
   def data_summary(self) -> str:
     """Returns a line on kind and amount of the data, or ''."""
-    return ''
-
-  def beginning(self, params, model_state, mesh) -> str:
-    """Returns a line on the quality of the weights of `config.init`, or ''."""
-    del params, model_state, mesh
     return ''
 
   def batch_shapes(self) -> dict[str, Any] | None:
@@ -118,13 +102,58 @@ class Task(abc.ABC):
     """
     return None
 
+  @property
   @abc.abstractmethod
-  def data_fingerprint(self) -> dict[str, Any]:
-    """Returns the fingerprint of the data, as made by `data.fingerprint`.
+  def tokens_per_step(self) -> int:
+    """Tokens (or images) of a step on all hosts together."""
 
-    It is saved with every checkpoint, and a run refuses to continue on other
-    data.
+
+class Method(abc.ABC):
+  """How a batch becomes a loss, metrics and pictures.
+
+  The loop does the rest: sharding, gradient accumulation, averages,
+  checkpoints, resuming, the stop at a NaN, progress, logs. A method is hashable
+  by identity and holds no arrays that training changes.
+
+  Attributes:
+    config: the run.
+    modality: the data that it is trained on.
+    dtype: of the matrix products, which determines a device's peak FLOP/s.
+  """
+
+  config: Any
+  modality: Data
+  dtype: str = 'float32'
+
+  @abc.abstractmethod
+  def init(self, key) -> dict[str, Any]:
+    """Returns the model's variables by collection, boxed with logical axes."""
+
+  def start(self, params, model_state, init: str) -> tuple[Any, Any]:
+    """Returns params and model_state with the weights at `config.init`.
+
+    In the structures of those given, which are initialised.
+
+    Raises:
+      UserError: there are no weights at `init`, or they do not fit.
     """
+    raise UserError(
+      f'init={init}: this task starts from nothing but fresh weights; set init'
+      ' to None.'
+    )
+
+  def beginning(self, params, model_state, mesh) -> str:
+    """Returns a line on the quality of the weights of `config.init`, or ''."""
+    del params, model_state, mesh
+    return ''
+
+  def teacher(self, mesh) -> Any:
+    """Returns constant arrays that the losses need, or None.
+
+    Such as the parameters of a teacher. The loop calls this once and replicates
+    the arrays over the devices of the mesh. They are not part of checkpoints.
+    """
+    del mesh
 
   @abc.abstractmethod
   def static_args(self, step: int) -> Hashable:
@@ -149,29 +178,10 @@ class Task(abc.ABC):
     losses, aux = self.losses(*args, **kwargs)
     return sums.sum_of_means(losses), aux
 
-  @abc.abstractmethod
-  def eval_batches(
-    self,
-    *,
-    batch_size: int,
-    num_batches: int | None,
-    shard_index: int = 0,
-    shard_count: int = 1,
-  ):
-    """Returns this host's iterable over its part of held-out batches.
-
-    Args:
-      batch_size: rows of this host's part.
-      num_batches: how many, spread over the held-out data; None for all.
-      shard_index: index of this host.
-      shard_count: number of hosts.
-    """
-
   def eval_modes(self, *, more: bool = False) -> Mapping[str, Hashable]:
     """Returns the modes of evaluation, by prefix of their metrics.
 
-    Args:
-      more: whether to return instead those that only `eval.py` reports.
+    With `more`, those that only `eval.py` reports instead.
     """
     return {} if more else {'': None}
 
@@ -181,12 +191,7 @@ class Task(abc.ABC):
   ) -> MetricSums:
     """Returns the sums of a held-out batch; a pure function, compiled by mode.
 
-    Args:
-      params: parameters.
-      model_state: other collections.
-      batch: of `eval_batches`.
-      key: for randomness in the forward pass; differs between batches.
-      mode: one of `eval_modes`, static.
+    `key` is for randomness in the forward pass, and differs between batches.
     """
 
   def finish_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
@@ -195,8 +200,12 @@ class Task(abc.ABC):
 
   def main_metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
     """Returns the few held-out metrics that fit on one line."""
-    main = ('loss', 'accuracy', 'top1', 'top5')
+    main = self.modality.main
     return {k: v for k, v in metrics.items() if k.split('/')[-1] in main}
+
+  @abc.abstractmethod
+  def summary(self, metrics: dict[str, float]) -> str:
+    """Returns held-out metrics as a table for people."""
 
   @abc.abstractmethod
   def pictures(self, params, model_state) -> dict[str, 'Figure']:
@@ -205,10 +214,6 @@ class Task(abc.ABC):
   def curves(self, records: Iterable[Mapping[str, Any]]) -> dict[str, 'Figure']:
     """Returns figures of a run's metrics, by file name without suffix."""
     return {'curves': viz.loss_curves(records, title='Loss over training')}
-
-  @abc.abstractmethod
-  def summary(self, metrics: dict[str, float]) -> str:
-    """Returns held-out metrics as a table for people."""
 
   def studies(self) -> dict[str, Callable[..., Study]]:
     """Returns the studies of a trained model, by name.
@@ -230,7 +235,10 @@ class Task(abc.ABC):
     flops = self.flops_per_step(self.static_args(0))
     return f'FLOPs of the first training step: {flops:.6g}'
 
+
+class Task(Method, Data):
+  """A method and its data in one class, as a task of your own may be."""
+
   @property
-  @abc.abstractmethod
-  def tokens_per_step(self) -> int:
-    """Tokens (or images) of a step on all hosts together."""
+  def modality(self) -> Data:
+    return self

@@ -9,19 +9,16 @@ functions is first asked for, since matplotlib takes long to import.
 import importlib
 
 _NAMES = {
-  'adaptive': 'compute_extremes compute_histogram error_by_learners'
-  ' loss_effects',
+  'bars': 'attention_ranks compute_histogram error_by_learners loss_effects'
+  ' score_histogram',
   'curves': 'compared_curves corruption_curves expert_curves loss_curves',
-  'engagement': 'engagement',
   'experts': 'NOT_THERE NO_EXPERT expert_load expert_map expert_patches',
   'files': 'save',
   'glyphs': 'display_piece',
-  'histograms': 'score_histogram',
-  'images': 'attention_maps keep_probability load_map patch_maps token_stages',
-  'isoflop': 'isoflop',
+  'images': 'attention_maps compute_extremes keep_probability load_map'
+  ' patch_maps token_stages',
   'maps': 'routing_map token_load',
-  'ranks': 'attention_ranks',
-  'scatter': 'accuracy_flops importance_scatter seed_dots',
+  'scatter': 'accuracy_flops engagement importance_scatter isoflop seed_dots',
   'style': 'RULES RuleStyle rule_style',
 }
 _MODULES = {

@@ -9,21 +9,11 @@ from matplotlib.figure import Figure
 from mod_jax import paths
 from mod_jax.errors import UserError
 
-DPI = 150
 
+def save(figure: Figure, path: str | os.PathLike) -> epath.Path:
+  """Writes a figure as PNG, whole or not at all, and returns the path.
 
-def save(
-  figure: Figure, path: str | os.PathLike, *, dpi: float = DPI
-) -> epath.Path:
-  """Writes a figure as PNG, whole or not at all; makes missing directories.
-
-  Args:
-    figure: what to write.
-    path: of the file, ending in .png; what stood there is replaced.
-    dpi: pixels per inch.
-
-  Returns:
-    The path.
+  Missing directories are made, and what stood there is replaced.
 
   Raises:
     UserError: the path does not end in .png.
@@ -35,6 +25,6 @@ def save(
       ' it in .png.'
     )
   image = io.BytesIO()
-  figure.savefig(image, format='png', dpi=dpi)
+  figure.savefig(image, format='png', dpi=150)
   paths.write_bytes(path, image.getvalue())
   return path

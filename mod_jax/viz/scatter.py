@@ -1,19 +1,21 @@
-"""Numbers against numbers: importance and scores, accuracy and compute."""
+"""Numbers against numbers: importance and scores, accuracy, loss, compute."""
 
 from collections.abc import Iterable, Mapping, Sequence
 import itertools
 import math
 import statistics
+from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patheffects import withStroke
 from matplotlib.text import Text
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 from matplotlib.transforms import Bbox
 import numpy as np
 
 from mod_jax.viz import glyphs, style
 
-_TREND = '#D55E00'
 _NAMED = 24  # More points than this are not named in the plot.
 # Where a name may stand: points from its marker, and the direction. The nearest
 # first, and straight above before beside, where lines run.
@@ -21,6 +23,8 @@ _SIDES = ((0, 1), (0, -1), (1, 0), (-1, 0))
 _SLANTS = ((0.7, 0.7), (-0.7, 0.7), (0.7, -0.7), (-0.7, -0.7))
 _PLACES = tuple(itertools.product((8, 14, 24, 36, 52), (*_SIDES, *_SLANTS)))
 _NEAR = 14  # Names further away are tied to their markers.
+# The first group, which is the dense one as a rule, is black.
+_GROUPS = (style.INK, *style.SERIES_COLORS[:-1])
 
 
 def importance_scatter(
@@ -29,62 +33,42 @@ def importance_scatter(
   *,
   layers: Sequence[int],
   correlations: Sequence[Mapping[str, float]],
-  title: str = '',
+  title: str,
 ) -> Figure:
-  """Draws tokens' importance against their routing scores, a panel per block.
+  """Draws the importance of N tokens against their scores, a panel per block.
 
-  A straight line fitted by least squares shows the trend where there is one to
-  fit.
-
-  Args:
-    importance_RN: what leaving out each of N tokens changes, for R blocks.
-    score_RN: the routing scores of the same tokens.
-    layers: the block numbers of the R routed blocks, counted from 0.
-    correlations: for each block, `pearson`, `pearson_p`, `spearman` and
-      `spearman_p`; not a number where one of the two sides is constant.
-    title: says what is seen; a general one if empty.
+  `correlations` have, for each of the R blocks in `layers`, `pearson`,
+  `pearson_p`, `spearman` and `spearman_p`, NaN where one side is constant. A
+  line fitted by least squares shows the trend where there is one to fit.
   """
-  body, panels = style.small_multiples(
-    layers,
-    title or 'Do routing scores find the important tokens?',
+  body, panels = style.panels(
+    title,
     'A point is a token: how much leaving it out changes the output, against'
     ' the score by which the block chooses. Line: the linear trend.',
-    height=2.75,
+    len(layers),
     xlabel='routing score',
     ylabel='leave-one-out importance',
   )
   for axes, layer, x_N, y_N, values in zip(
     panels, layers, score_RN, importance_RN, correlations, strict=True
   ):
-    facts = [
-      _correlation(values, 'pearson', 'r'),
-      _correlation(values, 'spearman', 'ρ'),
-    ]
-    style.heading(axes, f'Block {layer}', '\n'.join(facts))
-    if not len(x_N):
-      style.say(axes, 'No tokens.')
-      continue
-    size, alpha = 60 / math.sqrt(len(x_N)), 12 / math.sqrt(len(x_N))
-    axes.plot(
-      *(x_N, y_N),
-      ls='none',
-      marker='o',
-      ms=float(np.clip(size, 1.5, 4.5)),
-      markeredgewidth=0,
-      alpha=float(np.clip(alpha, 0.15, 0.8)),
-      color=style.CHOSEN,
-      gid='tokens',
-    )
+    kinds = ('pearson', 'r'), ('spearman', 'ρ')
+    facts = '\n'.join(_correlation(values, *kind) for kind in kinds)
+    style.heading(axes, f'Block {layer}', facts)
+    size, alpha = np.array([60, 12]) / math.sqrt(len(x_N))
+    size, alpha = np.clip([size, alpha], (1.5, 0.15), (4.5, 0.8))
+    look = {'ls': 'none', 'marker': 'o', 'ms': size, 'markeredgewidth': 0}
+    look |= {'alpha': alpha, 'color': style.CHOSEN, 'gid': 'tokens'}
+    axes.plot(x_N, y_N, **look)
     ends = np.array([np.min(x_N), np.max(x_N)])
     if ends[0] < ends[1]:
       slope, start = statistics.linear_regression(x_N, y_N)
-      look = {'color': _TREND, 'lw': 1.6, 'gid': 'trend'}
+      look = {'color': '#D55E00', 'lw': 1.6, 'gid': 'trend'}
       axes.plot(ends, slope * ends + start, **look)
     axes.margins(0.06)
     axes.axhline(0, color=style.FAINT, lw=0.8, zorder=0)
-    axes.locator_params(nbins=5)
-    axes.xaxis.set_major_formatter('{x:.4g}')
-    axes.yaxis.set_major_formatter('{x:.4g}')
+    for axis in (axes.xaxis, axes.yaxis):
+      style.ticks(axis, 5)
   return body.get_figure(root=True)
 
 
@@ -101,28 +85,18 @@ def _correlation(values, name, symbol) -> str:
 def accuracy_flops(
   points: Iterable[Mapping],
   *,
-  title: str = '',
+  title: str = 'Accuracy and compute',
   xlabel: str = 'GFLOPs (multiply-accumulates)',
-  ylabel: str = 'held-out accuracy',
   pareto: bool = False,
 ) -> Figure:
   """Draws models' accuracy against their compute, by group.
 
-  Those of a group are joined in the order of their compute. Up to 24
-  points are named beside their markers, wherever there is room.
-
-  Args:
-    points: for each model `flops` (in the unit that `xlabel` names),
-      `accuracy`, and optionally `name`, `group`, and `spread` (how far the
-      error bar reaches down and up, a pair, or a number for both, such as a
-      standard deviation over seeds; in the unit of accuracy; None: no bar).
-    title: says what is seen; a general one if empty.
-    xlabel: what `flops` is, with its unit.
-    ylabel: what `accuracy` is; fractions whose label speaks of accuracy are
-      shown as percentages.
-    pareto: whether to draw the frontier of the models that no other model
-      beats: none has as few FLOPs and a higher accuracy, or fewer and as high
-      a one.
+  A point has `flops`, in the unit that `xlabel` names, and `accuracy`, and may
+  have `name`, `group`, and `spread`: how far the error bar reaches down and up,
+  a pair, or a number for both. Those of a group are joined in the order of
+  their compute. Up to 24 points are named beside their markers, wherever there
+  is room. `pareto` draws the frontier of the models that no other model beats:
+  none has as few FLOPs and a higher accuracy, or fewer and as high a one.
   """
   groups = {}
   for point in points:
@@ -131,20 +105,21 @@ def accuracy_flops(
   subtitle = 'Further up is more accurate; further left is cheaper.'
   if any(point.get('spread') is not None for point in points):
     subtitle += ' Bars: the spread over runs.'
-  legend = len(groups) > 1 or any(groups) or (pareto and bool(points))
-  longest = max([24 * pareto, *(len(style.shortened(g)) for g in groups)])
-  figure, body = style.new_figure(
-    # The legend stands outside, where it hides no point.
-    7.6 + legend * (0.07 * longest + 0.6),
-    max(4.8, 0.19 * len(groups) + 0.6),
-    title or 'Accuracy and compute',
-    subtitle,
+  # The legend stands outside, where it hides no point.
+  longest = max([24, *(len(style.shortened(g)) for g in groups)])
+  body, panels = style.panels(
+    *(title, subtitle, min(1, len(points))),
+    lines=len(groups),
+    beside=longest + 9,
+    xlabel=xlabel,
+    ylabel='held-out accuracy',
+    grid='both',
   )
-  axes = body.subplots()
-  axes.set_label('plot')
+  figure = body.get_figure(root=True)
   if not points:
-    style.say(axes, 'No models measured yet')
     return figure
+  (axes,) = panels
+  axes.set_label('plot')
   for i, (group, members) in enumerate(groups.items()):
     _draw_group(axes, i, group, members)
   if pareto:
@@ -164,18 +139,11 @@ def accuracy_flops(
       label='Pareto frontier: none is\nboth cheaper and better',
       gid='pareto',
     )
-  if legend:
+  if len(groups) > 1 or any(groups) or pareto:
     handles, _ = axes.get_legend_handles_labels()
     style.key(body, handles, 'outside right upper')
-  style.clean(axes, 'both')
-  axes.set_xlabel(glyphs.plain(xlabel))
-  axes.set_ylabel(glyphs.plain(ylabel))
-  axes.locator_params(nbins=7)
-  axes.xaxis.set_major_formatter('{x:.4g}')
-  fractions = all(0 <= point['accuracy'] <= 1 for point in points)
-  axes.yaxis.set_major_formatter(
-    style.percent if 'accura' in ylabel.lower() and fractions else '{x:.4g}'
-  )
+  style.ticks(axes.xaxis, 7)
+  style.ticks(axes.yaxis, 7, style.percent)
   if len(points) <= _NAMED:
     _name_points(figure, axes, groups)
   return figure
@@ -184,9 +152,7 @@ def accuracy_flops(
 def frontier(points: Iterable[Mapping]) -> list[Mapping]:
   """Returns the points that no other beats, by ascending `flops`.
 
-  Args:
-    points: mappings with `flops` and `accuracy`, as in `accuracy_flops`. Of
-      equal ones the first stays.
+  Points are those of `accuracy_flops`; of equal ones the first stays.
   """
   front = []
   for point in sorted(points, key=lambda p: (p['flops'], -p['accuracy'])):
@@ -199,33 +165,28 @@ def seed_dots(
   groups: Mapping[str, Mapping[str, Sequence[float]]],
   *,
   xlabel: str,
-  title: str = '',
+  title: str,
 ) -> Figure:
   """Draws a panel per group, a row per kind of run and a dot per run.
 
-  A bar marks the mean of a row. Panels have axes of their own, since numbers of
-  different groups need not be comparable.
-
-  Args:
-    groups: by the group's name and the kind's, the numbers of its runs; rows
-      stand in the order given. Kinds without runs are left out.
-    xlabel: what the numbers are, with their unit.
-    title: says what is seen.
+  `groups` has the numbers of the runs by the names of groups and kinds; kinds
+  without runs are left out. A bar marks the mean of a row. Panels have axes of
+  their own, since numbers of different groups need not be comparable.
   """
   groups = {
     group: {name: values for name, values in rows.items() if len(values)}
     for group, rows in groups.items()
     if any(map(len, rows.values()))
   }
-  heights = [0.24 * len(rows) + 0.55 for rows in groups.values()] or [1.0]
-  figure, body = style.new_figure(7.5, sum(heights) + 0.5, title)
-  panels = body.subplots(len(heights), squeeze=False, height_ratios=heights)
-  panels = panels[:, 0]
-  if not groups:
-    style.say(panels[0], 'No run is finished yet')
-    return figure
+  heights = [len(rows) + 2 for rows in groups.values()]
+  body, panels = style.panels(
+    *(title, '', len(groups)),
+    columns=1,
+    lines=sum(heights),
+    height_ratios=heights or None,
+    grid='y',
+  )
   for axes, (group, rows) in zip(panels, groups.items(), strict=True):
-    style.clean(axes, 'y')
     style.heading(axes, group)
     for i, values in enumerate(rows.values()):
       dots = {'marker': 'o', 'ms': 5, 'alpha': 0.75, 'color': style.CHOSEN}
@@ -235,9 +196,166 @@ def seed_dots(
     axes.set_yticks(range(len(rows)), map(style.shortened, rows))
     axes.tick_params(axis='y', length=0, labelcolor=style.INK)
     axes.set_ylim(len(rows) - 0.4, -0.6)  # The first on top.
-  # At the right, where a long one has room to its left.
-  panels[-1].set_xlabel(style.shortened(xlabel, 60), loc='right')
-  return figure
+  if panels:
+    # At the right, where a long one has room to its left.
+    panels[-1].set_xlabel(style.shortened(xlabel, 60), loc='right')
+  return body.get_figure(root=True)
+
+
+def isoflop(
+  curves: Sequence[Mapping[str, Any]],
+  *,
+  title: str = 'Loss at equal training FLOPs',
+) -> Figure:
+  """Draws losses over sizes, and over the FLOPs of a forward pass.
+
+  A colour per group, a marker per budget, a dot per run; a line is the fitted
+  parabola, its ring the minimum with the interval of both coordinates. Figure 4
+  of Raposo et al. 2024.
+
+  A curve has `group`, `budget`, `params` and `loss` of its runs; `flops` of a
+  forward pass, relative to the best dense model's, where there is one. One with
+  a minimum also has `line`, `minimum` and `interval`, pairs of parameters and
+  losses; `flops_line`, `flops_minimum` and `flops_interval` are the abscissae
+  of these in the other panel.
+  """
+  curves = [curve for curve in curves if len(curve['loss'])]
+  groups = list(dict.fromkeys(curve['group'] for curve in curves))
+  budgets = sorted({curve['budget'] for curve in curves})
+  relative = any('flops' in curve for curve in curves)
+  names = [style.shortened(group, 24) for group in groups]
+  body, panels = style.panels(
+    title,
+    'A dot is a run; a line is the parabola through those of one budget, and'
+    ' its ring the least loss, with 90% intervals.',
+    1 + relative if curves else 0,
+    lines=len(groups) + len(budgets),
+    # The legend stands outside, where it hides no point.
+    beside=max(map(len, names), default=0) + 9,
+    ylabel='held-out loss in nats per token (routed: top-k)',
+    grid='both',
+    sharey=True,
+  )
+  colors = {g: _GROUPS[i % len(_GROUPS)] for i, g in enumerate(groups)}
+  markers = {b: style.series_look(j)['marker'] for j, b in enumerate(budgets)}
+  for curve in curves:
+    look = colors[curve['group']], markers[curve['budget']]
+    _draw_curve(panels[0], curve, *look, '', curve['params'])
+    if 'flops' in curve:
+      _draw_curve(panels[1], curve, *look, 'flops_', curve['flops'])
+  kinds = (
+    ('parameters, embedding and head included', style.quantity),
+    ("FLOPs of a forward pass, by the best dense model's", '{:.2g}'.format),
+  )
+  for axes, (xlabel, write) in zip(panels, kinds, strict=False):
+    axes.set_xlabel(xlabel)
+    axes.set_xscale('log')
+    low, high = axes.get_xlim()
+    steps = (1, 2, 5) if high / low > 12 else (1, 1.5, 2, 3, 4, 5, 7)
+    axes.xaxis.set_major_locator(LogLocator(subs=steps))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(lambda x, _, write=write: write(x))
+    axes.yaxis.set_major_locator(MaxNLocator(7))
+  if relative:
+    panels[1].axvline(1, color=style.FAINT, lw=1, zorder=0)
+  handles = [
+    Line2D([], [], color=color, lw=2, label=name)
+    for color, name in zip(colors.values(), names, strict=True)
+  ]
+  for budget, marker in markers.items():
+    look = {'ls': '', 'color': style.MUTED, 'marker': marker, 'ms': 5}
+    label = f'{budget:.3g}'.replace('+', '') + ' FLOPs'
+    handles.append(Line2D([], [], label=label, **look))
+  style.key(body, handles, 'outside right upper')
+  return body.get_figure(root=True)
+
+
+def _draw_curve(axes, curve, color, marker, prefix, x_I):
+  """Draws a curve in one of the panels, whose names begin with `prefix`."""
+  runs = {'ls': '', 'ms': 4, 'alpha': 0.55, 'mew': 0, 'gid': 'run'}
+  axes.plot(x_I, curve['loss'], color=color, marker=marker, **runs)
+  if 'line' not in curve or (prefix and 'flops_line' not in curve):
+    return
+  line_x, line_y = curve['line']
+  (x, y), (span_x, span_y) = curve['minimum'], curve['interval']
+  if prefix:
+    line_x, x = curve['flops_line'], curve['flops_minimum']
+    span_x = curve['flops_interval']
+  axes.plot(line_x, line_y, color=color, lw=1.4, gid='parabola')
+  for ends in ((span_x, (y, y)), ((x, x), span_y)):
+    axes.plot(*ends, color=color, lw=2.4, solid_capstyle='butt')
+  ring = {'ms': 8, 'mfc': 'white', 'mew': 2, 'zorder': 3, 'gid': 'minimum'}
+  axes.plot(x, y, marker='o', color=color, **ring)
+
+
+def engagement(
+  groups: Mapping[int, Sequence[float]],
+  pieces: Mapping[str, float],
+  *,
+  blocks: int,
+  listed: int,
+  facts: str,
+  title: str,
+) -> Figure:
+  """Draws entropies by the number of blocks, and the tokens at both ends.
+
+  `groups` are entropies of predictions in nats, by how many of the routed
+  blocks processed the token; `pieces` have the mean share of the routed blocks
+  that process a piece of text, of which `listed` are shown at either end;
+  `facts` stand above the first panel.
+  """
+  names = sorted(pieces, key=lambda name: -pieces[name])
+  places = dict(enumerate(names))
+  if len(names) > 2 * listed:
+    # An empty row parts the two ends.
+    ends = [*names[:listed], None, *names[-listed:]]
+    places = {i: name for i, name in enumerate(ends) if name is not None}
+  body, (left, right) = style.panels(
+    title,
+    'Boxes: the middle half of the tokens, with the median; whiskers from 5% to'
+    ' 95%. Diamonds: the mean.',
+    2,
+    lines=len(places),
+  )
+  line = {'color': style.CHOSEN}
+  left.boxplot(
+    list(groups.values()),
+    positions=list(groups),
+    whis=(5, 95),
+    showfliers=False,
+    showmeans=True,
+    widths=0.5,
+    boxprops=line,
+    whiskerprops=line,
+    capprops=line,
+    medianprops={'color': style.INK, 'lw': 1.5},
+    meanprops={'marker': 'D', 'ms': 5, 'mfc': style.CHOSEN, 'mec': 'white'},
+    manage_ticks=False,
+  )
+  total = sum(map(len, groups.values()))
+  shares = [f'{k}\n{len(v) / total:.1%}' for k, v in groups.items()]
+  left.set_xticks(list(groups), shares)
+  left.set_xlim(min(groups) - 0.6, max(groups) + 0.6)
+  left.set_ylim(bottom=0)
+  left.set_xlabel('routed blocks that process the token, and share of tokens')
+  left.set_ylabel('entropy of the prediction, nats')
+  style.heading(left, 'Entropy by blocks', facts)
+  if not places:
+    style.say(right, 'No token comes often enough.')
+    return body.get_figure(root=True)
+  share = [pieces[name] for name in places.values()]
+  right.plot(share, list(places), 'o', ms=4, color=style.CHOSEN)
+  style.clean(right, 'y')
+  right.set_yticks(list(places), map(glyphs.display_piece, places.values()))
+  glyphs.write_pieces(right.get_yticklabels())
+  right.tick_params(axis='y', length=0, labelcolor=style.INK)
+  right.set(xlim=(-0.03, 1.03), ylim=(max(places) + 0.6, -0.6))
+  right.xaxis.set_major_formatter(style.percent)
+  right.set_xlabel('share of their occurrences processed')
+  which = 'most and least processed; ' if len(places) < len(names) else ''
+  facts = f'{which}mean over {blocks} routed block(s)'
+  style.heading(right, 'Frequent tokens', facts)
+  return body.get_figure(root=True)
 
 
 def _draw_group(axes, index, group, points):
@@ -304,13 +422,11 @@ def _name_points(figure, axes, groups):
 
 def _put(text, distance, toward) -> Bbox:
   """Puts a name so many points from its marker; returns what it covers."""
-  sides = {'ha': ('right', 'center', 'left'), 'va': ('top', 'center', 'bottom')}
+  x, y = np.sign(toward).astype(int)
   text.set(
     position=np.array(toward) * distance,
-    **{
-      name: where[1 + int(np.sign(along))]
-      for (name, where), along in zip(sides.items(), toward, strict=True)
-    },
+    ha=('right', 'center', 'left')[1 + x],
+    va=('top', 'center', 'bottom')[1 + y],
   )
   text.arrow_patch.set_visible(distance > _NEAR)
   text.update_positions(text.get_figure(root=True).canvas.get_renderer())

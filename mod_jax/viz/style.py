@@ -1,4 +1,4 @@
-"""The one table of colours, and what every figure starts from.
+"""Colours, and what every figure starts from.
 
 Colours are those of Okabe and Ito (2008), which remain distinct under the
 common kinds of colour blindness; markers differ too.
@@ -6,7 +6,6 @@ common kinds of colour blindness; markers differ too.
 
 from collections.abc import Sequence
 import dataclasses
-import math
 import textwrap
 from typing import Any
 
@@ -26,13 +25,12 @@ INK = '#1A1A1A'
 MUTED = '#666666'
 FAINT = '#BBBBBB'
 
-# Series of any kind: those of the table, but for the yellow that white paper
-# swallows.
+# Okabe and Ito's, but for the yellow, which is hard to see on white.
 SERIES_COLORS = (
   *('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9'),
   '#000000',
 )
-# As many as have no divisor in common with the colours: 63 different looks.
+# 7 colours and 9 markers have no common divisor: 63 different looks.
 SERIES_MARKERS = ('o', 's', 'D', '^', 'v', 'P', 'X', '<', '>')
 
 
@@ -59,11 +57,7 @@ _OTHERS = ('#56B4E9', '#8C6D31', '#637939', '#7B4173')
 
 
 def rule_style(rule: str) -> RuleStyle:
-  """Returns the style of a rule; one that the table lacks gets its own.
-
-  Args:
-    rule: as in `RoutingMode.rule`; '' for a model without routing.
-  """
+  """Returns the style of a rule; one that the table lacks gets its own."""
   if rule in RULES:
     return RULES[rule]
   # Not `hash`, which differs between runs.
@@ -83,19 +77,15 @@ def series_look(index: int) -> dict[str, Any]:
 
 def new_figure(
   width: float, height: float, title: str, subtitle: str = ''
-) -> tuple[Figure, SubFigure]:
-  """Returns a white figure that pyplot never sees, and the part to draw in.
+) -> SubFigure:
+  """Returns the part under the texts of a figure that pyplot never sees.
 
-  Args:
-    width: of the figure, in inches.
-    height: of that part; the texts above it make the figure higher.
-    title: says what is seen.
-    subtitle: what a stranger must know to read the picture.
+  Width and height are the part's, in inches; the texts make the figure higher.
   """
   figure = Figure((width, height), facecolor='white', layout='constrained')
   FigureCanvasAgg(figure)
   figure.get_layout_engine().set(w_pad=0.08, h_pad=0.06)
-  # Of several things above one part, constrained layout knows the highest only.
+  # Constrained layout sees only the highest of several texts above one part.
   part = figure
   for text, look in (
     (title, {'size': 12, 'weight': 'bold', 'color': INK}),
@@ -108,46 +98,50 @@ def new_figure(
       height += above.get_window_extent().height / figure.dpi + 0.12
     part = part.subfigures()
   figure.set_figheight(height)
-  return figure, part
+  return part
 
 
-def small_multiples(
-  layers: Sequence[int],
+def panels(
   title: str,
   subtitle: str,
+  count: int = 1,
   *,
-  height: float,
-  xlabel: str,
-  ylabel: str,
+  columns: int = 4,
+  lines: int = 0,
+  beside: int = 0,
+  xlabel: str = '',
+  ylabel: str = '',
+  grid: str = '',
+  **how,
 ) -> tuple[SubFigure, list[Axes]]:
-  """Returns a figure's part and a panel of it per block, four in a row.
+  """Returns a figure's part and `count` axes, `columns` of them in a row.
 
-  Args:
-    layers: the blocks' numbers; without any a sentence says so.
-    title: as in `new_figure`.
-    subtitle: as in `new_figure`.
-    height: of a row of panels, in inches.
-    xlabel: of the lowest panels.
-    ylabel: of the leftmost panels.
+  The figure has room for `lines` of text from top to bottom, and for `beside`
+  letters at the side. The labels are those of the outer axes, `grid` is that of
+  `clean`, and `how` goes to `subplots`. Without axes a note says so.
   """
-  columns = min(4, max(len(layers), 1))
-  rows = math.ceil(len(layers) / columns) or 1
-  _, body = new_figure(
-    max(7.0, 3.1 * columns), rows * height + 0.3, title, subtitle
+  columns = min(columns, max(count, 1))
+  rows = -(-count // columns) or 1
+  each = 2.5 if rows > 1 or columns > 3 else 4.2
+  body = new_figure(
+    min(4.5 + 3 * columns, 12.5) + 0.07 * beside,
+    max(rows * each, 0.19 * lines + 0.8),
+    title,
+    subtitle,
   )
-  panels = list(body.subplots(rows, columns, squeeze=False).flat)
-  if not layers:
-    say(panels.pop(), 'No block is routed.')
-  for axes in panels[len(layers) :]:
-    axes.remove()
-  panels = panels[: len(layers)]
-  for i, axes in enumerate(panels):
-    clean(axes)
+  axes = list(body.subplots(rows, columns, squeeze=False, **how).flat)
+  if not count:
+    say(axes[0], 'Nothing to show yet.')
+  for surplus in axes[max(count, 1) :]:
+    surplus.remove()
+  axes = axes[:count]
+  for i, panel in enumerate(axes):
+    clean(panel, grid)
     if i % columns == 0:
-      axes.set_ylabel(ylabel)
-    if i + columns >= len(layers):
-      axes.set_xlabel(xlabel)
-  return body, panels
+      panel.set_ylabel(glyphs.plain(ylabel))
+    if i + columns >= count:
+      panel.set_xlabel(glyphs.plain(xlabel))
+  return body, axes
 
 
 def heading(axes: Axes, text: str, facts: str = '') -> None:
@@ -156,17 +150,16 @@ def heading(axes: Axes, text: str, facts: str = '') -> None:
   axes.set_title(
     glyphs.plain(text), loc='left', fontsize=10, color=INK, pad=6 + 11 * lines
   )
-  if facts:
-    axes.annotate(
-      facts,
-      (0, 1),
-      xycoords='axes fraction',
-      xytext=(0, 4),
-      textcoords='offset points',
-      fontsize=7.5,
-      color=MUTED,
-      gid='facts',
-    )
+  axes.annotate(
+    facts,
+    (0, 1),
+    xycoords='axes fraction',
+    xytext=(0, 4),
+    textcoords='offset points',
+    fontsize=7.5,
+    color=MUTED,
+    gid='facts',
+  )
 
 
 def key(
@@ -180,7 +173,7 @@ def key(
 
 def scale(
   part: SubFigure,
-  panels: Sequence[Axes],
+  axes: Sequence[Axes],
   norm: Normalize,
   cmap: Colormap,
   label: str = '',
@@ -188,30 +181,26 @@ def scale(
   name: str = 'bar',
   **how,
 ) -> None:
-  """Draws a colour scale beside panels, of a high figure at its top.
-
-  Args:
-    part: where.
-    panels: what stands beside it.
-    norm: of the colours.
-    cmap: the colours.
-    label: at its side.
-    name: the label of its axes, by which others find them.
-    **how: as in `Figure.colorbar`.
-  """
+  """Draws a colour scale beside axes; its own axes are labelled `name`."""
   ticks = MaxNLocator(4, steps=[1, 2, 2.5, 5, 10])
+  # Beside a high figure, at its top.
   high = part.get_figure(root=True).get_figheight()
-  shrink = min(1, 2.2 / high) if len(panels) > 1 else 1
+  shrink = min(1, 2.2 / high) if len(axes) > 1 else 1
   place = {'shrink': shrink, 'anchor': (0, 1), 'pad': 0.015}
   how = {'format': '{x:.3g}', 'ticks': ticks, 'aspect': 20, **place} | how
-  bar = part.colorbar(ScalarMappable(norm, cmap), ax=panels, **how)
+  bar = part.colorbar(ScalarMappable(norm, cmap), ax=axes, **how)
   bar.ax.tick_params(length=2, pad=2, labelsize=7, colors=MUTED)
   bar.ax.minorticks_off()
   bar.outline.set(edgecolor=FAINT, linewidth=0.5)
-  bar.ax.set_ylabel(
-    textwrap.fill(shortened(label, 60), 21), fontsize=8, color=INK
-  )
+  label = textwrap.fill(shortened(label, 60), 21)
+  bar.ax.set_ylabel(label, fontsize=8, color=INK)
   bar.ax.set_label(name)
+
+
+def ticks(axis, most: int, form='{x:.4g}', *, integer: bool = False) -> None:
+  """Gives an axis round ticks, `most` steps of them, written as `form` says."""
+  axis.set_major_locator(MaxNLocator(most, integer=integer))
+  axis.set_major_formatter(form)
 
 
 def percent(value: float, _=None) -> str:
@@ -242,24 +231,12 @@ def shortened(text: str, most: int = 40) -> str:
 def say(axes: Axes, text: str) -> None:
   """Writes a sentence where there is nothing to draw."""
   axes.set_axis_off()
-  axes.text(
-    *(0.5, 0.5, text),
-    ha='center',
-    va='center',
-    transform=axes.transAxes,
-    color=MUTED,
-    fontsize=12,
-    gid='note',
-  )
+  middle = {'ha': 'center', 'va': 'center', 'transform': axes.transAxes}
+  axes.text(0.5, 0.5, text, color=MUTED, fontsize=12, gid='note', **middle)
 
 
 def clean(axes: Axes, grid: str = '') -> None:
-  """Takes away the frame's upper and right side and quietens the rest.
-
-  Args:
-    axes: the panel.
-    grid: of which axis there are lines: x, y, both or none.
-  """
+  """Quietens the frame; `grid` names the axes that get lines: x, y or both."""
   axes.spines[['top', 'right']].set_visible(False)
   axes.spines[['left', 'bottom']].set_color(FAINT)
   axes.tick_params(colors=MUTED, labelsize=8, color=FAINT)

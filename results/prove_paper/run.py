@@ -22,7 +22,7 @@ import shutil
 from absl import app, flags
 
 from mod_jax import config as config_lib
-from mod_jax.sweeps import prove
+from mod_jax.prove import prove
 
 _HERE = pathlib.Path(__file__).resolve().parent
 _WORKDIR = flags.DEFINE_string(

@@ -108,7 +108,7 @@ def test_pictures_are_read_as_by_the_library(tmp_path, case):
   preprocess = Preprocess(image_size=8, **told.pictures)
   for name in ('wide', 'tall'):
     np.testing.assert_allclose(
-      preprocess.one(Image.fromarray(EXPECTED[name])),
+      preprocess([EXPECTED[name]])[0],
       EXPECTED[f'{case}/{name}'],
       rtol=1e-5,
       atol=1e-5,

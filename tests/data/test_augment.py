@@ -16,7 +16,7 @@ def noise(width=20, height=12, seed=0):
 
 def make(image, rng=0, size=8, mean=(0.5,) * 3, std=(0.5,) * 3, **kwargs):
   return augment.augment(
-    image,
+    augment.center_crop(image, size),
     np.random.default_rng(rng),
     augment.AugmentConfig(**kwargs),
     size=size,
@@ -74,6 +74,26 @@ def test_random_resized_crop_has_the_area_and_aspect_asked_for(shape):
     assert max(areas) > 0.8
   if shape == (400, 4):  # No such part fits: the centred square.
     np.testing.assert_allclose(areas, 0.01, atol=0.01)
+
+
+@pytest.mark.parametrize(
+  ('shape', 'expected'),
+  [
+    ((8, 8), (8, 8)),
+    # The smallest part has .25 * .75 of 40 x 40 pixels, 17 a side.
+    ((40, 40), (20, 20)),
+    ((36, 36), (36, 36)),
+    ((121, 81), (25, 17)),
+    ((900, 12), (900, 12)),  # The centred square would be too small.
+  ],
+)
+def test_reduction_keeps_what_the_smallest_part_needs(shape, expected):
+  image = noise(*shape)
+  reduced = augment.reduce(image, 8, min_scale=0.25)
+  assert reduced.size == expected
+  if shape == (40, 40):
+    blocks = np.asarray(image, float).reshape(20, 2, 20, 2, 3)
+    np.testing.assert_allclose(reduced, blocks.mean((1, 3)), atol=0.51)
 
 
 def test_shift_moves_by_at_most_the_padding():

@@ -1,6 +1,7 @@
 """Checkpoints: bit exact, whole or absent, and never silently damaged."""
 
 import collections
+import contextlib
 import hashlib
 import json
 import os
@@ -11,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+import unittest.mock
 
 import flax.struct
 import grain
@@ -85,13 +87,25 @@ def save_steps(directory, steps, **config):
       checkpointer.save(step, make_state(step), iterator, {'saved': step})
 
 
+@contextlib.contextmanager
+def warnings():
+  """Yields a list that takes the warnings instead of the log."""
+  messages = []
+
+  def warning(form, *args):
+    messages.append(form % args)
+
+  with unittest.mock.patch.object(checkpoints.logging, 'warning', warning):
+    yield messages
+
+
 def restore(directory, iterator=None):
-  said = []
-  with Checkpointer(directory, CheckpointConfig()) as checkpointer:
-    restored = checkpointer.restore(
-      abstract(make_state(0)), iterator, report=said.append
-    )
-  return restored, said
+  """Returns the newest usable checkpoint and the warnings."""
+  with (
+    warnings() as said,
+    Checkpointer(directory, CheckpointConfig()) as checkpointer,
+  ):
+    return checkpointer.restore(abstract(make_state(0)), iterator), said
 
 
 def mesh_of(shape, names):
@@ -278,9 +292,10 @@ def array_file(step):
 # The many kinds of damage are in test_damage.py.
 def test_the_one_before_is_used_and_the_run_goes_on(copy):
   flip(array_file(copy / '2'))
-  state, iterator, said = abstract(make_state(0)), make_iterator(), []
+  state, iterator = abstract(make_state(0)), make_iterator()
   with Checkpointer(copy, CheckpointConfig(keep=2)) as checkpointer:
-    restored = checkpointer.restore(state, iterator, report=said.append)
+    with warnings() as said:
+      restored = checkpointer.restore(state, iterator)
     assert restored.step == 1
     assert restored.metadata == {'saved': 1}
     assert_same(restored.state, make_state(1))
@@ -320,7 +335,8 @@ def test_without_a_manifest_only_where_there_is_nothing_better(copy):
     (copy / step / 'manifest.json').unlink()
   restored, (said,) = restore(copy, make_iterator())
   assert restored.step == 2
-  assert 'nothing vouches for the checkpoint at step 2' in said
+  assert 'step 2' in said
+  assert 'nothing vouches for it' in said
   assert_same(restored.state, make_state(2))
   assert not (copy / '2.corrupt').exists()
 
@@ -333,18 +349,6 @@ def edit_metadata(step, change):
   digest = hashlib.sha256(path.read_bytes()).hexdigest()
   entry = {'bytes': path.stat().st_size, 'sha256': digest}
   manifest.write_text(json.dumps(entries | {'metadata/metadata': entry}))
-
-
-def test_a_checkpoint_of_an_older_version_is_refused(copy):
-  edit_metadata(copy / '2', lambda told: told['metadata'])
-  for call in (
-    lambda: restore(copy, make_iterator()),
-    lambda: checkpoints.restore_named(copy, ['params']),
-  ):
-    with pytest.raises(UserError, match='older version of mod_jax') as e:
-      call()
-    assert '\n' not in str(e.value)
-  assert (copy / '2').is_dir()
 
 
 @pytest.mark.parametrize('harm', [truncate, flip, os.unlink])
@@ -396,11 +400,11 @@ def test_leftovers_of_a_killed_save_are_cleaned(copy):
       lambda state: state.replace(
         params={**state.params, 'router': jnp.zeros(3)}
       ),
-      ['params/router', '(3,)', 'has no'],
+      ['params/router is missing', 'float32(3,)'],
     ),
     (
       lambda state: state.replace(model_state={}),
-      ['model_state/seen', '(3,)', 'lacks'],
+      ['model_state/seen is int8(3,)', 'missing in this model'],
     ),
     (
       lambda state: state.replace(step=jnp.zeros((), jnp.float32)),
@@ -410,12 +414,12 @@ def test_leftovers_of_a_killed_save_are_cleaned(copy):
   ids=['shape', 'missing', 'extra', 'dtype'],
 )
 def test_another_model_is_an_error_and_no_damage(copy, change, words):
-  said = []
   with (
+    warnings() as said,
     Checkpointer(copy, CheckpointConfig()) as checkpointer,
     pytest.raises(UserError) as e,
   ):
-    checkpointer.restore(abstract(change(make_state(0))), report=said.append)
+    checkpointer.restore(abstract(change(make_state(0))))
   for word in words:
     assert word in str(e.value)
   assert '\n' not in str(e.value)
@@ -499,9 +503,9 @@ def test_part_of_a_checkpoint(copy):
 def test_part_of_a_damaged_checkpoint_leaves_it_where_it_is(copy):
   flip(array_file(copy / '2'))
   before = sorted(copy.rglob('*'))
-  said = []
   wanted = {'params': abstract(make_state(0)).params}
-  restored = checkpoints.restore_subtree(copy, wanted, report=said.append)
+  with warnings() as said:
+    restored = checkpoints.restore_subtree(copy, wanted)
   assert restored.step == 1
   assert 'step 2' in said[0]
   assert sorted(copy.rglob('*')) == before
@@ -532,20 +536,12 @@ def test_part_of_a_checkpoint_that_a_run_deletes_meanwhile(tmp_path, step):
 
 
 def test_part_that_is_not_there(copy):
-  with pytest.raises(UserError, match='no params/head2'):
+  with pytest.raises(UserError, match='params/head2 is missing'):
     checkpoints.restore_subtree(
       copy, {'params': {'head2': jax.ShapeDtypeStruct((1,), jnp.float32)}}
     )
   with pytest.raises(UserError, match=r'step 9 .*expected one of \[1, 2\]'):
     checkpoints.restore_subtree(copy, {}, step=9)
-
-
-@pytest.mark.parametrize(
-  'bad', [{'every': -1}, {'every': 10**20}, {'keep': 0}, {'keep': 1.5}]
-)
-def test_config_is_checked(bad):
-  with pytest.raises(UserError, match=next(iter(bad))):
-    CheckpointConfig(**bad)
 
 
 def test_due(tmp_path):
@@ -629,8 +625,10 @@ def test_killed_at_any_moment_leaves_whole_checkpoints(tmp_path):
   for plan in plans:
     directory = tmp_path / plan.replace(':', '_')
     left.update(path.name.strip('0123456789') for path in directory.iterdir())
-    said = []
-    with Checkpointer(directory, CheckpointConfig(keep=2)) as checkpointer:
+    with (
+      warnings() as said,
+      Checkpointer(directory, CheckpointConfig(keep=2)) as checkpointer,
+    ):
       steps = checkpointer.steps()
       assert steps
       for step in steps:  # Visible means whole.
@@ -638,7 +636,7 @@ def test_killed_at_any_moment_leaves_whole_checkpoints(tmp_path):
           directory, {'x': jax.ShapeDtypeStruct((9999,), jnp.int32)}, step=step
         )
         np.testing.assert_array_equal(part.state['x'], np.full(9999, step))
-      restored = checkpointer.restore(part.state, report=said.append)
+      restored = checkpointer.restore(part.state)
       assert (restored.step, said) == (steps[-1], [])
       checkpointer.save(steps[-1] + 1, part.state)
     deadline = time.time() + 5

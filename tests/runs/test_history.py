@@ -1,6 +1,7 @@
 """What is kept of a run's restarts, and traces of its steps."""
 
 import itertools
+import json
 
 import chex
 import jax
@@ -9,37 +10,56 @@ from tiny_task import load, make_config, train
 
 from mod_jax import config as config_lib
 from mod_jax.errors import UserError
-from mod_jax.runs import history
+from mod_jax.runs import history, metrics
 from mod_jax.runs import workdir as workdir_lib
 from mod_jax.train import profile
 
 pytestmark = pytest.mark.usefixtures('one_device')
 
 
-def test_the_cost_of_restarts(tmp_path):
-  times = iter([100, 130, 150, 180, 230, 300, 340, 400])
-  kept = history.History(tmp_path, clock=lambda: next(times))
-  kept.add('start', 0, lost_steps=0)  # 100
-  kept.add('first_step', 1)  # 130; the process is killed after step 14.
-  assert kept.report() is None
-  kept = history.History(tmp_path, clock=lambda: next(times))
-  kept.add('start', 10, lost_steps=4)  # 150
-  kept.add('first_step', 11)  # 180: 30 s to start.
-  kept.add('end', 36)  # 230: 25 steps of 2 s.
-  assert kept.report() == (
+def test_the_cost_of_restarts():
+  def event(name, time, step, **more):
+    return {'event': name, 'time': time, 'step': step, **more}
+
+  events = [
+    event('start', 100, 0, lost_steps=0),
+    event('first_step', 130, 1),  # The process is killed after step 14.
+  ]
+  assert history.cost_of_restarts(events) is None
+  events += [
+    event('start', 150, 10, lost_steps=4),
+    event('first_step', 180, 11),  # 30 s to start.
+    event('end', 230, 36),  # 25 steps of 2 s.
+  ]
+  assert history.cost_of_restarts(events) == (
     'continued once, which cost about 38 s: 30 s to start, and 4 step(s) done'
     ' again'
   )
-  kept.add('start', 36, lost_steps=0)  # 300
-  kept.add('first_step', 37)  # 340
-  assert 'continued 2 times, which cost about 78 s' in kept.report()
-  assert len(history.read(tmp_path)) == 7
-  history.History(tmp_path, enabled=False).add('start', 0)
-  assert len(history.read(tmp_path)) == 7
+  events += [
+    event('start', 300, 36, lost_steps=0),
+    event('first_step', 340, 37),
+  ]
+  text = history.cost_of_restarts(events)
+  assert 'continued 2 times, which cost about 78 s' in text
+
+
+def test_events_of_earlier_versions(tmp_path):
+  former = {'event': 'changed', 'time': 1.5, 'step': 6, 'fields': ['a: 1 -> 2']}
+  path = tmp_path / 'history.jsonl'
+  path.write_text(json.dumps(former) + '\n')
+  assert history.read(tmp_path) == [former]
+  # A kill cut the last line of the metrics.
+  (tmp_path / 'metrics.jsonl').write_bytes(
+    b'{"step": 6, "kind": "train"}\n{"step":'
+  )
+  metrics.add_event(tmp_path, 'changed', 9, fields=['a: 2 -> 3'])
+  assert [e['step'] for e in history.read(tmp_path)] == [6, 9]
+  assert [x['step'] for x in metrics.read(tmp_path)] == [6]
+  assert history.changed_at(tmp_path) == 9
   for text in ('{', '5', '{"event": "start"}'):
-    (tmp_path / 'history.jsonl').write_text(text)
+    path.write_text(text)
     with pytest.raises(UserError, match='move it away'):
-      history.History(tmp_path)
+      history.read(tmp_path)
 
 
 def test_a_run_tells_how_it_was_continued(tmp_path, capsys):

@@ -16,11 +16,12 @@ from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
 from mod_jax.layers.routed import MoDConfig
 from mod_jax.models.lm import LMConfig
+from mod_jax.pretrained.source import Source
 from mod_jax.runs import checkpoints as checkpoints_lib
 from mod_jax.runs import metrics as metrics_lib
 from mod_jax.runs import workdir as workdir_lib
 from mod_jax.runs.run_config import RunConfig, TrainConfig
-from mod_jax.tasks import make_task, warm_start
+from mod_jax.tasks import make_task
 from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train import evaluation, loop
 from mod_jax.train import task as task_lib
@@ -123,18 +124,17 @@ class TestTeacher:
     teacher = {'kernel': np.full(8, 5.125, np.float32)}
     monkeypatch.setattr(Tiny, 'held', teacher)
     config = make_config()
-    run = loop._Run(Tiny(config), config, tmp_path)
-    kernel = run.teacher['kernel']
-    assert kernel.sharding.is_fully_replicated
-    assert kernel.sharding.mesh == run.mesh
+    with loop.build(Tiny(config), config, tmp_path) as run:
+      kernel = run.teacher['kernel']
+      assert kernel.sharding.is_fully_replicated
+      assert kernel.sharding.mesh == run.mesh
+      batch = parallel.put_batch(next(run.iterator), run.mesh)
+      run.compiled_step(static_args=0)(run.state, batch, run.teacher)
+    assert not kernel.is_deleted()
     # What lies there stays.
     monkeypatch.setattr(Tiny, 'held', run.teacher)
-    assert run._place_teacher()['kernel'] is kernel
-    batch = parallel.put_batch(next(run.iterator), run.mesh)
-    with jax.set_mesh(run.mesh):
-      state = run._fresh_state()
-      run._step(0)(state, batch, run.teacher)
-    assert not kernel.is_deleted()
+    with loop.build(Tiny(config), config, tmp_path) as again:
+      assert again.teacher['kernel'] is kernel
 
 
 @pytest.fixture(scope='module')
@@ -150,11 +150,13 @@ def source(tmp_path_factory):
 class TestStart:
   def test_reads_a_run_without_its_task(self, source):
     workdir, state = source
-    config, params, model_state = warm_start.read_workdir(workdir)
-    assert config == workdir_lib.read_config(workdir, ExperimentConfig)
-    assert_equal(params, state.ema)
-    assert params.keys() == {'block_0', 'head'}
-    assert float(model_state['statistics']['sum']) == 6
+    source = Source.open(workdir)
+    config = workdir_lib.read_config(workdir, ExperimentConfig)
+    assert source.experiment == config
+    variables = source.read()
+    assert_equal(variables['params'], state.ema)
+    assert variables['params'].keys() == {'block_0', 'head'}
+    assert float(variables['statistics']['sum']) == 6
 
   def test_a_fresh_run_starts_from_it_and_says_how_good_it_is(
     self, source, tmp_path
@@ -162,10 +164,10 @@ class TestStart:
     workdir, state = source
     workdir = shutil.copytree(workdir, tmp_path / 'source')
     config = make_config(init=str(workdir), seed=1, **{'train.ema_decay': 0.9})
-    run = loop._Run(Tiny(config), config, tmp_path / 'look')
-    assert_equal(run.adapted.params, state.ema)
-    assert_equal(run.adapted.ema, state.ema)
-    assert float(run.adapted.model_state['statistics']['sum']) == 6
+    with loop.build(Tiny(config), config, tmp_path / 'look') as run:
+      assert_equal(run.state.params, state.ema)
+      assert_equal(run.state.ema, state.ema)
+      assert float(run.state.model_state['statistics']['sum']) == 6
 
     result = train(config, tmp_path / 'run', max_steps=2)
     assert float(result.state.model_state['statistics']['sum']) == 8
@@ -188,8 +190,8 @@ class TestStart:
     ('name', 'message'),
     [
       ('sourcee', "no such file.*Did you mean '.*/source'"),
-      ('source/metrics.jsonl', 'neither the workdir of a run nor a file'),
-      ('', 'neither the workdir of a run nor a file'),
+      ('source/metrics.jsonl', "ends in '.jsonl'"),
+      ('', 'holds no model.safetensors.*and no run'),
       ('begun', 'holds no checkpoint yet'),
     ],
   )
@@ -215,14 +217,15 @@ class TestStart:
     monkeypatch.setattr(Tiny, 'init', other)
     config = make_config(init=str(source[0]))
     with pytest.raises(UserError) as info:
-      loop._Run(Tiny(config), config, tmp_path / 'run')
+      train(config, tmp_path / 'run')
     for name in ('router/kernel', 'head/kernel', 'head/bias'):
       assert name in str(info.value)
     assert not (tmp_path / 'run').exists()
     monkeypatch.setattr(Tiny, 'may_be_new', (r'router/.*', 'head/kernel'))
     monkeypatch.setattr(Tiny, 'may_be_dropped', ('head/bias',))
-    run = loop._Run(Tiny(config), config, tmp_path / 'run')
-    np.testing.assert_array_equal(run.adapted.params['router']['kernel'], 1.0)
+    with loop.build(Tiny(config), config, tmp_path / 'run') as run:
+      kernel = run.state.params['router']['kernel']
+      np.testing.assert_array_equal(kernel, 1.0)
 
   def test_a_dense_language_model_becomes_a_routed_one(self, tmp_path):
     shape = {'num_layers': 2, 'width': 8, 'num_heads': 2, 'mlp_dim': 8}
@@ -276,7 +279,8 @@ def test_rules_are_checked_before_anything_is_written(tmp_path):
   assert not (tmp_path / 'run').exists()
   rules = (('block_', 0.0, 0), ('.', 1.0, 2))
   config = make_config(**{'optimizer.rules': rules})
-  fresh = loop._Run(Tiny(config), config, tmp_path / 'run')._fresh_state()
+  with loop.build(Tiny(config), config, tmp_path / 'run') as run:
+    fresh = run.state
   state = train(config, tmp_path / 'run', max_steps=2).state
   assert_equal(state.params, fresh.params)
   state = train(config, tmp_path / 'run').state

@@ -31,11 +31,12 @@ from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
 from mod_jax.models.lm import LMConfig
 from mod_jax.optimizer import OptimizerConfig
-from mod_jax.runs import lock
+from mod_jax.pretrained.source import Source
+from mod_jax.runs import history, lock
 from mod_jax.runs import metrics as metrics_lib
 from mod_jax.runs import workdir as workdir_lib
 from mod_jax.sweeps import grid
-from mod_jax.tasks import phases, warm_start
+from mod_jax.tasks import phases
 from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train import evaluation, loop
 
@@ -270,15 +271,14 @@ def test_a_run_in_a_store(
     'checkpoints/4/manifest.json',
   } <= stored
   assert not [name for name in stored if 'tmp' in name]
-  assert (
-    OBJECTS['/bucket/runs/a/metrics.jsonl'].getvalue()
-    == (tmp_path / 'run' / 'metrics.jsonl').read_bytes()
-  )
+  assert metrics_lib.read(workdir) == metrics_lib.read(tmp_path / 'run')
+  events = [event['event'] for event in history.read(workdir)]
+  assert events == ['start', 'first_step', 'end'] * 2
 
   trained = tasks.load(workdir)
   assert trained.step == 4
   assert evaluation.evaluate(trained, workdir) == here.metrics
-  _, params, _ = warm_start.read_workdir(workdir)
+  params = Source.open(workdir).read()['params']
   chex.assert_trees_all_equal(params, jax.device_get(result.state.params))
 
   # Damage is found there as it is here.
@@ -349,31 +349,20 @@ def test_weights_in_a_file_must_be_here():
 
 def test_a_lock_in_a_store(monkeypatch):
   workdir, path = 'gs://bucket/locked', '/bucket/locked/lock.json'
+  monkeypatch.setattr(lock, '_POLL', 0.02)
+  monkeypatch.setattr(lock, '_BEAT', 0.05)
   monkeypatch.setattr(lock, '_DEAD', 0.4)
   with lock.held(workdir) as held:
-    assert json.loads(OBJECTS[path].getvalue())['pid'] == os.getpid()
-    told = json.loads(OBJECTS[path].getvalue())
-    with pytest.raises(UserError, match='in use by process'):
-      lock._bury(held.path)
+    text = OBJECTS[path].getvalue()
+    assert json.loads(text)['pid'] == os.getpid()
+    with pytest.raises(lock.InUse, match='in use by process'):
+      lock.Lock(held.path).acquire()  # Its heart beats.
+    assert OBJECTS[path].getvalue() == text
   assert path not in OBJECTS
-  # Of another machine: alive as long as it writes its beat.
-  foreign = json.dumps(told | {'machine': 'another'}).encode()
-  put(path, foreign)
-  beat = '/bucket/locked/lock.beat'
-  put(beat, b'alive')
-  read = lock._read
-  monkeypatch.setattr(
-    lock,
-    '_read',
-    lambda p: os.urandom(4) if p.name == 'lock.beat' else read(p),
-  )
-  with pytest.raises(UserError, match='in use by'), lock.held(workdir):
-    pass
-  assert OBJECTS[path].getvalue() == foreign
-  assert OBJECTS[beat].getvalue() == b'alive'  # It is the owner's.
-  monkeypatch.setattr(lock, '_read', read)
+  put(path, text)
+  put('/bucket/locked/lock.beat', b'the last one')
   with lock.held(workdir):
-    assert OBJECTS[path].getvalue() != foreign
+    assert OBJECTS[path].getvalue() != text
   assert not [name for name in OBJECTS if name.startswith('/bucket/locked')]
 
 

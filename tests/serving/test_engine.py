@@ -14,10 +14,10 @@ from mod_jax.layers.experts import ExpertsConfig
 from mod_jax.layers.mode import RoutingMode
 from mod_jax.layers.routed import MoDConfig
 from mod_jax.models import lm
+from mod_jax.pretrained.load import Run
 from mod_jax.sampling import generate
 from mod_jax.serving import engine as engine_lib
 from mod_jax.serving.engine import Engine
-from mod_jax.serving.run import Run
 from mod_jax.serving.text_stream import TextStream
 
 VOCAB, LENGTH = 30, 40

@@ -21,10 +21,10 @@ from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
 from mod_jax.layers.routed import MoDConfig
 from mod_jax.models.lm import LMConfig
+from mod_jax.pretrained.load import Run
 from mod_jax.serving import chat, text_process
 from mod_jax.serving import server as server_lib
 from mod_jax.serving.engine import Engine
-from mod_jax.serving.run import Run
 from mod_jax.tasks import make_task
 from mod_jax.tasks.experiment import ExperimentConfig
 

@@ -52,7 +52,7 @@ def test_entropy_by_blocks(tmp_path, monkeypatch):
 
   apply = jax.jit(MODEL.build().apply)
   counts, entropies = [], []
-  for batch in task.eval_batches(batch_size=4, num_batches=16):
+  for batch in task.modality.eval_batches(batch_size=4, num_batches=16):
     valid_BL = batch['weights'] > 0
     output = apply({'params': params}, batch['tokens'], valid_BL=valid_BL)
     p_BLV = np.asarray(jax.nn.softmax(output.logits_BLV), np.float64)
@@ -90,7 +90,7 @@ def _check_copying(task, params, monkeypatch):
   study = task.studies()['copying'](params, {}, None)
   totals_2L, apply = np.zeros((2, 16)), jax.jit(MODEL.build().apply)
   of_new, of_seen = [], []
-  for batch in task.eval_batches(batch_size=4, num_batches=None):
+  for batch in task.modality.eval_batches(batch_size=4, num_batches=None):
     weight_BL = batch['weights']
     output = apply({'params': params}, batch['tokens'], valid_BL=weight_BL > 0)
     p_BLV = np.asarray(jax.nn.softmax(output.logits_BLV), np.float64)

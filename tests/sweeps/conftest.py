@@ -1,35 +1,13 @@
-"""The command line of the sweeps, and training that only leaves traces."""
+"""Training that only leaves traces."""
 
 import json
 import types
 
-from absl import flags
 import pytest
 
 from mod_jax.runs import workdir as workdir_lib
 from mod_jax.runs.metrics import MetricWriter
-from mod_jax.sweeps import __main__ as sweeps
 from mod_jax.train import loop
-
-
-@pytest.fixture
-def command(capsys):
-  """Returns a function of arguments; it gives status, output and errors."""
-  known = set(flags.FLAGS)
-
-  def call(*arguments):
-    capsys.readouterr()
-    try:
-      with pytest.raises(SystemExit) as ended:
-        sweeps.main(['mod_jax.sweeps', *map(str, arguments)])
-    finally:
-      # Each call defines the flags of its own command.
-      for name in set(flags.FLAGS) - known:
-        delattr(flags.FLAGS, name)
-    captured = capsys.readouterr()
-    return ended.value.code or 0, captured.out, captured.err
-
-  return call
 
 
 @pytest.fixture

@@ -98,7 +98,7 @@ def test_a_capacity_warmup_costs_more(tmp_path):
 
 def test_picture(runs):
   found = [compare.read(folder) for folder in runs]
-  figure = compare.picture(found, title='Which is better')
+  figure = compare.Comparison(found).figure('Which is better')
   steps, spent, hours = figure.axes
   lines = [line for line in steps.lines if line.get_gid() == 'train']
   assert [list(line.get_xdata()) for line in lines] == [[1, 2, 3, 4]] * 2

@@ -12,7 +12,7 @@ from mod_jax import viz
 from mod_jax.errors import UserError
 from mod_jax.layers.routed import MoDConfig
 from mod_jax.models.lm import LMConfig
-from mod_jax.runs import lock
+from mod_jax.runs import lock, stop
 from mod_jax.runs import workdir as workdir_lib
 from mod_jax.sweeps import grid
 from mod_jax.tasks import phases
@@ -186,21 +186,28 @@ class TestRun:
     assert grid.run(CONFIG, {'seed': (1,)}, tmp_path, allow_changed_data=True)
     assert trained == [1]
 
-  def test_divergence_is_noted_and_a_signal_stops(
+  def test_divergence_is_noted_and_what_was_stopped_is_left(
     self, trained, tmp_path, capsys
   ):
+    # A signal stops the run of seed 99.
     points = grid.run(CONFIG, {'seed': (13, 5, 99, 6)}, tmp_path)
-    assert trained == [13, 5, 99]
-    assert [p.name for p in points] == ['seed=13', 'seed=5']
+    assert trained == [13, 5, 99, 6]
+    assert [p.name for p in points] == ['seed=13', 'seed=5', 'seed=6']
     assert points[0].diverged == 'loss is nan at step 3'
-    assert 'seed=13 diverged: loss is nan' in capsys.readouterr().out
+    captured = capsys.readouterr()
+    assert 'seed=13: diverged: loss is nan' in captured.out
+    assert '1 of 4 runs have no result yet' in captured.err
     assert grid.table(points).splitlines() == [
       'seed  top_k/loss',
       '13      diverged',
       '5         0.5000',
+      '6         0.6000',
     ]
     assert 'diverged' in grid.table(points[:1])
     assert 'no point' in grid.table([])
+    # What has a result is not trained again, a divergence least of all.
+    assert grid.run(CONFIG, {'seed': (13, 5)}, tmp_path) == points[:2]
+    assert trained == [13, 5, 99, 6]
 
   def test_a_stop_between_two_points_is_not_forgotten(
     self, trained, tmp_path, monkeypatch, capsys, deaths
@@ -209,23 +216,33 @@ class TestRun:
 
     def write_and_signal(*args):
       write(*args)
-      signal.raise_signal(signal.SIGUSR1)
+      if len(trained) == 1:
+        signal.raise_signal(signal.SIGUSR1)
 
     monkeypatch.setattr(grid, '_write', write_and_signal)
-    points = grid.run(CONFIG, {'seed': (5, 6)}, tmp_path)
+    with stop.listening():
+      points = grid.run(CONFIG, {'seed': (5, 6)}, tmp_path)
     assert not deaths
     assert trained == [5]
     assert [p.name for p in points] == ['seed=5']
-    assert 'stopped after 1 of 2 points' in capsys.readouterr().err
+    assert '1 of 2 runs have no result yet' in capsys.readouterr().err
 
-  def test_another_sweep_in_its_directory_is_refused(self, trained, tmp_path):
+  def test_a_point_that_another_worker_trains_is_left_to_it(
+    self, trained, tmp_path, capsys
+  ):
+    axes = {'seed': (1, 2)}
     with (
       concurrent.futures.ThreadPoolExecutor(1) as other,
-      lock.held(tmp_path),
-      pytest.raises(UserError, match='in use by process'),
+      lock.held(tmp_path / 'seed=1'),
     ):
-      other.submit(grid.run, CONFIG, {'seed': (1,)}, tmp_path).result()
-    assert trained == []
+      points = other.submit(grid.run, CONFIG, axes, tmp_path).result()
+    assert trained == [2]
+    assert [p.name for p in points] == ['seed=2']
+    assert 'in use by process' in capsys.readouterr().err
+    assert [p.name for p in grid.run(CONFIG, axes, tmp_path)] == [
+      'seed=1',
+      'seed=2',
+    ]
 
   def test_nothing_runs_where_something_is_wrong(self, trained, tmp_path):
     with pytest.raises(UserError, match='seed=x'):

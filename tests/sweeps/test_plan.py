@@ -228,7 +228,8 @@ def test_manifest(tmp_path):
   # Before anything ran, a plan may be replaced.
   assert manifest.write(tmp_path, runs[:-1]) != digest
   manifest.write(tmp_path, runs)
-  assert manifest.begin(tmp_path) == (runs, digest)
+  manifest.begin(tmp_path, digest)
+  assert manifest.read_with_hash(tmp_path) == (runs, digest)
   manifest.write(tmp_path, runs)
   with pytest.raises(UserError, match='runs of another manifest'):
     manifest.write(tmp_path, runs[:-1])

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import json
-import os
 import signal
 
 import pytest
@@ -68,7 +67,7 @@ def test_trains_what_has_no_result(trained, tmp_path, capsys):
   found = run.results(tmp_path)
   assert [entry for entry, _ in found] == runs
   assert [result['loss'] for _, result in found] == [0.1, None, 0.2]
-  data = make_task(runs[0].config).data_fingerprint()
+  data = make_task(runs[0].config).modality.data_fingerprint()
   assert found[0][1] == {
     'id': 'run_1',
     'manifest': digest,
@@ -170,18 +169,12 @@ def test_what_another_worker_holds_is_left_to_it(
   runs = entries(1, 2)
   manifest.write(tmp_path, runs)
   folder = run.directory(tmp_path, runs[0])
-  folder.mkdir(parents=True)
-  held = folder / lock.FILE
-  # Of a process that lives: our parent.
-  owner = lock._identity() | {
-    'pid': os.getppid(),
-    'started': lock._started(os.getppid()),
-  }
-  held.write_text(json.dumps(owner))
+  owner = lock.Lock(folder / lock.FILE)
+  owner.acquire()
   assert run.run(tmp_path) == ['run_1']
   assert trained == [2]
   assert '1 of 2 runs have no result yet' in capsys.readouterr().err
-  held.write_text(json.dumps(owner | {'started': '0'}))  # It is dead.
+  owner.release()
   assert run.run(tmp_path) == []
   assert trained == [2, 1]
 
@@ -189,7 +182,7 @@ def test_what_another_worker_holds_is_left_to_it(
 def test_what_another_worker_finished_meanwhile_is_not_left(
   trained, tmp_path, monkeypatch, capsys
 ):
-  manifest.write(tmp_path, entries(1, 2))
+  digest = manifest.write(tmp_path, entries(1, 2))
   held = lock.held
 
   def by_another_at_first(folder):
@@ -197,11 +190,8 @@ def test_what_another_worker_finished_meanwhile_is_not_left(
       raise lock.InUse('by another worker')
     result = run.result_path(tmp_path, entries(1)[0])
     result.parent.mkdir(exist_ok=True)
-    result.write_text(
-      json.dumps(
-        dict.fromkeys(('id', 'manifest', 'diverged', 'loss', 'metrics'))
-      )
-    )
+    names = ('id', 'diverged', 'loss', 'metrics')
+    result.write_text(json.dumps(dict.fromkeys(names) | {'manifest': digest}))
     return held(folder)
 
   monkeypatch.setattr(lock, 'held', by_another_at_first)
@@ -242,7 +232,7 @@ def test_refused(trained, tmp_path, command):
     run.results(tmp_path)
   for arguments, message in (
     ([], '--workdir is missing'),
-    (['--workdir=x', '--index=-1'], 'expected 0 or more'),
+    (['--workdir=x', '--index=-1'], 'non-negative integer'),
     (['--workdir=x', '--range=1-2'], 'expected A:B'),
     (['--workdir=x', '--range=1:2', '--index=1'], 'give one of them'),
     ([f'--workdir={tmp_path}/c'], 'holds no sweep'),

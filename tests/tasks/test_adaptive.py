@@ -5,7 +5,6 @@ import functools
 import json
 import re
 
-import chex
 from flax import linen as nn
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,7 @@ import pytest
 from mod_jax import config as config_lib
 from mod_jax import flops, parallel, trees
 from mod_jax.convert import vit as convert_vit
-from mod_jax.convert.entry import Lazy
+from mod_jax.convert.files import Lazy
 from mod_jax.data.images import ImageDataConfig
 from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
@@ -159,12 +158,11 @@ class TestLoss:
     loss, _, grads = gradients(task, True)
     image_BHWC = np.random.default_rng(0).normal(size=(4, 8, 8, 3))
     captured = acm.capture(MODEL, TEACHER, image_BHWC.astype(np.float32))
-    of_module = {'learners': task._learners_loss, 'gates': task._gates_loss}
     each = []
     for name, module in MODULES.items():
 
       def alone(params, module=module, seen=captured[name]):
-        total, count = of_module[phase](module, params, seen)
+        total, count = task._module_loss(module, params, seen)
         return total / count
 
       value, grad = jax.jit(jax.value_and_grad(alone))(
@@ -196,7 +194,7 @@ class TestLoss:
     z_BLD = jnp.ones((2, 5, 8))
     for name, module in MODULES.items():
       params = jax.tree.map(jnp.zeros_like, acm.subtree(PARAMS, name))
-      run = jax.jit(functools.partial(task._gates_loss, module))
+      run = jax.jit(functools.partial(task._module_loss, module))
       for y_BLD in (jnp.zeros((2, 5, 8)), 1e6 * jnp.ones((2, 5, 8))):
         loss, _ = run(params, acm.Captured(z_BLD, y_BLD))
         want = 2 * np.log(module.num_choices)
@@ -355,16 +353,6 @@ class TestEvaluate:
       acm_losses.load_per_image(one_hot, task.learners), load_B, atol=1e-5
     )
 
-  def test_gated_runs_on_held_out_images(self):
-    task = make()
-    found = task.modality.gated(task, PARAMS, {}, max_images=60)
-    assert len(found['label']) == 100  # Whole batches.
-    assert found['share_BL'].shape == (100, DENSE.num_tokens)
-    np.testing.assert_allclose(
-      found['load_B'], found['share_BL'].mean(axis=1), rtol=1e-5
-    )
-    assert found['right'].dtype == bool
-
 
 class TestCosts:
   def test_macs(self):
@@ -432,7 +420,7 @@ class TestWeights:
       config_lib.replace(
         task.config, {'objective.teacher': str(path), 'init': 'elsewhere'}
       )
-    ).load_teacher()
+    ).converted()
     for name, value in trees.flatten(loaded['params']).items():
       np.testing.assert_array_equal(value, dense[name], err_msg=name)
 
@@ -470,7 +458,7 @@ class TestWeights:
       ),
       (
         {'objective.static_learners': 3},
-        'objective.static_learners=3 and model.adaptive.num_learners=2',
+        'objective.static_learners=3: expected at most .*num_learners=2',
       ),
       (
         {'data.image_size': 16},
@@ -489,7 +477,7 @@ def teacher_at_hand(monkeypatch):
   teacher = jax.tree.map(
     lambda x: Lazy(x.shape, functools.partial(np.asarray, x)), TEACHER
   )
-  monkeypatch.setattr(Adaptive, 'load_teacher', lambda self: teacher)
+  monkeypatch.setattr(Adaptive, 'converted', lambda self: teacher)
 
 
 class TestPictures:
@@ -502,17 +490,17 @@ class TestPictures:
     return set(figures)
 
   @pytest.mark.usefixtures('teacher_at_hand')
-  def test_all_are_drawn(self):
-    assert self.draw(make('gates')) == {
-      *('error_by_learners', 'load', 'compute', 'extremes')
-    }
-
-  def test_learners_trained_end_to_end_imitate_nothing(self):
-    assert self.draw(make()) == {'load', 'compute', 'extremes'}
-
-  @pytest.mark.usefixtures('teacher_at_hand')
-  def test_before_there_are_gates(self):
-    assert self.draw(make('learners')) == {'error_by_learners'}
+  @pytest.mark.parametrize(
+    ('phase', 'names'),
+    [
+      ('learners', {'error_by_learners'}),
+      ('gates', {'error_by_learners', 'load', 'compute', 'extremes'}),
+      # Learners no longer imitate.
+      ('end_to_end', {'load', 'compute', 'extremes'}),
+    ],
+  )
+  def test_all_are_drawn(self, phase, names):
+    assert self.draw(make(phase)) == names
 
   def test_when_the_dense_model_has_gone(self):
     assert make()._error_map(PARAMS) == {}
@@ -590,7 +578,7 @@ class TestLanguage:
   @pytest.mark.parametrize('phase', ['learners', 'gates'])
   def test_phases_look_into_the_loop(self, make, params, teacher, phase):
     flat, scanned = params
-    batch = next(make(phase).train_iterator())
+    batch = next(make(phase).modality.train_iterator())
 
     def step(task, params, teacher):
       def loss(params):
@@ -622,7 +610,7 @@ class TestLanguage:
 
   def test_end_to_end_trains_everything(self, make, params):
     task = make('end_to_end')
-    batch = next(task.train_iterator())
+    batch = next(task.modality.train_iterator())
 
     def loss(params):
       return task.loss(params, {}, batch, jax.random.key(0), True)
@@ -635,34 +623,9 @@ class TestLanguage:
       assert jnp.isfinite(grad).all(), name
       assert jnp.any(grad), name
 
-  @pytest.mark.parametrize('phase', ['learners', 'gates', 'end_to_end'])
-  def test_padding_counts_for_nothing(self, make, params, teacher, phase):
-    task = make(phase)
-    rng = np.random.default_rng(0)
-    full = {
-      'tokens': rng.integers(1, 100, (2, 12), dtype=np.int32),
-      'targets': rng.integers(1, 100, (2, 12), dtype=np.int32),
-      'weights': np.ones((2, 12), np.float32),
-      'segments': np.ones((2, 12), np.int32),
-    }
-    # Four places more in each row, and a third row of nothing else.
-    padded = {k: np.pad(v, ((0, 1), (0, 4))) for k, v in full.items()}
-
-    @jax.jit
-    def step(params, teacher, batch):
-      (_, (metric_sums, _)), grads = jax.value_and_grad(
-        task.loss, has_aux=True
-      )(params, {}, batch, jax.random.key(0), False, teacher)
-      return {k: total / n for k, (total, n) in metric_sums.items()}, grads
-
-    want, want_grads = step(params[1], teacher, full)
-    found, grads = step(params[1], teacher, padded)
-    chex.assert_trees_all_close(found, want, rtol=1e-5)
-    chex.assert_trees_all_close(grads, want_grads, rtol=1e-3, atol=1e-6)
-
   def test_an_early_exit_is_trained(self, make):
     task = make('end_to_end', early_exit=1, scan_layers=False, remat='none')
-    batch = next(task.train_iterator())
+    batch = next(task.modality.train_iterator())
 
     def loss(key):
       params = task.init(key)['params']
@@ -690,12 +653,12 @@ class TestLanguage:
     converted = config_lib.replace(task.config, {'init': str(tmp_path)})
     jax.tree.map(
       np.testing.assert_array_equal,
-      make_task(converted).load_teacher(),
+      make_task(converted).converted(),
       teacher,
     )
 
   def test_is_evaluated_and_drawn(self, make, params, monkeypatch, teacher):
-    monkeypatch.setattr(Adaptive, 'load_teacher', lambda self: teacher)
+    monkeypatch.setattr(Adaptive, 'converted', lambda self: teacher)
     task, (flat, scanned) = make('end_to_end'), params
     metrics = evaluation.held_out(task, scanned, {}, mesh())
     per_mode = {'loss', 'perplexity', 'bits_per_byte'}
@@ -709,7 +672,7 @@ class TestLanguage:
         np.exp(metrics[f'{prefix}loss'])
       )
     # Of each row alone, without the padding of the last one.
-    (batch,) = task.eval_batches(batch_size=8, num_batches=None)
+    (batch,) = task.modality.eval_batches(batch_size=8, num_batches=None)
     apply = jax.jit(flat.build().apply)
     variables = {'params': stack.unrolled(self.MODEL.stack, scanned)}
     rows = []

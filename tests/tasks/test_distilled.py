@@ -101,7 +101,7 @@ def test_a_model_that_is_still_the_dense_one_learns_nothing_from_it(dense):
       for name, x in trees.flatten(params).items()
     }
   )
-  batch = next(task.train_iterator())
+  batch = next(task.modality.train_iterator())
   # Read now: the loop would place array by array.
   teacher = jax.tree.map(np.asarray, task.teacher(None))
   loss = jax.jit(task.loss, static_argnums=4)
@@ -191,7 +191,7 @@ def test_it_needs_somebody_to_learn_from(dense):
   config = build('distilled', dense)
   task = make_task(dataclasses.replace(config, init=None))
   with pytest.raises(UserError, match='learns from a dense model'):
-    task.check()
+    task.teacher(None)
   with pytest.raises(UserError, match='objective=ConversionObjective'):
     dataclasses.replace(config, model=config.model.dense_twin())
 

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import logging
 import pathlib
+import types
 from types import SimpleNamespace
 
 from absl import logging as absl_logging
@@ -31,6 +32,7 @@ from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.models.vit import ViTConfig, resize_positions
 from mod_jax.optimizer import OptimizerConfig
+from mod_jax.pretrained import source as source_lib
 from mod_jax.runs import metrics as metrics_lib
 from mod_jax.runs.run_config import EvaluationConfig, TrainConfig
 from mod_jax.tasks import make_task, phases, warm_start
@@ -367,8 +369,7 @@ class TestPruningLoss:
     with pytest.raises(
       UserError, match='give its workdir or checkpoint as init'
     ):
-      make(DYNAMIC).check()
-    make(DYNAMIC, init='/some/run').check()
+      make(DYNAMIC).teacher(None)
     assert isinstance(make(DYNAMIC), Pruning)
 
 
@@ -497,7 +498,7 @@ def test_epochs_and_what_the_data_are(folder, tmp_path):
   model = dataclasses.replace(DENSE, num_classes=3)
   epochs = {'train.num_epochs': 2.5, 'train.batch_size': 4}
   task = make(model, data=in_folder(folder), **epochs)
-  assert task.data_summary() == (
+  assert task.modality.data_summary() == (
     '12 images for training, 6 held out, 3 classes: cat, dog, emu'
   )
   ((_, run),) = phases.expand(task.config, tmp_path)
@@ -513,10 +514,6 @@ class TestMismatch:
       (
         {'model': DENSE, 'data': TextDataConfig()},
         'data=TextDataConfig and model=ViTConfig: .*of ImageDataConfig',
-      ),
-      (
-        {'model': DYNAMIC, 'data': TextDataConfig(), 'objective': ALONE},
-        'data=TextDataConfig and model=DynamicViTConfig: .*of ImageDataConfig',
       ),
       (
         {'model': LMConfig()},
@@ -536,21 +533,9 @@ class TestMismatch:
         'objective=PruningObjective and model=LMConfig: .*'
         'ConversionObjective or None',
       ),
-      *(
-        (
-          {'model': model, 'train': TrainConfig(capacity_warmup_steps=2)},
-          f'train.capacity_warmup_steps=2 and model={type(model).__name__}'
-          ' without routing',
-        )
-        for model in (DENSE, DYNAMIC)
-      ),
       (
-        {
-          'model': LMConfig(routing=None),
-          'data': TextDataConfig(),
-          'train': TrainConfig(capacity_warmup_steps=2),
-        },
-        'train.capacity_warmup_steps=2 and model=LMConfig without routing',
+        {'model': DYNAMIC, 'train': TrainConfig(capacity_warmup_steps=2)},
+        'capacity_warmup_steps=2 and model=DynamicViTConfig without routing',
       ),
     ],
   )
@@ -572,10 +557,10 @@ class TestMismatch:
   def test_sizes(self, change, pattern):
     other = dataclasses.replace(DENSE, **change)
     with pytest.raises(UserError, match=pattern.format('')):
-      make(other).check()
+      make(other).modality.check()
     pruned = dataclasses.replace(DYNAMIC, backbone=other)
     with pytest.raises(UserError, match=pattern.format('backbone.')):
-      make(pruned, objective=ALONE).check()
+      make(pruned, objective=ALONE).modality.check()
 
 
 @pytest.fixture(scope='module')
@@ -638,10 +623,8 @@ class TestStart:
 
   def test_a_routed_run_becomes_dense(self, dense_run, tmp_path, monkeypatch):
     routed, _ = init(make(MOD))
-    monkeypatch.setattr(warm_start, 'is_workdir', lambda path: True)
-    monkeypatch.setattr(
-      warm_start, 'read_workdir', lambda path: (None, routed, {})
-    )
+    run = types.SimpleNamespace(ours=True, read=lambda: {'params': routed})
+    monkeypatch.setattr(source_lib.Source, 'of_init', lambda init: run)
     _, params, _ = adapt(make(), tmp_path)
     expected = trees.flatten(routed)
     del expected['block_1/router/kernel']
@@ -756,15 +739,6 @@ class TestStart:
     assert 'unexpected: block_{0..1}/attention/query/bias' in told[0]
     assert 'width=8' in told[1]
     assert 'missing: blocks.2.mlp' in told[1]
-
-  def test_no_such_weights(self, tmp_path, dense_run):
-    workdir, *_ = dense_run
-    for path, pattern in (
-      (f'{workdir}x', f'no such file .*Did you mean {str(workdir)!r}'),
-      (tmp_path, str(tmp_path)),
-    ):
-      with pytest.raises(UserError, match=pattern):
-        adapt(make(), path)
 
 
 class TestTeacher:
@@ -919,5 +893,5 @@ def test_rows_that_fill_a_batch_have_no_part_in_the_load_of_experts():
 def test_tasks_by_model():
   assert type(make()) is Plain
   assert type(make(DYNAMIC, objective=ALONE)) is Pruning
-  assert make().tokens_per_step == 16
+  assert make().modality.tokens_per_step == 16
   assert 'image' in make().flops_report()

@@ -95,7 +95,7 @@ def _make(folder, routing, segments=False):
   state = state_lib.create_state(0, task, optimizer, abstract)
   if routing is None or not routing.threshold_decay:
     return task, state.params, state.model_state
-  batch = next(task.train_iterator())
+  batch = next(task.modality.train_iterator())
   step = functools.partial(
     train_step, task=task, optimizer=optimizer, static_args=0.0
   )
@@ -225,25 +225,6 @@ class TestEvaluate:
     assert title.split() == ['loss', 'perplexity', 'bits_per_byte']
     assert row.split()[:2] == ['model', f'{metrics["loss"]:.4f}']
 
-  def test_a_router_that_takes_all_is_the_dense_model(self, make):
-    # One tree of parameters, since a routed block has a dense one's and more.
-    dense_task, params, _ = make(None)
-    dense = held_out(dense_task, params, {}, one_device())
-    routing = MoDConfig(
-      capacity=1.0,
-      period=1,
-      offset=0,
-      score='stride',  # Gate 1, and every token.
-    )
-    model = dataclasses.replace(dense_task.config.model, routing=routing)
-    task = make_task(dataclasses.replace(dense_task.config, model=model))
-    metrics = held_out(task, params, {}, one_device())
-    assert task.modality.rules == ('top_k', 'fixed')
-    for rule in task.modality.rules:
-      assert metrics[f'{rule}/routed'] == 1
-      for name in LOSSES:
-        assert metrics[f'{rule}/{name}'] == pytest.approx(dense[name], rel=1e-6)
-
   def test_bytes_of_subwords(self, make):
     task, params, model_state = make(None)
     task = make_task(task.config)
@@ -294,7 +275,7 @@ def test_controls_evaluate_and_sample(make, routing):
 def test_what_is_not_learnt_is_read(make):
   """A weight of 0 takes a target from the loss, and no token from the text."""
   task, params, model_state = make(None)
-  (batch,) = task.eval_batches(batch_size=2, num_batches=1)
+  (batch,) = task.modality.eval_batches(batch_size=2, num_batches=1)
   prompt_BL = np.arange(batch['tokens'].shape[1]) < 5
   masked = {**batch, 'weights': batch['weights'] * ~prompt_BL}
   look = jax.jit(functools.partial(task.apply, mode=Mode()))
@@ -313,7 +294,7 @@ def test_what_is_not_learnt_is_read(make):
 class TestSegments:
   def test_documents_do_not_see_each_other(self, make):
     task, params, model_state = make(ROUTER, segments=True)
-    batch = next(task.train_iterator())
+    batch = next(task.modality.train_iterator())
     assert 'segments' in batch
     batch = _with_two_documents(batch)
     loss = _loss(task, params, model_state, batch)
@@ -326,7 +307,7 @@ class TestSegments:
 
   def test_padding_does_not_count(self, make):
     task, params, model_state = make(ROUTER, segments=True)
-    batch = _with_two_documents(next(task.train_iterator()))
+    batch = _with_two_documents(next(task.modality.train_iterator()))
     loss = _loss(task, params, model_state, batch)
     # Whatever stands in the padding changes nothing.
     padding = batch['segments'] == 0
@@ -336,12 +317,6 @@ class TestSegments:
     assert _loss(task, params, model_state, other) == pytest.approx(
       loss, abs=1e-6
     )
-
-  def test_held_out(self, make):
-    task, params, model_state = make(ROUTER, segments=True)
-    metrics = held_out(task, params, model_state, one_device())
-    assert {f'{rule}/loss' for rule in task.modality.rules} < metrics.keys()
-    assert all(np.isfinite(value) for value in metrics.values())
 
 
 def _with_two_documents(batch):
@@ -378,7 +353,7 @@ class TestWarmUp:
     task = make_task(
       config_lib.replace(task.config, {'model.routing.capacity': capacity})
     )
-    batch = next(task.train_iterator())
+    batch = next(task.modality.train_iterator())
 
     @functools.partial(jax.jit, static_argnames='static_args')
     def run(params, static_args):
@@ -507,19 +482,16 @@ class TestVocabulary:
       tokenizer='huggingface', tokenizer_path=str(folder / 'tokenizer.json')
     )
 
-  @pytest.mark.parametrize('size', [300, 299])
+  @pytest.mark.parametrize('size', [512, 300, 299])
   def test_smaller_than_the_tokenizer(self, tmp_path, size):
     data = self.tokenizer(tmp_path, 300)
     config = ExperimentConfig(model=LMConfig(vocab_size=size), data=data)
-    if size == 300:
-      make_task(config).check()
+    if size >= 300:
+      make_task(config).modality.check()
       assert make_task(config).modality.tokenizer.vocab_size == 300
       return
     with pytest.raises(UserError, match=r'vocab_size=299 .* 300: set it'):
-      make_task(config).check()
-
-  def test_padded_is_fine(self):
-    make_task(ExperimentConfig(model=LMConfig(vocab_size=512))).check()
+      make_task(config).modality.check()
 
 
 def test_a_run_keeps_the_tokenizer_that_it_learned(texts, tmp_path):
@@ -545,7 +517,7 @@ def test_a_run_keeps_the_tokenizer_that_it_learned(texts, tmp_path):
   sample = (texts / 'b.txt').read_text()
   ids = task.modality.tokenizer.encode(sample)
   task_eos = task.modality.tokenizer.eos_id
-  files = task.files()
+  files = task.modality.files()
   for name, content in files.items():
     (tmp_path / 'run' / name).write_text(content)
   # The text changes, and what was cached of it is gone.
@@ -559,7 +531,7 @@ def test_a_run_keeps_the_tokenizer_that_it_learned(texts, tmp_path):
   other = dataclasses.replace(config, init=str(tmp_path / 'run'))
   started = make_task(other, tmp_path / 'other')
   assert started.modality.tokenizer.encode(sample) == ids
-  assert started.files() == files
+  assert started.modality.files() == files
   # Weights of others have more than one file of it.
   foreign = tmp_path / 'foreign'
   foreign.mkdir()
@@ -567,13 +539,13 @@ def test_a_run_keeps_the_tokenizer_that_it_learned(texts, tmp_path):
   (foreign / 'tokenizer_config.json').write_text('{"eos_token": "e"}')
   theirs = make_task(dataclasses.replace(config, init=str(foreign)))
   (tmp_path / 'third').mkdir()
-  for name, content in theirs.files().items():
+  for name, content in theirs.modality.files().items():
     (tmp_path / 'third' / name).write_text(content)
   again = make_task(theirs.config, tmp_path / 'third').modality.tokenizer
   assert again.fingerprint == theirs.modality.tokenizer.fingerprint
   assert again.eos_id == theirs.modality.tokenizer.eos_id != task_eos
   # Its data are read with the same tokenizer.
   kept = make_task(config, tmp_path / 'run')
-  batch = next(kept.train_iterator())
+  batch = next(kept.modality.train_iterator())
   assert set(batch['tokens'].ravel()) <= set(range(280))
-  assert kept.files() == files
+  assert kept.modality.files() == files

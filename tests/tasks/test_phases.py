@@ -18,14 +18,15 @@ from mod_jax.errors import UserError
 from mod_jax.layers.acm import FFNS
 from mod_jax.layers.mode import Mode
 from mod_jax.models import acm
+from mod_jax.pretrained.source import Source
 from mod_jax.runs import lock
 from mod_jax.runs import workdir as workdir_lib
 from mod_jax.runs.checkpoints import Checkpointer
 from mod_jax.sweeps import grid
-from mod_jax.tasks import make_task, phases, warm_start
+from mod_jax.tasks import make_task, phases
 from mod_jax.tasks.adaptive import Adaptive
 from mod_jax.tasks.experiment import ACMObjective, ExperimentConfig, PhaseConfig
-from mod_jax.train import evaluation, loop
+from mod_jax.train import loop
 from mod_jax.train import state as state_lib
 
 pytestmark = pytest.mark.usefixtures('compilation_cache', 'one_device_each')
@@ -45,7 +46,7 @@ def one_device_each(on_one_device):
     # Pictures are looked at elsewhere.
     patch.setattr(Adaptive, 'pictures', lambda *args: {})
     patch.setattr(Adaptive, 'eval_modes', _one_mode)
-    patch.setattr(evaluation, '_save_pictures', lambda *args: None)
+    patch.setattr(Adaptive, 'curves', lambda *args: {})
     yield
 
 
@@ -104,7 +105,7 @@ def whole(config, tmp_path_factory):
 
 
 def weights(workdir):
-  return trees.flatten(warm_start.read_workdir(workdir)[1])
+  return trees.flatten(Source.open(workdir).read()['params'])
 
 
 def kind(name):
@@ -369,10 +370,9 @@ class TestRefused:
     ('changes', 'message'),
     [
       ({'init': None}, 'init is missing.*dense.*--config.init'),
-      ({'init': None, 'objective.phase': 'learners'}, 'starts from the model'),
       (
         {'init': None, 'objective.phase': 'gates'},
-        "'gates' starts from the run of phase 'learners'",
+        'init is missing.*starts from the run of the one before',
       ),
       ({'init': '/no/such/run'}, 'init=/no/such/run: no such file'),
       (
@@ -422,20 +422,8 @@ class TestRefused:
   @pytest.mark.parametrize(
     ('changes', 'message'),
     [
-      ({'budget': 0.0}, r'budget=0\.0: expected a number in \(0, 1\)'),
-      ({'budget': 1.0}, r'budget=1\.0'),
-      ({'budget': -0.5}, r'budget=-0\.5'),
+      ({'budget': 1.0}, r'budget=1\.0: expected a number in \(0, 1\)'),
       ({'tau': 1.0}, r'tau=1\.0: expected a number above 1'),
-      ({'entropy_weight': -1.0}, r'entropy_weight=-1\.0'),
-      ({'gate_rate': -1.0}, r'gate_rate=-1\.0: expected a number from 0'),
-      (
-        {'noise_until': 1.5},
-        r'noise_until=1\.5: expected a number from 0 to 1',
-      ),
-      (
-        {'static_learners': -1},
-        'static_learners=-1: expected an integer from 0',
-      ),
       ({'phase': 'gate'}, "phase='gate'"),
     ],
   )
@@ -443,20 +431,10 @@ class TestRefused:
     with pytest.raises(UserError, match=message):
       ACMObjective(**changes)
 
-  @pytest.mark.parametrize(
-    ('changes', 'message'),
-    [
-      ({'num_steps': -1}, 'num_steps=-1'),
-      ({'batch_size': 0}, 'batch_size=0'),
-      ({'learning_rate': 0.0}, r'learning_rate=0\.0'),
-      # Refused now, and not when the phases before have trained.
-      ({'warmup_steps': 1}, 'warmup_steps=1 leaves nothing of a phase of 1 st'),
-    ],
-  )
-  def test_phase_configs(self, changes, message):
-    settings = {'num_steps': 1, 'batch_size': 1, 'learning_rate': 0.1}
-    with pytest.raises(UserError, match=message):
-      PhaseConfig(**settings | changes)
+  def test_a_warmup_longer_than_its_phase(self):
+    # Refused now, and not when the phases before have trained.
+    with pytest.raises(UserError, match='warmup_steps=1 leaves nothing of a'):
+      PhaseConfig(num_steps=1, batch_size=1, learning_rate=0.1, warmup_steps=1)
 
   def test_a_loop_over_all_phases_at_once(self, config, tmp_path):
     with pytest.raises(UserError, match="objective.phase='all'.*phases"):

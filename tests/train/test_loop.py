@@ -7,9 +7,7 @@ import os
 import pathlib
 import re
 import signal
-import socket
 import threading
-import time
 import types
 from unittest import mock
 
@@ -32,10 +30,9 @@ from mod_jax.models.lm import LMConfig
 from mod_jax.runs import lock, stop
 from mod_jax.runs import metrics as metrics_lib
 from mod_jax.runs import workdir as workdir_lib
-from mod_jax.runs.checkpoints import CheckpointConfig
-from mod_jax.tasks import capacity_warmup, make_task, phases
+from mod_jax.tasks import make_task, phases, plain
 from mod_jax.tasks.experiment import ExperimentConfig
-from mod_jax.train import evaluation, loop
+from mod_jax.train import evaluation, hooks, loop
 from mod_jax.train import step as step_lib
 from mod_jax.train.loop import TrainingDiverged
 
@@ -123,27 +120,25 @@ def test_what_a_run_leaves_behind(tmp_path, capsys, monkeypatch):
 def test_a_finished_run_stays_as_it_is(tmp_path, quiet):
   config = tiny_config()
   first = train(config, tmp_path)
-  before = (tmp_path / 'metrics.jsonl').read_bytes()
+  before = metrics_lib.read(tmp_path)
   again = train(config, tmp_path)
   assert again.finished
   assert again.step == 8
   assert again.metrics == first.metrics
-  assert (tmp_path / 'metrics.jsonl').read_bytes() == before
+  assert metrics_lib.read(tmp_path) == before
   # A larger evaluation is new, and is told.
   more = config_lib.replace(config, {'evaluation.final_batches': 3})
   train(more, tmp_path)
-  after = (tmp_path / 'metrics.jsonl').read_bytes()
-  assert after.startswith(before)
-  assert len(after.splitlines()) == len(before.splitlines()) + 1
+  *after, _ = metrics_lib.read(tmp_path)
+  assert after == before
 
 
 def test_the_state_is_donated(tmp_path):
   config = tiny_config()
-  run = loop._Run(Tiny(config), config, tmp_path)
-  with jax.set_mesh(run.mesh):
-    state = run._fresh_state()
+  with loop.build(Tiny(config), config, tmp_path) as run:
+    state = run.state
     batch = parallel.put_batch(next(run.iterator), run.mesh)
-    after, _ = run._step(0)(state, batch, None)
+    after, _ = run.compiled_step(static_args=0)(state, batch, None)
   for leaf in jax.tree.leaves(
     (state.params, state.opt_state, state.model_state)
   ):
@@ -192,11 +187,9 @@ class TestCapacityWarmup:
     monkeypatch.setattr(Tiny, 'flops_per_step', lambda self, args: 1 + args)
     shown = mock.patch.object(loop, 'Progress', wraps=loop.Progress)
     stages, used = [], []
-    make_step = loop._Run._make_step
 
-    def spy(self, static_args):
+    def spy(step, static_args):
       stages.append(static_args)
-      step = make_step(self, static_args)
 
       def call(*args):
         used.append(static_args)
@@ -204,7 +197,7 @@ class TestCapacityWarmup:
 
       return call
 
-    monkeypatch.setattr(loop._Run, '_make_step', spy)
+    patch_step(monkeypatch, spy)
     with shown as progress:
       train(tiny_config(), tmp_path)
     flops = progress.call_args.kwargs['flops_of_step']
@@ -219,7 +212,7 @@ class TestCapacityWarmup:
     tokens_BL = np.arange(32, dtype=np.int32).reshape(2, 16)
     chosen = {}
     for step in (0, 2):
-      now = capacity_warmup.at_floor(config.model, task.static_args(step))
+      now = plain.at_floor(config.model, task.static_args(step))
       model = now.build()
       output = jax.jit(model.apply)(variables, tokens_BL)
       chosen[step] = output.routing[0].chosen_BL.sum(axis=-1).tolist()
@@ -241,56 +234,55 @@ class TestCapacityWarmup:
       language_config(**self.CHANGES, **{'model.routing': None})
 
 
+def patch_step(monkeypatch, wrap):
+  """Wraps each compiled step: `wrap` gets it and its static arguments."""
+  jit_step = loop.jit_step
+
+  def wrapped(*args, static_args, **kwargs):
+    return wrap(jit_step(*args, static_args=static_args, **kwargs), static_args)
+
+  monkeypatch.setattr(loop, 'jit_step', wrapped)
+
+
+def change_step(monkeypatch, change):
+  """Lets a function change the state and the metric sums of each step."""
+  patch_step(monkeypatch, lambda step, _: lambda *args: change(*step(*args)))
+
+
 def break_step(monkeypatch, at, name):
   """Lets a metric be NaN from one step on."""
-  make_step = loop._Run._make_step
 
-  def broken_stage(self, static_args):
-    step = make_step(self, static_args)
+  def broken(state, metric_sums):
+    if int(state.step) >= at:
+      total, weight = metric_sums[name]
+      metric_sums[name] = (total * jnp.nan, weight)
+    return state, metric_sums
 
-    def broken(*args):
-      state, metric_sums = step(*args)
-      if int(state.step) >= at:
-        metric_sums[name] = (
-          metric_sums[name][0] * jnp.nan,
-          metric_sums[name][1],
-        )
-      return state, metric_sums
-
-    return broken
-
-  monkeypatch.setattr(loop._Run, '_make_step', broken_stage)
+  change_step(monkeypatch, broken)
 
 
 def ruin(monkeypatch, at, part):
   """Lets a step leave NaN behind, of which its own metrics know nothing."""
-  make_step = loop._Run._make_step
 
-  def ruining_stage(self, static_args):
-    step = make_step(self, static_args)
+  def ruined(state, metric_sums):
+    if int(state.step) == at:
+      leaves, structure = jax.tree.flatten(getattr(state, part))
+      leaves[-1] = leaves[-1] * jnp.nan
+      state = state.replace(**{part: jax.tree.unflatten(structure, leaves)})
+    return state, metric_sums
 
-    def ruining(*args):
-      state, metric_sums = step(*args)
-      if int(state.step) == at:
-        leaves, structure = jax.tree.flatten(getattr(state, part))
-        leaves[-1] = leaves[-1] * jnp.nan
-        tree = jax.tree.unflatten(structure, leaves)
-        state = state.replace(**{part: tree})
-      return state, metric_sums
-
-    return ruining
-
-  monkeypatch.setattr(loop._Run, '_make_step', ruining_stage)
+  change_step(monkeypatch, ruined)
 
 
 def strict_lines(path):
-  """Returns the lines of a file, which must be JSON to the letter."""
+  """Returns the metrics of a file, which must be JSON to the letter."""
 
   def refuse(constant):
     raise ValueError(constant)
 
   lines = path.read_text().splitlines()
-  return [json.loads(line, parse_constant=refuse) for line in lines]
+  records = [json.loads(line, parse_constant=refuse) for line in lines]
+  return [record for record in records if record['kind'] != 'event']
 
 
 class TestDivergence:
@@ -450,8 +442,9 @@ class TestStop:
 
   def test_at_any_other_moment(self, tmp_path, monkeypatch, deaths, capsys):
     def files(workdir):
-      names = 'metrics.jsonl', 'eval.json', 'sample_0.txt'
-      return [(workdir / name).read_bytes() for name in names]
+      names = 'eval.json', 'sample_0.txt'
+      texts = [(workdir / name).read_bytes() for name in names]
+      return metrics_lib.read(workdir), texts
 
     config = tiny_config(**{'checkpoint.every': 100})
     monkeypatch.setattr(Tiny, 'finish', lambda *args: ['a text'])
@@ -478,7 +471,7 @@ class TestStop:
 
     assert stopped_in(workdir_lib, 'claim') == (0, 0)
     assert not checkpoint_steps(workdir)
-    assert stopped_in(loop._Run, '_make_step') == (1, 1)
+    assert stopped_in(loop, 'jit_step') == (1, 1)
     assert stopped_in(loop.Checkpointer, 'restore') == (1, 0)
     for steps in (2, 0):  # What was cut short comes first.
       assert stopped_in(evaluation, 'held_out') == (3, steps)
@@ -565,11 +558,6 @@ class TestStop:
     finally:
       signal.signal(signal.SIGHUP, before)
 
-  @pytest.mark.parametrize('minutes', [-1.0, math.inf])
-  def test_times_that_are_none(self, minutes):
-    with pytest.raises(UserError, match=f'every_minutes={minutes}: expected'):
-      CheckpointConfig(every_minutes=minutes)
-
   def test_saves_by_time(self, tmp_path, monkeypatch, quiet):
     clock = [0.0]
     put_batch = parallel.put_batch
@@ -580,9 +568,7 @@ class TestStop:
 
     monkeypatch.setattr(parallel, 'put_batch', put)
     monkeypatch.setattr(
-      loop,
-      'time',
-      types.SimpleNamespace(monotonic=lambda: clock[0], time=time.time),
+      hooks, 'time', types.SimpleNamespace(monotonic=lambda: clock[0])
     )
     for minutes, saved in ((3, [3, 6, 8]), (0, [8])):
       config = tiny_config(
@@ -622,23 +608,12 @@ class TestRefused:
     assert (tmp_path / 'file').read_text() == 'mine'
 
   def test_a_workdir_that_another_process_writes_to(self, tmp_path):
-    owner = {
-      'pid': os.getppid(),
-      'host': socket.gethostname(),
-      'time': '2024-02-03T04:05:06+01:00',
-      'machine': lock._machine(),
-      'started': lock._started(os.getppid()),
-    }
-    (tmp_path / 'lock.json').write_text(json.dumps(owner))
-    with pytest.raises(UserError) as info:
+    owner = lock.Lock(tmp_path / 'lock.json')
+    owner.acquire()
+    with pytest.raises(lock.InUse, match='name another workdir'):
       train(tiny_config(), tmp_path)
-    for part in (
-      f'in use by process {os.getppid()} on {socket.gethostname()}',
-      'since 2024-02-03T04:05:06',
-      'name another workdir',
-    ):
-      assert part in str(info.value)
     assert [p.name for p in tmp_path.iterdir()] == ['lock.json']
+    owner.release()
 
   def test_what_only_the_step_shows(self, tmp_path, quiet, monkeypatch):
     shapes = {'x': jax.ShapeDtypeStruct((8, 8), 'float32')}
@@ -672,7 +647,6 @@ def test_a_home_directory_is_one_place(tmp_path, monkeypatch):
   assert found == {
     'config.json',
     'checkpoints',
-    'history.jsonl',
     'metrics.jsonl',
   }
   assert evaluation.load(Tiny(config), '~/run').step == 1

@@ -21,9 +21,10 @@ from mod_jax.layers.routed import MoDConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.optimizer import OptimizerConfig
 from mod_jax.parallel import MeshConfig
+from mod_jax.pretrained.source import Source
 from mod_jax.runs import metrics as metrics_lib
 from mod_jax.runs import workdir as workdir_lib
-from mod_jax.tasks import phases, warm_start
+from mod_jax.tasks import phases
 from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.tasks.plain import Plain
 from mod_jax.train import evaluation, loop
@@ -139,8 +140,7 @@ def test_stopped_and_continued_is_bit_identical(whole, tmp_path, one_device):
   assert rest.finished
   assert_same_state(rest.state, whole.result.state)
   assert rest.metrics == whole.result.metrics
-  name = 'metrics.jsonl'
-  assert (tmp_path / name).read_bytes() == (whole.workdir / name).read_bytes()
+  assert metrics_lib.read(tmp_path) == metrics_lib.read(whole.workdir)
   assert len(set(losses(tmp_path).values())) == 10
 
 
@@ -255,7 +255,7 @@ def test_an_edited_config_is_refused(at_step_4, one_device):
   said = r'step 4 .*different config.*router_loss: 0.0 -> 0.5'
   for call in (
     lambda: tasks.load(at_step_4),
-    lambda: warm_start.read_workdir(at_step_4),
+    lambda: Source.open(at_step_4).read(),
     lambda: phases.train(edited, at_step_4),
   ):
     with pytest.raises(UserError, match=said):

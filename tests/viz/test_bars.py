@@ -20,7 +20,7 @@ def marks(seen, figure):
 class TestComputeHistogram:
   def test_bars_hold_the_images_and_marks_the_statistics(self, rng, seen):
     load_B = rng.normal(0.4, 0.05, 300).clip(0, 1)
-    figure = viz.compute_histogram(load_B, budget=0.35, unit='of all')
+    figure = viz.compute_histogram(load_B, budget=0.35)
     (axes,) = seen.axes(figure, 'plot')
     drawn = marks(seen, figure)
     assert drawn['mean'].get_xdata()[0] == pytest.approx(load_B.mean())
@@ -36,10 +36,9 @@ class TestComputeHistogram:
       assert bar.get_height() == ((load_B >= start) & (load_B < end)).sum()
     assert sum(bar.get_height() for bar in bars) == 300
     mean, std = f'{load_B.mean():.1%}', f'{load_B.std():.1%}'
-    assert f'Images: 300. Mean {mean} of all, budget 35.0%' in seen.words(
-      figure
-    )
-    assert f'standard deviation {std}' in seen.words(figure)
+    text = seen.words(figure)
+    assert f'300. Mean {mean} of all learners, budget 35.0%' in text
+    assert f'standard deviation {std}' in text
 
   def test_no_budget(self, rng, seen):
     figure = viz.compute_histogram(rng.random(9))
@@ -49,16 +48,12 @@ class TestComputeHistogram:
   @pytest.mark.parametrize('load', [0.0, 1.0, 0.3, 1 + 1e-7])
   @pytest.mark.parametrize('count', [1, 5])
   def test_equal_images_are_one_bar(self, seen, load, count):
-    figure = viz.compute_histogram(np.full(count, load), budget=0.3, unit=ODD)
+    figure = viz.compute_histogram(np.full(count, load), budget=0.3)
     (axes,) = seen.axes(figure, 'plot')
     bars = [bar for bar in axes.patches if bar.get_gid() == 'bars']
     assert [bar.get_height() for bar in bars] == [count]
     low, high = axes.get_xlim()
     assert low < min(load, 0.3) <= max(load, 0.3) < high
-
-  @pytest.mark.parametrize('tiny', [1e-16, 1e-9, 1e-4])
-  def test_almost_equal_images(self, tiny):
-    viz.compute_histogram([0.5, 0.5 + tiny, 0.5]).canvas.draw()
 
   def test_outliers_do_not_make_a_thousand_bars(self, rng, seen):
     load_B = np.append(rng.normal(0.5, 1e-4, 5000), [0, 1])
@@ -66,11 +61,15 @@ class TestComputeHistogram:
     assert len(seen.axes(figure, 'plot')[0].patches) < 70
 
 
+def errors(distance_KT):
+  return viz.error_by_learners(distance_KT, title='', module='block_1/mlp')
+
+
 class TestErrorByLearners:
   def test_columns_are_sorted_by_how_fast_the_error_falls(self, seen):
     # Slow, fast, medium; of different sizes.
     distance_KT = np.array([[1, 10, 2], [0.9, 1, 1], [0.8, 1, 0.4]])
-    figure = viz.error_by_learners(distance_KT, module='block_1/mlp')
+    figure = errors(distance_KT)
     (axes,) = seen.axes(figure, 'map')
     (image,) = axes.images
     np.testing.assert_allclose(
@@ -91,16 +90,8 @@ class TestErrorByLearners:
     assert 'block_1/mlp' in seen.words(figure)
     assert 'Left out' not in seen.words(figure)
 
-  def test_axes_after_the_first_are_tokens(self, rng, seen):
-    distance_KBL = rng.random((4, 2, 3))
-    one, other = (
-      seen.axes(viz.error_by_learners(d), 'map')[0].images[0].get_array()
-      for d in (distance_KBL, distance_KBL.reshape(4, 6))
-    )
-    np.testing.assert_array_equal(one, other)
-
   def test_tokens_without_error_only_count_in_the_mean(self, seen):
-    figure = viz.error_by_learners([[0, 1, 0], [0, 0.5, 1]])
+    figure = errors([[0, 1, 0], [0, 0.5, 1]])
     (axes,) = seen.axes(figure, 'map')
     np.testing.assert_array_equal(axes.images[0].get_array(), [[1], [0.5]])
     assert 'without an error at k = 0: 2.' in seen.words(figure)
@@ -109,21 +100,21 @@ class TestErrorByLearners:
     np.testing.assert_allclose(widths, [1 / 3, 0.5])
 
   def test_learners_may_add_error(self, seen):
-    figure = viz.error_by_learners([[1, 1, 1e-300], [0.5, 3, 1e300]])
+    figure = errors([[1, 1, 1e-300], [0.5, 3, 1e300]])
     (bar,) = seen.axes(figure, 'bar')
     assert bar._colorbar.extend == 'max'
     figure.canvas.draw()
 
   def test_neighbours_of_many_are_averaged(self, rng, seen):
     distance_KT = np.stack([np.ones(2500), rng.random(2500)])
-    figure = viz.error_by_learners(distance_KT)
+    figure = errors(distance_KT)
     (image,) = seen.axes(figure, 'map')[0].images
     shown_KT = np.asarray(image.get_array())
     assert shown_KT.shape == (2, 1000)
     assert image.get_extent()[1] == 2500
     np.testing.assert_array_equal(shown_KT[0], 1)
     ordered_T = np.sort(distance_KT[1])
-    assert shown_KT[1, 0] == pytest.approx(ordered_T[:2].mean())
+    assert shown_KT[1, 0] == pytest.approx(ordered_T[:3].mean())
     assert (np.diff(shown_KT[1]) >= 0).all()
 
 
@@ -222,7 +213,9 @@ def area(vertices):
 
 def test_ranks_are_bars_and_the_suggested_have_diamonds(seen):
   shares = [1.0, 0.25, 0.5, 0.75]
-  figure = viz.attention_ranks(shares, routed=[1, 3], suggested=[1, 2])
+  figure = viz.attention_ranks(
+    shares, routed=[1, 3], suggested=[1, 2], facts='', title=''
+  )
   bars = seen.marks(figure, 'share')
   assert [bar.get_height() for bar in bars] == shares
   assert [bar.get_x() + bar.get_width() / 2 for bar in bars] == [0, 1, 2, 3]

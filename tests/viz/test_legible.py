@@ -1,6 +1,5 @@
 """No text of a picture meets another or leaves it, with awkward data either."""
 
-import math
 import subprocess
 import sys
 
@@ -33,6 +32,7 @@ def patches(rng, count, routed, size):
     rng.random((routed, count, 16)) < 0.5,
     layers=range(100, 100 + routed),
     grid=(4, 4),
+    num_layers=200,
     title=TITLE,
     labels=[ODD, 'W' * 40, '', 'x', *['label'] * 8][:count],
   )
@@ -47,7 +47,9 @@ def stages(rng):
 
 def attention(rng):
   (image,), maps_RHL = photos(rng, 1), rng.random((2, 16, 16))
-  return viz.attention_maps(image, maps_RHL, layers=(2, 11), grid=(4, 4))
+  return viz.attention_maps(
+    image, maps_RHL, layers=(2, 11), grid=(4, 4), title=TITLE
+  )
 
 
 def keep(rng, stages):
@@ -55,11 +57,16 @@ def keep(rng, stages):
   return viz.keep_probability(mean_SL, grid=(3, 4), blocks=blocks, count=9)
 
 
-def load(rng, count, **how):
+def load(rng, count):
   labels = [ODD, 'W' * 40, *'cdefgh'][:count]
   load_BL = rng.random((count, 16))
   return viz.load_map(
-    photos(rng, count), load_BL, grid=(4, 4), labels=labels, **how
+    photos(rng, count),
+    load_BL,
+    grid=(4, 4),
+    labels=labels,
+    unit=ODD,
+    title=TITLE,
   )
 
 
@@ -84,6 +91,7 @@ def importance(rng, routed):
     *(-score_RN, score_RN),
     layers=range(routed),
     correlations=[CORRELATION] * routed,
+    title=TITLE,
   )
 
 
@@ -139,6 +147,10 @@ def compared(count):
   return viz.compared_curves(runs, title=TITLE)
 
 
+def errors(distance_KT):
+  return viz.error_by_learners(distance_KT, title=ODD, module=ODD)
+
+
 def tokens(rng):
   pieces = [f' $word{i}$' for i in range(60)]
   return viz.token_load(
@@ -154,6 +166,7 @@ def expert_map(rng, num_experts, pieces):
     pieces,
     layers=(1, 2, 3),
     num_experts=num_experts,
+    num_layers=4,
     title=TITLE,
     **marked,
   )
@@ -169,6 +182,8 @@ def expert_patches(rng, num_experts):
     num_experts=num_experts,
     more_RBL=expert_RBL >= 0,
     labels=[ODD, 'W' * 40],
+    num_layers=102,
+    title=TITLE,
   )
 
 
@@ -207,13 +222,13 @@ DRAWN = {
   'one patch map': lambda rng: patches(rng, 1, 1, (8, 8)),
   'many blocks, narrow': lambda rng: patches(rng, 2, 12, (32, 4)),
   'many images': lambda rng: patches(rng, 8, 3, (8, 8)),
-  'no routed block, wide': lambda rng: patches(rng, 3, 0, (4, 64)),
+  'wide': lambda rng: patches(rng, 3, 2, (4, 64)),
   'stages': stages,
   'attention': attention,
   'one stage': lambda rng: keep(rng, 1),
   'six stages': lambda rng: keep(rng, 6),
-  'one load': lambda rng: load(rng, 1, unit=ODD),
-  'six loads': lambda rng: load(rng, 6, maximum=4),
+  'one load': lambda rng: load(rng, 1),
+  'six loads': lambda rng: load(rng, 6),
   'extremes': extremes,
   'patches of experts': lambda rng: expert_patches(rng, 64),
   'one block': lambda rng: scores(rng, 1),
@@ -221,10 +236,10 @@ DRAWN = {
   'importance': lambda rng: importance(rng, 1),
   'importance in five': lambda rng: importance(rng, 5),
   'histogram': lambda rng: viz.compute_histogram(
-    rng.random(9), budget=0.3, unit=ODD
+    rng.random(9), budget=0.3, title=ODD
   ),
-  'errors': lambda rng: viz.error_by_learners(rng.random((9, 99)), title=ODD),
-  'huge errors': lambda _: viz.error_by_learners([[1, 1e-300], [0.5, 1e300]]),
+  'errors': lambda rng: errors(rng.random((9, 99))),
+  'huge errors': lambda _: errors([[1, 1e-300], [0.5, 1e300]]),
   'effects': lambda _: viz.loss_effects(
     [{'name': n, **EFFECT} for n in ('short', ODD, 'W' * 60)]
   ),
@@ -256,64 +271,28 @@ def test_nothing_overlaps(rng, seen, name):
   seen.assert_legible(DRAWN[name](rng))
 
 
-NOTHING = np.zeros((0, 4))
+ONE = {'blocks': 1, 'listed': 2, 'facts': '', 'title': ''}
 
 
 @pytest.mark.parametrize(
   ('name', 'args', 'options', 'words'),
   [
     (
-      'patch_maps',
-      [np.zeros((2, 8, 8, 3), np.uint8), np.zeros((0, 2, 16))],
-      {'layers': [], 'grid': (4, 4)},
-      'No block is routed',
-    ),
-    (
-      'routing_map',
-      [np.zeros((0, 8)), 'x' * 8],
-      {'layers': [], 'num_layers': 7},
-      'No block is routed',
-    ),
-    (
-      'score_histogram',
-      [NOTHING, NOTHING],
-      {'layers': []},
-      'No block is routed',
-    ),
-    (
       'score_histogram',
       [np.full((1, 4), np.nan), np.zeros((1, 4))],
       {'layers': [1]},
       'No finite scores',
     ),
-    (
-      'importance_scatter',
-      [NOTHING, NOTHING],
-      {'layers': [], 'correlations': []},
-      'No block is routed',
-    ),
-    (
-      'importance_scatter',
-      [NOTHING.T[:1], NOTHING.T[:1]],
-      {'layers': [1], 'correlations': [dict.fromkeys(CORRELATION, math.nan)]},
-      'No tokens',
-    ),
-    ('accuracy_flops', [iter([])], {'pareto': True}, 'No models measured yet'),
-    ('compute_histogram', [[]], {'budget': 0.5}, 'No images measured yet'),
-    ('error_by_learners', [np.ones((3, 0))], {}, 'No tokens measured'),
-    ('error_by_learners', [np.zeros((3, 2))], {}, 'No token has an error'),
-    ('loss_effects', [[]], {}, 'No runs measured yet'),
-    ('corruption_curves', [{}], {'budget': 0.5}, 'No corruption measured yet'),
-    ('engagement', [{}, {'a': 0.5}], {'blocks': 1, 'listed': 2}, 'No tokens'),
-    ('engagement', [{0: [1.0]}, {}], {'blocks': 1, 'listed': 2}, 'No token co'),
+    ('accuracy_flops', [iter([])], {'pareto': True}, 'Nothing to show yet'),
+    ('engagement', [{0: [1.0]}, {}], ONE, 'No token comes often enough'),
     (
       'seed_dots',
       [{'group': {'a': []}}],
-      {'xlabel': 'x'},
-      'No run is finished',
+      {'xlabel': 'x', 'title': ''},
+      'Nothing to show yet',
     ),
-    ('expert_curves', [[]], {}, 'Nothing recorded yet'),
-    ('loss_curves', [[]], {}, 'No losses recorded yet'),
+    ('expert_curves', [[]], {}, 'Nothing to show yet'),
+    ('loss_curves', [[]], {}, 'Nothing to show yet'),
   ],
 )
 def test_says_that_there_is_nothing(seen, name, args, options, words):
@@ -326,10 +305,9 @@ def test_pyplot_is_never_imported():
   code = (
     'import sys, numpy as np; from mod_jax import viz;'
     'image = np.zeros((1, 2, 2, 3), "uint8"); one = np.ones((1, 1, 4));'
-    'viz.patch_maps(image, one, layers=[0], grid=(2, 2)).canvas.draw();'
-    'viz.attention_maps(image[0], one, layers=[0], grid=(2, 2));'
+    'viz.patch_maps(image, one, layers=[0], grid=(2, 2), num_layers=1);'
     'viz.accuracy_flops([dict(name="a", flops=1, accuracy=1)]);'
-    'viz.routing_map(np.ones((1, 2)), "ab", layers=[0]).canvas.draw();'
+    'viz.routing_map(np.ones((1, 2)), "ab", layers=[0], num_layers=1);'
     'viz.score_histogram(np.ones((1, 2)), np.ones((1, 2)), layers=[0]);'
     'viz.loss_curves([]);'
     'assert "matplotlib.pyplot" not in sys.modules;'

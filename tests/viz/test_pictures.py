@@ -77,7 +77,11 @@ def test_threads_may_draw_at_once(rng, tmp_path):
   def work(i):
     try:
       figure = viz.routing_map(
-        score_RL > 0, 'x' * 30, layers=(1, 3, 5), weights_RL=score_RL
+        score_RL > 0,
+        'x' * 30,
+        layers=(1, 3, 5),
+        num_layers=6,
+        weights_RL=score_RL,
       )
       viz.save(figure, tmp_path / f'{i}.png')
     except BaseException as error:
@@ -152,7 +156,7 @@ def test_letters_of_a_font_that_is_installed(tmp_path, monkeypatch, caplog):
   glyphs.installed.cache_clear()
   manager.addfont(tmp_path / 'han.ttf')
   assert glyphs.plain('漢字') == r'漢\u5b57'
-  style.new_figure(3, 1, '漢')[0].canvas.draw()
+  style.new_figure(3, 1, '漢').get_figure(root=True).canvas.draw()
   assert not caplog.records
 
 

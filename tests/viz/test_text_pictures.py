@@ -41,18 +41,17 @@ def places(mask_RL):
 class TestRoutingMap:
   @pytest.mark.parametrize('weighted', [False, True])
   def test_fills_exactly_the_chosen_cells(self, rng, seen, weighted):
-    score_RL = rng.normal(size=(3, 50))
+    score_RL = rng.normal(size=(3, 130))
     score_RL[0, :4] = np.nan, 9, 9, 0
     chosen_RL = ~(score_RL < 0.5)
     figure = viz.routing_map(
       chosen_RL,
-      'x' * 50,
+      'x' * 130,
       layers=LAYERS,
       num_layers=7,
       weights_RL=score_RL if weighted else None,
-      columns=16,
     )
-    assert len(panels(seen, figure)) == 4
+    assert len(panels(seen, figure)) == 3
     drawn, weights = {}, []
     for axes in panels(seen, figure):
       chosen = seen.mark(axes, 'chosen')
@@ -76,24 +75,28 @@ class TestRoutingMap:
     assert seen.ticks(axes.yaxis) == ['sum', *'0123456']
     # The first is at the bottom.
     assert axes.get_ylim()[0] < axes.get_ylim()[1]
-    deep = viz.routing_map(chosen_RL.T, 'xyz', layers=range(1, 40, 2))
+    deep = viz.routing_map(
+      chosen_RL.T, 'xyz', layers=range(1, 40, 2), num_layers=40
+    )
     (axes,) = panels(seen, deep)
     # Routed ones have numbers, where not all have.
     assert list(axes.get_yticks())[1:] == list(range(1, 40, 2))
 
   def test_every_character_stands_under_its_column(self, rng, seen):
-    chosen_RL = rng.random((3, len(ODD))) < 0.5
-    figure = viz.routing_map(chosen_RL, ODD, layers=LAYERS, columns=10)
+    pieces = ['a'] * 60 + [*ODD]
+    chosen_RL = rng.random((3, len(pieces))) < 0.5
+    figure = viz.routing_map(chosen_RL, pieces, layers=LAYERS, num_layers=6)
     figure.canvas.draw()
     shown = [
       (x, text)
       for axes in panels(seen, figure)
       for x, text in zip(axes.get_xticks(), seen.ticks(axes.xaxis), strict=True)
     ]
-    assert shown == list(enumerate('$$\\' + '□' * 8 + '·\ufffd·⏎→éa'))
+    expected = 'a' * 60 + '$$\\' + '□' * 8 + '·\ufffd·⏎→éa'
+    assert shown == list(enumerate(expected))
     first, second = panels(seen, figure)
-    assert first.get_xticks(minor=True).tolist() == [0, 8]
-    assert second.get_xticks(minor=True).tolist() == [16]
+    assert first.get_xticks(minor=True).tolist() == [*range(0, 64, 8)]
+    assert second.get_xticks(minor=True).tolist() == [64, 72]
     boxes = [t.get_window_extent() for t in first.get_xticklabels()]
     # As mathematics the dollars would vanish.
     assert all(box.width > 3 for box in boxes)
@@ -101,7 +104,9 @@ class TestRoutingMap:
 
   def test_turns_and_shortens_subwords(self, rng, seen):
     pieces = ['a', ' the', '\n' * 30, '']
-    figure = viz.routing_map(np.ones((3, 4)), pieces, layers=LAYERS)
+    figure = viz.routing_map(
+      np.ones((3, 4)), pieces, layers=LAYERS, num_layers=6
+    )
     (axes,) = panels(seen, figure)
     shown = seen.ticks(axes.xaxis)
     assert shown == ['a', '·the', '⏎' * 9 + '…', '□']
@@ -109,7 +114,7 @@ class TestRoutingMap:
 
   def test_counts_the_routed_blocks_of_a_token(self, seen):
     chosen_RL = np.array([[1, 1, 0, 0], [1, 0, 0, 0], [1, 1, 0, 1]])
-    figure = viz.routing_map(chosen_RL, 'abcd', layers=LAYERS)
+    figure = viz.routing_map(chosen_RL, 'abcd', layers=LAYERS, num_layers=6)
     load = seen.mark(panels(seen, figure)[0], 'load')
     assert list(load.get_array()) == [3, 2, 0, 1]
     drawn = cells(load)
@@ -128,6 +133,7 @@ def test_shares_stand_over_their_tokens(seen):
     *(share_RL, [f'$w{i}$' for i in range(80)]),
     layers=[1, 4],
     unit='share of all',
+    title='',
   )
   drawn = [axes.images[0] for axes in panels(seen, figure)]
   # The first block at the bottom, each token once.
@@ -147,18 +153,18 @@ def test_shares_stand_over_their_tokens(seen):
 
 @pytest.mark.parametrize('num_experts', [8, 64])
 def test_each_cell_is_what_becomes_of_the_token(rng, seen, num_experts):
-  expert_RL = rng.integers(AWAY, num_experts, (3, 40))
+  expert_RL = rng.integers(AWAY, num_experts, (3, 80))
   expert_RL[0, :5], expert_RL[1, :5] = AWAY, NONE
-  more_RL = (expert_RL >= 0) & (rng.random((3, 40)) < 0.5)
+  more_RL = (expert_RL >= 0) & (rng.random((3, 80)) < 0.5)
   figure = viz.expert_map(
     expert_RL,
-    'x' * 40,
+    'x' * 80,
     layers=LAYERS,
     num_experts=num_experts,
     more_RL=more_RL,
     dropped_RL=expert_RL == NONE,
     num_layers=7,
-    columns=16,
+    title='',
   )
   taken, empty, marked, numbered = {}, {}, {'more': [], 'dropped': []}, {}
   for axes in panels(seen, figure):
@@ -185,7 +191,8 @@ def test_each_cell_is_what_becomes_of_the_token(rng, seen, num_experts):
 
 def test_the_key_of_experts_has_what_there_is_and_nothing_else(seen):
   expert_RL = np.array([[0, 1, NONE, AWAY], [0, NONE, AWAY, AWAY]])
-  options = {'layers': (1, 3), 'num_experts': 2, 'num_layers': 4}
+  options = {'layers': (1, 3), 'num_experts': 2, 'num_layers': 4, 'title': ''}
+  options |= dict.fromkeys(('more_RL', 'dropped_RL'), np.zeros((2, 4), bool))
   some = viz.expert_map(expert_RL, 'abcd', **options)
   text = seen.words(some)
   assert 'Blocks with 2 experts: 2 of 4. On average 62.5%' in text
@@ -217,6 +224,7 @@ def test_bars_are_the_shares(rng, seen):
     num_experts=4,
     targets_X=[0.125] * 4 + [0.25] * 2,
     none_R=[0.5, 0.25],
+    title='',
   )
   for r, axes in enumerate(figure.axes):
     bars = seen.marks(axes, 'expert'), seen.marks(axes, 'no-op')

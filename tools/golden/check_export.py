@@ -75,7 +75,7 @@ def _write_vision(folder):
   import mod_jax
   from mod_jax.data.images import Preprocess
   from mod_jax.models.vit import ViTConfig
-  from mod_jax.serving.run import Run
+  from mod_jax.pretrained.load import Run
 
   rng = np.random.default_rng(0)
   picture_HWC = rng.integers(0, 256, (37, 50, 3), np.uint8)

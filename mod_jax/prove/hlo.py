@@ -7,10 +7,8 @@ trip counts of the loops around them.
 """
 
 import collections
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 import dataclasses
-import functools
-import itertools
 import math
 import re
 
@@ -27,6 +25,7 @@ _COLLECTIVES = (
   'collective-broadcast',
   'collective-permute',
 )
+_BRANCHES = ('true_computation', 'false_computation')
 # Opcodes whose result is their first operand.
 _COPIES = ('bitcast', 'convert', 'copy', 'copy-start', 'copy-done')
 _COMPUTATION = re.compile(r'(ENTRY )?%?([\w.-]+) \(.*\{$')
@@ -67,82 +66,39 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-  """A matrix product or convolution outside of kernels.
+  """A matrix product or convolution outside of kernels."""
 
-  Attributes:
-    shapes: shapes of both operands and the result.
-    flops: FLOPs of one execution; a multiply-add counts as 2.
-    source: JAX's name of the operation. If the compiler lost it, the name of
-      an operation that was fused with it, or ''.
-    own: whether `source` is the operation's own name.
-    count: number of executions in a run of the program.
-  """
-
-  shapes: tuple[tuple[int, ...], ...]
-  flops: int
+  shapes: tuple[tuple[int, ...], ...]  # Of both operands and the result.
+  flops: int  # Of one execution; a multiply-add counts as 2.
+  # JAX's name of the operation. If the compiler lost it, the name of an
+  # operation that was fused with it, or ''.
   source: str
-  own: bool
-  count: int = 1
+  own: bool  # Whether `source` is the operation's own name.
+  count: int = 1  # Number of executions in a run of the program.
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-  """A call of a custom kernel, such as those written in Pallas.
-
-  Attributes:
-    name: the kernel's name.
-    operands: dtype and shape of each argument.
-    count: number of executions in a run of the program.
-  """
+  """A call of a custom kernel, such as those written in Pallas."""
 
   name: str
-  operands: tuple[tuple[str, tuple[int, ...]], ...]
-  count: int = 1
+  operands: tuple[tuple[str, tuple[int, ...]], ...]  # Dtypes and shapes.
+  count: int = 1  # Number of executions in a run of the program.
 
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-  """The work of one device in a run of a program.
+  """The work of one device in a run of a program."""
 
-  Attributes:
-    products: matrix products and convolutions.
-    collectives: collective operations.
-    kernels: custom kernels.
-    endless: names of loops with an unknown trip count; they are counted once.
-  """
-
-  products: tuple[Product, ...] = ()
-  collectives: tuple[Collective, ...] = ()
-  kernels: tuple[Kernel, ...] = ()
-  endless: tuple[str, ...] = ()
-
-  def __add__(self, other: 'Cost') -> 'Cost':
-    return Cost(
-      *(
-        getattr(self, field.name) + getattr(other, field.name)
-        for field in dataclasses.fields(Cost)
-      )
-    )
-
-  def times(self, count: int) -> 'Cost':
-    """Returns the cost of running this `count` times."""
-
-    def repeated(parts):
-      return tuple(
-        dataclasses.replace(part, count=count * part.count) for part in parts
-      )
-
-    return Cost(
-      repeated(self.products),
-      repeated(self.collectives),
-      repeated(self.kernels),
-      self.endless,
-    )
+  products: tuple[Product, ...]
+  collectives: tuple[Collective, ...]
+  kernels: tuple[Kernel, ...]
+  endless: tuple[str, ...]  # Loops with an unknown trip count, counted once.
 
   @property
   def flops(self) -> int:
     """FLOPs of all products, without those in custom kernels."""
-    return sum(part.count * part.flops for part in self.products)
+    return _flops(self.products)
 
   @property
   def again(self) -> int:
@@ -163,12 +119,14 @@ class Cost:
 
 
 def cost(text: str) -> Cost:
-  """Returns the cost of a program.
+  """Returns the cost of a program, given as `jax.stages.Compiled.as_text`."""
+  parts = list(_Program(text).parts())
+  kinds = (Product, Collective, Kernel, str)
+  return Cost(*(tuple(x for x in parts if isinstance(x, k)) for k in kinds))
 
-  Args:
-    text: the compiled program, as returned by `jax.stages.Compiled.as_text`.
-  """
-  return _Program(text).cost
+
+def _flops(parts) -> int:
+  return sum(x.count * x.flops for x in parts if isinstance(x, Product))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,112 +185,95 @@ class _Computation(dict):
     return [self[name] for name in instruction.operands]
 
 
+_Part = Product | Collective | Kernel | str  # A text names an endless loop.
+
+
 class _Program:
-  """A parsed program, whose cost is summed over its computations."""
+  """A parsed program."""
 
   def __init__(self, text: str):
     self._computations: dict[str, _Computation] = {}
-    for entry, name, instructions in _computations(text):
-      computation = _Computation()
-      for is_root, instruction in instructions:
+    for entry, name, lines in _computations(text):
+      computation = self._computations[name] = _Computation()
+      for line in lines:
+        is_root, instruction = _instruction(line)
         computation[instruction.name] = instruction
         if is_root:
           computation.root = instruction
-      self._computations[name] = computation
       if entry:
         self._entry = name
     # A collective that lists no groups runs on all devices.
     match = re.search(r'num_partitions=(\d+)', text[: text.find('\n')])
     self._devices = int(match[1]) if match else 1
-    # Cached: a computation may be called from several places.
-    self._cost = functools.cache(self._of_computation)
 
-  @property
-  def cost(self) -> Cost:
-    return self._cost(self._entry)
+  def parts(self, name: str | None = None, count: int = 1) -> Iterator[_Part]:
+    """Yields the parts of a computation, by default of the whole program.
 
-  def _of_computation(self, name: str) -> Cost:
-    computation = self._computations[name]
-    total = Cost()
+    Args:
+      name: of the computation.
+      count: number of its executions.
+    """
+    computation = self._computations[name or self._entry]
     for instruction in computation.values():
-      total += self._of_instruction(computation, instruction)
-    return total
+      yield from self._of_instruction(computation, instruction, count)
 
-  def _of_instruction(self, computation, instruction) -> Cost:
+  def _of_instruction(self, computation, instruction, count):
     opcode = instruction.opcode
-    operands = functools.partial(computation.operands, instruction)
-    if opcode in ('dot', 'convolution'):
-      count = {'dot': _dot, 'convolution': _convolution}[opcode]
-      shapes = *(x.shape for x in operands()), instruction.shape
-      source = instruction.source
-      flops = count(instruction, *shapes[:2])
-      return Cost((Product(shapes, flops, source, own=bool(source)),))
     kind = opcode.removesuffix('-start')
-    if kind in _COLLECTIVES:
-      return Cost(
-        collectives=(self._collective(kind, instruction, operands()),)
+    if opcode in ('dot', 'convolution'):
+      lhs, rhs = (x.shape for x in computation.operands(instruction))
+      flops = (_dot if opcode == 'dot' else _convolution)(instruction, lhs, rhs)
+      shapes, source = (lhs, rhs, instruction.shape), instruction.source
+      yield Product(shapes, flops, source, own=bool(source), count=count)
+    elif kind in _COLLECTIVES:
+      payload = sum(x.bytes for x in computation.operands(instruction))
+      group = _group(instruction.attributes, self._devices)
+      if kind == 'all-gather':
+        payload *= len(group)
+      yield Collective(kind, payload, group, instruction.source, count)
+    elif opcode == 'while':
+      (body,), (condition,) = map(
+        instruction.computations, ('body', 'condition')
       )
-    if opcode == 'while':
-      (body,), (condition,) = (
-        instruction.computations(name) for name in ('body', 'condition')
-      )
-      per_iteration = self._cost(body) + self._cost(condition)
       trips = self._trips(computation, instruction, body, condition)
-      if trips is None:
-        is_free = per_iteration == Cost()
-        return per_iteration + Cost(
-          endless=() if is_free else (instruction.name,)
-        )
-      return per_iteration.times(trips)
-    if opcode == 'fusion':
-      (called,) = instruction.computations('calls')
-      return self._fused(instruction, self._cost(called))
-    if opcode in ('call', 'call-start', 'async-start'):
-      called = map(instruction.computations, ('to_apply', 'calls'))
-      return sum(map(self._cost, itertools.chain(*called)), Cost())
-    if opcode == 'conditional':
-      branches = instruction.computations('branch_computations') or [
-        name
-        for attribute in ('true_computation', 'false_computation')
-        for name in instruction.computations(attribute)
+      times = count * (1 if trips is None else trips)
+      repeated = [*self.parts(body, times), *self.parts(condition, times)]
+      yield from repeated
+      if trips is None and repeated:
+        yield instruction.name
+    elif opcode == 'fusion':
+      yield from self._fused(instruction, count)
+    elif opcode in ('call', 'call-start', 'async-start'):
+      for attribute in ('to_apply', 'calls'):
+        for called in instruction.computations(attribute):
+          yield from self.parts(called, count)
+    elif opcode == 'conditional':
+      branches = [
+        list(self.parts(called, count))
+        for branch in ('branch_computations', *_BRANCHES)
+        for called in instruction.computations(branch)
       ]
       # Which branch runs is unknown: assume the one with the most FLOPs.
-      return max(map(self._cost, branches), key=lambda cost: cost.flops)
-    if 'tpu_custom_call' in instruction.attributes:
-      arrays = tuple(x.arrays[0] for x in operands())
-      return Cost(kernels=(Kernel(_kernel_name(instruction), arrays),))
-    return Cost()
+      yield from max(branches, key=_flops)
+    elif 'tpu_custom_call' in instruction.attributes:
+      operands = computation.operands(instruction)
+      arrays = tuple(x.arrays[0] for x in operands)
+      # The compiler adds a unique suffix to the kernel's name.
+      yield Kernel(re.sub(r'(\.\w+)*$', '', instruction.name), arrays, count)
 
-  def _collective(self, kind, instruction, operands) -> Collective:
-    payload = sum(operand.bytes for operand in operands)
-    group = _group(instruction.attributes, self._devices)
-    if kind == 'all-gather':
-      payload *= len(group)
-    return Collective(kind, payload, group, instruction.source)
-
-  def _fused(self, instruction, cost: Cost) -> Cost:
-    """Returns the cost of a fusion, with names for parts that lack them."""
+  def _fused(self, instruction, count):
+    """Yields the parts of a fusion, with names for those that lack them."""
     (called,) = instruction.computations('calls')
     scatters = called.startswith('all-reduce-scatter')
-    return dataclasses.replace(
-      cost,
-      products=tuple(
-        part
-        if part.source
-        else dataclasses.replace(part, source=self._source(called))
-        for part in cost.products
-      ),
-      collectives=tuple(
-        dataclasses.replace(
-          part,
-          kind='reduce-scatter'
-          if scatters and part.kind == 'all-reduce'
-          else part.kind,
-          source=part.source or instruction.source,
-        )
-        for part in cost.collectives
-      ),
-    )
+    for part in self.parts(called, count):
+      if isinstance(part, Product) and not part.source:
+        part = dataclasses.replace(part, source=self._source(called))
+      if isinstance(part, Collective):
+        kind, source = part.kind, part.source or instruction.source
+        if scatters and kind == 'all-reduce':
+          kind = 'reduce-scatter'
+        part = dataclasses.replace(part, kind=kind, source=source)
+      yield part
 
   def _source(self, name: str) -> str:
     """Returns a name from within a fusion, preferably of a recomputation."""
@@ -350,41 +291,37 @@ class _Program:
     )
     if match:
       return int(match[1])
-    # Otherwise it must be a counting loop: i starts at `start`, grows by `step`
-    # in each iteration, and is compared with `end`.
+    # Otherwise it must be a counting loop, which compares an integer of its
+    # state with a limit: look at the first two iterations.
     condition, body = self._computations[condition], self._computations[body]
-    test = condition.root
+    test, after = condition.root, body.root
     (state,) = computation.operands(instruction)
-    if test.opcode != 'compare' or {state.opcode, body.root.opcode} != {
-      'tuple'
-    }:
+    opcodes = test.opcode, state.opcode, after.opcode
+    if opcodes != ('compare', 'tuple', 'tuple'):
       return None
-    counter, end = condition.operands(test)
-    index, end = _place(condition, counter), _constant(condition, end)
-    if index is None or end is None:
-      return None
-    start = _constant(computation, computation.operands(state)[index])
-    step = _step(body, index)
+    first = [_integer(computation, name) for name in state.operands]
+    second = [_integer(body, name, first) for name in after.operands]
+    (start, end), (following, same) = (
+      [_integer(condition, name, values) for name in test.operands]
+      for values in (first, second)
+    )
     direction = test.attribute('direction')
-    if start is None or not step or direction == 'EQ':
+    if None in (start, end, following) or same != end or direction == 'EQ':
+      return None
+    if following == start:
       return None
     distance = end - start + (direction == 'LE') - (direction == 'GE')
-    return max(0, math.ceil(distance / step))
+    return max(0, math.ceil(distance / (following - start)))
 
 
-def _computations(
-  text: str,
-) -> Iterator[tuple[bool, str, list[tuple[bool, _Instruction]]]]:
-  """Yields (is it the entry, name, instructions) of each computation.
-
-  With each instruction comes whether it is the root.
-  """
+def _computations(text: str) -> Iterator[tuple[bool, str, list[str]]]:
+  """Yields (is it the entry, name, instructions) of each computation."""
   header, lines = None, []
   for line in text.splitlines():
     if header is None:
       header, lines = _COMPUTATION.match(line), []
     elif line[:1] == '}' and line[:2] != '}}':
-      yield bool(header[1]), header[2], [_instruction(line) for line in lines]
+      yield bool(header[1]), header[2], lines
       header = None
     elif _INSTRUCTION.match(line):
       lines.append(line)
@@ -411,15 +348,13 @@ def _instruction(line: str) -> tuple[bool, _Instruction]:
 
 
 def _closing(line: str, opening: int) -> int:
-  """Returns the index after the parenthesis that matches the one given."""
+  """Returns the index after the parenthesis that closes that at `opening`."""
   depth = 0
   for i in range(opening, len(line)):
     depth += (line[i] == '(') - (line[i] == ')')
     if not depth:
       return i + 1
-  raise ValueError(
-    f'no end of the parenthesis in {line[opening : opening + 80]}'
-  )
+  raise ValueError(f'unclosed parenthesis in {line[opening : opening + 80]!r}')
 
 
 def _dimensions(text: str) -> tuple[int, ...]:
@@ -449,45 +384,28 @@ def _convolution(instruction, lhs, rhs) -> int:
   labels = re.search(r'dim_labels=(\w+)_(\w+)->(\w+)', instruction.attributes)
   of_lhs, of_rhs, of_out = labels.groups()
   out = instruction.shape
-  window = re.search(r'window=\{([^}]*)\}', instruction.attributes)
-  window = dict(x.split('=') for x in window[1].split()) if window else {}
-  spatial = sorted(filter(str.isdigit, of_out))
-
-  def sizes(name, default):
-    values = [default] * len(spatial)
-    if name in window:
-      values = window[name].split('x')
-    return [tuple(map(int, x.split('_'))) for x in values]
-
-  strides = sizes('stride', '1')
-  paddings = sizes('pad', '0_0')
-  dilations = sizes('lhs_dilate', '1')
-  spacings = sizes('rhs_dilate', '1')
+  match = re.search(r'window=\{([^}]*)\}', instruction.attributes)
+  window = dict(x.split('=') for x in match[1].split()) if match else {}
   pairs = 1
-  for i, axis in enumerate(spatial):
+  for i, axis in enumerate(sorted(filter(str.isdigit, of_out))):
+
+    def setting(name, default, i=i):
+      text = window[name].split('x')[i] if name in window else default
+      return int(text.split('_')[0])
+
     position = (
-      np.arange(out[of_out.index(axis)])[:, None] * strides[i][0]
-      - paddings[i][0]
-      + np.arange(rhs[of_rhs.index(axis)]) * spacings[i][0]
+      np.arange(out[of_out.index(axis)])[:, None] * setting('stride', '1')
+      - setting('pad', '0_0')
+      + np.arange(rhs[of_rhs.index(axis)]) * setting('rhs_dilate', '1')
     )
-    size = lhs[of_lhs.index(axis)]
-    inside = (position >= 0) & (position % dilations[i][0] == 0)
-    pairs *= int((inside & (position // dilations[i][0] < size)).sum())
+    dilation, size = setting('lhs_dilate', '1'), lhs[of_lhs.index(axis)]
+    inside = (position >= 0) & (position % dilation == 0)
+    pairs *= int((inside & (position // dilation < size)).sum())
   groups = int(instruction.attribute('batch_group_count') or 1)
-  return (
-    2
-    * pairs
-    * lhs[of_lhs.index('b')]
-    // groups
-    # The kernel has the input features of one group only.
-    * rhs[of_rhs.index('i')]
-    * out[of_out.index('f')]
-  )
-
-
-def _kernel_name(instruction) -> str:
-  """Returns the name of a kernel without its unique suffix."""
-  return re.sub(r'(\.\w+)*$', '', instruction.name)
+  rows = lhs[of_lhs.index('b')] // groups
+  # The kernel has the input features of one group only.
+  features = rhs[of_rhs.index('i')] * out[of_out.index('f')]
+  return 2 * pairs * rows * features
 
 
 def _group(attributes: str, devices: int) -> tuple[int, ...]:
@@ -507,18 +425,13 @@ def _group(attributes: str, devices: int) -> tuple[int, ...]:
   if mesh := re.search(
     r'replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}', attributes
   ):
-    return _mesh_group(_axes(mesh[1]), mesh[2])
+    return _mesh_group(*mesh.groups())
   return tuple(range(devices))
 
 
-def _axes(text: str) -> Mapping[str, int]:
-  return {
-    name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", text)
-  }
-
-
-def _mesh_group(axes: Mapping[str, int], text: str) -> tuple[int, ...]:
+def _mesh_group(mesh: str, text: str) -> tuple[int, ...]:
   """Returns the first group along some axes of a mesh, or parts of axes."""
+  axes = {n: int(size) for n, size in re.findall(r"'([^']*)'=(\d+)", mesh)}
   ids = np.arange(math.prod(axes.values())).reshape(tuple(axes.values()))
   names = list(axes)
   indices = [np.zeros(1, int) for _ in axes]
@@ -531,39 +444,25 @@ def _mesh_group(axes: Mapping[str, int], text: str) -> tuple[int, ...]:
   return tuple(ids[np.ix_(*indices)].ravel().tolist())
 
 
-def _origin(computation, instruction) -> _Instruction:
-  """Returns what an instruction copies, or itself."""
-  while instruction.opcode in _COPIES:
-    instruction = computation[instruction.operands[0]]
-  return instruction
+def _integer(computation, name: str, state=()) -> int | None:
+  """Returns the value of an instruction, given the loop's state.
 
-
-def _constant(computation, instruction) -> int | None:
-  """Returns the value of an integer constant; None for other instructions."""
-  instruction = _origin(computation, instruction)
-  if instruction.opcode != 'constant':
+  It is None for what is no scalar integer, or not made of constants and of the
+  state by additions.
+  """
+  instruction = computation[name]
+  if not re.match(r'\(?[su]\d+\[\]', instruction.type):
     return None
-  value = instruction.operands[0]
-  return int(value) if re.fullmatch(r'-?\d+', value) else None
-
-
-def _place(computation, instruction) -> int | None:
-  """Returns the index of the loop state that an instruction reads, or None."""
-  instruction = _origin(computation, instruction)
-  if instruction.opcode != 'get-tuple-element':
-    return None
-  return int(instruction.attribute('index'))
-
-
-def _step(body, index: int) -> int | None:
-  """Returns the increment of a loop's counter per iteration, or None."""
-  after = _origin(body, body.operands(body.root)[index])
-  if after.opcode not in ('add', 'subtract'):
-    return None
-  counter, step = body.operands(after)
-  if after.opcode == 'add' and _place(body, counter) != index:
-    counter, step = step, counter
-  step = _constant(body, step)
-  if step is None or _place(body, counter) != index:
-    return None
-  return step if after.opcode == 'add' else -step
+  opcode, operands = instruction.opcode, instruction.operands
+  if opcode == 'constant':
+    return int(operands[0])
+  if opcode in _COPIES:
+    return _integer(computation, operands[0], state)
+  if opcode == 'get-tuple-element':
+    of_state = computation[operands[0]].opcode == 'parameter' and state
+    return state[int(instruction.attribute('index'))] if of_state else None
+  if opcode in ('add', 'subtract'):
+    values = [_integer(computation, operand, state) for operand in operands]
+    if None not in values:
+      return values[0] + (1 if opcode == 'add' else -1) * values[1]
+  return None

@@ -17,7 +17,7 @@ from mod_jax.errors import UserError
 from mod_jax.layers import stack
 from mod_jax.models import lm
 from mod_jax.models.lm import LMConfig
-from mod_jax.serving.run import Run
+from mod_jax.pretrained.load import Run
 from mod_jax.tasks import make_task
 from mod_jax.tasks.experiment import ExperimentConfig
 

@@ -15,7 +15,7 @@ from mod_jax.layers.routed import LIKE_DENSE, MoDConfig, VisionRoutingConfig
 from mod_jax.models import acm, lm
 from mod_jax.models.dynamic_vit import DynamicViTConfig, equal_stages
 from mod_jax.models.lm import LMConfig
-from mod_jax.serving.run import Run, load
+from mod_jax.pretrained.load import Run, load
 from mod_jax.tasks import make_task
 from mod_jax.tasks.images import Images
 from mod_jax.tasks.language import Language
@@ -62,10 +62,15 @@ def route(
     )
   methods = {'amod': _amod, 'mod': _mod, 'dynamic': _dynamic, 'acm': _acm}
   make = config_lib.choose(method, methods, 'method')
+  if isinstance(run.config, LMConfig) and method in ('amod', 'dynamic'):
+    raise UserError(
+      f"method={method!r} is for vision transformers: take 'mod' or 'acm' for a"
+      ' language model.'
+    )
+  if capacity is not None:
+    fields = {'keep' if method == 'dynamic' else 'capacity': capacity, **fields}
   key = jax.random.key(0) if key is None else key
-  config, variables = make(
-    run.config, dict(run.variables), capacity, key, fields
-  )
+  config, variables = make(run.config, dict(run.variables), key, fields)
   changed = {'config': config, 'variables': variables}
   if run.experiment is not None:
     experiment = dataclasses.replace(
@@ -77,54 +82,39 @@ def route(
   return dataclasses.replace(run, **changed)
 
 
-def _amod(config, variables, capacity, key, fields):
-  _check_vision(config, 'amod')
-  fields = {'score': 'attention', **_named(capacity, 'capacity'), **fields}
+def _amod(config, variables, key, fields):
+  del key
+  fields = {'score': 'attention', **fields}
   routing = config_lib.replace(VisionRoutingConfig(), fields)
   return dataclasses.replace(config, routing=routing), variables
 
 
-def _mod(config, variables, capacity, key, fields):
-  fields = {**LIKE_DENSE, **_named(capacity, 'capacity'), **fields}
-  kind = MoDConfig
+def _mod(config, variables, key, fields):
+  routing, fields = MoDConfig(), {**LIKE_DENSE, **fields}
   if not isinstance(config, LMConfig):
-    kind, fields = VisionRoutingConfig, {'score': 'learned', **fields}
-  routing = config_lib.replace(kind(), fields)
+    routing, fields = VisionRoutingConfig(), {'score': 'learned', **fields}
+  routing = config_lib.replace(routing, fields)
   model = dataclasses.replace(config, routing=routing)
   return model, _completed(model, config, variables, key)
 
 
-def _dynamic(config, variables, capacity, key, fields):
-  _check_vision(config, 'dynamic')
+def _dynamic(config, variables, key, fields):
   # The default stages do not fit backbones of few blocks.
   stages = fields.pop('stages', None) or equal_stages(config.num_layers)
   model = config_lib.replace(
-    DynamicViTConfig(backbone=config, stages=stages),
-    {**_named(capacity, 'keep'), **fields},
+    DynamicViTConfig(backbone=config, stages=stages), fields
   )
   return model, _completed(model, config, variables, key)
 
 
-def _acm(config, variables, capacity, key, fields):
-  if capacity is not None:
+def _acm(config, variables, key, fields):
+  if 'capacity' in fields:
     raise UserError(
-      f"capacity={capacity} and method='acm': its gates are trained to a"
-      ' budget, objective.budget; leave the capacity out.'
+      f"capacity={fields['capacity']} and method='acm': its gates are trained"
+      ' to a budget, objective.budget; leave the capacity out.'
     )
   model, params, _ = acm.acmize(config, variables['params'], key=key, **fields)
   return model, variables | {'params': params}
-
-
-def _named(capacity, name):
-  return {} if capacity is None else {name: capacity}
-
-
-def _check_vision(config, method):
-  if isinstance(config, LMConfig):
-    raise UserError(
-      f"method={method!r} is for vision transformers: take 'mod' or 'acm' for a"
-      ' language model.'
-    )
 
 
 def _completed(config, of, source, key):
@@ -137,7 +127,7 @@ def _completed(config, of, source, key):
   params = merge(
     fresh['params'],
     source['params'],
-    new=modality.may_be_new,
+    new=modality.optional,
     describe='the dense model',
   )
   return fresh | source | {'params': params}

@@ -4,14 +4,13 @@ Config files call these functions in their `complete`; see `cli.load_config`.
 """
 
 import dataclasses
-from typing import Any
 
 from mod_jax.data import images as images_lib
 from mod_jax.data import text
 from mod_jax.errors import UserError
 from mod_jax.models.dynamic_vit import DynamicViTConfig, equal_stages
 from mod_jax.models.lm import LMConfig
-from mod_jax.serving.run import about
+from mod_jax.pretrained.load import Run, about
 from mod_jax.tasks.experiment import ExperimentConfig
 
 # Fields of a model that are kept when it takes over pretrained weights.
@@ -41,13 +40,12 @@ def images(
   backbone = getattr(model, 'backbone', model)
   same_classes = False
   if config.init is not None:
-    fields = _about(config.init, of_text=False)
-    pretrained = fields['config'].dense_twin()
-    pretrained_classes = fields.get('classes')
-    same_classes = pretrained.num_classes == len(classes)
-    if pretrained_classes is not None:
-      same_classes = pretrained_classes == classes
-    data = fields['preprocess'].apply_to(data)
+    run = _about(config.init, of_text=False)
+    pretrained = run.config.dense_twin()
+    same_classes = run.classes == classes
+    if run.classes is None:
+      same_classes = pretrained.num_classes == len(classes)
+    data = run.reading_as_trained(data)
     kept_fields = (*_OWN, 'stochastic_depth')
     backbone = _with_own(pretrained, backbone, kept_fields)
   size = image_size or data.image_size
@@ -79,11 +77,9 @@ def language(config: ExperimentConfig) -> ExperimentConfig:
   """
   model, data = config.model, config.data
   if config.init is not None:
-    fields = _about(config.init, of_text=True)
-    if data.source != 'prepared':
-      kind, path = fields['task'].modality.tokenizer_source
-      data = dataclasses.replace(data, tokenizer=kind, tokenizer_path=path)
-    model = _with_own(fields['config'], model, (*_OWN, 'attention'))
+    run = _about(config.init, of_text=True)
+    data = run.reading_as_trained(data)
+    model = _with_own(run.config, model, (*_OWN, 'attention'))
     return dataclasses.replace(config, model=model, data=data, dense=None)
   # A tokenizer that is yet to be learned will have `tokenizer_vocab_size`.
   size = data.tokenizer_vocab_size
@@ -100,11 +96,11 @@ def _with_own(model, source, names):
   )
 
 
-def _about(init: str, *, of_text: bool) -> dict[str, Any]:
-  fields = about(init)
-  if isinstance(fields['config'], LMConfig) != of_text:
+def _about(init: str, *, of_text: bool) -> Run:
+  run = about(init)
+  if isinstance(run.config, LMConfig) != of_text:
     kinds = ('a vision transformer', 'a language model')
     raise UserError(
       f'init={init} is {kinds[not of_text]}: give {kinds[of_text]}.'
     )
-  return fields
+  return run

@@ -24,8 +24,9 @@ import jax
 from mod_jax import config as config_lib
 from mod_jax import parallel, paths, peaks
 from mod_jax.errors import UserError
+from mod_jax.prove import hlo, slices
 from mod_jax.runs.run_config import fitted
-from mod_jax.sweeps import hlo, manifest, slices, tables
+from mod_jax.sweeps import manifest, tables
 from mod_jax.tasks import make_task
 from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.tasks.plain import Plain
@@ -44,51 +45,39 @@ class Proof:
   """The work of one chip in a training step, and how long that takes.
 
   If the step does not fit, the fields with defaults keep them.
-
-  Attributes:
-    topology: name of the slice.
-    chips: number of its chips.
-    data: size of the mesh axis `data`.
-    fsdp: size of the mesh axis `fsdp`.
-    expert: size of the mesh axis `expert`.
-    tensor: size of the mesh axis `tensor`.
-    parameters: number of the model's parameters.
-    memory: bytes that the step needs on each chip; a lower bound, that of the
-      state alone, if the step was not compiled or the compiler did not say.
-    available: bytes of the chip's memory.
-    fits: whether the step compiled within that memory.
-    model_flops: FLOPs of a step on all chips, as counted by `mod_jax.flops`.
-    products: FLOPs that a chip's program spends on what `model_flops` counts:
-      without recomputation, and attention over causal pairs only.
-    again: the chip's other FLOPs: rematerialisation, and recomputation and
-      masked pairs in the attention kernel.
-    collectives: executions in a step and bytes sent, by kind of collective.
-    sent: bytes that a chip sends in a step, in total.
-    compute_seconds: time of all products at the chip's peak rate.
-    network_seconds: time of all communication, one operation after another,
-      each at the full rate of its links.
-    uncounted: kernels and loops that the other figures leave out.
   """
 
-  topology: str
+  topology: str  # Name of the slice.
   chips: int
+  # Sizes of the mesh axes.
   data: int
   fsdp: int
   expert: int
   tensor: int
-  parameters: int
+  parameters: int  # Of the model.
+  # Bytes that the step needs on each chip; a lower bound, that of the state
+  # alone, if the step was not compiled or the compiler did not say.
   memory: int
-  available: int
-  fits: bool
+  available: int  # Bytes of the chip's memory.
+  fits: bool  # Whether the step compiled within that memory.
+  # FLOPs of a step on all chips, as counted by `mod_jax.flops`.
   model_flops: float
+  # FLOPs that a chip's program spends on what `model_flops` counts: without
+  # recomputation, and attention over causal pairs only.
   products: float = 0.0
+  # The chip's other FLOPs: rematerialisation, and recomputation and masked
+  # pairs in the attention kernel.
   again: float = 0.0
+  # Executions in a step and bytes sent, by kind of collective.
   collectives: dict[str, tuple[int, float]] = dataclasses.field(
     default_factory=dict
   )
-  sent: float = 0.0
-  compute_seconds: float = 0.0
+  sent: float = 0.0  # Bytes that a chip sends in a step, in total.
+  compute_seconds: float = 0.0  # Of all products at the chip's peak rate.
+  # Of all communication, one operation after another, each at the full rate of
+  # its links.
   network_seconds: float = 0.0
+  # Kernels and loops that the other figures leave out.
   uncounted: tuple[str, ...] = ()
 
   @property
@@ -110,14 +99,16 @@ class Proof:
 
   @property
   def bytes_per_flop(self) -> float:
-    return self.sent / (self.products + self.again)
+    return self.sent / (self.products + self.again) if self.fits else 0.0
+
+  @property
+  def products_ratio(self) -> float:
+    """All chips' `products`, over `model_flops`."""
+    return self.products * self.chips / self.model_flops
 
 
 def check(config: ExperimentConfig, topology: slices.Slice) -> Proof:
   """Checks a run's mesh on a slice, and sizes its state, without compiling.
-
-  The memory is that of the training state alone, a lower bound; `fits` is
-  always False.
 
   Raises:
     UserError: the mesh does not divide the slice, the batch or the parameters;
@@ -129,24 +120,13 @@ def check(config: ExperimentConfig, topology: slices.Slice) -> Proof:
       f'{config.name}: pruned and adaptive models, which need a teacher or'
       ' several phases, are not compiled ahead; take a dense or routed one.'
     )
-  *others, tensor = sizes = config.mesh.sizes(topology.num_chips)
-  if config.train.rows % (parts := math.prod(others)):
-    fitting = fitted(config, topology.num_chips).mesh
-    way_out = f'use a multiple of {parts}'
-    if fitting != config.mesh:
-      way_out += (
-        f', or config.mesh.tensor={fitting.tensor} and'
-        f' config.mesh.fsdp={fitting.fsdp}'
-      )
-    raise UserError(
-      f'train.batch_size / grad_accum_steps={config.train.rows} does not divide'
-      f' by the {parts} chips of {topology.name} along data and fsdp with'
-      f' config.mesh.tensor={tensor}: {way_out}.'
-    )
+  sizes = config.mesh.sizes(topology.num_chips)
   mesh = jax.sharding.AbstractMesh(sizes, parallel.MESH_AXES)
-  parallel.check_batch(
-    config.evaluation.batch_size, mesh, 'evaluation.batch_size'
-  )
+  for name, rows in (
+    ('train.batch_size / grad_accum_steps', config.train.rows),
+    ('evaluation.batch_size', config.evaluation.batch_size),
+  ):
+    parallel.check_batch(rows, mesh, name)
   _, abstract = state_lib.of_run(task, mesh)
   return Proof(
     topology=topology.name,
@@ -196,13 +176,9 @@ def smallest(
 ) -> Proof:
   """Returns the proof for the smallest slice that a run fits on.
 
-  If it fits on none, the proof is that for the largest slice that its mesh can
-  be adapted to.
-
-  Args:
-    config: the run; its mesh is adapted to each slice by `fitted`.
-    topologies: slices, in ascending order.
-    cache: as for `prove`.
+  The slices are in ascending order, and the run's mesh is adapted to each by
+  `fitted`. If it fits on none, the proof is that for the largest slice that the
+  mesh can be adapted to.
 
   Raises:
     UserError: the run cannot be divided over any of the slices.
@@ -222,17 +198,12 @@ def smallest(
 
 
 def lower(config: ExperimentConfig, devices: Sequence[jax.Device]):
-  """Returns the lowered training step of a run.
-
-  Args:
-    config: the run.
-    devices: all devices of the run's mesh.
-  """
+  """Returns the lowered training step of a run on the devices of its mesh."""
   task = make_task(config)
   mesh = parallel.make_mesh(config.mesh, devices)
   with jax.set_mesh(mesh), choice.made_for('tpu'):
     optimizer, abstract = state_lib.of_run(task, mesh)
-    batch = parallel.abstract_batch(task.batch_shapes(), mesh)
+    batch = parallel.abstract_batch(task.modality.batch_shapes(), mesh)
     step = jit_step(
       abstract,
       task=task,
@@ -241,6 +212,11 @@ def lower(config: ExperimentConfig, devices: Sequence[jax.Device]):
       config=config.train,
     )
     return step.lower(abstract, batch, None)
+
+
+def _static_args(config, task):
+  """Returns the static arguments at the end of the run, after any warm-up."""
+  return task.static_args(config.train.num_steps)
 
 
 def run(
@@ -267,17 +243,17 @@ def run(
     UserError: a slice is unknown, or a run does not divide over one, both
       before anything is compiled; or, at the end, some runs do not fit.
   """
-  runs = list(runs)
-  chosen = [slices.parse(topology) for topology in topologies]
-  for candidates, (_, config) in itertools.product(chosen, runs):
+  pairs = list(itertools.product(map(slices.parse, topologies), runs))
+  for candidates, (_, config) in pairs:
     if len(candidates) == 1:
       check(fitted(config, candidates[0].num_chips), candidates[0])
   workdir = paths.expand(workdir)
-  prove_one = functools.partial(_prove_pair, cache=workdir / 'prove')
   rows = []
-  for candidates, (name, config) in itertools.product(chosen, runs):
-    rows.append({'id': name} | prove_one(config, candidates))
-    print(_line(rows[-1], heading=len(rows) == 1), flush=True)
+  for candidates, (name, config) in pairs:
+    rows.append({'id': name} | _row(config, candidates, workdir / 'prove'))
+    if len(rows) == 1:
+      print(_line(_COLUMNS))
+    print(_line(_cells(rows[-1])), flush=True)
     paths.write_bytes(workdir / 'prove.csv', tables.csv_text(rows).encode())
   large = [row for row in rows if not row['fits']]
   if large:
@@ -290,6 +266,60 @@ def run(
       ' of model.remat.'
     )
   return rows
+
+
+def _row(config, candidates, cache) -> dict:
+  """Returns the proof of a run beside that of its dense twin, by column."""
+  proof = smallest(config, candidates, cache)
+  derived = ('step_seconds', 'bound', 'bytes_per_flop', 'products_ratio')
+  row = dataclasses.asdict(proof) | {
+    'collectives': json.dumps(proof.collectives),
+    'uncounted': ' '.join(proof.uncounted),
+    **{name: getattr(proof, name) for name in derived},
+  }
+  model, dense = config.model.dense_twin(), None
+  if model != config.model:
+    twin = dataclasses.replace(config, model=model)
+    dense = smallest(twin, slices.parse(proof.topology), cache)
+  row['dense_fits'] = dense.fits if dense else ''
+  for name in ('products', 'again', 'sent', 'step_seconds'):
+    row[f'dense_{name}'] = getattr(dense, name) if dense and dense.fits else ''
+  return row
+
+
+_COLUMNS = (
+  *('id', 'slice', 'mesh', 'GiB', 'products', '/model', 'again', 'sent MB'),
+  *('B/FLOP', 'compute ms', 'network ms', 'bound by', 'dense ms'),
+)
+
+
+def _cells(row: Mapping) -> list[str]:
+  """Returns the cells of a row, in the order of `_COLUMNS`."""
+  dense = row['dense_step_seconds']
+  return [
+    row['id'],
+    row['topology'],
+    'x'.join(str(row[name]) for name in parallel.MESH_AXES),
+    _memory(row),
+    f'{row["products"]:.3e}',
+    f'{row["products_ratio"]:.3f}',
+    f'{row["again"] / max(1, row["products"]):.2f}',
+    f'{row["sent"] / 1e6:.0f}',
+    f'{row["bytes_per_flop"]:.1e}',
+    f'{1e3 * row["compute_seconds"]:.1f}',
+    f'{1e3 * row["network_seconds"]:.1f}',
+    row['bound'],
+    '-' if dense == '' else f'{1e3 * dense:.1f}',
+  ]
+
+
+def _line(cells: Sequence[str]) -> str:
+  name, topology, *others = cells
+  return f'{name:24}{topology:14}{"".join(cell.rjust(12) for cell in others)}'
+
+
+def _memory(row: Mapping) -> str:
+  return f'{row["memory"] / _GIB:.2f} of {row["available"] // _GIB}'
 
 
 def report(config: ExperimentConfig, topology: str, cache=None) -> str:
@@ -313,118 +343,61 @@ def report(config: ExperimentConfig, topology: str, cache=None) -> str:
     f'{name} {getattr(proof, name)}' for name in parallel.MESH_AXES
   )
   fits = 'fits' if proof.fits else 'DOES NOT FIT'
-  lines = [
-    ('slice', f'{proof.topology}: {proof.chips} chips, mesh {mesh}'),
-    ('parameters', f'{proof.parameters:,}'),
-    ('memory', f'{_memory(vars(proof))} GiB a chip: {fits}'),
-  ]
+  lines = {
+    'slice': f'{proof.topology}: {proof.chips} chips, mesh {mesh}',
+    'parameters': f'{proof.parameters:,}',
+    'memory': f'{_memory(vars(proof))} GiB a chip: {fits}',
+  }
   if proof.fits:
-    lines += _report_step(proof)
-  return '\n'.join(f'{name:<15} {text}' for name, text in lines)
-
-
-def _report_step(proof: Proof) -> list[tuple[str, str]]:
-  lines = [
-    (
-      'products',
-      f'{proof.products:.4e} FLOPs a chip and step, {_ratio(proof):.4f} of the'
-      f" model's {proof.model_flops / proof.chips:.4e};"
-      f' {proof.again:.3e} more are computed again',
+    lines['products'] = (
+      f'{proof.products:.4e} FLOPs a chip and step, {proof.products_ratio:.4f}'
+      f" of the model's {proof.model_flops / proof.chips:.4e};"
+      f' {proof.again:.3e} more are computed again'
     )
-  ]
-  lines += [
-    (kind, f'{count} in a step, {sent / 1e6:,.1f} MB sent by each chip')
-    for kind, (count, sent) in proof.collectives.items()
-  ]
-  lines += [
-    (
-      'network',
-      f'{proof.sent / 1e6:,.1f} MB, {proof.bytes_per_flop:.2e} bytes per FLOP',
-    ),
-    (
-      'step',
+    for kind, (count, sent) in proof.collectives.items():
+      megabytes = f'{sent / 1e6:,.1f} MB'
+      lines[kind] = f'{count} in a step, {megabytes} sent by each chip'
+    lines['network'] = (
+      f'{proof.sent / 1e6:,.1f} MB, {proof.bytes_per_flop:.2e} bytes per FLOP'
+    )
+    lines['step'] = (
       f'{1e3 * proof.step_seconds:.4g} ms as predicted, bound by {proof.bound}:'
       f' {1e3 * proof.compute_seconds:.4g} ms of products at the peak rate,'
-      f' {1e3 * proof.network_seconds:.4g} ms of communication',
-    ),
-  ]
+      f' {1e3 * proof.network_seconds:.4g} ms of communication'
+    )
   if proof.uncounted:
-    lines.append(('not counted', ', '.join(proof.uncounted)))
-  return lines
+    lines['not counted'] = ', '.join(proof.uncounted)
+  return '\n'.join(f'{name:<15} {text}' for name, text in lines.items())
 
 
 def define_flags() -> None:
-  flags.DEFINE_string('workdir', None, 'Directory of the sweep.')
+  flags.DEFINE_string('workdir', None, 'Directory of the sweep.', required=True)
   flags.DEFINE_list(
     'topology',
-    [],
+    None,
     'Slices of TPUs such as v5e:4x4,v5p:4x4x4; v5e alone stands for the'
     ' smallest of its slices that a run fits on.',
+    required=True,
   )
 
 
 def main(_) -> None:
   """`python -m mod_jax.sweeps prove`."""
-  workdir, topologies = flags.FLAGS.workdir, flags.FLAGS.topology
-  for name, value in (('workdir', workdir), ('topology', topologies)):
-    if not value:
-      raise UserError(
-        f'--{name} is missing: give the directory of the sweep and slices, as'
-        ' in --workdir=W --topology=v5e:4x4.'
-      )
-  entries = manifest.read(workdir)
-  run([(entry.id, entry.config) for entry in entries], topologies, workdir)
-
-
-def _prove_pair(config, found, cache) -> dict:
-  """Returns a row of the table: the proofs of a run and of its dense twin."""
-  if len(found) > 1:
-    proof = smallest(config, found, cache)
-    (found,) = (x for x in found if x.name == proof.topology)
-  else:
-    (found,) = found
-    proof = prove(fitted(config, found.num_chips), found, cache)
-  row = dataclasses.asdict(proof) | {
-    'collectives': json.dumps(proof.collectives),
-    'uncounted': ' '.join(proof.uncounted),
-    'step_seconds': proof.step_seconds,
-    'bound': proof.bound,
-    'bytes_per_flop': proof.bytes_per_flop if proof.fits else 0.0,
-    'products_ratio': _ratio(proof) if proof.fits else 0.0,
-  }
-  twin = _twin(config)
-  dense_proof = None
-  if twin:
-    dense_proof = prove(fitted(twin, found.num_chips), found, cache)
-  row['dense_fits'] = dense_proof.fits if dense_proof else ''
-  for name in ('products', 'again', 'sent', 'step_seconds'):
-    dense_fits = dense_proof and dense_proof.fits
-    row[f'dense_{name}'] = getattr(dense_proof, name) if dense_fits else ''
-  return row
-
-
-def _twin(config) -> ExperimentConfig | None:
-  """Returns the dense twin of a routed run, or None for a dense run."""
-  model = config.model.dense_twin()
-  if model == config.model:
-    return None
-  return dataclasses.replace(config, model=model)
-
-
-def _ratio(proof: Proof) -> float:
-  return proof.products * proof.chips / proof.model_flops
+  workdir = flags.FLAGS.workdir
+  runs = [(entry.id, entry.config) for entry in manifest.read(workdir)]
+  run(runs, flags.FLAGS.topology, workdir)
 
 
 def _key(config: ExperimentConfig, topology: slices.Slice) -> str:
   """Returns the cache key: a hash of all that the program depends on."""
-  irrelevant = (
+  irrelevant = [
     *('name', 'seed', 'init', 'evaluation', 'checkpoint', 'log'),
     # Only constants in the program; they do not change its cost.
     *('optimizer.warmup_steps', 'optimizer.learning_rate'),
-    # So is the number of steps, unless `_static_args` compares it with the
-    # length of the capacity warm-up.
-    *(() if config.train.capacity_warmup_steps else ('train.num_steps',)),
-  )
+  ]
+  if not config.train.capacity_warmup_steps:
+    # Otherwise `_static_args` compares it with the length of the warm-up.
+    irrelevant.append('train.num_steps')
   fields = json.loads(config_lib.to_json(config))
   for path in irrelevant:
     *parents, name = path.split('.')
@@ -445,11 +418,6 @@ def _code() -> str:
   return digest.hexdigest()
 
 
-def _static_args(config, task):
-  """Returns the static arguments at the end of the run, after any warm-up."""
-  return task.static_args(config.train.num_steps)
-
-
 def _compiled(proof: Proof, config, topology) -> Proof:
   """Compiles the step, and completes the proof."""
   devices = topology.devices()
@@ -465,38 +433,30 @@ def _compiled(proof: Proof, config, topology) -> Proof:
     used = float(match[1]) * 2 ** {'K': 10, 'M': 20, 'G': 30}[match[2]]
     return dataclasses.replace(proof, memory=int(used))
   memory = compiled.memory_analysis()
-  used = (
-    memory.argument_size_in_bytes
-    + memory.output_size_in_bytes
-    - memory.alias_size_in_bytes
-    + memory.temp_size_in_bytes
-    + memory.generated_code_size_in_bytes
-  )
-  proof = dataclasses.replace(proof, memory=used, fits=True)
-  mesh = parallel.make_mesh(config.mesh, devices)
-  return _read(proof, hlo.cost(compiled.as_text()), topology, mesh)
-
-
-def _read(proof: Proof, cost: hlo.Cost, topology, mesh) -> Proof:
-  """Adds the cost of a program to a proof."""
+  cost = hlo.cost(compiled.as_text())
   useful, again, uncounted = kernel_flops(cost.kernels)
   products = cost.flops - cost.again + useful
   again += cost.again
+  mesh = parallel.make_mesh(config.mesh, devices).devices.flat
   collectives, network = {}, 0.0
-  peak = peaks.of(mesh.devices.flat[0])
-  positions = [device.coords for device in mesh.devices.flat]
   for part in cost.collectives:
     count, sent = collectives.get(part.kind, (0, 0.0))
     collectives[part.kind] = (count + part.count, sent + part.sent)
-    group = [positions[i] for i in part.group]
+    group = [mesh[i].coords for i in part.group]
     network += part.sent / topology.bandwidth(group)
   return dataclasses.replace(
     proof,
+    memory=memory.argument_size_in_bytes
+    + memory.output_size_in_bytes
+    - memory.alias_size_in_bytes
+    + memory.temp_size_in_bytes
+    + memory.generated_code_size_in_bytes,
+    fits=True,
     products=products,
     again=again,
     collectives=dict(sorted(collectives.items())),
     sent=sum(sent for _, sent in collectives.values()),
-    compute_seconds=(products + again) / peak,
+    compute_seconds=(products + again) / peaks.of(mesh[0]),
     network_seconds=network,
     uncounted=(*uncounted, *cost.endless),
   )
@@ -512,18 +472,13 @@ _SPLASH = {
 }
 
 
-_FLOATS = ('bf16', 'f32')
-
-
 def kernel_flops(
   kernels: Iterable[hlo.Kernel],
 ) -> tuple[int, int, tuple[str, ...]]:
   """Computes the FLOPs of attention kernels by formula.
 
-  Returns:
-    The FLOPs that a model's count includes (causal pairs only, each product
-    once); the FLOPs computed beyond these; and the names of kernels that are
-    not attention.
+  Returns those that a model's count includes (causal pairs only, each product
+  once), those beyond them, and the names of kernels that are not attention.
   """
   counts, others = collections.Counter(), {}
   for kernel in kernels:
@@ -546,61 +501,18 @@ def kernel_flops(
 def _product_flops(kernel: hlo.Kernel) -> tuple[int, int]:
   """Returns the FLOPs of one product of attention: needed, and computed."""
   # int8 operands are block masks of a causal mask; then come q, k and others.
-  mask = [shape for dtype, shape in kernel.operands if dtype == 's8']
-  q, k, *_ = (shape for dtype, shape in kernel.operands if dtype in _FLOATS)
-  *batch, queries, channels = q
-  keys = k[-2]
+  masks = [shape for dtype, shape in kernel.operands if dtype == 's8']
+  arrays = [s for dtype, s in kernel.operands if dtype in ('bf16', 'f32')]
+  (*batch, queries, channels), (*_, keys, _), *_ = arrays
   needed = computed = queries * keys
-  if mask:
-    _, rows, columns = mask[0]
+  if masks:
+    _, rows, columns = masks[0]
     block_q, block_k = queries // rows, keys // columns
     needed = queries * (queries + 1) // 2
-    computed = (
-      block_q
-      * block_k
-      * sum(
-        (i + 1) * block_q > j * block_k
-        for i, j in itertools.product(range(rows), range(columns))
-      )
+    computed = sum(
+      block_q * block_k
+      for i, j in itertools.product(range(rows), range(columns))
+      if (i + 1) * block_q > j * block_k
     )
   per_pair = 2 * math.prod(batch) * channels
   return per_pair * needed, per_pair * computed
-
-
-_COLUMNS = {
-  'id': lambda row: row['id'],
-  'slice': lambda row: row['topology'],
-  'mesh': lambda row: 'x'.join(str(row[name]) for name in parallel.MESH_AXES),
-  'GiB': lambda row: _memory(row),
-  'products': lambda row: f'{row["products"]:.3e}',
-  '/model': lambda row: f'{row["products_ratio"]:.3f}',
-  'again': lambda row: f'{row["again"] / max(1, row["products"]):.2f}',
-  'sent MB': lambda row: f'{row["sent"] / 1e6:.0f}',
-  'B/FLOP': lambda row: f'{row["bytes_per_flop"]:.1e}',
-  'compute ms': lambda row: f'{1e3 * row["compute_seconds"]:.1f}',
-  'network ms': lambda row: f'{1e3 * row["network_seconds"]:.1f}',
-  'bound by': lambda row: row['bound'],
-  'dense ms': lambda row: _milliseconds(row['dense_step_seconds']),
-}
-_WIDTHS = {'id': 24, 'slice': 14}
-
-
-def _memory(row: Mapping) -> str:
-  return f'{row["memory"] / _GIB:.2f} of {row["available"] // _GIB}'
-
-
-def _milliseconds(seconds) -> str:
-  return '-' if seconds == '' else f'{1e3 * seconds:.1f}'
-
-
-def _line(row: Mapping, *, heading: bool) -> str:
-  """Returns a row as text, below the names of the columns if `heading`."""
-  cells = {name: cell(row) for name, cell in _COLUMNS.items()}
-  lines = [dict(zip(cells, cells, strict=True)), cells][not heading :]
-  return '\n'.join(
-    ''.join(
-      cell.ljust(_WIDTHS[name]) if name in _WIDTHS else cell.rjust(12)
-      for name, cell in line.items()
-    )
-    for line in lines
-  )

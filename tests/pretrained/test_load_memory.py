@@ -12,7 +12,7 @@ import mod_jax
 from mod_jax.convert import lm as convert_lm
 from mod_jax.layers.routed import MoDConfig
 from mod_jax.models.lm import LMConfig
-from mod_jax.serving.run import Run
+from mod_jax.pretrained.load import Run
 from mod_jax.tasks import make_task
 from mod_jax.tasks.experiment import ExperimentConfig
 
@@ -23,7 +23,7 @@ CONFIG = LMConfig(
 CHILD = """
 import sys
 import jax, jax.numpy as jnp
-import mod_jax.serving.run
+import mod_jax.pretrained.load
 
 def memory(name):
   lines = open('/proc/self/status').read().splitlines()

@@ -3,7 +3,7 @@
 import pytest
 
 from mod_jax.errors import UserError
-from mod_jax.sweeps import slices
+from mod_jax.prove import slices
 
 
 def test_a_slice_by_its_name():

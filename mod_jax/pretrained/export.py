@@ -8,10 +8,8 @@ import pathlib
 import re
 from typing import Any, Literal
 
-import numpy as np
-
 from mod_jax import config as config_lib
-from mod_jax import paths, trees
+from mod_jax import trees
 from mod_jax.convert import files
 from mod_jax.convert import lm as convert_lm
 from mod_jax.convert import vit as convert_vit
@@ -19,9 +17,9 @@ from mod_jax.data import tokenizers
 from mod_jax.errors import UserError
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.lm import LMConfig
+from mod_jax.pretrained.load import Run
+from mod_jax.pretrained.source import FOLDER, WEIGHTS
 from mod_jax.runs import workdir
-from mod_jax.serving.run import Run
-from mod_jax.tasks.warm_start import FOLDER, WEIGHTS
 
 # The routers of a routed language model, beside its dense weights.
 ROUTERS = 'routers.safetensors'
@@ -30,13 +28,13 @@ _TIMM_EPSILON = 1e-6
 Format = Literal['safetensors', 'huggingface', 'timm']
 # The library that reads each format.
 _READERS = {'huggingface': 'transformers', 'timm': 'timm'}
-# Fields of configs for features that other libraries lack, with descriptions.
-_OURS = (
-  ('routing', 'routed blocks'),
-  ('feed_forward', 'feed-forward slots of its own'),
-)
-# Fields for layers without dense weights, with descriptions.
-_REPLACED = (('adaptive', 'learners'), ('experts', 'experts'))
+# Fields of configs for features that other libraries lack.
+_OURS = {
+  'routing': 'routed blocks',
+  'feed_forward': 'feed-forward slots of its own',
+  'adaptive': 'learners',
+  'experts': 'experts',
+}
 
 
 def export(
@@ -100,39 +98,26 @@ def _check_dense(run, format, dense):
       " 'safetensors' for a language model."
     )
 
-  def descriptions(parts):
-    return [text for name, text in parts if getattr(config, name, None)]
-
-  if replaced := descriptions(_REPLACED):
-    raise UserError(
-      f'format={format!r} has no {" and no ".join(replaced)}, of which no dense'
-      " model is left: use 'safetensors'."
-    )
-  unsupported = descriptions(_OURS)
+  parts = [text for name, text in _OURS.items() if getattr(config, name, None)]
   if isinstance(config, DynamicViTConfig):
-    unsupported.append('the dropping of patches')
-  if unsupported and not dense:
-    raise UserError(
-      f'{_READERS[format]} cannot run {" or ".join(unsupported)}. Export as'
-      " 'safetensors' (for mod_jax), or with dense=True (--export_dense): the"
-      ' same weights, every block dense, other outputs.'
+    parts.append('the dropping of patches')
+  has_dense = config.adaptive is None and config.experts is None
+  if parts and not (dense and has_dense):
+    way_out = (
+      ', or with dense=True (--export_dense): the same weights, every block'
+      ' dense, other outputs'
     )
-
-
-def _json(path, fields):
-  text = json.dumps(fields, indent=2, ensure_ascii=False) + '\n'
-  paths.write_bytes(path, text.encode())
+    raise UserError(
+      f'{_READERS[format]} cannot run {" or ".join(parts)}. Export as'
+      f" 'safetensors' (for mod_jax){way_out * has_dense}."
+    )
 
 
 # Writers by format; each returns which of FOLDER and ROUTERS it has written.
 
 
 def _ours(run, folder):
-  flat = {
-    name: np.asarray(array)
-    for name, array in trees.by_path(dict(run.variables)).items()
-  }
-  files.write(folder / WEIGHTS, flat)
+  files.write(folder / WEIGHTS, trees.by_path(dict(run.variables)))
   files.remove_others(folder, {WEIGHTS})
   experiment = run.experiment
   if experiment is None and run.task is not None:
@@ -148,7 +133,7 @@ def _ours(run, folder):
     kind, source = run.task.modality.tokenizer_source
     fields['tokenizer'] = kind
     tokenizers.copy(kind, source, os.fspath(folder))
-  _json(folder / FOLDER, fields)
+  files.write_json(folder / FOLDER, fields)
   return {FOLDER}
 
 
@@ -197,7 +182,7 @@ def _language(run, folder):
     tokenizer=run.tokenizer,
   )
   routers = {
-    name: np.asarray(array)
+    name: array
     for name, array in trees.flatten(params).items()
     if re.search('(^|/)(router|predictor)/', name)
   }
@@ -217,7 +202,7 @@ def _huggingface(run, folder):
     kind, model = 'deit', 'DeiTForImageClassification'
     if dense.distillation_head:
       model = 'DeiTForImageClassificationWithTeacher'
-  _json(
+  files.write_json(
     folder / 'config.json',
     {
       'architectures': [model],
@@ -241,7 +226,7 @@ def _huggingface(run, folder):
   preprocess = run.preprocess
   side = round(preprocess.image_size / preprocess.crop_fraction)
   squashes = preprocess.resize == 'squash'
-  _json(
+  files.write_json(
     folder / 'preprocessor_config.json',
     {
       # ViTImageProcessor ignores the crop in some versions of transformers.
@@ -297,7 +282,7 @@ def _timm(run, folder):
   if dense.distilled:
     kind = 'deit_base_distilled_patch16_224'
   size = [3, dense.image_size, dense.image_size]
-  _json(
+  files.write_json(
     folder / 'config.json',
     {
       # `model_args` override the sizes that the name implies.

@@ -23,8 +23,8 @@ from mod_jax.layers.routed import MoDConfig, VisionRoutingConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.models.vit import ViTConfig
 from mod_jax.optimizer import OptimizerConfig
+from mod_jax.pretrained.load import Run
 from mod_jax.runs.run_config import EvaluationConfig, LogConfig, TrainConfig
-from mod_jax.serving.run import Run
 from mod_jax.tasks import make_task, phases
 from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train import evaluation
@@ -90,7 +90,7 @@ def run(workdir):
 
 def test_a_picture_is_predicted_as_it_was_evaluated(run, folder):
   task = make_task(run.experiment)
-  (batch,) = task.eval_batches(batch_size=6, num_batches=1)
+  (batch,) = task.modality.eval_batches(batch_size=6, num_batches=1)
   output = jax.jit(run.model.apply)(run.variables, batch['image'])
   expected_BV = np.asarray(jax.nn.softmax(output.logits_BV))
   files = sorted((folder / 'eval').rglob('*.jpg'))

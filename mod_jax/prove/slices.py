@@ -19,21 +19,15 @@ from mod_jax.errors import UserError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chip:
-  """Specification of a kind of TPU; its FLOP/s are in `peaks`.
+  """Specification of a kind of TPU; its FLOP/s are in `peaks`."""
 
-  Attributes:
-    memory: bytes of HBM.
-    link: bytes/s from a chip to a neighbour, in each direction.
-    ring: an axis of the slice whose size is a multiple of this is a ring, and
-      any other one a line.
-    slices: the slices on offer, from the smallest to the largest.
-    options: further options with which libtpu shows one device per chip.
-  """
-
-  memory: int
-  link: float
+  memory: int  # Bytes of HBM.
+  link: float  # Bytes/s from a chip to a neighbour, in each direction.
+  # An axis of the slice whose size is a multiple of this is a ring, and any
+  # other one a line.
   ring: int
-  slices: tuple[str, ...]
+  slices: tuple[str, ...]  # Those on offer, from the smallest to the largest.
+  # Further options with which libtpu shows one device per chip.
   options: tuple[tuple[str, str], ...] = ()
 
 
@@ -118,12 +112,10 @@ class Slice:
   def bandwidth(self, coordinates: Sequence[Sequence[int]]) -> float:
     """Returns the bytes/s that each chip of a group sends around their ring.
 
-    The group uses the links along the axes that it spans: both directions of an
-    axis that is a ring and that it spans completely, one direction of the
-    others. Contention with other groups is ignored.
-
-    Args:
-      coordinates: coordinates in the grid of each chip of the group.
+    The group, given as coordinates in the grid, uses the links along the axes
+    that it spans: both directions of an axis that is a ring and that it spans
+    completely, one direction of the others. Contention with other groups is
+    ignored.
     """
     spans = [len(set(axis)) for axis in zip(*coordinates, strict=True)]
     links = sum(
@@ -147,14 +139,12 @@ def parse(topology: str) -> list[Slice]:
   if not match or match[1] not in CHIPS:
     raise _unknown(topology)
   kind, grid = match.groups()
+  on_offer = [_slice(kind, name) for name in CHIPS[kind].slices]
   if grid is None:
-    return [_slice(kind, grid) for grid in CHIPS[kind].slices]
-  requested, largest = _slice(kind, grid), _slice(kind, CHIPS[kind].slices[-1])
-  if (
-    len(requested.sizes) != len(largest.sizes)
-    or requested.num_chips > largest.num_chips
-    or not requested.num_chips
-  ):
+    return on_offer
+  requested, largest = _slice(kind, grid), on_offer[-1]
+  same_axes = len(requested.sizes) == len(largest.sizes)
+  if not same_axes or not 0 < requested.num_chips <= largest.num_chips:
     raise _unknown(topology)
   return [requested]
 
@@ -165,10 +155,9 @@ def _slice(kind: str, grid: str) -> Slice:
 
 def _unknown(topology: str) -> UserError:
   kind = topology.partition(':')[0]
-  choices = CHIPS[kind].slices if kind in CHIPS else CHIPS
-  prefix = f'{kind}:' if kind in CHIPS else ''
-  names = [prefix + name for name in choices]
-  shape = '' if prefix else ', with a shape as in v5e:4x4 or v5p:4x4x4'
+  names, shape = list(CHIPS), ', with a shape as in v5e:4x4 or v5p:4x4x4'
+  if kind in CHIPS:
+    names, shape = [f'{kind}:{name}' for name in CHIPS[kind].slices], ''
   return UserError(
     f'topology {topology!r} is unknown: expected one of {", ".join(names)}'
     f'{shape}.{config_lib.nearest(topology, names)}'

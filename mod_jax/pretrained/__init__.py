@@ -1,0 +1,1 @@
+"""Trained and pretrained models: loads, routes and exports them."""

@@ -1,0 +1,301 @@
+"""What lies at a path: a run or an export of ours, or a pretrained model.
+
+This is the only place that asks. Modules of `tasks` import this one, and import
+it as a module, since importing `ExperimentConfig` imports all of `tasks`.
+"""
+
+import abc
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+from typing import Any, ClassVar, Literal
+
+from absl import logging
+from PIL import Image
+
+from mod_jax import config as config_lib
+from mod_jax import paths, trees
+from mod_jax.convert import beside, files
+from mod_jax.convert import lm as convert_lm
+from mod_jax.convert import vit as convert_vit
+from mod_jax.data.images import ImageDataConfig, Preprocess
+from mod_jax.data.text import TextDataConfig
+from mod_jax.errors import UserError
+from mod_jax.models.dynamic_vit import DynamicViTConfig
+from mod_jax.models.lm import LMConfig
+from mod_jax.models.vit import ViTConfig
+from mod_jax.runs import origin as origin_lib
+from mod_jax.runs import workdir as workdir_lib
+from mod_jax.runs.checkpoints import restore_named
+from mod_jax.tasks.experiment import ExperimentConfig
+
+# The files of a folder that `mod_jax.export` writes in our own format.
+FOLDER, WEIGHTS = 'mod_jax.json', 'model.safetensors'
+CLASSES = 'classes.json'  # The class names in a run's directory.
+_LENGTH = 2048  # Longest texts of pretrained language models, in tokens.
+# Preprocessing of most published models, for weights without such metadata.
+_IMAGENET = {
+  'mean': (0.485, 0.456, 0.406),
+  'std': (0.229, 0.224, 0.225),
+  'crop_fraction': 0.875,
+}
+
+
+class Source(abc.ABC):
+  """A model at a path; `Source.open` tells the kinds apart.
+
+  Files are read when an attribute is first used.
+
+  Attributes:
+    path: the directory, or the file of a pretrained vision model's weights.
+    kind: `run` and `export` of ours; `language`, a folder of Hugging Face;
+      `vision`, weights in any `convert.vit.Naming`.
+    config: config of the model.
+    experiment: config of the run that trained it; of a pretrained language
+      model one that says how text is read; None for a vision model.
+    preprocess: turns images into input; None for a language model.
+    classes: names of a vision model's classes; None if unknown.
+    tokenizer: kind of the tokenizer that lies in an exported folder.
+    foreign: whether a language model was published by others and not trained
+      further, so that prompts begin as its own tokenizer begins texts.
+  """
+
+  kind: ClassVar[Literal['run', 'export', 'language', 'vision']]
+  config: LMConfig | ViTConfig | DynamicViTConfig
+  experiment: ExperimentConfig | None = None
+  preprocess: Preprocess | None = None
+  classes: tuple[str, ...] | None = None
+  tokenizer: Literal['bytes', 'sentencepiece', 'huggingface'] | None = None
+  foreign: bool = False
+
+  def __init__(self, path):
+    self.path = path
+
+  @staticmethod
+  def open(path: str | os.PathLike, **fields) -> 'Source':
+    """Returns what lies at a path, without reading weights.
+
+    Args:
+      path: of a run, an export, a folder of Hugging Face or timm, or a file.
+      **fields: of the config of a pretrained vision model, which its file may
+        not have; see `convert.vit.derive`.
+
+    Raises:
+      UserError: there is nothing at that path, or no model.
+    """
+    folder = paths.expand(path)
+    if workdir_lib.holds_run(folder):
+      source = _Run(folder)
+    elif (folder / FOLDER).is_file():
+      source = _Export(folder)
+    elif convert_lm.holds_model(folder):
+      source = _Language(folder)
+    else:
+      return _Vision(files.find(path), fields)
+    if fields:
+      raise UserError(
+        f'{next(iter(fields))}: {path} is a model whose config is known; leave'
+        ' it out.'
+      )
+    return source
+
+  @staticmethod
+  def of_init(init: str) -> 'Source':
+    """Returns what `config.init` names."""
+    return Source.open(workdir_lib.find(init))
+
+  @property
+  def ours(self) -> bool:
+    return self.kind in ('run', 'export')
+
+  @abc.abstractmethod
+  def read(self) -> dict[str, Any]:
+    """Returns the variables by collection, where possible read lazily."""
+
+
+class _Run(Source):
+  kind = 'run'
+
+  @functools.cached_property
+  def experiment(self):
+    return workdir_lib.read_config(self.path, ExperimentConfig)
+
+  @property
+  def config(self):
+    return self.experiment.model
+
+  @property
+  def preprocess(self):
+    data = self.experiment.data
+    return data.preprocess if isinstance(data, ImageDataConfig) else None
+
+  @property
+  def classes(self):
+    file = self.path / CLASSES
+    if self.preprocess is None or not file.is_file():
+      return None
+    names = None
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+      names = json.loads(file.read_text(encoding='utf-8'))
+    if not isinstance(names, list) or any(type(n) is not str for n in names):
+      raise UserError(f'{file} is no list of names: delete or restore it.')
+    return tuple(names)
+
+  def read(self):
+    """Returns the variables that are evaluated, of the newest checkpoint.
+
+    The parameters are moving averages, if the run keeps any. Nothing is
+    written, since the run may still be training.
+    """
+    params = 'ema' if self.experiment.train.ema_decay else 'params'
+    restored = restore_named(
+      workdir_lib.checkpoints(self.path),
+      (params, 'model_state'),
+      check=functools.partial(
+        origin_lib.check_config, self.path, self.experiment
+      ),
+    )
+    if restored is None:
+      raise UserError(
+        f'{self.path} holds no checkpoint yet, so there are no weights to start'
+        ' from: train it for longer.'
+      )
+    for name, array in trees.by_path(restored.state).items():
+      files.check_finite(array, self.path, name)
+    return {'params': restored.state[params], **restored.state['model_state']}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Fields:
+  """The fields of `FOLDER`, except the preprocessing of images."""
+
+  model: LMConfig | ViTConfig | DynamicViTConfig
+  experiment: ExperimentConfig | None = None
+  classes: tuple[str, ...] | None = None
+  tokenizer: Literal['bytes', 'sentencepiece', 'huggingface'] | None = None
+  foreign: bool = False
+
+
+class _Export(Source):
+  kind = 'export'
+
+  def __init__(self, path):
+    super().__init__(path)
+    file = path / FOLDER
+    fields = paths.read_object(file)
+    experiment, pictures = fields.get('experiment'), fields.get('preprocess')
+    if isinstance(experiment, dict):
+      experiment = {k: experiment[k] for k in experiment if k != 'type'}
+    known = config_lib.from_known(
+      _Fields, fields | {'experiment': experiment}, file
+    )
+    self.config, self.experiment = known.model, known.experiment
+    self.classes, self.tokenizer = known.classes, known.tokenizer
+    self.foreign = known.foreign
+    language = isinstance(known.model, LMConfig)
+    if (
+      (experiment is not None and known.experiment.model != known.model)
+      or (language and (experiment is None or known.tokenizer is None))
+      or (not language and not isinstance(pictures, dict))
+    ):
+      raise UserError(
+        f'{file}: its parts do not fit each other: export the model again.'
+      )
+    if language:
+      return
+    try:
+      resample = Image.Resampling(pictures.pop('resample', None))
+    except ValueError as error:
+      raise UserError(f'{file}: preprocess.resample: {error}.') from error
+    # `ImageDataConfig` has the remaining fields, and so checks their types.
+    data = config_lib.from_known(
+      ImageDataConfig, pictures, f'{file}: preprocess'
+    )
+    self.preprocess = dataclasses.replace(data.preprocess, resample=resample)
+
+  def read(self):
+    return trees.unflatten(files.stored(self.path))
+
+
+class _Language(Source):
+  kind = 'language'
+  foreign = True
+
+  @functools.cached_property
+  def config(self):
+    return convert_lm.derive(self.path)
+
+  @functools.cached_property
+  def experiment(self):
+    # Its training data are unknown: the config only names the tokenizer.
+    path = os.fspath(self.path)
+    data = TextDataConfig(
+      tokenizer='huggingface',
+      tokenizer_path=path,
+      length=min(convert_lm.max_length(path), _LENGTH),
+    )
+    return ExperimentConfig(model=self.config, data=data, init=path)
+
+  def read(self):
+    params = convert_lm.read(self.path, self.config)
+    return {'params': trees.unflatten(params)}
+
+
+class _Vision(Source):
+  kind = 'vision'
+
+  def __init__(self, path, fields):
+    super().__init__(path)
+    self._fields = fields
+
+  @functools.cached_property
+  def _metadata(self):
+    return beside.read(self.path)
+
+  @functools.cached_property
+  def config(self):
+    return convert_vit.derive(self.path, **self._fields)
+
+  @property
+  def classes(self):
+    names = self._metadata.classes
+    count = self.config.dense_twin().num_classes
+    return names if names is None or len(names) == count else None
+
+  @functools.cached_property
+  def preprocess(self):
+    metadata, size = self._metadata, self.config.dense_twin().image_size
+    assumed = {k: x for k, x in _IMAGENET.items() if k not in metadata.pictures}
+    if assumed:
+      logging.warning(
+        'Assumed for pictures, as is usual with ImageNet, since nothing beside'
+        ' %s tells: %s; if the model was trained with others, see'
+        ' `run.preprocess`.',
+        *(self.path, ', '.join(f'{k}={x}' for k, x in assumed.items())),
+      )
+    unfollowed = [*metadata.unfollowed]
+    if metadata.image_size not in (None, size):
+      unfollowed.append(
+        f'pictures of {metadata.image_size} pixels a side, where the model has'
+        f' {size}'
+      )
+    preprocess = Preprocess(image_size=size, **metadata.pictures | assumed)
+    try:
+      # Its fields have the ranges.
+      preprocess.apply_to(ImageDataConfig())
+    except UserError as error:
+      raise UserError(
+        f'the preprocessing beside {self.path}: {error}'
+      ) from error
+    if unfollowed:
+      logging.warning(
+        'Of the preprocessing that is told beside %s, this is not followed: %s;'
+        ' pictures are read by %s.',
+        *(self.path, '; '.join(unfollowed), preprocess),
+      )
+    return preprocess
+
+  def read(self):
+    return convert_vit.load_variables(self.path, self.config)

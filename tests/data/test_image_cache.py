@@ -1,0 +1,179 @@
+"""Kept pictures: equal to decoding anew, bounded, shared, never stale."""
+
+import collections
+import dataclasses
+import os
+import pathlib
+import shutil
+
+from batch_checks import assert_same, take
+import numpy as np
+from PIL import Image
+import pytest
+
+from mod_jax import errors
+from mod_jax.data import image_cache, image_folder, images
+from mod_jax.data.augment import AugmentConfig
+
+CROPS = ('none', 'pad', 'random_resized')
+
+
+@pytest.fixture
+def folder(tmp_path):
+  """8 training and 4 held-out pictures, far larger than the model's."""
+  rng = np.random.default_rng(0)
+  for split, count in (('train', 8), ('val', 4)):
+    for i in range(count):
+      path = tmp_path / 'photos' / split / 'ab'[i % 2] / f'{i}.png'
+      path.parent.mkdir(parents=True, exist_ok=True)
+      pixels = rng.integers(0, 256, (60 + i, 90, 3), np.uint8)
+      Image.fromarray(pixels).save(path)
+  return images.ImageDataConfig(
+    source='folder', path=str(tmp_path / 'photos'), image_size=8, cache='none'
+  )
+
+
+def cached(config, kind, tmp_path):
+  directory = str(tmp_path / 'kept') if kind == 'disk' else ''
+  return dataclasses.replace(config, cache=kind, cache_dir=directory)
+
+
+def epochs(config, count=2):
+  iterator = images.train_iterator(config, batch_size=4, seed=3)
+  batches = take(iterator, 2 * count)
+  iterator.close()
+  return batches
+
+
+@pytest.fixture
+def decoded(monkeypatch):
+  """Counts how often each file is decoded in this process."""
+  counts = collections.Counter()
+  decode = image_folder.decode
+
+  def count(source, what):
+    counts[os.path.relpath(source, pathlib.Path(source).parents[2])] += 1
+    return decode(source, what)
+
+  monkeypatch.setattr(image_folder, 'decode', count)
+  return counts
+
+
+@pytest.mark.parametrize('kind', ['memory', 'disk'])
+@pytest.mark.parametrize('crop', CROPS)
+def test_batches_are_the_same_and_pictures_decoded_once(
+  folder, tmp_path, decoded, kind, crop
+):
+  augmented = AugmentConfig(
+    crop=crop, flip=0.5, min_scale=0.25, randaugment_ops=2, mixup=0.8, erase=0.3
+  )
+  plain = dataclasses.replace(folder, augment=augmented)
+  expected = epochs(plain)
+  held_out = list(images.eval_batches(plain, batch_size=3))
+  config = cached(plain, kind, tmp_path)
+  assert_same(epochs(config), expected)
+  assert_same(list(images.eval_batches(config, batch_size=3)), held_out)
+  decoded.clear()
+  assert_same(epochs(config), expected)
+  assert_same(list(images.eval_batches(config, batch_size=3)), held_out)
+  assert not decoded
+
+
+def test_workers_share_a_directory(folder, tmp_path, decoded):
+  config = cached(folder, 'disk', tmp_path)
+  expected = epochs(folder)
+  assert_same(epochs(dataclasses.replace(config, workers=2)), expected)
+  decoded.clear()
+  assert_same(epochs(config), expected)
+  assert not decoded
+  files = [p for p in (tmp_path / 'kept').rglob('*') if p.is_file()]
+  assert len(files) == 8
+  assert {len(file.name) for file in files} == {40}
+
+
+@pytest.mark.parametrize('kind', ['memory', 'disk'])
+def test_a_changed_file_is_decoded_anew(folder, tmp_path, decoded, kind):
+  config = cached(folder, kind, tmp_path)
+  before = epochs(config)
+  path = pathlib.Path(folder.path) / 'train/a/0.png'
+  size = path.stat().st_size
+  Image.new('RGB', (90, 60), (1, 2, 3)).save(path, compress_level=0)
+  with open(path, 'ab') as file:
+    file.write(bytes(max(0, size - path.stat().st_size)))
+  decoded.clear()
+  after = epochs(config)
+  assert set(decoded) == {'train/a/0.png'}
+  assert any(
+    not np.array_equal(old['image'], new['image'])
+    for old, new in zip(before, after, strict=True)
+  )
+  # The same size at another time is another picture.
+  os.utime(path, ns=(0, 123))
+  decoded.clear()
+  epochs(config)
+  assert set(decoded) == {'train/a/0.png'}
+  assert_same(after, epochs(folder))
+
+
+@pytest.mark.parametrize(
+  'damage',
+  [
+    lambda data: b'',
+    lambda data: data[:-1],
+    lambda data: data[:7],
+    lambda data: data[:-1] + bytes([data[-1] ^ 1]),
+    lambda data: bytes(len(data)),
+  ],
+)
+def test_damaged_files_are_written_again(folder, tmp_path, decoded, damage):
+  config = cached(folder, 'disk', tmp_path)
+  expected = epochs(config)
+  files = [p for p in (tmp_path / 'kept').rglob('*') if p.is_file()]
+  whole = {file: file.read_bytes() for file in files}
+  files[3].write_bytes(damage(whole[files[3]]))
+  decoded.clear()
+  assert_same(epochs(config), expected)
+  assert len(decoded) == 1
+  assert {file: file.read_bytes() for file in files} == whole
+
+
+def test_memory_is_bounded(folder, decoded, monkeypatch):
+  one = 3 * 8 * 8 + image_cache._HEADER.size
+  monkeypatch.setattr(image_cache, 'MEMORY', 3 * one + 1)
+  config = dataclasses.replace(folder, cache='memory', mean=(0.4,) * 3)
+  expected = epochs(dataclasses.replace(config, cache='none'))
+  assert_same(epochs(config), expected)
+  decoded.clear()
+  assert_same(epochs(config, 1), expected[:2])
+  assert len(decoded) == 8 - 3
+
+
+def test_a_full_disk_is_told_once(folder, tmp_path, monkeypatch, caplog):
+  usage = type(shutil.disk_usage(tmp_path))
+  monkeypatch.setattr(shutil, 'disk_usage', lambda path: usage(100, 95, 5))
+  image_cache._warn.cache_clear()
+  config = cached(folder, 'disk', tmp_path)
+  assert_same(epochs(config), epochs(folder))
+  assert caplog.text.count('less than 10% of the disk is free') == 1
+  assert not list((tmp_path / 'kept').rglob('*'))
+
+
+def test_a_directory_that_cannot_be_made(folder, tmp_path):
+  (tmp_path / 'file').touch()
+  config = dataclasses.replace(
+    folder, cache='disk', cache_dir=f'{tmp_path}/file/kept'
+  )
+  with pytest.raises(errors.UserError, match='cache_dir=.*cannot hold pictur'):
+    epochs(config)
+  # What is only counted needs no directory.
+  assert images.num_examples(config) == 8
+
+
+def test_missing_files_are_still_refused(folder, tmp_path):
+  config = cached(folder, 'disk', tmp_path)
+  source = images._open(config, 'train')
+  os.unlink(os.path.join(source.root, source.names[2]))
+  key, decode, _ = source.entry(2)
+  assert key is None
+  with pytest.raises(image_folder.UnreadableImageError, match='No such file'):
+    decode()

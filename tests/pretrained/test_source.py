@@ -1,0 +1,82 @@
+"""What lies at a path, by its files alone."""
+
+import contextlib
+import json
+import pathlib
+import shutil
+
+import pytest
+
+from mod_jax import config as config_lib
+from mod_jax.errors import UserError
+from mod_jax.models.lm import LMConfig
+from mod_jax.models.vit import ViTConfig
+from mod_jax.pretrained.source import Source
+from mod_jax.runs import workdir as workdir_lib
+from mod_jax.tasks.experiment import ExperimentConfig
+
+GOLDEN = pathlib.Path(__file__).parents[1] / 'golden'
+
+
+def test_each_kind_is_recognised(tmp_path):
+  run = ExperimentConfig()
+  workdir_lib.claim(tmp_path / 'run', run)
+  model = json.loads(config_lib.to_json(run))['model']
+  (tmp_path / 'export').mkdir()
+  (tmp_path / 'export' / 'mod_jax.json').write_text(
+    json.dumps(
+      {
+        'model': {'type': 'LMConfig'} | model,
+        'experiment': json.loads(config_lib.to_json(run)),
+        'tokenizer': 'bytes',
+      }
+    )
+  )
+  for path, kind, config in (
+    (tmp_path / 'run', 'run', LMConfig),
+    (tmp_path / 'export', 'export', LMConfig),
+    (GOLDEN / 'lm' / 'llama', 'language', LMConfig),
+    (GOLDEN / 'vit_timm.safetensors', 'vision', ViTConfig),
+    (GOLDEN / 'vit_lvvit.pth.tar', 'vision', ViTConfig),
+  ):
+    fields = {'num_heads': 3} if kind == 'vision' else {}
+    source = Source.open(path, **fields)
+    assert source.kind == kind
+    assert type(source.config) is config
+    assert source.ours == (kind in ('run', 'export'))
+    assert source.foreign == (kind == 'language')
+  with pytest.raises(UserError, match='holds no checkpoint yet'):
+    Source.open(tmp_path / 'run').read()
+
+
+VISION = {
+  'config.json': {
+    **{'num_attention_heads': 3, 'layer_norm_eps': 1e-6, 'id2label': {}},
+    **{'hidden_act': 'gelu', 'architecture': 'vit_tiny_', 'label_names': []},
+    **{'model_args': {}, 'pretrained_cfg': {}, 'model_type': 'vit'},
+    **{'crop_pct': 0.9, 'crop_mode': 'center', 'input_size': [3, 32, 32]},
+    **{'mean': [0.5] * 3, 'std': [0.5] * 3, 'interpolation': 'bicubic'},
+  },
+  'preprocessor_config.json': {
+    **{'image_processor_type': 'ViT', 'do_resize': True, 'size': 32},
+    **{'resample': 2, 'do_center_crop': True, 'crop_size': 32},
+    **{'do_rescale': True, 'rescale_factor': 0.1, 'do_normalize': True},
+    **{'image_mean': [0.5] * 3, 'image_std': [0.5] * 3, 'do_pad': False},
+  },
+}
+
+
+@pytest.mark.parametrize('file', VISION)
+@pytest.mark.parametrize(
+  'value',
+  [None, 'x', [2], {}, 0, -1, 1e300, 1e-300, True, [[]], {'height': {}}],
+)
+def test_no_value_of_a_foreign_file_is_more_than_refused(file, value, tmp_path):
+  weights = tmp_path / 'model.safetensors'
+  shutil.copy(GOLDEN / 'vit_timm.safetensors', weights)
+  for key in VISION[file]:
+    changed = VISION[file] | {key: value}
+    (tmp_path / file).write_text(json.dumps(changed))
+    with contextlib.suppress(UserError):
+      source = Source.open(tmp_path, num_heads=3)
+      _ = source.config, source.classes, source.preprocess
