@@ -17,7 +17,8 @@ from mod_jax.layers.block import BlockConfig
 from mod_jax.layers.cache import KVCache
 from mod_jax.layers.experts import ExpertsConfig
 from mod_jax.layers.mode import Mode, RoutingMode
-from mod_jax.layers.routed import Layer, LayerConfig, LayerOutput, RoutingConfig
+from mod_jax.layers.routed import Layer, LayerConfig, LayerOutput
+from mod_jax.layers.routing_config import RoutingConfig
 from mod_jax.layers.scores import Learned, Router, RouterWeights
 from mod_jax.layers.token_info import TokenInfo
 from mod_jax_kernels.attention import RESIDUALS

@@ -21,7 +21,8 @@ from mod_jax.layers.block import BlockConfig
 from mod_jax.layers.experts import ExpertsConfig
 from mod_jax.layers.mlp import MLPConfig
 from mod_jax.layers.mode import Mode
-from mod_jax.layers.routed import LayerOutput, VisionRoutingConfig
+from mod_jax.layers.routed import LayerOutput
+from mod_jax.layers.routing_config import VisionRoutingConfig
 from mod_jax.layers.slots import Slot
 from mod_jax.layers.stack import Stack, StackConfig
 from mod_jax.layers.stem import ConvStem, ConvStemConfig

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from mod_jax import flops, losses, viz
 from mod_jax.layers.experts import Assigned, ExpertsConfig
 from mod_jax.layers.mode import Mode
-from mod_jax.layers.routed import Routing, RoutingConfig
+from mod_jax.layers.routing_config import RoutingConfig
+from mod_jax.layers.rules import Routing
 from mod_jax.losses import sums
 from mod_jax.losses.sums import MetricSums, Pair
 from mod_jax.tasks import capacity_warmup, warm_start

@@ -17,13 +17,9 @@ from mod_jax.layers.block import Block
 from mod_jax.layers.cache import EMPTY, KVCache
 from mod_jax.layers.experts import ExpertsConfig
 from mod_jax.layers.mode import Mode, RoutingMode
-from mod_jax.layers.routed import (
-  Layer,
-  LayerConfig,
-  MoDConfig,
-  Predictor,
-  Routing,
-)
+from mod_jax.layers.routed import Layer, LayerConfig, Predictor
+from mod_jax.layers.routing_config import MoDConfig
+from mod_jax.layers.rules import Routing
 from mod_jax.layers.scores import Attention, Learned, Router
 from mod_jax.losses import sums
 from mod_jax.models.lm import LMConfig

@@ -15,12 +15,8 @@ from mod_jax.layers import acm, stack
 from mod_jax.layers.dense import LinearConfig
 from mod_jax.layers.mlp import MLPConfig
 from mod_jax.layers.mode import Mode
-from mod_jax.layers.routed import (
-  Layer,
-  LayerConfig,
-  MoDConfig,
-  VisionRoutingConfig,
-)
+from mod_jax.layers.routed import Layer, LayerConfig
+from mod_jax.layers.routing_config import MoDConfig, VisionRoutingConfig
 from mod_jax.layers.slots import Slot
 from mod_jax.layers.token_info import TokenInfo
 

@@ -14,12 +14,8 @@ from mod_jax.layers.attention import AttentionConfig
 from mod_jax.layers.block import Block, BlockConfig
 from mod_jax.layers.mlp import MLPConfig
 from mod_jax.layers.mode import Mode, RoutingMode
-from mod_jax.layers.routed import (
-  Layer,
-  LayerConfig,
-  MoDConfig,
-  VisionRoutingConfig,
-)
+from mod_jax.layers.routed import Layer, LayerConfig
+from mod_jax.layers.routing_config import MoDConfig, VisionRoutingConfig
 from mod_jax.layers.token_info import TokenInfo
 
 B, L, D = 3, 10, 8

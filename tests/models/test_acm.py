@@ -17,7 +17,7 @@ from mod_jax.errors import UserError
 from mod_jax.layers import stack
 from mod_jax.layers.acm import ACM, FFNS, AdaptiveConfig
 from mod_jax.layers.mode import Mode, RoutingMode
-from mod_jax.layers.routed import MoDConfig, VisionRoutingConfig
+from mod_jax.layers.routing_config import MoDConfig, VisionRoutingConfig
 from mod_jax.models import acm, lm, vit
 from mod_jax.models.acm import acmize
 from mod_jax.models.lm import LMConfig

@@ -12,7 +12,7 @@ import pytest
 from mod_jax import flops, losses
 from mod_jax.errors import UserError
 from mod_jax.layers.mode import RoutingMode
-from mod_jax.layers.routed import MoDConfig
+from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.models import lm
 from mod_jax.tasks import make_task
 from mod_jax.tasks.experiment import ConversionObjective, ExperimentConfig

@@ -15,7 +15,7 @@ from mod_jax import errors, losses, sampling
 from mod_jax.layers import stack
 from mod_jax.layers.block import Block
 from mod_jax.layers.mode import RoutingMode
-from mod_jax.layers.routed import MoDConfig
+from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.models import lm
 from mod_jax.models.lm import LanguageModel, LMCache, LMConfig
 

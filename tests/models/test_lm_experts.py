@@ -14,7 +14,7 @@ from mod_jax.errors import UserError
 from mod_jax.layers.acm import AdaptiveConfig
 from mod_jax.layers.experts import Assigned, ExpertsConfig
 from mod_jax.layers.mode import RoutingMode
-from mod_jax.layers.routed import MoDConfig
+from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.losses import sums
 from mod_jax.models.lm import LMConfig
 from mod_jax.tasks import make_task, plain

@@ -12,7 +12,7 @@ import pytest
 
 from mod_jax import errors, flops, losses
 from mod_jax.layers.mode import RoutingMode
-from mod_jax.layers.routed import VisionRoutingConfig
+from mod_jax.layers.routing_config import VisionRoutingConfig
 from mod_jax.layers.stem import ConvStemConfig
 from mod_jax.models import vit
 from mod_jax.models.vit import ViTConfig

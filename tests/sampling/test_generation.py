@@ -21,7 +21,7 @@ from mod_jax.layers import attention, routed, stack
 from mod_jax.layers import cache as cache_lib
 from mod_jax.layers.experts import ExpertsConfig
 from mod_jax.layers.mode import RoutingMode
-from mod_jax.layers.routed import MoDConfig
+from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.models import lm
 from mod_jax.routing import MovingThreshold
 from mod_jax.sampling import filter_logits, generate, generation, pad_prompts

@@ -13,7 +13,7 @@ import scipy.stats
 
 from mod_jax.errors import UserError
 from mod_jax.layers.mode import RoutingMode
-from mod_jax.layers.routed import MoDConfig
+from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.models import lm
 from mod_jax.sampling import Draft, filter_logits, generate, speculation
 

@@ -25,7 +25,7 @@ from mod_jax.data import text
 from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
 from mod_jax.layers.mode import Mode, RoutingMode
-from mod_jax.layers.routed import MoDConfig
+from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.tasks import language, make_task
 from mod_jax.tasks.experiment import ExperimentConfig

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 from mod_jax import parallel, tasks
-from mod_jax.layers.routed import MoDConfig
+from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train import optimizer as optimizer_lib
