@@ -25,7 +25,7 @@ import types
 import typing
 from typing import Annotated
 
-from mod_jax.errors import UserError
+from mod_jax.errors import UserError, require
 
 _NAMES = {
   bool: ('true or false', 'booleans'),
@@ -276,12 +276,19 @@ def _fitted(path, value, hint, shown=None):
 def validate(instance):
   """Checks every field of a dataclass instance against its annotation.
 
-  Call it first in `__post_init__`; conditions on several fields come after it.
-  A UserError names class, field, value and what was expected.
+  Call it first in `__post_init__`. It returns `check` for conditions on several
+  fields, to be called as `check(self.a < self.b, 'a < b', 'a', 'b')`.
   """
   cls = type(instance)
   for name, hint in annotations(cls).items():
     _fitted(f'{cls.__name__}.{name}', getattr(instance, name), hint)
+  return functools.partial(check, instance)
+
+
+def check(instance, condition, expected, *names):
+  """Raises UserError, with the named fields, unless a condition holds."""
+  values = {name: getattr(instance, name) for name in names}
+  require(condition, expected, **values)
 
 
 def trust(modules):

@@ -14,7 +14,8 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
-from mod_jax import errors, routing
+from mod_jax import routing
+from mod_jax.errors import require
 from mod_jax.layers import rules, scores
 from mod_jax.layers.attention import Score as AttentionScore
 from mod_jax.layers.block import Block, BlockConfig
@@ -152,10 +153,8 @@ class Layer(nn.Module):
   ) -> LayerOutput:
     """Returns the features after the layer, the cache and the aux.
 
-    `cache` holds this block's keys and values in generation. `score_BL` is the
-    attention that the tokens received in the previous block, for scores that
-    need it. `router` is the router that all routed layers of a stack share;
-    None if each has its own.
+    `score_BL` is the attention that the tokens received in the previous block,
+    for scores that need it. `router` is what all routed layers share, if any.
     """
     config = self.config
     block = Block(
@@ -223,11 +222,11 @@ class Layer(nn.Module):
     decay = self.config.routing.threshold_decay
     stored = self.has_variable('moving', 'threshold')
     if not decay or not (stored or self.is_mutable_collection('moving')):
-      if isinstance(self.mode.routing.causal_rule, rules.Threshold):
-        raise errors.UserError(
-          "rule='threshold' needs the moving averages of training: pass the"
-          " 'moving' collection beside 'params'."
-        )
+      require(
+        not isinstance(self.mode.routing.causal_rule, rules.Threshold),
+        "the 'moving' collection beside 'params', with averages of training",
+        rule='threshold',
+      )
       return None
     moving = self.variable('moving', 'threshold', routing.MovingThreshold.zeros)
     previous = moving.value
@@ -314,12 +313,10 @@ class Layer(nn.Module):
   def _run_rows(
     self, block, x_BLD, info, routed, chosen_BL, cache
   ) -> LayerOutput:
-    """Processes the rows that have chosen tokens, a few rows at a time.
+    """Processes only rows that have chosen tokens, a few at a time.
 
-    Keeps shapes static and skips rows without a chosen token: rows are sorted
-    so that those with one come first, and a loop processes chunks of them.
-    Their other tokens are computed too, and their updates discarded. For short
-    inputs, and for routing of whole sequences.
+    Rows with a chosen token are sorted first, and a loop with static shapes
+    processes chunks of them. Updates of their other tokens are discarded.
     """
     batch, length, _ = x_BLD.shape
     fraction = self.config.capacity
@@ -372,10 +369,7 @@ class Layer(nn.Module):
 
 
 def _mean_of_row(score_BL, valid_BL):
-  """Returns each row's mean over real tokens, broadcast to all of its tokens.
-
-  It is 0 in rows without real tokens: NaN would spread to all gradients.
-  """
+  """Returns each row's mean over real tokens, broadcast; 0 without any."""
   if valid_BL is None:
     valid_BL = jnp.ones(score_BL.shape, bool)
   total_B1 = jnp.where(valid_BL, score_BL, 0).sum(axis=-1, keepdims=True)

@@ -5,7 +5,8 @@ import functools
 from typing import Annotated, Literal
 
 from mod_jax import config as config_lib
-from mod_jax import errors, routing
+from mod_jax import routing
+from mod_jax.errors import require
 from mod_jax.layers import scores
 from mod_jax.layers.mode import RoutingMode, RuleName
 from mod_jax.layers.rules import Rule
@@ -85,85 +86,60 @@ class RoutingConfig:
   train_slack = 1.25
 
   def __post_init__(self):
-    config_lib.validate(self)
-    if not 0 <= self.offset < self.period:
-      raise errors.UserError(
-        f'offset={self.offset}: expected 0 <= offset < period={self.period}.'
-      )
-    if isinstance(self.scorer, scores.Learned) and self.gate == 'none':
-      raise errors.UserError(
-        "gate='none' leaves a learned router without a gradient: choose another"
-        ' gate, or a score that is not learned.'
-      )
-    self._check_router()
-    self._check_combine()
-    if isinstance(self.capacity, tuple) and self.capacity_decay != 1:
-      raise errors.UserError(
-        f'capacity={self.capacity} says the capacity of every routed block, and'
-        f' capacity_decay={self.capacity_decay} another: leave it at 1, or give'
-        ' a single capacity.'
-      )
-    if self.capacity_schedule != 'constant' and (
-      isinstance(self.capacity, tuple) or self.capacity_decay != 1
-    ):
-      raise errors.UserError(
-        f'capacity_schedule={self.capacity_schedule!r} says the capacity of'
-        ' every block: give no list as capacity, and leave capacity_decay at 1.'
-      )
-    if self.per_sequence:
-      self._check_per_sequence()
-    elif self.balance_loss and self.train_rule != 'router':
-      raise errors.UserError(
-        f'balance_loss={self.balance_loss}: top-k keeps to the capacity by'
-        " itself; set train_rule='router' for tokens that decide for"
-        ' themselves, per_sequence=True for sequences, or balance_loss=0.'
-      )
-
-  def _check_router(self):
+    check = config_lib.validate(self)
+    check(self.offset < self.period, 'offset < period', 'offset', 'period')
+    learned = isinstance(self.scorer, scores.Learned)
+    check(
+      not learned or self.gate != 'none',
+      'another gate, since a learned router gets its gradient through it',
+      'gate',
+    )
     for name in ('router_bias', 'router_width', 'shared_router'):
-      if getattr(self, name) and self.score != 'learned':
-        raise errors.UserError(
-          f'{name}={getattr(self, name)} and score={self.score!r}: it is for'
-          " score='learned'; a score that is an object has fields of its own."
+      check(
+        not getattr(self, name) or self.score == 'learned',
+        "score='learned', since a score that is an object has its own fields",
+        *(name, 'score'),
+      )
+    check(
+      self.combine == 'add' or self.gate_kind != 'none',
+      "a gate to weigh by, or combine='add'",
+      *('combine', 'score', 'gate'),
+    )
+    check(
+      self.combine != 'weigh_bypass' or self.gate_kind == 'sigmoid',
+      "gate='sigmoid', since the two paths share a weight between 0 and 1",
+      *('combine', 'gate'),
+    )
+    ways = ('capacity', 'capacity_decay', 'capacity_schedule')
+    check(
+      isinstance(self.capacity, tuple)
+      + (self.capacity_decay != 1)
+      + (self.capacity_schedule != 'constant')
+      < 2,
+      'one way only to give blocks different capacities',
+      *ways,
+    )
+    check(
+      self.per_sequence or not self.balance_loss or self.train_rule == 'router',
+      "balance_loss=0, as top-k keeps to the capacity, train_rule='router' or"
+      ' per_sequence=True',
+      *('balance_loss', 'train_rule'),
+    )
+    if self.per_sequence:
+      check(
+        learned and self.balance_loss,
+        "score='learned' and a balance_loss such as .01, by which sequences"
+        ' enter and keep to the capacity',
+        *('per_sequence', 'score', 'balance_loss'),
+      )
+      token_choice = {'train_rule': 'top_k', 'router_loss': 0}
+      token_choice |= {'predictor_width': 0, 'threshold_decay': 0}
+      for name, neutral in (token_choice | {'keep_class_token': False}).items():
+        check(
+          getattr(self, name) == neutral,
+          f'{name}={neutral!r}, since it is for choices among tokens',
+          *('per_sequence', name),
         )
-
-  def _check_combine(self):
-    if self.combine != 'add' and self.gate_kind == 'none':
-      raise errors.UserError(
-        f'combine={self.combine!r} and a score without a weight: name a gate,'
-        " or set combine='add'."
-      )
-    if self.combine == 'weigh_bypass' and self.gate_kind != 'sigmoid':
-      raise errors.UserError(
-        f"combine='weigh_bypass' and gate={self.gate_kind!r}: the two paths"
-        " share a weight between 0 and 1, so set gate='sigmoid'."
-      )
-
-  def _check_per_sequence(self):
-    clash = [
-      f'{name}={getattr(self, name)!r}'
-      for name, required in (
-        ('train_rule', 'top_k'),
-        ('router_loss', 0),
-        ('predictor_width', 0),
-        ('threshold_decay', 0),
-        ('keep_class_token', False),
-      )
-      if getattr(self, name) != required
-    ]
-    if clash:
-      raise errors.UserError(
-        f'per_sequence=True and {", ".join(clash)}: that is for choices among'
-        ' the tokens of a sequence; set numbers to 0, and the others to their'
-        ' defaults.'
-      )
-    if not isinstance(self.scorer, scores.Learned) or not self.balance_loss:
-      raise errors.UserError(
-        f'per_sequence=True, score={self.score!r} and'
-        f' balance_loss={self.balance_loss}: a sequence enters by a learned'
-        " score, and the loss alone keeps to the capacity; set score='learned'"
-        ' and balance_loss, to .01 for example.'
-      )
 
   @functools.cached_property
   def scorer(self) -> Score:
@@ -225,45 +201,37 @@ class RoutingConfig:
     return layer >= self.first and layer % self.period == self.offset
 
   def capacities(self, num_layers: int) -> tuple[float | None, ...]:
-    """Returns each block's capacity; None for a block that is not routed.
-
-    Raises:
-      UserError: `layers` names a block twice or one that the model does not
-        have, or no block is routed.
-    """
-    if self.layers is not None and len(set(self.layers)) < len(self.layers):
-      raise errors.UserError(
-        f'routing.layers={self.layers} names a block twice: name each once.'
-      )
-    if self.layers is not None and not all(
-      0 <= layer < num_layers for layer in self.layers
-    ):
-      raise errors.UserError(
-        f'routing.layers={self.layers}: expected blocks between 0 and'
-        f' {num_layers - 1}, since num_layers={num_layers}.'
+    """Returns each block's capacity; None for a block that is not routed."""
+    layers = self.layers
+    if layers is not None:
+      require(
+        len(set(layers)) == len(layers) and max(layers, default=0) < num_layers,
+        f'different blocks from 0 to {num_layers - 1}',
+        **{'routing.layers': layers},
       )
     routed = [i for i in range(num_layers) if self.is_routed(i)]
-    if not routed:
-      raise errors.UserError(
-        f'routing leaves none of num_layers={num_layers} blocks routed: change'
-        ' its offset, first or layers, add blocks, or set routing=None for a'
-        ' dense model.'
-      )
+    require(
+      routed,
+      'routing to leave a routed block: change its offset, first or layers, add'
+      ' blocks, or set routing=None for a dense model',
+      num_layers=num_layers,
+    )
     values = routing.layer_capacities(
       self.capacity, len(routed), decay=self.capacity_decay
     )
     # A list follows the order of `layers`, `capacity_decay` the depth.
-    listed = isinstance(self.capacity, tuple) and self.layers is not None
-    by_layer = dict(zip(self.layers if listed else routed, values, strict=True))
+    listed = isinstance(self.capacity, tuple) and layers is not None
+    by_layer = dict(zip(layers if listed else routed, values, strict=True))
     if self.capacity_schedule == 'shifted_cosine':
       ratios = routing.shifted_cosine(num_layers)
       by_layer = {i: ratios[i] for i in routed if ratios[i] is not None}
-      if not by_layer:
-        raise errors.UserError(
-          "capacity_schedule='shifted_cosine' leaves the routed blocks of"
-          f' num_layers={num_layers} dense: route deeper ones, or all'
-          ' (period=1, offset=0).'
-        )
+      require(
+        by_layer,
+        'routed blocks that the schedule does not leave dense: deeper ones, or'
+        ' all (period=1, offset=0)',
+        capacity_schedule=self.capacity_schedule,
+        num_layers=num_layers,
+      )
     return tuple(
       max(by_layer[i], self.capacity_floor) if i in by_layer else None
       for i in range(num_layers)
@@ -289,22 +257,19 @@ class MoDConfig(RoutingConfig):
 
   def __post_init__(self):
     super().__post_init__()
-    if self.scorer.needs_attention:
-      raise errors.UserError(
-        f'score={self.score!r}: the attention that a token receives comes from'
-        ' later ones, too, which a language model must not see; choose another'
-        ' score.'
-      )
-    rules_by_name = ('top_k', *self.causal_rules)
-    if isinstance(self.train_rule, str) and (
-      self.train_rule not in rules_by_name
-    ):
-      raise errors.UserError(
-        f'train_rule={self.train_rule!r}: with these losses and thresholds the'
-        f' choices are {", ".join(rules_by_name)}; set what the rule needs'
-        ' (router_loss or balance_loss, predictor_width, threshold_decay), or'
-        ' another rule.'
-      )
+    check = functools.partial(config_lib.check, self)
+    check(
+      not self.scorer.needs_attention,
+      'a causal score: the attention to a token comes from later ones too',
+      'score',
+    )
+    rules = ('top_k', *self.causal_rules)
+    check(
+      not isinstance(self.train_rule, str) or self.train_rule in rules,
+      f'one of {", ".join(rules)}, or what the rule needs (router_loss or'
+      ' balance_loss, predictor_width, threshold_decay)',
+      'train_rule',
+    )
 
   @property
   def causal_rules(self) -> tuple[str, ...]:
@@ -355,26 +320,14 @@ class VisionRoutingConfig(RoutingConfig):
   keep_class_token: bool = False  # Always choose the class token.
 
   def capacities(self, num_layers: int) -> tuple[float | None, ...]:
-    """Returns each block's capacity; None for a block that is not routed.
-
-    Raises:
-      UserError: as in `RoutingConfig.capacities`; or a block is routed by
-        attention and the previous block has no attention map of all tokens.
-    """
+    """Returns each block's capacity; None for a block that is not routed."""
     capacities = super().capacities(num_layers)
-    if self.scorer.needs_attention:
-      for i, capacity in enumerate(capacities):
-        if capacity is None:
-          continue
-        if i == 0 or capacities[i - 1] is not None:
-          reason = (
-            'has no block before it'
-            if i == 0
-            else f'comes after block {i - 1}, which is routed itself'
-          )
-          raise errors.UserError(
-            f'routing by attention: block {i} {reason}, so there is no'
-            ' attention map of all tokens to route by; choose other blocks (the'
-            " default, every other one, is fine) or score='learned'."
-          )
+    for i, capacity in enumerate(capacities):
+      require(
+        not (self.scorer.needs_attention and capacity is not None)
+        or (i > 0 and capacities[i - 1] is None),
+        'a block before it that is not routed, for an attention map of all'
+        " tokens; choose other blocks (the default is fine) or score='learned'",
+        **{'routing by attention, block': i},
+      )
     return capacities
