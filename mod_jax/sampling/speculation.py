@@ -141,9 +141,9 @@ def accept(
   proposals and one token sampled from the model. They are distributed as if the
   model had sampled all of them one by one.
 
-  `draft_BDV` are the probabilities that proposals were sampled from, `model_BLV`
-  those of the model at these positions and the next one. `wanted_BD` is False
-  from where a row needs no more: proposals are neither accepted nor rejected.
+  `draft_BDV` are the probabilities that proposals were sampled from; those of
+  the model, `model_BLV`, are of one more position. `wanted_BD` is False where a
+  row needs no more: those proposals are neither accepted nor rejected.
   """
   draft_BD, model_BD = (
     jnp.take_along_axis(x, proposed_BD[..., None], axis=-1)[..., 0]
