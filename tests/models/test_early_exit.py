@@ -115,10 +115,10 @@ def test_its_loss_is_trained_and_reported():
 @pytest.mark.parametrize(
   ('changes', 'named'),
   [
-    ({'early_exit': 3}, 'early_exit=3 of num_layers=3: expected fewer'),
+    ({'early_exit': 3}, 'early_exit=3, num_layers=3: expected early_exit <'),
     (
       {'early_exit': 1, 'num_layers': 4, 'scan_layers': True},
-      'early_exit=1 and scan_layers=True',
+      'early_exit=1, scan_layers=True',
     ),
   ],
 )

@@ -105,7 +105,9 @@ class TestRules:
   def test_averages_are_not_learnt_under_the_rule_that_uses_them(self):
     routing = dataclasses.replace(STAGED.routing, train_rule='router')
     assert dataclasses.replace(STAGED, routing=routing)
-    with pytest.raises(UserError, match=r"train_rule='router'.*'expert'"):
+    with pytest.raises(
+      UserError, match=r"train_rule='router': .*choice='token'"
+    ):
       dataclasses.replace(STAGED, routing=routing, experts=CHOOSING)
 
   def test_experts_and_learners_on_one_map_are_refused(self):
