@@ -23,12 +23,12 @@ from mod_jax.data.text import TextDataConfig
 from mod_jax.layers.experts import ExpertsConfig
 from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.models.lm import LMConfig
+from mod_jax.optimizer import make_optimizer
 from mod_jax.parallel import MeshConfig
+from mod_jax.runs.run_config import TrainConfig
 from mod_jax.sweeps import prove, slices
 from mod_jax.tasks import make_task
 from mod_jax.tasks.experiment import ExperimentConfig
-from mod_jax.train.optimizer import make_optimizer
-from mod_jax.train.run_config import TrainConfig
 import results as results_lib
 
 _WIDTH = flags.DEFINE_integer('width', 256, 'D')

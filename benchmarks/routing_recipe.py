@@ -28,10 +28,10 @@ from mod_jax import flops, viz
 from mod_jax.data.text import TextDataConfig
 from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.models.lm import LMConfig
+from mod_jax.optimizer import OptimizerConfig
+from mod_jax.runs.checkpoints import CheckpointConfig
+from mod_jax.runs.run_config import EvaluationConfig, LogConfig, TrainConfig
 from mod_jax.tasks.experiment import ExperimentConfig
-from mod_jax.train.checkpoints import CheckpointConfig
-from mod_jax.train.optimizer import OptimizerConfig
-from mod_jax.train.run_config import EvaluationConfig, LogConfig, TrainConfig
 
 _WORKDIR, _RUNS, _TABLE, _TINY = study.define_flags('runs/routing_recipe')
 _LATEST = flags.DEFINE_float(

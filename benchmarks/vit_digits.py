@@ -18,9 +18,9 @@ from machine import cell, point, spread
 
 from mod_jax import config as config_lib
 from mod_jax import flops, viz
+from mod_jax.runs import metrics as metrics_lib
 from mod_jax.tasks import phases
 from mod_jax.tasks.experiment import ExperimentConfig
-from mod_jax.train import metrics as metrics_lib
 import results as results_lib
 
 _WORKDIR = flags.DEFINE_string('workdir', 'runs/vit_digits', 'For the runs.')

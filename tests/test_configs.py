@@ -18,6 +18,7 @@ import pytest
 
 from mod_jax import config as config_lib
 from mod_jax import flops, parallel
+from mod_jax import optimizer as optimizer_lib
 from mod_jax.errors import UserError
 from mod_jax.layers.acm import ACMConfig
 from mod_jax.layers.mlp import MLPConfig
@@ -26,10 +27,9 @@ from mod_jax.layers.routing_config import VisionRoutingConfig
 from mod_jax.layers.scores import SCORES
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.vit import ViTConfig
+from mod_jax.runs import metrics as metrics_lib
 from mod_jax.tasks import phases
 from mod_jax.tasks.experiment import ExperimentConfig
-from mod_jax.train import metrics as metrics_lib
-from mod_jax.train import optimizer as optimizer_lib
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # Those of sweeps build another class: tests/sweeps/test_plan.py has them.
@@ -196,8 +196,8 @@ def test_fits_its_mesh(file, variant):
 
 
 def test_random_overrides():
-  """The first of those that `python tests/fuzz_configs.py` goes on with."""
-  command = [sys.executable, 'tests/fuzz_configs.py', '--count=60', '--seed=0']
+  """The first of those that `python tools/fuzz_configs.py` goes on with."""
+  command = [sys.executable, 'tools/fuzz_configs.py', '--count=60', '--seed=0']
   done = subprocess.run(
     command,
     cwd=ROOT,

@@ -1,4 +1,4 @@
-"""The first of the cases that `python tests/fuzz_files.py` goes on with."""
+"""The first of the cases that `python tools/fuzz_files.py` goes on with."""
 
 import importlib.util
 import pathlib
@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 pytestmark = pytest.mark.usefixtures('compilation_cache')
-SCRIPT = pathlib.Path(__file__).with_name('fuzz_files.py')
+SCRIPT = pathlib.Path(__file__).parents[1] / 'tools' / 'fuzz_files.py'
 _SPEC = importlib.util.spec_from_file_location('fuzz_files', SCRIPT)
 fuzz_files = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(fuzz_files)

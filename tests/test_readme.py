@@ -27,10 +27,10 @@ from mod_jax.data.text import TextDataConfig
 from mod_jax.layers.routing_config import VisionRoutingConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.models.vit import ViTConfig
+from mod_jax.studies import adaptive, conversion, images, language
 from mod_jax.sweeps import grid
 from mod_jax.tasks import make_task
 from mod_jax.tasks.experiment import ExperimentConfig
-from mod_jax.tasks.studies import adaptive, conversion, images, language
 
 pytestmark = pytest.mark.usefixtures('compilation_cache')
 

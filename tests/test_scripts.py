@@ -19,7 +19,7 @@ from absl import flags
 import pytest
 
 from mod_jax.data import corpus
-from mod_jax.train import metrics as metrics_lib
+from mod_jax.runs import metrics as metrics_lib
 
 pytestmark = pytest.mark.usefixtures('compilation_cache')
 

@@ -11,7 +11,7 @@ from PIL import Image
 import pytest
 
 import mod_jax
-from mod_jax.tasks.studies import images as image_studies
+from mod_jax.studies import images as image_studies
 
 pytestmark = pytest.mark.usefixtures('compilation_cache')
 

@@ -22,8 +22,8 @@ from mod_jax import config as config_lib
 from mod_jax.data.augment import AugmentConfig
 from mod_jax.layers.acm import FFNS, AdaptiveConfig
 from mod_jax.models import vit
+from mod_jax.optimizer import OptimizerConfig
 from mod_jax.tasks.experiment import ACMObjective, ExperimentConfig, PhaseConfig
-from mod_jax.train.optimizer import OptimizerConfig
 
 recipe = config_lib.sibling(__file__, '../vit/imagenet')
 digits_recipe = recipe.digits

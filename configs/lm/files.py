@@ -26,10 +26,10 @@ from mod_jax.data import text
 from mod_jax.data.text import TextDataConfig
 from mod_jax.layers.acm import AdaptiveConfig
 from mod_jax.models.lm import LMConfig
+from mod_jax.optimizer import OptimizerConfig
+from mod_jax.runs.run_config import EvaluationConfig, TrainConfig
 from mod_jax.serving import complete as complete_lib
 from mod_jax.tasks.experiment import ExperimentConfig, PhaseConfig
-from mod_jax.train.optimizer import OptimizerConfig
-from mod_jax.train.run_config import EvaluationConfig, TrainConfig
 
 mod = config_lib.sibling(__file__, 'mod')
 acm = config_lib.sibling(__file__, '../acm/lm')

@@ -27,9 +27,9 @@ from mod_jax.data.text import TextDataConfig
 from mod_jax.layers.experts import ExpertsConfig
 from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.models.lm import LMConfig
+from mod_jax.optimizer import OptimizerConfig
+from mod_jax.runs.run_config import EvaluationConfig, TrainConfig
 from mod_jax.tasks.experiment import ExperimentConfig
-from mod_jax.train.optimizer import OptimizerConfig
-from mod_jax.train.run_config import EvaluationConfig, TrainConfig
 
 BUDGET = 2.32e13  # Training FLOPs of a run, the same for its dense baselines.
 # Warm-up of a full run. It becomes a fraction, so it scales with `num_steps`.

@@ -36,11 +36,11 @@ from mod_jax import flops
 from mod_jax.data.text import TextDataConfig
 from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.models.lm import LMConfig
+from mod_jax.optimizer import OptimizerConfig
 from mod_jax.parallel import MeshConfig
+from mod_jax.runs.checkpoints import CheckpointConfig
+from mod_jax.runs.run_config import EvaluationConfig, LogConfig, TrainConfig
 from mod_jax.tasks.experiment import ExperimentConfig
-from mod_jax.train.checkpoints import CheckpointConfig
-from mod_jax.train.optimizer import OptimizerConfig
-from mod_jax.train.run_config import EvaluationConfig, LogConfig, TrainConfig
 
 # Blocks, width, heads, devices along fsdp, and training FLOPs: that of the
 # paper's budgets whose best model is nearest to this size.

@@ -22,11 +22,11 @@ import dataclasses
 from mod_jax import config as config_lib
 from mod_jax.data.text import TextDataConfig
 from mod_jax.models.lm import LMConfig
+from mod_jax.runs.checkpoints import CheckpointConfig
+from mod_jax.runs.run_config import EvaluationConfig, LogConfig, TrainConfig
 from mod_jax.sweeps import plan
 from mod_jax.sweeps.plan import Group, SweepConfig
 from mod_jax.tasks.experiment import ExperimentConfig
-from mod_jax.train.checkpoints import CheckpointConfig
-from mod_jax.train.run_config import EvaluationConfig, LogConfig, TrainConfig
 
 ROUTING = config_lib.sibling(__file__, '../lm/mod').ROUTING
 # Models with many small heads learn sooner to copy from their context, as do

@@ -17,9 +17,9 @@ from mod_jax import config as config_lib
 from mod_jax import peaks
 from mod_jax.data.text import TextDataConfig
 from mod_jax.parallel import MeshConfig
+from mod_jax.runs.run_config import EvaluationConfig
 from mod_jax.sweeps import plan
 from mod_jax.sweeps.plan import Group, SweepConfig
-from mod_jax.train.run_config import EvaluationConfig
 
 lm = config_lib.sibling(__file__, '../lm/paper')
 

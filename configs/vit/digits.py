@@ -32,9 +32,9 @@ from mod_jax.layers.experts import ExpertsConfig
 from mod_jax.layers.routing_config import VisionRoutingConfig
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.vit import ViTConfig
+from mod_jax.optimizer import OptimizerConfig
+from mod_jax.runs.run_config import EvaluationConfig, TrainConfig
 from mod_jax.tasks.experiment import ExperimentConfig, PruningObjective
-from mod_jax.train.optimizer import OptimizerConfig
-from mod_jax.train.run_config import EvaluationConfig, TrainConfig
 
 BACKBONE = ViTConfig(
   image_size=32,

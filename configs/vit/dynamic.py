@@ -24,9 +24,9 @@ import functools
 from mod_jax import config as config_lib
 from mod_jax.models import vit
 from mod_jax.models.dynamic_vit import DynamicViTConfig
+from mod_jax.optimizer import OptimizerConfig
+from mod_jax.runs.run_config import TrainConfig
 from mod_jax.tasks.experiment import ExperimentConfig, PruningObjective
-from mod_jax.train.optimizer import OptimizerConfig
-from mod_jax.train.run_config import TrainConfig
 
 imagenet = config_lib.sibling(__file__, 'imagenet')
 

@@ -38,14 +38,14 @@ from mod_jax.layers.acm import AdaptiveConfig
 from mod_jax.layers.routing_config import LIKE_DENSE, VisionRoutingConfig
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.vit import ViTConfig
+from mod_jax.optimizer import OptimizerConfig
+from mod_jax.runs.run_config import EvaluationConfig, TrainConfig
 from mod_jax.serving import complete as complete_lib
 from mod_jax.tasks.experiment import (
   ExperimentConfig,
   PhaseConfig,
   PruningObjective,
 )
-from mod_jax.train.optimizer import OptimizerConfig
-from mod_jax.train.run_config import EvaluationConfig, TrainConfig
 
 digits = config_lib.sibling(__file__, 'digits')
 acm = config_lib.sibling(__file__, '../acm/vit')

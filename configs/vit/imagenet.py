@@ -25,9 +25,9 @@ from mod_jax.data.augment import AugmentConfig
 from mod_jax.data.images import ImageDataConfig
 from mod_jax.layers.routing_config import VisionRoutingConfig
 from mod_jax.models import vit
+from mod_jax.optimizer import OptimizerConfig
+from mod_jax.runs.run_config import EvaluationConfig, TrainConfig
 from mod_jax.tasks.experiment import ExperimentConfig
-from mod_jax.train.optimizer import OptimizerConfig
-from mod_jax.train.run_config import EvaluationConfig, TrainConfig
 
 digits = config_lib.sibling(__file__, 'digits')
 

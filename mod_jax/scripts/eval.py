@@ -35,11 +35,11 @@ import numpy as np
 from mod_jax import cli, paths, tasks
 from mod_jax.data import image_folder
 from mod_jax.errors import UserError
+from mod_jax.runs import workdir as workdir_lib
 from mod_jax.serving import export as export_lib
 from mod_jax.serving import run as run_lib
 from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train import evaluation
-from mod_jax.train import workdir as workdir_lib
 
 _BATCH = 32  # Pictures that are predicted at a time.
 

@@ -24,11 +24,11 @@ import jax
 
 from mod_jax import cli, config_docs
 from mod_jax.errors import UserError
+from mod_jax.runs import stop
 from mod_jax.sweeps import grid, prove
 from mod_jax.tasks import make_task, phases
 from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train import profile as profile_lib
-from mod_jax.train import stop
 
 
 def define_flags() -> None:

@@ -19,9 +19,9 @@ from mod_jax.data import tokenizers
 from mod_jax.errors import UserError
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.lm import LMConfig
+from mod_jax.runs import workdir
 from mod_jax.serving.run import Run
 from mod_jax.tasks.warm_start import FOLDER, WEIGHTS
-from mod_jax.train import workdir
 
 # The routers of a routed language model, beside its dense weights.
 ROUTERS = 'routers.safetensors'

@@ -26,11 +26,11 @@ from mod_jax.data import images as images_lib
 from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
 from mod_jax.models.lm import LMConfig
+from mod_jax.runs import workdir as workdir_lib
 from mod_jax.tasks import make_task, warm_start
 from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.tasks.images import CLASSES
 from mod_jax.train import evaluation
-from mod_jax.train import workdir as workdir_lib
 
 _LENGTH = 2048  # Longest texts of pretrained language models, in tokens.
 _BATCH = 32  # Pictures that are predicted at a time.

@@ -18,12 +18,12 @@ import numpy as np
 from mod_jax import config as config_lib
 from mod_jax import flops, viz
 from mod_jax.errors import UserError
+from mod_jax.runs import history
+from mod_jax.runs import metrics as metrics_lib
+from mod_jax.runs import workdir as workdir_lib
 from mod_jax.sweeps import tables
 from mod_jax.tasks import make_task
 from mod_jax.tasks.experiment import ExperimentConfig
-from mod_jax.train import history
-from mod_jax.train import metrics as metrics_lib
-from mod_jax.train import workdir as workdir_lib
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

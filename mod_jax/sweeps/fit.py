@@ -15,12 +15,12 @@ import numpy as np
 
 from mod_jax import viz
 from mod_jax.errors import UserError
+from mod_jax.runs import metrics as metrics_lib
+from mod_jax.runs import workdir as workdir_lib
 from mod_jax.sweeps import compare, manifest, optimum, tables
 from mod_jax.sweeps import run as run_lib
 from mod_jax.sweeps.manifest import Entry
 from mod_jax.sweeps.optimum import NoMinimumError
-from mod_jax.train import metrics as metrics_lib
-from mod_jax.train import workdir as workdir_lib
 
 # Degrees of freedom needed to estimate the noise from the runs of one budget
 # alone.

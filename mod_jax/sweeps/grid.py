@@ -12,13 +12,13 @@ import jax
 from mod_jax import config as config_lib
 from mod_jax import viz
 from mod_jax.errors import UserError
+from mod_jax.runs import lock as lock_lib
+from mod_jax.runs import metrics as metrics_lib
+from mod_jax.runs import stop as stop_lib
+from mod_jax.runs import workdir as workdir_lib
 from mod_jax.sweeps import tables
 from mod_jax.tasks import make_task, phases
 from mod_jax.tasks.experiment import ExperimentConfig
-from mod_jax.train import lock as lock_lib
-from mod_jax.train import metrics as metrics_lib
-from mod_jax.train import stop as stop_lib
-from mod_jax.train import workdir as workdir_lib
 
 if typing.TYPE_CHECKING:  # It takes long to import.
   from matplotlib.figure import Figure

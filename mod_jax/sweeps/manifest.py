@@ -14,8 +14,8 @@ from typing import Any
 
 from mod_jax import config as config_lib
 from mod_jax.errors import UserError
+from mod_jax.runs import workdir as workdir_lib
 from mod_jax.tasks.experiment import ExperimentConfig
-from mod_jax.train import workdir as workdir_lib
 
 FILE = 'manifest.jsonl'
 _BEGUN = 'begun.json'  # Holds the hash of the manifest that the runs are from.

@@ -24,12 +24,12 @@ import jax
 from mod_jax import config as config_lib
 from mod_jax import parallel, paths, peaks
 from mod_jax.errors import UserError
+from mod_jax.runs.run_config import fitted
 from mod_jax.sweeps import hlo, manifest, slices, tables
 from mod_jax.tasks import make_task
 from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.tasks.plain import Plain
 from mod_jax.train import state as state_lib
-from mod_jax.train.run_config import fitted
 from mod_jax.train.step import jit_step
 import mod_jax_kernels
 from mod_jax_kernels.attention import choice

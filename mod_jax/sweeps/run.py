@@ -1,7 +1,7 @@
 """Trains the runs of a sweep; any number of workers may share its directory.
 
 A run lies in `runs/ID/`. The worker that trains it holds the lock there, which
-is released if the worker dies; see `train/lock.py`. When the run has finished
+is released if the worker dies; see `runs/lock.py`. When the run has finished
 or diverged, its result is written to `results/ID.json`, atomically. A run that
 has a result is never trained again, and one that was stopped is resumed.
 """
@@ -18,14 +18,14 @@ import jax
 from mod_jax import cli, parallel
 from mod_jax.data import fingerprint
 from mod_jax.errors import UserError
+from mod_jax.runs import lock as lock_lib
+from mod_jax.runs import metrics as metrics_lib
+from mod_jax.runs import stop as stop_lib
+from mod_jax.runs import workdir as workdir_lib
+from mod_jax.runs.run_config import fitted
 from mod_jax.sweeps import manifest
 from mod_jax.sweeps.manifest import Entry
 from mod_jax.tasks import make_task, phases
-from mod_jax.train import lock as lock_lib
-from mod_jax.train import metrics as metrics_lib
-from mod_jax.train import stop as stop_lib
-from mod_jax.train import workdir as workdir_lib
-from mod_jax.train.run_config import fitted
 
 
 def run(

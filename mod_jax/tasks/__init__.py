@@ -2,6 +2,7 @@
 
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.lm import LMConfig
+from mod_jax.runs import workdir as workdir_lib
 from mod_jax.tasks.adaptive import Adaptive
 from mod_jax.tasks.distilled import Distilled
 from mod_jax.tasks.experiment import ConversionObjective, ExperimentConfig
@@ -10,7 +11,6 @@ from mod_jax.tasks.language import Language
 from mod_jax.tasks.plain import Plain
 from mod_jax.tasks.pruning import Pruning
 from mod_jax.train import evaluation
-from mod_jax.train import workdir as workdir_lib
 from mod_jax.train.task import Task
 
 

@@ -14,11 +14,11 @@ from mod_jax.layers.mode import Mode
 from mod_jax.losses import acm as acm_losses
 from mod_jax.losses.sums import sum_of_means, weighted_sum
 from mod_jax.models import acm
+from mod_jax.studies import adaptive as adaptive_studies
+from mod_jax.studies.devices import one_device
 from mod_jax.tasks import warm_start
 from mod_jax.tasks.experiment import ACMObjective
 from mod_jax.tasks.plain import Plain
-from mod_jax.tasks.studies import adaptive as adaptive_studies
-from mod_jax.tasks.studies.devices import one_device
 
 
 class Adaptive(Plain):

@@ -4,7 +4,7 @@ import dataclasses
 
 from mod_jax import config as config_lib
 from mod_jax import routing
-from mod_jax.train.run_config import TrainConfig
+from mod_jax.runs.run_config import TrainConfig
 
 
 def floor(model_config, train: TrainConfig, step: int) -> float:

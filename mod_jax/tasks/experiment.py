@@ -10,7 +10,7 @@ from mod_jax.data.text import TextDataConfig
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.models.vit import ViTConfig
-from mod_jax.train.run_config import RunConfig
+from mod_jax.runs.run_config import RunConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -14,10 +14,10 @@ from mod_jax.layers import stack as stack_lib
 from mod_jax.layers.attention import attention_map
 from mod_jax.layers.mode import Mode, RoutingMode
 from mod_jax.models.dynamic_vit import DynamicViTConfig
+from mod_jax.studies import devices
+from mod_jax.studies import images as studies
 from mod_jax.tasks import expert_pictures, warm_start
 from mod_jax.tasks.modality import Modality
-from mod_jax.tasks.studies import devices
-from mod_jax.tasks.studies import images as studies
 
 # The file of the class names in a run's directory.
 CLASSES = 'classes.json'

@@ -14,12 +14,12 @@ from mod_jax.data import text, tokenizers
 from mod_jax.layers import stack as stack_lib
 from mod_jax.layers.mode import Mode, RoutingMode
 from mod_jax.losses import sums
+from mod_jax.runs import workdir as workdir_lib
 from mod_jax.sampling import Generated, generate, pad_prompts
+from mod_jax.studies import language as studies
+from mod_jax.studies.conversion import conversion
 from mod_jax.tasks import expert_pictures, warm_start
 from mod_jax.tasks.modality import Modality
-from mod_jax.tasks.studies import language as studies
-from mod_jax.tasks.studies.conversion import conversion
-from mod_jax.train import workdir as workdir_lib
 
 # The file of a learned tokenizer in the directory of its run.
 _TOKENIZER = 'tokenizer.json'

@@ -16,16 +16,16 @@ from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
 from mod_jax.models import acm
 from mod_jax.models.dynamic_vit import DynamicViTConfig
+from mod_jax.runs import checkpoints as checkpoints_lib
+from mod_jax.runs import lock as lock_lib
+from mod_jax.runs import metrics as metrics_lib
+from mod_jax.runs import origin as origin_lib
+from mod_jax.runs import stop as stop_lib
+from mod_jax.runs import workdir as workdir_lib
 from mod_jax.tasks import make_task
 from mod_jax.tasks.experiment import ACMObjective, ExperimentConfig
-from mod_jax.train import checkpoints as checkpoints_lib
 from mod_jax.train import evaluation as evaluation_lib
-from mod_jax.train import lock as lock_lib
 from mod_jax.train import loop
-from mod_jax.train import metrics as metrics_lib
-from mod_jax.train import origin as origin_lib
-from mod_jax.train import stop as stop_lib
-from mod_jax.train import workdir as workdir_lib
 from mod_jax.train.profile import Profiler
 
 _FINAL_RATE = 1e-6  # Learning rate at the end of every phase.

@@ -25,10 +25,10 @@ from mod_jax.models import lm
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.models.vit import ViTConfig, resize_positions
+from mod_jax.runs import origin as origin_lib
+from mod_jax.runs import workdir as workdir_lib
+from mod_jax.runs.checkpoints import restore_named
 from mod_jax.tasks.experiment import ExperimentConfig
-from mod_jax.train import origin as origin_lib
-from mod_jax.train import workdir as workdir_lib
-from mod_jax.train.checkpoints import restore_named
 
 # The files of a folder that `mod_jax.export` writes in our own format.
 FOLDER, WEIGHTS = 'mod_jax.json', 'model.safetensors'

@@ -1,8 +1,5 @@
-"""Training: state, optimiser, pure steps, and the loop around them.
+"""Training: state, pure steps, evaluation, and the loop around them.
 
-Only the loop and what it calls in this package read clocks or write files:
-
-* `checkpoints`: verified saving and restoring;
-* `metrics`: sums that are divided once, and the files they are written to;
-* `progress`: the bar on a terminal, plain lines elsewhere.
+Only the loop and what it calls read clocks or write files. `progress` draws the
+bar on a terminal, and plain lines elsewhere.
 """

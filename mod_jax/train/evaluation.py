@@ -14,12 +14,12 @@ from mod_jax import config as config_lib
 from mod_jax import parallel, viz
 from mod_jax.errors import UserError
 from mod_jax.losses import sums as sums_lib
-from mod_jax.train import metrics as metrics_lib
-from mod_jax.train import origin as origin_lib
+from mod_jax.runs import metrics as metrics_lib
+from mod_jax.runs import origin as origin_lib
+from mod_jax.runs import stop as stop_lib
+from mod_jax.runs import workdir as workdir_lib
+from mod_jax.runs.checkpoints import restore_subtree
 from mod_jax.train import state as state_lib
-from mod_jax.train import stop as stop_lib
-from mod_jax.train import workdir as workdir_lib
-from mod_jax.train.checkpoints import restore_subtree
 from mod_jax.train.task import Task
 
 _METRICS = 'eval.json'

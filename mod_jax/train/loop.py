@@ -13,22 +13,22 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mod_jax import config as config_lib
+from mod_jax import optimizer as optimizer_lib
 from mod_jax import parallel, peaks, trees
 from mod_jax.errors import UserError
-from mod_jax.train import checkpoints as checkpoints_lib
+from mod_jax.runs import checkpoints as checkpoints_lib
+from mod_jax.runs import history as history_lib
+from mod_jax.runs import lock as lock_lib
+from mod_jax.runs import metrics as metrics_lib
+from mod_jax.runs import origin as origin_lib
+from mod_jax.runs import stop as stop_lib
+from mod_jax.runs import workdir as workdir_lib
+from mod_jax.runs.checkpoints import Checkpointer
+from mod_jax.runs.run_config import RunConfig
 from mod_jax.train import evaluation
-from mod_jax.train import history as history_lib
-from mod_jax.train import lock as lock_lib
-from mod_jax.train import metrics as metrics_lib
-from mod_jax.train import optimizer as optimizer_lib
-from mod_jax.train import origin as origin_lib
 from mod_jax.train import profile as profile_lib
 from mod_jax.train import state as state_lib
-from mod_jax.train import stop as stop_lib
-from mod_jax.train import workdir as workdir_lib
-from mod_jax.train.checkpoints import Checkpointer
 from mod_jax.train.progress import Progress
-from mod_jax.train.run_config import RunConfig
 from mod_jax.train.step import jit_step
 from mod_jax.train.task import Task
 

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from mod_jax import optimizer as optimizer_lib
 from mod_jax import parallel
-from mod_jax.train import optimizer as optimizer_lib
 
 
 @flax.struct.dataclass

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from mod_jax.losses import sums
-from mod_jax.train.run_config import TrainConfig
+from mod_jax.runs.run_config import TrainConfig
 from mod_jax.train.state import TrainState
 
 

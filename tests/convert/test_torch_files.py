@@ -1,6 +1,6 @@
 """PyTorch's files: what it wrote is read, and nothing in them is run.
 
-`tests/golden/make_vit.py` wrote the files, with PyTorch.
+`tools/golden/make_vit.py` wrote the files, with PyTorch.
 """
 
 import collections

@@ -1,6 +1,6 @@
 """The same logits as other libraries, from their weights, and back again.
 
-`tests/golden/make_vit.py` wrote what is compared with.
+`tools/golden/make_vit.py` wrote what is compared with.
 """
 
 import dataclasses

@@ -17,7 +17,7 @@ from mod_jax import config as config_lib
 from mod_jax.layers.rules import Rule
 from mod_jax.layers.scores import Router, Score
 from mod_jax.layers.slots import Slot
-from mod_jax.train.run_config import RunConfig
+from mod_jax.runs.run_config import RunConfig
 from mod_jax.train.task import Task
 
 

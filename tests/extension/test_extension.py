@@ -16,10 +16,10 @@ from mod_jax.errors import UserError
 from mod_jax.layers import stack
 from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.models.lm import LMConfig
+from mod_jax.runs import metrics as metrics_lib
 from mod_jax.tasks import phases
 from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train import evaluation, loop
-from mod_jax.train import metrics as metrics_lib
 import mod_jax_kernels
 from mod_jax_kernels import dispatch
 

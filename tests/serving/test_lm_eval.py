@@ -33,7 +33,7 @@ def harness():
 
 @pytest.fixture(scope='module')
 def tasks():
-  path = GOLDEN / 'lm_eval_tasks.py'
+  path = GOLDEN.parents[1] / 'tools' / 'golden' / 'lm_eval_tasks.py'
   spec = importlib.util.spec_from_file_location('lm_eval_tasks', path)
   module = importlib.util.module_from_spec(spec)
   spec.loader.exec_module(module)

@@ -22,12 +22,12 @@ from mod_jax.errors import UserError
 from mod_jax.layers.routing_config import MoDConfig, VisionRoutingConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.models.vit import ViTConfig
+from mod_jax.optimizer import OptimizerConfig
+from mod_jax.runs.run_config import EvaluationConfig, LogConfig, TrainConfig
 from mod_jax.serving.run import Run
 from mod_jax.tasks import make_task, phases
 from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train import evaluation
-from mod_jax.train.optimizer import OptimizerConfig
-from mod_jax.train.run_config import EvaluationConfig, LogConfig, TrainConfig
 
 GOLDEN = pathlib.Path(__file__).parents[1] / 'golden'
 CLASSES = ('blue', 'red')

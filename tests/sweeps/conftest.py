@@ -6,10 +6,10 @@ import types
 from absl import flags
 import pytest
 
+from mod_jax.runs import workdir as workdir_lib
+from mod_jax.runs.metrics import MetricWriter
 from mod_jax.sweeps import __main__ as sweeps
 from mod_jax.train import loop
-from mod_jax.train import workdir as workdir_lib
-from mod_jax.train.metrics import MetricWriter
 
 
 @pytest.fixture

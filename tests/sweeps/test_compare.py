@@ -13,11 +13,11 @@ from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
 from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.models.lm import LMConfig
+from mod_jax.runs import workdir as workdir_lib
+from mod_jax.runs.metrics import MetricWriter
+from mod_jax.runs.run_config import TrainConfig
 from mod_jax.sweeps import compare
 from mod_jax.tasks.experiment import ExperimentConfig
-from mod_jax.train import workdir as workdir_lib
-from mod_jax.train.metrics import MetricWriter
-from mod_jax.train.run_config import TrainConfig
 
 DENSE = ExperimentConfig(
   model=LMConfig(num_layers=2, width=16, num_heads=1, routing=None),

@@ -12,11 +12,11 @@ from mod_jax import viz
 from mod_jax.errors import UserError
 from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.models.lm import LMConfig
+from mod_jax.runs import lock
+from mod_jax.runs import workdir as workdir_lib
 from mod_jax.sweeps import grid
 from mod_jax.tasks import phases
 from mod_jax.tasks.experiment import ExperimentConfig
-from mod_jax.train import lock
-from mod_jax.train import workdir as workdir_lib
 
 CONFIG = ExperimentConfig(
   name='lm', model=LMConfig(routing=MoDConfig(period=1, offset=0))

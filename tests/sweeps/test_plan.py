@@ -14,6 +14,8 @@ from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
 from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.models.lm import LMConfig
+from mod_jax.optimizer import OptimizerConfig
+from mod_jax.runs.run_config import TrainConfig
 from mod_jax.sweeps import manifest, plan
 from mod_jax.sweeps.plan import Group, SweepConfig
 from mod_jax.tasks.experiment import (
@@ -21,8 +23,6 @@ from mod_jax.tasks.experiment import (
   ExperimentConfig,
   PhaseConfig,
 )
-from mod_jax.train.optimizer import OptimizerConfig
-from mod_jax.train.run_config import TrainConfig
 
 DENSE_FIRST = PhaseConfig(num_steps=9, batch_size=4, learning_rate=1e-3)
 ROOT = pathlib.Path(__file__).resolve().parents[2]

@@ -14,14 +14,14 @@ from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
 from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.models.lm import LMConfig
+from mod_jax.optimizer import OptimizerConfig
+from mod_jax.runs import lock
+from mod_jax.runs.checkpoints import CheckpointConfig
+from mod_jax.runs.run_config import EvaluationConfig, LogConfig, TrainConfig
 from mod_jax.sweeps import manifest, run
 from mod_jax.sweeps.manifest import Entry
 from mod_jax.tasks import make_task, phases
 from mod_jax.tasks.experiment import ExperimentConfig
-from mod_jax.train import lock
-from mod_jax.train.checkpoints import CheckpointConfig
-from mod_jax.train.optimizer import OptimizerConfig
-from mod_jax.train.run_config import EvaluationConfig, LogConfig, TrainConfig
 
 BASE = ExperimentConfig(
   model=LMConfig(

@@ -28,6 +28,10 @@ from mod_jax.losses import acm as acm_losses
 from mod_jax.models import acm
 from mod_jax.models.lm import LMConfig
 from mod_jax.models.vit import ViTConfig
+from mod_jax.runs import workdir as workdir_lib
+from mod_jax.runs.checkpoints import Checkpointer
+from mod_jax.runs.run_config import EvaluationConfig
+from mod_jax.studies import adaptive as adaptive_studies
 from mod_jax.tasks import make_task
 from mod_jax.tasks.adaptive import Adaptive
 from mod_jax.tasks.experiment import (
@@ -36,11 +40,7 @@ from mod_jax.tasks.experiment import (
   PhaseConfig,
   PruningObjective,
 )
-from mod_jax.tasks.studies import adaptive as adaptive_studies
 from mod_jax.train import evaluation
-from mod_jax.train import workdir as workdir_lib
-from mod_jax.train.checkpoints import Checkpointer
-from mod_jax.train.run_config import EvaluationConfig
 
 DENSE = ViTConfig(
   image_size=8,

@@ -22,6 +22,9 @@ from mod_jax.models import acm
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.models.vit import ViTConfig
+from mod_jax.runs import workdir as workdir_lib
+from mod_jax.runs.checkpoints import Checkpointer
+from mod_jax.runs.run_config import EvaluationConfig, TrainConfig
 from mod_jax.serving import export
 from mod_jax.serving import run as run_lib
 from mod_jax.tasks import make_task, phases
@@ -34,9 +37,6 @@ from mod_jax.tasks.experiment import (
 )
 from mod_jax.tasks.pruning import Pruning
 from mod_jax.train import evaluation
-from mod_jax.train import workdir as workdir_lib
-from mod_jax.train.checkpoints import Checkpointer
-from mod_jax.train.run_config import EvaluationConfig, TrainConfig
 
 ADAPTIVE = AdaptiveConfig(num_learners=2, replace=(FFNS,))
 ROUTED = ViTConfig(

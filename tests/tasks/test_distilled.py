@@ -18,10 +18,10 @@ from mod_jax import flops, parallel, trees
 from mod_jax.data import text
 from mod_jax.errors import UserError
 from mod_jax.layers.mode import Mode
+from mod_jax.studies import conversion
 from mod_jax.tasks import make_task, phases
 from mod_jax.tasks.distilled import Distilled
 from mod_jax.tasks.experiment import ConversionObjective
-from mod_jax.tasks.studies import conversion
 from mod_jax.train import evaluation
 
 ROOT = pathlib.Path(__file__).parents[2]

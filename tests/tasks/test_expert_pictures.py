@@ -11,9 +11,9 @@ from mod_jax.data.text import TextDataConfig
 from mod_jax.layers.experts import Assigned, ExpertsConfig
 from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.models.lm import LMConfig
+from mod_jax.runs.run_config import EvaluationConfig
 from mod_jax.tasks import expert_pictures, make_task
 from mod_jax.tasks.experiment import ExperimentConfig
-from mod_jax.train.run_config import EvaluationConfig
 
 NONE, AWAY = viz.NO_EXPERT, viz.NOT_THERE
 

@@ -30,6 +30,9 @@ from mod_jax.layers.stem import ConvStemConfig
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.models.vit import ViTConfig, resize_positions
+from mod_jax.optimizer import OptimizerConfig
+from mod_jax.runs import metrics as metrics_lib
+from mod_jax.runs.run_config import EvaluationConfig, TrainConfig
 from mod_jax.tasks import make_task, phases, warm_start
 from mod_jax.tasks.experiment import (
   ACMObjective,
@@ -39,9 +42,6 @@ from mod_jax.tasks.experiment import (
 from mod_jax.tasks.plain import Plain
 from mod_jax.tasks.pruning import Pruning
 from mod_jax.train import evaluation, loop
-from mod_jax.train import metrics as metrics_lib
-from mod_jax.train.optimizer import OptimizerConfig
-from mod_jax.train.run_config import EvaluationConfig, TrainConfig
 
 GOLDEN = pathlib.Path(__file__).parents[1] / 'golden'
 DENSE = ViTConfig(

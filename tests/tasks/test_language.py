@@ -27,12 +27,12 @@ from mod_jax.errors import UserError
 from mod_jax.layers.mode import Mode, RoutingMode
 from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.models.lm import LMConfig
+from mod_jax.runs.run_config import EvaluationConfig
 from mod_jax.tasks import language, make_task
 from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train import evaluation
 from mod_jax.train import state as state_lib
 from mod_jax.train.evaluation import held_out
-from mod_jax.train.run_config import EvaluationConfig
 from mod_jax.train.step import train_step
 
 EVERY = {'capacity': 0.25, 'period': 1, 'offset': 0}

@@ -12,20 +12,21 @@ import numpy as np
 import pytest
 
 from mod_jax import config as config_lib
+from mod_jax import optimizer as optimizer_lib
 from mod_jax import parallel, trees
 from mod_jax.errors import UserError
 from mod_jax.layers.acm import FFNS
 from mod_jax.layers.mode import Mode
 from mod_jax.models import acm
+from mod_jax.runs import lock
+from mod_jax.runs import workdir as workdir_lib
+from mod_jax.runs.checkpoints import Checkpointer
 from mod_jax.sweeps import grid
 from mod_jax.tasks import make_task, phases, warm_start
 from mod_jax.tasks.adaptive import Adaptive
 from mod_jax.tasks.experiment import ACMObjective, ExperimentConfig, PhaseConfig
-from mod_jax.train import evaluation, lock, loop
-from mod_jax.train import optimizer as optimizer_lib
+from mod_jax.train import evaluation, loop
 from mod_jax.train import state as state_lib
-from mod_jax.train import workdir as workdir_lib
-from mod_jax.train.checkpoints import Checkpointer
 
 pytestmark = pytest.mark.usefixtures('compilation_cache', 'one_device_each')
 

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from mod_jax import config as config_lib
+from mod_jax.runs import checkpoints, metrics
 from mod_jax.tasks import phases
-from mod_jax.train import checkpoints, evaluation, metrics
+from mod_jax.train import evaluation
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 STEPS = 3

@@ -29,13 +29,14 @@ from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
 from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.models.lm import LMConfig
+from mod_jax.runs import lock, stop
+from mod_jax.runs import metrics as metrics_lib
+from mod_jax.runs import workdir as workdir_lib
+from mod_jax.runs.checkpoints import CheckpointConfig
 from mod_jax.tasks import capacity_warmup, make_task, phases
 from mod_jax.tasks.experiment import ExperimentConfig
-from mod_jax.train import evaluation, lock, loop, stop
-from mod_jax.train import metrics as metrics_lib
+from mod_jax.train import evaluation, loop
 from mod_jax.train import step as step_lib
-from mod_jax.train import workdir as workdir_lib
-from mod_jax.train.checkpoints import CheckpointConfig
 from mod_jax.train.loop import TrainingDiverged
 
 pytestmark = pytest.mark.usefixtures('compilation_cache', 'one_device')

@@ -19,14 +19,14 @@ from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
 from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.models.lm import LMConfig
+from mod_jax.optimizer import OptimizerConfig
 from mod_jax.parallel import MeshConfig
+from mod_jax.runs import metrics as metrics_lib
+from mod_jax.runs import workdir as workdir_lib
 from mod_jax.tasks import phases, warm_start
 from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.tasks.plain import Plain
 from mod_jax.train import evaluation, loop
-from mod_jax.train import metrics as metrics_lib
-from mod_jax.train import workdir as workdir_lib
-from mod_jax.train.optimizer import OptimizerConfig
 
 pytestmark = pytest.mark.usefixtures('compilation_cache')
 
@@ -272,7 +272,7 @@ def test_an_edited_config_is_refused(at_step_4, one_device):
 def test_signals_at_any_moment(tmp_path):
   # The first of those that the command sends by the hundred.
   spec = importlib.util.spec_from_file_location(
-    'chaos', ROOT / 'tests' / 'chaos.py'
+    'chaos', ROOT / 'tools' / 'chaos.py'
   )
   chaos = importlib.util.module_from_spec(spec)
   sys.modules['chaos'] = chaos  # For its dataclasses.

@@ -9,19 +9,19 @@ import numpy as np
 import pytest
 
 from mod_jax import config as config_lib
+from mod_jax import optimizer as optimizer_lib
 from mod_jax import parallel, tasks
 from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
 from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.models.lm import LMConfig
+from mod_jax.optimizer import OptimizerConfig
 from mod_jax.parallel import MeshConfig
+from mod_jax.runs import metrics as metrics_lib
 from mod_jax.tasks import phases
 from mod_jax.tasks.experiment import ExperimentConfig
-from mod_jax.train import metrics as metrics_lib
-from mod_jax.train import optimizer as optimizer_lib
 from mod_jax.train import state as state_lib
 from mod_jax.train.evaluation import held_out
-from mod_jax.train.optimizer import OptimizerConfig
 from mod_jax.train.step import train_step
 
 pytestmark = pytest.mark.usefixtures('compilation_cache')

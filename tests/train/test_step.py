@@ -10,13 +10,13 @@ import numpy as np
 import optax
 import pytest
 
+from mod_jax import optimizer as optimizer_lib
 from mod_jax import parallel, tasks
 from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.models.lm import LMConfig
+from mod_jax.optimizer import OptimizerConfig
 from mod_jax.tasks.experiment import ExperimentConfig
-from mod_jax.train import optimizer as optimizer_lib
 from mod_jax.train import state as state_lib
-from mod_jax.train.optimizer import OptimizerConfig
 from mod_jax.train.step import train_step
 
 EVERY = {'capacity': 0.25, 'period': 1, 'offset': 0}

@@ -11,11 +11,11 @@ from matplotlib.figure import Figure
 import numpy as np
 
 from mod_jax import config as config_lib
+from mod_jax.runs import workdir as workdir_lib
 from mod_jax.tasks import warm_start
 from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train import evaluation, loop
 from mod_jax.train import task as task_lib
-from mod_jax.train import workdir as workdir_lib
 
 
 class Tiny(task_lib.Task):

@@ -1,0 +1,139 @@
+"""Configs that all runs share, whatever they train."""
+
+import dataclasses
+
+from mod_jax import config as config_lib
+from mod_jax import errors, parallel
+from mod_jax.optimizer import OptimizerConfig
+from mod_jax.runs.checkpoints import CheckpointConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+  """Length of the training, batch size, capacity warm-up and averaging."""
+
+  num_steps: config_lib.PositiveCount = 1000  # Updates of the parameters.
+  # Passes over the training data, which set the number of steps; None uses
+  # num_steps.
+  num_epochs: config_lib.Positive | None = None
+  # Rows of a step, on all devices together.
+  batch_size: config_lib.Size = 16
+  # Microbatches of a step, whose gradients are added.
+  grad_accum_steps: config_lib.Size = 1
+  # The capacity of routed layers falls from 1 over this many first steps, or
+  # this fraction of all.
+  capacity_warmup_steps: config_lib.Steps = 0
+  # Number of capacities during the warm-up; each compiles its own program.
+  capacity_warmup_stages: config_lib.Unrolled = 4
+  # EMA decay of the parameters; the averages are evaluated in their place. 0
+  # keeps none.
+  ema_decay: config_lib.Decay = 0.0
+
+  def __post_init__(self):
+    config_lib.validate(self)
+    if self.batch_size % self.grad_accum_steps:
+      raise errors.UserError(
+        f'batch_size={self.batch_size} does not divide by'
+        f' grad_accum_steps={self.grad_accum_steps}: change one of them.'
+      )
+    if self.capacity_warmup_steps >= self.num_steps:
+      raise errors.UserError(
+        f'capacity_warmup_steps={self.capacity_warmup_steps} leaves nothing of'
+        f' a run of {self.num_steps} steps: shorten the warm-up or lengthen the'
+        ' run.'
+      )
+
+  @property
+  def rows(self) -> int:
+    """Rows of a microbatch."""
+    return self.batch_size // self.grad_accum_steps
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvaluationConfig:
+  """How often a run is evaluated, and on how much held-out data."""
+
+  # Steps between evaluations, or a fraction of all; 0 evaluates at the end
+  # only.
+  every: config_lib.Steps = 500
+  # Batches per evaluation, spread over the held-out data; 0 uses all of it.
+  batches: config_lib.Count = 16
+  batch_size: config_lib.Size = 16  # Rows of a batch, on all devices together.
+  final_batches: config_lib.Count = 64  # Batches at the run's end; 0 = all.
+  prompt: str = ''  # Start of the final sample; '' = held-out text.
+  # Tokens of that sample, at most the sequence length; 0 draws none.
+  sample_tokens: config_lib.Count = 256
+
+  def __post_init__(self):
+    config_lib.validate(self)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LogConfig:
+  """How often progress is shown, and where metrics are logged."""
+
+  every: config_lib.PositiveCount = 10  # Steps between lines of progress.
+  tensorboard: bool = True  # Whether to log to TensorBoard, too.
+  wandb: bool = False  # Whether to log to Weights & Biases.
+
+  def __post_init__(self):
+    config_lib.validate(self)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunConfig:
+  """A run. Subclasses add the model and the data."""
+
+  name: str = 'run'  # Name of the run in logs.
+  # Seeds the initial parameters, the order of the data, and all other draws.
+  seed: config_lib.Seed = 0
+  # Weights to start from: the workdir of a run, a checkpoint file, or a folder
+  # as written by this library, Hugging Face or timm.
+  init: str | None = None
+  optimizer: OptimizerConfig = OptimizerConfig()
+  train: TrainConfig = TrainConfig()
+  evaluation: EvaluationConfig = EvaluationConfig()
+  mesh: parallel.MeshConfig = parallel.MeshConfig()
+  checkpoint: CheckpointConfig = CheckpointConfig()
+  log: LogConfig = LogConfig()
+
+  def __post_init__(self):
+    config_lib.validate(self)
+
+
+def fitted(config: RunConfig, num_devices: int) -> RunConfig:
+  """Returns the config with its mesh fitted to the number of devices."""
+  mesh = parallel.fit_mesh(config.mesh, num_devices, config.train.rows)
+  return dataclasses.replace(config, mesh=mesh)
+
+
+# Fields in which a run and its continuation may differ, because they affect
+# training by no more than rounding, or not at all.
+RESUMABLE = (
+  'name',
+  'evaluation',
+  'mesh',
+  'checkpoint',
+  'log',
+  *('data.max_epochs', 'data.workers', 'data.read_threads'),
+  *('data.prefetch', 'data.cache_dir'),
+  # Paths of the data; their fingerprint ensures that the data are the same.
+  *('data.path', 'data.files', 'data.eval_files', 'data.tokenizer_path'),
+  *('data.data_dir', 'data.tfds_dir'),
+)
+# Fields that may change in a continuation with --allow_changed_config: they
+# affect training from then on, but not the structure of the state.
+CHANGEABLE = (
+  'train.num_steps',
+  'train.capacity_warmup_steps',
+  'train.capacity_warmup_stages',
+  'optimizer.learning_rate',
+  'optimizer.warmup_steps',
+  'optimizer.final_fraction',
+  'optimizer.weight_decay',
+  'optimizer.clip_norm',
+  'optimizer.layer_decay',
+  'model.routing.capacity',
+  'model.routing.capacity_decay',
+  'model.routing.capacity_floor',
+)

@@ -1,0 +1,197 @@
+"""The files of a run's directory, and checks of its config."""
+
+import contextlib
+import functools
+import json
+
+from absl import logging
+from etils import epath
+
+from mod_jax import config as config_lib
+from mod_jax import paths
+from mod_jax.errors import UserError
+from mod_jax.runs.run_config import CHANGEABLE, RESUMABLE, RunConfig
+
+PHASE = 'phase_'  # Prefix of the directories of a run's earlier phases.
+_CONFIG = 'config.json'
+# Fields of a config that name runs or files of weights.
+_WEIGHTS = ('init', 'objective.teacher')
+# Keys of a config.json that Hugging Face or timm wrote.
+_THEIRS = {'architecture', 'architectures', 'model_type', 'num_attention_heads'}
+
+expand = paths.expand
+
+
+def checkpoints(workdir) -> epath.Path:
+  return expand(workdir) / 'checkpoints'
+
+
+def pictures(workdir) -> epath.Path:
+  return expand(workdir) / 'pictures'
+
+
+def holds_run(path) -> bool:
+  """Whether a run was begun in this directory."""
+  path = expand(path) / _CONFIG
+  if not path.is_file():
+    return False
+  fields = {}
+  with contextlib.suppress(OSError, ValueError, RecursionError):
+    fields = json.loads(path.read_text(encoding='utf-8'))
+  # A file that cannot be parsed may be a damaged one of ours.
+  return not (isinstance(fields, dict) and _THEIRS & fields.keys())
+
+
+def find(init: str) -> epath.Path:
+  """Returns the path that `config.init` names.
+
+  Raises:
+    UserError: nothing exists there, or it is a remote file of weights.
+  """
+  path = expand(init)
+  if path.exists():
+    if paths.is_remote(path) and not holds_run(path):
+      raise UserError(
+        f'init={init} is not the workdir of a run, and files of weights are'
+        ' read on this machine only: copy it here first.'
+      )
+    return path
+  raise paths.missing(init, 'init')
+
+
+def read_config(workdir, cls: type[RunConfig]) -> RunConfig:
+  """Returns the config of the run in a directory, as an instance of `cls`.
+
+  Raises:
+    UserError: there is no run, or its config cannot be read.
+  """
+  path = expand(workdir) / _CONFIG
+  if not path.is_file():
+    raise UserError(
+      f'--workdir={workdir} holds no run ({_CONFIG} is missing): train one'
+      ' there first, or name the directory of one.'
+    )
+  try:
+    text = path.read_text(encoding='utf-8')
+  except (OSError, UnicodeDecodeError) as error:
+    why = error.strerror if isinstance(error, OSError) else 'it is not UTF-8'
+    raise UserError(
+      f'{path} cannot be read ({why}): restore it from a copy, or name another'
+      ' workdir.'
+    ) from error
+  try:
+    return config_lib.from_json(cls, text)
+  except UserError as error:
+    raise UserError(f'{path}: {error}') from error
+
+
+def check(
+  workdir, config: RunConfig, *, allow_changes: bool = False
+) -> list[str]:
+  """Checks that a directory holds no run, or one that `config` continues.
+
+  Args:
+    workdir: the directory.
+    config: of the run to begin or continue there.
+    allow_changes: whether `CHANGEABLE` fields may differ.
+
+  Returns:
+    A line for each `CHANGEABLE` field that differs.
+
+  Raises:
+    UserError: the directory holds a run with another config.
+  """
+  if not holds_run(workdir):
+    return []
+  return refuse_differences(
+    read_config(workdir, type(config)),
+    config,
+    f'--workdir={workdir} holds a run with a different config',
+    'continue that run with its own config; or with other steps, learning rates'
+    ' or capacities by --allow_changed_config; or start another run from its'
+    f' weights, in another workdir by --config.init={workdir}.',
+    allow_changes=allow_changes,
+  )
+
+
+def refuse_differences(
+  held: RunConfig,
+  config: RunConfig,
+  what: str,
+  way_out: str,
+  *,
+  allow_changes: bool = False,
+) -> list[str]:
+  """Raises UserError if `config` cannot continue the existing run.
+
+  Args:
+    held: config of the existing run.
+    config: of the run that is to continue it.
+    what: start of the message, before the differences.
+    way_out: end of the message.
+    allow_changes: whether `CHANGEABLE` fields may differ.
+
+  Returns:
+    A line for each `CHANGEABLE` field that differs.
+  """
+  differences = []
+  for line in config_lib.diff(held, config):
+    field = line.split(':')[0]
+    if field in RESUMABLE or field.split('.')[0] in RESUMABLE:
+      continue
+    if field in _WEIGHTS and _same_weights(
+      *(functools.reduce(getattr, field.split('.'), c) for c in (held, config))
+    ):
+      continue
+    differences.append(line)
+  allowed = []
+  if allow_changes:
+    before, after = held.optimizer.switches, config.optimizer.switches
+    # Switching a part on or off changes the state's structure.
+    changeable = {f for f in CHANGEABLE if before.get(f) == after.get(f)}
+    allowed = [d for d in differences if d.split(':')[0] in changeable]
+    differences = [d for d in differences if d not in allowed]
+  if differences:
+    shown = '; '.join(differences[:5])
+    if len(differences) > 5:
+      shown += f'; and {len(differences) - 5} more'
+    raise UserError(f'{what} ({shown}): {way_out}')
+  return allowed
+
+
+def _same_weights(held: str | None, now: str | None) -> bool:
+  """Whether paths are equal, or of one phase before and after a move."""
+  if not held or not now:
+    return False
+  before, after = paths.absolute(held), paths.absolute(now)
+  moved = (
+    before.name == after.name
+    and before.name.startswith(PHASE)
+    and not before.exists()
+  )
+  return before == after or moved
+
+
+def claim(workdir, config: RunConfig) -> None:
+  """Writes the config of a run that passed `check` into its directory.
+
+  Raises:
+    UserError: the directory cannot be written.
+  """
+  if not holds_run(workdir) and checkpoints(workdir).exists():
+    logging.warning(
+      '%s was missing in %s, where there are checkpoints: it is written anew.',
+      *(_CONFIG, workdir),
+    )
+  try:
+    write_text(expand(workdir) / _CONFIG, config_lib.to_json(config))
+  except OSError as error:
+    raise UserError(
+      f'--workdir={workdir} cannot be written ({error.strerror}): name a'
+      ' directory that can.'
+    ) from error
+
+
+def write_text(path, text: str) -> None:
+  """Writes a text file atomically."""
+  paths.write_bytes(path, text.encode())

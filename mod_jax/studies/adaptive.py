@@ -1,0 +1,82 @@
+"""Studies of an adaptive model: robustness to corrupted images."""
+
+import jax
+import numpy as np
+
+from mod_jax import viz
+from mod_jax.data import augment, corruptions
+from mod_jax.data import images as images_lib
+from mod_jax.layers import stack as stack_lib
+from mod_jax.models import acm
+from mod_jax.studies import devices
+from mod_jax.train.task import Study
+
+_IMAGES = 512
+_SEVERITIES = range(6)  # 0 is the clean image.
+
+
+@devices.on_one_device
+def robustness(task, params, model_state) -> Study:
+  """Measures accuracy and load under corruptions of five severities.
+
+  The converted model is measured for comparison. Both classify up to 512
+  held-out images with the corruptions of `data.corruptions`.
+  """
+  model = task.config.model
+  batch = task.modality.examples(_IMAGES)
+  shown_BHWC = images_lib.denormalize(task.config.data, batch['image'])
+  # Reads the teacher's arrays, which may be `convert.entry.Lazy`.
+  teacher = jax.tree.map(np.asarray, task.load_teacher())
+  key = jax.random.key(task.config.seed)
+
+  @jax.jit
+  def guess(params, model_state, teacher, images_BHWC):
+    variables, rngs = {'params': params, **model_state}, {'routing': key}
+    output = model.build().apply(variables, images_BHWC, rngs=rngs)
+    teacher_output = (
+      acm.without(model).build().apply(teacher, images_BHWC, rngs=rngs)
+    )
+    load_B = task.load_per_row(stack_lib.collect(output.aux, 'adaptive'))
+    return *(
+      x.logits_BV.argmax(axis=-1) for x in (output, teacher_output)
+    ), load_B
+
+  data = task.config.data
+  lines = [
+    f'{"corruption":<12}{"severity":>9}{"adaptive":>10}{"dense":>8}{"load":>8}'
+  ]
+  metrics = {}
+  for kind in corruptions.CORRUPTIONS:
+    for severity in _SEVERITIES:
+      corrupted_BHWC = corruptions.corrupt(
+        shown_BHWC, kind, severity, seed=task.config.seed
+      )
+      images_BHWC = augment.normalize(corrupted_BHWC, data.mean, data.std)
+      adaptive_B, dense_B, load_B = jax.device_get(
+        guess(params, model_state, teacher, images_BHWC)
+      )
+      measured = {
+        'adaptive': float(np.mean(adaptive_B == batch['label'])),
+        'dense': float(np.mean(dense_B == batch['label'])),
+        'load': float(load_B.mean()),
+      }
+      metrics[f'{kind}/{severity}'] = measured
+      lines.append(
+        f'{kind:<12}{severity:>9}{measured["adaptive"]:>10.4f}'
+        f'{measured["dense"]:>8.4f}{measured["load"]:>8.4f}'
+      )
+  lines.append(
+    f'{len(batch["label"])} held-out images; severity 0 is none. Dense: the'
+    ' model that was converted.'
+  )
+  curves = {
+    kind: {
+      name: [metrics[f'{kind}/{severity}'][name] for severity in _SEVERITIES]
+      for name in ('adaptive', 'dense', 'load')
+    }
+    for kind in corruptions.CORRUPTIONS
+  }
+  figure = viz.corruption_curves(curves, budget=task.objective.budget)
+  return Study(
+    text='\n'.join(lines), metrics=metrics, figures={'curves': figure}
+  )

@@ -1,0 +1,402 @@
+"""Studies of a language model: attention ranks, routing and copying."""
+
+import collections
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import scipy
+
+from mod_jax import errors, viz
+from mod_jax.models import lm
+from mod_jax.studies import devices
+from mod_jax.train.task import Study
+
+# Rows of held-out text for attention maps, and tokens of each.
+_SAMPLES = 16
+_TOKENS = 256
+_BATCHES = 16
+_ROWS = 8  # Rows of a batch, where logits are needed.
+_PARTS = 8  # Parts of the context by which to report losses.
+_DRAWS = 1000  # Resamples of the bootstrap.
+_OFTEN = 40  # Minimum occurrences of a piece of text to be listed.
+_LISTED = 12  # Pieces to list at either end.
+
+
+@devices.on_one_device
+def arank(task, params, model_state) -> Study:
+  """Measures the rank of attention maps, and suggests which blocks to route.
+
+  This is the ARank of γ-MoD (Luo et al. 2024): the rank of the causal attention
+  map with its diagonal set to 0, averaged over heads and samples. With n
+  tokens, singular values count if they exceed n · 1.2e-7 of the largest, the
+  resolution of float32. Blocks of low rank mix their tokens least, and are
+  suggested for routing: as many as are routed now, or half of a dense model's.
+  A routed block's map covers the n tokens that it processes under top-k, so
+  blocks are compared by their rank divided by its maximum, n - 1.
+  """
+  config = task.config.model
+  model, variables = lm.unrolled_variables(
+    dataclasses.replace(config, remat='none'), {'params': params, **model_state}
+  )
+  # As in training, where all queries and keys are computed at once.
+  model = model.build(train=True)
+
+  @jax.jit
+  def look(variables, **inputs):
+    output, state = model.apply(
+      variables,
+      **inputs,
+      rngs={'routing': jax.random.key(task.config.seed)},
+      mutable=['intermediates'],
+    )
+    intermediates = state['intermediates']
+    return [
+      {
+        name: intermediates[f'block_{i}']['attention'][name][0][0]
+        for name in _SOWN
+      }
+      | ({'chosen': aux['router'].chosen_BL[0]} if 'router' in aux else {})
+      for i, aux in enumerate(output.aux)
+    ]
+
+  counts_NR2 = []
+  for sample in _full_rows(task):
+    layers = jax.device_get(look(variables, **sample))
+    position_L = np.arange(sample['tokens_BL'].shape[1])
+    segment_L = np.zeros_like(position_L)
+    if 'segment_BL' in sample:
+      segment_L = np.asarray(sample['segment_BL'][0])
+    counts_R2 = []
+    for layer in layers:
+      is_processed = layer.get('chosen', np.ones(len(position_L), bool))
+      at_K, of_K = position_L[is_processed], segment_L[is_processed]
+      distance_KS = at_K[:, None] - at_K
+      seen_KS = (distance_KS >= 0) & (of_K[:, None] == of_K)
+      if config.window is not None:
+        seen_KS &= distance_KS < config.window
+      q_KHC, k_KGC = (layer[name][: len(at_K)] for name in _SOWN)
+      counts_R2.append((len(at_K), mean_rank(q_KHC, k_KGC, seen_KS)))
+    counts_NR2.append(counts_R2)
+  tokens_R, rank_R = np.mean(counts_NR2, axis=0).T
+  share_R = rank_R / np.maximum(tokens_R - 1, 1)
+  routed = [i for i, c in enumerate(config.capacities) if c is not None]
+  count = len(routed) or max(1, len(rank_R) // 2)
+  order = np.argsort(share_R, kind='stable')
+  suggested = sorted(order[:count].tolist())
+  lines = [f'{"block":>9}{"tokens":>9}{"rank":>9}{"share":>9}']
+  for i, (tokens, rank, share) in enumerate(
+    zip(tokens_R, rank_R, share_R, strict=True)
+  ):
+    name = f'{i} routed' if i in routed else str(i)
+    lines.append(f'{name:>9}{tokens:9g}{rank:9.2f}{share:9.2%}')
+  facts = f'{len(counts_NR2)} held-out rows of {len(position_L)} tokens'
+  lines.append(
+    f'{facts}; singular values count from tokens x 1.2e-7 of the largest on.'
+    f' Lowest share: model.routing.layers={tuple(suggested)}'
+  )
+  return Study(
+    text='\n'.join(lines),
+    metrics={
+      'rank': rank_R.tolist(),
+      'share': share_R.tolist(),
+      'tokens': tokens_R.tolist(),
+      'samples': len(counts_NR2),
+      'suggested': suggested,
+    },
+    figures={
+      'arank': viz.attention_ranks(
+        share_R,
+        routed=routed,
+        suggested=suggested,
+        facts=facts,
+        title='Rank of the attention maps on held-out text',
+      )
+    },
+  )
+
+
+_SOWN = ('queries', 'keys')
+
+
+def mean_rank(q_LHC, k_LGC, seen_LS) -> float:
+  """Returns the rank of attention maps without their diagonals, over heads.
+
+  Args:
+    q_LHC: queries, G divides H.
+    k_LGC: keys.
+    seen_LS: which keys each query attends to, including its own.
+  """
+  length, heads, channels = q_LHC.shape
+  if length < 2:
+    return 0.0
+  k_LHC = np.repeat(k_LGC, heads // k_LGC.shape[1], axis=1)
+  logit_HLS = np.einsum('LHC,SHC->HLS', *map(np.float64, (q_LHC, k_LHC)))
+  logit_HLS = np.where(seen_LS, logit_HLS / channels**0.5, -np.inf)
+  weight_HLS = scipy.special.softmax(logit_HLS, axis=-1) * (1 - np.eye(length))
+  tolerance = length * float(np.finfo(np.float32).eps)
+  return float(np.linalg.matrix_rank(weight_HLS, rtol=tolerance).mean())
+
+
+def _full_rows(task):
+  """Yields keyword arguments of the model for single rows without padding."""
+  count = 0
+  for batch in task.eval_batches(
+    batch_size=task.config.evaluation.batch_size, num_batches=_BATCHES
+  ):
+    full_B = np.asarray(task.modality.token_weights(batch) > 0).all(axis=1)
+    for row in np.flatnonzero(full_B)[: _SAMPLES - count]:
+      count += 1
+      names = {'tokens': 'tokens_BL', 'segments': 'segment_BL'}
+      yield {
+        argument: batch[name][row, :_TOKENS][None]
+        for name, argument in names.items()
+        if name in batch
+      }
+  if not count:
+    raise errors.UserError(
+      'the study arank looks at held-out rows without padding, and there are'
+      f' none: set data.length={task.config.data.length} lower, or give more'
+      ' text.'
+    )
+
+
+@devices.on_one_device
+def engagement(task, params, model_state) -> Study:
+  """Correlates the routed blocks that process a token with its entropy.
+
+  Measures for each held-out token the number of routed blocks that process it
+  under top-k, and the entropy of the model's prediction of the next token
+  (Raposo et al. 2024, section 4.1, find a positive correlation). Spearman's
+  correlation is given with a 95% interval, bootstrapped over sequences.
+  """
+  mode = task.modality.modes()['top_k/']
+
+  @jax.jit
+  def look(params, model_state, batch, key):
+    output = _logits(task, mode, params, model_state, batch, key)
+    log_p_BLV = jax.nn.log_softmax(output.logits_BLV.astype(jnp.float32))
+    entropy_BL = -jnp.sum(jnp.exp(log_p_BLV) * log_p_BLV, axis=-1)
+    count_BL = sum(
+      routed.chosen_BL.astype(jnp.int32) for routed in output.routing
+    )
+    return count_BL, entropy_BL
+
+  batches = []
+  key = jax.random.key(task.config.seed)
+  for batch in _few_rows(task, _BATCHES):
+    count_BL, entropy_BL = look(params, model_state, batch, key)
+    valid_BL = task.modality.token_weights(batch) > 0
+    arrays = (count_BL, entropy_BL, valid_BL, batch['tokens'])
+    batches.append([np.asarray(jax.device_get(x)) for x in arrays])
+  count_RL, entropy_RL, valid_RL, token_RL = map(
+    np.concatenate, zip(*batches, strict=True)
+  )
+  blocks = sum(c is not None for c in task.config.model.capacities)
+  count_N, entropy_N = count_RL[valid_RL], entropy_RL[valid_RL]
+  spearman, low, high = correlation(count_RL, entropy_RL, valid_RL)
+  groups = {k: entropy_N[count_N == k] for k in range(blocks + 1)}
+  groups = {k: values for k, values in groups.items() if len(values)}
+  pieces = _pieces(
+    token_RL[valid_RL], count_N / blocks, task.modality.tokenizer
+  )
+  lines = [f'{"routed blocks":>13}{"tokens":>10}{"entropy":>10}{"median":>10}']
+  for k, values in groups.items():
+    lines.append(
+      f'{k:13d}{len(values) / len(count_N):10.2%}{values.mean():10.4f}'
+      f'{np.median(values):10.4f}'
+    )
+  lines.append(
+    f"Entropy of the prediction in nats. Spearman's correlation {spearman:.4f}"
+    f' (95%: {low:.4f} to {high:.4f}), {len(count_N):,} held-out tokens of'
+    f' {len(count_RL)} sequences, under top-k.'
+  )
+  return Study(
+    text='\n'.join(lines),
+    metrics={
+      'spearman': spearman,
+      'interval': [low, high],
+      'tokens': len(count_N),
+      'blocks': {
+        str(k): {
+          'share': len(values) / len(count_N),
+          'entropy': float(values.mean()),
+        }
+        for k, values in groups.items()
+      },
+      'pieces': pieces,
+    },
+    figures={
+      'entropy': viz.engagement(
+        groups,
+        pieces,
+        listed=_LISTED,
+        blocks=blocks,
+        facts=f'Spearman {spearman:.3f}, 95%: {low:.3f} to {high:.3f}',
+        title='Held-out text: which tokens the routed blocks process',
+      )
+    },
+  )
+
+
+@devices.on_one_device
+def copying(task, params, model_state) -> Study:
+  """Measures whether a language model copies from its context.
+
+  Small models learn this late, and within a few hundred steps, by heads that
+  look for what followed the same token before (induction heads, Olsson et al.
+  2022). Of two runs that differ only in the seed or the number of heads, one
+  may end with such heads and with a much lower loss, so that their comparison
+  shows luck. The study reports the held-out loss by position, which falls as
+  far as context is used; the held-out loss after tokens that are new in their
+  context, where such heads do not help, and after repeated ones; and the loss
+  of random tokens that come twice, where only copying predicts the second time.
+  The held-out rows are those of the final evaluation. Routed models choose
+  their tokens by top-k.
+  """
+  mode = next(iter(task.modality.modes().values()))
+  look = jax.jit(functools.partial(_token_losses, task, mode))
+  key = jax.random.key(task.config.seed)
+  sums_23L = 0.0
+  for batch in _few_rows(task, task.config.evaluation.final_batches):
+    weight_BL = np.asarray(batch['weights'])
+    loss_BL = np.asarray(look(params, model_state, batch, key))
+    new_BL = _new_in_context(batch['tokens'], batch.get('segments'))
+    parts_3BL = weight_BL * np.stack([np.ones_like(new_BL), new_BL, ~new_BL])
+    sums_23L += np.stack([loss_BL * parts_3BL, parts_3BL]).sum(axis=2)
+  total_8, count_8 = (
+    np.array([x.sum() for x in np.array_split(sums_L, _PARTS)])
+    for sums_L in sums_23L[:, 0]
+  )
+  by_position = (total_8 / np.maximum(count_8, 1.0)).tolist()
+  total_3, count_3 = sums_23L.sum(axis=2)
+  _, after_new, after_seen = (total_3 / np.maximum(count_3, 1.0)).tolist()
+  share_new = float(count_3[1] / count_3[0])
+  length = task.config.data.length
+  once = length // 2
+  rows = len(weight_BL)
+  random_BL = np.random.default_rng(0).integers(
+    task.modality.tokenizer.vocab_size, size=(rows, once), dtype=np.int32
+  )
+  twice_BL = np.tile(random_BL, 3)[:, : length + 1]
+  loss_BL = look(
+    params,
+    model_state,
+    {
+      'tokens': twice_BL[:, :-1],
+      'targets': twice_BL[:, 1:],
+      'weights': np.ones((rows, length), np.float32),
+    },
+    key,
+  )
+  # The last prediction of the first pass is of the first repeated token.
+  first = float(loss_BL[:, : once - 1].mean())
+  second = float(loss_BL[:, once : 2 * once - 1].mean())
+  lines = [
+    'held-out loss by position, in nats per token',
+    '  '.join(f'{loss:.3f}' for loss in by_position),
+    f'after tokens that are new in their context ({share_new:.0%})'
+    f' {after_new:.3f}, after the others {after_seen:.3f}',
+    f'random tokens: the first time {first:.3f}, the second {second:.3f}',
+  ]
+  return Study(
+    text='\n'.join(lines),
+    metrics={
+      'loss': by_position,
+      'after_new': after_new,
+      'after_seen': after_seen,
+      'share_new': share_new,
+      'first': first,
+      'second': second,
+    },
+  )
+
+
+def _few_rows(task, batches: int):
+  """Returns the rows of `batches` held-out batches (0 = all), in smaller ones.
+
+  The logits of a large batch may not fit on one device.
+  """
+  size = task.config.evaluation.batch_size
+  rows = min(size, _ROWS)
+  return task.eval_batches(
+    batch_size=rows, num_batches=batches * size // rows or None
+  )
+
+
+def _new_in_context(token_BL, segment_BL=None):
+  """Returns whether each token is the first of its kind in its document."""
+  new_BL = np.zeros(token_BL.shape, bool)
+  for row, token_L in enumerate(token_BL):
+    # Pairs of document and token, as one number each.
+    if segment_BL is not None:
+      token_L = token_L + (token_L.max() + 1) * segment_BL[row]
+    new_BL[row, np.unique(token_L, return_index=True)[1]] = True
+  return new_BL
+
+
+def _token_losses(task, mode, params, model_state, batch, key):
+  """Returns the cross-entropy of each token of a batch, [B, L]."""
+  logits_BLV = _logits(task, mode, params, model_state, batch, key).logits_BLV
+  return optax.softmax_cross_entropy_with_integer_labels(
+    logits_BLV.astype(jnp.float32), batch['targets']
+  )
+
+
+def _logits(task, mode, params, model_state, batch, key):
+  """Returns the output with logits, which need a call without targets."""
+  batch = {name: x for name, x in batch.items() if name != 'targets'}
+  return task.apply(params, model_state, batch, key, mode)
+
+
+def correlation(x_RL, y_RL, valid_RL, seed: int = 0):
+  """Returns Spearman's correlation over all tokens, and its 95% interval.
+
+  The interval is a percentile bootstrap over rows, since tokens of a row are
+  not independent; ranks are computed once, over all tokens. All three are NaN
+  if x or y is constant.
+  """
+  ranks = np.zeros((2, *x_RL.shape))
+  for rank_RL, values_RL in zip(ranks, (x_RL, y_RL), strict=True):
+    rank_N = scipy.stats.rankdata(values_RL[valid_RL])
+    rank_RL[valid_RL] = rank_N - rank_N.mean()
+  a_RL, b_RL = ranks
+  # Of each row: count, sums, and sums of products.
+  sums_R6 = np.stack(
+    [
+      x.sum(axis=1)
+      for x in (valid_RL, a_RL, b_RL, a_RL**2, b_RL**2, a_RL * b_RL)
+    ],
+    axis=1,
+  )
+  rng = np.random.default_rng(seed)
+  rows = len(sums_R6)
+  times_DR = rng.multinomial(rows, np.full(rows, 1 / rows), _DRAWS)
+  # The first row is the original sample.
+  times_DR = np.vstack([np.ones(rows), times_DR])
+  n, a, b, aa, bb, ab = (times_DR @ sums_R6).T
+  with np.errstate(invalid='ignore', divide='ignore'):
+    r = (ab - a * b / n) / np.sqrt((aa - a * a / n) * (bb - b * b / n))
+  low, high = np.quantile(r[1:], (0.025, 0.975))
+  return float(r[0]), float(low), float(high)
+
+
+def _pieces(token_N, share_N, tokenizer) -> dict[str, float]:
+  """Returns the mean share of blocks by piece, for frequent pieces."""
+  tokens = np.unique(token_N)
+  sums = collections.defaultdict(lambda: np.zeros(2))
+  # Several tokens may have the same text, such as parts of a character.
+  for token, piece in zip(
+    tokens, tokenizer.pieces(tokens.tolist()), strict=True
+  ):
+    of_token_N = share_N[token_N == token]
+    sums[piece] += len(of_token_N), of_token_N.sum()
+  shares = {
+    piece: float(total / count)
+    for piece, (count, total) in sums.items()
+    if count >= _OFTEN
+  }
+  return dict(sorted(shares.items(), key=lambda item: -item[1]))

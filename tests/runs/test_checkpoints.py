@@ -1,0 +1,653 @@
+"""Checkpoints: bit exact, whole or absent, and never silently damaged."""
+
+import collections
+import hashlib
+import json
+import os
+import pathlib
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import flax.struct
+import grain
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import optax
+import pytest
+
+from mod_jax.errors import UserError
+from mod_jax.runs import checkpoints, checksums
+from mod_jax.runs.checkpoints import CheckpointConfig, Checkpointer
+
+
+@flax.struct.dataclass
+class State:
+  step: jax.Array
+  params: dict
+  opt_state: optax.OptState
+  rng: jax.Array
+  model_state: dict
+
+
+def make_state(seed, width=6):
+  rng = np.random.default_rng(seed)
+  params = {
+    'embed': {'kernel': jnp.asarray(rng.normal(size=(8, width)), jnp.float32)},
+    'head': jnp.asarray(rng.normal(size=(width, 8)), jnp.bfloat16),
+  }
+  optimiser = optax.adamw(1e-3)
+  opt_state = optimiser.init(params)
+  _, opt_state = optimiser.update(params, opt_state, params)
+  return State(
+    step=jnp.asarray(seed, jnp.int32),
+    params=params,
+    opt_state=opt_state,
+    rng=jax.random.key(seed),
+    model_state={'seen': jnp.asarray(rng.integers(0, 9, 3), jnp.int8)},
+  )
+
+
+def abstract(state):
+  return jax.eval_shape(lambda: state)
+
+
+def make_iterator():
+  data = grain.MapDataset.range(1000).shuffle(seed=3).repeat().batch(2)
+  return iter(data.to_iter_dataset())
+
+
+def bits(tree):
+  def raw(x):
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+      return str(jax.random.key_impl(x)), np.asarray(jax.random.key_data(x))
+    return str(x.dtype), np.asarray(x)
+
+  return [(dtype, x.shape, x.tobytes()) for dtype, x in map(raw, tree)]
+
+
+def assert_same(a, b):
+  assert jax.tree.structure(a) == jax.tree.structure(b)
+  assert bits(jax.tree.leaves(a)) == bits(jax.tree.leaves(b))
+
+
+def save_steps(directory, steps, **config):
+  iterator = make_iterator()
+  with Checkpointer(directory, CheckpointConfig(**config)) as checkpointer:
+    for step in steps:
+      next(iterator)
+      checkpointer.save(step, make_state(step), iterator, {'saved': step})
+
+
+def restore(directory, iterator=None):
+  said = []
+  with Checkpointer(directory, CheckpointConfig()) as checkpointer:
+    restored = checkpointer.restore(
+      abstract(make_state(0)), iterator, report=said.append
+    )
+  return restored, said
+
+
+def mesh_of(shape, names):
+  count = int(np.prod(shape))
+  return jax.make_mesh(
+    shape,
+    names,
+    axis_types=(AxisType.Auto,) * len(names),
+    devices=jax.devices()[:count],
+  )
+
+
+@pytest.fixture(scope='module')
+def two_steps(tmp_path_factory):
+  """A directory with checkpoints at steps 1 and 2; copy it to change it."""
+  directory = tmp_path_factory.mktemp('template')
+  save_steps(directory, [1, 2])
+  return directory
+
+
+@pytest.fixture
+def copy(two_steps, tmp_path):
+  shutil.copytree(two_steps, tmp_path / 'checkpoints')
+  return tmp_path / 'checkpoints'
+
+
+def test_round_trip_is_bit_exact(tmp_path):
+  iterator = make_iterator()
+  next(iterator)
+  state = make_state(7)
+  state = state.replace(
+    model_state={
+      **state.model_state,
+      'odd': jnp.array([np.nan, -0.0, np.inf, 1e-45], jnp.float32),
+      'rbg': jax.random.split(jax.random.key(1, impl='rbg'), 3),
+    }
+  )
+  with Checkpointer(tmp_path, CheckpointConfig()) as checkpointer:
+    checkpointer.save(7, state, iterator, {'config': {'width': 6}})
+    expected = [next(iterator) for _ in range(5)]
+  fresh = make_iterator()
+  with Checkpointer(tmp_path, CheckpointConfig()) as checkpointer:
+    restored = checkpointer.restore(abstract(state), fresh)
+  assert restored.step == 7
+  assert restored.metadata == {'config': {'width': 6}}
+  assert_same(restored.state, state)
+  np.testing.assert_array_equal([next(fresh) for _ in range(5)], expected)
+  assert not np.array_equal(next(make_iterator()), expected[0])
+
+
+def test_nothing_saved_yet(tmp_path):
+  restored, said = restore(tmp_path / 'new' / 'checkpoints')
+  assert restored is None
+  assert said == []
+  assert checkpoints.restore_subtree(tmp_path / 'none', {}) is None
+
+
+@pytest.mark.parametrize('shards', [1, 8])
+def test_state_may_be_donated_and_data_may_go_on(tmp_path, shards):
+  mesh = mesh_of((shards,), ('data',))
+  expected = np.arange(2**20, dtype=np.float32)
+  state = {'x': jax.device_put(expected, NamedSharding(mesh, P('data')))}
+  overwrite = jax.jit(
+    lambda s: jax.tree.map(lambda x: x * 0 - 1, s), donate_argnums=0
+  )
+  iterator = make_iterator()
+  metadata = {'a': 1}
+  with Checkpointer(tmp_path, CheckpointConfig()) as checkpointer:
+    checkpointer.save(1, state, iterator, metadata)
+    metadata['a'] = 2
+    for _ in range(5):
+      state = overwrite(state)
+      next(iterator)
+    jax.block_until_ready(state)
+  fresh = make_iterator()
+  with Checkpointer(tmp_path, CheckpointConfig()) as checkpointer:
+    restored = checkpointer.restore(abstract(state), fresh)
+  np.testing.assert_array_equal(restored.state['x'], expected)
+  np.testing.assert_array_equal(next(fresh), next(make_iterator()))
+  assert restored.metadata == {'a': 1}
+
+
+def test_saving_in_the_background_leaves_the_manifest_in_the_commit(
+  tmp_path, monkeypatch
+):
+  seen = []
+  write = Checkpointer._write_manifest
+
+  def spy(self):
+    write(self)
+    seen.append(sorted(path.name for path in pathlib.Path(tmp_path).iterdir()))
+
+  monkeypatch.setattr(Checkpointer, '_write_manifest', spy)
+  save_steps(tmp_path, [5])
+  # The manifest was there while the checkpoint was still invisible.
+  assert len(seen) == 1
+  assert '5' not in seen[0]
+  manifest = json.loads((tmp_path / '5' / 'manifest.json').read_text())
+  assert any(name.startswith('state/') for name in manifest)
+  assert 'metadata/metadata' in manifest
+  # Each process hashes its own files; what it noted of them does not stay.
+  assert any('ocdbt.process_0/d/' in name for name in manifest)
+  assert not list(tmp_path.rglob('sha256.*'))
+
+
+def test_keeps_the_newest(tmp_path):
+  save_steps(tmp_path, [1, 2, 3, 4, 5], keep=2)
+  with Checkpointer(tmp_path, CheckpointConfig(keep=2)) as checkpointer:
+    assert checkpointer.steps() == [4, 5]
+    checkpointer.save(6, make_state(6))
+    checkpointer.wait()
+    assert checkpointer.steps() == [5, 6]
+  names = {path.name for path in tmp_path.iterdir()}
+  assert names == {'5', '6'}
+
+
+def test_saving_a_step_twice_keeps_the_first(tmp_path):
+  config = CheckpointConfig(asynchronous=False)
+  with Checkpointer(tmp_path, config) as checkpointer:
+    checkpointer.save(1, make_state(1))
+    assert checkpointer.steps() == [1]  # Synchronous: there at once.
+    checkpointer.save(1, make_state(2))
+    restored = checkpointer.restore(abstract(make_state(0)))
+  assert_same(restored.state, make_state(1))
+
+
+def test_an_error_in_the_background_is_raised(tmp_path, monkeypatch):
+  def fail(*_):
+    raise OSError('no space left on device')
+
+  with Checkpointer(tmp_path, CheckpointConfig()) as checkpointer:
+    checkpointer.save(1, make_state(1))
+    checkpointer.wait()
+    with monkeypatch.context() as patch:
+      patch.setattr(checksums, '_digests', fail)
+      checkpointer.save(2, make_state(2))
+      with pytest.raises(OSError, match='no space'):
+        checkpointer.wait()
+    assert checkpointer.steps() == [1]
+    checkpointer.save(3, make_state(3))
+    checkpointer.wait()
+    assert checkpointer.steps() == [1, 3]
+
+
+def test_after_a_failed_save_nothing_is_left_running(tmp_path, monkeypatch):
+  late = []
+  monkeypatch.setattr(sys, 'unraisablehook', late.append)
+  # As a full disk does it, without one: no file may have more than 200 KB.
+  before = resource.getrlimit(resource.RLIMIT_FSIZE)
+  arrays = np.random.default_rng(0).normal(size=(300, 1000))
+  arrays = {str(i): jnp.array(row) for i, row in enumerate(arrays)}
+  resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, before[1]))
+  try:
+    for attempt in range(3):
+      checkpointer = Checkpointer(tmp_path / str(attempt), CheckpointConfig())
+      checkpointer.save(1, arrays)
+      with pytest.raises(ValueError, match='File too large'):
+        checkpointer.close()
+    time.sleep(0.1)
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+  assert not late
+
+
+def largest(directory):
+  files = [path for path in directory.rglob('*') if path.is_file()]
+  return max(files, key=lambda path: path.stat().st_size)
+
+
+def truncate(path):
+  os.truncate(path, path.stat().st_size // 2)
+
+
+def flip(path):
+  data = bytearray(path.read_bytes())
+  data[len(data) // 2] ^= 1
+  path.write_bytes(data)
+
+
+def array_file(step):
+  return largest(step / 'state' / 'ocdbt.process_0' / 'd')
+
+
+# The many kinds of damage are in test_damage.py.
+def test_the_one_before_is_used_and_the_run_goes_on(copy):
+  flip(array_file(copy / '2'))
+  state, iterator, said = abstract(make_state(0)), make_iterator(), []
+  with Checkpointer(copy, CheckpointConfig(keep=2)) as checkpointer:
+    restored = checkpointer.restore(state, iterator, report=said.append)
+    assert restored.step == 1
+    assert restored.metadata == {'saved': 1}
+    assert_same(restored.state, make_state(1))
+    expected = make_iterator()
+    next(expected)
+    np.testing.assert_array_equal(next(iterator), next(expected))
+    (sentence,) = said
+    assert 'step 2' in sentence
+    assert 'using the one at step 1 instead' in sentence
+    # Nothing is lost, and the step is free again.
+    assert sorted(os.listdir(copy)) == ['1', '2.corrupt']
+    for step in (2, 3):
+      checkpointer.save(step, make_state(step), iterator)
+      checkpointer.wait()
+    assert checkpointer.steps() == [2, 3]
+    restored = checkpointer.restore(state)
+  assert_same(restored.state, make_state(3))
+  restored, said = restore(copy, iterator)
+  assert (restored.step, said) == (3, [])
+
+
+# Orbax leaves a coroutine behind where reading fails.
+@pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning')
+@pytest.mark.parametrize('harm', [truncate, os.unlink])
+def test_damage_is_found_without_a_manifest(copy, harm):
+  (copy / '2' / 'manifest.json').unlink()
+  # All of them: Orbax does not need each of its files.
+  for path in (copy / '2' / 'state').rglob('d/*'):
+    harm(path)
+  restored, said = restore(copy, make_iterator())
+  assert restored.step == 1
+  assert 'step 2' in said[0]
+
+
+def test_without_a_manifest_only_where_there_is_nothing_better(copy):
+  for step in ('1', '2'):
+    (copy / step / 'manifest.json').unlink()
+  restored, (said,) = restore(copy, make_iterator())
+  assert restored.step == 2
+  assert 'nothing vouches for the checkpoint at step 2' in said
+  assert_same(restored.state, make_state(2))
+  assert not (copy / '2.corrupt').exists()
+
+
+def edit_metadata(step, change):
+  """Changes what was saved beside the arrays, manifest included."""
+  path, manifest = step / 'metadata' / 'metadata', step / 'manifest.json'
+  path.write_text(json.dumps(change(json.loads(path.read_text()))))
+  entries = json.loads(manifest.read_text())
+  digest = hashlib.sha256(path.read_bytes()).hexdigest()
+  entry = {'bytes': path.stat().st_size, 'sha256': digest}
+  manifest.write_text(json.dumps(entries | {'metadata/metadata': entry}))
+
+
+def test_a_checkpoint_of_an_older_version_is_refused(copy):
+  edit_metadata(copy / '2', lambda told: told['metadata'])
+  for call in (
+    lambda: restore(copy, make_iterator()),
+    lambda: checkpoints.restore_named(copy, ['params']),
+  ):
+    with pytest.raises(UserError, match='older version of mod_jax') as e:
+      call()
+    assert '\n' not in str(e.value)
+  assert (copy / '2').is_dir()
+
+
+@pytest.mark.parametrize('harm', [truncate, flip, os.unlink])
+def test_files_that_the_manifest_leaves_out_do_not_matter(copy, harm):
+  names = [path for path in (copy / '2').iterdir() if path.is_file()]
+  names = [path for path in names if path.name != 'manifest.json']
+  assert names
+  for path in names:
+    harm(path)
+  restored, _ = restore(copy, make_iterator())
+  assert restored.step == 2
+  assert_same(restored.state, make_state(2))
+
+
+def test_none_usable_is_an_error_each_time(copy):
+  for step in ('1', '2'):
+    flip(array_file(copy / step))
+  for _ in range(2):  # A second start must not find an empty directory.
+    with pytest.raises(UserError, match='no checkpoint in .* is usable') as e:
+      restore(copy)
+    assert 'step 2' in str(e.value)
+    assert 'step 1' in str(e.value)
+  with pytest.raises(UserError, match='no checkpoint in .* is usable') as e:
+    checkpoints.restore_subtree(copy, {}, step=2)
+  assert 'step 1' not in str(e.value)
+
+
+def test_leftovers_of_a_killed_save_are_cleaned(copy):
+  (copy / 'notes').mkdir()  # Somebody's.
+  leftover = copy / '7.orbax-checkpoint-tmp'
+  shutil.copytree(copy / '2', leftover)
+  shutil.copytree(copy / '1', copy / 'deleted' / '0')
+  with Checkpointer(copy, CheckpointConfig()) as checkpointer:
+    assert checkpointer.steps() == [1, 2]
+    checkpointer.save(3, make_state(3))
+  assert not leftover.exists()
+  assert not (copy / 'deleted').exists()
+  assert restore(copy)[0].step == 3
+
+
+@pytest.mark.parametrize(
+  ('change', 'words'),
+  [
+    (
+      lambda state: make_state(0, width=4),
+      ['params/embed/kernel', '(8, 6)', '(8, 4)'],
+    ),
+    (
+      lambda state: state.replace(
+        params={**state.params, 'router': jnp.zeros(3)}
+      ),
+      ['params/router', '(3,)', 'has no'],
+    ),
+    (
+      lambda state: state.replace(model_state={}),
+      ['model_state/seen', '(3,)', 'lacks'],
+    ),
+    (
+      lambda state: state.replace(step=jnp.zeros((), jnp.float32)),
+      ['step', 'int32', 'float32'],
+    ),
+  ],
+  ids=['shape', 'missing', 'extra', 'dtype'],
+)
+def test_another_model_is_an_error_and_no_damage(copy, change, words):
+  said = []
+  with (
+    Checkpointer(copy, CheckpointConfig()) as checkpointer,
+    pytest.raises(UserError) as e,
+  ):
+    checkpointer.restore(abstract(change(make_state(0))), report=said.append)
+  for word in words:
+    assert word in str(e.value)
+  assert '\n' not in str(e.value)
+  assert said == []
+  assert restore(copy)[0].step == 2
+
+
+@pytest.mark.parametrize('position', [{'data_position': {'a': 1}}, {}])
+def test_another_kind_of_data_is_an_error_and_no_damage(copy, position):
+  def change(saved):
+    del saved['data_position']
+    return saved | position
+
+  edit_metadata(copy / '2', change)
+  with pytest.raises(UserError, match='no data position that fits'):
+    restore(copy, make_iterator())
+  assert restore(copy)[0].step == 2
+
+
+def test_restores_onto_another_mesh(tmp_path):
+  assert jax.device_count() == 8
+  x = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
+  before = mesh_of((8,), ('data',))
+  after = mesh_of((2, 2), ('fsdp', 'tensor'))
+  state = {
+    'x': jax.device_put(x, NamedSharding(before, P('data'))),
+    'y': jax.device_put(x, NamedSharding(before, P(None, 'data'))),
+    'rng': jax.device_put(jax.random.key(3), NamedSharding(before, P())),
+  }
+  with Checkpointer(tmp_path, CheckpointConfig()) as checkpointer:
+    checkpointer.save(1, state)
+  wanted = {
+    'x': NamedSharding(after, P('tensor', 'fsdp')),
+    'y': NamedSharding(after, P()),
+    'rng': NamedSharding(after, P()),
+  }
+  target = jax.tree.map(
+    lambda leaf, s: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=s),
+    state,
+    wanted,
+  )
+  with Checkpointer(tmp_path, CheckpointConfig()) as checkpointer:
+    restored = checkpointer.restore(target).state
+  assert_same(restored, state)
+  for name, sharding in wanted.items():
+    assert restored[name].sharding.is_equivalent_to(
+      sharding, restored[name].ndim
+    )
+  assert restored['x'].addressable_shards[0].data.shape == (8, 4)
+
+
+def test_restores_uncommitted_without_a_sharding(copy):
+  restored, _ = restore(copy)
+  sharded = jax.device_put(
+    jnp.ones(8), NamedSharding(mesh_of((8,), ('data',)), P())
+  )
+  # Would raise for an array that is tied to one device.
+  jax.jit(lambda x, y: x.sum() + y)(
+    restored.state.params['embed']['kernel'], sharded
+  )
+
+
+def test_part_of_a_checkpoint(copy):
+  before = sorted(copy.rglob('*'))
+  state = make_state(2)
+  wanted = abstract(state).replace(opt_state=None, rng=None, step=None)
+  restored = checkpoints.restore_subtree(copy, wanted)
+  assert restored.step == 2
+  assert restored.metadata == {'saved': 2}
+  assert_same(restored.state.params, state.params)
+  assert_same(restored.state.model_state, state.model_state)
+  assert restored.state.opt_state is None
+
+  by_name = checkpoints.restore_subtree(
+    copy, {'params': abstract(state).params}, step=1
+  )
+  assert_same(by_name.state, {'params': make_state(1).params})
+  assert sorted(copy.rglob('*')) == before
+
+
+def test_part_of_a_damaged_checkpoint_leaves_it_where_it_is(copy):
+  flip(array_file(copy / '2'))
+  before = sorted(copy.rglob('*'))
+  said = []
+  wanted = {'params': abstract(make_state(0)).params}
+  restored = checkpoints.restore_subtree(copy, wanted, report=said.append)
+  assert restored.step == 1
+  assert 'step 2' in said[0]
+  assert sorted(copy.rglob('*')) == before
+
+
+@pytest.mark.parametrize('step', [None, 1])
+def test_part_of_a_checkpoint_that_a_run_deletes_meanwhile(tmp_path, step):
+  save_steps(tmp_path, [1])
+  seen = []
+
+  def meanwhile(saved):
+    seen.append(saved.step)
+    if saved.step == 1:
+      save_steps(tmp_path, [2], keep=1)
+
+  def read():
+    wanted = {'params': abstract(make_state(0)).params}
+    return checkpoints.restore_subtree(
+      tmp_path, wanted, step=step, check=meanwhile
+    )
+
+  if step is None:
+    assert_same(read().state, {'params': make_state(2).params})
+    assert seen == [1, 2]
+  else:
+    with pytest.raises(UserError, match=r'step 1 .*expected one of \[2\]'):
+      read()
+
+
+def test_part_that_is_not_there(copy):
+  with pytest.raises(UserError, match='no params/head2'):
+    checkpoints.restore_subtree(
+      copy, {'params': {'head2': jax.ShapeDtypeStruct((1,), jnp.float32)}}
+    )
+  with pytest.raises(UserError, match=r'step 9 .*expected one of \[1, 2\]'):
+    checkpoints.restore_subtree(copy, {}, step=9)
+
+
+@pytest.mark.parametrize(
+  'bad', [{'every': -1}, {'every': 10**20}, {'keep': 0}, {'keep': 1.5}]
+)
+def test_config_is_checked(bad):
+  with pytest.raises(UserError, match=next(iter(bad))):
+    CheckpointConfig(**bad)
+
+
+def test_due(tmp_path):
+  with Checkpointer(tmp_path, CheckpointConfig(every=4)) as checkpointer:
+    assert [s for s in range(1, 13) if checkpointer.due(s)] == [4, 8, 12]
+  with Checkpointer(tmp_path, CheckpointConfig(every=0)) as checkpointer:
+    assert not any(checkpointer.due(s) for s in range(1, 13))
+
+
+# Saves one checkpoint after the other until it is killed: by itself at a named
+# point, or by its parent after a while. One process imports everything and
+# forks the victims, before any thread or device exists.
+_VICTIMS = """
+import os, pathlib, signal, sys, time
+import jax.numpy as jnp
+from mod_jax.runs import checkpoints
+from mod_jax.runs import checksums
+
+def die():
+  os.kill(os.getpid(), signal.SIGKILL)
+
+def die_at_call(owner, name, when):
+  original, calls = getattr(owner, name), []
+  def wrapped(*args, **kwargs):
+    calls.append(args)
+    if when(len(calls), *args):
+      die()
+    return original(*args, **kwargs)
+  setattr(owner, name, wrapped)
+
+def victim(directory, plan):
+  config = checkpoints.CheckpointConfig(keep=2)
+  checkpointer = checkpoints.Checkpointer(directory, config)
+  checkpointer.save(1, {'x': jnp.full(9999, 1)})
+  checkpointer.wait()
+  pathlib.Path(directory, 'ready').touch()
+  kind, _, value = plan.partition(':')
+  if kind == 'rename':
+    for name in ('rename', 'replace'):
+      die_at_call(os, name, lambda n, *_: n == int(value))
+  elif kind == 'manifest':
+    die_at_call(checksums, '_digests', lambda n, *_: n == 4)
+  elif kind == 'delete':
+    die_at_call(os, 'unlink', lambda n, *_: n == int(value))
+  for step in range(2, 10**6):
+    checkpointer.save(step, {'x': jnp.full(9999, step)})
+
+root, *plans = sys.argv[1:]
+for plan in plans:
+  directory = os.path.join(root, plan.replace(':', '_'))
+  os.mkdir(directory)
+  pid = os.fork()
+  if not pid:
+    try:
+      victim(directory, plan)
+    finally:
+      os._exit(1)
+  if plan.startswith('time'):
+    while not os.path.exists(os.path.join(directory, 'ready')):
+      time.sleep(0.01)
+    time.sleep(float(plan.split(':')[1]))
+    os.kill(pid, signal.SIGKILL)
+  _, status = os.waitpid(pid, 0)
+  print(plan, os.WTERMSIG(status) if os.WIFSIGNALED(status) else 'exit')
+"""
+
+
+def test_killed_at_any_moment_leaves_whole_checkpoints(tmp_path):
+  plans = ['manifest', 'rename:1', 'rename:4', 'delete:1', 'delete:3']
+  plans += ['time:0.02', 'time:0.19', 'time:0.41']
+  result = subprocess.run(
+    [sys.executable, '-c', _VICTIMS, tmp_path, *plans],
+    capture_output=True,
+    text=True,
+    timeout=120,
+    check=False,
+  )
+  expected = [f'{plan} {int(signal.SIGKILL)}' for plan in plans]
+  assert result.stdout.splitlines() == expected, result.stderr[-2000:]
+  left = collections.Counter()
+  for plan in plans:
+    directory = tmp_path / plan.replace(':', '_')
+    left.update(path.name.strip('0123456789') for path in directory.iterdir())
+    said = []
+    with Checkpointer(directory, CheckpointConfig(keep=2)) as checkpointer:
+      steps = checkpointer.steps()
+      assert steps
+      for step in steps:  # Visible means whole.
+        part = checkpoints.restore_subtree(
+          directory, {'x': jax.ShapeDtypeStruct((9999,), jnp.int32)}, step=step
+        )
+        np.testing.assert_array_equal(part.state['x'], np.full(9999, step))
+      restored = checkpointer.restore(part.state, report=said.append)
+      assert (restored.step, said) == (steps[-1], [])
+      checkpointer.save(steps[-1] + 1, part.state)
+    deadline = time.time() + 5
+    while (names := os.listdir(directory)) and time.time() < deadline:
+      if not any('tmp' in name or name == 'deleted' for name in names):
+        break
+      time.sleep(0.05)
+    assert sorted(set(names) - {'ready'}) == sorted(
+      map(str, [*steps, steps[-1] + 1][-2:])
+    )
+  # Otherwise no victim was caught in the act.
+  assert left['.orbax-checkpoint-tmp']

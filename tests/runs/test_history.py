@@ -1,0 +1,151 @@
+"""What is kept of a run's restarts, and traces of its steps."""
+
+import itertools
+
+import chex
+import jax
+import pytest
+from tiny_task import load, make_config, train
+
+from mod_jax import config as config_lib
+from mod_jax.errors import UserError
+from mod_jax.runs import history
+from mod_jax.runs import workdir as workdir_lib
+from mod_jax.train import profile
+
+pytestmark = pytest.mark.usefixtures('one_device')
+
+
+def test_the_cost_of_restarts(tmp_path):
+  times = iter([100, 130, 150, 180, 230, 300, 340, 400])
+  kept = history.History(tmp_path, clock=lambda: next(times))
+  kept.add('start', 0, lost_steps=0)  # 100
+  kept.add('first_step', 1)  # 130; the process is killed after step 14.
+  assert kept.report() is None
+  kept = history.History(tmp_path, clock=lambda: next(times))
+  kept.add('start', 10, lost_steps=4)  # 150
+  kept.add('first_step', 11)  # 180: 30 s to start.
+  kept.add('end', 36)  # 230: 25 steps of 2 s.
+  assert kept.report() == (
+    'continued once, which cost about 38 s: 30 s to start, and 4 step(s) done'
+    ' again'
+  )
+  kept.add('start', 36, lost_steps=0)  # 300
+  kept.add('first_step', 37)  # 340
+  assert 'continued 2 times, which cost about 78 s' in kept.report()
+  assert len(history.read(tmp_path)) == 7
+  history.History(tmp_path, enabled=False).add('start', 0)
+  assert len(history.read(tmp_path)) == 7
+  for text in ('{', '5', '{"event": "start"}'):
+    (tmp_path / 'history.jsonl').write_text(text)
+    with pytest.raises(UserError, match='move it away'):
+      history.History(tmp_path)
+
+
+def test_a_run_tells_how_it_was_continued(tmp_path, capsys):
+  config = make_config()
+  train(config, tmp_path, max_steps=3)
+  # What a kill after step 5, before it was saved, leaves behind.
+  path = tmp_path / 'metrics.jsonl'
+  with path.open('a') as file:
+    file.writelines(f'{{"step": {i}, "kind": "train"}}\n' for i in (4, 5))
+  train(config, tmp_path)
+  events = history.read(tmp_path)
+  assert [(e['event'], e['step']) for e in events] == [
+    *(('start', 0), ('first_step', 1), ('end', 3)),
+    *(('start', 3), ('first_step', 4), ('end', 6)),
+  ]
+  assert [e.get('lost_steps') for e in events[::3]] == [0, 2]
+  assert all(a['time'] <= b['time'] for a, b in itertools.pairwise(events))
+  assert '2 step(s) done again' in capsys.readouterr().err
+
+
+class TestLengthening:
+  # A rate that does not depend on how long the run is.
+  CONFIG = make_config(**{'optimizer.final_fraction': 1.0})
+
+  def test_is_as_if_the_run_had_been_so_long(self, tmp_path):
+    longer = config_lib.replace(self.CONFIG, {'train.num_steps': 9})
+    train(self.CONFIG, tmp_path / 'run')
+    with pytest.raises(UserError, match='init=.*run') as refused:
+      train(longer, tmp_path / 'run')
+    assert '(train.num_steps: 6 -> 9)' in str(refused.value)
+    assert '--allow_changed_config' in str(refused.value)
+    train(longer, tmp_path / 'run', allow_changed_config=True, max_steps=1)
+    # From here on it is the run's own config.
+    result = train(longer, tmp_path / 'run')
+    assert result.step == 9
+    whole = train(longer, tmp_path / 'whole')
+    chex.assert_trees_all_equal(result.state, whole.state)
+    assert result.metrics == whole.metrics
+    (change,) = (
+      e for e in history.read(tmp_path / 'run') if e['event'] == 'changed'
+    )
+    assert change['step'] == 6
+    assert change['fields'] == ['train.num_steps: 6 -> 9']
+    # What was saved before the change can be read as before.
+    assert load(tmp_path / 'run', step=6).step == 6
+
+  def test_another_rate(self, tmp_path):
+    faster = config_lib.replace(
+      self.CONFIG, {'train.num_steps': 9, 'optimizer.learning_rate': 0.5}
+    )
+    train(self.CONFIG, tmp_path)
+    before = load(tmp_path).params
+    after = train(faster, tmp_path, allow_changed_config=True).state.params
+    with pytest.raises(AssertionError):
+      chex.assert_trees_all_close(before, after, atol=0.1)
+
+  @pytest.mark.parametrize(
+    ('changes', 'why'),
+    [
+      ({'seed': 1}, 'seed: 0 -> 1'),
+      ({'optimizer.kind': 'sgd', 'train.num_steps': 9}, 'optimizer.kind'),
+      ({'train.num_steps': 5}, 'has taken 6 steps already'),
+      (
+        {'optimizer.clip_norm': 0.0, 'train.num_steps': 9},
+        'clip_norm: 1.0 -> 0.0',
+      ),
+    ],
+  )
+  def test_what_cannot_change(self, changes, why, tmp_path):
+    train(self.CONFIG, tmp_path)
+    before = (tmp_path / 'config.json').read_text()
+    other = config_lib.replace(self.CONFIG, changes)
+    with pytest.raises(UserError, match=why):
+      train(other, tmp_path, allow_changed_config=True)
+    assert (tmp_path / 'config.json').read_text() == before
+    assert history.changed_at(tmp_path) == -1
+
+
+def test_a_trace_of_some_steps(tmp_path, capsys):
+  train(make_config(), tmp_path, profile=profile.parse('2:3'))
+  (folder,) = (tmp_path / 'profile/plugins/profile').iterdir()
+  names = {path.name for path in folder.iterdir()}
+  assert 'perfetto_trace.json.gz' in names
+  assert any(name.endswith('.xplane.pb') for name in names)
+  assert 'traced steps 2 to 3' in capsys.readouterr().err
+  train(make_config(), tmp_path, profile=profile.parse('2:3'))
+  assert 'were taken before' in capsys.readouterr().err
+
+
+def test_a_stop_within_the_trace_ends_it(tmp_path, monkeypatch):
+  calls = []  # Real traces take seconds to write.
+  for name in ('start_trace', 'stop_trace'):
+    monkeypatch.setattr(
+      jax.profiler, name, lambda *args, name=name, **kwargs: calls.append(name)
+    )
+  train(make_config(), tmp_path, profile=range(1, 5), max_steps=2)
+  assert calls == ['start_trace', 'stop_trace']
+
+
+@pytest.mark.parametrize('text', ['3', '0:2', '4:3', 'a:b', '', '-1:2'])
+def test_steps_that_are_none(text):
+  with pytest.raises(UserError, match='first and the last step'):
+    profile.parse(text)
+
+
+def test_steps_that_the_run_does_not_have(tmp_path):
+  with pytest.raises(UserError, match='6 steps'):
+    train(make_config(), tmp_path, profile=range(5, 9))
+  assert not workdir_lib.holds_run(tmp_path)

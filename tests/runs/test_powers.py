@@ -1,0 +1,310 @@
+"""What the loop gives any task: averages, teachers, starts, rules, studies."""
+
+import json
+import shutil
+
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_task import Tiny, load, make_config, train
+
+from mod_jax import config as config_lib
+from mod_jax import parallel
+from mod_jax.data.text import TextDataConfig
+from mod_jax.errors import UserError
+from mod_jax.layers.routing_config import MoDConfig
+from mod_jax.models.lm import LMConfig
+from mod_jax.runs import checkpoints as checkpoints_lib
+from mod_jax.runs import metrics as metrics_lib
+from mod_jax.runs import workdir as workdir_lib
+from mod_jax.runs.run_config import RunConfig, TrainConfig
+from mod_jax.tasks import make_task, warm_start
+from mod_jax.tasks.experiment import ExperimentConfig
+from mod_jax.train import evaluation, loop
+from mod_jax.train import task as task_lib
+
+
+@pytest.fixture(autouse=True, scope='module')
+def _one_device(on_one_device):
+  with on_one_device(), pytest.MonkeyPatch.context() as patch:
+    # The curves take longer than the training.
+    patch.setattr(evaluation, 'report', lambda *args: None)
+    yield
+
+
+def leaves(tree):
+  return [np.asarray(x) for x in jax.tree.leaves(tree)]
+
+
+def assert_equal(a, b):
+  for x, y in zip(leaves(a), leaves(b), strict=True):
+    np.testing.assert_array_equal(x, y)
+
+
+def held_out(workdir):
+  return [x for x in metrics_lib.read(workdir) if x['kind'] == 'eval']
+
+
+@pytest.fixture(scope='module')
+def plain(tmp_path_factory):
+  """The directory of a run, which nobody changes, and its last state."""
+  workdir = tmp_path_factory.mktemp('runs') / 'plain'
+  return workdir, train(make_config(), workdir).state
+
+
+def test_the_loop_needs_no_more_of_a_config_than_a_run_has(tmp_path):
+  tiny = {
+    'train.num_steps': 3,
+    'optimizer.warmup_steps': 0,
+    'log.tensorboard': False,
+    'checkpoint.every': 2,
+  }
+  config = config_lib.replace(RunConfig(), tiny)
+  train(config, tmp_path, max_steps=2)
+  assert workdir_lib.read_config(tmp_path, RunConfig) == config
+  result = train(config, tmp_path)
+  assert (result.steps, result.finished) == (1, True)
+  trained = evaluation.load(Tiny(config), tmp_path)
+  assert_equal(trained.params, result.state.params)
+  other = config_lib.replace(config, {'seed': 1})
+  with pytest.raises(UserError, match='different config.*seed: 0 -> 1'):
+    train(other, tmp_path)
+
+
+def test_messages_are_the_tasks_own(tmp_path, capsys):
+  train(make_config(), tmp_path)
+  err = capsys.readouterr().err
+  assert 'step 4: held-out accuracy ' in err
+  assert ', loss ' in err
+  assert 'other' not in err
+  assert 'tokens' not in err
+
+
+class TestAverages:
+  def test_are_evaluated_saved_and_loaded(self, tmp_path):
+    config = make_config(**{'train.ema_decay': 0.9})
+    result = train(config, tmp_path / 'whole')
+    state = result.state
+    bias = state.ema['head']['bias'][0]
+    assert 0 < bias < state.params['head']['bias'][0]
+    assert result.metrics['accuracy'] == float(bias)
+    assert_equal(load(tmp_path / 'whole').params, state.ema)
+    # Stopped and continued, they are the same.
+    train(config, tmp_path / 'parts', max_steps=2)
+    rest = train(config, tmp_path / 'parts')
+    assert_equal(rest.state.ema, state.ema)
+
+  def test_none_are_kept_unasked(self, plain):
+    workdir, state = plain
+    assert state.ema is None
+    assert_equal(load(workdir).params, state.params)
+
+  @pytest.mark.parametrize('decay', [-0.1, 1.0])
+  def test_in_range(self, decay):
+    with pytest.raises(UserError, match='ema_decay'):
+      TrainConfig(ema_decay=decay)
+
+
+class TestTeacher:
+  def test_reach_the_loss_and_no_checkpoint(self, plain, tmp_path, monkeypatch):
+    _, plain = plain
+    teacher = {'kernel': np.full(8, 5.0, np.float32)}
+    monkeypatch.setattr(Tiny, 'held', teacher)
+    monkeypatch.setattr(Tiny, 'asked', 0)
+    taught = train(make_config(), tmp_path / 'taught').state
+    assert Tiny.asked == 1
+    kernels = [s.params['block_0']['kernel'] for s in (taught, plain)]
+    assert np.sum(kernels[0]) > np.sum(kernels[1])
+    assert jax.tree.structure(taught) == jax.tree.structure(plain)
+
+  def test_placed_on_the_mesh_and_no_constants(self, tmp_path, monkeypatch):
+    teacher = {'kernel': np.full(8, 5.125, np.float32)}
+    monkeypatch.setattr(Tiny, 'held', teacher)
+    config = make_config()
+    run = loop._Run(Tiny(config), config, tmp_path)
+    kernel = run.teacher['kernel']
+    assert kernel.sharding.is_fully_replicated
+    assert kernel.sharding.mesh == run.mesh
+    # What lies there stays.
+    monkeypatch.setattr(Tiny, 'held', run.teacher)
+    assert run._place_teacher()['kernel'] is kernel
+    batch = parallel.put_batch(next(run.iterator), run.mesh)
+    with jax.set_mesh(run.mesh):
+      state = run._fresh_state()
+      run._step(0)(state, batch, run.teacher)
+    assert not kernel.is_deleted()
+
+
+@pytest.fixture(scope='module')
+def source(tmp_path_factory):
+  """The directory of a run that keeps averages, and its last state."""
+  workdir = tmp_path_factory.mktemp('runs') / 'source'
+  config = make_config(
+    **{'train.ema_decay': 0.5, 'evaluation.every': 0, 'checkpoint.every': 0}
+  )
+  return workdir, train(config, workdir).state
+
+
+class TestStart:
+  def test_reads_a_run_without_its_task(self, source):
+    workdir, state = source
+    config, params, model_state = warm_start.read_workdir(workdir)
+    assert config == workdir_lib.read_config(workdir, ExperimentConfig)
+    assert_equal(params, state.ema)
+    assert params.keys() == {'block_0', 'head'}
+    assert float(model_state['statistics']['sum']) == 6
+
+  def test_a_fresh_run_starts_from_it_and_says_how_good_it_is(
+    self, source, tmp_path
+  ):
+    workdir, state = source
+    workdir = shutil.copytree(workdir, tmp_path / 'source')
+    config = make_config(init=str(workdir), seed=1, **{'train.ema_decay': 0.9})
+    run = loop._Run(Tiny(config), config, tmp_path / 'look')
+    assert_equal(run.adapted.params, state.ema)
+    assert_equal(run.adapted.ema, state.ema)
+    assert float(run.adapted.model_state['statistics']['sum']) == 6
+
+    result = train(config, tmp_path / 'run', max_steps=2)
+    assert float(result.state.model_state['statistics']['sum']) == 8
+    first = held_out(tmp_path / 'run')[0]
+    assert first['step'] == 0
+    assert first['accuracy'] == float(state.ema['head']['bias'][0])
+    # Then the run has weights of its own.
+    (workdir / 'config.json').unlink()
+    result = train(config, tmp_path / 'run')
+    assert result.finished
+    assert [x['step'] for x in held_out(tmp_path / 'run')] == [0, 4, 6]
+    other = config_lib.replace(config, {'init': None})
+    with pytest.raises(UserError, match='init: .* -> None'):
+      train(other, tmp_path / 'run')
+
+  def test_without_it_there_is_no_evaluation_at_first(self, plain):
+    assert [x['step'] for x in held_out(plain[0])] == [4, 6]
+
+  @pytest.mark.parametrize(
+    ('name', 'message'),
+    [
+      ('sourcee', "no such file.*Did you mean '.*/source'"),
+      ('source/metrics.jsonl', 'neither the workdir of a run nor a file'),
+      ('', 'neither the workdir of a run nor a file'),
+      ('begun', 'holds no checkpoint yet'),
+    ],
+  )
+  def test_weights_that_are_not_there(self, source, tmp_path, name, message):
+    workdir_lib.claim(tmp_path / 'begun', make_config())
+    shutil.copytree(source[0], tmp_path / 'source')
+    config = make_config(init=f'{tmp_path}/{name}')
+    with pytest.raises(UserError, match=message) as info:
+      train(config, tmp_path / 'run')
+    assert '\n' not in str(info.value)
+    assert not (tmp_path / 'run').exists()
+
+  def test_weights_that_do_not_fit(self, source, tmp_path, monkeypatch):
+    init = Tiny.init
+
+    def other(self, key):
+      variables = init(self, key)
+      variables['params']['router'] = {'kernel': jnp.ones(3)}
+      del variables['params']['head']['bias']
+      variables['params']['head']['kernel'] = jnp.ones(2)
+      return variables
+
+    monkeypatch.setattr(Tiny, 'init', other)
+    config = make_config(init=str(source[0]))
+    with pytest.raises(UserError) as info:
+      loop._Run(Tiny(config), config, tmp_path / 'run')
+    for name in ('router/kernel', 'head/kernel', 'head/bias'):
+      assert name in str(info.value)
+    assert not (tmp_path / 'run').exists()
+    monkeypatch.setattr(Tiny, 'may_be_new', (r'router/.*', 'head/kernel'))
+    monkeypatch.setattr(Tiny, 'may_be_dropped', ('head/bias',))
+    run = loop._Run(Tiny(config), config, tmp_path / 'run')
+    np.testing.assert_array_equal(run.adapted.params['router']['kernel'], 1.0)
+
+  def test_a_dense_language_model_becomes_a_routed_one(self, tmp_path):
+    shape = {'num_layers': 2, 'width': 8, 'num_heads': 2, 'mlp_dim': 8}
+    routing = MoDConfig(capacity=0.5, predictor_width=4, threshold_decay=0.9)
+
+    def variables(routing, seed):
+      config = ExperimentConfig(
+        model=LMConfig(routing=routing, **shape), data=TextDataConfig(length=8)
+      )
+      task = make_task(config)
+      shapes = nn.unbox(jax.eval_shape(task.init, jax.random.key(0)))
+      rng = np.random.default_rng(seed)
+      fresh = jax.tree.map(
+        lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), dict(shapes)
+      )
+      return config, task, fresh.pop('params'), fresh
+
+    for routings in ((None, routing), (routing, None), (routing, routing)):
+      config, _, params, model_state = variables(routings[0], seed=1)
+      workdir = tmp_path / f'{len(list(tmp_path.iterdir()))}'
+      workdir_lib.claim(workdir, config)
+      directory = workdir_lib.checkpoints(workdir)
+      with checkpoints_lib.Checkpointer(directory, config.checkpoint) as saver:
+        model_state = jax.tree.map(lambda x: x + 1, model_state)
+        saver.save(1, {'params': params, 'model_state': model_state})
+      _, task, fresh, other = variables(routings[1], seed=2)
+      started, moved = task.start(fresh, other, str(workdir))
+      assert_equal(
+        started['block_1']['mlp']['down'], params['block_1']['mlp']['down']
+      )
+      assert jax.tree.structure(started) == jax.tree.structure(fresh)
+      assert jax.tree.structure(moved) == jax.tree.structure(other)
+      if routings == (None, routing):
+        assert_equal(started['block_1']['router'], fresh['block_1']['router'])
+        assert_equal(moved, other)
+      if routings == (routing, routing):
+        assert_equal(moved, model_state)
+
+
+def test_a_task_need_not_start_from_anything(source, tmp_path, monkeypatch):
+  monkeypatch.setattr(Tiny, 'start', task_lib.Task.start)
+  with pytest.raises(UserError, match='nothing but fresh.* set init to None'):
+    train(make_config(init=str(source[0])), tmp_path / 'run')
+  assert not (tmp_path / 'run').exists()
+
+
+def test_rules_are_checked_before_anything_is_written(tmp_path):
+  config = make_config(**{'optimizer.rules': (('block_', 1.0, 0),)})
+  with pytest.raises(UserError, match='rules cover no head/bias'):
+    train(config, tmp_path / 'run')
+  assert not (tmp_path / 'run').exists()
+  rules = (('block_', 0.0, 0), ('.', 1.0, 2))
+  config = make_config(**{'optimizer.rules': rules})
+  fresh = loop._Run(Tiny(config), config, tmp_path / 'run')._fresh_state()
+  state = train(config, tmp_path / 'run', max_steps=2).state
+  assert_equal(state.params, fresh.params)
+  state = train(config, tmp_path / 'run').state
+  assert_equal(state.params['block_0'], fresh.params['block_0'])
+  assert np.all(state.params['head']['bias'] != fresh.params['head']['bias'])
+
+
+class TestStudies:
+  def test_what_they_leave_behind(self, plain, tmp_path, capsys):
+    trained = load(plain[0])
+    evaluation.study(trained, ['norm'], tmp_path)
+    norm = np.linalg.norm(trained.params['block_0']['kernel'])
+    assert f'norm {norm:.3f}' in capsys.readouterr().out
+    told = json.loads((tmp_path / 'study_norm.json').read_text())
+    assert told == {'step': 6, 'norm': pytest.approx(float(norm))}
+    assert (tmp_path / 'pictures' / 'study_norm_curve.png').is_file()
+
+  def test_unknown_ones_are_refused_before_any_runs(self, tmp_path):
+    task = Tiny(make_config())
+    with pytest.raises(UserError, match="study 'nrom'.*'norm'.*mean 'norm'"):
+      evaluation.find_studies(task, ['norm', 'nrom'])
+    task.studies = dict
+    assert evaluation.find_studies(task, []) == {}
+    with pytest.raises(UserError, match='--study=norm: there are no studies'):
+      evaluation.find_studies(task, ['norm'])
+
+
+def test_flops_reports():
+  assert '1000' in Tiny(make_config()).flops_report()
+  language = make_task(ExperimentConfig())
+  assert 'sequence of' in language.flops_report()

@@ -1,0 +1,206 @@
+"""Studies of vision models against counting by hand."""
+
+import dataclasses
+import functools
+
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+from scipy import stats
+
+from mod_jax import flops, timing
+from mod_jax.data.images import ImageDataConfig
+from mod_jax.layers.routing_config import VisionRoutingConfig
+from mod_jax.models.dynamic_vit import DynamicViTConfig
+from mod_jax.models.vit import ViTConfig
+from mod_jax.studies import images as image_studies
+from mod_jax.tasks import make_task
+from mod_jax.tasks.experiment import ExperimentConfig, PruningObjective
+
+DENSE = ViTConfig(
+  image_size=8,
+  patch_size=4,
+  num_classes=10,
+  num_layers=3,
+  width=8,
+  num_heads=2,
+)
+TOKENS = 5
+ROUTINGS = {
+  'amod': VisionRoutingConfig(capacity=0.5),
+  # Multiplied, and in the last block: its score weighs what it adds.
+  'mod': VisionRoutingConfig(score='learned', layers=(1, 2)),
+  'gaussian': VisionRoutingConfig(score='gaussian', layers=(1, 2)),
+}
+
+
+@functools.cache
+def make(model):
+  """Returns a task and parameters, large enough to tell things apart."""
+  objective = None
+  if isinstance(model, DynamicViTConfig):
+    objective = PruningObjective(token_distillation=0.0, logit_distillation=0.0)
+  config = ExperimentConfig(
+    model=model, data=ImageDataConfig(image_size=8), objective=objective
+  )
+  rngs = {'params': jax.random.key(0), 'routing': jax.random.key(0)}
+  shapes = jax.eval_shape(lambda: model.build().init(rngs, model.example()))
+  rng = np.random.default_rng(0)
+  params = jax.tree.map(
+    lambda x: jnp.asarray(rng.normal(0.1, 0.4, x.shape), jnp.float32),
+    nn.unbox(shapes)['params'],
+  )
+  return make_task(config), params
+
+
+def routed(which):
+  return dataclasses.replace(DENSE, routing=ROUTINGS[which])
+
+
+class TestImportance:
+  @pytest.mark.parametrize('which', ['amod', 'mod'])
+  def test_each_token_left_out_by_hand(self, which, monkeypatch):
+    monkeypatch.setattr(image_studies, '_IMAGES', 2)
+    task, params = make(routed(which))
+    batch = task.modality.examples(2)
+    assert len(batch['label']) == 2
+    seen = {}
+
+    def scatter(importance_RN, score_RN, **kwargs):
+      seen['importance'], seen['score'] = importance_RN, score_RN
+      return plt.figure()
+
+    monkeypatch.setattr(image_studies.viz, 'importance_scatter', scatter)
+    study = image_studies.importance(task, params, {}, None)
+    plt.close(study.figures['scatter'])
+
+    model = task.config.model
+    layers = [1] if which == 'amod' else [1, 2]
+    assert list(study.metrics) == [str(layer) for layer in layers]
+    for row, layer in enumerate(layers):
+      expected, scores = by_hand(model, params, layer, batch)
+      found = seen['importance'][row].reshape(2, TOKENS)
+      np.testing.assert_allclose(found, expected, atol=2e-5)
+      assert np.abs(expected).max() > 1e-3
+      np.testing.assert_allclose(
+        seen['score'][row].reshape(2, TOKENS), scores, rtol=1e-4
+      )
+      correlation = study.metrics[str(layer)]
+      r, p = stats.pearsonr(expected.ravel(), scores.ravel())
+      assert correlation['pearson'] == pytest.approx(r, abs=1e-2)
+      assert correlation['pearson_p'] == pytest.approx(p, abs=1e-2)
+      assert -1 <= correlation['spearman'] <= 1
+      assert f'\n{layer:6d}' in study.text
+
+  def test_a_constant_correlates_with_nothing(self, monkeypatch):
+    monkeypatch.setattr(image_studies, '_IMAGES', 2)
+    task, params = make(routed('amod'))
+    # A head that does not look: no token matters.
+    head = {**params['head'], 'kernel': jnp.zeros((8, 10))}
+    study = image_studies.importance(task, params | {'head': head}, {}, None)
+    assert np.isnan(list(study.metrics['1'].values())).all()
+    assert len(study.metrics['1']) == 4
+    assert 'nan' in study.text
+    figure = study.figures['scatter']
+    figure.canvas.draw()
+    plt.close(figure)
+
+  def test_scores_by_chance(self, monkeypatch):
+    monkeypatch.setattr(image_studies, '_IMAGES', 2)
+    task, params = make(routed('gaussian'))
+    # Block 1 adds nothing, so no token of it matters, whatever block 2 draws.
+    block = params['block_1']
+    silent = {
+      'attention': block['attention']
+      | {'out': jax.tree.map(jnp.zeros_like, block['attention']['out'])},
+      'mlp': block['mlp']
+      | {'down': jax.tree.map(jnp.zeros_like, block['mlp']['down'])},
+    }
+    params = params | {'block_1': block | silent}
+    study = image_studies.importance(task, params, {}, None)
+    assert np.isnan(study.metrics['1']['pearson'])
+    assert np.isfinite(study.metrics['2']['pearson'])
+    plt.close(study.figures['scatter'])
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def call(model, method, static, params, *arrays):
+  """Calls a method of the model of a config; `static` are no arrays."""
+  return model.build().apply(
+    {'params': params}, *static, *arrays, method=method
+  )
+
+
+def by_hand(model, params, layer, batch):
+  """Returns importance_BL and score_BL, one image and one token at a time."""
+
+  def method(model, name, *static):
+    return functools.partial(call, model, name, static, params)
+
+  dense = functools.partial(method, model.dense_twin())
+  routed = functools.partial(method, model)
+  importance, scores = [], []
+  for image, label in zip(batch['image'], batch['label'], strict=True):
+    x_1LD = dense('embed')(image[None])
+    for i in range(layer):
+      x_1LD = dense('step', i)(x_1LD).x_BLD
+
+    def loss(places, x_1LD=x_1LD, label=label):
+      x_LD = np.array(x_1LD[0])
+      x_1KD = jnp.asarray(x_LD[places][None])
+      x_LD[places] = dense('step', layer)(x_1KD).x_BLD[0]
+      y_1LD = jnp.asarray(x_LD[None])
+      for i in range(layer + 1, DENSE.num_layers):
+        y_1LD = dense('step', i)(y_1LD).x_BLD
+      logits = dense('classify')(y_1LD)[0][0]
+      return -float(jax.nn.log_softmax(logits)[label])
+
+    every = list(range(TOKENS))
+    whole = loss(every)
+    importance.append(
+      [loss([n for n in every if n != j]) - whole for j in every]
+    )
+    # The scores are those of the routed model.
+    x_1LD, score_1L = routed('embed')(image[None]), None
+    for i in range(layer + 1):
+      done = routed('step', i)(x_1LD, score_1L)
+      x_1LD, score_1L = done.x_BLD, done.aux.get('attention')
+    scores.append(done.aux['router'].score_BL[0])
+  return np.array(importance), np.array(scores)
+
+
+def test_throughput(monkeypatch):
+  model = routed('amod')
+  monkeypatch.setattr(image_studies, '_BATCHES', (1, 2))
+  monkeypatch.setattr(image_studies, '_ROUNDS', 3)
+  # One slow spell: the rounds' ratios are 1, 5 and 2.5, that of medians 5.
+  seconds = {'model': [1.0, 5.0, 5.0], 'dense twin': [1.0, 1.0, 2.0]}
+  interleaved = timing.interleaved
+
+  def timed(functions, *, rounds):
+    real = interleaved(functions, rounds=rounds)
+    assert all(0 < s < 60 for times in real.values() for s in times)
+    return seconds
+
+  monkeypatch.setattr(image_studies.timing, 'interleaved', timed)
+  task, params = make(model)
+  study = image_studies.throughput(task, params, {}, None)
+  ratio = flops.forward(model) / flops.forward(DENSE)
+  assert study.metrics['flop_ratio'] == ratio
+  assert ratio < 1
+  assert list(study.metrics['batches']) == ['1', '2']
+  for told in study.metrics['batches'].values():
+    assert told['median_seconds'] == {'model': 5.0, 'dense twin': 1.0}
+    # As the columns beside it say, which the median of 1, 5 and 2.5 would not.
+    assert told['ratio'] == 5
+    assert told['quartiles'] == [1.75, 3.75]
+  for line, images in zip(study.text.splitlines()[1:3], (1, 2), strict=True):
+    cells = line.split()
+    assert float(cells[4]) == float(cells[3]) / float(cells[2]) == 5
+    assert float(cells[2]) == images / 5
+    assert cells[5] == '1.750–3.750'
+  assert len(study.text.splitlines()) == 4
+  assert f'dense twin: {ratio:.3f}' in study.text

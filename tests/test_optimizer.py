@@ -1,0 +1,459 @@
+"""The optimiser: the run's schedule, what decays, and clipping."""
+
+import dataclasses
+import math
+
+from flax import linen as nn
+import flax.traverse_util
+import jax
+import numpy as np
+import pytest
+
+from mod_jax import optimizer as optimizer_lib
+from mod_jax.errors import UserError
+from mod_jax.layers import acm
+from mod_jax.layers.routing_config import MoDConfig
+from mod_jax.models.lm import LMConfig
+from mod_jax.optimizer import OptimizerConfig
+
+
+def test_warmup_and_cosine_fill_the_run():
+  config = OptimizerConfig(
+    learning_rate=2.0, warmup_steps=10, final_fraction=0.25
+  )
+  rate = optimizer_lib.schedule(config, 50)
+  assert float(rate(0)) == 0
+  np.testing.assert_allclose(rate(5), 1.0, rtol=1e-6)
+  np.testing.assert_allclose(rate(10), 2.0, rtol=1e-6)
+  np.testing.assert_allclose(rate(30), (2.0 + 0.5) / 2, rtol=1e-6)
+  # Steps are counted from 0: the last of 50 is 49, one short of the end.
+  last = 0.5 + 1.5 * (1 + math.cos(math.pi * 39 / 40)) / 2
+  np.testing.assert_allclose(rate(49), last, rtol=1e-5)
+  np.testing.assert_allclose(rate(50), 0.5, rtol=1e-6)
+  rates = [float(rate(step)) for step in range(51)]
+  assert rates[:11] == sorted(rates[:11])
+  assert rates[10:] == sorted(rates[10:], reverse=True)
+
+
+def test_no_warmup_begins_at_the_peak():
+  rate = optimizer_lib.schedule(
+    OptimizerConfig(learning_rate=2.0, warmup_steps=0), 10
+  )
+  assert float(rate(0)) == 2.0
+  np.testing.assert_allclose(rate(10), 0.2, rtol=1e-6)
+
+
+@pytest.mark.parametrize('num_steps', [20, 19, 1])
+def test_a_warmup_as_long_as_the_run_is_refused(num_steps):
+  config = OptimizerConfig(warmup_steps=20)
+  with pytest.raises(UserError, match=rf'warmup_steps=20 .* {num_steps} steps'):
+    optimizer_lib.make_optimizer(config, num_steps)
+  optimizer_lib.make_optimizer(config, 21)
+
+
+@pytest.mark.parametrize(
+  'field',
+  [
+    {'learning_rate': 0.0},
+    {'learning_rate': -1.0},
+    {'epsilon': 0.0},
+    {'beta1': 1.5},
+    {'beta1': 1.0},
+    {'beta2': 1.0},
+    {'beta2': 1 - 1e-9},  # 1 in float32.
+    {'beta2': -0.1},
+    {'learning_rate': math.inf},
+    {'learning_rate': 1e39},
+    {'weight_decay': math.inf},
+    {'epsilon': 1e-40},  # 0 in float32.
+    {'final_fraction': 2.0},
+    {'warmup_steps': -1},
+    {'weight_decay': -0.1},
+    {'clip_norm': -1.0},
+    {'clip_norm': math.nan},
+  ],
+)
+def test_bad_settings_are_named(field):
+  (name,) = field
+  with pytest.raises(UserError, match=name):
+    OptimizerConfig(**field)
+
+
+def test_learners_decay():
+  config = OptimizerConfig(learning_rate=0.5, warmup_steps=0, weight_decay=0.25)
+  optimizer = optimizer_lib.make_optimizer(config, 10)
+  layer = acm.ACM(
+    acm.ACMConfig(inputs=4, outputs=4, hidden=4, num_learners=2), mode='all'
+  )
+  x = np.ones((1, 2, 4), np.float32)
+  params = nn.unbox(layer.init(jax.random.key(0), x))['params']
+  params = jax.tree.map(np.ones_like, params)
+  zeros = jax.tree.map(np.zeros_like, params)
+  updates, _ = optimizer.update(zeros, optimizer.init(params), params)
+  still = jax.tree.map(lambda update: not np.any(update), updates)
+  assert (still['up'], still['down'], still['bias']) == (False, False, True)
+
+
+@pytest.mark.parametrize('num_steps', [1, 12, 200])
+def test_parts_of_a_run_follow_its_length(num_steps):
+  config = OptimizerConfig(
+    learning_rate=0.5, warmup_steps=0.25, rules=(('.*', 1.0, 0.5),)
+  )
+  rate = optimizer_lib.schedule(config, num_steps)
+  assert rate(round(num_steps / 4) if num_steps > 1 else 0) == 0.5
+  optimizer = optimizer_lib.make_optimizer(config, num_steps)
+  params = {'kernel': np.ones(2, np.float32)}
+  state, first = optimizer.init(params), None
+  for step in range(num_steps):
+    updates, state = optimizer.update(params, state, params)
+    if first is None and np.any(updates['kernel']):
+      first = step
+  assert first == num_steps // 2
+
+
+def test_updates_follow_the_schedule():
+  config = OptimizerConfig(
+    learning_rate=0.5, warmup_steps=3, weight_decay=0.0, clip_norm=0.0
+  )
+  optimizer = optimizer_lib.make_optimizer(config, 8)
+  rate = optimizer_lib.schedule(config, 8)
+  params = {'layer': {'kernel': np.ones(2, np.float32)}}
+  state = optimizer.init(params)
+  for step in range(8):
+    # Adam divides a constant gradient by itself.
+    updates, state = optimizer.update(params, state, params)
+    np.testing.assert_allclose(
+      updates['layer']['kernel'], -rate(step), rtol=1e-4, atol=1e-7
+    )
+
+
+def model_params(**changes):
+  """Parameters of ones, shaped as a model's that has everything."""
+  routing = MoDConfig(predictor_width=8)
+  config = LMConfig(
+    num_layers=4,
+    width=16,
+    num_heads=2,
+    mlp_dim=8,
+    tied_head=False,
+    routing=routing,
+  )
+  config = dataclasses.replace(config, **changes)
+  shapes = jax.eval_shape(
+    config.build().init, jax.random.key(0), np.zeros((1, 2), np.int32)
+  )
+  return jax.tree.map(
+    lambda x: np.ones(x.shape, x.dtype), nn.unbox(shapes['params'])
+  )
+
+
+@pytest.mark.parametrize('scan_layers', [False, True])
+def test_weight_decay_spares_norms_routers_and_biases(scan_layers):
+  config = OptimizerConfig(learning_rate=0.5, warmup_steps=0, weight_decay=0.25)
+  optimizer = optimizer_lib.make_optimizer(config, 10)
+  params = model_params(scan_layers=scan_layers)
+  zeros = jax.tree.map(np.zeros_like, params)
+  update = jax.jit(lambda g, p: optimizer.update(g, optimizer.init(p), p)[0])
+  updates = update(zeros, params)
+  decayed, spared = set(), set()
+  for path, update in flax.traverse_util.flatten_dict(updates).items():
+    name = '/'.join(path)
+    if np.all(np.asarray(update) == 0):
+      spared.add(name)
+    else:
+      np.testing.assert_allclose(update, -0.5 * 0.25)
+      decayed.add(name)
+  routed = 'layers/block_1' if scan_layers else 'block_3'
+  dense = 'layers/block_0' if scan_layers else 'block_2'
+  kernels = ('attention/query', 'attention/out', 'mlp/gate', 'mlp/down')
+  assert decayed >= {
+    'embedding',
+    'head/kernel',
+    f'{routed}/predictor/hidden/kernel',
+    *(f'{block}/{k}/kernel' for block in (routed, dense) for k in kernels),
+  }
+  assert spared >= {
+    'norm/scale',
+    f'{dense}/attention_norm/scale',
+    f'{routed}/mlp_norm/scale',
+    f'{routed}/router/kernel',
+    f'{routed}/predictor/hidden/bias',
+  }
+  for name in decayed:
+    assert name.split('/')[-1] in ('kernel', 'embedding')
+    assert 'router' not in name
+  for name in spared:
+    assert name.endswith(('/scale', '/bias', 'router/kernel'))
+
+
+class TestClipping:
+  # Adam would divide the clipped norm away, unless its epsilon is large: the
+  # update is then nearly proportional to the gradient.
+  CONFIG = OptimizerConfig(
+    learning_rate=1.0,
+    warmup_steps=0,
+    weight_decay=0.0,
+    epsilon=1e6,
+    clip_norm=1.0,
+  )
+  GRADS = {
+    'a': {'kernel': np.array([3.0], np.float32)},
+    'b': {'scale': np.array([4.0], np.float32)},
+    'predictor': {'kernel': np.array([120.0], np.float32)},
+  }
+
+  def clipped(self, grads=None, **changes):
+    """Returns the gradients as Adam sees them."""
+    config = dataclasses.replace(self.CONFIG, **changes)
+    optimizer = optimizer_lib.make_optimizer(config, 10)
+    grads = self.GRADS if grads is None else grads
+    updates, _ = optimizer.update(grads, optimizer.init(grads), grads)
+    return {
+      path[0]: float(-update[0] * config.epsilon)
+      for path, update in flax.traverse_util.flatten_dict(updates).items()
+    }
+
+  def test_by_the_global_norm_and_the_predictor_apart(self):
+    assert self.clipped() == pytest.approx(
+      {'a': 0.6, 'b': 0.8, 'predictor': 1.0}, rel=1e-3
+    )
+
+  def test_below_the_limit_nothing_changes(self):
+    assert self.clipped(clip_norm=50.0) == pytest.approx(
+      {'a': 3.0, 'b': 4.0, 'predictor': 50.0}, rel=1e-3
+    )
+
+  def test_zero_is_off(self):
+    assert self.clipped(clip_norm=0.0) == pytest.approx(
+      {'a': 3.0, 'b': 4.0, 'predictor': 120.0}, rel=1e-3
+    )
+
+  def test_without_a_predictor(self):
+    grads = {k: v for k, v in self.GRADS.items() if k != 'predictor'}
+    assert self.clipped(grads) == pytest.approx({'a': 0.6, 'b': 0.8}, rel=1e-3)
+
+
+# A model by names alone.
+NAMES = (
+  'position',
+  'patch/kernel',
+  'block_0/mlp/kernel',
+  'block_1/mlp/kernel',
+  'block_1/router/kernel',
+  'norm/scale',
+  'head/kernel',
+)
+
+
+def named_params(names=NAMES):
+  return flax.traverse_util.unflatten_dict(
+    {name: np.full(2, 3.0, np.float32) for name in names}, sep='/'
+  )
+
+
+def train_ones(config, steps=6, params=None):
+  """Returns how far each parameter went in each step, gradients being 1."""
+  optimizer = optimizer_lib.make_optimizer(config, steps)
+  params = named_params() if params is None else params
+  state = optimizer.init(params)
+  ones = jax.tree.map(np.ones_like, params)
+  moved = []
+  for _ in range(steps):
+    updates, state = optimizer.update(ones, state, params)
+    params = jax.tree.map(np.add, params, updates)
+    flat = flax.traverse_util.flatten_dict(updates, sep='/')
+    moved.append({name: float(update[0]) for name, update in flat.items()})
+  return moved
+
+
+CONSTANT = OptimizerConfig(
+  learning_rate=0.5,
+  warmup_steps=0,
+  final_fraction=1.0,
+  weight_decay=0.0,
+  clip_norm=0.0,
+)
+
+
+class TestSGD:
+  def test_momentum_without_nesterov(self):
+    config = dataclasses.replace(CONSTANT, kind='sgd', momentum=0.5)
+    steps = [moved['head/kernel'] for moved in train_ones(config, 3)]
+    # Velocities 1, 1.5, 1.75.
+    assert steps == pytest.approx([-0.5, -0.75, -0.875])
+
+  def test_decays_within_the_gradient(self):
+    config = dataclasses.replace(
+      CONSTANT, kind='sgd', momentum=0.0, weight_decay=0.25
+    )
+    (moved,) = train_ones(config, 1)
+    assert moved['head/kernel'] == pytest.approx(-0.5 * (1 + 0.25 * 3))
+    for name in ('norm/scale', 'block_1/router/kernel', 'position'):
+      assert moved[name] == pytest.approx(-0.5)
+
+  @pytest.mark.parametrize('momentum', [-0.1, 1.0])
+  def test_momentum_in_range(self, momentum):
+    with pytest.raises(UserError, match='momentum'):
+      OptimizerConfig(kind='sgd', momentum=momentum)
+
+
+class TestRules:
+  RULES = (
+    ('block_1/', 0.5, 3),
+    ('^block_', 0.0, 0),
+    ('kernel$|position', 2.0, 0),
+    ('.', 1.0, 0),
+  )
+
+  @pytest.mark.parametrize('kind', ['adamw', 'sgd'])
+  def test_first_match_counts_and_frozen_is_frozen(self, kind):
+    config = dataclasses.replace(
+      CONSTANT, kind=kind, weight_decay=0.1, rules=self.RULES
+    )
+    plain = dataclasses.replace(config, rules=())
+    ruled, free = train_ones(config), train_ones(plain)
+    for step in range(6):
+      assert ruled[step]['block_0/mlp/kernel'] == 0
+      for name in ('block_1/mlp/kernel', 'block_1/router/kernel'):
+        assert (ruled[step][name] == 0) == (step < 3)
+      assert ruled[step]['norm/scale'] == pytest.approx(
+        free[step]['norm/scale'], rel=1e-5
+      )
+    assert ruled[0]['head/kernel'] == pytest.approx(2 * free[0]['head/kernel'])
+    assert ruled[0]['position'] == pytest.approx(2 * free[0]['position'])
+    if kind == 'adamw':
+      # The moments are as large as if it had trained all along.
+      assert ruled[3]['block_1/router/kernel'] == pytest.approx(
+        0.5 * free[3]['block_1/router/kernel'], rel=1e-4
+      )
+
+  def test_what_is_frozen_for_ever_is_not_clipped_for(self):
+    rules = (('block_', 0.0, 0), ('.', 1.0, 0))
+    config = dataclasses.replace(
+      CONSTANT, kind='sgd', momentum=0.0, clip_norm=1.0, rules=rules
+    )
+    (moved,) = train_ones(config, 1)
+    free = 2 * sum(not name.startswith('block_') for name in NAMES)
+    assert moved['head/kernel'] == pytest.approx(-0.5 / math.sqrt(free))
+
+  def test_a_frozen_parameter_ignores_nan(self):
+    config = dataclasses.replace(CONSTANT, rules=(('.', 1.0, 2),))
+    optimizer = optimizer_lib.make_optimizer(config, 4)
+    params = named_params()
+    bad = jax.tree.map(lambda x: x * np.nan, params)
+    updates, _ = optimizer.update(bad, optimizer.init(params), params)
+    assert all(not np.any(x) for x in jax.tree.leaves(updates))
+
+  def test_every_parameter_needs_a_rule(self):
+    rules = (('block_', 1.0, 0), ('patch', 1.0, 0))
+    config = dataclasses.replace(CONSTANT, rules=rules)
+    for check in (
+      lambda: optimizer_lib.check_rules(config, named_params()),
+      lambda: train_ones(config),
+    ):
+      with pytest.raises(UserError) as info:
+        check()
+      message = str(info.value)
+      for name in ('position', 'norm/scale', 'head/kernel'):
+        assert name in message
+      assert 'block_0' not in message.split(':')[0]
+    optimizer_lib.check_rules(
+      dataclasses.replace(config, rules=(*config.rules, ('.', 1.0, 0))),
+      named_params(),
+    )
+
+  def test_a_rule_for_nothing_is_named_with_the_nearest(self):
+    config = OptimizerConfig(rules=(('blok_1/mlp', 1.0, 0), ('.', 1.0, 0)))
+    with pytest.raises(UserError, match=r"rules\[0\].*'blok_1/mlp'.*block_1/m"):
+      optimizer_lib.check_rules(config, named_params())
+
+  @pytest.mark.parametrize(
+    ('rule', 'message'),
+    [
+      (('(', 1.0, 0), 'no regular expression'),
+      (('a{99999999999}', 1.0, 0), 'no regular expression'),
+      (('.', -1.0, 0), r'rules\[1\]\[1\]=-1\.0: expected a number from 0'),
+      (('.', math.inf, 0), r'rules\[1\]\[1\]=inf'),
+      (('.', 1.0, -1), r'rules\[1\]\[2\]=-1: expected an integer from 0'),
+    ],
+  )
+  def test_bad_rules(self, rule, message):
+    with pytest.raises(UserError, match=message):
+      OptimizerConfig(rules=(('.', 1.0, 0), rule))
+
+  @pytest.mark.parametrize(
+    'rules', [(('.', 0.0, 0),), (('a', 0.0, 0), ('.', 0.0, 0))]
+  )
+  def test_rules_that_freeze_everything(self, rules):
+    params = {'a': np.ones(2), 'b': np.ones(3)}
+    config = OptimizerConfig(rules=rules)
+    with pytest.raises(UserError, match='freeze every parameter: give one'):
+      optimizer_lib.check_rules(config, params)
+    trains = OptimizerConfig(rules=(('b', 0.1, 0), *rules[-1:]))
+    optimizer_lib.check_rules(trains, params)
+
+  def test_a_rule_that_begins_after_the_end(self):
+    config = OptimizerConfig(warmup_steps=0, rules=(('.', 1.0, 5),))
+    with pytest.raises(UserError, match='trains nothing in a run of 5 steps'):
+      optimizer_lib.make_optimizer(config, 5)
+    optimizer_lib.make_optimizer(config, 6)
+
+
+class TestLayerDecay:
+  FACTORS = {
+    'position': 1 / 8,
+    'patch/kernel': 1 / 8,
+    'block_0/mlp/kernel': 1 / 4,
+    'block_1/mlp/kernel': 1 / 2,
+    'block_1/router/kernel': 1 / 2,
+    'norm/scale': 1,
+    'head/kernel': 1,
+  }
+
+  def test_by_the_distance_from_the_head(self):
+    config = dataclasses.replace(
+      CONSTANT, kind='sgd', momentum=0.0, layer_decay=0.5
+    )
+    (moved,) = train_ones(config, 1)
+    assert moved == pytest.approx(
+      {name: -0.5 * factor for name, factor in self.FACTORS.items()}
+    )
+
+  def test_multiplies_with_rules(self):
+    config = dataclasses.replace(
+      CONSTANT, layer_decay=0.5, rules=(('^block', 0.1, 2), ('.', 3.0, 0))
+    )
+    for name, factor in self.FACTORS.items():
+      block = name.startswith('block')
+      scale = optimizer_lib.scale_of(config, name, 2)
+      assert scale.factor == pytest.approx(factor * (0.1 if block else 3))
+      assert scale.first_step == (2 if block else 0)
+
+  def test_needs_numbered_blocks(self):
+    config = OptimizerConfig(layer_decay=0.5)
+    optimizer_lib.check_rules(config, model_params())
+    with pytest.raises(UserError, match='scan_layers=False'):
+      optimizer_lib.check_rules(config, model_params(scan_layers=True))
+    with pytest.raises(UserError, match='has none'):
+      optimizer_lib.check_rules(config, named_params(('head/kernel',)))
+
+  @pytest.mark.parametrize('decay', [0.0, 1.1])
+  def test_in_range(self, decay):
+    with pytest.raises(UserError, match='layer_decay'):
+      OptimizerConfig(layer_decay=decay)
+
+
+def test_the_state_of_a_plain_run_is_what_it_was():
+  # Checkpoints find arrays by these paths.
+  params = named_params(('head/kernel',))
+  state = optimizer_lib.make_optimizer(OptimizerConfig(), 200).init(params)
+  paths = {
+    jax.tree_util.keystr(path, simple=True, separator='/')
+    for path, _ in jax.tree_util.tree_leaves_with_path(state)
+  }
+  assert paths == {
+    '2/count',
+    '2/mu/head/kernel',
+    '2/nu/head/kernel',
+    '4/count',
+  }
