@@ -233,8 +233,8 @@ def check_rule(config: lm.LMConfig, mode: RoutingMode) -> None:
   if rules and isinstance(rule, str) and rule not in rules[1:]:
     if len(rules) == 1:
       raise UserError(config.cannot_sample)
-    require(
-      False, f'one that the model was trained for: {rules[1:]}', rule=rule
+    raise UserError(
+      f'rule={rule!r} cannot generate: this model was trained for {rules[1:]}.'
     )
 
 

@@ -460,7 +460,9 @@ class TestSample:
 
   def test_longer_than_the_cache(self, make):
     task, params, model_state = make(None)
-    with pytest.raises(UserError, match='prompt of 10 tokens and 5 new'):
+    with pytest.raises(
+      UserError, match='prompt=10, max_new_tokens=5, max_length=14'
+    ):
       task.modality.sample(
         params,
         model_state,
