@@ -313,13 +313,13 @@ class TestSizes:
     assert learners * config.learner_flops == 2 * 768**2
 
   def test_learners_that_do_not_divide(self):
-    with pytest.raises(
-      UserError, match='num_learners=5 does not divide the 12'
-    ):
+    with pytest.raises(UserError, match='num_learners=5, hidden=12: .*divide'):
       acm.ffn_config(6, 12, num_learners=5)
 
   def test_too_many_learners_for_a_projection(self):
-    with pytest.raises(UserError, match='num_learners=9.*from 6 to 6.*fewer'):
+    with pytest.raises(
+      UserError, match='num_learners=9, inputs=6, outputs=6: .*fewer'
+    ):
       acm.projection_config(6, 6, num_learners=9)
 
   @pytest.mark.parametrize(
