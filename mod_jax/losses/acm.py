@@ -42,6 +42,7 @@ def distillation(
   valid_BL: jax.Array | None = None,
 ) -> Pair:
   """Returns the squared error of h(z, k), averaged over k: Eq. 3.
+
   `sums_KBLD` is h(z, k) for k = 0, …, N, of which k = 0 has no learner and is
   ignored; `target_BLD` the output of the dense module, without a gradient.
 
@@ -105,6 +106,7 @@ def gate_loss(
   valid_BL: jax.Array | None = None,
 ) -> Pair:
   """Returns the cross-entropy of soft choices ν against labels: Eq. 6.
+
   The choices are `min_learners`, …, N; labels are raised to `min_learners`.
 
   Returns:
