@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from mod_jax import losses, timing
-from mod_jax.layers.routed import MoDConfig
+from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.models.lm import LMConfig
 import results as results_lib
 

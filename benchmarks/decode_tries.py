@@ -22,7 +22,7 @@ import machine
 
 from mod_jax import timing
 from mod_jax.layers.mode import RoutingMode
-from mod_jax.layers.routed import MoDConfig
+from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.models import lm
 import mod_jax_kernels
 import results as results_lib

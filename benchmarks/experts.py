@@ -21,7 +21,7 @@ import machine
 from mod_jax import flops, timing
 from mod_jax.data.text import TextDataConfig
 from mod_jax.layers.experts import ExpertsConfig
-from mod_jax.layers.routed import MoDConfig
+from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.optimizer import make_optimizer
 from mod_jax.parallel import MeshConfig

@@ -21,7 +21,8 @@ from mod_jax import routing, timing
 from mod_jax.layers.attention import AttentionConfig
 from mod_jax.layers.block import BlockConfig
 from mod_jax.layers.mlp import MLPConfig
-from mod_jax.layers.routed import Layer, LayerConfig, MoDConfig
+from mod_jax.layers.routed import Layer, LayerConfig
+from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.layers.token_info import TokenInfo
 from mod_jax_kernels.token_select import token_select
 import results as results_lib

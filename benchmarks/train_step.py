@@ -21,7 +21,7 @@ import optax
 import parts
 
 from mod_jax import flops, losses, timing
-from mod_jax.layers.routed import MoDConfig
+from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.models.lm import LMConfig
 import results as results_lib
 

@@ -14,7 +14,7 @@ from flax import linen as nn
 import jax
 
 from mod_jax import flops, timing
-from mod_jax.layers.routed import VisionRoutingConfig
+from mod_jax.layers.routing_config import VisionRoutingConfig
 from mod_jax.models import vit
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 import results as results_lib

@@ -14,7 +14,7 @@ import machine
 import optax
 
 from mod_jax import flops, losses, timing
-from mod_jax.layers.routed import VisionRoutingConfig
+from mod_jax.layers.routing_config import VisionRoutingConfig
 from mod_jax.models import vit
 import results as results_lib
 

@@ -68,7 +68,7 @@ def classes() -> list[type]:
     for hint in config_lib.annotations(cls).values():
       for member in (hint, *typing.get_args(hint)):
         if not isinstance(member, config_lib.Range):
-          for inner in config_lib.classes_of(member):
+          for inner in config_lib.classes_of(member).values():
             visit(inner)
 
   visit(ExperimentConfig)

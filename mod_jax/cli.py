@@ -20,11 +20,17 @@ from mod_jax import config as config_lib
 from mod_jax import last_words, paths
 from mod_jax.errors import UserError
 
-# Parts of absl's error messages, and the text to show instead.
+# Patterns of absl's error messages, and the text to show instead.
 _PLAIN_WORDS = (
-  ('invalid literal for int', 'expected an integer'),
-  ('could not convert string to float', 'expected a number'),
-  ('Non-boolean argument', 'expected true or false'),
+  (r'.*Flag --(\S+) must have a value.*', r'--\1 is missing: give --\1=VALUE.'),
+  (
+    r'Missing value for flag --?(\S+)',
+    r'--\1 is given without a value: write --\1=VALUE; --help explains it.',
+  ),
+  (r'flag (--.+?): .*invalid literal for int.*', r'\1: expected an integer.'),
+  (r'flag (--.+?): .*could not convert.*', r'\1: expected a number.'),
+  (r'flag (--.+?): Non-boolean.*', r'\1: expected true or false.'),
+  (r'flag (--.+?: .*)', r'\1'),
 )
 # System errors that may occur anywhere, and the remedies to suggest.
 _OF_THE_SYSTEM = {
@@ -99,9 +105,6 @@ def start_backend():
   When a host dies, the others end with one sentence and a nonzero status: at
   once if JAX notices the broken connection, else a few seconds after
   --host_timeout.
-
-  Raises:
-    UserError: the hosts cannot be found.
   """
   if _DISTRIBUTED.value:
     _join_hosts()
@@ -113,11 +116,8 @@ def start_backend():
 def keep_freed_memory():
   """Stops glibc's malloc from returning freed memory to the system.
 
-  XLA allocates every result anew. By default glibc returns freed memory to the
-  system, and on a CPU the next step spends much of its time on page faults.
-
-  Call it before JAX starts its threads in its first computation: threads that
-  run already keep heaps of their own, though these hold no large arrays.
+  XLA allocates every result anew, and on a CPU would spend much of each step on
+  page faults. Call it before JAX starts its threads in its first computation.
   """
   if platform.libc_ver()[0] != 'glibc':
     return
@@ -163,13 +163,8 @@ def run(main, argv=None, *, positional=False):
   If stdout or stderr is closed, as by `| head` or with a terminal, the program
   goes on and writes all files; its further output is lost.
 
-  --help shows the flags of the module of `main`, and the docstring of the
-  started file, or of that module if the file has none.
-
-  Args:
-    main: takes the program's name and the positional arguments, as a list.
-    argv: the command line with the program's name first; by default `sys.argv`.
-    positional: whether positional arguments are allowed.
+  `argv` has the program's name first; `main` gets it and the positional
+  arguments, if these are allowed.
   """
 
   def prepared(rest):
@@ -180,10 +175,9 @@ def run(main, argv=None, *, positional=False):
     return main(rest)
 
   _prepare_help(sys.modules[main.__module__])
-  # Orbax logs details of each save at INFO.
+  # Orbax logs details of each save at INFO, and its threads and asyncio log a
+  # traceback of each failed write, which is raised as well.
   logging.set_verbosity(logging.WARNING)
-  # Errors in Orbax are raised; its threads and asyncio would also log each
-  # failed write with a traceback.
   logging.get_absl_logger().addFilter(_is_no_error_of_orbax)
   python_logging.getLogger('asyncio').setLevel(python_logging.CRITICAL)
   # Before stderr is wrapped, since absl replaces the handlers that write to it.
@@ -212,10 +206,7 @@ def run(main, argv=None, *, positional=False):
 
 
 def _prepare_help(module):
-  """Makes absl's --help show the flags and the docstring of a module.
-
-  By default it shows those of the started file, which may only call the module.
-  """
+  """Makes --help show a module's flags, and by default its docstring."""
   started = sys.modules['__main__']
   started.__doc__ = started.__doc__ or module.__doc__
   for source in (module, sys.modules[__name__]):
@@ -241,15 +232,15 @@ def _exit_with(sentence):
 def _refused_by_system(error) -> str | None:
   """Returns a message for a system error and its remedy; None for others."""
   while error is not None:
-    number, where = getattr(error, 'errno', None), ''
+    number = getattr(error, 'errno', None)
     if number is None and (match := _IN_TENSORSTORE.search(str(error))):
       number = int(match[1])
     if number in _OF_THE_SYSTEM:
-      if getattr(error, 'filename', None):
-        where = f' ({error.filename})'
+      name = getattr(error, 'filename', None)
       return (
-        f'{os.strerror(number)}{where}: {_OF_THE_SYSTEM[number]}; nothing that'
-        ' was saved before is lost, and the same command continues.'
+        f'{os.strerror(number)}{f" ({name})" if name else ""}:'
+        f' {_OF_THE_SYSTEM[number]}; nothing that was saved before is lost, and'
+        ' the same command continues.'
       )
     error = error.__cause__
   return None
@@ -296,16 +287,8 @@ def load_config(file, cls, *, complete=True):
     file: the value of --config, FILE.py[:variant]; None if it was not given.
     cls: the dataclass that the config file builds, e.g. ExperimentConfig.
     complete: whether to call `complete`, which may read data.
-
-  Raises:
-    UserError: there is no config file, or a field is invalid.
   """
   if file is None:
-    if _overrides:
-      raise UserError(
-        f'--config.{_overrides[0][0]} changes a config, but there is none:'
-        ' give --config=FILE.'
-      )
     raise UserError(
       '--config is missing: give a config file such as '
       '--config=configs/lm/mod.py, with :variant if you want one.'
@@ -335,14 +318,7 @@ def load_config(file, cls, *, complete=True):
 
 
 def config_file(file) -> pathlib.Path:
-  """Returns the path of a config file: that given, or the installed one.
-
-  Args:
-    file: the value of --config, FILE.py[:variant].
-
-  Raises:
-    UserError: there is no such file.
-  """
+  """Returns the path that FILE.py[:variant] names, here or where installed."""
   name = file.partition(':')[0]
   path = pathlib.Path(name)
   if path.is_file():
@@ -364,11 +340,7 @@ def config_file(file) -> pathlib.Path:
 
 
 def changed(config):
-  """Returns a config changed by the command line's --config.FIELD=VALUE.
-
-  Raises:
-    UserError: a field does not exist, or its value is invalid.
-  """
+  """Returns a config changed by the command line's --config.FIELD=VALUE."""
   return config_lib.override(config, _overrides)
 
 
@@ -414,19 +386,7 @@ def _take_overrides(argv):
 def _in_plain_words(error):
   """Rewrites absl's message to say what was expected."""
   message = _one_line(error)
-  missing = re.search(r'Flag --(\S+) must have a value other', message)
-  if missing:
-    return f'--{missing[1]} is missing: give --{missing[1]}=VALUE.'
-  if bare := re.fullmatch(r'Missing value for flag --?(\S+)', message):
-    return (
-      f'--{bare[1]} is given without a value: write --{bare[1]}=VALUE; --help'
-      ' tells what it may be.'
-    )
-  bad_value = re.match(r'flag (--.+?): (.*)$', message)
-  if not bad_value:
-    return message
-  flag, reason = bad_value.groups()
-  for marker, plain in _PLAIN_WORDS:
-    if marker in reason:
-      reason = f'{plain}.'
-  return f'{flag}: {reason}'
+  for pattern, plain in _PLAIN_WORDS:
+    if match := re.fullmatch(pattern, message):
+      return match.expand(plain)
+  return message

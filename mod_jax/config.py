@@ -8,7 +8,7 @@ on several fields are checked in `__post_init__`.
 """
 
 import ast
-import collections.abc
+from collections.abc import Mapping
 import contextlib
 import dataclasses
 import difflib
@@ -25,15 +25,14 @@ import types
 import typing
 from typing import Annotated
 
-from mod_jax.errors import UserError
+from mod_jax.errors import UserError, require
 
-_NoneType = type(None)
 _NAMES = {
   bool: ('true or false', 'booleans'),
   int: ('an integer', 'integers'),
   float: ('a number', 'numbers'),
   str: ('a string', 'strings'),
-  _NoneType: ('None', 'None'),
+  types.NoneType: ('None', 'None'),
 }
 # The JSON key that names the class, in a union of dataclasses.
 _TYPE_KEY = 'type'
@@ -43,6 +42,7 @@ _FLOAT32 = (2.0**-126, (1 - 2.0**-24) * 2.0**128)
 # Prefix of the module names of config files.
 _CONFIG_FILE = 'config file '
 _SHOWN = 200  # Characters of an invalid value to show in a message.
+_NO = object()  # What `_fit` returns for a value that is not allowed.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,16 +119,12 @@ def nearest(name, choices):
 
 
 def choose(name, table, what='variant'):
-  """Returns `table[name]`; for the variants of a config file and the like.
-
-  Raises:
-    UserError: if `name` is not in `table`; the message calls it a `what`.
-  """
+  """Returns `table[name]`; a UserError calls an unknown name a `what`."""
   if name in table:
     return table[name]
-  known = ', '.join(repr(key) for key in table)
+  names = ', '.join(map(repr, table))
   raise UserError(
-    f'unknown {what} {name!r}: expected one of {known}.{nearest(name, table)}'
+    f'unknown {what} {name!r}: expected one of {names}.{nearest(name, table)}'
   )
 
 
@@ -146,20 +142,22 @@ def _members(hint):
   return (hint,)
 
 
-def _bare(hint):
-  """Returns an annotation without its range."""
-  return hint.__origin__ if typing.get_origin(hint) is Annotated else hint
-
-
 def classes_of(hint):
-  """Returns the dataclasses that an annotation allows.
+  """Returns the dataclasses that an annotation allows, by their names in JSON.
 
-  An abstract one stands for all its subclasses that are imported.
+  An abstract one stands for all its subclasses that are imported; those of
+  other packages are named with their module.
   """
-  classes = []
+  classes = {}
   for member in filter(dataclasses.is_dataclass, _members(hint)):
-    classes += _concrete(member) if inspect.isabstract(member) else [member]
-  return tuple(classes)
+    if not inspect.isabstract(member):
+      classes[member.__name__] = member
+      continue
+    for cls in _concrete(member):
+      module = cls.__module__
+      ours = module.startswith(f'{__package__}.')
+      classes[cls.__name__ if ours else f'{module}:{cls.__qualname__}'] = cls
+  return classes
 
 
 def _concrete(cls):
@@ -169,60 +167,11 @@ def _concrete(cls):
     yield from _concrete(sub)
 
 
-def _is_open(hint):
-  """Whether an annotation allows subclasses of other packages."""
-  members = filter(dataclasses.is_dataclass, _members(hint))
-  return any(map(inspect.isabstract, members))
-
-
-def _tag_of(cls, hint):
-  """Returns the name of a class in saved configs.
-
-  Classes of other packages are qualified by their module.
-  """
-  if _is_open(hint) and cls.__module__.split('.')[0] != __name__.split('.')[0]:
-    return f'{cls.__module__}:{cls.__qualname__}'
-  return cls.__name__
-
-
-def trust(modules):
-  """Imports modules whose classes saved configs may then name.
-
-  Reading a config imports nothing, since its author could name any module and
-  so run code; the modules of its classes must be imported before.
-
-  Args:
-    modules: dotted names.
-
-  Raises:
-    UserError: a module cannot be imported.
-  """
-  for name in modules:
-    try:
-      importlib.import_module(name)
-    except (ImportError, TypeError, ValueError) as error:
-      raise UserError(
-        f'trust={name!r}: no such module can be imported ({error}): put its'
-        ' directory on PYTHONPATH, and give its name with dots.'
-      ) from error
-
-
-def _no_class(path, kind, hint):
-  """Returns the UserError for a `type` that names no imported class."""
-  module, colon, _ = kind.partition(':') if isinstance(kind, str) else 3 * ('',)
-  if not colon or not _is_open(hint) or module in sys.modules:
-    names = tuple(_tag_of(c, hint) for c in classes_of(hint))
-    return _refusal(path, kind, typing.Literal[names])
-  return UserError(
-    f'{path}={kind!r} is a class of a module that is not imported, and reading'
-    ' a config imports none, since that would run its code. If you trust it,'
-    f' import it before, or say trust=[{module!r}], in scripts'
-    f' --trust={module}.'
+def _is_tagged(hint):
+  """Whether a saved config has to say which class the value is of."""
+  return len(classes_of(hint)) > 1 or any(
+    map(inspect.isabstract, _members(hint))
   )
-
-
-def _unsupported(hint):
-  return TypeError(f'{hint!r}: config fields cannot have this annotation')
 
 
 def describe(hint, plural=False):
@@ -235,17 +184,22 @@ def describe(hint, plural=False):
   if origin is Annotated:
     return f'{describe(args[0], plural)} {args[1]}'
   if origin is typing.Literal:
-    choices = ', '.join(repr(choice) for choice in args)
-    return f'one of {choices}'
+    return 'one of ' + ', '.join(map(repr, args))
   if origin is tuple:
     if args[-1] is Ellipsis:
       elements = describe(args[0], plural=True)
     else:
-      elements = '(' + ', '.join(describe(arg) for arg in args) + ')'
+      elements = '(' + ', '.join(map(describe, args)) + ')'
     return f'tuples of {elements}' if plural else f'a tuple of {elements}'
-  if len(_members(hint)) > 1:
-    return ' or '.join(describe(arg, plural) for arg in args)
-  raise _unsupported(hint)
+  return ' or '.join(describe(arg, plural) for arg in args)
+
+
+def _elements(hint, value):
+  """Returns the annotations of a tuple's elements; () if too few or many."""
+  args = typing.get_args(hint)
+  if args[-1] is Ellipsis:
+    return args[:1] * len(value)
+  return args if len(args) == len(value) else ()
 
 
 def _is_number(value):
@@ -257,143 +211,246 @@ def _fits_float32(number):
   return number == 0 or _FLOAT32[0] <= abs(number) <= _FLOAT32[1]
 
 
-def _arguments(hint, value):
-  """Returns the annotations of a tuple's elements; () if too few or many."""
-  args = typing.get_args(hint)
-  if args[-1] is Ellipsis:
-    return args[:1] * len(value)
-  return args if len(args) == len(value) else ()
+def _fit(value, hint):
+  """Returns a value as its field holds it, or `_NO` if it is not allowed.
 
-
-def _matches(value, hint):
-  """Whether a value has the type, and lies in the range, of an annotation."""
-  if hint is _NoneType:
-    return value is None
-  if hint is int:
-    return isinstance(value, int) and not isinstance(value, bool)
-  if hint is float:
-    return _is_number(value) and _fits_float32(value)
-  if hint in (bool, str) or dataclasses.is_dataclass(hint):
-    return isinstance(value, hint)
+  An integer becomes a float where that is declared, so that equal configs give
+  equal JSON. A bool is no integer.
+  """
   origin, args = typing.get_origin(hint), typing.get_args(hint)
-  if origin is Annotated:
-    return _matches(value, args[0]) and value in args[1]
-  if origin is typing.Literal:
-    return any(type(value) is type(arg) and value == arg for arg in args)
+  if origin in (typing.Union, types.UnionType):
+    fitted = (_fit(value, member) for member in args)
+    return next((f for f in fitted if f is not _NO), _NO)
   if origin is tuple:
     if not isinstance(value, tuple):
-      return False
-    args = _arguments(hint, value)
-    return len(args) == len(value) and all(map(_matches, value, args))
-  if len(_members(hint)) > 1:
-    return any(_matches(value, arg) for arg in args)
-  raise _unsupported(hint)
+      return _NO
+    hints = _elements(hint, value)
+    fitted = tuple(map(_fit, value, hints))
+    return fitted if len(hints) == len(value) and _NO not in fitted else _NO
+  if origin is Annotated:
+    value = _fit(value, args[0])
+    fits = value is not _NO and value in args[1]
+  elif origin is typing.Literal:
+    fits = any(type(value) is type(arg) and value == arg for arg in args)
+  elif hint is float:
+    fits = _is_number(value) and _fits_float32(value)
+    value = float(value) if fits else value
+  elif hint is int:
+    fits = isinstance(value, int) and not isinstance(value, bool)
+  elif hint in _NAMES or dataclasses.is_dataclass(hint):
+    fits = isinstance(value, hint)
+  else:
+    raise TypeError(f'{hint!r}: config fields cannot have this annotation')
+  return value if fits else _NO
 
 
-def _refusal(path, value, hint, shown=None):
-  """Returns the UserError for a value that the annotation does not allow.
+def _fitted(path, value, hint, shown=None):
+  """Returns `_fit` of a field's value; raises UserError if it is not allowed.
 
   `shown` is the value as the user wrote it.
   """
-  for member in _members(hint) if shown is None else ():
-    if typing.get_origin(member) is tuple and isinstance(value, tuple):
+  fitted = _fit(value, hint)
+  if fitted is not _NO:
+    return fitted
+  members = _members(hint)
+  if isinstance(value, tuple) and shown is None:
+    for member in (m for m in members if typing.get_origin(m) is tuple):
       # Naming the first wrong element is clearer than showing all.
-      for i, arg in enumerate(_arguments(member, value)):
-        if not _matches(value[i], arg):
-          return _refusal(f'{path}[{i}]', value[i], arg)
-  choices = [
-    choice
-    for member in _members(hint)
-    if typing.get_origin(member) is typing.Literal
-    for choice in typing.get_args(member)
-  ]
-  near = nearest(value, choices) if isinstance(value, str) else ''
+      for i, element_hint in enumerate(_elements(member, value)):
+        _fitted(f'{path}[{i}]', value[i], element_hint)
+  hints = ''
+  if isinstance(value, str):
+    literals = (m for m in members if typing.get_origin(m) is typing.Literal)
+    hints = nearest(value, [c for m in literals for c in typing.get_args(m)])
   if _is_number(value) and not _fits_float32(value):
-    near = ' Models compute in float32, where it must be finite and not 0.'
-  try:
-    shown = repr(value) if shown is None else shown
-  except ValueError:  # Python refuses to print huge integers.
-    shown = f'<{type(value).__name__}>'
+    hints = ' Models compute in float32, where it must be finite and not 0.'
   if dataclasses.is_dataclass(value):
-    # All its fields would be too long.
-    shown = f'{type(value).__name__}(...)'
-  elif len(shown) > _SHOWN:
+    shown = f'{type(value).__name__}(...)'  # All its fields would be too long.
+  elif shown is None:
+    shown = repr(value)
+  if len(shown) > _SHOWN:
     shown = f'{shown[:_SHOWN]}...'
-  return UserError(f'{path}={shown}: expected {describe(hint)}.{near}')
+  raise UserError(f'{path}={shown}: expected {describe(hint)}.{hints}')
 
 
 def validate(instance):
   """Checks every field of a dataclass instance against its annotation.
 
-  An int is accepted where a float is declared; a bool is no int, and a float
-  must be finite and not too small or large for float32. Conditions on several
-  fields are for the dataclass itself to check, after this call.
-
-  Args:
-    instance: of a dataclass; usually `self` in its `__post_init__`.
-
-  Raises:
-    UserError: names class, field, value and what was expected.
+  Call it first in `__post_init__`. It returns `check` for conditions on several
+  fields, to be called as `check(self.a < self.b, 'a < b', 'a', 'b')`.
   """
   cls = type(instance)
   for name, hint in annotations(cls).items():
-    value = getattr(instance, name)
-    if not _matches(value, hint):
-      raise _refusal(f'{cls.__name__}.{name}', value, hint)
+    _fitted(f'{cls.__name__}.{name}', getattr(instance, name), hint)
+  return functools.partial(check, instance)
 
 
-def _tag(instance, hint):
-  """Returns `{'type': name}` for a member of a union of dataclasses."""
-  if len(classes_of(hint)) < 2 and not _is_open(hint):
-    return {}
-  cls = type(instance)
-  if _TYPE_KEY in annotations(cls):
-    raise TypeError(
-      f'{cls.__name__}.{_TYPE_KEY}: a member of a union cannot have a field of '
-      'this name, which tells the members apart'
-    )
-  tag = _tag_of(cls, hint)
+def check(instance, condition, expected, *names):
+  """Raises UserError, with the named fields, unless a condition holds."""
+  values = {name: getattr(instance, name) for name in names}
+  require(condition, expected, **values)
+
+
+def trust(modules):
+  """Imports modules, whose classes saved configs may then name.
+
+  Reading a config imports nothing, since its author could name any module and
+  so run code; the modules of its classes must be imported before.
+  """
+  for name in modules:
+    try:
+      importlib.import_module(name)
+    except (ImportError, TypeError, ValueError) as error:
+      raise UserError(
+        f'trust={name!r}: no such module can be imported ({error}): put its'
+        ' directory on PYTHONPATH, and give its name with dots.'
+      ) from error
+
+
+def to_json(instance):
+  """Returns a dataclass instance as indented JSON, in order of declaration."""
+  return json.dumps(_encode(instance, type(instance)), indent=2) + '\n'
+
+
+def _encode(value, hint):
+  """Returns the value as dicts, tuples and scalars."""
+  if isinstance(value, tuple):
+    member = next(m for m in _members(hint) if _fit(value, m) is not _NO)
+    return tuple(map(_encode, value, _elements(member, value)))
+  if not dataclasses.is_dataclass(value):
+    return _fit(value, hint)
+  cls = type(value)
+  fields = {
+    name: _encode(getattr(value, name), sub_hint)
+    for name, sub_hint in annotations(cls).items()
+  }
+  if not _is_tagged(hint):
+    return fields
+  tags = {c: tag for tag, c in classes_of(hint).items()}
+  tag = tags.get(cls, cls.__name__)
+  if _TYPE_KEY in fields:
+    raise TypeError(f'{cls.__name__}: a class of a union has no field `type`')
   if tag.startswith(_CONFIG_FILE):
     raise UserError(
       f'{cls.__name__} is defined in a {cls.__module__}: a saved config could'
       ' not be read again, since nobody can import it from there. Move it to a'
       ' module beside it, and import it from there.'
     )
-  return {_TYPE_KEY: tag}
+  return {_TYPE_KEY: tag} | fields
 
 
-def _encode(value, hint):
-  """Returns the value as dicts, tuples and scalars; converts ints to float."""
-  if dataclasses.is_dataclass(value):
-    fields = {
-      name: _encode(getattr(value, name), sub_hint)
-      for name, sub_hint in annotations(type(value)).items()
-    }
-    return _tag(value, hint) | fields
-  member = _bare(next(m for m in _members(hint) if _matches(value, m)))
-  if member is float:
-    # Equal configs must give equal text, though float fields accept ints.
-    return float(value)
-  if typing.get_origin(member) is tuple:
-    return tuple(map(_encode, value, _arguments(member, value)))
+def _tuples(value):
+  """Returns a value whose lists, at any depth, are tuples."""
+  if isinstance(value, list | tuple):
+    return tuple(map(_tuples, value))
+  if isinstance(value, Mapping):
+    return {key: _tuples(element) for key, element in value.items()}
   return value
 
 
-def read_literal(text):
-  """Evaluates a Python literal; lists become tuples.
+def _decode(value, hint, path):
+  """Inverts `_encode`; raises UserError for what the annotation forbids."""
+  if isinstance(value, Mapping) and classes_of(hint):
+    return _decode_dataclass(value, hint, path)
+  if isinstance(value, tuple) and any(isinstance(v, Mapping) for v in value):
+    member = next(m for m in _members(hint) if typing.get_origin(m) is tuple)
+    hints = _elements(member, value)
+    value = tuple(
+      _decode(element, element_hint, f'{path}[{i}]')
+      for i, (element, element_hint) in enumerate(
+        zip(value, hints, strict=False)
+      )
+    )
+  return _fitted(path, value, hint)
 
-  Text that cannot be evaluated is returned unchanged.
+
+def _decode_dataclass(fields, hint, path):
+  # Without a name it is the first class, so that a field can become a union
+  # without breaking saved configs.
+  classes, fields = classes_of(hint), dict(fields)
+  tag = next(iter(classes))
+  if _TYPE_KEY in fields and _is_tagged(hint):
+    tag = _known_tag(fields.pop(_TYPE_KEY), classes, _join(path, _TYPE_KEY))
+  cls = classes[tag]
+  hints = annotations(cls)
+  for key in fields:
+    if key not in hints:
+      near = nearest(key, hints) or f' Its fields are {", ".join(hints)}.'
+      raise UserError(
+        f'{_join(path, key)}: {cls.__name__} has no field {key!r}.{near}'
+      )
+  for field in dataclasses.fields(cls):
+    name, where = field.name, _join(path, field.name)
+    if name in fields:
+      fields[name] = _decode(fields[name], hints[name], where)
+    elif field.default is field.default_factory is dataclasses.MISSING:
+      raise UserError(f'{where} is missing: expected {describe(hints[name])}.')
+  with _inside(path):
+    return cls(**fields)
+
+
+def _known_tag(tag, classes, path):
+  module, colon, _ = str(tag).partition(':')
+  if colon and module not in sys.modules:
+    raise UserError(
+      f'{path}={tag!r} is a class of a module that is not imported, and reading'
+      ' a config imports none, since that would run its code. If you trust it,'
+      f' import it before, or say trust=[{module!r}], in scripts'
+      f' --trust={module}.'
+    )
+  return _fitted(path, tag, typing.Literal[tuple(classes)])
+
+
+def from_dict(cls, mapping):
+  """Returns an instance of dataclass `cls` with the values of a mapping.
+
+  Absent fields take the default of their dataclass. Lists are accepted for
+  tuples, integers for floats, and mappings for dataclasses. A field that may
+  hold one of several dataclasses has a key `type`, the class name. UserErrors
+  name the dotted path.
   """
+  if not isinstance(mapping, Mapping):
+    raise UserError(
+      f'the config is a {type(mapping).__name__}: expected the fields of'
+      f' {cls.__name__}.'
+    )
+  try:
+    return _decode_dataclass(_tuples(mapping), cls, '')
+  except (OverflowError, RecursionError) as error:
+    raise UserError(f'the config cannot be read ({error}).') from error
 
-  def tuples(value):
-    if isinstance(value, list | tuple):
-      return tuple(map(tuples, value))
-    return value
 
+def from_known(cls, mapping, where):
+  """Returns an instance of `cls` as `from_dict`; ignores unknown keys.
+
+  For files of other programs: `cls` declares the keys that are used, and
+  messages begin with `where`, the name of the source.
+  """
+  with _inside(where):
+    return from_dict(
+      cls, {key: mapping[key] for key in annotations(cls) if key in mapping}
+    )
+
+
+def from_json(cls, text):
+  """Returns an instance of dataclass `cls` from the output of `to_json`."""
+  try:
+    decoded = json.loads(text)
+  # ValueError is also raised for huge integers.
+  except (ValueError, RecursionError) as error:
+    raise UserError(
+      f'the saved config is not JSON ({error}): expected what'
+      f' mod_jax.config.to_json writes for a {cls.__name__}.'
+    ) from error
+  return from_dict(cls, decoded)
+
+
+def read_literal(text):
+  """Returns the Python literal that a text is, lists as tuples; or the text."""
   try:
     value = ast.literal_eval(text)
     repr(value)  # Fails for hexadecimal integers too long to print.
-    return tuples(value)
+    return _tuples(value)
   except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
     return text
 
@@ -402,62 +459,26 @@ def parse(text, hint):
   """Parses text from a command line as a value of a field.
 
   Strings have no quotes, tuples may lack brackets, groups of fields are
-  `{'name': value}`. The value is not validated: that is left to `_decode`.
-
-  Args:
-    text: the text.
-    hint: the annotation of the field.
+  `{'name': value}`. A value that is not allowed is left for others to refuse.
   """
   text = text.strip()
-  kinds = {_kind(member) for member in _members(hint)}
-  if text.lower() == 'none' and _NoneType in kinds:
-    return None
-  if text.lower() in ('true', 'false') and bool in kinds:
-    return text.lower() == 'true'
-  if kinds <= {str, _NoneType}:
-    return text
+  words = {'none': None, 'true': True, 'false': False}
   value = read_literal(text)
-  if isinstance(value, dict) and dict in kinds:
-    return value
-  if isinstance(value, str) and float in kinds:  # Such as inf.
-    with contextlib.suppress(ValueError):
-      return float(value)
-  if any(_matches(value, member) for member in _members(hint)):
-    return value
-  if str in kinds:
-    return text
-  if tuple in kinds and not isinstance(value, tuple):
-    return (value,)
+  for candidate in (words.get(text.lower(), _NO), text, value, (value,)):
+    if _fit(candidate, hint) is not _NO:
+      return candidate
   return value
 
 
-def _kind(member):
-  """Returns the type of values of an annotation that is no union."""
-  member = _bare(member)
-  if dataclasses.is_dataclass(member):
-    return dict
-  if typing.get_origin(member) is typing.Literal:
-    return type(typing.get_args(member)[0])
-  return typing.get_origin(member) or member
-
-
-def field(instance, path, where='', given=types.MappingProxyType({})):
+def field(instance, path, where='', groups=types.MappingProxyType({})):
   """Returns the annotation of a nested dataclass's field, by dotted path.
 
-  Args:
-    instance: of a dataclass.
-    path: such as `model.num_layers`.
-    where: prefix of the path in messages, such as `--config.`.
-    given: by dotted path, dataclasses that replace those of the instance.
-
-  Raises:
-    UserError: there is no such field.
+  `where` is a prefix in messages, such as `--config.`; `groups` are dataclasses
+  that replace those of the instance, by dotted path.
   """
   # Messages name the outermost config as flags do: `config`.
-  holder, parent, hint = instance, '', None
-  if where.endswith('.'):
-    parent = where.strip('-.')
-  parts = path.split('.')
+  parent = where.strip('-.') if where.endswith('.') else ''
+  holder, hint, parts = instance, None, path.split('.')
   for i, part in enumerate(parts):
     if not dataclasses.is_dataclass(holder):
       raise UserError(
@@ -465,8 +486,7 @@ def field(instance, path, where='', given=types.MappingProxyType({})):
       )
     hints = annotations(type(holder))
     if part not in hints:
-      group = '.'.join(parts[:i])
-      similar = _meant(instance, group, '.'.join(parts[i:]))
+      similar = _meant(instance, '.'.join(parts[:i]), parts[-1])
       near = f' Its fields are {", ".join(hints)}.'
       if similar:
         near = f' Did you mean {" or ".join(map(repr, similar))}?'
@@ -474,299 +494,95 @@ def field(instance, path, where='', given=types.MappingProxyType({})):
         f'{where}{path}: {parent or type(holder).__name__} has no field'
         f' {part!r}.{near}'
       )
-    value = getattr(holder, part)
-    hint, holder = hints[part], given.get('.'.join(parts[: i + 1]), value)
+    hint = hints[part]
+    holder = groups.get('.'.join(parts[: i + 1]), getattr(holder, part))
     parent = _join(parent, part)
   return hint
 
 
-def _paths(instance, group=''):
-  """Yields the dotted paths of all fields of a nested dataclass."""
-  for name in annotations(type(instance)):
-    path, value = _join(group, name), getattr(instance, name)
-    yield path
+def walk(instance, prefix=''):
+  """Yields dotted path, holder and annotation of all fields, at any depth."""
+  for name, hint in annotations(type(instance)).items():
+    yield f'{prefix}{name}', instance, hint
+    value = getattr(instance, name)
     if dataclasses.is_dataclass(value):
-      yield from _paths(value, path)
+      yield from walk(value, f'{prefix}{name}.')
 
 
-def _meant(instance, group, path):
-  """Returns at most 3 paths that may be meant by one that does not exist.
+def _meant(instance, group, name):
+  """Returns at most 3 paths that may be meant by an unknown field of a group.
 
-  Fields of that name in other groups; or the most similar name in its group; or
-  names that it abbreviates by initials, as `lr`; or the most similar of all.
-
-  Args:
-    instance: of a nested dataclass.
-    group: dotted path of the innermost group that exists.
-    path: the rest of the path, which does not exist.
+  By the most similar name, or by its initials, such as `lr`: in the group, or
+  else wherever it is.
   """
-  name = path.rpartition('.')[2]
-  names = {
-    p: p.rpartition('.')[2] for p in sorted(_paths(instance), key=_depth)
-  }
-  siblings = [n for p, n in names.items() if p == _join(group, n)]
-
-  def initials(name):
-    return ''.join(word[0] for word in name.split('_'))
-
-  def most_similar(names):
-    return difflib.get_close_matches(name.lower(), names, n=1)
-
-  same_name = [p for p, n in names.items() if n == name]
-  abbreviated = [p for p, n in names.items() if initials(n) == name]
-  nearest_of_all = [
-    p for p, n in names.items() if n in most_similar(names.values())
-  ]
-  return (
-    same_name
-    or [_join(group, n) for n in most_similar(siblings)]
-    or abbreviated
-    or nearest_of_all
-  )[:3]
-
-
-def _depth(path):
-  return path.count('.')
+  paths = {}  # By name and by initials, outer ones first.
+  for path in sorted(
+    (p for p, *_ in walk(instance)), key=lambda p: p.count('.')
+  ):
+    last = path.rpartition('.')[2]
+    for spelling in {last, ''.join(word[0] for word in last.split('_'))}:
+      paths.setdefault(spelling, []).append(path)
+  names = [n for n in paths if len(n) > 1]
+  near = difflib.get_close_matches(name.lower(), names, n=1)
+  meant = [path for n in near for path in paths[n]]
+  siblings = [p for p in meant if p.rpartition('.')[0] == group]
+  return siblings or meant[:3]
 
 
 def override(instance, texts, where='--config.'):
   """Returns a copy of a nested dataclass with fields parsed from texts.
 
-  All fields are set at once, so that only the final combination must be valid.
-  Whole groups are set first, whatever the order, and single fields in them.
-
-  Args:
-    instance: of a dataclass; not modified.
-    texts: pairs of a dotted path and the text of its value, for `parse`.
-    where: prefix of the paths in messages.
-
-  Raises:
-    UserError: a field does not exist, or does not allow its value.
+  `texts` are pairs of a dotted path, which messages begin with `where`, and the
+  text of its value. All fields are set at once, so that only the final
+  combination must be valid; whole groups first, and single fields in them.
   """
-  changes = {}
 
-  def set_field(path, text, *, group):
+  def outer_groups_first(pair):
+    is_group = pair[1].lstrip().startswith('{')
+    return pair[0].count('.') if is_group else math.inf
+
+  changes = {}
+  for path, text in sorted(texts, key=outer_groups_first):
     hint = field(instance, path, where, changes)
     value = parse(text, hint)
-    if isinstance(value, dict) != group:
-      return
-    if group:
-      changes[path] = _decode_group(value, hint, where + path)
-      return
-    try:
-      changes[path] = _decode(value, hint, path)
-    except UserError as error:
-      raise _refusal(where + path, value, hint, text) from error
-
-  # Set groups first, outer before inner: a group decides which fields exist.
-  groups = [pair for pair in texts if pair[1].lstrip().startswith('{')]
-  for path, text in sorted(groups, key=lambda pair: pair[0].count('.')):
-    set_field(path, text, group=True)
-  for path, text in texts:
-    set_field(path, text, group=False)
+    if not isinstance(value, dict) or not classes_of(hint):
+      changes[path] = _fitted(where + path, value, hint, text)
+    elif _is_tagged(hint) and _TYPE_KEY not in value:
+      names = describe(typing.Literal[tuple(classes_of(hint))])
+      raise UserError(
+        f'{where}{path}.{_TYPE_KEY} is missing: say which group of fields is'
+        f' meant, {names}.'
+      )
+    else:
+      changes[path] = _decode(value, hint, where + path)
   return replace(instance, changes)
 
 
-def _decode_group(value, hint, path):
-  """Decodes a group of fields; the key `type` is required in a union."""
-  classes = classes_of(hint)
-  if (len(classes) > 1 or _is_open(hint)) and _TYPE_KEY not in value:
-    names = typing.Literal[tuple(c.__name__ for c in classes)]
-    raise UserError(
-      f'{path}.{_TYPE_KEY} is missing: say which group of fields is meant,'
-      f' {describe(names)}.'
-    )
-  return _decode(value, hint, path)
-
-
-def _join(path, name):
-  return f'{path}.{name}' if path else name
-
-
-@contextlib.contextmanager
-def _inside(path):
-  """Prefixes UserErrors with the path, which the class does not know."""
-  try:
-    yield
-  except UserError as error:
-    raise UserError(f'{path}: {error}' if path else str(error)) from error
-
-
-def _decode_dataclass(cls, mapping, path):
-  hints = annotations(cls)
-  for key in mapping:
-    if key not in hints:
-      hint = nearest(key, hints) or f' Its fields are {", ".join(hints)}.'
-      raise UserError(
-        f'{_join(path, key)}: {cls.__name__} has no field {key!r}.{hint}'
-      )
-  values = {}
-  for field in dataclasses.fields(cls):
-    where = _join(path, field.name)
-    if field.name in mapping:
-      values[field.name] = _decode(
-        mapping[field.name], hints[field.name], where
-      )
-    elif (
-      field.default is dataclasses.MISSING
-      and field.default_factory is dataclasses.MISSING
-    ):
-      raise UserError(
-        f'{where} is missing: expected {describe(hints[field.name])}.'
-      )
-  with _inside(path):
-    return cls(**values)
-
-
-def _decode(value, hint, path):
-  """The inverse of `_encode`; also accepts lists for tuples."""
-  members, classes = _members(hint), classes_of(hint)
-  by_name = {_tag_of(c, hint): c for c in classes}
-  several = len(classes) > 1 or _is_open(hint)
-  if isinstance(value, list):
-    value = tuple(value)
-  if isinstance(value, collections.abc.Mapping) and classes:
-    # Defaults to the first class, so that a field can become a union without
-    # breaking saved configs.
-    cls = classes[0]
-    if several and _TYPE_KEY in value:
-      value = dict(value)
-      kind = value.pop(_TYPE_KEY)
-      if kind not in tuple(by_name):  # Not the dict: `kind` may be unhashable.
-        raise _no_class(_join(path, _TYPE_KEY), kind, hint)
-      cls = by_name[kind]
-    return _decode_dataclass(cls, value, path)
-  if len(members) > 1:
-    fitting = [m for m in members if _matches(value, m)]
-    for member in fitting or members:
-      try:
-        return _decode(value, member, path)
-      except UserError:
-        continue
-    raise _refusal(path, value, hint)
-  if typing.get_origin(hint) is tuple and isinstance(value, tuple):
-    args = _arguments(hint, value)
-    if len(args) != len(value):
-      raise _refusal(path, value, hint)
-    return tuple(
-      _decode(element, arg, f'{path}[{i}]')
-      for i, (element, arg) in enumerate(zip(value, args, strict=True))
-    )
-  if not _matches(value, hint):
-    raise _refusal(path, value, hint)
-  return float(value) if _bare(hint) is float else value
-
-
-def from_dict(cls, mapping):
-  """Returns an instance of dataclass `cls` with the values of a mapping.
-
-  Absent fields take the default of their dataclass. Lists are accepted for
-  tuples, and integers for floats. A field that may hold one of several
-  dataclasses has a key `type`, the class name.
+def replace(instance, changes, where=''):
+  """Returns a copy of a nested dataclass with some fields changed.
 
   Args:
-    cls: the dataclass.
-    mapping: values by name, those of nested dataclasses being mappings too.
+    instance: of a dataclass; not modified.
+    changes: values by dotted path, `{'model.num_layers': 2}`.
+    where: path of the instance in messages.
 
   Raises:
-    UserError: for an unknown or missing field, a wrong type or choice, or if
-      the dataclass itself raises it; the message names the dotted path.
+    UserError: for an unknown field or an invalid value.
   """
-  if not isinstance(mapping, collections.abc.Mapping):
-    raise UserError(
-      f'the config is a {type(mapping).__name__}: expected the fields of'
-      f' {cls.__name__}.'
-    )
-  return _decode_dataclass(cls, mapping, '')
-
-
-def from_known(cls, mapping, where):
-  """Returns an instance of `cls` as `from_dict`; ignores unknown keys.
-
-  For files of other programs: `cls` declares the keys that are used.
-
-  Args:
-    cls: the dataclass.
-    mapping: values by name.
-    where: name of the source, for messages.
-  """
-  fields = {k: mapping[k] for k in annotations(cls) if k in mapping}
-  try:
-    return from_dict(cls, fields)
-  except (UserError, OverflowError, RecursionError) as error:
-    raise UserError(f'{where}: {error}') from error
-
-
-def to_json(instance):
-  """Returns a dataclass instance as indented JSON, in order of declaration."""
-  return json.dumps(_encode(instance, type(instance)), indent=2) + '\n'
-
-
-def from_json(cls, text):
-  """Returns an instance of dataclass `cls` from the output of `to_json`.
-
-  Raises:
-    UserError: if the text is no JSON object, or does not fit `cls`.
-  """
-  expected = f'expected what mod_jax.config.to_json writes for a {cls.__name__}'
-  try:
-    decoded = json.loads(text)
-  # ValueError is also raised for huge integers.
-  except (ValueError, RecursionError) as error:
-    raise UserError(
-      f'the saved config is not JSON ({error}): {expected}.'
-    ) from error
-  try:
-    return from_dict(cls, decoded)
-  except (OverflowError, RecursionError) as error:
-    raise UserError(
-      f'the saved config is no config ({error}): {expected}.'
-    ) from error
-
-
-def config_getter(variants):
-  """Returns the `get_config` of a config file, from its table of variants.
-
-  Args:
-    variants: functions that build the experiments, by name; '' is the default.
-  """
-
-  def get_config(variant=''):
-    return choose(variant, variants)()
-
-  return get_config
-
-
-def sibling(file, name):
-  """Loads a config file beside another; they are in no package.
-
-  Args:
-    file: `__file__` of the calling config file.
-    name: path of the other, relative to its directory, without suffix.
-  """
-  return load(pathlib.Path(file).parent / f'{name}.py')
-
-
-def load(path):
-  """Loads a config file as a module, without caching it.
-
-  Raises:
-    UserError: it is not a Python file.
-  """
-  path = pathlib.Path(path).resolve()
-  spec = importlib.util.spec_from_file_location(f'{_CONFIG_FILE}{path}', path)
-  if spec is None:
-    raise UserError(f'{path} is no config file: expected Python, FILE.py.')
-  module = importlib.util.module_from_spec(spec)
-  # Dataclasses and `inspect` look up the modules of classes in it.
-  sys.modules[spec.name] = module
-  # As for scripts, modules in its directory can be imported.
-  sys.path.append(str(path.parent))
-  try:
-    spec.loader.exec_module(module)
-  finally:
-    sys.path.remove(str(path.parent))
-  return module
+  values, nested = {}, {}
+  for path, value in changes.items():
+    first, _, rest = path.partition('.')
+    if first not in getattr(instance, '__dataclass_fields__', ()):
+      field(instance, path, f'{where}.' if where else '')  # Raises UserError.
+    if rest:
+      nested.setdefault(first, {})[rest] = value
+    else:
+      values[first] = value
+  for name, inner in nested.items():
+    old = values.get(name, getattr(instance, name))
+    values[name] = replace(old, inner, _join(where, name))
+  with _inside(where):
+    return dataclasses.replace(instance, **values)
 
 
 def diff(a, b):
@@ -783,33 +599,45 @@ def diff(a, b):
   return lines
 
 
-def replace(instance, changes):
-  """Returns a copy of a nested dataclass with some fields changed.
+def _join(path, name):
+  return f'{path}.{name}' if path else name
 
-  Args:
-    instance: of a dataclass; not modified.
-    changes: values by dotted path, `{'model.num_layers': 2}`.
 
-  Raises:
-    UserError: for an unknown field or an invalid value.
+@contextlib.contextmanager
+def _inside(path):
+  """Prefixes UserErrors with the path, which the class does not know."""
+  try:
+    yield
+  except UserError as error:
+    raise UserError(f'{path}: {error}' if path else str(error)) from error
+
+
+def config_getter(variants):
+  """Returns the `get_config` of a config file.
+
+  `variants` has the functions that build it, by name; '' is the default.
   """
-  return _replace(instance, changes, '')
+  return lambda variant='': choose(variant, variants)()
 
 
-def _replace(instance, changes, where):
-  values, nested = {}, {}
-  for path, value in changes.items():
-    first, _, rest = path.partition('.')
-    if not dataclasses.is_dataclass(instance) or (
-      first not in annotations(type(instance))
-    ):
-      field(instance, path, f'{where}.' if where else '')  # Raises UserError.
-    if rest:
-      nested.setdefault(first, {})[rest] = value
-    else:
-      values[first] = value
-  for name, inner in nested.items():
-    old = values.get(name, getattr(instance, name))
-    values[name] = _replace(old, inner, _join(where, name))
-  with _inside(where):
-    return dataclasses.replace(instance, **values)
+def sibling(file, name):
+  """Loads the config file `name`, without suffix, beside `file`."""
+  return load(pathlib.Path(file).parent / f'{name}.py')
+
+
+def load(path):
+  """Loads a config file as a module, without caching it."""
+  path = pathlib.Path(path).resolve()
+  spec = importlib.util.spec_from_file_location(f'{_CONFIG_FILE}{path}', path)
+  if spec is None:
+    raise UserError(f'{path} is no config file: expected Python, FILE.py.')
+  module = importlib.util.module_from_spec(spec)
+  # Dataclasses and `inspect` look up the modules of classes in it.
+  sys.modules[spec.name] = module
+  # As for scripts, modules in its directory can be imported.
+  sys.path.append(str(path.parent))
+  try:
+    spec.loader.exec_module(module)
+  finally:
+    sys.path.remove(str(path.parent))
+  return module

@@ -16,55 +16,8 @@ import tokenize
 from mod_jax import config as config_lib
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Field:
-  """Documentation of a config field.
-
-  Attributes:
-    path: its dotted name, as in `model.num_layers`.
-    value: its value, as written on a command line.
-    accepts: description of the values that it allows.
-    meaning: its documentation; '' if there is none.
-  """
-
-  path: str
-  value: str
-  accepts: str
-  meaning: str
-
-
-def fields(config, prefix: str = '') -> list[Field]:
-  """Returns all fields of a config, at any depth, in order of declaration.
-
-  A field that holds a config is followed by the fields of that config; a field
-  that is None has no fields.
-  """
-  result = []
-  hints = config_lib.annotations(type(config))
-  documentation = meanings(type(config))
-  for name, hint in hints.items():
-    value = getattr(config, name)
-    nested = dataclasses.is_dataclass(value)
-    result.append(
-      Field(
-        path=f'{prefix}{name}',
-        value=type(value).__name__ if nested else f'{value}',
-        accepts=config_lib.describe(hint),
-        meaning=documentation.get(name, ''),
-      )
-    )
-    if nested:
-      result += fields(value, f'{prefix}{name}.')
-  return result
-
-
 def page(file, config) -> str:
-  """Returns the docstring and variants of a config file, and a config's fields.
-
-  Args:
-    file: path of the file.
-    config: the config that it built, perhaps changed.
-  """
+  """Returns a config file's docstring, its variants, and a config's fields."""
   module = config_lib.load(file)
   variants = ', '.join(filter(None, getattr(module, 'VARIANTS', ())))
   parts = (
@@ -75,19 +28,19 @@ def page(file, config) -> str:
   return '\n\n'.join(filter(None, parts))
 
 
-def listing(config, width: int = 80) -> str:
-  """Returns the fields as text, in the syntax of a command line."""
+def listing(config) -> str:
+  """Returns all fields, at any depth, in the syntax of a command line."""
   lines = []
-  for field in fields(config):
-    lines.append(f'--config.{field.path}={field.value}')
-    description = (
-      f'{field.meaning} ({field.accepts})'
-      if field.meaning
-      else (f'({field.accepts})')
-    )
-    lines += textwrap.wrap(
-      description, width, initial_indent='    ', subsequent_indent='    '
-    )
+  for path, holder, hint in config_lib.walk(config):
+    name = path.rpartition('.')[2]
+    value = getattr(holder, name)
+    shown = type(value).__name__ if dataclasses.is_dataclass(value) else value
+    meaning = meanings(type(holder)).get(name, '')
+    text = f'{meaning} ({config_lib.describe(hint)})'.strip()
+    lines += [
+      f'--config.{path}={shown}',
+      textwrap.indent(textwrap.fill(text, 76), ' ' * 4),
+    ]
   return '\n'.join(lines)
 
 
@@ -98,9 +51,8 @@ def meanings(cls: type) -> dict[str, str]:
   That of inherited fields comes from the base class, unless overridden.
   """
   result = {}
-  for base in reversed(cls.__mro__):
-    if dataclasses.is_dataclass(base):
-      result |= _own_meanings(base)
+  for base in filter(dataclasses.is_dataclass, reversed(cls.__mro__)):
+    result |= _own_meanings(base)
   return {
     name: result[name] for name in config_lib.annotations(cls) if name in result
   }
@@ -112,18 +64,15 @@ def _own_meanings(cls) -> dict[str, str]:
   behind, alone = _comments(source)
   result = _attributes(inspect.cleandoc(cls.__doc__ or ''))
   for node in tree.body:
-    if not isinstance(node, ast.AnnAssign):
-      continue
-    lines = []
-    above = node.lineno - 1
-    while above in alone:
-      lines.insert(0, alone[above])
-      above -= 1
-    lines += [
-      behind[i] for i in range(node.lineno, node.end_lineno + 1) if i in behind
-    ]
-    if lines:
-      result[node.target.id] = ' '.join(lines)
+    if isinstance(node, ast.AnnAssign):
+      first = node.lineno
+      while first - 1 in alone:
+        first -= 1
+      texts = [alone[i] for i in range(first, node.lineno)]
+      lines = range(node.lineno, node.end_lineno + 1)
+      texts += [behind[i] for i in lines if i in behind]
+      if texts:
+        result[node.target.id] = ' '.join(texts)
   return result
 
 

@@ -1,4 +1,4 @@
-"""The exception for errors of the user, not of the program."""
+"""The exception for errors of the user, not of the program, and checks."""
 
 import re
 
@@ -9,6 +9,13 @@ class UserError(ValueError):
   The message names the offending value, the limit and a remedy. Scripts print
   it without a traceback and exit with a nonzero status.
   """
+
+
+def require(condition, expected: str, **values) -> None:
+  """Raises UserError `name=value, …: expected …` unless a condition holds."""
+  if not condition:
+    shown = ', '.join(f'{name}={value!r}' for name, value in values.items())
+    raise UserError(f'{shown}: expected {expected}.')
 
 
 def require_pattern(pattern: str, where: str) -> None:

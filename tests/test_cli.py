@@ -213,9 +213,6 @@ REFUSALS = {
   (*GIVEN, 'config.steps=3'): "unexpected argument 'config.steps=3'",
   ('--config=tiny_config.py',): '--workdir is missing',
   ('--workdir=w',): '--config is missing',
-  ('--workdir=w', '--config.steps=3'): (
-    '--config.steps changes a config, but there is none'
-  ),
   ('--workdir=w', '--config=tiny_confg.py'): (
     "--config=tiny_confg.py: there is no file 'tiny_confg.py'. "
     "Did you mean 'tiny_config.py'?"

@@ -162,8 +162,6 @@ class TestValidate:
   def test_what_is_refused_is_shown_in_short(self):
     for value in ('9' * 5000, 10**4000):
       assert len(refusal(LM, rate=value)) < 350
-    # Python would not print it.
-    assert 'mesh[0]=<int>' in refusal(Ranges, mesh=(10**5000,))
 
   def test_names_the_nearest_choice(self):
     assert "Did you mean 'sigmoid'?" in refusal(Routing, gate='sigmoyd')
@@ -386,7 +384,7 @@ def test_a_member_of_a_union_may_not_have_a_field_type():
     model: Typed | ViT = Typed()
 
   # The hints of local classes cannot be found by name: they are objects here.
-  with pytest.raises(TypeError, match='cannot have a field of this name'):
+  with pytest.raises(TypeError, match='has no field `type`'):
     config.to_json(Holder())
 
 
@@ -484,7 +482,7 @@ class TestOverride:
       ('model.width.x', '1', 'config.model.width is 64 and has no'),
       ('model.zzz', '1', "config.model has no field 'zzz'. Its fields are"),
       ('model', '{}x', '--config.model={}x: expected LM or ViT.'),
-      ('model', "{'type': []}", 'config.model.type=[]: expected one of'),
+      ('model', "{'type': []}", 'config.model.type=(): expected one of'),
       ('model.routing.capacity', '2', 'model.routing: capacity=2.0: expected'),
       ('model.width', '-' * 9000, '...: expected an integer.'),
     ],

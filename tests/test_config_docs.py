@@ -110,7 +110,7 @@ def _classes(cls, seen):
   if cls not in seen and cls.__module__.startswith('mod_jax.'):
     seen.append(cls)
     for hint in config_lib.annotations(cls).values():
-      for inner in config_lib.classes_of(hint):
+      for inner in config_lib.classes_of(hint).values():
         _classes(inner, seen)
   return seen
 

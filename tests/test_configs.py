@@ -23,7 +23,7 @@ from mod_jax.errors import UserError
 from mod_jax.layers.acm import ACMConfig
 from mod_jax.layers.mlp import MLPConfig
 from mod_jax.layers.mode import RoutingMode
-from mod_jax.layers.routed import VisionRoutingConfig
+from mod_jax.layers.routing_config import VisionRoutingConfig
 from mod_jax.layers.scores import SCORES
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.vit import ViTConfig

@@ -14,7 +14,8 @@ from mod_jax import flops
 from mod_jax.errors import UserError
 from mod_jax.layers.acm import AdaptiveConfig
 from mod_jax.layers.attention import AttentionConfig
-from mod_jax.layers.routed import LayerConfig, MoDConfig
+from mod_jax.layers.routed import LayerConfig
+from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.layers.slots import Slot
 from mod_jax.models.lm import LMConfig
 from mod_jax.models.vit import ViTConfig

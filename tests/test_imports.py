@@ -1,6 +1,7 @@
 """Imports go one way, and kernels know nothing of the library."""
 
 import ast
+import graphlib
 import json
 import pathlib
 import subprocess
@@ -125,6 +126,26 @@ def sources(*tops):
 def test_imports_of_the_library_go_one_way():
   faults = [f for args in sources('mod_jax') for f in library_faults(*args)]
   assert not faults, '\n'.join(faults)
+
+
+def imports_within(package):
+  """Returns module -> the modules of the same package that it imports."""
+  modules = {
+    '.'.join(path.with_suffix('').parts).removesuffix('.__init__'): (path, text)
+    for path, text in sources(package)
+  }
+  graph = {}
+  for name, (path, text) in modules.items():
+    targets = set(imported_modules(text, '.'.join(path.parent.parts)))
+    # `from module import name` imports the module.
+    targets |= {t.rpartition('.')[0] for t in targets if t not in modules}
+    graph[name] = {t for t in targets if t in modules} - {name}
+  return graph
+
+
+def test_no_modules_import_each_other():
+  # Raises CycleError, which names a circle.
+  list(graphlib.TopologicalSorter(imports_within('mod_jax')).static_order())
 
 
 def test_kernels_know_nothing_of_the_library():

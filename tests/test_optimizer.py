@@ -12,7 +12,7 @@ import pytest
 from mod_jax import optimizer as optimizer_lib
 from mod_jax.errors import UserError
 from mod_jax.layers import acm
-from mod_jax.layers.routed import MoDConfig
+from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.optimizer import OptimizerConfig
 

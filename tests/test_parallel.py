@@ -13,7 +13,7 @@ from mod_jax import parallel
 from mod_jax.errors import UserError
 from mod_jax.layers import acm
 from mod_jax.layers.attention import Attention, AttentionConfig
-from mod_jax.layers.routed import MoDConfig
+from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.layers.token_info import TokenInfo
 from mod_jax.models.lm import LMConfig
 from mod_jax.parallel import MeshConfig

@@ -17,7 +17,7 @@ from mod_jax import flops, parallel
 from mod_jax.errors import UserError
 from mod_jax.layers.acm import FFNS, AdaptiveConfig
 from mod_jax.layers.mode import RoutingMode
-from mod_jax.layers.routed import VisionRoutingConfig
+from mod_jax.layers.routing_config import VisionRoutingConfig
 from mod_jax.models import lm
 from mod_jax.models.vit import ViTConfig
 from mod_jax.parallel import MeshConfig

@@ -9,7 +9,7 @@ import pytest
 
 from mod_jax import flops
 from mod_jax.layers.acm import AdaptiveConfig
-from mod_jax.layers.routed import VisionRoutingConfig
+from mod_jax.layers.routing_config import VisionRoutingConfig
 from mod_jax.layers.stem import ConvStemConfig
 from mod_jax.models import vit
 from mod_jax.models.dynamic_vit import DynamicViTConfig

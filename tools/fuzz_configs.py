@@ -96,7 +96,8 @@ def _plausible(rng, hint):
   hint = rng.choice(_members(hint))
   origin, args = typing.get_origin(hint), typing.get_args(hint)
   if dataclasses.is_dataclass(hint):
-    hint = rng.choice(config_lib.classes_of(hint))  # Of an abstract one, any.
+    # Of an abstract one, any.
+    hint = rng.choice(list(config_lib.classes_of(hint).values()))
     hints = config_lib.annotations(hint)
     names = rng.sample(list(hints), min(len(hints), rng.randrange(3)))
     fields = {name: _plausible(rng, hints[name]) for name in names}
@@ -125,13 +126,10 @@ def _plausible(rng, hint):
   }[hint]()
 
 
-def _fields(instance, path=''):
+def _fields(instance):
   """Yields the dotted path and the annotation of every field, at any depth."""
-  for name, hint in config_lib.annotations(type(instance)).items():
-    value = getattr(instance, name)
-    yield f'{path}{name}', hint
-    if dataclasses.is_dataclass(value):
-      yield from _fields(value, f'{path}{name}.')
+  for path, _, hint in config_lib.walk(instance):
+    yield path, hint
 
 
 @functools.cache

@@ -48,9 +48,9 @@ from mod_jax.data import (
 from mod_jax.data.images import Preprocess  # noqa: E402
 from mod_jax.data.text import TextDataConfig  # noqa: E402
 from mod_jax.errors import UserError  # noqa: E402
-from mod_jax.layers.routed import (
-  MoDConfig,  # noqa: E402
-  VisionRoutingConfig,  # noqa: E402
+from mod_jax.layers.routing_config import (  # noqa: E402
+  MoDConfig,
+  VisionRoutingConfig,
 )
 from mod_jax.models.lm import LMConfig  # noqa: E402
 from mod_jax.models.vit import ViTConfig  # noqa: E402

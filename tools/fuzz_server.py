@@ -96,7 +96,7 @@ def make_model(folder: pathlib.Path) -> None:
 
   import mod_jax
   from mod_jax.data.text import TextDataConfig
-  from mod_jax.layers.routed import MoDConfig
+  from mod_jax.layers.routing_config import MoDConfig
   from mod_jax.models.lm import LMConfig
   from mod_jax.pretrained.load import Run
   from mod_jax.tasks import make_task

@@ -26,7 +26,7 @@ import dataclasses
 
 from mod_jax import config as config_lib
 from mod_jax.errors import UserError
-from mod_jax.layers.routed import LIKE_DENSE, MoDConfig
+from mod_jax.layers.routing_config import LIKE_DENSE, MoDConfig
 from mod_jax.optimizer import OptimizerConfig
 from mod_jax.tasks.experiment import ConversionObjective, ExperimentConfig
 

@@ -25,7 +25,7 @@ from mod_jax import config as config_lib
 from mod_jax import flops
 from mod_jax.data.text import TextDataConfig
 from mod_jax.layers.experts import ExpertsConfig
-from mod_jax.layers.routed import MoDConfig
+from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.optimizer import OptimizerConfig
 from mod_jax.runs.run_config import EvaluationConfig, TrainConfig

@@ -34,7 +34,7 @@ import functools
 from mod_jax import config as config_lib
 from mod_jax import flops
 from mod_jax.data.text import TextDataConfig
-from mod_jax.layers.routed import MoDConfig
+from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.optimizer import OptimizerConfig
 from mod_jax.parallel import MeshConfig

@@ -29,7 +29,7 @@ from mod_jax import config as config_lib
 from mod_jax.data.augment import AugmentConfig
 from mod_jax.data.images import ImageDataConfig
 from mod_jax.layers.experts import ExpertsConfig
-from mod_jax.layers.routed import VisionRoutingConfig
+from mod_jax.layers.routing_config import VisionRoutingConfig
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.vit import ViTConfig
 from mod_jax.optimizer import OptimizerConfig

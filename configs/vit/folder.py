@@ -35,7 +35,7 @@ from mod_jax.data import images as images_lib
 from mod_jax.data.augment import AugmentConfig
 from mod_jax.data.images import ImageDataConfig
 from mod_jax.layers.acm import AdaptiveConfig
-from mod_jax.layers.routed import LIKE_DENSE, VisionRoutingConfig
+from mod_jax.layers.routing_config import LIKE_DENSE, VisionRoutingConfig
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.vit import ViTConfig
 from mod_jax.optimizer import OptimizerConfig

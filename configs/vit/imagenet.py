@@ -23,7 +23,7 @@ import functools
 from mod_jax import config as config_lib
 from mod_jax.data.augment import AugmentConfig
 from mod_jax.data.images import ImageDataConfig
-from mod_jax.layers.routed import VisionRoutingConfig
+from mod_jax.layers.routing_config import VisionRoutingConfig
 from mod_jax.models import vit
 from mod_jax.optimizer import OptimizerConfig
 from mod_jax.runs.run_config import EvaluationConfig, TrainConfig

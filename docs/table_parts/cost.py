@@ -4,7 +4,7 @@ from machine import markdown
 
 from mod_jax import flops
 from mod_jax.layers.acm import AdaptiveConfig
-from mod_jax.layers.routed import MoDConfig, VisionRoutingConfig
+from mod_jax.layers.routing_config import MoDConfig, VisionRoutingConfig
 from mod_jax.models import vit
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.lm import LMConfig

@@ -18,6 +18,7 @@ import numpy as np
 
 from mod_jax import config as config_lib
 from mod_jax import errors, parallel
+from mod_jax.errors import require
 from mod_jax.layers import dense
 from mod_jax.layers.block import BlockConfig
 from mod_jax.layers.experts import ExpertMLPConfig
@@ -83,16 +84,14 @@ def ffn_config(width: int, hidden: int, **kwargs) -> ACMConfig:
   """Returns an adaptive FFN of the dense one's cost; may run no learners.
 
   `hidden` is the dense FFN's hidden units; keywords are fields of `ACMConfig`.
-
-  Raises:
-    UserError: the number of learners does not divide the hidden units.
   """
   learners = kwargs.get('num_learners', ACMConfig.num_learners)
-  if hidden % learners:
-    raise errors.UserError(
-      f'num_learners={learners} does not divide the {hidden} hidden units of an'
-      ' FFN: choose another number.'
-    )
+  require(
+    hidden % learners == 0,
+    'learners that divide the hidden units',
+    num_learners=learners,
+    hidden=hidden,
+  )
   sizes = {'inputs': width, 'outputs': width, 'hidden': hidden // learners}
   return _with_gate(ACMConfig(**{**sizes, 'min_learners': 0, **kwargs}))
 
@@ -101,9 +100,6 @@ def projection_config(inputs: int, outputs: int, **kwargs) -> ACMConfig:
   """Returns an adaptive projection of the dense one's cost; at least one runs.
 
   Keywords are fields of `ACMConfig`.
-
-  Raises:
-    UserError: too many learners for one hidden unit each.
   """
   learners = kwargs.get('num_learners', ACMConfig.num_learners)
   # Match the parameters: the dense map has inputs · outputs + outputs, and a
@@ -111,11 +107,13 @@ def projection_config(inputs: int, outputs: int, **kwargs) -> ACMConfig:
   hidden = round(
     (inputs * outputs + outputs) / ((inputs + outputs + 1) * learners)
   )
-  if hidden < 1:
-    raise errors.UserError(
-      f'num_learners={learners} leaves no hidden unit to the learners of a'
-      f' projection from {inputs} to {outputs}: choose fewer.'
-    )
+  require(
+    hidden,
+    'fewer learners, each of which needs a hidden unit',
+    num_learners=learners,
+    inputs=inputs,
+    outputs=outputs,
+  )
   sizes = {'inputs': inputs, 'outputs': outputs, 'hidden': hidden}
   return _with_gate(ACMConfig(**{**sizes, 'min_learners': 1, **kwargs}))
 
@@ -206,17 +204,13 @@ class ACM(nn.Module):
     """Returns y_BLD and the choice; in mode `all` y_KBLD for k = 0, …, N."""
     config, mode = self.config, self.mode
     if isinstance(mode, int):
-      if not 0 <= mode <= config.num_learners:
-        raise errors.UserError(
-          f'{mode} learners asked for: expected 0 to {config.num_learners}.'
-        )
+      require(
+        0 <= mode <= config.num_learners,
+        f'0 to {config.num_learners}',
+        learners=mode,
+      )
       learners_BL = jnp.full(z_BLD.shape[:2], mode, jnp.int32)
       return self._sum(z_BLD, learners=mode), Choice(learners_BL)
-    if mode not in ('gated', 'train', 'all'):
-      raise errors.UserError(
-        f"mode={mode!r}: expected 'gated', 'train', 'all' or a number of"
-        ' learners.'
-      )
     logits_BLM = self.gate(z_BLD)
     chosen_BL = config.min_learners + logits_BLM.argmax(axis=-1)
     choice = Choice(chosen_BL.astype(jnp.int32), logits_BLM)
@@ -344,11 +338,8 @@ class AdaptiveConfig:
   temperature: config_lib.Temperature = 0.8
 
   def __post_init__(self):
-    config_lib.validate(self)
-    if not self.replace:
-      raise errors.UserError(
-        f'replace=() replaces nothing: name modules, such as replace={(FFNS,)}.'
-      )
+    check = config_lib.validate(self)
+    check(self.replace, f'names of modules, such as {(FFNS,)}', 'replace')
     for pattern in self.replace:
       errors.require_pattern(pattern, 'replace')
 
@@ -357,13 +348,13 @@ class AdaptiveConfig:
     layers = range(num_layers)
     names = [f'block_{i}/{name}' for i in layers for name in block.slots]
     for pattern in self.replace:
-      if not any(re.fullmatch(pattern, name) for name in names):
-        nearest = difflib.get_close_matches(pattern, names, n=1, cutoff=0.0)
-        raise errors.UserError(
-          f'replace={pattern!r} matches no module: the names are'
-          ' block_0/mlp, block_0/attention/query and so on; the nearest is'
-          f' {nearest[0]}.'
-        )
+      nearest = difflib.get_close_matches(pattern, names, n=1, cutoff=0.0)
+      require(
+        any(re.fullmatch(pattern, name) for name in names),
+        'modules such as block_0/mlp, block_0/attention/query; the nearest is'
+        f' {nearest[0]}',
+        replace=pattern,
+      )
 
   def adapt(self, layer: int, block: BlockConfig) -> BlockConfig:
     """Returns the block of this layer with adaptive modules in its slots."""
@@ -384,12 +375,11 @@ class AdaptiveConfig:
       'temperature': self.temperature,
     }
     if name == 'mlp':
-      if isinstance(slot, ExpertMLPConfig):
-        raise errors.UserError(
-          f'adaptive.replace={self.replace} and experts: a feed-forward is'
-          ' either experts or learners; let replace name projections alone,'
-          f' such as {(PROJECTIONS,)}, or set experts to None.'
-        )
+      require(
+        not isinstance(slot, ExpertMLPConfig),
+        f'projections alone, such as {(PROJECTIONS,)}, or experts=None',
+        **{'adaptive.replace': self.replace},
+      )
       # Hidden units of a feed-forward with two kernels at the same cost, since
       # a gated one has three.
       hidden = sum(slot.flops(1).values()) // (4 * slot.width)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from mod_jax import config as config_lib
-from mod_jax import errors, parallel
+from mod_jax import parallel
 from mod_jax.layers import dense, rope
 from mod_jax.layers.cache import KVCache
 from mod_jax.layers.mode import Mode
@@ -43,16 +43,13 @@ class AttentionConfig:
   slots: tuple[tuple[str, Slot], ...] = ()
 
   def __post_init__(self):
-    config_lib.validate(self)
-    if self.window is not None and not self.causal:
-      raise errors.UserError(
-        f'window={self.window} is for causal attention: set it to None.'
-      )
-    if self.num_heads % self.num_kv_heads:
-      raise errors.UserError(
-        f'num_kv_heads={self.num_kv_heads} does not divide'
-        f' num_heads={self.num_heads}.'
-      )
+    check = config_lib.validate(self)
+    check(self.window is None or self.causal, 'window=None', 'window', 'causal')
+    check(
+      self.num_heads % self.num_kv_heads == 0,
+      'num_kv_heads to divide num_heads',
+      *('num_kv_heads', 'num_heads'),
+    )
 
   @functools.cached_property
   def projections(self) -> dict[str, Slot]:
@@ -91,14 +88,10 @@ class AttentionConfig:
   ) -> dict[str, int]:
     """Returns forward FLOPs by part for one sequence.
 
-    Args:
-      tokens: number of tokens processed.
-      full_pairs: whether to count every query-key pair, as computed by an
-        implementation that masks afterwards, instead of the causal pairs only.
-      source_tokens: number of source tokens in cross-attention.
-      of: length of the text from which the processed tokens are chosen; None =
-        `tokens`. Only matters with a window, where pairs are the expected
-        number for a uniformly random choice.
+    Counts causal pairs only, or, with `full_pairs`, all that an implementation
+    computes which masks afterwards. Cross-attention reads `source_tokens`. `of`
+    is the length of the text from which the tokens are chosen: with a window,
+    pairs are the expected number for a uniformly random choice.
     """
     keys = tokens if source_tokens is None else source_tokens
     pairs = tokens * keys
@@ -169,13 +162,9 @@ class Attention(nn.Module):
   ) -> BlockOutput:
     """Returns the residual update, the cache and the aux.
 
-    Args:
-      x_BLD: normalised features.
-      info: facts about the tokens, in ascending position.
-      cache: keys and values of earlier tokens; None for whole sequences.
-      rows_B: cache row of each row in the batch; None if they are the same.
-      source: tokens that cross-attention reads; None for self-attention. Its
-        keys and values are computed anew in each call and not cached.
+    `info` is in ascending position. `cache` has keys and values of earlier
+    tokens, `rows_B` the cache row of each row in the batch, if they differ.
+    Keys and values of a cross-attention's `source` are not cached.
     """
     config = self.config
     aux = {}
@@ -257,14 +246,7 @@ def add_aux(aux: dict[str, Any], name: str, more: dict[str, Any]) -> None:
 def attention_map(
   q_BQHC: jax.Array, k_BSHC: jax.Array, keep_BS: jax.Array | None = None
 ) -> jax.Array:
-  """Returns weight_BHQS, float32: each query's attention weights.
-
-  Args:
-    q_BQHC: queries.
-    k_BSHC: keys, with as many heads as the queries.
-    keep_BS: 1 for tokens that all queries see, 0 for those that none sees; None
-      if all are seen.
-  """
+  """Returns weight_BHQS, float32: the attention weights on keys with `keep`."""
   logit_BHQS = jnp.einsum(
     'BQHC,BSHC->BHQS', q_BQHC, k_BSHC, preferred_element_type=jnp.float32
   )
@@ -289,14 +271,7 @@ def masked_attention(
   `(e · mask + ε/N) / (Σ e · mask + ε)` in float32, where every token also sees
   itself: DynamicViT (Rao et al. 2021), section 3.3; ε is from the authors'
   code. Up to ε, kept tokens get the same result as if the dropped ones were
-  removed.
-
-  Args:
-    q_BLHC: queries.
-    k_BLHC: keys, with as many heads as the queries.
-    v_BLHC: values.
-    keep_BL: 1 for kept tokens and 0 for dropped ones; differentiable.
-    epsilon: ε.
+  removed. `keep_BL` is 1 for kept tokens and 0 for dropped ones.
   """
   out_BLHC = jnp.einsum(
     'BHQS,BSHC->BQHC',

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from mod_jax import config as config_lib
-from mod_jax import errors
+from mod_jax.errors import require
 from mod_jax.layers import dense
 from mod_jax.layers.attention import (
   Attention,
@@ -72,20 +72,14 @@ class BlockConfig:
   def flops(
     self, tokens: int, *, source_tokens: int | None = None, **kwargs
   ) -> dict[str, int]:
-    """Returns forward FLOPs by part for one sequence.
-
-    Args:
-      tokens: tokens of the sequence.
-      source_tokens: tokens that cross-attention reads.
-      **kwargs: passed to `AttentionConfig.flops`.
-    """
+    """Returns forward FLOPs by part; keywords as in `AttentionConfig.flops`."""
     counts = [self.attention.flops(tokens, **kwargs), self.mlp.flops(tokens)]
     if self.cross_attention is not None:
-      if source_tokens is None:
-        raise errors.UserError(
-          'the blocks have cross-attention: say by source_tokens how many'
-          ' tokens it reads.'
-        )
+      require(
+        source_tokens is not None,
+        'how many tokens cross-attention reads',
+        source_tokens=source_tokens,
+      )
       counts.append(
         self.cross_attention.flops(tokens, source_tokens=source_tokens)
       )
@@ -115,11 +109,7 @@ class Block(nn.Module):
     cache: KVCache | None = None,
     rows_B: jax.Array | None = None,
   ) -> BlockOutput:
-    """Returns the update, the cache and the aux; arguments as in `Attention`.
-
-    Raises:
-      UserError: cross-attention without `info.source`.
-    """
+    """Returns update, cache and aux; arguments are those of `Attention`."""
     config = self.config
     aux = {}
 
@@ -143,11 +133,11 @@ class Block(nn.Module):
 
     attended_BLD, cache = attend('attention', x_BLD, self.score, cache, rows_B)
     if config.cross_attention is not None:
-      if info.source is None:
-        raise errors.UserError(
-          'a block with cross-attention has nothing to read: pass it as'
-          ' TokenInfo(source=…).'
-        )
+      require(
+        info.source is not None,
+        'TokenInfo(source=…), which the cross-attention of a block reads',
+        source=info.source,
+      )
       cross_BLD, _ = attend(
         'cross_attention', x_BLD + attended_BLD, None, source=info.source
       )

@@ -67,11 +67,7 @@ class KVCache:
     valid_RT: jax.Array | None,
     rows_R: jax.Array,
   ) -> 'KVCache':
-    """Returns the cache with the valid tokens of rows `rows_R` added.
-
-    Tokens beyond the last slot and rows beyond the batch are dropped. Call
-    `room` first to know which tokens fit.
-    """
+    """Returns the cache with the valid tokens of rows `rows_R` that fit."""
     if valid_RT is None:
       valid_RT = jnp.ones(position_RT.shape, bool)
     length_R = self.length_B.at[rows_R].get(mode='clip')
@@ -115,10 +111,7 @@ class KVCache:
     )
 
   def before(self, position_B: jax.Array) -> 'KVCache':
-    """Returns the cache without each sequence's tokens from a position on.
-
-    Their slots become free; their keys and values are not cleared.
-    """
+    """Returns the cache without each sequence's tokens from a position on."""
     kept_BS = self.position_BS < position_B[:, None]
     return self.replace(
       position_BS=jnp.where(kept_BS, self.position_BS, EMPTY),

@@ -24,14 +24,9 @@ def einsum(
   Casting the parameter first would make its gradient bfloat16, and so the
   gradient's sum over devices.
 
-  Args:
-    spec: for `jnp.einsum`; each letter is in exactly two of x, kernel, result.
-    x: features.
-    kernel: the parameter, in float32.
-    out_dtype: dtype of the result, without rounding to x's dtype first; None =
-      x's dtype.
-    axes: logical axes of the kernel. If `embed` is sharded, the kernel is
-      gathered once, in x's dtype, and may be saved for the backward pass.
+  In `spec` each letter is in exactly two of x, kernel and result. `out_dtype`
+  of the result avoids rounding to x's dtype first. If the kernel's logical axis
+  `embed` is sharded, it is gathered once, in x's dtype.
   """
   out_dtype = out_dtype or x.dtype
   if x.dtype == kernel.dtype:  # Then the plain product is enough.

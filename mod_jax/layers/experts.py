@@ -20,7 +20,8 @@ from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
 from mod_jax import config as config_lib
-from mod_jax import errors, parallel, routing
+from mod_jax import parallel, routing
+from mod_jax.errors import require
 from mod_jax.layers import dense
 from mod_jax.layers.block import BlockConfig
 from mod_jax.layers.mlp import MLPConfig, hidden_units
@@ -66,38 +67,35 @@ class ExpertsConfig:
   threshold_decay: config_lib.Decay = 0.0
 
   def __post_init__(self):
-    config_lib.validate(self)
-    if not 0 <= self.offset < self.period:
-      raise errors.UserError(
-        f'offset={self.offset}: expected 0 <= offset < period={self.period}.'
-      )
-    if self.per_token > self.num_experts:
-      raise errors.UserError(
-        f'per_token={self.per_token} and num_experts={self.num_experts}: a'
-        ' token cannot choose more experts than there are; lower it.'
-      )
-    if self.compute_share is not None and not self.num_nulls:
-      raise errors.UserError(
-        f'compute_share={self.compute_share} and num_nulls=0: without a choice'
-        ' that does nothing all choices are experts; set num_nulls=1, or leave'
-        ' compute_share at None.'
-      )
+    check = config_lib.validate(self)
+    check(self.offset < self.period, 'offset < period', 'offset', 'period')
+    check(
+      self.per_token <= self.num_experts,
+      'per_token <= num_experts',
+      *('per_token', 'num_experts'),
+    )
+    check(
+      self.compute_share is None or self.num_nulls,
+      'num_nulls=1, without which all choices are experts, or'
+      ' compute_share=None',
+      *('compute_share', 'num_nulls'),
+    )
     if self.choice == 'expert':
-      if self.per_token != 1:
-        raise errors.UserError(
-          f"per_token={self.per_token} and choice='expert': the experts choose,"
-          ' each as many tokens as capacity_factor says; set per_token=1.'
-        )
-      if self.capacity_factor is None:
-        raise errors.UserError(
-          "capacity_factor=None and choice='expert': an expert chooses a number"
-          ' of tokens, so give the factor; 2 is that of the paper.'
-        )
-    elif self.threshold_decay:
-      raise errors.UserError(
-        f"threshold_decay={self.threshold_decay} and choice='token': tokens"
-        ' choose by themselves, without a threshold; set it to 0, or choice to'
-        " 'expert'."
+      check(
+        self.per_token == 1,
+        'per_token=1, since each expert chooses by capacity_factor',
+        *('per_token', 'choice'),
+      )
+      check(
+        self.capacity_factor is not None,
+        'a capacity_factor by which experts choose; that of the paper is 2',
+        *('capacity_factor', 'choice'),
+      )
+    else:
+      check(
+        not self.threshold_decay,
+        "threshold_decay=0, or choice='expert', which has a threshold",
+        *('threshold_decay', 'choice'),
       )
 
   @property
@@ -137,16 +135,17 @@ class ExpertsConfig:
 
   def check(self, block: BlockConfig, num_layers: int) -> None:
     """Raises UserError if no block of the model can have experts."""
-    if not isinstance(block.mlp, MLPConfig):
-      raise errors.UserError(
-        f'experts and feed_forward={type(block.mlp).__name__}: experts are'
-        ' several of the plain feed-forward; set one of the two to None.'
-      )
-    if self.offset >= num_layers:
-      raise errors.UserError(
-        f'experts.offset={self.offset} and num_layers={num_layers}: no block'
-        ' would have experts; lower the offset, or set experts to None.'
-      )
+    require(
+      isinstance(block.mlp, MLPConfig),
+      'experts or another feed_forward, since experts are several plain ones',
+      experts=self.num_experts,
+      feed_forward=type(block.mlp).__name__,
+    )
+    require(
+      self.offset < num_layers,
+      'experts.offset < num_layers, or experts=None',
+      **{'experts.offset': self.offset, 'num_layers': num_layers},
+    )
 
   def adapt(self, layer: int, block: BlockConfig) -> BlockConfig:
     """Returns the block of this layer, with experts if the layer has them."""
@@ -294,9 +293,8 @@ class ExpertMLP(nn.Module):
   def _limit(self, length, count_B) -> jax.Array:
     """Returns limit_B: slots of each expert in each row, by `count_B`.
 
-    Not by the padded length, or padding would influence a row's choices; nor by
-    the number of tokens that a routed block chose, which may depend on later
-    tokens.
+    Neither padding nor the number of tokens that a routed block chose, which
+    may depend on later tokens, may influence a row's choices.
     """
     return routing.for_lengths(self.config.experts.slots, length, count_B)
 
@@ -346,13 +344,12 @@ class ExpertMLP(nn.Module):
         'moving', 'threshold', routing.MovingThreshold.zeros, (experts,)
       )
     if self.mode.routing.causal_rule is not None:
-      if moving is None:
-        raise errors.UserError(
-          'These experts choose among all tokens of a sequence, and a causal'
-          ' rule needs their moving averages of training: train with'
-          " experts.threshold_decay above 0, and pass the 'moving' collection"
-          " beside 'params'."
-        )
+      require(
+        moving is not None,
+        "experts.threshold_decay above 0 and the 'moving' collection beside"
+        " 'params', since experts choose by averages of training",
+        **{'causal rule': self.mode.routing.rule},
+      )
       # Written so that NaN is chosen and shows in the output.
       chosen_BLE = ~(weight_BLE < moving.value.value())
     else:
@@ -473,15 +470,9 @@ class ExpertMLP(nn.Module):
 
 
 def _of_choices(value_BLE, chosen_BLKX, nobody):
-  """Returns a value per token and expert as a value per token and assignment.
+  """Returns value_BLJ of a token's J = K choices; of J = E if these are None.
 
-  Args:
-    value_BLE: the value; `nobody` if the expert does not run.
-    chosen_BLKX: the token's K choices; None if it may have any number.
-    nobody: the value of a no-op choice.
-
-  Returns:
-    value_BLJ: J = K assignments, or J = E if `chosen_BLKX` is None.
+  `nobody` is the value of a no-op choice.
   """
   if chosen_BLKX is None:
     return value_BLE

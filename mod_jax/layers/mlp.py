@@ -43,13 +43,7 @@ class MLPConfig(Slot):
 
 
 def hidden_units(kind: str, up: Callable[[str], jax.Array]) -> jax.Array:
-  """Returns the hidden units of a feed-forward.
-
-  Args:
-    kind: see `MLPConfig`.
-    up: applies a linear map, by name, to the input: `up`, and for `swiglu` also
-      `gate`.
-  """
+  """Returns the hidden units; `up` applies a linear map by name."""
   if kind == 'swiglu':
     return nn.silu(up('gate')) * up('up')
   return nn.gelu(up('up'), approximate=kind == 'gelu_tanh')

@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 import jax
 
 from mod_jax import config as config_lib
-from mod_jax import errors, routing
+from mod_jax import routing
+from mod_jax.errors import require
 from mod_jax.layers.rules import RULES, Rule
 
 RuleName = Literal[
@@ -104,10 +105,10 @@ class Mode:
   masks: bool = True
 
   def __post_init__(self):
-    if self.learners not in ('gated', 'train') and (
-      not isinstance(self.learners, int) or self.learners < 0
-    ):
-      raise errors.UserError(
-        f"learners={self.learners!r}: expected 'gated', 'train' or a number of"
-        ' learners.'
-      )
+    learners = self.learners
+    require(
+      learners in ('gated', 'train')
+      or (isinstance(learners, int) and learners >= 0),
+      "'gated', 'train' or a number of learners",
+      learners=learners,
+    )

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 
 from mod_jax import config as config_lib
-from mod_jax import errors
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,12 +30,12 @@ class RopeScaling:
   original_length: config_lib.Size = 8192  # Tokens of the original training.
 
   def __post_init__(self):
-    config_lib.validate(self)
-    if self.low_frequency >= self.high_frequency:
-      raise errors.UserError(
-        f'low_frequency={self.low_frequency} and high_frequency='
-        f'{self.high_frequency}: expected the first to be smaller.'
-      )
+    check = config_lib.validate(self)
+    check(
+      self.low_frequency < self.high_frequency,
+      'low_frequency < high_frequency',
+      *('low_frequency', 'high_frequency'),
+    )
 
   def scaled(self, frequency_C: jax.Array) -> jax.Array:
     """Returns the scaled frequencies, in radians per token."""
@@ -57,14 +56,7 @@ def rotation(
   theta: float,
   scaling: RopeScaling | None = None,
 ) -> jax.Array:
-  """Returns rotation_BLC: C/2 cosines, then C/2 sines, float32.
-
-  Args:
-    position_BL: integer positions.
-    head_dim: channels per head C, even.
-    theta: base of the geometric progression of wavelengths.
-    scaling: of the wavelengths; None for none.
-  """
+  """Returns rotation_BLC: C/2 cosines, then C/2 sines, float32."""
   exponent = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
   frequency_C = theta**-exponent
   if scaling is not None:

@@ -6,8 +6,7 @@ largest r, `x' = x` for the rest.
 
 from collections import Counter
 import dataclasses
-import functools
-from typing import Annotated, Any, Literal
+from typing import Any
 
 from flax import linen as nn
 import flax.struct
@@ -15,15 +14,16 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
-from mod_jax import config as config_lib
-from mod_jax import errors, routing
+from mod_jax import routing
+from mod_jax.errors import require
 from mod_jax.layers import rules, scores
 from mod_jax.layers.attention import Score as AttentionScore
 from mod_jax.layers.block import Block, BlockConfig
 from mod_jax.layers.cache import KVCache
-from mod_jax.layers.mode import Mode, RoutingMode, RuleName
-from mod_jax.layers.rules import Rule
-from mod_jax.layers.scores import RouterWeights, Score
+from mod_jax.layers.mode import Mode
+from mod_jax.layers.routing_config import RoutingConfig
+from mod_jax.layers.rules import Routing
+from mod_jax.layers.scores import RouterWeights
 from mod_jax.layers.token_info import TokenInfo
 
 # In generation, inputs of at most this length skip rows without a chosen token.
@@ -33,402 +33,6 @@ _SHORT = 16
 # Checkpoint name of the chosen indices. Rematerialisation saves them, because a
 # recomputed top-k may choose other tokens.
 SELECTION_NAME = 'mod_selection'
-
-# `RoutingConfig` fields with which a model that starts from dense weights
-# computes what the dense one does while all tokens are processed: the gate is 1
-# at score 0, and the scores are near 0. The norm keeps them so although
-# pretrained features are large; the nonzero std avoids ties, which top-k would
-# break in favour of early tokens.
-LIKE_DENSE = {
-  'gate': 'one_plus_tanh',
-  'router_norm': True,
-  'router_std': 2e-4,
-}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RoutingConfig:
-  """Which blocks are routed, on how many tokens, and how they are chosen."""
-
-  # Fraction of tokens that a routed block processes: one number for all routed
-  # blocks, or a list in the order of `layers` (by depth if that is None).
-  capacity: config_lib.Fraction | tuple[config_lib.Fraction, ...] = 0.125
-  # Capacity of the last routed layer, as a fraction of the first one's.
-  capacity_decay: Annotated[float, config_lib.Range(ge=1e-3, le=1e3)] = 1.0
-  # `shifted_cosine` replaces `capacity` by half a cosine that falls with depth,
-  # and keeps blocks dense where it is high (p-MoD).
-  capacity_schedule: Literal['constant', 'shifted_cosine'] = 'constant'
-  # Lower bound of each routed block's capacity; a warm-up lowers it in stages.
-  capacity_floor: config_lib.Probability = 0.0
-  period: config_lib.Unrolled = 2  # One block in every `period` is routed.
-  offset: config_lib.Layer = 1  # Index of the routed block within a period.
-  first: config_lib.Layer = 0  # No block before this one is routed.
-  # Indices of the routed blocks, counted from 0; None = those that `period`,
-  # `offset` and `first` select.
-  layers: tuple[config_lib.Layer, ...] | None = None
-  # Score by which tokens are chosen: a learned router, a control that ignores
-  # the tokens (`gaussian`, `stride`), or the config of another score.
-  score: Literal['learned', 'gaussian', 'stride'] | Score = 'learned'
-  # Function of the score that multiplies the update; None = the default of the
-  # score. Scores that ignore the tokens never multiply it.
-  gate: (
-    Literal['raw', 'sigmoid', 'alpha_sigmoid', 'one_plus_tanh', 'none'] | None
-  ) = None
-  gate_alpha: config_lib.Factor = 2.0  # Factor of the gate `alpha_sigmoid`.
-  # Standard deviation of the learned router's initial weights; at 0 all tokens
-  # start with the same score.
-  router_std: config_lib.Weight = 0.02
-  # Whether the learned router sees features scaled to a mean square of 1.
-  router_norm: bool = False
-  router_bias: bool = False  # Biases in the learned router; the paper has none.
-  # Units of the learned router's hidden layer; 0 = a linear router.
-  router_width: Annotated[int, config_lib.Range(ge=0, le=2**20)] = 0
-  # Activation of that hidden layer.
-  router_activation: scores.Activation = 'gelu'
-  # Whether all routed blocks share one router (γ-MoD).
-  shared_router: bool = False
-  # Output for a token x with weight w and update f. `add`: x + w·f if chosen,
-  # else x. `weigh_bypass`: x + w·f if chosen, else (1 - w)·x. `replace`:
-  # w·(x + f) if chosen, else x.
-  combine: Literal['add', 'weigh_bypass', 'replace'] = 'add'
-  # Whether a block processes all tokens of a sequence or none, by whether their
-  # mean score is above 0. Such a model cannot sample, since the choice depends
-  # on the whole text; gradients need the module from `build(train=True)`.
-  per_sequence: bool = False
-  # Weight of the loss that pulls the fraction of tokens or sequences that want
-  # to be processed towards the capacity; 0 = none. Not for top-k.
-  balance_loss: config_lib.Weight = 0.0
-
-  # Class constants, not fields; subclasses turn some of them into fields.
-  router_loss = 0.0
-  predictor_width = 0
-  threshold_decay = 0.0
-  keep_class_token = False
-  train_rule = 'top_k'
-  train_slack = 1.25
-
-  def __post_init__(self):
-    config_lib.validate(self)
-    if not 0 <= self.offset < self.period:
-      raise errors.UserError(
-        f'offset={self.offset}: expected 0 <= offset < period={self.period}.'
-      )
-    if isinstance(self.scorer, scores.Learned) and self.gate == 'none':
-      raise errors.UserError(
-        "gate='none' leaves a learned router without a gradient: choose another"
-        ' gate, or a score that is not learned.'
-      )
-    self._check_router()
-    self._check_combine()
-    if isinstance(self.capacity, tuple) and self.capacity_decay != 1:
-      raise errors.UserError(
-        f'capacity={self.capacity} says the capacity of every routed block, and'
-        f' capacity_decay={self.capacity_decay} another: leave it at 1, or give'
-        ' a single capacity.'
-      )
-    if self.capacity_schedule != 'constant' and (
-      isinstance(self.capacity, tuple) or self.capacity_decay != 1
-    ):
-      raise errors.UserError(
-        f'capacity_schedule={self.capacity_schedule!r} says the capacity of'
-        ' every block: give no list as capacity, and leave capacity_decay at 1.'
-      )
-    if self.per_sequence:
-      self._check_per_sequence()
-    elif self.balance_loss and self.train_rule != 'router':
-      raise errors.UserError(
-        f'balance_loss={self.balance_loss}: top-k keeps to the capacity by'
-        " itself; set train_rule='router' for tokens that decide for"
-        ' themselves, per_sequence=True for sequences, or balance_loss=0.'
-      )
-
-  def _check_router(self):
-    for name in ('router_bias', 'router_width', 'shared_router'):
-      if getattr(self, name) and self.score != 'learned':
-        raise errors.UserError(
-          f'{name}={getattr(self, name)} and score={self.score!r}: it is for'
-          " score='learned'; a score that is an object has fields of its own."
-        )
-
-  def _check_combine(self):
-    if self.combine != 'add' and self.gate_kind == 'none':
-      raise errors.UserError(
-        f'combine={self.combine!r} and a score without a weight: name a gate,'
-        " or set combine='add'."
-      )
-    if self.combine == 'weigh_bypass' and self.gate_kind != 'sigmoid':
-      raise errors.UserError(
-        f"combine='weigh_bypass' and gate={self.gate_kind!r}: the two paths"
-        " share a weight between 0 and 1, so set gate='sigmoid'."
-      )
-
-  def _check_per_sequence(self):
-    clash = [
-      f'{name}={getattr(self, name)!r}'
-      for name, required in (
-        ('train_rule', 'top_k'),
-        ('router_loss', 0),
-        ('predictor_width', 0),
-        ('threshold_decay', 0),
-        ('keep_class_token', False),
-      )
-      if getattr(self, name) != required
-    ]
-    if clash:
-      raise errors.UserError(
-        f'per_sequence=True and {", ".join(clash)}: that is for choices among'
-        ' the tokens of a sequence; set numbers to 0, and the others to their'
-        ' defaults.'
-      )
-    if not isinstance(self.scorer, scores.Learned) or not self.balance_loss:
-      raise errors.UserError(
-        f'per_sequence=True, score={self.score!r} and'
-        f' balance_loss={self.balance_loss}: a sequence enters by a learned'
-        " score, and the loss alone keeps to the capacity; set score='learned'"
-        ' and balance_loss, to .01 for example.'
-      )
-
-  @functools.cached_property
-  def scorer(self) -> Score:
-    """The score as an object."""
-    if isinstance(self.score, Score):
-      return self.score
-    if self.score == 'learned':
-      return scores.Learned(
-        std=self.router_std,
-        normalized=self.router_norm,
-        bias=self.router_bias,
-        hidden=self.router_width,
-        activation=self.router_activation,
-        shared=self.shared_router,
-      )
-    return scores.SCORES[self.score]()
-
-  @property
-  def has_predictor(self) -> bool:
-    """Whether there is a predictor; scores without a gate need none."""
-    return self.predictor_width > 0 and self.scorer.gates
-
-  @property
-  def gate_kind(self) -> str:
-    """Name of the gate: `gate`, or the score's default if that is None."""
-    if not self.scorer.gates:
-      return 'none'
-    return self.scorer.gate if self.gate is None else self.gate
-
-  @property
-  def causal_rules(self) -> tuple[str, ...]:
-    """Names of the causal rules that this config's training makes usable."""
-    return ()
-
-  @property
-  def cannot_sample(self) -> str:
-    """Error message for sampling from a model without causal rules."""
-    if self.per_sequence:
-      return (
-        'per_sequence=True decides by the whole text whether a sequence enters'
-        ' a block, and text that is still to be written has no such score: this'
-        ' model can be trained and evaluated, but cannot sample.'
-      )
-    return (
-      'This model was trained for no causal rule, so it cannot sample: set'
-      ' model.routing.router_loss, predictor_width or threshold_decay.'
-    )
-
-  @property
-  def train_mode(self) -> RoutingMode:
-    """Routing mode of training."""
-    return RoutingMode(
-      rule=self.train_rule, overflow='drop', slack=self.train_slack
-    )
-
-  def is_routed(self, layer: int) -> bool:
-    if self.layers is not None:
-      return layer in self.layers
-    return layer >= self.first and layer % self.period == self.offset
-
-  def capacities(self, num_layers: int) -> tuple[float | None, ...]:
-    """Returns each block's capacity; None for a block that is not routed.
-
-    Raises:
-      UserError: `layers` names a block twice or one that the model does not
-        have, or no block is routed.
-    """
-    if self.layers is not None and len(set(self.layers)) < len(self.layers):
-      raise errors.UserError(
-        f'routing.layers={self.layers} names a block twice: name each once.'
-      )
-    if self.layers is not None and not all(
-      0 <= layer < num_layers for layer in self.layers
-    ):
-      raise errors.UserError(
-        f'routing.layers={self.layers}: expected blocks between 0 and'
-        f' {num_layers - 1}, since num_layers={num_layers}.'
-      )
-    routed = [i for i in range(num_layers) if self.is_routed(i)]
-    if not routed:
-      raise errors.UserError(
-        f'routing leaves none of num_layers={num_layers} blocks routed: change'
-        ' its offset, first or layers, add blocks, or set routing=None for a'
-        ' dense model.'
-      )
-    values = routing.layer_capacities(
-      self.capacity, len(routed), decay=self.capacity_decay
-    )
-    # A list follows the order of `layers`, `capacity_decay` the depth.
-    listed = isinstance(self.capacity, tuple) and self.layers is not None
-    by_layer = dict(zip(self.layers if listed else routed, values, strict=True))
-    if self.capacity_schedule == 'shifted_cosine':
-      ratios = routing.shifted_cosine(num_layers)
-      by_layer = {i: ratios[i] for i in routed if ratios[i] is not None}
-      if not by_layer:
-        raise errors.UserError(
-          "capacity_schedule='shifted_cosine' leaves the routed blocks of"
-          f' num_layers={num_layers} dense: route deeper ones, or all'
-          ' (period=1, offset=0).'
-        )
-    return tuple(
-      max(by_layer[i], self.capacity_floor) if i in by_layer else None
-      for i in range(num_layers)
-    )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MoDConfig(RoutingConfig):
-  """Mixture-of-Depths in a language model, with options for causal rules."""
-
-  # Weight of the auxiliary BCE loss that trains the rule `router`; 0 = none.
-  router_loss: config_lib.Weight = 0.01
-  # Hidden units of the predictor, for the rule `predictor`; 0 = no predictor.
-  predictor_width: Annotated[int, config_lib.Range(ge=0, le=2**20)] = 0
-  # Decay, per microbatch, of the moving threshold, for the rule `threshold`; 0
-  # disables it.
-  threshold_decay: config_lib.Decay = 0.0
-  # Rule that chooses tokens in training: top-k, or the causal rule that will be
-  # used afterwards.
-  train_rule: RuleName | Rule = 'top_k'
-  # Slots of a block trained by a causal rule, as a multiple of its capacity.
-  train_slack: Annotated[float, config_lib.Range(ge=1)] = 1.25
-
-  def __post_init__(self):
-    super().__post_init__()
-    if self.scorer.needs_attention:
-      raise errors.UserError(
-        f'score={self.score!r}: the attention that a token receives comes from'
-        ' later ones, too, which a language model must not see; choose another'
-        ' score.'
-      )
-    rules_by_name = ('top_k', *self.causal_rules)
-    if isinstance(self.train_rule, str) and (
-      self.train_rule not in rules_by_name
-    ):
-      raise errors.UserError(
-        f'train_rule={self.train_rule!r}: with these losses and thresholds the'
-        f' choices are {", ".join(rules_by_name)}; set what the rule needs'
-        ' (router_loss or balance_loss, predictor_width, threshold_decay), or'
-        ' another rule.'
-      )
-
-  @property
-  def causal_rules(self) -> tuple[str, ...]:
-    """Names of the causal rules that this config's training makes usable.
-
-    `router`: score above 0, as trained by the auxiliary or the balance loss;
-    `predictor`: the predictor's logit above 0; `threshold`: score at least the
-    moving average of the k-th best; `fixed`: for scores that ignore the tokens.
-    The rule that chose tokens in training, if any, comes first.
-    """
-    if self.per_sequence:
-      return ()
-    trained = {
-      'router': self.router_loss > 0 or self.balance_loss > 0,
-      'predictor': self.predictor_width > 0,
-      'threshold': self.threshold_decay > 0,
-    }
-    if not self.scorer.gates:
-      trained = {'fixed': True}
-    train_rule = self.train_rule
-    if isinstance(train_rule, Rule):
-      train_rule = train_rule.name
-      trained[train_rule] = True
-    usable = [rule for rule, is_trained in trained.items() if is_trained]
-    return tuple(sorted(usable, key=lambda rule: rule != train_rule))
-
-  def mode(self, rule: str, **kwargs) -> RoutingMode:
-    """Returns the mode of a rule by name; keywords are other fields of it."""
-    train_rule = self.train_rule
-    if isinstance(train_rule, Rule) and train_rule.name == rule:
-      return RoutingMode(rule=train_rule, **kwargs)
-    return RoutingMode(rule=rule, **kwargs)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class VisionRoutingConfig(RoutingConfig):
-  """Routing in a vision transformer: MoD, or A-MoD by attention.
-
-  The score `attention` is the mean attention that a token receives in the
-  previous block (A-MoD, Gadhikar et al. 2024). It has no parameters and does
-  not multiply the update; `gate='raw'` does so, for the paper's ablation.
-  """
-
-  capacity: config_lib.Fraction | tuple[config_lib.Fraction, ...] = 0.5
-  score: Literal['attention', 'learned', 'gaussian', 'stride'] | Score = (
-    'attention'
-  )
-  keep_class_token: bool = False  # Always choose the class token.
-
-  def capacities(self, num_layers: int) -> tuple[float | None, ...]:
-    """Returns each block's capacity; None for a block that is not routed.
-
-    Raises:
-      UserError: as in `RoutingConfig.capacities`; or a block is routed by
-        attention and the previous block has no attention map of all tokens.
-    """
-    capacities = super().capacities(num_layers)
-    if self.scorer.needs_attention:
-      for i, capacity in enumerate(capacities):
-        if capacity is None:
-          continue
-        if i == 0 or capacities[i - 1] is not None:
-          reason = (
-            'has no block before it'
-            if i == 0
-            else f'comes after block {i - 1}, which is routed itself'
-          )
-          raise errors.UserError(
-            f'routing by attention: block {i} {reason}, so there is no'
-            ' attention map of all tokens to route by; choose other blocks (the'
-            " default, every other one, is fine) or score='learned'."
-          )
-    return capacities
-
-
-@flax.struct.dataclass
-class Routing:
-  """Routing decisions of one block, for losses, metrics and pictures.
-
-  Attributes:
-    score_BL: float32 scores.
-    weight_BL: float32 factors on the update of a token if it is chosen.
-    chosen_BL: whether the token was processed.
-    overflow_B: int32 number of tokens that the rule chose but that got no slot.
-    capacity: scalar, the fraction of tokens that the block should process.
-    predictor_BL: float32 logits of the predictor, or None.
-    threshold_B: float32 moving average of the k-th best score before this call,
-      the same for all rows; None if the block keeps no average.
-    top_k_BL: whether top-k chooses the token; None when decoding.
-    kth_B: float32 lowest score among `top_k_BL`; None when decoding.
-  """
-
-  score_BL: jax.Array
-  weight_BL: jax.Array
-  chosen_BL: jax.Array
-  overflow_B: jax.Array
-  capacity: jax.Array
-  predictor_BL: jax.Array | None = None
-  threshold_B: jax.Array | None = None
-  top_k_BL: jax.Array | None = None
-  kth_B: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -549,10 +153,8 @@ class Layer(nn.Module):
   ) -> LayerOutput:
     """Returns the features after the layer, the cache and the aux.
 
-    `cache` holds this block's keys and values in generation. `score_BL` is the
-    attention that the tokens received in the previous block, for scores that
-    need it. `router` is the router that all routed layers of a stack share;
-    None if each has its own.
+    `score_BL` is the attention that the tokens received in the previous block,
+    for scores that need it. `router` is what all routed layers share, if any.
     """
     config = self.config
     block = Block(
@@ -620,11 +222,11 @@ class Layer(nn.Module):
     decay = self.config.routing.threshold_decay
     stored = self.has_variable('moving', 'threshold')
     if not decay or not (stored or self.is_mutable_collection('moving')):
-      if isinstance(self.mode.routing.causal_rule, rules.Threshold):
-        raise errors.UserError(
-          "rule='threshold' needs the moving averages of training: pass the"
-          " 'moving' collection beside 'params'."
-        )
+      require(
+        not isinstance(self.mode.routing.causal_rule, rules.Threshold),
+        "the 'moving' collection beside 'params', with averages of training",
+        rule='threshold',
+      )
       return None
     moving = self.variable('moving', 'threshold', routing.MovingThreshold.zeros)
     previous = moving.value
@@ -711,12 +313,10 @@ class Layer(nn.Module):
   def _run_rows(
     self, block, x_BLD, info, routed, chosen_BL, cache
   ) -> LayerOutput:
-    """Processes the rows that have chosen tokens, a few rows at a time.
+    """Processes only rows that have chosen tokens, a few at a time.
 
-    Keeps shapes static and skips rows without a chosen token: rows are sorted
-    so that those with one come first, and a loop processes chunks of them.
-    Their other tokens are computed too, and their updates discarded. For short
-    inputs, and for routing of whole sequences.
+    Rows with a chosen token are sorted first, and a loop with static shapes
+    processes chunks of them. Updates of their other tokens are discarded.
     """
     batch, length, _ = x_BLD.shape
     fraction = self.config.capacity
@@ -769,10 +369,7 @@ class Layer(nn.Module):
 
 
 def _mean_of_row(score_BL, valid_BL):
-  """Returns each row's mean over real tokens, broadcast to all of its tokens.
-
-  It is 0 in rows without real tokens: NaN would spread to all gradients.
-  """
+  """Returns each row's mean over real tokens, broadcast; 0 without any."""
   if valid_BL is None:
     valid_BL = jnp.ones(score_BL.shape, bool)
   total_B1 = jnp.where(valid_BL, score_BL, 0).sum(axis=-1, keepdims=True)

@@ -2,16 +2,42 @@
 
 import abc
 import dataclasses
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 
 from mod_jax import config as config_lib
+from mod_jax.layers.scores import Score
 
-if TYPE_CHECKING:
-  from mod_jax.layers.routed import Routing
-  from mod_jax.layers.scores import Score
+
+@flax.struct.dataclass
+class Routing:
+  """Routing decisions of one block, for losses, metrics and pictures.
+
+  Attributes:
+    score_BL: float32 scores.
+    weight_BL: float32 factors on the update of a token if it is chosen.
+    chosen_BL: whether the token was processed.
+    overflow_B: int32 number of tokens that the rule chose but that got no slot.
+    capacity: scalar, the fraction of tokens that the block should process.
+    predictor_BL: float32 logits of the predictor, or None.
+    threshold_B: float32 moving average of the k-th best score before this call,
+      the same for all rows; None if the block keeps no average.
+    top_k_BL: whether top-k chooses the token; None when decoding.
+    kth_B: float32 lowest score among `top_k_BL`; None when decoding.
+  """
+
+  score_BL: jax.Array
+  weight_BL: jax.Array
+  chosen_BL: jax.Array
+  overflow_B: jax.Array
+  capacity: jax.Array
+  predictor_BL: jax.Array | None = None
+  threshold_B: jax.Array | None = None
+  top_k_BL: jax.Array | None = None
+  kth_B: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,9 +63,7 @@ class Rule(abc.ABC):
     return type(self).__name__.lower()
 
   @abc.abstractmethod
-  def wants(
-    self, routed: 'Routing', score: 'Score', capacity: float
-  ) -> jax.Array:
+  def wants(self, routed: Routing, score: Score, capacity: float) -> jax.Array:
     """Returns mask_BL: the tokens to process, with any value at padding.
 
     Args:

@@ -115,16 +115,7 @@ class RouterWeights:
 
 
 class Router(nn.Module):
-  """A score per token, in float32: a linear map, or one with a hidden layer.
-
-  Attributes:
-    std: standard deviation of the last map's initial weights.
-    normalized: whether each token's features are first scaled to a mean square
-      of 1; not so in the paper.
-    bias: whether the maps have biases; the paper has none.
-    hidden: units of the hidden layer; 0 for a linear map.
-    activation: activation of the hidden layer.
-  """
+  """A score per token, in float32; the fields are those of `Learned`."""
 
   std: float
   normalized: bool = False

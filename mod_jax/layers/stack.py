@@ -10,14 +10,16 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from mod_jax import errors, parallel
+from mod_jax import parallel
+from mod_jax.errors import require
 from mod_jax.layers import routed
 from mod_jax.layers.acm import AdaptiveConfig
 from mod_jax.layers.block import BlockConfig
 from mod_jax.layers.cache import KVCache
 from mod_jax.layers.experts import ExpertsConfig
 from mod_jax.layers.mode import Mode, RoutingMode
-from mod_jax.layers.routed import Layer, LayerConfig, LayerOutput, RoutingConfig
+from mod_jax.layers.routed import Layer, LayerConfig, LayerOutput
+from mod_jax.layers.routing_config import RoutingConfig
 from mod_jax.layers.scores import Learned, Router, RouterWeights
 from mod_jax.layers.token_info import TokenInfo
 from mod_jax_kernels.attention import RESIDUALS
@@ -48,20 +50,20 @@ class StackConfig:
   def __post_init__(self):
     if not self.scan:
       return
-    if len(self.layers) % self.period:
-      raise errors.UserError(
-        f'num_layers={len(self.layers)} is not a multiple of the routing'
-        f' period={self.period}, so the layers cannot be scanned: change it, or'
-        ' set scan_layers=False.'
-      )
+    require(
+      len(self.layers) % self.period == 0,
+      'a multiple of the routing period, or scan_layers=False',
+      num_layers=len(self.layers),
+      period=self.period,
+    )
     for i, layer in enumerate(self.layers):
-      if layer != self.layers[i % self.period]:
-        raise errors.UserError(
-          f'block {i} differs from block {i % self.period}, so that groups of'
-          f' {self.period} blocks cannot be scanned: set scan_layers=False, or'
-          ' give all groups the same routing (first, layers), capacity and'
-          ' adaptive modules.'
-        )
+      require(
+        layer == self.layers[i % self.period],
+        f'the block to be like block {i % self.period}, as groups of'
+        f' {self.period} are scanned: set scan_layers=False, or give all groups'
+        ' the same routing (first, layers), capacity and adaptive modules',
+        block=i,
+      )
 
   @property
   def capacities(self) -> tuple[float | None, ...]:
@@ -86,9 +88,7 @@ class StackConfig:
   ) -> list[tuple[str, dict[str, int]]]:
     """Returns (layer, forward FLOPs by part) for one sequence.
 
-    Args:
-      length: tokens of the sequence.
-      **kwargs: passed to `AttentionConfig.flops`.
+    Keywords are those of `AttentionConfig.flops`.
     """
     return [
       (
@@ -105,14 +105,10 @@ class StackConfig:
     mode: RoutingMode,
     length_B: jax.Array | None = None,
   ) -> Any:
-    """Returns empty caches for `length` tokens, fewer in routed layers.
+    """Returns empty caches for at most `length` tokens, fewer in routed layers.
 
-    Args:
-      batch: number of sequences.
-      length: maximum number of tokens of a sequence.
-      mode: how routed blocks choose.
-      length_B: final number of tokens of each sequence, which determines its
-        slots under `overflow='drop'`; None = `length`.
+    `length_B` is the final number of tokens of each sequence, which determines
+    its slots under `overflow='drop'`; None = `length`.
     """
 
     def layer_cache(layer):
@@ -146,17 +142,7 @@ def layer_configs(
 ) -> tuple[LayerConfig, ...]:
   """Returns the layers of a model that uses one block config throughout.
 
-  Args:
-    block: config of the block in each layer.
-    num_layers: number of layers.
-    routing: which layers are routed, and how; None for none.
-    experts: which layers have experts; None for none.
-    adaptive: which modules are split into learners; None for none.
-    stochastic_depth: drop rate of the last layer; it rises linearly from 0 at
-      the first.
-
-  Raises:
-    UserError: routing, experts or adaptive modules do not fit the layers.
+  The drop rate rises linearly from 0 at the first layer to `stochastic_depth`.
   """
   blocks = [block] * num_layers
   if experts is not None:
@@ -189,11 +175,7 @@ def layer_configs(
 def remat(module: type[nn.Module], kind: Remat, *, scanned: bool = False):
   """Returns the module class, rematerialised for the backward pass.
 
-  Args:
-    module: class of a layer.
-    kind: what is saved. Routing choices always are, since a recomputed top-k
-      may choose other tokens.
-    scanned: whether the module is the body of a scan.
+  Routing choices are always saved: a recomputed top-k may choose other tokens.
   """
   if kind == 'none':
     return module
@@ -324,25 +306,19 @@ class Stack(nn.Module):
   ) -> StackOutput:
     """Returns the features, each layer's aux, and the caches.
 
-    Args:
-      x_BLD: features.
-      info: facts about the tokens.
-      caches: from `StackConfig.caches`, with the tokens so far; None for whole
-        sequences.
-      depth: number of layers to run, only if not scanned; None for all.
-
-    Raises:
-      UserError: `depth` was given and the layers are scanned.
+    `caches` are those of `StackConfig.caches` with the tokens so far, or None
+    for whole sequences. `depth` is the number of layers to run; None for all.
     """
     router = self._shared(x_BLD)
     if not self.config.scan:
       x_BLD, (auxes, caches) = self.group(x_BLD, caches, info, router, depth)
       return StackOutput(x_BLD, auxes, caches)
-    if depth is not None:
-      raise errors.UserError(
-        f'depth={depth}: scanned layers are run all together; use the config'
-        ' and parameters that models.lm.unrolled returns.'
-      )
+    require(
+      depth is None,
+      'None: scanned layers run all together; use what models.lm.unrolled'
+      ' returns',
+      depth=depth,
+    )
     x_BLD, (stacked, caches) = self.layers(x_BLD, caches, info, router)
     groups = len(self.config.layers) // self.config.period
     auxes = tuple(
@@ -365,9 +341,7 @@ class Stack(nn.Module):
 def collect(auxes: Iterable[Mapping[str, Any]], kind: str) -> dict[str, Any]:
   """Returns all aux of one kind by name: `block_1`, or `block_1/mlp` of a slot.
 
-  Args:
-    auxes: the aux of each layer.
-    kind: `router`, `attention`, or a kind of aux that slots return.
+  The kind is `router`, `attention`, or one that slots return.
   """
   by_name = {}
   for i, aux in enumerate(auxes):
@@ -388,13 +362,7 @@ def _stacked(trees: tuple, period: int) -> tuple:
 
 
 def unrolled(config: StackConfig, variables):
-  """Converts a collection from scanned to unrolled layers.
-
-  Args:
-    config: config of the stack.
-    variables: an unboxed collection of the model; entries that belong to no
-      layer are kept.
-  """
+  """Converts an unboxed collection of a model to unrolled layers."""
   if 'layers' not in variables:
     return variables
   variables = dict(variables)
@@ -415,7 +383,7 @@ def _layer(x, i):
 
 
 def scanned(config: StackConfig, variables):
-  """Converts a collection from unrolled to scanned layers."""
+  """Inverts `unrolled`."""
   if 'layers' in variables:
     return variables
   variables = dict(variables)

@@ -59,10 +59,8 @@ class TokenInfo:
   ) -> 'TokenInfo':
     """Returns the facts of the chosen tokens; empty slots become invalid.
 
-    Args:
-      selection: the chosen tokens.
-      count_B: the new `count_B`: each row's slots, which unlike the number of
-        chosen tokens do not depend on later tokens. None = the valid tokens.
+    The new `count_B` are each row's slots, which unlike the number of chosen
+    tokens do not depend on later tokens.
     """
     gathered = jax.tree.map(
       lambda x: routing.gather_tokens(x, selection.index_BK),

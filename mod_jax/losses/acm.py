@@ -43,10 +43,8 @@ def distillation(
 ) -> Pair:
   """Returns the squared error of h(z, k), averaged over k: Eq. 3.
 
-  Args:
-    sums_KBLD: h(z, k) for k = 0, …, N; k = 0 has no learner and is ignored.
-    target_BLD: output of the dense module; no gradient passes.
-    valid_BL: False for padding and dropped tokens; None if all are valid.
+  `sums_KBLD` is h(z, k) for k = 0, …, N, of which k = 0 has no learner and is
+  ignored; `target_BLD` the output of the dense module, without a gradient.
 
   Returns:
     (sum over rows of the mean over k, tokens and features; number of rows). A
@@ -86,10 +84,7 @@ def gate_labels(distance_KBL: jax.Array, tau: float) -> jax.Array:
 
   `min{ n in 2..N : d(n-1) / d(n) < τ }`, or N if there is none: Eq. 5, where
   the printed ratio is inverted. Labels are never 0 or 1, except for N < 2.
-
-  Args:
-    distance_KBL: d(k) for k = 0, …, N, from `distances`.
-    tau: τ > 1.
+  `distance_KBL` is d(k) for k = 0, …, N, from `distances`, and τ > 1.
   """
   num_learners = distance_KBL.shape[0] - 1
   if num_learners < 2:
@@ -112,12 +107,7 @@ def gate_loss(
 ) -> Pair:
   """Returns the cross-entropy of soft choices ν against labels: Eq. 6.
 
-  Args:
-    logits_BLM: logits of the choices `min_learners`, …, N.
-    label_BL: numbers of learners, raised to at least `min_learners`.
-    min_learners: smallest number of learners.
-    temperature: temperature of the softmax.
-    valid_BL: False for padding and dropped tokens; None if all are valid.
+  The choices are `min_learners`, …, N; labels are raised to `min_learners`.
 
   Returns:
     (sum over rows of the mean over tokens, in nats; number of rows). A row

@@ -24,12 +24,8 @@ def balance_loss(
   choices that were x, before any was dropped, without a gradient; P is the mean
   probability of x. The product is not a mean over tokens: if a batch is
   processed in parts, each part is balanced separately.
-
-  Args:
-    logits_BLX: logits of the choices.
-    wanted_BLX: whether the choice was made.
-    valid_BL: False for tokens to ignore.
-    targets: t, the target fraction of all choices for each x.
+  `wanted_BLX` says which choices were made, `targets` t is the target fraction
+  of all choices for each x.
   """
   count_X = wanted_BLX.sum(axis=(0, 1), dtype=jnp.float32)
   fraction_X = count_X / jnp.maximum(count_X.sum(), 1)

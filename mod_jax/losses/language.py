@@ -18,13 +18,7 @@ _LOGITS, _TOKENS = 2**22, 1024
 def next_token_loss(
   logits_BLV: jax.Array, targets_BL: jax.Array, weights_BL: jax.Array
 ) -> Pair:
-  """Returns the summed cross-entropy in nats, and the sum of the weights.
-
-  Args:
-    logits_BLV: unnormalised log-probabilities.
-    targets_BL: int token ids.
-    weights_BL: weight of each target; 0 for padding.
-  """
+  """Returns the summed cross-entropy in nats, and the sum of the weights."""
   nats_BL = optax.softmax_cross_entropy_with_integer_labels(
     logits_BLV.astype(jnp.float32), targets_BL
   )
@@ -45,13 +39,8 @@ def head_loss(
   of tokens computes its part of the gradients along with its logits, so that no
   product is computed twice (as in the fused loss of Hsu et al. 2024, Liger
   Kernel). Tokens and vocabulary may be sharded.
-
-  Args:
-    x_BLD: features; products are in their dtype, sums in float32.
-    kernel_DV: the head's parameter, float32.
-    targets_BL: int token ids.
-    weights_BL: weight of each target; 0 for padding.
-    chunk: tokens per chunk on each device; None chooses.
+  Products are in the dtype of x, sums in float32. `chunk` is the number of
+  tokens per chunk on each device; None chooses.
   """
   total = _head_loss(chunk, x_BLD, kernel_DV, targets_BL, weights_BL)
   return total, jnp.sum(weights_BL)

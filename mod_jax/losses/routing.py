@@ -14,15 +14,7 @@ def choice_bce(
   """Returns the binary cross-entropy of logits against top-k's choice.
 
   The auxiliary loss on the router and the loss of the predictor (Raposo et al.
-  2024, section 3.5). The targets get no gradient.
-
-  Args:
-    logit_BL: each token's logit of being chosen.
-    chosen_BL: whether top-k chose the token.
-    valid_BL: False for padding.
-
-  Returns:
-    (sum in nats, number of tokens).
+  2024, section 3.5): (sum in nats, number of tokens). Targets get no gradient.
   """
   target_BL = jax.lax.stop_gradient(chosen_BL.astype(jnp.float32))
   nats_BL = optax.sigmoid_binary_cross_entropy(logit_BL, target_BL)
@@ -43,14 +35,8 @@ def path_balance(
   probability: 1 if f = P = t. It is the balance loss of experts (Fedus et al.
   2021, section 2.2) with unequal targets; if all tokens want to enter, or none,
   its gradient still leads towards the capacity.
-
-  Args:
-    logit_BL: each token's logit of entering; above 0 it wants to enter.
-    capacity: c, scalar.
-    valid_BL: False for padding.
-
-  Returns:
-    (loss times the number of tokens, number of tokens).
+  A token with a logit above 0 wants to enter. Returns (loss times the number of
+  tokens, number of tokens).
   """
   if valid_BL is None:
     valid_BL = jnp.ones(logit_BL.shape, bool)

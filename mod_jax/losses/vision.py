@@ -12,10 +12,8 @@ def classification_loss(
 ) -> Pair:
   """Returns the summed cross-entropy in nats, and the number of images.
 
-  Args:
-    logits_BV: unnormalised log-probabilities.
-    target_BV: probabilities of the classes: one-hot, smoothed or mixed.
-    weight_B: 0 for images that only pad a batch.
+  `target_BV` are probabilities of the classes: one-hot, smoothed or mixed.
+  `weight_B` is 0 for images that only pad a batch.
   """
   nats_B = optax.softmax_cross_entropy(
     logits_BV.astype(jnp.float32), target_BV.astype(jnp.float32)
@@ -51,10 +49,7 @@ def logit_distillation(
 ) -> Pair:
   """Returns KL(teacher ‖ student) in nats, summed, and the sum of the weights.
 
-  Args:
-    logits_BV: the student's logits; [B, L, V] for texts.
-    teacher_BV: the teacher's logits, which get no gradient.
-    weight_B: weight of each image or token; None for 1.
+  Of images, or tokens [B, L, V]. The teacher's logits get no gradient.
   """
   teacher_BV = jax.lax.stop_gradient(teacher_BV).astype(jnp.float32)
   teacher_BV = jax.nn.log_softmax(teacher_BV)
@@ -69,15 +64,8 @@ def token_distillation(
   """Returns squared distances of kept patches to the teacher's, and a count.
 
   Rao et al. 2021, section 3.4, Eq. 13 as published: a mean over kept patches
-  and channels. The decision of what is kept gets no gradient.
-
-  Args:
-    features_BND: the student's patches after its last norm.
-    teacher_BND: the teacher's patches after its last norm.
-    keep_BN: 1 for kept patches.
-
-  Returns:
-    (sum over kept patches of the mean over channels, number kept).
+  and channels, of patches after the last norm. `keep_BN` is 1 for kept patches;
+  the decision gets no gradient.
   """
   keep_BN = jax.lax.stop_gradient(keep_BN)
   teacher_BND = jax.lax.stop_gradient(teacher_BND)
@@ -90,11 +78,7 @@ def ratio_loss(keep_SBN: jax.Array, targets: tuple[float, ...]) -> Pair:
   """Returns squared errors of the fractions kept, and the number of images.
 
   Rao et al. 2021, section 3.4, Eq. 15 as published: each image's mean over
-  stages.
-
-  Args:
-    keep_SBN: 1 for patches kept after each stage; differentiable.
-    targets: target fraction of all patches that remain after each stage.
+  stages. `targets` are fractions of all patches that remain after each stage.
   """
   kept_SB = keep_SBN.mean(axis=-1)
   error_SB = jnp.square(kept_SB - jnp.asarray(targets)[:, None])

@@ -109,18 +109,8 @@ def capture(
   """Runs the dense modules that an adaptive model replaces, and captures them.
 
   A routed or pruned model runs as in inference, so that only the tokens that a
-  module would process are captured.
-
-  Args:
-    config: config of the adaptive model.
-    variables: variables of the model without adaptive modules.
-    *inputs: positional arguments of the model.
-    mode: how the model runs; None for `Mode()`.
-    rngs: random streams, needed for random scores.
-    **kwargs: keyword arguments of the model.
-
-  Returns:
-    Input and output of each replaced module, by slot name.
+  module would process are captured. `config` is that of the adaptive model,
+  `variables` are those of the model without adaptive modules.
   """
   mode = Mode() if mode is None else mode
   watching = _Watching(**vars(config.adaptive))
@@ -142,11 +132,6 @@ def acmize(
 
   Returns:
     Config and parameters of the adaptive model, and a `report`.
-
-  Raises:
-    UserError: an unknown field, parameters that do not fit the config, a
-      pattern that matches no module, or a number of learners that does not
-      divide a module's hidden units.
   """
   adaptive = config_lib.replace(AdaptiveConfig(), options)
   model = config.with_parts(adaptive=adaptive)

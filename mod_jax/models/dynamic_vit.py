@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from mod_jax import config as config_lib
-from mod_jax import errors, routing
+from mod_jax import routing
+from mod_jax.errors import require
 from mod_jax.layers import dense
 from mod_jax.layers.mode import Mode
 from mod_jax.models import vit
@@ -44,59 +45,49 @@ class DynamicViTConfig:
   temperature: config_lib.Temperature = 1.0
 
   def __post_init__(self):
-    config_lib.validate(self)
+    check = config_lib.validate(self)
     layers = self.backbone.num_layers
-    if (
-      not self.stages
-      or list(self.stages) != sorted(set(self.stages))
-      or self.stages[-1] >= layers
-    ):
-      raise errors.UserError(
-        f'stages={self.stages}: expected ascending block numbers between 0 and'
-        f' {layers - 1}, since the backbone has {layers} blocks.'
-      )
+    check(
+      self.stages
+      and list(self.stages) == sorted(set(self.stages))
+      and self.stages[-1] < layers,
+      f'ascending numbers of blocks from 0 to {layers - 1}',
+      'stages',
+    )
     keep = self.keep
-    if isinstance(keep, tuple) and (
-      len(keep) != len(self.stages) or list(keep) != sorted(keep, reverse=True)
-    ):
-      raise errors.UserError(
-        f'keep={self.keep}: expected one fraction for each of the'
-        f' {len(self.stages)} stages, none larger than the one before; or a'
-        ' single number.'
-      )
+    check(
+      not isinstance(keep, tuple)
+      or (
+        len(keep) == len(self.stages)
+        and list(keep) == sorted(keep, reverse=True)
+      ),
+      'a single number, or a fraction for each stage, none larger than the one'
+      ' before',
+      *('keep', 'stages'),
+    )
     for name in ('routing', 'adaptive'):
-      if self.score == 'structural' and getattr(self, name) is not None:
-        raise errors.UserError(
-          f"score='structural' and backbone.{name}: pooled patches go with a"
-          f' dense backbone only; choose another score, or set {name} to None.'
-        )
-    self._check_routing()
-    if self.score == 'class_attention' and self.stages[0] == 0:
-      raise errors.UserError(
-        "stages begin with block 0, and score='class_attention' needs a block"
-        ' before: begin later.'
+      check(
+        self.score != 'structural' or getattr(self, name) is None,
+        f'backbone.{name}=None, since pooled patches need a dense backbone, or'
+        ' another score',
+        'score',
       )
-
-  def _check_routing(self):
-    """Checks that attention scores are of the same tokens that they choose."""
-    routing, capacities = self.routing, self.capacities
+    # Attention must be of the same tokens that are chosen by it.
+    routed = [c is not None for c in self.capacities]
+    by_class = self.score == 'class_attention'
     for stage in self.stages:
-      if capacities[stage] is not None and routing.scorer.needs_attention:
-        raise errors.UserError(
-          f'stages={self.stages} and backbone.routing: block {stage} is routed'
-          f' by the attention in block {stage - 1}, so that no patch may be'
-          ' dropped between the two; choose stages before blocks that are not'
-          ' routed, or other routed blocks.'
-        )
-      if self.score == 'class_attention' and (
-        stage and capacities[stage - 1] is not None
-      ):
-        raise errors.UserError(
-          f"stages={self.stages}, score='class_attention' and"
-          f' backbone.routing: block {stage - 1} is routed, so that stage'
-          f' {stage} has no attention to all tokens to score by; choose stages'
-          ' after blocks that are not routed, or another score.'
-        )
+      check(
+        not (routed[stage] and self.routing.scorer.needs_attention),
+        f'stages without {stage}, as that block is routed by the attention in'
+        ' the one before, so that no patch may be dropped in between',
+        'stages',
+      )
+      check(
+        not by_class or (stage > 0 and not routed[stage - 1]),
+        f'stages without {stage}, as this score is the attention in the block'
+        ' before, which must be there and not be routed; or another score',
+        *('stages', 'score'),
+      )
 
   @property
   def experts(self):
@@ -357,14 +348,9 @@ class DynamicViT(nn.Module):
   ) -> DynamicViTOutput:
     """Returns logits, features and the kept patches.
 
-    Args:
-      images_BHWC: normalised images of the config's size, three channels.
-      decisions_SBN: 1 for patches to keep after each stage, replacing sampled
-        decisions; dropped ones are masked, as in training.
-
-    Raises:
-      UserError: wrong shape of images or decisions; decisions were passed, but
-        the score is `structural`.
+    `images_BHWC` are normalised, of the config's size and three channels.
+    `decisions_SBN` is 1 for patches to keep after each stage, in place of
+    sampled decisions; dropped ones are masked, as in training.
     """
     config = self.config
     if decisions_SBN is not None:
@@ -429,17 +415,12 @@ class DynamicViT(nn.Module):
 
   def _check(self, decisions_SBN, batch):
     config = self.config
-    if config.score == 'structural':
-      raise errors.UserError(
-        "score='structural' pools patches and decides on none: leave out the"
-        ' decisions.'
-      )
-    expected = (len(config.stages), batch, config.backbone.num_patches)
-    if decisions_SBN.shape != expected:
-      raise errors.UserError(
-        f'decisions of shape {decisions_SBN.shape}: expected {expected}, one'
-        ' for each stage, image and patch.'
-      )
+    shape = (len(config.stages), batch, config.backbone.num_patches)
+    require(
+      config.score != 'structural' and decisions_SBN.shape == shape,
+      f'one for each stage, image and patch {shape}, and a score that decides',
+      **{'decisions.shape': decisions_SBN.shape, 'score': config.score},
+    )
 
   def _log_probability(self, stage, x_BND, keep_BN, index_BN):
     """Returns log-probabilities of keep and drop; None if not learned."""

@@ -13,6 +13,7 @@ import numpy as np
 
 from mod_jax import config as config_lib
 from mod_jax import errors, losses, parallel, trees
+from mod_jax.errors import require
 from mod_jax.layers import dense, token_info
 from mod_jax.layers import stack as stack_lib
 from mod_jax.layers.acm import AdaptiveConfig
@@ -22,7 +23,7 @@ from mod_jax.layers.experts import ExpertsConfig
 from mod_jax.layers.mlp import MLPConfig
 from mod_jax.layers.mode import Mode, RoutingMode
 from mod_jax.layers.rope import RopeScaling
-from mod_jax.layers.routed import MoDConfig
+from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.layers.slots import Slot
 from mod_jax.layers.stack import Stack, StackConfig
 from mod_jax.losses.sums import Pair
@@ -72,53 +73,52 @@ class LMConfig(StackedConfig):
   attention: Literal['xla', 'cudnn', 'splash'] | None = None
 
   def __post_init__(self):
-    config_lib.validate(self)
-    if self.head_dim is None and self.width % self.num_heads:
-      raise errors.UserError(
-        f'width={self.width} does not divide by num_heads={self.num_heads}:'
-        ' change one of them, or give head_dim.'
-      )
-    if self.block.attention.head_dim % 2:
-      raise errors.UserError(
-        f'head_dim={self.block.attention.head_dim}: rotary embedding needs an'
-        ' even number of channels per head.'
-      )
-    if self.attention == 'splash' and self.window is not None:
-      raise errors.UserError(
-        f"attention='splash' and window={self.window}: this backend takes no"
-        ' window here; set one of them to None.'
-      )
+    check = config_lib.validate(self)
+    check(
+      self.head_dim is not None or self.width % self.num_heads == 0,
+      'num_heads to divide width, or a head_dim',
+      *('width', 'num_heads'),
+    )
     channels = self.block.attention.head_dim
-    if self.attention == 'cudnn' and (
-      self.dtype != 'bfloat16' or channels % 8 or channels > 256
-    ):
-      raise errors.UserError(
-        f"attention='cudnn' with dtype={self.dtype!r} and heads of {channels}"
-        " channels: cuDNN takes dtype='bfloat16' and multiples of 8 channels up"
-        ' to 256; change these, or choose another attention.'
-      )
-    if self.early_exit >= self.num_layers:
-      raise errors.UserError(
-        f'early_exit={self.early_exit} of num_layers={self.num_layers}:'
-        ' expected fewer than all blocks, or 0 for no early exit.'
-      )
-    if self.early_exit and self.scan_layers:
-      raise errors.UserError(
-        f'early_exit={self.early_exit} and scan_layers=True: the block before'
-        ' the exit tells its features, so the blocks are not alike and cannot'
-        ' be scanned; set one of them to 0 or False.'
-      )
-    if (
-      (self.routing and self.routing.train_rule != 'top_k')
-      and self.experts is not None
-      and self.experts.choice == 'expert'
-    ):
-      raise errors.UserError(
-        f'routing.train_rule={self.routing.train_rule!r} and'
-        " experts.choice='expert': the averages by which such experts choose"
-        " under a causal rule are learnt under top-k; set train_rule='top_k',"
-        " or choice='token'."
-      )
+    require(
+      channels % 2 == 0,
+      'an even number, for the rotary embedding',
+      head_dim=channels,
+    )
+    check(
+      self.attention != 'splash' or self.window is None,
+      'window=None, which this backend does not take, or another attention',
+      *('attention', 'window'),
+    )
+    require(
+      self.attention != 'cudnn'
+      or (self.dtype == 'bfloat16' and channels % 8 == 0 and channels <= 256),
+      "dtype='bfloat16' and multiples of 8 channels up to 256, or another"
+      ' attention',
+      attention=self.attention,
+      dtype=self.dtype,
+      head_dim=channels,
+    )
+    check(
+      self.early_exit < self.num_layers,
+      'early_exit < num_layers, or 0 for no early exit',
+      *('early_exit', 'num_layers'),
+    )
+    check(
+      not (self.early_exit and self.scan_layers),
+      'early_exit=0 or scan_layers=False, since the block before the exit'
+      ' differs from the others',
+      *('early_exit', 'scan_layers'),
+    )
+    require(
+      self.routing is None
+      or self.routing.train_rule == 'top_k'
+      or self.experts is None
+      or self.experts.choice == 'token',
+      "train_rule='top_k', under which experts learn when to choose, or"
+      " experts.choice='token'",
+      **{'routing.train_rule': self.routing and self.routing.train_rule},
+    )
     _ = self.stack  # Raises if routing and so on do not fit the layers.
 
   @functools.cached_property
@@ -196,10 +196,8 @@ class LMConfig(StackedConfig):
   def decoding_mode(self) -> RoutingMode:
     """The mode for generation: that of the first causal rule, if any is needed.
 
-    It is the rule that chose tokens in training, unless that was top-k.
-
-    Raises:
-      UserError: a causal rule is needed, but none was trained.
+    It is the rule that chose tokens in training, unless that was top-k. Raises
+    UserError if a causal rule is needed, but none was trained.
     """
     if not self.rules:
       return RoutingMode()
@@ -346,10 +344,6 @@ class LanguageModel(nn.Module):
       prompt: whether the tokens are a prompt. Then logits are only those of
         each row's last real token, since all of them can take more memory than
         the model; and the output has `log_prob_BL`.
-
-    Raises:
-      UserError: invalid arrays, see `check_tokens`; a causal rule that the
-        model was not trained for.
     """
     config = self.config
     mode = RoutingMode(rule=mode) if isinstance(mode, str) else mode
@@ -471,91 +465,75 @@ def check_tokens(
   targets_BL=None,
   weights_BL=None,
 ) -> None:
-  """Checks the input arrays of the language model.
+  """Raises UserError for arrays that the language model cannot read.
 
   The range of the ids is checked outside of `jax.jit` only, since traced values
   are unknown.
-
-  Raises:
-    UserError: not an array, a shape other than [B, L], no tokens, ids that are
-      not integers or not in the vocabulary.
   """
-  arrays_by_name = {
-    'tokens': tokens_BL,
-    'valid': valid_BL,
-    'segment': segment_BL,
-  }
-  arrays_by_name |= {'targets': targets_BL, 'weights': weights_BL}
-  for name, x in arrays_by_name.items():
-    if x is None and name != 'tokens':
-      continue
-    if not isinstance(x, (jax.Array, np.ndarray)):
-      raise errors.UserError(
-        f'{name} is a {type(x).__name__}: expected an array of shape [B, L];'
-        ' pass jnp.asarray(…), and for rows of several lengths what'
-        ' mod_jax.sampling.pad_prompts makes of them.'
-      )
-    if x.shape != tokens_BL.shape:
-      raise errors.UserError(
-        f'{name} of shape {x.shape} for tokens of shape {tokens_BL.shape}:'
-        ' expected the same.'
-      )
-  if tokens_BL.ndim != 2 or not tokens_BL.size:
-    raise errors.UserError(
-      f'tokens of shape {tokens_BL.shape}: expected [B, L] with at least one'
-      ' token in each row; tokens[None] makes a batch of a single row.'
+  others = {'valid': valid_BL, 'segment': segment_BL, 'targets': targets_BL}
+  others |= {'weights': weights_BL}
+  arrays = {name: x for name, x in others.items() if x is not None}
+  for name, x in {'tokens': tokens_BL, **arrays}.items():
+    require(
+      isinstance(x, (jax.Array, np.ndarray)),
+      'an array of shape [B, L]: pass jnp.asarray(…), and for rows of several'
+      ' lengths what mod_jax.sampling.pad_prompts makes of them',
+      **{name: type(x).__name__},
     )
-  if not jnp.issubdtype(tokens_BL.dtype, jnp.integer):
-    raise errors.UserError(
-      f'tokens of type {tokens_BL.dtype}: expected integers, the ids of a'
-      ' tokenizer.'
+    require(
+      x.shape == tokens_BL.shape,
+      f'the shape of tokens, {tokens_BL.shape}',
+      **{f'{name}.shape': x.shape},
     )
-  arrays = [x for x in (tokens_BL, valid_BL) if x is not None]
+  shown = {'tokens.shape': tokens_BL.shape, 'dtype': str(tokens_BL.dtype)}
+  require(
+    tokens_BL.ndim == 2
+    and tokens_BL.size
+    and jnp.issubdtype(tokens_BL.dtype, jnp.integer),
+    'integers [B, L], at least one in each row: the ids of a tokenizer;'
+    ' tokens[None] makes a batch of a single row',
+    **shown,
+  )
   if any(
     isinstance(x, jax.core.Tracer) or not getattr(x, 'is_fully_addressable', 1)
-    for x in arrays
+    for x in (tokens_BL, valid_BL)
   ):
     return
   ids = np.asarray(tokens_BL)
   if valid_BL is not None:
     ids = ids[np.asarray(valid_BL, bool)]  # Padding may hold anything.
-  if ids.size and not 0 <= ids.min() <= ids.max() < config.vocab_size:
-    raise errors.UserError(
-      f'token ids {ids.min()}..{ids.max()} for a model of'
-      f' vocab_size={config.vocab_size}: expected ids from 0 to'
-      f" {config.vocab_size - 1}; tokenise with the model's own tokenizer."
-    )
+  low, high = (ids.min(), ids.max()) if ids.size else (0, 0)
+  require(
+    0 <= low <= high < config.vocab_size,
+    f"ids from 0 to {config.vocab_size - 1}, of the model's own tokenizer",
+    **{'token ids': f'{low}..{high}', 'vocab_size': config.vocab_size},
+  )
 
 
 def _check_mode(config, mode, tokens_BL, segment_BL, cache):
-  if cache is not None and segment_BL is not None:
-    raise errors.UserError(
-      'Packed documents (segment_BL) cannot be generated from: pass one'
-      ' document per row.'
-    )
+  require(
+    cache is None or segment_BL is None,
+    'one document per row in generation, without segment_BL',
+    cache=True,
+    segment_BL=True,
+  )
   if config.routing is not None and config.routing.per_sequence:
     if cache is not None:
       raise errors.UserError(config.cannot_sample)
-    if segment_BL is not None:
-      raise errors.UserError(
-        'per_sequence=True and packed documents (segment_BL): a row would enter'
-        ' by the mean score of all its documents; pass one document per row'
-        ' (data.segments=False).'
-      )
-  rules = config.rules[1:]
-  if not config.rules:
-    return
-  if mode.rule == 'top_k':
-    if cache is not None and tokens_BL.shape[1] == 1:
-      raise errors.UserError(
-        "rule='top_k' sees the whole sequence and cannot choose a single"
-        f' token: use one of {rules}.'
-      )
-    return
-  if isinstance(mode.rule, str) and mode.rule not in (*rules, 'never'):
-    raise errors.UserError(
-      f'rule={mode.rule!r}: this model was trained for {rules or "no"} causal'
-      ' rule(s); see LMConfig.rules.'
+    require(
+      segment_BL is None,
+      'one document per row (data.segments=False), since a row would enter by'
+      ' the mean score of all its documents',
+      per_sequence=True,
+    )
+  if config.rules and isinstance(mode.rule, str):
+    single = cache is not None and tokens_BL.shape[1] == 1
+    rules = (*config.rules[1:], 'never')
+    require(
+      mode.rule in (rules if single else (*rules, 'top_k')),
+      f'one of {rules[:-1]}, the causal rules that this model was trained for;'
+      ' top_k sees the whole sequence',
+      rule=mode.rule,
     )
 
 
@@ -585,15 +563,8 @@ def merge(
 ):
   """Calls `trees.merge` for models that may differ in how layers are scanned.
 
-  A dense and a routed model, for example, have groups of different size.
-
-  Args:
-    config: config of the model that `fresh` belongs to.
-    of: config of the model that `source` belongs to.
-    fresh: a collection of the model.
-    source: a collection to take values from, on the host.
-    collections: whether both are dictionaries of collections by name.
-    **kwargs: passed to `trees.merge`.
+  `fresh` is a collection of the model `config`, and `source` one on the host of
+  the model `of`; with `collections` both are dictionaries of them by name.
   """
 
   def layout(config):

@@ -9,7 +9,8 @@ import jax
 from mod_jax.layers import stack
 from mod_jax.layers.acm import AdaptiveConfig
 from mod_jax.layers.experts import Assigned, ExpertsConfig
-from mod_jax.layers.routed import Routing, RoutingConfig
+from mod_jax.layers.routing_config import RoutingConfig
+from mod_jax.layers.rules import Routing
 
 
 @runtime_checkable

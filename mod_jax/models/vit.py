@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from mod_jax import config as config_lib
-from mod_jax import errors, parallel
+from mod_jax import parallel
+from mod_jax.errors import require
 from mod_jax.layers import dense
 from mod_jax.layers import stack as stack_lib
 from mod_jax.layers.acm import AdaptiveConfig
@@ -21,7 +22,8 @@ from mod_jax.layers.block import BlockConfig
 from mod_jax.layers.experts import ExpertsConfig
 from mod_jax.layers.mlp import MLPConfig
 from mod_jax.layers.mode import Mode
-from mod_jax.layers.routed import LayerOutput, VisionRoutingConfig
+from mod_jax.layers.routed import LayerOutput
+from mod_jax.layers.routing_config import VisionRoutingConfig
 from mod_jax.layers.slots import Slot
 from mod_jax.layers.stack import Stack, StackConfig
 from mod_jax.layers.stem import ConvStem, ConvStemConfig
@@ -66,25 +68,23 @@ class ViTConfig(StackedConfig):
   remat: stack_lib.Remat = 'none'  # What is saved for the backward pass.
 
   def __post_init__(self):
-    config_lib.validate(self)
-    if self.image_size % self.patch_size:
-      floor = self.image_size // self.patch_size * self.patch_size
-      sizes = [n for n in (floor, floor + self.patch_size) if n]
-      alternatives = ' or '.join(map(str, sizes))
-      raise errors.UserError(
-        f'image_size={self.image_size} is not a multiple of'
-        f' patch_size={self.patch_size}: use {alternatives}.'
-      )
-    if self.width % self.num_heads:
-      raise errors.UserError(
-        f'width={self.width} does not divide by num_heads={self.num_heads}:'
-        ' change one of them.'
-      )
-    if self.stem and self.patch_size % 2:
-      raise errors.UserError(
-        f'patch_size={self.patch_size}: the convolutional stem halves the'
-        ' image first, so it needs an even number.'
-      )
+    check = config_lib.validate(self)
+    floor = self.image_size // self.patch_size * self.patch_size
+    check(
+      self.image_size == floor,
+      f'a multiple of patch_size, such as {floor + self.patch_size}',
+      *('image_size', 'patch_size'),
+    )
+    check(
+      self.width % self.num_heads == 0,
+      'num_heads to divide width',
+      *('width', 'num_heads'),
+    )
+    check(
+      self.stem is None or self.patch_size % 2 == 0,
+      'an even number, since the convolutional stem halves the image first',
+      'patch_size',
+    )
     _ = self.stack  # Raises if routing and so on do not fit the layers.
 
   @functools.cached_property
@@ -154,11 +154,7 @@ class ViTConfig(StackedConfig):
     return ViT(self, Mode(**kwargs))
 
   def isoflop_twin(self, num_layers: int | None = None) -> 'ViTConfig':
-    """Returns a shallower dense model of about the same FLOPs.
-
-    Args:
-      num_layers: its depth; None for the depth with the nearest FLOPs.
-    """
+    """Returns a shallower dense model; by default of about the same FLOPs."""
     if num_layers is not None:
       return dataclasses.replace(self.dense_twin(), num_layers=num_layers)
     depths = range(1, self.num_layers + 1)
@@ -252,12 +248,12 @@ class ViT(nn.Module):
   def setup(self):
     config = self.config
     rule = self.mode.routing.rule
-    if isinstance(rule, str) and rule not in ('top_k', 'never'):
-      raise errors.UserError(
-        f'rule={rule!r}: a vision transformer sees the whole'
-        " image and is routed by 'top_k', or with 'never' goes without routed"
-        ' blocks.'
-      )
+    require(
+      not isinstance(rule, str) or rule in ('top_k', 'never'),
+      "'top_k', since a vision transformer sees the whole image, or 'never' to"
+      ' leave routed blocks out',
+      rule=rule,
+    )
     if config.stem is not None:
       self.stem = ConvStem(
         config.stem, train=self.mode.train, dtype=config.dtype
@@ -307,11 +303,7 @@ class ViT(nn.Module):
   def __call__(self, images_BHWC: jax.Array) -> ViTOutput:
     """Returns logits, features and each layer's aux.
 
-    Args:
-      images_BHWC: normalised images of the config's size, three channels.
-
-    Raises:
-      UserError: wrong shape of images.
+    `images_BHWC` are normalised, of the config's size and three channels.
     """
     x_BLD = self.embed(images_BHWC)
     output = self.stack(x_BLD, token_info(x_BLD))
@@ -325,10 +317,7 @@ class ViT(nn.Module):
     score_BL: jax.Array | None = None,
     info: TokenInfo | None = None,
   ) -> LayerOutput:
-    """Runs one layer; arguments as in `Layer`.
-
-    `info=None` means all tokens of an image, in order.
-    """
+    """Runs one layer; `info=None` means all tokens of an image, in order."""
     info = token_info(x_BLD) if info is None else info
     return self.stack.step(layer, x_BLD, info, score_BL)
 
@@ -336,11 +325,12 @@ class ViT(nn.Module):
     """Returns x_BLD: class token, then patches row by row, with positions."""
     config = self.config
     size, patch = config.image_size, config.patch_size
-    if images_BHWC.shape[1:] != (size, size, 3):
-      raise errors.UserError(
-        f'images of shape {images_BHWC.shape}: expected [batch, {size}, {size},'
-        ' 3]; resize them, or build the model with another image_size.'
-      )
+    require(
+      images_BHWC.shape[1:] == (size, size, 3),
+      f'[batch, {size}, {size}, 3]; resize them, or build a model of another'
+      ' image_size',
+      **{'images.shape': images_BHWC.shape},
+    )
     x_BHWC = images_BHWC.astype(config.dtype)
     if config.stem is not None:
       x_BHWC, patch = self.stem(x_BHWC), patch // 2
@@ -357,11 +347,9 @@ class ViT(nn.Module):
   def classify(
     self, x_BLD: jax.Array, keep_BN: jax.Array | None = None
   ) -> tuple[jax.Array, jax.Array]:
-    """Returns logits_BV, and the tokens after the last norm.
+    """Returns logits_BV of any number of patches, and the normalised tokens.
 
-    Args:
-      x_BLD: tokens after the last block, prefix first, any number of patches.
-      keep_BN: 0 for patches to ignore as dropped; None to ignore none.
+    `keep_BN` is 0 for patches to ignore as dropped; None to ignore none.
     """
     config = self.config
     x_BLD = self.norm(x_BLD)
@@ -398,23 +386,17 @@ def split_patches(image_BHWC: jax.Array, size: int) -> jax.Array:
 def resize_positions(
   position_LD: jax.Array, prefix: int, grid: int
 ) -> jax.Array:
-  """Resizes position embeddings to another resolution, bicubic, antialiased.
+  """Resizes position embeddings to another grid, bicubic, antialiased.
 
-  Args:
-    position_LD: embeddings of `prefix` tokens and of a square grid of patches.
-    prefix: number of tokens before the patches; their embeddings stay.
-    grid: patches along a side of the new grid.
-
-  Raises:
-    UserError: the number of patches is not a square.
+  Those of the first `prefix` tokens stay.
   """
   patches = position_LD.shape[0] - prefix
   old_grid = math.isqrt(max(patches, 0))
-  if old_grid < 1 or old_grid**2 != patches:
-    raise errors.UserError(
-      f'{position_LD.shape[0]} position embeddings, {prefix} of them before the'
-      ' patches: expected a square number of patches.'
-    )
+  require(
+    old_grid and old_grid**2 == patches,
+    f'a square number of position embeddings after the first {prefix}',
+    embeddings=position_LD.shape[0],
+  )
   if old_grid == grid:
     return position_LD
   square = position_LD[prefix:].reshape(old_grid, old_grid, -1)

@@ -11,7 +11,11 @@ import jax
 from mod_jax import config as config_lib
 from mod_jax import trees
 from mod_jax.errors import UserError
-from mod_jax.layers.routed import LIKE_DENSE, MoDConfig, VisionRoutingConfig
+from mod_jax.layers.routing_config import (
+  LIKE_DENSE,
+  MoDConfig,
+  VisionRoutingConfig,
+)
 from mod_jax.models import acm, lm
 from mod_jax.models.dynamic_vit import DynamicViTConfig, equal_stages
 from mod_jax.models.lm import LMConfig

@@ -15,12 +15,8 @@ def give_slots(
 
   Expert e has the slots from `e · slots` on. They are assigned in order of
   position, so that no token takes the slot of an earlier one. Assignments that
-  are not wanted or get no slot have the index `E · slots`.
-
-  Args:
-    wanted_BLE: which tokens want which expert.
-    slots: number of slots of each expert.
-    limit_B: number of slots of each expert that a row may fill; None for all.
+  are not wanted or get no slot have the index `E · slots`. A row may fill
+  `limit_B` slots of each expert; all by default.
   """
   experts = wanted_BLE.shape[-1]
   rank_BLE = jnp.cumsum(wanted_BLE, axis=1, dtype=jnp.int32) - 1
@@ -34,10 +30,7 @@ def give_slots(
 def inverse(index_BM: jax.Array, size: int) -> jax.Array:
   """Returns inverse_BN, int32: the m for which `index[m]` is n, or M if none.
 
-  Args:
-    index_BM: indices, each value below `size` at most once per row; others are
-      ignored.
-    size: N.
+  Each value below `size` N is at most once in a row; others are ignored.
   """
   count = index_BM.shape[1]
   entry_M = jnp.arange(count, dtype=jnp.int32)
@@ -55,12 +48,8 @@ def take(
 ) -> jax.Array:
   """Returns y_BMD, `y[m] = x[index[m]]`; zeros where the index is N.
 
-  Its gradient is a gather too, because a scatter would add row by row.
-
-  Args:
-    x_BND: rows to take from.
-    index_BM: row to take for each result, 0 to N.
-    inverse_BNJ: the results, up to J, for which each row is taken; M for none.
+  Its gradient is a gather too, because a scatter would add row by row:
+  `inverse_BNJ` has up to J results for which each row is taken; M for none.
   """
   del inverse_BNJ
   return _gather(x_BND, index_BM)

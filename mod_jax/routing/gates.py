@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from mod_jax.errors import UserError
+from mod_jax.errors import require
 
 GATES = ('raw', 'sigmoid', 'alpha_sigmoid', 'one_plus_tanh', 'none')
 
@@ -11,17 +11,11 @@ GATES = ('raw', 'sigmoid', 'alpha_sigmoid', 'one_plus_tanh', 'none')
 def gate(kind: str, score: jax.Array, alpha: float = 2.0) -> jax.Array:
   """Returns the factor on a chosen token's residual update, in float32.
 
-  Args:
-    kind: `raw` is the score itself (Raposo et al. 2024, Eq. 1); `sigmoid`;
-      `alpha_sigmoid` is alpha · sigmoid, which for alpha = 2 is 1 at score 0;
-      `one_plus_tanh` is near 1 for small scores, which suits pretrained
-      weights; `none` is 1.
-    score: router scores of any shape.
-    alpha: factor of `alpha_sigmoid`.
-
-  Raises:
-    UserError: the kind is unknown.
+  `raw` is the score itself (Raposo et al. 2024, Eq. 1). `alpha_sigmoid` is
+  alpha · sigmoid, which for alpha = 2 is 1 at score 0; `one_plus_tanh` is near
+  1 for small scores. Both suit pretrained weights.
   """
+  require(kind in GATES, f'one of {", ".join(GATES)}', gate=kind)
   score = score.astype(jnp.float32)
   match kind:
     case 'raw':
@@ -32,6 +26,4 @@ def gate(kind: str, score: jax.Array, alpha: float = 2.0) -> jax.Array:
       return alpha * jax.nn.sigmoid(score)
     case 'one_plus_tanh':
       return 1 + jnp.tanh(score)
-    case 'none':
-      return jnp.ones_like(score)
-  raise UserError(f'gate={kind!r}: expected one of {", ".join(GATES)}.')
+  return jnp.ones_like(score)

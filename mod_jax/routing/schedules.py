@@ -2,7 +2,7 @@
 
 import math
 
-from mod_jax.errors import UserError
+from mod_jax.errors import require
 
 
 def layer_capacities(
@@ -20,16 +20,14 @@ def layer_capacities(
       between it falls geometrically with depth, in the spirit of p-MoD (Zhang
       et al. 2024). The mean over layers stays `capacity`: layers that would
       exceed 1 have 1, and the others more in return. 1 keeps it constant.
-
-  Raises:
-    UserError: `capacity` lists the wrong number of fractions.
   """
   if isinstance(capacity, tuple):
-    if len(capacity) != num_routed:
-      raise UserError(
-        f'capacity lists {len(capacity)} fractions for {num_routed} routed'
-        ' layers: give one for each, or a single number for all.'
-      )
+    require(
+      len(capacity) == num_routed,
+      'a number, or a list with one for each routed layer',
+      capacity=capacity,
+      routed_layers=num_routed,
+    )
     return capacity
   if num_routed < 2 or decay == 1:
     return (capacity,) * num_routed

@@ -10,7 +10,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from mod_jax.errors import UserError
+from mod_jax.errors import require
 import mod_jax_kernels
 
 
@@ -50,17 +50,8 @@ def select_tokens(score_BL: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
   """Returns the k best positions in sequence order, and their scores.
 
   The choice of Mixture-of-Depths (Raposo et al. 2024, Eq. 1): exact top-k, with
-  ties broken in favour of the lowest position.
-
-  Args:
-    score_BL: scores; any leading shape.
-    k: number of tokens to choose, 1 <= k <= L.
-
-  Returns:
-    idx_BK int32, ascending, and score_BK. The indices have no gradient.
-
-  Raises:
-    UserError: k is not in 1..L.
+  ties broken in favour of the lowest position. idx_BK is int32, ascending, and
+  has no gradient.
   """
   selection = select_top_k(score_BL, k)
   score_BK = jnp.take_along_axis(score_BL, selection.index_BK, axis=-1)
@@ -86,16 +77,13 @@ def select_top_k(
   Returns:
     A Selection of k slots. Rows with fewer than k candidates or `count < k`
     have empty slots, marked in `valid_BK`.
-
-  Raises:
-    UserError: k is not in 1..L.
   """
   length = score_BL.shape[-1]
-  if not 1 <= k <= length:
-    raise UserError(
-      f'k={k} tokens cannot be chosen from a sequence of {length}: expected'
-      f' 1 <= k <= {length}; lower the capacity or lengthen the sequence.'
-    )
+  require(
+    1 <= k <= length,
+    f'1 to {length}; lower the capacity or lengthen the sequence',
+    k=k,
+  )
   score_BL = jax.lax.stop_gradient(score_BL).astype(jnp.float32)
   lowest = jnp.finfo(jnp.float32).min
   # NaN becomes the lowest number too, as comparisons with it are False.
@@ -123,14 +111,8 @@ def select_decided(
 ) -> Selection:
   """Assigns slots to the tokens with True, in order of position.
 
-  Args:
-    decided_BL: True for each token that wants to be processed.
-    slots: slots per row. Later tokens that find none are left out, which keeps
-      the choice causal; `slots = L` leaves out none.
-    count_B: number of slots that each row may fill; None for all.
-
-  Returns:
-    A Selection whose empty slots are marked in `valid_BK`.
+  Later tokens that find no slot are left out, which keeps the choice causal. A
+  row may fill `count_B` of its slots; all by default.
   """
   length = decided_BL.shape[-1]
   if count_B is not None:

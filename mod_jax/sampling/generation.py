@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mod_jax.errors import UserError
+from mod_jax.errors import UserError, require
 from mod_jax.layers.mode import RoutingMode
 from mod_jax.models import lm
 from mod_jax.sampling import logits as logits_lib
@@ -50,18 +50,14 @@ class Generated:
 def pad_prompts(
   prompts: list[list[int]], *, side: str = 'left'
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Pads token lists to one length: (tokens_BP int32, valid_BP).
-
-  Raises:
-    UserError: there is no prompt, or one is empty.
-  """
-  if not prompts or not all(len(prompt) for prompt in prompts):
-    raise UserError(
-      f'{len(prompts)} prompt(s), of which'
-      f' {sum(not len(p) for p in prompts)} empty: every prompt needs at least'
-      ' one token.'
-    )
-  length = max(len(prompt) for prompt in prompts)
+  """Pads token lists to one length: (tokens_BP int32, valid_BP)."""
+  lengths = [len(prompt) for prompt in prompts]
+  require(
+    all(lengths or [0]),
+    'at least one prompt, and a token in each',
+    lengths=lengths,
+  )
+  length = max(lengths)
   tokens_BP = np.zeros((len(prompts), length), np.int32)
   valid_BP = np.zeros((len(prompts), length), bool)
   for row, prompt in enumerate(prompts):
@@ -110,19 +106,14 @@ def generate(
       default.
     draft: proposes tokens that the model verifies several at a time. It changes
       the speed, but neither the greedy text nor the distribution of samples.
-
-  Raises:
-    UserError: prompts that `lm.check_tokens` rejects, that are empty, or longer
-      than the cache; a rule that the model was not trained for; variables
-      without parameters; settings out of range.
   """
   mode = RoutingMode(rule=mode) if isinstance(mode, str) else mode
   logits_lib.check(temperature, top_k, top_p)
-  if 'params' not in variables:
-    raise UserError(
-      f"variables with {sorted(variables)} and no 'params': pass all that init"
-      " returns, or {'params': params}."
-    )
+  require(
+    'params' in variables,
+    "all that init returns, or {'params': params}",
+    variables=sorted(variables),
+  )
   try:
     tokens_BP = np.asarray(tokens_BP)
   except ValueError:
@@ -138,11 +129,12 @@ def generate(
   _check(
     model.config, mode, valid_BP, prefill, max_new_tokens, max_length, end_token
   )
-  if key is None and temperature:
-    raise UserError(
-      f'temperature={temperature} draws at random: pass key=jax.random.key(…),'
-      ' or temperature=0.'
-    )
+  require(
+    key is not None or not temperature,
+    'key=jax.random.key(…) to draw with, or temperature=0',
+    temperature=temperature,
+    key=key,
+  )
   key = jax.random.key(0) if key is None else key
   batch, prompt = tokens_BP.shape
   prefill_mode = mode
@@ -209,28 +201,30 @@ class _Options:
 def _check(
   config, mode, valid_BP, prefill, max_new_tokens, max_length, end_token
 ):
-  if max_new_tokens < 1:
-    raise UserError(f'max_new_tokens={max_new_tokens}: expected 1 or more.')
-  if prefill not in ('causal', 'top_k'):
-    raise UserError(f"prefill={prefill!r}: expected 'causal' or 'top_k'.")
-  if end_token is not None and not 0 <= end_token < config.vocab_size:
-    raise UserError(
-      f'end_token={end_token} for a model of vocab_size={config.vocab_size}:'
-      f' expected an id from 0 to {config.vocab_size - 1}, or None.'
-    )
-  if not valid_BP.any(axis=-1).all():
-    raise UserError(
-      'valid_BP leaves a prompt without a token: expected at least one in every'
-      ' row.'
-    )
+  require(max_new_tokens >= 1, '1 or more', max_new_tokens=max_new_tokens)
+  require(
+    prefill in ('causal', 'top_k'), "'causal' or 'top_k'", prefill=prefill
+  )
+  require(
+    end_token is None or 0 <= end_token < config.vocab_size,
+    f'an id from 0 to {config.vocab_size - 1}, or None',
+    end_token=end_token,
+  )
+  lengths_B = valid_BP.sum(axis=-1)
+  require(
+    lengths_B.all(),
+    'valid_BP with at least one token in every row',
+    lengths=lengths_B,
+  )
   check_rule(config, mode)
-  longest = int(valid_BP.sum(axis=-1).max())
-  if max_length is not None and longest + max_new_tokens > max_length:
-    raise UserError(
-      f'A prompt of {longest} tokens and {max_new_tokens} new ones do not fit'
-      f' a cache of {max_length}: shorten the prompt, ask for fewer tokens, or'
-      ' raise max_length.'
-    )
+  longest = int(lengths_B.max())
+  require(
+    max_length is None or longest + max_new_tokens <= max_length,
+    'prompt + max_new_tokens <= max_length, the size of the cache',
+    prompt=longest,
+    max_new_tokens=max_new_tokens,
+    max_length=max_length,
+  )
 
 
 def check_rule(config: lm.LMConfig, mode: RoutingMode) -> None:
@@ -364,25 +358,15 @@ def _generate(
 
 @dataclasses.dataclass(frozen=True)
 class _Writer:
-  """Adds tokens to texts, one or several per forward pass.
+  """Adds tokens to texts, one or several per forward pass."""
 
-  Attributes:
-    model: the model, with unrolled layers.
-    variables: variables of the model.
-    options: static options.
-    settings: how each row samples.
-    num_tokens: number of new tokens that each row should get.
-    key: key of the forward passes.
-    row_key_B: keys with which the rows sample.
-  """
-
-  model: lm.LanguageModel
+  model: lm.LanguageModel  # With unrolled layers.
   variables: dict
   options: _Options
   settings: Settings
-  num_tokens: jax.Array
-  key: jax.Array
-  row_key_B: jax.Array
+  num_tokens: jax.Array  # New tokens that each row should get.
+  key: jax.Array  # Of the forward passes.
+  row_key_B: jax.Array  # With which the rows sample.
 
   def draw(self, logits_BV, text: '_Text'):
     """Returns the next tokens, their log-probabilities, and counts of 1."""

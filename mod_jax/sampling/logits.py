@@ -5,20 +5,18 @@ import math
 import jax
 import jax.numpy as jnp
 
-from mod_jax.errors import UserError
+from mod_jax.errors import require
 
 
 def check(temperature: float, top_k: int, top_p: float) -> None:
   """Raises UserError if a sampling parameter is out of range."""
-  if not 0 <= temperature < math.inf:
-    raise UserError(
-      f'temperature={temperature}: expected 0 (the likeliest token) or a'
-      ' positive number.'
-    )
-  if not 0 <= top_k < 2**31:
-    raise UserError(f'top_k={top_k}: expected 0 (no limit) to 2**31 - 1.')
-  if not 0 < top_p <= 1:
-    raise UserError(f'top_p={top_p}: expected a probability in (0, 1].')
+  require(
+    0 <= temperature < math.inf,
+    '0 (the likeliest token) or a positive number',
+    temperature=temperature,
+  )
+  require(0 <= top_k < 2**31, '0 (no limit) to 2**31 - 1', top_k=top_k)
+  require(0 < top_p <= 1, 'a probability in (0, 1]', top_p=top_p)
 
 
 def filter_logits(

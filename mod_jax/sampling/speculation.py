@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from mod_jax import config as config_lib
-from mod_jax.errors import UserError
+from mod_jax.errors import require
 from mod_jax.layers.mode import RoutingMode
 from mod_jax.models import lm
 
@@ -50,25 +50,21 @@ class Draft:
     return mode
 
   def complete(self, config: lm.LMConfig) -> 'Draft':
-    """Returns the draft with `layers` set for this model.
-
-    Raises:
-      UserError: the model does not support this draft.
-    """
-    if self.kind == 'never' and not config.num_routed:
-      raise UserError(
-        "draft kind='never' leaves routed blocks out, and this model has none:"
-        " use 'early' or 'lookup'."
-      )
+    """Returns the draft with `layers` set for this model."""
+    require(
+      self.kind != 'never' or config.num_routed,
+      "'early' or 'lookup', since the model has no routed blocks to leave out",
+      draft=self.kind,
+    )
     if self.kind != 'early':
       return self
     layers = self.layers or config.early_exit
-    if not 0 < layers < config.num_layers:
-      raise UserError(
-        f"draft kind='early' with layers={layers} of num_layers="
-        f'{config.num_layers}: say how many of the first blocks to run, fewer'
-        ' than all; a model trained with model.early_exit knows it.'
-      )
+    require(
+      0 < layers < config.num_layers,
+      'draft.layers, how many of the first blocks to run, from 1 to fewer than'
+      ' all; a model trained with model.early_exit has a default',
+      **{'draft.layers': layers, 'num_layers': config.num_layers},
+    )
     return dataclasses.replace(self, layers=layers)
 
 
@@ -81,13 +77,10 @@ def propose(
 ) -> tuple[jax.Array, jax.Array, lm.LMCache]:
   """Samples proposals from a part of the model.
 
-  Args:
-    read: maps cache, token_B, valid_B and the index of the proposal to
-      logits_BV of the distribution to sample from and the cache with the token.
-    cache: keys and values of earlier tokens.
-    token_B: each row's last token, which is not in the cache.
-    valid_BD: whether the row needs the proposal, and so reads the token before.
-    key_B: random key of each row.
+  `read` maps cache, token_B, valid_B and the index of the proposal to logits_BV
+  and the cache with the token. `token_B` is each row's last token, which is not
+  in the cache. `valid_BD` says whether the row needs the proposal, and so reads
+  the token before.
 
   Returns:
     tokens_BD; the distributions that they were sampled from, probability_BDV;
@@ -114,12 +107,7 @@ def look_up(text_BT: jax.Array, length_B: jax.Array, count: int) -> jax.Array:
 
   Takes the earlier position that matches the longest suffix, up to three
   tokens, and the latest of several. Proposals that would run past the end of
-  the text repeat periodically.
-
-  Args:
-    text_BT: tokens of each row, followed by garbage.
-    length_B: number of tokens of each row, at least 1.
-    count: number of tokens to propose.
+  the text repeat periodically. `text_BT` holds garbage after `length_B` tokens.
   """
   place_T = jnp.arange(text_BT.shape[1])
   last_B1 = length_B[:, None] - 1
@@ -153,13 +141,9 @@ def accept(
   proposals and one token sampled from the model. They are distributed as if the
   model had sampled all of them one by one.
 
-  Args:
-    proposed_BD: proposed tokens.
-    draft_BDV: probabilities that they were sampled from.
-    model_BLV: the model's probabilities at these positions and the next one.
-    wanted_BD: False from where a row needs no more tokens; those proposals are
-      neither accepted nor rejected.
-    key_B: random key of each row.
+  `draft_BDV` are the probabilities that proposals were sampled from; those of
+  the model, `model_BLV`, are of one more position. `wanted_BD` is False where a
+  row needs no more: those proposals are neither accepted nor rejected.
   """
   draft_BD, model_BD = (
     jnp.take_along_axis(x, proposed_BD[..., None], axis=-1)[..., 0]

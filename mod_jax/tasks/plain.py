@@ -12,7 +12,8 @@ from mod_jax import config as config_lib
 from mod_jax import errors, flops, losses, routing, viz
 from mod_jax.layers.experts import Assigned, ExpertsConfig
 from mod_jax.layers.mode import Mode
-from mod_jax.layers.routed import Routing, RoutingConfig
+from mod_jax.layers.routing_config import RoutingConfig
+from mod_jax.layers.rules import Routing
 from mod_jax.losses import sums
 from mod_jax.losses.sums import MetricSums, Pair
 from mod_jax.pretrained import source as source_lib

@@ -17,7 +17,7 @@ from mod_jax import trees
 from mod_jax.convert import files
 from mod_jax.convert import lm as convert_lm
 from mod_jax.errors import UserError
-from mod_jax.layers.routed import MoDConfig
+from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.models import lm
 
 GOLDEN = pathlib.Path(__file__).parents[1] / 'golden' / 'lm'

@@ -19,7 +19,7 @@ from mod_jax.convert import files
 from mod_jax.convert import vit as convert
 from mod_jax.errors import UserError
 from mod_jax.layers.acm import AdaptiveConfig
-from mod_jax.layers.routed import VisionRoutingConfig
+from mod_jax.layers.routing_config import VisionRoutingConfig
 from mod_jax.layers.stem import ConvStemConfig
 from mod_jax.models import vit
 from mod_jax.models.dynamic_vit import DynamicViTConfig

@@ -14,7 +14,7 @@ from mod_jax import config as config_lib
 from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
 from mod_jax.layers import stack
-from mod_jax.layers.routed import MoDConfig
+from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.runs import metrics as metrics_lib
 from mod_jax.tasks import phases
@@ -106,7 +106,7 @@ class Norm(Uncounted):
 """
 _CONFIG = """
 from mod_jax import config
-from mod_jax.layers.routed import MoDConfig
+from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.tasks.experiment import ExperimentConfig
 import norm_beside

@@ -128,7 +128,7 @@ class TestAttention:
   @pytest.mark.parametrize(
     ('change', 'message'),
     [
-      ({'num_kv_heads': 3}, 'num_kv_heads=3 does not divide num_heads=4'),
+      ({'num_kv_heads': 3}, 'num_kv_heads=3, num_heads=4: .*divide'),
       ({'num_heads': 0}, 'AttentionConfig.num_heads=0'),
       ({'head_dim': -2}, 'AttentionConfig.head_dim=-2'),
       ({'width': 2.5}, 'AttentionConfig.width'),

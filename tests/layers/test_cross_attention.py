@@ -11,7 +11,7 @@ import pytest
 from mod_jax import errors
 from mod_jax.layers import stack
 from mod_jax.layers.mode import Mode, RoutingMode
-from mod_jax.layers.routed import MoDConfig
+from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.layers.token_info import Source
 
 B, L, S, D = 2, 6, 5, 8

@@ -479,12 +479,12 @@ def test_on_devices_of_their_own(choice, mode):
 @pytest.mark.parametrize(
   ('fields', 'named'),
   [
-    ({'num_experts': 2, 'per_token': 3}, 'per_token=3 and num_experts=2'),
-    ({'compute_share': 0.5}, 'compute_share=0.5 and num_nulls=0'),
+    ({'num_experts': 2, 'per_token': 3}, 'per_token=3, num_experts=2'),
+    ({'compute_share': 0.5}, 'compute_share=0.5, num_nulls=0'),
     ({'compute_share': 1.0, 'num_nulls': 1}, r'compute_share=1\.0'),
-    ({'choice': 'expert', 'per_token': 2}, "per_token=2 and choice='expert'"),
+    ({'choice': 'expert', 'per_token': 2}, "per_token=2, choice='expert'"),
     ({'choice': 'expert', 'capacity_factor': None}, 'capacity_factor=None'),
-    ({'threshold_decay': 0.9}, "threshold_decay=0.9 and choice='token'"),
+    ({'threshold_decay': 0.9}, "threshold_decay=0.9, choice='token'"),
     ({'period': 2, 'offset': 2}, 'offset=2'),
   ],
 )

@@ -17,13 +17,9 @@ from mod_jax.layers.block import Block
 from mod_jax.layers.cache import EMPTY, KVCache
 from mod_jax.layers.experts import ExpertsConfig
 from mod_jax.layers.mode import Mode, RoutingMode
-from mod_jax.layers.routed import (
-  Layer,
-  LayerConfig,
-  MoDConfig,
-  Predictor,
-  Routing,
-)
+from mod_jax.layers.routed import Layer, LayerConfig, Predictor
+from mod_jax.layers.routing_config import MoDConfig
+from mod_jax.layers.rules import Routing
 from mod_jax.layers.scores import Attention, Learned, Router
 from mod_jax.losses import sums
 from mod_jax.models.lm import LMConfig
@@ -840,38 +836,29 @@ class TestConfigs:
   @pytest.mark.parametrize(
     ('change', 'message'),
     [
-      ({'capacity': 0.0}, r'capacity=0\.0.*\(0, 1\]'),
-      ({'capacity': 1.5}, r'capacity=1\.5.*\(0, 1\]'),
-      ({'capacity': (0.5, -0.1)}, r'capacity\[1\]=-0\.1: .*\(0, 1\]'),
-      ({'capacity_floor': 1.1}, r'capacity_floor=1\.1'),
-      ({'capacity_decay': 0.0}, r'MoDConfig\.capacity_decay=0\.0'),
-      ({'period': 0}, 'MoDConfig.period=0'),
       ({'offset': 2}, 'offset=2.*period=2'),
-      ({'offset': -1}, 'offset=-1'),
-      ({'threshold_decay': 1.0}, r'threshold_decay=1\.0'),
-      ({'router_loss': -0.5}, r'router_loss=-0\.5'),
-      ({'predictor_width': -1}, 'predictor_width=-1'),
-      ({'gate': 'relu'}, "gate.*'relu'"),
-      ({'score': 'random'}, "score.*'random'"),
-      ({'gate': 'none'}, 'learned router without a gradient'),
-      ({'router_width': 4, 'score': 'stride'}, "router_width=4 .*'stride'"),
+      ({'gate': 'none'}, "gate='none': .*gradient"),
+      (
+        {'router_width': 4, 'score': 'stride'},
+        "router_width=4, score='stride'",
+      ),
       ({'shared_router': True, 'score': Learned()}, 'shared_router=True'),
       ({'combine': 'replace', 'score': 'stride'}, "combine='replace'.*gate"),
-      ({'combine': 'weigh_bypass'}, "'weigh_bypass' and gate='raw'.*sigmoid"),
+      ({'combine': 'weigh_bypass'}, "combine='weigh_bypass', .*gate='sigmoid'"),
       (
         {'capacity_schedule': 'shifted_cosine', 'capacity_decay': 0.5},
-        'leave capacity_decay at 1',
+        "capacity_decay=0.5, capacity_schedule='shifted_cosine'",
       ),
       (
         {'capacity_schedule': 'shifted_cosine', 'capacity': (0.5, 0.25)},
-        'give no list as capacity',
+        r'capacity=\(0.5, 0.25\), .*one way',
       ),
       ({'capacity': (0.5, 1), 'capacity_decay': 0.5}, r'capacity_decay=0\.5'),
       ({'score': Attention()}, r'score=Attention\(.*from later ones'),
-      ({'balance_loss': 0.1}, r"balance_loss=0\.1: .*train_rule='router'"),
+      ({'balance_loss': 0.1}, r"balance_loss=0\.1, .*train_rule='router'"),
       (
         {'per_sequence': True, 'balance_loss': 0.1, 'threshold_decay': 0.9},
-        r'per_sequence=True and router_loss=0\.01, threshold_decay=0\.9: ',
+        r'per_sequence=True, router_loss=0\.01: ',
       ),
       (
         {'per_sequence': True, 'router_loss': 0.0},
@@ -964,12 +951,16 @@ class TestConfigs:
     assert [c for c in got if c] == pytest.approx([c for c in capacities if c])
 
   def test_a_block_is_named_once(self):
-    with pytest.raises(errors.UserError, match=r'\(1, 3, 1\) names a block'):
+    with pytest.raises(
+      errors.UserError, match=r'\(1, 3, 1\): expected different'
+    ):
       MoDConfig(layers=(1, 3, 1)).capacities(5)
 
   def test_a_schedule_that_leaves_no_block_routed(self):
     config = MoDConfig(capacity_schedule='shifted_cosine', layers=(0, 1))
-    with pytest.raises(errors.UserError, match='num_layers=5 dense: route'):
+    with pytest.raises(
+      errors.UserError, match='num_layers=5: .*not leave dense'
+    ):
       config.capacities(5)
 
   def test_flops_count_the_chosen_only(self, block_config):

@@ -15,12 +15,8 @@ from mod_jax.layers import acm, stack
 from mod_jax.layers.dense import LinearConfig
 from mod_jax.layers.mlp import MLPConfig
 from mod_jax.layers.mode import Mode
-from mod_jax.layers.routed import (
-  Layer,
-  LayerConfig,
-  MoDConfig,
-  VisionRoutingConfig,
-)
+from mod_jax.layers.routed import Layer, LayerConfig
+from mod_jax.layers.routing_config import MoDConfig, VisionRoutingConfig
 from mod_jax.layers.slots import Slot
 from mod_jax.layers.token_info import TokenInfo
 
@@ -135,11 +131,13 @@ class TestStack:
     config = stack.StackConfig(layers=layers, period=2, scan=True)
     assert config.capacities == (None, 0.5, None, 0.5)
     assert config.tokens_per_block(L) == (L, 3, L, 3)
-    with pytest.raises(errors.UserError, match='num_layers=4 .*period=3'):
+    with pytest.raises(errors.UserError, match='num_layers=4, period=3'):
       dataclasses.replace(config, period=3)
     changed = dataclasses.replace(layers[3], capacity=0.25)
     layers = (*layers[:3], changed)
-    with pytest.raises(errors.UserError, match='block 3 differs from block 1'):
+    with pytest.raises(
+      errors.UserError, match='block=3: expected .*like block 1'
+    ):
       dataclasses.replace(config, layers=layers)
     # Unrolled, each may be as it likes.
     assert not dataclasses.replace(config, layers=layers, scan=False).scan

@@ -10,7 +10,7 @@ import pytest
 from mod_jax import routing
 from mod_jax.layers import stack
 from mod_jax.layers.mode import RoutingMode
-from mod_jax.layers.routed import MoDConfig
+from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.models.lm import LanguageModel, LMCache, LMConfig
 
 SIZES = {

@@ -17,7 +17,7 @@ from mod_jax.errors import UserError
 from mod_jax.layers import stack
 from mod_jax.layers.acm import ACM, FFNS, AdaptiveConfig
 from mod_jax.layers.mode import Mode, RoutingMode
-from mod_jax.layers.routed import MoDConfig, VisionRoutingConfig
+from mod_jax.layers.routing_config import MoDConfig, VisionRoutingConfig
 from mod_jax.models import acm, lm, vit
 from mod_jax.models.acm import acmize
 from mod_jax.models.lm import LMConfig
@@ -200,15 +200,15 @@ class TestAcmize:
   @pytest.mark.parametrize(
     ('options', 'message'),
     [
-      ({'num_learners': 3}, 'num_learners=3 does not divide the 32'),
-      ({'num_learners': 16}, 'num_learners=16 leaves no hidden unit'),
+      ({'num_learners': 3}, 'num_learners=3, hidden=32: .*divide'),
+      ({'num_learners': 16}, 'num_learners=16, .*hidden unit'),
       (
         {'replace': ('block_0/mpl',)},
-        r"'block_0/mpl' matches no module.*nearest is block_0/mlp",
+        "'block_0/mpl': expected modules.*nearest is block_0/mlp",
       ),
       (
         {'replace': (FFNS, 'block_7/.*')},
-        r"'block_7/\.\*' matches no module",
+        r"'block_7/\.\*': expected modules",
       ),
       ({'replace': ()}, r'replace=\(\)'),
       ({'replace': ('block_(',)}, r"'block_\('.*replace|replace.*'block_\('"),
@@ -221,7 +221,9 @@ class TestAcmize:
     assert '\n' not in str(error.value)
 
   def test_blocks_that_differ_cannot_be_scanned(self):
-    with pytest.raises(UserError, match='block 1 differs from block 0.*scan'):
+    with pytest.raises(
+      UserError, match='block=1: expected .*like block 0.*scan'
+    ):
       adapted(
         dataclasses.replace(LANGUAGE, num_layers=2, scan_layers=True),
         replace=('block_1/mlp',),
@@ -536,7 +538,7 @@ class TestLanguage:
       np.testing.assert_array_equal(chosen_BL, told.chosen_BL)
 
   def test_learners_that_it_lacks_are_refused(self):
-    with pytest.raises(UserError, match=f'{N + 1} learners asked for'):
+    with pytest.raises(UserError, match=f'learners={N + 1}: expected 0 to {N}'):
       jax.eval_shape(
         FOUR.build(learners=N + 1).init, jax.random.key(0), TOKENS_BL
       )

@@ -14,7 +14,7 @@ import pytest
 
 from mod_jax import losses
 from mod_jax.layers import acm, dense
-from mod_jax.layers.routed import MoDConfig, VisionRoutingConfig
+from mod_jax.layers.routing_config import MoDConfig, VisionRoutingConfig
 from mod_jax.models import dynamic_vit, vit
 from mod_jax.models.lm import LMConfig
 

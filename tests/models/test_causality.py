@@ -23,7 +23,7 @@ from mod_jax.layers.acm import AdaptiveConfig
 from mod_jax.layers.experts import ExpertsConfig
 from mod_jax.layers.mode import RoutingMode
 from mod_jax.layers.rope import RopeScaling
-from mod_jax.layers.routed import MoDConfig
+from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.layers.scores import Score
 from mod_jax.layers.slots import Slot
 from mod_jax.models.lm import LMConfig

@@ -340,12 +340,14 @@ class TestDecisions:
 
   @pytest.mark.parametrize('shape', [(1, B, N), (2, B, N + 1), (B, N)])
   def test_of_another_shape_are_refused(self, variables, images, shape):
-    with pytest.raises(errors.UserError, match=r'expected \(2, 3, 16\)'):
+    with pytest.raises(
+      errors.UserError, match=r'decisions.shape=.*\(2, 3, 16\)'
+    ):
       forward(CONFIG, variables, images, jnp.ones(shape))
 
   def test_where_there_are_none_are_refused(self, variables, images):
     config = shallow('structural')
-    with pytest.raises(errors.UserError, match='structural.*leave out'):
+    with pytest.raises(errors.UserError, match="score='structural'.*decides"):
       forward(config, variables, images, jnp.ones((1, B, N)))
 
 
@@ -597,17 +599,13 @@ class TestConfig:
   @pytest.mark.parametrize(
     ('changes', 'message'),
     [
-      ({'stages': ()}, r'stages=\(\): expected ascending.*0 and 1'),
+      ({'stages': ()}, r'stages=\(\): expected ascending.*0 to 1'),
       ({'stages': (2, 1)}, r'stages=\(2, 1\): expected ascending'),
-      ({'stages': (1, 1)}, 'ascending'),
-      ({'stages': (1, 3)}, 'between 0 and 1, since the backbone has 2'),
-      ({'keep': 0.0}, r'keep=0.0: expected a number in \(0, 1\]'),
-      ({'keep': 1.5}, 'keep=1.5'),
-      ({'keep': (0.5,)}, 'one fraction for each of the 2 stages'),
+      ({'stages': (1, 3)}, 'from 0 to 1'),
+      ({'keep': (0.5,)}, 'a fraction for each stage'),
       ({'keep': (0.5, 0.7)}, 'none larger than the one before'),
-      ({'temperature': 0.0}, 'temperature=0.0'),
       ({'score': 'clas_attention'}, 'class_attention'),
-      ({'score': 'class_attention', 'stages': (0, 1)}, 'begin later'),
+      ({'score': 'class_attention', 'stages': (0, 1)}, 'stages without 0'),
     ],
   )
   def test_refuses(self, changes, message):

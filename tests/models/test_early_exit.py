@@ -12,7 +12,7 @@ import pytest
 from mod_jax import flops, losses
 from mod_jax.errors import UserError
 from mod_jax.layers.mode import RoutingMode
-from mod_jax.layers.routed import MoDConfig
+from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.models import lm
 from mod_jax.tasks import make_task
 from mod_jax.tasks.experiment import ConversionObjective, ExperimentConfig
@@ -115,10 +115,10 @@ def test_its_loss_is_trained_and_reported():
 @pytest.mark.parametrize(
   ('changes', 'named'),
   [
-    ({'early_exit': 3}, 'early_exit=3 of num_layers=3: expected fewer'),
+    ({'early_exit': 3}, 'early_exit=3, num_layers=3: expected early_exit <'),
     (
       {'early_exit': 1, 'num_layers': 4, 'scan_layers': True},
-      'early_exit=1 and scan_layers=True',
+      'early_exit=1, scan_layers=True',
     ),
   ],
 )

@@ -10,7 +10,7 @@ import pytest
 
 from mod_jax.layers.acm import AdaptiveConfig
 from mod_jax.layers.experts import ExpertsConfig
-from mod_jax.layers.routed import MoDConfig, VisionRoutingConfig
+from mod_jax.layers.routing_config import MoDConfig, VisionRoutingConfig
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.models.vit import ViTConfig

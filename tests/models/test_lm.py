@@ -15,7 +15,7 @@ from mod_jax import errors, losses, sampling
 from mod_jax.layers import stack
 from mod_jax.layers.block import Block
 from mod_jax.layers.mode import RoutingMode
-from mod_jax.layers.routed import MoDConfig
+from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.models import lm
 from mod_jax.models.lm import LanguageModel, LMCache, LMConfig
 
@@ -718,39 +718,34 @@ class TestConfig:
   @pytest.mark.parametrize(
     ('change', 'message'),
     [
-      ({'width': 10, 'num_heads': 4}, 'width=10 .*num_heads=4'),
-      ({'num_kv_heads': 4}, 'num_kv_heads=4 does not divide num_heads=6'),
+      ({'width': 10, 'num_heads': 4}, 'width=10, num_heads=4'),
+      ({'num_kv_heads': 4}, 'num_kv_heads=4, num_heads=6: .*divide'),
       ({'head_dim': 5}, 'head_dim=5.*even'),
       ({'width': 18}, 'head_dim=3.*even'),
-      ({'num_layers': 0}, 'LMConfig.num_layers=0'),
-      ({'vocab_size': -1}, 'LMConfig.vocab_size=-1'),
-      ({'width': '8'}, "LMConfig.width='8'"),
-      ({'dtype': 'float16'}, "LMConfig.dtype='float16'"),
-      ({'remat': 'some'}, "LMConfig.remat='some'"),
       ({'num_layers': 5, 'scan_layers': True}, 'num_layers=5.*period=2'),
       (
         {
           'scan_layers': True,
           'routing': MoDConfig(capacity=(0.5, 0.25)),
         },
-        'block 3 differs from block 1, .*scan_layers=False.* capacity',
+        'block=3: .*block 1.*scan_layers=False.* capacity',
       ),
       (
         {'scan_layers': True, 'routing': MoDConfig(capacity_decay=0.5)},
-        'block 3 differs from block 1, .*scan_layers=False.* capacity',
+        'block=3: .*block 1.*scan_layers=False.* capacity',
       ),
       (
         {'routing': MoDConfig(capacity=(0.5, 0.25, 0.125))},
-        '3 fractions for 2 routed layers',
+        r'capacity=\(0.5, .*routed_layers=2',
       ),
       (
         {'num_layers': 1, 'routing': MoDConfig(period=2, offset=1)},
-        'routing leaves none of num_layers=1 blocks',
+        'num_layers=1: .*offset',
       ),
-      ({'attention': 'cudnn'}, "'cudnn' with dtype='float32'.*takes dtype="),
+      ({'attention': 'cudnn'}, "attention='cudnn', dtype='float32'.*dtype='bf"),
       (
         {'attention': 'cudnn', 'dtype': 'bfloat16', 'head_dim': 260},
-        'heads of 260 channels: .*up to 256',
+        'head_dim=260: .*up to 256',
       ),
     ],
   )
@@ -796,16 +791,16 @@ class TestCalls:
   @pytest.mark.parametrize(
     ('tokens', 'kwargs', 'message'),
     [
-      ([1, 2, 3], {}, 'tokens is a list: .*asarray.*pad_prompts'),
-      (jnp.arange(5), {}, r'tokens of shape \(5,\).*tokens\[None\]'),
-      (jnp.zeros((2, 0), int), {}, r'shape \(2, 0\).*at least one token'),
-      (jnp.zeros((2, 3)), {}, 'type float32: expected integers'),
-      (TOKENS_BL, {'valid_BL': jnp.ones((B, 4), bool)}, r'valid .*\(3, 4\)'),
-      (TOKENS_BL, {'valid_BL': jnp.ones(L, bool)}, r'valid .*\(10,\)'),
-      (TOKENS_BL, {'valid_BL': [True] * L}, 'valid is a list'),
-      (TOKENS_BL, {'segment_BL': jnp.ones(L, int)}, r'segment .*\(10,\)'),
-      (TOKENS_BL + 1, {}, r'1\.\.11 .*vocab_size=11.*from 0 to 10'),
-      (np.array([[3, -1]]), {}, r'-1\.\.3 '),
+      ([1, 2, 3], {}, "tokens='list': .*asarray.*pad_prompts"),
+      (jnp.arange(5), {}, r'shape=\(5,\).*tokens\[None\]'),
+      (jnp.zeros((2, 0), int), {}, r'shape=\(2, 0\).*at least one'),
+      (jnp.zeros((2, 3)), {}, "dtype='float32': expected integers"),
+      (TOKENS_BL, {'valid_BL': jnp.ones((B, 4), bool)}, r'valid.*\(3, 4\)'),
+      (TOKENS_BL, {'valid_BL': jnp.ones(L, bool)}, r'valid.*\(10,\)'),
+      (TOKENS_BL, {'valid_BL': [True] * L}, "valid='list'"),
+      (TOKENS_BL, {'segment_BL': jnp.ones(L, int)}, r'segment.*\(10,\)'),
+      (TOKENS_BL + 1, {}, r"'1\.\.11', vocab_size=11: .*from 0 to 10"),
+      (np.array([[3, -1]]), {}, r'-1\.\.3'),
     ],
   )
   def test_refused(self, config, variables, tokens, kwargs, message):
@@ -813,7 +808,7 @@ class TestCalls:
       LanguageModel(config).apply(variables, tokens, **kwargs)
 
   def test_shapes_are_looked_at_while_tracing(self, config, variables):
-    with pytest.raises(errors.UserError, match=r'shape \(30,\)'):
+    with pytest.raises(errors.UserError, match=r'shape=\(30,\)'):
       jax.jit(LanguageModel(config).apply).eval_shape(
         variables, TOKENS_BL.ravel()
       )

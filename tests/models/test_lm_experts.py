@@ -14,7 +14,7 @@ from mod_jax.errors import UserError
 from mod_jax.layers.acm import AdaptiveConfig
 from mod_jax.layers.experts import Assigned, ExpertsConfig
 from mod_jax.layers.mode import RoutingMode
-from mod_jax.layers.routed import MoDConfig
+from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.losses import sums
 from mod_jax.models.lm import LMConfig
 from mod_jax.tasks import make_task, plain
@@ -105,7 +105,9 @@ class TestRules:
   def test_averages_are_not_learnt_under_the_rule_that_uses_them(self):
     routing = dataclasses.replace(STAGED.routing, train_rule='router')
     assert dataclasses.replace(STAGED, routing=routing)
-    with pytest.raises(UserError, match=r"train_rule='router'.*'expert'"):
+    with pytest.raises(
+      UserError, match=r"train_rule='router': .*choice='token'"
+    ):
       dataclasses.replace(STAGED, routing=routing, experts=CHOOSING)
 
   def test_experts_and_learners_on_one_map_are_refused(self):

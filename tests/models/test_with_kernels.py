@@ -13,7 +13,7 @@ import pytest
 
 from mod_jax.layers import stack
 from mod_jax.layers.acm import FFNS, AdaptiveConfig
-from mod_jax.layers.routed import VisionRoutingConfig
+from mod_jax.layers.routing_config import VisionRoutingConfig
 from mod_jax.models import acm
 from mod_jax.models.vit import ViTConfig
 from mod_jax_kernels import dispatch

@@ -10,7 +10,7 @@ import pytest
 
 import mod_jax
 from mod_jax.convert import lm as convert_lm
-from mod_jax.layers.routed import MoDConfig
+from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.pretrained.load import Run
 from mod_jax.tasks import make_task

@@ -15,7 +15,9 @@ class TestLayerCapacities:
     assert routing.layer_capacities((0.5, 0.25), 2) == (0.5, 0.25)
 
   def test_a_list_of_the_wrong_length_is_refused(self):
-    with pytest.raises(errors.UserError, match='2 fractions for 3 routed'):
+    with pytest.raises(
+      errors.UserError, match=r'capacity=\(0.5, 0.25\), routed_layers=3'
+    ):
       routing.layer_capacities((0.5, 0.25), 3)
 
   def test_decay_keeps_the_mean_and_the_ratio(self):

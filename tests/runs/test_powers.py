@@ -14,7 +14,7 @@ from mod_jax import config as config_lib
 from mod_jax import parallel
 from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
-from mod_jax.layers.routed import MoDConfig
+from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.pretrained.source import Source
 from mod_jax.runs import checkpoints as checkpoints_lib

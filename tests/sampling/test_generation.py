@@ -21,7 +21,7 @@ from mod_jax.layers import attention, routed, stack
 from mod_jax.layers import cache as cache_lib
 from mod_jax.layers.experts import ExpertsConfig
 from mod_jax.layers.mode import RoutingMode
-from mod_jax.layers.routed import MoDConfig
+from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.models import lm
 from mod_jax.routing import MovingThreshold
 from mod_jax.sampling import filter_logits, generate, generation, pad_prompts
@@ -787,7 +787,7 @@ class TestPadPrompts:
 
   @pytest.mark.parametrize('prompts', [[], [[1], []]])
   def test_refuses_what_has_no_token(self, prompts):
-    with pytest.raises(UserError, match='at least one token'):
+    with pytest.raises(UserError, match='a token in each'):
       pad_prompts(prompts)
 
 
@@ -798,31 +798,35 @@ class TestRefuses:
   @pytest.mark.parametrize(
     ('prompts', 'changes', 'named'),
     [
-      ((np.zeros((1, 0), int), None), {}, 'one token in each row'),
-      ((np.zeros((0, 3), int), None), {}, 'one token in each row'),
-      ((np.array([1, 2]), None), {}, r'shape \(2,\).*tokens\[None\]'),
+      ((np.zeros((1, 0), int), None), {}, 'at least one in each row'),
+      ((np.zeros((0, 3), int), None), {}, 'at least one in each row'),
+      ((np.array([1, 2]), None), {}, r'shape=\(2,\).*tokens\[None\]'),
       (([[1, 2], [3]], None), {}, r'pad_prompts\(prompts\)'),
-      ((np.array([[1.0, 2.0]]), None), {}, 'type float64: expected integers'),
+      (
+        (np.array([[1.0, 2.0]]), None),
+        {},
+        "dtype='float64': expected integers",
+      ),
       (
         (np.ones((2, 3), int), np.array([[1, 1, 1], [0, 0, 0]], bool)),
-        *({}, 'a prompt without a token'),
+        *({}, 'at least one token in every row'),
       ),
-      ((_TWO[0], np.ones((2, 3), bool)), {}, r'shape \(2, 3\)'),
+      ((_TWO[0], np.ones((2, 3), bool)), {}, r'shape=\(2, 3\)'),
       ((np.array([[1, VOCAB]]), None), {}, f'1..{VOCAB}.*vocab_size={VOCAB}'),
       ((np.array([[-1, 2]]), None), {}, '-1..2'),
-      (_TWO, {'max_length': 7}, 'prompt of 2 tokens and 6 new.*cache of 7'),
-      (_TWO, {'max_length': 1}, 'cache of 1'),
+      (_TWO, {'max_length': 7}, 'prompt=2, max_new_tokens=6, max_length=7'),
+      (_TWO, {'max_length': 1}, 'max_length=1'),
       (_TWO, {'max_new_tokens': 0}, 'max_new_tokens=0'),
       (_TWO, {'prefill': 'greedy'}, "prefill='greedy'"),
       # A list of equal lengths is as good as an array.
-      (([[1, 2], [3, 4]], None), {'end_token': VOCAB}, f'end_token={VOCAB} .*'),
-      (_TWO, {'end_token': -1}, f'end_token=-1 .* from 0 to {VOCAB - 1}'),
-      (_TWO, {'variables': {'embedding': 0}}, "'embedding'.* no 'params'"),
+      (([[1, 2], [3, 4]], None), {'end_token': VOCAB}, f'end_token={VOCAB}: '),
+      (_TWO, {'end_token': -1}, f'end_token=-1: .* from 0 to {VOCAB - 1}'),
+      (_TWO, {'variables': {'embedding': 0}}, "'embedding'.*'params'"),
       (_TWO, {'mode': 'top_k'}, "rule='top_k' cannot generate"),
       (_TWO, {'mode': 'fixed'}, "rule='fixed' cannot generate"),
       (_TWO, {'mode': 'best'}, 'best'),
       (_TWO, {'temperature': -1.0}, 'temperature=-1.0'),
-      (_TWO, {'temperature': 1.0}, 'pass key='),
+      (_TWO, {'temperature': 1.0}, 'key=jax'),
       (_TWO, {'top_k': -2}, 'top_k=-2'),
       (_TWO, {'top_p': 0.0}, 'top_p=0.0'),
       (_TWO, {'top_p': 1.5}, 'top_p=1.5'),

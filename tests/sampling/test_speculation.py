@@ -13,7 +13,7 @@ import scipy.stats
 
 from mod_jax.errors import UserError
 from mod_jax.layers.mode import RoutingMode
-from mod_jax.layers.routed import MoDConfig
+from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.models import lm
 from mod_jax.sampling import Draft, filter_logits, generate, speculation
 
@@ -215,9 +215,9 @@ def test_looks_up_what_followed(text, want):
 @pytest.mark.parametrize(
   ('config', 'draft', 'named'),
   [
-    (DENSE, {'kind': 'never'}, "kind='never' leaves routed blocks out"),
-    (MOD, {'kind': 'early'}, 'layers=0 of num_layers=3'),
-    (MOD, {'kind': 'early', 'layers': 3}, 'layers=3 of num_layers=3'),
+    (DENSE, {'kind': 'never'}, "draft='never': .*no routed blocks"),
+    (MOD, {'kind': 'early'}, 'layers=0, num_layers=3'),
+    (MOD, {'kind': 'early', 'layers': 3}, 'layers=3, num_layers=3'),
     (MOD, {'kind': 'lookup', 'tokens': 0}, 'tokens=0'),
     (MOD, {'kind': 'parrot'}, "kind='parrot'"),
   ],

@@ -12,7 +12,7 @@ from mod_jax.errors import UserError
 from mod_jax.layers.acm import FFNS, AdaptiveConfig
 from mod_jax.layers.experts import ExpertsConfig
 from mod_jax.layers.mode import RoutingMode
-from mod_jax.layers.routed import MoDConfig
+from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.models import lm
 from mod_jax.pretrained.load import Run
 from mod_jax.sampling import generate

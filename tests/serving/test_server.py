@@ -19,7 +19,7 @@ import uvicorn
 from mod_jax.data import text
 from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
-from mod_jax.layers.routed import MoDConfig
+from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.pretrained.load import Run
 from mod_jax.serving import chat, text_process

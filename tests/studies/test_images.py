@@ -13,7 +13,7 @@ from scipy import stats
 
 from mod_jax import flops, timing
 from mod_jax.data.images import ImageDataConfig
-from mod_jax.layers.routed import VisionRoutingConfig
+from mod_jax.layers.routing_config import VisionRoutingConfig
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.vit import ViTConfig
 from mod_jax.studies import images as image_studies

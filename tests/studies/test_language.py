@@ -10,7 +10,7 @@ import pytest
 from scipy import stats
 
 from mod_jax.data.text import TextDataConfig
-from mod_jax.layers.routed import MoDConfig
+from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.models.lm import LMConfig, LMOutput
 from mod_jax.runs.run_config import EvaluationConfig
 from mod_jax.studies import language

@@ -11,7 +11,7 @@ from mod_jax import config as config_lib
 from mod_jax import flops, viz
 from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
-from mod_jax.layers.routed import MoDConfig
+from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.runs import workdir as workdir_lib
 from mod_jax.runs.metrics import MetricWriter

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from mod_jax.layers.routed import MoDConfig
+from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.sweeps import fit, manifest, run
 from mod_jax.sweeps.manifest import Entry

@@ -10,7 +10,7 @@ import pytest
 from mod_jax import config as config_lib
 from mod_jax import viz
 from mod_jax.errors import UserError
-from mod_jax.layers.routed import MoDConfig
+from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.runs import lock, stop
 from mod_jax.runs import workdir as workdir_lib

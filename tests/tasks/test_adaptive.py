@@ -22,7 +22,7 @@ from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
 from mod_jax.layers import stack
 from mod_jax.layers.acm import FFNS, AdaptiveConfig
-from mod_jax.layers.routed import VisionRoutingConfig
+from mod_jax.layers.routing_config import VisionRoutingConfig
 from mod_jax.losses import acm as acm_losses
 from mod_jax.models import acm
 from mod_jax.models.lm import LMConfig

@@ -9,7 +9,7 @@ import pytest
 from mod_jax import viz
 from mod_jax.data.text import TextDataConfig
 from mod_jax.layers.experts import Assigned, ExpertsConfig
-from mod_jax.layers.routed import MoDConfig
+from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.runs.run_config import EvaluationConfig
 from mod_jax.tasks import expert_pictures, make_task

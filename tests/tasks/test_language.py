@@ -25,7 +25,7 @@ from mod_jax.data import text
 from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
 from mod_jax.layers.mode import Mode, RoutingMode
-from mod_jax.layers.routed import MoDConfig
+from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.runs.run_config import EvaluationConfig
 from mod_jax.tasks import language, make_task
@@ -435,7 +435,9 @@ class TestSample:
 
   def test_longer_than_the_cache(self, make):
     task, params, model_state = make(None)
-    with pytest.raises(UserError, match='prompt of 10 tokens and 5 new'):
+    with pytest.raises(
+      UserError, match='prompt=10, max_new_tokens=5, max_length=14'
+    ):
       task.modality.sample(
         params,
         model_state,

@@ -13,7 +13,7 @@ from mod_jax import optimizer as optimizer_lib
 from mod_jax import parallel, tasks
 from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
-from mod_jax.layers.routed import MoDConfig
+from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.optimizer import OptimizerConfig
 from mod_jax.parallel import MeshConfig

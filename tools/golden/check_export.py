@@ -40,7 +40,7 @@ def _write_language(folder):
   import jax
 
   import mod_jax
-  from mod_jax.layers.routed import MoDConfig
+  from mod_jax.layers.routing_config import MoDConfig
   from mod_jax.models.lm import LMConfig
   from mod_jax.tasks import make_task
   from mod_jax.tasks.experiment import ExperimentConfig
