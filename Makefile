@@ -32,7 +32,7 @@ help:
 	@echo 'make twins      trains dense models with as many training FLOPs'
 	@echo 'make test       runs the tests, in 16 to 26 minutes on two cores'
 	@echo 'make test-fast  runs the tests of layers, routing, losses and configs'
-	@echo 'make test-slow  runs those that need packages which nothing else needs'
+	@echo 'make test-slow  runs those that take longer, in MINUTES'
 	@echo 'make lint       checks the style'
 	@echo 'make format     corrects what it can of the style'
 	@echo 'make docs       builds the site in build/docs'
@@ -50,7 +50,7 @@ twins: $(STAMP)
 	  --workdir=$(WORKDIR)_shallow
 
 test: $(STAMP)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m 'not slow'
 
 # At every save: what is quick to compile, and a whole run of the loop.
 FAST := tests/routing tests/losses tests/layers tests/test_config.py \
@@ -60,9 +60,11 @@ FAST := tests/routing tests/losses tests/layers tests/test_config.py \
 test-fast: $(STAMP)
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m 'not slow' $(FAST)
 
-# With lm-evaluation-harness, of whose packages three are built from source.
+# Notebooks, benchmarks, programs for accelerators that are not here, several
+# hosts, wheels; and lm-evaluation-harness, of whose packages three are built from
+# source.
 test-slow: $(LM_EVAL)
-	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/serving/test_lm_eval.py
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m slow
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -18,6 +18,11 @@ os.environ.setdefault('JAX_NUM_CPU_DEVICES', '8')
 # Most of the suite's time is compilation, and tiny programs need none of LLVM's
 # finer passes. XLA's own passes still run.
 os.environ.setdefault('JAX_DISABLE_MOST_OPTIMIZATIONS', '1')
+# Both workers, the processes that tests start, and the next run share what was
+# compiled.
+_CACHE = pathlib.Path(__file__).parents[1] / '.pytest_cache' / 'xla'
+os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(_CACHE))
+os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0.1')
 # XLA for CPUs has two code generators for its fused loops. The newer one, which
 # makes faster programs, takes several times as long to compile them; and tiny
 # programs gain nothing from being compiled in parts.
