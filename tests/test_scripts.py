@@ -341,10 +341,10 @@ class TestEval:
       (['--batches=-1'], 'num_batches=-1'),
       (
         ['--sample=0123456789', '--sample_tokens=5', '--max_length=14'],
-        'prompt of 10 tokens and 5 new ones do not fit a cache of 14',
+        'prompt=10, max_new_tokens=5, max_length=14',
       ),
       (['--sample=a', '--sample_tokens=0'], 'max_new_tokens=0'),
-      (['--sample='], 'empty'),
+      (['--sample='], 'a token in each'),
       (['--sample=a', '--rule=bogus'], '--rule=bogus: .*trained for router'),
       (['--sample=a', '--overflow=spill'], 'overflow'),
       (

@@ -190,7 +190,7 @@ def test_slots_and_flops(block, block_config, config, x_BLD, info):
   assert half['attention'] == block.flops(3, source_tokens=S)['attention']
   with pytest.raises(errors.UserError, match='source_tokens'):
     block.flops(L)
-  with pytest.raises(errors.UserError, match='nothing to read'):
+  with pytest.raises(errors.UserError, match='source=None'):
     jax.eval_shape(
       stack.Stack(config).init,
       jax.random.key(0),
