@@ -21,6 +21,7 @@ from mod_jax.models import protocol
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.pretrained.source import Source
+from mod_jax.runs import best
 from mod_jax.tasks import make_task, warm_start
 from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train import evaluation
@@ -212,7 +213,10 @@ class Run:
     names = [f'{x} ({v})' if x in shared else x for v, x in enumerate(names)]
     rngs = {'routing': jax.random.key(0)}
     logits_BV = self.apply(images_BHWC, rngs=rngs).logits_BV
-    probability_BV = jax.nn.softmax(logits_BV.astype(jnp.float32))
+    data = self.experiment and self.experiment.data
+    one_is_true = data is None or not data.multi_label
+    probability = jax.nn.softmax if one_is_true else jax.nn.sigmoid
+    probability_BV = probability(logits_BV.astype(jnp.float32))
     predictions = []
     for probability_V in np.asarray(probability_BV):
       best = np.argsort(-probability_V, kind='stable')[:top]
@@ -223,6 +227,7 @@ class Run:
 def load(
   path: str | os.PathLike,
   *,
+  step: best.Step = None,
   dtype: str | None = None,
   trust: Sequence[str] = (),
   **known,
@@ -233,10 +238,12 @@ def load(
   modules that are already imported; all others are refused.
 
   Args:
-    path: directory of a mod_jax run, of which the newest checkpoint is read; a
-      folder that `export` wrote; a Hugging Face folder with a language model of
-      `convert.lm.FAMILIES`; or a pretrained vision transformer, either a folder
-      from Hugging Face or timm or a file that `convert.vit.load` reads.
+    path: directory of a mod_jax run; a folder that `export` wrote; a Hugging
+      Face folder with a language model of `convert.lm.FAMILIES`; or a
+      pretrained vision transformer, either a folder from Hugging Face or timm
+      or a file that `convert.vit.load` reads.
+    step: of a run's checkpoint, or 'best' for the one that `checkpoint.best`
+      has kept; None for the newest.
     dtype: `float32` or `bfloat16`, in which the model computes and its matrices
       are kept; routers, norms and biases stay float32. None keeps all weights
       in float32 and computes as the model's config says.
@@ -249,14 +256,14 @@ def load(
     UserError: there is nothing at that path, or it holds no model.
   """
   config_lib.trust(trust)
-  source = Source.open(path, **known)
+  source = Source.open(path, **known).at(step)
   run = _about(source, dtype)
   if not source.ours:
     variables = source.read()
   else:
     shapes = protocol.shapes(run.config)
     params, model_state = warm_start.from_ours(
-      shapes.pop('params'), shapes, os.fspath(path)
+      shapes.pop('params'), shapes, os.fspath(path), step=step
     )
     variables = {'params': params, **model_state}
 

@@ -26,6 +26,7 @@ from mod_jax.errors import UserError
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.models.vit import ViTConfig
+from mod_jax.runs import best as best_lib
 from mod_jax.runs import origin as origin_lib
 from mod_jax.runs import workdir as workdir_lib
 from mod_jax.runs.checkpoints import restore_named
@@ -114,9 +115,22 @@ class Source(abc.ABC):
   def read(self) -> dict[str, Any]:
     """Returns the variables by collection, where possible read lazily."""
 
+  def at(self, step: best_lib.Step) -> 'Source':
+    """Returns the model as it was at a step; None is the newest checkpoint."""
+    if step is not None:
+      raise UserError(
+        f'step={step!r}: {self.path} is no run with checkpoints; leave it out.'
+      )
+    return self
+
 
 class _Run(Source):
   kind = 'run'
+  _step: int | None = None
+
+  def at(self, step):
+    self._step = best_lib.resolve(self.path, step)
+    return self
 
   @functools.cached_property
   def experiment(self):
@@ -144,7 +158,7 @@ class _Run(Source):
     return tuple(names)
 
   def read(self):
-    """Returns the variables that are evaluated, of the newest checkpoint.
+    """Returns the variables that are evaluated, of one checkpoint.
 
     The parameters are moving averages, if the run keeps any. Nothing is
     written, since the run may still be training.
@@ -153,6 +167,7 @@ class _Run(Source):
     restored = restore_named(
       workdir_lib.checkpoints(self.path),
       (params, 'model_state'),
+      step=self._step,
       check=functools.partial(
         origin_lib.check_config, self.path, self.experiment
       ),
