@@ -187,7 +187,7 @@ def test_a_kill_before_the_best_is_saved_changes_nothing(tmp_path, monkeypatch):
   [
     ({'checkpoint.best': 'other'}, "best='other': nothing says whether more"),
     ({'checkpoint.best': 'acuracy'}, "Did you mean 'accuracy'"),
-    ({'checkpoint.best': 'top5'}, "best='top5': this run measures loss, acc"),
+    ({'checkpoint.best': 'top5'}, "best='top5': this run measures accuracy, l"),
   ],
 )
 def test_metrics_that_cannot_judge(tmp_path, changes, said):
