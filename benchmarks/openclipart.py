@@ -43,16 +43,25 @@ _NO_CLASS = 'unsorted'  # A folder of what has no class yet.
 _LEAST = 60  # Pictures of a class.
 _HELD_OUT = 5  # Every fifth picture.
 _SIDE = 96  # Pixels of the longer side.
+_MOST_PIXELS = 25_000_000
 _THUMBNAIL = 16  # Pixels a side of what is compared.
 # Pictures are nearly the same if the squared distance of their thumbnails is
 # less than this part of their mean contrast.
 _ALIKE = 0.02
 
 
-def on_white(path: pathlib.Path) -> Image.Image:
-  """Returns a picture, reduced, with white where it was transparent."""
-  with Image.open(path) as image:
-    image = image.convert('RGBA')
+def on_white(path: pathlib.Path) -> Image.Image | None:
+  """Returns a picture, reduced, with white where it was transparent.
+
+  None if it is damaged or of more than 25 million pixels, which a few are.
+  """
+  try:
+    with Image.open(path) as image:
+      if image.width * image.height > _MOST_PIXELS:
+        return None
+      image = image.convert('RGBA')
+  except (OSError, SyntaxError, Image.DecompressionBombError):
+    return None
   image.thumbnail((_SIDE, _SIDE))
   white = Image.new('RGBA', image.size, 'white')
   return Image.alpha_composite(white, image).convert('RGB')
@@ -102,6 +111,8 @@ def prepare(source: pathlib.Path, target: pathlib.Path) -> dict[str, list[int]]:
     sys.exit(f'--data={source}: there are no folders with PNG files.')
   with futures.ThreadPoolExecutor() as pool:
     images = [*pool.map(on_white, paths)]
+  paths = [x for x, image in zip(paths, images, strict=True) if image]
+  images = [image for image in images if image]
   hashes = [
     hashlib.sha256(f'{image.size}'.encode() + image.tobytes()).hexdigest()
     for image in images
