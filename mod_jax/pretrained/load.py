@@ -55,6 +55,8 @@ class Run:
     preprocess: turns pictures into a vision model's input, as in evaluation;
       None for a language model.
     classes: names of a vision model's classes; None if unknown.
+    multi_label: whether any number of them may be true of a picture, so that
+      each has a probability of its own.
     task: the task of a mod_jax run or of a language model; None otherwise.
     origin: Hugging Face directory that a language model was loaded from, or
       None; it need not exist any more.
@@ -68,6 +70,7 @@ class Run:
   experiment: ExperimentConfig | None = None
   preprocess: images_lib.Preprocess | None = None
   classes: tuple[str, ...] | None = None
+  multi_label: bool = False
   task: Any = None
   origin: str | None = None
   foreign: bool = False
@@ -213,10 +216,8 @@ class Run:
     names = [f'{x} ({v})' if x in shared else x for v, x in enumerate(names)]
     rngs = {'routing': jax.random.key(0)}
     logits_BV = self.apply(images_BHWC, rngs=rngs).logits_BV
-    data = self.experiment and self.experiment.data
-    one_is_true = data is None or not data.multi_label
-    probability = jax.nn.softmax if one_is_true else jax.nn.sigmoid
-    probability_BV = probability(logits_BV.astype(jnp.float32))
+    probabilities = jax.nn.sigmoid if self.multi_label else jax.nn.softmax
+    probability_BV = probabilities(logits_BV.astype(jnp.float32))
     predictions = []
     for probability_V in np.asarray(probability_BV):
       best = np.argsort(-probability_V, kind='stable')[:top]
@@ -313,6 +314,7 @@ def _about(source: Source, dtype: str | None = None) -> Run:
     experiment=experiment,
     preprocess=source.preprocess,
     classes=source.classes,
+    multi_label=source.multi_label,
     task=task,
     origin=os.fspath(source.path) if source.kind == 'language' else None,
     foreign=source.foreign,

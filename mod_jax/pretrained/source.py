@@ -58,6 +58,7 @@ class Source(abc.ABC):
       model one that says how text is read; None for a vision model.
     preprocess: turns images into input; None for a language model.
     classes: names of a vision model's classes; None if unknown.
+    multi_label: whether any number of them may be true of a picture.
     tokenizer: kind of the tokenizer that lies in an exported folder.
     foreign: whether a language model was published by others and not trained
       further, so that prompts begin as its own tokenizer begins texts.
@@ -110,6 +111,11 @@ class Source(abc.ABC):
   @property
   def ours(self) -> bool:
     return self.kind in ('run', 'export')
+
+  @property
+  def multi_label(self) -> bool:
+    data = self.experiment and self.experiment.data
+    return isinstance(data, ImageDataConfig) and data.multi_label
 
   @abc.abstractmethod
   def read(self) -> dict[str, Any]:
@@ -272,6 +278,10 @@ class _Vision(Source):
   @functools.cached_property
   def config(self):
     return convert_vit.derive(self.path, **self._fields)
+
+  @property
+  def multi_label(self):
+    return self._metadata.multi_label
 
   @property
   def classes(self):
