@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 import csv
 import io
+import os
 from typing import Any
 
 import jax
@@ -60,7 +61,10 @@ def confusion(task, params, model_state) -> Study:
     figures['worst'] = viz.worst_pictures(
       [picture for *_, picture in worst[:_WORST]],
       [said for _, _, said, _ in worst[:_WORST]],
-      [f'{loss:.2f} nats {name}' for loss, name, *_ in worst[:_WORST]],
+      [
+        f'{loss:.2f} nats {os.path.basename(name)}'
+        for loss, name, *_ in worst[:_WORST]
+      ],
       title='The worst pictures',
       subtitle='Held-out pictures that were taken for something else, by their'
       ' loss, the largest first.',

@@ -15,7 +15,7 @@ _SHARES = colormaps['Blues']
 _MOST = 30  # Classes with a row of their own.
 _COUNTED = 20  # With more rows, counts would not fit into their cells.
 _COLUMNS = 6  # Of pictures.
-_LETTERS = 20  # Of a line under a picture.
+_LETTERS = 15  # Of a line under a picture.
 
 
 def confusion_matrix(
@@ -48,8 +48,8 @@ def confusion_matrix(
   longest = max(map(len, names))
   side = max(3.0, 0.34 * len(names))
   body = style.new_figure(
-    side + 0.085 * longest + 1.6,
-    side + 0.075 * longest + 0.6,
+    side + 0.1 * longest + 1.8,
+    side + 0.1 * longest + 0.9,
     title,
     f'Images: {total:,}. A row is a class, with its number of images; a column'
     ' is what they were taken for. Colours are shares of the row.',
@@ -73,7 +73,7 @@ def confusion_matrix(
       axes.text(
         predicted,
         true,
-        f'{count_VV[true, predicted]}',
+        style.quantity(count_VV[true, predicted]),
         color='white' if share_VV[true, predicted] > 0.5 else style.INK,
         **{'ha': 'center', 'va': 'center', 'fontsize': 7, 'gid': 'count'},
       )
@@ -92,7 +92,7 @@ def worst_pictures(
   """Draws pictures in rows of six, each with a text above and one below."""
   above, below = (
     [_lines(text, count) for text in texts]
-    for texts, count in ((above, 4), (below, 2))
+    for texts, count in ((above, 5), (below, 3))
   )
   tiles = [[(image_HWC, {})] for image_HWC in np.asarray(images_BHWC)]
   tiles, above, below = (
@@ -114,7 +114,6 @@ def _errors(count_VV):
 
 
 def _lines(text: str, most: int) -> str:
-  # The end of a long name says more than its beginning, and has no spaces.
   return '\n'.join(
     textwrap.wrap(
       glyphs.plain(text), _LETTERS, max_lines=most, placeholder=' …'

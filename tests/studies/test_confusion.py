@@ -83,9 +83,9 @@ def held_out(task):
 
 
 def study(task):
-  mesh = parallel.make_mesh(parallel.MeshConfig())
+  mesh, params = parallel.make_mesh(parallel.MeshConfig()), params_of()
   with jax.set_mesh(mesh):
-    return confusion.confusion(task, params_of(), {}, mesh)
+    return confusion.confusion(task, params, {}, mesh)
 
 
 def table(text):

@@ -163,7 +163,7 @@ def test_a_run_on_a_table_of_labels(folder, tmp_path):
 
   # Each label has a probability of its own.
   picture = folder / 'eval' / 'emu' / '1.png'
-  predicted = run.predict(picture, top=4)
+  (predicted,) = run.predict(picture, top=4)
   assert predicted.keys() == by_name.keys()
   (logits_V,) = np.asarray(run.apply(run.preprocess([picture])).logits_BV)
   for name, logit in zip(by_name, logits_V, strict=True):
@@ -171,7 +171,7 @@ def test_a_run_on_a_table_of_labels(folder, tmp_path):
   for kind in ('safetensors', 'huggingface'):
     export.export(run, tmp_path / kind, kind)
     exported = mod_jax.load(tmp_path / kind)
-    found = exported.predict(picture, top=4)
+    (found,) = exported.predict(picture, top=4)
     assert found == pytest.approx(predicted, rel=1e-3)
 
 
