@@ -872,9 +872,10 @@ def test_pictures(which):
     assert isinstance(figure, matplotlib.figure.Figure)
     assert figure.axes
     plt.close(figure)
-  assert set(task.studies()) == (
-    {'throughput', 'importance'} if 'routing' in names else {'throughput'}
-  )
+  studies = {'confusion', 'throughput'}
+  if 'routing' in names:
+    studies.add('importance')
+  assert set(task.studies()) == studies
 
 
 def test_never_is_no_look_at_experts_that_choose():
