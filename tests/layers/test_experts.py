@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mod_jax import errors, losses, parallel, routing
+from mod_jax import losses, parallel, routing
 from mod_jax.layers.experts import ExpertMLP, ExpertMLPConfig, ExpertsConfig
 from mod_jax.layers.mlp import MLP, MLPConfig
 from mod_jax.layers.mode import Mode, RoutingMode
@@ -190,39 +190,6 @@ class TestForward:
       assert np.flatnonzero(given[0, :, e]).tolist() == want[:room].tolist()
       assert (slot_BLE[0, :, e][given[0, :, e]] // slots == e).all()
 
-  @pytest.mark.parametrize('mode', [TRAIN, Mode()], ids=['slots', 'all'])
-  def test_equal_experts_are_one_mlp(self, mode):
-    config = config_of(BIASED, num_experts=3, per_token=2, capacity_factor=3.0)
-    variables = variables_of(config)
-    params = {
-      name: jax.tree.map(lambda x: jnp.broadcast_to(x[:1], x.shape), value)
-      for name, value in variables['params'].items()
-      if name != 'router'
-    }
-    params['router'] = variables['params']['router']
-    x_BLD = features()
-    y_BLD, _ = apply(config, mode, {'params': params}, x_BLD, info_of())
-    want_BLD = expert_of(config, dict(params), 0)(x_BLD)
-    np.testing.assert_allclose(y_BLD, want_BLD, atol=1e-5)
-
-  def test_no_ops_that_nobody_prefers_change_nothing(self):
-    plain = config_of(num_experts=3)
-    config = config_of(num_experts=3, num_nulls=1, compute_share=0.99)
-    params = variables_of(plain)['params']
-    x_BLD = features().at[..., 0].set(1.0)
-    kernel_DX = params['router']['kernel']
-    null_D1 = jnp.zeros((D, 1)).at[0].set(-1e3)
-    kernel_DX = jnp.concatenate([kernel_DX, null_D1], axis=1)
-    more = {**params, 'router': {'kernel': kernel_DX}}
-    want, _ = apply(plain, TRAIN, {'params': params}, x_BLD, info_of())
-    got, assigned = apply(config, TRAIN, {'params': more}, x_BLD, info_of())
-    np.testing.assert_allclose(got, want, atol=1e-6)
-    # And where everybody prefers it, nothing runs.
-    more['router'] = {'kernel': kernel_DX.at[:, -1].multiply(-1)}
-    got, assigned = apply(config, TRAIN, {'params': more}, x_BLD, info_of())
-    assert not got.any()
-    assert assigned.wanted_BLX[..., -1].all()
-
   @pytest.mark.parametrize('name', CASES)
   def test_padding_changes_nothing(self, name):
     # A row alone, at its own length, has as many slots as when it is padded.
@@ -307,11 +274,6 @@ class TestThreshold:
     np.testing.assert_array_equal(assigned.ran_BLE, want_BLE)
     assert want_BLE.any()
     assert not want_BLE[VALID_BL].all()
-
-  def test_without_it_a_causal_rule_is_refused(self):
-    config = CASES['experts choose']
-    with pytest.raises(errors.UserError, match='threshold_decay above 0'):
-      apply(config, CAUSAL, variables_of(config), features(), info_of())
 
 
 class TestCausality:
@@ -476,37 +438,9 @@ def test_on_devices_of_their_own(choice, mode):
     assert 'all-to-all' in compiled.as_text()
 
 
-@pytest.mark.parametrize(
-  ('fields', 'named'),
-  [
-    ({'num_experts': 2, 'per_token': 3}, 'per_token=3, num_experts=2'),
-    ({'compute_share': 0.5}, 'compute_share=0.5, num_nulls=0'),
-    ({'compute_share': 1.0, 'num_nulls': 1}, r'compute_share=1\.0'),
-    ({'choice': 'expert', 'per_token': 2}, "per_token=2, choice='expert'"),
-    ({'choice': 'expert', 'capacity_factor': None}, 'capacity_factor=None'),
-    ({'threshold_decay': 0.9}, "threshold_decay=0.9, choice='token'"),
-    ({'period': 2, 'offset': 2}, 'offset=2'),
-  ],
-)
-def test_refuses(fields, named):
-  with pytest.raises(errors.UserError, match=named):
-    ExpertsConfig(**fields)
-
-
 def test_each_expert_chooses_a_token_of_the_shortest_row():
   config = config_of(num_experts=6, choice='expert', capacity_factor=1.0)
   info = info_of(jnp.array(VALID_BL))
   y_BLD, assigned = apply(config, TRAIN, variables_of(config), features(), info)
   assert (assigned.ran_BLE.sum(axis=1) == 1).all()
   assert y_BLD[2, 0].any()
-
-
-def test_experts_that_the_mesh_does_not_divide_are_refused():
-  boxed = jax.eval_shape(
-    lambda: ExpertMLP(config_of(num_experts=3)).init(
-      jax.random.key(0), features(), info_of()
-    )
-  )
-  mesh = parallel.make_mesh(parallel.MeshConfig(data=4, expert=2))
-  with pytest.raises(errors.UserError, match=r"'experts'.*size 3.*2 devices"):
-    parallel.shardings(boxed['params'], mesh)
