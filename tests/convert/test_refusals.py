@@ -18,13 +18,13 @@ import safetensors.numpy
 from mod_jax.convert import beside, files, lm, vit
 from mod_jax.errors import UserError
 from mod_jax.layers.acm import AdaptiveConfig
-from mod_jax.models.vit import lvvit_small
 
 GOLDEN = pathlib.Path(__file__).parents[1] / 'golden'
 TIMM = GOLDEN / 'vit_timm.safetensors'
 LVVIT = GOLDEN / 'vit_lvvit.pth.tar'
 ONE_HEAD = GOLDEN / 'vit_huggingface_one_head.safetensors'
 VIT = vit.derive(TIMM, num_heads=3)
+DISTILLED = vit.derive(ONE_HEAD, num_heads=3)
 INDEX = 'model.safetensors.index.json'
 WINDOW_OF_SOME = {
   'model_type': 'qwen2',
@@ -45,7 +45,7 @@ def read(tmp, name, data):
 
 
 def read_array(tmp, name, array):
-  files.write(tmp / name, {'x': np.float32(array)})
+  files.write(tmp / name, {'x': np.float32([1, array])})
   return files.read(tmp / name)
 
 
@@ -110,16 +110,15 @@ def sharded(tmp, without=None, **entries):
   return files.stored(folder)
 
 
-def without_index(tmp):
-  folder = copy(tmp, 'llama_sharded')
-  (folder / INDEX).write_text('{}')
-  return files.stored(folder)
-
-
 def cut_short(tmp):
   path = copy(tmp) / 'model.safetensors'
   path.write_bytes(path.read_bytes()[:-100])
   return files.stored(path.parent)
+
+
+def with_index(tmp, text):
+  (tmp / INDEX).write_text(text)
+  return files.stored(tmp)
 
 
 def read_lm(tmp, name='llama', arrays=None, **fields):
@@ -160,7 +159,6 @@ def save_lvvit(tmp):
 
 
 ADAPTIVE = {'adaptive': AdaptiveConfig(num_learners=2)}
-BOTH_HEADS = {'distilled': True, 'distillation_head': True}
 
 TABLE = [
   # Files.
@@ -169,28 +167,23 @@ TABLE = [
     'as safetensors',
     'damaged',
   ),
-  (lambda t: read(t, 'w.npz', b'nonsense'), 'cannot be read as npz', 'damaged'),
-  (lambda t: read(t, 'w.bin', b''), 'cannot be read as bin', 'damaged'),
   (lambda t: read(t, 'w.pth', b'nonsense'), 'cannot be read as pth', 'damaged'),
   (lambda t: read(t, 'w.h5', b''), "'.h5'", '.safetensors or .npz or .pth'),
-  (lambda t: read_object(t), 'cannot be read as npz'),
-  (lambda t: read_quantised(t), 'x is of type F8_E4M3', 'expected F64'),
-  *(
-    (lambda t, n=name: read_array(t, n, [1, np.nan]), 'x holds', 'not finite')
-    for name in ('w.safetensors', 'w.npz', 'w.pth')
-  ),
-  (lambda t: read_array(t, 'w.npz', [1, np.inf]), 'x holds', 'not finite'),
+  (read_object, 'cannot be read as npz'),
+  (read_quantised, 'x is of type F8_E4M3', 'expected F64'),
+  (lambda t: read_array(t, 'w.safetensors', np.nan), 'x holds', 'not finite'),
+  (lambda t: read_array(t, 'w.npz', np.inf), 'x holds', 'not finite'),
+  (lambda t: read_array(t, 'w.pth', np.nan), 'x holds', 'not finite'),
   (lambda t: find(t, 'weihgts.npz'), 'no such file', 'weights.npz'),
   (
     lambda t: find(t, 'nowhere/w.npz'),
     'no such file',
     '`hf download google/vit',
   ),
-  (lambda t: files.find(t), 'holds no model.safetensors', 'config.json'),
+  (files.find, 'holds no model.safetensors', 'config.json'),
   (lambda t: write(t, 'file/w.npz'), 'cannot be written', 'name a file'),
   (lambda t: write(t, 'w.bin'), "'.bin'", '.safetensors or .npz or .pth'),
   (lambda t: pickled(t, {'x': 1}), "'x'", 'no tensor', 'state_dict'),
-  (lambda t: pickled(t, {'model': [1]}), "'model'", 'no tensor'),
   (lambda t: pickled(t, [1]), 'no dictionary of weights', 'state_dict'),
   (lambda t: pickled(t, {}, **{'constants.pkl': b''}), 'TorchScript'),
   (lambda t: pickled(t, {frozenset(): 1}), '__builtin__.frozenset'),
@@ -200,10 +193,8 @@ TABLE = [
     'config.json: num_attention_heads=0',
   ),
   (lambda t: told(t, layer_norm_eps='1e-6'), 'layer_norm_eps=', 'expected'),
-  (lambda t: told(t, hidden_act=[]), 'hidden_act=[]', 'expected'),
   # Language models.
   (lambda t: derive(t, model_type='gpt_neox'), "'gpt_neox'", 'expected llama'),
-  (lambda t: derive(t, model_type=None), 'model_type=None', 'expected llama'),
   (lambda t: derive(t, hidden_act='relu'), "hidden_act='relu'", "'silu'"),
   (lambda t: derive(t, attention_bias=True), 'attention_bias=True', 'expected'),
   (lambda t: derive(t, quantization_config={'bits': 4}), 'quantization_config'),
@@ -219,17 +210,15 @@ TABLE = [
     lambda t: sharded(t, 'model-00002-of-00003.safetensors'),
     'lacks model-00002',
   ),
-  *(
-    (lambda t, n=name: sharded(t, model_norm_weight=n), repr(name), 'refused')
-    for name in ('../secret', '/etc/passwd', 'a/b')
-  ),
+  (lambda t: sharded(t, model_norm_weight='../secret'), '../secret', 'refused'),
+  (lambda t: sharded(t, model_norm_weight='/etc/x'), '/etc/x', 'refused'),
   (
     lambda t: sharded(t, more='model-00002-of-00003.safetensors'),
     *('more is in none', 'fetch them again'),
   ),
-  (lambda t: without_index(t), 'no index', 'fetch it again'),
-  (lambda t: cut_short(t), 'cannot be read as safetensors'),
-  (lambda t: files.stored(t), 'holds neither', 'in safetensors'),
+  (lambda t: with_index(t, '{}'), 'no index', 'fetch it again'),
+  (cut_short, 'cannot be read as safetensors', 'cut short'),
+  (files.stored, 'holds neither', 'in safetensors'),
   (
     lambda t: read_lm(t, arrays={'model.layers.0.self_attn.sinks': np.ones(2)}),
     'self_attn.sinks',
@@ -239,17 +228,14 @@ TABLE = [
   (lambda t: save_lm(t, qkv_bias=True, qk_norm=True), 'no architecture'),
   (lambda t: save_lm(t, qkv_bias=True), 'head_dim=4', 'width / num_heads'),
   # Vision transformers.
-  (lambda t: derive_cut(t), 'image_size', 'fetch it again'),
-  (lambda t: load_foreign(t), 'embedding/kernel', 'convert it'),
+  (derive_cut, 'image_size', 'fetch it again'),
+  (load_foreign, 'embedding/kernel', 'convert it'),
   (lambda t: vit.load(LVVIT, vit.derive(LVVIT, num_heads=3)), 'load_variables'),
-  (lambda t: save_lvvit(t), 'missing: batch_stats/stem/norm_'),
+  (save_lvvit, 'missing: batch_stats/stem/norm_'),
   (
-    lambda t: vit.load(
-      ONE_HEAD, change(vit.derive(ONE_HEAD, num_heads=3), **BOTH_HEADS)
-    ),
+    lambda t: vit.load(ONE_HEAD, change(DISTILLED, distillation_head=True)),
     'distillation_head=False',
   ),
-  (lambda t: vit.load(TIMM, change(VIT, num_layers=3)), 'missing: blocks.2'),
   (lambda t: vit.load(TIMM, change(VIT, **ADAPTIVE)), 'adaptive', 'dense_twin'),
   (lambda t: save_vit(t, **ADAPTIVE), 'adaptive', 'dense_twin'),
   (lambda t: save_vit(t, num_layers=3), 'missing: block_2/mlp/up/kernel'),
@@ -267,7 +253,6 @@ TABLE = [
     lambda t: vit.names(change(VIT, residual_scale=0.5), 'timm'),
     *('residual_scale=0.5', 'another naming'),
   ),
-  (lambda t: vit.names(lvvit_small(), 'timm'), 'residual_scale=0.5'),
 ]
 
 
