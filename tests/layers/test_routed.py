@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import re
 
-from flax import errors as flax_errors
 from flax import linen as nn
 import jax
 import jax.numpy as jnp
@@ -98,58 +97,61 @@ def params(module, x_BLD, info):
   return params
 
 
+@pytest.fixture(scope='module')
+def score_BL(params, x_BLD):
+  return np.asarray(x_BLD @ params['router']['kernel'])
+
+
+@pytest.fixture(scope='module')
+def oracle(params, block_config, block_oracle):
+  """Returns what processes all tokens, and hides those that are not chosen."""
+
+  def run(x_BLD, info, chosen_BL, weight_BL):
+    update_BLD = block_oracle(
+      *(params, block_config, x_BLD, info.position_BL, chosen_BL),
+      info.segment_BL,
+    )
+    weight_BL = np.where(chosen_BL, weight_BL, 0)
+    return x_BLD + weight_BL[..., None] * update_BLD
+
+  return run
+
+
 class TestProcess:
   """Gathering the chosen ≡ processing all and hiding the others."""
 
   @pytest.mark.parametrize('rule', ['top_k', *RULES])
   def test_equals_the_dense_masked_oracle(
-    self, module, params, block_config, block_oracle, x_BLD, info, rule
+    self, module, params, oracle, x_BLD, info, score_BL, rule
   ):
     y_BLD, told = apply(module(config_of(rule), rule=rule), params, x_BLD, info)
     chosen_BL = np.asarray(told.chosen_BL)
     assert chosen_BL.any()
     assert not chosen_BL.all()
-    update_BLD = block_oracle(
-      params, block_config, x_BLD, info.position_BL, chosen_BL
-    )
-    weight_BL = np.ones((B, L))
-    if rule != 'fixed':
-      weight_BL = np.asarray(x_BLD @ params['router']['kernel'])
-    expected = x_BLD + np.where(
-      chosen_BL[..., None], weight_BL[..., None] * update_BLD, 0
-    )
+    weight_BL = score_BL if rule != 'fixed' else 1
+    expected = oracle(x_BLD, info, chosen_BL, weight_BL)
     np.testing.assert_allclose(y_BLD, expected, atol=1e-4)
     np.testing.assert_array_equal(y_BLD[~chosen_BL], x_BLD[~chosen_BL])
 
   def test_with_padding_and_segments(
-    self, module, params, block_config, block_oracle, x_BLD, padded
+    self, module, params, oracle, x_BLD, padded, score_BL
   ):
     segment_BL = np.where(np.arange(L) < 6, 1, 2) * np.ones((B, 1), int)
     info = padded.replace(segment_BL=jnp.array(segment_BL))
     y_BLD, told = apply(module(), params, x_BLD, info)
-    chosen_BL = np.asarray(told.chosen_BL)
-    update_BLD = block_oracle(
-      params, block_config, x_BLD, info.position_BL, chosen_BL, segment_BL
-    )
-    weight_BL1 = np.asarray(x_BLD @ params['router']['kernel'])[..., None]
-    expected = x_BLD + np.where(
-      chosen_BL[..., None], weight_BL1 * update_BLD, 0
-    )
+    expected = oracle(x_BLD, info, told.chosen_BL, score_BL)
     np.testing.assert_allclose(y_BLD, expected, atol=1e-4)
 
   @pytest.mark.parametrize('gate', [g for g in routing.GATES if g != 'none'])
-  def test_the_gate_weighs_the_update(self, module, params, x_BLD, info, gate):
+  def test_the_gate_weighs_the_update(
+    self, module, params, oracle, x_BLD, info, score_BL, gate
+  ):
     config = dataclasses.replace(LEARNED, gate=gate, gate_alpha=3.0)
     y_BLD, told = apply(module(config), params, x_BLD, info)
-    raw_BLD, raw = apply(module(), params, x_BLD, info)
-    score_BL = x_BLD @ params['router']['kernel']
     np.testing.assert_allclose(told.score_BL, score_BL, atol=1e-5)
-    np.testing.assert_allclose(
-      told.weight_BL, routing.gate(gate, score_BL, 3.0), atol=1e-5
-    )
-    np.testing.assert_array_equal(told.chosen_BL, raw.chosen_BL)
-    ratio_BL1 = (told.weight_BL / raw.weight_BL)[..., None]
-    expected = np.asarray(x_BLD + (raw_BLD - x_BLD) * ratio_BL1)
+    weight_BL = routing.gate(gate, score_BL, 3.0)
+    np.testing.assert_allclose(told.weight_BL, weight_BL, atol=1e-5)
+    expected = oracle(x_BLD, info, told.chosen_BL, weight_BL)
     np.testing.assert_allclose(y_BLD, expected, atol=1e-4)
 
   def test_capacity_one_with_gate_one_is_the_dense_block(
@@ -267,7 +269,7 @@ class TestDecoding:
 class TestGradients:
   @pytest.mark.parametrize('gate', ['raw', 'sigmoid'])
   def test_the_router_learns_through_the_gate_of_the_chosen(
-    self, module, params, block_config, block_oracle, x_BLD, info, gate
+    self, module, params, oracle, x_BLD, info, gate
   ):
     config = dataclasses.replace(LEARNED, gate=gate)
     routed = module(config)
@@ -283,9 +285,7 @@ class TestGradients:
     kernel_D = params['router']['kernel']
     grad_D, told = loss(kernel_D)
     chosen_BL = np.asarray(told.chosen_BL)
-    update_BLD = block_oracle(
-      params, block_config, x_BLD, info.position_BL, chosen_BL
-    )
+    update_BLD = oracle(x_BLD, info, chosen_BL, 1) - x_BLD
     # d loss / d r of a chosen token is <weight, f(x)>; of others nothing.
     score_BL = np.asarray(told.score_BL, np.float64)
     slope_BL = np.ones((B, L))
@@ -376,22 +376,18 @@ class TestCombine:
 
   @pytest.mark.parametrize('combine', ['weigh_bypass', 'replace'])
   def test_equals_the_oracle(
-    self, module, params, block_config, block_oracle, x_BLD, padded, combine
+    self, module, params, oracle, x_BLD, padded, combine
   ):
     config = MoDConfig(capacity=CAPACITY, gate='sigmoid', combine=combine)
     y_BLD, told = apply(module(config), params, x_BLD, padded)
     chosen_BL = np.asarray(told.chosen_BL)
-    update_BLD = block_oracle(
-      params, block_config, x_BLD, padded.position_BL, chosen_BL
-    )
-    chosen_BL1, x_BLD = chosen_BL[..., None], np.asarray(x_BLD)
-    weight_BL1 = np.asarray(told.weight_BL)[..., None]
+    expected = oracle(x_BLD, padded, chosen_BL, told.weight_BL)
+    # What the weight also falls on, other than the update.
     if combine == 'weigh_bypass':
-      processed_BLD = x_BLD + weight_BL1 * update_BLD
-      expected = np.where(chosen_BL1, processed_BLD, (1 - weight_BL1) * x_BLD)
+      factor_BL = np.where(chosen_BL, 0, -told.weight_BL)
     else:
-      processed_BLD = weight_BL1 * (x_BLD + update_BLD)
-      expected = np.where(chosen_BL1, processed_BLD, x_BLD)
+      factor_BL = np.where(chosen_BL, told.weight_BL - 1, 0)
+    expected += factor_BL[..., None] * x_BLD
     np.testing.assert_allclose(y_BLD[VALID_BL], expected[VALID_BL], atol=1e-4)
 
 
@@ -452,7 +448,7 @@ class TestPerSequence:
     np.testing.assert_array_equal(routed.chosen_BL, VALID_BL)
 
   def test_a_sequence_enters_where_its_mean_score_is_above_zero(
-    self, module, params, block_config, block_oracle, x_BLD, padded
+    self, module, params, oracle, x_BLD, padded
   ):
     # Of real tokens alone: with the padding, all rows would stay out.
     kernel_D = params['router']['kernel']
@@ -471,13 +467,8 @@ class TestPerSequence:
     enters_B1 = mean_B1 > 0
     assert enters_B1.ravel().tolist() == [True, False, True]
     np.testing.assert_array_equal(told.chosen_BL, enters_B1 & VALID_BL)
-    update_BLD = block_oracle(
-      params, block_config, x_BLD, padded.position_BL, VALID_BL
-    )
-    weight_B11 = (1 / (1 + np.exp(-mean_B1)))[..., None]
-    expected = x_BLD + np.where(
-      told.chosen_BL[..., None], weight_B11 * update_BLD, 0
-    )
+    weight_B1 = np.where(enters_B1, 1 / (1 + np.exp(-mean_B1)), 0)
+    expected = oracle(x_BLD, padded, VALID_BL, weight_B1)
     np.testing.assert_allclose(y_BLD, expected, atol=1e-4)
 
   def test_evaluation_tells_what_experts_chose(self):
@@ -539,11 +530,6 @@ class TestPerSequence:
 
 
 class TestControls:
-  def test_gaussian_needs_its_rng(self, module, params, x_BLD, info):
-    dense = {k: v for k, v in params.items() if k not in _ROUTING}
-    with pytest.raises(flax_errors.InvalidRngError, match='routing'):
-      apply(module(GAUSSIAN), dense, x_BLD, info)
-
   def test_stride_chooses_alike_by_top_k_and_by_rule(
     self, module, params, x_BLD, info
   ):
