@@ -253,10 +253,12 @@ class OpTests(abc.ABC):
       text = on_cpu.lower(*target.args).as_text()
       assert re.search(target.without, text)
 
+  @pytest.mark.slow
   def test_compiles_for_a_tpu(self, for_tpu, tpu_target):
     compiled = for_tpu(self.program(tpu_target), *tpu_target.args)
     self.check_text(tpu_target, compiled.as_text())
 
+  @pytest.mark.slow
   def test_compiles_for_a_gpu(self, for_hopper, cuda_target):
     text = for_hopper(self.program(cuda_target), *cuda_target.args)
     self.check_text(cuda_target, text)

@@ -72,7 +72,7 @@ class TestACM(OpTests):
   cases = (
     Case('one more than a tile', k=random_k(17)),
     Case('one token', k=[2]),
-    *(Case(f'all {k}', k=[k] * 17) for k in range(N + 1)),
+    *(Case(f'all {k}', k=[k] * 17) for k in (0, N)),
     Case('all or none', k=np.where(random_k(17) > 1, N, 0)),
     Case('bfloat16', k=random_k(17), dtype='bfloat16'),
     Case('linear', k=random_k(17), activation='linear'),
@@ -259,6 +259,7 @@ def test_never_a_product_of_all_tokens_with_all_learners(
   assert rows(functools.partial(acm_mlp, implementation=implementation)) <= 768
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ('kind', 'capability', 'kilobytes'),
   [('NVIDIA L4', 89, 99), ('NVIDIA H200', 90, 227)],

@@ -92,16 +92,17 @@ class TestSlots:
     assert block.slots.keys() == block_config.slots.keys()
     assert block.slots['attention/key'] == block_config.slots['attention/key']
     layer = Layer(LayerConfig(block=block), Mode(train=True))
-    variables = nn.unbox(layer.init(jax.random.key(0), x_BLD, info))
+    init, apply = jax.jit(layer.init), jax.jit(layer.apply)
+    variables = nn.unbox(init(jax.random.key(0), x_BLD, info))
     params = variables['params']
     assert set(params['mlp']) == set(params['attention']['value']) == {'kernel'}
-    done = layer.apply(variables, x_BLD, info)
+    done = apply(variables, x_BLD, info)
     told = stack.collect([{}, done.aux], 'told')
     assert set(told) == {'block_1/mlp', 'block_1/attention/value'}
-    assert all(train is True for _, train in told.values())
+    assert all(train for _, train in told.values())
     # What it does matters.
     none = params | {'mlp': jax.tree.map(jnp.zeros_like, params['mlp'])}
-    other = layer.apply({'params': none}, x_BLD, info)
+    other = apply({'params': none}, x_BLD, info)
     assert (other.x_BLD != done.x_BLD).any()
     parts, plain = block.flops(L), block_config.flops(L)
     assert parts['scaled'] == 2 * L * (D * D + D * 8)
