@@ -121,7 +121,9 @@ def test_what_cannot_be_followed_is_named(tmp_path, fields, named):
   told = read(tmp_path, {}, fields)
   assert any(named in what for what in told.unfollowed)
   assert Preprocess(image_size=8, **told.pictures)
-  # And of timm.
+
+
+def test_unfollowed_of_timm(tmp_path):
   fields = {'crop_mode': 'border', 'crop_pct': 0.9, 'input_size': [3, 8, 8]}
   assert read(tmp_path, fields).unfollowed == ('crop_mode=border',)
 

@@ -161,7 +161,6 @@ def test_loop_and_rematerialisation_change_nothing(config, x_BLD, info):
   )
 
 
-@pytest.mark.slow
 def test_decoding_equals_the_whole_sequence(config, params, x_BLD, info):
   """Row by row in a routed block, each row with its own source."""
   mode = RoutingMode(rule='router', chunk=1)
