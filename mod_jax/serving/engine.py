@@ -25,7 +25,6 @@ import numpy as np
 from mod_jax.errors import UserError
 from mod_jax.layers.mode import RoutingMode
 from mod_jax.models import lm
-from mod_jax.pretrained.load import Run
 from mod_jax.sampling import generation
 from mod_jax.sampling import logits as logits_lib
 from mod_jax.serving import slots as slots_lib
@@ -104,7 +103,7 @@ class Engine:
 
   def __init__(
     self,
-    run: Run,
+    run: Any,
     *,
     slots: int = 8,
     max_length: int | None = None,
