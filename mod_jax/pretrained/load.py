@@ -107,7 +107,7 @@ class Run:
       inputs: one input or a list of them: paths of pictures, Pillow images or
         uint8 arrays [height, width, 3]; for language models, strings.
       **kwargs: for pictures `top`, the number of classes to return (5); for
-        texts the keywords of `Language.continued`, such as num_tokens and
+        texts the keywords of `Language.continued`, such as max_new_tokens and
         temperature (0 by default).
 
     Returns:
