@@ -25,16 +25,16 @@ def run(tmp_path_factory):
 
 def test_a_chat_continues_the_rendered_messages(run):
   tokens = run.tokenizer.encode_chat('user how many trees answer ')
-  answer = run.chat(MESSAGES, max_new_tokens=12)
+  answer = run.chat(MESSAGES, max_new_tokens=8)
   generated = run.task.modality.continued(
-    run.variables['params'], {}, [tokens], max_new_tokens=12, temperature=0.0
+    run.variables['params'], {}, [tokens], max_new_tokens=8, temperature=0.0
   )
   (expected,) = run.task.modality.decoded([tokens], generated)
   assert answer == expected
 
 
 def test_streams_are_independent_and_equal_the_whole(run):
-  kwargs = {'max_new_tokens': 12, 'temperature': 1.0}
+  kwargs = {'max_new_tokens': 8, 'temperature': 1.0}
   whole = [run.chat(MESSAGES, seed=seed, **kwargs) for seed in (1, 2)]
   assert whole[0] != whole[1]
   streams = [
