@@ -179,7 +179,7 @@ class Run:
     messages: Sequence[Mapping[str, str]],
     *,
     stream: bool = False,
-    max_new_tokens: int = 256,
+    max_new_tokens: int | None = None,
     **settings,
   ) -> str | Iterator[str]:
     """Answers a chat, through the chat template beside the model's tokenizer.
@@ -191,7 +191,8 @@ class Run:
         first.
       stream: whether to return the answer as an iterator over its pieces, each
         as soon as it is known.
-      max_new_tokens: most tokens of the answer.
+      max_new_tokens: most tokens of the answer; by default 256, or as many as
+        fit.
       **settings: those of `serving.engine.Engine.submit`: temperature (0 by
         default), top_k, top_p, stop, seed.
 
@@ -204,6 +205,8 @@ class Run:
     source = self.task.modality.tokenizer_source
     text = chat_lib.render(*source, messages)
     tokens = self.tokenizer.encode_chat(text)
+    if max_new_tokens is None:
+      max_new_tokens = max(1, min(256, self.max_length - len(tokens)))
     room = min(generation.bucket(len(tokens) + max_new_tokens), self.max_length)
     engine = Engine(self, slots=1, max_length=room)
     engine.submit(tokens, max_new_tokens=max_new_tokens, **settings)
