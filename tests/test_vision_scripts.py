@@ -87,7 +87,7 @@ def test_dense(dense):
   for name in ('attention', 'curves'):
     assert f'picture: {workdir}/pictures/{name}.png' in ended.out
   told = json.loads((workdir / 'eval.json').read_text())
-  assert told.keys() == {'step', 'loss', 'accuracy', 'top5'}
+  assert told.keys() == {'step', 'loss', 'accuracy', 'mean_recall', 'top5'}
 
 
 def test_pruned(pruned):
@@ -207,7 +207,7 @@ def test_studies_are_listed(pruned):
   workdir, _ = pruned
   ended = scripts.run('eval.py', f'--workdir={workdir}', '--study=list')
   assert (ended.status, ended.err) == (0, '')
-  assert ended.out == '--study=throughput\n'
+  assert ended.out == '--study=confusion\n--study=throughput\n'
   ended = scripts.run('eval.py', f'--workdir={workdir}', '--study')
   scripts.assert_refused(ended, '--study is given without a value: .*--help')
 
