@@ -124,26 +124,6 @@ def deaths():
     signal.signal(number, handler)
 
 
-@pytest.fixture(scope='module')
-def compilation_cache(tmp_path_factory):
-  """For runs that each compile for themselves, and mostly the same."""
-  import jax
-  from jax.experimental.compilation_cache import compilation_cache
-
-  settings = {
-    'jax_compilation_cache_dir': str(tmp_path_factory.mktemp('compiled')),
-    'jax_persistent_cache_min_compile_time_secs': 0.1,
-  }
-  before = {name: getattr(jax.config, name) for name in settings}
-  for name, value in settings.items():
-    jax.config.update(name, value)
-  compilation_cache.reset_cache()
-  yield
-  for name, value in before.items():
-    jax.config.update(name, value)
-  compilation_cache.reset_cache()
-
-
 @pytest.fixture(scope='session')
 def equations():
   """Returns a function: the operations of a jaxpr, those inside others too."""

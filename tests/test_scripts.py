@@ -20,8 +20,6 @@ import pytest
 from mod_jax.data import corpus
 from mod_jax.runs import metrics as metrics_lib
 
-pytestmark = pytest.mark.usefixtures('compilation_cache')
-
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CONFIG = f'--config={ROOT}/configs/lm/mod.py:tiny'
 # On top of `tiny`: what a test can afford.

@@ -242,9 +242,7 @@ def make_config(texts, **changes):
   return config_lib.replace(config, tiny | changes)
 
 
-def test_a_run_in_a_store(
-  texts, tmp_path, compilation_cache, caplog, monkeypatch
-):
+def test_a_run_in_a_store(texts, tmp_path, caplog, monkeypatch):
   config = make_config(texts, **{'log.tensorboard': True})
   with monkeypatch.context() as patch:
     patch.setattr(evaluation, 'report', lambda *args: None)

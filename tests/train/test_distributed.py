@@ -61,7 +61,7 @@ def start_two(config, workdir, *args):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures('compilation_cache', 'one_device')
+@pytest.mark.usefixtures('one_device')
 def test_two_hosts_equal_one_and_each_continues_the_other(
   tmp_path, load_config_file, monkeypatch
 ):

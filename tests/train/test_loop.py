@@ -36,7 +36,7 @@ from mod_jax.train import evaluation, hooks, loop
 from mod_jax.train import step as step_lib
 from mod_jax.train.loop import TrainingDiverged
 
-pytestmark = pytest.mark.usefixtures('compilation_cache', 'one_device')
+pytestmark = pytest.mark.usefixtures('one_device')
 
 
 @pytest.fixture

@@ -29,8 +29,6 @@ from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.tasks.plain import Plain
 from mod_jax.train import evaluation, loop
 
-pytestmark = pytest.mark.usefixtures('compilation_cache')
-
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 # Every part of the state changes numbers here: Adam's moments, the moving
 # thresholds, the key by the step, the position in the data.
@@ -98,7 +96,7 @@ class Run:
 
 
 @pytest.fixture(scope='module')
-def whole(texts, tmp_path_factory, on_one_device, compilation_cache):
+def whole(texts, tmp_path_factory, on_one_device):
   """A run of ten steps without a stop, with checkpoints at 4, 8 and 10."""
   config = make_config(
     texts,

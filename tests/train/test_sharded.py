@@ -24,8 +24,6 @@ from mod_jax.train import state as state_lib
 from mod_jax.train.evaluation import held_out
 from mod_jax.train.step import train_step
 
-pytestmark = pytest.mark.usefixtures('compilation_cache')
-
 STEPS = 4
 V, D, H, C, F = 256, 16, 8, 2, 32
 # A large epsilon: the update then follows the gradient, and not, as Adam's
