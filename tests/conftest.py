@@ -38,6 +38,7 @@ os.environ['XLA_FLAGS'] = ' '.join(
 from absl import app, flags  # noqa: E402
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
+import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 
 # Compilation makes the first example slow, and a suite that draws new examples
@@ -78,6 +79,16 @@ def load_config_file():
     return module.get_config(variant) if variant else module.get_config()
 
   return load
+
+
+@pytest.fixture(scope='session')
+def texts(tmp_path_factory):
+  """A glob of four files of random bytes."""
+  folder = tmp_path_factory.mktemp('texts')
+  rng = np.random.default_rng(0)
+  for i in range(4):
+    (folder / f'{i}.txt').write_bytes(rng.bytes(2000))
+  return f'{folder}/*.txt'
 
 
 @pytest.fixture(scope='session')

@@ -6,17 +6,12 @@ import re
 import shutil
 
 from etils.epath import backend as epath_backend
-import numpy as np
 import pytest
+import tiny_runs
 
-from mod_jax import config as config_lib
 from mod_jax import tasks
-from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
-from mod_jax.models.lm import LMConfig
-from mod_jax.optimizer import OptimizerConfig
 from mod_jax.tasks import phases
-from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.tasks.plain import Plain
 from mod_jax.train import evaluation
 from mod_jax.train import state as state_lib
@@ -35,29 +30,10 @@ def patched(on_one_device):
 
 
 @pytest.fixture(scope='module')
-def run(tmp_path_factory, patched):
+def run(tmp_path_factory, texts, patched):
   """Config, directory and end of a run with checkpoints at steps 2 and 4."""
-  folder = tmp_path_factory.mktemp('run')
-  rng = np.random.default_rng(0)
-  for i in range(4):
-    (folder / f'{i}.txt').write_bytes(rng.bytes(500))
-  config = config_lib.replace(
-    ExperimentConfig(
-      model=LMConfig(
-        num_layers=1, width=8, num_heads=2, mlp_dim=8, routing=None
-      ),
-      data=TextDataConfig(source='files', files=f'{folder}/*.txt', length=16),
-      optimizer=OptimizerConfig(warmup_steps=1),
-    ),
-    {
-      'train.num_steps': 4,
-      'train.batch_size': 4,
-      'evaluation.every': 0,
-      'log.tensorboard': False,
-      'checkpoint.every': 2,
-    },
-  )
-  workdir = folder / 'whole'
+  config = tiny_runs.make_config(texts, **{'checkpoint.every': 2})
+  workdir = tmp_path_factory.mktemp('run') / 'whole'
   phases.train(config, workdir)
   # From here on the model is always the same.
   abstract = state_lib.abstract_state
@@ -157,7 +133,6 @@ config_json, metrics = in_run('config.json'), in_run('metrics.jsonl')
 
 # Each falls back to the checkpoint before, and says why.
 CHECKPOINT = {
-  'arrays cut': (apply(newest_arrays, half), 'checksum of .* is wrong'),
   'arrays flipped': (apply(newest_arrays, flip), 'checksum of .* is wrong'),
   'arrays a directory': (at(newest_arrays, directory), 'is missing'),
   'arrays a loop': (at(newest_arrays, loops), 'Too many levels'),
@@ -173,12 +148,9 @@ CHECKPOINT = {
   ),
   'state gone': (at(newest('state'), gone), 'is missing'),
   'metadata flipped': (apply(metadata, flip), 'metadata is wrong'),
-  'metadata gone': (at(metadata, gone), 'metadata/metadata is missing'),
   'manifest gone': (at(manifest, gone), 'nothing vouches for it'),
   'manifest cut': (apply(manifest, half), 'manifest.json is damaged'),
-  'manifest a list': (apply(manifest, lambda d: b'[1]'), 'is damaged'),
   'manifest of nothing': (apply(manifest, lambda d: b'{}'), 'is not in mani'),
-  'manifest no text': (apply(manifest, lambda d: b'\xff'), 'is damaged'),
   'manifest nested': (
     apply(manifest, lambda d: b'[' * 10**6),
     'manifest.json is damaged',
@@ -191,7 +163,6 @@ CHECKPOINT = {
     'state/more is not in manifest.json',
   ),
   'a copy of the one before': (copy_older, 'it was saved at step 2'),
-  'the checkpoint emptied': (at(newest(), directory), 'nothing vouches'),
 }
 
 
@@ -201,14 +172,8 @@ REFUSED = {
     lambda w: swap(manifest(w), w / 'checkpoints/2/manifest.json'),
     'no checkpoint in .* is usable',
   ),
-  'checkpoints a file': (
-    at(in_run('checkpoints'), file),
-    'the checkpoints in .* cannot be used',
-  ),
-  'checkpoints a loop': (
-    at(in_run('checkpoints'), loops),
-    'the checkpoints in .* cannot be used',
-  ),
+  'checkpoints a file': (at(in_run('checkpoints'), file), 'cannot be used'),
+  'checkpoints a loop': (at(in_run('checkpoints'), loops), 'cannot be used'),
   'config no text': (
     apply(config_json, lambda d: b'\xff' + d),
     'config.json cannot be read .*not UTF-8',
@@ -217,17 +182,15 @@ REFUSED = {
     apply(config_json, lambda d: b'{"name":' + b'[' * 10**6),
     'config.json: .*recursion depth',
   ),
-  'config cut': (apply(config_json, half), 'config.json: '),
   'config of another': (
     apply(config_json, lambda d: d.replace(b'"seed"', b'"sead"')),
     'config.json: .*sead',
   ),
   'config edited': (
-    apply(config_json, lambda d: d.replace(b'"width": 8', b'"width": 16')),
+    apply(config_json, lambda d: d.replace(b'"width": 16', b'"width": 32')),
     'different config.*width',
   ),
 }
-
 
 # Each is told by the continuation, which goes on from this step (None: it is
 # refused), and does not matter to, or is refused by, an evaluation.
@@ -249,54 +212,52 @@ OTHER = {
   ),
   'metrics torn': (
     apply(metrics, lambda d: d[:-9]),
-    *(4, 'ended within a line'),
-    *(4, ''),
+    *(4, 'ended within a line', 4, ''),
   ),
   'metrics cut': (
     apply(metrics, lambda d: b''.join(d.splitlines(keepends=True)[:2])),
-    *(4, 'metrics.jsonl ends at step 1, before the checkpoint at step 4'),
-    *(4, ''),
+    *(
+      4,
+      'metrics.jsonl ends at step 1, before the checkpoint at step 4',
+      4,
+      '',
+    ),
   ),
   'metrics gone': (at(metrics, gone), 4, 'ends at step 0', 4, ''),
   'metrics no text': (
     apply(metrics, lambda d: b'\xff\n' + d),
-    *(None, 'line 1 of .* is not a metrics line'),
-    *(4, ''),
+    *(None, 'line 1 of .* is not a metrics line', 4, ''),
   ),
   'metrics a directory': (
     at(metrics, directory),
-    *(None, 'metrics.jsonl cannot be read'),
-    *(4, ''),
+    *(None, 'metrics.jsonl cannot be read', 4, ''),
   ),
 }
 
 
 def told_of(workdir, run, caplog):
   """Judges and continues a run; returns what both came to, and said."""
-  results = []
-  for call in (
-    # This one changes nothing, so it is first.
-    lambda: tasks.load(workdir),
-    lambda: phases.train(run[0], workdir, max_steps=0),
-  ):
+
+  def told(call):
     caplog.clear()
     try:
       step = call().step
-      said = ' '.join(
-        record.getMessage()
-        for record in caplog.records
-        if '/mod_jax/' in record.pathname
-      )
     except UserError as error:
-      step, said = None, str(error)
+      said = str(error)
       assert len(said.splitlines()) == 1
       assert len(said) < 1000
-    results.append((step, said))
-  return results
+      return None, said
+    ours = (r for r in caplog.records if '/mod_jax/' in r.pathname)
+    return step, ' '.join(record.getMessage() for record in ours)
+
+  before = sorted(workdir.rglob('*'))
+  judged = told(lambda: tasks.load(workdir))
+  assert sorted(workdir.rglob('*')) == before  # Who only reads changes nothing.
+  return judged, told(lambda: phases.train(run[0], workdir, max_steps=0))
 
 
 def test_nothing_is_told_of_a_whole_run(copy, run, caplog):
-  assert told_of(copy, run, caplog) == [(4, ''), (4, '')]
+  assert told_of(copy, run, caplog) == ((4, ''), (4, ''))
 
 
 @pytest.mark.parametrize('name', CHECKPOINT)

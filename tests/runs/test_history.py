@@ -106,16 +106,6 @@ class TestLengthening:
     # What was saved before the change can be read as before.
     assert load(tmp_path / 'run', step=6).step == 6
 
-  def test_another_rate(self, tmp_path):
-    faster = config_lib.replace(
-      self.CONFIG, {'train.num_steps': 9, 'optimizer.learning_rate': 0.5}
-    )
-    train(self.CONFIG, tmp_path)
-    before = load(tmp_path).params
-    after = train(faster, tmp_path, allow_changed_config=True).state.params
-    with pytest.raises(AssertionError):
-      chex.assert_trees_all_close(before, after, atol=0.1)
-
   @pytest.mark.parametrize(
     ('changes', 'why'),
     [
@@ -159,13 +149,10 @@ def test_a_stop_within_the_trace_ends_it(tmp_path, monkeypatch):
   assert calls == ['start_trace', 'stop_trace']
 
 
-@pytest.mark.parametrize('text', ['3', '0:2', '4:3', 'a:b', '', '-1:2'])
-def test_steps_that_are_none(text):
+@pytest.mark.parametrize('text', ['3', '0:2', '4:3', 'a:b', ''])
+def test_steps_that_are_none(text, tmp_path):
   with pytest.raises(UserError, match='first and the last step'):
     profile.parse(text)
-
-
-def test_steps_that_the_run_does_not_have(tmp_path):
   with pytest.raises(UserError, match='6 steps'):
     train(make_config(), tmp_path, profile=range(5, 9))
   assert not workdir_lib.holds_run(tmp_path)

@@ -18,15 +18,14 @@ import jax.numpy as jnp
 from matplotlib.figure import Figure
 import numpy as np
 import pytest
+from tiny_runs import make_config
 import tiny_task
 from tiny_task import Tiny, train
 
 from mod_jax import config as config_lib
 from mod_jax import flops, parallel
-from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
 from mod_jax.layers.routing_config import MoDConfig
-from mod_jax.models.lm import LMConfig
 from mod_jax.runs import lock, stop
 from mod_jax.runs import metrics as metrics_lib
 from mod_jax.runs import workdir as workdir_lib
@@ -45,21 +44,7 @@ def quiet(monkeypatch):
   monkeypatch.setattr(evaluation, 'report', lambda *args: None)
 
 
-def language_config(**changes):
-  routing = MoDConfig(capacity=0.25, period=1, offset=0)
-  config = ExperimentConfig(
-    model=LMConfig(
-      num_layers=1, width=16, num_heads=2, mlp_dim=16, routing=routing
-    ),
-    data=TextDataConfig(length=16),
-  )
-  tiny = {
-    'train.num_steps': 8,
-    'train.batch_size': 4,
-    'optimizer.warmup_steps': 1,
-    'log.tensorboard': False,
-  }
-  return config_lib.replace(config, tiny | changes)
+ROUTED = MoDConfig(capacity=0.25, period=1, offset=0)
 
 
 def tiny_config(**changes):
@@ -150,19 +135,14 @@ def test_the_state_is_donated(tmp_path):
 def test_a_run_learns(tmp_path, quiet):
   (tmp_path / 'train.txt').write_text('abcdefgh' * 1000)
   (tmp_path / 'held.txt').write_text('abcdefgh' * 20)
-  config = language_config(
+  config = make_config(
+    f'{tmp_path}/train.txt',
     **{
-      'data.source': 'files',
-      'data.files': f'{tmp_path}/train.txt',
       'data.eval_files': f'{tmp_path}/held.txt',
       'train.num_steps': 40,
       'optimizer.learning_rate': 0.02,
-      'model.routing': None,
-      'evaluation.every': 0,
-      'evaluation.batch_size': 4,
-      'evaluation.sample_tokens': 0,
       'checkpoint.every': 0,
-    }
+    },
   )
   result = phases.train(config, tmp_path / 'run')
   losses = [line['loss'] for line in metrics_lib.read(tmp_path / 'run')[:-1]]
@@ -205,33 +185,26 @@ class TestCapacityWarmup:
     assert stages == [1.0, 0.5, 0.0]
     assert used == [1.0] * 2 + [0.5] * 2 + [0.0] * 4
 
-  def test_capacity_falls_from_1_to_the_configured_one(self):
-    config = language_config(**self.CHANGES)
+  def test_capacity_falls_from_1_to_the_configured_one(self, texts):
+    config = make_config(texts, ROUTED, **self.CHANGES)
     task = make_task(config)
     variables = jax.jit(lambda key: nn.unbox(task.init(key)))(jax.random.key(0))
     tokens_BL = np.arange(32, dtype=np.int32).reshape(2, 16)
     chosen = {}
-    for step in (0, 2):
+    for step in (0, 2, 4):
       now = plain.at_floor(config.model, task.static_args(step))
-      model = now.build()
-      output = jax.jit(model.apply)(variables, tokens_BL)
+      output = jax.jit(now.build().apply)(variables, tokens_BL)
       chosen[step] = output.routing[0].chosen_BL.sum(axis=-1).tolist()
-    assert chosen == {0: [16, 16], 2: [8, 8]}  # Of 16 tokens, in the end 4.
+    assert chosen == {0: [16, 16], 2: [8, 8], 4: [4, 4]}  # Of 16 tokens.
     # What is counted as FLOPs follows.
     twin, model = config.model.dense_twin(), config.model
     router = 2 * 16 * model.width
-    assert task.flops_per_step(1.0) == 4 * 3 * (
+    assert task.flops_per_step(1.0) == 8 * 3 * (
       flops.forward(twin, 16) + router
     )
-    assert task.flops_per_step(0.0) == 4 * flops.train(model, 16)
-
-  def test_without_warmup_there_is_one_stage(self):
-    task = make_task(language_config())
-    assert {task.static_args(step) for step in range(9)} == {0.0}
-    dense = language_config(**{'model.routing': None})
-    assert {make_task(dense).static_args(step) for step in range(9)} == {0.0}
+    assert task.flops_per_step(0.0) == 8 * flops.train(model, 16)
     with pytest.raises(UserError, match='model=LMConfig without routing'):
-      language_config(**self.CHANGES, **{'model.routing': None})
+      make_config(texts, **self.CHANGES)
 
 
 def patch_step(monkeypatch, wrap):
@@ -340,12 +313,6 @@ class TestDivergence:
     assert strict_lines(tmp_path / 'metrics.jsonl')[-1][name] is None
     assert not (tmp_path / 'eval.json').exists()
 
-  def test_before_the_first_checkpoint(self, tmp_path, monkeypatch):
-    break_step(monkeypatch, 1, 'loss')
-    with pytest.raises(TrainingDiverged, match='step 1; there is no checkp'):
-      train(tiny_config(), tmp_path)
-    assert checkpoint_steps(tmp_path) == []
-
   def test_is_seen_before_an_evaluation_and_a_stop(self, tmp_path, monkeypatch):
     break_step(monkeypatch, 3, 'loss')
     config = tiny_config(**{'checkpoint.every': 100})
@@ -368,22 +335,11 @@ class TestDivergence:
       return [*pairs, (jnp.sqrt(x - jax.lax.stop_gradient(x)), 1.0)], told
 
     monkeypatch.setattr(Tiny, 'losses', losses)
-    with pytest.raises(TrainingDiverged, match='grad_norm is inf at step 1'):
+    with pytest.raises(TrainingDiverged, match='inf at step 1; there is no ch'):
       train(tiny_config(), tmp_path)
     (line,) = metrics_lib.read(tmp_path)
     assert np.isfinite(line['loss'])
     assert checkpoint_steps(tmp_path) == []
-
-  def test_the_newest_checkpoint_counts_even_if_half_written(
-    self, tmp_path, monkeypatch
-  ):
-    # Seen at the step after an asynchronous save.
-    break_step(monkeypatch, 3, 'loss')
-    config = tiny_config(
-      **{'log.every': 1, 'evaluation.every': 0, 'checkpoint.every': 2}
-    )
-    with pytest.raises(TrainingDiverged, match='checkpoint is step 2 in'):
-      train(config, tmp_path)
 
 
 def signal_at(monkeypatch, step, *numbers):
@@ -643,12 +599,6 @@ def test_a_home_directory_is_one_place(tmp_path, monkeypatch):
   config = tiny_config(**{'evaluation.every': 0})
   train(config, '~/run', max_steps=1)
   assert [p.name for p in tmp_path.iterdir()] == ['home']
-  found = {p.name for p in (tmp_path / 'home' / 'run').iterdir()}
-  assert found == {
-    'config.json',
-    'checkpoints',
-    'metrics.jsonl',
-  }
   assert evaluation.load(Tiny(config), '~/run').step == 1
 
 
