@@ -95,22 +95,17 @@ def test_reduction_keeps_what_the_smallest_part_needs(shape, expected):
 def test_shift_moves_by_at_most_the_padding():
   pixels = np.zeros((8, 8, 3), np.uint8)
   pixels[4, 4] = 255
-  places, fills = set(), set()
+  image, fill = Image.fromarray(pixels), (9, 8, 7)
+  places, colors = set(), set()
   for seed in range(200):
-    array = np.asarray(
-      augment.shift(
-        Image.fromarray(pixels),
-        np.random.default_rng(seed),
-        padding=2,
-        fill=(9, 8, 7),
-      )
-    )
+    rng = np.random.default_rng(seed)
+    array = np.asarray(augment.shift(image, rng, padding=2, fill=fill))
     assert array.shape == (8, 8, 3)
     ((row, column),) = np.argwhere(array[..., 0] == 255)
     places.add((int(row), int(column)))
-    fills |= {tuple(p.tolist()) for p in array.reshape(-1, 3)}
+    colors |= {tuple(p.tolist()) for p in array.reshape(-1, 3)}
   assert places == {(i, j) for i in range(2, 7) for j in range(2, 7)}
-  assert fills == {(0, 0, 0), (255, 255, 255), (9, 8, 7)}
+  assert colors == {(0, 0, 0), (255, 255, 255), fill}
 
 
 @pytest.mark.parametrize('option', ['flip', 'erase'])
@@ -151,28 +146,6 @@ def test_operations_grow_with_the_magnitude(name):
   if signed:
     assert distance(-0.9) > 0.3
     assert distance(0.0) < 0.01
-
-
-def test_solarize_and_posterize_by_hand():
-  ramp = np.arange(256, dtype=np.uint8).reshape(16, 16)
-  image = Image.fromarray(np.stack([ramp] * 3, -1))
-  solarize, _ = augment.OPERATIONS['solarize']
-  array = np.asarray(solarize(image, 0.5, (0, 0, 0)))[..., 0]
-  np.testing.assert_array_equal(array, np.where(ramp < 128, ramp, 255 - ramp))
-  posterize, _ = augment.OPERATIONS['posterize']
-  array = np.asarray(posterize(image, 0.5, (0, 0, 0)))[..., 0]
-  np.testing.assert_array_equal(array, ramp & 0b11000000)
-  assert np.asarray(posterize(image, 1.0, (0, 0, 0))).any()
-
-
-def test_rand_augment_leaves_out_each_operation_half_of_the_time():
-  image = noise(8, 8)
-  plain = make(image)
-  arrays = [make(image, seed, randaugment_ops=2) for seed in range(60)]
-  changed = np.mean([not np.array_equal(a, plain) for a in arrays])
-  assert 0.5 < changed < 0.95
-  again = [make(image, seed, randaugment_ops=2) for seed in range(60)]
-  np.testing.assert_array_equal(arrays, again)
 
 
 def test_rand_augment_magnitude_and_noise(monkeypatch):
@@ -329,19 +302,3 @@ def test_mix_chooses_by_what_is_on(batch):
   assert set(kinds(cutmix=1.0)) == {'cutmix'}
   assert 30 < kinds(mixup=1.0, cutmix=1.0).count('cutmix') < 70
   assert 10 < kinds(mixup=1.0, cutmix=1.0, switch=0.2).count('cutmix') < 32
-
-
-def test_alpha_shapes_the_weight(batch):
-  def weights(alpha):
-    config = augment.AugmentConfig(mixup=alpha)
-    return np.array(
-      [
-        augment.mix(batch, np.random.default_rng(s), config)['target'][0, 0]
-        for s in range(300)
-      ]
-    )
-
-  # The variance of Beta(a, a) is 1 / (4 (2 a + 1)).
-  for alpha in (0.2, 1.0, 8.0):
-    variance = 1 / (4 * (2 * alpha + 1))
-    assert weights(alpha).var() == pytest.approx(variance, rel=0.2)

@@ -78,18 +78,6 @@ def test_batches_are_the_same_and_pictures_decoded_once(
   assert not decoded
 
 
-def test_workers_share_a_directory(folder, tmp_path, decoded):
-  config = cached(folder, 'disk', tmp_path)
-  expected = epochs(folder)
-  assert_same(epochs(dataclasses.replace(config, workers=2)), expected)
-  decoded.clear()
-  assert_same(epochs(config), expected)
-  assert not decoded
-  files = [p for p in (tmp_path / 'kept').rglob('*') if p.is_file()]
-  assert len(files) == 8
-  assert {len(file.name) for file in files} == {40}
-
-
 @pytest.mark.parametrize('kind', ['memory', 'disk'])
 def test_a_changed_file_is_decoded_anew(folder, tmp_path, decoded, kind):
   config = cached(folder, kind, tmp_path)
@@ -153,13 +141,3 @@ def test_a_full_disk_is_told_once(folder, tmp_path, monkeypatch, caplog):
   assert_same(epochs(config), epochs(folder))
   assert caplog.text.count('less than 10% of the disk is free') == 1
   assert not list((tmp_path / 'kept').rglob('*'))
-
-
-def test_missing_files_are_still_refused(folder, tmp_path):
-  config = cached(folder, 'disk', tmp_path)
-  source = images._open(config, 'train')
-  os.unlink(os.path.join(source.root, source.names[2]))
-  key, decode, _ = source.entry(2)
-  assert key is None
-  with pytest.raises(image_folder.UnreadableImageError, match='No such file'):
-    decode()

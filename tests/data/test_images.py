@@ -82,21 +82,6 @@ def test_training_batches_of_digits():
     assert (pixels.tobytes(), int(target.argmax())) in digit_images
 
 
-def test_digits_are_held_out_whole_at_any_size():
-  config = images.ImageDataConfig(image_size=16)
-  (batch,) = images.eval_batches(config, batch_size=3, num_batches=1)
-  check(batch, {'image': (3, 16, 16, 3), 'label': (3,), 'weight': (3,)})
-  _, decode, label = digits.DigitImages('eval').entry(0)
-  assert batch['label'][0] == label
-  expected = decode().resize((16, 16), Image.Resampling.BILINEAR)
-  np.testing.assert_array_equal(
-    images.denormalize(config, batch['image'][0]), np.asarray(expected)
-  )
-  part = dataclasses.replace(config, crop_fraction=0.5)
-  (other,) = images.eval_batches(part, batch_size=3, num_batches=1)
-  assert not np.array_equal(other['image'], batch['image'])
-
-
 # Order, state, shards.
 
 

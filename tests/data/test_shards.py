@@ -96,19 +96,6 @@ def test_a_shard_that_is_truncated_while_open_is_one_sentence(tmp_path):
   assert ".npy' is shorter than when the run began" in result.stdout
 
 
-def test_shards_that_were_put_aside_can_still_be_read(tmp_path):
-  path = str(tmp_path / 'a.npy')
-  tokens = shards.Tokens({path: 3}, 256)
-  shards.open_or_write(path, [[b'abc']], tokenizers.make('bytes'))
-  first = tokens._open(0)  # As another thread would hold it.
-  number = first._file.fileno()
-  tokens._open.cache_clear()
-  assert bytes(first.read(0, 3)) == b'abc'
-  del first
-  with pytest.raises(OSError, match='Bad file descriptor'):
-    os.fstat(number)
-
-
 @pytest.mark.parametrize(
   ('vocab_size', 'dtype', 'eos_id'),
   [(256, 'u1', 255), (300, 'u2', None), (70000, 'u4', 255)],

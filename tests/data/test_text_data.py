@@ -309,21 +309,6 @@ def test_limited_eval_is_spread_over_the_held_out_files(root, count):
   )
 
 
-def test_stdlib_by_default():
-  config = text.TextDataConfig()
-  batch = next(text.train_iterator(config, batch_size=2, seed=0))
-  check_format(batch, 2, 256, False)
-  assert batch['weights'].all()
-  np.testing.assert_array_equal(
-    batch['tokens'][:, 1:], batch['targets'][:, :-1]
-  )
-  train, held_out = text.split_files(config)
-  assert not {f.path for f in train} & {f.path for f in held_out}
-  assert 0.02 < len(held_out) / len(train) < 0.1
-  (batch,) = text.eval_batches(config, batch_size=2, num_batches=1)
-  assert batch['weights'].sum() == 512
-
-
 # Data sets of documents.
 
 

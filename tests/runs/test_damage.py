@@ -55,24 +55,17 @@ def copy(run, tmp_path):
   return tmp_path / 'run'
 
 
-def edit(path, change):
-  path.write_bytes(change(path.read_bytes()))
+# What may happen to a file or a folder.
 
 
-def flip(data):
-  data = bytearray(data)
+def flip(path):
+  data = bytearray(path.read_bytes())
   data[len(data) // 2] ^= 1
-  return bytes(data)
+  path.write_bytes(data)
 
 
-def half(data):
-  return data[: len(data) // 2]
-
-
-def loops(path):
-  """Puts a link to itself in a path's place."""
-  gone(path)
-  path.symlink_to(path.name)
+def halve(path):
+  path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
 def gone(path):
@@ -87,135 +80,93 @@ def directory(path):
   path.mkdir()
 
 
-def file(path):
+def loop(path):
   gone(path)
-  path.write_text('x')
+  path.symlink_to(path.name)
 
 
-def swap(a, b):
-  a.rename(a.with_name('aside'))
-  b.rename(a)
-  a.with_name('aside').rename(b)
+def becomes(data):
+  def damage(path):
+    if path.is_dir():
+      gone(path)
+    path.write_bytes(data)
+
+  return damage
 
 
-def arrays(step):
-  files = (step / 'state' / 'ocdbt.process_0' / 'd').iterdir()
-  return max(files, key=lambda path: path.stat().st_size)
+def edited(old, new):
+  return lambda path: path.write_bytes(path.read_bytes().replace(old, new))
 
 
-def newest(*parts):
-  return lambda w: pathlib.Path(w, 'checkpoints', '4', *parts)
+def like_the_one_before(path):
+  before = pathlib.Path(str(path).replace('checkpoints/4', 'checkpoints/2'))
+  gone(path)
+  (shutil.copytree if before.is_dir() else shutil.copy)(before, path)
 
 
-def in_run(*parts):
-  return lambda w: pathlib.Path(w, *parts)
+def swapped(path):
+  before = pathlib.Path(str(path).replace('checkpoints/4', 'checkpoints/2'))
+  data, other = path.read_bytes(), before.read_bytes()
+  path.write_bytes(other)
+  before.write_bytes(data)
 
 
-def apply(where, change):
-  return lambda w: edit(where(w), change)
-
-
-def at(where, damage):
-  return lambda w: damage(where(w))
-
-
-def newest_arrays(w):
-  return arrays(newest()(w))
-
-
-def copy_older(w):
-  gone(newest()(w))
-  shutil.copytree(w / 'checkpoints' / '2', newest()(w))
-
-
-manifest, metadata = newest('manifest.json'), newest('metadata', 'metadata')
-config_json, metrics = in_run('config.json'), in_run('metrics.jsonl')
+NEWEST = 'checkpoints/4'
+STATE, MANIFEST = f'{NEWEST}/state', f'{NEWEST}/manifest.json'
+ARRAYS = f'{STATE}/ocdbt.process_0/d/*'  # The largest of them.
+NESTED = b'[' * 10**6
 
 # Each falls back to the checkpoint before, and says why.
-CHECKPOINT = {
-  'arrays flipped': (apply(newest_arrays, flip), 'checksum of .* is wrong'),
-  'arrays a directory': (at(newest_arrays, directory), 'is missing'),
-  'arrays a loop': (at(newest_arrays, loops), 'Too many levels'),
-  'arrays of the one before': (
-    lambda w: shutil.copy(
-      arrays(w / 'checkpoints' / '2'), arrays(w / 'checkpoints' / '4')
-    ),
-    'checksum of .* is wrong',
-  ),
-  'list of arrays flipped': (
-    apply(newest('state', '_METADATA'), flip),
-    'checksum of state/_METADATA is wrong',
-  ),
-  'state gone': (at(newest('state'), gone), 'is missing'),
-  'metadata flipped': (apply(metadata, flip), 'metadata is wrong'),
-  'manifest gone': (at(manifest, gone), 'nothing vouches for it'),
-  'manifest cut': (apply(manifest, half), 'manifest.json is damaged'),
-  'manifest of nothing': (apply(manifest, lambda d: b'{}'), 'is not in mani'),
-  'manifest nested': (
-    apply(manifest, lambda d: b'[' * 10**6),
-    'manifest.json is damaged',
-  ),
-  'manifest a directory': (at(manifest, directory), 'Is a directory'),
-  'the checkpoint a file': (at(newest(), file), 'nothing vouches for it'),
-  'the checkpoint a loop': (at(newest(), loops), 'nothing vouches for it'),
-  'a file too many': (
-    lambda w: newest('state', 'more')(w).write_text('x'),
-    'state/more is not in manifest.json',
-  ),
-  'a copy of the one before': (copy_older, 'it was saved at step 2'),
-}
-
+CHECKPOINT = [
+  (ARRAYS, flip, 'checksum of .* is wrong'),
+  (ARRAYS, like_the_one_before, 'checksum of .* is wrong'),
+  (ARRAYS, directory, 'is missing'),
+  (ARRAYS, loop, 'Too many levels'),
+  (f'{STATE}/_METADATA', flip, 'checksum of state/_METADATA is wrong'),
+  (f'{STATE}/more', becomes(b'x'), 'state/more is not in manifest.json'),
+  (STATE, gone, 'is missing'),
+  (f'{NEWEST}/metadata/metadata', flip, 'metadata is wrong'),
+  (MANIFEST, gone, 'nothing vouches for it'),
+  (MANIFEST, halve, 'manifest.json is damaged'),
+  (MANIFEST, becomes(b'{}'), 'is not in manifest.json'),
+  (MANIFEST, becomes(NESTED), 'manifest.json is damaged'),
+  (MANIFEST, directory, 'Is a directory'),
+  (NEWEST, becomes(b'x'), 'nothing vouches for it'),
+  (NEWEST, loop, 'nothing vouches for it'),
+  (NEWEST, like_the_one_before, 'it was saved at step 2'),
+]
 
 # Each is refused.
-REFUSED = {
-  'manifests swapped': (
-    lambda w: swap(manifest(w), w / 'checkpoints/2/manifest.json'),
-    'no checkpoint in .* is usable',
-  ),
-  'checkpoints a file': (at(in_run('checkpoints'), file), 'cannot be used'),
-  'checkpoints a loop': (at(in_run('checkpoints'), loops), 'cannot be used'),
-  'config no text': (
-    apply(config_json, lambda d: b'\xff' + d),
-    'config.json cannot be read .*not UTF-8',
-  ),
-  'config nested': (
-    apply(config_json, lambda d: b'{"name":' + b'[' * 10**6),
-    'config.json: .*recursion depth',
-  ),
-  'config of another': (
-    apply(config_json, lambda d: d.replace(b'"seed"', b'"sead"')),
-    'config.json: .*sead',
-  ),
-  'config edited': (
-    apply(config_json, lambda d: d.replace(b'"width": 16', b'"width": 32')),
-    'different config.*width',
-  ),
-}
+REFUSED = [
+  (MANIFEST, swapped, 'no checkpoint in .* is usable'),
+  ('checkpoints', becomes(b'x'), 'cannot be used'),
+  ('checkpoints', loop, 'cannot be used'),
+  ('config.json', becomes(b'\xff'), 'config.json cannot be read .*not UTF-8'),
+  ('config.json', becomes(b'{"name":' + NESTED), 'config.json: .*recursion'),
+  ('config.json', edited(b'"seed"', b'"sead"'), 'config.json: .*sead'),
+  ('config.json', edited(b'"width": 16', b'"width": 32'), 'different.*width'),
+]
 
 # Each is told by the continuation, which goes on from this step (None: it is
 # refused), and does not matter to, or is refused by, an evaluation.
-OTHER = {
-  'another step number': (
-    lambda w: newest()(w).rename(w / 'checkpoints' / '40'),
+OTHER = [
+  (
+    *(NEWEST, lambda path: path.rename(path.with_name('40'))),
     *(2, 'step 40 .*it was saved at step 4'),
     *(2, 'step 40 .*it was saved at step 4'),
   ),
-  'checkpoints gone': (
-    at(in_run('checkpoints'), gone),
-    *(0, 'metrics.jsonl is of an earlier start'),
+  (
+    *('checkpoints', gone, 0, 'metrics.jsonl is of an earlier start'),
     *(None, 'holds no checkpoint yet'),
   ),
-  'config gone': (
-    at(config_json, gone),
-    *(4, 'config.json was missing'),
-    *(None, 'holds no run'),
-  ),
-  'metrics torn': (
-    apply(metrics, lambda d: d[:-9]),
+  ('config.json', gone, 4, 'config.json was missing', None, 'holds no run'),
+  ('metrics.jsonl', gone, 4, 'ends at step 0', 4, ''),
+  (
+    *('metrics.jsonl', lambda path: os.truncate(path, path.stat().st_size - 9)),
     *(4, 'ended within a line', 4, ''),
   ),
-  'metrics cut': (
-    apply(metrics, lambda d: b''.join(d.splitlines(keepends=True)[:2])),
+  (
+    *('metrics.jsonl', becomes(b'{"step": 1, "kind": "train"}\n')),
     *(
       4,
       'metrics.jsonl ends at step 1, before the checkpoint at step 4',
@@ -223,16 +174,17 @@ OTHER = {
       '',
     ),
   ),
-  'metrics gone': (at(metrics, gone), 4, 'ends at step 0', 4, ''),
-  'metrics no text': (
-    apply(metrics, lambda d: b'\xff\n' + d),
+  (
+    *('metrics.jsonl', becomes(b'\xff\n')),
     *(None, 'line 1 of .* is not a metrics line', 4, ''),
   ),
-  'metrics a directory': (
-    at(metrics, directory),
-    *(None, 'metrics.jsonl cannot be read', 4, ''),
-  ),
-}
+  ('metrics.jsonl', directory, None, 'metrics.jsonl cannot be read', 4, ''),
+]
+
+
+def do(damage, workdir, name):
+  found = workdir.glob(name)
+  damage(max(found, key=os.path.getsize, default=workdir / name))
 
 
 def told_of(workdir, run, caplog):
@@ -260,10 +212,9 @@ def test_nothing_is_told_of_a_whole_run(copy, run, caplog):
   assert told_of(copy, run, caplog) == ((4, ''), (4, ''))
 
 
-@pytest.mark.parametrize('name', CHECKPOINT)
-def test_the_checkpoint_before_is_used(name, copy, run, caplog):
-  damage, words = CHECKPOINT[name]
-  damage(copy)
+@pytest.mark.parametrize(('name', 'damage', 'words'), CHECKPOINT)
+def test_the_checkpoint_before_is_used(name, damage, words, copy, run, caplog):
+  do(damage, copy, name)
   for step, said in told_of(copy, run, caplog):
     assert step == 2
     assert 'using the one at step 2 instead' in said
@@ -272,10 +223,9 @@ def test_the_checkpoint_before_is_used(name, copy, run, caplog):
   assert sorted(os.listdir(copy / 'checkpoints')) == ['2', '4.corrupt']
 
 
-@pytest.mark.parametrize('name', REFUSED)
-def test_refused_in_one_sentence(name, copy, run, caplog):
-  damage, words = REFUSED[name]
-  damage(copy)
+@pytest.mark.parametrize(('name', 'damage', 'words'), REFUSED)
+def test_refused_in_one_sentence(name, damage, words, copy, run, caplog):
+  do(damage, copy, name)
   before = sorted(copy.rglob('*'))
   for step, said in told_of(copy, run, caplog):
     assert step is None
@@ -283,10 +233,13 @@ def test_refused_in_one_sentence(name, copy, run, caplog):
   assert sorted(copy.rglob('*')) == before
 
 
-@pytest.mark.parametrize('name', OTHER)
-def test_told(name, copy, run, caplog):
-  damage, step, words, judged, judged_words = OTHER[name]
-  damage(copy)
+@pytest.mark.parametrize(
+  ('name', 'damage', 'step', 'words', 'judged', 'judged_words'), OTHER
+)
+def test_told(
+  name, damage, step, words, judged, judged_words, copy, run, caplog
+):
+  do(damage, copy, name)
   of_judge, of_training = told_of(copy, run, caplog)
   assert of_training[0] == step, of_training
   assert re.search(words, of_training[1]), of_training

@@ -167,18 +167,15 @@ class TestStart:
     ('name', 'message'),
     [
       ('sourcee', "no such file.*Did you mean '.*/source'"),
-      ('source/metrics.jsonl', "ends in '.jsonl'"),
-      ('', 'holds no model.safetensors.*and no run'),
       ('begun', 'holds no checkpoint yet'),
     ],
   )
   def test_weights_that_are_not_there(self, source, tmp_path, name, message):
     workdir_lib.claim(tmp_path / 'begun', make_config())
-    shutil.copytree(source[0], tmp_path / 'source')
+    (tmp_path / 'source').mkdir()
     config = make_config(init=f'{tmp_path}/{name}')
-    with pytest.raises(UserError, match=message) as info:
+    with pytest.raises(UserError, match=message):
       train(config, tmp_path / 'run')
-    assert '\n' not in str(info.value)
     assert not (tmp_path / 'run').exists()
 
   def test_weights_that_do_not_fit(self, source, tmp_path, monkeypatch):

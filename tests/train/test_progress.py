@@ -39,6 +39,7 @@ def test_plain_lines():
     interval=5,
     clock=clock,
   )
+  clock.now += 1000  # Compiling, which does not count.
   progress.update(1, {'loss': np.float32(5.5)})
   clock.now += 10
   progress.update(51, {'loss': 2.34567, 'epoch': 3})
@@ -77,27 +78,6 @@ def test_closing_early_shows_the_last_step_once():
   progress.update(4, {})
   progress.message('late')
   assert stream.getvalue() == 'saved\nstep 1/100\nstep 3/100\n'
-
-
-def test_time_of_the_first_step_does_not_count():
-  stream, clock = io.StringIO(), Clock()
-  progress = Progress(
-    21,
-    10,
-    tokens_per_step=1,
-    unit='images',
-    stream=stream,
-    interval=0,
-    clock=clock,
-  )
-  clock.now += 1000  # Compiling.
-  progress.update(11, {})
-  clock.now += 2
-  progress.update(12, {})
-  assert stream.getvalue().splitlines() == [
-    'step 11/21',
-    'step 12/21  0.5 images/s  left 0:00:18',
-  ]
 
 
 def test_bar_on_a_terminal(monkeypatch):
