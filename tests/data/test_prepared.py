@@ -113,19 +113,6 @@ def test_batches_are_those_of_the_files(root, tmp_path, tokenizer, monkeypatch):
   )
 
 
-def test_the_stream_does_not_depend_on_the_shards(root, tmp_path):
-  streams = []
-  for size in (1, 3 * KIB, 2**20):
-    out = tmp_path / str(size)
-    prepare.prepare(files_config(root), str(out), shard_bytes=size)
-    streams.append(text.open_stream(prepared_config(out), 'train'))
-  first = whole(streams[0])
-  for stream in streams:
-    assert whole(stream) == first
-    assert stream.starts.tolist() == streams[0].starts.tolist()
-    assert stream.read(17, 17).tolist() == []
-
-
 def test_a_learned_tokenizer_goes_with_the_corpus(root, tmp_path):
   source = files_config(
     root, tokenizer='bpe', tokenizer_path='', tokenizer_vocab_size=300
@@ -273,7 +260,9 @@ def test_a_shard_that_changes_while_it_is_read(root, tmp_path):
   prepare.prepare(files_config(root), str(tmp_path), shard_bytes=4 * KIB)
   stream = text.open_stream(prepared_config(tmp_path), 'train')
   swap(tmp_path)
-  with pytest.raises(errors.UserError, match='tokens, and its index says'):
+  # Whoever comes first: this read, or the thread that checks the shards.
+  message = 'tokens, and its index says|is not as it was prepared'
+  with pytest.raises(errors.UserError, match=message):
     whole(stream)
 
 
