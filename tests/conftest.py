@@ -117,6 +117,16 @@ def one_device(on_one_device):
     yield
 
 
+@pytest.fixture(scope='module')
+def no_report():
+  """Leaves out the table and the pictures of a run's end, which take longer."""
+  from mod_jax.train import evaluation
+
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(evaluation, 'report', lambda *args: None)
+    yield
+
+
 @pytest.fixture
 def deaths():
   """Returns the signals that nobody caught: their default would end the tests.

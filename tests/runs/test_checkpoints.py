@@ -486,8 +486,7 @@ for plan in plans:
 
 
 def test_killed_at_any_moment_leaves_whole_checkpoints(tmp_path):
-  plans = ['manifest', 'rename:1', 'rename:4', 'delete:1', 'delete:3']
-  plans += ['time:0.02', 'time:0.19', 'time:0.41']
+  plans = ['manifest', 'rename:1', 'rename:4', 'delete:1', 'time:0.19']
   result = subprocess.run(
     [sys.executable, '-c', _VICTIMS, tmp_path, *plans],
     capture_output=True,

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shutil
 
 import chex
 import jax
@@ -14,7 +15,7 @@ from mod_jax.runs import history, metrics
 from mod_jax.runs import workdir as workdir_lib
 from mod_jax.train import profile
 
-pytestmark = pytest.mark.usefixtures('one_device')
+pytestmark = pytest.mark.usefixtures('no_report', 'one_device')
 
 
 def test_the_cost_of_restarts():
@@ -84,27 +85,35 @@ class TestLengthening:
   # A rate that does not depend on how long the run is.
   CONFIG = make_config(**{'optimizer.final_fraction': 1.0})
 
-  def test_is_as_if_the_run_had_been_so_long(self, tmp_path):
+  @pytest.fixture(scope='class')
+  def finished(self, tmp_path_factory, on_one_device, no_report):
+    workdir = tmp_path_factory.mktemp('finished')
+    with on_one_device():
+      train(self.CONFIG, workdir)
+    return workdir
+
+  @pytest.fixture
+  def run(self, finished, tmp_path):
+    return shutil.copytree(finished, tmp_path / 'run')
+
+  def test_is_as_if_the_run_had_been_so_long(self, run, tmp_path):
     longer = config_lib.replace(self.CONFIG, {'train.num_steps': 9})
-    train(self.CONFIG, tmp_path / 'run')
     with pytest.raises(UserError, match='init=.*run') as refused:
-      train(longer, tmp_path / 'run')
+      train(longer, run)
     assert '(train.num_steps: 6 -> 9)' in str(refused.value)
     assert '--allow_changed_config' in str(refused.value)
-    train(longer, tmp_path / 'run', allow_changed_config=True, max_steps=1)
+    train(longer, run, allow_changed_config=True, max_steps=1)
     # From here on it is the run's own config.
-    result = train(longer, tmp_path / 'run')
+    result = train(longer, run)
     assert result.step == 9
     whole = train(longer, tmp_path / 'whole')
     chex.assert_trees_all_equal(result.state, whole.state)
     assert result.metrics == whole.metrics
-    (change,) = (
-      e for e in history.read(tmp_path / 'run') if e['event'] == 'changed'
-    )
+    (change,) = (e for e in history.read(run) if e['event'] == 'changed')
     assert change['step'] == 6
     assert change['fields'] == ['train.num_steps: 6 -> 9']
     # What was saved before the change can be read as before.
-    assert load(tmp_path / 'run', step=6).step == 6
+    assert load(run, step=6).step == 6
 
   @pytest.mark.parametrize(
     ('changes', 'why'),
@@ -118,14 +127,13 @@ class TestLengthening:
       ),
     ],
   )
-  def test_what_cannot_change(self, changes, why, tmp_path):
-    train(self.CONFIG, tmp_path)
-    before = (tmp_path / 'config.json').read_text()
+  def test_what_cannot_change(self, changes, why, run):
+    before = (run / 'config.json').read_text()
     other = config_lib.replace(self.CONFIG, changes)
     with pytest.raises(UserError, match=why):
-      train(other, tmp_path, allow_changed_config=True)
-    assert (tmp_path / 'config.json').read_text() == before
-    assert history.changed_at(tmp_path) == -1
+      train(other, run, allow_changed_config=True)
+    assert (run / 'config.json').read_text() == before
+    assert history.changed_at(run) == -1
 
 
 def test_a_trace_of_some_steps(tmp_path, capsys):

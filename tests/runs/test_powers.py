@@ -26,10 +26,8 @@ from mod_jax.train import task as task_lib
 
 
 @pytest.fixture(autouse=True, scope='module')
-def _one_device(on_one_device):
-  with on_one_device(), pytest.MonkeyPatch.context() as patch:
-    # The curves take longer than the training.
-    patch.setattr(evaluation, 'report', lambda *args: None)
+def _one_device(on_one_device, no_report):
+  with on_one_device():
     yield
 
 

@@ -204,6 +204,7 @@ def _nothing_here(tmp_path, monkeypatch):
   assert list(here.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_run_in_a_store(texts, tmp_path, caplog, monkeypatch):
   saving = {'checkpoint.every': 1, 'checkpoint.keep': 2}
   config = make_config(texts, **saving, **{'log.tensorboard': True})

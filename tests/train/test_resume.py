@@ -24,8 +24,9 @@ from mod_jax.runs import metrics as metrics_lib
 from mod_jax.runs import workdir as workdir_lib
 from mod_jax.tasks import phases
 from mod_jax.tasks.experiment import ExperimentConfig
-from mod_jax.tasks.plain import Plain
-from mod_jax.train import evaluation, loop
+from mod_jax.train import loop
+
+pytestmark = pytest.mark.usefixtures('no_report')
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 # Every part of the state changes numbers here: Adam's moments, the moving
@@ -34,14 +35,6 @@ LEARNED = MoDConfig(
   capacity=0.25, period=1, offset=0, router_loss=0.0, threshold_decay=0.9
 )
 GAUSSIAN = MoDConfig(capacity=0.25, period=1, offset=0, score='gaussian')
-
-
-@pytest.fixture(scope='module', autouse=True)
-def _no_report():
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(evaluation, 'report', lambda *args: None)
-    patch.setattr(Plain, 'finish', lambda *args: ())
-    yield
 
 
 def make_config(texts, routing=LEARNED, **changes):
@@ -68,7 +61,7 @@ class Run:
 
 
 @pytest.fixture(scope='module')
-def whole(texts, tmp_path_factory, on_one_device):
+def whole(texts, tmp_path_factory, on_one_device, no_report):
   """A run of ten steps without a stop, with checkpoints at 4, 8 and 10."""
   config = make_config(
     texts,
