@@ -56,7 +56,7 @@ FIELDS = [
   (ImageDataConfig, {'crop_fraction': 11.0}, 'crop_fraction=11.0: expected'),
   (ImageDataConfig, {'eval_fraction': 1.0}, 'eval_fraction=1.0: expected'),
   (ImageDataConfig, {'unreadable': 'no'}, 'unreadable.*refuse.*skip'),
-  (ImageDataConfig, {'mean': (0.5, 0.5)}, 'mean.*3'),
+  (ImageDataConfig, {'mean': (0.5, 0.5)}, 'mean=.*: expected a tuple'),
   (ImageDataConfig, {'std': (0.5, 0.0, 0.5)}, r'std\[1\]=0.0: expected'),
   (ImageDataConfig, {'workers': -1}, 'workers=-1: expected'),
   (ImageDataConfig, {'cache': 'ram'}, 'cache.*memory.*disk'),
@@ -131,7 +131,7 @@ def read_text(batch_size=1, seed=0, evaluate=False, num_batches=None, **fields):
   [
     ({'files': 'none/*'}, r'files=.*none/\*.*matches no file'),
     ({'files': '{c,d}/*'}, r'\{c,d\}.*matches no file'),
-    ({'files': '.'}, r"files='\.' is a directory"),
+    ({'files': '.'}, r"files='\.'.* is a directory, so write"),
     ({'files': 'empty.txt'}, 'only empty files'),
     ({'eval_files': 'none/*'}, 'eval_files=.*matches no file'),
     ({'files': 'eval/*'}, 'also held out .*: give eval_files other'),
@@ -252,10 +252,10 @@ def test_tables(texts, tmp_path, monkeypatch, fields, message):
   check(message, prepare.prepare, config, str(tmp_path / 'out'))
 
 
-def test_what_is_read_only_to_prepare_a_corpus():
+def test_what_is_read_only_to_prepare_a_corpus(texts):
   for config in (
     TextDataConfig(source='tfds', tfds_name='x'),
-    TextDataConfig(source='huggingface', files='x'),
+    TextDataConfig(source='huggingface', files=f'{texts}/*.md'),
   ):
     for read in (text.fingerprint, text.num_train_tokens):
       check('make a corpus .*data.prepare', read, config)
@@ -279,7 +279,7 @@ def test_another_corpus_in_the_directory(texts, tmp_path):
 
 def picture(kind='PNG', size=(4, 4), cut=None):
   file = io.BytesIO()
-  Image.new('RGB', size).save(file, kind)
+  Image.new('RGB', size, (9, 99, 9)).save(file, kind)
   return file.getvalue()[:cut]
 
 
