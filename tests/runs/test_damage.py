@@ -142,7 +142,7 @@ REFUSED = [
   ('config.json', becomes(b'\xff'), 'config.json cannot be read .*not UTF-8'),
   ('config.json', becomes(b'{"name":' + NESTED), 'config.json: .*recursion'),
   ('config.json', edited(b'"seed"', b'"sead"'), 'config.json: .*sead'),
-  ('config.json', edited(b'"width": 16', b'"width": 32'), 'different.*width'),
+  ('config.json', edited(b'"width": 8', b'"width": 16'), 'different.*width'),
 ]
 
 # Each is told by the continuation, which goes on from this step (None: it is

@@ -38,7 +38,12 @@ GAUSSIAN = MoDConfig(capacity=0.25, period=1, offset=0, score='gaussian')
 
 
 def make_config(texts, routing=LEARNED, **changes):
-  own = {'train.num_steps': 10, 'evaluation.every': 4, 'checkpoint.every': 4}
+  own = {
+    'train.num_steps': 10,
+    'optimizer.learning_rate': 0.01,
+    'evaluation.every': 4,
+    'checkpoint.every': 4,
+  }
   return tiny_runs.make_config(texts, routing, **own | changes)
 
 
@@ -125,7 +130,7 @@ def test_another_mesh_may_continue(whole, at_step_4, capsys):
   result = phases.train(other, at_step_4, max_steps=3)
   assert 'continues at step 4' in capsys.readouterr().err
   kernel = result.state.params['block_0']['mlp']['up']['kernel']
-  assert kernel.addressable_shards[0].data.shape == (8, 8)
+  assert kernel.addressable_shards[0].data.shape == (4, 4)
   assert workdir_lib.read_config(at_step_4, ExperimentConfig).mesh == other.mesh
   expected = {k: v for k, v in losses(whole.workdir).items() if k <= 7}
   assert losses(at_step_4) == pytest.approx(expected, abs=1e-3)
@@ -142,14 +147,14 @@ def snapshot(folder):
 def test_a_workdir_of_another_run_is_refused(whole, at_step_4, one_device):
   config, before = whole.config, snapshot(at_step_4)
   changed = config_lib.replace(
-    config, {'model.width': 32, 'optimizer.learning_rate': 0.5, 'seed': 3}
+    config, {'model.width': 16, 'optimizer.learning_rate': 0.5, 'seed': 3}
   )
   with pytest.raises(UserError) as info:
     phases.train(changed, at_step_4)
   message = str(info.value)
   assert 'different config' in message
   for field in (
-    'model.width: 16 -> 32',
+    'model.width: 8 -> 16',
     'optimizer.learning_rate: 0.01 -> 0.5',
     'seed: 0 -> 3',
   ):
@@ -162,7 +167,7 @@ def test_a_workdir_of_another_run_is_refused(whole, at_step_4, one_device):
   assert snapshot(at_step_4) == before
   # What changes no number may differ.
   allowed = config_lib.replace(
-    config, {'name': 'renamed', 'log.every': 1, 'data.read_threads': 2}
+    config, {'name': 'renamed', 'log.every': 3, 'data.read_threads': 2}
   )
   assert phases.train(allowed, at_step_4, max_steps=1).step == 5
 
