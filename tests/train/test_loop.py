@@ -140,6 +140,8 @@ def test_a_run_learns(tmp_path, quiet):
       'data.eval_files': f'{tmp_path}/held.txt',
       'train.num_steps': 40,
       'optimizer.learning_rate': 0.02,
+      'model.width': 16,
+      'model.mlp_dim': 16,
       'checkpoint.every': 0,
     },
   )
