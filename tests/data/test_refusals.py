@@ -81,7 +81,8 @@ FIELDS = [
 def check(message, call, *args, **kwargs):
   with pytest.raises(errors.UserError, match=message) as info:
     call(*args, **kwargs)
-  assert '\n' not in str(info.value)
+  # Grain adds a note of its own to what is raised while it reads.
+  assert '\n' not in str(info.value).partition('\n-----')[0]
 
 
 @pytest.mark.parametrize(('config', 'fields', 'message'), FIELDS)
@@ -241,12 +242,12 @@ def test_tables(texts, tmp_path, monkeypatch, fields, message):
 
 
 def test_what_is_read_only_to_prepare_a_corpus(texts):
-  for config in (
-    TextDataConfig(source='tfds', tfds_name='x'),
-    TextDataConfig(source='huggingface', files=f'{texts}/*.md'),
-  ):
-    for read in (text.fingerprint, text.num_train_tokens):
-      check('make a corpus .*data.prepare', read, config)
+  tfds = TextDataConfig(source='tfds', tfds_name='x')
+  table = TextDataConfig(source='huggingface', files=f'{texts}/*.md')
+  message = 'make a corpus .*data.prepare'
+  check(message, text.fingerprint, tfds)
+  check(message, text.num_train_tokens, tfds)
+  check(message, text.train_iterator, table, batch_size=1, seed=0)
 
 
 def test_another_corpus_in_the_directory(texts, tmp_path):
@@ -323,7 +324,7 @@ def test_folders(tmp_path, files, split, message):
 
 @pytest.fixture(scope='module')
 def folder(tmp_path_factory):
-  """Two classes of two pictures each, all of which are cut off."""
+  """Two classes of two pictures each, one to train on, and all cut off."""
   root = tmp_path_factory.mktemp('pictures')
   for name in ('train/a/1', 'train/a/2', 'train/b/1', 'train/b/2'):
     path = root / f'{name}.png'
@@ -335,9 +336,9 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize(
   ('fields', 'batch_size', 'message'),
   [
-    ({}, 5, '4 pictures to train on, fewer than the 5 of one batch'),
+    ({}, 5, '2 pictures to train on, fewer than the 5 of one batch'),
     ({'augment': AugmentConfig(mixup=1.0)}, 1, 'batch_size=1: mixup and .*set'),
-    ({'unreadable': 'skip'}, 1, 'none of the 4 pictures to train on'),
+    ({'unreadable': 'skip'}, 1, 'none of the 2 pictures to train on'),
     ({'path': 'nothere'}, 1, "nothere' is no directory"),
     (
       {'cache': 'disk', 'cache_dir': 'README.md/kept'},

@@ -17,6 +17,9 @@ from mod_jax.train import profile
 
 pytestmark = pytest.mark.usefixtures('no_report', 'one_device')
 
+# A rate that does not depend on how long the run is.
+FIXED_RATE = make_config(**{'optimizer.final_fraction': 1.0})
+
 
 def test_the_cost_of_restarts():
   def event(name, time, step, **more):
@@ -81,23 +84,22 @@ def test_a_run_tells_how_it_was_continued(tmp_path, capsys):
   assert '2 step(s) done again' in capsys.readouterr().err
 
 
+@pytest.fixture(scope='module')
+def finished(tmp_path_factory, on_one_device, no_report):
+  workdir = tmp_path_factory.mktemp('finished')
+  with on_one_device():
+    train(FIXED_RATE, workdir)
+  return workdir
+
+
+@pytest.fixture
+def run(finished, tmp_path):
+  return shutil.copytree(finished, tmp_path / 'run')
+
+
 class TestLengthening:
-  # A rate that does not depend on how long the run is.
-  CONFIG = make_config(**{'optimizer.final_fraction': 1.0})
-
-  @pytest.fixture(scope='class')
-  def finished(self, tmp_path_factory, on_one_device, no_report):
-    workdir = tmp_path_factory.mktemp('finished')
-    with on_one_device():
-      train(self.CONFIG, workdir)
-    return workdir
-
-  @pytest.fixture
-  def run(self, finished, tmp_path):
-    return shutil.copytree(finished, tmp_path / 'run')
-
   def test_is_as_if_the_run_had_been_so_long(self, run, tmp_path):
-    longer = config_lib.replace(self.CONFIG, {'train.num_steps': 9})
+    longer = config_lib.replace(FIXED_RATE, {'train.num_steps': 9})
     with pytest.raises(UserError, match='init=.*run') as refused:
       train(longer, run)
     assert '(train.num_steps: 6 -> 9)' in str(refused.value)
@@ -129,7 +131,7 @@ class TestLengthening:
   )
   def test_what_cannot_change(self, changes, why, run):
     before = (run / 'config.json').read_text()
-    other = config_lib.replace(self.CONFIG, changes)
+    other = config_lib.replace(FIXED_RATE, changes)
     with pytest.raises(UserError, match=why):
       train(other, run, allow_changed_config=True)
     assert (run / 'config.json').read_text() == before
