@@ -52,7 +52,7 @@ def test_digits_split_is_fixed_stratified_and_whole():
   assert names == tuple('0123456789')
   sizes = [images.num_examples(config, s) for s in ('train', 'eval')]
   assert sum(sizes) == 1797
-  labels = [digits.DigitImages(s)._labels for s in ('train', 'eval')]
+  labels = [digits.DigitImages(s).labels for s in ('train', 'eval')]
   assert [len(part) for part in labels] == sizes
   held_out = np.bincount(labels[1]) / np.bincount(np.concatenate(labels))
   np.testing.assert_allclose(held_out, 0.2, atol=0.005)
