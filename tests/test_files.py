@@ -1,17 +1,10 @@
 """The first of the cases that `python tools/fuzz_files.py` goes on with."""
 
-import importlib.util
-import pathlib
 import random
 import shutil
 
+import fuzz_files
 import pytest
-
-pytestmark = pytest.mark.usefixtures('compilation_cache')
-SCRIPT = pathlib.Path(__file__).parents[1] / 'tools' / 'fuzz_files.py'
-_SPEC = importlib.util.spec_from_file_location('fuzz_files', SCRIPT)
-fuzz_files = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(fuzz_files)
 
 
 @pytest.mark.parametrize('name', fuzz_files.KINDS)
