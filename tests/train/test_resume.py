@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import pathlib
 import shutil
 import unittest.mock
 
