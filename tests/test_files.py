@@ -18,6 +18,6 @@ def test_flipped_bits_neither_crash_nor_deceive(name, tmp_path):
     folder = tmp_path / str(i)
     shutil.copytree(source, folder)
     path, data = fuzz_files.draw(source, kind, random.Random(i))
-    (folder / path.name).write_bytes(data)
+    (folder / path.relative_to(source)).write_bytes(data)
     end = fuzz_files.attempt(kind, folder, whole)
     assert end in ('refused', 'accepted'), f'{path.name}: {end}'
