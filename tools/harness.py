@@ -104,6 +104,10 @@ class Process:
       self.opened_at = time.monotonic()
       self.opened.set()
 
+  @property
+  def pid(self) -> int:
+    return self._process.pid
+
   def running(self) -> bool:
     return self._process.poll() is None
 
