@@ -196,7 +196,7 @@ class TestEval:
     shutil.copytree(trained[0], workdir)
     kept = snapshot(workdir / 'checkpoints')
     samples = (
-      *('--sample=def ', '--sample=a longer prompt', '--sample_tokens=3'),
+      *('--sample=def ', '--sample=a longer prompt', '--max_new_tokens=3'),
       *('--rule=router', '--overflow=drop'),
     )
     ended = run('eval.py', f'--workdir={workdir}', '--batches=2', *samples)
@@ -220,7 +220,7 @@ class TestEval:
       (['--step=3'], r'no checkpoint at step 3 .*\[2, 4\]'),
       (['--step=new'], '--step=new: expected an integer'),
       (
-        ['--sample=0123456789', '--sample_tokens=5', '--max_length=14'],
+        ['--sample=0123456789', '--max_new_tokens=5', '--max_length=14'],
         'prompt=10, max_new_tokens=5, max_length=14',
       ),
       (['--sample=a', '--rule=bogus'], '--rule=bogus: .*trained for router'),
