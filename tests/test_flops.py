@@ -8,6 +8,7 @@ import types
 import jax
 import jax.numpy as jnp
 import pytest
+import tiny
 
 from mod_jax import flops
 from mod_jax.errors import UserError
@@ -221,13 +222,8 @@ class TestAgainstXla:
 def _xla_flops(config, length):
   model = config.build()
   tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
-  variables = jax.eval_shape(model.init, jax.random.key(0), tokens)
-
-  def forward(params, tokens):
-    # All of the output: a predictor that nobody reads would be dropped.
-    return model.apply({'params': params}, tokens)
-
-  lowered = jax.jit(forward).lower(variables['params'], tokens)
+  # All of the output: a predictor that nobody reads would be dropped.
+  lowered = jax.jit(model.apply).lower(tiny.shapes(config), tokens)
   return lowered.cost_analysis()['flops']
 
 

@@ -8,12 +8,12 @@ import flax.traverse_util
 import jax
 import numpy as np
 import pytest
+import tiny
 
 from mod_jax import optimizer as optimizer_lib
 from mod_jax.errors import UserError
 from mod_jax.layers import acm
 from mod_jax.layers.routing_config import MoDConfig
-from mod_jax.models.lm import LMConfig
 from mod_jax.optimizer import OptimizerConfig
 
 
@@ -117,22 +117,15 @@ def test_updates_follow_the_schedule():
 
 def model_params(**changes):
   """Parameters of ones, shaped as a model's that has everything."""
-  routing = MoDConfig(predictor_width=8)
-  config = LMConfig(
+  config = dataclasses.replace(
+    tiny.LM,
     num_layers=4,
-    width=16,
-    num_heads=2,
-    mlp_dim=8,
     tied_head=False,
-    routing=routing,
+    routing=MoDConfig(predictor_width=8),
+    **changes,
   )
-  config = dataclasses.replace(config, **changes)
-  shapes = jax.eval_shape(
-    config.build().init, jax.random.key(0), np.zeros((1, 2), np.int32)
-  )
-  return jax.tree.map(
-    lambda x: np.ones(x.shape, x.dtype), nn.unbox(shapes['params'])
-  )
+  shapes = tiny.shapes(config)['params']
+  return jax.tree.map(lambda x: np.ones(x.shape, x.dtype), shapes)
 
 
 @pytest.mark.parametrize('scan_layers', [False, True])

@@ -1,6 +1,7 @@
 """What the README and the pages of the site promise holds, line by line."""
 
 import ast
+import dataclasses
 import importlib.util
 import itertools
 import os
@@ -13,11 +14,10 @@ import sys
 
 from absl import flags
 from absl.testing import flagsaver
-from flax import linen as nn
-import jax
 import numpy as np
 from PIL import Image
 import pytest
+import tiny
 
 import mod_jax
 from mod_jax import cli
@@ -29,7 +29,6 @@ from mod_jax.models.lm import LMConfig
 from mod_jax.models.vit import ViTConfig
 from mod_jax.studies import adaptive, conversion, images, language
 from mod_jax.sweeps import grid
-from mod_jax.tasks import make_task
 from mod_jax.tasks.experiment import ExperimentConfig
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -68,18 +67,16 @@ def desk(tmp_path_factory):
   shutil.copytree(ROOT / 'tests/golden/lm_eval/model', folder / 'smollm2')
   template = '{% for m in messages %}{{ m.content }} {% endfor %}'
   (folder / 'smollm2' / 'chat_template.jinja').write_text(template)
-  model = ViTConfig(
+  model = dataclasses.replace(
+    tiny.VIT,
     image_size=16,
     patch_size=8,
-    num_layers=2,
-    width=16,
-    num_heads=2,
     num_classes=2,
     routing=VisionRoutingConfig(),
   )
   classifier = mod_jax.Run(
     config=model,
-    variables=_fresh(model),
+    variables=tiny.variables(model),
     preprocess=Preprocess(
       image_size=16, crop_fraction=1.0, mean=(0.5,) * 3, std=(0.5,) * 3
     ),
@@ -90,19 +87,8 @@ def desk(tmp_path_factory):
     classifier, folder / 'vit-base-patch16-224', 'huggingface', dense=True
   )
   experiment = config_lib.load(ROOT / 'configs/lm/mod.py').get_config('tiny')
-  writer = mod_jax.Run(
-    config=experiment.model,
-    variables=_fresh(experiment.model),
-    experiment=experiment,
-    task=make_task(experiment),
-  )
-  mod_jax.export(writer, folder / 'runs/mod')
+  mod_jax.export(tiny.run(experiment), folder / 'runs/mod')
   return folder
-
-
-def _fresh(config):
-  init = jax.jit(config.build().init)
-  return nn.unbox(init(jax.random.key(0), config.example()))
 
 
 @pytest.mark.parametrize(

@@ -6,31 +6,21 @@ import json
 import signal
 
 import pytest
+import tiny
 
 from mod_jax import config as config_lib
 from mod_jax.data import fingerprint
-from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
 from mod_jax.layers.routing_config import MoDConfig
-from mod_jax.models.lm import LMConfig
-from mod_jax.optimizer import OptimizerConfig
 from mod_jax.runs import lock
-from mod_jax.runs.checkpoints import CheckpointConfig
-from mod_jax.runs.run_config import EvaluationConfig, LogConfig, TrainConfig
 from mod_jax.sweeps import manifest, run
 from mod_jax.sweeps.manifest import Entry
 from mod_jax.tasks import make_task, phases
-from mod_jax.tasks.experiment import ExperimentConfig
 
-BASE = ExperimentConfig(
-  model=LMConfig(
-    num_layers=1,
-    width=16,
-    num_heads=1,
-    mlp_dim=16,
-    routing=MoDConfig(period=1, offset=0),
-  ),
-  data=TextDataConfig(length=16),
+BASE = tiny.experiment(
+  dataclasses.replace(
+    tiny.LM, num_layers=1, routing=MoDConfig(period=1, offset=0)
+  )
 )
 
 
@@ -223,15 +213,9 @@ def test_refused(trained, tmp_path, command):
 @pytest.mark.usefixtures('one_device')
 def test_stopped_and_continued(tmp_path, monkeypatch, command):
   """A sweep of two runs, one of which diverges, as if nothing had happened."""
-  small = dataclasses.replace(
+  small = config_lib.replace(
     BASE,
-    optimizer=OptimizerConfig(warmup_steps=0),
-    train=TrainConfig(num_steps=6, batch_size=8),
-    evaluation=EvaluationConfig(
-      every=0, final_batches=1, batch_size=8, sample_tokens=0
-    ),
-    checkpoint=CheckpointConfig(every=2, keep=1),
-    log=LogConfig(every=1, tensorboard=False),
+    {'train.num_steps': 6, 'checkpoint.every': 2, 'checkpoint.keep': 1},
   )
   hot = config_lib.replace(small, {'optimizer.learning_rate': 1e30})
   runs = [*entries(1, base=small), *entries(2, base=hot)]
