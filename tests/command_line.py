@@ -15,7 +15,7 @@ import pytest
 import mod_jax.cli  # noqa: F401 (Defines flags, which stay.)
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-_OURS = ('mod_jax', 'tests.')
+_OURS = ('mod_jax', 'test')
 
 
 @dataclasses.dataclass(frozen=True)

@@ -242,7 +242,7 @@ def test_fields_beside_the_names_of_others_exist():
   known = set()
   for path, *_ in itertools.chain(*map(config_lib.walk, experiments)):
     known |= {path, path.rpartition('.')[0]}
-  assert set(names) - known == {'--config.'}
+  assert set(names) - known <= {'--config.'}
 
 
 @PAGES
