@@ -126,7 +126,7 @@ GIVEN = ('--config=mine.py', '--workdir=w')
   {
     (*GIVEN, '--config.model.num_layer=4'): "Did you mean 'model.num_layers'?",
     (*GIVEN, '--config.model.num_layers=abc'): (
-      '--config.model.num_layers=abc: expected an integer.'
+      '--config.model.num_layers=abc: expected an integer'
     ),
     (*GIVEN, '--wrkdir=x'): "Unknown command line flag 'wrkdir'. Did you mean",
     (*GIVEN, 'config.seed=3'): "unexpected argument 'config.seed=3'",
