@@ -51,7 +51,7 @@ def run(script, *args) -> Ended:
   """Runs a script of the repository as a command line would."""
   argv = [script, *map(str, args)]
   with unittest.mock.patch.object(sys, 'argv', argv):
-    return call(lambda: runpy.run_path(ROOT / script, run_name='__main__'))
+    return call(lambda: runpy.run_path(f'{ROOT}/{script}', run_name='__main__'))
 
 
 def overrides(changes) -> list[str]:
