@@ -218,7 +218,8 @@ class TestEval:
     ('args', 'pattern'),
     [
       (['--step=3'], r'no checkpoint at step 3 .*\[2, 4\]'),
-      (['--step=new'], '--step=new: expected an integer'),
+      (['--step=new'], '--step=new: expected a number of steps, or best'),
+      (['--step=best'], 'names no best checkpoint'),
       (
         ['--sample=0123456789', '--max_new_tokens=5', '--max_length=14'],
         'prompt=10, max_new_tokens=5, max_length=14',
