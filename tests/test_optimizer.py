@@ -74,8 +74,9 @@ def test_learners_decay():
     acm.ACMConfig(inputs=4, outputs=4, hidden=4, num_learners=2), mode='all'
   )
   x = np.ones((1, 2, 4), np.float32)
-  params = nn.unbox(layer.init(jax.random.key(0), x))['params']
-  params = jax.tree.map(np.ones_like, params)
+  shapes = jax.eval_shape(layer.init, jax.random.key(0), x)
+  params = nn.unbox(shapes)['params']
+  params = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), params)
   zeros = jax.tree.map(np.zeros_like, params)
   updates, _ = optimizer.update(zeros, optimizer.init(params), params)
   still = jax.tree.map(lambda update: not np.any(update), updates)

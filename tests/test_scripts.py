@@ -100,6 +100,7 @@ class TestTrain:
     assert '\n--config.seed=3\n    Seeds the initial parameters' in ended.out
     assert '\n--config.model.routing.capacity=0.125\n' in ended.out
 
+  @pytest.mark.slow
   @pytest.mark.usefixtures('one_device')
   def test_sweep(self, tmp_path):
     args = (

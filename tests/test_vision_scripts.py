@@ -63,6 +63,7 @@ def pruned(train, dense, tmp_path_factory):
   return train(f'{DIGITS}:dynamic_tiny', workdir, changes)
 
 
+@pytest.mark.slow
 def test_dense(dense):
   workdir, ended = dense
   assert re.search(r'^digits_tiny starts: [\d,]+ parameters', ended.err)
@@ -75,6 +76,7 @@ def test_dense(dense):
   assert told.keys() == {'step', 'loss', 'accuracy', 'top5'}
 
 
+@pytest.mark.slow
 def test_pruned(pruned):
   workdir, ended = pruned
   assert re.search(r'step 0: held-out .*accuracy 0\.\d+', ended.err)
@@ -87,6 +89,7 @@ def test_pruned(pruned):
   assert 0 < last['kept_0'] < 1
 
 
+@pytest.mark.slow
 def test_eval_and_study(pruned, monkeypatch):
   monkeypatch.setattr(image_studies, '_BATCHES', (1,))
   monkeypatch.setattr(image_studies, '_ROUNDS', 2)
@@ -108,6 +111,7 @@ def test_eval_and_study(pruned, monkeypatch):
     assert_refused(ended, pattern)
 
 
+@pytest.mark.slow
 def test_predict(pruned, tmp_path):
   """On all eight devices, over which one picture does not divide."""
   workdir, _ = pruned
@@ -158,6 +162,7 @@ def test_predict(pruned, tmp_path):
   assert_refused(ended, 'expected a .csv or .json file')
 
 
+@pytest.mark.slow
 def test_export(dense, pruned, tmp_path):
   workdir, _ = dense
   Image.new('RGB', (9, 12), 'grey').save(tmp_path / 'a.png')
@@ -188,6 +193,7 @@ def test_export(dense, pruned, tmp_path):
   assert (tmp_path / 'pruned' / 'model.safetensors').is_file()
 
 
+@pytest.mark.slow
 def test_studies_are_listed(pruned):
   workdir, _ = pruned
   ended = run('eval.py', f'--workdir={workdir}', '--study=list')
@@ -207,7 +213,7 @@ def test_studies_are_listed(pruned):
     ),
     (
       'tiny',
-      ['data.source=folder', 'data.path=.'],
+      ['data.source=folder', 'data.path=two'],
       r'model\.num_classes=10, but the data have 2: set model\.num_classes=2',
     ),
     ('dynamic', [], 'learns beside a teacher.*: give its workdir'),
@@ -222,8 +228,8 @@ def test_studies_are_listed(pruned):
 def test_bad_input(config, args, pattern, tmp_path, monkeypatch):
   """Models and data refuse more for themselves, in their own tests."""
   monkeypatch.chdir(tmp_path)
-  for name in ('a/0.png', 'b/0.png'):
-    (tmp_path / name).parent.mkdir()
+  for name in ('two/a/0.png', 'two/b/0.png'):
+    (tmp_path / name).parent.mkdir(parents=True)
     Image.fromarray(np.full((8, 8, 3), 9, np.uint8)).save(name)
   ended = run(
     'train.py',
