@@ -25,7 +25,7 @@ from mod_jax.tasks import make_task, phases
 from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train import evaluation
 
-pytestmark = pytest.mark.usefixtures('compilation_cache', 'one_device')
+pytestmark = pytest.mark.usefixtures('one_device')
 
 MODEL = ViTConfig(
   image_size=8,

@@ -61,7 +61,7 @@ def start_two(config, workdir, *args, small=SMALL):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures('compilation_cache', 'one_device')
+@pytest.mark.usefixtures('one_device')
 def test_two_hosts_equal_one_and_each_continues_the_other(
   tmp_path, load_config_file, monkeypatch
 ):
@@ -100,7 +100,7 @@ def test_two_hosts_equal_one_and_each_continues_the_other(
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures('compilation_cache', 'one_device')
+@pytest.mark.usefixtures('one_device')
 def test_two_hosts_judge_as_one(tmp_path, load_config_file, monkeypatch):
   """Of balanced draws, by a metric of all rows, to an early end."""
   monkeypatch.setattr(evaluation, 'report', lambda *args: None)
