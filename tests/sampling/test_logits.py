@@ -18,7 +18,7 @@ def _softmax(logits_V):
   return weight_V / weight_V.sum()
 
 
-def _oracle(logits_V, temperature, top_k, top_p):
+def _oracle(logits_V, temperature, top_k, top_p, min_p=0.0):
   """The probability of each token, by following the definition in a loop."""
   logits_V = np.asarray(logits_V, np.float64)
   if temperature == 0:
@@ -34,6 +34,7 @@ def _oracle(logits_V, temperature, top_k, top_p):
     total += p_V[token]
     if total >= top_p:
       break
+  kept = [token for token in kept if p_V[token] >= min_p * p_V.max()]
   result = np.zeros_like(p_V)
   result[kept] = p_V[kept] / p_V[kept].sum()
   return result
@@ -48,21 +49,27 @@ def _kept(logits_BV):
   temperature=st.sampled_from([0.0, 0.3, 1.0, 2.5]),
   top_k=st.sampled_from([0, 1, 3, 7, 50]),
   top_p=st.sampled_from([1.0, 0.95, 0.6, 0.2, 1e-6]),
+  min_p=st.sampled_from([0.0, 1e-50, 0.01, 0.3, 1.0]),
 )
-def test_combinations_follow_the_definition(seed, temperature, top_k, top_p):
+def test_combinations_follow_the_definition(
+  seed, temperature, top_k, top_p, min_p
+):
   logits_BV = 2 * np.random.default_rng(seed).normal(size=(3, 8))
   got_BV = filter_logits(
     jnp.asarray(logits_BV, jnp.float32),
     temperature=temperature,
     top_k=top_k,
     top_p=top_p,
+    min_p=min_p,
   )
   assert got_BV.dtype == jnp.float32
   assert not np.isnan(got_BV).any()
   assert _kept(got_BV).any(axis=-1).all()
   for logits_V, got_V in zip(logits_BV, got_BV, strict=True):
     np.testing.assert_allclose(
-      _softmax(got_V), _oracle(logits_V, temperature, top_k, top_p), atol=1e-5
+      _softmax(got_V),
+      _oracle(logits_V, temperature, top_k, top_p, min_p),
+      atol=1e-5,
     )
 
 
@@ -159,13 +166,15 @@ def test_bfloat16_logits_are_filtered_in_float32():
 @pytest.mark.parametrize(
   ('settings', 'named'),
   [
-    ((-0.1, 0, 1.0), 'temperature=-0.1'),
-    ((float('nan'), 0, 1.0), 'temperature=nan'),
-    ((float('inf'), 0, 1.0), 'temperature=inf'),
-    ((1.0, -1, 1.0), 'top_k=-1'),
-    ((1.0, 2**31, 1.0), 'top_k=2147483648'),
-    ((1.0, 0, 0.0), 'top_p=0.0'),
-    ((1.0, 0, 1.1), 'top_p=1.1'),
+    ((-0.1, 0, 1.0, 0.0), 'temperature=-0.1'),
+    ((float('nan'), 0, 1.0, 0.0), 'temperature=nan'),
+    ((float('inf'), 0, 1.0, 0.0), 'temperature=inf'),
+    ((1.0, -1, 1.0, 0.0), 'top_k=-1'),
+    ((1.0, 2**31, 1.0, 0.0), 'top_k=2147483648'),
+    ((1.0, 0, 0.0, 0.0), 'top_p=0.0'),
+    ((1.0, 0, 1.1, 0.0), 'top_p=1.1'),
+    ((1.0, 0, 1.0, -0.1), 'min_p=-0.1'),
+    ((1.0, 0, 1.0, 1.1), 'min_p=1.1'),
   ],
 )
 def test_settings_out_of_range_are_refused(settings, named):
@@ -174,5 +183,5 @@ def test_settings_out_of_range_are_refused(settings, named):
 
 
 def test_settings_in_range_are_accepted():
-  for settings in ((0.0, 0, 1.0), (0, 5, 0.01), (2.0, 1, 1)):
+  for settings in ((0.0, 0, 1.0, 0), (0, 5, 0.01, 1), (2.0, 1, 1, 0.5)):
     logits_lib.check(*settings)
