@@ -13,11 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from mod_jax import config as config_lib
-from mod_jax import parallel
+from mod_jax import optimizer, parallel
 from mod_jax.data import images as images_lib
 from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
 from mod_jax.models import protocol
+from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.pretrained.source import Source
 from mod_jax.tasks import make_task, warm_start
@@ -219,7 +220,13 @@ class Run:
     return predictions
 
 
-def load(path: str | os.PathLike, *, trust: Sequence[str] = (), **known) -> Run:
+def load(
+  path: str | os.PathLike,
+  *,
+  dtype: str | None = None,
+  trust: Sequence[str] = (),
+  **known,
+) -> Run:
   """Loads a model with its weights.
 
   No code in the folder is run: a config may name classes of mod_jax and of
@@ -230,6 +237,9 @@ def load(path: str | os.PathLike, *, trust: Sequence[str] = (), **known) -> Run:
       folder that `export` wrote; a Hugging Face folder with a language model of
       `convert.lm.FAMILIES`; or a pretrained vision transformer, either a folder
       from Hugging Face or timm or a file that `convert.vit.load` reads.
+    dtype: `float32` or `bfloat16`, in which the model computes and its matrices
+      are kept; routers, norms and biases stay float32. None keeps all weights
+      in float32 and computes as the model's config says.
     trust: modules to import first, such as `['package.module']`, whose classes
       the config may name.
     **known: fields of `ViTConfig` that cannot be derived from the file of a
@@ -240,7 +250,7 @@ def load(path: str | os.PathLike, *, trust: Sequence[str] = (), **known) -> Run:
   """
   config_lib.trust(trust)
   source = Source.open(path, **known)
-  run = _about(source)
+  run = _about(source, dtype)
   if not source.ours:
     variables = source.read()
   else:
@@ -249,9 +259,30 @@ def load(path: str | os.PathLike, *, trust: Sequence[str] = (), **known) -> Run:
       shapes.pop('params'), shapes, os.fspath(path)
     )
     variables = {'params': params, **model_state}
-  return dataclasses.replace(
-    run, variables=jax.tree.map(jnp.asarray, variables)
-  )
+
+  def on_device(path, array):
+    # One at a time, since arrays are read lazily.
+    array = jnp.asarray(array)
+    names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
+    if dtype is not None and _is_cast(names):
+      array = array.astype(dtype)
+    return array
+
+  variables = jax.tree_util.tree_map_with_path(on_device, variables)
+  return dataclasses.replace(run, variables=variables)
+
+
+def _is_cast(names) -> bool:
+  """Whether `load` casts a parameter, by the names along its path."""
+  return optimizer.is_matrix(names) and 'predictor' not in names
+
+
+def _computing_in(config, dtype: str):
+  """Returns the config of the same model with another compute dtype."""
+  if isinstance(config, DynamicViTConfig):
+    backbone = _computing_in(config.backbone, dtype)
+    return dataclasses.replace(config, backbone=backbone)
+  return dataclasses.replace(config, dtype=dtype)
 
 
 def about(path: str | os.PathLike) -> Run:
@@ -259,17 +290,20 @@ def about(path: str | os.PathLike) -> Run:
   return _about(Source.open(path))
 
 
-def _about(source: Source) -> Run:
-  task = None
-  if source.experiment is not None:
+def _about(source: Source, dtype: str | None = None) -> Run:
+  config, experiment, task = source.config, source.experiment, None
+  if dtype is not None:
+    config = _computing_in(config, dtype)
+  if experiment is not None:
+    experiment = dataclasses.replace(experiment, model=config)
     workdir = source.path if source.kind == 'run' else None
-    task = make_task(source.experiment, workdir)
+    task = make_task(experiment, workdir)
   if source.tokenizer is not None:
     task.modality.use_tokenizer(source.tokenizer, os.fspath(source.path))
   return Run(
-    config=source.config,
+    config=config,
     variables={},
-    experiment=source.experiment,
+    experiment=experiment,
     preprocess=source.preprocess,
     classes=source.classes,
     task=task,
