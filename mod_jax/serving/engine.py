@@ -75,8 +75,9 @@ class Completion:
 
 # Settings of slots that have not been used yet.
 _GREEDY = {'temperature': 0.0, 'top_k': 0, 'top_p': 1.0, 'min_p': 0.0}
-# Seconds until an engine that waits for schemas alone looks around.
-_PATIENCE = 0.05
+# Seconds until an engine that waits for schemas looks around: where there is
+# nothing else to do, and where the device may be done with a step.
+_PATIENCE, _GLANCE = 0.05, 0.0005
 
 
 @dataclasses.dataclass
@@ -388,6 +389,7 @@ class Engine:
     if all(r is None or r.plain for r in self._in_slot):
       self._extras = None
     else:
+      self._await_masks()
       gate = self._gate()
     if not any(self._in_slot) or (gate is not None and gate.held_B.all()):
       return False
@@ -397,6 +399,14 @@ class Engine:
     )
     self._remember(tuple(self._in_slot), outputs)
     return True
+
+  def _await_masks(self) -> None:
+    """Waits for the masks of the next step, while the device is busy anyway."""
+    requests = [r for r in self._in_slot if r is not None]
+    while awaited := _awaited(requests):
+      if not self._pending or self._pending[-1][1][0].is_ready():
+        break
+      concurrent.futures.wait(awaited, _GLANCE)
 
   def _gate(self) -> slots_lib.Gate:
     """Returns what the requests in the slots may do in the next step."""
@@ -441,9 +451,7 @@ class Engine:
 
   def _wait_for_grammars(self) -> None:
     """Waits until another mask is known, if requests wait for that alone."""
-    constraints = [r.constraint for r in self._requests.values()]
-    awaited = [c.awaited for c in constraints if c is not None]
-    if awaited := [x for x in awaited if x is not None and not x.done()]:
+    if awaited := _awaited(self._requests.values()):
       concurrent.futures.wait(
         awaited, _PATIENCE, concurrent.futures.FIRST_COMPLETED
       )
@@ -602,6 +610,12 @@ class Engine:
     if ends:
       token, log_prob, likeliest = None, None, ()
     self._emit(request, text, token, log_prob, likeliest, reason)
+
+
+def _awaited(requests: Iterable[_Request]) -> list[concurrent.futures.Future]:
+  """Returns the masks of requests that threads have not found yet."""
+  masks = [r.constraint.awaited for r in requests if r.constraint is not None]
+  return [mask for mask in masks if mask is not None and not mask.done()]
 
 
 def completion(events: Sequence[Event]) -> Completion:
