@@ -14,6 +14,7 @@ import concurrent.futures
 import contextlib
 import hashlib
 import hmac
+import itertools
 import json
 import queue
 import threading
@@ -123,6 +124,9 @@ class Worker:
     future = concurrent.futures.Future()
 
     def job():
+      # Whoever asked may not wait any more.
+      if not future.set_running_or_notify_cancel():
+        return
       try:
         future.set_result(self._engine.load())
       except BaseException as error:  # Also the engine's that has failed.
@@ -258,6 +262,9 @@ class _Server:
     except _Refused as error:
       status = error.status
       raise
+    except ClientDisconnect:
+      status = 499
+      raise
     finally:
       self._metrics.count_request(request.url.path, status)
 
@@ -277,23 +284,20 @@ class _Server:
     with contextlib.ExitStack() as stack:
       count = (1 if chat else len(asked.prompts)) * asked.choices
       stack.enter_context(self._place(count))
+      most = self.engine.max_length
       if chat:
         messages = [m.model_dump(exclude_unset=True) for m in asked.messages]
-        prompts = await self._read('encode_chat', messages, self._most)
+        prompts = await self._read('encode_chat', messages, most)
       elif isinstance(asked.prompts[0], str):
-        prompts = await self._read('encode', asked.prompts, self._most)
+        prompts = await self._read('encode', asked.prompts, most)
       else:
         prompts = asked.prompts
-      grammar = {}
+      settings = asked.settings()
       if asked.schema is not None:
-        grammar['schema'] = await self._compiled(asked.schema)
+        grammar = await self._compiled(asked.schema)
+        settings = [{**choice, 'schema': grammar} for choice in settings]
       events = await self._submit(
-        [
-          (prompt, {**settings, **grammar})
-          for prompt in prompts
-          for settings in asked.settings()
-        ],
-        stack,
+        list(itertools.product(prompts, settings)), stack
       )
       self._metrics.count_prompt(sum(map(len, prompts)))
       head = {
@@ -308,10 +312,6 @@ class _Server:
       if chat:
         head['object'] += '.chunk'
       return _Stream(answer.chunks(), stack.pop_all())
-
-  @property
-  def _most(self) -> int:
-    return self.engine.max_length
 
   @contextlib.contextmanager
   def _place(self, count: int) -> Iterator[None]:
