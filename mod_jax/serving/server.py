@@ -30,7 +30,6 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from mod_jax.errors import UserError
-from mod_jax.pretrained.load import Run
 from mod_jax.serving import engine as engine_lib
 from mod_jax.serving import metrics as metrics_lib
 from mod_jax.serving import requests
@@ -171,7 +170,7 @@ class Worker:
 
 
 class _Server:
-  def __init__(self, engine: Engine, run: Run, name: str, queue: int):
+  def __init__(self, engine: Engine, run: Any, name: str, queue: int):
     self.engine, self.name = engine, name
     self._tokenizer = run.tokenizer
     self._metrics = metrics_lib.Metrics()
@@ -586,7 +585,7 @@ class _KeyRequired:
 
 def app(
   engine: Engine,
-  run: Run,
+  run: Any,
   *,
   name: str,
   queue: int = 64,

@@ -94,7 +94,7 @@ def test_penalties_and_biases_follow_their_definition(engine, logits_after):
   events = {id: [] for id in ids}
   for event in engine.run():
     events[event.id].append(event)
-  all_tokens = set()
+  changed = 0
   for i, (id, prompt) in enumerate(zip(ids, prompts, strict=True)):
     names = ('frequency_penalty', 'presence_penalty', 'logit_bias')
     changes = [SETTINGS[i].get(name, 0) for name in names]
@@ -105,8 +105,7 @@ def test_penalties_and_biases_follow_their_definition(engine, logits_after):
     assert found.tokens == tuple(want)
     # Those of the model, not of what was sampled from.
     np.testing.assert_allclose(found.log_probs, log_probs, atol=1e-3)
-    if changes != [0, 0, 0]:
-      assert want != expected(logits_after, prompt, 12)[0]
+    changed += want != expected(logits_after, prompt, 12)[0]
     if not i % 2:
       assert found.likeliest == ()
       continue
@@ -115,8 +114,7 @@ def test_penalties_and_biases_follow_their_definition(engine, logits_after):
       np.testing.assert_allclose(
         *([p for _, p in pairs] for pairs in (row, want_row)), atol=1e-3
       )
-    all_tokens |= set(found.tokens)
-  assert len(all_tokens) > 4
+  assert changed >= 4
 
 
 def test_others_have_the_same_tokens_and_pay_nothing(engine, run):

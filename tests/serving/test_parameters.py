@@ -12,7 +12,6 @@ import threading
 import time
 
 from flax import linen as nn
-import httpx
 import jax
 import jsonschema
 import numpy as np
@@ -455,14 +454,14 @@ def scrape(client, key=None):
   """Returns values by name and labels of /metrics."""
   address = f'http://{client.base_url.host}:{client.base_url.port}/metrics'
   headers = {} if key is None else {'Authorization': f'Bearer {key}'}
-  reply = httpx.get(address, headers=headers)
+  reply = client._client.get(address, headers=headers)
   assert reply.status_code == 200
   assert reply.headers['content-type'].startswith('text/plain')
   return {
     (sample.name.removeprefix('mod_jax_'), *sample.labels.values()): (
       sample.value
     )
-    for family in text_string_to_metric_families(reply.text)
+    for family in text_string_to_metric_families(reply.content.decode())
     for sample in family.samples
   }
 
@@ -475,8 +474,9 @@ def test_metrics_and_the_key(run):
       with pytest.raises(openai.AuthenticationError, match='needs its API key'):
         wrong.completions.create(**TEXT)
     address = f'http://127.0.0.1:{port}'
-    assert httpx.get(f'{address}/health').status_code == 200
-    assert httpx.get(f'{address}/metrics').status_code == 401
+    http = stranger._client
+    assert http.get(f'{address}/health').status_code == 200
+    assert http.get(f'{address}/metrics').status_code == 401
     client = client_of(port, 'secret')
     found = client.completions.create(**TEXT, n=2)
     new = found.usage.completion_tokens
