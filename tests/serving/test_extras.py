@@ -1,39 +1,29 @@
 """What only some requests ask for: penalties, biases, other tokens."""
 
-from flax import linen as nn
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
+import tiny
 
 from mod_jax.errors import UserError
 from mod_jax.layers.mode import RoutingMode
 from mod_jax.layers.routing_config import MoDConfig
-from mod_jax.models import lm
 from mod_jax.pretrained.load import Run
 from mod_jax.serving import engine as engine_lib
 from mod_jax.serving.engine import Engine
 
 VOCAB, LENGTH = 30, 40
-MODEL = lm.LMConfig(
-  vocab_size=VOCAB,
-  num_layers=2,
-  width=16,
-  num_heads=2,
-  routing=MoDConfig(capacity=0.5),
+MODEL = dataclasses.replace(
+  tiny.LM, vocab_size=VOCAB, routing=MoDConfig(capacity=0.5)
 )
 MODE = RoutingMode(rule='router')
 
 
-def make(seed=0):
-  init = jax.jit(MODEL.build().init)
-  variables = nn.unbox(init(jax.random.key(seed), MODEL.example()))
-  # Large enough that logits differ by more than rounding.
-  return Run(config=MODEL, variables=jax.tree.map(lambda x: 4 * x, variables))
-
-
 @pytest.fixture(scope='module')
 def run():
-  return make()
+  return Run(config=MODEL, variables=tiny.variables(MODEL))
 
 
 @pytest.fixture(scope='module')

@@ -1,6 +1,7 @@
 """Every parameter of the server, by the client that everybody has."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -11,13 +12,12 @@ import sys
 import threading
 import time
 
-from flax import linen as nn
-import jax
 import jsonschema
 import numpy as np
 import openai
 from prometheus_client.parser import text_string_to_metric_families
 import pytest
+import tiny
 import tokenizers
 import uvicorn
 
@@ -25,14 +25,11 @@ import mod_jax
 from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
 from mod_jax.layers.routing_config import MoDConfig
-from mod_jax.models.lm import LMConfig
 from mod_jax.pretrained.load import Run
 from mod_jax.serving import engine as engine_lib
 from mod_jax.serving import grammar
 from mod_jax.serving import server as server_lib
 from mod_jax.serving.engine import Engine
-from mod_jax.tasks import make_task
-from mod_jax.tasks.experiment import ExperimentConfig
 
 END = 256  # After the bytes; ids from 257 on are padding of the model.
 LENGTH = 400
@@ -110,24 +107,13 @@ def folder(tmp_path_factory):
   tokenizer.decoder = tokenizers.decoders.ByteLevel()
   tokenizer.save(str(folder / 'tokenizer.json'))
   (folder / 'chat_template.jinja').write_text(TEMPLATE)
-  config = ExperimentConfig(
-    model=LMConfig(
-      vocab_size=270,
-      num_layers=2,
-      width=8,
-      num_heads=2,
-      routing=MoDConfig(capacity=0.5),
-    ),
-    data=TextDataConfig(
-      length=LENGTH, tokenizer='huggingface', tokenizer_path=str(folder)
-    ),
+  model = dataclasses.replace(
+    tiny.LM, vocab_size=270, routing=MoDConfig(capacity=0.5)
   )
-  task = make_task(config)
-  variables = nn.unbox(jax.jit(task.init)(jax.random.key(0)))
-  run = Run(
-    config=config.model, variables=variables, experiment=config, task=task
+  data = TextDataConfig(
+    length=LENGTH, tokenizer='huggingface', tokenizer_path=str(folder)
   )
-  mod_jax.export(run, folder)
+  mod_jax.export(tiny.run(tiny.experiment(model, data)), folder)
   return folder
 
 
