@@ -448,6 +448,7 @@ def schema(rng):
       {'$ref': '#'},
       {'$ref': 'http://elsewhere.example/schema'},
       {'type': 'frob'},
+      {'type': 'integer', 'minimum': 10**4000},
       chain('anyOf', {'type': 'integer'}),
       chain('allOf', {'type': 'integer'}),
       chain('oneOf', {'$ref': '#/$defs/d0'}),

@@ -21,7 +21,6 @@ from mod_jax.errors import UserError
 
 try:
   import llguidance
-  from llguidance._tokenizer import TokenizerWrapper
 except ImportError:
   llguidance = None
 
@@ -115,7 +114,7 @@ class Grammars:
       surfaces += [b'\xff<%d>' % i for i in range(len(surfaces), end + 1)]
       special += range(len(tokenizer.surfaces), end + 1)
     vocabulary = _Vocabulary(surfaces, special, end)
-    return llguidance.LLTokenizer(TokenizerWrapper(vocabulary))
+    return llguidance.LLTokenizer(llguidance.TokenizerWrapper(vocabulary))
 
   def compile(self, schema: Mapping[str, Any]) -> Grammar:
     """Compiles a JSON schema, which takes up to seconds.

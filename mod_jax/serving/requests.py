@@ -60,7 +60,11 @@ _Stops = Annotated[
 def _biases(value: dict) -> dict[int, float]:
   # By hand: pydantic would find an error in each of a million entries.
   if len(value) <= MAX_BIASES and all(
-    token.isdecimal() and len(token) < 10 and type(bias) in (int, float)
+    # No integer of more digits than Python prints.
+    token.isdecimal()
+    and len(token) < 10
+    and type(bias) in (int, float)
+    and abs(bias) < 2**31
     for token, bias in value.items()
   ):
     return {int(token): bias for token, bias in value.items()}

@@ -127,9 +127,13 @@ class TextProcess:
 
 
 def _ask(stream, name, args):
+  try:
+    job = json.dumps([name, args]).encode()
+  except (ValueError, RecursionError) as error:  # An integer of many digits.
+    raise UserError(f'the request cannot be read: {error}') from error
   reply = b''
   with contextlib.suppress(OSError):  # The fork may be killed meanwhile.
-    stream.write(json.dumps([name, args]).encode() + b'\n')
+    stream.write(job + b'\n')
     stream.flush()
     reply = stream.readline()
   if not reply:
