@@ -144,9 +144,7 @@ class _Vocabulary:
   bos_token_id: None = None
 
   def __call__(self, text) -> list[int]:
-    # Only asked for the tokens of what a schema leaves no choice about, which
-    # the model writes itself here.
-    return []
+    return []  # Only asked where tokens are forced.
 
 
 def check(schema: Mapping[str, Any]) -> None:
@@ -170,12 +168,14 @@ def require_library() -> None:
 
 def _source(schema) -> str:
   try:
-    text = json.dumps(schema)
-    return llguidance.LLMatcher.grammar_from_json_schema(
-      text, overrides=_OPTIONS
-    )
+    text = json.dumps({**schema, 'x-guidance': _OPTIONS})
   except (TypeError, ValueError, RecursionError) as error:
     raise UserError(_refusal(error)) from error
+  # Without forcing, masks allow every way to write what there is no choice
+  # about, and the model takes the tokens that it knows.
+  return llguidance.LLMatcher.grammar_from_lark(
+    f'%llguidance {{"no_forcing": true}}\nstart: %json {text}'
+  )
 
 
 def _refusal(why) -> str:
