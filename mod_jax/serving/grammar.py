@@ -179,10 +179,11 @@ def _source(schema) -> str:
 
 
 def _refusal(why) -> str:
-  why = ' '.join(str(why).split())
+  # The first line says it; the next ones show the grammar.
+  why = str(why).partition('\n')[0].rpartition('JSON schema: ')[2]
   return f'this JSON schema is not supported: {why:.300}'
 
 
 def _too_much(why) -> str:
-  why = ' '.join(str(why).split())
+  why = str(why).partition('\n')[0]
   return f'the JSON schema takes too much computing; simplify it: {why:.300}'
