@@ -119,11 +119,6 @@ class TestLogitDistillation:
     assert abs(total - (q * np.log(q / p)).sum()) > 0.1
     assert count == 5
 
-  def test_is_zero_for_equals_whatever_the_offset(self, rng):
-    logits = rng.normal(size=(3, 4))
-    total, _ = compiled.logit_distillation(logits + 5, logits)
-    assert float(total) == pytest.approx(0, abs=1e-5)
-
   def test_only_the_student_learns(self, rng):
     student, teacher = rng.normal(size=(2, 3, 4))
     of_student, of_teacher = jax.jit(
@@ -133,15 +128,6 @@ class TestLogitDistillation:
       of_student, softmax(student) - softmax(teacher), atol=1e-6
     )
     assert not of_teacher.any()
-
-  def test_bfloat16_teachers_are_read_in_float32(self):
-    teacher = jnp.array([[0.0, 1.0, 2.0]], jnp.bfloat16)
-    exact, _ = compiled.logit_distillation(
-      jnp.zeros((1, 3)), teacher.astype(jnp.float32)
-    )
-    total, _ = compiled.logit_distillation(jnp.zeros((1, 3)), teacher)
-    assert total.dtype == jnp.float32
-    assert float(total) == pytest.approx(float(exact), rel=1e-6)
 
   def test_large_logits_stay_finite(self):
     student, teacher = jnp.array([[1e4, -1e4]]), jnp.array([[-1e4, 1e4]])
@@ -156,6 +142,8 @@ class TestTokenDistillation:
   def test_is_a_mean_over_kept_patches_and_channels(self, rng):
     student, teacher = rng.normal(size=(2, 3, 5, 4))
     keep = rng.random((3, 5)) < 0.5
+    nothing = compiled.token_distillation(student, teacher, jnp.zeros((3, 5)))
+    assert [float(x) for x in nothing] == [0, 0]
     total, count = compiled.token_distillation(
       student, teacher, keep.astype(np.float32)
     )
@@ -175,11 +163,6 @@ class TestTokenDistillation:
     assert not of_teacher.any()
     assert not of_keep.any()
 
-  def test_nothing_kept_is_no_nan(self, rng):
-    student, teacher = rng.normal(size=(2, 2, 3, 4))
-    pair = compiled.token_distillation(student, teacher, jnp.zeros((2, 3)))
-    assert [float(x) for x in pair] == [0, 0]
-
   def test_bfloat16_features_are_subtracted_in_float32(self):
     # Their difference, 2⁻¹⁰ above 1, is no bfloat16.
     student = jnp.full((1, 1, 2), 1.0, jnp.bfloat16)
@@ -197,11 +180,6 @@ class TestRatioLoss:
     want = [(0 + 0.01) / 2, (0.09 + 0) / 2, (0.49 + 0.25) / 2]
     np.testing.assert_allclose(total, sum(want), rtol=1e-5)
     assert count == 3
-
-  def test_errors_of_different_images_do_not_cancel(self):
-    keep = np.stack([np.ones((1, 4)), np.zeros((1, 4))], axis=1)
-    total, _ = compiled.ratio_loss(keep, (0.5,))
-    assert total == 0.5
 
   def test_pulls_decisions_towards_the_target(self):
     gradient = jax.jit(jax.grad(lambda x: losses.ratio_loss(x, (0.5,))[0]))
