@@ -28,6 +28,8 @@ _THREADS = 2
 # A line break and the spaces that indent the next line, or a few spaces. By
 # default any number is allowed, and a small model may write nothing else.
 _OPTIONS = {'whitespace_pattern': r'\n? {0,16}'}
+# States of the automaton of a request's texts, of a kilobyte or two each.
+_MOST_STATES = 20_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +126,9 @@ class Grammars:
     """
     with self._lock:
       vocabulary = self._vocabulary
-    matcher = llguidance.LLMatcher(vocabulary, _source(schema), log_level=0)
+    matcher = llguidance.LLMatcher(
+      *(vocabulary, _source(schema)), log_level=0, limits=_limits()
+    )
     if matcher.is_error():
       raise UserError(_refusal(matcher.get_error()))
     return Grammar(matcher)
@@ -150,9 +154,15 @@ class _Vocabulary:
 def check(schema: Mapping[str, Any]) -> None:
   """Raises UserError if a schema cannot be compiled for any vocabulary."""
   require_library()
-  message = llguidance.LLMatcher.validate_grammar(_source(schema))
+  message = llguidance.LLMatcher.validate_grammar(
+    _source(schema), limits=_limits()
+  )
   if message and not message.startswith('WARNING'):
     raise UserError(_refusal(message))
+
+
+def _limits():
+  return llguidance.LLParserLimits(max_lexer_states=_MOST_STATES)
 
 
 def available() -> bool:
