@@ -107,7 +107,7 @@ class Grammars:
     end = tokenizer.eos_id
     surfaces = list(tokenizer.surfaces)
     # llguidance knows special tokens by a byte that UTF-8 does not have.
-    special = [i for i, surface in enumerate(surfaces) if not surface]
+    special = [i for i, text in enumerate(surfaces) if not text or i == end]
     for i in special:
       surfaces[i] = b'\xff<%d>' % i
     if end is None:
