@@ -15,6 +15,7 @@ class compiled:
   """The losses, each as one program."""
 
   classification_loss = staticmethod(jax.jit(losses.classification_loss))
+  multi_label_loss = staticmethod(jax.jit(losses.multi_label_loss))
   top_k_accuracy = staticmethod(
     jax.jit(losses.top_k_accuracy, static_argnames='k')
   )
@@ -46,6 +47,29 @@ def softmax(x):
   return x / x.sum(axis=-1, keepdims=True)
 
 
+class TestMultiLabelLoss:
+  def test_is_the_binary_cross_entropy_of_each_label(self, rng):
+    logits, target = rng.normal(size=(4, 3)), rng.random((4, 3))
+    weight, class_weight = np.array([1, 1, 0, 1]), np.array([1.0, 3.0, 0.5])
+    probability = 1 / (1 + np.exp(-logits))
+    true = -target * np.log(probability)
+    false = -(1 - target) * np.log(1 - probability)
+    total, count = compiled.multi_label_loss(logits, target)
+    np.testing.assert_allclose(total, (true + false).mean(-1).sum(), rtol=1e-5)
+    assert count == 4
+    total, count = compiled.multi_label_loss(
+      logits, target, weight, class_weight
+    )
+    nats = (class_weight * true + false).mean(-1)
+    np.testing.assert_allclose(total, (weight * nats).sum(), rtol=1e-5)
+    assert count == 3
+
+  def test_is_finite_where_probabilities_round_to_0_or_1(self):
+    logits = np.array([[200.0, -200.0], [-200.0, 200.0]])
+    total, _ = compiled.multi_label_loss(logits, np.array([[1, 0], [1, 0]]))
+    np.testing.assert_allclose(total, 200, rtol=1e-6)
+
+
 class TestClassificationLoss:
   def test_is_the_cross_entropy_with_soft_targets(self, rng):
     logits, target = rng.normal(size=(5, 4)), softmax(rng.normal(size=(5, 4)))
@@ -53,6 +77,25 @@ class TestClassificationLoss:
     want = -(target * np.log(softmax(logits))).sum()
     np.testing.assert_allclose(total, want, rtol=1e-5)
     assert count == 5
+
+  def test_class_weights_give_a_weighted_mean(self, rng):
+    logits, label = rng.normal(size=(5, 3)), np.array([0, 1, 2, 1, 0])
+    class_weight, weight = np.array([3.0, 0.5, 1.0]), np.array([1, 1, 1, 1, 0])
+    total, count = compiled.classification_loss(
+      logits, np.eye(3)[label], weight, class_weight
+    )
+    nats = -np.log(softmax(logits))[np.arange(5), label]
+    factor = class_weight[label] * weight
+    np.testing.assert_allclose(total, (factor * nats).sum(), rtol=1e-5)
+    np.testing.assert_allclose(count, factor.sum(), rtol=1e-6)
+    # Of mixed pictures, each class counts by its part.
+    target = softmax(rng.normal(size=(5, 3)))
+    total, count = compiled.classification_loss(
+      logits, target, None, class_weight
+    )
+    terms = -class_weight * target * np.log(softmax(logits))
+    np.testing.assert_allclose(total, terms.sum(), rtol=1e-5)
+    np.testing.assert_allclose(count, (class_weight * target).sum(), rtol=1e-5)
 
   def test_ignores_images_that_pad_a_batch(self, rng):
     logits, target = rng.normal(size=(5, 4)), np.eye(4)[[0, 1, 2, 3, 0]]
