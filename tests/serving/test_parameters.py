@@ -75,17 +75,17 @@ SCHEMAS = {
       {'const': [1, 'é😀']},
     ]
   },
-  'dates': {
+  'identified': {
     'type': 'object',
     'properties': {
-      'day': {'type': 'string', 'format': 'date'},
+      'id': {'type': 'string', 'format': 'uuid'},
       'tags': {
         'type': 'array',
         'items': {'type': 'string', 'maxLength': 3},
         'maxItems': 2,
       },
     },
-    'required': ['day'],
+    'required': ['id'],
     'additionalProperties': False,
   },
 }
@@ -331,7 +331,7 @@ def test_a_schema_harms_nobody(alone):
   prompts = ['how', 'are', 'you'] * 3
   settings = {'max_new_tokens': 60, 'temperature': 1.0, 'seed': 5}
   expected = alone.generate(prompts, **settings)
-  schemas = [SCHEMAS[name] for name in ('flat', 'dates', 'numbers')] * 3
+  schemas = [SCHEMAS[name] for name in ('flat', 'identified', 'numbers')] * 3
   held = {'temperature': 1.0, 'seed': 1}
   by_itself = [
     alone.generate(['x'], schema=schema, **held)[0] for schema in schemas[:3]
