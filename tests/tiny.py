@@ -1,9 +1,16 @@
-"""Tiny models, weights, data and runs that tests of several folders share."""
+"""Small models, variables, batches and runs that tests share.
 
+Each test varies these by `dataclasses.replace`, so that the one setting under
+test is all that it says.
+"""
+
+import functools
+import re
 import string
 
 from flax import linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 from PIL import Image
 
@@ -13,10 +20,15 @@ from mod_jax.data.images import ImageDataConfig
 from mod_jax.data.text import TextDataConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.models.vit import ViTConfig
+from mod_jax.pretrained.load import Run
 from mod_jax.runs import workdir as workdir_lib
 from mod_jax.runs.checkpoints import Checkpointer
+from mod_jax.tasks import make_task
 from mod_jax.tasks.experiment import ExperimentConfig
 
+# The vocabulary is left at that of bytes, which every text has.
+LM = LMConfig(num_layers=2, width=8, num_heads=2, mlp_dim=8, routing=None)
+# The size of scikit-learn's digits; 17 tokens.
 VIT = ViTConfig(
   image_size=8,
   patch_size=2,
@@ -24,49 +36,124 @@ VIT = ViTConfig(
   num_layers=2,
   width=8,
   num_heads=2,
+  mlp_dim=8,
 )
-LM = LMConfig(num_layers=2, width=8, num_heads=2, mlp_dim=8, routing=None)
 
 
-def shapes(model):
-  """Returns the abstract variables of a model's config, by collection."""
-  rngs = {'params': jax.random.key(0), 'routing': jax.random.key(0)}
-  return nn.unbox(
-    jax.eval_shape(lambda: model.build().init(rngs, model.example()))
+def shapes(config):
+  """Returns the shapes of a model's variables, without compiling anything."""
+  model = config.build()
+  key = jax.random.key(0)
+  rngs = dict.fromkeys(('params', 'routing', 'gumbel'), key)
+  return nn.unbox(jax.eval_shape(model.init, rngs, config.example()))
+
+
+def variables(config, seed=0, gain=1.0):
+  """Returns variables drawn so that every part, and every mistake, shows.
+
+  Kernels keep the size of what they are applied to, times `gain`; biases and
+  scales differ from 0 and 1; moving thresholds are 0.3. A fresh model would
+  have zeros there, and scores that are nearly equal.
+  """
+  rng = np.random.default_rng(seed)
+
+  def draw(path, leaf):
+    name = jax.tree_util.keystr(path)
+    if name.endswith(('.total', '.weight')):
+      value = np.full(leaf.shape, 0.3 if name.endswith('.total') else 1.0)
+    elif name.endswith("['var']"):
+      value = rng.uniform(0.5, 1.5, leaf.shape)
+    else:
+      value = rng.normal(size=leaf.shape)
+      if 'scale' in name:
+        value = 1 + 0.1 * value
+      elif 'kernel' in name:
+        value *= gain * _fan_in(name, leaf.shape) ** -0.5
+      elif 'embedding' not in name:
+        value *= 0.3
+    return jnp.asarray(value, leaf.dtype)
+
+  return jax.tree_util.tree_map_with_path(draw, shapes(config))
+
+
+def _fan_in(name, shape):
+  # Heads and channels go into an output projection; a router for one number
+  # has only the axis of its inputs.
+  axes = shape[-3:-1] if re.search(r"'out'", name) else shape[-2:-1]
+  return np.prod(axes or shape)
+
+
+def tokens(batch=2, length=8, vocab_size=LM.vocab_size, seed=0):
+  """Returns random tokens [batch, length]."""
+  key = jax.random.key(seed)
+  return jax.random.randint(key, (batch, length), 0, vocab_size)
+
+
+def images(batch=2, size=VIT.image_size, seed=0):
+  """Returns random normal images [batch, size, size, 3]."""
+  return jax.random.normal(jax.random.key(seed), (batch, size, size, 3))
+
+
+@functools.partial(jax.jit, static_argnames=('config', 'mode', 'train'))
+def apply(config, variables, inputs, *, mode=None, train=False, **kwargs):
+  """Returns the model's output, compiled once for each config and mode."""
+  if mode is not None:
+    kwargs['mode'] = mode
+  return config.build(train=train).apply(variables, inputs, **kwargs)
+
+
+def experiment(model=LM, data=None, **changes):
+  """Returns a run's config: a few steps, small batches, nothing written twice.
+
+  Args:
+    model: a config of a model.
+    data: where it learns from; as a default the embedded text, or the digits.
+    **changes: fields by dotted name, such as `**{'train.num_steps': 8}`.
+  """
+  if data is None and isinstance(model, LMConfig):
+    data = TextDataConfig(length=16)
+  elif data is None:
+    data = ImageDataConfig(image_size=model.image_size)
+  small = {
+    'train.num_steps': 4,
+    'train.batch_size': 4,
+    'optimizer.warmup_steps': 1,
+    'evaluation.every': 0,
+    'evaluation.batches': 1,
+    'evaluation.final_batches': 1,
+    'evaluation.batch_size': 4,
+    'log.every': 1,
+    'log.tensorboard': False,
+  }
+  config = ExperimentConfig(model=model, data=data)
+  return config_lib.replace(config, small | changes)
+
+
+def run(config):
+  """Returns a `Run` of an experiment's model, with variables drawn as above."""
+  return Run(
+    config=config.model,
+    variables=variables(config.model),
+    experiment=config,
+    task=make_task(config),
   )
 
 
-def random_params(model, seed=0, *, mean=0.0, std=0.4):
-  """Returns parameters large enough to tell tokens, rules and heads apart."""
+def random_params(config, seed=0, *, mean=0.0, std=0.4):
+  """Returns normal parameters of one scale, biases and scales included.
+
+  They are numpy's, so that a test may change some in place.
+  """
   rng = np.random.default_rng(seed)
   return jax.tree.map(
     lambda x: rng.normal(mean, std, x.shape).astype(np.float32),
-    shapes(model)['params'],
+    shapes(config)['params'],
   )
 
 
 def one_device():
-  """Returns the mesh of the first device alone."""
+  """Returns a mesh of the first device alone."""
   return parallel.make_mesh(parallel.MeshConfig(), jax.devices()[:1])
-
-
-def experiment(model, data=None, changes=None, **fields):
-  """Returns a small run's config; `changes` are by dotted path."""
-  if data is None:
-    data = (
-      TextDataConfig(length=16)
-      if isinstance(model, LMConfig)
-      else ImageDataConfig(image_size=model.image_size)
-    )
-  small = {
-    'evaluation.every': 0,
-    'evaluation.batches': 0,
-    'evaluation.final_batches': 1,
-    'optimizer.warmup_steps': 0,
-    'log.tensorboard': False,
-  }
-  config = ExperimentConfig(model=model, data=data, **fields)
-  return config_lib.replace(config, small | (changes or {}))
 
 
 def save_run(path, config, params):

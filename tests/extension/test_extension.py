@@ -61,7 +61,7 @@ def text(tmp_path_factory):
 
 def language(text, **model):
   sizes = {'num_layers': 2, 'width': 16, 'num_heads': 2, 'mlp_dim': 32}
-  return tiny.experiment(LMConfig(**sizes | model), text, TINY)
+  return tiny.experiment(LMConfig(**sizes | model), text, **TINY)
 
 
 def check_run(config, workdir, train, load):

@@ -167,17 +167,6 @@ def complete_files(variant, texts, **changes):
   return FILES.complete(config_lib.replace(FILES.get_config(variant), changes))
 
 
-def fresh(config):
-  """Returns a run that has not been trained."""
-  task = make_task(config)
-  return mod_jax.Run(
-    config=config.model,
-    variables=nn.unbox(jax.jit(task.init)(jax.random.key(0))),
-    experiment=config,
-    task=task,
-  )
-
-
 def test_a_tokenizers_vocabulary_is_read(texts):
   learned = complete_files('', texts)
   assert learned.model.vocab_size == 262
@@ -202,7 +191,7 @@ def test_sizes_and_tokenizer_are_those_of_the_run(texts, tmp_path):
   config = complete_files(
     'dense', texts, **{'model.width': 12, 'model.num_heads': 2}
   )
-  run = fresh(config)
+  run = tiny.run(config)
   mod_jax.export(run, tmp_path)
   routed = complete_files('mod', texts, init=str(tmp_path))
   assert routed.model == dataclasses.replace(
@@ -220,7 +209,7 @@ def test_a_language_model_of_hugging_face_needs_no_sizes(
   monkeypatch.setattr(evaluation, 'report', lambda *args: None)
   small = {'model.width': 12, 'model.num_heads': 2, 'model.num_layers': 2}
   config = complete_files('dense', texts, **small)
-  run = fresh(config)
+  run = tiny.run(config)
   first, second = tmp_path / 'first', tmp_path / 'second'
   mod_jax.export(run, first, 'huggingface')
   loaded = mod_jax.load(first)

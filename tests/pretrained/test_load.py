@@ -6,7 +6,6 @@ import pathlib
 import shutil
 
 import chex
-from flax import linen as nn
 import jax
 import numpy as np
 from PIL import Image
@@ -20,7 +19,6 @@ from mod_jax.data.images import ImageDataConfig
 from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
 from mod_jax.layers.routing_config import MoDConfig, VisionRoutingConfig
-from mod_jax.pretrained.load import Run
 from mod_jax.tasks import make_task, phases
 from mod_jax.train import evaluation
 
@@ -60,7 +58,7 @@ def workdir(folder, tmp_path_factory, on_one_device):
   workdir = tmp_path_factory.mktemp('run')
   with on_one_device(), pytest.MonkeyPatch.context() as patch:
     patch.setattr(evaluation, 'report', lambda *args: None)
-    phases.train(tiny.experiment(model, data, sizes), workdir)
+    phases.train(tiny.experiment(model, data, **sizes), workdir)
   return workdir
 
 
@@ -302,12 +300,7 @@ def test_a_language_model_goes_elsewhere(tmp_path, tokenizer):
     corpus = str(tmp_path / 'texts' / 'corpus')
     prepare.prepare(data, corpus)
     data = TextDataConfig(source='prepared', path=corpus, length=16)
-  config = tiny.experiment(model, data)
-  task = make_task(config)
-  variables = nn.unbox(jax.jit(task.init)(jax.random.key(0)))
-  run = Run(
-    config=config.model, variables=variables, experiment=config, task=task
-  )
+  run = tiny.run(tiny.experiment(model, data))
   mod_jax.export(run, tmp_path / 'out')
   expected = run.predict(['def main', 'x'], num_tokens=5)
   shutil.rmtree(texts)

@@ -57,7 +57,7 @@ def export_of_another_epsilon(folder):
 
 
 def read_too_early(folder):
-  workdir_lib.claim(folder / 'run', tiny.experiment(tiny.LM))
+  workdir_lib.claim(folder / 'run', tiny.experiment())
   Source.open(folder / 'run').read()
 
 

@@ -15,7 +15,6 @@ from mod_jax import trees
 from mod_jax.data.images import ImageDataConfig
 from mod_jax.layers import stack
 from mod_jax.models import lm
-from mod_jax.pretrained.load import Run
 from mod_jax.tasks import make_task
 from mod_jax.tasks.experiment import ExperimentConfig
 
@@ -35,12 +34,7 @@ def images(dense):
 
 @pytest.fixture(scope='module')
 def language():
-  config = tiny.experiment(tiny.LM)
-  task = make_task(config)
-  variables = nn.unbox(jax.jit(task.init)(jax.random.key(0)))
-  return Run(
-    config=config.model, variables=variables, experiment=config, task=task
-  )
+  return tiny.run(tiny.experiment())
 
 
 WHOLE = {

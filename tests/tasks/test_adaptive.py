@@ -56,9 +56,9 @@ BATCH = {'image': IMAGE, 'target': np.eye(10, dtype=np.float32)[:4]}
 
 @functools.cache  # With what it has compiled.
 def make(phase='end_to_end', **objective):
-  objective = ACMObjective(phase=phase, **objective)
   sizes = {'evaluation.batches': 2, 'evaluation.batch_size': 50}
-  return make_task(tiny.experiment(MODEL, changes=sizes, objective=objective))
+  objective = ACMObjective(phase=phase, **objective)
+  return make_task(tiny.experiment(MODEL, objective=objective, **sizes))
 
 
 @functools.cache
@@ -201,7 +201,7 @@ class TestPhases:
     assert metrics['k1/loss'] == pytest.approx(held_out(make())['k1/loss'])
     assert task.main_metrics(metrics) == metrics
     assert task.flops_per_step(False) == pytest.approx(
-      6 * 16 * task.macs(learners=1)
+      6 * 4 * task.macs(learners=1)
     )
 
 
@@ -275,9 +275,9 @@ def test_costs():
   assert task.macs(learners=2) == flops.published_macs(MODEL) - gates / 2
   assert task.macs(1.0) - task.macs(0.25) == pytest.approx(learners * 3 / 8)
   assert task.macs(learners=1) == task.macs(0.5) - gates / 2
-  # Of a step of 16 rows.
-  assert task.flops_per_step(0.0) == 16 * flops.train(MODEL)
-  assert make('gates').flops_per_step(0.0) == 16 * (
+  # Of a step of 4 rows.
+  assert task.flops_per_step(0.0) == 4 * flops.train(MODEL)
+  assert make('gates').flops_per_step(0.0) == 4 * (
     flops.forward(DENSE) + 3 * (learners + gates)
   )
 
@@ -372,12 +372,18 @@ class TestLanguage:
       length=16,
       max_epochs=1000,
     )
-    sizes = {'evaluation.batch_size': 8, 'evaluation.sample_tokens': 4}
+    sizes = {
+      'evaluation.batches': 0,
+      'evaluation.batch_size': 8,
+      'evaluation.sample_tokens': 4,
+    }
 
     @functools.cache
     def make(phase, model=TestLanguage.MODEL):
       objective = ACMObjective(phase=phase)
-      return make_task(tiny.experiment(model, data, sizes, objective=objective))
+      return make_task(
+        tiny.experiment(model, data, objective=objective, **sizes)
+      )
 
     return make
 

@@ -51,12 +51,11 @@ PARAMS = random_params(MODEL)
 
 @functools.cache
 def make(model=MODEL, **changes):
-  fields = {'objective': ACMObjective(phase='end_to_end')} | changes
-  sizes = {
-    **{'train.num_steps': 8, 'train.batch_size': 4},
-    **{'evaluation.batches': 1, 'evaluation.batch_size': 50},
+  fields = {
+    'objective': ACMObjective(phase='end_to_end'),
+    'evaluation.batch_size': 50,
   }
-  return make_task(tiny.experiment(model, changes=sizes, **fields))
+  return make_task(tiny.experiment(model, **fields | changes))
 
 
 MODES = ('', 'never/', 'k1/', 'k2/')

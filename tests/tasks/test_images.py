@@ -49,12 +49,13 @@ def make(model=DENSE, **changes):
   """Returns the task of a model on the digits; changes by dotted path."""
   small = {
     'optimizer.learning_rate': 1e-2,
+    'optimizer.warmup_steps': 0,
     'train.num_steps': 8,
+    'evaluation.batches': 0,
     'evaluation.batch_size': 71,
     'evaluation.final_batches': 0,
   }
-  data = ImageDataConfig(image_size=8)
-  config = tiny.experiment(DENSE, data, small)
+  config = tiny.experiment(DENSE, **small)
   return _make_task(config_lib.replace(config, {'model': model, **changes}))
 
 
@@ -164,7 +165,7 @@ class TestImageLoss:
     floors = [task.static_args(step) for step in range(6)]
     assert floors == [1, 1, 0.5, 0.5, 0, 0]
     assert task.flops_per_step(1.0) == make().flops_per_step(0.0)
-    assert task.flops_per_step(0.0) == 16 * 3 * flops.forward(AMOD)
+    assert task.flops_per_step(0.0) == 4 * 3 * flops.forward(AMOD)
     assert task.flops_per_step(0.0) < task.flops_per_step(1.0)
     params, _ = init(make())
     batch = random_batch()
@@ -313,13 +314,13 @@ class TestPruningLoss:
     heads = sum(
       model.prediction_flops(model.backbone.num_patches) for _ in model.stages
     )
-    student = 16 * 3 * (dense + heads)
+    student = 4 * 3 * (dense + heads)
     weighed = pruning(**self.WEIGHTS)
-    assert weighed.flops_per_step(0.0) == student + 16 * dense
+    assert weighed.flops_per_step(0.0) == student + 4 * dense
     assert pruning(teacher=False).flops_per_step(0.0) == student
     model = dataclasses.replace(DYNAMIC, score='random')
     assert pruning(model, teacher=False).flops_per_step(0.0) == (
-      16 * 3 * flops.forward(model)
+      4 * 3 * flops.forward(model)
     )
 
 

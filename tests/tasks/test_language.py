@@ -75,7 +75,7 @@ def _make(folder, routing, segments=False):
     segments=segments,
     max_epochs=1000,
   )
-  config = tiny.experiment(model, data, {'evaluation.batch_size': 4})
+  config = tiny.experiment(model, data, **{'evaluation.batches': 0})
   task = make_task(config)
   optimizer = optax.sgd(0.1)
   abstract = state_lib.abstract_state(task, optimizer, tiny.one_device())

@@ -5,6 +5,7 @@ import re
 
 import pytest
 import tiny
+from tiny import experiment as run
 
 from mod_jax import config as config_lib
 from mod_jax import parallel
@@ -39,17 +40,13 @@ HERE = {'init': '.'}
 PHASES = {'learners': SHORT, 'gates': SHORT, 'end_to_end': SHORT}
 
 
-def run(model, changes=None, data=None, **fields):
-  return tiny.experiment(model, data, changes, **fields)
-
-
 def acm(phase='all', changes=None, **objective):
   objective = ACMObjective(phase=phase, **PHASES | objective)
-  return run(ADAPTIVE, changes, objective=objective)
+  return run(ADAPTIVE, objective=objective, **(changes or {}))
 
 
 def check(model, data=None):
-  make_task(run(model, data=data)).modality.check()
+  make_task(run(model, data)).modality.check()
 
 
 def taught(config):
@@ -94,7 +91,7 @@ REFUSED = {
     lambda _: run(tiny.LM, objective=ConversionObjective())
   ),
   'capacity_warmup_steps=2 and model=DynamicViTConfig … set the steps to 0': (
-    lambda _: run(DYNAMIC, {'train.capacity_warmup_steps': 2})
+    lambda _: run(DYNAMIC, **{'train.capacity_warmup_steps': 2})
   ),
   'steps=2 and model.routing and model.adaptive … set the steps to 0': (
     lambda _: acm(changes=ROUTED | {'train.capacity_warmup_steps': 2})
@@ -102,9 +99,7 @@ REFUSED = {
   'dense and model.routing and model.adaptive … set dense to None': (
     lambda _: acm(changes=ROUTED | {'dense': SHORT})
   ),
-  'dense and model … set dense to None': (
-    lambda _: run(tiny.VIT, {'dense': SHORT})
-  ),
+  'dense and model … set dense to None': (lambda _: run(tiny.VIT, dense=SHORT)),
   "objective.phase='all' and optimizer.rules … leave the rules out": (
     lambda _: acm(changes={'optimizer.rules': (('.', 1.0, 0),)})
   ),
@@ -152,7 +147,7 @@ REFUSED = {
   ),
   # Held-out numbers and samples.
   'evaluation.batch_size=4 … 8': lambda _: evaluation.held_out(
-    make_task(run(tiny.LM, {'evaluation.batch_size': 4})),
+    make_task(run(tiny.LM)),
     *({}, {}, parallel.make_mesh(parallel.MeshConfig())),
   ),
   'prompt=10, max_new_tokens=5 … max_length=14': (
@@ -221,6 +216,7 @@ def test_a_teacher_must_be_whole(tmp_path, change, offender):
     source='folder', path=str(tmp_path / 'pictures'), image_size=8
   )
   model = DynamicViTConfig(backbone=sized(**change), stages=(0,))
-  changes = {'init': str(tmp_path / 'run')}
+  data = data if 'num_classes' in change else None
+  config = run(model, data, init=str(tmp_path / 'run'))
   with pytest.raises(UserError, match=re.escape(offender)):
-    taught(run(model, changes, data if 'num_classes' in change else None))
+    taught(config)
