@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import logging
 import pathlib
-from types import SimpleNamespace
 
 from absl import logging as absl_logging
 import jax
@@ -344,11 +343,11 @@ def _apply(model, **kwargs):
   return jax.jit(model.build(**kwargs).apply)
 
 
-def oracle(logits_BV, label_B):
+def oracle(logits_BV, label_B, classes=10):
   """Returns loss, accuracy and top-5 accuracy, in numpy alone."""
   order = np.argsort(-logits_BV, axis=-1, kind='stable')
   return {
-    'loss': cross_entropy(logits_BV, np.eye(10)[label_B]).mean(),
+    'loss': cross_entropy(logits_BV, np.eye(classes)[label_B]).mean(),
     'accuracy': np.mean(order[:, 0] == label_B),
     'top5': np.mean((order[:, :5] == label_B[:, None]).any(axis=1)),
   }
@@ -398,28 +397,12 @@ class TestEvaluate:
     task = make(model, data=in_folder(folder))
     params, _ = init(task)
     metrics = held_out(task, params)
-    assert metrics.keys() == {'loss', 'accuracy'}
-    of_six = task.modality.eval_sums(
-      SimpleNamespace(logits_BV=np.zeros((1, 6))),
-      {'label': np.zeros(1, int), 'weight': np.ones(1)},
-      None,
-    )
-    assert of_six.keys() == {'loss', 'accuracy'}
     # Six images in a batch of 71; a row that only fills it is no image.
-    images = list(images_lib.eval_batches(task.config.data, batch_size=1))
-    assert len(images) == 6
-    logits_BV = np.concatenate(
-      [
-        np.asarray(_apply(model)({'params': params}, b['image']).logits_BV)
-        for b in images
-      ]
-    )
-    label_B = np.concatenate([b['label'] for b in images])
-    nats_B = cross_entropy(logits_BV, np.eye(3)[label_B])
-    assert metrics['loss'] == pytest.approx(nats_B.mean(), rel=1e-5)
-    assert metrics['accuracy'] == np.float32(
-      np.mean(logits_BV.argmax(axis=-1) == label_B)
-    )
+    (batch,) = images_lib.eval_batches(task.config.data, batch_size=6)
+    output = _apply(model)({'params': params}, batch['image'])
+    expected = oracle(np.asarray(output.logits_BV), batch['label'], 3)
+    del expected['top5']
+    assert metrics == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.fixture(scope='module')
@@ -460,46 +443,37 @@ def dense_run(tmp_path_factory, one_device_each):
 
 
 def adapt(task, path):
-  """Returns (fresh parameters, those that a run from `path` starts with)."""
+  """Returns flat parameters: fresh ones, and those that a run starts with."""
   fresh, model_state = init(task)
   params, _ = task.start(fresh, model_state, str(path))
   shapes = jax.tree.map(jnp.shape, fresh)
   assert jax.tree.map(jnp.shape, params) == shapes
-  return trees.flatten(fresh), trees.flatten(params), params
+  return trees.flatten(fresh), trees.flatten(params)
 
 
 class TestStart:
   @pytest.mark.parametrize(
     ('model', 'new'),
     [
-      (AMOD, set()),
-      (MOD, {'block_1/router/kernel'}),
-      (DYNAMIC, {'prediction_'}),
-      (dataclasses.replace(DYNAMIC, score='static'), {'pattern_'}),
-      (AMOD.isoflop_twin(1), set()),
+      (AMOD, ''),
+      (MOD, 'block_1/router/kernel'),
+      (DYNAMIC, 'prediction_'),
+      (dataclasses.replace(DYNAMIC, score='static'), 'pattern_'),
+      (AMOD.isoflop_twin(1), ''),
     ],
     ids=['amod', 'mod', 'dynamic', 'static', 'isoflop'],
   )
   def test_from_a_dense_run(self, dense_run, model, new):
     workdir, _, trained = dense_run
-    task = make_alone(model)
-    fresh, params, _ = adapt(task, workdir)
-    trained = trees.flatten(trained)
-    seen = set()
-    for name, value in params.items():
-      own = next((n for n in new if name.startswith(n)), None)
-      seen |= {own} - {None}
-      source = fresh if own else trained
-      np.testing.assert_array_equal(value, source[name], err_msg=name)
-      # What is taken over is not what was there.
-      if not own:
-        assert not np.array_equal(value, fresh[name]), name
-    assert seen == new
+    fresh, params = adapt(make_alone(model), workdir)
+    added = {k: x for k, x in fresh.items() if new and k.startswith(new)}
+    assert bool(added) == bool(new)
+    tiny.same(params, trees.flatten(trained) | added)
 
   def test_a_routed_run_becomes_dense(self, tmp_path):
     task = make(MOD)
     routed = tiny.save_run(tmp_path, task.config, init(task)[0])
-    *_, params = adapt(make(), tmp_path)
+    _, params = adapt(make(), tmp_path)
     del routed['block_1/router/kernel']
     tiny.same(params, routed)
 
@@ -507,8 +481,8 @@ class TestStart:
     workdir, metrics, _ = dense_run
     routing = VisionRoutingConfig(capacity=1.0)
     task = make(dataclasses.replace(DENSE, routing=routing))
-    *_, params = adapt(task, workdir)
-    adapted = held_out(task, params)
+    _, params = adapt(task, workdir)
+    adapted = held_out(task, trees.unflatten(params))
     assert {k: adapted[k] for k in metrics} == pytest.approx(metrics, rel=1e-6)
     assert adapted['accuracy'] == metrics['accuracy']
     # Without its routed block, it is another.
@@ -518,7 +492,7 @@ class TestStart:
     workdir, _, trained = dense_run
     model = dataclasses.replace(AMOD, image_size=12)
     task = make(model, **{'data.image_size': 12})
-    _, params, _ = adapt(task, workdir)
+    _, params = adapt(task, workdir)
     assert params['position'].shape == (37, 8)
     expected = resize_positions(jnp.asarray(trained['position']), 1, 6)
     np.testing.assert_allclose(params['position'], expected, atol=1e-6)
@@ -531,13 +505,11 @@ class TestStart:
     )
     absl_logging.use_python_logging(quiet=True)
     with caplog.at_level(logging.WARNING, logger='absl'):
-      fresh, params, _ = adapt(task, workdir)
+      fresh, params = adapt(task, workdir)
     (told,) = [r.getMessage() for r in caplog.records if 'head' in r.message]
     assert 'made new, for num_classes=3; the run had 10' in told
-    for name, value in params.items():
-      source = fresh if name.startswith('head') else trees.flatten(trained)
-      np.testing.assert_array_equal(value, source[name])
-    assert np.any(params['head/kernel'])
+    head = {k: x for k, x in fresh.items() if k.startswith('head')}
+    tiny.same(params, trees.flatten(trained) | head)
 
   def test_a_file_of_timm(self, dense_run, tmp_path):
     workdir, _, trained = dense_run
@@ -545,14 +517,11 @@ class TestStart:
     convert_vit.save(path, trained, DENSE, naming='timm')
     for model in (MOD, DYNAMIC):
       task = make_alone(model)
-      fresh, by_file, _ = adapt(task, path)
-      _, by_run, _ = adapt(task, workdir)
-      assert by_file.keys() == fresh.keys()
+      _, by_file = adapt(task, path)
+      _, by_run = adapt(task, workdir)
+      assert by_file.keys() == by_run.keys()
       for name, value in by_file.items():
-        # What is new is not that of the file, which has none.
-        new = name.startswith(('prediction', 'block_1/router'))
-        other = fresh[name] if new else by_run[name]
-        np.testing.assert_allclose(value, other, atol=1e-7, err_msg=name)
+        np.testing.assert_allclose(value, by_run[name], atol=1e-7)
 
   def test_files_of_lv_vit_and_dynamic_vit(self, tmp_path, caplog):
     """Statistics and prediction heads come along; a lost head alone is new."""
@@ -642,8 +611,8 @@ class TestTeacher:
     params = result.state.params
     flat = trees.flatten(params)
     assert sum(x.size for x in flat.values()) == flops.num_params(model)
-    for name, value in trees.flatten(trained).items():
-      np.testing.assert_array_equal(flat[name], value)
+    taught = trees.flatten(trained)
+    tiny.same({k: flat[k] for k in taught}, taught)
     # What is saved of a run is its state, and the teacher is no part of that:
     # it holds each parameter and its two moments.
     assert result.state.model_state == {}
@@ -656,30 +625,6 @@ class TestTeacher:
     expected = held_out(task, params, batches=1)
     assert {k: first[k] for k in expected} == pytest.approx(expected, rel=1e-6)
     assert expected['loss'] != dense['loss']
-
-  @pytest.mark.parametrize(
-    ('change', 'pattern'),
-    [
-      ({'num_classes': 3}, 'has no head for 3 classes, which a teacher needs'),
-      # The head is not what to mend.
-      ({'width': 16}, r'head/kernel: \(8, 10\) instead of \(16, 10\)'),
-      # Half of a model teaches nothing.
-      ({'num_layers': 1}, r'unexpected: block_1/mlp/up/kernel'),
-    ],
-    ids=str,
-  )
-  def test_must_be_whole(self, dense_run, tmp_path, folder, change, pattern):
-    workdir, _, trained = dense_run
-    backbone = dataclasses.replace(DENSE, **change)
-    model = dataclasses.replace(DYNAMIC, backbone=backbone, stages=(0,))
-    data = in_folder(folder) if 'num_classes' in change else None
-    changes = {'data': data} if data else {}
-    with pytest.raises(UserError, match=pattern):
-      self.task(workdir, model=model, **changes).teacher(None)
-    path = tmp_path / 'dense.safetensors'
-    convert_vit.save(path, trained, DENSE)
-    with pytest.raises(UserError, match='teacher needs|does not fit'):
-      self.task(path, model=model, **changes).teacher(None)
 
 
 PICTURES = {
@@ -732,7 +677,7 @@ def test_rows_that_fill_a_batch_have_no_part_in_the_load_of_experts():
   task = make_alone(dataclasses.replace(DENSE, experts=experts))
   params, model_state = init(task)
   # All that is real in the first batch is all that there is in the second.
-  images = random_batch(4)['image']
+  images = random_batch()['image']
   step = jax.jit(task.eval_step, static_argnums=4)
   found = [
     step(
