@@ -36,7 +36,6 @@ VIT = ViTConfig(
   num_layers=2,
   width=8,
   num_heads=2,
-  mlp_dim=8,
 )
 
 
@@ -77,10 +76,16 @@ def variables(config, seed=0, gain=1.0):
 
 
 def _fan_in(name, shape):
-  # Heads and channels go into an output projection; a router for one number
-  # has only the axis of its inputs.
-  axes = shape[-3:-1] if re.search(r"'out'", name) else shape[-2:-1]
-  return np.prod(axes or shape)
+  """Returns how many products each result of a kernel is the sum of."""
+  if re.search("'(query|key|value)'", name):
+    axes = shape[-3:-2]
+  elif "'out'" in name:
+    axes = shape[-3:-1]
+  elif 'stem' in name:
+    axes = shape[:-1]
+  else:
+    axes = shape[-2:-1]
+  return np.prod(axes or shape)  # A router's for one number has only one axis.
 
 
 def tokens(batch=2, length=8, vocab_size=LM.vocab_size, seed=0):
@@ -94,12 +99,21 @@ def images(batch=2, size=VIT.image_size, seed=0):
   return jax.random.normal(jax.random.key(seed), (batch, size, size, 3))
 
 
-@functools.partial(jax.jit, static_argnames=('config', 'mode', 'train'))
-def apply(config, variables, inputs, *, mode=None, train=False, **kwargs):
-  """Returns the model's output, compiled once for each config and mode."""
-  if mode is not None:
-    kwargs['mode'] = mode
-  return config.build(train=train).apply(variables, inputs, **kwargs)
+@functools.partial(
+  jax.jit,
+  static_argnames=('model', 'mode', 'mutable', 'method', 'depth'),
+)
+def apply(model, variables, *inputs, **kwargs):
+  """Returns what a model does, compiled once for each setting.
+
+  Args:
+    model: a module, or a config, which is built as it stands.
+    variables: the model's variables.
+    *inputs: tokens or images, and what else the model takes by position.
+    **kwargs: what it takes by name; `mutable` as one string.
+  """
+  model = model if isinstance(model, nn.Module) else model.build()
+  return model.apply(variables, *inputs, **kwargs)
 
 
 def experiment(model=LM, data=None, **changes):
@@ -116,12 +130,12 @@ def experiment(model=LM, data=None, **changes):
     data = ImageDataConfig(image_size=model.image_size)
   small = {
     'train.num_steps': 4,
-    'train.batch_size': 4,
+    'train.batch_size': 8,  # One row for each device.
     'optimizer.warmup_steps': 1,
     'evaluation.every': 0,
     'evaluation.batches': 1,
     'evaluation.final_batches': 1,
-    'evaluation.batch_size': 4,
+    'evaluation.batch_size': 8,
     'log.every': 1,
     'log.tensorboard': False,
   }

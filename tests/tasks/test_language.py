@@ -243,7 +243,7 @@ def test_controls_evaluate_and_sample(make, routing):
   if routing == STRIDE:  # Sampled and drawn as the other is.
     return
   (sample,) = task.modality.sample(
-    params, model_state, ['ab'], num_tokens=5, key=jax.random.key(0)
+    params, model_state, ['ab'], max_new_tokens=5, key=jax.random.key(0)
   )
   assert 0 < len(sample) <= 5
   figures = task.pictures(params, model_state)
@@ -346,7 +346,7 @@ class TestSample:
       params,
       model_state,
       prompts,
-      num_tokens=6,
+      max_new_tokens=6,
       temperature=0.0,
     )
     texts = sample()
@@ -358,7 +358,7 @@ class TestSample:
     assert (
       task.modality.sample(
         *(params, model_state, prompts[:1]),
-        num_tokens=6,
+        max_new_tokens=6,
         temperature=0.0,
         mode='router',
       )

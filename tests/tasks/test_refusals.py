@@ -71,7 +71,7 @@ def check_vocabulary(tmp_path, size):
 
 def sample(model, prompt, **kwargs):
   make_task(run(model)).modality.sample(
-    *({}, {}, [prompt]), num_tokens=5, temperature=0.0, **kwargs
+    *({}, {}, [prompt]), max_new_tokens=5, temperature=0.0, **kwargs
   )
 
 
