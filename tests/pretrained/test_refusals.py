@@ -11,6 +11,8 @@ import tiny
 import mod_jax
 from mod_jax import config as config_lib
 from mod_jax.errors import UserError
+from mod_jax.layers.acm import AdaptiveConfig
+from mod_jax.layers.routing_config import MoDConfig, VisionRoutingConfig
 from mod_jax.pretrained.source import Source
 from mod_jax.runs import workdir as workdir_lib
 
@@ -35,9 +37,10 @@ def route(method, run=vit, **settings):
   mod_jax.route(run(), method, **settings)
 
 
-def export(folder, format, method=None, run=vit):
-  run = run() if method is None else mod_jax.route(run(), method)
-  mod_jax.export(run, folder, format)
+def export(folder, format, run=vit, **model):
+  """Exports a run as if its model were another; its weights are not reached."""
+  config = dataclasses.replace(run().config, **model)
+  mod_jax.export(dataclasses.replace(run(), config=config), folder, format)
 
 
 def export_over_a_run(folder, format):
@@ -51,11 +54,6 @@ def export_over_a_file(folder):
   mod_jax.export(vit(), folder / 'file')
 
 
-def export_of_another_epsilon(folder):
-  config = dataclasses.replace(vit().config, norm_epsilon=1e-12)
-  mod_jax.export(dataclasses.replace(vit(), config=config), folder, 'timm')
-
-
 def read_too_early(folder):
   workdir_lib.claim(folder / 'run', tiny.experiment())
   Source.open(folder / 'run').read()
@@ -63,6 +61,11 @@ def read_too_early(folder):
 
 def complete(file, variant, **changes):
   file.complete(config_lib.replace(file.get_config(variant), changes))
+
+
+def start_a_language_model_from_pictures(folder):
+  mod_jax.export(vit(), folder)
+  complete(FILES, 'mod', init=str(folder))
 
 
 # What is said, but for what stands at …: the offender, and the way out.
@@ -88,16 +91,18 @@ REFUSED = {
   'is the directory of a run': (
     lambda path: export_over_a_run(path, 'safetensors')
   ),
-  'norm_epsilon=1e-06 alone … 1e-12': export_of_another_epsilon,
+  'norm_epsilon=1e-06 alone … 1e-12': (
+    lambda path: export(path, 'timm', norm_epsilon=1e-12)
+  ),
   'cannot run routed blocks … dense=True': (
-    lambda path: export(path, 'timm', 'amod')
+    lambda path: export(path, 'timm', routing=VisionRoutingConfig())
   ),
-  'timm cannot run … learners': lambda path: export(path, 'timm', 'acm'),
-  "'safetensors' for a language": (
-    lambda path: export(path, 'timm', 'mod', language)
+  'timm cannot run … learners': (
+    lambda path: export(path, 'timm', adaptive=AdaptiveConfig())
   ),
-  'huggingface cannot run routed blocks': (
-    lambda path: export(path, 'huggingface', 'mod', language)
+  "'safetensors' for a language": (lambda path: export(path, 'timm', language)),
+  'transformers cannot run routed blocks … dense=True': (
+    lambda path: export(path, 'huggingface', language, routing=MoDConfig())
   ),
   # Conversions.
   'conditional already': lambda _: mod_jax.route(mod_jax.route(vit()), 'mod'),
@@ -111,7 +116,7 @@ REFUSED = {
   'capacity=2': lambda _: route('amod', capacity=2.0),
   # Configs that files complete.
   'is a vision transformer: give a lang': (
-    lambda _: complete(FILES, 'mod', init=str(VIT_FILE))
+    start_a_language_model_from_pictures
   ),
   'nowhere … is no directory': (
     lambda path: complete(PHOTOS, 'amod', **{'data.path': f'{path}/nowhere'})

@@ -35,7 +35,7 @@ def test_entropy_by_blocks(tmp_path, monkeypatch):
     length=16,
     eval_fraction=0.5,
   )
-  config = tiny.experiment(MODEL, data)
+  config = tiny.experiment(MODEL, data, **{'evaluation.batch_size': 4})
   task = make_task(config)
   params = tiny.random_params(MODEL, mean=0.1, std=0.5)
   params = jax.tree.map(jnp.asarray, params)

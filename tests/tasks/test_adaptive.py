@@ -88,6 +88,12 @@ def is_adaptive(name):
   return re.fullmatch(acm.PARAMETERS, name) is not None
 
 
+def started(own, dense):
+  """Returns what a run starts from: the dense model's, but for the new."""
+  own = trees.flatten(own)
+  return {n: own[n] if is_adaptive(n) else dense[n] for n in own}
+
+
 def choices(output):
   return stack.collect(output.aux, 'adaptive')
 
@@ -201,7 +207,7 @@ class TestPhases:
     assert metrics['k1/loss'] == pytest.approx(held_out(make())['k1/loss'])
     assert task.main_metrics(metrics) == metrics
     assert task.flops_per_step(False) == pytest.approx(
-      6 * 4 * task.macs(learners=1)
+      6 * 8 * task.macs(learners=1)
     )
 
 
@@ -275,9 +281,9 @@ def test_costs():
   assert task.macs(learners=2) == flops.published_macs(MODEL) - gates / 2
   assert task.macs(1.0) - task.macs(0.25) == pytest.approx(learners * 3 / 8)
   assert task.macs(learners=1) == task.macs(0.5) - gates / 2
-  # Of a step of 4 rows.
-  assert task.flops_per_step(0.0) == 4 * flops.train(MODEL)
-  assert make('gates').flops_per_step(0.0) == 4 * (
+  # Of a step of 8 rows.
+  assert task.flops_per_step(0.0) == 8 * flops.train(MODEL)
+  assert make('gates').flops_per_step(0.0) == 8 * (
     flops.forward(DENSE) + 3 * (learners + gates)
   )
 
@@ -288,8 +294,8 @@ def test_starts_from_a_checkpoint_file_of_the_dense_model(tmp_path):
   task = make()
   params, model_state = task.start(PARAMS, {}, str(path))
   assert model_state == {}
-  dense, flat = map(trees.flatten, (TEACHER['params'], PARAMS))
-  tiny.same(params, {n: x for n, x in flat.items() if is_adaptive(n)} | dense)
+  dense = trees.flatten(TEACHER['params'])
+  tiny.same(params, started(PARAMS, dense))
   other = {'objective.teacher': str(path), 'init': 'elsewhere'}
   loaded = make_task(config_lib.replace(task.config, other)).converted()
   tiny.same(loaded['params'], dense)
@@ -446,9 +452,8 @@ class TestLanguage:
       task.config, model=task.config.model.dense_twin(), objective=None
     )
     taught = tiny.save_run(tmp_path, dense, teacher['params'])
-    started, _ = task.start(params, {}, str(tmp_path))
-    own = trees.flatten(params).items()
-    tiny.same(started, {n: x for n, x in own if is_adaptive(n)} | taught)
+    found, _ = task.start(params, {}, str(tmp_path))
+    tiny.same(found, started(params, taught))
     converted = config_lib.replace(task.config, {'init': str(tmp_path)})
     tiny.same(make_task(converted).converted()['params'], taught)
 

@@ -101,7 +101,7 @@ class TestOrder:
     # of four linear maps on each of 16 patches.
     head = 16 * 2 * (8 * 8 + 8 * 4 + 4 * 2 + 2 * 2)
     student, teacher = flops.forward(ROUTED) + head, flops.forward(ROUTED)
-    assert task.flops_per_step(0.0) == 4 * (3 * student + teacher)
+    assert task.flops_per_step(0.0) == 8 * (3 * student + teacher)
 
   def test_adaptive_modules_from_the_pruned_routed_model(self, tmp_path):
     pruned = saved(tmp_path, PRUNED, 1, objective=None)
@@ -114,7 +114,7 @@ class TestOrder:
       assert np.array_equal(value, pruned.get(name)) != own, name
     teacher_cost = flops.forward(PRUNED)
     modules = (LEFT + CHOSEN) * sum(MODULE.flops(1).values())
-    assert task.flops_per_step(0.0) == 4 * (teacher_cost + 3 * modules)
+    assert task.flops_per_step(0.0) == 8 * (teacher_cost + 3 * modules)
 
   def test_weight_decay_does_not_move_what_has_no_gradient(self):
     config = make().config

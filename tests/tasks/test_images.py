@@ -164,7 +164,7 @@ class TestImageLoss:
     floors = [task.static_args(step) for step in range(6)]
     assert floors == [1, 1, 0.5, 0.5, 0, 0]
     assert task.flops_per_step(1.0) == make().flops_per_step(0.0)
-    assert task.flops_per_step(0.0) == 4 * 3 * flops.forward(AMOD)
+    assert task.flops_per_step(0.0) == 8 * 3 * flops.forward(AMOD)
     assert task.flops_per_step(0.0) < task.flops_per_step(1.0)
     params, _ = init(make())
     batch = random_batch()
@@ -313,13 +313,13 @@ class TestPruningLoss:
     heads = sum(
       model.prediction_flops(model.backbone.num_patches) for _ in model.stages
     )
-    student = 4 * 3 * (dense + heads)
+    student = 8 * 3 * (dense + heads)
     weighed = pruning(**self.WEIGHTS)
-    assert weighed.flops_per_step(0.0) == student + 4 * dense
+    assert weighed.flops_per_step(0.0) == student + 8 * dense
     assert pruning(teacher=False).flops_per_step(0.0) == student
     model = dataclasses.replace(DYNAMIC, score='random')
     assert pruning(model, teacher=False).flops_per_step(0.0) == (
-      4 * 3 * flops.forward(model)
+      8 * 3 * flops.forward(model)
     )
 
 

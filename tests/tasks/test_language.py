@@ -35,6 +35,7 @@ ROUTER = MoDConfig(**EVERY, router_std=1.0)
 GAUSSIAN = MoDConfig(**EVERY, score='gaussian')
 STRIDE = MoDConfig(**EVERY, score='stride')
 
+EVALUATION = {'evaluation.batches': 0, 'evaluation.batch_size': 4}
 AGREEMENT = {
   'accuracy',
   'precision',
@@ -75,7 +76,7 @@ def _make(folder, routing, segments=False):
     segments=segments,
     max_epochs=1000,
   )
-  config = tiny.experiment(model, data, **{'evaluation.batches': 0})
+  config = tiny.experiment(model, data, **EVALUATION)
   task = make_task(config)
   optimizer = optax.sgd(0.1)
   abstract = state_lib.abstract_state(task, optimizer, tiny.one_device())

@@ -34,7 +34,7 @@ ROUTED_LM = dataclasses.replace(
 ROUTED = {
   'model.routing': VisionRoutingConfig(score='learned', layers=(0,)),
 }
-SHORT = PhaseConfig(num_steps=1, batch_size=4, learning_rate=1e-3)
+SHORT = PhaseConfig(num_steps=1, batch_size=8, learning_rate=1e-3)
 NOTHING = dataclasses.replace(SHORT, num_steps=0)
 HERE = {'init': '.'}
 PHASES = {'learners': SHORT, 'gates': SHORT, 'end_to_end': SHORT}
@@ -71,7 +71,10 @@ def check_vocabulary(tmp_path, size):
 
 def sample(model, prompt, **kwargs):
   make_task(run(model)).modality.sample(
-    *({}, {}, [prompt]), max_new_tokens=5, temperature=0.0, **kwargs
+    *(tiny.random_params(model), {}, [prompt]),
+    max_new_tokens=5,
+    temperature=0.0,
+    **kwargs,
   )
 
 
@@ -147,7 +150,7 @@ REFUSED = {
   ),
   # Held-out numbers and samples.
   'evaluation.batch_size=4 … 8': lambda _: evaluation.held_out(
-    make_task(run(tiny.LM)),
+    make_task(run(tiny.LM, **{'evaluation.batch_size': 4})),
     *({}, {}, parallel.make_mesh(parallel.MeshConfig())),
   ),
   'prompt=10, max_new_tokens=5 … max_length=14': (
