@@ -211,6 +211,7 @@ def test_a_task(family, tmp_path):
     train(other, tmp_path / 'run')
 
 
+@pytest.mark.slow
 def test_a_kernel_backend(text, tmp_path, monkeypatch):
   calls = []
 

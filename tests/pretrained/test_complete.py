@@ -112,6 +112,7 @@ def test_another_size_of_pictures(hugging_face, photos):
   assert (config.model.image_size, config.data.image_size) == (48, 48)
 
 
+@pytest.mark.slow
 def test_the_dense_run_comes_first_and_is_learnt_from(
   hugging_face, photos, tmp_path, on_one_device, monkeypatch
 ):
@@ -203,10 +204,7 @@ def test_sizes_and_tokenizer_are_those_of_the_run(texts, tmp_path):
   assert complete_files('acm', texts).dense is not None
 
 
-def test_a_language_model_of_hugging_face_needs_no_sizes(
-  texts, tmp_path, on_one_device, monkeypatch
-):
-  monkeypatch.setattr(evaluation, 'report', lambda *args: None)
+def test_a_language_model_of_hugging_face_needs_no_sizes(texts, tmp_path):
   small = {'model.width': 12, 'model.num_heads': 2, 'model.num_layers': 2}
   config = complete_files('dense', texts, **small)
   run = tiny.run(config)
@@ -226,18 +224,6 @@ def test_a_language_model_of_hugging_face_needs_no_sizes(
   # Trained on from there.
   config = complete_files('mod', texts, init=str(first))
   assert config.model.width == 12
-  changes = {
-    'train.num_steps': 1,
-    'train.batch_size': 2,
-    'optimizer.warmup_steps': 0,
-    'evaluation.every': 0,
-    'evaluation.batch_size': 2,
-    'evaluation.final_batches': 1,
-    'log.tensorboard': False,
-  }
-  with on_one_device():
-    phases.train(config_lib.replace(config, changes), tmp_path / 'run')
-  trained = mod_jax.load(tmp_path / 'run').variables['params']['embedding']
-  before = loaded.variables['params']['embedding']
-  # One step is small, and fresh weights would be far away.
-  assert 0 < np.abs(trained - before).max() < 0.01
+  fresh = tiny.random_params(config.model)
+  params, _ = make_task(config).start(fresh, {}, config.init)
+  np.testing.assert_array_equal(params['embedding'], before['embedding'])

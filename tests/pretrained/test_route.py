@@ -14,6 +14,7 @@ import mod_jax
 from mod_jax import trees
 from mod_jax.data.images import ImageDataConfig
 from mod_jax.layers import stack
+from mod_jax.layers.acm import FFNS
 from mod_jax.models import lm
 from mod_jax.tasks import make_task
 from mod_jax.tasks.experiment import ExperimentConfig
@@ -148,7 +149,7 @@ def test_a_routed_model_goes_elsewhere_and_is_trained_there(
 
 
 def test_learners(dense, images):
-  run = mod_jax.route(dense, 'acm', num_learners=2)
+  run = mod_jax.route(dense, 'acm', num_learners=2, replace=(FFNS,))
   choices = stack.collect(run.apply(images).aux, 'adaptive')
   assert choices['block_0/mlp'].learners_BL.max() <= 2
   kept = trees.flatten(run.variables['params'])['head/kernel']

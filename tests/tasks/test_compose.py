@@ -43,7 +43,7 @@ def random_params(model, seed=0):
   for name, x in trees.flatten(params).items():
     if re.search(r'gate.*logits.*kernel', name):
       x *= 3
-  return params
+  return jax.tree.map(jnp.asarray, params)
 
 
 PARAMS = random_params(MODEL)

@@ -171,6 +171,7 @@ def test_epochs_of_a_text(dense, tmp_path):
   assert run.data.max_epochs == 1.5
 
 
+@pytest.mark.slow
 def test_a_run_says_what_it_begins_with(dense, tmp_path, capsys):
   sizes = {'train.batch_size': 8, 'evaluation.batch_size': 8}
   phases.train(build('', dense, **sizes), tmp_path, max_steps=0)

@@ -443,12 +443,9 @@ def test_a_run_keeps_the_tokenizer_that_it_learned(texts, tmp_path):
   # The text changes, and what was cached of it is gone.
   (folder / 'a.txt').write_text('another text ' * 60)
   shutil.rmtree(tmp_path / 'cache')
-  assert make_task(config).modality.tokenizer.encode(sample) != ids
   kept = make_task(config, run)
   assert kept.modality.tokenizer.encode(sample) == ids
-  # Its data are read with it.
-  batch = next(kept.modality.train_iterator())
-  assert set(batch['tokens'].ravel()) <= set(range(280))
+  assert make_task(config).modality.tokenizer.encode(sample) != ids
   # So it is where weights of that run are the start of another.
   other = dataclasses.replace(config, init=str(run))
   started = make_task(other, tmp_path / 'other')
@@ -465,3 +462,6 @@ def test_a_run_keeps_the_tokenizer_that_it_learned(texts, tmp_path):
   assert again.fingerprint == theirs.modality.tokenizer.fingerprint
   assert again.eos_id == theirs.modality.tokenizer.eos_id
   assert again.eos_id != task.modality.tokenizer.eos_id
+  # A run's data are read with its own.
+  batch = next(kept.modality.train_iterator())
+  assert set(batch['tokens'].ravel()) <= set(range(280))
