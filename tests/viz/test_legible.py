@@ -172,17 +172,18 @@ def expert_map(rng, num_experts, pieces):
   )
 
 
-def expert_patches(rng, num_experts):
-  expert_RBL = rng.integers(-2, num_experts, (2, 2, 16))
+def expert_patches(rng, num_experts, labels, routed=2):
+  count = len(labels)
+  expert_RBL = rng.integers(-2, num_experts, (routed, count, 16))
   return viz.expert_patches(
-    photos(rng, 2),
+    photos(rng, count),
     expert_RBL,
-    layers=(100, 101),
+    layers=range(100, 100 + routed),
     grid=(4, 4),
     num_experts=num_experts,
     more_RBL=expert_RBL >= 0,
-    labels=[ODD, 'W' * 40],
-    num_layers=102,
+    labels=labels,
+    num_layers=200,
     title=TITLE,
   )
 
@@ -230,7 +231,9 @@ DRAWN = {
   'one load': lambda rng: load(rng, 1),
   'six loads': lambda rng: load(rng, 6),
   'extremes': extremes,
-  'patches of experts': lambda rng: expert_patches(rng, 64),
+  'patches of experts': lambda rng: expert_patches(rng, 64, [ODD, 'W' * 40]),
+  'patches, short labels': lambda rng: expert_patches(rng, 4, ['a', 'cat']),
+  'many short labels': lambda rng: expert_patches(rng, 4, ['a'] * 8, 1),
   'one block': lambda rng: scores(rng, 1),
   'five blocks': lambda rng: scores(rng, 5),
   'importance': lambda rng: importance(rng, 1),
