@@ -38,6 +38,7 @@ os.environ['XLA_FLAGS'] = ' '.join(
 from absl import app, flags  # noqa: E402
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
+import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 
 # Compilation makes the first example slow, and a suite that draws new examples
@@ -81,6 +82,16 @@ def load_config_file():
 
 
 @pytest.fixture(scope='session')
+def texts(tmp_path_factory):
+  """A glob of four files of random bytes."""
+  folder = tmp_path_factory.mktemp('texts')
+  rng = np.random.default_rng(0)
+  for i in range(4):
+    (folder / f'{i}.txt').write_bytes(rng.bytes(2000))
+  return f'{folder}/*.txt'
+
+
+@pytest.fixture(scope='session')
 def on_one_device():
   """A context in which a run takes the first device and not all eight."""
   from mod_jax import parallel
@@ -106,6 +117,16 @@ def one_device(on_one_device):
     yield
 
 
+@pytest.fixture(scope='module')
+def no_report():
+  """Leaves out the table and the pictures of a run's end, which take longer."""
+  from mod_jax.train import evaluation
+
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(evaluation, 'report', lambda *args: None)
+    yield
+
+
 @pytest.fixture
 def deaths():
   """Returns the signals that nobody caught: their default would end the tests.
@@ -122,26 +143,6 @@ def deaths():
   yield caught
   for number, handler in before.items():
     signal.signal(number, handler)
-
-
-@pytest.fixture(scope='module')
-def compilation_cache(tmp_path_factory):
-  """For runs that each compile for themselves, and mostly the same."""
-  import jax
-  from jax.experimental.compilation_cache import compilation_cache
-
-  settings = {
-    'jax_compilation_cache_dir': str(tmp_path_factory.mktemp('compiled')),
-    'jax_persistent_cache_min_compile_time_secs': 0.1,
-  }
-  before = {name: getattr(jax.config, name) for name in settings}
-  for name, value in settings.items():
-    jax.config.update(name, value)
-  compilation_cache.reset_cache()
-  yield
-  for name, value in before.items():
-    jax.config.update(name, value)
-  compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope='session')

@@ -318,7 +318,7 @@ def test_every_kind_is_tried():
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures('compilation_cache', 'one_device')
+@pytest.mark.usefixtures('one_device')
 @pytest.mark.parametrize(('file', 'variant'), TINY)
 def test_tiny_trains(file, variant, tmp_path):
   config = build(file, variant)

@@ -7,7 +7,6 @@ import shutil
 
 import pytest
 
-pytestmark = pytest.mark.usefixtures('compilation_cache')
 SCRIPT = pathlib.Path(__file__).parents[1] / 'tools' / 'fuzz_files.py'
 _SPEC = importlib.util.spec_from_file_location('fuzz_files', SCRIPT)
 fuzz_files = importlib.util.module_from_spec(_SPEC)

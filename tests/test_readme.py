@@ -32,8 +32,6 @@ from mod_jax.sweeps import grid
 from mod_jax.tasks import make_task
 from mod_jax.tasks.experiment import ExperimentConfig
 
-pytestmark = pytest.mark.usefixtures('compilation_cache')
-
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 _HAS_LM_EVAL = importlib.util.find_spec('lm_eval') is not None
 TEXTS = {

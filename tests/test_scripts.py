@@ -20,8 +20,6 @@ import pytest
 from mod_jax.data import corpus
 from mod_jax.runs import metrics as metrics_lib
 
-pytestmark = pytest.mark.usefixtures('compilation_cache')
-
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CONFIG = f'--config={ROOT}/configs/lm/mod.py:tiny'
 # On top of `tiny`: what a test can afford.
@@ -337,7 +335,8 @@ class TestEval:
     ('args', 'pattern'),
     [
       (['--step=3'], r'no checkpoint at step 3 .*\[2, 4\]'),
-      (['--step=new'], '--step=new: expected an integer'),
+      (['--step=new'], '--step=new: expected a number of steps, or best'),
+      (['--step=best'], 'names no best checkpoint'),
       (['--batches=-1'], 'num_batches=-1'),
       (
         ['--sample=0123456789', '--max_new_tokens=5', '--max_length=14'],

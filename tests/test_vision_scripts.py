@@ -13,8 +13,6 @@ import pytest
 import mod_jax
 from mod_jax.studies import images as image_studies
 
-pytestmark = pytest.mark.usefixtures('compilation_cache')
-
 
 def _load(name):
   path = pathlib.Path(__file__).with_name(name)

@@ -251,7 +251,7 @@ def test_ranges():
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures('compilation_cache', 'one_device')
+@pytest.mark.usefixtures('one_device')
 def test_stopped_and_continued(tmp_path, monkeypatch, command):
   """A sweep of two runs, one of which diverges, as if nothing had happened."""
   small = dataclasses.replace(

@@ -215,7 +215,7 @@ class TestEvaluation:
       *('routing', 'stages', 'keep_probability'),
       *('load', 'compute', 'extremes'),
     }
-    assert set(make().studies()) == {'throughput', 'robustness'}
+    assert set(make().studies()) == {'confusion', 'throughput', 'robustness'}
 
   def test_routing_is_drawn_where_the_patches_lie(self, output):
     left_BL = make().modality._left(output, 1)

@@ -25,7 +25,7 @@ from mod_jax.tasks.adaptive import Adaptive
 from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train import loop
 
-pytestmark = pytest.mark.usefixtures('compilation_cache', 'one_device_each')
+pytestmark = pytest.mark.usefixtures('one_device_each')
 
 # Smaller still than `tiny`: nothing here depends on sizes.
 SMALL = {'model.num_layers': 1, 'model.width': 8, 'model.num_heads': 1}
