@@ -35,7 +35,8 @@ def test_entropy_by_blocks(tmp_path, monkeypatch):
     length=16,
     eval_fraction=0.5,
   )
-  config = tiny.experiment(MODEL, data, **{'evaluation.batch_size': 4})
+  sizes = {'evaluation.batch_size': 4, 'evaluation.final_batches': 64}
+  config = tiny.experiment(MODEL, data, **sizes)
   task = make_task(config)
   params = tiny.random_params(MODEL, mean=0.1, std=0.5)
   params = jax.tree.map(jnp.asarray, params)

@@ -419,8 +419,10 @@ def test_pictures(make):
 def test_a_run_keeps_the_tokenizer_that_it_learned(texts, tmp_path):
   def keep(task, folder):
     folder.mkdir()
-    for name, content in task.modality.files().items():
+    files = task.modality.files()
+    for name, content in files.items():
       (folder / name).write_text(content)
+    return files
 
   folder, run = tmp_path / 'texts', tmp_path / 'run'
   shutil.copytree(texts, folder)
@@ -437,7 +439,7 @@ def test_a_run_keeps_the_tokenizer_that_it_learned(texts, tmp_path):
   model = dataclasses.replace(tiny.LM, vocab_size=280)
   config = tiny.experiment(model, data)
   task = make_task(config)
-  keep(task, run)
+  files = keep(task, run)
   sample = (texts / 'b.txt').read_text()
   ids = task.modality.tokenizer.encode(sample)
   # The text changes, and what was cached of it is gone.
@@ -450,7 +452,7 @@ def test_a_run_keeps_the_tokenizer_that_it_learned(texts, tmp_path):
   other = dataclasses.replace(config, init=str(run))
   started = make_task(other, tmp_path / 'other')
   assert started.modality.tokenizer.encode(sample) == ids
-  assert started.modality.files() == task.modality.files()
+  assert started.modality.files() == files
   # Weights of others have more than one file of it.
   foreign = tmp_path / 'foreign'
   foreign.mkdir()
