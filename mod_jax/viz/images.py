@@ -259,7 +259,7 @@ def image_grid(
     for texts in (above, below)
   )
   picture = max(cell * aspect * high / wide, 0.3)
-  height = rows * (picture + 0.12 + 0.14 * under)
+  height = rows * (picture + 0.16 + 0.14 * under)
   height += 0.16 * over * (rows if len(above) > 1 else 1)
   body = style.new_figure(width, height, title, subtitle)
   body.get_figure(root=True).get_layout_engine().set(h_pad=0.03, hspace=0)
