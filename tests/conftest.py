@@ -35,7 +35,7 @@ os.environ['XLA_FLAGS'] = ' '.join(
 )
 
 # After the environment above, which JAX reads once, as it is imported.
-from absl import app, flags  # noqa: E402
+from absl import app  # noqa: E402
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
@@ -70,12 +70,10 @@ def pytest_collection_finish():
 @pytest.fixture(scope='session')
 def load_config_file():
   """Returns a function (path, variant='') -> ExperimentConfig."""
+  from mod_jax import config as config_lib
 
   def load(path, variant=''):
-    path = pathlib.Path(__file__).parents[1] / path
-    spec = importlib.util.spec_from_file_location('config_file', path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = config_lib.load(pathlib.Path(__file__).parents[1] / path)
     return module.get_config(variant) if variant else module.get_config()
 
   return load
@@ -160,23 +158,16 @@ def equations():
 
 
 @pytest.fixture
-def command(capsys):
+def command():
   """Returns `mod_jax.sweeps` as a function: status, output and errors."""
+  import command_line
+
   from mod_jax.sweeps import __main__ as sweeps
 
-  known = set(flags.FLAGS)
-
   def call(*arguments):
-    capsys.readouterr()
-    try:
-      with pytest.raises(SystemExit) as ended:
-        sweeps.main(['mod_jax.sweeps', *map(str, arguments)])
-    finally:
-      # Each call defines the flags of its own command.
-      for name in set(flags.FLAGS) - known:
-        delattr(flags.FLAGS, name)
-    captured = capsys.readouterr()
-    return ended.value.code or 0, captured.out, captured.err
+    argv = ['mod_jax.sweeps', *map(str, arguments)]
+    ended = command_line.call(sweeps.main, argv)
+    return ended.status, ended.out, ended.err
 
   return call
 

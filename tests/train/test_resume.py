@@ -1,13 +1,13 @@
 """A run that was stopped, killed or damaged goes on as if nothing happened."""
 
 import dataclasses
-import importlib.util
 import os
 import pathlib
 import shutil
-import sys
 import unittest.mock
 
+import chaos
+import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,7 +28,6 @@ from mod_jax.train import loop
 
 pytestmark = pytest.mark.usefixtures('no_report')
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 # Every part of the state changes numbers here: Adam's moments, the moving
 # thresholds, the key by the step, the position in the data.
 LEARNED = MoDConfig(
@@ -235,17 +234,11 @@ def test_an_edited_config_is_refused(at_step_4, one_device):
 @pytest.mark.slow
 def test_signals_at_any_moment(tmp_path):
   # The first of those that the command sends by the hundred.
-  spec = importlib.util.spec_from_file_location(
-    'chaos', ROOT / 'tools' / 'chaos.py'
-  )
-  chaos = importlib.util.module_from_spec(spec)
-  sys.modules['chaos'] = chaos  # For its dataclasses.
-  spec.loader.exec_module(chaos)
   with unittest.mock.patch.dict(os.environ, {'JAX_NUM_CPU_DEVICES': '1'}):
-    rounds = chaos.chaos('language', 1, 0, tmp_path)
+    rounds = chaos.chaos(tmp_path, 'language', 1, 0)
   assert rounds.signals.total() >= 1
   # It can tell a difference.
   expected = dict(rounds.expected)
   name = 'metrics.jsonl'
-  with pytest.raises(chaos.Failure, match='metrics.jsonl differs'):
-    chaos.compare(expected, expected | {name: expected[name] + b'x'})
+  with pytest.raises(harness.Failure, match='metrics.jsonl differs'):
+    harness.compare(expected, expected | {name: expected[name] + b'x'})
