@@ -45,7 +45,7 @@ class Entry:
 
   def _to_theirs(self, x):
     name = self.ours[0]
-    if name == 'embedding':
+    if name in ('embedding', 'queries'):
       return x
     if name == 'position':
       return x[None]
@@ -97,7 +97,7 @@ def entries(
   for name in ours:
     module, _, leaf = name.removeprefix('batch_stats/').rpartition('/')
     number = ''
-    if match := re.match(r'(?:block|prediction)_(\d+)/', module + '/'):
+    if match := re.search(r'\b(?:block|prediction)_(\d+)/', module + '/'):
       number = match[1]
       module = module.replace(number, '{}', 1)
     fused = re.sub('/(query|key|value)$', '/qkv', module)
