@@ -310,19 +310,26 @@ class DETR(nn.Module):
       size_B2: int32 height and width of each picture without its padding; None
         if there is none.
     """
-    config = self.config
     require(
       images_BHWC.ndim == 4 and images_BHWC.shape[-1] == 3,
       '[batch, height, width, 3]',
       **{'images.shape': images_BHWC.shape},
     )
-    x_BHWC = self.backbone(images_BHWC.astype(config.dtype))
-    x_BHWD = self.project(x_BHWC)
+    x_BHWC = self.backbone(images_BHWC.astype(self.config.dtype))
+    return self.detect(self.project(x_BHWC), size_B2, images_BHWC.shape[1:3])
+
+  def detect(
+    self,
+    x_BHWD: jax.Array,
+    size_B2: jax.Array | None,
+    image: tuple[int, int],
+  ) -> DETROutput:
+    """Returns the output from tokens; `image` are their padded pixels."""
     batch, rows, columns, width = x_BHWD.shape
     x_BLD = x_BHWD.reshape(batch, rows * columns, width)
     valid_BHW = jnp.ones((batch, rows, columns), bool)
     if size_B2 is not None:
-      valid_BHW = valid_tokens(size_B2, images_BHWC.shape[1:3], (rows, columns))
+      valid_BHW = valid_tokens(size_B2, image, (rows, columns))
     place_BLD = sine_places(valid_BHW, width).reshape(x_BLD.shape)
     valid_BL = None
     if size_B2 is not None:
