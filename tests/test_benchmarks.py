@@ -99,7 +99,8 @@ def test_clip_art_of_unequal_classes(tmp_path):
   path = tmp_path / 'runs' / 'openclipart.jsonl'
   before = path.read_text()
   assert len(before.splitlines()) == 3
-  assert run('openclipart', f'data={tmp_path / "clipart"}', *args) == out
+  again = run('openclipart', f'data={tmp_path / "clipart"}', *args)
+  assert again.splitlines()[-5:] == out.splitlines()[-5:]
   assert path.read_text() == before
 
 
