@@ -11,37 +11,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 
 from mod_jax import flops, trees
-from mod_jax.errors import UserError
 from mod_jax.layers import stack
 from mod_jax.layers.acm import ACM, FFNS, AdaptiveConfig
-from mod_jax.layers.mode import Mode, RoutingMode
 from mod_jax.layers.routing_config import MoDConfig, VisionRoutingConfig
 from mod_jax.models import acm, lm, vit
 from mod_jax.models.acm import acmize
 from mod_jax.models.lm import LMConfig
-from mod_jax.models.vit import ViTConfig
 
-DENSE = ViTConfig(
-  image_size=8,
-  patch_size=4,
-  num_classes=3,
-  num_layers=2,
-  width=8,
-  num_heads=2,
-)
-LANGUAGE = LMConfig(
+DENSE = dataclasses.replace(tiny.VIT, patch_size=4)  # 5 tokens.
+LANGUAGE = dataclasses.replace(
+  tiny.LM,
   vocab_size=11,
   mlp='gelu',
   num_layers=1,
-  width=8,
   num_heads=4,
   num_kv_heads=2,
-  mlp_dim=6,
-  routing=None,
 )
 N = 2
+IMAGES = tiny.images()
+GUMBEL = {'gumbel': jax.random.key(0)}
+TOKENS_BL = jnp.arange(10).reshape(2, 5)
 
 
 def adapted(config, **options):
@@ -55,17 +47,7 @@ ALONE = adapted(DENSE, replace=(FFNS,))
 
 @functools.cache
 def dense_params(config=DENSE):
-  """Returns parameters large enough to tell things apart."""
-  shapes = nn.unbox(
-    jax.eval_shape(
-      lambda: config.build().init(jax.random.key(0), config.example())
-    )
-  )
-  rng = np.random.default_rng(0)
-  return jax.tree.map(
-    lambda x: jnp.asarray(rng.normal(0, 0.4, x.shape), x.dtype),
-    shapes['params'],
-  )
+  return tiny.variables(config)['params']
 
 
 @functools.cache
@@ -77,23 +59,9 @@ def converted(config=DENSE, **options):
   )
 
 
-TOKENS_BL = jnp.arange(10).reshape(2, 5)
-
-
-def images():
-  rng = np.random.default_rng(1)
-  return jnp.asarray(rng.normal(size=(2, 8, 8, 3)), jnp.float32)
-
-
-@pytest.fixture(scope='module')
-def run():
-  @functools.partial(jax.jit, static_argnames=('config', 'learners'))
-  def run(config, params, inputs, learners='gated', key=None):
-    rngs = {} if key is None else {'gumbel': key}
-    model = config.build(learners=learners)
-    return model.apply({'params': params}, inputs, rngs=rngs)
-
-  return run
+def run(config, params, inputs, learners='gated', **kwargs):
+  model = config.build(learners=learners)
+  return tiny.apply(model, {'params': params}, inputs, **kwargs)
 
 
 def choices(output):
@@ -132,20 +100,6 @@ class TestAcmize:
     out = modules['block_1/attention/out']
     assert (out.inputs, out.outputs, out.min_learners) == (8, 8, 1)
 
-  def test_ffns_only(self):
-    config, params, report = converted(replace=(FFNS,))
-    assert set(acm.modules(config)) == {'block_0/mlp', 'block_1/mlp'}
-    names = trees.flatten(params)
-    assert 'block_0/attention/query/kernel' in names
-    assert 'attention' not in report
-
-  def test_some_by_rule(self):
-    rules = ('block_1/mlp', r'block_0/.*/(query|key)')
-    config = adapted(DENSE, replace=rules)
-    assert set(acm.modules(config)) == {
-      *('block_1/mlp', 'block_0/attention/query', 'block_0/attention/key')
-    }
-
   @pytest.mark.parametrize('options', [{}, {'replace': (FFNS,)}])
   def test_the_rest_is_kept_bit_for_bit(self, options):
     config, params, _ = converted(**options)
@@ -179,75 +133,9 @@ class TestAcmize:
     for model in (DENSE, config):
       assert f'{flops.forward(model):.4e}' in lines[-1]
 
-  def test_options_reach_the_modules(self):
-    config = adapted(
-      DENSE,
-      ffn_min_learners=1,
-      projection_min_learners=0,
-      projection_activation='linear',
-      temperature=0.5,
-    )
-    modules = acm.modules(config)
-    mlp, query = (modules[f'block_0/{n}'] for n in ('mlp', 'attention/query'))
-    assert (mlp.min_learners, query.min_learners) == (1, 0)
-    assert (mlp.activation, query.activation) == ('gelu', 'linear')
-    assert mlp.temperature == query.temperature == 0.5
-
-  def test_a_swiglu_is_replaced_at_its_cost(self):
-    config = adapted(dataclasses.replace(LANGUAGE, mlp='swiglu', mlp_dim=8))
-    assert acm.modules(config)['block_0/mlp'].hidden == 8 * 3 // 2 // N
-
-  @pytest.mark.parametrize(
-    ('options', 'message'),
-    [
-      ({'num_learners': 3}, 'num_learners=3, hidden=32: .*divide'),
-      ({'num_learners': 16}, 'num_learners=16, .*hidden unit'),
-      (
-        {'replace': ('block_0/mpl',)},
-        "'block_0/mpl': expected modules.*nearest is block_0/mlp",
-      ),
-      (
-        {'replace': (FFNS, 'block_7/.*')},
-        r"'block_7/\.\*': expected modules",
-      ),
-      ({'replace': ()}, r'replace=\(\)'),
-      ({'replace': ('block_(',)}, r"'block_\('.*replace|replace.*'block_\('"),
-      ({'num_learners': 0}, 'num_learners=0'),
-    ],
-  )
-  def test_refused(self, options, message):
-    with pytest.raises(UserError, match=message) as error:
-      adapted(DENSE, **options)
-    assert '\n' not in str(error.value)
-
-  def test_blocks_that_differ_cannot_be_scanned(self):
-    with pytest.raises(
-      UserError, match='block=1: expected .*like block 0.*scan'
-    ):
-      adapted(
-        dataclasses.replace(LANGUAGE, num_layers=2, scan_layers=True),
-        replace=('block_1/mlp',),
-      )
-
-  def test_parameters_of_another_model(self):
-    params = dense_params(dataclasses.replace(DENSE, num_layers=1))
-    key = jax.random.key(0, impl='rbg')
-    with pytest.raises(UserError, match='the model does not fit'):
-      acmize(DENSE, params, key=key, num_learners=N, replace=(FFNS,))
-
 
 class TestForward:
-  def test_choices_of_every_module(self, run):
-    config, params, _ = converted()
-    output = run(config, params, images())
-    assert set(choices(output)) == paths(DENSE)
-    assert output.logits_BV.shape == (2, 3)
-    learners = {n: c.learners_BL for n, c in choices(output).items()}
-    for name, learners_BL in learners.items():
-      assert learners_BL.shape == (2, DENSE.num_tokens)
-      assert learners_BL.min() >= acm.modules(config)[name].min_learners
-
-  def test_exact_learners_are_the_dense_model(self, run):
+  def test_exact_learners_are_the_dense_model(self):
     params = jax.tree.map(lambda x: x, dense_params())  # A copy.
     model, adaptive, _ = converted(replace=(FFNS,))
     adaptive = jax.tree.map(lambda x: x, adaptive)
@@ -267,15 +155,15 @@ class TestForward:
         'down': dense['down']['kernel'].reshape(N, -1, 8),
         'gate': gate,
       }
-    dense = jax.jit(DENSE.build().apply)({'params': params}, images())
+    dense = tiny.apply(DENSE, {'params': params}, IMAGES)
     want_BV = dense.logits_BV
     for learners in ('gated', N):
-      logits_BV = run(model, adaptive, images(), learners).logits_BV
+      logits_BV = run(model, adaptive, IMAGES, learners).logits_BV
       np.testing.assert_allclose(logits_BV, want_BV, atol=1e-4)
-    fewer_BV = run(model, adaptive, images(), N - 1).logits_BV
+    fewer_BV = run(model, adaptive, IMAGES, N - 1).logits_BV
     assert jnp.abs(fewer_BV - want_BV).max() > 0.01
 
-  def test_a_language_model(self, run):
+  def test_a_language_model(self):
     config, params, report = converted(LANGUAGE)
     assert f'dense {flops.forward(LANGUAGE, 1):.4e}' in report
     longer = acm.report(config, 9)
@@ -296,7 +184,7 @@ class TestForward:
 def test_capture_is_what_dense_modules_see_and_say():
   params = dense_params()
   capture = jax.jit(acm.capture, static_argnums=0)
-  captured = capture(BOTH, {'params': params}, images())
+  captured = capture(BOTH, {'params': params}, IMAGES)
   assert set(captured) == paths(DENSE)
   for name, seen in captured.items():
     z_BLD, y_BLD = seen.z_BLD, seen.y_BLD
@@ -312,24 +200,24 @@ def test_capture_is_what_dense_modules_see_and_say():
     kernel = layer['kernel'].reshape(hidden.shape[-1], 8)
     want_BLD = hidden @ kernel + layer['bias'].reshape(8)
     np.testing.assert_allclose(y_BLD, want_BLD, atol=1e-4)
-  only = capture(ALONE, {'params': params}, images())
+  only = capture(ALONE, {'params': params}, IMAGES)
   assert set(only) == {'block_0/mlp', 'block_1/mlp'}
   np.testing.assert_allclose(
     only['block_1/mlp'].y_BLD, captured['block_1/mlp'].y_BLD, atol=1e-5
   )
 
 
-def test_modules_run_as_they_would_alone(run):
+def test_modules_run_as_they_would_alone():
   # The first block's input is the dense model's, whatever replaces it.
   config, params, _ = converted()
   name = 'block_0/attention/query'
   module = acm.modules(config)[name]
   capture = jax.jit(acm.capture, static_argnums=0)
-  seen = capture(config, {'params': dense_params()}, images())[name]
+  seen = capture(config, {'params': dense_params()}, IMAGES)[name]
   _, alone = ACM(module).apply(
     {'params': acm.subtree(params, name)}, seen.z_BLD
   )
-  choice = choices(run(config, params, images()))[name]
+  choice = choices(run(config, params, IMAGES))[name]
   np.testing.assert_allclose(choice.logits_BLM, alone.logits_BLM, atol=1e-5)
 
 
@@ -369,17 +257,6 @@ class TestFlops:
     assert rows['block_1 (routed)']['learners'] == every * 2 // 5
     assert rows['block_1 (routed)']['gate'] == rows['block_0']['gate'] * 2 // 5
 
-  def test_what_is_left_is_counted_as_before(self):
-    dense, rows = dict(DENSE.flops_table()), dict(BOTH.flops_table())
-    assert rows['embed'] == dense['embed']
-    assert rows['head'] == dense['head']
-    assert 'mlp' not in rows['block_0']
-    # Of attention the products of queries, keys and values.
-    tokens = DENSE.num_tokens
-    assert rows['block_0']['attention'] == 4 * 8 * tokens**2
-    alone = dict(ALONE.flops_table())
-    assert alone['block_0']['attention'] == dense['block_0']['attention']
-
   @pytest.mark.parametrize('mlp', ['gelu', 'swiglu'])
   def test_a_language_models_ffn_costs_what_it_replaces(self, mlp):
     backbone = dataclasses.replace(LANGUAGE, mlp=mlp, mlp_dim=8)
@@ -388,12 +265,6 @@ class TestFlops:
     assert acm.modules(config)['block_0/mlp'].learner_flops * N == dense
     rows = dict(config.flops_table(7))
     assert rows['block_0']['learners'] == 7 * dense
-
-  def test_parameters_are_counted(self):
-    params = converted()[1]
-    total = sum(x.size for x in jax.tree.leaves(params))
-    assert flops.num_params(BOTH) == total
-    assert f'{total:,}' in flops.report(BOTH)
 
 
 # What an adaptive model shares with any other: how its layers are run.
@@ -427,13 +298,11 @@ class TestLayouts:
 
     @functools.partial(jax.jit, static_argnames=('config', 'noise'))
     def graded(config, params, noise):
-      inputs = TOKENS_BL if isinstance(config, LMConfig) else images()
+      inputs = TOKENS_BL if isinstance(config, LMConfig) else IMAGES
       model = config.build(learners='train', noise=noise, train=True)
 
       def loss(params):
-        output = model.apply(
-          {'params': params}, inputs, rngs={'gumbel': jax.random.key(0)}
-        )
+        output = model.apply({'params': params}, inputs, rngs=GUMBEL)
         logits = getattr(output, 'logits_BLV', None)
         logits = output.logits_BV if logits is None else logits
         return (logits**2).mean(), choices(output)
@@ -463,13 +332,13 @@ class TestLayouts:
     got = graded(dataclasses.replace(BOTH, remat='full'), params, noise=True)
     chex.assert_trees_all_close(got, want, atol=1e-5, rtol=1e-3)
 
-  def test_scanned_layers_draw_apart(self, run):
+  def test_scanned_layers_draw_apart(self):
     config, looped = lm.scanned(FOUR, drawn(FOUR))
     same = jax.tree.map(lambda x: x.at[1].set(x[0]), looped['layers'])
     gate = same['block_0']['mlp_acm']['gate']['logits']
     gate['kernel'] *= 0
     params = looped | {'layers': same}
-    output = run(config, params, TOKENS_BL, 'train', jax.random.key(0))
+    output = run(config, params, TOKENS_BL, 'train', rngs=GUMBEL)
     found = choices(output)
     first, other = (found[f'block_{i}/mlp'].learners_BL for i in (0, 2))
     assert (first != other).any()
@@ -522,28 +391,3 @@ class TestLanguage:
     found = choices(output)
     assert found['block_0/mlp'].learners_BL.shape == (2, 5)
     assert found['block_1/mlp'].learners_BL.shape == (2, slots)
-
-  def test_decodes_scanned_what_it_computes_at_once(self, forward, generate):
-    mode = RoutingMode(rule='router', chunk=1)
-    full = forward(FOUR, {'params': drawn(FOUR)}, TOKENS_BL, mode=mode)
-    assert jnp.isfinite(full.logits_BLV).all()
-    config, params = lm.scanned(FOUR, drawn(FOUR))
-    logits_BLV, chosen_RBL, _ = generate(
-      *(config, {'params': params}, TOKENS_BL, jnp.ones((2, 5), bool)),
-      mode=mode,
-      prompt=2,
-    )
-    np.testing.assert_allclose(logits_BLV, full.logits_BLV, atol=1e-4)
-    for chosen_BL, told in zip(chosen_RBL, full.routing, strict=True):
-      np.testing.assert_array_equal(chosen_BL, told.chosen_BL)
-
-  def test_learners_that_it_lacks_are_refused(self):
-    with pytest.raises(UserError, match=f'learners={N + 1}: expected 0 to {N}'):
-      jax.eval_shape(
-        FOUR.build(learners=N + 1).init, jax.random.key(0), TOKENS_BL
-      )
-
-  @pytest.mark.parametrize('learners', ['all', 'gate', -1])
-  def test_modes_that_there_are_not(self, learners):
-    with pytest.raises(UserError, match=f'learners={learners!r}: expected'):
-      Mode(learners=learners)

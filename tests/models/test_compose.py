@@ -3,31 +3,22 @@
 import dataclasses
 import functools
 
-from flax import linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 
 from mod_jax import flops, routing
-from mod_jax.errors import UserError
 from mod_jax.layers import stack
 from mod_jax.layers.acm import FFNS, AdaptiveConfig
 from mod_jax.layers.experts import ExpertsConfig
 from mod_jax.layers.routing_config import VisionRoutingConfig
 from mod_jax.models import acm
 from mod_jax.models.dynamic_vit import DynamicViTConfig
-from mod_jax.models.vit import ViTConfig
 
 B, N = 3, 16  # Images and patches.
-DENSE = ViTConfig(
-  image_size=16,
-  patch_size=4,
-  num_classes=5,
-  num_layers=2,
-  width=8,
-  num_heads=2,
-)
+DENSE = dataclasses.replace(tiny.VIT, image_size=16, patch_size=4)
 # Patches are dropped, then block 0 scores the rest, and block 1 runs on half of
 # them, each through as many learners as its gate says.
 ROUTED = dataclasses.replace(DENSE, routing=VisionRoutingConfig(capacity=0.5))
@@ -37,33 +28,18 @@ CONFIG = PRUNED.with_parts(adaptive=ADAPTIVE)
 LEFT, CHOSEN = 12, 6  # Tokens after the stage, and of these in block 1.
 
 
+IMAGES = tiny.images(B, size=16)
+
+
 @functools.cache
 def init(config):
-  """Returns parameters large enough for mistakes to show."""
-  shapes = jax.eval_shape(
-    lambda: nn.unbox(config.build().init(jax.random.key(0), config.example()))
-  )
-  rng = np.random.default_rng(0)
-
-  def draw(path, x):
-    scale = 3 if 'gate' in jax.tree_util.keystr(path) else 1
-    spread = 2 / np.sqrt(x.shape[0]) if path[-1].key == 'kernel' else 0.3
-    return jnp.asarray(rng.normal(0, scale * spread, x.shape), x.dtype)
-
-  return jax.tree_util.tree_map_with_path(draw, shapes['params'])
-
-
-@functools.partial(jax.jit, static_argnums=0, static_argnames='learners')
-def _run(config, params, images, *args, learners='gated'):
-  return config.build(learners=learners).apply(
-    {'params': params}, images, *args
-  )
+  return tiny.variables(config, gain=2.0)['params']
 
 
 def run(config, *args, params=None, **kwargs):
   params = init(CONFIG) if params is None else params
-  images = jax.random.normal(jax.random.key(1), (B, 16, 16, 3))
-  return _run(config, params, images, *args, **kwargs)
+  model = config.build(**kwargs)
+  return tiny.apply(model, {'params': params}, IMAGES, *args)
 
 
 def choices(output):
@@ -236,38 +212,7 @@ def test_flops_multiply():
 
 def test_only_what_is_processed_is_captured():
   captured = jax.jit(acm.capture, static_argnums=0)(
-    CONFIG,
-    {'params': init(PRUNED)},
-    jax.random.normal(jax.random.key(1), (B, 16, 16, 3)),
+    CONFIG, {'params': init(PRUNED)}, IMAGES
   )
   shapes = {name: seen.z_BLD.shape for name, seen in captured.items()}
   assert shapes == {'block_0/mlp': (B, LEFT, 8), 'block_1/mlp': (B, CHOSEN, 8)}
-
-
-@pytest.mark.parametrize(
-  ('changes', 'message'),
-  [
-    ({'stages': (1,)}, r'stages=\(1,\): .*routed by the attention'),
-    (
-      {
-        'score': 'class_attention',
-        'backbone': dataclasses.replace(
-          ROUTED, routing=VisionRoutingConfig(score='learned', layers=(0,))
-        ),
-        'stages': (1,),
-      },
-      "score='class_attention': .*not be routed",
-    ),
-    ({'score': 'structural'}, "score='structural': .*backbone.routing=None"),
-    (
-      {
-        'score': 'structural',
-        'backbone': dataclasses.replace(DENSE, adaptive=ADAPTIVE),
-      },
-      "score='structural': .*backbone.adaptive=None",
-    ),
-  ],
-)
-def test_what_does_not_go_together(changes, message):
-  with pytest.raises(UserError, match=message):
-    dataclasses.replace(PRUNED, **changes)

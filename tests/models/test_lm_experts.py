@@ -11,7 +11,6 @@ import pytest
 from mod_jax import flops, routing
 from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
-from mod_jax.layers.acm import AdaptiveConfig
 from mod_jax.layers.experts import Assigned, ExpertsConfig
 from mod_jax.layers.mode import RoutingMode
 from mod_jax.layers.routing_config import MoDConfig
@@ -101,18 +100,6 @@ class TestRules:
         _ = config.decoding_mode
       with pytest.raises(UserError, match="rule='threshold'"):
         forward(config, variables_of(config), TOKENS_BL, 'threshold')
-
-  def test_averages_are_not_learnt_under_the_rule_that_uses_them(self):
-    routing = dataclasses.replace(STAGED.routing, train_rule='router')
-    assert dataclasses.replace(STAGED, routing=routing)
-    with pytest.raises(
-      UserError, match=r"train_rule='router': .*choice='token'"
-    ):
-      dataclasses.replace(STAGED, routing=routing, experts=CHOOSING)
-
-  def test_experts_and_learners_on_one_map_are_refused(self):
-    with pytest.raises(UserError, match=r'adaptive\.replace.*experts'):
-      dataclasses.replace(INTEGRATED, adaptive=AdaptiveConfig())
 
 
 class TestTraining:

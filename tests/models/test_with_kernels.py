@@ -5,27 +5,19 @@ import functools
 import math
 import re
 
-from flax import linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 
 from mod_jax.layers import stack
 from mod_jax.layers.acm import FFNS, AdaptiveConfig
 from mod_jax.layers.routing_config import VisionRoutingConfig
 from mod_jax.models import acm
-from mod_jax.models.vit import ViTConfig
 from mod_jax_kernels import dispatch
 
-DENSE = ViTConfig(
-  image_size=12,
-  patch_size=4,
-  num_classes=5,
-  num_layers=2,
-  width=32,
-  num_heads=2,
-)
+DENSE = dataclasses.replace(tiny.VIT, image_size=12, patch_size=4, width=32)
 MODELS = {
   'amod': dataclasses.replace(DENSE, routing=VisionRoutingConfig(capacity=0.5)),
   'acm': dataclasses.replace(DENSE, adaptive=AdaptiveConfig(replace=(FFNS,))),
@@ -34,26 +26,13 @@ MODELS = {
 
 @functools.cache
 def variables(name):
-  model = MODELS[name]
-  shapes = nn.unbox(
-    jax.eval_shape(model.build().init, jax.random.key(0), model.example())
-  )
-  rng = np.random.default_rng(0)
-
-  def draw(path, x):
-    # Gates that say something else of every token.
-    spread = 3.0 if "['gate']" in jax.tree_util.keystr(path) else 0.3
-    return rng.normal(0, spread, x.shape).astype(np.float32)
-
-  return jax.tree_util.tree_map_with_path(draw, shapes)
+  return tiny.variables(MODELS[name], gain=2.0)
 
 
 def forward(name):
-  rng = np.random.default_rng(1)
-  image = rng.normal(size=(2, 12, 12, 3)).astype(np.float32)
   # A function of its own, since a trace depends on what is interpreted.
   run = jax.jit(lambda *args: MODELS[name].build().apply(*args))
-  output = run(variables(name), image)
+  output = run(variables(name), tiny.images(size=12))
   if name == 'acm':
     choices = stack.collect(output.aux, 'adaptive').values()
     chosen = [choice.learners_BL for choice in choices]
@@ -79,13 +58,11 @@ def test_logits_are_the_same(name, backend):
 class TestLargeArrays:
   """On GPU and TPU, attention that scores keeps no map of it."""
 
-  MODEL = ViTConfig(
+  MODEL = dataclasses.replace(
+    tiny.VIT,
     image_size=56,
     patch_size=4,
-    num_classes=5,
-    num_layers=2,
     width=64,
-    num_heads=2,
     routing=VisionRoutingConfig(capacity=0.5),
   )
 
@@ -97,11 +74,8 @@ class TestLargeArrays:
 
   def arguments(self):
     assert self.MODEL.num_tokens == 197
-    build = self.MODEL.build()
     return (
-      nn.unbox(
-        jax.eval_shape(build.init, jax.random.key(0), self.MODEL.example())
-      ),
+      tiny.shapes(self.MODEL),
       jax.ShapeDtypeStruct((2, 56, 56, 3), jnp.float32),
     )
 

@@ -4,28 +4,12 @@ import hypothesis
 from hypothesis import strategies as st
 import pytest
 
-from mod_jax import errors, routing
+from mod_jax import routing
 
 
 class TestLayerCapacities:
-  def test_one_number_for_all(self):
-    assert routing.layer_capacities(0.25, 3) == (0.25,) * 3
-
   def test_a_list_is_taken_as_it_is(self):
     assert routing.layer_capacities((0.5, 0.25), 2) == (0.5, 0.25)
-
-  def test_a_list_of_the_wrong_length_is_refused(self):
-    with pytest.raises(
-      errors.UserError, match=r'capacity=\(0.5, 0.25\), routed_layers=3'
-    ):
-      routing.layer_capacities((0.5, 0.25), 3)
-
-  def test_decay_keeps_the_mean_and_the_ratio(self):
-    values = routing.layer_capacities(0.2, 5, decay=0.25)
-    assert sum(values) / 5 == pytest.approx(0.2)
-    assert values[-1] / values[0] == pytest.approx(0.25)
-    steps = [b / a for a, b in zip(values, values[1:], strict=False)]
-    assert steps == pytest.approx([0.25**0.25] * 4)
 
   @hypothesis.given(
     st.floats(0.01, 1), st.integers(2, 12), st.floats(0.01, 100)
@@ -57,9 +41,6 @@ class TestShiftedCosine:
     assert values[:2] == (None, None)  # 1 and .933.
     assert values[2:] == pytest.approx((0.75, 0.5, 0.25, 0.15, 0.15))
 
-  def test_one_layer_is_dense(self):
-    assert routing.shifted_cosine(1) == (None,)
-
 
 class TestCapacityFloor:
   def test_comes_down_in_equal_stages(self):
@@ -68,13 +49,3 @@ class TestCapacityFloor:
       for step in range(10)
     ]
     assert floors == [1, 1, 0.75, 0.75, 0.5, 0.5, 0.25, 0.25, 0, 0]
-
-  def test_has_no_more_values_than_stages(self):
-    floors = {
-      routing.capacity_floor(step, warmup_steps=100, stages=3)
-      for step in range(200)
-    }
-    assert len(floors) == 3 + 1
-
-  def test_no_warmup_no_floor(self):
-    assert routing.capacity_floor(0, warmup_steps=0, stages=4) == 0

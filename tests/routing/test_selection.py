@@ -1,7 +1,6 @@
 """Choosing tokens, against plain numpy."""
 
 import fractions
-import functools
 
 import hypothesis
 from hypothesis import strategies as st
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mod_jax import errors, routing
+from mod_jax import routing
 
 LENGTH = 7
 INF = float('inf')
@@ -64,16 +63,6 @@ class TestSelectTokens:
       score_BK, np.take_along_axis(score_BL, np.asarray(index_BK), -1)
     )
 
-  @pytest.mark.parametrize('value', [0.0, -3.5, -INF])
-  @pytest.mark.parametrize('k', [1, 3, LENGTH])
-  def test_equal_scores_give_the_first_positions(self, value, k):
-    index_BK, _ = select_tokens(jnp.full((2, LENGTH), value), k)
-    assert index_BK.tolist() == [list(range(k))] * 2
-
-  def test_negative_zero_ties_with_zero(self):
-    index_BK, _ = select_tokens(jnp.array([[-0.0, 0.0, -0.0, 0.0]]), 2)
-    assert index_BK.tolist() == [[0, 1]]
-
   @pytest.mark.parametrize('shape', [(LENGTH,), (2, 3, LENGTH)])
   def test_takes_any_leading_shape(self, shape):
     score = np.random.default_rng(0).normal(size=shape).astype(np.float32)
@@ -88,13 +77,6 @@ class TestSelectTokens:
     index_BK, score_BK = select_tokens(score_BL, 2)
     assert index_BK.tolist() == [[1, 3]]
     assert score_BK.dtype == jnp.bfloat16
-
-  @pytest.mark.parametrize('k', [-1, 0, LENGTH + 1])
-  def test_refuses_a_count_that_does_not_fit(self, k):
-    with pytest.raises(
-      errors.UserError, match=f'k={k}: expected 1 to {LENGTH}'
-    ):
-      routing.select_tokens(jnp.zeros((2, LENGTH)), k)
 
   def test_gradient_reaches_the_chosen_scores_only(self):
     score_L = jnp.array([0.3, -1.0, 2.0, 0.9, -0.2])
@@ -126,24 +108,6 @@ class TestSelectTopK:
         most = min(k, most_B[row])
         expected = best(score_BL[row], most, valid_BL[row])
         assert held(selection, row) == expected
-
-  def test_without_padding_no_slot_is_empty(self):
-    selection = routing.select_top_k(jnp.arange(5.0)[None], 3)
-    assert selection.valid_BK is None
-    assert selection.index_BK.tolist() == [[2, 3, 4]]
-
-  def test_padding_is_passed_over_however_high_its_score(self):
-    score_BL = jnp.array([[9.0, 9.0, 1.0, 2.0, 3.0]])
-    valid_BL = jnp.array([[False, False, True, True, True]])
-    selection = routing.select_top_k(score_BL, 2, valid_BL)
-    assert held(selection, 0) == [3, 4]
-
-  def test_gives_no_gradient(self):
-    def loss(score_BL):
-      selection = routing.select_top_k(score_BL, 2)
-      return jnp.sum(selection.index_BK * 1.0)
-
-    assert not jax.grad(loss)(jnp.arange(4.0)[None]).any()
 
 
 class TestSelectDecided:
@@ -183,8 +147,9 @@ class TestMoves:
       [False, True, True, False],
     ]
 
-  @pytest.mark.parametrize('trailing', [(), (3,), (2, 3)])
-  @pytest.mark.parametrize('dtype', [jnp.float32, jnp.bfloat16])
+  @pytest.mark.parametrize(
+    ('trailing', 'dtype'), [((), jnp.float32), ((2, 3), jnp.bfloat16)]
+  )
   def test_gather_and_scatter_as_numpy_does(self, trailing, dtype):
     rng = np.random.default_rng(0)
     x = jnp.array(rng.normal(size=(2, 5, *trailing)), dtype)
@@ -199,17 +164,6 @@ class TestMoves:
       for slot, position in enumerate(index_BK[row]):
         expected[row, position] += np.asarray(update.astype(dtype))[row, slot]
     np.testing.assert_array_equal(added, expected)
-
-  def test_gradient_of_gather_is_scatter(self):
-    index_BK = jnp.array([[1, 2], [0, 3]])
-    weight_BKD = jnp.arange(1.0, 13.0).reshape(2, 2, 3)
-    grad_BLD = jax.grad(
-      lambda x: jnp.sum(weight_BKD * routing.gather_tokens(x, index_BK))
-    )(jnp.zeros((2, 4, 3)))
-    expected = np.zeros((2, 4, 3))
-    for row in range(2):
-      expected[row, index_BK[row]] = weight_BKD[row]
-    np.testing.assert_array_equal(grad_BLD, expected)
 
   def test_gradient_of_scatter_is_gather_beside_the_identity(self):
     index_BK = jnp.array([[1, 2], [0, 3]])
@@ -233,22 +187,13 @@ class TestNumChosen:
     [
       (0.125, 2048, 256),
       (0.125, 15, 1),
-      (0.125, 16, 2),
       (0.125, 1, 1),
-      (0.125, 7, 1),
-      (0.5, 3, 1),
       (1.0, 9, 9),
-      (0.29, 100, 29),
-      (0.57, 100, 57),
-      (0.1, 30, 3),
-      (0.999, 1000, 999),
+      (0.29, 100, 29),  # As floats, 28.999999999999996.
     ],
   )
   def test_known_counts(self, capacity, length, expected):
     assert routing.num_chosen(capacity, length) == expected
-
-  def test_the_float_trap_is_one(self):
-    assert int(0.29 * 100) == 28
 
   @hypothesis.given(st.integers(1, 1000), st.integers(1, 100_000))
   def test_is_the_floor_of_the_decimal_product(self, thousandths, length):
@@ -267,19 +212,3 @@ def test_padded_rows_choose_as_many_as_alone():
 def test_an_inverse_says_who_is_where():
   index_BM = jnp.array([[2, 0, 4], [4, 4, 1]])  # 4 is nobody's.
   assert routing.inverse(index_BM, 4).tolist() == [[1, 3, 0, 3], [3, 2, 3, 3]]
-
-
-def test_indices_are_promised_in_order_and_unique():
-  # The promises in gather and scatter hold for whatever select returns.
-  score_BL = jax.random.normal(jax.random.key(0), (3, 40))
-  for k in (1, 13, 40):
-    pick = functools.partial(routing.select_top_k, k=k)
-    valid_BL = score_BL > 0.5
-    for selection in (
-      pick(score_BL),
-      pick(score_BL, valid_BL=valid_BL, count_B=jnp.array([0, 2, 50])),
-      routing.select_decided(valid_BL, k),
-    ):
-      assert_ascending(selection.index_BK)
-      assert selection.index_BK.min() >= 0
-      assert selection.index_BK.max() < 40

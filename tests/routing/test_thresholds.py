@@ -19,12 +19,6 @@ def test_nothing_passes_before_the_first_update():
   assert routing.MovingThreshold.zeros().value() == float('inf')
 
 
-@pytest.mark.parametrize('first', [0.5, -3.0])
-def test_first_value_is_taken_in_full(first):
-  value = after([first], decay=0.99).value()
-  np.testing.assert_allclose(value, first, rtol=1e-5)
-
-
 @pytest.mark.parametrize('decay', [0.0, 0.5, 0.9])
 def test_is_the_weighted_mean_of_what_was_seen(decay):
   seen = np.random.default_rng(0).normal(size=6)

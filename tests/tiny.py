@@ -1,0 +1,148 @@
+"""Small models, variables, batches and runs that tests share.
+
+Each test varies these by `dataclasses.replace`, so that the one setting under
+test is all that it says.
+"""
+
+import functools
+import re
+
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mod_jax import config as config_lib
+from mod_jax.data.images import ImageDataConfig
+from mod_jax.data.text import TextDataConfig
+from mod_jax.models.lm import LMConfig
+from mod_jax.models.vit import ViTConfig
+from mod_jax.pretrained.load import Run
+from mod_jax.tasks import make_task
+from mod_jax.tasks.experiment import ExperimentConfig
+
+# The vocabulary is left at that of bytes, which every text has.
+LM = LMConfig(num_layers=2, width=8, num_heads=2, mlp_dim=8, routing=None)
+# The size of scikit-learn's digits; 17 tokens.
+VIT = ViTConfig(
+  image_size=8,
+  patch_size=2,
+  num_classes=10,
+  num_layers=2,
+  width=8,
+  num_heads=2,
+)
+
+
+def shapes(config):
+  """Returns the shapes of a model's variables, without compiling anything."""
+  model = config.build()
+  key = jax.random.key(0)
+  rngs = dict.fromkeys(('params', 'routing', 'gumbel'), key)
+  return nn.unbox(jax.eval_shape(model.init, rngs, config.example()))
+
+
+def variables(config, seed=0, gain=1.0):
+  """Returns variables drawn so that every part, and every mistake, shows.
+
+  Kernels keep the size of what they are applied to, times `gain`; biases and
+  scales differ from 0 and 1; moving thresholds are 0.3. A fresh model would
+  have zeros there, and scores that are nearly equal.
+  """
+  rng = np.random.default_rng(seed)
+
+  def draw(path, leaf):
+    name = jax.tree_util.keystr(path)
+    if name.endswith(('.total', '.weight')):
+      value = np.full(leaf.shape, 0.3 if name.endswith('.total') else 1.0)
+    elif name.endswith("['var']"):
+      value = rng.uniform(0.5, 1.5, leaf.shape)
+    else:
+      value = rng.normal(size=leaf.shape)
+      if 'scale' in name:
+        value = 1 + 0.1 * value
+      elif 'kernel' in name:
+        value *= gain * _fan_in(name, leaf.shape) ** -0.5
+      elif 'embedding' not in name:
+        value *= 0.3
+    return jnp.asarray(value, leaf.dtype)
+
+  return jax.tree_util.tree_map_with_path(draw, shapes(config))
+
+
+def _fan_in(name, shape):
+  """Returns how many products each result of a kernel is the sum of."""
+  if re.search("'(query|key|value)'", name):
+    axes = shape[-3:-2]
+  elif "'out'" in name:
+    axes = shape[-3:-1]
+  elif 'stem' in name:
+    axes = shape[:-1]
+  else:
+    axes = shape[-2:-1]
+  return np.prod(axes or shape)  # A router's for one number has only one axis.
+
+
+def tokens(batch=2, length=8, vocab_size=LM.vocab_size, seed=0):
+  """Returns random tokens [batch, length]."""
+  key = jax.random.key(seed)
+  return jax.random.randint(key, (batch, length), 0, vocab_size)
+
+
+def images(batch=2, size=VIT.image_size, seed=0):
+  """Returns random normal images [batch, size, size, 3]."""
+  return jax.random.normal(jax.random.key(seed), (batch, size, size, 3))
+
+
+@functools.partial(
+  jax.jit,
+  static_argnames=('model', 'mode', 'mutable', 'method', 'depth'),
+)
+def apply(model, variables, *inputs, **kwargs):
+  """Returns what a model does, compiled once for each setting.
+
+  Args:
+    model: a module, or a config, which is built as it stands.
+    variables: the model's variables.
+    *inputs: tokens or images, and what else the model takes by position.
+    **kwargs: what it takes by name; `mutable` as one string.
+  """
+  model = model if isinstance(model, nn.Module) else model.build()
+  return model.apply(variables, *inputs, **kwargs)
+
+
+def experiment(model=LM, data=None, **changes):
+  """Returns a run's config: a few steps, small batches, nothing written twice.
+
+  Args:
+    model: a config of a model.
+    data: where it learns from; as a default the embedded text, or the digits.
+    **changes: fields by dotted name, such as `**{'train.num_steps': 8}`.
+  """
+  if data is None and isinstance(model, LMConfig):
+    data = TextDataConfig(length=16)
+  elif data is None:
+    data = ImageDataConfig(image_size=model.image_size)
+  small = {
+    'train.num_steps': 4,
+    'train.batch_size': 4,
+    'optimizer.warmup_steps': 1,
+    'evaluation.every': 0,
+    'evaluation.batches': 1,
+    'evaluation.final_batches': 1,
+    'evaluation.batch_size': 4,
+    'log.every': 1,
+    'log.tensorboard': False,
+  }
+  config = ExperimentConfig(model=model, data=data)
+  return config_lib.replace(config, small | changes)
+
+
+def run(config):
+  """Returns a `Run` of an experiment's model, with variables drawn as above."""
+  return Run(
+    config=config.model,
+    variables=variables(config.model),
+    experiment=config,
+    task=make_task(config),
+  )
