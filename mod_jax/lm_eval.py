@@ -197,6 +197,13 @@ class ModJax(lm_eval.api.model.TemplateLM):
 def define_flags() -> None:
   """Defines the flags of `main`."""
   flags.DEFINE_string('model', None, 'Directory of the model.')
+  flags.DEFINE_enum(
+    'dtype',
+    None,
+    ['float32', 'bfloat16'],
+    'Of the weights and the computation; by default weights in float32, and the'
+    " computation as in the model's config.",
+  )
   flags.DEFINE_list('tasks', [], "The harness's tasks.")
   flags.DEFINE_string(
     'include_path', None, 'Directory of further tasks, in YAML.'
@@ -225,7 +232,7 @@ def main(_) -> None:
       f'--out={values.out}: there is no such directory; make it first.'
     )
   model = ModJax(
-    load_lib.load(values.model),
+    load_lib.load(values.model, dtype=values.dtype),
     rule=values.rule,
     batch_size=values.batch_size,
     max_length=values.max_length,

@@ -51,6 +51,9 @@ class OptimizerConfig:
   beta1: config_lib.Decay = 0.9  # AdamW's decay of the mean gradient.
   beta2: config_lib.Decay = 0.95  # AdamW's decay of the mean square.
   epsilon: config_lib.Epsilon = 1e-8  # AdamW's, added to its divisor.
+  # Of AdamW's mean gradients, or of SGD's momentum. The mean squares stay
+  # float32: bfloat16 rounds away what a step changes in them.
+  mu_dtype: Literal['float32', 'bfloat16'] = 'float32'
   clip_norm: config_lib.Weight = 1.0  # Global norm; 0 = no clipping.
   # (regular expression, factor on the rate, first step) for parameters.
   rules: tuple[tuple[str, config_lib.Weight, config_lib.Steps], ...] = ()
@@ -139,13 +142,16 @@ def make_optimizer(
       optax.masked(clip, lambda tree: _where(tree, _predicts)),
     ]
   decay = optax.add_decayed_weights(
-    config.weight_decay, lambda tree: _where(tree, _decays)
+    config.weight_decay, lambda tree: _where(tree, is_matrix)
   )
   if config.kind == 'adamw':
-    adam = optax.scale_by_adam(config.beta1, config.beta2, config.epsilon)
+    adam = optax.scale_by_adam(
+      config.beta1, config.beta2, config.epsilon, mu_dtype=config.mu_dtype
+    )
     steps += [adam, decay]
   else:
-    steps += [decay, optax.trace(config.momentum)]
+    trace = optax.trace(config.momentum, accumulator_dtype=config.mu_dtype)
+    steps += [decay, trace]
   steps.append(optax.scale_by_learning_rate(schedule(config, num_steps)))
   if switches['optimizer.layer_decay']:
     # Last, so that a factor of 0 also stops weight decay.
@@ -318,5 +324,6 @@ def _predicts(names) -> bool:
   return 'predictor' in names
 
 
-def _decays(names) -> bool:
+def is_matrix(names) -> bool:
+  """Whether names along a path lead to a matrix, other than of a router."""
   return names[-1] in _MATRICES and 'router' not in names

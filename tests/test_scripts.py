@@ -315,7 +315,7 @@ class TestEval:
     shutil.copytree(trained[0], workdir)
     kept = snapshot(workdir / 'checkpoints')
     samples = (
-      *('--sample=def ', '--sample=a longer prompt', '--sample_tokens=3'),
+      *('--sample=def ', '--sample=a longer prompt', '--max_new_tokens=3'),
       *('--rule=router', '--overflow=drop'),
     )
     ended = run('eval.py', f'--workdir={workdir}', '--batches=2', *samples)
@@ -340,10 +340,10 @@ class TestEval:
       (['--step=new'], '--step=new: expected an integer'),
       (['--batches=-1'], 'num_batches=-1'),
       (
-        ['--sample=0123456789', '--sample_tokens=5', '--max_length=14'],
+        ['--sample=0123456789', '--max_new_tokens=5', '--max_length=14'],
         'prompt=10, max_new_tokens=5, max_length=14',
       ),
-      (['--sample=a', '--sample_tokens=0'], 'max_new_tokens=0'),
+      (['--sample=a', '--max_new_tokens=0'], 'max_new_tokens=0'),
       (['--sample='], 'a token in each'),
       (['--sample=a', '--rule=bogus'], '--rule=bogus: .*trained for router'),
       (['--sample=a', '--overflow=spill'], 'overflow'),

@@ -267,6 +267,21 @@ def head_loss():
   return markdown(header, rows)
 
 
+@table
+def image_input():
+  """A training step with reading pictures over one without, by cache."""
+  found = measured('image_input')
+  rate, ratios = found['images_per_second'], found['time_over_none']
+  rows = [['a batch that is there already', f'{rate["none"]:.0f}', '', '']]
+  for name in ('memory', 'disk', 'decoded'):
+    label = 'none' if name == 'decoded' else name
+    middle, *quartiles = ratios[name]
+    ratio = [f'{middle:.2f}', between(*quartiles, 2)]
+    rows.append([f'`{label}`', f'{rate[name]:.0f}', *ratio])
+  header = ['`data.cache`', 'images/s', 'time / first row', 'quartiles']
+  return markdown(header, rows)
+
+
 def over_dense(routed: dict, names: dict[str, str]) -> list[list[str]]:
   """Returns a row for each model: FLOPs and time over the dense twin's."""
   return [

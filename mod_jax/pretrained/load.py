@@ -1,7 +1,7 @@
 """A model with its weights, ready for use; loads runs and pretrained models."""
 
 import collections
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 import functools
 import itertools
@@ -13,13 +13,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from mod_jax import config as config_lib
-from mod_jax import parallel
+from mod_jax import optimizer, parallel
 from mod_jax.data import images as images_lib
 from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
+from mod_jax.layers.mode import RoutingMode
 from mod_jax.models import protocol
+from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.pretrained.source import Source
+from mod_jax.sampling import generation
+from mod_jax.sampling.speculation import Draft
+from mod_jax.serving import chat as chat_lib
+from mod_jax.serving.engine import Engine
 from mod_jax.tasks import make_task, warm_start
 from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train import evaluation
@@ -99,15 +105,38 @@ class Run:
       return self.tokenizer.encode_prompt(text)
     return self.tokenizer.encode(text)
 
-  def predict(self, inputs, **kwargs) -> list:
+  def predict(
+    self,
+    inputs,
+    *,
+    top: int | None = None,
+    max_new_tokens: int | None = None,
+    temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    mode: RoutingMode | str | None = None,
+    max_length: int | None = None,
+    draft: Draft | None = None,
+    key: jax.Array | None = None,
+  ) -> list:
     """Classifies pictures, or continues texts.
+
+    Each model takes the settings of its kind; None is the default.
 
     Args:
       inputs: one input or a list of them: paths of pictures, Pillow images or
         uint8 arrays [height, width, 3]; for language models, strings.
-      **kwargs: for pictures `top`, the number of classes to return (5); for
-        texts the keywords of `Language.continued`, such as num_tokens and
-        temperature (0 by default).
+      top: of pictures: number of classes to return; 5 by default.
+      max_new_tokens: most tokens to add; by default as many as fit the longest
+        input of the model.
+      temperature: of sampling; by default 0, which takes the likeliest token.
+      top_k: of sampling; by default 0, all tokens.
+      top_p: of sampling; by default 1, all tokens.
+      mode: how routed blocks choose tokens, such as `threshold`; by default the
+        first causal rule that the model was trained for.
+      max_length: number of tokens that the caches hold.
+      draft: proposes tokens that the model verifies several at a time.
+      key: random key, for a temperature above 0.
 
     Returns:
       For each picture a dictionary from class names, the likeliest first, to
@@ -121,12 +150,68 @@ class Run:
     inputs = [inputs] if single else list(inputs)
     if not inputs:
       return []
-    if self.preprocess is None:
-      return self._continue(inputs, **kwargs)
+    of_pictures, of_texts = (
+      {'top': top},
+      {
+        **{'max_new_tokens': max_new_tokens, 'temperature': temperature},
+        **{'top_k': top_k, 'top_p': top_p, 'mode': mode, 'key': key},
+        **{'max_length': max_length, 'draft': draft},
+      },
+    )
+    reads_texts = self.preprocess is None
+    for name, value in (of_pictures if reads_texts else of_texts).items():
+      if value is not None:
+        kinds = ('pictures', 'texts')
+        raise UserError(
+          f'{name}: is for {kinds[not reads_texts]}, and this model reads'
+          f' {kinds[reads_texts]}: leave it out.'
+        )
+    if reads_texts:
+      given = {k: x for k, x in of_texts.items() if x is not None}
+      return self._continue(inputs, **given)
     predictions = []
     for batch in itertools.batched(inputs, _BATCH):
-      predictions += self.classify(self.preprocess(batch), **kwargs)
+      predictions += self.classify(self.preprocess(batch), top=top or 5)
     return predictions
+
+  def chat(
+    self,
+    messages: Sequence[Mapping[str, str]],
+    *,
+    stream: bool = False,
+    max_new_tokens: int | None = None,
+    **settings,
+  ) -> str | Iterator[str]:
+    """Answers a chat, through the chat template beside the model's tokenizer.
+
+        run.chat([{'role': 'user', 'content': 'Name three rivers.'}])
+
+    Args:
+      messages: each with a `role`, such as `user`, and a `content`; the oldest
+        first.
+      stream: whether to return the answer as an iterator over its pieces, each
+        as soon as it is known.
+      max_new_tokens: most tokens of the answer; by default 256, or as many as
+        fit.
+      **settings: those of `serving.engine.Engine.submit`: temperature (0 by
+        default), top_k, top_p, stop, seed.
+
+    Raises:
+      UserError: the model has no chat template, or the messages do not fit it,
+        or are longer than its longest input; or a setting is out of range.
+    """
+    if self.tokenizer is None:
+      raise UserError('chat: this is no language model: use run.predict.')
+    source = self.task.modality.tokenizer_source
+    text = chat_lib.render(*source, messages)
+    tokens = self.tokenizer.encode_chat(text)
+    if max_new_tokens is None:
+      max_new_tokens = max(1, min(256, self.max_length - len(tokens)))
+    room = min(generation.bucket(len(tokens) + max_new_tokens), self.max_length)
+    engine = Engine(self, slots=1, max_length=room)
+    engine.submit(tokens, max_new_tokens=max_new_tokens, **settings)
+    pieces = (event.text for event in engine.run() if event.text)
+    return pieces if stream else ''.join(pieces)
 
   def evaluate(
     self,
@@ -167,6 +252,14 @@ class Run:
     params = state.pop('params')
     with jax.set_mesh(mesh):
       return evaluation.held_out(task, params, state, mesh, batches=batches)
+
+  @property
+  def max_length(self) -> int:
+    """Longest text of a language model, in tokens, with what it adds.
+
+    It is what the published config says, or the length of training.
+    """
+    return self.experiment.data.length
 
   def reading_as_trained(self, data):
     """Returns a config of data with the model's preprocessing or tokenizer."""
@@ -219,7 +312,13 @@ class Run:
     return predictions
 
 
-def load(path: str | os.PathLike, *, trust: Sequence[str] = (), **known) -> Run:
+def load(
+  path: str | os.PathLike,
+  *,
+  dtype: str | None = None,
+  trust: Sequence[str] = (),
+  **known,
+) -> Run:
   """Loads a model with its weights.
 
   No code in the folder is run: a config may name classes of mod_jax and of
@@ -230,6 +329,9 @@ def load(path: str | os.PathLike, *, trust: Sequence[str] = (), **known) -> Run:
       folder that `export` wrote; a Hugging Face folder with a language model of
       `convert.lm.FAMILIES`; or a pretrained vision transformer, either a folder
       from Hugging Face or timm or a file that `convert.vit.load` reads.
+    dtype: `float32` or `bfloat16`, in which the model computes and its matrices
+      are kept; routers, norms and biases stay float32. None keeps all weights
+      in float32 and computes as the model's config says.
     trust: modules to import first, such as `['package.module']`, whose classes
       the config may name.
     **known: fields of `ViTConfig` that cannot be derived from the file of a
@@ -240,7 +342,7 @@ def load(path: str | os.PathLike, *, trust: Sequence[str] = (), **known) -> Run:
   """
   config_lib.trust(trust)
   source = Source.open(path, **known)
-  run = _about(source)
+  run = _about(source, dtype)
   if not source.ours:
     variables = source.read()
   else:
@@ -249,9 +351,30 @@ def load(path: str | os.PathLike, *, trust: Sequence[str] = (), **known) -> Run:
       shapes.pop('params'), shapes, os.fspath(path)
     )
     variables = {'params': params, **model_state}
-  return dataclasses.replace(
-    run, variables=jax.tree.map(jnp.asarray, variables)
-  )
+
+  def on_device(path, array):
+    # One at a time, since arrays are read lazily.
+    array = jnp.asarray(array)
+    names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
+    if dtype is not None and _is_cast(names):
+      array = array.astype(dtype)
+    return array
+
+  variables = jax.tree_util.tree_map_with_path(on_device, variables)
+  return dataclasses.replace(run, variables=variables)
+
+
+def _is_cast(names) -> bool:
+  """Whether `load` casts a parameter, by the names along its path."""
+  return optimizer.is_matrix(names) and 'predictor' not in names
+
+
+def _computing_in(config, dtype: str):
+  """Returns the config of the same model with another compute dtype."""
+  if isinstance(config, DynamicViTConfig):
+    backbone = _computing_in(config.backbone, dtype)
+    return dataclasses.replace(config, backbone=backbone)
+  return dataclasses.replace(config, dtype=dtype)
 
 
 def about(path: str | os.PathLike) -> Run:
@@ -259,17 +382,20 @@ def about(path: str | os.PathLike) -> Run:
   return _about(Source.open(path))
 
 
-def _about(source: Source) -> Run:
-  task = None
-  if source.experiment is not None:
+def _about(source: Source, dtype: str | None = None) -> Run:
+  config, experiment, task = source.config, source.experiment, None
+  if dtype is not None:
+    config = _computing_in(config, dtype)
+  if experiment is not None:
+    experiment = dataclasses.replace(experiment, model=config)
     workdir = source.path if source.kind == 'run' else None
-    task = make_task(source.experiment, workdir)
+    task = make_task(experiment, workdir)
   if source.tokenizer is not None:
     task.modality.use_tokenizer(source.tokenizer, os.fspath(source.path))
   return Run(
-    config=source.config,
+    config=config,
     variables={},
-    experiment=source.experiment,
+    experiment=experiment,
     preprocess=source.preprocess,
     classes=source.classes,
     task=task,

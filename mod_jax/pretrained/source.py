@@ -34,7 +34,6 @@ from mod_jax.tasks.experiment import ExperimentConfig
 # The files of a folder that `mod_jax.export` writes in our own format.
 FOLDER, WEIGHTS = 'mod_jax.json', 'model.safetensors'
 CLASSES = 'classes.json'  # The class names in a run's directory.
-_LENGTH = 2048  # Longest texts of pretrained language models, in tokens.
 # Preprocessing of most published models, for weights without such metadata.
 _IMAGENET = {
   'mean': (0.485, 0.456, 0.406),
@@ -234,7 +233,7 @@ class _Language(Source):
     data = TextDataConfig(
       tokenizer='huggingface',
       tokenizer_path=path,
-      length=min(convert_lm.max_length(path), _LENGTH),
+      length=convert_lm.max_length(path),
     )
     return ExperimentConfig(model=self.config, data=data, init=path)
 

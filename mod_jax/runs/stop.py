@@ -20,7 +20,8 @@ import jax
 from jax.experimental import multihost_utils
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-_PATIENCE = 3  # The Ctrl-C that ends the process without waiting for the save.
+# The Ctrl-C with this number ends the process at once, without the save.
+_LAST_INTERRUPT = 3
 _STOPPING = b'\nstopping, with a save; a third Ctrl-C ends at once, without.\n'
 
 
@@ -29,11 +30,11 @@ class Stopped(Exception):
 
 
 class _Asked:
-  """The requests to this process, for all its runs."""
+  """What signals have asked of this process, for all its runs."""
 
-  listening = False
-  requested = False
-  interrupts = 0  # Number of Ctrl-C.
+  listening = False  # Whether a `listening` context is open.
+  requested = False  # Whether the run is to stop after the current step.
+  interrupts = 0  # Number of Ctrl-C since that context was opened.
   hosts = 1
   steps = 0  # Calls of `after_step`, over all runs of the process.
 
@@ -131,7 +132,7 @@ def each[T](items: Iterable[T]) -> Iterator[T]:
 def _note(number, _):
   if number == signal.SIGINT:
     _asked.interrupts += 1
-    if _asked.interrupts >= _PATIENCE:
+    if _asked.interrupts >= _LAST_INTERRUPT:
       raise KeyboardInterrupt
     if _asked.interrupts == 1:
       # Not `print`: the signal may have interrupted one, and streams are not

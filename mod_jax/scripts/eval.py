@@ -86,7 +86,9 @@ def define_flags() -> None:
   )
   flags.DEFINE_multi_string('sample', [], 'Text to continue')
   flags.DEFINE_integer(
-    'sample_tokens', None, 'Tokens to add; by default up to the trained length.'
+    'max_new_tokens',
+    None,
+    'Tokens to add; by default up to the length of training.',
   )
   flags.DEFINE_integer(
     'max_length', None, 'Room for prompt and new tokens; by default both fit.'
@@ -122,7 +124,7 @@ def _sample(task, trained):
     trained.params,
     trained.model_state,
     args.sample,
-    num_tokens=args.sample_tokens,
+    max_new_tokens=args.max_new_tokens,
     max_length=args.max_length,
     temperature=args.temperature,
     top_k=args.top_k,

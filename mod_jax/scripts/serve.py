@@ -21,6 +21,13 @@ from mod_jax.serving.engine import Engine
 def define_flags() -> None:
   """Defines the flags of `main`."""
   flags.DEFINE_string('model', None, 'Directory of the model.')
+  flags.DEFINE_enum(
+    'dtype',
+    None,
+    ['float32', 'bfloat16'],
+    'Of the weights and the computation; by default weights in float32, and the'
+    " computation as in the model's config.",
+  )
   flags.DEFINE_string('host', '127.0.0.1', 'Address to listen at.')
   flags.DEFINE_integer('port', 8000, 'Port to listen at; 0 for any.')
   flags.DEFINE_integer('slots', 8, 'Requests that are decoded at a time.')
@@ -52,7 +59,7 @@ def main(_) -> None:
     raise UserError(
       f"the server needs {error.name}: pip install 'mod_jax[server]'."
     ) from error
-  run = load_lib.load(args.model)
+  run = load_lib.load(args.model, dtype=args.dtype)
   engine = Engine(run, slots=args.slots, max_length=args.max_length)
   hosts = args.allowed_hosts
   if hosts is None:

@@ -4,6 +4,7 @@ They are Jinja templates that lie beside a tokenizer. They get the functions and
 filters of Hugging Face's `apply_chat_template`, for which they are written.
 """
 
+from collections.abc import Mapping, Sequence
 import contextlib
 import datetime
 import json
@@ -11,11 +12,13 @@ import os
 import pathlib
 
 from absl import logging
+import jinja2
 import jinja2.ext
 import jinja2.sandbox
 
 from mod_jax import paths
 from mod_jax.data import tokenizers
+from mod_jax.errors import UserError
 
 
 class _Generation(jinja2.ext.Extension):
@@ -63,6 +66,30 @@ def read_template(path: str | os.PathLike) -> jinja2.Template | None:
   except Exception as error:  # Also RecursionError, for deep nesting.
     logging.warning('%s: no chat, for its template: %s', folder, error)
     return None
+
+
+def render(kind: str, path: str, messages: Sequence[Mapping]) -> str:
+  """Returns a chat as the text of a prompt, at whose end the model answers.
+
+  Args:
+    kind: of the tokenizer, for `tokenizers.make`; only those of Hugging Face
+      have templates.
+    path: of the tokenizer.
+    messages: of a `role` and a `content`, as the template wants them.
+
+  Raises:
+    UserError: there is no template, or the messages do not fit it.
+  """
+  template = read_template(path) if kind == 'huggingface' else None
+  if template is None:
+    raise UserError(
+      'this model has no chat template (chat_template.jinja, or in'
+      ' tokenizer_config.json, beside its tokenizer): let it continue a text.'
+    )
+  try:
+    return template.render(messages=messages, add_generation_prompt=True)
+  except jinja2.TemplateError as error:
+    raise UserError(f'messages do not fit the template: {error}') from error
 
 
 def _refuse(message):

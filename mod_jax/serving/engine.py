@@ -25,7 +25,6 @@ import numpy as np
 from mod_jax.errors import UserError
 from mod_jax.layers.mode import RoutingMode
 from mod_jax.models import lm
-from mod_jax.pretrained.load import Run
 from mod_jax.sampling import generation
 from mod_jax.sampling import logits as logits_lib
 from mod_jax.serving import slots as slots_lib
@@ -60,6 +59,7 @@ class Completion:
   reason: Reason  # As in `Event`.
 
 
+_MAX_LENGTH = 2048  # By default.
 # Settings of slots that have not been used yet.
 _GREEDY = {'temperature': 0.0, 'top_k': 0, 'top_p': 1.0}
 
@@ -94,7 +94,8 @@ class Engine:
     run: a language model, as `mod_jax.load` returns it.
     slots: number of requests that are decoded at a time.
     max_length: most tokens of a prompt and its continuation together; None for
-      the length that the model was trained at.
+      the model's own, but no more than 2,048, since every slot's cache has room
+      for so many from the beginning.
     mode: how routed blocks choose tokens; None for the first causal rule that
       the model was trained for.
 
@@ -104,7 +105,7 @@ class Engine:
 
   def __init__(
     self,
-    run: Run,
+    run: Any,
     *,
     slots: int = 8,
     max_length: int | None = None,
@@ -117,7 +118,7 @@ class Engine:
       )
     config, variables = lm.unrolled_variables(run.config, run.variables)
     if max_length is None:
-      max_length = run.experiment.data.length
+      max_length = min(run.max_length, _MAX_LENGTH)
     for name, value in (('slots', slots), ('max_length', max_length)):
       if value < 1:
         raise UserError(f'{name}={value}: expected at least 1.')

@@ -26,7 +26,6 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from mod_jax.errors import UserError
-from mod_jax.pretrained.load import Run
 from mod_jax.serving import engine as engine_lib
 from mod_jax.serving import requests
 from mod_jax.serving.engine import Engine
@@ -147,7 +146,7 @@ class Worker:
 
 
 class _Server:
-  def __init__(self, engine: Engine, run: Run, name: str, queue: int):
+  def __init__(self, engine: Engine, run: Any, name: str, queue: int):
     self.engine, self.name = engine, name
     self.worker = Worker(engine)
     self._room = engine.slots + queue
@@ -420,7 +419,7 @@ def _error(error: _Refused) -> dict[str, Any]:
 
 
 def app(
-  engine: Engine, run: Run, *, name: str, queue: int = 64, hosts=LOOPBACK
+  engine: Engine, run: Any, *, name: str, queue: int = 64, hosts=LOOPBACK
 ) -> ASGIApp:
   """Returns the ASGI application.
 

@@ -25,8 +25,6 @@ import sys
 import tempfile
 from typing import Any
 
-import jinja2
-
 from mod_jax.data import tokenizers
 from mod_jax.errors import UserError
 from mod_jax.serving import chat
@@ -142,7 +140,7 @@ class _Texts:
     self._encode = self._tokenizer.encode
     if pretrained:
       self._encode = self._tokenizer.encode_prompt
-    self._path = pathlib.Path(path) if kind == 'huggingface' else None
+    self._kind, self._path = kind, path
 
   def encode(self, texts: list[str], most: int) -> list[list[int]]:
     """Returns the tokens of each prompt; refuses more than `most`."""
@@ -150,17 +148,7 @@ class _Texts:
 
   def encode_chat(self, messages: list[dict], most: int) -> list[list[int]]:
     """Returns the tokens of a rendered chat, as a list of one prompt."""
-    template = self._path and chat.read_template(self._path)
-    if template is None:
-      raise UserError(
-        'this model has no chat template (chat_template.jinja, or in'
-        ' tokenizer_config.json, beside its tokenizer): use /v1/completions'
-        ' with a prompt.'
-      )
-    try:
-      text = template.render(messages=messages, add_generation_prompt=True)
-    except jinja2.TemplateError as error:
-      raise UserError(f'messages do not fit the template: {error}') from error
+    text = chat.render(self._kind, self._path, messages)
     return [self._tokens(self._tokenizer.encode_chat, text, most)]
 
   def decode_after(self, before, ids) -> str:

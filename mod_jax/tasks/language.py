@@ -296,7 +296,7 @@ class Language(Modality):
     model_state,
     prompts: list[list[int]],
     *,
-    num_tokens: int | None = None,
+    max_new_tokens: int | None = None,
     **kwargs,
   ) -> Generated:
     """Continues tokens of texts; `kwargs` are those of `sampling.generate`.
@@ -311,9 +311,9 @@ class Language(Modality):
     if 'mode' not in kwargs:
       kwargs['mode'] = self.config.model.decoding_mode
     tokens_BP, valid_BP = pad_prompts(prompts)
-    if num_tokens is None:
-      num_tokens = self.config.data.length - tokens_BP.shape[1]
-      if num_tokens < 1:
+    if max_new_tokens is None:
+      max_new_tokens = self.config.data.length - tokens_BP.shape[1]
+      if max_new_tokens < 1:
         raise errors.UserError(
           f'A prompt of {tokens_BP.shape[1]} tokens leaves no room in the'
           f' {self.config.data.length} that the model was trained at: shorten'
@@ -324,7 +324,7 @@ class Language(Modality):
       {'params': params, **model_state},
       tokens_BP,
       valid_BP,
-      max_new_tokens=num_tokens,
+      max_new_tokens=max_new_tokens,
       end_token=self.tokenizer.eos_id,
       **kwargs,
     )
@@ -337,7 +337,7 @@ class Language(Modality):
       room = self.config.data.length - len(self.tokenizer.encode(prompt))
       (continuation,) = self.sample(
         *(params, model_state, [prompt]),
-        num_tokens=max(1, min(settings.sample_tokens, room)),
+        max_new_tokens=max(1, min(settings.sample_tokens, room)),
         temperature=0.7,
         top_p=0.95,
         key=jax.random.key(self.config.seed),

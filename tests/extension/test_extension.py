@@ -165,7 +165,11 @@ def test_a_score_with_state_and_its_rule(family, text, tmp_path):
   assert trained.task.modality.rules == ('top_k', 'above')
   # It decides token by token, so it can generate.
   texts = trained.task.modality.sample(
-    trained.params, trained.model_state, ['abc'], num_tokens=3, temperature=0.0
+    trained.params,
+    trained.model_state,
+    ['abc'],
+    max_new_tokens=3,
+    temperature=0.0,
   )
   assert len(texts) == 1
   assert flops.forward(config.model, 16) > 0

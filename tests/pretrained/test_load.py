@@ -391,16 +391,16 @@ def test_a_language_model_goes_elsewhere(tmp_path, tokenizer):
   with pytest.raises(UserError, match='cannot run routed blocks'):
     mod_jax.export(run, tmp_path / 'out', 'huggingface')
   mod_jax.export(run, tmp_path / 'out')
-  expected = run.predict(['def main', 'x'], num_tokens=5)
+  expected = run.predict(['def main', 'x'], max_new_tokens=5)
   shutil.rmtree(texts)
   shutil.rmtree(tmp_path / 'cache', ignore_errors=True)
   again = mod_jax.load(tmp_path / 'out')
-  found = again.predict(['def main', 'x'], num_tokens=5)
+  found = again.predict(['def main', 'x'], max_new_tokens=5)
   # And from there to the next place.
   mod_jax.export(again, tmp_path / 'next')
   shutil.rmtree(tmp_path / 'out')
   next_one = mod_jax.load(tmp_path / 'next')
-  assert next_one.predict('x', num_tokens=5)[0].text == found[1].text
+  assert next_one.predict('x', max_new_tokens=5)[0].text == found[1].text
   assert next_one.tokenizer.eos_id == run.tokenizer.eos_id
   for a, b in zip(expected, found, strict=True):
     assert a.text == b.text

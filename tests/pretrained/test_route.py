@@ -79,7 +79,7 @@ def test_a_language_model_of_full_capacity_is_the_dense_model(language):
   )
   # It can be sampled, since the auxiliary loss trains a causal rule.
   half = mod_jax.route(language, 'mod', capacity=0.5)
-  (found,) = half.predict('de', num_tokens=3)
+  (found,) = half.predict('de', max_new_tokens=3)
   assert len(found.log_probs) == 3
   assert half.tokenizer.vocab_size == language.tokenizer.vocab_size
 

@@ -263,7 +263,7 @@ def test_controls_evaluate_and_sample(make, routing):
   if routing == STRIDE:  # Sampled and drawn as the other is.
     return
   (sample,) = task.modality.sample(
-    params, model_state, ['ab'], num_tokens=5, key=jax.random.key(0)
+    params, model_state, ['ab'], max_new_tokens=5, key=jax.random.key(0)
   )
   assert 0 < len(sample) <= 5
   figures = task.pictures(params, model_state)
@@ -385,7 +385,7 @@ class TestSample:
       params,
       model_state,
       prompts,
-      num_tokens=6,
+      max_new_tokens=6,
       temperature=0.0,
     )
     texts = sample()
@@ -397,7 +397,7 @@ class TestSample:
     assert (
       task.modality.sample(
         *(params, model_state, prompts[:1]),
-        num_tokens=6,
+        max_new_tokens=6,
         temperature=0.0,
         mode='router',
       )
@@ -442,7 +442,7 @@ class TestSample:
         params,
         model_state,
         ['0123456789'],
-        num_tokens=5,
+        max_new_tokens=5,
         temperature=0.0,
         max_length=14,
       )
@@ -455,7 +455,7 @@ class TestSample:
     )
     assert task.modality.rules == ('top_k',)
     with pytest.raises(UserError, match='no causal rule'):
-      task.modality.sample(params, {}, ['a'], num_tokens=2)
+      task.modality.sample(params, {}, ['a'], max_new_tokens=2)
     # The end of a run leaves the sample out instead.
     assert list(task.finish(params, {})) == []
 

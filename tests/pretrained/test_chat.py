@@ -1,0 +1,56 @@
+"""`Run.chat`, and the settings of `Run.predict`."""
+
+import pathlib
+import shutil
+
+import pytest
+
+import mod_jax
+from mod_jax.errors import UserError
+
+MODEL = pathlib.Path(__file__).parents[1] / 'golden' / 'lm_eval' / 'model'
+TEMPLATE = """{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}
+{%- if messages[0].role != 'user' %}{{ raise_exception('users begin') }}
+{%- endif %}{% if add_generation_prompt %}answer {% endif %}"""
+MESSAGES = [{'role': 'user', 'content': 'how many trees'}]
+
+
+@pytest.fixture(scope='module')
+def run(tmp_path_factory):
+  folder = tmp_path_factory.mktemp('chat') / 'model'
+  shutil.copytree(MODEL, folder)
+  (folder / 'chat_template.jinja').write_text(TEMPLATE)
+  return mod_jax.load(folder)
+
+
+def test_a_chat_continues_the_rendered_messages(run):
+  tokens = run.tokenizer.encode_chat('user how many trees answer ')
+  answer = run.chat(MESSAGES, max_new_tokens=8)
+  generated = run.task.modality.continued(
+    run.variables['params'], {}, [tokens], max_new_tokens=8, temperature=0.0
+  )
+  (expected,) = run.task.modality.decoded([tokens], generated)
+  assert answer == expected
+
+
+def test_streams_are_independent_and_equal_the_whole(run):
+  kwargs = {'max_new_tokens': 8, 'temperature': 1.0}
+  whole = [run.chat(MESSAGES, seed=seed, **kwargs) for seed in (1, 2)]
+  assert whole[0] != whole[1]
+  streams = [
+    run.chat(MESSAGES, stream=True, seed=seed, **kwargs) for seed in (1, 2)
+  ]
+  first = next(streams[0])
+  assert ''.join(streams[1]) == whole[1]
+  assert first + ''.join(streams[0]) == whole[0]
+
+
+def test_refusals(run):
+  with pytest.raises(UserError, match='users begin'):
+    run.chat([{'role': 'system', 'content': 'x'}])
+  with pytest.raises(UserError, match='no chat template'):
+    mod_jax.load(MODEL).chat(MESSAGES)
+  with pytest.raises(UserError, match='top: is for pictures'):
+    run.predict('how', top=3)
+  with pytest.raises(UserError, match='max_length'):
+    run.chat(MESSAGES, max_new_tokens=10**6)
