@@ -125,12 +125,12 @@ def experiment(model=LM, data=None, **changes):
     data = ImageDataConfig(image_size=model.image_size)
   small = {
     'train.num_steps': 4,
-    'train.batch_size': 4,
+    'train.batch_size': 8,  # One row for each device.
     'optimizer.warmup_steps': 1,
     'evaluation.every': 0,
     'evaluation.batches': 1,
     'evaluation.final_batches': 1,
-    'evaluation.batch_size': 4,
+    'evaluation.batch_size': 8,
     'log.every': 1,
     'log.tensorboard': False,
   }

@@ -9,24 +9,19 @@ import sys
 import threading
 import time
 
-from flax import linen as nn
-import jax
 import jinja2
 import openai
 import pytest
+import tiny
 import uvicorn
 
 from mod_jax.data import text
 from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
 from mod_jax.layers.routing_config import MoDConfig
-from mod_jax.models.lm import LMConfig
-from mod_jax.pretrained.load import Run
 from mod_jax.serving import chat, text_process
 from mod_jax.serving import server as server_lib
 from mod_jax.serving.engine import Engine
-from mod_jax.tasks import make_task
-from mod_jax.tasks.experiment import ExperimentConfig
 
 LENGTH = 48
 JSON = {'Content-Type': 'application/json'}
@@ -66,23 +61,13 @@ def run(tmp_path_factory):
   }
   learned = folder / 'tokenizer.json'
   learned.write_text(json.dumps(tokenizer))
-  config = ExperimentConfig(
-    model=LMConfig(
-      vocab_size=272,
-      num_layers=2,
-      width=8,
-      num_heads=2,
-      routing=MoDConfig(capacity=0.5),
-    ),
-    data=dataclasses.replace(
-      data, tokenizer='huggingface', tokenizer_path=str(learned)
-    ),
+  model = dataclasses.replace(
+    tiny.LM, vocab_size=272, routing=MoDConfig(capacity=0.5)
   )
-  task = make_task(config)
-  variables = nn.unbox(jax.jit(task.init)(jax.random.key(0)))
-  return Run(
-    config=config.model, variables=variables, experiment=config, task=task
+  data = dataclasses.replace(
+    data, tokenizer='huggingface', tokenizer_path=str(learned)
   )
+  return tiny.run(tiny.experiment(model, data))
 
 
 @contextlib.contextmanager
@@ -210,34 +195,20 @@ def test_a_chat_follows_the_template(client, alone):
     # Refused before it is tokenised, by its tokens, and with what it asks for.
     ({'prompt': 'how ' * 9999}, '39996 bytes does not fit max_length=48'),
     ({'prompt': 'o ' * 60}, '120 tokens does not fit max_length=48'),
-    ({'prompt': 'o ' * 24}, 'do not fit max_length=48'),
     ({'prompt': ''}, 'no token'),
     ({'prompt': [10**6]}, 'vocab_size=272'),
-    ({'prompt': []}, '0 prompts in one request: expected 1 to 6'),
     ({'prompt': ['o'] * 7}, '7 prompts in one request: expected 1 to 6'),
     ({'prompt': ['o'] * 10**5}, 'prompt=.*: expected .* a list of 128 of'),
-    ({'prompt': [None]}, r'prompt=\[None\]: expected a text, tokens, or'),
     ({'prompt': [1.7, 2]}, r'prompt=\[1.7, 2\]: expected a text, tokens'),
-    ({'prompt': [[[1], 'a']]}, 'prompt=.*: expected a text, tokens'),
     ({'prompt': 'a' * 40 + 'b'}, 'PanicException.*retry-limit-in-match'),
     ({'n': 2}, 'n=2: Input should be 1'),
-    ({'temperature': -1}, 'temperature=-1'),
     ({'temperature': 10**400}, 'temperature=10*.*: Input should be a finite'),
     ({'max_tokens': 0}, 'max_new_tokens=0'),
     ({'stop': ['']}, 'stop=.*: expected a text of 1 to 128 characters'),
     ({'stop': ['x'] * 10**5}, 'stop=.*: expected .* a list of 16 of these'),
-    ({'stop': 'x' * 129}, 'stop=.*: expected a text of 1 to 128 characters'),
     ({'extra_body': {'top_k': 3}}, 'top_k=3 is not supported: leave it out'),
-    (
-      {'extra_body': {'seed': 'one'}},
-      "seed='one': Input should be a valid int",
-    ),
     ({'logprobs': 5}, 'logprobs=5: expected 1, since'),
     ({'logprobs': 1, 'stream': True}, 'logprobs are given without stream'),
-    (
-      {'stream_options': {'x': 1}, 'stream': True},
-      'stream_options: x=1 is not',
-    ),
   ],
 )
 def test_bad_requests_are_refused_and_others_unharmed(client, changes, message):
