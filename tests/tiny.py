@@ -46,15 +46,17 @@ def variables(config, seed=0, gain=1.0):
   """Returns variables drawn so that every part, and every mistake, shows.
 
   Kernels keep the size of what they are applied to, times `gain`; biases and
-  scales differ from 0 and 1; moving thresholds are 0.3. A fresh model would
-  have zeros there, and scores that are nearly equal.
+  scales differ from 0 and 1; moving thresholds lie between 0.2 and 0.4. A fresh
+  model would have zeros there, and scores that are nearly equal.
   """
   rng = np.random.default_rng(seed)
 
   def draw(path, leaf):
     name = jax.tree_util.keystr(path)
-    if name.endswith(('.total', '.weight')):
-      value = np.full(leaf.shape, 0.3 if name.endswith('.total') else 1.0)
+    if name.endswith('.weight'):
+      value = np.ones(leaf.shape)
+    elif name.endswith('.total'):
+      value = rng.uniform(0.2, 0.4, leaf.shape)
     elif name.endswith("['var']"):
       value = rng.uniform(0.5, 1.5, leaf.shape)
     else:

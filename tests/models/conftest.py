@@ -1,26 +1,19 @@
-"""Tiny language models, and one compiled forward pass for all tests."""
+"""Tiny language models, and how tokens are fed to their caches."""
 
+import dataclasses
 import functools
 
-from flax import linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
+import tiny
 
-from mod_jax import routing
-from mod_jax.layers import stack
-from mod_jax.layers.mode import RoutingMode
 from mod_jax.layers.routing_config import MoDConfig
-from mod_jax.models.lm import LanguageModel, LMCache, LMConfig
+from mod_jax.models.lm import LanguageModel, LMCache
 
-SIZES = {
-  'vocab_size': 11,
-  'num_layers': 3,
-  'width': 8,
-  'num_heads': 4,
-  'num_kv_heads': 2,
-  'mlp_dim': 6,
-}
+SIZES = dataclasses.replace(
+  tiny.LM, vocab_size=11, num_layers=3, num_heads=4, num_kv_heads=2
+)
 
 
 @pytest.fixture(scope='session')
@@ -29,15 +22,14 @@ def config():
   mod = MoDConfig(
     capacity=0.3, offset=0, predictor_width=4, threshold_decay=0.5
   )
-  return LMConfig(**SIZES, routing=mod)
+  return dataclasses.replace(SIZES, routing=mod)
 
 
 @pytest.fixture(scope='session')
 def stride_config():
   """The same sizes, with a fixed pattern in place of the router."""
-  return LMConfig(
-    **SIZES, routing=MoDConfig(capacity=0.3, offset=0, score='stride')
-  )
+  mod = MoDConfig(capacity=0.3, offset=0, score='stride')
+  return dataclasses.replace(SIZES, routing=mod)
 
 
 @pytest.fixture(scope='session')
@@ -47,60 +39,9 @@ def config_of(config, stride_config):
 
 
 @pytest.fixture(scope='session')
-def init():
-  """Returns variables whose scores are large enough to show mistakes."""
-
-  @functools.partial(jax.jit, static_argnums=0)
-  def draw(config, key):
-    tokens_BL = jnp.zeros((1, 2), jnp.int32)
-    return nn.unbox(LanguageModel(config).init(key, tokens_BL))
-
-  def make(config, seed=0):
-    variables = draw(config, jax.random.key(seed))
-    variables['params'] = jax.tree_util.tree_map_with_path(
-      lambda path, x: 50 * x if 'router' in str(path) else x,
-      variables['params'],
-    )
-    if 'moving' in variables:
-      # For each routed layer another: 0.2, 0.3, …
-      routed = [i for i, c in enumerate(config.capacities) if c is not None]
-      moving = {
-        f'block_{layer}': {
-          'threshold': routing.MovingThreshold.zeros().update(
-            jnp.float32(0.2 + i / 10), 0.5
-          )
-        }
-        for i, layer in enumerate(routed)
-      }
-      if config.scan_layers:
-        moving = stack.scanned(config.stack, moving)
-      variables['moving'] = moving
-    return variables
-
-  return make
-
-
-@pytest.fixture(scope='session')
-def variables(config, init):
+def variables(config):
   """Fits `stride_config` too: what it does not ask for is left alone."""
-  return init(config)
-
-
-@pytest.fixture(scope='session')
-def forward():
-  """Returns LanguageModel(config).apply, compiled once for each setting."""
-
-  @functools.partial(jax.jit, static_argnames=('config', 'mode'))
-  def run(config, variables, tokens_BL, mode, **kwargs):
-    return LanguageModel(config).apply(
-      variables, tokens_BL, mode=mode, **kwargs
-    )
-
-  def forward(config, variables, tokens_BL, mode='top_k', **kwargs):
-    mode = RoutingMode(rule=mode) if isinstance(mode, str) else mode
-    return run(config, variables, tokens_BL, mode=mode, **kwargs)
-
-  return forward
+  return tiny.variables(config)
 
 
 @pytest.fixture(scope='session')

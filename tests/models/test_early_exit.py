@@ -3,10 +3,11 @@
 import dataclasses
 import functools
 
-from flax import linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+import tiny
 
 from mod_jax import flops, losses
 from mod_jax.layers.mode import RoutingMode
@@ -15,15 +16,19 @@ from mod_jax.models import lm
 from mod_jax.tasks import make_task
 from mod_jax.tasks.experiment import ExperimentConfig
 
-CONFIG = lm.LMConfig(
+CONFIG = dataclasses.replace(
+  tiny.LM,
   vocab_size=20,
   num_layers=3,
-  width=16,
-  num_heads=2,
   routing=MoDConfig(capacity=0.5),
   early_exit=2,
   early_loss=0.5,
 )
+
+
+@pytest.fixture(scope='module')
+def variables():
+  return tiny.variables(CONFIG)
 
 
 def _batch():
@@ -36,36 +41,24 @@ def _batch():
   }
 
 
-@functools.cache
-def _variables():
-  init = jax.jit(CONFIG.build().init)
-  variables = nn.unbox(init(jax.random.key(0), CONFIG.example()))
-  return {'params': jax.tree.map(lambda x: 3 * x, variables['params'])}
-
-
-@functools.cache
-def _apply(config):
-  return jax.jit(config.build().apply, static_argnames=('depth', 'mode'))
-
-
-def test_is_the_model_of_fewer_blocks():
-  variables, batch = _variables(), _batch()
-  got = _apply(CONFIG)(variables, batch['tokens'], depth=2)
+def test_is_the_model_of_fewer_blocks(variables):
+  batch = _batch()
+  got = tiny.apply(CONFIG, variables, batch['tokens'], depth=2)
   # Its kernels start smaller, but these are not drawn.
   shallow = dataclasses.replace(CONFIG, num_layers=2, early_exit=0)
   params = dict(variables['params'])
   params.pop('block_2')
-  want = _apply(shallow)({'params': params}, batch['tokens'])
+  want = tiny.apply(shallow, {'params': params}, batch['tokens'])
   np.testing.assert_allclose(got.logits_BLV, want.logits_BLV, atol=1e-6)
-  whole = _apply(CONFIG)(variables, batch['tokens'])
+  whole = tiny.apply(CONFIG, variables, batch['tokens'])
   assert np.abs(whole.logits_BLV - got.logits_BLV).max() > 0.1
 
 
-def test_leaves_the_other_caches_as_they_are():
+def test_leaves_the_other_caches_as_they_are(variables):
   mode = RoutingMode(rule='router')
   cache = lm.LMCache.empty(CONFIG, 2, 8, mode)
-  output = _apply(CONFIG)(
-    _variables(), _batch()['tokens'], mode=mode, cache=cache, depth=1
+  output = tiny.apply(
+    CONFIG, variables, _batch()['tokens'], mode=mode, cache=cache, depth=1
   )
   lengths = [block.length_B.tolist() for block in output.cache.blocks]
   assert lengths == [[8, 8], [0, 0], [0, 0]]
@@ -78,9 +71,9 @@ def test_training_computes_the_head_twice():
   assert flops.forward(CONFIG, 8) == flops.forward(without, 8)
 
 
-def test_its_loss_is_trained_and_reported():
+def test_its_loss_is_trained_and_reported(variables):
   task = make_task(ExperimentConfig(model=CONFIG))
-  batch, variables = _batch(), _variables()
+  batch = _batch()
   key = jax.random.key(0)
 
   @functools.partial(jax.jit, static_argnums=1)
@@ -92,14 +85,16 @@ def test_its_loss_is_trained_and_reported():
 
   with_it, sums = loss(variables['params'], 0.5)
   without, _ = loss(variables['params'], 0.0)
-  logits_BLV = _apply(CONFIG)(variables, batch['tokens'], depth=2).logits_BLV
-  want = losses.next_token_loss(logits_BLV, batch['targets'], batch['weights'])
+  early = tiny.apply(CONFIG, variables, batch['tokens'], depth=2)
+  want = losses.next_token_loss(
+    early.logits_BLV, batch['targets'], batch['weights']
+  )
   np.testing.assert_allclose(sums['early_loss'], want, rtol=1e-5)
   np.testing.assert_allclose(
     with_it - without, 0.5 * want[0] / want[1], rtol=1e-4
   )
   # It is no part of evaluation.
-  output = _apply(CONFIG)(
-    variables, batch['tokens'], targets_BL=batch['targets']
+  output = tiny.apply(
+    CONFIG, variables, batch['tokens'], targets_BL=batch['targets']
   )
   assert output.early_loss is None

@@ -1,47 +1,38 @@
 """Every model becomes one program for all batches (`jax.export`)."""
 
 import dataclasses
+import functools
 
-from flax import linen as nn
 import jax
 from jax import export
 import numpy as np
 import pytest
+import tiny
 
 from mod_jax.layers.acm import AdaptiveConfig
 from mod_jax.layers.experts import ExpertsConfig
 from mod_jax.layers.routing_config import MoDConfig, VisionRoutingConfig
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.lm import LMConfig
-from mod_jax.models.vit import ViTConfig
 
-VIT = ViTConfig(
-  **{'image_size': 16, 'patch_size': 4, 'num_layers': 2, 'num_classes': 3},
-  **{'width': 12, 'num_heads': 2},
-)
 LEARNED = VisionRoutingConfig(capacity=0.5, score='learned', gate='sigmoid')
 CAUSAL = MoDConfig(capacity=0.5, threshold_decay=0.9)
 # The last has more tokens than a tile of the kernels' references.
 BATCHES = (1, 3, 40)
 
 
-def vit(**changes):
-  return lambda: dataclasses.replace(VIT, **changes)
-
-
-def lm(**changes):
-  sizes = {'vocab_size': 30, 'num_layers': 2, 'width': 12, 'num_heads': 2}
-  return lambda: LMConfig(**sizes | {'routing': None} | changes)
-
-
+vit = functools.partial(dataclasses.replace, tiny.VIT)
+lm = functools.partial(dataclasses.replace, tiny.LM)
+# A compilation each, where the operations are those of others.
+RARE = ('vit_mod', 'vit_experts', 'threshold', 'lm_acm', 'experts')
 MODELS = {
   'vit': vit(distilled=True),
   'amod': vit(routing=VisionRoutingConfig(capacity=0.5)),
   'vit_mod': vit(routing=LEARNED),
   'vit_acm': vit(adaptive=AdaptiveConfig()),
   'vit_experts': vit(experts=ExpertsConfig(num_experts=2)),
-  'dynamic_vit': lambda: DynamicViTConfig(backbone=VIT, stages=(1,)),
-  'lm': lm(),
+  'dynamic_vit': DynamicViTConfig(backbone=tiny.VIT, stages=(1,)),
+  'lm': tiny.LM,
   'mod': lm(routing=CAUSAL),
   'threshold': lm(routing=CAUSAL),
   'lm_acm': lm(adaptive=AdaptiveConfig()),
@@ -50,19 +41,21 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize('name', MODELS)
+@pytest.mark.parametrize(
+  'name',
+  [
+    pytest.param(name, marks=[pytest.mark.slow] * (name in RARE))
+    for name in MODELS
+  ],
+)
 def test_one_program_takes_all_batches(name):
-  config, rng = MODELS[name](), np.random.default_rng(0)
+  config = MODELS[name]
   model = config.build()
   if name == 'threshold':
     model = config.build(routing=config.routing_mode('threshold'))
-  if isinstance(config, LMConfig):
-    inputs = [rng.integers(0, 30, (n, 16), np.int32) for n in BATCHES]
-  else:
-    shape = config.example().shape[1:]
-    inputs = [rng.normal(size=(n, *shape)).astype('f') for n in BATCHES]
-  keys = dict.fromkeys(('params', 'routing'), jax.random.key(0))
-  variables = nn.unbox(jax.jit(model.init)(keys, inputs[0]))
+  make = tiny.tokens if isinstance(config, LMConfig) else tiny.images
+  inputs = [make(batch) for batch in BATCHES]
+  variables = tiny.variables(config)
 
   @jax.jit
   def logits(variables, inputs):

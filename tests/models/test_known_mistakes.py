@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 
 from mod_jax import routing
 from mod_jax.layers.mode import Mode, RoutingMode
@@ -206,14 +207,14 @@ def test_empty_cache_slots_are_not_attended(config, variables, generate):
   np.testing.assert_allclose(roomy_BLV, tight_BLV, atol=1e-5)
 
 
-def test_empty_slots_of_a_choice_are_not_attended(config, variables, forward):
+def test_empty_slots_of_a_choice_are_not_attended(config, variables):
   # The same choice in as many slots as tokens, and in about half of them.
-  roomy = forward(config, variables, TOKENS_BL, mode=ROUTER)
+  roomy = tiny.apply(config, variables, TOKENS_BL, mode=ROUTER)
   most = int(chosen(roomy).sum(axis=-1).max())
   slack = most / (config.routing.capacity * L)
   assert most < L
   assert slack >= 1
   few = RoutingMode(rule='router', overflow='drop', slack=slack)
-  tight = forward(config, variables, TOKENS_BL, mode=few)
+  tight = tiny.apply(config, variables, TOKENS_BL, mode=few)
   np.testing.assert_array_equal(chosen(tight), chosen(roomy))
   np.testing.assert_allclose(tight.logits_BLV, roomy.logits_BLV, atol=1e-5)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 
 from mod_jax import errors, losses
 from mod_jax.layers import stack
@@ -45,11 +46,11 @@ def chosen(out):
 
 
 class TestForward:
-  def test_is_the_sum_of_its_parts(self, config, variables, forward):
+  def test_is_the_sum_of_its_parts(self, config, variables):
     # A dense model: embedding, blocks with a residual, norm, tied head.
     config = dataclasses.replace(config, routing=None)
     params = variables['params']
-    out = forward(config, {'params': params}, TOKENS_BL)
+    out = tiny.apply(config, {'params': params}, TOKENS_BL)
     assert out.logits_BLV.dtype == jnp.float32
     assert (out.routing, out.cache) == ((), None)
     model = LanguageModel(config)
@@ -67,18 +68,16 @@ class TestForward:
 
     np.testing.assert_allclose(out.logits_BLV, by_hand(params), atol=1e-5)
 
-  def test_bfloat16_with_float32_parameters_router_and_logits(
-    self, config, init, forward
-  ):
+  def test_bfloat16_with_float32_parameters_router_and_logits(self, config):
     config = dataclasses.replace(config, tied_head=False)
-    variables = init(config)
+    variables = tiny.variables(config)
     half = dataclasses.replace(config, dtype='bfloat16')
     shapes = jax.eval_shape(
       LanguageModel(half).init, jax.random.key(0), TOKENS_BL
     )
     assert jax.tree.structure(nn.unbox(shapes)) == jax.tree.structure(variables)
     assert all(x.dtype == 'float32' for x in jax.tree.leaves(shapes))
-    out = forward(half, variables, TOKENS_BL)
+    out = tiny.apply(half, variables, TOKENS_BL)
     assert out.logits_BLV.dtype == jnp.float32
     # Not merely converted: they carry more digits than bfloat16 has.
     rounded_BLV = out.logits_BLV.astype('bfloat16').astype('float32')
@@ -86,16 +85,14 @@ class TestForward:
     for told in out.routing:
       assert told.score_BL.dtype == told.weight_BL.dtype == jnp.float32
 
-  def test_short_rows_choose_at_least_one_token(
-    self, config, variables, forward
-  ):
-    out = forward(config, variables, TOKENS_BL[:, :2])
+  def test_short_rows_choose_at_least_one_token(self, config, variables):
+    out = tiny.apply(config, variables, TOKENS_BL[:, :2])
     assert (chosen(out).sum(axis=-1) == 1).all()
 
-  def test_drop_takes_those_that_come_first(self, config, variables, forward):
+  def test_drop_takes_those_that_come_first(self, config, variables):
     drop = mode_of('router', 'drop')
-    dropped = forward(config, variables, TOKENS_BL, mode=drop)
-    exact = forward(config, variables, TOKENS_BL, mode='router')
+    dropped = tiny.apply(config, variables, TOKENS_BL, mode=drop)
+    exact = tiny.apply(config, variables, TOKENS_BL, mode='router')
     overflow_RB = np.stack([told.overflow_B for told in dropped.routing])
     assert overflow_RB.any()
     first = chosen(exact)[0]
@@ -120,7 +117,7 @@ class TestDecoding:
     ],
   )
   def test_equals_the_full_forward(
-    self, config_of, variables, forward, generate, rule, overflow, chunk
+    self, config_of, variables, generate, rule, overflow, chunk
   ):
     config = config_of(rule)
     mode = mode_of(rule, overflow)
@@ -133,7 +130,9 @@ class TestDecoding:
       mode=dataclasses.replace(mode, chunk=chunk),
       prompt=5,
     )
-    full = forward(config, variables, TOKENS_BL, valid_BL=valid_BL, mode=mode)
+    full = tiny.apply(
+      config, variables, TOKENS_BL, valid_BL=valid_BL, mode=mode
+    )
     np.testing.assert_array_equal(chosen_RBL, chosen(full))
     np.testing.assert_allclose(
       logits_BLV[VALID_BL], full.logits_BLV[VALID_BL], atol=1e-4
@@ -183,20 +182,18 @@ FORMS = {
 
 class TestForms:
   @pytest.mark.parametrize('form', FORMS)
-  def test_decodes_to_the_full_forward(
-    self, config, init, forward, generate, form
-  ):
+  def test_decodes_to_the_full_forward(self, config, generate, form):
     routing = MoDConfig(
       capacity=0.3, period=1, offset=0, train_slack=1.0, **FORMS[form]
     )
     config = dataclasses.replace(config, num_layers=2, routing=routing)
-    variables = init(config)
+    variables = tiny.variables(config)
     if routing.shared_router:
       biases = {'bias': 0.3, 'hidden_bias': np.linspace(-1, 1, 5)}
       variables['params']['router'] |= jax.tree.map(jnp.float32, biases)
       assert 'router' not in variables['params']['block_0']
     mode = routing.train_mode
-    full = forward(config, variables, TOKENS_BL, mode=mode)
+    full = tiny.apply(config, variables, TOKENS_BL, mode=mode)
     assert any(told.overflow_B.any() for told in full.routing)
     logits_BLV, chosen_RBL, _ = generate(
       *(config, variables, TOKENS_BL, jnp.ones((B, L), bool)),
@@ -207,13 +204,13 @@ class TestForms:
     assert chosen_RBL[..., 4:].any()
     np.testing.assert_allclose(logits_BLV, full.logits_BLV, atol=1e-4)
 
-  def test_a_shared_router_gets_the_sum_of_all_gradients(self, config, init):
+  def test_a_shared_router_gets_the_sum_of_all_gradients(self, config):
     """Also where the layers are scanned."""
     routing = MoDConfig(capacity=0.3, period=1, offset=0)
     config = dataclasses.replace(config, num_layers=2, routing=routing)
     routing = dataclasses.replace(routing, shared_router=True)
     shared = dataclasses.replace(config, routing=routing)
-    one = init(shared)['params']
+    one = tiny.variables(shared)['params']
     blocks = ('block_0', 'block_1')
     own = one | {name: one[name] | {'router': one['router']} for name in blocks}
     del own['router']
@@ -235,12 +232,10 @@ class TestForms:
 class TestRows:
   """A row is what it is, whatever stands beside it."""
 
-  def test_packed_documents_equal_separate_rows(
-    self, config, variables, forward
-  ):
+  def test_packed_documents_equal_separate_rows(self, config, variables):
     rule = 'router'
     segment_BL = jnp.array([[1] * 4 + [2] * 6] * B)
-    packed = forward(
+    packed = tiny.apply(
       config, variables, TOKENS_BL, segment_BL=segment_BL, mode=rule
     )
     # As rows of one length, padded at the right, in one batch.
@@ -250,7 +245,7 @@ class TestRows:
     )
     lengths_B1 = np.array([[4]] * B + [[6]] * B)
     valid_BL = jnp.array(np.arange(L) < lengths_B1)
-    alone = forward(config, variables, rows_BL, valid_BL=valid_BL, mode=rule)
+    alone = tiny.apply(config, variables, rows_BL, valid_BL=valid_BL, mode=rule)
     logits_BLV = alone.logits_BLV
     np.testing.assert_allclose(
       packed.logits_BLV,
@@ -259,7 +254,7 @@ class TestRows:
     )
     assert chosen(packed).any()
     # Without segments, the second document sees the first.
-    merged = forward(config, variables, TOKENS_BL, mode=rule)
+    merged = tiny.apply(config, variables, TOKENS_BL, mode=rule)
     difference = abs(merged.logits_BLV - packed.logits_BLV)
     assert difference[:, :4].max() < 1e-4 < difference[:, 4:].max()
 
@@ -273,11 +268,11 @@ class TestRows:
     ],
   )
   def test_padding_changes_nothing(
-    self, config_of, variables, forward, rule, overflow, side
+    self, config_of, variables, rule, overflow, side
   ):
     config = config_of(rule)
     mode = RoutingMode(rule=rule, overflow=overflow)
-    alone = forward(config, variables, TOKENS_BL[:, :7], mode=mode)
+    alone = tiny.apply(config, variables, TOKENS_BL[:, :7], mode=mode)
     if overflow == 'drop':
       # The padded array has a slot more, and a token that would take it.
       slots = [mode.slots(0.3, n) for n in (7, L)]
@@ -287,7 +282,9 @@ class TestRows:
     valid_BL = jnp.zeros((B, L), bool).at[:, real].set(True)
     # What stands in the padding does not matter.
     padded_BL = TOKENS_BL.at[:, real].set(TOKENS_BL[:, :7])
-    padded = forward(config, variables, padded_BL, valid_BL=valid_BL, mode=mode)
+    padded = tiny.apply(
+      config, variables, padded_BL, valid_BL=valid_BL, mode=mode
+    )
     np.testing.assert_array_equal(chosen(padded)[..., real], chosen(alone))
     assert not chosen(padded)[:, ~np.array(valid_BL)].any()
     np.testing.assert_allclose(
@@ -295,10 +292,10 @@ class TestRows:
     )
     assert jnp.isfinite(padded.logits_BLV).all()
 
-  def test_a_row_of_padding_is_harmless(self, config, variables, forward):
+  def test_a_row_of_padding_is_harmless(self, config, variables):
     valid_BL = jnp.ones((B, L), bool).at[1].set(False)
-    out = forward(config, variables, TOKENS_BL, valid_BL=valid_BL)
-    alone = forward(config, variables, TOKENS_BL)
+    out = tiny.apply(config, variables, TOKENS_BL, valid_BL=valid_BL)
+    alone = tiny.apply(config, variables, TOKENS_BL)
     assert jnp.isfinite(out.logits_BLV).all()
     assert not chosen(out)[:, 1].any()
     np.testing.assert_allclose(
@@ -313,20 +310,20 @@ def four(config):
 
 
 @pytest.fixture(scope='module')
-def four_variables(four, init):
-  return init(four)
+def four_variables(four):
+  return tiny.variables(four)
 
 
 class TestLayouts:
   """Scanned ≡ unrolled; rematerialised ≡ not."""
 
-  def test_scanned_equals_unrolled(self, four, four_variables, forward):
+  def test_scanned_equals_unrolled(self, four, four_variables):
     scanned_config, params = lm.scanned(four, four_variables['params'])
     assert scanned_config.scan_layers
     moving = stack.scanned(scanned_config.stack, four_variables['moving'])
     scanned_variables = {'params': params, 'moving': moving}
     a, b = (
-      forward(config, variables, TOKENS_BL, mode='threshold')
+      tiny.apply(config, variables, TOKENS_BL, mode='threshold')
       for config, variables in (
         (four, four_variables),
         (scanned_config, scanned_variables),
@@ -338,7 +335,7 @@ class TestLayouts:
     chex.assert_trees_all_close(a.routing, b.routing, atol=1e-5)
     assert (chosen(a)[0] != chosen(a)[1]).any()
 
-  def test_converters_undo_each_other(self, four, four_variables, init):
+  def test_converters_undo_each_other(self, four, four_variables):
     params = four_variables['params']
     scanned_config, stacked = lm.scanned(four, params)
     config, again = lm.unrolled(scanned_config, stacked)
@@ -347,11 +344,14 @@ class TestLayouts:
     assert lm.unrolled(four, params) == (four, params)
     assert lm.scanned(scanned_config, stacked) == (scanned_config, stacked)
     # And a scanned model asks for just these parameters.
-    fresh = init(scanned_config)['params']
-    assert jax.tree.map(jnp.shape, fresh) == jax.tree.map(jnp.shape, stacked)
+    chex.assert_trees_all_equal_shapes(
+      tiny.shapes(scanned_config)['params'], stacked
+    )
 
-  def test_scanned_layers_start_different(self, four, init):
-    params = init(dataclasses.replace(four, scan_layers=True))['params']
+  def test_scanned_layers_start_different(self, four):
+    model = LanguageModel(dataclasses.replace(four, scan_layers=True))
+    params = jax.jit(model.init)(jax.random.key(0), TOKENS_BL)['params']
+    params = nn.unbox(params)
     for leaf in (
       params['layers']['block_0']['router']['kernel'],
       params['layers']['block_1']['mlp']['up']['kernel'],
@@ -512,9 +512,11 @@ class TestThreshold:
     whole = train(TOKENS_BL[0::2], valid_BL[0::2])
     chex.assert_trees_all_close(padded, whole, atol=1e-5)
 
-  def test_chooses_by_each_layers_own_average(self, config, variables, forward):
-    out = forward(config, variables, TOKENS_BL, mode='threshold')
-    for told, threshold in zip(out.routing, (0.2, 0.3), strict=True):
+  def test_chooses_by_each_layers_own_average(self, config, variables):
+    out = tiny.apply(config, variables, TOKENS_BL, mode='threshold')
+    moving = variables['moving']
+    for told, name in zip(out.routing, sorted(moving), strict=True):
+      threshold = moving[name]['threshold'].value()
       np.testing.assert_array_equal(told.chosen_BL, told.score_BL >= threshold)
 
 
@@ -528,15 +530,13 @@ def gaussian(config):
 
 
 class TestGaussian:
-  def test_new_draw_for_each_key_and_layer(
-    self, gaussian, four_variables, forward
-  ):
+  def test_new_draw_for_each_key_and_layer(self, gaussian, four_variables):
     config, params = lm.scanned(gaussian, four_variables['params'])
     variables = {'params': params}
 
     def scores(seed):
       rngs = {'routing': jax.random.key(seed)}
-      out = forward(config, variables, TOKENS_BL, rngs=rngs)
+      out = tiny.apply(config, variables, TOKENS_BL, rngs=rngs)
       assert all((told.weight_BL == 1).all() for told in out.routing)
       assert (chosen(out).sum(axis=-1) == 3).all()
       return [np.asarray(told.score_BL) for told in out.routing]

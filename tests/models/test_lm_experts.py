@@ -7,66 +7,37 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 
-from mod_jax import flops, routing
+from mod_jax import flops
 from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
 from mod_jax.layers.experts import Assigned, ExpertsConfig
-from mod_jax.layers.mode import RoutingMode
 from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.losses import sums
-from mod_jax.models.lm import LMConfig
 from mod_jax.tasks import make_task, plain
 from mod_jax.tasks.experiment import ExperimentConfig
 
 B, L, VOCAB = 2, 8, 11
 TOKENS_BL = jax.random.randint(jax.random.key(3), (B, L), 0, VOCAB)
-SIZES = {
-  'vocab_size': VOCAB,
-  'num_layers': 2,
-  'width': 8,
-  'num_heads': 2,
-  'mlp_dim': 6,
-}
+PLAIN = dataclasses.replace(tiny.LM, vocab_size=VOCAB)
 MOD = MoDConfig(capacity=0.5, threshold_decay=0.5)
 EXPERTS = ExpertsConfig(num_experts=3, num_nulls=1, capacity_factor=1.0)
 CHOOSING = ExpertsConfig(num_experts=3, choice='expert', threshold_decay=0.5)
-INTEGRATED = LMConfig(**SIZES, routing=None, experts=EXPERTS)
-STAGED = LMConfig(**SIZES, routing=MOD, experts=EXPERTS)
+INTEGRATED = dataclasses.replace(PLAIN, experts=EXPERTS)
+STAGED = dataclasses.replace(INTEGRATED, routing=MOD)
 
 
-@functools.cache
-def variables_of(config):
-  variables = jax.jit(config.build().init)(jax.random.key(0), TOKENS_BL)
-  variables = jax.tree_util.tree_map_with_path(
-    lambda path, x: 50 * x if 'router' in jax.tree_util.keystr(path) else x,
-    jax.tree.map(
-      lambda x: x.value if hasattr(x, 'names') else x,
-      variables,
-      is_leaf=lambda x: hasattr(x, 'names'),
-    ),
-  )
-  if 'moving' in variables:
-    # What scores and what probabilities are compared with.
-    variables['moving'] = jax.tree.map(
-      lambda x: routing.MovingThreshold(
-        jnp.full(x.total.shape, 0.3), jnp.float32(1)
-      ),
-      variables['moving'],
-      is_leaf=lambda x: isinstance(x, routing.MovingThreshold),
-    )
-  return variables
+variables_of = functools.cache(tiny.variables)
 
 
-@functools.partial(jax.jit, static_argnames=('config', 'mode', 'train'))
 def forward(config, variables, tokens_BL, mode='top_k', train=False):
-  return config.build(train=train).apply(
-    variables, tokens_BL, mode=RoutingMode(rule=mode)
-  )
+  model = config.build(train=train)
+  return tiny.apply(model, variables, tokens_BL, mode=mode)
 
 
 def test_one_expert_of_weight_1_is_mixture_of_depths():
-  mod = LMConfig(**SIZES, routing=MOD)
+  mod = dataclasses.replace(PLAIN, routing=MOD)
   one = ExpertsConfig(num_experts=1, capacity_factor=1.0)
   staged = dataclasses.replace(mod, experts=one)
   variables = variables_of(mod)

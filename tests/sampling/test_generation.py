@@ -9,38 +9,34 @@ import functools
 import math
 import re
 
-from flax import linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 
 from mod_jax import parallel
-from mod_jax.errors import UserError
-from mod_jax.layers import attention, routed, stack
+from mod_jax.layers import attention, routed
 from mod_jax.layers import cache as cache_lib
 from mod_jax.layers.experts import ExpertsConfig
 from mod_jax.layers.mode import RoutingMode
 from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.models import lm
-from mod_jax.routing import MovingThreshold
 from mod_jax.sampling import filter_logits, generate, generation, pad_prompts
 
 PROMPT, NEW, VOCAB = 6, 6, 20
 TOTAL = PROMPT + NEW
 
 # Routed, dense, routed; one set of parameters that every learned rule can use.
-BASE = lm.LMConfig(
+BASE = dataclasses.replace(
+  tiny.LM,
   vocab_size=VOCAB,
   num_layers=3,
   width=16,
   num_heads=4,
   num_kv_heads=2,
-  mlp_dim=24,
   tied_head=False,
-  routing=MoDConfig(
-    capacity=0.25, offset=0, predictor_width=4, threshold_decay=0.9
-  ),
+  routing=MoDConfig(capacity=0.25, offset=0, threshold_decay=0.9),
 )
 DENSE = dataclasses.replace(BASE, num_layers=2, routing=None)
 STRIDE = dataclasses.replace(
@@ -59,53 +55,7 @@ SCANNED = dataclasses.replace(
 )
 
 
-@functools.cache
-def make_variables(config):
-  """Draws parameters that make routing, history and prompts matter."""
-  rng = np.random.default_rng(7)
-  flat = dataclasses.replace(config, scan_layers=False)
-  key = jax.random.key(0)
-  variables = nn.unbox(
-    jax.eval_shape(
-      flat.build().init,
-      {'params': key, 'routing': key},
-      jnp.zeros((1, 2), jnp.int32),
-    )
-  )
-
-  def draw(path, leaf):
-    name = jax.tree_util.keystr(path)
-    value = rng.normal(size=leaf.shape)
-    if 'scale' in name:
-      value = 1 + 0.1 * value
-    elif 'bias' in name:
-      value *= 0.1
-    elif 'embedding' not in name:
-      # Heads and channels; one of several experts; or the first axis alone.
-      inputs = leaf.shape[:2] if "'out'" in name else leaf.shape[-2:-1]
-      value *= math.prod(inputs or leaf.shape) ** -0.5
-    return jnp.asarray(value, jnp.float32)
-
-  params = jax.tree_util.tree_map_with_path(draw, variables['params'])
-  if config.scan_layers:
-    _, params = lm.scanned(flat, params)
-  moving, variables = variables.get('moving'), {'params': params}
-  if moving:
-    # Half a weight: the averages are twice the totals. Those of experts are
-    # probabilities, and those of routed blocks differ.
-    totals = iter((-0.2, 0.15))
-    moving = jax.tree.map(
-      lambda x: MovingThreshold(
-        jnp.full(3, 0.15) if x.total.shape else jnp.float32(next(totals)),
-        jnp.float32(0.5),
-      ),
-      moving,
-      is_leaf=lambda x: isinstance(x, MovingThreshold),
-    )
-    if config.scan_layers:
-      moving = stack.scanned(config.stack, moving)
-    variables['moving'] = moving
-  return variables
+make_variables = functools.cache(tiny.variables)
 
 
 def make_prompts():
@@ -217,21 +167,9 @@ def assert_follows(got, rows, prompts=None):
 
 RULES = {
   'router': (BASE, RoutingMode(rule='router')),
-  'predictor': (BASE, RoutingMode(rule='predictor')),
   'threshold': (BASE, RoutingMode(rule='threshold')),
   'stride': (STRIDE, RoutingMode(rule='fixed')),
-  'dense': (DENSE, RoutingMode(rule='router')),
-  'all rows, masked': (BASE, RoutingMode(rule='router', chunk=0)),
   'scanned': (SCANNED, RoutingMode(rule='router')),
-  'experts': (
-    dataclasses.replace(
-      DENSE,
-      experts=ExpertsConfig(
-        num_experts=3, per_token=2, num_nulls=1, compute_share=0.7
-      ),
-    ),
-    RoutingMode(rule='router'),
-  ),
   'experts that choose, in routed blocks': (
     dataclasses.replace(
       BASE,
@@ -260,11 +198,6 @@ class TestGreedy:
     assert len(set(np.asarray(got.tokens_BN).ravel())) > 6
     if config.routing and mode.rule != 'fixed':
       assert 1.25 * config.routing.capacity < got.routed < 0.8
-
-  def test_the_rules_are_not_all_the_same(self):
-    results = [run(*RULES[n]) for n in ('router', 'predictor', 'threshold')]
-    chosen = [float(result.routed) for result in results]
-    assert len(set(chosen)) == 3
 
   def test_a_prompt_of_one_token(self):
     # Under top-k as well, which cannot choose a single token: the rule does.
@@ -307,7 +240,6 @@ class TestGreedy:
     want = run(SCANNED, mode)
     assert got.log_prob_BN.dtype == jnp.float32
     assert np.isfinite(got.log_prob_BN).all()
-    assert (got.log_prob_BN < 0).all()
     valid_BP = make_prompts()[1]
     error = np.abs(got.prompt_log_prob_BP - want.prompt_log_prob_BP)[valid_BP]
     assert 1e-4 < np.median(error[error > 0]) < 0.1
@@ -338,17 +270,6 @@ class TestTightCaches:
       got.log_prob_BN[3], alone.log_prob_BN[0], atol=1e-5
     )
     assert alone.overflow > 0
-
-  def test_some_drop_in_the_prompt_and_some_later(self):
-    rows = references(BASE, self.mode, *make_prompts())
-    dropped = [row.wanted_RL & ~row.chosen_RL for row in rows]
-    assert any(
-      d[:, : r.length].any() for d, r in zip(dropped, rows, strict=True)
-    )
-    assert any(
-      d[:, r.length : r.length + NEW - 1].any()
-      for d, r in zip(dropped, rows, strict=True)
-    )
 
   def test_routed_layers_have_smaller_caches(self):
     config = dataclasses.replace(
@@ -454,15 +375,6 @@ class TestTopKPrefill:
       got.log_prob_BN[:, 0], first_BV.max(-1), atol=1e-4
     )
 
-  def test_a_dense_model_reads_causally_in_any_case(self):
-    # The label is known before anything is computed. The variables are made
-    # outside, since others are given the same ones.
-    variables = make_variables(DENSE)
-    got = jax.eval_shape(
-      lambda: run(DENSE, self.mode, variables=variables, prefill='top_k')
-    )
-    assert got.causal_prompt
-
 
 class TestSampling:
   mode = RoutingMode(rule='router')
@@ -534,11 +446,6 @@ class TestSampling:
       atol=1e-4,
     )
 
-  def test_the_key_decides(self):
-    first, again, other = self._run(1), self._run(1), self._run(2)
-    np.testing.assert_array_equal(first.tokens_BN, again.tokens_BN)
-    assert (first.tokens_BN != other.tokens_BN).any()
-
   def test_every_draw_is_its_own(self):
     # A head of zeros makes all logits equal: only the noise decides.
     variables = make_variables(DENSE)
@@ -575,7 +482,10 @@ class TestApplyWithCache:
 
   # With room for more, an eighth, a quarter, a half and all of it are read.
   # And pieces are processed row by row, or by gathering the chosen tokens.
-  @pytest.mark.parametrize(('room', 'short'), [(10, 16), (16, 1)])
+  @pytest.mark.parametrize(
+    ('room', 'short'),
+    [pytest.param(10, 16, marks=pytest.mark.slow), (16, 1)],
+  )
   def test_pieces_of_any_length_equal_the_whole(self, room, short, monkeypatch):
     monkeypatch.setattr(attention, '_SHORT', 2)
     monkeypatch.setattr(routed, '_SHORT', short)
@@ -660,9 +570,7 @@ class TestNoWork:
   config = dataclasses.replace(
     BASE,
     num_layers=2,
-    routing=dataclasses.replace(
-      BASE.routing, predictor_width=0, threshold_decay=0.0
-    ),
+    routing=dataclasses.replace(BASE.routing, threshold_decay=0.0),
   )
 
   def _step(self, chunk):
@@ -733,11 +641,8 @@ class TestNoWork:
     assert kinds
     assert not kinds & {'copy', 'select', 'transpose', 'convert'}
 
-  @pytest.mark.parametrize('chunk', [1, 3])
-  def test_turns_of_the_loop_are_as_many_as_routed_rows_need(
-    self, chunk, monkeypatch
-  ):
-    turns = []
+  def test_turns_of_the_loop_are_as_many_as_routed_rows_need(self, monkeypatch):
+    chunk, turns = 3, []
     append = cache_lib.KVCache.append
 
     def counting(cache, key_RTGC, value_RTGC, position_RT, valid_RT, rows_R):
@@ -785,78 +690,14 @@ class TestPadPrompts:
     np.testing.assert_array_equal(valid_BP, [[1, 0, 0], [1, 1, 1]])
     assert tokens_BP.dtype == np.int32
 
-  @pytest.mark.parametrize('prompts', [[], [[1], []]])
-  def test_refuses_what_has_no_token(self, prompts):
-    with pytest.raises(UserError, match='a token in each'):
-      pad_prompts(prompts)
 
-
-_TWO = (np.array([[1, 2], [3, 4]]), None)
-
-
-class TestRefuses:
-  @pytest.mark.parametrize(
-    ('prompts', 'changes', 'named'),
-    [
-      ((np.zeros((1, 0), int), None), {}, 'at least one in each row'),
-      ((np.zeros((0, 3), int), None), {}, 'at least one in each row'),
-      ((np.array([1, 2]), None), {}, r'shape=\(2,\).*tokens\[None\]'),
-      (([[1, 2], [3]], None), {}, r'pad_prompts\(prompts\)'),
-      (
-        (np.array([[1.0, 2.0]]), None),
-        {},
-        "dtype='float64': expected integers",
-      ),
-      (
-        (np.ones((2, 3), int), np.array([[1, 1, 1], [0, 0, 0]], bool)),
-        *({}, 'at least one token in every row'),
-      ),
-      ((_TWO[0], np.ones((2, 3), bool)), {}, r'shape=\(2, 3\)'),
-      ((np.array([[1, VOCAB]]), None), {}, f'1..{VOCAB}.*vocab_size={VOCAB}'),
-      ((np.array([[-1, 2]]), None), {}, '-1..2'),
-      (_TWO, {'max_length': 7}, 'prompt=2, max_new_tokens=6, max_length=7'),
-      (_TWO, {'max_length': 1}, 'max_length=1'),
-      (_TWO, {'max_new_tokens': 0}, 'max_new_tokens=0'),
-      (_TWO, {'prefill': 'greedy'}, "prefill='greedy'"),
-      # A list of equal lengths is as good as an array.
-      (([[1, 2], [3, 4]], None), {'end_token': VOCAB}, f'end_token={VOCAB}: '),
-      (_TWO, {'end_token': -1}, f'end_token=-1: .* from 0 to {VOCAB - 1}'),
-      (_TWO, {'variables': {'embedding': 0}}, "'embedding'.*'params'"),
-      (_TWO, {'mode': 'top_k'}, "rule='top_k' cannot generate"),
-      (_TWO, {'mode': 'fixed'}, "rule='fixed' cannot generate"),
-      (_TWO, {'mode': 'best'}, 'best'),
-      (_TWO, {'temperature': -1.0}, 'temperature=-1.0'),
-      (_TWO, {'temperature': 1.0}, 'key=jax'),
-      (_TWO, {'top_k': -2}, 'top_k=-2'),
-      (_TWO, {'top_p': 0.0}, 'top_p=0.0'),
-      (_TWO, {'top_p': 1.5}, 'top_p=1.5'),
-    ],
+def test_a_prompt_fits_by_its_tokens_not_its_padding():
+  tokens_BP = np.array([[0, 0, 0, 0, 1, 2]])
+  mode = RoutingMode(rule='router')
+  row = continue_greedily(DENSE, mode, [1, 2])
+  got = run(
+    *(DENSE, mode, (tokens_BP, tokens_BP > 0)),
+    max_length=2 + 3,
+    max_new_tokens=3,
   )
-  def test_bad_input(self, prompts, changes, named):
-    changes = {'mode': 'router'} | changes
-    with pytest.raises(UserError, match=named):
-      run(BASE, prompts=prompts, **changes)
-
-  def test_a_rule_that_was_not_trained(self):
-    routing = MoDConfig(router_loss=0.0, predictor_width=4)
-    config = dataclasses.replace(BASE, routing=routing)
-    for rule in ('router', 'threshold', 'fixed'):
-      with pytest.raises(UserError, match=f'{rule}.*predictor'):
-        run(config, rule, variables={'params': {}})
-
-  def test_a_threshold_without_its_averages(self):
-    with pytest.raises(UserError, match='moving'):
-      run(
-        BASE, 'threshold', variables={'params': make_variables(BASE)['params']}
-      )
-
-  def test_a_prompt_fits_by_its_tokens_not_its_padding(self):
-    tokens_BP = np.array([[0, 0, 0, 0, 1, 2]])
-    mode = RoutingMode(rule='router')
-    row = continue_greedily(DENSE, mode, [1, 2])
-    got = run(
-      *(DENSE, mode, (tokens_BP, tokens_BP > 0)),
-      max_length=2 + 3,
-      max_new_tokens=3,
-    )
-    np.testing.assert_array_equal(got.tokens_BN[0], row.tokens_N[:3])
+  np.testing.assert_array_equal(got.tokens_BN[0], row.tokens_N[:3])
