@@ -1,6 +1,5 @@
 """Adaptive transformers: what is replaced, what it costs, what stays."""
 
-import collections
 import dataclasses
 import functools
 import re
@@ -81,28 +80,28 @@ def paths(config):
 
 class TestAcmize:
   def test_everything_is_replaced(self):
-    config, params, _ = converted()
+    config, params, report = converted()
     assert config == BOTH
     modules = acm.modules(config)
     assert set(modules) == paths(DENSE)
     names = trees.flatten(params)
     for name in modules:
       assert not any(n.startswith(f'{name}/') for n in names)
-      assert f'{name}_acm/up' in names
       assert re.fullmatch(acm.PARAMETERS, f'{name}_acm/up')
       assert re.fullmatch(acm.GATES, f'{name}_acm/gate/logits/bias')
       assert not re.fullmatch(acm.GATES, f'{name}_acm/up')
       np.testing.assert_array_equal(
         acm.subtree(params, name)['up'], names[f'{name}_acm/up']
       )
-    mlp = modules['block_0/mlp']
-    assert (mlp.min_learners, mlp.hidden, mlp.activation) == (0, 16, 'gelu')
-    out = modules['block_1/attention/out']
-    assert (out.inputs, out.outputs, out.min_learners) == (8, 8, 1)
+    mlp, *_, last = report.splitlines()[1:]
+    assert mlp.startswith('block_*/mlp')  # Blocks are alike.
+    assert '8->32' in mlp
+    assert '2 x 8->16' in mlp
+    for model in (DENSE, config):
+      assert f'{flops.forward(model):.4e}' in last
 
-  @pytest.mark.parametrize('options', [{}, {'replace': (FFNS,)}])
-  def test_the_rest_is_kept_bit_for_bit(self, options):
-    config, params, _ = converted(**options)
+  def test_the_rest_is_kept_bit_for_bit(self):
+    config, params, _ = converted(replace=(FFNS,))
     dense, after = map(trees.flatten, (dense_params(), params))
     kept = [n for n in after if not re.fullmatch(acm.PARAMETERS, n)]
     assert 'block_0/mlp_norm/scale' in kept
@@ -114,24 +113,6 @@ class TestAcmize:
       if any(n.startswith(f'{module}/') for module in acm.modules(config))
     }
     assert set(kept) == set(dense) - gone
-
-  def test_report(self):
-    config, params, report = converted()
-    lines = report.splitlines()
-    assert len(lines) == 1 + 5 + 1  # Blocks are alike.
-    (mlp,) = [x for x in lines if x.startswith('block_*/mlp')]
-    before = sum(
-      x.size for x in jax.tree.leaves(dense_params()['block_0']['mlp'])
-    )
-    after = sum(x.size for x in jax.tree.leaves(params['block_0']['mlp_acm']))
-    assert f'{before:,} -> {after:,}' in mlp
-    assert '8->32' in mlp
-    assert '2 x 8->16' in mlp
-    assert '0..2' in mlp
-    (out,) = [x for x in lines if x.startswith('block_*/attention/out')]
-    assert '1..2' in out
-    for model in (DENSE, config):
-      assert f'{flops.forward(model):.4e}' in lines[-1]
 
 
 class TestForward:
@@ -162,23 +143,6 @@ class TestForward:
       np.testing.assert_allclose(logits_BV, want_BV, atol=1e-4)
     fewer_BV = run(model, adaptive, IMAGES, N - 1).logits_BV
     assert jnp.abs(fewer_BV - want_BV).max() > 0.01
-
-  def test_a_language_model(self):
-    config, params, report = converted(LANGUAGE)
-    assert f'dense {flops.forward(LANGUAGE, 1):.4e}' in report
-    longer = acm.report(config, 9)
-    assert f'dense {flops.forward(LANGUAGE, 9):.4e}' in longer
-    modules = acm.modules(config)
-    assert set(modules) == paths(LANGUAGE)
-    output = run(config, params, TOKENS_BL)
-    assert output.logits_BLV.shape == (2, 5, 11)
-    found = choices(output)
-    assert set(found) == paths(LANGUAGE)
-    assert found['block_0/attention/key'].learners_BL.shape == (2, 5)
-    # Queries of four heads, keys of two.
-    assert modules['block_0/attention/query'].outputs == 8
-    assert modules['block_0/attention/key'].outputs == 4
-    assert 'block_*/attention/key' in report
 
 
 def test_capture_is_what_dense_modules_see_and_say():
@@ -235,18 +199,6 @@ class TestFlops:
     modules = acm.modules(base)
     assert modules['block_3/attention/out'].hidden == 96
     assert modules['block_3/mlp'].hidden == 768
-
-  def test_learners_and_gates_are_parts_of_their_own(self, base):
-    parts = collections.Counter()
-    for _, row in base.flops_table():
-      parts.update(row)
-    modules = acm.modules(base).values()
-    learner = sum(m.learner_flops for m in modules)
-    assert parts['learners'] == base.num_tokens * 4 * learner
-    assert parts['gate'] == base.num_tokens * sum(m.gate_flops for m in modules)
-    norms = parts.pop('norm')
-    assert sum(parts.values()) == flops.forward(base)
-    assert sum(parts.values()) + norms == 2 * flops.published_macs(base)
 
   def test_a_routed_block_s_learners_run_on_the_chosen_alone(self):
     routed = dataclasses.replace(

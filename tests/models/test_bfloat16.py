@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from mod_jax import losses
-from mod_jax.layers import acm, dense
+from mod_jax.layers import acm
 from mod_jax.layers.routing_config import MoDConfig, VisionRoutingConfig
 from mod_jax.models import dynamic_vit, vit
 from mod_jax.models.lm import LMConfig
@@ -176,23 +176,6 @@ def test_nothing_is_summed_in_bfloat16(config, equations):
   assert not [str(eqn) for eqn in guilty]
 
 
-def test_rematerialisation_finds_the_products_to_keep(equations):
-  def products(remat):
-    config = dataclasses.replace(
-      LM, routing=None, dtype='bfloat16', remat=remat
-    )
-    run, params = gradient(config, text_loss, TOKENS_BL)
-    names = [
-      eqn.primitive.name for eqn in equations(jax.make_jaxpr(run)(params).jaxpr)
-    ]
-    return names.count('dot_general')
-
-  none, dots, full = map(products, ('none', 'dots', 'full'))
-  # `dots` only repeats attention's products, two in each of two blocks.
-  assert dots - none == 4
-  assert full - none > 10
-
-
 def test_rematerialisation_finds_the_kernel_to_keep(equations):
   def kernels(remat):
     config = dataclasses.replace(
@@ -210,33 +193,3 @@ def test_rematerialisation_finds_the_kernel_to_keep(equations):
   )
   assert none == dots == attention > 0
   assert full - none == 2  # Once more in each block.
-
-
-@pytest.mark.parametrize('out_dtype', [None, 'float32'])
-def test_product_of_features_and_a_parameter(out_dtype):
-  x_BLD, kernel_DHC, dy_BLHC = (
-    jax.random.normal(jax.random.key(i), shape)
-    for i, shape in enumerate([(2, 3, 4), (4, 5, 6), (2, 3, 5, 6)])
-  )
-  # Numbers that bfloat16 holds, so that only the sums can differ.
-  x_BLD, dy_BLHC, kernel_DHC = (
-    x.astype(jnp.bfloat16) for x in (x_BLD, dy_BLHC, kernel_DHC)
-  )
-
-  def product(x_BLD, kernel_DHC):
-    return dense.einsum('BLD,DHC->BLHC', x_BLD, kernel_DHC, out_dtype)
-
-  wide = [x.astype(jnp.float32) for x in (x_BLD, kernel_DHC)]
-  y_BLHC, back = jax.vjp(product, x_BLD, wide[1])
-  expected_BLHC, expected_back = jax.vjp(product, *wide)
-  assert y_BLHC.dtype == (out_dtype or jnp.bfloat16)
-  np.testing.assert_allclose(
-    y_BLHC.astype(jnp.float32), expected_BLHC, rtol=1e-2
-  )
-  dx_BLD, dkernel_DHC = back(dy_BLHC.astype(y_BLHC.dtype))
-  wide_dx_BLD, wide_dkernel_DHC = expected_back(dy_BLHC.astype(jnp.float32))
-  assert dx_BLD.dtype == jnp.bfloat16
-  np.testing.assert_allclose(
-    dx_BLD.astype(jnp.float32), wide_dx_BLD, rtol=1e-2, atol=1e-2
-  )
-  np.testing.assert_allclose(dkernel_DHC, wide_dkernel_DHC, rtol=1e-5)

@@ -3,18 +3,16 @@
 import dataclasses
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
 
-from mod_jax import flops, routing
+from mod_jax import routing
 from mod_jax.layers import stack
 from mod_jax.layers.acm import FFNS, AdaptiveConfig
 from mod_jax.layers.experts import ExpertsConfig
 from mod_jax.layers.routing_config import VisionRoutingConfig
-from mod_jax.models import acm
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 
 B, N = 3, 16  # Images and patches.
@@ -192,27 +190,3 @@ def test_experts_stand_between_routing_and_learners():
   slots = config.experts.slots(CHOSEN)
   one = sum(DENSE.block.mlp.flops(1).values())
   assert rows['block_1 (routed)']['experts'] == 2 * slots * one
-
-
-def test_flops_multiply():
-  """Tokens left, times the capacity, times the learners' share."""
-  rows = dict(CONFIG.flops_table())
-  assert CONFIG.tokens_per_block() == (LEFT, CHOSEN)
-  module = acm.modules(CONFIG)['block_1/mlp']
-  assert rows['block_1 (routed)']['learners'] == (
-    CHOSEN * 2 * module.learner_flops
-  )
-  assert rows['block_0']['gate'] == LEFT * module.gate_flops
-  alone = dict(PRUNED.flops_table())
-  for name in ('embed', 'prediction_0', 'head'):
-    assert rows[name] == alone[name]
-  assert flops.forward(CONFIG.dense_twin()) == flops.forward(DENSE)
-  assert 'block_1 (routed)' in flops.report(CONFIG)
-
-
-def test_only_what_is_processed_is_captured():
-  captured = jax.jit(acm.capture, static_argnums=0)(
-    CONFIG, {'params': init(PRUNED)}, IMAGES
-  )
-  shapes = {name: seen.z_BLD.shape for name, seen in captured.items()}
-  assert shapes == {'block_0/mlp': (B, LEFT, 8), 'block_1/mlp': (B, CHOSEN, 8)}

@@ -217,14 +217,6 @@ class TestPruned:
       atol=1e-6,
     )
 
-  def test_squares_are_averaged(self):
-    config = shallow('structural')
-    assert config.kept == (4,)
-    output = tiny.apply(config, init(config), IMAGES)
-    assert output.features_BLD.shape == (B, 1 + 4, D)
-    assert output.keep_SBN.shape == (0, B, N)
-    assert output.probability_SBN is None
-
   @pytest.mark.parametrize('side', [4, 3, 1])
   def test_pooling(self, side):
     rng = np.random.default_rng(0)
@@ -250,13 +242,6 @@ class TestDecisions:
     # Masks, so that all tokens are there; and as many as chance has it.
     assert drawn.features_BLD.shape == (B, 1 + N, D)
     assert len(set(keep_SBN[0].sum(axis=-1).tolist())) > 1
-
-  def test_probabilities_are_of_what_was_left(self, drawn):
-    probability_SBN = np.asarray(drawn.probability_SBN)
-    assert probability_SBN.shape == (2, B, N)
-    dropped_BN = np.asarray(drawn.keep_SBN[0]) == 0
-    assert not probability_SBN[1][dropped_BN].any()
-    assert (probability_SBN[1][~dropped_BN] > 0).all()
 
   def test_a_second_chance_is_none(self, variables):
     rng = np.random.default_rng(5)

@@ -89,18 +89,6 @@ class TestForward:
     out = tiny.apply(config, variables, TOKENS_BL[:, :2])
     assert (chosen(out).sum(axis=-1) == 1).all()
 
-  def test_drop_takes_those_that_come_first(self, config, variables):
-    drop = mode_of('router', 'drop')
-    dropped = tiny.apply(config, variables, TOKENS_BL, mode=drop)
-    exact = tiny.apply(config, variables, TOKENS_BL, mode='router')
-    overflow_RB = np.stack([told.overflow_B for told in dropped.routing])
-    assert overflow_RB.any()
-    first = chosen(exact)[0]
-    np.testing.assert_array_equal(
-      chosen(dropped)[0], first & (np.cumsum(first, axis=-1) <= 3)
-    )
-    assert not any(told.overflow_B.any() for told in exact.routing)
-
 
 class TestDecoding:
   """Prefill and steps ≡ the whole row in the same causal mode.
@@ -358,12 +346,6 @@ class TestLayouts:
     ):
       assert (leaf[0] != leaf[1]).all()
 
-  def test_scanned_parameters_name_their_new_axis(self, four):
-    model = LanguageModel(dataclasses.replace(four, scan_layers=True))
-    boxed = jax.eval_shape(model.init, jax.random.key(0), TOKENS_BL)
-    group = boxed['params']['layers']['block_1']
-    assert group['mlp']['up']['kernel'].names == ('layers', 'embed', 'mlp')
-
   def test_remat_changes_neither_values_nor_gradients(
     self, four, four_variables, count
   ):
@@ -497,20 +479,6 @@ class TestThreshold:
     chex.assert_trees_all_close(
       train(looped, scanned_variables), want, atol=1e-5
     )
-
-  def test_a_row_of_padding_does_not_count(self, config, variables):
-    valid_BL = jnp.ones((B, L), bool).at[1].set(False)
-
-    @jax.jit
-    def train(tokens_BL, valid_BL):
-      return LanguageModel(config).apply(
-        variables, tokens_BL, valid_BL=valid_BL, mutable=['moving']
-      )[1]['moving']
-
-    padded = train(TOKENS_BL, valid_BL)
-    assert all(jnp.isfinite(x).all() for x in jax.tree.leaves(padded))
-    whole = train(TOKENS_BL[0::2], valid_BL[0::2])
-    chex.assert_trees_all_close(padded, whole, atol=1e-5)
 
   def test_chooses_by_each_layers_own_average(self, config, variables):
     out = tiny.apply(config, variables, TOKENS_BL, mode='threshold')

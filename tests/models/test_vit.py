@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 
-from flax import errors as flax_errors
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,7 +20,6 @@ DENSE = dataclasses.replace(tiny.VIT, image_size=16, patch_size=4, num_layers=4)
 ROUTED = dataclasses.replace(DENSE, routing=AMOD)
 # Two blocks where two will do: each takes its time to compile.
 PAIR = dataclasses.replace(DENSE, num_layers=2)
-ROUTED_PAIR = dataclasses.replace(PAIR, routing=AMOD)
 LV = dataclasses.replace(
   DENSE,
   num_layers=1,
@@ -93,32 +91,6 @@ class TestOutput:
     want = self.linear(features[:, 0], params['head']) + 0.5 * most
     np.testing.assert_allclose(output.logits_BV, want, atol=1e-3)
 
-  def test_lv_vit_notes_the_batch_s_statistics_in_training(self):
-    variables = init(LV)
-    _, after = tiny.apply(
-      LV.build(train=True), variables, IMAGES, mutable='batch_stats'
-    )
-    changed = jax.tree.map(
-      lambda a, b: bool((a != b).any()),
-      after['batch_stats'],
-      variables['batch_stats'],
-    )
-    assert all(jax.tree.leaves(changed))
-    assert len(jax.tree.leaves(changed)) == 2
-
-  def test_bfloat16_gives_float32_logits(self, variables):
-    config = dataclasses.replace(ROUTED_PAIR, dtype='bfloat16')
-    output = tiny.apply(config, variables, IMAGES)
-    assert output.logits_BV.dtype == jnp.float32
-    assert output.features_BLD.dtype == jnp.bfloat16
-    (told,) = output.routing
-    assert told.score_BL.dtype == jnp.float32
-    np.testing.assert_allclose(told.score_BL.sum(axis=-1), 1, atol=1e-6)
-    shapes = jax.eval_shape(
-      config.build().init, jax.random.key(0), config.example()
-    )
-    assert {x.dtype for x in jax.tree.leaves(shapes)} == {jnp.dtype('float32')}
-
 
 class TestAttentionRouting:
   @pytest.fixture(scope='class')
@@ -139,17 +111,6 @@ class TestAttentionRouting:
       assert want.std() > 0.02
       np.testing.assert_allclose(told.score_BL, want, atol=1e-5)
       np.testing.assert_allclose(told.score_BL.sum(axis=-1), 1, atol=1e-6)
-
-  def test_the_best_of_each_image_are_chosen(self, looked):
-    output, sown = looked
-    for layer, told in zip((1, 3), output.routing, strict=True):
-      for row in range(B):
-        best = np.argsort(-told.score_BL[row])[:6]
-        chosen = np.flatnonzero(told.chosen_BL[row])
-        assert chosen.tolist() == sorted(best.tolist())
-      # Attention in the routed block runs on so many tokens and no more.
-      heard = sown['intermediates'][f'block_{layer}']['attention']
-      assert heard['queries'][0].shape == (B, 6, 2, D // 2)
 
   def test_as_many_tokens_as_published(self):
     for capacity, k in ((0.125, 24), (0.5, 98)):
@@ -235,13 +196,6 @@ class TestGradients:
       grads,
       plain,
     )
-
-
-class TestStochasticDepth:
-  def test_needs_its_stream_in_training(self, variables):
-    with pytest.raises(flax_errors.InvalidRngError, match='stochastic_depth'):
-      jax.eval_shape(_DROPPING.build(train=True).apply, variables, IMAGES)
-    jax.eval_shape(_DROPPING.build().apply, variables, IMAGES)
 
 
 class TestPositions:

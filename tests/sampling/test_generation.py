@@ -259,18 +259,6 @@ class TestTightCaches:
     assert got.routed < exact.routed
     assert (got.tokens_BN != exact.tokens_BN).any()
 
-  def test_a_row_is_what_it_is_beside_longer_ones(self):
-    # 2 slots for 1 + 6 tokens of its own, and not 3 for the longest row's 12.
-    assert [self.mode.slots(0.25, n) for n in (7, TOTAL)] == [2, 3]
-    tokens_BP, _ = make_prompts()
-    got = run(BASE, self.mode)
-    alone = run(BASE, self.mode, (tokens_BP[3:, -1:], None))
-    np.testing.assert_array_equal(got.tokens_BN[3], alone.tokens_BN[0])
-    np.testing.assert_allclose(
-      got.log_prob_BN[3], alone.log_prob_BN[0], atol=1e-5
-    )
-    assert alone.overflow > 0
-
   def test_routed_layers_have_smaller_caches(self):
     config = dataclasses.replace(
       BASE,
@@ -524,21 +512,7 @@ class TestApplyWithCache:
     np.testing.assert_array_equal(cache.blocks[1].length_B, 10)
 
 
-def _equations(jaxpr, inside=False):
-  """Yields (equation, whether it lies in a while loop's body or condition)."""
-  for equation in jaxpr.eqns:
-    yield equation, inside
-    within = inside or equation.primitive.name == 'while'
-    for value in jax.tree.leaves(
-      list(equation.params.values()),
-      is_leaf=lambda x: hasattr(x, 'eqns') or hasattr(x, 'jaxpr'),
-    ):
-      inner = getattr(value, 'jaxpr', value)
-      if hasattr(inner, 'eqns'):
-        yield from _equations(inner, within)
-
-
-def test_the_first_call_takes_no_more_than_it_must():
+def test_the_first_call_takes_no_more_than_it_must(equations):
   """Layers alike are traced once, and a prompt's logits never all exist."""
   config = dataclasses.replace(DENSE, num_layers=3, vocab_size=2048)
   tokens_BP = np.zeros((2, 128), np.int32)
@@ -550,7 +524,7 @@ def test_the_first_call_takes_no_more_than_it_must():
 
   jaxpr = jax.make_jaxpr(call)(make_variables(config)).jaxpr
   layers, sizes = [], []
-  for equation, _ in _equations(jaxpr):
+  for equation in equations(jaxpr):
     if equation.params.get('name') == '_run':
       layers.append(id(equation.params['jaxpr']))
     sizes += [x.aval.size for x in equation.outvars]
@@ -589,24 +563,6 @@ class TestNoWork:
       lm.LMCache.empty(self.config, self.BATCH, self.ROOM, mode),
     )
     return jax.jit(step, donate_argnames='cache'), arguments
-
-  def _dots(self, chunk):
-    """Counts matrix products outside and inside of while loops."""
-    step, arguments = self._step(chunk)
-    counts = [0, 0]
-    jaxpr = jax.make_jaxpr(step)(*arguments).jaxpr
-    for equation, inside in _equations(jaxpr):
-      counts[inside] += equation.primitive.name == 'dot_general'
-      if equation.primitive.name == 'select_n':
-        shapes = {x.aval.shape for x in equation.outvars}
-        assert self.CACHE not in shapes, 'a select of a whole cache'
-      assert equation.primitive.name != 'cond'  # Under vmap, a select.
-    return counts
-
-  def test_the_routed_block_lies_in_a_loop(self):
-    # Outside, only the dense block and the head.
-    assert self._dots(3) == [self.BLOCK + 1, self.BLOCK]
-    assert self._dots(0) == [2 * self.BLOCK + 1, 0]
 
   def test_the_compiled_program_keeps_it_there(self):
     step, arguments = self._step(3)

@@ -2,7 +2,6 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -91,22 +90,3 @@ def test_top_p_stops_at_the_token_that_reaches_it(top_p, kept):
   # Four equal tokens: probabilities of exactly 1/4, whose sums are exact.
   got_BV = filter_logits(jnp.zeros((1, 4)), top_p=top_p)
   np.testing.assert_array_equal(_kept(got_BV)[0], np.arange(4) < kept)
-
-
-def test_draws_come_with_the_expected_frequencies():
-  logits_V = np.array([0.3, 2.0, -1.0, 1.5, 1.4, -4.0])
-  settings = {'temperature': 1.5, 'top_k': 4, 'top_p': 0.85}
-  want_V = _oracle(logits_V, **settings)
-  assert 1 < (want_V > 0).sum() < 4  # Both filters bite.
-  number = 20_000
-  filtered_BV = filter_logits(jnp.asarray(logits_V)[None], **settings)
-  drawn_N = jax.random.categorical(
-    jax.random.key(0), filtered_BV[0], shape=(number,)
-  )
-  got_V = np.bincount(drawn_N, minlength=len(logits_V)) / number
-  assert (got_V[want_V == 0] == 0).all()
-  # Four standard deviations of a binomial frequency.
-  margin_V = 4 * np.sqrt(want_V * (1 - want_V) / number)
-  assert (np.abs(got_V - want_V) <= margin_V + 1e-12).all()
-  # Unfiltered, they would not pass.
-  assert (np.abs(_softmax(logits_V) - want_V) > margin_V).any()
