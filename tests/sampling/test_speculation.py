@@ -23,6 +23,7 @@ MOD = dataclasses.replace(
   width=16,
   num_heads=4,
   num_kv_heads=2,
+  tied_head=False,
   routing=MoDConfig(capacity=0.4, offset=1),
 )
 DENSE = dataclasses.replace(MOD, routing=None)
