@@ -1,0 +1,256 @@
+"""Scenes: digits of several sizes among clutter, drawn from a seed.
+
+Most of a scene is background, so a model that chooses its tokens well can save
+most of its work; and there are as many scenes as wanted. Held-out scenes show
+scikit-learn's held-out digits, which no training scene does.
+
+A scene answers several questions: which digit is the largest, what is the sum
+of all, and which digits are where.
+"""
+
+from collections.abc import Callable, Hashable
+import dataclasses
+import functools
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from PIL import Image
+
+from mod_jax import config as config_lib
+from mod_jax import errors
+from mod_jax.data import digits
+from mod_jax.data import fingerprint as fingerprints
+
+# The next digit is tried at so many places before it is left out.
+_TRIES = 30
+# Largest overlap of two digits, intersection over union of their boxes.
+_MOST_OVERLAP = 0.1
+# The largest digit of a scene is at least so many times as large as the next.
+_LARGER = 1.3
+_SIDE = 8  # Pixels of a digit, as scikit-learn has it.
+
+
+class Scene(NamedTuple):
+  """A picture, and what is where in it.
+
+  Attributes:
+    image_SSC: uint8 [S, S, 3].
+    boxes_N4: float32 centre x, centre y, width and height of each digit, as
+      fractions of the picture; the largest digit comes first.
+    digits_N: int32 digits.
+  """
+
+  image_SSC: np.ndarray
+  boxes_N4: np.ndarray
+  digits_N: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SceneConfig:
+  """What scenes are made of.
+
+  Attributes:
+    label: the class of a scene: 'largest' is its largest digit; 'sum' is the
+      sum of its digits.
+    least: least number of digits in a scene.
+    most: greatest number of digits; fewer where there is no room.
+    scales: least and greatest factor on the eight pixels of a digit's side.
+    clutter: number of pieces of digits and of lines that lie about.
+    num_train: training scenes.
+    num_eval: held-out scenes.
+    seed: of all scenes.
+  """
+
+  label: Literal['largest', 'sum'] = 'largest'
+  least: config_lib.Size = 2
+  most: config_lib.Size = 4
+  scales: tuple[config_lib.Positive, config_lib.Positive] = (1.0, 2.5)
+  clutter: config_lib.Count = 12
+  num_train: config_lib.PositiveCount = 20_000
+  num_eval: config_lib.PositiveCount = 1_000
+  seed: config_lib.Seed = 0
+
+  def __post_init__(self):
+    config_lib.validate(self)
+    low, high = self.scales
+    config_lib.check(self, self.least <= self.most, 'least <= most', 'least')
+    config_lib.check(
+      self, _LARGER * low <= high, f'{_LARGER} times the least', 'scales'
+    )
+
+  @property
+  def classes(self) -> tuple[str, ...]:
+    """Names of the classes, in the order of labels."""
+    if self.label == 'largest':
+      return digits.CLASSES
+    return tuple(map(str, range(9 * self.most + 1)))
+
+
+class Scenes:
+  """The training or the held-out scenes, with random access.
+
+  Attributes:
+    class_names: `SceneConfig.classes`.
+  """
+
+  def __init__(self, config: SceneConfig, size: int, split: str):
+    """Draws nothing yet.
+
+    Args:
+      config: what the scenes are made of.
+      size: height and width of the pictures in pixels.
+      split: 'train' or 'eval'.
+
+    Raises:
+      errors.UserError: the largest digits do not fit the picture.
+    """
+    if _SIDE * config.scales[1] > size / 2:
+      raise errors.UserError(
+        f'scenes.scales: digits of up to {_SIDE * config.scales[1]:.0f} pixels'
+        f' do not fit pictures of {size}: take at most {size / 2 / _SIDE:.1f},'
+        ' or a larger image_size.'
+      )
+    self.class_names = config.classes
+    self._config, self._size, self._split = config, size, split
+    self._digits = digits.DigitImages(split)
+    held_out = split == 'eval'
+    self._count = config.num_eval if held_out else config.num_train
+
+  def __len__(self) -> int:
+    return self._count
+
+  def fingerprint(self) -> dict[str, Any]:
+    """Returns a fingerprint of all scenes."""
+    return {
+      **{'config': fingerprints.of_value(repr(self._config))},
+      **{'size': self._size, 'digits': self._digits.fingerprint()},
+    }
+
+  def name(self, index: int) -> str:
+    return f'scene {index}'
+
+  @functools.cached_property
+  def labels(self) -> np.ndarray:
+    """The class of each scene, int32."""
+    return np.int32([self._label(self._layout(i)) for i in range(len(self))])
+
+  def entry(
+    self, index: int
+  ) -> tuple[Hashable, Callable[[], Image.Image], int]:
+    """Returns a key, a function for the picture, and its class."""
+    key = (repr(self._config), self._size, self._split, int(index))
+    layout = self._layout(index)
+    return (
+      key,
+      lambda: Image.fromarray(self._paint(layout)),
+      self._label(layout),
+    )
+
+  def scene(self, index: int) -> Scene:
+    """Returns a scene, the same at each call."""
+    layout = self._layout(index)
+    corner_N2 = np.float32([corner for corner, _ in layout.places])
+    side_N1 = np.float32([[side] for _, side in layout.places])
+    boxes_N4 = np.concatenate([corner_N2 + side_N1 / 2, side_N1, side_N1], 1)
+    return Scene(self._paint(layout), boxes_N4 / self._size, layout.digits_N)
+
+  def _layout(self, index: int) -> '_Layout':
+    config = self._config
+    held_out = int(self._split == 'eval')
+    rng = np.random.default_rng((config.seed, held_out, int(index)))
+    count = rng.integers(config.least, config.most, endpoint=True)
+    low, high = config.scales
+    # The largest first, so that the others find room around it.
+    largest = rng.uniform(_LARGER * low, high)
+    scales = [largest, *rng.uniform(low, largest / _LARGER, count - 1)]
+    places = []
+    for scale in scales:
+      side = round(_SIDE * scale)
+      corner = _free_corner(places, side, self._size, rng)
+      if corner is not None:
+        places.append((corner, side))
+    chosen = rng.integers(len(self._digits), size=len(places))
+    digits_N = np.int32([self._digits.entry(int(i))[2] for i in chosen])
+    return _Layout(rng, places, chosen.tolist(), digits_N)
+
+  def _label(self, layout: '_Layout') -> int:
+    digits_N = layout.digits_N
+    largest = self._config.label == 'largest'
+    return int(digits_N[0] if largest else digits_N.sum())
+
+  def _paint(self, layout: '_Layout') -> np.ndarray:
+    rng, size = layout.rng, self._size
+    place_S = np.linspace(-1, 1, size)
+    slope_2 = rng.uniform(-20, 20, 2)
+    shade_SS = slope_2[0] * place_S[:, None] + slope_2[1] * place_S
+    canvas_SSC = rng.uniform(0, 90, 3) + shade_SS[:, :, None]
+    for _ in range(self._config.clutter):
+      self._add_clutter(canvas_SSC, rng)
+    for (corner, side), i in zip(layout.places, layout.chosen, strict=True):
+      _add(canvas_SSC, self._image(i), corner, side, rng.uniform(150, 255, 3))
+    canvas_SSC += rng.normal(0, 8, canvas_SSC.shape)
+    return np.uint8(np.clip(np.round(canvas_SSC), 0, 255))
+
+  def _image(self, index: int) -> np.ndarray:
+    _, decode, _ = self._digits.entry(index)
+    return np.asarray(decode())[:, :, 0]
+
+  def _add_clutter(self, canvas_SSC, rng):
+    """Adds a line, or a piece of a digit that is too small to be read."""
+    if rng.random() < 0.5:
+      piece = np.zeros((4, 4), np.uint8)
+      piece[:, rng.integers(4)] = 255
+      piece = piece.T if rng.random() < 0.5 else piece
+    else:
+      row, column = rng.integers(0, _SIDE - 3, 2)
+      image_88 = self._image(int(rng.integers(len(self._digits))))
+      piece = image_88[row : row + 4, column : column + 4]
+    side = round(rng.uniform(0.25, 0.5) * _SIDE * self._config.scales[1])
+    x, y = rng.integers(0, self._size - side, 2)
+    _add(canvas_SSC, piece, (x, y), side, rng.uniform(100, 230, 3))
+
+
+class _Layout(NamedTuple):
+  """Where the digits of a scene are, before it is painted.
+
+  Attributes:
+    rng: draws the rest of the scene.
+    places: (x and y of the corner, side) of each digit, in pixels.
+    chosen: which of the source's images each digit is.
+    digits_N: int32 digits.
+  """
+
+  rng: np.random.Generator
+  places: list[tuple[tuple[int, int], int]]
+  chosen: list[int]
+  digits_N: np.ndarray
+
+
+def _free_corner(places, side, size, rng) -> tuple[int, int] | None:
+  """Returns where a digit hardly overlaps others; None if nowhere."""
+  for _ in range(_TRIES):
+    x, y = rng.integers(0, size - side, 2, endpoint=True).tolist()
+    place = (x, y), side
+    if all(_overlap(place, other) <= _MOST_OVERLAP for other in places):
+      return x, y
+  return None
+
+
+def _overlap(a, b) -> float:
+  """Returns the intersection over union of two squares (corner, side)."""
+  (corner_a, side_a), (corner_b, side_b) = a, b
+  shared = 1
+  for x_a, x_b in zip(corner_a, corner_b, strict=True):
+    shared *= max(0, min(x_a + side_a, x_b + side_b) - max(x_a, x_b))
+  return shared / (side_a**2 + side_b**2 - shared)
+
+
+def _add(canvas_SSC, image, corner, side, colour_C):
+  """Paints an image, as strokes of a colour, into a square of the canvas."""
+  resized = Image.fromarray(image).resize(
+    (side, side), Image.Resampling.BILINEAR
+  )
+  stroke = np.asarray(resized, float)[:, :, None] / 255
+  x, y = corner
+  window = canvas_SSC[y : y + side, x : x + side]
+  window += stroke * (colour_C - window)

@@ -1,0 +1,99 @@
+"""Scenes of digits: drawn from a seed, held-out digits in held-out scenes."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from mod_jax.data import digits, scenes
+from mod_jax.errors import UserError
+
+SIZE = 64
+
+
+def draw(count, split='train', **fields):
+  config = scenes.SceneConfig(**fields)
+  source = scenes.Scenes(config, SIZE, split)
+  return [source.scene(i) for i in range(count)]
+
+
+def test_scenes_depend_on_seed_split_and_index_alone():
+  first, again = draw(3), draw(3)
+  for a, b in zip(first, again, strict=True):
+    np.testing.assert_array_equal(a.image_SSC, b.image_SSC)
+    np.testing.assert_array_equal(a.boxes_N4, b.boxes_N4)
+  others = [*first, *draw(3, seed=1), *draw(3, 'eval')]
+  assert len({scene.image_SSC.tobytes() for scene in others}) == 9
+
+
+def test_an_entry_is_the_scene_and_its_class():
+  for label, classes in (('largest', 10), ('sum', 37)):
+    source = scenes.Scenes(scenes.SceneConfig(label=label), SIZE, 'train')
+    assert len(source.class_names) == classes
+    keys = set()
+    for i in range(5):
+      key, decode, found = source.entry(i)
+      scene = source.scene(i)
+      np.testing.assert_array_equal(np.asarray(decode()), scene.image_SSC)
+      of_digits = {'largest': scene.digits_N[0], 'sum': scene.digits_N.sum()}
+      assert found == of_digits[label]
+      keys.add(key)
+    assert len(keys) == 5
+
+
+def test_the_largest_digit_is_first_and_digits_hardly_overlap():
+  for scene in draw(50):
+    side_N = scene.boxes_N4[:, 2]
+    np.testing.assert_array_equal(scene.boxes_N4[:, 3], side_N)
+    assert (side_N[1:] < 0.9 * side_N[0]).all()
+    low_N2 = scene.boxes_N4[:, :2] - side_N[:, None] / 2
+    high_N2 = low_N2 + side_N[:, None]
+    assert (low_N2 > -1e-6).all()
+    assert (high_N2 < 1 + 1e-6).all()
+    for i, j in itertools.combinations(range(len(side_N)), 2):
+      sides = np.minimum(high_N2[i], high_N2[j]) - np.maximum(
+        low_N2[i], low_N2[j]
+      )
+      shared = np.prod(np.maximum(sides, 0))
+      union = side_N[i] ** 2 + side_N[j] ** 2 - shared
+      assert shared / union <= 0.1 + 1e-6
+
+
+def test_most_of_a_scene_is_background():
+  covered = [np.prod(scene.boxes_N4[:, 2:], axis=1).sum() for scene in draw(50)]
+  assert 0.05 < np.mean(covered) < 0.3
+
+
+def test_where_a_box_is_there_is_the_digit():
+  """Without clutter, what is bright lies in the boxes."""
+  for scene in draw(20, clutter=0):
+    inside_SS = np.zeros((SIZE, SIZE), bool)
+    for x, y, width, height in scene.boxes_N4 * SIZE:
+      rows = slice(round(y - height / 2), round(y + height / 2))
+      inside_SS[rows, round(x - width / 2) : round(x + width / 2)] = True
+    image_SS = scene.image_SSC.astype(float).mean(axis=-1)
+    typical = np.median(image_SS[~inside_SS])
+    assert (image_SS[inside_SS] > typical + 45).mean() > 0.15
+    assert (image_SS[~inside_SS] > typical + 60).mean() < 0.01
+
+
+def test_held_out_scenes_show_held_out_digits(monkeypatch):
+  opened = []
+  real = digits.DigitImages
+
+  def spy(split):
+    opened.append(split)
+    return real(split)
+
+  monkeypatch.setattr(digits, 'DigitImages', spy)
+  draw(1, 'eval')
+  assert opened == ['eval']
+
+
+def test_refusals():
+  with pytest.raises(UserError, match='scenes.scales.*larger image_size'):
+    scenes.Scenes(scenes.SceneConfig(scales=(1, 5)), SIZE, 'train')
+  with pytest.raises(UserError, match='least <= most'):
+    scenes.SceneConfig(least=5, most=3)
+  with pytest.raises(UserError, match='scales'):
+    scenes.SceneConfig(scales=(2.0, 2.1))
