@@ -102,7 +102,8 @@ class TestMaskedIsPruned:
       pruned.probability_SBN, masked.probability_SBN, atol=1e-5
     )
     every = tiny.apply(TRAINING, variables, IMAGES, EVERY_SBN)
-    assert jnp.abs(every.logits_BV - pruned.logits_BV).min() > 1e-3
+    apart_BV = jnp.abs(every.logits_BV - pruned.logits_BV)
+    assert (apart_BV.max(axis=-1) > 0.1).all()
 
   def test_keeping_all_is_the_backbone(self, variables):
     every = tiny.apply(TRAINING, variables, IMAGES, EVERY_SBN)

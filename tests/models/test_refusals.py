@@ -226,6 +226,7 @@ IMAGES = tiny.images(B)
     (
       lambda: acmize(
         *(vit(num_layers=3), tiny.variables(tiny.VIT)['params']),
+        key=jax.random.key(0, impl='rbg'),  # It compiles quickly.
         num_learners=2,
         replace=(FFNS,),
       ),
