@@ -115,11 +115,12 @@ def train_all(
   pattern: str,
   root,
   path: pathlib.Path,
+  tell: Callable[[ExperimentConfig, dict], dict] = of_language,
 ) -> None:
   """Trains the runs whose names match a regular expression; see `train`."""
   for name, config in planned.items():
     if re.search(pattern, name):
-      train(name, config, root, path)
+      train(name, config, root, path, tell)
 
 
 def _of_experts(metrics: dict[str, float]) -> dict[str, float]:

@@ -561,6 +561,8 @@ def override(instance, texts, where='--config.'):
 def replace(instance, changes, where=''):
   """Returns a copy of a nested dataclass with some fields changed.
 
+  A class may say in a method `implied(changes)` which fields change with them.
+
   Args:
     instance: of a dataclass; not modified.
     changes: values by dotted path, `{'model.num_layers': 2}`.
@@ -569,6 +571,8 @@ def replace(instance, changes, where=''):
   Raises:
     UserError: for an unknown field or an invalid value.
   """
+  if hasattr(instance, 'implied'):
+    changes = {**changes, **instance.implied(changes)}
   values, nested = {}, {}
   for path, value in changes.items():
     first, _, rest = path.partition('.')

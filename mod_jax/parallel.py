@@ -351,6 +351,14 @@ def first_says(answer: bool) -> bool:
   return bool(multihost_utils.broadcast_one_to_all(np.array(answer)))
 
 
+def whole(x) -> jax.Array | np.ndarray:
+  """Returns an array that no host lacks a part of; all must call this."""
+  if isinstance(x, jax.Array) and not x.is_fully_addressable:
+    return multihost_utils.process_allgather(x, tiled=True)
+  # Reads the arrays of a teacher, which may be `convert.entry.Lazy`.
+  return x if isinstance(x, jax.Array) else np.asarray(x)
+
+
 def row_shard(mesh: jax.sharding.Mesh) -> tuple[int, int]:
   """Returns the index of this host's part of batches, and the number of parts.
 

@@ -35,9 +35,10 @@ os.environ['XLA_FLAGS'] = ' '.join(
 )
 
 # After the environment above, which JAX reads once, as it is imported.
-from absl import app, flags  # noqa: E402
+from absl import app  # noqa: E402
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
+import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 
 # Compilation makes the first example slow, and a suite that draws new examples
@@ -69,15 +70,23 @@ def pytest_collection_finish():
 @pytest.fixture(scope='session')
 def load_config_file():
   """Returns a function (path, variant='') -> ExperimentConfig."""
+  from mod_jax import config as config_lib
 
   def load(path, variant=''):
-    path = pathlib.Path(__file__).parents[1] / path
-    spec = importlib.util.spec_from_file_location('config_file', path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = config_lib.load(pathlib.Path(__file__).parents[1] / path)
     return module.get_config(variant) if variant else module.get_config()
 
   return load
+
+
+@pytest.fixture(scope='session')
+def texts(tmp_path_factory):
+  """A glob of four files of random bytes."""
+  folder = tmp_path_factory.mktemp('texts')
+  rng = np.random.default_rng(0)
+  for i in range(4):
+    (folder / f'{i}.txt').write_bytes(rng.bytes(2000))
+  return f'{folder}/*.txt'
 
 
 @pytest.fixture(scope='session')
@@ -106,6 +115,16 @@ def one_device(on_one_device):
     yield
 
 
+@pytest.fixture(scope='module')
+def no_report():
+  """Leaves out the table and the pictures of a run's end, which take longer."""
+  from mod_jax.train import evaluation
+
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(evaluation, 'report', lambda *args: None)
+    yield
+
+
 @pytest.fixture
 def deaths():
   """Returns the signals that nobody caught: their default would end the tests.
@@ -124,26 +143,6 @@ def deaths():
     signal.signal(number, handler)
 
 
-@pytest.fixture(scope='module')
-def compilation_cache(tmp_path_factory):
-  """For runs that each compile for themselves, and mostly the same."""
-  import jax
-  from jax.experimental.compilation_cache import compilation_cache
-
-  settings = {
-    'jax_compilation_cache_dir': str(tmp_path_factory.mktemp('compiled')),
-    'jax_persistent_cache_min_compile_time_secs': 0.1,
-  }
-  before = {name: getattr(jax.config, name) for name in settings}
-  for name, value in settings.items():
-    jax.config.update(name, value)
-  compilation_cache.reset_cache()
-  yield
-  for name, value in before.items():
-    jax.config.update(name, value)
-  compilation_cache.reset_cache()
-
-
 @pytest.fixture(scope='session')
 def equations():
   """Returns a function: the operations of a jaxpr, those inside others too."""
@@ -159,23 +158,16 @@ def equations():
 
 
 @pytest.fixture
-def command(capsys):
+def command():
   """Returns `mod_jax.sweeps` as a function: status, output and errors."""
+  import command_line
+
   from mod_jax.sweeps import __main__ as sweeps
 
-  known = set(flags.FLAGS)
-
   def call(*arguments):
-    capsys.readouterr()
-    try:
-      with pytest.raises(SystemExit) as ended:
-        sweeps.main(['mod_jax.sweeps', *map(str, arguments)])
-    finally:
-      # Each call defines the flags of its own command.
-      for name in set(flags.FLAGS) - known:
-        delattr(flags.FLAGS, name)
-    captured = capsys.readouterr()
-    return ended.value.code or 0, captured.out, captured.err
+    argv = ['mod_jax.sweeps', *map(str, arguments)]
+    ended = command_line.call(sweeps.main, argv)
+    return ended.status, ended.out, ended.err
 
   return call
 

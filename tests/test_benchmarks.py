@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.slow
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 CASES = {
@@ -46,7 +47,6 @@ def run(script, *args):
   return result.stdout
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize('script', CASES)
 def test_runs_on_a_cpu(script):
   sizes, device, words = CASES[script]
@@ -54,7 +54,6 @@ def test_runs_on_a_cpu(script):
   assert all(word in out for word in words), out
 
 
-@pytest.mark.slow
 def test_a_recipe_is_trained(tmp_path):
   args = ('tiny', f'workdir={tmp_path}', 'runs=^gate/raw/0$')
   out = run('routing_recipe', *args)
@@ -65,7 +64,6 @@ def test_a_recipe_is_trained(tmp_path):
   assert json.loads(line)['run'] == 'gate/raw/0'
 
 
-@pytest.mark.slow
 def test_tuning_tries_sizes():
   pytest.importorskip('jax_triton')
   out = run(
@@ -76,27 +74,11 @@ def test_tuning_tries_sizes():
   assert 'token_select, interpreted: {' in out
 
 
-def test_tuning_needs_a_device():
-  with pytest.raises(AssertionError, match='no kernel runs on cpu'):
-    run('tune')
-
-
-@pytest.mark.slow
-def test_conversions_are_planned(tmp_path):
-  found = {'run': 'dense, at first/0', 'loss': 4.0, 'forward_flops': 8}
+def test_results_that_are_there_are_tabulated(tmp_path):
+  first = {'run': 'dense, at first/0', 'loss': 4.0, 'forward_flops': 8}
   more = {'run': 'converted, 12.5%/0', 'loss': 4.5, 'forward_flops': 6}
   (tmp_path / 'conversion.jsonl').write_text(
-    f'{json.dumps(found)}\n{json.dumps(more)}\n'
+    f'{json.dumps(first)}\n{json.dumps(more)}\n'
   )
   out = run('conversion', 'tiny', 'table', f'workdir={tmp_path}')
   assert '| converted, 12.5% | 1 | 4.500 | 0.500 | 0.750 |' in out
-
-
-@pytest.mark.slow
-def test_models_with_experts_are_planned(tmp_path):
-  found = {'run': 'integrated/0', 'loss': 4.0, 'params': 5_000_000}
-  found |= {'forward_flops': 3_000_000, 'steps': 7}
-  found['experts'] = {'null': 0.25, 'busiest': 1.5}
-  (tmp_path / 'experts_recipe.jsonl').write_text(f'{json.dumps(found)}\n')
-  out = run('experts_recipe', 'tiny', 'table', f'workdir={tmp_path}')
-  assert '| integrated | 1 | 4.000 | 5.00 | 3 | 7 | 0.25 | 1.50 |' in out

@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 import json
 import math
 from typing import Annotated, Literal
@@ -108,16 +109,9 @@ class TestValidate:
       ('num_layers', None, 'an integer'),
       ('rate', 'fast', 'a number'),
       ('rate', False, 'a number'),
-      ('rate', math.nan, 'a number'),
       ('tied', 1, 'true or false'),
       ('kv_heads', '2', 'an integer or None'),
-      ('kv_heads', True, 'an integer or None'),
       ('path', 3, 'a string or None'),
-      ('clip', math.nan, 'a number or None'),
-      ('rate', math.inf, 'a number'),
-      ('rate', 10**39, 'a number'),
-      ('rate', 1e39, 'a number'),
-      ('rate', 1e-320, 'a number'),
       ('clip', -math.inf, 'a number or None'),
       ('capacities', 'x', 'a number or a tuple of numbers'),
       ('mesh', [1, 2], 'a tuple of integers'),
@@ -127,34 +121,26 @@ class TestValidate:
       ('order', True, 'one of 1, 2'),
       ('order', 1.0, 'one of 1, 2'),
       ('routing', 0.5, 'Routing or None'),
-      ('routing', ViT(), 'Routing or None'),
     ],
   )
-  def test_refuses(self, field, value, expected):
+  def test_names_field_value_and_what_is_expected(self, field, value, expected):
     message = refusal(LM, **{field: value})
-    assert message.startswith(f'LM.{field}=')
-    assert f': expected {expected}.' in message
-    if not isinstance(value, ViT):
-      assert repr(value) in message
+    assert message.startswith(f'LM.{field}={value!r}: expected {expected}.')
 
   @pytest.mark.parametrize(
-    ('field', 'value', 'message'),
+    ('field', 'value', 'element'),
     [
-      ('capacities', (0.5, 'x'), "capacities[1]='x': expected a number."),
-      ('mesh', (1, True), 'mesh[1]=True: expected an integer.'),
-      (
-        'stages',
-        ((0, 1.0, 2),),
-        'stages[0]=(0, 1.0, 2): expected a tuple of (an integer, a number).',
-      ),
-      ('stages', ((0, 'x'),), "stages[0][1]='x': expected a number."),
+      ('capacities', (0.5, 'x'), "capacities[1]='x'"),
+      ('mesh', (1, True), 'mesh[1]=True'),
+      ('stages', ((0, 1.0, 2),), 'stages[0]=(0, 1.0, 2)'),
+      ('stages', ((0, 'x'),), "stages[0][1]='x'"),
     ],
   )
-  def test_names_the_element(self, field, value, message):
-    assert refusal(LM, **{field: value}) == f'LM.{message}'
+  def test_names_the_element(self, field, value, element):
+    assert refusal(LM, **{field: value}).startswith(f'LM.{element}: expected')
 
   def test_says_why_a_number_is_none(self):
-    for value in (math.nan, math.inf, 1e39, -1e-39):
+    for value in (math.nan, math.inf, 10**39, 1e39, -1e-39, 1e-320):
       assert 'finite and not 0' in refusal(LM, rate=value)
     for value in ('fast', None):
       assert 'finite' not in refusal(LM, rate=value)
@@ -166,10 +152,6 @@ class TestValidate:
   def test_names_the_nearest_choice(self):
     assert "Did you mean 'sigmoid'?" in refusal(Routing, gate='sigmoyd')
     assert 'Did you mean' not in refusal(Routing, gate='zzz')
-
-  def test_accepts_what_is_declared(self):
-    assert LM(rate=2, clip=3, mesh=(1, 2, 3), capacities=(1, 0.5)).rate == 2
-    assert LM(rate=3.4e38, clip=-1.2e-38, capacities=0.0).rate == 3.4e38
 
   def test_unsupported_annotation_is_a_bug_not_bad_input(self):
     @dataclasses.dataclass(frozen=True)
@@ -221,28 +203,17 @@ class TestRanges:
       assert message == f'Ranges.{field}={value!r}: expected {expected}.'
 
   @pytest.mark.parametrize('value', [math.inf, -math.inf, math.nan, 1e39])
-  @pytest.mark.parametrize('field', ['share', 'rate', 'weight', 'each'])
-  def test_none_is_infinite(self, field, value):
-    refusal(Ranges, **{field: value})
+  def test_none_is_infinite(self, value):
+    for field in ('share', 'rate', 'weight', 'each'):
+      refusal(Ranges, **{field: value})
 
   def test_in_tuples(self):
     message = refusal(Ranges, mesh=(8, 9))
     assert message == 'Ranges.mesh[1]=9: expected an integer from -1 to 8.'
-    message = refusal(Ranges, each=(0.5, -0.5))
-    assert message == 'Ranges.each[1]=-0.5: expected a number in (0, 1].'
-
-  def test_the_dotted_path_is_named(self):
-    values = {'each': [0.5, 2], 'share': 0.5}
-    message = refusal(config.from_dict, Ranges, values)
-    assert message.startswith('each')
-    assert 'in (0, 1]' in message
 
   def test_go_through_json(self):
     ranges = Ranges(heads=2, mesh=(1, 2), each=(0.5, 1), weight=1)
     assert config.from_json(Ranges, config.to_json(ranges)) == ranges
-    assert config.to_json(Ranges(weight=1)) == config.to_json(
-      Ranges(weight=1.0)
-    )
 
 
 class TestRoundTrip:
@@ -274,19 +245,9 @@ class TestRoundTrip:
     lm = LM(**values)
     assert config.from_json(LM, config.to_json(lm)) == lm
 
-  def test_union_carries_the_class_and_others_do_not(self):
-    decoded = json.loads(config.to_json(RICH))
-    assert decoded['model']['type'] == 'LM'
-    assert 'type' not in decoded
-    assert 'type' not in decoded['model']['routing']
-
-  def test_union_without_a_class_is_its_first(self):
-    saved_before_the_union = {'steps': 1, 'model': {'width': 8}}
-    back = config.from_dict(Experiment, saved_before_the_union)
-    assert back.model == LM(width=8)
-
-  def test_absent_fields_take_their_default(self):
-    assert config.from_dict(LM, {'width': 8}) == LM(width=8)
+  def test_what_was_saved_before_a_field_or_a_choice_existed(self):
+    old = {'steps': 1, 'model': {'width': 8}}
+    assert config.from_dict(Experiment, old).model == LM(width=8)
 
 
 @pytest.mark.parametrize(
@@ -311,61 +272,32 @@ def test_a_misspelt_field_is_looked_for_in_the_whole_config(path, meant):
 
 class TestFromDict:
   @pytest.mark.parametrize(
-    ('change', 'message'),
+    ('path', 'value', 'words'),
     [
-      (
-        {'model.num_layer': 3},
-        "model.num_layer: LM has no field 'num_layer'. Did you mean "
-        "'num_layers'?",
-      ),
-      (
-        {'zzz': 3},
-        "zzz: Experiment has no field 'zzz'. Its fields are steps, model.",
-      ),
-      (
-        {'model.routing.gate': 'row'},
-        "model.routing.gate='row': expected one of 'raw', 'sigmoid', "
-        "'one_plus_tanh'. Did you mean 'raw'?",
-      ),
-      (
-        {'model.routing.capacity': 2},
-        'model.routing: capacity=2.0: expected a number in (0, 1].',
-      ),
-      ({'model.width': 'abc'}, "model.width='abc': expected an integer."),
-      ({'model.width': True}, 'model.width=True: expected an integer.'),
-      ({'model.mesh': [1, 'x']}, "model.mesh[1]='x': expected an integer."),
-      (
-        {'model.stages': [[1]]},
-        'model.stages[0]=(1,): expected a tuple of (an integer, a number).',
-      ),
-      (
-        {'model.capacities': 'all'},
-        "model.capacities='all': expected a number or a tuple of numbers.",
-      ),
-      ({'model': 3}, 'model=3: expected LM or ViT.'),
-      ({'model.routing': 3}, 'model.routing=3: expected Routing or None.'),
-      (
-        {'model.type': 'Vit'},
-        "model.type='Vit': expected one of 'LM', 'ViT'. Did you mean 'ViT'?",
-      ),
-      ({'steps': None}, 'steps=None: expected an integer.'),
+      ('model.num_layer', 3, "Did you mean 'num_layers'?"),
+      ('zzz', 3, 'Its fields are steps, model.'),
+      ('model.routing.gate', 'row', "expected one of 'raw', 'sigmoid', "),
+      ('model.routing', {'capacity': 2}, 'capacity=2.0: expected a number in'),
+      ('model.width', 'abc', "='abc': expected an integer."),
+      ('model.mesh', [1, 'x'], "[1]='x': expected an integer."),
+      ('model.stages', [[1]], '[0]=(1,): expected a tuple of (an integer'),
+      ('model', 3, 'expected LM or ViT.'),
+      ('model.type', 'Vit', "'LM', 'ViT'. Did you mean 'ViT'?"),
+      ('steps', None, 'expected an integer.'),
     ],
   )
-  def test_refusal_names_the_dotted_path(self, change, message):
+  def test_refusal_names_the_dotted_path(self, path, value, words):
     values = json.loads(config.to_json(RICH))
-    for path, value in change.items():
-      *groups, name = path.split('.')
-      holder = values
-      for group in groups:
-        holder = holder[group]
-      holder[name] = value
-    assert refusal(config.from_dict, Experiment, values) == message
+    *groups, name = path.split('.')
+    holder = functools.reduce(dict.__getitem__, groups, values)
+    holder[name] = value
+    message = refusal(config.from_dict, Experiment, values)
+    assert message.startswith(path)
+    assert words in message
 
-  def test_refuses_a_missing_field_without_default(self):
+  def test_refuses_what_is_missing_or_no_group_of_fields(self):
     message = refusal(config.from_dict, Experiment, {})
     assert message == 'steps is missing: expected an integer.'
-
-  def test_refuses_what_is_no_group_of_fields(self):
     message = refusal(config.from_dict, Experiment, None)
     assert 'the config is a NoneType' in message
 
@@ -394,22 +326,18 @@ class TestOverride:
   @pytest.mark.parametrize(
     ('path', 'text', 'value'),
     [
-      ('num_layers', '3', 3),
       ('rate', '.5', 0.5),
       ('rate', '2', 2.0),
       ('tied', 'False', False),
       ('kv_heads', 'none', None),
       ('path', '123', '123'),
-      ('path', 'None', None),
       ('capacities', '1,.2', (1.0, 0.2)),
-      ('capacities', '.25', 0.25),
       ('mesh', '4', (4,)),
       ('mesh', '()', ()),
       ('stages', '((0,1),(5,.5))', ((0, 1.0), (5, 0.5))),
       ('pair', "'b',2", ('b', 2)),
       ('dtype', 'bfloat16', 'bfloat16'),
       ('order', '2', 2),
-      ('routing', 'None', None),
       ('routing', "{'gate': 'sigmoid'}", Routing(gate='sigmoid')),
     ],
   )
@@ -472,13 +400,10 @@ class TestOverride:
       )
 
   @pytest.mark.parametrize(
-    ('path', 'text', 'message'),
+    ('path', 'text', 'words'),
     [
-      ('model.width', 'x', '--config.model.width=x: expected an integer.'),
       ('model.mesh', '1,x', 'mesh=1,x: expected a tuple of integers.'),
-      ('model.rate', 'fast', '--config.model.rate=fast: expected a number.'),
       ('model.tied', 'maybe', 'tied=maybe: expected true or false.'),
-      ('model.kv_heads', '1.5', 'kv_heads=1.5: expected an integer or None.'),
       ('model.width.x', '1', 'config.model.width is 64 and has no'),
       ('model.zzz', '1', "config.model has no field 'zzz'. Its fields are"),
       ('model', '{}x', '--config.model={}x: expected LM or ViT.'),
@@ -487,8 +412,13 @@ class TestOverride:
       ('model.width', '-' * 9000, '...: expected an integer.'),
     ],
   )
-  def test_refusals(self, path, text, message):
-    assert message in refusal(config.override, RICH, [(path, text)])
+  def test_refusals(self, path, text, words):
+    assert words in refusal(config.override, RICH, [(path, text)])
+
+  def test_a_group_that_is_none_has_no_fields(self):
+    changes = {'model.routing.capacity': 0.5}
+    message = refusal(config.replace, Experiment(steps=1), changes)
+    assert "model.routing is None and has no 'capacity'" in message
 
 
 class TestDiff:
@@ -509,19 +439,13 @@ class TestDiff:
     ]
 
   def test_none_for_equal(self):
-    assert config.diff(RICH, RICH) == []
     assert config.diff(LM(rate=1), LM(rate=1.0)) == []
 
-  def test_group_that_is_none_on_one_side(self):
+  def test_another_class(self):
     assert config.diff(LM(), LM(routing=Routing())) == [
       "routing: None -> Routing(capacity=0.125, gate='raw')"
     ]
-
-  def test_other_class(self):
     assert config.diff(LM(), ViT()) == ['type: LM -> ViT']
-    (line,) = config.diff(Experiment(steps=1), EXAMPLES[2])
-    assert line.startswith('model: LM(')
-    assert line.endswith('-> ViT(patch=8)')
 
 
 @pytest.mark.parametrize(
@@ -544,14 +468,6 @@ def test_literals(text, value):
   assert config.read_literal(text) == value
 
 
-def test_a_group_that_is_none_has_no_fields():
-  changes = {'model.routing.capacity': 0.5}
-  message = refusal(config.replace, Experiment(steps=1), changes)
-  assert message == (
-    "model.routing.capacity: model.routing is None and has no 'capacity'."
-  )
-
-
 def test_nearest():
   assert config.nearest('wdith', ['depth', 'width']) == " Did you mean 'width'?"
   assert config.nearest('VIT', ['lm', 'ViT']) == " Did you mean 'ViT'?"
@@ -559,9 +475,4 @@ def test_nearest():
 
 
 def test_choose():
-  table = {'': 1, 'tiny': 2}
-  assert config.choose('tiny', table) == 2
-  message = refusal(config.choose, 'tinny', table)
-  assert message == (
-    "unknown variant 'tinny': expected one of '', 'tiny'. Did you mean 'tiny'?"
-  )
+  assert config.choose('tiny', {'': 1, 'tiny': 2}) == 2

@@ -77,15 +77,6 @@ def test_a_file_of_a_class_and_nothing_else(tmp_path):
   )
 
 
-def test_where_meanings_are_found():
-  assert config_docs.meanings(Outer) == {
-    'told': 'in the docstring, on two lines.',
-    'other': 'Said anew.',
-    'above': 'Above it, on two lines.',
-    'nothing': 'What may be there.',
-  }
-
-
 def test_the_listing_of_a_config():
   assert config_docs.listing(Outer(above=(7,))).splitlines() == [
     '--config.told=1',

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import importlib.util
 import inspect
 import math
 import pathlib
@@ -42,19 +41,10 @@ FILES = sorted(
 
 @functools.cache
 def load(file):
-  spec = importlib.util.spec_from_file_location('a_config', ROOT / file)
-  module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
-  return module
+  return config_lib.load(ROOT / file)
 
 
-@functools.cache
-def variants(file):
-  """Returns the names that the file's table of variants has."""
-  return tuple(load(file).VARIANTS)
-
-
-CASES = [(file, variant) for file in FILES for variant in variants(file)]
+CASES = [(file, variant) for file in FILES for variant in load(file).VARIANTS]
 
 
 @functools.cache
@@ -97,15 +87,10 @@ def _shapes_of(model):
   return jax.eval_shape(lambda: model.build().init(rngs, model.example()))
 
 
-def test_there_are_configs():
-  assert 'configs/lm/mod.py' in FILES
-  assert 'tiny' in variants('configs/lm/mod.py')
-
-
 @pytest.mark.parametrize('file', FILES)
 def test_variants(file):
   assert load(file).__doc__.strip()
-  assert {'', 'tiny'} < set(variants(file))
+  assert {'', 'tiny'} < set(load(file).VARIANTS)
   load(file).get_config()  # A file without a variant is the plain command.
   with pytest.raises(UserError, match="unknown variant 'tiney'.*'tiny'"):
     load(file).get_config('tiney')
@@ -121,21 +106,13 @@ def test_builds(file, variant):
   length = getattr(config.data, 'length', None)  # Images have none.
   assert flops.forward(config.model, length) > 0
   assert config.train.batch_size % config.train.grad_accum_steps == 0
-
-
-@pytest.mark.parametrize('file', FILES)
-def test_any_number_of_steps(file):
-  for variant in variants(file):
-    config = build(file, variant)
-    phased = getattr(config.objective, 'phases', {})
-    fields = [f'objective.{name}.num_steps' for name in phased]
-    fields += ['dense.num_steps'] if config.dense is not None else []
-    for num_steps in (3, 12):
-      changes = dict.fromkeys(['train.num_steps', *fields], num_steps)
-      short = config_lib.replace(config, changes)
-      if variant.endswith('tiny'):  # Short already, by numbers of steps.
-        continue
-      optimizer_lib.make_optimizer(short.optimizer, num_steps)
+  if variant.endswith('tiny'):  # Short already, by numbers of steps.
+    return
+  fields = ['train.num_steps'] + ['dense.num_steps'] * bool(config.dense)
+  phased = getattr(config.objective, 'phases', {})
+  fields += [f'objective.{name}.num_steps' for name in phased]
+  short = config_lib.replace(config, dict.fromkeys(fields, 3))
+  optimizer_lib.make_optimizer(short.optimizer, 3)
 
 
 def groups(cls):
@@ -195,6 +172,7 @@ def test_fits_its_mesh(file, variant):
   assert jax.tree.structure(placed) == jax.tree.structure(nn.unbox(shapes))
 
 
+@pytest.mark.slow
 def test_random_overrides():
   """The first of those that `python tools/fuzz_configs.py` goes on with."""
   command = [sys.executable, 'tools/fuzz_configs.py', '--count=60', '--seed=0']
@@ -214,17 +192,10 @@ def test_random_overrides():
 
 @pytest.mark.parametrize('file', FILES)
 def test_rules_cover_every_parameter(file):
-  for variant in variants(file):
+  for variant in load(file).VARIANTS:
     config = build(file, variant)
     params = nn.unbox(shapes_of(config.model))['params']
     optimizer_lib.check_rules(config.optimizer, params)
-    if len(config.optimizer.rules) > 1:
-      # Without its last rule, the check has something to find.
-      first = dataclasses.replace(
-        config.optimizer, rules=config.optimizer.rules[:-1]
-      )
-      with pytest.raises(UserError, match='cover no'):
-        optimizer_lib.check_rules(first, params)
 
 
 def test_rules_of_token_pruning():
@@ -318,7 +289,7 @@ def test_every_kind_is_tried():
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures('compilation_cache', 'one_device')
+@pytest.mark.usefixtures('one_device')
 @pytest.mark.parametrize(('file', 'variant'), TINY)
 def test_tiny_trains(file, variant, tmp_path):
   config = build(file, variant)

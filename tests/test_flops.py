@@ -2,13 +2,13 @@
 
 import dataclasses
 import itertools
-import math
 import re
 import types
 
 import jax
 import jax.numpy as jnp
 import pytest
+import tiny
 
 from mod_jax import flops
 from mod_jax.errors import UserError
@@ -19,7 +19,6 @@ from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.layers.slots import Slot
 from mod_jax.models.lm import LMConfig
 from mod_jax.models.vit import ViTConfig
-from mod_jax.routing import num_chosen
 
 MOD = MoDConfig(capacity=0.125)
 
@@ -71,12 +70,6 @@ class TestIdealRatio:
     )
     assert round(total / dense, 3) != 0.593
 
-  def test_is_one_at_full_capacity_but_for_the_router(self):
-    config = LMConfig(width=64, num_heads=2, routing=MoDConfig(capacity=1.0))
-    dense = flops.forward(config.dense_twin(), 32)
-    routers = config.num_routed * 2 * 32 * 64
-    assert flops.forward(config, 32) == dense + routers
-
 
 class TestParts:
   """Every term written out for odd sizes: D=30, H=3, G=1, C=8, F=50."""
@@ -121,18 +114,6 @@ class TestParts:
     assert flops.published_macs(self.config, length) * 2 == total
     assert flops.train(self.config, length) == 3 * total
 
-  def test_gelu_has_two_kernels_instead_of_three(self):
-    gelu = dataclasses.replace(self.config, mlp='gelu')
-    swiglu = dict(self.config.flops_table(21))
-    for name, parts in gelu.flops_table(21):
-      if name != 'head':
-        assert parts['mlp'] * 3 == swiglu[name]['mlp'] * 2
-
-  def test_full_pairs_count_the_masked_ones_too(self):
-    exact = self.config.block.attention.flops(21)
-    full = self.config.block.attention.flops(21, full_pairs=True)
-    assert full['attention'] - exact['attention'] == 4 * 3 * 8 * (21 * 20 // 2)
-
   @pytest.mark.parametrize('score', ['gaussian', 'stride'])
   def test_scores_that_do_not_look_cost_nothing(self, score):
     control = MoDConfig(capacity=0.3, score=score, predictor_width=6)
@@ -142,24 +123,6 @@ class TestParts:
     assert not parts.get('predictor')
     learned = dataclasses.replace(layer, routing=MoDConfig(capacity=0.3))
     assert learned.flops(21)['router'] == 2 * 21 * 30
-
-  def test_each_layer_counts_its_own_capacity(self):
-    capacities = (0.5, 0.25, 0.1)
-    config = dataclasses.replace(
-      self.config,
-      num_layers=3,
-      routing=MoDConfig(capacity=capacities, period=1, offset=0),
-    )
-    for (_, parts), capacity in zip(
-      config.flops_table(21), capacities, strict=False
-    ):
-      kept = num_chosen(capacity, 21)
-      for part in (config.block.mlp, config.block.attention):
-        assert part.flops(kept).items() <= parts.items()
-
-  def test_one_token_is_the_least(self):
-    parts = dict(self.config.flops_table(2))['block_1 (routed)']
-    assert self.config.block.mlp.flops(1).items() <= parts.items()
 
 
 _WIDE = {'width': 1024, 'num_heads': 8, 'num_layers': 2, 'vocab_size': 512}
@@ -231,7 +194,6 @@ class TestAgainstXla:
       'dense_swiglu': {'routing': None},
       # The polynomial of the exact GELU is long: more width to drown it.
       'mod_gelu': {'mlp': 'gelu', 'width': 2048},
-      'dense_gelu_tanh': {'mlp': 'gelu_tanh', 'routing': None},
       'grouped_queries': {'num_kv_heads': 2, 'head_dim': 64},
       'untied_head': {'tied_head': False, 'vocab_size': 4096},
       'predictor': {'routing': MoDConfig(capacity=0.25, predictor_width=256)},
@@ -260,13 +222,8 @@ class TestAgainstXla:
 def _xla_flops(config, length):
   model = config.build()
   tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
-  variables = jax.eval_shape(model.init, jax.random.key(0), tokens)
-
-  def forward(params, tokens):
-    # All of the output: a predictor that nobody reads would be dropped.
-    return model.apply({'params': params}, tokens)
-
-  lowered = jax.jit(forward).lower(variables['params'], tokens)
+  # All of the output: a predictor that nobody reads would be dropped.
+  lowered = jax.jit(model.apply).lower(tiny.shapes(config), tokens)
   return lowered.cost_analysis()['flops']
 
 
@@ -295,9 +252,10 @@ class TestReport:
     routing=MoDConfig(capacity=(0.5, 0.125)),
   )
 
-  def _numbers(self, report, start):
+  def numbers(self, report, start):
+    """Returns the numbers of the line that begins so."""
     line = next(x for x in report.splitlines() if x.startswith(start))
-    return line, [
+    return [
       float(x.replace(',', ''))
       for x in re.findall(r'(?<![\w.])[\d,]+\.?\d*(?:e[+-]\d+)?', line)
     ]
@@ -312,6 +270,8 @@ class TestReport:
       assert total == f'{sum(parts.values()) / 1e6:,.2f}'
       assert twin == f'{sum(dense[name.split()[0]].values()) / 1e6:,.2f}'
     assert 'block 1: 50, block 3: 12 of 100' in report
+    *parts, total, _ = self.numbers(report, 'total')
+    assert sum(parts) == pytest.approx(total, abs=0.03)
 
   def test_shows_totals_in_every_convention(self):
     length = 100
@@ -319,48 +279,29 @@ class TestReport:
     total = flops.forward(self.config, length)
     dense = flops.forward(self.config.dense_twin(), length)
     params = flops.num_params(self.config)
-
-    _, numbers = self._numbers(report, 'total')
-    assert numbers[-2:] == pytest.approx([total / 1e6, dense / 1e6], abs=0.006)
-    _, numbers = self._numbers(report, 'forward')
-    assert numbers == pytest.approx([total, total / 2], rel=1e-4)
-    _, numbers = self._numbers(report, 'dense twin forward')
-    assert numbers == pytest.approx([dense, dense / 2], rel=1e-4)
-    _, numbers = self._numbers(report, 'ratio to dense')
-    assert numbers == pytest.approx([total / dense], abs=1e-4)
-    _, numbers = self._numbers(report, 'training step')
-    assert numbers == pytest.approx([3 * total, 3 * dense], rel=1e-4)
-    _, numbers = self._numbers(report, 'parameters')
-    assert numbers == [params]
-    _, numbers = self._numbers(report, '6ND')
-    assert numbers[1] == pytest.approx(6 * params * length, rel=1e-4)
-
-  def test_columns_of_parts_add_up(self):
-    report = flops.report(self.config, 64)
-    table = self.config.flops_table(64)
-    header = next(x for x in report.splitlines() if x.startswith('layer'))
-    assert header.split() == [
-      *('layer', 'attention', 'mlp', 'router', 'head', 'total', 'dense')
-    ]
-    *parts, total, _ = self._numbers(report, 'total')[1]
-    for name, number in zip(header.split()[1:-2], parts, strict=True):
-      want = math.fsum(p.get(name, 0) for _, p in table) / 1e6
-      assert number == pytest.approx(want, abs=0.006)
-    assert sum(parts) == pytest.approx(total, abs=0.03)
+    for start, expected in (
+      ('forward', [total, total / 2]),
+      ('dense twin forward', [dense, dense / 2]),
+      ('ratio to dense', [total / dense]),
+      ('training step', [3 * total, 3 * dense]),
+      ('parameters', [params]),
+    ):
+      found = self.numbers(report, start)
+      assert found == pytest.approx(expected, rel=2e-4), start
+    assert self.numbers(report, '6ND')[1] == pytest.approx(
+      6 * params * length, rel=1e-4
+    )
 
   def test_a_dense_model_has_ratio_one(self):
     report = flops.report(self.config.dense_twin(), 10)
     assert 'router' not in report
-    assert self._numbers(report, 'ratio to dense')[1] == [1.0]
-    assert 'all of 10' in report
+    assert self.numbers(report, 'ratio to dense') == [1.0]
 
 
 @pytest.mark.parametrize(
   'count', [flops.forward, flops.published_macs, flops.report]
 )
 def test_a_language_model_needs_a_length(count):
-  with pytest.raises(UserError, match='LMConfig without a length: .*length='):
-    count(LMConfig())
-  adaptive = LMConfig(adaptive=AdaptiveConfig(), mlp_dim=256)
-  with pytest.raises(UserError, match='LMConfig without a length'):
-    count(adaptive)
+  for config in (LMConfig(), LMConfig(adaptive=AdaptiveConfig(), mlp_dim=256)):
+    with pytest.raises(UserError, match='LMConfig without a length: .*length='):
+      count(config)

@@ -8,12 +8,12 @@ import flax.traverse_util
 import jax
 import numpy as np
 import pytest
+import tiny
 
 from mod_jax import optimizer as optimizer_lib
 from mod_jax.errors import UserError
 from mod_jax.layers import acm
 from mod_jax.layers.routing_config import MoDConfig
-from mod_jax.models.lm import LMConfig
 from mod_jax.optimizer import OptimizerConfig
 
 
@@ -35,15 +35,7 @@ def test_warmup_and_cosine_fill_the_run():
   assert rates[10:] == sorted(rates[10:], reverse=True)
 
 
-def test_no_warmup_begins_at_the_peak():
-  rate = optimizer_lib.schedule(
-    OptimizerConfig(learning_rate=2.0, warmup_steps=0), 10
-  )
-  assert float(rate(0)) == 2.0
-  np.testing.assert_allclose(rate(10), 0.2, rtol=1e-6)
-
-
-@pytest.mark.parametrize('num_steps', [20, 19, 1])
+@pytest.mark.parametrize('num_steps', [20, 1])
 def test_a_warmup_as_long_as_the_run_is_refused(num_steps):
   config = OptimizerConfig(warmup_steps=20)
   with pytest.raises(UserError, match=rf'warmup_steps=20 .* {num_steps} steps'):
@@ -52,31 +44,27 @@ def test_a_warmup_as_long_as_the_run_is_refused(num_steps):
 
 
 @pytest.mark.parametrize(
-  'field',
+  ('field', 'value', 'words'),
   [
-    {'learning_rate': 0.0},
-    {'learning_rate': -1.0},
-    {'epsilon': 0.0},
-    {'beta1': 1.5},
-    {'beta1': 1.0},
-    {'beta2': 1.0},
-    {'beta2': 1 - 1e-9},  # 1 in float32.
-    {'beta2': -0.1},
-    {'learning_rate': math.inf},
-    {'learning_rate': 1e39},
-    {'weight_decay': math.inf},
-    {'epsilon': 1e-40},  # 0 in float32.
-    {'final_fraction': 2.0},
-    {'warmup_steps': -1},
-    {'weight_decay': -0.1},
-    {'clip_norm': -1.0},
-    {'clip_norm': math.nan},
+    ('learning_rate', 0.0, 'learning_rate'),
+    ('epsilon', 1e-40, 'epsilon'),  # 0 in float32.
+    ('beta1', 1.0, 'beta1'),
+    ('beta2', 1 - 1e-9, 'beta2'),  # 1 in float32.
+    ('final_fraction', 2.0, 'final_fraction'),
+    ('warmup_steps', -1, 'warmup_steps'),
+    ('weight_decay', -0.1, 'weight_decay'),
+    ('clip_norm', -1.0, 'clip_norm'),
+    ('momentum', 1.0, 'momentum'),
+    ('layer_decay', 0.0, 'layer_decay'),
+    ('rules', (('(', 1.0, 0),), 'no regular expression'),
+    ('rules', (('a{99999999999}', 1.0, 0),), 'no regular expression'),
+    ('rules', (('.', 1.0, 0), ('.', -1.0, 0)), r'rules\[1\]\[1\]=-1\.0'),
+    ('rules', (('.', 1.0, -1),), r'rules\[0\]\[2\]=-1'),
   ],
 )
-def test_bad_settings_are_named(field):
-  (name,) = field
-  with pytest.raises(UserError, match=name):
-    OptimizerConfig(**field)
+def test_refusals(field, value, words):
+  with pytest.raises(UserError, match=words):
+    OptimizerConfig(**{field: value})
 
 
 def test_learners_decay():
@@ -86,15 +74,16 @@ def test_learners_decay():
     acm.ACMConfig(inputs=4, outputs=4, hidden=4, num_learners=2), mode='all'
   )
   x = np.ones((1, 2, 4), np.float32)
-  params = nn.unbox(layer.init(jax.random.key(0), x))['params']
-  params = jax.tree.map(np.ones_like, params)
+  shapes = jax.eval_shape(layer.init, jax.random.key(0), x)
+  params = nn.unbox(shapes)['params']
+  params = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), params)
   zeros = jax.tree.map(np.zeros_like, params)
   updates, _ = optimizer.update(zeros, optimizer.init(params), params)
   still = jax.tree.map(lambda update: not np.any(update), updates)
   assert (still['up'], still['down'], still['bias']) == (False, False, True)
 
 
-@pytest.mark.parametrize('num_steps', [1, 12, 200])
+@pytest.mark.parametrize('num_steps', [1, 40])
 def test_parts_of_a_run_follow_its_length(num_steps):
   config = OptimizerConfig(
     learning_rate=0.5, warmup_steps=0.25, rules=(('.*', 1.0, 0.5),)
@@ -129,22 +118,15 @@ def test_updates_follow_the_schedule():
 
 def model_params(**changes):
   """Parameters of ones, shaped as a model's that has everything."""
-  routing = MoDConfig(predictor_width=8)
-  config = LMConfig(
+  config = dataclasses.replace(
+    tiny.LM,
     num_layers=4,
-    width=16,
-    num_heads=2,
-    mlp_dim=8,
     tied_head=False,
-    routing=routing,
+    routing=MoDConfig(predictor_width=8),
+    **changes,
   )
-  config = dataclasses.replace(config, **changes)
-  shapes = jax.eval_shape(
-    config.build().init, jax.random.key(0), np.zeros((1, 2), np.int32)
-  )
-  return jax.tree.map(
-    lambda x: np.ones(x.shape, x.dtype), nn.unbox(shapes['params'])
-  )
+  shapes = tiny.shapes(config)['params']
+  return jax.tree.map(lambda x: np.ones(x.shape, x.dtype), shapes)
 
 
 @pytest.mark.parametrize('scan_layers', [False, True])
@@ -186,51 +168,35 @@ def test_weight_decay_spares_norms_routers_and_biases(scan_layers):
     assert name.endswith(('/scale', '/bias', 'router/kernel'))
 
 
-class TestClipping:
+@pytest.mark.parametrize(
+  ('clip_norm', 'clipped'),
+  [
+    # By the global norm, and the predictor apart.
+    (1.0, {'a': 0.6, 'b': 0.8, 'predictor': 1.0}),
+    (50.0, {'a': 3.0, 'b': 4.0, 'predictor': 50.0}),
+    (0.0, {'a': 3.0, 'b': 4.0, 'predictor': 120.0}),
+    (1.0, {'a': 0.6, 'b': 0.8}),
+  ],
+)
+def test_clipping(clip_norm, clipped):
   # Adam would divide the clipped norm away, unless its epsilon is large: the
   # update is then nearly proportional to the gradient.
-  CONFIG = OptimizerConfig(
+  config = OptimizerConfig(
     learning_rate=1.0,
     warmup_steps=0,
     weight_decay=0.0,
     epsilon=1e6,
-    clip_norm=1.0,
+    clip_norm=clip_norm,
   )
-  GRADS = {
-    'a': {'kernel': np.array([3.0], np.float32)},
-    'b': {'scale': np.array([4.0], np.float32)},
-    'predictor': {'kernel': np.array([120.0], np.float32)},
+  optimizer = optimizer_lib.make_optimizer(config, 10)
+  sizes = {'a': 3.0, 'b': 4.0, 'predictor': 120.0}
+  grads = {name: {'kernel': np.float32([sizes[name]])} for name in clipped}
+  updates, _ = optimizer.update(grads, optimizer.init(grads), grads)
+  seen = {
+    name: float(-update['kernel'][0] * config.epsilon)
+    for name, update in updates.items()
   }
-
-  def clipped(self, grads=None, **changes):
-    """Returns the gradients as Adam sees them."""
-    config = dataclasses.replace(self.CONFIG, **changes)
-    optimizer = optimizer_lib.make_optimizer(config, 10)
-    grads = self.GRADS if grads is None else grads
-    updates, _ = optimizer.update(grads, optimizer.init(grads), grads)
-    return {
-      path[0]: float(-update[0] * config.epsilon)
-      for path, update in flax.traverse_util.flatten_dict(updates).items()
-    }
-
-  def test_by_the_global_norm_and_the_predictor_apart(self):
-    assert self.clipped() == pytest.approx(
-      {'a': 0.6, 'b': 0.8, 'predictor': 1.0}, rel=1e-3
-    )
-
-  def test_below_the_limit_nothing_changes(self):
-    assert self.clipped(clip_norm=50.0) == pytest.approx(
-      {'a': 3.0, 'b': 4.0, 'predictor': 50.0}, rel=1e-3
-    )
-
-  def test_zero_is_off(self):
-    assert self.clipped(clip_norm=0.0) == pytest.approx(
-      {'a': 3.0, 'b': 4.0, 'predictor': 120.0}, rel=1e-3
-    )
-
-  def test_without_a_predictor(self):
-    grads = {k: v for k, v in self.GRADS.items() if k != 'predictor'}
-    assert self.clipped(grads) == pytest.approx({'a': 0.6, 'b': 0.8}, rel=1e-3)
+  assert seen == pytest.approx(clipped, rel=1e-3)
 
 
 # A model by names alone.
@@ -291,11 +257,6 @@ class TestSGD:
     for name in ('norm/scale', 'block_1/router/kernel', 'position'):
       assert moved[name] == pytest.approx(-0.5)
 
-  @pytest.mark.parametrize('momentum', [-0.1, 1.0])
-  def test_momentum_in_range(self, momentum):
-    with pytest.raises(UserError, match='momentum'):
-      OptimizerConfig(kind='sgd', momentum=momentum)
-
 
 class TestRules:
   RULES = (
@@ -347,16 +308,10 @@ class TestRules:
   def test_every_parameter_needs_a_rule(self):
     rules = (('block_', 1.0, 0), ('patch', 1.0, 0))
     config = dataclasses.replace(CONSTANT, rules=rules)
-    for check in (
-      lambda: optimizer_lib.check_rules(config, named_params()),
-      lambda: train_ones(config),
-    ):
-      with pytest.raises(UserError) as info:
-        check()
-      message = str(info.value)
-      for name in ('position', 'norm/scale', 'head/kernel'):
-        assert name in message
-      assert 'block_0' not in message.split(':')[0]
+    with pytest.raises(UserError, match='head/kernel, norm/scale, position:'):
+      optimizer_lib.check_rules(config, named_params())
+    with pytest.raises(UserError, match='position'):
+      train_ones(config)
     optimizer_lib.check_rules(
       dataclasses.replace(config, rules=(*config.rules, ('.', 1.0, 0))),
       named_params(),
@@ -367,30 +322,11 @@ class TestRules:
     with pytest.raises(UserError, match=r"rules\[0\].*'blok_1/mlp'.*block_1/m"):
       optimizer_lib.check_rules(config, named_params())
 
-  @pytest.mark.parametrize(
-    ('rule', 'message'),
-    [
-      (('(', 1.0, 0), 'no regular expression'),
-      (('a{99999999999}', 1.0, 0), 'no regular expression'),
-      (('.', -1.0, 0), r'rules\[1\]\[1\]=-1\.0: expected a number from 0'),
-      (('.', math.inf, 0), r'rules\[1\]\[1\]=inf'),
-      (('.', 1.0, -1), r'rules\[1\]\[2\]=-1: expected an integer from 0'),
-    ],
-  )
-  def test_bad_rules(self, rule, message):
-    with pytest.raises(UserError, match=message):
-      OptimizerConfig(rules=(('.', 1.0, 0), rule))
-
-  @pytest.mark.parametrize(
-    'rules', [(('.', 0.0, 0),), (('a', 0.0, 0), ('.', 0.0, 0))]
-  )
-  def test_rules_that_freeze_everything(self, rules):
+  def test_rules_that_freeze_everything(self):
+    config = OptimizerConfig(rules=(('a', 0.0, 0), ('.', 0.0, 0)))
     params = {'a': np.ones(2), 'b': np.ones(3)}
-    config = OptimizerConfig(rules=rules)
     with pytest.raises(UserError, match='freeze every parameter: give one'):
       optimizer_lib.check_rules(config, params)
-    trains = OptimizerConfig(rules=(('b', 0.1, 0), *rules[-1:]))
-    optimizer_lib.check_rules(trains, params)
 
   def test_a_rule_that_begins_after_the_end(self):
     config = OptimizerConfig(warmup_steps=0, rules=(('.', 1.0, 5),))
@@ -436,11 +372,6 @@ class TestLayerDecay:
       optimizer_lib.check_rules(config, model_params(scan_layers=True))
     with pytest.raises(UserError, match='has none'):
       optimizer_lib.check_rules(config, named_params(('head/kernel',)))
-
-  @pytest.mark.parametrize('decay', [0.0, 1.1])
-  def test_in_range(self, decay):
-    with pytest.raises(UserError, match='layer_decay'):
-      OptimizerConfig(layer_decay=decay)
 
 
 def test_the_state_of_a_plain_run_is_what_it_was():

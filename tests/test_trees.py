@@ -23,20 +23,6 @@ def params(seed=0, layers=3, width=2, **more):
   return {**blocks, 'norm': {'scale': draw(width)}, **more}
 
 
-def test_flatten_and_back():
-  tree = params()
-  flat = trees.flatten(tree)
-  assert set(flat) == {
-    *(f'block_{i}/mlp/up/kernel' for i in range(3)),
-    'norm/scale',
-  }
-  assert jax.tree.all(
-    jax.tree.map(lambda a, b: a is b, trees.unflatten(flat), tree)
-  )
-  assert trees.flatten({}) == {}
-  assert trees.unflatten({}) == {}
-
-
 def test_merge_takes_the_sources_values_and_the_fresh_types():
   fresh = params(seed=0)
   source = jax.tree.map(np.float64, params(seed=1))
@@ -56,12 +42,6 @@ def test_merge_keeps_what_may_be_new_and_leaves_what_may_be_dropped():
   merged = trees.merge(fresh, source, new=['router/.*'], dropped='head/.*')
   assert set(merged) == set(fresh)
   assert merged['router']['kernel'] is router['kernel']
-
-
-def test_a_new_parameter_that_the_source_has_is_the_sources():
-  merged = trees.merge(params(seed=0), params(seed=1), new=['.*'])
-  wanted = params(seed=1)['norm']['scale']
-  np.testing.assert_array_equal(merged['norm']['scale'], wanted)
 
 
 def test_the_fresh_values_that_are_replaced_need_not_exist():

@@ -1,6 +1,5 @@
 """FLOPs and parameters of vision models: published tables, and XLA's count."""
 
-import dataclasses
 import pathlib
 
 import jax
@@ -98,7 +97,6 @@ class TestPublishedTables:
     assert config.tokens_per_block()[1] == 25
     assert abs(flops.published_macs(config) / 1e9 / 2.5912 - 1) > TOLERANCE
 
-  @pytest.mark.parametrize('classes', [196, 1000])
   @pytest.mark.parametrize(
     ('backbone', 'depths'),
     [
@@ -109,15 +107,10 @@ class TestPublishedTables:
       ('vit_large', (13, 18)),
     ],
   )
-  def test_isoflop_depths(self, backbone, depths, classes):
+  def test_isoflop_depths(self, backbone, depths):
     for capacity, depth in zip((0.125, 0.5), depths, strict=True):
-      config = vit.BACKBONES[backbone](
-        num_classes=classes, routing=amod(capacity)
-      )
-      twin = config.isoflop_twin()
-      assert twin == vit.BACKBONES[backbone](
-        num_classes=classes, num_layers=depth
-      )
+      config = vit.BACKBONES[backbone](routing=amod(capacity))
+      assert config.isoflop_twin() == vit.BACKBONES[backbone](num_layers=depth)
 
       def distance(layers, config=config):
         other = config.isoflop_twin(layers)
@@ -146,15 +139,6 @@ class TestPublishedTables:
     page = pathlib.Path(__file__).parents[1] / 'docs' / 'flops.md'
     assert f'| {title} | {counted:.3f} | {cells} |' in page.read_text()
 
-  def test_only_prediction_heads_cost(self):
-    config = DynamicViTConfig()
-    heads = flops.forward(config) - flops.forward(
-      dataclasses.replace(config, score='random')
-    )
-    # Four linear maps and a norm on the patches that reach each stage.
-    maps = 384 * 384 + 384 * 192 + 192 * 96 + 96 * 2
-    assert heads == 2 * (196 + 137 + 96) * maps
-
 
 class TestParameters:
   @pytest.mark.parametrize(
@@ -165,16 +149,13 @@ class TestParameters:
       (DynamicViTConfig(), 22_774_414),
       (vit.deit_small(routing=amod(0.5)), 22_050_664),
       (vit.deit_small(routing=amod(0.5, score='learned')), 22_050_664 + 2304),
+      (DynamicViTConfig(stages=(3,)), 22_050_664 + 241_250),
       # DeiT's distilled models as published.
       (vit.deit_tiny(distilled=True), 5_910_800),
     ],
   )
   def test_as_published(self, config, count):
     assert flops.num_params(config) == count
-
-  def test_one_prediction_head(self):
-    count = flops.num_params(DynamicViTConfig(stages=(3,)))
-    assert count == 22_050_664 + 241_250
 
 
 WIDE = {
@@ -194,7 +175,6 @@ class TestAgainstXla:
     'config',
     {
       'dense': ViTConfig(**WIDE),
-      'distilled': ViTConfig(**WIDE, distilled=True),
       'stem': ViTConfig(
         **(WIDE | {'width': 1536}),
         stem=ConvStemConfig(width=256),
@@ -202,8 +182,6 @@ class TestAgainstXla:
         token_head=True,
       ),
       'amod': ViTConfig(**WIDE, routing=amod(0.5)),
-      'amod_least': ViTConfig(**WIDE, routing=amod(0.01)),
-      'mod': ViTConfig(**WIDE, routing=amod(0.25, score='learned')),
       'dynamic': DynamicViTConfig(backbone=ViTConfig(**WIDE), stages=(0, 1)),
       'dynamic_structural': DynamicViTConfig(
         backbone=ViTConfig(**WIDE), stages=(1,), score='structural'
@@ -224,14 +202,6 @@ class TestAgainstXla:
     ratio = _lowered(config[1]).cost_analysis()['flops'] / flops.forward(
       config[1]
     )
-    assert ratio == pytest.approx(1, abs=0.01)
-
-  def test_agrees_when_compiled(self):
-    config = ViTConfig(**WIDE, routing=amod(0.5))
-    compiled = _lowered(config).compile(
-      {'xla_llvm_disable_expensive_passes': True}
-    )
-    ratio = compiled.cost_analysis()['flops'] / flops.forward(config)
     assert ratio == pytest.approx(1, abs=0.01)
 
   def test_would_notice_a_missing_kernel(self):

@@ -1,11 +1,10 @@
 """train.py and eval.py with vision models: what they print and refuse."""
 
 import csv
-import importlib.util
 import json
-import pathlib
 import re
 
+from command_line import ROOT, assert_refused, overrides, run
 import numpy as np
 from PIL import Image
 import pytest
@@ -13,19 +12,7 @@ import pytest
 import mod_jax
 from mod_jax.studies import images as image_studies
 
-pytestmark = pytest.mark.usefixtures('compilation_cache')
-
-
-def _load(name):
-  path = pathlib.Path(__file__).with_name(name)
-  spec = importlib.util.spec_from_file_location('the_other_scripts', path)
-  module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
-  return module
-
-
-scripts = _load('test_scripts.py')  # How scripts are run in this process.
-DIGITS = f'--config={scripts.ROOT}/configs/vit/digits.py'
+DIGITS = f'--config={ROOT}/configs/vit/digits.py'
 # On top of `tiny`: what a test can afford.
 SIZES = {'num_layers': 2, 'width': 8}
 SMALL = {
@@ -46,21 +33,21 @@ def small(prefix='model'):
 def train(on_one_device):
   """A function (config, workdir, changes) that runs train.py."""
 
-  def run(config, workdir, changes):
-    arguments = scripts.overrides(changes)
+  def train(config, workdir, changes):
+    arguments = overrides(changes)
     with on_one_device():
-      return scripts.run('train.py', config, f'--workdir={workdir}', *arguments)
+      ended = run('train.py', config, f'--workdir={workdir}', *arguments)
+    assert ended.status == 0, ended.err
+    return workdir, ended
 
-  return run
+  return train
 
 
 @pytest.fixture(scope='module')
 def dense(train, tmp_path_factory):
   """A dense run's directory and what the script said."""
   workdir = tmp_path_factory.mktemp('runs') / 'dense'
-  ended = train(f'{DIGITS}:tiny', workdir, small())
-  assert ended.status == 0, ended.err
-  return workdir, ended
+  return train(f'{DIGITS}:tiny', workdir, small())
 
 
 @pytest.fixture(scope='module')
@@ -73,11 +60,10 @@ def pruned(train, dense, tmp_path_factory):
     'objective.token_distillation': 0.5,
     'objective.logit_distillation': 0.5,
   }
-  ended = train(f'{DIGITS}:dynamic_tiny', workdir, changes)
-  assert ended.status == 0, ended.err
-  return workdir, ended
+  return train(f'{DIGITS}:dynamic_tiny', workdir, changes)
 
 
+@pytest.mark.slow
 def test_dense(dense):
   workdir, ended = dense
   assert re.search(r'^digits_tiny starts: [\d,]+ parameters', ended.err)
@@ -90,6 +76,7 @@ def test_dense(dense):
   assert told.keys() == {'step', 'loss', 'accuracy', 'top5'}
 
 
+@pytest.mark.slow
 def test_pruned(pruned):
   workdir, ended = pruned
   assert re.search(r'step 0: held-out .*accuracy 0\.\d+', ended.err)
@@ -102,11 +89,12 @@ def test_pruned(pruned):
   assert 0 < last['kept_0'] < 1
 
 
+@pytest.mark.slow
 def test_eval_and_study(pruned, monkeypatch):
   monkeypatch.setattr(image_studies, '_BATCHES', (1,))
   monkeypatch.setattr(image_studies, '_ROUNDS', 2)
   workdir, _ = pruned
-  ended = scripts.run(
+  ended = run(
     # On all eight devices, over which its few images do not divide.
     *('eval.py', f'--workdir={workdir}', '--batches=1', '--study=throughput'),
   )
@@ -119,17 +107,18 @@ def test_eval_and_study(pruned, monkeypatch):
     (['--study=importance'], "'importance'.*throughput"),
     (['--sample=def'], 'this run is no language model'),
   ):
-    ended = scripts.run('eval.py', f'--workdir={workdir}', *args)
-    scripts.assert_refused(ended, pattern)
+    ended = run('eval.py', f'--workdir={workdir}', *args)
+    assert_refused(ended, pattern)
 
 
+@pytest.mark.slow
 def test_predict(pruned, tmp_path):
   """On all eight devices, over which one picture does not divide."""
   workdir, _ = pruned
   for name in 'ab':
     Image.new('RGB', (9, 12), 'grey').save(tmp_path / f'{name}.png')
   predict = ('eval.py', f'--workdir={workdir}', '--noevaluate')
-  ended = scripts.run(*predict, f'--predict={tmp_path}/*.png')
+  ended = run(*predict, f'--predict={tmp_path}/*.png')
   assert (ended.status, ended.err) == (0, '')
   lines = ended.out.splitlines()
   assert [line.split()[0] for line in lines] == [
@@ -138,19 +127,19 @@ def test_predict(pruned, tmp_path):
   classes = re.findall(r'(\d) \d+\.\d%', lines[0])
   assert len(classes) == 5
   assert set(classes) < set('0123456789')
-  ended = scripts.run(*predict, f'--predict={tmp_path}/c.png')
-  scripts.assert_refused(ended, 'c.png: there is no such file')
+  ended = run(*predict, f'--predict={tmp_path}/c.png')
+  assert_refused(ended, 'c.png: there is no such file')
   both = f'--predict={tmp_path}/{{a,b}}.png,{tmp_path}/a.png'
-  lines_again = scripts.run(*predict, both, '--step=3').out.splitlines()
+  lines_again = run(*predict, both, '--step=3').out.splitlines()
   assert lines_again == [*lines, lines[0]]
-  ended = scripts.run(*predict, f'--predict={tmp_path}/a.png', '--step=1')
-  scripts.assert_refused(ended, r'no checkpoint at step 1 .*\[3\]')
+  ended = run(*predict, f'--predict={tmp_path}/a.png', '--step=1')
+  assert_refused(ended, r'no checkpoint at step 1 .*\[3\]')
   # One that cannot be read keeps nobody from the answers to the others.
   whole = (tmp_path / 'b.png').read_bytes()
   (tmp_path / 'b.png').write_bytes(whole[: len(whole) // 2])
   predict += (f'--predict={tmp_path}/*.png',)
   for name in ('out.csv', 'out.json'):
-    ended = scripts.run(*predict, f'--predictions={tmp_path}/{name}')
+    ended = run(*predict, f'--predictions={tmp_path}/{name}')
     assert ended.status == 2
     assert re.search(r'1 of the files cannot be read \(.*b\.png', ended.err)
     good, bad = ended.out.splitlines()
@@ -169,16 +158,17 @@ def test_predict(pruned, tmp_path):
     best,
     share,
   )
-  ended = scripts.run(*predict, '--predictions=out.txt')
-  scripts.assert_refused(ended, 'expected a .csv or .json file')
+  ended = run(*predict, '--predictions=out.txt')
+  assert_refused(ended, 'expected a .csv or .json file')
 
 
+@pytest.mark.slow
 def test_export(dense, pruned, tmp_path):
   workdir, _ = dense
   Image.new('RGB', (9, 12), 'grey').save(tmp_path / 'a.png')
   export = ('eval.py', f'--workdir={workdir}', '--noevaluate')
   out = tmp_path / 'out'
-  ended = scripts.run(
+  ended = run(
     *(*export, '--step=3', f'--predict={tmp_path}/a.png', f'--export={out}'),
     '--export_format=huggingface',
   )
@@ -189,53 +179,28 @@ def test_export(dense, pruned, tmp_path):
   (classes,) = mod_jax.load(out).predict([tmp_path / 'a.png'])
   shown = ', '.join(f'{name} {p:.1%}' for name, p in classes.items())
   assert predicted == [f'{tmp_path}/a.png  {shown}']
-  ended = scripts.run(*export, f'--export={out}', '--export_format=onnx')
-  scripts.assert_refused(ended, 'export_format=onnx: .*safetensors')
+  ended = run(*export, f'--export={out}', '--export_format=onnx')
+  assert_refused(ended, 'export_format=onnx: .*safetensors')
   # Of what the format cannot say, the dense model is left if that is asked for.
   export = ('eval.py', f'--workdir={pruned[0]}', '--noevaluate')
   export += (f'--export={tmp_path}/pruned', '--export_format=timm')
-  ended = scripts.run(*export)
-  scripts.assert_refused(
+  ended = run(*export)
+  assert_refused(
     ended, 'timm cannot run the dropping of patches. .*--export_dense'
   )
   assert not (tmp_path / 'pruned').exists()
-  assert scripts.run(*export, '--export_dense').status == 0
+  assert run(*export, '--export_dense').status == 0
   assert (tmp_path / 'pruned' / 'model.safetensors').is_file()
 
 
+@pytest.mark.slow
 def test_studies_are_listed(pruned):
   workdir, _ = pruned
-  ended = scripts.run('eval.py', f'--workdir={workdir}', '--study=list')
+  ended = run('eval.py', f'--workdir={workdir}', '--study=list')
   assert (ended.status, ended.err) == (0, '')
   assert ended.out == '--study=throughput\n'
-  ended = scripts.run('eval.py', f'--workdir={workdir}', '--study')
-  scripts.assert_refused(ended, '--study is given without a value: .*--help')
-
-
-def test_flops():
-  ended = scripts.run('train.py', f'{DIGITS}:amod', '--flops')
-  assert ended.status == 0
-  assert re.search(r'^block_1 \(routed\)', ended.out, re.MULTILINE)
-  assert re.search(r'^ratio to dense +0\.\d+', ended.out, re.MULTILINE)
-
-
-@pytest.fixture(scope='module')
-def files(tmp_path_factory):
-  """Pictures of two classes, and a config file that mixes modalities."""
-  root = tmp_path_factory.mktemp('files')
-  for label in 'ab':
-    (root / 'two' / label).mkdir(parents=True)
-    for i in range(3):
-      picture = Image.fromarray(np.full((8, 8, 3), 9, np.uint8))
-      picture.save(root / 'two' / label / f'{i}.png')
-  (root / 'text.py').write_text(
-    'from mod_jax import config\n'
-    'from mod_jax.models.vit import ViTConfig\n'
-    'from mod_jax.tasks.experiment import ExperimentConfig\n'
-    'def get_config():\n'
-    '  return ExperimentConfig(model=ViTConfig())\n'
-  )
-  return root
+  ended = run('eval.py', f'--workdir={workdir}', '--study')
+  assert_refused(ended, '--study is given without a value: .*--help')
 
 
 @pytest.mark.parametrize(
@@ -248,34 +213,30 @@ def files(tmp_path_factory):
     ),
     (
       'tiny',
-      ['data.source=folder', 'data.path=FILES/two'],
+      ['data.source=folder', 'data.path=two'],
       r'model\.num_classes=10, but the data have 2: set model\.num_classes=2',
     ),
-    ('TEXT', [], 'data=TextDataConfig and model=ViTConfig: .*ImageDataConfig'),
     ('dynamic', [], 'learns beside a teacher.*: give its workdir'),
-    (
-      'amod_tiny',
-      ['model.num_layers=2', 'init=/no/run'],
-      'init=/no/run: no such file',
-    ),
     (
       'dynamic_tiny',
       ['objective.logit_distillation=1', 'objective.teacher=/no/teacher'],
       'init=/no/teacher: no such file',
     ),
   ],
-  ids=['tfds', 'classes', 'modality', 'teacher', 'init', 'teacher_path'],
+  ids=['tfds', 'classes', 'teacher', 'teacher_path'],
 )
-def test_bad_input(config, args, pattern, files, tmp_path):
+def test_bad_input(config, args, pattern, tmp_path, monkeypatch):
   """Models and data refuse more for themselves, in their own tests."""
-  file = f'--config={files}/text.py' if config == 'TEXT' else ''
-  ended = scripts.run(
+  monkeypatch.chdir(tmp_path)
+  for name in ('two/a/0.png', 'two/b/0.png'):
+    (tmp_path / name).parent.mkdir(parents=True)
+    Image.fromarray(np.full((8, 8, 3), 9, np.uint8)).save(name)
+  ended = run(
     'train.py',
-    file or f'{DIGITS}:{config}',
-    f'--workdir={tmp_path}/run',
-    *(f'--config.{arg.replace("FILES", str(files))}' for arg in args),
+    f'{DIGITS}:{config}',
+    '--workdir=run',
+    *(f'--config.{arg}' for arg in args),
   )
-  scripts.assert_refused(ended, pattern)
-  assert ended.status == 2
-  assert ended.out == ''
+  assert_refused(ended, pattern)
+  assert (ended.status, ended.out) == (2, '')
   assert not (tmp_path / 'run').exists()

@@ -17,50 +17,24 @@ have been complete. In turns, rounds save by time and by steps. No process may
 end in a traceback.
 """
 
-import argparse
 import collections
 import dataclasses
 import json
-import os
-import pathlib
 import random
 import re
 import signal
-import subprocess
-import sys
-import tempfile
-import threading
 import time
 
-from absl import logging
+import harness
+from harness import COMMON, LANGUAGE, Failure, Kind, Process
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
-CAUGHT = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # Half of what is sent leaves no time to save.
-SIGNALS = (*CAUGHT, *(signal.SIGKILL,) * len(CAUGHT))
+SIGNALS = (*harness.CAUGHT, *(signal.SIGKILL,) * len(harness.CAUGHT))
 SECONDS = 1.2  # Between saves, in the rounds that save by time.
 WRITING = 5.0  # Seconds that a save of so little may take on a busy machine.
 STEPS = 7  # Between saves, in the others.
-_OPENING = re.compile(r' (?:starts|continues at step (\d+)): [\d,]+ param')
 _STOPPED = re.compile(r'stopped at step (\d+) of')
 
-COMMON = {
-  'evaluation.every': 20,
-  'evaluation.batches': 1,
-  'evaluation.final_batches': 1,
-  'log.every': 2,
-  'log.tensorboard': False,
-}
-LANGUAGE = COMMON | {
-  'model.vocab_size': 300,
-  'data.tokenizer_vocab_size': 300,
-  'model.num_layers': 2,
-  'model.width': 32,
-  'model.num_heads': 2,
-  'data.length': 64,
-  'optimizer.warmup_steps': 10,
-  'evaluation.sample_tokens': 8,
-}
 VISION = COMMON | {
   'model.num_layers': 2,
   'model.width': 32,
@@ -73,25 +47,6 @@ ADAPTIVE = COMMON | {
   'objective.end_to_end.num_steps': 60,
   'objective.end_to_end.warmup_steps': 10,
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Kind:
-  """A command, but for its workdir.
-
-  Attributes:
-    config: the file, with its variant.
-    changes: overrides of its fields.
-    more: other flags.
-    runs: directories of its runs below the workdir, in their order.
-    each: whether each of them shall get so many signals, or all together.
-  """
-
-  config: str
-  changes: dict
-  more: tuple[str, ...] = ()
-  runs: tuple[str, ...] = ('.',)
-  each: bool = False
 
 
 def kinds(dense) -> dict[str, Kind]:
@@ -120,74 +75,6 @@ def kinds(dense) -> dict[str, Kind]:
   }
 
 
-class Failure(Exception):
-  """What was promised does not hold."""
-
-
-class Process:
-  """A training script that runs, and what it has said so far."""
-
-  def __init__(self, kind: Kind, workdir, saves):
-    changes = kind.changes | saves
-    self.command = [
-      *(sys.executable, f'{ROOT}/train.py'),
-      f'--config={ROOT}/{kind.config}',
-      f'--workdir={workdir}',
-      *kind.more,
-      *(f'--config.{name}={value}' for name, value in changes.items()),
-    ]
-    self.err = ''
-    self.directories = set()  # Of the runs that were begun or continued.
-    self.opened = threading.Event()  # It trains, or is about to.
-    self.began = time.monotonic()
-    self._process = subprocess.Popen(
-      self.command,
-      stdout=subprocess.PIPE,
-      stderr=subprocess.STDOUT,
-      text=True,
-    )
-    self._reader = threading.Thread(target=self._read, daemon=True)
-    self._reader.start()
-
-  def _read(self):
-    for line in self._process.stdout:
-      self.err += line
-      if _OPENING.search(line):
-        self.directories.add(line.rpartition(' in ')[2].strip())
-        self._open()
-    self._open()  # Or it never will.
-
-  def _open(self):
-    if not self.opened.is_set():
-      self.opened_at = time.monotonic()
-      self.opened.set()
-
-  def running(self):
-    return self._process.poll() is None
-
-  def signal(self, number):
-    self._process.send_signal(number)
-
-  def kill(self):
-    self._process.kill()
-
-  def wait(self, timeout=300) -> int:
-    try:
-      status = self._process.wait(timeout)
-      self._reader.join(timeout)
-    finally:
-      self.kill()
-    return status
-
-
-def environment(cache):
-  """Programs are the same in all processes: compiled once."""
-  os.environ.setdefault('JAX_PLATFORMS', 'cpu')
-  os.environ.setdefault('MPLBACKEND', 'agg')
-  os.environ['JAX_COMPILATION_CACHE_DIR'] = str(cache)
-  os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0'
-
-
 def last_step(run) -> int:
   """Returns the newest step in the metrics of a run."""
   path = run / 'metrics.jsonl'
@@ -201,59 +88,6 @@ def saved_steps(run) -> list[int]:
   folder = run / 'checkpoints'
   names = [p.name for p in folder.iterdir()] if folder.exists() else []
   return sorted(int(name) for name in names if name.isdigit())
-
-
-def without_events(metrics: bytes) -> bytes:
-  """Leaves out the lines that tell when a run was started, and how often."""
-  lines = metrics.splitlines(keepends=True)
-  return b''.join(x for x in lines if json.loads(x)['kind'] != 'event')
-
-
-def contents(workdir, kind: Kind) -> dict[str, bytes]:
-  """Returns what a finished command leaves, by name: files, and arrays."""
-  import jax
-  import numpy as np
-
-  from mod_jax import trees
-  from mod_jax.runs import checkpoints
-
-  found = {}
-  for path in sorted(workdir.rglob('*')):
-    name = str(path.relative_to(workdir))
-    if path.is_file() and 'checkpoints' not in path.parts:
-      text = path.read_bytes()
-      if path.name == 'metrics.jsonl':
-        text = without_events(text)
-      if path.name == 'config.json':  # The rounds differ in when they save.
-        text = json.dumps(json.loads(text) | {'checkpoint': None}).encode()
-      # What names the directory names another one.
-      found[name] = text.replace(str(workdir).encode(), b'WORKDIR')
-  for run in kind.runs:
-    folder = workdir / run / 'checkpoints'
-    step = checkpoints.steps(folder)[-1]
-    found[f'{run}: last step'] = str(step).encode()
-    data = folder / str(step) / 'data'
-    for path in sorted(data.rglob('*')):
-      # When it was written, is all that the file of this name says.
-      if path.is_file() and path.name != 'commit_success.txt':
-        found[f'{run}: {path.relative_to(data.parent)}'] = path.read_bytes()
-    names = ('params', 'opt_state', 'model_state', 'ema', 'rng')
-    restored = checkpoints.restore_named(folder, names)
-    for name, array in trees.flatten(restored.state).items():
-      array = np.asarray(jax.device_get(array))
-      found[f'{run}: {name}'] = array.tobytes()
-  return found
-
-
-def compare(expected, found):
-  """Raises Failure for the first thing that is not as it should be."""
-  for name in sorted(expected.keys() | found.keys()):
-    if name not in found:
-      raise Failure(f'{name} is missing')
-    if name not in expected:
-      raise Failure(f'{name} is there, and should not be')
-    if expected[name] != found[name]:
-      raise Failure(f'{name} differs')
 
 
 class Rounds:
@@ -289,11 +123,12 @@ class Rounds:
     self.rounds += 1
     while not self._attempt(workdir, saves, by_time):
       pass
-    compare(self.expected, contents(workdir, self.kind))
+    found = harness.contents(workdir, self.kind.runs)
+    harness.compare(self.expected, found)
 
   def _attempt(self, workdir, saves, by_time) -> bool:
     """Starts a process and signals it; returns whether it had ended before."""
-    process = Process(self.kind, workdir, saves)
+    process = Process(self.kind.command(workdir, saves))
     if self.enough():
       self._check_end(process, process.wait(), None)
       return True
@@ -332,7 +167,7 @@ class Rounds:
     self.hit[run] += 1
     self.before += not process.opened.is_set() or early
     self._check_loss(process, workdir / run, seen, killed_at, by_time)
-    return status == 0 and 'stopped' not in process.err
+    return status == 0 and 'stopped' not in process.said
 
   def _watch(self, process, workdir, pause):
     """Waits; returns when each step of each run was first seen."""
@@ -361,19 +196,19 @@ class Rounds:
       allowed = {0, -number, 130 if number == signal.SIGINT else 0}
     interrupted = number == signal.SIGINT and not process.opened.is_set()
     if status not in allowed or (
-      'Traceback' in process.err
+      'Traceback' in process.said
       # Python's own, while it imports.
-      and not (number == signal.SIGINT and 'starts:' not in process.err)
+      and not (number == signal.SIGINT and 'starts:' not in process.said)
       and not interrupted
     ):
-      raise Failure(f'status {status} after {number}:\n{process.err}')
+      raise Failure(f'status {status} after {number}:\n{process.said}')
 
   def _check_loss(self, process, run, seen, killed_at, by_time):
     """Compares what was reached with what is saved."""
     if not run.exists():
       return
     done, saved = last_step(run), [0, *saved_steps(run)][-1]
-    stopped = _STOPPED.findall(process.err)
+    stopped = _STOPPED.findall(process.said)
     if stopped:
       self.saved += 1
       if int(stopped[-1]) != saved:
@@ -404,36 +239,18 @@ class Rounds:
     )
 
 
-def undisturbed(kind: Kind, workdir, saves=None):
-  """Runs a command to its end; returns the seconds to its first step, and on.
-
-  Raises:
-    Failure: it did not end well.
-  """
-  process = Process(kind, workdir, saves or {'checkpoint.every_minutes': 0})
-  process.opened.wait(600)
-  startup = time.monotonic() - process.began
-  status = process.wait(600)
-  if status:
-    raise Failure(f'undisturbed, status {status}:\n{process.err}')
-  return startup, time.monotonic() - process.began - startup
-
-
-def chaos(name: str, kills: int, seed: int, folder) -> Rounds:
+def chaos(folder, kind: str, kills: int, seed: int) -> Rounds:
   """Does what the module says, for one kind."""
-  folder = pathlib.Path(folder)
-  environment(folder / 'compiled')
-  dense = folder / 'dense'
-  table = kinds(dense)
-  if name == 'conversion':
+  table = kinds(folder / 'dense')
+  if kind == 'conversion':
     vision = table['vision']
     short = dataclasses.replace(
       vision, changes=vision.changes | {'train.num_steps': 20}
     )
-    undisturbed(short, dense)
-  kind = table[name]
-  startup, training = undisturbed(kind, folder / 'whole')
-  expected = contents(folder / 'whole', kind)
+    harness.undisturbed(short, folder / 'dense')
+  name, kind = kind, table[kind]
+  startup, training = harness.undisturbed(kind, folder / 'whole')
+  expected = harness.contents(folder / 'whole', kind.runs)
   print(
     f'{name}: {startup:.1f} s to the first step, {training:.1f} s from there'
   )
@@ -445,25 +262,9 @@ def chaos(name: str, kills: int, seed: int, folder) -> Rounds:
   return rounds
 
 
-def main():
-  parser = argparse.ArgumentParser()
-  parser.add_argument('--kind', choices=kinds(''), default='language')
-  parser.add_argument('--kills', type=int, default=30, help='At least.')
-  parser.add_argument('--seed', type=int, default=0)
-  args = parser.parse_args()
-  sys.path[:0] = [str(ROOT), str(ROOT / 'kernels')]
-  logging.set_verbosity(logging.WARNING)
-  for number in CAUGHT:
-    # Where they are ignored, as Ctrl-C is in a shell's background job, they
-    # would be in the processes too.
-    signal.signal(number, signal.SIG_DFL)
-  with tempfile.TemporaryDirectory() as folder:
-    try:
-      rounds = chaos(args.kind, args.kills, args.seed, folder)
-    except Failure as failure:
-      sys.exit(f'{args.kind}, seed {args.seed}: {failure}')
-  print(f'{args.kind}, seed {args.seed}: {rounds.report()}.')
+def work(folder, **options) -> str:
+  return chaos(folder, **options).report()
 
 
 if __name__ == '__main__':
-  main()
+  harness.main(__doc__, work, kind='language', kills=30)

@@ -11,7 +11,6 @@ there is room again, the same command is given once more, and it must leave,
 byte by byte, what an undisturbed run leaves.
 """
 
-import argparse
 import collections
 import contextlib
 import pathlib
@@ -19,20 +18,17 @@ import random
 import shutil
 import signal
 import subprocess
-import sys
-import tempfile
 import time
 
-from absl import logging
-import chaos
+import harness
 
 ROOM = 64 * 2**20  # Bytes of a disk with room.
 PAGE = 4096  # What such a disk is handed out by.
 ENDS = 90  # Seconds in which a run ends by itself, on a busy machine.
 STOPS = 60  # Seconds in which it ends after SIGTERM.
-KIND = chaos.Kind(
+KIND = harness.Kind(
   'configs/lm/mod.py',
-  chaos.LANGUAGE
+  harness.LANGUAGE
   | {
     'train.num_steps': 60,
     'log.every': 1,
@@ -40,7 +36,7 @@ KIND = chaos.Kind(
     'checkpoint.every_minutes': 0,
   },
 )
-SAVES = {'checkpoint.every': chaos.STEPS}
+SAVES = {'checkpoint.every': 7}
 
 
 @contextlib.contextmanager
@@ -68,10 +64,10 @@ def fill(folder: pathlib.Path, left: int):
 
 
 def contents(workdir) -> dict[str, bytes]:
-  """As of `chaos`, without curves that may lack what came to a full disk."""
+  """As of `harness`, without curves that may lack what came to a full disk."""
   return {
     name: data
-    for name, data in chaos.contents(workdir, KIND).items()
+    for name, data in harness.contents(workdir, KIND.runs).items()
     if not name.startswith('tensorboard')
   }
 
@@ -91,7 +87,7 @@ def attempt(folder, draw, seconds: float, size: int) -> str:
     events.append((draw.uniform(0, seconds), 'fill'))
   if draw.random() < 1 / 3:
     events.append((draw.uniform(0, seconds), 'stop'))
-  process = chaos.Process(KIND, folder / 'run', SAVES)
+  process = harness.Process(KIND.command(folder / 'run', SAVES))
   asked = False
   try:
     for moment, event in [*sorted(events), (ENDS, 'end')]:
@@ -108,35 +104,34 @@ def attempt(folder, draw, seconds: float, size: int) -> str:
         while process.running() and time.monotonic() < until:
           time.sleep(0.02)
       if event == 'end':
-        raise chaos.Failure(f'does not end:\n{process.err}')
+        raise harness.Failure(f'does not end:\n{process.said}')
     status = process.wait()
   finally:
     process.kill()
-  refused = process.err.count('error: ')
+  refused = process.said.count('error: ')
   # Before it listens, a process dies of the signal as any does.
   early = status == -signal.SIGTERM and not process.directories
-  if 'Traceback' in process.err or not (
+  if 'Traceback' in process.said or not (
     (status == 0 and not refused) or (status == 2 and refused == 1) or early
   ):
-    raise chaos.Failure(f'status {status}:\n{process.err}')
+    raise harness.Failure(f'status {status}:\n{process.said}')
   if refused:
     return 'ended by itself, with a sentence'
   return 'stopped when asked' if asked else 'came to its end'
 
 
-def run(numbers: range, seed: int, folder) -> tuple[str, int]:
-  """Does what the module says; returns a line of it, and how many failed."""
-  chaos.environment(folder / 'compiled')
-  chaos.undisturbed(KIND, folder / 'warm', SAVES)  # It also compiles.
+def work(folder, runs: int, first: int, seed: int) -> str:
+  """Does what the module says, for so many runs from the first on."""
+  harness.undisturbed(KIND, folder / 'warm', SAVES)  # It also compiles.
   began = time.monotonic()
-  chaos.undisturbed(KIND, folder / 'whole', SAVES)
+  harness.undisturbed(KIND, folder / 'whole', SAVES)
   seconds = time.monotonic() - began
   expected = contents(folder / 'whole')
   files = [p for p in (folder / 'whole').rglob('*') if p.is_file()]
   needed = sum(-(-p.stat().st_size // PAGE) * PAGE for p in files)
   print(f'undisturbed: {seconds:.0f} s, {needed:,} bytes', flush=True)
   ends, failures = collections.Counter(), 0
-  for i in numbers:
+  for i in range(first, first + runs):
     draw = random.Random(f'{seed} {i}')
     size = ROOM if i % 2 else int(draw.uniform(0.01, 1.1) * needed)
     place = folder / f'disk_{i}'
@@ -147,32 +142,18 @@ def run(numbers: range, seed: int, folder) -> tuple[str, int]:
         (place / 'filler').unlink(missing_ok=True)
         room = ['mount', '-o', f'remount,size={ROOM}', place]
         subprocess.run(room, check=True)
-        chaos.undisturbed(KIND, place / 'run', SAVES)
-        chaos.compare(expected, contents(place / 'run'))
-    except chaos.Failure as failure:
+        harness.undisturbed(KIND, place / 'run', SAVES)
+        harness.compare(expected, contents(place / 'run'))
+    except harness.Failure as failure:
       failures += 1
       end = f'FAILED: {failure}'
     ends[end.partition(':')[0]] += 1
     print(f'{what}: {end}', flush=True)
   told = ', '.join(f'{n} {end}' for end, n in sorted(ends.items()))
-  return f'{len(numbers)} disks: {told}', failures
-
-
-def main():
-  parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
-  parser.add_argument('--runs', type=int, default=100)
-  parser.add_argument('--first', type=int, default=0, help='To repeat one.')
-  parser.add_argument('--seed', type=int, default=0)
-  args = parser.parse_args()
-  sys.path[:0] = [str(chaos.ROOT), str(chaos.ROOT / 'kernels')]
-  logging.set_verbosity(logging.WARNING)
-  signal.signal(signal.SIGTERM, signal.SIG_DFL)
-  with tempfile.TemporaryDirectory() as folder:
-    numbers = range(args.first, args.first + args.runs)
-    line, failures = run(numbers, args.seed, pathlib.Path(folder))
-  print(f'seed {args.seed}: {line}')
-  sys.exit(failures > 0)
+  if failures:
+    raise harness.Failure(f'{runs} disks: {told}')
+  return f'{runs} disks: {told}'
 
 
 if __name__ == '__main__':
-  main()
+  harness.main(__doc__, work, runs=100, first=0)

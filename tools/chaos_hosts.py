@@ -11,32 +11,24 @@ of so many hosts wrote, byte by byte; or each time with 1, 2 or 4 hosts, and
 must end with the same losses, but for rounding.
 """
 
-import argparse
 import collections
-import os
-import pathlib
 import random
 import signal
 import socket
-import subprocess
-import sys
-import tempfile
 import time
 
-import chaos
+import harness
 import numpy as np
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
 COUNTS = (1, 2, 4)
 TIMEOUT = 10  # Seconds without a sign of life until a host counts as dead.
 START_TIMEOUT = 90
 TOLERANCE = 2e-5  # Relative; of losses on other numbers of hosts.
-CHANGES = chaos.LANGUAGE | {
+CHANGES = harness.LANGUAGE | {
   'train.num_steps': 60,
   'train.batch_size': 8,
   'evaluation.batch_size': 8,
   'evaluation.sample_tokens': 0,
-  'checkpoint.every': 7,
   # Sums that leave little to rounding, over so many steps.
   'optimizer.learning_rate': 1e-3,
 }
@@ -49,55 +41,37 @@ class Hosts:
     with socket.socket() as sock:
       sock.bind(('127.0.0.1', 0))
       port = sock.getsockname()[1]
-    several = [
+    several = (
       '--distributed',
       f'--host_timeout={TIMEOUT}',
       # A host may be killed before it has met the others.
       f'--start_timeout={START_TIMEOUT}',
+    )
+    more = several if count > 1 else ()
+    kind = harness.Kind('configs/lm/mod.py', CHANGES, more)
+    self.processes = [
+      harness.Process(
+        kind.command(workdir, {'checkpoint.every': 7}),
+        JAX_COORDINATOR_ADDRESS=f'127.0.0.1:{port}',
+        JAX_NUM_PROCESSES=str(count),
+        JAX_PROCESS_ID=str(i),
+      )
+      for i in range(count)
     ]
-    command = [
-      *(sys.executable, f'{ROOT}/train.py'),
-      f'--config={ROOT}/configs/lm/mod.py',
-      f'--workdir={workdir}',
-      *(several if count > 1 else ()),
-      *(f'--config.{name}={value}' for name, value in CHANGES.items()),
-    ]
-    self.logs = [
-      workdir.parent / f'{workdir.name}.{i}.log' for i in range(count)
-    ]
-    self.processes = []
-    for i, log in enumerate(self.logs):
-      with log.open('w') as out:
-        self.processes.append(
-          subprocess.Popen(
-            command,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            env={
-              **os.environ,
-              'JAX_COORDINATOR_ADDRESS': f'127.0.0.1:{port}',
-              'JAX_NUM_PROCESSES': str(count),
-              'JAX_PROCESS_ID': str(i),
-            },
-          )
-        )
 
   def running(self) -> bool:
-    return any(process.poll() is None for process in self.processes)
+    return any(process.running() for process in self.processes)
 
-  def wait(self, timeout=600) -> list[int]:
+  def wait(self) -> list[int]:
     """Returns the statuses; kills what does not end."""
-    until = time.monotonic() + timeout
     try:
-      return [p.wait(max(1, until - time.monotonic())) for p in self.processes]
-    except subprocess.TimeoutExpired as error:
-      raise chaos.Failure(f'a host does not end:\n{self.told()}') from error
+      return [process.wait(600) for process in self.processes]
     finally:
       for process in self.processes:
         process.kill()
 
-  def told(self) -> str:
-    return '\n'.join(log.read_text() for log in self.logs)
+  def said(self) -> str:
+    return '\n'.join(process.said for process in self.processes)
 
 
 def losses(workdir) -> np.ndarray:
@@ -107,7 +81,7 @@ def losses(workdir) -> np.ndarray:
   records = metrics.read(workdir)
   found = [r['loss'] for r in records if r['kind'] == 'train']
   if len(found) != CHANGES['train.num_steps']:
-    raise chaos.Failure(f'{workdir} has {len(found)} training losses')
+    raise harness.Failure(f'{workdir} has {len(found)} training losses')
   # A host that is killed between the last evaluation and its report leaves that
   # to others, who measure the same but for rounding: the last line counts.
   held_out = {
@@ -130,14 +104,13 @@ def disturb(hosts: Hosts, draw, seconds: float) -> str:
     ]
   )
   for process in targets:
-    if process.poll() is None:
-      process.send_signal(number)
+    if process.running():
+      process.signal(number)
   return name
 
 
-def run(kills: int, seed: int, folder) -> str:
+def work(folder, kills: int, seed: int) -> str:
   """Does what the module says; returns what happened, in a line."""
-  chaos.environment(folder / 'compiled')
   draw = random.Random(seed)
   whole, seconds = {}, {}
   for count in COUNTS:
@@ -145,7 +118,7 @@ def run(kills: int, seed: int, folder) -> str:
     hosts = Hosts(workdir, count)
     began = time.monotonic()
     if any(hosts.wait()):
-      raise chaos.Failure(f'undisturbed, {count} hosts:\n{hosts.told()}')
+      raise harness.Failure(f'undisturbed, {count} hosts:\n{hosts.said()}')
     seconds[count] = time.monotonic() - began
     whole[count] = losses(workdir)
     np.testing.assert_allclose(whole[count], whole[1], rtol=TOLERANCE)
@@ -165,24 +138,21 @@ def run(kills: int, seed: int, folder) -> str:
       if sent.total() < kills:
         name = disturb(hosts, draw, 0.9 * seconds[count])
       statuses = hosts.wait()
-      if 'Traceback' in hosts.told():
-        raise chaos.Failure(f'{name}:\n{hosts.told()}')
+      if 'Traceback' in hosts.said():
+        raise harness.Failure(f'{name}:\n{hosts.said()}')
       sent[name] += bool(name)
       sizes[count] += bool(name)
       if not any(statuses) and (workdir / 'eval.json').exists():
         break
       if not name:
-        raise chaos.Failure(f'statuses {statuses}:\n{hosts.told()}')
+        raise harness.Failure(f'statuses {statuses}:\n{hosts.said()}')
     if fixed:
-      for file in ('metrics.jsonl', 'eval.json'):
-        mine, other = (
-          chaos.without_events((path / file).read_bytes())
-          if file == 'metrics.jsonl'
-          else (path / file).read_bytes()
-          for path in (workdir, folder / f'whole_{fixed}')
-        )
-        if mine != other:
-          raise chaos.Failure(f'{file} differs, {fixed} hosts')
+      mine, other = (
+        (harness.metrics(path), (path / 'eval.json').read_bytes())
+        for path in (workdir, folder / f'whole_{fixed}')
+      )
+      if mine != other:
+        raise harness.Failure(f'{workdir} differs, {fixed} hosts')
     np.testing.assert_allclose(losses(workdir), whole[1], rtol=TOLERANCE)
     print(f'round {rounds}: hosts {counts}: as undisturbed', flush=True)
   told = ', '.join(f'{n} {name}' for name, n in sorted(sent.items()) if n)
@@ -190,18 +160,5 @@ def run(kills: int, seed: int, folder) -> str:
   return f'{told} ({on}), in {rounds} rounds, all of which ended alike'
 
 
-def main():
-  parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
-  parser.add_argument('--kills', type=int, default=20, help='At least.')
-  parser.add_argument('--seed', type=int, default=0)
-  args = parser.parse_args()
-  sys.path[:0] = [str(ROOT), str(ROOT / 'kernels')]
-  signal.signal(signal.SIGTERM, signal.SIG_DFL)
-  with tempfile.TemporaryDirectory() as folder:
-    print(
-      f'seed {args.seed}: {run(args.kills, args.seed, pathlib.Path(folder))}'
-    )
-
-
 if __name__ == '__main__':
-  main()
+  harness.main(__doc__, work, kills=20)

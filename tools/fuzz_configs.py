@@ -18,7 +18,6 @@ import contextlib
 import dataclasses
 import faulthandler
 import functools
-import importlib.util
 import io
 import math
 import os
@@ -35,19 +34,17 @@ import typing
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 
 # After the environment, which JAX reads once, as it is imported.
-from absl import flags  # noqa: E402
-from flax import linen as nn  # noqa: E402
-import jax  # noqa: E402
+# ruff: noqa: E402
+from absl import flags
+from flax import linen as nn
+import jax
 
-from mod_jax import cli  # noqa: E402
-from mod_jax import config as config_lib  # noqa: E402
-from mod_jax import optimizer as optimizer_lib  # noqa: E402
-from mod_jax.sweeps import grid  # noqa: E402
-from mod_jax.tasks import (
-  make_task,  # noqa: E402
-  phases,  # noqa: E402
-)
-from mod_jax.tasks.experiment import ExperimentConfig  # noqa: E402
+from mod_jax import cli
+from mod_jax import config as config_lib
+from mod_jax import optimizer as optimizer_lib
+from mod_jax.sweeps import grid
+from mod_jax.tasks import make_task, phases
+from mod_jax.tasks.experiment import ExperimentConfig
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # Seconds of computing that a case may take, and seconds by the clock where it
@@ -126,20 +123,12 @@ def _plausible(rng, hint):
   }[hint]()
 
 
-def _fields(instance):
-  """Yields the dotted path and the annotation of every field, at any depth."""
-  for path, _, hint in config_lib.walk(instance):
-    yield path, hint
-
-
 @functools.cache
 def _bases():
   """Returns (file, variant, experiment) of every config there is."""
   found = []
   for file in sorted((ROOT / 'configs').rglob('*.py')):
-    spec = importlib.util.spec_from_file_location('a_config', file)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = config_lib.load(file)
     for variant in module.VARIANTS:
       config = module.get_config(variant)
       found.append((file, variant, config))
@@ -150,7 +139,7 @@ def _draw(rng) -> tuple[str, ...]:
   """Returns a random command line."""
   file, variant, config = rng.choice(_bases())
   argv = ['fuzz', f'--config={file}:{variant}']
-  fields = list(_fields(config))
+  fields = [(path, hint) for path, _, hint in config_lib.walk(config)]
   for _ in range(rng.choice((1, 1, 1, 2, 2, 3, 5))):
     path, hint = rng.choice(fields)
     if rng.random() < 0.03:

@@ -23,42 +23,42 @@ import resource
 import shutil
 import sys
 import tempfile
+import threading
 import traceback
 from typing import Any
+import unittest.mock
 
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 
 # After the environment, which JAX reads once, as it is imported.
-from absl import logging  # noqa: E402
-from flax import linen as nn  # noqa: E402
-import jax  # noqa: E402
-import numpy as np  # noqa: E402
-from PIL import Image  # noqa: E402
-import sentencepiece  # noqa: E402
+# ruff: noqa: E402
+from absl import logging
+from flax import linen as nn
+import jax
+import numpy as np
+from PIL import Image
+import pyarrow as pa
+from pyarrow import parquet
+import sentencepiece
 
-import mod_jax  # noqa: E402
-from mod_jax import config as config_lib  # noqa: E402
-from mod_jax.convert import files  # noqa: E402
-from mod_jax.convert import lm as convert_lm  # noqa: E402
-from mod_jax.convert import vit as convert_vit  # noqa: E402
-from mod_jax.data import (
-  image_folder,  # noqa: E402
-  tokenizers,  # noqa: E402
-)
-from mod_jax.data.images import Preprocess  # noqa: E402
-from mod_jax.data.text import TextDataConfig  # noqa: E402
-from mod_jax.errors import UserError  # noqa: E402
-from mod_jax.layers.routing_config import (  # noqa: E402
-  MoDConfig,
-  VisionRoutingConfig,
-)
-from mod_jax.models.lm import LMConfig  # noqa: E402
-from mod_jax.models.vit import ViTConfig  # noqa: E402
-from mod_jax.pretrained import load as load_lib  # noqa: E402
-from mod_jax.runs import workdir as workdir_lib  # noqa: E402
-from mod_jax.serving import chat  # noqa: E402
-from mod_jax.tasks import make_task  # noqa: E402
-from mod_jax.tasks.experiment import ExperimentConfig  # noqa: E402
+import mod_jax
+from mod_jax import config as config_lib
+from mod_jax.convert import files
+from mod_jax.convert import lm as convert_lm
+from mod_jax.convert import vit as convert_vit
+from mod_jax.data import fingerprint, image_folder, prepared, tables, tokenizers
+from mod_jax.data import prepare as prepare_lib
+from mod_jax.data.images import Preprocess
+from mod_jax.data.text import TextDataConfig
+from mod_jax.errors import UserError
+from mod_jax.layers.routing_config import MoDConfig, VisionRoutingConfig
+from mod_jax.models.lm import LMConfig
+from mod_jax.models.vit import ViTConfig
+from mod_jax.pretrained import load as load_lib
+from mod_jax.runs import workdir as workdir_lib
+from mod_jax.serving import chat
+from mod_jax.tasks import make_task
+from mod_jax.tasks.experiment import ExperimentConfig
 
 GOLDEN = pathlib.Path(__file__).resolve().parents[1] / 'tests' / 'golden'
 LIMIT = 120.0  # Seconds by the clock, of a machine that may be busy.
@@ -242,6 +242,63 @@ def _read_picture(folder):
   return {'pixels': np.asarray(image)}
 
 
+def _make_table(name):
+  def make(folder):
+    draw = random.Random(0)
+    words = ['the', 'of', 'Ünïcode', 'mixture', 'depths', '\n']
+    texts = [
+      ' '.join(draw.choices(words, k=draw.randint(0, 30))) for _ in range(400)
+    ]
+    table = pa.table({'text': texts, 'label': list(range(400))})
+    if name.endswith('.parquet'):
+      checksums = name.startswith('checksums')
+      parquet.write_table(table, folder / name, write_page_checksum=checksums)
+      return
+    if name.startswith('large'):
+      large = table['text'].cast(pa.large_string())
+      table = table.set_column(0, 'text', large)
+    new = pa.ipc.new_file if name.startswith('file') else pa.ipc.new_stream
+    zstd = pa.ipc.IpcWriteOptions(compression='zstd')
+    options = zstd if name.startswith('zstd') else None
+    with new(folder / name, table.schema, options=options) as writer:
+      writer.write_table(table, max_chunksize=100)
+
+  return make
+
+
+def _read_table(folder):
+  (path,) = folder.iterdir()
+  return {'texts': np.array(list(tables.read_column(str(path), 'text')))}
+
+
+# Of a small corpus, a sample sees a small part too.
+_small_samples = unittest.mock.patch.object(fingerprint, '_BYTES', 2**10)
+
+
+@_small_samples
+def _make_corpus(folder):
+  for group in ('train', 'eval'):
+    (folder / group).mkdir()
+    for i in range(4):
+      (folder / group / f'{i}.txt').write_text(f'{group} {i} ' * 2000)
+  source = TextDataConfig(
+    source='files',
+    files=f'{folder}/train/*.txt',
+    eval_files=f'{folder}/eval/*.txt',
+  )
+  out = str(folder / 'corpus')
+  prepare_lib.prepare(source, out, shard_bytes=2**15)
+
+
+@_small_samples
+def _read_corpus(folder):
+  stream = prepared.open_stream(str(folder / 'corpus'), 'train')
+  for thread in threading.enumerate():
+    if isinstance(thread, prepared._WholeCheck):
+      thread.join()
+  return {'tokens': stream.read(0, len(stream))}
+
+
 KINDS = {
   'mod_jax.json': Kind(_make_ours, _read_ours, ('mod_jax.json',)),
   'mod_jax.json of a language model': Kind(
@@ -271,6 +328,17 @@ KINDS = {
   'tiff': Kind(_make_picture('TIFF'), _read_picture),
   'bmp': Kind(_make_picture('BMP'), _read_picture),
   'ppm': Kind(_make_picture('PPM'), _read_picture),
+  'Arrow stream': Kind(_make_table('stream.arrow'), _read_table),
+  'Arrow file': Kind(_make_table('file.arrow'), _read_table),
+  'Arrow of large texts': Kind(_make_table('large.arrow'), _read_table),
+  'Arrow, compressed': Kind(_make_table('zstd.arrow'), _read_table),
+  'Parquet': Kind(_make_table('plain.parquet'), _read_table),
+  'Parquet with checksums': Kind(
+    _make_table('checksums.parquet'), _read_table, hashed=True
+  ),
+  'a prepared corpus': Kind(
+    _make_corpus, _read_corpus, ('corpus/train-*.npy',), hashed=True
+  ),
 }
 
 

@@ -13,7 +13,6 @@ prints what it measured, and ends with 1 where something did not hold.
 It is a script, and not a test, since it takes minutes.
 """
 
-import argparse
 import asyncio
 import atexit
 import collections
@@ -21,19 +20,16 @@ import contextlib
 import http.client
 import json
 import multiprocessing
-import os
 import pathlib
 import random
 import re
 import signal
-import subprocess
 import sys
-import tempfile
 import time
 
+import harness
 import psutil
 
-os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 SLOTS, QUEUE = 4, 16
 STANDSTILL = 1.0  # Seconds that /health may take.
 GROWTH = 64.0  # MiB that all requests together may leave behind.
@@ -223,26 +219,18 @@ def _probe(port, pipe):
 class Server:
   """`mod-jax-serve`, and a process that watches it."""
 
-  def __init__(self, folder, log):
-    self._log = log
+  def __init__(self, folder):
     command = [sys.executable, '-m', 'mod_jax.scripts.serve', '--port=0']
     command += [f'--model={folder}', f'--slots={SLOTS}', f'--queue={QUEUE}']
-    with log.open('w') as out:
-      self.process = subprocess.Popen(
-        command,
-        stdout=out,
-        stderr=out,
-      )
+    self.process = harness.Process(command)
     # Whatever becomes of this script.
     atexit.register(self.process.kill)
     found = None
     while found is None:
-      if self.process.poll() is not None:
-        raise RuntimeError(
-          f'the server did not start: {log.read_text()[-900:]}'
-        )
+      if not self.process.running():
+        raise harness.Failure(f'it did not start: {self.process.said[-900:]}')
       time.sleep(0.1)
-      found = re.search(r'http://127.0.0.1:(\d+)', log.read_text())
+      found = re.search(r'http://127.0.0.1:(\d+)', self.process.said)
     self.port = int(found[1])
 
   @contextlib.contextmanager
@@ -271,13 +259,12 @@ class Server:
 
   def stop(self, checks, name):
     begun = time.monotonic()
-    self.process.send_signal(signal.SIGTERM)
-    with contextlib.suppress(subprocess.TimeoutExpired):
+    self.process.signal(signal.SIGTERM)
+    with contextlib.suppress(harness.Failure):
       self.process.wait(60)
     took = time.monotonic() - begun
-    self.process.kill()
     checks.expect(took < STOP, f'{name}: SIGTERM ended it in {took:.1f} s')
-    tracebacks = self._log.read_text().count('Traceback (most recent')
+    tracebacks = self.process.said.count('Traceback (most recent')
     checks.expect(not tracebacks, f'{name}: {tracebacks} tracebacks in the log')
 
 
@@ -468,9 +455,9 @@ def ends_in_time(server, checks, name, request):
   asyncio.run(hold())
 
 
-def endure(name, folder, text, log, checks, rng):
+def endure(name, folder, text, checks, rng):
   """Has a hostile folder do its worst, beside requests that only use tokens."""
-  server = Server(folder, log)
+  server = Server(folder)
   chat = json.dumps([{'role': 'user', 'content': text}])
   quoted = json.dumps(text)
   bad = [
@@ -504,24 +491,17 @@ def endure(name, folder, text, log, checks, rng):
   ends_in_time(server, checks, name, bad[0])
 
 
-def main():
-  parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
-  parser.add_argument('--seed', type=int, default=0)
-  parser.add_argument(
-    '--scale', type=float, default=1.0, help='times as many requests.'
-  )
-  args = parser.parse_args()
-  rng, checks = random.Random(args.seed), Checks()
-  with tempfile.TemporaryDirectory() as root:
-    root = pathlib.Path(root)
-    make_model(root / 'model')
-    log = root / 'log'
-    attack(Server(root / 'model', log), checks, rng, args.scale)
-    for name, folder, text in hostile_folders(root / 'model', root):
-      endure(name, folder, text, log, checks, rng)
-  print(f'{len(checks.faults)} faults')
-  sys.exit(bool(checks.faults))
+def work(root, scale: float, seed: int) -> str:
+  """Does what the module says, with `scale` times as many requests."""
+  rng, checks = random.Random(seed), Checks()
+  make_model(root / 'model')
+  attack(Server(root / 'model'), checks, rng, scale)
+  for name, folder, text in hostile_folders(root / 'model', root):
+    endure(name, folder, text, checks, rng)
+  if checks.faults:
+    raise harness.Failure(f'{len(checks.faults)} faults')
+  return 'no fault'
 
 
 if __name__ == '__main__':
-  main()
+  harness.main(__doc__, work, scale=1.0)

@@ -23,9 +23,8 @@ there is no `init`), the same command trains one first, in WORKDIR/phase_dense.
 Each run takes 20 epochs and at least 200 steps, unless
 `--config.train.num_steps`, or `--config.dense.num_steps` for the dense model
 that is trained first, says otherwise; the phases of `acm` have fixed numbers of
-steps, in `--config.objective`. For another size of pictures, set both
-`--config.data.image_size` and `--config.model.image_size` (for `dynamic`,
-`--config.model.backbone.image_size`).
+steps, in `--config.objective`. `--config.data.image_size` sets the size of
+pictures and of the model, whose positions are interpolated if it has weights.
 """
 
 import dataclasses

@@ -14,6 +14,8 @@ from PIL import Image
 from mod_jax import config as config_lib
 from mod_jax import paths
 
+# The `problem_type` of Hugging Face for independent labels.
+MULTI_LABEL = 'multi_label_classification'
 # Numbers of heads by the size in timm's names of architectures.
 _HEADS = {'tiny': 3, 'small': 6, 'base': 12, 'large': 16, 'huge': 16}
 
@@ -27,6 +29,7 @@ class Beside:
     norm_epsilon: of the layer norms.
     activation: of the MLPs, by its name in Hugging Face.
     classes: names of the classes, in the order of the logits.
+    multi_label: whether any number of classes may be true of a picture.
     image_size: height and width of the model's input in pixels.
     pictures: other fields of `Preprocess`, as far as the files have them.
     unfollowed: settings of image preprocessing that are not supported, as
@@ -37,6 +40,7 @@ class Beside:
   norm_epsilon: float | None = None
   activation: str | None = None
   classes: tuple[str, ...] | None = None
+  multi_label: bool = False
   image_size: int | None = None
   pictures: dict[str, Any] = dataclasses.field(default_factory=dict)
   unfollowed: tuple[str, ...] = ()
@@ -51,6 +55,7 @@ class _Fields:
   architecture: str | None = None
   layer_norm_eps: config_lib.Epsilon | None = None
   hidden_act: str | None = None
+  problem_type: str | None = None
   crop_pct: config_lib.Fraction | None = None
   crop_mode: str | None = None
 
@@ -81,6 +86,7 @@ def read(path: str | os.PathLike) -> Beside:
     norm_epsilon=config.layer_norm_eps,
     activation=config.hidden_act,
     classes=_classes(fields),
+    multi_label=config.problem_type == MULTI_LABEL,
     **(
       _processor(processor, fields.get('model_type'))
       if processor

@@ -625,6 +625,13 @@ def resampled(position_LD, dense: ViTConfig) -> jax.Array | np.ndarray:
   patches = max(length - dense.num_prefix, 0)
   if width != dense.width or math.isqrt(patches) ** 2 != patches or not patches:
     return position_LD
+  side = math.isqrt(patches)
+  if side != dense.grid:
+    logging.warning(
+      'The positions of %d x %d patches are interpolated to %d x %d, for'
+      ' image_size=%d.',
+      *(side, side, dense.grid, dense.grid, dense.image_size),
+    )
   return vit.resize_positions(
     jnp.asarray(position_LD), dense.num_prefix, dense.grid
   )

@@ -59,7 +59,8 @@ class AugmentConfig:
     cutmix: alpha of the Beta distribution of the part of an image's area that
       is kept; another image fills the rest (Yun et al., 2019); 0 is off.
     switch: probability that a batch gets cutmix and not mixup, if both are on.
-    label_smoothing: part of the target that is spread over all classes.
+    label_smoothing: part of the target that is spread over all classes; with
+      several labels, over a label's yes and no.
   """
 
   crop: Literal['none', 'pad', 'random_resized'] = 'none'
@@ -348,6 +349,11 @@ def soft_target(label: int, classes: int, smoothing: float = 0.0) -> np.ndarray:
   target = np.full(classes, smoothing / classes, np.float32)
   target[label] += 1 - smoothing
   return target
+
+
+def soft_labels(label_V: np.ndarray, smoothing: float = 0.0) -> np.ndarray:
+  """Returns smoothed targets of independent labels, float32 [V]."""
+  return np.float32(smoothing / 2) + np.float32(1 - smoothing) * label_V
 
 
 def mixup(batch: dict[str, np.ndarray], weight: float) -> dict[str, np.ndarray]:

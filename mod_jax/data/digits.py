@@ -19,6 +19,7 @@ class DigitImages:
 
   Attributes:
     class_names: '0' to '9'.
+    labels: int32 [N].
   """
 
   class_names = CLASSES
@@ -32,20 +33,23 @@ class DigitImages:
     images, labels, held_out = _read()
     chosen = held_out if split == 'eval' else ~held_out
     self._images = images[chosen]
-    self._labels = labels[chosen]
+    self.labels = labels[chosen]
 
   def __len__(self) -> int:
     """Returns the number of images."""
-    return len(self._labels)
+    return len(self.labels)
 
   def fingerprint(self) -> dict[str, Any]:
     """Returns a fingerprint of the images."""
-    return {'content': fingerprints.of_value([self._images, self._labels])}
+    return {'content': fingerprints.of_value([self._images, self.labels])}
+
+  def name(self, index: int) -> str:
+    return f'digit {index}'
 
   def entry(self, index: int) -> tuple[None, Callable[[], Image.Image], int]:
     """Returns no key, a function for the image, white on black, and a label."""
     image = Image.fromarray(self._images[index])
-    return None, lambda: image.convert('RGB'), int(self._labels[index])
+    return None, lambda: image.convert('RGB'), int(self.labels[index])
 
 
 @functools.cache

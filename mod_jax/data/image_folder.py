@@ -29,7 +29,7 @@ from mod_jax import errors, paths
 from mod_jax.data import fingerprint as fingerprints
 
 _EVAL_FOLDERS = ('eval', 'val', 'validation', 'test')
-_SPLIT_FOLDERS = ('train', *_EVAL_FOLDERS)
+SPLITS = ('train', *_EVAL_FOLDERS)
 _EXTENSIONS = frozenset(
   f'.{name}'
   for name in (
@@ -56,17 +56,27 @@ class FolderImages:
   root: str  # What the names are relative to.
   class_names: tuple[str, ...]
   names: list[str]  # '/' between the parts.
-  labels: np.ndarray  # int32 [files], indices of `class_names`.
+  # Indices of `class_names`, int32 [files]; of a table bool [files, classes].
+  labels: np.ndarray
 
   def __len__(self) -> int:
     return len(self.names)
 
   def fingerprint(self) -> dict[str, Any]:
-    return fingerprints.of_files(
+    files = fingerprints.of_files(
       [(name, os.path.join(self.root, name)) for name in self.names]
     )
+    if self.labels.ndim == 1:  # The names of the files hold the labels.
+      return files
+    return files | {
+      'labels': fingerprints.of_value([*self.class_names, self.labels])
+    }
 
-  def entry(self, index: int) -> tuple[Any, Callable[[], Image.Image], int]:
+  def name(self, index: int) -> str:
+    """Returns how a picture is called."""
+    return self.names[index]
+
+  def entry(self, index: int) -> tuple[Any, Callable[[], Image.Image], Any]:
     """Returns the file's key, a function that decodes it, and its label."""
     path, key = os.path.join(self.root, self.names[index]), None
     # A missing file has no key, and is refused when it is decoded.
@@ -74,7 +84,7 @@ class FolderImages:
       status = os.stat(path)
       key = (os.fsencode(path), status.st_size, status.st_mtime_ns)
     decoding = functools.partial(decode, path, f'image {path!r}')
-    return key, decoding, int(self.labels[index])
+    return key, decoding, self.labels[index]
 
 
 def decode(source: str | bytes, what: str) -> Image.Image:
@@ -143,13 +153,13 @@ def open_split(
     )
   if eval_root is not None:
     return FolderImages(root, classes, names, labels)
-  held_out = _held_out(names, labels, eval_fraction)
-  if split == 'eval' and not held_out.any():
+  is_held_out = held_out(names, labels, eval_fraction)
+  if split == 'eval' and not is_held_out.any():
     raise errors.UserError(
       f'path={path!r} has one picture per class, so that none can be held out: '
       'add some, or a folder eval/'
     )
-  chosen = np.flatnonzero(held_out if split == 'eval' else ~held_out)
+  chosen = np.flatnonzero(is_held_out if split == 'eval' else ~is_held_out)
   return FolderImages(root, classes, [names[i] for i in chosen], labels[chosen])
 
 
@@ -167,7 +177,7 @@ def _layout(path: str) -> tuple[str, str | None, tuple[str, ...]]:
     candidates = [os.path.join(root, name) for name in _EVAL_FOLDERS]
     root, eval_root = train, next(filter(os.path.isdir, candidates), None)
   classes = _subfolders(root)
-  if classes and root != train and set(classes) <= set(_SPLIT_FOLDERS):
+  if classes and root != train and set(classes) <= set(SPLITS):
     raise errors.UserError(
       f'path={path!r} has {_some(classes)} but no train/ with a folder per '
       'class: add it, or give the folder of the classes itself'
@@ -212,6 +222,16 @@ def _list_images(
     files = sorted(_walk(root, name, seen))
     names += files
     labels += [label] * len(files)
+  good, labels = readable(root, names, unreadable), np.array(labels, np.int32)
+  return [names[i] for i in good], labels[good]
+
+
+def readable(root: str, names: list[str], unreadable: str) -> np.ndarray:
+  """Returns the indices of files that begin as pictures do.
+
+  Raises:
+    errors.UserError: some do not, and `unreadable` is 'refuse'.
+  """
   chunks = itertools.batched(names, _CHECK_CHUNK)
   with futures.ThreadPoolExecutor(_CHECK_THREADS) as pool:
     faults = pool.map(
@@ -219,9 +239,8 @@ def _list_images(
     )
     faults = [*itertools.chain.from_iterable(faults)]
   bad = [f'{n} ({f})' for n, f in zip(names, faults, strict=True) if f]
-  labels = np.array(labels, np.int32)
   if not bad:
-    return names, labels
+    return np.arange(len(names))
   report = (
     f'{len(bad)} of the {len(names)} files under {root!r} cannot be read as'
     f' pictures: {_some(bad, str)}'
@@ -231,8 +250,7 @@ def _list_images(
       f"{report}; repair or remove them, or set unreadable='skip'"
     )
   logging.warning('%s; left out', report)
-  good = [i for i, fault in enumerate(faults) if not fault]
-  return [names[i] for i in good], labels[good]
+  return np.flatnonzero([not fault for fault in faults])
 
 
 def _walk(root: str, name: str, seen: set[pathlib.Path]):
@@ -275,7 +293,7 @@ def _reason(error: Exception) -> str:
   return ' '.join(text.split())[:100]
 
 
-def _held_out(names: list[str], labels: np.ndarray, fraction: float):
+def held_out(names: list[str], labels: np.ndarray, fraction: float):
   """Returns a mask of the files to hold out, the same fraction of each class.
 
   Adding or removing files affects the split of their own class only.
@@ -283,12 +301,12 @@ def _held_out(names: list[str], labels: np.ndarray, fraction: float):
   encoded = (name.encode('utf-8', 'surrogateescape') for name in names)
   hashes = (hashlib.blake2b(e, digest_size=8).digest() for e in encoded)
   draws = np.array([int.from_bytes(digest, 'big') for digest in hashes])
-  held_out = np.zeros(len(names), bool)
+  chosen = np.zeros(len(names), bool)
   for label in np.unique(labels):
     indices = np.flatnonzero(labels == label)
     count = min(max(1, round(fraction * len(indices))), len(indices) - 1)
-    held_out[indices[np.argsort(draws[indices])[:count]]] = True
-  return held_out
+    chosen[indices[np.argsort(draws[indices])[:count]]] = True
+  return chosen
 
 
 def _upright(image: Image.Image) -> Image.Image:

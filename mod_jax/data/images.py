@@ -5,7 +5,8 @@ is a dict of arrays (S is `config.image_size`, V the number of classes):
 
   image   float32 [B, S, S, 3]  `(value / 255 - mean) / std`
   target  float32 [B, V]        training: soft labels, each row sums to 1
-  label   int32 [B]             evaluation
+  label   int32 [B]             evaluation; with a table of labels, where any
+                                number may be true, 0 or 1 as int32 [B, V]
   weight  float32 [B]           evaluation: 0 for rows that only fill a batch
 
 Decoding and augmentation run inside Grain, in threads or worker processes.
@@ -17,6 +18,7 @@ import dataclasses
 import functools
 import os
 import signal
+import sys
 from typing import Annotated, Any, Literal
 
 from absl import flags, logging
@@ -32,6 +34,7 @@ from mod_jax.data import (
   digits,
   image_cache,
   image_folder,
+  label_table,
   tfds_images,
 )
 
@@ -47,6 +50,8 @@ _Mean = Annotated[float, config_lib.Range(ge=-1e3, le=1e3)]
 _Std = Annotated[float, config_lib.Range(ge=1e-6, le=1e3)]
 # Below, a huge image would be made of which almost all is cropped away.
 _Crop = Annotated[float, config_lib.Range(ge=0.1, le=10)]
+# Names of classes and the weights of their losses; the others weigh 1.
+_ClassWeights = tuple[tuple[str, config_lib.Weight], ...]
 Resample = Literal[
   'nearest', 'lanczos', 'bilinear', 'bicubic', 'box', 'hamming'
 ]
@@ -130,6 +135,10 @@ class ImageDataConfig:
     path: the directory, for 'folder': train/ and eval/ (or val, validation,
       test) with a folder per class in each, or the folders of the classes
       directly.
+    label_table: CSV file, by its path from the folder or from /, with any
+      number of labels for each picture (`data.label_table`), for 'folder'; the
+      model then says of each label by itself whether it is true. '' takes the
+      folders as classes, of which one is true.
     eval_fraction: part of each class that is held out, chosen by a hash of the
       file names, if the folder has no evaluation split; at least one image.
     name: data set name, or the directory of a prepared one, for 'tfds'.
@@ -144,6 +153,14 @@ class ImageDataConfig:
       square; 'none' does not resize.
     resample: the filter for resizing; None is 'bilinear' for digits and
       'bicubic' for other sources.
+    class_weights: factors on the losses of classes: a table, as in
+      (('cat', 2), ('dog', 0.5)), where classes that are not named weigh 1; or
+      'balanced', inversely proportional to the number of training pictures and
+      1 for a mean class. Of labels in a table, factors on the losses where they
+      are true; 'balanced' then lets true and false weigh the same.
+    sampling: 'balanced' draws every class equally often in training, so that
+      pictures of rare ones repeat; an epoch still is as many draws as there are
+      pictures. 'uniform' draws each picture once per epoch.
     unreadable: 'refuse' stops at files that cannot be read; 'skip' leaves them
       out with a warning. A file that fails only when it is decoded is replaced
       by the next example in training, and gets weight 0 in evaluation.
@@ -163,6 +180,7 @@ class ImageDataConfig:
 
   source: Literal['digits', 'folder', 'tfds'] = 'digits'
   path: str = ''
+  label_table: str = ''
   eval_fraction: config_lib.Proper = 0.1
   name: str = ''
   data_dir: str | None = None
@@ -172,6 +190,8 @@ class ImageDataConfig:
   crop_fraction: _Crop | None = None
   resize: augment_lib.Resize = 'shorter_side'
   resample: Resample | None = None
+  class_weights: Literal['balanced'] | _ClassWeights | None = None
+  sampling: Literal['uniform', 'balanced'] = 'uniform'
   unreadable: Literal['refuse', 'skip'] = 'refuse'
   mean: tuple[_Mean, _Mean, _Mean] = (0.5, 0.5, 0.5)
   std: tuple[_Std, _Std, _Std] = (0.5, 0.5, 0.5)
@@ -195,8 +215,16 @@ class ImageDataConfig:
         'folder': ['path'],
         'tfds': ['name', 'train_split', 'eval_split'],
       },
-      own={'path': ['folder'], 'name': ['tfds'], 'data_dir': ['tfds']},
+      own={
+        **{'path': ['folder'], 'label_table': ['folder']},
+        **{'name': ['tfds'], 'data_dir': ['tfds']},
+      },
     )
+
+  @property
+  def multi_label(self) -> bool:
+    """Whether any number of labels may be true of a picture."""
+    return bool(self.label_table)
 
   @property
   def preprocess(self) -> Preprocess:
@@ -221,6 +249,8 @@ def class_names(config: ImageDataConfig) -> tuple[str, ...]:
   """Returns the names of the classes in the order of labels."""
   if config.source == 'digits':
     return digits.CLASSES
+  if config.multi_label:
+    return label_table.class_names(config.path, config.label_table)
   if config.source == 'folder':
     return image_folder.class_names(config.path)
   return tfds_images.class_names(config.name, data_dir=config.data_dir or None)
@@ -231,6 +261,40 @@ def num_examples(
 ) -> int:
   """Returns the number of training images or of held-out images."""
   return len(_open(config, split))
+
+
+def picture_names(
+  config: ImageDataConfig, split: Literal['train', 'eval']
+) -> list[str]:
+  """Returns how the pictures are called: files by their path in the folder."""
+  source = _open(config, split)
+  return [source.name(i) for i in range(len(source))]
+
+
+def class_weights(config: ImageDataConfig) -> np.ndarray | None:
+  """Returns the factors on the losses of classes, float32 [V]; None for none.
+
+  Raises:
+    errors.UserError: the table names a class that the data do not have.
+  """
+  names = class_names(config)
+  if config.class_weights is None:
+    return None
+  if config.class_weights == 'balanced':
+    labels = _open(config, 'train').labels
+    if config.multi_label:
+      true_V = labels.mean(axis=0)
+      return np.float32((1 - true_V) / true_V)
+    count_V = np.bincount(labels, minlength=len(names))
+    return np.float32(len(labels) / (len(names) * np.maximum(count_V, 1)))
+  table = dict(config.class_weights)
+  for name in table:
+    if name not in names:
+      raise errors.UserError(
+        f'class_weights: there is no class {name!r} among'
+        f' {", ".join(map(repr, names))}.{config_lib.nearest(name, names)}'
+      )
+  return np.float32([table.get(name, 1.0) for name in names])
 
 
 def fingerprint(config: ImageDataConfig) -> dict[str, Any]:
@@ -253,10 +317,11 @@ def train_iterator(
   """Returns an endless iterator over this shard's training batches.
 
   Images are reshuffled in every epoch, and the shards together see each image
-  once per epoch. The batches depend only on the data, the config except
-  `workers` and the cache, the seed and the position. A global batch is the same
-  for any number of shards, mixup and cutmix included: it is split evenly, and
-  the first shard gets the first rows.
+  once per epoch, unless classes are to be drawn equally often. The batches
+  depend only on the data, the config except `workers` and the cache, the seed
+  and the position. A global batch is the same for any number of shards, mixup
+  and cutmix included: it is split evenly, and the first shard gets the first
+  rows.
 
   `get_state()` is a small JSON-ready dict that is the same on all shards; after
   `set_state()` the iterator continues with the next batch, also with another
@@ -280,7 +345,11 @@ def train_iterator(
   # unequal size would drift apart, and a global batch would mix epochs. Augment
   # before the cut, so that the random numbers depend on an image's position in
   # the global sequence.
-  dataset = grain.MapDataset.source(pictures).seed(seed).shuffle().repeat()
+  dataset = grain.MapDataset.source(pictures).seed(seed)
+  if config.sampling == 'balanced':
+    dataset = _Balanced(dataset, _members(pictures.source.labels), seed)
+  else:
+    dataset = dataset.shuffle().repeat()
   dataset = dataset.random_map(
     functools.partial(_train_row, config, len(pictures.source.class_names))
   )
@@ -345,18 +414,21 @@ _PADDING = -1  # The index of rows that only fill a batch.
 def _open(config: ImageDataConfig, split: Literal['train', 'eval']):
   """Returns the source of a split.
 
-  It has `class_names`, a length, `fingerprint()`, and `entry(index)`: the key
-  of a picture in a cache or None, a function that decodes it, and its label.
+  It has `class_names`, a length, `labels` of all pictures, `fingerprint()`,
+  `name(index)`, and `entry(index)`: the key of a picture in a cache or None, a
+  function that decodes it, and its label.
   """
   if config.source == 'digits':
     return digits.DigitImages(split)
   if config.source == 'folder':
-    return image_folder.open_split(
-      config.path,
-      split,
-      eval_fraction=config.eval_fraction,
-      unreadable=config.unreadable,
-    )
+    reading = {
+      'eval_fraction': config.eval_fraction,
+      'unreadable': config.unreadable,
+    }
+    if config.multi_label:
+      table = config.label_table
+      return label_table.open_split(config.path, table, split, **reading)
+    return image_folder.open_split(config.path, split, **reading)
   return tfds_images.TfdsImages(
     config.name,
     config.train_split if split == 'train' else config.eval_split,
@@ -391,7 +463,7 @@ class _Pictures:
   def __len__(self) -> int:
     return len(self.source)
 
-  def load(self, index: int) -> tuple[Image.Image, int] | None:
+  def load(self, index: int) -> tuple[Image.Image, Any] | None:
     """Returns a picture and its label, or None if it is left out."""
     try:
       key, decode, label = self.source.entry(index)
@@ -403,7 +475,7 @@ class _Pictures:
         ) from e
       _warn(str(e))
 
-  def __getitem__(self, index: int) -> tuple[Image.Image, int]:
+  def __getitem__(self, index: int) -> tuple[Image.Image, Any]:
     """Returns a picture to train on, or the next that is not left out."""
     for step in range(len(self)):
       loaded = self.load((int(index) + step) % len(self))
@@ -423,7 +495,7 @@ def _warn(fault: str):
 def _train_row(
   config: ImageDataConfig,
   classes: int,
-  element: tuple[Image.Image, int],
+  element: tuple[Image.Image, Any],
   rng: np.random.Generator,
 ) -> dict[str, np.ndarray]:
   image, label = element
@@ -436,9 +508,11 @@ def _train_row(
     std=config.std,
     resample=config.preprocess.resample,
   )
-  target = augment_lib.soft_target(
-    label, classes, config.augment.label_smoothing
-  )
+  smoothing = config.augment.label_smoothing
+  if config.multi_label:
+    target = augment_lib.soft_labels(label, smoothing)
+  else:
+    target = augment_lib.soft_target(label, classes, smoothing)
   return {'image': array, 'target': target}
 
 
@@ -448,14 +522,58 @@ def _eval_row(
   loaded = None if index == _PADDING else pictures.load(int(index))
   array = np.zeros((config.image_size, config.image_size, 3), np.float32)
   label = 0
+  if config.multi_label:
+    label = np.zeros(len(pictures.source.class_names))
   if loaded is not None:
     image, label = loaded
     array = augment_lib.normalize(image, config.mean, config.std)
   return {
     'image': array,
-    'label': np.int32(label),
+    'label': np.asarray(label, np.int32),
     'weight': np.float32(loaded is not None),
   }
+
+
+def _members(labels: np.ndarray) -> list[np.ndarray]:
+  """Returns the pictures of each class that has any, or of no label."""
+  if labels.ndim == 1:
+    labels = labels[:, None] == np.unique(labels)
+  else:
+    labels = np.column_stack([labels, ~labels.any(axis=1)])
+  members = (np.flatnonzero(column) for column in labels.T)
+  return [pictures for pictures in members if pictures.size]
+
+
+class _Balanced(grain.MapDataset):
+  """Draws from its parent every class equally often, without end.
+
+  Of V classes, each comes once in V draws, in an order that is drawn anew; of a
+  class, each picture comes once before any comes again. An element depends on
+  the seed and on its index alone.
+  """
+
+  def __init__(
+    self, parent: grain.MapDataset, members: list[np.ndarray], seed: int
+  ):
+    super().__init__(parent)
+    # Seeds of their own, since those of epochs count up from the seed.
+    sequence = np.random.SeedSequence((seed, 1))
+    first, *seeds = sequence.generate_state(1 + len(members)).tolist()
+    order = grain.MapDataset.range(len(members))
+    self._order = order.seed(first).shuffle().repeat()
+    self._members = [
+      grain.MapDataset.source(pictures).seed(own).shuffle().repeat()
+      for pictures, own in zip(members, seeds, strict=True)
+    ]
+
+  def __len__(self) -> int:
+    return sys.maxsize
+
+  def __getitem__(self, index):
+    if isinstance(index, slice):
+      return self.slice(index)
+    pictures = self._members[self._order[index]]
+    return self._parent[int(pictures[index // len(self._members)])]
 
 
 class _Rows(grain.MapDataset):

@@ -59,6 +59,15 @@ class TfdsImages:
   def fingerprint(self) -> dict[str, Any]:
     return {**self._version, **fingerprints.of_records(self._records)}
 
+  @functools.cached_property
+  def labels(self) -> np.ndarray:
+    """The labels, int32 [N]; reads all records."""
+    labels = [self._label(i, x) for i, x in enumerate(self._records)]
+    return np.array(labels, np.int32)
+
+  def name(self, index: int) -> str:
+    return f'record {index}'
+
   def entry(self, index: int) -> tuple[Any, Callable[[], Image.Image], int]:
     """Returns the image's key, a function that decodes it, and its label.
 
@@ -66,16 +75,20 @@ class TfdsImages:
       errors.UserError: the label is out of range; unlabelled splits have -1.
     """
     record = self._records[index]
+    label = self._label(index, record)
+    # Of the content, since a record has no time of modification.
+    key = fingerprints.of_value(record[_IMAGE])
+    what = f'record {index} {self._what}'
+    return key, functools.partial(_to_image, record[_IMAGE], what), label
+
+  def _label(self, index: int, record) -> int:
     label = int(record[_LABEL])
     if not 0 <= label < len(self.class_names):
       raise errors.UserError(
         f'record {index} {self._what} has the label {label}, outside of '
         f'0..{len(self.class_names) - 1}: choose a split with labels'
       )
-    # Of the content, since a record has no time of modification.
-    key = fingerprints.of_value(record[_IMAGE])
-    what = f'record {index} {self._what}'
-    return key, functools.partial(_to_image, record[_IMAGE], what), label
+    return label
 
 
 def class_names(name: str, *, data_dir: str | None = None) -> tuple[str, ...]:

@@ -216,6 +216,12 @@ class HuggingFaceTokenizer(Tokenizer):
     data = _read(file)
     try:
       tok = tokenizers.Tokenizer.from_buffer(data)
+      vocab = tok.get_vocab(with_added_tokens=True)
+      largest = max(vocab.values(), default=-1)
+      # First of all: the time of `to_str` grows with the largest id, too.
+      if not 0 <= largest < _MAX_VOCAB:
+        why = f'it has the id {largest}; expected less than {_MAX_VOCAB}'
+        raise ValueError(why if vocab else 'its vocabulary is empty')
       # Files saved for fine-tuning may truncate texts, for example at 512.
       tok.no_truncation()
       tok.no_padding()
@@ -228,12 +234,6 @@ class HuggingFaceTokenizer(Tokenizer):
     # Text that spells a special token must not be encoded as one.
     tok.encode_special_tokens = True
     self._tok = tok
-    vocab = tok.get_vocab(with_added_tokens=True)
-    largest = max(vocab.values(), default=-1)
-    if not 0 <= largest < _MAX_VOCAB:
-      why = f'it has the id {largest}; expected less than {_MAX_VOCAB}'
-      why = why if vocab else 'its vocabulary is empty'
-      raise _not_a_model(file, 'Hugging Face tokenizer.json', why)
     added = tok.get_added_tokens_decoder()
     surface_of = _surface_function(spec.get('decoder'))
     surfaces = [b''] * (largest + 1)

@@ -174,6 +174,8 @@ class Attention(nn.Module):
 
     def project(name, x, info):
       slot = config.projections[name]
+      if name in ('query', 'key') and info.place_BLD is not None:
+        x = x + info.place_BLD
       y, slot_aux = slot.run(
         x, info, name=name, dtype=self.dtype, mode=self.mode
       )

@@ -1,7 +1,8 @@
-"""A pre-norm transformer block that returns its residual update."""
+"""A transformer block, pre-norm or post-norm, that returns its update."""
 
 import collections
 import dataclasses
+import functools
 from typing import Literal
 
 from flax import linen as nn
@@ -16,7 +17,6 @@ from mod_jax.layers.attention import (
   AttentionConfig,
   BlockOutput,
   Score,
-  add_aux,
 )
 from mod_jax.layers.cache import KVCache
 from mod_jax.layers.mode import Mode
@@ -32,6 +32,10 @@ class BlockConfig:
   cross_attention: AttentionConfig | None = None
   mlp: Slot  # The feed-forward.
   norm: Literal['rms', 'layer'] = 'rms'
+  # Where the norms are: `pre`, on the input of attention and feed-forward; or
+  # `post`, on the sum of input and result (Vaswani et al. 2017). Then the
+  # block's update is its output minus its input.
+  norm_place: Literal['pre', 'post'] = 'pre'
   norm_epsilon: config_lib.Epsilon = 1e-6
   residual_scale: config_lib.Factor = 1.0  # Factor on both updates.
   dtype: str = 'float32'  # Compute dtype; parameters are always float32.
@@ -111,46 +115,56 @@ class Block(nn.Module):
   ) -> BlockOutput:
     """Returns update, cache and aux; arguments are those of `Attention`."""
     config = self.config
-    aux = {}
 
-    def norm(name):
-      return dense.NORMS[config.norm](config.norm_epsilon, config.dtype, name)
-
-    def attend(name, x_BLD, score, *args, **kwargs):
-      attention = Attention(
+    def attention(name, score=None):
+      return Attention(
         *(getattr(config, name), score, self.mode),
         dtype=config.dtype,
         name=name,
       )
-      output = attention(norm(f'{name}_norm')(x_BLD), info, *args, **kwargs)
-      for kind, value in output.aux.items():
-        if isinstance(value, dict):  # By the names of slots.
-          by_slot = {f'{name}/{slot}': x for slot, x in value.items()}
-          aux.setdefault(kind, {}).update(by_slot)
-        else:
-          aux[kind] = value
-      return self._residual(output.update_BLD), output.cache
 
-    attended_BLD, cache = attend('attention', x_BLD, self.score, cache, rows_B)
+    def feed_forward(x_BLD, info):
+      update_BLD, aux = config.mlp.run(
+        x_BLD, info, name='mlp', dtype=config.dtype, mode=self.mode
+      )
+      return BlockOutput(update_BLD, aux={k: {'': x} for k, x in aux.items()})
+
+    parts = {
+      'attention': functools.partial(
+        attention('attention', self.score), cache=cache, rows_B=rows_B
+      )
+    }
     if config.cross_attention is not None:
       require(
         info.source is not None,
         'TokenInfo(source=…), which the cross-attention of a block reads',
         source=info.source,
       )
-      cross_BLD, _ = attend(
-        'cross_attention', x_BLD + attended_BLD, None, source=info.source
+      parts['cross_attention'] = functools.partial(
+        attention('cross_attention'), source=info.source
       )
-      attended_BLD = attended_BLD + cross_BLD
-    mlp_BLD, mlp_aux = config.mlp.run(
-      norm('mlp_norm')(x_BLD + attended_BLD),
-      info,
-      name='mlp',
-      dtype=config.dtype,
-      mode=self.mode,
-    )
-    add_aux(aux, 'mlp', mlp_aux)
-    update_BLD = attended_BLD + self._residual(mlp_BLD)
+    parts['mlp'] = feed_forward
+    pre_norm = config.norm_place == 'pre'
+    y_BLD, updates, cache, aux = x_BLD, [], None, {}
+    for name, run in parts.items():
+      norm = dense.NORMS[config.norm](
+        config.norm_epsilon, config.dtype, f'{name}_norm'
+      )
+      output = run(norm(y_BLD) if pre_norm else y_BLD, info)
+      updates.append(self._residual(output.update_BLD))
+      y_BLD = y_BLD + updates[-1]
+      if not pre_norm:
+        y_BLD = norm(y_BLD)
+      cache = output.cache if cache is None else cache
+      for kind, value in output.aux.items():
+        if isinstance(value, dict):  # By the names of slots.
+          by_slot = {
+            f'{name}/{slot}'.rstrip('/'): x for slot, x in value.items()
+          }
+          aux.setdefault(kind, {}).update(by_slot)
+        else:
+          aux[kind] = value
+    update_BLD = sum(updates[1:], updates[0]) if pre_norm else y_BLD - x_BLD
     return BlockOutput(update_BLD, cache, aux)
 
   def _residual(self, update_BLD):

@@ -14,17 +14,19 @@ class Source:
   Attributes:
     x_BSD: features of S tokens, as wide as those of the tokens that read them.
     valid_BS: False for padding; None if every token is real.
+    place_BSD: as `TokenInfo.place_BLD`; it is added to what keys are made of.
   """
 
   x_BSD: jax.Array
   valid_BS: jax.Array | None = None
+  place_BSD: jax.Array | None = None
 
   @property
   def info(self) -> 'TokenInfo':
     """Facts about these tokens, with consecutive positions."""
     position_S = jnp.arange(self.x_BSD.shape[1], dtype=jnp.int32)
     position_BS = jnp.broadcast_to(position_S, self.x_BSD.shape[:2])
-    return TokenInfo(position_BS, self.valid_BS)
+    return TokenInfo(position_BS, self.valid_BS, place_BLD=self.place_BSD)
 
 
 @flax.struct.dataclass
@@ -42,6 +44,9 @@ class TokenInfo:
       with; None if all of its tokens are present, in order.
     count_B: int32 number of tokens by which each row gets slots of experts;
       None for its number of valid tokens.
+    place_BLD: position embedding that each attention adds to what its queries
+      and keys are made of, but not its values (Carion et al. 2020); None if
+      positions are in the features, or rotate them.
     source: what cross-attention reads, the same for all tokens of a sequence;
       None without cross-attention.
   """
@@ -52,6 +57,7 @@ class TokenInfo:
   keep_BL: jax.Array | None = None
   index_BL: jax.Array | None = None
   count_B: jax.Array | None = None
+  place_BLD: jax.Array | None = None
   source: Source | None = None
 
   def gather(

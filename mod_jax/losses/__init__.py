@@ -10,6 +10,7 @@ from mod_jax.losses.routing import choice_agreement, choice_bce, path_balance
 from mod_jax.losses.vision import (
   classification_loss,
   logit_distillation,
+  multi_label_loss,
   ratio_loss,
   token_distillation,
   top_k_accuracy,
@@ -23,6 +24,7 @@ __all__ = (
   'experts',
   'head_loss',
   'logit_distillation',
+  'multi_label_loss',
   'next_token_loss',
   'path_balance',
   'ratio_loss',

@@ -1,21 +1,39 @@
 """Losses and metrics as sums that are divided once, at the end."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 
 Pair = tuple[jax.Array, jax.Array]  # (total, weight); their quotient is a mean.
-MetricSums = dict[str, Pair]  # Keyed by the metric's name.
+
+
+@flax.struct.dataclass
+class Rows:
+  """What is kept of every row, for metrics that are no sum, such as ranks.
+
+  Attributes:
+    batches: of each batch a tree of arrays [B, …].
+  """
+
+  batches: tuple[Any, ...]
+
+
+MetricSums = dict[str, Pair | Rows]  # Keyed by the metric's name.
 
 
 def add(a: Mapping[str, Pair], b: Mapping[str, Pair]) -> MetricSums:
   """Returns the sums of both; names that only one has are kept."""
   sums = dict(a)
-  for name, (total, weight) in b.items():
-    if name in sums:
-      total, weight = sums[name][0] + total, sums[name][1] + weight
-    sums[name] = (total, weight)
+  for name, value in b.items():
+    if name not in sums:
+      sums[name] = value
+    elif isinstance(value, Rows):
+      sums[name] = Rows(sums[name].batches + value.batches)
+    else:
+      sums[name] = tuple(x + y for x, y in zip(sums[name], value, strict=True))
   return sums
 
 

@@ -8,17 +8,46 @@ from mod_jax.losses.sums import Pair, weighted_sum
 
 
 def classification_loss(
-  logits_BV: jax.Array, target_BV: jax.Array, weight_B: jax.Array | None = None
+  logits_BV: jax.Array,
+  target_BV: jax.Array,
+  weight_B: jax.Array | None = None,
+  class_weight_V: jax.Array | None = None,
 ) -> Pair:
   """Returns the summed cross-entropy in nats, and the number of images.
 
   `target_BV` are probabilities of the classes: one-hot, smoothed or mixed.
-  `weight_B` is 0 for images that only pad a batch.
+  `weight_B` is 0 for images that only pad a batch. With `class_weight_V`, an
+  image counts as much as its class, so that the quotient is a weighted mean, as
+  PyTorch's `CrossEntropyLoss` has it.
   """
-  nats_B = optax.softmax_cross_entropy(
-    logits_BV.astype(jnp.float32), target_BV.astype(jnp.float32)
-  )
-  return weighted_sum(nats_B, weight_B)
+  target_BV = target_BV.astype(jnp.float32)
+  if class_weight_V is not None:
+    target_BV = target_BV * class_weight_V
+  nats_B = optax.softmax_cross_entropy(logits_BV.astype(jnp.float32), target_BV)
+  total, count = weighted_sum(nats_B, weight_B)
+  if class_weight_V is not None:
+    count, _ = weighted_sum(target_BV.sum(axis=-1), weight_B)
+  return total, count
+
+
+def multi_label_loss(
+  logits_BV: jax.Array,
+  target_BV: jax.Array,
+  weight_B: jax.Array | None = None,
+  class_weight_V: jax.Array | None = None,
+) -> Pair:
+  """Returns the summed binary cross-entropy in nats, and the number of images.
+
+  An image's is the mean over its labels, each true with a probability of
+  `target_BV`. `class_weight_V` are factors on the terms of true labels, as the
+  `pos_weight` of PyTorch's `BCEWithLogitsLoss`.
+  """
+  logits_BV = logits_BV.astype(jnp.float32)
+  true_BV = target_BV * jax.nn.log_sigmoid(logits_BV)
+  if class_weight_V is not None:
+    true_BV *= class_weight_V
+  false_BV = (1 - target_BV) * jax.nn.log_sigmoid(-logits_BV)
+  return weighted_sum(-jnp.mean(true_BV + false_BV, axis=-1), weight_B)
 
 
 def top_k_accuracy(

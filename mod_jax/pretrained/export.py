@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from mod_jax import config as config_lib
 from mod_jax import trees
-from mod_jax.convert import files
+from mod_jax.convert import beside, files
 from mod_jax.convert import lm as convert_lm
 from mod_jax.convert import vit as convert_vit
 from mod_jax.data import tokenizers
@@ -219,6 +219,7 @@ def _huggingface(run, folder):
       'patch_size': dense.patch_size,
       'num_channels': 3,
       'qkv_bias': dense.qkv_bias,
+      **({'problem_type': beside.MULTI_LABEL} if run.multi_label else {}),
       'id2label': {str(i): name for i, name in enumerate(names)},
       'label2id': {name: i for i, name in enumerate(names)},
     },

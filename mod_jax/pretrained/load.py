@@ -22,6 +22,7 @@ from mod_jax.models import protocol
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.pretrained.source import Source
+from mod_jax.runs import best
 from mod_jax.sampling import generation
 from mod_jax.sampling.speculation import Draft
 from mod_jax.serving import chat as chat_lib
@@ -59,6 +60,8 @@ class Run:
     preprocess: turns pictures into a vision model's input, as in evaluation;
       None for a language model.
     classes: names of a vision model's classes; None if unknown.
+    multi_label: whether any number of them may be true of a picture, so that
+      each has a probability of its own.
     task: the task of a mod_jax run or of a language model; None otherwise.
     origin: Hugging Face directory that a language model was loaded from, or
       None; it need not exist any more.
@@ -72,6 +75,7 @@ class Run:
   experiment: ExperimentConfig | None = None
   preprocess: images_lib.Preprocess | None = None
   classes: tuple[str, ...] | None = None
+  multi_label: bool = False
   task: Any = None
   origin: str | None = None
   foreign: bool = False
@@ -304,7 +308,8 @@ class Run:
     names = [f'{x} ({v})' if x in shared else x for v, x in enumerate(names)]
     rngs = {'routing': jax.random.key(0)}
     logits_BV = self.apply(images_BHWC, rngs=rngs).logits_BV
-    probability_BV = jax.nn.softmax(logits_BV.astype(jnp.float32))
+    probabilities = jax.nn.sigmoid if self.multi_label else jax.nn.softmax
+    probability_BV = probabilities(logits_BV.astype(jnp.float32))
     predictions = []
     for probability_V in np.asarray(probability_BV):
       best = np.argsort(-probability_V, kind='stable')[:top]
@@ -315,6 +320,7 @@ class Run:
 def load(
   path: str | os.PathLike,
   *,
+  step: best.Step = None,
   dtype: str | None = None,
   trust: Sequence[str] = (),
   **known,
@@ -325,10 +331,12 @@ def load(
   modules that are already imported; all others are refused.
 
   Args:
-    path: directory of a mod_jax run, of which the newest checkpoint is read; a
-      folder that `export` wrote; a Hugging Face folder with a language model of
-      `convert.lm.FAMILIES`; or a pretrained vision transformer, either a folder
-      from Hugging Face or timm or a file that `convert.vit.load` reads.
+    path: directory of a mod_jax run; a folder that `export` wrote; a Hugging
+      Face folder with a language model of `convert.lm.FAMILIES`; or a
+      pretrained vision transformer, either a folder from Hugging Face or timm
+      or a file that `convert.vit.load` reads.
+    step: of a run's checkpoint, or 'best' for the one that `checkpoint.best`
+      has kept; None for the newest.
     dtype: `float32` or `bfloat16`, in which the model computes and its matrices
       are kept; routers, norms and biases stay float32. None keeps all weights
       in float32 and computes as the model's config says.
@@ -341,14 +349,14 @@ def load(
     UserError: there is nothing at that path, or it holds no model.
   """
   config_lib.trust(trust)
-  source = Source.open(path, **known)
+  source = Source.open(path, **known).at(step)
   run = _about(source, dtype)
   if not source.ours:
     variables = source.read()
   else:
     shapes = protocol.shapes(run.config)
     params, model_state = warm_start.from_ours(
-      shapes.pop('params'), shapes, os.fspath(path)
+      shapes.pop('params'), shapes, os.fspath(path), step=step
     )
     variables = {'params': params, **model_state}
 
@@ -398,6 +406,7 @@ def _about(source: Source, dtype: str | None = None) -> Run:
     experiment=experiment,
     preprocess=source.preprocess,
     classes=source.classes,
+    multi_label=source.multi_label,
     task=task,
     origin=os.fspath(source.path) if source.kind == 'language' else None,
     foreign=source.foreign,

@@ -26,6 +26,7 @@ from mod_jax.errors import UserError
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.models.vit import ViTConfig
+from mod_jax.runs import best as best_lib
 from mod_jax.runs import origin as origin_lib
 from mod_jax.runs import workdir as workdir_lib
 from mod_jax.runs.checkpoints import restore_named
@@ -56,6 +57,7 @@ class Source(abc.ABC):
       model one that says how text is read; None for a vision model.
     preprocess: turns images into input; None for a language model.
     classes: names of a vision model's classes; None if unknown.
+    multi_label: whether any number of them may be true of a picture.
     tokenizer: kind of the tokenizer that lies in an exported folder.
     foreign: whether a language model was published by others and not trained
       further, so that prompts begin as its own tokenizer begins texts.
@@ -109,13 +111,31 @@ class Source(abc.ABC):
   def ours(self) -> bool:
     return self.kind in ('run', 'export')
 
+  @property
+  def multi_label(self) -> bool:
+    data = self.experiment and self.experiment.data
+    return isinstance(data, ImageDataConfig) and data.multi_label
+
   @abc.abstractmethod
   def read(self) -> dict[str, Any]:
     """Returns the variables by collection, where possible read lazily."""
 
+  def at(self, step: best_lib.Step) -> 'Source':
+    """Returns the model as it was at a step; None is the newest checkpoint."""
+    if step is not None:
+      raise UserError(
+        f'step={step!r}: {self.path} is no run with checkpoints; leave it out.'
+      )
+    return self
+
 
 class _Run(Source):
   kind = 'run'
+  _step: int | None = None
+
+  def at(self, step):
+    self._step = best_lib.resolve(self.path, step)
+    return self
 
   @functools.cached_property
   def experiment(self):
@@ -143,7 +163,7 @@ class _Run(Source):
     return tuple(names)
 
   def read(self):
-    """Returns the variables that are evaluated, of the newest checkpoint.
+    """Returns the variables that are evaluated, of one checkpoint.
 
     The parameters are moving averages, if the run keeps any. Nothing is
     written, since the run may still be training.
@@ -152,6 +172,7 @@ class _Run(Source):
     restored = restore_named(
       workdir_lib.checkpoints(self.path),
       (params, 'model_state'),
+      step=self._step,
       check=functools.partial(
         origin_lib.check_config, self.path, self.experiment
       ),
@@ -256,6 +277,10 @@ class _Vision(Source):
   @functools.cached_property
   def config(self):
     return convert_vit.derive(self.path, **self._fields)
+
+  @property
+  def multi_label(self):
+    return self._metadata.multi_label
 
   @property
   def classes(self):

@@ -35,6 +35,7 @@ from jax.experimental import multihost_utils
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+from orbax.checkpoint import checkpoint_managers as policies
 
 from mod_jax import config as config_lib
 from mod_jax import paths, trees
@@ -58,6 +59,9 @@ class CheckpointConfig:
   # every `log.every` steps); 0 saves by steps alone.
   every_minutes: config_lib.Weight = 3.0
   keep: config_lib.PositiveCount = 3  # Newest checkpoints that stay on disk.
+  # Held-out metric, such as accuracy, by which the best checkpoint stays, too;
+  # None keeps the newest alone.
+  best: str | None = None
   asynchronous: bool = True  # Write while training goes on.
 
   def __post_init__(self):
@@ -112,6 +116,17 @@ class _HashingHandler(ocp.PyTreeCheckpointHandler):
     return [ocp.future.ChainedFuture(written, hash_own)]
 
 
+@dataclasses.dataclass
+class _Spared:
+  """Orbax's `PreservationPolicy` that spares some steps, which may change."""
+
+  steps: Collection[int] = ()
+
+  def should_preserve(self, checkpoints, *, context):
+    del context
+    return [checkpoint.step in self.steps for checkpoint in checkpoints]
+
+
 class Checkpointer:
   """Saves and restores training; the only writer of its directory.
 
@@ -123,6 +138,7 @@ class Checkpointer:
     self.config = config
     self._directory = paths.absolute(directory)
     self._saving = -1
+    self._spared = _Spared()
     with _reading_directory(self._directory):
       self._manager = self._new_manager()
       self._purge()
@@ -134,7 +150,9 @@ class Checkpointer:
       self._directory,
       handler_registry=handlers,
       options=ocp.CheckpointManagerOptions(
-        max_to_keep=self.config.keep,
+        preservation_policy=policies.AnyPreservationPolicy(
+          [policies.LatestN(self.config.keep), self._spared]
+        ),
         cleanup_tmp_directories=True,
         # Deleting in place is not atomic: a kill would leave an incomplete
         # checkpoint under a valid name. So Orbax renames into this directory,
@@ -162,6 +180,10 @@ class Checkpointer:
   def due(self, step: int) -> bool:
     """Whether the config wants a checkpoint after `step` steps."""
     return bool(self.config.every) and step % self.config.every == 0
+
+  def spare(self, step: int) -> None:
+    """Keeps this step, and no other, beside the newest; on all hosts."""
+    self._spared.steps = (step,)
 
   def steps(self) -> list[int]:
     """Returns the steps of the complete checkpoints on disk, ascending."""
@@ -277,6 +299,7 @@ def restore_named(
   directory,
   names: Collection[str],
   *,
+  step: int | None = None,
   check: Callable[[Restored], None] = lambda saved: None,
 ) -> Restored | None:
   """Like `restore_subtree`, for parts such as `params`, of unknown shapes.
@@ -295,7 +318,7 @@ def restore_named(
     state = {name: restored.state.get(name, {}) for name in names}
     return dataclasses.replace(restored, state=state)
 
-  return _restore_beside(directory, load)
+  return _restore_beside(directory, load, step)
 
 
 def steps(directory) -> list[int]:

@@ -4,7 +4,8 @@ They stand in `metrics.jsonl`, each as a line `{"step": 120, "kind": "event",
 "event": "start", "time": …}`. Events are `start`, where training begins or
 continues, with details of the process; `first_step`, when the first step after
 it is done and all is compiled; `end`, which a killed process does not write;
-and `changed`, with the `fields`, where a run continues with another config.
+`changed`, with the `fields`, where a run continues with another config; and
+`early_stop`, with the `patience`, where held-out data ended a run.
 Times are seconds since 1970.
 """
 
@@ -39,6 +40,18 @@ def changed_at(workdir) -> int:
   """Returns the last step at which a run's config was changed, or -1."""
   changes = [e['step'] for e in read(workdir) if e['event'] == 'changed']
   return max(changes, default=-1)
+
+
+def ended_early(workdir, patience: int) -> int | None:
+  """Returns the step at which a run of this patience ended early, or None."""
+  ended = None
+  for event in read(workdir):
+    if event['event'] == 'early_stop':
+      ended = event
+    # Steps that are taken again may lead elsewhere.
+    elif event['event'] == 'start' and ended and event['step'] < ended['step']:
+      ended = None
+  return ended['step'] if ended and ended['patience'] == patience else None
 
 
 def cost_of_restarts(events: list[dict]) -> str | None:

@@ -20,9 +20,9 @@ from absl import logging
 import jax
 import numpy as np
 
-from mod_jax import paths
+from mod_jax import parallel, paths
 from mod_jax.errors import UserError
-from mod_jax.losses.sums import MetricSums
+from mod_jax.losses.sums import MetricSums, Rows
 
 _FILE = 'metrics.jsonl'
 _EVENT = 'event'  # Kind of the lines about the run itself (see history.py).
@@ -31,16 +31,23 @@ _REWRITE_SECS = 30.0  # Between rewrites of a file that cannot be appended to.
 _EVENTS_SECS = 10.0  # Between flushes of TensorBoard's file.
 
 
-def finalize(metric_sums: MetricSums) -> dict[str, float]:
+def finalize(metric_sums: MetricSums) -> dict[str, Any]:
   """Divides each total by its weight, on the host and in double precision.
 
-  Metrics of weight 0, which were not measured, are left out.
+  Metrics of weight 0, which were not measured, are left out. Of `Rows`, all
+  rows of all hosts follow each other.
   """
-  return {
+  rows = {k: v for k, v in metric_sums.items() if isinstance(v, Rows)}
+  pairs = {k: v for k, v in metric_sums.items() if k not in rows}
+  metrics = {
     name: float(total) / float(weight)
-    for name, (total, weight) in jax.device_get(dict(metric_sums)).items()
+    for name, (total, weight) in jax.device_get(pairs).items()
     if weight != 0
   }
+  for name, kept in rows.items():
+    batches = jax.tree.map(parallel.whole, kept.batches)
+    metrics[name] = jax.tree.map(lambda *x: np.concatenate(x), *batches)
+  return metrics
 
 
 class MetricWriter:

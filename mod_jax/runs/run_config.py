@@ -28,6 +28,9 @@ class TrainConfig:
   # EMA decay of the parameters; the averages are evaluated in their place. 0
   # keeps none.
   ema_decay: config_lib.Decay = 0.0
+  # Evaluations in a row that may be no better, by checkpoint.best, than the
+  # best so far; then the run ends early. 0 never does.
+  early_stop: config_lib.Count = 0
 
   def __post_init__(self):
     config_lib.validate(self)
@@ -99,6 +102,18 @@ class RunConfig:
 
   def __post_init__(self):
     config_lib.validate(self)
+    patience, metric = self.train.early_stop, self.checkpoint.best
+    if patience and metric is None:
+      raise errors.UserError(
+        f'train.early_stop={patience} and checkpoint.best=None: name the'
+        ' held-out metric that is to get better, such as'
+        ' checkpoint.best=accuracy.'
+      )
+    if patience and not self.evaluation.every:
+      raise errors.UserError(
+        f'train.early_stop={patience} and evaluation.every=0: there is no'
+        ' evaluation before the end; set evaluation.every.'
+      )
 
 
 def fitted(config: RunConfig, num_devices: int) -> RunConfig:
@@ -119,6 +134,7 @@ RESUMABLE = (
   *('data.prefetch', 'data.cache', 'data.cache_dir'),
   # Paths of the data; their fingerprint ensures that the data are the same.
   *('data.path', 'data.files', 'data.eval_files', 'data.tokenizer_path'),
+  'data.label_table',
   *('data.data_dir', 'data.tfds_dir'),
 )
 # Fields that may change in a continuation with --allow_changed_config: they
@@ -127,6 +143,7 @@ CHANGEABLE = (
   'train.num_steps',
   'train.capacity_warmup_steps',
   'train.capacity_warmup_stages',
+  'train.early_stop',
   'optimizer.learning_rate',
   'optimizer.warmup_steps',
   'optimizer.final_fraction',

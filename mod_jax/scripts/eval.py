@@ -22,7 +22,6 @@ The config is the one that the run was trained with.
 """
 
 import csv
-import dataclasses
 import io
 import itertools
 import json
@@ -37,6 +36,7 @@ from mod_jax.data import image_folder
 from mod_jax.errors import UserError
 from mod_jax.pretrained import export as export_lib
 from mod_jax.pretrained import load as load_lib
+from mod_jax.runs import best
 from mod_jax.runs import workdir as workdir_lib
 from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train import evaluation
@@ -47,7 +47,9 @@ _BATCH = 32  # Pictures that are predicted at a time.
 def define_flags() -> None:
   """Defines the flags of `main`."""
   flags.DEFINE_string('workdir', None, 'Directory of the run.')
-  flags.DEFINE_integer('step', None, 'Checkpoint; by default the newest.')
+  flags.DEFINE_string(
+    'step', None, 'Checkpoint, or best; by default the newest.'
+  )
   flags.DEFINE_bool(
     'evaluate', True, 'Measure held-out losses and draw the pictures.'
   )
@@ -136,16 +138,6 @@ def _sample(task, trained):
     print(f'\nsample:\n{prompt}{text}')
 
 
-def _load(workdir, step):
-  """Loads the run, with the weights of another step if one is given."""
-  run = load_lib.load(workdir)
-  if step is None:
-    return run
-  trained = tasks.load(workdir, step=step)
-  variables = {'params': trained.params, **trained.model_state}
-  return dataclasses.replace(run, variables=jax.device_get(variables))
-
-
 def _predict(run) -> list[str]:
   """Prints the classes of pictures; returns those that cannot be read."""
   path = flags.FLAGS.predictions
@@ -226,9 +218,9 @@ def main(_) -> None:
     _list_studies(args.workdir)
     return
   cli.start_backend()
-  unreadable = []
+  unreadable, step = [], best.parse(args.step)
   if args.predict or args.export:
-    run = _load(args.workdir, args.step)
+    run = load_lib.load(args.workdir, step=step)
     if args.predict:
       unreadable = _predict(run)
     if args.export:
@@ -239,7 +231,7 @@ def main(_) -> None:
   in_training = args.evaluate or args.study or args.sample
   # With nothing to do, the run is at least looked at.
   if in_training or not (args.predict or args.export):
-    _evaluate(args)
+    _evaluate(args, step)
   if unreadable:
     more = ', …' if len(unreadable) > 3 else ''
     raise UserError(
@@ -249,8 +241,8 @@ def main(_) -> None:
     )
 
 
-def _evaluate(args):
-  trained = tasks.load(args.workdir, step=args.step)
+def _evaluate(args, step):
+  trained = tasks.load(args.workdir, step=step)
   evaluation.find_studies(trained.task, args.study)
   if args.sample:  # Before the slow evaluation, since bad flags are refused.
     _sample(trained.task, trained)

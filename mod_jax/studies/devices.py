@@ -4,8 +4,6 @@ import contextlib
 import functools
 
 import jax
-from jax.experimental import multihost_utils
-import numpy as np
 
 from mod_jax import parallel
 from mod_jax.train.task import Study
@@ -14,14 +12,7 @@ from mod_jax.train.task import Study
 @contextlib.contextmanager
 def one_device(*trees):
   """Leaves the mesh, and yields the trees on this host's first device."""
-
-  def whole(x):
-    if isinstance(x, jax.Array) and not x.is_fully_addressable:
-      return multihost_utils.process_allgather(x, tiled=True)
-    # Reads the arrays of a teacher, which may be `convert.entry.Lazy`.
-    return x if isinstance(x, jax.Array) else np.asarray(x)
-
-  trees = jax.tree.map(whole, trees)
+  trees = jax.tree.map(parallel.whole, trees)
   mesh = parallel.make_mesh(parallel.MeshConfig(), jax.local_devices()[:1])
   everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
   with jax.set_mesh(mesh):

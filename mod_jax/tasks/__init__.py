@@ -2,6 +2,7 @@
 
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.lm import LMConfig
+from mod_jax.runs import best
 from mod_jax.runs import workdir as workdir_lib
 from mod_jax.tasks.adaptive import Adaptive
 from mod_jax.tasks.distilled import Distilled
@@ -35,10 +36,11 @@ def make_task(config: ExperimentConfig, workdir=None) -> Plain:
   return method(config, modality)
 
 
-def load(workdir, *, step: int | None = None) -> evaluation.Trained:
+def load(workdir, *, step: best.Step = None) -> evaluation.Trained:
   """Returns the task and the parameters of a run; changes nothing on disk.
 
-  `step` is that of the checkpoint; by default it is the newest usable one.
+  `step` is that of the checkpoint, or 'best'; by default it is the newest
+  usable one.
 
   Raises:
     UserError: there is no run, or no such checkpoint, or it does not fit the

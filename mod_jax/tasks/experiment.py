@@ -1,8 +1,8 @@
 """The complete config of a run, as built by `configs/*.py`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 import dataclasses
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from mod_jax import config as config_lib
 from mod_jax import errors
@@ -181,6 +181,21 @@ class ExperimentConfig(RunConfig):
     for problem in self._problems():
       raise errors.UserError(problem)
 
+  def implied(self, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields that `config.replace` changes with those given.
+
+    A model takes pictures of one size: either of its two fields sets both.
+    """
+    if not isinstance(self.data, ImageDataConfig):
+      return {}
+    inner = 'backbone.' if hasattr(self.model, 'backbone') else ''
+    sizes = {f'model.{inner}image_size', 'data.image_size'}
+    given = sizes & changes.keys()
+    # Parts that are replaced as a whole bring their own.
+    if len(given) != 1 or changes.keys() & {'model', 'model.backbone', 'data'}:
+      return {}
+    return dict.fromkeys(sizes - given, changes[given.pop()])
+
   def _problems(self) -> Iterator[str]:
     """Yields what does not fit between the parts."""
     model, data, objective = self.model, self.data, self.objective
@@ -230,6 +245,17 @@ class ExperimentConfig(RunConfig):
         f'model.{inner}image_size={model.image_size} and data.image_size='
         f'{data.image_size}: a model takes images of one size, so set both to'
         ' the same.'
+      )
+    taught = objective or PruningObjective()
+    if (
+      expected is PruningObjective
+      and data.multi_label
+      and taught.logit_distillation
+    ):
+      yield (
+        f'objective.logit_distillation={taught.logit_distillation} and'
+        ' data.label_table: the divergence is of classes of which one is true;'
+        ' set it to 0.'
       )
     if isinstance(objective, ConversionObjective) and model.early_exit:
       yield (

@@ -13,9 +13,12 @@ from mod_jax.data import images as images_lib
 from mod_jax.layers import stack as stack_lib
 from mod_jax.layers.attention import attention_map
 from mod_jax.layers.mode import Mode, RoutingMode
+from mod_jax.losses import classification
+from mod_jax.losses.sums import Rows
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.pretrained import source as source_lib
 from mod_jax.studies import adaptive as adaptive_studies
+from mod_jax.studies import confusion
 from mod_jax.studies import images as studies
 from mod_jax.studies.devices import one_device
 from mod_jax.tasks import expert_pictures, warm_start
@@ -24,6 +27,7 @@ from mod_jax.tasks.modality import Modality, table
 _PICTURED = 6  # Number of held-out images in the pictures.
 _LOADED = 512  # About so many images whose compute is drawn.
 _NAMED = 10  # Number of classes to list when training starts.
+_ROWS = 'rows'  # Of what is kept of every held-out image.
 
 
 class Images(Modality):
@@ -33,8 +37,15 @@ class Images(Modality):
   row = 'images'
   columns = ('accuracy', 'top5', 'loss')
   main = ('loss', 'accuracy', 'top5')
+  rising = ('accuracy', 'mean_recall', 'top5', 'mAP', 'ap/.*')
   # A dense checkpoint fits a routed or pruned model, and vice versa.
   optional = (r'(block_\d+/)?router/.*', r'prediction_\d+/.*', r'pattern_\d+')
+
+  def __init__(self, config):
+    super().__init__(config)
+    self.multi_label = config.data.multi_label
+    if self.multi_label:
+      self.columns, self.main = ('mAP', 'loss'), ('loss', 'mAP')
 
   @functools.cached_property
   def classes(self) -> tuple[str, ...]:
@@ -71,10 +82,20 @@ class Images(Modality):
     held_out = images_lib.num_examples(self.config.data, 'eval')
     classes = self.classes
     shown = ', '.join(classes[:_NAMED]) + ', …' * (len(classes) > _NAMED)
-    return (
+    summary = (
       f'{self.rows_per_epoch():,} images for training, {held_out:,} held out,'
       f' {len(classes)} classes: {shown}'
     )
+    weight_V = self._class_weight_V
+    if weight_V is not None:
+      least, most = weight_V.argmin(), weight_V.argmax()
+      summary += (
+        f'; they weigh {weight_V[least]:.3g} ({classes[least]}) to'
+        f' {weight_V[most]:.3g} ({classes[most]})'
+      )
+    if self.config.data.sampling == 'balanced':
+      summary += '; each is drawn equally often'
+    return summary
 
   def batch_shapes(self):
     rows, size = self.config.train.batch_size, self.config.data.image_size
@@ -97,15 +118,42 @@ class Images(Modality):
   def inputs(self, batch, *, train):
     return (batch['image'],), {}
 
+  @property
+  def _loss(self):
+    if self.multi_label:
+      return losses.multi_label_loss
+    return losses.classification_loss
+
+  @functools.cached_property
+  def _class_weight_V(self):
+    return images_lib.class_weights(self.config.data)
+
   def loss(self, output, batch):
-    return losses.classification_loss(output.logits_BV, batch['target'])
+    return self._loss(
+      output.logits_BV, batch['target'], class_weight_V=self._class_weight_V
+    )
+
+  def held_out_loss(self, logits_V, label) -> jax.Array:
+    """Returns the loss of one held-out image, in nats."""
+    if not self.multi_label:
+      label = jax.nn.one_hot(label, len(logits_V))
+    return self._loss(logits_V[None], label[None])[0]
 
   def eval_sums(self, output, batch, mode):
     logits_BV, label_B = output.logits_BV, batch['label']
     weight_B = batch['weight']
+    if self.multi_label:
+      rows = {'label': label_B, 'score': logits_BV, 'weight': weight_B}
+      return {
+        'loss': self._loss(logits_BV, label_B, weight_B),
+        _ROWS: Rows((rows,)),
+      }
     target_BV = jax.nn.one_hot(label_B, logits_BV.shape[-1])
+    guess_B = logits_BV.argmax(axis=-1)
+    rows = {'label': label_B, 'guess': guess_B, 'weight': weight_B}
     metric_sums = {
-      'loss': losses.classification_loss(logits_BV, target_BV, weight_B)
+      'loss': self._loss(logits_BV, target_BV, weight_B),
+      _ROWS: Rows((rows,)),
     }
     for name, k in (('accuracy', 1), ('top5', 5)):
       # With few classes, top-5 accuracy would be trivial.
@@ -114,6 +162,29 @@ class Images(Modality):
           logits_BV, label_B, k, weight_B
         )
     return metric_sums
+
+  def finish_metrics(self, metrics):
+    """Adds metrics of all rows: mean recall, or average precisions."""
+    finished = {}
+    for name, value in metrics.items():
+      prefix = name.removesuffix(_ROWS)
+      if prefix == name:
+        finished[name] = value
+        continue
+      real = value.pop('weight') > 0
+      value = {k: x[real] for k, x in value.items()}
+      if self.multi_label:
+        ap_V = classification.average_precision(value['label'], value['score'])
+        finished[f'{prefix}mAP'] = float(np.nanmean(ap_V))
+        named = zip(self.classes, ap_V.tolist(), strict=True)
+        finished |= {f'{prefix}ap/{c}': ap for c, ap in named if ap == ap}
+      else:
+        matrix_VV = classification.confusion(
+          value['label'], value['guess'], len(self.classes)
+        )
+        recall_V = classification.precision_recall(matrix_VV)[1]
+        finished[f'{prefix}mean_recall'] = float(np.nanmean(recall_V))
+    return finished
 
   def token_weights(self, batch):
     return batch['weight'][:, None]
@@ -158,13 +229,19 @@ class Images(Modality):
     return '\n'.join(lines)
 
   def curves(self, records):
+    what = 'mAP' if self.multi_label else 'accuracy'
     return viz.loss_curves(
-      records, title='Loss and accuracy over training', classifier=True
+      records, title=f'Loss and {what} over training', classifier=what
     )
 
   def studies(self, task):
-    by_name = {'throughput': functools.partial(studies.throughput, task)}
+    by_name = {
+      'confusion': functools.partial(confusion.confusion, task),
+      'throughput': functools.partial(studies.throughput, task),
+    }
     model = self.config.model
+    if self.multi_label:  # The others ask for the one class.
+      return by_name
     if model.adaptive is not None:
       run = functools.partial(adaptive_studies.robustness, task)
       by_name['robustness'] = run
@@ -180,6 +257,21 @@ class Images(Modality):
     batch = next(iter(self.eval_batches(batch_size=count, num_batches=1)))
     real_B = batch['weight'] > 0
     return {name: value[real_B] for name, value in batch.items()}
+
+  def named(self, label) -> str:
+    """Returns the name of a class, or those of the true ones of a row [V]."""
+    if not self.multi_label:
+      return self.classes[label]
+    true = np.flatnonzero(label)
+    return ', '.join(self.classes[v] for v in true) or 'no label'
+
+  def caption(self, label, logits_V) -> str:
+    """Returns what a picture is and, if it is not, what it is taken for."""
+    guess = logits_V > 0 if self.multi_label else logits_V.argmax()
+    true, predicted = self.named(label), self.named(guess)
+    if true == predicted:
+      return true
+    return f'true {true} → predicted {predicted}'
 
   @property
   def _backbone(self):
@@ -203,12 +295,9 @@ class Images(Modality):
     output, state = jax.device_get(
       jax.jit(apply)({'params': params, **model_state}, batch['image'])
     )
-    guess_B = output.logits_BV.argmax(axis=-1)
     labels = [
-      self.classes[label]
-      if label == guess
-      else f'true {self.classes[label]} → predicted {self.classes[guess]}'
-      for label, guess in zip(batch['label'], guess_B, strict=True)
+      self.caption(label, logits_V)
+      for label, logits_V in zip(batch['label'], output.logits_BV, strict=True)
     ]
     shown_BHWC = images_lib.denormalize(self.config.data, batch['image'])
     return shown_BHWC, labels, output, state['intermediates']
@@ -357,7 +446,7 @@ class Images(Modality):
     )
     shown_BHWC = images_lib.denormalize(self.config.data, image_BHWC)
     patches_BN = share_BL[:, self._backbone.num_prefix :]
-    labels = [self.classes[label] for label in label_B]
+    labels = [self.named(label) for label in label_B]
     spread = np.linspace(0, len(load_B) - 1, min(8, len(load_B))).astype(int)
     return {
       'load': viz.load_map(

@@ -35,6 +35,8 @@ class Language(Modality):
   row = 'sequences'
   columns = ('loss', 'perplexity', 'bits_per_byte')
   main = ('loss',)  # `accuracy` is that of routing rules.
+  rising = ('accuracy',)
+  falling = ('loss', 'perplexity', 'bits_per_byte')
   # A dense checkpoint fits a routed model, and vice versa.
   optional = (r'(.*/)?(router|predictor)/.*', r'moving/.*')
 

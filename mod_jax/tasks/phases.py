@@ -17,6 +17,7 @@ from mod_jax.errors import UserError
 from mod_jax.models import acm
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.runs import checkpoints as checkpoints_lib
+from mod_jax.runs import history as history_lib
 from mod_jax.runs import lock as lock_lib
 from mod_jax.runs import metrics as metrics_lib
 from mod_jax.runs import origin as origin_lib
@@ -33,6 +34,8 @@ from mod_jax.train import loop
 from mod_jax.train import profile as profile_lib
 
 _FINAL_RATE = 1e-6  # Learning rate at the end of every phase.
+# Phases before the last may measure other metrics.
+_UNJUDGED = {'checkpoint.best': None, 'train.early_stop': 0}
 
 
 def _rules(config: ExperimentConfig, phase: str):
@@ -124,10 +127,11 @@ def expand(
     phases = [objective.phase]
   runs, init = [], config.init
   for name in phases:
-    directory = workdir
+    directory, run = workdir, _phase(config, name, init)
     if name != phases[-1]:
       directory = workdir / f'{workdir_lib.PHASE}{name}'
-    runs.append((directory, _phase(config, name, init)))
+      run = config_lib.replace(run, _UNJUDGED)
+    runs.append((directory, run))
     init = str(directory)
   return runs
 
@@ -188,6 +192,7 @@ def _dense(config: ExperimentConfig) -> ExperimentConfig:
     'dense': None,
     'optimizer.rules': (),
     'train.capacity_warmup_steps': 0,
+    **_UNJUDGED,
   }
   return _run_of(config, 'dense', config.dense, changes)
 
@@ -279,7 +284,9 @@ def finished(
   """
   if not workdir_lib.holds_run(workdir):
     return None
-  last = config.train.num_steps
+  last = history_lib.ended_early(workdir, config.train.early_stop)
+  if last is None:
+    last = config.train.num_steps
   if (
     # For instance, settings of the evaluation may have changed since.
     workdir_lib.read_config(workdir, ExperimentConfig) != config

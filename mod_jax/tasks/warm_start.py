@@ -19,6 +19,7 @@ from mod_jax.models import lm
 from mod_jax.models.lm import LMConfig
 from mod_jax.models.vit import ViTConfig
 from mod_jax.pretrained import source as source_lib
+from mod_jax.runs import best
 
 
 def from_ours(
@@ -26,6 +27,7 @@ def from_ours(
   model_state,
   init: str,
   *,
+  step: best.Step = None,
   model: LMConfig | None = None,
   new: Sequence[str] = (),
   dropped: Sequence[str] = (),
@@ -36,6 +38,7 @@ def from_ours(
     params: initialised parameters.
     model_state: other initialised collections.
     init: directory of a run or of an exported model.
+    step: of the run's checkpoint, or 'best'; None for the newest.
     model: config of a language model, in which other layers may be scanned than
       in the source; None for other models.
     new: regular expressions of names that may be missing from the source, as in
@@ -45,7 +48,7 @@ def from_ours(
   Raises:
     UserError: there is no such model, or its names or shapes do not fit.
   """
-  source = source_lib.Source.of_init(init)
+  source = source_lib.Source.of_init(init).at(step)
   if not source.ours:
     raise UserError(
       f'init={init} is neither the workdir of a run nor a file of weights that'

@@ -11,9 +11,10 @@ from absl import logging
 import jax
 
 from mod_jax import config as config_lib
-from mod_jax import parallel, viz
+from mod_jax import parallel, paths, viz
 from mod_jax.errors import UserError
 from mod_jax.losses import sums as sums_lib
+from mod_jax.runs import best as best_lib
 from mod_jax.runs import metrics as metrics_lib
 from mod_jax.runs import origin as origin_lib
 from mod_jax.runs import stop as stop_lib
@@ -36,10 +37,11 @@ class Trained:
   mesh: jax.sharding.Mesh  # Holds the arrays.
 
 
-def load(task: Method, workdir, *, step: int | None = None) -> Trained:
+def load(task: Method, workdir, *, step: best_lib.Step = None) -> Trained:
   """Returns the parameters of a run's checkpoint; changes nothing on disk.
 
-  `step` is that of the checkpoint; by default it is the newest usable one.
+  `step` is that of the checkpoint, or 'best' for that in `best.json`; by
+  default it is the newest usable one.
 
   Raises:
     UserError: there is no such checkpoint, or it does not fit the run's config,
@@ -57,7 +59,7 @@ def load(task: Method, workdir, *, step: int | None = None) -> Trained:
     restored = restore_subtree(
       workdir_lib.checkpoints(workdir),
       {params: abstract.eval_params, 'model_state': abstract.model_state},
-      step=step,
+      step=best_lib.resolve(workdir, step),
       check=functools.partial(origin_lib.check_config, workdir, config),
     )
   if restored is None:
@@ -196,7 +198,8 @@ def find_studies(
 def study(trained: Trained, names: Iterable[str], workdir) -> None:
   """Runs studies of `task.studies()`, by name; prints and saves their results.
 
-  Metrics go to `study_NAME.json` in the run's directory, beside the pictures.
+  Metrics go to `study_NAME.json` in the run's directory, files of the study
+  beside them as `study_NAME_FILE`, and pictures to those of the run.
 
   Raises:
     UserError: a study does not exist; then none is run.
@@ -207,6 +210,9 @@ def study(trained: Trained, names: Iterable[str], workdir) -> None:
     if jax.process_index() == 0:
       record = {'step': trained.step, **result.metrics}
       figures = {f'study_{name}_{k}': v for k, v in result.figures.items()}
+      for file, text in result.files.items():
+        path = workdir_lib.expand(workdir) / f'study_{name}_{file}'
+        paths.write_bytes(path, text.encode('utf-8', 'backslashreplace'))
       file = f'study_{name}.json'
       _publish(workdir, file, record, figures, name, result.text)
 

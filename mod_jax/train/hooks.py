@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from mod_jax import config as config_lib
 from mod_jax import parallel, trees
 from mod_jax.errors import UserError
+from mod_jax.runs import best as best_lib
 from mod_jax.runs import history as history_lib
 from mod_jax.runs import lock as lock_lib
 from mod_jax.runs import metrics as metrics_lib
@@ -46,6 +47,7 @@ class Run:
   restored: bool  # Whether the state is that of a checkpoint.
   compiled_step: Callable[..., Any]  # Returns `jit_step` of `static_args`.
   first: bool  # Whether this is the first host.
+  direction: int  # Whether more of `checkpoint.best` is better, 1, or less, -1.
   checkpointer: Checkpointer
   writer: metrics_lib.MetricWriter
   progress: Progress
@@ -122,7 +124,8 @@ class Evaluate(Hook):
 
   def __init__(self, run: Run, log: Log):
     self.run, self.log = run, log
-    self.metrics = {}  # Of the last evaluation.
+    self.metrics = {}  # Of the last evaluation,
+    self.step = None  # after this step.
 
   def begin(self, step, state):
     run = self.run
@@ -146,7 +149,8 @@ class Evaluate(Hook):
         self._evaluate(step, state)
 
   def finish(self, step, state):
-    self._evaluate(step, state, self.run.config.evaluation.final_batches)
+    final = self.run.config.evaluation.final_batches
+    self._evaluate(step, state, final, finish=True)
     for name, value in self.run.task.main_metrics(self.metrics).items():
       if not math.isfinite(value):
         raise self.run.diverged(step, f'held-out {name} is {value}')
@@ -156,23 +160,21 @@ class Evaluate(Hook):
     every = config_lib.steps_of(self.run.config.evaluation.every, num_steps)
     return bool(every) and step % every == 0 and step < num_steps
 
-  def _evaluate(self, step, state, batches=None):
+  def _evaluate(self, step, state, batches=None, *, finish=False):
     run = self.run
     metrics = evaluation.held_out(
       *(run.task, state.eval_params, state.model_state, run.mesh),
       batches=batches,
     )
     # Running a finished run again must not repeat its line.
-    if step < run.config.train.num_steps or not metrics_lib.holds(
-      run.workdir, step, 'eval', metrics
-    ):
+    if not finish or not metrics_lib.holds(run.workdir, step, 'eval', metrics):
       run.writer.write(step, 'eval', metrics)
     shown = ', '.join(
       f'{name} {value:.4f}'
       for name, value in run.task.main_metrics(metrics).items()
     )
     run.progress.message(f'step {step}: held-out {shown}')
-    self.metrics = metrics
+    self.metrics, self.step = metrics, step
 
 
 class Save(Hook):
@@ -222,6 +224,101 @@ class Save(Hook):
     for name, is_finite in trees.by_path(jax.device_get(finite)).items():
       if not is_finite:
         raise self.run.diverged(step, f'{name} is not finite')
+
+
+class Judge(Hook):
+  """Keeps the best checkpoint, and ends a run that gets no better.
+
+  Both follow from the evaluations in `metrics.jsonl` alone, so that a continued
+  run decides as one that was never interrupted.
+  """
+
+  def __init__(self, run: Run, evaluate: Evaluate, save: Save):
+    self.run, self.evaluate, self.save = run, evaluate, save
+    self.metric = run.config.checkpoint.best
+    self.best = None  # Step and value of the best evaluation,
+    self.since = 0  # and the number of evaluations after it.
+    self.ended = False  # Whether the run ends here, before its last step.
+
+  def begin(self, step, state):
+    if self.metric is None:
+      return
+    run = self.run
+    # The weights at `init`, at step 0, are no checkpoint of this run.
+    lines = {
+      line['step']: line
+      for line in metrics_lib.read(run.workdir)
+      if line['kind'] == 'eval' and 0 < line['step'] <= step
+    }
+    if step and self.evaluate.step == step:  # Only the first host writes.
+      lines[step] = self.evaluate.metrics
+    for at in sorted(lines):
+      self._judge(at, lines[at])
+    # Not if `checkpoint.best` was set after that step.
+    if self.best is not None and self.best[0] in run.checkpointer.steps():
+      self._keep()
+    patience = run.config.train.early_stop
+    self.ended = history_lib.ended_early(run.workdir, patience) == step
+    self._end_if_due(step)
+
+  def after(self, step, state, metric_sums):
+    if self.metric is None or self.evaluate.step != step:
+      return
+    if self._judge(step, self._known()):
+      self.save.now(step, state)
+      self._keep()
+    self._end_if_due(step)
+    if self.ended:
+      self.save.now(step, state)
+
+  def finish(self, step, state):
+    if self.metric is None:
+      return
+    if self._judge(step, self._known()):
+      self._keep()
+    if self.ended:
+      self.run.progress.message(
+        f'ends early, at step {step}: no better {self.metric} in'
+        f' {self.run.config.train.early_stop} evaluations'
+      )
+    if self.best is not None:
+      best, value = self.best
+      self.run.progress.message(
+        f'best held-out {self.metric} {value:.4f}, at step {best}'
+      )
+
+  def _known(self):
+    metrics = self.evaluate.metrics
+    if self.metric not in metrics:
+      raise UserError(
+        f'checkpoint.best={self.metric!r}: this run measures'
+        f' {", ".join(metrics)}.{config_lib.nearest(self.metric, metrics)}'
+      )
+    return metrics
+
+  def _judge(self, step, metrics) -> bool:
+    """Returns whether this evaluation is the best so far; NaN is not."""
+    value, sign = metrics.get(self.metric, math.nan), self.run.direction
+    least = -math.inf if self.best is None else sign * self.best[1]
+    if sign * value > least:
+      self.best, self.since = (step, value), 0
+      return True
+    self.since += 1
+    return False
+
+  def _end_if_due(self, step):
+    patience = self.run.config.train.early_stop
+    if patience and self.since >= patience and not self.ended:
+      self.run.writer.event('early_stop', step, patience=patience)
+      self.ended = True
+
+  def _keep(self):
+    step, value = self.best
+    # The one that was best before stays until this one is whole.
+    self.run.checkpointer.wait()
+    self.run.checkpointer.spare(step)
+    if self.run.first:
+      best_lib.write(self.run.workdir, step, self.metric, value)
 
 
 class Report(Hook):

@@ -100,11 +100,13 @@ def train(
     _greet(run)
     log = hooks_lib.Log(run)
     evaluate, save = hooks_lib.Evaluate(run, log), hooks_lib.Save(run, log)
-    hooks = (profiler, log, evaluate, save, hooks_lib.Report(run, evaluate))
+    judge = hooks_lib.Judge(run, evaluate, save)
+    report = hooks_lib.Report(run, evaluate)
+    hooks = (profiler, log, evaluate, save, judge, report)
     try:
       for hook in hooks:
         hook.begin(step, state)
-      while step < end and not stop_lib.requested():
+      while step < end and not judge.ended and not stop_lib.requested():
         try:
           batch = next(run.iterator)
         except Exception:
@@ -124,7 +126,7 @@ def train(
           hook.after(step, state, metric_sums)
         if stop_lib.after_step():
           break
-      if step == num_steps:
+      if step == num_steps or judge.ended:
         for hook in hooks:
           hook.finish(step, state)
         return Result(step, step - run.start, True, evaluate.metrics, state)
@@ -171,6 +173,8 @@ def build(
   mesh = parallel.make_mesh(config.mesh)
   modality = task.modality
   modality.check()
+  best = config.checkpoint.best
+  direction = 1 if best is None else modality.direction(best)
   for rows, what in (
     (config.train.rows, 'train.batch_size / grad_accum_steps'),
     (config.evaluation.batch_size, 'evaluation.batch_size'),
@@ -277,6 +281,7 @@ def build(
           writer=writer,
           progress=progress,
           first=first,
+          direction=direction,
           start=start,
           restored=bool(saved),
           state=state,

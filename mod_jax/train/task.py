@@ -3,9 +3,11 @@
 import abc
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 import dataclasses
+import re
 import typing
 from typing import Any
 
+from mod_jax import config as config_lib
 from mod_jax import viz
 from mod_jax.errors import UserError
 from mod_jax.losses import sums
@@ -23,10 +25,12 @@ class Study:
     text: a table or a few sentences for people.
     metrics: numbers (or lists of them) by name, kept as JSON.
     figures: pictures by file name without suffix.
+    files: texts, such as tables, by file name.
   """
 
   text: str
   metrics: dict[str, Any] = dataclasses.field(default_factory=dict)
+  files: dict[str, str] = dataclasses.field(default_factory=dict)
   figures: dict[str, 'Figure'] = dataclasses.field(default_factory=dict)
 
 
@@ -36,10 +40,30 @@ class Data(abc.ABC):
   Attributes:
     unit: of `tokens_per_step`.
     main: names of the held-out metrics that are shown on one line.
+    rising: regular expressions of held-out metrics, without the prefix of a
+      mode, of which more is better.
+    falling: likewise, of which less is better.
   """
 
   unit: str = 'tokens'
   main: tuple[str, ...] = ('loss', 'accuracy', 'top1', 'top5')
+  rising: tuple[str, ...] = ('accuracy', 'top1', 'top5')
+  falling: tuple[str, ...] = ('loss',)
+
+  def direction(self, metric: str) -> int:
+    """Returns 1 if more of a held-out metric is better, -1 if less is.
+
+    Raises:
+      UserError: it is not known which.
+    """
+    for sign, patterns in ((1, self.rising), (-1, self.falling)):
+      if any(re.fullmatch(f'(.*/)?{x}', metric) for x in patterns):
+        return sign
+    known = (*self.falling, *self.rising)
+    raise UserError(
+      f'checkpoint.best={metric!r}: nothing says whether more of it is better;'
+      f' choose one of {", ".join(known)}.{config_lib.nearest(metric, known)}'
+    )
 
   # Not abstract, because many tasks have nothing to check.
   def check(self) -> None:  # noqa: B027

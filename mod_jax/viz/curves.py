@@ -37,18 +37,19 @@ def loss_curves(
   records: Iterable[Mapping],
   *,
   title: str = 'Training and held-out loss',
-  classifier: bool = False,
+  classifier: str = '',
 ) -> Figure:
   """Draws training and held-out losses over the steps of a run.
 
   A second panel shows how often each causal rule decides as top-k would, with
   the trivial baseline of never routing, where the records have these: `loss`,
-  `RULE/accuracy` and `RULE/never_route`. With `classifier`, losses are nats per
-  image rather than per token, and accuracies those of a classifier.
+  `RULE/accuracy` and `RULE/never_route`. For a classifier, losses are nats per
+  image rather than per token, and the panel shows the metric that `classifier`
+  names, accuracy or mAP.
   """
   series = _read(records)
   train, losses = series.get(('train', 'loss')), _by_rule(series, 'loss')
-  accuracy = _by_rule(series, 'accuracy')
+  accuracy = _by_rule(series, classifier or 'accuracy')
   never = _by_rule(series, 'never_route')
   if not classifier:
     accuracy.pop('', None)  # No rule's.
@@ -364,7 +365,9 @@ def _draw_accuracy(axes, accuracy, never, classifier):
       gid=f'{rule}/never_route',
     )
   axes.set_ylabel(
-    'held-out accuracy' if classifier else 'decisions that agree with top-k'
+    f'held-out {classifier}'
+    if classifier
+    else 'decisions that agree with top-k'
   )
   shown = np.concatenate([v for _, v in (*accuracy.values(), *never.values())])
   room = 0.1 * (1 - shown.min()) or 0.05

@@ -197,24 +197,6 @@ def test_small_files_do_not_grow(tmp_path):
     files.read(path)
 
 
-@pytest.mark.parametrize(
-  ('value', 'entries', 'pattern'),
-  [
-    ({'x': 1}, {}, "holds 'x' among its weights, which is no tensor"),
-    ({'model': [1]}, {}, "holds 'model' among its weights"),
-    ([1], {}, 'no dictionary of weights, neither by itself nor as model or'),
-    ({}, {}, 'no dictionary of weights'),
-    ({}, {'constants.pkl': b''}, 'a program of TorchScript'),
-    ({frozenset(): 1}, {}, 'asks for __builtin__.frozenset'),
-  ],
-)
-def test_other_contents(tmp_path, value, entries, pattern):
-  pickled = pickle.dumps(value, protocol=2)
-  path = archive(tmp_path / 'w.pth', pickled, **entries)
-  with pytest.raises(UserError, match=pattern):
-    files.read(path)
-
-
 @pytest.mark.parametrize('name', SAVED)
 def test_damaged_files_are_told(tmp_path, name):
   whole = (GOLDEN / name).read_bytes()

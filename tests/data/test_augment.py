@@ -4,7 +4,6 @@ import numpy as np
 from PIL import Image
 import pytest
 
-from mod_jax import errors
 from mod_jax.data import augment
 
 
@@ -44,7 +43,7 @@ def test_center_crop_is_resizing_the_shorter_side_and_cutting():
   assert not np.array_equal(cropped, np.asarray(augment.center_crop(image, 28)))
 
 
-@pytest.mark.parametrize('shape', [(64, 64), (90, 40), (30, 77), (400, 4)])
+@pytest.mark.parametrize('shape', [(64, 64), (30, 77), (400, 4)])
 def test_random_resized_crop_has_the_area_and_aspect_asked_for(shape):
   # Pixels carry their place, so that the crop's borders can be read off.
   width, height = shape
@@ -68,10 +67,8 @@ def test_random_resized_crop_has_the_area_and_aspect_asked_for(shape):
     if min(shape) > 16:
       assert 0.62 < w * width / (h * height) < 1.6
   if shape == (64, 64):
-    assert min(areas) > 0.2
-    assert max(areas) < 1.1
-    assert min(areas) < 0.4
-    assert max(areas) > 0.8
+    assert 0.2 < min(areas) < 0.4
+    assert 0.8 < max(areas) < 1.1
   if shape == (400, 4):  # No such part fits: the centred square.
     np.testing.assert_allclose(areas, 0.01, atol=0.01)
 
@@ -82,7 +79,6 @@ def test_random_resized_crop_has_the_area_and_aspect_asked_for(shape):
     ((8, 8), (8, 8)),
     # The smallest part has .25 * .75 of 40 x 40 pixels, 17 a side.
     ((40, 40), (20, 20)),
-    ((36, 36), (36, 36)),
     ((121, 81), (25, 17)),
     ((900, 12), (900, 12)),  # The centred square would be too small.
   ],
@@ -99,36 +95,28 @@ def test_reduction_keeps_what_the_smallest_part_needs(shape, expected):
 def test_shift_moves_by_at_most_the_padding():
   pixels = np.zeros((8, 8, 3), np.uint8)
   pixels[4, 4] = 255
-  places, fills = set(), set()
+  image, fill = Image.fromarray(pixels), (9, 8, 7)
+  places, colors = set(), set()
   for seed in range(200):
-    array = np.asarray(
-      augment.shift(
-        Image.fromarray(pixels),
-        np.random.default_rng(seed),
-        padding=2,
-        fill=(9, 8, 7),
-      )
-    )
+    rng = np.random.default_rng(seed)
+    array = np.asarray(augment.shift(image, rng, padding=2, fill=fill))
     assert array.shape == (8, 8, 3)
     ((row, column),) = np.argwhere(array[..., 0] == 255)
     places.add((int(row), int(column)))
-    fills |= {tuple(p.tolist()) for p in array.reshape(-1, 3)}
+    colors |= {tuple(p.tolist()) for p in array.reshape(-1, 3)}
   assert places == {(i, j) for i in range(2, 7) for j in range(2, 7)}
-  assert fills == {(0, 0, 0), (255, 255, 255), (9, 8, 7)}
+  assert colors == {(0, 0, 0), (255, 255, 255), fill}
 
 
-@pytest.mark.parametrize('flip', [0.0, 0.3, 1.0])
-def test_flip_mirrors_as_often_as_asked(flip):
-  image = noise(8, 8)
-  plain = make(image)
-  mirrored = 0
-  for seed in range(200):
-    array = make(image, seed, flip=flip)
-    if np.array_equal(array, plain[:, ::-1]):
-      mirrored += 1
-    else:
-      np.testing.assert_array_equal(array, plain)
-  assert mirrored / 200 == pytest.approx(flip, abs=0.1 if 0 < flip < 1 else 0)
+@pytest.mark.parametrize('option', ['flip', 'erase'])
+def test_as_often_as_asked(option):
+  image = noise(32, 32)
+  plain = make(image, size=32)
+  arrays = [make(image, seed, size=32, **{option: 0.3}) for seed in range(200)]
+  changed = [a for a in arrays if not np.array_equal(a, plain)]
+  assert len(changed) / 200 == pytest.approx(0.3, abs=0.1)
+  if option == 'flip':
+    np.testing.assert_array_equal(changed[0], plain[:, ::-1])
 
 
 @pytest.mark.parametrize('name', augment.OPERATIONS)
@@ -158,42 +146,6 @@ def test_operations_grow_with_the_magnitude(name):
   if signed:
     assert distance(-0.9) > 0.3
     assert distance(0.0) < 0.01
-
-
-def test_solarize_and_posterize_by_hand():
-  ramp = np.arange(256, dtype=np.uint8).reshape(16, 16)
-  image = Image.fromarray(np.stack([ramp] * 3, -1))
-  solarize, _ = augment.OPERATIONS['solarize']
-  array = np.asarray(solarize(image, 0.5, (0, 0, 0)))[..., 0]
-  np.testing.assert_array_equal(array, np.where(ramp < 128, ramp, 255 - ramp))
-  posterize, _ = augment.OPERATIONS['posterize']
-  array = np.asarray(posterize(image, 0.5, (0, 0, 0)))[..., 0]
-  np.testing.assert_array_equal(array, ramp & 0b11000000)
-  assert np.asarray(posterize(image, 1.0, (0, 0, 0))).any()
-
-
-def test_what_comes_in_from_outside_has_the_fill_colour():
-  image = Image.new('RGB', (10, 10), (200, 200, 200))
-  translate, _ = augment.OPERATIONS['translate_x']
-  array = np.asarray(translate(image, 1.0, (1, 2, 3)))
-  inside = (array == 200).all(-1)
-  outside = (array == (1, 2, 3)).all(-1)
-  assert (inside | outside).all()
-  assert 0.3 < outside.mean() < 0.6
-
-
-def test_rand_augment_changes_pictures_but_not_their_shape():
-  image = noise(8, 8)
-  plain = make(image)
-  arrays = [make(image, seed, randaugment_ops=2) for seed in range(60)]
-  for array in arrays:
-    assert array.shape == plain.shape
-    assert array.dtype == np.float32
-  changed = np.mean([not np.array_equal(a, plain) for a in arrays])
-  # Each of the two operations is left out half of the time.
-  assert 0.5 < changed < 0.95
-  again = [make(image, seed, randaugment_ops=2) for seed in range(60)]
-  np.testing.assert_array_equal(arrays, again)
 
 
 def test_rand_augment_magnitude_and_noise(monkeypatch):
@@ -254,26 +206,6 @@ def test_color_jitter_changes_within_its_limits():
   ]
   assert 69 <= min(values) < 80
   assert 120 < max(values) <= 131
-  image = noise(8, 8)
-  still = augment.color_jitter(image, np.random.default_rng(0), most=0)
-  np.testing.assert_allclose(
-    np.asarray(still, int), np.asarray(image, int), atol=1
-  )
-
-
-def test_deit_iii_changes_nothing_that_is_off():
-  """The same draws as before for pictures that have neither."""
-  image = noise()
-  both = {'three_augment': True, 'color_jitter': 0.3}
-  plain = make(image, rng=3, flip=0.5, erase=0.5)
-  again = make(
-    image, rng=3, flip=0.5, erase=0.5, three_augment=False, color_jitter=0.0
-  )
-  np.testing.assert_array_equal(plain, again)
-  assert not np.array_equal(make(image, rng=3, **both), make(image, rng=3))
-  np.testing.assert_array_equal(
-    make(image, rng=3, **both), make(image, rng=3, **both)
-  )
 
 
 def test_erasing_is_one_rectangle_of_the_area_asked_for():
@@ -295,16 +227,6 @@ def test_erasing_is_one_rectangle_of_the_area_asked_for():
   values = erased[changed]
   assert abs(values.mean()) < 0.5
   assert values.std() == pytest.approx(1, abs=0.3)
-
-
-def test_erasing_as_often_as_asked():
-  image = noise(32, 32)
-  plain = make(image, size=32)
-  changed = [
-    not np.array_equal(make(image, seed, size=32, erase=0.25), plain)
-    for seed in range(200)
-  ]
-  assert np.mean(changed) == pytest.approx(0.25, abs=0.08)
 
 
 def test_soft_target():
@@ -336,13 +258,11 @@ def test_mixup_weighs_targets_as_pixels(batch):
   np.testing.assert_allclose(np.diag(mixed['target']), 0.75)
 
 
-@pytest.mark.parametrize('weight', [0.0, 0.2, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize('weight', [0.0, 0.5, 1.0])
 def test_cutmix_targets_are_the_exact_areas(batch, weight):
   kept = []
   for seed in range(60):
     mixed = augment.cutmix(batch, weight, np.random.default_rng(seed))
-    for key in mixed:
-      assert mixed[key].dtype == np.float32
     own = (mixed['image'] == batch['image']).all(-1)
     other = (mixed['image'] == np.roll(batch['image'], 1, axis=0)).all(-1)
     assert (own ^ other).all()
@@ -382,43 +302,3 @@ def test_mix_chooses_by_what_is_on(batch):
   assert set(kinds(cutmix=1.0)) == {'cutmix'}
   assert 30 < kinds(mixup=1.0, cutmix=1.0).count('cutmix') < 70
   assert 10 < kinds(mixup=1.0, cutmix=1.0, switch=0.2).count('cutmix') < 32
-
-
-def test_alpha_shapes_the_weight(batch):
-  def weights(alpha):
-    config = augment.AugmentConfig(mixup=alpha)
-    return np.array(
-      [
-        augment.mix(batch, np.random.default_rng(s), config)['target'][0, 0]
-        for s in range(300)
-      ]
-    )
-
-  # The variance of Beta(a, a) is 1 / (4 (2 a + 1)).
-  for alpha in (0.2, 1.0, 8.0):
-    variance = 1 / (4 * (2 * alpha + 1))
-    assert weights(alpha).var() == pytest.approx(variance, rel=0.2)
-
-
-@pytest.mark.parametrize(
-  ('kwargs', 'message'),
-  [
-    ({'crop': 'center'}, 'crop'),
-    ({'min_scale': 0.0}, 'min_scale=0.0'),
-    ({'min_scale': 1.5}, 'min_scale=1.5'),
-    ({'padding': 0}, 'padding=0'),
-    ({'flip': 1.5}, 'flip=1.5'),
-    ({'erase': -0.5}, 'erase=-0.5'),
-    ({'switch': 2.0}, 'switch=2.0'),
-    ({'randaugment_ops': -1}, 'randaugment_ops=-1'),
-    ({'randaugment_magnitude': 11.0}, 'randaugment_magnitude=11.0'),
-    ({'randaugment_noise': -1.0}, 'randaugment_noise=-1.0'),
-    ({'color_jitter': 1.5}, 'color_jitter=1.5'),
-    ({'mixup': -0.1}, 'mixup=-0.1'),
-    ({'cutmix': float('inf')}, 'cutmix=inf'),
-    ({'label_smoothing': 1.0}, 'label_smoothing=1.0'),
-  ],
-)
-def test_config_refuses(kwargs, message):
-  with pytest.raises(errors.UserError, match=message):
-    augment.AugmentConfig(**kwargs)

@@ -1,6 +1,5 @@
 """A tokenizer that a run learns from its own training files."""
 
-import dataclasses
 import os
 import pathlib
 
@@ -8,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 import pytest
 
-from mod_jax import errors
 from mod_jax.data import text
 
 WORDS = (
@@ -96,26 +94,3 @@ def test_documents_end_with_its_end_token(root, tokenizer):
   ids = tokenizer.encode('zebra zebra zebra zebra')
   valid = batch['weights'] > 0
   assert batch['targets'][valid].tolist() == [*ids[1:], tokenizer.eos_id]
-
-
-@pytest.mark.parametrize(
-  ('changes', 'message'),
-  [
-    ({'tokenizer_vocab_size': 257}, 'tokenizer_vocab_size=257: expected'),
-    ({'tokenizer_path': 'm'}, "tokenizer_path='m' is not read by"),
-    (
-      {'source': 'tfds', 'files': '', 'eval_files': ''},
-      "tokenizer='bpe' is learned from files",
-    ),
-  ],
-)
-def test_refused(root, changes, message):
-  with pytest.raises(errors.UserError, match=message):
-    dataclasses.replace(config_of(root), **changes)
-
-
-def test_more_subwords_than_there_are(root):
-  config = config_of(root, tokenizer_vocab_size=5000)
-  message = 'tokenizer_vocab_size=5000: the 6 training files have only'
-  with pytest.raises(errors.UserError, match=message):
-    text.learn_tokenizer(config)

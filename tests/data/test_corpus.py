@@ -4,7 +4,6 @@ import os
 
 import pytest
 
-from mod_jax import errors
 from mod_jax.data import corpus
 
 
@@ -65,24 +64,6 @@ def test_listing_takes_braces_and_commas_in_names(tmp_path):
   assert found(f'{tmp_path}/c[,]*, {tmp_path}/a/{{x,y{{1,2}}}}.txt') == [
     *('c, d.txt', 'x.txt')
   ]
-  with pytest.raises(errors.UserError, match=r'\{c,d\}.*matches no file'):
-    found(f'{tmp_path}/{{c,d}}/*')
-
-
-def test_listing_one_file_without_wildcard(tmp_path):
-  write(tmp_path, {'b.txt': 'b'})
-  (only,) = corpus.list_files(str(tmp_path / 'b.txt'))
-  assert (only.name, only.size) == ('b.txt', 1)
-
-
-def test_listing_errors(tmp_path):
-  write(tmp_path, {'e.txt': '', 'f.md': 'x'})
-  with pytest.raises(errors.UserError, match=r'files=.*nope.*matches no file'):
-    corpus.list_files(f'{tmp_path}/f.md,{tmp_path}/nope*')
-  with pytest.raises(errors.UserError, match='eval_files=.*is a directory'):
-    corpus.list_files(str(tmp_path), 'eval_files')
-  with pytest.raises(errors.UserError, match='only empty files'):
-    corpus.list_files(f'{tmp_path}/*.txt')
 
 
 def test_stdlib_is_source_of_the_library_only():

@@ -5,7 +5,7 @@ from PIL import Image
 import pytest
 from scipy import ndimage
 
-from mod_jax.data import corruptions, digits
+from mod_jax.data import corruptions
 
 KINDS = corruptions.CORRUPTIONS
 
@@ -39,12 +39,8 @@ def squared_change(one, other):
   return float(np.square(one.astype(float) - other.astype(float)).mean())
 
 
-def test_kinds():
-  assert KINDS == ('noise', 'blur', 'contrast', 'pixelation')
-
-
 @pytest.mark.parametrize('kind', KINDS)
-@pytest.mark.parametrize('side', [16, 32, 64, 224])
+@pytest.mark.parametrize('side', [16, 224])
 def test_change_rises_with_severity(photos, kind, side):
   pictures = resized(photos, side)
   before = pictures.copy()
@@ -57,35 +53,6 @@ def test_change_rises_with_severity(photos, kind, side):
   np.testing.assert_array_equal(pictures, before)
   assert found[0] == 0
   assert (np.diff(found) > 0).all(), found
-
-
-@pytest.mark.parametrize('kind', KINDS)
-def test_digits_are_hurt_more_and_more(kind):
-  source = digits.DigitImages('eval')
-  pictures = np.stack(
-    [
-      np.asarray(source.entry(i)[1]().resize((32, 32), Image.BICUBIC))
-      for i in range(0, 200, 10)
-    ]
-  )
-  found = [
-    squared_change(corruptions.corrupt(pictures, kind, severity), pictures)
-    for severity in range(6)
-  ]
-  assert (np.diff(found) > 0).all(), found
-
-
-@pytest.mark.parametrize('kind', ['blur', 'contrast', 'pixelation'])
-@pytest.mark.parametrize('severity', [1, 3, 5])
-def test_sizes_are_hurt_alike(photos, kind, severity):
-  large = corruptions.corrupt(photos, kind, severity)
-  small = corruptions.corrupt(resized(photos, 32), kind, severity)
-  clean = resized(photos, 32)
-  # The large one seen from further away is about as bad as the small one.
-  ratio = squared_change(resized(large, 32), clean) / squared_change(
-    small, clean
-  )
-  assert 0.6 < ratio < 1.7
 
 
 @pytest.mark.parametrize('side', [32, 224])
@@ -129,21 +96,10 @@ def test_pixelation_averages_cells(photos):
   np.testing.assert_allclose(blocks[:, :, 0, :, 0], mean, atol=0.51)
 
 
-def test_pixelation_shares_a_pixel_by_area():
-  # 12 pixels as 8 cells: one and a half pixels each.
-  line = np.zeros((1, 12, 12, 3), np.uint8)
-  line[:, :, 1] = 90
-  changed = corruptions.corrupt(line, 'pixelation', 3)
-  # Cell 0 has a third of its area, cell 1 too; pixel 1 is half in each.
-  assert changed[0, 5, :4, 0].tolist() == [30, 30, 30, 0]
-
-
-@pytest.mark.parametrize('kind', KINDS)
+@pytest.mark.parametrize('kind', ['blur', 'contrast', 'pixelation'])
 def test_cells_and_widths_count_from_the_shorter_side(photos, kind):
   pictures = photos[:, :64, :128]
   across = corruptions.corrupt(pictures, kind, 4)
-  if kind == 'noise':
-    return
   upright = corruptions.corrupt(pictures.swapaxes(1, 2), kind, 4)
   np.testing.assert_array_equal(across, upright.swapaxes(1, 2))
   if kind == 'pixelation':

@@ -1,7 +1,6 @@
 """Folders of pictures: layouts, splits, decoding, bad files."""
 
 import io
-import struct
 
 import numpy as np
 from PIL import Image
@@ -106,26 +105,26 @@ def test_a_class_may_be_called_train(tmp_path):
   assert images.class_names(config(tmp_path)) == ('car', 'train')
 
 
-@pytest.mark.parametrize('mode', ['RGB', 'RGBA', 'L', 'LA', 'P', '1', 'CMYK'])
-def test_all_modes_become_rgb(mode):
-  kind = 'JPEG' if mode == 'CMYK' else 'PNG'
-  data = encoded((255, 255, 255), kind, mode)
-  image = image_folder.decode(data, 'it')
+@pytest.mark.parametrize(
+  ('kind', 'mode'),
+  [
+    *(('PNG', mode) for mode in ('RGB', 'RGBA', 'L', 'LA', 'P', '1')),
+    ('JPEG', 'CMYK'),
+    *((kind, 'RGB') for kind in ('JPEG', 'WEBP', 'BMP', 'GIF', 'TIFF')),
+  ],
+)
+def test_formats_and_modes(kind, mode):
+  color = (10, 20, 30) if mode == 'RGB' else (255, 255, 255)
+  image = image_folder.decode(encoded(color, kind, mode), 'it')
   assert image.mode == 'RGB'
   assert image.size == (6, 4)
-  assert min(image.getpixel((2, 2))) > 250
+  np.testing.assert_allclose(image.getpixel((3, 2)), color, atol=4)
 
 
 @pytest.mark.filterwarnings('error')
 def test_palette_with_transparency():
   data = encoded((204, 0, 0), mode='P', transparency=bytes([0] * 256))
   assert image_folder.decode(data, 'it').getpixel((0, 0)) == (204, 0, 0)
-
-
-@pytest.mark.parametrize('kind', ['JPEG', 'PNG', 'WEBP', 'BMP', 'GIF', 'TIFF'])
-def test_formats(kind):
-  image = image_folder.decode(encoded(kind=kind), 'it')
-  np.testing.assert_allclose(image.getpixel((3, 2)), (10, 20, 30), atol=4)
 
 
 def test_of_an_animation_the_first_frame():
@@ -150,14 +149,7 @@ def test_damaged_exif_data_do_no_harm():
   assert image.size == (6, 4)
 
 
-def test_other_formats_are_not_even_tried():
-  file = io.BytesIO()
-  Image.new('RGB', (4, 4)).save(file, 'EPS')
-  with pytest.raises(image_folder.UnreadableImageError, match='no picture in'):
-    image_folder.decode(file.getvalue(), "image 'x'")
-
-
-# Errors.
+# Files that are no pictures.
 
 
 @pytest.fixture
@@ -174,18 +166,10 @@ def test_bad_files_are_named_and_counted(broken):
     r'2 of the 8 files under .* cannot be read as pictures: a/empty.png '
     r"\(empty\), b/text.jpg \(no picture.*\); repair.*unreadable='skip'"
   )
-  with pytest.raises(errors.UserError, match=message) as e:
+  with pytest.raises(errors.UserError, match=message):
     images.train_iterator(config(broken), batch_size=1, seed=0)
-  assert '\n' not in str(e.value)
   # The held-out files are in order.
   assert len(list(images.eval_batches(config(broken), batch_size=2))) == 3
-
-
-def test_of_many_bad_files_a_few_are_named(broken):
-  write(broken, *(f'train/b/{i}.gif' for i in range(10)), content=b'')
-  with pytest.raises(errors.UserError, match='12 of the 18.* and 9 more;') as e:
-    open_split(broken)
-  assert str(e.value).count('(empty)') == 3
 
 
 def test_bad_files_are_left_out_by_option(broken, caplog):
@@ -196,12 +180,6 @@ def test_bad_files_are_left_out_by_option(broken, caplog):
   ]
   assert '2 of the 8 files' in caplog.text
   assert 'a/empty.png (empty)' in caplog.text
-
-
-def test_a_class_of_bad_files_alone_has_no_pictures(broken):
-  write(broken, 'train/c/1.png', content=b'')
-  with pytest.raises(errors.UserError, match="3 classes, 1 have no.*'c'"):
-    open_split(broken, unreadable='skip')
 
 
 @pytest.fixture
@@ -216,26 +194,15 @@ def truncated(tmp_path):
   return tmp_path
 
 
-@pytest.mark.parametrize('split', ['train', 'eval'])
-def test_a_file_that_fails_at_decoding_is_named(truncated, split):
+def test_a_file_that_fails_at_decoding_is_named(truncated):
   cut = config(truncated)
-  if split == 'train':
-    batches = images.train_iterator(cut, batch_size=5, seed=0)
-  else:
-    batches = images.eval_batches(cut, batch_size=5)
-  message = r"cut\.png' cannot be decoded \(.*unreadable='skip'"
-  with pytest.raises(errors.UserError, match=message) as e:
-    next(batches)
-  assert '\n' not in str(e.value)
-
-
-def test_pictures_of_too_many_pixels_are_not_decoded():
-  buffer = io.BytesIO()
-  Image.new('RGB', (1, 1)).save(buffer, 'BMP')
-  header = bytearray(buffer.getvalue())
-  header[18:26] = struct.pack('<ii', 20_000, 5_001)
-  with pytest.raises(errors.UserError, match='20,000 x 5,001 pixels, and at'):
-    image_folder.decode(bytes(header), 'x')
+  for batches in (
+    images.train_iterator(cut, batch_size=5, seed=0),
+    images.eval_batches(cut, batch_size=5),
+  ):
+    message = r"cut\.png' cannot be decoded \(.*unreadable='skip'"
+    with pytest.raises(errors.UserError, match=message):
+      next(batches)
 
 
 def test_a_file_that_fails_at_decoding_is_left_out_by_option(truncated, caplog):
@@ -261,14 +228,6 @@ def test_a_file_that_fails_at_decoding_is_left_out_by_option(truncated, caplog):
   assert 'unreadable=' not in caplog.text
 
 
-def test_nothing_that_decodes(tmp_path):
-  cut = encoded(size=(64, 64))[:-60]
-  write(tmp_path, *(f'train/{c}/1.png' for c in 'ab'), content=cut)
-  skip = config(tmp_path, unreadable='skip')
-  with pytest.raises(errors.UserError, match='none of the 2 pictures'):
-    next(images.train_iterator(skip, batch_size=1, seed=0))
-
-
 def tiff(values):
   file = io.BytesIO()
   Image.fromarray(values).save(file, 'TIFF')
@@ -287,13 +246,8 @@ def test_floating_point_pictures_run_from_0_to_1():
 
 
 def test_integers_of_unknown_scale_are_refused(tmp_path):
-  measured = tiff(np.array([[0, 70_000], [1, 2]], np.int32))
-  with pytest.raises(errors.UserError, match='x cannot be .*which of its 32-b'):
-    image_folder.decode(measured, 'x')
-  picture = Image.fromarray(np.full((2, 2), 200, np.int32))
-  with pytest.raises(errors.UserError, match='which of its 32-b'):
-    images._as_image(picture)
   # When the files are listed, and not after an hour of training.
+  measured = tiff(np.array([[0, 70_000], [1, 2]], np.int32))
   write(tmp_path, *(f'train/{c}/{i}.png' for c in 'ab' for i in '12'))
   write(tmp_path, 'train/b/3.tif', content=measured)
   with pytest.raises(errors.UserError, match=r'b/3.tif \(nothing says which'):
@@ -336,35 +290,3 @@ def test_links_in_circles_do_not_multiply_pictures(tmp_path, layout, caplog):
   assert len(real) == len(set(real)) == len(names) + 1
   assert all(name[0] == 'ab'[label] for name, label in train + held_out)
   assert "a/above' leads to" in caplog.text
-
-
-def test_folder_errors(tmp_path):
-  def refused(message, split='train'):
-    return pytest.raises(errors.UserError, match=message)
-
-  with refused("nothere' is no directory"):
-    images.class_names(config(tmp_path / 'nothere'))
-  with refused('a folder for each of two classes.* which has none'):
-    images.class_names(config(tmp_path))
-  write(tmp_path, 'one/a/1.png', 'one/a/2.png')
-  with refused("a folder for each of two classes.* which has 'a'"):
-    images.class_names(config(tmp_path / 'one'))
-  write(tmp_path, 'notrain/val/a/1.png', 'notrain/test/a/1.png')
-  with refused("'test', 'val' but no train/"):
-    images.class_names(config(tmp_path / 'notrain'))
-  write(tmp_path, 'few/a/1.png', 'few/b/notes.txt', 'few/c/.1.png')
-  with refused("of 3 classes, 2 have no pictures.*'b', 'c'"):
-    open_split(tmp_path / 'few')
-  with refused("of 3 classes, 2 have no pictures.*'b', 'c'"):
-    open_split(tmp_path / 'few', 'eval')
-  write(tmp_path, 'odd/train/cat/1.png', 'odd/train/dog/1.png')
-  write(tmp_path, 'odd/val/cats/1.png', 'odd/val/dog/1.png')
-  with refused("'cats', which.*lacks.*Did you mean 'cat'"):
-    open_split(tmp_path / 'odd', 'eval')
-  open_split(tmp_path / 'odd')
-  write(tmp_path, 'none/train/a/1.png', 'none/train/b/1.png', 'none/val/x.txt')
-  with refused('holds no pictures: add some, or remove'):
-    open_split(tmp_path / 'none', 'eval')
-  write(tmp_path, 'single/a/1.png', 'single/b/1.png')
-  with refused('one picture per class, so that none can be held out'):
-    open_split(tmp_path / 'single', 'eval')

@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import pathlib
 import time
 
 from absl import flags as absl_flags
@@ -114,19 +113,6 @@ def test_batches_are_those_of_the_files(root, tmp_path, tokenizer, monkeypatch):
   )
 
 
-def test_the_stream_does_not_depend_on_the_shards(root, tmp_path):
-  streams = []
-  for size in (1, 3 * KIB, 2**20):
-    out = tmp_path / str(size)
-    prepare.prepare(files_config(root), str(out), shard_bytes=size)
-    streams.append(text.open_stream(prepared_config(out), 'train'))
-  first = whole(streams[0])
-  for stream in streams:
-    assert whole(stream) == first
-    assert stream.starts.tolist() == streams[0].starts.tolist()
-    assert stream.read(17, 17).tolist() == []
-
-
 def test_a_learned_tokenizer_goes_with_the_corpus(root, tmp_path):
   source = files_config(
     root, tokenizer='bpe', tokenizer_path='', tokenizer_vocab_size=300
@@ -183,20 +169,6 @@ def test_several_workers_make_the_same(root, tmp_path):
   assert contents(outs[0]) == contents(outs[1])
 
 
-def test_another_corpus_in_the_directory_is_refused(root, tmp_path):
-  prepare.prepare(files_config(root), str(tmp_path))
-  for changes, said in (
-    ({'eval_files': '', 'eval_fraction': 0.5}, 'settings config.eval_files: '),
-    ({'tokenizer': 'bytes', 'tokenizer_path': ''}, 'config.tokenizer: hugg'),
-  ):
-    with pytest.raises(errors.UserError, match=f'made otherwise.*{said}'):
-      prepare.prepare(files_config(root, **changes), str(tmp_path))
-  with pytest.raises(errors.UserError, match='made otherwise.*shard_bytes'):
-    prepare.prepare(files_config(root), str(tmp_path), shard_bytes=KIB)
-  with pytest.raises(errors.UserError, match='is prepared already'):
-    prepare.prepare(prepared_config(tmp_path), str(tmp_path / 'other'))
-
-
 def swap(path):
   shards = sorted(path.glob('train-*'))
   moved = path / 'moved'
@@ -210,17 +182,11 @@ def cut(path):
   os.truncate(shard, shard.stat().st_size - 8)
 
 
-def change(path):
+def flip(path):
   shard = path / 'held_out-00000.npy'
   data = bytearray(shard.read_bytes())
   data[len(data) // 2] ^= 1
-  shard.write_bytes(bytes(data))
-
-
-def retrain(path):
-  files = [f for f in corpus.list_files(f'{path}/*.json') if f.size > 2000]
-  learned = bpe.open_tokenizer(files, 290, str(path / 'cache'))
-  learned.rename(path / 'tokenizer.json')
+  shard.write_bytes(data)
 
 
 def make_old(path):
@@ -228,35 +194,33 @@ def make_old(path):
   index.write_text(index.read_text().replace('"format": 2', '"format": 1'))
 
 
+def learn_another(path):
+  files = [f for f in corpus.list_files(f'{path}/*.json') if f.size > 2000]
+  learned = bpe.open_tokenizer(files, 290, str(path / 'cache'))
+  learned.rename(path / 'tokenizer.json')
+
+
 @pytest.mark.parametrize(
   ('damage', 'said'),
   [
     (swap, 'not as it was prepared .* training files are changed'),
     (cut, 'not as it was prepared .*the training file train-.* is changed'),
-    (change, 'the held-out file held_out-00000.npy is changed'),
-    (retrain, 'tokenizer in path=.* is not the one'),
+    (flip, 'the held-out file held_out-00000.npy is changed'),
+    (learn_another, 'tokenizer in path=.* is not the one'),
     (lambda p: (p / 'train-00001.npy').unlink(), 'cannot be read: No such'),
     (lambda p: (p / 'index.json').unlink(), 'holds no prepared corpus'),
     (lambda p: (p / 'index.json').write_text('{'), 'is no index of a prepared'),
-    (
-      make_old,
-      'that this version can read: prepare it again, by the same comm',
-    ),
-  ],
-  ids=[
-    *('swap', 'cut', 'change', 'tokenizer'),
-    *('missing', 'no_index', 'no_json', 'old'),
+    (make_old, 'that this version can read: prepare it again, by the same'),
   ],
 )
 def test_damage_is_one_sentence(root, tmp_path, damage, said):
   prepare.prepare(files_config(root), str(tmp_path), shard_bytes=4 * KIB)
   config = prepared_config(tmp_path)
-  before = text.fingerprint(config)
-  assert before == text.fingerprint(prepared_config(tmp_path, length=8))
+  text.fingerprint(config)
   damage(tmp_path)
   with pytest.raises(errors.UserError, match=said):
     text.fingerprint(config)
-  if damage is not retrain:
+  if damage is not learn_another:
     with pytest.raises(errors.UserError, match=said):
       [text.open_stream(config, group) for group in ('train', 'held_out')]
 
@@ -296,7 +260,9 @@ def test_a_shard_that_changes_while_it_is_read(root, tmp_path):
   prepare.prepare(files_config(root), str(tmp_path), shard_bytes=4 * KIB)
   stream = text.open_stream(prepared_config(tmp_path), 'train')
   swap(tmp_path)
-  with pytest.raises(errors.UserError, match='tokens, and its index says'):
+  # Whoever comes first: this read, or the thread that checks the shards.
+  message = 'tokens, and its index says|is not as it was prepared'
+  with pytest.raises(errors.UserError, match=message):
     whole(stream)
 
 
@@ -313,14 +279,6 @@ def write_table(path, rows, **columns):
     new = pa.ipc.new_file if 'file' in path.stem else pa.ipc.new_stream
     with new(path, table.schema) as writer:
       writer.write_table(table, max_chunksize=7)
-
-
-def texts(stream, tokenizer):
-  ends = [*stream.starts[1:], len(stream)]
-  return [
-    tokenizer.decode(stream.read(a, b))
-    for a, b in zip(stream.starts, ends, strict=True)
-  ]
 
 
 def test_few_bytes_of_parquet_stay_few(tmp_path):
@@ -357,30 +315,20 @@ def test_damaged_tables_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize('name', ['a.parquet', 'stream.arrow', 'file.arrow'])
-def test_tables(root, tmp_path, name):
+def test_tables(tmp_path, name):
   write_table(tmp_path / name, [*ROWS[:50], ''])
   write_table(tmp_path / f'eval_{name}', ROWS[50:])
-  source = files_config(
-    root,
+  source = text.TextDataConfig(
     source='huggingface',
     files=f'{tmp_path}/{name}',
     eval_files=f'{tmp_path}/eval_{name}',
   )
-  with pytest.raises(
-    errors.UserError, match='make a corpus of it by .*prepare'
-  ):
-    text.train_iterator(source, batch_size=1, seed=0)
   out = tmp_path / 'out'
   index = prepare.prepare(source, str(out))
   assert index['train']['documents'] == 50
-  config = prepared_config(out)
-  tokenizer = text.make_tokenizer(config)
-  train, held_out = (
-    texts(text.open_stream(config, group), tokenizer)
-    for group in ('train', 'held_out')
-  )
-  assert train == ROWS[:50]
-  assert held_out == ROWS[50:]
+  for group, rows in (('train', ROWS[:50]), ('held_out', ROWS[50:])):
+    stream = text.open_stream(prepared_config(out), group)
+    assert bytes(whole(stream)).decode().split('\n')[:-1] == rows
 
 
 def test_documents_are_held_out_by_their_text(root, tmp_path):
@@ -400,34 +348,7 @@ def test_documents_are_held_out_by_their_text(root, tmp_path):
   assert 4 < len(sides[1]) < 30
 
 
-@pytest.mark.parametrize(
-  ('kwargs', 'said'),
-  [
-    ({'text_column': 'body'}, "'body' is not in .*, which has text, n"),
-    ({'text_column': 'n'}, 'holds int64, not text: choose another of text, n'),
-    ({'files': 'BAD'}, 'cannot be read as Arrow or Parquet'),
-  ],
-)
-def test_bad_tables(root, tmp_path, kwargs, said):
-  write_table(tmp_path / 'a.arrow', ROWS)
-  (tmp_path / 'bad.parquet').write_bytes(b'text')
-  config = {'files': f'{tmp_path}/*.arrow', **kwargs}
-  config['files'] = config['files'].replace('BAD', f'{tmp_path}/bad.parquet')
-  source = text.TextDataConfig(source='huggingface', **config)
-  with pytest.raises(errors.UserError, match=said):
-    prepare.prepare(source, str(tmp_path / 'out'))
-
-
 def test_the_command(root, tmp_path, capsys):
-  def run(*args):
-    with pytest.raises(SystemExit) as info:
-      prepare.main(['prepare', *args])
-    for name in ('out', 'workers', 'shard_mb'):
-      delattr(absl_flags.FLAGS, name)
-    absl_flags.FLAGS.unparse_flags()
-    said = capsys.readouterr()
-    return info.value.code, said.out, said.err
-
   flags = [
     f'--out={tmp_path}/out',
     '--workers=1',
@@ -435,12 +356,12 @@ def test_the_command(root, tmp_path, capsys):
     f'--config.files={root}/train/*.txt',
     f'--config.eval_files={root}/eval/*.txt',
   ]
-  code, out, _ = run(*flags)
-  assert not code
-  size = sum(p.stat().st_size for p in pathlib.Path(root / 'train').iterdir())
-  assert out.startswith(
-    f'train: {size:,} tokens of 12 documents, {size:,} byte'
-  )
-  code, _, err = run(*flags, '--config.tokeniser=bpe')
-  assert code == 2
-  assert err.startswith('error: --config.tokeniser')
+  with pytest.raises(SystemExit) as info:
+    prepare.main(['prepare', *flags])
+  for name in ('out', 'workers', 'shard_mb'):
+    delattr(absl_flags.FLAGS, name)
+  absl_flags.FLAGS.unparse_flags()
+  assert not info.value.code
+  size = sum(p.stat().st_size for p in (root / 'train').iterdir())
+  out = capsys.readouterr().out
+  assert f'train: {size:,} tokens of 12 documents, {size:,} byte' in out

@@ -8,7 +8,6 @@ import sys
 import numpy as np
 import pytest
 
-from mod_jax import errors
 from mod_jax.data import corpus, shards, tokenizers
 
 
@@ -97,23 +96,10 @@ def test_a_shard_that_is_truncated_while_open_is_one_sentence(tmp_path):
   assert ".npy' is shorter than when the run began" in result.stdout
 
 
-def test_shards_that_were_put_aside_can_still_be_read(tmp_path):
-  path = str(tmp_path / 'a.npy')
-  tokens = shards.Tokens({path: 3}, 256)
-  shards.open_or_write(path, [[b'abc']], tokenizers.make('bytes'))
-  first = tokens._open(0)  # As another thread would hold it.
-  number = first._file.fileno()
-  tokens._open.cache_clear()
-  assert bytes(first.read(0, 3)) == b'abc'
-  del first
-  with pytest.raises(OSError, match='Bad file descriptor'):
-    os.fstat(number)
-
-
 @pytest.mark.parametrize(
-  ('vocab_size', 'dtype'), [(256, 'u1'), (300, 'u2'), (70000, 'u4')]
+  ('vocab_size', 'dtype', 'eos_id'),
+  [(256, 'u1', 255), (300, 'u2', None), (70000, 'u4', 255)],
 )
-@pytest.mark.parametrize('eos_id', [None, 255])
 def test_cache_holds_the_documents(tmp_path, vocab_size, dtype, eos_id):
   write(tmp_path, {'a': 'abc', 'b': 'de'})
   files = corpus.list_files(f'{tmp_path}/*')
@@ -125,14 +111,6 @@ def test_cache_holds_the_documents(tmp_path, vocab_size, dtype, eos_id):
   assert stream.starts.tolist() == [0, 3 + len(end)]
   (path,) = (tmp_path / 'cache').iterdir()
   assert np.load(path, mmap_mode='r').dtype == dtype
-
-
-def test_bytes_stay_what_they_are(tmp_path):
-  write(tmp_path, {'a': b'\xff\xc3'})
-  files = corpus.list_files(f'{tmp_path}/a')
-  cache = str(tmp_path / 'cache')
-  stream = shards.open_cache(files, tokenizers.make('bytes'), cache)
-  assert stream.read(0, 2).tolist() == [255, 0xC3]
 
 
 def test_cache_is_reused_until_something_changes(tmp_path):
@@ -213,22 +191,3 @@ def test_two_builders_at_once(tmp_path):
   stream = shards.open_cache(files, Nested(), cache)
   assert stream.read(0, 3).tolist() == [*b'abc']
   assert len(os.listdir(cache)) == 1
-
-
-def test_cache_errors(tmp_path):
-  write(tmp_path, {'a': 'abc', 'not_a_dir': 'x'})
-  files = corpus.list_files(f'{tmp_path}/a')
-  with pytest.raises(errors.UserError, match='cannot hold the token cache'):
-    shards.open_cache(files, Words(), str(tmp_path / 'not_a_dir'))
-
-  class Nothing(Words):
-    def encode(self, text):
-      return []
-
-  with pytest.raises(errors.UserError, match='no token at all'):
-    shards.open_cache(files, Nothing(), str(tmp_path / 'cache'))
-  gone = [
-    corpus.TextFile(name='g', path=str(tmp_path / 'g'), size=1, mtime_ns=0)
-  ]
-  with pytest.raises(errors.UserError, match='cannot be read'):
-    shards.open_cache(gone, Words(), str(tmp_path / 'cache'))

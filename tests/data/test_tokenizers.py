@@ -11,7 +11,6 @@ import pytest
 import sentencepiece
 import tokenizers as hf
 
-from mod_jax import errors
 from mod_jax.data import tokenizers
 
 CORPUS = [
@@ -75,11 +74,7 @@ def test_bytes_round_trip(text):
   ids = tok.encode(text)
   assert tok.decode(ids) == text.encode('utf-8', 'replace').decode()
   assert tok.encode_bytes(text.encode('utf-8', 'replace')).tolist() == ids
-
-
-def test_bytes_pass_what_is_not_utf8():
-  tok = tokenizers.make('bytes')
-  assert tok.encode_bytes(b'\xff\x00').tolist() == [255, 0]
+  assert tok.encode_bytes(b'\xff\x00').tolist() == [255, 0]  # No UTF-8.
   assert tok.decode([0xE6, 0x9D]) == '\ufffd'
 
 
@@ -115,11 +110,6 @@ def test_declared_end_token_wins_over_the_customary(hf_path, tmp_path):
   after = tokenizers.make('huggingface', str(tmp_path))
   assert (before.eos_id, after.eos_id) == (0, 1)
   assert before.fingerprint != after.fingerprint
-
-
-def test_text_that_spells_a_special_token_does_not_become_one(hf_path):
-  tok = tokenizers.make('huggingface', str(hf_path))
-  assert tok.eos_id not in tok.encode('a <|endoftext|> b')
 
 
 def test_a_chat_beside_it_changes_no_text(hf_path):
@@ -174,19 +164,8 @@ def test_pieces_are_printable(sp_path, hf_path):
   for tok in all_kinds(sp_path, hf_path):
     pieces = tok.pieces(range(tok.vocab_size))
     assert all(p and p.isprintable() for p in pieces)
-  assert tokenizers.make('bytes').pieces(list(b'a \n\t\x00\xe6')) == [
-    'a',
-    '␣',
-    '↵',
-    '⇥',
-    '\\x00',
-    '\\xe6',
-  ]
-
-
-def test_fingerprints_differ(sp_path, hf_path):
-  kinds = all_kinds(sp_path, hf_path)
-  assert len({tok.fingerprint for tok in kinds}) == 3
+  pieces = tokenizers.make('bytes').pieces(list(b'a \n\t\x00\xe6'))
+  assert pieces == ['a', '␣', '↵', '⇥', '\\x00', '\\xe6']
 
 
 @pytest.mark.parametrize(
@@ -212,26 +191,3 @@ def test_fingerprints_differ(sp_path, hf_path):
 )
 def test_bytes_of_a_vocabulary_entry(decoder, token, count):
   assert len(tokenizers._surface_function(decoder)(token)) == count
-
-
-@pytest.mark.parametrize('kind', ['sentencepiece', 'huggingface'])
-def test_missing_and_broken_files(kind, tmp_path):
-  with pytest.raises(errors.UserError, match=r'nothere.*no file'):
-    tokenizers.make(kind, str(tmp_path / 'nothere'))
-  with pytest.raises(errors.UserError, match='no file.*tokenizer'):
-    tokenizers.make(kind, str(tmp_path))
-  bad = tmp_path / 'bad'
-  for content in (b'', b'{}', b'\x00\x01 no model'):
-    bad.write_bytes(content)
-    with pytest.raises(errors.UserError, match='is not a readable') as e:
-      tokenizers.make(kind, str(bad))
-    assert '\n' not in str(e.value)
-
-
-def test_a_small_file_does_not_become_large(tmp_path):
-  vocab = {'a': 0, 'b': 2**31 - 1}
-  model = {'type': 'WordLevel', 'vocab': vocab, 'unk_token': 'a'}
-  spec = {'version': '1.0', 'added_tokens': [], 'model': model}
-  (tmp_path / 'tokenizer.json').write_text(json.dumps(spec))
-  with pytest.raises(errors.UserError, match='the id 2147483647; expected les'):
-    tokenizers.make('huggingface', str(tmp_path))

@@ -23,7 +23,7 @@ from mod_jax.train import evaluation, loop
 import mod_jax_kernels
 from mod_jax_kernels import dispatch
 
-pytestmark = pytest.mark.usefixtures('compilation_cache', 'one_device')
+pytestmark = pytest.mark.usefixtures('one_device')
 
 
 @pytest.fixture(scope='module')

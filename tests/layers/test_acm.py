@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 import scipy.special
 
-from mod_jax.errors import UserError
 from mod_jax.layers import acm
 from mod_jax.layers.acm import ACM, ACMConfig
-from mod_jax.layers.mlp import MLP, MLPConfig
+from mod_jax.layers.mlp import MLPConfig
 
 B, L, N = 2, 7, 3
 FFN = ACMConfig(
@@ -136,52 +135,7 @@ def test_a_constant_gate_is_a_fixed_number(name, k):
   assert bool(jnp.any(want_BLD)) == (k > 0)
 
 
-def test_none_is_a_fixed_number_of_a_projection_too():
-  y_BLD, choice = run(PROJECTION, 0, parameters(PROJECTION), inputs())
-  assert not y_BLD.any()
-  assert not choice.learners_BL.any()
-
-
-@pytest.mark.parametrize('kind', ['gelu', 'gelu_split_unevenly'])
-def test_learners_that_split_a_dense_mlp_are_it(kind):
-  dense = MLPConfig(width=6, hidden=12, kind='gelu', bias=True)
-  config = acm.ffn_config(6, 12, num_learners=N)
-  rng = np.random.default_rng(0)
-  up, down = rng.normal(size=(6, 12)), rng.normal(size=(12, 6))
-  bias = rng.normal(size=12)
-  # Which units make a learner does not matter.
-  units = np.arange(12) if kind == 'gelu' else rng.permutation(12)
-  y_BLD = MLP(dense).apply(
-    {
-      'params': {
-        'up': {'kernel': jnp.array(up), 'bias': jnp.array(bias)},
-        'down': {'kernel': jnp.array(down), 'bias': jnp.zeros(6)},
-      }
-    },
-    inputs(),
-  )
-  params = parameters(config) | {
-    'up': np.stack([up[:, u] for u in units.reshape(N, -1)]),
-    'bias': np.stack([bias[u] for u in units.reshape(N, -1)]),
-    'down': np.stack([down[u] for u in units.reshape(N, -1)]),
-  }
-  sums_KBLD, _ = run(config, 'all', params, inputs())
-  np.testing.assert_allclose(sums_KBLD[N], y_BLD, atol=1e-4)
-  assert np.abs(sums_KBLD[N - 1] - y_BLD).max() > 0.1
-
-
 class TestGradients:
-  def test_every_learner_is_trained_at_once(self):
-    def loss(params):
-      return (
-        ACM(FFN, mode='all').apply({'params': params}, inputs())[0] ** 2
-      ).sum()
-
-    grads = jax.jit(jax.grad(loss))(parameters(FFN))
-    for name in ('up', 'bias', 'down'):
-      assert (np.abs(grads[name]).max(axis=tuple(range(1, grads[name].ndim)))
-              > 0.1).all()  # fmt: skip
-
   @pytest.mark.parametrize('name', CONFIGS)
   def test_those_that_run_are_trained_and_the_gate_is(self, name):
     config = CONFIGS[name]
@@ -227,12 +181,6 @@ class TestGradients:
     # Of a softmax: what one choice gains the others lose.
     assert jnp.abs(grads['gate']['logits']['bias'].sum()) < 1e-4
 
-  def test_inference_has_no_noise(self):
-    params = parameters(FFN)
-    first, _ = run(FFN, 'gated', params, inputs(), jax.random.key(0))
-    other, _ = run(FFN, 'gated', params, inputs(), jax.random.key(1))
-    np.testing.assert_array_equal(first, other)
-
 
 def test_choices_are_drawn_from_the_softmax_of_the_logits():
   params = always(PROJECTION, parameters(PROJECTION), 1)
@@ -260,20 +208,11 @@ def test_training_without_noise_is_inference_that_the_gate_learns_from():
   assert jnp.abs(grads['gate']['logits']['bias']).max() > 1e-3
 
 
-def test_training_wants_its_rng():
-  with pytest.raises(Exception, match='gumbel'):
-    ACM(FFN, mode='train').apply({'params': parameters(FFN)}, inputs())
-
-
 @pytest.mark.parametrize(
   ('choice', 'least', 'weights'),
   [
-    ([1, 0, 0, 0], 0, [0, 0, 0]),
     ([0, 1, 0, 0], 0, [1, 0, 0]),
-    ([0, 0, 0, 1], 0, [1, 1, 1]),
     ([0.1, 0.2, 0.3, 0.4], 0, [0.9, 0.7, 0.4]),
-    ([1, 0, 0], 1, [1, 0, 0]),
-    ([0, 0, 1], 1, [1, 1, 1]),
     ([0.2, 0.3, 0.5], 1, [1.0, 0.8, 0.5]),
   ],
 )
@@ -283,7 +222,7 @@ def test_runs_by_hand(choice, least, weights):
   np.testing.assert_allclose(found_BLN, [[weights]], atol=1e-6)
 
 
-@pytest.mark.parametrize('mode', ['all', 'gated', 'train', 2])
+@pytest.mark.parametrize('mode', ['gated', 'train'])
 def test_computes_in_the_type_that_is_asked_for(mode):
   params = always(FFN, parameters(FFN), 2)
   key = jax.random.key(0)
@@ -291,12 +230,11 @@ def test_computes_in_the_type_that_is_asked_for(mode):
   want, _ = run(FFN, mode, params, inputs(), key)
   assert y.dtype == jnp.bfloat16
   np.testing.assert_allclose(y.astype(np.float32), want, atol=0.3, rtol=0.03)
-  if choice.logits_BLM is not None:
-    assert choice.logits_BLM.dtype == jnp.float32
+  assert choice.logits_BLM.dtype == jnp.float32
 
 
+@pytest.mark.parametrize('learners', [4, 16])
 class TestSizes:
-  @pytest.mark.parametrize('learners', [2, 4, 8, 16])
   def test_an_ffn_costs_what_it_replaces(self, learners):
     config = acm.ffn_config(768, 3072, num_learners=learners)
     assert config.hidden == 3072 // learners
@@ -305,45 +243,8 @@ class TestSizes:
     assert learners * config.learner_flops == dense
     assert 0.005 < config.gate_flops / dense <= 0.01
 
-  @pytest.mark.parametrize('learners', [2, 4, 8, 16])
   def test_a_projection_costs_what_it_replaces(self, learners):
     config = acm.projection_config(768, 768, num_learners=learners)
     assert config.hidden == 384 // learners  # 96 for four, as in the paper.
     assert config.num_choices == learners
     assert learners * config.learner_flops == 2 * 768**2
-
-  def test_learners_that_do_not_divide(self):
-    with pytest.raises(UserError, match='num_learners=5, hidden=12: .*divide'):
-      acm.ffn_config(6, 12, num_learners=5)
-
-  def test_too_many_learners_for_a_projection(self):
-    with pytest.raises(
-      UserError, match='num_learners=9, inputs=6, outputs=6: .*fewer'
-    ):
-      acm.projection_config(6, 6, num_learners=9)
-
-  @pytest.mark.parametrize(
-    ('changes', 'message'),
-    [
-      ({'min_learners': 2}, 'min_learners=2: expected one of 0, 1'),
-      ({'min_learners': -1}, 'min_learners=-1'),
-      ({'num_learners': 0}, 'num_learners=0'),
-      ({'temperature': 0.0}, r'temperature=0\.0'),
-      ({'activation': 'relu'}, 'relu'),
-    ],
-  )
-  def test_refused(self, changes, message):
-    with pytest.raises(UserError, match=message):
-      dataclasses.replace(FFN, **changes)
-
-
-@pytest.mark.parametrize(
-  ('mode', 'message'),
-  [
-    (N + 1, f'learners={N + 1}: expected 0 to {N}'),
-    (-1, 'learners=-1'),
-  ],
-)
-def test_an_unknown_mode_is_refused(mode, message):
-  with pytest.raises(UserError, match=message):
-    ACM(FFN, mode=mode).apply({'params': parameters(FFN)}, inputs())

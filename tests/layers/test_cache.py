@@ -1,12 +1,8 @@
 """Keys and values of processed tokens: appended, read, and attended to."""
 
-from flax import linen as nn
-import jax
 import jax.numpy as jnp
-import numpy as np
 
 from mod_jax.layers import cache as cache_lib
-from mod_jax.layers.attention import Attention
 from mod_jax.layers.cache import KVCache
 
 EMPTY = cache_lib.EMPTY
@@ -30,14 +26,6 @@ def append(cache, keys, positions, valid=None, rows=None):
 
 
 class TestKVCache:
-  def test_starts_empty(self):
-    cache = KVCache.empty(2, 3, 4, 5, 'bfloat16')
-    assert cache.key_BGSC.shape == cache.value_BGSC.shape == (2, 4, 3, 5)
-    assert cache.key_BGSC.dtype == jnp.bfloat16
-    assert cache.slots == 3
-    assert (cache.position_BS == EMPTY).all()
-    assert cache.length_B.tolist() == [0, 0]
-
   def test_each_row_has_its_own_length(self):
     cache = KVCache.empty(2, 4, 1, 1, 'float32')
     cache = append(
@@ -98,36 +86,3 @@ class TestKVCache:
       [1, 0, 0, 0],
       [0, 0, 0, 0],
     ]
-
-
-def test_attention_in_pieces_equals_attention_at_once(block_config, token_info):
-  batch, length, slots = 2, 6, 9  # Some slots stay empty.
-  config = block_config.attention
-  x_BLD = jax.random.normal(jax.random.key(0), (batch, length, config.width))
-  valid_BL = np.array([[0, 0, 1, 1, 1, 1], [1, 1, 1, 0, 1, 1]]) > 0
-  position_BL = np.maximum(np.cumsum(valid_BL, axis=-1) - 1, 0)
-
-  def info(at):
-    return token_info(position_BL[:, at], jnp.array(valid_BL[:, at]))
-
-  def run(key):
-    module = Attention(config)
-    whole = info(slice(None))
-    variables = nn.unbox(module.init(key, x_BLD, whole))
-    whole_BLD = module.apply(variables, x_BLD, whole).update_BLD
-    cache = KVCache.empty(
-      batch, slots, config.num_kv_heads, config.head_dim, 'float32'
-    )
-    pieces = []
-    for start, end in ((0, 3), (3, 4), (4, 6)):
-      at = slice(start, end)
-      done = module.apply(variables, x_BLD[:, at], info(at), cache)
-      cache = done.cache
-      pieces.append(done.update_BLD)
-    return jnp.concatenate(pieces, axis=1), whole_BLD, cache.length_B
-
-  pieces_BLD, whole_BLD, length_B = jax.jit(run)(jax.random.key(1))
-  assert length_B.tolist() == [4, 5]
-  np.testing.assert_allclose(
-    pieces_BLD[valid_BL], whole_BLD[valid_BL], atol=1e-5
-  )

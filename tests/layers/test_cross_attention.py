@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mod_jax import errors
 from mod_jax.layers import stack
 from mod_jax.layers.mode import Mode, RoutingMode
 from mod_jax.layers.routing_config import MoDConfig
@@ -48,14 +47,18 @@ def info(token_info, source):
 def config(block):
   routing = MoDConfig(capacity=0.5, gate='sigmoid', router_std=1.0)
   return stack.StackConfig(
-    layers=stack.layer_configs(block, 4, routing), period=2
+    layers=stack.layer_configs(block, 2, routing), period=2
   )
+
+
+def init(config, x_BLD, info):
+  run = jax.jit(stack.Stack(config).init)
+  return nn.unbox(run(jax.random.key(2), x_BLD, info))['params']
 
 
 @pytest.fixture(scope='module')
 def params(config, x_BLD, info):
-  init = jax.jit(stack.Stack(config).init)
-  return nn.unbox(init(jax.random.key(2), x_BLD, info))['params']
+  return init(config, x_BLD, info)
 
 
 @pytest.fixture(scope='module')
@@ -112,16 +115,18 @@ def test_each_token_reads_the_whole_source(block, x_BLD, info, block_oracle):
 
 
 def test_padding_of_the_source_is_not_read(run, x_BLD, info):
+  @jax.jit
+  @jax.value_and_grad
   def loss(features):
     source = info.source.replace(x_BSD=features)
     return (run(x_BLD, info.replace(source=source)).x_BLD ** 2).sum()
 
   features = info.source.x_BSD
-  gradient = jax.grad(loss)(features)
+  value, gradient = loss(features)
   assert (gradient[1, 3:] == 0).all()
   assert (gradient[VALID_BS] != 0).any(axis=-1).all()
   other = features.at[1, 3:].set(1e4)
-  assert loss(other) == loss(features)
+  assert loss(other)[0] == value
 
 
 def test_the_source_has_no_order(run, x_BLD, info):
@@ -132,7 +137,9 @@ def test_the_source_has_no_order(run, x_BLD, info):
 
 
 @pytest.mark.slow
-def test_loop_and_rematerialisation_change_nothing(config, params, x_BLD, info):
+def test_loop_and_rematerialisation_change_nothing(config, x_BLD, info):
+  config = dataclasses.replace(config, layers=2 * config.layers)
+  params = init(config, x_BLD, info)
   looped = dataclasses.replace(config, scan=True, remat='full')
 
   def loss(params, features):
@@ -154,7 +161,6 @@ def test_loop_and_rematerialisation_change_nothing(config, params, x_BLD, info):
   )
 
 
-@pytest.mark.slow
 def test_decoding_equals_the_whole_sequence(config, params, x_BLD, info):
   """Row by row in a routed block, each row with its own source."""
   mode = RoutingMode(rule='router', chunk=1)
@@ -174,7 +180,7 @@ def test_decoding_equals_the_whole_sequence(config, params, x_BLD, info):
     )
 
 
-def test_slots_and_flops(block, block_config, config, x_BLD, info):
+def test_slots_and_flops(block, block_config, config):
   cross = block.cross_attention
   projections = {
     'cross_attention/' + name: slot for name, slot in cross.projections.items()
@@ -188,12 +194,3 @@ def test_slots_and_flops(block, block_config, config, x_BLD, info):
   # A routed block reads the source with its few tokens.
   half = config.layers[1].flops(L, source_tokens=S)
   assert half['attention'] == block.flops(3, source_tokens=S)['attention']
-  with pytest.raises(errors.UserError, match='source_tokens'):
-    block.flops(L)
-  with pytest.raises(errors.UserError, match='source=None'):
-    jax.eval_shape(
-      stack.Stack(config).init,
-      jax.random.key(0),
-      x_BLD,
-      info.replace(source=None),
-    )

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mod_jax import errors, losses, parallel, routing
+from mod_jax import losses, parallel, routing
 from mod_jax.layers.experts import ExpertMLP, ExpertMLPConfig, ExpertsConfig
 from mod_jax.layers.mlp import MLP, MLPConfig
 from mod_jax.layers.mode import Mode, RoutingMode
@@ -70,16 +70,19 @@ def expert_of(config, params, expert):
   return lambda x: MLP(config.mlp).apply({'params': own}, x)
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def outputs_of(config, params, x_BLD):
+  numbers = range(config.experts.num_experts)
+  return [expert_of(config, dict(params), e)(x_BLD) for e in numbers]
+
+
 def by_hand(config, params, x_BLD, valid_BL, slots):
   """Returns y_BLD, and the choices that ran and were dropped, in loops.
 
   `slots` gives those of each expert for a number of tokens; None for no limit.
   """
   experts = config.experts
-  outputs_EBLD = [
-    expert_of(config, jax.tree.map(lambda x: x, dict(params)), e)(x_BLD)
-    for e in range(experts.num_experts)
-  ]
+  outputs_EBLD = outputs_of(config, params, x_BLD)
   logits_BLX = np.asarray(x_BLD, np.float64) @ np.asarray(
     params['router']['kernel'], np.float64
   )
@@ -160,84 +163,41 @@ class TestForward:
     if config.experts.choice == 'token':  # After training nothing is dropped.
       check(config, Mode(), valid_BL, None)
 
-  @hypothesis.settings(max_examples=15, deadline=None)
-  @hypothesis.given(data=strategies.data())
-  def test_no_choice_is_lost_or_doubled(self, data):
+  @hypothesis.given(
+    strategies.integers(0, 2**32 - 1),
+    # Each number is compiled anew.
+    strategies.sampled_from([1, 4]),
+    strategies.sampled_from([1, 3, 8]),
+    strategies.integers(0, 8),
+  )
+  def test_no_choice_is_lost_or_doubled(self, seed, experts, slots, limit):
     # Under any capacity; slots alone, without a model.
-    draw = data.draw
-    experts, length = draw(strategies.integers(1, 5)), 8
-    slots = draw(strategies.integers(1, length))
-    wanted_BLE = np.array(
-      draw(
-        strategies.lists(
-          strategies.booleans(),
-          min_size=length * experts,
-          max_size=length * experts,
-        )
-      )
-    ).reshape(1, length, experts)
-    limit_B = jnp.array([draw(strategies.integers(0, length))])
+    wanted_BLE = np.random.default_rng(seed).random((1, 8, experts)) < 0.5
     slot_BLE = np.asarray(
-      routing.give_slots(jnp.array(wanted_BLE), slots, limit_B)
+      routing.give_slots(jnp.array(wanted_BLE), slots, jnp.array([limit]))
     )
     given = slot_BLE < experts * slots
     assert not (given & ~wanted_BLE).any()
     used = slot_BLE[given]
     assert len(set(used)) == len(used)
-    room = min(slots, int(limit_B[0]))
+    room = min(slots, limit)
     for e in range(experts):
       want = np.flatnonzero(wanted_BLE[0, :, e])
       assert np.flatnonzero(given[0, :, e]).tolist() == want[:room].tolist()
       assert (slot_BLE[0, :, e][given[0, :, e]] // slots == e).all()
 
-  @pytest.mark.parametrize('mode', [TRAIN, Mode()], ids=['slots', 'all'])
-  def test_equal_experts_are_one_mlp(self, mode):
-    config = config_of(BIASED, num_experts=3, per_token=2, capacity_factor=3.0)
-    variables = variables_of(config)
-    params = {
-      name: jax.tree.map(lambda x: jnp.broadcast_to(x[:1], x.shape), value)
-      for name, value in variables['params'].items()
-      if name != 'router'
-    }
-    params['router'] = variables['params']['router']
-    x_BLD = features()
-    y_BLD, _ = apply(config, mode, {'params': params}, x_BLD, info_of())
-    want_BLD = expert_of(config, dict(params), 0)(x_BLD)
-    np.testing.assert_allclose(y_BLD, want_BLD, atol=1e-5)
-
-  def test_no_ops_that_nobody_prefers_change_nothing(self):
-    plain = config_of(num_experts=3)
-    config = config_of(num_experts=3, num_nulls=1, compute_share=0.99)
-    params = variables_of(plain)['params']
-    x_BLD = features().at[..., 0].set(1.0)
-    kernel_DX = params['router']['kernel']
-    null_D1 = jnp.zeros((D, 1)).at[0].set(-1e3)
-    kernel_DX = jnp.concatenate([kernel_DX, null_D1], axis=1)
-    more = {**params, 'router': {'kernel': kernel_DX}}
-    want, _ = apply(plain, TRAIN, {'params': params}, x_BLD, info_of())
-    got, assigned = apply(config, TRAIN, {'params': more}, x_BLD, info_of())
-    np.testing.assert_allclose(got, want, atol=1e-6)
-    # And where everybody prefers it, nothing runs.
-    more['router'] = {'kernel': kernel_DX.at[:, -1].multiply(-1)}
-    got, assigned = apply(config, TRAIN, {'params': more}, x_BLD, info_of())
-    assert not got.any()
-    assert assigned.wanted_BLX[..., -1].all()
-
   @pytest.mark.parametrize('name', CASES)
-  def test_padding_changes_nothing(self, name):
-    # A row alone, at its own length, has as many slots as when it is padded.
-    config = CASES[name]
-    variables = variables_of(config)
-    valid_BL = jnp.array(VALID_BL[1:2])
-    x_BLD = features(3, 1)
-    padded, _ = apply(config, TRAIN, variables, x_BLD, info_of(valid_BL, 1))
-    info = TokenInfo(jnp.arange(5)[None])
-    alone, _ = apply(config, TRAIN, variables, x_BLD[:, :5], info)
-    np.testing.assert_allclose(padded[:, :5], alone, atol=1e-6)
-    assert not padded[:, 5:].any()
-    # Masked tokens of a pruned model count as little.
-    info = info_of(batch=1).dropped(valid_BL.astype(jnp.float32))
-    masked, _ = apply(config, TRAIN, variables, x_BLD, info)
+  def test_masked_tokens_of_a_pruned_model_are_as_padding(self, name):
+    config, x_BLD = CASES[name], features(3)
+    valid_BL = jnp.array(VALID_BL)
+    padded, masked = (
+      apply(config, TRAIN, variables_of(config), x_BLD, info)[0]
+      for info in (
+        info_of(valid_BL),
+        info_of().dropped(valid_BL.astype(jnp.float32)),
+      )
+    )
+    assert not padded[~VALID_BL].any()
     np.testing.assert_allclose(masked, padded, atol=1e-6)
 
 
@@ -293,9 +253,9 @@ class TestThreshold:
   def test_is_the_mean_of_the_least_chosen(self):
     variables, x_BLD = variables_of(self.CONFIG), features()
     info = info_of(jnp.array(VALID_BL))
-    (_, assigned), state = ExpertMLP(self.CONFIG, TRAIN).apply(
-      variables, x_BLD, info, mutable=['moving']
-    )
+    module = ExpertMLP(self.CONFIG, TRAIN)
+    train = jax.jit(functools.partial(module.apply, mutable=['moving']))
+    (_, assigned), state = train(variables, x_BLD, info)
     p_BLE = np.asarray(jax.nn.softmax(assigned.logits_BLX))
     ran_BLE = np.asarray(assigned.ran_BLE)
     want_E = np.where(ran_BLE, p_BLE, np.inf).min(axis=1).mean(axis=0)
@@ -307,11 +267,6 @@ class TestThreshold:
     np.testing.assert_array_equal(assigned.ran_BLE, want_BLE)
     assert want_BLE.any()
     assert not want_BLE[VALID_BL].all()
-
-  def test_without_it_a_causal_rule_is_refused(self):
-    config = CASES['experts choose']
-    with pytest.raises(errors.UserError, match='threshold_decay above 0'):
-      apply(config, CAUSAL, variables_of(config), features(), info_of())
 
 
 class TestCausality:
@@ -354,7 +309,7 @@ class TestLosses:
     even_BLX = jnp.broadcast_to(even_BLX, (2, 8, 4))
     one_BLX = jax.nn.one_hot(jnp.zeros((2, 8), int), 4, dtype=bool)
     valid_BL = jnp.ones((2, 8), bool)
-    balance = losses.experts.balance_loss
+    balance = jax.jit(losses.experts.balance_loss, static_argnums=3)
     equal = (0.25,) * 4
     assert balance(uniform_BLX, even_BLX, valid_BL, equal) == pytest.approx(1)
     collapsed = balance(100.0 * one_BLX, one_BLX, valid_BL, equal)
@@ -377,12 +332,10 @@ class TestLosses:
     wanted_BLX = jax.nn.one_hot(logits_BLX.argmax(-1), 4, dtype=bool)
     valid_BL = jnp.arange(8)[None] < 5
     wanted_BLX &= valid_BL[..., None]
-    got = losses.experts.balance_loss(
-      logits_BLX, wanted_BLX, valid_BL, (0.25,) * 4
-    )
-    want = losses.experts.balance_loss(
-      logits_BLX[:, :5], wanted_BLX[:, :5], valid_BL[:, :5], (0.25,) * 4
-    )
+    balance = jax.jit(losses.experts.balance_loss, static_argnums=3)
+    every = logits_BLX, wanted_BLX, valid_BL
+    got = balance(*every, (0.25,) * 4)
+    want = balance(*(x[:, :5] for x in every), (0.25,) * 4)
     assert got == pytest.approx(float(want), rel=1e-6)
     total, count = losses.experts.z_loss(logits_BLX, valid_BL)
     square_L = jax.nn.logsumexp(logits_BLX[0, :5], axis=-1) ** 2
@@ -405,28 +358,15 @@ class TestCost:
     run = jax.jit(lambda *args: module.apply(*args, info)[0])
     return run.lower(variables, x_BLD).compile().cost_analysis()['flops']
 
-  def test_is_what_is_compiled(self):
-    config = config_of(self.MLP, num_experts=4)
-    counted = sum(config.flops(64).values())
-    assert self.compiled_flops(config) == pytest.approx(counted, rel=0.05)
-
-  def test_no_ops_cost_nothing(self):
+  def test_is_what_is_compiled_and_no_ops_cost_nothing(self):
     every = config_of(self.MLP, num_experts=4)
     half = config_of(self.MLP, num_experts=4, num_nulls=1, compute_share=0.5)
-    ratio = self.compiled_flops(half) / self.compiled_flops(every)
-    counted = sum(half.flops(64).values()) / sum(every.flops(64).values())
-    assert counted < 0.55
-    assert ratio == pytest.approx(counted, rel=0.05)
-    # As many run where none is left over for want of a slot.
-    exact, free = (
-      dataclasses.replace(half.experts, capacity_factor=factor)
-      for factor in (1.0, None)
-    )
-    assert free.slots(64) > exact.slots(64)
-    exact, free = (
-      dataclasses.replace(half, experts=x).flops(64) for x in (exact, free)
-    )
-    assert free == exact
+    counts = []
+    for config in (every, half):
+      counted = sum(config.flops(64).values())
+      assert self.compiled_flops(config) == pytest.approx(counted, rel=0.05)
+      counts.append(counted)
+    assert counts[1] < 0.55 * counts[0]
 
   def test_slots(self):
     config = ExpertsConfig(num_experts=4, capacity_factor=1.25)
@@ -476,37 +416,9 @@ def test_on_devices_of_their_own(choice, mode):
     assert 'all-to-all' in compiled.as_text()
 
 
-@pytest.mark.parametrize(
-  ('fields', 'named'),
-  [
-    ({'num_experts': 2, 'per_token': 3}, 'per_token=3, num_experts=2'),
-    ({'compute_share': 0.5}, 'compute_share=0.5, num_nulls=0'),
-    ({'compute_share': 1.0, 'num_nulls': 1}, r'compute_share=1\.0'),
-    ({'choice': 'expert', 'per_token': 2}, "per_token=2, choice='expert'"),
-    ({'choice': 'expert', 'capacity_factor': None}, 'capacity_factor=None'),
-    ({'threshold_decay': 0.9}, "threshold_decay=0.9, choice='token'"),
-    ({'period': 2, 'offset': 2}, 'offset=2'),
-  ],
-)
-def test_refuses(fields, named):
-  with pytest.raises(errors.UserError, match=named):
-    ExpertsConfig(**fields)
-
-
 def test_each_expert_chooses_a_token_of_the_shortest_row():
   config = config_of(num_experts=6, choice='expert', capacity_factor=1.0)
   info = info_of(jnp.array(VALID_BL))
   y_BLD, assigned = apply(config, TRAIN, variables_of(config), features(), info)
   assert (assigned.ran_BLE.sum(axis=1) == 1).all()
   assert y_BLD[2, 0].any()
-
-
-def test_experts_that_the_mesh_does_not_divide_are_refused():
-  boxed = jax.eval_shape(
-    lambda: ExpertMLP(config_of(num_experts=3)).init(
-      jax.random.key(0), features(), info_of()
-    )
-  )
-  mesh = parallel.make_mesh(parallel.MeshConfig(data=4, expert=2))
-  with pytest.raises(errors.UserError, match=r"'experts'.*size 3.*2 devices"):
-    parallel.shardings(boxed['params'], mesh)

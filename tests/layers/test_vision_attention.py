@@ -12,7 +12,6 @@ import pytest
 from scipy import special
 
 from mod_jax.layers.attention import (
-  Attention,
   AttentionConfig,
   attention_map,
   masked_attention,
@@ -56,21 +55,6 @@ def seen(keep_BL):
 
 
 class TestMaskedAttention:
-  def test_sees_what_is_kept_and_itself(self):
-    q, k, v = draw()
-    _, want = attend(q, k, v, seen(KEEP_BL))
-    np.testing.assert_allclose(masked(q, k, v, KEEP_BL), want, atol=1e-5)
-
-  def test_kept_tokens_get_what_they_would_get_alone(self):
-    q, k, v = draw()
-    out = masked(q, k, v, KEEP_BL)
-    for row in range(B):
-      kept = np.flatnonzero(KEEP_BL[row])
-      alone = [x[row : row + 1, kept] for x in (q, k, v)]
-      every = np.ones((1, kept.size, kept.size), bool)
-      _, want = attend(*alone, every)
-      np.testing.assert_allclose(out[row, kept], want[0], atol=3e-6)
-
   def test_epsilon_is_that_of_the_paper(self):
     q, k, v = draw()
     logit = np.einsum('bqhc,bshc->bhqs', q, k) / np.sqrt(C)
@@ -167,12 +151,6 @@ class TestAttentionMap:
     np.testing.assert_allclose(weight, want[:, :, :3], atol=1e-6)
     np.testing.assert_allclose(weight.sum(axis=-1), 1, atol=1e-6)
 
-  def test_is_float32_for_bfloat16(self):
-    q, k, _ = draw(dtype='bfloat16')
-    weight = jax.jit(attention_map)(q, k)
-    assert weight.dtype == jnp.float32
-    np.testing.assert_allclose(weight.sum(axis=-1), 1, atol=1e-6)
-
 
 CONFIG = BlockConfig(
   attention=AttentionConfig(
@@ -183,12 +161,6 @@ CONFIG = BlockConfig(
   norm_epsilon=0.1,
   residual_scale=0.5,
 )
-
-
-def config_of(**attention):
-  return dataclasses.replace(
-    CONFIG, attention=dataclasses.replace(CONFIG.attention, **attention)
-  )
 
 
 def oracle(params, config, x_BLD):
@@ -258,35 +230,6 @@ class TestBlock:
     want, _ = oracle(params, CONFIG, x_BLD)
     np.testing.assert_allclose(done.update_BLD, want, atol=0.02)
 
-  @pytest.mark.parametrize(
-    ('bias', 'qkv_bias', 'of_qkv', 'of_out'),
-    [
-      (True, None, True, True),
-      (True, False, False, True),
-      (False, True, True, False),
-      (False, None, False, False),
-    ],
-  )
-  def test_biases(self, x_BLD, info, bias, qkv_bias, of_qkv, of_out):
-    config = config_of(bias=bias, qkv_bias=qkv_bias)
-    shapes = jax.eval_shape(Block(config).init, jax.random.key(0), x_BLD, info)[
-      'params'
-    ]['attention']
-    for name in ('query', 'key', 'value'):
-      assert ('bias' in shapes[name]) == of_qkv
-    assert ('bias' in shapes['out']) == of_out
-
-  def test_without_qkv_biases_is_the_oracle(self, params, x_BLD, info):
-    attention = {
-      name: {k: v for k, v in leaf.items() if name == 'out' or k == 'kernel'}
-      for name, leaf in params['attention'].items()
-    }
-    params = params | {'attention': attention}
-    config = config_of(qkv_bias=False)
-    done = apply(Block(config), params, x_BLD, info)
-    want, _ = oracle(params, config, x_BLD)
-    np.testing.assert_allclose(done.update_BLD, want, atol=2e-5, rtol=1e-4)
-
 
 class TestScore:
   def test_mean_is_that_of_the_map_s_columns(self, params, x_BLD, info):
@@ -323,23 +266,6 @@ class TestScore:
     assert done.update_BLD.dtype == jnp.bfloat16
     assert done.aux['attention'].dtype == jnp.float32
     np.testing.assert_allclose(done.aux['attention'].sum(axis=-1), 1, atol=1e-6)
-
-  def test_pictures_find_queries_and_keys(self, params, x_BLD, info):
-    module = Attention(CONFIG.attention, score='mean')
-
-    @jax.jit
-    def run(params, x_BLD, info):
-      return module.apply(
-        {'params': params}, x_BLD, info, mutable='intermediates'
-      )
-
-    done, sown = run(params['attention'], x_BLD, info)
-    (q,), (k,) = (sown['intermediates'][n] for n in ('queries', 'keys'))
-    assert q.shape == k.shape == (B, L, H, C)
-    weight = attention_map(q, k)
-    np.testing.assert_allclose(
-      done.aux['attention'], weight.mean(axis=(1, 2)), atol=1e-6
-    )
 
 
 RATE, MANY = 0.25, 2000
@@ -384,11 +310,9 @@ class TestStochasticDepth:
     update = apply(dropping(RATE), params, *many, rngs).update_BLD
     assert len(np.unique(np.round(update[:, 0, 0], 3))) == 4
 
-  def test_needs_its_stream(self, params, x_BLD, info):
+  def test_only_training_drops(self, params, x_BLD, info):
     with pytest.raises(flax_errors.InvalidRngError, match='stochastic_depth'):
       apply(dropping(0.5), params, x_BLD, info)
-
-  def test_only_training_drops(self, params, x_BLD, info):
     done = apply(dropping(0.5, train=False), params, x_BLD, info)
     whole = apply(Block(CONFIG), params, x_BLD, info)
     np.testing.assert_array_equal(done.update_BLD, whole.update_BLD)

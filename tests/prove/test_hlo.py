@@ -34,24 +34,17 @@ def test_a_product_counts_as_often_as_the_loops_around_it_run():
   assert cost_of(gradient, x_BIJ, w_MNJJ).flops == 3 * 5 * 6 * once
 
 
-@pytest.mark.parametrize(
-  ('subscripts', 'lhs', 'rhs', 'flops'),
-  [
-    ('bij,bkj->bik', (3, 4, 5), (3, 6, 5), 2 * 3 * 4 * 6 * 5),
-    ('abhc,hcd->abd', (2, 3, 4, 5), (4, 5, 7), 2 * 2 * 3 * 4 * 5 * 7),
-  ],
-)
-def test_batches_and_several_contracted_axes(subscripts, lhs, rhs, flops):
+def test_batches_and_several_contracted_axes():
   def fused(x, y):
-    return jnp.exp(jnp.einsum(subscripts, x + 1, y)) * 3
+    return jnp.exp(jnp.einsum('abhc,bhcd->abd', x + 1, y)) * 3
 
-  assert cost_of(fused, jnp.ones(lhs), jnp.ones(rhs)).flops == flops
+  found = cost_of(fused, jnp.ones((2, 3, 4, 5)), jnp.ones((3, 4, 5, 7)))
+  assert found.flops == 2 * 2 * 3 * 4 * 5 * 7
 
 
 @pytest.mark.parametrize(
   'options',
   [
-    {'window_strides': (1, 1), 'padding': 'SAME'},
     {'window_strides': (2, 3), 'padding': ((3, 0), (5, 5))},
     {'window_strides': (1, 2), 'padding': 'VALID', 'rhs_dilation': (2, 1)},
     {
@@ -60,7 +53,6 @@ def test_batches_and_several_contracted_axes(subscripts, lhs, rhs, flops):
       'lhs_dilation': (2, 3),
     },
     {'window_strides': (1, 1), 'padding': 'SAME', 'feature_group_count': 2},
-    {'window_strides': (1, 1), 'padding': 'SAME', 'batch_group_count': 2},
   ],
 )
 def test_convolutions_without_their_padding(options):

@@ -36,38 +36,30 @@ def tiny(load_config_file):
   )
 
 
-class TestMesh:
-  @pytest.mark.parametrize(
-    ('chips', 'rows', 'mesh', 'fitted'),
-    [
-      (16, 128, {'fsdp': 4}, (4, 4, 1, 1)),
-      (64, 128, {'fsdp': 4}, (16, 4, 1, 1)),
-      (256, 128, {'fsdp': 4}, (32, 4, 1, 2)),  # 128 rows on 256 chips.
-      (256, 32, {'fsdp': 4}, (8, 4, 1, 8)),
-      (256, 128, {'fsdp': 4, 'tensor': 4}, (16, 4, 1, 4)),
-      (64, 128, {'fsdp': 16, 'expert': 8}, (1, 8, 8, 1)),
-      (8, 128, {'fsdp': 16}, (1, 8, 1, 1)),
-      (1, 128, {'fsdp': 16}, (1, 1, 1, 1)),
-    ],
-  )
-  def test_is_changed_as_little_as_the_chips_need(
-    self, chips, rows, mesh, fitted
-  ):
-    config = parallel.MeshConfig(**mesh)
-    found = parallel.fit_mesh(config, chips, rows)
-    assert found.sizes(chips) == fitted
+@pytest.mark.parametrize(
+  ('chips', 'rows', 'mesh', 'fitted'),
+  [
+    (64, 128, {'fsdp': 4}, (16, 4, 1, 1)),
+    (256, 128, {'fsdp': 4}, (32, 4, 1, 2)),  # 128 rows on 256 chips.
+    (256, 128, {'fsdp': 4, 'tensor': 4}, (16, 4, 1, 4)),
+    (64, 128, {'fsdp': 16, 'expert': 8}, (1, 8, 8, 1)),
+    (8, 128, {'fsdp': 16}, (1, 8, 1, 1)),
+    (8, 128, {'data': 2, 'fsdp': 4}, (2, 4, 1, 1)),  # No axis is open.
+  ],
+)
+def test_a_mesh_is_changed_as_little_as_the_chips_need(
+  chips, rows, mesh, fitted
+):
+  found = parallel.fit_mesh(parallel.MeshConfig(**mesh), chips, rows)
+  assert found.sizes(chips) == fitted
 
-  def test_one_without_an_open_axis_stays(self):
-    config = parallel.MeshConfig(data=2, fsdp=4)
-    assert parallel.fit_mesh(config, 16, 128) == config
 
-  @needs_libtpu
-  def test_need_not_be_axes_of_the_slice(self):
-    (cube,) = slices.parse('v5p:4x4x4')
-    config = parallel.MeshConfig(fsdp=8)
-    mesh = parallel.make_mesh(config, cube.devices())
-    assert mesh.devices.shape == (8, 8, 1, 1)
-    assert len(set(mesh.devices.flat)) == 64
+@needs_libtpu
+def test_a_mesh_need_not_have_the_axes_of_the_slice():
+  (cube,) = slices.parse('v5p:4x4x4')
+  mesh = parallel.make_mesh(parallel.MeshConfig(fsdp=8), cube.devices())
+  assert mesh.devices.shape == (8, 8, 1, 1)
+  assert len(set(mesh.devices.flat)) == 64
 
 
 class TestRefusals:
@@ -80,10 +72,8 @@ class TestRefusals:
   @pytest.mark.parametrize(
     ('changes', 'topology', 'message'),
     [
-      ({}, 'v7:2x2', 'v5p'),
       ({'mesh.fsdp': 3}, 'v5e:2x2', r"'fsdp': 3.* 4 device\(s\)"),
       ({'mesh.tensor': 4}, 'v5e:2x2', "Axis 'heads'"),
-      ({'evaluation.batch_size': 3}, 'v5e:2x2', 'evaluation.batch_size=3'),
       (
         {'train.batch_size': 128},
         'v5e:16x16',
@@ -103,11 +93,10 @@ class TestRefusals:
     with pytest.raises(UserError, match='teacher'):
       prove.report(config, 'v5e:2x2')
 
-  @pytest.mark.parametrize('cached', [False, True])
-  def test_without_the_compiler(self, tiny, tmp_path, monkeypatch, cached):
+  def test_without_the_compiler(self, tiny, monkeypatch):
     monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
     with pytest.raises(UserError, match='pip install libtpu'):
-      prove.report(tiny, 'v5e:2x2', tmp_path if cached else None)
+      prove.report(tiny, 'v5e:2x2')
 
   def test_all_runs_are_looked_at_before_one_is_compiled(self, tiny, tmp_path):
     wrong = config_lib.replace(tiny, {'mesh.data': 3})
@@ -126,11 +115,8 @@ class TestRefusals:
     config = config_lib.replace(
       tiny, {'model.width': 256, 'mesh.fsdp': 4, 'train.batch_size': 8}
     )
-    with pytest.raises(UserError, match='more memory') as error:
+    with pytest.raises(UserError, match='2 of 2 do not fit: one on v5e:2x4'):
       prove.run([('one', config), ('two', config)], ['v5e'], tmp_path)
-    assert (
-      '2 of 2 do not fit: one on v5e:2x4, two on v5e:2x4. The largest needs'
-    ) in str(error.value)
     with open(tmp_path / 'prove.csv', newline='') as file:
       rows = list(csv.DictReader(file))
     assert len(rows) == 2
@@ -260,46 +246,35 @@ class TestKernels:
 
   one = 2 * 2 * 3 * 5  # FLOPs of a pair in one product.
 
-  def kernel(self, name, count, blocks, rows=2):
+  def kernel(self, name, count, blocks=4, rows=2):
     mask = ('s8', (1, blocks, blocks))
     # A single row has no axis for rows.
     array = ('bf16', (2, 3, 8, 5) if rows == 2 else (3, 8, 5))
     return hlo.Kernel(name, (mask, mask, array, array, array), count)
 
-  def found(self, *parts, blocks=4):
-    kernels = [self.kernel(name, count, blocks) for name, count in parts]
+  def found(self, *kernels):
     useful, again, others = prove.kernel_flops(kernels)
     assert not others
     return useful / self.one, again / self.one
 
   def test_forward_counts_causal_pairs_and_runs_blocks(self):
-    # 36 of 64 pairs; of 4 x 4 blocks of 4 pairs, 10.
-    assert self.found(('splash_mha_fwd_residuals', 6)) == (
-      6 * 2 * 36,
-      6 * 2 * (40 - 36),
-    )
-
-  def test_one_row(self):
-    kernel = self.kernel('splash_mha_fwd_residuals', 1, 4, rows=1)
-    useful, again, _ = prove.kernel_flops([kernel])
-    assert 2 * useful / self.one == 2 * 36
-    assert 2 * again / self.one == 2 * (40 - 36)
+    name = 'splash_mha_fwd_residuals'
+    # 36 of 64 pairs; of 4 x 4 blocks of 4 pairs, 10; or all in one block.
+    assert self.found(self.kernel(name, 6)) == (6 * 2 * 36, 6 * 2 * (40 - 36))
+    assert self.found(self.kernel(name, 1, blocks=1)) == (2 * 36, 2 * (64 - 36))
+    assert self.found(self.kernel(name, 2, rows=1)) == (2 * 36, 2 * (40 - 36))
 
   def test_without_a_mask_all_pairs_count(self):
     array = ('f32', (2, 3, 8, 5))
     kernel = hlo.Kernel('splash_mha_fwd_no_residuals', (array, array, array))
-    assert prove.kernel_flops([kernel])[:2] == (2 * 64 * self.one, 0)
-
-  def test_one_block_is_computed_whole(self):
-    found = self.found(('splash_mha_fwd_residuals', 1), blocks=1)
-    assert found == (2 * 36, 2 * (64 - 36))
+    assert self.found(kernel) == (2 * 64, 0)
 
   def test_backward_is_twice_forward_and_more_is_computed_again(self):
     useful, again = self.found(
-      ('splash_mha_fwd_residuals', 3),
-      ('splash_mha_fwd_residuals', 3),  # Rematerialised.
-      ('splash_mha_dq_no_residuals', 3),
-      ('splash_mha_dkv_no_residuals', 3),
+      self.kernel('splash_mha_fwd_residuals', 3),
+      self.kernel('splash_mha_fwd_residuals', 3),  # Rematerialised.
+      self.kernel('splash_mha_dq_no_residuals', 3),
+      self.kernel('splash_mha_dkv_no_residuals', 3),
     )
     assert useful == 3 * 36 * (2 + 4)
     assert useful + again == 3 * 40 * (2 + 2 + 3 + 4)

@@ -2,16 +2,14 @@
 
 import collections
 import contextlib
-import hashlib
-import json
 import os
-import pathlib
 import resource
 import shutil
 import signal
 import subprocess
 import sys
 import time
+import types
 import unittest.mock
 
 import flax.struct
@@ -156,16 +154,8 @@ def test_round_trip_is_bit_exact(tmp_path):
   assert not np.array_equal(next(make_iterator()), expected[0])
 
 
-def test_nothing_saved_yet(tmp_path):
-  restored, said = restore(tmp_path / 'new' / 'checkpoints')
-  assert restored is None
-  assert said == []
-  assert checkpoints.restore_subtree(tmp_path / 'none', {}) is None
-
-
-@pytest.mark.parametrize('shards', [1, 8])
-def test_state_may_be_donated_and_data_may_go_on(tmp_path, shards):
-  mesh = mesh_of((shards,), ('data',))
+def test_state_may_be_donated_and_data_may_go_on(tmp_path):
+  mesh = mesh_of((8,), ('data',))
   expected = np.arange(2**20, dtype=np.float32)
   state = {'x': jax.device_put(expected, NamedSharding(mesh, P('data')))}
   overwrite = jax.jit(
@@ -188,48 +178,15 @@ def test_state_may_be_donated_and_data_may_go_on(tmp_path, shards):
   assert restored.metadata == {'a': 1}
 
 
-def test_saving_in_the_background_leaves_the_manifest_in_the_commit(
-  tmp_path, monkeypatch
-):
-  seen = []
-  write = Checkpointer._write_manifest
-
-  def spy(self):
-    write(self)
-    seen.append(sorted(path.name for path in pathlib.Path(tmp_path).iterdir()))
-
-  monkeypatch.setattr(Checkpointer, '_write_manifest', spy)
-  save_steps(tmp_path, [5])
-  # The manifest was there while the checkpoint was still invisible.
-  assert len(seen) == 1
-  assert '5' not in seen[0]
-  manifest = json.loads((tmp_path / '5' / 'manifest.json').read_text())
-  assert any(name.startswith('state/') for name in manifest)
-  assert 'metadata/metadata' in manifest
-  # Each process hashes its own files; what it noted of them does not stay.
-  assert any('ocdbt.process_0/d/' in name for name in manifest)
-  assert not list(tmp_path.rglob('sha256.*'))
-
-
-def test_keeps_the_newest(tmp_path):
+def test_keeps_the_newest_and_the_first_of_each_step(tmp_path):
   save_steps(tmp_path, [1, 2, 3, 4, 5], keep=2)
   with Checkpointer(tmp_path, CheckpointConfig(keep=2)) as checkpointer:
     assert checkpointer.steps() == [4, 5]
-    checkpointer.save(6, make_state(6))
+    checkpointer.save(5, make_state(6))
     checkpointer.wait()
-    assert checkpointer.steps() == [5, 6]
-  names = {path.name for path in tmp_path.iterdir()}
-  assert names == {'5', '6'}
-
-
-def test_saving_a_step_twice_keeps_the_first(tmp_path):
-  config = CheckpointConfig(asynchronous=False)
-  with Checkpointer(tmp_path, config) as checkpointer:
-    checkpointer.save(1, make_state(1))
-    assert checkpointer.steps() == [1]  # Synchronous: there at once.
-    checkpointer.save(1, make_state(2))
     restored = checkpointer.restore(abstract(make_state(0)))
-  assert_same(restored.state, make_state(1))
+    assert_same(restored.state, make_state(5))
+  assert {path.name for path in tmp_path.iterdir()} == {'4', '5'}
 
 
 def test_an_error_in_the_background_is_raised(tmp_path, monkeypatch):
@@ -330,39 +287,6 @@ def test_damage_is_found_without_a_manifest(copy, harm):
   assert 'step 2' in said[0]
 
 
-def test_without_a_manifest_only_where_there_is_nothing_better(copy):
-  for step in ('1', '2'):
-    (copy / step / 'manifest.json').unlink()
-  restored, (said,) = restore(copy, make_iterator())
-  assert restored.step == 2
-  assert 'step 2' in said
-  assert 'nothing vouches for it' in said
-  assert_same(restored.state, make_state(2))
-  assert not (copy / '2.corrupt').exists()
-
-
-def edit_metadata(step, change):
-  """Changes what was saved beside the arrays, manifest included."""
-  path, manifest = step / 'metadata' / 'metadata', step / 'manifest.json'
-  path.write_text(json.dumps(change(json.loads(path.read_text()))))
-  entries = json.loads(manifest.read_text())
-  digest = hashlib.sha256(path.read_bytes()).hexdigest()
-  entry = {'bytes': path.stat().st_size, 'sha256': digest}
-  manifest.write_text(json.dumps(entries | {'metadata/metadata': entry}))
-
-
-@pytest.mark.parametrize('harm', [truncate, flip, os.unlink])
-def test_files_that_the_manifest_leaves_out_do_not_matter(copy, harm):
-  names = [path for path in (copy / '2').iterdir() if path.is_file()]
-  names = [path for path in names if path.name != 'manifest.json']
-  assert names
-  for path in names:
-    harm(path)
-  restored, _ = restore(copy, make_iterator())
-  assert restored.step == 2
-  assert_same(restored.state, make_state(2))
-
-
 def test_none_usable_is_an_error_each_time(copy):
   for step in ('1', '2'):
     flip(array_file(copy / step))
@@ -376,40 +300,22 @@ def test_none_usable_is_an_error_each_time(copy):
   assert 'step 1' not in str(e.value)
 
 
-def test_leftovers_of_a_killed_save_are_cleaned(copy):
-  (copy / 'notes').mkdir()  # Somebody's.
-  leftover = copy / '7.orbax-checkpoint-tmp'
-  shutil.copytree(copy / '2', leftover)
-  shutil.copytree(copy / '1', copy / 'deleted' / '0')
-  with Checkpointer(copy, CheckpointConfig()) as checkpointer:
-    assert checkpointer.steps() == [1, 2]
-    checkpointer.save(3, make_state(3))
-  assert not leftover.exists()
-  assert not (copy / 'deleted').exists()
-  assert restore(copy)[0].step == 3
-
-
 @pytest.mark.parametrize(
   ('change', 'words'),
   [
     (
-      lambda state: make_state(0, width=4),
+      {'params': make_state(0, width=4).params},
       ['params/embed/kernel', '(8, 6)', '(8, 4)'],
     ),
     (
-      lambda state: state.replace(
-        params={**state.params, 'router': jnp.zeros(3)}
-      ),
+      {'params': make_state(0).params | {'router': jnp.zeros(3)}},
       ['params/router is missing', 'float32(3,)'],
     ),
     (
-      lambda state: state.replace(model_state={}),
+      {'model_state': {}},
       ['model_state/seen is int8(3,)', 'missing in this model'],
     ),
-    (
-      lambda state: state.replace(step=jnp.zeros((), jnp.float32)),
-      ['step', 'int32', 'float32'],
-    ),
+    ({'step': jnp.zeros((), jnp.float32)}, ['step', 'int32', 'float32']),
   ],
   ids=['shape', 'missing', 'extra', 'dtype'],
 )
@@ -419,7 +325,7 @@ def test_another_model_is_an_error_and_no_damage(copy, change, words):
     Checkpointer(copy, CheckpointConfig()) as checkpointer,
     pytest.raises(UserError) as e,
   ):
-    checkpointer.restore(abstract(change(make_state(0))))
+    checkpointer.restore(abstract(make_state(0).replace(**change)))
   for word in words:
     assert word in str(e.value)
   assert '\n' not in str(e.value)
@@ -427,16 +333,15 @@ def test_another_model_is_an_error_and_no_damage(copy, change, words):
   assert restore(copy)[0].step == 2
 
 
-@pytest.mark.parametrize('position', [{'data_position': {'a': 1}}, {}])
-def test_another_kind_of_data_is_an_error_and_no_damage(copy, position):
-  def change(saved):
-    del saved['data_position']
-    return saved | position
-
-  edit_metadata(copy / '2', change)
+@pytest.mark.parametrize(
+  'iterator', [None, types.SimpleNamespace(get_state=lambda: {'a': 1})]
+)
+def test_another_kind_of_data_is_an_error_and_no_damage(tmp_path, iterator):
+  with Checkpointer(tmp_path, CheckpointConfig()) as checkpointer:
+    checkpointer.save(2, make_state(2), iterator)
   with pytest.raises(UserError, match='no data position that fits'):
-    restore(copy, make_iterator())
-  assert restore(copy)[0].step == 2
+    restore(tmp_path, make_iterator())
+  assert restore(tmp_path)[0].step == 2
 
 
 def test_restores_onto_another_mesh(tmp_path):
@@ -471,17 +376,6 @@ def test_restores_onto_another_mesh(tmp_path):
   assert restored['x'].addressable_shards[0].data.shape == (8, 4)
 
 
-def test_restores_uncommitted_without_a_sharding(copy):
-  restored, _ = restore(copy)
-  sharded = jax.device_put(
-    jnp.ones(8), NamedSharding(mesh_of((8,), ('data',)), P())
-  )
-  # Would raise for an array that is tied to one device.
-  jax.jit(lambda x, y: x.sum() + y)(
-    restored.state.params['embed']['kernel'], sharded
-  )
-
-
 def test_part_of_a_checkpoint(copy):
   before = sorted(copy.rglob('*'))
   state = make_state(2)
@@ -497,17 +391,6 @@ def test_part_of_a_checkpoint(copy):
     copy, {'params': abstract(state).params}, step=1
   )
   assert_same(by_name.state, {'params': make_state(1).params})
-  assert sorted(copy.rglob('*')) == before
-
-
-def test_part_of_a_damaged_checkpoint_leaves_it_where_it_is(copy):
-  flip(array_file(copy / '2'))
-  before = sorted(copy.rglob('*'))
-  wanted = {'params': abstract(make_state(0)).params}
-  with warnings() as said:
-    restored = checkpoints.restore_subtree(copy, wanted)
-  assert restored.step == 1
-  assert 'step 2' in said[0]
   assert sorted(copy.rglob('*')) == before
 
 
@@ -542,13 +425,6 @@ def test_part_that_is_not_there(copy):
     )
   with pytest.raises(UserError, match=r'step 9 .*expected one of \[1, 2\]'):
     checkpoints.restore_subtree(copy, {}, step=9)
-
-
-def test_due(tmp_path):
-  with Checkpointer(tmp_path, CheckpointConfig(every=4)) as checkpointer:
-    assert [s for s in range(1, 13) if checkpointer.due(s)] == [4, 8, 12]
-  with Checkpointer(tmp_path, CheckpointConfig(every=0)) as checkpointer:
-    assert not any(checkpointer.due(s) for s in range(1, 13))
 
 
 # Saves one checkpoint after the other until it is killed: by itself at a named
@@ -610,8 +486,7 @@ for plan in plans:
 
 
 def test_killed_at_any_moment_leaves_whole_checkpoints(tmp_path):
-  plans = ['manifest', 'rename:1', 'rename:4', 'delete:1', 'delete:3']
-  plans += ['time:0.02', 'time:0.19', 'time:0.41']
+  plans = ['manifest', 'rename:1', 'rename:4', 'delete:1', 'time:0.19']
   result = subprocess.run(
     [sys.executable, '-c', _VICTIMS, tmp_path, *plans],
     capture_output=True,

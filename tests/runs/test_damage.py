@@ -6,28 +6,20 @@ import re
 import shutil
 
 from etils.epath import backend as epath_backend
-import numpy as np
 import pytest
+import tiny_runs
 
-from mod_jax import config as config_lib
 from mod_jax import tasks
-from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
-from mod_jax.models.lm import LMConfig
-from mod_jax.optimizer import OptimizerConfig
 from mod_jax.tasks import phases
-from mod_jax.tasks.experiment import ExperimentConfig
-from mod_jax.tasks.plain import Plain
 from mod_jax.train import evaluation
 from mod_jax.train import state as state_lib
 
 
 @pytest.fixture(scope='module')
-def patched(on_one_device):
+def patched(on_one_device, no_report):
   """One device, nothing but restoring, and each shape worked out once."""
   with on_one_device(), pytest.MonkeyPatch.context() as patch:
-    patch.setattr(evaluation, 'report', lambda *args: None)
-    patch.setattr(Plain, 'finish', lambda *args: ())
     patch.setattr(
       evaluation, 'held_out', lambda *args, **kwargs: {'top_k/loss': 1.0}
     )
@@ -35,29 +27,10 @@ def patched(on_one_device):
 
 
 @pytest.fixture(scope='module')
-def run(tmp_path_factory, patched):
+def run(tmp_path_factory, texts, patched):
   """Config, directory and end of a run with checkpoints at steps 2 and 4."""
-  folder = tmp_path_factory.mktemp('run')
-  rng = np.random.default_rng(0)
-  for i in range(4):
-    (folder / f'{i}.txt').write_bytes(rng.bytes(500))
-  config = config_lib.replace(
-    ExperimentConfig(
-      model=LMConfig(
-        num_layers=1, width=8, num_heads=2, mlp_dim=8, routing=None
-      ),
-      data=TextDataConfig(source='files', files=f'{folder}/*.txt', length=16),
-      optimizer=OptimizerConfig(warmup_steps=1),
-    ),
-    {
-      'train.num_steps': 4,
-      'train.batch_size': 4,
-      'evaluation.every': 0,
-      'log.tensorboard': False,
-      'checkpoint.every': 2,
-    },
-  )
-  workdir = folder / 'whole'
+  config = tiny_runs.make_config(texts, **{'checkpoint.every': 2})
+  workdir = tmp_path_factory.mktemp('run') / 'whole'
   phases.train(config, workdir)
   # From here on the model is always the same.
   abstract = state_lib.abstract_state
@@ -79,24 +52,17 @@ def copy(run, tmp_path):
   return tmp_path / 'run'
 
 
-def edit(path, change):
-  path.write_bytes(change(path.read_bytes()))
+# What may happen to a file or a folder.
 
 
-def flip(data):
-  data = bytearray(data)
+def flip(path):
+  data = bytearray(path.read_bytes())
   data[len(data) // 2] ^= 1
-  return bytes(data)
+  path.write_bytes(data)
 
 
-def half(data):
-  return data[: len(data) // 2]
-
-
-def loops(path):
-  """Puts a link to itself in a path's place."""
-  gone(path)
-  path.symlink_to(path.name)
+def halve(path):
+  path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
 def gone(path):
@@ -111,198 +77,142 @@ def directory(path):
   path.mkdir()
 
 
-def file(path):
+def loop(path):
   gone(path)
-  path.write_text('x')
+  path.symlink_to(path.name)
 
 
-def swap(a, b):
-  a.rename(a.with_name('aside'))
-  b.rename(a)
-  a.with_name('aside').rename(b)
+def becomes(data):
+  def damage(path):
+    if path.is_dir():
+      gone(path)
+    path.write_bytes(data)
+
+  return damage
 
 
-def arrays(step):
-  files = (step / 'state' / 'ocdbt.process_0' / 'd').iterdir()
-  return max(files, key=lambda path: path.stat().st_size)
+def edited(old, new):
+  return lambda path: path.write_bytes(path.read_bytes().replace(old, new))
 
 
-def newest(*parts):
-  return lambda w: pathlib.Path(w, 'checkpoints', '4', *parts)
+def before(path):
+  return pathlib.Path(str(path).replace('checkpoints/4', 'checkpoints/2'))
 
 
-def in_run(*parts):
-  return lambda w: pathlib.Path(w, *parts)
+def like_the_one_before(path):
+  gone(path)
+  shutil.copytree(before(path), path)
 
 
-def apply(where, change):
-  return lambda w: edit(where(w), change)
+def swapped(path):
+  data, other = path.read_bytes(), before(path).read_bytes()
+  path.write_bytes(other)
+  before(path).write_bytes(data)
 
 
-def at(where, damage):
-  return lambda w: damage(where(w))
-
-
-def newest_arrays(w):
-  return arrays(newest()(w))
-
-
-def copy_older(w):
-  gone(newest()(w))
-  shutil.copytree(w / 'checkpoints' / '2', newest()(w))
-
-
-manifest, metadata = newest('manifest.json'), newest('metadata', 'metadata')
-config_json, metrics = in_run('config.json'), in_run('metrics.jsonl')
+NEWEST = 'checkpoints/4'
+STATE, MANIFEST = f'{NEWEST}/state', f'{NEWEST}/manifest.json'
+ARRAYS = f'{STATE}/ocdbt.process_0/d/*'  # The largest of them.
+NESTED = b'[' * 10**6
 
 # Each falls back to the checkpoint before, and says why.
-CHECKPOINT = {
-  'arrays cut': (apply(newest_arrays, half), 'checksum of .* is wrong'),
-  'arrays flipped': (apply(newest_arrays, flip), 'checksum of .* is wrong'),
-  'arrays a directory': (at(newest_arrays, directory), 'is missing'),
-  'arrays a loop': (at(newest_arrays, loops), 'Too many levels'),
-  'arrays of the one before': (
-    lambda w: shutil.copy(
-      arrays(w / 'checkpoints' / '2'), arrays(w / 'checkpoints' / '4')
-    ),
-    'checksum of .* is wrong',
-  ),
-  'list of arrays flipped': (
-    apply(newest('state', '_METADATA'), flip),
-    'checksum of state/_METADATA is wrong',
-  ),
-  'state gone': (at(newest('state'), gone), 'is missing'),
-  'metadata flipped': (apply(metadata, flip), 'metadata is wrong'),
-  'metadata gone': (at(metadata, gone), 'metadata/metadata is missing'),
-  'manifest gone': (at(manifest, gone), 'nothing vouches for it'),
-  'manifest cut': (apply(manifest, half), 'manifest.json is damaged'),
-  'manifest a list': (apply(manifest, lambda d: b'[1]'), 'is damaged'),
-  'manifest of nothing': (apply(manifest, lambda d: b'{}'), 'is not in mani'),
-  'manifest no text': (apply(manifest, lambda d: b'\xff'), 'is damaged'),
-  'manifest nested': (
-    apply(manifest, lambda d: b'[' * 10**6),
-    'manifest.json is damaged',
-  ),
-  'manifest a directory': (at(manifest, directory), 'Is a directory'),
-  'the checkpoint a file': (at(newest(), file), 'nothing vouches for it'),
-  'the checkpoint a loop': (at(newest(), loops), 'nothing vouches for it'),
-  'a file too many': (
-    lambda w: newest('state', 'more')(w).write_text('x'),
-    'state/more is not in manifest.json',
-  ),
-  'a copy of the one before': (copy_older, 'it was saved at step 2'),
-  'the checkpoint emptied': (at(newest(), directory), 'nothing vouches'),
-}
-
+CHECKPOINT = [
+  (ARRAYS, flip, 'checksum of .* is wrong'),
+  (ARRAYS, directory, 'is missing'),
+  (ARRAYS, loop, 'Too many levels'),
+  (f'{STATE}/_METADATA', flip, 'checksum of state/_METADATA is wrong'),
+  (f'{STATE}/more', becomes(b'x'), 'state/more is not in manifest.json'),
+  (STATE, gone, 'is missing'),
+  (f'{NEWEST}/metadata/metadata', flip, 'metadata is wrong'),
+  (MANIFEST, gone, 'nothing vouches for it'),
+  (MANIFEST, halve, 'manifest.json is damaged'),
+  (MANIFEST, becomes(b'{}'), 'is not in manifest.json'),
+  (MANIFEST, becomes(NESTED), 'manifest.json is damaged'),
+  (MANIFEST, directory, 'Is a directory'),
+  (NEWEST, becomes(b'x'), 'nothing vouches for it'),
+  (NEWEST, loop, 'nothing vouches for it'),
+  (NEWEST, like_the_one_before, 'it was saved at step 2'),
+]
 
 # Each is refused.
-REFUSED = {
-  'manifests swapped': (
-    lambda w: swap(manifest(w), w / 'checkpoints/2/manifest.json'),
-    'no checkpoint in .* is usable',
-  ),
-  'checkpoints a file': (
-    at(in_run('checkpoints'), file),
-    'the checkpoints in .* cannot be used',
-  ),
-  'checkpoints a loop': (
-    at(in_run('checkpoints'), loops),
-    'the checkpoints in .* cannot be used',
-  ),
-  'config no text': (
-    apply(config_json, lambda d: b'\xff' + d),
-    'config.json cannot be read .*not UTF-8',
-  ),
-  'config nested': (
-    apply(config_json, lambda d: b'{"name":' + b'[' * 10**6),
-    'config.json: .*recursion depth',
-  ),
-  'config cut': (apply(config_json, half), 'config.json: '),
-  'config of another': (
-    apply(config_json, lambda d: d.replace(b'"seed"', b'"sead"')),
-    'config.json: .*sead',
-  ),
-  'config edited': (
-    apply(config_json, lambda d: d.replace(b'"width": 8', b'"width": 16')),
-    'different config.*width',
-  ),
-}
-
+REFUSED = [
+  (MANIFEST, swapped, 'no checkpoint in .* is usable'),
+  ('checkpoints', becomes(b'x'), 'cannot be used'),
+  ('checkpoints', loop, 'cannot be used'),
+  ('config.json', becomes(b'\xff'), 'config.json cannot be read .*not UTF-8'),
+  ('config.json', becomes(b'{"name":' + NESTED), 'config.json: .*recursion'),
+  ('config.json', edited(b'"seed"', b'"sead"'), 'config.json: .*sead'),
+  ('config.json', edited(b'"width": 8', b'"width": 16'), 'different.*width'),
+]
 
 # Each is told by the continuation, which goes on from this step (None: it is
 # refused), and does not matter to, or is refused by, an evaluation.
-OTHER = {
-  'another step number': (
-    lambda w: newest()(w).rename(w / 'checkpoints' / '40'),
+OTHER = [
+  (
+    *(NEWEST, lambda path: path.rename(path.with_name('40'))),
     *(2, 'step 40 .*it was saved at step 4'),
     *(2, 'step 40 .*it was saved at step 4'),
   ),
-  'checkpoints gone': (
-    at(in_run('checkpoints'), gone),
-    *(0, 'metrics.jsonl is of an earlier start'),
+  (
+    *('checkpoints', gone, 0, 'metrics.jsonl is of an earlier start'),
     *(None, 'holds no checkpoint yet'),
   ),
-  'config gone': (
-    at(config_json, gone),
-    *(4, 'config.json was missing'),
-    *(None, 'holds no run'),
+  ('config.json', gone, 4, 'config.json was missing', None, 'holds no run'),
+  ('metrics.jsonl', gone, 4, 'ends at step 0', 4, ''),
+  (
+    *('metrics.jsonl', lambda path: os.truncate(path, path.stat().st_size - 9)),
+    *(4, 'ended within a line', 4, ''),
   ),
-  'metrics torn': (
-    apply(metrics, lambda d: d[:-9]),
-    *(4, 'ended within a line'),
-    *(4, ''),
+  (
+    *('metrics.jsonl', becomes(b'{"step": 1, "kind": "train"}\n')),
+    *(
+      4,
+      'metrics.jsonl ends at step 1, before the checkpoint at step 4',
+      4,
+      '',
+    ),
   ),
-  'metrics cut': (
-    apply(metrics, lambda d: b''.join(d.splitlines(keepends=True)[:2])),
-    *(4, 'metrics.jsonl ends at step 1, before the checkpoint at step 4'),
-    *(4, ''),
+  (
+    *('metrics.jsonl', becomes(b'\xff\n')),
+    *(None, 'line 1 of .* is not a metrics line', 4, ''),
   ),
-  'metrics gone': (at(metrics, gone), 4, 'ends at step 0', 4, ''),
-  'metrics no text': (
-    apply(metrics, lambda d: b'\xff\n' + d),
-    *(None, 'line 1 of .* is not a metrics line'),
-    *(4, ''),
-  ),
-  'metrics a directory': (
-    at(metrics, directory),
-    *(None, 'metrics.jsonl cannot be read'),
-    *(4, ''),
-  ),
-}
+  ('metrics.jsonl', directory, None, 'metrics.jsonl cannot be read', 4, ''),
+]
+
+
+def do(damage, workdir, name):
+  found = workdir.glob(name)
+  damage(max(found, key=os.path.getsize, default=workdir / name))
 
 
 def told_of(workdir, run, caplog):
   """Judges and continues a run; returns what both came to, and said."""
-  results = []
-  for call in (
-    # This one changes nothing, so it is first.
-    lambda: tasks.load(workdir),
-    lambda: phases.train(run[0], workdir, max_steps=0),
-  ):
+
+  def told(call):
     caplog.clear()
     try:
       step = call().step
-      said = ' '.join(
-        record.getMessage()
-        for record in caplog.records
-        if '/mod_jax/' in record.pathname
-      )
     except UserError as error:
-      step, said = None, str(error)
+      said = str(error)
       assert len(said.splitlines()) == 1
       assert len(said) < 1000
-    results.append((step, said))
-  return results
+      return None, said
+    ours = (r for r in caplog.records if '/mod_jax/' in r.pathname)
+    return step, ' '.join(record.getMessage() for record in ours)
+
+  before = sorted(workdir.rglob('*'))
+  judged = told(lambda: tasks.load(workdir))
+  assert sorted(workdir.rglob('*')) == before  # Who only reads changes nothing.
+  return judged, told(lambda: phases.train(run[0], workdir, max_steps=0))
 
 
 def test_nothing_is_told_of_a_whole_run(copy, run, caplog):
-  assert told_of(copy, run, caplog) == [(4, ''), (4, '')]
+  assert told_of(copy, run, caplog) == ((4, ''), (4, ''))
 
 
-@pytest.mark.parametrize('name', CHECKPOINT)
-def test_the_checkpoint_before_is_used(name, copy, run, caplog):
-  damage, words = CHECKPOINT[name]
-  damage(copy)
+@pytest.mark.parametrize(('name', 'damage', 'words'), CHECKPOINT)
+def test_the_checkpoint_before_is_used(name, damage, words, copy, run, caplog):
+  do(damage, copy, name)
   for step, said in told_of(copy, run, caplog):
     assert step == 2
     assert 'using the one at step 2 instead' in said
@@ -311,10 +221,9 @@ def test_the_checkpoint_before_is_used(name, copy, run, caplog):
   assert sorted(os.listdir(copy / 'checkpoints')) == ['2', '4.corrupt']
 
 
-@pytest.mark.parametrize('name', REFUSED)
-def test_refused_in_one_sentence(name, copy, run, caplog):
-  damage, words = REFUSED[name]
-  damage(copy)
+@pytest.mark.parametrize(('name', 'damage', 'words'), REFUSED)
+def test_refused_in_one_sentence(name, damage, words, copy, run, caplog):
+  do(damage, copy, name)
   before = sorted(copy.rglob('*'))
   for step, said in told_of(copy, run, caplog):
     assert step is None
@@ -322,10 +231,13 @@ def test_refused_in_one_sentence(name, copy, run, caplog):
   assert sorted(copy.rglob('*')) == before
 
 
-@pytest.mark.parametrize('name', OTHER)
-def test_told(name, copy, run, caplog):
-  damage, step, words, judged, judged_words = OTHER[name]
-  damage(copy)
+@pytest.mark.parametrize(
+  ('name', 'damage', 'step', 'words', 'judged', 'judged_words'), OTHER
+)
+def test_told(
+  name, damage, step, words, judged, judged_words, copy, run, caplog
+):
+  do(damage, copy, name)
   of_judge, of_training = told_of(copy, run, caplog)
   assert of_training[0] == step, of_training
   assert re.search(words, of_training[1]), of_training

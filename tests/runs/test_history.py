@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shutil
 
 import chex
 import jax
@@ -14,7 +15,10 @@ from mod_jax.runs import history, metrics
 from mod_jax.runs import workdir as workdir_lib
 from mod_jax.train import profile
 
-pytestmark = pytest.mark.usefixtures('one_device')
+pytestmark = pytest.mark.usefixtures('no_report', 'one_device')
+
+# A rate that does not depend on how long the run is.
+FIXED_RATE = make_config(**{'optimizer.final_fraction': 1.0})
 
 
 def test_the_cost_of_restarts():
@@ -80,41 +84,38 @@ def test_a_run_tells_how_it_was_continued(tmp_path, capsys):
   assert '2 step(s) done again' in capsys.readouterr().err
 
 
-class TestLengthening:
-  # A rate that does not depend on how long the run is.
-  CONFIG = make_config(**{'optimizer.final_fraction': 1.0})
+@pytest.fixture(scope='module')
+def finished(tmp_path_factory, on_one_device, no_report):
+  workdir = tmp_path_factory.mktemp('finished')
+  with on_one_device():
+    train(FIXED_RATE, workdir)
+  return workdir
 
-  def test_is_as_if_the_run_had_been_so_long(self, tmp_path):
-    longer = config_lib.replace(self.CONFIG, {'train.num_steps': 9})
-    train(self.CONFIG, tmp_path / 'run')
+
+@pytest.fixture
+def run(finished, tmp_path):
+  return shutil.copytree(finished, tmp_path / 'run')
+
+
+class TestLengthening:
+  def test_is_as_if_the_run_had_been_so_long(self, run, tmp_path):
+    longer = config_lib.replace(FIXED_RATE, {'train.num_steps': 9})
     with pytest.raises(UserError, match='init=.*run') as refused:
-      train(longer, tmp_path / 'run')
+      train(longer, run)
     assert '(train.num_steps: 6 -> 9)' in str(refused.value)
     assert '--allow_changed_config' in str(refused.value)
-    train(longer, tmp_path / 'run', allow_changed_config=True, max_steps=1)
+    train(longer, run, allow_changed_config=True, max_steps=1)
     # From here on it is the run's own config.
-    result = train(longer, tmp_path / 'run')
+    result = train(longer, run)
     assert result.step == 9
     whole = train(longer, tmp_path / 'whole')
     chex.assert_trees_all_equal(result.state, whole.state)
     assert result.metrics == whole.metrics
-    (change,) = (
-      e for e in history.read(tmp_path / 'run') if e['event'] == 'changed'
-    )
+    (change,) = (e for e in history.read(run) if e['event'] == 'changed')
     assert change['step'] == 6
     assert change['fields'] == ['train.num_steps: 6 -> 9']
     # What was saved before the change can be read as before.
-    assert load(tmp_path / 'run', step=6).step == 6
-
-  def test_another_rate(self, tmp_path):
-    faster = config_lib.replace(
-      self.CONFIG, {'train.num_steps': 9, 'optimizer.learning_rate': 0.5}
-    )
-    train(self.CONFIG, tmp_path)
-    before = load(tmp_path).params
-    after = train(faster, tmp_path, allow_changed_config=True).state.params
-    with pytest.raises(AssertionError):
-      chex.assert_trees_all_close(before, after, atol=0.1)
+    assert load(run, step=6).step == 6
 
   @pytest.mark.parametrize(
     ('changes', 'why'),
@@ -128,14 +129,13 @@ class TestLengthening:
       ),
     ],
   )
-  def test_what_cannot_change(self, changes, why, tmp_path):
-    train(self.CONFIG, tmp_path)
-    before = (tmp_path / 'config.json').read_text()
-    other = config_lib.replace(self.CONFIG, changes)
+  def test_what_cannot_change(self, changes, why, run):
+    before = (run / 'config.json').read_text()
+    other = config_lib.replace(FIXED_RATE, changes)
     with pytest.raises(UserError, match=why):
-      train(other, tmp_path, allow_changed_config=True)
-    assert (tmp_path / 'config.json').read_text() == before
-    assert history.changed_at(tmp_path) == -1
+      train(other, run, allow_changed_config=True)
+    assert (run / 'config.json').read_text() == before
+    assert history.changed_at(run) == -1
 
 
 def test_a_trace_of_some_steps(tmp_path, capsys):
@@ -159,13 +159,10 @@ def test_a_stop_within_the_trace_ends_it(tmp_path, monkeypatch):
   assert calls == ['start_trace', 'stop_trace']
 
 
-@pytest.mark.parametrize('text', ['3', '0:2', '4:3', 'a:b', '', '-1:2'])
-def test_steps_that_are_none(text):
+@pytest.mark.parametrize('text', ['3', '0:2', '4:3', 'a:b', ''])
+def test_steps_that_are_none(text, tmp_path):
   with pytest.raises(UserError, match='first and the last step'):
     profile.parse(text)
-
-
-def test_steps_that_the_run_does_not_have(tmp_path):
   with pytest.raises(UserError, match='6 steps'):
     train(make_config(), tmp_path, profile=range(5, 9))
   assert not workdir_lib.holds_run(tmp_path)

@@ -3,45 +3,32 @@
 import json
 import shutil
 
+import chex
 from flax import linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny_runs import make_config as make_language_config
 from tiny_task import Tiny, load, make_config, train
 
 from mod_jax import config as config_lib
 from mod_jax import parallel
-from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
 from mod_jax.layers.routing_config import MoDConfig
-from mod_jax.models.lm import LMConfig
-from mod_jax.pretrained.source import Source
 from mod_jax.runs import checkpoints as checkpoints_lib
 from mod_jax.runs import metrics as metrics_lib
 from mod_jax.runs import workdir as workdir_lib
-from mod_jax.runs.run_config import RunConfig, TrainConfig
+from mod_jax.runs.run_config import RunConfig
 from mod_jax.tasks import make_task
-from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train import evaluation, loop
 from mod_jax.train import task as task_lib
 
 
 @pytest.fixture(autouse=True, scope='module')
-def _one_device(on_one_device):
-  with on_one_device(), pytest.MonkeyPatch.context() as patch:
-    # The curves take longer than the training.
-    patch.setattr(evaluation, 'report', lambda *args: None)
+def _one_device(on_one_device, no_report):
+  with on_one_device():
     yield
-
-
-def leaves(tree):
-  return [np.asarray(x) for x in jax.tree.leaves(tree)]
-
-
-def assert_equal(a, b):
-  for x, y in zip(leaves(a), leaves(b), strict=True):
-    np.testing.assert_array_equal(x, y)
 
 
 def held_out(workdir):
@@ -68,7 +55,7 @@ def test_the_loop_needs_no_more_of_a_config_than_a_run_has(tmp_path):
   result = train(config, tmp_path)
   assert (result.steps, result.finished) == (1, True)
   trained = evaluation.load(Tiny(config), tmp_path)
-  assert_equal(trained.params, result.state.params)
+  chex.assert_trees_all_equal(trained.params, result.state.params)
   other = config_lib.replace(config, {'seed': 1})
   with pytest.raises(UserError, match='different config.*seed: 0 -> 1'):
     train(other, tmp_path)
@@ -91,21 +78,11 @@ class TestAverages:
     bias = state.ema['head']['bias'][0]
     assert 0 < bias < state.params['head']['bias'][0]
     assert result.metrics['accuracy'] == float(bias)
-    assert_equal(load(tmp_path / 'whole').params, state.ema)
+    chex.assert_trees_all_equal(load(tmp_path / 'whole').params, state.ema)
     # Stopped and continued, they are the same.
     train(config, tmp_path / 'parts', max_steps=2)
     rest = train(config, tmp_path / 'parts')
-    assert_equal(rest.state.ema, state.ema)
-
-  def test_none_are_kept_unasked(self, plain):
-    workdir, state = plain
-    assert state.ema is None
-    assert_equal(load(workdir).params, state.params)
-
-  @pytest.mark.parametrize('decay', [-0.1, 1.0])
-  def test_in_range(self, decay):
-    with pytest.raises(UserError, match='ema_decay'):
-      TrainConfig(ema_decay=decay)
+    chex.assert_trees_all_equal(rest.state.ema, state.ema)
 
 
 class TestTeacher:
@@ -131,10 +108,6 @@ class TestTeacher:
       batch = parallel.put_batch(next(run.iterator), run.mesh)
       run.compiled_step(static_args=0)(run.state, batch, run.teacher)
     assert not kernel.is_deleted()
-    # What lies there stays.
-    monkeypatch.setattr(Tiny, 'held', run.teacher)
-    with loop.build(Tiny(config), config, tmp_path) as again:
-      assert again.teacher['kernel'] is kernel
 
 
 @pytest.fixture(scope='module')
@@ -148,16 +121,6 @@ def source(tmp_path_factory):
 
 
 class TestStart:
-  def test_reads_a_run_without_its_task(self, source):
-    workdir, state = source
-    source = Source.open(workdir)
-    config = workdir_lib.read_config(workdir, ExperimentConfig)
-    assert source.experiment == config
-    variables = source.read()
-    assert_equal(variables['params'], state.ema)
-    assert variables['params'].keys() == {'block_0', 'head'}
-    assert float(variables['statistics']['sum']) == 6
-
   def test_a_fresh_run_starts_from_it_and_says_how_good_it_is(
     self, source, tmp_path
   ):
@@ -165,8 +128,8 @@ class TestStart:
     workdir = shutil.copytree(workdir, tmp_path / 'source')
     config = make_config(init=str(workdir), seed=1, **{'train.ema_decay': 0.9})
     with loop.build(Tiny(config), config, tmp_path / 'look') as run:
-      assert_equal(run.state.params, state.ema)
-      assert_equal(run.state.ema, state.ema)
+      chex.assert_trees_all_equal(run.state.params, state.ema)
+      chex.assert_trees_all_equal(run.state.ema, state.ema)
       assert float(run.state.model_state['statistics']['sum']) == 6
 
     result = train(config, tmp_path / 'run', max_steps=2)
@@ -183,25 +146,19 @@ class TestStart:
     with pytest.raises(UserError, match='init: .* -> None'):
       train(other, tmp_path / 'run')
 
-  def test_without_it_there_is_no_evaluation_at_first(self, plain):
-    assert [x['step'] for x in held_out(plain[0])] == [4, 6]
-
   @pytest.mark.parametrize(
     ('name', 'message'),
     [
       ('sourcee', "no such file.*Did you mean '.*/source'"),
-      ('source/metrics.jsonl', "ends in '.jsonl'"),
-      ('', 'holds no model.safetensors.*and no run'),
       ('begun', 'holds no checkpoint yet'),
     ],
   )
   def test_weights_that_are_not_there(self, source, tmp_path, name, message):
     workdir_lib.claim(tmp_path / 'begun', make_config())
-    shutil.copytree(source[0], tmp_path / 'source')
+    (tmp_path / 'source').mkdir()
     config = make_config(init=f'{tmp_path}/{name}')
-    with pytest.raises(UserError, match=message) as info:
+    with pytest.raises(UserError, match=message):
       train(config, tmp_path / 'run')
-    assert '\n' not in str(info.value)
     assert not (tmp_path / 'run').exists()
 
   def test_weights_that_do_not_fit(self, source, tmp_path, monkeypatch):
@@ -228,13 +185,12 @@ class TestStart:
       np.testing.assert_array_equal(kernel, 1.0)
 
   def test_a_dense_language_model_becomes_a_routed_one(self, tmp_path):
-    shape = {'num_layers': 2, 'width': 8, 'num_heads': 2, 'mlp_dim': 8}
-    routing = MoDConfig(capacity=0.5, predictor_width=4, threshold_decay=0.9)
+    routing = MoDConfig(
+      capacity=0.5, period=1, offset=0, predictor_width=4, threshold_decay=0.9
+    )
 
     def variables(routing, seed):
-      config = ExperimentConfig(
-        model=LMConfig(routing=routing, **shape), data=TextDataConfig(length=8)
-      )
+      config = make_language_config('*.txt', routing)
       task = make_task(config)
       shapes = nn.unbox(jax.eval_shape(task.init, jax.random.key(0)))
       rng = np.random.default_rng(seed)
@@ -243,26 +199,25 @@ class TestStart:
       )
       return config, task, fresh.pop('params'), fresh
 
-    for routings in ((None, routing), (routing, None), (routing, routing)):
-      config, _, params, model_state = variables(routings[0], seed=1)
-      workdir = tmp_path / f'{len(list(tmp_path.iterdir()))}'
+    for i, (before, after) in enumerate(
+      [(None, routing), (routing, None), (routing, routing)]
+    ):
+      config, _, params, model_state = variables(before, seed=1)
+      workdir = tmp_path / str(i)
       workdir_lib.claim(workdir, config)
       directory = workdir_lib.checkpoints(workdir)
       with checkpoints_lib.Checkpointer(directory, config.checkpoint) as saver:
-        model_state = jax.tree.map(lambda x: x + 1, model_state)
         saver.save(1, {'params': params, 'model_state': model_state})
-      _, task, fresh, other = variables(routings[1], seed=2)
-      started, moved = task.start(fresh, other, str(workdir))
-      assert_equal(
-        started['block_1']['mlp']['down'], params['block_1']['mlp']['down']
-      )
-      assert jax.tree.structure(started) == jax.tree.structure(fresh)
-      assert jax.tree.structure(moved) == jax.tree.structure(other)
-      if routings == (None, routing):
-        assert_equal(started['block_1']['router'], fresh['block_1']['router'])
-        assert_equal(moved, other)
-      if routings == (routing, routing):
-        assert_equal(moved, model_state)
+      _, task, fresh, fresh_state = variables(after, seed=2)
+      started, moved = task.start(fresh, fresh_state, str(workdir))
+      # What the source has comes from it, and the rest is fresh.
+      expected = fresh | {'block_0': fresh['block_0'] | params['block_0']}
+      if not after:
+        del expected['block_0']['router'], expected['block_0']['predictor']
+      expected |= {k: v for k, v in params.items() if k != 'block_0'}
+      chex.assert_trees_all_equal(started, expected)
+      wanted = model_state if before and after else fresh_state
+      chex.assert_trees_all_equal(moved, wanted)
 
 
 def test_a_task_need_not_start_from_anything(source, tmp_path, monkeypatch):
@@ -282,9 +237,9 @@ def test_rules_are_checked_before_anything_is_written(tmp_path):
   with loop.build(Tiny(config), config, tmp_path / 'run') as run:
     fresh = run.state
   state = train(config, tmp_path / 'run', max_steps=2).state
-  assert_equal(state.params, fresh.params)
+  chex.assert_trees_all_equal(state.params, fresh.params)
   state = train(config, tmp_path / 'run').state
-  assert_equal(state.params['block_0'], fresh.params['block_0'])
+  chex.assert_trees_all_equal(state.params['block_0'], fresh.params['block_0'])
   assert np.all(state.params['head']['bias'] != fresh.params['head']['bias'])
 
 
@@ -306,9 +261,3 @@ class TestStudies:
     assert evaluation.find_studies(task, []) == {}
     with pytest.raises(UserError, match='--study=norm: there are no studies'):
       evaluation.find_studies(task, ['norm'])
-
-
-def test_flops_reports():
-  assert '1000' in Tiny(make_config()).flops_report()
-  language = make_task(ExperimentConfig())
-  assert 'sequence of' in language.flops_report()

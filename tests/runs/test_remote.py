@@ -20,24 +20,21 @@ from etils.epath import backend as epath_backend
 import fsspec
 from fsspec.implementations import memory
 import jax
-import numpy as np
 from orbax.checkpoint._src.path import gcs_utils
 import pytest
+from tiny_runs import make_config
 
 from mod_jax import config as config_lib
 from mod_jax import paths, tasks
 from mod_jax.data import corpus, image_folder
 from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
-from mod_jax.models.lm import LMConfig
-from mod_jax.optimizer import OptimizerConfig
 from mod_jax.pretrained.source import Source
 from mod_jax.runs import history, lock
 from mod_jax.runs import metrics as metrics_lib
 from mod_jax.runs import workdir as workdir_lib
 from mod_jax.sweeps import grid
 from mod_jax.tasks import phases
-from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train import evaluation, loop
 
 pytestmark = pytest.mark.usefixtures('one_device')
@@ -207,45 +204,10 @@ def _nothing_here(tmp_path, monkeypatch):
   assert list(here.iterdir()) == []
 
 
-@pytest.fixture(scope='module')
-def texts(tmp_path_factory):
-  folder = tmp_path_factory.mktemp('texts')
-  rng = np.random.default_rng(0)
-  for i in range(4):
-    (folder / f'{i}.txt').write_bytes(rng.bytes(2000))
-  return f'{folder}/*.txt'
-
-
-def make_config(texts, **changes):
-  config = ExperimentConfig(
-    model=LMConfig(
-      num_layers=1,
-      width=16,
-      num_heads=2,
-      mlp_dim=16,
-      routing=None,
-    ),
-    data=TextDataConfig(source='files', files=texts, length=16),
-    optimizer=OptimizerConfig(warmup_steps=1),
-  )
-  tiny = {
-    'train.num_steps': 4,
-    'train.batch_size': 8,
-    'evaluation.every': 0,
-    'evaluation.final_batches': 1,
-    'evaluation.batch_size': 8,
-    'evaluation.sample_tokens': 0,
-    'log.tensorboard': False,
-    'checkpoint.every': 1,
-    'checkpoint.keep': 2,
-  }
-  return config_lib.replace(config, tiny | changes)
-
-
-def test_a_run_in_a_store(
-  texts, tmp_path, compilation_cache, caplog, monkeypatch
-):
-  config = make_config(texts, **{'log.tensorboard': True})
+@pytest.mark.slow
+def test_a_run_in_a_store(texts, tmp_path, caplog, monkeypatch):
+  saving = {'checkpoint.every': 1, 'checkpoint.keep': 2}
+  config = make_config(texts, **saving, **{'log.tensorboard': True})
   with monkeypatch.context() as patch:
     patch.setattr(evaluation, 'report', lambda *args: None)
     here = phases.train(
@@ -326,25 +288,29 @@ def test_a_sweep_in_a_store(texts, monkeypatch):
   assert len(told['points']) == 2
 
 
-@pytest.mark.parametrize('path', ['memory://x', 's3://bucket/x', 'file:///x'])
-def test_what_is_no_place_for_a_run(path, texts):
-  with pytest.raises(UserError, match=f'{path}: runs live in'):
-    phases.train(make_config(texts), path)
-
-
-def test_what_reads_buckets_must_be_installed(monkeypatch):
+def test_what_must_be_elsewhere(texts, monkeypatch):
   def missing(protocol):
     raise ImportError('Please install gcsfs')
 
+  put('/bucket/weights/vit.safetensors', b'x')
+  url = 'gs://bucket/texts'
+  config = make_config(texts)
+  for message, call in (
+    ('memory://x: runs live in', lambda: phases.train(config, 'memory://x')),
+    ('s3://b/x: runs live in', lambda: phases.train(config, 's3://b/x')),
+    (f"files='{url}.* is a URL", lambda: corpus.list_files(f'{url}/*.txt')),
+    (f"dir='{url}.* is a URL", lambda: TextDataConfig(cache_dir=url)),
+    (f"path='{url}.* is a URL", lambda: image_folder.class_names(url)),
+    (
+      'copy it here first',
+      lambda: workdir_lib.find('gs://bucket/weights/vit.safetensors'),
+    ),
+  ):
+    with pytest.raises(UserError, match=message):
+      call()
   monkeypatch.setattr(fsspec, 'get_filesystem_class', missing)
   with pytest.raises(UserError, match='gs://bucket/x .*pip install gcsfs'):
     paths.expand('gs://bucket/x')
-
-
-def test_weights_in_a_file_must_be_here():
-  put('/bucket/weights/vit.safetensors', b'x')
-  with pytest.raises(UserError, match='copy it here first'):
-    workdir_lib.find('gs://bucket/weights/vit.safetensors')
 
 
 def test_a_lock_in_a_store(monkeypatch):
@@ -364,17 +330,6 @@ def test_a_lock_in_a_store(monkeypatch):
   with lock.held(workdir):
     assert OBJECTS[path].getvalue() != text
   assert not [name for name in OBJECTS if name.startswith('/bucket/locked')]
-
-
-def test_data_must_be_here():
-  url = 'gs://bucket/texts'
-  for field, call in (
-    ('files', lambda: corpus.list_files(f'{url}/*.txt')),
-    ('cache_dir', lambda: TextDataConfig(cache_dir=url)),
-    ('path', lambda: image_folder.class_names(url)),
-  ):
-    with pytest.raises(UserError, match=f"{field}='{url}.* is a URL"):
-      call()
 
 
 def test_expanding(monkeypatch, tmp_path):

@@ -122,9 +122,9 @@ def test_refused(runs, tmp_path, command):
   assert 'expected at least two runs, got 1' in err
   with pytest.raises(UserError, match='holds no run'):
     compare.read(tmp_path)
-  with pytest.raises(UserError, match='named twice'):
-    compare.names(['a/b', 'a/b'])
-  assert compare.names(['x/a/b', 'x/c/b']) == ['a/b', 'c/b']
   workdir_lib.claim(tmp_path / 'new', DENSE)
   with pytest.raises(UserError, match='no metrics yet'):
     compare.read(tmp_path / 'new')
+  with pytest.raises(UserError, match='named twice'):
+    compare.names(['a/b', 'a/b'])
+  assert compare.names(['x/a/b', 'x/c/b']) == ['a/b', 'c/b']

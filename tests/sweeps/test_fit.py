@@ -182,7 +182,6 @@ def test_noise_of_one_budget_is_not_that_of_another(tmp_path):
 def test_an_unfinished_sweep(tmp_path):
   runs = published(np.random.default_rng(0))
   write(tmp_path, runs)
-  assert 'runs are over' not in fit.write(tmp_path)
   run.result_path(tmp_path, runs[3][0]).unlink()
   assert f'{len(runs) - 1} of {len(runs)} runs are over' in fit.write(tmp_path)
 
@@ -246,9 +245,6 @@ def test_variants(tmp_path):
 
 
 def test_nothing_to_fit(tmp_path, command):
-  status, _, err = command('fit', f'--workdir={tmp_path}')
-  assert (status, err.count('\n')) == (2, 1)
-  assert 'holds no sweep' in err
   runs = []
   add(runs, 'dense', 1e18, 1e6, None)
   write(tmp_path, runs)

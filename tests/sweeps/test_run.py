@@ -6,31 +6,21 @@ import json
 import signal
 
 import pytest
+import tiny
 
 from mod_jax import config as config_lib
 from mod_jax.data import fingerprint
-from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
 from mod_jax.layers.routing_config import MoDConfig
-from mod_jax.models.lm import LMConfig
-from mod_jax.optimizer import OptimizerConfig
 from mod_jax.runs import lock
-from mod_jax.runs.checkpoints import CheckpointConfig
-from mod_jax.runs.run_config import EvaluationConfig, LogConfig, TrainConfig
 from mod_jax.sweeps import manifest, run
 from mod_jax.sweeps.manifest import Entry
 from mod_jax.tasks import make_task, phases
-from mod_jax.tasks.experiment import ExperimentConfig
 
-BASE = ExperimentConfig(
-  model=LMConfig(
-    num_layers=1,
-    width=16,
-    num_heads=1,
-    mlp_dim=16,
-    routing=MoDConfig(period=1, offset=0),
-  ),
-  data=TextDataConfig(length=16),
+BASE = tiny.experiment(
+  dataclasses.replace(
+    tiny.LM, num_layers=1, routing=MoDConfig(period=1, offset=0)
+  )
 )
 
 
@@ -179,27 +169,6 @@ def test_what_another_worker_holds_is_left_to_it(
   assert trained == [2, 1]
 
 
-def test_what_another_worker_finished_meanwhile_is_not_left(
-  trained, tmp_path, monkeypatch, capsys
-):
-  digest = manifest.write(tmp_path, entries(1, 2))
-  held = lock.held
-
-  def by_another_at_first(folder):
-    if folder.name == 'run_1':
-      raise lock.InUse('by another worker')
-    result = run.result_path(tmp_path, entries(1)[0])
-    result.parent.mkdir(exist_ok=True)
-    names = ('id', 'diverged', 'loss', 'metrics')
-    result.write_text(json.dumps(dict.fromkeys(names) | {'manifest': digest}))
-    return held(folder)
-
-  monkeypatch.setattr(lock, 'held', by_another_at_first)
-  assert run.run(tmp_path) == []
-  assert trained == [2]
-  assert 'have no result yet' not in capsys.readouterr().err
-
-
 def test_a_signal_stops_between_runs(trained, tmp_path, monkeypatch):
   runs = entries(1, 99, 2)  # A signal stops that of seed 99.
   manifest.write(tmp_path, runs)
@@ -231,8 +200,6 @@ def test_refused(trained, tmp_path, command):
   with pytest.raises(UserError, match='run_1.json is of another manifest'):
     run.results(tmp_path)
   for arguments, message in (
-    ([], '--workdir is missing'),
-    (['--workdir=x', '--index=-1'], 'non-negative integer'),
     (['--workdir=x', '--range=1-2'], 'expected A:B'),
     (['--workdir=x', '--range=1:2', '--index=1'], 'give one of them'),
     ([f'--workdir={tmp_path}/c'], 'holds no sweep'),
@@ -242,27 +209,13 @@ def test_refused(trained, tmp_path, command):
     assert message in err
 
 
-def test_ranges():
-  lines = list(range(5))
-  assert lines[run._slice(3, None)] == [3]
-  assert lines[run._slice(None, '1:3')] == [1, 2]
-  assert lines[run._slice(None, ':2')] == [0, 1]
-  assert lines[run._slice(None, None)] == lines
-
-
 @pytest.mark.slow
-@pytest.mark.usefixtures('compilation_cache', 'one_device')
+@pytest.mark.usefixtures('one_device')
 def test_stopped_and_continued(tmp_path, monkeypatch, command):
   """A sweep of two runs, one of which diverges, as if nothing had happened."""
-  small = dataclasses.replace(
+  small = config_lib.replace(
     BASE,
-    optimizer=OptimizerConfig(warmup_steps=0),
-    train=TrainConfig(num_steps=6, batch_size=8),
-    evaluation=EvaluationConfig(
-      every=0, final_batches=1, batch_size=8, sample_tokens=0
-    ),
-    checkpoint=CheckpointConfig(every=2, keep=1),
-    log=LogConfig(every=1, tensorboard=False),
+    {'train.num_steps': 6, 'checkpoint.every': 2, 'checkpoint.keep': 1},
   )
   hot = config_lib.replace(small, {'optimizer.learning_rate': 1e30})
   runs = [*entries(1, base=small), *entries(2, base=hot)]

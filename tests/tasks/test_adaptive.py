@@ -461,7 +461,7 @@ class TestWeights:
         'objective.static_learners=3: expected at most .*num_learners=2',
       ),
       (
-        {'data.image_size': 16},
+        {'data.image_size': 16, 'model.image_size': 8},
         r'model\.image_size=8 and data\.image_size=16',
       ),
     ],

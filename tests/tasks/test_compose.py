@@ -279,7 +279,11 @@ class TestEvaluation:
     np.testing.assert_array_equal(left_BL[:, 1:], output.keep_SBN[0] > 0)
 
   def test_studies_are_those_that_make_sense(self):
-    assert set(make().studies()) == {'throughput', 'robustness'}
+    assert set(make().studies()) == {
+      'confusion',
+      'throughput',
+      'robustness',
+    }
 
   def test_loads_predicts_and_exports_itself_alone(self, tmp_path):
     flat = saved(tmp_path / 'run', MODEL, 0)

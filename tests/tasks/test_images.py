@@ -394,9 +394,11 @@ def _apply(model, **kwargs):
 
 
 def oracle(logits_BV, label_B):
-  """Returns loss, accuracy and top-5 accuracy, in numpy alone."""
+  """Returns loss, accuracies and mean recall, in numpy alone."""
   order = np.argsort(-logits_BV, axis=-1, kind='stable')
+  hit_B = order[:, 0] == label_B
   return {
+    'mean_recall': np.mean([hit_B[label_B == v].mean() for v in range(10)]),
     'loss': cross_entropy(logits_BV, np.eye(10)[label_B]).mean(),
     'accuracy': np.mean(order[:, 0] == label_B),
     'top5': np.mean((order[:, :5] == label_B[:, None]).any(axis=1)),
@@ -414,7 +416,8 @@ class TestEvaluate:
     assert 0 < expected['accuracy'] < expected['top5'] < 1
     assert metrics == pytest.approx(expected, rel=1e-5)
     main = task.main_metrics(metrics)
-    assert main == metrics
+    assert main.keys() == {'loss', 'accuracy', 'top5'}
+    assert main.items() <= metrics.items()
 
   def test_routed(self):
     task = make(AMOD)
@@ -452,13 +455,14 @@ class TestEvaluate:
     task = make(model, data=in_folder(folder))
     params, _ = init(task)
     metrics = held_out(task, params)
-    assert metrics.keys() == {'loss', 'accuracy'}
+    assert metrics.keys() == {'loss', 'accuracy', 'mean_recall'}
     of_six = task.modality.eval_sums(
       SimpleNamespace(logits_BV=np.zeros((1, 6))),
       {'label': np.zeros(1, int), 'weight': np.ones(1)},
       None,
     )
-    assert of_six.keys() == {'loss', 'accuracy'}
+    assert 'accuracy' in of_six
+    assert 'top5' not in of_six
     # Six images in a batch of 71; a row that only fills it is no image.
     images = list(images_lib.eval_batches(task.config.data, batch_size=1))
     assert len(images) == 6
@@ -505,6 +509,19 @@ def test_epochs_and_what_the_data_are(folder, tmp_path):
   assert (run.train.num_steps, run.train.num_epochs) == (7, None)
   with pytest.raises(UserError, match='phases.train derives'):
     loop.train(task, task.config, tmp_path)
+
+
+def test_one_size_sets_both():
+  config = make(DYNAMIC, objective=ALONE).config
+  changed = config_lib.override(config, [('data.image_size', '12')])
+  assert changed.model.backbone.image_size == changed.data.image_size == 12
+  # Both, or a whole part, are taken as they are given.
+  for changes in (
+    {'data.image_size': 12, 'model.backbone.image_size': 8},
+    {'data.image_size': 12, 'model': DYNAMIC},
+  ):
+    with pytest.raises(UserError, match='images of one size'):
+      config_lib.replace(config, changes)
 
 
 class TestMismatch:
@@ -641,11 +658,16 @@ class TestStart:
     # Without its routed block, it is another.
     assert abs(adapted['never/loss'] - metrics['loss']) > 1e-6
 
-  def test_another_resolution(self, dense_run):
+  @pytest.mark.parametrize('flag', ['data.image_size', 'model.image_size'])
+  def test_another_resolution(self, dense_run, caplog, flag):
     workdir, _, trained = dense_run
-    model = dataclasses.replace(AMOD, image_size=12)
-    task = make(model, **{'data.image_size': 12})
-    _, params, _ = adapt(task, workdir)
+    task = make_task(config_lib.replace(make(AMOD).config, {flag: 12}))
+    assert task.config.model.image_size == task.config.data.image_size == 12
+    absl_logging.use_python_logging(quiet=True)
+    with caplog.at_level(logging.WARNING, logger='absl'):
+      _, params, _ = adapt(task, workdir)
+    (told,) = [r.getMessage() for r in caplog.records if 'positions' in r.msg]
+    assert '4 x 4 patches are interpolated to 6 x 6, for image_size=12' in told
     assert params['position'].shape == (37, 8)
     expected = resize_positions(jnp.asarray(trained['position']), 1, 6)
     np.testing.assert_allclose(params['position'], expected, atol=1e-6)
@@ -850,9 +872,10 @@ def test_pictures(which):
     assert isinstance(figure, matplotlib.figure.Figure)
     assert figure.axes
     plt.close(figure)
-  assert set(task.studies()) == (
-    {'throughput', 'importance'} if 'routing' in names else {'throughput'}
-  )
+  studies = {'confusion', 'throughput'}
+  if 'routing' in names:
+    studies.add('importance')
+  assert set(task.studies()) == studies
 
 
 def test_never_is_no_look_at_experts_that_choose():

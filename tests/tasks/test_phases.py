@@ -29,7 +29,7 @@ from mod_jax.tasks.experiment import ACMObjective, ExperimentConfig, PhaseConfig
 from mod_jax.train import loop
 from mod_jax.train import state as state_lib
 
-pytestmark = pytest.mark.usefixtures('compilation_cache', 'one_device_each')
+pytestmark = pytest.mark.usefixtures('one_device_each')
 
 # Smaller still than `tiny`: nothing here depends on sizes.
 SMALL = {

@@ -34,7 +34,7 @@ def free_port():
     return sock.getsockname()[1]
 
 
-def start_two(config, workdir, *args):
+def start_two(config, workdir, *args, small=SMALL):
   environment = {
     **os.environ,
     'JAX_NUM_CPU_DEVICES': '1',
@@ -43,9 +43,9 @@ def start_two(config, workdir, *args):
   }
   command = [
     *(sys.executable, ROOT / 'train.py', '--distributed'),
-    f'--config={ROOT}/configs/lm/{config}.py:tiny',
+    f'--config={ROOT}/configs/{config}.py:tiny',
     f'--workdir={workdir}',
-    *(f'--config.{name}={value}' for name, value in SMALL.items()),
+    *(f'--config.{name}={value}' for name, value in small.items()),
     *args,
   ]
   return [
@@ -61,7 +61,7 @@ def start_two(config, workdir, *args):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures('compilation_cache', 'one_device')
+@pytest.mark.usefixtures('one_device')
 def test_two_hosts_equal_one_and_each_continues_the_other(
   tmp_path, load_config_file, monkeypatch
 ):
@@ -74,7 +74,7 @@ def test_two_hosts_equal_one_and_each_continues_the_other(
   phases.train(config, tmp_path / 'one')
   phases.train(config, tmp_path / 'two', max_steps=1)
   hosts = start_two(
-    'mod',
+    'lm/mod',
     tmp_path / 'two',
     f'--config.train.num_steps={STEPS}',
     # At once: at each step that both look.
@@ -97,6 +97,46 @@ def test_two_hosts_equal_one_and_each_continues_the_other(
   shutil.rmtree(saved / '3')
   phases.train(config, tmp_path / 'two')
   check_same(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures('one_device')
+def test_two_hosts_judge_as_one(tmp_path, load_config_file, monkeypatch):
+  """Of balanced draws, by a metric of all rows, to an early end."""
+  monkeypatch.setattr(evaluation, 'report', lambda *args: None)
+  small = {
+    'model.num_layers': 1,
+    'train.num_steps': 60,
+    'train.early_stop': 2,
+    'evaluation.every': 2,
+    'evaluation.batches': 0,
+    'data.sampling': 'balanced',
+    'data.class_weights': 'balanced',
+    'checkpoint.best': 'mean_recall',
+    'checkpoint.keep': 1,
+    'log.tensorboard': False,
+  }
+  config = config_lib.replace(
+    load_config_file('configs/vit/digits.py', 'tiny'), small
+  )
+  one = phases.train(config, tmp_path / 'one')
+  assert 4 < one.step < 60
+  phases.train(config, tmp_path / 'two', max_steps=3)
+  hosts = start_two('vit/digits', tmp_path / 'two', small=small)
+  outputs = [host.communicate(timeout=240)[0] for host in hosts]
+  assert [host.returncode for host in hosts] == [0, 0], outputs
+  both = [metrics.read(tmp_path / name) for name in ('one', 'two')]
+  for lines in zip(*both, strict=True):
+    a, b = lines
+    assert a.keys() == b.keys()
+    assert list(a.values())[2:] == pytest.approx(list(b.values())[2:], rel=1e-3)
+  best = [
+    json.loads((tmp_path / name / 'best.json').read_text())
+    for name in ('one', 'two')
+  ]
+  assert best[0] == best[1]
+  saved = checkpoints.steps(tmp_path / 'two' / 'checkpoints')
+  assert saved == sorted({best[0]['step'], one.step})
 
 
 SHARED_ROWS = """
@@ -161,7 +201,7 @@ def test_a_host_that_dies_ends_the_others_in_one_sentence(tmp_path):
   for victim in range(2):  # The first one is also JAX's coordinator.
     workdir = tmp_path / str(victim)
     hosts = start_two(
-      'dense',  # Nothing here depends on the model.
+      'lm/dense',  # Nothing here depends on the model.
       workdir,
       '--config.train.num_steps=100000',
       '--config.evaluation.every=0',

@@ -1,37 +1,33 @@
 """A run that was stopped, killed or damaged goes on as if nothing happened."""
 
 import dataclasses
-import importlib.util
 import os
 import pathlib
 import shutil
-import sys
 import unittest.mock
 
+import chaos
+import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny_runs
 
 from mod_jax import config as config_lib
 from mod_jax import tasks
-from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
 from mod_jax.layers.routing_config import MoDConfig
-from mod_jax.models.lm import LMConfig
-from mod_jax.optimizer import OptimizerConfig
 from mod_jax.parallel import MeshConfig
 from mod_jax.pretrained.source import Source
 from mod_jax.runs import metrics as metrics_lib
 from mod_jax.runs import workdir as workdir_lib
 from mod_jax.tasks import phases
 from mod_jax.tasks.experiment import ExperimentConfig
-from mod_jax.tasks.plain import Plain
-from mod_jax.train import evaluation, loop
+from mod_jax.train import loop
 
-pytestmark = pytest.mark.usefixtures('compilation_cache')
+pytestmark = pytest.mark.usefixtures('no_report')
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 # Every part of the state changes numbers here: Adam's moments, the moving
 # thresholds, the key by the step, the position in the data.
 LEARNED = MoDConfig(
@@ -40,43 +36,14 @@ LEARNED = MoDConfig(
 GAUSSIAN = MoDConfig(capacity=0.25, period=1, offset=0, score='gaussian')
 
 
-@pytest.fixture(scope='module')
-def texts(tmp_path_factory):
-  folder = tmp_path_factory.mktemp('texts')
-  rng = np.random.default_rng(0)
-  for i in range(4):
-    (folder / f'{i}.txt').write_bytes(rng.bytes(2000))
-  return f'{folder}/*.txt'
-
-
-@pytest.fixture(scope='module', autouse=True)
-def _no_report():
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(evaluation, 'report', lambda *args: None)
-    patch.setattr(Plain, 'finish', lambda *args: ())
-    yield
-
-
 def make_config(texts, routing=LEARNED, **changes):
-  config = ExperimentConfig(
-    model=LMConfig(
-      num_layers=1, width=16, num_heads=2, mlp_dim=16, routing=routing
-    ),
-    data=TextDataConfig(source='files', files=texts, length=16),
-    optimizer=OptimizerConfig(warmup_steps=2, learning_rate=0.01),
-  )
-  tiny = {
+  own = {
     'train.num_steps': 10,
-    'train.batch_size': 8,
+    'optimizer.learning_rate': 0.01,
     'evaluation.every': 4,
-    'evaluation.batches': 1,
-    'evaluation.final_batches': 1,
-    'evaluation.batch_size': 8,
-    'log.every': 4,
-    'log.tensorboard': False,
     'checkpoint.every': 4,
   }
-  return config_lib.replace(config, tiny | changes)
+  return tiny_runs.make_config(texts, routing, **own | changes)
 
 
 def assert_same_state(a, b):
@@ -98,7 +65,7 @@ class Run:
 
 
 @pytest.fixture(scope='module')
-def whole(texts, tmp_path_factory, on_one_device, compilation_cache):
+def whole(texts, tmp_path_factory, on_one_device, no_report):
   """A run of ten steps without a stop, with checkpoints at 4, 8 and 10."""
   config = make_config(
     texts,
@@ -162,7 +129,7 @@ def test_another_mesh_may_continue(whole, at_step_4, capsys):
   result = phases.train(other, at_step_4, max_steps=3)
   assert 'continues at step 4' in capsys.readouterr().err
   kernel = result.state.params['block_0']['mlp']['up']['kernel']
-  assert kernel.addressable_shards[0].data.shape == (8, 8)
+  assert kernel.addressable_shards[0].data.shape == (4, 4)
   assert workdir_lib.read_config(at_step_4, ExperimentConfig).mesh == other.mesh
   expected = {k: v for k, v in losses(whole.workdir).items() if k <= 7}
   assert losses(at_step_4) == pytest.approx(expected, abs=1e-3)
@@ -179,31 +146,27 @@ def snapshot(folder):
 def test_a_workdir_of_another_run_is_refused(whole, at_step_4, one_device):
   config, before = whole.config, snapshot(at_step_4)
   changed = config_lib.replace(
-    config, {'model.width': 32, 'optimizer.learning_rate': 0.5, 'seed': 3}
+    config, {'model.width': 16, 'optimizer.learning_rate': 0.5, 'seed': 3}
   )
   with pytest.raises(UserError) as info:
     phases.train(changed, at_step_4)
   message = str(info.value)
   assert 'different config' in message
   for field in (
-    'model.width: 16 -> 32',
+    'model.width: 8 -> 16',
     'optimizer.learning_rate: 0.01 -> 0.5',
     'seed: 0 -> 3',
   ):
     assert field in message
   assert snapshot(at_step_4) == before
   # A bad field beside an allowed one changes nothing either.
-  for changes in (
-    {'evaluation.every': 3, 'seed': 1},
-    {'mesh.data': 5},
-    {'evaluation.every': 3, 'data.length': 17},
-  ):
-    with pytest.raises(UserError):
-      phases.train(config_lib.replace(config, changes), at_step_4)
-    assert snapshot(at_step_4) == before
+  changed = config_lib.replace(config, {'evaluation.every': 3, 'seed': 1})
+  with pytest.raises(UserError):
+    phases.train(changed, at_step_4)
+  assert snapshot(at_step_4) == before
   # What changes no number may differ.
   allowed = config_lib.replace(
-    config, {'name': 'renamed', 'log.every': 1, 'data.read_threads': 2}
+    config, {'name': 'renamed', 'log.every': 3, 'data.read_threads': 2}
   )
   assert phases.train(allowed, at_step_4, max_steps=1).step == 5
 
@@ -271,17 +234,11 @@ def test_an_edited_config_is_refused(at_step_4, one_device):
 @pytest.mark.slow
 def test_signals_at_any_moment(tmp_path):
   # The first of those that the command sends by the hundred.
-  spec = importlib.util.spec_from_file_location(
-    'chaos', ROOT / 'tools' / 'chaos.py'
-  )
-  chaos = importlib.util.module_from_spec(spec)
-  sys.modules['chaos'] = chaos  # For its dataclasses.
-  spec.loader.exec_module(chaos)
   with unittest.mock.patch.dict(os.environ, {'JAX_NUM_CPU_DEVICES': '1'}):
-    rounds = chaos.chaos('language', 1, 0, tmp_path)
+    rounds = chaos.chaos(tmp_path, 'language', 1, 0)
   assert rounds.signals.total() >= 1
   # It can tell a difference.
   expected = dict(rounds.expected)
   name = 'metrics.jsonl'
-  with pytest.raises(chaos.Failure, match='metrics.jsonl differs'):
-    chaos.compare(expected, expected | {name: expected[name] + b'x'})
+  with pytest.raises(harness.Failure, match='metrics.jsonl differs'):
+    harness.compare(expected, expected | {name: expected[name] + b'x'})

@@ -1,5 +1,6 @@
 """Eight devices do what one does, and each holds only its share."""
 
+import dataclasses
 import functools
 
 import chex
@@ -7,11 +8,11 @@ import flax.traverse_util
 import jax
 import numpy as np
 import pytest
+import tiny_runs
 
 from mod_jax import config as config_lib
 from mod_jax import optimizer as optimizer_lib
 from mod_jax import parallel, tasks
-from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
 from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.models.lm import LMConfig
@@ -23,8 +24,6 @@ from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train import state as state_lib
 from mod_jax.train.evaluation import held_out
 from mod_jax.train.step import train_step
-
-pytestmark = pytest.mark.usefixtures('compilation_cache')
 
 STEPS = 4
 V, D, H, C, F = 256, 16, 8, 2, 32
@@ -110,10 +109,7 @@ def run(mesh_config, scan_layers=False, grad_accum_steps=1):
 
 RUNS = pytest.mark.parametrize(
   ('mesh', 'scan_layers', 'grad_accum_steps'),
-  [
-    ('tensor 4', False, 1),
-    ('mixed', True, 2),
-  ],
+  [('tensor 4', False, 1), ('mixed', True, 2)],
 )
 
 
@@ -249,40 +245,30 @@ def test_born_sharded_and_the_same_on_any_mesh(monkeypatch):
     ),
   ],
 )
-def test_what_does_not_divide_is_refused(tmp_path, changes, message):
-  config = make_config(tmp_path, **changes)
+def test_what_does_not_divide_is_refused(texts, tmp_path, changes, message):
+  config = make_config(texts, **changes)
   with pytest.raises(UserError, match=message):
     phases.train(config, tmp_path / 'run')
   assert not (tmp_path / 'run').exists()
 
 
-def make_config(folder, **changes):
-  rng = np.random.default_rng(0)
-  for i in range(3):
-    (folder / f'{i}.txt').write_bytes(rng.bytes(3000))
-  config = ExperimentConfig(
-    model=make_task().config.model,
-    data=TextDataConfig(source='files', files=f'{folder}/*.txt', length=16),
-    optimizer=OptimizerConfig(warmup_steps=1),
-  )
-  tiny = {
-    'train.num_steps': 4,
-    'train.batch_size': 16,
-    'evaluation.every': 0,
-    'evaluation.final_batches': 1,
-    'evaluation.sample_tokens': 4,
-    'log.tensorboard': False,
-  }
-  return config_lib.replace(config, tiny | changes)
+def make_config(texts, **changes):
+  config = tiny_runs.make_config(texts, **{'train.batch_size': 16})
+  config = dataclasses.replace(config, model=make_task().config.model)
+  return config_lib.replace(config, changes)
 
 
 @pytest.mark.slow
-def test_a_whole_run_on_a_mixed_mesh(tmp_path):
+def test_a_whole_run_on_a_mixed_mesh(texts, tmp_path):
   routing = MoDConfig(capacity=0.25, period=1, offset=0, router_loss=0.1)
-  changes = {'model.num_layers': 1, 'model.routing': routing}
-  config = make_config(
-    tmp_path, **{'mesh.fsdp': 2, 'mesh.tensor': 2}, **changes
-  )
+  changes = {
+    'mesh.fsdp': 2,
+    'mesh.tensor': 2,
+    'model.num_layers': 1,
+    'model.routing': routing,
+    'evaluation.sample_tokens': 4,
+  }
+  config = make_config(texts, **changes)
   phases.train(config, tmp_path / 'run', max_steps=2)
   # Saved sharded, restored sharded.
   result = phases.train(config, tmp_path / 'run')
@@ -293,7 +279,6 @@ def test_a_whole_run_on_a_mixed_mesh(tmp_path):
   sample = (tmp_path / 'run' / 'sample_0.txt').read_text(errors='replace')
   words = tasks.make_task(config).modality._held_out_words()
   assert sample.startswith(words)
-  assert (tmp_path / 'run' / 'pictures' / 'routing.png').exists()
   # One device finds the same held-out losses.
   state = jax.device_get(result.state.params)
   alone = held_out(

@@ -199,6 +199,20 @@ def expert_load(rng, num_experts, nulls):
   )
 
 
+def confusion(rng, classes):
+  names = [ODD, 'W' * 40, *(f'class {i}' for i in range(classes))][:classes]
+  count_VV = rng.integers(0, 10**6, (classes, classes))
+  return viz.confusion_matrix(count_VV, names, title=TITLE)
+
+
+def worst(rng, count):
+  above = [ODD, f'true {"W" * 40} → predicted {ODD}', *['x'] * count][:count]
+  below = [f'12.34 nats {"folder/" * 9}0.png', *['y'] * count][:count]
+  return viz.worst_pictures(
+    photos(rng, count), above, below, title=TITLE, subtitle=TITLE
+  )
+
+
 def ranks(rng, count):
   return viz.attention_ranks(
     rng.random(count),
@@ -219,6 +233,11 @@ def expert_curves():
 
 
 DRAWN = {
+  'confusion of two': lambda rng: confusion(rng, 2),
+  'confusion of twenty': lambda rng: confusion(rng, 20),
+  'confusion of many': lambda rng: confusion(rng, 500),
+  'the worst picture': lambda rng: worst(rng, 1),
+  'the worst pictures': lambda rng: worst(rng, 24),
   'one patch map': lambda rng: patches(rng, 1, 1, (8, 8)),
   'many blocks, narrow': lambda rng: patches(rng, 2, 12, (32, 4)),
   'many images': lambda rng: patches(rng, 8, 3, (8, 8)),

@@ -1,0 +1,147 @@
+"""Tables of labels: pictures of a folder, each with any number of labels.
+
+A CSV file whose first column names the pictures, relative to the folder. Then
+comes either one column of lists, whose items are separated by `;`, `|` or `,`,
+or a column of 0 and 1 for each label:
+
+  file,labels            file,cat,dog,split
+  a/1.jpg,cat;dog        a/1.jpg,1,1,train
+  a/2.jpg,               a/2.jpg,0,0,eval
+
+A column `split` tells training pictures (`train`) from held-out ones (`eval`,
+`val`, `validation` or `test`). Without it a part is held out by a hash of the
+names. Pictures that the table does not name are not used.
+"""
+
+import csv
+import functools
+import os
+import re
+
+import numpy as np
+
+from mod_jax import errors, paths
+from mod_jax.data import image_folder
+
+_SPLIT = 'split'  # The column that tells training from held-out pictures.
+_FLAGS = {'0': False, '': False, '1': True}
+
+
+def class_names(path: str, table: str) -> tuple[str, ...]:
+  """Returns the labels: sorted those of lists, in their order the columns."""
+  return _read(path, table)[0]
+
+
+def open_split(
+  path: str, table: str, split: str, *, eval_fraction: float, unreadable: str
+) -> image_folder.FolderImages:
+  """Returns the pictures of 'train' or 'eval'; their labels are bool [N, V].
+
+  Headers of the files are checked as by `image_folder.open_split`.
+
+  Raises:
+    errors.UserError: the table is not as described above, or a label has no
+      picture to train on.
+  """
+  classes, names, labels, splits = _read(path, table)
+  root = os.path.abspath(os.path.expanduser(path))
+  good = image_folder.readable(root, names, unreadable)
+  names, labels = [names[i] for i in good], labels[good]
+  if splits is not None:
+    held_out = splits[good]
+  else:
+    held_out = image_folder.held_out(names, _rarest(labels), eval_fraction)
+  for of, chosen in (('train on', ~held_out), ('hold out', held_out)):
+    if not chosen.any():
+      raise errors.UserError(
+        f'label_table={table!r} names no picture to {of}: add some'
+      )
+  seen = labels[~held_out].any(axis=0)
+  if not seen.all():
+    raise errors.UserError(
+      f'label_table={table!r}: the label {classes[seen.argmin()]!r} has no'
+      ' picture to train on: add some, or leave the label out'
+    )
+  chosen = np.flatnonzero(held_out if split == 'eval' else ~held_out)
+  return image_folder.FolderImages(
+    root, classes, [names[i] for i in chosen], labels[chosen]
+  )
+
+
+def _rarest(labels: np.ndarray) -> np.ndarray:
+  """Returns each picture's rarest label, V if it has none.
+
+  Holding out a part of each of these groups keeps rare labels in both parts.
+  """
+  count = np.where(labels, labels.sum(axis=0), len(labels) + 1)
+  return np.where(labels.any(axis=1), count.argmin(axis=1), labels.shape[1])
+
+
+def _read(path: str, table: str):
+  paths.require_local(path, 'path')
+  file = os.path.join(os.path.expanduser(path), os.path.expanduser(table))
+  try:
+    modified = os.stat(file).st_mtime_ns
+  except OSError as e:
+    raise errors.UserError(
+      f'label_table={table!r} is not there ({file!r}: {e.strerror}): give a CSV'
+      ' file, by its path from the folder or from /'
+    ) from e
+  return _parse(file, modified)
+
+
+@functools.lru_cache(maxsize=8)
+def _parse(file: str, modified: int):
+  """Returns labels, names, bool [N, V], and which are held out or None."""
+  del modified  # A table that has changed is read again.
+
+  def refuse(line, problem):
+    raise errors.UserError(f'{file!r}, line {line}: {problem}')
+
+  try:
+    with open(file, encoding='utf-8-sig', newline='') as lines:
+      rows = [row for row in csv.reader(lines) if row]
+  except (OSError, UnicodeDecodeError, csv.Error) as e:
+    raise errors.UserError(
+      f'{file!r} cannot be read as CSV ({e}): save it as CSV in UTF-8'
+    ) from e
+  header, *rows = rows or [[]]
+  header = [title.strip() for title in header]
+  if len(header) < 2 or not rows:
+    refuse(1, 'expected a header, `file` and labels, and a row per picture')
+  for line, row in enumerate(rows, 2):
+    if len(row) != len(header):
+      refuse(line, f'{len(row)} cells, where the header has {len(header)}')
+  names = [row[0].strip() for row in rows]
+  if len(set(names)) < len(names):
+    twice = next(i for i, name in enumerate(names) if name in names[:i])
+    refuse(twice + 2, f'{names[twice]!r} stands above already: keep one row')
+  columns = {
+    title: [row[i].strip() for row in rows]
+    for i, title in enumerate(header)
+    if i
+  }
+  splits = columns.pop(_SPLIT, None)
+  if splits is not None:
+    for line, split in enumerate(splits, 2):
+      if split not in image_folder.SPLITS:
+        expected = ', '.join(image_folder.SPLITS)
+        refuse(line, f'split={split!r}: expected one of {expected}')
+    splits = np.array([split != 'train' for split in splits])
+  if len(columns) > 1:
+    for title, cells in columns.items():
+      for line, cell in enumerate(cells, 2):
+        if cell not in _FLAGS:
+          refuse(line, f'{title}={cell!r}: expected 0 or 1')
+    classes = tuple(columns)
+    labels = [[_FLAGS[cell] for cell in cells] for cells in columns.values()]
+    return classes, names, np.array(labels).T, splits
+  (cells,) = columns.values()
+  lists = [
+    {item.strip() for item in re.split('[;|,]', cell)} - {''} for cell in cells
+  ]
+  classes = tuple(sorted(set().union(*lists)))
+  if len(classes) < 2:
+    refuse(1, f'expected two labels or more, and there is {classes or "none"}')
+  labels = np.array([[name in items for name in classes] for items in lists])
+  return classes, names, labels, splits

@@ -1,0 +1,50 @@
+"""Which checkpoint of a run is the best by a held-out metric: `best.json`.
+
+The file names a step, the metric and its value. It is written once the
+checkpoint is whole, so what it names can be read at any time.
+"""
+
+from typing import Literal
+
+from mod_jax import paths
+from mod_jax.errors import UserError
+from mod_jax.runs import metrics, workdir
+
+Step = int | Literal['best'] | None  # None is the newest.
+_FILE = 'best.json'
+
+
+def write(directory, step: int, metric: str, value: float) -> None:
+  """Names the best checkpoint of the run in a directory."""
+  record = {'step': step, 'metric': metric, 'value': value}
+  text = metrics.to_json(record, indent=2) + '\n'
+  workdir.write_text(workdir.expand(directory) / _FILE, text)
+
+
+def resolve(directory, step: Step) -> int | None:
+  """Returns the number of a checkpoint; None remains the newest.
+
+  Raises:
+    UserError: the best one is wanted of a run that names none.
+  """
+  if step != 'best':
+    return step
+  path = workdir.expand(directory) / _FILE
+  if not path.is_file():
+    raise UserError(
+      f"step='best': {directory} names no best checkpoint ({_FILE} is missing):"
+      ' train with checkpoint.best=METRIC, or give a number.'
+    )
+  best = paths.read_object(path).get('step')
+  if not isinstance(best, int):
+    raise UserError(f'{path} names no step: restore it, or give a number.')
+  return best
+
+
+def parse(text: str | None) -> Step:
+  """Returns what a flag says: a number of steps, `best`, or None."""
+  if text is None or text == 'best':
+    return text
+  if not text.isdecimal():
+    raise UserError(f'--step={text}: expected a number of steps, or best.')
+  return int(text)

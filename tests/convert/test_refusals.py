@@ -1,0 +1,268 @@
+"""What is no model, or another one, is told by name with the way out.
+
+Each row is a function of an empty directory, and what stands in its sentence.
+"""
+
+import dataclasses
+import json
+import pathlib
+import pickle
+import shutil
+import struct
+import zipfile
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from mod_jax.convert import beside, files, lm, vit
+from mod_jax.errors import UserError
+from mod_jax.layers.acm import AdaptiveConfig
+
+GOLDEN = pathlib.Path(__file__).parents[1] / 'golden'
+TIMM = GOLDEN / 'vit_timm.safetensors'
+LVVIT = GOLDEN / 'vit_lvvit.pth.tar'
+ONE_HEAD = GOLDEN / 'vit_huggingface_one_head.safetensors'
+VIT = vit.derive(TIMM, num_heads=3)
+DISTILLED = vit.derive(ONE_HEAD, num_heads=3)
+INDEX = 'model.safetensors.index.json'
+WINDOW_OF_SOME = {
+  'model_type': 'qwen2',
+  'use_sliding_window': True,
+  'sliding_window': 5,
+  'max_window_layers': 1,
+  'layer_types': None,
+}
+
+
+def change(config, **fields):
+  return dataclasses.replace(config, **fields)
+
+
+def read(tmp, name, data):
+  (tmp / name).write_bytes(data)
+  return files.read(tmp / name)
+
+
+def read_array(tmp, name, array):
+  files.write(tmp / name, {'x': np.float32([1, array])})
+  return files.read(tmp / name)
+
+
+def read_object(tmp):
+  np.savez(tmp / 'w.npz', x=np.array([{}], dtype=object))
+  return files.read(tmp / 'w.npz')
+
+
+def read_quantised(tmp):
+  array = {'dtype': 'F8_E4M3', 'shape': [2], 'data_offsets': [0, 2]}
+  header = json.dumps({'x': array}).encode()
+  data = struct.pack('<Q', len(header)) + header + bytes(2)
+  return read(tmp, 'w.safetensors', data)
+
+
+def find(tmp, name):
+  (tmp / 'weights.npz').touch()
+  return files.find(tmp / name)
+
+
+def write(tmp, name):
+  (tmp / 'file').touch()
+  files.write(tmp / name, {'x': np.ones(1, np.float32)})
+
+
+def pickled(tmp, value, **entries):
+  with zipfile.ZipFile(tmp / 'w.pth', 'w') as file:
+    data = pickle.dumps(value, protocol=2)
+    for name, entry in {'data.pkl': data, **entries}.items():
+      file.writestr(f'x/{name}', entry)
+  return files.read(tmp / 'w.pth')
+
+
+def told(tmp, **fields):
+  (tmp / 'config.json').write_text(json.dumps(fields))
+  return beside.read(tmp / 'model.safetensors')
+
+
+def copy(tmp, name='llama', without=(), **fields):
+  """Copies a golden language model, and changes its config."""
+  folder = pathlib.Path(shutil.copytree(GOLDEN / 'lm' / name, tmp / name))
+  path = folder / 'config.json'
+  fields = json.loads(path.read_text()) | fields
+  for key in without:
+    del fields[key]
+  path.write_text(json.dumps(fields))
+  return folder
+
+
+def derive(tmp, **changes):
+  return lm.derive(copy(tmp, **changes))
+
+
+def sharded(tmp, without=None, **entries):
+  """Reads a model in three files, one missing or the index changed."""
+  folder = copy(tmp, 'llama_sharded')
+  if without:
+    (folder / without).unlink()
+  index = json.loads((folder / INDEX).read_text())
+  index['weight_map'] |= {k.replace('_', '.'): x for k, x in entries.items()}
+  (folder / INDEX).write_text(json.dumps(index))
+  return files.stored(folder)
+
+
+def cut_short(tmp):
+  path = copy(tmp) / 'model.safetensors'
+  path.write_bytes(path.read_bytes()[:-100])
+  return files.stored(path.parent)
+
+
+def with_index(tmp, text):
+  (tmp / INDEX).write_text(text)
+  return files.stored(tmp)
+
+
+def read_lm(tmp, name='llama', arrays=None, **fields):
+  """Reads a golden language model with more arrays, by a changed config."""
+  folder = copy(tmp, name)
+  path = folder / 'model.safetensors'
+  arrays = safetensors.numpy.load_file(path) | (arrays or {})
+  safetensors.numpy.save_file(arrays, path)
+  return lm.read(folder, change(lm.derive(folder), **fields))
+
+
+def save_lm(tmp, **fields):
+  config = lm.derive(GOLDEN / 'lm' / 'llama')
+  params = lm.load(GOLDEN / 'lm' / 'llama', config)
+  lm.save(tmp, params, change(config, **fields))
+
+
+def derive_cut(tmp):
+  arrays = files.read(TIMM)
+  del arrays['pos_embed']
+  files.write(tmp / 'w.npz', arrays)
+  return vit.derive(tmp / 'w.npz', num_heads=3)
+
+
+def load_foreign(tmp):
+  files.write(tmp / 'w.npz', {'embedding/kernel': np.zeros(1, np.float32)})
+  return vit.load(tmp / 'w.npz', VIT)
+
+
+def save_vit(tmp, **fields):
+  vit.save(tmp / 'new.npz', vit.load(TIMM, VIT), change(VIT, **fields))
+
+
+def save_lvvit(tmp):
+  config = vit.derive(LVVIT, num_heads=3)
+  params = vit.load_variables(LVVIT, config)['params']
+  vit.save(tmp / 'new.npz', params, config, naming='lvvit')
+
+
+ADAPTIVE = {'adaptive': AdaptiveConfig(num_learners=2)}
+
+TABLE = [
+  # Files.
+  (
+    lambda t: read(t, 'w.safetensors', b'nonsense'),
+    'as safetensors',
+    'damaged',
+  ),
+  (lambda t: read(t, 'w.pth', b'nonsense'), 'cannot be read as pth', 'damaged'),
+  (lambda t: read(t, 'w.h5', b''), "'.h5'", '.safetensors or .npz or .pth'),
+  (read_object, 'cannot be read as npz'),
+  (read_quantised, 'x is of type F8_E4M3', 'expected F64'),
+  (lambda t: read_array(t, 'w.safetensors', np.nan), 'x holds', 'not finite'),
+  (lambda t: read_array(t, 'w.npz', np.inf), 'x holds', 'not finite'),
+  (lambda t: read_array(t, 'w.pth', np.nan), 'x holds', 'not finite'),
+  (lambda t: find(t, 'weihgts.npz'), 'no such file', 'weights.npz'),
+  (
+    lambda t: find(t, 'nowhere/w.npz'),
+    'no such file',
+    '`hf download google/vit',
+  ),
+  (files.find, 'holds no model.safetensors', 'config.json'),
+  (lambda t: write(t, 'file/w.npz'), 'cannot be written', 'name a file'),
+  (lambda t: write(t, 'w.bin'), "'.bin'", '.safetensors or .npz or .pth'),
+  (lambda t: pickled(t, {'x': 1}), "'x'", 'no tensor', 'state_dict'),
+  (lambda t: pickled(t, [1]), 'no dictionary of weights', 'state_dict'),
+  (lambda t: pickled(t, {}, **{'constants.pkl': b''}), 'TorchScript'),
+  (lambda t: pickled(t, {frozenset(): 1}), '__builtin__.frozenset'),
+  # What lies beside the weights.
+  (
+    lambda t: told(t, num_attention_heads=0),
+    'config.json: num_attention_heads=0',
+  ),
+  (lambda t: told(t, layer_norm_eps='1e-6'), 'layer_norm_eps=', 'expected'),
+  # Language models.
+  (lambda t: derive(t, model_type='gpt_neox'), "'gpt_neox'", 'expected llama'),
+  (lambda t: derive(t, hidden_act='relu'), "hidden_act='relu'", "'silu'"),
+  (lambda t: derive(t, attention_bias=True), 'attention_bias=True', 'expected'),
+  (lambda t: derive(t, quantization_config={'bits': 4}), 'quantization_config'),
+  (
+    lambda t: derive(t, rope_parameters={'rope_type': 'yarn', 'factor': 2.0}),
+    "rope_type='yarn'",
+  ),
+  (lambda t: derive(t, rope_parameters={'rope_type': 'linear'}), 'factor=None'),
+  (lambda t: derive(t, rope_parameters=[2.0]), '[2.0]', 'expected an object'),
+  (lambda t: derive(t, **WINDOW_OF_SOME), 'some layers', 'the same for all'),
+  (lambda t: derive(t, without=['vocab_size']), 'vocab_size is missing'),
+  (
+    lambda t: sharded(t, 'model-00002-of-00003.safetensors'),
+    'lacks model-00002',
+  ),
+  (lambda t: sharded(t, model_norm_weight='../secret'), '../secret', 'refused'),
+  (lambda t: sharded(t, model_norm_weight='/etc/x'), '/etc/x', 'refused'),
+  (
+    lambda t: sharded(t, more='model-00002-of-00003.safetensors'),
+    *('more is in none', 'fetch them again'),
+  ),
+  (lambda t: with_index(t, '{}'), 'no index', 'fetch it again'),
+  (cut_short, 'cannot be read as safetensors', 'cut short'),
+  (files.stored, 'holds neither', 'in safetensors'),
+  (
+    lambda t: read_lm(t, arrays={'model.layers.0.self_attn.sinks': np.ones(2)}),
+    'self_attn.sinks',
+  ),
+  (lambda t: read_lm(t, mlp_dim=21), 'down_proj'),
+  (lambda t: save_lm(t, mlp='gelu'), "mlp='gelu'", "mlp='swiglu'"),
+  (lambda t: save_lm(t, qkv_bias=True, qk_norm=True), 'no architecture'),
+  (lambda t: save_lm(t, qkv_bias=True), 'head_dim=4', 'width / num_heads'),
+  # Vision transformers.
+  (derive_cut, 'image_size', 'fetch it again'),
+  (load_foreign, 'embedding/kernel', 'convert it'),
+  (lambda t: vit.load(LVVIT, vit.derive(LVVIT, num_heads=3)), 'load_variables'),
+  (save_lvvit, 'missing: batch_stats/stem/norm_'),
+  (
+    lambda t: vit.load(ONE_HEAD, change(DISTILLED, distillation_head=True)),
+    'distillation_head=False',
+  ),
+  (lambda t: vit.load(TIMM, change(VIT, **ADAPTIVE)), 'adaptive', 'dense_twin'),
+  (lambda t: save_vit(t, **ADAPTIVE), 'adaptive', 'dense_twin'),
+  (lambda t: save_vit(t, num_layers=3), 'missing: block_2/mlp/up/kernel'),
+  (lambda t: vit.names(VIT, 'tim'), "'tim'", "'timm'"),
+  (lambda t: vit.names(VIT, 'lvvit'), 'three convolutions', "'timm'"),
+  (
+    lambda t: vit.names(change(VIT, distilled=True), 'torchvision'),
+    *('distillation_token', 'torchvision'),
+  ),
+  (
+    lambda t: vit.names(change(VIT, qkv_bias=False), 'torchvision'),
+    *('qkv_bias=False', 'torchvision'),
+  ),
+  (
+    lambda t: vit.names(change(VIT, residual_scale=0.5), 'timm'),
+    *('residual_scale=0.5', 'another naming'),
+  ),
+]
+
+
+@pytest.mark.parametrize(
+  ('call', 'named'),
+  [(x[0], x[1:]) for x in TABLE],
+  ids=[', '.join(x[1:]) for x in TABLE],
+)
+def test_is_refused_and_nothing_is_written(tmp_path, call, named):
+  with pytest.raises(UserError) as caught:
+    call(tmp_path)
+  assert all(text in str(caught.value) for text in named), caught.value
+  assert not (tmp_path / 'new.npz').exists()

@@ -1,0 +1,139 @@
+"""Balanced draws and class weights of folders with classes of unequal size."""
+
+import collections
+import dataclasses
+import itertools
+import json
+
+from batch_checks import assert_same, joined, take
+import numpy as np
+from PIL import Image
+import pytest
+
+from mod_jax import errors
+from mod_jax.data import augment, images
+
+SIZES = {'a': 1, 'b': 12, 'c': 3}
+MIXED = augment.AugmentConfig(crop='pad', padding=1, erase=0.5, mixup=0.8)
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+  """Pictures to train on, each of a colour of its own, and one held out."""
+  root = tmp_path_factory.mktemp('unequal')
+  colors = itertools.count()
+  for name, count in SIZES.items():
+    for split, number in (('train', count), ('eval', 1)):
+      for i in range(number):
+        path = root / split / name / f'{i}.png'
+        path.parent.mkdir(parents=True, exist_ok=True)
+        color = (next(colors) if split == 'train' else 99, 100, 7)
+        Image.new('RGB', (5, 5), color).save(path)
+  return images.ImageDataConfig(
+    source='folder', path=str(root), image_size=4, sampling='balanced'
+  )
+
+
+def train(config, batch_size=4, seed=0, **shard):
+  return images.train_iterator(
+    config, batch_size=batch_size, seed=seed, **shard
+  )
+
+
+def drawn(config, count, **kwargs):
+  """Returns the class and the picture of each draw."""
+  batches = take(train(config, batch_size=1, **kwargs), count)
+  pixels = (images.denormalize(config, batch['image'])[0] for batch in batches)
+  ids = [int(x[0, 0, 0]) for x in pixels]
+  return [int(b['target'].argmax()) for b in batches], ids
+
+
+@pytest.mark.parametrize('seed', [0, 1, 2])
+def test_every_class_is_drawn_equally_often(folder, seed):
+  labels, ids = drawn(folder, 3 * 24, seed=seed)
+  # In each three draws, and in more than one order.
+  orders = [*itertools.batched(labels, 3)]
+  assert all(sorted(order) == [0, 1, 2] for order in orders)
+  assert len(set(orders)) > 3
+  # Within a class, each picture once before any comes again.
+  by_class = {
+    v: [i for c, i in zip(labels, ids, strict=True) if c == v] for v in range(3)
+  }
+  for v, count in enumerate(SIZES.values()):
+    epochs = [*itertools.batched(by_class[v], count)]
+    assert {len(set(epoch)) for epoch in epochs} == {count}
+    assert len({tuple(sorted(epoch)) for epoch in epochs}) == 1
+  assert len(set(itertools.batched(by_class[1], 12))) == 2
+
+
+def test_draws_depend_on_the_seed(folder):
+  first, again, other = (drawn(folder, 30, seed=seed) for seed in (0, 0, 1))
+  assert first == again
+  assert first[0] != other[0]
+  assert first[1] != other[1]
+
+
+def test_uniform_draws_are_as_many_as_pictures(folder):
+  uniform = dataclasses.replace(folder, sampling='uniform')
+  labels, _ = drawn(uniform, 16)
+  assert collections.Counter(labels) == dict(enumerate(SIZES.values()))
+
+
+@pytest.mark.parametrize('stop', [0, 1, 7])
+def test_resume(folder, stop):
+  config = dataclasses.replace(folder, augment=MIXED)
+  iterator = train(config, seed=3)
+  take(iterator, stop)
+  state = json.loads(json.dumps(iterator.get_state()))
+  expected = take(iterator, 8)
+  resumed = train(config, seed=3)
+  resumed.set_state(state)
+  assert_same(take(resumed, 8), expected)
+
+
+def test_any_number_of_hosts_gets_the_same_batches(folder):
+  config = dataclasses.replace(folder, augment=MIXED)
+  alone = train(config, batch_size=6, seed=2)
+  whole, state = take(alone, 9), alone.get_state()
+  after = take(alone, 3)
+  for count in (2, 3, 6):
+    shards = [
+      train(config, 6 // count, seed=2, shard_index=i, shard_count=count)
+      for i in range(count)
+    ]
+    assert_same(joined([take(shard, 9) for shard in shards]), whole)
+    # As many others continue.
+    assert [shard.get_state() for shard in shards] == [state] * count
+    for shard in shards:
+      shard.set_state(json.loads(json.dumps(state)))
+    assert_same(joined([take(shard, 3) for shard in shards]), after)
+
+
+def test_worker_processes_draw_the_same(folder):
+  expected = take(train(folder), 3)
+  iterator = train(dataclasses.replace(folder, workers=1))
+  assert_same(take(iterator, 3), expected)
+  iterator.close()
+
+
+def test_weights(folder):
+  assert images.class_weights(folder) is None
+  balanced = dataclasses.replace(folder, class_weights='balanced')
+  # Inversely proportional to 1, 12 and 3, so that the mean picture weighs 1.
+  weight_V = images.class_weights(balanced)
+  np.testing.assert_allclose(weight_V, [16 / 3, 16 / 36, 16 / 9], rtol=1e-6)
+  count_V = np.array([*SIZES.values()])
+  assert (weight_V * count_V).sum() / count_V.sum() == pytest.approx(1)
+  table = dataclasses.replace(folder, class_weights=(('c', 2), ('a', 0.5)))
+  np.testing.assert_array_equal(images.class_weights(table), [0.5, 1, 2])
+  wrong = dataclasses.replace(folder, class_weights=(('A', 2),))
+  with pytest.raises(errors.UserError, match="'A' among .*mean 'a'"):
+    images.class_weights(wrong)
+
+
+def test_weights_of_the_digits():
+  config = images.ImageDataConfig(class_weights='balanced')
+  weight_V = images.class_weights(config)
+  assert weight_V.shape == (10,)
+  np.testing.assert_allclose(weight_V, 1, atol=0.05)
+  assert len(set(weight_V.tolist())) > 1

@@ -1,0 +1,391 @@
+"""What is refused, by one sentence that names the offender and a way out."""
+
+import io
+import pathlib
+import struct
+
+from batch_checks import take
+import numpy as np
+from PIL import Image
+import pytest
+
+from mod_jax import errors
+from mod_jax.data import (
+  corpus,
+  environment,
+  fingerprint,
+  image_folder,
+  images,
+  prepare,
+  shards,
+  text,
+  tokenizers,
+)
+from mod_jax.data.augment import AugmentConfig
+from mod_jax.data.images import ImageDataConfig
+from mod_jax.data.text import TextDataConfig
+
+PREPARED = {'source': 'prepared', 'path': 'x'}
+TABLES = {'source': 'huggingface', 'files': 'x'}
+FILES = {'source': 'files', 'files': 'x'}
+TFDS = {'source': 'tfds', 'name': 'x'}
+
+# Of fields of one type, one stands for all.
+FIELDS = [
+  (AugmentConfig, {'crop': 'center'}, 'crop.*none.*pad.*random_resized'),
+  (AugmentConfig, {'min_scale': 0.0}, 'min_scale=0.0: expected'),
+  (AugmentConfig, {'padding': 0}, 'padding=0: expected'),
+  (AugmentConfig, {'flip': 1.5}, 'flip=1.5: expected'),
+  (AugmentConfig, {'cutmix': float('inf')}, 'cutmix=inf: expected'),
+  (ImageDataConfig, {'source': 'web'}, 'source.*digits.*folder.*tfds'),
+  (ImageDataConfig, {'source': 'folder'}, "source='folder' needs path"),
+  (ImageDataConfig, {'source': 'tfds'}, "source='tfds' needs name"),
+  (ImageDataConfig, TFDS | {'eval_split': ''}, 'needs eval_split'),
+  (ImageDataConfig, {'path': 'a'}, "path='a' is read only .*'folder'.* drop"),
+  (ImageDataConfig, {'name': 'a'}, "name='a' is read only .*'tfds'.* drop"),
+  (ImageDataConfig, {'data_dir': 'a'}, "data_dir='a' is read only .* drop"),
+  (ImageDataConfig, {'cache_dir': 'a'}, "cache_dir='a' is read only .* drop"),
+  (ImageDataConfig, {'crop_fraction': 11.0}, 'crop_fraction=11.0: expected'),
+  (ImageDataConfig, {'eval_fraction': 1.0}, 'eval_fraction=1.0: expected'),
+  (ImageDataConfig, {'unreadable': 'no'}, 'unreadable.*refuse.*skip'),
+  (ImageDataConfig, {'mean': (0.5, 0.5)}, 'mean=.*: expected a tuple'),
+  (ImageDataConfig, {'std': (0.5, 0.0, 0.5)}, r'std\[1\]=0.0: expected'),
+  (ImageDataConfig, {'cache': 'ram'}, 'cache.*memory.*disk'),
+  (TextDataConfig, {'length': 1}, 'length=1: expected'),
+  (TextDataConfig, {'length': 2.5}, 'length.*integer'),
+  (TextDataConfig, {'prefetch': 2, 'read_threads': 3}, 'prefetch=2: expected'),
+  (TextDataConfig, {'source': 'web'}, 'source.*stdlib.*files'),
+  (TextDataConfig, {'source': 'files'}, "source='files' needs files"),
+  (TextDataConfig, {'source': 'huggingface'}, 'needs files, a glob'),
+  (TextDataConfig, {'source': 'tfds', 'tfds_name': ''}, 'needs tfds_name'),
+  (TextDataConfig, {'source': 'prepared'}, 'needs path'),
+  (TextDataConfig, {'files': 'a'}, "files='a' is read only .* drop files"),
+  (TextDataConfig, {'path': 'a'}, "path='a' is read only .* drop path"),
+  (TextDataConfig, PREPARED | {'path': 'gs://x'}, "path='gs://x' is a URL"),
+  (
+    TextDataConfig,
+    PREPARED | {'tokenizer': 'huggingface', 'tokenizer_path': 'm'},
+    "tokenizer_path='m' and source='prepared'.*: drop tokenizer_path",
+  ),
+  (TextDataConfig, {'tokenizer_path': 'm'}, "='m' is not read by.* drop it"),
+  (TextDataConfig, {'tokenizer': 'huggingface'}, 'needs tokenizer_path'),
+  (TextDataConfig, TABLES | {'tokenizer': 'bpe'}, "'bpe'.*: give a tokenizer"),
+  (
+    TextDataConfig,
+    FILES | {'tokenizer': 'bpe', 'tokenizer_vocab_size': 257},
+    'tokenizer_vocab_size=257: expected',
+  ),
+]
+
+
+def check(message, call, *args, **kwargs):
+  with pytest.raises(errors.UserError, match=message) as info:
+    call(*args, **kwargs)
+  # Grain adds a note of its own to what is raised while it reads.
+  assert '\n' not in str(info.value).partition('\n-----')[0]
+
+
+@pytest.mark.parametrize(('config', 'fields', 'message'), FIELDS)
+def test_fields(config, fields, message):
+  check(message, config, **fields)
+
+
+# Text.
+
+
+@pytest.fixture(scope='module')
+def texts(tmp_path_factory):
+  """Ten training files of 44 bytes, two held out, and what is no text."""
+  root = tmp_path_factory.mktemp('texts')
+  for folder, count in (('train', 10), ('eval', 2)):
+    (root / folder).mkdir()
+    for i in range(count):
+      (root / folder / f'{i}.txt').write_text(f'{folder}{i}' * 6 + 'x' * 8)
+  (root / 'empty.txt').write_text('')
+  (root / 'tiny.md').write_text('x')
+  (root / 'bad.parquet').write_text('text')
+  return root
+
+
+def read_text(batch_size=1, seed=0, evaluate=False, num_batches=None, **fields):
+  config = TextDataConfig(source='files', **fields)
+  if evaluate:
+    text.eval_batches(config, batch_size=batch_size, num_batches=num_batches)
+  else:
+    next(text.train_iterator(config, batch_size=batch_size, seed=seed))
+
+
+@pytest.mark.parametrize(
+  ('kwargs', 'message'),
+  [
+    ({'files': 'none/*'}, r'files=.*none/\*.*matches no file'),
+    ({'files': '{c,d}/*'}, r'\{c,d\}.*matches no file'),
+    ({'files': '.'}, r"files='\.'.* is a directory, so write"),
+    ({'files': 'empty.txt'}, 'only empty files'),
+    ({'eval_files': 'none/*'}, 'eval_files=.*matches no file'),
+    ({'files': 'eval/*'}, 'also held out .*: give eval_files other'),
+    ({'length': 500}, '0 rows of length=500, .*: add text or lower'),
+    ({'batch_size': 99}, 'fewer than the 99 of one batch'),
+    ({'batch_size': 0}, 'batch_size=0: expected'),
+    ({'seed': -1}, 'seed=-1: expected'),
+    (
+      {'evaluate': True, 'eval_files': 'tiny.md'},
+      '1 tokens, too few.*hold out',
+    ),
+    ({'evaluate': True, 'num_batches': 0}, 'num_batches=0: expected'),
+    (
+      {'evaluate': True, 'files': 'tiny.md', 'eval_files': ''},
+      'no file is held out.*: set eval_files',
+    ),
+    ({'cache_dir': 'tiny.md'}, 'tiny.md.*cannot hold the token cache'),
+    (
+      {'tokenizer': 'huggingface', 'tokenizer_path': 'nothere'},
+      "tokenizer_path='nothere': no file",
+    ),
+    (
+      {'tokenizer': 'bpe', 'tokenizer_vocab_size': 5000},
+      'tokenizer_vocab_size=5000: the 10 training files have only',
+    ),
+  ],
+)
+def test_files_of_text(texts, tmp_path, monkeypatch, kwargs, message):
+  monkeypatch.chdir(texts)
+  usual = {
+    'files': 'train/*',
+    'eval_files': 'eval/*',
+    'length': 16,
+    'cache_dir': str(tmp_path),
+  }
+  check(message, read_text, **usual | kwargs)
+
+
+def test_text_that_gives_no_tokens(texts, tmp_path):
+  class Nothing(tokenizers.ByteTokenizer):
+    def encode_bytes(self, data):
+      return np.zeros(0, np.int32)
+
+  files = corpus.list_files(f'{texts}/tiny.md')
+  check('no token at all', shards.open_cache, files, Nothing(), str(tmp_path))
+
+
+def test_files_that_are_gone(texts, tmp_path):
+  gone = corpus.TextFile(name='g', path=str(tmp_path / 'g'), size=1, mtime_ns=0)
+  tokenizer = tokenizers.make('bytes')
+  for call in (
+    lambda: shards.open_cache([gone], tokenizer, str(tmp_path / 'cache')),
+    lambda: fingerprint.of_files([('g', gone.path)]),
+  ):
+    check("g' cannot be read.*No such", call)
+
+
+def test_an_environment_without_pins(tmp_path, monkeypatch):
+  monkeypatch.setattr(environment, '_ROOT', tmp_path)
+  environment.list_files.cache_clear()
+  check('requirements.txt pins, which is', environment.list_files)
+
+
+@pytest.mark.parametrize('kind', ['sentencepiece', 'huggingface'])
+def test_tokenizer_files(kind, tmp_path):
+  check('nothere.*no file.*give', tokenizers.make, kind, f'{tmp_path}/nothere')
+  check('no file.*tokenizer', tokenizers.make, kind, str(tmp_path))
+  bad = tmp_path / 'bad'
+  for content in (b'', b'{}', b'\x00\x01 no model'):
+    bad.write_bytes(content)
+    check('is not a readable.*check', tokenizers.make, kind, str(bad))
+
+
+def test_a_tokenizer_with_a_huge_id(tmp_path):
+  """A small file would become large: memory grows with the largest id."""
+  file = tmp_path / 'tokenizer.json'
+  file.write_text(
+    '{"version": "1.0", "added_tokens": [], "model": {"type": "WordLevel",'
+    ' "vocab": {"a": 0, "b": 2147483647}, "unk_token": "a"}}'
+  )
+  message = 'the id 2147483647; expected less'
+  check(message, tokenizers.make, 'huggingface', str(file))
+
+
+@pytest.mark.parametrize(
+  ('fields', 'message'),
+  [
+    # Names are told apart by the code that does it for pictures, too.
+    ({'tfds_name': 'lm1bb'}, "'lm1bb' is neither.*nearest name is 'lm1b'"),
+    ({'tfds_split': 'nope'}, "'nope' of.*choose from blank, test, train"),
+    ({'tfds_text_key': 'body'}, "'body' is not in.*have n, text"),
+    ({'tfds_text_key': 'n'}, 'not text'),
+    ({'tfds_split': 'blank'}, 'has no text to train on'),
+  ],
+)
+def test_tfds_of_texts(tfds_documents, tmp_path, fields, message):
+  usual = {'tfds_name': tfds_documents, 'tfds_dir': str(tmp_path)}
+  config = TextDataConfig(source='tfds', **usual | fields)
+  check(message, prepare.prepare, config, str(tmp_path / 'out'))
+
+
+@pytest.mark.parametrize(
+  ('fields', 'message'),
+  [
+    ({'text_column': 'body'}, "'body' is not in .*, which has text, n"),
+    ({'text_column': 'n'}, 'holds int64, not text: choose another of text, n'),
+    ({'files': 'bad.parquet'}, 'cannot be read as Arrow or Parquet'),
+  ],
+)
+def test_tables(texts, tmp_path, monkeypatch, fields, message):
+  import pyarrow as pa
+  from pyarrow import parquet
+
+  monkeypatch.chdir(texts)
+  parquet.write_table(pa.table({'text': ['a'] * 3, 'n': [1] * 3}), 'a.parquet')
+  usual = {'source': 'huggingface', 'files': 'a.parquet'}
+  config = TextDataConfig(**usual | fields)
+  check(message, prepare.prepare, config, str(tmp_path / 'out'))
+
+
+def test_what_is_read_only_to_prepare_a_corpus(texts):
+  tfds = TextDataConfig(source='tfds', tfds_name='x')
+  table = TextDataConfig(source='huggingface', files=f'{texts}/*.md')
+  message = 'make a corpus .*data.prepare'
+  check(message, text.fingerprint, tfds)
+  check(message, text.num_train_tokens, tfds)
+  check(message, text.train_iterator, table, batch_size=1, seed=0)
+
+
+def test_another_corpus_in_the_directory(texts, tmp_path):
+  def make(out=tmp_path / 'out', shard_bytes=2**20, **fields):
+    usual = {'source': 'files', 'files': f'{texts}/train/*'}
+    config = TextDataConfig(**usual | fields)
+    prepare.prepare(config, str(out), shard_bytes=shard_bytes)
+
+  make()
+  check('made otherwise.*config.eval_fraction', make, eval_fraction=0.5)
+  check('made otherwise.*shard_bytes', make, shard_bytes=2**10)
+  prepared = {'source': 'prepared', 'path': str(tmp_path / 'out'), 'files': ''}
+  check('is prepared already', make, out=tmp_path / 'other', **prepared)
+
+
+# Pictures.
+
+
+def picture(kind='PNG', size=(4, 4), cut=None):
+  file = io.BytesIO()
+  Image.new('RGB', size, (9, 99, 9)).save(file, kind)
+  return file.getvalue()[:cut]
+
+
+def huge():
+  header = bytearray(picture('BMP'))
+  header[18:26] = struct.pack('<ii', 20_000, 5_001)
+  return bytes(header)
+
+
+@pytest.mark.parametrize(
+  ('content', 'message'),
+  [
+    (picture('EPS'), 'no picture in'),  # A format that would run a program.
+    (huge(), '20,000 x 5,001 pixels, and at'),
+  ],
+)
+def test_pictures_that_are_not_decoded(content, message):
+  check(message, image_folder.decode, content, 'x')
+
+
+@pytest.mark.parametrize(
+  ('files', 'split', 'message'),
+  [
+    ('', 'train', 'a folder for each of two classes.* which has none'),
+    ('a/1 a/2', 'train', "a folder for each of two classes.* which has 'a'"),
+    ('val/a/1 test/a/1', 'train', "'test', 'val' but no train/"),
+    ('a/1 b/notes.txt c/.1', 'train', "3 classes, 2 have no pict.*'b', 'c'"),
+    ('a/1 b/1 c/bad', 'skip', "3 classes, 1 have no pictures.*'c'"),
+    ('train/a/1 train/b/1 val/x.txt', 'eval', 'no pictures: add some, or rem'),
+    ('a/1 b/1', 'eval', 'one picture per class, so that none can be held out'),
+    (
+      'train/cat/1 train/dog/1 val/cats/1 val/dog/1',
+      *('eval', "'cats', which.*lacks.*Did you mean 'cat'"),
+    ),
+  ],
+)
+def test_folders(tmp_path, files, split, message):
+  for name in files.split():
+    path = tmp_path / (name if name.endswith('.txt') else f'{name}.png')
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b'' if 'bad' in name else picture())
+
+  def read():
+    image_folder.open_split(
+      str(tmp_path),
+      'eval' if split == 'eval' else 'train',
+      eval_fraction=0.3,
+      unreadable='skip' if split == 'skip' else 'refuse',
+    )
+
+  check(message, read)
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+  """Two classes of two pictures each, one to train on, and all cut off."""
+  root = tmp_path_factory.mktemp('pictures')
+  for name in ('train/a/1', 'train/a/2', 'train/b/1', 'train/b/2'):
+    path = root / f'{name}.png'
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(picture(size=(64, 64), cut=-60))
+  return root
+
+
+@pytest.mark.parametrize(
+  ('fields', 'batch_size', 'message'),
+  [
+    ({}, 5, '2 pictures to train on, fewer than the 5 of one batch'),
+    ({'augment': AugmentConfig(mixup=1.0)}, 1, 'batch_size=1: mixup and .*set'),
+    ({'unreadable': 'skip'}, 1, 'none of the 2 pictures to train on'),
+    ({'path': 'nothere'}, 1, "nothere' is no directory"),
+    (
+      {'cache': 'disk', 'cache_dir': 'README.md/kept'},
+      *(1, 'cache_dir=.*cannot hold pictures'),
+    ),
+  ],
+)
+def test_batches_of_pictures(folder, monkeypatch, fields, batch_size, message):
+  monkeypatch.chdir(pathlib.Path(__file__).parents[2])
+  config = ImageDataConfig(**{'source': 'folder', 'path': str(folder)} | fields)
+
+  def read():
+    next(images.train_iterator(config, batch_size=batch_size, seed=0))
+
+  check(message, read)
+
+
+@pytest.mark.parametrize(
+  ('name', 'fields', 'message'),
+  [
+    ('cars_196', {}, "neither.*nearest name is 'cars196'"),
+    ('oxford_flowers102', {}, 'not prepared.*download_and_prepare'),
+    ('.', {}, 'directory without a prepared data set'),
+    ('oxford_iiit_pet:9.9.9', {}, 'cannot be loaded'),
+    ('huggingface:beans', {}, 'community data set'),
+    ('lm1b', {}, "no feature 'image', only text"),
+    ('Arrays', {'train_split': 'nope'}, "'nope' of.*train, validation"),
+    ('Arrays', {'train_split': 'train[:0]'}, 'cannot be read'),
+    ('Floats', {}, r"'image' of.*is float32 \[4, 6, 3\]"),
+    ('Numbers', {}, "'label' of.*is a Scalar without a number of classes"),
+    ('Unlabelled', {}, "no feature 'label', only image, n"),
+    ('Hidden', {}, 'label -1, outside of 0..2: choose a split'),
+    (
+      *('Files', {'train_split': 'validation'}),
+      "record . of split 'validation'.*cannot be decoded",
+    ),
+  ],
+)
+def test_tfds_of_pictures(tfds_pictures, tmp_path, name, fields, message):
+  config = ImageDataConfig(
+    source='tfds',
+    name=tfds_pictures.get(name, name),
+    data_dir=str(tmp_path),
+    **fields,
+  )
+
+  def read():
+    take(images.train_iterator(config, batch_size=1, seed=0), 9)
+
+  check(message, read)

@@ -1,0 +1,178 @@
+"""Bad input is answered by a sentence with the offender and the way out."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from mod_jax.errors import UserError
+from mod_jax.layers import acm, stack
+from mod_jax.layers.attention import AttentionConfig
+from mod_jax.layers.block import Block, BlockConfig
+from mod_jax.layers.experts import ExpertMLP, ExpertMLPConfig, ExpertsConfig
+from mod_jax.layers.mlp import MLPConfig
+from mod_jax.layers.mode import Mode, RoutingMode
+from mod_jax.layers.routed import Layer, LayerConfig
+from mod_jax.layers.routing_config import MoDConfig, VisionRoutingConfig
+from mod_jax.layers.scores import Attention, Learned
+from mod_jax.layers.stem import ConvStemConfig
+from mod_jax.layers.token_info import TokenInfo
+
+attention = functools.partial(
+  AttentionConfig, width=8, num_heads=4, num_kv_heads=2, head_dim=2
+)
+mlp = functools.partial(MLPConfig, width=8, hidden=4)
+adaptive = functools.partial(
+  acm.ACMConfig, inputs=8, outputs=8, hidden=4, min_learners=0
+)
+BLOCK = BlockConfig(attention=attention(), mlp=mlp())
+READING = dataclasses.replace(BLOCK, cross_attention=attention())
+INFO = TokenInfo(jnp.zeros((1, 4), jnp.int32))
+
+
+def run(module, mode=None):
+  """Runs a module with features and parameters of the right shapes."""
+  x_BLD = jnp.zeros((1, 4, 8))
+  args = (x_BLD,) if isinstance(module, acm.ACM) else (x_BLD, INFO)
+  variables = jax.eval_shape(module.init, jax.random.key(0), *args)
+  variables = {'params': variables['params']}
+  if mode is not None:
+    module = module.clone(mode=mode)
+  jax.eval_shape(module.apply, variables, *args)
+
+
+def routed(**fields):
+  return Layer(
+    LayerConfig(block=BLOCK, routing=MoDConfig(**fields), capacity=1)
+  )
+
+
+def experts(**fields):
+  config = ExpertsConfig(num_experts=2, **fields)
+  return ExpertMLP(ExpertMLPConfig(mlp=mlp(), experts=config))
+
+
+def layers(period, **last):
+  """Four layers, dense and routed in turn, that a loop is to run."""
+  configs = list(stack.layer_configs(BLOCK, 4, MoDConfig(capacity=0.5)))
+  configs[3] = dataclasses.replace(configs[3], **last)
+  return stack.StackConfig(layers=tuple(configs), period=period, scan=True)
+
+
+SHIFTED = {'capacity_schedule': 'shifted_cosine'}
+BY_THRESHOLD = Mode(routing=RoutingMode(rule='threshold'))
+UNROUTED = MoDConfig(**SHIFTED, layers=(0, 1))
+
+
+# A call, and what stands in the sentence.
+TABLE = [
+  # Routing of language models.
+  (lambda: MoDConfig(offset=2), 'offset=2', 'period=2'),
+  (lambda: MoDConfig(gate='none'), "gate='none'", 'gradient'),
+  (lambda: MoDConfig(router_width=4, score='stride'), 'router_width=4'),
+  (
+    lambda: MoDConfig(shared_router=True, score=Learned()),
+    'shared_router=True',
+  ),
+  (lambda: MoDConfig(combine='replace', score='stride'), 'replace', 'gate'),
+  (lambda: MoDConfig(combine='weigh_bypass'), 'weigh_bypass', "gate='sigmoid'"),
+  (lambda: MoDConfig(**SHIFTED, capacity_decay=0.5), 'capacity_decay=0.5'),
+  (
+    lambda: MoDConfig(**SHIFTED, capacity=(0.5, 0.25)),
+    '(0.5, 0.25)',
+    'one way',
+  ),
+  (lambda: MoDConfig(capacity=(0.5, 1), capacity_decay=0.5), 'capacity_decay'),
+  (lambda: MoDConfig(score=Attention()), 'Attention(', 'from later ones'),
+  (lambda: MoDConfig(balance_loss=0.1), 'balance_loss=0.1', "rule='router'"),
+  (lambda: MoDConfig(per_sequence=True, balance_loss=0.1), 'router_loss=0.01'),
+  (lambda: MoDConfig(per_sequence=True, router_loss=0.0), 'balance_loss=0.0'),
+  (lambda: MoDConfig(train_rule='router', router_loss=0.0), 'balance_loss'),
+  (lambda: MoDConfig(layers=(1, 3, 1)).capacities(5), '(1, 3, 1)', 'different'),
+  (lambda: UNROUTED.capacities(5), 'num_layers=5', 'leave dense'),
+  (lambda: RoutingMode(rule='topk'), "'topk'", "'top_k'"),
+  (lambda: RoutingMode(overflow='wrap'), "'wrap'", "'exact'"),
+  (lambda: RoutingMode(slack=0.5), 'slack=0.5', '1 or more'),
+  (lambda: RoutingMode(chunk=-1), 'chunk=-1', 'from 0'),
+  (
+    lambda: run(routed(threshold_decay=0.9), BY_THRESHOLD),
+    *("rule='threshold'", "'moving' collection"),
+  ),
+  # Routing of images.
+  (lambda: VisionRoutingConfig(first=-1), 'first=-1', 'from 0'),
+  (lambda: VisionRoutingConfig(capacity=0.0), 'capacity=0.0', '(0, 1]'),
+  (lambda: VisionRoutingConfig(capacity=(0.5, 1.5)), 'capacity[1]=1.5'),
+  (lambda: VisionRoutingConfig(score='attenton'), 'attenton', 'attention'),
+  (lambda: VisionRoutingConfig(gate='rew'), 'rew', 'raw'),
+  (
+    lambda: VisionRoutingConfig(score='learned', gate='none'),
+    *("gate='none'", 'gradient'),
+  ),
+  (lambda: VisionRoutingConfig(layers=(-1,)), 'layers[0]=-1', 'from 0'),
+  (
+    lambda: VisionRoutingConfig(layers=(3, 12)).capacities(12),
+    *('(3, 12)', 'from 0 to 11'),
+  ),
+  (
+    lambda: VisionRoutingConfig(layers=()).capacities(12),
+    *('num_layers=12', 'routing=None'),
+  ),
+  (
+    lambda: VisionRoutingConfig(first=12).capacities(12),
+    *('num_layers=12', 'first'),
+  ),
+  # What stands in a block, and stacks.
+  (lambda: attention(num_kv_heads=3), 'num_kv_heads=3, num_heads=4', 'divide'),
+  (lambda: attention(num_heads=0), 'AttentionConfig.num_heads=0'),
+  (lambda: attention(width=2.5), 'AttentionConfig.width=2.5'),
+  (lambda: mlp(kind='relu'), "'relu'", 'gelu'),
+  (lambda: mlp(hidden=0), 'MLPConfig.hidden=0'),
+  (lambda: ConvStemConfig(width=0), 'width=0', 'from 1'),
+  (lambda: ConvStemConfig(width=4, depth=0), 'depth=0', 'from 1'),
+  (lambda: READING.flops(4), 'source_tokens'),
+  (lambda: run(Block(READING)), 'source=None'),
+  (lambda: layers(period=3), 'num_layers=4, period=3'),
+  (lambda: layers(period=2, capacity=0.25), 'block=3', 'like block 1'),
+  # Experts.
+  (lambda: experts(per_token=3), 'per_token=3, num_experts=2'),
+  (lambda: experts(compute_share=0.5), 'compute_share=0.5, num_nulls=0'),
+  (lambda: experts(compute_share=1.0, num_nulls=1), 'compute_share=1.0'),
+  (lambda: experts(choice='expert', per_token=2), 'per_token=2', "'expert'"),
+  (lambda: experts(choice='expert', capacity_factor=None), 'factor=None'),
+  (lambda: experts(threshold_decay=0.9), 'threshold_decay=0.9', "'token'"),
+  (lambda: experts(period=2, offset=2), 'offset=2'),
+  (
+    lambda: run(experts(choice='expert'), BY_THRESHOLD),
+    'threshold_decay above 0',
+  ),
+  # Adaptive modules.
+  (lambda: adaptive(num_learners=0), 'num_learners=0'),
+  (lambda: adaptive(num_learners=3, min_learners=2), 'min_learners=2', '0, 1'),
+  (lambda: adaptive(num_learners=3, temperature=0.0), 'temperature=0.0'),
+  (lambda: adaptive(num_learners=3, activation='relu'), 'relu', 'gelu'),
+  (
+    lambda: acm.ffn_config(6, 12, num_learners=5),
+    *('num_learners=5, hidden=12', 'divide'),
+  ),
+  (
+    lambda: acm.projection_config(6, 6, num_learners=9),
+    *('num_learners=9, inputs=6, outputs=6', 'fewer'),
+  ),
+  (
+    lambda: run(acm.ACM(adaptive(num_learners=3)), 4),
+    *('learners=4', 'expected 0 to 3'),
+  ),
+]
+
+
+@pytest.mark.parametrize(
+  ('call', 'named'),
+  [(x[0], x[1:]) for x in TABLE],
+  ids=[', '.join(x[1:]) for x in TABLE],
+)
+def test_is_refused(call, named):
+  with pytest.raises(UserError) as caught:
+    call()
+  assert all(text in str(caught.value) for text in named), caught.value
