@@ -24,8 +24,6 @@ ADAPTIVE = AdaptiveConfig(num_learners=2, replace=(FFNS,))
 PRUNED = DynamicViTConfig(backbone=ROUTED, stages=(0,), keep=0.7)
 CONFIG = PRUNED.with_parts(adaptive=ADAPTIVE)
 LEFT, CHOSEN = 12, 6  # Tokens after the stage, and of these in block 1.
-
-
 IMAGES = tiny.images(B, size=16)
 
 
