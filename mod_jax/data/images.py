@@ -1,4 +1,4 @@
-"""Batches of labelled images from digits, folders or TensorFlow Datasets.
+"""Batches of labelled images: digits, scenes, folders, TensorFlow Datasets.
 
 Everything here is NumPy; the training loop places batches on devices. A batch
 is a dict of arrays (S is `config.image_size`, V the number of classes):
@@ -37,6 +37,7 @@ from mod_jax.data import (
   label_table,
   tfds_images,
 )
+from mod_jax.data.scenes import SceneConfig, Scenes
 
 Batch = dict[str, np.ndarray]
 
@@ -130,8 +131,10 @@ class ImageDataConfig:
   """Where images come from and how they become arrays.
 
   Attributes:
-    source: 'digits' are scikit-learn's bundled handwritten digits; 'folder' is
-      a directory with a folder per class; 'tfds' is a prepared TFDS data set.
+    source: 'digits' are scikit-learn's bundled handwritten digits; 'scenes' are
+      drawn of these, several in a picture with clutter; 'folder' is a directory
+      with a folder per class; 'tfds' is a prepared TFDS data set.
+    scenes: what scenes are made of, for 'scenes'.
     path: the directory, for 'folder': train/ and eval/ (or val, validation,
       test) with a folder per class in each, or the folders of the classes
       directly.
@@ -148,11 +151,11 @@ class ImageDataConfig:
     image_size: height and width of the model's input in pixels.
     crop_fraction: for evaluation, side of the centred square crop over the
       resized image's shorter side; above 1, the image gets a black border. None
-      is 1 for digits and 0.875 for other sources.
+      is 1 for digits and scenes, and 0.875 for other sources.
     resize: 'shorter_side' keeps an image's aspect ratio; 'squash' makes it
       square; 'none' does not resize.
-    resample: the filter for resizing; None is 'bilinear' for digits and
-      'bicubic' for other sources.
+    resample: the filter for resizing; None is 'bilinear' for digits and scenes,
+      and 'bicubic' for other sources.
     class_weights: factors on the losses of classes: a table, as in
       (('cat', 2), ('dog', 0.5)), where classes that are not named weigh 1; or
       'balanced', inversely proportional to the number of training pictures and
@@ -178,7 +181,8 @@ class ImageDataConfig:
       ~/.cache/mod_jax/pictures.
   """
 
-  source: Literal['digits', 'folder', 'tfds'] = 'digits'
+  source: Literal['digits', 'scenes', 'folder', 'tfds'] = 'digits'
+  scenes: SceneConfig = SceneConfig()
   path: str = ''
   label_table: str = ''
   eval_fraction: config_lib.Proper = 0.1
@@ -231,7 +235,7 @@ class ImageDataConfig:
     """Preprocessing of images for evaluation."""
     # Bicubic filters overshoot visibly when 8x8 digits are enlarged.
     fraction, resample = 0.875, 'bicubic'
-    if self.source == 'digits':
+    if self.source in ('digits', 'scenes'):
       fraction, resample = 1.0, 'bilinear'
     if self.crop_fraction is not None:
       fraction = self.crop_fraction
@@ -249,6 +253,8 @@ def class_names(config: ImageDataConfig) -> tuple[str, ...]:
   """Returns the names of the classes in the order of labels."""
   if config.source == 'digits':
     return digits.CLASSES
+  if config.source == 'scenes':
+    return config.scenes.classes
   if config.multi_label:
     return label_table.class_names(config.path, config.label_table)
   if config.source == 'folder':
@@ -420,6 +426,8 @@ def _open(config: ImageDataConfig, split: Literal['train', 'eval']):
   """
   if config.source == 'digits':
     return digits.DigitImages(split)
+  if config.source == 'scenes':
+    return Scenes(config.scenes, config.image_size, split)
   if config.source == 'folder':
     reading = {
       'eval_fraction': config.eval_fraction,

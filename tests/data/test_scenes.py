@@ -1,11 +1,12 @@
 """Scenes of digits: drawn from a seed, held-out digits in held-out scenes."""
 
+import dataclasses
 import itertools
 
 import numpy as np
 import pytest
 
-from mod_jax.data import digits, scenes
+from mod_jax.data import digits, images, scenes
 from mod_jax.errors import UserError
 
 SIZE = 64
@@ -88,6 +89,26 @@ def test_held_out_scenes_show_held_out_digits(monkeypatch):
   monkeypatch.setattr(digits, 'DigitImages', spy)
   draw(1, 'eval')
   assert opened == ['eval']
+
+
+def test_batches_of_scenes():
+  config = images.ImageDataConfig(
+    source='scenes',
+    image_size=SIZE,
+    scenes=scenes.SceneConfig(label='sum', num_train=8, num_eval=6),
+  )
+  assert images.class_names(config)[-1] == '36'
+  source = scenes.Scenes(config.scenes, SIZE, 'train')
+  batch = next(images.train_iterator(config, batch_size=8, seed=0))
+  assert sorted(batch['target'].argmax(axis=-1)) == sorted(source.labels)
+  pictures = {x.tobytes() for x in images.denormalize(config, batch['image'])}
+  assert pictures == {source.scene(i).image_SSC.tobytes() for i in range(8)}
+  *_, last = images.eval_batches(config, batch_size=4)
+  assert last['weight'].tolist() == [1, 1, 0, 0]
+  changed = dataclasses.replace(
+    config, scenes=dataclasses.replace(config.scenes, clutter=3)
+  )
+  assert images.fingerprint(changed) != images.fingerprint(config)
 
 
 def test_refusals():

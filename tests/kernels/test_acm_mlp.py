@@ -71,9 +71,8 @@ class TestACM(OpTests):
   # Sizes about those of tiles; then groups that are empty, or all there is.
   cases = (
     Case('one more than a tile', k=random_k(17)),
-    Case('one less than a tile', k=random_k(15)),
     Case('one token', k=[2]),
-    *(Case(f'all {k}', k=[k] * 17) for k in range(N + 1)),
+    *(Case(f'all {k}', k=[k] * 17) for k in (0, N)),
     Case('all or none', k=np.where(random_k(17) > 1, N, 0)),
     Case('bfloat16', k=random_k(17), dtype='bfloat16'),
     Case('linear', k=random_k(17), activation='linear'),
@@ -94,15 +93,10 @@ class TestACM(OpTests):
       ({place: np.zeros(shape)}, r'expected \[T, D\], \[N, D, F\]')
       for place, shape in [
         (0, (4, D + 1)),
-        (0, (2, 2, D)),
         (1, (N, D + 1, F)),
-        (1, (N, D)),
-        (2, (N, F + 1)),
         (2, (N + 1, F)),
         (3, (N, F + 1, OUT)),
-        (3, (N, F)),
         (4, (3,)),
-        (4, (4, 1)),
       ]
     ),
     ({0: np.zeros((4, D), np.int32)}, 'int32.*floating'),
@@ -161,9 +155,8 @@ class TestACM(OpTests):
     assert not any(dw[2].any() for dw in got[2:])
 
 
-@pytest.mark.parametrize('tokens', [1, 2, 300])
-def test_order_is_a_stable_sort(tokens):
-  k = np.random.default_rng(tokens).integers(-1, N + 2, tokens)
+def test_order_is_a_stable_sort():
+  k = np.random.default_rng(0).integers(-1, N + 2, 300)
   order = order_lib.order(jnp.asarray(k), N)
   clipped = np.clip(k, 0, N)
   np.testing.assert_array_equal(
@@ -266,6 +259,7 @@ def test_never_a_product_of_all_tokens_with_all_learners(
   assert rows(functools.partial(acm_mlp, implementation=implementation)) <= 768
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ('kind', 'capability', 'kilobytes'),
   [('NVIDIA L4', 89, 99), ('NVIDIA H200', 90, 227)],

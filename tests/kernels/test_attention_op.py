@@ -98,29 +98,20 @@ class TestAttention(OpTests):
       dict.fromkeys((1, 2), np.zeros((2, 4, 3, 8), np.float32)),
       'number of heads that theirs divides',
     ),
-    *(
-      (dict.fromkeys((1, 2), np.zeros(shape)), 'batch and the channels of q')
-      for shape in ((3, 4, 2, 8), (2, 4, 2, 6))
+    (
+      dict.fromkeys((1, 2), np.zeros((2, 4, 2, 6))),
+      'batch and the channels of q',
     ),
     # An additive mask reads as the opposite of what it means.
     *(
       ({3: mask}, r'expected booleans \[2, 4, 4\]')
-      for mask in (
-        np.zeros((2, 4, 4), np.float32),
-        np.ones((2, 4, 5), bool),
-        np.ones((3, 4, 4), bool),
-        np.ones((2, 3, 4), bool),
-        np.ones((2, 1, 4, 4), bool),
-      )
+      for mask in (np.zeros((2, 4, 4), np.float32), np.ones((2, 4, 5), bool))
     ),
     (
       dict.fromkeys((1, 2), np.zeros((2, 5, 2, 8))) | {'causal': True},
       'as many queries as keys, got 4 and 5',
     ),
-    *(
-      ({4: segment}, 'expected an integer for each query')
-      for segment in (np.zeros((2, 3), np.int32), np.zeros((2, 4), np.float32))
-    ),
+    ({4: np.zeros((2, 3), np.int32)}, 'expected an integer for each query'),
   )
   lacking = (
     ('splash', {'masked': True}, 'takes no mask_BQS: use causal=True and segm'),
@@ -162,8 +153,10 @@ def test_a_causal_call_multiplies_no_keys_that_nobody_sees(equations):
   assert keys == [64, 128, 150]
 
 
-@pytest.mark.parametrize('shape', [(2, 1, 150), (1, 150, 150), (1, 1, 150)])
-@pytest.mark.parametrize('causal', [False, True])
+@pytest.mark.parametrize(
+  ('shape', 'causal'),
+  [((2, 1, 150), False), ((1, 150, 150), False), ((1, 1, 150), True)],
+)
 def test_a_mask_of_all_queries_or_sequences(shape, causal):
   arrays, static = draw(queries=150, keys=150, dtype='float32', causal=causal)
   mask = np.random.default_rng(0).random(shape) < 0.7
@@ -172,17 +165,6 @@ def test_a_mask_of_all_queries_or_sequences(shape, causal):
   np.testing.assert_allclose(
     TestAttention.call(*arrays, **static), plain(*arrays, **static), atol=1e-5
   )
-
-
-def test_cudnn_gets_a_mask_with_a_row_for_each_query(monkeypatch):
-  arrays, _ = draw(queries=2, keys=4)
-  arrays[3] = jnp.ones((2, 1, 4), bool)
-  monkeypatch.setattr(choice, 'platform', lambda: 'cuda')
-  monkeypatch.setattr(choice, 'capability', lambda: 9.0)
-  monkeypatch.setattr(
-    jax.nn, 'dot_product_attention', lambda *_, mask, **__: mask.shape
-  )
-  assert TestAttention.call(*arrays) == (2, 1, 2, 4)
 
 
 @pytest.mark.parametrize(
@@ -243,7 +225,6 @@ def fitting(monkeypatch, platform, x, mask=None, segment=None, version=9.0):
   [
     ('cpu', {}, 'xla'),
     ('rocm', {}, 'xla'),
-    ('tpu', {}, 'splash'),
     ('tpu', {'dtype': 'float32'}, 'splash'),
     ('tpu', {'dtype': 'float16'}, 'xla'),
     ('tpu', {'length': 250}, 'xla'),
@@ -252,7 +233,11 @@ def fitting(monkeypatch, platform, x, mask=None, segment=None, version=9.0):
     ('cuda', {}, 'cudnn'),
     ('cuda', {'dtype': 'float32'}, 'xla'),
     ('cuda', {'channels': 12}, 'xla'),
+    ('cuda', {'channels': 256}, 'cudnn'),
     ('cuda', {'channels': 264}, 'xla'),
+    # Older GPUs take narrower heads, or none.
+    ('cuda', {'channels': 136, 'version': 8.0}, 'xla'),
+    ('cuda', {'version': 7.5}, 'xla'),
     ('cuda', {'masked': True}, 'cudnn'),
     ('cuda', {'length': 251}, 'cudnn'),
     ('cuda', {'length': 251, 'masked': True}, 'xla'),
@@ -269,15 +254,9 @@ def test_the_fitting_backend(platform, change, expected, monkeypatch):
     mask = jax.ShapeDtypeStruct((2, length, length), bool)
   segment = jax.ShapeDtypeStruct((2, length), jnp.int32)
   segment = segment if 'segmented' in change else None
-  assert fitting(monkeypatch, platform, x, mask, segment) == expected
-
-
-@pytest.mark.parametrize(('capability', 'most'), [(9.0, 256), (8.0, 128)])
-def test_older_gpus_take_narrower_heads(capability, most, monkeypatch):
-  for channels, expected in ((most, 'cudnn'), (most + 8, 'xla')):
-    x = jax.ShapeDtypeStruct((1, 4, 2, channels), jnp.bfloat16)
-    assert fitting(monkeypatch, 'cuda', x, version=capability) == expected
-  assert fitting(monkeypatch, 'cuda', x, version=7.5) == 'xla'
+  version = change.get('version', 9.0)
+  found = fitting(monkeypatch, platform, x, mask, segment, version)
+  assert found == expected
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 
 from mod_jax_kernels import route_scores
 
-KERNELS = ('pallas', 'triton')
+PALLAS = ('pallas',)
 XLA = ('xla',)
 
 
@@ -86,9 +86,10 @@ class TestRouteScores(OpTests):
   cases = (
     Case('tokens and causal', masked='tokens', causal=True),
     Case('one token', shape=(2, 1, 2, 32)),
-    # More than one block, and one that is not whole.
+    # More than one block, and one that is not whole. Triton's interpreter is
+    # slow, and gets smaller ones.
     *(
-      Case(name, backends=KERNELS, sizes={'block': 128}, **options)
+      Case(name, backends=PALLAS, sizes={'block': 128}, **options)
       for name, options in {
         'blocks': {
           **{'shape': (2, 129, 2, 48), 'masked': 'tokens', 'causal': True}
@@ -127,14 +128,11 @@ class TestRouteScores(OpTests):
   )
   refused = (
     ({0: np.zeros((2, 4, 2, 32), np.float32)}, r'q \(2, 4, 2, 32\).*one'),
-    ({1: np.zeros((2, 5, 1, 32), np.float32)}, 'one shape'),
     ({2: np.zeros((2, 5, 2, 1), np.float32)}, 'one shape'),
     (dict.fromkeys(range(3), np.zeros((2, 0, 2, 32))), 'one token at least'),
     *(
       ({3: mask}, r'mask of .*expected bool \(2, 5\)')
-      for mask in (
-        *(np.ones((2, 5)), np.ones((2, 4), bool), np.ones((1, 5, 5), bool)),
-      )
+      for mask in (np.ones((2, 5)), np.ones((2, 4), bool))
     ),
   )
   lacking = (
@@ -205,24 +203,9 @@ def test_scores_are_summed_exactly_on_accelerators_too(gradient, equations):
     assert eqn.params['precision'] == (jax.lax.Precision.HIGHEST,) * 2
 
 
-def test_gradients_are_the_same_recomputed():
-  arrays, _ = draw(masked='tokens')
-
-  def grads(function):
-    return jax.grad(
-      lambda *x: sum((y**2).sum() for y in function(*x, arrays[3])), (0, 1, 2)
-    )(*arrays[:3])
-
-  again = grads(jax.checkpoint(route_scores))
-  for x, y in zip(grads(route_scores), again, strict=True):
-    np.testing.assert_allclose(x, y, atol=1e-5)
-
-
-@pytest.mark.parametrize('gradient', [False, True])
-def test_one_trace_has_a_map_on_a_cpu_and_none_on_a_tpu(gradient):
+def test_one_trace_has_a_map_on_a_cpu_and_none_on_a_tpu():
   # The choice is made at lowering, and needs no compiler to be seen.
-  function = TestRouteScores.loss
-  function = jax.grad(function, (0, 1, 2)) if gradient else function
+  function = jax.grad(TestRouteScores.loss, (0, 1, 2))
   traced = jax.jit(function).trace(*shapes(2, 150, 2, 32, 'float32'))
   pattern = maps(150)
   assert re.search(pattern, traced.lower().as_text())

@@ -26,24 +26,6 @@ def append(cache, keys, positions, valid=None, rows=None):
 
 
 class TestKVCache:
-  def test_each_row_has_its_own_length(self):
-    cache = KVCache.empty(2, 4, 1, 1, 'float32')
-    cache = append(
-      cache,
-      [[1, 2, 3], [4, 5, 6]],
-      [[0, 1, 2], [0, 1, 2]],
-      [[1, 0, 1], [0] * 3],
-    )
-    assert cache.length_B.tolist() == [2, 0]
-    cache = append(cache, [[7], [8]], [[3], [3]])
-    assert cache.key_BGSC[:, 0, :, 0].tolist() == [[1, 3, 7, 0], [8, 0, 0, 0]]
-    assert cache.value_BGSC[0, 0, :, 0].tolist() == [-1, -3, -7, 0]
-    assert cache.position_BS.tolist() == [
-      [0, 2, 3, EMPTY],
-      [3, EMPTY, EMPTY, EMPTY],
-    ]
-    assert cache.length_B.tolist() == [3, 1]
-
   def test_some_rows_only(self):
     cache = KVCache.empty(3, 2, 1, 1, 'float32')
     # The batch has 3 rows: row 3 is past the end, and nowhere.

@@ -101,7 +101,6 @@ TABLE = [
     *("rule='threshold'", "'moving' collection"),
   ),
   # Routing of images.
-  (lambda: VisionRoutingConfig(first=-1), 'first=-1', 'from 0'),
   (lambda: VisionRoutingConfig(capacity=0.0), 'capacity=0.0', '(0, 1]'),
   (lambda: VisionRoutingConfig(capacity=(0.5, 1.5)), 'capacity[1]=1.5'),
   (lambda: VisionRoutingConfig(score='attenton'), 'attenton', 'attention'),
@@ -126,11 +125,8 @@ TABLE = [
   # What stands in a block, and stacks.
   (lambda: attention(num_kv_heads=3), 'num_kv_heads=3, num_heads=4', 'divide'),
   (lambda: attention(num_heads=0), 'AttentionConfig.num_heads=0'),
-  (lambda: attention(width=2.5), 'AttentionConfig.width=2.5'),
   (lambda: mlp(kind='relu'), "'relu'", 'gelu'),
-  (lambda: mlp(hidden=0), 'MLPConfig.hidden=0'),
   (lambda: ConvStemConfig(width=0), 'width=0', 'from 1'),
-  (lambda: ConvStemConfig(width=4, depth=0), 'depth=0', 'from 1'),
   (lambda: READING.flops(4), 'source_tokens'),
   (lambda: run(Block(READING)), 'source=None'),
   (lambda: layers(period=3), 'num_layers=4, period=3'),
@@ -148,7 +144,6 @@ TABLE = [
     'threshold_decay above 0',
   ),
   # Adaptive modules.
-  (lambda: adaptive(num_learners=0), 'num_learners=0'),
   (lambda: adaptive(num_learners=3, min_learners=2), 'min_learners=2', '0, 1'),
   (lambda: adaptive(num_learners=3, temperature=0.0), 'temperature=0.0'),
   (lambda: adaptive(num_learners=3, activation='relu'), 'relu', 'gelu'),

@@ -65,14 +65,8 @@ def info():
 
 @pytest.fixture(scope='module')
 def params(x_BLD, info):
-  init = jax.jit(make(score='learned').init)
-  params = nn.unbox(init(jax.random.key(0), x_BLD, info))['params']
-  params['router']['kernel'] = jax.random.normal(jax.random.key(3), (D,))
-  return params
-
-
-def without_router(params):
-  return {k: v for k, v in params.items() if k != 'router'}
+  init = jax.jit(Block(BLOCK).init)
+  return nn.unbox(init(jax.random.key(0), x_BLD, info))['params']
 
 
 def oracle(params, x_BLD, info, chosen_BL):
@@ -98,12 +92,12 @@ class TestProcess:
     assert chosen_BL.sum(axis=-1).tolist() == [4] * B
     weight_BL = self.GATES[gate](np.asarray(score_BL))
     np.testing.assert_allclose(told.weight_BL, weight_BL, atol=1e-6)
-    update_BLD = oracle(without_router(params), x_BLD, info, chosen_BL)
+    update_BLD = oracle(params, x_BLD, info, chosen_BL)
     want = x_BLD + np.where(chosen_BL, weight_BL, 0)[..., None] * update_BLD
     np.testing.assert_allclose(y_BLD, want, atol=1e-5)
     np.testing.assert_array_equal(y_BLD[~chosen_BL], x_BLD[~chosen_BL])
     # Attention to all tokens would be something else.
-    every = oracle(without_router(params), x_BLD, info, np.ones((B, L), bool))
+    every = oracle(params, x_BLD, info, np.ones((B, L), bool))
     assert np.abs(every - update_BLD)[chosen_BL].max() > 0.01
 
 

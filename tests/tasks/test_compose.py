@@ -231,7 +231,11 @@ class TestEvaluation:
   def test_load_and_cost(self, held_out, output):
     assert tuple(make().eval_modes()) == MODES
     assert set(held_out) == {
-      *(f'{p}{n}' for p in MODES[:2] for n in ('loss', 'accuracy', 'top5')),
+      *(
+        f'{p}{n}'
+        for p in MODES[:2]
+        for n in ('loss', 'accuracy', 'mean_recall', 'top5')
+      ),
       *('load', 'load_std', 'token_std', 'budget_error', 'gmacs'),
     }
     gated = stack.collect(output.aux, 'adaptive')

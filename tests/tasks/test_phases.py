@@ -193,7 +193,8 @@ class TestWhole:
   def test_held_out_numbers_of_each_phase(self, whole):
     workdir, result = whole
     first = json.loads((workdir / 'phase_learners/eval.json').read_text())
-    assert set(first) == {'step', 'k2/loss', 'k2/accuracy', 'k2/top5'}
+    names = ('loss', 'accuracy', 'mean_recall', 'top5')
+    assert set(first) == {'step', *(f'k2/{name}' for name in names)}
     told = json.loads((workdir / 'eval.json').read_text())
     assert {'loss', 'load', 'load_std', 'budget_error'} <= set(told)
     assert {'step': 3, **result.metrics} == told

@@ -1,0 +1,113 @@
+"""Vision on scenes: digits of several sizes among clutter, offline.
+
+    python train.py --config=configs/vit/scenes.py --workdir=runs/scenes
+    python train.py --config=configs/vit/scenes.py:amod --workdir=runs/amod \\
+      --config.init=runs/scenes
+
+trains a small dense ViT to name the largest digit of a scene, and adapts it.
+Most of the 256 patches show background, so it matters which of them a model
+processes. Variants:
+
+* `sum`: the dense model, to give the sum of all digits;
+* `amod`: every other block on the half of the tokens that got most attention;
+* `mod`: likewise, by a learnt router;
+* `dynamic`: prediction heads drop 30% of the patches three times; the frozen
+  dense model is the teacher;
+* `isoflop`: as many of the dense model's first blocks as cost what A-MoD does;
+* `tiny`: the dense model in seconds, for tests; also `amod_tiny`.
+
+`--config.data.scenes.most=6` and the other fields of `SceneConfig` make other
+scenes, as many as wanted.
+"""
+
+import dataclasses
+
+from mod_jax import config as config_lib
+from mod_jax.data.images import ImageDataConfig
+from mod_jax.data.scenes import SceneConfig
+from mod_jax.models.dynamic_vit import DynamicViTConfig
+from mod_jax.models.vit import ViTConfig
+from mod_jax.runs.run_config import EvaluationConfig, TrainConfig
+from mod_jax.tasks.experiment import ExperimentConfig
+
+digits = config_lib.sibling(__file__, 'digits')
+
+BACKBONE = ViTConfig(
+  image_size=64,
+  patch_size=4,
+  num_classes=10,
+  num_layers=6,
+  width=64,
+  num_heads=4,
+)
+DATA = ImageDataConfig(source='scenes', image_size=64)
+
+
+def on_scenes(experiment: ExperimentConfig, model, **changes):
+  """Returns an experiment of the digits, on scenes."""
+  name = experiment.name.replace('digits', 'scenes')
+  return dataclasses.replace(
+    experiment,
+    name=name,
+    model=model,
+    data=DATA,
+    evaluation=EvaluationConfig(
+      every=0.25, batches=0, batch_size=50, final_batches=0
+    ),
+    **changes,
+  )
+
+
+def dense(label: str = 'largest') -> ExperimentConfig:
+  """The dense model from scratch; `label` is the scenes' question."""
+  scenes = SceneConfig(label=label)
+  model = dataclasses.replace(BACKBONE, num_classes=len(scenes.classes))
+  train = TrainConfig(num_steps=3000, batch_size=32)
+  base = on_scenes(digits.dense(), model, train=train)
+  return dataclasses.replace(
+    base, data=dataclasses.replace(DATA, scenes=scenes)
+  )
+
+
+def adapted(experiment: ExperimentConfig, model) -> ExperimentConfig:
+  """Starts from the dense model."""
+  train = TrainConfig(num_steps=1000, batch_size=32)
+  return on_scenes(experiment, model, train=train)
+
+
+def routed(name: str, routing) -> ExperimentConfig:
+  model = dataclasses.replace(BACKBONE, routing=routing)
+  return adapted(digits.routed(name, routing), model)
+
+
+def dynamic() -> ExperimentConfig:
+  model = DynamicViTConfig(backbone=BACKBONE, stages=(1, 2, 4), keep=0.7)
+  return adapted(digits.dynamic(), model)
+
+
+def isoflop() -> ExperimentConfig:
+  model = dataclasses.replace(BACKBONE, routing=digits.AMOD).isoflop_twin()
+  return adapted(digits.isoflop(), model)
+
+
+def tiny(experiment: ExperimentConfig) -> ExperimentConfig:
+  """A small version in seconds, for tests."""
+  small = digits.tiny(experiment)
+  scenes = SceneConfig(scales=(1, 1.5), num_train=64, num_eval=32)
+  data = dataclasses.replace(DATA, image_size=32, scenes=scenes)
+  model = dataclasses.replace(small.model, image_size=32)
+  return dataclasses.replace(small, data=data, model=model)
+
+
+VARIANTS = {
+  '': dense,
+  'sum': lambda: dense('sum'),
+  'amod': lambda: routed('digits_amod', digits.AMOD),
+  'mod': lambda: routed('digits_mod', digits.MOD),
+  'dynamic': dynamic,
+  'isoflop': isoflop,
+  'tiny': lambda: tiny(dense()),
+  'amod_tiny': lambda: tiny(routed('digits_amod', digits.AMOD)),
+}
+
+get_config = config_lib.config_getter(VARIANTS)
