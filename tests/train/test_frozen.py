@@ -21,11 +21,10 @@ from mod_jax.runs import checkpoints
 from mod_jax.runs import workdir as workdir_lib
 from mod_jax.tasks import load as load_trained
 from mod_jax.tasks import make_task, phases
-from mod_jax.tasks.plain import Plain
 from mod_jax.train import evaluation, loop
 from mod_jax.train import state as state_lib
 
-pytestmark = pytest.mark.usefixtures('compilation_cache', 'one_device')
+pytestmark = pytest.mark.usefixtures('no_report', 'one_device')
 
 ROOT = pathlib.Path(__file__).parents[2]
 CONVERT = config_lib.load(ROOT / 'configs' / 'lm' / 'convert.py')
@@ -37,6 +36,7 @@ TINY = {
   'evaluation.batches': 1,
   'evaluation.final_batches': 1,
   'evaluation.batch_size': 4,
+  'evaluation.sample_tokens': 0,
   'log.tensorboard': False,
   'checkpoint.every': 3,
 }
@@ -50,14 +50,6 @@ TEXT = {
   'data.source': 'stdlib',
   'data.files': '',
 }
-
-
-@pytest.fixture(scope='module', autouse=True)
-def _no_report():
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(evaluation, 'report', lambda *args: None)
-    patch.setattr(Plain, 'finish', lambda *args: ())
-    yield
 
 
 def write_dense(config, folder, seed=0):
@@ -105,7 +97,7 @@ class Trained:
 
 
 @pytest.fixture(scope='module')
-def whole(dense, tmp_path_factory, on_one_device, compilation_cache):
+def whole(dense, tmp_path_factory, on_one_device, no_report):
   workdir = tmp_path_factory.mktemp('whole')
   config = build(dense)
   with on_one_device():
