@@ -14,7 +14,6 @@ import jax
 import numpy as np
 
 from mod_jax import trees
-from mod_jax.convert import lm as convert_lm
 from mod_jax.convert import vit as convert_vit
 from mod_jax.data import fingerprint
 from mod_jax.errors import UserError
@@ -39,10 +38,11 @@ def load_weights(
       *(init, model, params, model_state), whole=whole, **kwargs
     )
   # A language model's head must be present in any case.
-  if source_lib.Source.of_init(init).kind == 'language':
-    source = trees.unflatten(convert_lm.read(init, model))
+  source = source_lib.Source.of_init(init)
+  if source.kind == 'language':
+    weights = source.read(model)['params']
     kwargs['describe'] = f'init={init}'
-    return trees.merge(params, source, **kwargs), model_state
+    return trees.merge(params, weights, **kwargs), model_state
   return from_ours(params, model_state, init, model=model, **kwargs)
 
 
