@@ -19,6 +19,7 @@ import json
 import pathlib
 import shutil
 import sys
+import warnings
 
 from absl import app, flags
 import machine
@@ -199,6 +200,8 @@ def table(results: dict[str, dict]) -> str:
 
 
 def main(_):
+  # The pictures that it warns of are left out.
+  warnings.simplefilter('ignore', Image.DecompressionBombWarning)
   trial = _WORKDIR.value if _TINY.value else None
   path = machine.result_path(__file__, '.jsonl', trial)
   if not _TABLE.value:

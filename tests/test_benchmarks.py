@@ -6,6 +6,8 @@ import pathlib
 import subprocess
 import sys
 
+import numpy as np
+from PIL import Image
 import pytest
 
 pytestmark = pytest.mark.slow
@@ -26,6 +28,11 @@ CASES = {
     ('batch=1', 'length=64', 'width=64'),
     (),
     ('select_xla', 'select_sort', "'gather'", "'scatter_add'"),
+  ),
+  'serve_step': (
+    ('width=192', 'layers=1', 'vocab=300', 'slots=2', 'length=64'),
+    (),
+    ("'over_plain'", "'schema'", "'penalties'", "'likeliest'"),
   ),
   'image_input': (
     ('pictures=16', 'pixels=9000', 'batch=4', 'steps=2'),
@@ -62,6 +69,39 @@ def test_a_recipe_is_trained(tmp_path):
   assert (tmp_path / 'routing_recipe.png').stat().st_size > 1000
   (line,) = (tmp_path / 'routing_recipe.jsonl').read_text().splitlines()
   assert json.loads(line)['run'] == 'gate/raw/0'
+
+
+def test_clip_art_of_unequal_classes(tmp_path):
+  rng = np.random.default_rng(0)
+
+  def write(name, pixels):
+    path = tmp_path / 'clipart' / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(pixels).save(path)
+
+  for folder, count in (('cat/black', 60), ('dog', 70), ('few', 59)):
+    for i in range(count):
+      pixels = rng.integers(0, 256, (24, 24, 4), np.uint8)
+      write(f'{folder}/{i}.png', pixels)
+      if folder == 'dog' and i < 5:  # Nearly the same, in the same class.
+        write(f'{folder}/again_{i}.png', pixels // 2 * 2)
+      if folder == 'few' and i == 0:  # In two classes: in none.
+        write('dog/few.png', pixels)
+  args = ('tiny', 'seeds=0', f'workdir={tmp_path / "runs"}')
+  out = run('openclipart', f'data={tmp_path / "clipart"}', *args)
+  counts = json.loads((tmp_path / 'runs/pictures/counts.json').read_text())
+  assert {name: sum(split) for name, split in counts.items()} == {
+    'cat': 60,
+    'dog': 70,
+  }
+  rows = [line.split(' | ')[0] for line in out.splitlines() if '|' in line]
+  assert rows[2:] == ['| plain', '| class weights', '| balanced sampling']
+  path = tmp_path / 'runs' / 'openclipart.jsonl'
+  before = path.read_text()
+  assert len(before.splitlines()) == 3
+  again = run('openclipart', f'data={tmp_path / "clipart"}', *args)
+  assert again.splitlines()[-5:] == out.splitlines()[-5:]
+  assert path.read_text() == before
 
 
 def test_tuning_tries_sizes():

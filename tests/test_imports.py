@@ -191,14 +191,10 @@ def test_what_is_heavy_is_imported_when_it_is_used():
   ('path', 'source'),
   [
     ('mod_jax/routing/gates.py', 'from mod_jax.layers import mlp'),
-    ('mod_jax/routing/gates.py', 'import mod_jax.layers.mlp'),
     ('mod_jax/routing/gates.py', 'from ..layers import mlp'),
-    ('mod_jax/losses/lm.py', 'from mod_jax.data import text'),
     ('mod_jax/layers/mlp.py', 'def f():\n  from mod_jax.train import loop'),
     ('mod_jax/__init__.py', 'from mod_jax import errors'),
     ('mod_jax/train/loop.py', 'from mod_jax import nowhere'),
-    ('mod_jax/train/loop.py', 'import mod_jax'),
-    ('mod_jax/pretrained/source.py', 'from mod_jax.tasks import make_task'),
     ('mod_jax/novelty.py', 'import jax'),
   ],
 )

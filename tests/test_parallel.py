@@ -255,15 +255,6 @@ class TestPerDevice:
 
   MESH = MeshConfig(data=2, fsdp=2, tensor=2)
 
-  def test_without_a_mesh_it_is_the_function(self):
-    def function(x):
-      return (x,)
-
-    assert parallel.per_device(function, (), ()) is function
-    with jax.set_mesh(parallel.make_mesh(MeshConfig(), jax.devices()[:1])):
-      assert parallel.per_device(function, (), ()) is function
-      assert parallel.sum_over(1.0, 'mlp') == 1.0
-
   @pytest.mark.parametrize(
     ('batch', 'hidden', 'part'),
     [

@@ -73,7 +73,7 @@ def test_dense(dense):
   for name in ('attention', 'curves'):
     assert f'picture: {workdir}/pictures/{name}.png' in ended.out
   told = json.loads((workdir / 'eval.json').read_text())
-  assert told.keys() == {'step', 'loss', 'accuracy', 'top5'}
+  assert told.keys() == {'step', 'loss', 'accuracy', 'mean_recall', 'top5'}
 
 
 @pytest.mark.slow
@@ -198,7 +198,7 @@ def test_studies_are_listed(pruned):
   workdir, _ = pruned
   ended = run('eval.py', f'--workdir={workdir}', '--study=list')
   assert (ended.status, ended.err) == (0, '')
-  assert ended.out == '--study=throughput\n'
+  assert ended.out == '--study=confusion\n--study=throughput\n'
   ended = run('eval.py', f'--workdir={workdir}', '--study')
   assert_refused(ended, '--study is given without a value: .*--help')
 

@@ -17,7 +17,7 @@ from PIL import Image
 
 from mod_jax import config as config_lib
 from mod_jax import paths, trees
-from mod_jax.convert import beside, files
+from mod_jax.convert import beside, files, gguf
 from mod_jax.convert import lm as convert_lm
 from mod_jax.convert import vit as convert_vit
 from mod_jax.data.images import ImageDataConfig, Preprocess
@@ -50,8 +50,8 @@ class Source(abc.ABC):
 
   Attributes:
     path: the directory, or the file of a pretrained vision model's weights.
-    kind: `run` and `export` of ours; `language`, a folder of Hugging Face;
-      `vision`, weights in any `convert.vit.Naming`.
+    kind: `run` and `export` of ours; `language`, a folder of Hugging Face or a
+      GGUF file; `vision`, weights in any `convert.vit.Naming`.
     config: config of the model.
     experiment: config of the run that trained it; of a pretrained language
       model one that says how text is read; None for a vision model.
@@ -93,6 +93,8 @@ class Source(abc.ABC):
       source = _Export(folder)
     elif convert_lm.holds_model(folder):
       source = _Language(folder)
+    elif gguf.is_gguf(folder):
+      source = _Gguf(folder)
     else:
       return _Vision(files.find(path), fields)
     if fields:
@@ -258,9 +260,24 @@ class _Language(Source):
     )
     return ExperimentConfig(model=self.config, data=data, init=path)
 
-  def read(self):
-    params = convert_lm.read(self.path, self.config)
+  def read(self, model: LMConfig | None = None):
+    """Returns the weights, for the layers of `model` if they are scanned."""
+    params = convert_lm.read(self.path, model or self.config, self._stored())
     return {'params': trees.unflatten(params)}
+
+  def _stored(self) -> dict[str, files.Lazy]:
+    return files.stored(self.path)
+
+
+class _Gguf(_Language):
+  """A GGUF file; `path` is a directory with its config and its tokenizer."""
+
+  def __init__(self, file):
+    super().__init__(gguf.unpack(file))
+    self._file = file
+
+  def _stored(self):
+    return gguf.stored(self._file)
 
 
 class _Vision(Source):

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from mod_jax import errors, losses, trees, viz
-from mod_jax.convert import lm as convert_lm
 from mod_jax.data import text, tokenizers
 from mod_jax.layers import stack as stack_lib
 from mod_jax.layers.mode import Mode, RoutingMode
@@ -232,10 +231,11 @@ class Language(Modality):
     self, init, model, params, model_state, *, whole=False, **kwargs
   ):
     del whole  # A language model's head must be present in any case.
-    if source_lib.Source.of_init(init).kind == 'language':
-      source = trees.unflatten(convert_lm.read(init, model))
+    source = source_lib.Source.of_init(init)
+    if source.kind == 'language':
+      weights = source.read(model)['params']
       kwargs['describe'] = f'init={init}'
-      return trees.merge(params, source, **kwargs), model_state
+      return trees.merge(params, weights, **kwargs), model_state
     kwargs['model'] = model
     return warm_start.from_ours(params, model_state, init, **kwargs)
 

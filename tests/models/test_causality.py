@@ -11,11 +11,11 @@ import itertools
 import types
 import typing
 
-from flax import linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 
 from mod_jax import errors
 from mod_jax.layers import acm, rules
@@ -27,7 +27,6 @@ from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.layers.scores import Score
 from mod_jax.layers.slots import Slot
 from mod_jax.models.lm import LMConfig
-from mod_jax.routing import MovingThreshold
 import mod_jax_kernels
 
 B, L, VOCAB = 128, 16, 29
@@ -122,38 +121,19 @@ def table():
     for mode, trains in modes:
       name = getattr(mode.rule, 'name', mode.rule)
       how = 'train' if trains else mode.overflow
+      # Each form with a plain block, and each block unrouted and with top-k.
+      # The other pairs are left to the slow tests.
+      alone = block == 'plain' or routing in ('none', 'top-k')
       yield pytest.param(
-        *(routing, block, mode, trains), id=f'{routing}-{block}-{name}-{how}'
+        *(routing, block, mode, trains),
+        id=f'{routing}-{block}-{name}-{how}',
+        marks=[] if alone else pytest.mark.slow,
       )
 
 
 @functools.cache
 def variables_of(routing, block):
-  """Returns variables drawn so large that choices differ from row to row."""
-  config = config_of(routing, block)
-  shapes = nn.unbox(
-    jax.eval_shape(
-      config.build(learners='train').init,
-      {name: jax.random.key(0) for name in ('params', 'routing', 'gumbel')},
-      config.example(),
-    )
-  )
-  rng = np.random.default_rng(1)
-
-  def draw(x):
-    return jnp.asarray(rng.normal(0, 0.5, x.shape), x.dtype)
-
-  def average(x):
-    return MovingThreshold(jnp.full(x.total.shape, 0.2), jnp.float32(1))
-
-  return {
-    'params': jax.tree.map(draw, shapes['params']),
-    'moving': jax.tree.map(
-      average,
-      shapes.get('moving', {}),
-      is_leaf=lambda x: isinstance(x, MovingThreshold),
-    ),
-  }
+  return tiny.variables(config_of(routing, block))
 
 
 @pytest.fixture(scope='module', autouse=True)

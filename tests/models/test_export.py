@@ -24,7 +24,7 @@ BATCHES = (1, 3, 40)
 vit = functools.partial(dataclasses.replace, tiny.VIT)
 lm = functools.partial(dataclasses.replace, tiny.LM)
 # A compilation each, where the operations are those of others.
-RARE = ('vit_mod', 'vit_experts', 'threshold', 'lm_acm', 'experts')
+RARE = ('vit_mod', 'vit_acm', 'vit_experts', 'threshold', 'lm_acm')
 MODELS = {
   'vit': vit(distilled=True),
   'amod': vit(routing=VisionRoutingConfig(capacity=0.5)),

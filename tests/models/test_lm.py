@@ -369,19 +369,19 @@ class TestLayouts:
       assert none['dot_general'] < dots['dot_general'] < full['dot_general']
 
 
-def test_loss_of_targets_is_that_of_the_logits(config):
+def test_loss_of_targets_is_that_of_the_logits(config, variables):
   model = LanguageModel(dataclasses.replace(config, dtype='bfloat16'))
   targets_BL = jnp.roll(TOKENS_BL, -1, axis=1)
   weights_BL = VALID_BL.astype(jnp.float32)
-  apply = jax.jit(model.apply)
-  variables = jax.jit(model.init)(jax.random.key(0), TOKENS_BL)
-  plain = apply(variables, TOKENS_BL)
+  plain = tiny.apply(model, variables, TOKENS_BL)
   assert plain.loss is None
   for given, weights in (
     ({}, jnp.ones((B, L))),
     ({'weights_BL': weights_BL}, weights_BL),
   ):
-    out = apply(variables, TOKENS_BL, targets_BL=targets_BL, **given)
+    out = tiny.apply(
+      model, variables, TOKENS_BL, targets_BL=targets_BL, **given
+    )
     assert out.logits_BLV is None
     want = losses.next_token_loss(plain.logits_BLV, targets_BL, weights)
     np.testing.assert_allclose(out.loss, want, rtol=1e-6)

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import tiny
 
-from mod_jax import flops
 from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
 from mod_jax.layers.experts import Assigned, ExpertsConfig
@@ -150,13 +149,3 @@ class TestTraining:
     assert sums.sum_of_means(pairs) == pytest.approx(2, rel=1e-3)
     total, weight = found['experts/busiest']
     assert total / weight == 2
-
-
-def test_flops_are_those_of_the_tokens_that_reach_the_experts():
-  parts = dict(STAGED.flops_table(L))
-  slots = EXPERTS.slots(L), EXPERTS.slots(L // 2)
-  assert slots == (2, 1)
-  mlp = sum(STAGED.block.mlp.flops(1).values())
-  assert parts['block_0']['experts'] == 3 * slots[0] * mlp
-  assert parts['block_1 (routed)']['experts'] == 3 * slots[1] * mlp
-  assert '6 for 8 tokens; at balance 6 are' in flops.report(INTEGRATED, L)

@@ -231,15 +231,6 @@ class TestProven:
     assert status == 2
     assert '--topology is missing' in error
 
-  def test_a_report_for_people(self, proven, tiny, monkeypatch):
-    workdir, rows = proven
-    monkeypatch.setattr(prove, 'lower', None)
-    text = prove.report(tiny, 'v5e:2x2', workdir / 'prove')
-    assert 'v5e:2x2: 4 chips, mesh data 4, fsdp 1, expert 1, tensor 1' in text
-    assert 'of 16 GiB a chip: fits' in text
-    assert f'{rows[0]["products"]:.4e} FLOPs' in text
-    assert 'all-reduce' in text
-
 
 class TestKernels:
   """Splash attention by formula: 2 rows, 3 heads, 5 channels, 8 tokens."""
