@@ -29,6 +29,11 @@ CASES = {
     (),
     ('select_xla', 'select_sort', "'gather'", "'scatter_add'"),
   ),
+  'serve_step': (
+    ('width=192', 'layers=1', 'vocab=300', 'slots=2', 'length=64'),
+    (),
+    ("'over_plain'", "'schema'", "'penalties'", "'likeliest'"),
+  ),
   'image_input': (
     ('pictures=16', 'pixels=9000', 'batch=4', 'steps=2'),
     (),
@@ -94,7 +99,8 @@ def test_clip_art_of_unequal_classes(tmp_path):
   path = tmp_path / 'runs' / 'openclipart.jsonl'
   before = path.read_text()
   assert len(before.splitlines()) == 3
-  assert run('openclipart', f'data={tmp_path / "clipart"}', *args) == out
+  again = run('openclipart', f'data={tmp_path / "clipart"}', *args)
+  assert again.splitlines()[-5:] == out.splitlines()[-5:]
   assert path.read_text() == before
 
 

@@ -6,18 +6,23 @@ test is all that it says.
 
 import functools
 import re
+import string
 
 from flax import linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from PIL import Image
 
 from mod_jax import config as config_lib
+from mod_jax import parallel, trees
 from mod_jax.data.images import ImageDataConfig
 from mod_jax.data.text import TextDataConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.models.vit import ViTConfig
 from mod_jax.pretrained.load import Run
+from mod_jax.runs import workdir as workdir_lib
+from mod_jax.runs.checkpoints import Checkpointer
 from mod_jax.tasks import make_task
 from mod_jax.tasks.experiment import ExperimentConfig
 
@@ -148,3 +153,58 @@ def run(config):
     experiment=config,
     task=make_task(config),
   )
+
+
+def random_params(config, seed=0, *, mean=0.0, std=0.4):
+  """Returns normal parameters of one scale, biases and scales included.
+
+  They are numpy's, so that a test may change some in place.
+  """
+  rng = np.random.default_rng(seed)
+  return jax.tree.map(
+    lambda x: rng.normal(mean, std, x.shape).astype(np.float32),
+    shapes(config)['params'],
+  )
+
+
+def one_device():
+  """Returns a mesh of the first device alone."""
+  return parallel.make_mesh(parallel.MeshConfig(), jax.devices()[:1])
+
+
+def save_run(path, config, params):
+  """Makes a run's directory, as far as others look; returns flat parameters."""
+  workdir_lib.claim(path, config)
+  directory = workdir_lib.checkpoints(path)
+  with Checkpointer(directory, config.checkpoint) as saver:
+    saver.save(1, {'params': params, 'model_state': {}})
+  return trees.flatten(params)
+
+
+def texts(folder, **sizes):
+  """Writes NAME.txt of so many random letters, spaces and line ends each."""
+  rng = np.random.default_rng(0)
+  for name, size in sizes.items():
+    letters = rng.choice(list(string.ascii_lowercase + ' \n'), size)
+    (folder / f'{name}.txt').write_text(''.join(letters))
+  return folder
+
+
+def pictures(root, classes, counts, size=(8, 8)):
+  """Writes noise to SPLIT/CLASS/NUMBER.png, `counts` images by split."""
+  rng = np.random.default_rng(0)
+  for split, count in counts.items():
+    for name in classes:
+      (root / split / name).mkdir(parents=True)
+      for i in range(count):
+        pixels = rng.integers(0, 256, (*size, 3), np.uint8)
+        Image.fromarray(pixels).save(root / split / name / f'{i}.png')
+  return root
+
+
+def same(found, expected):
+  """Asserts that two trees of arrays, nested or flat, are equal."""
+  found, expected = trees.flatten(found), trees.flatten(expected)
+  assert found.keys() == expected.keys()
+  for name, value in expected.items():
+    np.testing.assert_array_equal(found[name], value, err_msg=name)

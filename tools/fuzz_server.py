@@ -49,13 +49,32 @@ NASTY = (
   '[{"role": "user", "content": [{"type": "image_url"}]}]',
   '[{"role": "user", "content": 7}]',
   '{"include_usage": 3, "x": 1}',
+  *(
+    '{"1": 3}',
+    '{"999": 3}',
+    '{"-1": 3}',
+    '{"1": 1e400}',
+    '{"x": 3}',
+    '{"1": {}}',
+  ),
+  '{"type": "json_schema"}',
+  '{"type": "json_schema", "json_schema": {"name": "x", "schema": true}}',
+  '{"type": "json_schema", "json_schema": {"name": 1, "schema": {}}}',
 )
 FIELDS = (
   *('prompt', 'messages', 'max_tokens', 'max_completion_tokens', 'seed'),
-  *('temperature', 'top_p', 'top_k', 'stop', 'stream', 'stream_options'),
+  *('temperature', 'top_p', 'top_k', 'min_p', 'stop', 'stream'),
+  'stream_options',
   *('logprobs', 'top_logprobs', 'n', 'best_of', 'echo', 'suffix', 'tools'),
   *('logit_bias', 'presence_penalty', 'frequency_penalty', 'model', 'user'),
   *('response_format', 'metadata', 'x' * 300, r'\ud800', 'é', ''),
+)
+# Parameters as they should be.
+GOOD = (
+  {},
+  {'n': '2'},
+  {'frequency_penalty': '1.5', 'presence_penalty': '-2'},
+  {'logit_bias': '{"3": 5, "7": -100}', 'top_k': '9', 'min_p': '0.05'},
 )
 PATHS = ('/v1/completions', '/v1/chat/completions')
 MESSAGES = '[{"role": "user", "content": "how are you"}]'
@@ -336,7 +355,8 @@ def malformed(rng):
   """Returns a request that is wrong somewhere, if chance will have it."""
   path = rng.choice(PATHS)
   names = rng.sample(FIELDS, rng.choice((1, 1, 1, 2, 3)))
-  data = body(rng, path, **{name: rng.choice(NASTY) for name in names})
+  wrong_fields = {name: rng.choice(NASTY) for name in names}
+  data = body(rng, path, **rng.choice(GOOD) | wrong_fields)
   more = {}
   wrong = rng.random()
   if wrong < 0.08:
@@ -372,6 +392,10 @@ def oversize(rng):
       ('stop', '"' + 'a' * size + '"'),
       ('user', '{' + ','.join(f'"{i}":0' for i in range(size // 10)) + '}'),
       ('tools', '[' * size),
+      (
+        'logit_bias',
+        '{' + ','.join(f'"{i}":0' for i in range(size // 10)) + '}',
+      ),
       ('messages', '[' + ','.join([MESSAGES[1:-1]] * (size // 48)) + ']'),
     )
   )
@@ -380,10 +404,59 @@ def oversize(rng):
   return _request(body(rng, path, **{name: value, 'max_tokens': '1'}), path)
 
 
+def schema(rng):
+  """Returns a chat with a JSON schema that asks for much, or for nonsense."""
+  depth = rng.choice((3, 30, 300, 3000))
+  wide = rng.choice((2, 20, 2000))
+  times = rng.choice((3, 10**3, 10**6))
+
+  def chain(word, last):
+    links = {
+      f'd{i}': {word: [{'$ref': f'#/$defs/d{i + 1}'}] * 4} for i in range(12)
+    }
+    return {'$ref': '#/$defs/d0', '$defs': {**links, 'd12': last}}
+
+  def text(**more):
+    return {'type': 'string', **more}
+
+  whole = rng.choice(
+    (
+      {'type': 'object', 'properties': {f'p{i}': {} for i in range(wide)}},
+      {'type': 'array', 'items': text(), 'minItems': times, 'maxItems': times},
+      text(minLength=times),
+      text(minLength=3, maxLength=1),
+      text(pattern=f'^(a{{0,{times}}}b?){{0,{times}}}$'),
+      text(pattern='(a+)+$('),
+      text(pattern='(a|aa|aaa|b)*' * min(depth, 300)),
+      text(format='elsewhere'),
+      {'enum': ['x' * i for i in range(wide)]},
+      {'type': 'number', 'multipleOf': 1e-9, 'minimum': -1e300},
+      {'not': {}},
+      {'$ref': '#'},
+      {'$ref': 'http://elsewhere.example/schema'},
+      {'type': 'frob'},
+      {'type': 'integer', 'minimum': 10**4000},
+      chain('anyOf', {'type': 'integer'}),
+      chain('allOf', {'type': 'integer'}),
+      chain('oneOf', {'$ref': '#/$defs/d0'}),
+    )
+  )
+  data = json.dumps(whole)
+  if rng.random() < 0.2:
+    data = '{"items": ' * depth + data + '}' * depth
+  form = f'{{"name": "x", "schema": {data}}}'
+  form = f'{{"type": "json_schema", "json_schema": {form}}}'
+  more = rng.choice(GOOD) | {'response_format': form, 'max_tokens': '20'}
+  return _request(body(rng, PATHS[1], **more), PATHS[1])
+
+
 def leaving(rng):
   stream = rng.choice(('true', 'false'))
   path = rng.choice(PATHS)
-  data = body(rng, path, max_tokens='200', stream=stream)
+  more = {'max_tokens': '200', 'stream': stream}
+  if path == PATHS[1] and rng.random() < 0.3:
+    more['response_format'] = '{"type": "json_object"}'
+  data = body(rng, path, **rng.choice(GOOD), **more)
   cut = rng.random() < 0.2
   request = _request(data[:-5] if cut else data, path, length=len(data))
   return request, {'leave_after': rng.choice((0, 0.01, 0.1, 0.3))}
@@ -406,11 +479,15 @@ def attack(server, checks, rng, scale):
   # 200, since chance may leave a request as it was, or change what is ignored.
   refused = {200, 400, 404, 405, 413, 415}
   good = _request(body(rng, PATHS[0], prompt='[1, 2]'))
-  long = _request(body(rng, PATHS[0], prompt='[1, 2]', max_tokens='200'))
+  longs = [
+    _request(body(rng, PATHS[0], prompt='[1, 2]', max_tokens='200', **more))
+    for more in GOOD
+  ]
   # What a first request of each kind loads stays.
   asyncio.run(flood(server.port, wrong(500), 16))
   asyncio.run(flood(server.port, [(oversize(rng), {}) for _ in range(9)], 4))
   asyncio.run(flood(server.port, [leaving(rng) for _ in range(50)], 16))
+  asyncio.run(flood(server.port, [(schema(rng), {}) for _ in range(50)], 4))
   before = server.mebibytes()
   phase('malformed', wrong(5000), 16, refused | {429})
   phase(
@@ -419,6 +496,8 @@ def attack(server, checks, rng, scale):
     4,
     refused - {404, 405, 415},
   )
+  schemas = [(schema(rng), {}) for _ in range(count(300))]
+  phase('schemas', schemas, 8, {200, 400, 429})
   phase('leaving', [leaving(rng) for _ in range(count(1000))], 32, {'left'})
   begun = time.monotonic()
   # Once those that left have made room, one that asks is served.
@@ -427,14 +506,14 @@ def attack(server, checks, rng, scale):
   took = time.monotonic() - begun
   checks.expect(took < 2, f'leaving: their places were free {took:.2f} s later')
   for number in range(count(3)):
-    asks = [(long, {})] * (10 * (SLOTS + QUEUE))
+    asks = [(rng.choice(longs), {}) for _ in range(10 * (SLOTS + QUEUE))]
     phase(f'flood {number}', asks, len(asks), {200, 429})
   after = server.mebibytes()
   checks.expect(
     after - before < GROWTH,
     f'memory: {before:.0f} MiB before, {after:.0f} MiB after',
   )
-  ends_in_time(server, checks, 'attacked', long)
+  ends_in_time(server, checks, 'attacked', longs[0])
 
 
 def ends_in_time(server, checks, name, request):

@@ -154,6 +154,11 @@ class Lazy:
     return np.array(self.read(), dtype, copy=copy)
 
 
+def has_stored(folder: pathlib.Path) -> bool:
+  """Whether there are weights in safetensors in a directory."""
+  return any((folder / name).is_file() for name in (_IN_DIRECTORY[0], INDEX))
+
+
 def stored(folder: str | os.PathLike) -> dict[str, Lazy]:
   """Returns the arrays in a directory's safetensors by name, without reading.
 

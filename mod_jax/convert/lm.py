@@ -270,6 +270,11 @@ def _entries(shapes) -> tuple[Entry, ...]:
   return entry_lib.entries(shapes, _TABLE, 'Hugging Face')
 
 
+def names(config: LMConfig) -> tuple[Entry, ...]:
+  """Returns the table that maps Hugging Face's arrays to the dense model's."""
+  return _entries(_shapes(config))
+
+
 def _check_ours(config: LMConfig) -> None:
   if config.mlp != 'swiglu' or config.feed_forward is not None:
     raise UserError(
@@ -290,20 +295,26 @@ def _shapes(config: LMConfig) -> dict[str, tuple[int, ...]]:
   return {name: leaf.shape for name, leaf in params.items()}
 
 
-def read(path: str | os.PathLike, config: LMConfig) -> dict[str, Lazy]:
+def read(
+  path: str | os.PathLike,
+  config: LMConfig,
+  stored: Mapping[str, Lazy] | None = None,
+) -> dict[str, Lazy]:
   """Returns the dense parameters of a model by name, read lazily.
 
   Args:
     path: directory of a model of Hugging Face.
     config: of our model; routing is ignored, and parameters of scanned layers
       are stacked.
+    stored: their arrays by name; None for those of the safetensors at `path`.
 
   Raises:
     UserError: files are missing, or they hold another model: the message lists
       all arrays that are missing, unexpected or of another shape.
   """
   _check_ours(config)
-  stored, shapes = files.stored(path), _shapes(config)
+  stored = files.stored(path) if stored is None else stored
+  shapes = _shapes(config)
   entries = _entries(shapes)
   dropped = [_USELESS]
   if config.tied_head and 'lm_head.weight' in stored:
@@ -389,7 +400,8 @@ def save(
   if like is not None and derive(like) == _derive(fields, 'config.json'):
     like = pathlib.Path(like).expanduser()
     fields = _fields(like)
-    types = {name: x.stored for name, x in files.stored(like).items()}
+    if files.has_stored(like):
+      types = {name: x.stored for name, x in files.stored(like).items()}
     for name in BESIDE:
       if (like / name).is_file():
         paths.write_bytes(folder / name, (like / name).read_bytes())

@@ -61,6 +61,8 @@ class Tokenizer(abc.ABC):
     vocab_size: number of ids; every id is in [0, vocab_size).
     eos_id: the id that ends a document, or None.
     bos_id: the id that begins a document, or None.
+    surfaces: the bytes of text that each id stands for, empty for special
+      tokens.
     fingerprint: changes whenever the same text could get other ids.
     token_bytes: int32 [vocab_size], the number of UTF-8 bytes of text that each
       token stands for (0 for special tokens), to convert nats per token to bits
@@ -78,12 +80,11 @@ class Tokenizer(abc.ABC):
   ):
     """Sets the attributes that all kinds share.
 
-    `surfaces` are the bytes of each id, empty for special tokens; `names` are
-    what figures show for ids without.
+    `names` are what figures show for ids without bytes.
     """
-    self._surfaces = tuple(surfaces)
+    self.surfaces = tuple(surfaces)
     self._names = names
-    self.vocab_size = len(self._surfaces)
+    self.vocab_size = len(self.surfaces)
     self.eos_id = eos_id
     self.bos_id = bos_id
     self.fingerprint = fingerprint
@@ -134,11 +135,24 @@ class Tokenizer(abc.ABC):
     for i in np.asarray(ids, np.int64).reshape(-1).tolist():
       if not 0 <= i < self.vocab_size:
         out.append(REPLACEMENT)
-      elif self._surfaces[i]:
-        out.append(_printable(self._surfaces[i]))
+      elif self.surfaces[i]:
+        out.append(_printable(self.surfaces[i]))
       else:
         out.append(self._names.get(i, ''))
     return out
+
+  def spelled(self, id: int) -> str:
+    """Returns the text of one token as it is, or its name if it is special.
+
+    Parts of characters are written as in `bytes:\\xe2\\x82`.
+    """
+    if not 0 <= id < self.vocab_size:
+      return ''
+    surface = self.surfaces[id]
+    try:
+      return surface.decode() or self._names.get(id, '')
+    except UnicodeDecodeError:
+      return 'bytes:' + ''.join(f'\\x{byte:02x}' for byte in surface)
 
 
 class ByteTokenizer(Tokenizer):

@@ -50,6 +50,15 @@ class RopeScaling:
     return (1 - weight_C) * slow_C + weight_C * frequency_C
 
 
+def frequencies(
+  head_dim: int, theta: float, scaling: RopeScaling | None = None
+) -> jax.Array:
+  """Returns frequency_C of the C/2 pairs of channels, in radians per token."""
+  exponent = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
+  frequency_C = theta**-exponent
+  return frequency_C if scaling is None else scaling.scaled(frequency_C)
+
+
 def rotation(
   position_BL: jax.Array,
   head_dim: int,
@@ -57,10 +66,7 @@ def rotation(
   scaling: RopeScaling | None = None,
 ) -> jax.Array:
   """Returns rotation_BLC: C/2 cosines, then C/2 sines, float32."""
-  exponent = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
-  frequency_C = theta**-exponent
-  if scaling is not None:
-    frequency_C = scaling.scaled(frequency_C)
+  frequency_C = frequencies(head_dim, theta, scaling)
   angle = position_BL[..., None].astype(jnp.float32) * frequency_C
   return jnp.concatenate([jnp.cos(angle), jnp.sin(angle)], axis=-1)
 

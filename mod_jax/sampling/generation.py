@@ -79,6 +79,7 @@ def generate(
   temperature: float = 1.0,
   top_k: int = 0,
   top_p: float = 1.0,
+  min_p: float = 0.0,
   end_token: int | None = None,
   key: jax.Array | None = None,
   max_length: int | None = None,
@@ -100,6 +101,7 @@ def generate(
     temperature: temperature of sampling; see `filter_logits`.
     top_k: of sampling, not of routing; see `filter_logits`.
     top_p: of sampling; see `filter_logits`.
+    min_p: of sampling; see `filter_logits`.
     end_token: id of the token after which a sequence stops.
     key: random key; may be None at temperature 0.
     max_length: number of tokens that the caches hold; prompt and new tokens by
@@ -108,7 +110,7 @@ def generate(
       the speed, but neither the greedy text nor the distribution of samples.
   """
   mode = RoutingMode(rule=mode) if isinstance(mode, str) else mode
-  logits_lib.check(temperature, top_k, top_p)
+  logits_lib.check(temperature, top_k, top_p, min_p)
   require(
     'params' in variables,
     "all that init returns, or {'params': params}",
@@ -154,6 +156,7 @@ def generate(
     temperature_B=jnp.full(batch, temperature, jnp.float32),
     top_k_B=jnp.full(batch, top_k, jnp.int32),
     top_p_B=jnp.full(batch, top_p, jnp.float32),
+    min_p_B=jnp.full(batch, min_p, jnp.float32),
   )
   generated = _generate(
     model.config,
@@ -184,6 +187,7 @@ class Settings:
   temperature_B: jax.Array
   top_k_B: jax.Array
   top_p_B: jax.Array
+  min_p_B: jax.Array
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -280,15 +284,20 @@ def filtered(logits_BV, settings: Settings) -> jax.Array:
     temperature=settings.temperature_B,
     top_k=settings.top_k_B,
     top_p=settings.top_p_B,
+    min_p=settings.min_p_B,
   )
 
 
-def draw(logits_BV, key_B, settings: Settings) -> tuple[jax.Array, jax.Array]:
-  """Samples a token per row, with the row's key; returns log-probs as well."""
+def draw(logits_BV, key_B, settings: Settings) -> jax.Array:
+  """Returns an int32 token for each row, sampled with the row's key."""
   filtered_BV = filtered(logits_BV, settings)
-  token_B = jax.vmap(jax.random.categorical)(key_B, filtered_BV)
-  token_B = token_B.astype(jnp.int32)
-  return token_B, _log_prob(logits_BV, token_B)
+  return jax.vmap(jax.random.categorical)(key_B, filtered_BV).astype(jnp.int32)
+
+
+def log_prob(logits, token) -> jax.Array:
+  """Returns each token's log-probability under the logits at its position."""
+  log_prob = jax.nn.log_softmax(logits, axis=-1)
+  return jnp.take_along_axis(log_prob, token[..., None], axis=-1)[..., 0]
 
 
 @functools.partial(jax.jit, static_argnames=('config', 'options'))
@@ -370,9 +379,9 @@ class _Writer:
 
   def draw(self, logits_BV, text: '_Text'):
     """Returns the next tokens, their log-probabilities, and counts of 1."""
-    token_B, log_prob_B = draw(logits_BV, self._keys(text), self.settings)
+    token_B = draw(logits_BV, self._keys(text), self.settings)
     count_B = jnp.ones(token_B.shape, jnp.int32)
-    return token_B[:, None], log_prob_B[:, None], count_B
+    return token_B[:, None], log_prob(logits_BV, token_B)[:, None], count_B
 
   def one_more(self, cache, text: '_Text'):
     """Reads the last token; returns the cache, `draw`'s result and overflow."""
@@ -426,7 +435,7 @@ class _Writer:
       first_B = jnp.where(ends_BL.any(-1), ends_BL.argmax(-1), draft.tokens)
       new_B = jnp.minimum(new_B, first_B + 1)
     cache = cache.before(read_count_B + jnp.where(text.active_B, new_B, 0))
-    return cache, (tokens_BL, _log_prob(logits_BLV, tokens_BL), new_B), overflow
+    return cache, (tokens_BL, log_prob(logits_BLV, tokens_BL), new_B), overflow
 
   def _read_draft(self, key, cache, token_B, valid_B, number):
     draft = self.options.draft
@@ -518,9 +527,3 @@ class _Text:
       ended_B=ended_B,
       active_B=self.active_B & ~ended_B & (count_B < most),
     )
-
-
-def _log_prob(logits, token):
-  """Returns each token's log-probability under the logits at its position."""
-  log_prob = jax.nn.log_softmax(logits, axis=-1)
-  return jnp.take_along_axis(log_prob, token[..., None], axis=-1)[..., 0]

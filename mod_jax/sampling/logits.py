@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from mod_jax.errors import require
 
 
-def check(temperature: float, top_k: int, top_p: float) -> None:
+def check(temperature: float, top_k: int, top_p: float, min_p: float) -> None:
   """Raises UserError if a sampling parameter is out of range."""
   require(
     0 <= temperature < math.inf,
@@ -17,6 +17,7 @@ def check(temperature: float, top_k: int, top_p: float) -> None:
   )
   require(0 <= top_k < 2**31, '0 (no limit) to 2**31 - 1', top_k=top_k)
   require(0 < top_p <= 1, 'a probability in (0, 1]', top_p=top_p)
+  require(0 <= min_p <= 1, 'a share from 0 (no limit) to 1', min_p=min_p)
 
 
 def filter_logits(
@@ -25,6 +26,7 @@ def filter_logits(
   temperature: jax.Array | float = 1.0,
   top_k: jax.Array | int = 0,
   top_p: jax.Array | float = 1.0,
+  min_p: jax.Array | float = 0.0,
 ) -> jax.Array:
   """Returns logits of the distribution to sample from, -inf for excluded ones.
 
@@ -36,11 +38,14 @@ def filter_logits(
     top_k: number of the likeliest tokens to keep; 0 = all.
     top_p: keeps the smallest set of likeliest tokens whose total probability
       reaches this, and at least one (nucleus sampling, Holtzman et al. 2020).
+    min_p: keeps tokens of at least this share of the likeliest one's
+      probability (Nguyen et al. 2024); 0 = all.
   """
   logits_BV = logits_BV.astype(jnp.float32)
   batch, size = logits_BV.shape
-  temperature_B1, top_k_B1, top_p_B1 = (
-    jnp.broadcast_to(x, (batch,))[:, None] for x in (temperature, top_k, top_p)
+  temperature_B1, top_k_B1, top_p_B1, min_p_B1 = (
+    jnp.broadcast_to(x, (batch,))[:, None]
+    for x in (temperature, top_k, top_p, min_p)
   )
   best_B1 = logits_BV.argmax(axis=-1, keepdims=True)
   best_BV = jnp.where(jnp.arange(size) == best_B1, 0.0, -jnp.inf)
@@ -53,6 +58,9 @@ def filter_logits(
     lambda logits_BV, *_: logits_BV,
     *(divided_BV, jnp.where(limited_B1, top_k_B1, size), top_p_B1),
   )
+  # A share of the largest probability is a distance from the largest logit.
+  least_B1 = divided_BV.max(axis=-1, keepdims=True) + jnp.log(min_p_B1)
+  filtered_BV = jnp.where(divided_BV >= least_B1, filtered_BV, -jnp.inf)
   return jnp.where(temperature_B1 == 0, best_BV, filtered_BV)
 
 

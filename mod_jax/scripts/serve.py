@@ -5,17 +5,23 @@
     -d '{"prompt": "def main(", "stream": true}'
 
 --model is a run, a folder that was exported, or one of Hugging Face. The server
-needs the extra `server`: pip install 'mod_jax[server]'.
+needs the extra `server`, and JSON schemas the extra `json`: pip install
+'mod_jax[server,json]'. docs/server.md has all parameters.
 """
 
 import os
 
 from absl import flags
+import jax
 
-from mod_jax import cli
+from mod_jax import cli, paths
 from mod_jax.errors import UserError
 from mod_jax.pretrained import load as load_lib
 from mod_jax.serving.engine import Engine
+
+_KEY = 'MOD_JAX_API_KEY'
+# Where compiled programs are kept, so that the next start finds them.
+_PROGRAMS = '~/.cache/mod_jax/programs'
 
 
 def define_flags() -> None:
@@ -44,6 +50,19 @@ def define_flags() -> None:
     None,
     'Tokens of a prompt and its continuation; by default as in training.',
   )
+  flags.DEFINE_string(
+    'api_key',
+    None,
+    'Key that requests must have, as in Authorization: Bearer KEY; by default'
+    f' that of the environment variable {_KEY}, which other users of the'
+    ' machine cannot see.',
+  )
+  flags.DEFINE_integer(
+    'drain_seconds',
+    10,
+    'Seconds that requests may go on after SIGTERM.',
+    lower_bound=0,
+  )
 
 
 def main(_) -> None:
@@ -59,6 +78,7 @@ def main(_) -> None:
     raise UserError(
       f"the server needs {error.name}: pip install 'mod_jax[server]'."
     ) from error
+  _keep_programs()
   run = load_lib.load(args.model, dtype=args.dtype)
   engine = Engine(run, slots=args.slots, max_length=args.max_length)
   hosts = args.allowed_hosts
@@ -71,16 +91,30 @@ def main(_) -> None:
     name=os.path.basename(os.path.normpath(args.model)),
     queue=args.queue,
     hosts=hosts,
+    # An empty key would let everybody in.
+    key=args.api_key or os.environ.get(_KEY) or None,
   )
-  print('compiling…', flush=True)
   # `server.app` has moved the tokenizer into a process of its own.
-  engine.warm_up()
+  engine.warm_up(lambda what: print(f'compiling {what}', flush=True))
   uvicorn.run(
     application,
     host=args.host,
     port=args.port,
-    timeout_graceful_shutdown=server.STOP_LIMIT,
+    timeout_graceful_shutdown=args.drain_seconds,
   )
+
+
+def _keep_programs() -> None:
+  """Keeps compiled programs in the user's cache, unless told where."""
+  if jax.config.jax_compilation_cache_dir is not None:
+    return
+  folder = paths.expand(_PROGRAMS)
+  try:
+    folder.mkdir(parents=True, exist_ok=True)
+  except OSError as error:
+    print(f'compiled programs are not kept: {error}', flush=True)
+    return
+  jax.config.update('jax_compilation_cache_dir', os.fspath(folder))
 
 
 def run() -> None:

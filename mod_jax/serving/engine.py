@@ -5,7 +5,12 @@ a whole prompt into its own cache, and `insert` copies that into a free slot;
 `step` adds a token to every active slot. `insert` and `step` donate the state,
 so caches are updated in place. Settings of requests (temperature, limits, seed)
 are arrays with an entry per slot, so nothing compiles after `warm_up`. The host
-reads the tokens of one step while the next one runs.
+reads the tokens of one step while the next one runs. What few requests ask for
+(penalties, biases, schemas, log-probabilities of other tokens) is in programs
+of its own, which run only while such a request has a slot.
+
+What a request with a schema may write next depends on the token before. Threads
+find it out (`grammar`), and the request sits out the steps until it is known.
 
 A finished slot becomes inactive on the device; the host learns of it a step
 later and refills the slot. The host itself releases the slots of requests that
@@ -13,24 +18,29 @@ are cancelled or meet a stop text.
 """
 
 import collections
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import concurrent.futures
 import dataclasses
 import itertools
 import operator
 from typing import Any, Literal
 
+from absl import logging
 import jax
 import numpy as np
 
-from mod_jax.errors import UserError
+from mod_jax.errors import UserError, require
 from mod_jax.layers.mode import RoutingMode
 from mod_jax.models import lm
 from mod_jax.sampling import generation
 from mod_jax.sampling import logits as logits_lib
+from mod_jax.serving import grammar as grammar_lib
 from mod_jax.serving import slots as slots_lib
 from mod_jax.serving.text_stream import TextStream
 
-Reason = Literal['stop', 'length', 'cancelled', 'failed']
+Reason = Literal['stop', 'length', 'cancelled', 'failed', 'too_complex']
+# Tokens and their log-probabilities in nats, the likeliest first.
+Likeliest = tuple[tuple[int, float], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,9 +53,11 @@ class Event:
   text: str
   token: int | None = None  # None if the event only ends the request.
   log_prob: float | None = None  # In nats, under the model's own distribution.
-  # None while the request goes on. It ends with `stop` at its end token or a
-  # stop text, with `length` at its limit, and has `failed` where the tokenizer
-  # cannot turn its tokens into text.
+  likeliest: Likeliest = ()  # In the token's place, if asked for.
+  # None while the request goes on. It ends with `stop` at its end token, a stop
+  # text or the end of its JSON, and with `length` at its limit. It has `failed`
+  # where the tokenizer cannot turn its tokens into text, and is `too_complex`
+  # where its schema takes too much computing.
   reason: Reason | None = None
 
 
@@ -56,12 +68,16 @@ class Completion:
   text: str  # Without the stop text.
   tokens: tuple[int, ...]  # With those of a stop text, without the end token.
   log_probs: tuple[float, ...]  # Of these tokens, in nats.
+  likeliest: tuple[Likeliest, ...]  # For each token, if asked for.
   reason: Reason  # As in `Event`.
 
 
 _MAX_LENGTH = 2048  # By default.
 # Settings of slots that have not been used yet.
-_GREEDY = {'temperature': 0.0, 'top_k': 0, 'top_p': 1.0}
+_GREEDY = {'temperature': 0.0, 'top_k': 0, 'top_p': 1.0, 'min_p': 0.0}
+# Seconds until an engine that waits for schemas looks around: where there is
+# nothing else to do, and where the device may be done with a step.
+_PATIENCE, _GLANCE = 0.05, 0.0005
 
 
 @dataclasses.dataclass
@@ -74,7 +90,32 @@ class _Request:
   settings: dict[str, float]
   seed: int
   text: TextStream
+  extras: dict[str, Any]  # Arguments of `extras_of`; empty if it asks for none.
+  num_likeliest: int
+  constraint: grammar_lib.Constraint | None
   cancelled: bool = False
+
+  @property
+  def plain(self) -> bool:
+    """Whether the programs without extras will do."""
+    return not self.extras and self.constraint is None
+
+  @property
+  def held(self) -> bool:
+    """Whether it is not known yet what may come next."""
+    return self.constraint is not None and not self.constraint.known
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+  """How much of the engine is in use."""
+
+  running: int  # Requests that have a slot.
+  waiting: int  # Requests that wait for one.
+  # Share of (token, block) pairs that were skipped, of the tokens in the slots;
+  # those of a request that has ended count until its slot is taken again.
+  skipped: float
+  filled: float  # Share of the tokens that the slots can hold.
 
 
 class Engine:
@@ -129,14 +170,16 @@ class Engine:
     self.slots, self.max_length, self.mode = slots, max_length, mode
     end_token = None if run.tokenizer is None else run.tokenizer.eos_id
     self._program = slots_lib.Program(config, mode, max_length, end_token)
+    self._grammars = None
+    if run.tokenizer is not None and grammar_lib.available():
+      self._grammars = grammar_lib.Grammars(run.tokenizer, config.vocab_size)
     self._variables = variables
     self._ids = itertools.count()
     self._steps = itertools.count()
     self._waiting: collections.deque[_Request] = collections.deque()
     self._in_slot: list[_Request | None] = [None] * slots
     self._requests: dict[int, _Request] = {}
-    # Events of other requests that occurred while `generate` ran.
-    self._held_events: list[Event] = []
+    self._events: list[Event] = []  # Not delivered yet.
     # Calls whose output the host has not read yet: (the request of each row,
     # output arrays).
     self._pending: collections.deque[Any] = collections.deque()
@@ -146,6 +189,8 @@ class Engine:
         [0] * slots, [0] * slots, [_GREEDY] * slots, active=False
       ),
     )
+    # None while no request in the slots has any.
+    self._extras: slots_lib.Extras | None = None
 
   # Requests.
 
@@ -157,6 +202,12 @@ class Engine:
     temperature: float = 0.0,
     top_k: int = 0,
     top_p: float = 1.0,
+    min_p: float = 0.0,
+    frequency_penalty: float = 0.0,
+    presence_penalty: float = 0.0,
+    logit_bias: Mapping[int, float] | None = None,
+    num_likeliest: int = 0,
+    schema: Mapping[str, Any] | grammar_lib.Grammar | None = None,
     stop: str | list[str] | tuple[str, ...] = (),
     seed: int = 0,
   ) -> int:
@@ -168,12 +219,23 @@ class Engine:
       temperature: of sampling; 0 takes the likeliest token.
       top_k: sample among this many likeliest tokens; 0 for all.
       top_p: sample from the nucleus of this probability.
+      min_p: sample among tokens of at least this share of the likeliest one's
+        probability.
+      frequency_penalty: subtracted from a token's logit for each time that the
+        continuation has it; -2 to 2, as the next one.
+      presence_penalty: subtracted once if the continuation has the token.
+      logit_bias: numbers from -100 to 100, by token, to add to the logits.
+      num_likeliest: log-probabilities of so many of the likeliest tokens are
+        returned in each place, 20 at most.
+      schema: JSON schema that the continuation conforms to, or what `compile`
+        made of it.
       stop: the continuation ends before the first of these texts.
       seed: of the sampling.
 
     Raises:
       UserError: the prompt is empty or has tokens outside the vocabulary; it
-        does not fit a slot; or a setting is out of range.
+        does not fit a slot; a setting is out of range; or the schema is not
+        supported.
     """
     stops = (stop,) if not isinstance(stop, list | tuple) else tuple(stop)
     if not all(isinstance(text, str) and text for text in stops):
@@ -193,16 +255,31 @@ class Engine:
         f' fit max_length={self.max_length}: shorten the prompt, ask for fewer'
         ' tokens, or raise max_length.'
       )
-    logits_lib.check(temperature, top_k, top_p)
-    if not 0 <= seed < 2**32:
-      raise UserError(f'seed={seed}: expected 0 to 2**32 - 1.')
+    logits_lib.check(temperature, top_k, top_p, min_p)
+    require(0 <= seed < 2**32, '0 to 2**32 - 1', seed=seed)
+    extras = self._checked_extras(
+      frequency_penalty, presence_penalty, logit_bias or {}, num_likeliest
+    )
+    constraint = None
+    if schema is not None:
+      if not isinstance(schema, grammar_lib.Grammar):
+        schema = self.compile(schema)
+      constraint = self._grammars.start(schema)
     request = _Request(
       id=next(self._ids),
       tokens=tokens,
       limit=max_new_tokens,
-      settings={'temperature': temperature, 'top_k': top_k, 'top_p': top_p},
+      settings={
+        'temperature': temperature,
+        'top_k': top_k,
+        'top_p': top_p,
+        'min_p': min_p,
+      },
       seed=seed,
       text=TextStream(self.tokenizer, tokens, stops),
+      extras=extras,
+      num_likeliest=num_likeliest,
+      constraint=constraint,
     )
     self._requests[request.id] = request
     self._waiting.append(request)
@@ -230,6 +307,38 @@ class Engine:
       )
     return tokens
 
+  def _checked_extras(self, frequency, presence, bias, num_likeliest):
+    """Returns the arguments of `extras_of` that are not the default."""
+    for name, value in (('frequency', frequency), ('presence', presence)):
+      require(-2 <= value <= 2, '-2 to 2', **{f'{name}_penalty': value})
+    size = self._program.config.vocab_size
+    for token, value in bias.items():
+      require(
+        0 <= token < size and -100 <= value <= 100,
+        f'tokens from 0 to {size - 1}, and numbers from -100 to 100',
+        logit_bias={token: value},
+      )
+    require(
+      0 <= num_likeliest <= slots_lib.MAX_TOP,
+      f'0 to {slots_lib.MAX_TOP}',
+      num_likeliest=num_likeliest,
+    )
+    extras = {'frequency': frequency, 'presence': presence, 'bias': bias}
+    extras['top'] = bool(num_likeliest)
+    return {name: value for name, value in extras.items() if value}
+
+  def compile(self, schema: Mapping[str, Any]) -> grammar_lib.Grammar:
+    """Compiles a JSON schema for `submit`; any thread may do it.
+
+    Raises:
+      UserError: the schema is not supported, the model has no tokenizer, or the
+        extra `json` is not installed.
+    """
+    if self._grammars is None:
+      grammar_lib.require_library()
+      raise UserError('this model has no tokenizer: give no schema.')
+    return self._grammars.compile(schema)
+
   def cancel(self, id: int) -> None:
     """Ends a request; does nothing if it is unknown or has ended."""
     request = self._requests.get(id)
@@ -239,7 +348,7 @@ class Engine:
   @property
   def idle(self) -> bool:
     """Whether no request is unfinished and no event undelivered."""
-    return not self._requests and not self._held_events
+    return not self._requests and not self._events
 
   # Work.
 
@@ -253,23 +362,100 @@ class Engine:
 
   def advance(self) -> list[Event]:
     """Runs one step, and returns the new events."""
-    events = self._held_events + self._drop_cancelled()
-    self._held_events = []
+    self._drop_cancelled()
     for slot, request in enumerate(self._in_slot):
-      if request is None and self._waiting:
-        self._insert(self._waiting.popleft(), slot)
-    if any(request is not None for request in self._in_slot):
-      key = jax.random.key(next(self._steps) % 2**31)
-      self._state, outputs = self._program.step(
-        self._variables, self._state, key
-      )
-      self._remember(tuple(self._in_slot), outputs)
+      if request is None:
+        self._fill(slot)
+    stepped = self._step()
     # Read the output of earlier calls while the newest one still runs.
-    while len(self._pending) > 1:
-      events += self._read()
-    if self._pending and all(r is None for r in self._in_slot):
-      events += self._read()
+    while len(self._pending) > stepped:
+      self._read()
+    if not stepped and not self._events:
+      self._wait_for_grammars()
+    events, self._events = self._events, []
     return events
+
+  def _fill(self, slot) -> None:
+    """Puts the first request into a slot of which all is known."""
+    for request in [r for r in self._waiting if not r.held]:
+      self._waiting.remove(request)
+      mask_W = self._taken(request)
+      if request.id in self._requests:
+        self._insert(request, slot, mask_W)
+        break
+
+  def _step(self) -> bool:
+    """Dispatches a step if a request can go on; returns whether one can."""
+    gate = None
+    if all(r is None or r.plain for r in self._in_slot):
+      self._extras = None
+    else:
+      self._await_masks()
+      gate = self._gate()
+    if not any(self._in_slot) or (gate is not None and gate.held_B.all()):
+      return False
+    key = jax.random.key(next(self._steps) % 2**31)
+    self._state, self._extras, outputs = self._program.step(
+      self._variables, self._state, self._extras, gate, key
+    )
+    self._remember(tuple(self._in_slot), outputs)
+    return True
+
+  def _await_masks(self) -> None:
+    """Waits for the masks of the next step, while the device is busy anyway."""
+    requests = [r for r in self._in_slot if r is not None]
+    while awaited := _awaited(requests):
+      if not self._pending or self._pending[-1][1][0].is_ready():
+        break
+      concurrent.futures.wait(awaited, _GLANCE)
+
+  def _gate(self) -> slots_lib.Gate:
+    """Returns what the requests in the slots may do in the next step."""
+    held_B = np.array([r is None or r.held for r in self._in_slot])
+    # While all that are here wait for each other's masks, none goes ahead.
+    if all(r is None or r.constraint is not None for r in self._in_slot):
+      held_B |= any(r is not None and r.held for r in self._in_slot)
+    allowed_BW = self._all_allowed(self.slots)
+    for slot, request in enumerate(self._in_slot):
+      if not held_B[slot] and request.constraint is not None:
+        mask_W = self._taken(request)
+        if mask_W is None:
+          held_B[slot] = True
+        else:
+          allowed_BW[slot] = mask_W
+    return slots_lib.Gate(allowed_BW, held_B)
+
+  def _all_allowed(self, batch) -> np.ndarray:
+    words = -(-self._program.config.vocab_size // 32)
+    return np.full((batch, words), 2**32 - 1, np.uint32)
+
+  def _taken(self, request) -> np.ndarray | None:
+    """Returns the mask of a request's next token, if it has a constraint.
+
+    Ends the request if its text is complete, or takes too much computing.
+    """
+    if request.constraint is None:
+      return None
+    reason = 'stop'
+    try:
+      mask_W = request.constraint.take()
+    except UserError as error:
+      logging.warning('%s', error)
+      mask_W, reason = None, 'too_complex'
+    if mask_W is None:
+      self._remove(request)
+      self._emit(request, request.text.end(), reason=reason)
+    return mask_W
+
+  def _emit(self, request, *args, **kwargs) -> None:
+    self._events.append(Event(request.id, *args, **kwargs))
+
+  def _wait_for_grammars(self) -> None:
+    """Waits until another mask is known, if requests wait for that alone."""
+    if awaited := _awaited(self._requests.values()):
+      concurrent.futures.wait(
+        awaited, _PATIENCE, concurrent.futures.FIRST_COMPLETED
+      )
 
   def generate(
     self, prompts: Iterable[str | Sequence[int]], **kwargs
@@ -290,29 +476,60 @@ class Engine:
     except BaseException:
       for id in events_by_id:
         self.cancel(id)
-      collect(self._drop_cancelled())
+      self._drop_cancelled()
+      collect(self._events)
+      self._events = []
       raise
     finally:
-      self._held_events += others
+      self._events = others + self._events
     return [completion(events) for events in events_by_id.values()]
 
-  def warm_up(self) -> None:
-    """Compiles everything that requests need, before the first one arrives."""
-    length = 0
-    while length < self.max_length - 1:
-      length = min(generation.bucket(length + 1), self.max_length - 1)
-      self.generate([[0] * length], max_new_tokens=1)
+  def warm_up(self, report: Callable[[str], None] = lambda _: None) -> None:
+    """Compiles everything that requests need, before the first one arrives.
 
-  def _drop_cancelled(self) -> list[Event]:
-    events = []
+    `report` is told what is compiled next, such as '2 of 6: prompts of up to 16
+    tokens'.
+    """
+    lengths, most = [], self.max_length - 1
+    while not lengths or lengths[-1] < most:
+      longest = generation.bucket(lengths[-1] + 1 if lengths else 1)
+      lengths.append(max(1, min(longest, most)))
+    programs = [
+      (f'prompts of up to {n} tokens', {'prompt': [0] * n}) for n in lengths
+    ]
+    extras = {'prompt': [0], 'presence_penalty': 1.0}
+    programs.insert(1, ('penalties, biases and schemas', extras))
+    for i, (name, settings) in enumerate(programs):
+      report(f'{i + 1} of {len(programs)}: {name}')
+      self.submit(**settings, max_new_tokens=1)
+      for _ in self.run():
+        pass
+
+  def load(self) -> Load:
+    """Returns how much of the engine is in use."""
+    cache, config = self._state.cache, self._program.config
+    read_B = np.asarray(cache.length_B)
+    taken_B = np.array([request is not None for request in self._in_slot])
+    skipped = sum(
+      (read_B - np.asarray(block.length_B)).sum()
+      for block, layer in zip(cache.blocks, config.stack.layers, strict=True)
+      if layer.routing is not None
+    )
+    return Load(
+      running=int(taken_B.sum()),
+      waiting=len(self._waiting),
+      skipped=float(skipped / max(1, read_B.sum() * config.num_layers)),
+      filled=float((read_B * taken_B).sum() / (self.slots * self.max_length)),
+    )
+
+  def _drop_cancelled(self) -> None:
     for request in list(self._requests.values()):
       if not request.cancelled:
         continue
       if request in self._waiting:
         self._waiting.remove(request)
       self._remove(request)
-      events.append(Event(request.id, request.text.end(), reason='cancelled'))
-    return events
+      self._emit(request, request.text.end(), reason='cancelled')
 
   def _remove(self, request: _Request) -> None:
     """Forgets a request, and empties its slot if it has one."""
@@ -322,7 +539,7 @@ class Engine:
       self._in_slot[slot] = None
       self._state = self._program.release(self._state, slot)
 
-  def _insert(self, request: _Request, slot: int) -> None:
+  def _insert(self, request: _Request, slot: int, mask_W) -> None:
     count = len(request.tokens)
     # Right-padded: the cache takes real tokens only.
     tokens_1P = np.zeros((1, generation.bucket(count)), np.int32)
@@ -331,35 +548,48 @@ class Engine:
     rows = slots_lib.rows_of(
       [request.limit], [request.seed], [request.settings]
     )
-    cache, rows, log_prob_1 = self._program.prefill(
+    cache, logits_1V = self._program.prefill(
       self._variables, tokens_1P, valid_1P, rows
     )
-    self._remember((request,), (rows.token_B, log_prob_1, np.ones(1, bool)))
-    self._state = self._program.insert(self._state, cache, rows, slot)
+    changes = gate = None
+    if not request.plain and self._extras is None:
+      self._extras = self._new_extras(self.slots)
+    if self._extras is not None:
+      changes = self._new_extras(1, **request.extras)
+      allowed_1W = self._all_allowed(1) if mask_W is None else mask_W[None]
+      gate = slots_lib.Gate(allowed_1W, np.zeros(1, bool))
+    self._state, self._extras, outputs = self._program.insert(
+      *(self._state, self._extras, cache, logits_1V, rows, changes, gate, slot)
+    )
+    self._remember((request,), outputs)
     self._in_slot[slot] = request
+
+  def _new_extras(self, batch, **row) -> slots_lib.Extras:
+    size = self._program.config.vocab_size
+    return slots_lib.extras_of(batch, size, **row)
 
   def _remember(self, requests, arrays) -> None:
     for array in arrays:
-      if isinstance(array, jax.Array):
-        array.copy_to_host_async()
+      array.copy_to_host_async()
     self._pending.append((requests, arrays))
 
-  def _read(self) -> list[Event]:
+  def _read(self) -> None:
     requests, arrays = self._pending.popleft()
-    token_B, log_prob_B, active_B = map(np.asarray, arrays)
-    events = []
+    token_B, log_prob_B, active_B, *likeliest = map(np.asarray, arrays)
     for b, request in enumerate(requests):
       # Skip requests that have ended since the step was dispatched.
       if request is None or request.id not in self._requests:
         continue
-      if not request.cancelled and active_B[b]:
-        events.append(
-          self._event(request, int(token_B[b]), float(log_prob_B[b]))
-        )
-    return events
+      if request.cancelled or not active_B[b]:
+        continue
+      top = ()
+      if request.num_likeliest:
+        rows = (array_BT[b].tolist() for array_BT in likeliest)
+        top = tuple(zip(*rows, strict=True))[: request.num_likeliest]
+      self._add(request, int(token_B[b]), float(log_prob_B[b]), top)
 
-  def _event(self, request, token, log_prob) -> Event:
-    """Returns the event of a token, which may be the request's last."""
+  def _add(self, request, token, log_prob, likeliest) -> None:
+    """Adds a token to a request, which may be its last."""
     request.limit -= 1
     ends = token == self._program.end_token
     text = '' if ends else request.text.add(token)
@@ -376,9 +606,17 @@ class Engine:
       reason = 'failed'
     if reason is not None:
       self._remove(request)
+    elif request.constraint is not None:
+      request.constraint.push(token)
     if ends:
-      token = log_prob = None
-    return Event(request.id, text, token, log_prob, reason)
+      token, log_prob, likeliest = None, None, ()
+    self._emit(request, text, token, log_prob, likeliest, reason)
+
+
+def _awaited(requests: Iterable[_Request]) -> list[concurrent.futures.Future]:
+  """Returns the masks of requests that threads have not found yet."""
+  masks = [r.constraint.awaited for r in requests if r.constraint is not None]
+  return [mask for mask in masks if mask is not None and not mask.done()]
 
 
 def completion(events: Sequence[Event]) -> Completion:
@@ -388,5 +626,6 @@ def completion(events: Sequence[Event]) -> Completion:
     text=''.join(event.text for event in events),
     tokens=tuple(event.token for event in token_events),
     log_probs=tuple(event.log_prob for event in token_events),
+    likeliest=tuple(e.likeliest for e in token_events if e.likeliest),
     reason=events[-1].reason,
   )

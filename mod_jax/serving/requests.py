@@ -17,6 +17,8 @@ from mod_jax.errors import UserError
 MAX_PROMPTS = 128
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 128
+MAX_CHOICES = 128
+MAX_BIASES = 1024
 
 
 def _expected(what: str) -> pydantic.WrapValidator:
@@ -53,7 +55,27 @@ _Stops = Annotated[
     ' these at most'
   ),
 ]
-_Zero = Annotated[float, Field(ge=0, le=0)]
+
+
+def _biases(value: dict) -> dict[int, float]:
+  # By hand: pydantic would find an error in each of a million entries.
+  if len(value) <= MAX_BIASES and all(
+    # No integer of more digits than Python prints.
+    token.isdecimal()
+    and len(token) < 10
+    and type(bias) in (int, float)
+    and abs(bias) < 2**31
+    for token, bias in value.items()
+  ):
+    return {int(token): bias for token, bias in value.items()}
+  raise ValueError
+
+
+_Biases = Annotated[
+  dict,
+  pydantic.AfterValidator(_biases),
+  _expected(f'numbers by token, in quotes, for {MAX_BIASES} tokens at most'),
+]
 
 
 class _Fields(pydantic.BaseModel):
@@ -80,8 +102,25 @@ class _StreamOptions(_Fields):
   include_usage: bool | None = None
 
 
+class _JsonSchema(_Fields):
+  name: str
+  description: Any = None
+  # Texts conform to the schema, whether this is asked for or not.
+  strict: bool | None = None
+  schema_: Annotated[dict[str, Any], Field(alias='schema')]
+
+
 class _ResponseFormat(_Fields):
-  type: Literal['text']
+  type: Literal['text', 'json_object', 'json_schema']
+  json_schema: _JsonSchema | None = None
+
+  @pydantic.model_validator(mode='after')
+  def _has_its_schema(self):
+    if (self.type == 'json_schema') != (self.json_schema is not None):
+      raise PydanticCustomError(
+        'schema', 'json_schema belongs to the type json_schema, and only to it.'
+      )
+    return self
 
 
 class _Request(_Fields):
@@ -90,57 +129,84 @@ class _Request(_Fields):
   max_tokens: int | None = None
   temperature: float | None = None
   top_p: float | None = None
+  top_k: int | None = None
+  min_p: float | None = None
+  frequency_penalty: float | None = None
+  presence_penalty: float | None = None
+  logit_bias: _Biases | None = None
+  n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
   seed: int | None = None
   stop: _Stops | None = None
   stream: bool | None = None
   stream_options: _StreamOptions | None = None
 
-  model: Any = None
+  model: str | None = None
   user: Any = None
   metadata: Any = None
   store: Any = None
-
-  n: Literal[1] | None = None
-  presence_penalty: _Zero | None = None
-  frequency_penalty: _Zero | None = None
-  logit_bias: Annotated[dict, Field(max_length=0)] | None = None
 
   @property
   def usage_wanted(self) -> bool:
     return bool(self.stream_options and self.stream_options.include_usage)
 
-  def settings(self) -> dict[str, Any]:
-    """Returns keywords of `Engine.submit`."""
+  @property
+  def choices(self) -> int:
+    """How many continuations of each prompt are wanted."""
+    return 1 if self.n is None else self.n
+
+  @property
+  def schema(self) -> dict[str, Any] | None:
+    """The JSON schema that continuations conform to."""
+    return None
+
+  def settings(self) -> list[dict[str, Any]]:
+    """Returns keywords of `Engine.submit` for each choice of a prompt.
+
+    Choices differ in their seed, `schema` is left out.
+    """
     seed = time.time_ns() % 2**32 if self.seed is None else self.seed
-    return {
-      'max_new_tokens': self.max_tokens,
+    shared = {
+      'max_new_tokens': self._max_new_tokens,
       'temperature': 1.0 if self.temperature is None else self.temperature,
       'top_p': 1.0 if self.top_p is None else self.top_p,
-      'seed': seed,
+      'top_k': self.top_k or 0,
+      'min_p': self.min_p or 0.0,
+      'frequency_penalty': self.frequency_penalty or 0.0,
+      'presence_penalty': self.presence_penalty or 0.0,
+      'logit_bias': self.logit_bias,
+      'num_likeliest': self.num_likeliest,
       'stop': self.stop or (),
     }
+    # The first seed as it is, so that the engine refuses what is none.
+    seeds = [seed, *((seed + i) % 2**32 for i in range(1, self.choices))]
+    return [{**shared, 'seed': seed} for seed in seeds]
 
 
 class Completion(_Request):
   """A request to /v1/completions."""
 
   prompt: _Prompts
-  logprobs: Annotated[
-    bool | Literal[0, 1] | None,
-    _expected('1, since those of other tokens are not given'),
-  ] = None
+  logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
 
-  best_of: Literal[1] | None = None
+  best_of: Annotated[
+    Literal[1] | None,
+    _expected('1: ask for n choices, and rank them by their logprobs'),
+  ] = None
   echo: Literal[False] | None = None
   suffix: None = None
 
-  @pydantic.model_validator(mode='after')
-  def _has_its_logprobs(self):
-    if self.logprobs and self.stream:
-      raise PydanticCustomError(
-        'logprobs', 'logprobs are given without stream only: leave one out.'
-      )
-    return self
+  @property
+  def wants_logprobs(self) -> bool:
+    return self.logprobs is not None
+
+  @property
+  def num_likeliest(self) -> int:
+    return self.logprobs or 0
+
+  @property
+  def _max_new_tokens(self) -> int:
+    # OpenAI's default is 16 tokens.
+    return 16 if self.max_tokens is None else self.max_tokens
 
   @property
   def prompts(self) -> list[str] | list[list[int]]:
@@ -148,11 +214,6 @@ class Completion(_Request):
       self.prompt and isinstance(self.prompt[0], int)
     )
     return [self.prompt] if is_single else self.prompt
-
-  def settings(self) -> dict[str, Any]:
-    # OpenAI's default is 16 tokens.
-    most = 16 if self.max_tokens is None else self.max_tokens
-    return super().settings() | {'max_new_tokens': most}
 
 
 class _Part(pydantic.BaseModel):
@@ -185,16 +246,41 @@ class Chat(_Request):
   messages: _list(_Message)
   max_completion_tokens: int | None = None
 
-  logprobs: Literal[False] | None = None
-  top_logprobs: Literal[0] | None = None
+  logprobs: bool | None = None
+  top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
   tools: _list(Any, max_length=0) | None = None
   response_format: _ResponseFormat | None = None
 
-  def settings(self) -> dict[str, Any]:
-    settings = super().settings()
+  @pydantic.model_validator(mode='after')
+  def _has_its_logprobs(self):
+    if self.top_logprobs and not self.logprobs:
+      raise PydanticCustomError(
+        'logprobs', 'top_logprobs come with logprobs: set logprobs=true.'
+      )
+    return self
+
+  @property
+  def wants_logprobs(self) -> bool:
+    return bool(self.logprobs)
+
+  @property
+  def num_likeliest(self) -> int:
+    return self.top_logprobs or 0
+
+  @property
+  def schema(self) -> dict[str, Any] | None:
+    form = self.response_format
+    if form is None or form.type == 'text':
+      return None
+    if form.type == 'json_object':
+      return {'type': 'object'}
+    return form.json_schema.schema_
+
+  @property
+  def _max_new_tokens(self) -> int | None:
     if self.max_completion_tokens is not None:
-      settings['max_new_tokens'] = self.max_completion_tokens
-    return settings
+      return self.max_completion_tokens
+    return self.max_tokens
 
 
 def parse[Body: _Request](kind: type[Body], data: bytes) -> Body:

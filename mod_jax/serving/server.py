@@ -3,7 +3,8 @@
 A thin HTTP front end of the `Engine`: it parses requests, passes them to the
 single thread that runs the engine, and returns the output, whole or as a
 stream. A `TextProcess` tokenises and detokenises, so that a slow tokenizer or
-template blocks neither the event loop nor the engine. Requests of clients that
+template blocks neither the event loop nor the engine; it also looks whether a
+JSON schema can be compiled within the limits. Requests of clients that
 disconnect are cancelled. `scripts/serve.py` starts the server.
 """
 
@@ -11,6 +12,9 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 import concurrent.futures
 import contextlib
+import hashlib
+import hmac
+import itertools
 import json
 import queue
 import threading
@@ -27,8 +31,9 @@ from starlette.types import ASGIApp
 
 from mod_jax.errors import UserError
 from mod_jax.serving import engine as engine_lib
+from mod_jax.serving import metrics as metrics_lib
 from mod_jax.serving import requests
-from mod_jax.serving.engine import Engine
+from mod_jax.serving.engine import Engine, Event, Load
 from mod_jax.serving.text_process import TextProcess
 
 LOOPBACK = ('localhost', '127.0.0.1', '[::1]')
@@ -37,16 +42,18 @@ MAX_BYTES = 2**20  # Largest body of a request.
 _TEXTS = 4
 # Seconds after which a running step of the engine is reported as stuck.
 _STEP_LIMIT = 60.0
-# Seconds that running requests get to finish when the server is stopped.
+# Seconds that a running step gets to end when the server is stopped.
 STOP_LIMIT = 10
+# Seconds that /metrics waits for the engine's step.
+_LOAD_LIMIT = 2.0
 
 
 class _Refused(Exception):
   """Answers a request with an error of this HTTP status."""
 
-  def __init__(self, message: str, status: int = 400):
+  def __init__(self, message: str, status: int = 400, code: str | None = None):
     super().__init__(message)
-    self.status = status
+    self.status, self.code = status, code
 
 
 class Worker:
@@ -56,8 +63,8 @@ class Worker:
   this thread calls them.
   """
 
-  def __init__(self, engine: Engine):
-    self._engine = engine
+  def __init__(self, engine: Engine, metrics: metrics_lib.Metrics):
+    self._engine, self._metrics = engine, metrics
     self._inbox: queue.SimpleQueue = queue.SimpleQueue()
     self._listeners: dict[int, Any] = {}
     self._thread = threading.Thread(target=self._run, daemon=True)
@@ -81,13 +88,12 @@ class Worker:
       return f'a step of the engine has taken more than {_STEP_LIMIT} seconds.'
     return None
 
-  def submit(self, prompts: list[list[int]], settings, put) -> list[int]:
-    """Submits all prompts to the engine, or none of them.
+  def submit(self, asked: list[tuple[list[int], dict]], put) -> list[int]:
+    """Submits all (prompt, settings) to the engine, or none of them.
 
-    The engine's thread calls `put` with None once the prompts are accepted,
-    then with (index of the prompt, event) for each event; or with the exception
-    that ends all of them. It fills the list that is returned with the requests'
-    numbers later.
+    The engine's thread calls `put` with None once they are accepted, then with
+    (index, event) for each event; or with the exception that ends all of them.
+    It fills the list that is returned with the requests' numbers later.
     """
     ids: list[int] = []
 
@@ -95,7 +101,7 @@ class Worker:
       try:
         if self._failed is not None:
           raise _Refused(self.trouble, 503)
-        for tokens in prompts:
+        for tokens, settings in asked:
           ids.append(self._engine.submit(tokens, **settings))
       except BaseException as error:  # Must not end other clients' requests.
         for id in ids:
@@ -111,6 +117,22 @@ class Worker:
 
   def cancel(self, ids: list[int]) -> None:
     self._inbox.put(lambda: [self._engine.cancel(id) for id in ids])
+
+  def load(self) -> concurrent.futures.Future[Load]:
+    """Has the engine's thread look how much of the engine is in use."""
+    future = concurrent.futures.Future()
+
+    def job():
+      # Whoever asked may not wait any more.
+      if not future.set_running_or_notify_cancel():
+        return
+      try:
+        future.set_result(self._engine.load())
+      except BaseException as error:  # Also the engine's that has failed.
+        future.set_exception(error)
+
+    self._inbox.put(job)
+    return future
 
   def _run(self):
     try:
@@ -135,7 +157,9 @@ class Worker:
         self._busy_since = time.monotonic()
         job()
       self._busy_since = time.monotonic()
-      for event in self._engine.advance():
+      events = self._engine.advance()
+      self._metrics.count_events(events)
+      for event in events:
         # Prompts cancelled by a failed `submit` still have events, but no
         # listener.
         if event.id in self._listeners:
@@ -148,7 +172,10 @@ class Worker:
 class _Server:
   def __init__(self, engine: Engine, run: Any, name: str, queue: int):
     self.engine, self.name = engine, name
-    self.worker = Worker(engine)
+    self._tokenizer = run.tokenizer
+    self._metrics = metrics_lib.Metrics()
+    self.worker = Worker(engine, self._metrics)
+    self._begun = int(time.time())
     self._room = engine.slots + queue
     self._taken = 0  # Prompts that are not answered yet.
     self._text = None
@@ -185,14 +212,39 @@ class _Server:
       503 if trouble else 200,
     )
 
+  async def metrics(self, request: Request) -> Response:
+    del request
+    load = None
+    with contextlib.suppress(Exception):  # The engine may be stuck or dead.
+      future = asyncio.wrap_future(self.worker.load())
+      load = await asyncio.wait_for(future, _LOAD_LIMIT)
+    text = self._metrics.text(load, healthy=self._trouble is None)
+    return Response(text, media_type=metrics_lib.CONTENT_TYPE)
+
   async def models(self, request: Request) -> JSONResponse:
     del request
-    return JSONResponse(
-      {
-        'object': 'list',
-        'data': [{'id': self.name, 'object': 'model', 'owned_by': 'mod_jax'}],
-      }
-    )
+    return JSONResponse({'object': 'list', 'data': [self._about]})
+
+  async def model(self, request: Request) -> JSONResponse:
+    self._check_model(request.path_params['name'])
+    return JSONResponse(self._about)
+
+  @property
+  def _about(self) -> dict[str, Any]:
+    return {
+      'id': self.name,
+      'object': 'model',
+      'created': self._begun,
+      'owned_by': 'mod_jax',
+    }
+
+  def _check_model(self, name: str) -> None:
+    if name != self.name:
+      raise _Refused(
+        f'the model {name!r:.100} does not exist: this server has'
+        f' {self.name!r}.',
+        *(404, 'model_not_found'),
+      )
 
   async def completions(self, request: Request) -> Response:
     return await self._serve(request, requests.Completion)
@@ -201,6 +253,21 @@ class _Server:
     return await self._serve(request, requests.Chat)
 
   async def _serve(self, request, kind) -> Response:
+    status = 500
+    try:
+      response = await self._answered(request, kind)
+      status = response.status_code
+      return response
+    except _Refused as error:
+      status = error.status
+      raise
+    except ClientDisconnect:
+      status = 499
+      raise
+    finally:
+      self._metrics.count_request(request.url.path, status)
+
+  async def _answered(self, request, kind) -> Response:
     try:
       api_request = requests.parse(kind, await _body(request))
       return await _while_connected(request, self._answer(api_request))
@@ -211,28 +278,39 @@ class _Server:
 
   async def _answer(self, asked) -> Response:
     chat = isinstance(asked, requests.Chat)
+    if asked.model is not None:
+      self._check_model(asked.model)
     with contextlib.ExitStack() as stack:
-      stack.enter_context(self._place(1 if chat else len(asked.prompts)))
+      count = (1 if chat else len(asked.prompts)) * asked.choices
+      stack.enter_context(self._place(count))
+      most = self.engine.max_length
       if chat:
         messages = [m.model_dump(exclude_unset=True) for m in asked.messages]
-        prompts = await self._read('encode_chat', messages)
+        prompts = await self._read('encode_chat', messages, most)
       elif isinstance(asked.prompts[0], str):
-        prompts = await self._read('encode', asked.prompts)
+        prompts = await self._read('encode', asked.prompts, most)
       else:
         prompts = asked.prompts
-      events = await self._submit(prompts, asked.settings(), stack)
+      settings = asked.settings()
+      if asked.schema is not None:
+        grammar = await self._compiled(asked.schema)
+        settings = [{**choice, 'schema': grammar} for choice in settings]
+      events = await self._submit(
+        list(itertools.product(prompts, settings)), stack
+      )
+      self._metrics.count_prompt(sum(map(len, prompts)))
       head = {
         'id': f'{"chatcmpl" if chat else "cmpl"}-{time.time_ns()}',
         'object': 'chat.completion' if chat else 'text_completion',
         'created': int(time.time()),
         'model': self.name,
       }
+      answer = _Answer(head, prompts, asked, events, self._tokenizer)
       if not asked.stream:
-        return await _whole(head, prompts, events, asked)
+        return await answer.whole()
       if chat:
         head['object'] += '.chunk'
-      chunks = _chunks(head, prompts, events, asked)
-      return _Stream(chunks, stack.pop_all())
+      return _Stream(answer.chunks(), stack.pop_all())
 
   @contextlib.contextmanager
   def _place(self, count: int) -> Iterator[None]:
@@ -244,8 +322,8 @@ class _Server:
       raise _Refused(self._trouble, 503)
     if not 1 <= count <= self._room:
       raise _Refused(
-        f'{count} prompts in one request: expected 1 to {self._room}, as many'
-        ' as may run and wait.'
+        f'{count} prompts in one request, each of n choices counted: expected 1'
+        f' to {self._room}, as many as may run and wait.'
       )
     if self._taken + count > self._room:
       raise _Refused(
@@ -259,22 +337,28 @@ class _Server:
     finally:
       self._taken -= count
 
-  async def _read(self, job, texts) -> list[list[int]]:
-    """Tokenises texts, or a chat, in the text process; returns the prompts."""
+  async def _read(self, job, *args) -> Any:
+    """Calls a method of the text process."""
     if self._text is None:
       raise UserError('this model has no tokenizer: give tokens.')
-    loop = asyncio.get_running_loop()
     try:
-      return await loop.run_in_executor(
-        self._readers, self._text.call, job, texts, self.engine.max_length
-      )
+      return await self._in_thread(self._text.call, job, *args)
     except OSError as error:
       raise _Refused(
         f'the tokenizer cannot be reached: {error}', 503
       ) from error
 
-  async def _submit(self, prompts, settings, stack) -> asyncio.Queue:
-    """Submits prompts, and returns the queue of their events.
+  async def _compiled(self, schema) -> Any:
+    """Compiles a JSON schema, once it is known that this takes little."""
+    await self._read('check_schema', schema)
+    return await self._in_thread(self.engine.compile, schema)
+
+  async def _in_thread(self, function, *args) -> Any:
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(self._readers, function, *args)
+
+  async def _submit(self, asked, stack) -> asyncio.Queue:
+    """Submits (prompt, settings), and returns the queue of their events.
 
     Closing the stack cancels those that have not ended.
     """
@@ -283,7 +367,7 @@ class _Server:
     def put(message):
       loop.call_soon_threadsafe(events.put_nowait, message)
 
-    ids = self.worker.submit(prompts, settings, put)
+    ids = self.worker.submit(asked, put)
     stack.callback(self.worker.cancel, ids)
     await _next(events)
     return events
@@ -298,55 +382,116 @@ async def _next(events: asyncio.Queue):
     raise _Refused(f'the request cannot be taken: {message!r:.200}', 500)
   if message is not None and message[1].reason == 'failed':
     raise _Refused("the model's tokenizer cannot turn its tokens to text.", 503)
+  if message is not None and message[1].reason == 'too_complex':
+    raise _Refused('the JSON schema takes too much computing; simplify it.')
   return message
 
 
-async def _until_ended(events, count) -> AsyncIterator[tuple[int, Any]]:
-  """Yields (index of the prompt, event) until `count` prompts have ended."""
-  while count:
-    index, event = await _next(events)
-    count -= event.reason is not None
-    yield index, event
+class _Answer:
+  """The answer to a request, from the events of its choices."""
 
+  def __init__(self, head, prompts, asked, events, tokenizer):
+    self._head, self._prompts, self._asked = head, prompts, asked
+    self._events, self._tokenizer = events, tokenizer
+    self._chat = isinstance(asked, requests.Chat)
+    self._count = len(prompts) * asked.choices
+    self._new = 0  # Tokens that were generated.
 
-async def _whole(head, prompts, events, asked) -> JSONResponse:
-  events_by_prompt = [[] for _ in prompts]
-  async for i, event in _until_ended(events, len(prompts)):
-    events_by_prompt[i].append(event)
-  choices, count = [], 0
-  for i, whole in enumerate(map(engine_lib.completion, events_by_prompt)):
-    choice = _choice(i, whole.text, whole.reason, asked, 'message')
-    if asked.logprobs:
-      choice['logprobs'] = {
-        'tokens': whole.tokens,
-        'token_logprobs': whole.log_probs,
-      }
-    choices.append(choice)
-    count += len(whole.tokens)
-  usage = _usage(prompts, count)
-  return JSONResponse({**head, 'choices': choices, 'usage': usage})
+  async def _until_ended(self) -> AsyncIterator[tuple[int, Event]]:
+    """Yields (index of the choice, event) until all have ended."""
+    left = self._count
+    while left:
+      index, event = await _next(self._events)
+      left -= event.reason is not None
+      self._new += event.token is not None
+      yield index, event
 
+  async def whole(self) -> JSONResponse:
+    events_by_choice = [[] for _ in range(self._count)]
+    async for i, event in self._until_ended():
+      events_by_choice[i].append(event)
+    choices = []
+    for i, events in enumerate(events_by_choice):
+      whole = engine_lib.completion(events)
+      choices.append(
+        self._choice(i, whole.text, whole.reason, events, 'message')
+      )
+    usage = self._usage()
+    return JSONResponse({**self._head, 'choices': choices, 'usage': usage})
 
-async def _chunks(head, prompts, events, asked) -> AsyncIterator[str]:
-  """Yields server-sent events; a disconnect may cancel it between any two."""
+  async def chunks(self) -> AsyncIterator[str]:
+    """Yields server-sent events; a disconnect may cancel it between any two."""
 
-  def encode_event(**fields):
-    return f'data: {json.dumps(fields)}\n\n'
+    def encode_event(**fields):
+      return f'data: {json.dumps(fields)}\n\n'
 
-  count = 0
-  try:
-    async for i, event in _until_ended(events, len(prompts)):
-      count += event.token is not None
-      if event.text or event.reason is not None:
-        choice = _choice(i, event.text, event.reason, asked, 'delta')
-        yield encode_event(**head, choices=[choice])
-  except _Refused as error:
-    # The HTTP status has been sent already, so the error becomes an event.
-    yield encode_event(**_error(error))
-    return
-  if asked.usage_wanted:
-    yield encode_event(**head, choices=[], usage=_usage(prompts, count))
-  yield 'data: [DONE]\n\n'
+    try:
+      async for i, event in self._until_ended():
+        with_token = self._asked.wants_logprobs and event.token is not None
+        if event.text or event.reason is not None or with_token:
+          choice = self._choice(i, event.text, event.reason, [event], 'delta')
+          yield encode_event(**self._head, choices=[choice])
+    except _Refused as error:
+      # The HTTP status has been sent already, so the error becomes an event.
+      yield encode_event(**_error(error))
+      return
+    if self._asked.usage_wanted:
+      yield encode_event(**self._head, choices=[], usage=self._usage())
+    yield 'data: [DONE]\n\n'
+
+  def _usage(self) -> dict[str, int]:
+    prompt = sum(map(len, self._prompts))
+    return {
+      'prompt_tokens': prompt,
+      'completion_tokens': self._new,
+      'total_tokens': prompt + self._new,
+    }
+
+  def _choice(self, index, text, reason, events, key) -> dict[str, Any]:
+    choice = {'index': index, 'finish_reason': reason, 'logprobs': None}
+    if self._asked.wants_logprobs:
+      found = [event for event in events if event.token is not None]
+      choice['logprobs'] = (
+        {'content': [self._log_prob(event) for event in found]}
+        if self._chat
+        else self._log_probs(found)
+      )
+    if not self._chat:
+      return {**choice, 'text': text}
+    return {**choice, key: {'role': 'assistant', 'content': text}}
+
+  def _log_probs(self, events) -> dict[str, Any]:
+    """Returns log-probabilities as completions have them: in columns."""
+    likeliest = None
+    if self._asked.num_likeliest:
+      # OpenAI adds the token itself where it is not among the likeliest.
+      pairs = [
+        ((event.token, event.log_prob), *event.likeliest) for event in events
+      ]
+      likeliest = [{self._spelled(v): p for v, p in row} for row in pairs]
+    return {
+      'tokens': [self._spelled(event.token) for event in events],
+      'token_logprobs': [event.log_prob for event in events],
+      'top_logprobs': likeliest,
+    }
+
+  def _log_prob(self, event) -> dict[str, Any]:
+    """Returns the log-probabilities of a token as chats have them."""
+
+    def about(token, log_prob):
+      data = None
+      if self._tokenizer is not None and token < self._tokenizer.vocab_size:
+        data = list(self._tokenizer.surfaces[token])
+      text = self._spelled(token)
+      return {'token': text, 'bytes': data, 'logprob': log_prob}
+
+    likeliest = [about(*pair) for pair in event.likeliest]
+    return {**about(event.token, event.log_prob), 'top_logprobs': likeliest}
+
+  def _spelled(self, token: int) -> str:
+    if self._tokenizer is None:
+      return f'token_id:{token}'
+    return self._tokenizer.spelled(token)
 
 
 class _Stream(StreamingResponse):
@@ -359,22 +504,6 @@ class _Stream(StreamingResponse):
   async def __call__(self, scope, receive, send):
     with self._stack:
       await super().__call__(scope, receive, send)
-
-
-def _usage(prompts, new: int) -> dict[str, int]:
-  prompt = sum(map(len, prompts))
-  return {
-    'prompt_tokens': prompt,
-    'completion_tokens': new,
-    'total_tokens': prompt + new,
-  }
-
-
-def _choice(index, text, reason, asked, key) -> dict[str, Any]:
-  choice = {'index': index, 'finish_reason': reason, 'logprobs': None}
-  if not isinstance(asked, requests.Chat):
-    return {**choice, 'text': text}
-  return {**choice, key: {'role': 'assistant', 'content': text}}
 
 
 async def _body(request: Request) -> bytes:
@@ -415,18 +544,60 @@ def _error(error: _Refused) -> dict[str, Any]:
   kind = 'invalid_request_error' if error.status < 500 else 'server_error'
   # Messages from a chat template may contain lone surrogates.
   message = str(error).encode('utf-8', 'replace').decode()
-  return {'error': {'message': message, 'type': kind}}
+  return {
+    'error': {
+      'message': message,
+      'type': kind,
+      'param': None,
+      'code': error.code,
+    }
+  }
+
+
+class _KeyRequired:
+  """Lets requests through that have the key, and those to /health."""
+
+  def __init__(self, app: ASGIApp, key: str):
+    self._app, self._key = app, self._digest(key.encode())
+
+  @staticmethod
+  def _digest(key: bytes) -> bytes:
+    # Of one length, so that the time to compare tells nothing about the key.
+    return hashlib.sha256(key).digest()
+
+  async def __call__(self, scope, receive, send):
+    if scope['type'] == 'http' and scope['path'] != '/health':
+      given = dict(scope['headers']).get(b'authorization', b'')
+      scheme, _, key = given.partition(b' ')
+      same = hmac.compare_digest(self._digest(key.strip()), self._key)
+      if not same or scheme.lower() != b'bearer':
+        refused = _Refused(
+          'this server needs its API key, as in Authorization: Bearer KEY.',
+          *(401, 'invalid_api_key'),
+        )
+        response = JSONResponse(
+          _error(refused), 401, {'WWW-Authenticate': 'Bearer'}
+        )
+        await response(scope, receive, send)
+        return
+    await self._app(scope, receive, send)
 
 
 def app(
-  engine: Engine, run: Any, *, name: str, queue: int = 64, hosts=LOOPBACK
+  engine: Engine,
+  run: Any,
+  *,
+  name: str,
+  queue: int = 64,
+  hosts=LOOPBACK,
+  key: str | None = None,
 ) -> ASGIApp:
   """Returns the ASGI application.
 
   Only the server may use the engine from now on. `name` is the model's in the
   API, and `queue` the number of prompts that may wait for a slot. `hosts` are
   allowed values of the Host header, such as `*.example.com`, or `*` for any;
-  the check prevents DNS rebinding.
+  the check prevents DNS rebinding. With a `key`, requests must have it.
   """
   server = _Server(engine, run, name, queue)
 
@@ -436,7 +607,9 @@ def app(
   application = Starlette(
     routes=[
       Route('/health', server.health),
+      Route('/metrics', server.metrics),
       Route('/v1/models', server.models),
+      Route('/v1/models/{name:path}', server.model),
       Route('/v1/completions', server.completions, methods=['POST']),
       Route('/v1/chat/completions', server.chat, methods=['POST']),
     ],
@@ -446,6 +619,8 @@ def app(
     },
     lifespan=server.lifespan,
   )
+  if key is not None:
+    application = _KeyRequired(application, key)
   try:
     return TrustedHostMiddleware(application, hosts, www_redirect=False)
   except AssertionError as error:

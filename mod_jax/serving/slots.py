@@ -1,4 +1,8 @@
-"""The engine's slots on the device, and the compiled functions on them."""
+"""The engine's slots on the device, and the compiled functions on them.
+
+`Program.insert` and `Program.step` are compiled twice: without `Extras`, and
+with them for the steps in which a slot's request asks for any.
+"""
 
 import dataclasses
 import functools
@@ -6,6 +10,7 @@ import functools
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from mod_jax.layers.mode import RoutingMode
 from mod_jax.models import lm
@@ -13,6 +18,9 @@ from mod_jax.sampling import generation
 
 # Stands for a token's index in `_key`, for the routing scores of the prompt.
 _ROUTING = 2**31 - 1
+# Log-probabilities of other tokens that a request may ask for.
+MAX_TOP = 20
+_BITS = 32  # Tokens in a word of a mask.
 
 
 @flax.struct.dataclass
@@ -33,6 +41,62 @@ class State:
   rows: Rows
 
 
+@flax.struct.dataclass
+class Extras:
+  """What changes the logits of each slot before it samples.
+
+  Requests that ask for none of it have zeros.
+  """
+
+  count_BV: jax.Array  # How often each token was sampled.
+  bias_BV: jax.Array
+  frequency_B: jax.Array  # Subtracted for each time that a token was sampled.
+  presence_B: jax.Array  # Subtracted once if a token was sampled.
+  top_B: jax.Array  # Whether log-probabilities of the likeliest are wanted.
+
+  def changed(self, logits_BV, allowed_BW):
+    """Returns the logits to sample from; `allowed_BW` is as in `Gate`."""
+    logits_BV = logits_BV + self.bias_BV
+    logits_BV -= self.frequency_B[:, None] * self.count_BV
+    logits_BV -= self.presence_B[:, None] * (self.count_BV > 0)
+    bit = jnp.arange(_BITS, dtype=jnp.uint32)
+    allowed_BV = ((allowed_BW[..., None] >> bit) & 1).reshape(
+      len(logits_BV), -1
+    )[:, : logits_BV.shape[1]]
+    return jnp.where(allowed_BV == 1, logits_BV, -jnp.inf)
+
+  def counted(self, token_B, active_B) -> 'Extras':
+    """Returns the extras after the active rows have sampled their tokens."""
+    row_B = jnp.arange(len(token_B))
+    count_BV = self.count_BV.at[row_B, token_B].add(active_B.astype(jnp.int32))
+    return self.replace(count_BV=count_BV)
+
+  def likeliest(self, logits_BV):
+    """Returns (token_BT, log_prob_BT) of the likeliest, if a row wants them."""
+    count = min(MAX_TOP, logits_BV.shape[1])
+
+    def find():
+      log_prob_BT, token_BT = jax.lax.top_k(
+        jax.nn.log_softmax(logits_BV), count
+      )
+      return token_BT.astype(jnp.int32), log_prob_BT
+
+    def skip():
+      shape = (len(logits_BV), count)
+      return jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
+
+    return jax.lax.cond(self.top_B.any(), find, skip)
+
+
+@flax.struct.dataclass
+class Gate:
+  """What constraints let pass in a step."""
+
+  # Tokens that may be sampled: uint32 words, the first token in the lowest bit.
+  allowed_BW: jax.Array
+  held_B: jax.Array  # Rows that wait, since it is not known what they may be.
+
+
 @dataclasses.dataclass(frozen=True)
 class Program:
   """The compiled functions, and the static values that they depend on."""
@@ -47,7 +111,7 @@ class Program:
 
   @functools.partial(jax.jit, static_argnums=0)
   def prefill(self, variables, tokens_1P, valid_1P, rows: Rows):
-    """Returns the cache of a prompt, its row, and the log-probability."""
+    """Returns the cache of a prompt, and the logits after it."""
     # The request's own length, so that the room in the caches of routed blocks
     # does not depend on other requests.
     length_1 = valid_1P.sum(axis=-1) + rows.limit_B
@@ -56,16 +120,32 @@ class Program:
       *(lm.LanguageModel(self.config), variables, tokens_1P, valid_1P),
       *(self.empty(1, length_1), self.mode, key),
     )
-    rows, log_prob_1 = self._draw(rows, logits_1V)
-    return cache, rows, log_prob_1
+    return cache, logits_1V
 
-  @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
-  def insert(self, state: State, cache, rows: Rows, slot):
-    """Returns the state with a request's cache and row put into a slot."""
-    request_state = State(cache, rows)
-    return jax.tree.map(
-      lambda all_B, one_1: all_B.at[slot].set(one_1[0]), state, request_state
+  @functools.partial(jax.jit, static_argnums=0, donate_argnums=(1, 2))
+  def insert(self, state, extras, cache, logits_1V, rows, changes, gate, slot):
+    """Samples a request's first token, and puts the request into a slot.
+
+    Args:
+      state: of all slots.
+      extras: of all slots, or None.
+      cache: of the prompt.
+      logits_1V: after the prompt.
+      rows: the request's row.
+      changes: the request's row of the extras, or None.
+      gate: for the first token, or None.
+      slot: the number of the slot.
+
+    Returns:
+      The state, the extras and the outputs, as `step` does.
+    """
+    rows, changes, outputs = self._draw(rows, logits_1V, changes, gate)
+    state, extras = jax.tree.map(
+      lambda all_B, one_1: all_B.at[slot].set(one_1[0]),
+      (state, extras),
+      (State(cache, rows), changes),
     )
+    return state, extras, outputs
 
   @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
   def release(self, state: State, slot):
@@ -73,30 +153,44 @@ class Program:
     active_B = state.rows.active_B.at[slot].set(False)
     return state.replace(rows=state.rows.replace(active_B=active_B))
 
-  @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
-  def step(self, variables, state: State, key):
-    """Returns the state, and (token_B, log_prob_B, active_B before it)."""
+  @functools.partial(jax.jit, static_argnums=0, donate_argnums=(2, 3))
+  def step(self, variables, state: State, extras, gate, key):
+    """Adds a token to every active slot that is not held.
+
+    Returns the state, the extras, and (token_B, log_prob_B, active_B before
+    it), to which extras add (token_BT, log_prob_BT) of the likeliest tokens.
+    """
     rows = state.rows
+    reads_B = rows.active_B if gate is None else rows.active_B & ~gate.held_B
     logits_B1V, cache, _ = generation.read(
       lm.LanguageModel(self.config),
       variables,
-      *(rows.token_B[:, None], rows.active_B[:, None]),
+      *(rows.token_B[:, None], reads_B[:, None]),
       *(state.cache, self.mode, key),
     )
-    drawn, log_prob_B = self._draw(rows, logits_B1V[:, 0])
-    outputs = (drawn.token_B, log_prob_B, rows.active_B)
-    return State(cache, drawn), outputs
+    rows, extras, outputs = self._draw(rows, logits_B1V[:, 0], extras, gate)
+    return State(cache, rows), extras, outputs
 
-  def _draw(self, rows: Rows, logits_BV) -> tuple[Rows, jax.Array]:
-    """Samples a token for each row; returns rows and log-probabilities."""
+  def _draw(self, rows: Rows, logits_BV, extras, gate):
+    """Samples a token for each row; returns rows, extras and outputs."""
     key_B = jax.vmap(_key)(rows.seed_B, rows.count_B)
-    token_B, log_prob_B = generation.draw(logits_BV, key_B, rows.settings)
-    count_B = rows.count_B + rows.active_B
+    draws_B, changed_BV, likeliest = rows.active_B, logits_BV, ()
+    if extras is not None:
+      draws_B = rows.active_B & ~gate.held_B
+      changed_BV = extras.changed(logits_BV, gate.allowed_BW)
+      likeliest = extras.likeliest(logits_BV)
+    token_B = generation.draw(changed_BV, key_B, rows.settings)
+    # Under the model's own distribution, whatever the token was sampled from.
+    outputs = (token_B, generation.log_prob(logits_BV, token_B), draws_B)
+    if extras is not None:
+      extras = extras.counted(token_B, draws_B)
+      token_B = jnp.where(gate.held_B, rows.token_B, token_B)
+    count_B = rows.count_B + draws_B
     active_B = rows.active_B & (count_B < rows.limit_B)
     if self.end_token is not None:
       active_B &= token_B != self.end_token
     rows = rows.replace(token_B=token_B, active_B=active_B, count_B=count_B)
-    return rows, log_prob_B
+    return rows, extras, (*outputs, *likeliest)
 
 
 def _key(seed, number) -> jax.Array:
@@ -121,5 +215,24 @@ def rows_of(limits, seeds, settings, *, active=True) -> Rows:
       temperature_B=array('temperature', jnp.float32),
       top_k_B=array('top_k', jnp.int32),
       top_p_B=array('top_p', jnp.float32),
+      min_p_B=array('min_p', jnp.float32),
     ),
+  )
+
+
+def extras_of(batch: int, vocab_size: int, **row) -> Extras:
+  """Returns extras of `batch` rows with the same settings, zero by default.
+
+  `row` may have frequency, presence, bias (a table from tokens to numbers) and
+  top (whether log-probabilities of the likeliest tokens are wanted).
+  """
+  bias_BV = np.zeros((batch, vocab_size), np.float32)
+  for token, value in row.get('bias', {}).items():
+    bias_BV[:, token] = value
+  return Extras(
+    count_BV=np.zeros((batch, vocab_size), np.int32),
+    bias_BV=bias_BV,
+    frequency_B=np.full(batch, row.get('frequency', 0), np.float32),
+    presence_B=np.full(batch, row.get('presence', 0), np.float32),
+    top_B=np.full(batch, row.get('top', False)),
   )

@@ -27,11 +27,23 @@ from typing import Any
 
 from mod_jax.data import tokenizers
 from mod_jax.errors import UserError
-from mod_jax.serving import chat
+from mod_jax.serving import chat, grammar
 
 # CPU seconds that a job may take. Prompts are limited by the size of a request;
 # `decode_after` gets only a few tokens at a time.
-_SECONDS = {'encode': 2.0, 'encode_chat': 2.0, 'decode_after': 0.25}
+_SECONDS = {
+  'encode': 2.0,
+  'encode_chat': 2.0,
+  'check_schema': 2.0,
+  'decode_after': 0.25,
+}
+# What the jobs do, in the sentence about their limits.
+_JOBS = {
+  'encode': "the model's tokenizer on this text",
+  'encode_chat': "the model's chat template or tokenizer on this chat",
+  'check_schema': 'compiling this JSON schema',
+  'decode_after': "the model's tokenizer on these tokens",
+}
 _WALL = 10  # Times as many seconds may pass.
 _MEMORY = 2**30  # Bytes that a fork may allocate beyond its initial size.
 _MOST_REPLY = 2**22  # Largest reply, in bytes.
@@ -115,16 +127,20 @@ class TextProcess:
 
 
 def _ask(stream, name, args):
+  try:
+    job = json.dumps([name, args]).encode()
+  except (ValueError, RecursionError) as error:  # An integer of many digits.
+    raise UserError(f'the request cannot be read: {error}') from error
   reply = b''
   with contextlib.suppress(OSError):  # The fork may be killed meanwhile.
-    stream.write(json.dumps([name, args]).encode() + b'\n')
+    stream.write(job + b'\n')
     stream.flush()
     reply = stream.readline()
   if not reply:
     raise UserError(
-      f"the model's tokenizer or chat template took more than {_SECONDS[name]}"
-      f' seconds of computing, or {_MEMORY >> 20} MiB: give another text, or'
-      ' another model if this happens with any.'
+      f'{_JOBS[name]} took more than {_SECONDS[name]} seconds of computing, or'
+      f' {_MEMORY >> 20} MiB: give another one, or take another model if this'
+      ' happens with any.'
     )
   result, refusal = json.loads(reply)
   if refusal is not None:
@@ -150,6 +166,10 @@ class _Texts:
     """Returns the tokens of a rendered chat, as a list of one prompt."""
     text = chat.render(self._kind, self._path, messages)
     return [self._tokens(self._tokenizer.encode_chat, text, most)]
+
+  def check_schema(self, schema: dict) -> None:
+    """Refuses a JSON schema that cannot be compiled, or not in time."""
+    grammar.check(schema)
 
   def decode_after(self, before, ids) -> str:
     return self._tokenizer.decode_after(before, ids)

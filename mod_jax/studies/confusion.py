@@ -62,7 +62,7 @@ def confusion(task, params, model_state) -> Study:
       [picture for *_, picture in worst[:_WORST]],
       [said for _, _, said, _ in worst[:_WORST]],
       [
-        f'{loss:.2f} nats {os.path.basename(name)}'
+        f'{loss:.2f} nats\n{os.path.basename(name)}'
         for loss, name, *_ in worst[:_WORST]
       ],
       title='The worst pictures',

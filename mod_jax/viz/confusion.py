@@ -66,8 +66,9 @@ def confusion_matrix(
   axes.set_yticks(ticks, rows, fontsize=8, color=style.INK)
   axes.tick_params(length=0)
   axes.spines[:].set_color(style.FAINT)
-  axes.set_xlabel('predicted', color=style.INK)
-  axes.set_ylabel('true', color=style.INK)
+  # Above, since constrained layout misjudges labels below long names.
+  axes.set_title('predicted', fontsize=9, color=style.INK)
+  axes.set_ylabel('true', fontsize=9, color=style.INK)
   if len(names) <= _COUNTED:
     for true, predicted in zip(*np.nonzero(count_VV), strict=True):
       axes.text(
@@ -77,7 +78,7 @@ def confusion_matrix(
         color='white' if share_VV[true, predicted] > 0.5 else style.INK,
         **{'ha': 'center', 'va': 'center', 'fontsize': 7, 'gid': 'count'},
       )
-  style.scale(body, [axes], norm, _SHARES, 'share of the row')
+  style.scale(body, [axes], norm, _SHARES, 'share of the row', shrink=0.5)
   return body.get_figure(root=True)
 
 
@@ -114,8 +115,9 @@ def _errors(count_VV):
 
 
 def _lines(text: str, most: int) -> str:
-  return '\n'.join(
-    textwrap.wrap(
-      glyphs.plain(text), _LETTERS, max_lines=most, placeholder=' …'
-    )
-  )
+  """Returns a text in short lines, of which one begins at each arrow."""
+  parts = text.replace(' → ', '\n→ ').split('\n')
+  lines = [y for x in parts for y in textwrap.wrap(glyphs.plain(x), _LETTERS)]
+  if len(lines) > most:
+    lines[most - 1 :] = [f'{lines[most - 1][: _LETTERS - 1]}…']
+  return '\n'.join(lines)

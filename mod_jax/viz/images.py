@@ -247,16 +247,21 @@ def image_grid(
   longest = max(map(len, itertools.chain(*lines)))
   least = max(0.75, 0.064 * longest) if group > columns else 0.75
   cell = max(least, min(10 / columns, 1.7 if rows > 1 else 2.4))
-  width = cell * (start_C[-1] + wide) / wide + 0.2 + 0.7 * scale
-  width += 0.075 * min(18, max(map(len, labels), default=0)) + 0.1
+  beside = 0.2 + 0.5 * scale
+  if len(labels):
+    beside += 0.1 + 0.06 * min(18, max(map(len, labels)))
+  across = (start_C[-1] + wide) / wide  # In pictures, gaps included.
+  width = max(4.0, cell * across + beside)
+  # Pictures take the width that there is; their rows must be as high.
+  cell = (width - beside) / across
   over, under = (
     max((text.count('\n') + 1 for row in texts for text in row), default=0)
     for texts in (above, below)
   )
   picture = max(cell * aspect * high / wide, 0.3)
-  height = rows * (picture + 0.08 + 0.14 * under)
+  height = rows * (picture + 0.16 + 0.14 * under)
   height += 0.16 * over * (rows if len(above) > 1 else 1)
-  body = style.new_figure(max(4.0, width), height, title, subtitle)
+  body = style.new_figure(width, height, title, subtitle)
   body.get_figure(root=True).get_layout_engine().set(h_pad=0.03, hspace=0)
   axes_R = list(body.subplots(rows, squeeze=False)[:, 0])
   for r, (axes, row) in enumerate(zip(axes_R, tiles, strict=True)):

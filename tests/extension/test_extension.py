@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 
 from mod_jax import cli, flops, tasks
 from mod_jax import config as config_lib
@@ -54,20 +55,13 @@ TINY = {
 
 @pytest.fixture(scope='module')
 def text(tmp_path_factory):
-  folder = tmp_path_factory.mktemp('texts')
-  rng = np.random.default_rng(0)
-  for i in range(3):
-    (folder / f'{i}.txt').write_bytes(rng.integers(97, 110, 3000, np.uint8))
+  folder = tiny.texts(tmp_path_factory.mktemp('texts'), a=3000, b=3000, c=3000)
   return TextDataConfig(source='files', files=f'{folder}/*.txt', length=16)
 
 
 def language(text, **model):
   sizes = {'num_layers': 2, 'width': 16, 'num_heads': 2, 'mlp_dim': 32}
-  config = ExperimentConfig(
-    model=LMConfig(**sizes | model),
-    data=text,
-  )
-  return config_lib.replace(config, TINY)
+  return tiny.experiment(LMConfig(**sizes | model), text, **TINY)
 
 
 def check_run(config, workdir, train, load):
@@ -217,6 +211,7 @@ def test_a_task(family, tmp_path):
     train(other, tmp_path / 'run')
 
 
+@pytest.mark.slow
 def test_a_kernel_backend(text, tmp_path, monkeypatch):
   calls = []
 

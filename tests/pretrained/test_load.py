@@ -6,27 +6,20 @@ import pathlib
 import shutil
 
 import chex
-from flax import linen as nn
 import jax
 import numpy as np
 from PIL import Image
 import pytest
+import tiny
 
 import mod_jax
 from mod_jax import config as config_lib
-from mod_jax import trees
 from mod_jax.data import prepare
 from mod_jax.data.images import ImageDataConfig
 from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
 from mod_jax.layers.routing_config import MoDConfig, VisionRoutingConfig
-from mod_jax.models.lm import LMConfig
-from mod_jax.models.vit import ViTConfig
-from mod_jax.optimizer import OptimizerConfig
-from mod_jax.pretrained.load import Run
-from mod_jax.runs.run_config import EvaluationConfig, LogConfig, TrainConfig
 from mod_jax.tasks import make_task, phases
-from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train import evaluation
 
 GOLDEN = pathlib.Path(__file__).parents[1] / 'golden'
@@ -36,50 +29,36 @@ SIZE = 16
 
 @pytest.fixture(scope='module')
 def folder(tmp_path_factory):
-  """Pictures of two colours, of odd shapes, with noise."""
+  """Pictures of another shape than the model takes."""
   root = tmp_path_factory.mktemp('pictures')
-  rng = np.random.default_rng(0)
-  for split, count in (('train', 8), ('eval', 3)):
-    for i, name in enumerate(CLASSES):
-      (root / split / name).mkdir(parents=True)
-      for j in range(count):
-        array = rng.integers(0, 99, (24 + j, 30, 3), np.uint8)
-        array[..., 2 - 2 * i] += 120
-        image = Image.fromarray(array)
-        image.save(root / split / name / f'{j}.jpg', quality=90)
-  return root
+  return tiny.pictures(root, CLASSES, {'train': 8, 'eval': 3}, (24, 30))
 
 
 @pytest.fixture(scope='module')
 def workdir(folder, tmp_path_factory, on_one_device):
-  config = ExperimentConfig(
-    model=ViTConfig(
-      image_size=SIZE,
-      patch_size=4,
-      num_layers=2,
-      width=16,
-      num_heads=2,
-      num_classes=2,
-      routing=VisionRoutingConfig(capacity=0.5),
-    ),
-    data=ImageDataConfig(
-      source='folder',
-      path=str(folder),
-      image_size=SIZE,
-      # Nothing is as where nobody says it.
-      crop_fraction=0.6,
-      mean=(0.1, 0.2, 0.3),
-      std=(0.4, 0.5, 0.6),
-    ),
-    optimizer=OptimizerConfig(warmup_steps=0),
-    train=TrainConfig(num_steps=2, batch_size=8),
-    evaluation=EvaluationConfig(batch_size=6),
-    log=LogConfig(tensorboard=False),
+  model = dataclasses.replace(
+    tiny.VIT,
+    **{'image_size': SIZE, 'patch_size': 4, 'num_classes': 2},
+    routing=VisionRoutingConfig(capacity=0.5),
   )
+  data = ImageDataConfig(
+    source='folder',
+    path=str(folder),
+    image_size=SIZE,
+    # Nothing is as where nobody says it.
+    crop_fraction=0.6,
+    mean=(0.1, 0.2, 0.3),
+    std=(0.4, 0.5, 0.6),
+  )
+  sizes = {
+    'train.num_steps': 2,
+    'train.batch_size': 8,
+    'evaluation.batch_size': 6,
+  }
   workdir = tmp_path_factory.mktemp('run')
   with on_one_device(), pytest.MonkeyPatch.context() as patch:
     patch.setattr(evaluation, 'report', lambda *args: None)
-    phases.train(config, workdir)
+    phases.train(tiny.experiment(model, data, **sizes), workdir)
   return workdir
 
 
@@ -93,7 +72,7 @@ def test_a_picture_is_predicted_as_it_was_evaluated(run, folder):
   (batch,) = task.modality.eval_batches(batch_size=6, num_batches=1)
   output = jax.jit(run.model.apply)(run.variables, batch['image'])
   expected_BV = np.asarray(jax.nn.softmax(output.logits_BV))
-  files = sorted((folder / 'eval').rglob('*.jpg'))
+  files = sorted((folder / 'eval').rglob('*.png'))
   found = run.predict(files)
   assert len(found) == len(expected_BV) == 6
   for classes, probability_V in zip(found, expected_BV, strict=True):
@@ -112,7 +91,7 @@ def test_a_picture_is_predicted_as_it_was_evaluated(run, folder):
 
 
 def test_it_is_evaluated_as_it_predicts(run, folder, on_one_device):
-  files = sorted((folder / 'eval').rglob('*.jpg'))
+  files = sorted((folder / 'eval').rglob('*.png'))
   right = [
     next(iter(classes)) == file.parent.name
     for file, classes in zip(files, run.predict(files), strict=True)
@@ -124,8 +103,6 @@ def test_it_is_evaluated_as_it_predicts(run, folder, on_one_device):
     data = ImageDataConfig(source='folder', path=str(folder), image_size=8)
     elsewhere = dataclasses.replace(run, task=None, experiment=None)
     assert elsewhere.evaluate(data) == pytest.approx(metrics)
-  with pytest.raises(UserError, match='say on which'):
-    elsewhere.evaluate()
 
 
 def test_class_names_outlive_the_pictures(workdir, folder, tmp_path):
@@ -201,11 +178,9 @@ class TestOfAFile:
     assert 'do_pad=True; pictures of 64 pixels a side' in message
     assert run.preprocess.image_size == 32
 
-  def test_what_nobody_tells_is_asked_for_or_said(self, tmp_path, caplog):
+  def test_what_nobody_tells_is_said(self, tmp_path, caplog):
     file = tmp_path / 'weights.safetensors'
     shutil.copy(GOLDEN / 'vit_timm.safetensors', file)
-    with pytest.raises(UserError, match='say it by num_heads'):
-      mod_jax.load(file)
     with caplog.at_level('WARNING', 'absl'):
       run = mod_jax.load(file, num_heads=3)
     assert 'mean=(0.485, 0.456, 0.406), std=(' in caplog.text
@@ -214,28 +189,6 @@ class TestOfAFile:
     assert set(run.predict(np.zeros((8, 8, 3), np.uint8), top=99)[0]) == {
       *map(str, range(10))
     }
-
-
-@pytest.mark.parametrize(
-  ('picture', 'why'),
-  [
-    ('nothing.jpg', 'nothing.jpg'),
-    (np.zeros((4, 4, 3)), 'float64'),
-    (np.zeros((4, 4), np.uint8), r'shape \(4, 4\)'),
-  ],
-)
-def test_bad_pictures(run, picture, why):
-  with pytest.raises(UserError, match=why):
-    run.predict(picture)
-
-
-def test_bad_paths(workdir, tmp_path):
-  with pytest.raises(UserError, match='no such file'):
-    mod_jax.load(tmp_path / 'nothing')
-  with pytest.raises(UserError, match='holds no'):
-    mod_jax.load(tmp_path)
-  with pytest.raises(UserError, match='num_heads: .* config is known'):
-    mod_jax.load(workdir, num_heads=3)
 
 
 class TestExport:
@@ -249,39 +202,26 @@ class TestExport:
     assert str(folder.parent) not in (tmp_path / 'out/mod_jax.json').read_text()
     assert again.preprocess == run.preprocess
     chex.assert_trees_all_equal(again.variables, run.variables)
-    files = sorted(folder.rglob('*.jpg'))
+    files = sorted(folder.rglob('*.png'))
     assert again.predict(files) == run.predict(files)
 
   @pytest.mark.parametrize('format', ['huggingface', 'timm'])
   def test_the_dense_model_for_others(self, run, folder, tmp_path, format):
-    with pytest.raises(UserError, match='cannot run routed blocks.*dense=True'):
-      mod_jax.export(run, tmp_path / 'out', format)
-    assert not (tmp_path / 'out').exists()
     mod_jax.export(run, tmp_path / 'out', format, dense=True)
     again = mod_jax.load(tmp_path / 'out')
     assert again.config == run.config.dense_twin()
     assert again.classes == run.classes
-    images_BHWC = run.preprocess(folder.rglob('*.jpg'))
+    images_BHWC = run.preprocess(folder.rglob('*.png'))
     np.testing.assert_array_equal(
-      again.preprocess(folder.rglob('*.jpg')), images_BHWC
+      again.preprocess(folder.rglob('*.png')), images_BHWC
     )
-    params = {name: array for name, array in again.variables['params'].items()}
-    for name, array in trees.flatten(params).items():
-      np.testing.assert_array_equal(
-        array, trees.flatten(run.variables['params'])[name]
-      )
+    params = dict(again.variables['params'])
+    tiny.same(params, dict(run.variables['params']))
     dense = run.config.dense_twin().build()
     np.testing.assert_array_equal(
       again.apply(images_BHWC).logits_BV,
       jax.jit(dense.apply)({'params': params}, images_BHWC).logits_BV,
     )
-
-  def test_a_run_is_not_exported_over(self, run, workdir):
-    before = (workdir / 'config.json').read_bytes()
-    for format in ('safetensors', 'huggingface'):
-      with pytest.raises(UserError, match='is the directory of a run'):
-        mod_jax.export(run, workdir, format, dense=True)
-    assert (workdir / 'config.json').read_bytes() == before
 
   @pytest.mark.parametrize('format', ['safetensors', 'huggingface', 'timm'])
   @pytest.mark.parametrize('resize', ['shorter_side', 'squash', 'none'])
@@ -318,19 +258,6 @@ class TestExport:
     with pytest.raises(UserError, match=f'beside .*{field}.*expected'):
       mod_jax.load(tmp_path)
 
-  def test_timm_has_one_epsilon(self, run, tmp_path):
-    dense = dataclasses.replace(run.config.dense_twin(), norm_epsilon=1e-12)
-    other = dataclasses.replace(run, config=dense)
-    with pytest.raises(UserError, match='norm_epsilon=1e-06 alone.*1e-12'):
-      mod_jax.export(other, tmp_path, 'timm')
-
-  def test_bad_input(self, run, tmp_path):
-    with pytest.raises(UserError, match="unknown format 'onnx'"):
-      mod_jax.export(run, tmp_path, 'onnx')
-    (tmp_path / 'file').write_text('')
-    with pytest.raises(UserError, match='cannot be written'):
-      mod_jax.export(run, tmp_path / 'file')
-
   def test_nothing_of_an_earlier_model_is_left(self, run, tmp_path):
     mod_jax.export(run, tmp_path)
     for name in ('model-00001-of-00002.safetensors', 'routers.safetensors'):
@@ -344,7 +271,7 @@ class TestExport:
 def test_classes_of_one_name_are_told_apart(run, folder):
   count = run.config.dense_twin().num_classes
   named = dataclasses.replace(run, classes=('crane',) * count)
-  (picture, *_) = sorted(folder.rglob('*.jpg'))
+  (picture, *_) = sorted(folder.rglob('*.png'))
   (found,), (want,) = (r.predict([picture], top=count) for r in (named, run))
   assert len(found) == count
   assert list(found.values()) == list(want.values())
@@ -359,37 +286,21 @@ def test_a_language_model_goes_elsewhere(tmp_path, tokenizer):
   for i in range(4):
     text = ' '.join(rng.choice(['def', 'main', 'return', 'x'], 99))
     (texts / f'{i}.txt').write_text(text)
-  config = ExperimentConfig(
-    model=LMConfig(
-      vocab_size=270,
-      num_layers=2,
-      width=8,
-      num_heads=2,
-      routing=MoDConfig(capacity=0.5, threshold_decay=0.9),
-    ),
-    data=TextDataConfig(
-      source='files',
-      files=f'{texts}/*.txt',
-      length=16,
-      tokenizer='bytes' if tokenizer == 'bytes' else 'bpe',
-      tokenizer_vocab_size=262,
-      cache_dir=str(tmp_path / 'cache'),
-    ),
+  routing = MoDConfig(capacity=0.5, threshold_decay=0.9)
+  model = dataclasses.replace(tiny.LM, vocab_size=270, routing=routing)
+  data = TextDataConfig(
+    source='files',
+    files=f'{texts}/*.txt',
+    length=16,
+    tokenizer='bytes' if tokenizer == 'bytes' else 'bpe',
+    tokenizer_vocab_size=262,
+    cache_dir=str(tmp_path / 'cache'),
   )
   if tokenizer == 'prepared':
     corpus = str(tmp_path / 'texts' / 'corpus')
-    prepare.prepare(config.data, corpus)
+    prepare.prepare(data, corpus)
     data = TextDataConfig(source='prepared', path=corpus, length=16)
-    config = dataclasses.replace(config, data=data)
-  task = make_task(config)
-  variables = nn.unbox(jax.jit(task.init)(jax.random.key(0)))
-  run = Run(
-    config=config.model, variables=variables, experiment=config, task=task
-  )
-  with pytest.raises(UserError, match="'safetensors' for a language"):
-    mod_jax.export(run, tmp_path / 'out', 'timm')
-  with pytest.raises(UserError, match='cannot run routed blocks'):
-    mod_jax.export(run, tmp_path / 'out', 'huggingface')
+  run = tiny.run(tiny.experiment(model, data))
   mod_jax.export(run, tmp_path / 'out')
   expected = run.predict(['def main', 'x'], max_new_tokens=5)
   shutil.rmtree(texts)
@@ -407,8 +318,6 @@ def test_a_language_model_goes_elsewhere(tmp_path, tokenizer):
     assert len(b.log_probs) == 5
     assert (b.log_probs < 0).all()
     np.testing.assert_array_equal(a.log_probs, b.log_probs)
-  with pytest.raises(UserError, match='give strings'):
-    run.predict(np.zeros(3))
 
 
 def test_somebody_elses_language_model_stays_what_it_was(tmp_path):
@@ -431,8 +340,3 @@ def test_somebody_elses_language_model_stays_what_it_was(tmp_path):
   # It begins texts as its own, and has no data of ours.
   assert again.encode('how') == run.encode('how')
   assert run.encode('how') != run.tokenizer.encode('how')
-  for model in (run, again):
-    with pytest.raises(UserError, match='not from a run of ours.*TextData'):
-      model.evaluate()
-  with pytest.raises(UserError, match='num_heads: .* config is known'):
-    mod_jax.load(source, num_heads=3)

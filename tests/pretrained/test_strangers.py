@@ -8,6 +8,9 @@ import sys
 
 import pytest
 
+import mod_jax
+from mod_jax.errors import UserError
+
 ROOT = pathlib.Path(__file__).parents[2]
 
 
@@ -46,34 +49,39 @@ def start(cwd, *args):
 
 
 @pytest.mark.parametrize('above', [True, False])
-def test_no_code_of_a_folder_is_run(hostile, tmp_path, above):
-  cwd = tmp_path if above else hostile
+def test_no_code_of_a_folder_is_run(hostile, tmp_path, monkeypatch, above):
   name(hostile, 'downloads.model.modeling' if above else 'modeling')
-  load = f'import mod_jax; mod_jax.load({str(hostile)!r}'
+  monkeypatch.syspath_prepend(tmp_path if above else hostile)
+  for path in (hostile, hostile / 'run'):
+    with pytest.raises(UserError, match=r"feed_forward.type='.*not imported"):
+      mod_jax.load(path)
+  assert not (tmp_path / 'ran').exists()
+
+
+@pytest.mark.slow
+def test_no_command_runs_it(hostile, tmp_path):
+  name(hostile, 'modeling')
   refused = (
-    start(cwd, '-c', f'{load})'),
-    start(cwd, '-m', 'mod_jax.scripts.serve', f'--model={hostile}'),
-    start(cwd, ROOT / 'eval.py', f'--workdir={hostile}/run'),
+    start(hostile, '-m', 'mod_jax.scripts.serve', f'--model={hostile}'),
+    start(hostile, ROOT / 'eval.py', f'--workdir={hostile}/run'),
   )
   for process in refused:
     *_, told = process.communicate()[1].splitlines()
     assert process.returncode
-    assert "feed_forward.type='" in told
     assert 'is not imported' in told
   assert not (tmp_path / 'ran').exists()
 
 
+@pytest.mark.slow
 def test_what_is_trusted_is_imported(hostile, tmp_path):
   """Read to the end, the class turns out to be abstract."""
   module = 'downloads.model.modeling'
   name(hostile, module)
   load = f'mod_jax.load({str(hostile)!r}, trust=[{module!r}])'
+  evaluate = ROOT / 'eval.py', f'--workdir={hostile}/run'
   trusting = (
     start(tmp_path, '-c', f'import mod_jax; {load}'),
-    start(
-      *(tmp_path, ROOT / 'eval.py', f'--workdir={hostile}/run'),
-      f'--trust={module}',
-    ),
+    start(tmp_path, *evaluate, f'--trust={module}'),
   )
   for process in trusting:
     told = process.communicate()[1]

@@ -15,7 +15,7 @@ def _softmax(logits_V):
   return weight_V / weight_V.sum()
 
 
-def _oracle(logits_V, temperature, top_k, top_p):
+def _oracle(logits_V, temperature, top_k, top_p, min_p):
   """The probability of each token, by following the definition in a loop."""
   logits_V = np.asarray(logits_V, np.float64)
   if temperature == 0:
@@ -31,6 +31,7 @@ def _oracle(logits_V, temperature, top_k, top_p):
     total += p_V[token]
     if total >= top_p:
       break
+  kept = [token for token in kept if p_V[token] >= min_p * p_V.max()]
   result = np.zeros_like(p_V)
   result[kept] = p_V[kept] / p_V[kept].sum()
   return result
@@ -45,21 +46,27 @@ def _kept(logits_BV):
   temperature=st.sampled_from([0.0, 0.3, 1.0, 2.5]),
   top_k=st.sampled_from([0, 1, 3, 7, 50]),
   top_p=st.sampled_from([1.0, 0.95, 0.6, 0.2, 1e-6]),
+  min_p=st.sampled_from([0.0, 1e-50, 0.01, 0.3, 1.0]),
 )
-def test_combinations_follow_the_definition(seed, temperature, top_k, top_p):
+def test_combinations_follow_the_definition(
+  seed, temperature, top_k, top_p, min_p
+):
   logits_BV = 2 * np.random.default_rng(seed).normal(size=(3, 8))
   got_BV = filter_logits(
     jnp.asarray(logits_BV, jnp.float32),
     temperature=temperature,
     top_k=top_k,
     top_p=top_p,
+    min_p=min_p,
   )
   assert got_BV.dtype == jnp.float32
   assert not np.isnan(got_BV).any()
   assert _kept(got_BV).any(axis=-1).all()
   for logits_V, got_V in zip(logits_BV, got_BV, strict=True):
     np.testing.assert_allclose(
-      _softmax(got_V), _oracle(logits_V, temperature, top_k, top_p), atol=1e-5
+      _softmax(got_V),
+      _oracle(logits_V, temperature, top_k, top_p, min_p),
+      atol=1e-5,
     )
 
 

@@ -132,7 +132,8 @@ def test_a_completion_is_the_engines(client, alone):
   for choice, completion in zip(found.choices, expected, strict=True):
     assert choice.text == completion.text
     assert choice.finish_reason == completion.reason
-    assert choice.logprobs.tokens == list(completion.tokens)
+    spelled = map(alone.tokenizer.spelled, completion.tokens)
+    assert choice.logprobs.tokens == list(spelled)
   assert found.usage.completion_tokens == sum(len(c.tokens) for c in expected)
   # Sixteen tokens unless it is said, as everywhere.
   by_default = client.completions.create(model='tiny', prompt='how')
@@ -197,18 +198,15 @@ def test_a_chat_follows_the_template(client, alone):
     ({'prompt': 'o ' * 60}, '120 tokens does not fit max_length=48'),
     ({'prompt': ''}, 'no token'),
     ({'prompt': [10**6]}, 'vocab_size=272'),
-    ({'prompt': ['o'] * 7}, '7 prompts in one request: expected 1 to 6'),
+    ({'prompt': ['o'] * 7}, '7 prompts in one request, .*: expected 1 to 6'),
     ({'prompt': ['o'] * 10**5}, 'prompt=.*: expected .* a list of 128 of'),
     ({'prompt': [1.7, 2]}, r'prompt=\[1.7, 2\]: expected a text, tokens'),
     ({'prompt': 'a' * 40 + 'b'}, 'PanicException.*retry-limit-in-match'),
-    ({'n': 2}, 'n=2: Input should be 1'),
     ({'temperature': 10**400}, 'temperature=10*.*: Input should be a finite'),
     ({'max_tokens': 0}, 'max_new_tokens=0'),
     ({'stop': ['']}, 'stop=.*: expected a text of 1 to 128 characters'),
     ({'stop': ['x'] * 10**5}, 'stop=.*: expected .* a list of 16 of these'),
-    ({'extra_body': {'top_k': 3}}, 'top_k=3 is not supported: leave it out'),
-    ({'logprobs': 5}, 'logprobs=5: expected 1, since'),
-    ({'logprobs': 1, 'stream': True}, 'logprobs are given without stream'),
+    ({'extra_body': {'top_q': 3}}, 'top_q=3 is not supported: leave it out'),
   ],
 )
 def test_bad_requests_are_refused_and_others_unharmed(client, changes, message):

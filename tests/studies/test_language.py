@@ -2,20 +2,18 @@
 
 import dataclasses
 
-from flax import linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy import stats
+import tiny
 
 from mod_jax.data.text import TextDataConfig
 from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.models.lm import LMConfig, LMOutput
-from mod_jax.runs.run_config import EvaluationConfig
 from mod_jax.studies import language
 from mod_jax.tasks import make_task
-from mod_jax.tasks.experiment import ExperimentConfig
 
 MODEL = LMConfig(
   num_layers=4,
@@ -31,22 +29,17 @@ def test_entropy_by_blocks(tmp_path, monkeypatch):
     (tmp_path / f'{i}.txt').write_bytes(
       bytes(rng.choice(list(b'abc \n'), 99).tolist())
     )
-  config = ExperimentConfig(
-    model=MODEL,
-    data=TextDataConfig(
-      source='files',
-      files=f'{tmp_path}/*.txt',
-      length=16,
-      eval_fraction=0.5,
-    ),
-    evaluation=EvaluationConfig(batch_size=4),
+  data = TextDataConfig(
+    source='files',
+    files=f'{tmp_path}/*.txt',
+    length=16,
+    eval_fraction=0.5,
   )
+  sizes = {'evaluation.batch_size': 4, 'evaluation.final_batches': 64}
+  config = tiny.experiment(MODEL, data, **sizes)
   task = make_task(config)
-  shapes = jax.eval_shape(task.init, jax.random.key(0))
-  params = jax.tree.map(
-    lambda x: jnp.asarray(rng.normal(0.1, 0.5, x.shape), jnp.float32),
-    nn.unbox(shapes)['params'],
-  )
+  params = tiny.random_params(MODEL, mean=0.1, std=0.5)
+  params = jax.tree.map(jnp.asarray, params)
   monkeypatch.setattr(language, '_OFTEN', 3)
   study = task.studies()['engagement'](params, {}, None)
 

@@ -5,50 +5,29 @@ import functools
 import json
 import re
 
-from flax import linen as nn
 import jax
 import jax.numpy as jnp
-import matplotlib.figure
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
+import tiny
 
 from mod_jax import config as config_lib
-from mod_jax import flops, parallel, trees
+from mod_jax import flops, trees
 from mod_jax.convert import vit as convert_vit
 from mod_jax.convert.files import Lazy
-from mod_jax.data.images import ImageDataConfig
 from mod_jax.data.text import TextDataConfig
-from mod_jax.errors import UserError
 from mod_jax.layers import stack
 from mod_jax.layers.acm import FFNS, AdaptiveConfig
-from mod_jax.layers.routing_config import VisionRoutingConfig
 from mod_jax.losses import acm as acm_losses
 from mod_jax.models import acm
-from mod_jax.models.lm import LMConfig
-from mod_jax.models.vit import ViTConfig
-from mod_jax.runs import workdir as workdir_lib
-from mod_jax.runs.checkpoints import Checkpointer
-from mod_jax.runs.run_config import EvaluationConfig
 from mod_jax.studies import adaptive as adaptive_studies
 from mod_jax.tasks import make_task
 from mod_jax.tasks.adaptive import Adaptive
-from mod_jax.tasks.experiment import (
-  ACMObjective,
-  ExperimentConfig,
-  PhaseConfig,
-  PruningObjective,
-)
+from mod_jax.tasks.experiment import ACMObjective
 from mod_jax.train import evaluation
 
-DENSE = ViTConfig(
-  image_size=8,
-  patch_size=4,
-  num_classes=10,
-  num_layers=1,
-  width=8,
-  num_heads=2,
-)
+DENSE = dataclasses.replace(tiny.VIT, patch_size=4, num_layers=1)
 # One module of each kind.
 MODEL = dataclasses.replace(
   DENSE,
@@ -59,21 +38,9 @@ MODEL = dataclasses.replace(
 MODULES = acm.modules(MODEL)
 
 
-def random_params(model, seed=0):
-  shapes = nn.unbox(
-    jax.eval_shape(
-      lambda: model.build().init(jax.random.key(0), model.example())
-    )
-  )['params']
-  rng = np.random.default_rng(seed)
-  return jax.tree.map(
-    lambda x: rng.normal(0, 0.4, x.shape).astype(np.float32), shapes
-  )
-
-
 def telling(model):
   """Returns parameters whose gates say something else of every token."""
-  params = random_params(model)
+  params = tiny.random_params(model)
   for name in acm.modules(model):
     logits = acm.subtree(params, name)['gate']['logits']
     logits['kernel'] *= 3
@@ -82,82 +49,61 @@ def telling(model):
 
 
 PARAMS = telling(MODEL)
-TEACHER = {'params': random_params(DENSE, seed=1)}
+TEACHER = {'params': tiny.random_params(DENSE, seed=1)}
+IMAGE = np.random.default_rng(0).normal(size=(4, 8, 8, 3)).astype(np.float32)
+BATCH = {'image': IMAGE, 'target': np.eye(10, dtype=np.float32)[:4]}
 
 
 @functools.cache  # With what it has compiled.
 def make(phase='end_to_end', **objective):
-  config = ExperimentConfig(
-    model=MODEL,
-    data=ImageDataConfig(image_size=8),
-    objective=ACMObjective(phase=phase, **objective),
-    evaluation=EvaluationConfig(
-      every=0, batches=2, batch_size=50, final_batches=2
-    ),
-  )
-  return make_task(config)
+  sizes = {'evaluation.batches': 2, 'evaluation.batch_size': 50}
+  objective = ACMObjective(phase=phase, **objective)
+  return make_task(tiny.experiment(MODEL, objective=objective, **sizes))
 
 
 @functools.cache
-def gradients(task, with_teacher):
-  """Returns (loss, metric sums, gradients) of a step."""
-  rng = np.random.default_rng(0)
-  image = rng.normal(size=(4, 8, 8, 3)).astype(np.float32)
-  batch = {'image': image, 'target': np.eye(10, dtype=np.float32)[:4]}
+def gradients(task):
+  """Returns loss, means of the metrics, and gradients of a step."""
+  teacher = None if task.objective.phase == 'end_to_end' else TEACHER
 
   @jax.jit
   def step(params):
-    teacher = TEACHER if with_teacher else None
     return jax.value_and_grad(task.loss, has_aux=True)(
-      params, {}, batch, jax.random.key(0), task.static_args(0), teacher
+      params, {}, BATCH, jax.random.key(0), task.static_args(0), teacher
     )
 
   (loss, (metric_sums, _)), grads = jax.device_get(step(PARAMS))
-  return float(loss), metric_sums, trees.flatten(grads)
-
-
-def mesh():
-  return parallel.make_mesh(parallel.MeshConfig(), jax.devices()[:1])
+  means = {name: total / count for name, (total, count) in metric_sums.items()}
+  return float(loss), means, trees.flatten(grads)
 
 
 @functools.cache
 def held_out(task):
-  with jax.set_mesh(mesh()):
-    return evaluation.held_out(task, PARAMS, {}, mesh())
+  mesh = tiny.one_device()
+  with jax.set_mesh(mesh):
+    return evaluation.held_out(task, PARAMS, {}, mesh)
 
 
 def is_adaptive(name):
   return re.fullmatch(acm.PARAMETERS, name) is not None
 
 
+def started(own, dense):
+  """Returns what a run starts from: the dense model's, but for the new."""
+  own = trees.flatten(own)
+  return {n: own[n] if is_adaptive(n) else dense[n] for n in own}
+
+
 def choices(output):
   return stack.collect(output.aux, 'adaptive')
 
 
-WEIGHTED = {
-  'budget': 0.9,
-  'budget_weight': 0.7,
-  'entropy_weight': 0.3,
-  'diversity_weight': 0.2,
-}
-
-
-class TestLoss:
-  def test_the_first_phase_is_the_learners_alone(self):
-    loss, metric_sums, grads = gradients(make('learners'), True)
-    for name, grad in grads.items():
-      trained = is_adaptive(name) and '/gate/' not in name
-      assert jnp.any(grad) == trained, name
-    total, count = metric_sums['loss']
-    assert count == 4
-    assert loss == pytest.approx(total / count, rel=1e-5)
-
+class TestPhases:
   @pytest.mark.parametrize('phase', ['learners', 'gates'])
   def test_the_first_two_are_means_over_the_modules(self, phase):
     task = make(phase)
-    loss, _, grads = gradients(task, True)
-    image_BHWC = np.random.default_rng(0).normal(size=(4, 8, 8, 3))
-    captured = acm.capture(MODEL, TEACHER, image_BHWC.astype(np.float32))
+    loss, means, grads = gradients(task)
+    captured = acm.capture(MODEL, TEACHER, IMAGE)
     each = []
     for name, module in MODULES.items():
 
@@ -177,18 +123,13 @@ class TestLoss:
     assert len(each) == 2
     assert each[0] != pytest.approx(each[1], rel=1e-2)
     assert loss == pytest.approx(np.mean(each), rel=1e-5)
+    assert loss == pytest.approx(means['loss'], rel=1e-5)
+    for name, grad in grads.items():
+      gate = re.fullmatch(acm.GATES, name) is not None
+      trained = is_adaptive(name) and gate == (phase == 'gates')
+      assert np.any(grad) == trained, name
 
-  def test_the_second_phase_is_finite_and_moderate(self):
-    loss, _, grads = gradients(make('gates'), True)
-    gates = {n: g for n, g in grads.items() if '/gate/' in n}
-    assert jnp.isfinite(loss)
-    for name, grad in gates.items():
-      assert jnp.isfinite(grad).all()
-      assert 1e-4 < jnp.abs(grad).max() < 10, name
-    for name in grads.keys() - gates.keys():
-      assert not jnp.any(grads[name]), name
-
-  def test_the_second_phase_stands_perfect_and_useless_learners(self):
+  def test_the_second_stands_perfect_and_useless_learners(self):
     # Distances of 0, or all alike: labels from quotients would be no numbers.
     task = make('gates')
     z_BLD = jnp.ones((2, 5, 8))
@@ -200,52 +141,32 @@ class TestLoss:
         want = 2 * np.log(module.num_choices)
         assert float(loss) == pytest.approx(want, rel=1e-5)
 
-  def test_the_last_phase_trains_everything(self):
-    _, metric_sums, grads = gradients(make(**WEIGHTED), False)
-    assert all(jnp.isfinite(g).all() for g in grads.values())
-    for name in grads:
+  def test_the_last_is_a_weighted_sum_that_trains_everything(self):
+    weights = {
+      'budget_weight': 0.7,
+      'entropy_weight': 0.3,
+      'diversity_weight': 0.2,
+    }
+    loss, mean, grads = gradients(make(budget=0.9, **weights))
+    for name, grad in grads.items():
+      assert np.isfinite(grad).all()
       if '/gate/' in name or not is_adaptive(name):
         # A key's bias cancels in the softmax.
-        assert jnp.any(grads[name]) or name.endswith('key/bias'), name
-    assert set(metric_sums) == {
-      'loss',
-      'load',
-      'budget',
-      'entropy',
-      'diversity',
-    }
-
-  def test_the_task_loss_alone_reaches_the_gates(self):
-    alone = {f'{n}_weight': 0.0 for n in ('budget', 'entropy', 'diversity')}
-    loss, metric_sums, grads = gradients(make(**alone), False)
-    assert loss == pytest.approx(
-      metric_sums['loss'][0] / metric_sums['loss'][1]
-    )
-    gates = [g for n, g in grads.items() if n.endswith('logits/bias')]
-    assert len(gates) == 2
-    assert all(jnp.abs(g).max() > 1e-5 for g in gates)
-
-  def test_the_last_loss_is_the_weighted_sum(self):
-    loss, metric_sums, _ = gradients(make(**WEIGHTED), False)
-    mean = {name: total / count for name, (total, count) in metric_sums.items()}
+        assert np.any(grad) or name.endswith('key/bias'), name
     want = mean['loss'] + sum(
-      WEIGHTED[f'{name}_weight'] * mean[name]
+      weights[f'{name}_weight'] * mean[name]
       for name in ('budget', 'entropy', 'diversity')
     )
     assert loss == pytest.approx(want, rel=1e-5)
     assert mean['budget'] == pytest.approx(abs(mean['load'] - 0.9), rel=1e-5)
     assert mean['entropy'] < 0
 
-  def test_diversity_counts_learners_and_the_budget_their_cost(self):
-    task = make(**WEIGHTED)
-    _, metric_sums, _ = gradients(task, False)
-    # What the step above draws, once more.
-    image_BHWC = np.random.default_rng(0).normal(size=(4, 8, 8, 3))
-    gumbel = jax.random.split(jax.random.key(0), 3)[2]
+    # What the step draws, once more: diversity counts learners, and the budget
+    # their cost.
     output = jax.jit(MODEL.build(train=True, learners='train').apply)(
       {'params': PARAMS},
-      image_BHWC.astype(np.float32),
-      rngs={'gumbel': gumbel},
+      IMAGE,
+      rngs={'gumbel': jax.random.split(jax.random.key(0), 3)[2]},
     )
     found = choices(output)
     chosen_BLK = np.stack(
@@ -259,70 +180,69 @@ class TestLoss:
       return -np.abs(x_B[:, None] - x_B).mean()
 
     assert apart(fraction_B) != pytest.approx(apart(load_B), rel=0.05)
-    mean = {name: total / count for name, (total, count) in metric_sums.items()}
     assert mean['load'] == pytest.approx(load_B.mean(), rel=1e-5)
     assert mean['diversity'] == pytest.approx(apart(fraction_B), rel=1e-4)
 
-
-class TestNoise:
-  def test_it_ends_where_it_should(self):
+  def test_the_noise_of_the_last_ends_where_it_should(self):
     task = make(noise_until=0.25)
     steps = task.config.train.num_steps
     drawn = [task.static_args(step) for step in range(steps)]
     assert drawn == [step < steps / 4 for step in range(steps)]
-
-  def test_other_phases_know_one_program(self):
+    # The others know one program.
     task = make('gates', noise_until=0.25)
-    assert len({task.static_args(step) for step in (0, 10_000)}) == 1
+    assert task.static_args(0) == task.static_args(steps)
 
-
-class TestStatic:
-  def test_trains_so_many_learners_and_no_gate(self):
+  def test_static_learners_are_so_many_without_a_gate(self):
     task = make(static_learners=1)
-    loss, metric_sums, grads = gradients(task, False)
-    assert set(metric_sums) == {'loss'}
-    assert loss == pytest.approx(
-      metric_sums['loss'][0] / metric_sums['loss'][1]
-    )
+    loss, means, grads = gradients(task)
+    assert means == {'loss': pytest.approx(loss)}
     for name, grad in grads.items():
       if '/gate/' in name:
         assert not grad.any()
       elif name.endswith('/up'):
         assert grad[0].any()
         assert not grad[1].any()
-
-  def test_is_evaluated_as_it_is(self):
-    task = make(static_learners=1)
     metrics = held_out(task)
-    names = {'k1/loss', 'k1/accuracy', 'k1/top5'}
-    assert set(metrics) == names | {'k1/mean_recall'}
+    assert {name.split('/')[0] for name in metrics} == {'k1'}
     assert metrics['k1/loss'] == pytest.approx(held_out(make())['k1/loss'])
-    assert set(task.main_metrics(metrics)) == names
-    assert len(task.summary(metrics).splitlines()) == 2
+    assert set(task.main_metrics(metrics)) == {
+      *('k1/loss', 'k1/accuracy', 'k1/top5')
+    }
     assert task.flops_per_step(False) == pytest.approx(
-      6 * 16 * task.macs(learners=1)
+      6 * 8 * task.macs(learners=1)
     )
 
 
 class TestEvaluate:
-  def test_numbers_under_the_gates_and_for_every_k(self):
-    metrics = held_out(make())
+  def test_under_the_gates_and_for_every_k(self):
+    task = make()
+    metrics = held_out(task)
     per_mode = {'loss', 'accuracy', 'mean_recall', 'top5'}
     assert set(metrics) == {
       *per_mode,
       *(f'k{k}/{name}' for k in (1, 2) for name in per_mode),
       *('load', 'load_std', 'token_std', 'budget_error', 'gmacs'),
     }
-    assert metrics['gmacs'] == make().macs(metrics['load']) / 1e9
+    assert metrics['gmacs'] == task.macs(metrics['load']) / 1e9
     assert metrics['k1/loss'] != pytest.approx(metrics['k2/loss'], rel=1e-3)
+    table = task.summary(metrics)
+    rows = [line.split() for line in table.splitlines()]
+    assert [row[0] for row in rows[1:4]] == ['gated', 'k', 'k']
+    assert f'{metrics["load"]:.4f}' in rows[1]
+    assert f'{metrics["gmacs"]:.4f}' in rows[1]
+    assert f'{metrics["k1/accuracy"]:.4f}' in rows[2]
+    assert 'budget 0.500' in table
+    assert f'{metrics["budget_error"]:+.4f}' in table
 
-  def test_fixed_numbers_only_before_there_are_gates(self):
-    metrics = held_out(make('learners'))
+  def test_before_there_are_gates(self):
+    task = make('learners')
+    metrics = held_out(task)
     assert {name.split('/')[0] for name in metrics} == {'k1', 'k2'}
     assert metrics['k1/loss'] == pytest.approx(held_out(make())['k1/loss'])
-    assert set(make('learners').main_metrics(metrics)) == {
+    assert set(task.main_metrics(metrics)) == {
       *('k2/loss', 'k2/accuracy', 'k2/top5')
     }
+    assert 'gated' not in task.summary(metrics)
 
   def test_load_and_its_spread(self):
     task = make()
@@ -355,121 +275,32 @@ class TestEvaluate:
     )
 
 
-class TestCosts:
-  def test_macs(self):
-    task = make()
-    table = MODEL.flops_table()
-    gates = sum(row.get('gate', 0) for _, row in table) / 2
-    assert task.macs() == task.macs(1.0) == flops.published_macs(MODEL)
-    assert task.macs(learners=2) == flops.published_macs(MODEL) - gates
-    learners = sum(row.get('learners', 0) for _, row in table) / 2
-    assert task.macs(1.0) - task.macs(0.0) == learners
-    assert task.macs(0.25) - task.macs(0.0) == pytest.approx(learners / 4)
-    assert task.macs(learners=1) == task.macs(0.5) - gates
-
-  def test_of_a_step(self):
-    # Batches of 16, here and below.
-    assert make().flops_per_step(0.0) == 16 * flops.train(MODEL)
-    trained = 3 * sum(
-      row.get(part, 0)
-      for _, row in MODEL.flops_table()
-      for part in ('learners', 'gate')
-    )
-    assert make('gates').flops_per_step(0.0) == 16 * (
-      flops.forward(DENSE) + trained
-    )
-
-  def test_report(self):
-    report = make().flops_report()
-    assert 'block_*/mlp' in report
-    assert 'ratio to dense' in report
-
-
-class TestSummary:
-  def test_a_row_for_each_way_to_run(self):
-    task = make()
-    table = task.summary(held_out(task))
-    rows = [line.split() for line in table.splitlines()]
-    assert [row[0] for row in rows[1:4]] == ['gated', 'k', 'k']
-    metrics = held_out(task)
-    assert f'{metrics["load"]:.4f}' in rows[1]
-    assert f'{metrics["k1/accuracy"]:.4f}' in rows[2]
-    assert f'{task.macs(metrics["load"]) / 1e9:.4f}' in rows[1]
-    assert 'budget 0.500' in table
-    assert f'{metrics["budget_error"]:+.4f}' in table
-
-  def test_without_gates(self):
-    table = make('learners').summary(held_out(make('learners')))
-    assert 'gated' not in table
-    assert 'budget' not in table
-
-
-class TestWeights:
-  def test_a_checkpoint_file_of_the_dense_model(self, tmp_path):
-    path = tmp_path / 'dense.safetensors'
-    convert_vit.save(path, TEACHER['params'], DENSE, naming='timm')
-    task = make()
-    params, model_state = task.start(PARAMS, {}, str(path))
-    assert model_state == {}
-    before, dense, after = map(
-      trees.flatten, (PARAMS, TEACHER['params'], params)
-    )
-    for name, value in after.items():
-      source = before if is_adaptive(name) else dense
-      np.testing.assert_array_equal(value, source[name], err_msg=name)
-    loaded = make_task(
-      config_lib.replace(
-        task.config, {'objective.teacher': str(path), 'init': 'elsewhere'}
-      )
-    ).converted()
-    for name, value in trees.flatten(loaded['params']).items():
-      np.testing.assert_array_equal(value, dense[name], err_msg=name)
-
-  def test_nobody_to_learn_from(self):
-    for phase in ('learners', 'gates'):
-      with pytest.raises(UserError, match='init is missing.*--config.init'):
-        make(phase).teacher(None)
-    assert make().teacher(None) is None
-
-  @pytest.mark.parametrize(
-    ('changes', 'message'),
-    [
-      ({'objective': PruningObjective()}, 'PruningObjective.*ACMObjective'),
-      (
-        {'objective.phase': 'all', 'optimizer.rules': (('.', 1.0, 0),)},
-        "objective.phase='all' and optimizer.rules",
-      ),
-      (
-        {
-          'model.routing': VisionRoutingConfig(score='learned', layers=(0,)),
-          'dense': PhaseConfig(num_steps=1, batch_size=1, learning_rate=1e-3),
-        },
-        'dense and model.routing and model.adaptive: .*a run of its own',
-      ),
-      (
-        {
-          'model.routing': VisionRoutingConfig(score='learned', layers=(0,)),
-          'train.capacity_warmup_steps': 2,
-        },
-        'train.capacity_warmup_steps=2 and model.routing and model.adaptive',
-      ),
-      (
-        {'model.adaptive': None},
-        'objective=ACMObjective and model=ViTConfig: .*objective=None',
-      ),
-      (
-        {'objective.static_learners': 3},
-        'objective.static_learners=3: expected at most .*num_learners=2',
-      ),
-      (
-        {'data.image_size': 16, 'model.image_size': 8},
-        r'model\.image_size=8 and data\.image_size=16',
-      ),
-    ],
+def test_costs():
+  task, table = make(), MODEL.flops_table()
+  gates = sum(row.get('gate', 0) for _, row in table)
+  learners = sum(row.get('learners', 0) for _, row in table)
+  assert task.macs() == task.macs(1.0) == flops.published_macs(MODEL)
+  assert task.macs(learners=2) == flops.published_macs(MODEL) - gates / 2
+  assert task.macs(1.0) - task.macs(0.25) == pytest.approx(learners * 3 / 8)
+  assert task.macs(learners=1) == task.macs(0.5) - gates / 2
+  # Of a step of 8 rows.
+  assert task.flops_per_step(0.0) == 8 * flops.train(MODEL)
+  assert make('gates').flops_per_step(0.0) == 8 * (
+    flops.forward(DENSE) + 3 * (learners + gates)
   )
-  def test_what_does_not_fit(self, changes, message):
-    with pytest.raises(UserError, match=message):
-      config_lib.replace(make().config, changes)
+
+
+def test_starts_from_a_checkpoint_file_of_the_dense_model(tmp_path):
+  path = tmp_path / 'dense.safetensors'
+  convert_vit.save(path, TEACHER['params'], DENSE, naming='timm')
+  task = make()
+  params, model_state = task.start(PARAMS, {}, str(path))
+  assert model_state == {}
+  dense = trees.flatten(TEACHER['params'])
+  tiny.same(params, started(PARAMS, dense))
+  other = {'objective.teacher': str(path), 'init': 'elsewhere'}
+  loaded = make_task(config_lib.replace(task.config, other)).converted()
+  tiny.same(loaded['params'], dense)
 
 
 @pytest.fixture
@@ -481,104 +312,91 @@ def teacher_at_hand(monkeypatch):
   monkeypatch.setattr(Adaptive, 'converted', lambda self: teacher)
 
 
-class TestPictures:
-  def draw(self, task, params=PARAMS):
-    figures = task.pictures(params, {})
-    for figure in figures.values():
-      assert isinstance(figure, matplotlib.figure.Figure)
-      figure.canvas.draw()
-      plt.close(figure)
-    return set(figures)
+def draw(task, params=PARAMS):
+  figures = task.pictures(params, {})
+  for figure in figures.values():
+    figure.canvas.draw()
+    plt.close(figure)
+  return set(figures)
 
-  @pytest.mark.usefixtures('teacher_at_hand')
-  @pytest.mark.parametrize(
-    ('phase', 'names'),
-    [
-      ('learners', {'error_by_learners'}),
-      ('gates', {'error_by_learners', 'load', 'compute', 'extremes'}),
-      # Learners no longer imitate.
-      ('end_to_end', {'load', 'compute', 'extremes'}),
-    ],
-  )
-  def test_all_are_drawn(self, phase, names):
-    assert self.draw(make(phase)) == names
 
-  def test_when_the_dense_model_has_gone(self):
-    assert make()._error_map(PARAMS) == {}
+@pytest.mark.usefixtures('teacher_at_hand')
+def test_all_is_drawn():
+  assert draw(make('learners')) == {'error_by_learners'}
+  gated = {'error_by_learners', 'load', 'compute', 'extremes'}
+  assert draw(make('gates')) == gated
 
-  @pytest.mark.usefixtures('teacher_at_hand')
-  def test_robustness(self, monkeypatch):
-    monkeypatch.setattr(adaptive_studies, '_IMAGES', 20)
-    found = make().studies()['robustness'](PARAMS, {}, mesh())
-    clean = {
-      json.dumps(value)
-      for name, value in found.metrics.items()
-      if name.endswith('/0')
-    }
-    assert len(clean) == 1
-    assert set(json.loads(clean.pop())) == {'adaptive', 'dense', 'load'}
-    assert len(found.metrics) % 6 == 0
-    assert found.text.count('\n') == len(found.metrics) + 1
+
+def test_the_dense_model_may_have_gone_when_pictures_are_drawn():
+  assert make()._error_map(PARAMS) == {}
+
+
+@pytest.mark.usefixtures('teacher_at_hand')
+def test_robustness(monkeypatch):
+  monkeypatch.setattr(adaptive_studies, '_IMAGES', 20)
+  found = make().studies()['robustness'](PARAMS, {}, tiny.one_device())
+  clean = {
+    json.dumps(value)
+    for name, value in found.metrics.items()
+    if name.endswith('/0')
+  }
+  assert len(clean) == 1
+  assert set(json.loads(clean.pop())) == {'adaptive', 'dense', 'load'}
+  assert len(found.metrics) % 6 == 0
+  assert found.text.count('\n') == len(found.metrics) + 1
 
 
 class TestLanguage:
   """The same of a language model: its layers scanned and rematerialised."""
 
-  MODEL = LMConfig(
-    num_layers=2,
-    width=8,
-    num_heads=2,
-    mlp_dim=8,
-    routing=None,
+  MODEL = dataclasses.replace(
+    tiny.LM,
     adaptive=AdaptiveConfig(num_learners=2, replace=(FFNS,)),
     scan_layers=True,
     remat='full',
   )
-
-  @pytest.fixture(scope='class')
-  @staticmethod
-  def make(tmp_path_factory):
-    folder = tmp_path_factory.mktemp('texts')
-    rng = np.random.default_rng(0)
-    for name, size in (('train', 400), ('held', 60)):
-      letters = bytes(rng.integers(97, 110, size, dtype=np.uint8))
-      (folder / f'{name}.txt').write_bytes(letters)
-
-    @functools.cache
-    def make(phase, **model):
-      config = ExperimentConfig(
-        model=dataclasses.replace(TestLanguage.MODEL, **model),
-        data=TextDataConfig(
-          source='files',
-          files=f'{folder}/train.txt',
-          eval_files=f'{folder}/held.txt',
-          length=16,
-          max_epochs=1000,
-        ),
-        objective=ACMObjective(phase=phase),
-        # Of 59 tokens to predict, the last row has 11.
-        evaluation=EvaluationConfig(
-          every=0, batches=0, batch_size=8, sample_tokens=4
-        ),
-      )
-      return make_task(config)
-
-    return make
+  FLAT = dataclasses.replace(MODEL, scan_layers=False, remat='none')
 
   @pytest.fixture(scope='class')
   @staticmethod
   def params():
-    flat = dataclasses.replace(TestLanguage.MODEL, scan_layers=False)
-    return flat, stack.scanned(TestLanguage.MODEL.stack, telling(flat))
+    return stack.scanned(TestLanguage.MODEL.stack, telling(TestLanguage.FLAT))
 
   @pytest.fixture(scope='class')
   @staticmethod
   def teacher():
-    return {'params': random_params(TestLanguage.MODEL.dense_twin(), seed=1)}
+    twin = TestLanguage.MODEL.dense_twin()
+    return {'params': tiny.random_params(twin, seed=1)}
+
+  @pytest.fixture(scope='class')
+  @staticmethod
+  def make(tmp_path_factory):
+    # Of 59 tokens to predict, the last row has 11.
+    folder = tiny.texts(tmp_path_factory.mktemp('texts'), train=400, held=60)
+    data = TextDataConfig(
+      source='files',
+      files=f'{folder}/train.txt',
+      eval_files=f'{folder}/held.txt',
+      length=16,
+      max_epochs=1000,
+    )
+    sizes = {
+      'evaluation.batches': 0,
+      'evaluation.batch_size': 8,
+      'evaluation.sample_tokens': 4,
+    }
+
+    @functools.cache
+    def make(phase, model=TestLanguage.MODEL):
+      objective = ACMObjective(phase=phase)
+      return make_task(
+        tiny.experiment(model, data, objective=objective, **sizes)
+      )
+
+    return make
 
   @pytest.mark.parametrize('phase', ['learners', 'gates'])
   def test_phases_look_into_the_loop(self, make, params, teacher, phase):
-    flat, scanned = params
     batch = next(make(phase).modality.train_iterator())
 
     def step(task, params, teacher):
@@ -589,17 +407,15 @@ class TestLanguage:
 
       return jax.jit(jax.value_and_grad(loss))(params)
 
-    loss, grads = step(make(phase), scanned, teacher)
-    plain = make(phase, scan_layers=False, remat='none')
+    unrolled = functools.partial(stack.unrolled, self.MODEL.stack)
+    loss, grads = step(make(phase), params, teacher)
     want, want_grads = step(
-      plain,
-      stack.unrolled(self.MODEL.stack, scanned),
-      {'params': stack.unrolled(self.MODEL.stack, teacher['params'])},
+      make(phase, self.FLAT),
+      unrolled(params),
+      {'params': unrolled(teacher['params'])},
     )
-    assert plain.config.model == dataclasses.replace(flat, remat='none')
     assert loss == pytest.approx(float(want), rel=1e-5)
-    grads = trees.flatten(stack.unrolled(self.MODEL.stack, grads))
-    want_grads = trees.flatten(want_grads)
+    grads, want_grads = map(trees.flatten, (unrolled(grads), want_grads))
     assert grads.keys() == want_grads.keys()
     for name, grad in grads.items():
       np.testing.assert_allclose(
@@ -616,16 +432,13 @@ class TestLanguage:
     def loss(params):
       return task.loss(params, {}, batch, jax.random.key(0), True)
 
-    grads, (metric_sums, _) = jax.jit(jax.grad(loss, has_aux=True))(params[1])
-    assert {'loss', 'load', 'budget', 'entropy', 'diversity'} == set(
-      metric_sums
-    )
+    grads, _ = jax.jit(jax.grad(loss, has_aux=True))(params)
     for name, grad in trees.flatten(grads).items():
       assert jnp.isfinite(grad).all(), name
       assert jnp.any(grad), name
 
   def test_an_early_exit_is_trained(self, make):
-    task = make('end_to_end', early_exit=1, scan_layers=False, remat='none')
+    task = make('end_to_end', dataclasses.replace(self.FLAT, early_exit=1))
     batch = next(task.modality.train_iterator())
 
     def loss(key):
@@ -640,42 +453,24 @@ class TestLanguage:
     dense = dataclasses.replace(
       task.config, model=task.config.model.dense_twin(), objective=None
     )
-    workdir_lib.claim(tmp_path, dense)
-    directory = workdir_lib.checkpoints(tmp_path)
-    with Checkpointer(directory, dense.checkpoint) as saver:
-      saver.save(1, {'params': teacher['params'], 'model_state': {}})
-    fresh = params[1]
-    started, model_state = task.start(fresh, {}, str(tmp_path))
-    assert model_state == {}
-    before, taught = map(trees.flatten, (fresh, teacher['params']))
-    for name, value in trees.flatten(started).items():
-      source = before if is_adaptive(name) else taught
-      np.testing.assert_array_equal(value, source[name], err_msg=name)
+    taught = tiny.save_run(tmp_path, dense, teacher['params'])
+    found, _ = task.start(params, {}, str(tmp_path))
+    tiny.same(found, started(params, taught))
     converted = config_lib.replace(task.config, {'init': str(tmp_path)})
-    jax.tree.map(
-      np.testing.assert_array_equal,
-      make_task(converted).converted(),
-      teacher,
-    )
+    tiny.same(make_task(converted).converted()['params'], taught)
 
-  def test_is_evaluated_and_drawn(self, make, params, monkeypatch, teacher):
+  def test_is_evaluated_and_drawn(self, make, params, teacher, monkeypatch):
     monkeypatch.setattr(Adaptive, 'converted', lambda self: teacher)
-    task, (flat, scanned) = make('end_to_end'), params
-    metrics = evaluation.held_out(task, scanned, {}, mesh())
-    per_mode = {'loss', 'perplexity', 'bits_per_byte'}
-    assert set(metrics) == {
-      *per_mode,
-      *(f'k{k}/{name}' for k in (1, 2) for name in per_mode),
-      *('load', 'load_std', 'token_std', 'budget_error', 'gmacs'),
-    }
+    task = make('end_to_end')
+    metrics = evaluation.held_out(task, params, {}, tiny.one_device())
     for prefix in ('', 'k1/', 'k2/'):
       assert metrics[f'{prefix}perplexity'] == pytest.approx(
         np.exp(metrics[f'{prefix}loss'])
       )
     # Of each row alone, without the padding of the last one.
     (batch,) = task.modality.eval_batches(batch_size=8, num_batches=None)
-    apply = jax.jit(flat.build().apply)
-    variables = {'params': stack.unrolled(self.MODEL.stack, scanned)}
+    apply = jax.jit(self.FLAT.build().apply)
+    variables = {'params': stack.unrolled(self.MODEL.stack, params)}
     rows = []
     for tokens_L, weight_L in zip(
       batch['tokens'], batch['weights'], strict=True
@@ -684,13 +479,11 @@ class TestLanguage:
         found = choices(apply(variables, tokens_L[None, :length]))
         rows.append(np.asarray(task.share_per_token(found))[0])
     assert [len(row) for row in rows] == [16, 16, 16, 11]
-    means = [row.mean() for row in rows]
+    means, tokens = [row.mean() for row in rows], np.concatenate(rows)
     assert metrics['load'] == pytest.approx(np.mean(means), rel=1e-4)
     assert metrics['load_std'] == pytest.approx(np.std(means), abs=1e-3)
-    assert np.std(np.concatenate(rows)) > 0.05
-    assert metrics['token_std'] == pytest.approx(
-      np.std(np.concatenate(rows)), abs=1e-4
-    )
+    assert tokens.std() > 0.05
+    assert metrics['token_std'] == pytest.approx(tokens.std(), abs=1e-4)
     assert set(task.main_metrics(metrics)) == {
       *('loss', 'load', 'load_std', 'gmacs')
     }
@@ -698,9 +491,8 @@ class TestLanguage:
     assert [row.split()[0] for row in table[1:4]] == ['gated', 'k', 'k']
     assert 'perplexity' in table[0]
     assert 'over sequences' in table[-1]
-    assert TestPictures().draw(task, scanned) == {'load', 'compute'}
-    (sample,) = task.finish(scanned, {})
+    assert draw(task, params) == {'load', 'compute'}
+    (sample,) = task.finish(params, {})
     words = task.modality._held_out_words()
     assert sample.startswith(words)
     assert len(sample) > len(words)
-    assert 'block_*/mlp' in task.flops_report()

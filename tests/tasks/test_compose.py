@@ -4,49 +4,33 @@ import dataclasses
 import functools
 import re
 
-from flax import linen as nn
 import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
+import tiny
 
-from mod_jax import flops, parallel, trees
-from mod_jax.data.images import ImageDataConfig
-from mod_jax.data.text import TextDataConfig
-from mod_jax.errors import UserError
+from mod_jax import flops, trees
 from mod_jax.layers import stack
 from mod_jax.layers.acm import FFNS, AdaptiveConfig
 from mod_jax.layers.routing_config import MoDConfig, VisionRoutingConfig
 from mod_jax.models import acm
 from mod_jax.models.dynamic_vit import DynamicViTConfig
-from mod_jax.models.lm import LMConfig
-from mod_jax.models.vit import ViTConfig
 from mod_jax.pretrained import export
 from mod_jax.pretrained import load as load_lib
-from mod_jax.runs import workdir as workdir_lib
-from mod_jax.runs.checkpoints import Checkpointer
-from mod_jax.runs.run_config import EvaluationConfig, TrainConfig
 from mod_jax.tasks import make_task, phases
 from mod_jax.tasks.adaptive import Adaptive
 from mod_jax.tasks.experiment import (
   ACMObjective,
-  ExperimentConfig,
   PhaseConfig,
   PruningObjective,
 )
-from mod_jax.tasks.pruning import Pruning
 from mod_jax.train import evaluation
 
 ADAPTIVE = AdaptiveConfig(num_learners=2, replace=(FFNS,))
-ROUTED = ViTConfig(
-  image_size=8,
-  patch_size=2,
-  num_classes=10,
-  num_layers=2,
-  width=8,
-  num_heads=2,
-  routing=VisionRoutingConfig(capacity=0.5),
+ROUTED = dataclasses.replace(
+  tiny.VIT, routing=VisionRoutingConfig(capacity=0.5)
 )
 PRUNED = DynamicViTConfig(backbone=ROUTED, stages=(0,), keep=0.7)
 MODEL = PRUNED.with_parts(adaptive=ADAPTIVE)
@@ -56,16 +40,11 @@ MODULE = acm.modules(MODEL)['block_0/mlp']  # As the other one.
 
 def random_params(model, seed=0):
   """Returns parameters that tell things apart, gates above all."""
-  shapes = jax.eval_shape(
-    lambda: nn.unbox(model.build().init(jax.random.key(0), model.example()))
-  )
-  rng = np.random.default_rng(seed)
-
-  def draw(path, x):
-    scale = 3 if re.search(r'gate.*logits.*kernel', str(path)) else 1
-    return jnp.asarray(rng.normal(0, 0.4 * scale, x.shape), jnp.float32)
-
-  return jax.tree_util.tree_map_with_path(draw, shapes['params'])
+  params = tiny.random_params(model, seed)
+  for name, x in trees.flatten(params).items():
+    if re.search(r'gate.*logits.*kernel', name):
+      x *= 3
+  return jax.tree.map(jnp.asarray, params)
 
 
 PARAMS = random_params(MODEL)
@@ -73,35 +52,26 @@ PARAMS = random_params(MODEL)
 
 @functools.cache
 def make(model=MODEL, **changes):
-  fields = {'objective': ACMObjective(phase='end_to_end')} | changes
-  return make_task(
-    ExperimentConfig(
-      model=model,
-      data=ImageDataConfig(image_size=8),
-      train=TrainConfig(num_steps=8, batch_size=4),
-      evaluation=EvaluationConfig(
-        every=0, batches=1, batch_size=50, final_batches=1
-      ),
-      **fields,
-    )
-  )
-
-
-def mesh():
-  return parallel.make_mesh(parallel.MeshConfig(), jax.devices()[:1])
+  fields = {
+    'objective': ACMObjective(phase='end_to_end'),
+    'evaluation.batch_size': 50,
+  }
+  return make_task(tiny.experiment(model, **fields | changes))
 
 
 MODES = ('', 'never/', 'k1/', 'k2/')
+NUMBERS = ('loss', 'accuracy', 'mean_recall', 'top5')
 
 
 @pytest.fixture(scope='module')
 def held_out():
   modes = dict(list(make().eval_modes().items())[:2])  # Each one compiles.
-  with pytest.MonkeyPatch.context() as patch, jax.set_mesh(mesh()):
+  mesh = tiny.one_device()
+  with pytest.MonkeyPatch.context() as patch, jax.set_mesh(mesh):
     patch.setattr(
       Adaptive, 'eval_modes', lambda self, *, more=False: {} if more else modes
     )
-    return evaluation.held_out(make(), PARAMS, {}, mesh())
+    return evaluation.held_out(make(), PARAMS, {}, mesh)
 
 
 @pytest.fixture(scope='module')
@@ -114,27 +84,17 @@ def output():
 def saved(path, model, seed, **fields):
   """Returns a run's directory, as far as others look at it."""
   config = make(model, **fields).config
-  workdir_lib.claim(path, config)
-  params = random_params(model, seed)
-  directory = workdir_lib.checkpoints(path)
-  with Checkpointer(directory, config.checkpoint) as saver:
-    saver.save(1, {'params': params, 'model_state': {}})
-  return trees.flatten(params)
+  return tiny.save_run(path, config, random_params(model, seed))
 
 
 class TestOrder:
   """Each part learns from the run of the model without it."""
 
-  def test_methods(self):
-    assert type(make()) is Adaptive
-    assert type(make(PRUNED, objective=None)) is Pruning
-
   def test_pruning_beside_the_routed_model(self, tmp_path):
     routed = saved(tmp_path, ROUTED, 1, objective=None)
     task = make(PRUNED, objective=PruningObjective(), init=str(tmp_path))
     teacher = task.teacher(None)
-    for name, value in trees.flatten(teacher['params']).items():
-      np.testing.assert_array_equal(value, routed[name], err_msg=name)
+    tiny.same(teacher['params'], routed)
     started, _ = task.start(random_params(PRUNED, 2), {}, str(tmp_path))
     for name, value in trees.flatten(started).items():
       same = np.array_equal(value, routed.get(name))
@@ -143,31 +103,20 @@ class TestOrder:
     # of four linear maps on each of 16 patches.
     head = 16 * 2 * (8 * 8 + 8 * 4 + 4 * 2 + 2 * 2)
     student, teacher = flops.forward(ROUTED) + head, flops.forward(ROUTED)
-    assert task.flops_per_step(0.0) == 4 * (3 * student + teacher)
+    assert task.flops_per_step(0.0) == 8 * (3 * student + teacher)
 
   def test_adaptive_modules_from_the_pruned_routed_model(self, tmp_path):
     pruned = saved(tmp_path, PRUNED, 1, objective=None)
     objective = ACMObjective(phase='learners')
     task = make(objective=objective, init=str(tmp_path))
-    teacher = trees.flatten(task.teacher(None)['params'])
-    assert teacher.keys() == pruned.keys()
-    np.testing.assert_array_equal(
-      teacher['prediction_0/linear_0/kernel'],
-      pruned['prediction_0/linear_0/kernel'],
-    )
+    tiny.same(task.teacher(None)['params'], pruned)
     started, _ = task.start(PARAMS, {}, str(tmp_path))
     for name, value in trees.flatten(started).items():
       own = re.fullmatch(acm.PARAMETERS, name) is not None
       assert np.array_equal(value, pruned.get(name)) != own, name
     teacher_cost = flops.forward(PRUNED)
     modules = (LEFT + CHOSEN) * sum(MODULE.flops(1).values())
-    assert task.flops_per_step(0.0) == 4 * (teacher_cost + 3 * modules)
-
-  def test_a_model_that_drops_nothing_is_no_start(self, tmp_path):
-    saved(tmp_path, ROUTED, 1, objective=None)
-    task = make(objective=ACMObjective(phase='learners'), init=str(tmp_path))
-    with pytest.raises(UserError, match='missing: prediction_0'):
-      task.start(PARAMS, {}, str(tmp_path))
+    assert task.flops_per_step(0.0) == 8 * (teacher_cost + 3 * modules)
 
   def test_weight_decay_does_not_move_what_has_no_gradient(self):
     config = make().config
@@ -211,17 +160,15 @@ class TestEndToEnd:
     return jax.device_get(step(PARAMS))
 
   def test_tokens_are_dropped_and_not_masked(self, step):
-    grads, _, output = step
+    grads, metric_sums, output = step
     assert output.features_BLD.shape[1] == LEFT
     for name, grad in trees.flatten(grads).items():
       assert np.any(grad) != name.startswith('prediction_'), name
-
-  def test_the_budget_is_of_the_tokens_that_reach_the_modules(self, step):
-    _, metric_sums, output = step
+    # The budget is of the tokens that reach the modules, and not of all 17
+    # tokens of an image in both blocks.
     found = stack.collect(output.aux, 'adaptive')
     ran = {name: x.learners_BL.sum() for name, x in found.items()}
     total, count = metric_sums['load']
-    # Not of all 17 tokens of an image in both blocks.
     want = sum(ran.values()) / (4 * (LEFT + CHOSEN) * 2)
     assert total / count == pytest.approx(want, rel=1e-5)
     assert len(set(ran.values())) == 2
@@ -231,11 +178,7 @@ class TestEvaluation:
   def test_load_and_cost(self, held_out, output):
     assert tuple(make().eval_modes()) == MODES
     assert set(held_out) == {
-      *(
-        f'{p}{n}'
-        for p in MODES[:2]
-        for n in ('loss', 'accuracy', 'mean_recall', 'top5')
-      ),
+      *(f'{p}{n}' for p in MODES[:2] for n in NUMBERS),
       *('load', 'load_std', 'token_std', 'budget_error', 'gmacs'),
     }
     gated = stack.collect(output.aux, 'adaptive')
@@ -259,11 +202,8 @@ class TestEvaluation:
     idle = (1 - held_out['load']) * (LEFT + CHOSEN) * 2 * MODULE.learner_flops
     saved = flops.published_macs(MODEL) - held_out['gmacs'] * 1e9
     assert saved == pytest.approx(idle / 2, rel=1e-5)
-
-  def test_a_table_for_people(self, held_out):
-    lines = make().summary(held_out).splitlines()
-    titles = [line.split()[0] for line in lines[1:5]]
-    assert titles == ['gated', 'never', 'k', 'k']
+    titles = [row.split()[0] for row in make().summary(held_out).splitlines()]
+    assert titles[1:5] == ['gated', 'never', 'k', 'k']
 
   def test_all_is_drawn(self, monkeypatch):
     # How learners imitate is looked at elsewhere.
@@ -276,18 +216,12 @@ class TestEvaluation:
       *('routing', 'stages', 'keep_probability'),
       *('load', 'compute', 'extremes'),
     }
+    assert set(make().studies()) == {'confusion', 'throughput', 'robustness'}
 
   def test_routing_is_drawn_where_the_patches_lie(self, output):
     left_BL = make().modality._left(output, 1)
     assert left_BL.sum(axis=-1).tolist() == [LEFT] * 50
     np.testing.assert_array_equal(left_BL[:, 1:], output.keep_SBN[0] > 0)
-
-  def test_studies_are_those_that_make_sense(self):
-    assert set(make().studies()) == {
-      'confusion',
-      'throughput',
-      'robustness',
-    }
 
   def test_loads_predicts_and_exports_itself_alone(self, tmp_path):
     flat = saved(tmp_path / 'run', MODEL, 0)
@@ -295,34 +229,21 @@ class TestEvaluation:
     export.export(run, tmp_path / 'ours')
     again = load_lib.load(tmp_path / 'ours')
     assert again.config == MODEL
-    loaded = trees.flatten(dict(again.variables)['params'])
-    assert loaded.keys() == flat.keys()
+    tiny.same(dict(again.variables)['params'], flat)
     picture = np.zeros((8, 8, 3), np.uint8)
     assert len(again.predict(picture)[0]) == 5
-    for dense in (False, True):
-      with pytest.raises(UserError, match='timm cannot run .*learners'):
-        export.export(run, tmp_path / 'theirs', 'timm', dense=dense)
 
 
 class TestLanguage:
   """Mixture-of-Depths with adaptive feed-forwards."""
 
-  MODEL = LMConfig(
-    num_layers=2,
-    width=8,
-    num_heads=2,
-    mlp_dim=8,
-    routing=MoDConfig(capacity=0.5),
-    adaptive=ADAPTIVE,
+  MODEL = dataclasses.replace(
+    tiny.LM, routing=MoDConfig(capacity=0.5), adaptive=ADAPTIVE
   )
 
   def task(self, phase):
-    config = ExperimentConfig(
-      model=self.MODEL,
-      data=TextDataConfig(length=16),
-      objective=ACMObjective(phase=phase),
-    )
-    return make_task(config)
+    objective = ACMObjective(phase=phase)
+    return make_task(tiny.experiment(self.MODEL, objective=objective))
 
   @pytest.mark.parametrize('phase', ['learners', 'gates', 'end_to_end'])
   def test_padding_counts_for_nothing(self, phase):

@@ -4,56 +4,34 @@ import dataclasses
 import functools
 import logging
 import pathlib
-import types
-from types import SimpleNamespace
 
 from absl import logging as absl_logging
-from flax import linen as nn
 import jax
 import jax.numpy as jnp
-import matplotlib.figure
 import matplotlib.pyplot as plt
 import numpy as np
-from PIL import Image
 import pytest
+import tiny
 
 from mod_jax import config as config_lib
-from mod_jax import flops, parallel, trees
+from mod_jax import flops, trees
 from mod_jax.convert import files
 from mod_jax.convert import vit as convert_vit
 from mod_jax.data import images as images_lib
 from mod_jax.data.images import ImageDataConfig
-from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
 from mod_jax.layers.experts import ExpertsConfig
 from mod_jax.layers.routing_config import VisionRoutingConfig
 from mod_jax.layers.stem import ConvStemConfig
 from mod_jax.models.dynamic_vit import DynamicViTConfig
-from mod_jax.models.lm import LMConfig
 from mod_jax.models.vit import ViTConfig, resize_positions
-from mod_jax.optimizer import OptimizerConfig
-from mod_jax.pretrained import source as source_lib
 from mod_jax.runs import metrics as metrics_lib
-from mod_jax.runs.run_config import EvaluationConfig, TrainConfig
 from mod_jax.tasks import make_task, phases, warm_start
-from mod_jax.tasks.experiment import (
-  ACMObjective,
-  ExperimentConfig,
-  PruningObjective,
-)
-from mod_jax.tasks.plain import Plain
-from mod_jax.tasks.pruning import Pruning
+from mod_jax.tasks.experiment import PruningObjective
 from mod_jax.train import evaluation, loop
 
 GOLDEN = pathlib.Path(__file__).parents[1] / 'golden'
-DENSE = ViTConfig(
-  image_size=8,
-  patch_size=2,
-  num_classes=10,
-  num_layers=2,
-  width=8,
-  num_heads=2,
-)
+DENSE = tiny.VIT
 AMOD = dataclasses.replace(DENSE, routing=VisionRoutingConfig(capacity=0.5))
 MOD = dataclasses.replace(
   DENSE, routing=VisionRoutingConfig(score='learned', router_std=1.0)
@@ -68,17 +46,16 @@ ALONE = PruningObjective(token_distillation=0.0, logit_distillation=0.0)
 
 def make(model=DENSE, **changes):
   """Returns the task of a model on the digits; changes by dotted path."""
-  config = ExperimentConfig(
-    model=DENSE,
-    data=ImageDataConfig(image_size=8),
-    optimizer=OptimizerConfig(warmup_steps=0, learning_rate=1e-2),
-    train=TrainConfig(num_steps=8, batch_size=16),
-    evaluation=EvaluationConfig(
-      every=0, batches=0, batch_size=71, final_batches=0
-    ),
-  )
-  changes = {'model': model, 'log.tensorboard': False, **changes}
-  return _make_task(config_lib.replace(config, changes))
+  small = {
+    'optimizer.learning_rate': 1e-2,
+    'optimizer.warmup_steps': 0,
+    'train.num_steps': 8,
+    'evaluation.batches': 0,
+    'evaluation.batch_size': 71,
+    'evaluation.final_batches': 0,
+  }
+  config = tiny.experiment(DENSE, **small)
+  return _make_task(config_lib.replace(config, {'model': model, **changes}))
 
 
 _make_task = functools.cache(make_task)  # With what they have compiled.
@@ -97,20 +74,10 @@ def init(task, seed=0):
 
 @functools.cache
 def _init(model, seed):
-  rngs = {'params': jax.random.key(0), 'routing': jax.random.key(0)}
-  shapes = nn.unbox(
-    jax.eval_shape(lambda: model.build().init(rngs, model.example()))
-  )
-  rng = np.random.default_rng(seed)
-  params = jax.tree.map(
-    lambda x: rng.normal(0.1, 0.4, x.shape).astype(np.float32),
-    shapes.pop('params'),
-  )
-  return params, jax.tree.map(lambda x: np.ones(x.shape, x.dtype), shapes)
-
-
-def one_device():
-  return parallel.make_mesh(parallel.MeshConfig(), jax.devices()[:1])
+  shapes = tiny.shapes(model)
+  del shapes['params']
+  state = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), shapes)
+  return tiny.random_params(model, seed, mean=0.1), state
 
 
 @pytest.fixture(scope='module')
@@ -121,13 +88,12 @@ def one_device_each(on_one_device):
     yield
 
 
-def random_batch(size=4, image_size=8, classes=10):
+def random_batch():
   rng = np.random.default_rng(0)
-  image = rng.normal(size=(size, image_size, image_size, 3))
   return {
-    'image': image.astype(np.float32),
+    'image': rng.normal(size=(4, 8, 8, 3)).astype(np.float32),
     # As mixup and cutmix leave them.
-    'target': rng.dirichlet(np.ones(classes), size).astype(np.float32),
+    'target': rng.dirichlet(np.ones(10), 4).astype(np.float32),
   }
 
 
@@ -195,16 +161,10 @@ class TestImageLoss:
       AMOD,
       **{'train.capacity_warmup_steps': 4, 'train.capacity_warmup_stages': 2},
     )
-    assert [task.static_args(step) for step in range(6)] == [
-      1,
-      1,
-      0.5,
-      0.5,
-      0,
-      0,
-    ]
+    floors = [task.static_args(step) for step in range(6)]
+    assert floors == [1, 1, 0.5, 0.5, 0, 0]
     assert task.flops_per_step(1.0) == make().flops_per_step(0.0)
-    assert task.flops_per_step(0.0) == 16 * 3 * flops.forward(AMOD)
+    assert task.flops_per_step(0.0) == 8 * 3 * flops.forward(AMOD)
     assert task.flops_per_step(0.0) < task.flops_per_step(1.0)
     params, _ = init(make())
     batch = random_batch()
@@ -266,7 +226,8 @@ class TestPruningLoss:
 
   def test_terms_against_oracles(self):
     task = pruning(**self.WEIGHTS)
-    loss, metric_sums, output, taught, _ = pruned(task, gradients=True)
+    loss, metric_sums, output, taught, grads = pruned(task, gradients=True)
+    of_student, of_teacher = grads
     keep_SBN = output.keep_SBN
     assert 0 < keep_SBN[1].mean() < keep_SBN[0].mean() < 1
     assert set(np.unique(keep_SBN)) == {0, 1}
@@ -308,25 +269,21 @@ class TestPruningLoss:
       sum(weights[name] * value for name, value in means.items()), rel=1e-4
     )
 
+    # The teacher learns nothing; all else does, the prediction heads included.
+    assert not any(np.any(x) for x in jax.tree.leaves(of_teacher))
+    for name, x in trees.flatten(of_student).items():
+      assert np.isfinite(x).all()
+      # A bias of the keys shifts all scores of a query alike.
+      if not name.endswith('key/bias'):
+        assert np.any(x), name
+
   def test_without_a_teacher(self):
     task = pruning(SHALLOW, teacher=False)
-    assert not task.objective.needs_teacher
     assert task.teacher(None) is None
     loss, metric_sums, *_ = pruned(task, with_teacher=False)
     assert metric_sums.keys() == {'loss', 'ratio', 'kept_0'}
     means = {k: total / count for k, (total, count) in metric_sums.items()}
     assert loss == pytest.approx(means['loss'] + 2 * means['ratio'], rel=1e-5)
-
-  def test_the_teacher_learns_nothing(self):
-    task = pruning(**self.WEIGHTS)
-    *_, (student, teacher) = pruned(task, gradients=True)
-    assert not any(np.any(x) for x in jax.tree.leaves(teacher))
-    # All else does, the prediction heads included.
-    for name, x in trees.flatten(student).items():
-      assert np.isfinite(x).all()
-      # A bias of the keys shifts all scores of a query alike.
-      if not name.endswith('key/bias'):
-        assert np.any(x), name
 
   def test_patches_that_are_removed(self):
     model = dataclasses.replace(DYNAMIC, score='class_attention', stages=(1,))
@@ -356,25 +313,18 @@ class TestPruningLoss:
     heads = sum(
       model.prediction_flops(model.backbone.num_patches) for _ in model.stages
     )
-    student = 16 * 3 * (dense + heads)
+    student = 8 * 3 * (dense + heads)
     weighed = pruning(**self.WEIGHTS)
-    assert weighed.flops_per_step(0.0) == student + 16 * dense
+    assert weighed.flops_per_step(0.0) == student + 8 * dense
     assert pruning(teacher=False).flops_per_step(0.0) == student
     model = dataclasses.replace(DYNAMIC, score='random')
     assert pruning(model, teacher=False).flops_per_step(0.0) == (
-      16 * 3 * flops.forward(model)
+      8 * 3 * flops.forward(model)
     )
-
-  def test_a_teacher_is_asked_for(self):
-    with pytest.raises(
-      UserError, match='give its workdir or checkpoint as init'
-    ):
-      make(DYNAMIC).teacher(None)
-    assert isinstance(make(DYNAMIC), Pruning)
 
 
 def held_out(task, params, **kwargs):
-  return evaluation.held_out(task, params, {}, one_device(), **kwargs)
+  return evaluation.held_out(task, params, {}, tiny.one_device(), **kwargs)
 
 
 @functools.cache
@@ -393,31 +343,39 @@ def _apply(model, **kwargs):
   return jax.jit(model.build(**kwargs).apply)
 
 
-def oracle(logits_BV, label_B):
+def oracle(logits_BV, label_B, classes=10):
   """Returns loss, accuracies and mean recall, in numpy alone."""
   order = np.argsort(-logits_BV, axis=-1, kind='stable')
   hit_B = order[:, 0] == label_B
+  recall_V = [hit_B[label_B == v].mean() for v in range(classes)]
   return {
-    'mean_recall': np.mean([hit_B[label_B == v].mean() for v in range(10)]),
-    'loss': cross_entropy(logits_BV, np.eye(10)[label_B]).mean(),
+    'mean_recall': np.mean(recall_V),
+    'loss': cross_entropy(logits_BV, np.eye(classes)[label_B]).mean(),
     'accuracy': np.mean(order[:, 0] == label_B),
     'top5': np.mean((order[:, :5] == label_B[:, None]).any(axis=1)),
   }
 
 
 class TestEvaluate:
-  def test_dense(self):
-    task = make(**{'evaluation.batch_size': 64})  # The last one is padded.
+  @pytest.mark.parametrize('model', [DENSE, DYNAMIC], ids=['dense', 'pruned'])
+  def test_all_that_is_held_out(self, model):
+    # The last batch is padded.
+    objective = ALONE if model == DYNAMIC else None
+    changes = {'evaluation.batch_size': 64, 'objective': objective}
+    task = make(model, **changes)
     params, _ = init(task)
     metrics = held_out(task, params)
     seen = digits()
-    logits_BV = _apply(DENSE)({'params': params}, seen['image']).logits_BV
-    expected = oracle(np.asarray(logits_BV), seen['label'])
+    output = _apply(model)({'params': params}, seen['image'])
+    left = model.kept[-1] if model == DYNAMIC else 16
+    assert output.features_BLD.shape[1] == 1 + left
+    expected = oracle(np.asarray(output.logits_BV), seen['label'])
     assert 0 < expected['accuracy'] < expected['top5'] < 1
     assert metrics == pytest.approx(expected, rel=1e-5)
     main = task.main_metrics(metrics)
     assert main.keys() == {'loss', 'accuracy', 'top5'}
     assert main.items() <= metrics.items()
+    assert 'never' not in task.summary(metrics)
 
   def test_routed(self):
     task = make(AMOD)
@@ -439,59 +397,24 @@ class TestEvaluate:
     assert f'{flops.published_macs(AMOD) / 1e9:.4f}' in table
     assert f'{flops.num_params(AMOD):,}' in table
 
-  def test_pruned(self):
-    task = make(DYNAMIC, objective=ALONE)
-    params, _ = init(task)
-    metrics = held_out(task, params)
-    seen = digits()
-    output = _apply(DYNAMIC)({'params': params}, seen['image'])
-    assert output.features_BLD.shape[1] == 1 + DYNAMIC.kept[-1]
-    expected = oracle(np.asarray(output.logits_BV), seen['label'])
-    assert metrics == pytest.approx(expected, rel=1e-5)
-    assert 'never' not in task.summary(metrics)
-
   def test_few_classes_have_no_top5(self, folder):
     model = dataclasses.replace(DENSE, num_classes=3)
     task = make(model, data=in_folder(folder))
     params, _ = init(task)
     metrics = held_out(task, params)
-    assert metrics.keys() == {'loss', 'accuracy', 'mean_recall'}
-    of_six = task.modality.eval_sums(
-      SimpleNamespace(logits_BV=np.zeros((1, 6))),
-      {'label': np.zeros(1, int), 'weight': np.ones(1)},
-      None,
-    )
-    assert 'accuracy' in of_six
-    assert 'top5' not in of_six
     # Six images in a batch of 71; a row that only fills it is no image.
-    images = list(images_lib.eval_batches(task.config.data, batch_size=1))
-    assert len(images) == 6
-    logits_BV = np.concatenate(
-      [
-        np.asarray(_apply(model)({'params': params}, b['image']).logits_BV)
-        for b in images
-      ]
-    )
-    label_B = np.concatenate([b['label'] for b in images])
-    nats_B = cross_entropy(logits_BV, np.eye(3)[label_B])
-    assert metrics['loss'] == pytest.approx(nats_B.mean(), rel=1e-5)
-    assert metrics['accuracy'] == np.float32(
-      np.mean(logits_BV.argmax(axis=-1) == label_B)
-    )
+    (batch,) = images_lib.eval_batches(task.config.data, batch_size=6)
+    output = _apply(model)({'params': params}, batch['image'])
+    expected = oracle(np.asarray(output.logits_BV), batch['label'], 3)
+    del expected['top5']
+    assert metrics == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.fixture(scope='module')
 def folder(tmp_path_factory):
   """Pictures of three classes: 4 to train on and 2 held out, of each."""
   root = tmp_path_factory.mktemp('pictures')
-  rng = np.random.default_rng(0)
-  for split, count in (('train', 4), ('eval', 2)):
-    for name in ('cat', 'dog', 'emu'):
-      (root / split / name).mkdir(parents=True)
-      for i in range(count):
-        pixels = rng.integers(0, 256, (8, 8, 3), np.uint8)
-        Image.fromarray(pixels).save(root / split / name / f'{i}.png')
-  return root
+  return tiny.pictures(root, ('cat', 'dog', 'emu'), {'train': 4, 'eval': 2})
 
 
 def in_folder(folder):
@@ -524,69 +447,12 @@ def test_one_size_sets_both():
       config_lib.replace(config, changes)
 
 
-class TestMismatch:
-  @pytest.mark.parametrize(
-    ('parts', 'message'),
-    [
-      (
-        {'model': DENSE, 'data': TextDataConfig()},
-        'data=TextDataConfig and model=ViTConfig: .*of ImageDataConfig',
-      ),
-      (
-        {'model': LMConfig()},
-        'data=ImageDataConfig and model=LMConfig: .* data of TextDataConfig',
-      ),
-      (
-        {'model': DYNAMIC, 'objective': ACMObjective()},
-        'objective=ACMObjective and model=DynamicViTConfig: .*'
-        'objective=PruningObjective or None',
-      ),
-      (
-        {'model': DENSE, 'objective': ALONE},
-        'objective=PruningObjective and model=ViTConfig: .*objective=None',
-      ),
-      (
-        {'data': TextDataConfig(), 'objective': ALONE},
-        'objective=PruningObjective and model=LMConfig: .*'
-        'ConversionObjective or None',
-      ),
-      (
-        {'model': DYNAMIC, 'train': TrainConfig(capacity_warmup_steps=2)},
-        'capacity_warmup_steps=2 and model=DynamicViTConfig without routing',
-      ),
-    ],
-  )
-  def test_parts_of_a_config(self, parts, message):
-    """Refused when the config is made, not when it is trained."""
-    data = {'data': ImageDataConfig(image_size=8)}
-    with pytest.raises(UserError, match=message) as info:
-      ExperimentConfig(**data | parts)
-    assert '\n' not in str(info.value)
-
-  @pytest.mark.parametrize(
-    ('change', 'pattern'),
-    [
-      ({'num_classes': 7}, r'num_classes=7, .* 10: set model.{}num_classes=10'),
-      ({'image_size': 12}, r'model.{}image_size=12 and data.image_size=8'),
-    ],
-    ids=str,
-  )
-  def test_sizes(self, change, pattern):
-    other = dataclasses.replace(DENSE, **change)
-    with pytest.raises(UserError, match=pattern.format('')):
-      make(other).modality.check()
-    pruned = dataclasses.replace(DYNAMIC, backbone=other)
-    with pytest.raises(UserError, match=pattern.format('backbone.')):
-      make(pruned, objective=ALONE).modality.check()
-
-
 @pytest.fixture(scope='module')
 def dense_run(tmp_path_factory, one_device_each):
   """A dense run, and its held-out metrics: those of its averages."""
   workdir = tmp_path_factory.mktemp('runs') / 'dense'
   config = make(**{'train.ema_decay': 0.6, 'train.num_steps': 6}).config
   result = phases.train(config, workdir)
-  assert result.finished
   params = result.state.eval_params
   assert not np.array_equal(
     params['head']['kernel'], result.state.params['head']['kernel']
@@ -595,64 +461,47 @@ def dense_run(tmp_path_factory, one_device_each):
 
 
 def adapt(task, path):
-  """Returns (fresh parameters, those that a run from `path` starts with)."""
+  """Returns flat parameters: fresh ones, and those that a run starts with."""
   fresh, model_state = init(task)
   params, _ = task.start(fresh, model_state, str(path))
   shapes = jax.tree.map(jnp.shape, fresh)
   assert jax.tree.map(jnp.shape, params) == shapes
-  return trees.flatten(fresh), trees.flatten(params), params
+  return trees.flatten(fresh), trees.flatten(params)
 
 
 class TestStart:
   @pytest.mark.parametrize(
     ('model', 'new'),
     [
-      (AMOD, set()),
-      (MOD, {'block_1/router/kernel'}),
-      (DYNAMIC, {'prediction_'}),
-      (dataclasses.replace(DYNAMIC, score='static'), {'pattern_'}),
-      (AMOD.isoflop_twin(1), set()),
-      (dataclasses.replace(DENSE, patch_size=1), {'patch/kernel'}),
+      (AMOD, ''),
+      (MOD, 'block_1/router/kernel'),
+      (DYNAMIC, 'prediction_'),
+      (dataclasses.replace(DYNAMIC, score='static'), 'pattern_'),
+      (AMOD.isoflop_twin(1), ''),
     ],
-    ids=['amod', 'mod', 'dynamic', 'static', 'isoflop', 'patches'],
+    ids=['amod', 'mod', 'dynamic', 'static', 'isoflop'],
   )
   def test_from_a_dense_run(self, dense_run, model, new):
     workdir, _, trained = dense_run
-    task = make_alone(model)
-    if model.dense_twin().patch_size != 2:
-      with pytest.raises(
-        UserError, match=r'wrong shape: patch/kernel: \(12, 8\)'
-      ):
-        adapt(task, workdir)
-      return
-    fresh, params, _ = adapt(task, workdir)
-    trained = trees.flatten(trained)
-    seen = set()
-    for name, value in params.items():
-      own = next((n for n in new if name.startswith(n)), None)
-      seen |= {own} - {None}
-      source = fresh if own else trained
-      np.testing.assert_array_equal(value, source[name], err_msg=name)
-      # What is taken over is not what was there.
-      if not own:
-        assert not np.array_equal(value, fresh[name]), name
-    assert seen == new
+    fresh, params = adapt(make_alone(model), workdir)
+    added = {k: x for k, x in fresh.items() if new and k.startswith(new)}
+    assert bool(added) == bool(new)
+    known = trees.flatten(trained)
+    tiny.same(params, {k: added.get(k, known.get(k)) for k in fresh})
 
-  def test_a_routed_run_becomes_dense(self, dense_run, tmp_path, monkeypatch):
-    routed, _ = init(make(MOD))
-    run = types.SimpleNamespace(ours=True, read=lambda: {'params': routed})
-    monkeypatch.setattr(source_lib.Source, 'of_init', lambda init: run)
-    _, params, _ = adapt(make(), tmp_path)
-    expected = trees.flatten(routed)
-    del expected['block_1/router/kernel']
-    assert params.keys() == expected.keys()
+  def test_a_routed_run_becomes_dense(self, tmp_path):
+    task = make(MOD)
+    routed = tiny.save_run(tmp_path, task.config, init(task)[0])
+    _, params = adapt(make(), tmp_path)
+    del routed['block_1/router/kernel']
+    tiny.same(params, routed)
 
   def test_at_capacity_1_it_is_the_dense_model(self, dense_run):
     workdir, metrics, _ = dense_run
     routing = VisionRoutingConfig(capacity=1.0)
     task = make(dataclasses.replace(DENSE, routing=routing))
-    *_, params = adapt(task, workdir)
-    adapted = held_out(task, params)
+    _, params = adapt(task, workdir)
+    adapted = held_out(task, trees.unflatten(params))
     assert {k: adapted[k] for k in metrics} == pytest.approx(metrics, rel=1e-6)
     assert adapted['accuracy'] == metrics['accuracy']
     # Without its routed block, it is another.
@@ -665,7 +514,7 @@ class TestStart:
     assert task.config.model.image_size == task.config.data.image_size == 12
     absl_logging.use_python_logging(quiet=True)
     with caplog.at_level(logging.WARNING, logger='absl'):
-      _, params, _ = adapt(task, workdir)
+      _, params = adapt(task, workdir)
     (told,) = [r.getMessage() for r in caplog.records if 'positions' in r.msg]
     assert '4 x 4 patches are interpolated to 6 x 6, for image_size=12' in told
     assert params['position'].shape == (37, 8)
@@ -680,28 +529,23 @@ class TestStart:
     )
     absl_logging.use_python_logging(quiet=True)
     with caplog.at_level(logging.WARNING, logger='absl'):
-      fresh, params, _ = adapt(task, workdir)
+      fresh, params = adapt(task, workdir)
     (told,) = [r.getMessage() for r in caplog.records if 'head' in r.message]
     assert 'made new, for num_classes=3; the run had 10' in told
-    for name, value in params.items():
-      source = fresh if name.startswith('head') else trees.flatten(trained)
-      np.testing.assert_array_equal(value, source[name])
-    assert np.any(params['head/kernel'])
+    head = {k: x for k, x in fresh.items() if k.startswith('head')}
+    tiny.same(params, trees.flatten(trained) | head)
 
   def test_a_file_of_timm(self, dense_run, tmp_path):
     workdir, _, trained = dense_run
     path = tmp_path / 'dense.safetensors'
     convert_vit.save(path, trained, DENSE, naming='timm')
-    for model in (AMOD, MOD, DYNAMIC, AMOD.isoflop_twin(1)):
+    for model in (MOD, DYNAMIC):
       task = make_alone(model)
-      fresh, by_file, _ = adapt(task, path)
-      _, by_run, _ = adapt(task, workdir)
-      assert by_file.keys() == fresh.keys()
+      _, by_file = adapt(task, path)
+      _, by_run = adapt(task, workdir)
+      assert by_file.keys() == by_run.keys()
       for name, value in by_file.items():
-        # What is new is not that of the file, which has none.
-        new = name.startswith(('prediction', 'block_1/router'))
-        other = fresh[name] if new else by_run[name]
-        np.testing.assert_allclose(value, other, atol=1e-7, err_msg=name)
+        np.testing.assert_allclose(value, by_run[name], atol=1e-7)
 
   def test_files_of_lv_vit_and_dynamic_vit(self, tmp_path, caplog):
     """Statistics and prediction heads come along; a lost head alone is new."""
@@ -725,12 +569,7 @@ class TestStart:
       (lv_vit, tmp_path / 'lost.npz', {'head_tokens'}),
     ):
       caplog.clear()
-      init = model.build().init
-      fresh = nn.unbox(
-        jax.eval_shape(
-          lambda i=init, m=model: i(jax.random.key(0), m.example())
-        )
-      )
+      fresh = tiny.shapes(model)
       params = fresh.pop('params')
       params, model_state = warm_start.load_image_weights(
         str(path), model, params, fresh
@@ -775,34 +614,29 @@ class TestTeacher:
   def test_is_that_of_init_or_another(self, dense_run, tmp_path):
     workdir, _, trained = dense_run
     teacher = self.task(workdir).teacher(None)
-    jax.tree.map(np.testing.assert_array_equal, teacher, {'params': trained})
+    tiny.same(teacher['params'], trained)
     other, _ = init(make(), seed=5)
     convert_vit.save(tmp_path / 'other.npz', other, DENSE)
     teacher = self.task(workdir, tmp_path / 'other.npz').teacher(None)
-    for mine, theirs in zip(
-      jax.tree.leaves(teacher), jax.tree.leaves({'params': other}), strict=True
-    ):
-      np.testing.assert_allclose(mine, theirs, atol=1e-7)
+    jax.tree.map(
+      functools.partial(np.testing.assert_allclose, atol=1e-7),
+      *(dict(teacher['params']), other),
+    )
 
   def test_it_stands_beside_the_state(
     self, dense_run, tmp_path, monkeypatch, one_device_each
   ):
     workdir, dense, trained = dense_run
     model = dataclasses.replace(DYNAMIC, stages=(1,))
-    task = self.task(
-      workdir,
-      model=model,
-      **{
-        'evaluation.final_batches': 1,
-      },
-    )
+    changes = {'evaluation.final_batches': 1}
+    task = self.task(workdir, model=model, **changes)
     monkeypatch.setattr(phases, 'make_task', lambda *args: task)
     result = phases.train(task.config, tmp_path, max_steps=0)
     params = result.state.params
     flat = trees.flatten(params)
     assert sum(x.size for x in flat.values()) == flops.num_params(model)
-    for name, value in trees.flatten(trained).items():
-      np.testing.assert_array_equal(flat[name], value)
+    taught = trees.flatten(trained)
+    tiny.same({k: flat[k] for k in taught}, taught)
     # What is saved of a run is its state, and the teacher is no part of that:
     # it holds each parameter and its two moments.
     assert result.state.model_state == {}
@@ -815,30 +649,6 @@ class TestTeacher:
     expected = held_out(task, params, batches=1)
     assert {k: first[k] for k in expected} == pytest.approx(expected, rel=1e-6)
     assert expected['loss'] != dense['loss']
-
-  @pytest.mark.parametrize(
-    ('change', 'pattern'),
-    [
-      ({'num_classes': 3}, 'has no head for 3 classes, which a teacher needs'),
-      # The head is not what to mend.
-      ({'width': 16}, r'head/kernel: \(8, 10\) instead of \(16, 10\)'),
-      # Half of a model teaches nothing.
-      ({'num_layers': 1}, r'unexpected: block_1/mlp/up/kernel'),
-    ],
-    ids=str,
-  )
-  def test_must_be_whole(self, dense_run, tmp_path, folder, change, pattern):
-    workdir, _, trained = dense_run
-    backbone = dataclasses.replace(DENSE, **change)
-    model = dataclasses.replace(DYNAMIC, backbone=backbone, stages=(0,))
-    data = in_folder(folder) if 'num_classes' in change else None
-    changes = {'data': data} if data else {}
-    with pytest.raises(UserError, match=pattern):
-      self.task(workdir, model=model, **changes).teacher(None)
-    path = tmp_path / 'dense.safetensors'
-    convert_vit.save(path, trained, DENSE)
-    with pytest.raises(UserError, match='teacher needs|does not fit'):
-      self.task(path, model=model, **changes).teacher(None)
 
 
 PICTURES = {
@@ -869,8 +679,7 @@ def test_pictures(which):
   figures = task.pictures(params, model_state)
   assert figures.keys() == names
   for figure in figures.values():
-    assert isinstance(figure, matplotlib.figure.Figure)
-    assert figure.axes
+    figure.canvas.draw()
     plt.close(figure)
   studies = {'confusion', 'throughput'}
   if 'routing' in names:
@@ -893,7 +702,7 @@ def test_rows_that_fill_a_batch_have_no_part_in_the_load_of_experts():
   task = make_alone(dataclasses.replace(DENSE, experts=experts))
   params, model_state = init(task)
   # All that is real in the first batch is all that there is in the second.
-  images = random_batch(4)['image']
+  images = random_batch()['image']
   step = jax.jit(task.eval_step, static_argnums=4)
   found = [
     step(
@@ -911,10 +720,3 @@ def test_rows_that_fill_a_batch_have_no_part_in_the_load_of_experts():
   for name in ('null', 'busiest', 'dropped'):
     pairs = [sums[f'experts/{name}'] for sums in found]
     np.testing.assert_allclose(*[a / b for a, b in pairs], rtol=1e-6)
-
-
-def test_tasks_by_model():
-  assert type(make()) is Plain
-  assert type(make(DYNAMIC, objective=ALONE)) is Pruning
-  assert make().modality.tokens_per_step == 16
-  assert 'image' in make().flops_report()

@@ -6,30 +6,23 @@ import json
 import math
 import pathlib
 import shutil
-import string
 from unittest import mock
 
 import jax
-import jax.numpy as jnp
-import matplotlib.figure
 import matplotlib.pyplot as plt
 import matplotlib.text
 import numpy as np
 import optax
 import pytest
-import tokenizers
+import tiny
 
 from mod_jax import config as config_lib
-from mod_jax import parallel
 from mod_jax.data import text
 from mod_jax.data.text import TextDataConfig
-from mod_jax.errors import UserError
 from mod_jax.layers.mode import Mode, RoutingMode
 from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.models.lm import LMConfig
-from mod_jax.runs.run_config import EvaluationConfig
 from mod_jax.tasks import language, make_task
-from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train import evaluation
 from mod_jax.train import state as state_lib
 from mod_jax.train.evaluation import held_out
@@ -42,6 +35,7 @@ ROUTER = MoDConfig(**EVERY, router_std=1.0)
 GAUSSIAN = MoDConfig(**EVERY, score='gaussian')
 STRIDE = MoDConfig(**EVERY, score='stride')
 
+EVALUATION = {'evaluation.batches': 0, 'evaluation.batch_size': 4}
 AGREEMENT = {
   'accuracy',
   'precision',
@@ -57,11 +51,7 @@ LOSSES = {'loss', 'perplexity', 'bits_per_byte'}
 def texts(tmp_path_factory):
   """Files for training, and two held-out ones of 70 and 30 bytes."""
   folder = tmp_path_factory.mktemp('texts')
-  rng = np.random.default_rng(0)
-  for name, size in (('a', 600), ('b', 400), ('held_c', 70), ('held_d', 30)):
-    letters = rng.choice(list(string.ascii_lowercase + ' \n'), size)
-    (folder / f'{name}.txt').write_text(''.join(letters))
-  return folder
+  return tiny.texts(folder, a=600, b=400, held_c=70, held_d=30)
 
 
 @pytest.fixture
@@ -75,23 +65,21 @@ def _make(folder, routing, segments=False):
 
   Where there are thresholds, a step of training has set them.
   """
-  config = ExperimentConfig(
-    model=LMConfig(
-      num_layers=1, width=16, num_heads=2, mlp_dim=16, routing=routing
-    ),
-    data=TextDataConfig(
-      source='files',
-      files=f'{folder}/[ab].txt',
-      eval_files=f'{folder}/held_*.txt',
-      length=16,
-      segments=segments,
-      max_epochs=1000,
-    ),
-    evaluation=EvaluationConfig(batches=0, batch_size=4),
+  model = LMConfig(
+    num_layers=1, width=16, num_heads=2, mlp_dim=16, routing=routing
   )
+  data = TextDataConfig(
+    source='files',
+    files=f'{folder}/[ab].txt',
+    eval_files=f'{folder}/held_*.txt',
+    length=16,
+    segments=segments,
+    max_epochs=1000,
+  )
+  config = tiny.experiment(model, data, **EVALUATION)
   task = make_task(config)
   optimizer = optax.sgd(0.1)
-  abstract = state_lib.abstract_state(task, optimizer, one_device())
+  abstract = state_lib.abstract_state(task, optimizer, tiny.one_device())
   state = state_lib.create_state(0, task, optimizer, abstract)
   if routing is None or not routing.threshold_decay:
     return task, state.params, state.model_state
@@ -99,13 +87,8 @@ def _make(folder, routing, segments=False):
   step = functools.partial(
     train_step, task=task, optimizer=optimizer, static_args=0.0
   )
-  state, metric_sums = jax.jit(step)(state, batch)
-  assert np.isfinite(float(metric_sums['loss'][0]))
+  state, _ = jax.jit(step)(state, batch)
   return task, state.params, state.model_state
-
-
-def one_device():
-  return parallel.make_mesh(parallel.MeshConfig(), jax.devices()[:1])
 
 
 def reference(task, params, model_state, rule):
@@ -136,7 +119,7 @@ class TestEvaluate:
   def test_every_rule_has_its_numbers(self, make):
     task, params, model_state = make(ALL)
     assert task.modality.rules == self.RULES
-    metrics = held_out(task, params, model_state, one_device())
+    metrics = held_out(task, params, model_state, tiny.one_device())
     expected = {f'{r}/{m}' for r in self.RULES for m in LOSSES | AGREEMENT}
     expected |= {f'never/{m}' for m in LOSSES}  # The trivial baseline.
     missing = expected - metrics.keys()
@@ -174,7 +157,9 @@ class TestEvaluate:
   def test_with_few_slots(self, make, tmp_path, capsys, monkeypatch):
     task, params, model_state = make(ALL)
     monkeypatch.setattr(task, 'pictures', lambda *args: {})
-    trained = evaluation.Trained(1, task, params, model_state, one_device())
+    trained = evaluation.Trained(
+      1, task, params, model_state, tiny.one_device()
+    )
     # What `eval.py` calls.
     metrics = evaluation.evaluate(trained, tmp_path, batches=0)
     drops = {f'{rule}/drop_loss' for rule in self.RULES[1:]}
@@ -198,7 +183,7 @@ class TestEvaluate:
     # Seven rows, the last of three targets, in batches of four: two of the
     # eight rows are padded, which must not count, and not route.
     task, params, model_state = make(ALL)
-    metrics = held_out(task, params, model_state, one_device())
+    metrics = held_out(task, params, model_state, tiny.one_device())
     for rule in ('top_k', 'threshold'):
       assert metrics[f'{rule}/loss'] == pytest.approx(
         reference(task, params, model_state, rule), rel=1e-5
@@ -206,15 +191,17 @@ class TestEvaluate:
 
   def test_some_batches_or_all(self, make):
     task, params, model_state = make(None)
-    every = held_out(task, params, model_state, one_device())
-    assert held_out(task, params, model_state, one_device(), batches=0) == every
-    assert held_out(task, params, model_state, one_device(), batches=2) == every
-    assert held_out(task, params, model_state, one_device(), batches=1) != every
+    find = functools.partial(
+      held_out, task, params, model_state, tiny.one_device()
+    )
+    every = find()
+    assert find(batches=0) == find(batches=2) == every
+    assert find(batches=1) != every
 
   def test_dense(self, make):
     task, params, model_state = make(None)
     assert task.modality.rules == ()
-    metrics = held_out(task, params, model_state, one_device(), batches=0)
+    metrics = held_out(task, params, model_state, tiny.one_device())
     # Nothing chooses, so nothing speaks of a rule.
     assert metrics.keys() == LOSSES
     assert metrics['loss'] == pytest.approx(
@@ -235,7 +222,7 @@ class TestEvaluate:
 
     Tokenizer.token_bytes = token_bytes
     task.modality.tokenizer = Tokenizer()
-    metrics = held_out(task, params, model_state, one_device())
+    metrics = held_out(task, params, model_state, tiny.one_device())
     _, kept = text.split_files(task.config.data)
     targets = b''.join(pathlib.Path(f.path).read_bytes() for f in kept)[1:]
     num_bytes = token_bytes[np.frombuffer(targets, np.uint8)].sum()
@@ -243,19 +230,13 @@ class TestEvaluate:
       metrics['loss'] * 99 / num_bytes / math.log(2), rel=1e-5
     )
 
-  def test_the_mesh_must_fit(self, make):
-    task, params, model_state = make(None)
-    mesh = parallel.make_mesh(parallel.MeshConfig())
-    with pytest.raises(UserError, match='evaluation.batch_size=4'):
-      held_out(task, params, model_state, mesh)
-
 
 @pytest.mark.parametrize('routing', [GAUSSIAN, STRIDE], ids=lambda r: r.score)
 def test_controls_evaluate_and_sample(make, routing):
   task, params, model_state = make(routing)
   assert task.modality.rules == ('top_k', 'fixed')
-  metrics = held_out(task, params, model_state, one_device())
-  again = held_out(task, params, model_state, one_device())
+  metrics = held_out(task, params, model_state, tiny.one_device())
+  again = held_out(task, params, model_state, tiny.one_device())
   assert metrics == again  # The draws are the same each time.
   assert metrics['top_k/routed'] == pytest.approx(25 / 99)
   assert 0 < metrics['fixed/routed'] < 0.6
@@ -291,32 +272,26 @@ def test_what_is_not_learnt_is_read(make):
   np.testing.assert_array_equal(one.logits_BLV, other.logits_BLV)
 
 
-class TestSegments:
-  def test_documents_do_not_see_each_other(self, make):
-    task, params, model_state = make(ROUTER, segments=True)
-    batch = next(task.modality.train_iterator())
-    assert 'segments' in batch
-    batch = _with_two_documents(batch)
-    loss = _loss(task, params, model_state, batch)
-    assert np.isfinite(loss)
-    # One document instead of two: the second sees the first.
-    merged = {**batch, 'segments': np.minimum(batch['segments'], 1)}
-    assert _loss(task, params, model_state, merged) != pytest.approx(
-      loss, rel=1e-6
-    )
+def test_documents_and_padding(make):
+  task, params, model_state = make(ROUTER, segments=True)
+  batch = next(task.modality.train_iterator())
+  assert 'segments' in batch
+  batch = _with_two_documents(batch)
 
-  def test_padding_does_not_count(self, make):
-    task, params, model_state = make(ROUTER, segments=True)
-    batch = _with_two_documents(next(task.modality.train_iterator()))
-    loss = _loss(task, params, model_state, batch)
-    # Whatever stands in the padding changes nothing.
-    padding = batch['segments'] == 0
-    assert padding.any()
-    other = {**batch, 'tokens': np.where(padding, 7, batch['tokens'])}
-    other['targets'] = np.where(padding, 9, batch['targets'])
-    assert _loss(task, params, model_state, other) == pytest.approx(
-      loss, abs=1e-6
-    )
+  @jax.jit
+  def run(batch):
+    return task.loss(params, model_state, batch, jax.random.key(0), 0.0)[0]
+
+  loss = float(run(batch))
+  # One document instead of two: the second sees the first.
+  merged = {**batch, 'segments': np.minimum(batch['segments'], 1)}
+  assert float(run(merged)) != pytest.approx(loss, rel=1e-6)
+  # Whatever stands in the padding changes nothing.
+  padding = batch['segments'] == 0
+  assert padding.any()
+  other = {**batch, 'tokens': np.where(padding, 7, batch['tokens'])}
+  other['targets'] = np.where(padding, 9, batch['targets'])
+  assert float(run(other)) == pytest.approx(loss, abs=1e-6)
 
 
 def _with_two_documents(batch):
@@ -331,47 +306,34 @@ def _with_two_documents(batch):
   return {**batch, 'segments': segments, 'weights': weights}
 
 
-_jitted = functools.cache(
-  lambda task: jax.jit(functools.partial(task.loss, static_args=0.0))
-)
-
-
-def _loss(task, params, model_state, batch):
-  scalar, _ = _jitted(task)(
-    params, model_state, jax.tree.map(jnp.asarray, batch), rng=jax.random.key(0)
+@pytest.mark.parametrize(('capacity', 'told'), [(0.25, 0), (1.0, 1)])
+def test_where_every_token_is_processed_nothing_is_foreseen(
+  make, capacity, told
+):
+  # But for blocks that will always process every token.
+  task, params, model_state = make(ALL)
+  task = make_task(
+    config_lib.replace(task.config, {'model.routing.capacity': capacity})
   )
-  return float(scalar)
+  batch = next(task.modality.train_iterator())
 
-
-class TestWarmUp:
-  @pytest.mark.parametrize(('capacity', 'told'), [(0.25, 0), (1.0, 1)])
-  def test_where_every_token_is_processed_nothing_is_foreseen(
-    self, make, capacity, told
-  ):
-    # But for blocks that will always process every token.
-    task, params, model_state = make(ALL)
-    task = make_task(
-      config_lib.replace(task.config, {'model.routing.capacity': capacity})
+  @functools.partial(jax.jit, static_argnames='static_args')
+  def run(params, static_args):
+    loss, (metric_sums, _) = task.loss(
+      params, model_state, batch, jax.random.key(0), static_args
     )
-    batch = next(task.modality.train_iterator())
+    return loss, metric_sums
 
-    @functools.partial(jax.jit, static_argnames='static_args')
-    def run(params, static_args):
-      loss, (metric_sums, _) = task.loss(
-        params, model_state, batch, jax.random.key(0), static_args
-      )
-      return loss, metric_sums
-
-    loss, metric_sums = run(params, static_args=1.0)
-    total, weight = map(float, metric_sums['loss'])
-    assert (
-      ('router/bce' in metric_sums) == ('predictor/bce' in metric_sums) == told
-    )
-    assert (float(loss) != pytest.approx(total / weight, rel=1e-6)) == told
-    _, metric_sums = jax.eval_shape(
-      functools.partial(run, static_args=0.5), params
-    )
-    assert {'router/bce', 'predictor/bce'} < metric_sums.keys()
+  loss, metric_sums = run(params, static_args=1.0)
+  total, weight = map(float, metric_sums['loss'])
+  assert (
+    ('router/bce' in metric_sums) == ('predictor/bce' in metric_sums) == told
+  )
+  assert (float(loss) != pytest.approx(total / weight, rel=1e-6)) == told
+  _, metric_sums = jax.eval_shape(
+    functools.partial(run, static_args=0.5), params
+  )
+  assert {'router/bce', 'predictor/bce'} < metric_sums.keys()
 
 
 class TestSample:
@@ -433,31 +395,11 @@ class TestSample:
     )
     assert task.modality._held_out_words() == words
 
-  def test_longer_than_the_cache(self, make):
-    task, params, model_state = make(None)
-    with pytest.raises(
-      UserError, match='prompt=10, max_new_tokens=5, max_length=14'
-    ):
-      task.modality.sample(
-        params,
-        model_state,
-        ['0123456789'],
-        max_new_tokens=5,
-        temperature=0.0,
-        max_length=14,
-      )
-
-  def test_without_a_causal_rule(self, make):
+  def test_the_end_of_a_run_without_a_causal_rule_has_no_sample(self, make):
     dense, params, _ = make(None)  # Nothing of them is looked at.
     routing = MoDConfig(**EVERY, router_loss=0.0)
-    task = make_task(
-      config_lib.replace(dense.config, {'model.routing': routing})
-    )
-    assert task.modality.rules == ('top_k',)
-    with pytest.raises(UserError, match='no causal rule'):
-      task.modality.sample(params, {}, ['a'], max_new_tokens=2)
-    # The end of a run leaves the sample out instead.
-    assert list(task.finish(params, {})) == []
+    config = config_lib.replace(dense.config, {'model.routing': routing})
+    assert list(make_task(config).finish(params, {})) == []
 
 
 def test_pictures(make):
@@ -468,86 +410,60 @@ def test_pictures(make):
   texts = figures['routing'].findobj(matplotlib.text.Text)
   assert any('process which token' in text.get_text() for text in texts)
   for figure in figures.values():
-    assert isinstance(figure, matplotlib.figure.Figure)
     figure.canvas.draw()
     plt.close(figure)
   dense, params, model_state = make(None)
   assert dense.pictures(params, model_state) == {}
 
 
-class TestVocabulary:
-  def tokenizer(self, folder, size):
-    words = {f'w{i}': i for i in range(size)}
-    model = tokenizers.models.WordLevel(words, unk_token='w0')
-    tokenizers.Tokenizer(model).save(str(folder / 'tokenizer.json'))
-    return TextDataConfig(
-      tokenizer='huggingface', tokenizer_path=str(folder / 'tokenizer.json')
-    )
-
-  @pytest.mark.parametrize('size', [512, 300, 299])
-  def test_smaller_than_the_tokenizer(self, tmp_path, size):
-    data = self.tokenizer(tmp_path, 300)
-    config = ExperimentConfig(model=LMConfig(vocab_size=size), data=data)
-    if size >= 300:
-      make_task(config).modality.check()
-      assert make_task(config).modality.tokenizer.vocab_size == 300
-      return
-    with pytest.raises(UserError, match=r'vocab_size=299 .* 300: set it'):
-      make_task(config).modality.check()
-
-
 def test_a_run_keeps_the_tokenizer_that_it_learned(texts, tmp_path):
-  folder = tmp_path / 'texts'
+  def keep(task, folder):
+    folder.mkdir()
+    files = task.modality.files()
+    for name, content in files.items():
+      (folder / name).write_text(content)
+    return files
+
+  folder, run = tmp_path / 'texts', tmp_path / 'run'
   shutil.copytree(texts, folder)
-  config = ExperimentConfig(
-    model=LMConfig(
-      vocab_size=280, num_layers=2, width=16, num_heads=2, mlp_dim=16
-    ),
-    data=TextDataConfig(
-      source='files',
-      files=f'{folder}/[ab].txt',
-      eval_files=f'{folder}/held_*.txt',
-      tokenizer='bpe',
-      tokenizer_vocab_size=280,
-      cache_dir=f'{tmp_path}/cache',
-      length=8,
-      max_epochs=1000,
-    ),
+  data = TextDataConfig(
+    source='files',
+    files=f'{folder}/[ab].txt',
+    eval_files=f'{folder}/held_*.txt',
+    tokenizer='bpe',
+    tokenizer_vocab_size=280,
+    cache_dir=f'{tmp_path}/cache',
+    length=8,
+    max_epochs=1000,
   )
+  model = dataclasses.replace(tiny.LM, vocab_size=280)
+  config = tiny.experiment(model, data)
   task = make_task(config)
-  (tmp_path / 'run').mkdir()
+  files = keep(task, run)
   sample = (texts / 'b.txt').read_text()
   ids = task.modality.tokenizer.encode(sample)
-  task_eos = task.modality.tokenizer.eos_id
-  files = task.modality.files()
-  for name, content in files.items():
-    (tmp_path / 'run' / name).write_text(content)
   # The text changes, and what was cached of it is gone.
   (folder / 'a.txt').write_text('another text ' * 60)
   shutil.rmtree(tmp_path / 'cache')
-  assert (
-    make_task(config, tmp_path / 'run').modality.tokenizer.encode(sample) == ids
-  )
+  kept = make_task(config, run)
+  assert kept.modality.tokenizer.encode(sample) == ids
   assert make_task(config).modality.tokenizer.encode(sample) != ids
   # So it is where weights of that run are the start of another.
-  other = dataclasses.replace(config, init=str(tmp_path / 'run'))
+  other = dataclasses.replace(config, init=str(run))
   started = make_task(other, tmp_path / 'other')
   assert started.modality.tokenizer.encode(sample) == ids
   assert started.modality.files() == files
   # Weights of others have more than one file of it.
   foreign = tmp_path / 'foreign'
   foreign.mkdir()
-  (foreign / 'tokenizer.json').write_text(files['tokenizer.json'])
+  shutil.copy(run / 'tokenizer.json', foreign)
   (foreign / 'tokenizer_config.json').write_text('{"eos_token": "e"}')
   theirs = make_task(dataclasses.replace(config, init=str(foreign)))
-  (tmp_path / 'third').mkdir()
-  for name, content in theirs.modality.files().items():
-    (tmp_path / 'third' / name).write_text(content)
+  keep(theirs, tmp_path / 'third')
   again = make_task(theirs.config, tmp_path / 'third').modality.tokenizer
   assert again.fingerprint == theirs.modality.tokenizer.fingerprint
-  assert again.eos_id == theirs.modality.tokenizer.eos_id != task_eos
-  # Its data are read with the same tokenizer.
-  kept = make_task(config, tmp_path / 'run')
+  assert again.eos_id == theirs.modality.tokenizer.eos_id
+  assert again.eos_id != task.modality.tokenizer.eos_id
+  # A run's data are read with its own.
   batch = next(kept.modality.train_iterator())
   assert set(batch['tokens'].ravel()) <= set(range(280))
-  assert kept.modality.files() == files

@@ -6,14 +6,12 @@ import shutil
 import signal
 import weakref
 
-from flax import linen as nn
-import jax
 import numpy as np
 import pytest
+import tiny
 
 from mod_jax import config as config_lib
-from mod_jax import optimizer as optimizer_lib
-from mod_jax import parallel, trees
+from mod_jax import trees
 from mod_jax.errors import UserError
 from mod_jax.layers.acm import FFNS
 from mod_jax.layers.mode import Mode
@@ -21,22 +19,16 @@ from mod_jax.models import acm
 from mod_jax.pretrained.source import Source
 from mod_jax.runs import lock
 from mod_jax.runs import workdir as workdir_lib
-from mod_jax.runs.checkpoints import Checkpointer
 from mod_jax.sweeps import grid
-from mod_jax.tasks import make_task, phases
+from mod_jax.tasks import phases
 from mod_jax.tasks.adaptive import Adaptive
-from mod_jax.tasks.experiment import ACMObjective, ExperimentConfig, PhaseConfig
+from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train import loop
-from mod_jax.train import state as state_lib
 
 pytestmark = pytest.mark.usefixtures('one_device_each')
 
 # Smaller still than `tiny`: nothing here depends on sizes.
-SMALL = {
-  'num_layers': 1,
-  'width': 8,
-  'num_heads': 1,
-}
+SMALL = {'model.num_layers': 1, 'model.width': 8, 'model.num_heads': 1}
 STEPS = {'learners': 2, 'gates': 2, 'end_to_end': 3}
 
 
@@ -63,19 +55,10 @@ def _one_mode(task, *, more=False):
 def dense(load_config_file, tmp_path_factory):
   """Returns the workdir of a dense run, as far as a conversion looks at it."""
   config = config_lib.replace(
-    load_config_file('configs/vit/digits.py', 'tiny'),
-    {f'model.{name}': value for name, value in SMALL.items()},
+    load_config_file('configs/vit/digits.py', 'tiny'), SMALL
   )
   workdir = tmp_path_factory.mktemp('dense')
-  workdir_lib.claim(workdir, config)
-  shapes = nn.unbox(jax.eval_shape(make_task(config).init, jax.random.key(0)))
-  rng = np.random.default_rng(0)
-  params = jax.tree.map(
-    lambda x: rng.normal(0, 0.1, x.shape).astype(np.float32), shapes['params']
-  )
-  directory = workdir_lib.checkpoints(workdir)
-  with Checkpointer(directory, config.checkpoint) as saver:
-    saver.save(1, {'params': params, 'model_state': {}})
+  tiny.save_run(workdir, config, tiny.random_params(config.model, std=0.1))
   return str(workdir)
 
 
@@ -83,7 +66,7 @@ def dense(load_config_file, tmp_path_factory):
 def config(load_config_file, dense):
   return config_lib.replace(
     load_config_file('configs/acm/vit.py', 'tiny'),
-    {f'model.{name}': value for name, value in SMALL.items()}
+    SMALL
     | {f'objective.{name}.num_steps': steps for name, steps in STEPS.items()}
     | {
       'init': dense,
@@ -123,12 +106,6 @@ def changed(before, after):
   return differ, same
 
 
-def same_arrays(a, b):
-  assert a.keys() == b.keys()
-  for name in a:
-    np.testing.assert_array_equal(a[name], b[name], err_msg=name)
-
-
 class TestWhole:
   def test_runs_lie_where_they_are_said_to(self, whole, config):
     workdir, result = whole
@@ -161,40 +138,21 @@ class TestWhole:
     gates = weights(workdir / 'phase_gates')
     last = weights(workdir)
     kept = {n: v for n, v in learners.items() if kind(n) == 'backbone'}
-    assert len(kept) > 5
-    for name, value in kept.items():
-      np.testing.assert_array_equal(dense[name], value, err_msg=name)
+    tiny.same(kept, {name: dense[name] for name in kept})
     assert changed(learners, gates) == ({'gate'}, {'learners', 'backbone'})
     assert changed(gates, last)[0] == {'gate', 'learners', 'backbone'}
 
-  def test_the_first_phase_trains_no_gate(self, whole, config):
-    workdir, _ = whole
-    run = phases.expand(config, workdir)[0][1]
-    task = make_task(run)
-    # As the loop makes them, by the run's seed.
-    optimizer = optimizer_lib.make_optimizer(run.optimizer, 2)
-    mesh = parallel.make_mesh(run.mesh)
-    with jax.set_mesh(mesh):
-      abstract = state_lib.abstract_state(task, optimizer, mesh, ema=False)
-      state = state_lib.create_state(run.seed, task, optimizer, abstract)
-    before = {
-      n: v
-      for n, v in trees.flatten(state.params).items()
-      if kind(n) != 'backbone'
-    }
-    after = {
-      n: v
-      for n, v in weights(workdir / 'phase_learners').items()
-      if kind(n) != 'backbone'
-    }
-    assert changed(before, after)[1] == {'gate'}
-    assert changed(before, after)[0] == {'learners'}
+  def test_the_first_phase_trains_no_gate(self, whole, config, tmp_path):
+    (_, run), *_ = phases.expand(config, whole[0])
+    fresh = phases.train(run, tmp_path, max_steps=0).state.params
+    learners = weights(whole[0] / 'phase_learners')
+    differ, same = changed(trees.flatten(fresh), learners)
+    assert (differ, same - {'backbone'}) == ({'learners'}, {'gate'})
 
   def test_held_out_numbers_of_each_phase(self, whole):
     workdir, result = whole
     first = json.loads((workdir / 'phase_learners/eval.json').read_text())
-    names = ('loss', 'accuracy', 'mean_recall', 'top5')
-    assert set(first) == {'step', *(f'k2/{name}' for name in names)}
+    assert {name.split('/')[0] for name in first} == {'step', 'k2'}
     told = json.loads((workdir / 'eval.json').read_text())
     assert {'loss', 'load', 'load_std', 'budget_error'} <= set(told)
     assert {'step': 3, **result.metrics} == told
@@ -224,7 +182,7 @@ def test_stopped_and_resumed_anywhere(whole, config, tmp_path):
   # Within the second phase, and after its end within the third.
   assert ends == [(False, 1), (False, 2), (True, 3)]
   for name in ('phase_learners', 'phase_gates', '.'):
-    same_arrays(weights(tmp_path / name), weights(whole[0] / name))
+    tiny.same(weights(tmp_path / name), weights(whole[0] / name))
   assert result.metrics == pytest.approx(whole[1].metrics)
 
 
@@ -248,7 +206,7 @@ def test_a_run_may_be_named_otherwise_and_moved(
     workdir_lib.check(workdir, other)
 
 
-@pytest.mark.parametrize('text', ['{"step": 1}', '{', '[]', None])
+@pytest.mark.parametrize('text', ['{"step": 1}', '{', None])
 def test_unfinished_without_numbers_of_the_last_step(
   whole, config, tmp_path, text
 ):
@@ -310,7 +268,7 @@ def test_steps_to_profile_are_those_of_all_phases_to_come(
 
   monkeypatch.setattr(loop, 'train', train)
   third = range(3, 4)  # Of the last phase only.
-  with pytest.raises(UserError, match='--profile=3:3: the run has 2 steps'):
+  with pytest.raises(UserError, match='--profile=3:3'):
     phases.train(config, tmp_path, profile=third)
   assert begun == []
   phases.train(config, whole[0], profile=third)
@@ -326,7 +284,7 @@ def test_a_phase_alone_is_that_of_all(whole, config, tmp_path):
   # The teacher is passed on.
   assert run.objective.teacher == config.init
   assert phases.train(one, directory).finished
-  same_arrays(weights(directory), weights(whole[0] / 'phase_gates'))
+  tiny.same(weights(directory), weights(whole[0] / 'phase_gates'))
   first = config_lib.replace(config, {'objective.phase': 'learners'})
   ((_, run),) = phases.expand(first, tmp_path)
   assert (run.init, run.train.num_steps) == (config.init, STEPS['learners'])
@@ -345,11 +303,6 @@ def test_a_skipped_phase_is_skipped(config, tmp_path):
   assert (last, run.objective.phase) == (tmp_path, 'gates')
 
 
-def test_what_needs_no_phases_is_one_run(config, tmp_path, load_config_file):
-  dense = load_config_file('configs/vit/digits.py', 'tiny')
-  assert phases.expand(dense, tmp_path) == [(tmp_path, dense)]
-
-
 def test_the_gates_may_have_a_rate_of_their_own(config, tmp_path):
   config = config_lib.replace(config, {'objective.gate_rate': 7.0})
   *_, (_, run) = phases.expand(config, tmp_path)
@@ -360,88 +313,7 @@ def test_the_gates_may_have_a_rate_of_their_own(config, tmp_path):
   assert not re.search(gates[0], 'block_0/mlp_acm/up')
 
 
-class TestRefused:
-  def refuse(self, config, changes, message, workdir):
-    with pytest.raises(UserError, match=message) as error:
-      phases.train(config_lib.replace(config, changes), workdir)
-    assert '\n' not in str(error.value)
-    assert not list(workdir.iterdir())
-
-  @pytest.mark.parametrize(
-    ('changes', 'message'),
-    [
-      ({'init': None}, 'init is missing.*dense.*--config.init'),
-      (
-        {'init': None, 'objective.phase': 'gates'},
-        'init is missing.*starts from the run of the one before',
-      ),
-      ({'init': '/no/such/run'}, 'init=/no/such/run: no such file'),
-      (
-        {'objective.phase': 'gates'},
-        "no run of phase 'learners'.*objective.learners.num_steps=0",
-      ),
-      (
-        {'objective.phase': 'end_to_end'},
-        "no run of phase 'gates'.*objective.gates.num_steps=0",
-      ),
-      (
-        {'objective.phase': 'gates', 'objective.gates.num_steps': 0},
-        r'objective\.gates\.num_steps=0 skips',
-      ),
-      (
-        {f'objective.{name}.num_steps': 0 for name in STEPS},
-        'nothing to train',
-      ),
-    ],
-  )
-  def test_in_one_sentence(self, config, changes, message, tmp_path):
-    self.refuse(config, changes, message, tmp_path)
-
-  def test_a_phase_after_another_than_its_own(self, whole, config, tmp_path):
-    changes = {
-      'objective.phase': 'end_to_end',
-      'init': str(whole[0] / 'phase_learners'),
-    }
-    self.refuse(config, changes, "no run of phase 'gates'", tmp_path)
-    ablation = config_lib.replace(
-      config, changes | {'objective.gates.num_steps': 0}
-    )
-    ((_, run),) = phases.expand(ablation, tmp_path)
-    assert run.init == changes['init']
-
-  def test_a_phase_whose_predecessor_has_no_checkpoint(self, config, tmp_path):
-    held = config_lib.replace(config, {'objective.phase': 'learners'})
-    workdir_lib.claim(tmp_path / 'begun', held)
-    (tmp_path / 'next').mkdir()
-    self.refuse(
-      config,
-      {'objective.phase': 'gates', 'init': str(tmp_path / 'begun')},
-      'holds no checkpoint yet',
-      tmp_path / 'next',
-    )
-
-  @pytest.mark.parametrize(
-    ('changes', 'message'),
-    [
-      ({'budget': 1.0}, r'budget=1\.0: expected a number in \(0, 1\)'),
-      ({'tau': 1.0}, r'tau=1\.0: expected a number above 1'),
-      ({'phase': 'gate'}, "phase='gate'"),
-    ],
-  )
-  def test_objectives(self, changes, message):
-    with pytest.raises(UserError, match=message):
-      ACMObjective(**changes)
-
-  def test_a_warmup_longer_than_its_phase(self):
-    # Refused now, and not when the phases before have trained.
-    with pytest.raises(UserError, match='warmup_steps=1 leaves nothing of a'):
-      PhaseConfig(num_steps=1, batch_size=1, learning_rate=0.1, warmup_steps=1)
-
-  def test_a_loop_over_all_phases_at_once(self, config, tmp_path):
-    with pytest.raises(UserError, match="objective.phase='all'.*phases"):
-      loop.train(make_task(config, tmp_path), config, tmp_path)
-
-
+@pytest.mark.slow
 def test_a_sweep_over_budgets_runs_all_phases(whole, config, tmp_path):
   axes = grid.parse(config, ['objective.budget=0.9'])
   (point,) = points = grid.run(config, axes, tmp_path)
@@ -457,5 +329,5 @@ def test_a_sweep_over_budgets_runs_all_phases(whole, config, tmp_path):
   # Only the last phase knows of the budget.
   directory = tmp_path / point.name
   for phase in ('phase_learners', 'phase_gates'):
-    same_arrays(weights(directory / phase), weights(whole[0] / phase))
+    tiny.same(weights(directory / phase), weights(whole[0] / phase))
   assert 'gate' in changed(weights(whole[0]), weights(directory))[0]

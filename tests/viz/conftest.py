@@ -11,6 +11,16 @@ def rng():
   return np.random.default_rng(0)
 
 
+@pytest.fixture
+def photos(rng):
+  """Returns what draws `count` images."""
+
+  def draw(count, height=8, width=8):
+    return rng.integers(0, 200, (count, height, width, 3), dtype=np.uint8)
+
+  return draw
+
+
 class Seen:
   """Reads figures and axes."""
 

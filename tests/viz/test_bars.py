@@ -9,8 +9,6 @@ from mod_jax.viz import style
 
 pytestmark = pytest.mark.filterwarnings('error')
 
-ODD = '$a$ 漢\x00\n🙂 and a long text that must be cut somewhere'
-
 
 def marks(seen, figure):
   (axes,) = seen.axes(figure, 'plot')
@@ -40,18 +38,12 @@ class TestComputeHistogram:
     assert f'300. Mean {mean} of all learners, budget 35.0%' in text
     assert f'standard deviation {std}' in text
 
-  def test_no_budget(self, rng, seen):
-    figure = viz.compute_histogram(rng.random(9))
-    assert 'budget' not in marks(seen, figure)
-    assert 'budget' not in seen.words(figure)
-
-  @pytest.mark.parametrize('load', [0.0, 1.0, 0.3, 1 + 1e-7])
-  @pytest.mark.parametrize('count', [1, 5])
-  def test_equal_images_are_one_bar(self, seen, load, count):
-    figure = viz.compute_histogram(np.full(count, load), budget=0.3)
+  @pytest.mark.parametrize('load', [0.0, 1.0, 1 + 1e-7])
+  def test_equal_images_are_one_bar(self, seen, load):
+    figure = viz.compute_histogram(np.full(5, load), budget=0.3)
     (axes,) = seen.axes(figure, 'plot')
     bars = [bar for bar in axes.patches if bar.get_gid() == 'bars']
-    assert [bar.get_height() for bar in bars] == [count]
+    assert [bar.get_height() for bar in bars] == [5]
     low, high = axes.get_xlim()
     assert low < min(load, 0.3) <= max(load, 0.3) < high
 
@@ -87,8 +79,6 @@ class TestErrorByLearners:
     ]
     # The same rows at the same heights.
     assert means.get_ylim() == axes.get_ylim()
-    assert 'block_1/mlp' in seen.words(figure)
-    assert 'Left out' not in seen.words(figure)
 
   def test_tokens_without_error_only_count_in_the_mean(self, seen):
     figure = errors([[0, 1, 0], [0, 0.5, 1]])
@@ -98,12 +88,6 @@ class TestErrorByLearners:
     (means,) = seen.axes(figure, 'means')
     widths = [bar.get_width() for bar in means.patches]
     np.testing.assert_allclose(widths, [1 / 3, 0.5])
-
-  def test_learners_may_add_error(self, seen):
-    figure = errors([[1, 1, 1e-300], [0.5, 3, 1e300]])
-    (bar,) = seen.axes(figure, 'bar')
-    assert bar._colorbar.extend == 'max'
-    figure.canvas.draw()
 
   def test_neighbours_of_many_are_averaged(self, rng, seen):
     distance_KT = np.stack([np.ones(2500), rng.random(2500)])
@@ -118,33 +102,25 @@ class TestErrorByLearners:
     assert (np.diff(shown_KT[1]) >= 0).all()
 
 
-def run(name='all three', **change):
-  numbers = {
-    'accuracy': 0.93,
-    'load_mean': 0.402,
-    'load_std': 0.05,
-    'token_std': 0.21,
-  }
-  return {'name': name} | numbers | change
-
-
-class TestLossEffects:
-  def test_a_bar_per_row_and_a_panel_per_number(self, seen):
-    rows = [run('budget only', load_std=0.004, token_std=0), run(), run(ODD)]
-    figure = viz.loss_effects(iter(rows))
-    keys = ['accuracy', 'load_mean', 'load_std', 'token_std']
-    assert [axes.get_label() for axes in figure.axes] == keys
-    for axes, key in zip(figure.axes, keys, strict=True):
-      values = [row[key] for row in rows]
-      assert [bar.get_width() for bar in axes.patches] == values
-      # The first row is on top, and bars start at 0.
-      assert axes.get_ylim()[0] > axes.get_ylim()[1]
-      assert axes.get_xlim()[0] == 0
-      assert seen.texts(axes, 'value') == [f'{value:.1%}' for value in values]
-      assert max(axes.get_xticks()) <= max(values)
-    names = seen.ticks(figure.axes[0].yaxis)
-    assert names[:2] == ['budget only', 'all three']
-    assert names[2].endswith('…')
+def test_loss_effects_are_a_bar_per_row_and_a_panel_per_number(seen):
+  keys = ['accuracy', 'load_mean', 'load_std', 'token_std']
+  rows = [
+    {'name': name, **dict(zip(keys, values, strict=True))}
+    for name, values in (
+      ('budget only', [0.93, 0.402, 0.004, 0]),
+      ('all three', [0.93, 0.402, 0.05, 0.21]),
+    )
+  ]
+  figure = viz.loss_effects(iter(rows))
+  assert [axes.get_label() for axes in figure.axes] == keys
+  for axes, key in zip(figure.axes, keys, strict=True):
+    values = [row[key] for row in rows]
+    assert [bar.get_width() for bar in axes.patches] == values
+    # The first row is on top, and bars start at 0.
+    assert axes.get_ylim()[0] > axes.get_ylim()[1]
+    assert axes.get_xlim()[0] == 0
+    assert seen.texts(axes, 'value') == [f'{value:.1%}' for value in values]
+  assert seen.ticks(figure.axes[0].yaxis) == ['budget only', 'all three']
 
 
 class TestScoreHistogram:
@@ -164,15 +140,15 @@ class TestScoreHistogram:
     chosen_RBL = score_RBL > [[[0.9]], [[0.2]]]
     # Far beyond the frame: counted in the last bin, not lost.
     score_RBL[0, 0, 0], chosen_RBL[0, 0, 0] = 50, True
+    score_RBL[1, 1, 10:], chosen_RBL[1, 1, 10:] = -np.inf, False  # Padding.
     figure = viz.score_histogram(score_RBL, chosen_RBL, layers=(1, 3))
-    figure.canvas.draw()
-    assert [a.get_title(loc='left') for a in figure.axes] == [
-      'Block 1',
-      'Block 3',
-    ]
-    for axes, chosen_BL in zip(figure.axes, chosen_RBL, strict=True):
-      counted = self.histogram(axes)
-      assert counted == pytest.approx((chosen_BL.sum(), (~chosen_BL).sum()))
+    titles = [axes.get_title(loc='left') for axes in figure.axes]
+    assert titles == ['Block 1', 'Block 3']
+    for axes, chosen_BL, total in zip(
+      figure.axes, chosen_RBL, (120, 90), strict=True
+    ):
+      chosen = chosen_BL.sum()
+      assert self.histogram(axes) == pytest.approx((chosen, total - chosen))
 
   def test_marks_zero_and_the_thresholds(self, rng, seen):
     score_RBL = rng.normal(size=(2, 3, 40)) + 5  # Zero lies far outside.
@@ -196,13 +172,6 @@ class TestScoreHistogram:
       f'chosen {chosen_RBL[1].mean():.1%} · > 0: 100.0%'
       in (seen.texts(figure.axes[1], 'facts')[0])
     )
-
-  def test_leaves_out_padding(self, rng):
-    score_RBL = rng.normal(size=(1, 2, 30))
-    score_RBL[0, 1, 10:] = -np.inf
-    figure = viz.score_histogram(score_RBL, score_RBL > 1, layers=[2])
-    figure.canvas.draw()
-    assert sum(self.histogram(figure.axes[0])) == pytest.approx(40)
 
 
 def area(vertices):

@@ -172,17 +172,18 @@ def expert_map(rng, num_experts, pieces):
   )
 
 
-def expert_patches(rng, num_experts):
-  expert_RBL = rng.integers(-2, num_experts, (2, 2, 16))
+def expert_patches(rng, num_experts, labels, routed=2):
+  count = len(labels)
+  expert_RBL = rng.integers(-2, num_experts, (routed, count, 16))
   return viz.expert_patches(
-    photos(rng, 2),
+    photos(rng, count),
     expert_RBL,
-    layers=(100, 101),
+    layers=range(100, 100 + routed),
     grid=(4, 4),
     num_experts=num_experts,
     more_RBL=expert_RBL >= 0,
-    labels=[ODD, 'W' * 40],
-    num_layers=102,
+    labels=labels,
+    num_layers=200,
     title=TITLE,
   )
 
@@ -249,7 +250,9 @@ DRAWN = {
   'one load': lambda rng: load(rng, 1),
   'six loads': lambda rng: load(rng, 6),
   'extremes': extremes,
-  'patches of experts': lambda rng: expert_patches(rng, 64),
+  'patches of experts': lambda rng: expert_patches(rng, 64, [ODD, 'W' * 40]),
+  'patches, short labels': lambda rng: expert_patches(rng, 4, ['a', 'cat']),
+  'many short labels': lambda rng: expert_patches(rng, 4, ['a'] * 8, 1),
   'one block': lambda rng: scores(rng, 1),
   'five blocks': lambda rng: scores(rng, 5),
   'importance': lambda rng: importance(rng, 1),
@@ -290,45 +293,37 @@ def test_nothing_overlaps(rng, seen, name):
   seen.assert_legible(DRAWN[name](rng))
 
 
-ONE = {'blocks': 1, 'listed': 2, 'facts': '', 'title': ''}
-
-
 @pytest.mark.parametrize(
-  ('name', 'args', 'options', 'words'),
+  ('figure', 'words'),
   [
+    (lambda: viz.loss_curves([]), 'Nothing to show yet'),
+    (lambda: viz.expert_curves([]), 'Nothing to show yet'),
+    (lambda: viz.accuracy_flops(iter([]), pareto=True), 'Nothing to show yet'),
     (
-      'score_histogram',
-      [np.full((1, 4), np.nan), np.zeros((1, 4))],
-      {'layers': [1]},
-      'No finite scores',
-    ),
-    ('accuracy_flops', [iter([])], {'pareto': True}, 'Nothing to show yet'),
-    ('engagement', [{0: [1.0]}, {}], ONE, 'No token comes often enough'),
-    (
-      'seed_dots',
-      [{'group': {'a': []}}],
-      {'xlabel': 'x', 'title': ''},
+      lambda: viz.seed_dots({'group': {'a': []}}, xlabel='x', title=''),
       'Nothing to show yet',
     ),
-    ('expert_curves', [[]], {}, 'Nothing to show yet'),
-    ('loss_curves', [[]], {}, 'Nothing to show yet'),
+    (
+      lambda: viz.score_histogram([[np.nan] * 4], [[0] * 4], layers=[1]),
+      'No finite scores',
+    ),
+    (
+      lambda: viz.engagement(
+        *({0: [1.0]}, {}), blocks=1, listed=2, facts='', title=''
+      ),
+      'No token comes often enough',
+    ),
   ],
 )
-def test_says_that_there_is_nothing(seen, name, args, options, words):
-  figure = getattr(viz, name)(*args, **options)
+def test_says_that_there_is_nothing(seen, figure, words):
+  figure = figure()
   seen.assert_legible(figure)
   assert words in seen.words(figure)
 
 
 def test_pyplot_is_never_imported():
   code = (
-    'import sys, numpy as np; from mod_jax import viz;'
-    'image = np.zeros((1, 2, 2, 3), "uint8"); one = np.ones((1, 1, 4));'
-    'viz.patch_maps(image, one, layers=[0], grid=(2, 2), num_layers=1);'
-    'viz.accuracy_flops([dict(name="a", flops=1, accuracy=1)]);'
-    'viz.routing_map(np.ones((1, 2)), "ab", layers=[0], num_layers=1);'
-    'viz.score_histogram(np.ones((1, 2)), np.ones((1, 2)), layers=[0]);'
-    'viz.loss_curves([]);'
+    'import sys; from mod_jax import viz; viz.loss_curves([]);'
     'assert "matplotlib.pyplot" not in sys.modules;'
     'assert "jax" not in sys.modules'
   )

@@ -79,9 +79,6 @@ class TestAccuracyFlops:
     assert sorted(seen.texts(figure, 'name')) == sorted(
       p['name'] for p in models()
     )
-    axes = figure.axes[0]
-    assert 'GFLOPs' in axes.get_xlabel()
-    assert axes.yaxis.get_major_formatter()(0.725, 0) == '72.5%'
 
   def test_bars_are_as_long_as_the_spread(self, seen):
     points = models()[:2]
@@ -99,11 +96,6 @@ class TestAccuracyFlops:
     lower, upper = bars.get_paths()[0].vertices[:, 1]
     assert (lower, upper) == (pytest.approx(0.57), pytest.approx(0.61))
     assert 'spread over runs' in seen.words(figure)
-    for point in points:
-      del point['spread']
-    figure = viz.accuracy_flops(points)
-    assert not figure.axes[0].collections
-    assert 'spread' not in seen.words(figure)
 
   def test_the_frontier_is_what_none_beats(self, rng):
     points = [
@@ -122,14 +114,12 @@ class TestAccuracyFlops:
     unique = {(q['flops'], q['accuracy']) for q in expected}
     assert [(q['flops'], q['accuracy']) for q in front] == sorted(unique)
 
-  def test_draws_the_frontier_if_asked(self, seen):
+  def test_draws_the_frontier_if_asked(self):
     assert 'pareto' not in self.lines(viz.accuracy_flops(models()))
     figure = viz.accuracy_flops(models(), pareto=True)
     np.testing.assert_array_equal(
       self.lines(figure)['pareto'].get_xydata(), [(2.6, 0.72), (3.4, 0.78)]
     )
-    assert 'Pareto' in seen.words(figure.findobj(Legend)[0])
-    viz.accuracy_flops(models()[:1], pareto=True).canvas.draw()
 
   def test_names_meet_nothing_even_in_a_crowd(self, rng, seen):
     points = [
@@ -158,27 +148,6 @@ class TestAccuracyFlops:
       assert box.count_overlaps(boxes[:i]) == 0
       assert frame.x0 <= box.x0 < box.x1 <= frame.x1
       assert not any(box.contains(*mark) for mark in marks)
-
-  def test_many_points_and_groups_stay_in_the_frame(self, rng, seen):
-    points = [
-      {
-        'name': 'n',
-        'group': 'a group with a long name ' * 3 + str(i),
-        'flops': rng.random(),
-        'accuracy': rng.random(),
-      }
-      for i in range(63)
-    ]
-    figure = viz.accuracy_flops(points)
-    assert not seen.texts(figure, 'name')
-    figure.canvas.draw()
-    box = figure.findobj(Legend)[0].get_window_extent()
-    assert box.y0 >= 0
-    assert box.x1 <= figure.bbox.x1
-    looks = {
-      (line.get_color(), line.get_marker()) for line in figure.axes[0].lines
-    }
-    assert len(looks) == 63
 
 
 def test_seeds_are_dots_and_their_mean_a_bar(seen):

@@ -75,12 +75,6 @@ class TestRoutingMap:
     assert seen.ticks(axes.yaxis) == ['sum', *'0123456']
     # The first is at the bottom.
     assert axes.get_ylim()[0] < axes.get_ylim()[1]
-    deep = viz.routing_map(
-      chosen_RL.T, 'xyz', layers=range(1, 40, 2), num_layers=40
-    )
-    (axes,) = panels(seen, deep)
-    # Routed ones have numbers, where not all have.
-    assert list(axes.get_yticks())[1:] == list(range(1, 40, 2))
 
   def test_every_character_stands_under_its_column(self, rng, seen):
     pieces = ['a'] * 60 + [*ODD]
@@ -95,8 +89,6 @@ class TestRoutingMap:
     expected = 'a' * 60 + '$$\\' + '□' * 8 + '·\ufffd·⏎→éa'
     assert shown == list(enumerate(expected))
     first, second = panels(seen, figure)
-    assert first.get_xticks(minor=True).tolist() == [*range(0, 64, 8)]
-    assert second.get_xticks(minor=True).tolist() == [64, 72]
     boxes = [t.get_window_extent() for t in first.get_xticklabels()]
     # As mathematics the dollars would vanish.
     assert all(box.width > 3 for box in boxes)
@@ -144,9 +136,6 @@ def test_shares_stand_over_their_tokens(seen):
     [63.5, 79.5],
   ]
   assert {image.get_clim() for image in drawn} == {(0, 1)}
-  # All panels have room for as many tokens.
-  widths = [np.ptp(axes.get_xlim()) for axes in panels(seen, figure)]
-  assert widths == [64, 64]
   assert {image.origin for image in drawn} == {'lower'}
   assert seen.ticks(panels(seen, figure)[0].yaxis) == ['1', '4']
 
@@ -202,13 +191,9 @@ def test_the_key_of_experts_has_what_there_is_and_nothing_else(seen):
   labels = ('no expert takes it', 'does not reach', 'without experts')
   assert all(label in text for label in labels)
   assert 'slot' not in text
-  every = viz.expert_map(expert_RL * 0, 'abcd', **options)
-  # A row of one colour would say nothing.
-  assert not seen.marks(every, 'load')
-  assert not any(label in seen.words(every) for label in labels[:2])
 
 
-@pytest.mark.parametrize('num_experts', [2, 8, 9, 64])
+@pytest.mark.parametrize('num_experts', [8, 64])
 def test_no_two_experts_share_a_colour(num_experts):
   colors = experts.expert_colors(num_experts)
   pairs = itertools.combinations(colors.tolist(), 2)

@@ -1,0 +1,350 @@
+"""GGUF: llama.cpp's files of a language model with its tokenizer.
+
+A GGUF file has what elsewhere is a folder of Hugging Face: `unpack` writes the
+small files of such a folder, and `stored` reads the weights, by the names that
+they have there.
+"""
+
+import functools
+import hashlib
+import os
+import pathlib
+from typing import Any
+
+import numpy as np
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+
+from mod_jax.convert import files
+from mod_jax.convert.files import Lazy
+from mod_jax.errors import UserError
+from mod_jax.layers import rope
+
+_MAGIC = b'GGUF'
+# The unpacked folders, each under a hash of its contents.
+_CACHE = '~/.cache/mod_jax/gguf'
+# `config.json`'s names by those of the metadata, after the architecture's.
+_FIELDS = {
+  'block_count': 'num_hidden_layers',
+  'embedding_length': 'hidden_size',
+  'feed_forward_length': 'intermediate_size',
+  'attention.head_count': 'num_attention_heads',
+  'attention.head_count_kv': 'num_key_value_heads',
+  'attention.key_length': 'head_dim',
+  'attention.layer_norm_rms_epsilon': 'rms_norm_eps',
+  'attention.sliding_window': 'sliding_window',
+  'context_length': 'max_position_embeddings',
+  'rope.freq_base': 'rope_theta',
+}
+# Names in Hugging Face's files by those here; `{}` is a block's number.
+_NAMES = {
+  'token_embd': 'model.embed_tokens',
+  'output_norm': 'model.norm',
+  'output': 'lm_head',
+  'blk.{}.attn_norm': 'model.layers.{}.input_layernorm',
+  'blk.{}.attn_q': 'model.layers.{}.self_attn.q_proj',
+  'blk.{}.attn_k': 'model.layers.{}.self_attn.k_proj',
+  'blk.{}.attn_v': 'model.layers.{}.self_attn.v_proj',
+  'blk.{}.attn_q_norm': 'model.layers.{}.self_attn.q_norm',
+  'blk.{}.attn_k_norm': 'model.layers.{}.self_attn.k_norm',
+  'blk.{}.attn_output': 'model.layers.{}.self_attn.o_proj',
+  'blk.{}.ffn_norm': 'model.layers.{}.post_attention_layernorm',
+  'blk.{}.ffn_gate': 'model.layers.{}.mlp.gate_proj',
+  'blk.{}.ffn_up': 'model.layers.{}.mlp.up_proj',
+  'blk.{}.ffn_down': 'model.layers.{}.mlp.down_proj',
+}
+_ROPE_FACTORS = 'rope_freqs.weight'
+# Architectures; Mistral's models are of the architecture `llama`.
+_ARCHITECTURES = ('llama', 'qwen2', 'qwen3')
+# How texts are split before byte pairs are merged, by `tokenizer.ggml.pre`.
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_WORDS = (
+  rf'{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{%s}}'
+  r'| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+'
+)
+_SPLITS = {
+  'gpt-2': None,
+  'smollm': pre_tokenizers.Digits(individual_digits=True),
+  'llama-bpe': _WORDS % '1,3',
+  'qwen2': _WORDS % '1',
+}
+# Kinds of tokens, `tokenizer.ggml.token_type`.
+_CONTROL, _USER_DEFINED = 3, 4
+
+
+def is_gguf(path: str | os.PathLike) -> bool:
+  """Whether a path is a file in this format."""
+  path = pathlib.Path(path).expanduser()
+  if not path.is_file():
+    return False
+  with open(path, 'rb') as file:
+    return file.read(len(_MAGIC)) == _MAGIC
+
+
+def unpack(path: str | os.PathLike) -> pathlib.Path:
+  """Writes a model's config and tokenizer as files of Hugging Face.
+
+  Returns:
+    Their directory in the cache, which has no weights.
+
+  Raises:
+    UserError: the file is damaged, or of a model that is not known here.
+  """
+  metadata = _metadata(path)
+  config = _config(path, metadata)
+  tokenizer, beside = _tokenizer(path, metadata)
+  text = tokenizer.to_str()
+  digest = hashlib.sha256(repr((config, beside, text)).encode()).hexdigest()
+  folder = pathlib.Path(_CACHE).expanduser() / digest[:20]
+  if not (folder / 'config.json').is_file():
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / 'tokenizer.json').write_text(text, encoding='utf-8')
+    files.write_json(folder / 'tokenizer_config.json', beside)
+    # Last: where it is, the others are complete.
+    files.write_json(folder / 'config.json', config)
+  return folder
+
+
+def stored(path: str | os.PathLike) -> dict[str, Lazy]:
+  """Returns the weights by their names in Hugging Face, read lazily."""
+  reader, metadata = _reader(path), _metadata(path)
+  heads = {}
+  if metadata['general.architecture'] == 'llama':
+    of_query = metadata['llama.attention.head_count']
+    of_key = metadata.get('llama.attention.head_count_kv', of_query)
+    heads = {'attn_q': of_query, 'attn_k': of_key}
+  arrays = {}
+  for tensor in reader.tensors:
+    if tensor.name != _ROPE_FACTORS:
+      module, _, suffix = tensor.name.rpartition('.')
+      arrays[f'{_theirs(path, module)}.{suffix}'] = Lazy(
+        # Sizes are in the order of memory, the contiguous axis first.
+        tuple(int(size) for size in reversed(tensor.shape)),
+        functools.partial(
+          _read, path, tensor, heads.get(module.rpartition('.')[2])
+        ),
+      )
+  return arrays
+
+
+def _theirs(path, module: str) -> str:
+  number = next((part for part in module.split('.') if part.isdecimal()), '')
+  name = module.replace(f'.{number}.', '.{}.') if number else module
+  if name not in _NAMES:
+    raise UserError(
+      f'{path}: {module} is no part of a model that is known here; expected'
+      f' {", ".join(_ARCHITECTURES)}.'
+    )
+  return _NAMES[name].format(number)
+
+
+def _read(path, tensor, heads: int | None) -> np.ndarray:
+  import gguf
+
+  try:
+    array = gguf.dequantize(tensor.data, tensor.tensor_type)
+  except NotImplementedError as error:
+    raise UserError(
+      f'{path}: {tensor.name} is quantised as {tensor.tensor_type.name}, which'
+      ' the package gguf does not decode: take another file of the model, such'
+      ' as Q8_0 or F16.'
+    ) from error
+  array = np.asarray(array, np.float32)
+  files.check_finite(array, path, tensor.name)
+  if heads is not None:
+    # Rotated channels lie in pairs there, and in two halves elsewhere.
+    pairs = array.reshape(heads, -1, 2, *array.shape[1:])
+    array = pairs.swapaxes(1, 2).reshape(array.shape)
+  return array
+
+
+@functools.lru_cache(maxsize=1)
+def _reader(path):
+  try:
+    import gguf
+  except ImportError as error:
+    raise UserError(
+      f"{path}: GGUF needs {error.name}: pip install 'mod_jax[gguf]'."
+    ) from error
+  try:
+    return gguf.GGUFReader(os.path.expanduser(path))
+  except (ValueError, KeyError, IndexError, UnicodeDecodeError) as error:
+    raise UserError(
+      f'{path} is damaged, or no GGUF of version 2 or 3: fetch it again'
+      f' ({error}).'
+    ) from error
+
+
+class _Metadata(dict):
+  """The metadata of a file, which it must have where `[]` looks."""
+
+  def __missing__(self, key):
+    raise UserError(
+      f'a GGUF file has no {key}, so it is damaged or holds no language model:'
+      ' fetch it again.'
+    )
+
+
+@functools.lru_cache(maxsize=1)
+def _metadata(path) -> _Metadata:
+  fields = _reader(path).fields
+  return _Metadata({name: x.contents() for name, x in fields.items()})
+
+
+def _config(path, metadata: _Metadata) -> dict[str, Any]:
+  """Returns the fields of a `config.json`."""
+  architecture = metadata.get('general.architecture')
+  if architecture not in _ARCHITECTURES:
+    raise UserError(
+      f'{path}: architecture {architecture!r} is not known here; expected'
+      f' {", ".join(_ARCHITECTURES)}.'
+    )
+  fields = {
+    theirs: metadata[f'{architecture}.{ours}']
+    for ours, theirs in _FIELDS.items()
+    if f'{architecture}.{ours}' in metadata
+  }
+  if metadata.get(f'{architecture}.expert_count'):
+    fields['num_experts'] = metadata[f'{architecture}.expert_count']
+  if architecture == 'llama' and fields.get('sliding_window'):
+    architecture = 'mistral'
+  if (scaling := _rope_scaling(path, metadata, fields)) is not None:
+    fields['rope_scaling'] = scaling
+  shapes = {tensor.name: tensor.shape for tensor in _reader(path).tensors}
+  return fields | {
+    'model_type': architecture,
+    'architectures': [f'{architecture.capitalize()}ForCausalLM'],
+    'vocab_size': int(shapes['token_embd.weight'][-1]),
+    'tie_word_embeddings': 'output.weight' not in shapes,
+  }
+
+
+def _rope_scaling(path, metadata, fields) -> dict[str, Any] | None:
+  prefix = f'{metadata["general.architecture"]}.rope.scaling'
+  kind = metadata.get(f'{prefix}.type', 'none')
+  if kind == 'linear':
+    return {'rope_type': 'linear', 'factor': metadata[f'{prefix}.factor']}
+  if kind != 'none':
+    raise UserError(
+      f'{path}: rotary positions scaled by {kind!r} are not supported; expected'
+      ' none or linear.'
+    )
+  factors = [x for x in _reader(path).tensors if x.name == _ROPE_FACTORS]
+  if not factors:
+    return None
+  # Llama 3.1 and 3.2, whose files have the factor of each frequency instead of
+  # what they are made of.
+  head_dim = fields.get(
+    'head_dim', fields['hidden_size'] // fields['num_attention_heads']
+  )
+  for factor in (8.0, 32.0):
+    scaling = rope.RopeScaling(
+      kind='llama3',
+      factor=factor,
+      low_frequency=1.0,
+      high_frequency=4.0,
+      original_length=8192,
+    )
+    frequency_C = rope.frequencies(head_dim, fields['rope_theta'])
+    expected = frequency_C / scaling.scaled(frequency_C)
+    if np.allclose(factors[0].data, expected, rtol=1e-3):
+      return {
+        **{'rope_type': 'llama3', 'factor': factor, 'low_freq_factor': 1.0},
+        **{'high_freq_factor': 4.0, 'original_max_position_embeddings': 8192},
+      }
+  raise UserError(
+    f'{path}: {_ROPE_FACTORS} is not that of Llama 3.1 or 3.2, the only ones'
+    ' that are known here.'
+  )
+
+
+def _tokenizer(path, metadata) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
+  """Returns the tokenizer, and the fields of a `tokenizer_config.json`."""
+  prefix = 'tokenizer.ggml'
+  kind, tokens = metadata.get(f'{prefix}.model'), metadata[f'{prefix}.tokens']
+  vocab = {token: i for i, token in enumerate(tokens)}
+  if kind == 'gpt2':
+    tokenizer = _byte_pairs(path, vocab, metadata)
+  elif kind == 'llama':
+    tokenizer = _sentence_pieces(vocab, metadata)
+  else:
+    raise UserError(
+      f'{path}: its tokenizer is of the kind {kind!r}; expected gpt2 or llama.'
+    )
+  types = metadata.get(f'{prefix}.token_type', [])
+  for token, type_ in zip(tokens, types, strict=False):
+    if type_ in (_CONTROL, _USER_DEFINED):
+      special = type_ == _CONTROL
+      added = tokenizers.AddedToken(token, special=special, normalized=False)
+      tokenizer.add_tokens([added])
+  beside = {
+    f'{name}_token': tokens[metadata[f'{prefix}.{key}_token_id']]
+    for name, key in (('bos', 'bos'), ('eos', 'eos'), ('unk', 'unknown'))
+    if f'{prefix}.{key}_token_id' in metadata
+  }
+  begins = metadata.get(f'{prefix}.add_bos_token', kind == 'llama')
+  if begins and 'bos_token' in beside:
+    bos = beside['bos_token']
+    tokenizer.post_processor = processors.TemplateProcessing(
+      single=f'{bos} $A',
+      pair=f'{bos} $A {bos} $B',
+      special_tokens=[(bos, vocab[bos])],
+    )
+  if 'tokenizer.chat_template' in metadata:
+    beside['chat_template'] = metadata['tokenizer.chat_template']
+  return tokenizer, beside
+
+
+def _byte_pairs(path, vocab, metadata) -> tokenizers.Tokenizer:
+  split = metadata.get('tokenizer.ggml.pre', 'gpt-2')
+  if split not in _SPLITS:
+    raise UserError(
+      f'{path}: its tokenizer splits texts by {split!r}; expected one of'
+      f' {", ".join(_SPLITS)}.'
+    )
+  merges = metadata.get('tokenizer.ggml.merges', [])
+  merges = [tuple(merge.split(' ')) for merge in merges]
+  # Llama 3 takes whole words of the vocabulary before it merges.
+  model = models.BPE(vocab, merges, ignore_merges=split == 'llama-bpe')
+  tokenizer = tokenizers.Tokenizer(model)
+  first, by_words = _SPLITS[split], False
+  if isinstance(first, str):
+    pattern, by_words = tokenizers.Regex(first), True
+    first = pre_tokenizers.Split(pattern, 'isolated')
+  byte_level = pre_tokenizers.ByteLevel(
+    add_prefix_space=False, use_regex=not by_words
+  )
+  steps = [byte_level] if first is None else [first, byte_level]
+  tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+  tokenizer.decoder = decoders.ByteLevel()
+  if split == 'qwen2':
+    tokenizer.normalizer = normalizers.NFC()
+  return tokenizer
+
+
+def _sentence_pieces(vocab, metadata) -> tokenizers.Tokenizer:
+  """Returns SentencePiece's merges of pairs, the best scored first."""
+  scores = metadata['tokenizer.ggml.scores']
+  merges = []
+  for token, i in vocab.items():
+    for cut in range(1, len(token)):
+      pair = token[:cut], token[cut:]
+      if all(part in vocab for part in pair):
+        merges.append((-scores[i], vocab[pair[0]], vocab[pair[1]], pair))
+  unknown = metadata.get('tokenizer.ggml.unknown_token_id', 0)
+  model = models.BPE(
+    vocab,
+    [pair for *_, pair in sorted(merges)],
+    unk_token=metadata['tokenizer.ggml.tokens'][unknown],
+    fuse_unk=True,
+    byte_fallback=True,
+  )
+  tokenizer = tokenizers.Tokenizer(model)
+  steps = [normalizers.Replace(' ', '▁')]
+  undo = [decoders.Replace('▁', ' '), decoders.ByteFallback(), decoders.Fuse()]
+  if metadata.get('tokenizer.ggml.add_space_prefix', True):
+    steps.insert(0, normalizers.Prepend('▁'))
+    undo.append(decoders.Strip(' ', 1, 0))
+  tokenizer.normalizer = normalizers.Sequence(steps)
+  tokenizer.decoder = decoders.Sequence(undo)
+  return tokenizer

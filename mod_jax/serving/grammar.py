@@ -1,0 +1,199 @@
+"""Grammars: which tokens keep a text within a JSON schema.
+
+llguidance (the extra `json`) finds them, from the bytes that each token stands
+for. That takes up to some milliseconds a token, and longer for the first one,
+so threads do it while the device computes: a request whose next tokens are not
+known yet sits out a step, and holds up no other.
+"""
+
+from collections.abc import Mapping
+import concurrent.futures
+import dataclasses
+import functools
+import json
+import threading
+from typing import Any
+
+import numpy as np
+
+from mod_jax.data.tokenizers import Tokenizer
+from mod_jax.errors import UserError
+
+try:
+  import llguidance
+except ImportError:
+  llguidance = None
+
+_THREADS = 2
+# A line break and the spaces that indent the next line, or a few spaces. By
+# default any number is allowed, and a small model may write nothing else.
+_OPTIONS = {'whitespace_pattern': r'\n? {0,16}'}
+# States of the automaton of a request's texts, of a kilobyte or two each.
+_MOST_STATES = 20_000
+
+
+@dataclasses.dataclass(frozen=True)
+class Grammar:
+  """A schema that is compiled for a vocabulary; see `Grammars.compile`."""
+
+  matcher: Any  # At the beginning of a text; copied for each request.
+
+
+class Constraint:
+  """What a request may write next; only the engine's thread may use it."""
+
+  def __init__(self, grammar: Grammar, words: int, pool):
+    self._matcher = grammar.matcher.deep_copy()
+    self._words = words
+    self._pool = pool
+    self._next = pool.submit(self._mask)
+
+  @property
+  def known(self) -> bool:
+    """Whether it is known what may come next, and that has not been taken."""
+    return self._next is not None and self._next.done()
+
+  @property
+  def awaited(self) -> concurrent.futures.Future | None:
+    """What will be known; None while a token is being sampled."""
+    return self._next
+
+  def take(self) -> np.ndarray | None:
+    """Returns the mask of the next token, a uint32 word for 32 tokens.
+
+    None if the text is complete. The next mask needs the token that is sampled
+    (`push`).
+
+    Raises:
+      UserError: the schema takes too much computing.
+    """
+    future, self._next = self._next, None
+    return future.result()
+
+  def push(self, token: int) -> None:
+    """Tells the token that was sampled."""
+    self._next = self._pool.submit(self._mask, token)
+
+  def _mask(self, token: int | None = None) -> np.ndarray | None:
+    if token is not None:
+      self._matcher.consume_token(token)
+    mask = None
+    if not self._matcher.is_stopped():
+      data = self._matcher.compute_bitmask()
+      mask = np.zeros(self._words, '<u4')
+      found = np.frombuffer(data, '<u4')[: self._words]
+      mask[: len(found)] = found
+    if self._matcher.is_error():
+      raise UserError(_too_much(self._matcher.get_error()))
+    return mask
+
+
+class Grammars:
+  """Compiles schemas for a model's vocabulary, and starts their constraints.
+
+  Threads may share it.
+  """
+
+  def __init__(self, tokenizer: Tokenizer, vocab_size: int):
+    require_library()
+    self._tokenizer = tokenizer
+    self._words = -(-vocab_size // 32)
+    self._pool = concurrent.futures.ThreadPoolExecutor(_THREADS, 'grammar')
+    self._lock = threading.Lock()
+
+  @functools.cached_property
+  def _vocabulary(self):
+    tokenizer = self._tokenizer
+    end = tokenizer.eos_id
+    surfaces = list(tokenizer.surfaces)
+    # llguidance knows special tokens by a byte that UTF-8 does not have.
+    special = [i for i, text in enumerate(surfaces) if not text or i == end]
+    for i in special:
+      surfaces[i] = b'\xff<%d>' % i
+    if end is None:
+      # It needs an end token: one that no model has.
+      end = max(len(surfaces), 32 * self._words)
+      surfaces += [b'\xff<%d>' % i for i in range(len(surfaces), end + 1)]
+      special += range(len(tokenizer.surfaces), end + 1)
+    vocabulary = _Vocabulary(surfaces, special, end)
+    return llguidance.LLTokenizer(llguidance.TokenizerWrapper(vocabulary))
+
+  def compile(self, schema: Mapping[str, Any]) -> Grammar:
+    """Compiles a JSON schema, which takes up to seconds.
+
+    Raises:
+      UserError: it is no schema, or has what llguidance does not support.
+    """
+    with self._lock:
+      vocabulary = self._vocabulary
+    matcher = llguidance.LLMatcher(
+      *(vocabulary, _source(schema)), log_level=0, limits=_limits()
+    )
+    if matcher.is_error():
+      raise UserError(_refusal(matcher.get_error()))
+    return Grammar(matcher)
+
+  def start(self, grammar: Grammar) -> Constraint:
+    """Returns the constraint of a new request."""
+    return Constraint(grammar, self._words, self._pool)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Vocabulary:
+  """A vocabulary as llguidance reads it."""
+
+  tokens: list[bytes]
+  special_token_ids: list[int]
+  eos_token_id: int
+  bos_token_id: None = None
+
+  def __call__(self, text) -> list[int]:
+    return []  # Only asked where tokens are forced.
+
+
+def check(schema: Mapping[str, Any]) -> None:
+  """Raises UserError if a schema cannot be compiled for any vocabulary."""
+  require_library()
+  message = llguidance.LLMatcher.validate_grammar(
+    _source(schema), limits=_limits()
+  )
+  if message and not message.startswith('WARNING'):
+    raise UserError(_refusal(message))
+
+
+def _limits():
+  return llguidance.LLParserLimits(max_lexer_states=_MOST_STATES)
+
+
+def available() -> bool:
+  """Whether llguidance is installed."""
+  return llguidance is not None
+
+
+def require_library() -> None:
+  """Raises UserError if llguidance is not installed."""
+  if not available():
+    raise UserError("a schema needs llguidance: pip install 'mod_jax[json]'.")
+
+
+def _source(schema) -> str:
+  try:
+    text = json.dumps({**schema, 'x-guidance': _OPTIONS})
+  except (TypeError, ValueError, RecursionError) as error:
+    raise UserError(_refusal(error)) from error
+  # Without forcing, masks allow every way to write what there is no choice
+  # about, and the model takes the tokens that it knows.
+  return llguidance.LLMatcher.grammar_from_lark(
+    f'%llguidance {{"no_forcing": true}}\nstart: %json {text}'
+  )
+
+
+def _refusal(why) -> str:
+  # The first line says it; the next ones show the grammar.
+  why = str(why).partition('\n')[0].rpartition('JSON schema: ')[2]
+  return f'this JSON schema is not supported: {why:.300}'
+
+
+def _too_much(why) -> str:
+  why = str(why).partition('\n')[0]
+  return f'the JSON schema takes too much computing; simplify it: {why:.300}'

@@ -1,0 +1,241 @@
+"""GGUF files: their models and tokenizers equal those of Hugging Face."""
+
+import json
+import pathlib
+import re
+
+import gguf
+import numpy as np
+import pytest
+import safetensors.numpy
+import tokenizers
+from tokenizers import pre_tokenizers
+
+import mod_jax
+from mod_jax.convert import gguf as convert_gguf
+from mod_jax.errors import UserError
+
+GOLDEN = pathlib.Path(__file__).parents[1] / 'golden' / 'lm'
+NAMES = {
+  'model.embed_tokens': 'token_embd',
+  'model.norm': 'output_norm',
+  'lm_head': 'output',
+  'input_layernorm': 'attn_norm',
+  'post_attention_layernorm': 'ffn_norm',
+  'self_attn.q_proj': 'attn_q',
+  'self_attn.k_proj': 'attn_k',
+  'self_attn.v_proj': 'attn_v',
+  'self_attn.q_norm': 'attn_q_norm',
+  'self_attn.k_norm': 'attn_k_norm',
+  'self_attn.o_proj': 'attn_output',
+  'mlp.gate_proj': 'ffn_gate',
+  'mlp.up_proj': 'ffn_up',
+  'mlp.down_proj': 'ffn_down',
+}
+TEXT = "It's 12345 o'clock.\n\n  def f(x):\n\treturn x**2  # ümläut 你好 🎉 "
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+  monkeypatch.setattr(convert_gguf, '_CACHE', str(tmp_path / 'cache'))
+
+
+def gguf_name(name):
+  module, _, suffix = name.rpartition('.')
+  layer = re.match(r'model\.layers\.(\d+)\.(.*)', module)
+  if layer:
+    return f'blk.{layer[1]}.{NAMES[layer[2]]}.{suffix}'
+  return f'{NAMES[module]}.{suffix}'
+
+
+def byte_tokens(count):
+  """Returns as many tokens: bytes as byte-level tokenizers write them."""
+  letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+  return [*('<s>', '</s>'), *letters][:count]
+
+
+def write(path, family, *, quantised=None, change=None):
+  """Writes a golden model as llama.cpp's converter does."""
+  config = json.loads((GOLDEN / family / 'config.json').read_text())
+  arch = 'llama' if config['model_type'] == 'mistral' else config['model_type']
+  writer = gguf.GGUFWriter(path, arch)
+  heads = config['num_attention_heads'], config['num_key_value_heads']
+  writer.add_block_count(config['num_hidden_layers'])
+  writer.add_embedding_length(config['hidden_size'])
+  writer.add_feed_forward_length(config['intermediate_size'])
+  writer.add_head_count(heads[0])
+  writer.add_head_count_kv(heads[1])
+  writer.add_context_length(config['max_position_embeddings'])
+  writer.add_layer_norm_rms_eps(config['rms_norm_eps'])
+  if config.get('head_dim'):
+    writer.add_key_length(config['head_dim'])
+  if config.get('sliding_window') and config['model_type'] == 'mistral':
+    writer.add_sliding_window(config['sliding_window'])
+  parameters = config['rope_parameters']
+  writer.add_rope_freq_base(parameters['rope_theta'])
+  if parameters['rope_type'] == 'linear':
+    writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+    writer.add_rope_scaling_factor(parameters['factor'])
+  tokens = byte_tokens(config['vocab_size'])
+  writer.add_tokenizer_model('gpt2')
+  writer.add_tokenizer_pre('gpt-2')
+  writer.add_token_list(tokens)
+  writer.add_token_types([3, 3] + [1] * (len(tokens) - 2))
+  writer.add_token_merges([])
+  writer.add_bos_token_id(0)
+  writer.add_eos_token_id(1)
+  if change is not None:
+    change(writer)
+  stored = safetensors.numpy.load_file(GOLDEN / family / 'model.safetensors')
+  for name, array in stored.items():
+    kind = re.search(r'\.([qk])_proj\.', name)
+    if arch == 'llama' and kind:
+      # https://github.com/ggml-org/llama.cpp, LlamaModel.permute
+      count = heads['qk'.index(kind[1])]
+      halves = array.reshape(count, 2, -1, *array.shape[1:])
+      array = halves.swapaxes(1, 2).reshape(array.shape)
+    array = np.ascontiguousarray(array)
+    if quantised and array.ndim == 2 and array.shape[1] % 32 == 0:
+      data = gguf.quantize(array, quantised)
+      writer.add_tensor(gguf_name(name), data, raw_dtype=quantised)
+    else:
+      writer.add_tensor(gguf_name(name), array)
+  writer.write_header_to_file()
+  writer.write_kv_data_to_file()
+  writer.write_tensors_to_file()
+  writer.close()
+  return path
+
+
+@pytest.mark.parametrize(
+  'family', ['llama', 'llama_linear', 'mistral', 'qwen2', 'qwen3']
+)
+def test_a_file_equals_the_folder(tmp_path, family):
+  run = mod_jax.load(write(tmp_path / 'model.gguf', family))
+  expected = np.load(GOLDEN / 'expected.npz')
+  logits = run.apply(expected['tokens']).logits_BLV
+  np.testing.assert_allclose(logits, expected[family], atol=1e-4)
+  assert run.foreign
+  assert run.tokenizer.eos_id == 1
+
+
+def test_quantised_weights_are_decoded(tmp_path):
+  rng = np.random.default_rng(0)
+  array = rng.normal(size=(8, 64)).astype(np.float32)
+  data = gguf.quantize(array, gguf.GGMLQuantizationType.Q8_0)
+  writer = gguf.GGUFWriter(tmp_path / 'x.gguf', 'qwen2')
+  kind = gguf.GGMLQuantizationType.Q8_0
+  writer.add_tensor('blk.3.ffn_up.weight', data, raw_dtype=kind)
+  writer.write_header_to_file()
+  writer.write_kv_data_to_file()
+  writer.write_tensors_to_file()
+  writer.close()
+  (name, found), *_ = convert_gguf.stored(tmp_path / 'x.gguf').items()
+  assert name == 'model.layers.3.mlp.up_proj.weight'
+  assert found.shape == (8, 64)
+  np.testing.assert_allclose(np.asarray(found), array, atol=0.02)
+
+
+def test_it_can_be_exported_and_chats(tmp_path):
+  template = '{% for m in messages %}{{ m.content }}{% endfor %}'
+  path = write(
+    tmp_path / 'model.gguf',
+    'qwen2',
+    change=lambda writer: writer.add_chat_template(template),
+  )
+  run = mod_jax.load(path)
+  messages = [{'role': 'user', 'content': '!!'}]
+  answer = run.chat(messages, max_new_tokens=3)
+  mod_jax.export(run, tmp_path / 'out', 'huggingface')
+  again = mod_jax.load(tmp_path / 'out')
+  assert again.config == run.config
+  assert again.chat(messages, max_new_tokens=3) == answer
+
+
+def words():
+  """A byte-level tokenizer with merges, as it would be in tokenizer.json."""
+  letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+  merges = [('d', 'e'), ('de', 'f'), ('Ġ', 'Ġ'), ('1', '2'), ('t', 'u')]
+  tokens = ['<s>', '</s>', *letters, *map(''.join, merges)]
+  return tokens, merges
+
+
+@pytest.mark.parametrize(
+  ('pre', 'expected'),
+  [
+    ('gpt-2', '12345'),
+    ('smollm', '1 2 3 4 5'),
+    ('llama-bpe', '123 45'),
+    ('qwen2', '1 2 3 4 5'),
+  ],
+)
+def test_texts_are_split_and_joined_again(tmp_path, pre, expected):
+  tokens, merges = words()
+
+  def change(writer):
+    for key, add, value in (
+      ('tokens', writer.add_token_list, tokens),
+      ('token_type', writer.add_token_types, [3, 3] + [1] * len(tokens[2:])),
+      ('merges', writer.add_token_merges, [' '.join(m) for m in merges]),
+      ('pre', writer.add_tokenizer_pre, pre),
+    ):
+      writer.kv_data[0].pop(f'tokenizer.ggml.{key}', None)
+      add(value)
+
+  folder = convert_gguf.unpack(
+    write(tmp_path / 'model.gguf', 'llama', change=change)
+  )
+  tokenizer = tokenizers.Tokenizer.from_file(str(folder / 'tokenizer.json'))
+  digits = tokenizer.pre_tokenizer.pre_tokenize_str('12345')
+  assert ' '.join(text for text, _ in digits) == expected
+  ids = tokenizer.encode(TEXT, add_special_tokens=False).ids
+  assert tokenizer.decode(ids) == TEXT
+  assert tokens.index('def') in ids
+
+
+def test_sentence_pieces_merge_as_their_scores_say(tmp_path):
+  """Against the merges that a converter of tokenizers would be given."""
+  pieces = [*'▁abc', 'ab', 'bc', '▁a', '▁ab', '▁abc']
+  tokens = ['<unk>', '<s>', '</s>', *(f'<0x{i:02X}>' for i in range(256))]
+  scores = [0.0] * len(tokens) + [-9, -9, -9, -9, -2, -1, -3, -4, -5]
+  tokens += pieces
+  metadata = {
+    'tokenizer.ggml.model': 'llama',
+    'tokenizer.ggml.tokens': tokens,
+    'tokenizer.ggml.scores': scores,
+    'tokenizer.ggml.token_type': [2, 3, 3] + [6] * 256 + [1] * len(pieces),
+    'tokenizer.ggml.bos_token_id': 1,
+    'tokenizer.ggml.eos_token_id': 2,
+  }
+  tokenizer, beside = convert_gguf._tokenizer('x', metadata)
+  assert beside == {'bos_token': '<s>', 'eos_token': '</s>'}
+  # `bc` is the best pair, and leaves `▁a`; that joins with it at last.
+  assert tokenizer.encode('abc').tokens == ['<s>', '▁abc']
+  assert tokenizer.encode('ab é').tokens == [
+    *('<s>', '▁ab', '▁', '<0xC3>', '<0xA9>')
+  ]
+  ids = tokenizer.encode('ab abc é').ids
+  assert tokenizer.decode(ids) == 'ab abc é'
+
+
+def test_refusals(tmp_path):
+  def refused(match, change):
+    path = write(tmp_path / 'bad.gguf', 'qwen2', change=change)
+    with pytest.raises(UserError, match=match):
+      mod_jax.load(path)
+    convert_gguf._reader.cache_clear()
+    convert_gguf._metadata.cache_clear()
+
+  def rename(writer):
+    writer.kv_data[0]['general.architecture'].value = 'gemma'
+
+  refused("architecture 'gemma'.*expected llama", rename)
+
+  def split(writer):
+    writer.kv_data[0]['tokenizer.ggml.pre'].value = 'tekken'
+
+  refused("'tekken'; expected one of gpt-2", split)
+  path = tmp_path / 'cut.gguf'
+  path.write_bytes(write(tmp_path / 'x.gguf', 'qwen2').read_bytes()[:900])
+  with pytest.raises(UserError, match='cut.gguf is damaged'):
+    mod_jax.load(path)

@@ -1,0 +1,562 @@
+"""Every parameter of the server, by the client that everybody has."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import jsonschema
+import numpy as np
+import openai
+from prometheus_client.parser import text_string_to_metric_families
+import pytest
+import tiny
+import tokenizers
+import uvicorn
+
+import mod_jax
+from mod_jax.data.text import TextDataConfig
+from mod_jax.errors import UserError
+from mod_jax.layers.routing_config import MoDConfig
+from mod_jax.pretrained.load import Run
+from mod_jax.serving import engine as engine_lib
+from mod_jax.serving import grammar
+from mod_jax.serving import server as server_lib
+from mod_jax.serving.engine import Engine
+
+END = 256  # After the bytes; ids from 257 on are padding of the model.
+LENGTH = 400
+TEMPLATE = '{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}'
+CHAT = {'model': 'tiny', 'messages': [{'role': 'user', 'content': 'how'}]}
+TEXT = {'model': 'tiny', 'prompt': 'how', 'max_tokens': 8, 'seed': 3}
+
+SCHEMAS = {
+  'flat': {
+    'type': 'object',
+    'properties': {
+      'colour': {'enum': ['red', 'green', None]},
+      'sure': {'type': 'boolean'},
+    },
+    'required': ['colour', 'sure'],
+    'additionalProperties': False,
+  },
+  'numbers': {
+    'type': 'array',
+    'items': {'type': 'integer', 'minimum': -5, 'maximum': 99},
+    'minItems': 2,
+    'maxItems': 5,
+  },
+  'nested': {
+    'type': 'object',
+    'properties': {
+      'name': {'type': 'string', 'maxLength': 6},
+      'at': {
+        'type': 'object',
+        'properties': {'x': {'$ref': '#/$defs/share'}},
+        'required': ['x'],
+        'additionalProperties': False,
+      },
+    },
+    'required': ['name', 'at'],
+    'additionalProperties': False,
+    '$defs': {'share': {'type': 'integer', 'minimum': 0, 'maximum': 9}},
+  },
+  'either': {
+    'anyOf': [
+      {'type': 'string', 'pattern': '^[a-f]{2,4}$'},
+      {'type': 'object', 'properties': {}, 'additionalProperties': False},
+      {'const': [1, 'é😀']},
+    ]
+  },
+  'identified': {
+    'type': 'object',
+    'properties': {
+      'id': {'type': 'string', 'format': 'uuid'},
+      'tags': {
+        'type': 'array',
+        'items': {'type': 'string', 'maxLength': 3},
+        'maxItems': 2,
+      },
+    },
+    'required': ['id'],
+    'additionalProperties': False,
+  },
+}
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+  """A model, exported with a byte-level tokenizer and a chat template."""
+  folder = tmp_path_factory.mktemp('model')
+  alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+  tokenizer = tokenizers.Tokenizer(
+    tokenizers.models.BPE({c: i for i, c in enumerate(alphabet)}, [])
+  )
+  tokenizer.add_special_tokens(['<eos>'])
+  assert tokenizer.token_to_id('<eos>') == END
+  tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
+    add_prefix_space=False
+  )
+  tokenizer.decoder = tokenizers.decoders.ByteLevel()
+  tokenizer.save(str(folder / 'tokenizer.json'))
+  (folder / 'chat_template.jinja').write_text(TEMPLATE)
+  model = dataclasses.replace(
+    tiny.LM, vocab_size=270, routing=MoDConfig(capacity=0.5)
+  )
+  data = TextDataConfig(
+    length=LENGTH, tokenizer='huggingface', tokenizer_path=str(folder)
+  )
+  mod_jax.export(tiny.run(tiny.experiment(model, data)), folder)
+  return folder
+
+
+@pytest.fixture(scope='module')
+def run(folder):
+  return mod_jax.load(folder)
+
+
+@contextlib.contextmanager
+def serving(engine, run, **kwargs):
+  """Yields a client of a server in a thread."""
+  with socket.socket() as sock:
+    sock.bind(('127.0.0.1', 0))
+    port = sock.getsockname()[1]
+  app = server_lib.app(engine, run, name='tiny', queue=6, **kwargs)
+  server = uvicorn.Server(
+    uvicorn.Config(
+      app, port=port, log_level='warning', timeout_graceful_shutdown=5
+    )
+  )
+  thread = threading.Thread(target=server.run, daemon=True)
+  thread.start()
+  while not server.started:
+    time.sleep(0.01)
+  try:
+    yield client_of(port)
+  finally:
+    server.should_exit = True
+    thread.join(timeout=30)
+    assert not thread.is_alive()
+
+
+def client_of(port, key='none'):
+  return openai.OpenAI(
+    base_url=f'http://127.0.0.1:{port}/v1',
+    api_key=key,
+    max_retries=0,
+    timeout=60,
+  )
+
+
+@pytest.fixture(scope='module')
+def client(run):
+  with serving(Engine(run, slots=4), run) as client:
+    yield client
+
+
+@pytest.fixture(scope='module')
+def alone(run):
+  """An engine that no server has."""
+  return Engine(run, slots=4)
+
+
+def test_choices(client, alone):
+  found = client.completions.create(
+    **TEXT | {'prompt': ['how', 'are you'], 'n': 3}
+  )
+  expected = [
+    alone.generate([prompt], max_new_tokens=8, temperature=1.0, seed=seed)[0]
+    for prompt in ('how', 'are you')
+    for seed in (3, 4, 5)
+  ]
+  assert [choice.text for choice in found.choices] == [c.text for c in expected]
+  assert [choice.index for choice in found.choices] == list(range(6))
+  assert len({choice.text for choice in found.choices}) > 3
+  # Prompts count once.
+  assert found.usage.prompt_tokens == len('how') + len('are you')
+  assert found.usage.completion_tokens == sum(len(c.tokens) for c in expected)
+  chat = client.chat.completions.create(**CHAT, n=2, max_tokens=5, seed=1)
+  assert len({choice.message.content for choice in chat.choices}) == 2
+  pieces = ['', '']
+  for chunk in client.chat.completions.create(
+    **CHAT, n=2, max_tokens=5, seed=1, stream=True
+  ):
+    (choice,) = chunk.choices
+    pieces[choice.index] += choice.delta.content
+  assert pieces == [choice.message.content for choice in chat.choices]
+  with pytest.raises(openai.BadRequestError, match='11 prompts in one request'):
+    client.completions.create(**TEXT, n=11)
+
+
+def test_settings_reach_the_engine(client, alone):
+  for settings in (
+    {'frequency_penalty': 2.0},
+    {'presence_penalty': 2.0},
+    {'logit_bias': {65: 100, '66': 99.5}},
+    {'top_k': 2},
+    {'min_p': 0.9},
+    {'top_p': 0.1},
+  ):
+    extra = {k: v for k, v in settings.items() if k in ('top_k', 'min_p')}
+    plain = {k: v for k, v in settings.items() if k not in extra}
+    found = client.completions.create(**TEXT, **plain, extra_body=extra)
+    if 'logit_bias' in settings:
+      settings = {'logit_bias': {65: 100, 66: 99.5}}
+    (expected,) = alone.generate(
+      ['how'], **{'max_new_tokens': 8, 'seed': 3, 'temperature': 1} | settings
+    )
+    (without,) = alone.generate(
+      ['how'], max_new_tokens=8, seed=3, temperature=1
+    )
+    assert found.choices[0].text == expected.text != without.text, settings
+
+
+def test_log_probabilities_of_a_completion(client, alone):
+  found = client.completions.create(**TEXT, logprobs=2).choices[0]
+  (expected,) = alone.generate(
+    ['how'], max_new_tokens=8, seed=3, temperature=1, num_likeliest=2
+  )
+  spelled = alone.tokenizer.spelled
+  logprobs = found.logprobs
+  assert logprobs.tokens == [spelled(token) for token in expected.tokens]
+  np.testing.assert_allclose(
+    logprobs.token_logprobs, expected.log_probs, atol=1e-4
+  )
+  for row, token, likeliest in zip(
+    *(logprobs.top_logprobs, expected.tokens, expected.likeliest), strict=True
+  ):
+    assert set(row) == {spelled(token), *(spelled(v) for v, _ in likeliest)}
+  # Parts of characters, and what is no text at all.
+  assert spelled(alone.tokenizer.encode('é')[0]) == 'bytes:\\xc3'
+  assert (spelled(END), spelled(END + 1)) == ('<eos>', '')
+  own = client.completions.create(**TEXT, logprobs=0).choices[0].logprobs
+  assert (own.tokens, own.top_logprobs) == (logprobs.tokens, None)
+  pieces = list(client.completions.create(**TEXT, logprobs=2, stream=True))
+  columns = [piece.choices[0].logprobs for piece in pieces]
+  assert sum((c.tokens for c in columns), []) == logprobs.tokens
+  assert sum((c.top_logprobs for c in columns), []) == logprobs.top_logprobs
+
+
+def test_log_probabilities_of_a_chat(client):
+  asked = CHAT | {'max_tokens': 8, 'seed': 3, 'logprobs': True}
+  found = client.chat.completions.create(**asked, top_logprobs=3).choices[0]
+  content = found.logprobs.content
+  assert len(content) == 8
+  for place in content:
+    best = [other.logprob for other in place.top_logprobs]
+    assert len(best) == 3
+    assert best == sorted(best, reverse=True)
+    assert best[0] >= place.logprob
+    assert max(best) < 0
+  text = b''.join(bytes(place.bytes) for place in content)
+  assert text.decode('utf-8', 'replace') == found.message.content
+  own = client.chat.completions.create(**asked).choices[0].logprobs.content
+  assert [(p.token, p.logprob) for p in own] == [
+    (p.token, p.logprob) for p in content
+  ]
+  assert not any(place.top_logprobs for place in own)
+  pieces = client.chat.completions.create(**asked, top_logprobs=3, stream=True)
+  streamed = [
+    place for piece in pieces for place in piece.choices[0].logprobs.content
+  ]
+  assert streamed == content
+
+
+# CI has it, and whoever installs the extra `dev`.
+of_json = pytest.mark.skipif(
+  not grammar.available(), reason='llguidance is not installed'
+)
+
+
+def conforms(text, schema):
+  checker = jsonschema.FormatChecker()
+  jsonschema.validate(json.loads(text), schema, format_checker=checker)
+  return True
+
+
+def of_schema(schema, strict=True):
+  form = {'name': 'x', 'schema': schema, 'strict': strict}
+  return {'type': 'json_schema', 'json_schema': form}
+
+
+@of_json
+@pytest.mark.parametrize('name', SCHEMAS)
+def test_answers_conform_to_the_schema(client, name):
+  schema = SCHEMAS[name]
+  texts = set()
+  for seed in range(0, 40, 8):
+    found = client.chat.completions.create(
+      **CHAT, n=8, seed=100 * seed, response_format=of_schema(schema)
+    )
+    for choice in found.choices:
+      assert choice.finish_reason == 'stop'
+      text = choice.message.content
+      assert conforms(text, schema)
+      texts.add(text)
+  assert len(texts) > 4
+
+
+@of_json
+def test_json_without_a_schema(client):
+  # Any object: a random model may write for ever, so it is told to close it.
+  close = {ord('}') - 33: 20, ord('{') - 33: -100}
+  found = client.chat.completions.create(
+    **CHAT, n=6, response_format={'type': 'json_object'}, logit_bias=close
+  )
+  for choice in found.choices:
+    assert choice.finish_reason == 'stop'
+    assert isinstance(json.loads(choice.message.content), dict)
+  text = client.chat.completions.create(
+    **CHAT, max_tokens=5, seed=1, response_format={'type': 'text'}
+  )
+  same = client.chat.completions.create(**CHAT, max_tokens=5, seed=1)
+  assert text.choices == same.choices
+  pieces = client.chat.completions.create(
+    **CHAT, stream=True, response_format=of_schema(SCHEMAS['flat'], None)
+  )
+  whole = ''.join(piece.choices[0].delta.content for piece in pieces)
+  assert conforms(whole, SCHEMAS['flat'])
+
+
+@of_json
+def test_a_schema_harms_nobody(alone):
+  """The same tokens beside schemas, which wait for their masks, and alone."""
+  prompts = ['how', 'are', 'you'] * 3
+  settings = {'max_new_tokens': 60, 'temperature': 1.0, 'seed': 5}
+  expected = alone.generate(prompts, **settings)
+  schemas = [SCHEMAS[name] for name in ('flat', 'identified', 'numbers')] * 3
+  held = {'temperature': 1.0, 'seed': 1}
+  by_itself = [
+    alone.generate(['x'], schema=schema, **held)[0] for schema in schemas[:3]
+  ]
+  ids, held_ids = [], []
+  for prompt, schema in zip(prompts, schemas, strict=True):
+    held_ids.append(alone.submit('x', schema=schema, **held))
+    ids.append(alone.submit(prompt, **settings))
+  cancelled = alone.submit('x', schema=schemas[0])
+  alone.cancel(cancelled)
+  events = {}
+  for event in alone.run():
+    events.setdefault(event.id, []).append(event)
+  found = [engine_lib.completion(events[id]) for id in ids]
+  assert [c.tokens for c in found] == [c.tokens for c in expected]
+  found = [engine_lib.completion(events[id]) for id in held_ids]
+  assert [c.text for c in found] == [c.text for c in by_itself * 3]
+  assert events[cancelled][-1].reason == 'cancelled'
+  assert alone.idle
+
+
+@of_json
+def test_a_model_without_an_end_token_ends_its_json(run, monkeypatch):
+  bytes_only = mod_jax.data.tokenizers.make('bytes')
+  monkeypatch.setattr(Run, 'tokenizer', bytes_only)
+  monkeypatch.setattr(Run, 'encode', lambda self, text: list(text.encode()))
+  engine = Engine(run, slots=4)
+  schema = SCHEMAS['nested']
+  for seed in range(10):
+    (found,) = engine.generate(['x'], temperature=1.0, seed=seed, schema=schema)
+    assert found.reason == 'stop'
+    assert max(found.tokens) < 256
+    assert conforms(found.text, schema)
+
+
+@of_json
+def test_a_schema_that_becomes_too_complex_ends_alone(alone, monkeypatch):
+  other = alone.submit('how', max_new_tokens=20)
+  id = alone.submit('x', schema=SCHEMAS['flat'])
+  mask = grammar.Constraint._mask
+
+  def fail(self, token=None):
+    if token is not None:
+      raise UserError('too complex')
+    return mask(self)
+
+  monkeypatch.setattr(grammar.Constraint, '_mask', fail)
+  reasons = {e.id: e.reason for e in alone.run() if e.reason is not None}
+  assert reasons[id] == 'too_complex'
+  assert reasons[other] in ('stop', 'length')
+
+
+@of_json
+@pytest.mark.parametrize(
+  ('schema', 'message'),
+  [
+    ({'type': 'x'}, 'not supported: Invalid type: x'),
+    ({'$ref': 'http://x/y'}, 'not supported: .*http://x/y'),
+    ({'not': {}}, 'not supported: .*not'),
+    ({'type': 'string', 'pattern': '('}, 'not supported: regex'),
+    ({'enum': []}, 'not supported: Unsatisfiable'),
+  ],
+)
+def test_bad_schemas(client, alone, schema, message):
+  with pytest.raises(openai.BadRequestError, match=message):
+    client.chat.completions.create(
+      **CHAT, max_tokens=3, response_format=of_schema(schema)
+    )
+  with pytest.raises(UserError, match=message):
+    alone.submit('x', schema=schema)
+
+
+def test_without_the_library(run, monkeypatch):
+  monkeypatch.setattr(grammar, 'llguidance', None)
+  engine = Engine(run, slots=1)
+  with pytest.raises(UserError, match=r"pip install 'mod_jax\[json\]'"):
+    engine.submit('x', schema={})
+  (found,) = engine.generate(['x'], max_new_tokens=2)
+  assert found.tokens
+
+
+@pytest.mark.parametrize(
+  ('changes', 'message'),
+  [
+    ({'n': 0}, 'n=0: Input should be greater than'),
+    ({'n': 129}, 'n=129: Input should be less than'),
+    ({'frequency_penalty': 3}, r'frequency_penalty=3.*: expected -2 to 2'),
+    ({'presence_penalty': -3}, r'presence_penalty=-3.*: expected -2 to 2'),
+    ({'logit_bias': {'270': 1}}, 'logit_bias={270: 1}: expected tokens from 0'),
+    ({'logit_bias': {'1': 101}}, 'numbers from -100 to 100'),
+    ({'logit_bias': {'a': 1}}, 'logit_bias=.*: expected numbers by token'),
+    ({'logit_bias': {'1': True}}, 'logit_bias=.*: expected numbers by token'),
+    ({'extra_body': {'top_k': -1}}, 'top_k=-1'),
+    ({'extra_body': {'min_p': 1.5}}, 'min_p=1.5'),
+    ({'seed': -1}, 'seed=-1: expected 0 to'),
+    ({'top_logprobs': 3}, 'top_logprobs come with logprobs'),
+    ({'logprobs': True, 'top_logprobs': 21}, 'top_logprobs=21'),
+    ({'response_format': {'type': 'xml'}}, 'response_format.type='),
+    ({'response_format': {'type': 'json_schema'}}, 'json_schema belongs to'),
+    ({'tools': [{'type': 'function'}]}, 'tools'),
+  ],
+)
+def test_bad_chats(client, changes, message):
+  with pytest.raises(openai.BadRequestError, match=message):
+    client.chat.completions.create(**CHAT, max_tokens=3, **changes)
+
+
+@pytest.mark.parametrize(
+  ('changes', 'message'),
+  [
+    ({'best_of': 3}, 'best_of=3: expected 1: ask for n choices, and rank them'),
+    ({'logprobs': 6}, 'logprobs=6: Input should be less than'),
+    ({'echo': True}, 'echo=True'),
+    ({'suffix': 'x'}, "suffix='x'"),
+  ],
+)
+def test_bad_completions(client, changes, message):
+  with pytest.raises(openai.BadRequestError, match=message):
+    client.completions.create(**TEXT, **changes)
+
+
+def test_models_by_name(client):
+  assert client.models.retrieve('tiny').id == 'tiny'
+  for ask in (
+    lambda: client.models.retrieve('gpt-4'),
+    lambda: client.completions.create(**TEXT | {'model': 'gpt-4'}),
+    lambda: client.chat.completions.create(**CHAT | {'model': 'org/gpt-4'}),
+  ):
+    with pytest.raises(openai.NotFoundError, match="gpt-4.*has 'tiny'") as got:
+      ask()
+    assert got.value.code == 'model_not_found'
+
+
+def scrape(client, key=None):
+  """Returns values by name and labels of /metrics."""
+  address = f'http://{client.base_url.host}:{client.base_url.port}/metrics'
+  headers = {} if key is None else {'Authorization': f'Bearer {key}'}
+  reply = client._client.get(address, headers=headers)
+  assert reply.status_code == 200
+  assert reply.headers['content-type'].startswith('text/plain')
+  return {
+    (sample.name.removeprefix('mod_jax_'), *sample.labels.values()): (
+      sample.value
+    )
+    for family in text_string_to_metric_families(reply.content.decode())
+    for sample in family.samples
+  }
+
+
+def test_metrics_and_the_key(run):
+  engine = Engine(run, slots=2)
+  with serving(engine, run, key='secret') as stranger:
+    port = stranger.base_url.port
+    for wrong in (stranger, client_of(port, 'secret2')):
+      with pytest.raises(openai.AuthenticationError, match='needs its API key'):
+        wrong.completions.create(**TEXT)
+    address = f'http://127.0.0.1:{port}'
+    http = stranger._client
+    assert http.get(f'{address}/health').status_code == 200
+    assert http.get(f'{address}/metrics').status_code == 401
+    client = client_of(port, 'secret')
+    found = client.completions.create(**TEXT, n=2)
+    new = found.usage.completion_tokens
+    with pytest.raises(openai.BadRequestError):
+      client.completions.create(**TEXT, n=0)
+    values = scrape(client, 'secret')
+    assert values['requests_total', '/v1/completions', '200'] == 1
+    assert values['requests_total', '/v1/completions', '400'] == 1
+    assert values['prompt_tokens_total',] == 3
+    assert values['new_tokens_total',] == new
+    assert values['new_tokens_per_second',] == pytest.approx(new / 10)
+    ended = {k[1]: v for k, v in values.items() if k[0] == 'choices_total'}
+    assert sum(ended.values()) == 2
+    assert set(ended) <= {'stop', 'length'}
+    assert 0 < values['blocks_skipped_ratio',] < 0.5
+    idle = ('running', 'waiting', 'cache_filled_ratio')
+    assert [values[name,] for name in idle] == [0, 0, 0]
+    assert values['healthy',] == 1
+    stream = client.completions.create(
+      **TEXT | {'max_tokens': 380, 'n': 3}, stream=True, logit_bias={END: -100}
+    )
+    next(iter(stream))
+    values = scrape(client, 'secret')
+    assert (values['running',], values['waiting',]) == (2, 1)
+    assert 0 < values['cache_filled_ratio',] < 1
+    stream.close()
+
+
+def test_a_server_tells_its_progress_and_drains(folder, tmp_path):
+  log = tmp_path / 'log'
+  environment = os.environ | {
+    'MOD_JAX_API_KEY': 'secret',
+    'HOME': str(tmp_path),
+  }
+  del environment['JAX_COMPILATION_CACHE_DIR']
+  command = [sys.executable, '-m', 'mod_jax.scripts.serve', '--port=0']
+  command += [f'--model={folder}', '--slots=1', '--drain_seconds=30']
+  with log.open('w') as out:
+    process = subprocess.Popen(
+      [*command, '--max_length=390'], stdout=out, stderr=out, env=environment
+    )
+  try:
+    while not (found := re.search(r'http://127.0.0.1:(\d+)', log.read_text())):
+      assert process.poll() is None, log.read_text()
+      time.sleep(0.1)
+    lines = re.findall(r'^compiling (.*)$', log.read_text(), re.M)
+    assert lines[0] == '1 of 8: prompts of up to 8 tokens'
+    assert lines[1] == '2 of 8: penalties, biases and schemas'
+    assert lines[-1] == '8 of 8: prompts of up to 389 tokens'
+    assert any((tmp_path / '.cache/mod_jax/programs').iterdir())
+    port = int(found[1])
+    with pytest.raises(openai.AuthenticationError):
+      client_of(port).models.list()
+    client = client_of(port, 'secret')
+    (model,) = client.models.list()
+    asked = TEXT | {'model': model.id, 'max_tokens': 380, 'stream': True}
+    stream = iter(client.completions.create(**asked, logit_bias={END: -100}))
+    next(stream)
+    process.send_signal(signal.SIGTERM)
+    # What runs goes on to its end, and nobody else is let in.
+    chunks = list(stream)
+    assert chunks[-1].choices[0].finish_reason == 'length'
+    process.wait(20)
+    with pytest.raises(openai.APIConnectionError):
+      client.models.list()
+  finally:
+    process.kill()
+    process.wait()
