@@ -156,6 +156,7 @@ def test_a_run_learns(tmp_path, quiet):
 
 class TestCapacityWarmup:
   CHANGES = {
+    'train.num_steps': 8,
     'train.capacity_warmup_steps': 4,
     'train.capacity_warmup_stages': 2,
   }
@@ -180,9 +181,7 @@ class TestCapacityWarmup:
     assert [flops(step) for step in range(1, 6)] == [2, 2, 1.5, 1.5, 1]
 
   def test_capacity_falls_from_1_to_the_configured_one(self, texts):
-    config = make_config(
-      texts, ROUTED, **self.CHANGES, **{'train.num_steps': 8}
-    )
+    config = make_config(texts, ROUTED, **self.CHANGES)
     task = make_task(config)
     variables = jax.jit(lambda key: nn.unbox(task.init(key)))(jax.random.key(0))
     tokens_BL = np.arange(32, dtype=np.int32).reshape(2, 16)
