@@ -2,24 +2,27 @@
 
 All models are counted alike: matrix products only, a multiply-add is 2 FLOPs.
 Causal query-key pairs are counted exactly, and routed blocks on the k tokens
-that they process. Training is three forward passes.
+that they process. Training is three forward passes; frozen weights need less.
 
 `published_macs` counts as published tables of vision transformers do, which
 call it FLOPs: multiply-accumulates of the same products, and 5 for each element
 that a layer norm reads.
 
 `config` is the config of a model; `length` is the tokens of a sequence, for
-language models.
+language models, or the frames of a recording.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 import math
+import re
 
 import jax
 
+from mod_jax import trees
 from mod_jax.errors import UserError
 from mod_jax.models import protocol
 from mod_jax.models.lm import LMConfig
+from mod_jax.models.wav2vec2 import Wav2Vec2Config
 
 
 def forward(config, length: int | None = None) -> int:
@@ -49,15 +52,65 @@ def _named(config, length):
   return config.flops_table(*_arguments(config, length))
 
 
-def train(config, length: int | None = None) -> int:
+def train(
+  config,
+  length: int | None = None,
+  frozen: Callable[[str], bool] | None = None,
+) -> int:
   """Returns the FLOPs of a training step on one sequence: three forwards.
 
-  An early exit of a language model runs the head a second time.
+  An early exit of a language model runs the head a second time. `frozen` says
+  by name which parameters have no gradient: then a product with one takes no
+  pass for it, and what comes before all trained parameters no backward pass.
   """
   total = forward(config, length)
   if isinstance(config, LMConfig) and config.early_exit:
     total += products(dict(_named(config, length))['head'])
-  return 3 * total
+  if frozen is None:
+    return 3 * total
+  return 3 * total - _saved(config, length, frozen)
+
+
+def _saved(config, length, frozen) -> int:
+  """Returns the FLOPs of training that frozen parameters save."""
+  names = trees.flatten(protocol.shapes(config)['params'])
+  trained = [name for name in names if not frozen(name)]
+  # Gradients pass through a row of the table if it, or one before, is trained.
+  # Scanned layers are trained together.
+  reached = any(not re.match(_ROWS, name) for name in trained)
+  saved = 0
+  for row, parts in _named(config, length):
+    row = row.split()[0]
+    reached |= any(name.startswith(f'{row}/') for name in trained)
+    if not reached:
+      saved += 2 * products(parts)
+      continue
+    for name, count in _weight_flops(config, length, row, parts).items():
+      saved += count * frozen(name)
+  return saved
+
+
+# Parameters that belong to a row of the table; the others come before.
+_ROWS = r'(block_\d+|prediction_\d+|head\w*|norm)(/|$)'
+
+
+def _weight_flops(config, length, row, parts) -> dict[str, int]:
+  """Returns the FLOPs of products with a row's larger parameters, by name."""
+  block = re.fullmatch(r'block_(\d+)', row)
+  if block is None:
+    tied = isinstance(config, LMConfig) and config.tied_head
+    kernels = {'embed': 'patch/kernel', 'head': 'head/kernel'}
+    name = kernels.get(row, f'{row}/linear_0/kernel')
+    return {'embedding' if tied else name: products(parts)}
+  i = int(block[1])
+  stack, prefix = config.stack, row
+  if stack.scan:
+    prefix = f'layers/block_{i % stack.period}'
+  tokens = config.tokens_per_block(*_arguments(config, length))[i]
+  counts = {}
+  for name, slot in stack.layers[i].block.slots.items():
+    counts |= slot.weight_flops(f'{prefix}/{name}', tokens)
+  return counts
 
 
 def steps_within(
@@ -76,16 +129,24 @@ def num_params(config) -> int:
 def _arguments(config, length):
   if length is not None:
     return (length,)
-  if isinstance(config, LMConfig):  # The config of a vision model has the size.
+  # The config of a vision model has the size.
+  if isinstance(config, LMConfig | Wav2Vec2Config):
     raise UserError(
-      f'{type(config).__name__} without a length: the cost of a language model'
+      f'{type(config).__name__} without a length: the cost of this model'
       ' depends on how many tokens it reads; pass length=….'
     )
   return ()
 
 
-def report(config, length: int | None = None) -> str:
-  """Returns a table of FLOPs per layer and in total, for people."""
+def report(
+  config,
+  length: int | None = None,
+  frozen: Callable[[str], bool] | None = None,
+) -> str:
+  """Returns a table of FLOPs per layer and in total, for people.
+
+  `frozen` is that of `train`.
+  """
   args = _arguments(config, length)
   table = config.flops_table(*args)
   dense = dict(config.dense_twin().flops_table(*args))
@@ -126,7 +187,8 @@ def report(config, length: int | None = None) -> str:
     f'forward             {total:.4e} FLOPs = {total / 2:.4e} MACs',
     f'dense twin forward  {dense_total:.4e} FLOPs = {dense_total / 2:.4e} MACs',
     f'ratio to dense      {total / dense_total:.4f}',
-    f'training step       {train(config, length):.4e} FLOPs per {row_name}'
+    f'training step       {train(config, length, frozen):.4e} FLOPs per'
+    f' {row_name}'
     f' (dense twin {train(config.dense_twin(), length):.4e})',
   ]
   if length is None:

@@ -8,14 +8,14 @@ from collections.abc import Iterable
 import dataclasses
 import difflib
 import re
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from mod_jax import config as config_lib
-from mod_jax import errors
+from mod_jax import errors, trees
 
 _BLOCK = re.compile(r'(?:^|/)block_(\d+)(?:/|$)')
 # Parameters before the blocks; others without a number come after them.
@@ -188,6 +188,23 @@ def scale_of(
   else:
     distance = num_blocks + 1 if _STEM.search(name) else 0
   return Scale(factor * config.layer_decay**distance, first_step)
+
+
+def freezes(config: OptimizerConfig, name: str) -> bool:
+  """Returns whether the rules freeze a parameter for ever."""
+  index = _first_rule(config, name)
+  return index is not None and config.rules[index][1] == 0
+
+
+def split(config: OptimizerConfig, params) -> tuple[Any, Any]:
+  """Returns the parameters that are trained, and those frozen for ever.
+
+  Both are nested dictionaries, as `params`; `trees.join` is the inverse.
+  """
+  flat = trees.flatten(params)
+  frozen = {k: x for k, x in flat.items() if freezes(config, k)}
+  trained = {k: x for k, x in flat.items() if k not in frozen}
+  return trees.unflatten(trained), trees.unflatten(frozen)
 
 
 def check_rules(config: OptimizerConfig, params) -> None:

@@ -24,6 +24,14 @@ def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
   return traverse_util.unflatten_dict(dict(flat), sep='/')
 
 
+def join(*parts) -> dict[str, Any]:
+  """Returns one nested dictionary of the leaves of several; skips None."""
+  flat = {}
+  for part in filter(None, parts):
+    flat |= flatten(part)
+  return unflatten(flat)
+
+
 def by_path(tree) -> dict[str, Any]:
   """Returns the leaves of any tree by path, in the order of the tree.
 

@@ -29,6 +29,11 @@ CASES = {
     (),
     ('select_xla', 'select_sort', "'gather'", "'scatter_add'"),
   ),
+  'serve_step': (
+    ('width=192', 'layers=1', 'vocab=300', 'slots=2', 'length=64'),
+    (),
+    ("'over_plain'", "'schema'", "'penalties'", "'likeliest'"),
+  ),
   'image_input': (
     ('pictures=16', 'pixels=9000', 'batch=4', 'steps=2'),
     (),

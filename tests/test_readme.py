@@ -24,6 +24,7 @@ from mod_jax import cli
 from mod_jax import config as config_lib
 from mod_jax.data.images import ImageDataConfig, Preprocess
 from mod_jax.data.text import TextDataConfig
+from mod_jax.layers.lora import LoRAConfig
 from mod_jax.layers.routing_config import VisionRoutingConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.models.vit import ViTConfig
@@ -86,6 +87,13 @@ def desk(tmp_path_factory):
   mod_jax.export(
     classifier, folder / 'vit-base-patch16-224', 'huggingface', dense=True
   )
+  adapted = model.dense_twin().with_parts(lora=LoRAConfig(rank=2))
+  adapters = mod_jax.Run(
+    config=adapted,
+    variables=tiny.variables(adapted),
+    base='vit-base-patch16-224',
+  )
+  mod_jax.export(adapters, folder / 'adapters', 'peft')
   experiment = config_lib.load(ROOT / 'configs/lm/mod.py').get_config('tiny')
   mod_jax.export(tiny.run(experiment), folder / 'runs/mod')
   return folder

@@ -12,6 +12,9 @@ fifth of the steps. Variants:
 * `eighth`, the default: routed blocks process 12.5% of the tokens;
 * `half`: 50%;
 * `routers`: as the default, but only the routers are trained;
+* `lora`: as the default, but only the routers are trained, and low-rank
+  adapters (LoRA) of the deeper half, where the routed blocks are; the dense
+  model's weights are in no checkpoint, but read from `init`;
 * `distilled`: as the default, with the divergence from the dense model's
   predictions added to the loss;
 * `gaussian`: as the default, with random scores, a control;
@@ -26,6 +29,7 @@ import dataclasses
 
 from mod_jax import config as config_lib
 from mod_jax.errors import UserError
+from mod_jax.layers import lora
 from mod_jax.layers.routing_config import LIKE_DENSE, MoDConfig
 from mod_jax.optimizer import OptimizerConfig
 from mod_jax.tasks.experiment import ConversionObjective, ExperimentConfig
@@ -33,6 +37,8 @@ from mod_jax.tasks.experiment import ConversionObjective, ExperimentConfig
 files = config_lib.sibling(__file__, 'files')
 
 ROUTERS = r'(^|/)(router|predictor)/'
+# `complete` replaces it by the deeper half of the model's blocks.
+DEEPER = (r'block_[1-9]\d*/.*',)
 ROUTING = MoDConfig(
   capacity=0.125,
   **LIKE_DENSE,
@@ -67,6 +73,21 @@ def convert(name: str, *, objective=None, rest=1.0, **routing):
   )
 
 
+def adapted():
+  """Returns the config of a conversion that trains adapters and routers."""
+  config = convert('lora', rest=0.0)
+  # Ten times the rate of all weights, and a tenth of the routers'.
+  rules = ((lora.PARAMETERS, 10.0, 0), *config.optimizer.rules)
+  return config_lib.replace(
+    config,
+    {
+      'model.lora': lora.LoRAConfig(maps=DEEPER),
+      'optimizer.rules': rules,
+      'train.frozen': 'float32',
+    },
+  )
+
+
 def complete(config: ExperimentConfig) -> ExperimentConfig:
   """Fills in what depends on the dense model and on the texts."""
   if config.init is None:
@@ -79,8 +100,12 @@ def complete(config: ExperimentConfig) -> ExperimentConfig:
   rate = config.optimizer.learning_rate
   config = files.complete(config)
   changes = {'optimizer.learning_rate': rate}
+  half, layers = config.model.num_layers // 2, config.model.num_layers
   if config.model.routing.first:
-    changes['model.routing.first'] = config.model.num_layers // 2
+    changes['model.routing.first'] = half
+  if config.model.lora is not None and config.model.lora.maps == DEEPER:
+    blocks = '|'.join(map(str, range(half, layers)))
+    changes['model.lora.maps'] = (f'block_({blocks})/.*',)
   return config_lib.replace(config, changes)
 
 
@@ -89,6 +114,7 @@ VARIANTS = {
   'eighth': lambda: convert('eighth'),
   'half': lambda: convert('half', capacity=0.5),
   'routers': lambda: convert('routers', rest=0.0),
+  'lora': adapted,
   'distilled': lambda: convert('distilled', objective=ConversionObjective()),
   'gaussian': lambda: convert(
     'gaussian', score='gaussian', router_loss=0.0, threshold_decay=0.0

@@ -12,6 +12,9 @@ from scratch, on pictures of 64 pixels a side. Variants:
 * `dense`, the default: no conditional computation;
 * `amod`: every other block on the half of the tokens that got most attention;
 * `mod`: likewise, by a learned router;
+* `lora`: the dense model of `init`, of which only low-rank adapters (LoRA) and
+  the head are trained; its other weights are in no checkpoint, but read from
+  `init`;
 * `dynamic`: prediction heads drop 30% of the patches three times (DynamicViT);
 * `acm`: layers split into learners, of which each token runs as many as it
   needs, at `--config.objective.budget`;
@@ -33,6 +36,7 @@ from mod_jax import config as config_lib
 from mod_jax.data import images as images_lib
 from mod_jax.data.augment import AugmentConfig
 from mod_jax.data.images import ImageDataConfig
+from mod_jax.layers import lora
 from mod_jax.layers.acm import AdaptiveConfig
 from mod_jax.layers.routing_config import LIKE_DENSE, VisionRoutingConfig
 from mod_jax.models.dynamic_vit import DynamicViTConfig
@@ -117,6 +121,22 @@ def dynamic() -> ExperimentConfig:
   )
 
 
+def adapted() -> ExperimentConfig:
+  """Returns a run that trains adapters and the head, at ten times the rate."""
+  return folder(
+    'lora',
+    dataclasses.replace(BACKBONE, lora=lora.LoRAConfig()),
+    optimizer=dataclasses.replace(
+      OPTIMIZER,
+      learning_rate=10 * RATE,
+      rules=((lora.PARAMETERS, 1.0, 0), ('^head', 1.0, 0), ('.*', 0.0, 0)),
+    ),
+    train=TrainConfig(
+      num_steps=LEAST_STEPS, batch_size=BATCH, frozen='float32'
+    ),
+  )
+
+
 def adaptive() -> ExperimentConfig:
   """The three phases of the digits' conversion, in batches of 32."""
   objective = acm.digits().objective
@@ -165,6 +185,7 @@ VARIANTS = {
   'dense': lambda: folder('dense', BACKBONE),
   'amod': lambda: routed('amod', VisionRoutingConfig(capacity=0.5)),
   'mod': lambda: routed('mod', MOD),
+  'lora': adapted,
   'dynamic': dynamic,
   'acm': adaptive,
   'tiny': lambda: digits.tiny(folder('dense', BACKBONE)),

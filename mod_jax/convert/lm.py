@@ -270,6 +270,11 @@ def _entries(shapes) -> tuple[Entry, ...]:
   return entry_lib.entries(shapes, _TABLE, 'Hugging Face')
 
 
+def names(config: LMConfig) -> tuple[Entry, ...]:
+  """Returns the table that maps Hugging Face's arrays to the dense model's."""
+  return _entries(_shapes(config))
+
+
 def _check_ours(config: LMConfig) -> None:
   if config.mlp != 'swiglu' or config.feed_forward is not None:
     raise UserError(

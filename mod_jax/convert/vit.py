@@ -155,18 +155,17 @@ _PREDICTIONS = {
   'prediction_{}/linear_2': 'score_predictor.{}.out_conv.2.',
   'prediction_{}/linear_3': 'score_predictor.{}.out_conv.4.',
 }
-# Patterns of Hugging Face's names that depend on the class that saved them, or
-# are those of transformers 5 in memory, and its names on disk.
-_RENAMED = (
-  (r'^cls_classifier\.', 'classifier.'),
-  (r'^(vit|deit)\.', ''),
-  (r'^layers\.', 'encoder.layer.'),
-  (r'\.attention\.q_proj\.', '.attention.attention.query.'),
-  (r'\.attention\.k_proj\.', '.attention.attention.key.'),
-  (r'\.attention\.v_proj\.', '.attention.attention.value.'),
-  (r'\.attention\.o_proj\.', '.attention.output.dense.'),
-  (r'\.mlp\.fc1\.', '.intermediate.dense.'),
-  (r'\.mlp\.fc2\.', '.output.dense.'),
+# Beginnings of Hugging Face's names that depend on the class that saved them.
+_RENAMED = ((r'^cls_classifier\.', 'classifier.'), (r'^(vit|deit)\.', ''))
+# Parts of its names on disk, and in the memory of transformers 5.
+_IN_MEMORY = (
+  ('encoder.layer.', 'layers.'),
+  ('.attention.attention.query.', '.attention.q_proj.'),
+  ('.attention.attention.key.', '.attention.k_proj.'),
+  ('.attention.attention.value.', '.attention.v_proj.'),
+  ('.attention.output.dense.', '.attention.o_proj.'),
+  ('.intermediate.dense.', '.mlp.fc1.'),
+  ('.output.dense.', '.mlp.fc2.'),
 )
 
 
@@ -295,15 +294,33 @@ def _read(path: str | os.PathLike) -> _File:
         ' to one of these.'
       )
   if naming == 'huggingface':
-    arrays = {_on_disk(name): array for name, array in arrays.items()}
+    arrays = {on_disk(name): array for name, array in arrays.items()}
   return _File(path, naming, _library(naming, _STEM in arrays), arrays)
 
 
-def _on_disk(name: str) -> str:
-  """Returns a name of Hugging Face as in `_HUGGING_FACE`."""
+def on_disk(name: str) -> str:
+  """Returns a name of Hugging Face as in the table of `names`."""
   for old, new in _RENAMED:
     name = re.sub(old, new, name)
+  for disk, memory in _IN_MEMORY:
+    name = name.replace(memory, disk)
   return name
+
+
+def in_memory(name: str, config: Config) -> str:
+  """Returns a name of Hugging Face as modules have it; undoes `on_disk`."""
+  for disk, memory in _IN_MEMORY:
+    name = name.replace(disk, memory)
+  return _prefixed(name, config.dense_twin())
+
+
+def _prefixed(name: str, dense: ViTConfig) -> str:
+  """Returns a name of Hugging Face as its class for the model has it."""
+  if name.startswith('classifier.'):
+    return f'cls_{name}' if dense.has_distillation_head else name
+  if name.startswith('distillation_classifier.'):
+    return name
+  return ('deit.' if dense.distilled else 'vit.') + name
 
 
 def derive(path: str | os.PathLike, **known) -> Config:
@@ -541,21 +558,13 @@ def save(
     describe='params',
   )
   dense = config.dense_twin()
-
-  def spelled(name):
-    if naming != 'huggingface':
-      return name
-    if name.startswith('classifier.'):
-      two_heads = dense.distilled and dense.distillation_head
-      return f'cls_{name}' if two_heads else name
-    if name.startswith('distillation_classifier.'):
-      return name
-    return ('deit.' if dense.distilled else 'vit.') + name
-
   arrays = {}
   for entry in entries:
     ours = [np.asarray(flat[name], np.float32) for name in entry.ours]
-    arrays[spelled(entry.theirs)] = entry.to_theirs(*ours)
+    theirs = entry.theirs
+    if naming == 'huggingface':
+      theirs = _prefixed(theirs, dense)
+    arrays[theirs] = entry.to_theirs(*ours)
     if entry.theirs.endswith('running_var'):
       # PyTorch's layers require it, but use it only in training.
       counter = entry.theirs.replace('running_var', 'num_batches_tracked')

@@ -5,7 +5,7 @@ stored: names, sizes and hashes of the content. Of large data a fixed sample is
 read; a change outside of the sample that keeps all sizes is not detected.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent import futures
 import hashlib
 import json
@@ -47,6 +47,15 @@ def of_files(files: Sequence[tuple[str, str]]) -> dict[str, Any]:
     'names': _digest(b'\0'.join(names)),
     'files': listed,
   }
+
+
+def of_arrays(arrays: Iterable[tuple[str, np.ndarray]]) -> str:
+  """Returns the fingerprint of named arrays, all of which are read."""
+  hashed = hashlib.sha256()
+  for name, array in arrays:
+    hashed.update(f'{name} {array.dtype}{array.shape} '.encode())
+    hashed.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+  return hashed.hexdigest()
 
 
 def of_records(records: Sequence[Any]) -> dict[str, Any]:

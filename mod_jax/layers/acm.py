@@ -6,6 +6,7 @@ two-layer network; a gate chooses k for each token.
 
 import dataclasses
 import difflib
+import functools
 import math
 import re
 from typing import Literal
@@ -19,7 +20,7 @@ import numpy as np
 from mod_jax import config as config_lib
 from mod_jax import errors, parallel
 from mod_jax.errors import require
-from mod_jax.layers import dense
+from mod_jax.layers import dense, lora
 from mod_jax.layers.block import BlockConfig
 from mod_jax.layers.experts import ExpertMLPConfig
 from mod_jax.layers.slots import Slot
@@ -41,6 +42,8 @@ class ACMConfig(Slot):
   temperature: config_lib.Temperature = 0.8
   # Sizes of the output axes; () = the single axis `outputs`.
   output_shape: tuple[config_lib.Size, ...] = ()
+  # Replacements of the linear maps of each learner by name: `up`, `down`.
+  slots: tuple[tuple[str, Slot], ...] = ()
 
   def run(self, x, info, *, name, dtype, mode):
     # A distinct name, so that no dense checkpoint loads here by accident.
@@ -53,16 +56,43 @@ class ACMConfig(Slot):
     return y_BLD.reshape(*x.shape[:2], *shape), {'adaptive': choice}
 
   def flops(self, tokens):
+    """Returns forward FLOPs by part, with all learners.
+
+    Adapters of learners do not count: they are multiplied out once per batch.
+    """
     return {
       'learners': tokens * self.num_learners * self.learner_flops,
       'gate': tokens * self.gate_flops,
     }
 
+  def weight_flops(self, name, tokens):
+    name = f'{name}_acm'
+    counts = {f'{name}/gate': tokens * self.gate_flops}
+    for map_name, slot in self.maps.items():
+      flops = lora.stacked_flops(
+        slot, f'{name}/{map_name}', tokens * self.num_learners
+      )
+      counts |= flops
+    return counts
+
   @property
   def num_params(self):
     gate = self.gate_hidden * (self.inputs + 1 + self.num_choices)
-    learner = self.hidden * (self.inputs + self.outputs + 1)
+    learner = self.hidden + sum(slot.num_params for slot in self.maps.values())
     return self.num_learners * learner + gate + self.num_choices
+
+  @functools.cached_property
+  def maps(self):
+    up = dense.LinearConfig(
+      inputs=(self.inputs,), outputs=(self.hidden,), axes=('embed', 'mlp')
+    )
+    down = dense.LinearConfig(
+      inputs=(self.hidden,), outputs=(self.outputs,), axes=('mlp', 'embed')
+    )
+    return {'up': up, 'down': down} | dict(self.slots)
+
+  def with_maps(self, maps):
+    return dataclasses.replace(self, slots=self.slots + tuple(maps.items()))
 
   @property
   def num_choices(self) -> int:
@@ -199,6 +229,18 @@ class ACM(nn.Module):
       (learners, hidden),
     )
     self.gate = Gate(config)
+
+    def adapted(name, kernel_NIO):
+      slot = config.maps[name]
+      if not isinstance(slot, lora.AdaptedConfig):
+        return kernel_NIO
+      update = lora.StackedUpdate(
+        slot, learners, 'replicated', name=f'{name}_lora'
+      )
+      return kernel_NIO + update()
+
+    self.up_NDF = adapted('up', self.up_NDF)
+    self.down_NFD = adapted('down', self.down_NFD)
 
   def __call__(self, z_BLD: jax.Array) -> tuple[jax.Array, Choice]:
     """Returns y_BLD and the choice; in mode `all` y_KBLD for k = 0, …, N."""

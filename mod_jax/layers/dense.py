@@ -184,10 +184,44 @@ class LinearConfig(Slot):
   def flops(self, tokens):
     return {'linear': 2 * tokens * math.prod(self.inputs + self.outputs)}
 
+  def weight_flops(self, name, tokens):
+    return {f'{name}/kernel': self.flops(tokens)['linear']}
+
   @property
   def num_params(self):
     bias = self.bias * math.prod(self.outputs)
     return math.prod(self.inputs + self.outputs) + bias
+
+
+class Kernels(nn.Module):
+  """Parameters of N linear maps of one kind: kernel_NIO, bias_NO or None."""
+
+  config: LinearConfig  # Of one map, with a single axis in and out.
+  count: int  # N.
+  axis: str  # Logical name of the axis of maps.
+
+  @nn.compact
+  def __call__(self) -> tuple[jax.Array, jax.Array | None]:
+    config = self.config
+    # The fan-in is that of one map.
+    init = nn.initializers.variance_scaling(
+      config.scale**2,
+      *('fan_in', 'truncated_normal'),
+      in_axis=1,
+      out_axis=2,
+      batch_axis=0,
+    )
+    kernel_NIO = self.param(
+      'kernel',
+      nn.with_logical_partitioning(init, (self.axis, *config.axes)),
+      (self.count, *config.inputs, *config.outputs),
+    )
+    if not config.bias:
+      return kernel_NIO, None
+    zeros = nn.with_logical_partitioning(
+      nn.initializers.zeros, (self.axis, config.axes[-1])
+    )
+    return kernel_NIO, self.param('bias', zeros, (self.count, *config.outputs))
 
 
 def rms_norm(epsilon: float, dtype: str, name: str) -> nn.RMSNorm:

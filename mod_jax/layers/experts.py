@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from mod_jax import config as config_lib
 from mod_jax import parallel, routing
 from mod_jax.errors import require
-from mod_jax.layers import dense
+from mod_jax.layers import dense, lora
 from mod_jax.layers.block import BlockConfig
 from mod_jax.layers.mlp import MLPConfig, hidden_units
 from mod_jax.layers.mode import Mode
@@ -171,19 +171,37 @@ class ExpertMLPConfig(Slot):
     return y_BLD, {'experts': assigned}
 
   def flops(self, tokens):
-    """Returns forward FLOPs by part; empty slots count too."""
+    """Returns forward FLOPs by part; empty slots count too.
+
+    Adapters of experts do not count: they are multiplied out once per batch.
+    """
     config = self.experts
     # Without a slot limit, no-op choices cost nothing.
     run = round(tokens * config.per_token * config.share)
     if config.capacity_factor is not None:
       run = config.num_experts * config.slots(tokens)
     router = 2 * tokens * self.mlp.width * self.num_choices
-    return {'experts': sum(self.mlp.flops(run).values()), 'router': router}
+    return {'experts': self.mlp.flops(run)['mlp'], 'router': router}
 
   @property
   def num_params(self):
     router = self.mlp.width * self.num_choices
     return self.experts.num_experts * self.mlp.num_params + router
+
+  def weight_flops(self, name, tokens):
+    name, parts = f'{name}_experts', self.flops(tokens)
+    run = parts['experts'] // self.mlp.flops(1)['mlp']  # Tokens of all experts.
+    counts = {f'{name}/router/kernel': parts['router']}
+    for map_name, slot in self.maps.items():
+      counts |= lora.stacked_flops(slot, f'{name}/{map_name}', run)
+    return counts
+
+  @property
+  def maps(self):
+    return self.mlp.maps
+
+  def with_maps(self, maps):
+    return dataclasses.replace(self, mlp=self.mlp.with_maps(maps))
 
   @property
   def num_choices(self) -> int:
@@ -261,10 +279,7 @@ class ExpertMLP(nn.Module):
     ran_BLE = wanted_BLX[..., :experts]
     weight_BLE = jnp.where(ran_BLE, weight_BLX[..., :experts], 0)
     weight_BLJ = _of_choices(weight_BLE, chosen_BLKX, 0)
-    weights = {
-      name: Weights(experts, *linear, name=name)()
-      for name, linear in self._linears.items()
-    }
+    weights = {name: self._weights(name) for name in self.config.maps}
     slots = self._slots(length)
     if slots is None:
       expert_BLE = jnp.where(ran_BLE, jnp.arange(experts), experts)
@@ -281,14 +296,20 @@ class ExpertMLP(nn.Module):
     )
     return y_BLD, assigned
 
-  @property
-  def _linears(self) -> dict[str, tuple]:
-    """Inputs, outputs, axes, bias and scale of an expert's linear maps."""
-    mlp = self.config.mlp
-    up = (mlp.width, mlp.hidden, ('embed', 'mlp'), mlp.bias, 1.0)
-    down = (mlp.hidden, mlp.width, ('mlp', 'embed'), mlp.bias, mlp.out_scale)
-    gate = {'gate': up} if mlp.kind == 'swiglu' else {}
-    return {**gate, 'up': up, 'down': down}
+  def _weights(self, name) -> tuple[jax.Array, jax.Array | None]:
+    """Returns kernel_EIO and bias_EO, or None, of a linear map."""
+    stack = (self.config.experts.num_experts, 'experts')
+    slot = self.config.maps[name]
+    if not isinstance(slot, lora.AdaptedConfig):
+      return dense.Kernels(slot, *stack, name=name)()
+    kernel_EIO, bias_EO = dense.Kernels(slot.base, *stack, name=name)()
+    update_EIO = lora.StackedUpdate(slot, *stack, name=f'{name}_lora')()
+    return kernel_EIO + update_EIO, bias_EO
+
+  def _axes(self, name) -> tuple[str, str]:
+    """Returns the logical axes of an expert's kernel."""
+    slot = self.config.maps[name]
+    return getattr(slot, 'base', slot).axes
 
   def _limit(self, length, count_B) -> jax.Array:
     """Returns limit_B: slots of each expert in each row, by `count_B`.
@@ -384,7 +405,7 @@ class ExpertMLP(nn.Module):
     x_EBCD = parallel.constrain(x_EBCD, *to_experts)
 
     def product(name, x_EBCD):
-      axes = self._linears[name][2]
+      axes = self._axes(name)
       kernel_EDF, bias_EF = weights[name]
       y_EBCF = dense.einsum(
         'EBCD,EDF->EBCF', x_EBCD, kernel_EDF, axes=('experts', *axes)
@@ -448,8 +469,8 @@ class ExpertMLP(nn.Module):
 
     token_axes = ('expert_batch', 'length', None)
     axes = {
-      name: tuple(axis if axis == 'mlp' else None for axis in linear[2])
-      for name, linear in self._linears.items()
+      name: tuple(axis if axis == 'mlp' else None for axis in self._axes(name))
+      for name in names
     }
     (y_BLD,) = parallel.per_device(
       run,
@@ -490,36 +511,3 @@ def _weighted(y, weight):
   round to bfloat16.
   """
   return (y * weight[..., None]).sum(axis=-2)
-
-
-class Weights(nn.Module):
-  """One linear map per expert: kernel_EDF, and bias_EF or None."""
-
-  experts: int
-  inputs: int
-  outputs: int
-  axes: tuple[str, str]
-  bias: bool
-  scale: float
-
-  @nn.compact
-  def __call__(self) -> tuple[jax.Array, jax.Array | None]:
-    # The fan-in is that of one expert.
-    init = nn.initializers.variance_scaling(
-      self.scale**2,
-      *('fan_in', 'truncated_normal'),
-      in_axis=1,
-      out_axis=2,
-      batch_axis=0,
-    )
-    kernel_EDF = self.param(
-      'kernel',
-      nn.with_logical_partitioning(init, ('experts', *self.axes)),
-      (self.experts, self.inputs, self.outputs),
-    )
-    if not self.bias:
-      return kernel_EDF, None
-    zeros = nn.with_logical_partitioning(
-      nn.initializers.zeros, ('experts', self.axes[-1])
-    )
-    return kernel_EDF, self.param('bias', zeros, (self.experts, self.outputs))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 import dataclasses
+import functools
 from typing import Literal
 
 from flax import linen as nn
@@ -10,7 +11,9 @@ import jax
 from mod_jax import config as config_lib
 from mod_jax import parallel
 from mod_jax.layers import dense
+from mod_jax.layers.mode import Mode
 from mod_jax.layers.slots import Slot
+from mod_jax.layers.token_info import TokenInfo
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,22 +27,50 @@ class MLPConfig(Slot):
   kind: Literal['swiglu', 'gelu', 'gelu_tanh', 'relu'] = 'swiglu'  # Activation.
   bias: bool = False  # Biases of the linear maps.
   out_scale: float = 1.0  # Factor on the last kernel's initial std.
+  # Replacements of linear maps by name: `gate`, `up`, `down`.
+  slots: tuple[tuple[str, Slot], ...] = ()
 
   def run(self, x, info, *, name, dtype, mode):
-    del info, mode
-    return MLP(self, dtype=dtype, name=name)(x), {}
+    return MLP(self, mode, dtype=dtype, name=name)(x, info), {}
 
   def flops(self, tokens):
-    return {'mlp': 2 * tokens * self._kernels * self.width * self.hidden}
+    parts = {}
+    for slot in self.maps.values():
+      for part, count in slot.flops(tokens).items():
+        part = 'mlp' if part == 'linear' else part
+        parts[part] = parts.get(part, 0) + count
+    return parts
+
+  def weight_flops(self, name, tokens):
+    counts = {}
+    for map_name, slot in self.maps.items():
+      counts |= slot.weight_flops(f'{name}/{map_name}', tokens)
+    return counts
 
   @property
   def num_params(self):
-    biases = (self._kernels - 1) * self.hidden + self.width
-    return self._kernels * self.width * self.hidden + self.bias * biases
+    return sum(slot.num_params for slot in self.maps.values())
 
-  @property
-  def _kernels(self):
-    return 3 if self.kind == 'swiglu' else 2
+  @functools.cached_property
+  def maps(self):
+    up = dense.LinearConfig(
+      inputs=(self.width,),
+      outputs=(self.hidden,),
+      axes=('embed', 'mlp'),
+      bias=self.bias,
+    )
+    down = dense.LinearConfig(
+      inputs=(self.hidden,),
+      outputs=(self.width,),
+      axes=('mlp', 'embed'),
+      bias=self.bias,
+      scale=self.out_scale,
+    )
+    gate = {'gate': up} if self.kind == 'swiglu' else {}
+    return gate | {'up': up, 'down': down} | dict(self.slots)
+
+  def with_maps(self, maps):
+    return dataclasses.replace(self, slots=self.slots + tuple(maps.items()))
 
 
 def hidden_units(kind: str, up: Callable[[str], jax.Array]) -> jax.Array:
@@ -55,26 +86,18 @@ class MLP(nn.Module):
   """x_BLD -> y_BLD: SwiGLU (Shazeer 2020), or two linears with GELU or ReLU."""
 
   config: MLPConfig
+  mode: Mode = Mode()
   dtype: str = dataclasses.field(default='float32', kw_only=True)
 
   @nn.compact
-  def __call__(self, x_BLD: jax.Array) -> jax.Array:
-    config = self.config
-    axes = ('embed', 'mlp')
+  def __call__(
+    self, x_BLD: jax.Array, info: TokenInfo | None = None
+  ) -> jax.Array:
+    def run(name, x):
+      slot = self.config.maps[name]
+      return slot.run(x, info, name=name, dtype=self.dtype, mode=self.mode)[0]
 
-    def up(name):
-      return dense.Linear(
-        (config.hidden,), axes, bias=config.bias, dtype=self.dtype, name=name
-      )(x_BLD)
-
-    hidden_BLF = hidden_units(config.kind, up)
+    hidden_BLF = hidden_units(self.config.kind, lambda name: run(name, x_BLD))
     hidden_BLF = parallel.constrain(hidden_BLF, 'batch', 'length', 'act_mlp')
-    y_BLD = dense.Linear(
-      (config.width,),
-      ('mlp', 'embed'),
-      bias=config.bias,
-      scale=config.out_scale,
-      dtype=self.dtype,
-      name='down',
-    )(hidden_BLF)
+    y_BLD = run('down', hidden_BLF)
     return parallel.constrain(y_BLD, 'batch', 'length', 'act_embed')

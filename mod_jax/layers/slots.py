@@ -61,3 +61,22 @@ class Slot(abc.ABC):
   @abc.abstractmethod
   def num_params(self) -> int:
     """Number of parameters."""
+
+  @property
+  def maps(self) -> dict[str, 'Slot']:
+    """The slots of dense maps within this one, by name; may be adapted."""
+    return {}
+
+  def with_maps(self, maps: dict[str, 'Slot']) -> 'Slot':
+    """Returns the slot with some of its `maps` replaced."""
+    del maps
+    return self
+
+  def weight_flops(self, name: str, tokens: int) -> dict[str, int]:
+    """Returns the forward FLOPs of products with weights, by parameter.
+
+    The gradient of a weight takes as many, unless the weight is frozen. `name`
+    is that of the slot. A slot that does not tell its parameters apart is a
+    single one of that name.
+    """
+    return {name: sum(self.flops(tokens).values())}

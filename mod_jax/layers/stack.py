@@ -17,6 +17,7 @@ from mod_jax.layers.acm import AdaptiveConfig
 from mod_jax.layers.block import BlockConfig
 from mod_jax.layers.cache import KVCache
 from mod_jax.layers.experts import ExpertsConfig
+from mod_jax.layers.lora import LoRAConfig
 from mod_jax.layers.mode import Mode, RoutingMode
 from mod_jax.layers.routed import Layer, LayerConfig, LayerOutput
 from mod_jax.layers.routing_config import RoutingConfig
@@ -61,7 +62,8 @@ class StackConfig:
         layer == self.layers[i % self.period],
         f'the block to be like block {i % self.period}, as groups of'
         f' {self.period} are scanned: set scan_layers=False, or give all groups'
-        ' the same routing (first, layers), capacity and adaptive modules',
+        ' the same routing (first, layers), capacity, adaptive modules and'
+        ' adapters',
         block=i,
       )
 
@@ -138,6 +140,7 @@ def layer_configs(
   *,
   experts: ExpertsConfig | None = None,
   adaptive: AdaptiveConfig | None = None,
+  lora: LoRAConfig | None = None,
   stochastic_depth: float = 0.0,
   source_routing: RoutingConfig | None = None,
 ) -> tuple[LayerConfig, ...]:
@@ -153,6 +156,8 @@ def layer_configs(
   if adaptive is not None:
     adaptive.check(block, num_layers)
     blocks = [adaptive.adapt(i, block) for i, block in enumerate(blocks)]
+  if lora is not None:
+    blocks = lora.adapt(blocks)
   given = (routing, source_routing)
   of_tokens, of_source = (
     [None] * num_layers if x is None else x.capacities(num_layers)
@@ -393,6 +398,12 @@ def _layer(x, i):
   return x[i]
 
 
+def _together(*x):
+  if isinstance(x[0], jax.ShapeDtypeStruct):
+    return jax.ShapeDtypeStruct((len(x), *x[0].shape), x[0].dtype)
+  return jnp.stack(x)
+
+
 def scanned(config: StackConfig, variables):
   """Inverts `unrolled`."""
   if 'layers' in variables:
@@ -406,7 +417,7 @@ def scanned(config: StackConfig, variables):
   }
   layers = {
     f'block_{j}': jax.tree.map(
-      lambda *x: jnp.stack(x),
+      _together,
       *(blocks[i] for i in range(j, count, config.period)),
     )
     for j in range(config.period)

@@ -48,50 +48,57 @@ def head_loss(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _head_loss(chunk, *args):
-  nats_BL, *_ = _per_device(chunk, False, *args)
+  nats_BL, *_ = _per_device(chunk, 'none', *args)
   return jnp.sum(nats_BL * args[-1])
 
 
 def _forward(chunk, *args):
-  nats_BL, dx_BLD, dkernel_NDV = _per_device(chunk, True, *args)
+  needs = 'both' if args[1].perturbed else 'features'
+  args = [arg.value for arg in args]
+  nats_BL, dx_BLD, *dkernel = _per_device(chunk, needs, *args)
   # Reduce over devices once, directly into the kernel's sharding.
-  dkernel_DV = parallel.constrain(dkernel_NDV.sum(axis=0), 'embed', 'vocab')
+  dkernel = [
+    parallel.constrain(dkernel_NDV.sum(axis=0), 'embed', 'vocab')
+    for dkernel_NDV in dkernel
+  ]
   total = jnp.sum(nats_BL * args[-1])
-  return total, (dx_BLD, dkernel_DV, nats_BL)
+  return total, (dx_BLD, dkernel, nats_BL)
 
 
 def _backward(chunk, gradients, dtotal):
   del chunk
-  dx_BLD, dkernel_DV, nats_BL = gradients
+  dx_BLD, dkernel, nats_BL = gradients
   dx_BLD = (dtotal * dx_BLD.astype(jnp.float32)).astype(dx_BLD.dtype)
-  return dx_BLD, dtotal * dkernel_DV, None, dtotal * nats_BL
+  dkernel_DV = dtotal * dkernel[0] if dkernel else None
+  return dx_BLD, dkernel_DV, None, dtotal * nats_BL
 
 
-_head_loss.defvjp(_forward, _backward)
+# With symbolic zeros, to tell whether the kernel is frozen.
+_head_loss.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
-def _per_device(
-  chunk, with_gradients, x_BLD, kernel_DV, targets_BL, weights_BL
-):
+def _per_device(chunk, needs, x_BLD, kernel_DV, targets_BL, weights_BL):
   """Returns nats_BL and, optionally, gradients of their weighted sum.
 
-  These are dx_BLD, and dkernel_NDV with the part of each of the N devices among
-  which the batch is split.
+  If `needs` is `features` it is dx_BLD. If `both`, also dkernel_NDV with the
+  part of each of the N devices among which the batch is split.
   """
   token_axes = ('batch', 'length')
   feature_axes = (*token_axes, 'act_embed')
   kernel_axes = ('act_embed', 'act_vocab')
-  gradient_axes = (
-    (feature_axes, ('batch', *kernel_axes)) if with_gradients else ()
-  )
+  gradient_axes = {
+    'none': (),
+    'features': (feature_axes,),
+    'both': (feature_axes, ('batch', *kernel_axes)),
+  }[needs]
   return parallel.per_device(
-    functools.partial(_chunked, chunk, with_gradients),
+    functools.partial(_chunked, chunk, needs),
     (feature_axes, kernel_axes, token_axes, token_axes),
     (token_axes, *gradient_axes),
   )(x_BLD, kernel_DV.astype(x_BLD.dtype), targets_BL, weights_BL)
 
 
-def _chunked(chunk, with_gradients, x_BLD, kernel_DV, targets_BL, weights_BL):
+def _chunked(chunk, needs, x_BLD, kernel_DV, targets_BL, weights_BL):
   """Does the work of `_per_device` on one device's tokens and vocabulary."""
   tokens, vocab = targets_BL.size, kernel_DV.shape[1]
   size = min(chunk or max(_LOGITS // vocab, _TOKENS), tokens)
@@ -127,20 +134,23 @@ def _chunked(chunk, with_gradients, x_BLD, kernel_DV, targets_BL, weights_BL):
       jnp.where(is_local_K1, target_logit_K1, 0), 'act_vocab'
     )
     nats_K = (jnp.log(total_K1) + top_K1 - target_logit_K1)[:, 0]
-    if not with_gradients:
+    if needs == 'none':
       return None, (nats_K,)
     is_target_KV = target_K1 == jnp.arange(vocab)
     dlogit_KV = weight_K[:, None] * (exp_KV / total_K1 - is_target_KV)
     dx_KD = jnp.einsum('KV,DV->KD', dlogit_KV, kernel_DV)
-    dkernel_DV += jnp.einsum('KD,KV->DV', x_KD, dlogit_KV)
+    if needs == 'both':
+      dkernel_DV += jnp.einsum('KD,KV->DV', x_KD, dlogit_KV)
     return dkernel_DV, (nats_K, dx_KD)
 
-  start = jnp.zeros(kernel_DV.shape, jnp.float32) if with_gradients else None
+  start = jnp.zeros(kernel_DV.shape, jnp.float32) if needs == 'both' else None
   dkernel_DV, outputs = jax.lax.scan(
     step, start, tuple(map(split, (x_BLD, targets_BL, weights_BL)))
   )
   nats_BL, *dx_BLD = map(join, outputs)
-  if not with_gradients:
+  if needs == 'none':
     return (nats_BL,)
   dx_BLD = parallel.sum_over(dx_BLD[0], 'act_vocab').astype(x_BLD.dtype)
+  if needs == 'features':
+    return nats_BL, dx_BLD
   return nats_BL, dx_BLD, dkernel_DV[None]

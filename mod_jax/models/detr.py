@@ -67,6 +67,7 @@ class DETRConfig(StackedConfig):
   # Class constants, not fields.
   experts = None
   adaptive = None
+  lora = None
 
   def __post_init__(self):
     check = config_lib.validate(self)

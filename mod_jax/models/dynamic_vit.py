@@ -105,6 +105,11 @@ class DynamicViTConfig:
     return self.backbone.adaptive
 
   @property
+  def lora(self):
+    """Which of the backbone's maps have adapters; None for none."""
+    return self.backbone.lora
+
+  @property
   def stack(self):
     """The backbone's layers."""
     return self.backbone.stack

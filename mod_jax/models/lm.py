@@ -20,6 +20,7 @@ from mod_jax.layers.acm import AdaptiveConfig
 from mod_jax.layers.attention import AttentionConfig
 from mod_jax.layers.block import BlockConfig
 from mod_jax.layers.experts import ExpertsConfig
+from mod_jax.layers.lora import LoRAConfig
 from mod_jax.layers.mlp import MLPConfig
 from mod_jax.layers.mode import Mode, RoutingMode
 from mod_jax.layers.rope import RopeScaling
@@ -62,6 +63,7 @@ class LMConfig(StackedConfig):
   routing: MoDConfig | None = MoDConfig()  # None = no routed blocks.
   experts: ExpertsConfig | None = None  # Mixtures of experts; None = none.
   adaptive: AdaptiveConfig | None = None  # Adaptive modules; None = none.
+  lora: LoRAConfig | None = None  # Low-rank adapters; None = none.
   # Number of blocks after which the head is also trained to predict, so that
   # these blocks can draft text for the whole model; 0 = none.
   early_exit: config_lib.Count = 0
@@ -161,6 +163,7 @@ class LMConfig(StackedConfig):
       self.routing,
       experts=self.experts,
       adaptive=self.adaptive,
+      lora=self.lora,
     )
     return StackConfig(
       layers=tuple(

@@ -9,6 +9,7 @@ import jax
 from mod_jax.layers import stack
 from mod_jax.layers.acm import AdaptiveConfig
 from mod_jax.layers.experts import Assigned, ExpertsConfig
+from mod_jax.layers.lora import LoRAConfig
 from mod_jax.layers.routing_config import RoutingConfig
 from mod_jax.layers.rules import Routing
 
@@ -27,19 +28,21 @@ class ModelConfig(Protocol):
     routing: how blocks are routed; None for a model without routed blocks.
     experts: which blocks have experts; None for none.
     adaptive: which modules are split into learners; None for none.
+    lora: which maps have low-rank adapters; None for none.
     capacities: each block's capacity; None for a block that is not routed.
   """
 
   routing: RoutingConfig | None
   experts: ExpertsConfig | None
   adaptive: AdaptiveConfig | None
+  lora: LoRAConfig | None
   capacities: tuple[float | None, ...]
 
   def build(self, **mode: Any) -> nn.Module:
     """Returns the module; keywords are fields of `layers.mode.Mode`."""
 
   def dense_twin(self) -> 'ModelConfig':
-    """Returns the same model without conditional computation."""
+    """Returns the same model without conditional computation or adapters."""
 
   def with_parts(self, **parts: Any) -> 'ModelConfig':
     """Returns the model with `routing` and so on replaced, or None."""
@@ -78,8 +81,8 @@ class StackedConfig:
     return sum(capacity is not None for capacity in self.capacities)
 
   def dense_twin(self):
-    """Returns the same model without routing, experts or adaptive modules."""
-    return self.with_parts(routing=None, experts=None, adaptive=None)
+    """Returns the same model without any of its parts."""
+    return self.with_parts(routing=None, experts=None, adaptive=None, lora=None)
 
   def with_parts(self, **parts):
     """Returns the model with `routing` and so on replaced, or None."""

@@ -12,9 +12,11 @@ from mod_jax import config as config_lib
 from mod_jax import trees
 from mod_jax.convert import beside, files
 from mod_jax.convert import lm as convert_lm
+from mod_jax.convert import peft as convert_peft
 from mod_jax.convert import vit as convert_vit
 from mod_jax.data import tokenizers
 from mod_jax.errors import UserError
+from mod_jax.models import lora
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.pretrained.load import Run
@@ -23,11 +25,12 @@ from mod_jax.runs import workdir
 
 # The routers of a routed language model, beside its dense weights.
 ROUTERS = 'routers.safetensors'
+_ROUTERS = '(^|/)(router|predictor)/'  # Pattern of their names.
 # The only epsilon of timm's layer norms: its configs have no field for it.
 _TIMM_EPSILON = 1e-6
-Format = Literal['safetensors', 'huggingface', 'timm']
+Format = Literal['safetensors', 'huggingface', 'timm', 'peft']
 # The library that reads each format.
-_READERS = {'huggingface': 'transformers', 'timm': 'timm'}
+_READERS = {'huggingface': 'transformers', 'timm': 'timm', 'peft': 'PEFT'}
 # Fields of configs for features that other libraries lack.
 _OURS = {
   'routing': 'routed blocks',
@@ -52,7 +55,10 @@ def export(
     model of `convert.lm.FAMILIES`. Dense models only.
   * `timm` is read by `timm.create_model('local-dir:FOLDER')`. Dense vision
     models only.
+  * `peft` is read by PEFT, and by `load`: the adapters of a dense model,
+    without the model that they belong to.
 
+  In the other formats, adapters are merged into the weights (`models.lora`).
   Absolute paths in the run's config, such as that of its data, are reduced to
   their last part.
 
@@ -63,13 +69,18 @@ def export(
     dense: of a routed or pruned model, export the dense model that has the same
       weights, although it computes something else. Impossible for learners and
       experts, which have no dense weights. The routers of a language model are
-      written to `routers.safetensors` as well.
+      written to `routers.safetensors` as well. With `peft` the adapters alone.
 
   Raises:
     UserError: the format cannot represent the model; or the folder holds a run,
       or cannot be written.
   """
-  writers = {'safetensors': _ours, 'huggingface': _huggingface, 'timm': _timm}
+  writers = {
+    'safetensors': _ours,
+    'huggingface': _huggingface,
+    'timm': _timm,
+    'peft': _peft,
+  }
   write = config_lib.choose(format, writers, 'format')
   if write is not _ours:
     _check_dense(run, format, dense)
@@ -79,10 +90,12 @@ def export(
       f'{folder} is the directory of a run, of which an export would replace'
       ' config.json: name another folder.'
     )
+  if write is not _peft:
+    run = _merged(run)
   try:
     written = write(run, folder)
     # Delete files of an earlier export, which would be read as this model's.
-    for name in {FOLDER, ROUTERS} - written:
+    for name in {FOLDER, ROUTERS, convert_peft.CONFIG} - written:
       (folder / name).unlink(missing_ok=True)
   except OSError as error:
     raise UserError(
@@ -90,9 +103,23 @@ def export(
     ) from error
 
 
+def _merged(run):
+  """Returns the model with its adapters, if any, merged into its weights."""
+  if run.config.lora is None:
+    return run
+  variables = dict(run.variables)
+  config, variables['params'] = lora.merge(run.config, variables['params'])
+  experiment = run.experiment or (run.task and run.task.config)
+  if experiment is not None:
+    experiment = dataclasses.replace(experiment, model=config)
+  return dataclasses.replace(
+    run, config=config, variables=variables, experiment=experiment
+  )
+
+
 def _check_dense(run, format, dense):
   config = run.config
-  if isinstance(config, LMConfig) and format != 'huggingface':
+  if isinstance(config, LMConfig) and format == 'timm':
     raise UserError(
       f"format={format!r} holds vision transformers: use 'huggingface' or"
       " 'safetensors' for a language model."
@@ -113,7 +140,8 @@ def _check_dense(run, format, dense):
     )
 
 
-# Writers by format; each returns which of FOLDER and ROUTERS it has written.
+# Writers by format; each returns which it has written of FOLDER, ROUTERS and
+# PEFT's config.
 
 
 def _ours(run, folder):
@@ -135,6 +163,35 @@ def _ours(run, folder):
     tokenizers.copy(kind, source, os.fspath(folder))
   files.write_json(folder / FOLDER, fields)
   return {FOLDER}
+
+
+def _peft(run, folder):
+  if run.config.lora is None:
+    raise UserError(
+      "format='peft' holds adapters, and this model has none: export it as"
+      " 'huggingface' or 'safetensors'."
+    )
+  if run.base is None:
+    raise UserError(
+      "format='peft' leaves out the model that the adapters belong to, and this"
+      ' one was trained as a whole: set train.frozen in its run, or export it'
+      " as 'huggingface' or 'safetensors'."
+    )
+  params, experiment = run.variables['params'], run.experiment
+  if experiment is not None and experiment.train.frozen is not None:
+    held = [lora.PARAMETERS, f'.*({_ROUTERS}).*']
+    if not isinstance(run.config, LMConfig):
+      held.append('head.*')
+    for name in trees.flatten(experiment.split(params)[0]):
+      if not any(re.fullmatch(pattern, name) for pattern in held):
+        raise UserError(
+          f"format='peft' holds adapters and the heads of classes, and {name}"
+          " was trained as well: export the model as 'huggingface' or"
+          " 'safetensors'."
+        )
+  convert_peft.save(folder, params, run.config, run.base)
+  files.remove_others(folder, set())
+  return {convert_peft.CONFIG} | _routers(params, folder)
 
 
 def _config(instance) -> dict[str, Any]:
@@ -181,10 +238,15 @@ def _language(run, folder):
     length=run.experiment.data.length,
     tokenizer=run.tokenizer,
   )
+  return _routers(params, folder)
+
+
+def _routers(params, folder) -> set[str]:
+  """Writes routers, if there are any, to a file of their own."""
   routers = {
     name: array
     for name, array in trees.flatten(params).items()
-    if re.search('(^|/)(router|predictor)/', name)
+    if re.search(_ROUTERS, name)
   }
   if not routers:
     return set()

@@ -64,7 +64,9 @@ class Run:
       each has a probability of its own.
     task: the task of a mod_jax run or of a language model; None otherwise.
     origin: Hugging Face directory that a language model was loaded from, or
-      None; it need not exist any more.
+      that its adapters belong to; or None. It need not exist any more.
+    base: where the weights were read to which the adapters of a model belong,
+      or that its run has frozen; None if there are none.
     foreign: whether the weights are those of a pretrained language model, not
       trained further by mod_jax: prompts then begin with the special tokens of
       its tokenizer.
@@ -78,6 +80,7 @@ class Run:
   multi_label: bool = False
   task: Any = None
   origin: str | None = None
+  base: str | None = None
   foreign: bool = False
 
   @functools.cached_property
@@ -323,6 +326,7 @@ def load(
   step: best.Step = None,
   dtype: str | None = None,
   trust: Sequence[str] = (),
+  base: str | None = None,
   **known,
 ) -> Run:
   """Loads a model with its weights.
@@ -332,7 +336,8 @@ def load(
 
   Args:
     path: directory of a mod_jax run; a folder that `export` wrote; a Hugging
-      Face folder with a language model of `convert.lm.FAMILIES`; or a
+      Face folder with a language model of `convert.lm.FAMILIES`; a folder of
+      PEFT with adapters of such a model or of a vision transformer; or a
       pretrained vision transformer, either a folder from Hugging Face or timm
       or a file that `convert.vit.load` reads.
     step: of a run's checkpoint, or 'best' for the one that `checkpoint.best`
@@ -342,6 +347,8 @@ def load(
       in float32 and computes as the model's config says.
     trust: modules to import first, such as `['package.module']`, whose classes
       the config may name.
+    base: of adapters, and of a run that trained them alone: where the model is
+      that they belong to; None for where they say.
     **known: fields of `ViTConfig` that cannot be derived from the file of a
       pretrained vision transformer; see `convert.vit.derive`.
 
@@ -349,14 +356,14 @@ def load(
     UserError: there is nothing at that path, or it holds no model.
   """
   config_lib.trust(trust)
-  source = Source.open(path, **known).at(step)
+  source = Source.open(path, base=base, **known).at(step)
   run = _about(source, dtype)
   if not source.ours:
     variables = source.read()
   else:
     shapes = protocol.shapes(run.config)
     params, model_state = warm_start.from_ours(
-      shapes.pop('params'), shapes, os.fspath(path), step=step
+      *(shapes.pop('params'), shapes, os.fspath(path)), step=step, base=base
     )
     variables = {'params': params, **model_state}
 
@@ -400,6 +407,8 @@ def _about(source: Source, dtype: str | None = None) -> Run:
     task = make_task(experiment, workdir)
   if source.tokenizer is not None:
     task.modality.use_tokenizer(source.tokenizer, os.fspath(source.path))
+  origins = {'language': source.path, 'peft': source.base}
+  origin = origins.get(source.kind)
   return Run(
     config=config,
     variables={},
@@ -408,6 +417,7 @@ def _about(source: Source, dtype: str | None = None) -> Run:
     classes=source.classes,
     multi_label=source.multi_label,
     task=task,
-    origin=os.fspath(source.path) if source.kind == 'language' else None,
+    origin=origin and os.fspath(origin),
+    base=source.base,
     foreign=source.foreign,
   )

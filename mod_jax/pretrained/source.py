@@ -19,6 +19,7 @@ from mod_jax import config as config_lib
 from mod_jax import paths, trees
 from mod_jax.convert import beside, files, gguf
 from mod_jax.convert import lm as convert_lm
+from mod_jax.convert import peft as convert_peft
 from mod_jax.convert import vit as convert_vit
 from mod_jax.data.images import ImageDataConfig, Preprocess
 from mod_jax.data.text import TextDataConfig
@@ -51,7 +52,10 @@ class Source(abc.ABC):
   Attributes:
     path: the directory, or the file of a pretrained vision model's weights.
     kind: `run` and `export` of ours; `language`, a folder of Hugging Face or a
-      GGUF file; `vision`, weights in any `convert.vit.Naming`.
+      GGUF file; `vision`, weights in any `convert.vit.Naming`; `peft`, adapters
+      of PEFT.
+    base: where the weights are that do not lie at the path: those that a run
+      has frozen, or that adapters belong to; None for none.
     config: config of the model.
     experiment: config of the run that trained it; of a pretrained language
       model one that says how text is read; None for a vision model.
@@ -63,7 +67,8 @@ class Source(abc.ABC):
       further, so that prompts begin as its own tokenizer begins texts.
   """
 
-  kind: ClassVar[Literal['run', 'export', 'language', 'vision']]
+  kind: ClassVar[Literal['run', 'export', 'language', 'vision', 'peft']]
+  base: str | None = None
   config: LMConfig | ViTConfig | DynamicViTConfig
   experiment: ExperimentConfig | None = None
   preprocess: Preprocess | None = None
@@ -75,11 +80,16 @@ class Source(abc.ABC):
     self.path = path
 
   @staticmethod
-  def open(path: str | os.PathLike, **fields) -> 'Source':
+  def open(
+    path: str | os.PathLike, *, base: str | None = None, **fields
+  ) -> 'Source':
     """Returns what lies at a path, without reading weights.
 
     Args:
-      path: of a run, an export, a folder of Hugging Face or timm, or a file.
+      path: of a run, an export, a folder of Hugging Face, timm or PEFT, or a
+        file.
+      base: where the weights lie to which adapters at the path belong; None for
+        where these say.
       **fields: of the config of a pretrained vision model, which its file may
         not have; see `convert.vit.derive`.
 
@@ -89,6 +99,8 @@ class Source(abc.ABC):
     folder = paths.expand(path)
     if workdir_lib.holds_run(folder):
       source = _Run(folder)
+    elif convert_peft.holds_adapters(folder):
+      source = _Peft(folder, base)
     elif (folder / FOLDER).is_file():
       source = _Export(folder)
     elif convert_lm.holds_model(folder):
@@ -96,22 +108,29 @@ class Source(abc.ABC):
     elif gguf.is_gguf(folder):
       source = _Gguf(folder)
     else:
-      return _Vision(files.find(path), fields)
+      source, fields = _Vision(files.find(path), fields), {}
     if fields:
       raise UserError(
         f'{next(iter(fields))}: {path} is a model whose config is known; leave'
         ' it out.'
       )
+    if base is not None:
+      if source.base is None:
+        raise UserError(
+          f'base={base}: {path} holds all of its weights itself; leave it out.'
+        )
+      source.base = base
     return source
 
   @staticmethod
-  def of_init(init: str) -> 'Source':
+  def of_init(init: str, base: str | None = None) -> 'Source':
     """Returns what `config.init` names."""
-    return Source.open(workdir_lib.find(init))
+    return Source.open(workdir_lib.find(init), base=base)
 
   @property
   def ours(self) -> bool:
-    return self.kind in ('run', 'export')
+    """Whether `read` returns what a model of ours has, and no less."""
+    return self.kind in ('run', 'export', 'peft')
 
   @property
   def multi_label(self) -> bool:
@@ -120,7 +139,10 @@ class Source(abc.ABC):
 
   @abc.abstractmethod
   def read(self) -> dict[str, Any]:
-    """Returns the variables by collection, where possible read lazily."""
+    """Returns the variables by collection, where possible read lazily.
+
+    Of a run without the parameters that it has frozen, if they are at `base`.
+    """
 
   def at(self, step: best_lib.Step) -> 'Source':
     """Returns the model as it was at a step; None is the newest checkpoint."""
@@ -132,8 +154,20 @@ class Source(abc.ABC):
 
 
 class _Run(Source):
+  """A run.
+
+  Attributes:
+    checkpoint: what was read of the checkpoint beside its arrays; None before.
+  """
+
   kind = 'run'
+  checkpoint = None
   _step: int | None = None
+
+  @functools.cached_property
+  def base(self):
+    frozen = self.experiment.train.frozen is not None
+    return self.experiment.init if frozen else None
 
   def at(self, step):
     self._step = best_lib.resolve(self.path, step)
@@ -184,6 +218,7 @@ class _Run(Source):
         f'{self.path} holds no checkpoint yet, so there are no weights to start'
         ' from: train it for longer.'
       )
+    self.checkpoint = dataclasses.replace(restored, state=None)
     for name, array in trees.by_path(restored.state).items():
       files.check_finite(array, self.path, name)
     return {'params': restored.state[params], **restored.state['model_state']}
@@ -239,6 +274,41 @@ class _Export(Source):
 
   def read(self):
     return trees.unflatten(files.stored(self.path))
+
+
+class _Peft(Source):
+  """Adapters of PEFT, together with the model that they belong to."""
+
+  kind = 'peft'
+
+  def __init__(self, path, base):
+    super().__init__(path)
+    self.base = base or convert_peft.base_of(path)
+    whole = Source.open(self.base)
+    if whole.kind not in ('language', 'vision'):
+      raise UserError(
+        f'{path} holds adapters of a model of Hugging Face, and {self.base} is'
+        ' none: give the folder of one as base.'
+      )
+    self._whole = whole
+    self.config = convert_peft.derive(path, whole.config)
+    self.preprocess, self.foreign = whole.preprocess, whole.foreign
+    if getattr(self.config, 'num_classes', 0) == len(whole.classes or ()):
+      self.classes = whole.classes
+    if whole.experiment is not None:
+      self.experiment = dataclasses.replace(
+        whole.experiment, model=self.config, init=os.fspath(path)
+      )
+
+  @property
+  def multi_label(self):
+    return self._whole.multi_label
+
+  def read(self):
+    variables = self._whole.read()
+    adapters = convert_peft.read(self.path, self.config)
+    params = trees.join(variables['params'], trees.unflatten(adapters))
+    return variables | {'params': params}
 
 
 class _Language(Source):

@@ -16,6 +16,7 @@ from mod_jax.runs.run_config import RunConfig
 from mod_jax.runs.workdir import listed, refuse_differences
 
 _CONFIG, _DATA = 'config', 'data'  # Keys of a checkpoint's metadata.
+FROZEN = 'frozen'  # Key of the fingerprint of the frozen weights, if any.
 
 
 def describe(config: RunConfig, modality) -> dict[str, Any]:
@@ -60,6 +61,18 @@ def check_config(
     ' another workdir',
     allow_changes=changed or saved.step <= history.changed_at(workdir),
   )
+
+
+def check_frozen(saved, origin: dict[str, Any], init: str) -> None:
+  """Raises UserError if a checkpoint was trained beside other frozen weights.
+
+  `origin` has the fingerprint of those that are at `init` now, if any are used.
+  """
+  if saved.metadata.get(FROZEN) != origin.get(FROZEN):
+    raise UserError(
+      f'init={init} holds other weights than those that were frozen while the'
+      f' checkpoint at step {saved.step} was trained: put them back there.'
+    )
 
 
 def check_data(saved, data: dict[str, Any], *, allow: bool) -> None:

@@ -1,9 +1,11 @@
 """Configs that all runs share, whatever they train."""
 
 import dataclasses
+from typing import Any, Literal
 
 from mod_jax import config as config_lib
 from mod_jax import errors, parallel
+from mod_jax import optimizer as optimizer_lib
 from mod_jax.optimizer import OptimizerConfig
 from mod_jax.runs.checkpoints import CheckpointConfig
 
@@ -31,6 +33,11 @@ class TrainConfig:
   # Evaluations in a row that may be no better, by checkpoint.best, than the
   # best so far; then the run ends early. 0 never does.
   early_stop: config_lib.Count = 0
+  # Type of the matrices among the parameters that optimizer.rules freeze for
+  # ever, which then have neither gradients nor a place in checkpoints: they are
+  # read from init, also when the run is continued or loaded. None treats them
+  # as the others, at the cost of these.
+  frozen: Literal['float32', 'bfloat16'] | None = None
 
   def __post_init__(self):
     config_lib.validate(self)
@@ -102,6 +109,12 @@ class RunConfig:
 
   def __post_init__(self):
     config_lib.validate(self)
+    errors.require(
+      self.train.frozen is None or self.optimizer.layer_decay == 1,
+      '1, since the distance from the head is counted in trained blocks, or'
+      ' train.frozen=None',
+      **{'optimizer.layer_decay': self.optimizer.layer_decay},
+    )
     patience, metric = self.train.early_stop, self.checkpoint.best
     if patience and metric is None:
       raise errors.UserError(
@@ -114,6 +127,18 @@ class RunConfig:
         f'train.early_stop={patience} and evaluation.every=0: there is no'
         ' evaluation before the end; set evaluation.every.'
       )
+
+  def split(self, params) -> tuple[Any, Any]:
+    """Returns the parameters in the state, and those beside it, or None."""
+    if self.train.frozen is None:
+      return params, None
+    return optimizer_lib.split(self.optimizer, params)
+
+  def frozen_dtype(self, name: str) -> str:
+    """Returns the type of a parameter that is frozen beside the state."""
+    if optimizer_lib.is_matrix(name.split('/')):
+      return self.train.frozen
+    return 'float32'
 
 
 def fitted(config: RunConfig, num_devices: int) -> RunConfig:

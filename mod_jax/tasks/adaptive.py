@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from mod_jax import errors, flops, routing, viz
+from mod_jax.layers import lora
 from mod_jax.layers import stack as stack_lib
 from mod_jax.layers.acm import ACM
 from mod_jax.layers.mode import Mode
@@ -47,10 +48,12 @@ class Adaptive(Plain):
   def start(self, params, model_state, init):
     source = source_lib.Source.of_init(init)
     if source.ours and source.config.adaptive is not None:
-      return warm_start.from_ours(params, model_state, init)
+      return warm_start.from_ours(
+        params, model_state, init, new=(lora.PARAMETERS,)
+      )
     return self.modality.load_weights(
       *(init, self.config.model, params, model_state),
-      new=(acm.PARAMETERS,),
+      new=(acm.PARAMETERS, lora.PARAMETERS),
       dropped=acm.replaced(self.config.model),
     )
 
@@ -178,7 +181,8 @@ class Adaptive(Plain):
     if self.objective.phase in ('end_to_end', 'all'):
       if static := self.objective.static_learners:
         return batch * 3 * 2 * self.macs(learners=static)
-      return batch * flops.train(model, *self.modality.length)
+      length = self.modality.length
+      return batch * flops.train(model, *length, frozen=self._frozen)
     parts = self._flops_by_part()
     teacher = flops.forward(acm.without(model), *self.modality.length)
     return batch * (teacher + 3 * (parts['learners'] + parts['gate']))

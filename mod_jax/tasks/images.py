@@ -10,6 +10,7 @@ import numpy as np
 
 from mod_jax import errors, flops, losses, viz
 from mod_jax.data import images as images_lib
+from mod_jax.layers import lora
 from mod_jax.layers import stack as stack_lib
 from mod_jax.layers.attention import attention_map
 from mod_jax.layers.mode import Mode, RoutingMode
@@ -21,7 +22,7 @@ from mod_jax.studies import adaptive as adaptive_studies
 from mod_jax.studies import confusion
 from mod_jax.studies import images as studies
 from mod_jax.studies.devices import one_device
-from mod_jax.tasks import expert_pictures, warm_start
+from mod_jax.tasks import expert_pictures
 from mod_jax.tasks.modality import Modality, table
 
 _PICTURED = 6  # Number of held-out images in the pictures.
@@ -39,7 +40,10 @@ class Images(Modality):
   main = ('loss', 'accuracy', 'top5')
   rising = ('accuracy', 'mean_recall', 'top5', 'mAP', 'ap/.*')
   # A dense checkpoint fits a routed or pruned model, and vice versa.
-  optional = (r'(block_\d+/)?router/.*', r'prediction_\d+/.*', r'pattern_\d+')
+  optional = (
+    *(r'(block_\d+/)?router/.*', r'prediction_\d+/.*', r'pattern_\d+'),
+    lora.PARAMETERS,
+  )
 
   def __init__(self, config):
     super().__init__(config)
@@ -202,11 +206,6 @@ class Images(Modality):
     if model.routing is not None and tokens_choose:
       modes['never/'] = Mode(routing=RoutingMode(rule='never'))
     return modes
-
-  def load_weights(self, init, model, params, model_state, **kwargs):
-    return warm_start.load_image_weights(
-      init, model, params, model_state, **kwargs
-    )
 
   # Reports.
 

@@ -8,17 +8,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mod_jax import errors, losses, trees, viz
+from mod_jax import errors, losses, viz
 from mod_jax.data import text, tokenizers
+from mod_jax.layers import lora
 from mod_jax.layers import stack as stack_lib
 from mod_jax.layers.mode import Mode, RoutingMode
 from mod_jax.losses import sums
-from mod_jax.pretrained import source as source_lib
 from mod_jax.runs import workdir as workdir_lib
 from mod_jax.sampling import Generated, generate, pad_prompts
 from mod_jax.studies import language as studies
 from mod_jax.studies.conversion import conversion
-from mod_jax.tasks import expert_pictures, warm_start
+from mod_jax.tasks import expert_pictures
 from mod_jax.tasks.modality import Modality, table
 
 # The file of a learned tokenizer in the directory of its run.
@@ -37,7 +37,7 @@ class Language(Modality):
   rising = ('accuracy',)
   falling = ('loss', 'perplexity', 'bits_per_byte')
   # A dense checkpoint fits a routed model, and vice versa.
-  optional = (r'(.*/)?(router|predictor)/.*', r'moving/.*')
+  optional = (r'(.*/)?(router|predictor)/.*', r'moving/.*', lora.PARAMETERS)
 
   def __init__(self, config, workdir=None):
     """Keeps the config; reads no data.
@@ -226,18 +226,6 @@ class Language(Modality):
         finished[f'{prefix}perplexity'] = math.exp(nats)
         finished[name] = value / math.log(2)
     return finished
-
-  def load_weights(
-    self, init, model, params, model_state, *, whole=False, **kwargs
-  ):
-    del whole  # A language model's head must be present in any case.
-    source = source_lib.Source.of_init(init)
-    if source.kind == 'language':
-      weights = source.read(model)['params']
-      kwargs['describe'] = f'init={init}'
-      return trees.merge(params, weights, **kwargs), model_state
-    kwargs['model'] = model
-    return warm_start.from_ours(params, model_state, init, **kwargs)
 
   # Reports.
 

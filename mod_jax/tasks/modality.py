@@ -9,6 +9,7 @@ from mod_jax import viz
 from mod_jax.layers.mode import Mode
 from mod_jax.losses.sums import MetricSums, Pair
 from mod_jax.models import protocol
+from mod_jax.tasks import warm_start
 from mod_jax.train.task import Data, Study
 
 if typing.TYPE_CHECKING:  # Slow to import.
@@ -79,7 +80,6 @@ class Modality(Data):
 
   # Weights to start from.
 
-  @abc.abstractmethod
   def load_weights(
     self, init: str, model, params, model_state, *, whole=False, **kwargs
   ) -> tuple[Any, Any]:
@@ -90,6 +90,9 @@ class Modality(Data):
     `kwargs` are `new` and `dropped` of `trees.merge`: names that may be missing
     there, and that may be there alone.
     """
+    return warm_start.load_weights(
+      *(init, model, params, model_state), whole=whole, **kwargs
+    )
 
   def load_teacher(self, init: str, dense, **kwargs) -> dict[str, Any]:
     """Returns the variables of a dense model, all from the weights at `init`.

@@ -191,6 +191,7 @@ def _dense(config: ExperimentConfig) -> ExperimentConfig:
     'objective': None,
     'dense': None,
     'optimizer.rules': (),
+    'train.frozen': None,
     'train.capacity_warmup_steps': 0,
     **_UNJUDGED,
   }

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 import copy
 import dataclasses
+import functools
 
 from absl import logging
 import jax
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 
 from mod_jax import config as config_lib
 from mod_jax import errors, flops, losses, routing, viz
+from mod_jax import optimizer as optimizer_lib
 from mod_jax.layers.experts import Assigned, ExpertsConfig
 from mod_jax.layers.mode import Mode
 from mod_jax.layers.routing_config import RoutingConfig
@@ -187,10 +189,19 @@ class Plain(Method):
   def flops_per_step(self, static_args):
     model = at_floor(self.config.model, static_args)
     rows = self.config.train.batch_size
-    return rows * flops.train(model, *self.modality.length)
+    length = self.modality.length
+    return rows * flops.train(model, *length, frozen=self._frozen)
 
   def flops_report(self):
-    return flops.report(self.config.model, *self.modality.length)
+    length = self.modality.length
+    return flops.report(self.config.model, *length, frozen=self._frozen)
+
+  @property
+  def _frozen(self):
+    """Says by name which parameters have no gradient; None if all have."""
+    if self.config.train.frozen is None:
+      return None
+    return functools.partial(optimizer_lib.freezes, self.config.optimizer)
 
   # Evaluation.
 

@@ -11,15 +11,77 @@ from typing import Any
 
 from absl import logging
 import jax
+import numpy as np
 
 from mod_jax import trees
 from mod_jax.convert import vit as convert_vit
+from mod_jax.data import fingerprint
 from mod_jax.errors import UserError
-from mod_jax.models import lm
+from mod_jax.models import lm, lora, protocol
 from mod_jax.models.lm import LMConfig
 from mod_jax.models.vit import ViTConfig
 from mod_jax.pretrained import source as source_lib
 from mod_jax.runs import best
+from mod_jax.runs import origin as origin_lib
+
+
+def load_weights(
+  init: str, model, params, model_state, *, whole: bool = False, **kwargs
+) -> tuple[Any, Any]:
+  """Returns variables of a model with values from what `init` names.
+
+  Arguments and errors are those of `load_image_weights`; leaves that are
+  replaced may be shapes.
+  """
+  if not isinstance(model, LMConfig):
+    return load_image_weights(
+      *(init, model, params, model_state), whole=whole, **kwargs
+    )
+  # A language model's head must be present in any case.
+  source = source_lib.Source.of_init(init)
+  if source.kind == 'language':
+    weights = source.read(model)['params']
+    kwargs['describe'] = f'init={init}'
+    return trees.merge(params, weights, **kwargs), model_state
+  return from_ours(params, model_state, init, model=model, **kwargs)
+
+
+def _variables(source: 'source_lib.Source', params) -> dict[str, Any]:
+  """Returns what a source holds, for a model with the parameters `params`.
+
+  With what a run froze; adapters that the model does not have are merged.
+  """
+  variables = source.read()
+  if source.kind == 'run' and source.experiment.train.frozen is not None:
+    frozen = _frozen(source)
+    variables['params'] = trees.join(variables['params'], frozen)
+  found = lora.adapters(variables['params'])
+  if found and found != lora.adapters(params):
+    _, variables['params'] = lora.merge(source.config, variables['params'])
+  return variables
+
+
+def _frozen(source: 'source_lib.Source') -> dict[str, Any]:
+  """Returns what a run froze, from where it found it; `source` was read."""
+  run, shapes = source.experiment, protocol.shapes(source.config)
+  # The run has compared all names. Now only those of the frozen ones matter,
+  # and their fingerprint vouches for them.
+  params, _ = load_weights(
+    *(source.base, source.config, shapes.pop('params'), shapes),
+    new=('.*',),
+    dropped=('.*',),
+  )
+  _, frozen = run.split(params)
+  arrays = {
+    name: np.asarray(x, run.frozen_dtype(name))
+    for name, x in trees.flatten(frozen).items()
+    if not isinstance(x, jax.ShapeDtypeStruct)
+  }
+  digest = fingerprint.of_arrays(arrays.items())
+  origin_lib.check_frozen(
+    source.checkpoint, {origin_lib.FROZEN: digest}, source.base
+  )
+  return trees.unflatten(arrays)
 
 
 def from_ours(
@@ -31,6 +93,7 @@ def from_ours(
   model: LMConfig | None = None,
   new: Sequence[str] = (),
   dropped: Sequence[str] = (),
+  base: str | None = None,
 ) -> tuple[Any, Any]:
   """Returns variables with values from a run or an exported model.
 
@@ -44,17 +107,19 @@ def from_ours(
     new: regular expressions of names that may be missing from the source, as in
       `trees.merge`; in model_state, names begin with their collection.
     dropped: regular expressions of names that only the source may have.
+    base: where the weights are that the source's adapters belong to; None for
+      where it says.
 
   Raises:
     UserError: there is no such model, or its names or shapes do not fit.
   """
-  source = source_lib.Source.of_init(init).at(step)
+  source = source_lib.Source.of_init(init, base=base).at(step)
   if not source.ours:
     raise UserError(
       f'init={init} is neither the workdir of a run nor a file of weights that'
       ' this task can read: give the directory that holds config.json.'
     )
-  variables = source.read()
+  variables = _variables(source, params)
   source_params = variables.pop('params')
   kwargs = {'new': new, 'dropped': dropped, 'describe': f'init={init}'}
   merge = merge_state = trees.merge
@@ -103,12 +168,12 @@ def load_image_weights(
   source = source_lib.Source.of_init(init)
   fresh, dense = trees.flatten(params), model.dense_twin()
   if source.ours:
-    variables = source.read()
+    variables = _variables(source, params)
     weights = trees.flatten(variables.pop('params'))
     weights = _fit(weights, fresh, dense, init, truncate=not whole)
   else:
     # Files hold the dense model, and perhaps prediction heads of DynamicViT.
-    file_model = model.with_parts(routing=None, adaptive=None)
+    file_model = model.with_parts(routing=None, adaptive=None, lora=None)
     weights = convert_vit.read(source.path, file_model, truncate=not whole)
     variables = convert_vit.unflatten(weights)
     weights = trees.flatten(variables.pop('params'))

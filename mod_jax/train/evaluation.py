@@ -55,12 +55,21 @@ def load(task: Method, workdir, *, step: best_lib.Step = None) -> Trained:
     mesh = parallel.make_mesh(parallel.MeshConfig())
   with jax.set_mesh(mesh):
     _, abstract = state_lib.of_run(task, mesh)
-    params = 'params' if abstract.ema is None else 'ema'
+    name = 'params' if abstract.ema is None else 'ema'
+    frozen = None
+    if abstract.frozen is not None:
+      frozen, digest = state_lib.read_frozen(task, abstract)
+
+    def check(saved):
+      origin_lib.check_config(workdir, config, saved)
+      if frozen is not None:
+        origin_lib.check_frozen(saved, {origin_lib.FROZEN: digest}, config.init)
+
     restored = restore_subtree(
       workdir_lib.checkpoints(workdir),
-      {params: abstract.eval_params, 'model_state': abstract.model_state},
+      {name: abstract.saved.eval_params, 'model_state': abstract.model_state},
       step=best_lib.resolve(workdir, step),
-      check=functools.partial(origin_lib.check_config, workdir, config),
+      check=check,
     )
   if restored is None:
     raise UserError(
@@ -75,7 +84,7 @@ def load(task: Method, workdir, *, step: best_lib.Step = None) -> Trained:
   return Trained(
     restored.step,
     task,
-    restored.state[params],
+    state_lib.with_frozen(restored.state[name], frozen),
     restored.state['model_state'],
     mesh,
   )

@@ -209,7 +209,7 @@ class Save(Hook):
     run = self.run
     lock_lib.check(run.workdir)
     run.writer.flush()
-    run.checkpointer.save(step, state, run.iterator, run.origin)
+    run.checkpointer.save(step, state.saved, run.iterator, run.origin)
     self.last_saved = step
     self.saved_at = time.monotonic()
 

@@ -166,6 +166,11 @@ def build(
       f'train.num_epochs={config.train.num_epochs}: a single run is counted in'
       ' steps, which tasks.phases.train derives; set train.num_steps.'
     )
+  if config.train.frozen is not None and config.init is None:
+    raise UserError(
+      f'train.frozen={config.train.frozen} and init=None: frozen weights are'
+      ' read from init, so name a model there, or set train.frozen to None.'
+    )
   began, num_steps = time.time(), config.train.num_steps
   workdir = workdir_lib.expand(workdir)
   profile_lib.check(workdir, profile, num_steps)
@@ -199,7 +204,7 @@ def build(
     )
   with jax.set_mesh(mesh):
     optimizer, abstract = state_lib.of_run(task, mesh)
-    optimizer_lib.check_rules(config.optimizer, abstract.params)
+    optimizer_lib.check_rules(config.optimizer, abstract.all_params)
     everywhere = NamedSharding(mesh, PartitionSpec())
     teacher = jax.tree.map(
       lambda x: parallel.place(x, everywhere), task.teacher(mesh)
@@ -215,8 +220,12 @@ def build(
       # that the first step does not repeat it.
       first_step = compiled_step(static_args=task.static_args(0))
       first_step.trace(abstract, parallel.abstract_batch(shapes, mesh), teacher)
+    frozen = None
     if not saved:
-      state = _new_state(task, config, optimizer, abstract)
+      state = _new_state(task, config, optimizer, abstract, origin)
+    elif abstract.frozen is not None:
+      frozen, digest = state_lib.read_frozen(task, abstract)
+      origin[origin_lib.FROZEN] = digest
     if changed and first:
       # Before the config is replaced, since it explains to later readers why
       # older checkpoints have another config.
@@ -234,10 +243,11 @@ def build(
         origin_lib.check_data(
           restored, origin['data'], allow=allow_changed_data
         )
+        origin_lib.check_frozen(restored, origin, config.init)
 
       if saved:
-        restored = checkpointer.restore(abstract, iterator, check=check)
-        state, start = restored.state, restored.step
+        restored = checkpointer.restore(abstract.saved, iterator, check=check)
+        state, start = restored.state.replace(frozen=frozen), restored.step
       # The writer removes lines of steps that were not saved.
       records = metrics_lib.read(workdir)
       reached = max((record['step'] for record in records), default=0)
@@ -290,23 +300,37 @@ def build(
         )
 
 
-def _new_state(task, config, optimizer, abstract):
-  """Returns the first state, with the weights of `config.init` if it is set."""
+def _new_state(task, config, optimizer, abstract, origin):
+  """Returns the first state, with the weights of `config.init` if it is set.
+
+  Adds the fingerprint of frozen weights to the run's `origin`.
+  """
   if config.init is not None:
     workdir_lib.find(config.init)  # Fails early: a state takes a while.
   state = state_lib.create_state(config.seed, task, optimizer, abstract)
   if config.init is None:
     return state
-  weights = task.start(state.params, state.model_state, config.init)
-  return state_lib.with_weights(state, abstract, *weights)
+  params = state_lib.with_frozen(state.params, abstract.frozen)
+  params, model_state = task.start(params, state.model_state, config.init)
+  if abstract.frozen is not None:
+    origin[origin_lib.FROZEN] = state_lib.frozen_fingerprint(
+      abstract, params, config.init
+    )
+  return state_lib.with_weights(state, abstract, params, model_state)
 
 
 def _greet(run):
-  params = sum(x.size for x in jax.tree.leaves(run.state.params))
+  state = run.state
+  trained, params = (
+    sum(x.size for x in jax.tree.leaves(tree))
+    for tree in (state.params, state.all_params)
+  )
+  part = '' if trained == params else f' ({trained:,} of them trained)'
   shape = ', '.join(f'{k} {v}' for k, v in run.mesh.shape.items())
   action = f'continues at step {run.start}' if run.start else 'starts'
   run.progress.message(
-    f'{run.config.name} {action}: {params:,} parameters on {run.mesh.size}'
+    f'{run.config.name} {action}: {params:,} parameters{part} on'
+    f' {run.mesh.size}'
     f' {jax.default_backend()} device(s) ({shape}),'
     f' {run.config.train.num_steps} steps, in {run.workdir}'
   )

@@ -6,10 +6,14 @@ from flax import linen as nn
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from mod_jax import optimizer as optimizer_lib
-from mod_jax import parallel
+from mod_jax import parallel, trees
+from mod_jax.data import fingerprint
+from mod_jax.errors import UserError
+from mod_jax.runs.run_config import RunConfig
 
 
 @flax.struct.dataclass
@@ -18,11 +22,14 @@ class TrainState:
 
   Attributes:
     step: int32 number of steps taken.
-    params: the parameters, without partitioning boxes.
+    params: the parameters, without partitioning boxes; with `frozen` only those
+      that are trained.
     opt_state: the optimiser's state.
     rng: the run's PRNG key; each step folds its number into it.
     model_state: other collections of the model, by name.
     ema: moving averages of the parameters, or None if none are kept.
+    frozen: the other parameters, which steps pass on unchanged, and which are
+      in no checkpoint; None if all are in `params` (`TrainConfig.frozen`).
   """
 
   step: jax.Array
@@ -31,17 +38,36 @@ class TrainState:
   rng: jax.Array
   model_state: Any
   ema: Any = None
+  frozen: Any = None
+
+  @property
+  def all_params(self):
+    """All parameters of the model."""
+    return with_frozen(self.params, self.frozen)
 
   @property
   def eval_params(self):
-    """The parameters to evaluate: the moving averages if there are any."""
-    return self.params if self.ema is None else self.ema
+    """All parameters to evaluate: the moving averages if there are any."""
+    params = self.params if self.ema is None else self.ema
+    return with_frozen(params, self.frozen)
+
+  @property
+  def saved(self) -> 'TrainState':
+    """What checkpoints hold."""
+    return self.replace(frozen=None)
 
 
-def _create(key, task, optimizer, ema):
+def with_frozen(params, frozen):
+  """Returns all parameters from those trained and those frozen, or None."""
+  return params if frozen is None else trees.join(params, frozen)
+
+
+def _create(key, task, optimizer, ema, config=None):
   params_key, rng = jax.random.split(key)
   variables = dict(task.init(params_key))
-  params = variables.pop('params')
+  params, frozen = variables.pop('params'), None
+  if config is not None:
+    params, frozen = config.split(params)
   return TrainState(
     step=jnp.zeros((), jnp.int32),
     params=params,
@@ -49,6 +75,7 @@ def _create(key, task, optimizer, ema):
     rng=rng,
     model_state=variables,
     ema=params if ema else None,
+    frozen=frozen,
   )
 
 
@@ -58,10 +85,12 @@ def abstract_state(
   mesh: jax.sharding.Mesh,
   *,
   ema: bool = False,
+  config: RunConfig | None = None,
 ) -> TrainState:
   """Returns the state's shapes, dtypes and shardings; computes nothing.
 
-  `ema` says whether averages of the parameters are kept.
+  `ema` says whether averages of the parameters are kept. `config` says which
+  parameters are frozen beside the state; None for none.
 
   Raises:
     UserError: a parameter does not divide over the mesh.
@@ -69,15 +98,22 @@ def abstract_state(
   # With the key created inside, nothing is computed, so the mesh may consist of
   # devices that this machine does not have.
   boxed = jax.eval_shape(
-    lambda: _create(jax.random.key(0), task, optimizer, ema)
+    lambda: _create(jax.random.key(0), task, optimizer, ema, config)
   )
-  return jax.tree.map(
+  abstract = jax.tree.map(
     lambda x, sharding: jax.ShapeDtypeStruct(
       x.shape, x.dtype, sharding=sharding
     ),
     nn.unbox(boxed),
     parallel.shardings(boxed, mesh),
   )
+  if abstract.frozen is None:
+    return abstract
+  frozen = {
+    name: x.update(dtype=jnp.dtype(config.frozen_dtype(name)))
+    for name, x in trees.flatten(abstract.frozen).items()
+  }
+  return abstract.replace(frozen=trees.unflatten(frozen))
 
 
 def of_run(task, mesh: jax.sharding.Mesh):
@@ -87,17 +123,23 @@ def of_run(task, mesh: jax.sharding.Mesh):
     config.optimizer, config.train.num_steps
   )
   ema = config.train.ema_decay > 0
-  return optimizer, abstract_state(task, optimizer, mesh, ema=ema)
+  abstract = abstract_state(task, optimizer, mesh, ema=ema, config=config)
+  return optimizer, abstract
 
 
 def create_state(
   seed: int, task, optimizer: optax.GradientTransformation, abstract: TrainState
 ) -> TrainState:
-  """Returns an initial state, each array created with its sharding."""
+  """Returns an initial state, each array created with its sharding.
+
+  Frozen parameters are not created: `with_weights` adds them.
+  """
   ema = abstract.ema is not None
+  config = None if abstract.frozen is None else task.config
   create = jax.jit(
-    lambda key: nn.unbox(_create(key, task, optimizer, ema)),
-    out_shardings=jax.tree.map(lambda x: x.sharding, abstract),
+    # The compiler drops the initial values of what is frozen.
+    lambda key: nn.unbox(_create(key, task, optimizer, ema, config)).saved,
+    out_shardings=jax.tree.map(lambda x: x.sharding, abstract.saved),
   )
   return create(jax.random.key(seed))
 
@@ -107,8 +149,8 @@ def with_weights(
 ) -> TrainState:
   """Returns an initial state with other parameters and model_state.
 
-  Both must have the structure of those in `state`, and may be on the host or on
-  any devices; `abstract` gives the sharding and dtype of the result.
+  `params` are all parameters. Both may be on the host or on any devices;
+  `abstract` gives the structure, sharding and dtype of the result.
   """
 
   def place(tree, like):
@@ -116,10 +158,57 @@ def with_weights(
       lambda x, y: parallel.place(x, y.sharding, y.dtype), tree, like
     )
 
+  frozen = None
+  if abstract.frozen is not None:
+    params, frozen = (
+      _part(params, like) for like in (abstract.params, abstract.frozen)
+    )
+    frozen = place(frozen, abstract.frozen)
   params = place(params, abstract.params)
   return state.replace(
     params=params,
+    frozen=frozen,
     model_state=place(model_state, abstract.model_state),
     # Copies, since a step donates both.
     ema=None if state.ema is None else jax.tree.map(jnp.copy, params),
   )
+
+
+def _part(params, like):
+  """Returns those of a model's parameters that `like` has."""
+  flat = trees.flatten(params)
+  return trees.unflatten({name: flat[name] for name in trees.flatten(like)})
+
+
+def frozen_fingerprint(abstract: TrainState, params, init: str) -> str:
+  """Returns the fingerprint of the frozen ones of a model's parameters.
+
+  Raises:
+    UserError: there are none of some at `init`.
+  """
+  frozen = trees.flatten(_part(params, abstract.frozen))
+  for name, x in frozen.items():
+    if isinstance(x, jax.ShapeDtypeStruct):
+      raise UserError(
+        f'init={init} has no {name}, which optimizer.rules freeze: give it a'
+        ' factor above 0, or set train.frozen to None.'
+      )
+  types = {name: x.dtype for name, x in trees.flatten(abstract.frozen).items()}
+  # One array after the other, so that few are in memory at a time.
+  return fingerprint.of_arrays(
+    (name, np.asarray(x, types[name])) for name, x in frozen.items()
+  )
+
+
+def read_frozen(task, abstract: TrainState) -> tuple[Any, str]:
+  """Returns a run's frozen parameters, in their places, and fingerprint."""
+  params, _ = task.start(
+    abstract.all_params, abstract.model_state, task.config.init
+  )
+  digest = frozen_fingerprint(abstract, params, task.config.init)
+  frozen = jax.tree.map(
+    lambda x, like: parallel.place(x, like.sharding, like.dtype),
+    _part(params, abstract.frozen),
+    abstract.frozen,
+  )
+  return frozen, digest

@@ -8,7 +8,7 @@ import optax
 
 from mod_jax.losses import sums
 from mod_jax.runs.run_config import TrainConfig
-from mod_jax.train.state import TrainState
+from mod_jax.train.state import TrainState, with_frozen
 
 
 def train_step(
@@ -39,7 +39,8 @@ def train_step(
   def gradients(model_state, batch, rng, weights=None):
     def loss(params):
       losses, aux = task.losses(
-        params, model_state, batch, rng, static_args, teacher
+        with_frozen(params, state.frozen),
+        *(model_state, batch, rng, static_args, teacher),
       )
       return sums.sum_of_means(losses, weights), aux
 
@@ -53,7 +54,7 @@ def train_step(
 
     def weigh(model_state, inputs):
       losses, (_, model_state) = task.losses(
-        *(state.params, model_state, *inputs, static_args, teacher)
+        *(state.all_params, model_state, *inputs, static_args, teacher)
       )
       return model_state, [weight for _, weight in losses]
 

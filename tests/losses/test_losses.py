@@ -124,6 +124,21 @@ class TestHeadLoss:
     for grad, one in zip(grads, want_grads, strict=True):
       np.testing.assert_allclose(grad, one, atol=1e-5)
 
+  def test_computes_no_gradient_of_a_frozen_head(self):
+    args = _head_inputs(width=64, vocab=128)
+    want, want_dx = jax.value_and_grad(_plain)(*args)
+
+    def compiled(which):
+      return jax.jit(jax.value_and_grad(_chunked, which)).lower(*args).compile()
+
+    alone, both = compiled(0), compiled((0, 1))
+    value, dx_BLD = alone(*args)
+    np.testing.assert_allclose(value, want, rtol=1e-6)
+    np.testing.assert_allclose(dx_BLD, want_dx, atol=1e-5)
+    product = 2 * 40 * 64 * 128
+    saved = both.cost_analysis()['flops'] - alone.cost_analysis()['flops']
+    assert saved == pytest.approx(product, rel=0.1)
+
 
 class TestPathBalance:
   @pytest.mark.parametrize('padded', [False, True])

@@ -24,8 +24,6 @@ ADAPTIVE = AdaptiveConfig(num_learners=2, replace=(FFNS,))
 PRUNED = DynamicViTConfig(backbone=ROUTED, stages=(0,), keep=0.7)
 CONFIG = PRUNED.with_parts(adaptive=ADAPTIVE)
 LEFT, CHOSEN = 12, 6  # Tokens after the stage, and of these in block 1.
-
-
 IMAGES = tiny.images(B, size=16)
 
 
@@ -147,29 +145,6 @@ class TestEachPartInFull:
     every = run(CONFIG.with_parts(routing=whole))
     self.agree(every, run(CONFIG.with_parts(routing=None)))
     assert jnp.abs(every.logits_BV - removed.logits_BV).max() > 1e-3
-
-  def test_all_learners(self, removed):
-    # Learners that are the dense feed-forward, cut in two.
-    before, params = dict(init(PRUNED)), dict(init(CONFIG))
-    for name in ('block_0', 'block_1'):
-      up, down = (before[name]['mlp'][part] for part in ('up', 'down'))
-      down = {'kernel': down['kernel'], 'bias': 0 * down['bias']}
-      before[name] = before[name] | {'mlp': {'up': up, 'down': down}}
-      gate = params[name]['mlp_acm']['gate']
-      block = {k: x for k, x in before[name].items() if k != 'mlp'}
-      params[name] = block | {
-        'mlp_acm': {
-          'up': up['kernel'].reshape(8, 2, -1).swapaxes(0, 1),
-          'bias': up['bias'].reshape(2, -1),
-          'down': down['kernel'].reshape(2, -1, 8),
-          'gate': gate,
-        }
-      }
-    params = before | {k: params[k] for k in ('block_0', 'block_1')}
-    want = run(PRUNED, params=before)
-    self.agree(run(CONFIG, params=params, learners=2), want)
-    gated = run(CONFIG, params=params)
-    assert jnp.abs(gated.logits_BV - want.logits_BV).max() > 1e-3
 
 
 def test_experts_stand_between_routing_and_learners():

@@ -125,30 +125,6 @@ class TestMaskedIsPruned:
     assert masked.features_BLD.shape == (B, 2 + N, D)
     assert_agree(DISTILLED, pruned, masked)
 
-  def test_only_the_class_token_is_left(self, variables):
-    # No patch reaches the class token, whatever the image.
-    none = jnp.zeros((2, B, N)).at[0].set(1)
-    output = tiny.apply(TRAINING, variables, IMAGES, none)
-    params = dict(variables['params'])
-    assert jnp.isfinite(output.logits_BV).all()
-
-    @jax.jit
-    def alone(params, images):
-      model = BACKBONE.build()
-
-      def run(model, images):
-        x_BLD = model.embed(images)
-        for layer in range(2):
-          x_BLD = x_BLD[:, :1] if layer == 1 else x_BLD
-          x_BLD = model.step(layer, x_BLD).x_BLD
-        return model.classify(x_BLD)[0]
-
-      return model.apply({'params': params}, images, method=run)
-
-    np.testing.assert_allclose(
-      output.logits_BV, alone(params, IMAGES), atol=1e-5
-    )
-
 
 class TestPruned:
   def test_keeps_so_many_and_ever_fewer(self, pruned):

@@ -91,15 +91,13 @@ class TestForward:
 
 
 class TestDecoding:
-  """Prefill and steps ≡ the whole row in the same causal mode.
-
-  The routed block's own tests take every rule, overflow and chunk together.
-  """
+  """Prefill and steps ≡ the whole row in the same causal mode."""
 
   @pytest.mark.parametrize(
     ('rule', 'overflow', 'chunk'),
     [
       ('router', 'drop', 2),
+      ('predictor', 'drop', 1),
       ('threshold', 'exact', 0),
       ('fixed', 'exact', 2),
     ],

@@ -4,40 +4,31 @@ import dataclasses
 import functools
 import itertools
 
-from flax import linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.stats
+import tiny
 
-from mod_jax.errors import UserError
 from mod_jax.layers.mode import RoutingMode
 from mod_jax.layers.routing_config import MoDConfig
-from mod_jax.models import lm
 from mod_jax.sampling import Draft, filter_logits, generate, speculation
 
 VOCAB, NEW = 16, 24
-MOD = lm.LMConfig(
+MOD = dataclasses.replace(
+  tiny.LM,
   vocab_size=VOCAB,
   num_layers=3,
   width=16,
   num_heads=4,
   num_kv_heads=2,
-  mlp_dim=24,
   routing=MoDConfig(capacity=0.4, offset=1),
 )
 DENSE = dataclasses.replace(MOD, routing=None)
 EXACT = RoutingMode(rule='router', chunk=2)
 DROP = RoutingMode(rule='router', overflow='drop', slack=1.0)
-
-
-@functools.cache
-def variables(config, scale=2.0):
-  """Returns weights so large that routing and history matter."""
-  init = jax.jit(config.build().init)
-  params = nn.unbox(init(jax.random.key(1), config.example()))['params']
-  return {'params': jax.tree.map(lambda x: scale * x, params)}
+variables = functools.cache(tiny.variables)
 
 
 def prompts():
@@ -70,7 +61,10 @@ CASES = {
 
 
 class TestGreedy:
-  @pytest.mark.parametrize('name', CASES)
+  @pytest.mark.parametrize(
+    'name',
+    [*list(CASES)[:3], pytest.param('early, dense', marks=pytest.mark.slow)],
+  )
   def test_the_text_is_that_without_a_draft(self, name):
     config, mode, draft = CASES[name]
     want, got = without_draft(config, mode), run(config, mode, draft=draft)
@@ -132,11 +126,12 @@ class TestSampled:
   def _p_value(self, tokens_BN, probability_X):
     numbers = np.asarray(tokens_BN) @ (5 ** np.arange(self.new)[::-1])
     count_X = np.bincount(numbers, minlength=5**self.new)
-    # Texts that are rarely expected count together.
-    rare_X = probability_X * self.rows < 5
-    observed = [*count_X[~rare_X], count_X[rare_X].sum()]
-    expected = [*probability_X[~rare_X], probability_X[rare_X].sum()]
-    expected = np.array(expected) / sum(expected) * self.rows
+    # Texts that are rarely expected count with the rarest of the others.
+    order_X = np.argsort(-probability_X)
+    groups = np.arange((probability_X * self.rows >= 5).sum())
+    observed = np.add.reduceat(count_X[order_X], groups)
+    expected = np.add.reduceat(probability_X[order_X], groups)
+    expected *= self.rows / expected.sum()
     return scipy.stats.chisquare(observed, expected).pvalue
 
   @pytest.mark.parametrize(
@@ -168,7 +163,7 @@ class TestSampled:
   def test_a_row_is_what_it_is_beside_others(self):
     tokens_BP, valid_BP = prompts()
     settings = {
-      'temperature': 1.0,
+      'temperature': 4.0,
       'key': jax.random.key(2),
       'draft': CASES['never, drop'][2],
     }
@@ -210,18 +205,3 @@ def test_looks_up_what_followed(text, want):
   if text != [1, 2, 3]:
     assert found_BD[0].tolist() == want
   assert ((found_BD >= 0) & (found_BD < 10)).all()
-
-
-@pytest.mark.parametrize(
-  ('config', 'draft', 'named'),
-  [
-    (DENSE, {'kind': 'never'}, "draft='never': .*no routed blocks"),
-    (MOD, {'kind': 'early'}, 'layers=0, num_layers=3'),
-    (MOD, {'kind': 'early', 'layers': 3}, 'layers=3, num_layers=3'),
-    (MOD, {'kind': 'lookup', 'tokens': 0}, 'tokens=0'),
-    (MOD, {'kind': 'parrot'}, "kind='parrot'"),
-  ],
-)
-def test_refuses_a_draft_that_the_model_has_not(config, draft, named):
-  with pytest.raises((UserError, ValueError), match=named):
-    run(config, EXACT, draft=Draft(**draft))

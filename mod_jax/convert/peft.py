@@ -1,0 +1,261 @@
+"""Low-rank adapters in the format of Hugging Face's PEFT.
+
+A folder holds `adapter_model.safetensors` and `adapter_config.json`; the model
+that the adapters belong to lies elsewhere. Language models have the names of
+`convert.lm`, and vision transformers those of Hugging Face in `convert.vit`. A
+vision model's heads may be stored whole, as PEFT's `modules_to_save`.
+"""
+
+import os
+import pathlib
+import re
+from typing import Any
+
+from flax import linen as nn
+import numpy as np
+
+from mod_jax import paths, trees
+from mod_jax.convert import files
+from mod_jax.convert import lm as convert_lm
+from mod_jax.convert import vit as convert_vit
+from mod_jax.convert.entry import Entry
+from mod_jax.errors import UserError
+from mod_jax.layers.lora import PARAMETERS, LoRAConfig
+from mod_jax.models import lm, protocol
+from mod_jax.models.lm import LMConfig
+
+CONFIG, WEIGHTS = 'adapter_config.json', 'adapter_model.safetensors'
+# What PEFT puts before the names of the model's own modules.
+_PREFIX = 'base_model.model.'
+# Its names of our two matrices.
+_MATRICES = {'down': 'lora_A', 'up': 'lora_B'}
+# Settings that would change the function, and the values that are supported.
+# Others show in the names or shapes of the arrays.
+_MUST_BE = {
+  'peft_type': ('LORA',),
+  'use_dora': (False, None),
+  'alpha_pattern': ({}, None),
+  'layer_replication': (None,),
+  'alora_invocation_tokens': (None,),
+}
+
+
+def holds_adapters(path: str | os.PathLike) -> bool:
+  """Whether a path is a folder of PEFT."""
+  return (pathlib.Path(path) / CONFIG).is_file()
+
+
+def _fields(folder) -> dict[str, Any]:
+  return paths.read_object(pathlib.Path(folder) / CONFIG)
+
+
+def base_of(folder: str | os.PathLike) -> str:
+  """Returns the folder of the model that the adapters belong to.
+
+  Raises:
+    UserError: it is not known, or not on this machine.
+  """
+  base = _fields(folder).get('base_model_name_or_path')
+  if not isinstance(base, str) or not os.path.exists(base):
+    raise UserError(
+      f'{folder}/{CONFIG}: base_model_name_or_path={base!r} is no folder here:'
+      ' say where the model is that the adapters belong to, by'
+      " mod_jax.load(…, base='FOLDER') or in that file."
+    )
+  return base
+
+
+def derive(folder: str | os.PathLike, base):
+  """Returns the config of a model with the adapters of a folder.
+
+  Args:
+    folder: of PEFT.
+    base: config of the model that they belong to.
+
+  Raises:
+    UserError: the adapters are of another kind, or of another model.
+  """
+  fields, where = _fields(folder), f'{folder}/{CONFIG}'
+  for key, allowed in _MUST_BE.items():
+    value = fields.get(key)
+    if value not in allowed:
+      raise UserError(
+        f'{where}: {key}={value!r} changes what the adapters compute, and is'
+        f' not supported; expected {allowed[0]!r}.'
+      )
+  rank, alpha = fields.get('r'), fields.get('lora_alpha')
+  if not isinstance(rank, int) or not isinstance(alpha, int | float):
+    raise UserError(
+      f'{where}: r={rank!r} and lora_alpha={alpha!r}: expected two numbers.'
+    )
+  if fields.get('use_rslora'):
+    alpha *= (
+      rank**0.5
+    )  # It divides by the root of the rank, and we by the rank.
+  arrays = _arrays(folder, base)
+  maps = [
+    _module(entry)
+    for entry in _entries(base)
+    if _key(entry.theirs, 'down') in arrays
+  ]
+  if not maps:
+    raise UserError(
+      f'{folder} holds no adapter of this model: its first names are'
+      f' {", ".join(sorted(arrays)[:3]) or "none"}; give the model that it'
+      ' belongs to as base.'
+    )
+  parts = {'lora': LoRAConfig(rank=rank, alpha=alpha, maps=_patterns(maps))}
+  head = arrays.get('classifier.bias')
+  if head is not None:
+    parts['num_classes'] = len(head)
+  return base.with_parts(**parts)
+
+
+def _patterns(maps: list[str]) -> tuple[str, ...]:
+  """Returns regular expressions that match these names of maps alone."""
+  blocks = {}
+  for name in maps:
+    block, _, kind = name.partition('/')
+    blocks.setdefault(kind, []).append(block.removeprefix('block_'))
+  kinds = {}
+  for kind, numbers in blocks.items():
+    kinds.setdefault(tuple(numbers), []).append(kind)
+  return tuple(
+    f'block_({"|".join(numbers)})/({"|".join(group)})'
+    for numbers, group in kinds.items()
+  )
+
+
+def _entries(config) -> tuple[Entry, ...]:
+  if isinstance(config, LMConfig):
+    return convert_lm.names(config)
+  return convert_vit.names(config, 'huggingface')
+
+
+def _module(entry: Entry) -> str:
+  """Returns our name of the map whose kernel an entry is about."""
+  return entry.ours[0].removesuffix('/kernel')
+
+
+def _key(theirs: str, matrix: str) -> str:
+  return f'{theirs.removesuffix("weight")}{_MATRICES[matrix]}.weight'
+
+
+def _arrays(folder, config) -> dict[str, np.ndarray]:
+  """Returns the arrays by the names of our tables, without PEFT's prefix."""
+  file = pathlib.Path(folder) / WEIGHTS
+  if not file.is_file():
+    raise UserError(
+      f'{folder} lacks {WEIGHTS}: save the adapters as safetensors.'
+    )
+  arrays = {}
+  for name, array in files.read(file).items():
+    name = name.removeprefix(_PREFIX)
+    if not isinstance(config, LMConfig):
+      name = convert_vit.on_disk(name)
+    arrays[name] = array
+  return arrays
+
+
+def read(folder: str | os.PathLike, config) -> dict[str, np.ndarray]:
+  """Returns the parameters in a folder by name: adapters, and perhaps heads.
+
+  Args:
+    folder: of PEFT.
+    config: as `derive` returns it.
+
+  Raises:
+    UserError: the arrays are not those of the config; lists all differences.
+  """
+  params = trees.flatten(protocol.shapes(config)['params'])
+  shapes = {name: leaf.shape for name, leaf in params.items()}
+  arrays, expected, ours = _arrays(folder, config), {}, {}
+  for entry in _entries(config):
+    if entry.theirs in arrays and entry.ours[0].startswith('head'):
+      expected[entry.theirs] = entry.shape(shapes)
+      ours[entry.theirs] = entry.ours[0]
+    for matrix in _MATRICES:
+      name = f'{_module(entry)}_lora/{matrix}/kernel'
+      if name in shapes:
+        key, shape = _key(entry.theirs, matrix), shapes[name]
+        # The rank is the last axis of the first matrix, and the first axis of
+        # the second. Theirs are transposed.
+        rank = config.lora.rank
+        size = int(np.prod(shape)) // rank
+        expected[key] = (rank, size) if matrix == 'down' else (size, rank)
+        ours[key] = name
+  trees.compare(
+    expected,
+    {name: array.shape for name, array in arrays.items()},
+    describe=f'{folder}, adapters of PEFT,',
+  )
+  # Heads are transposed, too; their biases are not changed by that.
+  return {
+    name: arrays[key].T.reshape(shapes[name]) for key, name in ours.items()
+  }
+
+
+def save(folder: str | os.PathLike, params, config, base: str | None) -> None:
+  """Writes a model's adapters, and a vision model's heads, for PEFT.
+
+  Vision transformers get the names of transformers 5.
+
+  Args:
+    folder: directory, created if missing; files in it are replaced.
+    params: nested dictionary of the model's parameters.
+    config: of the model.
+    base: path of the model that the adapters belong to; None if unknown.
+
+  Raises:
+    UserError: Hugging Face has no such model.
+  """
+  folder = pathlib.Path(folder).expanduser()
+  language = isinstance(config, LMConfig)
+  if language:
+    _, params = lm.unrolled(config, params)
+  flat = trees.flatten(nn.unbox(params))
+  arrays, targets, whole = {}, [], []
+
+  def spelled(name):
+    return name if language else convert_vit.in_memory(name, config)
+
+  for entry in _entries(config.dense_twin()):
+    if entry.ours[0].startswith('head') and not language:
+      array = np.asarray(flat[entry.ours[0]], np.float32)
+      name = spelled(entry.theirs)
+      arrays[f'{_PREFIX}{name}'] = entry.to_theirs(array)
+      whole.append(name.rpartition('.')[0])
+    if f'{_module(entry)}_lora/down/kernel' not in flat:
+      continue
+    theirs = spelled(entry.theirs)
+    targets.append(theirs.removesuffix('.weight'))
+    for matrix in _MATRICES:
+      array = flat[f'{_module(entry)}_lora/{matrix}/kernel']
+      array = np.asarray(array, np.float32)
+      rank = config.lora.rank
+      two = (-1, rank) if matrix == 'down' else (rank, -1)
+      arrays[f'{_PREFIX}{_key(theirs, matrix)}'] = array.reshape(two).T
+  left = sum(bool(re.fullmatch(PARAMETERS, name)) for name in flat)
+  if left != 2 * len(targets):
+    raise UserError(
+      'PEFT has no adapters of experts or learners: export the model, with its'
+      " adapters merged, as 'safetensors'."
+    )
+  alpha = config.lora.alpha
+  files.write(folder / WEIGHTS, arrays)
+  files.write_json(
+    folder / CONFIG,
+    {
+      'peft_type': 'LORA',
+      'task_type': 'CAUSAL_LM' if language else None,
+      'base_model_name_or_path': base,
+      'r': config.lora.rank,
+      'lora_alpha': int(alpha) if alpha == int(alpha) else alpha,
+      'lora_dropout': 0.0,
+      'target_modules': targets,
+      'modules_to_save': sorted(set(whole)) or None,
+      'bias': 'none',
+      'fan_in_fan_out': False,
+      'inference_mode': True,
+    },
+  )

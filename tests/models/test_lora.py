@@ -1,0 +1,257 @@
+"""Low-rank adapters around the maps of models, and what they cost."""
+
+import dataclasses
+
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mod_jax import flops, trees
+from mod_jax.errors import UserError
+from mod_jax.layers import lora as lora_lib
+from mod_jax.layers.acm import AdaptiveConfig
+from mod_jax.layers.experts import ExpertsConfig
+from mod_jax.layers.lora import LoRAConfig
+from mod_jax.layers.routing_config import MoDConfig, VisionRoutingConfig
+from mod_jax.models import lora
+from mod_jax.models.dynamic_vit import DynamicViTConfig
+from mod_jax.models.lm import LMConfig
+from mod_jax.models.vit import ViTConfig
+
+MOD = MoDConfig(capacity=0.5)
+ADAPTERS = LoRAConfig(rank=3, alpha=5.0)
+VIT = ViTConfig(
+  image_size=16,
+  patch_size=4,
+  num_layers=2,
+  width=12,
+  num_heads=3,
+  mlp_dim=20,
+  num_classes=5,
+)
+
+
+def language(**fields):
+  sizes = {'num_layers': 4, 'width': 8, 'num_heads': 4, 'num_kv_heads': 2}
+  return LMConfig(**{'vocab_size': 11, 'mlp_dim': 6, **sizes, **fields})
+
+
+MODELS = {
+  'dense': language(routing=None),
+  'biased': language(routing=None, mlp='gelu', qkv_bias=True),
+  'routed': language(routing=MOD),
+  'scanned': language(routing=MOD, scan_layers=True),
+  'experts': language(routing=MOD, experts=ExpertsConfig(num_experts=3)),
+  'expert_choice': language(
+    routing=None,
+    scan_layers=True,
+    experts=ExpertsConfig(
+      num_experts=3, choice='expert', capacity_factor=2.0, num_nulls=0
+    ),
+  ),
+  'learners': language(routing=MOD, adaptive=AdaptiveConfig(num_learners=3)),
+  'vit': dataclasses.replace(VIT, routing=VisionRoutingConfig(capacity=0.5)),
+  'dynamic': DynamicViTConfig(backbone=VIT, stages=(1,)),
+}
+
+
+def inputs(config):
+  if isinstance(config, LMConfig):
+    return jax.random.randint(jax.random.key(3), (2, 12), 0, config.vocab_size)
+  return jax.random.normal(jax.random.key(3), (2, 16, 16, 3))
+
+
+def logits(config, variables):
+  output = jax.jit(config.build().apply)(variables, inputs(config))
+  if isinstance(config, LMConfig):
+    return np.asarray(output.logits_BLV)
+  return np.asarray(output.logits_BV)
+
+
+def fresh(config):
+  key = jax.random.key(0)
+  init = jax.jit(config.build().init)
+  return dict(nn.unbox(init({'params': key, 'routing': key}, config.example())))
+
+
+def trained(variables):
+  """Returns variables with other values in the adapters."""
+  flat = trees.flatten(variables['params'])
+  keys = iter(jax.random.split(jax.random.key(7), len(flat)))
+  changed = {
+    name: 0.3 * jax.random.normal(next(keys), x.shape)
+    if '_lora/' in name
+    else x
+    for name, x in flat.items()
+  }
+  return variables | {'params': trees.unflatten(changed)}
+
+
+@pytest.mark.parametrize('name', MODELS)
+def test_an_adapted_model_begins_as_its_base_and_merges_into_it(name):
+  base = MODELS[name]
+  config = base.with_parts(lora=ADAPTERS)
+  assert config.dense_twin() == base.dense_twin()
+  variables = fresh(config)
+  flat = trees.flatten(variables['params'])
+  bare = {k: x for k, x in flat.items() if '_lora/' not in k}
+  shapes = trees.flatten(fresh(base)['params'])
+  assert {k: x.shape for k, x in bare.items()} == {
+    k: x.shape for k, x in shapes.items()
+  }
+  alone = logits(base, variables | {'params': trees.unflatten(bare)})
+  np.testing.assert_array_equal(logits(config, variables), alone)
+
+  adapted = trained(variables)
+  expected = logits(config, adapted)
+  assert np.abs(expected - alone).max() > 0.05
+  merged, params = lora.merge(config, adapted['params'])
+  assert merged == base
+  params = jax.tree.map(jnp.asarray, params)
+  found = logits(base, variables | {'params': params})
+  np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize('name', MODELS)
+def test_slots_count_their_parameters_and_products(name):
+  config = MODELS[name].with_parts(lora=ADAPTERS)
+  params = fresh(config.with_parts(lora=ADAPTERS))['params']
+  flat = trees.flatten(params)
+  in_blocks = 0
+  for i, layer in enumerate(config.stack.layers):
+    for slot_name, slot in layer.block.slots.items():
+      in_blocks += slot.num_params
+      parts, weights = slot.flops(7), slot.weight_flops(f'b/{slot_name}', 7)
+      assert sum(weights.values()) == pytest.approx(sum(parts.values()))
+      if isinstance(config, LMConfig) and not config.scan_layers:
+        for kernel in weights:
+          kernel = kernel.replace('b/', f'block_{i}/', 1)
+          assert any(name.startswith(kernel) for name in flat), kernel
+  counted = sum(
+    x.size
+    for name, x in flat.items()
+    if ('block_' in name)
+    and '_norm/' not in name
+    and '/router/kernel' not in name.replace('_experts/router/', '')
+  )
+  if config.routing is None:
+    assert in_blocks == counted
+
+
+def test_only_the_named_maps_are_adapted():
+  maps = (r'block_[13]/attention/(query|value)', r'block_2/mlp/down')
+  config = language(routing=None, lora=LoRAConfig(rank=2, maps=maps))
+  found = {
+    name.rpartition('_lora/')[0]
+    for name in lora.adapters(fresh(config)['params'])
+  }
+  assert found == {
+    *('block_1/attention/query', 'block_1/attention/value'),
+    *('block_3/attention/query', 'block_3/attention/value'),
+    'block_2/mlp/down',
+  }
+  base = config.with_parts(lora=None)
+  extra = flops.forward(config, 10) - flops.forward(base, 10)
+  # Two thin products for each token: width 8, 4 and 2 heads of 2, hidden 6.
+  ranks = 2 * (8 + 8) + 2 * (8 + 4) + (6 + 8)
+  assert extra == 2 * 10 * 2 * ranks
+  assert flops.num_params(config) - flops.num_params(base) == 2 * ranks
+
+
+def test_a_pattern_must_match_a_map():
+  with pytest.raises(
+    UserError, match=r'q_proj.*nearest is block_0/attention/q'
+  ):
+    language(routing=None, lora=LoRAConfig(maps=('block_0/attention/q_proj',)))
+  with pytest.raises(UserError, match='regular expression'):
+    LoRAConfig(maps=('(',))
+  with pytest.raises(UserError, match='names of maps'):
+    LoRAConfig(maps=())
+  with pytest.raises(UserError, match='adapters'):
+    language(
+      routing=None, scan_layers=True, lora=LoRAConfig(maps=('block_1/mlp/up',))
+    )
+
+
+def test_alpha_over_rank_scales_the_update():
+  config = language(routing=None, lora=ADAPTERS)
+  variables = trained(fresh(config))
+  doubled = dataclasses.replace(ADAPTERS, alpha=10.0)
+  flat = trees.flatten(variables['params'])
+  up = {k: 2 * x if '_lora/up/' in k else x for k, x in flat.items()}
+  np.testing.assert_allclose(
+    logits(config.with_parts(lora=doubled), variables),
+    logits(config, variables | {'params': trees.unflatten(up)}),
+    rtol=1e-5,
+    atol=1e-5,
+  )
+
+
+class TestTraining:
+  """Frozen weights need no gradient, and what lies below them no pass."""
+
+  config = language(
+    routing=None,
+    lora=LoRAConfig(rank=3, maps=(r'block_[23]/.*',)),
+  )
+
+  def frozen(self, name):
+    return '_lora/' not in name
+
+  def test_counts_what_is_left(self):
+    length = 12
+    rows = dict(self.config.flops_table(length))
+    low = sum(flops.products(rows[f'block_{i}']) for i in (0, 1))
+    saved = 2 * low + rows['head']['head']
+    for i in (2, 3):
+      base = self.config.with_parts(lora=None)
+      parts = dict(base.flops_table(length))[f'block_{i}']
+      # All but the pairs of the attention: 4 heads of 2 channels.
+      pairs = 4 * 4 * 2 * length * (length + 1) // 2
+      saved += flops.products(parts) - pairs
+    full = flops.train(self.config, length)
+    assert flops.train(self.config, length, self.frozen) == full - saved
+    assert flops.train(self.config, length, lambda name: False) == full
+    line = flops.report(self.config, length, self.frozen).splitlines()[-2]
+    assert f'{full - saved:.4e}' in line
+
+  def test_compiles_to_what_is_counted(self):
+    """The saving in XLA's count is that of ours."""
+    config = dataclasses.replace(
+      self.config, width=64, vocab_size=512, mlp_dim=128, attention='xla'
+    )
+    length = 32
+    tokens = jnp.zeros((1, length), jnp.int32)
+    flat = trees.flatten(fresh(config)['params'])
+
+    def count(names):
+      def loss(part):
+        params = trees.unflatten(flat | part)
+        output = config.build().apply(
+          {'params': params}, tokens, targets_BL=tokens
+        )
+        return output.loss[0]
+
+      part = {name: flat[name] for name in names}
+      compiled = jax.jit(jax.grad(loss)).lower(part).compile()
+      return compiled.cost_analysis()['flops']
+
+    adapters = [name for name in flat if not self.frozen(name)]
+    found = count(flat) - count(adapters)
+    expected = flops.train(config, length) - flops.train(
+      config, length, self.frozen
+    )
+    # XLA counts elementwise operations, too, and all pairs of the attention.
+    # And the first trained maps need no gradient of their inputs.
+    assert expected < found < 1.2 * expected
+
+
+def test_stacked_maps_are_told_as_such():
+  config = MODELS['learners'].with_parts(lora=ADAPTERS)
+  names = lora.adapters(fresh(config)['params'])
+  assert names['block_0/mlp_acm/up_lora/down/kernel'] == (3, 8, 3)
+  block = config.stack.layers[0].block
+  maps = lora_lib.linear_maps('block_0/mlp', block.slots['mlp'])
+  assert list(maps) == ['block_0/mlp/up', 'block_0/mlp/down']

@@ -1,0 +1,341 @@
+"""Runs that train adapters and routers beside frozen weights of `init`."""
+
+import dataclasses
+import json
+import pathlib
+import shutil
+
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mod_jax
+from mod_jax import config as config_lib
+from mod_jax import flops, parallel, trees
+from mod_jax.errors import UserError
+from mod_jax.layers.lora import PARAMETERS
+from mod_jax.optimizer import OptimizerConfig
+from mod_jax.runs import checkpoints
+from mod_jax.runs import workdir as workdir_lib
+from mod_jax.tasks import load as load_trained
+from mod_jax.tasks import make_task, phases
+from mod_jax.train import evaluation, loop
+from mod_jax.train import state as state_lib
+
+pytestmark = pytest.mark.usefixtures('no_report', 'one_device')
+
+ROOT = pathlib.Path(__file__).parents[2]
+CONVERT = config_lib.load(ROOT / 'configs' / 'lm' / 'convert.py')
+FOLDER = config_lib.load(ROOT / 'configs' / 'vit' / 'folder.py')
+TINY = {
+  'train.num_steps': 6,
+  'train.batch_size': 4,
+  'evaluation.every': 0,
+  'evaluation.batches': 1,
+  'evaluation.final_batches': 1,
+  'evaluation.batch_size': 4,
+  'evaluation.sample_tokens': 0,
+  'log.tensorboard': False,
+  'checkpoint.every': 3,
+}
+TEXT = {
+  'model.vocab_size': 256,
+  'model.num_layers': 4,
+  'model.width': 8,
+  'model.num_heads': 2,
+  'data.tokenizer': 'bytes',
+  'data.length': 16,
+  'data.source': 'stdlib',
+  'data.files': '',
+}
+
+
+def write_dense(config, folder, seed=0):
+  """Exports a dense model of random weights, as somebody's base model."""
+  plain = config_lib.replace(config, {'train.frozen': None, 'init': None})
+  plain = dataclasses.replace(
+    plain,
+    model=plain.model.dense_twin(),
+    optimizer=OptimizerConfig(),
+    train=dataclasses.replace(plain.train, capacity_warmup_steps=0),
+    dense=None,
+  )
+  task = make_task(plain)
+  run = mod_jax.Run(
+    config=plain.model,
+    variables=nn.unbox(jax.jit(task.init)(jax.random.key(seed))),
+    experiment=plain,
+    preprocess=getattr(plain.data, 'preprocess', None),
+    task=task,
+  )
+  mod_jax.export(run, folder)
+
+
+@pytest.fixture(scope='module')
+def dense(tmp_path_factory):
+  folder = tmp_path_factory.mktemp('dense')
+  write_dense(config_lib.replace(CONVERT.get_config('lora'), TEXT), folder)
+  return folder
+
+
+def build(dense, **changes):
+  config = config_lib.replace(
+    CONVERT.get_config('lora'), TEXT | {'init': str(dense)}
+  )
+  config = CONVERT.complete(config)
+  rate = {'optimizer.learning_rate': 1e-3}
+  return config_lib.replace(config, TINY | rate | changes)
+
+
+@dataclasses.dataclass
+class Trained:
+  config: object
+  workdir: pathlib.Path
+  result: loop.Result
+
+
+@pytest.fixture(scope='module')
+def whole(dense, tmp_path_factory, on_one_device, no_report):
+  workdir = tmp_path_factory.mktemp('whole')
+  config = build(dense)
+  with on_one_device():
+    result = phases.train(config, workdir)
+  assert result.finished
+  return Trained(config, workdir, result)
+
+
+def equal(a, b):
+  a, b = trees.flatten(a), trees.flatten(b)
+  assert a.keys() == b.keys()
+  return all(np.array_equal(a[name], b[name]) for name in a)
+
+
+def test_only_what_is_trained_is_in_state_optimiser_and_checkpoint(
+  whole, dense
+):
+  state = whole.result.state
+  trained = trees.flatten(state.params)
+  routers = {name for name in trained if 'router' in name}
+  adapters = {name for name in trained if '_lora/' in name}
+  assert routers
+  assert all('block_3/' in name for name in routers)
+  # Adapters of the deeper half: seven maps of two matrices in two blocks.
+  assert len(adapters) == 2 * 7 * 2
+  assert trained.keys() == routers | adapters
+  assert not any('block_1' in name for name in trained)
+  # Adam's two moments of these.
+  moments = [x.size for x in jax.tree.leaves(state.opt_state) if x.ndim]
+  assert sum(moments) == 2 * sum(x.size for x in trained.values())
+  saved = checkpoints.restore_named(
+    workdir_lib.checkpoints(whole.workdir), ('params', 'frozen', 'ema')
+  )
+  assert trees.flatten(saved.state['params']).keys() == trained.keys()
+  assert not saved.state['frozen']
+  # What is frozen is as it was at first.
+  base = mod_jax.load(dense).variables['params']
+  assert equal(state.frozen, base)
+  # The others have changed.
+  assert all(
+    np.any(np.asarray(x)) for name, x in trained.items() if '/up/' in name
+  )
+  assert equal(state.eval_params, trees.join(state.params, base))
+
+
+def test_it_begins_as_without_adapters(dense, tmp_path):
+  config = build(dense)
+  with loop.build(make_task(config), config, tmp_path) as run:
+    state, mesh = run.state, run.mesh
+    with jax.set_mesh(mesh):
+      found = evaluation.held_out(
+        run.task, state.eval_params, state.model_state, mesh
+      )
+      bare = config_lib.replace(config, {'train.frozen': None})
+      bare = dataclasses.replace(
+        bare,
+        model=bare.model.with_parts(lora=None),
+        optimizer=OptimizerConfig(),
+      )
+      flat = trees.flatten(state.eval_params)
+      params = {k: x for k, x in flat.items() if '_lora/' not in k}
+      expected = evaluation.held_out(
+        *(make_task(bare), trees.unflatten(params), state.model_state, mesh)
+      )
+  assert found == expected
+
+
+def test_stopped_and_continued_is_bit_identical(whole, tmp_path):
+  part = phases.train(whole.config, tmp_path, max_steps=2)
+  assert not part.finished
+  rest = phases.train(whole.config, tmp_path)
+  for name in ('params', 'opt_state', 'model_state', 'frozen'):
+    a, b = (getattr(r.state, name) for r in (rest, whole.result))
+    a, b = map(jax.tree.leaves, (a, b))
+    assert len(a) == len(b)
+    assert all(np.array_equal(x, y) for x, y in zip(a, b, strict=True)), name
+  assert rest.metrics == whole.result.metrics
+
+
+def logits(run):
+  tokens = jax.random.randint(jax.random.key(0), (2, 16), 0, 256)
+  return np.asarray(run.apply(tokens).logits_BLV)
+
+
+def test_the_run_loads_exports_and_is_evaluated(whole, dense, tmp_path):
+  run = mod_jax.load(whole.workdir)
+  assert run.base == str(dense)
+  assert equal(run.variables['params'], whole.result.state.eval_params)
+  trained = load_trained(whole.workdir)
+  assert equal(trained.params, whole.result.state.eval_params)
+
+  mod_jax.export(run, tmp_path / 'merged')
+  merged = mod_jax.load(tmp_path / 'merged')
+  assert merged.config == run.config.with_parts(lora=None)
+  np.testing.assert_allclose(logits(merged), logits(run), rtol=1e-4, atol=1e-4)
+  # Adapters that have learned nothing would merge, too.
+  alone = dict(run.variables['params'])
+  alone = {
+    k: 0 * x if '_lora/up' in k else x for k, x in trees.flatten(alone).items()
+  }
+  alone = dataclasses.replace(
+    run, variables={**run.variables, 'params': trees.unflatten(alone)}
+  )
+  assert np.abs(logits(alone) - logits(run)).max() > 1e-3
+
+
+def test_its_adapters_are_written_for_peft(whole, dense, tmp_path):
+  run = mod_jax.load(whole.workdir)
+  hugging_face = tmp_path / 'base'
+  mod_jax.export(mod_jax.load(dense), hugging_face, 'huggingface')
+  with pytest.raises(UserError, match='PEFT cannot run routed blocks'):
+    mod_jax.export(run, tmp_path / 'peft', 'peft')
+  mod_jax.export(run, tmp_path / 'peft', 'peft', dense=True)
+  assert (tmp_path / 'peft' / 'routers.safetensors').is_file()
+  again = mod_jax.load(tmp_path / 'peft', base=str(hugging_face))
+  without_routing = dataclasses.replace(
+    run, config=run.config.with_parts(routing=None)
+  )
+  np.testing.assert_allclose(
+    logits(again), logits(without_routing), rtol=1e-4, atol=1e-4
+  )
+
+
+def test_another_run_starts_from_it(whole, dense, tmp_path):
+  """With the same adapters, or with these merged and new ones."""
+  for rank, kept in ((16, True), (2, False)):
+    config = build(dense, **{'init': str(whole.workdir)})
+    config = config_lib.replace(config, {'model.lora.rank': rank})
+    with loop.build(make_task(config), config, tmp_path / str(rank)) as run:
+      variables = {'params': run.state.eval_params, **run.state.model_state}
+    flat = trees.flatten(variables['params'])
+    assert all(np.any(x) for k, x in flat.items() if '_lora/up' in k) == kept
+    start = mod_jax.Run(config=config.model, variables=variables)
+    np.testing.assert_allclose(
+      logits(start), logits(mod_jax.load(whole.workdir)), rtol=1e-4, atol=1e-4
+    )
+
+
+def test_other_frozen_weights_are_refused(whole, dense, tmp_path):
+  base, workdir = tmp_path / 'base', tmp_path / 'run'
+  shutil.copytree(dense, base)
+  config = build(base)
+  phases.train(config, workdir, max_steps=3)
+  write_dense(config, base, seed=1)
+  for use in (
+    lambda: phases.train(config, workdir),
+    lambda: load_trained(workdir),
+    lambda: mod_jax.load(workdir),
+  ):
+    with pytest.raises(UserError, match='other weights than those.*step 3'):
+      use()
+  # As they were, but elsewhere.
+  assert mod_jax.load(workdir, base=str(dense)).base == str(dense)
+  shutil.rmtree(base)
+  with pytest.raises(UserError, match=f'{base}'):
+    mod_jax.load(workdir)
+
+
+def test_bfloat16_takes_half_the_memory(whole, dense, tmp_path):
+  config = build(dense, **{'train.frozen': 'bfloat16'})
+  result = phases.train(config, tmp_path, max_steps=3)
+  frozen = trees.flatten(result.state.frozen)
+  kinds = {name: x.dtype.name for name, x in frozen.items()}
+  assert kinds['block_0/mlp/up/kernel'] == kinds['embedding'] == 'bfloat16'
+  assert kinds['norm/scale'] == 'float32'
+  # What is loaded is what was trained beside.
+  run = mod_jax.load(tmp_path)
+  assert equal(
+    run.variables['params'],
+    jax.tree.map(lambda x: x.astype(jnp.float32), result.state.eval_params),
+  )
+  resumed = phases.train(config, tmp_path, max_steps=1)
+  assert equal(resumed.state.frozen, result.state.frozen)
+  assert not equal(result.state.frozen, whole.result.state.frozen)
+
+
+def test_gradients_stop_at_the_split(whole):
+  """The compiled step takes about what `flops` counts, not the whole."""
+  config = config_lib.replace(
+    whole.config, {'model.width': 64, 'train.capacity_warmup_steps': 0}
+  )
+  counts, ours = {}, {}
+  for frozen in ('float32', None):
+    changed = config_lib.replace(config, {'train.frozen': frozen})
+    task = make_task(changed)
+    mesh = parallel.make_mesh(parallel.MeshConfig(), jax.devices()[:1])
+    with jax.set_mesh(mesh):
+      optimizer, abstract = state_lib.of_run(task, mesh)
+      step = loop.jit_step(
+        abstract,
+        task=task,
+        optimizer=optimizer,
+        static_args=0.0,
+        config=changed.train,
+      )
+      batch = parallel.abstract_batch(task.modality.batch_shapes(), mesh)
+      compiled = step.lower(abstract, batch, None).compile()
+    counts[frozen] = compiled.cost_analysis()['flops']
+    ours[frozen] = task.flops_per_step(0.0)
+  assert ours['float32'] < 0.62 * ours[None]
+  saved = counts[None] - counts['float32']
+  # XLA counts the optimiser of the whole model, too.
+  assert saved > 0.9 * (ours[None] - ours['float32'])
+
+
+def test_pictures_train_adapters_and_a_new_head(tmp_path):
+  config = FOLDER.digits.tiny(FOLDER.get_config('lora'))
+  changes = {'dense': None, 'init': str(tmp_path / 'dense')}
+  config = config_lib.replace(config, TINY | changes)
+  other = config_lib.replace(config, {'model.num_classes': 7})
+  write_dense(other, tmp_path / 'dense')
+  result = phases.train(config, tmp_path / 'run')
+  names = trees.flatten(result.state.params)
+  assert {'head/kernel', 'head/bias'} < names.keys()
+  # Six maps in each of four blocks.
+  assert len(names) == 2 + 2 * 6 * 4
+  run = mod_jax.load(tmp_path / 'run')
+  assert equal(run.variables['params'], result.state.eval_params)
+  assert run.variables['params']['head']['bias'].shape == (10,)
+  assert flops.num_params(config.model) == sum(
+    x.size for x in jax.tree.leaves(run.variables['params'])
+  )
+
+
+def test_what_freezes_must_come_from_somewhere(dense, tmp_path):
+  config = build(dense)
+  with pytest.raises(UserError, match='init=None: frozen weights'):
+    loop.train(
+      make_task(config), dataclasses.replace(config, init=None), tmp_path
+    )
+  rules = ((PARAMETERS, 1.0, 0), ('.*', 0.0, 0))
+  config = config_lib.replace(config, {'optimizer.rules': rules})
+  with pytest.raises(UserError, match='has no block_3/router.*rules freeze'):
+    loop.train(make_task(config), config, tmp_path)
+  with pytest.raises(UserError, match='layer_decay=0.5'):
+    config_lib.replace(config, {'optimizer.layer_decay': 0.5})
+
+
+def test_the_fingerprint_is_kept(whole):
+  path = workdir_lib.checkpoints(whole.workdir) / '6' / 'metadata' / 'metadata'
+  assert len(json.loads(path.read_text())['metadata']['frozen']) == 64
