@@ -167,7 +167,7 @@ class Coco:
     return tuple(names)
 
   def _annotation(self, place: int, row):
-    """Returns image, category, left, top, width, height, and whether a crowd."""
+    """Returns image, category, (left, top, width, height), and if a crowd."""
     row = row if isinstance(row, dict) else {}
     image, label = row.get('image_id'), row.get('category_id')
     if type(image) is not int or image not in self._pictures:
