@@ -148,7 +148,8 @@ def derive(path: str | os.PathLike) -> DETRConfig:
   """Returns the config of the model in a folder of Hugging Face.
 
   Its heads are those of the config.json, other sizes those of the arrays;
-  pictures are padded to 800 × 1066 pixels.
+  pictures are padded to 1333 × 1333 pixels, which is room for the published
+  sizes in either orientation.
 
   Raises:
     UserError: there is no such folder, it lacks arrays, or its model computes
@@ -195,6 +196,7 @@ def derive(path: str | os.PathLike) -> DETRConfig:
       widths.append(len(arrays[first]))
     num_queries, width = arrays[_TABLE['queries']].shape
     return DETRConfig(
+      image_size=(1333, 1333),
       num_classes=len(arrays['class_labels_classifier.bias']) - 1,
       num_queries=num_queries,
       width=width,

@@ -112,7 +112,11 @@ class DetectionDataConfig:
   flip: config_lib.Probability = 0.0
   most: Annotated[int, config_lib.Range(ge=1, le=1000)] = 10
   mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
-  std: tuple[config_lib.Positive, ...] = (0.5, 0.5, 0.5)
+  std: tuple[config_lib.Positive, config_lib.Positive, config_lib.Positive] = (
+    0.5,
+    0.5,
+    0.5,
+  )
   workers: config_lib.Workers = 0
 
   def __post_init__(self):
@@ -123,8 +127,6 @@ class DetectionDataConfig:
         f'image_size={self.image_size}: scenes are square, so give one side'
         ' twice.'
       )
-    if len(self.std) != 3:
-      raise errors.UserError(f'std={self.std}: expected three numbers.')
 
   @property
   def preprocess(self) -> DetectionPreprocess:

@@ -156,6 +156,11 @@ class DETRConfig(StackedConfig):
     return StackConfig(layers=layers, remat=self.remat)
 
   @property
+  def stack(self) -> StackConfig:
+    """The encoder's layers, of which the decoder's share dtype and remat."""
+    return self.encoder
+
+  @property
   def capacities(self) -> tuple[float | None, ...]:
     """Of the encoder's blocks and then the decoder's; None if not routed."""
     return self.encoder.capacities + self.decoder.capacities

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 import os
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +15,12 @@ import numpy as np
 from mod_jax import config as config_lib
 from mod_jax import optimizer, parallel
 from mod_jax.data import images as images_lib
+from mod_jax.data.detection import DetectionDataConfig, DetectionPreprocess
 from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
 from mod_jax.layers.mode import RoutingMode
 from mod_jax.models import protocol
+from mod_jax.models.detr import DETRConfig
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.pretrained.source import Source
@@ -27,6 +29,7 @@ from mod_jax.sampling import generation
 from mod_jax.sampling.speculation import Draft
 from mod_jax.serving import chat as chat_lib
 from mod_jax.serving.engine import Engine
+from mod_jax.tasks import detection as detection_task
 from mod_jax.tasks import make_task, warm_start
 from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train import evaluation
@@ -46,6 +49,20 @@ class Continuation:
 
   text: str
   log_probs: np.ndarray
+
+
+class Detected(NamedTuple):
+  """An object in a picture.
+
+  Attributes:
+    name: of its class.
+    score: probability of the class.
+    box: left, top, right and bottom in pixels of the picture.
+  """
+
+  name: str
+  score: float
+  box: tuple[float, float, float, float]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,7 +92,7 @@ class Run:
   config: Any
   variables: Mapping[str, Any]
   experiment: ExperimentConfig | None = None
-  preprocess: images_lib.Preprocess | None = None
+  preprocess: images_lib.Preprocess | DetectionPreprocess | None = None
   classes: tuple[str, ...] | None = None
   multi_label: bool = False
   task: Any = None
@@ -117,6 +134,7 @@ class Run:
     inputs,
     *,
     top: int | None = None,
+    least: float | None = None,
     max_new_tokens: int | None = None,
     temperature: float | None = None,
     top_k: int | None = None,
@@ -126,7 +144,7 @@ class Run:
     draft: Draft | None = None,
     key: jax.Array | None = None,
   ) -> list:
-    """Classifies pictures, or continues texts.
+    """Classifies pictures, detects what is in them, or continues texts.
 
     Each model takes the settings of its kind; None is the default.
 
@@ -134,6 +152,7 @@ class Run:
       inputs: one input or a list of them: paths of pictures, Pillow images or
         uint8 arrays [height, width, 3]; for language models, strings.
       top: of pictures: number of classes to return; 5 by default.
+      least: of a detector: the least score of an object; .5 by default.
       max_new_tokens: most tokens to add; by default as many as fit the longest
         input of the model.
       temperature: of sampling; by default 0, which takes the likeliest token.
@@ -147,7 +166,8 @@ class Run:
 
     Returns:
       For each picture a dictionary from class names, the likeliest first, to
-      probabilities; for each text a `Continuation`.
+      probabilities; from a detector a list of `Detected`, the best first; for
+      each text a `Continuation`.
 
     Raises:
       UserError: an input is not of the model's modality, or a setting is out of
@@ -157,8 +177,14 @@ class Run:
     inputs = [inputs] if single else list(inputs)
     if not inputs:
       return []
+    detects = isinstance(self.config, DETRConfig)
+    if (least is not None) != (top is not None) and detects == (least is None):
+      name, other = ('top', 'least') if detects else ('least', 'top')
+      raise UserError(
+        f'{name}: this model takes {other} instead: leave it out.'
+      )
     of_pictures, of_texts = (
-      {'top': top},
+      {'top': top, 'least': least},
       {
         **{'max_new_tokens': max_new_tokens, 'temperature': temperature},
         **{'top_k': top_k, 'top_p': top_p, 'mode': mode, 'key': key},
@@ -177,9 +203,47 @@ class Run:
       given = {k: x for k, x in of_texts.items() if x is not None}
       return self._continue(inputs, **given)
     predictions = []
+    if detects:
+      return [self._detect(x, 0.5 if least is None else least) for x in inputs]
     for batch in itertools.batched(inputs, _BATCH):
       predictions += self.classify(self.preprocess(batch), top=top or 5)
     return predictions
+
+  def _detect(self, picture, least: float) -> list[Detected]:
+    picture = images_lib.as_image(picture)
+    output, _, size = self._look(picture)
+    found = detection_task.boxes_of(
+      output.logits_BQV[0],
+      output.boxes_BQ4[0],
+      *(self.classes, (picture.height, picture.width), least),
+    )
+    return [Detected(*x) for x in found]
+
+  def _look(self, picture):
+    image_BHWC, size_B2 = self.preprocess([picture])
+    rngs = {'routing': jax.random.key(0)}
+    return self.apply(image_BHWC, size_B2, rngs=rngs), image_BHWC, size_B2
+
+  def draw(self, picture, *, least: float = 0.5):
+    """Returns a figure of a picture with its boxes and its routed tokens.
+
+    For a detector only; `picture` and `least` are those of `predict`.
+    """
+    if not isinstance(self.config, DETRConfig):
+      raise UserError('draw: this is no detector: use run.predict.')
+    output, image_BHWC, size_B2 = self._look(picture)
+    data = self.preprocess.apply_to(
+      DetectionDataConfig(source='coco', path='-')
+    )
+    figures = detection_task.draw(
+      *(
+        self.config,
+        jax.device_get(output),
+        images_lib.denormalize(data, image_BHWC),
+      ),
+      *(size_B2, self.classes, least),
+    )
+    return figures['boxes']
 
   def chat(
     self,

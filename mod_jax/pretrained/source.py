@@ -18,12 +18,15 @@ from PIL import Image
 from mod_jax import config as config_lib
 from mod_jax import paths, trees
 from mod_jax.convert import beside, files, gguf
+from mod_jax.convert import detr as convert_detr
 from mod_jax.convert import lm as convert_lm
 from mod_jax.convert import peft as convert_peft
 from mod_jax.convert import vit as convert_vit
+from mod_jax.data.detection import DetectionPreprocess
 from mod_jax.data.images import ImageDataConfig, Preprocess
 from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
+from mod_jax.models.detr import DETRConfig
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.models.vit import ViTConfig
@@ -67,11 +70,13 @@ class Source(abc.ABC):
       further, so that prompts begin as its own tokenizer begins texts.
   """
 
-  kind: ClassVar[Literal['run', 'export', 'language', 'vision', 'peft']]
+  kind: ClassVar[
+    Literal['run', 'export', 'language', 'vision', 'peft', 'detector']
+  ]
   base: str | None = None
-  config: LMConfig | ViTConfig | DynamicViTConfig
+  config: LMConfig | ViTConfig | DynamicViTConfig | DETRConfig
   experiment: ExperimentConfig | None = None
-  preprocess: Preprocess | None = None
+  preprocess: Preprocess | DetectionPreprocess | None = None
   classes: tuple[str, ...] | None = None
   tokenizer: Literal['bytes', 'sentencepiece', 'huggingface'] | None = None
   foreign: bool = False
@@ -107,6 +112,8 @@ class Source(abc.ABC):
       source = _Language(folder)
     elif gguf.is_gguf(folder):
       source = _Gguf(folder)
+    elif convert_detr.holds_model(folder):
+      source = _Detector(folder)
     else:
       source, fields = _Vision(files.find(path), fields), {}
     if fields:
@@ -184,7 +191,7 @@ class _Run(Source):
   @property
   def preprocess(self):
     data = self.experiment.data
-    return data.preprocess if isinstance(data, ImageDataConfig) else None
+    return None if isinstance(data, TextDataConfig) else data.preprocess
 
   @property
   def classes(self):
@@ -228,7 +235,7 @@ class _Run(Source):
 class _Fields:
   """The fields of `FOLDER`, except the preprocessing of images."""
 
-  model: LMConfig | ViTConfig | DynamicViTConfig
+  model: LMConfig | ViTConfig | DynamicViTConfig | DETRConfig
   experiment: ExperimentConfig | None = None
   classes: tuple[str, ...] | None = None
   tokenizer: Literal['bytes', 'sentencepiece', 'huggingface'] | None = None
@@ -410,3 +417,33 @@ class _Vision(Source):
 
   def read(self):
     return convert_vit.load_variables(self.path, self.config)
+
+
+class _Detector(Source):
+  """A folder of Hugging Face with a DETR."""
+
+  kind = 'detector'
+
+  @functools.cached_property
+  def config(self):
+    return convert_detr.derive(self.path)
+
+  @property
+  def classes(self):
+    """The names by number; '' where the folder tells none."""
+    told = paths.read_object(self.path / 'config.json').get('id2label')
+    told = told if isinstance(told, dict) else {}
+    count = self.config.num_classes
+    return tuple(str(told.get(str(i), '')) for i in range(count))
+
+  @property
+  def preprocess(self):
+    """As published: a shorter side of 800 pixels, the longer at most 1333."""
+    return DetectionPreprocess(
+      image_size=self.config.image_size,
+      short_side=800,
+      **{name: _IMAGENET[name] for name in ('mean', 'std')},
+    )
+
+  def read(self):
+    return convert_detr.load_variables(self.path, self.config)

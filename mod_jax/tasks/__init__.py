@@ -1,10 +1,12 @@
 """Tasks: a modality and a training method, chosen by the experiment."""
 
+from mod_jax.models.detr import DETRConfig
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.runs import best
 from mod_jax.runs import workdir as workdir_lib
 from mod_jax.tasks.adaptive import Adaptive
+from mod_jax.tasks.detection import Detection
 from mod_jax.tasks.distilled import Distilled
 from mod_jax.tasks.experiment import ConversionObjective, ExperimentConfig
 from mod_jax.tasks.images import Images
@@ -22,6 +24,8 @@ def make_task(config: ExperimentConfig, workdir=None) -> Plain:
   """
   if isinstance(config.model, LMConfig):
     modality = Language(config, workdir)
+  elif isinstance(config.model, DETRConfig):
+    modality = Detection(config)
   else:
     modality = Images(config)
   # Adaptive modules are trained last, from a pruned or routed model.

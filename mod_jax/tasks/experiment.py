@@ -6,8 +6,10 @@ from typing import Annotated, Any, Literal
 
 from mod_jax import config as config_lib
 from mod_jax import errors
+from mod_jax.data.detection import DetectionDataConfig
 from mod_jax.data.images import ImageDataConfig
 from mod_jax.data.text import TextDataConfig
+from mod_jax.models.detr import DETRConfig
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.models.vit import ViTConfig
@@ -135,7 +137,16 @@ _DATA = {
   LMConfig: TextDataConfig,
   ViTConfig: ImageDataConfig,
   DynamicViTConfig: ImageDataConfig,
+  DETRConfig: DetectionDataConfig,
 }
+
+
+_PICTURES = (ImageDataConfig, DetectionDataConfig)
+
+
+def _within(model) -> str:
+  """Returns the prefix of the fields of the vision transformer."""
+  return 'backbone.' if isinstance(model, DynamicViTConfig) else ''
 
 
 def _objective_of(model) -> type | None:
@@ -166,10 +177,12 @@ def _parts(model) -> list[str]:
 class ExperimentConfig(RunConfig):
   """One run. Saved as `config.json` beside its checkpoints."""
 
-  # A language model, or a vision transformer.
-  model: LMConfig | ViTConfig | DynamicViTConfig = LMConfig()
+  # A language model, a vision transformer, or a detector.
+  model: LMConfig | ViTConfig | DynamicViTConfig | DETRConfig = LMConfig()
   # The data, which must fit the model.
-  data: TextDataConfig | ImageDataConfig = TextDataConfig()
+  data: TextDataConfig | ImageDataConfig | DetectionDataConfig = (
+    TextDataConfig()
+  )
   # Settings of the objective, for models that have some; None = defaults.
   objective: PruningObjective | ACMObjective | ConversionObjective | None = None
   # Trains the dense model first, from `init`, as a separate run in
@@ -186,9 +199,9 @@ class ExperimentConfig(RunConfig):
 
     A model takes pictures of one size: either of its two fields sets both.
     """
-    if not isinstance(self.data, ImageDataConfig):
+    if not isinstance(self.data, _PICTURES):
       return {}
-    inner = 'backbone.' if hasattr(self.model, 'backbone') else ''
+    inner = _within(self.model)
     sizes = {f'model.{inner}image_size', 'data.image_size'}
     given = sizes & changes.keys()
     # Parts that are replaced as a whole bring their own.
@@ -237,10 +250,8 @@ class ExperimentConfig(RunConfig):
           f'objective.static_learners={objective.static_learners}: expected at'
           f' most model.adaptive.num_learners={adaptive.num_learners}.'
         )
-    if (
-      isinstance(data, ImageDataConfig) and model.image_size != data.image_size
-    ):
-      inner = 'backbone.' if hasattr(model, 'backbone') else ''
+    if isinstance(data, _PICTURES) and model.image_size != data.image_size:
+      inner = _within(model)
       yield (
         f'model.{inner}image_size={model.image_size} and data.image_size='
         f'{data.image_size}: a model takes images of one size, so set both to'

@@ -12,6 +12,7 @@ _NAMES = {
   'bars': 'attention_ranks compute_histogram error_by_learners loss_effects'
   ' score_histogram',
   'confusion': 'confusion_matrix worst_pictures',
+  'detection': 'boxes',
   'curves': 'compared_curves corruption_curves expert_curves loss_curves',
   'experts': 'NOT_THERE NO_EXPERT expert_load expert_map expert_patches',
   'files': 'save',

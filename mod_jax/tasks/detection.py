@@ -1,0 +1,278 @@
+"""Detection of objects: sets of classes and boxes."""
+
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mod_jax import errors, flops, trees, viz
+from mod_jax.convert import detr as convert_detr
+from mod_jax.data import detection as data_lib
+from mod_jax.layers import stack as stack_lib
+from mod_jax.layers.mode import Mode
+from mod_jax.losses import detection, mean_precision, sums
+from mod_jax.losses.mean_precision import Boxes
+from mod_jax.losses.sums import Rows
+from mod_jax.pretrained import source as source_lib
+from mod_jax.studies.devices import one_device
+from mod_jax.tasks.modality import Modality, table
+
+_PICTURED = 4  # Number of held-out pictures that are drawn.
+_NAMED = 10  # Number of classes to list when training starts.
+_ROWS = 'rows'  # Of what is kept of every held-out picture.
+LEAST_SCORE = 0.5  # Of the boxes that are drawn.
+
+
+class Detection(Modality):
+  """Objects of pictures, by a DETR."""
+
+  unit = 'images'
+  row = 'images'
+  columns = ('mAP', 'mAP50', 'loss')
+  main = ('loss', 'mAP', 'mAP50')
+  rising = ('mAP', 'mAP50', 'ap/.*')
+  # A dense checkpoint fits a routed model, and vice versa.
+  optional = convert_detr.ROUTING
+
+  @functools.cached_property
+  def classes(self) -> tuple[str, ...]:
+    """The class names of the data by number, '' for gaps."""
+    return data_lib.open_split(self.config.data, 'train').class_names
+
+  def check(self):
+    model, data = self.config.model, self.config.data
+    count = len(self.classes)
+    if model.num_classes < count:
+      raise errors.UserError(
+        f'model.num_classes={model.num_classes}, but the data have classes'
+        f' numbered up to {count - 1}: set model.num_classes={count}.'
+      )
+    if data.most > model.num_queries:
+      raise errors.UserError(
+        f'data.most={data.most} objects and model.num_queries='
+        f'{model.num_queries}: each object needs a query of its own; raise'
+        ' num_queries or lower most.'
+      )
+
+  def files(self):
+    return {source_lib.CLASSES: json.dumps(self.classes, indent=1)}
+
+  def train_iterator(self, *, shard_index=0, shard_count=1):
+    return data_lib.train_iterator(
+      self.config.data,
+      batch_size=self.config.train.batch_size // shard_count,
+      seed=self.config.seed,
+      shard_index=shard_index,
+      shard_count=shard_count,
+    )
+
+  def rows_per_epoch(self):
+    return len(data_lib.open_split(self.config.data, 'train'))
+
+  def data_summary(self):
+    held_out = len(data_lib.open_split(self.config.data, 'eval'))
+    classes = [name for name in self.classes if name]
+    shown = ', '.join(classes[:_NAMED]) + ', …' * (len(classes) > _NAMED)
+    return (
+      f'{self.rows_per_epoch():,} images for training, {held_out:,} held out,'
+      f' {len(classes)} classes: {shown}'
+    )
+
+  def batch_shapes(self):
+    rows, most = self.config.train.batch_size, self.config.data.most
+    return {
+      name: jax.ShapeDtypeStruct((rows, *shape), dtype)
+      for name, shape, dtype in (
+        ('image', (*self.config.data.image_size, 3), 'float32'),
+        ('size', (2,), 'int32'),
+        ('label', (most,), 'int32'),
+        ('box', (most, 4), 'float32'),
+      )
+    }
+
+  def eval_batches(self, **kwargs):
+    return data_lib.eval_batches(self.config.data, **kwargs)
+
+  def data_fingerprint(self):
+    return data_lib.fingerprint(self.config.data)
+
+  @property
+  def tokens_per_step(self):
+    return self.config.train.batch_size
+
+  def inputs(self, batch, *, train):
+    if self.config.data.source == 'scenes':  # There is no padding.
+      return (batch['image'],), {}
+    return (batch['image'], batch['size']), {}
+
+  def loss(self, output, batch):
+    """Returns the objective of the batch, weighed by its rows.
+
+    Its terms are means over different things, so it is no sum over rows.
+    """
+    target = batch['label'], batch['box']
+    pairs = detection.set_losses(
+      output.logits_BQV, output.boxes_BQ4, *target
+    ).weighted
+    if output.earlier is not None:
+      pairs += detection.earlier_losses(*output.earlier, *target)
+    rows = jnp.float32(len(batch['label']))
+    return sums.sum_of_means(pairs) * rows, rows
+
+  def eval_sums(self, output, batch, mode):
+    del mode
+    weight_B = batch['weight']
+    found = detection.set_losses(
+      *(output.logits_BQV, output.boxes_BQ4, batch['label'], batch['box']),
+      weight_B,
+    )
+    count = weight_B.sum()
+    probability_BQV = jax.nn.softmax(output.logits_BQV)[..., :-1]
+    rows = {
+      'score': probability_BQV.max(axis=-1),
+      'guess': probability_BQV.argmax(axis=-1),
+      'found': output.boxes_BQ4,
+      **{name: batch[name] for name in ('label', 'box', 'weight')},
+    }
+    loss = sums.sum_of_means(found.weighted)
+    return {'loss': (loss * count, count), _ROWS: Rows((rows,))}
+
+  def finish_metrics(self, metrics):
+    """Adds mean average precisions of all held-out pictures."""
+    finished = {}
+    for name, value in metrics.items():
+      prefix = name.removesuffix(_ROWS)
+      if prefix == name:
+        finished[name] = value
+        continue
+      pictures = [
+        {k: x[i] for k, x in value.items()}
+        for i in np.flatnonzero(value['weight'] > 0)
+      ]
+      ap_VJ = mean_precision.average_precisions(
+        [Boxes(x['guess'], x['found'], x['score']) for x in pictures],
+        [
+          Boxes(x['label'][x['label'] >= 0], x['box'][x['label'] >= 0])
+          for x in pictures
+        ],
+        len(self.classes),
+      )
+      there_V = ~np.isnan(ap_VJ[:, 0])
+      mean_J = ap_VJ[there_V].mean(axis=0) if there_V.any() else ap_VJ[0]
+      finished[f'{prefix}mAP'] = float(mean_J.mean())
+      finished[f'{prefix}mAP50'] = float(mean_J[0])
+      for label in np.flatnonzero(there_V):
+        name = f'{prefix}ap/{self.classes[label]}'
+        finished[name] = float(ap_VJ[label].mean())
+    return finished
+
+  def token_weights(self, batch):
+    return batch['weight'][:, None]
+
+  def modes(self, *, more=False):
+    return {} if more else {'': Mode()}
+
+  def load_weights(
+    self, init, model, params, model_state, *, whole=False, **kwargs
+  ):
+    source = source_lib.Source.of_init(init)
+    variables = dict(source.read())
+    weights = variables.pop('params')
+    kwargs['describe'] = f'init={init}'
+    classes = {f'classes/{x}' for x in ('kernel', 'bias')}
+    flat, fresh = trees.flatten(weights), trees.flatten(params)
+    if not whole and flat.get('classes/bias', np.zeros(0)).shape != (
+      fresh['classes/bias'].shape
+    ):
+      # Another number of classes: the head keeps its initial values.
+      weights = {k: x for k, x in flat.items() if k not in classes}
+      weights = trees.unflatten(weights)
+      kwargs['new'] = (*kwargs.get('new', ()), 'classes/.*')
+    merged = trees.merge(params, weights, **kwargs)
+    return merged, trees.merge(model_state, variables, **kwargs)
+
+  # Reports.
+
+  def summary(self, task, metrics):
+    model = self.config.model
+    costs = [flops.published_macs(model), flops.forward(model)]
+    cells = [f'{cost / 1e9:.4f}' for cost in costs]
+    rows = [('model', '', *cells, f'{flops.num_params(model):,}')]
+    more = ('GMACs', 'GFLOPs', 'parameters')
+    lines = table(metrics, self.columns, rows, more=more, first=8, width=12)
+    lines.append(
+      'mAP: mean average precision over overlaps of .50 to .95; mAP50: at .50.'
+    )
+    return '\n'.join(lines)
+
+  def studies(self, task):
+    return {}
+
+  def load_pictures(self, task, params, model_state):
+    return {}
+
+  def pictures(self, task, params, model_state):
+    batch = next(iter(self.eval_batches(batch_size=_PICTURED, num_batches=1)))
+    with one_device(params, model_state) as (params, model_state):
+      key = jax.random.key(self.config.seed)
+      output = jax.device_get(
+        jax.jit(functools.partial(task.apply, mode=Mode()))(
+          params, model_state, batch, key
+        )
+      )
+    shown_BHWC = data_lib.denormalize(self.config.data, batch['image'])
+    return draw(
+      self.config.model, output, shown_BHWC, batch['size'], self.classes
+    )
+
+
+def draw(
+  model, output, shown_BHWC, size_B2, classes, least: float = LEAST_SCORE
+):
+  """Returns pictures of the boxes and, of a routed model, of its tokens.
+
+  Args:
+    model: the config.
+    output: of the model, on the host.
+    shown_BHWC: uint8 padded pictures.
+    size_B2: their sizes without padding.
+    classes: names by number.
+    least: least score of a box.
+  """
+  found = [
+    boxes_of(*x, classes, size, least)
+    for *x, size in zip(
+      output.logits_BQV, output.boxes_BQ4, size_B2, strict=True
+    )
+  ]
+  routers = stack_lib.collect(output.aux, 'router')
+  chosen = {
+    f'encoder {i}': routers[f'block_{i}']
+    for i in range(model.num_layers)
+    if f'block_{i}' in routers
+  } | {
+    f'memory, decoder {int(name.split("_")[1]) - model.num_layers}': x
+    for name, x in stack_lib.collect(output.aux, 'source_router').items()
+  }
+  masks = {name: np.asarray(x.chosen_BL) for name, x in chosen.items()}
+  return {'boxes': viz.boxes(shown_BHWC, found, masks, grid=model.grid)}
+
+
+def boxes_of(logits_QV, boxes_Q4, classes, size, least: float):
+  """Returns [(name, score, (left, top, right, bottom) in pixels)], best first."""
+  p_QV = np.asarray(jax.nn.softmax(jnp.asarray(logits_QV)))[:, :-1]
+  score_Q, label_Q = p_QV.max(axis=-1), p_QV.argmax(axis=-1)
+  corner_Q4 = np.asarray(detection.corners(jnp.asarray(boxes_Q4)))
+  corner_Q4 = np.clip(corner_Q4, 0, 1) * np.array([size[1], size[0]] * 2)
+
+  def name(label):
+    known = classes is not None and label < len(classes) and classes[label]
+    return classes[label] if known else str(label)
+
+  return [
+    (name(int(label_Q[q])), float(score_Q[q]), tuple(corner_Q4[q].tolist()))
+    for q in np.argsort(-score_Q, kind='stable')
+    if score_Q[q] >= least
+  ]
