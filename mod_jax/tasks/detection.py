@@ -261,7 +261,7 @@ def draw(
 
 
 def boxes_of(logits_QV, boxes_Q4, classes, size, least: float):
-  """Returns [(name, score, (left, top, right, bottom) in pixels)], best first."""
+  """Returns [(name, score, left-top-right-bottom in pixels)], best first."""
   p_QV = np.asarray(jax.nn.softmax(jnp.asarray(logits_QV)))[:, :-1]
   score_Q, label_Q = p_QV.max(axis=-1), p_QV.argmax(axis=-1)
   corner_Q4 = np.asarray(detection.corners(jnp.asarray(boxes_Q4)))
