@@ -22,17 +22,13 @@ from mod_jax.layers.block import Block, BlockConfig
 from mod_jax.layers.cache import KVCache
 from mod_jax.layers.mode import Mode
 from mod_jax.layers.routing_config import RoutingConfig
-from mod_jax.layers.rules import Routing
+from mod_jax.layers.rules import SELECTION_NAME, Routing
 from mod_jax.layers.scores import RouterWeights
 from mod_jax.layers.token_info import TokenInfo
 
 # In generation, inputs of at most this length skip rows without a chosen token.
 # In longer inputs nearly every row has one.
 _SHORT = 16
-
-# Checkpoint name of the chosen indices. Rematerialisation saves them, because a
-# recomputed top-k may choose other tokens.
-SELECTION_NAME = 'mod_selection'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,11 +83,13 @@ class LayerOutput:
     x_BLD: output features.
     cache: the cache with the tokens added; None without a cache.
     aux: that of `BlockOutput`; a routed layer adds `router`, a `Routing`.
+    info: facts about the tokens, if a reduction left others; None if not.
   """
 
   x_BLD: jax.Array
   cache: KVCache | None = None
   aux: dict[str, Any] = flax.struct.field(default_factory=dict)
+  info: TokenInfo | None = None
 
 
 class Predictor(nn.Module):
@@ -164,7 +162,11 @@ class Layer(nn.Module):
     nn.share_scope(self, block)
     if config.routing is None:
       output = block(x_BLD, info, cache)
-      return LayerOutput(x_BLD + output.update_BLD, output.cache, output.aux)
+      reduced, info = output.reduced, None
+      if reduced is not None:
+        x_BLD, info = reduced.x_BKD, reduced.info
+      x_BLD = x_BLD + output.update_BLD
+      return LayerOutput(x_BLD, output.cache, output.aux, info)
 
     length = x_BLD.shape[1]
     mode, capacity = self.mode.routing, config.capacity
