@@ -9,7 +9,7 @@ call it FLOPs: multiply-accumulates of the same products, and 5 for each element
 that a layer norm reads.
 
 `config` is the config of a model; `length` is the tokens of a sequence, for
-language models.
+language models, or the frames of a recording.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,6 +22,7 @@ from mod_jax import trees
 from mod_jax.errors import UserError
 from mod_jax.models import protocol
 from mod_jax.models.lm import LMConfig
+from mod_jax.models.wav2vec2 import Wav2Vec2Config
 
 
 def forward(config, length: int | None = None) -> int:
@@ -130,9 +131,10 @@ def num_params(config) -> int:
 def _arguments(config, length):
   if length is not None:
     return (length,)
-  if isinstance(config, LMConfig):  # The config of a vision model has the size.
+  # The config of a vision model has the size.
+  if isinstance(config, LMConfig | Wav2Vec2Config):
     raise UserError(
-      f'{type(config).__name__} without a length: the cost of a language model'
+      f'{type(config).__name__} without a length: the cost of this model'
       ' depends on how many tokens it reads; pass length=….'
     )
   return ()

@@ -45,7 +45,7 @@ class Entry:
 
   def _to_theirs(self, x):
     name = self.ours[0]
-    if name == 'embedding':
+    if name in ('embedding', 'queries'):
       return x
     if name == 'position':
       return x[None]
@@ -53,6 +53,8 @@ class Entry:
       return x[None, None]
     if not name.endswith('kernel'):
       return x.reshape(-1)
+    if re.match('(position_)?conv', name):  # [taps, inputs, outputs]
+      return x.transpose(2, 1, 0)
     if name == 'patch/kernel':
       side = math.isqrt(len(x) // self.channels)
       x = x.reshape(side, side, self.channels, -1)
@@ -66,7 +68,8 @@ class Entry:
     """Returns our arrays, each of the given shape, from their array."""
     parts = np.split(x, len(self.ours))
     if self.ours[0].endswith('kernel'):
-      axes = (2, 3, 1, 0) if x.ndim == 4 else (1, 0)
+      # Of convolutions over two and one dimensions, and of linear maps.
+      axes = {4: (2, 3, 1, 0), 3: (2, 1, 0), 2: (1, 0)}[x.ndim]
       parts = [part.transpose(axes) for part in parts]
     return [part.reshape(shape) for part in parts]
 
@@ -97,7 +100,10 @@ def entries(
   for name in ours:
     module, _, leaf = name.removeprefix('batch_stats/').rpartition('/')
     number = ''
-    if match := re.match(r'(?:block|prediction)_(\d+)/', module + '/'):
+    if match := re.match(
+      r'(?:(?:encoder|decoder)/)?(?:block|prediction|conv|conv_norm)_(\d+)/',
+      module + '/',
+    ):
       number = match[1]
       module = module.replace(number, '{}', 1)
     fused = re.sub('/(query|key|value)$', '/qkv', module)

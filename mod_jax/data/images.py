@@ -104,11 +104,12 @@ class Preprocess:
     Raises:
       errors.UserError: an image is none of these or cannot be decoded.
     """
-    fitted = [np.asarray(self.fit(_as_image(picture))) for picture in pictures]
+    fitted = [np.asarray(self.fit(as_image(picture))) for picture in pictures]
     return augment_lib.normalize(np.stack(fitted), self.mean, self.std)
 
 
-def _as_image(picture) -> Image.Image:
+def as_image(picture) -> Image.Image:
+  """Returns a picture as RGB: a path, a Pillow image or an array."""
   if isinstance(picture, str | os.PathLike):
     return image_folder.decode(os.fspath(picture), f'image {str(picture)!r}')
   if isinstance(picture, Image.Image):
@@ -363,7 +364,7 @@ def train_iterator(
   # also reads the last image of the preceding shard.
   extra = int(bool(mixes) and shard_count > 1)
   start = shard_index * batch_size
-  dataset = _Rows(dataset, rows, start - extra, batch_size + extra)
+  dataset = GlobalRows(dataset, rows, start - extra, batch_size + extra)
   dataset = dataset.batch(batch_size + extra, drop_remainder=True)
   if mixes:
     # Another seed, so that the random numbers differ from the augmentation's.
@@ -374,7 +375,7 @@ def train_iterator(
     )
   if extra:
     dataset = dataset.map(common.Rows(extra))
-  return _Batches(dataset, config.workers)
+  return Batches(dataset, config.workers)
 
 
 def eval_batches(
@@ -392,19 +393,38 @@ def eval_batches(
   shards, or `num_batches` limits them, spread evenly over the held-out data.
   """
   pictures = _Pictures(config, 'eval')
+  indices = eval_indices(
+    len(pictures), batch_size, num_batches, shard_index, shard_count
+  )
+  dataset = grain.MapDataset.source(indices)
+  dataset = dataset.map(functools.partial(_eval_row, config, pictures))
+  batches = len(indices) // batch_size
+  workers = min(config.workers, batches)
+  return finite_batches(dataset.batch(batch_size), workers)
+
+
+def eval_indices(
+  length: int,
+  batch_size: int,
+  num_batches: int | None,
+  shard_index: int,
+  shard_count: int,
+) -> np.ndarray:
+  """Returns the pictures of this shard's held-out batches, one after another.
+
+  `PADDING` fills the last batch; see `eval_batches`.
+  """
   rows = batch_size * shard_count
-  count = len(pictures)
+  count = length
   if num_batches is not None:
     count = min(count, num_batches * rows)
   batches = -(-count // rows)
-  indices = np.full(batches * rows, _PADDING)
-  indices[:count] = np.arange(count) * len(pictures) // count
+  indices = np.full(batches * rows, PADDING)
+  indices[:count] = np.arange(count) * length // count
   # All shards need the same number of batches: the other hosts would wait
   # forever for one that has fewer.
-  indices = indices.reshape(batches, shard_count, batch_size)[:, shard_index]
-  dataset = grain.MapDataset.source(indices.ravel())
-  dataset = dataset.map(functools.partial(_eval_row, config, pictures))
-  return _finite(dataset.batch(batch_size), min(config.workers, batches))
+  indices = indices.reshape(batches, shard_count, batch_size)
+  return indices[:, shard_index].ravel()
 
 
 def denormalize(config: ImageDataConfig, image: Any) -> np.ndarray:
@@ -414,7 +434,7 @@ def denormalize(config: ImageDataConfig, image: Any) -> np.ndarray:
   return np.clip(np.round(scaled), 0, 255).astype(np.uint8)
 
 
-_PADDING = -1  # The index of rows that only fill a batch.
+PADDING = -1  # The index of rows that only fill a batch.
 
 
 def _open(config: ImageDataConfig, split: Literal['train', 'eval']):
@@ -527,7 +547,7 @@ def _train_row(
 def _eval_row(
   config: ImageDataConfig, pictures: _Pictures, index: np.integer
 ) -> dict[str, np.ndarray]:
-  loaded = None if index == _PADDING else pictures.load(int(index))
+  loaded = None if index == PADDING else pictures.load(int(index))
   array = np.zeros((config.image_size, config.image_size, 3), np.float32)
   label = 0
   if config.multi_label:
@@ -584,7 +604,7 @@ class _Balanced(grain.MapDataset):
     return self._parent[int(pictures[index // len(self._members)])]
 
 
-class _Rows(grain.MapDataset):
+class GlobalRows(grain.MapDataset):
   """Selects the same `count` rows of every global batch of an endless parent.
 
   A global batch has `batch` rows; a `start` of -1 is the last of them.
@@ -639,7 +659,8 @@ def _outlive_signals(worker: int, workers: int) -> None:
     signal.signal(getattr(signal, name), signal.SIG_IGN)
 
 
-def _finite(dataset: grain.MapDataset, workers: int) -> Iterator[Batch]:
+def finite_batches(dataset: grain.MapDataset, workers: int) -> Iterator[Batch]:
+  """Yields the batches of a finite data set."""
   with contextlib.closing(_start(dataset, workers)) as iterator, _reading():
     yield from iterator
 
@@ -659,7 +680,7 @@ def _reading() -> Iterator[None]:
     ) from e
 
 
-class _Batches(grain.DatasetIterator):
+class Batches(grain.DatasetIterator):
   """Iterates over batches; the state is only the index of the next batch.
 
   The state of Grain's own iterator has a part for each worker process, so a run

@@ -221,7 +221,11 @@ class Attention(nn.Module):
     if self.tells_keys:
       aux['keys'] = k_BLGC.mean(axis=2, dtype=jnp.float32)
     with jax.named_scope('attend'):  # For profiles.
-      if source is not None:
+      if source is not None and self.score == 'mean':
+        out_BLHC, aux['attention'] = _scored_over(
+          source, q_BLHC, k_BLGC, v_BLGC, info.valid_BL
+        )
+      elif source is not None:
         out_BLHC = _attended_over(source, config, q_BLHC, k_BLGC, v_BLGC)
       elif info.keep_BL is not None:
         out_BLHC = masked_attention(q_BLHC, k_BLGC, v_BLGC, info.keep_BL)
@@ -451,3 +455,25 @@ def _attended_over(
     run, (_HEADS, _HEADS, _HEADS, ('batch', None, None)), (_HEADS,)
   )(q_BLHC, k_BSGC, v_BSGC, mask_B1S)
   return out_BLHC
+
+
+def _scored_over(source: Source, q_BLHC, k_BSHC, v_BSHC, valid_BL):
+  """Returns out_BLHC of a source, and the attention its tokens received.
+
+  The mean is over heads and real queries.
+  """
+  weight_BHLS = attention_map(q_BLHC, k_BSHC, source.valid_BS)
+  out_BLHC = jnp.einsum(
+    'BHLS,BSHC->BLHC',
+    weight_BHLS.astype(v_BSHC.dtype),
+    v_BSHC,
+    preferred_element_type=jnp.float32,
+  )
+  if valid_BL is None:
+    score_BS = weight_BHLS.mean(axis=(1, 2))
+  else:
+    real_BHL1 = jnp.broadcast_to(
+      valid_BL[:, None, :, None], (*weight_BHLS.shape[:3], 1)
+    )
+    score_BS = weight_BHLS.mean(axis=(1, 2), where=real_BHL1)
+  return out_BLHC.astype(q_BLHC.dtype), score_BS

@@ -41,6 +41,8 @@ class BlockConfig:
   norm_place: Literal['pre', 'post'] = 'pre'
   norm_epsilon: config_lib.Epsilon = 1e-6
   residual_scale: config_lib.Factor = 1.0  # Factor on both updates.
+  # Probability in training that an element of an update becomes 0.
+  dropout: config_lib.BelowOne = 0.0
   dtype: str = 'float32'  # Compute dtype; parameters are always float32.
 
   def __post_init__(self):
@@ -109,11 +111,14 @@ class Block(nn.Module):
 
   With `config.cross_attention` the tokens attend to `info.source` in between.
 
-  Rng streams: `stochastic_depth`, where `drop_rate` is positive.
+  Rng streams: `stochastic_depth`, where `drop_rate` or `config.dropout` is
+  positive.
   """
 
   config: BlockConfig
-  score: Score | None = None  # Content of `aux['attention']`; None to omit it.
+  # Content of `aux['attention']` and, with cross-attention, of
+  # `aux['source_attention']`; None to omit them.
+  score: Score | None = None
   # Probability in training that a sequence skips the attention, and
   # independently the feed-forward, of this block (Huang et al. 2016).
   drop_rate: float = 0.0
@@ -160,7 +165,7 @@ class Block(nn.Module):
         source=info.source,
       )
       parts['cross_attention'] = functools.partial(
-        attention('cross_attention'), source=info.source
+        attention('cross_attention', self.score), source=info.source
       )
     parts['mlp'] = feed_forward
     pre_norm = config.norm_place == 'pre'
@@ -188,15 +193,23 @@ class Block(nn.Module):
           }
           aux.setdefault(kind, {}).update(by_slot)
         else:
-          aux[kind] = value
+          of_source = kind == 'attention' and name == 'cross_attention'
+          aux['source_attention' if of_source else kind] = value
     update_BLD = sum(updates[1:], updates[0]) if pre_norm else y_BLD - x_BLD
     return BlockOutput(update_BLD, cache, aux, reduced)
 
   def _residual(self, update_BLD):
-    """Scales an update, and drops it for some sequences (stochastic depth)."""
+    """Scales an update, and drops elements, or all for some sequences."""
     if self.config.residual_scale != 1:
       update_BLD = update_BLD * self.config.residual_scale
-    if not (self.drop_rate and self.mode.train):
+    if not self.mode.train:
+      return update_BLD
+    if dropout := self.config.dropout:
+      kept_BLD = jax.random.bernoulli(
+        self.make_rng('stochastic_depth'), 1 - dropout, update_BLD.shape
+      )
+      update_BLD = jnp.where(kept_BLD, update_BLD / (1 - dropout), 0)
+    if not self.drop_rate:
       return update_BLD
     kept_B = jax.random.bernoulli(
       self.make_rng('stochastic_depth'),

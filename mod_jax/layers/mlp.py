@@ -24,7 +24,7 @@ class MLPConfig(Slot):
 
   width: config_lib.Size  # Features in and out.
   hidden: config_lib.Size  # Hidden units.
-  kind: Literal['swiglu', 'gelu', 'gelu_tanh'] = 'swiglu'  # Activation.
+  kind: Literal['swiglu', 'gelu', 'gelu_tanh', 'relu'] = 'swiglu'  # Activation.
   bias: bool = False  # Biases of the linear maps.
   out_scale: float = 1.0  # Factor on the last kernel's initial std.
   # Replacements of linear maps by name: `gate`, `up`, `down`.
@@ -77,11 +77,13 @@ def hidden_units(kind: str, up: Callable[[str], jax.Array]) -> jax.Array:
   """Returns the hidden units; `up` applies a linear map by name."""
   if kind == 'swiglu':
     return nn.silu(up('gate')) * up('up')
+  if kind == 'relu':
+    return nn.relu(up('up'))
   return nn.gelu(up('up'), approximate=kind == 'gelu_tanh')
 
 
 class MLP(nn.Module):
-  """x_BLD -> y_BLD: SwiGLU (Shazeer 2020) or two linears with GELU."""
+  """x_BLD -> y_BLD: SwiGLU (Shazeer 2020), or two linears with GELU or ReLU."""
 
   config: MLPConfig
   mode: Mode = Mode()

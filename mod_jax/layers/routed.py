@@ -24,7 +24,7 @@ from mod_jax.layers.mode import Mode
 from mod_jax.layers.routing_config import RoutingConfig
 from mod_jax.layers.rules import SELECTION_NAME, Routing
 from mod_jax.layers.scores import RouterWeights
-from mod_jax.layers.token_info import TokenInfo
+from mod_jax.layers.token_info import Source, TokenInfo
 
 # In generation, inputs of at most this length skip rows without a chosen token.
 # In longer inputs nearly every row has one.
@@ -40,6 +40,9 @@ class LayerConfig:
     routing: how tokens are chosen; None for a dense layer.
     capacity: fraction of tokens that a routed layer processes.
     attention_score: attention score to put into `aux['attention']`; or None.
+    source_routing: how cross-attention chooses what it reads; None for all of
+      the source.
+    source_capacity: fraction of the source that it then reads.
     drop_rate: rate of stochastic depth in training.
     tells_features: whether training puts the layer's output into
       `aux['features']`.
@@ -49,6 +52,8 @@ class LayerConfig:
   routing: RoutingConfig | None = None
   capacity: float | None = None
   attention_score: AttentionScore | None = None
+  source_routing: RoutingConfig | None = None
+  source_capacity: float | None = None
   drop_rate: float = 0.0
   tells_features: bool = False
 
@@ -64,15 +69,26 @@ class LayerConfig:
 
   def flops(self, length: int, **kwargs) -> dict[str, int]:
     """Returns forward FLOPs by part: router on all tokens, block on k."""
+    width, routing_parts = self.block.attention.width, Counter()
+    if self.source_routing is not None:
+      source = kwargs['source_tokens']
+      kwargs |= {'source_tokens': self.source_tokens(source)}
+      scorer = self.source_routing.scorer
+      routing_parts['router'] += scorer.flops(source, width)
     parts = self.block.flops(self.tokens(length), of=length, **kwargs)
-    if self.routing is None:
-      return parts
-    width, hidden = self.block.attention.width, self.routing.predictor_width
-    routing_parts = {'router': self.routing.scorer.flops(length, width)}
-    if self.routing.has_predictor:
-      routing_parts['predictor'] = 2 * length * hidden * (width + 1)
+    if self.routing is not None:
+      hidden = self.routing.predictor_width
+      routing_parts['router'] += self.routing.scorer.flops(length, width)
+      if self.routing.has_predictor:
+        routing_parts['predictor'] = 2 * length * hidden * (width + 1)
     # Sum: parts of the block may have the same names, such as `router`.
-    return dict(Counter(parts) + Counter(routing_parts))
+    return dict(Counter(parts) + routing_parts)
+
+  def source_tokens(self, length: int) -> int:
+    """Returns how many tokens of a source cross-attention reads."""
+    if self.source_routing is None:
+      return length
+    return routing.num_chosen(self.source_capacity, length)
 
 
 @flax.struct.dataclass
@@ -82,7 +98,8 @@ class LayerOutput:
   Attributes:
     x_BLD: output features.
     cache: the cache with the tokens added; None without a cache.
-    aux: that of `BlockOutput`; a routed layer adds `router`, a `Routing`.
+    aux: that of `BlockOutput`; a routed layer adds `router`, a `Routing`, and
+      one that chooses what to read `source_router`, likewise.
     info: facts about the tokens, if a reduction left others; None if not.
   """
 
@@ -126,6 +143,48 @@ class Predictor(nn.Module):
     return linear(1, 'logit')(hidden_BLF)[..., 0]
 
 
+class SourceChoice(nn.Module):
+  """Chooses which tokens of a source this layer's cross-attention reads.
+
+  The others remain for later layers. What is read is weighed by the gate, by
+  which a learned router gets its gradient.
+  """
+
+  config: RoutingConfig
+  capacity: float
+
+  @nn.compact
+  def __call__(self, source: Source) -> tuple[Source, Routing]:
+    config, info = self.config, source.info
+    score_BS = config.scorer.run(
+      self, source.x_BSD, info, self.capacity, source.score_BS
+    )
+    selection = _best(score_BS, self.capacity, info.valid_BL)
+    weight_BS = routing.gate(config.gate_kind, score_BS, config.gate_alpha)
+    x_BSD = source.x_BSD * weight_BS[..., None].astype(source.x_BSD.dtype)
+    chosen = source.replace(x_BSD=x_BSD).gather(selection)
+    return chosen, Routing(
+      score_BL=score_BS,
+      weight_BL=weight_BS,
+      chosen_BL=routing.mark_tokens(selection, score_BS.shape[1]),
+      overflow_B=jnp.zeros(len(score_BS), jnp.int32),
+      capacity=jnp.float32(self.capacity),
+    )
+
+
+def _best(score_BL, capacity: float, valid_BL) -> routing.Selection:
+  """Returns top-k, where k is by each row's number of real tokens."""
+  length = score_BL.shape[1]
+  count_B = None
+  if valid_BL is not None:
+    count_B = routing.for_lengths(
+      lambda n: routing.num_chosen(capacity, n), length, valid_BL.sum(axis=-1)
+    )
+  k = routing.num_chosen(capacity, length)
+  selection = routing.select_top_k(score_BL, k, valid_BL, count_B)
+  return checkpoint_name(selection, SELECTION_NAME)
+
+
 class Layer(nn.Module):
   """A block with its residual connection, routed if the config says so.
 
@@ -160,13 +219,20 @@ class Layer(nn.Module):
       name='process',
     )
     nn.share_scope(self, block)
+    source_aux = {}
+    if config.source_routing is not None:
+      choice = SourceChoice(
+        config.source_routing, config.source_capacity, name='source'
+      )
+      source, source_aux['source_router'] = choice(info.source)
+      info = info.replace(source=source)
     if config.routing is None:
       output = block(x_BLD, info, cache)
       reduced, info = output.reduced, None
       if reduced is not None:
         x_BLD, info = reduced.x_BKD, reduced.info
       x_BLD = x_BLD + output.update_BLD
-      return LayerOutput(x_BLD, output.cache, output.aux, info)
+      return LayerOutput(x_BLD, output.cache, output.aux | source_aux, info)
 
     length = x_BLD.shape[1]
     mode, capacity = self.mode.routing, config.capacity
@@ -212,7 +278,8 @@ class Layer(nn.Module):
         output = self._run(block, x_BLD, info, routed, selection, cache)
     overflow_B = (requested_BL & ~chosen_BL).sum(axis=-1, dtype=jnp.int32)
     routed = routed.replace(chosen_BL=chosen_BL, overflow_B=overflow_B)
-    output = output.replace(aux=output.aux | {'router': routed})
+    aux = output.aux | source_aux | {'router': routed}
+    output = output.replace(aux=aux)
     if config.routing.combine == 'weigh_bypass':
       factor_BL = jnp.where(chosen_BL, 1, 1 - routed.weight_BL)
       y_BLD = (output.x_BLD * factor_BL[..., None]).astype(x_BLD.dtype)
@@ -272,18 +339,9 @@ class Layer(nn.Module):
         enters_BL &= info.valid_BL
       selection = routing.select_decided(enters_BL, score_BL.shape[1])
       return checkpoint_name(selection, SELECTION_NAME)
-    k = routing.num_chosen(capacity, score_BL.shape[1])
-    count_B = None
-    if info.valid_BL is not None:
-      count_B = routing.for_lengths(
-        lambda n: routing.num_chosen(capacity, n),
-        score_BL.shape[1],
-        info.valid_BL.sum(axis=-1),
-      )
     if self.config.routing.keep_class_token:
       score_BL = score_BL.at[:, 0].set(jnp.inf)
-    selection = routing.select_top_k(score_BL, k, info.valid_BL, count_B)
-    return checkpoint_name(selection, SELECTION_NAME)
+    return _best(score_BL, capacity, info.valid_BL)
 
   def _decide(self, routed: Routing, top, info) -> jax.Array:
     """Returns which real tokens the rule wants to be processed."""

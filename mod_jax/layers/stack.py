@@ -154,10 +154,12 @@ def layer_configs(
   adaptive: AdaptiveConfig | None = None,
   lora: LoRAConfig | None = None,
   stochastic_depth: float = 0.0,
+  source_routing: RoutingConfig | None = None,
 ) -> tuple[LayerConfig, ...]:
   """Returns the layers of a model that uses one block config throughout.
 
   The drop rate rises linearly from 0 at the first layer to `stochastic_depth`.
+  `source_routing` says which layers read a part of the source only.
   """
   blocks = [block] * num_layers
   if experts is not None:
@@ -168,24 +170,30 @@ def layer_configs(
     blocks = [adaptive.adapt(i, block) for i, block in enumerate(blocks)]
   if lora is not None:
     blocks = lora.adapt(blocks)
-  capacities = (None,) * num_layers
-  if routing is not None:
-    capacities = routing.capacities(num_layers)
-  by_attention = routing is not None and routing.scorer.needs_attention
+  given = (routing, source_routing)
+  of_tokens, of_source = (
+    [None] * num_layers if x is None else x.capacities(num_layers)
+    for x in given
+  )
+  # A layer that is scored by attention is so by that in the layer before.
+  scored = {
+    i - 1
+    for x in given
+    if x is not None and x.scorer.needs_attention
+    for i, capacity in enumerate(x.capacities(num_layers))
+    if capacity is not None
+  }
   return tuple(
     LayerConfig(
-      block=blocks[i],
-      routing=None if capacity is None else routing,
-      capacity=capacity,
-      # The next layer is scored by the attention in this one.
-      attention_score='mean'
-      if by_attention and next_capacity is not None
-      else None,
+      block=block,
+      routing=None if of_tokens[i] is None else routing,
+      capacity=of_tokens[i],
+      attention_score='mean' if i in scored else None,
+      source_routing=None if of_source[i] is None else source_routing,
+      source_capacity=of_source[i],
       drop_rate=stochastic_depth * i / max(1, num_layers - 1),
     )
-    for i, (capacity, next_capacity) in enumerate(
-      zip(capacities, (*capacities[1:], None), strict=True)
-    )
+    for i, block in enumerate(blocks)
   )
 
 
@@ -273,6 +281,9 @@ class Group(nn.Module):
       x_BLD, score_BL = output.x_BLD, output.aux.get('attention')
       info = info if output.info is None else output.info
       aux = output.aux
+      if info.source is not None:
+        score_BS = aux.get('source_attention')
+        info = info.replace(source=info.source.replace(score_BS=score_BS))
       if self.mode.train and self.layers[i].tells_features:
         aux = aux | {'features': x_BLD}
       auxes.append(aux)

@@ -15,11 +15,14 @@ class Source:
     x_BSD: features of S tokens, as wide as those of the tokens that read them.
     valid_BS: False for padding; None if every token is real.
     place_BSD: as `TokenInfo.place_BLD`; it is added to what keys are made of.
+    score_BS: attention that each token received from the previous layer; None
+      if no layer needs it.
   """
 
   x_BSD: jax.Array
   valid_BS: jax.Array | None = None
   place_BSD: jax.Array | None = None
+  score_BS: jax.Array | None = None
 
   @property
   def info(self) -> 'TokenInfo':
@@ -27,6 +30,14 @@ class Source:
     position_S = jnp.arange(self.x_BSD.shape[1], dtype=jnp.int32)
     position_BS = jnp.broadcast_to(position_S, self.x_BSD.shape[:2])
     return TokenInfo(position_BS, self.valid_BS, place_BLD=self.place_BSD)
+
+  def gather(self, selection: routing.Selection) -> 'Source':
+    """Returns the chosen tokens, without their scores."""
+    chosen = jax.tree.map(
+      lambda x: routing.gather_tokens(x, selection.index_BK),
+      self.replace(score_BS=None, valid_BS=None),
+    )
+    return chosen.replace(valid_BS=selection.valid_BK)
 
 
 @flax.struct.dataclass

@@ -20,6 +20,7 @@ from mod_jax.layers.acm import ACMConfig, AdaptiveConfig
 from mod_jax.layers.mode import Mode
 from mod_jax.layers.slots import Slot
 from mod_jax.models.lm import LMConfig
+from mod_jax.models.wav2vec2 import Wav2Vec2Config
 
 # Patterns of the parameters that only adaptive models have; GATES is the subset
 # of the gates.
@@ -151,12 +152,12 @@ def acmize(
 def report(config, *length: int) -> str:
   """Returns a table of the replaced modules, with parameters and FLOPs.
 
-  `length` is the number of tokens of a sequence, for language models; 1 by
-  default.
+  `length` is the number of tokens of a sequence, for language models, or of
+  frames of a recording; 1 by default.
   """
   original = without(config)
   dense = slots(original)
-  if isinstance(config, LMConfig) and not length:
+  if isinstance(config, LMConfig | Wav2Vec2Config) and not length:
     length = (1,)
   groups = {}
   for name, module in modules(config).items():

@@ -32,7 +32,7 @@ def confusion_matrix(
   """
   count_VV = np.asarray(count_VV)
   errors_V = _errors(count_VV).sum(axis=0) + _errors(count_VV).sum(axis=1)
-  names = [style.shortened(name, 24) for name in classes]
+  names = [style.shortened(name, 20) for name in classes]
   if len(names) > _MOST:
     worst = np.argsort(-errors_V, kind='stable')[: _MOST - 1]
     group_V = np.full(len(names), _MOST - 1)
@@ -49,7 +49,7 @@ def confusion_matrix(
   side = max(3.0, 0.34 * len(names))
   body = style.new_figure(
     side + 0.1 * longest + 1.8,
-    side + 0.1 * longest + 0.9,
+    side + 0.13 * longest + 0.9,
     title,
     f'Images: {total:,}. A row is a class, with its number of images; a column'
     ' is what they were taken for. Colours are shares of the row.',

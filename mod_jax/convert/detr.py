@@ -1,0 +1,314 @@
+"""DETR in the naming of Hugging Face, with its own backbone or timm's."""
+
+from collections.abc import Mapping
+import functools
+import os
+import pathlib
+import re
+from typing import Any, Literal
+
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mod_jax import paths, trees
+from mod_jax.convert import entry as entry_lib
+from mod_jax.convert import files
+from mod_jax.convert.entry import Entry
+from mod_jax.errors import UserError
+from mod_jax.layers.resnet import ResNetConfig
+from mod_jax.models import protocol
+from mod_jax.models.detr import DETRConfig
+
+Naming = Literal['huggingface', 'timm']  # Whose backbone it is.
+
+# Parameters that routed models have in addition to those of their dense twins.
+ROUTING = (r'(encoder|decoder)/block_\d+/(source/)?router/.*',)
+
+_ATTENTION = {'query': 'q_proj', 'key': 'k_proj', 'value': 'v_proj'} | {
+  'out': 'out_proj'
+}
+_TABLE = {
+  'queries': 'model.query_position_embeddings.weight',
+  'project': 'model.input_projection.',
+  'norm': 'model.decoder.layernorm.',
+  'classes': 'class_labels_classifier.',
+  **{f'box_{i}': f'bbox_predictor.layers.{i}.' for i in range(3)},
+  **{
+    f'{stack}/block_{{}}/{ours}': f'model.{stack}.layers.{{}}.{theirs}.'
+    for stack in ('encoder', 'decoder')
+    for ours, theirs in {
+      'attention_norm': 'self_attn_layer_norm',
+      'cross_attention_norm': 'encoder_attn_layer_norm',
+      'mlp_norm': 'final_layer_norm',
+      'mlp/up': 'fc1',
+      'mlp/down': 'fc2',
+      **{f'attention/{k}': f'self_attn.{v}' for k, v in _ATTENTION.items()},
+      **{
+        f'cross_attention/{k}': f'encoder_attn.{v}'
+        for k, v in _ATTENTION.items()
+      },
+    }.items()
+  },
+}
+# Names that transformers 5 has in memory, and its names on disk.
+_RENAMED = (
+  (
+    r'^model\.backbone\.(model\.)?(?!conv_encoder)',
+    _BACKBONE := ('model.backbone.conv_encoder.model.'),
+  ),
+  (r'\.o_proj\.', '.out_proj.'),
+  (r'\.mlp\.(fc[12])\.', r'.\1.'),
+)
+_UNUSED = (r'.*\.num_batches_tracked',)
+# A file with it has the backbone of timm.
+_OF_TIMM = f'{_BACKBONE}conv1.weight'
+
+
+def names(config: DETRConfig, naming: Naming) -> tuple[Entry, ...]:
+  """Returns the table that maps the library's arrays to ours, on disk.
+
+  Routing is ignored.
+
+  Raises:
+    UserError: the library has no such model.
+  """
+  dense = config.dense_twin()
+  if not isinstance(dense.backbone, ResNetConfig) or dense.patch_size > 1:
+    raise UserError(
+      f'backbone={type(dense.backbone).__name__}, patch_size='
+      f'{dense.patch_size}: a DETR of Hugging Face has a ResNet, and a token'
+      ' for each of its features; this model cannot be converted.'
+    )
+  table = _TABLE | _backbone(dense.backbone, naming)
+  return entry_lib.entries(_shapes(dense), table, 'Hugging Face')
+
+
+def _backbone(config: ResNetConfig, naming: Naming) -> dict[str, str]:
+  """Returns the names of the backbone's modules by ours."""
+
+  def pair(ours, conv, norm):
+    return {
+      f'backbone/{ours}_conv': f'{_BACKBONE}{conv}.',
+      f'backbone/{ours}_norm': f'{_BACKBONE}{norm}.',
+    }
+
+  def theirs(module):  # Of a module of Hugging Face's backbone.
+    return f'{module}.convolution', f'{module}.normalization'
+
+  of_timm = naming == 'timm'
+  table = pair(
+    'stem', *(('conv1', 'bn1') if of_timm else theirs('embedder.embedder'))
+  )
+  for stage, depth in enumerate(config.depths):
+    for i in range(depth):
+      ours = f'stage_{stage}_{i}'
+      block = f'encoder.stages.{stage}.layers.{i}'
+      if of_timm:
+        block = f'layer{stage + 1}.{i}'
+      for j in range(3):
+        named = (f'{block}.conv{j + 1}', f'{block}.bn{j + 1}')
+        table |= pair(
+          f'{ours}_{j}', *(named if of_timm else theirs(f'{block}.layer.{j}'))
+        )
+      named = (f'{block}.downsample.0', f'{block}.downsample.1')
+      table |= pair(
+        f'{ours}_short', *(named if of_timm else theirs(f'{block}.shortcut'))
+      )
+  return table
+
+
+@functools.lru_cache(maxsize=4)
+def _shapes(config: DETRConfig) -> dict[str, tuple[int, ...]]:
+  return {name: x.shape for name, x in _flat(protocol.shapes(config)).items()}
+
+
+def _flat(variables) -> dict[str, Any]:
+  statistics = variables.get('batch_stats') or {}
+  return trees.flatten({**variables['params'], 'batch_stats': statistics})
+
+
+def on_disk(name: str) -> str:
+  """Returns a name of Hugging Face as its files have it."""
+  for old, new in _RENAMED:
+    name = re.sub(old, new, name)
+  return name
+
+
+def holds_model(path: str | os.PathLike) -> bool:
+  """Whether a folder holds a DETR of Hugging Face."""
+  file = pathlib.Path(path) / 'config.json'
+  if not file.is_file():
+    return False
+  return paths.read_object(file).get('model_type') == 'detr'
+
+
+def derive(path: str | os.PathLike) -> DETRConfig:
+  """Returns the config of the model in a folder of Hugging Face.
+
+  Its heads are those of the config.json, other sizes those of the arrays;
+  pictures are padded to 800 × 1066 pixels.
+
+  Raises:
+    UserError: there is no such folder, it lacks arrays, or its model computes
+      otherwise than a DETR here can.
+  """
+  arrays = _read(path)
+  told = paths.read_object(pathlib.Path(path) / 'config.json')
+  wanted = {
+    **{'activation_function': 'relu', 'position_embedding_type': 'sine'},
+    **{'dilation': False, 'num_channels': 3},
+  }
+  for name, value in wanted.items():
+    if told.get(name, value) != value:
+      raise UserError(
+        f'{path}/config.json: {name}={told[name]!r}, and a DETR here has'
+        f' {name}={value!r}: this model cannot be read.'
+      )
+  heads = {told.get(f'{x}_attention_heads', 8) for x in ('encoder', 'decoder')}
+  if len(heads) > 1 or type(next(iter(heads))) is not int:
+    raise UserError(
+      f'{path}/config.json: encoder_attention_heads and decoder_attention_heads'
+      f' are {heads}: a DETR here has one number for both.'
+    )
+
+  def count(pattern):
+    return len({m[1] for m in map(re.compile(pattern).match, arrays) if m})
+
+  if _OF_TIMM in arrays:
+    stem, stages, block = 'conv1', r'layer(\d+)\.', 'layer{}.{}.conv2'
+    offset = 1
+  else:
+    stem, offset = 'embedder.embedder.convolution', 0
+    stages = r'encoder\.stages\.(\d+)\.'
+    block = 'encoder.stages.{}.layers.{}.layer.1.convolution'
+  prefix = re.escape(_BACKBONE)
+  try:
+    depths, widths = [], []
+    for stage in range(offset, offset + count(prefix + stages)):
+      inner = re.escape(_BACKBONE + block.format(stage, '#')).replace(
+        r'\#', r'(\d+)'
+      )
+      depths.append(count(inner))
+      first = _BACKBONE + block.format(stage, 0) + '.weight'
+      widths.append(len(arrays[first]))
+    num_queries, width = arrays[_TABLE['queries']].shape
+    return DETRConfig(
+      num_classes=len(arrays['class_labels_classifier.bias']) - 1,
+      num_queries=num_queries,
+      width=width,
+      num_heads=next(iter(heads)),
+      mlp_dim=len(arrays['model.encoder.layers.0.fc1.bias']),
+      num_layers=count(r'model\.encoder\.layers\.(\d+)\.'),
+      num_decoder_layers=count(r'model\.decoder\.layers\.(\d+)\.'),
+      backbone=ResNetConfig(
+        stem=len(arrays[f'{_BACKBONE}{stem}.weight']),
+        depths=tuple(depths),
+        widths=tuple(widths),
+      ),
+    )
+  except (KeyError, ValueError) as error:
+    if isinstance(error, UserError):
+      raise
+    raise UserError(
+      f'{path} lacks {error.args[0]!r}, or has it in another shape: it may be'
+      ' cut short, so fetch it again.'
+    ) from error
+
+
+def _read(path) -> dict[str, np.ndarray]:
+  return {on_disk(name): x for name, x in files.read(path).items()}
+
+
+def load_variables(
+  path: str | os.PathLike,
+  config: DETRConfig,
+  *,
+  key: jax.Array | None = None,
+) -> dict[str, dict[str, Any]]:
+  """Returns a model's variables by collection, from weights of Hugging Face.
+
+  Args:
+    path: of a file of weights, or of a folder with one.
+    config: of the model.
+    key: to initialise the routers, which the file does not have; None for
+      `jax.random.key(0)`.
+
+  Raises:
+    UserError: there is no such file, or it holds another model; the message
+      has all arrays that are missing, unexpected or of another shape.
+  """
+  source = read(path, config)
+  new = set(_shapes(config)) - set(source)
+
+  @jax.jit  # So that XLA removes the computation of all other parameters.
+  def fresh(new_key):
+    flat = _flat(nn.unbox(config.build().init(new_key, config.example())))
+    return {name: flat[name] for name in new}
+
+  if new:
+    source |= fresh(jax.random.key(0) if key is None else key)
+  params = trees.unflatten({n: jnp.asarray(x) for n, x in source.items()})
+  return {'batch_stats': params.pop('batch_stats'), 'params': params}
+
+
+def read(path: str | os.PathLike, config: DETRConfig) -> dict[str, np.ndarray]:
+  """Returns those of a model's variables that a file has, by name.
+
+  Arguments and errors are those of `load_variables`.
+  """
+  arrays = _read(path)
+  entries = names(config, 'timm' if _OF_TIMM in arrays else 'huggingface')
+  shapes = _shapes(config.dense_twin())
+  trees.compare(
+    {entry.theirs: entry.shape(shapes) for entry in entries},
+    {name: x.shape for name, x in arrays.items()},
+    dropped=_UNUSED,
+    describe=f'{path}, a DETR of Hugging Face,',
+  )
+  source = {}
+  for entry in entries:
+    parts = entry.to_ours(arrays[entry.theirs], shapes[entry.ours[0]])
+    source.update(zip(entry.ours, parts, strict=True))
+  return source
+
+
+def save(
+  path: str | os.PathLike,
+  variables: Mapping[str, Any],
+  config: DETRConfig,
+  *,
+  naming: Naming = 'timm',
+) -> None:
+  """Writes the weights of a model's dense twin as Hugging Face has them.
+
+  Its DetrForObjectDetection can load the file, with a `config.json` beside it.
+
+  Args:
+    path: of the file, ending in `.safetensors`, `.npz` or `.pth`; an existing
+      file is replaced atomically.
+    variables: as `load_variables` returns them.
+    config: of the model.
+    naming: whose backbone the names are of; `timm`, as the published models.
+
+  Raises:
+    UserError: the library has no such model, the variables are not those of the
+      config, or the file cannot be written.
+  """
+  entries = names(config, naming)
+  files.check_suffix(pathlib.Path(path))
+  flat = _flat(nn.unbox(dict(variables)))
+  trees.compare(
+    _shapes(config.dense_twin()),
+    {name: jnp.shape(array) for name, array in flat.items()},
+    dropped=ROUTING,
+    describe='variables',
+  )
+  arrays = {
+    entry.theirs: entry.to_theirs(
+      *(np.asarray(flat[name], np.float32) for name in entry.ours)
+    )
+    for entry in entries
+  }
+  files.write(path, arrays)

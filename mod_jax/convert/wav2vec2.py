@@ -1,0 +1,307 @@
+"""Wav2Vec2 in the naming of Hugging Face: base, large and XLS-R.
+
+The position convolution is stored there as a direction and a length for each
+tap (weight normalisation, Salimans & Kingma 2016), under names that depend on
+PyTorch's version, or folded to one kernel. Ours is folded.
+"""
+
+from collections.abc import Mapping
+import dataclasses
+import os
+import pathlib
+import re
+from typing import Any
+
+from absl import logging
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mod_jax import config as config_lib
+from mod_jax import paths, trees
+from mod_jax.convert import entry as entry_lib
+from mod_jax.convert import files
+from mod_jax.errors import UserError
+from mod_jax.models import protocol
+from mod_jax.models.wav2vec2 import Wav2Vec2Config
+
+_LABEL = 'Hugging Face'
+# Their names by ours, without the prefix `wav2vec2.`.
+_TABLE = {
+  'conv_{}': 'feature_extractor.conv_layers.{}.conv.',
+  'conv_norm_{}': 'feature_extractor.conv_layers.{}.layer_norm.',
+  'feature_norm': 'feature_projection.layer_norm.',
+  'project': 'feature_projection.projection.',
+  'mask_embedding': 'masked_spec_embed',
+  'position_conv': 'encoder.pos_conv_embed.conv.',
+  'norm': 'encoder.layer_norm.',
+  'block_{}/attention/query': 'encoder.layers.{}.attention.q_proj.',
+  'block_{}/attention/key': 'encoder.layers.{}.attention.k_proj.',
+  'block_{}/attention/value': 'encoder.layers.{}.attention.v_proj.',
+  'block_{}/attention/out': 'encoder.layers.{}.attention.out_proj.',
+  'block_{}/attention_norm': 'encoder.layers.{}.layer_norm.',
+  'block_{}/mlp/up': 'encoder.layers.{}.feed_forward.intermediate_dense.',
+  'block_{}/mlp/down': 'encoder.layers.{}.feed_forward.output_dense.',
+  'block_{}/mlp_norm': 'encoder.layers.{}.final_layer_norm.',
+  'head': 'lm_head.',
+}
+_PREFIX = 'wav2vec2.'
+_POSITION = _TABLE['position_conv']
+_FOLDED = f'{_POSITION}weight'
+# Length and direction of the weight normalisation, in new and old PyTorch.
+_NORMALISED = (
+  tuple(f'{_POSITION}parametrizations.weight.original{i}' for i in (0, 1)),
+  tuple(f'{_POSITION}weight_{x}' for x in 'gv'),
+)
+# What files may lack, and is then made new: a model that was only pretrained
+# has no head, and one without SpecAugment no vector for hidden frames.
+_OPTIONAL = ('lm_head.weight', 'lm_head.bias', 'masked_spec_embed')
+# Heads of pretraining.
+_UNUSED = (r'quantizer\..*', r'project_(hid|q)\..*')
+# Parameters that our models have in addition to those of their dense twins.
+_ROUTING = (r'(block_\d+/)?router/.*',)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Fields:
+  """The fields of a `config.json` that are read, with their defaults."""
+
+  model_type: str = ''
+  vocab_size: int = 32
+  hidden_size: int = 768
+  num_hidden_layers: int = 12
+  num_attention_heads: int = 12
+  intermediate_size: int = 3072
+  conv_dim: tuple[int, ...] = (512,) * 7
+  conv_kernel: tuple[int, ...] = (10, 3, 3, 3, 3, 2, 2)
+  conv_stride: tuple[int, ...] = (5, 2, 2, 2, 2, 2, 2)
+  conv_bias: bool = False
+  num_conv_pos_embeddings: int = 128
+  num_conv_pos_embedding_groups: int = 16
+  feat_extract_norm: str = 'group'
+  do_stable_layer_norm: bool = False
+  layer_norm_eps: float = 1e-5
+  hidden_act: str = 'gelu'
+  feat_extract_activation: str = 'gelu'
+  add_adapter: bool = False
+  adapter_attn_dim: int | None = None
+
+
+# Fields of theirs by ours.
+_SAME = {
+  'vocab_size': 'vocab_size',
+  'num_layers': 'num_hidden_layers',
+  'width': 'hidden_size',
+  'num_heads': 'num_attention_heads',
+  'mlp_dim': 'intermediate_size',
+  'conv_dims': 'conv_dim',
+  'conv_kernels': 'conv_kernel',
+  'conv_strides': 'conv_stride',
+  'position_kernel': 'num_conv_pos_embeddings',
+  'position_groups': 'num_conv_pos_embedding_groups',
+  'norm_epsilon': 'layer_norm_eps',
+}
+
+
+def _fixed(variant: str) -> dict[str, Any]:
+  """Returns the fields of theirs that a variant determines."""
+  by_layer = variant == 'layer'
+  return {
+    'model_type': 'wav2vec2',
+    'feat_extract_norm': variant,
+    'do_stable_layer_norm': by_layer,
+    'conv_bias': by_layer,
+    'hidden_act': 'gelu',
+    'feat_extract_activation': 'gelu',
+    'add_adapter': False,
+    'adapter_attn_dim': None,
+  }
+
+
+def derive(folder: str | os.PathLike, **known) -> Wav2Vec2Config:
+  """Returns the config of the model in a directory of Hugging Face.
+
+  `known` are fields that override those of its `config.json`.
+
+  Raises:
+    UserError: there is no such file, or it describes another architecture.
+  """
+  file = pathlib.Path(folder).expanduser() / 'config.json'
+  fields = paths.read_object(file)
+  theirs = config_lib.from_known(_Fields, fields, str(file))
+  variant = 'group' if theirs.feat_extract_norm == 'group' else 'layer'
+  for name, value in _fixed(variant).items():
+    if getattr(theirs, name) != value:
+      raise UserError(
+        f'{file}: {name}={getattr(theirs, name)!r}, but of a Wav2Vec2 with'
+        f' feat_extract_norm={variant!r} only {name}={value!r} is supported.'
+      )
+  ours = {name: getattr(theirs, field) for name, field in _SAME.items()}
+  return Wav2Vec2Config(variant=variant, **ours | known)
+
+
+def config_json(config: Wav2Vec2Config, **more) -> dict[str, Any]:
+  """Returns the `config.json` of a model's dense twin."""
+  ours = {field: getattr(config, name) for name, field in _SAME.items()}
+  return {
+    'architectures': ['Wav2Vec2ForCTC'],
+    **_fixed(config.variant),
+    **ours,
+    'num_feat_extract_layers': len(config.conv_dims),
+    'pad_token_id': 0,
+    **more,
+  }
+
+
+def _entries(config: Wav2Vec2Config):
+  shapes = _shapes(config.dense_twin())
+  return entry_lib.entries(shapes, _TABLE, _LABEL), shapes
+
+
+def _shapes(config) -> dict[str, tuple[int, ...]]:
+  params = trees.flatten(protocol.shapes(config)['params'])
+  return {name: x.shape for name, x in params.items()}
+
+
+def _norm(direction_OIK):
+  return np.sqrt(
+    np.square(direction_OIK, dtype=np.float64).sum(axis=(0, 1), keepdims=True)
+  )
+
+
+def _fold(arrays: dict[str, np.ndarray]) -> None:
+  """Replaces the weight normalisation's two arrays by their kernel."""
+  for length, direction in _NORMALISED:
+    if length in arrays and direction in arrays:
+      direction_OIK = arrays.pop(direction)
+      factor_11K = arrays.pop(length) / _norm(direction_OIK)
+      arrays[_FOLDED] = np.float32(direction_OIK * factor_11K)
+
+
+def read(
+  path: str | os.PathLike, config: Wav2Vec2Config
+) -> dict[str, np.ndarray]:
+  """Returns those of a model's parameters that a file contains, by name.
+
+  A head that is missing or for another vocabulary is left out, with a warning,
+  and so are routing parameters. Arguments and errors are those of `load`.
+  """
+  path = files.find(path)
+  arrays = {
+    name.removeprefix(_PREFIX): array
+    for name, array in files.read(path).items()
+  }
+  _fold(arrays)
+  entries, shapes = _entries(config)
+  expected = {entry.theirs: entry.shape(shapes) for entry in entries}
+  new = {name for name in _OPTIONAL if name not in arrays}
+  head = arrays.get('lm_head.weight')
+  if head is not None and len(head) != config.vocab_size:
+    new |= {'lm_head.weight', 'lm_head.bias'}
+  if 'lm_head.weight' in new:
+    there = 'there is none' if head is None else len(head)
+    logging.warning(
+      '%s: head is made new, for vocab_size=%d; %s in these weights.',
+      *(path, config.vocab_size, there),
+    )
+  trees.compare(
+    expected,
+    {name: x.shape for name, x in arrays.items() if name not in new},
+    new=tuple(map(re.escape, new)),
+    dropped=_UNUSED,
+    describe=f'{path}, a Wav2Vec2 of {_LABEL},',
+  )
+  source = {}
+  for entry in entries:
+    if entry.theirs not in new:
+      (name,) = entry.ours
+      (source[name],) = entry.to_ours(arrays[entry.theirs], shapes[name])
+  return source
+
+
+def load(
+  path: str | os.PathLike,
+  config: Wav2Vec2Config,
+  *,
+  key: jax.Array | None = None,
+) -> dict[str, Any]:
+  """Returns parameters of a model from weights of Hugging Face.
+
+  Args:
+    path: of a file of weights, or of a directory with one.
+    config: of the model, dense or routed.
+    key: for new parameters: routing, and a head that is missing or for another
+      vocabulary; None is `jax.random.key(0)`.
+
+  Returns:
+    Nested dictionary of float32 arrays, structured like the 'params' of
+    `config.build().init`.
+
+  Raises:
+    UserError: there is no such file, or it has another architecture, in which
+      case the message has all arrays that are missing, unexpected or of another
+      shape.
+  """
+  source = read(path, config)
+  new = set(_shapes(config)) - set(source)
+
+  @jax.jit  # So that XLA removes the computation of all other parameters.
+  def fresh(new_key):
+    variables = nn.unbox(config.build().init(new_key, config.example()))
+    flat = trees.flatten(variables['params'])
+    return {name: flat[name] for name in new}
+
+  if new:
+    source |= fresh(jax.random.key(0) if key is None else key)
+  return trees.unflatten({n: jnp.asarray(x) for n, x in source.items()})
+
+
+def arrays_of(
+  params, config: Wav2Vec2Config, *, folded: bool = False
+) -> dict[str, np.ndarray]:
+  """Returns the arrays of a dense twin as Hugging Face names them.
+
+  With `folded`, the position convolution is one kernel, and otherwise as
+  present transformers store it. Routers are left out.
+
+  Raises:
+    UserError: the parameters are not those of the config.
+  """
+  entries, shapes = _entries(config)
+  flat: Mapping[str, Any] = trees.flatten(nn.unbox(params))
+  trees.compare(
+    shapes,
+    {name: jnp.shape(x) for name, x in flat.items()},
+    dropped=_ROUTING,
+    describe='params',
+  )
+  arrays = {
+    entry.theirs: entry.to_theirs(np.asarray(flat[entry.ours[0]], np.float32))
+    for entry in entries
+  }
+  if not folded:
+    length, direction = _NORMALISED[0]
+    arrays[direction] = arrays.pop(_FOLDED)
+    arrays[length] = np.float32(_norm(arrays[direction]))
+  return {
+    name if name.startswith('lm_head.') else _PREFIX + name: x
+    for name, x in arrays.items()
+  }
+
+
+def save(
+  folder: str | os.PathLike,
+  params,
+  config: Wav2Vec2Config,
+  *,
+  folded: bool = False,
+) -> None:
+  """Writes a directory that `Wav2Vec2ForCTC.from_pretrained` reads.
+
+  Arguments and errors are those of `arrays_of`.
+  """
+  folder = pathlib.Path(folder).expanduser()
+  arrays = arrays_of(params, config, folded=folded)
+  files.write(folder / 'model.safetensors', arrays)
+  files.write_json(folder / 'config.json', config_json(config))

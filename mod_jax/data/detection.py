@@ -1,0 +1,264 @@
+"""Pictures with objects: batches for detection."""
+
+from collections.abc import Iterator
+import dataclasses
+import functools
+from typing import Annotated, Any, Literal
+
+import grain
+import numpy as np
+from PIL import Image
+
+from mod_jax import config as config_lib
+from mod_jax import errors
+from mod_jax.data import augment as augment_lib
+from mod_jax.data import common
+from mod_jax.data import images as images_lib
+from mod_jax.data.coco import Coco, Objects
+from mod_jax.data.scenes import SceneConfig, Scenes
+
+Batch = dict[str, np.ndarray]
+_Side = config_lib.Pixels
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DetectionPreprocess:
+  """Converts pictures to a detector's input as in evaluation.
+
+  Attributes:
+    image_size: height and width in pixels to which all are padded.
+    short_side: the shorter side of a picture after resizing, if it then fits
+      `image_size`; None for as large as fits.
+    mean: subtracted from values in [0, 1], per channel.
+    std: divided by, per channel.
+  """
+
+  image_size: tuple[int, int]
+  short_side: int | None
+  mean: tuple[float, float, float]
+  std: tuple[float, float, float]
+
+  def apply_to(self, data: 'DetectionDataConfig') -> 'DetectionDataConfig':
+    """Returns a copy of the config whose pictures are prepared this way."""
+    return dataclasses.replace(data, **vars(self))
+
+  def fit(
+    self, image: Image.Image, short_side: int | None = None
+  ) -> Image.Image:
+    """Returns an RGB picture resized, with its aspect ratio."""
+    short_side = short_side or self.short_side
+    sides = image.height, image.width
+    factor = min(
+      limit / side for limit, side in zip(self.image_size, sides, strict=True)
+    )
+    if short_side is not None:
+      factor = min(factor, short_side / min(sides))
+    height, width = (max(1, round(factor * side)) for side in sides)
+    if (width, height) == image.size:
+      return image
+    return image.resize((width, height), Image.Resampling.BILINEAR)
+
+  def pad(self, image: Image.Image) -> tuple[np.ndarray, np.ndarray]:
+    """Returns a fitted picture, normalised, then padded by 0, and its size."""
+    array = np.zeros((*self.image_size, 3), np.float32)
+    pixels = augment_lib.normalize(np.asarray(image), self.mean, self.std)
+    array[: image.height, : image.width] = pixels
+    return array, np.int32([image.height, image.width])
+
+  def __call__(self, pictures) -> tuple[np.ndarray, np.ndarray]:
+    """Returns image_BHWC and size_B2 of paths, Pillow images or arrays.
+
+    Raises:
+      errors.UserError: a picture is none of these or cannot be decoded.
+    """
+    padded = [
+      self.pad(self.fit(images_lib.as_image(picture))) for picture in pictures
+    ]
+    images, sizes = zip(*padded, strict=True)
+    return np.stack(images), np.stack(sizes)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DetectionDataConfig:
+  """Where pictures with objects come from and how they become arrays.
+
+  Attributes:
+    source: 'scenes' are drawn of handwritten digits among clutter; 'coco' is a
+      folder in COCO's format (`data.coco.Coco`).
+    scenes: what scenes are made of, for 'scenes'.
+    path: the folder, for 'coco'.
+    train_split: name of the pictures to train on, for 'coco'.
+    eval_split: likewise of those held out.
+    image_size: height and width in pixels to which all pictures are padded.
+    short_side: see `DetectionPreprocess`.
+    train_short_sides: least and greatest shorter side in training, drawn for
+      each picture; None for `short_side`.
+    flip: probability that a picture to train on is mirrored.
+    most: to so many objects the targets of a picture are padded.
+    mean: subtracted from values in [0, 1], per channel.
+    std: divided by, per channel.
+    workers: processes that read pictures; 0 uses threads in this process. The
+      batches do not depend on it.
+  """
+
+  source: Literal['scenes', 'coco'] = 'scenes'
+  scenes: SceneConfig = SceneConfig()
+  path: str = ''
+  train_split: str = 'train2017'
+  eval_split: str = 'val2017'
+  image_size: tuple[_Side, _Side] = (64, 64)
+  short_side: _Side | None = None
+  train_short_sides: tuple[_Side, _Side] | None = None
+  flip: config_lib.Probability = 0.0
+  most: Annotated[int, config_lib.Range(ge=1, le=1000)] = 10
+  mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
+  std: tuple[config_lib.Positive, ...] = (0.5, 0.5, 0.5)
+  workers: config_lib.Workers = 0
+
+  def __post_init__(self):
+    config_lib.validate(self)
+    common.check_source(self, needed={'coco': ['path']}, own={'path': ['coco']})
+    if self.source == 'scenes' and len(set(self.image_size)) > 1:
+      raise errors.UserError(
+        f'image_size={self.image_size}: scenes are square, so give one side'
+        ' twice.'
+      )
+    if len(self.std) != 3:
+      raise errors.UserError(f'std={self.std}: expected three numbers.')
+
+  @property
+  def preprocess(self) -> DetectionPreprocess:
+    return DetectionPreprocess(
+      **{name: getattr(self, name) for name in ('image_size', 'short_side')},
+      **{name: getattr(self, name) for name in ('mean', 'std')},
+    )
+
+
+class _SceneObjects:
+  """Scenes with the same interface as `Coco`."""
+
+  def __init__(self, config: DetectionDataConfig, split: str):
+    self._scenes = Scenes(config.scenes, config.image_size[0], split)
+    self.class_names = tuple(map(str, range(10)))
+    self.most = config.scenes.most
+    self.name = self._scenes.name
+    self.fingerprint = self._scenes.fingerprint
+
+  def __len__(self) -> int:
+    return len(self._scenes)
+
+  def load(self, index: int) -> tuple[Image.Image, Objects]:
+    scene = self._scenes.scene(index)
+    image = Image.fromarray(scene.image_SSC)
+    return image, Objects(scene.digits_N, scene.boxes_N4)
+
+
+class _CocoObjects(Coco):
+  def load(self, index: int) -> tuple[Image.Image, Objects]:
+    return self.picture(index), self.objects(index)
+
+
+@functools.lru_cache(maxsize=4)  # Annotations take long to read.
+def open_split(config: DetectionDataConfig, split: Literal['train', 'eval']):
+  """Returns a split: `class_names`, a length, `load(i)`, `fingerprint()`.
+
+  Raises:
+    errors.UserError: the data cannot be read, or a picture has more objects
+      than `config.most`.
+  """
+  if config.source == 'scenes':
+    source = _SceneObjects(config, split)
+  else:
+    named = config.train_split if split == 'train' else config.eval_split
+    source = _CocoObjects(config.path, named)
+  if source.most > config.most:
+    raise errors.UserError(
+      f'most={config.most}: a picture has {source.most} objects; set'
+      f' data.most={source.most}.'
+    )
+  return source
+
+
+def fingerprint(config: DetectionDataConfig) -> dict[str, Any]:
+  """Returns a fingerprint of the data."""
+  return {
+    'source': config.source,
+    'train': open_split(config, 'train').fingerprint(),
+    'held_out': open_split(config, 'eval').fingerprint(),
+  }
+
+
+def train_iterator(
+  config: DetectionDataConfig,
+  *,
+  batch_size: int,
+  seed: int,
+  shard_index: int = 0,
+  shard_count: int = 1,
+) -> grain.DatasetIterator:
+  """Returns an endless iterator; as `data.images.train_iterator`."""
+  source = open_split(config, 'train')
+  rows = batch_size * shard_count
+  if len(source) < rows:
+    raise errors.UserError(
+      f'there are {len(source)} pictures to train on, fewer than the {rows} of'
+      ' one batch: add some or lower the batch size'
+    )
+  dataset = grain.MapDataset.source(range(len(source))).seed(seed)
+  dataset = dataset.shuffle().repeat()
+  dataset = dataset.random_map(functools.partial(_train_row, config, source))
+  dataset = images_lib.GlobalRows(
+    dataset, rows, shard_index * batch_size, batch_size
+  )
+  dataset = dataset.batch(batch_size, drop_remainder=True)
+  return images_lib.Batches(dataset, config.workers)
+
+
+def eval_batches(
+  config: DetectionDataConfig,
+  *,
+  batch_size: int,
+  num_batches: int | None = None,
+  shard_index: int = 0,
+  shard_count: int = 1,
+) -> Iterator[Batch]:
+  """Returns held-out batches; as `data.images.eval_batches`."""
+  source = open_split(config, 'eval')
+  index = images_lib.eval_indices(
+    len(source), batch_size, num_batches, shard_index, shard_count
+  )
+  dataset = grain.MapDataset.source(index)
+  dataset = dataset.map(functools.partial(_eval_row, config, source))
+  return images_lib.finite_batches(dataset.batch(batch_size), config.workers)
+
+
+def denormalize(config: DetectionDataConfig, image: Any) -> np.ndarray:
+  """Returns images of a batch, [..., 3], as uint8 for display."""
+  return images_lib.denormalize(config, image)
+
+
+def _train_row(config, source, index, rng: np.random.Generator) -> Batch:
+  image, objects = source.load(int(index))
+  box_N4, short_side = objects.box_N4, None
+  if config.train_short_sides is not None:
+    short_side = int(rng.integers(*config.train_short_sides, endpoint=True))
+  if rng.random() < config.flip:
+    image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+    box_N4 = np.concatenate([1 - box_N4[:, :1], box_N4[:, 1:]], axis=1)
+  return _row(config, image, objects._replace(box_N4=box_N4), short_side)
+
+
+def _eval_row(config, source, index: np.integer) -> Batch:
+  real = index != images_lib.PADDING
+  image, objects = source.load(int(index) if real else 0)
+  return _row(config, image, objects) | {'weight': np.float32(real)}
+
+
+def _row(config, image, objects: Objects, short_side=None) -> Batch:
+  preprocess = config.preprocess
+  array, size = preprocess.pad(preprocess.fit(image, short_side))
+  label_T = np.full(config.most, -1, np.int32)
+  box_T4 = np.full((config.most, 4), 0.5, np.float32)
+  count = len(objects.label_N)
+  label_T[:count], box_T4[:count] = objects
+  return {'image': array, 'size': size, 'label': label_T, 'box': box_T4}

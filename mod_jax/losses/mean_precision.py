@@ -1,0 +1,98 @@
+"""Mean average precision of detected boxes, as COCO computes it."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+# Overlaps from which a box counts as found, and points of recall.
+THRESHOLDS = np.linspace(0.5, 0.95, 10)
+_RECALLS = np.linspace(0, 1, 101)
+_MOST = 100  # Boxes of a class that count in a picture, the best first.
+
+
+class Boxes(NamedTuple):
+  """Boxes in a picture: found ones with scores, or those that are there.
+
+  Attributes:
+    label_N: int classes.
+    box_N4: centre x, centre y, width, height, in any unit of each axis.
+    score_N: floats, for found ones.
+  """
+
+  label_N: np.ndarray
+  box_N4: np.ndarray
+  score_N: np.ndarray | None = None
+
+
+def average_precisions(
+  found: Sequence[Boxes], there: Sequence[Boxes], num_classes: int
+) -> np.ndarray:
+  """Returns the average precision ap_VJ of classes at the J `THRESHOLDS`.
+
+  Interpolated at 101 points of recall; NaN for classes of which none is there.
+  Equals pycocotools' `precision` for all areas and 100 detections, where there
+  are no crowds.
+  """
+  ap_VJ = np.full((num_classes, len(THRESHOLDS)), np.nan)
+  for label in range(num_classes):
+    scores, hits, total = [], [], 0
+    for of_found, of_there in zip(found, there, strict=True):
+      real_T4 = of_there.box_N4[of_there.label_N == label]
+      mine = of_found.label_N == label
+      order = np.argsort(-of_found.score_N[mine], kind='stable')[:_MOST]
+      scores.append(of_found.score_N[mine][order])
+      hits.append(_hits(of_found.box_N4[mine][order], real_T4))
+      total += len(real_T4)
+    if total:
+      order = np.argsort(-np.concatenate(scores), kind='stable')
+      ap_VJ[label] = _precision(np.concatenate(hits)[order], total)
+  return ap_VJ
+
+
+def _hits(box_N4, real_T4) -> np.ndarray:
+  """Returns hit_NJ: which boxes, the best first, find one that is left."""
+  hit_NJ = np.zeros((len(box_N4), len(THRESHOLDS)), bool)
+  if not len(box_N4) or not len(real_T4):
+    return hit_NJ
+  overlap_NT = _overlaps(box_N4, real_T4)
+  for j, threshold in enumerate(THRESHOLDS):
+    left_T = np.ones(len(real_T4), bool)
+    for n, overlap_T in enumerate(overlap_NT):
+      candidate_T = np.where(left_T, overlap_T, -1)
+      # Of equally good ones the last, as in COCO's code.
+      best = len(candidate_T) - 1 - candidate_T[::-1].argmax()
+      if candidate_T[best] >= min(threshold, 1 - 1e-10):
+        left_T[best] = False
+        hit_NJ[n, j] = True
+  return hit_NJ
+
+
+def _overlaps(a_N4, b_T4) -> np.ndarray:
+  """Returns the intersection over union of all pairs, [N, T]."""
+  a_N4, b_T4 = np.float64(a_N4), np.float64(b_T4)
+  low_NT2, high_NT2 = (
+    bound(
+      (a_N4[:, None, :2] + sign * a_N4[:, None, 2:] / 2),
+      (b_T4[:, :2] + sign * b_T4[:, 2:] / 2),
+    )
+    for bound, sign in ((np.maximum, -1), (np.minimum, 1))
+  )
+  shared_NT = np.maximum(high_NT2 - low_NT2, 0).prod(axis=-1)
+  area_N1, area_T = a_N4[:, None, 2:].prod(axis=-1), b_T4[:, 2:].prod(axis=-1)
+  return shared_NT / np.maximum(area_N1 + area_T - shared_NT, 1e-12)
+
+
+def _precision(hit_NJ, total: int) -> np.ndarray:
+  """Returns precision_J, the mean over points of recall."""
+  true_NJ = hit_NJ.cumsum(axis=0)
+  recall_NJ = true_NJ / total
+  precision_NJ = true_NJ / np.arange(1, len(hit_NJ) + 1)[:, None]
+  # The best precision at this or a higher recall.
+  precision_NJ = np.maximum.accumulate(precision_NJ[::-1], axis=0)[::-1]
+  means_J = []
+  for j in range(len(THRESHOLDS)):
+    index = np.searchsorted(recall_NJ[:, j], _RECALLS, side='left')
+    padded = np.append(precision_NJ[:, j], 0.0)
+    means_J.append(padded[index].mean())
+  return np.array(means_J)

@@ -1,0 +1,317 @@
+"""Wav2Vec2 for speech recognition by CTC, dense, routed or adaptive.
+
+Baevski et al. 2020; XLS-R is Babu et al. 2022.
+"""
+
+import dataclasses
+import functools
+from typing import Any, Literal
+
+from flax import linen as nn
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from mod_jax import config as config_lib
+from mod_jax import parallel
+from mod_jax.errors import require
+from mod_jax.layers import dense
+from mod_jax.layers import stack as stack_lib
+from mod_jax.layers.acm import AdaptiveConfig
+from mod_jax.layers.attention import AttentionConfig
+from mod_jax.layers.block import BlockConfig
+from mod_jax.layers.experts import ExpertsConfig
+from mod_jax.layers.mlp import MLPConfig
+from mod_jax.layers.mode import Mode
+from mod_jax.layers.routing_config import VisionRoutingConfig
+from mod_jax.layers.stack import Stack, StackConfig
+from mod_jax.layers.token_info import TokenInfo, count_positions
+from mod_jax.models.protocol import StackedConfig, StackedOutput
+
+SAMPLE_RATE = 16_000  # Samples per second of all published models.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Wav2Vec2Config(StackedConfig):
+  """Sizes and options of a `Wav2Vec2`; the defaults are the base model."""
+
+  # `group`: the first convolution is followed by a norm of each channel over
+  # time, convolutions have no biases, and layers are post-norm. `layer`: every
+  # convolution is followed by a layer norm, and layers are pre-norm.
+  variant: Literal['group', 'layer'] = 'group'
+  vocab_size: config_lib.Size = 32  # Characters, the blank included (V).
+  num_layers: config_lib.Unrolled = 12  # Blocks.
+  width: config_lib.Width = 768  # Width of the features (D).
+  num_heads: config_lib.Size = 12  # Attention heads (H).
+  mlp_dim: config_lib.Size = 3072  # Hidden width of the MLPs (F).
+  # Channels, kernel sizes and strides of the convolutions.
+  conv_dims: tuple[config_lib.Size, ...] = (512,) * 7
+  conv_kernels: tuple[config_lib.Size, ...] = (10, 3, 3, 3, 3, 2, 2)
+  conv_strides: tuple[config_lib.Size, ...] = (5, 2, 2, 2, 2, 2, 2)
+  # Kernel size and groups of the convolution that gives positions.
+  position_kernel: config_lib.Size = 128
+  position_groups: config_lib.Size = 16
+  norm_epsilon: config_lib.Epsilon = 1e-5  # Epsilon of all norms.
+  routing: VisionRoutingConfig | None = None  # None = no routed blocks.
+  experts: ExpertsConfig | None = None  # Mixtures of experts; None = none.
+  adaptive: AdaptiveConfig | None = None  # Adaptive modules; None = none.
+  dtype: Literal['float32', 'bfloat16'] = 'float32'  # Compute dtype.
+  remat: stack_lib.Remat = 'none'  # What is saved for the backward pass.
+
+  def __post_init__(self):
+    check = config_lib.validate(self)
+    for name, divisor in (
+      ('num_heads', self.num_heads),
+      ('position_groups', self.position_groups),
+    ):
+      check(self.width % divisor == 0, f'{name} to divide width', name, 'width')
+    convolutions = ('conv_dims', 'conv_kernels', 'conv_strides')
+    lengths = {len(getattr(self, name)) for name in convolutions}
+    check(
+      len(lengths) == 1 and 0 not in lengths,
+      'one number of each for every convolution',
+      *convolutions,
+    )
+    _ = self.stack  # Raises if routing and so on do not fit the layers.
+
+  @functools.cached_property
+  def stack(self) -> StackConfig:
+    """The layers."""
+    block = BlockConfig(
+      attention=AttentionConfig(
+        width=self.width,
+        num_heads=self.num_heads,
+        num_kv_heads=self.num_heads,
+        head_dim=self.width // self.num_heads,
+        causal=False,
+        bias=True,
+      ),
+      mlp=MLPConfig(
+        width=self.width, hidden=self.mlp_dim, kind='gelu', bias=True
+      ),
+      norm='layer',
+      norm_place='pre' if self.variant == 'layer' else 'post',
+      norm_epsilon=self.norm_epsilon,
+      dtype=self.dtype,
+    )
+    return StackConfig(
+      layers=stack_lib.layer_configs(
+        block,
+        self.num_layers,
+        self.routing,
+        experts=self.experts,
+        adaptive=self.adaptive,
+      ),
+      remat=self.remat,
+    )
+
+  def frames(self, samples):
+    """Returns the number of frames of so many samples; arrays elementwise.
+
+    It is below 1 if there are too few samples for a frame.
+    """
+    for kernel, stride in zip(
+      self.conv_kernels, self.conv_strides, strict=True
+    ):
+      samples = (samples - kernel) // stride + 1
+    return samples
+
+  def samples(self, frames: int) -> int:
+    """Returns the least number of samples with so many frames."""
+    return self._lengths(frames)[0]
+
+  def _lengths(self, frames: int) -> list[int]:
+    """Returns the lengths before, between and after the convolutions."""
+    lengths = [frames]
+    for kernel, stride in zip(
+      self.conv_kernels[::-1], self.conv_strides[::-1], strict=True
+    ):
+      lengths.insert(0, (lengths[0] - 1) * stride + kernel)
+    return lengths
+
+  def build(self, **kwargs) -> 'Wav2Vec2':
+    """Returns the module; keywords are fields of `Mode`."""
+    return Wav2Vec2(self, Mode(**kwargs))
+
+  def example(self) -> jax.Array:
+    """Returns a minimal input to initialise the model with."""
+    return jnp.zeros((1, self.samples(2)))
+
+  def tokens_per_block(self, length: int) -> tuple[int, ...]:
+    """Returns how many of so many frames each block processes."""
+    return self.stack.tokens_per_block(length)
+
+  def flops_table(self, length: int) -> list[tuple[str, dict[str, int]]]:
+    """Returns (layer, forward FLOPs by part) for a number of frames.
+
+    Of the samples, those that the frames need count.
+    """
+    _, *lengths = self._lengths(length)
+    inputs = (1, *self.conv_dims[:-1])
+    convolutions = [
+      2 * outputs * kernel * before * after
+      for outputs, kernel, before, after in zip(
+        *(lengths, self.conv_kernels, inputs, self.conv_dims), strict=True
+      )
+    ]
+    positions = self.position_kernel * self.width**2 // self.position_groups
+    return [
+      ('convolutions', {'conv': sum(convolutions)}),
+      (
+        'embed',
+        {
+          'embed': 2 * length * self.conv_dims[-1] * self.width,
+          'conv': 2 * length * positions,
+        },
+      ),
+      *self.stack.flops_table(length),
+      ('head', {'head': 2 * length * self.width * self.vocab_size}),
+    ]
+
+
+@flax.struct.dataclass
+class Wav2Vec2Output(StackedOutput):
+  """What a forward pass returns.
+
+  Attributes:
+    logits_BLV: float32 logits of the characters and the blank, for each frame.
+    features_BLD: the frames after the last layer and, if pre-norm, its norm.
+    aux: aux of each layer, by kind; see `stack.collect`.
+  """
+
+  logits_BLV: jax.Array
+  features_BLD: jax.Array
+  aux: tuple[dict[str, Any], ...] = ()
+
+
+class Wav2Vec2(nn.Module):
+  """Maps recordings to logits of characters, about 50 frames a second.
+
+  In the variant `layer`, a row that is padded and masked gets the logits of the
+  row alone. In `group` it does not, since the first norm is over all frames,
+  padding included, as in the published models.
+
+  Rng streams: `params`; `routing` for Gaussian scores; `gumbel` to sample
+  choices of learners.
+  """
+
+  config: Wav2Vec2Config
+  mode: Mode = Mode()
+
+  def setup(self):
+    config = self.config
+    rule = self.mode.routing.rule
+    require(
+      not isinstance(rule, str) or rule in ('top_k', 'never'),
+      "'top_k', since an encoder hears the whole recording, or 'never' to leave"
+      ' routed blocks out',
+      rule=rule,
+    )
+    by_layer = config.variant == 'layer'
+
+    def norm():
+      return dense.layer_norm(config.norm_epsilon, config.dtype, None)
+
+    self.conv = [
+      nn.Conv(
+        channels,
+        (kernel,),
+        strides=stride,
+        padding='VALID',
+        use_bias=by_layer,
+        dtype=config.dtype,
+      )
+      for channels, kernel, stride in zip(
+        *(config.conv_dims, config.conv_kernels, config.conv_strides),
+        strict=True,
+      )
+    ]
+    if by_layer:
+      self.conv_norm = [norm() for _ in config.conv_dims]
+    else:
+      channel_norm = nn.GroupNorm(
+        num_groups=None,
+        group_size=1,
+        epsilon=config.norm_epsilon,
+        dtype=config.dtype,
+        use_fast_variance=False,
+      )
+      self.conv_norm = [channel_norm]
+    self.feature_norm = norm()
+    self.project = dense.Linear(
+      (config.width,), ('replicated', 'embed'), bias=True, dtype=config.dtype
+    )
+    # Of frames that are hidden in training.
+    self.mask_embedding = self.param(
+      'mask_embedding',
+      nn.with_logical_partitioning(nn.initializers.uniform(1.0), ('embed',)),
+      (config.width,),
+    )
+    self.position_conv = nn.Conv(
+      config.width,
+      (config.position_kernel,),
+      padding=[(config.position_kernel // 2,) * 2],
+      feature_group_count=config.position_groups,
+      dtype=config.dtype,
+    )
+    self.stack = Stack(config.stack, self.mode)
+    nn.share_scope(self, self.stack)
+    self.norm = norm()
+    self.head = dense.Linear(
+      (config.vocab_size,),
+      ('embed', 'replicated'),
+      bias=True,
+      dtype=config.dtype,
+      out_dtype='float32',
+    )
+
+  def __call__(
+    self,
+    wave_BT: jax.Array,
+    valid_BL: jax.Array | None = None,
+    masked_BL: jax.Array | None = None,
+  ) -> Wav2Vec2Output:
+    """Returns logits, features and each layer's aux.
+
+    Args:
+      wave_BT: samples of mean 0 and variance 1, with zeros as padding.
+      valid_BL: False for frames of padding, which no other frame then sees;
+        None if there are none, or are not to be hidden.
+      masked_BL: True for frames that SpecAugment hides (Park et al. 2019).
+    """
+    config = self.config
+    x_BLC = wave_BT[..., None].astype(config.dtype)
+    for i, conv in enumerate(self.conv):
+      x_BLC = conv(x_BLC)
+      if i < len(self.conv_norm):
+        x_BLC = self.conv_norm[i](x_BLC)
+      x_BLC = nn.gelu(x_BLC, approximate=False)
+    x_BLD = self.project(self.feature_norm(x_BLC))
+    if masked_BL is not None:
+      mask_D = self.mask_embedding.astype(x_BLD.dtype)
+      x_BLD = jnp.where(masked_BL[..., None], mask_D, x_BLD)
+    if valid_BL is not None:
+      x_BLD = jnp.where(valid_BL[..., None], x_BLD, 0)
+    place_BLD = self.position_conv(x_BLD)[:, : x_BLD.shape[1]]
+    x_BLD += nn.gelu(place_BLD, approximate=False)
+    x_BLD = parallel.constrain(x_BLD, 'batch', 'length', 'act_embed')
+    if config.variant == 'group':
+      x_BLD = self.norm(x_BLD)
+    output = self.stack(x_BLD, _token_info(x_BLD, valid_BL))
+    x_BLD = output.x_BLD
+    if config.variant == 'layer':
+      x_BLD = self.norm(x_BLD)
+    return Wav2Vec2Output(self.head(x_BLD), x_BLD, output.aux)
+
+
+def _token_info(x_BLD, valid_BL) -> TokenInfo:
+  real_BL = jnp.ones(x_BLD.shape[:2], bool) if valid_BL is None else valid_BL
+  return TokenInfo(count_positions(real_BL), valid_BL)
+
+
+# Sizes by the names that papers use. Keywords override any field.
+base = functools.partial(Wav2Vec2Config)
+large = functools.partial(
+  Wav2Vec2Config, width=1024, num_layers=24, num_heads=16, mlp_dim=4096
+)
+xlsr_300m = functools.partial(large, variant='layer')

@@ -1,0 +1,136 @@
+"""DETR against the golden files of Hugging Face's classes."""
+
+import dataclasses
+import functools
+import json
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+
+from mod_jax import flops, trees
+from mod_jax.convert import detr as convert
+from mod_jax.convert import files
+from mod_jax.errors import UserError
+from mod_jax.layers.resnet import ResNetConfig
+from mod_jax.layers.routing_config import VisionRoutingConfig
+from mod_jax.models.detr import DETRConfig
+
+GOLDEN = pathlib.Path(__file__).parents[1] / 'golden'
+FOLDER = GOLDEN / 'detr'
+CONFIG = DETRConfig(
+  num_classes=5,
+  num_queries=7,
+  width=16,
+  num_heads=2,
+  mlp_dim=20,
+  num_layers=2,
+  num_decoder_layers=3,
+  backbone=ResNetConfig(stem=4, depths=(1, 2, 1, 1), widths=(2, 3, 4, 5)),
+)
+
+
+@functools.cache
+def variables():
+  return convert.load_variables(FOLDER, CONFIG)
+
+
+@functools.cache
+def expected():
+  with np.load(GOLDEN / 'detr_expected.npz') as archive:
+    return dict(archive)
+
+
+def test_logits_and_boxes_are_those_of_the_library():
+  wanted = expected()
+  run = jax.jit(CONFIG.build().apply)
+  output = run(variables(), wanted['image'], wanted['size'])
+  np.testing.assert_allclose(output.logits_BQV, wanted['logits'], atol=1e-4)
+  np.testing.assert_allclose(output.boxes_BQ4, wanted['boxes'], atol=1e-4)
+  # Far above the tolerance, over classes, queries and pictures.
+  for axis in range(3):
+    assert np.ptp(wanted['logits'], axis=axis).max() > 0.1
+    assert np.ptp(wanted['boxes'], axis=axis).max() > 0.01
+
+
+def test_the_config_that_a_folder_tells():
+  assert convert.derive(FOLDER) == CONFIG
+  assert convert.holds_model(FOLDER)
+  assert not convert.holds_model(GOLDEN)
+
+
+@pytest.mark.parametrize('naming', ['huggingface', 'timm'])
+def test_there_and_back(tmp_path, naming):
+  path = tmp_path / 'model.safetensors'
+  convert.save(path, variables(), CONFIG, naming=naming)
+  found = files.read(path)
+  if naming == 'huggingface':
+    wanted = files.read(FOLDER)
+    assert set(found) == set(wanted)
+    for name, array in wanted.items():
+      np.testing.assert_array_equal(found[name], array, err_msg=name)
+  else:
+    assert 'model.backbone.conv_encoder.model.layer2.1.bn3.running_var' in found
+  (tmp_path / 'config.json').write_text((FOLDER / 'config.json').read_text())
+  assert convert.derive(tmp_path) == CONFIG
+  back = convert.load_variables(tmp_path, CONFIG)
+  jax.tree.map(np.testing.assert_array_equal, back, variables())
+
+
+@pytest.mark.parametrize('naming', ['huggingface', 'timm'])
+def test_the_names_and_sizes_of_detr_r50(naming):
+  """Names in memory, which differ from those on disk, of which none is here."""
+  shapes = convert._shapes(DETRConfig())
+  found = {
+    entry.theirs: list(entry.shape(shapes))
+    for entry in convert.names(DETRConfig(), naming)
+  }
+  wanted = json.loads((GOLDEN / 'detr_names.json').read_text())[naming]
+  assert found == {convert.on_disk(name): x for name, x in wanted.items()}
+
+
+def test_parameters_of_detr_r50():
+  """41 million, as the paper's table has it, without the frozen norms."""
+  assert flops.num_params(DETRConfig()) == 41_524_768
+
+
+def test_routed_models_start_from_dense_weights(tmp_path):
+  config = dataclasses.replace(
+    CONFIG, routing=VisionRoutingConfig(score='learned')
+  )
+  loaded = convert.load_variables(FOLDER, config)
+  flat, dense = (trees.flatten(x['params']) for x in (loaded, variables()))
+  assert set(flat) - set(dense) == {
+    'encoder/block_1/router/kernel',
+    'decoder/block_1/router/kernel',
+    'decoder/block_1/source/router/kernel',
+  }
+  for name in dense:
+    np.testing.assert_array_equal(flat[name], dense[name])
+  convert.save(tmp_path / 'w.npz', loaded, config, naming='huggingface')
+  assert set(files.read(tmp_path / 'w.npz')) == set(files.read(FOLDER))
+
+
+def test_what_cannot_be_read_is_told(tmp_path):
+  told = json.loads((FOLDER / 'config.json').read_text())
+  arrays = files.read(FOLDER)
+
+  def derive(arrays, **changes):
+    files.write(tmp_path / 'model.safetensors', arrays)
+    (tmp_path / 'config.json').write_text(json.dumps(told | changes))
+    return convert.derive(tmp_path)
+
+  with pytest.raises(UserError, match="activation_function='gelu'"):
+    derive(arrays, activation_function='gelu')
+  with pytest.raises(UserError, match='encoder_attention_heads'):
+    derive(arrays, encoder_attention_heads=4)
+  short = {n: x for n, x in arrays.items() if not n.startswith('class_')}
+  with pytest.raises(UserError, match="lacks 'class_labels_classifier.bias'"):
+    derive(short)
+  fewer = dataclasses.replace(CONFIG, num_queries=6)
+  with pytest.raises(UserError, match=r'wrong shape: .*\(7, 16\)'):
+    convert.read(FOLDER, fewer)
+  stem = dataclasses.replace(CONFIG, patch_size=2)
+  with pytest.raises(UserError, match='patch_size=2'):
+    convert.names(stem, 'timm')

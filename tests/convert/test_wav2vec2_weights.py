@@ -1,0 +1,148 @@
+"""The same logits as PyTorch, from its weights, and back again.
+
+`tools/golden/make_wav2vec2.py` wrote what is compared with.
+"""
+
+import functools
+import json
+import pathlib
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mod_jax import flops
+from mod_jax.convert import files
+from mod_jax.convert import wav2vec2 as convert
+from mod_jax.errors import UserError
+from mod_jax.models import wav2vec2
+
+GOLDEN = pathlib.Path(__file__).parents[1] / 'golden' / 'wav2vec2'
+NAMES = ('group', 'layer', 'xlsr')
+EXPECTED = dict(np.load(GOLDEN / 'expected.npz'))
+WAVE, SAMPLES = EXPECTED['wave'], EXPECTED['samples']
+
+
+@functools.cache
+def model(name):
+  config = convert.derive(GOLDEN / name)
+  return config, convert.load(GOLDEN / name, config)
+
+
+def valid(config):
+  frames_B = config.frames(SAMPLES)
+  return np.arange(config.frames(WAVE.shape[1])) < frames_B[:, None]
+
+
+@functools.cache
+def runner(name):
+  config, params = model(name)
+
+  @jax.jit
+  def run(wave_BT, valid_BL):
+    return config.build().apply({'params': params}, wave_BT, valid_BL)
+
+  return run
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_logits_are_those_of_pytorch(name):
+  config, _ = model(name)
+  real_BL = valid(config)
+  masked = runner(name)(WAVE, real_BL).logits_BLV
+  unmasked = runner(name)(WAVE, None).logits_BLV
+  np.testing.assert_allclose(
+    masked[real_BL], EXPECTED[f'{name}/masked'][real_BL], atol=1e-4
+  )
+  np.testing.assert_allclose(unmasked, EXPECTED[f'{name}/unmasked'], atol=1e-4)
+  # Otherwise the mask would not be tested.
+  assert np.abs(masked - unmasked)[real_BL].max() > 1e-2
+
+
+def test_padding_changes_a_row_only_in_the_group_variant():
+  differences = {}
+  for name in ('group', 'layer'):
+    config, _ = model(name)
+    padded = runner(name)(WAVE, valid(config)).logits_BLV[1]
+    frames = config.frames(int(SAMPLES[1]))
+    alone = runner(name)(WAVE[1:, : SAMPLES[1]], None).logits_BLV[0]
+    differences[name] = np.abs(padded[:frames] - alone).max()
+  assert differences['layer'] < 1e-4
+  assert differences['group'] > 1e-2
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_an_export_has_the_bytes_of_the_file(name, tmp_path):
+  config, params = model(name)
+  theirs = files.read(GOLDEN / name)
+  convert.save(tmp_path / 'new', params, config)
+  written = files.read(tmp_path / 'new')
+  normalised = [n for n in written if 'original' in n]
+  assert len(normalised) == 2
+  assert len(written) == len(theirs)
+  for key, array in written.items():
+    if key not in normalised:
+      assert array.tobytes() == theirs[key].tobytes()
+  # Of a kernel, many pairs of length and direction are possible: ours is the
+  # one that stays.
+  again = convert.load(tmp_path / 'new', config)
+  jax.tree.map(np.testing.assert_array_equal, again, params)
+  assert convert.derive(tmp_path / 'new') == config
+  convert.save(tmp_path / 'folded', params, config, folded=True)
+  again = convert.load(tmp_path / 'folded', config)
+  jax.tree.map(np.testing.assert_array_equal, again, params)
+
+
+def test_a_head_for_another_vocabulary_is_new():
+  config = convert.derive(GOLDEN / 'layer', vocab_size=5)
+  params = convert.load(GOLDEN / 'layer', config)
+  assert params['head']['kernel'].shape == (24, 5)
+  np.testing.assert_array_equal(
+    params['project']['kernel'], model('layer')[1]['project']['kernel']
+  )
+
+
+def test_another_architecture_is_refused(tmp_path):
+  folder = shutil.copytree(GOLDEN / 'layer', tmp_path / 'model')
+  fields = json.loads((folder / 'config.json').read_text())
+  (folder / 'config.json').write_text(json.dumps(fields | {'conv_bias': False}))
+  with pytest.raises(UserError, match='conv_bias=False'):
+    convert.derive(folder)
+
+
+def test_frames_are_those_of_the_published_formula():
+  config = wav2vec2.base()
+  samples = np.arange(400, 4000)
+  np.testing.assert_array_equal(
+    config.frames(samples), (samples - 400) // 320 + 1
+  )
+  assert config.samples(499) == 400 + 498 * 320
+
+
+def test_flops_of_xlsr_are_the_published_ones():
+  config = wav2vec2.xlsr_300m()
+  frames = config.frames(10 * wav2vec2.SAMPLE_RATE)
+  table = config.flops_table(frames)
+  total = flops.forward(config, frames)
+  assert total / 2e9 == pytest.approx(191.9, rel=0.01)
+  ffns = sum(parts.get('mlp', 0) for _, parts in table)
+  assert ffns / total == pytest.approx(0.52, abs=0.01)
+  assert flops.num_params(config) / 1e6 == pytest.approx(315.4, rel=0.001)
+
+
+def test_hidden_frames_become_one_vector():
+  config, params = model('layer')
+  masked_BL = (
+    jnp.zeros((2, config.frames(WAVE.shape[1])), bool).at[:, 3].set(True)
+  )
+  run = config.build().apply
+  hidden = run({'params': params}, WAVE, None, masked_BL).logits_BLV
+  # The vector matters where frames are hidden, and only there.
+  params = {**params, 'mask_embedding': params['mask_embedding'] + 1}
+  other = run({'params': params}, WAVE, None, masked_BL).logits_BLV
+  plain = run({'params': params}, WAVE).logits_BLV
+  np.testing.assert_allclose(plain, EXPECTED['layer/unmasked'], atol=1e-4)
+  assert np.abs(hidden - plain).max() > 1e-2
+  assert np.abs(hidden - other).max() > 1e-2

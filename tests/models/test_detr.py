@@ -1,0 +1,231 @@
+"""DETR: published FLOPs, padding, and what A-MoD and MoD route."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mod_jax import flops
+from mod_jax.layers import stack
+from mod_jax.layers.routing_config import VisionRoutingConfig
+from mod_jax.layers.stem import ConvStemConfig
+from mod_jax.models import detr
+from mod_jax.models.detr import DETRConfig
+
+AMOD = VisionRoutingConfig()
+MOD = VisionRoutingConfig(score='learned', gate='one_plus_tanh', router_std=0.2)
+TINY = DETRConfig(
+  image_size=(24, 32),
+  num_classes=4,
+  num_queries=6,
+  backbone=ConvStemConfig(width=4),
+  patch_size=2,
+  num_layers=2,
+  num_decoder_layers=2,
+  width=16,
+  num_heads=2,
+  mlp_dim=16,
+  dropout=0.0,
+)
+
+
+class TestPublishedFlops:
+  """In G multiply-accumulates, as the papers count them."""
+
+  @pytest.mark.parametrize(
+    ('routing', 'routed', 'giga'),
+    [
+      (None, ('encoder',), 10.745),
+      (AMOD, ('encoder', 'queries', 'memory'), 7.745),
+      (
+        VisionRoutingConfig(score='learned'),
+        ('encoder', 'queries', 'memory'),
+        7.746,
+      ),
+      # Readings that are not the paper's.
+      (AMOD, ('encoder', 'queries'), 7.945),
+      (AMOD, ('encoder',), 8.238),
+    ],
+  )
+  def test_transformer_at_850_tokens(self, routing, routed, giga):
+    config = DETRConfig(routing=routing, routed=routed)
+    assert config.grid == (25, 34)
+    assert round(config.transformer_macs / 1e9, 3) == giga
+
+  @pytest.mark.parametrize(('width', 'giga'), [(1066, 81.17), (1137, 86.70)])
+  def test_totals(self, width, giga):
+    config = DETRConfig(image_size=(800, width))
+    assert flops.forward(config) / 2e9 == pytest.approx(giga, rel=1e-3)
+
+  def test_both_readings_of_the_total_that_routing_leaves(self):
+    """The paper's 83.2 is not below 86.56 by what 850 tokens save."""
+    dense = DETRConfig(image_size=(800, 1137))
+    saved = {}
+    for width in (1066, 1137):
+      dense = DETRConfig(image_size=(800, width))
+      amod = dataclasses.replace(dense, routing=AMOD)
+      saved[width] = (flops.forward(dense) - flops.forward(amod)) / 2e9
+    assert 86.56 - saved[1066] == pytest.approx(83.56, abs=0.02)
+    assert 86.56 - saved[1137] == pytest.approx(83.34, abs=0.02)
+
+
+@functools.cache
+def images():
+  generator = np.random.default_rng(0)
+  return jnp.float32(generator.normal(size=(3, 24, 32, 3)))
+
+
+@functools.cache
+def ran(config, padded=False, **mode):
+  model = config.build(**mode)
+  variables = model.init(jax.random.key(1), config.example())
+  args = (jnp.array([[24, 32], [16, 32], [20, 24]]),) if padded else ()
+  return variables, jax.jit(
+    lambda v, x: model.apply(v, x, *args, mutable=['batch_stats'])[0]
+  )(variables, images())
+
+
+def routed(routing, **changes):
+  return dataclasses.replace(TINY, routing=routing, **changes)
+
+
+@pytest.mark.parametrize('routing', [None, AMOD, MOD], ids=['', 'amod', 'mod'])
+def test_padding_changes_nothing(routing):
+  """Of tokens that lie whole in the picture; the stem sees beyond the edge."""
+  config = routed(routing)
+  model = config.build()
+  variables, _ = ran(config)
+
+  @functools.partial(jax.jit, static_argnames='grid')
+  def transform(features, size, grid):
+    return model.apply(
+      variables, features, size, method=lambda m, x, s: m.detect(x, s, grid)
+    )
+
+  features = jax.random.normal(jax.random.key(2), (2, 4, 5, 16))
+  sizes = jnp.array([[16, 20], [16, 20]])
+  alone = transform(features, None, (16, 20))
+  wide = jnp.pad(features, ((0, 0), (0, 2), (0, 3), (0, 0)), constant_values=9)
+  padded = transform(wide, sizes, (24, 32))
+  np.testing.assert_allclose(padded.boxes_BQ4, alone.boxes_BQ4, atol=1e-5)
+  np.testing.assert_allclose(padded.logits_BQV, alone.logits_BQV, atol=1e-4)
+  unmasked = transform(wide, None, (24, 32))
+  assert jnp.abs(unmasked.logits_BQV - alone.logits_BQV).max() > 1e-2
+
+
+@pytest.mark.parametrize('score', ['attention', 'learned'])
+def test_all_tokens_are_the_dense_model(score):
+  routing = VisionRoutingConfig(
+    capacity=1.0, score=score, gate='one_plus_tanh', router_std=0.0
+  )
+  if score == 'attention':
+    routing = VisionRoutingConfig(capacity=1.0)
+  variables, _ = ran(TINY)
+  model = routed(routing)
+  own, _ = ran(model)
+  params = own['params'] | {
+    k: merged(own['params'][k], x) for k, x in variables['params'].items()
+  }
+  found = model.build().apply({**variables, 'params': params}, images())
+  wanted = TINY.build().apply(variables, images())
+  np.testing.assert_allclose(found.boxes_BQ4, wanted.boxes_BQ4, atol=1e-5)
+  half = routed(dataclasses.replace(routing, capacity=0.5))
+  other = half.build().apply({**variables, 'params': params}, images())
+  assert jnp.abs(other.boxes_BQ4 - wanted.boxes_BQ4).max() > 1e-3
+
+
+def merged(own, dense):
+  if not isinstance(own, dict):
+    return dense
+  return own | {name: merged(own[name], x) for name, x in dense.items()}
+
+
+class TestAMoD:
+  def test_memory_is_scored_by_the_attention_of_the_layer_before(self):
+    _, output = ran(routed(AMOD))
+    score_BS = output.aux[2]['source_attention']
+    np.testing.assert_allclose(score_BS.sum(axis=-1), 1, rtol=1e-5)
+    choice = stack.collect(output.aux, 'source_router')['block_3']
+    np.testing.assert_array_equal(choice.score_BL, score_BS)
+    best = np.sort(np.argsort(-score_BS, axis=-1)[:, :24], axis=-1)
+    chosen = np.nonzero(np.asarray(choice.chosen_BL))[1].reshape(3, 24)
+    np.testing.assert_array_equal(chosen, best)
+
+  def test_the_second_decoder_layer_takes_the_same_queries(self):
+    """Their content is zero in the layer that scores them."""
+    _, output = ran(routed(AMOD))
+    encoder, queries = (x.chosen_BL for x in output.routing)
+    assert (queries == queries[0]).all()
+    assert queries.sum(axis=-1).tolist() == [3] * 3
+    assert not (encoder == encoder[0]).all()
+    # A router, which sees what the queries have read, chooses by picture.
+    _, output = ran(routed(MOD))
+    assert not (
+      output.routing[1].score_BL == output.routing[1].score_BL[0]
+    ).all()
+
+  def test_padding_is_never_chosen(self):
+    _, output = ran(routed(AMOD), padded=True)
+    chosen = (
+      output.routing[0].chosen_BL,
+      output.aux[3]['source_router'].chosen_BL,
+    )
+    for chosen_BL in chosen:
+      grid_BHW = np.asarray(chosen_BL).reshape(3, 6, 8)
+      assert not grid_BHW[1, 4:].any()
+      assert not grid_BHW[2, 5:].any()
+      assert not grid_BHW[2, :, 6:].any()
+      # Half of each picture's own tokens.
+      assert grid_BHW.sum(axis=(1, 2)).tolist() == [24, 16, 15]
+
+
+def test_routers_get_a_gradient():
+  config = routed(MOD)
+  variables, _ = ran(config)
+  model = config.build()
+
+  @jax.jit
+  @jax.grad
+  def gradient(params):
+    output = model.apply({**variables, 'params': params}, images())
+    return (output.boxes_BQ4**2).sum() + (output.logits_BQV**2).sum()
+
+  found = gradient(variables['params'])
+  kernels = [
+    jax.tree.leaves(x)[0]
+    for x in (
+      found['encoder']['block_1']['router'],
+      found['decoder']['block_1']['router'],
+      found['decoder']['block_1']['source'],
+    )
+  ]
+  for kernel in kernels:
+    assert jnp.abs(kernel).max() > 1e-6
+
+
+def test_earlier_layers_share_the_heads_in_training():
+  _, output = ran(routed(AMOD), train=True)
+  logits_BNQV, boxes_BNQ4 = output.earlier
+  assert logits_BNQV.shape == (3, 1, 6, 5)
+  assert boxes_BNQ4.shape == (3, 1, 6, 4)
+  assert ran(TINY)[1].earlier is None
+
+
+def test_places_of_a_padded_picture():
+  """The last row and column are 2π, whatever the padding."""
+  valid_BHW = np.zeros((1, 5, 7), bool)
+  valid_BHW[:, :3, :4] = True
+  found = detr.sine_places(jnp.asarray(valid_BHW), 8)
+  wanted = detr.sine_places(jnp.ones((1, 3, 4), bool), 8)
+  np.testing.assert_allclose(found[:, :3, :4], wanted, atol=1e-6)
+  row, column = np.pi * 2 / 3, np.pi * 2 / 4
+  first = [
+    f(x * scale)
+    for x in (row, column)
+    for scale in (1, 0.01)
+    for f in (np.sin, np.cos)
+  ]
+  np.testing.assert_allclose(wanted[0, 0, 0], first, atol=1e-5)
