@@ -108,8 +108,10 @@ def _weight_flops(config, length, row, parts) -> dict[str, int]:
     prefix = f'layers/block_{i % stack.period}'
   tokens = config.tokens_per_block(*_arguments(config, length))[i]
   counts = {}
-  for name, slot in stack.layers[i].block.slots.items():
-    counts |= slot.weight_flops(f'{prefix}/{name}', tokens)
+  block = stack.layers[i].block
+  for name, slot in block.slots.items():
+    left = block.left(tokens) if name == 'mlp' else tokens
+    counts |= slot.weight_flops(f'{prefix}/{name}', left)
   return counts
 
 

@@ -13,6 +13,7 @@ processes. Variants:
 * `mod`: likewise, by a learnt router;
 * `dynamic`: prediction heads drop 30% of the patches three times; the frozen
   dense model is the teacher;
+* `tome`: each block merges 24 pairs of similar tokens;
 * `isoflop`: as many of the dense model's first blocks as cost what A-MoD does;
 * `tiny`: the dense model in seconds, for tests; also `amod_tiny`.
 
@@ -25,6 +26,7 @@ import dataclasses
 from mod_jax import config as config_lib
 from mod_jax.data.images import ImageDataConfig
 from mod_jax.data.scenes import SceneConfig
+from mod_jax.layers.reduction import ToMe
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.vit import ViTConfig
 from mod_jax.runs.run_config import EvaluationConfig, TrainConfig
@@ -85,6 +87,11 @@ def dynamic() -> ExperimentConfig:
   return adapted(digits.dynamic(), model)
 
 
+def reduced(name: str, reduction) -> ExperimentConfig:
+  model = dataclasses.replace(BACKBONE, reduction=reduction)
+  return dataclasses.replace(adapted(digits.isoflop(), model), name=name)
+
+
 def isoflop() -> ExperimentConfig:
   model = dataclasses.replace(BACKBONE, routing=digits.AMOD).isoflop_twin()
   return adapted(digits.isoflop(), model)
@@ -105,6 +112,7 @@ VARIANTS = {
   'amod': lambda: routed('digits_amod', digits.AMOD),
   'mod': lambda: routed('digits_mod', digits.MOD),
   'dynamic': dynamic,
+  'tome': lambda: reduced('scenes_tome', ToMe(r=24)),
   'isoflop': isoflop,
   'tiny': lambda: tiny(dense()),
   'amod_tiny': lambda: tiny(routed('digits_amod', digits.AMOD)),

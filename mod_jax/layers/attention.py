@@ -125,12 +125,16 @@ class BlockOutput:
     cache: the cache with the tokens added; None without a cache.
     aux: further results by kind. `attention`, if requested, is float32
       score_BL, the attention that each token received; each row sums to 1. The
-      other kinds come from the slots, as dictionaries by slot name.
+      other kinds come from the slots, as dictionaries by slot name. A block
+      that reduces tokens adds `merged_into`, its place map.
+    reduced: the tokens that the update belongs to, if they are not those that
+      came in; None if they are.
   """
 
   update_BLD: jax.Array
   cache: KVCache | None = None
   aux: dict[str, Any] = flax.struct.field(default_factory=dict)
+  reduced: Any = None
 
 
 # A token's score is the attention that it receives, averaged over heads: `mean`
@@ -150,6 +154,8 @@ class Attention(nn.Module):
   dtype: str = dataclasses.field(default='float32', kw_only=True)
   score: Score | None = None  # Content of `aux['attention']`; None to omit it.
   mode: Mode = Mode()
+  # Whether `aux['keys']` has float32 key_BLC, averaged over heads.
+  tells_keys: bool = dataclasses.field(default=False, kw_only=True)
 
   @nn.compact
   def __call__(
@@ -212,6 +218,8 @@ class Attention(nn.Module):
     )
     self.sow('intermediates', 'queries', q_BLHC)
     self.sow('intermediates', 'keys', k_BLGC)
+    if self.tells_keys:
+      aux['keys'] = k_BLGC.mean(axis=2, dtype=jnp.float32)
     with jax.named_scope('attend'):  # For profiles.
       if source is not None and self.score == 'mean':
         out_BLHC, aux['attention'] = _scored_over(
@@ -223,6 +231,8 @@ class Attention(nn.Module):
         out_BLHC = masked_attention(q_BLHC, k_BLGC, v_BLGC, info.keep_BL)
         if self.score == 'mean':
           aux['attention'] = _masked_score(q_BLHC, k_BLGC, info.keep_BL)
+      elif info.size_BL is not None:
+        out_BLHC = _proportional(q_BLHC, k_BLGC, v_BLGC, info.size_BL)
       elif self.score == 'mean':
         out_BLHC, aux['attention'] = _scored(q_BLHC, k_BLGC, v_BLGC, info)
       elif cache is None:
@@ -321,6 +331,15 @@ def _masked_score(q_BLHC, k_BLHC, keep_BL):
   )
   total_B1 = column_BS.sum(axis=-1, keepdims=True)
   return column_BS / jnp.where(total_B1 > 0, total_B1, 1)
+
+
+def _proportional(q_BLHC, k_BLGC, v_BLGC, size_BL):
+  """Returns out_BLHC of attention that counts a key `size` times.
+
+  Not by the kernels, which take no bias.
+  """
+  bias_BHLS = jnp.log(size_BL)[:, None, None]
+  return jax.nn.dot_product_attention(q_BLHC, k_BLGC, v_BLGC, bias_BHLS)
 
 
 # Caches with fewer slots than this are cheap enough to read whole.

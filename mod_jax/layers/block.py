@@ -20,6 +20,7 @@ from mod_jax.layers.attention import (
 )
 from mod_jax.layers.cache import KVCache
 from mod_jax.layers.mode import Mode
+from mod_jax.layers.reduction import BlockReduction
 from mod_jax.layers.slots import Slot
 from mod_jax.layers.token_info import TokenInfo
 
@@ -31,6 +32,8 @@ class BlockConfig:
   # None for none.
   cross_attention: AttentionConfig | None = None
   mlp: Slot  # The feed-forward.
+  # Leaves fewer tokens after the attention; None for all.
+  reduction: BlockReduction | None = None
   norm: Literal['rms', 'layer'] = 'rms'
   # Where the norms are: `pre`, on the input of attention and feed-forward; or
   # `post`, on the sum of input and result (Vaswani et al. 2017). Then the
@@ -75,11 +78,22 @@ class BlockConfig:
       )
     return dataclasses.replace(self, **changed)
 
+  def left(self, tokens: int) -> int:
+    """Returns how many tokens are left after the attention, of a sequence's."""
+    return tokens if self.reduction is None else tokens - self.reduction.count
+
   def flops(
     self, tokens: int, *, source_tokens: int | None = None, **kwargs
   ) -> dict[str, int]:
     """Returns forward FLOPs by part; keywords as in `AttentionConfig.flops`."""
-    counts = [self.attention.flops(tokens, **kwargs), self.mlp.flops(tokens)]
+    left = self.left(tokens)
+    counts = [self.attention.flops(tokens, **kwargs), self.mlp.flops(left)]
+    if self.reduction is not None:
+      merge = self.reduction.kind.flops(
+        *(tokens, self.reduction.count),
+        *(self.attention.width, self.attention.head_dim),
+      )
+      counts.append({'merge': merge})
     if self.cross_attention is not None:
       require(
         source_tokens is not None,
@@ -87,7 +101,7 @@ class BlockConfig:
         source_tokens=source_tokens,
       )
       counts.append(
-        self.cross_attention.flops(tokens, source_tokens=source_tokens)
+        self.cross_attention.flops(left, source_tokens=source_tokens)
       )
     return dict(sum(map(collections.Counter, counts), collections.Counter()))
 
@@ -120,10 +134,15 @@ class Block(nn.Module):
   ) -> BlockOutput:
     """Returns update, cache and aux; arguments are those of `Attention`."""
     config = self.config
+    reduction, reduced, score, evidence = config.reduction, None, self.score, ''
+    if reduction is not None:
+      evidence = reduction.kind.evidence
+      score = 'first' if evidence == 'attention' else score
 
     def attention(name, score=None):
       return Attention(
         *(getattr(config, name), score, self.mode),
+        tells_keys=evidence == 'keys',
         dtype=config.dtype,
         name=name,
       )
@@ -136,7 +155,7 @@ class Block(nn.Module):
 
     parts = {
       'attention': functools.partial(
-        attention('attention', self.score), cache=cache, rows_B=rows_B
+        attention('attention', score), cache=cache, rows_B=rows_B
       )
     }
     if config.cross_attention is not None:
@@ -160,6 +179,12 @@ class Block(nn.Module):
       y_BLD = y_BLD + updates[-1]
       if not pre_norm:
         y_BLD = norm(y_BLD)
+      if name == 'attention' and reduction is not None:
+        reduced = reduction.run(y_BLD, info, output.aux.pop(evidence))
+        aux['merged_into'] = reduced.place_BL
+        # What follows updates these tokens instead of those of the block.
+        x_BLD = y_BLD = reduced.x_BKD
+        info, updates = reduced.info, []
       cache = output.cache if cache is None else cache
       for kind, value in output.aux.items():
         if isinstance(value, dict):  # By the names of slots.
@@ -171,7 +196,7 @@ class Block(nn.Module):
           of_source = kind == 'attention' and name == 'cross_attention'
           aux['source_attention' if of_source else kind] = value
     update_BLD = sum(updates[1:], updates[0]) if pre_norm else y_BLD - x_BLD
-    return BlockOutput(update_BLD, cache, aux)
+    return BlockOutput(update_BLD, cache, aux, reduced)
 
   def _residual(self, update_BLD):
     """Scales an update, and drops elements, or all for some sequences."""

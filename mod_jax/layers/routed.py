@@ -22,17 +22,13 @@ from mod_jax.layers.block import Block, BlockConfig
 from mod_jax.layers.cache import KVCache
 from mod_jax.layers.mode import Mode
 from mod_jax.layers.routing_config import RoutingConfig
-from mod_jax.layers.rules import Routing
+from mod_jax.layers.rules import SELECTION_NAME, Routing
 from mod_jax.layers.scores import RouterWeights
 from mod_jax.layers.token_info import Source, TokenInfo
 
 # In generation, inputs of at most this length skip rows without a chosen token.
 # In longer inputs nearly every row has one.
 _SHORT = 16
-
-# Checkpoint name of the chosen indices. Rematerialisation saves them, because a
-# recomputed top-k may choose other tokens.
-SELECTION_NAME = 'mod_selection'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,11 +100,13 @@ class LayerOutput:
     cache: the cache with the tokens added; None without a cache.
     aux: that of `BlockOutput`; a routed layer adds `router`, a `Routing`, and
       one that chooses what to read `source_router`, likewise.
+    info: facts about the tokens, if a reduction left others; None if not.
   """
 
   x_BLD: jax.Array
   cache: KVCache | None = None
   aux: dict[str, Any] = flax.struct.field(default_factory=dict)
+  info: TokenInfo | None = None
 
 
 class Predictor(nn.Module):
@@ -230,8 +228,11 @@ class Layer(nn.Module):
       info = info.replace(source=source)
     if config.routing is None:
       output = block(x_BLD, info, cache)
-      aux = output.aux | source_aux
-      return LayerOutput(x_BLD + output.update_BLD, output.cache, aux)
+      reduced, info = output.reduced, None
+      if reduced is not None:
+        x_BLD, info = reduced.x_BKD, reduced.info
+      x_BLD = x_BLD + output.update_BLD
+      return LayerOutput(x_BLD, output.cache, output.aux | source_aux, info)
 
     length = x_BLD.shape[1]
     mode, capacity = self.mode.routing, config.capacity

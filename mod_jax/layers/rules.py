@@ -11,6 +11,10 @@ import jax.numpy as jnp
 from mod_jax import config as config_lib
 from mod_jax.layers.scores import Score
 
+# Checkpoint name of the chosen indices. Rematerialisation saves them, because a
+# recomputed top-k may choose other tokens.
+SELECTION_NAME = 'mod_selection'
+
 
 @flax.struct.dataclass
 class Routing:

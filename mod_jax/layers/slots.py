@@ -49,8 +49,9 @@ class Slot(abc.ABC):
     Returns:
       y [B, L, …], and aux by kind, which losses, metrics and pictures read by
       `stack.collect`. The kinds `router`, `attention`, `adaptive`, `experts`,
-      `features` and `captured` are reserved. Other kinds are up to the task's
-      loss: see `Task.loss`, and `tasks/adaptive.py` for one that reads aux.
+      `features`, `captured` and `merged_into` are reserved. Other kinds are
+      up to the task's loss: see `Task.loss`, and `tasks/adaptive.py` for one
+      that reads aux.
     """
 
   @abc.abstractmethod

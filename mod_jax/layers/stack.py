@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from mod_jax import parallel
 from mod_jax.errors import require
-from mod_jax.layers import routed
+from mod_jax.layers import rules
 from mod_jax.layers.acm import AdaptiveConfig
 from mod_jax.layers.block import BlockConfig
 from mod_jax.layers.cache import KVCache
@@ -81,9 +81,19 @@ class StackConfig:
         return scorer.router()
     return None
 
+  def lengths(self, length: int) -> tuple[int, ...]:
+    """Returns how many tokens reach each layer, and how many are left."""
+    lengths = [length]
+    for layer in self.layers:
+      lengths.append(layer.block.left(lengths[-1]))
+    return tuple(lengths)
+
   def tokens_per_block(self, length: int) -> tuple[int, ...]:
     """Returns how many of a sequence's tokens each block processes."""
-    return tuple(layer.tokens(length) for layer in self.layers)
+    return tuple(
+      layer.tokens(left)
+      for layer, left in zip(self.layers, self.lengths(length), strict=False)
+    )
 
   def flops_table(
     self, length: int, **kwargs
@@ -95,9 +105,11 @@ class StackConfig:
     return [
       (
         f'block_{i}' if layer.routing is None else f'block_{i} (routed)',
-        layer.flops(length, **kwargs),
+        layer.flops(left, **kwargs),
       )
-      for i, layer in enumerate(self.layers)
+      for i, (layer, left) in enumerate(
+        zip(self.layers, self.lengths(length), strict=False)
+      )
     ]
 
   def caches(
@@ -193,7 +205,7 @@ def remat(module: type[nn.Module], kind: Remat, *, scanned: bool = False):
   if kind == 'none':
     return module
   policies = jax.checkpoint_policies
-  names = [routed.SELECTION_NAME]
+  names = [rules.SELECTION_NAME]
   if kind != 'full':
     names.append(RESIDUALS)
   policy = policies.save_only_these_names(*names)
@@ -267,6 +279,7 @@ class Group(nn.Module):
       cache = None if caches is None else caches[i]
       output = self.step(i, x_BLD, info, score_BL, cache, router)
       x_BLD, score_BL = output.x_BLD, output.aux.get('attention')
+      info = info if output.info is None else output.info
       aux = output.aux
       if info.source is not None:
         score_BS = aux.get('source_attention')

@@ -55,6 +55,8 @@ class TokenInfo:
       with; None if all of its tokens are present, in order.
     count_B: int32 number of tokens by which each row gets slots of experts;
       None for its number of valid tokens.
+    size_BL: number of tokens that each one stands for, which attention counts;
+      None for 1.
     place_BLD: position embedding that each attention adds to what its queries
       and keys are made of, but not its values (Carion et al. 2020); None if
       positions are in the features, or rotate them.
@@ -68,6 +70,7 @@ class TokenInfo:
   keep_BL: jax.Array | None = None
   index_BL: jax.Array | None = None
   count_B: jax.Array | None = None
+  size_BL: jax.Array | None = None
   place_BLD: jax.Array | None = None
   source: Source | None = None
 

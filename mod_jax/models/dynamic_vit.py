@@ -72,6 +72,12 @@ class DynamicViTConfig:
         ' another score',
         'score',
       )
+    check(
+      self.backbone.reduction is None,
+      'backbone.reduction=None, since patches of which some were merged cannot'
+      ' be dropped',
+      'stages',
+    )
     # Attention must be of the same tokens that are chosen by it.
     routed = [c is not None for c in self.capacities]
     by_class = self.score == 'class_attention'

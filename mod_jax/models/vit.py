@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from mod_jax import config as config_lib
 from mod_jax import parallel
+from mod_jax import routing as routing_lib
 from mod_jax.errors import require
 from mod_jax.layers import dense
 from mod_jax.layers import stack as stack_lib
@@ -23,6 +24,7 @@ from mod_jax.layers.experts import ExpertsConfig
 from mod_jax.layers.lora import LoRAConfig
 from mod_jax.layers.mlp import MLPConfig
 from mod_jax.layers.mode import Mode
+from mod_jax.layers.reduction import Reduction
 from mod_jax.layers.routed import LayerOutput
 from mod_jax.layers.routing_config import VisionRoutingConfig
 from mod_jax.layers.slots import Slot
@@ -62,6 +64,7 @@ class ViTConfig(StackedConfig):
   # Probability in training that an image skips the last block's updates; it
   # rises linearly from 0 at the first block.
   stochastic_depth: config_lib.BelowOne = 0.0
+  reduction: Reduction | None = None  # Blocks leave fewer tokens; None = all.
   routing: VisionRoutingConfig | None = None  # None = no routed blocks.
   experts: ExpertsConfig | None = None  # Mixtures of experts; None = none.
   adaptive: AdaptiveConfig | None = None  # Adaptive modules; None = none.
@@ -87,6 +90,13 @@ class ViTConfig(StackedConfig):
       'an even number, since the convolutional stem halves the image first',
       'patch_size',
     )
+    for name in ('routing', 'experts', 'adaptive'):
+      check(
+        self.reduction is None or getattr(self, name) is None,
+        f'{name}=None, since tokens that were merged are no patches of which'
+        ' some are chosen; or no reduction',
+        *('reduction', name),
+      )
     _ = self.stack  # Raises if routing and so on do not fit the layers.
 
   @functools.cached_property
@@ -117,18 +127,18 @@ class ViTConfig(StackedConfig):
   @functools.cached_property
   def stack(self) -> StackConfig:
     """The layers."""
-    return StackConfig(
-      layers=stack_lib.layer_configs(
-        self.block,
-        self.num_layers,
-        self.routing,
-        experts=self.experts,
-        adaptive=self.adaptive,
-        lora=self.lora,
-        stochastic_depth=self.stochastic_depth,
-      ),
-      remat=self.remat,
+    layers = stack_lib.layer_configs(
+      self.block,
+      self.num_layers,
+      self.routing,
+      experts=self.experts,
+      adaptive=self.adaptive,
+      lora=self.lora,
+      stochastic_depth=self.stochastic_depth,
     )
+    if self.reduction is not None:
+      layers = self.reduction.adapt(layers, self.num_tokens, self.num_prefix)
+    return StackConfig(layers=layers, remat=self.remat)
 
   @property
   def grid(self) -> int:
@@ -156,6 +166,10 @@ class ViTConfig(StackedConfig):
     """Returns the module; keywords are fields of `Mode`."""
     return ViT(self, Mode(**kwargs))
 
+  def dense_twin(self) -> 'ViTConfig':
+    """Returns the same model without any of its parts."""
+    return dataclasses.replace(super().dense_twin(), reduction=None)
+
   def isoflop_twin(self, num_layers: int | None = None) -> 'ViTConfig':
     """Returns a shallower dense model; by default of about the same FLOPs."""
     if num_layers is not None:
@@ -175,7 +189,9 @@ class ViTConfig(StackedConfig):
   def block_flops(self, layer: int, tokens: int) -> dict[str, int]:
     """Returns a block's forward FLOPs by part, norms included."""
     block = self.stack.layers[layer]
-    norms = 2 * norm_flops(block.tokens(tokens), self.width)
+    # The second norm is of the tokens that are left after the attention.
+    reached = block.tokens(tokens)
+    norms = norm_flops(reached + block.block.left(reached), self.width)
     return dict(Counter(block.flops(tokens)) + Counter(norm=norms))
 
   def embed_flops(self) -> dict[str, int]:
@@ -200,13 +216,16 @@ class ViTConfig(StackedConfig):
     The parts `norm` count only in published tables: see `flops`.
     """
     blocks = self.stack.flops_table(self.num_tokens)
+    *lengths, left = self.stack.lengths(self.num_tokens)
     return [
       ('embed', self.embed_flops()),
       *(
-        (name, self.block_flops(i, self.num_tokens))
-        for i, (name, _) in enumerate(blocks)
+        (name, self.block_flops(i, length))
+        for i, ((name, _), length) in enumerate(
+          zip(blocks, lengths, strict=True)
+        )
       ),
-      ('head', self.head_flops(self.num_patches)),
+      ('head', self.head_flops(left - self.num_prefix)),
     ]
 
 
@@ -225,13 +244,23 @@ class ViTOutput(StackedOutput):
 
   Attributes:
     logits_BV: float32 logits of the classes.
-    features_BLD: all tokens after the last norm, the class token first.
+    features_BLD: the tokens after the last norm, the class token first.
     aux: aux of each layer, by kind; see `stack.collect`.
   """
 
   logits_BV: jax.Array
   features_BLD: jax.Array
   aux: tuple[dict[str, Any], ...] = ()
+
+  @property
+  def places(self) -> dict[str, jax.Array]:
+    """By block that reduces tokens, which one then holds each of the image's.
+
+    int32 place_BL; after the last one they are indices of `features_BLD`.
+    """
+    maps = stack_lib.collect(self.aux, 'merged_into')
+    traced = routing_lib.trace(maps.values())
+    return dict(zip(maps, traced, strict=True))
 
 
 class ViT(nn.Module):

@@ -14,7 +14,9 @@ from mod_jax.pretrained.load import Run, about
 from mod_jax.tasks.experiment import ExperimentConfig
 
 # Fields of a model that are kept when it takes over pretrained weights.
-_OWN = ('routing', 'experts', 'adaptive', 'lora', 'dtype', 'remat')
+_OWN = (
+  *('routing', 'experts', 'adaptive', 'reduction', 'lora', 'dtype', 'remat'),
+)
 
 
 def images(

@@ -34,6 +34,7 @@ _READERS = {'huggingface': 'transformers', 'timm': 'timm', 'peft': 'PEFT'}
 # Fields of configs for features that other libraries lack.
 _OURS = {
   'routing': 'routed blocks',
+  'reduction': 'blocks that leave fewer tokens',
   'feed_forward': 'feed-forward slots of its own',
   'adaptive': 'learners',
   'experts': 'experts',

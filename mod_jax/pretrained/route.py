@@ -11,6 +11,7 @@ import jax
 from mod_jax import config as config_lib
 from mod_jax import trees
 from mod_jax.errors import UserError
+from mod_jax.layers.reduction import ToMe
 from mod_jax.layers.routing_config import (
   LIKE_DENSE,
   MoDConfig,
@@ -24,7 +25,7 @@ from mod_jax.tasks import make_task
 from mod_jax.tasks.images import Images
 from mod_jax.tasks.language import Language
 
-Method = Literal['amod', 'mod', 'dynamic', 'acm']
+Method = Literal['amod', 'mod', 'dynamic', 'tome', 'acm']
 
 
 def route(
@@ -38,21 +39,22 @@ def route(
   """Returns a routed model with the weights of a dense one.
 
   Added parameters (routers, prediction heads, learners) are newly initialised.
-  So the model should be trained before use, except with A-MoD, which adds none:
-  export the result, and give that folder as `init` of a run.
+  So the model should be trained before use, except with A-MoD and ToMe, which
+  add none: export the result, and give that folder as `init` of a run.
 
   Args:
     pretrained: the dense model, or a path as `load` takes it.
     method: `amod` routes an image's tokens by attention, without parameters;
       `mod` by a learned router, also in language models; `dynamic` drops
-      patches by prediction heads (DynamicViT); `acm` splits layers into
-      learners.
+      patches by prediction heads (DynamicViT); `tome` merges similar tokens
+      (ToMe), also untrained; `acm` splits layers into learners.
     capacity: fraction of the tokens that a routed block processes or, with
       `dynamic`, that each stage keeps; None for the method's default. `acm` has
-      no capacity: it is trained for a budget.
+      no capacity: it is trained for a budget; nor has `tome`: it merges `r`
+      pairs in each block.
     key: initialises the new parameters; None for `jax.random.key(0)`.
     **fields: fields of the method's config: `VisionRoutingConfig` or
-      `MoDConfig`, `DynamicViTConfig`, `AdaptiveConfig`.
+      `MoDConfig`, `DynamicViTConfig`, `ToMe`, `AdaptiveConfig`.
 
   Raises:
     UserError: the model is not dense, does not support the method, or a field
@@ -64,9 +66,15 @@ def route(
       'route: this model is conditional already; give a dense one, such as the'
       ' run that it was made from.'
     )
-  methods = {'amod': _amod, 'mod': _mod, 'dynamic': _dynamic, 'acm': _acm}
+  methods = {
+    'amod': _amod,
+    'mod': _mod,
+    'dynamic': _dynamic,
+    'tome': _tome,
+    'acm': _acm,
+  }
   make = config_lib.choose(method, methods, 'method')
-  if isinstance(run.config, LMConfig) and method in ('amod', 'dynamic'):
+  if isinstance(run.config, LMConfig) and method not in ('mod', 'acm'):
     raise UserError(
       f"method={method!r} is for vision transformers: take 'mod' or 'acm' for a"
       ' language model.'
@@ -109,6 +117,17 @@ def _dynamic(config, variables, key, fields):
     DynamicViTConfig(backbone=config, stages=stages), fields
   )
   return model, _completed(model, config, variables, key)
+
+
+def _tome(config, variables, key, fields):
+  del key
+  if 'capacity' in fields:
+    raise UserError(
+      f"capacity={fields['capacity']} and method='tome': it merges a number of"
+      ' tokens in each block; give r=8 instead.'
+    )
+  reduction = config_lib.replace(ToMe(), fields)
+  return dataclasses.replace(config, reduction=reduction), variables
 
 
 def _acm(config, variables, key, fields):

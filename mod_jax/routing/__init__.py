@@ -6,6 +6,7 @@ They work on `[B, L]` scores and static counts:
 * `gates`: factor on the update of a chosen token, by its score;
 * `dispatch`: moves of tokens to the experts that they chose, and back;
 * `controls`: scores that ignore the tokens;
+* `merging`: tokens that become one;
 * `schedules`: capacity over depth and over training;
 * `thresholds`: the moving average of the k-th score.
 """
@@ -17,6 +18,7 @@ from mod_jax.routing.controls import (
 )
 from mod_jax.routing.dispatch import give_slots, inverse, take
 from mod_jax.routing.gates import GATES, gate
+from mod_jax.routing.merging import match_tokens, merge_means, trace
 from mod_jax.routing.schedules import (
   capacity_floor,
   layer_capacities,
@@ -49,7 +51,9 @@ __all__ = (
   'inverse',
   'layer_capacities',
   'mark_tokens',
+  'match_tokens',
   'mean_of_rows',
+  'merge_means',
   'num_chosen',
   'scatter_add_tokens',
   'select_decided',
@@ -58,4 +62,5 @@ __all__ = (
   'shifted_cosine',
   'stride_scores',
   'take',
+  'trace',
 )

@@ -168,8 +168,8 @@ def _parts(model) -> list[str]:
     inner, parts = 'model.backbone.', ['model.stages']
   return parts + [
     inner + name
-    for name in ('routing', 'adaptive')
-    if getattr(model, name) is not None
+    for name in ('reduction', 'routing', 'adaptive')
+    if getattr(model, name, None) is not None
   ]
 
 

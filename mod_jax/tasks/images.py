@@ -31,6 +31,10 @@ _NAMED = 10  # Number of classes to list when training starts.
 _ROWS = 'rows'  # Of what is kept of every held-out image.
 
 
+def _number(block: str) -> int:
+  return int(block.removeprefix('block_'))
+
+
 class Images(Modality):
   """Classification of images into one of several classes."""
 
@@ -320,7 +324,26 @@ class Images(Modality):
       if pruned:
         kept_SN, count = self._kept(task, *variables)
         return figures | self._draw_stages(*examples, kept_SN, count)
-      return figures | self._draw_attention(shown_BHWC[0], intermediates)
+      if output.places:
+        figures['merged'] = self._draw_merged(*examples)
+      return figures | self._draw_attention(
+        shown_BHWC[0], intermediates, output.places
+      )
+
+  def _draw_merged(self, shown_BHWC, labels, output):
+    # A few blocks are enough to see how the tokens become fewer.
+    names = list(output.places)
+    spread = np.linspace(0, len(names) - 1, min(4, len(names)))
+    names = [names[round(x)] for x in spread]
+    place_RBL = np.stack([output.places[name] for name in names])
+    return viz.merged_patches(
+      shown_BHWC,
+      place_RBL[..., self._backbone.num_prefix :],
+      layers=[_number(name) for name in names],
+      grid=self._grid,
+      labels=labels,
+      title='Which patches are one token after a block',
+    )
 
   def _draw_routing(self, shown_BHWC, labels, output):
     model = self.config.model
@@ -400,7 +423,7 @@ class Images(Modality):
       ),
     }
 
-  def _draw_attention(self, image_HWC, intermediates):
+  def _draw_attention(self, image_HWC, intermediates, places):
     model = self.config.model
     routed = [i for i, c in enumerate(model.capacities) if c is not None]
     # Draw the maps of dense blocks just before routed ones, which may be routed
@@ -418,7 +441,10 @@ class Images(Modality):
       weight_BHQS = attention_map(
         attention['queries'][0][:1], attention['keys'][0][:1]
       )
-      maps_RHL.append(np.asarray(weight_BHQS[0].mean(axis=1)))
+      map_HL = np.asarray(weight_BHQS[0].mean(axis=1))
+      # A patch that was merged gets what its token gets.
+      before = [places[name] for name in places if _number(name) < layer]
+      maps_RHL.append(map_HL[:, before[-1][0]] if before else map_HL)
     figure = viz.attention_maps(
       image_HWC,
       np.stack(maps_RHL)[:, :, model.num_prefix :],

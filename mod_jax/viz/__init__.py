@@ -18,7 +18,7 @@ _NAMES = {
   'files': 'save',
   'glyphs': 'display_piece',
   'images': 'attention_maps compute_extremes keep_probability load_map'
-  ' patch_maps token_stages',
+  ' merged_patches patch_maps token_stages',
   'maps': 'routing_map token_load',
   'scatter': 'accuracy_flops engagement importance_scatter isoflop seed_dots',
   'style': 'RULES RuleStyle rule_style',

@@ -75,6 +75,62 @@ def token_stages(
   return _masked(images_BHWC, kept_SBL, grid, above, labels, title, subtitle)
 
 
+def merged_patches(
+  images_BHWC,
+  place_RBL,
+  *,
+  layers: Sequence[int],
+  grid: tuple[int, int],
+  labels: Sequence[str] = (),
+  title: str = 'The patches that were merged',
+) -> Figure:
+  """Draws which patches are one token after each block, a row per image.
+
+  Patches of equal `place_RBL` are one token: all of them have the mean colour
+  of their pixels, and lines are drawn between different tokens.
+  """
+  images_BHWC = np.asarray(images_BHWC)
+  place_BRL = np.moveaxis(np.asarray(place_RBL), 0, 1)
+  body, axes_B, start_C = image_grid(
+    [
+      [[(image, {})], *([(_mosaic(image, p_L, grid), {})] for p_L in place_RL)]
+      for image, place_RL in zip(images_BHWC, place_BRL, strict=True)
+    ],
+    grid,
+    title=title,
+    subtitle='Patches of one colour without a line between them are one token.'
+    ' White lines: different tokens meet.',
+    above=[['image', *(f'after block {layer}' for layer in layers)]],
+    below=[
+      ['', *(f'tokens: {len(np.unique(p_L))}' for p_L in place_RL)]
+      for place_RL in place_BRL
+    ],
+    labels=labels,
+    aspect=patch_aspect(images_BHWC[0], grid),
+  )
+  for axes, place_RL in zip(axes_B, place_BRL, strict=True):
+    for start, place_L in zip(start_C[1:], place_RL, strict=True):
+      place_YX = place_L.reshape(grid)
+      y_N, x_N = np.nonzero(np.diff(place_YX, axis=1))
+      down_N4 = np.stack([x_N + 1, y_N, x_N + 1, y_N + 1], axis=-1)
+      y_N, x_N = np.nonzero(np.diff(place_YX, axis=0))
+      across_N4 = np.stack([x_N, y_N + 1, x_N + 1, y_N + 1], axis=-1)
+      lines_N22 = np.concatenate([down_N4, across_N4]).reshape(-1, 2, 2)
+      look = {'colors': 'white', 'linewidths': 0.5, 'gid': 'between'}
+      lines = LineCollection(lines_N22 + (start, 0), **look)
+      axes.add_collection(lines, autolim=False)
+  return body.get_figure(root=True)
+
+
+def _mosaic(image_HWC, place_L, grid):
+  """Returns the image with the pixels of each token replaced by their mean."""
+  place_HW = over_pixels(place_L, grid, image_HWC)[..., 0]
+  mean_HWC = np.empty_like(image_HWC)
+  for place in np.unique(place_L):
+    mean_HWC[place_HW == place] = image_HWC[place_HW == place].mean(axis=0)
+  return mean_HWC
+
+
 def attention_maps(
   image_HWC,
   maps_RHL,

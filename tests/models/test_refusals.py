@@ -14,6 +14,7 @@ from mod_jax.errors import UserError
 from mod_jax.layers.acm import FFNS, AdaptiveConfig
 from mod_jax.layers.experts import ExpertsConfig
 from mod_jax.layers.mode import Mode, RoutingMode
+from mod_jax.layers.reduction import ToMe
 from mod_jax.layers.routing_config import MoDConfig, VisionRoutingConfig
 from mod_jax.layers.stem import ConvStemConfig
 from mod_jax.models.acm import acmize
@@ -38,6 +39,16 @@ def adapted(model=tiny.VIT, **options):
 @pytest.mark.parametrize(
   ('build', 'fields', 'named'),
   [
+    (
+      vit,
+      {'reduction': ToMe(), 'routing': VisionRoutingConfig()},
+      'reduction=.*routing=None',
+    ),
+    (
+      pruned,
+      {'backbone': vit(reduction=ToMe())},
+      r'backbone\.reduction=None',
+    ),
     (LMConfig, {'width': 10, 'num_heads': 4}, 'width=10, num_heads=4'),
     (LMConfig, {'num_kv_heads': 4}, 'num_kv_heads=4, num_heads=6: .*divide'),
     (LMConfig, {'head_dim': 5}, 'head_dim=5.*even'),

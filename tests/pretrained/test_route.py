@@ -47,6 +47,7 @@ WHOLE = {
     'router_width': 3,
   },
   'dynamic': {'capacity': 1.0, 'stages': (1,)},
+  'tome': {'r': 0},
 }
 
 

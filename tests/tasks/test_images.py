@@ -21,6 +21,7 @@ from mod_jax.data import images as images_lib
 from mod_jax.data.images import ImageDataConfig
 from mod_jax.errors import UserError
 from mod_jax.layers.experts import ExpertsConfig
+from mod_jax.layers.reduction import ToMe
 from mod_jax.layers.routing_config import VisionRoutingConfig
 from mod_jax.layers.stem import ConvStemConfig
 from mod_jax.models.dynamic_vit import DynamicViTConfig
@@ -36,6 +37,7 @@ AMOD = dataclasses.replace(DENSE, routing=VisionRoutingConfig(capacity=0.5))
 MOD = dataclasses.replace(
   DENSE, routing=VisionRoutingConfig(score='learned', router_std=1.0)
 )
+TOME = dataclasses.replace(DENSE, reduction=ToMe(r=4))
 DYNAMIC = DynamicViTConfig(backbone=DENSE, stages=(0, 1), keep=0.7)
 SHALLOW = DynamicViTConfig(
   backbone=dataclasses.replace(DENSE, num_layers=1), stages=(0,)
@@ -654,6 +656,7 @@ class TestTeacher:
 PICTURES = {
   'dense': (DENSE, {'attention'}),
   'amod': (AMOD, {'routing', 'attention'}),
+  'tome': (TOME, {'merged', 'attention'}),
   # No block sees all tokens, so there is no map of them either.
   'every_block': (
     config_lib.replace(MOD, {'routing.period': 1, 'routing.offset': 0}),

@@ -294,3 +294,21 @@ def test_patches_have_the_colour_of_their_expert(rng, photos, seen):
   assert f'patches: {count} of 16' in seen.words(figure)
   for words in ('Struck through', 'Faded', 'A dot: several'):
     assert words in seen.words(figure)
+
+
+def test_merged_patches_share_their_mean_colour(photos, seen):
+  pictures, place_RBL = photos(1), np.arange(16).reshape(1, 1, 16)
+  place_RBL = np.concatenate([place_RBL, place_RBL % 8])
+  figure = viz.merged_patches(pictures, place_RBL, layers=(0, 2), grid=(4, 4))
+  ((_, alone, halved),) = rows(seen, figure)
+  side = len(alone) // 4
+  upper, lower = (pictures[0, y : y + side, :side] for y in (0, 2 * side))
+  for shown, pixels in ((alone, upper), (halved, np.stack([upper, lower]))):
+    mean = pixels.reshape(-1, 3).mean(axis=0)
+    np.testing.assert_allclose(shown[:side, :side].mean((0, 1)), mean, atol=1)
+  assert seen.texts(figure, 'bottom') == [
+    'image',
+    'after block 0',
+    'after block 2',
+  ]
+  assert {'tokens: 16', 'tokens: 8'} <= set(seen.texts(figure, 'top'))

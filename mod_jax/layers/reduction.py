@@ -1,0 +1,148 @@
+"""Blocks that leave fewer tokens, which stand for those that are gone."""
+
+import abc
+import dataclasses
+from typing import ClassVar, Literal
+
+import flax.struct
+import jax
+from jax.ad_checkpoint import checkpoint_name
+import jax.numpy as jnp
+
+from mod_jax import config as config_lib
+from mod_jax import routing
+from mod_jax.layers.rules import SELECTION_NAME
+from mod_jax.layers.token_info import TokenInfo
+
+
+@flax.struct.dataclass
+class Reduced:
+  """The tokens after a reduction.
+
+  Attributes:
+    x_BKD: their features.
+    info: facts about them.
+    place_BL: int32; which of them holds each token from before.
+  """
+
+  x_BKD: jax.Array
+  info: TokenInfo
+  place_BL: jax.Array
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reduction(abc.ABC):
+  """How blocks reduce the tokens of an image, after their attention.
+
+  Subclasses must be frozen dataclasses. They may live in any module, but saved
+  configs refer to it, so import it before reading them.
+
+  Attributes:
+    evidence: what `run` gets of the block's attention. `keys`: float32
+      key_BLC, averaged over heads; `attention`: float32 score_BL, the class
+      token's attention averaged over heads.
+  """
+
+  evidence: ClassVar[Literal['keys', 'attention']]
+
+  def __post_init__(self):
+    config_lib.validate(self)
+
+  @abc.abstractmethod
+  def counts(
+    self, num_layers: int, tokens: int, prefix: int
+  ) -> tuple[int, ...]:
+    """Returns how many tokens fewer each block leaves than reach it.
+
+    `tokens` reach the first one; the first `prefix` are no patches.
+    """
+
+  @abc.abstractmethod
+  def run(
+    self,
+    x_BLD: jax.Array,
+    info: TokenInfo,
+    evidence: jax.Array,
+    count: int,
+    prefix: int,
+  ) -> Reduced:
+    """Reduces the tokens by `count`, which is not 0."""
+
+  @abc.abstractmethod
+  def flops(self, tokens: int, count: int, width: int, head_dim: int) -> int:
+    """Returns the forward FLOPs of `run`."""
+
+  def adapt(self, layers, tokens: int, prefix: int) -> tuple:
+    """Returns the layers of a stack, with what each of them reduces."""
+    counts = self.counts(len(layers), tokens, prefix)
+    reductions = [
+      BlockReduction(kind=self, count=count, prefix=prefix) if count else None
+      for count in counts
+    ]
+    return tuple(
+      dataclasses.replace(
+        layer, block=dataclasses.replace(layer.block, reduction=reduction)
+      )
+      for layer, reduction in zip(layers, reductions, strict=True)
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockReduction:
+  """What one block reduces: `Reduction.run` with its arguments."""
+
+  kind: Reduction
+  count: int
+  prefix: int
+
+  def run(self, x_BLD, info: TokenInfo, evidence: jax.Array) -> Reduced:
+    return self.kind.run(x_BLD, info, evidence, self.count, self.prefix)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ToMe(Reduction):
+  """Token merging (Bolya et al. 2023): similar tokens become their mean.
+
+  It has no parameters, so that it also suits a model that was trained without.
+  Tokens are compared by their keys; attention to a merged token counts as many
+  times as it holds tokens (Eq. 1, proportional attention).
+  """
+
+  evidence: ClassVar[str] = 'keys'
+
+  # Pairs of tokens that each block merges, at most half of the tokens.
+  r: config_lib.Count = 8
+  # `falling`: the number falls linearly from 2r in the first block to 0.
+  schedule: Literal['constant', 'falling'] = 'constant'
+
+  def counts(self, num_layers, tokens, prefix):
+    counts = []
+    for i in range(num_layers):
+      wanted = self.r
+      if self.schedule == 'falling' and num_layers > 1:
+        wanted = 2 * self.r * (num_layers - 1 - i) // (num_layers - 1)
+      counts.append(min(wanted, max(0, tokens - prefix) // 2))
+      tokens -= counts[-1]
+    return tuple(counts)
+
+  def run(self, x_BLD, info, evidence, count, prefix):
+    place_BL = checkpoint_name(
+      routing.match_tokens(jax.lax.stop_gradient(evidence), count, prefix),
+      SELECTION_NAME,
+    )
+    size_BL = info.size_BL
+    if size_BL is None:
+      size_BL = jnp.ones(x_BLD.shape[:2], jnp.float32)
+    left = x_BLD.shape[1] - count
+    x_BKD, size_BK = routing.merge_means(x_BLD, size_BL, place_BL, left)
+    return Reduced(x_BKD, _in_order(x_BKD, size_BK), place_BL)
+
+  def flops(self, tokens, count, width, head_dim):
+    return 2 * (tokens - tokens // 2) * (tokens // 2) * head_dim
+
+
+def _in_order(x_BKD, size_BK=None) -> TokenInfo:
+  position_K = jnp.arange(x_BKD.shape[1], dtype=jnp.int32)
+  return TokenInfo(
+    jnp.broadcast_to(position_K, x_BKD.shape[:2]), size_BL=size_BK
+  )

@@ -1,0 +1,186 @@
+"""Token merging: against loops in numpy, in a model, and as published."""
+
+import dataclasses
+
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mod_jax import flops, routing, trees
+from mod_jax.layers.reduction import ToMe
+from mod_jax.models import vit
+from mod_jax.models.vit import ViTConfig
+
+SIZES = {
+  'image_size': 16,
+  'patch_size': 4,
+  'num_classes': 5,
+  'num_layers': 3,
+  'width': 16,
+  'num_heads': 2,
+}
+
+
+def merge_by_loops(x_LD, size_L, metric_LC, count, prefix):
+  """Merges pairs one by one; returns features, sizes and groups in order."""
+  unit_LC = metric_LC / np.linalg.norm(metric_LC, axis=-1, keepdims=True)
+  length = len(x_LD)
+  edges = []
+  for even in range(2, length, 2):  # Never the class token.
+    odds = range(3 if prefix == 2 else 1, length, 2)
+    best = max(odds, key=lambda odd, e=even: unit_LC[e] @ unit_LC[odd])
+    edges.append((unit_LC[even] @ unit_LC[best], even, best))
+  into = {even: odd for _, even, odd in sorted(edges)[-count:]}
+  heads = [i for i in range(0, length, 2) if i not in into]
+  heads += range(1, length, 2)
+  if prefix == 2:
+    heads.remove(1)
+    heads.insert(1, 1)
+  groups = [[i] + [e for e, o in into.items() if o == i] for i in heads]
+  sizes = np.array([sum(size_L[i] for i in group) for group in groups])
+  means = [sum(size_L[i] * x_LD[i] for i in group) for group in groups]
+  return np.array(means) / sizes[:, None], sizes, groups
+
+
+@pytest.mark.parametrize(
+  ('length', 'count', 'prefix'), [(9, 3, 1), (10, 4, 1), (10, 4, 2), (9, 2, 2)]
+)
+def test_merged_tokens_are_means_by_size(length, count, prefix):
+  rng = np.random.default_rng(length + prefix)
+  x_BLD = rng.normal(size=(3, length, 4)).astype(np.float32)
+  metric_BLC = rng.normal(size=(3, length, 5)).astype(np.float32)
+  size_BL = rng.integers(1, 4, (3, length)).astype(np.float32)
+  place_BL = routing.match_tokens(jnp.asarray(metric_BLC), count, prefix)
+  x_BKD, size_BK = routing.merge_means(
+    *map(jnp.asarray, (x_BLD, size_BL, place_BL)), length - count
+  )
+  for b in range(3):
+    want_KD, want_K, groups = merge_by_loops(
+      x_BLD[b], size_BL[b], metric_BLC[b], count, prefix
+    )
+    assert max(map(len, groups)) > 1
+    np.testing.assert_allclose(x_BKD[b], want_KD, atol=1e-5)
+    np.testing.assert_array_equal(size_BK[b], want_K)
+    for place, group in enumerate(groups):
+      np.testing.assert_array_equal(place_BL[b, np.array(group)], place)
+  # The prefix stays in front, by itself or with what was merged into it.
+  np.testing.assert_array_equal(
+    place_BL[:, :prefix], np.tile(np.arange(prefix), (3, 1))
+  )
+
+
+def test_keys_of_zero_are_no_nan():
+  place_BL = routing.match_tokens(jnp.zeros((1, 6, 2)), 2, 1)
+  assert sorted(np.unique(place_BL)) == [0, 1, 2, 3]
+
+
+def run(config, params, images):
+  """Returns the output, and the gradient of a loss, compiled."""
+
+  def loss(params):
+    output = config.build(train=True).apply({'params': params}, images)
+    return jax.nn.logsumexp(output.logits_BV, axis=-1).sum(), output
+
+  (_, output), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+  return output, grads
+
+
+@pytest.fixture(scope='module')
+def images():
+  return jax.random.normal(jax.random.key(1), (2, 16, 16, 3))
+
+
+@pytest.fixture(scope='module')
+def dense(images):
+  """The dense model's config, parameters, output and gradients."""
+  config = ViTConfig(**SIZES, distilled=True)
+  init = jax.jit(config.build().init)
+  params = jax.tree.map(
+    lambda w: 3 * w,
+    nn.unbox(init(jax.random.key(0), images)['params']),
+  )
+  return config, params, *run(config, params, images)
+
+
+def test_a_model_that_merges(dense, images):
+  config, params, want, _ = dense
+  merging = dataclasses.replace(config, reduction=ToMe(r=3))
+  output, grads = run(merging, params, images)
+  assert merging.dense_twin() == config
+  assert merging.tokens_per_block() == (18, 15, 12)
+  assert output.features_BLD.shape == (2, 9, 16)
+  assert float(jnp.abs(output.logits_BV - want.logits_BV).max()) > 1e-3
+  grads = trees.flatten(grads)
+  for name, grad in grads.items():
+    # Attention does not depend on a bias that all keys share.
+    learns = not name.endswith('key/bias')
+    assert not learns or 1e-3 < jnp.abs(grad).max() < jnp.inf, name
+  assert list(output.places) == ['block_0', 'block_1', 'block_2']
+  place_BL = output.places['block_2']
+  assert place_BL.shape == (2, 18)
+  for row_L in np.asarray(place_BL):
+    assert list(row_L[:2]) == [0, 1]
+    assert set(row_L) == set(range(9))
+  # Rematerialised it is the same.
+  remat = dataclasses.replace(merging, remat='full')
+  same, same_grads = run(remat, params, images)
+  np.testing.assert_allclose(same.logits_BV, output.logits_BV, atol=1e-3)
+  for name, got in trees.flatten(same_grads).items():
+    np.testing.assert_allclose(got, grads[name], 2e-3, 2e-3, err_msg=name)
+
+
+def test_with_r_of_0_it_is_the_dense_model(dense):
+  config = dense[0]
+  merging = dataclasses.replace(config, reduction=ToMe(r=0))
+  assert merging.stack == config.stack
+  assert flops.forward(merging) == flops.forward(config)
+
+
+def test_equal_tokens_count_as_often_as_they_were(dense, images):
+  """Proportional attention: merging what is equal changes nothing.
+
+  Without positions all patches of one colour are equal tokens.
+  """
+  config, params, *_ = dense
+  params = params | {'position': 0 * params['position']}
+  images = jnp.ones_like(images) * images[:, :1, :1]
+  merging = dataclasses.replace(config, reduction=ToMe(r=4))
+  want, got = (
+    jax.jit(c.build().apply)({'params': params}, images)
+    for c in (config, merging)
+  )
+  assert got.features_BLD.shape[1] < want.features_BLD.shape[1]
+  np.testing.assert_allclose(got.logits_BV, want.logits_BV, atol=1e-4)
+  np.testing.assert_allclose(
+    got.features_BLD[:, :2], want.features_BLD[:, :2], atol=1e-4
+  )
+
+
+# GFLOPs as the authors count them, with the products of the similarities.
+PUBLISHED = (
+  ('deit_tiny', 8, 0.933),
+  ('deit_tiny', 13, 0.737),
+  ('deit_small', 4, 4.016),
+  ('deit_small', 8, 3.428),
+  ('deit_small', 13, 2.712),
+  ('deit_small', 16, 2.298),
+)
+
+
+@pytest.mark.parametrize(('backbone', 'r', 'giga'), PUBLISHED)
+def test_published_flops(backbone, r, giga):
+  config = vit.BACKBONES[backbone](reduction=ToMe(r=r))
+  assert flops.published_macs(config) / 1e9 == pytest.approx(giga, rel=1e-3)
+
+
+def test_schedules():
+  def counts(**fields):
+    return ToMe(**fields).counts(12, 197, 1)
+
+  assert counts(r=8) == (8,) * 12
+  assert counts(r=11, schedule='falling') == tuple(range(22, -1, -2))
+  # No more than half of what is left; with a second token that stays, too.
+  assert counts(r=500)[:3] == (98, 49, 24)
+  assert ToMe(r=500).counts(2, 198, 2) == (98, 49)
