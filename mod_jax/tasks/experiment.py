@@ -6,11 +6,13 @@ from typing import Annotated, Any, Literal
 
 from mod_jax import config as config_lib
 from mod_jax import errors
+from mod_jax.data.audio import AudioDataConfig
 from mod_jax.data.images import ImageDataConfig
 from mod_jax.data.text import TextDataConfig
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.models.vit import ViTConfig
+from mod_jax.models.wav2vec2 import Wav2Vec2Config
 from mod_jax.runs.run_config import RunConfig
 
 
@@ -135,6 +137,7 @@ _DATA = {
   LMConfig: TextDataConfig,
   ViTConfig: ImageDataConfig,
   DynamicViTConfig: ImageDataConfig,
+  Wav2Vec2Config: AudioDataConfig,
 }
 
 
@@ -166,10 +169,10 @@ def _parts(model) -> list[str]:
 class ExperimentConfig(RunConfig):
   """One run. Saved as `config.json` beside its checkpoints."""
 
-  # A language model, or a vision transformer.
-  model: LMConfig | ViTConfig | DynamicViTConfig = LMConfig()
+  # A language model, a vision transformer, or a recogniser of speech.
+  model: LMConfig | ViTConfig | DynamicViTConfig | Wav2Vec2Config = LMConfig()
   # The data, which must fit the model.
-  data: TextDataConfig | ImageDataConfig = TextDataConfig()
+  data: TextDataConfig | ImageDataConfig | AudioDataConfig = TextDataConfig()
   # Settings of the objective, for models that have some; None = defaults.
   objective: PruningObjective | ACMObjective | ConversionObjective | None = None
   # Trains the dense model first, from `init`, as a separate run in
