@@ -31,16 +31,22 @@ MODEL = Wav2Vec2Config(
   variant='layer',
   vocab_size=2 + len(formants.LETTERS),
   num_layers=4,
-  width=96,
+  width=64,
   num_heads=4,
-  mlp_dim=384,
-  conv_dims=(32, 64, 64, 96),
+  mlp_dim=256,
+  conv_dims=(32, 32, 64, 64),
   conv_kernels=(10, 8, 4, 4),
   conv_strides=(5, 4, 4, 2),
   position_kernel=16,
   position_groups=8,
 )
-DATA = AudioDataConfig(rate=formants.RATE, buckets=(1.5, 3.0))
+DATA = AudioDataConfig(
+  rate=formants.RATE,
+  buckets=(1.5, 3.0),
+  # Letters are short, and without context nothing tells the hidden ones.
+  mask_span=3,
+  min_masks=0,
+)
 ADAPTIVE = AdaptiveConfig(replace=(FFNS,))
 
 
@@ -89,7 +95,7 @@ def acm() -> ExperimentConfig:
 
 def tiny(experiment: ExperimentConfig) -> ExperimentConfig:
   """Returns a version that takes seconds."""
-  phase = PhaseConfig(num_steps=4, batch_size=4, learning_rate=1e-3)
+  phase = PhaseConfig(num_steps=4, batch_size=8, learning_rate=1e-3)
   changes = {
     'name': f'{experiment.name}_tiny',
     'model.num_layers': 2,
@@ -101,9 +107,9 @@ def tiny(experiment: ExperimentConfig) -> ExperimentConfig:
     'data.num_train': 16,
     'data.num_eval': 6,
     'train.num_steps': 8,
-    'train.batch_size': 4,
+    'train.batch_size': 8,
     'evaluation.every': 4,
-    'evaluation.batch_size': 4,
+    'evaluation.batch_size': 8,
     'log.every': 4,
     'checkpoint.every': 4,
   }

@@ -16,7 +16,6 @@ from typing import Literal
 import wave
 
 import numpy as np
-from scipy import signal
 
 from mod_jax import config as config_lib
 from mod_jax import paths
@@ -113,6 +112,9 @@ def resample(samples_T: np.ndarray, rate: int, to: int) -> np.ndarray:
   try:
     soxr = importlib.import_module('soxr')
   except ImportError:
+    # Imported here, since it is heavy, and few use it.
+    from scipy import signal
+
     common = math.gcd(rate, to)
     return signal.resample_poly(samples_T, to // common, rate // common).astype(
       np.float32

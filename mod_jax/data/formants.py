@@ -6,7 +6,6 @@ the length of the vocal tract, utterances in tempo, loudness and pauses.
 """
 
 import numpy as np
-from scipy import signal
 
 RATE = 8000  # Samples per second.
 LETTERS = 'aeioubdgklmnrst'
@@ -67,6 +66,9 @@ def _silence(rng, seconds):
 
 def _phone(rng, letter, seconds, pitch, tract):
   """Returns the samples of a phone at a mean square of 1."""
+  # Imported here, since it is heavy, and few use it.
+  from scipy import signal
+
   count = round(seconds * RATE)
   formants, voiced = _PHONES[letter]
   phase_T = np.cumsum(np.full(count, pitch * rng.uniform(0.95, 1.05) / RATE))

@@ -30,9 +30,7 @@ def prefix_beam(
     grown = defaultdict(lambda: (-np.inf, -np.inf))
 
     def add(prefix, *log_probs, grown=grown):
-      grown[prefix] = tuple(
-        map(np.logaddexp, grown[prefix], log_probs, strict=True)
-      )
+      grown[prefix] = tuple(map(np.logaddexp, grown[prefix], log_probs))
 
     for prefix, (ends_blank, ends_label) in beams.items():
       whole = np.logaddexp(ends_blank, ends_label)

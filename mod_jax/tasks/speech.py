@@ -11,6 +11,7 @@ from mod_jax import errors, flops, losses, trees, viz
 from mod_jax.convert import wav2vec2 as convert
 from mod_jax.data import audio, audio_files, characters
 from mod_jax.data.characters import Characters
+from mod_jax.layers import lora
 from mod_jax.layers import stack as stack_lib
 from mod_jax.layers.mode import Mode, RoutingMode
 from mod_jax.losses.sums import Rows
@@ -34,7 +35,7 @@ class Speech(Modality):
   rising = ()
   falling = ('loss', 'wer', 'cer', 'infeasible')
   # A dense checkpoint fits a routed model, and vice versa.
-  optional = (r'(block_\d+/)?router/.*',)
+  optional = (r'(block_\d+/)?router/.*', lora.PARAMETERS)
 
   def __init__(self, config, workdir=None):
     """Keeps the config; reads no data.

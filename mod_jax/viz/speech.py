@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 from matplotlib.figure import Figure
 import numpy as np
-from scipy import signal
 
 from mod_jax.viz import glyphs, style
 
@@ -24,6 +23,9 @@ def load_over_time(
     unit: what the load is measured in.
     title: of the figure.
   """
+  # Imported here, since it is heavy.
+  from scipy import signal
+
   body = style.new_figure(
     7, 2.4 * len(recordings), title, f'Above each spectrogram the {unit}.'
   )

@@ -63,7 +63,7 @@ def test_infeasible_and_empty_rows_have_no_gradient_and_are_counted():
   assert 0 < total < 100
   gradient = jax.grad(lambda x: loss(x)[0][0])(logits_BLV)
   assert np.abs(gradient[1]).max() > 0.01
-  assert not np.any(gradient[[0, 2]])
+  assert not np.any(gradient[::2])
 
 
 @pytest.mark.parametrize('seed', range(5))
