@@ -119,6 +119,12 @@ def _fixed(variant: str) -> dict[str, Any]:
   }
 
 
+def holds_model(folder: str | os.PathLike) -> bool:
+  """Whether a directory of Hugging Face has a Wav2Vec2."""
+  fields = paths.read_object(pathlib.Path(folder) / 'config.json')
+  return fields.get('model_type') == 'wav2vec2'
+
+
 def derive(folder: str | os.PathLike, **known) -> Wav2Vec2Config:
   """Returns the config of the model in a directory of Hugging Face.
 

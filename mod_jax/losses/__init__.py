@@ -4,7 +4,7 @@ A pair is a sum and the number of things summed. Pairs of microbatches and hosts
 are added and then divided once.
 """
 
-from mod_jax.losses import acm, experts
+from mod_jax.losses import acm, ctc, experts
 from mod_jax.losses.language import head_loss, next_token_loss
 from mod_jax.losses.routing import choice_agreement, choice_bce, path_balance
 from mod_jax.losses.vision import (
@@ -21,6 +21,7 @@ __all__ = (
   'choice_agreement',
   'choice_bce',
   'classification_loss',
+  'ctc',
   'experts',
   'head_loss',
   'logit_distillation',

@@ -21,6 +21,7 @@ from mod_jax.layers.acm import AdaptiveConfig
 from mod_jax.layers.attention import AttentionConfig
 from mod_jax.layers.block import BlockConfig
 from mod_jax.layers.experts import ExpertsConfig
+from mod_jax.layers.lora import LoRAConfig
 from mod_jax.layers.mlp import MLPConfig
 from mod_jax.layers.mode import Mode
 from mod_jax.layers.routing_config import VisionRoutingConfig
@@ -29,6 +30,8 @@ from mod_jax.layers.token_info import TokenInfo, count_positions
 from mod_jax.models.protocol import StackedConfig, StackedOutput
 
 SAMPLE_RATE = 16_000  # Samples per second of all published models.
+# Pattern of the parameters that are frozen when a pretrained model is tuned.
+CONVOLUTIONS = r'^conv_(norm_)?\d+/'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,6 +58,7 @@ class Wav2Vec2Config(StackedConfig):
   routing: VisionRoutingConfig | None = None  # None = no routed blocks.
   experts: ExpertsConfig | None = None  # Mixtures of experts; None = none.
   adaptive: AdaptiveConfig | None = None  # Adaptive modules; None = none.
+  lora: LoRAConfig | None = None  # Low-rank adapters; None = none.
   dtype: Literal['float32', 'bfloat16'] = 'float32'  # Compute dtype.
   remat: stack_lib.Remat = 'none'  # What is saved for the backward pass.
 
@@ -101,6 +105,7 @@ class Wav2Vec2Config(StackedConfig):
         self.routing,
         experts=self.experts,
         adaptive=self.adaptive,
+        lora=self.lora,
       ),
       remat=self.remat,
     )

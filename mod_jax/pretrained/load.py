@@ -23,6 +23,7 @@ from mod_jax.models import protocol
 from mod_jax.models.detr import DETRConfig
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.lm import LMConfig
+from mod_jax.models.wav2vec2 import Wav2Vec2Config
 from mod_jax.pretrained.source import Source
 from mod_jax.runs import best
 from mod_jax.sampling import generation
@@ -144,13 +145,14 @@ class Run:
     draft: Draft | None = None,
     key: jax.Array | None = None,
   ) -> list:
-    """Classifies pictures, detects what is in them, or continues texts.
+    """Classifies pictures, finds objects, continues texts, or transcribes.
 
     Each model takes the settings of its kind; None is the default.
 
     Args:
       inputs: one input or a list of them: paths of pictures, Pillow images or
-        uint8 arrays [height, width, 3]; for language models, strings.
+        uint8 arrays [height, width, 3]; for language models, strings; for
+        models of speech, paths of recordings. These take no settings.
       top: of pictures: number of classes to return; 5 by default.
       least: of a detector: the least score of an object; .5 by default.
       max_new_tokens: most tokens to add; by default as many as fit the longest
@@ -167,7 +169,7 @@ class Run:
     Returns:
       For each picture a dictionary from class names, the likeliest first, to
       probabilities; from a detector a list of `Detected`, the best first; for
-      each text a `Continuation`.
+      each text a `Continuation`; for each recording a `Transcript`.
 
     Raises:
       UserError: an input is not of the model's modality, or a setting is out of
@@ -191,6 +193,13 @@ class Run:
         **{'max_length': max_length, 'draft': draft},
       },
     )
+    if isinstance(self.config, Wav2Vec2Config):
+      for name, value in (of_pictures | of_texts).items():
+        if value is not None:
+          raise UserError(
+            f'{name}: this model transcribes recordings: leave it out.'
+          )
+      return self.task.modality.transcribe(self.apply, inputs)
     reads_texts = self.preprocess is None
     for name, value in (of_pictures if reads_texts else of_texts).items():
       if value is not None:

@@ -22,6 +22,9 @@ from mod_jax.convert import detr as convert_detr
 from mod_jax.convert import lm as convert_lm
 from mod_jax.convert import peft as convert_peft
 from mod_jax.convert import vit as convert_vit
+from mod_jax.convert import wav2vec2 as convert_wav2vec2
+from mod_jax.data.audio import AudioDataConfig
+from mod_jax.data.characters import VOCABULARY
 from mod_jax.data.detection import DetectionPreprocess
 from mod_jax.data.images import ImageDataConfig, Preprocess
 from mod_jax.data.text import TextDataConfig
@@ -30,6 +33,7 @@ from mod_jax.models.detr import DETRConfig
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.models.vit import ViTConfig
+from mod_jax.models.wav2vec2 import Wav2Vec2Config
 from mod_jax.runs import best as best_lib
 from mod_jax.runs import origin as origin_lib
 from mod_jax.runs import workdir as workdir_lib
@@ -71,10 +75,10 @@ class Source(abc.ABC):
   """
 
   kind: ClassVar[
-    Literal['run', 'export', 'language', 'vision', 'peft', 'detector']
+    Literal['run', 'export', 'language', 'vision', 'peft', 'detector', 'speech']
   ]
   base: str | None = None
-  config: LMConfig | ViTConfig | DynamicViTConfig | DETRConfig
+  config: LMConfig | ViTConfig | DynamicViTConfig | DETRConfig | Wav2Vec2Config
   experiment: ExperimentConfig | None = None
   preprocess: Preprocess | DetectionPreprocess | None = None
   classes: tuple[str, ...] | None = None
@@ -110,6 +114,8 @@ class Source(abc.ABC):
       source = _Export(folder)
     elif convert_lm.holds_model(folder):
       source = _Language(folder)
+    elif convert_wav2vec2.holds_model(folder):
+      source = _Speech(folder)
     elif gguf.is_gguf(folder):
       source = _Gguf(folder)
     elif convert_detr.holds_model(folder):
@@ -355,6 +361,27 @@ class _Gguf(_Language):
 
   def _stored(self):
     return gguf.stored(self._file)
+
+
+class _Speech(Source):
+  kind = 'speech'
+  foreign = True
+
+  @functools.cached_property
+  def config(self):
+    return convert_wav2vec2.derive(self.path)
+
+  @functools.cached_property
+  def experiment(self):
+    # Its training data are unknown: the config only names the vocabulary.
+    path = os.fspath(self.path)
+    data = AudioDataConfig(
+      source='folder', path=path, vocabulary=os.path.join(path, VOCABULARY)
+    )
+    return ExperimentConfig(model=self.config, data=data, init=path)
+
+  def read(self):
+    return {'params': convert_wav2vec2.load(self.path, self.config)}
 
 
 class _Vision(Source):

@@ -3,6 +3,7 @@
 from mod_jax.models.detr import DETRConfig
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.lm import LMConfig
+from mod_jax.models.wav2vec2 import Wav2Vec2Config
 from mod_jax.runs import best
 from mod_jax.runs import workdir as workdir_lib
 from mod_jax.tasks.adaptive import Adaptive
@@ -13,6 +14,7 @@ from mod_jax.tasks.images import Images
 from mod_jax.tasks.language import Language
 from mod_jax.tasks.plain import Plain
 from mod_jax.tasks.pruning import Pruning
+from mod_jax.tasks.speech import Speech
 from mod_jax.train import evaluation
 
 
@@ -26,6 +28,8 @@ def make_task(config: ExperimentConfig, workdir=None) -> Plain:
     modality = Language(config, workdir)
   elif isinstance(config.model, DETRConfig):
     modality = Detection(config)
+  elif isinstance(config.model, Wav2Vec2Config):
+    modality = Speech(config, workdir)
   else:
     modality = Images(config)
   # Adaptive modules are trained last, from a pruned or routed model.

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from mod_jax import config as config_lib
 from mod_jax import errors
+from mod_jax.data.audio import AudioDataConfig
 from mod_jax.data.detection import DetectionDataConfig
 from mod_jax.data.images import ImageDataConfig
 from mod_jax.data.text import TextDataConfig
@@ -13,6 +14,7 @@ from mod_jax.models.detr import DETRConfig
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.models.vit import ViTConfig
+from mod_jax.models.wav2vec2 import Wav2Vec2Config
 from mod_jax.runs.run_config import RunConfig
 
 
@@ -138,6 +140,7 @@ _DATA = {
   ViTConfig: ImageDataConfig,
   DynamicViTConfig: ImageDataConfig,
   DETRConfig: DetectionDataConfig,
+  Wav2Vec2Config: AudioDataConfig,
 }
 
 
@@ -177,12 +180,15 @@ def _parts(model) -> list[str]:
 class ExperimentConfig(RunConfig):
   """One run. Saved as `config.json` beside its checkpoints."""
 
-  # A language model, a vision transformer, or a detector.
-  model: LMConfig | ViTConfig | DynamicViTConfig | DETRConfig = LMConfig()
+  # A language model, a vision transformer, a detector, or a recogniser of
+  # speech.
+  model: (
+    LMConfig | ViTConfig | DynamicViTConfig | DETRConfig | Wav2Vec2Config
+  ) = LMConfig()
   # The data, which must fit the model.
-  data: TextDataConfig | ImageDataConfig | DetectionDataConfig = (
-    TextDataConfig()
-  )
+  data: (
+    TextDataConfig | ImageDataConfig | DetectionDataConfig | AudioDataConfig
+  ) = TextDataConfig()
   # Settings of the objective, for models that have some; None = defaults.
   objective: PruningObjective | ACMObjective | ConversionObjective | None = None
   # Trains the dense model first, from `init`, as a separate run in

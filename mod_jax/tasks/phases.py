@@ -14,8 +14,9 @@ from mod_jax import config as config_lib
 from mod_jax import paths
 from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
-from mod_jax.models import acm
+from mod_jax.models import acm, wav2vec2
 from mod_jax.models.dynamic_vit import DynamicViTConfig
+from mod_jax.models.wav2vec2 import Wav2Vec2Config
 from mod_jax.runs import checkpoints as checkpoints_lib
 from mod_jax.runs import history as history_lib
 from mod_jax.runs import lock as lock_lib
@@ -42,9 +43,12 @@ def _rules(config: ExperimentConfig, phase: str):
   """Returns the optimiser's rules of a phase: what it trains and freezes."""
   # The prediction of which patches to drop gets no gradient when they are
   # really dropped, so freeze it: weight decay alone must not change it.
-  pruning = ()
+  frozen = ()
   if isinstance(config.model, DynamicViTConfig) and config.model.learned:
-    pruning = (('^(prediction|pattern)_', 0.0, 0),)
+    frozen = (('^(prediction|pattern)_', 0.0, 0),)
+  # As is usual when a recogniser of speech is fine-tuned.
+  if isinstance(config.model, Wav2Vec2Config):
+    frozen = ((wav2vec2.CONVOLUTIONS, 0.0, 0),)
   return {
     'learners': (
       (acm.GATES, 0.0, 0),
@@ -53,7 +57,7 @@ def _rules(config: ExperimentConfig, phase: str):
     ),
     'gates': ((acm.GATES, 1.0, 0), ('.*', 0.0, 0)),
     'end_to_end': (
-      *pruning,
+      *frozen,
       (acm.GATES, config.objective.gate_rate, 0),
       ('.*', 1.0, 0),
     ),

@@ -21,6 +21,7 @@ _NAMES = {
   ' merged_patches patch_maps token_stages',
   'maps': 'routing_map token_load',
   'scatter': 'accuracy_flops engagement importance_scatter isoflop seed_dots',
+  'speech': 'load_over_time',
   'style': 'RULES RuleStyle rule_style',
 }
 _MODULES = {

@@ -1,0 +1,344 @@
+"""Batches of recordings with transcripts: synthetic speech, or a folder.
+
+Everything here is NumPy. A batch is a dict of arrays, of B rows, T samples, L
+frames and U characters, where T and L are those of one bucket:
+
+  wave     float32 [B, T]  samples at mean 0 and variance 1, zeros after the end
+  valid    bool [B, L]     False for frames of padding
+  labels   int32 [B, U]    characters, then zeros
+  count    int32 [B]       number of characters
+  masked   bool [B, L]     training: frames that SpecAugment hides
+  weight   float32 [B]     evaluation: 0 for rows that only fill a batch
+"""
+
+from collections.abc import Callable, Iterator
+import dataclasses
+import functools
+from typing import Annotated, Any, Literal
+
+from absl import logging
+import numpy as np
+
+from mod_jax import config as config_lib
+from mod_jax.data import audio_files, common, formants
+from mod_jax.data import fingerprint as fingerprints
+from mod_jax.data.characters import Characters
+from mod_jax.errors import UserError
+
+Batch = dict[str, np.ndarray]
+_Split = Literal['train', 'eval']
+_Seconds = Annotated[float, config_lib.Range(ge=0.01, le=600)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AudioDataConfig:
+  """Where recordings come from and how they become arrays.
+
+  Attributes:
+    source: 'words' is synthetic speech (`data.formants`); 'folder' a directory
+      of recordings, in a layout of `audio_files.recordings`.
+    path: the directory, for 'folder'.
+    vocabulary: path of a `vocab.json`; '' makes one of the training
+      transcripts.
+    rate: samples per second that the model reads; others are resampled.
+    buckets: lengths in seconds, ascending, to one of which each recording is
+      padded; longer ones than the last are left out.
+    num_train: utterances to train on, for 'words'.
+    num_eval: utterances held out, of other word sequences, for 'words'.
+    words: most words of an utterance, for 'words'.
+    mask_probability: fraction of frames that spans of SpecAugment cover, if
+      none overlap (Park et al. 2019).
+    mask_span: frames of a span.
+    min_masks: least number of spans of a recording.
+  """
+
+  source: Literal['words', 'folder'] = 'words'
+  path: str = ''
+  vocabulary: str = ''
+  rate: Annotated[int, config_lib.Range(ge=1000, le=192_000)] = 16_000
+  buckets: tuple[_Seconds, ...] = (4.0, 8.0, 16.0)
+  num_train: config_lib.PositiveCount = 1024
+  num_eval: config_lib.PositiveCount = 64
+  words: config_lib.Unrolled = 3
+  mask_probability: config_lib.BelowOne = 0.05
+  mask_span: config_lib.Size = 10
+  min_masks: config_lib.Count = 2
+
+  def __post_init__(self):
+    check = config_lib.validate(self)
+    check(
+      self.buckets and list(self.buckets) == sorted(set(self.buckets)),
+      'at least one length, ascending',
+      'buckets',
+    )
+    common.check_source(
+      self,
+      needed={'folder': ['path']},
+      own={'path': ['folder'], 'vocabulary': ['folder']},
+    )
+
+  @property
+  def samples(self) -> tuple[int, ...]:
+    """The lengths of the buckets in samples."""
+    return tuple(round(seconds * self.rate) for seconds in self.buckets)
+
+
+def make_vocabulary(config: AudioDataConfig) -> Characters:
+  """Returns the vocabulary, read or made of the training transcripts."""
+  if config.vocabulary:
+    return Characters.read(config.vocabulary)
+  if config.source == 'words':
+    return Characters.of_texts(formants.WORDS)
+  listed = audio_files.recordings(config.path, 'train')
+  return Characters.of_texts(recording.text for recording in listed)
+
+
+class Recordings:
+  """The recordings of a split that fit a bucket, with their labels.
+
+  Those that cannot be read, are too long or have other characters than the
+  vocabulary are left out, with one warning for each kind.
+
+  Attributes:
+    texts: the transcripts, spelled as the vocabulary does.
+    labels: their labels.
+    bucket_N: the number of each recording's bucket.
+  """
+
+  def __init__(
+    self, config: AudioDataConfig, split: _Split, vocabulary: Characters
+  ):
+    self._config = config
+    if config.source == 'words':
+      found = _synthetic(config, split)
+    else:
+      found = _of_folder(config, split)
+    self.texts, self.labels, self._waves, buckets = [], [], [], []
+    faults: dict[str, list[str]] = {}
+    limit = config.samples[-1]
+    for name, text, samples_T in found:
+      text = vocabulary.spelled(text)
+      fault, labels = '', []
+      if isinstance(samples_T, UserError):
+        fault = str(samples_T)
+      elif len(samples_T) > limit:
+        fault = (
+          f'{len(samples_T) / config.rate:.2f} seconds are longer than the last'
+          f' of data.buckets={config.buckets}'
+        )
+      try:
+        labels = vocabulary.encode(text)
+      except ValueError as error:
+        fault = fault or str(error)
+      if fault:
+        faults.setdefault(fault.split(' ')[-1], []).append(f'{name}: {fault}')
+        continue
+      self.texts.append(text)
+      self.labels.append(labels)
+      self._waves.append(samples_T)
+      buckets.append(int(np.searchsorted(config.samples, len(samples_T))))
+    for named in faults.values():
+      logging.warning(
+        'left out of %s: %s%s',
+        *(split, named[0]),
+        f' (and {len(named) - 1} more like it)' if named[1:] else '',
+      )
+    if not self.texts:
+      raise UserError(
+        f'no recording of the split {split!r} can be used: see the warnings for'
+        ' what is wrong with each.'
+      )
+    self.bucket_N = np.array(buckets)
+    self.longest = max(map(len, self.labels))
+
+  def __len__(self) -> int:
+    return len(self.texts)
+
+  def fingerprint(self) -> dict[str, Any]:
+    """Returns a fingerprint of the recordings."""
+    return fingerprints.of_records(
+      [
+        {'wave': wave_T, 'labels': np.array(labels)}
+        for wave_T, labels in zip(self._waves, self.labels, strict=True)
+      ]
+    )
+
+  def rows(
+    self,
+    indices: np.ndarray,
+    frames: Callable[[Any], Any],
+    rng: np.random.Generator | None = None,
+  ) -> Batch:
+    """Returns a batch, padded to its largest bucket; -1 is an empty row.
+
+    `frames` tells a number of samples' frames; `rng` draws SpecAugment's spans.
+    """
+    config, size = self._config, len(indices)
+    length = config.samples[max(self.bucket_N[i] for i in indices if i >= 0)]
+    wave_BT = np.zeros((size, length), np.float32)
+    label_BU = np.zeros((size, max(1, self.longest)), np.int32)
+    count_B = np.zeros(size, np.int32)
+    frames_B = np.zeros(size, np.int32)
+    for row, i in enumerate(indices):
+      if i >= 0:
+        samples_T, labels = self._waves[i], self.labels[i]
+        wave_BT[row, : len(samples_T)] = audio_files.normalize(samples_T)
+        label_BU[row, : len(labels)] = labels
+        count_B[row] = len(labels)
+        frames_B[row] = max(0, frames(len(samples_T)))
+    valid_BL = np.arange(frames(length)) < frames_B[:, None]
+    batch = {
+      'wave': wave_BT,
+      'valid': valid_BL,
+      'labels': label_BU,
+      'count': count_B,
+    }
+    if rng is None:
+      return batch | {'weight': np.float32(indices >= 0)}
+    masked_BL = np.zeros_like(valid_BL)
+    for row, real in enumerate(frames_B):
+      masked_BL[row] = _spans(rng, valid_BL.shape[1], real, config)
+    return batch | {'masked': masked_BL}
+
+
+def _spans(rng, length, real, config: AudioDataConfig):
+  """Returns masked_L: the frames of spans that lie in the real frames."""
+  masked_L, span = np.zeros(length, bool), config.mask_span
+  if not config.mask_probability or real <= span:
+    return masked_L
+  count = int(config.mask_probability * real / span + rng.uniform())
+  count = min(max(count, config.min_masks), real // span)
+  for start in rng.choice(real - span + 1, count, replace=False):
+    masked_L[start : start + span] = True
+  return masked_L
+
+
+@functools.cache
+def _synthetic(config: AudioDataConfig, split: _Split):
+  """Returns name, text and samples of each utterance.
+
+  The word sequences of the two splits differ.
+  """
+  rng = np.random.default_rng(0)
+  held_out = []
+  while len(held_out) < config.num_eval:
+    text = formants.sentence(rng, rng.integers(1, config.words + 1))
+    # A single word is no new sequence.
+    if ' ' in text or config.words == 1:
+      held_out.append(text)
+  texts = held_out
+  if split == 'train':
+    rng, texts, unseen = np.random.default_rng(1), [], set(held_out)
+    while len(texts) < config.num_train:
+      text = formants.sentence(rng, rng.integers(1, config.words + 1))
+      if text not in unseen or config.words == 1:
+        texts.append(text)
+  return [
+    (
+      f'utterance {i}',
+      text,
+      audio_files.resample(
+        formants.speak(rng, text), formants.RATE, config.rate
+      ),
+    )
+    for i, text in enumerate(texts)
+  ]
+
+
+def _of_folder(config: AudioDataConfig, split: _Split):
+  """Yields name, text and samples, or what is wrong with the file."""
+  for recording in audio_files.recordings(config.path, split):
+    try:
+      samples_T, rate = audio_files.read(recording.path, recording.rate)
+      samples_T = audio_files.resample(samples_T, rate, config.rate)
+    except UserError as error:
+      samples_T = error
+    yield recording.name, recording.text, samples_T
+
+
+class TrainBatches:
+  """Endless training batches, each of recordings of about one bucket.
+
+  A batch depends only on the data, the seed and its number, which is the state.
+  """
+
+  def __init__(
+    self, recordings, frames, *, batch_size, seed, shard_index, shard_count
+  ):
+    rows = batch_size * shard_count
+    if len(recordings) < rows:
+      raise UserError(
+        f'there are {len(recordings)} recordings to train on, fewer than the'
+        f' {rows} of one batch: add some or lower the batch size.'
+      )
+    self._recordings, self._frames = recordings, frames
+    self._seed = seed
+    start = shard_index * batch_size
+    self._rows, self._shard = rows, slice(start, start + batch_size)
+    self._next_batch = 0
+    self._epoch = functools.lru_cache(2)(self._plan)
+
+  def _plan(self, epoch: int) -> np.ndarray:
+    """Returns the rows [batches, rows] of an epoch.
+
+    What is left over of a bucket goes into batches of the next longer one.
+    """
+    rng = np.random.default_rng((self._seed, epoch))
+    order_N = rng.permutation(len(self._recordings))
+    by_bucket = np.argsort(self._recordings.bucket_N[order_N], kind='stable')
+    order_N = order_N[by_bucket]
+    # Drops the shortest, in another epoch others.
+    batches = len(order_N) // self._rows
+    order_N = order_N[len(order_N) - batches * self._rows :]
+    return rng.permutation(order_N.reshape(batches, self._rows))
+
+  def __iter__(self):
+    return self
+
+  def __next__(self) -> Batch:
+    epoch, number = divmod(
+      self._next_batch, len(self._recordings) // self._rows
+    )
+    rng = np.random.default_rng((self._seed, 1, self._next_batch))
+    self._next_batch += 1
+    # All rows are made, so that the global batch does not depend on shards.
+    batch = self._recordings.rows(self._epoch(epoch)[number], self._frames, rng)
+    return {name: x[self._shard] for name, x in batch.items()}
+
+  def get_state(self) -> dict[str, Any]:
+    return {'next_batch': self._next_batch}
+
+  def set_state(self, state: dict[str, Any]) -> None:
+    self._next_batch = int(state['next_batch'])
+
+  def close(self) -> None:
+    """There is nothing to end."""
+
+
+def eval_batches(
+  recordings: Recordings,
+  frames,
+  *,
+  batch_size: int,
+  num_batches: int | None = None,
+  shard_index: int = 0,
+  shard_count: int = 1,
+) -> Iterator[Batch]:
+  """Yields this shard's held-out batches, shortest recordings first.
+
+  Every recording counts exactly once over all shards, or `num_batches` limits
+  them, spread over the data.
+  """
+  rows = batch_size * shard_count
+  order_N = np.argsort(recordings.bucket_N, kind='stable')
+  count = len(order_N)
+  if num_batches is not None:
+    count = min(count, num_batches * rows)
+    order_N = order_N[np.arange(count) * len(order_N) // count]
+  padded = np.full(-(-count // rows) * rows, -1)
+  padded[:count] = order_N
+  for indices in padded.reshape(-1, rows):
+    batch = recordings.rows(indices, frames)
+    start = shard_index * batch_size
+    shard = slice(start, start + batch_size)
+    yield {name: x[shard] for name, x in batch.items()}

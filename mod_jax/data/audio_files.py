@@ -1,0 +1,237 @@
+"""Recordings: files, lists of files with transcripts, and resampling.
+
+WAV of whole numbers is read by the standard library; all else needs soundfile,
+of the extra `speech`.
+"""
+
+from collections.abc import Iterator
+import csv
+import dataclasses
+import importlib
+import json
+import math
+import os
+import pathlib
+from typing import Literal
+import wave
+
+import numpy as np
+
+from mod_jax import config as config_lib
+from mod_jax import paths
+from mod_jax.errors import UserError
+
+_HELD_OUT = ('eval', 'dev', 'test', 'validation', 'valid')
+
+
+@dataclasses.dataclass(frozen=True)
+class Recording:
+  """A recording and what is said in it.
+
+  Attributes:
+    name: how messages call it.
+    path: of the file.
+    text: the transcript.
+    rate: samples per second that a manifest states; None for none.
+  """
+
+  name: str
+  path: pathlib.Path
+  text: str
+  rate: int | None = None
+
+
+def read(path: str | os.PathLike, stated: int | None = None):
+  """Returns the samples float32 [T] of a file, and their rate per second.
+
+  Channels are averaged.
+
+  Args:
+    path: of the file.
+    stated: rate that it should have; None for any.
+
+  Raises:
+    UserError: there is no such file, it is no audio, or has no samples or
+      another rate than is stated.
+  """
+  path = pathlib.Path(path).expanduser()
+  if not path.is_file():
+    raise paths.missing(path)
+  samples_TC, rate = _read_wave(path) or _read_other(path)
+  if not len(samples_TC):
+    raise UserError(f'{path} holds no samples: leave it out, or record again.')
+  if stated not in (None, rate):
+    raise UserError(
+      f'{path} has {rate} samples per second, and its manifest says {stated}:'
+      ' correct one of them.'
+    )
+  return samples_TC.mean(axis=1, dtype=np.float32), rate
+
+
+def _read_wave(path):
+  """Returns samples_TC and rate of a WAV of whole numbers, or None."""
+  try:
+    with wave.open(str(path)) as file:
+      rate, channels = file.getframerate(), file.getnchannels()
+      width, data = file.getsampwidth(), file.readframes(file.getnframes())
+  except (wave.Error, EOFError):
+    return None
+  raw_TB = np.frombuffer(data, np.uint8)
+  raw_TB = raw_TB[: len(raw_TB) // (width * channels) * width * channels]
+  raw_TB = raw_TB.reshape(-1, width)
+  if width == 1:  # The only width without a sign.
+    samples_T = raw_TB[:, 0].astype(np.float32) / 128 - 1
+  else:
+    # Put into the highest bytes, so that the sign is where NumPy expects it.
+    whole_TB = np.zeros((len(raw_TB), 4), np.uint8)
+    whole_TB[:, 4 - width :] = raw_TB
+    samples_T = whole_TB.view('<i4')[:, 0].astype(np.float32) / 2**31
+  return samples_T.reshape(-1, channels), rate
+
+
+def _read_other(path):
+  try:
+    soundfile = importlib.import_module('soundfile')
+  except ImportError as error:
+    raise UserError(
+      f'{path} is no WAV of whole numbers, and other formats need soundfile:'
+      ' pip install "mod_jax[speech]".'
+    ) from error
+  try:
+    return soundfile.read(str(path), dtype='float32', always_2d=True)
+  except soundfile.SoundFileError as error:
+    raise UserError(
+      f'{path} cannot be read as audio ({error}): repair it, or leave it out.'
+    ) from error
+
+
+def resample(samples_T: np.ndarray, rate: int, to: int) -> np.ndarray:
+  """Returns the samples at another rate, by soxr or, without it, by SciPy."""
+  if rate == to:
+    return samples_T
+  try:
+    soxr = importlib.import_module('soxr')
+  except ImportError:
+    # Imported here, since it is heavy, and few use it.
+    from scipy import signal
+
+    common = math.gcd(rate, to)
+    return signal.resample_poly(samples_T, to // common, rate // common).astype(
+      np.float32
+    )
+  return soxr.resample(samples_T, rate, to)
+
+
+def write(path: str | os.PathLike, samples_T: np.ndarray, rate: int) -> None:
+  """Writes samples in [-1, 1] as WAV of 16 bits."""
+  whole_T = np.clip(np.round(np.asarray(samples_T) * 32767), -32768, 32767)
+  with wave.open(os.fspath(path), 'wb') as file:
+    file.setnchannels(1)
+    file.setsampwidth(2)
+    file.setframerate(rate)
+    file.writeframes(whole_T.astype('<i2').tobytes())
+
+
+def normalize(samples_T: np.ndarray) -> np.ndarray:
+  """Returns the samples at mean 0 and variance 1, as Hugging Face does."""
+  samples_T = samples_T - samples_T.mean()
+  return np.float32(samples_T / np.sqrt(samples_T.var() + 1e-7))
+
+
+def recordings(
+  folder: str | os.PathLike, split: Literal['train', 'eval']
+) -> list[Recording]:
+  """Returns the recordings of a folder, in any of three layouts.
+
+  * LibriSpeech: `*.trans.txt` of lines `ID TEXT` beside `ID.flac` or `ID.wav`;
+  * Common Voice: `train.tsv` with the columns `path` and `sentence`, and files
+    in `clips/`;
+  * `train.jsonl` of objects with `audio`, a path, and `text`, and perhaps
+    `sampling_rate`.
+
+  Held-out recordings are those of `eval`, `dev`, `test`, `validation` or
+  `valid`: of such a list, or of a folder whose name begins so. Without any,
+  every tenth recording is held out.
+
+  Raises:
+    UserError: there is no such folder, or no recordings in it.
+  """
+  folder = pathlib.Path(folder).expanduser()
+  if not folder.is_dir():
+    raise paths.missing(folder)
+  found = {'train': [], 'eval': []}
+  for part, listed in _lists(folder):
+    found[part] += listed
+  if not found['train']:
+    raise UserError(
+      f'{folder} holds no train.jsonl, no train.tsv and no *.trans.txt with'
+      ' recordings to train on: list them in one of these.'
+    )
+  if not found['eval']:
+    everything = found['train']
+    found = {'train': [], 'eval': everything[9::10] or everything[-1:]}
+    held_out = {recording.name for recording in found['eval']}
+    found['train'] = [x for x in everything if x.name not in held_out]
+  return found[split]
+
+
+def _lists(folder) -> Iterator[tuple[str, list[Recording]]]:
+  """Yields parts of the data and their recordings."""
+  for part, stems in (('train', ('train',)), ('eval', _HELD_OUT)):
+    for stem in stems:
+      if (file := folder / f'{stem}.jsonl').is_file():
+        yield part, [*_of_manifest(file)]
+        break
+      if (file := folder / f'{stem}.tsv').is_file():
+        yield part, [*_of_table(file)]
+        break
+  for file in sorted(folder.rglob('*.trans.txt')):
+    top = file.relative_to(folder).parts[0]
+    part = 'eval' if top.startswith(_HELD_OUT) else 'train'
+    yield part, [*_of_librispeech(file)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Line:
+  """The fields of a manifest's line."""
+
+  audio: str
+  text: str
+  sampling_rate: config_lib.Size | None = None
+
+
+def _of_manifest(file):
+  lines = file.read_text(encoding='utf-8').splitlines()
+  for number, line in enumerate(lines, 1):
+    if not line.strip():
+      continue
+    where = f'{file}, line {number}'
+    try:
+      fields = json.loads(line)
+    except ValueError as error:
+      raise UserError(f'{where} is not JSON ({error}): correct it.') from error
+    if not isinstance(fields, dict) or not {'audio', 'text'} <= fields.keys():
+      raise UserError(f'{where}: expected an object with "audio" and "text".')
+    known = config_lib.from_known(_Line, fields, where)
+    yield Recording(
+      known.audio, file.parent / known.audio, known.text, known.sampling_rate
+    )
+
+
+def _of_table(file):
+  with file.open(encoding='utf-8', newline='') as lines:
+    table = csv.DictReader(lines, delimiter='\t', quoting=csv.QUOTE_NONE)
+    if not {'path', 'sentence'} <= set(table.fieldnames or ()):
+      raise UserError(f'{file}: expected the columns path and sentence.')
+    for row in table:
+      yield Recording(
+        row['path'], file.parent / 'clips' / row['path'], row['sentence']
+      )
+
+
+def _of_librispeech(file):
+  for line in file.read_text(encoding='utf-8').splitlines():
+    name, _, text = line.partition(' ')
+    flac, wav = (file.parent / f'{name}.{x}' for x in ('flac', 'wav'))
+    if name:
+      yield Recording(name, wav if wav.is_file() else flac, text)

@@ -1,0 +1,119 @@
+"""Characters as labels of CTC, as in Hugging Face's Wav2Vec2CTCTokenizer."""
+
+from collections.abc import Iterable, Sequence
+import dataclasses
+import json
+import os
+import pathlib
+import unicodedata
+
+from mod_jax import paths
+from mod_jax.errors import UserError
+
+VOCABULARY = 'vocab.json'  # The file's name in a model's directory.
+_SPACE = '|'
+# As the published models and the fine-tuned ones of most guides spell them.
+_BLANKS, _UNKNOWN = ('<pad>', '[PAD]'), ('<unk>', '[UNK]')
+
+
+@dataclasses.dataclass(frozen=True)
+class Characters:
+  """A vocabulary of characters; `|` is the space, and padding the blank.
+
+  Attributes:
+    symbols: the characters and special symbols, in the order of their labels.
+  """
+
+  symbols: tuple[str, ...]
+
+  @classmethod
+  def of_texts(cls, texts: Iterable[str]) -> 'Characters':
+    """Returns the vocabulary of transcripts, in lower case, as XLS-R's are."""
+    seen = {x for text in texts for x in _plain(text).lower()}
+    seen = sorted(x for x in seen if not _is_mark(x) and not x.isspace())
+    return cls((_BLANKS[0], _SPACE, *seen))
+
+  @classmethod
+  def read(cls, path: str | os.PathLike) -> 'Characters':
+    """Reads a `vocab.json`, an object from symbols to labels.
+
+    Raises:
+      UserError: it is none.
+    """
+    path = pathlib.Path(path).expanduser()
+    if not path.is_file():
+      raise paths.missing(path)
+    label_of = paths.read_object(path)
+    labels = [*label_of.values()]
+    whole = all(type(label) is int for label in labels)
+    if not labels or not whole or sorted(labels) != [*range(len(labels))]:
+      raise UserError(
+        f'{path} is no vocabulary: expected an object from characters to 0, 1'
+        ' and so on.'
+      )
+    return cls(tuple(sorted(label_of, key=label_of.get)))
+
+  @property
+  def blank(self) -> int:
+    """Label of the blank; 0 if no symbol is that of padding."""
+    return self._label(_BLANKS) or 0
+
+  def _label(self, symbols: Iterable[str]) -> int | None:
+    found = (i for i, x in enumerate(self.symbols) if x in symbols)
+    return next(found, None)
+
+  def to_json(self) -> str:
+    """Returns the text of a `vocab.json`."""
+    label_of = {symbol: label for label, symbol in enumerate(self.symbols)}
+    return json.dumps(label_of, ensure_ascii=False, indent=1)
+
+  def __len__(self) -> int:
+    return len(self.symbols)
+
+  def spelled(self, text: str) -> str:
+    """Returns a transcript in the case of the vocabulary, without marks.
+
+    Composed (NFC), with single spaces, and without such punctuation as the
+    vocabulary lacks.
+    """
+    text = _plain(text)
+    letters = [x for x in self.symbols if len(x) == 1]
+    if not any(x.islower() for x in letters):
+      text = text.upper()
+    elif not any(x.isupper() for x in letters):
+      text = text.lower()
+    text = ''.join(
+      x for x in text if x in self.symbols or x.isspace() or not _is_mark(x)
+    )
+    return ' '.join(text.split())
+
+  def encode(self, text: str) -> list[int]:
+    """Returns the labels of a spelled transcript.
+
+    Raises:
+      ValueError: a character is not in the vocabulary, and it has no `<unk>`.
+    """
+    label_of = {symbol: label for label, symbol in enumerate(self.symbols)}
+    unknown = self._label(_UNKNOWN)
+    labels = []
+    for character in text.replace(' ', _SPACE):
+      label = label_of.get(character, unknown)
+      if label is None:
+        raise ValueError(f'{character!r} is not in the vocabulary')
+      labels.append(label)
+    return labels
+
+  def decode(self, labels: Sequence[int]) -> str:
+    """Returns the text of labels; special symbols are left out."""
+    shown = (self.symbols[label] for label in labels)
+    text = ''.join(x for x in shown if len(x) == 1)
+    return ' '.join(text.replace(_SPACE, ' ').split())
+
+
+def _plain(text: str) -> str:
+  return unicodedata.normalize('NFC', text).replace('’', "'")
+
+
+def _is_mark(character: str) -> bool:
+  # The apostrophe belongs to words.
+  return character != "'" and unicodedata.category(character)[0] in 'PSC'

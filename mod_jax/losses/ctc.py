@@ -1,0 +1,79 @@
+"""CTC (Graves et al. 2006), and error rates of transcripts."""
+
+from collections.abc import Iterable, Sequence
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from mod_jax.losses.sums import Pair
+
+
+def loss(
+  logits_BLV: jax.Array,
+  valid_BL: jax.Array,
+  label_BU: jax.Array,
+  count_B: jax.Array,
+  *,
+  blank: int = 0,
+  weight_B: jax.Array | None = None,
+) -> tuple[Pair, Pair]:
+  """Returns the sum over recordings, and that of the infeasible ones.
+
+  A recording is infeasible if it has fewer frames than its labels take, one
+  for each and a blank between equal neighbours. Those have no finite loss and
+  weigh 0; the second pair counts them among all. The weight of the first is the
+  number of the others.
+
+  Args:
+    logits_BLV: of characters and blank.
+    valid_BL: False for frames of padding.
+    label_BU: labels, padded at the end.
+    count_B: number of labels.
+    blank: label of the blank.
+    weight_B: 0 for rows that only fill a batch; None for none.
+  """
+  padding_BU = jnp.arange(label_BU.shape[1]) >= count_B[:, None]
+  loss_B = optax.ctc_loss(
+    logits_BLV.astype(jnp.float32),
+    1.0 - valid_BL,
+    label_BU,
+    padding_BU.astype(jnp.float32),
+    blank_id=blank,
+  )
+  repeats_BU = (label_BU[:, 1:] == label_BU[:, :-1]) & ~padding_BU[:, 1:]
+  fits_B = valid_BL.sum(axis=1) >= count_B + repeats_BU.sum(axis=1)
+  if weight_B is None:
+    weight_B = jnp.ones(len(label_BU))
+  feasible_B = weight_B * fits_B
+  # Not a product, which would keep the gradient of what is left out.
+  total = jnp.where(feasible_B > 0, loss_B, 0.0).sum()
+  infeasible = (weight_B * ~fits_B).sum()
+  return (total, feasible_B.sum()), (infeasible, weight_B.sum())
+
+
+def edits(said: Sequence, heard: Sequence) -> int:
+  """Returns the fewest insertions, deletions and substitutions."""
+  row = list(range(len(heard) + 1))
+  for i, x in enumerate(said, 1):
+    diagonal, row[0] = row[0], i
+    for j, y in enumerate(heard, 1):
+      diagonal, row[j] = (
+        row[j],
+        min(row[j] + 1, row[j - 1] + 1, diagonal + (x != y)),
+      )
+  return row[-1]
+
+
+def error_rate(pairs: Iterable[tuple[Sequence, Sequence]]) -> float:
+  """Returns the edits over the length of what was said, over all pairs.
+
+  The pairs are of what was said and what was heard: words for the word error
+  rate, characters for that of characters. It is no mean of the pairs' rates,
+  and may exceed 1. NaN if nothing was said.
+  """
+  total = length = 0
+  for said, heard in pairs:
+    total += edits(said, heard)
+    length += len(said)
+  return total / length if length else float('nan')

@@ -1,0 +1,50 @@
+"""Decoding of CTC's logits: by the best path, or by a beam of prefixes."""
+
+from collections import defaultdict
+
+import numpy as np
+
+
+def greedy(best_L: np.ndarray, blank: int = 0) -> tuple[list[int], list[int]]:
+  """Returns labels, and the frame at which each begins, of the best path.
+
+  `best_L` has the likeliest label of each frame; repetitions are merged, and
+  then blanks removed.
+  """
+  starts = np.diff(best_L, prepend=-1) != 0
+  frames = np.flatnonzero(starts & (best_L != blank))
+  return best_L[frames].tolist(), frames.tolist()
+
+
+def prefix_beam(
+  log_prob_LV: np.ndarray, *, blank: int = 0, width: int = 16
+) -> tuple[list[int], float]:
+  """Returns the likeliest labels, over all their paths, and their log-prob.
+
+  Hannun et al. 2014, without a language model. It is exact if no more than
+  `width` prefixes come up. A prefix has two log-probabilities: of paths that
+  end in a blank, and of those that end in its last label.
+  """
+  beams = {(): (0.0, -np.inf)}
+  for log_prob_V in log_prob_LV:
+    grown = defaultdict(lambda: (-np.inf, -np.inf))
+
+    def add(prefix, *log_probs, grown=grown):
+      grown[prefix] = tuple(map(np.logaddexp, grown[prefix], log_probs))
+
+    for prefix, (ends_blank, ends_label) in beams.items():
+      whole = np.logaddexp(ends_blank, ends_label)
+      add(prefix, whole + log_prob_V[blank], -np.inf)
+      for label, log_prob in enumerate(log_prob_V):
+        if label == blank:
+          continue
+        if prefix and label == prefix[-1]:
+          # The same label goes on; only after a blank does it come again.
+          add(prefix, -np.inf, ends_label + log_prob)
+          add((*prefix, label), -np.inf, ends_blank + log_prob)
+        else:
+          add((*prefix, label), -np.inf, whole + log_prob)
+    ranked = sorted(grown, key=lambda x: np.logaddexp(*grown[x]), reverse=True)
+    beams = {prefix: grown[prefix] for prefix in ranked[:width]}
+  best = max(beams, key=lambda x: np.logaddexp(*beams[x]))
+  return list(best), float(np.logaddexp(*beams[best]))

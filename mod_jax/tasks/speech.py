@@ -1,0 +1,320 @@
+"""Speech recognition by CTC."""
+
+import dataclasses
+import functools
+import math
+
+import jax.numpy as jnp
+import numpy as np
+
+from mod_jax import errors, flops, losses, trees, viz
+from mod_jax.convert import wav2vec2 as convert
+from mod_jax.data import audio, audio_files, characters
+from mod_jax.data.characters import Characters
+from mod_jax.layers import lora
+from mod_jax.layers import stack as stack_lib
+from mod_jax.layers.mode import Mode, RoutingMode
+from mod_jax.losses.sums import Rows
+from mod_jax.pretrained import source as source_lib
+from mod_jax.runs import workdir as workdir_lib
+from mod_jax.sampling import transcripts
+from mod_jax.studies.devices import one_device
+from mod_jax.tasks import warm_start
+from mod_jax.tasks.modality import Modality, table
+
+_ROWS = 'rows'  # Of what is kept of every held-out recording.
+
+
+class Speech(Modality):
+  """Transcription of recordings."""
+
+  unit = 'frames'
+  row = 'recordings'
+  columns = ('wer', 'cer', 'loss')
+  main = ('loss', 'wer', 'cer')
+  rising = ()
+  falling = ('loss', 'wer', 'cer', 'infeasible')
+  # A dense checkpoint fits a routed model, and vice versa.
+  optional = (r'(block_\d+/)?router/.*', lora.PARAMETERS)
+
+  def __init__(self, config, workdir=None):
+    """Keeps the config; reads no data.
+
+    A vocabulary that was made of transcripts is read from the run's directory,
+    or else from the run at `config.init`.
+    """
+    super().__init__(config)
+    self._workdir = workdir
+    self._frames = config.model.frames
+    self.length = (max(1, self._frames(config.data.samples[-1])),)
+
+  @functools.cached_property
+  def vocabulary(self) -> Characters:
+    """The vocabulary of the data, read or made on first use."""
+    if not self.config.data.vocabulary:
+      directories = (self._workdir, self.config.init)
+      for path in directories:
+        if path is None:
+          continue
+        file = workdir_lib.expand(path) / characters.VOCABULARY
+        if file.is_file():
+          return Characters.read(file)
+    return audio.make_vocabulary(self.config.data)
+
+  @functools.cache  # noqa: B019
+  def _recordings(self, split) -> audio.Recordings:
+    return audio.Recordings(self.config.data, split, self.vocabulary)
+
+  def check(self):
+    size = self.config.model.vocab_size
+    if size < len(self.vocabulary):
+      raise errors.UserError(
+        f"model.vocab_size={size} is smaller than the vocabulary's"
+        f' {len(self.vocabulary)}: set it to at least that.'
+      )
+
+  def files(self):
+    return {characters.VOCABULARY: self.vocabulary.to_json()}
+
+  def train_iterator(self, *, shard_index=0, shard_count=1):
+    return audio.TrainBatches(
+      self._recordings('train'),
+      self._frames,
+      batch_size=self.config.train.batch_size // shard_count,
+      seed=self.config.seed,
+      shard_index=shard_index,
+      shard_count=shard_count,
+    )
+
+  def rows_per_epoch(self):
+    return len(self._recordings('train'))
+
+  def data_summary(self):
+    counts = [len(self._recordings(split)) for split in ('train', 'eval')]
+    return (
+      f'{counts[0]:,} recordings for training, {counts[1]:,} held out,'
+      f' {len(self.vocabulary)} characters'
+    )
+
+  def eval_batches(self, **kwargs):
+    return audio.eval_batches(self._recordings('eval'), self._frames, **kwargs)
+
+  def data_fingerprint(self):
+    return {
+      'source': self.config.data.source,
+      'train': self._recordings('train').fingerprint(),
+      'held_out': self._recordings('eval').fingerprint(),
+    }
+
+  @property
+  def tokens_per_step(self):
+    return self.config.train.batch_size * self.length[0]
+
+  def inputs(self, batch, *, train):
+    masked = {'masked_BL': batch['masked']} if train else {}
+    return (batch['wave'],), {'valid_BL': batch['valid'], **masked}
+
+  def _losses(self, output, batch):
+    return losses.ctc.loss(
+      *(output.logits_BLV, batch['valid'], batch['labels'], batch['count']),
+      blank=self.vocabulary.blank,
+      weight_B=batch.get('weight'),
+    )
+
+  def loss(self, output, batch):
+    return self._losses(output, batch)[0]
+
+  def eval_sums(self, output, batch, mode):
+    loss, infeasible = self._losses(output, batch)
+    best_BL = output.logits_BLV.argmax(axis=-1)
+    best_BL = jnp.where(batch['valid'], best_BL, self.vocabulary.blank)
+    # Buckets differ in length.
+    missing = self.length[0] - best_BL.shape[1]
+    rows = {
+      'best': jnp.pad(
+        best_BL,
+        ((0, 0), (0, missing)),
+        constant_values=self.vocabulary.blank,
+      ),
+      **{name: batch[name] for name in ('labels', 'count', 'weight')},
+    }
+    return {'loss': loss, 'infeasible': infeasible, _ROWS: Rows((rows,))}
+
+  def finish_metrics(self, metrics):
+    """Adds error rates over all held-out recordings, by greedy decoding."""
+    finished = {}
+    for name, value in metrics.items():
+      prefix = name.removesuffix(_ROWS)
+      if prefix == name:
+        finished[name] = value
+        continue
+      decode = self.vocabulary.decode
+      pairs = [
+        (decode(labels[:count]), self.heard(best_L)[0])
+        for best_L, labels, count, weight in zip(
+          *(value[x] for x in ('best', 'labels', 'count', 'weight')),
+          strict=True,
+        )
+        if weight
+      ]
+      words = [(said.split(), heard.split()) for said, heard in pairs]
+      finished[f'{prefix}wer'] = losses.ctc.error_rate(words)
+      finished[f'{prefix}cer'] = losses.ctc.error_rate(pairs)
+    return finished
+
+  def heard(self, best_L) -> tuple[str, list[tuple[str, int]]]:
+    """Returns a text, and its words with their first frames."""
+    labels, frames = transcripts.greedy(
+      np.asarray(best_L), self.vocabulary.blank
+    )
+    words, fresh = [], True
+    for label, frame in zip(labels, frames, strict=True):
+      letter = self.vocabulary.decode([label])
+      if not letter:
+        fresh = True
+      elif fresh:
+        words.append((letter, frame))
+        fresh = False
+      else:
+        words[-1] = (words[-1][0] + letter, words[-1][1])
+    return ' '.join(word for word, _ in words), words
+
+  def token_weights(self, batch):
+    return batch['valid'] * batch['weight'][:, None]
+
+  def modes(self, *, more=False):
+    if more:
+      return {}
+    modes, model = {'': Mode()}, self.config.model
+    if model.routing is not None and model.experts is None:
+      modes['never/'] = Mode(routing=RoutingMode(rule='never'))
+    return modes
+
+  def load_weights(
+    self, init, model, params, model_state, *, whole=False, new=(), dropped=()
+  ):
+    source = source_lib.Source.of_init(init)
+    if source.ours:
+      return warm_start.from_ours(
+        params, model_state, init, new=new, dropped=dropped
+      )
+    if source.kind != 'speech':
+      raise errors.UserError(
+        f'init={init} holds no model of speech: give a run, or a folder of'
+        ' Hugging Face with a Wav2Vec2.'
+      )
+    # Folders hold the dense model.
+    dense = model.dense_twin()
+    weights = convert.read(source.path, dense)
+    made = [name for name in ('head', 'mask_embedding') if not whole]
+    merged = trees.merge(
+      params,
+      trees.unflatten(weights),
+      new=(*new, *(f'{name}(/.*)?' for name in made)),
+      dropped=dropped,
+      describe=f'init={init}',
+    )
+    return merged, model_state
+
+  # Reports.
+
+  def summary(self, task, metrics):
+    model = self.config.model
+    macs = flops.forward(model, *self.length) / 2e9
+    seconds = self.config.data.buckets[-1]
+    rows = [('model', '', f'{macs / seconds:.4f}')]
+    if 'never/loss' in metrics:
+      rows.append(('never', 'never/'))
+    return '\n'.join(
+      table(metrics, self.columns, rows, more=('GMACs a second',))
+    )
+
+  def pictures(self, task, params, model_state):
+    return {}
+
+  def load_pictures(self, task, params, model_state):
+    """Draws the compute over time above the spectrograms."""
+
+    def look(output, batch):
+      choices = stack_lib.collect(output.aux, 'adaptive')
+      return task.share_per_token(choices), output.logits_BLV.argmax(axis=-1)
+
+    with one_device(params, model_state) as variables:
+      batch, (share_BL, best_BL) = next(
+        iter(task.over_held_out(look, *variables, 1))
+      )
+    data, shown = self.config.data, []
+    real = np.flatnonzero(batch['weight'])
+    for i in real[np.linspace(0, len(real) - 1, min(4, len(real)), dtype=int)]:
+      frames = int(batch['valid'][i].sum())
+      samples = self.config.model.samples(frames)
+      text, _ = self.heard(best_BL[i, :frames])
+      said = self.vocabulary.decode(batch['labels'][i, : batch['count'][i]])
+      shown.append(
+        (
+          batch['wave'][i, :samples],
+          share_BL[i, :frames],
+          said if text == said else f'{said} → heard {text}',
+        )
+      )
+    return {
+      'load': viz.load_over_time(
+        shown,
+        rate=data.rate,
+        unit='share of all learners',
+        title='Where the compute goes in speech',
+      )
+    }
+
+  def studies(self, task):
+    return {}
+
+  # Use.
+
+  def transcribe(self, apply, recordings) -> list['Transcript']:
+    """Returns the transcripts of files.
+
+    `apply` is the compiled model with its parameters.
+
+    Raises:
+      UserError: a file cannot be read, or is shorter than a frame.
+    """
+    model, rate = self.config.model, self.config.data.rate
+    prepared = []
+    for path in recordings:
+      samples_T = audio_files.resample(*audio_files.read(path), rate)
+      frames = self._frames(len(samples_T))
+      if frames < 1:
+        raise errors.UserError(
+          f'{path} has {len(samples_T)} samples, fewer than the'
+          f' {model.samples(1)} of a frame: record for longer.'
+        )
+      prepared.append((audio_files.normalize(samples_T), frames))
+    return [self._transcript(apply, *x) for x in prepared]
+
+  def _transcript(self, apply, samples_T, frames) -> 'Transcript':
+    model, rate = self.config.model, self.config.data.rate
+    length = len(samples_T)
+    # Padded, so that few programs are compiled; but not before the norm over
+    # all frames, which would hear it.
+    if model.variant == 'layer':
+      length = max(length, model.samples(1 << (frames - 1).bit_length()))
+    wave_T = np.pad(samples_T, (0, length - len(samples_T)))
+    valid_L = np.arange(self._frames(length)) < frames
+    logits_LV = apply(wave_T[None], valid_L[None]).logits_BLV[0]
+    text, words = self.heard(np.asarray(logits_LV[:frames].argmax(axis=-1)))
+    seconds = math.prod(model.conv_strides) / rate
+    return Transcript(text, tuple((word, i * seconds) for word, i in words))
+
+
+@dataclasses.dataclass(frozen=True)
+class Transcript:
+  """What a model has heard.
+
+  Attributes:
+    text: the transcript.
+    words: each word and the second at which its first letter is recognised.
+  """
+
+  text: str
+  words: tuple[tuple[str, float], ...]

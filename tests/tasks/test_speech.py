@@ -1,0 +1,97 @@
+"""Recognition of synthetic words: training, conversion, and use."""
+
+import pathlib
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+import mod_jax
+from mod_jax import config as config_lib
+from mod_jax.data import audio_files, formants
+from mod_jax.errors import UserError
+from mod_jax.layers import stack as stack_lib
+from mod_jax.layers.mode import Mode
+from mod_jax.tasks import make_task, phases
+
+ROOT = pathlib.Path(__file__).parents[2]
+WORDS = config_lib.load(ROOT / 'configs/speech/words.py')
+GOLDEN = ROOT / 'tests/golden/wav2vec2'
+
+
+@pytest.fixture(scope='module')
+def dense(tmp_path_factory):
+  workdir = tmp_path_factory.mktemp('speech') / 'dense'
+  result = phases.train(WORDS.get_config('tiny'), workdir)
+  return workdir, result.metrics
+
+
+def test_a_run_measures_error_rates_and_keeps_its_vocabulary(dense):
+  workdir, metrics = dense
+  assert {'loss', 'wer', 'cer', 'infeasible'} <= metrics.keys()
+  assert 0 < metrics['wer'] < 3
+  assert (workdir / 'vocab.json').is_file()
+
+
+def test_a_run_transcribes_recordings(dense, tmp_path):
+  run = mod_jax.load(dense[0])
+  samples_T = formants.speak(np.random.default_rng(0), 'bana dogu')
+  audio_files.write(tmp_path / 'a.wav', samples_T, formants.RATE)
+  (transcript,) = run.predict([str(tmp_path / 'a.wav')])
+  assert transcript.text == ' '.join(word for word, _ in transcript.words)
+  seconds = [second for _, second in transcript.words]
+  assert seconds == sorted(seconds)
+  audio_files.write(tmp_path / 'b.wav', samples_T[:20], formants.RATE)
+  with pytest.raises(UserError, match='fewer than the'):
+    run.predict([str(tmp_path / 'b.wav')])
+  with pytest.raises(UserError, match='top: this model transcribes'):
+    run.predict([str(tmp_path / 'a.wav')], top=3)
+
+
+def test_a_conversion_counts_real_frames_only(dense, tmp_path):
+  config = WORDS.get_config('acm_tiny')
+  config = config_lib.replace(config, {'init': str(dense[0])})
+  workdir = tmp_path / 'acm'
+  metrics = phases.train(config, workdir).metrics
+  assert {'load', 'wer', 'gmacs', 'k4/wer'} <= metrics.keys()
+  task = make_task(mod_jax.load(workdir).experiment, workdir)
+  variables = mod_jax.load(workdir).variables
+  batch = next(iter(task.modality.eval_batches(batch_size=8, num_batches=1)))
+  assert not batch['valid'].all()
+  # Whatever the padding, the loads are those of the real frames.
+  longer = dict(batch)
+  samples = config.model.samples(batch['valid'].shape[1] + 8)
+  room = samples - batch['wave'].shape[1]
+  longer['wave'] = np.pad(batch['wave'], ((0, 0), (0, max(0, room))))
+  frames = config.model.frames(longer['wave'].shape[1])
+  more = frames - batch['valid'].shape[1]
+  longer['valid'] = np.pad(batch['valid'], ((0, 0), (0, more)))
+
+  @jax.jit
+  def load(batch):
+    key = jax.random.key(0)
+    output = task.apply(variables['params'], {}, batch, key, Mode())
+    choices = stack_lib.collect(output.aux, 'adaptive')
+    return task.load_per_row(choices)
+
+  assert more > 0
+  np.testing.assert_allclose(load(batch), load(longer), atol=1e-5)
+  figures = task.pictures(variables['params'], {})
+  assert 'load' in figures
+
+
+def test_a_folder_of_hugging_face_is_loaded_and_tuned(tmp_path):
+  folder = shutil.copytree(GOLDEN / 'layer', tmp_path / 'model')
+  characters = ['<pad>', '|', *'abdegilkr']
+  vocabulary = ', '.join(f'"{x}": {i}' for i, x in enumerate(characters))
+  (folder / 'vocab.json').write_text('{' + vocabulary + '}')
+  run = mod_jax.load(folder)
+  audio_files.write(tmp_path / 'a.wav', np.sin(np.arange(4000)), 8000)
+  (transcript,) = run.predict([tmp_path / 'a.wav'])
+  assert set(transcript.text) <= set(' abdegilkr')
+  params = run.variables['params']
+  loaded, _ = run.task.modality.load_weights(
+    str(folder), run.config, jax.tree.map(np.zeros_like, params), {}
+  )
+  jax.tree.map(np.testing.assert_array_equal, loaded, params)
