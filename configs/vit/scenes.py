@@ -14,6 +14,8 @@ processes. Variants:
 * `dynamic`: prediction heads drop 30% of the patches three times; the frozen
   dense model is the teacher;
 * `tome`: each block merges 24 pairs of similar tokens;
+* `evit`: three blocks fuse the 30% of the patches that the class token attends
+  to least;
 * `isoflop`: as many of the dense model's first blocks as cost what A-MoD does;
 * `tiny`: the dense model in seconds, for tests; also `amod_tiny`.
 
@@ -26,7 +28,7 @@ import dataclasses
 from mod_jax import config as config_lib
 from mod_jax.data.images import ImageDataConfig
 from mod_jax.data.scenes import SceneConfig
-from mod_jax.layers.reduction import ToMe
+from mod_jax.layers.reduction import EViT, ToMe
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.vit import ViTConfig
 from mod_jax.runs.run_config import EvaluationConfig, TrainConfig
@@ -113,6 +115,7 @@ VARIANTS = {
   'mod': lambda: routed('digits_mod', digits.MOD),
   'dynamic': dynamic,
   'tome': lambda: reduced('scenes_tome', ToMe(r=24)),
+  'evit': lambda: reduced('scenes_evit', EViT(stages=(1, 2, 4))),
   'isoflop': isoflop,
   'tiny': lambda: tiny(dense()),
   'amod_tiny': lambda: tiny(routed('digits_amod', digits.AMOD)),

@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+import math
 from typing import ClassVar, Literal
 
 import flax.struct
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 
 from mod_jax import config as config_lib
 from mod_jax import routing
+from mod_jax.errors import require
 from mod_jax.layers.rules import SELECTION_NAME
 from mod_jax.layers.token_info import TokenInfo
 
@@ -139,6 +141,72 @@ class ToMe(Reduction):
 
   def flops(self, tokens, count, width, head_dim):
     return 2 * (tokens - tokens // 2) * (tokens // 2) * head_dim
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EViT(Reduction):
+  """Token reorganisation (Liang et al. 2022): the inattentive are fused.
+
+  Patches that the class token attends to most are kept, here in their order.
+  The others become one token, the last: their sum weighted by that attention,
+  which is not scaled to sum to 1. Later it is a patch like the others. It has
+  no parameters either. If a single patch would be fused, the block keeps all.
+  """
+
+  evidence: ClassVar[str] = 'attention'
+
+  # Blocks that fuse tokens.
+  stages: tuple[config_lib.Layer, ...] = (3, 6, 9)
+  # Fraction of the patches that each of them keeps, rounded up.
+  keep: config_lib.Fraction = 0.7
+
+  def counts(self, num_layers, tokens, prefix):
+    stages = self.stages
+    require(
+      max(stages, default=0) < num_layers and len(set(stages)) == len(stages),
+      f'different blocks from 0 to {num_layers - 1}',
+      **{'reduction.stages': stages},
+    )
+    counts = []
+    for i in range(num_layers):
+      patches = tokens - prefix
+      # Rounded to nine decimals first, so that 0.7 · 10 is 7 patches.
+      kept = math.ceil(round(self.keep * patches, 9))
+      counts.append(max(0, patches - kept - 1) if i in stages else 0)
+      tokens -= counts[-1]
+    return tuple(counts)
+
+  def run(self, x_BLD, info, evidence, count, prefix):
+    patches_BND, weight_BN = x_BLD[:, prefix:], evidence[:, prefix:]
+    patches = patches_BND.shape[1]
+    kept = patches - count - 1
+    selection = checkpoint_name(
+      routing.select_top_k(weight_BN, kept), SELECTION_NAME
+    )
+    kept_BN = routing.mark_tokens(selection, patches)
+    fused_BD = jnp.einsum(
+      'BN,BND->BD',
+      jnp.where(kept_BN, 0, weight_BN),
+      patches_BND,
+      preferred_element_type=jnp.float32,
+    )
+    x_BKD = jnp.concatenate(
+      [
+        x_BLD[:, :prefix],
+        routing.gather_tokens(patches_BND, selection.index_BK),
+        fused_BD[:, None].astype(x_BLD.dtype),
+      ],
+      axis=1,
+    )
+    rank_BN = jnp.cumsum(kept_BN, axis=-1, dtype=jnp.int32) - 1
+    place_BN = prefix + jnp.where(kept_BN, rank_BN, kept)
+    prefix_P = jnp.arange(prefix, dtype=jnp.int32)
+    prefix_BP = jnp.broadcast_to(prefix_P, (x_BLD.shape[0], prefix))
+    place_BL = jnp.concatenate([prefix_BP, place_BN], axis=1)
+    return Reduced(x_BKD, _in_order(x_BKD), place_BL)
+
+  def flops(self, tokens, count, width, head_dim):
+    return 2 * (count + 1) * width
 
 
 def _in_order(x_BKD, size_BK=None) -> TokenInfo:

@@ -11,7 +11,7 @@ import jax
 from mod_jax import config as config_lib
 from mod_jax import trees
 from mod_jax.errors import UserError
-from mod_jax.layers.reduction import ToMe
+from mod_jax.layers.reduction import EViT, ToMe
 from mod_jax.layers.routing_config import (
   LIKE_DENSE,
   MoDConfig,
@@ -25,7 +25,7 @@ from mod_jax.tasks import make_task
 from mod_jax.tasks.images import Images
 from mod_jax.tasks.language import Language
 
-Method = Literal['amod', 'mod', 'dynamic', 'tome', 'acm']
+Method = Literal['amod', 'mod', 'dynamic', 'tome', 'evit', 'acm']
 
 
 def route(
@@ -39,22 +39,24 @@ def route(
   """Returns a routed model with the weights of a dense one.
 
   Added parameters (routers, prediction heads, learners) are newly initialised.
-  So the model should be trained before use, except with A-MoD and ToMe, which
-  add none: export the result, and give that folder as `init` of a run.
+  So the model should be trained before use, except with A-MoD, ToMe and
+  EViT, which add none: export the result, and give that folder as `init` of a
+  run.
 
   Args:
     pretrained: the dense model, or a path as `load` takes it.
     method: `amod` routes an image's tokens by attention, without parameters;
       `mod` by a learned router, also in language models; `dynamic` drops
       patches by prediction heads (DynamicViT); `tome` merges similar tokens
-      (ToMe), also untrained; `acm` splits layers into learners.
+      (ToMe), and `evit` fuses those that the class token does not attend to
+      (EViT), both without parameters; `acm` splits layers into learners.
     capacity: fraction of the tokens that a routed block processes or, with
-      `dynamic`, that each stage keeps; None for the method's default. `acm` has
-      no capacity: it is trained for a budget; nor has `tome`: it merges `r`
-      pairs in each block.
+      `dynamic` and `evit`, that each stage keeps; None for the method's
+      default. `acm` has no capacity: it is trained for a budget; nor has
+      `tome`: it merges `r` pairs in each block.
     key: initialises the new parameters; None for `jax.random.key(0)`.
     **fields: fields of the method's config: `VisionRoutingConfig` or
-      `MoDConfig`, `DynamicViTConfig`, `ToMe`, `AdaptiveConfig`.
+      `MoDConfig`, `DynamicViTConfig`, `ToMe`, `EViT`, `AdaptiveConfig`.
 
   Raises:
     UserError: the model is not dense, does not support the method, or a field
@@ -71,6 +73,7 @@ def route(
     'mod': _mod,
     'dynamic': _dynamic,
     'tome': _tome,
+    'evit': _evit,
     'acm': _acm,
   }
   make = config_lib.choose(method, methods, 'method')
@@ -80,7 +83,10 @@ def route(
       ' language model.'
     )
   if capacity is not None:
-    fields = {'keep' if method == 'dynamic' else 'capacity': capacity, **fields}
+    fields = {
+      'keep' if method in ('dynamic', 'evit') else 'capacity': capacity,
+      **fields,
+    }
   key = jax.random.key(0) if key is None else key
   config, variables = make(run.config, dict(run.variables), key, fields)
   changed = {'config': config, 'variables': variables}
@@ -127,6 +133,14 @@ def _tome(config, variables, key, fields):
       ' tokens in each block; give r=8 instead.'
     )
   reduction = config_lib.replace(ToMe(), fields)
+  return dataclasses.replace(config, reduction=reduction), variables
+
+
+def _evit(config, variables, key, fields):
+  del key
+  # The default stages do not fit models of few blocks.
+  stages = fields.pop('stages', None) or equal_stages(config.num_layers)
+  reduction = config_lib.replace(EViT(stages=stages), fields)
   return dataclasses.replace(config, reduction=reduction), variables
 
 

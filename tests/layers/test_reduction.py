@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mod_jax import flops, routing, trees
-from mod_jax.layers.reduction import ToMe
+from mod_jax.layers.reduction import EViT, ToMe
 from mod_jax.models import vit
 from mod_jax.models.vit import ViTConfig
 
@@ -156,6 +156,45 @@ def test_equal_tokens_count_as_often_as_they_were(dense, images):
   np.testing.assert_allclose(
     got.features_BLD[:, :2], want.features_BLD[:, :2], atol=1e-4
   )
+
+
+def test_inattentive_patches_are_fused(dense, images):
+  rng = np.random.default_rng(0)
+  x_BLD = rng.normal(size=(3, 12, 4)).astype(np.float32)
+  weight_BL = rng.dirichlet(np.ones(12), 3).astype(np.float32)
+  kind = EViT(stages=(0,), keep=0.45)
+  assert kind.counts(1, 12, 2) == (4,)  # 5 of 10 patches stay, 5 become 1.
+  got = kind.run(
+    *map(jnp.asarray, (x_BLD,)), None, jnp.asarray(weight_BL), 4, 2
+  )
+  for b in range(3):
+    best = 2 + np.sort(np.argsort(-weight_BL[b, 2:])[:5])
+    rest = np.setdiff1d(np.arange(2, 12), best)
+    fused_D = weight_BL[b, rest] @ x_BLD[b, rest]
+    want_KD = np.concatenate([x_BLD[b, :2], x_BLD[b, best], fused_D[None]])
+    np.testing.assert_allclose(got.x_BKD[b], want_KD, atol=1e-6)
+    places = got.place_BL[b, np.concatenate([[0, 1], best])]
+    np.testing.assert_array_equal(places, np.arange(7))
+    np.testing.assert_array_equal(got.place_BL[b, rest], 7)
+  # In a model: 16 patches, 8 and the fused one, 5 and the fused one.
+  config, params, *_ = dense
+  fusing = dataclasses.replace(config, reduction=EViT(stages=(0, 2), keep=0.5))
+  output, grads = run(fusing, params, images)
+  assert fusing.tokens_per_block() == (18, 11, 11)
+  assert output.features_BLD.shape == (2, 8, 16)
+  assert list(output.places) == ['block_0', 'block_2']
+  assert set(np.ravel(output.places['block_2'])) == set(range(8))
+  # Also through the attention that weighs what is fused.
+  assert all(jnp.isfinite(g).all() for g in jax.tree.leaves(grads))
+  first = trees.flatten(grads)['block_0/attention/query/kernel']
+  assert jnp.abs(first).max() > 1e-3
+
+
+def test_patches_and_flops_of_evit():
+  config = vit.deit_small(reduction=EViT())
+  # 138, 98 and 70 of the patches, beside the fused one and the class token.
+  assert config.stack.lengths(197)[4::3] == (140, 100, 72)
+  assert round(flops.published_macs(config) / 1e9, 1) == 3.0
 
 
 # GFLOPs as the authors count them, with the products of the similarities.

@@ -14,7 +14,7 @@ from mod_jax.errors import UserError
 from mod_jax.layers.acm import FFNS, AdaptiveConfig
 from mod_jax.layers.experts import ExpertsConfig
 from mod_jax.layers.mode import Mode, RoutingMode
-from mod_jax.layers.reduction import ToMe
+from mod_jax.layers.reduction import EViT, ToMe
 from mod_jax.layers.routing_config import MoDConfig, VisionRoutingConfig
 from mod_jax.layers.stem import ConvStemConfig
 from mod_jax.models.acm import acmize
@@ -44,6 +44,7 @@ def adapted(model=tiny.VIT, **options):
       {'reduction': ToMe(), 'routing': VisionRoutingConfig()},
       'reduction=.*routing=None',
     ),
+    (vit, {'reduction': EViT()}, r'reduction\.stages=.*0 to 1'),
     (
       pruned,
       {'backbone': vit(reduction=ToMe())},

@@ -48,6 +48,7 @@ WHOLE = {
   },
   'dynamic': {'capacity': 1.0, 'stages': (1,)},
   'tome': {'r': 0},
+  'evit': {'capacity': 1.0, 'stages': (1,)},
 }
 
 
