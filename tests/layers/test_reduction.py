@@ -197,8 +197,9 @@ def test_patches_and_flops_of_evit():
   assert round(flops.published_macs(config) / 1e9, 1) == 3.0
 
 
-# GFLOPs as the authors count them, with the products of the similarities.
-PUBLISHED = (
+# GMACs reckoned by hand from the paper, with the products of the similarities;
+# those at r = 8 are printed in Gadhikar et al. 2024, Table 6, as .93 and 3.43.
+RECKONED = (
   ('deit_tiny', 8, 0.933),
   ('deit_tiny', 13, 0.737),
   ('deit_small', 4, 4.016),
@@ -208,8 +209,8 @@ PUBLISHED = (
 )
 
 
-@pytest.mark.parametrize(('backbone', 'r', 'giga'), PUBLISHED)
-def test_published_flops(backbone, r, giga):
+@pytest.mark.parametrize(('backbone', 'r', 'giga'), RECKONED)
+def test_flops_as_reckoned_by_hand(backbone, r, giga):
   config = vit.BACKBONES[backbone](reduction=ToMe(r=r))
   assert flops.published_macs(config) / 1e9 == pytest.approx(giga, rel=1e-3)
 
