@@ -14,9 +14,8 @@ from mod_jax.pretrained.load import Run, about
 from mod_jax.tasks.experiment import ExperimentConfig
 
 # Fields of a model that are kept when it takes over pretrained weights.
-_OWN = (
-  *('routing', 'experts', 'adaptive', 'reduction', 'lora', 'dtype', 'remat'),
-)
+_OWN = ('routing', 'experts', 'adaptive', 'lora', 'dtype', 'remat')
+_OWN_OF_IMAGES = (*_OWN, 'reduction')
 
 
 def images(
@@ -48,7 +47,7 @@ def images(
     if run.classes is None:
       same_classes = pretrained.num_classes == len(classes)
     data = run.reading_as_trained(data)
-    kept_fields = (*_OWN, 'stochastic_depth')
+    kept_fields = (*_OWN_OF_IMAGES, 'stochastic_depth')
     backbone = _with_own(pretrained, backbone, kept_fields)
   size = image_size or data.image_size
   data = dataclasses.replace(data, image_size=size)
@@ -61,7 +60,7 @@ def images(
     model = dataclasses.replace(model, backbone=backbone, stages=stages)
     needs_teacher = True
   else:
-    model = _with_own(backbone, model, _OWN)
+    model = _with_own(backbone, model, _OWN_OF_IMAGES)
     needs_teacher = model.adaptive is not None
   if config.init is not None and not (needs_teacher and not same_classes):
     dense = None

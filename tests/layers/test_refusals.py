@@ -125,7 +125,7 @@ TABLE = [
   # What stands in a block, and stacks.
   (lambda: attention(num_kv_heads=3), 'num_kv_heads=3, num_heads=4', 'divide'),
   (lambda: attention(num_heads=0), 'AttentionConfig.num_heads=0'),
-  (lambda: mlp(kind='relu'), "'relu'", 'gelu'),
+  (lambda: mlp(kind='tanh'), "'tanh'", 'gelu'),
   (lambda: ConvStemConfig(width=0), 'width=0', 'from 1'),
   (lambda: READING.flops(4), 'source_tokens'),
   (lambda: run(Block(READING)), 'source=None'),

@@ -21,6 +21,7 @@ from mod_jax import errors
 from mod_jax.layers import acm, rules
 from mod_jax.layers.acm import AdaptiveConfig
 from mod_jax.layers.experts import ExpertsConfig
+from mod_jax.layers.lora import LoRAConfig
 from mod_jax.layers.mode import RoutingMode
 from mod_jax.layers.rope import RopeScaling
 from mod_jax.layers.routing_config import MoDConfig
@@ -68,6 +69,7 @@ BLOCKS = {
     **{'window': 5, 'qk_norm': True, 'qkv_bias': True, 'tied_head': False},
     **{'num_kv_heads': 1, 'head_dim': 6, 'mlp': 'gelu', 'early_exit': 1},
     'rope_scaling': RopeScaling(kind='linear', factor=2.0),
+    'lora': LoRAConfig(rank=2),
   },
   'experts': {'experts': ExpertsConfig(num_experts=8, capacity_factor=1.0)},
   'experts, several choices': {

@@ -106,7 +106,7 @@ REFUSED = {
   ),
   # Conversions.
   'conditional already': lambda _: mod_jax.route(mod_jax.route(vit()), 'mod'),
-  "unknown method 'tome'": lambda _: route('tome'),
+  "unknown method 'tomme'": lambda _: route('tomme'),
   'objective.budget': lambda _: route('acm', capacity=0.5),
   "amod … take 'mod' or 'acm'": lambda _: route('amod', language),
   "dynamic … take 'mod' or 'acm'": lambda _: route('dynamic', language),

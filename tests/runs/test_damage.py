@@ -36,10 +36,10 @@ def run(tmp_path_factory, texts, patched):
   abstract = state_lib.abstract_state
   cache = {}
 
-  def once(task, optimizer, mesh, *, ema):
+  def once(task, optimizer, mesh, **kwargs):
     key = task.config.model
     if key not in cache:
-      cache[key] = abstract(task, optimizer, mesh, ema=ema)
+      cache[key] = abstract(task, optimizer, mesh, **kwargs)
     return cache[key]
 
   patched.setattr(state_lib, 'abstract_state', once)
