@@ -48,7 +48,7 @@ class DETRConfig(StackedConfig):
   # Side of the squares of features of which each becomes a token.
   patch_size: config_lib.Pixels = 1
   num_layers: config_lib.Unrolled = 6  # Blocks of the encoder.
-  num_decoder_layers: config_lib.Unrolled = 6
+  num_decoder_layers: config_lib.Unrolled = 6  # Blocks of the decoder.
   width: config_lib.Width = 256  # Width of the tokens (D).
   num_heads: config_lib.Size = 8  # Attention heads (H).
   mlp_dim: config_lib.Size = 2048  # Hidden width of the MLPs (F).

@@ -47,13 +47,15 @@ class Wav2Vec2Config(StackedConfig):
   width: config_lib.Width = 768  # Width of the features (D).
   num_heads: config_lib.Size = 12  # Attention heads (H).
   mlp_dim: config_lib.Size = 3072  # Hidden width of the MLPs (F).
-  # Channels, kernel sizes and strides of the convolutions.
+  # Channels of the convolutions over the waveform.
   conv_dims: tuple[config_lib.Size, ...] = (512,) * 7
+  # Their kernel sizes, in samples and then in frames of the one before.
   conv_kernels: tuple[config_lib.Size, ...] = (10, 3, 3, 3, 3, 2, 2)
+  # Their strides.
   conv_strides: tuple[config_lib.Size, ...] = (5, 2, 2, 2, 2, 2, 2)
-  # Kernel size and groups of the convolution that gives positions.
+  # Kernel size, in frames, of the convolution that gives positions.
   position_kernel: config_lib.Size = 128
-  position_groups: config_lib.Size = 16
+  position_groups: config_lib.Size = 16  # Its groups of channels.
   norm_epsilon: config_lib.Epsilon = 1e-5  # Epsilon of all norms.
   routing: VisionRoutingConfig | None = None  # None = no routed blocks.
   experts: ExpertsConfig | None = None  # Mixtures of experts; None = none.
