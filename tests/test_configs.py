@@ -26,6 +26,7 @@ from mod_jax.layers.routing_config import VisionRoutingConfig
 from mod_jax.layers.scores import SCORES
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.vit import ViTConfig
+from mod_jax.models.wav2vec2 import Wav2Vec2Config
 from mod_jax.runs import metrics as metrics_lib
 from mod_jax.tasks import phases
 from mod_jax.tasks.experiment import ExperimentConfig
@@ -77,7 +78,11 @@ def _shallow(model, num_layers):
     routing = VisionRoutingConfig(score=routing.score)
   # No axis of the mesh divides the classes.
   return dataclasses.replace(
-    model, num_layers=num_layers, routing=routing, num_classes=1000
+    model,
+    num_layers=num_layers,
+    routing=routing,
+    num_classes=1000,
+    reduction=None,  # It has no parameters.
   )
 
 
@@ -104,6 +109,8 @@ def test_builds(file, variant):
   assert hash(again) == hash(config)
   optimizer_lib.make_optimizer(config.optimizer, config.train.num_steps)
   length = getattr(config.data, 'length', None)  # Images have none.
+  if isinstance(config.model, Wav2Vec2Config):
+    length = 16_000  # Samples of a second.
   assert flops.forward(config.model, length) > 0
   assert config.train.batch_size % config.train.grad_accum_steps == 0
   if variant.endswith('tiny'):  # Short already, by numbers of steps.
@@ -274,6 +281,8 @@ TINY = [
   ('configs/vit/transfer.py', 'tiny'),
   # Pruned and routed.
   ('configs/vit/compose.py', 'tiny'),
+  ('configs/detection/scenes.py', 'tiny'),
+  ('configs/speech/words.py', 'tiny'),
 ]
 
 

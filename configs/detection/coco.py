@@ -48,7 +48,7 @@ def dense(epochs: int = 300) -> ExperimentConfig:
     ),
     optimizer=OptimizerConfig(
       learning_rate=1e-4,
-      warmup_steps=100,
+      warmup_steps=0,
       beta2=0.999,
       weight_decay=1e-4,
       clip_norm=0.1,

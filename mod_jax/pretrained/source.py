@@ -25,7 +25,7 @@ from mod_jax.convert import vit as convert_vit
 from mod_jax.convert import wav2vec2 as convert_wav2vec2
 from mod_jax.data.audio import AudioDataConfig
 from mod_jax.data.characters import VOCABULARY
-from mod_jax.data.detection import DetectionPreprocess
+from mod_jax.data.detection import DetectionDataConfig, DetectionPreprocess
 from mod_jax.data.images import ImageDataConfig, Preprocess
 from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
@@ -197,7 +197,8 @@ class _Run(Source):
   @property
   def preprocess(self):
     data = self.experiment.data
-    return None if isinstance(data, TextDataConfig) else data.preprocess
+    sees = isinstance(data, ImageDataConfig | DetectionDataConfig)
+    return data.preprocess if sees else None
 
   @property
   def classes(self):

@@ -49,6 +49,7 @@ def test_a_run_transcribes_recordings(dense, tmp_path):
     run.predict([str(tmp_path / 'a.wav')], top=3)
 
 
+@pytest.mark.slow
 def test_a_conversion_counts_real_frames_only(dense, tmp_path):
   config = WORDS.get_config('acm_tiny')
   config = config_lib.replace(config, {'init': str(dense[0])})
