@@ -32,7 +32,7 @@ help:
 	@echo 'make twins      trains dense models with as many training FLOPs'
 	@echo 'make test       runs the tests, in 16 to 26 minutes on two cores'
 	@echo 'make test-fast  runs the tests of layers, routing, losses and configs'
-	@echo 'make test-slow  runs those that take longer, in MINUTES'
+	@echo 'make test-slow  runs notebooks, several hosts, wheels and what else is slow'
 	@echo 'make lint       checks the style'
 	@echo 'make format     corrects what it can of the style'
 	@echo 'make docs       builds the site in build/docs'
