@@ -91,6 +91,7 @@ def test_resume(folder, stop):
   assert_same(take(resumed, 8), expected)
 
 
+@pytest.mark.slow
 def test_any_number_of_hosts_gets_the_same_batches(folder):
   config = dataclasses.replace(folder, augment=MIXED)
   alone = train(config, batch_size=6, seed=2)

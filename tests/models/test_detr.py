@@ -92,7 +92,11 @@ def routed(routing, **changes):
   return dataclasses.replace(TINY, routing=routing, **changes)
 
 
-@pytest.mark.parametrize('routing', [None, AMOD, MOD], ids=['', 'amod', 'mod'])
+@pytest.mark.parametrize(
+  'routing',
+  [None, AMOD, pytest.param(MOD, marks=pytest.mark.slow)],
+  ids=['', 'amod', 'mod'],
+)
 def test_padding_changes_nothing(routing):
   """Of tokens that lie whole in the picture; the stem sees beyond the edge."""
   config = routed(routing)
@@ -116,7 +120,9 @@ def test_padding_changes_nothing(routing):
   assert jnp.abs(unmasked.logits_BQV - alone.logits_BQV).max() > 1e-2
 
 
-@pytest.mark.parametrize('score', ['attention', 'learned'])
+@pytest.mark.parametrize(
+  'score', ['learned', pytest.param('attention', marks=pytest.mark.slow)]
+)
 def test_all_tokens_are_the_dense_model(score):
   routing = VisionRoutingConfig(
     capacity=1.0, score=score, gate='one_plus_tanh', router_std=0.0

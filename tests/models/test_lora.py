@@ -89,7 +89,15 @@ def trained(variables):
   return variables | {'params': trees.unflatten(changed)}
 
 
-@pytest.mark.parametrize('name', MODELS)
+@pytest.mark.parametrize(
+  'name',
+  [
+    pytest.param(name, marks=pytest.mark.slow)
+    if name in ('learners', 'dynamic', 'scanned')
+    else name
+    for name in MODELS
+  ],
+)
 def test_an_adapted_model_begins_as_its_base_and_merges_into_it(name):
   base = MODELS[name]
   config = base.with_parts(lora=ADAPTERS)
@@ -217,6 +225,7 @@ class TestTraining:
     line = flops.report(self.config, length, self.frozen).splitlines()[-2]
     assert f'{full - saved:.4e}' in line
 
+  @pytest.mark.slow
   def test_compiles_to_what_is_counted(self):
     """The saving in XLA's count is that of ours."""
     config = dataclasses.replace(

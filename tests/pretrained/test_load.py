@@ -67,6 +67,7 @@ def run(workdir):
   return mod_jax.load(workdir)
 
 
+@pytest.mark.slow
 def test_a_picture_is_predicted_as_it_was_evaluated(run, folder):
   task = make_task(run.experiment)
   (batch,) = task.modality.eval_batches(batch_size=6, num_batches=1)

@@ -45,7 +45,7 @@ def make(config, **kwargs):
   scope='module',
   params=[
     'drop',
-    'scanned',
+    pytest.param('scanned', marks=pytest.mark.slow),
     pytest.param('staged', marks=pytest.mark.slow),
     pytest.param('experts choose', marks=pytest.mark.slow),
   ],

@@ -520,6 +520,7 @@ def test_metrics_and_the_key(run):
     stream.close()
 
 
+@pytest.mark.slow
 def test_a_server_tells_its_progress_and_drains(folder, tmp_path):
   log = tmp_path / 'log'
   environment = os.environ | {

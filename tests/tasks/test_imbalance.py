@@ -137,6 +137,7 @@ def held_out(run):
   return np.concatenate(labels), np.concatenate(logits)
 
 
+@pytest.mark.slow
 def test_a_run_on_a_table_of_labels(folder, tmp_path):
   changes = {'checkpoint.best': 'mAP', 'data.class_weights': 'balanced'}
   config = make_config(folder, **TABLE, **changes)
@@ -190,7 +191,9 @@ def raw(state):
   return [np.asarray(x).tobytes() for x in leaves]
 
 
-@pytest.mark.parametrize('labels', [{}, TABLE])
+@pytest.mark.parametrize(
+  'labels', [{}, pytest.param(TABLE, marks=pytest.mark.slow)]
+)
 def test_a_run_in_parts_is_bit_for_bit_that_without_a_stop(
   folder, tmp_path, labels
 ):

@@ -107,6 +107,7 @@ def changed(before, after):
 
 
 class TestWhole:
+  @pytest.mark.slow
   def test_runs_lie_where_they_are_said_to(self, whole, config):
     workdir, result = whole
     assert result.finished

@@ -303,6 +303,7 @@ def test_gradients_stop_at_the_split(whole):
   assert saved > 0.9 * (ours[None] - ours['float32'])
 
 
+@pytest.mark.slow
 def test_pictures_train_adapters_and_a_new_head(tmp_path):
   config = FOLDER.digits.tiny(FOLDER.get_config('lora'))
   changes = {'dense': None, 'init': str(tmp_path / 'dense')}

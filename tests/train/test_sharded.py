@@ -109,7 +109,10 @@ def run(mesh_config, scan_layers=False, grad_accum_steps=1):
 
 RUNS = pytest.mark.parametrize(
   ('mesh', 'scan_layers', 'grad_accum_steps'),
-  [('tensor 4', False, 1), ('mixed', True, 2)],
+  [
+    ('tensor 4', False, 1),
+    pytest.param('mixed', True, 2, marks=pytest.mark.slow),
+  ],
 )
 
 
