@@ -30,7 +30,7 @@ CASES = {
     ('select_xla', 'select_sort', "'gather'", "'scatter_add'"),
   ),
   'serve_step': (
-    ('width=192', 'layers=1', 'vocab=300', 'slots=2', 'length=64'),
+    ('width=192', 'layers=2', 'vocab=300', 'slots=2', 'length=64'),
     (),
     ("'over_plain'", "'schema'", "'penalties'", "'likeliest'"),
   ),
