@@ -15,6 +15,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
+from mod_jax import paths
 from mod_jax.convert import files
 from mod_jax.convert.files import Lazy
 from mod_jax.errors import UserError
@@ -90,15 +91,21 @@ def unpack(path: str | os.PathLike) -> pathlib.Path:
   Raises:
     UserError: the file is damaged, or of a model that is not known here.
   """
-  metadata = _metadata(path)
+  metadata = _Metadata(path)
   config = _config(path, metadata)
-  tokenizer, beside = _tokenizer(path, metadata)
+  try:
+    tokenizer, beside = _tokenizer(path, metadata)
+  except UserError:
+    raise
+  except Exception as error:  # The library has no narrower one.
+    raise UserError(
+      f'{path}: its metadata make no tokenizer ({error}): fetch it again.'
+    ) from error
   text = tokenizer.to_str()
   digest = hashlib.sha256(repr((config, beside, text)).encode()).hexdigest()
   folder = pathlib.Path(_CACHE).expanduser() / digest[:20]
   if not (folder / 'config.json').is_file():
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / 'tokenizer.json').write_text(text, encoding='utf-8')
+    paths.write_bytes(folder / 'tokenizer.json', text.encode())
     files.write_json(folder / 'tokenizer_config.json', beside)
     # Last: where it is, the others are complete.
     files.write_json(folder / 'config.json', config)
@@ -107,7 +114,7 @@ def unpack(path: str | os.PathLike) -> pathlib.Path:
 
 def stored(path: str | os.PathLike) -> dict[str, Lazy]:
   """Returns the weights by their names in Hugging Face, read lazily."""
-  reader, metadata = _reader(path), _metadata(path)
+  reader, metadata = _reader(path), _Metadata(path)
   heads = {}
   if metadata['general.architecture'] == 'llama':
     of_query = metadata['llama.attention.head_count']
@@ -158,8 +165,16 @@ def _read(path, tensor, heads: int | None) -> np.ndarray:
   return array
 
 
-@functools.lru_cache(maxsize=1)
 def _reader(path):
+  """Returns the reader of a file, which is kept until the file changes."""
+  path = os.path.expanduser(path)
+  about = os.stat(path)
+  return _read_header(path, about.st_size, about.st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=1)
+def _read_header(path, size, changed):
+  del size, changed
   try:
     import gguf
   except ImportError as error:
@@ -167,7 +182,7 @@ def _reader(path):
       f"{path}: GGUF needs {error.name}: pip install 'mod_jax[gguf]'."
     ) from error
   try:
-    return gguf.GGUFReader(os.path.expanduser(path))
+    return gguf.GGUFReader(path)
   except (ValueError, KeyError, IndexError, UnicodeDecodeError) as error:
     raise UserError(
       f'{path} is damaged, or no GGUF of version 2 or 3: fetch it again'
@@ -175,20 +190,27 @@ def _reader(path):
     ) from error
 
 
-class _Metadata(dict):
-  """The metadata of a file, which it must have where `[]` looks."""
+class _Metadata:
+  """The metadata of a file, decoded where they are read."""
 
-  def __missing__(self, key):
-    raise UserError(
-      f'a GGUF file has no {key}, so it is damaged or holds no language model:'
-      ' fetch it again.'
-    )
+  def __init__(self, path):
+    self._path, self._fields = path, _reader(path).fields
 
+  def __contains__(self, key: str) -> bool:
+    return key in self._fields
 
-@functools.lru_cache(maxsize=1)
-def _metadata(path) -> _Metadata:
-  fields = _reader(path).fields
-  return _Metadata({name: x.contents() for name, x in fields.items()})
+  def __getitem__(self, key: str) -> Any:
+    if key not in self._fields:
+      raise UserError(
+        f'{self._path} has no {key}, so it is damaged or holds no language'
+        ' model: fetch it again.'
+      )
+    return self._fields[key].contents()
+
+  def get(self, key: str, default: Any = None) -> Any:
+    if key not in self:
+      return default
+    return self[key]
 
 
 def _config(path, metadata: _Metadata) -> dict[str, Any]:
@@ -208,7 +230,7 @@ def _config(path, metadata: _Metadata) -> dict[str, Any]:
     fields['num_experts'] = metadata[f'{architecture}.expert_count']
   if architecture == 'llama' and fields.get('sliding_window'):
     architecture = 'mistral'
-  if (scaling := _rope_scaling(path, metadata, fields)) is not None:
+  if (scaling := _rope_scaling(path, metadata)) is not None:
     fields['rope_scaling'] = scaling
   shapes = {tensor.name: tensor.shape for tensor in _reader(path).tensors}
   return fields | {
@@ -219,8 +241,9 @@ def _config(path, metadata: _Metadata) -> dict[str, Any]:
   }
 
 
-def _rope_scaling(path, metadata, fields) -> dict[str, Any] | None:
-  prefix = f'{metadata["general.architecture"]}.rope.scaling'
+def _rope_scaling(path, metadata) -> dict[str, Any] | None:
+  architecture = metadata['general.architecture']
+  prefix = f'{architecture}.rope.scaling'
   kind = metadata.get(f'{prefix}.type', 'none')
   if kind == 'linear':
     return {'rope_type': 'linear', 'factor': metadata[f'{prefix}.factor']}
@@ -234,9 +257,8 @@ def _rope_scaling(path, metadata, fields) -> dict[str, Any] | None:
     return None
   # Llama 3.1 and 3.2, whose files have the factor of each frequency instead of
   # what they are made of.
-  head_dim = fields.get(
-    'head_dim', fields['hidden_size'] // fields['num_attention_heads']
-  )
+  head_dim = 2 * len(factors[0].data)
+  theta = metadata[f'{architecture}.rope.freq_base']
   for factor in (8.0, 32.0):
     scaling = rope.RopeScaling(
       kind='llama3',
@@ -245,7 +267,7 @@ def _rope_scaling(path, metadata, fields) -> dict[str, Any] | None:
       high_frequency=4.0,
       original_length=8192,
     )
-    frequency_C = rope.frequencies(head_dim, fields['rope_theta'])
+    frequency_C = rope.frequencies(head_dim, theta)
     expected = frequency_C / scaling.scaled(frequency_C)
     if np.allclose(factors[0].data, expected, rtol=1e-3):
       return {

@@ -14,6 +14,7 @@ from tokenizers import pre_tokenizers
 import mod_jax
 from mod_jax.convert import gguf as convert_gguf
 from mod_jax.errors import UserError
+from mod_jax.layers.rope import RopeScaling
 
 GOLDEN = pathlib.Path(__file__).parents[1] / 'golden' / 'lm'
 NAMES = {
@@ -117,6 +118,35 @@ def test_a_file_equals_the_folder(tmp_path, family):
   np.testing.assert_allclose(logits, expected[family], atol=1e-4)
   assert run.foreign
   assert run.tokenizer.eos_id == 1
+
+
+@pytest.mark.parametrize('factor', [8.0, 32.0])
+@pytest.mark.parametrize('theta', [1e9, 4.25e5])  # Long, and between.
+def test_llama_3s_positions_are_known_by_their_factors(tmp_path, factor, theta):
+  """Meta's rule: long wavelengths are stretched, short ones are not."""
+  wavelength_C = 2 * np.pi * theta ** (np.arange(0, 4, 2) / 4)
+  low, high = 8192 / 1, 8192 / 4
+  smooth_C = (8192 / wavelength_C - 1) / (4 - 1)
+  factor_C = np.where(
+    wavelength_C < high,
+    1,
+    np.where(
+      wavelength_C > low, factor, 1 / ((1 - smooth_C) / factor + smooth_C)
+    ),
+  )
+
+  def change(factor_C):
+    def add(writer):
+      writer.kv_data[0]['llama.rope.freq_base'].value = theta
+      writer.add_tensor('rope_freqs.weight', factor_C.astype(np.float32))
+
+    return add
+
+  path = tmp_path / 'model.gguf'
+  config = mod_jax.load(write(path, 'llama', change=change(factor_C))).config
+  assert config.rope_scaling == RopeScaling(kind='llama3', factor=factor)
+  with pytest.raises(UserError, match='not that of Llama 3.1'):
+    mod_jax.load(write(path, 'llama', change=change(3 * factor_C)))
 
 
 def test_quantised_weights_are_decoded(tmp_path):
@@ -223,8 +253,6 @@ def test_refusals(tmp_path):
     path = write(tmp_path / 'bad.gguf', 'qwen2', change=change)
     with pytest.raises(UserError, match=match):
       mod_jax.load(path)
-    convert_gguf._reader.cache_clear()
-    convert_gguf._metadata.cache_clear()
 
   def rename(writer):
     writer.kv_data[0]['general.architecture'].value = 'gemma'
@@ -235,7 +263,28 @@ def test_refusals(tmp_path):
     writer.kv_data[0]['tokenizer.ggml.pre'].value = 'tekken'
 
   refused("'tekken'; expected one of gpt-2", split)
-  path = tmp_path / 'cut.gguf'
-  path.write_bytes(write(tmp_path / 'x.gguf', 'qwen2').read_bytes()[:900])
-  with pytest.raises(UserError, match='cut.gguf is damaged'):
-    mod_jax.load(path)
+
+  def end(writer):
+    writer.kv_data[0]['tokenizer.ggml.eos_token_id'].value = 10**6
+
+  refused('bad.gguf: its metadata make no tokenizer', end)
+
+  def headless(writer):
+    del writer.kv_data[0]['qwen2.attention.head_count']
+
+  refused('num_attention_heads', headless)
+  path, whole = tmp_path / 'cut.gguf', tmp_path / 'x.gguf'
+  data = write(whole, 'qwen2').read_bytes()
+  # Within the metadata, within the table of arrays, within the arrays.
+  for part in (0.1, 0.5, 0.95):
+    path.write_bytes(data[: int(part * len(data))])
+    with pytest.raises(UserError, match='cut.gguf is damaged'):
+      mod_jax.load(path)
+
+
+def test_a_file_that_was_replaced_is_read_anew(tmp_path):
+  path = tmp_path / 'model.gguf'
+  first = mod_jax.load(write(path, 'qwen2'))
+  second = mod_jax.load(write(path, 'qwen3'))
+  assert first.config != second.config
+  assert second.config.qk_norm
