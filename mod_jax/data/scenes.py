@@ -52,8 +52,8 @@ class SceneConfig:
   Attributes:
     label: the class of a scene: 'largest' is its largest digit; 'sum' is the
       sum of its digits.
-    least: least number of digits in a scene.
-    most: greatest number of digits; fewer where there is no room.
+    least: least number of digits in a scene; fewer where there is no room.
+    most: greatest number of digits.
     scales: least and greatest factor on the eight pixels of a digit's side.
     clutter: number of pieces of digits and of lines that lie about.
     num_train: training scenes.
@@ -139,12 +139,12 @@ class Scenes:
   ) -> tuple[Hashable, Callable[[], Image.Image], int]:
     """Returns a key, a function for the picture, and its class."""
     key = (repr(self._config), self._size, self._split, int(index))
-    layout = self._layout(index)
-    return (
-      key,
-      lambda: Image.fromarray(self._paint(layout)),
-      self._label(layout),
-    )
+
+    def decode():
+      # Painting draws on where the layout has ended: from a fresh one.
+      return Image.fromarray(self._paint(self._layout(index)))
+
+    return key, decode, self._label(self._layout(index))
 
   def scene(self, index: int) -> Scene:
     """Returns a scene, the same at each call."""
