@@ -10,6 +10,7 @@ import numpy as np
 from mod_jax import errors, flops, trees, viz
 from mod_jax.convert import detr as convert_detr
 from mod_jax.data import detection as data_lib
+from mod_jax.data import images as images_lib
 from mod_jax.layers import stack as stack_lib
 from mod_jax.layers.mode import Mode
 from mod_jax.losses import detection, mean_precision, sums
@@ -17,11 +18,10 @@ from mod_jax.losses.mean_precision import Boxes
 from mod_jax.losses.sums import Rows
 from mod_jax.pretrained import source as source_lib
 from mod_jax.studies.devices import one_device
-from mod_jax.tasks.modality import Modality, table
+from mod_jax.tasks.modality import ROWS, Modality, table
 
 _PICTURED = 4  # Number of held-out pictures that are drawn.
 _NAMED = 10  # Number of classes to list when training starts.
-_ROWS = 'rows'  # Of what is kept of every held-out picture.
 LEAST_SCORE = 0.5  # Of the boxes that are drawn.
 
 
@@ -137,36 +137,23 @@ class Detection(Modality):
       **{name: batch[name] for name in ('label', 'box', 'weight')},
     }
     loss = sums.sum_of_means(found.weighted)
-    return {'loss': (loss * count, count), _ROWS: Rows((rows,))}
+    return {'loss': (loss * count, count), ROWS: Rows((rows,))}
 
-  def finish_metrics(self, metrics):
-    """Adds mean average precisions of all held-out pictures."""
-    finished = {}
-    for name, value in metrics.items():
-      prefix = name.removesuffix(_ROWS)
-      if prefix == name:
-        finished[name] = value
-        continue
-      pictures = [
-        {k: x[i] for k, x in value.items()}
-        for i in np.flatnonzero(value['weight'] > 0)
-      ]
-      ap_VJ = mean_precision.average_precisions(
-        [Boxes(x['guess'], x['found'], x['score']) for x in pictures],
-        [
-          Boxes(x['label'][x['label'] >= 0], x['box'][x['label'] >= 0])
-          for x in pictures
-        ],
-        len(self.classes),
-      )
-      there_V = ~np.isnan(ap_VJ[:, 0])
-      mean_J = ap_VJ[there_V].mean(axis=0) if there_V.any() else ap_VJ[0]
-      finished[f'{prefix}mAP'] = float(mean_J.mean())
-      finished[f'{prefix}mAP50'] = float(mean_J[0])
-      for label in np.flatnonzero(there_V):
-        name = f'{prefix}ap/{self.classes[label]}'
-        finished[name] = float(ap_VJ[label].mean())
-    return finished
+  def of_rows(self, rows):
+    """Returns mean average precisions."""
+    found = map(Boxes, rows['guess'], rows['found'], rows['score'])
+    there = [
+      Boxes(label_T[label_T >= 0], box_T4[label_T >= 0])
+      for label_T, box_T4 in zip(rows['label'], rows['box'], strict=True)
+    ]
+    ap_VJ = mean_precision.average_precisions(
+      list(found), there, len(self.classes)
+    )
+    there_V = ~np.isnan(ap_VJ[:, 0])
+    mean_J = ap_VJ[there_V].mean(axis=0) if there_V.any() else ap_VJ[0]
+    return {'mAP': mean_J.mean(), 'mAP50': mean_J[0]} | {
+      f'ap/{self.classes[v]}': ap_VJ[v].mean() for v in np.flatnonzero(there_V)
+    }
 
   def token_weights(self, batch):
     return batch['weight'][:, None]
@@ -222,7 +209,7 @@ class Detection(Modality):
           params, model_state, batch, key
         )
       )
-    shown_BHWC = data_lib.denormalize(self.config.data, batch['image'])
+    shown_BHWC = images_lib.denormalize(self.config.data, batch['image'])
     return draw(
       self.config.model, output, shown_BHWC, batch['size'], self.classes
     )

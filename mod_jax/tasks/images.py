@@ -23,12 +23,11 @@ from mod_jax.studies import confusion
 from mod_jax.studies import images as studies
 from mod_jax.studies.devices import one_device
 from mod_jax.tasks import expert_pictures
-from mod_jax.tasks.modality import Modality, table
+from mod_jax.tasks.modality import ROWS, Modality, table
 
 _PICTURED = 6  # Number of held-out images in the pictures.
 _LOADED = 512  # About so many images whose compute is drawn.
 _NAMED = 10  # Number of classes to list when training starts.
-_ROWS = 'rows'  # Of what is kept of every held-out image.
 
 
 def _number(block: str) -> int:
@@ -154,14 +153,14 @@ class Images(Modality):
       rows = {'label': label_B, 'score': logits_BV, 'weight': weight_B}
       return {
         'loss': self._loss(logits_BV, label_B, weight_B),
-        _ROWS: Rows((rows,)),
+        ROWS: Rows((rows,)),
       }
     target_BV = jax.nn.one_hot(label_B, logits_BV.shape[-1])
     guess_B = logits_BV.argmax(axis=-1)
     rows = {'label': label_B, 'guess': guess_B, 'weight': weight_B}
     metric_sums = {
       'loss': self._loss(logits_BV, target_BV, weight_B),
-      _ROWS: Rows((rows,)),
+      ROWS: Rows((rows,)),
     }
     for name, k in (('accuracy', 1), ('top5', 5)):
       # With few classes, top-5 accuracy would be trivial.
@@ -171,28 +170,21 @@ class Images(Modality):
         )
     return metric_sums
 
-  def finish_metrics(self, metrics):
-    """Adds metrics of all rows: mean recall, or average precisions."""
-    finished = {}
-    for name, value in metrics.items():
-      prefix = name.removesuffix(_ROWS)
-      if prefix == name:
-        finished[name] = value
-        continue
-      real = value.pop('weight') > 0
-      value = {k: x[real] for k, x in value.items()}
-      if self.multi_label:
-        ap_V = classification.average_precision(value['label'], value['score'])
-        finished[f'{prefix}mAP'] = float(np.nanmean(ap_V))
-        named = zip(self.classes, ap_V.tolist(), strict=True)
-        finished |= {f'{prefix}ap/{c}': ap for c, ap in named if ap == ap}
-      else:
-        matrix_VV = classification.confusion(
-          value['label'], value['guess'], len(self.classes)
-        )
-        recall_V = classification.precision_recall(matrix_VV)[1]
-        finished[f'{prefix}mean_recall'] = float(np.nanmean(recall_V))
-    return finished
+  def of_rows(self, rows):
+    """Returns the mean recall, or average precisions."""
+    if self.multi_label:
+      ap_V = classification.average_precision(rows['label'], rows['score'])
+      named = zip(self.classes, ap_V, strict=True)
+      # NaN is that of a class of which there is none.
+      return {'mAP': np.nanmean(ap_V)} | {
+        f'ap/{name}': ap for name, ap in named if not np.isnan(ap)
+      }
+    matrix_VV = classification.confusion(
+      rows['label'], rows['guess'], len(self.classes)
+    )
+    return {
+      'mean_recall': np.nanmean(classification.precision_recall(matrix_VV)[1])
+    }
 
   def token_weights(self, batch):
     return batch['weight'][:, None]

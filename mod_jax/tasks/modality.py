@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable, Mapping
 import typing
 from typing import Any
 
+import numpy as np
+
 from mod_jax import viz
 from mod_jax.layers.mode import Mode
 from mod_jax.losses.sums import MetricSums, Pair
@@ -14,6 +16,9 @@ from mod_jax.train.task import Data, Study
 
 if typing.TYPE_CHECKING:  # Slow to import.
   from matplotlib.figure import Figure
+
+
+ROWS = 'rows'  # Name of what `eval_sums` keeps of rows: a `Rows` with weights.
 
 
 class Modality(Data):
@@ -74,9 +79,25 @@ class Modality(Data):
   def modes(self, *, more: bool = False) -> dict[str, Mode]:
     """Returns the modes of evaluation, by prefix, as `Method.eval_modes`."""
 
-  def finish_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
-    """Returns held-out metrics with derived ones added."""
-    return metrics
+  def finish_metrics(self, metrics: dict[str, Any]) -> dict[str, float]:
+    """Returns held-out metrics with derived ones added.
+
+    What `eval_sums` keeps of rows, as `ROWS`, becomes the metrics of `of_rows`.
+    """
+    finished = {}
+    for name, value in metrics.items():
+      prefix = name.removesuffix(ROWS)
+      if prefix == name:
+        finished[name] = value
+        continue
+      real = value['weight'] > 0
+      rows = {kept: x[real] for kept, x in value.items()}
+      finished |= {prefix + k: float(x) for k, x in self.of_rows(rows).items()}
+    return finished
+
+  def of_rows(self, rows: dict[str, np.ndarray]) -> dict[str, float]:
+    """Returns metrics that are no sums, of what is kept of all real rows."""
+    raise NotImplementedError  # Where `eval_sums` keeps nothing.
 
   # Weights to start from.
 

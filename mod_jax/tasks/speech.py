@@ -20,9 +20,7 @@ from mod_jax.runs import workdir as workdir_lib
 from mod_jax.sampling import transcripts
 from mod_jax.studies.devices import one_device
 from mod_jax.tasks import warm_start
-from mod_jax.tasks.modality import Modality, table
-
-_ROWS = 'rows'  # Of what is kept of every held-out recording.
+from mod_jax.tasks.modality import ROWS, Modality, table
 
 
 class Speech(Modality):
@@ -61,6 +59,7 @@ class Speech(Modality):
           return Characters.read(file)
     return audio.make_vocabulary(self.config.data)
 
+  # A task lives as long as the process, so that keeping it does no harm.
   @functools.cache  # noqa: B019
   def _recordings(self, split) -> audio.Recordings:
     return audio.Recordings(self.config.data, split, self.vocabulary)
@@ -138,29 +137,21 @@ class Speech(Modality):
       ),
       **{name: batch[name] for name in ('labels', 'count', 'weight')},
     }
-    return {'loss': loss, 'infeasible': infeasible, _ROWS: Rows((rows,))}
+    return {'loss': loss, 'infeasible': infeasible, ROWS: Rows((rows,))}
 
-  def finish_metrics(self, metrics):
-    """Adds error rates over all held-out recordings, by greedy decoding."""
-    finished = {}
-    for name, value in metrics.items():
-      prefix = name.removesuffix(_ROWS)
-      if prefix == name:
-        finished[name] = value
-        continue
-      decode = self.vocabulary.decode
-      pairs = [
-        (decode(labels[:count]), self.heard(best_L)[0])
-        for best_L, labels, count, weight in zip(
-          *(value[x] for x in ('best', 'labels', 'count', 'weight')),
-          strict=True,
-        )
-        if weight
-      ]
-      words = [(said.split(), heard.split()) for said, heard in pairs]
-      finished[f'{prefix}wer'] = losses.ctc.error_rate(words)
-      finished[f'{prefix}cer'] = losses.ctc.error_rate(pairs)
-    return finished
+  def of_rows(self, rows):
+    """Returns error rates over all recordings, by greedy decoding."""
+    pairs = [
+      (self.vocabulary.decode(labels[:count]), self.heard(best_L)[0])
+      for best_L, labels, count in zip(
+        *(rows[name] for name in ('best', 'labels', 'count')), strict=True
+      )
+    ]
+    words = [(said.split(), heard.split()) for said, heard in pairs]
+    return {
+      'wer': losses.ctc.error_rate(words),
+      'cer': losses.ctc.error_rate(pairs),
+    }
 
   def heard(self, best_L) -> tuple[str, list[tuple[str, int]]]:
     """Returns a text, and its words with their first frames."""

@@ -66,7 +66,7 @@ class Data(abc.ABC):
     )
 
   # Not abstract, because many tasks have nothing to check.
-  def check(self) -> None:  # noqa: B027
+  def check(self) -> None:  # noqa: B027 (Not all data need it.)
     """Checks the data; called before a run is begun or loaded.
 
     A constructor must not depend on more than the config.
