@@ -234,11 +234,6 @@ def eval_batches(
   return images_lib.finite_batches(dataset.batch(batch_size), config.workers)
 
 
-def denormalize(config: DetectionDataConfig, image: Any) -> np.ndarray:
-  """Returns images of a batch, [..., 3], as uint8 for display."""
-  return images_lib.denormalize(config, image)
-
-
 def _train_row(config, source, index, rng: np.random.Generator) -> Batch:
   image, objects = source.load(int(index))
   box_N4, short_side = objects.box_N4, None

@@ -427,8 +427,11 @@ def eval_indices(
   return indices[:, shard_index].ravel()
 
 
-def denormalize(config: ImageDataConfig, image: Any) -> np.ndarray:
-  """Returns images of a batch, [..., 3], as uint8 for display."""
+def denormalize(config, image: Any) -> np.ndarray:
+  """Returns images of a batch, [..., 3], as uint8 for display.
+
+  `config` has the `mean` and `std` by which they were normalised.
+  """
   scaled = np.asarray(image, np.float32) * np.float32(config.std)
   scaled = 255 * (scaled + np.float32(config.mean))
   return np.clip(np.round(scaled), 0, 255).astype(np.uint8)

@@ -15,7 +15,7 @@ import numpy as np
 from mod_jax import config as config_lib
 from mod_jax import optimizer, parallel
 from mod_jax.data import images as images_lib
-from mod_jax.data.detection import DetectionDataConfig, DetectionPreprocess
+from mod_jax.data.detection import DetectionPreprocess
 from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
 from mod_jax.layers.mode import RoutingMode
@@ -36,6 +36,7 @@ from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train import evaluation
 
 _BATCH = 32  # Pictures that are predicted at a time.
+_LENGTH = 2048  # Longest texts of published models by default, in tokens.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,8 +156,8 @@ class Run:
         models of speech, paths of recordings. These take no settings.
       top: of pictures: number of classes to return; 5 by default.
       least: of a detector: the least score of an object; .5 by default.
-      max_new_tokens: most tokens to add; by default as many as fit the longest
-        input of the model.
+      max_new_tokens: most tokens to add; by default as many as fit
+        `default_length` or, after a longer prompt, `max_length`.
       temperature: of sampling; by default 0, which takes the likeliest token.
       top_k: of sampling; by default 0, all tokens.
       top_p: of sampling; by default 1, all tokens.
@@ -179,61 +180,58 @@ class Run:
     inputs = [inputs] if single else list(inputs)
     if not inputs:
       return []
-    detects = isinstance(self.config, DETRConfig)
-    if (least is not None) != (top is not None) and detects == (least is None):
-      name, other = ('top', 'least') if detects else ('least', 'top')
-      raise UserError(
-        f'{name}: this model takes {other} instead: leave it out.'
-      )
-    of_pictures, of_texts = (
-      {'top': top, 'least': least},
-      {
-        **{'max_new_tokens': max_new_tokens, 'temperature': temperature},
-        **{'top_k': top_k, 'top_p': top_p, 'mode': mode, 'key': key},
-        **{'max_length': max_length, 'draft': draft},
-      },
-    )
+    of_texts = {
+      **{'max_new_tokens': max_new_tokens, 'temperature': temperature},
+      **{'top_k': top_k, 'top_p': top_p, 'mode': mode, 'key': key},
+      **{'max_length': max_length, 'draft': draft},
+    }
     if isinstance(self.config, Wav2Vec2Config):
-      for name, value in (of_pictures | of_texts).items():
-        if value is not None:
-          raise UserError(
-            f'{name}: this model transcribes recordings: leave it out.'
-          )
-      return self.task.modality.transcribe(self.apply, inputs)
-    reads_texts = self.preprocess is None
-    for name, value in (of_pictures if reads_texts else of_texts).items():
-      if value is not None:
-        kinds = ('pictures', 'texts')
+      takes, predict = (), self._transcribe
+    elif isinstance(self.config, DETRConfig):
+      takes, predict = ('least',), self._detect
+    elif self.preprocess is None:
+      takes, predict = tuple(of_texts), self._continue
+    else:
+      takes, predict = ('top',), self._classify
+    settings = {'top': top, 'least': least} | of_texts
+    given = {name: x for name, x in settings.items() if x is not None}
+    for name in given:
+      if name not in takes:
         raise UserError(
-          f'{name}: is for {kinds[not reads_texts]}, and this model reads'
-          f' {kinds[reads_texts]}: leave it out.'
+          f'{name}: this model takes {", ".join(takes) or "no settings"}: leave'
+          ' it out.'
         )
-    if reads_texts:
-      given = {k: x for k, x in of_texts.items() if x is not None}
-      return self._continue(inputs, **given)
+    return predict(inputs, **given)
+
+  def _transcribe(self, recordings) -> list:
+    return self.task.modality.transcribe(self.apply, recordings)
+
+  def _classify(self, pictures, **kwargs) -> list[dict[str, float]]:
     predictions = []
-    if detects:
-      return [self._detect(x, 0.5 if least is None else least) for x in inputs]
-    for batch in itertools.batched(inputs, _BATCH):
-      predictions += self.classify(self.preprocess(batch), top=top or 5)
+    for batch in itertools.batched(pictures, _BATCH):
+      predictions += self.classify(self.preprocess(batch), **kwargs)
     return predictions
 
-  def _detect(self, picture, least: float) -> list[Detected]:
-    picture = images_lib.as_image(picture)
-    output, _, size = self._look(picture)
-    found = detection_task.boxes_of(
-      output.logits_BQV[0],
-      output.boxes_BQ4[0],
-      *(self.classes, (picture.height, picture.width), least),
-    )
-    return [Detected(*x) for x in found]
+  def _detect(
+    self, pictures, *, least: float = detection_task.LEAST_SCORE
+  ) -> list[list[Detected]]:
+    predictions = []
+    for picture in map(images_lib.as_image, pictures):
+      output, *_ = self._look(picture)
+      found = detection_task.boxes_of(
+        output.logits_BQV[0],
+        output.boxes_BQ4[0],
+        *(self.classes, (picture.height, picture.width), least),
+      )
+      predictions.append([Detected(*x) for x in found])
+    return predictions
 
   def _look(self, picture):
     image_BHWC, size_B2 = self.preprocess([picture])
     rngs = {'routing': jax.random.key(0)}
     return self.apply(image_BHWC, size_B2, rngs=rngs), image_BHWC, size_B2
 
-  def draw(self, picture, *, least: float = 0.5):
+  def draw(self, picture, *, least: float = detection_task.LEAST_SCORE):
     """Returns a figure of a picture with its boxes and its routed tokens.
 
     For a detector only; `picture` and `least` are those of `predict`.
@@ -241,15 +239,10 @@ class Run:
     if not isinstance(self.config, DETRConfig):
       raise UserError('draw: this is no detector: use run.predict.')
     output, image_BHWC, size_B2 = self._look(picture)
-    data = self.preprocess.apply_to(
-      DetectionDataConfig(source='coco', path='-')
-    )
     figures = detection_task.draw(
-      *(
-        self.config,
-        jax.device_get(output),
-        images_lib.denormalize(data, image_BHWC),
-      ),
+      self.config,
+      jax.device_get(output),
+      images_lib.denormalize(self.preprocess, image_BHWC),
       *(size_B2, self.classes, least),
     )
     return figures['boxes']
@@ -341,6 +334,15 @@ class Run:
     """
     return self.experiment.data.length
 
+  @property
+  def default_length(self) -> int:
+    """Longest text, in tokens, where nothing is said.
+
+    It is `max_length`, but of a published model no more than 2,048: some take
+    100,000 tokens and more, for which few machines have room.
+    """
+    return min(self.max_length, _LENGTH) if self.foreign else self.max_length
+
   def reading_as_trained(self, data):
     """Returns a config of data with the model's preprocessing or tokenizer."""
     if self.preprocess is not None:
@@ -361,6 +363,9 @@ class Run:
     kwargs.setdefault('temperature', 0.0)
     language = self.task.modality
     prompts = [self.encode(text) for text in texts]
+    longest = max(map(len, prompts))
+    if longest < self.default_length:
+      kwargs.setdefault('max_new_tokens', self.default_length - longest)
     generated = language.continued(params, state, prompts, **kwargs)
     return [
       Continuation(text, np.asarray(log_prob_N[:length]))

@@ -72,7 +72,6 @@ class Completion:
   reason: Reason  # As in `Event`.
 
 
-_MAX_LENGTH = 2048  # By default.
 # Settings of slots that have not been used yet.
 _GREEDY = {'temperature': 0.0, 'top_k': 0, 'top_p': 1.0, 'min_p': 0.0}
 # Seconds until an engine that waits for schemas looks around: where there is
@@ -135,8 +134,8 @@ class Engine:
     run: a language model, as `mod_jax.load` returns it.
     slots: number of requests that are decoded at a time.
     max_length: most tokens of a prompt and its continuation together; None for
-      the model's own, but no more than 2,048, since every slot's cache has room
-      for so many from the beginning.
+      the run's `default_length`. Every slot's cache has room for so many from
+      the beginning.
     mode: how routed blocks choose tokens; None for the first causal rule that
       the model was trained for.
 
@@ -159,7 +158,7 @@ class Engine:
       )
     config, variables = lm.unrolled_variables(run.config, run.variables)
     if max_length is None:
-      max_length = min(run.max_length, _MAX_LENGTH)
+      max_length = run.default_length
     for name, value in (('slots', slots), ('max_length', max_length)):
       if value < 1:
         raise UserError(f'{name}={value}: expected at least 1.')

@@ -50,7 +50,7 @@ def test_refusals(run):
     run.chat([{'role': 'system', 'content': 'x'}])
   with pytest.raises(UserError, match='no chat template'):
     mod_jax.load(MODEL).chat(MESSAGES)
-  with pytest.raises(UserError, match='top: is for pictures'):
+  with pytest.raises(UserError, match='top: this model takes max_new_t.*leave'):
     run.predict('how', top=3)
   with pytest.raises(UserError, match='max_length'):
     run.chat(MESSAGES, max_new_tokens=10**6)

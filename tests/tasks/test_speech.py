@@ -45,7 +45,7 @@ def test_a_run_transcribes_recordings(dense, tmp_path):
   audio_files.write(tmp_path / 'b.wav', samples_T[:20], formants.RATE)
   with pytest.raises(UserError, match='fewer than the'):
     run.predict([str(tmp_path / 'b.wav')])
-  with pytest.raises(UserError, match='top: this model transcribes'):
+  with pytest.raises(UserError, match='top: this model takes no settings'):
     run.predict([str(tmp_path / 'a.wav')], top=3)
 
 
