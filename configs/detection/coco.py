@@ -76,10 +76,8 @@ def tiny() -> ExperimentConfig:
   small = scenes.tiny(scenes.dense())
   backbone = ResNetConfig(stem=4, depths=(1, 1), widths=(2, 4))
   model = dataclasses.replace(small.model, backbone=backbone, patch_size=1)
-  optimizer = dense().optimizer
-  optimizer = dataclasses.replace(optimizer, warmup_steps=0)
   return dataclasses.replace(
-    small, name='coco_tiny', model=model, optimizer=optimizer
+    small, name='coco_tiny', model=model, optimizer=dense().optimizer
   )
 
 

@@ -7,7 +7,7 @@ from flax import linen as nn
 import numpy as np
 
 from mod_jax import trees
-from mod_jax.layers.lora import PARAMETERS as PARAMETERS
+from mod_jax.layers.lora import PARAMETERS
 
 _DOWN = '_lora/down/kernel'
 
