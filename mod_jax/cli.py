@@ -276,6 +276,17 @@ class _Unbroken:
     return getattr(self._stream, name)
 
 
+def define_dtype() -> None:
+  """Defines --dtype, which commands pass on to `pretrained.load`."""
+  flags.DEFINE_enum(
+    'dtype',
+    None,
+    ['float32', 'bfloat16'],
+    'Of the weights and the computation; by default weights in float32, and the'
+    " computation as in the model's config.",
+  )
+
+
 def load_config(file, cls, *, complete=True):
   """Returns the experiment of --config, changed by --config.FIELD=VALUE.
 

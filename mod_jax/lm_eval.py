@@ -197,13 +197,7 @@ class ModJax(lm_eval.api.model.TemplateLM):
 def define_flags() -> None:
   """Defines the flags of `main`."""
   flags.DEFINE_string('model', None, 'Directory of the model.')
-  flags.DEFINE_enum(
-    'dtype',
-    None,
-    ['float32', 'bfloat16'],
-    'Of the weights and the computation; by default weights in float32, and the'
-    " computation as in the model's config.",
-  )
+  cli.define_dtype()
   flags.DEFINE_list('tasks', [], "The harness's tasks.")
   flags.DEFINE_string(
     'include_path', None, 'Directory of further tasks, in YAML.'
@@ -212,7 +206,7 @@ def define_flags() -> None:
   flags.DEFINE_integer('num_fewshot', None, "Examples; by default the task's.")
   flags.DEFINE_integer('batch_size', 8, 'Texts that are read at a time.')
   flags.DEFINE_integer(
-    'max_length', None, 'Tokens that are read; by default as in training.'
+    'max_length', None, "Tokens that are read; by default the model's own."
   )
   flags.DEFINE_string(
     'rule', None, 'Causal rule; by default the first that was trained.'

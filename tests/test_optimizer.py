@@ -374,6 +374,19 @@ class TestLayerDecay:
       optimizer_lib.check_rules(config, named_params(('head/kernel',)))
 
 
+@pytest.mark.parametrize('kind', ['adamw', 'sgd'])
+def test_means_of_gradients_in_bfloat16(kind):
+  params = {'kernel': jax.numpy.ones((2, 3))}
+  config = OptimizerConfig(kind=kind, mu_dtype='bfloat16', warmup_steps=0)
+  optimizer = optimizer_lib.make_optimizer(config, 10)
+  state = optimizer.init(params)
+  _, state = optimizer.update(params, state, params)
+  arrays = [x for x in jax.tree.leaves(state) if x.shape == (2, 3)]
+  # AdamW's mean squares stay.
+  expected = ['bfloat16', 'float32'] if kind == 'adamw' else ['bfloat16']
+  assert [x.dtype.name for x in arrays] == expected
+
+
 def test_the_state_of_a_plain_run_is_what_it_was():
   # Checkpoints find arrays by these paths.
   params = named_params(('head/kernel',))

@@ -27,13 +27,7 @@ _PROGRAMS = '~/.cache/mod_jax/programs'
 def define_flags() -> None:
   """Defines the flags of `main`."""
   flags.DEFINE_string('model', None, 'Directory of the model.')
-  flags.DEFINE_enum(
-    'dtype',
-    None,
-    ['float32', 'bfloat16'],
-    'Of the weights and the computation; by default weights in float32, and the'
-    " computation as in the model's config.",
-  )
+  cli.define_dtype()
   flags.DEFINE_string('host', '127.0.0.1', 'Address to listen at.')
   flags.DEFINE_integer('port', 8000, 'Port to listen at; 0 for any.')
   flags.DEFINE_integer('slots', 8, 'Requests that are decoded at a time.')
@@ -48,7 +42,8 @@ def define_flags() -> None:
   flags.DEFINE_integer(
     'max_length',
     None,
-    'Tokens of a prompt and its continuation; by default as in training.',
+    "Tokens of a prompt and its continuation; by default the run's length of"
+    ' training, and 2,048 at most of a published model.',
   )
   flags.DEFINE_string(
     'api_key',

@@ -1,5 +1,7 @@
 """`Run.chat`, and the settings of `Run.predict`."""
 
+import dataclasses
+import json
 import pathlib
 import shutil
 
@@ -7,6 +9,7 @@ import pytest
 
 import mod_jax
 from mod_jax.errors import UserError
+from mod_jax.serving.engine import Engine
 
 MODEL = pathlib.Path(__file__).parents[1] / 'golden' / 'lm_eval' / 'model'
 TEMPLATE = """{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}
@@ -43,6 +46,35 @@ def test_streams_are_independent_and_equal_the_whole(run):
   first = next(streams[0])
   assert ''.join(streams[1]) == whole[1]
   assert first + ''.join(streams[0]) == whole[0]
+
+
+def test_published_models_are_short_by_default(tmp_path):
+  """Some take texts for which few machines have room."""
+  folder = tmp_path / 'model'
+  shutil.copytree(MODEL, folder)
+  fields = json.loads((folder / 'config.json').read_text())
+  fields['max_position_embeddings'] = 10**6
+  (folder / 'config.json').write_text(json.dumps(fields))
+  long = mod_jax.load(folder)
+  assert (long.max_length, long.default_length) == (10**6, 2048)
+  assert Engine(long, slots=1).max_length == 2048
+  asked = []
+  language = long.task.modality
+
+  def continued(*args, max_new_tokens, **kwargs):
+    asked.append(max_new_tokens)
+    raise StopIteration
+
+  language.continued = continued
+  for prompt in ('how', 'how many trees'):
+    with pytest.raises(StopIteration):
+      long.predict(prompt)
+  assert asked == [
+    2048 - len(long.encode(x)) for x in ('how', 'how many trees')
+  ]
+  # What was trained here is as long as it was trained.
+  ours = dataclasses.replace(long, foreign=False)
+  assert ours.default_length == 10**6
 
 
 def test_refusals(run):

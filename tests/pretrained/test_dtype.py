@@ -2,6 +2,7 @@
 
 import pathlib
 
+import command_line
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import mod_jax
 from mod_jax import trees
 from mod_jax.errors import UserError
+from mod_jax.scripts import serve
 
 MODEL = pathlib.Path(__file__).parents[1] / 'golden' / 'lm_eval' / 'model'
 TOKENS = jnp.arange(24).reshape(2, 12)
@@ -52,6 +54,20 @@ def test_routers_stay_float32(tmp_path):
   assert routers
   assert all(x.dtype == 'float32' for x in routers.values())
   assert np.isfinite(half.apply(TOKENS).logits_BLV).all()
+
+
+def test_the_server_takes_it(monkeypatch):
+  asked = []
+
+  def load(path, **kwargs):
+    asked.append((path, kwargs))
+    raise UserError('this is far enough')
+
+  monkeypatch.setattr(serve.load_lib, 'load', load)
+  argv = ['mod-jax-serve', '--model=here', '--dtype=bfloat16']
+  monkeypatch.setattr('sys.argv', argv)
+  command_line.assert_refused(command_line.call(serve.run), 'far enough')
+  assert asked == [('here', {'dtype': 'bfloat16'})]
 
 
 def test_other_types_are_refused():

@@ -1,0 +1,142 @@
+"""Detection data: COCO's files, batches of them, and what is refused."""
+
+import copy
+import json
+
+import numpy as np
+from PIL import Image
+import pytest
+
+from mod_jax.data import coco, detection
+from mod_jax.errors import UserError
+
+# Ids of categories have gaps, and pictures are of different shapes.
+DATA = {
+  'categories': [{'id': 3, 'name': 'cat'}, {'id': 7, 'name': 'dog'}],
+  'images': [
+    {'id': 20, 'file_name': 'a.png', 'width': 40, 'height': 20},
+    {'id': 10, 'file_name': 'b.png', 'width': 10, 'height': 30},
+  ],
+  'annotations': [
+    {'image_id': 20, 'category_id': 7, 'bbox': [4, 2, 8, 10], 'iscrowd': 0},
+    # Reaches beyond the picture's right edge, and is cut off there.
+    {'image_id': 20, 'category_id': 3, 'bbox': [30, 10, 20, 5]},
+    # Left out: a crowd, and a box without an area.
+    {'image_id': 20, 'category_id': 3, 'bbox': [0, 0, 5, 5], 'iscrowd': 1},
+    {'image_id': 20, 'category_id': 3, 'bbox': [50, 0, 5, 5]},
+  ],
+}
+
+
+def write(folder, data=DATA, split='train'):
+  (folder / 'annotations').mkdir(exist_ok=True)
+  file = folder / 'annotations' / f'instances_{split}.json'
+  file.write_text(data if isinstance(data, str) else json.dumps(data))
+  (folder / split).mkdir(exist_ok=True)
+  rng = np.random.default_rng(0)
+  for image in DATA['images']:
+    shape = (image['height'], image['width'], 3)
+    pixels = rng.integers(0, 256, shape, np.uint8)
+    Image.fromarray(pixels).save(folder / split / image['file_name'])
+  return folder
+
+
+def config(folder, **changes):
+  return detection.DetectionDataConfig(
+    **{'source': 'coco', 'path': str(folder), 'image_size': (20, 20)},
+    **{'train_split': 'train', 'eval_split': 'train', 'most': 3},
+    **changes,
+  )
+
+
+def test_objects_are_fractions_of_their_picture(tmp_path):
+  split = coco.Coco(write(tmp_path), 'train')
+  assert split.class_names == ('', '', '', 'cat', '', '', '', 'dog')
+  assert [split.name(i) for i in range(2)] == ['a.png', 'b.png']
+  assert split.most == 2
+  objects = split.objects(0)
+  assert objects.label_N.tolist() == [7, 3]
+  np.testing.assert_allclose(
+    objects.box_N4,
+    [[8 / 40, 7 / 20, 8 / 40, 10 / 20], [35 / 40, 12.5 / 20, 10 / 40, 5 / 20]],
+  )
+  assert not len(split.objects(1).label_N)  # A picture of nothing remains.
+
+
+def test_batches_are_padded_and_count_each_picture_once(tmp_path):
+  (batch,) = detection.eval_batches(config(write(tmp_path)), batch_size=3)
+  assert batch['weight'].tolist() == [1, 1, 0]
+  # The longer side fits, the other keeps the aspect ratio.
+  assert batch['size'][:2].tolist() == [[10, 20], [20, 7]]
+  assert batch['label'][:2].tolist() == [[7, 3, -1], [-1, -1, -1]]
+  image = batch['image'][1]
+  assert np.abs(image[:20, :7]).min(axis=-1).max() > 0
+  assert not image[:, 7:].any()
+
+
+def test_a_mirrored_picture_has_mirrored_boxes(tmp_path):
+  write(tmp_path)
+  plain, mirrored = (
+    next(
+      detection.train_iterator(config(tmp_path, flip=p), batch_size=2, seed=0)
+    )
+    for p in (0.0, 1.0)
+  )
+  (row,) = np.flatnonzero(plain['label'][:, 0] == 7)
+  height, width = plain['size'][row]
+  np.testing.assert_allclose(
+    mirrored['image'][row, :height, :width],
+    plain['image'][row, :height, :width][:, ::-1],
+    atol=0.05,
+  )
+  box_N4, other_N4 = plain['box'][row, :2], mirrored['box'][row, :2]
+  np.testing.assert_allclose(other_N4[:, 0], 1 - box_N4[:, 0], rtol=1e-6)
+  np.testing.assert_array_equal(other_N4[:, 1:], box_N4[:, 1:])
+
+
+def changed(path, value):
+  data = copy.deepcopy(DATA)
+  *parents, last = path
+  row = data
+  for name in parents:
+    row = row[name]
+  row[last] = value
+  return data
+
+
+BOX = ('annotations', 0, 'bbox')
+REFUSED = [
+  ('{', 'no JSON'),
+  ('[]', "no list 'images'"),
+  (changed(('annotations',), 3), "no list 'annotations'"),
+  (changed(('images',), []), 'image_id=20, which no image has'),
+  (changed(('images', 0, 'width'), '40'), r"images\[0\] has width='40'"),
+  (changed(('images', 0, 'height'), 0), r'images\[0\] has no area'),
+  (changed(('images', 1, 'id'), 20), r'images\[1\] has id=20 once more'),
+  (changed(('images', 0, 'file_name'), '../x.png'), 'outside of the folder'),
+  (changed(('categories', 0, 'id'), 10**9), 'ids from 0 to 10,000'),
+  (changed(('annotations', 1), 5), r'annotations\[1\] has image_id=None'),
+  (changed(('annotations', 0, 'category_id'), 4), 'category_id=4, which no'),
+  (changed(BOX, [1, 2, 3]), r'annotations\[0\] has bbox=\[1, 2, 3\]'),
+  (changed(BOX, ['a', 2, 3, 4]), r'annotations\[0\] has bbox'),
+  (changed(BOX, [1, 2, float('inf'), 4]), r'annotations\[0\] has bbox'),
+]
+
+
+@pytest.mark.parametrize(('data', 'words'), REFUSED)
+def test_is_refused_in_one_sentence(tmp_path, data, words):
+  with pytest.raises(UserError, match=f'instances_train.json: .*{words}'):
+    coco.Coco(write(tmp_path, data), 'train')
+
+
+def test_what_does_not_fit_is_named(tmp_path):
+  with pytest.raises(UserError, match='instances_val'):
+    coco.Coco(write(tmp_path), 'val')
+  crowded = detection.DetectionDataConfig(
+    **{'source': 'coco', 'path': str(tmp_path), 'train_split': 'train'}, most=1
+  )
+  with pytest.raises(UserError, match='most=1: a picture has 2 objects'):
+    detection.open_split(crowded, 'train')
+  (tmp_path / 'train' / 'a.png').write_bytes(b'no picture')
+  with pytest.raises(UserError, match='a.png'):
+    list(detection.eval_batches(config(tmp_path), batch_size=2))

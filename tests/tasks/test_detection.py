@@ -1,0 +1,86 @@
+"""Detection as a task: training on scenes, evaluation, use."""
+
+import pathlib
+
+import numpy as np
+from PIL import Image
+import pytest
+
+import mod_jax
+from mod_jax import config as config_lib
+from mod_jax.data import scenes
+from mod_jax.errors import UserError
+from mod_jax.tasks import make_task, phases
+
+ROOT = pathlib.Path(__file__).parents[2]
+SCENES = config_lib.load(ROOT / 'configs/detection/scenes.py')
+
+
+@pytest.fixture(scope='module')
+def trained(tmp_path_factory, on_one_device):
+  workdir = tmp_path_factory.mktemp('detection') / 'run'
+  with on_one_device():
+    return workdir, phases.train(SCENES.get_config('amod_tiny'), workdir)
+
+
+@pytest.fixture(scope='module')
+def picture():
+  config = scenes.SceneConfig(scales=(1, 1.5))
+  return scenes.Scenes(config, 32, 'eval').scene(0).image_SSC
+
+
+@pytest.mark.slow
+def test_a_run_measures_precision_and_draws(trained):
+  workdir, result = trained
+  assert {'loss', 'mAP', 'mAP50'} <= result.metrics.keys()
+  assert 0 <= result.metrics['mAP'] <= result.metrics['mAP50'] <= 1
+  assert np.isfinite(result.metrics['loss'])
+  assert (workdir / 'pictures' / 'boxes.png').is_file()
+
+
+@pytest.mark.slow
+def test_what_is_found_lies_in_the_picture(trained, picture):
+  run = mod_jax.load(trained[0])
+  # Twice as large: boxes are in pixels of the picture that was given.
+  large = np.asarray(Image.fromarray(picture).resize((64, 64)))
+  found, same = run.predict([large, picture], least=0.0)
+  assert len(found) == run.config.num_queries
+  scores = [x.score for x in found]
+  assert scores == sorted(scores, reverse=True)
+  assert {x.name for x in found} <= set(run.classes)
+  boxes = np.array([x.box for x in found])
+  assert (boxes >= 0).all()
+  assert (boxes <= 64).all()
+  assert boxes.max() > 32 > np.array([x.box for x in same]).max() / 2
+  assert run.predict(picture, least=0.999) == [[]]
+  assert run.draw(picture, least=0.0).axes
+  with pytest.raises(UserError, match='top: this model takes least'):
+    run.predict(picture, top=3)
+
+
+def test_perfect_predictions_have_a_precision_of_1():
+  task = make_task(SCENES.get_config('tiny')).modality
+  label = np.array([[3, 5, -1], [5, -1, -1], [1, 1, 1]])
+  box = np.random.default_rng(0).uniform(0.2, 0.4, (3, 3, 4))
+  rows = {
+    **{'label': label, 'box': box, 'weight': np.array([1, 1, 0])},
+    **{'guess': label.clip(0), 'found': box.copy()},
+    'score': np.where(label >= 0, 0.9, 0.1),
+  }
+  metrics = task.finish_metrics({'loss': 2.0, 'rows': rows})
+  # The third row only fills the batch, so its class is not there.
+  assert metrics == {'loss': 2, 'mAP': 1, 'mAP50': 1, 'ap/3': 1, 'ap/5': 1}
+  rows['found'][1] += 0.5
+  worse = task.finish_metrics({'never/rows': rows})
+  assert worse['never/ap/3'] == 1
+  assert worse['never/mAP'] < 1
+
+
+def test_what_does_not_fit_is_refused():
+  for changes, words in (
+    ({'model.num_classes': 9}, 'model.num_classes=9.*set model.num_classes=10'),
+    ({'model.num_queries': 3}, 'data.most=4 objects and model.num_queries=3'),
+  ):
+    config = config_lib.replace(SCENES.get_config('tiny'), changes)
+    with pytest.raises(UserError, match=words):
+      make_task(config).modality.check()
