@@ -51,6 +51,19 @@ class AttentionConfig:
       *('num_kv_heads', 'num_heads'),
     )
 
+  @classmethod
+  def of_encoder(cls, width: int, num_heads: int, **fields):
+    """Returns attention of all tokens to all, with biases."""
+    return cls(
+      width=width,
+      num_heads=num_heads,
+      num_kv_heads=num_heads,
+      head_dim=width // num_heads,
+      causal=False,
+      bias=True,
+      **fields,
+    )
+
   @functools.cached_property
   def projections(self) -> dict[str, Slot]:
     """The slots of query, key, value and out, by name."""

@@ -109,14 +109,7 @@ class DETRConfig(StackedConfig):
     return math.prod(self.grid)
 
   def _block(self, *, decoder: bool) -> BlockConfig:
-    attention = AttentionConfig(
-      width=self.width,
-      num_heads=self.num_heads,
-      num_kv_heads=self.num_heads,
-      head_dim=self.width // self.num_heads,
-      causal=False,
-      bias=True,
-    )
+    attention = AttentionConfig.of_encoder(self.width, self.num_heads)
     return BlockConfig(
       attention=attention,
       cross_attention=attention if decoder else None,

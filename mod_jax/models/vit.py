@@ -102,14 +102,8 @@ class ViTConfig(StackedConfig):
   @functools.cached_property
   def block(self) -> BlockConfig:
     return BlockConfig(
-      attention=AttentionConfig(
-        width=self.width,
-        num_heads=self.num_heads,
-        num_kv_heads=self.num_heads,
-        head_dim=self.width // self.num_heads,
-        causal=False,
-        bias=True,
-        qkv_bias=self.qkv_bias,
+      attention=AttentionConfig.of_encoder(
+        self.width, self.num_heads, qkv_bias=self.qkv_bias
       ),
       mlp=self.feed_forward
       or MLPConfig(

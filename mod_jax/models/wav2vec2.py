@@ -84,14 +84,7 @@ class Wav2Vec2Config(StackedConfig):
   def stack(self) -> StackConfig:
     """The layers."""
     block = BlockConfig(
-      attention=AttentionConfig(
-        width=self.width,
-        num_heads=self.num_heads,
-        num_kv_heads=self.num_heads,
-        head_dim=self.width // self.num_heads,
-        causal=False,
-        bias=True,
-      ),
+      attention=AttentionConfig.of_encoder(self.width, self.num_heads),
       mlp=MLPConfig(
         width=self.width, hidden=self.mlp_dim, kind='gelu', bias=True
       ),

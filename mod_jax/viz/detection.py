@@ -17,7 +17,7 @@ def boxes(
   processed: Mapping[str, np.ndarray],
   *,
   grid: tuple[int, int],
-  title: str = 'What is found, and the tokens that each routed layer takes',
+  title: str = 'What is found, and which tokens are processed',
 ) -> Figure:
   """Draws a row per picture: its boxes, then the tokens of each routed layer.
 
