@@ -101,7 +101,7 @@ def test_error_rates_are_of_the_corpus():
 
 # Word and character error rates that jiwer 4.0 gives for the same texts.
 @pytest.mark.parametrize(
-  'said, heard, wer, cer',
+  ('said', 'heard', 'wer', 'cer'),
   [
     (['bana dogu', 'gilo'], ['bana dogu', 'gilo'], 0.0, 0.0),
     (['bana dogu gilo'], ['bana gilo'], 1 / 3, 5 / 14),
