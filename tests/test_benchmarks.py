@@ -34,6 +34,11 @@ CASES = {
     (),
     ("'over_plain'", "'schema'", "'penalties'", "'likeliest'"),
   ),
+  'wav2vec2': (
+    ('width=48', 'layers=1', 'seconds=0.1', 'batches=2'),
+    (),
+    ("'gmacs'", "'adaptive'", "'time_over_flops'"),
+  ),
   'image_input': (
     ('pictures=16', 'pixels=9000', 'batch=4', 'steps=2'),
     (),
