@@ -31,7 +31,7 @@ _SEEDS = flags.DEFINE_list('seeds', ['0', '1', '2'], 'A dense run for each.')
 _WORKDIR, _RUNS, _TABLE, _TINY = study.define_flags('runs/speech_words')
 
 BUDGETS = (0.25, 0.4, 0.6, 0.75)
-COUNTS = (1, 2, 3, 4)
+COUNTS = (1, 2, 3)
 
 
 def planned(seed: int) -> dict[str, ExperimentConfig]:
