@@ -62,13 +62,16 @@ def planned(seed: int) -> dict[str, ExperimentConfig]:
       *(acm, 'learners'),
       **{'phase': 'end_to_end', 'static_learners': k, 'gates.num_steps': 0},
     )
-  return {f'{name}/{seed}': config for name, config in runs.items()}
+  names = {name: f'{name}/{seed}' for name in runs}
+  return {
+    names[name]: config_lib.replace(config, {'name': names[name]})
+    for name, config in runs.items()
+  }
 
 
 def tell(config: ExperimentConfig, metrics: dict) -> dict:
   """Returns the result of a run."""
-  task, prefix = make_task(config), ''
-  told = {'steps': config.train.num_steps, 'batch': config.train.batch_size}
+  task, prefix, told = make_task(config), '', {}
   if config.objective is None:
     macs = flops.published_macs(config.model, *task.modality.length)
   elif 'load' in metrics:
