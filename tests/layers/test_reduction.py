@@ -104,6 +104,7 @@ def dense(images):
   return config, params, *run(config, params, images)
 
 
+@pytest.mark.slow
 def test_a_model_that_merges(dense, images):
   config, params, want, _ = dense
   merging = dataclasses.replace(config, reduction=ToMe(r=3))

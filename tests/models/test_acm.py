@@ -263,6 +263,7 @@ class TestLayouts:
     got = graded(config, looped, noise=False)
     chex.assert_trees_all_close(got, want, atol=1e-5, rtol=1e-3)
 
+  @pytest.mark.slow
   def test_rematerialised_equals_not(self, graded):
     params = drawn(BOTH)
     # With noise: what is computed again must draw the same.

@@ -189,6 +189,7 @@ def test_top_k_looks_ahead(block):
   assert (difference('top-k', block, RoutingMode(), False) & SAME_BL).any()
 
 
+@pytest.mark.slow
 def test_padding_takes_no_experts_slots():
   """A padded row in training is the row alone, at its own length."""
   mode = ROUTING['router'].train_mode

@@ -147,6 +147,7 @@ class TestEachPartInFull:
     assert jnp.abs(every.logits_BV - removed.logits_BV).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_experts_stand_between_routing_and_learners():
   config = PRUNED.with_parts(
     experts=ExpertsConfig(num_experts=2, num_nulls=1),

@@ -344,6 +344,7 @@ class TestLayouts:
     ):
       assert (leaf[0] != leaf[1]).all()
 
+  @pytest.mark.slow
   def test_remat_changes_neither_values_nor_gradients(
     self, four, four_variables, count
   ):

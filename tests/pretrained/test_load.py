@@ -279,6 +279,7 @@ def test_classes_of_one_name_are_told_apart(run, folder):
   assert {f'crane ({i})' for i in range(count)} == set(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('tokenizer', ['bytes', 'bpe', 'prepared'])
 def test_a_language_model_goes_elsewhere(tmp_path, tokenizer):
   texts = tmp_path / 'texts'

@@ -226,6 +226,7 @@ class TestPruningLoss:
     'logit_distillation': 0.7,
   }
 
+  @pytest.mark.slow
   def test_terms_against_oracles(self):
     task = pruning(**self.WEIGHTS)
     loss, metric_sums, output, taught, grads = pruned(task, gradients=True)
@@ -379,6 +380,7 @@ class TestEvaluate:
     assert main.items() <= metrics.items()
     assert 'never' not in task.summary(metrics)
 
+  @pytest.mark.slow
   def test_routed(self):
     task = make(AMOD)
     params, _ = init(task)
@@ -472,6 +474,7 @@ def adapt(task, path):
 
 
 class TestStart:
+  @pytest.mark.slow
   @pytest.mark.parametrize(
     ('model', 'new'),
     [
@@ -625,6 +628,7 @@ class TestTeacher:
       *(dict(teacher['params']), other),
     )
 
+  @pytest.mark.slow
   def test_it_stands_beside_the_state(
     self, dense_run, tmp_path, monkeypatch, one_device_each
   ):
@@ -674,6 +678,7 @@ PICTURES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('which', PICTURES)
 def test_pictures(which):
   model, names = PICTURES[which]

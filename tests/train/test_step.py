@@ -212,6 +212,7 @@ def test_frozen_arrays_are_arguments(grad_accum_steps):
   assert step._cache_size() == 1
 
 
+@pytest.mark.slow
 def test_accumulation_of_the_auxiliary_losses():
   task = make_task(FULL)
   state = make_state(task)
