@@ -135,3 +135,22 @@ def composition(found: Mapping[str, dict]) -> str:
   ]
   header = ['model', 'seeds', 'MFLOPs', 'of dense', 'load', 'accuracy, %']
   return markdown(header, rows)
+
+
+def detection(found: Mapping[str, dict]) -> str:
+  """Table of detectors: costs and mean average precisions."""
+  dense = None
+  rows = []
+  for name, of_seed in by_model(found).items():
+    runs = list(of_seed.values())
+    mega = runs[0]['forward_flops'] / 1e6
+    dense = dense or mega
+    rows.append(
+      [
+        *(name, str(len(runs)), f'{mega:.1f}', f'{mega / dense:.2f}'),
+        *(over_seeds(runs, x, 100, 1) for x in ('mAP50', 'mAP')),
+        over_seeds(runs, 'cpu_seconds', 1 / 60, 1),
+      ]
+    )
+  header = ['model', 'seeds', 'MFLOPs', 'of dense', 'mAP@.5, %', 'mAP, %']
+  return markdown([*header, 'CPU minutes'], rows)

@@ -47,6 +47,10 @@ class DETRConfig(StackedConfig):
   backbone: ResNetConfig | ConvStemConfig = ResNetConfig()
   # Side of the squares of features of which each becomes a token.
   patch_size: config_lib.Pixels = 1
+  # Whether positions are also added to the tokens themselves, as by the listing
+  # in Carion et al. 2020, A.6, and not only to queries and keys. Features of a
+  # shallow backbone do not tell where they are; without this, no value does.
+  place_tokens: bool = False
   num_layers: config_lib.Unrolled = 6  # Blocks of the encoder.
   num_decoder_layers: config_lib.Unrolled = 6  # Blocks of the decoder.
   width: config_lib.Width = 256  # Width of the tokens (D).
@@ -333,7 +337,10 @@ class DETR(nn.Module):
     valid_BL = None
     if size_B2 is not None:
       valid_BL = valid_BHW.reshape(batch, -1)
-    memory = Source(x_BLD, valid_BL, place_BLD.astype(x_BLD.dtype))
+    place_BLD = place_BLD.astype(x_BLD.dtype)
+    if self.config.place_tokens:
+      x_BLD = x_BLD + place_BLD
+    memory = Source(x_BLD, valid_BL, place_BLD)
     encoded = self.encoder(x_BLD, memory.info)
     memory = memory.replace(x_BSD=encoded.x_BLD)
     place_BQD = jnp.broadcast_to(
