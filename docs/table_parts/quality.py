@@ -247,9 +247,3 @@ def experts_recipe():
 def conversion():
   """What a dense language model is worth, made routed."""
   return study_tables.conversion(studied('conversion'))
-
-
-@table
-def detection_scenes():
-  """Detection on scenes, dense and routed."""
-  return study_tables.detection(studied('detection_scenes'))

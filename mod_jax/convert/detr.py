@@ -78,8 +78,10 @@ def names(config: DETRConfig, naming: Naming) -> tuple[Entry, ...]:
   fields = {
     'backbone': (type(dense.backbone), ResNetConfig),
     'patch_size': (dense.patch_size, 1),
-    'place_tokens': (dense.place_tokens, False),
-    'norm_epsilon': (dense.norm_epsilon, DETRConfig.norm_epsilon),
+    **{
+      name: (getattr(dense, name), getattr(DETRConfig, name))
+      for name in ('place_tokens', 'place_temperature', 'norm_epsilon')
+    },
   }
   for name, (value, theirs) in fields.items():
     if value != theirs:

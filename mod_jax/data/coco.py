@@ -78,7 +78,7 @@ class Coco:
         *(self._file, cut, left_out),
       )
     if not rows:
-      raise errors.UserError(f'{self._file} lists no pictures: give another.')
+      raise self._fault('images is empty')
     self._ids = list(rows)
     self._objects = [
       Objects(

@@ -148,7 +148,7 @@ CATEGORIES = {'categories': DATA['categories']}
 REFUSED = [
   ('{', 'no JSON'),
   ('[]', "no list 'images'"),
-  ({'images': [], 'annotations': []} | CATEGORIES, 'lists no pictures'),
+  ({'images': [], 'annotations': []} | CATEGORIES, 'images is empty'),
   ({'images': [], 'annotations': [], 'categories': []}, 'categories need ids'),
   (changed(('annotations',), 3), "no list 'annotations'"),
   (changed(('images',), []), 'image_id=20, which no image has'),
