@@ -10,7 +10,7 @@ classes every copy, then classes of fewer than 60 pictures. A fifth is held out,
 by a hash of the picture. `configs/vit/folder.py` is trained from scratch, with
 patches of 16 pixels: as it is, with class weights, and with balanced sampling,
 each with three seeds. Every run is a line of `openclipart.jsonl` beside this
-file; see `study.py`. The table shows the variants that have all seeds.
+file; see `study.py`. The table shows the seeds that all variants have.
 """
 
 from concurrent import futures
@@ -26,6 +26,7 @@ import machine
 import numpy as np
 from PIL import Image
 import study
+import study_tables
 
 from mod_jax import config as config_lib
 from mod_jax.tasks.experiment import ExperimentConfig
@@ -184,22 +185,6 @@ def tell(config: ExperimentConfig, metrics: dict) -> dict:
   }
 
 
-def table(results: dict[str, dict]) -> str:
-  """Returns the table of the variants that have all seeds."""
-  rows = []
-  for name in VARIANTS:
-    of_seeds = [results.get(f'{name}/{seed}') for seed in _SEEDS.value]
-    if all(of_seeds):
-      cells = [
-        machine.cell(machine.spread([run[x] for run in of_seeds]), 100, 1)
-        for x in ('accuracy', 'mean_recall')
-      ]
-      rows.append([name, *cells])
-  if not rows:
-    return 'No variant has all of its seeds yet.'
-  return machine.markdown(['', 'accuracy, %', 'mean recall, %'], rows)
-
-
 def main(_):
   # The pictures that it warns of are left out.
   warnings.simplefilter('ignore', Image.DecompressionBombWarning)
@@ -218,7 +203,7 @@ def main(_):
       for seed in _SEEDS.value
     }
     study.train_all(planned, _RUNS.value, _WORKDIR.value, path, tell)
-  print(table(study.read(path)))
+  print(study_tables.imbalance(study.read(path)))
 
 
 if __name__ == '__main__':
