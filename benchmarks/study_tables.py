@@ -154,3 +154,17 @@ def detection(found: Mapping[str, dict]) -> str:
     )
   header = ['model', 'seeds', 'MFLOPs', 'of dense', 'mAP@.5, %', 'mAP, %']
   return markdown([*header, 'CPU minutes'], rows)
+
+
+def imbalance(found: Mapping[str, dict]) -> str:
+  """Accuracy and mean recall with and without weights, on Open Clip Art."""
+  rows = [
+    [
+      model,
+      str(len(runs)),
+      over_seeds(runs, 'accuracy', 100, 1),
+      over_seeds(runs, 'mean_recall', 100, 1),
+    ]
+    for model, runs in of_whole_seeds(found).items()
+  ]
+  return markdown(['', 'seeds', 'accuracy, %', 'mean recall, %'], rows)

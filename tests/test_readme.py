@@ -32,6 +32,8 @@ from mod_jax.studies import adaptive, confusion, conversion, images, language
 from mod_jax.sweeps import grid
 from mod_jax.tasks.experiment import ExperimentConfig
 
+pytestmark = pytest.mark.slow
+
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 _HAS_LM_EVAL = importlib.util.find_spec('lm_eval') is not None
 TEXTS = {

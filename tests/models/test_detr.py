@@ -15,6 +15,8 @@ from mod_jax.layers.stem import ConvStemConfig
 from mod_jax.models import detr
 from mod_jax.models.detr import DETRConfig
 
+pytestmark = pytest.mark.slow
+
 AMOD = VisionRoutingConfig()
 MOD = VisionRoutingConfig(score='learned', gate='one_plus_tanh', router_std=0.2)
 TINY = DETRConfig(
@@ -94,7 +96,7 @@ def routed(routing, **changes):
 
 @pytest.mark.parametrize(
   'routing',
-  [None, AMOD, pytest.param(MOD, marks=pytest.mark.slow)],
+  [None, AMOD, MOD],
   ids=['', 'amod', 'mod'],
 )
 def test_padding_changes_nothing(routing):
@@ -120,9 +122,7 @@ def test_padding_changes_nothing(routing):
   assert jnp.abs(unmasked.logits_BQV - alone.logits_BQV).max() > 1e-2
 
 
-@pytest.mark.parametrize(
-  'score', ['learned', pytest.param('attention', marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize('score', ['learned', 'attention'])
 def test_all_tokens_are_the_dense_model(score):
   routing = VisionRoutingConfig(
     capacity=1.0, score=score, gate='one_plus_tanh', router_std=0.0
