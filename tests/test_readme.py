@@ -74,6 +74,7 @@ def desk(tmp_path_factory):
     pixels = rng.integers(0, 256, (40, 50, 3), np.uint8)
     Image.fromarray(pixels).save(folder / name)
   shutil.copy(ROOT / 'tests/golden/vit_timm.safetensors', folder)
+  shutil.copytree(ROOT / 'tests/golden/detr', folder / 'detr-resnet-50')
   shutil.copytree(ROOT / 'tests/golden/lm_eval/model', folder / 'smollm2')
   template = '{% for m in messages %}{{ m.content }} {% endfor %}'
   (folder / 'smollm2' / 'chat_template.jinja').write_text(template)

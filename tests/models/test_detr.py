@@ -220,12 +220,34 @@ def test_earlier_layers_share_the_heads_in_training():
   assert ran(TINY)[1].earlier is None
 
 
+def test_tokens_tell_their_place_where_that_is_asked_for():
+  """Of a picture that is everywhere alike, the encoder's tokens are, too."""
+  alike = jnp.ones((1, 3, 4, 16))
+  spreads = {}
+  for placed in (False, True):
+    config = dataclasses.replace(TINY, place_tokens=placed)
+    variables, _ = ran(TINY)
+
+    model = config.build()
+    _, state = model.apply(
+      variables,
+      alike,
+      method=lambda m, x: m.detect(x, None, (24, 32)),
+      capture_intermediates=lambda m, _: m.name == 'encoder',
+      mutable=['intermediates'],
+    )
+    (encoded,) = state['intermediates']['encoder']['__call__']
+    spreads[placed] = float(jnp.std(encoded.x_BLD, axis=1).max())
+  assert spreads[False] < 1e-5
+  assert spreads[True] > 0.1
+
+
 def test_places_of_a_padded_picture():
   """The last row and column are 2π, whatever the padding."""
   valid_BHW = np.zeros((1, 5, 7), bool)
   valid_BHW[:, :3, :4] = True
-  found = detr.sine_places(jnp.asarray(valid_BHW), 8)
-  wanted = detr.sine_places(jnp.ones((1, 3, 4), bool), 8)
+  found = detr.sine_places(jnp.asarray(valid_BHW), 8, 1e4)
+  wanted = detr.sine_places(jnp.ones((1, 3, 4), bool), 8, 1e4)
   np.testing.assert_allclose(found[:, :3, :4], wanted, atol=1e-6)
   row, column = np.pi * 2 / 3, np.pi * 2 / 4
   first = [

@@ -232,6 +232,7 @@ class TestGreedy:
       )
     assert_follows(got, references(SCANNED, mode, *make_prompts()))
 
+  @pytest.mark.slow
   def test_bfloat16(self):
     config = dataclasses.replace(SCANNED, dtype='bfloat16')
     mode = RoutingMode(rule='router')
@@ -453,6 +454,7 @@ class TestSampling:
         assert (columns[i] == other).mean() < 2 / choices
     assert len({tuple(row) for row in np.asarray(draws[0])}) > 100
 
+  @pytest.mark.slow
   def test_gaussian_routing_draws_at_the_capacity(self):
     prompts = np.ones((32, PROMPT), int), np.ones((32, PROMPT), bool)
 
@@ -602,6 +604,7 @@ class TestNoWork:
     assert kinds
     assert not kinds & {'copy', 'select', 'transpose', 'convert'}
 
+  @pytest.mark.slow
   def test_turns_of_the_loop_are_as_many_as_routed_rows_need(self, monkeypatch):
     chunk, turns = 3, []
     append = cache_lib.KVCache.append

@@ -360,6 +360,7 @@ def oracle(logits_BV, label_B, classes=10):
 
 
 class TestEvaluate:
+  @pytest.mark.slow
   @pytest.mark.parametrize('model', [DENSE, DYNAMIC], ids=['dense', 'pruned'])
   def test_all_that_is_held_out(self, model):
     # The last batch is padded.
@@ -501,6 +502,7 @@ class TestStart:
     del routed['block_1/router/kernel']
     tiny.same(params, routed)
 
+  @pytest.mark.slow
   def test_at_capacity_1_it_is_the_dense_model(self, dense_run):
     workdir, metrics, _ = dense_run
     routing = VisionRoutingConfig(capacity=1.0)

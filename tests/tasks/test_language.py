@@ -181,6 +181,7 @@ class TestEvaluate:
     assert router.split()[-1] == f'{metrics["router/drop_loss"]:.4f}'
     assert top_k.split()[-1] == '-'
 
+  @pytest.mark.slow
   def test_is_the_loss_of_each_row_alone(self, make):
     # Seven rows, the last of three targets, in batches of four: two of the
     # eight rows are padded, which must not count, and not route.

@@ -15,6 +15,8 @@ from mod_jax.layers import stack as stack_lib
 from mod_jax.layers.mode import Mode
 from mod_jax.tasks import make_task, phases
 
+pytestmark = pytest.mark.slow
+
 ROOT = pathlib.Path(__file__).parents[2]
 WORDS = config_lib.load(ROOT / 'configs/speech/words.py')
 GOLDEN = ROOT / 'tests/golden/wav2vec2'
@@ -60,7 +62,6 @@ def test_beams_are_compared_with_greedy_decoding(dense):
   assert 'silence' not in run.task.studies()
 
 
-@pytest.mark.slow
 def test_a_conversion_counts_real_frames_only(dense, tmp_path):
   config = WORDS.get_config('acm_tiny')
   config = config_lib.replace(config, {'init': str(dense[0])})

@@ -234,6 +234,7 @@ def test_accumulation_of_the_auxiliary_losses():
     assert value(pair) == pytest.approx(value(whole_sums[name]), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_weights_are_added_up_without_the_model():
   state, batch = make_state(make_task(FULL)), make_batch()
   products = [
