@@ -8,8 +8,9 @@ each budget. For comparison there are static models, whose modules all run the
 same number of learners and which train end to end for as long. Error rates are
 those of all held-out utterances, by greedy decoding; costs are those of a
 second of audio, in utterances of three seconds. Each run is one line of
-`speech_words.jsonl` beside this file; see `study.py`. The table has all runs,
-the picture the models that have as many seeds as the dense one.
+`speech_words.jsonl` beside this file; see `study.py`. The table and
+the picture leave out the first two phases, the picture also models that lack
+one of the dense model's seeds.
 """
 
 import pathlib
@@ -111,8 +112,7 @@ def draw(found: dict[str, dict]):
       machine.spread([1 - run['wer'] for run in runs]),
     )
     for name, of_seed in models.items()
-    # The other phases are no end.
-    if name not in ('learners', 'gates')
+    if name not in study_tables.FIRST_PHASES
     and len(runs := list(of_seed.values())) == len(models['dense'])
   ]
   return viz.accuracy_flops(

@@ -11,6 +11,8 @@ from machine import cell, markdown, spread
 # Runs of `conversion.py` that the table treats specially: the baseline of all
 # others, and the one without routed blocks.
 PARENT, PRUNED = 'dense, at first', 'without the block'
+# Runs of `speech_words.py` from which others start.
+FIRST_PHASES = ('learners', 'gates')
 
 
 def by_model(found: Mapping[str, dict]) -> dict[str, dict[str, dict]]:
@@ -147,7 +149,7 @@ def speech(found: Mapping[str, dict]) -> str:
       *(over_seeds(runs, part, 1, 2) for part in ('silence', 'speech')),
     ]
     for name, of_seed in by_model(found).items()
-    if (runs := list(of_seed.values()))
+    if name not in FIRST_PHASES and (runs := list(of_seed.values()))
   ]
   header = ['model', 'seeds', 'MMACs per second', 'load', 'WER, %', 'CER, %']
   return markdown([*header, 'learners, silence', 'learners, speech'], rows)

@@ -232,6 +232,12 @@ def acm_digits():
 
 
 @table
+def speech_words():
+  """Adaptive width in a recogniser of synthetic words, by budget."""
+  return study_tables.speech(studied('speech_words'))
+
+
+@table
 def compose_digits():
   """Pruning, routing and adaptive width on the digits, alone and together."""
   return study_tables.composition(studied('compose_digits'))
