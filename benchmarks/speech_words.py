@@ -8,12 +8,13 @@ each budget. For comparison there are static models, whose modules all run the
 same number of learners and which train end to end for as long. Error rates are
 those of all held-out utterances, by greedy decoding; costs are those of a
 second of audio, in utterances of three seconds. Each run is one line of
-`speech_words.jsonl` beside this file; see `study.py`. The table and
-the picture leave out the first two phases, the picture also models that lack
-one of the dense model's seeds.
+`speech_words.jsonl` beside this file; see `study.py`. The table and the picture
+leave out the first two phases, the picture also models that lack one of the
+dense model's seeds. Another picture has compute over time.
 """
 
 import pathlib
+import shutil
 import sys
 
 from absl import app, flags
@@ -33,6 +34,7 @@ _WORKDIR, _RUNS, _TABLE, _TINY = study.define_flags('runs/speech_words')
 
 BUDGETS = (0.25, 0.4, 0.6, 0.75)
 COUNTS = (1, 2, 3)
+_SHOWN = 'adaptive, β = 0.4/0'  # Whose compute over time is a picture.
 
 
 def planned(seed: int) -> dict[str, ExperimentConfig]:
@@ -135,6 +137,9 @@ def main(_):
     sys.exit('No run is finished yet.')
   print(study_tables.speech(found))
   viz.save(draw(found), result_path('.png'))
+  load = study.workdir(_WORKDIR.value, _SHOWN) / 'pictures/load.png'
+  if load.exists():
+    shutil.copy(load, result_path('_load.png'))
 
 
 if __name__ == '__main__':
