@@ -22,6 +22,7 @@ from mod_jax import trees
 from mod_jax.errors import UserError
 from mod_jax.models import protocol
 from mod_jax.models.lm import LMConfig
+from mod_jax.models.vlm import VLMConfig
 from mod_jax.models.wav2vec2 import Wav2Vec2Config
 
 
@@ -91,21 +92,30 @@ def _saved(config, length, frozen) -> int:
 
 
 # Parameters that belong to a row of the table; the others come before.
-_ROWS = r'(block_\d+|prediction_\d+|head\w*|norm)(/|$)'
+_ROWS = (
+  r'(tower|projector|language/embedding'
+  r'|(language/)?(block_\d+|prediction_\d+|head\w*|norm))(/|$)'
+)
 
 
 def _weight_flops(config, length, row, parts) -> dict[str, int]:
   """Returns the FLOPs of products with a row's larger parameters, by name."""
+  if row in ('tower', 'projector'):  # Trained as a whole, or not at all.
+    return {}
+  inner, of_text = '', config
+  if isinstance(config, VLMConfig):
+    inner, of_text = 'language/', config.language
+    row = row.removeprefix(inner)
   block = re.fullmatch(r'block_(\d+)', row)
   if block is None:
-    tied = isinstance(config, LMConfig) and config.tied_head
+    tied = isinstance(of_text, LMConfig) and of_text.tied_head
     kernels = {'embed': 'patch/kernel', 'head': 'head/kernel'}
     name = kernels.get(row, f'{row}/linear_0/kernel')
-    return {'embedding' if tied else name: products(parts)}
+    return {inner + ('embedding' if tied else name): products(parts)}
   i = int(block[1])
-  stack, prefix = config.stack, row
+  stack, prefix = config.stack, inner + row
   if stack.scan:
-    prefix = f'layers/block_{i % stack.period}'
+    prefix = f'{inner}layers/block_{i % stack.period}'
   tokens = config.tokens_per_block(*_arguments(config, length))[i]
   counts = {}
   block = stack.layers[i].block
@@ -132,7 +142,7 @@ def _arguments(config, length):
   if length is not None:
     return (length,)
   # The config of a vision model has the size.
-  if isinstance(config, LMConfig | Wav2Vec2Config):
+  if isinstance(config, LMConfig | Wav2Vec2Config | VLMConfig):
     raise UserError(
       f'{type(config).__name__} without a length: the cost of this model'
       ' depends on how many tokens it reads; pass length=….'
