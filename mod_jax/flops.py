@@ -9,7 +9,8 @@ call it FLOPs: multiply-accumulates of the same products, and 5 for each element
 that a layer norm reads.
 
 `config` is the config of a model; `length` is the tokens of a sequence, for
-language models, or the frames of a recording.
+language models, or the frames of a recording; of a language model that sees it
+is (tokens, pictures), or tokens with one picture.
 """
 
 from collections.abc import Callable, Mapping
@@ -140,7 +141,7 @@ def num_params(config) -> int:
 
 def _arguments(config, length):
   if length is not None:
-    return (length,)
+    return length if isinstance(length, tuple) else (length,)
   # The config of a vision model has the size.
   if isinstance(config, LMConfig | Wav2Vec2Config | VLMConfig):
     raise UserError(

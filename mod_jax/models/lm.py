@@ -225,6 +225,10 @@ class LMConfig(StackedConfig):
       return RoutingMode(rule=rule, **kwargs)
     return self.routing.mode(rule, **kwargs)
 
+  def unrolled(self, variables) -> tuple['LMConfig', dict[str, Any]]:
+    """Returns `unrolled_variables` of the model."""
+    return unrolled_variables(self, variables)
+
   def build(self, **kwargs) -> 'LanguageModel':
     """Returns the module; keywords are fields of `Mode`."""
     return LanguageModel(self, Mode(**kwargs))

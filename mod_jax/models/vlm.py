@@ -7,7 +7,7 @@ of the language model, and they stand in the text in the place of a placeholder
 
 from collections.abc import Sequence
 import dataclasses
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from flax import linen as nn
 import jax
@@ -91,6 +91,10 @@ class VLMConfig(StackedConfig):
     return self.language.lora
 
   @property
+  def image_size(self) -> int:
+    return self.tower.image_size
+
+  @property
   def vocab_size(self) -> int:
     return self.language.vocab_size
 
@@ -117,6 +121,15 @@ class VLMConfig(StackedConfig):
   def with_parts(self, **parts) -> 'VLMConfig':
     """Returns the model with parts of its language model replaced, or None."""
     return dataclasses.replace(self, language=self.language.with_parts(**parts))
+
+  def unrolled(self, variables) -> tuple['VLMConfig', dict[str, Any]]:
+    """Converts config and all collections, by name, to unrolled layers."""
+    named = {name: tree['language'] for name, tree in variables.items()}
+    language, named = self.language.unrolled(named)
+    return dataclasses.replace(self, language=language), {
+      name: {**tree, 'language': named[name]}
+      for name, tree in variables.items()
+    }
 
   def build(self, **kwargs) -> 'VLM':
     """Returns the module; keywords are fields of `Mode`."""
@@ -221,7 +234,7 @@ class VLM(nn.Module):
       **kwargs: as for `LanguageModel`.
     """
     config, size = self.config, self.config.tower.image_size
-    _check_images(config, tokens_BL, images_BIHWC, valid_BL)
+    check_images(config, tokens_BL, images_BIHWC, valid_BL)
     if self.is_initializing() and images_BIHWC is None:
       images_BIHWC = jnp.zeros((len(tokens_BL), 1, size, size, 3))
     features_BND = None
@@ -247,7 +260,7 @@ class VLM(nn.Module):
     return x_TND.reshape(len(images_BIHWC), -1, x_TND.shape[-1])
 
 
-def _check_images(config: VLMConfig, tokens_BL, images_BIHWC, valid_BL):
+def check_images(config: VLMConfig, tokens_BL, images_BIHWC, valid_BL):
   """Raises UserError for pictures that do not fit the tokens.
 
   Numbers of placeholders are checked outside of `jax.jit` only, since traced

@@ -33,14 +33,12 @@ def model():
   return config, llava.load(FOLDER, config)
 
 
-@jax.jit
 def run(tokens_BL, images_BIHWC, valid_BL):
   config, params = model()
-  return (
-    config.build()
-    .apply({'params': params}, tokens_BL, images_BIHWC, valid_BL=valid_BL)
-    .logits_BLV
-  )
+  variables = {'params': params}
+  return tiny.apply(
+    config, variables, tokens_BL, images_BIHWC, valid_BL=valid_BL
+  ).logits_BLV
 
 
 @pytest.mark.parametrize('side', ['left', 'right'])
@@ -63,11 +61,10 @@ def test_rows_of_pictures_and_text_are_those_that_pytorch_was_given():
   pictures = [[IMAGES[0, 0]], IMAGES[1]]
   for side in ('left', 'right'):
     placed = vlm.place_images(config, rows, pictures, text=7, side=side)
-    for name, array in (
-      ('tokens', placed.tokens_BL),
-      ('valid', placed.valid_BL),
-    ):
-      np.testing.assert_array_equal(array, EXPECTED[f'{name}/{side}'])
+    for name in ('tokens', 'valid'):
+      np.testing.assert_array_equal(
+        getattr(placed, f'{name}_BL'), EXPECTED[f'{name}/{side}']
+      )
     np.testing.assert_array_equal(placed.images_BIHWC[1], IMAGES[1])
     assert not placed.images_BIHWC[0, 1].any()
 
