@@ -161,7 +161,8 @@ def _ours(run, folder):
     'classes': run.classes and list(run.classes),
     'foreign': run.foreign,
   }
-  if isinstance(run.config, LMConfig):
+  reads = isinstance(run.config, LMConfig | VLMConfig)
+  if reads and run.task is not None:
     kind, source = run.task.modality.tokenizer_source
     fields['tokenizer'] = kind
     tokenizers.copy(kind, source, os.fspath(folder))
@@ -249,7 +250,12 @@ def _vision_language(run, folder):
   params = run.variables['params']
   like = run.origin if run.origin and os.path.isdir(run.origin) else None
   _processor(run.preprocess, folder, 'CLIPImageProcessor')
-  convert_llava.save(folder, params, run.config, like=like)
+  if run.task is not None:
+    kind, source = run.task.modality.tokenizer_source
+    tokenizers.copy(kind, source, os.fspath(folder))
+  convert_llava.save(
+    folder, params, run.config, like=like, tokenizer=run.tokenizer
+  )
   return _routers(params, folder)
 
 

@@ -75,8 +75,8 @@ class VisionLanguage(Modality):
     if image < tokenizer.vocab_size and tokenizer.surfaces[image]:
       raise errors.UserError(
         f'model.image_token={image} is {tokenizer.spelled(image)!r} in the'
-        f' tokenizer: take an id of no text, such as {tokenizer.vocab_size}, and'
-        ' enlarge the vocabulary.'
+        f' tokenizer: take an id of no text, such as {tokenizer.vocab_size},'
+        ' and enlarge the vocabulary.'
       )
 
   # Rows.
@@ -86,7 +86,8 @@ class VisionLanguage(Modality):
   ) -> tuple[list[int], list[int]]:
     """Returns tokens of pieces of a text, and the number of each one's kind.
 
-    Each picture is one placeholder, and each answer ends with `end`.
+    Each picture is one placeholder, and each answer ends with `end`. The pieces
+    are encoded one by one, so that the kind of each token is known.
     """
     tokens, kinds = [], []
     if self.tokenizer.bos_id is not None:
