@@ -1,8 +1,8 @@
 """Questions about scenes: digits of several sizes among clutter, offline.
 
     python train.py --config=configs/vlm/scenes.py --workdir=runs/ask
-    python train.py --config=configs/vlm/scenes.py:pmod --workdir=runs/ask_pmod \\
-      --config.init=runs/ask
+    python train.py --config=configs/vlm/scenes.py:pmod \\
+      --workdir=runs/ask_pmod --config.init=runs/ask
 
 trains a small vision-language model from nothing to answer which digit is
 leftmost, how many threes there are, what the sum is, or whether there is a
