@@ -26,8 +26,10 @@ from mod_jax.models.lm import LMConfig
 from mod_jax.models.vlm import VLMConfig
 from mod_jax.models.wav2vec2 import Wav2Vec2Config
 
+Length = int | tuple[int, int] | None
 
-def forward(config, length: int | None = None) -> int:
+
+def forward(config, length: Length = None) -> int:
   """Returns the FLOPs of a forward pass over one sequence or image.
 
   Raises:
@@ -41,7 +43,7 @@ def products(parts: Mapping[str, int]) -> int:
   return sum(count for name, count in parts.items() if name != 'norm')
 
 
-def published_macs(config, length: int | None = None) -> int:
+def published_macs(config, length: Length = None) -> int:
   """Returns MACs of a forward pass as in published tables, norms included."""
   return sum(sum(parts.values()) for parts in _table(config, length)) // 2
 
@@ -56,7 +58,7 @@ def _named(config, length):
 
 def train(
   config,
-  length: int | None = None,
+  length: Length = None,
   frozen: Callable[[str], bool] | None = None,
 ) -> int:
   """Returns the FLOPs of a training step on one sequence: three forwards.
@@ -127,7 +129,7 @@ def _weight_flops(config, length, row, parts) -> dict[str, int]:
 
 
 def steps_within(
-  budget: float, config, batch_size: int, length: int | None = None
+  budget: float, config, batch_size: int, length: Length = None
 ) -> int:
   """Returns the number of training steps closest to a budget of FLOPs."""
   return max(1, round(budget / (batch_size * train(config, length))))
@@ -153,7 +155,7 @@ def _arguments(config, length):
 
 def report(
   config,
-  length: int | None = None,
+  length: Length = None,
   frozen: Callable[[str], bool] | None = None,
 ) -> str:
   """Returns a table of FLOPs per layer and in total, for people.
@@ -169,19 +171,20 @@ def report(
   names = dict.fromkeys(name for _, parts in table for name in parts)
   sums = {n: sum(parts.get(n, 0) for _, parts in table) for n in names}
   names = [name for name in names if sums[name] and name != 'norm']
+  first = max(18, *(len(layer) + 1 for layer, _ in table))
 
   def line(layer, parts, twin):
     counts = [*(parts.get(n, 0) for n in names), products(parts), twin]
     cells = (f'{count / 1e6:,.2f}'.rjust(12) for count in counts)
-    return layer.ljust(18) + ''.join(cells)
+    return layer.ljust(first) + ''.join(cells)
 
   row_name = 'image' if length is None else 'sequence'
-  num_tokens = config.num_tokens if length is None else length
+  num_tokens = args[0] if args else config.num_tokens
   header = (name.rjust(12) for name in (*names, 'total', 'dense'))
   lines = [
     f'FLOPs of a forward pass over one {row_name} of {num_tokens} tokens'
     ' (matrix products, multiply-add = 2), in MFLOPs',
-    'layer'.ljust(18) + ''.join(header),
+    'layer'.ljust(first) + ''.join(header),
   ]
   for layer, parts in table:
     twin = products(dense.get(layer.split()[0], {}))
@@ -211,7 +214,7 @@ def report(
     )
   else:
     lines.append(
-      f'6ND                 {6 * params * length:.4e} FLOPs per sequence'
+      f'6ND                 {6 * params * num_tokens:.4e} FLOPs per sequence'
       ' (all parameters; knows neither attention pairs nor routing)'
     )
   return '\n'.join(lines)

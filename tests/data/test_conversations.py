@@ -60,9 +60,8 @@ def test_questions_are_the_same_at_each_call_and_held_out():
   )
   one, again = train.load(5), train.load(5)
   assert one.turns == again.turns
-  np.testing.assert_array_equal(
-    *(np.asarray(x.pictures[0]) for x in (one, again))
-  )
+  pixels = [np.asarray(x.pictures[0]) for x in (one, again)]
+  np.testing.assert_array_equal(*pixels)
   assert train.fingerprint() != held_out.fingerprint()
   assert [train.question(i) for i in range(9)] != [
     held_out.question(i) for i in range(9)
