@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mod_jax import errors, flops, losses, trees
+from mod_jax import errors, flops, losses, trees, viz
 from mod_jax.data import conversations as data_lib
 from mod_jax.data import images as images_lib
 from mod_jax.data import tokenizers
@@ -18,10 +18,12 @@ from mod_jax.losses import sums
 from mod_jax.models import vlm
 from mod_jax.pretrained import source as source_lib
 from mod_jax.sampling import generate
+from mod_jax.studies.devices import one_device
 from mod_jax.tasks import warm_start
 from mod_jax.tasks.modality import Modality, table
 
-_ANSWER = KINDS.index('answer')
+_QUESTION, _ANSWER = map(KINDS.index, ('question', 'answer'))
+_PICTURED = 4  # Held-out pictures that are drawn.
 _SHOWN = 6  # Held-out questions that are answered at the end of a run.
 
 
@@ -297,7 +299,48 @@ class VisionLanguage(Modality):
     return '\n'.join(lines)
 
   def pictures(self, task, params, model_state):
-    return {}
+    """Draws which image tokens each routed block takes."""
+    model = self.config.model
+    if model.routing is None or 'image' not in (model.routing.kinds or ()):
+      return {}
+    batch = next(iter(self.eval_batches(batch_size=_PICTURED, num_batches=1)))
+    with one_device(params, model_state) as (params, model_state):
+      key = jax.random.key(self.config.seed)
+      (mode,) = self.modes().values()
+      output = jax.device_get(
+        jax.jit(functools.partial(task.apply, mode=mode))(
+          params, model_state, batch, key
+        )
+      )
+    is_image_BL = batch['valid'] & (batch['kind'] == IMAGE)
+    shown_B = is_image_BL.any(axis=-1) & (batch['weight'] > 0)
+    if not shown_B.any():
+      return {}
+    # Of each row's first picture.
+    place_BN = np.argsort(~is_image_BL, axis=-1, kind='stable')
+    place_BN = place_BN[:, : model.num_patches]
+    processed_RBN = [
+      np.take_along_axis(np.asarray(routed.chosen_BL), place_BN, axis=-1)
+      for routed in output.routing
+    ]
+    is_question_BL = batch['valid'] & (batch['kind'] == _QUESTION)
+    questions = [
+      self.tokenizer.decode(tokens_L[is_question_L]).strip()
+      for tokens_L, is_question_L in zip(
+        batch['tokens'][shown_B], is_question_BL[shown_B], strict=True
+      )
+    ]
+    return {
+      'image_tokens': viz.patch_maps(
+        images_lib.denormalize(self.config.data, batch['images'][shown_B, 0]),
+        np.stack(processed_RBN)[:, shown_B],
+        layers=[i for i, c in enumerate(model.capacities) if c is not None],
+        grid=(model.tower.grid,) * 2,
+        num_layers=model.num_layers,
+        labels=questions,
+        title='Held-out pictures: the image tokens that each block processes',
+      )
+    }
 
   def load_pictures(self, task, params, model_state):
     return {}

@@ -122,6 +122,7 @@ def test_a_run_trains_answers_and_is_exported(trained, tmp_path):
   assert {'loss', 'accuracy', 'routed'} <= result.metrics.keys()
   assert np.isfinite(result.metrics['loss'])
   assert result.metrics['routed'] == pytest.approx(0.5, abs=0.05)
+  assert (workdir / 'pictures' / 'image_tokens.png').is_file()
   run = mod_jax.load(workdir)
   picture = conversations.open_split(run.experiment.data, 'eval').load(0)
   asked = (picture.pictures[0], 'What is the sum?')
