@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import tiny
 
+import mod_jax
 from mod_jax import flops
 from mod_jax.convert import clip, files
 from mod_jax.errors import UserError
@@ -79,6 +80,16 @@ def test_the_whole_clip_holds_its_tower(tmp_path):
   )
   assert clip.derive(tmp_path) == config
   tiny.same(clip.load(tmp_path, config), params)
+
+
+def test_a_folder_is_a_model_of_features(tmp_path):
+  run = mod_jax.load(GOLDEN / 'clip')
+  with pytest.raises(UserError, match='num_classes=0: this model has features'):
+    run.predict(np.zeros((6, 6, 3), np.uint8))
+  mod_jax.export(run, tmp_path, 'huggingface')
+  again = mod_jax.load(tmp_path)
+  assert (again.config, again.preprocess) == (run.config, run.preprocess)
+  tiny.same(again.variables, run.variables)
 
 
 def test_another_tower_is_refused(tmp_path):
