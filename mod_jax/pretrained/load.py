@@ -122,8 +122,7 @@ class Run:
   @property
   def tokenizer(self):
     """The language model's tokenizer; None if it has none."""
-    reads = isinstance(self.config, LMConfig | VLMConfig)
-    if reads and self.task is not None:
+    if isinstance(self.config, LMConfig) and self.task is not None:
       return self.task.modality.tokenizer
     return None
 
@@ -155,9 +154,7 @@ class Run:
     Args:
       inputs: one input or a list of them: paths of pictures, Pillow images or
         uint8 arrays [height, width, 3]; for language models, strings; for
-        models of speech, paths of recordings. These take no settings. For
-        language models that see, (picture, question), or (a list of pictures,
-        question).
+        models of speech, paths of recordings. These take no settings.
       top: of pictures: number of classes to return; 5 by default.
       least: of a detector: the least score of an object; .5 by default.
       max_new_tokens: most tokens to add; by default as many as fit
@@ -174,15 +171,13 @@ class Run:
     Returns:
       For each picture a dictionary from class names, the likeliest first, to
       probabilities; from a detector a list of `Detected`, the best first; for
-      each text a `Continuation`; for each recording a `Transcript`; for each
-      question the answer.
+      each text a `Continuation`; for each recording a `Transcript`.
 
     Raises:
       UserError: an input is not of the model's modality, or a setting is out of
         range.
     """
     single = not isinstance(inputs, Sequence) or isinstance(inputs, str)
-    single |= isinstance(self.config, VLMConfig) and isinstance(inputs, tuple)
     inputs = [inputs] if single else list(inputs)
     if not inputs:
       return []
@@ -196,8 +191,10 @@ class Run:
     elif isinstance(self.config, DETRConfig):
       takes, predict = ('least',), self._detect
     elif isinstance(self.config, VLMConfig):
-      takes = tuple(name for name in of_texts if name not in ('mode', 'draft'))
-      predict = self._answer
+      raise UserError(
+        'predict: this model reads tokens with pictures: make them by'
+        ' mod_jax.models.vlm.place_images, and use run.apply.'
+      )
     elif self.preprocess is None:
       takes, predict = tuple(of_texts), self._continue
     else:
@@ -214,34 +211,6 @@ class Run:
 
   def _transcribe(self, recordings) -> list:
     return self.task.modality.transcribe(self.apply, recordings)
-
-  def _answer(self, asked, **kwargs) -> list[str]:
-    if self.task is None:
-      raise UserError(
-        'predict: there is no tokenizer.json beside the weights of this model:'
-        ' fetch it, too, or use run.apply.'
-      )
-    for question in asked:
-      if not (
-        isinstance(question, tuple)
-        and len(question) == 2
-        and isinstance(question[1], str)
-      ):
-        raise UserError(
-          f'{question!r} is no question about a picture: give (picture,'
-          ' question).'
-        )
-    shown = [
-      pictures if isinstance(pictures, list) else [pictures]
-      for pictures, _ in asked
-    ]
-    state = dict(self.variables)
-    return self.task.modality.answers(
-      *(state.pop('params'), state),
-      [self.preprocess(pictures) if pictures else [] for pictures in shown],
-      [question for _, question in asked],
-      **kwargs,
-    )
 
   def _classify(self, pictures, **kwargs) -> list[dict[str, float]]:
     predictions = []
@@ -383,9 +352,7 @@ class Run:
   def reading_as_trained(self, data):
     """Returns a config of data with the model's preprocessing or tokenizer."""
     if self.preprocess is not None:
-      data = self.preprocess.apply_to(data)
-      if not isinstance(self.config, VLMConfig):
-        return data
+      return self.preprocess.apply_to(data)
     if self.task is None or data.source == 'prepared':
       return data
     kind, path = self.task.modality.tokenizer_source
