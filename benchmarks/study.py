@@ -96,7 +96,7 @@ def train(
       return
     if name in read(path):
       return
-    started = time.monotonic()
+    started, worked = time.monotonic(), time.process_time()
     result = phases.train(config_lib.replace(config, {'name': name}), directory)
     if not result.finished:
       raise UserError(f'{name} was stopped: the same command continues.')
@@ -104,6 +104,8 @@ def train(
       'run': name,
       **tell(config, result.metrics),
       'seconds': round(time.monotonic() - started),
+      # Of all cores: other processes do not count.
+      'cpu_seconds': round(time.process_time() - worked),
       **machine.environment(),
     }
     with path.open('a') as file:

@@ -135,3 +135,52 @@ def composition(found: Mapping[str, dict]) -> str:
   ]
   header = ['model', 'seeds', 'MFLOPs', 'of dense', 'load', 'accuracy, %']
   return markdown(header, rows)
+
+
+def speech(found: Mapping[str, dict]) -> str:
+  """Table of recognisers: costs, error rates, and learners on silence."""
+  rows = [
+    [
+      *(name, str(len(runs)), over_seeds(runs, 'gmacs_per_second', 1e3, 1)),
+      over_seeds(runs, 'load'),
+      *(over_seeds(runs, rate, 100, 1) for rate in ('wer', 'cer')),
+      *(over_seeds(runs, part, 1, 2) for part in ('silence', 'speech')),
+    ]
+    for name, of_seed in by_model(found).items()
+    if (runs := list(of_seed.values()))
+  ]
+  header = ['model', 'seeds', 'MMACs per second', 'load', 'WER, %', 'CER, %']
+  return markdown([*header, 'learners, silence', 'learners, speech'], rows)
+
+
+def detection(found: Mapping[str, dict]) -> str:
+  """Table of detectors: costs and mean average precisions."""
+  dense = None
+  rows = []
+  for name, of_seed in by_model(found).items():
+    runs = list(of_seed.values())
+    mega = runs[0]['forward_flops'] / 1e6
+    dense = dense or mega
+    rows.append(
+      [
+        *(name, str(len(runs)), f'{mega:.1f}', f'{mega / dense:.2f}'),
+        *(over_seeds(runs, x, 100, 1) for x in ('mAP50', 'mAP')),
+        over_seeds(runs, 'cpu_seconds', 1 / 60, 1),
+      ]
+    )
+  header = ['model', 'seeds', 'MFLOPs', 'of dense', 'mAP@.5, %', 'mAP, %']
+  return markdown([*header, 'CPU minutes'], rows)
+
+
+def imbalance(found: Mapping[str, dict]) -> str:
+  """Accuracy and mean recall with and without weights, on Open Clip Art."""
+  rows = [
+    [
+      model,
+      str(len(runs)),
+      over_seeds(runs, 'accuracy', 100, 1),
+      over_seeds(runs, 'mean_recall', 100, 1),
+    ]
+    for model, runs in of_whole_seeds(found).items()
+  ]
+  return markdown(['', 'seeds', 'accuracy, %', 'mean recall, %'], rows)

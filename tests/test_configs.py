@@ -164,7 +164,10 @@ def test_every_number_has_a_range(cls):
   assert bool(tried) >= bool(numbers)
 
 
-@pytest.mark.parametrize(('file', 'variant'), CASES)
+@pytest.mark.parametrize(
+  ('file', 'variant'),
+  [pytest.param(*x, marks=[pytest.mark.slow] * bool(x[1])) for x in CASES],
+)
 def test_fits_its_mesh(file, variant):
   config = build(file, variant)
   sizes = [getattr(config.mesh, axis) for axis in parallel.MESH_AXES]

@@ -7,6 +7,7 @@ import fuzz_files
 import pytest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', fuzz_files.KINDS)
 def test_flipped_bits_neither_crash_nor_deceive(name, tmp_path):
   kind = fuzz_files.KINDS[name]

@@ -28,9 +28,18 @@ from mod_jax.layers.lora import LoRAConfig
 from mod_jax.layers.routing_config import VisionRoutingConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.models.vit import ViTConfig
-from mod_jax.studies import adaptive, confusion, conversion, images, language
+from mod_jax.studies import (
+  adaptive,
+  confusion,
+  conversion,
+  images,
+  language,
+  speech,
+)
 from mod_jax.sweeps import grid
 from mod_jax.tasks.experiment import ExperimentConfig
+
+pytestmark = pytest.mark.slow
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 _HAS_LM_EVAL = importlib.util.find_spec('lm_eval') is not None
@@ -65,6 +74,7 @@ def desk(tmp_path_factory):
     pixels = rng.integers(0, 256, (40, 50, 3), np.uint8)
     Image.fromarray(pixels).save(folder / name)
   shutil.copy(ROOT / 'tests/golden/vit_timm.safetensors', folder)
+  shutil.copytree(ROOT / 'tests/golden/detr', folder / 'detr-resnet-50')
   shutil.copytree(ROOT / 'tests/golden/lm_eval/model', folder / 'smollm2')
   template = '{% for m in messages %}{{ m.content }} {% endfor %}'
   (folder / 'smollm2' / 'chat_template.jinja').write_text(template)
@@ -190,7 +200,7 @@ def _understand(words, monkeypatch):
     elif cli._overrides:
       cli.changed(TextDataConfig())  # What `prepare` takes the fields of.
     for study in known.get('study') or []:
-      modules = (adaptive, confusion, conversion, images, language)
+      modules = (adaptive, confusion, conversion, images, language, speech)
       assert study == 'list' or any(hasattr(m, study) for m in modules)
 
   with monkeypatch.context() as patch, flagsaver.flagsaver():

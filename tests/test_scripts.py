@@ -12,6 +12,8 @@ import pytest
 
 from mod_jax.runs import metrics as metrics_lib
 
+pytestmark = pytest.mark.slow
+
 CONFIG = f'--config={ROOT}/configs/lm/mod.py:tiny'
 # On top of `tiny`: what a test can afford.
 SMALL = {
@@ -100,7 +102,6 @@ class TestTrain:
     assert '\n--config.seed=3\n    Seeds the initial parameters' in ended.out
     assert '\n--config.model.routing.capacity=0.125\n' in ended.out
 
-  @pytest.mark.slow
   @pytest.mark.usefixtures('one_device')
   def test_sweep(self, tmp_path):
     args = (
@@ -247,7 +248,6 @@ class TestEval:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
   ('args', 'sentence'),
   [

@@ -141,6 +141,7 @@ class TestPublishedTables:
 
 
 class TestParameters:
+  @pytest.mark.slow
   @pytest.mark.parametrize(
     ('config', 'count'),
     [

@@ -6,8 +6,8 @@
 fine-tunes the model of a Hugging Face folder on a folder with `train2017`,
 `val2017` and `annotations`. Carion et al. 2020: AdamW at 1e-4, the backbone at
 1e-5, stem and first stage frozen, weight decay 1e-4, gradients clipped at 0.1,
-batches of 16. Pictures are padded to 1333 × 1333 pixels; they are mirrored and
-resized, but not cropped. Variants:
+batches of 16. Pictures are mirrored, half of them cropped, resized, and padded
+to 1333 × 1333 pixels. Variants:
 
 * `amod`: blocks 1, 3, 5 of encoder and decoder on the half of the tokens, or
   queries, and of the memory that got most attention;
@@ -41,6 +41,7 @@ def dense(epochs: int = 300) -> ExperimentConfig:
       short_side=800,
       train_short_sides=(480, 800),
       flip=0.5,
+      crop=0.5,
       most=100,
       mean=(0.485, 0.456, 0.406),
       std=(0.229, 0.224, 0.225),

@@ -5,7 +5,7 @@
       --workdir=runs/boxes_amod
 
 trains a small DETR from nothing, with a convolutional stem, to find all digits
-of a scene. Most of the 256 tokens show background. Variants:
+of a scene: one to three, of 14 to 24 of the 64 pixels. Variants:
 
 * `amod`: every other block of encoder and decoder on the half of the tokens, or
   queries, and of the memory that got most attention;
@@ -25,18 +25,21 @@ from mod_jax.optimizer import OptimizerConfig
 from mod_jax.runs.run_config import EvaluationConfig, TrainConfig
 from mod_jax.tasks.experiment import ExperimentConfig
 
+SCENES = SceneConfig(least=1, most=3, scales=(1.75, 3.0), clutter=4)
 MODEL = DETRConfig(
   image_size=(64, 64),
   num_classes=10,
-  num_queries=12,
+  num_queries=8,
   backbone=ConvStemConfig(width=32),
-  patch_size=2,
-  num_layers=4,
+  patch_size=4,
+  num_layers=2,
   num_decoder_layers=4,
   width=64,
   num_heads=4,
   mlp_dim=128,
   dropout=0.0,
+  place_tokens=True,
+  place_temperature=20.0,
 )
 AMOD = VisionRoutingConfig(capacity=0.5)
 MOD = VisionRoutingConfig(capacity=0.5, score='learned', **LIKE_DENSE)
@@ -46,7 +49,7 @@ def dense() -> ExperimentConfig:
   return ExperimentConfig(
     name='boxes',
     model=MODEL,
-    data=DetectionDataConfig(most=4),
+    data=DetectionDataConfig(most=3, scenes=SCENES),
     optimizer=OptimizerConfig(
       learning_rate=1e-3,
       warmup_steps=0.03,
@@ -55,7 +58,7 @@ def dense() -> ExperimentConfig:
       weight_decay=1e-2,
       clip_norm=1.0,
     ),
-    train=TrainConfig(num_steps=6000, batch_size=32),
+    train=TrainConfig(num_steps=5000, batch_size=16),
     evaluation=EvaluationConfig(
       every=0.25, batches=4, batch_size=50, final_batches=0
     ),

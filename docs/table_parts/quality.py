@@ -247,3 +247,9 @@ def experts_recipe():
 def conversion():
   """What a dense language model is worth, made routed."""
   return study_tables.conversion(studied('conversion'))
+
+
+@table
+def openclipart():
+  """What weights and balanced sampling do where classes are unequal."""
+  return study_tables.imbalance(studied('openclipart'))

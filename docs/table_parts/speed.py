@@ -456,3 +456,44 @@ def token_select():
     f'{settings["k"]} of {settings["length"]} tokens, {settings["batch"]} rows'
   )
   return markdown([title, 'ms', "share of the block's step"], rows)
+
+
+@table
+def lora():
+  """A step of adapters and routers, over one of all weights."""
+  found = measured('lora')
+  full, adapted = (found['about'][name] for name in ('full', 'lora'))
+  peak = found['peak_mib']
+  low_high = between(*found['quartiles'], 2)
+  rows = [
+    ['FLOPs of a step', f'{found["flop_ratio"]:.2f}'],
+    ['time of a step', f'{found["time_ratio"]:.2f} ({low_high})'],
+    [
+      'trained weights, gradients, optimiser',
+      f'{adapted["training_bytes"] / full["training_bytes"]:.3f}',
+    ],
+    ['peak of the process', f'{peak["lora"] / peak["full"]:.2f}'],
+  ]
+  return markdown(['', 'LoRA over all weights (quartiles)'], rows)
+
+
+@table
+def serve_step():
+  """The engine's step where a request asks for more, over plain requests."""
+  over = measured('serve_step')['over_plain']
+  names = {
+    'schema': 'a JSON schema',
+    'penalties': 'penalties',
+    'likeliest': 'log-probabilities of the likeliest tokens',
+  }
+  rows = [
+    [
+      text,
+      f'{over[name]["time_ratio"]:.2f}',
+      between(*over[name]['quartiles'], 2),
+    ]
+    for name, text in names.items()
+  ]
+  return markdown(
+    ['one request of eight asks for', 'time over plain', 'quartiles'], rows
+  )

@@ -1,6 +1,6 @@
 """DETR in the naming of Hugging Face, with its own backbone or timm's."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 import functools
 import os
 import pathlib
@@ -17,7 +17,7 @@ from mod_jax.convert import entry as entry_lib
 from mod_jax.convert import files
 from mod_jax.convert.entry import Entry
 from mod_jax.errors import UserError
-from mod_jax.layers.resnet import ResNetConfig
+from mod_jax.layers.resnet import EXPANSION, ResNetConfig
 from mod_jax.models import protocol
 from mod_jax.models.detr import DETRConfig
 
@@ -75,12 +75,20 @@ def names(config: DETRConfig, naming: Naming) -> tuple[Entry, ...]:
     UserError: the library has no such model.
   """
   dense = config.dense_twin()
-  if not isinstance(dense.backbone, ResNetConfig) or dense.patch_size > 1:
-    raise UserError(
-      f'backbone={type(dense.backbone).__name__}, patch_size='
-      f'{dense.patch_size}: a DETR of Hugging Face has a ResNet, and a token'
-      ' for each of its features; this model cannot be converted.'
-    )
+  fields = {
+    'backbone': (type(dense.backbone), ResNetConfig),
+    'patch_size': (dense.patch_size, 1),
+    **{
+      name: (getattr(dense, name), getattr(DETRConfig, name))
+      for name in ('place_tokens', 'place_temperature', 'norm_epsilon')
+    },
+  }
+  for name, (value, theirs) in fields.items():
+    if value != theirs:
+      raise UserError(
+        f'{name}={value}: a DETR of Hugging Face has {theirs}; this model'
+        ' cannot be converted.'
+      )
   table = _TABLE | _backbone(dense.backbone, naming)
   return entry_lib.entries(_shapes(dense), table, 'Hugging Face')
 
@@ -217,6 +225,57 @@ def derive(path: str | os.PathLike) -> DETRConfig:
       f'{path} lacks {error.args[0]!r}, or has it in another shape: it may be'
       ' cut short, so fetch it again.'
     ) from error
+
+
+def their_config(config: DETRConfig, names: Sequence[str]) -> dict[str, Any]:
+  """Returns the config.json of a dense model that `save` has written.
+
+  Args:
+    config: of the model.
+    names: of the classes, by number; '' for numbers that no class has, and
+      there may be fewer than the model has numbers.
+  """
+  backbone = config.backbone
+  sides = {
+    f'{side}_{field}': value
+    for side, layers in (
+      ('encoder', config.num_layers),
+      ('decoder', config.num_decoder_layers),
+    )
+    for field, value in (
+      ('layers', layers),
+      ('attention_heads', config.num_heads),
+      ('ffn_dim', config.mlp_dim),
+    )
+  }
+  # Several classes of one name would be one.
+  shown = [f'N/A {i}' for i in range(config.num_classes)]
+  for i, name in enumerate(names):
+    shown[i] = name or shown[i]
+  return {
+    'architectures': ['DetrForObjectDetection'],
+    'model_type': 'detr',
+    **{'d_model': config.width, 'num_queries': config.num_queries},
+    **sides,
+    'activation_function': 'relu',
+    'position_embedding_type': 'sine',
+    **{'dropout': config.dropout, 'num_channels': 3, 'dilation': False},
+    # The weights are in the file, those of the backbone too.
+    **{'use_timm_backbone': False, 'use_pretrained_backbone': False},
+    'backbone': None,
+    'backbone_config': {
+      'model_type': 'resnet',
+      'layer_type': 'bottleneck',
+      'hidden_act': 'relu',
+      'num_channels': 3,
+      'embedding_size': backbone.stem,
+      'depths': list(backbone.depths),
+      'hidden_sizes': [EXPANSION * width for width in backbone.widths],
+      'out_features': [f'stage{len(backbone.depths)}'],
+    },
+    'id2label': {str(i): name for i, name in enumerate(shown)},
+    'label2id': {name: i for i, name in enumerate(shown)},
+  }
 
 
 def _read(path) -> dict[str, np.ndarray]:

@@ -28,6 +28,11 @@ class Objects(NamedTuple):
   box_N4: np.ndarray
 
 
+def box_between(low: np.ndarray, high: np.ndarray) -> np.ndarray:
+  """Returns centre and size [..., 4] of boxes from two corners [..., 2]."""
+  return np.concatenate([(low + high) / 2, high - low], axis=-1)
+
+
 class Coco:
   """A split: random access to pictures and their objects.
 
@@ -64,8 +69,8 @@ class Coco:
         left_out += not crowd
         continue
       cut += bool(np.abs(high - low - box_4[2:]).max() > 1)
-      middle, side = (low + high) / 2, high - low
-      rows[image].append((label, *middle / size, *side / size))
+      box_4 = box_between(low / size, high / size)
+      rows[image].append((label, *box_4))
     if cut or left_out:
       logging.warning(
         '%s: %d boxes reach beyond their picture by over a pixel and are cut'
@@ -73,7 +78,7 @@ class Coco:
         *(self._file, cut, left_out),
       )
     if not rows:
-      raise errors.UserError(f'{self._file} lists no pictures: give another.')
+      raise self._fault('images is empty')
     self._ids = list(rows)
     self._objects = [
       Objects(

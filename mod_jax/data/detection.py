@@ -14,8 +14,14 @@ from mod_jax import errors
 from mod_jax.data import augment as augment_lib
 from mod_jax.data import common
 from mod_jax.data import images as images_lib
-from mod_jax.data.coco import Coco, Objects
+from mod_jax.data.coco import Coco, Objects, box_between
 from mod_jax.data.scenes import SceneConfig, Scenes
+
+# Carion et al. 2020, section 4: a picture that is cropped is first resized to
+# one of these shorter sides; then a window is cut out whose sides are drawn
+# between these, in pixels.
+_CROP_SHORT_SIDES = (400, 500, 600)
+_CROP_SIDES = (384, 600)
 
 Batch = dict[str, np.ndarray]
 _Side = config_lib.Pixels
@@ -94,6 +100,8 @@ class DetectionDataConfig:
     train_short_sides: least and greatest shorter side in training, drawn for
       each picture; None for `short_side`.
     flip: probability that a picture to train on is mirrored.
+    crop: probability that a window is cut out of a picture to train on, as
+      large as DETR's recipe has it; boxes are cut off at its edge.
     most: to so many objects the targets of a picture are padded.
     mean: subtracted from values in [0, 1], per channel.
     std: divided by, per channel.
@@ -110,6 +118,7 @@ class DetectionDataConfig:
   short_side: _Side | None = None
   train_short_sides: tuple[_Side, _Side] | None = None
   flip: config_lib.Probability = 0.0
+  crop: config_lib.Probability = 0.0
   most: Annotated[int, config_lib.Range(ge=1, le=1000)] = 10
   mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
   std: tuple[config_lib.Positive, config_lib.Positive, config_lib.Positive] = (
@@ -236,13 +245,42 @@ def eval_batches(
 
 def _train_row(config, source, index, rng: np.random.Generator) -> Batch:
   image, objects = source.load(int(index))
-  box_N4, short_side = objects.box_N4, None
+  short_side = None
   if config.train_short_sides is not None:
     short_side = int(rng.integers(*config.train_short_sides, endpoint=True))
   if rng.random() < config.flip:
     image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+    box_N4 = objects.box_N4
     box_N4 = np.concatenate([1 - box_N4[:, :1], box_N4[:, 1:]], axis=1)
-  return _row(config, image, objects._replace(box_N4=box_N4), short_side)
+    objects = objects._replace(box_N4=box_N4)
+  if rng.random() < config.crop:
+    image, objects = _cropped(image, objects, rng)
+  return _row(config, image, objects, short_side)
+
+
+def _cropped(
+  image: Image.Image, objects: Objects, rng: np.random.Generator
+) -> tuple[Image.Image, Objects]:
+  """Returns a window of a picture, and the objects of which it shows a part."""
+  size_2 = np.array(image.size)
+  # The window is found in the original, so that pixels are resized only once.
+  factor = rng.choice(_CROP_SHORT_SIDES) / size_2.min()
+  low, high = _CROP_SIDES
+  largest_2 = np.minimum(size_2 * factor, high)
+  side_2 = np.round(rng.uniform(low, largest_2) / factor).astype(int)
+  side_2 = np.clip(side_2, 1, size_2)
+  corner_2 = rng.integers(0, size_2 - side_2, endpoint=True)
+  window = (*corner_2.tolist(), *(corner_2 + side_2).tolist())
+  middle_N2, half_N2 = objects.box_N4[:, :2], objects.box_N4[:, 2:] / 2
+
+  def within(point_N2):  # From fractions of the picture to those of the window.
+    return np.clip((point_N2 * size_2 - corner_2) / side_2, 0, 1)
+
+  box_N4 = box_between(within(middle_N2 - half_N2), within(middle_N2 + half_N2))
+  shown_N = (box_N4[:, 2:] > 0).all(axis=1)
+  return image.crop(window), Objects(
+    objects.label_N[shown_N], np.float32(box_N4[shown_N])
+  )
 
 
 def _eval_row(config, source, index: np.integer) -> Batch:

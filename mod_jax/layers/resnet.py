@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from mod_jax import config as config_lib
 
-_EXPANSION = 4  # Channels after a bottleneck, by those within it.
+EXPANSION = 4  # Channels after a bottleneck, by those within it.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class ResNetConfig:
   @property
   def channels(self) -> int:
     """Channels of the features."""
-    return _EXPANSION * self.widths[-1]
+    return EXPANSION * self.widths[-1]
 
   def flops(self, height: int, width: int) -> dict[str, int]:
     """Returns the FLOPs of a picture; norms are folded in, pooling is free."""
@@ -50,7 +50,7 @@ class ResNetConfig:
     for stage, (depth, inner) in enumerate(
       zip(self.depths, self.widths, strict=True)
     ):
-      outputs = _EXPANSION * inner
+      outputs = EXPANSION * inner
       for i in range(depth):
         total += inputs * inner * height * width
         if i == 0 and stage > 0:
@@ -125,8 +125,8 @@ class ResNet(nn.Module):
         stride = 2 if i == 0 and stage > 0 else 1
         y = nn.relu(convolved(x, f'{name}_0', inner, 1))
         y = nn.relu(convolved(y, f'{name}_1', inner, 3, stride))
-        y = convolved(y, f'{name}_2', _EXPANSION * inner, 1)
+        y = convolved(y, f'{name}_2', EXPANSION * inner, 1)
         if i == 0:
-          x = convolved(x, f'{name}_short', _EXPANSION * inner, 1, stride)
+          x = convolved(x, f'{name}_short', EXPANSION * inner, 1, stride)
         x = nn.relu(x + y)
     return x

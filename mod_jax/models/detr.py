@@ -47,6 +47,14 @@ class DETRConfig(StackedConfig):
   backbone: ResNetConfig | ConvStemConfig = ResNetConfig()
   # Side of the squares of features of which each becomes a token.
   patch_size: config_lib.Pixels = 1
+  # Whether positions are also added to the tokens themselves, as by the listing
+  # in Carion et al. 2020, A.6, and not only to queries and keys. Features of a
+  # shallow backbone do not tell where they are; without this, no value does.
+  place_tokens: bool = False
+  # The longest period of the positions' sines is nearly so many pictures long.
+  # DETR's 10,000 is a number for texts; with less, more channels tell places
+  # apart (Liu et al. 2022, DAB-DETR, who take 20).
+  place_temperature: config_lib.Positive = 10_000.0
   num_layers: config_lib.Unrolled = 6  # Blocks of the encoder.
   num_decoder_layers: config_lib.Unrolled = 6  # Blocks of the decoder.
   width: config_lib.Width = 256  # Width of the tokens (D).
@@ -329,11 +337,15 @@ class DETR(nn.Module):
     valid_BHW = jnp.ones((batch, rows, columns), bool)
     if size_B2 is not None:
       valid_BHW = valid_tokens(size_B2, image, (rows, columns))
-    place_BLD = sine_places(valid_BHW, width).reshape(x_BLD.shape)
+    place_BHWD = sine_places(valid_BHW, width, self.config.place_temperature)
+    place_BLD = place_BHWD.reshape(x_BLD.shape)
     valid_BL = None
     if size_B2 is not None:
       valid_BL = valid_BHW.reshape(batch, -1)
-    memory = Source(x_BLD, valid_BL, place_BLD.astype(x_BLD.dtype))
+    place_BLD = place_BLD.astype(x_BLD.dtype)
+    if self.config.place_tokens:
+      x_BLD = x_BLD + place_BLD
+    memory = Source(x_BLD, valid_BL, place_BLD)
     encoded = self.encoder(x_BLD, memory.info)
     memory = memory.replace(x_BSD=encoded.x_BLD)
     place_BQD = jnp.broadcast_to(
@@ -373,7 +385,7 @@ def valid_tokens(
 
 
 def sine_places(
-  valid_BHW: jax.Array, width: int, temperature: float = 10_000.0
+  valid_BHW: jax.Array, width: int, temperature: float
 ) -> jax.Array:
   """Returns place_BHWD, float32: sines and cosines of row, then of column.
 

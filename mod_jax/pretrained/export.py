@@ -8,15 +8,19 @@ import pathlib
 import re
 from typing import Any, Literal
 
+from PIL import Image
+
 from mod_jax import config as config_lib
 from mod_jax import trees
 from mod_jax.convert import beside, files
+from mod_jax.convert import detr as convert_detr
 from mod_jax.convert import lm as convert_lm
 from mod_jax.convert import peft as convert_peft
 from mod_jax.convert import vit as convert_vit
 from mod_jax.data import tokenizers
 from mod_jax.errors import UserError
 from mod_jax.models import lora
+from mod_jax.models.detr import DETRConfig
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.pretrained.load import Run
@@ -52,8 +56,8 @@ def export(
 
   * `safetensors` is mod_jax's own format. It holds any model; `load` reads it.
   * `huggingface` is read by `transformers`, as ViTForImageClassification, as a
-    DeiT if the model has a distillation token, or as the equivalent language
-    model of `convert.lm.FAMILIES`. Dense models only.
+    DeiT if the model has a distillation token, as DetrForObjectDetection, or as
+    the equivalent language model of `convert.lm.FAMILIES`. Dense models only.
   * `timm` is read by `timm.create_model('local-dir:FOLDER')`. Dense vision
     models only.
   * `peft` is read by PEFT, and by `load`: the adapters of a dense model,
@@ -120,10 +124,10 @@ def _merged(run):
 
 def _check_dense(run, format, dense):
   config = run.config
-  if isinstance(config, LMConfig) and format == 'timm':
+  if isinstance(config, LMConfig | DETRConfig) and format == 'timm':
     raise UserError(
       f"format={format!r} holds vision transformers: use 'huggingface' or"
-      " 'safetensors' for a language model."
+      " 'safetensors' for a language model or a detector."
     )
 
   parts = [text for name, text in _OURS.items() if getattr(config, name, None)]
@@ -258,6 +262,8 @@ def _routers(params, folder) -> set[str]:
 def _huggingface(run, folder):
   if isinstance(run.config, LMConfig):
     return _language(run, folder)
+  if isinstance(run.config, DETRConfig):
+    return _detector(run, folder)
   _dense_weights(run, folder, 'huggingface')
   dense, names = run.config.dense_twin(), _names(run)
   kind, model = 'vit', 'ViTForImageClassification'
@@ -303,6 +309,37 @@ def _huggingface(run, folder):
       'do_rescale': True,
       'rescale_factor': 1 / 255,
       'do_normalize': True,
+      'image_mean': list(preprocess.mean),
+      'image_std': list(preprocess.std),
+    },
+  )
+  return set()
+
+
+def _detector(run, folder):
+  config = run.config.dense_twin()
+  convert_detr.save(
+    folder / WEIGHTS, run.variables, config, naming='huggingface'
+  )
+  files.remove_others(folder, {WEIGHTS})
+  names, preprocess = _names(run), run.preprocess
+  files.write_json(
+    folder / 'config.json', convert_detr.their_config(config, names)
+  )
+  height, width = preprocess.image_size
+  size = {'max_height': height, 'max_width': width}
+  if preprocess.short_side is not None:
+    size = {
+      'shortest_edge': preprocess.short_side,
+      'longest_edge': max(height, width),
+    }
+  files.write_json(
+    folder / 'preprocessor_config.json',
+    {
+      'image_processor_type': 'DetrImageProcessor',
+      **{'do_resize': True, 'size': size, 'do_rescale': True, 'do_pad': True},
+      **{'resample': int(Image.Resampling.BILINEAR)},
+      **{'rescale_factor': 1 / 255, 'do_normalize': True},
       'image_mean': list(preprocess.mean),
       'image_std': list(preprocess.std),
     },

@@ -18,10 +18,12 @@ from mod_jax.layers.routing_config import (
   VisionRoutingConfig,
 )
 from mod_jax.models import acm, lm
+from mod_jax.models.detr import DETRConfig
 from mod_jax.models.dynamic_vit import DynamicViTConfig, equal_stages
 from mod_jax.models.lm import LMConfig
 from mod_jax.pretrained.load import Run, load
 from mod_jax.tasks import make_task
+from mod_jax.tasks.detection import Detection
 from mod_jax.tasks.images import Images
 from mod_jax.tasks.language import Language
 
@@ -45,8 +47,9 @@ def route(
 
   Args:
     pretrained: the dense model, or a path as `load` takes it.
-    method: `amod` routes an image's tokens by attention, without parameters;
-      `mod` by a learned router, also in language models; `dynamic` drops
+    method: `amod` routes the tokens of an image, also those and the queries of
+      a DETR, by attention, without parameters; `mod` by a learned router, also
+      in language models; `dynamic` drops
       patches by prediction heads (DynamicViT); `tome` merges similar tokens
       (ToMe), and `evit` fuses those that the class token does not attend to
       (EViT), both without parameters; `acm` splits layers into learners.
@@ -81,6 +84,10 @@ def route(
     raise UserError(
       f"method={method!r} is for vision transformers: take 'mod' or 'acm' for a"
       ' language model.'
+    )
+  if isinstance(run.config, DETRConfig) and method not in ('amod', 'mod'):
+    raise UserError(
+      f"method={method!r} is not for detectors: take 'amod' or 'mod'."
     )
   if capacity is not None:
     fields = {
@@ -161,6 +168,8 @@ def _completed(config, of, source, key):
   modality, merge = Images, trees.merge
   if isinstance(config, LMConfig):
     modality, merge = Language, functools.partial(lm.merge, config, of)
+  elif isinstance(config, DETRConfig):
+    modality = Detection
   params = merge(
     fresh['params'],
     source['params'],

@@ -73,7 +73,17 @@ def test_there_and_back(tmp_path, naming):
       np.testing.assert_array_equal(found[name], array, err_msg=name)
   else:
     assert 'model.backbone.conv_encoder.model.layer2.1.bn3.running_var' in found
-  (tmp_path / 'config.json').write_text((FOLDER / 'config.json').read_text())
+  told = convert.their_config(CONFIG, ['cat', '', 'dog'])
+  wanted = json.loads((FOLDER / 'config.json').read_text())
+  for name, value in told.items():
+    if name == 'backbone_config':
+      assert value.items() <= wanted[name].items()
+    elif name not in ('id2label', 'label2id'):
+      assert value == wanted[name], name
+  assert list(told['id2label'].values()) == ['cat', 'N/A 1', 'dog'] + [
+    *('N/A 3', 'N/A 4')
+  ]
+  (tmp_path / 'config.json').write_text(json.dumps(told))
   derived = convert.derive(tmp_path)
   assert derived == dataclasses.replace(CONFIG, image_size=(1333, 1333))
   back = convert.load_variables(tmp_path, CONFIG)

@@ -12,6 +12,8 @@ import tokenizers
 import mod_jax
 from mod_jax.errors import UserError
 
+pytestmark = pytest.mark.slow
+
 GOLDEN = pathlib.Path(__file__).parents[1] / 'golden'
 HERE = GOLDEN / 'peft'
 EXPECTED, REREAD = np.load(HERE / 'expected.npz'), np.load(HERE / 'reread.npz')

@@ -274,6 +274,7 @@ def test_of_two_heads_one_is_not_made_up():
   assert flops.forward(both) - flops.forward(config) == 2 * 18 * 10
 
 
+@pytest.mark.slow
 def test_the_released_sizes_of_deit():
   """Names and shapes, of which there is no file here."""
   for config, naming, extra in (

@@ -132,6 +132,7 @@ def test_flops_of_xlsr_are_the_published_ones():
   assert flops.num_params(config) / 1e6 == pytest.approx(315.4, rel=0.001)
 
 
+@pytest.mark.slow
 def test_hidden_frames_become_one_vector():
   config, params = model('layer')
   masked_BL = (

@@ -13,6 +13,8 @@ import pytest
 from mod_jax import errors
 from mod_jax.data import augment, images
 
+pytestmark = pytest.mark.slow
+
 SIZES = {'a': 1, 'b': 12, 'c': 3}
 MIXED = augment.AugmentConfig(crop='pad', padding=1, erase=0.5, mixup=0.8)
 
@@ -91,7 +93,6 @@ def test_resume(folder, stop):
   assert_same(take(resumed, 8), expected)
 
 
-@pytest.mark.slow
 def test_any_number_of_hosts_gets_the_same_batches(folder):
   config = dataclasses.replace(folder, augment=MIXED)
   alone = train(config, batch_size=6, seed=2)

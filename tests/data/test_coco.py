@@ -94,6 +94,45 @@ def test_a_mirrored_picture_has_mirrored_boxes(tmp_path):
   np.testing.assert_array_equal(other_N4[:, 1:], box_N4[:, 1:])
 
 
+def test_a_window_shows_what_its_boxes_say(tmp_path):
+  white, corner = (20, 10, 30, 25), (0, 0, 6, 6)  # Left, top, width, height.
+  data = {
+    'categories': [{'id': 0, 'name': 'white'}, {'id': 1, 'name': 'corner'}],
+    'images': [{'id': 0, 'file_name': 'c.png', 'width': 80, 'height': 60}],
+    'annotations': [
+      {'image_id': 0, 'category_id': i, 'bbox': box}
+      for i, box in enumerate((white, corner))
+    ],
+  }
+  write(tmp_path, data)
+  pixels = np.zeros((60, 80, 3), np.uint8)
+  pixels[10:35, 20:50] = 255
+  Image.fromarray(pixels).save(tmp_path / 'train' / 'c.png')
+  batches = detection.train_iterator(
+    config(tmp_path, crop=1.0, flip=0.5, mean=(0, 0, 0), std=(1, 1, 1)),
+    **{'batch_size': 1, 'seed': 0},
+  )
+  sizes, numbers, cut = set(), set(), 0
+  for _ in range(40):
+    batch = {name: x[0] for name, x in next(batches).items()}
+    height, width = batch['size']
+    white_HW = batch['image'][:height, :width, 0] > 0.5
+    rows, columns = (np.flatnonzero(white_HW.any(axis=i)) for i in (1, 0))
+    x, y, across, down = batch['box'][batch['label'] == 0][0]
+    np.testing.assert_allclose(
+      [columns[0], columns[-1] + 1, rows[0], rows[-1] + 1],
+      np.array([x - across / 2, x + across / 2, y - down / 2, y + down / 2])
+      * [width, width, height, height],
+      atol=1.1,
+    )
+    sizes.add((int(height), int(width)))
+    numbers.add(int((batch['label'] >= 0).sum()))
+    cut += rows[0] == 0 or columns[0] == 0
+  assert len(sizes) > 3
+  assert numbers == {1, 2}  # The small one is not in all windows.
+  assert cut
+
+
 def changed(path, value):
   data = copy.deepcopy(DATA)
   *parents, last = path
@@ -105,9 +144,12 @@ def changed(path, value):
 
 
 BOX = ('annotations', 0, 'bbox')
+CATEGORIES = {'categories': DATA['categories']}
 REFUSED = [
   ('{', 'no JSON'),
   ('[]', "no list 'images'"),
+  ({'images': [], 'annotations': []} | CATEGORIES, 'images is empty'),
+  ({'images': [], 'annotations': [], 'categories': []}, 'categories need ids'),
   (changed(('annotations',), 3), "no list 'annotations'"),
   (changed(('images',), []), 'image_id=20, which no image has'),
   (changed(('images', 0, 'width'), '40'), r"images\[0\] has width='40'"),

@@ -156,6 +156,7 @@ def test_resume_with_augmentation_across_an_epoch(folder, stop):
   assert not np.array_equal(other[0]['image'], expected[0]['image'])
 
 
+@pytest.mark.slow
 def test_workers_change_nothing():
   config = images.ImageDataConfig(image_size=8, augment=AUGMENTED)
   alone = train(config, seed=5)

@@ -125,6 +125,7 @@ def test_a_score_beside_a_config_file(tmp_path, monkeypatch):
     norm.Uncounted()
 
 
+@pytest.mark.slow
 def test_a_score_with_state_and_its_rule(family, text, tmp_path):
   routing = MoDConfig(
     capacity=0.25,
@@ -171,6 +172,7 @@ def test_a_score_with_state_and_its_rule(family, text, tmp_path):
   assert flops.forward(config.model, 16) > 0
 
 
+@pytest.mark.slow
 def test_a_feed_forward(family, text, tmp_path):
   slot = family.Squared(width=16, hidden=24)
   config = language(text, feed_forward=slot, routing=MoDConfig(capacity=0.5))

@@ -15,6 +15,8 @@ from mod_jax_kernels.acm_mlp import OP, acm_mlp, reference
 from mod_jax_kernels.acm_mlp import order as order_lib
 from mod_jax_kernels.acm_mlp.tiles import TILES
 
+pytestmark = pytest.mark.slow
+
 # Nothing is a multiple of a block, and kernels have tiles of 16 tokens.
 D, N, F, OUT = 20, 3, 24, 36
 
@@ -259,7 +261,6 @@ def test_never_a_product_of_all_tokens_with_all_learners(
   assert rows(functools.partial(acm_mlp, implementation=implementation)) <= 768
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
   ('kind', 'capability', 'kilobytes'),
   [('NVIDIA L4', 89, 99), ('NVIDIA H200', 90, 227)],

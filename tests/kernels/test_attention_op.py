@@ -9,6 +9,8 @@ import pytest
 import mod_jax_kernels
 from mod_jax_kernels.attention import OP, choice, reference
 
+pytestmark = pytest.mark.slow
+
 XLA = ('xla',)
 SPLASH = ('splash',)
 

@@ -10,6 +10,8 @@ import pytest
 
 from mod_jax_kernels import route_scores
 
+pytestmark = pytest.mark.slow
+
 PALLAS = ('pallas',)
 XLA = ('xla',)
 

@@ -10,6 +10,8 @@ from mod_jax import routing
 from mod_jax_kernels import dispatch
 from mod_jax_kernels.token_select import pallas_tpu, token_select
 
+pytestmark = pytest.mark.slow
+
 
 def draw(seed=0, rows=2, length=17, k=5, kind='ties', dtype='float32'):
   rng = np.random.default_rng(seed)

@@ -378,6 +378,7 @@ class TestCost:
     assert nulls.targets == pytest.approx([1 / 16] * 4 + [3 / 4])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('choice', ['token', 'expert'])
 @pytest.mark.parametrize('mode', [TRAIN, Mode()], ids=['train', 'eval'])
 def test_on_devices_of_their_own(choice, mode):

@@ -104,6 +104,7 @@ def dense(images):
   return config, params, *run(config, params, images)
 
 
+@pytest.mark.slow
 def test_a_model_that_merges(dense, images):
   config, params, want, _ = dense
   merging = dataclasses.replace(config, reduction=ToMe(r=3))
@@ -131,6 +132,7 @@ def test_a_model_that_merges(dense, images):
     np.testing.assert_allclose(got, grads[name], 2e-3, 2e-3, err_msg=name)
 
 
+@pytest.mark.slow
 def test_with_r_of_0_it_is_the_dense_model(dense):
   config = dense[0]
   merging = dataclasses.replace(config, reduction=ToMe(r=0))
@@ -158,6 +160,7 @@ def test_equal_tokens_count_as_often_as_they_were(dense, images):
   )
 
 
+@pytest.mark.slow
 def test_inattentive_patches_are_fused(dense, images):
   rng = np.random.default_rng(0)
   x_BLD = rng.normal(size=(3, 12, 4)).astype(np.float32)

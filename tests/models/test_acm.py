@@ -79,6 +79,7 @@ def paths(config):
 
 
 class TestAcmize:
+  @pytest.mark.slow
   def test_everything_is_replaced(self):
     config, params, report = converted()
     assert config == BOTH
@@ -250,6 +251,7 @@ class TestLayouts:
 
     return graded
 
+  @pytest.mark.slow
   def test_scanned_equals_unrolled(self, graded):
     params = drawn(FOUR)
     want = graded(FOUR, params, noise=False)
@@ -263,6 +265,7 @@ class TestLayouts:
     got = graded(config, looped, noise=False)
     chex.assert_trees_all_close(got, want, atol=1e-5, rtol=1e-3)
 
+  @pytest.mark.slow
   def test_rematerialised_equals_not(self, graded):
     params = drawn(BOTH)
     # With noise: what is computed again must draw the same.
@@ -270,6 +273,7 @@ class TestLayouts:
     got = graded(dataclasses.replace(BOTH, remat='full'), params, noise=True)
     chex.assert_trees_all_close(got, want, atol=1e-5, rtol=1e-3)
 
+  @pytest.mark.slow
   def test_scanned_layers_draw_apart(self):
     config, looped = lm.scanned(FOUR, drawn(FOUR))
     same = jax.tree.map(lambda x: x.at[1].set(x[0]), looped['layers'])

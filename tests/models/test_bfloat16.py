@@ -18,6 +18,8 @@ from mod_jax.layers.routing_config import MoDConfig, VisionRoutingConfig
 from mod_jax.models import dynamic_vit, vit
 from mod_jax.models.lm import LMConfig
 
+pytestmark = pytest.mark.slow
+
 SIZES = {'num_layers': 2, 'width': 16, 'num_heads': 2}
 LM = LMConfig(**SIZES, vocab_size=16, mlp_dim=16)
 # At capacity 1 a router chooses alike, however its scores are rounded.

@@ -123,9 +123,9 @@ def table():
     for mode, trains in modes:
       name = getattr(mode.rule, 'name', mode.rule)
       how = 'train' if trains else mode.overflow
-      # Each form with a plain block, and each block unrouted and with top-k.
-      # The other pairs are left to the slow tests.
-      alone = block == 'plain' or routing in ('none', 'top-k')
+      # Each form with a plain block, and each block unrouted. The other pairs
+      # are left to the slow tests.
+      alone = block == 'plain' or routing == 'none'
       yield pytest.param(
         *(routing, block, mode, trains),
         id=f'{routing}-{block}-{name}-{how}',
@@ -189,6 +189,7 @@ def test_top_k_looks_ahead(block):
   assert (difference('top-k', block, RoutingMode(), False) & SAME_BL).any()
 
 
+@pytest.mark.slow
 def test_padding_takes_no_experts_slots():
   """A padded row in training is the row alone, at its own length."""
   mode = ROUTING['router'].train_mode

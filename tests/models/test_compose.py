@@ -70,6 +70,7 @@ class TestMaskedIsRemoved:
     keep_BL = np.pad(output.keep_SBN[0], ((0, 0), (1, 0)), constant_values=1)
     return np.stack([np.flatnonzero(keep_L) for keep_L in keep_BL])
 
+  @pytest.mark.slow
   def test_predictions(self, both):
     removed, masked = both
     np.testing.assert_allclose(removed.logits_BV, masked.logits_BV, atol=1e-4)
@@ -147,6 +148,7 @@ class TestEachPartInFull:
     assert jnp.abs(every.logits_BV - removed.logits_BV).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_experts_stand_between_routing_and_learners():
   config = PRUNED.with_parts(
     experts=ExpertsConfig(num_experts=2, num_nulls=1),

@@ -15,6 +15,8 @@ from mod_jax.layers.stem import ConvStemConfig
 from mod_jax.models import detr
 from mod_jax.models.detr import DETRConfig
 
+pytestmark = pytest.mark.slow
+
 AMOD = VisionRoutingConfig()
 MOD = VisionRoutingConfig(score='learned', gate='one_plus_tanh', router_std=0.2)
 TINY = DETRConfig(
@@ -94,7 +96,7 @@ def routed(routing, **changes):
 
 @pytest.mark.parametrize(
   'routing',
-  [None, AMOD, pytest.param(MOD, marks=pytest.mark.slow)],
+  [None, AMOD, MOD],
   ids=['', 'amod', 'mod'],
 )
 def test_padding_changes_nothing(routing):
@@ -120,9 +122,7 @@ def test_padding_changes_nothing(routing):
   assert jnp.abs(unmasked.logits_BQV - alone.logits_BQV).max() > 1e-2
 
 
-@pytest.mark.parametrize(
-  'score', ['learned', pytest.param('attention', marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize('score', ['learned', 'attention'])
 def test_all_tokens_are_the_dense_model(score):
   routing = VisionRoutingConfig(
     capacity=1.0, score=score, gate='one_plus_tanh', router_std=0.0
@@ -220,12 +220,34 @@ def test_earlier_layers_share_the_heads_in_training():
   assert ran(TINY)[1].earlier is None
 
 
+def test_tokens_tell_their_place_where_that_is_asked_for():
+  """Of a picture that is everywhere alike, the encoder's tokens are, too."""
+  alike = jnp.ones((1, 3, 4, 16))
+  spreads = {}
+  for placed in (False, True):
+    config = dataclasses.replace(TINY, place_tokens=placed)
+    variables, _ = ran(TINY)
+
+    model = config.build()
+    _, state = model.apply(
+      variables,
+      alike,
+      method=lambda m, x: m.detect(x, None, (24, 32)),
+      capture_intermediates=lambda m, _: m.name == 'encoder',
+      mutable=['intermediates'],
+    )
+    (encoded,) = state['intermediates']['encoder']['__call__']
+    spreads[placed] = float(jnp.std(encoded.x_BLD, axis=1).max())
+  assert spreads[False] < 1e-5
+  assert spreads[True] > 0.1
+
+
 def test_places_of_a_padded_picture():
   """The last row and column are 2π, whatever the padding."""
   valid_BHW = np.zeros((1, 5, 7), bool)
   valid_BHW[:, :3, :4] = True
-  found = detr.sine_places(jnp.asarray(valid_BHW), 8)
-  wanted = detr.sine_places(jnp.ones((1, 3, 4), bool), 8)
+  found = detr.sine_places(jnp.asarray(valid_BHW), 8, 1e4)
+  wanted = detr.sine_places(jnp.ones((1, 3, 4), bool), 8, 1e4)
   np.testing.assert_allclose(found[:, :3, :4], wanted, atol=1e-6)
   row, column = np.pi * 2 / 3, np.pi * 2 / 4
   first = [

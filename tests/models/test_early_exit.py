@@ -71,6 +71,7 @@ def test_training_computes_the_head_twice():
   assert flops.forward(CONFIG, 8) == flops.forward(without, 8)
 
 
+@pytest.mark.slow
 def test_its_loss_is_trained_and_reported(variables):
   task = make_task(ExperimentConfig(model=CONFIG))
   batch = _batch()

@@ -15,6 +15,8 @@ from mod_jax.layers.routing_config import MoDConfig, VisionRoutingConfig
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.lm import LMConfig
 
+pytestmark = pytest.mark.slow
+
 LEARNED = VisionRoutingConfig(capacity=0.5, score='learned', gate='sigmoid')
 CAUSAL = MoDConfig(capacity=0.5, threshold_decay=0.9)
 # The last has more tokens than a tile of the kernels' references.
@@ -23,8 +25,6 @@ BATCHES = (1, 3, 40)
 
 vit = functools.partial(dataclasses.replace, tiny.VIT)
 lm = functools.partial(dataclasses.replace, tiny.LM)
-# A compilation each, where the operations are those of others.
-RARE = ('vit_mod', 'vit_acm', 'vit_experts', 'threshold', 'lm_acm')
 MODELS = {
   'vit': vit(distilled=True),
   'amod': vit(routing=VisionRoutingConfig(capacity=0.5)),
@@ -41,13 +41,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize(
-  'name',
-  [
-    pytest.param(name, marks=[pytest.mark.slow] * (name in RARE))
-    for name in MODELS
-  ],
-)
+@pytest.mark.parametrize('name', MODELS)
 def test_one_program_takes_all_batches(name):
   config = MODELS[name]
   model = config.build()

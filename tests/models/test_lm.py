@@ -190,6 +190,7 @@ class TestForms:
     assert chosen_RBL[..., 4:].any()
     np.testing.assert_allclose(logits_BLV, full.logits_BLV, atol=1e-4)
 
+  @pytest.mark.slow
   def test_a_shared_router_gets_the_sum_of_all_gradients(self, config):
     """Also where the layers are scanned."""
     routing = MoDConfig(capacity=0.3, period=1, offset=0)
@@ -344,6 +345,7 @@ class TestLayouts:
     ):
       assert (leaf[0] != leaf[1]).all()
 
+  @pytest.mark.slow
   def test_remat_changes_neither_values_nor_gradients(
     self, four, four_variables, count
   ):
@@ -454,6 +456,7 @@ class TestGradients:
 
 
 class TestThreshold:
+  @pytest.mark.slow
   def test_moves_alike_scanned_and_rematerialised(self, four, four_variables):
     def train(config, variables):
       def loss(params):

@@ -17,6 +17,8 @@ from mod_jax.losses import sums
 from mod_jax.tasks import make_task, plain
 from mod_jax.tasks.experiment import ExperimentConfig
 
+pytestmark = pytest.mark.slow
+
 B, L, VOCAB = 2, 8, 11
 TOKENS_BL = jax.random.randint(jax.random.key(3), (B, L), 0, VOCAB)
 PLAIN = dataclasses.replace(tiny.LM, vocab_size=VOCAB)

@@ -20,6 +20,8 @@ from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.models.vit import ViTConfig
 
+pytestmark = pytest.mark.slow
+
 MOD = MoDConfig(capacity=0.5)
 ADAPTERS = LoRAConfig(rank=3, alpha=5.0)
 VIT = ViTConfig(
@@ -89,15 +91,7 @@ def trained(variables):
   return variables | {'params': trees.unflatten(changed)}
 
 
-@pytest.mark.parametrize(
-  'name',
-  [
-    pytest.param(name, marks=pytest.mark.slow)
-    if name in ('learners', 'dynamic', 'scanned')
-    else name
-    for name in MODELS
-  ],
-)
+@pytest.mark.parametrize('name', MODELS)
 def test_an_adapted_model_begins_as_its_base_and_merges_into_it(name):
   base = MODELS[name]
   config = base.with_parts(lora=ADAPTERS)
@@ -225,7 +219,6 @@ class TestTraining:
     line = flops.report(self.config, length, self.frozen).splitlines()[-2]
     assert f'{full - saved:.4e}' in line
 
-  @pytest.mark.slow
   def test_compiles_to_what_is_counted(self):
     """The saving in XLA's count is that of ours."""
     config = dataclasses.replace(

@@ -17,6 +17,8 @@ from mod_jax.layers.routing_config import VisionRoutingConfig
 from mod_jax.models import acm
 from mod_jax_kernels import dispatch
 
+pytestmark = pytest.mark.slow
+
 DENSE = dataclasses.replace(tiny.VIT, image_size=12, patch_size=4, width=32)
 MODELS = {
   'amod': dataclasses.replace(DENSE, routing=VisionRoutingConfig(capacity=0.5)),

@@ -59,6 +59,7 @@ def build(variant, photos, **changes):
   return FOLDER.complete(config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   'name', ['vit_huggingface', 'vit_huggingface_distilled']
 )
@@ -204,6 +205,7 @@ def test_sizes_and_tokenizer_are_those_of_the_run(texts, tmp_path):
   assert complete_files('acm', texts).dense is not None
 
 
+@pytest.mark.slow
 def test_a_language_model_of_hugging_face_needs_no_sizes(texts, tmp_path):
   small = {'model.width': 12, 'model.num_heads': 2, 'model.num_layers': 2}
   config = complete_files('dense', texts, **small)

@@ -91,6 +91,7 @@ def test_a_picture_is_predicted_as_it_was_evaluated(run, folder):
   assert [len(p) for p in run.predict(files[:2], top=1)] == [1, 1]
 
 
+@pytest.mark.slow
 def test_it_is_evaluated_as_it_predicts(run, folder, on_one_device):
   files = sorted((folder / 'eval').rglob('*.png'))
   right = [
@@ -279,6 +280,7 @@ def test_classes_of_one_name_are_told_apart(run, folder):
   assert {f'crane ({i})' for i in range(count)} == set(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('tokenizer', ['bytes', 'bpe', 'prepared'])
 def test_a_language_model_goes_elsewhere(tmp_path, tokenizer):
   texts = tmp_path / 'texts'

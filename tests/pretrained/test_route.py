@@ -19,6 +19,8 @@ from mod_jax.models import lm
 from mod_jax.tasks import make_task
 from mod_jax.tasks.experiment import ExperimentConfig
 
+pytestmark = pytest.mark.slow
+
 GOLDEN = pathlib.Path(__file__).parents[1] / 'golden'
 
 

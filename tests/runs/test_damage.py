@@ -15,6 +15,8 @@ from mod_jax.tasks import phases
 from mod_jax.train import evaluation
 from mod_jax.train import state as state_lib
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope='module')
 def patched(on_one_device, no_report):

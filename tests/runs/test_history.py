@@ -98,6 +98,7 @@ def run(finished, tmp_path):
 
 
 class TestLengthening:
+  @pytest.mark.slow
   def test_is_as_if_the_run_had_been_so_long(self, run, tmp_path):
     longer = config_lib.replace(FIXED_RATE, {'train.num_steps': 9})
     with pytest.raises(UserError, match='init=.*run') as refused:
@@ -138,6 +139,7 @@ class TestLengthening:
     assert history.changed_at(run) == -1
 
 
+@pytest.mark.slow
 def test_a_trace_of_some_steps(tmp_path, capsys):
   train(make_config(), tmp_path, profile=profile.parse('2:3'))
   (folder,) = (tmp_path / 'profile/plugins/profile').iterdir()

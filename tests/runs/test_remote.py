@@ -37,7 +37,10 @@ from mod_jax.sweeps import grid
 from mod_jax.tasks import phases
 from mod_jax.train import evaluation, loop
 
-pytestmark = pytest.mark.usefixtures('one_device')
+pytestmark = [
+  pytest.mark.slow,
+  pytest.mark.usefixtures('one_device'),
+]
 
 OBJECTS = {}  # '/bucket/name' -> MemoryFile
 
@@ -204,7 +207,6 @@ def _nothing_here(tmp_path, monkeypatch):
   assert list(here.iterdir()) == []
 
 
-@pytest.mark.slow
 def test_a_run_in_a_store(texts, tmp_path, caplog, monkeypatch):
   saving = {'checkpoint.every': 1, 'checkpoint.keep': 2}
   config = make_config(texts, **saving, **{'log.tensorboard': True})

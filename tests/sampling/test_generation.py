@@ -208,6 +208,7 @@ class TestGreedy:
     got = run(SCANNED, mode, prompts, prefill='top_k')
     assert_follows(got, rows, prompts)
 
+  @pytest.mark.slow
   def test_is_the_same_under_a_mesh(self):
     mode = RoutingMode(rule='router')
     model = SCANNED.build()
@@ -231,6 +232,7 @@ class TestGreedy:
       )
     assert_follows(got, references(SCANNED, mode, *make_prompts()))
 
+  @pytest.mark.slow
   def test_bfloat16(self):
     config = dataclasses.replace(SCANNED, dtype='bfloat16')
     mode = RoutingMode(rule='router')
@@ -248,6 +250,7 @@ class TestGreedy:
 class TestTightCaches:
   mode = RoutingMode(rule='router', overflow='drop', slack=1.0)
 
+  @pytest.mark.slow
   def test_drops_what_the_full_forward_pass_drops(self):
     rows = references(BASE, self.mode, *make_prompts())
     got = run(BASE, self.mode)
@@ -337,6 +340,7 @@ class TestEndToken:
 class TestTopKPrefill:
   mode = RoutingMode(rule='router')
 
+  @pytest.mark.slow
   def test_is_labelled_and_differs(self):
     tokens_BP, valid_BP = make_prompts()
     got = run(SCANNED, self.mode, prefill='top_k')
@@ -398,6 +402,7 @@ class TestSampling:
       jax.nn.softmax(filter_logits(logits_V[None], **settings)[0])
     )
 
+  @pytest.mark.slow
   def test_draws_from_the_filtered_distribution(self):
     prompt_P = make_prompts()[0][0]
     got = self._run(0)
@@ -449,6 +454,7 @@ class TestSampling:
         assert (columns[i] == other).mean() < 2 / choices
     assert len({tuple(row) for row in np.asarray(draws[0])}) > 100
 
+  @pytest.mark.slow
   def test_gaussian_routing_draws_at_the_capacity(self):
     prompts = np.ones((32, PROMPT), int), np.ones((32, PROMPT), bool)
 
@@ -470,9 +476,10 @@ class TestApplyWithCache:
 
   # With room for more, an eighth, a quarter, a half and all of it are read.
   # And pieces are processed row by row, or by gathering the chosen tokens.
+  @pytest.mark.slow
   @pytest.mark.parametrize(
     ('room', 'short'),
-    [pytest.param(10, 16, marks=pytest.mark.slow), (16, 1)],
+    [(10, 16), (16, 1)],
   )
   def test_pieces_of_any_length_equal_the_whole(self, room, short, monkeypatch):
     monkeypatch.setattr(attention, '_SHORT', 2)
@@ -597,6 +604,7 @@ class TestNoWork:
     assert kinds
     assert not kinds & {'copy', 'select', 'transpose', 'convert'}
 
+  @pytest.mark.slow
   def test_turns_of_the_loop_are_as_many_as_routed_rows_need(self, monkeypatch):
     chunk, turns = 3, []
     append = cache_lib.KVCache.append

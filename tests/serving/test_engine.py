@@ -141,6 +141,7 @@ def plain():
   return make(MOD, mode=MODES['exact'])
 
 
+@pytest.mark.slow
 def test_nothing_compiles_after_the_warm_up_and_memory_does_not_grow():
   # Other shapes than those of other tests, whose programs would be found.
   config = dataclasses.replace(MOD, num_layers=1, width=8, num_heads=2)
@@ -163,6 +164,7 @@ def test_nothing_compiles_after_the_warm_up_and_memory_does_not_grow():
   assert len(jax.live_arrays()) <= before + 8
 
 
+@pytest.mark.slow
 def test_caches_are_written_in_place(plain):
   engine, _ = plain
   engine.submit([1, 2, 3], max_new_tokens=3)

@@ -14,6 +14,8 @@ from mod_jax.pretrained.load import Run
 from mod_jax.serving import engine as engine_lib
 from mod_jax.serving.engine import Engine
 
+pytestmark = pytest.mark.slow
+
 VOCAB, LENGTH = 30, 40
 MODEL = dataclasses.replace(
   tiny.LM, vocab_size=VOCAB, routing=MoDConfig(capacity=0.5)

@@ -31,6 +31,8 @@ from mod_jax.serving import grammar
 from mod_jax.serving import server as server_lib
 from mod_jax.serving.engine import Engine
 
+pytestmark = pytest.mark.slow
+
 END = 256  # After the bytes; ids from 257 on are padding of the model.
 LENGTH = 400
 TEMPLATE = '{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}'
@@ -520,7 +522,6 @@ def test_metrics_and_the_key(run):
     stream.close()
 
 
-@pytest.mark.slow
 def test_a_server_tells_its_progress_and_drains(folder, tmp_path):
   log = tmp_path / 'log'
   environment = os.environ | {

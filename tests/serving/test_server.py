@@ -23,6 +23,8 @@ from mod_jax.serving import chat, text_process
 from mod_jax.serving import server as server_lib
 from mod_jax.serving.engine import Engine
 
+pytestmark = pytest.mark.slow
+
 LENGTH = 48
 JSON = {'Content-Type': 'application/json'}
 # The last ones are what a stranger's may do.

@@ -22,6 +22,8 @@ from mod_jax.tasks import make_task
 from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train import evaluation
 
+pytestmark = pytest.mark.slow
+
 MODEL = ViTConfig(
   image_size=8,
   patch_size=4,

@@ -16,6 +16,8 @@ from mod_jax.layers.routing_config import VisionRoutingConfig
 from mod_jax.studies import images as image_studies
 from mod_jax.tasks import make_task
 
+pytestmark = pytest.mark.slow
+
 DENSE = dataclasses.replace(tiny.VIT, patch_size=4, num_layers=3)
 TOKENS = 5
 ROUTINGS = {

@@ -15,6 +15,8 @@ from mod_jax.models.lm import LMConfig, LMOutput
 from mod_jax.studies import language
 from mod_jax.tasks import make_task
 
+pytestmark = pytest.mark.slow
+
 MODEL = LMConfig(
   num_layers=4,
   width=8,

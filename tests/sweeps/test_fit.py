@@ -12,6 +12,8 @@ from mod_jax.sweeps import fit, manifest, run
 from mod_jax.sweeps.manifest import Entry
 from mod_jax.tasks.experiment import ExperimentConfig
 
+pytestmark = pytest.mark.slow
+
 # Parameters and loss of the best models in Figure 4 of Raposo et al. 2024, as
 # read from the picture: dense, then Mixture-of-Depths.
 PUBLISHED = {

@@ -14,6 +14,8 @@ from mod_jax.sweeps import grid
 from mod_jax.tasks import phases
 from mod_jax.tasks.experiment import ExperimentConfig
 
+pytestmark = pytest.mark.slow
+
 CONFIG = ExperimentConfig(
   name='lm', model=LMConfig(routing=MoDConfig(period=1, offset=0))
 )

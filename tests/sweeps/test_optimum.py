@@ -6,6 +6,8 @@ import pytest
 from mod_jax.sweeps import optimum
 from mod_jax.sweeps.optimum import NoMinimumError
 
+pytestmark = pytest.mark.slow
+
 TRIALS = 200
 # E, A, B, a, b: Hoffmann et al. 2022 and Besiroglu et al. 2024, and a surface
 # whose sides differ more.

@@ -23,6 +23,8 @@ from mod_jax.tasks.experiment import (
   PhaseConfig,
 )
 
+pytestmark = pytest.mark.slow
+
 DENSE_FIRST = PhaseConfig(num_steps=9, batch_size=4, learning_rate=1e-3)
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 FILES = sorted((ROOT / 'configs/sweeps').glob('*.py'))

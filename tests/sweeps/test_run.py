@@ -17,6 +17,8 @@ from mod_jax.sweeps import manifest, run
 from mod_jax.sweeps.manifest import Entry
 from mod_jax.tasks import make_task, phases
 
+pytestmark = pytest.mark.slow
+
 BASE = tiny.experiment(
   dataclasses.replace(
     tiny.LM, num_layers=1, routing=MoDConfig(period=1, offset=0)
@@ -209,7 +211,6 @@ def test_refused(trained, tmp_path, command):
     assert message in err
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures('one_device')
 def test_stopped_and_continued(tmp_path, monkeypatch, command):
   """A sweep of two runs, one of which diverges, as if nothing had happened."""

@@ -27,6 +27,8 @@ from mod_jax.tasks.adaptive import Adaptive
 from mod_jax.tasks.experiment import ACMObjective
 from mod_jax.train import evaluation
 
+pytestmark = pytest.mark.slow
+
 DENSE = dataclasses.replace(tiny.VIT, patch_size=4, num_layers=1)
 # One module of each kind.
 MODEL = dataclasses.replace(

@@ -28,6 +28,8 @@ from mod_jax.tasks.experiment import (
 )
 from mod_jax.train import evaluation
 
+pytestmark = pytest.mark.slow
+
 ADAPTIVE = AdaptiveConfig(num_learners=2, replace=(FFNS,))
 ROUTED = dataclasses.replace(
   tiny.VIT, routing=VisionRoutingConfig(capacity=0.5)

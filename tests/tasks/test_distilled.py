@@ -23,6 +23,8 @@ from mod_jax.tasks import make_task, phases
 from mod_jax.tasks.experiment import ConversionObjective
 from mod_jax.train import evaluation
 
+pytestmark = pytest.mark.slow
+
 ROOT = pathlib.Path(__file__).parents[2]
 CONVERT = config_lib.load(ROOT / 'configs' / 'lm' / 'convert.py')
 SMALL = {
@@ -171,7 +173,6 @@ def test_epochs_of_a_text(dense, tmp_path):
   assert run.data.max_epochs == 1.5
 
 
-@pytest.mark.slow
 def test_a_run_says_what_it_begins_with(dense, tmp_path, capsys):
   sizes = {'train.batch_size': 8, 'evaluation.batch_size': 8}
   phases.train(build('', dense, **sizes), tmp_path, max_steps=0)

@@ -15,6 +15,8 @@ from mod_jax.runs.run_config import EvaluationConfig
 from mod_jax.tasks import expert_pictures, make_task
 from mod_jax.tasks.experiment import ExperimentConfig
 
+pytestmark = pytest.mark.slow
+
 NONE, AWAY = viz.NO_EXPERT, viz.NOT_THERE
 
 

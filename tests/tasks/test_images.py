@@ -226,6 +226,7 @@ class TestPruningLoss:
     'logit_distillation': 0.7,
   }
 
+  @pytest.mark.slow
   def test_terms_against_oracles(self):
     task = pruning(**self.WEIGHTS)
     loss, metric_sums, output, taught, grads = pruned(task, gradients=True)
@@ -359,6 +360,7 @@ def oracle(logits_BV, label_B, classes=10):
 
 
 class TestEvaluate:
+  @pytest.mark.slow
   @pytest.mark.parametrize('model', [DENSE, DYNAMIC], ids=['dense', 'pruned'])
   def test_all_that_is_held_out(self, model):
     # The last batch is padded.
@@ -379,6 +381,7 @@ class TestEvaluate:
     assert main.items() <= metrics.items()
     assert 'never' not in task.summary(metrics)
 
+  @pytest.mark.slow
   def test_routed(self):
     task = make(AMOD)
     params, _ = init(task)
@@ -472,6 +475,7 @@ def adapt(task, path):
 
 
 class TestStart:
+  @pytest.mark.slow
   @pytest.mark.parametrize(
     ('model', 'new'),
     [
@@ -498,6 +502,7 @@ class TestStart:
     del routed['block_1/router/kernel']
     tiny.same(params, routed)
 
+  @pytest.mark.slow
   def test_at_capacity_1_it_is_the_dense_model(self, dense_run):
     workdir, metrics, _ = dense_run
     routing = VisionRoutingConfig(capacity=1.0)
@@ -625,6 +630,7 @@ class TestTeacher:
       *(dict(teacher['params']), other),
     )
 
+  @pytest.mark.slow
   def test_it_stands_beside_the_state(
     self, dense_run, tmp_path, monkeypatch, one_device_each
   ):
@@ -674,6 +680,7 @@ PICTURES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('which', PICTURES)
 def test_pictures(which):
   model, names = PICTURES[which]

@@ -25,7 +25,10 @@ from mod_jax.tasks import make_task, phases
 from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train import evaluation
 
-pytestmark = pytest.mark.usefixtures('one_device')
+pytestmark = [
+  pytest.mark.slow,
+  pytest.mark.usefixtures('one_device'),
+]
 
 MODEL = ViTConfig(
   image_size=8,
@@ -137,7 +140,6 @@ def held_out(run):
   return np.concatenate(labels), np.concatenate(logits)
 
 
-@pytest.mark.slow
 def test_a_run_on_a_table_of_labels(folder, tmp_path):
   changes = {'checkpoint.best': 'mAP', 'data.class_weights': 'balanced'}
   config = make_config(folder, **TABLE, **changes)
@@ -191,9 +193,7 @@ def raw(state):
   return [np.asarray(x).tobytes() for x in leaves]
 
 
-@pytest.mark.parametrize(
-  'labels', [{}, pytest.param(TABLE, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize('labels', [{}, TABLE])
 def test_a_run_in_parts_is_bit_for_bit_that_without_a_stop(
   folder, tmp_path, labels
 ):

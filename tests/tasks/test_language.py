@@ -116,6 +116,7 @@ def reference(task, params, model_state, rule):
 class TestEvaluate:
   RULES = ('top_k', 'router', 'predictor', 'threshold')
 
+  @pytest.mark.slow
   def test_every_rule_has_its_numbers(self, make):
     task, params, model_state = make(ALL)
     assert task.modality.rules == self.RULES
@@ -154,6 +155,7 @@ class TestEvaluate:
     assert f'accuracy is {1 - 25 / 99:.4f}' in table
     assert 'nan' not in table
 
+  @pytest.mark.slow
   def test_with_few_slots(self, make, tmp_path, capsys, monkeypatch):
     task, params, model_state = make(ALL)
     monkeypatch.setattr(task, 'pictures', lambda *args: {})
@@ -179,6 +181,7 @@ class TestEvaluate:
     assert router.split()[-1] == f'{metrics["router/drop_loss"]:.4f}'
     assert top_k.split()[-1] == '-'
 
+  @pytest.mark.slow
   def test_is_the_loss_of_each_row_alone(self, make):
     # Seven rows, the last of three targets, in batches of four: two of the
     # eight rows are padded, which must not count, and not route.
@@ -231,6 +234,7 @@ class TestEvaluate:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('routing', [GAUSSIAN, STRIDE], ids=lambda r: r.score)
 def test_controls_evaluate_and_sample(make, routing):
   task, params, model_state = make(routing)
@@ -337,6 +341,7 @@ def test_where_every_token_is_processed_nothing_is_foreseen(
 
 
 class TestSample:
+  @pytest.mark.slow
   def test_continues_each_prompt(self, make, monkeypatch):
     task, params, model_state = make(ALL)
     generate = mock.Mock(wraps=language.generate)

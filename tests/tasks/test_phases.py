@@ -25,7 +25,10 @@ from mod_jax.tasks.adaptive import Adaptive
 from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train import loop
 
-pytestmark = pytest.mark.usefixtures('one_device_each')
+pytestmark = [
+  pytest.mark.slow,
+  pytest.mark.usefixtures('one_device_each'),
+]
 
 # Smaller still than `tiny`: nothing here depends on sizes.
 SMALL = {'model.num_layers': 1, 'model.width': 8, 'model.num_heads': 1}
@@ -107,7 +110,6 @@ def changed(before, after):
 
 
 class TestWhole:
-  @pytest.mark.slow
   def test_runs_lie_where_they_are_said_to(self, whole, config):
     workdir, result = whole
     assert result.finished
@@ -314,7 +316,6 @@ def test_the_gates_may_have_a_rate_of_their_own(config, tmp_path):
   assert not re.search(gates[0], 'block_0/mlp_acm/up')
 
 
-@pytest.mark.slow
 def test_a_sweep_over_budgets_runs_all_phases(whole, config, tmp_path):
   axes = grid.parse(config, ['objective.budget=0.9'])
   (point,) = points = grid.run(config, axes, tmp_path)

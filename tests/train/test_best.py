@@ -17,7 +17,10 @@ from mod_jax.tasks import phases
 from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train import evaluation, hooks
 
-pytestmark = pytest.mark.usefixtures('one_device')
+pytestmark = [
+  pytest.mark.slow,
+  pytest.mark.usefixtures('one_device'),
+]
 
 PEAK = 4  # The step after which the accuracy falls.
 

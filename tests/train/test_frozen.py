@@ -24,7 +24,10 @@ from mod_jax.tasks import make_task, phases
 from mod_jax.train import evaluation, loop
 from mod_jax.train import state as state_lib
 
-pytestmark = pytest.mark.usefixtures('no_report', 'one_device')
+pytestmark = [
+  pytest.mark.slow,
+  pytest.mark.usefixtures('no_report', 'one_device'),
+]
 
 ROOT = pathlib.Path(__file__).parents[2]
 CONVERT = config_lib.load(ROOT / 'configs' / 'lm' / 'convert.py')
@@ -303,7 +306,6 @@ def test_gradients_stop_at_the_split(whole):
   assert saved > 0.9 * (ours[None] - ours['float32'])
 
 
-@pytest.mark.slow
 def test_pictures_train_adapters_and_a_new_head(tmp_path):
   config = FOLDER.digits.tiny(FOLDER.get_config('lora'))
   changes = {'dense': None, 'init': str(tmp_path / 'dense')}

@@ -180,6 +180,7 @@ class TestCapacityWarmup:
     flops = progress.call_args.kwargs['flops_of_step']
     assert [flops(step) for step in range(1, 6)] == [2, 2, 1.5, 1.5, 1]
 
+  @pytest.mark.slow
   def test_capacity_falls_from_1_to_the_configured_one(self, texts):
     config = make_config(texts, ROUTED, **self.CHANGES)
     task = make_task(config)
@@ -365,6 +366,7 @@ class TestStop:
     # It is over: the next run does not stop.
     assert not stop.requested()
 
+  @pytest.mark.slow
   def test_at_any_other_moment(self, tmp_path, monkeypatch, deaths, capsys):
     def files(workdir):
       names = 'eval.json', 'sample_0.txt'

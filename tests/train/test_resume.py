@@ -111,6 +111,7 @@ def test_stopped_and_continued_is_bit_identical(whole, tmp_path, one_device):
   assert len(set(losses(tmp_path).values())) == 10
 
 
+@pytest.mark.slow
 def test_what_is_drawn_by_step_is_drawn_as_without_a_stop(
   texts, tmp_path, one_device
 ):
@@ -122,6 +123,7 @@ def test_what_is_drawn_by_step_is_drawn_as_without_a_stop(
   assert losses(tmp_path / 'parts') == losses(tmp_path / 'whole')
 
 
+@pytest.mark.slow
 def test_another_mesh_may_continue(whole, at_step_4, capsys):
   other = config_lib.replace(
     whole.config, {'mesh': MeshConfig(data=2, fsdp=2, tensor=2)}
@@ -171,6 +173,7 @@ def test_a_workdir_of_another_run_is_refused(whole, at_step_4, one_device):
   assert phases.train(allowed, at_step_4, max_steps=1).step == 5
 
 
+@pytest.mark.slow
 def test_changed_data_are_refused_unless_allowed(
   texts, tmp_path, one_device, caplog
 ):

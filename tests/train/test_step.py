@@ -212,6 +212,7 @@ def test_frozen_arrays_are_arguments(grad_accum_steps):
   assert step._cache_size() == 1
 
 
+@pytest.mark.slow
 def test_accumulation_of_the_auxiliary_losses():
   task = make_task(FULL)
   state = make_state(task)
@@ -233,6 +234,7 @@ def test_accumulation_of_the_auxiliary_losses():
     assert value(pair) == pytest.approx(value(whole_sums[name]), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_weights_are_added_up_without_the_model():
   state, batch = make_state(make_task(FULL)), make_batch()
   products = [

@@ -8,7 +8,10 @@ import pytest
 
 from mod_jax import viz
 
-pytestmark = pytest.mark.filterwarnings('error')
+pytestmark = [
+  pytest.mark.slow,
+  pytest.mark.filterwarnings('error'),
+]
 
 ODD = '$a$ 漢\x00\n🙂 and a long text that must be wrapped or cut somewhere'
 TITLE = 'At $5 and $6, ' + 'the title is long ' * 20

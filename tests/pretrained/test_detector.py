@@ -1,0 +1,58 @@
+"""A detector of Hugging Face: loaded, routed, exported."""
+
+import dataclasses
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+
+import mod_jax
+from mod_jax.errors import UserError
+
+FOLDER = pathlib.Path(__file__).parents[1] / 'golden' / 'detr'
+IMAGE = jax.random.normal(jax.random.key(1), (1, 64, 64, 3))
+
+
+@pytest.fixture(scope='module')
+def dense():
+  return mod_jax.load(FOLDER)
+
+
+@pytest.fixture(scope='module')
+def boxes(dense):
+  return dense.apply(IMAGE).boxes_BQ4
+
+
+@pytest.mark.parametrize('method', ['amod', 'mod'])
+def test_routed_it_computes_something_else_unless_nothing_is_left_out(
+  dense, boxes, method
+):
+  half, whole = (
+    mod_jax.route(dense, method, capacity=capacity) for capacity in (0.5, 1.0)
+  )
+  assert half.config.num_routed == 2
+  if method == 'amod':  # A router's weight scales the updates.
+    found = whole.apply(IMAGE).boxes_BQ4
+    np.testing.assert_allclose(found, boxes, atol=1e-5)
+  found = half.apply(IMAGE).boxes_BQ4
+  assert np.abs(found - boxes).max() > 1e-4
+
+
+def test_there_and_back(dense, boxes, tmp_path):
+  routed = mod_jax.route(dense)
+  with pytest.raises(UserError, match='transformers cannot run routed blocks'):
+    mod_jax.export(routed, tmp_path, 'huggingface')
+  routed = dataclasses.replace(routed, classes=('cat', '', 'dog', 'x', 'y'))
+  mod_jax.export(routed, tmp_path, 'huggingface', dense=True)
+  back = mod_jax.load(tmp_path)
+  assert back.config == dense.config
+  assert back.classes == ('cat', 'N/A 1', 'dog', 'x', 'y')
+  np.testing.assert_array_equal(back.apply(IMAGE).boxes_BQ4, boxes)
+
+
+def test_what_is_for_other_models_is_refused(dense, tmp_path):
+  with pytest.raises(UserError, match="'tome' is not for detectors"):
+    mod_jax.route(dense, 'tome', r=2)
+  with pytest.raises(UserError, match='or a detector'):
+    mod_jax.export(dense, tmp_path, 'timm')
