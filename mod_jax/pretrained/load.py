@@ -23,6 +23,7 @@ from mod_jax.models import protocol
 from mod_jax.models.detr import DETRConfig
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.lm import LMConfig
+from mod_jax.models.vlm import VLMConfig
 from mod_jax.models.wav2vec2 import Wav2Vec2Config
 from mod_jax.pretrained.source import Source
 from mod_jax.runs import best
@@ -82,7 +83,7 @@ class Run:
     multi_label: whether any number of them may be true of a picture, so that
       each has a probability of its own.
     task: the task of a mod_jax run or of a language model; None otherwise.
-    origin: Hugging Face directory that a language model was loaded from, or
+    origin: Hugging Face directory that a model with a text was loaded from, or
       that its adapters belong to; or None. It need not exist any more.
     base: where the weights were read to which the adapters of a model belong,
       or that its run has frozen; None if there are none.
@@ -189,6 +190,11 @@ class Run:
       takes, predict = (), self._transcribe
     elif isinstance(self.config, DETRConfig):
       takes, predict = ('least',), self._detect
+    elif isinstance(self.config, VLMConfig):
+      raise UserError(
+        'predict: this model reads tokens with pictures: make them by'
+        ' mod_jax.models.vlm.place_images, and use run.apply.'
+      )
     elif self.preprocess is None:
       takes, predict = tuple(of_texts), self._continue
     else:
@@ -273,7 +279,7 @@ class Run:
       UserError: the model has no chat template, or the messages do not fit it,
         or are longer than its longest input; or a setting is out of range.
     """
-    if self.tokenizer is None:
+    if not isinstance(self.config, LMConfig):
       raise UserError('chat: this is no language model: use run.predict.')
     source = self.task.modality.tokenizer_source
     text = chat_lib.render(*source, messages)
@@ -381,6 +387,11 @@ class Run:
     """Classifies pictures that `preprocess` has prepared; see `predict`."""
     if top < 1:
       raise UserError(f'top={top}: expected at least 1.')
+    if not self.config.dense_twin().num_classes:
+      raise UserError(
+        'num_classes=0: this model has features of pictures and no classes: use'
+        ' run.apply(run.preprocess(pictures)).features_BLD.'
+      )
     names = self.classes or tuple(
       map(str, range(self.config.dense_twin().num_classes))
     )
@@ -414,10 +425,10 @@ def load(
 
   Args:
     path: directory of a mod_jax run; a folder that `export` wrote; a Hugging
-      Face folder with a language model of `convert.lm.FAMILIES`; a folder of
-      PEFT with adapters of such a model or of a vision transformer; or a
-      pretrained vision transformer, either a folder from Hugging Face or timm
-      or a file that `convert.vit.load` reads.
+      Face folder with a language model of `convert.lm.FAMILIES`, a LLaVA or a
+      CLIP; a folder of PEFT with adapters of a language model or of a vision
+      transformer; or a pretrained vision transformer, either a folder from
+      Hugging Face or timm or a file that `convert.vit.load` reads.
     step: of a run's checkpoint, or 'best' for the one that `checkpoint.best`
       has kept; None for the newest.
     dtype: `float32` or `bfloat16`, in which the model computes and its matrices
@@ -467,6 +478,10 @@ def _computing_in(config, dtype: str):
   if isinstance(config, DynamicViTConfig):
     backbone = _computing_in(config.backbone, dtype)
     return dataclasses.replace(config, backbone=backbone)
+  if isinstance(config, VLMConfig):
+    parts = {'tower': config.tower, 'language': config.language}
+    parts = {name: _computing_in(part, dtype) for name, part in parts.items()}
+    return dataclasses.replace(config, **parts)
   return dataclasses.replace(config, dtype=dtype)
 
 
@@ -485,7 +500,11 @@ def _about(source: Source, dtype: str | None = None) -> Run:
     task = make_task(experiment, workdir)
   if source.tokenizer is not None:
     task.modality.use_tokenizer(source.tokenizer, os.fspath(source.path))
-  origins = {'language': source.path, 'peft': source.base}
+  origins = {
+    'language': source.path,
+    'vlm': source.path,
+    'peft': source.base,
+  }
   origin = origins.get(source.kind)
   return Run(
     config=config,
