@@ -77,7 +77,7 @@ def test_perfect_predictions_have_a_precision_of_1():
   assert worse['never/mAP'] < 1
 
 
-def test_earlier_layers_weigh_as_much_as_the_last():
+def test_an_earlier_layer_weighs_as_much_as_the_last():
   task = make_task(SCENES.get_config('tiny')).modality
   rng = np.random.default_rng(1)
   logits_BQV = np.float32(rng.normal(size=(2, 4, 11)))
@@ -85,10 +85,10 @@ def test_earlier_layers_weigh_as_much_as_the_last():
   batch = {'label': np.array([[3, 5, -1, -1]] * 2), 'box': target_BT4}
   output = DETROutput(logits_BQV, boxes_BQ4)
   total, rows = task.loss(output, batch)
-  earlier = [np.stack([x, x], axis=1) for x in (logits_BQV, boxes_BQ4)]
-  of_three, _ = task.loss(output.replace(earlier=tuple(earlier)), batch)
+  earlier = logits_BQV[:, None], boxes_BQ4[:, None]
+  of_two, _ = task.loss(output.replace(earlier=earlier), batch)
   assert rows == 2
-  np.testing.assert_allclose(of_three, 3 * total, rtol=1e-5)
+  np.testing.assert_allclose(of_two, 2 * total, rtol=1e-5)
 
 
 def test_what_does_not_fit_is_refused():
