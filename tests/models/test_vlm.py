@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 import tiny
 
+import mod_jax
 from mod_jax import flops, trees
 from mod_jax.errors import UserError
 from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.layers.token_info import KINDS
 from mod_jax.models import lm, vlm
 from mod_jax.models.vit import ViTConfig
+from mod_jax.pretrained.load import Run
 
 DENSE = vlm.VLMConfig(
   tower=ViTConfig(
@@ -254,6 +256,7 @@ def test_the_model_refuses_what_was_not_placed():
     (lambda: dataclasses.replace(DENSE, feature_layer=3), '1 to 2'),
     (lambda: routed(PMOD, threshold_decay=0.9), 'threshold_decay=0'),
     (lambda: routed(PMOD, predictor_width=4), 'predictor_width=0'),
+    (lambda: mod_jax.route(Run(config=DENSE, variables={})), 'as init'),
   ],
 )
 def test_settings_that_do_not_fit_are_refused(make, sentence):
