@@ -170,6 +170,7 @@ def test_later_text_and_other_rows_move_nothing(name):
     np.testing.assert_allclose(found, logits_BLV[row][real], atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', ROUTED)
 def test_decoding_is_the_forward_pass(name):
   config = routed(ROUTED[name])
