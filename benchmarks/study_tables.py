@@ -137,6 +137,22 @@ def composition(found: Mapping[str, dict]) -> str:
   return markdown(header, rows)
 
 
+def speech(found: Mapping[str, dict]) -> str:
+  """Table of recognisers: costs, error rates, and learners on silence."""
+  rows = [
+    [
+      *(name, str(len(runs)), over_seeds(runs, 'gmacs_per_second', 1e3, 1)),
+      over_seeds(runs, 'load'),
+      *(over_seeds(runs, rate, 100, 1) for rate in ('wer', 'cer')),
+      *(over_seeds(runs, part, 1, 2) for part in ('silence', 'speech')),
+    ]
+    for name, of_seed in by_model(found).items()
+    if (runs := list(of_seed.values()))
+  ]
+  header = ['model', 'seeds', 'MMACs per second', 'load', 'WER, %', 'CER, %']
+  return markdown([*header, 'learners, silence', 'learners, speech'], rows)
+
+
 def detection(found: Mapping[str, dict]) -> str:
   """Table of detectors: costs and mean average precisions."""
   dense = None

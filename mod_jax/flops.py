@@ -9,7 +9,8 @@ call it FLOPs: multiply-accumulates of the same products, and 5 for each element
 that a layer norm reads.
 
 `config` is the config of a model; `length` is the tokens of a sequence, for
-language models, or the frames of a recording.
+language models, or the frames of a recording; of a language model that sees it
+is (tokens, pictures), or tokens with one picture.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,10 +23,13 @@ from mod_jax import trees
 from mod_jax.errors import UserError
 from mod_jax.models import protocol
 from mod_jax.models.lm import LMConfig
+from mod_jax.models.vlm import VLMConfig
 from mod_jax.models.wav2vec2 import Wav2Vec2Config
 
+Length = int | tuple[int, int] | None
 
-def forward(config, length: int | None = None) -> int:
+
+def forward(config, length: Length = None) -> int:
   """Returns the FLOPs of a forward pass over one sequence or image.
 
   Raises:
@@ -39,7 +43,7 @@ def products(parts: Mapping[str, int]) -> int:
   return sum(count for name, count in parts.items() if name != 'norm')
 
 
-def published_macs(config, length: int | None = None) -> int:
+def published_macs(config, length: Length = None) -> int:
   """Returns MACs of a forward pass as in published tables, norms included."""
   return sum(sum(parts.values()) for parts in _table(config, length)) // 2
 
@@ -54,7 +58,7 @@ def _named(config, length):
 
 def train(
   config,
-  length: int | None = None,
+  length: Length = None,
   frozen: Callable[[str], bool] | None = None,
 ) -> int:
   """Returns the FLOPs of a training step on one sequence: three forwards.
@@ -91,21 +95,30 @@ def _saved(config, length, frozen) -> int:
 
 
 # Parameters that belong to a row of the table; the others come before.
-_ROWS = r'(block_\d+|prediction_\d+|head\w*|norm)(/|$)'
+_ROWS = (
+  r'(tower|projector|language/embedding'
+  r'|(language/)?(block_\d+|prediction_\d+|head\w*|norm))(/|$)'
+)
 
 
 def _weight_flops(config, length, row, parts) -> dict[str, int]:
   """Returns the FLOPs of products with a row's larger parameters, by name."""
+  if row in ('tower', 'projector'):  # Trained as a whole, or not at all.
+    return {}
+  inner, of_text = '', config
+  if isinstance(config, VLMConfig):
+    inner, of_text = 'language/', config.language
+    row = row.removeprefix(inner)
   block = re.fullmatch(r'block_(\d+)', row)
   if block is None:
-    tied = isinstance(config, LMConfig) and config.tied_head
+    tied = isinstance(of_text, LMConfig) and of_text.tied_head
     kernels = {'embed': 'patch/kernel', 'head': 'head/kernel'}
     name = kernels.get(row, f'{row}/linear_0/kernel')
-    return {'embedding' if tied else name: products(parts)}
+    return {inner + ('embedding' if tied else name): products(parts)}
   i = int(block[1])
-  stack, prefix = config.stack, row
+  stack, prefix = config.stack, inner + row
   if stack.scan:
-    prefix = f'layers/block_{i % stack.period}'
+    prefix = f'{inner}layers/block_{i % stack.period}'
   tokens = config.tokens_per_block(*_arguments(config, length))[i]
   counts = {}
   block = stack.layers[i].block
@@ -116,7 +129,7 @@ def _weight_flops(config, length, row, parts) -> dict[str, int]:
 
 
 def steps_within(
-  budget: float, config, batch_size: int, length: int | None = None
+  budget: float, config, batch_size: int, length: Length = None
 ) -> int:
   """Returns the number of training steps closest to a budget of FLOPs."""
   return max(1, round(budget / (batch_size * train(config, length))))
@@ -130,9 +143,9 @@ def num_params(config) -> int:
 
 def _arguments(config, length):
   if length is not None:
-    return (length,)
+    return length if isinstance(length, tuple) else (length,)
   # The config of a vision model has the size.
-  if isinstance(config, LMConfig | Wav2Vec2Config):
+  if isinstance(config, LMConfig | Wav2Vec2Config | VLMConfig):
     raise UserError(
       f'{type(config).__name__} without a length: the cost of this model'
       ' depends on how many tokens it reads; pass length=….'
@@ -142,7 +155,7 @@ def _arguments(config, length):
 
 def report(
   config,
-  length: int | None = None,
+  length: Length = None,
   frozen: Callable[[str], bool] | None = None,
 ) -> str:
   """Returns a table of FLOPs per layer and in total, for people.
@@ -158,19 +171,20 @@ def report(
   names = dict.fromkeys(name for _, parts in table for name in parts)
   sums = {n: sum(parts.get(n, 0) for _, parts in table) for n in names}
   names = [name for name in names if sums[name] and name != 'norm']
+  first = max(18, *(len(layer) + 1 for layer, _ in table))
 
   def line(layer, parts, twin):
     counts = [*(parts.get(n, 0) for n in names), products(parts), twin]
     cells = (f'{count / 1e6:,.2f}'.rjust(12) for count in counts)
-    return layer.ljust(18) + ''.join(cells)
+    return layer.ljust(first) + ''.join(cells)
 
   row_name = 'image' if length is None else 'sequence'
-  num_tokens = config.num_tokens if length is None else length
+  num_tokens = args[0] if args else config.num_tokens
   header = (name.rjust(12) for name in (*names, 'total', 'dense'))
   lines = [
     f'FLOPs of a forward pass over one {row_name} of {num_tokens} tokens'
     ' (matrix products, multiply-add = 2), in MFLOPs',
-    'layer'.ljust(18) + ''.join(header),
+    'layer'.ljust(first) + ''.join(header),
   ]
   for layer, parts in table:
     twin = products(dense.get(layer.split()[0], {}))
@@ -200,7 +214,7 @@ def report(
     )
   else:
     lines.append(
-      f'6ND                 {6 * params * length:.4e} FLOPs per sequence'
+      f'6ND                 {6 * params * num_tokens:.4e} FLOPs per sequence'
       ' (all parameters; knows neither attention pairs nor routing)'
     )
   return '\n'.join(lines)

@@ -25,11 +25,14 @@ os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(_CACHE))
 os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0.1')
 # XLA for CPUs has two code generators for its fused loops. The newer one, which
 # makes faster programs, takes several times as long to compile them; and tiny
-# programs gain nothing from being compiled in parts.
+# programs gain nothing from being compiled in parts. Where the machine is busy,
+# eight devices may wait for each other for longer than the 40 seconds after
+# which XLA ends the process by default.
 os.environ['XLA_FLAGS'] = ' '.join(
   (
     '--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters',
     '--xla_cpu_parallel_codegen_split_count=1',
+    '--xla_cpu_collective_call_terminate_timeout_seconds=600',
     os.environ.get('XLA_FLAGS', ''),
   )
 )

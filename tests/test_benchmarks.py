@@ -34,6 +34,11 @@ CASES = {
     (),
     ("'over_plain'", "'schema'", "'penalties'", "'likeliest'"),
   ),
+  'wav2vec2': (
+    ('width=48', 'layers=1', 'seconds=0.1', 'batches=2'),
+    (),
+    ("'gmacs'", "'adaptive'", "'time_over_flops'"),
+  ),
   'image_input': (
     ('pictures=16', 'pixels=9000', 'batch=4', 'steps=2'),
     (),
@@ -69,6 +74,18 @@ def test_a_recipe_is_trained(tmp_path):
   assert (tmp_path / 'routing_recipe.png').stat().st_size > 1000
   (line,) = (tmp_path / 'routing_recipe.jsonl').read_text().splitlines()
   assert json.loads(line)['run'] == 'gate/raw/0'
+
+
+def test_a_recogniser_is_converted(tmp_path):
+  args = ('tiny', f'workdir={tmp_path}', 'seeds=0')
+  out = run('speech_words', *args, 'runs=^(dense|learners|gates|.*0.4)/')
+  rows = [row.split(' | ') for row in out.splitlines() if row[:2] == '| ']
+  dense, learners, _, adaptive = rows[2:]
+  assert adaptive[:2] == ['| adaptive, β = 0.4', '1']
+  assert float(adaptive[2]) < float(learners[2])
+  assert float(dense[2]) <= float(learners[2])
+  assert 0 <= float(adaptive[-2]) <= 4
+  assert (tmp_path / 'speech_words.png').stat().st_size > 1000
 
 
 def test_clip_art_of_unequal_classes(tmp_path):

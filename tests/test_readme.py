@@ -28,7 +28,14 @@ from mod_jax.layers.lora import LoRAConfig
 from mod_jax.layers.routing_config import VisionRoutingConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.models.vit import ViTConfig
-from mod_jax.studies import adaptive, confusion, conversion, images, language
+from mod_jax.studies import (
+  adaptive,
+  confusion,
+  conversion,
+  images,
+  language,
+  speech,
+)
 from mod_jax.sweeps import grid
 from mod_jax.tasks.experiment import ExperimentConfig
 
@@ -193,7 +200,7 @@ def _understand(words, monkeypatch):
     elif cli._overrides:
       cli.changed(TextDataConfig())  # What `prepare` takes the fields of.
     for study in known.get('study') or []:
-      modules = (adaptive, confusion, conversion, images, language)
+      modules = (adaptive, confusion, conversion, images, language, speech)
       assert study == 'list' or any(hasattr(m, study) for m in modules)
 
   with monkeypatch.context() as patch, flagsaver.flagsaver():

@@ -58,9 +58,9 @@ def dense() -> ExperimentConfig:
     optimizer=OptimizerConfig(
       learning_rate=2e-3, warmup_steps=0.1, beta2=0.98, weight_decay=0.01
     ),
-    train=TrainConfig(num_steps=1500, batch_size=16),
+    train=TrainConfig(num_steps=600, batch_size=16),
     evaluation=EvaluationConfig(
-      every=250, batches=0, batch_size=16, final_batches=0
+      every=150, batches=0, batch_size=16, final_batches=0
     ),
   )
 
@@ -84,10 +84,10 @@ def acm() -> ExperimentConfig:
       budget_weight=2.0,
       gate_rate=10.0,
       noise_until=0.5,
-      learners=PhaseConfig(num_steps=400, batch_size=16, learning_rate=3e-3),
+      learners=PhaseConfig(num_steps=300, batch_size=16, learning_rate=3e-3),
       gates=PhaseConfig(num_steps=100, batch_size=16, learning_rate=1e-2),
       end_to_end=PhaseConfig(
-        num_steps=500, batch_size=16, learning_rate=1e-3, warmup_steps=1 / 15
+        num_steps=300, batch_size=16, learning_rate=1e-3, warmup_steps=1 / 15
       ),
     ),
   )

@@ -79,6 +79,10 @@ def read(path: str | os.PathLike) -> Beside:
   config = config_lib.from_known(_Fields, fields, f'{folder}/config.json')
   size = re.match(r'(?:vit|deit3?)_([a-z]+)_', config.architecture or '')
   processor = paths.read_object(folder / 'preprocessor_config.json')
+  if not processor:  # Newer files have all of a model's processors together.
+    both = paths.read_object(folder / 'processor_config.json')
+    processor = both.get('image_processor')
+    processor = processor if isinstance(processor, dict) else {}
   return Beside(
     num_heads=config.num_attention_heads
     or config.num_heads
@@ -126,7 +130,15 @@ _DEIT = {
   'resample': Image.Resampling.BICUBIC,
   'do_center_crop': True,
 }
-_PROCESSORS = {'ViT': _VIT, 'DeiT': _VIT | _DEIT}
+_CLIP = {
+  'size': ('shorter_side', 224),
+  'resample': Image.Resampling.BICUBIC,
+  'do_center_crop': True,
+  'image_mean': (0.48145466, 0.4578275, 0.40821073),
+  'image_std': (0.26862954, 0.26130258, 0.27577711),
+}
+_PROCESSORS = {'ViT': _VIT, 'DeiT': _VIT | _DEIT, 'CLIP': _VIT | _CLIP}
+_DEFAULT = {'deit': 'DeiT', 'clip_vision_model': 'CLIP', 'llava': 'CLIP'}
 # Settings to ignore: our images are always RGB, and labels come from the data.
 _HARMLESS = ('do_convert_rgb', 'do_reduce_labels')
 
@@ -135,7 +147,7 @@ def _processor(fields, model_type) -> dict[str, Any]:
   """Returns fields of `Beside` from a `preprocessor_config.json`."""
   unfollowed = []
   kinds = map(fields.get, ('image_processor_type', 'feature_extractor_type'))
-  default_kind = 'DeiT' if model_type == 'deit' else 'ViT'
+  default_kind = _DEFAULT.get(model_type, 'ViT')
   kind = str(next(filter(None, kinds), default_kind))
   family = re.sub('(ImageProcessor|FeatureExtractor)(Fast|Pil)?$', '', kind)
   if family not in _PROCESSORS:

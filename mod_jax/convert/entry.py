@@ -1,14 +1,16 @@
 """Names and layouts of arrays in another library and here."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 import dataclasses
 import math
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mod_jax.convert import files
 from mod_jax.errors import UserError
 
 # PyTorch's names of a module's arrays, by ours.
@@ -47,10 +49,11 @@ class Entry:
     name = self.ours[0]
     if name in ('embedding', 'queries'):
       return x
+    # CLIP has no axis of images here.
     if name == 'position':
-      return x[None]
+      return x if self.theirs.endswith('weight') else x[None]
     if name.endswith('_token'):
-      return x[None, None]
+      return x if self.theirs.endswith('embedding') else x[None, None]
     if not name.endswith('kernel'):
       return x.reshape(-1)
     if re.match('(position_)?conv', name):  # [taps, inputs, outputs]
@@ -121,3 +124,45 @@ def entries(
   return tuple(
     Entry(theirs, tuple(names), channels) for theirs, names in by_theirs.items()
   )
+
+
+def arrays(
+  table: Iterable[Entry], ours: Mapping[str, Any], types: Mapping[str, str]
+) -> list[tuple[str, int, Callable[[], np.ndarray]]]:
+  """Returns what `files.write_sharded` writes of our parameters.
+
+  `types` are keys of `files.DTYPES` by their names; float32 by default. No
+  entry stands for several parameters.
+  """
+  made = []
+  for entry in table:
+    dtype = np.dtype(files.DTYPES[types.get(entry.theirs, 'F32')])
+    (name,) = entry.ours
+
+    def read_one(entry=entry, dtype=dtype, name=name):
+      array = np.asarray(ours[name], np.float32)
+      return np.asarray(entry.to_theirs(array), dtype)
+
+    size = math.prod(ours[name].shape) * dtype.itemsize
+    made.append((entry.theirs, size, read_one))
+  return made
+
+
+def read(
+  table: Iterable[Entry],
+  shapes: Mapping[str, tuple[int, ...]],
+  stored: Mapping[str, files.Lazy],
+) -> dict[str, files.Lazy]:
+  """Returns our parameters, each read from `stored` when it is used.
+
+  `shapes` are ours. No entry stands for several parameters.
+  """
+
+  def lazy(entry):
+    (name,) = entry.ours
+    theirs, shape = entry.theirs, shapes[name]
+    return files.Lazy(
+      shape, lambda: entry.to_ours(np.asarray(stored[theirs]), shape)[0]
+    )
+
+  return {entry.ours[0]: lazy(entry) for entry in table}

@@ -1,6 +1,6 @@
 """Files of named arrays: safetensors, NumPy's `.npz` and PyTorch's `.pth`."""
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 import contextlib
 import dataclasses
 import functools
@@ -41,6 +41,7 @@ DTYPES = {
 _PACKINGS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 _MOST_PACKED = 16
 INDEX = 'model.safetensors.index.json'  # Lists the files of a sharded model.
+SHARD = 5 * 10**9  # Most bytes per file of weights, as in Hugging Face.
 
 
 def find(path: str | os.PathLike) -> pathlib.Path:
@@ -280,6 +281,38 @@ def write(
       f'{path} cannot be written ({error.strerror}): name a file in a directory'
       ' that can.'
     ) from error
+
+
+def write_sharded(
+  folder: pathlib.Path,
+  arrays: Sequence[tuple[str, int, Callable[[], np.ndarray]]],
+) -> None:
+  """Writes a directory's safetensors: one file, or several with an index.
+
+  Each array is given as its name, its bytes and a function that returns it; an
+  earlier model's files are removed.
+  """
+  shards, room = [], 0
+  for name, size, read_one in arrays:
+    if not shards or size > room:
+      shards.append({})
+      room = SHARD
+    shards[-1][name] = read_one
+    room -= size
+  weight_map = {}
+  for i, shard in enumerate(shards, 1):
+    file = 'model.safetensors'
+    if len(shards) > 1:
+      file = f'model-{i:05d}-of-{len(shards):05d}.safetensors'
+    write(folder / file, {name: read() for name, read in shard.items()})
+    weight_map |= dict.fromkeys(shard, file)
+  written = set(weight_map.values())
+  if len(shards) > 1:
+    total = {'total_size': sum(size for _, size, _ in arrays)}
+    index = {'metadata': total, 'weight_map': weight_map}
+    write_json(folder / INDEX, index, sort_keys=True)
+    written.add(INDEX)
+  remove_others(folder, written)
 
 
 def write_json(path: str | os.PathLike, fields: Mapping, **kwargs) -> None:

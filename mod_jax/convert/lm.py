@@ -7,9 +7,8 @@ The order of rotary channels (two halves) is the same as ours, so nothing is
 permuted.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 import dataclasses
-import math
 import os
 import pathlib
 import re
@@ -87,8 +86,6 @@ _TABLE = {
 }
 # Constant tensors in old files.
 _USELESS = r'.*\.rotary_emb\.inv_freq'
-# Most bytes per file of weights, as in Hugging Face.
-_SHARD = 5 * 10**9
 # Files of the tokenizer and of the generation settings.
 BESIDE = (
   *('tokenizer.json', 'tokenizer.model', 'tokenizer_config.json'),
@@ -238,10 +235,11 @@ def derive(path: str | os.PathLike) -> LMConfig:
     UserError: there is no `config.json`, or its architecture or a setting is
       not supported.
   """
-  return _derive(_fields(path), f'{path}/config.json')
+  return from_fields(_fields(path), f'{path}/config.json')
 
 
-def _derive(fields: Mapping[str, Any], where: str) -> LMConfig:
+def from_fields(fields: Mapping[str, Any], where: str) -> LMConfig:
+  """Returns the config of a dense model from the fields of a `config.json`."""
   saved, rope = _read_config(fields, where)
   if len(saved.windows) > 1:
     raise UserError(
@@ -327,14 +325,7 @@ def read(
     dropped=dropped,
     describe=f'{path}, a language model,',
   )
-
-  def lazy(theirs, shape, to_ours):
-    return Lazy(shape, lambda: to_ours(np.asarray(stored[theirs]), shape)[0])
-
-  params = {
-    entry.ours[0]: lazy(entry.theirs, shapes[entry.ours[0]], entry.to_ours)
-    for entry in entries
-  }
+  params = entry_lib.read(entries, shapes, stored)
   return _scanned(config, params) if config.scan_layers else params
 
 
@@ -390,14 +381,13 @@ def save(
       parameters are not those of the config.
   """
   dense = config.dense_twin()
-  _check_ours(dense)
   folder = pathlib.Path(folder).expanduser()
   types = {}
-  fields = _config_json(dense, length) | {
+  fields = fields_of(dense, length) | {
     f'{name}_token_id': getattr(tokenizer, f'{name}_id', None)
     for name in ('bos', 'eos')
   }
-  if like is not None and derive(like) == _derive(fields, 'config.json'):
+  if like is not None and derive(like) == from_fields(fields, 'config.json'):
     like = pathlib.Path(like).expanduser()
     fields = _fields(like)
     if files.has_stored(like):
@@ -405,56 +395,39 @@ def save(
     for name in BESIDE:
       if (like / name).is_file():
         paths.write_bytes(folder / name, (like / name).read_bytes())
+  files.write_sharded(folder, arrays(params, config, types))
+  files.write_json(folder / 'config.json', fields)
+
+
+def arrays(
+  params, config: LMConfig, types: Mapping[str, str]
+) -> list[tuple[str, int, Callable[[], np.ndarray]]]:
+  """Returns what `files.write_sharded` writes of a model's dense part.
+
+  `types` are keys of `files.DTYPES` by their names; float32 by default.
+
+  Raises:
+    UserError: the parameters are not those of the config.
+  """
   _, unrolled = lm.unrolled(config, params)
   flat = trees.flatten(nn.unbox(unrolled))
-  shapes = _shapes(dense)
+  shapes = _shapes(config)
   trees.compare(
     shapes,
     {name: array.shape for name, array in flat.items()},
     dropped=(r'(block_\d+/)?(router|predictor)/.*',),
     describe='params',
   )
-  arrays = []
-  for entry in _entries(shapes):
-    dtype = np.dtype(files.DTYPES[types.get(entry.theirs, 'F32')])
-
-    def read_one(entry=entry, dtype=dtype):
-      array = np.asarray(flat[entry.ours[0]], np.float32)
-      return np.asarray(entry.to_theirs(array), dtype)
-
-    size = math.prod(shapes[entry.ours[0]]) * dtype.itemsize
-    arrays.append((entry.theirs, size, read_one))
-  _write(folder, arrays)
-  files.write_json(folder / 'config.json', fields)
+  return entry_lib.arrays(_entries(shapes), flat, types)
 
 
-def _write(folder, arrays) -> None:
-  """Writes (name, bytes, function that returns the array) to files."""
-  shards, room = [], 0
-  for name, size, read_one in arrays:
-    if not shards or size > room:
-      shards.append({})
-      room = _SHARD
-    shards[-1][name] = read_one
-    room -= size
-  weight_map = {}
-  for i, shard in enumerate(shards, 1):
-    file = 'model.safetensors'
-    if len(shards) > 1:
-      file = f'model-{i:05d}-of-{len(shards):05d}.safetensors'
-    files.write(folder / file, {name: read() for name, read in shard.items()})
-    weight_map |= dict.fromkeys(shard, file)
-  written = set(weight_map.values())
-  if len(shards) > 1:
-    total = {'total_size': sum(size for _, size, _ in arrays)}
-    index = {'metadata': total, 'weight_map': weight_map}
-    files.write_json(folder / files.INDEX, index, sort_keys=True)
-    written.add(files.INDEX)
-  files.remove_others(folder, written)
+def fields_of(dense: LMConfig, length: int) -> dict[str, Any]:
+  """Returns the fields of a `config.json` of the first family that fits.
 
-
-def _config_json(dense: LMConfig, length: int) -> dict[str, Any]:
-  """Returns the fields of a `config.json` of the first family that fits."""
+  Raises:
+    UserError: no architecture that is known here computes the same.
+  """
+  _check_ours(dense)
   family = 'llama'
   if dense.qk_norm:
     family = 'qwen3'

@@ -41,6 +41,10 @@ ROUTING = (
 )
 
 
+# Fields that only CLIP's towers have otherwise; see `convert.clip`.
+_PLAIN = {'activation': 'gelu', 'patch_bias': True, 'input_norm': False}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Library:
   """How a library names its models.
@@ -182,7 +186,7 @@ def names(config: Config, naming: Naming) -> tuple[Entry, ...]:
   """
   dense = config.dense_twin()
   library = _library(naming, dense.stem is not None)
-  for field, required in library.required.items():
+  for field, required in {**_PLAIN, **library.required}.items():
     if (value := getattr(dense, field)) != required:
       raise UserError(
         f'{field}={value}: vision transformers of {library.label} have'

@@ -24,7 +24,8 @@ class MLPConfig(Slot):
 
   width: config_lib.Size  # Features in and out.
   hidden: config_lib.Size  # Hidden units.
-  kind: Literal['swiglu', 'gelu', 'gelu_tanh', 'relu'] = 'swiglu'  # Activation.
+  # Activation.
+  kind: Literal['swiglu', 'gelu', 'gelu_tanh', 'quick_gelu', 'relu'] = 'swiglu'
   bias: bool = False  # Biases of the linear maps.
   out_scale: float = 1.0  # Factor on the last kernel's initial std.
   # Replacements of linear maps by name: `gate`, `up`, `down`.
@@ -79,6 +80,9 @@ def hidden_units(kind: str, up: Callable[[str], jax.Array]) -> jax.Array:
     return nn.silu(up('gate')) * up('up')
   if kind == 'relu':
     return nn.relu(up('up'))
+  if kind == 'quick_gelu':  # Of CLIP (Radford et al. 2021).
+    hidden = up('up')
+    return hidden * nn.sigmoid(1.702 * hidden)
   return nn.gelu(up('up'), approximate=kind == 'gelu_tanh')
 
 

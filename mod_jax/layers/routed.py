@@ -20,7 +20,7 @@ from mod_jax.layers import rules, scores
 from mod_jax.layers.attention import Score as AttentionScore
 from mod_jax.layers.block import Block, BlockConfig
 from mod_jax.layers.cache import KVCache
-from mod_jax.layers.mode import Mode
+from mod_jax.layers.mode import Mode, RoutingMode
 from mod_jax.layers.routing_config import RoutingConfig
 from mod_jax.layers.rules import SELECTION_NAME, Routing
 from mod_jax.layers.scores import RouterWeights
@@ -57,17 +57,31 @@ class LayerConfig:
   drop_rate: float = 0.0
   tells_features: bool = False
 
-  def tokens(self, length: int) -> int:
+  def tokens(self, length: int, image_places: int = 0) -> int:
     """Returns the block's slots in training for a sequence of this length.
 
     All of them are computed. Top-k fills them all; if tokens or sequences
-    decide for themselves, some stay empty.
+    decide for themselves, some stay empty. `image_places` is that of
+    `TokenInfo`.
     """
     if self.routing is None or self.routing.per_sequence:
       return length
-    return self.routing.train_mode.slots(self.capacity, length)
+    return self.slots(self.routing.train_mode, length, image_places)
 
-  def flops(self, length: int, **kwargs) -> dict[str, int]:
+  def slots(self, mode: RoutingMode, length: int, image_places: int = 0) -> int:
+    """Returns a routed block's slots for a sequence of this length."""
+    kinds = self.routing.kinds
+    if kinds is None:
+      return mode.slots(self.capacity, length)
+    # Every place that is not kept for images may hold a token that enters.
+    places = min(image_places, length) if 'image' in kinds else 0
+    if not places:
+      return length
+    return length - places + routing.num_chosen(self.capacity, places)
+
+  def flops(
+    self, length: int, *, image_places: int = 0, **kwargs
+  ) -> dict[str, int]:
     """Returns forward FLOPs by part: router on all tokens, block on k."""
     width, routing_parts = self.block.attention.width, Counter()
     if self.source_routing is not None:
@@ -75,7 +89,8 @@ class LayerConfig:
       kwargs |= {'source_tokens': self.source_tokens(source)}
       scorer = self.source_routing.scorer
       routing_parts['router'] += scorer.flops(source, width)
-    parts = self.block.flops(self.tokens(length), of=length, **kwargs)
+    tokens = self.tokens(length, image_places)
+    parts = self.block.flops(tokens, of=length, **kwargs)
     if self.routing is not None:
       hidden = self.routing.predictor_width
       routing_parts['router'] += self.routing.scorer.flops(length, width)
@@ -172,6 +187,28 @@ class SourceChoice(nn.Module):
     )
 
 
+def _best_beside(score_BL, capacity: float, candidate_BL, valid_BL, slots):
+  """Returns all tokens that are no candidates, and top-k of those that are.
+
+  k is by each row's number of candidates. Also returns how many tokens of each
+  row find no slot.
+  """
+  if valid_BL is None:
+    valid_BL = jnp.ones(score_BL.shape, bool)
+  count_B = routing.for_lengths(
+    lambda n: n and routing.num_chosen(capacity, n),
+    score_BL.shape[1],
+    candidate_BL.sum(axis=-1),
+  )
+  count_B += (valid_BL & ~candidate_BL).sum(axis=-1)
+  score_BL = jnp.where(candidate_BL, score_BL, jnp.inf)
+  selection = routing.select_top_k(score_BL, slots, valid_BL, count_B)
+  return (
+    checkpoint_name(selection, SELECTION_NAME),
+    jnp.maximum(count_B - slots, 0).astype(jnp.int32),
+  )
+
+
 def _best(score_BL, capacity: float, valid_BL) -> routing.Selection:
   """Returns top-k, where k is by each row's number of real tokens."""
   length = score_BL.shape[1]
@@ -236,9 +273,16 @@ class Layer(nn.Module):
 
     length = x_BLD.shape[1]
     mode, capacity = self.mode.routing, config.capacity
+    by_kind = config.routing.kinds is not None
+    rule = None if by_kind else mode.causal_rule
     routed = self._score(x_BLD, info, score_BL, router)
-    top = None
-    if cache is None or mode.causal_rule is None:
+    top, unplaced_B = None, 0
+    if by_kind:
+      slots = config.slots(mode, length, info.image_places)
+      top, unplaced_B = _best_beside(
+        *(routed.score_BL, capacity, routed.candidate_BL, info.valid_BL, slots)
+      )
+    elif cache is None or rule is None:
       top = self._top_k(routed.score_BL, info)
     if cache is None:
       routed = routed.replace(
@@ -246,11 +290,11 @@ class Layer(nn.Module):
         kth_B=_last_score(routed.score_BL, top),
       )
     routed = routed.replace(threshold_B=self._threshold(routed))
-    requested_BL = self._decide(routed, top, info)
+    requested_BL = self._decide(rule, routed, top, info)
 
     if cache is None:
       selection, count_B = top, None
-      if mode.causal_rule is not None:
+      if rule is not None:
         slots = mode.slots(capacity, length)
         count_B = jnp.full(x_BLD.shape[0], slots)
         if info.valid_BL is not None:
@@ -271,12 +315,17 @@ class Layer(nn.Module):
         output = self._run(block, x_BLD, info, routed, selection, None, count_B)
     else:
       chosen_BL = cache.room(requested_BL)
-      if length <= _SHORT and mode.chunk != 0:
+      # Not where nearly every row has a token that enters.
+      if length <= _SHORT and mode.chunk != 0 and not by_kind:
         output = self._run_rows(block, x_BLD, info, routed, chosen_BL, cache)
       else:
-        selection = routing.select_decided(chosen_BL, cache.slots)
+        slots = cache.slots
+        if top is not None:
+          slots = min(slots, top.index_BK.shape[1])
+        selection = routing.select_decided(chosen_BL, slots)
         output = self._run(block, x_BLD, info, routed, selection, cache)
     overflow_B = (requested_BL & ~chosen_BL).sum(axis=-1, dtype=jnp.int32)
+    overflow_B += unplaced_B
     routed = routed.replace(chosen_BL=chosen_BL, overflow_B=overflow_B)
     aux = output.aux | source_aux | {'router': routed}
     output = output.replace(aux=aux)
@@ -319,13 +368,19 @@ class Layer(nn.Module):
     if config.has_predictor:
       predictor = Predictor(config.predictor_width, name='predictor')
       predictor_BL = predictor(x_BLD)
+    weight_BL = routing.gate(config.gate_kind, score_BL, config.gate_alpha)
+    candidate_BL = None
+    if config.kinds is not None:
+      candidate_BL = info.of_kinds(config.kinds)
+      weight_BL = jnp.where(candidate_BL, weight_BL, 1)
     return Routing(
       score_BL=score_BL,
-      weight_BL=routing.gate(config.gate_kind, score_BL, config.gate_alpha),
+      weight_BL=weight_BL,
       chosen_BL=jnp.zeros((batch, length), bool),
       overflow_B=jnp.zeros(batch, jnp.int32),
       capacity=jnp.float32(capacity),
       predictor_BL=predictor_BL,
+      candidate_BL=candidate_BL,
     )
 
   def _top_k(self, score_BL, info) -> routing.Selection:
@@ -343,9 +398,8 @@ class Layer(nn.Module):
       score_BL = score_BL.at[:, 0].set(jnp.inf)
     return _best(score_BL, capacity, info.valid_BL)
 
-  def _decide(self, routed: Routing, top, info) -> jax.Array:
+  def _decide(self, rule, routed: Routing, top, info) -> jax.Array:
     """Returns which real tokens the rule wants to be processed."""
-    rule = self.mode.routing.causal_rule
     if rule is None:
       return routing.mark_tokens(top, routed.score_BL.shape[1])
     config = self.config

@@ -50,9 +50,19 @@ class RoutingConfig:
   # Function of the score that multiplies the update; None = the default of the
   # score. Scores that ignore the tokens never multiply it.
   gate: (
-    Literal['raw', 'sigmoid', 'alpha_sigmoid', 'one_plus_tanh', 'none'] | None
+    Literal[
+      *('raw', 'sigmoid', 'alpha_sigmoid', 'one_plus_tanh', 'alpha_tanh'),
+      'none',
+    ]
+    | None
   ) = None
-  gate_alpha: config_lib.Factor = 2.0  # Factor of the gate `alpha_sigmoid`.
+  # Factor of the gates `alpha_sigmoid` and `alpha_tanh`.
+  gate_alpha: config_lib.Factor = 2.0
+  # Kinds of token, of `token_info.KINDS`, among which a block chooses; None =
+  # all tokens. Capacity is the fraction of these; tokens of other kinds always
+  # enter, with weight 1, and so does what a model adds to a prompt. Choices are
+  # by top-k under any rule, since nothing that is chosen is still to come.
+  kinds: tuple[Literal['image', 'text', 'question'], ...] | None = None
   # Standard deviation of the learned router's initial weights; at 0 all tokens
   # start with the same score.
   router_std: config_lib.Weight = 0.02
@@ -125,6 +135,16 @@ class RoutingConfig:
       ' per_sequence=True',
       *('balance_loss', 'train_rule'),
     )
+    if self.kinds is not None:
+      of_all = {'per_sequence': False, 'predictor_width': 0}
+      of_all |= {'threshold_decay': 0, 'train_rule': 'top_k'}
+      for name, neutral in of_all.items():
+        check(
+          getattr(self, name) == neutral,
+          f'{name}={neutral!r}, since choices among given kinds of token are'
+          ' by top-k',
+          *('kinds', name),
+        )
     if self.per_sequence:
       check(
         learned and self.balance_loss,
@@ -280,7 +300,7 @@ class MoDConfig(RoutingConfig):
     moving average of the k-th best; `fixed`: for scores that ignore the tokens.
     The rule that chose tokens in training, if any, comes first.
     """
-    if self.per_sequence:
+    if self.per_sequence or self.kinds is not None:
       return ()
     trained = {
       'router': self.router_loss > 0 or self.balance_loss > 0,

@@ -31,6 +31,8 @@ class Routing:
       the same for all rows; None if the block keeps no average.
     top_k_BL: whether top-k chooses the token; None when decoding.
     kth_B: float32 lowest score among `top_k_BL`; None when decoding.
+    candidate_BL: tokens among which the block chooses, where all others enter;
+      None if it chooses among all.
   """
 
   score_BL: jax.Array
@@ -42,6 +44,7 @@ class Routing:
   threshold_B: jax.Array | None = None
   top_k_BL: jax.Array | None = None
   kth_B: jax.Array | None = None
+  candidate_BL: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

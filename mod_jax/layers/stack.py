@@ -88,10 +88,12 @@ class StackConfig:
       lengths.append(layer.block.left(lengths[-1]))
     return tuple(lengths)
 
-  def tokens_per_block(self, length: int) -> tuple[int, ...]:
+  def tokens_per_block(
+    self, length: int, image_places: int = 0
+  ) -> tuple[int, ...]:
     """Returns how many of a sequence's tokens each block processes."""
     return tuple(
-      layer.tokens(left)
+      layer.tokens(left, image_places)
       for layer, left in zip(self.layers, self.lengths(length), strict=False)
     )
 
@@ -100,7 +102,7 @@ class StackConfig:
   ) -> list[tuple[str, dict[str, int]]]:
     """Returns (layer, forward FLOPs by part) for one sequence.
 
-    Keywords are those of `AttentionConfig.flops`.
+    Keywords are those of `LayerConfig.flops`.
     """
     return [
       (
@@ -118,19 +120,22 @@ class StackConfig:
     length: int,
     mode: RoutingMode,
     length_B: jax.Array | None = None,
+    image_places: int = 0,
   ) -> Any:
     """Returns empty caches for at most `length` tokens, fewer in routed layers.
 
     `length_B` is the final number of tokens of each sequence, which determines
-    its slots under `overflow='drop'`; None = `length`.
+    its slots under `overflow='drop'`; None = `length`. `image_places` is that
+    of `TokenInfo`, in all calls that fill the caches together.
     """
 
     def layer_cache(layer):
       attention = layer.block.attention
       slots, limit_B = length, None
       if layer.routing is not None:
-        slots = mode.slots(layer.capacity, length)
-        if mode.overflow == 'drop' and length_B is not None:
+        slots = layer.slots(mode, length, image_places)
+        drops = mode.overflow == 'drop' and layer.routing.kinds is None
+        if drops and length_B is not None:
           limit_B = mode.row_slots(layer.capacity, length, length_B)
       return KVCache.empty(
         batch,

@@ -6,6 +6,12 @@ import jax.numpy as jnp
 
 from mod_jax import routing
 
+# Kinds of token, in the order of their numbers in `TokenInfo.kind_BL`. `text`
+# is what frames a question, such as instructions; `answer` is also what a model
+# adds itself.
+KINDS = ('image', 'text', 'question', 'answer')
+IMAGE = KINDS.index('image')
+
 
 @flax.struct.dataclass
 class Source:
@@ -62,6 +68,9 @@ class TokenInfo:
       positions are in the features, or rotate them.
     source: what cross-attention reads, the same for all tokens of a sequence;
       None without cross-attention.
+    kind_BL: int32 index into `KINDS`; None if no token is of a kind.
+    image_places: number of places of a sequence that are kept for tokens of the
+      kind `image`, also where it has fewer; static.
   """
 
   position_BL: jax.Array
@@ -73,6 +82,16 @@ class TokenInfo:
   size_BL: jax.Array | None = None
   place_BLD: jax.Array | None = None
   source: Source | None = None
+  kind_BL: jax.Array | None = None
+  image_places: int = flax.struct.field(pytree_node=False, default=0)
+
+  def of_kinds(self, kinds: tuple[str, ...]) -> jax.Array:
+    """Returns which real tokens are of one of the kinds, by name."""
+    if self.kind_BL is None:
+      return jnp.zeros(self.position_BL.shape, bool)
+    numbers = jnp.array([KINDS.index(kind) for kind in kinds])
+    is_one_BL = jnp.isin(self.kind_BL, numbers)
+    return is_one_BL if self.valid_BL is None else is_one_BL & self.valid_BL
 
   def gather(
     self, selection: routing.Selection, count_B: jax.Array | None = None

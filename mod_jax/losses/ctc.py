@@ -77,3 +77,9 @@ def error_rate(pairs: Iterable[tuple[Sequence, Sequence]]) -> float:
     total += edits(said, heard)
     length += len(said)
   return total / length if length else float('nan')
+
+
+def text_rates(pairs: Sequence[tuple[str, str]]) -> dict[str, float]:
+  """Returns the error rates `wer` and `cer` of texts said and heard."""
+  words = [(said.split(), heard.split()) for said, heard in pairs]
+  return {'wer': error_rate(words), 'cer': error_rate(pairs)}

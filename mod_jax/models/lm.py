@@ -182,10 +182,10 @@ class LMConfig(StackedConfig):
   def rules(self) -> tuple[str, ...]:
     """Names of the usable routing rules, `top_k` first.
 
-    Empty if no choice depends on other tokens, where rules have no effect; only
+    Empty if no choice depends on later tokens, where rules have no effect; only
     `top_k` if no causal rule was trained.
     """
-    if self.num_routed:
+    if self.num_routed and self.routing.kinds is None:
       causal = self.routing.causal_rules
     elif self.experts is not None and self.experts.choice == 'expert':
       causal = ('threshold',)
@@ -224,6 +224,10 @@ class LMConfig(StackedConfig):
     if self.routing is None:
       return RoutingMode(rule=rule, **kwargs)
     return self.routing.mode(rule, **kwargs)
+
+  def unrolled(self, variables) -> tuple['LMConfig', dict[str, Any]]:
+    """Returns `unrolled_variables` of the model."""
+    return unrolled_variables(self, variables)
 
   def build(self, **kwargs) -> 'LanguageModel':
     """Returns the module; keywords are fields of `Mode`."""
@@ -272,9 +276,10 @@ class LMCache:
     length: int,
     mode: RoutingMode,
     length_B: jax.Array | None = None,
+    image_places: int = 0,
   ) -> 'LMCache':
     """Returns a cache without tokens; arguments as in `StackConfig.caches`."""
-    caches = config.stack.caches(batch, length, mode, length_B)
+    caches = config.stack.caches(batch, length, mode, length_B, image_places)
     return cls(caches, jnp.zeros(batch, jnp.int32))
 
 
@@ -328,6 +333,8 @@ class LanguageModel(nn.Module):
     weights_BL: jax.Array | None = None,
     depth: int | None = None,
     prompt: bool = False,
+    kind_BL: jax.Array | None = None,
+    features_BND: jax.Array | None = None,
   ) -> LMOutput:
     """Returns logits or loss, routing and cache.
 
@@ -347,6 +354,10 @@ class LanguageModel(nn.Module):
       prompt: whether the tokens are a prompt. Then logits are only those of
         each row's last real token, since all of them can take more memory than
         the model; and the output has `log_prob_BL`.
+      kind_BL: int32 `TokenInfo.kind_BL`; None if no token is of a kind.
+      features_BND: what takes the places of a row's tokens of the kind `image`,
+        in their order; a row may use fewer, and have as many other tokens as
+        L - N. None without images.
     """
     config = self.config
     mode = RoutingMode(rule=mode) if isinstance(mode, str) else mode
@@ -365,8 +376,12 @@ class LanguageModel(nn.Module):
     # Cast after the look-up, so that the table's gradient is a float32 sum over
     # tokens; a bfloat16 sum would stop growing for the most common tokens.
     x_BLD = embedding_VD[tokens_BL].astype(config.dtype)
-    x_BLD = parallel.constrain(x_BLD, 'batch', 'length', 'act_embed')
     info = self._token_info(tokens_BL, valid_BL, segment_BL, cache)
+    info = info.replace(kind_BL=kind_BL)
+    if features_BND is not None:
+      info = info.replace(image_places=features_BND.shape[1])
+      x_BLD = _with_images(x_BLD, features_BND, info)
+    x_BLD = parallel.constrain(x_BLD, 'batch', 'length', 'act_embed')
 
     stack = Stack(config.stack, dataclasses.replace(self.mode, routing=mode))
     nn.share_scope(self, stack)
@@ -419,6 +434,15 @@ class LanguageModel(nn.Module):
     return token_info.TokenInfo(
       jnp.broadcast_to(position_BL, tokens_BL.shape), valid_BL, segment_BL
     )
+
+
+def _with_images(x_BLD, features_BND, info: token_info.TokenInfo):
+  """Returns x_BLD where tokens of the kind `image` have a row's features."""
+  is_image_BL = info.of_kinds(('image',))
+  index_BL = jnp.cumsum(is_image_BL, axis=-1, dtype=jnp.int32) - 1
+  index_BL = jnp.clip(index_BL, 0, features_BND.shape[1] - 1)
+  image_BLD = jnp.take_along_axis(features_BND, index_BL[..., None], axis=1)
+  return jnp.where(is_image_BL[..., None], image_BLD.astype(x_BLD.dtype), x_BLD)
 
 
 def _last(x_BLD, valid_BL):

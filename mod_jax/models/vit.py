@@ -1,4 +1,4 @@
-"""Vision transformers: ViT, DeiT and LV-ViT, dense, with MoD or with A-MoD."""
+"""Vision transformers: ViT, DeiT, LV-ViT and CLIP's, dense or routed."""
 
 from collections import Counter
 import dataclasses
@@ -40,13 +40,17 @@ class ViTConfig(StackedConfig):
 
   image_size: config_lib.Pixels = 224  # Side in pixels.
   patch_size: config_lib.Pixels = 16  # Side in pixels.
-  num_classes: config_lib.Size = 1000  # Logits of the head.
+  num_classes: config_lib.Count = 1000  # Logits of the head; 0 = no head.
   num_layers: config_lib.Unrolled = 12  # Blocks.
   width: config_lib.Width = 384  # Width of the features (D).
   num_heads: config_lib.Size = 6  # Attention heads (H).
   # Hidden width of the MLPs (F); None = 4D.
   mlp_dim: config_lib.Size | None = None
   feed_forward: Slot | None = None  # Replaces the MLP.
+  activation: Literal['gelu', 'quick_gelu'] = 'gelu'  # Of the MLPs.
+  patch_bias: bool = True  # Bias of the patch embedding.
+  # Whether there is a layer norm before the first block, too (CLIP).
+  input_norm: bool = False
   qkv_bias: bool = True  # Biases of query, key and value.
   norm_epsilon: config_lib.Epsilon = 1e-6  # Epsilon of the layer norms.
   # Whether there is a distillation token with a second head, whose logits are
@@ -90,6 +94,11 @@ class ViTConfig(StackedConfig):
       "a multiple of the convolutional stem's stride, which comes first",
       'patch_size',
     )
+    check(
+      self.num_classes or not (self.distilled or self.token_head),
+      'at least one class for heads of other tokens',
+      'num_classes',
+    )
     for name in ('routing', 'experts', 'adaptive'):
       check(
         self.reduction is None or getattr(self, name) is None,
@@ -109,7 +118,7 @@ class ViTConfig(StackedConfig):
       or MLPConfig(
         width=self.width,
         hidden=self.mlp_dim or 4 * self.width,
-        kind='gelu',
+        kind=self.activation,
         bias=True,
       ),
       norm='layer',
@@ -237,12 +246,12 @@ class ViTOutput(StackedOutput):
   """What a forward pass returns.
 
   Attributes:
-    logits_BV: float32 logits of the classes.
+    logits_BV: float32 logits of the classes; None without a head.
     features_BLD: the tokens after the last norm, the class token first.
     aux: aux of each layer, by kind; see `stack.collect`.
   """
 
-  logits_BV: jax.Array
+  logits_BV: jax.Array | None
   features_BLD: jax.Array
   aux: tuple[dict[str, Any], ...] = ()
 
@@ -285,7 +294,10 @@ class ViT(nn.Module):
         config.stem, train=self.mode.train, dtype=config.dtype
       )
     self.patch = dense.Linear(
-      (config.width,), ('replicated', 'embed'), bias=True, dtype=config.dtype
+      (config.width,),
+      ('replicated', 'embed'),
+      bias=config.patch_bias,
+      dtype=config.dtype,
     )
 
     def token(name, *lengths):
@@ -303,6 +315,10 @@ class ViT(nn.Module):
     self.stack = Stack(self._stack_config(), self.mode)
     nn.share_scope(self, self.stack)
     self.norm = dense.layer_norm(config.norm_epsilon, config.dtype, None)
+    if config.input_norm:
+      self.input_norm = dense.layer_norm(
+        config.norm_epsilon, config.dtype, None
+      )
 
     def head():
       return dense.Linear(
@@ -313,7 +329,8 @@ class ViT(nn.Module):
         out_dtype='float32',
       )
 
-    self.head = head()
+    if config.num_classes:
+      self.head = head()
     if config.has_distillation_head:
       self.head_distilled = head()
     if config.token_head:
@@ -335,6 +352,13 @@ class ViT(nn.Module):
     output = self.stack(x_BLD, token_info(x_BLD))
     logits_BV, x_BLD = self.classify(output.x_BLD)
     return ViTOutput(logits_BV, x_BLD, output.aux)
+
+  def features(self, images_BHWC: jax.Array, depth: int) -> jax.Array:
+    """Returns x_BLD after the first `depth` blocks, without the last norm."""
+    if self.is_initializing():  # So that the model is whole.
+      self(images_BHWC)
+    x_BLD = self.embed(images_BHWC)
+    return self.stack(x_BLD, token_info(x_BLD), depth=depth).x_BLD
 
   def step(
     self,
@@ -368,17 +392,21 @@ class ViT(nn.Module):
     # Cast last, so that gradients of the prefix and positions are float32 sums.
     x_BLD = jnp.concatenate([prefix_BPD, patches_BND], axis=1)
     x_BLD = (x_BLD + self.position_LD).astype(config.dtype)
+    if config.input_norm:
+      x_BLD = self.input_norm(x_BLD)
     return parallel.constrain(x_BLD, 'batch', 'length', 'act_embed')
 
   def classify(
     self, x_BLD: jax.Array, keep_BN: jax.Array | None = None
-  ) -> tuple[jax.Array, jax.Array]:
+  ) -> tuple[jax.Array | None, jax.Array]:
     """Returns logits_BV of any number of patches, and the normalised tokens.
 
     `keep_BN` is 0 for patches to ignore as dropped; None to ignore none.
     """
     config = self.config
     x_BLD = self.norm(x_BLD)
+    if not config.num_classes:
+      return None, x_BLD
     logits_BV = self.head(x_BLD[:, 0])
     if config.has_distillation_head:
       logits_BV = (logits_BV + self.head_distilled(x_BLD[:, 1])) / 2
@@ -442,6 +470,23 @@ deit_small = functools.partial(ViTConfig, width=384, num_heads=6)
 vit_base = functools.partial(ViTConfig, width=768, num_heads=12)
 vit_large = functools.partial(
   ViTConfig, num_layers=24, width=1024, num_heads=16
+)
+_clip = functools.partial(
+  ViTConfig,
+  num_classes=0,
+  activation='quick_gelu',
+  patch_bias=False,
+  input_norm=True,
+  norm_epsilon=1e-5,
+)
+# The tower of CLIP that LLaVA 1.5 sees by (Radford et al. 2021).
+clip_large_336 = functools.partial(
+  _clip,
+  image_size=336,
+  patch_size=14,
+  num_layers=24,
+  width=1024,
+  num_heads=16,
 )
 _lvvit = functools.partial(
   ViTConfig,

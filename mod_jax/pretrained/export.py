@@ -13,7 +13,9 @@ from PIL import Image
 from mod_jax import config as config_lib
 from mod_jax import trees
 from mod_jax.convert import beside, files
+from mod_jax.convert import clip as convert_clip
 from mod_jax.convert import detr as convert_detr
+from mod_jax.convert import llava as convert_llava
 from mod_jax.convert import lm as convert_lm
 from mod_jax.convert import peft as convert_peft
 from mod_jax.convert import vit as convert_vit
@@ -23,6 +25,7 @@ from mod_jax.models import lora
 from mod_jax.models.detr import DETRConfig
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.lm import LMConfig
+from mod_jax.models.vlm import VLMConfig
 from mod_jax.pretrained.load import Run
 from mod_jax.pretrained.source import FOLDER, WEIGHTS
 from mod_jax.runs import workdir
@@ -162,7 +165,8 @@ def _ours(run, folder):
     'classes': run.classes and list(run.classes),
     'foreign': run.foreign,
   }
-  if isinstance(run.config, LMConfig):
+  reads = isinstance(run.config, LMConfig | VLMConfig)
+  if reads and run.task is not None:
     kind, source = run.task.modality.tokenizer_source
     fields['tokenizer'] = kind
     tokenizers.copy(kind, source, os.fspath(folder))
@@ -246,6 +250,19 @@ def _language(run, folder):
   return _routers(params, folder)
 
 
+def _vision_language(run, folder):
+  params = run.variables['params']
+  like = run.origin if run.origin and os.path.isdir(run.origin) else None
+  _processor(run.preprocess, folder, 'CLIPImageProcessor')
+  if run.task is not None:
+    kind, source = run.task.modality.tokenizer_source
+    tokenizers.copy(kind, source, os.fspath(folder))
+  convert_llava.save(
+    folder, params, run.config, like=like, tokenizer=run.tokenizer
+  )
+  return _routers(params, folder)
+
+
 def _routers(params, folder) -> set[str]:
   """Writes routers, if there are any, to a file of their own."""
   routers = {
@@ -264,6 +281,13 @@ def _huggingface(run, folder):
     return _language(run, folder)
   if isinstance(run.config, DETRConfig):
     return _detector(run, folder)
+  if isinstance(run.config, VLMConfig):
+    return _vision_language(run, folder)
+  if getattr(run.config.dense_twin(), 'input_norm', False):
+    params = run.variables['params']
+    convert_clip.save(folder, params, run.config)
+    _processor(run.preprocess, folder, 'CLIPImageProcessor')
+    return set()
   _dense_weights(run, folder, 'huggingface')
   dense, names = run.config.dense_twin(), _names(run)
   kind, model = 'vit', 'ViTForImageClassification'
@@ -293,14 +317,18 @@ def _huggingface(run, folder):
       'label2id': {name: i for i, name in enumerate(names)},
     },
   )
-  preprocess = run.preprocess
+  # ViTImageProcessor ignores the crop in some versions of transformers.
+  _processor(run.preprocess, folder, 'DeiTImageProcessor')
+  return set()
+
+
+def _processor(preprocess, folder, kind: str) -> None:
   side = round(preprocess.image_size / preprocess.crop_fraction)
   squashes = preprocess.resize == 'squash'
   files.write_json(
     folder / 'preprocessor_config.json',
     {
-      # ViTImageProcessor ignores the crop in some versions of transformers.
-      'image_processor_type': 'DeiTImageProcessor',
+      'image_processor_type': kind,
       'do_resize': preprocess.resize != 'none',
       'size': _square(side) if squashes else {'shortest_edge': side},
       'resample': int(preprocess.resample),
@@ -313,7 +341,6 @@ def _huggingface(run, folder):
       'image_std': list(preprocess.std),
     },
   )
-  return set()
 
 
 def _detector(run, folder):

@@ -23,6 +23,7 @@ from mod_jax.models import protocol
 from mod_jax.models.detr import DETRConfig
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.lm import LMConfig
+from mod_jax.models.vlm import VLMConfig
 from mod_jax.models.wav2vec2 import Wav2Vec2Config
 from mod_jax.pretrained.source import Source
 from mod_jax.runs import best
@@ -82,7 +83,7 @@ class Run:
     multi_label: whether any number of them may be true of a picture, so that
       each has a probability of its own.
     task: the task of a mod_jax run or of a language model; None otherwise.
-    origin: Hugging Face directory that a language model was loaded from, or
+    origin: Hugging Face directory that a model with a text was loaded from, or
       that its adapters belong to; or None. It need not exist any more.
     base: where the weights were read to which the adapters of a model belong,
       or that its run has frozen; None if there are none.
@@ -121,7 +122,8 @@ class Run:
   @property
   def tokenizer(self):
     """The language model's tokenizer; None if it has none."""
-    if isinstance(self.config, LMConfig) and self.task is not None:
+    reads = isinstance(self.config, LMConfig | VLMConfig)
+    if reads and self.task is not None:
       return self.task.modality.tokenizer
     return None
 
@@ -153,7 +155,9 @@ class Run:
     Args:
       inputs: one input or a list of them: paths of pictures, Pillow images or
         uint8 arrays [height, width, 3]; for language models, strings; for
-        models of speech, paths of recordings. These take no settings.
+        models of speech, paths of recordings. These take no settings. For
+        language models that see, (picture, question), or (a list of pictures,
+        question).
       top: of pictures: number of classes to return; 5 by default.
       least: of a detector: the least score of an object; .5 by default.
       max_new_tokens: most tokens to add; by default as many as fit
@@ -170,13 +174,15 @@ class Run:
     Returns:
       For each picture a dictionary from class names, the likeliest first, to
       probabilities; from a detector a list of `Detected`, the best first; for
-      each text a `Continuation`; for each recording a `Transcript`.
+      each text a `Continuation`; for each recording a `Transcript`; for each
+      question the answer.
 
     Raises:
       UserError: an input is not of the model's modality, or a setting is out of
         range.
     """
     single = not isinstance(inputs, Sequence) or isinstance(inputs, str)
+    single |= isinstance(self.config, VLMConfig) and isinstance(inputs, tuple)
     inputs = [inputs] if single else list(inputs)
     if not inputs:
       return []
@@ -189,6 +195,9 @@ class Run:
       takes, predict = (), self._transcribe
     elif isinstance(self.config, DETRConfig):
       takes, predict = ('least',), self._detect
+    elif isinstance(self.config, VLMConfig):
+      takes = tuple(name for name in of_texts if name not in ('mode', 'draft'))
+      predict = self._answer
     elif self.preprocess is None:
       takes, predict = tuple(of_texts), self._continue
     else:
@@ -205,6 +214,34 @@ class Run:
 
   def _transcribe(self, recordings) -> list:
     return self.task.modality.transcribe(self.apply, recordings)
+
+  def _answer(self, asked, **kwargs) -> list[str]:
+    if self.task is None:
+      raise UserError(
+        'predict: there is no tokenizer.json beside the weights of this model:'
+        ' fetch it, too, or use run.apply.'
+      )
+    for question in asked:
+      if not (
+        isinstance(question, tuple)
+        and len(question) == 2
+        and isinstance(question[1], str)
+      ):
+        raise UserError(
+          f'{question!r} is no question about a picture: give (picture,'
+          ' question).'
+        )
+    shown = [
+      pictures if isinstance(pictures, list) else [pictures]
+      for pictures, _ in asked
+    ]
+    state = dict(self.variables)
+    return self.task.modality.answers(
+      *(state.pop('params'), state),
+      [self.preprocess(pictures) if pictures else [] for pictures in shown],
+      [question for _, question in asked],
+      **kwargs,
+    )
 
   def _classify(self, pictures, **kwargs) -> list[dict[str, float]]:
     predictions = []
@@ -273,7 +310,7 @@ class Run:
       UserError: the model has no chat template, or the messages do not fit it,
         or are longer than its longest input; or a setting is out of range.
     """
-    if self.tokenizer is None:
+    if not isinstance(self.config, LMConfig):
       raise UserError('chat: this is no language model: use run.predict.')
     source = self.task.modality.tokenizer_source
     text = chat_lib.render(*source, messages)
@@ -346,7 +383,9 @@ class Run:
   def reading_as_trained(self, data):
     """Returns a config of data with the model's preprocessing or tokenizer."""
     if self.preprocess is not None:
-      return self.preprocess.apply_to(data)
+      data = self.preprocess.apply_to(data)
+      if not isinstance(self.config, VLMConfig):
+        return data
     if self.task is None or data.source == 'prepared':
       return data
     kind, path = self.task.modality.tokenizer_source
@@ -381,6 +420,11 @@ class Run:
     """Classifies pictures that `preprocess` has prepared; see `predict`."""
     if top < 1:
       raise UserError(f'top={top}: expected at least 1.')
+    if not self.config.dense_twin().num_classes:
+      raise UserError(
+        'num_classes=0: this model has features of pictures and no classes: use'
+        ' run.apply(run.preprocess(pictures)).features_BLD.'
+      )
     names = self.classes or tuple(
       map(str, range(self.config.dense_twin().num_classes))
     )
@@ -414,10 +458,10 @@ def load(
 
   Args:
     path: directory of a mod_jax run; a folder that `export` wrote; a Hugging
-      Face folder with a language model of `convert.lm.FAMILIES`; a folder of
-      PEFT with adapters of such a model or of a vision transformer; or a
-      pretrained vision transformer, either a folder from Hugging Face or timm
-      or a file that `convert.vit.load` reads.
+      Face folder with a language model of `convert.lm.FAMILIES`, a LLaVA or a
+      CLIP; a folder of PEFT with adapters of a language model or of a vision
+      transformer; or a pretrained vision transformer, either a folder from
+      Hugging Face or timm or a file that `convert.vit.load` reads.
     step: of a run's checkpoint, or 'best' for the one that `checkpoint.best`
       has kept; None for the newest.
     dtype: `float32` or `bfloat16`, in which the model computes and its matrices
@@ -467,6 +511,10 @@ def _computing_in(config, dtype: str):
   if isinstance(config, DynamicViTConfig):
     backbone = _computing_in(config.backbone, dtype)
     return dataclasses.replace(config, backbone=backbone)
+  if isinstance(config, VLMConfig):
+    parts = {'tower': config.tower, 'language': config.language}
+    parts = {name: _computing_in(part, dtype) for name, part in parts.items()}
+    return dataclasses.replace(config, **parts)
   return dataclasses.replace(config, dtype=dtype)
 
 
@@ -485,7 +533,11 @@ def _about(source: Source, dtype: str | None = None) -> Run:
     task = make_task(experiment, workdir)
   if source.tokenizer is not None:
     task.modality.use_tokenizer(source.tokenizer, os.fspath(source.path))
-  origins = {'language': source.path, 'peft': source.base}
+  origins = {
+    'language': source.path,
+    'vlm': source.path,
+    'peft': source.base,
+  }
   origin = origins.get(source.kind)
   return Run(
     config=config,

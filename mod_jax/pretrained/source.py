@@ -18,13 +18,16 @@ from PIL import Image
 from mod_jax import config as config_lib
 from mod_jax import paths, trees
 from mod_jax.convert import beside, files, gguf
+from mod_jax.convert import clip as convert_clip
 from mod_jax.convert import detr as convert_detr
+from mod_jax.convert import llava as convert_llava
 from mod_jax.convert import lm as convert_lm
 from mod_jax.convert import peft as convert_peft
 from mod_jax.convert import vit as convert_vit
 from mod_jax.convert import wav2vec2 as convert_wav2vec2
 from mod_jax.data.audio import AudioDataConfig
 from mod_jax.data.characters import VOCABULARY
+from mod_jax.data.conversations import ConversationDataConfig
 from mod_jax.data.detection import DetectionDataConfig, DetectionPreprocess
 from mod_jax.data.images import ImageDataConfig, Preprocess
 from mod_jax.data.text import TextDataConfig
@@ -33,6 +36,7 @@ from mod_jax.models.detr import DETRConfig
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.models.vit import ViTConfig
+from mod_jax.models.vlm import VLMConfig
 from mod_jax.models.wav2vec2 import Wav2Vec2Config
 from mod_jax.runs import best as best_lib
 from mod_jax.runs import origin as origin_lib
@@ -49,6 +53,13 @@ _IMAGENET = {
   'std': (0.229, 0.224, 0.225),
   'crop_fraction': 0.875,
 }
+# Likewise of CLIP (Radford et al. 2021).
+_CLIP = {
+  'mean': (0.48145466, 0.4578275, 0.40821073),
+  'std': (0.26862954, 0.26130258, 0.27577711),
+  'crop_fraction': 1.0,
+  'resample': Image.Resampling.BICUBIC,
+}
 
 
 class Source(abc.ABC):
@@ -59,8 +70,8 @@ class Source(abc.ABC):
   Attributes:
     path: the directory, or the file of a pretrained vision model's weights.
     kind: `run` and `export` of ours; `language`, a folder of Hugging Face or a
-      GGUF file; `vision`, weights in any `convert.vit.Naming`; `peft`, adapters
-      of PEFT.
+      GGUF file; `vision`, weights in any `convert.vit.Naming`, or a CLIP tower;
+      `peft`, adapters of PEFT; `vlm`, a LLaVA.
     base: where the weights are that do not lie at the path: those that a run
       has frozen, or that adapters belong to; None for none.
     config: config of the model.
@@ -75,10 +86,20 @@ class Source(abc.ABC):
   """
 
   kind: ClassVar[
-    Literal['run', 'export', 'language', 'vision', 'peft', 'detector', 'speech']
+    Literal[
+      *('run', 'export', 'language', 'vision', 'peft', 'detector', 'speech'),
+      'vlm',
+    ]
   ]
   base: str | None = None
-  config: LMConfig | ViTConfig | DynamicViTConfig | DETRConfig | Wav2Vec2Config
+  config: (
+    LMConfig
+    | ViTConfig
+    | DynamicViTConfig
+    | DETRConfig
+    | Wav2Vec2Config
+    | VLMConfig
+  )
   experiment: ExperimentConfig | None = None
   preprocess: Preprocess | DetectionPreprocess | None = None
   classes: tuple[str, ...] | None = None
@@ -120,6 +141,10 @@ class Source(abc.ABC):
       source = _Gguf(folder)
     elif convert_detr.holds_model(folder):
       source = _Detector(folder)
+    elif convert_llava.holds_model(folder):
+      source = _VisionLanguage(folder)
+    elif convert_clip.holds_model(folder):
+      source = _Tower(folder)
     else:
       source, fields = _Vision(files.find(path), fields), {}
     if fields:
@@ -197,7 +222,9 @@ class _Run(Source):
   @property
   def preprocess(self):
     data = self.experiment.data
-    sees = isinstance(data, ImageDataConfig | DetectionDataConfig)
+    sees = isinstance(
+      data, ImageDataConfig | DetectionDataConfig | ConversationDataConfig
+    )
     return data.preprocess if sees else None
 
   @property
@@ -242,7 +269,7 @@ class _Run(Source):
 class _Fields:
   """The fields of `FOLDER`, except the preprocessing of images."""
 
-  model: LMConfig | ViTConfig | DynamicViTConfig | DETRConfig
+  model: LMConfig | ViTConfig | DynamicViTConfig | DETRConfig | VLMConfig
   experiment: ExperimentConfig | None = None
   classes: tuple[str, ...] | None = None
   tokenizer: Literal['bytes', 'sentencepiece', 'huggingface'] | None = None
@@ -385,41 +412,36 @@ class _Speech(Source):
     return {'params': convert_wav2vec2.load(self.path, self.config)}
 
 
-class _Vision(Source):
-  kind = 'vision'
+class _Pictures(Source):
+  """A pretrained model that sees pictures, with files that tell how.
 
-  def __init__(self, path, fields):
-    super().__init__(path)
-    self._fields = fields
+  Attributes:
+    usual: preprocessing where nothing tells it, and what it is usual with.
+  """
+
+  usual = 'ImageNet', _IMAGENET
 
   @functools.cached_property
   def _metadata(self):
     return beside.read(self.path)
 
-  @functools.cached_property
-  def config(self):
-    return convert_vit.derive(self.path, **self._fields)
-
   @property
-  def multi_label(self):
-    return self._metadata.multi_label
-
-  @property
-  def classes(self):
-    names = self._metadata.classes
-    count = self.config.dense_twin().num_classes
-    return names if names is None or len(names) == count else None
+  def _size(self) -> int:
+    """Pixels of a side that the model takes."""
+    return self.config.dense_twin().image_size
 
   @functools.cached_property
   def preprocess(self):
-    metadata, size = self._metadata, self.config.dense_twin().image_size
-    assumed = {k: x for k, x in _IMAGENET.items() if k not in metadata.pictures}
+    metadata, size = self._metadata, self._size
+    others, usual = self.usual
+    assumed = {k: x for k, x in usual.items() if k not in metadata.pictures}
     if assumed:
       logging.warning(
-        'Assumed for pictures, as is usual with ImageNet, since nothing beside'
+        'Assumed for pictures, as is usual with %s, since nothing beside'
         ' %s tells: %s; if the model was trained with others, see'
         ' `run.preprocess`.',
-        *(self.path, ', '.join(f'{k}={x}' for k, x in assumed.items())),
+        *(others, self.path),
+        ', '.join(f'{k}={x}' for k, x in assumed.items()),
       )
     unfollowed = [*metadata.unfollowed]
     if metadata.image_size not in (None, size):
@@ -443,8 +465,84 @@ class _Vision(Source):
       )
     return preprocess
 
+
+class _Vision(_Pictures):
+  kind = 'vision'
+
+  def __init__(self, path, fields):
+    super().__init__(path)
+    self._fields = fields
+
+  @functools.cached_property
+  def config(self):
+    return convert_vit.derive(self.path, **self._fields)
+
+  @property
+  def multi_label(self):
+    return self._metadata.multi_label
+
+  @property
+  def classes(self):
+    names = self._metadata.classes
+    count = self.config.dense_twin().num_classes
+    return names if names is None or len(names) == count else None
+
   def read(self):
     return convert_vit.load_variables(self.path, self.config)
+
+
+class _OfCLIP(_Pictures):
+  """A folder of Hugging Face with a tower of CLIP, and perhaps more."""
+
+  usual = 'CLIP', _CLIP
+
+  @functools.cached_property
+  def _metadata(self):
+    return beside.read(self.path / 'config.json')
+
+
+class _Tower(_OfCLIP):
+  kind = 'vision'
+
+  @functools.cached_property
+  def config(self):
+    return convert_clip.derive(self.path)
+
+  def read(self):
+    stored = files.stored(self.path)
+    params = convert_clip.read(stored, self.config, str(self.path))
+    return {'params': trees.unflatten(params)}
+
+
+class _VisionLanguage(_OfCLIP):
+  kind = 'vlm'
+  foreign = True
+
+  @functools.cached_property
+  def config(self):
+    return convert_llava.derive(self.path)
+
+  @property
+  def _size(self):
+    return self.config.image_size
+
+  @functools.cached_property
+  def experiment(self):
+    path = os.fspath(self.path)
+    if not (self.path / 'tokenizer.json').is_file():
+      return None  # It can be given tokens, but no text.
+    # Its training data are unknown: the config only tells how it is asked.
+    data = ConversationDataConfig(
+      tokenizer='huggingface',
+      tokenizer_path=path,
+      length=convert_llava.max_length(path),
+    )
+    data = self.preprocess.apply_to(data)
+    return ExperimentConfig(model=self.config, data=data, init=path)
+
+  def read(self):
+    params = convert_llava.read(self.path, self.config)
+    return {'params': trees.unflatten(params)}
 
 
 class _Detector(Source):

@@ -5,7 +5,10 @@ import jax.numpy as jnp
 
 from mod_jax.errors import require
 
-GATES = ('raw', 'sigmoid', 'alpha_sigmoid', 'one_plus_tanh', 'none')
+GATES = (
+  *('raw', 'sigmoid', 'alpha_sigmoid', 'one_plus_tanh', 'alpha_tanh'),
+  'none',
+)
 
 
 def gate(kind: str, score: jax.Array, alpha: float = 2.0) -> jax.Array:
@@ -13,7 +16,8 @@ def gate(kind: str, score: jax.Array, alpha: float = 2.0) -> jax.Array:
 
   `raw` is the score itself (Raposo et al. 2024, Eq. 1). `alpha_sigmoid` is
   alpha · sigmoid, which for alpha = 2 is 1 at score 0; `one_plus_tanh` is near
-  1 for small scores. Both suit pretrained weights.
+  1 for small scores, and so is `alpha_tanh`, 1 + alpha · tanh, of which p-MoD
+  (Zhang et al. 2024) takes alpha = .2. They suit pretrained weights.
   """
   require(kind in GATES, f'one of {", ".join(GATES)}', gate=kind)
   score = score.astype(jnp.float32)
@@ -26,4 +30,6 @@ def gate(kind: str, score: jax.Array, alpha: float = 2.0) -> jax.Array:
       return alpha * jax.nn.sigmoid(score)
     case 'one_plus_tanh':
       return 1 + jnp.tanh(score)
+    case 'alpha_tanh':
+      return 1 + alpha * jnp.tanh(score)
   return jnp.ones_like(score)

@@ -10,7 +10,7 @@ import numpy as np
 
 from mod_jax.errors import UserError, require
 from mod_jax.layers.mode import RoutingMode
-from mod_jax.models import lm
+from mod_jax.models import lm, vlm
 from mod_jax.sampling import logits as logits_lib
 from mod_jax.sampling import speculation
 from mod_jax.sampling.speculation import Draft
@@ -68,11 +68,13 @@ def pad_prompts(
 
 
 def generate(
-  model: lm.LanguageModel,
+  model: lm.LanguageModel | vlm.VLM,
   variables,
   tokens_BP,
   valid_BP=None,
   *,
+  images_BIHWC=None,
+  kind_BP=None,
   max_new_tokens: int,
   mode: RoutingMode | str = 'router',
   prefill: str = 'causal',
@@ -88,10 +90,13 @@ def generate(
   """Continues prompts; each sequence is routed independently of the others.
 
   Args:
-    model: the language model; scanned layers are unrolled.
+    model: the language model, or one that sees; scanned layers are unrolled.
     variables: `params`, and `moving` for the rule `threshold`.
     tokens_BP: int prompts.
     valid_BP: False for padding, left or right; None if there is none.
+    images_BIHWC: pictures of the prompts, for a `VLM`, whose tokens have
+      placeholders for them, as `models.vlm.place_images` makes them.
+    kind_BP: `kind_BL` of a `VLM`.
     max_new_tokens: number of tokens to add to each sequence.
     mode: the causal rule and its options; a string is a rule's name. Dense
       models ignore it.
@@ -139,14 +144,25 @@ def generate(
   )
   key = jax.random.key(0) if key is None else key
   batch, prompt = tokens_BP.shape
+  pictures, image_places = {}, 0
+  if isinstance(model.config, vlm.VLMConfig):
+    vlm.check_images(model.config, tokens_BP, images_BIHWC, valid_BP)
+    pictures = {'images_BIHWC': images_BIHWC, 'kind_BL': kind_BP}
+    if images_BIHWC is not None:
+      image_places = images_BIHWC.shape[1] * model.config.num_patches
   prefill_mode = mode
   if prefill == 'top_k' and model.config.num_routed and prompt > 1:
     prefill_mode = dataclasses.replace(mode, rule='top_k')
-  # Pad lengths to powers of two, so that few programs are compiled.
-  padding, new = bucket(prompt) - prompt, bucket(max_new_tokens)
+  # Pad lengths to powers of two, so that few programs are compiled; beside
+  # pictures that of the text.
+  length = image_places + bucket(max(1, prompt - image_places))
+  padding, new = length - prompt, bucket(max_new_tokens)
+  if (kind_BP := pictures.get('kind_BL')) is not None:
+    pictures['kind_BL'] = np.pad(kind_BP, ((0, 0), (padding, 0)))
   options = _Options(
     new=new,
-    room=max_length or bucket(prompt) + new,
+    room=max_length or length + new,
+    image_places=image_places,
     mode=mode,
     prefill=prefill_mode,
     end_token=end_token,
@@ -164,6 +180,7 @@ def generate(
     variables,
     np.pad(tokens_BP, ((0, 0), (padding, 0))),
     np.pad(valid_BP, ((0, 0), (padding, 0))),
+    pictures,
     key,
     settings,
     max_new_tokens,
@@ -196,6 +213,7 @@ class _Options:
 
   new: int  # Maximum number of new tokens in the result.
   room: int  # Maximum number of tokens in the caches, prompt included.
+  image_places: int  # As `TokenInfo.image_places`.
   mode: RoutingMode
   prefill: RoutingMode
   end_token: int | None
@@ -253,13 +271,13 @@ def read(model, variables, tokens_BL, valid_BL, cache, mode, key, depth=None):
   return output.logits_BLV, output.cache, overflow
 
 
-def read_prompts(*args):
+def read_prompts(*args, **pictures):
   """Returns logits_BV after each prompt, log_prob_BP, cache and overflow.
 
   Arguments, cache and overflow are those of `read`; log_prob_BP is
-  `LMOutput.log_prob_BL`.
+  `LMOutput.log_prob_BL`. `pictures` are further arguments of a `VLM`.
   """
-  output, overflow = _apply(*args, prompt=True)
+  output, overflow = _apply(*args, prompt=True, **pictures)
   logits_BV = output.logits_BLV[:, 0]
   return logits_BV, output.log_prob_BL, output.cache, overflow
 
@@ -302,10 +320,18 @@ def log_prob(logits, token) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames=('config', 'options'))
 def _generate(
-  config, options, variables, tokens_BP, valid_BP, key, settings, num_tokens
+  config,
+  options,
+  variables,
+  tokens_BP,
+  valid_BP,
+  pictures,
+  key,
+  settings,
+  num_tokens,
 ):
-  config, variables = lm.unrolled_variables(config, variables)
-  model = lm.LanguageModel(config)
+  config, variables = config.unrolled(variables)
+  model = config.build()
   batch = tokens_BP.shape[0]
   prefill_key, key = jax.random.split(key)
   row_key_B = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(batch))
@@ -315,11 +341,13 @@ def _generate(
   # Each row's own length, so that its text does not depend on other rows.
   start_B = valid_BP.sum(axis=-1)
   cache = lm.LMCache.empty(
-    config, batch, options.room, options.mode, start_B + num_tokens
+    *(config, batch, options.room, options.mode, start_B + num_tokens),
+    options.image_places,
   )
   logits_BV, prompt_log_prob_BP, cache, overflow = read_prompts(
     *(model, variables, tokens_BP, valid_BP, cache, options.prefill),
     prefill_key,
+    **pictures,
   )
   text = _Text.empty(tokens_BP, valid_BP, options.new)
   first_token = writer.draw(logits_BV, text)
@@ -369,7 +397,7 @@ def _generate(
 class _Writer:
   """Adds tokens to texts, one or several per forward pass."""
 
-  model: lm.LanguageModel  # With unrolled layers.
+  model: lm.LanguageModel | vlm.VLM  # With unrolled layers.
   variables: dict
   options: _Options
   settings: Settings

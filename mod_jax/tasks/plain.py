@@ -315,16 +315,19 @@ def routing_losses(
   """
   pairs, metric_sums = [], {}
   for routed in layers:
+    among_BL = routed.candidate_BL
+    among_BL = valid_BL if among_BL is None else among_BL
     for rule, weight, logit_BL in (
       ('router', config.router_loss, routed.score_BL),
       ('predictor', 1.0, routed.predictor_BL),
     ):
-      if rule not in config.causal_rules:
+      by_kind = config.kinds is not None and logit_BL is not None and weight
+      if not by_kind and rule not in config.causal_rules:
         continue
-      total, count = losses.choice_bce(logit_BL, routed.top_k_BL, valid_BL)
+      total, count = losses.choice_bce(logit_BL, routed.top_k_BL, among_BL)
       pairs.append((weight * total / len(layers), count))
       agreement = losses.choice_agreement(
-        logit_BL > 0, routed.top_k_BL, valid_BL
+        logit_BL > 0, routed.top_k_BL, among_BL
       )
       layer_sums = {'bce': (total, count), 'accuracy': agreement['accuracy']}
       layer_sums = {f'{rule}/{name}': pair for name, pair in layer_sums.items()}

@@ -18,6 +18,7 @@ from mod_jax.losses.sums import Rows
 from mod_jax.pretrained import source as source_lib
 from mod_jax.runs import workdir as workdir_lib
 from mod_jax.sampling import transcripts
+from mod_jax.studies import speech as studies
 from mod_jax.studies.devices import one_device
 from mod_jax.tasks import warm_start
 from mod_jax.tasks.modality import ROWS, Modality, table
@@ -147,11 +148,7 @@ class Speech(Modality):
         *(rows[name] for name in ('best', 'labels', 'count')), strict=True
       )
     ]
-    words = [(said.split(), heard.split()) for said, heard in pairs]
-    return {
-      'wer': losses.ctc.error_rate(words),
-      'cer': losses.ctc.error_rate(pairs),
-    }
+    return losses.ctc.text_rates(pairs)
 
   def heard(self, best_L) -> tuple[str, list[tuple[str, int]]]:
     """Returns a text, and its words with their first frames."""
@@ -258,7 +255,10 @@ class Speech(Modality):
     }
 
   def studies(self, task):
-    return {}
+    by_name = {'decoding': functools.partial(studies.decoding, task)}
+    if self.config.model.adaptive is not None:
+      by_name['silence'] = functools.partial(studies.silence, task)
+    return by_name
 
   # Use.
 

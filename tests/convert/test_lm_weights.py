@@ -14,6 +14,7 @@ import safetensors
 import safetensors.numpy
 
 from mod_jax import trees
+from mod_jax.convert import files
 from mod_jax.convert import lm as convert_lm
 from mod_jax.errors import UserError
 from mod_jax.layers.routing_config import MoDConfig
@@ -69,7 +70,7 @@ def test_back_again_every_byte_is_the_same(name, tmp_path, monkeypatch):
   source = GOLDEN / name
   config = convert_lm.derive(source)
   params = convert_lm.load(source, config)
-  monkeypatch.setattr(convert_lm, '_SHARD', 3000)
+  monkeypatch.setattr(files, 'SHARD', 3000)
   convert_lm.save(tmp_path, params, config, like=source)
   assert stored(tmp_path) == stored(source)
   again, there = (

@@ -102,6 +102,12 @@ def test_a_changed_file_is_decoded_anew(folder, tmp_path, decoded, kind):
   assert_same(after, epochs(folder))
 
 
+def test_sizes_share_a_directory(folder, tmp_path):
+  large = dataclasses.replace(folder, image_size=12)
+  for config in (folder, large):
+    assert_same(epochs(cached(config, 'disk', tmp_path)), epochs(config))
+
+
 def test_damaged_files_are_written_again(folder, tmp_path, decoded):
   config = cached(folder, 'disk', tmp_path)
   expected = epochs(config)

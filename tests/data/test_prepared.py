@@ -237,7 +237,7 @@ def test_what_no_sample_sees(root, tmp_path, monkeypatch):
   stream = text.open_stream(prepared_config(tmp_path), 'train')
 
   def read():
-    until = time.monotonic() + 20
+    until = time.monotonic() + 120
     while time.monotonic() < until:  # A thread checks the shards meanwhile.
       whole(stream)
 

@@ -97,3 +97,18 @@ def test_error_rates_are_of_the_corpus():
   assert ctc.error_rate(pairs) == pytest.approx(4 / 4)
   assert ctc.edits('kitten', 'sitting') == 3
   assert np.isnan(ctc.error_rate([([], ['d'])]))
+
+
+# Word and character error rates that jiwer 4.0 gives for the same texts.
+@pytest.mark.parametrize(
+  ('said', 'heard', 'wer', 'cer'),
+  [
+    (['bana dogu', 'gilo'], ['bana dogu', 'gilo'], 0.0, 0.0),
+    (['bana dogu gilo'], ['bana gilo'], 1 / 3, 5 / 14),
+    (['the cat', 'a b c d'], ['that cat', 'b c d e f'], 4 / 6, 8 / 14),
+    (['one'], ['one two three four'], 3.0, 5.0),
+  ],
+)
+def test_rates_are_those_of_jiwer(said, heard, wer, cer):
+  rates = ctc.text_rates([*zip(said, heard, strict=True)])
+  assert rates == {'wer': pytest.approx(wer), 'cer': pytest.approx(cer)}

@@ -10,6 +10,7 @@ import mod_jax
 from mod_jax import config as config_lib
 from mod_jax.data import scenes
 from mod_jax.errors import UserError
+from mod_jax.models.detr import DETROutput
 from mod_jax.tasks import make_task, phases
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -74,6 +75,20 @@ def test_perfect_predictions_have_a_precision_of_1():
   worse = task.finish_metrics({'never/rows': rows})
   assert worse['never/ap/3'] == 1
   assert worse['never/mAP'] < 1
+
+
+def test_an_earlier_layer_weighs_as_much_as_the_last():
+  task = make_task(SCENES.get_config('tiny')).modality
+  rng = np.random.default_rng(1)
+  logits_BQV = np.float32(rng.normal(size=(2, 4, 11)))
+  boxes_BQ4, target_BT4 = np.float32(rng.uniform(0.2, 0.4, (2, 2, 4, 4)))
+  batch = {'label': np.array([[3, 5, -1, -1]] * 2), 'box': target_BT4}
+  output = DETROutput(logits_BQV, boxes_BQ4)
+  total, rows = task.loss(output, batch)
+  earlier = logits_BQV[:, None], boxes_BQ4[:, None]
+  of_two, _ = task.loss(output.replace(earlier=earlier), batch)
+  assert rows == 2
+  np.testing.assert_allclose(of_two, 2 * total, rtol=1e-5)
 
 
 def test_what_does_not_fit_is_refused():

@@ -51,6 +51,17 @@ def test_a_run_transcribes_recordings(dense, tmp_path):
     run.predict([str(tmp_path / 'a.wav')], top=3)
 
 
+def test_beams_are_compared_with_greedy_decoding(dense):
+  run = mod_jax.load(dense[0])
+  study = run.task.studies()['decoding']
+  found = study(run.variables['params'], {}, None)
+  assert found.metrics['greedy']['wer'] == pytest.approx(dense[1]['wer'])
+  assert found.metrics['greedy']['cer'] == pytest.approx(dense[1]['cer'])
+  assert found.metrics.keys() == {'greedy', 'beam of 4', 'beam of 16'}
+  assert '6 held-out recordings' in found.text
+  assert 'silence' not in run.task.studies()
+
+
 def test_a_conversion_counts_real_frames_only(dense, tmp_path):
   config = WORDS.get_config('acm_tiny')
   config = config_lib.replace(config, {'init': str(dense[0])})
@@ -81,6 +92,24 @@ def test_a_conversion_counts_real_frames_only(dense, tmp_path):
   np.testing.assert_allclose(load(batch), load(longer), atol=1e-5)
   figures = task.pictures(variables['params'], {})
   assert 'load' in figures
+  # The mean over silence and speech is that of all frames.
+  found = task.studies()['silence'](variables['params'], {}, None).metrics
+  assert found.keys() == {'silence', 'speech'}
+  assert found['silence']['frames'] > 0
+
+  def spent(output, batch):
+    choices = stack_lib.collect(output.aux, 'adaptive')
+    return task.share_per_token(choices).sum(where=batch['valid'])
+
+  frames = learners = 0
+  for batch, share in task.over_held_out(spent, variables['params'], {}, 0):
+    frames += batch['valid'].sum()
+    learners += share * config.model.adaptive.num_learners
+  parts = found.values()
+  assert sum(x['frames'] for x in parts) == frames
+  assert sum(x['frames'] * x['learners'] for x in parts) == pytest.approx(
+    learners, rel=1e-4
+  )
 
 
 def test_a_folder_of_hugging_face_is_loaded_and_tuned(tmp_path):

@@ -222,7 +222,7 @@ def test_a_host_that_dies_ends_the_others_in_one_sentence(tmp_path):
       assert 'continues.' in out.splitlines()[-1]
       assert '***' not in out
       assert 'Traceback' not in out
-      assert seconds < 2 * limit + 5, out
+      assert seconds < 30, out  # By default it would be about 60.
       victim.communicate()
   finally:
     for _, *hosts in runs:

@@ -1,0 +1,207 @@
+"""CLIP's vision tower in the naming of Hugging Face.
+
+The tower is a `ViT` without a head, with quick-GELU, a layer norm before the
+first block and no bias of the patches. It is read from a folder of its own, of
+the whole CLIP, or from within another model, as LLaVA's; only the beginnings of
+the names differ.
+"""
+
+from collections.abc import Callable, Mapping
+import dataclasses
+import os
+import pathlib
+from typing import Any, Literal
+
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mod_jax import config as config_lib
+from mod_jax import paths, trees
+from mod_jax.convert import entry as entry_lib
+from mod_jax.convert import files
+from mod_jax.convert.files import Lazy
+from mod_jax.errors import UserError
+from mod_jax.models import protocol
+from mod_jax.models.vit import ViTConfig
+
+# Their names by ours, for `entry.entries`.
+_TABLE = {
+  'class_token': 'embeddings.class_embedding',
+  'position': 'embeddings.position_embedding.weight',
+  'patch': 'embeddings.patch_embedding.',
+  'input_norm': 'pre_layrnorm.',  # Spelt so.
+  'block_{}/attention_norm': 'encoder.layers.{}.layer_norm1.',
+  'block_{}/attention/query': 'encoder.layers.{}.self_attn.q_proj.',
+  'block_{}/attention/key': 'encoder.layers.{}.self_attn.k_proj.',
+  'block_{}/attention/value': 'encoder.layers.{}.self_attn.v_proj.',
+  'block_{}/attention/out': 'encoder.layers.{}.self_attn.out_proj.',
+  'block_{}/mlp_norm': 'encoder.layers.{}.layer_norm2.',
+  'block_{}/mlp/up': 'encoder.layers.{}.mlp.fc1.',
+  'block_{}/mlp/down': 'encoder.layers.{}.mlp.fc2.',
+  'norm': 'post_layernorm.',
+}
+# How published files begin all names; transformers 5 leaves it out.
+PREFIX = 'vision_model.'
+# What a file of the whole CLIP has besides, and a buffer of old files.
+_UNUSED = (
+  r'(text_model|text_projection|visual_projection)\..*',
+  r'logit_scale|embeddings\.position_ids',
+)
+# Fields of a tower's config that have one value here.
+_FIXED = {
+  'num_classes': 0,
+  'activation': 'quick_gelu',
+  'patch_bias': False,
+  'input_norm': True,
+  'qkv_bias': True,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Fields:
+  """The fields that are read of a config, with Hugging Face's defaults."""
+
+  hidden_size: config_lib.Width = 768
+  intermediate_size: config_lib.Size = 3072
+  num_hidden_layers: config_lib.Unrolled = 12
+  num_attention_heads: config_lib.Size = 12
+  image_size: config_lib.Pixels = 224
+  patch_size: config_lib.Pixels = 32
+  layer_norm_eps: config_lib.Epsilon = 1e-5
+  hidden_act: Literal['quick_gelu'] = 'quick_gelu'
+  num_channels: Literal[3] = 3
+
+
+# Fields of theirs by ours.
+_SAME = {
+  'width': 'hidden_size',
+  'mlp_dim': 'intermediate_size',
+  'num_layers': 'num_hidden_layers',
+  'num_heads': 'num_attention_heads',
+  'image_size': 'image_size',
+  'patch_size': 'patch_size',
+  'norm_epsilon': 'layer_norm_eps',
+}
+
+
+def holds_model(folder: str | os.PathLike) -> bool:
+  """Whether a directory of Hugging Face has a CLIP, or its vision tower."""
+  fields = paths.read_object(pathlib.Path(folder) / 'config.json')
+  return fields.get('model_type') in ('clip', 'clip_vision_model')
+
+
+def derive(folder: str | os.PathLike) -> ViTConfig:
+  """Returns the config of the tower in a directory of Hugging Face.
+
+  Raises:
+    UserError: there is no `config.json`, or its tower is of another kind.
+  """
+  file = pathlib.Path(folder).expanduser() / 'config.json'
+  fields = paths.read_object(file)
+  return from_fields(fields.get('vision_config', fields), str(file))
+
+
+def from_fields(fields: Mapping[str, Any], where: str) -> ViTConfig:
+  """Returns the config of a tower from the fields of its own config."""
+  theirs = config_lib.from_known(_Fields, fields, where)
+  ours = {name: getattr(theirs, field) for name, field in _SAME.items()}
+  try:
+    return ViTConfig(**ours, **_FIXED)
+  except UserError as error:
+    raise UserError(f'{where}: {error}') from error
+
+
+def fields_of(config: ViTConfig) -> dict[str, Any]:
+  """Returns the fields of a tower's own config in Hugging Face.
+
+  Raises:
+    UserError: CLIP has no such tower.
+  """
+  dense = config.dense_twin()
+  for name, value in {**_FIXED, 'stem': None, 'residual_scale': 1.0}.items():
+    if getattr(dense, name) != value:
+      raise UserError(
+        f'{name}={getattr(dense, name)!r}: towers of CLIP have {name}='
+        f"{value!r}; export this model as 'safetensors'."
+      )
+  ours = {field: getattr(dense, name) for name, field in _SAME.items()}
+  ours['intermediate_size'] = dense.block.mlp.hidden
+  return {
+    'model_type': 'clip_vision_model',
+    **ours,
+    'hidden_act': 'quick_gelu',
+    'num_channels': 3,
+  }
+
+
+def _entries(config: ViTConfig):
+  params = trees.flatten(protocol.shapes(config.dense_twin())['params'])
+  shapes = {name: x.shape for name, x in params.items()}
+  return entry_lib.entries(shapes, _TABLE, 'CLIP'), shapes
+
+
+def read(
+  stored: Mapping[str, Lazy], config: ViTConfig, describe: str
+) -> dict[str, Lazy]:
+  """Returns the parameters of a tower by name, read lazily.
+
+  Args:
+    stored: its arrays by name, with or without `PREFIX`.
+    config: of the tower.
+    describe: what it lies in, for messages.
+
+  Raises:
+    UserError: the arrays are those of another tower; lists all differences.
+  """
+  stored = {name.removeprefix(PREFIX): x for name, x in stored.items()}
+  table, shapes = _entries(config)
+  trees.compare(
+    {entry.theirs: entry.shape(shapes) for entry in table},
+    {name: x.shape for name, x in stored.items()},
+    dropped=_UNUSED,
+    describe=f"{describe}, CLIP's vision tower,",
+  )
+  return entry_lib.read(table, shapes, stored)
+
+
+def load(folder: str | os.PathLike, config: ViTConfig) -> dict[str, Any]:
+  """Returns the parameters of the tower in a directory of Hugging Face."""
+  lazy = read(files.stored(folder), config, str(folder))
+  return jax.tree.map(jnp.asarray, trees.unflatten(lazy))
+
+
+def arrays(
+  params, config: ViTConfig, types: Mapping[str, str]
+) -> list[tuple[str, int, Callable[[], np.ndarray]]]:
+  """Returns what `files.write_sharded` writes, names without `PREFIX`.
+
+  `types` are keys of `files.DTYPES` by their names; float32 by default.
+
+  Raises:
+    UserError: the parameters are not those of the config.
+  """
+  table, shapes = _entries(config)
+  flat = trees.flatten(nn.unbox(params))
+  trees.compare(
+    shapes,
+    {name: x.shape for name, x in flat.items()},
+    dropped=(r'(block_\d+/)?router/.*',),
+    describe='params',
+  )
+  return entry_lib.arrays(table, flat, types)
+
+
+def save(folder: str | os.PathLike, params, config: ViTConfig) -> None:
+  """Writes a directory that `CLIPVisionModel.from_pretrained` reads.
+
+  Routers are left out. Errors are those of `fields_of` and `arrays`.
+  """
+  folder = pathlib.Path(folder).expanduser()
+  fields = {'architectures': ['CLIPVisionModel'], **fields_of(config)}
+  written = [
+    (PREFIX + name, *rest) for name, *rest in arrays(params, config, {})
+  ]
+  files.write_sharded(folder, written)
+  files.write_json(folder / 'config.json', fields)

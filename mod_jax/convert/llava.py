@@ -1,0 +1,276 @@
+"""LLaVA 1.5 in the naming of Hugging Face.
+
+Reads and writes directories in the format of `transformers`, as `convert.lm`
+does: the language model and CLIP's tower are those of `convert.lm` and
+`convert.clip`, within longer names.
+"""
+
+from collections.abc import Callable, Mapping
+import dataclasses
+import os
+import pathlib
+import re
+from typing import Any, Literal
+
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mod_jax import config as config_lib
+from mod_jax import paths, trees
+from mod_jax.convert import clip, files
+from mod_jax.convert import entry as entry_lib
+from mod_jax.convert import lm as convert_lm
+from mod_jax.convert.files import Lazy
+from mod_jax.data.tokenizers import Tokenizer
+from mod_jax.errors import UserError
+from mod_jax.models import protocol
+from mod_jax.models.vlm import VLMConfig
+
+# How the names of each part begin: on disk, of which CLIP's may be followed by
+# its own beginning, and here.
+_PARTS = {
+  'language': 'language_model.',
+  'tower': 'vision_tower.',
+  'projector': 'multi_modal_projector.',
+}
+# Beginnings in the memory of transformers 5, and those on disk.
+_IN_MEMORY = (
+  (r'model\.language_model\.', 'language_model.model.'),
+  (r'lm_head\.', 'language_model.lm_head.'),
+  (r'model\.(vision_tower|multi_modal_projector)\.', r'\1.'),
+  (r'vision_tower\.vision_model\.', 'vision_tower.'),
+)
+_PROJECTOR = {'linear_1': 'linear_1.', 'linear_2': 'linear_2.'}
+# Defaults of transformers for a language model of which not all is said.
+_LLAMA = {
+  'model_type': 'llama',
+  'vocab_size': 32000,
+  'hidden_size': 4096,
+  'intermediate_size': 11008,
+  'num_hidden_layers': 32,
+  'num_attention_heads': 32,
+}
+# Likewise for the tower, of CLIP's large model.
+_CLIP = {
+  'hidden_size': 1024,
+  'intermediate_size': 4096,
+  'num_hidden_layers': 24,
+  'num_attention_heads': 16,
+  'image_size': 336,
+  'patch_size': 14,
+}
+# Files that are copied with those of the language model.
+_BESIDE = (
+  *convert_lm.BESIDE,
+  *('preprocessor_config.json', 'processor_config.json'),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Fields:
+  """The fields of a `config.json` that are read, but for the two models'."""
+
+  image_token_index: config_lib.Count | None = None
+  image_token_id: config_lib.Count | None = None  # The same, in newer files.
+  vision_feature_layer: int = -2
+  # Others keep the class token, or are for other projectors.
+  vision_feature_select_strategy: Literal['default'] = 'default'
+  projector_hidden_act: Literal['gelu'] = 'gelu'
+  multimodal_projector_bias: Literal[True] = True
+
+
+def holds_model(folder: str | os.PathLike) -> bool:
+  """Whether a directory of Hugging Face has a LLaVA."""
+  return _fields(folder).get('model_type') == 'llava'
+
+
+def _fields(folder) -> dict[str, Any]:
+  return paths.read_object(pathlib.Path(folder).expanduser() / 'config.json')
+
+
+def derive(folder: str | os.PathLike) -> VLMConfig:
+  """Returns the config of the model in a directory of Hugging Face.
+
+  Raises:
+    UserError: there is no `config.json`, or a part of the model is of a kind
+      that is not known here.
+  """
+  return _from_fields(_fields(folder), f'{folder}/config.json')
+
+
+def _part(fields, name, where) -> dict[str, Any]:
+  part = fields.get(name)
+  if not isinstance(part, dict):
+    raise UserError(f'{where}: {name}={part!r}; expected an object of fields.')
+  return part
+
+
+def _from_fields(fields: Mapping[str, Any], where: str) -> VLMConfig:
+  theirs = config_lib.from_known(_Fields, fields, where)
+  image_token = theirs.image_token_index
+  image_token = theirs.image_token_id if image_token is None else image_token
+  text = _LLAMA | _part(fields, 'text_config', where)
+  vision = _CLIP | _part(fields, 'vision_config', where)
+  try:
+    return VLMConfig(
+      tower=clip.from_fields(vision, f'{where}: vision_config'),
+      language=convert_lm.from_fields(text, f'{where}: text_config'),
+      image_token=32000 if image_token is None else image_token,
+      feature_layer=theirs.vision_feature_layer,
+    )
+  except UserError as error:
+    raise UserError(f'{where}: {error}') from error
+
+
+def max_length(folder: str | os.PathLike) -> int:
+  """Returns the longest input, in tokens, of a model of Hugging Face."""
+  text = _fields(folder).get('text_config') or {}
+  return int(text.get('max_position_embeddings', 2048))
+
+
+def _on_disk(name: str) -> str:
+  """Returns a name as the parts' tables have it."""
+  for pattern, replacement in _IN_MEMORY:
+    name = re.sub(f'^{pattern}', replacement, name)
+  return name
+
+
+def _projector(config: VLMConfig):
+  params = protocol.shapes(config.dense_twin())['params']['projector']
+  shapes = {name: x.shape for name, x in trees.flatten(params).items()}
+  return entry_lib.entries(shapes, _PROJECTOR, 'LLaVA'), shapes
+
+
+def read(folder: str | os.PathLike, config: VLMConfig) -> dict[str, Lazy]:
+  """Returns the dense parameters of a model by name, read lazily.
+
+  Raises:
+    UserError: files are missing, or they hold another model; lists all
+      differences in a part.
+  """
+  stored = {_on_disk(n): x for n, x in files.stored(folder).items()}
+  by_part = {
+    part: {
+      name.removeprefix(prefix): x
+      for name, x in stored.items()
+      if name.startswith(prefix)
+    }
+    for part, prefix in _PARTS.items()
+  }
+  known = sum(map(len, by_part.values()))
+  if known < len(stored):
+    prefixes = tuple(_PARTS.values())
+    name = next(name for name in stored if not name.startswith(prefixes))
+    raise UserError(
+      f'{folder} holds {name}, which belongs to no part of a LLaVA: fetch it'
+      ' from where it was published.'
+    )
+  table, shapes = _projector(config)
+  trees.compare(
+    {entry.theirs: entry.shape(shapes) for entry in table},
+    {name: x.shape for name, x in by_part['projector'].items()},
+    describe=f'{folder}, the projector,',
+  )
+  parts = {
+    'language': convert_lm.read(folder, config.language, by_part['language']),
+    'tower': clip.read(by_part['tower'], config.tower, str(folder)),
+    'projector': entry_lib.read(table, shapes, by_part['projector']),
+  }
+  return {
+    f'{part}/{name}': x
+    for part, arrays in parts.items()
+    for name, x in arrays.items()
+  }
+
+
+def load(folder: str | os.PathLike, config: VLMConfig) -> dict[str, Any]:
+  """Returns the parameters of a dense model; arguments as for `read`."""
+  return jax.tree.map(jnp.asarray, trees.unflatten(read(folder, config)))
+
+
+def save(
+  folder: str | os.PathLike,
+  params,
+  config: VLMConfig,
+  *,
+  like: str | os.PathLike | None = None,
+  length: int = 2048,
+  tokenizer: Tokenizer | None = None,
+) -> None:
+  """Writes the dense part of a model in the format of Hugging Face.
+
+  Arguments and errors are those of `convert.lm.save`; names of arrays, too, are
+  those of `like`.
+  """
+  dense, folder = config.dense_twin(), pathlib.Path(folder).expanduser()
+  fields = _config_json(dense, length, tokenizer)
+  types, names = {}, {}
+  if like is not None and derive(like) == _from_fields(fields, 'config.json'):
+    like = pathlib.Path(like).expanduser()
+    fields = _fields(like)
+    for name, array in files.stored(like).items():
+      names[_on_disk(name)], types[_on_disk(name)] = name, array.stored
+    for name in _BESIDE:
+      if (like / name).is_file():
+        paths.write_bytes(folder / name, (like / name).read_bytes())
+  written = []
+  for name, *rest in _arrays(params, dense, types):
+    new = name.replace('vision_tower.', f'vision_tower.{clip.PREFIX}', 1)
+    written.append((names.get(name, new), *rest))
+  files.write_sharded(folder, written)
+  files.write_json(folder / 'config.json', fields)
+
+
+def _arrays(
+  params, dense: VLMConfig, types
+) -> list[tuple[str, int, Callable[[], np.ndarray]]]:
+  """Returns what `files.write_sharded` writes, in the names of the tables."""
+
+  def of(part):
+    prefix = _PARTS[part]
+    return {
+      name.removeprefix(prefix): kind
+      for name, kind in types.items()
+      if name.startswith(prefix)
+    }
+
+  params = nn.unbox(params)
+  table, _ = _projector(dense)
+  flat = trees.flatten(params['projector'])
+  by_part = {
+    'language': convert_lm.arrays(
+      params['language'], dense.language, of('language')
+    ),
+    'projector': entry_lib.arrays(table, flat, of('projector')),
+    'tower': clip.arrays(params['tower'], dense.tower, of('tower')),
+  }
+  return [
+    (_PARTS[part] + name, *rest)
+    for part, arrays in by_part.items()
+    for name, *rest in arrays
+  ]
+
+
+def _config_json(dense: VLMConfig, length: int, tokenizer) -> dict[str, Any]:
+  """Returns the fields of a new `config.json`."""
+  ends = {
+    f'{name}_token_id': getattr(tokenizer, f'{name}_id', None)
+    for name in ('bos', 'eos')
+  }
+  text = convert_lm.fields_of(dense.language, length)
+  return {
+    'architectures': ['LlavaForConditionalGeneration'],
+    'model_type': 'llava',
+    'text_config': text | ends,
+    'vision_config': clip.fields_of(dense.tower),
+    'image_token_index': dense.image_token,
+    'image_seq_length': dense.num_patches,
+    'vision_feature_layer': dense.feature_layer,
+    'vision_feature_select_strategy': 'default',
+    'projector_hidden_act': 'gelu',
+    'multimodal_projector_bias': True,
+    'tie_word_embeddings': dense.language.tied_head,
+    'torch_dtype': 'float32',
+  }

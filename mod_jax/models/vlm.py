@@ -1,0 +1,414 @@
+"""Vision-language models: a language model that reads pictures (LLaVA 1.5).
+
+A vision tower looks at each picture, a projector maps its patches to the width
+of the language model, and they stand in the text in the place of a placeholder
+(Liu et al. 2023). `place_images` makes rows of placeholders and pictures.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+from typing import Annotated, Any, NamedTuple
+
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mod_jax import config as config_lib
+from mod_jax.errors import require
+from mod_jax.layers import dense
+from mod_jax.layers.mode import Mode, RoutingMode
+from mod_jax.layers.stack import StackConfig
+from mod_jax.layers.token_info import IMAGE, KINDS
+from mod_jax.models import lm
+from mod_jax.models.lm import LMConfig, LMOutput
+from mod_jax.models.protocol import StackedConfig
+from mod_jax.models.vit import ViT, ViTConfig
+
+# Kind of the tokens of which nothing else is said.
+_DEFAULT = KINDS.index('question')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VLMConfig(StackedConfig):
+  """A vision tower and a language model; the parts are the latter's."""
+
+  tower: ViTConfig = ViTConfig(num_classes=0)  # Looks at a picture.
+  language: LMConfig = LMConfig()  # Reads pictures and text.
+  # Id that stands for a picture, or for each of its patches.
+  image_token: config_lib.Count = 0
+  # Which features of the tower are used: an index into the inputs of its blocks
+  # and the last one's output, without the class token.
+  feature_layer: Annotated[int, config_lib.Range(ge=-256, le=256)] = -2
+
+  def __post_init__(self):
+    check = config_lib.validate(self)
+    check(
+      self.image_token < self.language.vocab_size,
+      f"an id below the language model's {self.language.vocab_size}",
+      'image_token',
+    )
+    depth = self.tower.num_layers
+    check(
+      -depth <= self.feature_layer <= depth and self.feature_layer != 0,
+      f'1 to {depth}, or -{depth} to -1, for a tower of {depth} blocks',
+      'feature_layer',
+    )
+    check(
+      self.tower.reduction is None,
+      'a tower without reduction, since a picture has one number of tokens',
+      'tower',
+    )
+
+  @property
+  def tower_depth(self) -> int:
+    """Number of the tower's blocks that run."""
+    return self.feature_layer % (self.tower.num_layers + 1)
+
+  @property
+  def num_patches(self) -> int:
+    """Tokens of a picture."""
+    return self.tower.num_patches
+
+  @property
+  def stack(self) -> StackConfig:
+    return self.language.stack
+
+  @property
+  def routing(self):
+    return self.language.routing
+
+  @property
+  def experts(self):
+    return self.language.experts
+
+  @property
+  def adaptive(self):
+    return self.language.adaptive
+
+  @property
+  def lora(self):
+    return self.language.lora
+
+  @property
+  def image_size(self) -> int:
+    return self.tower.image_size
+
+  @property
+  def vocab_size(self) -> int:
+    return self.language.vocab_size
+
+  @property
+  def num_layers(self) -> int:
+    return self.language.num_layers
+
+  @property
+  def rules(self) -> tuple[str, ...]:
+    return self.language.rules
+
+  @property
+  def decoding_mode(self) -> RoutingMode:
+    return self.language.decoding_mode
+
+  @property
+  def cannot_sample(self) -> str:
+    return self.language.cannot_sample
+
+  def routing_mode(self, rule: str, **kwargs) -> RoutingMode:
+    """Returns a `RoutingMode` with the named rule; keywords are its fields."""
+    return self.language.routing_mode(rule, **kwargs)
+
+  def with_parts(self, **parts) -> 'VLMConfig':
+    """Returns the model with parts of its language model replaced, or None."""
+    return dataclasses.replace(self, language=self.language.with_parts(**parts))
+
+  def unrolled(self, variables) -> tuple['VLMConfig', dict[str, Any]]:
+    """Converts config and all collections, by name, to unrolled layers."""
+    named = {n: tree.get('language', {}) for n, tree in variables.items()}
+    language, named = self.language.unrolled(named)
+    return dataclasses.replace(self, language=language), {
+      name: {**tree, 'language': named[name]}
+      for name, tree in variables.items()
+    }
+
+  def build(self, **kwargs) -> 'VLM':
+    """Returns the module; keywords are fields of `Mode`."""
+    return VLM(self, Mode(**kwargs))
+
+  def example(self) -> jax.Array:
+    """Returns a minimal input to initialise the model with."""
+    return self.language.example()
+
+  def tokens_per_block(self, length: int, images: int = 1) -> tuple[int, ...]:
+    """Returns how many of a row's tokens each block processes.
+
+    `length` counts the tokens of its `images` pictures, too.
+    """
+    return self.stack.tokens_per_block(length, images * self.num_patches)
+
+  def flops_table(
+    self, length: int, images: int = 1, **kwargs
+  ) -> list[tuple[str, dict[str, int]]]:
+    """Returns (part, forward FLOPs by kind) for a row with so many pictures."""
+    _, *blocks, _ = self.tower.flops_table()
+    seen = [self.tower.embed_flops()]
+    seen += [parts for _, parts in blocks[: self.tower_depth]]
+    tower = {}
+    for parts in seen:
+      for name, count in parts.items():
+        tower[name] = tower.get(name, 0) + images * count
+    width, patches = self.language.width, images * self.num_patches
+    projector = 2 * patches * width * (self.tower.width + width)
+    of_language = self.language.flops_table(
+      length, image_places=patches, **kwargs
+    )
+    return [
+      ('tower', tower),
+      ('projector', {'projector': projector}),
+      *((f'language/{name}', parts) for name, parts in of_language),
+    ]
+
+
+class Projector(nn.Module):
+  """x_BND -> x_BND of another width: linear, exact GELU, linear."""
+
+  width: int
+  dtype: str = dataclasses.field(default='float32', kw_only=True)
+
+  @nn.compact
+  def __call__(self, x_BND: jax.Array) -> jax.Array:
+    def linear(name):
+      return dense.Linear(
+        (self.width,),
+        ('replicated', 'embed'),
+        bias=True,
+        dtype=self.dtype,
+        name=name,
+      )
+
+    hidden_BND = nn.gelu(linear('linear_1')(x_BND), approximate=False)
+    return linear('linear_2')(hidden_BND)
+
+
+class VLM(nn.Module):
+  """Maps tokens and pictures to next-token logits or, given targets, the loss.
+
+  Collections and rng streams are those of `LanguageModel` and `ViT`.
+  """
+
+  config: VLMConfig
+  mode: Mode = Mode()  # Its routing is that of the language model.
+
+  def setup(self):
+    config = self.config
+    mode = dataclasses.replace(self.mode, routing=RoutingMode())
+    self.tower = ViT(config.tower, mode)
+    self.projector = Projector(
+      config.language.width, dtype=config.language.dtype
+    )
+    self.language = lm.LanguageModel(config.language, self.mode)
+
+  def __call__(
+    self,
+    tokens_BL: jax.Array,
+    images_BIHWC: jax.Array | None = None,
+    *,
+    kind_BL: jax.Array | None = None,
+    valid_BL: jax.Array | None = None,
+    cache: lm.LMCache | None = None,
+    **kwargs,
+  ) -> LMOutput:
+    """Returns what `LanguageModel` does of the text with its pictures.
+
+    Args:
+      tokens_BL: int token ids, of which `image_token` stands for each patch of
+        a picture.
+      images_BIHWC: float, normalised for the tower: up to I pictures of each
+        row, first to last, and anything after them; None if no row has any.
+        Where blocks choose among image tokens, a row has at most L - I · N
+        other tokens, for N patches of a picture; see `place_images`.
+      kind_BL: int32 index into `token_info.KINDS` of each token that is not of
+        a picture; None for `question`.
+      valid_BL: False for padding, left or right; None if there is none.
+      cache: keys and values of earlier tokens, pictures included.
+      **kwargs: as for `LanguageModel`.
+    """
+    config, size = self.config, self.config.tower.image_size
+    check_images(config, tokens_BL, images_BIHWC, valid_BL)
+    if self.is_initializing() and images_BIHWC is None:
+      images_BIHWC = jnp.zeros((len(tokens_BL), 1, size, size, 3))
+    features_BND = None
+    if images_BIHWC is not None and images_BIHWC.shape[1]:
+      features_BND = self.look(images_BIHWC)
+    if kind_BL is None:
+      kind_BL = jnp.full(tokens_BL.shape, _DEFAULT, jnp.int32)
+    return self.language(
+      tokens_BL,
+      kind_BL=jnp.where(tokens_BL == config.image_token, IMAGE, kind_BL),
+      features_BND=features_BND,
+      valid_BL=valid_BL,
+      cache=cache,
+      **kwargs,
+    )
+
+  def look(self, images_BIHWC: jax.Array) -> jax.Array:
+    """Returns features_BND, the N tokens of all of a row's pictures."""
+    config = self.config
+    images_THWC = images_BIHWC.reshape(-1, *images_BIHWC.shape[2:])
+    x_TLD = self.tower.features(images_THWC, config.tower_depth)
+    x_TND = self.projector(x_TLD[:, config.tower.num_prefix :])
+    return x_TND.reshape(len(images_BIHWC), -1, x_TND.shape[-1])
+
+
+def check_images(config: VLMConfig, tokens_BL, images_BIHWC, valid_BL):
+  """Raises UserError for pictures that do not fit the tokens.
+
+  Numbers of placeholders are checked outside of `jax.jit` only, since traced
+  values are unknown.
+  """
+  size, count = config.tower.image_size, 0
+  if images_BIHWC is not None:
+    shape = images_BIHWC.shape
+    require(
+      len(shape) == 5
+      and shape[0] == tokens_BL.shape[0]
+      and shape[2:] == (size, size, 3),
+      f'[{tokens_BL.shape[0]}, pictures of a row, {size}, {size}, 3], as'
+      ' mod_jax.models.vlm.place_images makes it',
+      **{'images.shape': shape},
+    )
+    count = shape[1]
+  if any(isinstance(x, jax.core.Tracer) for x in (tokens_BL, valid_BL)):
+    return
+  real_BL = np.ones(tokens_BL.shape, bool)
+  if valid_BL is not None:
+    real_BL = np.asarray(valid_BL, bool)
+  is_image_BL = real_BL & (np.asarray(tokens_BL) == config.image_token)
+  patches = config.num_patches
+  for row, placed in enumerate(is_image_BL.sum(axis=-1).tolist()):
+    require(
+      placed % patches == 0 and placed <= count * patches,
+      f'{patches} for each picture of the row, and {count} pictures at most:'
+      ' give the row its pictures, or leave the placeholders out; see'
+      ' mod_jax.models.vlm.place_images',
+      **{f'placeholders of row {row}': placed},
+    )
+  if config.num_routed and config.routing.kinds is not None:
+    others = int((real_BL & ~is_image_BL).sum(axis=-1).max())
+    room = max(tokens_BL.shape[1] - count * patches, 0)
+    require(
+      others <= room,
+      f'at most {room}, since places are kept for {count} pictures in each row:'
+      ' pad the rows to a greater length',
+      **{'tokens of text': others},
+    )
+
+
+class Placed(NamedTuple):
+  """Rows of text with pictures, as `VLM` takes them.
+
+  Attributes:
+    tokens_BL: int32 ids, with a placeholder for each patch.
+    valid_BL: False for padding.
+    kind_BL: int32 index into `token_info.KINDS`.
+    images_BIHWC: float32; zeros where a row has fewer pictures than others.
+      None if no row has any.
+  """
+
+  tokens_BL: np.ndarray
+  valid_BL: np.ndarray
+  kind_BL: np.ndarray
+  images_BIHWC: np.ndarray | None
+
+  @property
+  def inputs(self):
+    """Arguments and keyword arguments of the model."""
+    return (self.tokens_BL, self.images_BIHWC), {
+      'kind_BL': self.kind_BL,
+      'valid_BL': self.valid_BL,
+    }
+
+
+def place_images(
+  config: VLMConfig,
+  rows: Sequence[Sequence[int]],
+  images: Sequence[Sequence[np.ndarray]],
+  kinds: Sequence[Sequence[int]] | None = None,
+  *,
+  text: int | None = None,
+  count: int | None = None,
+  side: str = 'right',
+) -> Placed:
+  """Puts placeholders for all patches of pictures in the place of each picture.
+
+  All rows have one length: that of the most pictures and `text` other tokens.
+
+  Args:
+    config: of the model.
+    rows: token ids, with `config.image_token` for each picture.
+    images: the pictures of each row, first to last, [H, W, 3] as the tower
+      takes them.
+    kinds: index into `token_info.KINDS` of each token of `rows`; None for
+      `question`.
+    text: number of tokens besides pictures for which there is room; None for
+      the most of any row.
+    count: number of pictures for which there is room; None for the most.
+    side: of the padding, 'left' or 'right'.
+
+  Raises:
+    UserError: a row has more or fewer pictures than placeholders, or is longer
+      than `text` or `count` allow.
+  """
+  patches = config.num_patches
+  require(
+    len(rows) == len(images),
+    'the pictures of each row; an empty list for none',
+    rows=len(rows),
+    images=len(images),
+  )
+  placed_B = [list(row).count(config.image_token) for row in rows]
+  for row, (placed, shown) in enumerate(
+    zip(placed_B, map(len, images), strict=True)
+  ):
+    require(
+      placed == shown,
+      f'as many placeholders (token {config.image_token}) as pictures in each'
+      f' row: row {row} has {shown} pictures',
+      placeholders=placed,
+    )
+  most = max(placed_B, default=0)
+  longest = max(
+    (len(row) - n for row, n in zip(rows, placed_B, strict=True)), default=0
+  )
+  count = most if count is None else count
+  text = longest if text is None else text
+  require(most <= count, f'at most {count}', **{'pictures of a row': most})
+  require(
+    longest <= text,
+    f'at most {text}: shorten the row, or make room for more',
+    **{'tokens of text in a row': longest},
+  )
+  length, size = count * patches + text, config.tower.image_size
+  tokens_BL = np.zeros((len(rows), length), np.int32)
+  kind_BL = np.full((len(rows), length), _DEFAULT, np.int32)
+  valid_BL = np.zeros((len(rows), length), bool)
+  images_BIHWC = np.zeros((len(rows), count, size, size, 3), np.float32)
+  for i, row in enumerate(rows):
+    token_T = np.asarray(row, np.int32)
+    times_T = np.where(token_T == config.image_token, patches, 1)
+    token_L = np.repeat(token_T, times_T)
+    start = length - len(token_L) if side == 'left' else 0
+    place = np.s_[i, start : start + len(token_L)]
+    tokens_BL[place], valid_BL[place] = token_L, True
+    if kinds is not None:
+      kind_BL[place] = np.repeat(np.asarray(kinds[i], np.int32), times_T)
+    for j, image in enumerate(images[i]):
+      require(
+        np.shape(image) == (size, size, 3),
+        f'[{size}, {size}, 3], as the tower takes them: run.preprocess makes'
+        ' them of pictures',
+        **{'image.shape': np.shape(image)},
+      )
+      images_BIHWC[i, j] = image
+  kind_BL[tokens_BL == config.image_token] = IMAGE
+  return Placed(tokens_BL, valid_BL, kind_BL, images_BIHWC if count else None)

@@ -1,0 +1,83 @@
+"""Studies of a recogniser: decoding, and where an adaptive one computes."""
+
+import math
+
+import jax
+import numpy as np
+
+from mod_jax.layers import stack as stack_lib
+from mod_jax.losses import ctc
+from mod_jax.sampling import transcripts
+from mod_jax.studies import devices
+from mod_jax.train.task import Study
+
+_WIDTHS = (4, 16)  # Prefixes of a beam.
+# A frame is silent if what it hears lies so far below the mean power.
+_SILENT = 0.01
+
+
+@devices.on_one_device
+def decoding(task, params, model_state) -> Study:
+  """Compares greedy decoding with beams of prefixes on held-out recordings."""
+  modality = task.modality
+  vocabulary = modality.vocabulary
+  pairs = {}
+
+  def look(output, batch):
+    return jax.nn.log_softmax(output.logits_BLV)
+
+  for batch, log_prob_BLV in task.over_held_out(look, params, model_state, 0):
+    for i in np.flatnonzero(batch['weight']):
+      log_prob_LV = log_prob_BLV[i, batch['valid'][i]]
+      said = vocabulary.decode(batch['labels'][i, : batch['count'][i]])
+      heard = {'greedy': modality.heard(log_prob_LV.argmax(axis=-1))[0]}
+      for width in _WIDTHS:
+        labels, _ = transcripts.prefix_beam(
+          log_prob_LV, blank=vocabulary.blank, width=width
+        )
+        heard[f'beam of {width}'] = vocabulary.decode(labels)
+      for name, text in heard.items():
+        pairs.setdefault(name, []).append((said, text))
+  metrics = {name: ctc.text_rates(x) for name, x in pairs.items()}
+  lines = [f'{"":<12}{"wer":>10}{"cer":>10}']
+  for name, rates in metrics.items():
+    lines.append(f'{name:<12}{rates["wer"]:>10.4f}{rates["cer"]:>10.4f}')
+  lines.append(
+    f'{len(pairs["greedy"])} held-out recordings; beams have no language model.'
+  )
+  return Study(text='\n'.join(lines), metrics=metrics)
+
+
+@devices.on_one_device
+def silence(task, params, model_state) -> Study:
+  """Measures how many learners frames of silence and of speech run.
+
+  A frame is silent if the samples that its convolutions hear have less than a
+  hundredth of the recording's mean power. Layers above them hear the others.
+  """
+  model = task.config.model
+  shares = {'silence': [], 'speech': []}
+
+  def look(output, batch):
+    return task.share_per_token(stack_lib.collect(output.aux, 'adaptive'))
+
+  for batch, share_BL in task.over_held_out(look, params, model_state, 0):
+    for i in np.flatnonzero(batch['weight']):
+      share_L = share_BL[i, batch['valid'][i]]
+      heard_LT = np.lib.stride_tricks.sliding_window_view(
+        batch['wave'][i], model.samples(1)
+      )[:: math.prod(model.conv_strides)]
+      # The wave has a mean power of 1.
+      silent_L = np.square(heard_LT[: len(share_L)]).mean(axis=-1) < _SILENT
+      shares['silence'].append(share_L[silent_L])
+      shares['speech'].append(share_L[~silent_L])
+  lines, metrics = [f'{"":<12}{"frames":>10}{"learners":>10}'], {}
+  for name, of_rows in shares.items():
+    learners = model.adaptive.num_learners * np.concatenate(of_rows)
+    mean = float(learners.mean()) if len(learners) else math.nan
+    metrics[name] = {'frames': len(learners), 'learners': mean}
+    lines.append(f'{name:<12}{len(learners):>10,}{mean:>10.3f}')
+  lines.append(
+    f'Mean learners, of {model.adaptive.num_learners}, of a frame in a module.'
+  )
+  return Study(text='\n'.join(lines), metrics=metrics)

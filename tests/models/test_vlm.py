@@ -1,0 +1,261 @@
+"""Pictures in text, and blocks that choose among kinds of token."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from mod_jax import flops, trees
+from mod_jax.errors import UserError
+from mod_jax.layers.routing_config import MoDConfig
+from mod_jax.layers.token_info import KINDS
+from mod_jax.models import lm, vlm
+from mod_jax.models.vit import ViTConfig
+
+DENSE = vlm.VLMConfig(
+  tower=ViTConfig(
+    image_size=4,
+    patch_size=2,
+    num_classes=0,
+    num_layers=2,
+    width=8,
+    num_heads=2,
+  ),
+  language=dataclasses.replace(tiny.LM, num_layers=4, vocab_size=16),
+  image_token=15,
+)
+PMOD = MoDConfig(
+  capacity_schedule='shifted_cosine',
+  period=1,
+  offset=0,
+  kinds=('image',),
+  gate='alpha_tanh',
+  gate_alpha=0.2,
+  router_bias=True,
+  router_std=0.0,
+  router_loss=0.0,
+)
+GAMMA = MoDConfig(
+  capacity=0.5,
+  layers=(1, 2),
+  kinds=('image', 'text'),
+  gate='sigmoid',
+  shared_router=True,
+)
+ROUTED = {'p-MoD': PMOD, 'γ-MoD': GAMMA}
+IMAGE, TEXT, QUESTION, ANSWER = range(len(KINDS))
+# Two pictures with text before and between; one; none.
+ROWS = [[1, 15, 2, 15, 3, 4, 5], [15, 6, 7, 8], [9, 10, 11, 12, 13]]
+OF_ROWS = [
+  [TEXT, IMAGE, TEXT, IMAGE, QUESTION, QUESTION, ANSWER],
+  [IMAGE, QUESTION, QUESTION, ANSWER],
+  [TEXT, TEXT, QUESTION, QUESTION, ANSWER],
+]
+PICTURES = tiny.images(3, size=4)
+OF_PICTURES = [PICTURES[:2], PICTURES[2:], []]
+
+
+def routed(routing, **changes):
+  return DENSE.with_parts(routing=dataclasses.replace(routing, **changes))
+
+
+@functools.cache
+def variables(config):
+  return tiny.variables(config)
+
+
+def output(config, inputs, values=None):
+  args, kwargs = inputs.inputs
+  return tiny.apply(config, values or variables(config), *args, **kwargs)
+
+
+def placed(rows=ROWS, images=OF_PICTURES, kinds=OF_ROWS, **kwargs):
+  kwargs = {'text': 6, 'count': 2} | kwargs
+  return vlm.place_images(DENSE, rows, images, kinds, **kwargs)
+
+
+def chosen(routing):
+  config = routed(routing)
+  inputs = placed()
+  return config, inputs, output(config, inputs).routing
+
+
+def test_p_mod_chooses_image_tokens_by_its_schedule_and_takes_all_text():
+  config, inputs, layers = chosen(PMOD)
+  # Half a cosine over four blocks, of which the first is dense.
+  assert config.capacities == (None, 0.75, pytest.approx(0.25), 0.15)
+  is_image_BL = inputs.valid_BL & (inputs.kind_BL == IMAGE)
+  images_B = is_image_BL.sum(axis=-1)
+  np.testing.assert_array_equal(images_B, [8, 4, 0])
+  for layer, capacity in zip(layers, config.capacities[1:], strict=True):
+    chosen_BL = np.asarray(layer.chosen_BL)
+    assert (chosen_BL == inputs.valid_BL)[~is_image_BL].all()
+    expected_B = np.round(capacity * images_B, 9)
+    expected_B = np.where(images_B, np.maximum(1, expected_B), 0)
+    np.testing.assert_array_equal(
+      (chosen_BL & is_image_BL).sum(axis=-1), expected_B.astype(int)
+    )
+    # The best of them, and no other token is weighed.
+    score_BL = np.where(is_image_BL, layer.score_BL, np.nan)
+    for score_L, taken_L in zip(score_BL[:2], chosen_BL[:2], strict=True):
+      is_left_L = ~taken_L & ~np.isnan(score_L)
+      assert np.nanmin(score_L[taken_L]) >= score_L[is_left_L].max()
+    assert (np.asarray(layer.weight_BL)[~is_image_BL] == 1).all()
+    assert (np.asarray(layer.weight_BL)[is_image_BL] != 1).all()
+    assert not layer.overflow_B.any()
+
+
+def test_gamma_mod_takes_all_questions_and_answers():
+  _, inputs, layers = chosen(GAMMA)
+  always_BL = inputs.valid_BL & (inputs.kind_BL >= QUESTION)
+  among_BL = inputs.valid_BL & ~always_BL
+  np.testing.assert_array_equal(among_BL.sum(axis=-1), [10, 4, 2])
+  for layer in layers:
+    chosen_BL = np.asarray(layer.chosen_BL)
+    assert chosen_BL[always_BL].all()
+    np.testing.assert_array_equal((chosen_BL & among_BL).sum(-1), [5, 2, 1])
+    np.testing.assert_array_equal(layer.candidate_BL, among_BL)
+
+
+@pytest.mark.parametrize('name', ROUTED)
+def test_capacity_1_with_the_identity_gate_is_dense(name):
+  config = routed(ROUTED[name], capacity_floor=1.0, gate='alpha_tanh')
+  flat = trees.flatten(variables(config)['params'])
+  routers = {n: 0 * x for n, x in flat.items() if 'router' in n}
+  assert routers
+  # A router of zeros: the gate is 1.
+  params = trees.unflatten(flat | routers)
+  inputs = placed()
+  found = output(config, inputs, {'params': params}).logits_BLV
+  dense = trees.unflatten({n: flat[n] for n in flat if n not in routers})
+  expected = output(DENSE, inputs, {'params': dense}).logits_BLV
+  real = inputs.valid_BL
+  np.testing.assert_allclose(found[real], expected[real], atol=1e-5)
+  partly = routed(dataclasses.replace(ROUTED[name], gate='alpha_tanh'))
+  fewer = output(partly, inputs, {'params': params}).logits_BLV
+  assert np.abs(fewer - expected)[real].max() > 1e-3
+
+
+@pytest.mark.parametrize('name', ROUTED)
+def test_later_text_and_other_rows_move_nothing(name):
+  config, inputs = routed(ROUTED[name]), placed()
+  logits_BLV = output(config, inputs).logits_BLV
+  # The text after the pictures.
+  tokens_BL = inputs.tokens_BL.copy()
+  starts = [10, 5, 3]
+  for row, start in enumerate(starts):
+    tokens_BL[row, start + 1 :] = (tokens_BL[row, start + 1 :] + 1) % 15
+  later = output(config, inputs._replace(tokens_BL=tokens_BL)).logits_BLV
+  for row, start in enumerate(starts):
+    np.testing.assert_allclose(
+      later[row, : start + 1], logits_BLV[row, : start + 1], atol=1e-5
+    )
+    assert np.abs(later[row] - logits_BLV[row]).max() > 1e-2
+  # Alone, with as much room, and with room for one picture or for none.
+  for row, count in ((0, 2), (1, 2), (1, 1), (2, 2), (2, 0)):
+    alone = placed(
+      rows=[ROWS[row]],
+      images=[OF_PICTURES[row]],
+      kinds=[OF_ROWS[row]],
+      count=count,
+    )
+    real = inputs.valid_BL[row]
+    found = output(config, alone).logits_BLV[0][alone.valid_BL[0]]
+    np.testing.assert_allclose(found, logits_BLV[row][real], atol=1e-5)
+
+
+@pytest.mark.parametrize('name', ROUTED)
+def test_decoding_is_the_forward_pass(name):
+  config = routed(ROUTED[name])
+  inputs, later = placed(side='left'), jnp.array([[3, 4], [5, 6], [7, 8]])
+  model, mode = config.build(), config.decoding_mode
+  length = inputs.tokens_BL.shape[1]
+
+  @jax.jit
+  def decode(variables, inputs):
+    cache = lm.LMCache.empty(
+      config, len(later), length + 2, mode, image_places=8
+    )
+    args, kwargs = inputs.inputs
+    out = model.apply(variables, *args, **kwargs, cache=cache, mode=mode)
+    logits = [out.logits_BLV[:, -1]]
+    for token_B in later.T:
+      out = model.apply(variables, token_B[:, None], cache=out.cache, mode=mode)
+      logits.append(out.logits_BLV[:, 0])
+    return jnp.stack(logits, axis=1), out.cache
+
+  found, cache = decode(variables(config), inputs)
+  rows = [[*row, *more] for row, more in zip(ROWS, later.tolist(), strict=True)]
+  kinds = [[*row, ANSWER, ANSWER] for row in OF_ROWS]
+  whole = placed(rows=rows, kinds=kinds, side='left', text=8)
+  expected = output(config, whole).logits_BLV[:, -3:]
+  np.testing.assert_allclose(found, expected, atol=1e-4)
+  # A routed block keeps places for the image tokens that it chooses.
+  slots = [block.slots for block in cache.blocks]
+  assert slots[0] == length + 2
+  for capacity, count in zip(config.capacities, slots, strict=True):
+    kept = 8 if capacity is None else max(1, int(round(8 * capacity, 9)))
+    assert count == length + 2 - 8 + kept
+
+
+def test_flops_are_those_of_the_tokens_that_enter():
+  config = routed(PMOD)
+  assert config.tokens_per_block(14, 2) == (14, 12, 8, 7)
+  table = dict(config.flops_table(14, 2))
+  dense = dict(DENSE.flops_table(14, 2))
+  assert table['tower'] == dense['tower']
+  whole = DENSE.tower.flops_table()
+  one_block = [whole[0], whole[1]]
+  assert flops.products(table['tower']) == 2 * sum(
+    flops.products(parts) for _, parts in one_block
+  )
+  tokens = ('block_1 (routed)', 'block_1')
+  mlp = [table[f'language/{tokens[0]}'], dense[f'language/{tokens[1]}']]
+  assert mlp[0]['mlp'] * 14 == mlp[1]['mlp'] * 12
+
+
+@pytest.mark.parametrize(
+  ('rows', 'images', 'kwargs', 'sentence'),
+  [
+    ([[1, 15]], [[]], {}, 'row 0 has 0 pictures'),
+    ([[1]], [PICTURES[:1]], {}, 'row 0 has 1 pictures'),
+    ([[1, 15]], [], {}, 'the pictures of each row'),
+    ([[1] * 7], [[]], {}, 'at most 6: shorten the row'),
+    ([[15] * 3], [PICTURES], {}, 'pictures of a row=3: expected at most 2'),
+    ([[15]], [tiny.images(1, size=8)], {}, r'\[4, 4, 3\], as the tower'),
+  ],
+)
+def test_rows_that_do_not_fit_are_refused(rows, images, kwargs, sentence):
+  with pytest.raises(UserError, match=sentence):
+    placed(rows=rows, images=images, kinds=None, **kwargs)
+
+
+def test_the_model_refuses_what_was_not_placed():
+  model, values = DENSE.build(), variables(DENSE)
+  with pytest.raises(UserError, match='placeholders of row 0=1: expected 4'):
+    model.apply(values, jnp.array([[15, 1]]))
+  with pytest.raises(UserError, match='images.shape'):
+    model.apply(values, jnp.array([[1, 1]]), tiny.images(1, size=4))
+  config = routed(PMOD)
+  with pytest.raises(UserError, match='tokens of text=6: expected at most 2'):
+    config.build().apply(
+      variables(config), jnp.ones((1, 6), int), PICTURES[None, :1]
+    )
+
+
+@pytest.mark.parametrize(
+  ('make', 'sentence'),
+  [
+    (lambda: dataclasses.replace(DENSE, image_token=16), 'an id below'),
+    (lambda: dataclasses.replace(DENSE, feature_layer=3), '1 to 2'),
+    (lambda: routed(PMOD, threshold_decay=0.9), 'threshold_decay=0'),
+    (lambda: routed(PMOD, predictor_width=4), 'predictor_width=0'),
+  ],
+)
+def test_settings_that_do_not_fit_are_refused(make, sentence):
+  with pytest.raises(UserError, match=sentence):
+    make()
