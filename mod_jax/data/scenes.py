@@ -149,10 +149,19 @@ class Scenes:
   def scene(self, index: int) -> Scene:
     """Returns a scene, the same at each call."""
     layout = self._layout(index)
+    objects = self._boxes(layout), layout.digits_N
+    return Scene(self._paint(layout), *objects)
+
+  def objects(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns `boxes_N4` and `digits_N` of a scene, and paints nothing."""
+    layout = self._layout(index)
+    return self._boxes(layout), layout.digits_N
+
+  def _boxes(self, layout: '_Layout') -> np.ndarray:
     corner_N2 = np.float32([corner for corner, _ in layout.places])
     side_N1 = np.float32([[side] for _, side in layout.places])
     boxes_N4 = np.concatenate([corner_N2 + side_N1 / 2, side_N1, side_N1], 1)
-    return Scene(self._paint(layout), boxes_N4 / self._size, layout.digits_N)
+    return boxes_N4 / self._size
 
   def _layout(self, index: int) -> '_Layout':
     config = self._config

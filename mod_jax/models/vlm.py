@@ -124,7 +124,7 @@ class VLMConfig(StackedConfig):
 
   def unrolled(self, variables) -> tuple['VLMConfig', dict[str, Any]]:
     """Converts config and all collections, by name, to unrolled layers."""
-    named = {name: tree['language'] for name, tree in variables.items()}
+    named = {n: tree.get('language', {}) for n, tree in variables.items()}
     language, named = self.language.unrolled(named)
     return dataclasses.replace(self, language=language), {
       name: {**tree, 'language': named[name]}

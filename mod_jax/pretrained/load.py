@@ -122,7 +122,8 @@ class Run:
   @property
   def tokenizer(self):
     """The language model's tokenizer; None if it has none."""
-    if isinstance(self.config, LMConfig) and self.task is not None:
+    reads = isinstance(self.config, LMConfig | VLMConfig)
+    if reads and self.task is not None:
       return self.task.modality.tokenizer
     return None
 
@@ -154,7 +155,9 @@ class Run:
     Args:
       inputs: one input or a list of them: paths of pictures, Pillow images or
         uint8 arrays [height, width, 3]; for language models, strings; for
-        models of speech, paths of recordings. These take no settings.
+        models of speech, paths of recordings. These take no settings. For
+        language models that see, (picture, question), or (a list of pictures,
+        question).
       top: of pictures: number of classes to return; 5 by default.
       least: of a detector: the least score of an object; .5 by default.
       max_new_tokens: most tokens to add; by default as many as fit
@@ -171,13 +174,15 @@ class Run:
     Returns:
       For each picture a dictionary from class names, the likeliest first, to
       probabilities; from a detector a list of `Detected`, the best first; for
-      each text a `Continuation`; for each recording a `Transcript`.
+      each text a `Continuation`; for each recording a `Transcript`; for each
+      question the answer.
 
     Raises:
       UserError: an input is not of the model's modality, or a setting is out of
         range.
     """
     single = not isinstance(inputs, Sequence) or isinstance(inputs, str)
+    single |= isinstance(self.config, VLMConfig) and isinstance(inputs, tuple)
     inputs = [inputs] if single else list(inputs)
     if not inputs:
       return []
@@ -191,10 +196,8 @@ class Run:
     elif isinstance(self.config, DETRConfig):
       takes, predict = ('least',), self._detect
     elif isinstance(self.config, VLMConfig):
-      raise UserError(
-        'predict: this model reads tokens with pictures: make them by'
-        ' mod_jax.models.vlm.place_images, and use run.apply.'
-      )
+      takes = tuple(name for name in of_texts if name not in ('mode', 'draft'))
+      predict = self._answer
     elif self.preprocess is None:
       takes, predict = tuple(of_texts), self._continue
     else:
@@ -211,6 +214,34 @@ class Run:
 
   def _transcribe(self, recordings) -> list:
     return self.task.modality.transcribe(self.apply, recordings)
+
+  def _answer(self, asked, **kwargs) -> list[str]:
+    if self.task is None:
+      raise UserError(
+        'predict: there is no tokenizer.json beside the weights of this model:'
+        ' fetch it, too, or use run.apply.'
+      )
+    for question in asked:
+      if not (
+        isinstance(question, tuple)
+        and len(question) == 2
+        and isinstance(question[1], str)
+      ):
+        raise UserError(
+          f'{question!r} is no question about a picture: give (picture,'
+          ' question).'
+        )
+    shown = [
+      pictures if isinstance(pictures, list) else [pictures]
+      for pictures, _ in asked
+    ]
+    state = dict(self.variables)
+    return self.task.modality.answers(
+      *(state.pop('params'), state),
+      [self.preprocess(pictures) if pictures else [] for pictures in shown],
+      [question for _, question in asked],
+      **kwargs,
+    )
 
   def _classify(self, pictures, **kwargs) -> list[dict[str, float]]:
     predictions = []
@@ -352,7 +383,9 @@ class Run:
   def reading_as_trained(self, data):
     """Returns a config of data with the model's preprocessing or tokenizer."""
     if self.preprocess is not None:
-      return self.preprocess.apply_to(data)
+      data = self.preprocess.apply_to(data)
+      if not isinstance(self.config, VLMConfig):
+        return data
     if self.task is None or data.source == 'prepared':
       return data
     kind, path = self.task.modality.tokenizer_source

@@ -27,6 +27,7 @@ from mod_jax.convert import vit as convert_vit
 from mod_jax.convert import wav2vec2 as convert_wav2vec2
 from mod_jax.data.audio import AudioDataConfig
 from mod_jax.data.characters import VOCABULARY
+from mod_jax.data.conversations import ConversationDataConfig
 from mod_jax.data.detection import DetectionDataConfig, DetectionPreprocess
 from mod_jax.data.images import ImageDataConfig, Preprocess
 from mod_jax.data.text import TextDataConfig
@@ -221,7 +222,9 @@ class _Run(Source):
   @property
   def preprocess(self):
     data = self.experiment.data
-    sees = isinstance(data, ImageDataConfig | DetectionDataConfig)
+    sees = isinstance(
+      data, ImageDataConfig | DetectionDataConfig | ConversationDataConfig
+    )
     return data.preprocess if sees else None
 
   @property
@@ -522,6 +525,20 @@ class _VisionLanguage(_OfCLIP):
   @property
   def _size(self):
     return self.config.image_size
+
+  @functools.cached_property
+  def experiment(self):
+    path = os.fspath(self.path)
+    if not (self.path / 'tokenizer.json').is_file():
+      return None  # It can be given tokens, but no text.
+    # Its training data are unknown: the config only tells how it is asked.
+    data = ConversationDataConfig(
+      tokenizer='huggingface',
+      tokenizer_path=path,
+      length=convert_llava.max_length(path),
+    )
+    data = self.preprocess.apply_to(data)
+    return ExperimentConfig(model=self.config, data=data, init=path)
 
   def read(self):
     params = convert_llava.read(self.path, self.config)

@@ -3,6 +3,7 @@
 from mod_jax.models.detr import DETRConfig
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.lm import LMConfig
+from mod_jax.models.vlm import VLMConfig
 from mod_jax.models.wav2vec2 import Wav2Vec2Config
 from mod_jax.runs import best
 from mod_jax.runs import workdir as workdir_lib
@@ -15,6 +16,7 @@ from mod_jax.tasks.language import Language
 from mod_jax.tasks.plain import Plain
 from mod_jax.tasks.pruning import Pruning
 from mod_jax.tasks.speech import Speech
+from mod_jax.tasks.vision_language import VisionLanguage
 from mod_jax.train import evaluation
 
 
@@ -30,6 +32,8 @@ def make_task(config: ExperimentConfig, workdir=None) -> Plain:
     modality = Detection(config)
   elif isinstance(config.model, Wav2Vec2Config):
     modality = Speech(config, workdir)
+  elif isinstance(config.model, VLMConfig):
+    modality = VisionLanguage(config)
   else:
     modality = Images(config)
   # Adaptive modules are trained last, from a pruned or routed model.

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from mod_jax import config as config_lib
 from mod_jax import errors
 from mod_jax.data.audio import AudioDataConfig
+from mod_jax.data.conversations import ConversationDataConfig
 from mod_jax.data.detection import DetectionDataConfig
 from mod_jax.data.images import ImageDataConfig
 from mod_jax.data.text import TextDataConfig
@@ -14,6 +15,7 @@ from mod_jax.models.detr import DETRConfig
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.models.vit import ViTConfig
+from mod_jax.models.vlm import VLMConfig
 from mod_jax.models.wav2vec2 import Wav2Vec2Config
 from mod_jax.runs.run_config import RunConfig
 
@@ -141,14 +143,17 @@ _DATA = {
   DynamicViTConfig: ImageDataConfig,
   DETRConfig: DetectionDataConfig,
   Wav2Vec2Config: AudioDataConfig,
+  VLMConfig: ConversationDataConfig,
 }
 
 
-_PICTURES = (ImageDataConfig, DetectionDataConfig)
+_PICTURES = (ImageDataConfig, DetectionDataConfig, ConversationDataConfig)
 
 
 def _within(model) -> str:
   """Returns the prefix of the fields of the vision transformer."""
+  if isinstance(model, VLMConfig):
+    return 'tower.'
   return 'backbone.' if isinstance(model, DynamicViTConfig) else ''
 
 
@@ -169,6 +174,8 @@ def _parts(model) -> list[str]:
   inner, parts = 'model.', []
   if isinstance(model, DynamicViTConfig):
     inner, parts = 'model.backbone.', ['model.stages']
+  elif isinstance(model, VLMConfig):
+    inner = 'model.language.'
   return parts + [
     inner + name
     for name in ('reduction', 'routing', 'adaptive')
@@ -180,14 +187,23 @@ def _parts(model) -> list[str]:
 class ExperimentConfig(RunConfig):
   """One run. Saved as `config.json` beside its checkpoints."""
 
-  # A language model, a vision transformer, a detector, or a recogniser of
-  # speech.
+  # A language model, a vision transformer, a detector, a recogniser of speech,
+  # or a language model that sees.
   model: (
-    LMConfig | ViTConfig | DynamicViTConfig | DETRConfig | Wav2Vec2Config
+    LMConfig
+    | ViTConfig
+    | DynamicViTConfig
+    | DETRConfig
+    | Wav2Vec2Config
+    | VLMConfig
   ) = LMConfig()
   # The data, which must fit the model.
   data: (
-    TextDataConfig | ImageDataConfig | DetectionDataConfig | AudioDataConfig
+    TextDataConfig
+    | ImageDataConfig
+    | DetectionDataConfig
+    | AudioDataConfig
+    | ConversationDataConfig
   ) = TextDataConfig()
   # Settings of the objective, for models that have some; None = defaults.
   objective: PruningObjective | ACMObjective | ConversionObjective | None = None
@@ -211,7 +227,9 @@ class ExperimentConfig(RunConfig):
     sizes = {f'model.{inner}image_size', 'data.image_size'}
     given = sizes & changes.keys()
     # Parts that are replaced as a whole bring their own.
-    if len(given) != 1 or changes.keys() & {'model', 'model.backbone', 'data'}:
+    if len(given) != 1 or changes.keys() & {
+      *('model', 'model.backbone', 'model.tower', 'data')
+    }:
       return {}
     return dict.fromkeys(sizes - given, changes[given.pop()])
 

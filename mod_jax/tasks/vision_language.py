@@ -1,0 +1,417 @@
+"""Questions about pictures."""
+
+from collections.abc import Sequence
+import functools
+
+import grain
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mod_jax import errors, flops, losses, trees, viz
+from mod_jax.data import conversations as data_lib
+from mod_jax.data import images as images_lib
+from mod_jax.data import tokenizers
+from mod_jax.layers.mode import Mode, RoutingMode
+from mod_jax.layers.token_info import IMAGE, KINDS
+from mod_jax.losses import sums
+from mod_jax.models import vlm
+from mod_jax.pretrained import source as source_lib
+from mod_jax.sampling import generate
+from mod_jax.studies.devices import one_device
+from mod_jax.tasks import warm_start
+from mod_jax.tasks.modality import Modality, table
+
+_QUESTION, _ANSWER = map(KINDS.index, ('question', 'answer'))
+_PICTURED = 4  # Held-out pictures that are drawn.
+_SHOWN = 6  # Held-out questions that are answered at the end of a run.
+
+
+class VisionLanguage(Modality):
+  """Answers to questions about pictures; the loss is on answers alone."""
+
+  unit = 'tokens'
+  row = 'conversations'
+  columns = ('accuracy', 'loss')
+  main = ('loss', 'accuracy')
+  rising = ('accuracy', 'accuracy/.*')
+  # A dense checkpoint fits a routed model, and vice versa.
+  optional = (r'(.*/)?(router|predictor)/.*', r'moving/.*')
+
+  def __init__(self, config):
+    super().__init__(config)
+    data = config.data
+    places = data.pictures * config.model.num_patches
+    self.length = ((places + data.length, data.pictures),)
+
+  @functools.cached_property
+  def tokenizer_source(self) -> tuple[str, str]:
+    """Kind and path of the tokenizer, for `tokenizers.make`."""
+    return self.config.data.tokenizer, self.config.data.tokenizer_path
+
+  @functools.cached_property
+  def tokenizer(self):
+    """The tokenizer of the data, read on first use."""
+    return tokenizers.make(*self.tokenizer_source)
+
+  def use_tokenizer(self, kind: str, path: str) -> None:
+    """Sets a tokenizer other than that of the config."""
+    self.tokenizer_source = (kind, '' if kind == 'bytes' else path)
+    self.tokenizer = tokenizers.make(kind, path)
+
+  @property
+  def end(self) -> int:
+    """The token that ends an answer: the end of a line if there is no other."""
+    if self.tokenizer.eos_id is not None:
+      return self.tokenizer.eos_id
+    return self.tokenizer.encode('\n')[-1]
+
+  def check(self):
+    model, tokenizer = self.config.model, self.tokenizer
+    if model.vocab_size < tokenizer.vocab_size:
+      raise errors.UserError(
+        f'model.language.vocab_size={model.vocab_size} is smaller than the'
+        f" tokenizer's {tokenizer.vocab_size}: set it to at least that."
+      )
+    image = model.image_token
+    if image < tokenizer.vocab_size and tokenizer.surfaces[image]:
+      raise errors.UserError(
+        f'model.image_token={image} is {tokenizer.spelled(image)!r} in the'
+        f' tokenizer: take an id of no text, such as {tokenizer.vocab_size},'
+        ' and enlarge the vocabulary.'
+      )
+
+  # Rows.
+
+  def encode(
+    self, pieces: Sequence[tuple[data_lib.Kind, str]]
+  ) -> tuple[list[int], list[int]]:
+    """Returns tokens of pieces of a text, and the number of each one's kind.
+
+    Each picture is one placeholder, and each answer ends with `end`. The pieces
+    are encoded one by one, so that the kind of each token is known.
+    """
+    tokens, kinds = [], []
+    if self.tokenizer.bos_id is not None:
+      tokens, kinds = [self.tokenizer.bos_id], [KINDS.index('text')]
+    for kind, text in pieces:
+      for i, part in enumerate(text.split(data_lib.IMAGE)):
+        if i:
+          tokens.append(self.config.model.image_token)
+          kinds.append(IMAGE)
+        ids = self.tokenizer.encode(part)
+        tokens += ids
+        kinds += [KINDS.index(kind)] * len(ids)
+      if kind == 'answer':
+        tokens.append(self.end)
+        kinds.append(_ANSWER)
+    return tokens, kinds
+
+  def _row(self, conversation: data_lib.Conversation) -> dict:
+    """Returns a row of a batch."""
+    data, model = self.config.data, self.config.model
+    tokens, kinds = self.encode(conversation.pieces())
+    is_text = np.asarray(kinds) != IMAGE
+    cut = int((np.cumsum(is_text) <= data.length).sum())
+    tokens, kinds = tokens[:cut], kinds[:cut]
+    shown = conversation.pictures[: kinds.count(IMAGE)]
+    pictures = data.preprocess(shown) if shown else []
+    placed = vlm.place_images(
+      *(model, [tokens], [pictures], [kinds]),
+      text=data.length,
+      count=data.pictures,
+    )
+    is_answer_L = placed.valid_BL[0] & (placed.kind_BL[0] == _ANSWER)
+    return {
+      'tokens': placed.tokens_BL[0],
+      'images': placed.images_BIHWC[0],
+      'kind': placed.kind_BL[0],
+      'valid': placed.valid_BL[0],
+      'targets': np.append(placed.tokens_BL[0, 1:], np.int32(0)),
+      'weights': np.append(is_answer_L[1:], False).astype(np.float32),
+      'topic': np.int32(conversation.topic),
+    }
+
+  def _train_row(self, source, index) -> dict:
+    return self._row(source.load(int(index)))
+
+  def _eval_row(self, source, index) -> dict:
+    real = index != images_lib.PADDING
+    row = self._row(source.load(int(index) if real else 0))
+    return row | {
+      'weights': row['weights'] * real,
+      'weight': np.float32(real),
+    }
+
+  def train_iterator(self, *, shard_index=0, shard_count=1):
+    source = data_lib.open_split(self.config.data, 'train')
+    rows = self.config.train.batch_size
+    if len(source) < rows:
+      raise errors.UserError(
+        f'there are {len(source)} conversations to train on, fewer than the'
+        f' {rows} of one batch: add some or lower the batch size.'
+      )
+    dataset = grain.MapDataset.source(range(len(source)))
+    dataset = dataset.seed(self.config.seed).shuffle().repeat()
+    dataset = dataset.map(functools.partial(self._train_row, source))
+    count = rows // shard_count
+    dataset = images_lib.GlobalRows(dataset, rows, shard_index * count, count)
+    dataset = dataset.batch(count, drop_remainder=True)
+    return images_lib.Batches(dataset, self.config.data.workers)
+
+  def eval_batches(
+    self, *, batch_size, num_batches=None, shard_index=0, shard_count=1
+  ):
+    source = data_lib.open_split(self.config.data, 'eval')
+    index = images_lib.eval_indices(
+      len(source), batch_size, num_batches, shard_index, shard_count
+    )
+    dataset = grain.MapDataset.source(index)
+    dataset = dataset.map(functools.partial(self._eval_row, source))
+    return images_lib.finite_batches(
+      dataset.batch(batch_size), self.config.data.workers
+    )
+
+  def rows_per_epoch(self):
+    return len(data_lib.open_split(self.config.data, 'train'))
+
+  def data_summary(self):
+    held_out = len(data_lib.open_split(self.config.data, 'eval'))
+    return (
+      f'{self.rows_per_epoch():,} conversations for training, {held_out:,} held'
+      ' out'
+    )
+
+  def batch_shapes(self):
+    rows, data = self.config.train.batch_size, self.config.data
+    ((length, pictures),) = self.length
+    size = data.image_size
+    shapes = {
+      **dict.fromkeys(('tokens', 'kind', 'targets'), ((length,), 'int32')),
+      'images': ((pictures, size, size, 3), 'float32'),
+      'valid': ((length,), 'bool'),
+      'weights': ((length,), 'float32'),
+      'topic': ((), 'int32'),
+    }
+    return {
+      name: jax.ShapeDtypeStruct((rows, *shape), dtype)
+      for name, (shape, dtype) in shapes.items()
+    }
+
+  def data_fingerprint(self):
+    return data_lib.fingerprint(self.config.data) | {
+      'tokenizer': self.tokenizer.fingerprint
+    }
+
+  @property
+  def tokens_per_step(self):
+    ((length, _),) = self.length
+    return self.config.train.batch_size * length
+
+  def inputs(self, batch, *, train):
+    kwargs = {'kind_BL': batch['kind'], 'valid_BL': batch['valid']}
+    if train:  # Without targets the model returns logits, and no loss.
+      kwargs['targets_BL'] = batch['targets']
+      kwargs['weights_BL'] = batch['weights']
+    return (batch['tokens'], batch['images']), kwargs
+
+  def loss(self, output, batch):
+    if output.loss is None:
+      return losses.next_token_loss(
+        output.logits_BLV, batch['targets'], batch['weights']
+      )
+    return output.loss
+
+  def eval_sums(self, output, batch, mode):
+    """Returns sums; an answer is right if greedy decoding would write it."""
+    del mode
+    asked_BL = batch['weights'] > 0
+    is_right_BL = output.logits_BLV.argmax(axis=-1) == batch['targets']
+    asked_B = asked_BL.any(axis=-1)
+    right_B = asked_B & (is_right_BL | ~asked_BL).all(axis=-1)
+
+    def accuracy(among_B):
+      return (right_B & among_B).sum(dtype=jnp.float32), among_B.sum(
+        dtype=jnp.float32
+      )
+
+    found = {'loss': self.loss(output, batch), 'accuracy': accuracy(asked_B)}
+    if self.config.data.source == 'scenes':
+      for i, name in enumerate(data_lib.TOPICS):
+        found[f'accuracy/{name}'] = accuracy(asked_B & (batch['topic'] == i))
+    for routed in output.routing:
+      if routed.candidate_BL is not None:
+        among_BL = routed.candidate_BL & asked_B[:, None]
+        share = (
+          (routed.chosen_BL & among_BL).sum(dtype=jnp.float32),
+          among_BL.sum(dtype=jnp.float32),
+        )
+        found = sums.add(found, {'routed': share})
+    return found
+
+  def token_weights(self, batch):
+    return batch['valid'] * batch['weight'][:, None]
+
+  def modes(self, *, more=False):
+    model = self.config.model
+    routing = model.decoding_mode if len(model.rules) > 1 else RoutingMode()
+    return {} if more else {'': Mode(routing=routing)}
+
+  def load_weights(
+    self, init, model, params, model_state, *, whole=False, **kwargs
+  ):
+    source = source_lib.Source.of_init(init)
+    if not isinstance(source.config, vlm.VLMConfig):
+      raise errors.UserError(
+        f'init={init} holds no model that answers questions about pictures:'
+        ' give a run of one, or a folder of Hugging Face with a LLaVA.'
+      )
+    if source.ours:
+      return warm_start.from_ours(params, model_state, init, **kwargs)
+    weights = source.read()['params']
+    kwargs['describe'] = f'init={init}'
+    return trees.merge(params, weights, **kwargs), model_state
+
+  # Reports.
+
+  def summary(self, task, metrics):
+    model = self.config.model
+    cells = [
+      f'{flops.forward(model, *self.length) / 1e9:.4f}',
+      f'{flops.num_params(model):,}',
+    ]
+    columns = self.columns + ('routed',) * bool(model.num_routed)
+    lines = table(
+      *(metrics, columns, [('model', '', *cells)]),
+      more=('GFLOPs', 'parameters'),
+    )
+    by_topic = [
+      f'{name.partition("/")[2]} {value:.4f}'
+      for name, value in metrics.items()
+      if name.startswith('accuracy/')
+    ]
+    if by_topic:
+      lines.append(f'accuracy by question: {", ".join(by_topic)}')
+    if model.num_routed:
+      lines.append(
+        'routed: of the tokens among which blocks choose, those that enter'
+      )
+    return '\n'.join(lines)
+
+  def pictures(self, task, params, model_state):
+    """Draws which image tokens each routed block takes."""
+    model = self.config.model
+    if model.routing is None or 'image' not in (model.routing.kinds or ()):
+      return {}
+    batch = next(iter(self.eval_batches(batch_size=_PICTURED, num_batches=1)))
+    with one_device(params, model_state) as (params, model_state):
+      key = jax.random.key(self.config.seed)
+      (mode,) = self.modes().values()
+      output = jax.device_get(
+        jax.jit(functools.partial(task.apply, mode=mode))(
+          params, model_state, batch, key
+        )
+      )
+    is_image_BL = batch['valid'] & (batch['kind'] == IMAGE)
+    shown_B = is_image_BL.any(axis=-1) & (batch['weight'] > 0)
+    if not shown_B.any():
+      return {}
+    # Of each row's first picture.
+    place_BN = np.argsort(~is_image_BL, axis=-1, kind='stable')
+    place_BN = place_BN[:, : model.num_patches]
+    processed_RBN = [
+      np.take_along_axis(np.asarray(routed.chosen_BL), place_BN, axis=-1)
+      for routed in output.routing
+    ]
+    is_question_BL = batch['valid'] & (batch['kind'] == _QUESTION)
+    questions = [
+      self.tokenizer.decode(tokens_L[is_question_L]).strip()
+      for tokens_L, is_question_L in zip(
+        batch['tokens'][shown_B], is_question_BL[shown_B], strict=True
+      )
+    ]
+    return {
+      'image_tokens': viz.patch_maps(
+        images_lib.denormalize(self.config.data, batch['images'][shown_B, 0]),
+        np.stack(processed_RBN)[:, shown_B],
+        layers=[i for i, c in enumerate(model.capacities) if c is not None],
+        grid=(model.tower.grid,) * 2,
+        num_layers=model.num_layers,
+        labels=questions,
+        title='Held-out pictures: the image tokens that each block processes',
+      )
+    }
+
+  def load_pictures(self, task, params, model_state):
+    return {}
+
+  def studies(self, task):
+    return {}
+
+  def answers(
+    self,
+    params,
+    model_state,
+    pictures: Sequence[Sequence[np.ndarray]],
+    questions: Sequence[str],
+    *,
+    max_new_tokens: int = 64,
+    **kwargs,
+  ) -> list[str]:
+    """Answers questions; `kwargs` are those of `sampling.generate`.
+
+    Args:
+      params: of the model.
+      model_state: its other collections.
+      pictures: of each question, as `data.preprocess` makes them.
+      questions: without placeholders, each is about its pictures in order.
+      max_new_tokens: most tokens of an answer.
+      **kwargs: further settings.
+    """
+    model = self.config.model
+    rows, kinds = [], []
+    for shown, question in zip(pictures, questions, strict=True):
+      if data_lib.IMAGE not in question:
+        question = f'{data_lib.IMAGE}\n' * len(shown) + question
+      tokens, kinds_of_row = self.encode(data_lib.prompt(question))
+      rows.append(tokens)
+      kinds.append(kinds_of_row)
+    placed = vlm.place_images(model, rows, pictures, kinds, side='left')
+    kwargs.setdefault('temperature', 0.0)
+    if 'mode' not in kwargs:
+      kwargs['mode'] = model.decoding_mode
+    generated = generate(
+      model.build(),
+      {'params': params, **model_state},
+      placed.tokens_BL,
+      placed.valid_BL,
+      images_BIHWC=placed.images_BIHWC,
+      kind_BP=placed.kind_BL,
+      max_new_tokens=max_new_tokens,
+      end_token=self.end,
+      **kwargs,
+    )
+    arrays = map(np.asarray, (generated.tokens_BN, generated.length_B))
+    return [
+      self.tokenizer.decode(tokens_N[:length].tolist()).strip()
+      for tokens_N, length in zip(*arrays, strict=True)
+    ]
+
+  def texts(self, task, params, model_state):
+    model = self.config.model
+    if len(model.rules) == 1:  # No causal rule was trained.
+      return
+    source = data_lib.open_split(self.config.data, 'eval')
+    asked = [source.load(i) for i in range(min(_SHOWN, len(source)))]
+    asked = [x for x in asked if len(x.pictures) <= self.config.data.pictures]
+    preprocess = self.config.data.preprocess
+    found = self.answers(
+      *(params, model_state),
+      [preprocess(x.pictures) if x.pictures else [] for x in asked],
+      [x.turns[0][0] for x in asked],
+      max_new_tokens=16,
+    )
+    for conversation, answer in zip(asked, found, strict=True):
+      question, true = conversation.turns[0]
+      question = question.replace(data_lib.IMAGE, '').strip()
+      yield f'{question} {answer} (it is {true})'

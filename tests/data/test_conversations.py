@@ -1,0 +1,143 @@
+"""Questions about scenes that nobody can guess, and LLaVA's files."""
+
+import collections
+import json
+
+import numpy as np
+from PIL import Image
+import pytest
+
+from mod_jax.data import conversations
+from mod_jax.data.conversations import ConversationDataConfig
+from mod_jax.data.scenes import SceneConfig, Scenes
+from mod_jax.errors import UserError
+
+SCENES = SceneConfig(num_train=300, num_eval=100)
+WORDS = dict(zip(conversations._WORDS, range(10), strict=True))
+
+
+def truth(topic, question, boxes_N4, digits_N):
+  """Returns the answer, by another way than that of the generator."""
+  x_N, y_N, *_ = boxes_N4.T
+  named = [digit for word, digit in WORDS.items() if f'a {word}?' in question]
+  count = sum(digits_N == digit for digit in named[:1])
+  count = int(np.sum(count))
+  return {
+    'leftmost': lambda: digits_N[x_N == x_N.min()][0],
+    'rightmost': lambda: digits_N[x_N == x_N.max()][0],
+    'highest': lambda: digits_N[y_N == y_N.min()][0],
+    'lowest': lambda: digits_N[y_N == y_N.max()][0],
+    'count': lambda: count,
+    'presence': lambda: 'yes' if count else 'no',
+    'sum': lambda: sum(digits_N),
+  }[topic]()
+
+
+def test_answers_are_true_and_equally_frequent():
+  source = conversations.SceneQuestions(SCENES, 64, 'train')
+  scenes = Scenes(SCENES, 64, 'train')
+  asked = collections.defaultdict(collections.Counter)
+  for i in range(300):
+    scene, question, answer, number = source.question(i)
+    topic = conversations.TOPICS[number]
+    found = truth(topic, question, *scenes.objects(scene))
+    assert answer == str(found), (question, found)
+    asked[topic][answer] += 1
+  assert set(asked) == set(conversations.TOPICS)
+  for topic, counts in asked.items():
+    answers = conversations._TOPICS[topic].answers
+    expected = counts.total() / len(answers)
+    # Chance alone: a chi-squared of as many degrees, at four deviations.
+    squares = sum((counts[str(x)] - expected) ** 2 for x in answers) / expected
+    freedom = len(answers) - 1
+    assert squares < freedom + 4 * (2 * freedom) ** 0.5
+
+
+def test_questions_are_the_same_at_each_call_and_held_out():
+  train, held_out = (
+    conversations.SceneQuestions(SCENES, 64, split)
+    for split in ('train', 'eval')
+  )
+  one, again = train.load(5), train.load(5)
+  assert one.turns == again.turns
+  pixels = [np.asarray(x.pictures[0]) for x in (one, again)]
+  np.testing.assert_array_equal(*pixels)
+  assert train.fingerprint() != held_out.fingerprint()
+  assert [train.question(i) for i in range(9)] != [
+    held_out.question(i) for i in range(9)
+  ]
+  (kind, _), (_, question), *_, (_, answer) = one.pieces()
+  assert kind == 'text'
+  assert question.startswith(conversations.IMAGE)
+  assert answer == ' ' + one.turns[0][1]
+
+
+def part(speaker, text):
+  return {'from': speaker, 'value': text}
+
+
+PAIR = [part('human', '<image>\nWhat is it?'), part('gpt', 'A dog.')]
+
+
+def write(folder, examples):
+  (folder / 'pictures').mkdir()
+  Image.new('RGB', (6, 4), 'red').save(folder / 'pictures' / 'a.png')
+  file = folder / 'data.json'
+  file.write_text(json.dumps(examples))
+  return ConversationDataConfig(
+    source='llava', path=str(file), eval_fraction=0.5
+  )
+
+
+def test_a_file_of_llava_is_read(tmp_path):
+  text = [part('human', 'Hello?'), part('gpt', 'Hi.')]
+  config = write(
+    tmp_path,
+    [
+      {'image': 'pictures/a.png', 'conversations': PAIR + text},
+      {'conversations': text},
+    ],
+  )
+  train, held_out = (
+    conversations.open_split(config, x) for x in ('train', 'eval')
+  )
+  assert (len(train), len(held_out)) == (1, 1)
+  found = train.load(0)
+  assert found.pictures[0].size == (6, 4)
+  assert found.turns == (
+    ('<image>\nWhat is it?', 'A dog.'),
+    ('Hello?', 'Hi.'),
+  )
+  assert held_out.load(0) == ((), (('Hello?', 'Hi.'),), -1)
+
+
+@pytest.mark.parametrize(
+  ('example', 'sentence'),
+  [
+    ({'conversations': PAIR}, 'example 0 has 0 pictures and 1 <image>'),
+    (
+      {'image': ['a', 'b'], 'conversations': PAIR},
+      'has 2 pictures and 1 <image>',
+    ),
+    ({'image': '../a', 'conversations': PAIR}, 'outside of the folder'),
+    ({'image': 3, 'conversations': PAIR}, 'no name of a file'),
+    ({'conversations': PAIR[::-1]}, "in part 0 no text from 'human'"),
+    ({'conversations': PAIR[:1]}, 'has no conversations'),
+    ({}, 'has no conversations'),
+  ],
+)
+def test_wrong_examples_are_named(tmp_path, example, sentence):
+  config = write(tmp_path, [example, example])
+  with pytest.raises(UserError, match=sentence):
+    conversations.open_split(config, 'train')
+
+
+def test_what_is_no_file_of_llava_is_refused(tmp_path):
+  config = write(tmp_path, {})
+  with pytest.raises(UserError, match='expected a list'):
+    conversations.open_split(config, 'train')
+  (tmp_path / 'data.json').write_text('{')
+  with pytest.raises(UserError, match='is no JSON'):
+    conversations.open_split(config, 'eval')
+  with pytest.raises(UserError, match='needs path'):
+    ConversationDataConfig(source='llava')

@@ -1,0 +1,153 @@
+"""Questions about pictures as a task: training, evaluation, use."""
+
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+import mod_jax
+from mod_jax import config as config_lib
+from mod_jax.data import conversations
+from mod_jax.errors import UserError
+from mod_jax.layers.token_info import KINDS
+from mod_jax.models.vlm import place_images
+from mod_jax.tasks import make_task, phases
+
+ROOT = pathlib.Path(__file__).parents[2]
+SCENES = config_lib.load(ROOT / 'configs/vlm/scenes.py')
+TASK = make_task(SCENES.get_config('pmod_tiny')).modality
+
+
+def batch():
+  return next(iter(TASK.eval_batches(batch_size=3, num_batches=1)))
+
+
+def test_the_loss_is_on_answers_alone():
+  rows = batch()
+  source = conversations.open_split(TASK.config.data, 'eval')
+  index = np.arange(3) * len(source) // 3
+  for i, row in enumerate(index):
+    turns = source.load(int(row)).turns
+    weighed = rows['weights'][i] > 0
+    answer = TASK.tokenizer.decode(rows['targets'][i][weighed])
+    assert answer == f' {turns[0][1]}\n'
+    # It is predicted from the tokens before it.
+    places = np.flatnonzero(weighed)
+    np.testing.assert_array_equal(
+      rows['targets'][i, places], rows['tokens'][i, places + 1]
+    )
+    kinds = [KINDS[k] for k in rows['kind'][i][rows['valid'][i]]]
+    assert kinds.count('image') == TASK.config.model.num_patches
+    assert kinds.count('question') == len(turns[0][0]) - len('<image>')
+    assert kinds.count('answer') == len(answer)
+  shapes = TASK.batch_shapes()
+  for name, shape in shapes.items():
+    assert rows[name].shape[1:] == shape.shape[1:], name
+    assert rows[name].dtype == shape.dtype, name
+
+
+def test_long_conversations_are_cut_with_their_pictures():
+  source = conversations.open_split(TASK.config.data, 'eval')
+  one = source.load(0)
+  late = one._replace(turns=(('x' * 99, 'y'), one.turns[0]))
+  row = TASK._row(late)
+  assert row['valid'].sum() == TASK.config.data.length
+  assert not row['images'].any()
+  assert TASK._row(one)['images'].any()
+
+
+def test_right_answers_are_counted_by_question():
+  rows = batch()
+  logits_BLV = jax.nn.one_hot(rows['targets'], 257)
+  # A wrong last token of the first answer, and nonsense beside answers.
+  last = np.flatnonzero(rows['weights'][0])[-1]
+  logits_BLV = logits_BLV.at[0, last].set(jnp.arange(257.0))
+  logits_BLV = jnp.where(rows['weights'][..., None] > 0, logits_BLV, 0)
+  output = tiny.apply(
+    TASK.config.model,
+    tiny.variables(TASK.config.model),
+    rows['tokens'],
+    rows['images'],
+    kind_BL=rows['kind'],
+    valid_BL=rows['valid'],
+  )
+  found = TASK.eval_sums(output.replace(logits_BLV=logits_BLV), rows, None)
+  assert tuple(map(float, found['accuracy'])) == (2, 3)
+  by_topic = [found[f'accuracy/{name}'] for name in conversations.TOPICS]
+  assert sum(float(right) for right, _ in by_topic) == 2
+  assert sum(float(count) for _, count in by_topic) == 3
+  chosen, among = map(float, found['routed'])
+  # Two routed blocks: on half of 16 tokens, and on .15 of them.
+  assert (chosen, among) == (3 * (8 + 2), 3 * 2 * 16)
+
+
+def test_generated_answers_are_those_of_the_forward_pass():
+  config = TASK.config.model
+  variables = tiny.variables(config)
+  images = tiny.images(2, size=32)
+  questions = ['Is there a seven?', 'What is it?']
+  pictures = [[images[0]], [images[1]]]
+  found = TASK.answers(
+    variables['params'], {}, pictures, questions, max_new_tokens=3
+  )
+  for i, question in enumerate(questions):
+    pieces = conversations.prompt(f'<image>\n{question}')
+    tokens, kinds = TASK.encode(pieces)
+    for _ in range(3):
+      placed = place_images(config, [tokens], [pictures[i]], [kinds], text=50)
+      args, kwargs = placed.inputs
+      logits_LV = tiny.apply(config, variables, *args, **kwargs).logits_BLV[0]
+      new = int(logits_LV[placed.valid_BL.sum() - 1].argmax())
+      if new == TASK.end:
+        break
+      tokens.append(new)
+      kinds.append(KINDS.index('answer'))
+    added = tokens[len(TASK.encode(pieces)[0]) :]
+    assert found[i] == TASK.tokenizer.decode(added).strip()
+
+
+@pytest.fixture(scope='module')
+def trained(tmp_path_factory, on_one_device):
+  workdir = tmp_path_factory.mktemp('vlm') / 'run'
+  with on_one_device():
+    return workdir, phases.train(SCENES.get_config('gamma_tiny'), workdir)
+
+
+@pytest.mark.slow
+def test_a_run_trains_answers_and_is_exported(trained, tmp_path):
+  workdir, result = trained
+  assert {'loss', 'accuracy', 'routed'} <= result.metrics.keys()
+  assert np.isfinite(result.metrics['loss'])
+  assert result.metrics['routed'] == pytest.approx(0.5, abs=0.05)
+  assert (workdir / 'pictures' / 'image_tokens.png').is_file()
+  run = mod_jax.load(workdir)
+  picture = conversations.open_split(run.experiment.data, 'eval').load(0)
+  asked = (picture.pictures[0], 'What is the sum?')
+  (answer,) = run.predict(asked, max_new_tokens=4)
+  assert isinstance(answer, str)
+  mod_jax.export(run, tmp_path)
+  again = mod_jax.load(tmp_path)
+  assert again.config == run.config
+  assert again.predict([asked], max_new_tokens=4) == [answer]
+  with pytest.raises(UserError, match='no question about a picture'):
+    run.predict(['What is the sum?'])
+  with pytest.raises(UserError, match='top: this model takes max_new_tokens'):
+    run.predict(asked, top=3)
+
+
+def test_what_does_not_fit_is_refused():
+  for changes, words in (
+    ({'model.image_token': 65}, "image_token=65 is 'A' in the tokenizer"),
+    ({'model.language.vocab_size': 100, 'model.image_token': 99}, 'vocab_size'),
+  ):
+    config = config_lib.replace(SCENES.get_config('tiny'), changes)
+    with pytest.raises(UserError, match=words):
+      make_task(config).modality.check()
+  with pytest.raises(UserError, match=r'model.tower.image_size=32'):
+    config_lib.replace(
+      SCENES.get_config('tiny'),
+      {'model.tower.image_size': 32, 'data.image_size': 64},
+    )
