@@ -30,7 +30,7 @@ def make_config(variant: str, seed: int) -> ExperimentConfig:
   scenes = config_lib.load(root / 'detection/scenes.py')
   if _TINY.value:
     variant = f'{variant}_tiny'.lstrip('_')
-  changes = {'seed': seed, 'log.tensorboard': False, 'evaluation.every': 0}
+  changes = {'seed': seed, 'log.tensorboard': False}
   return config_lib.replace(scenes.get_config(variant), changes)
 
 

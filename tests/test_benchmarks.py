@@ -122,6 +122,15 @@ def test_clip_art_of_unequal_classes(tmp_path):
   assert path.read_text() == before
 
 
+def test_detectors_are_compared(tmp_path):
+  args = ('tiny', 'seeds=0', f'workdir={tmp_path}', 'runs=^A-MoD')
+  out = run('detection_scenes', *args)
+  assert out.splitlines()[-1].startswith('| A-MoD 50% | 1 | ')
+  line = json.loads((tmp_path / 'detection_scenes.jsonl').read_text())
+  assert 0 <= line['mAP'] <= line['mAP50'] <= 1
+  assert line['cpu_seconds'] > 0
+
+
 def test_tuning_tries_sizes():
   pytest.importorskip('jax_triton')
   out = run(

@@ -30,8 +30,7 @@ MODEL = DETRConfig(
   image_size=(64, 64),
   num_classes=10,
   num_queries=8,
-  backbone=ConvStemConfig(width=32),
-  patch_size=4,
+  backbone=ConvStemConfig(width=48, depth=5, halvings=3),
   num_layers=2,
   num_decoder_layers=4,
   width=64,
@@ -40,6 +39,8 @@ MODEL = DETRConfig(
   dropout=0.0,
   place_tokens=True,
   place_temperature=20.0,
+  # With 1, boxes are learnt well before any class is.
+  class_weight=4.0,
 )
 AMOD = VisionRoutingConfig(capacity=0.5)
 MOD = VisionRoutingConfig(capacity=0.5, score='learned', **LIKE_DENSE)
@@ -58,7 +59,7 @@ def dense() -> ExperimentConfig:
       weight_decay=1e-2,
       clip_norm=1.0,
     ),
-    train=TrainConfig(num_steps=5000, batch_size=16),
+    train=TrainConfig(num_steps=3500, batch_size=16),
     evaluation=EvaluationConfig(
       every=0.25, batches=4, batch_size=50, final_batches=0
     ),
@@ -77,8 +78,8 @@ def tiny(experiment: ExperimentConfig) -> ExperimentConfig:
   model = dataclasses.replace(
     experiment.model,
     image_size=(32, 32),
-    backbone=ConvStemConfig(width=4),
-    patch_size=4,
+    backbone=ConvStemConfig(width=4, halvings=2),
+    patch_size=2,
     num_queries=6,
     num_layers=2,
     num_decoder_layers=2,

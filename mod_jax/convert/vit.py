@@ -192,10 +192,13 @@ def names(config: Config, naming: Naming) -> tuple[Entry, ...]:
         f'{field}={value}: vision transformers of {library.label} have'
         f' {field}={required}; use another naming.'
       )
-  if 'stem/conv_0' in library.table and getattr(dense.stem, 'depth', 0) != 3:
+  stem = dense.stem
+  of_lv_vit = stem and stem == ConvStemConfig(width=stem.width)
+  if 'stem/conv_0' in library.table and not of_lv_vit:
     raise UserError(
-      f'stem={dense.stem}: the stem of an LV-ViT has three convolutions; for a'
-      " model without a stem, use naming 'timm'."
+      f'stem={stem}: the stem of an LV-ViT has three convolutions, of which the'
+      ' first halves the picture; for a model without a stem, use naming'
+      " 'timm'."
     )
   ours = [*_shapes(dense)]
   if naming == 'dynamicvit':

@@ -10,26 +10,43 @@ from mod_jax import config as config_lib
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ConvStemConfig:
-  """Convolutions 7×7 with stride 2 and 3×3, each with BatchNorm and ReLU."""
+  """Convolutions, 7×7 and then 3×3, each with BatchNorm and ReLU."""
 
   width: config_lib.Width = 64  # Channels.
   depth: config_lib.Unrolled = 3  # Convolutions.
+  # So many of them, from the first, halve the resolution; LV-ViT's only once.
+  halvings: config_lib.Size = 1
 
   def __post_init__(self):
-    config_lib.validate(self)
+    check = config_lib.validate(self)
+    check(self.halvings <= self.depth, 'at most depth', *('halvings', 'depth'))
+
+  @property
+  def stride(self) -> int:
+    """Pixels between neighbouring features."""
+    return 2**self.halvings
+
+  def features_flops(self, height: int, width: int) -> int:
+    """Returns the FLOPs of a picture's features; BatchNorm is folded in."""
+    total, inputs = 0, 3
+    for i in range(self.depth):
+      if i < self.halvings:
+        height, width = (height + 1) // 2, (width + 1) // 2
+      side = 3 if i else 7
+      total += 2 * height * width * side**2 * inputs * self.width
+      inputs = self.width
+    return total
 
   def flops(self, image_size: int, features: int) -> dict[str, int]:
     """Returns FLOPs of stem and patch embedding; BatchNorm is folded in."""
-    side = image_size // 2
-    first = 2 * side**2 * 7**2 * 3 * self.width
-    others = 2 * side**2 * 3**2 * self.width**2 * (self.depth - 1)
     # Patches tile the image, so their size does not matter.
-    embed = 2 * side**2 * self.width * features
-    return {'stem': first + others, 'embed': embed}
+    embed = 2 * (image_size // self.stride) ** 2 * self.width * features
+    stem = self.features_flops(image_size, image_size)
+    return {'stem': stem, 'embed': embed}
 
 
 class ConvStem(nn.Module):
-  """image_BHWC -> x_BHWC at half the resolution."""
+  """image_BHWC -> x_BHWC at a `config.stride`-th of the resolution."""
 
   config: ConvStemConfig
   train: bool = False  # Whether BatchNorm uses and tracks batch statistics.
@@ -38,7 +55,8 @@ class ConvStem(nn.Module):
   @nn.compact
   def __call__(self, x_BHWC: jax.Array) -> jax.Array:
     for i in range(self.config.depth):
-      size, stride = (7, 2) if i == 0 else (3, 1)
+      size = 3 if i else 7
+      stride = 2 if i < self.config.halvings else 1
       x_BHWC = nn.Conv(
         self.config.width,
         (size, size),

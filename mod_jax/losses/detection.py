@@ -108,13 +108,12 @@ class SetLosses:
   l1: Pair
   giou: Pair
 
-  @property
-  def weighted(self) -> list[Pair]:
-    """The pairs to add up, each with its weight in the loss."""
+  def weighted(self, class_weight: float = _CLASS) -> list[Pair]:
+    """Returns the pairs to add up, each with its weight in the loss."""
     return [
       (weight * total, count)
       for weight, (total, count) in (
-        (_CLASS, self.classes),
+        (class_weight, self.classes),
         (_L1, self.l1),
         (_GIOU, self.giou),
       )
@@ -162,6 +161,7 @@ def earlier_losses(
   boxes_BNQ4: jax.Array,
   label_BT: jax.Array,
   target_BT4: jax.Array,
+  class_weight: float = _CLASS,
 ) -> list[Pair]:
   """Returns the weighted losses of N earlier decoder layers.
 
@@ -181,4 +181,6 @@ def earlier_losses(
   # The mean of all layers, N times, is the sum of the means of each: all have
   # the same number of objects. The weights of the class "no object" are so
   # too, as each layer matches as many queries.
-  return [(layers * total, count) for total, count in found.weighted]
+  return [
+    (layers * total, count) for total, count in found.weighted(class_weight)
+  ]

@@ -62,6 +62,8 @@ class DETRConfig(StackedConfig):
   mlp_dim: config_lib.Size = 2048  # Hidden width of the MLPs (F).
   dropout: config_lib.BelowOne = 0.1  # Of the updates, in training.
   norm_epsilon: config_lib.Epsilon = 1e-5  # Epsilon of the layer norms.
+  # Of the classes in the loss, where boxes weigh 5 and 2; matching has 1.
+  class_weight: config_lib.Weight = 1.0
   # Routed blocks of encoder and decoder; None = none.
   routing: VisionRoutingConfig | None = None
   # What is routed. The content of the first decoder layer is zero, so that with
@@ -101,13 +103,13 @@ class DETRConfig(StackedConfig):
   @property
   def stride(self) -> int:
     """Pixels between the centres of neighbouring tokens."""
-    return _backbone_stride(self.backbone) * self.patch_size
+    return self.backbone.stride * self.patch_size
 
   @property
   def grid(self) -> tuple[int, int]:
     """Rows and columns of tokens of a picture."""
     sides = self.image_size
-    for _ in range(round(math.log2(_backbone_stride(self.backbone)))):
+    for _ in range(round(math.log2(self.backbone.stride))):
       sides = tuple(map(halved, sides))
     return tuple(side // self.patch_size for side in sides)
 
@@ -201,9 +203,8 @@ class DETRConfig(StackedConfig):
       backbone = self.backbone.flops(*self.image_size)
       channels = self.backbone.channels
     else:
-      height, width = self.image_size
-      side = self.backbone.flops(2, 1)['stem']  # Of one feature.
-      backbone = {'backbone': side * halved(height) * halved(width)}
+      stem = self.backbone.features_flops(*self.image_size)
+      backbone = {'backbone': stem}
       channels = self.backbone.width
     project = 2 * tokens * channels * self.patch_size**2 * self.width
     boxes = (_BOX_LAYERS - 1) * self.width + 4
@@ -235,10 +236,6 @@ class DETRConfig(StackedConfig):
       )
       // 2
     )
-
-
-def _backbone_stride(backbone) -> int:
-  return backbone.stride if isinstance(backbone, ResNetConfig) else 2
 
 
 @flax.struct.dataclass

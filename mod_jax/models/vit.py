@@ -90,8 +90,8 @@ class ViTConfig(StackedConfig):
       *('width', 'num_heads'),
     )
     check(
-      self.stem is None or self.patch_size % 2 == 0,
-      'an even number, since the convolutional stem halves the image first',
+      self.stem is None or self.patch_size % self.stem.stride == 0,
+      "a multiple of the convolutional stem's stride, which comes first",
       'patch_size',
     )
     check(
@@ -383,7 +383,7 @@ class ViT(nn.Module):
     )
     x_BHWC = images_BHWC.astype(config.dtype)
     if config.stem is not None:
-      x_BHWC, patch = self.stem(x_BHWC), patch // 2
+      x_BHWC, patch = self.stem(x_BHWC), patch // config.stem.stride
     patches_BND = self.patch(split_patches(x_BHWC, patch))
     batch, _, width = patches_BND.shape
     prefix_BPD = jnp.broadcast_to(

@@ -21,6 +21,7 @@ from mod_jax.models import acm, lm
 from mod_jax.models.detr import DETRConfig
 from mod_jax.models.dynamic_vit import DynamicViTConfig, equal_stages
 from mod_jax.models.lm import LMConfig
+from mod_jax.models.vlm import VLMConfig
 from mod_jax.pretrained.load import Run, load
 from mod_jax.tasks import make_task
 from mod_jax.tasks.detection import Detection
@@ -80,6 +81,11 @@ def route(
     'acm': _acm,
   }
   make = config_lib.choose(method, methods, 'method')
+  if isinstance(run.config, VLMConfig):
+    raise UserError(
+      'route: a model that reads pictures is routed by a run: give this one as'
+      ' init, as configs/vlm/scenes.py:pmod does.'
+    )
   if isinstance(run.config, LMConfig) and method not in ('mod', 'acm'):
     raise UserError(
       f"method={method!r} is for vision transformers: take 'mod' or 'acm' for a"

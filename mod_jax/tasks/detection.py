@@ -113,11 +113,12 @@ class Detection(Modality):
     Its terms are means over different things, so it is no sum over rows.
     """
     target = batch['label'], batch['box']
+    weight = self.config.model.class_weight
     pairs = detection.set_losses(
       output.logits_BQV, output.boxes_BQ4, *target
-    ).weighted
+    ).weighted(weight)
     if output.earlier is not None:
-      pairs += detection.earlier_losses(*output.earlier, *target)
+      pairs += detection.earlier_losses(*output.earlier, *target, weight)
     rows = jnp.float32(len(batch['label']))
     return sums.sum_of_means(pairs) * rows, rows
 
@@ -136,7 +137,7 @@ class Detection(Modality):
       'found': output.boxes_BQ4,
       **{name: batch[name] for name in ('label', 'box', 'weight')},
     }
-    loss = sums.sum_of_means(found.weighted)
+    loss = sums.sum_of_means(found.weighted(self.config.model.class_weight))
     return {'loss': (loss * count, count), ROWS: Rows((rows,))}
 
   def of_rows(self, rows):

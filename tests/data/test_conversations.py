@@ -37,7 +37,7 @@ def test_answers_are_true_and_equally_frequent():
   source = conversations.SceneQuestions(SCENES, 64, 'train')
   scenes = Scenes(SCENES, 64, 'train')
   asked = collections.defaultdict(collections.Counter)
-  for i in range(300):
+  for i in range(200):
     scene, question, answer, number = source.question(i)
     topic = conversations.TOPICS[number]
     found = truth(topic, question, *scenes.objects(scene))

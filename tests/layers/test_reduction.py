@@ -146,6 +146,8 @@ def test_equal_tokens_count_as_often_as_they_were(dense, images):
   Without positions all patches of one colour are equal tokens.
   """
   config, params, *_ = dense
+  # As they were drawn: attention that is as good as certain counts nothing.
+  params = jax.tree.map(lambda w: w / 3, params)
   params = params | {'position': 0 * params['position']}
   images = jnp.ones_like(images) * images[:, :1, :1]
   merging = dataclasses.replace(config, reduction=ToMe(r=4))

@@ -1,5 +1,6 @@
 """LV-ViT's stem against convolutions written out in numpy."""
 
+import dataclasses
 import functools
 
 from flax import linen as nn
@@ -57,13 +58,13 @@ def convolve(x_BHWC, kernel, stride):
   return out
 
 
-def oracle(variables, x_BHWC, moments=None):
+def oracle(variables, x_BHWC, moments=None, halvings=1):
   """Returns the output, and the moments of each layer before the norm."""
   variables = jax.tree.map(lambda x: np.asarray(x, np.float64), variables)
   params, told = variables['params'], []
   x = np.asarray(x_BHWC, np.float64)
   for i in range(CONFIG.depth):
-    x = convolve(x, params[f'conv_{i}']['kernel'], 2 if i == 0 else 1)
+    x = convolve(x, params[f'conv_{i}']['kernel'], 1 + (i < halvings))
     told.append((x.mean(axis=(0, 1, 2)), x.var(axis=(0, 1, 2))))
     stats = variables['batch_stats'][f'norm_{i}']
     mean, var = (
@@ -75,10 +76,12 @@ def oracle(variables, x_BHWC, moments=None):
   return x, told
 
 
-def test_is_the_oracle_with_running_moments(variables, x_BHWC):
-  out = apply(ConvStem(CONFIG), variables, x_BHWC)
-  want, _ = oracle(variables, x_BHWC)
-  assert out.shape == (2, SIZE // 2, SIZE // 2, 4)
+@pytest.mark.parametrize(('halvings', 'side'), [(1, 5), (2, 3)])
+def test_is_the_oracle_with_running_moments(variables, x_BHWC, halvings, side):
+  config = dataclasses.replace(CONFIG, halvings=halvings)
+  out = apply(ConvStem(config), variables, x_BHWC)
+  want, _ = oracle(variables, x_BHWC, halvings=halvings)
+  assert out.shape == (2, side, side, 4)
   assert 0 < (want == 0).mean() < 1
   np.testing.assert_allclose(out, want, atol=1e-4)
 
@@ -104,3 +107,7 @@ def test_flops_by_hand():
     'stem': 2 * positions * (7 * 7 * 3 * 4 + 2 * 3 * 3 * 4 * 4),
     'embed': 2 * positions * 4 * 6,
   }
+  twice = dataclasses.replace(CONFIG, halvings=2)
+  assert twice.stride == 4
+  products = 6 * 10 * 7 * 7 * 3 * 4 + 2 * 3 * 5 * 3 * 3 * 4 * 4
+  assert twice.features_flops(12, 20) == 2 * products

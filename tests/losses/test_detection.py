@@ -148,7 +148,7 @@ def test_pictures_without_objects():
   @jax.value_and_grad
   def loss(boxes):
     found = detection.set_losses(logits, boxes, label, target)
-    return sum(total / count for total, count in found.weighted)
+    return sum(total / count for total, count in found.weighted())
 
   value, gradient = loss(boxes)
   assert value > 0
@@ -175,10 +175,10 @@ def test_earlier_layers_are_matched_each_for_itself():
   found = jax.jit(detection.earlier_losses)(
     np.stack([logits, others], axis=1),
     np.stack([boxes, elsewhere], axis=1),
-    *(label, target),
+    *(label, target, 3.0),
   )
   alone = [
-    set_losses(*x, label, target).weighted
+    set_losses(*x, label, target).weighted(3.0)
     for x in ((logits, boxes), (others, elsewhere))
   ]
   for pair, *pairs in zip(found, *alone, strict=True):

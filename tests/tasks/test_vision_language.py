@@ -84,6 +84,7 @@ def test_right_answers_are_counted_by_question():
   assert (chosen, among) == (3 * (8 + 2), 3 * 2 * 16)
 
 
+@pytest.mark.slow
 def test_generated_answers_are_those_of_the_forward_pass():
   config = TASK.config.model
   variables = tiny.variables(config)
