@@ -7,7 +7,7 @@ of the language model, and they stand in the text in the place of a placeholder
 
 from collections.abc import Sequence
 import dataclasses
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 from flax import linen as nn
 import jax
@@ -304,7 +304,8 @@ def check_images(config: VLMConfig, tokens_BL, images_BIHWC, valid_BL):
     )
 
 
-class Placed(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Placed:
   """Rows of text with pictures, as `VLM` takes them.
 
   Attributes:
