@@ -59,7 +59,7 @@ def dense() -> ExperimentConfig:
       weight_decay=1e-2,
       clip_norm=1.0,
     ),
-    train=TrainConfig(num_steps=3500, batch_size=16),
+    train=TrainConfig(num_steps=6000, batch_size=16),
     evaluation=EvaluationConfig(
       every=0.25, batches=4, batch_size=50, final_batches=0
     ),

@@ -259,3 +259,9 @@ def conversion():
 def openclipart():
   """What weights and balanced sampling do where classes are unequal."""
   return study_tables.imbalance(studied('openclipart'))
+
+
+@table
+def detection_scenes():
+  """Detection on scenes, dense and routed."""
+  return study_tables.detection(studied('detection_scenes'))
