@@ -151,7 +151,9 @@ def test_later_text_and_other_rows_move_nothing(name):
   starts = [10, 5, 3]
   for row, start in enumerate(starts):
     tokens_BL[row, start + 1 :] = (tokens_BL[row, start + 1 :] + 1) % 15
-  later = output(config, inputs._replace(tokens_BL=tokens_BL)).logits_BLV
+  later = output(
+    config, dataclasses.replace(inputs, tokens_BL=tokens_BL)
+  ).logits_BLV
   for row, start in enumerate(starts):
     np.testing.assert_allclose(
       later[row, : start + 1], logits_BLV[row, : start + 1], atol=1e-5
