@@ -286,6 +286,7 @@ TINY = [
   ('configs/vit/compose.py', 'tiny'),
   ('configs/detection/scenes.py', 'tiny'),
   ('configs/speech/words.py', 'tiny'),
+  ('configs/vlm/scenes.py', 'tiny'),
 ]
 
 

@@ -121,8 +121,9 @@ def test_damaged_files_are_written_again(folder, tmp_path, decoded):
     data[:-1] + bytes([data[-1] ^ 1]),
     bytes(len(data)),
   ):
-    file.write_bytes(damaged)
+    # Cleared first: what has read ahead may mend the file at once.
     decoded.clear()
+    file.write_bytes(damaged)
     assert_same(epochs(config), expected)
     assert len(decoded) == 1
     assert {file: file.read_bytes() for file in files} == whole

@@ -44,7 +44,10 @@ OTHER_BL = np.where(SAME_BL, TOKENS_BL, RNG.integers(0, VOCAB, (B, L)))
 mod = functools.partial(MoDConfig, capacity=0.5, period=1, offset=0)
 ROUTING = {
   'none': None,
-  'top-k': mod(router_loss=0.01, predictor_width=4, threshold_decay=0.5),
+  'top-k': mod(
+    **{'router_loss': 0.01, 'predictor_width': 4, 'threshold_decay': 0.5},
+    gate='alpha_tanh',
+  ),
   'router': mod(
     **{'train_rule': 'router', 'router_loss': 0.0, 'balance_loss': 0.01},
     **{'gate': 'sigmoid', 'combine': 'weigh_bypass', 'shared_router': True},
@@ -248,7 +251,8 @@ EXEMPT = {
   *('first', 'layers', 'period', 'offset'),
   'feed_forward',  # Anybody's own.
   'train_rule',  # Which rules there are is compared below.
-  'per_sequence',  # It is not called causal: `causal_rules` has none.
+  # They are not called causal: `causal_rules` has none.
+  *('per_sequence', 'kinds'),
 }
 
 

@@ -93,7 +93,7 @@ def adapted(model=tiny.VIT, **options):
     ),
     (vit, {'image_size': 9}, 'image_size=9, patch_size=2: .*such as'),
     (vit, {'num_heads': 3}, 'width=8, num_heads=3'),
-    (vit, {'patch_size': 1, 'stem': ConvStemConfig()}, 'even'),
+    (vit, {'patch_size': 1, 'stem': ConvStemConfig()}, "stem's stride"),
     (vit, {'routing': VisionRoutingConfig(layers=(0,))}, 'block=0: .*before'),
     (vit, {'routing': VisionRoutingConfig(layers=(9,))}, r'layers=\(9,\).*1'),
     (pruned, {'stages': ()}, r'stages=\(\): .*ascending.*0 to 1'),
