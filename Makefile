@@ -30,9 +30,9 @@ help:
 	@echo 'make setup      sets up .venv; the other goals do it when it is needed'
 	@echo 'make train      trains a small language model, in minutes on two cores'
 	@echo 'make twins      trains dense models with as many training FLOPs'
-	@echo 'make test       runs the tests, in 16 to 26 minutes on two cores'
+	@echo 'make test       runs the tests, in about six minutes on two cores'
 	@echo 'make test-fast  runs the tests of layers, routing, losses and configs'
-	@echo 'make test-slow  runs notebooks, several hosts, wheels and what else is slow'
+	@echo 'make test-slow  runs the rest: long runs, notebooks, several hosts, wheels'
 	@echo 'make lint       checks the style'
 	@echo 'make format     corrects what it can of the style'
 	@echo 'make docs       builds the site in build/docs'
@@ -60,9 +60,9 @@ FAST := tests/routing tests/losses tests/layers tests/test_config.py \
 test-fast: $(STAMP)
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m 'not slow' $(FAST)
 
-# Notebooks, benchmarks, programs for accelerators that are not here, several
-# hosts, wheels; and lm-evaluation-harness, of whose packages three are built from
-# source.
+# What takes long: whole runs, rare combinations, notebooks, benchmarks, programs
+# for accelerators that are not here, several hosts, wheels; and
+# lm-evaluation-harness, of whose packages three are built from source.
 test-slow: $(LM_EVAL)
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m slow
 
