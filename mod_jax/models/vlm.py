@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import dataclasses
 from typing import Annotated, Any
 
+import flax
 from flax import linen as nn
 import jax
 import jax.numpy as jnp
@@ -304,7 +305,7 @@ def check_images(config: VLMConfig, tokens_BL, images_BIHWC, valid_BL):
     )
 
 
-@dataclasses.dataclass(frozen=True)
+@flax.struct.dataclass
 class Placed:
   """Rows of text with pictures, as `VLM` takes them.
 
