@@ -103,7 +103,7 @@ def accuracy_flops(
     groups.setdefault(point.get('group') or '', []).append(point)
   points = list(itertools.chain(*groups.values()))
   subtitle = 'Further up is more accurate; further left is cheaper.'
-  if any(point.get('spread') is not None for point in points):
+  if any(np.any(point.get('spread') or 0) for point in points):
     subtitle += ' Bars: the spread over runs.'
   # The legend stands outside, where it hides no point.
   longest = max([24, *(len(style.shortened(g)) for g in groups)])

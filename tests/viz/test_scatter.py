@@ -96,6 +96,10 @@ class TestAccuracyFlops:
     lower, upper = bars.get_paths()[0].vertices[:, 1]
     assert (lower, upper) == (pytest.approx(0.57), pytest.approx(0.61))
     assert 'spread over runs' in seen.words(figure)
+    # A single run has none.
+    alone = [point | {'spread': (0.0, 0.0)} for point in points]
+    words = seen.words(viz.accuracy_flops(alone))
+    assert 'spread over runs' not in words
 
   def test_the_frontier_is_what_none_beats(self, rng):
     points = [
