@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +11,9 @@ import pytest
 import tiny
 
 import mod_jax
+from mod_jax import config as config_lib
 from mod_jax import flops, trees
 from mod_jax.errors import UserError
-from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.layers.token_info import KINDS
 from mod_jax.models import lm, vlm
 from mod_jax.models.vit import ViTConfig
@@ -30,24 +31,11 @@ DENSE = vlm.VLMConfig(
   language=dataclasses.replace(tiny.LM, num_layers=3, vocab_size=16),
   image_token=15,
 )
-PMOD = MoDConfig(
-  capacity_schedule='shifted_cosine',
-  period=1,
-  offset=0,
-  kinds=('image',),
-  gate='alpha_tanh',
-  gate_alpha=0.2,
-  router_bias=True,
-  router_std=0.0,
-  router_loss=0.0,
+CONFIGS = config_lib.load(
+  pathlib.Path(__file__).parents[2] / 'configs/vlm/scenes.py'
 )
-GAMMA = MoDConfig(
-  capacity=0.5,
-  layers=(1, 2),
-  kinds=('image', 'text'),
-  gate='sigmoid',
-  shared_router=True,
-)
+PMOD = CONFIGS.PMOD
+GAMMA = dataclasses.replace(CONFIGS.GAMMA, layers=(1, 2))
 ROUTED = {'p-MoD': PMOD, 'γ-MoD': GAMMA}
 IMAGE, TEXT, QUESTION, ANSWER = range(len(KINDS))
 # Two pictures with text before and between; one; none.
