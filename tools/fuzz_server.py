@@ -33,7 +33,7 @@ import psutil
 
 SLOTS, QUEUE = 4, 16
 STANDSTILL = 1.0  # Seconds that /health may take.
-GROWTH = 64.0  # MiB that all requests may leave behind at the second time.
+GROWTH = 32.0  # MiB that all requests may leave behind at the second time.
 STOP = 15.0  # Seconds from SIGTERM to the end: the server's ten, and some.
 # Values in JSON that some field, or all, should refuse.
 _SHORT = """
