@@ -50,10 +50,10 @@ def route(
     pretrained: the dense model, or a path as `load` takes it.
     method: `amod` routes the tokens of an image, also those and the queries of
       a DETR, by attention, without parameters; `mod` by a learned router, also
-      in language models; `dynamic` drops
-      patches by prediction heads (DynamicViT); `tome` merges similar tokens
-      (ToMe), and `evit` fuses those that the class token does not attend to
-      (EViT), both without parameters; `acm` splits layers into learners.
+      in language models; `dynamic` drops patches by prediction heads
+      (DynamicViT); `tome` merges similar tokens (ToMe), and `evit` fuses those
+      that the class token does not attend to (EViT), both without parameters;
+      `acm` splits layers into learners.
     capacity: fraction of the tokens that a routed block processes or, with
       `dynamic` and `evit`, that each stage keeps; None for the method's
       default. `acm` has no capacity: it is trained for a budget; nor has
