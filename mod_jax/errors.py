@@ -1,5 +1,7 @@
 """The exception for errors of the user, not of the program, and checks."""
 
+from collections.abc import Collection
+import difflib
 import re
 
 
@@ -26,3 +28,16 @@ def require_pattern(pattern: str, where: str) -> None:
     raise UserError(
       f'{where}: {pattern!r} is no regular expression ({error}).'
     ) from error
+
+
+def require_matches(
+  patterns: Collection[str], names: Collection[str], expected: str, where: str
+) -> None:
+  """Raises UserError for a pattern that matches none of the names whole."""
+  for pattern in patterns:
+    near = difflib.get_close_matches(pattern, names, n=1, cutoff=0.0)
+    require(
+      any(re.fullmatch(pattern, name) for name in names),
+      f'{expected}; the nearest is {near[0] if near else "none"}',
+      **{where: pattern},
+    )

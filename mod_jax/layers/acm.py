@@ -5,7 +5,6 @@ two-layer network; a gate chooses k for each token.
 """
 
 import dataclasses
-import difflib
 import functools
 import math
 import re
@@ -369,13 +368,6 @@ class AdaptiveConfig:
   # Regular expressions of the modules to replace; must match a full name.
   replace: tuple[str, ...] = (FFNS, PROJECTIONS)
   num_learners: config_lib.Unrolled = 4  # Learners of each module (N).
-  # Fewest learners of an FFN that a token runs. 0 is safe: the residual
-  # connection carries the token.
-  ffn_min_learners: Literal[0, 1] = 0
-  # Fewest learners of a projection that a token runs.
-  projection_min_learners: Literal[0, 1] = 1
-  # Activation between the two linear maps of a projection's learner.
-  projection_activation: Literal['gelu', 'linear'] = 'gelu'
   # Temperature of the gate's softmax and Gumbel-softmax.
   temperature: config_lib.Temperature = 0.8
 
@@ -389,14 +381,8 @@ class AdaptiveConfig:
     """Raises UserError if a pattern matches no module of the model."""
     layers = range(num_layers)
     names = [f'block_{i}/{name}' for i in layers for name in block.slots]
-    for pattern in self.replace:
-      nearest = difflib.get_close_matches(pattern, names, n=1, cutoff=0.0)
-      require(
-        any(re.fullmatch(pattern, name) for name in names),
-        'modules such as block_0/mlp, block_0/attention/query; the nearest is'
-        f' {nearest[0]}',
-        replace=pattern,
-      )
+    expected = 'modules such as block_0/mlp, block_0/attention/query'
+    errors.require_matches(self.replace, names, expected, 'replace')
 
   def adapt(self, layer: int, block: BlockConfig) -> BlockConfig:
     """Returns the block of this layer with adaptive modules in its slots."""
@@ -425,14 +411,10 @@ class AdaptiveConfig:
       # Hidden units of a feed-forward with two kernels at the same cost, since
       # a gated one has three.
       hidden = sum(slot.flops(1).values()) // (4 * slot.width)
-      return ffn_config(
-        slot.width, hidden, min_learners=self.ffn_min_learners, **common
-      )
+      return ffn_config(slot.width, hidden, **common)
     return projection_config(
       math.prod(slot.inputs),
       math.prod(slot.outputs),
-      min_learners=self.projection_min_learners,
-      activation=self.projection_activation,
       output_shape=slot.outputs,
       **common,
     )

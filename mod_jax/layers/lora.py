@@ -6,7 +6,6 @@ Gaussian and B as zero, so that an adapted model begins as the base model.
 
 from collections.abc import Sequence
 import dataclasses
-import difflib
 import re
 
 from flax import linen as nn
@@ -15,7 +14,6 @@ import jax.numpy as jnp
 
 from mod_jax import config as config_lib
 from mod_jax import errors
-from mod_jax.errors import require
 from mod_jax.layers import dense
 from mod_jax.layers.block import BlockConfig
 from mod_jax.layers.dense import LinearConfig
@@ -55,14 +53,8 @@ class LoRAConfig:
       for slot_name, slot in block.slots.items()
       for name in linear_maps(f'block_{i}/{slot_name}', slot)
     ]
-    for pattern in self.maps:
-      nearest = difflib.get_close_matches(pattern, names, n=1, cutoff=0.0)
-      require(
-        any(re.fullmatch(pattern, name) for name in names),
-        'linear maps such as block_0/mlp/up, block_0/attention/query; the'
-        f' nearest is {"".join(nearest) or "none, since there are none"}',
-        **{'lora.maps': pattern},
-      )
+    expected = 'linear maps such as block_0/mlp/up, block_0/attention/query'
+    errors.require_matches(self.maps, names, expected, 'lora.maps')
     return [
       block.with_slots(
         {

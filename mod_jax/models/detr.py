@@ -222,21 +222,6 @@ class DETRConfig(StackedConfig):
       ),
     ]
 
-  @property
-  def transformer_macs(self) -> int:
-    """Multiply-accumulates of encoder and decoder, as papers count them.
-
-    Norms count 5 for each element that they read.
-    """
-    return (
-      sum(
-        sum(parts.values())
-        for name, parts in self.flops_table()
-        if name.startswith(('encoder', 'decoder'))
-      )
-      // 2
-    )
-
 
 @flax.struct.dataclass
 class DETROutput(StackedOutput):

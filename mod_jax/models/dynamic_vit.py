@@ -24,6 +24,10 @@ from mod_jax.models.protocol import StackedOutput
 from mod_jax.models.vit import ViTConfig
 
 
+def _of_backbone(name: str) -> property:
+  return property(lambda config: getattr(config.backbone, name))
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DynamicViTConfig:
   """A backbone, and where and how many of its patches are dropped."""
@@ -43,6 +47,17 @@ class DynamicViTConfig:
   ] = 'predicted'
   # Temperature of the Gumbel-softmax in training.
   temperature: config_lib.Temperature = 1.0
+
+  # What is the backbone's; capacities are fractions of the remaining tokens.
+  routing = _of_backbone('routing')
+  experts = _of_backbone('experts')
+  adaptive = _of_backbone('adaptive')
+  lora = _of_backbone('lora')
+  stack = _of_backbone('stack')
+  capacities = _of_backbone('capacities')
+  num_classes = _of_backbone('num_classes')
+  image_size = _of_backbone('image_size')
+  num_tokens = _of_backbone('num_tokens')
 
   def __post_init__(self):
     check = config_lib.validate(self)
@@ -96,39 +111,6 @@ class DynamicViTConfig:
       )
 
   @property
-  def experts(self):
-    """Which of the backbone's blocks have experts; None for none."""
-    return self.backbone.experts
-
-  @property
-  def routing(self):
-    """How the backbone's blocks are routed; None for none."""
-    return self.backbone.routing
-
-  @property
-  def adaptive(self):
-    """Which of the backbone's modules are adaptive; None for none."""
-    return self.backbone.adaptive
-
-  @property
-  def lora(self):
-    """Which of the backbone's maps have adapters; None for none."""
-    return self.backbone.lora
-
-  @property
-  def stack(self):
-    """The backbone's layers."""
-    return self.backbone.stack
-
-  @property
-  def capacities(self) -> tuple[float | None, ...]:
-    """Each block's capacity, as a fraction of the remaining tokens.
-
-    None for a block that is not routed.
-    """
-    return self.backbone.capacities
-
-  @property
   def learned(self) -> bool:
     """Whether the score is learned; then training masks instead of dropping."""
     return self.score in ('predicted', 'static')
@@ -155,18 +137,6 @@ class DynamicViTConfig:
       max(1, math.floor(round(self.backbone.num_patches * target, 9)))
       for target in self.targets
     )
-
-  @property
-  def num_classes(self) -> int:
-    return self.backbone.num_classes
-
-  @property
-  def image_size(self) -> int:
-    return self.backbone.image_size
-
-  @property
-  def num_tokens(self) -> int:
-    return self.backbone.num_tokens
 
   def build(self, **kwargs) -> 'DynamicViT':
     """Returns the module; keywords are fields of `Mode`."""

@@ -471,23 +471,6 @@ vit_base = functools.partial(ViTConfig, width=768, num_heads=12)
 vit_large = functools.partial(
   ViTConfig, num_layers=24, width=1024, num_heads=16
 )
-_clip = functools.partial(
-  ViTConfig,
-  num_classes=0,
-  activation='quick_gelu',
-  patch_bias=False,
-  input_norm=True,
-  norm_epsilon=1e-5,
-)
-# The tower of CLIP that LLaVA 1.5 sees by (Radford et al. 2021).
-clip_large_336 = functools.partial(
-  _clip,
-  image_size=336,
-  patch_size=14,
-  num_layers=24,
-  width=1024,
-  num_heads=16,
-)
 _lvvit = functools.partial(
   ViTConfig,
   stem=ConvStemConfig(),

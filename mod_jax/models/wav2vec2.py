@@ -29,7 +29,6 @@ from mod_jax.layers.stack import Stack, StackConfig
 from mod_jax.layers.token_info import TokenInfo, count_positions
 from mod_jax.models.protocol import StackedConfig, StackedOutput
 
-SAMPLE_RATE = 16_000  # Samples per second of all published models.
 # Pattern of the parameters that are frozen when a pretrained model is tuned.
 CONVOLUTIONS = r'^conv_(norm_)?\d+/'
 

@@ -103,6 +103,13 @@ def test_another_tower_is_refused(tmp_path):
 
 
 def test_the_published_tower_has_its_size():
-  config = vit.clip_large_336()
+  config = vit.vit_large(
+    image_size=336,
+    patch_size=14,
+    num_classes=0,
+    activation='quick_gelu',
+    patch_bias=False,
+    input_norm=True,
+  )
   assert config.num_patches == 576
   assert flops.num_params(config) == 303_507_456

@@ -245,7 +245,6 @@ EXEMPT = {
   *('rope_theta', 'norm_epsilon', 'gate_alpha', 'router_std', 'early_loss'),
   *('balance_loss', 'router_loss'),
   *('router_activation', 'z_loss', 'hidden', 'temperature', 'compute_share'),
-  *('projection_activation', 'ffn_min_learners', 'projection_min_learners'),
   # Which blocks, and how many tokens of each.
   *('capacity_decay', 'capacity_schedule', 'capacity_floor', 'capacity_factor'),
   *('first', 'layers', 'period', 'offset'),
