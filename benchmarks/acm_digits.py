@@ -13,7 +13,6 @@ cores; started again, it continues. `--report` trains nothing and reports the
 finished runs and their seeds.
 """
 
-import pathlib
 import sys
 
 from absl import app, flags
@@ -43,8 +42,7 @@ class _MissingError(Exception):
 
 def load(path: str, variant: str, seed: str) -> ExperimentConfig:
   """Returns a variant of a config file, or its variant for trials."""
-  root = pathlib.Path(__file__).resolve().parents[1] / 'configs'
-  module = config_lib.load(root / path)
+  module = machine.configs(path)
   config = module.get_config('tiny' if _TINY.value else variant)
   return config_lib.replace(config, {'seed': int(seed)})
 

@@ -12,26 +12,21 @@ pass with the learners that the gates choose. Each run is one line of
 picture show the seeds that have all runs.
 """
 
-import pathlib
 import sys
 
 from absl import app, flags
 import machine
 from machine import point, spread
-import study
+from study import Study
 import study_tables
 
 from mod_jax import config as config_lib
 from mod_jax import flops, viz
 from mod_jax.tasks.experiment import ExperimentConfig
 
-_WORKDIR = flags.DEFINE_string(
-  'workdir', 'runs/compose_digits', 'For the runs.'
-)
+_STUDY = Study(__file__, 'runs/compose_digits')
 _SEEDS = flags.DEFINE_list('seeds', ['0', '1', '2'], 'A dense run for each.')
 _BATCH = flags.DEFINE_integer('batch', 32, 'Images of a step.')
-_TINY = flags.DEFINE_bool('tiny', False, 'Small models and few steps: a trial.')
-_TABLE = flags.DEFINE_bool('table', False, 'Train nothing; tell of what is.')
 
 # Name, config file, variant, variant for trials, and the run whose weights it
 # starts from.
@@ -50,8 +45,7 @@ RUNS = (
 
 def load(path: str, variant: str) -> ExperimentConfig:
   """Returns a variant of a config file, with another batch size."""
-  root = pathlib.Path(__file__).resolve().parents[1] / 'configs'
-  config = config_lib.load(root / path).get_config(variant)
+  config = machine.configs(path).get_config(variant)
   rows = {'train.batch_size': _BATCH.value}
   if config.model.adaptive is not None:
     phases = ('learners', 'gates', 'end_to_end')
@@ -81,11 +75,6 @@ def tell(config: ExperimentConfig, metrics: dict) -> dict:
   }
 
 
-def result_path(suffix: str) -> pathlib.Path:
-  trial = _WORKDIR.value if _TINY.value else None
-  return machine.result_path(__file__, suffix, trial)
-
-
 def draw(runs: dict[str, list[dict]]):
   """Returns a picture of accuracy over compute."""
   points = []
@@ -107,23 +96,21 @@ def draw(runs: dict[str, list[dict]]):
 
 
 def main(_):
-  if not _TABLE.value:
-    for seed in _SEEDS.value:
-      for name, path, variant, trial, before in RUNS:
-        config = load(path, trial if _TINY.value else variant)
-        init = before and study.workdir(_WORKDIR.value, f'{before}/{seed}')
-        config = config_lib.replace(
-          config, {'seed': int(seed), 'init': init and str(init)}
-        )
-        study.train(
-          f'{name}/{seed}', config, _WORKDIR.value, result_path('.jsonl'), tell
-        )
-  results = study.read(result_path('.jsonl'))
+  planned = {}
+  for seed in _SEEDS.value:
+    for name, path, variant, trial, before in RUNS:
+      config = load(path, trial if _STUDY.tiny else variant)
+      init = before and str(_STUDY.workdir(f'{before}/{seed}'))
+      planned[f'{name}/{seed}'] = config_lib.replace(
+        config, {'seed': int(seed), 'init': init}
+      )
+  _STUDY.train(planned, tell)
+  results = _STUDY.results()
   runs = study_tables.of_whole_seeds(results)
   if not runs.get('dense'):
     sys.exit('No seed has all of its runs yet.')
   print(study_tables.composition(results))
-  viz.save(draw(runs), result_path('.png'))
+  viz.save(draw(runs), _STUDY.path('.png'))
 
 
 if __name__ == '__main__':

@@ -15,11 +15,10 @@ Each run is one line of `conversion.jsonl` beside this file; see `study.py`.
 """
 
 import dataclasses
-import pathlib
 
 from absl import app, logging
 import machine
-import study
+from study import Study
 import study_tables
 from study_tables import PARENT, PRUNED
 
@@ -28,10 +27,9 @@ from mod_jax import flops
 from mod_jax.layers import rules
 from mod_jax.tasks.experiment import ConversionObjective, ExperimentConfig
 
-_WORKDIR, _RUNS, _TABLE, _TINY = study.define_flags('runs/conversion')
+_STUDY = Study(__file__, 'runs/conversion')
 
-_CONFIGS = pathlib.Path(__file__).parents[1] / 'configs' / 'lm'
-convert = config_lib.load(_CONFIGS / 'convert.py')
+convert = machine.configs('lm/convert.py')
 SEEDS = (0, 1, 2)
 STEPS, MORE = 600, 300
 # A quarter of the dense model's learning rate; routers have ten times this.
@@ -89,7 +87,7 @@ def runs() -> dict[str, ExperimentConfig]:
   for seed in SEEDS:
     first = config_lib.replace(_small(parent()), {'seed': seed})
     configs[f'{PARENT}/{seed}'] = first
-    init = str(study.workdir(_WORKDIR.value, f'{PARENT}/{seed}'))
+    init = str(_STUDY.workdir(f'{PARENT}/{seed}'))
     dense_again = config_lib.replace(
       first,
       {
@@ -143,7 +141,7 @@ def _from_nothing(first, routed, model) -> ExperimentConfig:
 
 
 def _small(config: ExperimentConfig) -> ExperimentConfig:
-  if not _TINY.value:
+  if not _STUDY.tiny:
     return config
   return config_lib.replace(
     config,
@@ -162,17 +160,10 @@ def _small(config: ExperimentConfig) -> ExperimentConfig:
   )
 
 
-def result_path(suffix: str) -> pathlib.Path:
-  trial = _WORKDIR.value if _TINY.value else None
-  return machine.result_path(__file__, suffix, trial)
-
-
 def main(_):
   logging.set_verbosity(logging.WARNING)  # Orbax logs every save.
-  planned = runs()
-  if not _TABLE.value:
-    study.train_all(planned, _RUNS.value, _WORKDIR.value, result_path('.jsonl'))
-  print(study_tables.conversion(study.read(result_path('.jsonl'))))
+  _STUDY.train(runs())
+  print(study_tables.conversion(_STUDY.results()))
 
 
 if __name__ == '__main__':

@@ -8,11 +8,9 @@ digits no training scene shows. Every run is a line of `detection_scenes.jsonl`
 beside this file; see `study.py`.
 """
 
-import pathlib
-
 from absl import app, flags
 import machine
-import study
+from study import Study
 import study_tables
 
 from mod_jax import config as config_lib
@@ -20,15 +18,14 @@ from mod_jax import flops
 from mod_jax.tasks.experiment import ExperimentConfig
 
 _SEEDS = flags.DEFINE_list('seeds', ['0', '1', '2'], 'Of each variant.')
-_WORKDIR, _RUNS, _TABLE, _TINY = study.define_flags('runs/detection_scenes')
+_STUDY = Study(__file__, 'runs/detection_scenes')
 
 VARIANTS = {'dense': '', 'A-MoD 50%': 'amod', 'MoD 50%': 'mod'}
 
 
 def make_config(variant: str, seed: int) -> ExperimentConfig:
-  root = pathlib.Path(__file__).resolve().parents[1] / 'configs'
-  scenes = config_lib.load(root / 'detection/scenes.py')
-  if _TINY.value:
+  scenes = machine.configs('detection/scenes.py')
+  if _STUDY.tiny:
     variant = f'{variant}_tiny'.lstrip('_')
   changes = {'seed': seed, 'log.tensorboard': False}
   return config_lib.replace(scenes.get_config(variant), changes)
@@ -46,16 +43,13 @@ def tell(config: ExperimentConfig, metrics: dict) -> dict:
 
 
 def main(_):
-  trial = _WORKDIR.value if _TINY.value else None
-  path = machine.result_path(__file__, '.jsonl', trial)
-  if not _TABLE.value:
-    planned = {  # A seed after the other, so that the first are comparable.
-      f'{name}/{seed}': make_config(variant, int(seed))
-      for seed in _SEEDS.value
-      for name, variant in VARIANTS.items()
-    }
-    study.train_all(planned, _RUNS.value, _WORKDIR.value, path, tell)
-  print(study_tables.detection(study.read(path)))
+  planned = {  # A seed after the other, so that the first are comparable.
+    f'{name}/{seed}': make_config(variant, int(seed))
+    for seed in _SEEDS.value
+    for name, variant in VARIANTS.items()
+  }
+  _STUDY.train(planned, tell)
+  print(study_tables.detection(_STUDY.results()))
 
 
 if __name__ == '__main__':

@@ -13,21 +13,18 @@ Each run is one line of `experts_recipe.jsonl` beside this file, and the picture
 is `experts_recipe.png`; see `study.py`.
 """
 
-import pathlib
-
 from absl import app, logging
 import machine
-import study
+from study import Study
 import study_tables
 
 from mod_jax import config as config_lib
 from mod_jax import viz
 from mod_jax.tasks.experiment import ExperimentConfig
 
-_WORKDIR, _RUNS, _TABLE, _TINY = study.define_flags('runs/experts_recipe')
+_STUDY = Study(__file__, 'runs/experts_recipe')
 
-_CONFIGS = pathlib.Path(__file__).parents[1] / 'configs' / 'lm'
-experts = config_lib.load(_CONFIGS / 'experts.py')
+experts = machine.configs('lm/experts.py')
 SEEDS = (0, 1)
 DENSE = 'dense'
 MODELS = {
@@ -46,13 +43,13 @@ def runs() -> dict[str, ExperimentConfig]:
   configs = {}
   for seed in SEEDS:
     for name, make in MODELS.items():
-      config = experts.mod.tiny(make()) if _TINY.value else make()
+      config = experts.mod.tiny(make()) if _STUDY.tiny else make()
       configs[f'{name}/{seed}'] = config_lib.replace(
         config,
         {
           'seed': seed,
           'evaluation.every': 0,
-          'evaluation.final_batches': 1 if _TINY.value else 32,
+          'evaluation.final_batches': 1 if _STUDY.tiny else 32,
           'evaluation.sample_tokens': 0,
           'checkpoint.keep': 1,
           'log.tensorboard': False,
@@ -61,17 +58,10 @@ def runs() -> dict[str, ExperimentConfig]:
   return configs
 
 
-def result_path(suffix: str) -> pathlib.Path:
-  trial = _WORKDIR.value if _TINY.value else None
-  return machine.result_path(__file__, suffix, trial)
-
-
 def main(_):
   logging.set_verbosity(logging.WARNING)  # Orbax logs every save.
-  planned = runs()
-  if not _TABLE.value:
-    study.train_all(planned, _RUNS.value, _WORKDIR.value, result_path('.jsonl'))
-  results = study.read(result_path('.jsonl'))
+  _STUDY.train(runs())
+  results = _STUDY.results()
   print(study_tables.experts(results))
   losses = {
     name: [run['loss'] for run in of_seed.values()]
@@ -82,7 +72,7 @@ def main(_):
     xlabel='held-out loss, nats per token (dots: seeds; bar: mean)',
     title='Experts and Mixture-of-Depths at equal training FLOPs',
   )
-  viz.save(figure, result_path('.png'))
+  viz.save(figure, _STUDY.path('.png'))
 
 
 if __name__ == '__main__':

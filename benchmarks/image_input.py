@@ -19,11 +19,11 @@ import tempfile
 from absl import app, flags
 from flax import linen as nn
 import jax
+import machine
 import numpy as np
 import optax
 from PIL import Image
 
-from mod_jax import config as config_lib
 from mod_jax import losses, timing
 from mod_jax.data import images
 import results as results_lib
@@ -33,7 +33,6 @@ _PIXELS = flags.DEFINE_integer('pixels', 280_000, 'Mean pixels of a PNG.')
 _BATCH = flags.DEFINE_integer('batch', 32, 'Images of a step.')
 _STEPS = flags.DEFINE_integer('steps', 30, 'Steps of a round.')
 _ROUNDS = flags.DEFINE_integer('rounds', 9, 'Timed rounds of each.')
-_CONFIG = pathlib.Path(__file__).parent.parent / 'configs/vit/folder.py'
 
 
 def make_pictures(folder: pathlib.Path) -> None:
@@ -77,7 +76,7 @@ def step_function(config):
 
 
 def main(_):
-  config = config_lib.load(_CONFIG).VARIANTS['dense']()
+  config = machine.configs('vit/folder.py').VARIANTS['dense']()
   step = step_function(config.model)
   with tempfile.TemporaryDirectory() as root:
     folder = pathlib.Path(root, 'photos')

@@ -7,12 +7,12 @@ Arguments: variant, folder of the model, rows and tokens of a batch.
 """
 
 import json
-import pathlib
 import resource
 import sys
 import time
 
 import jax
+import machine
 import numpy as np
 
 from mod_jax import config as config_lib
@@ -21,12 +21,10 @@ from mod_jax.tasks import make_task
 from mod_jax.train import state as state_lib
 from mod_jax.train.step import jit_step
 
-ROOT = pathlib.Path(__file__).parents[1]
-
 
 def build(variant: str, folder: str, rows: int, length: int):
   """Returns the task of a variant, at the capacity that it ends with."""
-  recipe = config_lib.load(ROOT / 'configs' / 'lm' / 'convert.py')
+  recipe = machine.configs('lm/convert.py')
   # The texts are random tokens, so any will do for the config.
   changes = {
     'init': folder,

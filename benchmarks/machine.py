@@ -11,6 +11,13 @@ import jax
 import jaxlib
 import optax
 
+from mod_jax import config as config_lib
+
+
+def configs(path: str):
+  """Returns the module of a file below `configs/`."""
+  return config_lib.load(pathlib.Path(__file__).parents[1] / 'configs' / path)
+
 
 def result_path(
   script: str, suffix: str, trial: str | None = None

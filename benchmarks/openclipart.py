@@ -25,7 +25,7 @@ from absl import app, flags
 import machine
 import numpy as np
 from PIL import Image
-import study
+from study import Study
 import study_tables
 
 from mod_jax import config as config_lib
@@ -34,7 +34,7 @@ from mod_jax.tasks.experiment import ExperimentConfig
 _DATA = flags.DEFINE_string('data', None, 'Directory with a folder per class.')
 _SEEDS = flags.DEFINE_list('seeds', ['0', '1', '2'], 'Of each variant.')
 _EPOCHS = flags.DEFINE_float('epochs', 15, 'Passes over the pictures.')
-_WORKDIR, _RUNS, _TABLE, _TINY = study.define_flags('runs/openclipart')
+_STUDY = Study(__file__, 'runs/openclipart')
 
 VARIANTS = {
   'plain': {},
@@ -156,14 +156,13 @@ def prepare(source: pathlib.Path, target: pathlib.Path) -> dict[str, list[int]]:
 
 def make_config(pictures: pathlib.Path, changes, seed: int) -> ExperimentConfig:
   """Returns a run of the folder's config."""
-  root = pathlib.Path(__file__).resolve().parents[1] / 'configs'
-  folder = config_lib.load(root / 'vit/folder.py')
+  folder = machine.configs('vit/folder.py')
   config = config_lib.replace(
     folder.get_config('dense'), {'data.path': str(pictures)}
   )
   # A quarter of the patches: nine runs take about an hour on two cores.
   length = {'train.num_epochs': _EPOCHS.value, 'model.patch_size': 16}
-  if _TINY.value:
+  if _STUDY.tiny:
     length = {
       **{'model.num_layers': 1, 'model.width': 16, 'model.num_heads': 2},
       **{'train.num_steps': 4, 'evaluation.batches': 1},
@@ -188,12 +187,10 @@ def tell(config: ExperimentConfig, metrics: dict) -> dict:
 def main(_):
   # The pictures that it warns of are left out.
   warnings.simplefilter('ignore', Image.DecompressionBombWarning)
-  trial = _WORKDIR.value if _TINY.value else None
-  path = machine.result_path(__file__, '.jsonl', trial)
-  if not _TABLE.value:
+  if not _STUDY.only_table:
     if _DATA.value is None:
       sys.exit('--data is missing: give the directory with the folders.')
-    pictures = pathlib.Path(_WORKDIR.value) / 'pictures'
+    pictures = _STUDY.workdir('pictures')
     counts = prepare(pathlib.Path(_DATA.value), pictures)
     for name, (train, held_out) in counts.items():
       print(f'{name:20}{train:7,} to train on {held_out:6,} held out')
@@ -202,8 +199,8 @@ def main(_):
       for name, changes in VARIANTS.items()
       for seed in _SEEDS.value
     }
-    study.train_all(planned, _RUNS.value, _WORKDIR.value, path, tell)
-  print(study_tables.imbalance(study.read(path)))
+    _STUDY.train(planned, tell)
+  print(study_tables.imbalance(_STUDY.results()))
 
 
 if __name__ == '__main__':

@@ -13,14 +13,10 @@ was stopped continues in its workdir, and several processes may share the work.
 Then a table of all results is printed, and a picture drawn beside this file.
 """
 
-import pathlib
-import re
-import time
-
-from absl import app, flags, logging
+from absl import app, logging
 import machine
 from machine import cell, spread
-import study
+from study import Study
 import study_tables
 
 from mod_jax import config as config_lib
@@ -33,10 +29,7 @@ from mod_jax.runs.checkpoints import CheckpointConfig
 from mod_jax.runs.run_config import EvaluationConfig, LogConfig, TrainConfig
 from mod_jax.tasks.experiment import ExperimentConfig
 
-_WORKDIR, _RUNS, _TABLE, _TINY = study.define_flags('runs/routing_recipe')
-_LATEST = flags.DEFINE_float(
-  'latest', float('inf'), 'Begin no run after so many seconds.'
-)
+_STUDY = Study(__file__, 'runs/routing_recipe')
 
 # At equal steps: four blocks, every other one routed at 12.5%.
 STEPS = ExperimentConfig(
@@ -174,7 +167,7 @@ def _within_budget(config: ExperimentConfig) -> ExperimentConfig:
 
 
 def _small(config: ExperimentConfig) -> ExperimentConfig:
-  if not _TINY.value:
+  if not _STUDY.tiny:
     return config
   return config_lib.replace(
     config,
@@ -189,11 +182,6 @@ def _small(config: ExperimentConfig) -> ExperimentConfig:
       'evaluation.final_batches': 1,
     },
   )
-
-
-def result_path(suffix: str) -> pathlib.Path:
-  trial = _WORKDIR.value if _TINY.value else None
-  return machine.result_path(__file__, suffix, trial)
 
 
 def grouped(found: dict[str, dict]) -> dict[str, dict[str, list[dict]]]:
@@ -246,19 +234,13 @@ def draw(groups: dict[str, dict[str, list[dict]]]) -> None:
     xlabel='held-out loss, nats per token (dots: seeds; bar: mean)',
     title='What routed blocks are worth, by recipe',
   )
-  viz.save(figure, result_path('.png'))
+  viz.save(figure, _STUDY.path('.png'))
 
 
 def main(_):
   logging.set_verbosity(logging.WARNING)  # Orbax logs every save.
-  if not _TABLE.value:
-    end = time.monotonic() + _LATEST.value
-    for name, config in runs().items():
-      if time.monotonic() > end:
-        break
-      if re.search(_RUNS.value, name):
-        study.train(name, config, _WORKDIR.value, result_path('.jsonl'))
-  groups = grouped(study.read(result_path('.jsonl')))
+  _STUDY.train(runs())
+  groups = grouped(_STUDY.results())
   print(table(groups))
   draw(groups)
 

@@ -38,7 +38,7 @@ _PROMPT = flags.DEFINE_integer('prompt', 64, 'Tokens of each prompt.')
 _NEW = flags.DEFINE_integer('new', 128, 'Tokens that are added to each.')
 _ROUNDS = flags.DEFINE_integer('rounds', 4, 'Sets of prompts.')
 
-mod = config_lib.load(pathlib.Path(__file__).parents[1] / 'configs/lm/mod.py')
+mod = machine.configs('lm/mod.py')
 
 
 def drafts() -> dict[str, Draft]:

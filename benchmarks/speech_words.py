@@ -13,13 +13,12 @@ leave out the first two phases, the picture also models that lack one of the
 dense model's seeds. Another picture has compute over time.
 """
 
-import pathlib
 import shutil
 import sys
 
 from absl import app, flags
 import machine
-import study
+from study import Study
 import study_tables
 
 import mod_jax
@@ -30,7 +29,7 @@ from mod_jax.tasks import make_task
 from mod_jax.tasks.experiment import ExperimentConfig
 
 _SEEDS = flags.DEFINE_list('seeds', ['0', '1', '2'], 'A dense run for each.')
-_WORKDIR, _RUNS, _TABLE, _TINY = study.define_flags('runs/speech_words')
+_STUDY = Study(__file__, 'runs/speech_words')
 
 BUDGETS = (0.25, 0.4, 0.6, 0.75)
 COUNTS = (1, 2, 3)
@@ -39,16 +38,14 @@ _SHOWN = 'adaptive, β = 0.4/0'  # Whose compute over time is a picture.
 
 def planned(seed: int) -> dict[str, ExperimentConfig]:
   """Returns the runs of a seed, each after the one that it starts from."""
-  root = pathlib.Path(__file__).resolve().parents[1] / 'configs'
-  words = config_lib.load(root / 'speech/words.py')
-  dense, acm = ('tiny', 'acm_tiny') if _TINY.value else ('', 'acm')
+  words = machine.configs('speech/words.py')
+  dense, acm = ('tiny', 'acm_tiny') if _STUDY.tiny else ('', 'acm')
   common = {'seed': seed, 'log.tensorboard': False, 'evaluation.every': 0}
 
   def run(variant, init=None, **objective):
     changes = {f'objective.{name}': x for name, x in objective.items()}
     if init:
-      path = study.workdir(_WORKDIR.value, f'{init}/{seed}').absolute()
-      changes['init'] = str(path)
+      changes['init'] = str(_STUDY.workdir(f'{init}/{seed}').absolute())
     return config_lib.replace(words.get_config(variant), {**common, **changes})
 
   runs = {
@@ -65,11 +62,7 @@ def planned(seed: int) -> dict[str, ExperimentConfig]:
       *(acm, 'learners'),
       **{'phase': 'end_to_end', 'static_learners': k, 'gates.num_steps': 0},
     )
-  names = {name: f'{name}/{seed}' for name in runs}
-  return {
-    names[name]: config_lib.replace(config, {'name': names[name]})
-    for name, config in runs.items()
-  }
+  return {f'{name}/{seed}': config for name, config in runs.items()}
 
 
 def tell(config: ExperimentConfig, metrics: dict) -> dict:
@@ -79,7 +72,7 @@ def tell(config: ExperimentConfig, metrics: dict) -> dict:
     macs = flops.published_macs(config.model, *task.modality.length)
   elif 'load' in metrics:
     macs = task.macs(metrics['load'])
-    trained = mod_jax.load(study.workdir(_WORKDIR.value, config.name))
+    trained = mod_jax.load(_STUDY.workdir(config.name))
     params, state = trained.variables['params'], {}
     found = studies.silence(trained.task, params, state, None).metrics
     names = ('load', 'load_std', 'token_std', 'budget_error')
@@ -96,11 +89,6 @@ def tell(config: ExperimentConfig, metrics: dict) -> dict:
     'gmacs_per_second': macs / 1e9 / config.data.buckets[-1],
     **told,
   }
-
-
-def result_path(suffix: str) -> pathlib.Path:
-  trial = _WORKDIR.value if _TINY.value else None
-  return machine.result_path(__file__, suffix, trial)
 
 
 def draw(found: dict[str, dict]):
@@ -126,20 +114,16 @@ def draw(found: dict[str, dict]):
 
 
 def main(_):
-  if not _TABLE.value:
-    for seed in map(int, _SEEDS.value):
-      study.train_all(
-        *(planned(seed), _RUNS.value, _WORKDIR.value),
-        *(result_path('.jsonl'), tell),
-      )
-  found = study.read(result_path('.jsonl'))
+  for seed in map(int, _SEEDS.value):
+    _STUDY.train(planned(seed), tell)
+  found = _STUDY.results()
   if not found:
     sys.exit('No run is finished yet.')
   print(study_tables.speech(found))
-  viz.save(draw(found), result_path('.png'))
-  load = study.workdir(_WORKDIR.value, _SHOWN) / 'pictures/load.png'
+  viz.save(draw(found), _STUDY.path('.png'))
+  load = _STUDY.workdir(_SHOWN) / 'pictures/load.png'
   if load.exists():
-    shutil.copy(load, result_path('_load.png'))
+    shutil.copy(load, _STUDY.path('_load.png'))
 
 
 if __name__ == '__main__':

@@ -24,27 +24,12 @@ from mod_jax.tasks.experiment import ExperimentConfig
 flags.disclaim_key_flags()
 
 
-def define_flags(workdir: str) -> tuple[flags.FlagHolder, ...]:
-  """Defines and returns flags: `workdir`, `runs`, `table` and `tiny`."""
-  return (
-    flags.DEFINE_string('workdir', workdir, 'For the runs.'),
-    flags.DEFINE_string('runs', '', 'Regular expression; only these runs.'),
-    flags.DEFINE_bool('table', False, 'Only print, or draw, what is there.'),
-    flags.DEFINE_bool('tiny', False, 'Small models and few steps: a trial.'),
-  )
-
-
 def read(path: pathlib.Path) -> dict[str, dict]:
   """Returns the results of the finished runs, by name."""
   if not path.exists():
     return {}
   lines = map(json.loads, path.read_text().splitlines())
   return {line['run']: line for line in lines}
-
-
-def workdir(root, name: str) -> pathlib.Path:
-  """Returns the directory of a run."""
-  return pathlib.Path(root, re.sub('[^A-Za-z0-9_./]+', '_', name))
 
 
 def of_language(config: ExperimentConfig, metrics: dict) -> dict:
@@ -68,61 +53,94 @@ def of_language(config: ExperimentConfig, metrics: dict) -> dict:
   }
 
 
-def train(
-  name: str,
-  config: ExperimentConfig,
-  root,
-  path: pathlib.Path,
-  tell: Callable[[ExperimentConfig, dict], dict] = of_language,
-) -> None:
-  """Trains a run, unless another process trains it, and records the result.
+class Study:
+  """The runs of a script; results are lines of the JSONL file beside it.
 
-  Args:
-    name: name of the run.
-    config: config of the run.
-    root: parent directory of the runs.
-    path: file of the results.
-    tell: returns a run's result, given its config and held-out metrics.
-
-  Raises:
-    UserError: a signal stopped it.
+  It defines the flags `workdir`, `runs`, `table` and `tiny`. The files of a
+  trial, by --tiny, are in the directory of its runs.
   """
-  directory = workdir(root, name)
-  directory.mkdir(parents=True, exist_ok=True)
-  with (directory / 'busy').open('w') as lock:
-    try:
-      fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-      return
-    if name in read(path):
-      return
-    started, worked = time.monotonic(), time.process_time()
-    result = phases.train(config_lib.replace(config, {'name': name}), directory)
-    if not result.finished:
-      raise UserError(f'{name} was stopped: the same command continues.')
-    line = {
-      'run': name,
-      **tell(config, result.metrics),
-      'seconds': round(time.monotonic() - started),
-      # Of all cores: other processes do not count.
-      'cpu_seconds': round(time.process_time() - worked),
-      **machine.environment(),
-    }
-    with path.open('a') as file:
-      file.write(json.dumps(line) + '\n')
 
+  def __init__(self, script: str, workdir: str):
+    self._script = script
+    self._workdir = flags.DEFINE_string('workdir', workdir, 'For the runs.')
+    self._runs = flags.DEFINE_string(
+      'runs', '', 'Regular expression; only these runs.'
+    )
+    self._table = flags.DEFINE_bool(
+      'table', False, 'Only print, or draw, what is there.'
+    )
+    self._tiny = flags.DEFINE_bool(
+      'tiny', False, 'Small models and few steps: a trial.'
+    )
 
-def train_all(
-  planned: Mapping[str, ExperimentConfig],
-  pattern: str,
-  root,
-  path: pathlib.Path,
-  tell: Callable[[ExperimentConfig, dict], dict] = of_language,
-) -> None:
-  """Trains the runs whose names match a regular expression; see `train`."""
-  for name, config in planned.items():
-    if re.search(pattern, name):
-      train(name, config, root, path, tell)
+  @property
+  def tiny(self) -> bool:
+    """Whether this is a trial."""
+    return self._tiny.value
+
+  @property
+  def only_table(self) -> bool:
+    """Whether nothing is trained."""
+    return self._table.value
+
+  def workdir(self, run: str) -> pathlib.Path:
+    """Returns the directory of a run."""
+    return pathlib.Path(
+      self._workdir.value, re.sub('[^A-Za-z0-9_./]+', '_', run)
+    )
+
+  def path(self, suffix: str = '.jsonl') -> pathlib.Path:
+    """Returns the path of a result; the suffix replaces `.py`."""
+    trial = self._workdir.value if self.tiny else None
+    return machine.result_path(self._script, suffix, trial)
+
+  def results(self) -> dict[str, dict]:
+    """Returns the results of the finished runs, by name."""
+    return read(self.path())
+
+  def train(
+    self,
+    planned: Mapping[str, ExperimentConfig],
+    tell: Callable[[ExperimentConfig, dict], dict] = of_language,
+  ) -> None:
+    """Trains runs in order, unless --table, and records their results.
+
+    Args:
+      planned: configs by name, of which those that --runs matches are trained.
+      tell: returns a run's result, given its config and held-out metrics.
+
+    Raises:
+      UserError: a signal stopped one.
+    """
+    for name, config in planned.items():
+      if not self.only_table and re.search(self._runs.value, name):
+        self._train(config_lib.replace(config, {'name': name}), tell)
+
+  def _train(self, config, tell):
+    """Trains a run, unless another process trains it."""
+    name, directory = config.name, self.workdir(config.name)
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / 'busy').open('w') as lock:
+      try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+      except BlockingIOError:
+        return
+      if name in self.results():
+        return
+      started, worked = time.monotonic(), time.process_time()
+      result = phases.train(config, directory)
+      if not result.finished:
+        raise UserError(f'{name} was stopped: the same command continues.')
+      line = {
+        'run': name,
+        **tell(config, result.metrics),
+        'seconds': round(time.monotonic() - started),
+        # Of all cores: other processes do not count.
+        'cpu_seconds': round(time.process_time() - worked),
+        **machine.environment(),
+      }
+      with self.path().open('a') as file:
+        file.write(json.dumps(line) + '\n')
 
 
 def _of_experts(metrics: dict[str, float]) -> dict[str, float]:

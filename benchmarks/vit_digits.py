@@ -9,7 +9,6 @@ The result is written beside this file as JSON and as a picture. Half an hour on
 two cores; started again, it continues.
 """
 
-import pathlib
 import re
 
 from absl import app, flags
@@ -41,8 +40,7 @@ _NAMES = {
 
 def load(variant: str) -> ExperimentConfig | None:
   """Returns a variant of the config file; None if it has none for trials."""
-  root = pathlib.Path(__file__).resolve().parents[1]
-  module = config_lib.load(root / 'configs/vit/digits.py')
+  module = machine.configs('vit/digits.py')
   if _TINY.value:
     variant = f'{variant}_tiny'.strip('_')
   return module.VARIANTS.get(variant, lambda: None)()
