@@ -151,7 +151,7 @@ def measure(mod: lm.LMConfig, batch: int, context: int) -> tuple[dict, str]:
       sizes = (batch, context, dense.vocab_size, dense.width, dense.num_layers)
       sizes += (dense.num_heads, dense.block.mlp.hidden)
       steps['torch'], about = stack.enter_context(
-        child.steps(_TORCH.value, 'torch_decode.py', *sizes)
+        child.steps(_TORCH.value, 'torch_steps.py', 'decode', *sizes)
       )
     seconds = timing.interleaved(steps, rounds=_ROUNDS.value, warmup=_WARMUP)
   # Means, not medians: a step's time depends on the number of routed rows.

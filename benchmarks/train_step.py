@@ -97,7 +97,7 @@ def main(_):
       sizes = (batch, length, dense.vocab_size, dense.width, dense.num_layers)
       sizes += (dense.num_heads, dense.block.mlp.hidden)
       others['torch'], about = stack.enter_context(
-        child.steps(_TORCH.value, 'torch_step.py', *sizes)
+        child.steps(_TORCH.value, 'torch_steps.py', 'train', *sizes)
       )
     seconds = timing.interleaved(steps | others, rounds=_ROUNDS.value, warmup=2)
   median = timing.medians(seconds)
