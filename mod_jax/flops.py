@@ -19,7 +19,7 @@ import re
 
 import jax
 
-from mod_jax import trees
+from mod_jax import tables, trees
 from mod_jax.errors import UserError
 from mod_jax.models import protocol
 from mod_jax.models.lm import LMConfig
@@ -35,7 +35,7 @@ def forward(config, length: Length = None) -> int:
   Raises:
     UserError: the config is of a language model, and `length` is None.
   """
-  return sum(map(products, _table(config, length)))
+  return sum(products(parts) for _, parts in _table(config, length))
 
 
 def products(parts: Mapping[str, int]) -> int:
@@ -45,14 +45,10 @@ def products(parts: Mapping[str, int]) -> int:
 
 def published_macs(config, length: Length = None) -> int:
   """Returns MACs of a forward pass as in published tables, norms included."""
-  return sum(sum(parts.values()) for parts in _table(config, length)) // 2
+  return sum(sum(parts.values()) for _, parts in _table(config, length)) // 2
 
 
 def _table(config, length):
-  return [parts for _, parts in _named(config, length)]
-
-
-def _named(config, length):
   return config.flops_table(*_arguments(config, length))
 
 
@@ -69,7 +65,7 @@ def train(
   """
   total = forward(config, length)
   if isinstance(config, LMConfig) and config.early_exit:
-    total += products(dict(_named(config, length))['head'])
+    total += products(dict(_table(config, length))['head'])
   if frozen is None:
     return 3 * total
   return 3 * total - _saved(config, length, frozen)
@@ -83,7 +79,7 @@ def _saved(config, length, frozen) -> int:
   # Scanned layers are trained together.
   reached = any(not re.match(_ROWS, name) for name in trained)
   saved = 0
-  for row, parts in _named(config, length):
+  for row, parts in _table(config, length):
     row = row.split()[0]
     reached |= any(name.startswith(f'{row}/') for name in trained)
     if not reached:
@@ -171,31 +167,27 @@ def report(
   names = dict.fromkeys(name for _, parts in table for name in parts)
   sums = {n: sum(parts.get(n, 0) for _, parts in table) for n in names}
   names = [name for name in names if sums[name] and name != 'norm']
-  first = max(18, *(len(layer) + 1 for layer, _ in table))
 
-  def line(layer, parts, twin):
+  def cells(layer, parts, twin):
     counts = [*(parts.get(n, 0) for n in names), products(parts), twin]
-    cells = (f'{count / 1e6:,.2f}'.rjust(12) for count in counts)
-    return layer.ljust(first) + ''.join(cells)
+    return [layer, *(f'{count / 1e6:,.2f}' for count in counts)]
 
   row_name = 'image' if length is None else 'sequence'
   num_tokens = args[0] if args else config.num_tokens
-  header = (name.rjust(12) for name in (*names, 'total', 'dense'))
-  lines = [
-    f'FLOPs of a forward pass over one {row_name} of {num_tokens} tokens'
-    ' (matrix products, multiply-add = 2), in MFLOPs',
-    'layer'.ljust(first) + ''.join(header),
-  ]
+  rows = [['layer', *names, 'total', 'dense']]
   for layer, parts in table:
     twin = products(dense.get(layer.split()[0], {}))
-    lines.append(line(layer, parts, twin))
-  lines.append(line('total', sums, dense_total))
+    rows.append(cells(layer, parts, twin))
+  rows.append(cells('total', sums, dense_total))
   chosen = [
     f'block {i}: {count}'
     for i, count in enumerate(config.tokens_per_block(*args))
     if count != num_tokens
   ]
-  lines += [
+  lines = [
+    f'FLOPs of a forward pass over one {row_name} of {num_tokens} tokens'
+    ' (matrix products, multiply-add = 2), in MFLOPs',
+    *tables.aligned(rows),
     '',
     f'tokens processed    {", ".join(chosen) or "all"} of {num_tokens}',
     *_expert_lines(config, num_tokens),

@@ -15,7 +15,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 # a dot, that has a place of its own. It may import units of strictly lower
 # layers, itself, and mod_jax_kernels.
 LAYERS = (
-  ('errors', 'last_words', 'peaks', 'timing'),
+  ('errors', 'last_words', 'peaks', 'tables', 'timing'),
   ('config', 'trees'),
   ('parallel', 'config_docs', 'paths'),
   ('losses', 'data'),

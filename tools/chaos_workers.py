@@ -47,7 +47,7 @@ def plan(workdir):
     check=True,
     stdout=subprocess.DEVNULL,
   )
-  return tuple(f'runs/{entry.id}' for entry in manifest.read(workdir))
+  return tuple(f'runs/{entry.id}' for entry in manifest.read(workdir)[0])
 
 
 def start(workdir) -> harness.Process:

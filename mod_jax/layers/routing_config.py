@@ -49,13 +49,7 @@ class RoutingConfig:
   score: Literal['learned', 'gaussian', 'stride'] | Score = 'learned'
   # Function of the score that multiplies the update; None = the default of the
   # score. Scores that ignore the tokens never multiply it.
-  gate: (
-    Literal[
-      *('raw', 'sigmoid', 'alpha_sigmoid', 'one_plus_tanh', 'alpha_tanh'),
-      'none',
-    ]
-    | None
-  ) = None
+  gate: Literal[routing.GATES] | None = None
   # Factor of the gates `alpha_sigmoid` and `alpha_tanh`.
   gate_alpha: config_lib.Factor = 2.0
   # Kinds of token, of `token_info.KINDS`, among which a block chooses; None =

@@ -14,7 +14,7 @@ import flax.struct
 import jax
 
 from mod_jax import config as config_lib
-from mod_jax import trees
+from mod_jax import tables, trees
 from mod_jax.layers import stack as stack_lib
 from mod_jax.layers.acm import ACMConfig, AdaptiveConfig
 from mod_jax.layers.mode import Mode
@@ -163,21 +163,25 @@ def report(config, *length: int) -> str:
   for name, module in modules(config).items():
     label = re.sub(r'\d+', '*', name, count=1)
     groups.setdefault((label, dense[name], module), []).append(name)
-  titles = ('module', 'of', 'dense', 'learners', 'choices')
-  lines = [
-    f'{titles[0]:<24}{titles[1]:>5}{titles[2]:>14}{titles[3]:>22}'
-    f'{titles[4]:>9}{"parameters":>22}{"MFLOPs a token":>22}'
+  rows = [
+    [
+      *('module', 'of', 'dense', 'learners', 'choices', 'parameters'),
+      'MFLOPs a token',
+    ]
   ]
-  for (label, dense_module, after), names in groups.items():
-    hidden = getattr(dense_module, 'hidden', after.outputs)
-    cost = sum(after.flops(1).values())
-    cost_before = sum(dense_module.flops(1).values())
-    lines.append(
-      f'{label:<24}{len(names):>5}{f"{after.inputs}->{hidden}":>14}'
-      f'{f"{after.num_learners} x {after.inputs}->{after.hidden}":>22}'
-      f'{f"{after.min_learners}..{after.num_learners}":>9}'
-      f'{f"{dense_module.num_params:,} -> {after.num_params:,}":>22}'
-      f'{f"{cost_before / 1e6:.3f} -> {cost / 1e6:.3f}":>22}'
+  for (label, before, after), names in groups.items():
+    hidden = getattr(before, 'hidden', after.outputs)
+    cost_before, cost = (sum(x.flops(1).values()) for x in (before, after))
+    rows.append(
+      [
+        label,
+        str(len(names)),
+        f'{after.inputs}->{hidden}',
+        f'{after.num_learners} x {after.inputs}->{after.hidden}',
+        f'{after.min_learners}..{after.num_learners}',
+        f'{before.num_params:,} -> {after.num_params:,}',
+        f'{cost_before / 1e6:.3f} -> {cost / 1e6:.3f}',
+      ]
     )
 
   def total(table):
@@ -192,9 +196,11 @@ def report(config, *length: int) -> str:
   after = total(config.flops_table(*length))
   title = 'dense' if original == config.dense_twin() else 'before'
   gate = sum(parts.get('gate', 0) for _, parts in config.flops_table(*length))
-  lines.append(
-    f'FLOPs, forward: {title} {total_before:.4e}; with all learners {after:.4e}'
-    f' ({after / total_before:.4f} of it), of which gates'
-    f' {gate / total_before:.4f}.'
+  return '\n'.join(
+    [
+      *tables.aligned(rows),
+      f'FLOPs, forward: {title} {total_before:.4e}; with all learners'
+      f' {after:.4e} ({after / total_before:.4f} of it), of which gates'
+      f' {gate / total_before:.4f}.',
+    ]
   )
-  return '\n'.join(lines)

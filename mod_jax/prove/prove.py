@@ -22,11 +22,11 @@ from absl import flags
 import jax
 
 from mod_jax import config as config_lib
-from mod_jax import parallel, paths, peaks
+from mod_jax import parallel, paths, peaks, tables
 from mod_jax.errors import UserError
 from mod_jax.prove import hlo, slices
 from mod_jax.runs.run_config import fitted
-from mod_jax.sweeps import manifest, tables
+from mod_jax.sweeps import manifest
 from mod_jax.tasks import make_task
 from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.tasks.plain import Plain
@@ -384,7 +384,7 @@ def define_flags() -> None:
 def main(_) -> None:
   """`python -m mod_jax.sweeps prove`."""
   workdir = flags.FLAGS.workdir
-  runs = [(entry.id, entry.config) for entry in manifest.read(workdir)]
+  runs = [(entry.id, entry.config) for entry in manifest.read(workdir)[0]]
   run(runs, flags.FLAGS.topology, workdir)
 
 

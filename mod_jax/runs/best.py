@@ -29,15 +29,12 @@ def resolve(directory, step: Step) -> int | None:
   """
   if step != 'best':
     return step
-  path = workdir.expand(directory) / _FILE
-  if not path.is_file():
-    raise UserError(
-      f"step='best': {directory} names no best checkpoint ({_FILE} is missing):"
-      ' train with checkpoint.best=METRIC, or give a number.'
-    )
-  best = paths.read_object(path).get('step')
+  best = paths.read_object(workdir.expand(directory) / _FILE).get('step')
   if not isinstance(best, int):
-    raise UserError(f'{path} names no step: restore it, or give a number.')
+    raise UserError(
+      f"step='best': {directory} names no best checkpoint in {_FILE}: train"
+      ' with checkpoint.best=METRIC, or give a number.'
+    )
   return best
 
 

@@ -9,43 +9,19 @@ it is done and all is compiled; `end`, which a killed process does not write;
 Times are seconds since 1970.
 """
 
-import json
-
-from mod_jax import paths
-from mod_jax.errors import UserError
-from mod_jax.runs import metrics
-
-_FORMER_FILE = 'history.jsonl'  # Earlier versions wrote the events there.
-
-
-def read(workdir) -> list[dict]:
-  """Returns the events of a run, oldest first; empty if there are none."""
-  path = paths.expand(workdir) / _FORMER_FILE
-  events = []
-  if path.exists():
-    try:
-      events = [json.loads(line) for line in path.read_text().splitlines()]
-      if not all({'event', 'time', 'step'} <= set(event) for event in events):
-        raise ValueError
-    except (ValueError, TypeError) as error:
-      raise UserError(
-        f'{path} is not what a run writes: move it away; only the record of'
-        ' restarts and of changed settings is lost, and a run with such goes on'
-        ' by --allow_changed_config.'
-      ) from error
-  return events + metrics.read_events(workdir)
+from mod_jax.runs.metrics import read_events
 
 
 def changed_at(workdir) -> int:
   """Returns the last step at which a run's config was changed, or -1."""
-  changes = [e['step'] for e in read(workdir) if e['event'] == 'changed']
+  changes = [e['step'] for e in read_events(workdir) if e['event'] == 'changed']
   return max(changes, default=-1)
 
 
 def ended_early(workdir, patience: int) -> int | None:
   """Returns the step at which a run of this patience ended early, or None."""
   ended = None
-  for event in read(workdir):
+  for event in read_events(workdir):
     if event['event'] == 'early_stop':
       ended = event
     # Steps that are taken again may lead elsewhere.

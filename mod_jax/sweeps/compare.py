@@ -16,12 +16,10 @@ from absl import flags
 import numpy as np
 
 from mod_jax import config as config_lib
-from mod_jax import flops, viz
+from mod_jax import flops, tables, viz
 from mod_jax.errors import UserError
-from mod_jax.runs import history
 from mod_jax.runs import metrics as metrics_lib
 from mod_jax.runs import workdir as workdir_lib
-from mod_jax.sweeps import tables
 from mod_jax.tasks import make_task
 from mod_jax.tasks.experiment import ExperimentConfig
 
@@ -70,7 +68,7 @@ def read(workdir, name: str | None = None) -> Run:
     records=records,
     step=step,
     flops_S=np.cumsum([0.0, *spent]),
-    seconds_per_step=_seconds_per_step(history.read(workdir)),
+    seconds_per_step=_seconds_per_step(metrics_lib.read_events(workdir)),
   )
 
 

@@ -13,11 +13,11 @@ from typing import Any
 from absl import flags
 import numpy as np
 
-from mod_jax import viz
+from mod_jax import tables, viz
 from mod_jax.errors import UserError
 from mod_jax.runs import metrics as metrics_lib
 from mod_jax.runs import workdir as workdir_lib
-from mod_jax.sweeps import compare, manifest, optimum, tables
+from mod_jax.sweeps import compare, manifest, optimum
 from mod_jax.sweeps import run as run_lib
 from mod_jax.sweeps.manifest import Entry
 from mod_jax.sweeps.optimum import NoMinimumError
@@ -443,7 +443,7 @@ def write(workdir) -> str:
     title = f'The best run of each group at {budget:g} FLOPs'
     figure = compare.Comparison(best).figure(title)
     viz.save(figure, workdir / 'curves.png')
-  planned = len(manifest.read(workdir))
+  planned = len(manifest.read(workdir)[0])
   if len(results) == planned:
     return table(fit_record)
   return f'{len(results)} of {planned} runs are over.\n{table(fit_record)}'

@@ -10,12 +10,11 @@ from typing import Any
 import jax
 
 from mod_jax import config as config_lib
-from mod_jax import viz
+from mod_jax import tables, viz
 from mod_jax.errors import UserError
 from mod_jax.runs import metrics as metrics_lib
 from mod_jax.runs import workdir as workdir_lib
 from mod_jax.sweeps import run as run_lib
-from mod_jax.sweeps import tables
 from mod_jax.tasks import make_task, phases
 from mod_jax.tasks.experiment import ExperimentConfig
 

@@ -47,15 +47,6 @@ def write(workdir, entries: Sequence[Entry]) -> str:
   return digest
 
 
-def read(workdir) -> list[Entry]:
-  """Returns the runs of the sweep in a directory, in the order of the plan.
-
-  Raises:
-    UserError: there is no manifest, or it was changed after it was written.
-  """
-  return read_with_hash(workdir)[0]
-
-
 def begin(workdir, digest: str) -> None:
   """Records that runs of the manifest with this hash have begun."""
   _check_begun(workdir, digest)
@@ -65,8 +56,12 @@ def begin(workdir, digest: str) -> None:
     workdir_lib.write_text(path, json.dumps({_HASH: digest}) + '\n')
 
 
-def read_with_hash(workdir) -> tuple[list[Entry], str]:
-  """Returns the runs, as `read` does, and the hash over all lines."""
+def read(workdir) -> tuple[list[Entry], str]:
+  """Returns the runs of a sweep in the order of the plan, and the hash.
+
+  Raises:
+    UserError: there is no manifest, or it was changed after it was written.
+  """
   path = workdir_lib.expand(workdir) / FILE
   if not path.is_file():
     raise UserError(

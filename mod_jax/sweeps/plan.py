@@ -18,14 +18,14 @@ from typing import Annotated, Any
 
 from absl import flags
 
-from mod_jax import cli, flops
+from mod_jax import cli, flops, tables
 from mod_jax import config as config_lib
 from mod_jax.data import text
 from mod_jax.errors import UserError
 from mod_jax.layers.routing_config import MoDConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.runs import workdir as workdir_lib
-from mod_jax.sweeps import manifest, tables
+from mod_jax.sweeps import manifest
 from mod_jax.sweeps.manifest import Entry
 from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.viz import style

@@ -71,7 +71,7 @@ def run(
       run is chosen; or as `loop.train`.
   """
   workdir = workdir_lib.expand(workdir)
-  entries, digest = manifest.read_with_hash(workdir)
+  entries, digest = manifest.read(workdir)
   if not entries[chosen]:
     raise UserError(
       f'no run is chosen: {workdir} has {len(entries)} of them, counted from 0.'
@@ -171,7 +171,7 @@ def results(workdir) -> list[tuple[Entry, dict[str, Any]]]:
   Raises:
     UserError: as `manifest.read`; or a result is of another manifest.
   """
-  entries, digest = manifest.read_with_hash(workdir)
+  entries, digest = manifest.read(workdir)
   finished = []
   for entry in entries:
     path = result_path(workdir, entry)

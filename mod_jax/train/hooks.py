@@ -330,7 +330,7 @@ class Report(Hook):
   def finish(self, step, state):
     run = self.run
     run.writer.event('end', step)
-    events = history_lib.read(run.workdir)
+    events = metrics_lib.read_events(run.workdir)
     if restarts := history_lib.cost_of_restarts(events):
       run.progress.message(restarts)
     run.progress.close()

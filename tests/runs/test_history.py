@@ -1,7 +1,6 @@
 """What is kept of a run's restarts, and traces of its steps."""
 
 import itertools
-import json
 import shutil
 
 import chex
@@ -47,23 +46,14 @@ def test_the_cost_of_restarts():
   assert 'continued 2 times, which cost about 78 s' in text
 
 
-def test_events_of_earlier_versions(tmp_path):
-  former = {'event': 'changed', 'time': 1.5, 'step': 6, 'fields': ['a: 1 -> 2']}
-  path = tmp_path / 'history.jsonl'
-  path.write_text(json.dumps(former) + '\n')
-  assert history.read(tmp_path) == [former]
-  # A kill cut the last line of the metrics.
+def test_an_event_after_a_cut_line(tmp_path):
   (tmp_path / 'metrics.jsonl').write_bytes(
     b'{"step": 6, "kind": "train"}\n{"step":'
   )
   metrics.add_event(tmp_path, 'changed', 9, fields=['a: 2 -> 3'])
-  assert [e['step'] for e in history.read(tmp_path)] == [6, 9]
+  assert [e['step'] for e in metrics.read_events(tmp_path)] == [9]
   assert [x['step'] for x in metrics.read(tmp_path)] == [6]
   assert history.changed_at(tmp_path) == 9
-  for text in ('{', '5', '{"event": "start"}'):
-    path.write_text(text)
-    with pytest.raises(UserError, match='move it away'):
-      history.read(tmp_path)
 
 
 def test_a_run_tells_how_it_was_continued(tmp_path, capsys):
@@ -74,7 +64,7 @@ def test_a_run_tells_how_it_was_continued(tmp_path, capsys):
   with path.open('a') as file:
     file.writelines(f'{{"step": {i}, "kind": "train"}}\n' for i in (4, 5))
   train(config, tmp_path)
-  events = history.read(tmp_path)
+  events = metrics.read_events(tmp_path)
   assert [(e['event'], e['step']) for e in events] == [
     *(('start', 0), ('first_step', 1), ('end', 3)),
     *(('start', 3), ('first_step', 4), ('end', 6)),
@@ -112,7 +102,7 @@ class TestLengthening:
     whole = train(longer, tmp_path / 'whole')
     chex.assert_trees_all_equal(result.state, whole.state)
     assert result.metrics == whole.metrics
-    (change,) = (e for e in history.read(run) if e['event'] == 'changed')
+    (change,) = (e for e in metrics.read_events(run) if e['event'] == 'changed')
     assert change['step'] == 6
     assert change['fields'] == ['train.num_steps: 6 -> 9']
     # What was saved before the change can be read as before.

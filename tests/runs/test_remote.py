@@ -30,7 +30,7 @@ from mod_jax.data import corpus, image_folder
 from mod_jax.data.text import TextDataConfig
 from mod_jax.errors import UserError
 from mod_jax.pretrained.source import Source
-from mod_jax.runs import history, lock
+from mod_jax.runs import lock
 from mod_jax.runs import metrics as metrics_lib
 from mod_jax.runs import workdir as workdir_lib
 from mod_jax.sweeps import grid
@@ -236,7 +236,7 @@ def test_a_run_in_a_store(texts, tmp_path, caplog, monkeypatch):
   } <= stored
   assert not [name for name in stored if 'tmp' in name]
   assert metrics_lib.read(workdir) == metrics_lib.read(tmp_path / 'run')
-  events = [event['event'] for event in history.read(workdir)]
+  events = [event['event'] for event in metrics_lib.read_events(workdir)]
   assert events == ['start', 'first_step', 'end'] * 2
 
   trained = tasks.load(workdir)

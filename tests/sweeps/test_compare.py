@@ -1,7 +1,6 @@
 """Runs side by side: what the table, the file and the picture tell."""
 
 import csv
-import json
 
 from matplotlib.legend import Legend
 import numpy as np
@@ -36,23 +35,19 @@ def leave(folder, config, losses, held_out, events=()):
     for step, loss in enumerate(losses, 1):
       writer.write(step, 'train', {'loss': loss})
     writer.write(len(losses), 'eval', held_out)
-  lines = [json.dumps(event) + '\n' for event in events]
-  (folder / 'history.jsonl').write_text(''.join(lines))
-
-
-def event(name, time, step):
-  return {'event': name, 'time': time, 'step': step}
+    for name, time, step in events:
+      writer.event(name, step, time=time)
 
 
 @pytest.fixture
 def runs(tmp_path):
   """A dense run, and a routed one that was killed and continued."""
   lives = [
-    *(event('start', 0, 0), event('first_step', 10, 1)),  # And killed.
-    *(event('start', 50, 0), event('first_step', 60, 2), event('end', 72, 4)),
+    *(('start', 0, 0), ('first_step', 10, 1)),  # And killed.
+    *(('start', 50, 0), ('first_step', 60, 2), ('end', 72, 4)),
     # Killed in its last evaluation, of which alone the next life consists.
-    *(event('start', 80, 3), event('first_step', 90, 4)),
-    *(event('start', 900, 4), event('end', 990, 4)),
+    *(('start', 80, 3), ('first_step', 90, 4)),
+    *(('start', 900, 4), ('end', 990, 4)),
   ]
   folders = tmp_path / 'a' / 'run', tmp_path / 'b' / 'run'
   leave(folders[0], DENSE, [5.0, 4.0, 3.5, 3.2], {'loss': 3.4})
