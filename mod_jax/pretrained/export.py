@@ -101,10 +101,10 @@ def export(
   if write is not _peft:
     run = _merged(run)
   try:
-    written = write(run, folder)
-    # Delete files of an earlier export, which would be read as this model's.
-    for name in {FOLDER, ROUTERS, convert_peft.CONFIG} - written:
+    # Files of an earlier export would be read as this model's.
+    for name in (FOLDER, ROUTERS, convert_peft.CONFIG):
       (folder / name).unlink(missing_ok=True)
+    write(run, folder)
   except OSError as error:
     raise UserError(
       f'{folder} cannot be written ({error.strerror}): name a folder that can.'
@@ -148,10 +148,6 @@ def _check_dense(run, format, dense):
     )
 
 
-# Writers by format; each returns which it has written of FOLDER, ROUTERS and
-# PEFT's config.
-
-
 def _ours(run, folder):
   files.write(folder / WEIGHTS, trees.by_path(dict(run.variables)))
   files.remove_others(folder, {WEIGHTS})
@@ -165,13 +161,18 @@ def _ours(run, folder):
     'classes': run.classes and list(run.classes),
     'foreign': run.foreign,
   }
-  reads = isinstance(run.config, LMConfig | VLMConfig)
-  if reads and run.task is not None:
-    kind, source = run.task.modality.tokenizer_source
-    fields['tokenizer'] = kind
-    tokenizers.copy(kind, source, os.fspath(folder))
+  if isinstance(run.config, LMConfig | VLMConfig):
+    fields['tokenizer'] = _tokenizer(run, folder)
   files.write_json(folder / FOLDER, fields)
-  return {FOLDER}
+
+
+def _tokenizer(run, folder) -> str | None:
+  """Copies the tokenizer, if the model has one; returns its kind."""
+  if run.task is None:
+    return None
+  kind, source = run.task.modality.tokenizer_source
+  tokenizers.copy(kind, source, os.fspath(folder))
+  return kind
 
 
 def _peft(run, folder):
@@ -200,7 +201,7 @@ def _peft(run, folder):
         )
   convert_peft.save(folder, params, run.config, run.base)
   files.remove_others(folder, set())
-  return {convert_peft.CONFIG} | _routers(params, folder)
+  _routers(params, folder)
 
 
 def _config(instance) -> dict[str, Any]:
@@ -239,55 +240,41 @@ def _names(run) -> list[str]:
 
 def _language(run, folder):
   params = run.variables['params']
-  kind, source = run.task.modality.tokenizer_source
-  tokenizers.copy(kind, source, os.fspath(folder))
-  convert_lm.save(
-    *(folder, params, run.config),
-    like=run.origin if run.origin and os.path.isdir(run.origin) else None,
-    length=run.experiment.data.length,
-    tokenizer=run.tokenizer,
-  )
-  return _routers(params, folder)
+  _tokenizer(run, folder)
+  texts = {'like': _origin(run), 'tokenizer': run.tokenizer}
+  if isinstance(run.config, LMConfig):
+    length = run.experiment.data.length
+    convert_lm.save(folder, params, run.config, length=length, **texts)
+  else:
+    _processor(run.preprocess, folder, 'CLIPImageProcessor')
+    convert_llava.save(folder, params, run.config, **texts)
+  _routers(params, folder)
 
 
-def _vision_language(run, folder):
-  params = run.variables['params']
-  like = run.origin if run.origin and os.path.isdir(run.origin) else None
-  _processor(run.preprocess, folder, 'CLIPImageProcessor')
-  if run.task is not None:
-    kind, source = run.task.modality.tokenizer_source
-    tokenizers.copy(kind, source, os.fspath(folder))
-  convert_llava.save(
-    folder, params, run.config, like=like, tokenizer=run.tokenizer
-  )
-  return _routers(params, folder)
+def _origin(run) -> str | None:
+  """Returns the directory that the model is from, if it is still there."""
+  return run.origin if run.origin and os.path.isdir(run.origin) else None
 
 
-def _routers(params, folder) -> set[str]:
+def _routers(params, folder) -> None:
   """Writes routers, if there are any, to a file of their own."""
   routers = {
     name: array
     for name, array in trees.flatten(params).items()
     if re.search(_ROUTERS, name)
   }
-  if not routers:
-    return set()
-  files.write(folder / ROUTERS, routers)
-  return {ROUTERS}
+  if routers:
+    files.write(folder / ROUTERS, routers)
 
 
 def _huggingface(run, folder):
-  if isinstance(run.config, LMConfig):
+  if isinstance(run.config, LMConfig | VLMConfig):
     return _language(run, folder)
   if isinstance(run.config, DETRConfig):
     return _detector(run, folder)
-  if isinstance(run.config, VLMConfig):
-    return _vision_language(run, folder)
-  if getattr(run.config.dense_twin(), 'input_norm', False):
-    params = run.variables['params']
-    convert_clip.save(folder, params, run.config)
-    _processor(run.preprocess, folder, 'CLIPImageProcessor')
-    return set()
+  if run.config.dense_twin().input_norm:
+    convert_clip.save(folder, run.variables['params'], run.config)
+    return _processor(run.preprocess, folder, 'CLIPImageProcessor')
   _dense_weights(run, folder, 'huggingface')
   dense, names = run.config.dense_twin(), _names(run)
   kind, model = 'vit', 'ViTForImageClassification'
@@ -319,7 +306,6 @@ def _huggingface(run, folder):
   )
   # ViTImageProcessor ignores the crop in some versions of transformers.
   _processor(run.preprocess, folder, 'DeiTImageProcessor')
-  return set()
 
 
 def _processor(preprocess, folder, kind: str) -> None:
@@ -371,7 +357,6 @@ def _detector(run, folder):
       'image_std': list(preprocess.std),
     },
   )
-  return set()
 
 
 def _square(side: int) -> dict[str, int]:
@@ -441,4 +426,3 @@ def _timm(run, folder):
       },
     },
   )
-  return set()
