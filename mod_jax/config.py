@@ -567,9 +567,6 @@ def replace(instance, changes, where=''):
     instance: of a dataclass; not modified.
     changes: values by dotted path, `{'model.num_layers': 2}`.
     where: path of the instance in messages.
-
-  Raises:
-    UserError: for an unknown field or an invalid value.
   """
   if hasattr(instance, 'implied'):
     changes = {**changes, **instance.implied(changes)}

@@ -75,11 +75,7 @@ class MeshConfig:
     return tuple(getattr(self, axis) for axis in MESH_AXES)
 
   def sizes(self, num_devices: int) -> tuple[int, ...]:
-    """Returns the sizes of MESH_AXES for `num_devices`, with -1 resolved.
-
-    Raises:
-      UserError: the mesh does not fit the devices.
-    """
+    """Returns the sizes of MESH_AXES for `num_devices`, with -1 resolved."""
     sizes = list(self._sizes)
     product = math.prod(n for n in sizes if n > 0)
     if -1 in sizes and num_devices % product == 0:
@@ -99,9 +95,6 @@ def make_mesh(config: MeshConfig, devices=None) -> jax.sharding.Mesh:
   If the devices belong to several slices, connected by the slower data centre
   network, the axis `data` spans the slices, so that only the sum of gradients
   crosses that network.
-
-  Raises:
-    UserError: the mesh does not fit the devices, or their hosts.
   """
   devices = jax.devices() if devices is None else list(devices)
   axis_types = (jax.sharding.AxisType.Auto,) * len(MESH_AXES)
@@ -163,11 +156,7 @@ def fit_mesh(config: MeshConfig, num_devices: int, rows: int) -> MeshConfig:
 
 
 def spec(names: tuple[str | None, ...]) -> PartitionSpec:
-  """Returns the partition spec of an array with these logical axes.
-
-  Raises:
-    ValueError: a name is unknown, or a mesh axis is used for two array axes.
-  """
+  """Returns the partition spec of an array with these logical axes."""
   axes = []
   for name in names:
     if name is not None and name not in RULES:
@@ -286,9 +275,6 @@ def shardings(boxed, mesh: jax.sharding.Mesh):
 
   Returns:
     The tree without boxes, with a NamedSharding in place of each array.
-
-  Raises:
-    UserError: an axis of a parameter does not divide by its mesh axes.
   """
 
   def one(path, leaf):

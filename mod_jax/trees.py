@@ -64,9 +64,6 @@ def merge(
     dropped: regular expressions of paths, matched whole, that only the source
       may have.
     describe: name of the source, for messages.
-
-  Raises:
-    UserError: other names or shapes differ; lists all differences.
   """
   fresh, source = flatten(fresh), flatten(source)
   compare(
@@ -102,9 +99,6 @@ def compare(
     new: regular expressions of names that may be missing from `found`.
     dropped: regular expressions of names that may be missing from `expected`.
     describe: name of the source of `found`, for messages.
-
-  Raises:
-    UserError: names or shapes differ; lists every difference.
   """
   missing = [
     (name, '')

@@ -32,9 +32,6 @@ def images(
   Args:
     config: the experiment.
     image_size: pixels a side; None for the size in the weights' config.
-
-  Raises:
-    UserError: there are no such pictures or weights.
   """
   classes = images_lib.class_names(config.data)
   model, data, dense = config.model, config.data, config.dense
@@ -72,9 +69,6 @@ def language(config: ExperimentConfig) -> ExperimentConfig:
 
   The vocabulary is that of the tokenizer. With weights at `config.init`, sizes
   and tokenizer are theirs, and no dense model is trained first.
-
-  Raises:
-    UserError: the tokenizer, corpus or weights do not exist.
   """
   model, data = config.model, config.data
   if config.init is not None:

@@ -22,11 +22,7 @@ def write(directory, step: int, metric: str, value: float) -> None:
 
 
 def resolve(directory, step: Step) -> int | None:
-  """Returns the number of a checkpoint; None remains the newest.
-
-  Raises:
-    UserError: the best one is wanted of a run that names none.
-  """
+  """Returns the number of a checkpoint; None remains the newest."""
   if step != 'best':
     return step
   best = paths.read_object(workdir.expand(directory) / _FILE).get('step')

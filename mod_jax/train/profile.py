@@ -10,11 +10,7 @@ from mod_jax.train.hooks import Hook, Run
 
 
 def parse(text: str) -> range:
-  """Returns the steps of `FROM:TO`, both inclusive.
-
-  Raises:
-    UserError: the text is not of that form, or the range is empty.
-  """
+  """Returns the steps of `FROM:TO`, both inclusive."""
   match = re.fullmatch(r'(\d+):(\d+)', text.strip())
   first, last = map(int, match.groups()) if match else (0, 0)
   if not 1 <= first <= last:

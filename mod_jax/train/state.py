@@ -91,9 +91,6 @@ def abstract_state(
 
   `ema` says whether averages of the parameters are kept. `config` says which
   parameters are frozen beside the state; None for none.
-
-  Raises:
-    UserError: a parameter does not divide over the mesh.
   """
   # With the key created inside, nothing is computed, so the mesh may consist of
   # devices that this machine does not have.
@@ -181,11 +178,7 @@ def _part(params, like):
 
 
 def frozen_fingerprint(abstract: TrainState, params, init: str) -> str:
-  """Returns the fingerprint of the frozen ones of a model's parameters.
-
-  Raises:
-    UserError: there are none of some at `init`.
-  """
+  """Returns the fingerprint of the frozen ones of a model's parameters."""
   frozen = trees.flatten(_part(params, abstract.frozen))
   for name, x in frozen.items():
     if isinstance(x, jax.ShapeDtypeStruct):
