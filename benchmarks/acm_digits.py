@@ -4,262 +4,88 @@
 
 For each seed a dense model is trained (`configs/vit/digits.py`) and converted
 by `configs/acm/vit.py:digits`: learners and gates once, then end to end for
-each budget. For comparison there are models without the auxiliary losses, and
-static models of the same cost, whose modules all run the same number of
-learners and which train end to end for as long. One seed is also converted with
-other numbers of learners. Accuracies are those of all 355 held-out images. The
-result is written beside this file as JSON and as pictures. About an hour on two
-cores; started again, it continues. `--report` trains nothing and reports the
-finished runs and their seeds.
+each budget. For comparison there are static models of the same cost, whose
+modules all run the same number of learners and which train end to end for as
+long; a model without the auxiliary losses; and, for one seed, other numbers of
+learners. Accuracies are those of all 355 held-out images. Each run is one line
+of `acm_digits.jsonl` beside this file; see `study.py`. The picture has the
+models with all seeds.
 """
 
 import sys
 
 from absl import app, flags
+import adaptive_runs
 import machine
-from machine import cell, point, spread
+from study import Study
+import study_tables
 
 from mod_jax import config as config_lib
 from mod_jax import flops, viz
-from mod_jax.tasks import make_task, phases
+from mod_jax.tasks import make_task
 from mod_jax.tasks.experiment import ExperimentConfig
-import results as results_lib
 
-_WORKDIR = flags.DEFINE_string('workdir', 'runs/acm_digits', 'For the runs.')
+_STUDY = Study(__file__, 'runs/acm_digits')
 _SEEDS = flags.DEFINE_list('seeds', ['0', '1', '2'], 'A dense run for each.')
-_BUDGETS = flags.DEFINE_list('budgets', ['.25', '.4', '.6', '.75'], 'β')
-_LEARNERS = flags.DEFINE_list('learners', ['2', '8', '16'], 'N beside 4.')
-_SWEPT = flags.DEFINE_list('swept', ['.25', '.6'], 'β of the other N.')
-_REPORT = flags.DEFINE_bool('report', False, 'Only of what is finished.')
-_TINY = flags.DEFINE_bool('tiny', False, 'Small models and few steps: a trial.')
 
-_ABLATED = ('.4', {'entropy_weight': 0.0, 'diversity_weight': 0.0})
-
-
-class _MissingError(Exception):
-  """With `--report`, a run that is not finished."""
+BUDGETS = ('.25', '.4', '.6', '.75')
+COUNTS = (1, 2, 3, 4)
+ALONE = 'adaptive, β = .4, L_b alone'  # Without the other losses.
+# Numbers of learners beside 4, with one seed, and budgets of each.
+LEARNERS, SWEPT = (2, 8, 16), ('.25', '.6')
 
 
-def load(path: str, variant: str, seed: str) -> ExperimentConfig:
-  """Returns a variant of a config file, or its variant for trials."""
-  module = machine.configs(path)
-  config = module.get_config('tiny' if _TINY.value else variant)
-  return config_lib.replace(config, {'seed': int(seed)})
-
-
-def finish(config: ExperimentConfig, name: str) -> tuple[str, dict]:
-  """Trains a run unless it is finished; returns its workdir and metrics."""
-  workdir = f'{_WORKDIR.value}/{name}'
-  directory, last = phases.expand(config, workdir)[-1]
-  metrics = phases.finished(directory, last)
-  if metrics is None:
-    if _REPORT.value:
-      raise _MissingError(workdir)
-    metrics = phases.train(config, workdir).metrics
-  return workdir, metrics
-
-
-class Conversion:
-  """A dense model and its conversions, for one seed."""
-
-  def __init__(self, seed: str):
-    self.seed = seed
-    self.config = load('vit/digits.py', '', seed)
-    self.dense, self.metrics = finish(self.config, f'dense_{seed}')
-
-  def gates(self, learners: int) -> tuple[ExperimentConfig, str, str]:
-    """Returns the config, and the workdirs of the first two phases."""
-    config = load('acm/vit.py', 'digits', self.seed)
-    config = config_lib.replace(
-      config,
-      {'model.adaptive.num_learners': learners, 'evaluation.every': 0},
+def planned(seed: int) -> dict[str, ExperimentConfig]:
+  """Returns the runs of a seed, each after the one that it starts from."""
+  dense, adaptive = (
+    machine.configs(path).get_config('tiny' if _STUDY.tiny else variant)
+    for path, variant in (('vit/digits.py', ''), ('acm/vit.py', 'digits'))
+  )
+  runs = {f'dense/{seed}': adaptive_runs.run(_STUDY, dense, seed)}
+  runs |= adaptive_runs.planned(_STUDY, adaptive, seed, BUDGETS, COUNTS)
+  runs[f'{ALONE}/{seed}'] = adaptive_runs.run(
+    *(_STUDY, adaptive, seed, 'gates'),
+    **{'phase': 'end_to_end', 'budget': 0.4},
+    **{'entropy_weight': 0.0, 'diversity_weight': 0.0},
+  )
+  for n in LEARNERS if seed == 0 else ():
+    other = config_lib.replace(adaptive, {'model.adaptive.num_learners': n})
+    runs |= adaptive_runs.planned(
+      *(_STUDY, other, seed, SWEPT), of=f', {n} learners'
     )
-    label = f'{learners}_{self.seed}'
-    first, _ = finish(
-      config_lib.replace(
-        config, {'objective.phase': 'learners', 'init': self.dense}
-      ),
-      f'learners_{label}',
-    )
-    second, _ = finish(
-      config_lib.replace(config, {'objective.phase': 'gates', 'init': first}),
-      f'gates_{label}',
-    )
-    return config, first, second
+  return runs
 
-  def adaptive(self, budget: str, learners: int = 4, **objective) -> dict:
-    """Returns the metrics of the conversion at a budget."""
-    config, _, gates = self.gates(learners)
-    changes = {f'objective.{name}': x for name, x in objective.items()}
-    config = config_lib.replace(
-      config,
-      {
-        'objective.phase': 'end_to_end',
-        'objective.budget': float(budget),
-        'init': gates,
-        **changes,
-      },
-    )
-    kind = '_'.join(('adaptive', *objective))
-    _, metrics = finish(config, f'{kind}_{budget}_{learners}_{self.seed}')
+
+def tell(config: ExperimentConfig, metrics: dict) -> dict:
+  """Returns the result of a run."""
+  if config.objective is None:
+    gmacs = flops.published_macs(config.model) / 1e9
+    return {'accuracy': metrics['accuracy'], 'gmacs': gmacs}
+  if 'load' in metrics:
     names = ('accuracy', 'load', 'load_std', 'token_std', 'gmacs')
     return {name: metrics[name] for name in names}
-
-  def static(self, k: int) -> dict:
-    """Returns the metrics with k learners everywhere, trained as long."""
-    config, learners, _ = self.gates(4)
-    config = config_lib.replace(
-      config,
-      {
-        'objective.phase': 'end_to_end',
-        'objective.static_learners': k,
-        # Skip the gates' phase; start from the learners.
-        'objective.gates.num_steps': 0,
-        'init': learners,
-      },
-    )
-    _, metrics = finish(config, f'static_{k}_{self.seed}')
-    gmacs = make_task(config).macs(learners=k) / 1e9
-    return {'accuracy': metrics[f'k{k}/accuracy'], 'gmacs': gmacs}
-
-
-def each(run, of) -> dict:
-  """Returns the result of `run` for each, without those that are missing."""
-  results = {}
-  for x in of:
-    try:
-      results[x] = run(x)
-    except _MissingError:
-      continue
-  return results
-
-
-def gathered(runs: dict) -> dict:
-  """Returns the spread over seeds of each number, and the seeds."""
-  first, *_ = runs.values()
-  spreads = {
-    name: spread([run[name] for run in runs.values()]) for name in first
-  }
-  return spreads | {'seeds': [conversion.seed for conversion in runs]}
-
-
-def drawn(name, group, row) -> dict:
-  """Returns a row as a point of a picture."""
-  return point(name, group, 1e3 * row['gmacs']['mean'], row['accuracy'])
-
-
-def _trial() -> str | None:
-  return _WORKDIR.value if _TINY.value else None
-
-
-def draw(figure, suffix: str) -> None:
-  viz.save(figure, machine.result_path(__file__, f'{suffix}.png', _trial()))
+  task = make_task(config)
+  # Learners alone: all of them.
+  k = config.objective.static_learners or task.num_learners
+  gmacs = task.macs(learners=k) / 1e9
+  return {'accuracy': metrics[f'k{k}/accuracy'], 'gmacs': gmacs}
 
 
 def main(_):
-  seeds = list(each(Conversion, _SEEDS.value).values())
-  if not seeds:
-    sys.exit(f'No dense model is finished in {_WORKDIR.value}.')
-  table, points, swept = {}, [], _SWEPT.value
-
-  def add(name, group, label, runs):
-    if runs:
-      table[name] = gathered(runs)
-    # Draw complete rows only: means over different seeds are not comparable.
-    if len(runs) == len(seeds):
-      points.append(drawn(label, group, table[name]))
-
-  dense = {
-    seed: {
-      'accuracy': seed.metrics['accuracy'],
-      'gmacs': flops.published_macs(seed.config.model) / 1e9,
-    }
-    for seed in seeds
-  }
-  add('dense', 'dense', 'dense', dense)
-  for budget in _BUDGETS.value:
-    runs = each(lambda seed, b=budget: seed.adaptive(b), seeds)
-    add(f'adaptive, β = {budget}', 'adaptive, 4 learners', f'β={budget}', runs)
-  for k in range(1, 5):
-    runs = each(lambda seed, k=k: seed.static(k), seeds)
-    add(f'static, k = {k}', 'static', f'k={k}', runs)
-  budget, changes = _ABLATED
-  everything = table.get(f'adaptive, β = {budget}')
-  ablated = each(lambda seed: seed.adaptive(budget, **changes), seeds)
-  if ablated:
-    ablated = gathered(ablated)
-    table[f'adaptive, β = {budget}, L_b alone'] = ablated
-  # Numbers of learners, with one seed.
-  sweep = {}
-  for n in _LEARNERS.value:
-    if runs := each(lambda b, n=int(n): seeds[0].adaptive(b, n), swept):
-      sweep[n] = runs
-  results_lib.save(
-    __file__,
-    {'seeds': _SEEDS.value, 'models': table, 'learners_of_one_seed': sweep},
-    _trial(),
+  for seed in map(int, _SEEDS.value):
+    _STUDY.train(planned(seed), tell)
+  found = _STUDY.results()
+  if not found:
+    sys.exit('No run is finished yet.')
+  print(study_tables.adaptive(found))
+  figure = adaptive_runs.draw(
+    {name: x for name, x in found.items() if not name.startswith(ALONE)},
+    cost=lambda result: 1e3 * result['gmacs'],
+    accuracy=lambda result: result['accuracy'],
+    title='Digits: adaptive width and the dense model',
+    xlabel='MMACs per image',
   )
-  print('| | seeds | MMACs | load | accuracy, % | std, images | std, tokens |')
-  print('|---|---|---|---|---|---|---|')
-  for name, row in table.items():
-    print(
-      f'| {name} | {len(row["seeds"])} |'
-      f' {cell(row["gmacs"], 1e3, 1)} | {cell(row.get("load"))} |'
-      f' {cell(row["accuracy"], 100, 1)} | {cell(row.get("load_std"))} |'
-      f' {cell(row.get("token_std"))} |'
-    )
-  xlabel = 'MMACs per image'
-  title = 'Digits: adaptive width and the dense model'
-  draw(
-    viz.accuracy_flops(points, title=title, xlabel=xlabel, pareto=True),
-    '',
-  )
-  if sweep:
-    sweep['4'] = each(lambda b: seeds[0].adaptive(b), swept)
-    draw_learners(sweep, seeds[0], xlabel)
-  if everything and ablated:
-    draw_losses(everything, ablated, budget)
-
-
-def draw_learners(sweep, seed, xlabel):
-  """Draws accuracy against compute by number of learners, for one seed."""
-  points = [
-    drawn(f'β={b}', f'{n} learners', gathered({seed: run}))
-    for n, runs in sorted(sweep.items(), key=lambda item: int(item[0]))
-    for b, run in runs.items()
-  ]
-  draw(
-    viz.accuracy_flops(
-      [{**p, 'spread': None} for p in points],
-      title='Digits: how many learners, one seed',
-      xlabel=xlabel,
-      pareto=True,
-    ),
-    '_learners',
-  )
-
-
-def draw_losses(everything, ablated, budget):
-  """Compares training with all losses and with the budget's alone."""
-  draw(
-    viz.loss_effects(
-      [
-        {
-          'name': name,
-          'accuracy': row['accuracy']['mean'],
-          'load_mean': row['load']['mean'],
-          'load_std': row['load_std']['mean'],
-          'token_std': row['token_std']['mean'],
-        }
-        for name, row in (
-          ('all three losses', everything),
-          ('the budget alone', ablated),
-        )
-      ],
-      title=f'Digits: what entropy and diversity do, β = {budget}',
-    ),
-    '_losses',
-  )
+  viz.save(figure, _STUDY.path('.png'))
 
 
 if __name__ == '__main__':

@@ -17,12 +17,12 @@ import shutil
 import sys
 
 from absl import app, flags
+import adaptive_runs
 import machine
 from study import Study
 import study_tables
 
 import mod_jax
-from mod_jax import config as config_lib
 from mod_jax import flops, viz
 from mod_jax.studies import speech as studies
 from mod_jax.tasks import make_task
@@ -40,29 +40,12 @@ def planned(seed: int) -> dict[str, ExperimentConfig]:
   """Returns the runs of a seed, each after the one that it starts from."""
   words = machine.configs('speech/words.py')
   dense, acm = ('tiny', 'acm_tiny') if _STUDY.tiny else ('', 'acm')
-  common = {'seed': seed, 'log.tensorboard': False, 'evaluation.every': 0}
-
-  def run(variant, init=None, **objective):
-    changes = {f'objective.{name}': x for name, x in objective.items()}
-    if init:
-      changes['init'] = str(_STUDY.workdir(f'{init}/{seed}').absolute())
-    return config_lib.replace(words.get_config(variant), {**common, **changes})
-
   runs = {
-    'dense': run(dense),
-    'learners': run(acm, 'dense', phase='learners'),
-    'gates': run(acm, 'learners', phase='gates'),
+    f'dense/{seed}': adaptive_runs.run(_STUDY, words.get_config(dense), seed)
   }
-  for budget in BUDGETS:
-    runs[f'adaptive, β = {budget}'] = run(
-      acm, 'gates', phase='end_to_end', budget=budget
-    )
-  for k in COUNTS:
-    runs[f'static, k = {k}'] = run(
-      *(acm, 'learners'),
-      **{'phase': 'end_to_end', 'static_learners': k, 'gates.num_steps': 0},
-    )
-  return {f'{name}/{seed}': config for name, config in runs.items()}
+  return runs | adaptive_runs.planned(
+    _STUDY, words.get_config(acm), seed, BUDGETS, COUNTS
+  )
 
 
 def tell(config: ExperimentConfig, metrics: dict) -> dict:
@@ -91,28 +74,6 @@ def tell(config: ExperimentConfig, metrics: dict) -> dict:
   }
 
 
-def draw(found: dict[str, dict]):
-  """Returns a picture of the share of words recognised over compute."""
-  models = study_tables.by_model(found)
-  points = [
-    machine.point(
-      name,
-      name.split(',')[0],
-      1e3 * machine.spread([x['gmacs_per_second'] for x in runs])['mean'],
-      machine.spread([1 - run['wer'] for run in runs]),
-    )
-    for name, of_seed in models.items()
-    if name not in study_tables.FIRST_PHASES
-    and len(runs := list(of_seed.values())) == len(models['dense'])
-  ]
-  return viz.accuracy_flops(
-    points,
-    title='Synthetic words: word accuracy (1 − WER) and compute',
-    xlabel='millions of multiply-accumulates per second of audio',
-    pareto=True,
-  )
-
-
 def main(_):
   for seed in map(int, _SEEDS.value):
     _STUDY.train(planned(seed), tell)
@@ -120,7 +81,14 @@ def main(_):
   if not found:
     sys.exit('No run is finished yet.')
   print(study_tables.speech(found))
-  viz.save(draw(found), _STUDY.path('.png'))
+  figure = adaptive_runs.draw(
+    found,
+    cost=lambda result: 1e3 * result['gmacs_per_second'],
+    accuracy=lambda result: 1 - result['wer'],
+    title='Synthetic words: word accuracy (1 − WER) and compute',
+    xlabel='millions of multiply-accumulates per second of audio',
+  )
+  viz.save(figure, _STUDY.path('.png'))
   load = _STUDY.workdir(_SHOWN) / 'pictures/load.png'
   if load.exists():
     shutil.copy(load, _STUDY.path('_load.png'))

@@ -139,6 +139,23 @@ def composition(found: Mapping[str, dict]) -> str:
   return markdown(header, rows)
 
 
+def adaptive(found: Mapping[str, dict]) -> str:
+  """Table of adaptive width: costs, accuracies, deviations of the load."""
+  rows = [
+    [
+      *(name.replace('= .', '= 0.'), str(len(runs))),
+      over_seeds(runs, 'gmacs', 1e3, 1),
+      over_seeds(runs, 'load'),
+      over_seeds(runs, 'accuracy', 100, 1),
+      *(over_seeds(runs, part) for part in ('load_std', 'token_std')),
+    ]
+    for name, of_seed in by_model(found).items()
+    if not name.startswith(FIRST_PHASES) and (runs := list(of_seed.values()))
+  ]
+  header = ['model', 'seeds', 'MMACs', 'load', 'accuracy, %']
+  return markdown([*header, 'deviation, images', 'deviation, tokens'], rows)
+
+
 def speech(found: Mapping[str, dict]) -> str:
   """Table of recognisers: costs, error rates, and learners on silence."""
   rows = [
@@ -149,7 +166,7 @@ def speech(found: Mapping[str, dict]) -> str:
       *(over_seeds(runs, part, 1, 2) for part in ('silence', 'speech')),
     ]
     for name, of_seed in by_model(found).items()
-    if name not in FIRST_PHASES and (runs := list(of_seed.values()))
+    if not name.startswith(FIRST_PHASES) and (runs := list(of_seed.values()))
   ]
   header = ['model', 'seeds', 'MMACs per second', 'load', 'WER, %', 'CER, %']
   return markdown([*header, 'learners, silence', 'learners, speech'], rows)

@@ -1,6 +1,7 @@
 """How good it is: what studies in `benchmarks/` came to, with their spread."""
 
 import functools
+import statistics
 
 import machine
 from machine import markdown
@@ -30,13 +31,8 @@ def compared(equal: str):
   return study_tables.recipes(recipes())[equal].items()
 
 
-def accuracy_at(script: str, name: str, key: str) -> str:
-  """Returns the mean accuracy of a model on the digits, and its cost."""
-  model = measured(script)['models'][name]
-  gmacs = model['gmacs']
-  if isinstance(gmacs, dict):  # It differs between seeds.
-    gmacs = gmacs['mean']
-  return f'{model[key]["mean"]:.1%} at {1e3 * gmacs:.1f} MMACs'
+def accuracy_at(accuracy: float, gmacs: float) -> str:
+  return f'{accuracy:.1%} at {1e3 * gmacs:.1f} MMACs'
 
 
 @table
@@ -54,10 +50,14 @@ def results():
     )
 
   def digits(name):
-    return accuracy_at('vit_digits', name, 'after')
+    model = measured('vit_digits')['models'][name]
+    return accuracy_at(model['after']['mean'], model['gmacs'])
 
   def adaptive(name):
-    return accuracy_at('acm_digits', name, 'accuracy')
+    runs = study_tables.by_model(studied('acm_digits'))[name].values()
+    return accuracy_at(
+      *(statistics.mean(run[x] for run in runs) for x in ('accuracy', 'gmacs'))
+    )
 
   rows = [
     [
@@ -212,23 +212,7 @@ def vit_digits():
 @table
 def acm_digits():
   """Adaptive width on the digits, by budget."""
-  rows = [
-    [
-      name.replace('= .', '= 0.'),
-      str(len(row['seeds'])),
-      machine.cell(row['gmacs'], 1e3, 1),
-      machine.cell(row.get('load')),
-      machine.cell(row['accuracy'], 100, 1),
-      machine.cell(row.get('load_std')),
-      machine.cell(row.get('token_std')),
-    ]
-    for name, row in measured('acm_digits')['models'].items()
-  ]
-  header = [
-    *('model', 'seeds', 'MMACs', 'load', 'accuracy, %'),
-    *('deviation, images', 'deviation, tokens'),
-  ]
-  return markdown(header, rows)
+  return study_tables.adaptive(studied('acm_digits'))
 
 
 @table
