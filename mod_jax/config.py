@@ -1,10 +1,10 @@
 """Configs: frozen dataclasses, set on command lines, saved as JSON.
 
-A config is a frozen, keyword-only dataclass whose `__post_init__` calls
-`validate(self)`. Its fields are bool, int, float, str, `Literal` choices,
-tuples of these, other such dataclasses, and `X | None` or wider unions of them.
-`Annotated` gives the `Range` of a number, as in the aliases below; conditions
-on several fields are checked in `__post_init__`.
+A config is a frozen, keyword-only dataclass that is `Validated`, or whose
+`__post_init__` calls `validate(self)`. Its fields are bool, int, float, str,
+`Literal` choices, tuples of these, other such dataclasses, and `X | None` or
+wider unions of them. `Annotated` gives the `Range` of a number, as in the
+aliases below; conditions on several fields are checked in `__post_init__`.
 """
 
 import ast
@@ -283,6 +283,13 @@ def validate(instance):
   for name, hint in annotations(cls).items():
     _fitted(f'{cls.__name__}.{name}', getattr(instance, name), hint)
   return functools.partial(check, instance)
+
+
+class Validated:
+  """Base of dataclasses whose fields are checked one by one."""
+
+  def __post_init__(self):
+    validate(self)
 
 
 def check(instance, condition, expected, *names):

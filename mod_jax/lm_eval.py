@@ -196,9 +196,9 @@ class ModJax(lm_eval.api.model.TemplateLM):
 
 def define_flags() -> None:
   """Defines the flags of `main`."""
-  flags.DEFINE_string('model', None, 'Directory of the model.')
+  flags.DEFINE_string('model', None, 'Directory of the model.', required=True)
   cli.define_dtype()
-  flags.DEFINE_list('tasks', [], "The harness's tasks.")
+  flags.DEFINE_list('tasks', None, "The harness's tasks.", required=True)
   flags.DEFINE_string(
     'include_path', None, 'Directory of further tasks, in YAML.'
   )
@@ -217,10 +217,6 @@ def define_flags() -> None:
 def main(_) -> None:
   """Runs the tasks, and prints the table of the harness."""
   values = flags.FLAGS
-  if not values.model or not values.tasks:
-    raise UserError(
-      '--model and --tasks are both needed: give a model and names of tasks.'
-    )
   if values.out and not pathlib.Path(values.out).parent.is_dir():
     raise UserError(
       f'--out={values.out}: there is no such directory; make it first.'

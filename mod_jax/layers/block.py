@@ -26,7 +26,7 @@ from mod_jax.layers.token_info import TokenInfo
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BlockConfig:
+class BlockConfig(config_lib.Validated):
   attention: AttentionConfig
   # Cross-attention to `TokenInfo.source`, between attention and feed-forward;
   # None for none.
@@ -44,9 +44,6 @@ class BlockConfig:
   # Probability in training that an element of an update becomes 0.
   dropout: config_lib.BelowOne = 0.0
   dtype: str = 'float32'  # Compute dtype; parameters are always float32.
-
-  def __post_init__(self):
-    config_lib.validate(self)
 
   @property
   def slots(self) -> dict[str, Slot]:

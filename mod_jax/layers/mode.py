@@ -17,7 +17,7 @@ RuleName = Literal[
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RoutingMode:
+class RoutingMode(config_lib.Validated):
   """How a routed block chooses tokens in this call; a static argument.
 
   Attributes:
@@ -37,9 +37,6 @@ class RoutingMode:
   overflow: Literal['exact', 'drop'] = 'exact'
   slack: Annotated[float, config_lib.Range(ge=1)] = 1.25
   chunk: config_lib.Count | None = None
-
-  def __post_init__(self):
-    config_lib.validate(self)
 
   @property
   def causal_rule(self) -> Rule | None:

@@ -33,7 +33,7 @@ class Reduced:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Reduction(abc.ABC):
+class Reduction(config_lib.Validated, abc.ABC):
   """How blocks reduce the tokens of an image, after their attention.
 
   Subclasses must be frozen dataclasses. They may live in any module, but saved
@@ -46,9 +46,6 @@ class Reduction(abc.ABC):
   """
 
   evidence: ClassVar[Literal['keys', 'attention']]
-
-  def __post_init__(self):
-    config_lib.validate(self)
 
   @abc.abstractmethod
   def counts(

@@ -48,7 +48,7 @@ class Routing:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Rule(abc.ABC):
+class Rule(config_lib.Validated, abc.ABC):
   """A causal rule: the choice of a token does not depend on later tokens.
 
   Subclasses must be frozen dataclasses and may live in any module. The rules
@@ -60,9 +60,6 @@ class Rule(abc.ABC):
   """
 
   num_slots: ClassVar[int | None] = None
-
-  def __post_init__(self):
-    config_lib.validate(self)
 
   @property
   def name(self) -> str:

@@ -15,7 +15,7 @@ from mod_jax.layers.token_info import TokenInfo
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Score(abc.ABC):
+class Score(config_lib.Validated, abc.ABC):
   """How the tokens of a routed block are scored.
 
   Subclasses must be frozen dataclasses. They may live in any module, but saved
@@ -31,9 +31,6 @@ class Score(abc.ABC):
   gate: ClassVar[str] = 'none'
   gates: ClassVar[bool] = True
   needs_attention: ClassVar[bool] = False
-
-  def __post_init__(self):
-    config_lib.validate(self)
 
   @abc.abstractmethod
   def run(

@@ -12,7 +12,7 @@ from mod_jax.layers.token_info import TokenInfo
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Slot(abc.ABC):
+class Slot(config_lib.Validated, abc.ABC):
   """Config of a module that maps each token's features to features.
 
   Subclasses must be frozen dataclasses. They may live in any module, but saved
@@ -23,9 +23,6 @@ class Slot(abc.ABC):
   """
 
   tells: ClassVar[bool] = True
-
-  def __post_init__(self):
-    config_lib.validate(self)
 
   @abc.abstractmethod
   def run(

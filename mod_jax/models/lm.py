@@ -157,18 +157,10 @@ class LMConfig(StackedConfig):
   @functools.cached_property
   def stack(self) -> StackConfig:
     """The layers."""
-    layers = stack_lib.layer_configs(
-      self.block,
-      self.num_layers,
-      self.routing,
-      experts=self.experts,
-      adaptive=self.adaptive,
-      lora=self.lora,
-    )
     return StackConfig(
       layers=tuple(
         dataclasses.replace(layer, tells_features=i + 1 == self.early_exit)
-        for i, layer in enumerate(layers)
+        for i, layer in enumerate(self._layers(self.block))
       ),
       remat=self.remat,
       period=math.lcm(
@@ -226,8 +218,11 @@ class LMConfig(StackedConfig):
     return self.routing.mode(rule, **kwargs)
 
   def unrolled(self, variables) -> tuple['LMConfig', dict[str, Any]]:
-    """Returns `unrolled_variables` of the model."""
-    return unrolled_variables(self, variables)
+    """Converts config and all collections, by name, to unrolled layers."""
+    return dataclasses.replace(self, scan_layers=False), {
+      name: stack_lib.unrolled(self.stack, collection)
+      for name, collection in variables.items()
+    }
 
   def build(self, **kwargs) -> 'LanguageModel':
     """Returns the module; keywords are fields of `Mode`."""
@@ -568,15 +563,6 @@ def unrolled(config: LMConfig, params):
   """Converts config and parameters to unrolled layers."""
   unscanned = dataclasses.replace(config, scan_layers=False)
   return unscanned, stack_lib.unrolled(config.stack, params)
-
-
-def unrolled_variables(config: LMConfig, variables):
-  """Converts config and all collections, by name, to unrolled layers."""
-  unscanned = dataclasses.replace(config, scan_layers=False)
-  return unscanned, {
-    name: stack_lib.unrolled(config.stack, collection)
-    for name, collection in variables.items()
-  }
 
 
 def merge(

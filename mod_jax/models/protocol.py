@@ -6,10 +6,13 @@ from typing import Any, Protocol, runtime_checkable
 from flax import linen as nn
 import jax
 
+from mod_jax.errors import require
 from mod_jax.layers import stack
 from mod_jax.layers.acm import AdaptiveConfig
 from mod_jax.layers.experts import Assigned, ExpertsConfig
 from mod_jax.layers.lora import LoRAConfig
+from mod_jax.layers.mode import Mode
+from mod_jax.layers.routed import LayerConfig
 from mod_jax.layers.routing_config import RoutingConfig
 from mod_jax.layers.rules import Routing
 
@@ -71,6 +74,16 @@ def shapes(config: ModelConfig) -> dict[str, Any]:
 class StackedConfig:
   """Base of configs whose model is a `stack` of layers."""
 
+  def _layers(self, block, **kwargs) -> tuple[LayerConfig, ...]:
+    """Returns layers of one block, with the parts of the model."""
+    return stack.layer_configs(
+      *(block, self.num_layers, self.routing),
+      experts=self.experts,
+      adaptive=self.adaptive,
+      lora=self.lora,
+      **kwargs,
+    )
+
   @property
   def capacities(self) -> tuple[float | None, ...]:
     """Each block's capacity; None for a block that is not routed."""
@@ -87,6 +100,17 @@ class StackedConfig:
   def with_parts(self, **parts):
     """Returns the model with `routing` and so on replaced, or None."""
     return dataclasses.replace(self, **parts)
+
+
+def check_encoder(mode: Mode) -> None:
+  """Raises UserError if the routing rule is a causal one."""
+  rule = mode.routing.rule
+  require(
+    not isinstance(rule, str) or rule in ('top_k', 'never'),
+    "'top_k', since an encoder sees its whole input, or 'never' to leave routed"
+    ' blocks out',
+    rule=rule,
+  )
 
 
 class StackedOutput:

@@ -31,7 +31,7 @@ from mod_jax.layers.slots import Slot
 from mod_jax.layers.stack import Stack, StackConfig
 from mod_jax.layers.stem import ConvStem, ConvStemConfig
 from mod_jax.layers.token_info import TokenInfo
-from mod_jax.models.protocol import StackedConfig, StackedOutput
+from mod_jax.models.protocol import StackedConfig, StackedOutput, check_encoder
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -130,15 +130,7 @@ class ViTConfig(StackedConfig):
   @functools.cached_property
   def stack(self) -> StackConfig:
     """The layers."""
-    layers = stack_lib.layer_configs(
-      self.block,
-      self.num_layers,
-      self.routing,
-      experts=self.experts,
-      adaptive=self.adaptive,
-      lora=self.lora,
-      stochastic_depth=self.stochastic_depth,
-    )
+    layers = self._layers(self.block, stochastic_depth=self.stochastic_depth)
     if self.reduction is not None:
       layers = self.reduction.adapt(layers, self.num_tokens, self.num_prefix)
     return StackConfig(layers=layers, remat=self.remat)
@@ -282,13 +274,7 @@ class ViT(nn.Module):
 
   def setup(self):
     config = self.config
-    rule = self.mode.routing.rule
-    require(
-      not isinstance(rule, str) or rule in ('top_k', 'never'),
-      "'top_k', since a vision transformer sees the whole image, or 'never' to"
-      ' leave routed blocks out',
-      rule=rule,
-    )
+    check_encoder(self.mode)
     if config.stem is not None:
       self.stem = ConvStem(
         config.stem, train=self.mode.train, dtype=config.dtype

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 
 from mod_jax import config as config_lib
 from mod_jax import parallel
-from mod_jax.errors import require
 from mod_jax.layers import dense
 from mod_jax.layers import stack as stack_lib
 from mod_jax.layers.acm import AdaptiveConfig
@@ -27,7 +26,7 @@ from mod_jax.layers.mode import Mode
 from mod_jax.layers.routing_config import VisionRoutingConfig
 from mod_jax.layers.stack import Stack, StackConfig
 from mod_jax.layers.token_info import TokenInfo, count_positions
-from mod_jax.models.protocol import StackedConfig, StackedOutput
+from mod_jax.models.protocol import StackedConfig, StackedOutput, check_encoder
 
 # Pattern of the parameters that are frozen when a pretrained model is tuned.
 CONVOLUTIONS = r'^conv_(norm_)?\d+/'
@@ -92,17 +91,7 @@ class Wav2Vec2Config(StackedConfig):
       norm_epsilon=self.norm_epsilon,
       dtype=self.dtype,
     )
-    return StackConfig(
-      layers=stack_lib.layer_configs(
-        block,
-        self.num_layers,
-        self.routing,
-        experts=self.experts,
-        adaptive=self.adaptive,
-        lora=self.lora,
-      ),
-      remat=self.remat,
-    )
+    return StackConfig(layers=self._layers(block), remat=self.remat)
 
   def frames(self, samples):
     """Returns the number of frames of so many samples; arrays elementwise.
@@ -199,13 +188,7 @@ class Wav2Vec2(nn.Module):
 
   def setup(self):
     config = self.config
-    rule = self.mode.routing.rule
-    require(
-      not isinstance(rule, str) or rule in ('top_k', 'never'),
-      "'top_k', since an encoder hears the whole recording, or 'never' to leave"
-      ' routed blocks out',
-      rule=rule,
-    )
+    check_encoder(self.mode)
     by_layer = config.variant == 'layer'
 
     def norm():

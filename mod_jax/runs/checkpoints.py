@@ -50,7 +50,7 @@ _CORRUPT = '.corrupt'  # Suffix of unusable checkpoints.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CheckpointConfig:
+class CheckpointConfig(config_lib.Validated):
   """How often to save, and how many checkpoints to keep."""
 
   # Steps between checkpoints; 0 saves only at the last step.
@@ -63,9 +63,6 @@ class CheckpointConfig:
   # None keeps the newest alone.
   best: str | None = None
   asynchronous: bool = True  # Write while training goes on.
-
-  def __post_init__(self):
-    config_lib.validate(self)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -60,7 +60,7 @@ class TrainConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EvaluationConfig:
+class EvaluationConfig(config_lib.Validated):
   """How often a run is evaluated, and on how much held-out data."""
 
   # Steps between evaluations, or a fraction of all; 0 evaluates at the end
@@ -74,20 +74,14 @@ class EvaluationConfig:
   # Tokens of that sample, at most the sequence length; 0 draws none.
   sample_tokens: config_lib.Count = 256
 
-  def __post_init__(self):
-    config_lib.validate(self)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LogConfig:
+class LogConfig(config_lib.Validated):
   """How often progress is shown, and where metrics are logged."""
 
   every: config_lib.PositiveCount = 10  # Steps between lines of progress.
   tensorboard: bool = True  # Whether to log to TensorBoard, too.
   wandb: bool = False  # Whether to log to Weights & Biases.
-
-  def __post_init__(self):
-    config_lib.validate(self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

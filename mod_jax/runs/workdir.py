@@ -60,17 +60,12 @@ def read_config(workdir, cls: type[RunConfig]) -> RunConfig:
       ' there first, or name the directory of one.'
     )
   try:
-    text = path.read_text(encoding='utf-8')
-  except (OSError, UnicodeDecodeError) as error:
-    why = error.strerror if isinstance(error, OSError) else 'it is not UTF-8'
+    return config_lib.from_json(cls, path.read_text(encoding='utf-8'))
+  except (UserError, OSError, UnicodeDecodeError) as error:
     raise UserError(
-      f'{path} cannot be read ({why}): restore it from a copy, or name another'
-      ' workdir.'
+      f'{path} cannot be read ({error}): restore it from a copy, or name'
+      ' another workdir.'
     ) from error
-  try:
-    return config_lib.from_json(cls, text)
-  except UserError as error:
-    raise UserError(f'{path}: {error}') from error
 
 
 def check(

@@ -23,7 +23,7 @@ _LOOKED_UP = 3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Draft:
+class Draft(config_lib.Validated):
   """What proposes tokens, and how many at a time.
 
   Attributes:
@@ -39,9 +39,6 @@ class Draft:
   kind: Literal['early', 'never', 'lookup'] = 'early'
   tokens: config_lib.Size = 4
   layers: config_lib.Size | None = None
-
-  def __post_init__(self):
-    config_lib.validate(self)
 
   def mode(self, mode: RoutingMode) -> RoutingMode:
     """Returns the draft's routing mode, given the model's."""

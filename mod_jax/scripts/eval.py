@@ -46,7 +46,7 @@ _BATCH = 32  # Pictures that are predicted at a time.
 
 def define_flags() -> None:
   """Defines the flags of `main`."""
-  flags.DEFINE_string('workdir', None, 'Directory of the run.')
+  flags.DEFINE_string('workdir', None, 'Directory of the run.', required=True)
   flags.DEFINE_string(
     'step', None, 'Checkpoint, or best; by default the newest.'
   )
@@ -212,8 +212,6 @@ def _list_studies(workdir):
 def main(_) -> None:
   """Evaluates, samples, predicts or exports, as the flags say."""
   args = flags.FLAGS
-  if not args.workdir:
-    raise UserError('--workdir is missing: give the directory of a run.')
   if 'list' in args.study:
     _list_studies(args.workdir)
     return

@@ -26,7 +26,7 @@ _PROGRAMS = '~/.cache/mod_jax/programs'
 
 def define_flags() -> None:
   """Defines the flags of `main`."""
-  flags.DEFINE_string('model', None, 'Directory of the model.')
+  flags.DEFINE_string('model', None, 'Directory of the model.', required=True)
   cli.define_dtype()
   flags.DEFINE_string('host', '127.0.0.1', 'Address to listen at.')
   flags.DEFINE_integer('port', 8000, 'Port to listen at; 0 for any.')
@@ -63,8 +63,6 @@ def define_flags() -> None:
 def main(_) -> None:
   """Compiles everything that requests need, and serves until stopped."""
   args = flags.FLAGS
-  if not args.model:
-    raise UserError('--model is missing: give the directory of a model.')
   try:
     import uvicorn
 

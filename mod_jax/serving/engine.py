@@ -156,7 +156,7 @@ class Engine:
         'the engine continues texts: give a language model, and for pictures'
         ' use run.predict.'
       )
-    config, variables = lm.unrolled_variables(run.config, run.variables)
+    config, variables = run.config.unrolled(run.variables)
     if max_length is None:
       max_length = run.default_length
     for name, value in (('slots', slots), ('max_length', max_length)):

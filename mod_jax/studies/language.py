@@ -11,7 +11,6 @@ import optax
 import scipy
 
 from mod_jax import errors, viz
-from mod_jax.models import lm
 from mod_jax.studies import devices
 from mod_jax.train.task import Study
 
@@ -39,8 +38,8 @@ def arank(task, params, model_state) -> Study:
   blocks are compared by their rank divided by its maximum, n - 1.
   """
   config = task.config.model
-  model, variables = lm.unrolled_variables(
-    dataclasses.replace(config, remat='none'), {'params': params, **model_state}
+  model, variables = dataclasses.replace(config, remat='none').unrolled(
+    {'params': params, **model_state}
   )
   # As in training, where all queries and keys are computed at once.
   model = model.build(train=True)

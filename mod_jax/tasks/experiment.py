@@ -21,7 +21,7 @@ from mod_jax.runs.run_config import RunConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PruningObjective:
+class PruningObjective(config_lib.Validated):
   """The weights of DynamicViT's losses.
 
   Rao et al. 2021, section 3.4, Eq. 16 as published. The ratio loss only applies
@@ -37,9 +37,6 @@ class PruningObjective:
   # Weight of the divergence from the teacher's predictions.
   logit_distillation: config_lib.Weight = 0.5
   teacher: str | None = None  # A run or checkpoint; None = that of `init`.
-
-  def __post_init__(self):
-    config_lib.validate(self)
 
   @property
   def needs_teacher(self) -> bool:
@@ -67,7 +64,7 @@ class PhaseConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ACMObjective:
+class ACMObjective(config_lib.Validated):
   """How a model becomes an adaptive one: Wójcik et al. 2023, section 3.
 
   Three phases, each a run of its own: `learners` imitate the modules that they
@@ -108,9 +105,6 @@ class ACMObjective:
     num_steps=10_000, batch_size=512, learning_rate=1e-4
   )
 
-  def __post_init__(self):
-    config_lib.validate(self)
-
   @property
   def phases(self) -> dict[str, PhaseConfig]:
     """The phases in order, by name, without those skipped."""
@@ -120,7 +114,7 @@ class ACMObjective:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ConversionObjective:
+class ConversionObjective(config_lib.Validated):
   """Distillation of a dense language model into the routed one made of it.
 
   The divergence from the dense model's predictions is added to the loss. Each
@@ -131,9 +125,6 @@ class ConversionObjective:
   # Weight of the divergence from the dense model's predictions.
   distillation: config_lib.Positive = 1.0
   teacher: str | None = None  # A run or checkpoint; None = that of `init`.
-
-  def __post_init__(self):
-    config_lib.validate(self)
 
 
 # The data of each kind of model.

@@ -83,14 +83,15 @@ def train(
     TrainingDiverged: the loss, a gradient, a value to be saved or the final
       held-out loss is NaN or infinite.
   """
-  allowed = {
-    'allow_changed_data': allow_changed_data,
-    'allow_changed_config': allow_changed_config,
-  }
   with (
     stop_lib.listening(),
     lock_lib.held(workdir),
-    build(task, config, workdir, profile=profile, **allowed) as run,
+    build(
+      *(task, config, workdir),
+      allow_changed_data=allow_changed_data,
+      allow_changed_config=allow_changed_config,
+      profile=profile,
+    ) as run,
     profile_lib.Profiler(run, profile) as profiler,
   ):
     state, step, num_steps = run.state, run.start, config.train.num_steps

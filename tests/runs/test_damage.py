@@ -141,9 +141,17 @@ REFUSED = [
   (MANIFEST, swapped, 'no checkpoint in .* is usable'),
   ('checkpoints', becomes(b'x'), 'cannot be used'),
   ('checkpoints', loop, 'cannot be used'),
-  ('config.json', becomes(b'\xff'), 'config.json cannot be read .*not UTF-8'),
-  ('config.json', becomes(b'{"name":' + NESTED), 'config.json: .*recursion'),
-  ('config.json', edited(b'"seed"', b'"sead"'), 'config.json: .*sead'),
+  ('config.json', becomes(b'\xff'), 'config.json cannot be read .*utf-8'),
+  (
+    'config.json',
+    becomes(b'{"name":' + NESTED),
+    'config.json cannot be read .*recursion',
+  ),
+  (
+    'config.json',
+    edited(b'"seed"', b'"sead"'),
+    'config.json cannot be read .*sead',
+  ),
   ('config.json', edited(b'"width": 8', b'"width": 16'), 'different.*width'),
 ]
 
