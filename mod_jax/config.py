@@ -462,6 +462,25 @@ def read_literal(text):
     return text
 
 
+def split(text, brackets, quotes=''):
+  """Splits a text at commas outside of brackets, such as `[{]}`, and quotes."""
+  pairs = len(brackets) // 2
+  opening, closing = brackets[:pairs], brackets[pairs:]
+  parts, depth, quote = [''], 0, None
+  for letter in text:
+    if quote:
+      quote = None if letter == quote else quote
+    elif letter in quotes:
+      quote = letter
+    else:
+      depth += (letter in opening) - (letter in closing)
+    if letter == ',' and not depth and not quote:
+      parts.append('')
+    else:
+      parts[-1] += letter
+  return [part for part in parts if part.strip()]
+
+
 def parse(text, hint):
   """Parses text from a command line as a value of a field.
 

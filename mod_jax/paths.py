@@ -97,16 +97,10 @@ def split_globs(text: str) -> list[str]:
   a whole is a single glob, since file names may hold commas; in a list of
   several globs, such a comma is written `[,]`.
   """
-  parts, depth = [''], 0
-  for letter in text:
-    depth += (letter in '{[') - (letter in '}]')
-    if letter == ',' and not depth:
-      parts.append('')
-    else:
-      parts[-1] += letter
-  if len(parts) > 1 and glob(text):
+  parts = config_lib.split(text, '{[}]')
+  if parts != [text] and glob(text):
     return [text]
-  return [part.strip() for part in parts if part.strip()]
+  return [part.strip() for part in parts]
 
 
 def is_glob(path: str) -> bool:

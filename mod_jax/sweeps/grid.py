@@ -59,7 +59,10 @@ def parse(
         f'--sweep={text}: {path} is given twice; list all its values once.'
       )
     hint = config_lib.field(config, path, '--sweep=')
-    axes[path] = tuple(config_lib.parse(v, hint) for v in _split(values))
+    axes[path] = tuple(
+      config_lib.parse(v, hint)
+      for v in config_lib.split(values, '([{)]}', '"\'')
+    )
   return axes
 
 
@@ -245,25 +248,6 @@ def _write(workdir, axes, finished):
   }
   text = metrics_lib.to_json(record, indent=2) + '\n'
   workdir_lib.write_text(workdir / 'sweep.json', text)
-
-
-def _split(text):
-  """Splits at commas outside of brackets and quotes."""
-  parts, depth, quote = [''], 0, None
-  for character in text:
-    if quote:
-      quote = None if character == quote else quote
-    elif character in '"\'':
-      quote = character
-    elif character in '([{':
-      depth += 1
-    elif character in ')]}':
-      depth -= 1
-    if character == ',' and not depth and not quote:
-      parts.append('')
-    else:
-      parts[-1] += character
-  return [part for part in parts if part.strip()]
 
 
 def _text(value) -> str:

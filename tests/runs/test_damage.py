@@ -145,12 +145,12 @@ REFUSED = [
   (
     'config.json',
     becomes(b'{"name":' + NESTED),
-    'config.json cannot be read .*recursion',
+    'cannot be read .*recursion',
   ),
   (
     'config.json',
     edited(b'"seed"', b'"sead"'),
-    'config.json cannot be read .*sead',
+    'cannot be read .*sead',
   ),
   ('config.json', edited(b'"width": 8', b'"width": 16'), 'different.*width'),
 ]
