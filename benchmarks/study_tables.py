@@ -139,6 +139,21 @@ def composition(found: Mapping[str, dict]) -> str:
   return markdown(header, rows)
 
 
+def adapted(found: Mapping[str, dict]) -> str:
+  """Table of adapted vision models: costs, accuracies before and after."""
+  rows = []
+  for name, of_seed in by_model(found).items():
+    runs = list(of_seed.values())
+    rows.append(
+      [
+        *(name, f'{1e3 * runs[0]["gmacs"]:.1f}', f'{runs[0]["params"]:,}'),
+        *(over_seeds(runs, when, 100, 1) for when in ('before', 'after')),
+      ]
+    )
+  header = ['model', 'MMACs', 'parameters', 'adapted, %', 'fine-tuned, %']
+  return markdown(header, rows)
+
+
 def adaptive(found: Mapping[str, dict]) -> str:
   """Table of adaptive width: costs, accuracies, deviations of the load."""
   rows = [

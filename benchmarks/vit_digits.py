@@ -5,26 +5,25 @@
 For each seed a dense model is trained (`configs/vit/digits.py`), then adapted
 by variants of that file and fine-tuned. Accuracies are those of all 355
 held-out images: after adaptation without any training, and after fine-tuning.
-The result is written beside this file as JSON and as a picture. Half an hour on
-two cores; started again, it continues.
+Each run is one line of `vit_digits.jsonl` beside this file; see `study.py`. Half
+an hour on two cores.
 """
 
 import re
 
 from absl import app, flags
 import machine
-from machine import cell, point, spread
+from machine import point, spread
+from study import Study
+import study_tables
 
 from mod_jax import config as config_lib
 from mod_jax import flops, viz
 from mod_jax.runs import metrics as metrics_lib
-from mod_jax.tasks import phases
 from mod_jax.tasks.experiment import ExperimentConfig
-import results as results_lib
 
-_WORKDIR = flags.DEFINE_string('workdir', 'runs/vit_digits', 'For the runs.')
+_STUDY = Study(__file__, 'runs/vit_digits')
 _SEEDS = flags.DEFINE_list('seeds', ['0', '1', '2'], 'A dense run for each.')
-_TINY = flags.DEFINE_bool('tiny', False, 'Small models and few steps: a trial.')
 
 # The table's name of each variant of the config file. All others start from the
 # weights of the first.
@@ -38,70 +37,48 @@ _NAMES = {
 }
 
 
-def load(variant: str) -> ExperimentConfig | None:
-  """Returns a variant of the config file; None if it has none for trials."""
-  module = machine.configs('vit/digits.py')
-  if _TINY.value:
-    variant = f'{variant}_tiny'.strip('_')
-  return module.VARIANTS.get(variant, lambda: None)()
+def planned(seed: str) -> dict[str, ExperimentConfig]:
+  """Returns the runs of a seed by name; a trial lacks some."""
+  variants, runs = machine.configs('vit/digits.py').VARIANTS, {}
+  for variant, name in _NAMES.items():
+    file_variant = f'{variant}_tiny'.strip('_') if _STUDY.tiny else variant
+    if file_variant in variants:
+      init = str(_STUDY.workdir(f'dense/{seed}')) if variant else None
+      runs[f'{name}/{seed}'] = config_lib.replace(
+        variants[file_variant](), {'seed': int(seed), 'init': init}
+      )
+  return runs
 
 
-def run(
-  variant: str, config: ExperimentConfig, seed: str, init: str | None = None
-) -> dict:
-  """Trains unless finished; returns accuracies before and after, and costs."""
-  workdir = f'{_WORKDIR.value}/{variant or "dense"}_{seed}'
-  config = config_lib.replace(config, {'seed': int(seed), 'init': init})
-  result = phases.train(config, workdir)
-  lines = [x for x in metrics_lib.read(workdir) if x['kind'] == 'eval']
-  before = next((x for x in lines if x['step'] == 0), None)
+def tell(config: ExperimentConfig, metrics: dict) -> dict:
+  """Returns the result of a run."""
+  lines = metrics_lib.read(_STUDY.workdir(config.name))
+  at_first = (x for x in lines if x['kind'] == 'eval' and x['step'] == 0)
   return {
-    'workdir': workdir,
-    'before': None if before is None else before['accuracy'],
-    'after': result.metrics['accuracy'],
+    'before': next((x['accuracy'] for x in at_first), None),
+    'after': metrics['accuracy'],
     'gmacs': flops.published_macs(config.model) / 1e9,
-    'parameters': flops.num_params(config.model),
+    'params': flops.num_params(config.model),
   }
 
 
 def main(_):
-  configs = {variant: load(variant) for variant in _NAMES}
-  configs = {variant: x for variant, x in configs.items() if x is not None}
-  runs = {_NAMES[variant]: [] for variant in configs}
   for seed in _SEEDS.value:
-    dense = None
-    for variant, config in configs.items():
-      done = run(variant, config, seed, dense)
-      runs[_NAMES[variant]].append(done)
-      dense = dense or done['workdir']
-  table = {}
-  for name, seed_runs in runs.items():
-    before = [r['before'] for r in seed_runs if r['before'] is not None]
-    table[name] = {
-      'gmacs': seed_runs[0]['gmacs'],
-      'parameters': seed_runs[0]['parameters'],
-      'before': spread(before) if before else None,
-      'after': spread([r['after'] for r in seed_runs]),
-    }
-  trial = _WORKDIR.value if _TINY.value else None
-  results_lib.save(__file__, {'seeds': _SEEDS.value, 'models': table}, trial)
-  print('| | MMACs | parameters | adapted, % | fine-tuned, % |')
-  print('|---|---|---|---|---|')
-  for name, row in table.items():
-    print(
-      f'| {name} | {1e3 * row["gmacs"]:.1f} | {row["parameters"]:,} |'
-      f' {cell(row["before"], 100, 1)} | {cell(row["after"], 100, 1)} |'
-    )
-  points = [
-    point(name, re.split('[, ]', name)[0], 1e3 * row['gmacs'], row['after'])
-    for name, row in table.items()
-  ]
+    _STUDY.train(planned(seed), tell)
+  found = _STUDY.results()
+  print(study_tables.adapted(found))
+  points = []
+  for name, of_seed in study_tables.by_model(found).items():
+    runs = list(of_seed.values())
+    accuracy = spread([run['after'] for run in runs])
+    group = re.split('[, ]', name)[0]
+    points.append(point(name, group, 1e3 * runs[0]['gmacs'], accuracy))
   figure = viz.accuracy_flops(
     points,
     title='Digits: accuracy after fine-tuning against cost',
     xlabel='MMACs per image',
   )
-  viz.save(figure, machine.result_path(__file__, '.png', trial))
+  viz.save(figure, _STUDY.path('.png'))
 
 
 if __name__ == '__main__':

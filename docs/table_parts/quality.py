@@ -7,7 +7,7 @@ import machine
 from machine import markdown
 import study_tables
 
-from table_parts.common import measured, studied, table
+from table_parts.common import studied, table
 from table_parts.laptop import laptop_fit
 
 
@@ -31,10 +31,6 @@ def compared(equal: str):
   return study_tables.recipes(recipes())[equal].items()
 
 
-def accuracy_at(accuracy: float, gmacs: float) -> str:
-  return f'{accuracy:.1%} at {1e3 * gmacs:.1f} MMACs'
-
-
 @table
 def results():
   """The most important results, for the README."""
@@ -49,15 +45,15 @@ def results():
       f'{least[group, flops]:.3f}' for flops in (8e12, 2.5e13)
     )
 
-  def digits(name):
-    model = measured('vit_digits')['models'][name]
-    return accuracy_at(model['after']['mean'], model['gmacs'])
+  def digits(name, script='vit_digits', key='after'):
+    runs = study_tables.by_model(studied(script))[name].values()
+    accuracy, gmacs = (
+      statistics.mean(run[x] for run in runs) for x in (key, 'gmacs')
+    )
+    return f'{accuracy:.1%} at {1e3 * gmacs:.1f} MMACs'
 
   def adaptive(name):
-    runs = study_tables.by_model(studied('acm_digits'))[name].values()
-    return accuracy_at(
-      *(statistics.mean(run[x] for run in runs) for x in ('accuracy', 'gmacs'))
-    )
+    return digits(name, 'acm_digits', 'accuracy')
 
   rows = [
     [
@@ -195,18 +191,7 @@ def recipe_one_seed():
 @table
 def vit_digits():
   """Vision transformers on the digits: cost and accuracy."""
-  rows = [
-    [
-      name,
-      f'{1e3 * row["gmacs"]:.1f}',
-      f'{row["parameters"]:,}',
-      machine.cell(row['before'], 100, 1) if name != 'dense' else '',
-      machine.cell(row['after'], 100, 1),
-    ]
-    for name, row in measured('vit_digits')['models'].items()
-  ]
-  header = ['model', 'MMACs', 'parameters', 'adapted, %', 'fine-tuned, %']
-  return markdown(header, rows)
+  return study_tables.adapted(studied('vit_digits'))
 
 
 @table
