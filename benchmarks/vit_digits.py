@@ -5,8 +5,8 @@
 For each seed a dense model is trained (`configs/vit/digits.py`), then adapted
 by variants of that file and fine-tuned. Accuracies are those of all 355
 held-out images: after adaptation without any training, and after fine-tuning.
-Each run is one line of `vit_digits.jsonl` beside this file; see `study.py`. Half
-an hour on two cores.
+Each run is one line of `vit_digits.jsonl` beside this file; see `study.py`.
+Half an hour on two cores.
 """
 
 import re

@@ -352,24 +352,39 @@ class _Peft(Source):
     return variables | {'params': params}
 
 
-class _Language(Source):
-  kind = 'language'
-  foreign = True
+class _Published(Source):
+  """A model of others; `format` is the module of `convert` that reads it."""
+
+  format: ClassVar[Any]
 
   @functools.cached_property
   def config(self):
-    return convert_lm.derive(self.path)
+    return self.format.derive(self.path)
+
+  def _reads(self, data):
+    """Returns the experiment of a model whose training data are unknown.
+
+    It only says how input is read.
+    """
+    path = os.fspath(self.path)
+    return ExperimentConfig(model=self.config, data=data, init=path)
+
+
+class _Language(_Published):
+  kind = 'language'
+  format = convert_lm
+  foreign = True
 
   @functools.cached_property
   def experiment(self):
-    # Its training data are unknown: the config only names the tokenizer.
     path = os.fspath(self.path)
-    data = TextDataConfig(
-      tokenizer='huggingface',
-      tokenizer_path=path,
-      length=convert_lm.max_length(path),
+    return self._reads(
+      TextDataConfig(
+        tokenizer='huggingface',
+        tokenizer_path=path,
+        length=convert_lm.max_length(path),
+      )
     )
-    return ExperimentConfig(model=self.config, data=data, init=path)
 
   def read(self, model: LMConfig | None = None):
     """Returns the weights, for the layers of `model` if they are scanned."""
@@ -391,28 +406,24 @@ class _Gguf(_Language):
     return gguf.stored(self._file)
 
 
-class _Speech(Source):
+class _Speech(_Published):
   kind = 'speech'
+  format = convert_wav2vec2
   foreign = True
 
   @functools.cached_property
-  def config(self):
-    return convert_wav2vec2.derive(self.path)
-
-  @functools.cached_property
   def experiment(self):
-    # Its training data are unknown: the config only names the vocabulary.
     path = os.fspath(self.path)
-    data = AudioDataConfig(
-      source='folder', path=path, vocabulary=os.path.join(path, VOCABULARY)
+    vocabulary = os.path.join(path, VOCABULARY)
+    return self._reads(
+      AudioDataConfig(source='folder', path=path, vocabulary=vocabulary)
     )
-    return ExperimentConfig(model=self.config, data=data, init=path)
 
   def read(self):
     return {'params': convert_wav2vec2.load(self.path, self.config)}
 
 
-class _Pictures(Source):
+class _Pictures(_Published):
   """A pretrained model that sees pictures, with files that tell how.
 
   Attributes:
@@ -503,10 +514,7 @@ class _OfCLIP(_Pictures):
 
 class _Tower(_OfCLIP):
   kind = 'vision'
-
-  @functools.cached_property
-  def config(self):
-    return convert_clip.derive(self.path)
+  format = convert_clip
 
   def read(self):
     stored = files.stored(self.path)
@@ -516,11 +524,8 @@ class _Tower(_OfCLIP):
 
 class _VisionLanguage(_OfCLIP):
   kind = 'vlm'
+  format = convert_llava
   foreign = True
-
-  @functools.cached_property
-  def config(self):
-    return convert_llava.derive(self.path)
 
   @property
   def _size(self):
@@ -531,28 +536,23 @@ class _VisionLanguage(_OfCLIP):
     path = os.fspath(self.path)
     if not (self.path / 'tokenizer.json').is_file():
       return None  # It can be given tokens, but no text.
-    # Its training data are unknown: the config only tells how it is asked.
     data = ConversationDataConfig(
       tokenizer='huggingface',
       tokenizer_path=path,
       length=convert_llava.max_length(path),
     )
-    data = self.preprocess.apply_to(data)
-    return ExperimentConfig(model=self.config, data=data, init=path)
+    return self._reads(self.preprocess.apply_to(data))
 
   def read(self):
     params = convert_llava.read(self.path, self.config)
     return {'params': trees.unflatten(params)}
 
 
-class _Detector(Source):
+class _Detector(_Published):
   """A folder of Hugging Face with a DETR."""
 
   kind = 'detector'
-
-  @functools.cached_property
-  def config(self):
-    return convert_detr.derive(self.path)
+  format = convert_detr
 
   @property
   def classes(self):
