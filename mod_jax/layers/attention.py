@@ -198,7 +198,8 @@ class Attention(nn.Module):
       y, slot_aux = slot.run(
         x, info, name=name, dtype=self.dtype, mode=self.mode
       )
-      add_aux(aux, name, slot_aux)
+      for kind, value in slot_aux.items():
+        aux.setdefault(kind, {})[name] = value
       return y
 
     q_BLHC, k_BLGC, v_BLGC = (
@@ -245,7 +246,11 @@ class Attention(nn.Module):
         if self.score == 'mean':
           aux['attention'] = _masked_score(q_BLHC, k_BLGC, info.keep_BL)
       elif info.size_BL is not None:
-        out_BLHC = _proportional(q_BLHC, k_BLGC, v_BLGC, info.size_BL)
+        # A key counts `size` times. The kernels take no bias.
+        bias_BHLS = jnp.log(info.size_BL)[:, None, None]
+        out_BLHC = jax.nn.dot_product_attention(
+          q_BLHC, k_BLGC, v_BLGC, bias_BHLS
+        )
       elif self.score == 'mean':
         out_BLHC, aux['attention'] = _scored(q_BLHC, k_BLGC, v_BLGC, info)
       elif cache is None:
@@ -264,12 +269,6 @@ class Attention(nn.Module):
       aux['attention'] = weight_BH1S.mean(axis=(1, 2))
     update_BLD = parallel.constrain(update_BLD, 'batch', 'length', 'act_embed')
     return BlockOutput(update_BLD, cache, aux)
-
-
-def add_aux(aux: dict[str, Any], name: str, more: dict[str, Any]) -> None:
-  """Adds a slot's aux to `aux`, by kind and slot name."""
-  for kind, value in more.items():
-    aux.setdefault(kind, {})[name] = value
 
 
 def attention_map(
@@ -344,15 +343,6 @@ def _masked_score(q_BLHC, k_BLHC, keep_BL):
   )
   total_B1 = column_BS.sum(axis=-1, keepdims=True)
   return column_BS / jnp.where(total_B1 > 0, total_B1, 1)
-
-
-def _proportional(q_BLHC, k_BLGC, v_BLGC, size_BL):
-  """Returns out_BLHC of attention that counts a key `size` times.
-
-  Not by the kernels, which take no bias.
-  """
-  bias_BHLS = jnp.log(size_BL)[:, None, None]
-  return jax.nn.dot_product_attention(q_BLHC, k_BLGC, v_BLGC, bias_BHLS)
 
 
 # Caches with fewer slots than this are cheap enough to read whole.

@@ -8,7 +8,6 @@ import jax
 
 from mod_jax import config as config_lib
 from mod_jax import routing
-from mod_jax.errors import require
 from mod_jax.layers.rules import RULES, Rule
 
 RuleName = Literal[
@@ -79,7 +78,7 @@ class RoutingMode(config_lib.Validated):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Mode:
+class Mode(config_lib.Validated):
   """How all parts of a model run.
 
   Attributes:
@@ -96,16 +95,7 @@ class Mode:
   """
 
   routing: RoutingMode = RoutingMode()
-  learners: Literal['gated', 'train'] | int = 'gated'
+  learners: Literal['gated', 'train'] | config_lib.Count = 'gated'
   noise: bool = True
   train: bool = False
   masks: bool = True
-
-  def __post_init__(self):
-    learners = self.learners
-    require(
-      learners in ('gated', 'train')
-      or (isinstance(learners, int) and learners >= 0),
-      "'gated', 'train' or a number of learners",
-      learners=learners,
-    )

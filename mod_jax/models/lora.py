@@ -37,15 +37,12 @@ def merge(config, params) -> tuple[Any, Any]:
       for x in (flat[name], flat[f'{adapted}_lora/up/kernel'], merged[kernel])
     )
     # Axes of scanned groups, and of experts or learners.
-    stacks = down.shape[: name.startswith('layers/') + _is_stacked(name)]
+    stacked = bool(re.search('_(experts|acm)/', name))
+    stacks = down.shape[: name.startswith('layers/') + stacked]
     rank = config.lora.rank
     update = down.reshape(*stacks, -1, rank) @ up.reshape(*stacks, rank, -1)
     merged[kernel] = weight + scale * update.reshape(weight.shape)
   return config.with_parts(lora=None), trees.unflatten(merged)
-
-
-def _is_stacked(name: str) -> bool:
-  return bool(re.search('_(experts|acm)/', name))
 
 
 def adapters(params) -> dict[str, tuple[int, ...]]:

@@ -298,7 +298,11 @@ class ViT(nn.Module):
       prefix.append(token('distillation_token'))
     self.prefix_PD = prefix
     self.position_LD = token('position', config.num_tokens)
-    self.stack = Stack(self._stack_config(), self.mode)
+    layers = list(config.stack.layers)
+    for i in self.scored:
+      layers[i] = dataclasses.replace(layers[i], attention_score='first')
+    stack = dataclasses.replace(config.stack, layers=tuple(layers))
+    self.stack = Stack(stack, self.mode)
     nn.share_scope(self, self.stack)
     self.norm = dense.layer_norm(config.norm_epsilon, config.dtype, None)
     if config.input_norm:
@@ -321,13 +325,6 @@ class ViT(nn.Module):
       self.head_distilled = head()
     if config.token_head:
       self.head_tokens = head()
-
-  def _stack_config(self) -> StackConfig:
-    stack = self.config.stack
-    layers = list(stack.layers)
-    for i in self.scored:
-      layers[i] = dataclasses.replace(layers[i], attention_score='first')
-    return dataclasses.replace(stack, layers=tuple(layers))
 
   def __call__(self, images_BHWC: jax.Array) -> ViTOutput:
     """Returns logits, features and each layer's aux.

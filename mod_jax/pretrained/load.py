@@ -192,7 +192,8 @@ class Run:
       **{'max_length': max_length, 'draft': draft},
     }
     if isinstance(self.config, Wav2Vec2Config):
-      takes, predict = (), self._transcribe
+      transcribe = self.task.modality.transcribe
+      takes, predict = (), functools.partial(transcribe, self.apply)
     elif isinstance(self.config, DETRConfig):
       takes, predict = ('least',), self._detect
     elif isinstance(self.config, VLMConfig):
@@ -211,9 +212,6 @@ class Run:
           ' it out.'
         )
     return predict(inputs, **given)
-
-  def _transcribe(self, recordings) -> list:
-    return self.task.modality.transcribe(self.apply, recordings)
 
   def _answer(self, asked, **kwargs) -> list[str]:
     if self.task is None:

@@ -29,6 +29,11 @@ from mod_jax.tasks.images import Images
 from mod_jax.tasks.language import Language
 
 Method = Literal['amod', 'mod', 'dynamic', 'tome', 'evit', 'acm']
+# Methods without a capacity, and what they have instead.
+_WITHOUT_CAPACITY = {
+  'tome': 'it merges a number of tokens in each block; give r=8 instead',
+  'acm': 'its gates are trained to a budget, objective.budget; leave it out',
+}
 
 
 def route(
@@ -95,6 +100,10 @@ def route(
     raise UserError(
       f"method={method!r} is not for detectors: take 'amod' or 'mod'."
     )
+  if capacity is not None and method in _WITHOUT_CAPACITY:
+    raise UserError(
+      f'capacity={capacity} and method={method!r}: {_WITHOUT_CAPACITY[method]}.'
+    )
   if capacity is not None:
     fields = {
       'keep' if method in ('dynamic', 'evit') else 'capacity': capacity,
@@ -140,11 +149,6 @@ def _dynamic(config, variables, key, fields):
 
 def _tome(config, variables, key, fields):
   del key
-  if 'capacity' in fields:
-    raise UserError(
-      f"capacity={fields['capacity']} and method='tome': it merges a number of"
-      ' tokens in each block; give r=8 instead.'
-    )
   reduction = config_lib.replace(ToMe(), fields)
   return dataclasses.replace(config, reduction=reduction), variables
 
@@ -158,11 +162,6 @@ def _evit(config, variables, key, fields):
 
 
 def _acm(config, variables, key, fields):
-  if 'capacity' in fields:
-    raise UserError(
-      f"capacity={fields['capacity']} and method='acm': its gates are trained"
-      ' to a budget, objective.budget; leave the capacity out.'
-    )
   model, params, _ = acm.acmize(config, variables['params'], key=key, **fields)
   return model, variables | {'params': params}
 

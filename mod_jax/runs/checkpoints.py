@@ -124,7 +124,7 @@ class _Spared:
     return [checkpoint.step in self.steps for checkpoint in checkpoints]
 
 
-class Checkpointer:
+class Checkpointer(contextlib.AbstractContextManager):
   """Saves and restores training; the only writer of its directory.
 
   It clears what a killed save left, so to read while a run is training, use
@@ -167,9 +167,6 @@ class Checkpointer:
     # service can miss a stop.
     manager.reached_preemption = lambda step: False
     return manager
-
-  def __enter__(self):
-    return self
 
   def __exit__(self, *exc_info):
     self.close()

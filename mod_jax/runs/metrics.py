@@ -50,7 +50,7 @@ def finalize(metric_sums: MetricSums) -> dict[str, Any]:
   return metrics
 
 
-class MetricWriter:
+class MetricWriter(contextlib.AbstractContextManager):
   """Writes metrics to `metrics.jsonl`, TensorBoard and Weights & Biases.
 
   `metrics.jsonl` holds one object per line, `{"step": 10, "kind": "train",
@@ -111,9 +111,6 @@ class MetricWriter:
         )
     if wandb:
       self._wandb = _open_wandb(workdir, resume_step, config_json, name)
-
-  def __enter__(self):
-    return self
 
   def __exit__(self, *exc_info):
     self.close()

@@ -1,5 +1,6 @@
 """Traces some steps of a run with the JAX profiler."""
 
+import contextlib
 import re
 
 import jax
@@ -35,7 +36,7 @@ def check(workdir, steps: range | None, num_steps: int) -> None:
     )
 
 
-class Profiler(Hook):
+class Profiler(Hook, contextlib.AbstractContextManager):
   """Traces a range of a run's steps, on each host, into `WORKDIR/profile`.
 
   TensorBoard's profile plugin opens the directory, and https://ui.perfetto.dev
@@ -48,9 +49,6 @@ class Profiler(Hook):
     self._folder = run.workdir / 'profile'
     self._steps = steps or range(0)
     self._tracing = False
-
-  def __enter__(self):
-    return self
 
   def __exit__(self, *exc_info):
     if self._tracing:

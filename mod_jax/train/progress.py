@@ -1,6 +1,7 @@
 """Progress: a bar on a terminal, plain lines elsewhere."""
 
 from collections.abc import Callable, Mapping
+import contextlib
 import dataclasses
 import datetime
 import os
@@ -15,7 +16,7 @@ _SMOOTHING = 0.3  # Weight of the newest measurement in the rate.
 
 
 @dataclasses.dataclass
-class Progress:
+class Progress(contextlib.AbstractContextManager):
   """Shows a run's steps, speed and remaining time.
 
   On a terminal it is one bar that stays at the bottom; elsewhere a line every
@@ -61,9 +62,6 @@ class Progress:
         dynamic_ncols=True,
         bar_format=_BAR,
       )
-
-  def __enter__(self):
-    return self
 
   def __exit__(self, *exc_info):
     self.close()
