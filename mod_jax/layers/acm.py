@@ -90,9 +90,6 @@ class ACMConfig(Slot):
     )
     return {'up': up, 'down': down} | dict(self.slots)
 
-  def with_maps(self, maps):
-    return dataclasses.replace(self, slots=self.slots + tuple(maps.items()))
-
   @property
   def num_choices(self) -> int:
     """M, the number of learner counts that the gate chooses among."""
@@ -229,17 +226,10 @@ class ACM(nn.Module):
     )
     self.gate = Gate(config)
 
-    def adapted(name, kernel_NIO):
-      slot = config.maps[name]
-      if not isinstance(slot, lora.AdaptedConfig):
-        return kernel_NIO
-      update = lora.StackedUpdate(
-        slot, learners, 'replicated', name=f'{name}_lora'
-      )
-      return kernel_NIO + update()
-
-    self.up_NDF = adapted('up', self.up_NDF)
-    self.down_NFD = adapted('down', self.down_NFD)
+    self.up_NDF, self.down_NFD = (
+      lora.adapted(config.maps[name], kernel_NIO, 'replicated', name)
+      for name, kernel_NIO in (('up', self.up_NDF), ('down', self.down_NFD))
+    )
 
   def __call__(self, z_BLD: jax.Array) -> tuple[jax.Array, Choice]:
     """Returns y_BLD and the choice; in mode `all` y_KBLD for k = 0, …, N."""

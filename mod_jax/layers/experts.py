@@ -298,13 +298,10 @@ class ExpertMLP(nn.Module):
 
   def _weights(self, name) -> tuple[jax.Array, jax.Array | None]:
     """Returns kernel_EIO and bias_EO, or None, of a linear map."""
-    stack = (self.config.experts.num_experts, 'experts')
-    slot = self.config.maps[name]
-    if not isinstance(slot, lora.AdaptedConfig):
-      return dense.Kernels(slot, *stack, name=name)()
-    kernel_EIO, bias_EO = dense.Kernels(slot.base, *stack, name=name)()
-    update_EIO = lora.StackedUpdate(slot, *stack, name=f'{name}_lora')()
-    return kernel_EIO + update_EIO, bias_EO
+    slot, experts = self.config.maps[name], self.config.experts.num_experts
+    plain = getattr(slot, 'base', slot)
+    kernel_EIO, bias_EO = dense.Kernels(plain, experts, 'experts', name=name)()
+    return lora.adapted(slot, kernel_EIO, 'experts', name), bias_EO
 
   def _axes(self, name) -> tuple[str, str]:
     """Returns the logical axes of an expert's kernel."""

@@ -188,6 +188,19 @@ class StackedUpdate(nn.Module):
     return self.config.scale * jnp.einsum('NIR,NRO->NIO', a_NIR, b_NRO)
 
 
+def adapted(
+  slot: LinearConfig | AdaptedConfig,
+  kernel_NIO: jax.Array,
+  axis: str,
+  name: str,
+) -> jax.Array:
+  """Returns the kernels of N maps with their updates, if the slot has any."""
+  if not isinstance(slot, AdaptedConfig):
+    return kernel_NIO
+  update = StackedUpdate(slot, len(kernel_NIO), axis, name=f'{name}_lora')
+  return kernel_NIO + update()
+
+
 def stacked_flops(
   slot: LinearConfig | AdaptedConfig, name: str, tokens: int
 ) -> dict[str, int]:

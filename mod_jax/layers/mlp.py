@@ -70,9 +70,6 @@ class MLPConfig(Slot):
     gate = {'gate': up} if self.kind == 'swiglu' else {}
     return gate | {'up': up, 'down': down} | dict(self.slots)
 
-  def with_maps(self, maps):
-    return dataclasses.replace(self, slots=self.slots + tuple(maps.items()))
-
 
 def hidden_units(kind: str, up: Callable[[str], jax.Array]) -> jax.Array:
   """Returns the hidden units; `up` applies a linear map by name."""

@@ -66,9 +66,8 @@ class Slot(config_lib.Validated, abc.ABC):
     return {}
 
   def with_maps(self, maps: dict[str, 'Slot']) -> 'Slot':
-    """Returns the slot with some of its `maps` replaced."""
-    del maps
-    return self
+    """Returns the slot with some of its `maps` replaced, by its `slots`."""
+    return dataclasses.replace(self, slots=self.slots + tuple(maps.items()))
 
   def weight_flops(self, name: str, tokens: int) -> dict[str, int]:
     """Returns the forward FLOPs of products with weights, by parameter.

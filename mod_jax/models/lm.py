@@ -232,10 +232,6 @@ class LMConfig(StackedConfig):
     """Returns a minimal input to initialise the model with."""
     return jnp.zeros((1, 2), jnp.int32)
 
-  def tokens_per_block(self, length: int) -> tuple[int, ...]:
-    """Returns how many of a sequence's tokens each block processes."""
-    return self.stack.tokens_per_block(length)
-
   def flops_table(
     self, length: int, **kwargs
   ) -> list[tuple[str, dict[str, int]]]:

@@ -93,6 +93,10 @@ class StackedConfig:
   def num_routed(self) -> int:
     return sum(capacity is not None for capacity in self.capacities)
 
+  def tokens_per_block(self, *length: int) -> tuple[int, ...]:
+    """Returns how many of a sequence's tokens each block processes."""
+    return self.stack.tokens_per_block(*length)
+
   def dense_twin(self):
     """Returns the same model without any of its parts."""
     return self.with_parts(routing=None, experts=None, adaptive=None, lora=None)

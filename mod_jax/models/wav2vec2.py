@@ -125,10 +125,6 @@ class Wav2Vec2Config(StackedConfig):
     """Returns a minimal input to initialise the model with."""
     return jnp.zeros((1, self.samples(2)))
 
-  def tokens_per_block(self, length: int) -> tuple[int, ...]:
-    """Returns how many of so many frames each block processes."""
-    return self.stack.tokens_per_block(length)
-
   def flops_table(self, length: int) -> list[tuple[str, dict[str, int]]]:
     """Returns (layer, forward FLOPs by part) for a number of frames.
 

@@ -149,25 +149,23 @@ def with_weights(
   `params` are all parameters. Both may be on the host or on any devices;
   `abstract` gives the structure, sharding and dtype of the result.
   """
-
-  def place(tree, like):
-    return jax.tree.map(
-      lambda x, y: parallel.place(x, y.sharding, y.dtype), tree, like
-    )
-
   frozen = None
   if abstract.frozen is not None:
-    params, frozen = (
-      _part(params, like) for like in (abstract.params, abstract.frozen)
-    )
-    frozen = place(frozen, abstract.frozen)
-  params = place(params, abstract.params)
+    frozen = _placed(_part(params, abstract.frozen), abstract.frozen)
+    params = _part(params, abstract.params)
+  params = _placed(params, abstract.params)
   return state.replace(
     params=params,
     frozen=frozen,
-    model_state=place(model_state, abstract.model_state),
+    model_state=_placed(model_state, abstract.model_state),
     # Copies, since a step donates both.
     ema=None if state.ema is None else jax.tree.map(jnp.copy, params),
+  )
+
+
+def _placed(tree, like):
+  return jax.tree.map(
+    lambda x, y: parallel.place(x, y.sharding, y.dtype), tree, like
   )
 
 
@@ -199,9 +197,5 @@ def read_frozen(task, abstract: TrainState) -> tuple[Any, str]:
     abstract.all_params, abstract.model_state, task.config.init
   )
   digest = frozen_fingerprint(abstract, params, task.config.init)
-  frozen = jax.tree.map(
-    lambda x, like: parallel.place(x, like.sharding, like.dtype),
-    _part(params, abstract.frozen),
-    abstract.frozen,
-  )
+  frozen = _placed(_part(params, abstract.frozen), abstract.frozen)
   return frozen, digest
