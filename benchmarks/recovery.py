@@ -21,21 +21,18 @@ this file; see `study.py`.
 """
 
 import dataclasses
-import pathlib
 
 from absl import app, logging
 import machine
-import study
+from study import Study
 import study_tables
 
 from mod_jax import config as config_lib
 from mod_jax.tasks.experiment import ExperimentConfig
 
-_WORKDIR, _RUNS, _TABLE, _TINY = study.define_flags('runs/recovery')
+_STUDY = Study(__file__, 'runs/recovery')
 
-_LAPTOP = config_lib.load(
-  pathlib.Path(__file__).parents[1] / 'configs/sweeps/laptop.py'
-)
+_LAPTOP = machine.configs('sweeps/laptop.py')
 ROUTING = dataclasses.replace(_LAPTOP.ROUTING, router_loss=0.0)
 # Blocks and routing of each kind of model.
 MODELS = {
@@ -65,10 +62,10 @@ PLANS = (
 
 def run(plan: Plan, length: int, kind: str, seed: int, factor: float):
   """Returns the config of a run."""
-  base = _LAPTOP.get_config('tiny' if _TINY.value else '').base
+  base = _LAPTOP.get_config('tiny' if _STUDY.tiny else '').base
   num_layers, routing = MODELS[kind]
   rows = plan.tokens // length
-  width = 16 if _TINY.value else plan.width
+  width = 16 if _STUDY.tiny else plan.width
   return config_lib.replace(
     base,
     {
@@ -81,11 +78,11 @@ def run(plan: Plan, length: int, kind: str, seed: int, factor: float):
       'optimizer.learning_rate': plan.rate * factor,
       'optimizer.warmup_steps': 0.1,
       'train.batch_size': rows,
-      'train.num_steps': 5 if _TINY.value else plan.steps,
+      'train.num_steps': 5 if _STUDY.tiny else plan.steps,
       'evaluation.every': 0,
       'evaluation.batch_size': rows,
       # As many held-out tokens for all plans and lengths.
-      'evaluation.final_batches': 1 if _TINY.value else 2**18 // plan.tokens,
+      'evaluation.final_batches': 1 if _STUDY.tiny else 2**18 // plan.tokens,
     },
   )
 
@@ -110,11 +107,8 @@ def planned() -> dict[str, ExperimentConfig]:
 
 def main(_):
   logging.set_verbosity(logging.WARNING)  # Orbax logs every save.
-  trial = _WORKDIR.value if _TINY.value else None
-  path = machine.result_path(__file__, '.jsonl', trial)
-  if not _TABLE.value:
-    study.train_all(planned(), _RUNS.value, _WORKDIR.value, path)
-  lines = study.read(path)
+  _STUDY.train(planned())
+  lines = _STUDY.results()
   print(study_tables.recovery(lines))
   print(study_tables.recovery_rates(lines))
 
