@@ -101,10 +101,10 @@ def export(
   if write is not _peft:
     run = _merged(run)
   try:
-    # Files of an earlier export would be read as this model's.
-    for name in (FOLDER, ROUTERS, convert_peft.CONFIG):
+    written = write(run, folder)
+    # Delete files of an earlier export, which would be read as this model's.
+    for name in {FOLDER, ROUTERS, convert_peft.CONFIG} - written:
       (folder / name).unlink(missing_ok=True)
-    write(run, folder)
   except OSError as error:
     raise UserError(
       f'{folder} cannot be written ({error.strerror}): name a folder that can.'
@@ -148,6 +148,10 @@ def _check_dense(run, format, dense):
     )
 
 
+# Writers by format; each returns which it has written of FOLDER, ROUTERS and
+# PEFT's config.
+
+
 def _ours(run, folder):
   files.write(folder / WEIGHTS, trees.by_path(dict(run.variables)))
   files.remove_others(folder, {WEIGHTS})
@@ -164,6 +168,7 @@ def _ours(run, folder):
   if isinstance(run.config, LMConfig | VLMConfig):
     fields['tokenizer'] = _tokenizer(run, folder)
   files.write_json(folder / FOLDER, fields)
+  return {FOLDER}
 
 
 def _tokenizer(run, folder) -> str | None:
@@ -201,7 +206,7 @@ def _peft(run, folder):
         )
   convert_peft.save(folder, params, run.config, run.base)
   files.remove_others(folder, set())
-  _routers(params, folder)
+  return {convert_peft.CONFIG} | _routers(params, folder)
 
 
 def _config(instance) -> dict[str, Any]:
@@ -248,7 +253,7 @@ def _language(run, folder):
   else:
     _processor(run.preprocess, folder, 'CLIPImageProcessor')
     convert_llava.save(folder, params, run.config, **texts)
-  _routers(params, folder)
+  return _routers(params, folder)
 
 
 def _origin(run) -> str | None:
@@ -256,15 +261,17 @@ def _origin(run) -> str | None:
   return run.origin if run.origin and os.path.isdir(run.origin) else None
 
 
-def _routers(params, folder) -> None:
+def _routers(params, folder) -> set[str]:
   """Writes routers, if there are any, to a file of their own."""
   routers = {
     name: array
     for name, array in trees.flatten(params).items()
     if re.search(_ROUTERS, name)
   }
-  if routers:
-    files.write(folder / ROUTERS, routers)
+  if not routers:
+    return set()
+  files.write(folder / ROUTERS, routers)
+  return {ROUTERS}
 
 
 def _huggingface(run, folder):
@@ -274,7 +281,8 @@ def _huggingface(run, folder):
     return _detector(run, folder)
   if run.config.dense_twin().input_norm:
     convert_clip.save(folder, run.variables['params'], run.config)
-    return _processor(run.preprocess, folder, 'CLIPImageProcessor')
+    _processor(run.preprocess, folder, 'CLIPImageProcessor')
+    return set()
   _dense_weights(run, folder, 'huggingface')
   dense, names = run.config.dense_twin(), _names(run)
   kind, model = 'vit', 'ViTForImageClassification'
@@ -306,6 +314,7 @@ def _huggingface(run, folder):
   )
   # ViTImageProcessor ignores the crop in some versions of transformers.
   _processor(run.preprocess, folder, 'DeiTImageProcessor')
+  return set()
 
 
 def _processor(preprocess, folder, kind: str) -> None:
@@ -357,6 +366,7 @@ def _detector(run, folder):
       'image_std': list(preprocess.std),
     },
   )
+  return set()
 
 
 def _square(side: int) -> dict[str, int]:
@@ -426,3 +436,4 @@ def _timm(run, folder):
       },
     },
   )
+  return set()
