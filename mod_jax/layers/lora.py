@@ -58,9 +58,9 @@ class LoRAConfig:
     return [
       block.with_slots(
         {
-          name: adapted
+          name: new
           for name, slot in block.slots.items()
-          if (adapted := self._adapted(f'block_{i}/{name}', slot)) != slot
+          if (new := self._adapted(f'block_{i}/{name}', slot)) != slot
         }
       )
       for i, block in enumerate(blocks)

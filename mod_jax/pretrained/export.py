@@ -26,6 +26,7 @@ from mod_jax.models.detr import DETRConfig
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.models.vlm import VLMConfig
+from mod_jax.models.wav2vec2 import Wav2Vec2Config
 from mod_jax.pretrained.load import Run
 from mod_jax.pretrained.source import FOLDER, WEIGHTS
 from mod_jax.runs import workdir
@@ -57,7 +58,8 @@ def export(
 ) -> None:
   """Writes a model to a folder: weights, config, tokenizer or preprocessing.
 
-  * `safetensors` is mod_jax's own format. It holds any model; `load` reads it.
+  * `safetensors` is mod_jax's own format. It holds any model, and is the only
+    one for models of speech; `load` reads it.
   * `huggingface` is read by `transformers`, as ViTForImageClassification, as a
     DeiT if the model has a distillation token, as DetrForObjectDetection, or as
     the equivalent language model of `convert.lm.FAMILIES`. Dense models only.
@@ -127,6 +129,10 @@ def _merged(run):
 
 def _check_dense(run, format, dense):
   config = run.config
+  if isinstance(config, Wav2Vec2Config):
+    raise UserError(
+      f"format={format!r} holds no model of speech: use 'safetensors'."
+    )
   if isinstance(config, LMConfig | DETRConfig) and format == 'timm':
     raise UserError(
       f"format={format!r} holds vision transformers: use 'huggingface' or"

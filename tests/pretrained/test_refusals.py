@@ -13,6 +13,7 @@ from mod_jax import config as config_lib
 from mod_jax.errors import UserError
 from mod_jax.layers.acm import AdaptiveConfig
 from mod_jax.layers.routing_config import MoDConfig, VisionRoutingConfig
+from mod_jax.models.wav2vec2 import Wav2Vec2Config
 from mod_jax.pretrained.source import Source
 from mod_jax.runs import workdir as workdir_lib
 
@@ -31,6 +32,10 @@ def vit():
 @functools.cache
 def language():
   return mod_jax.load(LM_FOLDER)
+
+
+def speech():
+  return dataclasses.replace(vit(), config=Wav2Vec2Config())
 
 
 def route(method, run=vit, **settings):
@@ -101,6 +106,7 @@ REFUSED = {
     lambda path: export(path, 'timm', adaptive=AdaptiveConfig())
   ),
   "'safetensors' for a language": (lambda path: export(path, 'timm', language)),
+  'no model of speech': lambda path: export(path, 'huggingface', speech),
   'transformers cannot run routed blocks … dense=True': (
     lambda path: export(path, 'huggingface', language, routing=MoDConfig())
   ),
