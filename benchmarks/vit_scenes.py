@@ -35,7 +35,7 @@ CONFIGS = pathlib.Path(__file__).resolve().parents[1] / 'configs'
 # dense model but for itself and the narrower one.
 RUNS = {
   'dense': ('', {}),
-  'dense, trained on': ('isoflop', {'model.num_layers': 6}),
+  'dense, trained on': ('isoflop', {}),
   'dense, 4 blocks': ('isoflop', {}),
   'A-MoD 50%': ('amod', {}),
   'MoD 50%': ('mod', {}),
@@ -87,6 +87,8 @@ def adaptive() -> ExperimentConfig:
 def make_config(name: str, seed: str) -> ExperimentConfig:
   kind, changes = RUNS[name]
   config = adaptive() if name.startswith('ACM') else variant(kind)
+  if name == 'dense, trained on':
+    config = dataclasses.replace(config, model=variant('').model)
   init = None
   if name not in _FROM_SCRATCH:
     init = str(study.workdir(_WORKDIR.value, f'dense/{seed}').absolute())
