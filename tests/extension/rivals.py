@@ -121,7 +121,8 @@ class AViT(nn.Module):
         'BL,BLD->BD', jnp.where(is_class_BL, weight_BL, 0), state.x_BLD
       )
       ran_BL = info.valid_BL
-      halting.append(jnp.mean(score_BL, where=ran_BL))
+      count = jnp.maximum(ran_BL.sum(), 1)  # Perhaps all have halted.
+      halting.append(jnp.sum(score_BL, where=ran_BL) / count)
     logits_BV, _ = self.backbone.classify(out_BD[:, None])
     return AViTOutput(
       logits_BV,
