@@ -64,8 +64,9 @@ _FROM_SCRATCH = ('dense', 'dense, narrower')
 def variant(name: str) -> ExperimentConfig:
   """Returns a variant of the config file, in its version for minutes."""
   scenes = config_lib.load(CONFIGS / 'vit/scenes.py')
-  shorten = scenes.tiny if _TINY.value else scenes.quick
-  return shorten(scenes.get_config(name))
+  if _TINY.value:
+    return scenes.tiny(scenes.get_config(name))
+  return scenes.get_config(f'quick_{name}'.strip('_'))
 
 
 def adaptive() -> ExperimentConfig:

@@ -102,7 +102,7 @@ def isoflop() -> ExperimentConfig:
   return adapted(digits.isoflop(), model)
 
 
-def quick(experiment: ExperimentConfig) -> ExperimentConfig:
+def quick(experiment: ExperimentConfig, num_steps: int) -> ExperimentConfig:
   """A version that is learnt in minutes on a CPU."""
   model = experiment.model
   small = {
@@ -117,13 +117,12 @@ def quick(experiment: ExperimentConfig) -> ExperimentConfig:
       small['reduction'] = ToMe(r=6)
     model = dataclasses.replace(model, **small)
   scenes = SceneConfig(least=1, most=3, scales=(1.75, 3.0), clutter=4)
-  steps = 1500 if experiment.name == 'scenes' else 300
   return dataclasses.replace(
     experiment,
     name=f'{experiment.name}_quick',
     model=model,
     data=dataclasses.replace(experiment.data, scenes=scenes),
-    train=TrainConfig(num_steps=steps, batch_size=32),
+    train=TrainConfig(num_steps=num_steps, batch_size=32),
   )
 
 
@@ -147,9 +146,11 @@ _OF_LARGEST = {
 }
 VARIANTS = _OF_LARGEST | {
   'sum': lambda: dense('sum'),
+  'quick': lambda: quick(dense(), 1500),
   **{
-    f'quick_{name}'.strip('_'): lambda make=make: quick(make())
+    f'quick_{name}': lambda make=make: quick(make(), 150)
     for name, make in _OF_LARGEST.items()
+    if name
   },
   'tiny': lambda: tiny(dense()),
   'amod_tiny': lambda: tiny(routed('digits_amod', digits.AMOD)),
