@@ -32,6 +32,15 @@ def read(path: pathlib.Path) -> dict[str, dict]:
   return {line['run']: line for line in lines}
 
 
+def forward_flops(config: ExperimentConfig, load: float | None) -> float:
+  """Returns the FLOPs of an example if the share `load` of learners runs."""
+  total = flops.forward(config.model)
+  if load is None:
+    return total
+  table = config.model.flops_table()
+  return total - (1 - load) * sum(x.get('learners', 0) for _, x in table)
+
+
 def of_language(config: ExperimentConfig, metrics: dict) -> dict:
   """Returns the result of a language model's run."""
 

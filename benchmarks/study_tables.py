@@ -278,6 +278,33 @@ def detection(found: Mapping[str, dict]) -> str:
   return markdown([*header, 'CPU minutes'], rows)
 
 
+def scenes(found: Mapping[str, dict]) -> str:
+  """Table of methods that skip work, on scenes: costs and accuracies."""
+  models = by_model(found)
+  trained_on = models.get('dense, trained on', {})
+  dense = spread(
+    [run['forward_flops'] for run in models.get('dense', {}).values()] or [1]
+  )['mean']
+  rows = []
+  for name, of_seed in models.items():
+    runs = list(of_seed.values())
+    differences = [
+      run['accuracy'] - trained_on[seed]['accuracy']
+      for seed, run in of_seed.items()
+      if seed in trained_on
+    ]
+    rows.append(
+      [
+        *(name, str(len(runs)), over_seeds(runs, 'forward_flops', 1e-6, 1)),
+        over_seeds(runs, 'forward_flops', 1 / dense, 2),
+        *(over_seeds(runs, x, 100, 1) for x in ('before', 'accuracy')),
+        cell(spread(differences), 100, 1) if differences else '',
+      ]
+    )
+  header = ['model', 'seeds', 'MFLOPs', 'of dense', 'at first, %', 'trained, %']
+  return markdown([*header, 'over dense, trained on, points'], rows)
+
+
 def imbalance(found: Mapping[str, dict]) -> str:
   """Accuracy and mean recall with and without weights, on Open Clip Art."""
   rows = [
