@@ -352,8 +352,8 @@ class TestRouter:
     x_BLD = jax.random.normal(jax.random.key(1), (2, 3, 64))
     params = {'params': {'kernel': kernel_D}}
     scores = [
-      np.asarray(Router(0.02, normalized).apply(params, factor * x_BLD))
-      for normalized in (True, False)
+      np.asarray(Router(scorer).apply(params, factor * x_BLD))
+      for scorer in (Learned(normalized=True), Learned())
       for factor in (1.0, 50.0)
     ]
     np.testing.assert_allclose(scores[0], scores[1], rtol=1e-4)
