@@ -79,23 +79,25 @@ class RouterWeights:
   """A router's parameters, which blocks may share.
 
   Attributes:
-    config: config of the router; static.
     kernel: [D]; or [F] for a router with a hidden layer.
     bias: scalar; None for no bias.
     hidden_kernel: [D, F]; None for no hidden layer.
     hidden_bias: [F]; None for no bias.
+    activation: activation of the hidden layer.
+    normalized: whether each token's features are scaled to a mean square of 1.
   """
 
-  config: 'Learned' = flax.struct.field(pytree_node=False)
   kernel: jax.Array
   bias: jax.Array | None
   hidden_kernel: jax.Array | None
   hidden_bias: jax.Array | None
+  activation: str = flax.struct.field(pytree_node=False)
+  normalized: bool = flax.struct.field(pytree_node=False)
 
   def score(self, x_BLD: jax.Array) -> jax.Array:
     """Returns score_BL of features, all in float32."""
     x = x_BLD.astype(jnp.float32)
-    if self.config.normalized:
+    if self.normalized:
       x = scale_to_unit(x)
     if self.hidden_kernel is not None:
       # Accelerators must not round this to bfloat16, or forward pass and
@@ -103,21 +105,24 @@ class RouterWeights:
       x = jnp.matmul(x, self.hidden_kernel, precision='highest')
       if self.hidden_bias is not None:
         x += self.hidden_bias
-      x = getattr(nn, self.config.activation)(x)
+      x = getattr(nn, self.activation)(x)
     # Not an einsum, which accelerators would round to bfloat16.
     score_BL = jnp.sum(x * self.kernel, axis=-1)
     return score_BL if self.bias is None else score_BL + self.bias
 
 
 class Router(nn.Module):
-  """A score per token, in float32."""
+  """A score per token, in float32; the fields are those of `Learned`."""
 
-  config: 'Learned'
+  std: float
+  normalized: bool = False
+  bias: bool = False
+  hidden: int = 0
+  activation: Activation = 'gelu'
 
   @nn.compact
   def weights(self, width: int) -> RouterWeights:
     """Returns the parameters for features of this width."""
-    config = self.config
 
     def param(name, init, *shape):
       names = ('replicated',) * len(shape)
@@ -125,18 +130,18 @@ class Router(nn.Module):
 
     zeros = nn.initializers.zeros
     hidden_kernel = hidden_bias = None
-    if config.hidden:
+    if self.hidden:
       init = nn.initializers.lecun_normal()
-      hidden_kernel = param('hidden_kernel', init, width, config.hidden)
-      if config.bias:
-        hidden_bias = param('hidden_bias', zeros, config.hidden)
-    init = nn.initializers.normal(config.std)
+      hidden_kernel = param('hidden_kernel', init, width, self.hidden)
+      if self.bias:
+        hidden_bias = param('hidden_bias', zeros, self.hidden)
     return RouterWeights(
-      config,
-      param('kernel', init, config.hidden or width),
-      param('bias', zeros) if config.bias else None,
+      param('kernel', nn.initializers.normal(self.std), self.hidden or width),
+      param('bias', zeros) if self.bias else None,
       hidden_kernel,
       hidden_bias,
+      self.activation,
+      self.normalized,
     )
 
   def __call__(self, x_BLD: jax.Array) -> jax.Array:
@@ -169,8 +174,15 @@ class Learned(Score):
   # `Stack` creates it and passes it to its layers.
   shared: bool = False
 
+  def router(self, name: str | None = None) -> Router:
+    """Returns the module; it needs no name within a linen `setup`."""
+    return Router(
+      *(self.std, self.normalized, self.bias, self.hidden, self.activation),
+      name=name,
+    )
+
   def run(self, module, x_BLD, info, capacity, attention_BL):
-    return Router(self, name='router')(x_BLD)
+    return self.router('router')(x_BLD)
 
   def flops(self, length, width):
     if not self.hidden:

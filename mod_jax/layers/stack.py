@@ -78,7 +78,7 @@ class StackConfig:
     for layer in self.layers:
       scorer = None if layer.routing is None else layer.routing.scorer
       if isinstance(scorer, Learned) and scorer.shared:
-        return Router(scorer)
+        return scorer.router()
     return None
 
   def lengths(self, length: int) -> tuple[int, ...]:

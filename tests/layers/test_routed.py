@@ -18,7 +18,7 @@ from mod_jax.layers.experts import ExpertsConfig
 from mod_jax.layers.mode import Mode, RoutingMode
 from mod_jax.layers.routed import Layer, LayerConfig, Predictor
 from mod_jax.layers.routing_config import MoDConfig
-from mod_jax.layers.scores import Learned, Router
+from mod_jax.layers.scores import Router
 from mod_jax.losses import sums
 from mod_jax.models.lm import LMConfig
 from mod_jax.tasks import plain
@@ -315,7 +315,7 @@ class TestGradients:
 class TestRouter:
   def test_starts_as_a_narrow_normal_without_a_bias(self):
     assert MoDConfig().router_std == 0.02
-    variables = Router(Learned()).init(jax.random.key(0), jnp.ones((1, 20_000)))
+    variables = Router(0.02).init(jax.random.key(0), jnp.ones((1, 20_000)))
     params = nn.unbox(variables)['params']
     assert set(params) == {'kernel'}
     assert params['kernel'].shape == (20_000,)
@@ -327,16 +327,14 @@ class TestRouter:
   def test_is_float32_under_bfloat16(self):
     kernel_D = jax.random.normal(jax.random.key(0), (64,))
     x_BLD = jax.random.normal(jax.random.key(1), (2, 3, 64), jnp.bfloat16)
-    score_BL = Router(Learned()).apply({'params': {'kernel': kernel_D}}, x_BLD)
+    score_BL = Router(0.02).apply({'params': {'kernel': kernel_D}}, x_BLD)
     assert score_BL.dtype == jnp.float32
     exact = np.asarray(x_BLD, np.float64) @ np.asarray(kernel_D, np.float64)
     np.testing.assert_allclose(score_BL, exact, atol=1e-4)
 
   @pytest.mark.parametrize('activation', ['gelu', 'tanh'])
   def test_a_hidden_layer_and_biases(self, activation):
-    router = Router(
-      Learned(std=0.5, bias=True, hidden=5, activation=activation)
-    )
+    router = Router(0.5, bias=True, hidden=5, activation=activation)
     x_BLD = jax.random.normal(jax.random.key(1), (2, 3, D))
     params = nn.unbox(router.init(jax.random.key(0), x_BLD))['params']
     assert not params['bias'].any()
@@ -352,8 +350,8 @@ class TestRouter:
     x_BLD = jax.random.normal(jax.random.key(1), (2, 3, 64))
     params = {'params': {'kernel': kernel_D}}
     scores = [
-      np.asarray(Router(scorer).apply(params, factor * x_BLD))
-      for scorer in (Learned(normalized=True), Learned())
+      np.asarray(Router(0.02, normalized).apply(params, factor * x_BLD))
+      for normalized in (True, False)
       for factor in (1.0, 50.0)
     ]
     np.testing.assert_allclose(scores[0], scores[1], rtol=1e-4)
@@ -363,7 +361,7 @@ class TestRouter:
 
 
 @pytest.mark.parametrize(
-  ('scorer', 'products'), [(Router(Learned(hidden=4)), 1), (Predictor(4), 2)]
+  ('scorer', 'products'), [(Router(0.02, hidden=4), 1), (Predictor(4), 2)]
 )
 def test_an_accelerator_must_not_round(scorer, products):
   x_BLD = jnp.ones((2, 3, D), jnp.bfloat16)
