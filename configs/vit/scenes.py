@@ -128,6 +128,9 @@ def quick(experiment: ExperimentConfig, num_steps: int) -> ExperimentConfig:
 
 def tiny(experiment: ExperimentConfig) -> ExperimentConfig:
   """A small version in seconds, for tests."""
+  if isinstance(getattr(experiment.model, 'reduction', None), EViT):
+    changes = {'model.reduction.stages': (1, 2)}  # It has four blocks.
+    experiment = config_lib.replace(experiment, changes)
   small = digits.tiny(experiment)
   scenes = SceneConfig(scales=(1, 1.5), num_train=64, num_eval=32)
   data = dataclasses.replace(DATA, image_size=32, scenes=scenes)
