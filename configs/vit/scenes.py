@@ -134,8 +134,9 @@ def tiny(experiment: ExperimentConfig) -> ExperimentConfig:
   small = digits.tiny(experiment)
   scenes = SceneConfig(scales=(1, 1.5), num_train=64, num_eval=32)
   data = dataclasses.replace(DATA, image_size=32, scenes=scenes)
-  model = dataclasses.replace(small.model, image_size=32)
-  return dataclasses.replace(small, data=data, model=model)
+  pruned = isinstance(small.model, DynamicViTConfig)
+  side = 'model.backbone.image_size' if pruned else 'model.image_size'
+  return config_lib.replace(small, {'data': data, side: 32})
 
 
 _OF_LARGEST = {
