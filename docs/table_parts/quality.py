@@ -265,9 +265,3 @@ def openclipart():
 def detection_scenes():
   """Detection on scenes, dense and routed."""
   return study_tables.detection(studied('detection_scenes'))
-
-
-@table
-def vit_scenes():
-  """Methods that skip work, on scenes."""
-  return study_tables.scenes(studied('vit_scenes'))
