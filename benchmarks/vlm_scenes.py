@@ -19,7 +19,7 @@ import study
 import study_tables
 
 from mod_jax import config as config_lib
-from mod_jax import flops
+from mod_jax import flops, viz
 from mod_jax.tasks import make_task
 from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.train import evaluation
@@ -89,6 +89,22 @@ def try_fastv(seed: int, path: pathlib.Path) -> None:
   study.record(name, result | {'train_flops': 0, 'steps': 0}, path)
 
 
+def draw(found: dict[str, dict]):
+  """Returns a picture of accuracy over compute."""
+  points = []
+  for name, of_seed in study_tables.by_model(found).items():
+    runs = list(of_seed.values())
+    if name != FIRST:
+      accuracy = machine.spread([run['accuracy'] for run in runs])
+      cost = runs[0]['forward_flops'] / 1e6
+      points.append(machine.point(name, '', cost, accuracy))
+  return viz.accuracy_flops(
+    points,
+    title='Questions about scenes: right answers over compute',
+    xlabel='MFLOPs (multiply-add = 2) of a forward pass over one question',
+  )
+
+
 def main(_):
   trial = _WORKDIR.value if _TINY.value else None
   path = machine.result_path(__file__, '.jsonl', trial)
@@ -102,7 +118,9 @@ def main(_):
     study.train_all(planned, _RUNS.value, _WORKDIR.value, path, tell)
     for seed in seeds:
       try_fastv(seed, path)
-  print(study_tables.pictures_asked(study.read(path)))
+  found = study.read(path)
+  print(study_tables.pictures_asked(found))
+  viz.save(draw(found), path.with_suffix('.png'))
 
 
 if __name__ == '__main__':

@@ -101,14 +101,13 @@ def test_ranks_are_of_the_language_model_with_its_pictures():
 
 
 @pytest.mark.slow
-def test_what_the_rules_freeze_stays_and_a_stage_continues(
+def test_a_stage_of_the_projector_alone_and_then_of_all(
   tmp_path, on_one_device
 ):
   stage_1 = config_lib.replace(
     SCENES.get_config('tiny'),
     {
       'optimizer.rules': (('^projector/', 1.0, 0), ('', 0.0, 0)),
-      'checkpoint.every': 1,
     },
   )
   with on_one_device():
