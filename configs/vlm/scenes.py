@@ -9,10 +9,15 @@ leftmost, how many threes there are, what the sum is, or whether there is a
 seven; all answers to a question are equally frequent. More than half of its
 tokens are those of the picture, most of which show background. Variants:
 
+* `captions`: what comes first, to name all digits from left to right;
 * `pmod`: p-MoD, blocks that choose fewer image tokens the deeper they are;
-* `gamma`: γ-MoD, the last blocks but one on half of the image and instruction
-  tokens, by one router for all;
-* `tiny`: the dense model in seconds, for tests; also `pmod_tiny`, `gamma_tiny`.
+* `gamma`: γ-MoD, the inner blocks on half of the image and instruction tokens,
+  by one router for all;
+* `random`, `stride`: p-MoD's schedule with tokens chosen by chance, or evenly;
+* `fastv`: FastV, half of the image tokens after block 2, by attention;
+* `pooled`: a quarter of the image tokens, means of 2 × 2 patches;
+* `tower_amod`: the tower's last block on half of the patches, by attention;
+* `tiny`: the dense model in seconds, for tests; also `pmod_tiny` and so on.
 
 `--config.data.source=llava --config.data.path=FILE` reads a JSON file in
 LLaVA's format instead, and `--config.init=FOLDER` starts from a LLaVA of
@@ -177,7 +182,7 @@ def tiny(experiment: ExperimentConfig) -> ExperimentConfig:
   )
 
 
-VARIANTS = {
+LARGE = {
   '': dense,
   'pmod': lambda: routed('pmod', PMOD),
   'gamma': lambda: routed('gamma', GAMMA),
@@ -187,12 +192,10 @@ VARIANTS = {
   'pooled': pooled,
   'tower_amod': tower_amod,
   'captions': captions,
-  'tiny': lambda: tiny(dense()),
-  'pmod_tiny': lambda: tiny(routed('pmod', PMOD)),
-  'gamma_tiny': lambda: tiny(routed('gamma', GAMMA)),
-  'fastv_tiny': lambda: tiny(routed('fastv', FASTV)),
-  'pooled_tiny': lambda: tiny(pooled()),
-  'tower_amod_tiny': lambda: tiny(tower_amod()),
+}
+VARIANTS = LARGE | {
+  f'{name}_tiny'.lstrip('_'): lambda make=make: tiny(make())
+  for name, make in LARGE.items()
 }
 
 get_config = config_lib.config_getter(VARIANTS)
