@@ -5,8 +5,8 @@
 For each seed a dense model first learns to name all digits of a scene. From
 its weights, each model of `configs/vlm/scenes.py` is trained to answer
 questions, for as many steps; FastV is also tried on the dense model as it is.
-All are asked about all 1,000 held-out scenes, whose digits no training scene
-shows. Every run is a line of `vlm_scenes.jsonl` beside this file; see
+All are asked 2,000 questions about held-out scenes, whose digits no training
+scene shows. Every run is a line of `vlm_scenes.jsonl` beside this file; see
 `study.py`.
 """
 

@@ -39,7 +39,14 @@ from mod_jax.runs.run_config import EvaluationConfig, TrainConfig
 from mod_jax.tasks.experiment import ExperimentConfig
 
 # Digits of 8 to 12 of the 32 pixels.
-SCENES = SceneConfig(least=1, most=3, scales=(1.0, 1.5), clutter=4)
+SCENES = SceneConfig(
+  least=1,
+  most=3,
+  scales=(1.0, 1.5),
+  clutter=4,
+  num_train=100_000,
+  num_eval=2_000,
+)
 # 64 tokens of a picture, beside at most 48 bytes of text.
 MODEL = VLMConfig(
   tower=ViTConfig(
@@ -123,7 +130,7 @@ def dense() -> ExperimentConfig:
     ),
     train=TrainConfig(num_steps=8000, batch_size=32),
     evaluation=EvaluationConfig(
-      every=0.1, batches=10, batch_size=50, final_batches=0
+      every=0.25, batches=10, batch_size=50, final_batches=0
     ),
   )
 
