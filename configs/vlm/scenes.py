@@ -138,7 +138,8 @@ def dense() -> ExperimentConfig:
 def captions() -> ExperimentConfig:
   """What is asked for first: all digits, from left to right."""
   return config_lib.replace(
-    dense(), {'name': 'captions', 'data.topics': ('digits',)}
+    dense(),
+    {'name': 'captions', 'data.topics': ('digits',), 'data.marks': True},
   )
 
 

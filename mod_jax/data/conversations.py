@@ -50,11 +50,14 @@ class Conversation(NamedTuple):
     turns: (question, answer) one after another; questions have an `IMAGE` for
       each picture.
     topic: index into `TOPICS` of a question about scenes; -1 for others.
+    objects: of a scene, (box, digit) of each, where a box is centre x, centre
+      y, width and height as fractions of the picture.
   """
 
   pictures: tuple[Image.Image, ...]
   turns: tuple[tuple[str, str], ...]
   topic: int = -1
+  objects: tuple[tuple[tuple[float, ...], str], ...] = ()
 
   def pieces(self) -> list[tuple[Kind, str]]:
     """Returns the text in pieces by kind, as LLaVA 1.5 is asked."""
@@ -84,6 +87,9 @@ class ConversationDataConfig:
       is a TSV or Parquet file with columns `image`, `question` and `answer`.
     scenes: what scenes are made of, for 'scenes'.
     topics: what is asked about scenes, of `TOPICS`, each as often.
+    marks: whether in training each image token that shows a digit of a scene
+      has to name it, too. A model that starts from nothing then learns to read
+      many times as fast; the towers of others were pretrained.
     path: the file, for 'llava' and 'table'.
     folder: directory of its pictures; '' is that of the file.
     eval_fraction: part of a file's examples that is held out.
@@ -105,6 +111,7 @@ class ConversationDataConfig:
   source: Literal['scenes', 'llava', 'table'] = 'scenes'
   scenes: SceneConfig = SceneConfig()
   topics: tuple[Topic, ...] = QUESTIONS
+  marks: bool = False
   path: str = ''
   folder: str = ''
   eval_fraction: config_lib.Proper = 0.02
@@ -130,7 +137,10 @@ class ConversationDataConfig:
     common.check_source(
       self,
       needed={'llava': ['path'], 'table': ['path']},
-      own=dict.fromkeys(('path', 'folder'), ['llava', 'table']),
+      own={
+        **dict.fromkeys(('path', 'folder'), ['llava', 'table']),
+        'marks': ['scenes'],
+      },
     )
 
   @property
@@ -300,9 +310,13 @@ class SceneQuestions:
 
   def load(self, index: int) -> Conversation:
     scene, question, answer, topic = self.question(index)
-    image = Image.fromarray(self._scenes.scene(scene).image_SSC)
+    image_SSC, boxes_N4, digits_N = self._scenes.scene(scene)
     turn = f'{IMAGE}\n{question}', answer
-    return Conversation((image,), (turn,), topic)
+    objects = zip(
+      map(tuple, boxes_N4.tolist()), map(str, digits_N), strict=True
+    )
+    image = Image.fromarray(image_SSC)
+    return Conversation((image,), (turn,), topic, tuple(objects))
 
 
 class Examples:

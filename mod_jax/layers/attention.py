@@ -275,7 +275,7 @@ def _last_score(q_BLHC, k_BLGC, info: TokenInfo):
   seen_BL = jnp.cumsum(asks_BL[:, ::-1], axis=-1)[:, ::-1] > 0
   if info.valid_BL is not None:
     seen_BL &= info.valid_BL
-  last_B = jnp.maximum(seen_BL.shape[1] - 1 - asks_BL[:, ::-1].argmax(-1), 0)
+  last_B = seen_BL.shape[1] - 1 - asks_BL[:, ::-1].argmax(axis=-1)
   q_B1HC = jnp.take_along_axis(q_BLHC, last_B[:, None, None, None], axis=1)
   heads = q_BLHC.shape[2] // k_BLGC.shape[2]
   k_BLHC = jnp.repeat(k_BLGC, heads, axis=2)

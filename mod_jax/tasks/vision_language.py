@@ -134,7 +134,26 @@ class VisionLanguage(Modality):
     }
 
   def _train_row(self, source, index) -> dict:
-    return self._row(source.load(int(index)))
+    conversation = source.load(int(index))
+    row = self._row(conversation)
+    return self._marked(row, conversation) if self.config.data.marks else row
+
+  def _marked(self, row, conversation: data_lib.Conversation) -> dict:
+    """Returns the row with targets for image tokens that show a digit."""
+    grid = self.config.model.grid
+    place_G = (np.arange(grid) + 0.5) / grid
+    digit_GG = np.full((grid, grid), -1, np.int32)
+    for (x, y, width, height), digit in conversation.objects:
+      is_row_G = np.abs(place_G - y) < height / 2
+      is_column_G = np.abs(place_G - x) < width / 2
+      (token,) = self.tokenizer.encode(digit)
+      digit_GG[is_row_G[:, None] & is_column_G] = token
+    places = np.flatnonzero(row['valid'] & (row['kind'] == IMAGE))
+    digit_N = digit_GG.flatten()
+    shown = places[digit_N >= 0]
+    row['targets'][shown] = digit_N[digit_N >= 0]
+    row['weights'][shown] = 1
+    return row
 
   def _eval_row(self, source, index) -> dict:
     real = index != images_lib.PADDING
