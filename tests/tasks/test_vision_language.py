@@ -86,6 +86,32 @@ def test_right_answers_are_counted_by_question():
   assert (chosen, among) == (3 * (8 + 2), 3 * 2 * 16)
 
 
+def test_image_tokens_name_the_digits_that_they_show():
+  task = make_task(SCENES.get_config('captions_tiny')).modality
+  source = conversations.open_split(task.config.data, 'train')
+  conversation = source.load(3)
+  row, plain = task._train_row(source, 3), task._row(conversation)
+  grid, seen = task.config.model.grid, set()
+  start = int(np.flatnonzero(row['kind'] == KINDS.index('image'))[0])
+  for i in range(grid**2):
+    y, x = (np.array(divmod(i, grid)) + 0.5) / grid
+    shown = [
+      digit
+      for (u, v, width, height), digit in conversation.objects
+      if abs(u - x) < width / 2 and abs(v - y) < height / 2
+    ]
+    seen |= set(shown)
+    assert row['weights'][start + i] == bool(shown)
+    if shown:
+      assert chr(row['targets'][start + i]) == shown[-1]
+  assert seen
+  assert seen <= set(conversation.turns[0][1])
+  after = slice(start + grid**2, None)
+  for name in ('targets', 'weights'):
+    np.testing.assert_array_equal(row[name][after], plain[name][after])
+  assert not plain['weights'][: start + grid**2].any()
+
+
 def test_ranks_are_of_the_language_model_with_its_pictures():
   task = make_task(SCENES.get_config('pmod_tiny'))
   variables = tiny.variables(TASK.config.model)
