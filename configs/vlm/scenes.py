@@ -5,11 +5,12 @@
       --config.init=runs/read
 
 trains a small vision-language model from nothing, first to name all digits of a
-scene, then to answer which digit is leftmost, how many threes there are, what the sum is, or whether there is a
-seven; all answers to a question are equally frequent. More than half of its
-tokens are those of the picture, most of which show background. Variants:
+scene, then to answer which digit is leftmost, how many threes there are, what
+the sum is, or whether there is a seven; all answers to a question are equally
+frequent. More than half of its tokens are those of the picture, most of which
+show background. Variants:
 
-* `captions`: what comes first; image tokens name the digits that they show, too;
+* `captions`: what comes first; image tokens name the digits that they show;
 * `pmod`: p-MoD, blocks that choose fewer image tokens the deeper they are;
 * `gamma`: γ-MoD, the inner blocks on half of the image and instruction tokens,
   by one router for all;
