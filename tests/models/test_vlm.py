@@ -115,7 +115,8 @@ def test_gamma_mod_takes_all_questions_and_answers():
 
 @pytest.mark.parametrize('name', ROUTED)
 def test_capacity_1_with_the_identity_gate_is_dense(name):
-  config = routed(ROUTED[name], capacity_floor=1.0, gate='alpha_tanh')
+  gate = {} if name == 'FastV' else {'gate': 'alpha_tanh'}
+  config = routed(ROUTED[name], capacity_floor=1.0, **gate)
   flat = trees.flatten(variables(config)['params'])
   routers = {n: 0 * x for n, x in flat.items() if 'router' in n}
   assert bool(routers) == (name != 'FastV')
@@ -127,7 +128,7 @@ def test_capacity_1_with_the_identity_gate_is_dense(name):
   expected = output(DENSE, inputs, {'params': dense}).logits_BLV
   real = inputs.valid_BL
   np.testing.assert_allclose(found[real], expected[real], atol=1e-5)
-  partly = routed(dataclasses.replace(ROUTED[name], gate='alpha_tanh'))
+  partly = routed(ROUTED[name], **gate)
   fewer = output(partly, inputs, {'params': params}).logits_BLV
   assert np.abs(fewer - expected)[real].max() > 1e-3
 
@@ -136,9 +137,9 @@ def test_capacity_1_with_the_identity_gate_is_dense(name):
 def test_later_text_and_other_rows_move_nothing(name):
   config, inputs = routed(ROUTED[name]), placed()
   logits_BLV = output(config, inputs).logits_BLV
-  # The text after the pictures.
+  # The text after the pictures; FastV looks at the end of the prompt.
   tokens_BL = inputs.tokens_BL.copy()
-  starts = [10, 5, 3]
+  starts = [11 if name == 'FastV' else 10, 5, 3]
   for row, start in enumerate(starts):
     tokens_BL[row, start + 1 :] = (tokens_BL[row, start + 1 :] + 1) % 15
   later = output(
