@@ -162,8 +162,9 @@ def test_generated_answers_are_those_of_the_forward_pass():
   images = tiny.images(2, size=32)
   questions = ['Is there a seven?', 'What is it?']
   pictures = [[images[0]], [images[1]]]
+  state = {name: x for name, x in variables.items() if name != 'params'}
   found = TASK.answers(
-    variables['params'], {}, pictures, questions, max_new_tokens=3
+    variables['params'], state, pictures, questions, max_new_tokens=3
   )
   for i, question in enumerate(questions):
     pieces = conversations.prompt(f'<image>\n{question}')
