@@ -114,7 +114,9 @@ def test_a_file_of_llava_is_read(tmp_path):
     ('<image>\nWhat is it?', 'A dog.'),
     ('Hello?', 'Hi.'),
   )
-  assert held_out.load(0) == ((), (('Hello?', 'Hi.'),), -1)
+  assert held_out.load(0) == conversations.Conversation(
+    (), (('Hello?', 'Hi.'),)
+  )
 
 
 TABLE = 'image\tquestion\tanswer\textra\n'
