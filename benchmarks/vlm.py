@@ -84,8 +84,7 @@ def variants() -> dict[str, vlm.VLMConfig]:
   """Returns the models that are compared, by name."""
   config = config_lib.load(_CONFIG)
   dense = shaped(config.MODEL)
-  # All but the first three blocks and the last.
-  layers = tuple(range(3, _LAYERS.value - 1))
+  layers = vlm.gamma_layers(_LAYERS.value)
   return {
     'dense': dense,
     'pmod': dense.with_parts(routing=config.ROUTING['pmod']),

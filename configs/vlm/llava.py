@@ -21,6 +21,7 @@ import pathlib
 
 from mod_jax import config as config_lib
 from mod_jax.data.conversations import ConversationDataConfig
+from mod_jax.models import vlm
 from mod_jax.models.lm import LMConfig
 from mod_jax.models.vit import ViTConfig
 from mod_jax.models.vlm import VLMConfig
@@ -63,9 +64,10 @@ MODEL = VLMConfig(
 )
 ROUTING = {
   '': None,
-  'pmod': SCENES.PMOD,
-  # All but the first three blocks and the last.
-  'gamma': dataclasses.replace(SCENES.GAMMA, layers=tuple(range(3, 31))),
+  'pmod': vlm.P_MOD,
+  'gamma': dataclasses.replace(
+    vlm.GAMMA_MOD, layers=vlm.gamma_layers(MODEL.num_layers)
+  ),
 }
 
 
