@@ -57,8 +57,8 @@ def build(file, variant):
 def shapes_of(model):
   """Returns the boxed shapes of a model's variables; computes nothing.
 
-  Of a vision transformer with as few blocks as have every kind of parameter, and
-  likewise of a model that sees, without its routers.
+  Of a vision transformer with as few blocks as have every kind of parameter;
+  likewise of a model that reads pictures and text, without its routers.
   """
   if isinstance(model, ViTConfig):
     model = _shallow(model, 2)
