@@ -40,7 +40,7 @@ _BATCHES = flags.DEFINE_list('batches', [1, 4, 16], 'Rows.')
 _PROMPTS = flags.DEFINE_list(
   'prompts', [10, 8, 4], 'Timed prompts of each, by batch.'
 )
-_STEPS = flags.DEFINE_integer('steps', 15, 'Timed steps of each.')
+_ROUNDS = flags.DEFINE_integer('rounds', 15, 'Timed steps of each.')
 _TORCH = flags.DEFINE_string(
   'torch', None, 'A Python with torch and transformers; None goes without.'
 )
@@ -197,7 +197,7 @@ def measure(batch: int, rounds: int, stack) -> tuple[dict, str | None]:
   """Returns the figures for a number of rows, and PyTorch's description."""
   configs, about = variants(), None
   length = configs['dense'].num_patches + _TEXT.value
-  room = length + _WARMUP + _STEPS.value
+  room = length + _WARMUP + _ROUNDS.value
   models = {
     name: Model(config, batch, room) for name, config in configs.items()
   }
@@ -220,7 +220,7 @@ def measure(batch: int, rounds: int, stack) -> tuple[dict, str | None]:
       called['torch'] = lambda name=name: tokens.append(json.loads(run(name)))
   of_prompts = timing.interleaved(prefills, rounds=rounds)
   first = models['dense'].token_B.tolist()
-  of_steps = timing.interleaved(steps, rounds=_STEPS.value, warmup=_WARMUP)
+  of_steps = timing.interleaved(steps, rounds=_ROUNDS.value, warmup=_WARMUP)
   last = models['dense'].token_B.tolist()
   work = {name: prefill_flops(c, length) for name, c in configs.items()}
   sizes = {name: model.bytes for name, model in models.items()}
@@ -278,7 +278,7 @@ def main(_):
     cells.append(cell)
     print(cell, flush=True)
   results = {
-    **results_lib.settings('layers', 'width', 'text', 'steps'),
+    **results_lib.settings('layers', 'width', 'text', 'rounds'),
     'torch': about,
     'llava_cache_share': llava_cache_share(),
     'cells': cells,
