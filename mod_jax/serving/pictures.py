@@ -4,7 +4,7 @@ A model that sees is asked as it was trained, in the format of LLaVA 1.5; the
 chat template of its folder is not used.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mod_jax.data import conversations
@@ -27,17 +27,17 @@ def pieces(
       before its text, unless that has placeholders of its own.
 
   Raises:
-    UserError: a message has another role, or not as many pictures as its text
-      has placeholders.
+    UserError: a message has another role or other parts, or not as many
+      pictures as its text has placeholders.
   """
   found, pictures = [], []
   for message in messages:
-    role, content = message.get('role'), message.get('content') or ''
-    parts = content
-    if isinstance(content, str):
-      parts = [{'type': 'text', 'text': content}]
-    text = ''.join(part['text'] for part in parts if part['type'] == 'text')
-    shown = [part[part['type']] for part in parts if part['type'] != 'text']
+    role, text, shown = message.get('role'), '', []
+    for kind, part in _parts(message.get('content')):
+      if kind == 'text':
+        text += part
+      else:
+        shown.append(part)
     if role == 'user':
       text = conversations.with_pictures(text, len(shown))
     placed = text.count(conversations.IMAGE)
@@ -59,6 +59,21 @@ def pieces(
         f'role={role!r:.100}: expected system, user or assistant.'
       )
   return found, pictures
+
+
+def _parts(content) -> Iterator[tuple[str, Any]]:
+  """Yields type and content of each part of a message's content."""
+  if content is None or isinstance(content, str):
+    yield 'text', content or ''
+    return
+  for part in content:
+    kind = part.get('type', 'text') if isinstance(part, Mapping) else None
+    if kind is None or kind not in part:
+      raise UserError(
+        f'{part!r:.100}: expected a part such as {{"type": "text", "text": …}}'
+        ' or {"type": "image", "image": …}.'
+      )
+    yield kind, part[kind]
 
 
 def base64_of(url: str) -> str:

@@ -217,7 +217,7 @@ class Completion(_Request):
 
 
 class _Text(pydantic.BaseModel):
-  type: Literal['text']
+  type: Literal['text'] = 'text'
   text: str
 
 

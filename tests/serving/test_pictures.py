@@ -179,6 +179,7 @@ def test_a_chat_is_the_format_of_training():
       {'role': 'user', 'content': '<image>'},
       'has 0 pictures, and <image> .* 1',
     ),
+    ({'role': 'user', 'content': ['a']}, "'a': expected a part such as"),
     (turns[1] | {'role': 'system'}, 'has 1 pictures, and <image> stands 0'),
   ):
     with pytest.raises(UserError, match=named):
