@@ -44,6 +44,7 @@ _ROUNDS = flags.DEFINE_integer('rounds', 15, 'Timed steps of each.')
 _TORCH = flags.DEFINE_string(
   'torch', None, 'A Python with torch and transformers; None goes without.'
 )
+flags.DEFINE_alias('steps', 'rounds')  # TEMPORARY
 _WARMUP = 2
 _CONFIG = pathlib.Path(__file__).parents[1] / 'configs' / 'vlm' / 'llava.py'
 

@@ -6,9 +6,9 @@ copies that into a free slot; `step` adds a token to every active slot. `insert`
 and `step` donate the state, so caches are updated in place. Settings of
 requests (temperature, limits, seed) are arrays with an entry per slot, so
 nothing compiles after `warm_up`. The host reads the tokens of one step while
-the next one runs. What few requests ask for (penalties, biases, schemas, log-
-probabilities of other tokens) is in programs of its own, which run only while
-such a request has a slot.
+the next one runs. What few requests ask for (penalties, biases, schemas,
+log-probabilities of other tokens) is in programs of its own, which run only
+while such a request has a slot.
 
 What a request with a schema may write next depends on the token before. Threads
 find it out (`grammar`), and the request sits out the steps until it is known.
