@@ -34,7 +34,7 @@ from mod_jax.sampling import generation
 import results as results_lib
 
 _LAYERS = flags.DEFINE_integer('layers', 24, 'Blocks of the language model.')
-_WIDTH = flags.DEFINE_integer('width', 256, 'Its width.')
+_WIDTH = flags.DEFINE_integer('width', 384, 'Its width.')
 _TEXT = flags.DEFINE_integer('text', 64, 'Tokens of a question.')
 _BATCHES = flags.DEFINE_list('batches', [1, 4, 16], 'Rows.')
 _PROMPTS = flags.DEFINE_list(
@@ -44,7 +44,6 @@ _ROUNDS = flags.DEFINE_integer('rounds', 15, 'Timed steps of each.')
 _TORCH = flags.DEFINE_string(
   'torch', None, 'A Python with torch and transformers; None goes without.'
 )
-flags.DEFINE_alias('steps', 'rounds')  # TEMPORARY
 _WARMUP = 2
 _CONFIG = pathlib.Path(__file__).parents[1] / 'configs' / 'vlm' / 'llava.py'
 

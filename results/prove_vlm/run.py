@@ -21,7 +21,7 @@ _WORKDIR = flags.DEFINE_string(
 )
 _RUNS = flags.DEFINE_list('runs', ['pmod', ''], 'Variants of the config.')
 _TOPOLOGIES = flags.DEFINE_list(
-  'topologies', ['v5e:8x8', 'v5p:2x2x4'], 'Slices.'
+  'topologies', ['v5e:4x4', 'v5p:2x2x4'], 'Slices.'
 )
 
 
