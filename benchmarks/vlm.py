@@ -33,12 +33,12 @@ from mod_jax.models import lm, protocol, vlm
 from mod_jax.sampling import generation
 import results as results_lib
 
-_LAYERS = flags.DEFINE_integer('layers', 24, 'Blocks of the language model.')
+_LAYERS = flags.DEFINE_integer('layers', 16, 'Blocks of the language model.')
 _WIDTH = flags.DEFINE_integer('width', 384, 'Its width.')
 _TEXT = flags.DEFINE_integer('text', 64, 'Tokens of a question.')
 _BATCHES = flags.DEFINE_list('batches', [1, 4, 16], 'Rows.')
 _PROMPTS = flags.DEFINE_list(
-  'prompts', [10, 8, 4], 'Timed prompts of each, by batch.'
+  'prompts', [8, 5, 3], 'Timed prompts of each, by batch.'
 )
 _ROUNDS = flags.DEFINE_integer('rounds', 15, 'Timed steps of each.')
 _TORCH = flags.DEFINE_string(
