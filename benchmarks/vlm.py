@@ -36,9 +36,9 @@ import results as results_lib
 _LAYERS = flags.DEFINE_integer('layers', 16, 'Blocks of the language model.')
 _WIDTH = flags.DEFINE_integer('width', 384, 'Its width.')
 _TEXT = flags.DEFINE_integer('text', 64, 'Tokens of a question.')
-_BATCHES = flags.DEFINE_list('batches', [1, 4, 16], 'Rows.')
+_BATCHES = flags.DEFINE_list('batches', [4, 16, 1], 'Rows.')
 _PROMPTS = flags.DEFINE_list(
-  'prompts', [8, 5, 3], 'Timed prompts of each, by batch.'
+  'prompts', [5, 3, 8], 'Timed prompts of each, by batch.'
 )
 _ROUNDS = flags.DEFINE_integer('rounds', 15, 'Timed steps of each.')
 _TORCH = flags.DEFINE_string(
@@ -271,19 +271,16 @@ def llava_cache_share() -> dict[str, float]:
 
 def main(_):
   machine.with_malloc(machine.KEPT)
-  cells, about = [], None
-  for batch, rounds in zip(_BATCHES.value, _PROMPTS.value, strict=False):
-    with contextlib.ExitStack() as stack:
-      cell, about = measure(int(batch), int(rounds), stack)
-    cells.append(cell)
-    print(cell, flush=True)
   results = {
     **results_lib.settings('layers', 'width', 'text', 'rounds'),
-    'torch': about,
     'llava_cache_share': llava_cache_share(),
-    'cells': cells,
+    'cells': [],
   }
-  results_lib.save(__file__, results)
+  for batch, rounds in zip(_BATCHES.value, _PROMPTS.value, strict=False):
+    with contextlib.ExitStack() as stack:
+      cell, results['torch'] = measure(int(batch), int(rounds), stack)
+    results['cells'].append(cell)
+    results_lib.save(__file__, results)
 
 
 if __name__ == '__main__':

@@ -506,7 +506,8 @@ _VLM = {'dense': 'dense', 'pmod': 'p-MoD', 'gamma': 'γ-MoD'}
 def vlm_decode():
   """Answers about pictures: first tokens, further ones, caches."""
   rows = []
-  for cell in measured('vlm')['cells']:
+  cells = measured('vlm')['cells']
+  for cell in sorted(cells, key=lambda cell: cell['batch']):
     first, step = cell['seconds_to_first_token'], cell['seconds_per_step']
     sizes = cell['cache_bytes']
     for name in first:
