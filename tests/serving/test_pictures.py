@@ -273,7 +273,7 @@ BOMB = png(size=(8000, 8000), mode='1')
     (parts_of([url(png(PIXELS)[:300])]), 'a picture cannot be decoded'),
     (parts_of([url(BOMB)]), '8,000 x 8,000 pixels, and at most 33,554,432'),
     (parts_of([url(claims(2**30, 2**30))]), 'a picture cannot be decoded'),
-    (parts_of([url(bytes(2**22 + 1))]), 'expected at most 4194304'),
+    (parts_of([url(bytes(2**22 + 3))]), 'expected at most 4194304'),
     (parts_of([url(png(PIXELS))] * 3), '3 pictures in one request: .* most 2'),
     (parts_of([url(png(PIXELS))], 'x' * 50), 'do not fit max_length=60'),
     ([{'type': 'image_url', 'image_url': 'data:'}], 'a list of parts: of the'),
@@ -304,7 +304,7 @@ def test_a_picture_that_fails_ends_alone():
   process = text_process.TextProcess('bytes', '', pretrained=False)
   try:
     fit = run.preprocess.fit.keywords
-    with pytest.raises(UserError, match='decoding this picture .* failed'):
+    with pytest.raises(UserError, match='decoding this picture failed'):
       process.call('fit_picture', url(png(PIXELS))[22:], fit | {'size': -1})
     assert process.call('fit_picture', url(png(PIXELS))[22:], fit)
   finally:
