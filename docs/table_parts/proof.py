@@ -124,23 +124,6 @@ def prove_words():
 
 
 @table
-def prove_vlm():
-  """LLaVA-7B's second stage on slices of TPUs: p-MoD / dense."""
-  rows = read_csv('prove_vlm/prove.csv')
-  return markdown(
-    ['slice', 'mesh', *PROVED],
-    [
-      [
-        routed['topology'],
-        mesh(routed),
-        *(f'{show(routed)} / {show(dense)}' for show in PROVED.values()),
-      ]
-      for routed, dense in zip(rows[::2], rows[1::2], strict=True)
-    ],
-  )
-
-
-@table
 def prove_remedies():
   """The largest model on the slice where the network is the bound."""
   first, *_ = proofs('remedies')
