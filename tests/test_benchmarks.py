@@ -39,6 +39,11 @@ CASES = {
     (),
     ("'gmacs'", "'adaptive'", "'time_over_flops'"),
   ),
+  'vlm': (
+    ('width=64', 'layers=8', 'text=4', 'batches=1', 'prompts=1'),
+    (),
+    ("'flop_ratio'", "'cache_bytes'", "'llava_cache_share'"),
+  ),
   'image_input': (
     ('pictures=16', 'pixels=9000', 'batch=4', 'steps=2'),
     (),
