@@ -141,16 +141,21 @@ class Study:
       result = phases.train(config, directory)
       if not result.finished:
         raise UserError(f'{name} was stopped: the same command continues.')
-      line = {
-        'run': name,
-        **tell(config, result.metrics),
-        'seconds': round(time.monotonic() - started),
-        # Of all cores: other processes do not count.
-        'cpu_seconds': round(time.process_time() - worked),
-        **machine.environment(),
-      }
-      with self.path().open('a') as file:
-        file.write(json.dumps(line) + '\n')
+      self.record(
+        name,
+        {
+          **tell(config, result.metrics),
+          'seconds': round(time.monotonic() - started),
+          # Of all cores: other processes do not count.
+          'cpu_seconds': round(time.process_time() - worked),
+        },
+      )
+
+  def record(self, name: str, result: dict) -> None:
+    """Adds a run's line to the results."""
+    line = {'run': name, **result, **machine.environment()}
+    with self.path().open('a') as file:
+      file.write(json.dumps(line) + '\n')
 
 
 def _of_experts(metrics: dict[str, float]) -> dict[str, float]:

@@ -36,9 +36,11 @@ def merge(config, params) -> tuple[Any, Any]:
       np.asarray(x, np.float32)
       for x in (flat[name], flat[f'{adapted}_lora/up/kernel'], merged[kernel])
     )
-    # Axes of scanned groups, and of experts or learners.
+    # Axes of scanned groups, perhaps of a part of the model, and of experts or
+    # learners.
+    scanned = 'layers' in name.split('/')
     stacked = bool(re.search('_(experts|acm)/', name))
-    stacks = down.shape[: name.startswith('layers/') + stacked]
+    stacks = down.shape[: scanned + stacked]
     rank = config.lora.rank
     update = down.reshape(*stacks, -1, rank) @ up.reshape(*stacks, rank, -1)
     merged[kernel] = weight + scale * update.reshape(weight.shape)
