@@ -1,13 +1,11 @@
 """DETR in the naming of Hugging Face, with its own backbone or timm's."""
 
 from collections.abc import Mapping, Sequence
-import functools
 import os
 import pathlib
 import re
 from typing import Any, Literal
 
-from flax import linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +16,6 @@ from mod_jax.convert import files
 from mod_jax.convert.entry import Entry
 from mod_jax.errors import UserError
 from mod_jax.layers.resnet import EXPANSION, ResNetConfig
-from mod_jax.models import protocol
 from mod_jax.models.detr import DETRConfig
 
 Naming = Literal['huggingface', 'timm']  # Whose backbone it is.
@@ -90,7 +87,7 @@ def names(config: DETRConfig, naming: Naming) -> tuple[Entry, ...]:
         ' cannot be converted.'
       )
   table = _TABLE | _backbone(dense.backbone, naming)
-  return entry_lib.entries(_shapes(dense), table, 'Hugging Face')
+  return entry_lib.entries(entry_lib.shapes_of(dense), table, 'Hugging Face')
 
 
 def _backbone(config: ResNetConfig, naming: Naming) -> dict[str, str]:
@@ -125,16 +122,6 @@ def _backbone(config: ResNetConfig, naming: Naming) -> dict[str, str]:
         f'{ours}_short', *(named if of_timm else theirs(f'{block}.shortcut'))
       )
   return table
-
-
-@functools.lru_cache(maxsize=4)
-def _shapes(config: DETRConfig) -> dict[str, tuple[int, ...]]:
-  return {name: x.shape for name, x in _flat(protocol.shapes(config)).items()}
-
-
-def _flat(variables) -> dict[str, Any]:
-  statistics = variables.get('batch_stats') or {}
-  return trees.flatten({**variables['params'], 'batch_stats': statistics})
 
 
 def on_disk(name: str) -> str:
@@ -300,18 +287,7 @@ def load_variables(
     UserError: there is no such file, or it holds another model; the message
       has all arrays that are missing, unexpected or of another shape.
   """
-  source = read(path, config)
-  new = set(_shapes(config)) - set(source)
-
-  @jax.jit  # So that XLA removes the computation of all other parameters.
-  def fresh(new_key):
-    flat = _flat(nn.unbox(config.build().init(new_key, config.example())))
-    return {name: flat[name] for name in new}
-
-  if new:
-    source |= fresh(jax.random.key(0) if key is None else key)
-  params = trees.unflatten({n: jnp.asarray(x) for n, x in source.items()})
-  return {'batch_stats': params.pop('batch_stats'), 'params': params}
+  return entry_lib.complete(read(path, config), config, key)
 
 
 def read(path: str | os.PathLike, config: DETRConfig) -> dict[str, np.ndarray]:
@@ -321,18 +297,14 @@ def read(path: str | os.PathLike, config: DETRConfig) -> dict[str, np.ndarray]:
   """
   arrays = _read(path)
   entries = names(config, 'timm' if _OF_TIMM in arrays else 'huggingface')
-  shapes = _shapes(config.dense_twin())
+  shapes = entry_lib.shapes_of(config.dense_twin())
   trees.compare(
     {entry.theirs: entry.shape(shapes) for entry in entries},
     {name: x.shape for name, x in arrays.items()},
     dropped=_UNUSED,
     describe=f'{path}, a DETR of Hugging Face,',
   )
-  source = {}
-  for entry in entries:
-    parts = entry.to_ours(arrays[entry.theirs], shapes[entry.ours[0]])
-    source.update(zip(entry.ours, parts, strict=True))
-  return source
+  return entry_lib.to_ours(entries, shapes, arrays)
 
 
 def save(
@@ -359,17 +331,11 @@ def save(
   """
   entries = names(config, naming)
   files.check_suffix(pathlib.Path(path))
-  flat = _flat(nn.unbox(dict(variables)))
+  flat = entry_lib.flatten(variables)
   trees.compare(
-    _shapes(config.dense_twin()),
+    entry_lib.shapes_of(config.dense_twin()),
     {name: jnp.shape(array) for name, array in flat.items()},
     dropped=ROUTING,
     describe='variables',
   )
-  arrays = {
-    entry.theirs: entry.to_theirs(
-      *(np.asarray(flat[name], np.float32) for name in entry.ours)
-    )
-    for entry in entries
-  }
-  files.write(path, arrays)
+  files.write(path, entry_lib.to_theirs(entries, flat))
