@@ -40,30 +40,6 @@ def check_source(
       )
 
 
-def check_request(
-  batch_size: int,
-  shard_index: int,
-  shard_count: int,
-  *,
-  seed: int = 0,
-  num_batches: int | None = None,
-) -> None:
-  """Raises errors.UserError if arguments of a batch iterator are invalid."""
-  if batch_size < 1:
-    raise errors.UserError(f'batch_size={batch_size}: expected at least 1')
-  if not 0 <= shard_index < shard_count:
-    raise errors.UserError(
-      f'shard_index={shard_index}: expected one of the {shard_count} shards, '
-      'counted from 0'
-    )
-  if not 0 <= seed < 2**31:
-    raise errors.UserError(f'seed={seed}: expected an integer in [0, 2**31)')
-  if num_batches is not None and num_batches < 1:
-    raise errors.UserError(
-      f'num_batches={num_batches}: expected at least 1, or None for all'
-    )
-
-
 class Rows(grain.transforms.Map):
   """Selects rows of a batch."""
 

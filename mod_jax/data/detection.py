@@ -190,6 +190,13 @@ def open_split(config: DetectionDataConfig, split: Literal['train', 'eval']):
   return source
 
 
+def num_examples(
+  config: DetectionDataConfig, split: Literal['train', 'eval'] = 'train'
+) -> int:
+  """Returns the number of pictures to train on, or of held-out ones."""
+  return len(open_split(config, split))
+
+
 def fingerprint(config: DetectionDataConfig) -> dict[str, Any]:
   """Returns a fingerprint of the data."""
   return {

@@ -252,7 +252,6 @@ def train_iterator(
     errors.UserError: the data cannot be read, is less than a global batch, or
       would be seen too often.
   """
-  common.check_request(batch_size, shard_index, shard_count, seed=seed)
   rows_needed = batch_size * shard_count
   stream = open_stream(
     config, 'train', shard_index=shard_index, shard_count=shard_count
@@ -314,9 +313,6 @@ def eval_batches(
   Raises:
     errors.UserError: nothing is held out, or it cannot be read.
   """
-  common.check_request(
-    batch_size, shard_index, shard_count, num_batches=num_batches
-  )
   stream = open_stream(
     config, 'held_out', shard_index=shard_index, shard_count=shard_count
   )

@@ -107,12 +107,12 @@ def texts(tmp_path_factory):
   return root
 
 
-def read_text(batch_size=1, seed=0, evaluate=False, num_batches=None, **fields):
+def read_text(batch_size=1, evaluate=False, **fields):
   config = TextDataConfig(source='files', **fields)
   if evaluate:
-    text.eval_batches(config, batch_size=batch_size, num_batches=num_batches)
+    text.eval_batches(config, batch_size=batch_size)
   else:
-    next(text.train_iterator(config, batch_size=batch_size, seed=seed))
+    next(text.train_iterator(config, batch_size=batch_size, seed=0))
 
 
 @pytest.mark.parametrize(
@@ -126,13 +126,10 @@ def read_text(batch_size=1, seed=0, evaluate=False, num_batches=None, **fields):
     ({'files': 'eval/*'}, 'also held out .*: give eval_files other'),
     ({'length': 500}, '0 rows of length=500, .*: add text or lower'),
     ({'batch_size': 99}, 'fewer than the 99 of one batch'),
-    ({'batch_size': 0}, 'batch_size=0: expected'),
-    ({'seed': -1}, 'seed=-1: expected'),
     (
       {'evaluate': True, 'eval_files': 'tiny.md'},
       '1 tokens, too few.*hold out',
     ),
-    ({'evaluate': True, 'num_batches': 0}, 'num_batches=0: expected'),
     (
       {'evaluate': True, 'files': 'tiny.md', 'eval_files': ''},
       'no file is held out.*: set eval_files',
@@ -209,7 +206,7 @@ def test_a_tokenizer_with_a_huge_id(tmp_path):
   ('fields', 'message'),
   [
     # Names are told apart by the code that does it for pictures, too.
-    ({'tfds_name': 'lm1bb'}, "'lm1bb' is neither.*nearest name is 'lm1b'"),
+    ({'tfds_name': 'lm1bb'}, "'lm1bb' is neither.*Did you mean 'lm1b'"),
     ({'tfds_split': 'nope'}, "'nope' of.*choose from blank, test, train"),
     ({'tfds_text_key': 'body'}, "'body' is not in.*have n, text"),
     ({'tfds_text_key': 'n'}, 'not text'),
@@ -359,7 +356,7 @@ def test_batches_of_pictures(folder, monkeypatch, fields, batch_size, message):
 @pytest.mark.parametrize(
   ('name', 'fields', 'message'),
   [
-    ('cars_196', {}, "neither.*nearest name is 'cars196'"),
+    ('cars_196', {}, "neither.*Did you mean 'cars196'"),
     ('oxford_flowers102', {}, 'not prepared.*download_and_prepare'),
     ('.', {}, 'directory without a prepared data set'),
     ('oxford_iiit_pet:9.9.9', {}, 'cannot be loaded'),
