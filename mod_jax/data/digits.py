@@ -36,7 +36,6 @@ class DigitImages:
     self.labels = labels[chosen]
 
   def __len__(self) -> int:
-    """Returns the number of images."""
     return len(self.labels)
 
   def fingerprint(self) -> dict[str, Any]:

@@ -206,7 +206,6 @@ class ImageDataConfig:
   cache_dir: str = ''
 
   def __post_init__(self):
-    """Refuses settings that cannot work or would silently do nothing."""
     config_lib.validate(self)
     paths.require_local(self.cache_dir, 'cache_dir')
     if self.cache_dir and self.cache != 'disk':

@@ -114,7 +114,6 @@ class TextDataConfig:
   max_epochs: config_lib.Positive = 1.0
 
   def __post_init__(self):
-    """Refuses settings that cannot work or would silently do nothing."""
     config_lib.validate(self)
     paths.require_local(self.cache_dir, 'cache_dir')
     paths.require_local(self.path, 'path')
@@ -421,7 +420,6 @@ class Windows:
     self._rows = -(-targets // length) if partial else targets // length
 
   def __len__(self) -> int:
-    """Returns the number of rows."""
     return self._rows
 
   def empty_row(self) -> dict[str, np.ndarray]:
@@ -432,7 +430,6 @@ class Windows:
     return {key: np.zeros(self._length, dtype) for key, dtype in dtypes.items()}
 
   def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-    """Returns row `index`."""
     if not 0 <= index < self._rows:
       raise IndexError(index)
     start = index * self._length

@@ -71,7 +71,7 @@ class Speech(Modality):
     return {characters.VOCABULARY: self.vocabulary.to_json()}
 
   def train_iterator(self, *, shard_index=0, shard_count=1):
-    return audio.TrainBatches(
+    return audio.train_iterator(
       self._recordings('train'),
       self._frames,
       batch_size=self.config.train.batch_size // shard_count,
