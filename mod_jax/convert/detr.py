@@ -66,10 +66,7 @@ _OF_TIMM = f'{_BACKBONE}conv1.weight'
 def names(config: DETRConfig, naming: Naming) -> tuple[Entry, ...]:
   """Returns the table that maps the library's arrays to ours, on disk.
 
-  Routing is ignored.
-
-  Raises:
-    UserError: the library has no such model.
+  Routing is ignored, and a model that the library does not have is refused.
   """
   dense = config.dense_twin()
   fields = {
@@ -145,10 +142,6 @@ def derive(path: str | os.PathLike) -> DETRConfig:
   Its heads are those of the config.json, other sizes those of the arrays;
   pictures are padded to 1333 × 1333 pixels, which is room for the published
   sizes in either orientation.
-
-  Raises:
-    UserError: there is no such folder, it lacks arrays, or its model computes
-      otherwise than a DETR here can.
   """
   arrays = _read(path)
   told = paths.read_object(pathlib.Path(path) / 'config.json')
@@ -217,10 +210,8 @@ def derive(path: str | os.PathLike) -> DETRConfig:
 def their_config(config: DETRConfig, names: Sequence[str]) -> dict[str, Any]:
   """Returns the config.json of a dense model that `save` has written.
 
-  Args:
-    config: of the model.
-    names: of the classes, by number; '' for numbers that no class has, and
-      there may be fewer than the model has numbers.
+  `names` of the classes are by number, '' for numbers that no class has; there
+  may be fewer than the model has numbers.
   """
   backbone = config.backbone
   sides = {
@@ -277,24 +268,14 @@ def load_variables(
 ) -> dict[str, dict[str, Any]]:
   """Returns a model's variables by collection, from weights of Hugging Face.
 
-  Args:
-    path: of a file of weights, or of a folder with one.
-    config: of the model.
-    key: to initialise the routers, which the file does not have; None for
-      `jax.random.key(0)`.
-
-  Raises:
-    UserError: there is no such file, or it holds another model; the message
-      has all arrays that are missing, unexpected or of another shape.
+  `path` is a file of weights, or a folder with one; `key` initialises the
+  routers, which the file does not have, None as `jax.random.key(0)`.
   """
   return entry_lib.complete(read(path, config), config, key)
 
 
 def read(path: str | os.PathLike, config: DETRConfig) -> dict[str, np.ndarray]:
-  """Returns those of a model's variables that a file has, by name.
-
-  Arguments and errors are those of `load_variables`.
-  """
+  """Returns those of a model's variables that a file has, by name."""
   arrays = _read(path)
   entries = names(config, 'timm' if _OF_TIMM in arrays else 'huggingface')
   shapes = entry_lib.shapes_of(config.dense_twin())
@@ -317,17 +298,7 @@ def save(
   """Writes the weights of a model's dense twin as Hugging Face has them.
 
   Its DetrForObjectDetection can load the file, with a `config.json` beside it.
-
-  Args:
-    path: of the file, ending in `.safetensors`, `.npz` or `.pth`; an existing
-      file is replaced atomically.
-    variables: as `load_variables` returns them.
-    config: of the model.
-    naming: whose backbone the names are of; `timm`, as the published models.
-
-  Raises:
-    UserError: the library has no such model, the variables are not those of the
-      config, or the file cannot be written.
+  `naming` says whose backbone the names are of; published models have timm's.
   """
   entries = names(config, naming)
   files.check_suffix(pathlib.Path(path))

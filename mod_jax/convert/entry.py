@@ -157,10 +157,8 @@ def complete(
 ) -> dict[str, dict[str, Any]]:
   """Returns a model's variables by collection, with new ones that are missing.
 
-  Args:
-    source: variables by name.
-    config: of the model.
-    key: to initialise the missing ones; None is `jax.random.key(0)`.
+  `source` has variables by name; `key` initialises the missing ones, None as
+  `jax.random.key(0)`.
   """
   new = set(shapes_of(config)) - set(source)
 

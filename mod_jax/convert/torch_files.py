@@ -120,13 +120,8 @@ def read(path: pathlib.Path) -> dict[str, np.ndarray]:
 
   The file has a dictionary of tensors, at the top level or under the key
   `model` or `state_dict`. A prefix `module.` that all names have is removed.
-  Damaged files raise exceptions of many types.
-
-  Args:
-    path: of the file, a zip archive or in the format before PyTorch 1.6.
-
-  Raises:
-    UserError: the file has anything but tensors and plain values.
+  Damaged files raise exceptions of many types. The file is a zip archive, or in
+  the format before PyTorch 1.6.
   """
   with path.open('rb') as file:
     if zipfile.is_zipfile(file):

@@ -157,7 +157,7 @@ def read(
   """Returns those of a model's parameters that a file contains, by name.
 
   A head that is missing or for another vocabulary is left out, with a warning,
-  and so are routing parameters. Arguments and errors are those of `load`.
+  and so are routing parameters.
   """
   path = files.find(path)
   arrays = {
@@ -192,18 +192,6 @@ def load(path: str | os.PathLike, config: Wav2Vec2Config) -> dict[str, Any]:
   """Returns parameters of a model from weights of Hugging Face.
 
   Routing is new, and so is a head that is missing or for another vocabulary.
-
-  Args:
-    path: of a file of weights, or of a directory with one.
-    config: of the model, dense or routed.
-
-  Returns:
-    Nested dictionary of float32 arrays, structured like the 'params' of
-    `config.build().init`.
-
-  Raises:
-    UserError: there is no such file, or it has another architecture, in which
-      case the message has all arrays that are missing, unexpected or of another
-      shape.
+  `path` is a file of weights, or a directory with one.
   """
   return entry_lib.complete(read(path, config), config)['params']

@@ -43,15 +43,7 @@ class Recording:
 def read(path: str | os.PathLike, stated: int | None = None):
   """Returns the samples float32 [T] of a file, and their rate per second.
 
-  Channels are averaged.
-
-  Args:
-    path: of the file.
-    stated: rate that it should have; None for any.
-
-  Raises:
-    UserError: there is no such file, it is no audio, or has no samples or
-      another rate than is stated.
+  Channels are averaged. A rate other than is `stated` is refused.
   """
   path = pathlib.Path(path).expanduser()
   if not path.is_file():
@@ -144,9 +136,6 @@ def recordings(
   Held-out recordings are those of `eval`, `dev`, `test`, `validation` or
   `valid`: of such a list, or of a folder whose name begins so. Without any,
   every tenth recording is held out.
-
-  Raises:
-    UserError: there is no such folder, or no recordings in it.
   """
   folder = pathlib.Path(folder).expanduser()
   if not folder.is_dir():

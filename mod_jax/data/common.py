@@ -17,13 +17,8 @@ def check_source(
 ) -> None:
   """Checks the fields of a data config that depend on its `source`.
 
-  Args:
-    config: of a data set.
-    needed: for each source, the fields that it requires.
-    own: for each field that only some sources read, these sources.
-
-  Raises:
-    errors.UserError: a field is missing, or would silently do nothing.
+  `needed` are the fields that each source requires, and `own` the sources that
+  read each field that others ignore.
   """
   for name in needed.get(config.source, ()):
     if not getattr(config, name):
@@ -41,12 +36,10 @@ def check_source(
 
 
 class Rows(grain.transforms.Map):
-  """Selects rows of a batch."""
+  """Selects rows [start, stop) of a batch; None is the end."""
 
   def __init__(self, start: int, stop: int | None = None):
-    """Selects rows [start, stop); None is the end."""
     self._rows = slice(start, stop)
 
   def map(self, element: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Returns the rows, as views."""
     return {key: value[self._rows] for key, value in element.items()}

@@ -18,10 +18,8 @@ from mod_jax import errors
 def load(name: str, data_dir: str | None = None, field: str = 'name') -> Any:
   """Returns the builder of a data set; reads no record.
 
-  Args:
-    name: a TFDS name, or the directory of a prepared data set.
-    data_dir: directory of all prepared data sets; None for TFDS's own default.
-    field: the config's field for the name, for messages.
+  The name is one of TFDS, looked up in `data_dir`, or the directory of a
+  prepared data set; messages call it `field`.
   """
   import tensorflow_datasets as tfds  # Slow, and other data do not need it.
 

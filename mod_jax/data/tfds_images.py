@@ -69,11 +69,7 @@ class TfdsImages:
     return f'record {index}'
 
   def entry(self, index: int) -> tuple[Any, Callable[[], Image.Image], int]:
-    """Returns the image's key, a function that decodes it, and its label.
-
-    Raises:
-      errors.UserError: the label is out of range; unlabelled splits have -1.
-    """
+    """Returns the image's key, a function that decodes it, and its label."""
     record = self._records[index]
     label = self._label(index, record)
     # Of the content, since a record has no time of modification.
@@ -82,6 +78,7 @@ class TfdsImages:
     return key, functools.partial(_to_image, record[_IMAGE], what), label
 
   def _label(self, index: int, record) -> int:
+    # Unlabelled splits have -1.
     label = int(record[_LABEL])
     if not 0 <= label < len(self.class_names):
       raise errors.UserError(
