@@ -67,7 +67,9 @@ def _read_wave(path):
     rate, whole_T = wavfile.read(path)
   except (ValueError, struct.error):
     return None
-  samples_TC = whole_T.astype(np.float32).reshape(len(whole_T), -1)
+  samples_TC = whole_T.astype(np.float32)
+  if samples_TC.ndim == 1:
+    samples_TC = samples_TC[:, None]
   if whole_T.dtype == np.uint8:  # The only width without a sign.
     samples_TC = samples_TC / 128 - 1
   elif whole_T.dtype.kind == 'i':  # 24 bits are the upper ones of 32.

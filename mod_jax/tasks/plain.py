@@ -216,18 +216,16 @@ class Plain(Method):
       {'params': params, **model_state}, *args, **kwargs, rngs={'routing': key}
     )
 
-  def over_held_out(
-    self, function, params, model_state, num_batches: int, mode=None
-  ):
+  def over_held_out(self, function, params, model_state, num_batches: int):
     """Yields held-out batches, 0 for all, each with `function(output, batch)`.
 
-    The function is compiled; `mode` is that of the model.
+    The function is compiled.
     """
     key = jax.random.key(self.config.seed)
 
     @jax.jit
     def run(params, model_state, batch):
-      output = self.apply(params, model_state, batch, key, mode or Mode())
+      output = self.apply(params, model_state, batch, key, Mode())
       return function(output, batch)
 
     for batch in self.modality.eval_batches(

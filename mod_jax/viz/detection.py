@@ -29,12 +29,14 @@ def boxes(
     title: of the figure.
   """
   images_BHWC = np.asarray(images_BHWC)
-  body, axes_B, _ = images.image_rows(
-    images_BHWC,
-    (
-      [images.veiled(image, x[i], grid) for x in processed.values()]
+  body, axes_B, _ = images.image_grid(
+    [
+      [
+        [(image, {})],
+        *([(images.veiled(image, x[i], grid), {})] for x in processed.values()),
+      ]
       for i, image in enumerate(images_BHWC)
-    ),
+    ],
     grid,
     title=title,
     subtitle='Boxes with class and score; grey: the layer skips the token.',
@@ -46,6 +48,7 @@ def boxes(
       ]
       for i, of_picture in enumerate(found)
     ],
+    aspect=images.patch_aspect(images_BHWC[0], grid),
   )
   pixels = np.array(images_BHWC.shape[1:3])
   down, across = np.array(grid) / pixels  # Tokens of a pixel.

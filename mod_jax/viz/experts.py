@@ -147,13 +147,14 @@ def expert_patches(
     (more_RBL, 'A dot: several do; the heaviest gives the colour.'),
   ):
     subtitle += f' {text}' if np.any(mask_RBL) else ''
-  tinted, captions = [], []
+  tiles, captions = [], []
   for image, expert_RL in zip(
     images_BHWC, np.moveaxis(expert_RBL, 0, 1), strict=True
   ):
-    tinted.append(
-      [_tinted(image, expert_L, color_E3, grid) for expert_L in expert_RL]
-    )
+    tinted = [
+      _tinted(image, expert_L, color_E3, grid) for expert_L in expert_RL
+    ]
+    tiles.append([[(shown, {})] for shown in (image, *tinted)])
     taken = [expert_L[expert_L >= 0] for expert_L in expert_RL]
     captions.append(
       [
@@ -165,13 +166,15 @@ def expert_patches(
         ),
       ]
     )
-  body, axes_B, start_C = images.image_rows(
-    *(images_BHWC, tinted, grid),
+  body, axes_B, start_C = images.image_grid(
+    tiles,
+    grid,
     title=title,
     subtitle=subtitle,
     above=[['image', *(f'block {layer}' for layer in layers)]],
     below=captions,
     labels=labels,
+    aspect=images.patch_aspect(images_BHWC[0], grid),
     scale=True,
   )
   # The middles of the patches of all of a row's pictures.

@@ -6,7 +6,7 @@ are uint8 RGB, `grid` is the rows and columns of patches, `layers` and `blocks`
 are numbers of blocks, counted from 0, and `labels` a text for each image.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 import itertools
 import math
 import textwrap
@@ -91,12 +91,11 @@ def merged_patches(
   """
   images_BHWC = np.asarray(images_BHWC)
   place_BRL = np.moveaxis(np.asarray(place_RBL), 0, 1)
-  body, axes_B, start_C = image_rows(
-    images_BHWC,
-    (
-      [_mosaic(image, place_L, grid) for place_L in place_RL]
+  body, axes_B, start_C = image_grid(
+    [
+      [[(image, {})], *([(_mosaic(image, p_L, grid), {})] for p_L in place_RL)]
       for image, place_RL in zip(images_BHWC, place_BRL, strict=True)
-    ),
+    ],
     grid,
     title=title,
     subtitle='Patches of one colour without a line between them are one token.'
@@ -107,6 +106,7 @@ def merged_patches(
       for place_RL in place_BRL
     ],
     labels=labels,
+    aspect=patch_aspect(images_BHWC[0], grid),
   )
   for axes, place_RL in zip(axes_B, place_BRL, strict=True):
     for start, place_L in zip(start_C[1:], place_RL, strict=True):
@@ -271,24 +271,6 @@ def compute_extremes(
   )
 
 
-def image_rows(
-  images_BHWC: np.ndarray,
-  drawn_BC: Iterable[Sequence[np.ndarray]],
-  grid: tuple[int, int],
-  **how,
-) -> tuple[SubFigure, list[Axes], np.ndarray]:
-  """Draws a row per image: as it is, then what was made of its pixels.
-
-  Further arguments and results are those of `image_grid`.
-  """
-  tiles = [
-    [[(image, {})], *([(drawn, {})] for drawn in drawn_C)]
-    for image, drawn_C in zip(images_BHWC, drawn_BC, strict=True)
-  ]
-  aspect = patch_aspect(images_BHWC[0], grid)
-  return image_grid(tiles, grid, aspect=aspect, **how)
-
-
 def image_grid(
   tiles: Sequence[Sequence[Sequence]],
   grid: tuple[int, int],
@@ -399,12 +381,11 @@ def _masked(images_BHWC, seen_CBL, grid, above, labels, title, subtitle):
   images_BHWC = np.asarray(images_BHWC)
   seen_BCL = np.moveaxis(np.asarray(seen_CBL) > 0, 0, 1)
   length = math.prod(grid)
-  body, axes_B, start_C = image_rows(
-    images_BHWC,
-    (
-      [veiled(image, seen_L, grid) for seen_L in seen_CL]
-      for image, seen_CL in zip(images_BHWC, seen_BCL, strict=True)
-    ),
+  body, axes_B, start_C = image_grid(
+    [
+      [[(image, {})], *([(veiled(image, seen_L, grid), {})] for seen_L in seen)]
+      for image, seen in zip(images_BHWC, seen_BCL, strict=True)
+    ],
     grid,
     title=title,
     subtitle=subtitle,
@@ -414,6 +395,7 @@ def _masked(images_BHWC, seen_CBL, grid, above, labels, title, subtitle):
       for count_C in seen_BCL.sum(axis=-1)
     ],
     labels=labels,
+    aspect=patch_aspect(images_BHWC[0], grid),
   )
   for axes, seen_CL in zip(axes_B, seen_BCL, strict=True):
     for start, seen_L in zip(start_C[1:], seen_CL, strict=True):

@@ -53,7 +53,7 @@ FIELDS = [
   (ImageDataConfig, {'cache': 'ram'}, 'cache.*memory.*disk'),
   (TextDataConfig, {'length': 1}, 'length=1: expected'),
   (TextDataConfig, {'length': 2.5}, 'length.*integer'),
-  (TextDataConfig, {'prefetch': 2, 'read_threads': 3}, 'prefetch=2: expected'),
+  (TextDataConfig, {'prefetch': 2, 'read_threads': 3}, 'prefetch=2, read_th'),
   (TextDataConfig, {'source': 'web'}, 'source.*stdlib.*files'),
   (TextDataConfig, {'source': 'files'}, "source='files', files=''"),
   (TextDataConfig, {'source': 'huggingface'}, 'expected files, a glob'),
