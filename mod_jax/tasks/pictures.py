@@ -1,7 +1,6 @@
 """What classification and detection share."""
 
 import abc
-import functools
 import json
 import types
 
@@ -23,7 +22,7 @@ class Pictures(Modality):
   row = 'images'
   reader: types.ModuleType
 
-  @functools.cached_property
+  @property
   @abc.abstractmethod
   def classes(self) -> tuple[str, ...]:
     """The class names of the data, looked up on first use; '' for gaps."""
