@@ -297,6 +297,8 @@ class LMOutput(StackedOutput):
       without targets.
     early_loss: `loss` of the head after the first `early_exit` blocks; None
       unless in training.
+    right_BL: whether a target is the likeliest token; None in training and
+      without targets.
     log_prob_BL: float32 log-probability of each prompt token given those before
       it; 0 for the first and for padding. None unless `prompt` was set.
   """
@@ -306,6 +308,7 @@ class LMOutput(StackedOutput):
   cache: LMCache | None = None
   loss: Pair | None = None
   early_loss: Pair | None = None
+  right_BL: jax.Array | None = None
   log_prob_BL: jax.Array | None = None
 
 
@@ -395,12 +398,12 @@ class LanguageModel(nn.Module):
       kernel_DV = embedding_VD.T
     else:
       kernel_DV = _Head((config.width, config.vocab_size), name='head')()
-    logits_BLV = log_prob_BL = loss = early_loss = None
+    logits_BLV = log_prob_BL = loss = early_loss = right_BL = None
+    # Not `kernel_DV`: loops over tokens would copy the transposed table.
+    head = ('D,DV->V', kernel_DV)
+    if config.tied_head:
+      head = ('D,VD->V', embedding_VD)
     if prompt:
-      # Not `kernel_DV`: the loop within would copy the transposed table.
-      head = ('D,DV->V', kernel_DV)
-      if config.tied_head:
-        head = ('D,VD->V', embedding_VD)
       log_prob_BL = _log_prob(x_BLD, *head, tokens_BL, valid_BL)
       x_BLD = _last(x_BLD, valid_BL)
     if targets_BL is None:
@@ -412,6 +415,8 @@ class LanguageModel(nn.Module):
       if weights_BL is None:
         weights_BL = jnp.ones(targets_BL.shape, jnp.float32)
       loss = losses.head_loss(x_BLD, kernel_DV, targets_BL, weights_BL)
+      if not self.mode.train:
+        right_BL = _right(x_BLD, *head, targets_BL)
       for early_BLD in early_features.values():
         early_loss = losses.head_loss(
           norm(early_BLD), kernel_DV, targets_BL, weights_BL
@@ -422,7 +427,7 @@ class LanguageModel(nn.Module):
         count_B = valid_BL.sum(axis=-1, dtype=jnp.int32)
       cache = LMCache(output.caches, cache.length_B + count_B)
     return LMOutput(
-      logits_BLV, output.aux, cache, loss, early_loss, log_prob_BL
+      logits_BLV, output.aux, cache, loss, early_loss, right_BL, log_prob_BL
     )
 
   def _token_info(self, tokens_BL, valid_BL, segment_BL, cache):
@@ -452,6 +457,20 @@ def _last(x_BLD, valid_BL):
     return x_BLD[:, -1:]
   last_B = valid_BL.shape[1] - 1 - valid_BL[:, ::-1].argmax(axis=-1)
   return jnp.take_along_axis(x_BLD, last_B[:, None, None], axis=1)
+
+
+def _right(x_BLD, spec, kernel, targets_BL):
+  """Returns `LMOutput.right_BL`, with logits of few tokens at a time."""
+
+  def is_likeliest(features_and_target):
+    x_D, target = features_and_target
+    return dense.einsum(spec, x_D, kernel, 'float32').argmax() == target
+
+  x_TD = x_BLD.reshape(-1, x_BLD.shape[-1])
+  right_T = jax.lax.map(
+    is_likeliest, (x_TD, targets_BL.flatten()), batch_size=_TOKENS
+  )
+  return right_T.reshape(targets_BL.shape)
 
 
 def _log_prob(x_BLD, spec, kernel, tokens_BL, valid_BL):
