@@ -110,16 +110,20 @@ def train(
     result = phases.train(config_lib.replace(config, {'name': name}), directory)
     if not result.finished:
       raise UserError(f'{name} was stopped: the same command continues.')
-    line = {
-      'run': name,
+    result = {
       **tell(config, result.metrics),
       'seconds': round(time.monotonic() - started),
       # Of all cores: other processes do not count.
       'cpu_seconds': round(time.process_time() - worked),
-      **machine.environment(),
     }
-    with path.open('a') as file:
-      file.write(json.dumps(line) + '\n')
+    record(name, result, path)
+
+
+def record(name: str, result: dict, path: pathlib.Path) -> None:
+  """Adds a run's line to the file of the results."""
+  line = {'run': name, **result, **machine.environment()}
+  with path.open('a') as file:
+    file.write(json.dumps(line) + '\n')
 
 
 def train_all(

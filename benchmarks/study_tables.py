@@ -229,15 +229,16 @@ def speech(found: Mapping[str, dict]) -> str:
 
 def detection(found: Mapping[str, dict]) -> str:
   """Table of detectors: costs and mean average precisions."""
-  dense = None
+  models = by_model(found)
+  dense = [run['forward_flops'] for run in models.get('dense', {}).values()]
   rows = []
-  for name, of_seed in by_model(found).items():
+  for name, of_seed in models.items():
     runs = list(of_seed.values())
-    mega = runs[0]['forward_flops'] / 1e6
-    dense = dense or mega
+    count = runs[0]['forward_flops']
     rows.append(
       [
-        *(name, str(len(runs)), f'{mega:.1f}', f'{mega / dense:.2f}'),
+        *(name, str(len(runs)), f'{count / 1e6:.1f}'),
+        f'{count / dense[0]:.2f}' if dense else '',
         *(over_seeds(runs, x, 100, 1) for x in ('mAP50', 'mAP')),
         over_seeds(runs, 'cpu_seconds', 1 / 60, 1),
       ]
@@ -246,13 +247,45 @@ def detection(found: Mapping[str, dict]) -> str:
   return markdown([*header, 'CPU minutes'], rows)
 
 
+# What one answer always would score in `vlm_scenes.py`, by kind of question.
+_GUESSED = {
+  **dict.fromkeys(('leftmost', 'rightmost', 'highest', 'lowest'), 1 / 10),
+  **{'count': 1 / 3, 'presence': 1 / 2, 'sum': 1 / 16},
+}
+
+
+def pictures_asked(found: Mapping[str, dict]) -> str:
+  """Table of models that answer questions about scenes, by kind of question."""
+  rows = []
+  models = by_model(found)
+  dense = models.get('dense', {}).values()
+  mega = next((run['forward_flops'] for run in dense), None)
+  for name, of_seed in models.items():
+    runs = list(of_seed.values())
+    if f'accuracy/{next(iter(_GUESSED))}' not in runs[0]:
+      continue  # It answers no questions yet.
+    cost = runs[0]['forward_flops']
+    rows.append(
+      [
+        *(name, str(len(runs)), f'{cost / 1e6:.1f}'),
+        f'{cost / mega:.2f}' if mega else '',
+        over_seeds(runs, 'accuracy', 100, 1),
+        *(over_seeds(runs, f'accuracy/{x}', 100, 1) for x in _GUESSED),
+        over_seeds(runs, 'cpu_seconds', 1 / 60, 1),
+      ]
+    )
+  mean = sum(_GUESSED.values()) / len(_GUESSED)
+  chance = [f'{100 * x:.1f}' for x in (mean, *_GUESSED.values())]
+  rows.append(['one answer always', '', '', '', *chance, ''])
+  header = ['model', 'seeds', 'MFLOPs', 'of dense', 'right, %']
+  return markdown([*header, *_GUESSED, 'CPU minutes'], rows)
+
+
 def scenes(found: Mapping[str, dict]) -> str:
   """Table of methods that skip work, on scenes: costs and accuracies."""
   models = by_model(found)
   trained_on = models.get('dense, trained on', {})
-  dense = spread(
-    [run['forward_flops'] for run in models.get('dense', {}).values()] or [1]
-  )['mean']
+  dense = [run['forward_flops'] for run in models.get('dense', {}).values()]
   rows = []
   for name, of_seed in models.items():
     runs = list(of_seed.values())
@@ -264,7 +297,7 @@ def scenes(found: Mapping[str, dict]) -> str:
     rows.append(
       [
         *(name, str(len(runs)), over_seeds(runs, 'forward_flops', 1e-6, 1)),
-        over_seeds(runs, 'forward_flops', 1 / dense, 2),
+        over_seeds(runs, 'forward_flops', 1 / dense[0], 2) if dense else '',
         *(over_seeds(runs, x, 100, 1) for x in ('before', 'accuracy')),
         cell(spread(differences), 100, 1) if differences else '',
       ]

@@ -136,6 +136,22 @@ def test_detectors_are_compared(tmp_path):
   assert line['cpu_seconds'] > 0
 
 
+def test_models_that_see_are_compared(tmp_path):
+  args = ('tiny', 'seeds=0', f'workdir={tmp_path}')
+  out = run('vlm_scenes', *args, 'runs=^(captions|dense)/')
+  rows = [line.split(' | ')[0] for line in out.splitlines() if '|' in line]
+  models = ['| dense', '| FastV, not trained with', '| one answer always']
+  assert rows[2:] == models
+  lines = (tmp_path / 'vlm_scenes.jsonl').read_text().splitlines()
+  first, dense, fastv = map(json.loads, lines)
+  assert first['run'] == 'captions/0'
+  assert fastv['forward_flops'] < dense['forward_flops']
+  assert dense['accuracy/sum'] <= 1
+  assert (tmp_path / 'vlm_scenes.png').is_file()
+  again = run('vlm_scenes', *args, 'runs=^dense/')
+  assert again.splitlines()[-3:] == out.splitlines()[-3:]
+
+
 def test_methods_are_compared_on_scenes(tmp_path):
   names = 'dense|dense, trained on|A-MoD 50%'
   args = ('tiny', 'seeds=0', f'workdir={tmp_path}', f'runs=^({names})/')

@@ -79,6 +79,8 @@ class VLMConfig(StackedConfig):
   # Which features of the tower are used: an index into the inputs of its blocks
   # and the last one's output, without the class token.
   feature_layer: Annotated[int, config_lib.Range(ge=-256, le=256)] = -2
+  # Side of the squares of patches whose mean is one token of the picture.
+  pooling: config_lib.Size = 1
 
   def __post_init__(self):
     check = config_lib.validate(self)
@@ -98,6 +100,11 @@ class VLMConfig(StackedConfig):
       'a tower without reduction, since a picture has one number of tokens',
       'tower',
     )
+    check(
+      self.tower.grid % self.pooling == 0,
+      f'a divisor of {self.tower.grid}, the patches along a side',
+      'pooling',
+    )
 
   @property
   def tower_depth(self) -> int:
@@ -105,9 +112,14 @@ class VLMConfig(StackedConfig):
     return self.feature_layer % (self.tower.num_layers + 1)
 
   @property
+  def grid(self) -> int:
+    """Tokens of a picture along a side."""
+    return self.tower.grid // self.pooling
+
+  @property
   def num_patches(self) -> int:
     """Tokens of a picture."""
-    return self.tower.num_patches
+    return self.grid**2
 
   @property
   def stack(self) -> StackConfig:
@@ -295,7 +307,13 @@ class VLM(nn.Module):
     config = self.config
     images_THWC = images_BIHWC.reshape(-1, *images_BIHWC.shape[2:])
     x_TLD = self.tower.features(images_THWC, config.tower_depth)
-    x_TND = self.projector(x_TLD[:, config.tower.num_prefix :])
+    x_TND = x_TLD[:, config.tower.num_prefix :]
+    if config.pooling > 1:
+      count, side = config.grid, config.pooling
+      shape = (len(x_TND), *(count, side) * 2, x_TND.shape[-1])
+      x_TND = x_TND.reshape(shape).mean(axis=(2, 4))
+      x_TND = x_TND.reshape(len(x_TND), config.num_patches, -1)
+    x_TND = self.projector(x_TND)
     return x_TND.reshape(len(images_BIHWC), -1, x_TND.shape[-1])
 
 
