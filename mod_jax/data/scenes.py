@@ -165,9 +165,9 @@ class Scenes:
       corner = _free_corner(places, side, self._size, rng)
       if corner is not None:
         places.append((corner, side))
-    chosen = rng.integers(len(self._digits), size=len(places))
-    digits_N = np.int32([self._digits.entry(int(i))[2] for i in chosen])
-    return _Layout(rng, places, chosen.tolist(), digits_N)
+    chosen_N = rng.integers(len(self._digits), size=len(places))
+    digits_N = self._digits.labels[chosen_N].astype(np.int32)
+    return _Layout(rng, places, chosen_N.tolist(), digits_N)
 
   def _label(self, layout: '_Layout') -> int:
     digits_N = layout.digits_N
