@@ -229,15 +229,16 @@ def speech(found: Mapping[str, dict]) -> str:
 
 def detection(found: Mapping[str, dict]) -> str:
   """Table of detectors: costs and mean average precisions."""
-  dense = None
+  models = by_model(found)
+  dense = [run['forward_flops'] for run in models.get('dense', {}).values()]
   rows = []
-  for name, of_seed in by_model(found).items():
+  for name, of_seed in models.items():
     runs = list(of_seed.values())
-    mega = runs[0]['forward_flops'] / 1e6
-    dense = dense or mega
+    count = runs[0]['forward_flops']
     rows.append(
       [
-        *(name, str(len(runs)), f'{mega:.1f}', f'{mega / dense:.2f}'),
+        *(name, str(len(runs)), f'{count / 1e6:.1f}'),
+        f'{count / dense[0]:.2f}' if dense else '',
         *(over_seeds(runs, x, 100, 1) for x in ('mAP50', 'mAP')),
         over_seeds(runs, 'cpu_seconds', 1 / 60, 1),
       ]
@@ -284,9 +285,7 @@ def scenes(found: Mapping[str, dict]) -> str:
   """Table of methods that skip work, on scenes: costs and accuracies."""
   models = by_model(found)
   trained_on = models.get('dense, trained on', {})
-  dense = spread(
-    [run['forward_flops'] for run in models.get('dense', {}).values()] or [1]
-  )['mean']
+  dense = [run['forward_flops'] for run in models.get('dense', {}).values()]
   rows = []
   for name, of_seed in models.items():
     runs = list(of_seed.values())
@@ -298,7 +297,7 @@ def scenes(found: Mapping[str, dict]) -> str:
     rows.append(
       [
         *(name, str(len(runs)), over_seeds(runs, 'forward_flops', 1e-6, 1)),
-        over_seeds(runs, 'forward_flops', 1 / dense, 2),
+        over_seeds(runs, 'forward_flops', 1 / dense[0], 2) if dense else '',
         *(over_seeds(runs, x, 100, 1) for x in ('before', 'accuracy')),
         cell(spread(differences), 100, 1) if differences else '',
       ]

@@ -128,11 +128,15 @@ def quick(experiment: ExperimentConfig, num_steps: int) -> ExperimentConfig:
 
 def tiny(experiment: ExperimentConfig) -> ExperimentConfig:
   """A small version in seconds, for tests."""
+  if isinstance(getattr(experiment.model, 'reduction', None), EViT):
+    changes = {'model.reduction.stages': (1, 2)}  # It has four blocks.
+    experiment = config_lib.replace(experiment, changes)
   small = digits.tiny(experiment)
   scenes = SceneConfig(scales=(1, 1.5), num_train=64, num_eval=32)
   data = dataclasses.replace(DATA, image_size=32, scenes=scenes)
-  model = dataclasses.replace(small.model, image_size=32)
-  return dataclasses.replace(small, data=data, model=model)
+  pruned = isinstance(small.model, DynamicViTConfig)
+  side = 'model.backbone.image_size' if pruned else 'model.image_size'
+  return config_lib.replace(small, {'data': data, side: 32})
 
 
 _OF_LARGEST = {
