@@ -131,7 +131,7 @@ def act_and_slope(before, activation):
 def _tile_of(tokens):
   if not isinstance(tokens, int):  # A symbol.
     return TILE
-  return min(TILE, 32 * max(1, round(tokens / 160)))
+  return min(TILE, 32 * max(2, round(tokens / 160)))
 
 
 def _in_tiles(token_T, tile):
