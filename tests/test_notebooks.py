@@ -68,22 +68,6 @@ TINY = {
     'LONG': 64,
     'REPEATS': 1,
   },
-  '7_speech': {
-    'DENSE_STEPS': 4,
-    # A phase without steps is skipped.
-    'LEARNERS_STEPS': 0,
-    'GATES_STEPS': 0,
-    'END_TO_END_STEPS': 4,
-    'BUDGET': 0.4,
-    'SMALLER': {
-      'model.num_layers': 2,
-      'model.width': 16,
-      'model.mlp_dim': 32,
-      'model.conv_dims': (8, 8, 8, 16),
-      'data.num_train': 16,
-      'data.num_eval': 4,
-    },
-  },
 }
 
 
