@@ -4,14 +4,19 @@
 
 DeiT-S at 224 pixels: dense; A-MoD on half of the tokens in every other block;
 DynamicViT keeping 70% at each of three stages. Models are timed in turn, in
-batches of 1 and of 32; the time ratio is reported with the FLOP ratio. The
-result is written beside this file as JSON. On a GPU give
+batches of 1 and of 32; the time ratio is reported with the FLOP ratio, and with
+that of dense blocks on as many tokens: a product with fewer rows takes longer
+than its FLOPs say, whoever chose the rows. The result is written beside this
+file as JSON. On a GPU give
 `--dtype=bfloat16 --batches=1,32,256`.
 """
+
+import dataclasses
 
 from absl import app, flags
 from flax import linen as nn
 import jax
+import numpy as np
 
 from mod_jax import flops, timing
 from mod_jax.layers.routing_config import VisionRoutingConfig
@@ -54,7 +59,8 @@ def inference(config, batch: int):
   key = jax.random.key(0)
   module = config.build()
   variables = nn.unbox(jax.jit(module.init)(key, config.example()))
-  images_BHWC = jax.random.normal(key, (batch, _IMAGE.value, _IMAGE.value, 3))
+  size = config.image_size
+  images_BHWC = jax.random.normal(key, (batch, size, size, 3))
   compiled = (
     jax.jit(lambda v, x: module.apply(v, x).logits_BV)
     .lower(variables, images_BHWC)
@@ -63,17 +69,33 @@ def inference(config, batch: int):
   return lambda: compiled(variables, images_BHWC).block_until_ready()
 
 
+def smaller(dense: vit.ViTConfig) -> list[vit.ViTConfig]:
+  """Returns the dense model on smaller pictures, and so on fewer tokens."""
+  sizes = [dense.grid * n // 7 * dense.patch_size for n in (4, 5, 6)]
+  return [dataclasses.replace(dense, image_size=size) for size in sizes]
+
+
 def measure(configs, batch: int) -> dict:
+  dense = [*smaller(configs['dense']), configs['dense']]
+  # From few tokens to many.
+  timed = {f'dense, {x.image_size} pixels': x for x in dense[:-1]} | configs
   seconds = timing.interleaved(
-    {name: inference(config, batch) for name, config in configs.items()},
+    {name: inference(config, batch) for name, config in timed.items()},
     rounds=_ROUNDS.value,
   )
   median = timing.medians(seconds)
   count = {name: flops.forward(config) for name, config in configs.items()}
+  routed = results_lib.over_dense(seconds, count)
+  points = [median[name] for name, x in timed.items() if x in dense]
+  for name, row in routed.items():
+    # Blocks of a dense model take equally long, so a mean over blocks will do.
+    tokens = configs[name].tokens_per_block()
+    taken = np.interp(tokens, [x.num_tokens for x in dense], points).mean()
+    row['dense_on_as_many_tokens'] = float(taken) / median['dense']
   return {
     'median_seconds': median,
-    'routed': results_lib.over_dense(seconds, count),
-    'images_per_second': {n: batch / s for n, s in median.items()},
+    'routed': routed,
+    'images_per_second': {n: batch / median[n] for n in configs},
     'dense_gflops_per_second': batch * count['dense'] / median['dense'] / 1e9,
   }
 

@@ -39,6 +39,11 @@ CASES = {
     (),
     ("'gmacs'", "'adaptive'", "'time_over_flops'"),
   ),
+  'vlm': (
+    ('width=64', 'layers=8', 'text=4', 'batches=1', 'prompts=1'),
+    (),
+    ("'flop_ratio'", "'cache_bytes'", "'llava_cache_share'"),
+  ),
   'image_input': (
     ('pictures=16', 'pixels=9000', 'batch=4', 'steps=2'),
     (),
@@ -129,6 +134,35 @@ def test_detectors_are_compared(tmp_path):
   line = json.loads((tmp_path / 'detection_scenes.jsonl').read_text())
   assert 0 <= line['mAP'] <= line['mAP50'] <= 1
   assert line['cpu_seconds'] > 0
+
+
+def test_models_that_see_are_compared(tmp_path):
+  args = ('tiny', 'seeds=0', f'workdir={tmp_path}')
+  out = run('vlm_scenes', *args, 'runs=^(captions|dense)/')
+  rows = [line.split(' | ')[0] for line in out.splitlines() if '|' in line]
+  models = ['| dense', '| FastV, not trained with', '| one answer always']
+  assert rows[2:] == models
+  lines = (tmp_path / 'vlm_scenes.jsonl').read_text().splitlines()
+  first, dense, fastv = map(json.loads, lines)
+  assert first['run'] == 'captions/0'
+  assert fastv['forward_flops'] < dense['forward_flops']
+  assert dense['accuracy/sum'] <= 1
+  assert (tmp_path / 'vlm_scenes.png').is_file()
+  again = run('vlm_scenes', *args, 'runs=^dense/')
+  assert again.splitlines()[-3:] == out.splitlines()[-3:]
+
+
+def test_methods_are_compared_on_scenes(tmp_path):
+  names = 'dense|dense, trained on|A-MoD 50%'
+  args = ('tiny', 'seeds=0', f'workdir={tmp_path}', f'runs=^({names})/')
+  out = run('vit_scenes', *args)
+  rows = [x[2:].split(' | ') for x in out.splitlines() if x.startswith('| ')]
+  assert [row[0] for row in rows[2:]] == names.split('|')
+  # Only what starts from other weights has an accuracy at first.
+  assert [bool(row[4].strip()) for row in rows[2:]] == [False, True, True]
+  amod = float(rows[-1][2]) / float(rows[2][2])
+  assert 0.5 < amod < 0.95
+  assert (tmp_path / 'vit_scenes.png').stat().st_size > 1000
 
 
 def test_tuning_tries_sizes():

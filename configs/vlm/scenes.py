@@ -1,18 +1,24 @@
 """Questions about scenes: digits of several sizes among clutter, offline.
 
-    python train.py --config=configs/vlm/scenes.py --workdir=runs/ask
-    python train.py --config=configs/vlm/scenes.py:pmod \\
-      --workdir=runs/ask_pmod --config.init=runs/ask
+    python train.py --config=configs/vlm/scenes.py:captions --workdir=runs/read
+    python train.py --config=configs/vlm/scenes.py --workdir=runs/ask \\
+      --config.init=runs/read
 
-trains a small vision-language model from nothing to answer which digit is
-leftmost, how many threes there are, what the sum is, or whether there is a
-seven; all answers to a question are equally frequent. More than half of its
-tokens are those of the picture, most of which show background. Variants:
+trains a small vision-language model from nothing, first to name all digits of a
+scene, then to answer which digit is leftmost, how many threes there are, what
+the sum is, or whether there is a seven; all answers to a question are equally
+frequent. More than half of its tokens are those of the picture, most of which
+show background. Variants:
 
+* `captions`: what comes first; image tokens name the digits that they show;
 * `pmod`: p-MoD, blocks that choose fewer image tokens the deeper they are;
-* `gamma`: γ-MoD, the last blocks but one on half of the image and instruction
-  tokens, by one router for all;
-* `tiny`: the dense model in seconds, for tests; also `pmod_tiny`, `gamma_tiny`.
+* `gamma`: γ-MoD, the inner blocks on half of the image and instruction tokens,
+  by one router for all;
+* `random`, `stride`: p-MoD's schedule with tokens chosen by chance, or evenly;
+* `fastv`: FastV, half of the image tokens after block 2, by attention;
+* `pooled`: a quarter of the image tokens, means of 2 × 2 patches;
+* `tower_amod`: the tower's last block on half of the patches, by attention;
+* `tiny`: the dense model in seconds, for tests; also `pmod_tiny` and so on.
 
 `--config.data.source=llava --config.data.path=FILE` reads a JSON file in
 LLaVA's format instead, and `--config.init=FOLDER` starts from a LLaVA of
@@ -24,7 +30,9 @@ import dataclasses
 from mod_jax import config as config_lib
 from mod_jax.data.conversations import ConversationDataConfig
 from mod_jax.data.scenes import SceneConfig
-from mod_jax.layers.routing_config import MoDConfig
+from mod_jax.layers.routing_config import MoDConfig, VisionRoutingConfig
+from mod_jax.layers.stem import ConvStemConfig
+from mod_jax.models import vlm
 from mod_jax.models.lm import LMConfig
 from mod_jax.models.vit import ViTConfig
 from mod_jax.models.vlm import VLMConfig
@@ -32,72 +40,79 @@ from mod_jax.optimizer import OptimizerConfig
 from mod_jax.runs.run_config import EvaluationConfig, TrainConfig
 from mod_jax.tasks.experiment import ExperimentConfig
 
-# 64 tokens of a picture, beside at most 64 bytes of text.
+# Digits of 8 to 12 of the 32 pixels.
+SCENES = SceneConfig(
+  least=1,
+  most=3,
+  scales=(1.0, 1.5),
+  clutter=4,
+  num_train=100_000,
+  num_eval=2_000,
+)
+# 64 tokens of a picture, beside at most 48 bytes of text.
 MODEL = VLMConfig(
   tower=ViTConfig(
-    image_size=64,
-    patch_size=8,
+    image_size=32,
+    patch_size=4,
     num_classes=0,
-    num_layers=3,
-    width=96,
+    num_layers=2,
+    width=64,
     num_heads=4,
+    stem=ConvStemConfig(width=32, depth=3, halvings=2),
   ),
   # No block of this small tower is left out.
   feature_layer=-1,
   language=LMConfig(
-    vocab_size=257, num_layers=6, width=96, num_heads=4, routing=None
+    vocab_size=257, num_layers=4, width=64, num_heads=4, routing=None
   ),
   image_token=256,  # Beyond the bytes.
 )
-# p-MoD (Zhang et al. 2024).
-PMOD = MoDConfig(
-  # The paper's formula for any depth; the released code has 32 layers wired in.
-  capacity_schedule='shifted_cosine',
+PMOD = vlm.P_MOD
+# The inner blocks, since all but the first three and the last are none here.
+GAMMA = dataclasses.replace(vlm.GAMMA_MOD, layers=(1, 2))
+# FastV (Chen et al. 2024) drops half of the image tokens after block 2, by the
+# attention of the prompt's last token. In training, too, it needs no router.
+FASTV = MoDConfig(
+  capacity=0.5,
   period=1,
   offset=0,
+  first=2,
   kinds=('image',),
-  # The gate weighs the whole update of the chosen tokens. In the released code
-  # it weighs the feed-forward's alone, and that of tokens which pass by, too.
-  gate='alpha_tanh',
-  gate_alpha=0.2,
-  router_bias=True,
-  router_std=0.0,
+  score='last_attention',
   router_loss=0.0,
 )
-# γ-MoD (Luo et al. 2024).
-GAMMA = MoDConfig(
-  capacity=0.5,
-  # All but the first three and the last, as in the released script, which
-  # prints the ranks of attention maps (`--study=arank`) and does not use them.
-  layers=(3, 4),
-  # Questions and answers always enter. The released code takes the first 1,059
-  # positions for image and instructions.
-  kinds=('image', 'text'),
-  # The paper's softmax of two logits is the sigmoid of their difference.
-  gate='sigmoid',
-  shared_router=True,
-  # Cross-entropy against the choice of top-k; here a mean over layers, there a
-  # sum.
-  router_loss=0.01,
-)
+
+
+def control(score: str) -> MoDConfig:
+  """p-MoD's schedule with a score that ignores the tokens."""
+  return dataclasses.replace(PMOD, score=score, gate=None, router_bias=False)
 
 
 def dense() -> ExperimentConfig:
   return ExperimentConfig(
     name='ask',
     model=MODEL,
-    data=ConversationDataConfig(),
+    data=ConversationDataConfig(image_size=32, scenes=SCENES, length=48),
     optimizer=OptimizerConfig(
-      learning_rate=1e-3,
+      learning_rate=2e-3,
       warmup_steps=0.03,
       final_fraction=0.01,
       weight_decay=1e-2,
       beta2=0.999,
+      clip_norm=1.0,
     ),
-    train=TrainConfig(num_steps=8000, batch_size=32),
+    train=TrainConfig(num_steps=4000, batch_size=16),
     evaluation=EvaluationConfig(
-      every=0.1, batches=10, batch_size=50, final_batches=0
+      every=0.25, batches=10, batch_size=50, final_batches=0
     ),
+  )
+
+
+def captions() -> ExperimentConfig:
+  """What is asked for first: all digits, from left to right."""
+  return config_lib.replace(
+    dense(),
+    {'name': 'captions', 'data.topics': ('digits',), 'data.marks': True},
   )
 
 
@@ -105,6 +120,16 @@ def routed(name: str, routing: MoDConfig) -> ExperimentConfig:
   return dataclasses.replace(
     dense(), name=f'ask_{name}', model=MODEL.with_parts(routing=routing)
   )
+
+
+def pooled() -> ExperimentConfig:
+  return config_lib.replace(dense(), {'name': 'ask_pooled', 'model.pooling': 2})
+
+
+def tower_amod() -> ExperimentConfig:
+  tower = dataclasses.replace(MODEL.tower, routing=VisionRoutingConfig())
+  model = dataclasses.replace(MODEL, tower=tower)
+  return dataclasses.replace(dense(), name='ask_tower_amod', model=model)
 
 
 def tiny(experiment: ExperimentConfig) -> ExperimentConfig:
@@ -120,13 +145,17 @@ def tiny(experiment: ExperimentConfig) -> ExperimentConfig:
     model=dataclasses.replace(
       model,
       tower=dataclasses.replace(
-        model.tower, image_size=32, width=16, num_layers=1, num_heads=2
+        model.tower,
+        patch_size=8,
+        width=16,
+        num_heads=2,
+        stem=ConvStemConfig(width=4, depth=2, halvings=2),
       ),
       language=dataclasses.replace(
         model.language, width=16, num_layers=3, num_heads=2, routing=routing
       ),
     ),
-    data=ConversationDataConfig(image_size=32, scenes=scenes),
+    data=dataclasses.replace(experiment.data, length=64, scenes=scenes),
     train=TrainConfig(num_steps=2, batch_size=4),
     evaluation=EvaluationConfig(
       every=1, batches=1, batch_size=4, final_batches=0
@@ -134,13 +163,20 @@ def tiny(experiment: ExperimentConfig) -> ExperimentConfig:
   )
 
 
-VARIANTS = {
+LARGE = {
   '': dense,
   'pmod': lambda: routed('pmod', PMOD),
   'gamma': lambda: routed('gamma', GAMMA),
-  'tiny': lambda: tiny(dense()),
-  'pmod_tiny': lambda: tiny(routed('pmod', PMOD)),
-  'gamma_tiny': lambda: tiny(routed('gamma', GAMMA)),
+  'fastv': lambda: routed('fastv', FASTV),
+  'random': lambda: routed('random', control('gaussian')),
+  'stride': lambda: routed('stride', control('stride')),
+  'pooled': pooled,
+  'tower_amod': tower_amod,
+  'captions': captions,
+}
+VARIANTS = LARGE | {
+  f'{name}_tiny'.lstrip('_'): lambda make=make: tiny(make())
+  for name, make in LARGE.items()
 }
 
 get_config = config_lib.config_getter(VARIANTS)

@@ -262,6 +262,12 @@ def openclipart():
 
 
 @table
+def vlm_scenes():
+  """Questions about scenes: dense, and fewer image tokens by several ways."""
+  return study_tables.pictures_asked(studied('vlm_scenes'))
+
+
+@table
 def detection_scenes():
   """Detection on scenes, dense and routed."""
   return study_tables.detection(studied('detection_scenes'))

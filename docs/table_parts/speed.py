@@ -213,8 +213,11 @@ def decode_real():
   """A real model's text, its first calls and its memory, beside PyTorch's."""
   rows = []
   for cell in measured('decode_real')['cells']:
-    for library, name in (('mod_jax', 'mod_jax'), ('torch', 'PyTorch')):
-      one = cell[library]
+    names = {'mod_jax': 'mod_jax', 'int8': 'mod_jax, int8', 'torch': 'PyTorch'}
+    for library, name in names.items():
+      one = cell.get(library)
+      if one is None:  # Measured before there was int8.
+        continue
       rows.append(
         [
           *(str(cell['batch']), name, f'{one["steps_per_second"]:.1f}'),
@@ -518,4 +521,64 @@ def serve_step():
   ]
   return markdown(
     ['one request of eight asks for', 'time over plain', 'quartiles'], rows
+  )
+
+
+_VLM = {'dense': 'dense', 'pmod': 'p-MoD', 'gamma': 'γ-MoD'}
+
+
+@table
+def vlm_decode():
+  """Answers about pictures: first tokens, further ones, caches."""
+  rows = []
+  cells = measured('vlm')['cells']
+  for cell in sorted(cells, key=lambda cell: cell['batch']):
+    first, step = cell['seconds_to_first_token'], cell['seconds_per_step']
+    sizes = cell['cache_bytes']
+    for name in first:
+      ratios = cell['prompt'].get(name)
+      over = [''] * 3
+      if ratios is not None:
+        low, high = ratios['quartiles']
+        over = [
+          f'{ratios["flop_ratio"]:.3f}',
+          f'{ratios["time_ratio"]:.3f} ({between(low, high)})',
+          f'{ratios["time_over_flops"]:.3f}',
+        ]
+      mib = ''
+      if name in sizes:
+        share = sizes[name] / sizes['dense']
+        mib = f'{sizes[name] / 2**20:.0f} ({share:.3f})'
+      rows.append(
+        [
+          *(str(cell['batch']), _VLM.get(name, 'PyTorch, dense')),
+          *(f'{first[name]:.2f}', *over, f'{1e3 * step[name]:.1f}', mib),
+        ]
+      )
+  header = [
+    *('rows', 'model', 'first token, s', 'FLOPs over dense'),
+    *('time over dense', 'time over FLOPs', 'per token, ms'),
+    'cache, MiB (over dense)',
+  ]
+  return markdown(header, rows)
+
+
+@table
+def vlm_decode_words():
+  """What `benchmarks/vlm.py` has measured, in words."""
+  found = measured('vlm')
+  cells = found['cells']
+  same = all(c['same_first_tokens'] and c['same_last_tokens'] for c in cells)
+  torch = [c['dense_over_torch']['prompt'][0] for c in cells]
+  of_step = [c['dense_over_torch']['step'][0] for c in cells]
+  share = found['llava_cache_share']
+  return (
+    f'{found["layers"]} blocks of width {found["width"]}, a picture of 576'
+    f' tokens and a question of {found["text"]}, two CPU cores. The dense model'
+    f' takes {min(torch):.2f} to {max(torch):.2f} of the time of'
+    " `transformers`' `LlavaForConditionalGeneration` with the same weights to"
+    f' the first token, and {min(of_step):.2f} to {max(of_step):.2f} for a'
+    f' further one; their tokens are {"the same" if same else "not the same"}.'
+    " Of the image tokens' keys and values in LLaVA's 32 layers, caches of"
+    f' p-MoD keep {share["pmod"]:.3f}, and those of γ-MoD {share["gamma"]:.3f}.'
   )

@@ -24,7 +24,7 @@ from mod_jax.convert import entry as entry_lib
 from mod_jax.convert import lm as convert_lm
 from mod_jax.convert.files import Lazy
 from mod_jax.data.tokenizers import Tokenizer
-from mod_jax.errors import UserError
+from mod_jax.errors import UserError, require
 from mod_jax.models import protocol
 from mod_jax.models.vlm import VLMConfig
 
@@ -260,6 +260,11 @@ def _config_json(dense: VLMConfig, length: int, tokenizer) -> dict[str, Any]:
     for name in ('bos', 'eos')
   }
   text = convert_lm.fields_of(dense.language, length)
+  require(
+    dense.pooling == 1,
+    '1: LLaVA has no pooling, so that such a model has no file of its format',
+    pooling=dense.pooling,
+  )
   return {
     'architectures': ['LlavaForConditionalGeneration'],
     'model_type': 'llava',

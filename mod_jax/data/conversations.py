@@ -1,16 +1,17 @@
-"""Conversations about pictures: questions and answers in LLaVA's format.
+"""Conversations about pictures: scenes, LLaVA's files, and tables.
 
 The embedded default asks about scenes of digits (`data.scenes`), as much as
 wanted; held-out questions are about held-out scenes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+import csv
 import dataclasses
 import functools
 import json
 import os
 import pathlib
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 from PIL import Image
@@ -25,6 +26,13 @@ from mod_jax.data.scenes import SceneConfig, Scenes
 
 IMAGE = '<image>'  # Stands in a text for a picture.
 Kind = Literal['text', 'question', 'answer']
+Topic = Literal[
+  *('leftmost', 'rightmost', 'highest', 'lowest'),
+  *('count', 'presence', 'sum', 'digits'),
+]
+TOPICS: tuple[Topic, ...] = get_args(Topic)
+# Each has an answer; 'digits' are rather the scene's caption.
+QUESTIONS = TOPICS[:-1]
 # Of each scene that is tried, few have a wanted answer, such as a rare sum.
 _TRIES = 500
 _APART = 0.03  # Least distance of two digits that are compared, of the side.
@@ -42,11 +50,14 @@ class Conversation(NamedTuple):
     turns: (question, answer) one after another; questions have an `IMAGE` for
       each picture.
     topic: index into `TOPICS` of a question about scenes; -1 for others.
+    objects: of a scene, (box, digit) of each, where a box is centre x, centre
+      y, width and height as fractions of the picture.
   """
 
   pictures: tuple[Image.Image, ...]
   turns: tuple[tuple[str, str], ...]
   topic: int = -1
+  objects: tuple[tuple[tuple[float, ...], str], ...] = ()
 
   def pieces(self) -> list[tuple[Kind, str]]:
     """Returns the text in pieces by kind, as LLaVA 1.5 is asked."""
@@ -66,17 +77,32 @@ def prompt(question: str) -> list[tuple[Kind, str]]:
   ]
 
 
+def with_pictures(question: str, count: int) -> str:
+  """Returns a question with a placeholder for each of its pictures.
+
+  They come first, as in LLaVA 1.5, unless the question has its own.
+  """
+  if IMAGE in question:
+    return question
+  return f'{IMAGE}\n' * count + question
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ConversationDataConfig:
   """Where conversations about pictures come from, and how long they may be.
 
   Attributes:
     source: 'scenes' asks about scenes of digits; 'llava' is a JSON file in the
-      format of LLaVA, with `image` and `conversations` of each example.
+      format of LLaVA, with `image` and `conversations` of each example; 'table'
+      is a TSV or Parquet file with columns `image`, `question` and `answer`.
     scenes: what scenes are made of, for 'scenes'.
-    path: the JSON file, for 'llava'.
+    topics: what is asked about scenes, of `TOPICS`, each as often.
+    marks: whether in training each image token that shows a digit of a scene
+      has to name it, too. A model that starts from nothing then learns to read
+      many times as fast; the towers of others were pretrained.
+    path: the file, for 'llava' and 'table'.
     folder: directory of its pictures; '' is that of the file.
-    eval_fraction: part of the examples that is held out, for 'llava'.
+    eval_fraction: part of a file's examples that is held out.
     image_size: height and width of the tower's input in pixels.
     crop_fraction: side of the centred square crop over the resized picture's
       shorter side.
@@ -92,8 +118,10 @@ class ConversationDataConfig:
     workers: processes that read pictures; 0 uses threads in this process.
   """
 
-  source: Literal['scenes', 'llava'] = 'scenes'
+  source: Literal['scenes', 'llava', 'table'] = 'scenes'
   scenes: SceneConfig = SceneConfig()
+  topics: tuple[Topic, ...] = QUESTIONS
+  marks: bool = False
   path: str = ''
   folder: str = ''
   eval_fraction: config_lib.Proper = 0.02
@@ -114,11 +142,15 @@ class ConversationDataConfig:
   workers: config_lib.Workers = 0
 
   def __post_init__(self):
-    config_lib.validate(self)
+    check = config_lib.validate(self)
+    check(self.topics, 'at least one of TOPICS', 'topics')
     common.check_source(
       self,
-      needed={'llava': ['path']},
-      own={'path': ['llava'], 'folder': ['llava']},
+      needed={'llava': ['path'], 'table': ['path']},
+      own={
+        **dict.fromkeys(('path', 'folder'), ['llava', 'table']),
+        'marks': ['scenes'],
+      },
     )
 
   @property
@@ -138,8 +170,10 @@ def open_split(config: ConversationDataConfig, split: Literal['train', 'eval']):
     errors.UserError: the data cannot be read.
   """
   if config.source == 'scenes':
-    return SceneQuestions(config.scenes, config.image_size, split)
-  return Llava(config.path, config.folder, split, config.eval_fraction)
+    return SceneQuestions(
+      config.scenes, config.image_size, split, config.topics
+    )
+  return Examples(config, split)
 
 
 def fingerprint(config: ConversationDataConfig) -> dict[str, Any]:
@@ -191,18 +225,28 @@ def _sum(rng, boxes_N4, digits_N):
   return '', int(digits_N.sum())
 
 
-class _Topic(NamedTuple):
+def _all(rng, boxes_N4, digits_N):
+  del rng
+  x_N = np.sort(boxes_N4[:, 0])
+  if (np.diff(x_N) < _APART).any():
+    return None
+  in_order_N = digits_N[np.argsort(boxes_N4[:, 0])]
+  return '', ''.join(map(str, in_order_N))
+
+
+class _Question(NamedTuple):
   """A kind of question.
 
   Attributes:
     question: with `{}` for a digit's name.
-    answers: the possible answers, each asked for equally often.
+    answers: the possible answers, each asked for equally often; None if those
+      of the scenes are as they come.
     ask: makes of an answer a function that returns, of a scene, the digit's
       name and the true answer; None if it has none.
   """
 
   question: str
-  answers: tuple[Any, ...]
+  answers: tuple[Any, ...] | None
   ask: Callable[[Any], Callable]
 
 
@@ -211,18 +255,21 @@ def _place(axis, sign):
 
 
 # Sums are asked for in the range where scenes of two to four digits are common.
-_TOPICS = {
-  'leftmost': _Topic('Which digit is leftmost?', (*range(10),), _place(0, 1)),
-  'rightmost': _Topic(
+_ASKED: dict[Topic, _Question] = {
+  'leftmost': _Question(
+    'Which digit is leftmost?', (*range(10),), _place(0, 1)
+  ),
+  'rightmost': _Question(
     'Which digit is rightmost?', (*range(10),), _place(0, -1)
   ),
-  'highest': _Topic('Which digit is highest?', (*range(10),), _place(1, 1)),
-  'lowest': _Topic('Which digit is lowest?', (*range(10),), _place(1, -1)),
-  'count': _Topic('How many times is there a {}?', (0, 1, 2), _count),
-  'presence': _Topic('Is there a {}?', ('yes', 'no'), _presence),
-  'sum': _Topic('What is the sum?', (*range(6, 22),), lambda _: _sum),
+  'highest': _Question('Which digit is highest?', (*range(10),), _place(1, 1)),
+  'lowest': _Question('Which digit is lowest?', (*range(10),), _place(1, -1)),
+  'count': _Question('How often is there a {}?', (0, 1, 2), _count),
+  'presence': _Question('Is there a {}?', ('yes', 'no'), _presence),
+  'sum': _Question('What is the sum?', (*range(6, 22),), lambda _: _sum),
+  # From left to right.
+  'digits': _Question('Which digits are there?', None, lambda _: _all),
 }
-TOPICS = tuple(_TOPICS)
 
 
 class SceneQuestions:
@@ -232,16 +279,25 @@ class SceneQuestions:
   question are equally frequent, and none can be guessed without the picture.
   """
 
-  def __init__(self, config: SceneConfig, size: int, split: str):
-    """Draws nothing yet; arguments are those of `Scenes`."""
+  def __init__(
+    self,
+    config: SceneConfig,
+    size: int,
+    split: str,
+    topics: tuple[Topic, ...] = QUESTIONS,
+  ):
+    """Draws nothing yet; the first arguments are those of `Scenes`."""
     self._scenes = Scenes(config, size, split)
+    self._topics = topics
     self._key = (config.seed, int(split == 'eval'), 1)
+    # Most scenes are looked at for many questions.
+    self._objects = functools.lru_cache(maxsize=1 << 17)(self._scenes.objects)
 
   def __len__(self) -> int:
     return len(self._scenes)
 
   def fingerprint(self) -> dict[str, Any]:
-    asked = [[topic.question, *topic.answers] for topic in _TOPICS.values()]
+    asked = [_ASKED[topic][:2] for topic in self._topics]
     return self._scenes.fingerprint() | {
       'questions': fingerprints.of_value(repr(asked))
     }
@@ -250,66 +306,60 @@ class SceneQuestions:
     """Returns scene, question, answer and topic, and paints nothing."""
     rng = np.random.default_rng((*self._key, int(index)))
     while True:
-      number = int(rng.integers(len(_TOPICS)))
-      topic = _TOPICS[TOPICS[number]]
-      wanted = topic.answers[rng.integers(len(topic.answers))]
-      ask = topic.ask(wanted)
+      topic = self._topics[rng.integers(len(self._topics))]
+      question, answers, make = _ASKED[topic]
+      wanted = answers and answers[rng.integers(len(answers))]
+      ask = make(wanted)
       for _ in range(_TRIES):
         scene = int(rng.integers(len(self._scenes)))
-        found = ask(rng, *self._scenes.objects(scene))
-        if found is not None and found[1] == wanted:
-          return scene, topic.question.format(found[0]), str(wanted), number
+        found = ask(rng, *self._objects(scene))
+        if found is not None and wanted in (None, found[1]):
+          name, answer = found
+          number = TOPICS.index(topic)
+          return scene, question.format(name), str(answer), number
 
   def load(self, index: int) -> Conversation:
     scene, question, answer, topic = self.question(index)
-    image = Image.fromarray(self._scenes.scene(scene).image_SSC)
+    image_SSC, boxes_N4, digits_N = self._scenes.scene(scene)
     turn = f'{IMAGE}\n{question}', answer
-    return Conversation((image,), (turn,), topic)
+    objects = zip(
+      map(tuple, boxes_N4.tolist()), map(str, digits_N), strict=True
+    )
+    image = Image.fromarray(image_SSC)
+    return Conversation((image,), (turn,), topic, tuple(objects))
 
 
-class Llava:
-  """A part of a JSON file in the format of LLaVA, with random access."""
+class Examples:
+  """A part of a file's conversations, with random access."""
 
-  def __init__(self, path: str, folder: str, split: str, eval_fraction: float):
-    """Reads the file, and no picture.
+  def __init__(self, config: ConversationDataConfig, split: str):
+    """Reads the file, and no picture that it names.
 
     Args:
-      path: of the JSON file, a list of objects with `conversations`, and
-        `image` where there is a picture, or a list of several.
-      folder: of the pictures; '' is that of the file.
+      config: says which file, and the part that is held out, evenly spread.
       split: 'train' or 'eval'.
-      eval_fraction: part of the examples that is held out, evenly spread.
 
     Raises:
       errors.UserError: it is no such file; names the example.
     """
-    file = pathlib.Path(path).expanduser()
+    file = pathlib.Path(config.path).expanduser()
     if not file.is_file():
       raise paths.missing(file)
-    try:
-      examples = json.loads(file.read_bytes())
-    except (ValueError, RecursionError) as error:
-      raise errors.UserError(
-        f'{file} is no JSON ({error}): fetch it again.'
-      ) from error
-    if not isinstance(examples, list) or not examples:
-      raise errors.UserError(
-        f'{file}: expected a list of objects with conversations, at least one.'
-      )
-    self._file = file
-    self._folder = pathlib.Path(folder).expanduser() if folder else file.parent
-    every = max(2, round(1 / eval_fraction))
-    chosen = [
-      (i, example)
+    folder = pathlib.Path(config.folder).expanduser()
+    self._folder = folder if config.folder else file.parent
+    read = {'llava': _read_llava, 'table': _read_table}[config.source]
+    examples = [_checked(file, i, *x) for i, x in enumerate(read(file))]
+    every = max(2, round(1 / config.eval_fraction))
+    self._examples = [
+      example
       for i, example in enumerate(examples)
       if (i % every == every - 1) == (split == 'eval')
     ]
-    if not chosen:
+    if not self._examples:
       raise errors.UserError(
         f'{file} has {len(examples)} examples, of which eval_fraction='
-        f'{eval_fraction} holds none out: raise it, or add examples.'
+        f'{config.eval_fraction} holds none out: raise it, or add examples.'
       )
-    self._examples = [self._read(*example) for example in chosen]
 
   def __len__(self) -> int:
     return len(self._examples)
@@ -319,46 +369,116 @@ class Llava:
     return {'examples': fingerprints.of_value(repr(self._examples))}
 
   def load(self, index: int) -> Conversation:
-    names, turns = self._examples[index]
+    images, turns = self._examples[index]
     pictures = (
-      image_folder.decode(os.fspath(self._folder / name), f'image {name!r}')
-      for name in names
+      image_folder.decode(
+        *(image, f'the image of a question {turns[0][0]!r}')
+        if isinstance(image, bytes)
+        else (os.fspath(self._folder / image), f'image {image!r}')
+      )
+      for image in images
     )
     return Conversation(tuple(pictures), turns)
 
-  def _read(self, index: int, example) -> tuple[tuple, tuple]:
-    """Returns the names of the pictures, and the turns."""
 
-    def wrong(what):
-      return errors.UserError(
-        f'{self._file}: example {index} {what}: correct it or remove it.'
+# Names of pictures or the bytes of their files, and (question, answer) in turn.
+_Example = tuple[tuple[str | bytes, ...], tuple[tuple[str, str], ...]]
+
+
+def _wrong(file, index: int, what: str) -> errors.UserError:
+  return errors.UserError(
+    f'{file}: example {index} {what}: correct it or remove it.'
+  )
+
+
+def _checked(file, index: int, images, turns) -> _Example:
+  """Returns an example, whose pictures lie in the folder and have places."""
+  for name in images:
+    if isinstance(name, bytes):
+      continue
+    parts = pathlib.PurePosixPath(name)
+    if parts.is_absolute() or '..' in parts.parts:
+      raise _wrong(
+        file, index, f'has the image {name!r}, outside of the folder'
       )
+  placed = sum(question.count(IMAGE) for question, _ in turns)
+  if placed != len(images) or any(IMAGE in answer for _, answer in turns):
+    what = f'has {len(images)} pictures and {placed} {IMAGE} in its questions'
+    raise _wrong(file, index, what)
+  return tuple(images), tuple(turns)
 
+
+def _read_llava(file: pathlib.Path) -> Iterator[_Example]:
+  """Yields the examples of a JSON file in LLaVA's format."""
+  try:
+    examples = json.loads(file.read_bytes())
+  except (ValueError, RecursionError) as error:
+    raise errors.UserError(
+      f'{file} is no JSON ({error}): fetch it again.'
+    ) from error
+  if not isinstance(examples, list) or not examples:
+    raise errors.UserError(
+      f'{file}: expected a list of objects with conversations, at least one.'
+    )
+  for index, example in enumerate(examples):
     fields = example if isinstance(example, dict) else {}
     said = fields.get('conversations')
     if not isinstance(said, list) or not said or len(said) % 2:
-      raise wrong('has no conversations, of questions and answers in turn')
+      what = 'has no conversations, of questions and answers in turn'
+      raise _wrong(file, index, what)
     values = []
     for i, part in enumerate(said):
       expected = ('human', 'gpt')[i % 2]
       part = part if isinstance(part, dict) else {}
       value = part.get('value')
       if part.get('from') != expected or not isinstance(value, str):
-        raise wrong(f'has in part {i} no text from {expected!r}')
+        raise _wrong(file, index, f'has in part {i} no text from {expected!r}')
       values.append(value)
     names = fields.get('image', [])
     names = [names] if isinstance(names, str) else names
     if not isinstance(names, list) or not all(
       isinstance(name, str) for name in names
     ):
-      raise wrong('has an image that is no name of a file')
-    for name in names:
-      parts = pathlib.PurePosixPath(name)
-      if parts.is_absolute() or '..' in parts.parts:
-        raise wrong(f'has the image {name!r}, outside of the folder')
-    placed = sum(value.count(IMAGE) for value in values[::2])
-    if placed != len(names) or any(IMAGE in value for value in values[1::2]):
-      raise wrong(
-        f'has {len(names)} pictures and {placed} {IMAGE} in its questions'
-      )
-    return tuple(names), tuple(zip(values[::2], values[1::2], strict=True))
+      raise _wrong(file, index, 'has an image that is no name of a file')
+    yield names, list(zip(values[::2], values[1::2], strict=True))
+
+
+_COLUMNS = ('image', 'question', 'answer')
+
+
+def _read_table(file: pathlib.Path) -> Iterator[_Example]:
+  """Yields a conversation for each line of a TSV or Parquet file.
+
+  In a TSV file, the first line names the columns, and quotes mean nothing. In a
+  Parquet file, `image` may also have the bytes of pictures, as they are or as
+  Hugging Face's `datasets` keeps them; they are kept in memory.
+  """
+  if file.suffix == '.parquet':
+    # Imported here, since it takes long and other files do not need it.
+    from mod_jax.data import tables
+
+    names, rows = tables.read_rows(file, _COLUMNS)
+  else:
+    try:
+      lines = file.read_text('utf-8').splitlines()
+      reader = csv.DictReader(lines, delimiter='\t', quoting=csv.QUOTE_NONE)
+      names, rows = reader.fieldnames or [], list(reader)
+    except (OSError, ValueError, csv.Error) as error:
+      raise errors.UserError(
+        f'{file} cannot be read as TSV in UTF-8 ({error}): write it anew.'
+      ) from error
+  if not set(_COLUMNS) <= set(names):
+    raise errors.UserError(
+      f'{file} has the columns {", ".join(names)}: expected'
+      f' {", ".join(_COLUMNS)}.'
+    )
+  for index, row in enumerate(rows):
+    image, *said = (row[name] for name in _COLUMNS)
+    if isinstance(image, dict):
+      image = image.get('bytes') or image.get('path')
+    if not isinstance(image, str | bytes) or not image:
+      raise _wrong(file, index, 'has no image')
+    if not all(isinstance(text, str) and text for text in said):
+      raise _wrong(file, index, 'has no question, or no answer')
+    question, answer = said
+    yield [image], [(f'{IMAGE}\n{question}', answer)]

@@ -87,24 +87,21 @@ class FolderImages:
     return key, decoding, self.labels[index]
 
 
-def decode(source: str | bytes, what: str) -> Image.Image:
+def decode(
+  source: str | bytes, what: str, most: int = MAX_PIXELS
+) -> Image.Image:
   """Returns an image as RGB, rotated as its EXIF data says.
 
   Animations give their first frame. Transparency is dropped; of 16-bit values
   the upper 8 bits are kept; floating-point values must lie between 0 and 1.
-
-  Args:
-    source: a path, or the bytes of a file.
-    what: the image's name in errors, such as "image 'a.png'".
-
-  Raises:
-    UnreadableImageError: the image cannot be decoded, or it has a mode without
-      a defined value for white.
+  `source` is a path or the bytes of a file, and `what` the image's name in an
+  `UnreadableImageError`, such as "image 'a.png'". One of more than `most`
+  pixels is refused before it is decoded.
   """
   file = io.BytesIO(source) if isinstance(source, bytes) else source
   try:
     with Image.open(file, formats=_FORMATS) as image:
-      _require_readable(image)
+      _require_readable(image, most)
       image.load()
       return to_rgb(_upright(image))
   except MemoryError:
@@ -227,11 +224,7 @@ def _list_images(
 
 
 def readable(root: str, names: list[str], unreadable: str) -> np.ndarray:
-  """Returns the indices of files that begin as pictures do.
-
-  Raises:
-    errors.UserError: some do not, and `unreadable` is 'refuse'.
-  """
+  """Returns the indices of files that begin as pictures do."""
   chunks = itertools.batched(names, _CHECK_CHUNK)
   with futures.ThreadPoolExecutor(_CHECK_THREADS) as pool:
     faults = pool.map(
@@ -319,11 +312,11 @@ def _upright(image: Image.Image) -> Image.Image:
     return image
 
 
-def _require_readable(image: Image.Image) -> None:
-  if image.width * image.height > MAX_PIXELS:
+def _require_readable(image: Image.Image, most: int = MAX_PIXELS) -> None:
+  if image.width * image.height > most:
     raise ValueError(
       f'it has {image.width:,} x {image.height:,} pixels, and at most'
-      f' {MAX_PIXELS:,} are read'
+      f' {most:,} are read'
     )
   require_white(image)
 

@@ -1,12 +1,14 @@
-"""Reads text from Arrow and Parquet files of Hugging Face `datasets`.
+"""Reads Arrow and Parquet files, such as those of Hugging Face `datasets`.
 
 `Dataset.save_to_disk` and the library's cache write Arrow files; the hub has
 Parquet files. Both are read sequentially in batches of rows; `datasets` itself
 is not needed.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 import contextlib
+import os
+from typing import Any
 
 import pyarrow as pa
 from pyarrow import parquet
@@ -45,6 +47,29 @@ def read_column(path: str, column: str) -> Iterator[str]:
     raise errors.UserError(
       f'{path!r} cannot be read as Arrow or Parquet ({reason}): restore it, or '
       'leave it out of the glob'
+    ) from e
+
+
+def read_rows(
+  path: str | os.PathLike, columns: Sequence[str]
+) -> tuple[list[str], list[dict[str, Any]]]:
+  """Returns the names of a Parquet file's columns, and rows of those wanted.
+
+  Raises:
+    errors.UserError: it is no such file.
+  """
+  try:
+    names = parquet.read_schema(path).names
+    wanted = [name for name in columns if name in names]
+    table = parquet.read_table(
+      path, columns=wanted, page_checksum_verification=True
+    )
+    table.validate(full=True)
+    return names, table.to_pylist()
+  except (OSError, ValueError, pa.ArrowException) as e:
+    reason = ' '.join(str(e).split())[:200]
+    raise errors.UserError(
+      f'{os.fspath(path)!r} cannot be read as Parquet ({reason}): write it anew'
     ) from e
 
 

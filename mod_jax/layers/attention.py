@@ -151,8 +151,9 @@ class BlockOutput:
 
 
 # A token's score is the attention that it receives, averaged over heads: `mean`
-# from all tokens (A-MoD's routing score), `first` from the class token only.
-Score = Literal['mean', 'first']
+# from all tokens (A-MoD's routing score), `first` from the class token only,
+# `last` from the last token that is not of an answer (FastV's).
+Score = Literal['mean', 'first', 'last']
 
 
 class Attention(nn.Module):
@@ -262,8 +263,23 @@ class Attention(nn.Module):
       # can use backends that return no weights.
       weight_BH1S = attention_map(q_BLHC[:, :1], k_BLGC, info.keep_BL)
       aux['attention'] = weight_BH1S.mean(axis=(1, 2))
+    elif self.score == 'last':
+      aux['attention'] = _last_score(q_BLHC, k_BLGC, info)
     update_BLD = parallel.constrain(update_BLD, 'batch', 'length', 'act_embed')
     return BlockOutput(update_BLD, cache, aux)
+
+
+def _last_score(q_BLHC, k_BLGC, info: TokenInfo):
+  """Returns score_BL: what each row's last token of the prompt attends to."""
+  asks_BL = info.of_kinds(('image', 'text', 'question'))
+  seen_BL = jnp.cumsum(asks_BL[:, ::-1], axis=-1)[:, ::-1] > 0
+  if info.valid_BL is not None:
+    seen_BL &= info.valid_BL
+  last_B = seen_BL.shape[1] - 1 - asks_BL[:, ::-1].argmax(axis=-1)
+  q_B1HC = jnp.take_along_axis(q_BLHC, last_B[:, None, None, None], axis=1)
+  heads = q_BLHC.shape[2] // k_BLGC.shape[2]
+  k_BLHC = jnp.repeat(k_BLGC, heads, axis=2)
+  return attention_map(q_B1HC, k_BLHC, seen_BL).mean(axis=(1, 2))
 
 
 def add_aux(aux: dict[str, Any], name: str, more: dict[str, Any]) -> None:
@@ -363,7 +379,8 @@ def _over_cache(config, q_BLHC, cache: KVCache, rows_B, position_BL):
   """Returns out_BLHC of queries that see the cached tokens before them.
 
   Reading caches dominates the time of decoding, so only the first eighth,
-  quarter or half of a large cache is read while all sequences fit into it.
+  quarter or half of a large cache is read while all sequences fit into it. A
+  prompt that may need more than that has no such variants to compile.
   """
 
   def attend(slots):
@@ -373,7 +390,8 @@ def _over_cache(config, q_BLHC, cache: KVCache, rows_B, position_BL):
     )
 
   fractions = [cache.slots // n for n in (8, 4, 2)]
-  sizes = [n for n in fractions if n >= _SHORT] + [cache.slots]
+  least = max(_SHORT, q_BLHC.shape[1])
+  sizes = [n for n in fractions if n >= least] + [cache.slots]
   if len(sizes) == 1:
     return attend(cache.slots)
   longest = cache.length_B.max()

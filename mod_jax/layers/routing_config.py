@@ -45,8 +45,11 @@ class RoutingConfig:
   # `offset` and `first` select.
   layers: tuple[config_lib.Layer, ...] | None = None
   # Score by which tokens are chosen: a learned router, a control that ignores
-  # the tokens (`gaussian`, `stride`), or the config of another score.
-  score: Literal['learned', 'gaussian', 'stride'] | Score = 'learned'
+  # the tokens (`gaussian`, `stride`), for image tokens the attention of the
+  # prompt's last token (`last_attention`), or the config of another score.
+  score: Literal['learned', 'gaussian', 'stride', 'last_attention'] | Score = (
+    'learned'
+  )
   # Function of the score that multiplies the update; None = the default of the
   # score. Scores that ignore the tokens never multiply it.
   gate: (
@@ -279,9 +282,14 @@ class MoDConfig(RoutingConfig):
     super().__post_init__()
     check = functools.partial(config_lib.check, self)
     check(
-      not self.scorer.needs_attention,
+      not self.scorer.needs_attention or self.scorer.attention == 'last',
       'a causal score: the attention to a token comes from later ones too',
       'score',
+    )
+    check(
+      not self.scorer.needs_attention or self.kinds == ('image',),
+      "kinds=('image',), since other tokens may follow the one that attends",
+      *('kinds', 'score'),
     )
     rules = ('top_k', *self.causal_rules)
     check(

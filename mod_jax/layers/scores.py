@@ -26,11 +26,14 @@ class Score(abc.ABC):
     gates: whether the score can multiply the update at all.
     needs_attention: whether `run` needs the attention that the tokens received
       in the previous block, which then must be dense.
+    attention: from which tokens: all of them, or the last one of the prompt.
+      The latter is measured once, before the first routed block.
   """
 
   gate: ClassVar[str] = 'none'
   gates: ClassVar[bool] = True
   needs_attention: ClassVar[bool] = False
+  attention: ClassVar[Literal['mean', 'last']] = 'mean'
 
   def __post_init__(self):
     config_lib.validate(self)
@@ -241,10 +244,23 @@ class Attention(_Free):
     return attention_BL
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LastAttention(Attention):
+  """The attention that the prompt's last token gave before the first routed
+  block (FastV, Chen et al. 2024), by which all routed blocks choose alike.
+
+  It is for blocks that choose among image tokens, which precede that token, so
+  that an answer has no part in the choice.
+  """
+
+  attention = 'last'
+
+
 # Scores by the names that configs and command lines use.
 SCORES = {
   'learned': Learned,
   'gaussian': Gaussian,
   'stride': Stride,
   'attention': Attention,
+  'last_attention': LastAttention,
 }

@@ -180,26 +180,38 @@ def layer_configs(
     [None] * num_layers if x is None else x.capacities(num_layers)
     for x in given
   )
-  # A layer that is scored by attention is so by that in the layer before.
-  scored = {
-    i - 1
-    for x in given
-    if x is not None and x.scorer.needs_attention
-    for i, capacity in enumerate(x.capacities(num_layers))
-    if capacity is not None
-  }
+  scored = {}
+  for x in given:
+    if x is not None and x.scorer.needs_attention:
+      scored |= _scored_layers(x, num_layers)
   return tuple(
     LayerConfig(
       block=block,
       routing=None if of_tokens[i] is None else routing,
       capacity=of_tokens[i],
-      attention_score='mean' if i in scored else None,
+      attention_score=scored.get(i),
       source_routing=None if of_source[i] is None else source_routing,
       source_capacity=of_source[i],
       drop_rate=stochastic_depth * i / max(1, num_layers - 1),
     )
     for i, block in enumerate(blocks)
   )
+
+
+def _scored_layers(routing: RoutingConfig, num_layers: int) -> dict[int, str]:
+  """Returns the score of each layer whose attention others choose by."""
+  kind = routing.scorer.attention
+  capacities = routing.capacities(num_layers)
+  routed = [i for i, capacity in enumerate(capacities) if capacity is not None]
+  if kind == 'last':
+    routed = routed[:1]
+    require(
+      routed[0] > 0,
+      'a block before the first routed one, whose attention it chooses by: set'
+      ' first or layers',
+      **{'routing by attention, block': 0},
+    )
+  return dict.fromkeys((i - 1 for i in routed), kind)
 
 
 def remat(module: type[nn.Module], kind: Remat, *, scanned: bool = False):
@@ -283,7 +295,8 @@ class Group(nn.Module):
     for i in range(depth):
       cache = None if caches is None else caches[i]
       output = self.step(i, x_BLD, info, score_BL, cache, router)
-      x_BLD, score_BL = output.x_BLD, output.aux.get('attention')
+      x_BLD = output.x_BLD
+      score_BL = output.aux.get('attention', score_BL)
       info = info if output.info is None else output.info
       aux = output.aux
       if info.source is not None:

@@ -19,8 +19,9 @@ from mod_jax.layers import stack as stack_lib
 from mod_jax.layers.acm import AdaptiveConfig
 from mod_jax.layers.attention import AttentionConfig
 from mod_jax.layers.block import BlockConfig
+from mod_jax.layers.dense import LinearConfig
 from mod_jax.layers.experts import ExpertsConfig
-from mod_jax.layers.lora import LoRAConfig
+from mod_jax.layers.lora import AdaptedConfig, LoRAConfig, linear_maps
 from mod_jax.layers.mlp import MLPConfig
 from mod_jax.layers.mode import Mode, RoutingMode
 from mod_jax.layers.rope import RopeScaling
@@ -296,6 +297,8 @@ class LMOutput(StackedOutput):
       without targets.
     early_loss: `loss` of the head after the first `early_exit` blocks; None
       unless in training.
+    right_BL: whether a target is the likeliest token; None in training and
+      without targets.
     log_prob_BL: float32 log-probability of each prompt token given those before
       it; 0 for the first and for padding. None unless `prompt` was set.
   """
@@ -305,6 +308,7 @@ class LMOutput(StackedOutput):
   cache: LMCache | None = None
   loss: Pair | None = None
   early_loss: Pair | None = None
+  right_BL: jax.Array | None = None
   log_prob_BL: jax.Array | None = None
 
 
@@ -394,12 +398,12 @@ class LanguageModel(nn.Module):
       kernel_DV = embedding_VD.T
     else:
       kernel_DV = _Head((config.width, config.vocab_size), name='head')()
-    logits_BLV = log_prob_BL = loss = early_loss = None
+    logits_BLV = log_prob_BL = loss = early_loss = right_BL = None
+    # Not `kernel_DV`: loops over tokens would copy the transposed table.
+    head = ('D,DV->V', kernel_DV)
+    if config.tied_head:
+      head = ('D,VD->V', embedding_VD)
     if prompt:
-      # Not `kernel_DV`: the loop within would copy the transposed table.
-      head = ('D,DV->V', kernel_DV)
-      if config.tied_head:
-        head = ('D,VD->V', embedding_VD)
       log_prob_BL = _log_prob(x_BLD, *head, tokens_BL, valid_BL)
       x_BLD = _last(x_BLD, valid_BL)
     if targets_BL is None:
@@ -411,6 +415,8 @@ class LanguageModel(nn.Module):
       if weights_BL is None:
         weights_BL = jnp.ones(targets_BL.shape, jnp.float32)
       loss = losses.head_loss(x_BLD, kernel_DV, targets_BL, weights_BL)
+      if not self.mode.train:
+        right_BL = _right(x_BLD, *head, targets_BL)
       for early_BLD in early_features.values():
         early_loss = losses.head_loss(
           norm(early_BLD), kernel_DV, targets_BL, weights_BL
@@ -421,7 +427,7 @@ class LanguageModel(nn.Module):
         count_B = valid_BL.sum(axis=-1, dtype=jnp.int32)
       cache = LMCache(output.caches, cache.length_B + count_B)
     return LMOutput(
-      logits_BLV, output.aux, cache, loss, early_loss, log_prob_BL
+      logits_BLV, output.aux, cache, loss, early_loss, right_BL, log_prob_BL
     )
 
   def _token_info(self, tokens_BL, valid_BL, segment_BL, cache):
@@ -451,6 +457,20 @@ def _last(x_BLD, valid_BL):
     return x_BLD[:, -1:]
   last_B = valid_BL.shape[1] - 1 - valid_BL[:, ::-1].argmax(axis=-1)
   return jnp.take_along_axis(x_BLD, last_B[:, None, None], axis=1)
+
+
+def _right(x_BLD, spec, kernel, targets_BL):
+  """Returns `LMOutput.right_BL`, with logits of few tokens at a time."""
+
+  def is_likeliest(features_and_target):
+    x_D, target = features_and_target
+    return dense.einsum(spec, x_D, kernel, 'float32').argmax() == target
+
+  x_TD = x_BLD.reshape(-1, x_BLD.shape[-1])
+  right_T = jax.lax.map(
+    is_likeliest, (x_TD, targets_BL.flatten()), batch_size=_TOKENS
+  )
+  return right_T.reshape(targets_BL.shape)
 
 
 def _log_prob(x_BLD, spec, kernel, tokens_BL, valid_BL):
@@ -577,6 +597,38 @@ def unrolled_variables(config: LMConfig, variables):
     name: stack_lib.unrolled(config.stack, collection)
     for name, collection in variables.items()
   }
+
+
+def matrices(config: LMConfig) -> dict[str, tuple[int, ...]]:
+  """Returns the axes of inputs of each matrix that may be in int8, by name.
+
+  These are the head, which may be the embedding, and the linear maps of the
+  blocks, without those of experts and learners.
+
+  Raises:
+    UserError: it is no language model.
+  """
+  require(
+    isinstance(config, LMConfig),
+    "a language model; others take dtype='bfloat16'",
+    dtype='int8',
+    model=type(config).__name__,
+  )
+  axes = {'embedding': (1,), 'head/kernel': (0,)}
+  # A leading axis of scanned groups.
+  layers, shift, prefix = config.stack.layers, 0, ''
+  if config.scan_layers:
+    layers, shift, prefix = layers[: config.stack.period], 1, 'layers/'
+  for i, layer in enumerate(layers):
+    for slot_name, slot in layer.block.slots.items():
+      if not isinstance(slot, MLPConfig | LinearConfig | AdaptedConfig):
+        continue
+      maps = linear_maps(f'{prefix}block_{i}/{slot_name}', slot)
+      for name, linear in maps.items():
+        base = getattr(linear, 'base', linear)
+        inputs = range(shift, shift + len(base.inputs))
+        axes[f'{name}/kernel'] = tuple(inputs)
+  return axes
 
 
 def merge(

@@ -17,9 +17,10 @@ from mod_jax import optimizer, parallel
 from mod_jax.data import images as images_lib
 from mod_jax.data.detection import DetectionPreprocess
 from mod_jax.data.text import TextDataConfig
-from mod_jax.errors import UserError
+from mod_jax.errors import UserError, require
 from mod_jax.layers.mode import RoutingMode
-from mod_jax.models import protocol
+from mod_jax.layers.quantized import Quantized
+from mod_jax.models import lm, protocol
 from mod_jax.models.detr import DETRConfig
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.lm import LMConfig
@@ -30,6 +31,7 @@ from mod_jax.runs import best
 from mod_jax.sampling import generation
 from mod_jax.sampling.speculation import Draft
 from mod_jax.serving import chat as chat_lib
+from mod_jax.serving import pictures as pictures_lib
 from mod_jax.serving.engine import Engine
 from mod_jax.tasks import detection as detection_task
 from mod_jax.tasks import make_task, warm_start
@@ -38,6 +40,9 @@ from mod_jax.train import evaluation
 
 _BATCH = 32  # Pictures that are predicted at a time.
 _LENGTH = 2048  # Longest texts of published models by default, in tokens.
+
+
+INT8 = 'int8'  # The `dtype` of weights in int8.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,12 +220,18 @@ class Run:
   def _transcribe(self, recordings) -> list:
     return self.task.modality.transcribe(self.apply, recordings)
 
-  def _answer(self, asked, **kwargs) -> list[str]:
+  @property
+  def _asked(self):
+    """The task of a model that is asked in words."""
     if self.task is None:
       raise UserError(
-        'predict: there is no tokenizer.json beside the weights of this model:'
-        ' fetch it, too, or use run.apply.'
+        'there is no tokenizer.json beside the weights of this model: fetch it,'
+        ' too, or use run.apply.'
       )
+    return self.task
+
+  def _answer(self, asked, **kwargs) -> list[str]:
+    modality = self._asked.modality
     for question in asked:
       if not (
         isinstance(question, tuple)
@@ -236,7 +247,7 @@ class Run:
       for pictures, _ in asked
     ]
     state = dict(self.variables)
-    return self.task.modality.answers(
+    return modality.answers(
       *(state.pop('params'), state),
       [self.preprocess(pictures) if pictures else [] for pictures in shown],
       [question for _, question in asked],
@@ -286,7 +297,7 @@ class Run:
 
   def chat(
     self,
-    messages: Sequence[Mapping[str, str]],
+    messages: Sequence[Mapping[str, Any]],
     *,
     stream: bool = False,
     max_new_tokens: int | None = None,
@@ -295,6 +306,13 @@ class Run:
     """Answers a chat, through the chat template beside the model's tokenizer.
 
         run.chat([{'role': 'user', 'content': 'Name three rivers.'}])
+
+    A model that sees is asked as in training; the content may be a list of
+    parts, with pictures as `predict` takes them:
+
+        parts = [{'type': 'image', 'image': 'photo.jpg'},
+                 {'type': 'text', 'text': 'What is on the table?'}]
+        run.chat([{'role': 'user', 'content': parts}])
 
     Args:
       messages: each with a `role`, such as `user`, and a `content`; the oldest
@@ -310,15 +328,21 @@ class Run:
       UserError: the model has no chat template, or the messages do not fit it,
         or are longer than its longest input; or a setting is out of range.
     """
-    if not isinstance(self.config, LMConfig):
+    if not isinstance(self.config, LMConfig | VLMConfig):
       raise UserError('chat: this is no language model: use run.predict.')
-    source = self.task.modality.tokenizer_source
-    text = chat_lib.render(*source, messages)
-    tokens = self.tokenizer.encode_chat(text)
+    modality, pictures = self._asked.modality, []
+    if isinstance(self.config, VLMConfig):
+      pieces, pictures = pictures_lib.pieces(messages)
+      tokens, settings['kinds'] = modality.encode(pieces)
+      settings['images'] = self.preprocess(pictures) if pictures else []
+    else:
+      text = chat_lib.render(*modality.tokenizer_source, messages)
+      tokens = self.tokenizer.encode_chat(text)
+    length = len(tokens) - len(pictures)
     if max_new_tokens is None:
-      max_new_tokens = max(1, min(256, self.max_length - len(tokens)))
-    room = min(generation.bucket(len(tokens) + max_new_tokens), self.max_length)
-    engine = Engine(self, slots=1, max_length=room)
+      max_new_tokens = max(1, min(256, self.max_length - length))
+    room = min(generation.bucket(length + max_new_tokens), self.max_length)
+    engine = Engine(self, slots=1, max_length=room, pictures=len(pictures))
     engine.submit(tokens, max_new_tokens=max_new_tokens, **settings)
     pieces = (event.text for event in engine.run() if event.text)
     return pieces if stream else ''.join(pieces)
@@ -465,8 +489,10 @@ def load(
     step: of a run's checkpoint, or 'best' for the one that `checkpoint.best`
       has kept; None for the newest.
     dtype: `float32` or `bfloat16`, in which the model computes and its matrices
-      are kept; routers, norms and biases stay float32. None keeps all weights
-      in float32 and computes as the model's config says.
+      are kept; routers, norms and biases stay float32. `int8`, for a language
+      model that is not trained any further, keeps the matrices of its blocks
+      and of its head in int8, see `layers.quantized`. None keeps all weights in
+      float32 and, as `int8`, computes as the model's config says.
     trust: modules to import first, such as `['package.module']`, whose classes
       the config may name.
     base: of adapters, and of a run that trained them alone: where the model is
@@ -479,7 +505,8 @@ def load(
   """
   config_lib.trust(trust)
   source = Source.open(path, base=base, **known).at(step)
-  run = _about(source, dtype)
+  run = _about(source, None if dtype == INT8 else dtype)
+  matrices = lm.matrices(run.config) if dtype == INT8 else {}
   if not source.ours:
     variables = source.read()
   else:
@@ -493,12 +520,26 @@ def load(
     # One at a time, since arrays are read lazily.
     array = jnp.asarray(array)
     names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
-    if dtype is not None and _is_cast(names):
+    inputs = matrices.get('/'.join(names[1:]))
+    if inputs is not None:
+      return Quantized.of(array, inputs)
+    if dtype not in (None, INT8) and _is_cast(names):
       array = array.astype(dtype)
     return array
 
   variables = jax.tree_util.tree_map_with_path(on_device, variables)
   return dataclasses.replace(run, variables=variables)
+
+
+def require_floats(run: Run) -> None:
+  """Raises UserError if the weights have been rounded to int8."""
+  is_rounded = isinstance(run.variables['params'].get('embedding'), Quantized)
+  require(
+    not is_rounded,
+    'weights as they were before they were rounded: load the model again'
+    ' without it',
+    dtype=INT8,
+  )
 
 
 def _is_cast(names) -> bool:

@@ -1,7 +1,6 @@
-"""Studies of a language model: attention ranks, routing and copying."""
+"""Studies of language models: attention ranks, routing and copying."""
 
 import collections
-import dataclasses
 import functools
 
 import jax
@@ -10,8 +9,10 @@ import numpy as np
 import optax
 import scipy
 
+from mod_jax import config as config_lib
 from mod_jax import errors, viz
-from mod_jax.models import lm
+from mod_jax.layers.mode import RoutingMode
+from mod_jax.models.vlm import VLMConfig
 from mod_jax.studies import devices
 from mod_jax.train.task import Study
 
@@ -38,22 +39,27 @@ def arank(task, params, model_state) -> Study:
   A routed block's map covers the n tokens that it processes under top-k, so
   blocks are compared by their rank divided by its maximum, n - 1.
   """
-  config = task.config.model
-  model, variables = lm.unrolled_variables(
-    dataclasses.replace(config, remat='none'), {'params': params, **model_state}
-  )
-  # As in training, where all queries and keys are computed at once.
-  model = model.build(train=True)
+  variables = {'params': params, **model_state}
+  reads_pictures = isinstance(task.config.model, VLMConfig)
+  field = 'model.language' if reads_pictures else 'model'
+  config = config_lib.replace(task.config, {f'{field}.remat': 'none'}).model
+  model, variables = config.unrolled(variables)
+  config = config.language if reads_pictures else config
+  # All queries and keys of a block are computed at once.
+  model = model.build(routing=RoutingMode(chunk=0))
 
   @jax.jit
-  def look(variables, **inputs):
+  def look(variables, args, kwargs):
     output, state = model.apply(
       variables,
-      **inputs,
+      *args,
+      **kwargs,
       rngs={'routing': jax.random.key(task.config.seed)},
       mutable=['intermediates'],
     )
     intermediates = state['intermediates']
+    if reads_pictures:
+      intermediates = intermediates['language']
     return [
       {
         name: intermediates[f'block_{i}']['attention'][name][0][0]
@@ -64,12 +70,14 @@ def arank(task, params, model_state) -> Study:
     ]
 
   counts_NR2 = []
-  for sample in _full_rows(task):
-    layers = jax.device_get(look(variables, **sample))
-    position_L = np.arange(sample['tokens_BL'].shape[1])
+  lengths_N = []
+  for args, kwargs in _single_rows(task, whole=not reads_pictures):
+    layers = jax.device_get(look(variables, args, kwargs))
+    position_L = np.arange(args[0].shape[1])
     segment_L = np.zeros_like(position_L)
-    if 'segment_BL' in sample:
-      segment_L = np.asarray(sample['segment_BL'][0])
+    if kwargs.get('segment_BL') is not None:
+      segment_L = np.asarray(kwargs['segment_BL'][0])
+    lengths_N.append(len(position_L))
     counts_R2 = []
     for layer in layers:
       is_processed = layer.get('chosen', np.ones(len(position_L), bool))
@@ -93,10 +101,10 @@ def arank(task, params, model_state) -> Study:
   ):
     name = f'{i} routed' if i in routed else str(i)
     lines.append(f'{name:>9}{tokens:9g}{rank:9.2f}{share:9.2%}')
-  facts = f'{len(counts_NR2)} held-out rows of {len(position_L)} tokens'
+  facts = f'{len(counts_NR2)} held-out rows of {np.mean(lengths_N):.0f} tokens'
   lines.append(
     f'{facts}; singular values count from tokens x 1.2e-7 of the largest on.'
-    f' Lowest share: model.routing.layers={tuple(suggested)}'
+    f' Lowest share: {field}.routing.layers={tuple(suggested)}'
   )
   return Study(
     text='\n'.join(lines),
@@ -113,7 +121,7 @@ def arank(task, params, model_state) -> Study:
         routed=routed,
         suggested=suggested,
         facts=facts,
-        title='Rank of the attention maps on held-out text',
+        title='Rank of the attention maps on what was held out',
       )
     },
   )
@@ -138,21 +146,29 @@ def mean_rank(q_LHC, k_LGC, seen_LS) -> float:
   return float(np.linalg.matrix_rank(weight_HLS, rtol=tolerance).mean())
 
 
-def _full_rows(task):
-  """Yields keyword arguments of the model for single rows without padding."""
+def _single_rows(task, *, whole: bool):
+  """Yields arguments and keywords of the model for single rows.
+
+  They have no padding: with `whole`, others are left out, else it is cut off.
+  """
   count = 0
   for batch in task.modality.eval_batches(
     batch_size=task.config.evaluation.batch_size, num_batches=_BATCHES
   ):
-    full_B = np.asarray(task.modality.token_weights(batch) > 0).all(axis=1)
-    for row in np.flatnonzero(full_B)[: _SAMPLES - count]:
+    real_BL = np.asarray(task.modality.token_weights(batch) > 0)
+    taken_B = real_BL.all(axis=1) if whole else real_BL.any(axis=1)
+    for row in np.flatnonzero(taken_B)[: _SAMPLES - count]:
       count += 1
-      names = {'tokens': 'tokens_BL', 'segments': 'segment_BL'}
-      yield {
-        argument: batch[name][row, :_TOKENS][None]
-        for name, argument in names.items()
-        if name in batch
-      }
+      length = min(_TOKENS, real_BL.shape[1]) if whole else real_BL[row].sum()
+      args, kwargs = task.modality.inputs(
+        {
+          name: x[row, :length][None] if x.shape == real_BL.shape else x[[row]]
+          for name, x in batch.items()
+        },
+        train=False,
+      )
+      targets = ('targets_BL', 'weights_BL')
+      yield args, {k: x for k, x in kwargs.items() if k not in targets}
   if not count:
     raise errors.UserError(
       'the study arank looks at held-out rows without padding, and there are'

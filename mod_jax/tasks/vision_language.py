@@ -1,14 +1,15 @@
 """Questions about pictures."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 import functools
+import itertools
 
 import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mod_jax import errors, flops, losses, trees, viz
+from mod_jax import errors, flops, trees, viz
 from mod_jax.data import conversations as data_lib
 from mod_jax.data import images as images_lib
 from mod_jax.data import tokenizers
@@ -19,6 +20,7 @@ from mod_jax.models import vlm
 from mod_jax.pretrained import source as source_lib
 from mod_jax.sampling import generate
 from mod_jax.studies.devices import one_device
+from mod_jax.studies.language import arank
 from mod_jax.tasks import warm_start
 from mod_jax.tasks.modality import Modality, table
 
@@ -84,22 +86,33 @@ class VisionLanguage(Modality):
   # Rows.
 
   def encode(
-    self, pieces: Sequence[tuple[data_lib.Kind, str]]
+    self,
+    pieces: Sequence[tuple[data_lib.Kind, str]],
+    encode_all: Callable[[list[str]], Iterable[list[int]]] | None = None,
   ) -> tuple[list[int], list[int]]:
     """Returns tokens of pieces of a text, and the number of each one's kind.
 
     Each picture is one placeholder, and each answer ends with `end`. The pieces
     are encoded one by one, so that the kind of each token is known.
+
+    Args:
+      pieces: kind and text of each.
+      encode_all: returns the tokens of texts; None for the tokenizer.
     """
     tokens, kinds = [], []
     if self.tokenizer.bos_id is not None:
       tokens, kinds = [self.tokenizer.bos_id], [KINDS.index('text')]
-    for kind, text in pieces:
-      for i, part in enumerate(text.split(data_lib.IMAGE)):
+    parts = [text.split(data_lib.IMAGE) for _, text in pieces]
+    texts = list(itertools.chain(*parts))
+    if encode_all is None:
+      encode_all = functools.partial(map, self.tokenizer.encode)
+    encoded = iter(encode_all(texts))
+    for (kind, _), of_piece in zip(pieces, parts, strict=True):
+      for i in range(len(of_piece)):
         if i:
           tokens.append(self.config.model.image_token)
           kinds.append(IMAGE)
-        ids = self.tokenizer.encode(part)
+        ids = next(encoded)
         tokens += ids
         kinds += [KINDS.index(kind)] * len(ids)
       if kind == 'answer':
@@ -133,7 +146,26 @@ class VisionLanguage(Modality):
     }
 
   def _train_row(self, source, index) -> dict:
-    return self._row(source.load(int(index)))
+    conversation = source.load(int(index))
+    row = self._row(conversation)
+    return self._marked(row, conversation) if self.config.data.marks else row
+
+  def _marked(self, row, conversation: data_lib.Conversation) -> dict:
+    """Returns the row with targets for image tokens that show a digit."""
+    grid = self.config.model.grid
+    place_G = (np.arange(grid) + 0.5) / grid
+    digit_GG = np.full((grid, grid), -1, np.int32)
+    for (x, y, width, height), digit in conversation.objects:
+      is_row_G = np.abs(place_G - y) < height / 2
+      is_column_G = np.abs(place_G - x) < width / 2
+      (token,) = self.tokenizer.encode(digit)
+      digit_GG[is_row_G[:, None] & is_column_G] = token
+    places = np.flatnonzero(row['valid'] & (row['kind'] == IMAGE))
+    digit_N = digit_GG.flatten()
+    shown = places[digit_N >= 0]
+    row['targets'][shown] = digit_N[digit_N >= 0]
+    row['weights'][shown] = 1
+    return row
 
   def _eval_row(self, source, index) -> dict:
     real = index != images_lib.PADDING
@@ -209,26 +241,24 @@ class VisionLanguage(Modality):
     return self.config.train.batch_size * length
 
   def inputs(self, batch, *, train):
-    kwargs = {'kind_BL': batch['kind'], 'valid_BL': batch['valid']}
-    if train:  # Without targets the model returns logits, and no loss.
-      kwargs['targets_BL'] = batch['targets']
-      kwargs['weights_BL'] = batch['weights']
-    return (batch['tokens'], batch['images']), kwargs
+    del train
+    return (batch['tokens'], batch['images']), {
+      'kind_BL': batch['kind'],
+      'valid_BL': batch['valid'],
+      # Without targets the model returns logits, and no loss.
+      'targets_BL': batch.get('targets'),
+      'weights_BL': batch['weights'],
+    }
 
   def loss(self, output, batch):
-    if output.loss is None:
-      return losses.next_token_loss(
-        output.logits_BLV, batch['targets'], batch['weights']
-      )
     return output.loss
 
   def eval_sums(self, output, batch, mode):
     """Returns sums; an answer is right if greedy decoding would write it."""
     del mode
     asked_BL = batch['weights'] > 0
-    is_right_BL = output.logits_BLV.argmax(axis=-1) == batch['targets']
     asked_B = asked_BL.any(axis=-1)
-    right_B = asked_B & (is_right_BL | ~asked_BL).all(axis=-1)
+    right_B = asked_B & (output.right_BL | ~asked_BL).all(axis=-1)
 
     def accuracy(among_B):
       return (right_B & among_B).sum(dtype=jnp.float32), among_B.sum(
@@ -237,8 +267,9 @@ class VisionLanguage(Modality):
 
     found = {'loss': self.loss(output, batch), 'accuracy': accuracy(asked_B)}
     if self.config.data.source == 'scenes':
-      for i, name in enumerate(data_lib.TOPICS):
-        found[f'accuracy/{name}'] = accuracy(asked_B & (batch['topic'] == i))
+      for name in self.config.data.topics:
+        among_B = batch['topic'] == data_lib.TOPICS.index(name)
+        found[f'accuracy/{name}'] = accuracy(asked_B & among_B)
     for routed in output.routing:
       if routed.candidate_BL is not None:
         among_BL = routed.candidate_BL & asked_B[:, None]
@@ -299,11 +330,12 @@ class VisionLanguage(Modality):
     return '\n'.join(lines)
 
   def pictures(self, task, params, model_state):
-    """Draws which image tokens each routed block takes."""
+    """Draws which image tokens each routed block takes, for which answer."""
     model = self.config.model
     if model.routing is None or 'image' not in (model.routing.kinds or ()):
       return {}
     batch = next(iter(self.eval_batches(batch_size=_PICTURED, num_batches=1)))
+    del batch['targets']  # The answers are read from the logits.
     with one_device(params, model_state) as (params, model_state):
       key = jax.random.key(self.config.seed)
       (mode,) = self.modes().values()
@@ -323,21 +355,25 @@ class VisionLanguage(Modality):
       np.take_along_axis(np.asarray(routed.chosen_BL), place_BN, axis=-1)
       for routed in output.routing
     ]
+    written_BL = np.argmax(output.logits_BLV, axis=-1)
     is_question_BL = batch['valid'] & (batch['kind'] == _QUESTION)
-    questions = [
-      self.tokenizer.decode(tokens_L[is_question_L]).strip()
-      for tokens_L, is_question_L in zip(
-        batch['tokens'][shown_B], is_question_BL[shown_B], strict=True
-      )
+
+    def said(tokens_L, is_said_L):
+      return self.tokenizer.decode(tokens_L[is_said_L]).strip()
+
+    labels = [
+      f'{said(batch["tokens"][row], is_question_BL[row])}'
+      f' {said(written_BL[row], batch["weights"][row] > 0)}'
+      for row in np.flatnonzero(shown_B)
     ]
     return {
       'image_tokens': viz.patch_maps(
         images_lib.denormalize(self.config.data, batch['images'][shown_B, 0]),
         np.stack(processed_RBN)[:, shown_B],
         layers=[i for i, c in enumerate(model.capacities) if c is not None],
-        grid=(model.tower.grid,) * 2,
+        grid=(model.grid,) * 2,
         num_layers=model.num_layers,
-        labels=questions,
+        labels=labels,
         title='Held-out pictures: the image tokens that each block processes',
       )
     }
@@ -346,7 +382,7 @@ class VisionLanguage(Modality):
     return {}
 
   def studies(self, task):
-    return {}
+    return {'arank': functools.partial(arank, task)}
 
   def answers(
     self,
@@ -371,8 +407,7 @@ class VisionLanguage(Modality):
     model = self.config.model
     rows, kinds = [], []
     for shown, question in zip(pictures, questions, strict=True):
-      if data_lib.IMAGE not in question:
-        question = f'{data_lib.IMAGE}\n' * len(shown) + question
+      question = data_lib.with_pictures(question, len(shown))
       tokens, kinds_of_row = self.encode(data_lib.prompt(question))
       rows.append(tokens)
       kinds.append(kinds_of_row)

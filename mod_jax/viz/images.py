@@ -48,7 +48,12 @@ def patch_maps(
     f' {np.mean(processed_RBL):.1%} of the patches. Outlined: processed. Grey:'
     ' the patch passes by.'
   )
-  above = [f'block {layer}' for layer in layers]
+  above = [
+    f'block {layer}: {share:.0%}'
+    for layer, share in zip(
+      layers, np.mean(processed_RBL, axis=(1, 2)), strict=True
+    )
+  ]
   return _masked(
     images_BHWC, processed_RBL, grid, above, labels, title, subtitle
   )

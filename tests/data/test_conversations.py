@@ -5,6 +5,8 @@ import json
 
 import numpy as np
 from PIL import Image
+import pyarrow as pa
+from pyarrow import parquet
 import pytest
 
 from mod_jax.data import conversations
@@ -30,11 +32,14 @@ def truth(topic, question, boxes_N4, digits_N):
     'count': lambda: count,
     'presence': lambda: 'yes' if count else 'no',
     'sum': lambda: sum(digits_N),
+    'digits': lambda: ''.join(str(digits_N[i]) for i in np.argsort(x_N)),
   }[topic]()
 
 
 def test_answers_are_true_and_equally_frequent():
-  source = conversations.SceneQuestions(SCENES, 64, 'train')
+  source = conversations.SceneQuestions(
+    SCENES, 64, 'train', conversations.TOPICS
+  )
   scenes = Scenes(SCENES, 64, 'train')
   asked = collections.defaultdict(collections.Counter)
   for i in range(200):
@@ -44,8 +49,9 @@ def test_answers_are_true_and_equally_frequent():
     assert answer == str(found), (question, found)
     asked[topic][answer] += 1
   assert set(asked) == set(conversations.TOPICS)
+  del asked['digits']  # As they come.
   for topic, counts in asked.items():
-    answers = conversations._TOPICS[topic].answers
+    answers = conversations._ASKED[topic].answers
     expected = counts.total() / len(answers)
     # Chance alone: a chi-squared of as many degrees, at four deviations.
     squares = sum((counts[str(x)] - expected) ** 2 for x in answers) / expected
@@ -108,7 +114,66 @@ def test_a_file_of_llava_is_read(tmp_path):
     ('<image>\nWhat is it?', 'A dog.'),
     ('Hello?', 'Hi.'),
   )
-  assert held_out.load(0) == ((), (('Hello?', 'Hi.'),), -1)
+  assert held_out.load(0) == conversations.Conversation(
+    (), (('Hello?', 'Hi.'),)
+  )
+
+
+TABLE = 'image\tquestion\tanswer\textra\n'
+
+
+@pytest.mark.parametrize('kind', ['tsv', 'names', 'bytes', 'datasets'])
+def test_a_table_is_read(tmp_path, kind):
+  rows = [('red.png', 'What "is" it?', 'red'), ('sub/blue.png', 'And?', 'blue')]
+  (tmp_path / 'sub').mkdir()
+  for name, _, colour in rows:
+    Image.new('RGB', (6, 4), colour).save(tmp_path / name)
+  images, questions, answers = map(list, zip(*rows, strict=True))
+  if kind == 'tsv':
+    path = tmp_path / 'data.tsv'
+    path.write_text(TABLE + ''.join('\t'.join((*x, '?')) + '\n' for x in rows))
+  else:
+    path = tmp_path / 'data.parquet'
+    if kind != 'names':
+      images = [(tmp_path / name).read_bytes() for name in images]
+    if kind == 'datasets':
+      images = [{'bytes': x, 'path': 'gone.png'} for x in images]
+    columns = {'image': images, 'question': questions, 'answer': answers}
+    parquet.write_table(pa.table(columns), path)
+  config = ConversationDataConfig(
+    source='table', path=str(path), eval_fraction=0.5
+  )
+  for split, (_, question, answer) in zip(('train', 'eval'), rows, strict=True):
+    found = conversations.open_split(config, split).load(0)
+    assert found.turns == ((f'<image>\n{question}', answer),)
+    expected = Image.new('RGB', (6, 4), answer)
+    np.testing.assert_array_equal(found.pictures[0], expected)
+
+
+@pytest.mark.parametrize(
+  ('text', 'sentence'),
+  [
+    (b'image\tanswer\na\tb\n', 'expected image, question, answer'),
+    (b'\xff', 'cannot be read as TSV'),
+    (f'{TABLE}\tWhat?\tIt\t\n'.encode(), 'example 0 has no image'),
+    (f'{TABLE}a\tWhat?\n'.encode(), 'example 0 has no question, or no answer'),
+    (f'{TABLE}/a\tWhat?\tIt\t\n'.encode(), 'outside of the folder'),
+    (f'{TABLE}a\t<image>\tIt\t\n'.encode(), '1 pictures and 2 <image>'),
+    (TABLE.encode(), 'has 0 examples'),
+  ],
+)
+def test_wrong_tables_are_named(tmp_path, text, sentence):
+  path = tmp_path / 'data.tsv'
+  path.write_bytes(text)
+  config = ConversationDataConfig(source='table', path=str(path))
+  with pytest.raises(UserError, match=sentence):
+    conversations.open_split(config, 'train')
+  path = tmp_path / 'data.parquet'
+  path.write_bytes(text)
+  with pytest.raises(UserError, match='cannot be read as Parquet'):
+    conversations.open_split(
+      ConversationDataConfig(source='table', path=str(path)), 'train'
+    )
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,9 @@ import mod_jax
 from mod_jax import config as config_lib
 from mod_jax import flops, trees
 from mod_jax.errors import UserError
+from mod_jax.layers.lora import LoRAConfig
 from mod_jax.layers.token_info import KINDS
-from mod_jax.models import lm, vlm
+from mod_jax.models import lm, lora, vlm
 from mod_jax.models.vit import ViTConfig
 from mod_jax.pretrained.load import Run
 
@@ -36,7 +37,9 @@ CONFIGS = config_lib.load(
 )
 PMOD = CONFIGS.PMOD
 GAMMA = dataclasses.replace(CONFIGS.GAMMA, layers=(1, 2))
-ROUTED = {'p-MoD': PMOD, 'γ-MoD': GAMMA}
+# In the tiny model, the attention is that of the first block.
+FASTV = dataclasses.replace(CONFIGS.FASTV, first=1)
+ROUTED = {'p-MoD': PMOD, 'γ-MoD': GAMMA, 'FastV': FASTV}
 IMAGE, TEXT, QUESTION, ANSWER = range(len(KINDS))
 # Two pictures with text before and between; one; none.
 ROWS = [[1, 15, 2, 15, 3, 4, 5], [15, 6, 7, 8], [9, 10, 11, 12, 13]]
@@ -113,10 +116,11 @@ def test_gamma_mod_takes_all_questions_and_answers():
 
 @pytest.mark.parametrize('name', ROUTED)
 def test_capacity_1_with_the_identity_gate_is_dense(name):
-  config = routed(ROUTED[name], capacity_floor=1.0, gate='alpha_tanh')
+  gate = {} if name == 'FastV' else {'gate': 'alpha_tanh'}
+  config = routed(ROUTED[name], capacity_floor=1.0, **gate)
   flat = trees.flatten(variables(config)['params'])
   routers = {n: 0 * x for n, x in flat.items() if 'router' in n}
-  assert routers
+  assert bool(routers) == (name != 'FastV')
   # A router of zeros: the gate is 1.
   params = trees.unflatten(flat | routers)
   inputs = placed()
@@ -125,7 +129,7 @@ def test_capacity_1_with_the_identity_gate_is_dense(name):
   expected = output(DENSE, inputs, {'params': dense}).logits_BLV
   real = inputs.valid_BL
   np.testing.assert_allclose(found[real], expected[real], atol=1e-5)
-  partly = routed(dataclasses.replace(ROUTED[name], gate='alpha_tanh'))
+  partly = routed(ROUTED[name], **gate)
   fewer = output(partly, inputs, {'params': params}).logits_BLV
   assert np.abs(fewer - expected)[real].max() > 1e-3
 
@@ -134,9 +138,9 @@ def test_capacity_1_with_the_identity_gate_is_dense(name):
 def test_later_text_and_other_rows_move_nothing(name):
   config, inputs = routed(ROUTED[name]), placed()
   logits_BLV = output(config, inputs).logits_BLV
-  # The text after the pictures.
+  # The text after the pictures; FastV looks at the end of the prompt.
   tokens_BL = inputs.tokens_BL.copy()
-  starts = [10, 5, 3]
+  starts = [11 if name == 'FastV' else 10, 5, 3]
   for row, start in enumerate(starts):
     tokens_BL[row, start + 1 :] = (tokens_BL[row, start + 1 :] + 1) % 15
   later = output(
@@ -195,6 +199,58 @@ def test_decoding_is_the_forward_pass(name):
     assert count == length + 1 - 8 + kept
 
 
+def test_fastv_drops_what_the_end_of_the_prompt_attends_to_least():
+  config, inputs, layers = chosen(FASTV)
+  args, kwargs = inputs.inputs
+  _, state = config.build().apply(
+    variables(config), *args, **kwargs, mutable=['intermediates']
+  )
+  sown = state['intermediates']['language']['block_0']['attention']
+  q_BLHC, k_BLHC = (np.asarray(sown[x][0]) for x in ('queries', 'keys'))
+  k_BLHC = np.repeat(k_BLHC, q_BLHC.shape[2] // k_BLHC.shape[2], axis=2)
+  first, second = (np.asarray(layer.chosen_BL) for layer in layers)
+  np.testing.assert_array_equal(first, second)
+  for row, count in ((0, 8), (1, 4)):
+    is_asked_L = inputs.valid_BL[row] & (inputs.kind_BL[row] != ANSWER)
+    end = np.flatnonzero(is_asked_L)[-1]
+    logit_HS = np.einsum('HC,SHC->HS', q_BLHC[row, end], k_BLHC[row, : end + 1])
+    score_S = jax.nn.softmax(logit_HS / q_BLHC.shape[-1] ** 0.5).mean(axis=0)
+    places = np.flatnonzero(inputs.kind_BL[row] == IMAGE)
+    assert len(places) == count
+    best = places[np.argsort(score_S[places])[-count // 2 :]]
+    np.testing.assert_array_equal(
+      np.intersect1d(np.flatnonzero(first[row]), places), np.sort(best)
+    )
+
+
+def test_pooling_averages_squares_of_patches():
+  pooled = dataclasses.replace(DENSE, pooling=2)
+  assert (pooled.num_patches, DENSE.num_patches) == (1, 4)
+  values = variables(DENSE)
+
+  def look(config):
+    method = type(config.build()).look
+    return tiny.apply(config, values, PICTURES[None], method=method)
+
+  def before(config):
+    tower = config.tower.build()
+    x_TLD = tower.apply(
+      {'params': values['params']['tower']},
+      PICTURES,
+      config.tower_depth,
+      method=type(tower).features,
+    )
+    return x_TLD[:, 1:].mean(axis=1)
+
+  projector = vlm.Projector(DENSE.language.width)
+  expected = projector.apply(
+    {'params': values['params']['projector']}, before(DENSE)
+  )
+  np.testing.assert_allclose(look(pooled)[0], expected, atol=1e-5)
+  table, whole = (dict(x.flops_table(12, 2)) for x in (pooled, DENSE))
+  assert 4 * table['projector']['projector'] == whole['projector']['projector']
+
+
 def test_flops_are_those_of_the_tokens_that_enter():
   config = routed(PMOD)
   assert config.tokens_per_block(14, 2) == (14, 10, 7)
@@ -247,9 +303,56 @@ def test_the_model_refuses_what_was_not_placed():
     (lambda: dataclasses.replace(DENSE, feature_layer=3), '1 to 2'),
     (lambda: routed(PMOD, threshold_decay=0.9), 'threshold_decay=0'),
     (lambda: routed(PMOD, predictor_width=4), 'predictor_width=0'),
-    (lambda: mod_jax.route(Run(config=DENSE, variables={})), 'as init'),
+    (lambda: routed(FASTV, kinds=None), "kinds=.'image',."),
+    (lambda: routed(FASTV, first=0), 'a block before the first routed one'),
+    (lambda: dataclasses.replace(DENSE, pooling=3), 'a divisor of 2'),
+    (
+      lambda: mod_jax.route(Run(config=DENSE, variables={})),
+      "method='amod': 'pmod' and 'gamma' are for models that read pictures",
+    ),
+    (
+      lambda: mod_jax.route(Run(config=tiny.LM, variables={}), 'pmod'),
+      "method='pmod': 'pmod' and 'gamma' are for",
+    ),
   ],
 )
 def test_settings_that_do_not_fit_are_refused(make, sentence):
   with pytest.raises(UserError, match=sentence):
     make()
+
+
+@pytest.mark.parametrize(
+  ('method', 'fields'),
+  [('pmod', {}), ('gamma', {'layers': (1, 2)})],
+)
+def test_route_keeps_the_dense_weights(method, fields):
+  dense = Run(config=DENSE, variables=variables(DENSE))
+  run = mod_jax.route(dense, method, **fields)
+  assert run.config == routed({'pmod': PMOD, 'gamma': GAMMA}[method])
+  flat = trees.flatten(run.variables['params'])
+  routers = {name for name in flat if 'router' in name}
+  assert routers
+  kept = {name: x for name, x in flat.items() if name not in routers}
+  tiny.same(kept, trees.flatten(dense.variables['params']))
+  if method == 'pmod':  # Its gate starts as 1: what enters is not weighed.
+    assert not any(flat[name].any() for name in routers)
+
+
+def test_adapters_of_the_language_model_merge_into_it():
+  adapters = LoRAConfig(rank=2, maps=(r'block_\d+/attention/(query|value)',))
+  config, inputs = DENSE.with_parts(lora=adapters), placed()
+  params = variables(config)['params']
+  named = lora.adapters(params)
+  assert len(named) == 3 * 2 * 2
+  assert all(name.startswith('language/block_') for name in named)
+  merged, weights = lora.merge(config, params)
+  assert merged == DENSE
+  real = inputs.valid_BL
+  found = output(config, inputs).logits_BLV[real]
+  without = trees.unflatten(
+    {n: x for n, x in trees.flatten(params).items() if n not in named}
+  )
+  base = output(DENSE, inputs, {'params': without}).logits_BLV[real]
+  assert np.abs(found - base).max() > 1e-2
+  again = output(DENSE, inputs, {'params': weights}).logits_BLV[real]
+  np.testing.assert_allclose(again, found, atol=1e-4)

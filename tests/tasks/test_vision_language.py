@@ -2,14 +2,13 @@
 
 import pathlib
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
 
 import mod_jax
 from mod_jax import config as config_lib
+from mod_jax import trees
 from mod_jax.data import conversations
 from mod_jax.errors import UserError
 from mod_jax.layers.token_info import KINDS
@@ -61,27 +60,99 @@ def test_long_conversations_are_cut_with_their_pictures():
 
 def test_right_answers_are_counted_by_question():
   rows = batch()
-  logits_BLV = jax.nn.one_hot(rows['targets'], 257)
-  # A wrong last token of the first answer, and nonsense beside answers.
-  last = np.flatnonzero(rows['weights'][0])[-1]
-  logits_BLV = logits_BLV.at[0, last].set(jnp.arange(257.0))
-  logits_BLV = jnp.where(rows['weights'][..., None] > 0, logits_BLV, 0)
-  output = tiny.apply(
-    TASK.config.model,
-    tiny.variables(TASK.config.model),
-    rows['tokens'],
-    rows['images'],
-    kind_BL=rows['kind'],
-    valid_BL=rows['valid'],
+  config = TASK.config.model
+  (args, kwargs), variables = (
+    TASK.inputs(rows, train=False),
+    tiny.variables(config),
   )
-  found = TASK.eval_sums(output.replace(logits_BLV=logits_BLV), rows, None)
+  output = tiny.apply(config, variables, *args, **kwargs)
+  assert output.logits_BLV is None
+  of_all = {k: x for k, x in kwargs.items() if 'kind' in k or 'valid' in k}
+  logits_BLV = tiny.apply(config, variables, *args, **of_all).logits_BLV
+  likeliest_BL = logits_BLV.argmax(axis=-1)
+  np.testing.assert_array_equal(
+    output.right_BL, likeliest_BL == rows['targets']
+  )
+  # A wrong last token of the first answer, and nonsense beside answers.
+  right_BL = rows['weights'] > 0
+  right_BL[0, np.flatnonzero(right_BL[0])[-1]] = False
+  found = TASK.eval_sums(output.replace(right_BL=right_BL), rows, None)
   assert tuple(map(float, found['accuracy'])) == (2, 3)
-  by_topic = [found[f'accuracy/{name}'] for name in conversations.TOPICS]
+  by_topic = [found[f'accuracy/{name}'] for name in TASK.config.data.topics]
   assert sum(float(right) for right, _ in by_topic) == 2
   assert sum(float(count) for _, count in by_topic) == 3
   chosen, among = map(float, found['routed'])
   # Two routed blocks: on half of 16 tokens, and on .15 of them.
   assert (chosen, among) == (3 * (8 + 2), 3 * 2 * 16)
+
+
+def test_image_tokens_name_the_digits_that_they_show():
+  task = make_task(SCENES.get_config('captions_tiny')).modality
+  source = conversations.open_split(task.config.data, 'train')
+  conversation = source.load(3)
+  row, plain = task._train_row(source, 3), task._row(conversation)
+  grid, seen = task.config.model.grid, set()
+  start = int(np.flatnonzero(row['kind'] == KINDS.index('image'))[0])
+  for i in range(grid**2):
+    y, x = (np.array(divmod(i, grid)) + 0.5) / grid
+    shown = [
+      digit
+      for (u, v, width, height), digit in conversation.objects
+      if abs(u - x) < width / 2 and abs(v - y) < height / 2
+    ]
+    seen |= set(shown)
+    assert row['weights'][start + i] == bool(shown)
+    if shown:
+      assert chr(row['targets'][start + i]) == shown[-1]
+  assert seen
+  assert seen <= set(conversation.turns[0][1])
+  after = slice(start + grid**2, None)
+  for name in ('targets', 'weights'):
+    np.testing.assert_array_equal(row[name][after], plain[name][after])
+  assert not plain['weights'][: start + grid**2].any()
+
+
+def test_ranks_are_of_the_language_model_with_its_pictures():
+  task = make_task(SCENES.get_config('pmod_tiny'))
+  variables = tiny.variables(TASK.config.model)
+  params = variables.pop('params')
+  study = task.studies()['arank'](params, variables, None)
+  found = study.metrics
+  # A picture of 16 tokens, of which routed blocks take 8 and 2.
+  text = np.array(found['tokens']) - [16, 8, 2]
+  np.testing.assert_allclose(text, text[0])
+  assert 30 < text[0] < 50
+  assert (np.array(found['share']) <= 1).all()
+  assert 'model.language.routing.layers=' in study.text
+
+
+@pytest.mark.slow
+def test_a_stage_of_the_projector_alone_and_then_of_all(
+  tmp_path, on_one_device
+):
+  stage_1 = config_lib.replace(
+    SCENES.get_config('tiny'),
+    {
+      'optimizer.rules': (('^projector/', 1.0, 0), ('', 0.0, 0)),
+    },
+  )
+  with on_one_device():
+    phases.train(
+      config_lib.replace(stage_1, {'train.num_steps': 1}), tmp_path / 'part'
+    )
+    phases.train(stage_1, tmp_path / 'one')
+    stage_2 = config_lib.replace(
+      SCENES.get_config('pmod_tiny'), {'init': str(tmp_path / 'one')}
+    )
+    phases.train(stage_2, tmp_path / 'two')
+  first, one, two = (
+    trees.flatten(mod_jax.load(tmp_path / x).variables['params'])
+    for x in ('part', 'one', 'two')
+  )
+  for name, values in one.items():
+    moved = np.abs(values - first[name]).max() > 0
+    assert moved == name.startswith('projector/'), name
+  assert all(np.abs(two[x] - one[x]).max() > 0 for x in one if 'kernel' in x)
 
 
 @pytest.mark.slow
@@ -91,8 +162,9 @@ def test_generated_answers_are_those_of_the_forward_pass():
   images = tiny.images(2, size=32)
   questions = ['Is there a seven?', 'What is it?']
   pictures = [[images[0]], [images[1]]]
+  state = {name: x for name, x in variables.items() if name != 'params'}
   found = TASK.answers(
-    variables['params'], {}, pictures, questions, max_new_tokens=3
+    variables['params'], state, pictures, questions, max_new_tokens=3
   )
   for i, question in enumerate(questions):
     pieces = conversations.prompt(f'<image>\n{question}')
