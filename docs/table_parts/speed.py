@@ -213,8 +213,11 @@ def decode_real():
   """A real model's text, its first calls and its memory, beside PyTorch's."""
   rows = []
   for cell in measured('decode_real')['cells']:
-    for library, name in (('mod_jax', 'mod_jax'), ('torch', 'PyTorch')):
-      one = cell[library]
+    names = {'mod_jax': 'mod_jax', 'int8': 'mod_jax, int8', 'torch': 'PyTorch'}
+    for library, name in names.items():
+      one = cell.get(library)
+      if one is None:  # Measured before there was int8.
+        continue
       rows.append(
         [
           *(str(cell['batch']), name, f'{one["steps_per_second"]:.1f}'),

@@ -161,7 +161,7 @@ def open_words(split):
 def batches(seed=0, **kwargs):
   kwargs = {'batch_size': 4, 'shard_index': 0, 'shard_count': 1, **kwargs}
   recordings = open_words('train')
-  return audio.TrainBatches(recordings, frames, seed=seed, **kwargs)
+  return audio.train_iterator(recordings, frames, seed=seed, **kwargs)
 
 
 def test_words_are_new_sequences_of_known_words():
