@@ -3,12 +3,12 @@
     python benchmarks/decode_real.py --model=FOLDER --torch=python3.11
 
 FOLDER is a language model of Hugging Face, such as SmolLM2-135M. Each library
-runs in its own process, loads the model in float32, and continues batches of
-random prompts greedily. The two take turns. The first call of each shape, in
-which mod_jax compiles, is reported separately. Steps per second are new tokens
-of a row over the time of the whole call, including the prompt. Memory is the
-peak of the process after the batch sizes so far. The result is written beside
-this file as JSON.
+runs in its own process, loads the model in float32 or as `--dtypes` says, and
+continues batches of random prompts greedily. They take turns. The first call of
+each shape, in which mod_jax compiles, is reported separately. Steps per second
+are new tokens of a row over the time of the whole call, including the prompt.
+Memory is the peak of the process after the batch sizes so far. The result is
+written beside this file as JSON.
 """
 
 import contextlib
@@ -31,13 +31,20 @@ _THREADS = flags.DEFINE_integer('threads', 2, 'Cores of each process.')
 _PROMPT = flags.DEFINE_integer('prompt', 32, 'Tokens of a prompt.')
 _NEW = flags.DEFINE_integer('new', 64, 'Tokens that are added.')
 _ROUNDS = flags.DEFINE_integer('rounds', 10, 'Timed calls of each.')
+_DTYPES = flags.DEFINE_list(
+  'dtypes', ['int8'], 'Also measured, as mod_jax.load takes them.'
+)
 _TORCH = flags.DEFINE_string(
   'torch', None, 'A Python with torch and transformers.', required=True
 )
 
 
 def measure(processes, batch: int) -> dict:
-  """Returns each library's figures for a batch size, and their ratio."""
+  """Returns each library's figures for a batch size, and their ratios.
+
+  `speedup` is that of mod_jax over PyTorch, and each further dtype's that over
+  mod_jax in float32.
+  """
   measurements = {name: [] for name in processes}
 
   def call(name):
@@ -55,13 +62,20 @@ def measure(processes, batch: int) -> dict:
       'peak_mib': later[-1]['peak'],
     }
   seconds = {k: [x['seconds'] for x in v[1:]] for k, v in measurements.items()}
-  middle, low, high = timing.ratio_spread(seconds, 'torch', 'mod_jax')
-  return cell | {'speedup': middle, 'quartiles': [low, high]}
+  for dtype in _DTYPES.value:
+    cell[dtype] |= _faster(seconds, 'mod_jax', dtype)
+  return cell | _faster(seconds, 'torch', 'mod_jax')
+
+
+def _faster(seconds, than: str, name: str) -> dict:
+  middle, low, high = timing.ratio_spread(seconds, than, name)
+  return {'speedup': middle, 'quartiles': [low, high]}
 
 
 def main(_):
   machine.with_malloc(machine.KEPT)
   pythons = {'mod_jax': sys.executable, 'torch': _TORCH.value}
+  pythons |= dict.fromkeys(_DTYPES.value, sys.executable)
   about, cells = {}, []
   with contextlib.ExitStack() as stack:
     processes = {}

@@ -3,10 +3,11 @@
 `decode_real.py` runs this script once for each library, to measure the memory
 of each. Input lines are numbers of prompts; output lines are JSON with the
 seconds that they took and the peak memory of the process in MiB. Arguments:
-library (`mod_jax` or `torch`), folder of the model, threads, tokens of a
-prompt, new tokens.
+library (`mod_jax`, `torch`, or a dtype in which mod_jax loads the model),
+folder of the model, threads, tokens of a prompt, new tokens.
 """
 
+import functools
 import json
 import os
 import resource
@@ -14,14 +15,14 @@ import sys
 import time
 
 
-def mod_jax_generate(folder, new):
+def mod_jax_generate(folder, new, dtype=None):
   """Returns a function that continues prompts, vocab size and versions."""
   import jax
 
   import mod_jax
   from mod_jax import sampling
 
-  run = mod_jax.load(folder)
+  run = mod_jax.load(folder, dtype=dtype)
 
   def generate(tokens_BP):
     generated = sampling.generate(
@@ -62,7 +63,9 @@ def main():
   library, folder, threads, prompt, new = sys.argv[1:]
   cores = sorted(os.sched_getaffinity(0))[: int(threads)]
   os.sched_setaffinity(0, cores)  # Before the library counts its cores.
-  make = {'mod_jax': mod_jax_generate, 'torch': torch_generate}[library]
+  in_dtype = functools.partial(mod_jax_generate, dtype=library)
+  makers = {'mod_jax': mod_jax_generate, 'torch': torch_generate}
+  make = makers.get(library, in_dtype)
   generate, vocab_size, about = make(folder, int(new))
   print(f'{about}, {len(cores)} threads', flush=True)
   import numpy as np

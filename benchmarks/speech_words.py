@@ -19,13 +19,11 @@ import sys
 from absl import app, flags
 import adaptive_runs
 import machine
+import speech_runs
 from study import Study
 import study_tables
 
-import mod_jax
-from mod_jax import flops, viz
-from mod_jax.studies import speech as studies
-from mod_jax.tasks import make_task
+from mod_jax import viz
 from mod_jax.tasks.experiment import ExperimentConfig
 
 _SEEDS = flags.DEFINE_list('seeds', ['0', '1', '2'], 'A dense run for each.')
@@ -39,44 +37,14 @@ _SHOWN = 'adaptive, β = 0.4/0'  # Whose compute over time is a picture.
 def planned(seed: int) -> dict[str, ExperimentConfig]:
   """Returns the runs of a seed, each after the one that it starts from."""
   words = machine.configs('speech/words.py')
-  dense, acm = ('tiny', 'acm_tiny') if _STUDY.tiny else ('', 'acm')
-  runs = {
-    f'dense/{seed}': adaptive_runs.run(_STUDY, words.get_config(dense), seed)
-  }
-  return runs | adaptive_runs.planned(
-    _STUDY, words.get_config(acm), seed, BUDGETS, COUNTS
-  )
-
-
-def tell(config: ExperimentConfig, metrics: dict) -> dict:
-  """Returns the result of a run."""
-  task, prefix, told = make_task(config), '', {}
-  if config.objective is None:
-    macs = flops.published_macs(config.model, *task.modality.length)
-  elif 'load' in metrics:
-    macs = task.macs(metrics['load'])
-    trained = mod_jax.load(_STUDY.workdir(config.name))
-    params, state = trained.variables['params'], {}
-    found = studies.silence(trained.task, params, state, None).metrics
-    names = ('load', 'load_std', 'token_std', 'budget_error')
-    told |= {
-      **{name: metrics[name] for name in names},
-      **{name: part['learners'] for name, part in found.items()},
-    }
-  else:
-    # Learners alone: all of them.
-    k = config.objective.static_learners or task.num_learners
-    macs, prefix = task.macs(learners=k), f'k{k}/'
-  return {
-    **{name: metrics[prefix + name] for name in ('wer', 'cer', 'loss')},
-    'gmacs_per_second': macs / 1e9 / config.data.buckets[-1],
-    **told,
-  }
+  names = ('tiny', 'acm_tiny') if _STUDY.tiny else ('', 'acm')
+  dense, acm = map(words.get_config, names)
+  return speech_runs.planned(_STUDY, dense, acm, seed, BUDGETS, COUNTS)
 
 
 def main(_):
   for seed in map(int, _SEEDS.value):
-    _STUDY.train(planned(seed), tell)
+    _STUDY.train(planned(seed), speech_runs.tell(_STUDY))
   found = _STUDY.results()
   if not found:
     sys.exit('No run is finished yet.')

@@ -281,9 +281,9 @@ def define_dtype() -> None:
   flags.DEFINE_enum(
     'dtype',
     None,
-    ['float32', 'bfloat16'],
+    ['float32', 'bfloat16', 'int8'],
     'Of the weights and the computation; by default weights in float32, and the'
-    " computation as in the model's config.",
+    " computation as in the model's config. int8: only the weights.",
   )
 
 

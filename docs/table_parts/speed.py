@@ -213,8 +213,11 @@ def decode_real():
   """A real model's text, its first calls and its memory, beside PyTorch's."""
   rows = []
   for cell in measured('decode_real')['cells']:
-    for library, name in (('mod_jax', 'mod_jax'), ('torch', 'PyTorch')):
-      one = cell[library]
+    names = {'mod_jax': 'mod_jax', 'int8': 'mod_jax, int8', 'torch': 'PyTorch'}
+    for library, name in names.items():
+      one = cell.get(library)
+      if one is None:  # Measured before there was int8.
+        continue
       rows.append(
         [
           *(str(cell['batch']), name, f'{one["steps_per_second"]:.1f}'),
@@ -475,6 +478,28 @@ def lora():
     ['peak of the process', f'{peak["lora"] / peak["full"]:.2f}'],
   ]
   return markdown(['', 'LoRA over all weights (quartiles)'], rows)
+
+
+@table
+def wav2vec2():
+  """Forward passes of recognisers, and their time over others'."""
+  found = measured('wav2vec2')
+  rows = []
+  for batch, timed in found['by_batch'].items():
+    seconds, adaptive = timed['median_seconds'], timed['adaptive']
+    dense = timed['dense_over_torch']
+    rows.append(
+      [
+        batch,
+        *(f'{seconds[name]:.2f}' for name in ('dense', 'torch', 'adaptive')),
+        f'{dense["ratio"]:.2f} ({between(*dense["quartiles"], 2)})',
+        f'{adaptive["time_ratio"]:.2f} ({between(*adaptive["quartiles"], 2)})',
+        f'{adaptive["flop_ratio"]:.2f}',
+      ]
+    )
+  header = ['recordings', 'dense, s', 'PyTorch, s', 'adaptive, s']
+  header += ['dense over PyTorch', 'adaptive over dense', 'their FLOPs']
+  return markdown(header, rows)
 
 
 @table

@@ -35,11 +35,7 @@ class Characters:
 
   @classmethod
   def read(cls, path: str | os.PathLike) -> 'Characters':
-    """Reads a `vocab.json`, an object from symbols to labels.
-
-    Raises:
-      UserError: it is none.
-    """
+    """Reads a `vocab.json`, an object from symbols to labels."""
     path = pathlib.Path(path).expanduser()
     if not path.is_file():
       raise paths.missing(path)

@@ -8,13 +8,14 @@ import jax
 import jax.numpy as jnp
 
 from mod_jax import config as config_lib
+from mod_jax.layers.quantized import Quantized
 from mod_jax.layers.slots import Slot
 
 
 def einsum(
   spec: str,
   x: jax.Array,
-  kernel: jax.Array,
+  kernel: jax.Array | Quantized,
   out_dtype: str | None = None,
   axes: tuple[str | None, ...] = (),
 ) -> jax.Array:
@@ -26,9 +27,12 @@ def einsum(
 
   In `spec` each letter is in exactly two of x, kernel and result. `out_dtype`
   of the result avoids rounding to x's dtype first. If the kernel's logical axis
-  `embed` is sharded, it is gathered once, in x's dtype.
+  `embed` is sharded, it is gathered once, in x's dtype. The last axis of x is
+  contracted with a `Quantized` kernel's axis of inputs.
   """
   out_dtype = out_dtype or x.dtype
+  if isinstance(kernel, Quantized):
+    return kernel.product(x, out_dtype)
   if x.dtype == kernel.dtype:  # Then the plain product is enough.
     return jnp.einsum(spec, x, kernel, preferred_element_type=out_dtype)
   return _mixed_einsum(spec, out_dtype, axes, x, kernel)
@@ -128,7 +132,7 @@ class Linear(nn.Module):
     # several input axes, XLA would transpose all features first.
     batch = x.shape[: x.ndim - inputs]
     x_TI = x.reshape(math.prod(batch), -1)
-    kernel_IO = kernel.reshape(x_TI.shape[1], -1)
+    kernel_IO = kernel.reshape(x_TI.shape[1], math.prod(self.features))
     # Flattened axes (heads and channels) have no single name.
     axes = tuple(
       names[0] if len(names) == 1 else None

@@ -19,8 +19,9 @@ from mod_jax.layers import stack as stack_lib
 from mod_jax.layers.acm import AdaptiveConfig
 from mod_jax.layers.attention import AttentionConfig
 from mod_jax.layers.block import BlockConfig
+from mod_jax.layers.dense import LinearConfig
 from mod_jax.layers.experts import ExpertsConfig
-from mod_jax.layers.lora import LoRAConfig
+from mod_jax.layers.lora import AdaptedConfig, LoRAConfig, linear_maps
 from mod_jax.layers.mlp import MLPConfig
 from mod_jax.layers.mode import Mode, RoutingMode
 from mod_jax.layers.rope import RopeScaling
@@ -578,6 +579,38 @@ def unrolled(config: LMConfig, params):
   """Converts config and parameters to unrolled layers."""
   unscanned = dataclasses.replace(config, scan_layers=False)
   return unscanned, stack_lib.unrolled(config.stack, params)
+
+
+def matrices(config: LMConfig) -> dict[str, tuple[int, ...]]:
+  """Returns the axes of inputs of each matrix that may be in int8, by name.
+
+  These are the head, which may be the embedding, and the linear maps of the
+  blocks, without those of experts and learners.
+
+  Raises:
+    UserError: it is no language model.
+  """
+  require(
+    isinstance(config, LMConfig),
+    "a language model; others take dtype='bfloat16'",
+    dtype='int8',
+    model=type(config).__name__,
+  )
+  axes = {'embedding': (1,), 'head/kernel': (0,)}
+  # A leading axis of scanned groups.
+  layers, shift, prefix = config.stack.layers, 0, ''
+  if config.scan_layers:
+    layers, shift, prefix = layers[: config.stack.period], 1, 'layers/'
+  for i, layer in enumerate(layers):
+    for slot_name, slot in layer.block.slots.items():
+      if not isinstance(slot, MLPConfig | LinearConfig | AdaptedConfig):
+        continue
+      maps = linear_maps(f'{prefix}block_{i}/{slot_name}', slot)
+      for name, linear in maps.items():
+        base = getattr(linear, 'base', linear)
+        inputs = range(shift, shift + len(base.inputs))
+        axes[f'{name}/kernel'] = tuple(inputs)
+  return axes
 
 
 def merge(

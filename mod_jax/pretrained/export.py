@@ -27,7 +27,7 @@ from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.lm import LMConfig
 from mod_jax.models.vlm import VLMConfig
 from mod_jax.models.wav2vec2 import Wav2Vec2Config
-from mod_jax.pretrained.load import Run
+from mod_jax.pretrained.load import Run, require_floats
 from mod_jax.pretrained.source import FOLDER, WEIGHTS
 from mod_jax.runs import workdir
 
@@ -92,6 +92,7 @@ def export(
     'peft': _peft,
   }
   write = config_lib.choose(format, writers, 'format')
+  require_floats(run)
   if write is not _ours:
     _check_dense(run, format, dense)
   folder = pathlib.Path(path).expanduser()

@@ -17,9 +17,10 @@ from mod_jax import optimizer, parallel
 from mod_jax.data import images as images_lib
 from mod_jax.data.detection import DetectionPreprocess
 from mod_jax.data.text import TextDataConfig
-from mod_jax.errors import UserError
+from mod_jax.errors import UserError, require
 from mod_jax.layers.mode import RoutingMode
-from mod_jax.models import protocol
+from mod_jax.layers.quantized import Quantized
+from mod_jax.models import lm, protocol
 from mod_jax.models.detr import DETRConfig
 from mod_jax.models.dynamic_vit import DynamicViTConfig
 from mod_jax.models.lm import LMConfig
@@ -39,6 +40,9 @@ from mod_jax.train import evaluation
 
 _BATCH = 32  # Pictures that are predicted at a time.
 _LENGTH = 2048  # Longest texts of published models by default, in tokens.
+
+
+INT8 = 'int8'  # The `dtype` of weights in int8.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -483,8 +487,10 @@ def load(
     step: of a run's checkpoint, or 'best' for the one that `checkpoint.best`
       has kept; None for the newest.
     dtype: `float32` or `bfloat16`, in which the model computes and its matrices
-      are kept; routers, norms and biases stay float32. None keeps all weights
-      in float32 and computes as the model's config says.
+      are kept; routers, norms and biases stay float32. `int8`, for a language
+      model that is not trained any further, keeps the matrices of its blocks
+      and of its head in int8, see `layers.quantized`. None keeps all weights in
+      float32 and, as `int8`, computes as the model's config says.
     trust: modules to import first, such as `['package.module']`, whose classes
       the config may name.
     base: of adapters, and of a run that trained them alone: where the model is
@@ -497,7 +503,8 @@ def load(
   """
   config_lib.trust(trust)
   source = Source.open(path, base=base, **known).at(step)
-  run = _about(source, dtype)
+  run = _about(source, None if dtype == INT8 else dtype)
+  matrices = lm.matrices(run.config) if dtype == INT8 else {}
   if not source.ours:
     variables = source.read()
   else:
@@ -511,12 +518,26 @@ def load(
     # One at a time, since arrays are read lazily.
     array = jnp.asarray(array)
     names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
-    if dtype is not None and _is_cast(names):
+    inputs = matrices.get('/'.join(names[1:]))
+    if inputs is not None:
+      return Quantized.of(array, inputs)
+    if dtype not in (None, INT8) and _is_cast(names):
       array = array.astype(dtype)
     return array
 
   variables = jax.tree_util.tree_map_with_path(on_device, variables)
   return dataclasses.replace(run, variables=variables)
+
+
+def require_floats(run: Run) -> None:
+  """Raises UserError if the weights have been rounded to int8."""
+  is_rounded = isinstance(run.variables['params'].get('embedding'), Quantized)
+  require(
+    not is_rounded,
+    'weights as they were before they were rounded: load the model again'
+    ' without it',
+    dtype=INT8,
+  )
 
 
 def _is_cast(names) -> bool:

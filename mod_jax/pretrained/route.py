@@ -22,7 +22,7 @@ from mod_jax.models.detr import DETRConfig
 from mod_jax.models.dynamic_vit import DynamicViTConfig, equal_stages
 from mod_jax.models.lm import LMConfig
 from mod_jax.models.vlm import VLMConfig
-from mod_jax.pretrained.load import Run, load
+from mod_jax.pretrained.load import Run, load, require_floats
 from mod_jax.tasks import make_task
 from mod_jax.tasks.detection import Detection
 from mod_jax.tasks.images import Images
@@ -78,6 +78,7 @@ def route(
       is wrong.
   """
   run = pretrained if isinstance(pretrained, Run) else load(pretrained)
+  require_floats(run)
   if run.config != run.config.dense_twin():
     raise UserError(
       'route: this model is conditional already; give a dense one, such as the'

@@ -27,7 +27,8 @@ from mod_jax.errors import UserError
 from mod_jax.prove import hlo, slices
 from mod_jax.runs.run_config import fitted
 from mod_jax.sweeps import manifest
-from mod_jax.tasks import make_task
+from mod_jax.tasks import make_task, phases
+from mod_jax.tasks.adaptive import Adaptive
 from mod_jax.tasks.experiment import ExperimentConfig
 from mod_jax.tasks.plain import Plain
 from mod_jax.train import state as state_lib
@@ -115,10 +116,12 @@ def check(config: ExperimentConfig, topology: slices.Slice) -> Proof:
       or the run's kind of training is not supported.
   """
   task = make_task(config)
-  if type(task) is not Plain:
+  adapted = isinstance(task, Adaptive) and task.objective.phase == 'end_to_end'
+  if type(task) is not Plain and not adapted:
     raise UserError(
-      f'{config.name}: pruned and adaptive models, which need a teacher or'
-      ' several phases, are not compiled ahead; take a dense or routed one.'
+      f'{config.name}: steps with a teacher, as of pruned models and of the'
+      ' first two phases of adaptive ones, are not compiled ahead; take a'
+      ' dense or routed model, or the phase end_to_end.'
     )
   sizes = config.mesh.sizes(topology.num_chips)
   mesh = jax.sharding.AbstractMesh(sizes, parallel.MESH_AXES)
@@ -231,7 +234,8 @@ def run(
   and runs that differ only in their seeds are compiled once.
 
   Args:
-    runs: names and configs; their meshes are adapted by `fitted`.
+    runs: names and configs, of which the last phase counts; their meshes are
+      adapted by `fitted`.
     topologies: names of slices; a kind of chip alone stands for the smallest
       slice that a run fits on.
     workdir: directory of the sweep.
@@ -243,6 +247,7 @@ def run(
     UserError: a slice is unknown, or a run does not divide over one, both
       before anything is compiled; or, at the end, some runs do not fit.
   """
+  runs = [(name, phases.last(config)) for name, config in runs]
   pairs = list(itertools.product(map(slices.parse, topologies), runs))
   for candidates, (_, config) in pairs:
     if len(candidates) == 1:
@@ -279,7 +284,7 @@ def _row(config, candidates, cache) -> dict:
   }
   model, dense = config.model.dense_twin(), None
   if model != config.model:
-    twin = dataclasses.replace(config, model=model)
+    twin = dataclasses.replace(config, model=model, objective=None)
     dense = smallest(twin, slices.parse(proof.topology), cache)
   row['dense_fits'] = dense.fits if dense else ''
   for name in ('products', 'again', 'sent', 'step_seconds'):
@@ -323,7 +328,7 @@ def _memory(row: Mapping) -> str:
 
 
 def report(config: ExperimentConfig, topology: str, cache=None) -> str:
-  """Returns the proof of a run on a slice as text.
+  """Returns the proof of a run, or of its last phase, on a slice as text.
 
   Args:
     config: the run. Its mesh must suit the slice.
@@ -334,7 +339,7 @@ def report(config: ExperimentConfig, topology: str, cache=None) -> str:
   Raises:
     UserError: as `prove` and `smallest`.
   """
-  candidates = slices.parse(topology)
+  config, candidates = phases.last(config), slices.parse(topology)
   if len(candidates) == 1:
     proof = prove(config, candidates[0], cache)
   else:

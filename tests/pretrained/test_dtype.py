@@ -1,16 +1,21 @@
-"""Weights of half the size: `load(…, dtype='bfloat16')`."""
+"""Weights of half and of a quarter of the size: `load(…, dtype=…)`."""
 
 import pathlib
+import re
 
 import command_line
+from flax import linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import mod_jax
-from mod_jax import trees
+from mod_jax import sampling, trees
 from mod_jax.errors import UserError
+from mod_jax.layers.quantized import Quantized
+from mod_jax.layers.routing_config import MoDConfig
+from mod_jax.models import lm
 from mod_jax.scripts import serve
 
 MODEL = pathlib.Path(__file__).parents[1] / 'golden' / 'lm_eval' / 'model'
@@ -70,6 +75,100 @@ def test_the_server_takes_it(monkeypatch):
   assert asked == [('here', {'dtype': 'bfloat16'})]
 
 
-def test_other_types_are_refused():
-  with pytest.raises(UserError, match="dtype='int8'.*bfloat16"):
-    mod_jax.load(MODEL, dtype='int8')
+def test_a_quarter_of_the_bytes(tmp_path):
+  """In int8, also of routed blocks, in whole rows and token by token."""
+  routed = mod_jax.route(MODEL, 'mod', capacity=0.5)
+  mod_jax.export(routed, tmp_path / 'routed')
+  for path in (MODEL, tmp_path / 'routed'):
+    whole, small = mod_jax.load(path), mod_jax.load(path, dtype='int8')
+    assert small.config == whole.config
+    # And a scale for each output, of which so narrow a model has many.
+    assert nbytes(small) < 0.35 * nbytes(whole)
+    for name, x in trees.flatten(small.variables['params']).items():
+      kept = re.search('norm|router', name)
+      assert isinstance(x, Quantized) != bool(kept), name
+    expected, logits = (
+      np.asarray(run.apply(TOKENS, mode='never').logits_BLV)
+      if run.config.routing
+      else np.asarray(run.apply(TOKENS).logits_BLV)
+      for run in (whole, small)
+    )
+    error = np.abs(logits - expected).max() / np.abs(expected).max()
+    assert 0 < error < 0.05
+    loss, _ = small.apply(TOKENS, targets_BL=TOKENS).loss
+    assert np.isfinite(loss)
+  small = mod_jax.load(MODEL, dtype='int8')
+  generated = sampling.generate(
+    *(small.model, small.variables, TOKENS), max_new_tokens=4, temperature=0.0
+  )
+  row = jnp.concatenate([TOKENS, generated.tokens_BN], axis=1)
+  best = small.apply(row).logits_BLV.argmax(-1)
+  np.testing.assert_array_equal(best[:, -5:-1], generated.tokens_BN)
+
+
+def test_scanned_layers_in_int8():
+  """Each matrix has the scales that it would have alone."""
+  config = lm.LMConfig(
+    num_layers=4, width=16, num_heads=2, routing=MoDConfig(capacity=0.5)
+  )
+  params = nn.unbox(config.build().init(jax.random.key(0), TOKENS))['params']
+  scanned, stacked = lm.scanned(config, params)
+
+  def rounded(config, params):
+    flat, axes = trees.flatten(params), lm.matrices(config)
+    assert set(axes) - {'head/kernel'} <= set(flat)
+    return trees.unflatten(
+      {n: Quantized.of(x, axes[n]) if n in axes else x for n, x in flat.items()}
+    )
+
+  outputs = [
+    config.build().apply({'params': rounded(config, params)}, TOKENS).logits_BLV
+    for config, params in ((config, params), (scanned, stacked))
+  ]
+  # A feature between two integers may be rounded either way.
+  np.testing.assert_allclose(*outputs, atol=1e-3)
+
+
+def test_products_in_int8():
+  keys = jax.random.split(jax.random.key(0), 2)
+  x_BLI = (
+    jax.random.normal(keys[0], (2, 3, 64))
+    * jnp.array([1.0, 100])[:, None, None]
+  )
+  kernel_IO = jax.random.normal(keys[1], (64, 32)) * jnp.logspace(-3, 3, 32)
+  rounded = Quantized.of(kernel_IO, (0,))
+  np.testing.assert_allclose(
+    rounded.astype(jnp.float32) / rounded.scale,
+    kernel_IO / rounded.scale,
+    atol=0.501,
+  )
+  y_BLO = rounded.product(x_BLI, jnp.float32)
+  expected_BLO = x_BLI @ kernel_IO
+  # Rounding is relative to the largest weight of an output, and to the largest
+  # feature of a token.
+  error_BLO = jnp.abs(y_BLO - expected_BLO)
+  size_BLO = jnp.linalg.norm(x_BLI, axis=-1)[..., None] * jnp.linalg.norm(
+    kernel_IO, axis=0
+  )
+  assert 0 < (error_BLO / size_BLO).max() < 0.01
+  # A token's features do not depend on those beside it.
+  np.testing.assert_array_equal(
+    rounded.product(x_BLI[1, 2], jnp.float32), y_BLO[1, 2]
+  )
+  np.testing.assert_array_equal(rounded.T.product(x_BLI, jnp.float32), y_BLO)
+
+
+def test_int8_is_not_written_or_routed(tmp_path):
+  small = mod_jax.load(MODEL, dtype='int8')
+  for refused in (
+    lambda: mod_jax.export(small, tmp_path / 'out'),
+    lambda: mod_jax.route(small, 'mod'),
+  ):
+    with pytest.raises(UserError, match="dtype='int8'.*load the model again"):
+      refused()
+  assert not (tmp_path / 'out').exists()
+
+
+def test_other_types_are_refused(tmp_path):
+  with pytest.raises(UserError, match="dtype='int4'.*bfloat16"):
+    mod_jax.load(MODEL, dtype='int4')

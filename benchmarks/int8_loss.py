@@ -1,0 +1,66 @@
+"""What weights in int8 cost a language model, in nats per token.
+
+    python benchmarks/int8_loss.py --model=FOLDER --texts='docs/**/*.md'
+
+FOLDER is a language model of Hugging Face, such as SmolLM2-135M. Rows are the
+beginnings of the texts. Differences are paired by batch. The result is written
+beside this file as JSON.
+"""
+
+import glob
+import pathlib
+
+from absl import app, flags
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import mod_jax
+import results as results_lib
+
+_MODEL = flags.DEFINE_string('model', None, 'The folder.', required=True)
+_TEXTS = flags.DEFINE_string('texts', None, 'Their files.', required=True)
+_LENGTH = flags.DEFINE_integer('length', 512, 'Tokens of a row.')
+_ROWS = flags.DEFINE_integer('rows', 32, 'Rows.')
+_BATCH = 2
+
+
+def rows(run) -> np.ndarray:
+  """Returns the first tokens of texts that are long enough."""
+  encoded = (
+    run.encode(pathlib.Path(path).read_text())
+    for path in sorted(glob.glob(_TEXTS.value, recursive=True))
+  )
+  long_enough = [
+    ids[: _LENGTH.value] for ids in encoded if len(ids) >= _LENGTH.value
+  ]
+  return np.array(long_enough[: _ROWS.value])
+
+
+def main(_):
+  losses, nbytes = {}, {}
+  for dtype in (None, 'int8'):
+    run = mod_jax.load(_MODEL.value, dtype=dtype)
+    if dtype is None:
+      tokens_BL = rows(run)
+    losses[dtype] = [
+      float(jnp.divide(*run.apply(batch[:, :-1], targets_BL=batch[:, 1:]).loss))
+      for batch in jnp.split(jnp.asarray(tokens_BL), len(tokens_BL) // _BATCH)
+    ]
+    nbytes[dtype] = sum(x.nbytes for x in jax.tree.leaves(run.variables))
+  difference = np.subtract(losses['int8'], losses[None])
+  error = difference.std(ddof=1) / np.sqrt(len(difference))
+  results = {
+    'model': pathlib.Path(_MODEL.value).name,
+    'texts': _TEXTS.value,
+    'tokens': int(tokens_BL.size),
+    'loss': float(np.mean(losses[None])),
+    'int8_more': float(difference.mean()),
+    'standard_error': float(error),
+    'bytes_over_float32': nbytes['int8'] / nbytes[None],
+  }
+  results_lib.save(__file__, results)
+
+
+if __name__ == '__main__':
+  app.run(main)
