@@ -25,7 +25,7 @@ TINY = {
   '2_amod': {
     'DENSE_STEPS': 6,
     'FINE_TUNING_STEPS': 6,
-    'CAPACITIES': (1.0, 0.5),
+    'CAPACITIES': (0.5,),
     'SMALLER': {'model.num_layers': 2, 'model.width': 16},
     'REPEATS': 1,
   },
