@@ -228,7 +228,7 @@ class TestTraining:
     )
     length = 32
     tokens = jnp.zeros((1, length), jnp.int32)
-    flat = trees.flatten(tiny.shapes(config)['params'])
+    flat = trees.flatten(tiny.variables(config)['params'])
 
     def count(names):
       def loss(part):
