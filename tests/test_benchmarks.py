@@ -131,6 +131,19 @@ def test_detectors_are_compared(tmp_path):
   assert line['cpu_seconds'] > 0
 
 
+def test_methods_are_compared_on_scenes(tmp_path):
+  names = 'dense|dense, trained on|A-MoD 50%'
+  args = ('tiny', 'seeds=0', f'workdir={tmp_path}', f'runs=^({names})/')
+  out = run('vit_scenes', *args)
+  rows = [x[2:].split(' | ') for x in out.splitlines() if x.startswith('| ')]
+  assert [row[0] for row in rows[2:]] == names.split('|')
+  # Only what starts from other weights has an accuracy at first.
+  assert [bool(row[4].strip()) for row in rows[2:]] == [False, True, True]
+  amod = float(rows[-1][2]) / float(rows[2][2])
+  assert 0.5 < amod < 0.95
+  assert (tmp_path / 'vit_scenes.png').stat().st_size > 1000
+
+
 def test_tuning_tries_sizes():
   pytest.importorskip('jax_triton')
   out = run(
