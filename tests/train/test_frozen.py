@@ -21,7 +21,7 @@ from mod_jax.runs import checkpoints
 from mod_jax.runs import workdir as workdir_lib
 from mod_jax.tasks import load as load_trained
 from mod_jax.tasks import make_task, phases
-from mod_jax.train import evaluation, loop
+from mod_jax.train import loop
 from mod_jax.train import state as state_lib
 
 pytestmark = [
@@ -146,28 +146,6 @@ def test_only_what_is_trained_is_in_state_optimiser_and_checkpoint(
   assert equal(state.eval_params, trees.join(state.params, base))
 
 
-def test_it_begins_as_without_adapters(dense, tmp_path):
-  config = build(dense)
-  with loop.build(make_task(config), config, tmp_path) as run:
-    state, mesh = run.state, run.mesh
-    with jax.set_mesh(mesh):
-      found = evaluation.held_out(
-        run.task, state.eval_params, state.model_state, mesh
-      )
-      bare = config_lib.replace(config, {'train.frozen': None})
-      bare = dataclasses.replace(
-        bare,
-        model=bare.model.with_parts(lora=None),
-        optimizer=OptimizerConfig(),
-      )
-      flat = trees.flatten(state.eval_params)
-      params = {k: x for k, x in flat.items() if '_lora/' not in k}
-      expected = evaluation.held_out(
-        *(make_task(bare), trees.unflatten(params), state.model_state, mesh)
-      )
-  assert found == expected
-
-
 def test_stopped_and_continued_is_bit_identical(whole, tmp_path):
   part = phases.train(whole.config, tmp_path, max_steps=2)
   assert not part.finished
@@ -240,23 +218,27 @@ def test_another_run_starts_from_it(whole, dense, tmp_path):
 
 
 def test_other_frozen_weights_are_refused(whole, dense, tmp_path):
-  base, workdir = tmp_path / 'base', tmp_path / 'run'
-  shutil.copytree(dense, base)
-  config = build(base)
-  phases.train(config, workdir, max_steps=3)
-  write_dense(config, base, seed=1)
-  for use in (
-    lambda: phases.train(config, workdir),
-    lambda: load_trained(workdir),
-    lambda: mod_jax.load(workdir),
-  ):
-    with pytest.raises(UserError, match='other weights than those.*step 3'):
-      use()
-  # As they were, but elsewhere.
-  assert mod_jax.load(workdir, base=str(dense)).base == str(dense)
-  shutil.rmtree(base)
-  with pytest.raises(UserError, match=f'{base}'):
-    mod_jax.load(workdir)
+  workdir, kept = tmp_path / 'run', tmp_path / 'kept'
+  shutil.copytree(whole.workdir, workdir)
+  shutil.rmtree(workdir_lib.checkpoints(workdir) / '6')
+  shutil.copytree(dense, kept)
+  try:
+    write_dense(whole.config, dense, seed=1)
+    for use in (
+      lambda: phases.train(whole.config, workdir),
+      lambda: load_trained(workdir),
+      lambda: mod_jax.load(workdir),
+    ):
+      with pytest.raises(UserError, match='other weights than those.*step 3'):
+        use()
+    # As they were, but elsewhere.
+    assert mod_jax.load(workdir, base=str(kept)).base == str(kept)
+    shutil.rmtree(dense)
+    with pytest.raises(UserError, match=f'{dense}'):
+      mod_jax.load(workdir)
+  finally:
+    shutil.rmtree(dense, ignore_errors=True)
+    shutil.copytree(kept, dense)
 
 
 def test_bfloat16_takes_half_the_memory(whole, dense, tmp_path):
