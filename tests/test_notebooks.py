@@ -25,7 +25,7 @@ TINY = {
   '2_amod': {
     'DENSE_STEPS': 6,
     'FINE_TUNING_STEPS': 6,
-    'CAPACITIES': (0.5,),
+    'CAPACITIES': (1.0, 0.5),
     'SMALLER': {'model.num_layers': 2, 'model.width': 16},
     'REPEATS': 1,
   },
@@ -38,8 +38,8 @@ TINY = {
     'END_TO_END_STEPS': 4,
     'BUDGET': 0.4,
     'KEEPS': (0.5,),
-    'SMALLER': {'num_layers': 1, 'width': 16},
-    'STAGES': (0,),
+    'SMALLER': {'num_layers': 2, 'width': 16},
+    'STAGES': (1,),
   },
   '4_apply_and_extend': {
     'NUM_LAYERS': 2,

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
 
 from mod_jax import flops, trees
 from mod_jax.errors import UserError
@@ -37,7 +36,7 @@ VIT = ViTConfig(
 
 
 def language(**fields):
-  sizes = {'num_layers': 2, 'width': 8, 'num_heads': 4, 'num_kv_heads': 2}
+  sizes = {'num_layers': 4, 'width': 8, 'num_heads': 4, 'num_kv_heads': 2}
   return LMConfig(**{'vocab_size': 11, 'mlp_dim': 6, **sizes, **fields})
 
 
@@ -45,7 +44,7 @@ MODELS = {
   'dense': language(routing=None),
   'biased': language(routing=None, mlp='gelu', qkv_bias=True),
   'routed': language(routing=MOD),
-  'scanned': language(num_layers=4, routing=MOD, scan_layers=True),
+  'scanned': language(routing=MOD, scan_layers=True),
   'experts': language(routing=MOD, experts=ExpertsConfig(num_experts=3)),
   'expert_choice': language(
     routing=None,
@@ -67,7 +66,7 @@ def inputs(config):
 
 
 def logits(config, variables):
-  output = tiny.apply(config, variables, inputs(config))
+  output = jax.jit(config.build().apply)(variables, inputs(config))
   if isinstance(config, LMConfig):
     return np.asarray(output.logits_BLV)
   return np.asarray(output.logits_BV)
@@ -82,9 +81,9 @@ def fresh(config):
 def trained(variables):
   """Returns variables with other values in the adapters."""
   flat = trees.flatten(variables['params'])
-  rng = np.random.default_rng(7)
+  keys = iter(jax.random.split(jax.random.key(7), len(flat)))
   changed = {
-    name: rng.normal(0, 0.3, x.shape).astype(np.float32)
+    name: 0.3 * jax.random.normal(next(keys), x.shape)
     if '_lora/' in name
     else x
     for name, x in flat.items()
@@ -100,7 +99,7 @@ def test_an_adapted_model_begins_as_its_base_and_merges_into_it(name):
   variables = fresh(config)
   flat = trees.flatten(variables['params'])
   bare = {k: x for k, x in flat.items() if '_lora/' not in k}
-  shapes = trees.flatten(tiny.shapes(base)['params'])
+  shapes = trees.flatten(fresh(base)['params'])
   assert {k: x.shape for k, x in bare.items()} == {
     k: x.shape for k, x in shapes.items()
   }
@@ -120,7 +119,8 @@ def test_an_adapted_model_begins_as_its_base_and_merges_into_it(name):
 @pytest.mark.parametrize('name', MODELS)
 def test_slots_count_their_parameters_and_products(name):
   config = MODELS[name].with_parts(lora=ADAPTERS)
-  flat = trees.flatten(tiny.shapes(config)['params'])
+  params = fresh(config.with_parts(lora=ADAPTERS))['params']
+  flat = trees.flatten(params)
   in_blocks = 0
   for i, layer in enumerate(config.stack.layers):
     for slot_name, slot in layer.block.slots.items():
@@ -144,11 +144,10 @@ def test_slots_count_their_parameters_and_products(name):
 
 def test_only_the_named_maps_are_adapted():
   maps = (r'block_[13]/attention/(query|value)', r'block_2/mlp/down')
-  adapters = LoRAConfig(rank=2, maps=maps)
-  config = language(num_layers=4, routing=None, lora=adapters)
+  config = language(routing=None, lora=LoRAConfig(rank=2, maps=maps))
   found = {
     name.rpartition('_lora/')[0]
-    for name in lora.adapters(tiny.shapes(config)['params'])
+    for name in lora.adapters(fresh(config)['params'])
   }
   assert found == {
     *('block_1/attention/query', 'block_1/attention/value'),
@@ -180,7 +179,7 @@ def test_a_pattern_must_match_a_map():
 
 def test_alpha_over_rank_scales_the_update():
   config = language(routing=None, lora=ADAPTERS)
-  variables = tiny.variables(config)
+  variables = trained(fresh(config))
   doubled = dataclasses.replace(ADAPTERS, alpha=10.0)
   flat = trees.flatten(variables['params'])
   up = {k: 2 * x if '_lora/up/' in k else x for k, x in flat.items()}
@@ -196,7 +195,6 @@ class TestTraining:
   """Frozen weights need no gradient, and what lies below them no pass."""
 
   config = language(
-    num_layers=4,
     routing=None,
     lora=LoRAConfig(rank=3, maps=(r'block_[23]/.*',)),
   )
@@ -228,7 +226,7 @@ class TestTraining:
     )
     length = 32
     tokens = jnp.zeros((1, length), jnp.int32)
-    flat = trees.flatten(tiny.variables(config)['params'])
+    flat = trees.flatten(fresh(config)['params'])
 
     def count(names):
       def loss(part):
@@ -254,7 +252,7 @@ class TestTraining:
 
 def test_stacked_maps_are_told_as_such():
   config = MODELS['learners'].with_parts(lora=ADAPTERS)
-  names = lora.adapters(tiny.shapes(config)['params'])
+  names = lora.adapters(fresh(config)['params'])
   assert names['block_0/mlp_acm/up_lora/down/kernel'] == (3, 8, 3)
   block = config.stack.layers[0].block
   maps = lora_lib.linear_maps('block_0/mlp', block.slots['mlp'])

@@ -211,15 +211,12 @@ def test_refused(trained, tmp_path, command):
     assert message in err
 
 
-@pytest.mark.usefixtures('one_device', 'no_report')
+@pytest.mark.usefixtures('one_device')
 def test_stopped_and_continued(tmp_path, monkeypatch, command):
   """A sweep of two runs, one of which diverges, as if nothing had happened."""
   small = config_lib.replace(
     BASE,
-    {
-      **{'train.num_steps': 6, 'evaluation.sample_tokens': 0},
-      **{'checkpoint.every': 2, 'checkpoint.keep': 1},
-    },
+    {'train.num_steps': 6, 'checkpoint.every': 2, 'checkpoint.keep': 1},
   )
   hot = config_lib.replace(small, {'optimizer.learning_rate': 1e30})
   runs = [*entries(1, base=small), *entries(2, base=hot)]

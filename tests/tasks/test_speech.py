@@ -15,7 +15,7 @@ from mod_jax.layers import stack as stack_lib
 from mod_jax.layers.mode import Mode
 from mod_jax.tasks import make_task, phases
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures('no_report')]
+pytestmark = pytest.mark.slow
 
 ROOT = pathlib.Path(__file__).parents[2]
 WORDS = config_lib.load(ROOT / 'configs/speech/words.py')
@@ -23,7 +23,7 @@ GOLDEN = ROOT / 'tests/golden/wav2vec2'
 
 
 @pytest.fixture(scope='module')
-def dense(tmp_path_factory, no_report):
+def dense(tmp_path_factory):
   workdir = tmp_path_factory.mktemp('speech') / 'dense'
   result = phases.train(WORDS.get_config('tiny'), workdir)
   return workdir, result.metrics
