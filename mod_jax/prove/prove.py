@@ -109,12 +109,7 @@ class Proof:
 
 
 def check(config: ExperimentConfig, topology: slices.Slice) -> Proof:
-  """Checks a run's mesh on a slice, and sizes its state, without compiling.
-
-  Raises:
-    UserError: the mesh does not divide the slice, the batch or the parameters;
-      or the run's kind of training is not supported.
-  """
+  """Checks a run's mesh on a slice, and sizes its state, without compiling."""
   task = make_task(config)
   adapted = isinstance(task, Adaptive) and task.objective.phase == 'end_to_end'
   if type(task) is not Plain and not adapted:
@@ -151,13 +146,8 @@ def prove(
 ) -> Proof:
   """Compiles a run's training step for a slice, and analyses the program.
 
-  Args:
-    config: the run; its mesh must suit the slice.
-    topology: the slice.
-    cache: directory with the proofs of earlier calls; None for no cache.
-
-  Raises:
-    UserError: as `check`; or libtpu is missing.
+  The run's mesh must suit the slice. Earlier proofs are in the directory
+  `cache`.
   """
   path = None
   if cache is not None:
@@ -182,9 +172,6 @@ def smallest(
   The slices are in ascending order, and the run's mesh is adapted to each by
   `fitted`. If it fits on none, the proof is that for the largest slice that the
   mesh can be adapted to.
-
-  Raises:
-    UserError: the run cannot be divided over any of the slices.
   """
   proof, refusal = None, None
   for topology in topologies:
@@ -231,21 +218,11 @@ def run(
 
   `WORKDIR/prove.csv`, with a line per run and slice, is rewritten after each.
   Proofs are cached in `WORKDIR/prove`, so an interrupted call can be repeated,
-  and runs that differ only in their seeds are compiled once.
-
-  Args:
-    runs: names and configs, of which the last phase counts; their meshes are
-      adapted by `fitted`.
-    topologies: names of slices; a kind of chip alone stands for the smallest
-      slice that a run fits on.
-    workdir: directory of the sweep.
-
-  Returns:
-    The lines, by column: all runs on the first slice, then on the next.
-
-  Raises:
-    UserError: a slice is unknown, or a run does not divide over one, both
-      before anything is compiled; or, at the end, some runs do not fit.
+  and runs that differ only in their seeds are compiled once. Of a run's phases
+  the last counts. Meshes are adapted by `fitted`, and a kind of chip alone
+  stands for the smallest slice that a run fits on. Runs that do not divide over
+  a slice are refused before anything is compiled, and those that do not fit at
+  the end.
   """
   runs = [(name, phases.last(config)) for name, config in runs]
   pairs = list(itertools.product(map(slices.parse, topologies), runs))
